@@ -1,0 +1,43 @@
+# `make demo` and `make test` set up all they need in $(VENV) the first time.
+#
+#   PYTHON  the interpreter that the virtual environment is made with, 3.10 to 3.13
+#   VENV    where it goes. Empty (`make test VENV=`): run $(PYTHON) as it is and install nothing
+PYTHON ?= python3
+VENV ?= .venv
+
+RUN := $(if $(VENV),$(VENV)/bin/python,$(PYTHON))
+READY := $(if $(VENV),$(VENV)/.ready)
+
+.PHONY: help demo test lint gpu-check clean
+.DEFAULT_GOAL := help
+
+help:
+	@echo 'make demo       decode the tokens of a DeepSeek-V3.2 attention layer from an FP8 cache'
+	@echo 'make test       all tests that need no GPU; on an SM90 GPU also those that do'
+	@echo 'make lint       ruff and mypy'
+	@echo 'make gpu-check  on an SM90 GPU: tests/gpu, then the benchmark; writes results/*.json'
+	@echo 'make clean      remove the virtual environment and every cache'
+
+demo: $(READY)
+	$(RUN) scripts/demo.py
+
+test: $(READY)
+	$(RUN) -m pytest
+
+lint: $(READY)
+	$(RUN) -m ruff check .
+	$(RUN) -m ruff format --check .
+	$(RUN) -m mypy
+
+gpu-check: $(READY)
+	$(RUN) scripts/gpu_check.py
+
+clean:
+	rm -rf .venv build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	find cute_kernels fp8_mla scripts tests -name __pycache__ -prune -exec rm -rf {} +
+
+ifneq ($(VENV),)
+$(READY): pyproject.toml scripts/bootstrap.sh
+	bash scripts/bootstrap.sh $(VENV) $(PYTHON)
+	@touch $@
+endif

@@ -1,0 +1,37 @@
+"""Attention-decoding kernels for NVIDIA Hopper in the CUTLASS CuTe DSL.
+
+    from cute_kernels import mla_fp8_decode   # FP8 MLA decoding over the 656-byte token format
+    from cute_kernels import mla_fp8_append   # quantize new tokens and write them to their slots
+    from cute_kernels import merge_states     # combine (out, lse) pairs of disjoint key sets
+
+Importing this package needs no GPU, no CUDA library and no cutlass: names are loaded when they are first used.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from cute_kernels.merge.op import merge_states
+    from cute_kernels.mla.append_op import mla_fp8_append
+    from cute_kernels.mla.op import mla_fp8_decode
+
+__all__ = ["merge_states", "mla_fp8_append", "mla_fp8_decode"]
+__version__ = "0.1.0"
+
+_MODULES = {
+    "merge_states": "cute_kernels.merge.op",
+    "mla_fp8_append": "cute_kernels.mla.append_op",
+    "mla_fp8_decode": "cute_kernels.mla.op",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(_MODULES[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,1 @@
+"""Device primitives (`@cute.jit`) that the rooms' kernels share. No torch here."""

@@ -1,0 +1,33 @@
+"""Warpgroup matrix multiply: issue helpers and views of its register fragments."""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass.cute.nvgpu import warpgroup
+
+
+@cute.jit
+def issue(tiled_mma: cute.TiledMma, acc: cute.Tensor, tA: cute.Tensor, tB: cute.Tensor, accumulate, first_k: cutlass.Constexpr = 0):
+    """Issues acc (+)= A B^T over every k block of tB (MMA, N, K) and those of tA (MMA, M, K) from `first_k` on.
+
+    Asynchronous: the caller fences before, commits and waits after.
+    """
+    # the atom is made where it is used: .set() on an atom from outside a dynamic branch does not dominate its use
+    mma = cute.make_mma_atom(tiled_mma.op)
+    mma.set(warpgroup.Field.ACCUMULATE, accumulate)
+    for k in cutlass.range_constexpr(cute.size(tB, mode=[2])):
+        cute.gemm(mma, acc, tA[None, None, first_k + k], tB[None, None, k], acc)
+        mma.set(warpgroup.Field.ACCUMULATE, True)
+
+
+def by_row(acc: cute.Tensor) -> cute.Tensor:
+    """The m64nN accumulator of one thread as (2 rows, N / 4 columns).
+
+    Element (r, c) is row 16 * warp + lane / 4 + 8 * r and column 8 * (c / 2) + 2 * (lane % 4) + c % 2 of the tile.
+    """
+    layout = cute.make_layout((2, (2, cute.size(acc) // 4)), stride=(2, (1, 4)))
+    return cute.make_tensor(acc.iterator, cute.composition(acc.layout, layout))
+
+
+def transposed(tile: cute.Tensor) -> cute.Tensor:
+    """The same shared memory with its first two modes swapped: a K-major (keys, d) tile read as the MN-major (d, keys)."""
+    return cute.make_tensor(tile.iterator, cute.select(tile.layout, mode=[1, 0, 2]))

@@ -1,0 +1,1 @@
+"""Merging attention states of disjoint key sets: splits, cascades, context parallelism."""

@@ -1,0 +1,150 @@
+"""What is fixed at compile time in the merge kernel, and which variant suits which launch."""
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
+MAX_D = 512
+
+VECTOR_BYTES = 16  # of a load
+LOADS_IN_FLIGHT = 8  # 16-byte loads of a thread: 32 registers
+MIN_THREADS = 128
+MAX_LANES = 128
+MAX_GROUPS = 8
+WARP = 32
+
+MANY_ROWS = 528  # four CTAs of one row for each of 132 SMs
+
+
+def _power_of_two_at_least(n: int) -> int:
+    return 1 << (n - 1).bit_length()
+
+
+@dataclass(frozen=True)
+class MergeSpec:
+    """Compile-time facts of :class:`cute_kernels.merge.kernel.MergeKernel`; constructor argument and cache key.
+
+    d          values of a row, a multiple of 8 up to 512
+    in_dtype   of the states, out_dtype of the result: "float32", "bfloat16" or "float16"
+    has_sink   an `s_aux` joins the denominator
+    has_lse    the merged log-sum-exp is wanted
+    lanes      threads across a row; a power of two up to 128
+    groups     of such threads that share the states of one row among them; a power of two
+    use_pdl    launched as a programmatic dependent of the kernel that writes the states
+    """
+
+    d: int
+    in_dtype: str
+    out_dtype: str
+    has_sink: bool
+    has_lse: bool
+    lanes: int
+    groups: int = 1
+    use_pdl: bool = False
+
+    kernel: ClassVar[str] = "cute_kernels.merge.kernel:MergeKernel"
+
+    @classmethod
+    def for_launch(
+        cls,
+        *,
+        rows: int,
+        num_states: int,
+        d: int,
+        in_dtype: str,
+        out_dtype: str,
+        has_sink: bool = False,
+        has_lse: bool = True,
+        use_pdl: bool = False,
+    ) -> "MergeSpec":
+        """The variant for `rows` rows of `num_states` states each.
+
+        Few rows: one vector per thread, and from 9 states on four groups of threads, so that 32 states of a row are in
+        flight and 64 take two round trips to memory. Many rows fill the SMs by themselves; where their states are few as
+        well, a row is less work than the wait for its log-sum-exps, so it takes one warp and an SM holds more rows.
+        """
+        vectors = d * ITEMSIZE[in_dtype] // VECTOR_BYTES
+        few_states = num_states <= LOADS_IN_FLIGHT // 2
+        lanes = min(_power_of_two_at_least(vectors), WARP if rows >= MANY_ROWS and few_states else MAX_LANES)
+        groups = 4 if rows < MANY_ROWS and num_states > LOADS_IN_FLIGHT else 1
+        return cls(d, in_dtype, out_dtype, has_sink, has_lse, lanes, groups, use_pdl)
+
+    def can_implement(self) -> list[str]:
+        """Reasons, in words, why this kernel cannot be built; empty when it can."""
+        reasons = []
+        if self.d % 8 or not 8 <= self.d <= MAX_D:
+            reasons.append(f"d is {self.d}; a row is a multiple of 8 up to {MAX_D}")
+        for name, dtype in (("in_dtype", self.in_dtype), ("out_dtype", self.out_dtype)):
+            if dtype not in ITEMSIZE:
+                reasons.append(f"{name} is {dtype}; known are {', '.join(ITEMSIZE)}")
+        for name, value, limit in (("lanes", self.lanes, MAX_LANES), ("groups", self.groups, MAX_GROUPS)):
+            if not 1 <= value <= limit or value & (value - 1):
+                reasons.append(f"{name} is {value}; it is a power of two up to {limit}")
+        if not reasons and self.vectors > LOADS_IN_FLIGHT:
+            reasons.append(f"{self.lanes} lanes leave {self.vectors} vectors to each; {LOADS_IN_FLIGHT} are in flight")
+        return reasons
+
+    @property
+    def vector(self) -> int:
+        """Values of a 16-byte load."""
+        return VECTOR_BYTES // ITEMSIZE[self.in_dtype]
+
+    @property
+    def vectors(self) -> int:
+        """16-byte vectors of a row that one thread holds."""
+        return -(-self.d // (self.vector * self.lanes))
+
+    @property
+    def threads(self) -> int:
+        """Threads of a CTA."""
+        return max(MIN_THREADS, self.lanes * self.groups)
+
+    @property
+    def rows_per_cta(self) -> int:
+        """Rows that a CTA merges."""
+        return self.threads // (self.lanes * self.groups)
+
+    @property
+    def weight_lanes(self) -> int:
+        """Threads that compute the weights of a row: its own, a warp at most."""
+        return min(WARP, self.lanes * self.groups)
+
+    @property
+    def chunk(self) -> int:
+        """States whose weights a row holds in shared memory at a time."""
+        return max(4 * self.weight_lanes, self.unroll * self.groups, 32)
+
+    @property
+    def unroll(self) -> int:
+        """States that a thread loads at a time."""
+        return max(1, LOADS_IN_FLIGHT // self.vectors)
+
+    @property
+    def expected(self) -> dict[str, Any]:
+        """What the compiled kernel is held to."""
+        dependent = ("ACQBULK",) if self.use_pdl else ()
+        return {"registers": 96, "instructions": ("LDG.E.128", "MUFU.EX2", *dependent)}
+
+
+def shipped_specs() -> list[MergeSpec]:
+    """The specifications of the package's own split decoding, and a cross-section of what `merge_states` may ask for."""
+    splits = [
+        MergeSpec.for_launch(
+            rows=128, num_states=n, d=512, in_dtype="float32", out_dtype="bfloat16", has_sink=True, use_pdl=pdl
+        )
+        for n in (8, 64)
+        for pdl in (False, True)
+    ]
+    states = [
+        MergeSpec.for_launch(rows=rows, num_states=n, d=d, in_dtype=dtype, out_dtype=dtype, has_sink=sink)
+        for d, dtype, rows, n, sink in (
+            (512, "bfloat16", 4096, 2, False),
+            (512, "float32", 4096, 2, True),
+            (128, "bfloat16", 64, 2, False),
+            (128, "float16", 64, 16, True),
+            (64, "float32", 64, 4, False),
+            (72, "bfloat16", 64, 4, True),
+            (8, "float16", 64, 4, False),
+        )
+    ]
+    return splits + states

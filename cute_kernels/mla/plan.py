@@ -1,0 +1,67 @@
+"""How one decode call is cut into CTAs: pure Python, from shapes to a specification and a number of splits.
+
+Costs are those of one H200 (docs/journal/mla_decode.md); only their proportions matter here.
+"""
+
+import functools
+from dataclasses import dataclass
+
+from cute_kernels.merge.spec import MergeSpec
+from cute_kernels.mla.spec import HEADS_PER_CTA, TOKENS_PER_TILE, MlaDecodeSpec
+
+MAX_SPLITS = 256
+TILE_US = 3.0  # a tile of 64 tokens in steady state
+CTA_US = 5.0  # first gather, Q, epilogue
+MERGE_US = 3.0  # a second launch
+MERGE_US_PER_MB = 2 / 4.2  # partials are written once and read once, at 4.2 TB/s
+
+
+@dataclass(frozen=True)
+class DecodePlan:
+    """What to launch. The same shapes give the same plan, so the same call gives the same bits."""
+
+    spec: MlaDecodeSpec
+    num_splits: int
+    tiles_per_split: int
+    ctas: int
+    estimated_us: float
+
+
+@functools.lru_cache(maxsize=4096)
+def plan_decode(
+    *, sparse: bool, batch: int, s_q: int, h_q: int, max_keys: int, num_sms: int, num_splits: int | None = None
+) -> DecodePlan:
+    """Chooses the number of splits.
+
+    Args:
+        sparse: keys from a list per query, else from a block table.
+        batch, s_q, h_q: of the queries.
+        max_keys: topk, or the tokens that the block table can name. Lengths are known to the device alone: a plan must
+            be right for all of them and is made for the longest.
+        num_sms: of the device; one CTA fills one.
+        num_splits: to force it; at most MAX_SPLITS, and more than there are tiles leave CTAs without work.
+    """
+    items = batch * s_q * -(-h_q // HEADS_PER_CTA)
+    tiles = max(1, -(-max_keys // TOKENS_PER_TILE))
+    candidates = [num_splits] if num_splits is not None else range(1, min(tiles, MAX_SPLITS) + 1)
+    best = min(candidates, key=lambda n: (_estimate_us(items, tiles, n, batch * s_q * h_q, num_sms), n))
+    merge = None
+    if best > 1:
+        merge = MergeSpec.for_launch(
+            rows=batch * s_q * h_q, num_states=best, d=512, in_dtype="float32", out_dtype="bfloat16", has_sink=True
+        )
+    return DecodePlan(
+        spec=MlaDecodeSpec(sparse=sparse, merge=merge),
+        num_splits=best,
+        tiles_per_split=-(-tiles // best),
+        ctas=items * best,
+        estimated_us=_estimate_us(items, tiles, best, batch * s_q * h_q, num_sms),
+    )
+
+
+def _estimate_us(items: int, tiles: int, num_splits: int, rows: int, num_sms: int) -> float:
+    waves = -(-items * num_splits // num_sms)
+    decode = waves * (-(-tiles // num_splits) * TILE_US + CTA_US)
+    if num_splits == 1:
+        return decode
+    return decode + MERGE_US + MERGE_US_PER_MB * num_splits * rows * 512 * 4 / 1e6

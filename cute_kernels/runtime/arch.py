@@ -1,0 +1,73 @@
+"""The one target, sm_90a: pinned before `import cutlass`, and looked for on the devices that tensors come from."""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+ARCH = "sm_90a"
+CAPABILITY = (9, 0)  # code for sm_90a runs on this compute capability alone
+
+
+def pin() -> None:
+    """Makes sm_90a the target of the DSL.
+
+    The DSL reads its environment once, when it is imported; on a machine without a GPU it would silently choose another
+    target, and wgmma operations built outside of `cute.compile` see no other setting.
+
+    Raises:
+        RuntimeError: cutlass is imported already, for another target.
+    """
+    if "cutlass" not in sys.modules:
+        os.environ["CUTE_DSL_ARCH"] = ARCH
+        return
+    from cutlass.cutlass_dsl import CuTeDSL
+
+    target = CuTeDSL._get_dsl().envar.arch
+    if target != ARCH:
+        raise RuntimeError(
+            f"cutlass was imported with the target {target} before cute_kernels compiled its first kernel; "
+            f"set CUTE_DSL_ARCH={ARCH} in the environment, or import cutlass later"
+        )
+
+
+def device_capability(device: torch.device | int) -> tuple[int, int]:
+    """Compute capability (major, minor) of a CUDA device. Asked of the driver once per device."""
+    import torch
+
+    device = torch.device("cuda", device) if isinstance(device, int) else device
+    return _capability(torch.cuda.current_device() if device.index is None else device.index)
+
+
+def is_sm90(device: torch.device) -> bool:
+    """Whether the device runs this package's kernels."""
+    return device.type == "cuda" and device_capability(device) == CAPABILITY
+
+
+def require_sm90(name: str, device: torch.device) -> None:
+    """Checks that the tensor argument `name` lies on a GPU that runs this package's kernels.
+
+    Raises:
+        ValueError: names the device that was found.
+    """
+    if is_sm90(device):
+        return
+    found = str(device)
+    if device.type == "cuda":
+        import torch
+
+        major, minor = device_capability(device)
+        found += f", {torch.cuda.get_device_name(device)} with compute capability {major}.{minor}"
+    raise ValueError(f"{name}: got a tensor on {found}; needs an SM90 GPU (Hopper, compute capability 9.0)")
+
+
+@functools.cache
+def _capability(index: int) -> tuple[int, int]:
+    import torch
+
+    return torch.cuda.get_device_capability(index)

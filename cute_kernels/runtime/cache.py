@@ -1,0 +1,298 @@
+"""Compiled kernels on disk: what names them, and how many processes share a directory of them without trusting each other.
+
+An entry is one file, `<class>-<digest>.so`, self-contained and free of Python: loading it needs neither cutlass nor a compiler.
+Where no C compiler links it, the entry is the object file `<class>-<digest>.o`, whose load imports cutlass.
+
+- A writer works in a scratch directory and renames the finished file, so a reader sees all of it or nothing.
+- The last 40 bytes are a SHA-256 digest of the rest and a mark (an ELF file may be followed by anything). An entry that does
+  not match, or does not load, is removed and built again.
+- One lock file per entry makes the second of two builders wait for the first. The kernel drops the lock of a killed process;
+  the next holder removes the scratch directory that it left.
+- Old entries are never looked at again when a source or a version changes. Deleting the directory is always safe.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import hashlib
+import importlib.metadata
+import importlib.util
+import os
+import shutil
+import subprocess
+import sysconfig
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, Protocol
+
+from cute_kernels.runtime import arch
+
+PACKAGE = Path(__file__).resolve().parents[1]
+_MARK = b"cutekrnl"
+
+# Settings of the DSL that change what it prints, keeps or where it looks, but not the code. All others enter the key.
+_HARMLESS_SETTINGS = {
+    "CUTE_DSL_" + name
+    for name in (
+        "ARCH",  # the option --gpu-arch has precedence, and is in the key
+        "CACHE_DIR",
+        "DISABLE_FILE_CACHING",
+        "DUMP_DIR",
+        "ENABLE_OPTIMIZATION_WARNINGS",
+        "FILTER_STACKTRACE",
+        "JIT_CACHE_MAX_ELEMS",
+        "JIT_TIME_PROFILING",
+        "KEEP",
+        "KEEP_CUBIN",
+        "KEEP_IR",
+        "KEEP_PTX",
+        "LIBS",  # the flavour is in the key
+        "LOG_LEVEL",
+        "LOG_TO_CONSOLE",
+        "LOG_TO_FILE",
+        "NO_CACHE",
+        "PRINT_AFTER_PREPROCESSOR",
+        "PRINT_IR",
+        "SHOW_STACKTRACE",
+        "WARNINGS_IGNORE",
+    )
+}
+
+_warned_about: set[Path] = set()
+
+
+class KernelSpec(Protocol):
+    """What is fixed at compile time: a frozen dataclass whose repr names every field, with these two members.
+
+    It may also have `compile_options: ClassVar[str]`, further options of `cute.compile`.
+    """
+
+    kernel: ClassVar[str]
+    """The kernel class as "module:class"; imported when it is compiled."""
+
+    def can_implement(self) -> list[str]:
+        """Reasons, in words, why this kernel cannot be built; empty when it can."""
+
+
+def directory() -> Path:
+    """Where entries are: $CUTE_KERNELS_CACHE_DIR, else $XDG_CACHE_HOME/cute_kernels, else ~/.cache/cute_kernels."""
+    if chosen := os.environ.get("CUTE_KERNELS_CACHE_DIR"):
+        return Path(chosen)
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    return Path(base if os.path.isabs(base) else os.path.expanduser("~/.cache")) / "cute_kernels"
+
+
+def entry_name(spec: KernelSpec) -> str:
+    """The file name of a spec's entry, without suffix: the kernel's class and a digest of all that its code depends on."""
+    module, _, class_name = spec.kernel.partition(":")
+    facts = (
+        repr(spec),
+        spec.kernel,
+        getattr(spec, "compile_options", ""),
+        arch.ARCH,
+        source_digest(module),
+        _toolchain(),
+        sorted((k, v) for k, v in os.environ.items() if k.startswith("CUTE_DSL_") and k not in _HARMLESS_SETTINGS),
+    )
+    return f"{class_name}-{hashlib.sha256(repr(facts).encode()).hexdigest()[:32]}"
+
+
+def sources(module: str) -> list[Path]:
+    """Every source file that can reach the kernels of `module`.
+
+    For a room of this package: the room, device/, merge/ (which other rooms' kernels launch) and the compiling half of
+    runtime/. A module from elsewhere answers for its own file alone.
+    """
+    spec = importlib.util.find_spec(module)
+    if spec is None or spec.origin is None:
+        raise ValueError(f"kernel: got module {module}; needs one that can be imported from a source file")
+    origin = Path(spec.origin).resolve()
+    if PACKAGE not in origin.parents:
+        return [origin]
+    rooms = {origin.parent, PACKAGE / "device", PACKAGE / "merge"}
+    files = {file for room in rooms for file in room.rglob("*.py")}
+    return sorted(files | {PACKAGE / "runtime" / "arch.py", PACKAGE / "runtime" / "compile.py"})
+
+
+@functools.cache
+def source_digest(module: str) -> str:
+    """SHA-256 over names and contents of `sources(module)`, read once per process."""
+    digest = hashlib.sha256()
+    for file in sources(module):
+        name = file.relative_to(PACKAGE) if PACKAGE in file.parents else file.name
+        digest.update(f"{name}\0".encode() + hashlib.sha256(file.read_bytes()).digest())
+    return digest.hexdigest()
+
+
+@functools.cache
+def _toolchain() -> tuple[str, ...]:
+    versions = []
+    for package in ("nvidia-cutlass-dsl", "apache-tvm-ffi"):
+        try:
+            versions.append(f"{package} {importlib.metadata.version(package)}")
+        except importlib.metadata.PackageNotFoundError:
+            raise RuntimeError(f"kernels need the package {package}, which is not installed") from None
+    # cu12 and cu13 bring different versions of ptxas; the rest of the object is code for this machine
+    return (*versions, runtime_library().parents[1].name, sysconfig.get_platform())
+
+
+@functools.cache
+def runtime_library() -> Path:
+    """libcute_dsl_runtime.so of the flavour that the DSL would choose (cu12, cu13), found without importing the DSL.
+
+    Raises:
+        RuntimeError: it is not installed.
+    """
+    package = importlib.util.find_spec("nvidia_cutlass_dsl")
+    roots = list(package.submodule_search_locations or ()) if package else []
+    found = {int(p.parents[1].name[2:]): p for r in roots for p in Path(r).glob("cu[0-9]*/lib/libcute_dsl_runtime.so")}
+    if not found:
+        raise RuntimeError(f"libcute_dsl_runtime.so of nvidia-cutlass-dsl was not found below {roots or 'sys.path'}")
+    if len(found) == 1:
+        return next(iter(found.values()))
+    newest = _driver_cuda_major()  # as the DSL does: the newest that the driver can run
+    return found[max((major for major in found if newest is None or major <= newest), default=min(found))]
+
+
+def _driver_cuda_major() -> int | None:
+    version = ctypes.c_int(0)
+    try:
+        failed = ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))
+    except (OSError, AttributeError):
+        return None
+    return None if failed else version.value // 1000
+
+
+@dataclass(frozen=True)
+class DiskCache:
+    """Entries in the directory `root`, which is created by the first store."""
+
+    root: Path
+
+    def exists(self, name: str) -> bool:
+        """Whether there is an entry, sound or not."""
+        return any((self.root / (name + suffix)).exists() for suffix in _LOADERS)
+
+    def load(self, name: str) -> Callable[..., Any] | None:
+        """The kernel, or None when there is no entry, or none that is sound."""
+        for suffix, loader in _LOADERS.items():
+            path = self.root / (name + suffix)
+            try:
+                if _is_sealed(path.read_bytes()):
+                    return loader(path, _symbol(name))
+            except (OSError, RuntimeError, AttributeError, ValueError):
+                continue  # absent, unreadable, or refused by the loader
+        return None
+
+    def discard(self, name: str) -> None:
+        """Removes an entry that `load` refused. Call it with the lock held."""
+        for suffix in _LOADERS:
+            path = self.root / (name + suffix)
+            if path.exists():
+                warnings.warn(f"{path} is damaged: removing it and compiling again", RuntimeWarning, stacklevel=2)
+                path.unlink(missing_ok=True)
+
+    @contextlib.contextmanager
+    def lock(self, name: str) -> Iterator[bool]:
+        """Holds the entry's lock, waiting for it if need be; True when entries can be stored.
+
+        Where they cannot (a read-only directory, no home), says so once and yields False.
+        """
+        import fcntl  # Unix alone has it, and only those who compile need it
+
+        try:
+            self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
+            handle = open(self.root / f"{name}.lock", "w")
+        except OSError as error:
+            self._warn_unwritable(error)
+            yield False
+            return
+        with handle:
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX)
+            except OSError:
+                pass  # a file system without locks: two may build the same entry, and the later one stays
+            else:
+                for scratch in self.root.glob(f".{name}.*"):  # of a builder that was killed
+                    shutil.rmtree(scratch, ignore_errors=True)
+            yield True
+
+    def store(self, name: str, export: Callable[[str, str], None]) -> bool:
+        """Adds an entry; False, said once, when the directory takes none. Call it with the lock held.
+
+        Args:
+            name: of the entry.
+            export: called with a path and a symbol; writes an object file there that defines the kernel under that symbol.
+        """
+        try:
+            with tempfile.TemporaryDirectory(prefix=f".{name}.", dir=self.root) as scratch:
+                object_file = Path(scratch) / "kernel.o"
+                export(str(object_file), _symbol(name))
+                built = _link(object_file) or object_file
+                data = built.read_bytes()
+                built.write_bytes(data + hashlib.sha256(data).digest() + _MARK)
+                os.replace(built, self.root / (name + built.suffix))
+        except OSError as error:
+            self._warn_unwritable(error)
+            return False
+        return True
+
+    def _warn_unwritable(self, error: OSError) -> None:
+        if self.root not in _warned_about:
+            _warned_about.add(self.root)
+            warnings.warn(
+                f"compiled kernels cannot be kept in {self.root} ({error}), so every process compiles its own; "
+                "CUTE_KERNELS_CACHE_DIR names another directory",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+
+
+def _symbol(name: str) -> str:
+    return name.replace("-", "_")  # distinct for each entry: a file under another's name does not load
+
+
+def _is_sealed(data: bytes) -> bool:
+    body, digest, mark = data[:-40], data[-40:-8], data[-8:]
+    return mark == _MARK and hashlib.sha256(body).digest() == digest
+
+
+def _link(object_file: Path) -> Path | None:
+    """A shared library of the object file, next to it; None without a C compiler that does it."""
+    compiler = shutil.which("cc") or shutil.which("gcc")
+    if compiler is None:
+        return None
+    import tvm_ffi
+
+    library = object_file.with_suffix(".so")
+    needed = [str(runtime_library()), tvm_ffi.libinfo.find_libtvm_ffi()]
+    result = subprocess.run([compiler, "-shared", "-o", library, object_file, *needed], capture_output=True, text=True)
+    return library if result.returncode == 0 else None
+
+
+def _load_shared(path: Path, symbol: str) -> Callable[..., Any]:
+    import tvm_ffi
+
+    _load_runtime_library()
+    return tvm_ffi.load_module(str(path)).get_function(symbol)
+
+
+def _load_object(path: Path, symbol: str) -> Callable[..., Any]:
+    arch.pin()
+    import cutlass.cute as cute
+
+    return getattr(cute.runtime.load_module(str(path), enable_tvm_ffi=True), symbol)
+
+
+@functools.cache
+def _load_runtime_library() -> ctypes.CDLL:
+    # an entry names this library by its SONAME, which the loader resolves to a copy that is there already
+    return ctypes.CDLL(str(runtime_library()), mode=ctypes.RTLD_GLOBAL)
+
+
+_LOADERS: dict[str, Callable[[Path, str], Callable[..., Any]]] = {".so": _load_shared, ".o": _load_object}

@@ -1,0 +1,129 @@
+"""From a spec to a callable kernel: memory, then disk, then the compiler.
+
+cutlass is imported here and nowhere else in the package, other than by the kernel modules that this module imports, and only
+when something has to be compiled.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import importlib
+import multiprocessing
+import os
+import shlex
+import threading
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from cute_kernels.runtime import arch
+from cute_kernels.runtime.cache import DiskCache, KernelSpec, directory, entry_name
+
+_kernels: dict[KernelSpec, Callable[..., Any]] = {}
+_building = threading.RLock()  # the DSL keeps its state in one place, so a process compiles one kernel at a time
+
+
+def get_kernel(spec: KernelSpec) -> Callable[..., Any]:
+    """The compiled kernel of a spec.
+
+    It takes torch tensors and Python numbers, positionally and in the order of the kernel class's `__call__` without the
+    stream, an absent tensor as None; it checks them against what was compiled and launches on torch's current stream.
+
+    The first call in a process loads it from disk (some ms), or compiles it (some seconds) and keeps it on disk for other
+    processes. Threads and processes that ask for the same kernel at the same time compile it once.
+
+    Raises:
+        ValueError: the spec cannot be built; the message has its reasons.
+        RuntimeError: the DSL is not installed, or was imported for another target.
+    """
+    kernel = _kernels.get(spec)
+    if kernel is not None:
+        return kernel
+    with _building:
+        kernel = _kernels.get(spec)
+        if kernel is None:
+            kernel = _kernels[spec] = _load_or_compile(spec)
+        return kernel
+
+
+def compile_kernel(spec: KernelSpec, dump_dir: str | os.PathLike[str] | None = None) -> Any:
+    """Compiles a spec for sm_90a from its fake arguments, which needs no GPU, without a look at any cache.
+
+    Args:
+        spec: what to compile.
+        dump_dir: an existing directory that receives the PTX and the cubin; what ptxas says then goes to sys.stderr.
+
+    Returns:
+        The DSL's compiled object: callable like the result of `get_kernel`, with `export_to_c`.
+
+    Raises:
+        ValueError: the spec cannot be built; the message has its reasons.
+    """
+    reasons = spec.can_implement()
+    if reasons:
+        raise ValueError(f"{spec!r} cannot be built: {'; '.join(reasons)}")
+    arch.pin()
+    import cutlass.cute as cute
+
+    options = ["--gpu-arch", arch.ARCH, "--enable-tvm-ffi", getattr(spec, "compile_options", "")]
+    if dump_dir is not None:
+        options += [
+            "--keep-cubin",
+            "--keep-ptx",
+            "--dump-dir",
+            shlex.quote(os.fspath(dump_dir)),
+            "--remark-filter ptxas",
+        ]
+    module, _, class_name = spec.kernel.partition(":")
+    kernel = getattr(importlib.import_module(module), class_name)(spec)
+    with _building:
+        return cute.compile(kernel, *kernel.fake_arguments(), options=" ".join(options))
+
+
+def precompile(specs: Iterable[KernelSpec], processes: int | None = None) -> None:
+    """Fills the disk cache with the kernels of `specs`, several at a time.
+
+    Starts new interpreters, so a script calls it under `if __name__ == "__main__"`. Costs nothing where all are on disk, and
+    does nothing but warn where the cache cannot be written.
+
+    Args:
+        specs: kernels to compile; those with an entry on disk are skipped.
+        processes: how many at a time; by default one per CPU core.
+
+    Raises:
+        ValueError, RuntimeError: as `get_kernel`, of the first spec that failed.
+    """
+    disk = DiskCache(directory())
+    missing = [spec for spec in dict.fromkeys(specs) if not disk.exists(entry_name(spec))]
+    if not missing:
+        return
+    with disk.lock(entry_name(missing[0])) as writable:
+        if not writable:  # which was said once, by this process: workers could only compile and forget
+            return
+    workers = min(processes or os.cpu_count() or 1, len(missing))
+    # fork would copy the locks and threads of torch and the DSL
+    context = multiprocessing.get_context("spawn")
+    with concurrent.futures.ProcessPoolExecutor(workers, mp_context=context) as pool:
+        for done in [pool.submit(_fill, spec) for spec in missing]:
+            done.result()
+
+
+def _fill(spec: KernelSpec) -> None:
+    get_kernel(spec)  # a kernel is no picklable result
+
+
+def _load_or_compile(spec: KernelSpec) -> Callable[..., Any]:
+    disk, name = DiskCache(directory()), entry_name(spec)
+    kernel = disk.load(name)
+    if kernel is not None:
+        return kernel
+    with disk.lock(name) as writable:
+        kernel = disk.load(name)  # whoever held the lock before may have built it
+        if kernel is not None:
+            return kernel
+        if writable:
+            disk.discard(name)
+        compiled = compile_kernel(spec)
+        if writable and disk.store(name, lambda path, symbol: compiled.export_to_c(path, function_name=symbol)):
+            # the loaded one is what later processes will have, and is called without a layer of Python
+            return disk.load(name) or compiled
+        return compiled

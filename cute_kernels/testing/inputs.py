@@ -1,0 +1,439 @@
+"""Inputs for tests and benchmarks: caches, index lists, block tables and outputs, ordinary and adversarial.
+
+Everything is drawn from a `torch.Generator` on the device it is made for, so a seed and a device name an input exactly.
+Whatever no query may see is poisoned: bytes 0xFF, which is a NaN as an e4m3 code, as a float32 scale and as a bfloat16
+rope element.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+from typing import Any, Final
+
+import torch
+
+from fp8_mla import (
+    FP8_MAX,
+    NOPE_DIM,
+    NUM_SCALES,
+    QK_DIM,
+    QUANT_TILE,
+    ROPE_OFFSET,
+    SCALE_OFFSET,
+    TOKEN_BYTES,
+    V_DIM,
+    pack,
+)
+
+POISON_BYTE: Final = 0xFF
+TOKENS_PER_CHUNK: Final = 1 << 18
+"""Tokens made at a time: 600 MB of float32 latents."""
+INT32_MAX: Final = 2**31 - 1
+OUTLIER_CHANNELS: Final = (3, 77, 200, 301, 500)
+OUTLIER_FACTOR: Final = 20.0
+
+SCALE_KINDS: Final = ("absmax", "power_of_two", "arbitrary", "mixed", "rare")
+"""How the scales of a cache are chosen:
+
+absmax         N(0,1) latents quantized by `fp8_mla.pack`
+power_of_two   the same with every scale rounded up to a power of two: dequantization to bf16 is exact
+arbitrary      the same with every scale made larger by a random factor in [1, 2)
+mixed          scales from 1e-30 to 1e30, between the four tiles of a token and between tokens within one tile column
+rare           absmax, but one token in 97 has scales far above or below the others and one in 89 a huge rope part
+"""
+MIXED_DECADES: Final = (30.0, -30.0, 0.0, 12.0)
+QUERY_SIZE: Final[Mapping[str, float]] = {
+    "absmax": 0.5,
+    "power_of_two": 3.0,
+    "arbitrary": 0.5,
+    "mixed": 0.07,
+    "rare": 0.07,
+}
+"""Standard deviation of the logits that a query is drawn for. A key rounded to bf16 moves a logit of size 1 by up to
+6e-3 (measured over 40 x 128 single-key rows), so a log-sum-exp within 1e-3 over any number of keys asks for exact keys
+(power_of_two), float16 keys (up to 0.5) or small logits."""
+
+
+def generator(seed: int, device: torch.device | str = "cpu") -> torch.Generator:
+    """A generator on `device`, seeded."""
+    return torch.Generator(device=device).manual_seed(seed)
+
+
+def encode(tiles: torch.Tensor, scale: torch.Tensor, rope: torch.Tensor) -> torch.Tensor:
+    """Tokens with scales of one's own choice; `fp8_mla.pack` chooses them itself.
+
+    Args:
+        tiles: (n, 4, 128) float32, the values *divided* by their scale; rounded to e4m3, saturating at 448.
+        scale: (n, 4) float32.
+        rope: (n, 64), rounded to bfloat16.
+
+    Returns:
+        (n, 656) uint8.
+    """
+    tokens = torch.empty((tiles.shape[0], TOKEN_BYTES), dtype=torch.uint8, device=tiles.device)
+    codes = tiles.clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn)
+    tokens[:, :SCALE_OFFSET] = codes.view(torch.uint8).flatten(1)
+    tokens[:, SCALE_OFFSET:ROPE_OFFSET] = scale.float().contiguous().view(torch.uint8)
+    tokens[:, ROPE_OFFSET:] = rope.bfloat16().contiguous().view(torch.uint8)
+    return tokens
+
+
+def latent_tokens(n: int, gen: torch.Generator, *, scales: str = "absmax", outliers: bool = False) -> torch.Tensor:
+    """(n, 656) uint8 random tokens, none of them poisoned.
+
+    Args:
+        n: number of tokens.
+        gen: decides values and device.
+        scales: one of `SCALE_KINDS`.
+        outliers: multiply five channels by 20, as trained models have them. Not with "mixed".
+    """
+    if scales not in SCALE_KINDS:
+        raise ValueError(f"scales: got {scales!r}, needs one of {', '.join(SCALE_KINDS)}")
+    tokens = torch.empty((n, TOKEN_BYTES), dtype=torch.uint8, device=gen.device)
+    for start in range(0, n, TOKENS_PER_CHUNK):
+        part = tokens[start : start + TOKENS_PER_CHUNK]
+        part.copy_(_chunk_of_tokens(len(part), gen, scales, outliers))
+    return tokens
+
+
+def _chunk_of_tokens(n: int, gen: torch.Generator, scales: str, outliers: bool) -> torch.Tensor:
+    latents = torch.randn((n, QK_DIM), generator=gen, device=gen.device)
+    tiles, rope = latents[:, :NOPE_DIM].view(n, NUM_SCALES, QUANT_TILE), latents[:, NOPE_DIM:]
+    if scales == "mixed":
+        return encode(tiles * 64, _mixed_scales(n, gen), rope)
+    if outliers:
+        latents[:, list(OUTLIER_CHANNELS)] *= OUTLIER_FACTOR
+    absmax = tiles.abs().amax(dim=-1) / FP8_MAX
+    if scales == "power_of_two":
+        scale = torch.exp2(absmax.log2().ceil())
+    elif scales == "arbitrary":
+        scale = absmax * (1 + torch.rand(absmax.shape, generator=gen, device=gen.device))
+    elif scales == "rare":
+        # 200 to 400 leaves codes near e4m3's smallest, 2^-30 to 2^-29 makes tokens near zero: both beyond float16's comfort
+        far = torch.rand(absmax.shape, generator=gen, device=gen.device) + 1
+        factor = torch.where(_uniform((n, 1), gen) < 0.5, 200.0, 2.0**-30)
+        scale = torch.where(_uniform((n, 1), gen) < 1 / 97, far * factor, absmax)
+        rope = torch.where(_uniform((n, 1), gen) < 1 / 89, rope * 2.0**17, rope)
+    else:
+        return pack(latents)
+    return encode(tiles / scale.unsqueeze(-1), scale, rope)
+
+
+def _mixed_scales(n: int, gen: torch.Generator) -> torch.Tensor:
+    """(n, 4): the base size of each tile column, and below it tokens a few or up to 60 decades smaller."""
+    base = torch.tensor(MIXED_DECADES, device=gen.device)
+    kind, depth = _uniform((n, NUM_SCALES), gen), _uniform((n, NUM_SCALES), gen)
+    drop = torch.where(kind < 0.5, 0.0, torch.where(kind < 0.8, 4 * depth, 60 * depth))
+    mantissa = 1 + _uniform((n, NUM_SCALES), gen)
+    return torch.pow(10.0, (base - drop).clamp_min(-36.0)) * mantissa
+
+
+def _uniform(shape: tuple[int, ...], gen: torch.Generator) -> torch.Tensor:
+    return torch.rand(shape, generator=gen, device=gen.device)
+
+
+def query_factor(scales: str, device: torch.device | str = "cpu", *, size: float | None = None) -> torch.Tensor:
+    """(576,) float32: N(0,1) times this is a query whose logits over such a cache have the size `QUERY_SIZE` names.
+
+    Args:
+        scales: one of `SCALE_KINDS`.
+        device: where to put it.
+        size: overrides the size of the logits.
+    """
+    factor = torch.full((QK_DIM,), QUERY_SIZE[scales] if size is None else size, device=device)
+    if scales == "mixed":
+        largest = torch.tensor([64 * 10.0**decade for decade in MIXED_DECADES], device=device)
+        factor[:NOPE_DIM] /= largest.repeat_interleave(QUANT_TILE)
+    if scales == "rare":
+        factor[NOPE_DIM:] *= 2.0**-17
+        factor[:NOPE_DIM] /= 2.0  # tokens with scales around 300 hold values of e4m3's coarsest kind, around +-1
+    return factor
+
+
+def strided(values: torch.Tensor, fill: float = float("nan")) -> torch.Tensor:
+    """The same values in a larger buffer: not contiguous, last stride 1, rows at multiples of 16 bytes, `fill` around."""
+    shape = values.shape
+    buffer = values.new_full((shape[0] + 1, *(size + 2 for size in shape[1:-1]), shape[-1] + 64), fill)
+    view = buffer[(slice(1, None), *(slice(1, 1 + size) for size in shape[1:-1]), slice(0, shape[-1]))]
+    view.copy_(values)
+    return view
+
+
+class PoisonedOutput:
+    """An output buffer full of NaN that remembers how it was, so that a write next to it is found.
+
+    tensor   the view to pass as `out=` or `lse=`; not contiguous when `padded`, its rows at multiples of 16 bytes
+    """
+
+    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str, *, padded: bool) -> None:
+        clean = torch.full(shape, float("nan"), dtype=dtype, device=device)
+        self.tensor = strided(clean) if padded else clean
+        self._storage = torch.empty(0, dtype=torch.uint8, device=device).set_(self.tensor.untyped_storage())
+        self._before = self._storage.clone()
+
+    def poison(self) -> None:
+        """Fill with NaN again, for a second call into the same memory."""
+        self._storage.copy_(self._before)
+
+    def require_no_stray_writes(self) -> None:
+        """Raise AssertionError if a byte outside the view changed."""
+        kept = self.tensor.clone()
+        self.tensor.fill_(float("nan"))
+        changed = int((self._storage != self._before).sum())
+        self.tensor.copy_(kept)
+        if changed:
+            raise AssertionError(f"{changed} bytes around an output of {tuple(self.tensor.shape)} were overwritten")
+
+
+@dataclass(frozen=True)
+class DecodeCase:
+    """One call of `mla_fp8_decode`; tensors as in its docstring."""
+
+    q: torch.Tensor
+    kv_cache: torch.Tensor
+    indices: torch.Tensor | None = None
+    topk_length: torch.Tensor | None = None
+    block_table: torch.Tensor | None = None
+    cache_seqlens: torch.Tensor | None = None
+    causal: bool = True
+    softmax_scale: float | None = None
+    s_aux: torch.Tensor | None = None
+
+    def arguments(self) -> dict[str, Any]:
+        """All arguments by name, as the decode, the oracle and the emulation take them."""
+        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+
+    def options(self) -> dict[str, Any]:
+        """The keyword arguments: all but q and kv_cache."""
+        return {name: value for name, value in self.arguments().items() if name not in ("q", "kv_cache")}
+
+    def rows(self, rows: Sequence[int]) -> DecodeCase:
+        """The same call for some of the batch rows only, over the same cache."""
+        pick = torch.as_tensor(rows, device=self.q.device)
+        per_row = ("q", "indices", "topk_length", "block_table", "cache_seqlens")
+        chosen = {name: getattr(self, name)[pick] for name in per_row if getattr(self, name) is not None}
+        return dataclasses.replace(self, **chosen)
+
+    def outputs(self, *, padded: bool = False) -> tuple[PoisonedOutput, PoisonedOutput]:
+        """Poisoned buffers for out and lse."""
+        shape = self.q.shape[:3]
+        out = PoisonedOutput((*shape, V_DIM), torch.bfloat16, self.q.device, padded=padded)
+        return out, PoisonedOutput(tuple(shape), torch.float32, self.q.device, padded=padded)
+
+
+def sparse_case(
+    *,
+    batch: int,
+    h_q: int,
+    s_q: int = 1,
+    topk: int = 64,
+    page_size: int = 64,
+    num_slots: int = 4096,
+    scales: str = "absmax",
+    outliers: bool = False,
+    invalid: bool = True,
+    lengths: str = "none",
+    sink: str = "none",
+    padded: bool = True,
+    query_size: float | None = None,
+    seed: int = 0,
+    device: torch.device | str = "cpu",
+) -> DecodeCase:
+    """A sparse decode whose index lists hold everything the contract allows.
+
+    A quarter of the slots is poisoned. Lists are drawn with repetition from the others. With `invalid`, a tenth of the
+    entries is out of range (negative, at the cache's end, the extremes of int32) and every seventh query has no valid
+    entry at all. Entries past `topk_length` point at poisoned slots.
+
+    Args:
+        batch, h_q, s_q, topk, page_size: of the call.
+        num_slots: tokens of the cache, rounded up to whole pages.
+        scales: one of `SCALE_KINDS`.
+        outliers: as in `latent_tokens`.
+        invalid: put invalid entries in.
+        lengths: "none", or a `topk_length` per "batch" row or per "query": 0, 1, topk, more than topk, negative, random.
+        sink: "none", "finite", or "inf": finite ones with some +inf and some -inf among them.
+        padded: q, indices and the cache's pages not contiguous.
+        query_size: standard deviation of the logits; None takes what `QUERY_SIZE` names.
+        seed, device: of the generator.
+    """
+    gen = generator(seed, device)
+    num_pages = max(1, -(-num_slots // page_size))
+    num_slots = num_pages * page_size
+    good = torch.randperm(num_slots, generator=gen, device=gen.device)[: max(1, num_slots * 3 // 4)]
+    cache = _cache(num_pages, page_size, good, gen, scales=scales, outliers=outliers, padded=padded)
+    indices = good[torch.randint(len(good), (batch, s_q, topk), generator=gen, device=gen.device)].int()
+    if invalid:
+        out_of_range = torch.tensor([-1, -(2**31), num_slots, num_slots + 1, INT32_MAX], device=gen.device).int()
+        choice = torch.randint(len(out_of_range), indices.shape, generator=gen, device=gen.device)
+        drop = _uniform(indices.shape, gen) < 0.1
+        drop.view(batch * s_q, topk)[3::7] = True
+        indices = torch.where(drop, out_of_range[choice], indices)
+    topk_length = None
+    if lengths != "none":
+        shape = {"batch": (batch,), "query": (batch, s_q)}[lengths]
+        topk_length = torch.randint(0, topk + 1, shape, generator=gen, device=gen.device).int()
+        boundaries = torch.tensor([topk, 0, 1, topk + 5, -3, topk - 1], device=gen.device).int()
+        flat = topk_length.view(-1)
+        flat[: len(boundaries)] = boundaries[: len(flat)]
+        limit = topk_length.view(batch, -1, 1)
+        bad = _complement(good, num_slots)
+        if len(bad):
+            past = torch.arange(topk, device=gen.device) >= limit
+            lure = bad[torch.randint(len(bad), indices.shape, generator=gen, device=gen.device)].int()
+            indices = torch.where(past, lure, indices)
+    q = _query((batch, s_q, h_q, QK_DIM), gen, scales, query_size, padded)
+    return DecodeCase(
+        q=q,
+        kv_cache=cache,
+        indices=_strided_int(indices) if padded else indices,
+        topk_length=topk_length,
+        s_aux=sink_logits(h_q, sink, gen),
+    )
+
+
+def dense_case(
+    *,
+    seqlens: Sequence[int],
+    h_q: int,
+    s_q: int = 1,
+    page_size: int = 64,
+    causal: bool = True,
+    scales: str = "absmax",
+    outliers: bool = False,
+    sink: str = "none",
+    padded: bool = True,
+    query_size: float | None = None,
+    seed: int = 0,
+    device: torch.device | str = "cpu",
+) -> DecodeCase:
+    """A dense decode over shuffled pages.
+
+    Block tables are two entries wider than the longest sequence needs; entries past a sequence's end are garbage: out of
+    range or another sequence's or a poisoned page. Slots that no sequence uses are poisoned, on its last page as well.
+
+    Args:
+        seqlens: tokens of each sequence, 0 allowed; their number is the batch.
+        h_q, s_q, page_size, causal: of the call.
+        scales, outliers, sink, padded, query_size, seed, device: as in `sparse_case`.
+    """
+    gen = generator(seed, device)
+    batch, lengths = len(seqlens), torch.tensor(list(seqlens), device=gen.device)
+    pages_of = -(-lengths // page_size)
+    needed, spare = int(pages_of.sum()), 3
+    num_pages, width = needed + spare, int(pages_of.max()) + 2
+    shuffled = torch.randperm(num_pages, generator=gen, device=gen.device)
+    garbage = torch.tensor([-1, -(2**31), num_pages, INT32_MAX, int(shuffled[0]), int(shuffled[-1])], device=gen.device)
+    table = garbage[torch.randint(len(garbage), (batch, width), generator=gen, device=gen.device)]
+    table[torch.arange(width, device=gen.device) < pages_of.unsqueeze(1)] = shuffled[:needed]
+    offsets = torch.arange(width * page_size, device=gen.device)
+    slots = table.repeat_interleave(page_size, dim=1) * page_size + offsets % page_size
+    used = slots[offsets < lengths.unsqueeze(1)]
+    cache = _cache(num_pages, page_size, used, gen, scales=scales, outliers=outliers, padded=padded)
+    return DecodeCase(
+        q=_query((batch, s_q, h_q, QK_DIM), gen, scales, query_size, padded),
+        kv_cache=cache,
+        block_table=_strided_int(table.int()) if padded else table.int(),
+        cache_seqlens=lengths.int(),
+        causal=causal,
+        s_aux=sink_logits(h_q, sink, gen),
+    )
+
+
+def sink_logits(h_q: int, kind: str, gen: torch.Generator) -> torch.Tensor | None:
+    """(h_q,) float32 sinks: None for "none", around the size of a log-sum-exp for "finite", with infinities for "inf"."""
+    if kind == "none":
+        return None
+    sinks = 3 * torch.randn((h_q,), generator=gen, device=gen.device) + 3
+    if kind == "inf":
+        sinks[::3] = -torch.inf
+        sinks[1::3] = torch.inf
+    return sinks
+
+
+def ragged_lengths(batch: int, longest: int, page_size: int, seed: int) -> list[int]:
+    """Sequence lengths up to `longest`: 0, around every boundary (tiles of 64 keys, pages), and random ones."""
+    boundaries = {0, 1, 2, longest}
+    for unit in (64, 128, page_size, 2 * page_size):
+        boundaries |= {unit - 1, unit, unit + 1}
+    fixed = sorted(length for length in boundaries if 0 <= length <= longest)
+    rng = random.Random(seed)
+    rng.shuffle(fixed)
+    return fixed[:batch] + [rng.randint(0, longest) for _ in range(batch - len(fixed))]
+
+
+def covering_cases(factors: Mapping[str, Sequence[Hashable]], seed: int = 0) -> list[dict[str, Any]]:
+    """Few combinations in which every *pair* of values of two factors occurs at least once.
+
+    Greedy and seeded: the same arguments give the same list. A full product of seven factors has hundreds of thousands of
+    combinations; the pairs need about as many cases as the two longest factors multiply to.
+    """
+    rng = random.Random(seed)
+    names = list(factors)
+    todo = {
+        ((a, left), (b, right)): None
+        for a, b in combinations(names, 2)
+        for left in factors[a]
+        for right in factors[b]
+    }
+    cases = []
+    while todo:
+        (a, left), (b, right) = next(iter(todo))
+        candidates = []
+        for _ in range(40):
+            case = {name: rng.choice(list(values)) for name, values in factors.items()}
+            case.update({a: left, b: right})
+            candidates.append(case)
+        best = max(candidates, key=lambda case: sum(pair in todo for pair in combinations(case.items(), 2)))
+        for pair in combinations(best.items(), 2):
+            todo.pop(pair, None)
+        cases.append(best)
+    return cases
+
+
+def _cache(
+    num_pages: int,
+    page_size: int,
+    used: torch.Tensor,
+    gen: torch.Generator,
+    *,
+    scales: str,
+    outliers: bool,
+    padded: bool,
+) -> torch.Tensor:
+    """(num_pages, page_size, 656) with random tokens in the slots of `used` and poison everywhere else.
+
+    Padded, a page is followed by 16 poisoned bytes, so that pages do not start where page_size * 656 says.
+    """
+    page_bytes = page_size * TOKEN_BYTES
+    stride = page_bytes + 16 if padded else page_bytes
+    storage = torch.full((num_pages * stride,), POISON_BYTE, dtype=torch.uint8, device=gen.device)
+    cache = storage.as_strided((num_pages, page_size, TOKEN_BYTES), (stride, TOKEN_BYTES, 1))
+    cache[used // page_size, used % page_size] = latent_tokens(len(used), gen, scales=scales, outliers=outliers)
+    return cache
+
+
+def _query(
+    shape: tuple[int, ...], gen: torch.Generator, scales: str, query_size: float | None, padded: bool
+) -> torch.Tensor:
+    factor = query_factor(scales, gen.device, size=query_size)
+    q = (torch.randn(shape, generator=gen, device=gen.device) * factor).bfloat16()
+    return strided(q) if padded else q
+
+
+def _complement(chosen: torch.Tensor, size: int) -> torch.Tensor:
+    rest = torch.ones(size, dtype=torch.bool, device=chosen.device)
+    rest[chosen] = False
+    return rest.nonzero().squeeze(1)
+
+
+def _strided_int(values: torch.Tensor) -> torch.Tensor:
+    """The same int32 values with a row stride of their own; what lies between would be a wild slot."""
+    wide = values.new_full((*values.shape[:-1], values.shape[-1] + 3), INT32_MAX)
+    view = wide[..., : values.shape[-1]]
+    view.copy_(values)
+    return view

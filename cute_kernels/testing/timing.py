@@ -1,0 +1,206 @@
+"""Timers for an SM90 GPU: CUDA-graph replays over rotated inputs, host time of a call, and the card's own ceilings."""
+
+from __future__ import annotations
+
+import shutil
+import statistics
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+
+Call = Callable[[], Any]
+
+REPLAYS: Final = 40
+MAX_SECONDS: Final = 0.6
+"""Replays of one measurement stop after this long, but not before `MIN_REPLAYS`."""
+MIN_REPLAYS: Final = 8
+HOST_ROUNDS, HOST_CALLS = 5, 400
+"""More than about 1000 launches in flight would time the launch queue instead of the host."""
+GEMM_SIZE: Final = 8192
+STREAM_BYTES: Final = 4 << 30
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Microseconds of one call: median, 10th and 90th percentile over graph replays, and the SM clock meanwhile.
+
+    The percentiles are of the mean call of a replay: a replay makes one call per rotated input set.
+    """
+
+    us: float
+    us_p10: float
+    us_p90: float
+    sm_mhz: float | None = None
+
+    def as_record(self) -> dict[str, float | None]:
+        """The keys of a results file."""
+        record: dict[str, float | None] = {
+            "us": round(self.us, 3),
+            "us_p10": round(self.us_p10, 3),
+            "us_p90": round(self.us_p90, 3),
+        }
+        if self.sm_mhz is not None:
+            record["sm_mhz"] = round(self.sm_mhz)
+        return record
+
+
+def sets_to_outgrow_l2(bytes_per_call: int, *, device: torch.device | str = "cuda", most: int = 64) -> int:
+    """How many input sets of that size pass twice the L2 cache; at least 2, at most `most`."""
+    l2_bytes = torch.cuda.get_device_properties(device).L2_cache_size
+    return max(2, min(most, -(-2 * l2_bytes // max(1, bytes_per_call))))
+
+
+def capture(calls: Sequence[Call]) -> torch.cuda.CUDAGraph:
+    """One graph that makes every call once, in order. Each is made twice before: to compile and plan, and on the side
+    stream that capture needs."""
+    for call in calls:
+        call()
+    torch.cuda.synchronize()
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.stream(stream):
+        for call in calls:
+            call()
+        stream.synchronize()
+        with torch.cuda.graph(graph, stream=stream):
+            for call in calls:
+                call()
+    torch.cuda.current_stream().wait_stream(stream)
+    return graph
+
+
+def time_graph(calls: Sequence[Call], *, replays: int = REPLAYS, clock: bool = True) -> Timing:
+    """Device time of one call, host time left out.
+
+    Args:
+        calls: the same computation over rotated input sets that together outgrow the L2 cache.
+        replays: at most so many, each timed by a pair of events.
+        clock: read the SM clock while further replays run.
+
+    Returns:
+        `Timing`, in microseconds a call.
+    """
+    if not calls:
+        raise ValueError("calls: got none, needs at least one")
+    graph = capture(calls)
+    for _ in range(3):
+        graph.replay()
+    torch.cuda.synchronize()
+    spans, started = [], time.monotonic()
+    while len(spans) < replays and (len(spans) < MIN_REPLAYS or time.monotonic() - started < MAX_SECONDS):
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        spans.append(begin.elapsed_time(end) * 1e3 / len(calls))
+    us, p10, p90 = percentiles(spans)
+    return Timing(us, p10, p90, sm_clock_under(graph.replay, us * len(calls)) if clock else None)
+
+
+def percentiles(samples: Sequence[float]) -> tuple[float, float, float]:
+    """Median, 10th and 90th percentile (nearest rank)."""
+    ordered = sorted(samples)
+    last = len(ordered) - 1
+    return statistics.median(ordered), ordered[round(0.1 * last)], ordered[round(0.9 * last)]
+
+
+def host_time(call: Call) -> float:
+    """Host microseconds of one eager call with a cached plan: median of 5 rounds of 400 calls, queue drained between."""
+    for _ in range(20):
+        call()
+    rounds = []
+    for _ in range(HOST_ROUNDS):
+        torch.cuda.synchronize()
+        started = time.perf_counter()
+        for _ in range(HOST_CALLS):
+            call()
+        rounds.append((time.perf_counter() - started) / HOST_CALLS * 1e6)
+    torch.cuda.synchronize()
+    return statistics.median(rounds)
+
+
+def sm_clock_under(replay: Call, us: float, *, seconds: float = 0.12) -> float | None:
+    """SM clock in MHz while the GPU is kept busy: the median of a few readings; None where none can be taken.
+
+    Args:
+        replay: enqueues work without waiting for it.
+        us: how long that work takes.
+        seconds: for how long to keep the GPU busy.
+    """
+    for _ in range(max(1, min(1000, round(seconds * 1e6 / max(us, 1.0))))):
+        replay()
+    busy = torch.cuda.Event()
+    busy.record()
+    # Readings are only good while work is queued; the clock needs some milliseconds to settle.
+    time.sleep(seconds / 4)
+    readings = []
+    while not busy.query() and len(readings) < 5:
+        reading = _read_sm_clock()
+        if reading is None:
+            break
+        if not busy.query():
+            readings.append(reading)
+    torch.cuda.synchronize()
+    return statistics.median(readings) if readings else None
+
+
+def _read_sm_clock() -> float | None:
+    try:
+        return float(torch.cuda.clock_rate())
+    except Exception:  # NVML's Python binding is missing or refuses: what it raises varies with its version
+        return _clock_of_nvidia_smi()
+
+
+def _clock_of_nvidia_smi() -> float | None:
+    tool = shutil.which("nvidia-smi")
+    if tool is None:
+        return None
+    command = [tool, f"--id={torch.cuda.current_device()}", "--query-gpu=clocks.sm", "--format=csv,noheader,nounits"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
+        return float(done.stdout.split()[0])
+    except (OSError, subprocess.SubprocessError, ValueError, IndexError):
+        return None
+
+
+def _time_eager(call: Call, repeats: int) -> float:
+    """Seconds of one call, median over event-timed repeats after two warm-ups. For calls of a millisecond and more."""
+    call()
+    call()
+    spans = []
+    for _ in range(repeats):
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        call()
+        end.record()
+        end.synchronize()
+        spans.append(begin.elapsed_time(end) * 1e-3)
+    return statistics.median(spans)
+
+
+def measure_ceilings(*, stream_bytes: int = STREAM_BYTES, gemm_size: int = GEMM_SIZE) -> dict[str, float]:
+    """What this card reaches today, in the units of a results file.
+
+    Returns:
+        read_GBps: torch.sum over 4 GiB of float32. copy_GBps: device-to-device copy, bytes read plus bytes written.
+        bf16_gemm_TFLOPs: an 8192^3 matrix product of random numbers (of zeros it would run faster).
+    """
+    data = torch.rand(stream_bytes // 4, device="cuda")
+    read = stream_bytes / _time_eager(data.sum, 10)
+    half = data.view(2, -1)
+    copy = stream_bytes / _time_eager(lambda: half[0].copy_(half[1]), 10)
+    del data, half
+    a, b = (torch.randn((gemm_size, gemm_size), device="cuda").bfloat16() for _ in range(2))
+    product = torch.empty_like(a)
+    flops = 2 * gemm_size**3 / _time_eager(lambda: torch.mm(a, b, out=product), 20)
+    return {
+        "read_GBps": round(read / 1e9, 1),
+        "copy_GBps": round(copy / 1e9, 1),
+        "bf16_gemm_TFLOPs": round(flops / 1e12, 1),
+    }

@@ -1,0 +1,97 @@
+"""Where every byte of a token lies, and what counts as a cache tensor.
+
+One token of the multi-head latent attention cache takes 656 bytes::
+
+    byte 0            512        528            656
+         | 512 e4m3    | 4 scales | 64 bfloat16  |
+         | codes       | float32  | rope part    |
+
+`docs/format.md` has the format in words, with the quantization rule.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import torch
+
+NOPE_DIM: Final = 512
+"""Elements without position encoding, stored as float8 e4m3 codes. They are also the values."""
+ROPE_DIM: Final = 64
+"""Elements with rotary position encoding, stored as bfloat16."""
+QK_DIM: Final = NOPE_DIM + ROPE_DIM
+"""Elements of a key (and of a query): 576."""
+V_DIM: Final = NOPE_DIM
+"""Elements of a value, the leading ones of its key: 512."""
+QUANT_TILE: Final = 128
+"""Consecutive elements of one token that share a scale."""
+NUM_SCALES: Final = NOPE_DIM // QUANT_TILE
+"""Scales of a token: 4."""
+
+CODE_OFFSET: Final = 0
+"""First byte of the e4m3 codes."""
+SCALE_OFFSET: Final = CODE_OFFSET + NOPE_DIM
+"""First byte of the float32 scales: 512."""
+ROPE_OFFSET: Final = SCALE_OFFSET + 4 * NUM_SCALES
+"""First byte of the bfloat16 rope part: 528."""
+TOKEN_BYTES: Final = ROPE_OFFSET + 2 * ROPE_DIM
+"""Bytes of one token: 656."""
+
+FP8_MAX: Final = 448.0
+"""The largest finite e4m3 value."""
+FP8_NAN: Final = 0x7F
+"""The e4m3 code written for a NaN. (0xFF is the other one; e4m3 has no infinity.)"""
+MIN_SCALE: Final = 2.0**-126
+"""The smallest scale that `pack` writes: the smallest normal float32, so that its reciprocal is finite."""
+
+CACHE_DTYPES: Final = (torch.uint8, torch.float8_e4m3fn)
+"""What a cache tensor may be typed as. Both mean raw bytes."""
+
+
+def describe(value: object) -> str:
+    """A tensor's shape, dtype and device (anything else: its repr), for the "got" half of an error message."""
+    if not isinstance(value, torch.Tensor):
+        return repr(value)
+    return f"{tuple(value.shape)} {str(value.dtype).removeprefix('torch.')} on {value.device}"
+
+
+def check_same_device(name: str, tensor: torch.Tensor | None, device: torch.device) -> None:
+    """Raise ValueError if `tensor` is on another device than the queries."""
+    if isinstance(tensor, torch.Tensor) and tensor.device != device:
+        raise ValueError(f"{name}: got {describe(tensor)}; needs to be on {device} like q")
+
+
+def token_bytes(cache: torch.Tensor, name: str = "cache") -> torch.Tensor:
+    """View a (..., 656) uint8 or float8_e4m3fn tensor as uint8.
+
+    Raises:
+        TypeError: `cache` is not a tensor of one of these dtypes.
+        ValueError: its last dimension is not 656.
+    """
+    if not isinstance(cache, torch.Tensor) or cache.dtype not in CACHE_DTYPES:
+        raise TypeError(f"{name}: got {describe(cache)}; needs a tensor of uint8 or float8_e4m3fn")
+    if cache.ndim == 0 or cache.shape[-1] != TOKEN_BYTES:
+        raise ValueError(f"{name}: got {describe(cache)}; needs {TOKEN_BYTES} bytes in the last dimension")
+    return cache.view(torch.uint8)
+
+
+def as_pages(kv_cache: torch.Tensor) -> torch.Tensor:
+    """View a paged cache as (num_pages, page_size, 656) uint8, without copying.
+
+    Args:
+        kv_cache: (num_pages, page_size, 656) or (num_pages, page_size, 1, 656), uint8 or float8_e4m3fn, with the 656
+            bytes of a token next to each other. Tokens and pages may be strided. `num_pages` may be 0.
+
+    Raises:
+        TypeError: `kv_cache` is not a tensor of one of these dtypes.
+        ValueError: it has another shape, or bytes of a token that are not adjacent.
+    """
+    pages = token_bytes(kv_cache, "kv_cache")
+    if pages.ndim == 4 and pages.shape[2] == 1:
+        pages = pages.squeeze(2)
+    if pages.ndim != 3 or pages.shape[1] == 0:
+        needs = f"(num_pages, page_size, {TOKEN_BYTES}) or (num_pages, page_size, 1, {TOKEN_BYTES}), page_size >= 1"
+        raise ValueError(f"kv_cache: got {describe(kv_cache)}; needs {needs}")
+    if pages.stride(-1) != 1:
+        raise ValueError(f"kv_cache: got strides {kv_cache.stride()}; needs a last stride of 1")
+    return pages

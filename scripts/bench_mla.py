@@ -1,0 +1,337 @@
+"""The benchmarks of FP8 MLA decoding, of its append and of the merge; run by `gpu_check.py`.
+
+Every case is checked against the oracle on a few batch rows before it is timed, over input sets that together outgrow the
+L2 cache. Where FlashMLA can be imported it runs on the same tensors in the same process.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import types
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+import cute_kernels
+from cute_kernels.testing import evidence
+from cute_kernels.testing.compare import Comparison, compare, emulate_bf16_decode, relative_error
+from cute_kernels.testing.inputs import DecodeCase, PoisonedOutput, generator, latent_tokens
+from cute_kernels.testing.timing import host_time, sets_to_outgrow_l2, time_graph
+from fp8_mla import QK_DIM, TOKEN_BYTES, V_DIM, pack, reference_decode, unpack
+
+PAGE_SIZE = 64
+CONTEXT = 32768
+"""Tokens of the sequence that a sparse request picks its keys from."""
+SPARSE_CONTEXTS = 64
+"""At least so many contexts lie in the cache (1.4 GB), and the rotated input sets walk over them."""
+ROWS_CHECKED = 6
+HEADS_PER_CTA = 64
+PEER_SPARSE_HEADS = (64, 128)
+"""What FlashMLA's FP8 kernel takes; its users pad."""
+PEER_LIMIT = 0.02
+"""A peer whose relative error is above this computes something else: no ratio."""
+APPEND_TOKENS = 65536
+FLOPS_PER_PAIR = 2 * (QK_DIM + V_DIM)
+
+
+@dataclass(frozen=True)
+class DecodeBench:
+    """One decode benchmark; `keys` is topk or the sequence length."""
+
+    mode: str
+    batch: int
+    h_q: int
+    s_q: int
+    keys: int = 2048
+    quick: bool = False
+    host: bool = False
+
+    @property
+    def name(self) -> str:
+        """As `--only` matches it and the table prints it."""
+        keys = "topk" if self.mode == "sparse" else "s_k"
+        return f"mla_fp8_decode {self.mode} {self.batch}x{self.h_q}x{self.s_q} {keys} {self.keys}"
+
+    @property
+    def key(self) -> dict[str, Any]:
+        """What names the case in a results file."""
+        keys = "topk" if self.mode == "sparse" else "s_k"
+        sizes = {"batch": self.batch, "h_q": self.h_q, "s_q": self.s_q, keys: self.keys}
+        return {"op": "mla_fp8_decode", "mode": self.mode, **sizes}
+
+    @property
+    def tokens_read(self) -> int:
+        """Cache tokens that a call has to read: the queries of a sequence share a dense cache, not a sparse list."""
+        return self.batch * self.keys * (self.s_q if self.mode == "sparse" else 1)
+
+    @property
+    def bytes_moved(self) -> int:
+        """The fewest bytes a call can move: keys, q, out, lse, and the index list or block table."""
+        rows = self.batch * self.s_q * self.h_q
+        index_entries = self.tokens_read if self.mode == "sparse" else self.batch * self.keys // PAGE_SIZE
+        return self.tokens_read * TOKEN_BYTES + rows * (2 * QK_DIM + 2 * V_DIM + 4) + 4 * index_entries
+
+    @property
+    def flops(self) -> int:
+        """Both products."""
+        return self.batch * self.s_q * self.h_q * self.keys * FLOPS_PER_PAIR
+
+    @property
+    def sets(self) -> int:
+        """Input sets to rotate."""
+        return sets_to_outgrow_l2(self.bytes_moved)
+
+    @property
+    def cache_tokens(self) -> int:
+        """Tokens that the cache must hold for this case."""
+        if self.mode == "sparse":
+            return CONTEXT * max(self.batch, SPARSE_CONTEXTS)
+        return self.sets * self.batch * self.keys
+
+
+DECODE_CASES = (
+    DecodeBench("sparse", 1, 128, 1, quick=True, host=True),
+    DecodeBench("sparse", 4, 128, 1),
+    DecodeBench("sparse", 16, 128, 1),
+    DecodeBench("sparse", 64, 128, 1),
+    DecodeBench("sparse", 128, 128, 1),
+    DecodeBench("sparse", 2, 128, 2),
+    DecodeBench("sparse", 128, 128, 2, quick=True),
+    DecodeBench("sparse", 128, 64, 1),
+    DecodeBench("sparse", 128, 16, 1),
+    DecodeBench("sparse", 148, 128, 2, 16384),
+    DecodeBench("sparse", 128, 128, 4, 512),
+    DecodeBench("dense", 1, 128, 1, 131072),
+    DecodeBench("dense", 64, 128, 1, 8192, quick=True, host=True),
+    DecodeBench("dense", 128, 128, 2, 8192),
+    DecodeBench("dense", 128, 64, 1, 8192),
+    DecodeBench("dense", 128, 16, 1, 8192),
+    DecodeBench("dense", 16, 128, 1, 8192),
+)
+
+
+class Caches:
+    """The caches that all cases share, made when first asked for."""
+
+    def __init__(self, tokens: int) -> None:
+        self._pages = -(-tokens // PAGE_SIZE)
+        self._fp8: torch.Tensor | None = None
+        self._bf16: torch.Tensor | None = None
+
+    @property
+    def fp8(self) -> torch.Tensor:
+        """(pages, 64, 656) uint8 of N(0,1) latents."""
+        if self._fp8 is None:
+            tokens = latent_tokens(self._pages * PAGE_SIZE, generator(1, "cuda"))
+            self._fp8 = tokens.view(self._pages, PAGE_SIZE, TOKEN_BYTES)
+        return self._fp8
+
+    @property
+    def bf16(self) -> torch.Tensor:
+        """(pages, 64, 1, 576) bfloat16: the same tokens unpacked, for peers without an FP8 cache."""
+        if self._bf16 is None:
+            self._bf16 = torch.empty((self._pages, PAGE_SIZE, 1, QK_DIM), dtype=torch.bfloat16, device="cuda")
+            for start in range(0, self._pages, 4096):
+                self._bf16[start : start + 4096, :, 0] = unpack(self.fp8[start : start + 4096])
+        return self._bf16
+
+
+def import_peer() -> types.ModuleType | str:
+    """FlashMLA's module, or why there is none."""
+    try:
+        return importlib.import_module("flash_mla")
+    except (ImportError, OSError, RuntimeError) as error:  # a library built for another torch raises any of them
+        return f"flash_mla cannot be imported: {error}"
+
+
+def decode_inputs(bench: DecodeBench, cache: torch.Tensor) -> list[DecodeCase]:
+    """The rotated input sets of one case, over one cache."""
+    gen = generator(bench.batch * 1000 + bench.h_q + bench.s_q, "cuda")
+    num_pages = cache.shape[0]
+    cases = []
+    for number in range(bench.sets):
+        q = torch.randn((bench.batch, bench.s_q, bench.h_q, QK_DIM), generator=gen, device="cuda").bfloat16()
+        if bench.mode == "sparse":
+            contexts = num_pages * PAGE_SIZE // CONTEXT
+            first = (torch.arange(bench.batch, device="cuda") + number * bench.batch) % contexts * CONTEXT
+            # the leading places of a random order are keys without repetition, as an indexer picks them
+            order = torch.rand((bench.batch * bench.s_q, CONTEXT), generator=gen, device="cuda")
+            picked = order.topk(bench.keys, sorted=False).indices.view(bench.batch, bench.s_q, bench.keys)
+            cases.append(DecodeCase(q, cache, indices=(picked + first.view(-1, 1, 1)).int()))
+            continue
+        pages = torch.randperm(num_pages, generator=gen, device="cuda")[: bench.batch * bench.keys // PAGE_SIZE]
+        lengths = torch.full((bench.batch,), bench.keys, dtype=torch.int32, device="cuda")
+        cases.append(DecodeCase(q, cache, block_table=pages.view(bench.batch, -1).int(), cache_seqlens=lengths))
+    return cases
+
+
+def run_decode(
+    bench: DecodeBench, caches: Caches, ceilings: Mapping[str, float], peer: types.ModuleType | str
+) -> dict[str, Any]:
+    """Check, time and record one decode case."""
+    inputs = decode_inputs(bench, caches.fp8)
+    outputs = [case.outputs() for case in inputs]
+    first, (out, lse) = inputs[0], outputs[0]
+    cute_kernels.mla_fp8_decode(first.q, first.kv_cache, **first.options(), out=out.tensor, lse=lse.tensor)
+    rows = torch.linspace(0, bench.batch - 1, min(ROWS_CHECKED, bench.batch)).long().tolist()
+    sample = first.rows(rows)
+    expected, expected_lse = reference_decode(**sample.arguments())
+    baseline, _ = emulate_bf16_decode(**sample.arguments())
+    check = compare(
+        out.tensor[rows], expected, baseline, lse=lse.tensor[rows], expected_lse=expected_lse, name=bench.name
+    )
+    if not (out.tensor.isfinite().all() and lse.tensor.isfinite().all()):
+        check = dataclasses.replace(check, problems=(*check.problems, "not every element of the output is finite"))
+
+    def call(case: DecodeCase, buffers: tuple[PoisonedOutput, PoisonedOutput]) -> Callable[[], Any]:
+        options = case.options()
+        results = {"out": buffers[0].tensor, "lse": buffers[1].tensor}
+        return lambda: cute_kernels.mla_fp8_decode(case.q, case.kv_cache, **options, **results)
+
+    def measure() -> dict[str, Any]:
+        calls = [call(case, buffers) for case, buffers in zip(inputs, outputs, strict=True)]
+        timing = time_graph(calls)
+        gb_per_s = bench.bytes_moved / timing.us / 1e3
+        return {
+            **timing.as_record(),
+            "TFLOPs": round(bench.flops / timing.us / 1e6, 1),
+            "GBps": round(gb_per_s, 1),
+            "read_fraction": round(gb_per_s / ceilings["read_GBps"], 3),
+            "cycles_per_token": _cycles_per_token(bench, timing.us, timing.sm_mhz),
+            "predicted_cycles_per_token": None,
+            **({"host_us": round(host_time(calls[0]), 2)} if bench.host else {}),
+            "peers": _run_peer(bench, inputs, caches, timing.us, peer, rows, expected),
+        }
+
+    return evidence.record_case(bench.key, check, measure)
+
+
+def run_append(ceilings: Mapping[str, float]) -> dict[str, Any]:
+    """Check, time and record the append of 65,536 tokens to shuffled pages."""
+    bytes_moved = APPEND_TOKENS * (2 * QK_DIM + TOKEN_BYTES + 8)
+    gen = generator(2, "cuda")
+    sets = []
+    for _ in range(sets_to_outgrow_l2(bytes_moved)):
+        kv = torch.randn((APPEND_TOKENS, QK_DIM), generator=gen, device="cuda").bfloat16()
+        cache = torch.zeros((APPEND_TOKENS // PAGE_SIZE, PAGE_SIZE, TOKEN_BYTES), dtype=torch.uint8, device="cuda")
+        pages = torch.randperm(len(cache), generator=gen, device="cuda")
+        slots = (pages.unsqueeze(1) * PAGE_SIZE + torch.arange(PAGE_SIZE, device="cuda")).flatten()
+        sets.append((kv, cache, slots))
+    kv, cache, slots = sets[0]
+    cute_kernels.mla_fp8_append(kv, cache, slots)
+    wrong = (cache.view(-1, TOKEN_BYTES)[slots] != pack(kv)).any(dim=1).float().mean().item()
+    problems = (f"{wrong:.2%} of the tokens differ from fp8_mla.pack",) if wrong else ()
+    check = Comparison("mla_fp8_append", problems, rel_err=wrong, rel_err_baseline=0.0, worst=0.0, lse_err=0.0)
+
+    def measure() -> dict[str, Any]:
+        calls = [lambda one=one: cute_kernels.mla_fp8_append(*one) for one in sets]
+        timing = time_graph(calls)
+        gb_per_s = bytes_moved / timing.us / 1e3
+        speeds = {"GBps": round(gb_per_s, 1), "copy_fraction": round(gb_per_s / ceilings["copy_GBps"], 3)}
+        return {**timing.as_record(), **speeds, "host_us": round(host_time(calls[0]), 2)}
+
+    return evidence.record_case({"op": "mla_fp8_append", "tokens": APPEND_TOKENS}, check, measure)
+
+
+def run_merge(ceilings: Mapping[str, float]) -> dict[str, Any]:
+    """Check, time and record the merge of 8 float32 partial results of 128 x 128 heads into a bfloat16 one."""
+    splits, batch, s_q, h_q = 8, 128, 1, 128
+    rows = batch * s_q * h_q
+    bytes_moved = splits * rows * 4 * (V_DIM + 1) + rows * (2 * V_DIM + 4)
+    gen = generator(3, "cuda")
+    sets = [
+        (
+            torch.randn((splits, batch, s_q, h_q, V_DIM), generator=gen, device="cuda"),
+            torch.randn((splits, batch, s_q, h_q), generator=gen, device="cuda"),
+            torch.full((batch, s_q, h_q, V_DIM), float("nan"), dtype=torch.bfloat16, device="cuda"),
+        )
+        for _ in range(sets_to_outgrow_l2(bytes_moved))
+    ]
+    outs, lses, out = sets[0]
+    _, lse = cute_kernels.merge_states(outs, lses, out=out)
+    weights = torch.softmax(lses.double(), dim=0)
+    expected = torch.einsum("nbsh,nbshd->bshd", weights, outs.double())
+    baseline = expected.bfloat16()
+    check = compare(
+        out, expected, baseline, lse=lse, expected_lse=torch.logsumexp(lses.double(), dim=0), name="merge_states"
+    )
+
+    def measure() -> dict[str, Any]:
+        calls = [lambda one=one: cute_kernels.merge_states(one[0], one[1], out=one[2]) for one in sets]
+        timing = time_graph(calls)
+        gb_per_s = bytes_moved / timing.us / 1e3
+        speeds = {"GBps": round(gb_per_s, 1), "read_fraction": round(gb_per_s / ceilings["read_GBps"], 3)}
+        return {**timing.as_record(), **speeds, "host_us": round(host_time(calls[0]), 2)}
+
+    key = {"op": "merge_states", "splits": splits, "batch": batch, "h_q": h_q, "s_q": s_q, "d": V_DIM}
+    return evidence.record_case(key, check, measure)
+
+
+def _cycles_per_token(bench: DecodeBench, us: float, sm_mhz: float | None) -> float | None:
+    """SM cycles a token and group of 64 heads, had the work been spread evenly over all SMs.
+
+    Comparable with the budget (34 for the products alone) where there is work for every SM; far above it where not.
+    """
+    if sm_mhz is None:
+        return None
+    sms = torch.cuda.get_device_properties("cuda").multi_processor_count
+    groups = -(-bench.h_q // HEADS_PER_CTA)
+    return round(us * sm_mhz / (bench.batch * bench.s_q * bench.keys * groups / sms), 1)
+
+
+def _run_peer(
+    bench: DecodeBench,
+    inputs: list[DecodeCase],
+    caches: Caches,
+    us: float,
+    peer: types.ModuleType | str,
+    rows: list[int],
+    expected: torch.Tensor,
+) -> dict[str, Any]:
+    """The entry of "peers": FlashMLA's FP8 kernel for sparse cases, its bf16 kernel for dense ones."""
+    if isinstance(peer, str):
+        return {}
+    name = "flash_mla" if bench.mode == "sparse" else "flash_mla_bf16"
+    try:
+        calls, note = _peer_calls(bench, inputs, caches, peer)
+        out = calls[0]()[0][:, :, : bench.h_q]
+        error = relative_error(out[rows], expected)
+        if not error < PEER_LIMIT:
+            return {name: {"failed": f"relative error {error:.3g}"}}
+        peer_us = time_graph(calls, clock=False).us
+    except Exception as error:  # whatever a peer does not support must not stop the run; the reason is recorded
+        return {name: {"failed": f"{type(error).__name__}: {error}".splitlines()[0][:200]}}
+    entry = {"us": round(peer_us, 3), "ratio": round(peer_us / us, 3), "rel_err": float(f"{error:.3g}")}
+    return {name: {**entry, "note": note} if note else entry}
+
+
+def _peer_calls(
+    bench: DecodeBench, inputs: list[DecodeCase], caches: Caches, peer: types.ModuleType
+) -> tuple[list[Callable[[], Any]], str]:
+    """FlashMLA over the same inputs, its scheduling made once before, and what was done to make the case fit it."""
+    sparse = bench.mode == "sparse"
+    heads = next(heads for heads in PEER_SPARSE_HEADS if heads >= bench.h_q) if sparse else bench.h_q
+    note = "" if heads == bench.h_q else f"q padded to {heads} heads"
+    calls = []
+    for case in inputs:
+        q = torch.nn.functional.pad(case.q, (0, 0, 0, heads - bench.h_q))
+        meta, _ = peer.get_mla_metadata()
+        cache = caches.fp8.view(torch.float8_e4m3fn).unsqueeze(2) if sparse else caches.bf16
+        fixed = {
+            "q": q,
+            "k_cache": cache,
+            "block_table": case.block_table,
+            "cache_seqlens": case.cache_seqlens,
+            "head_dim_v": V_DIM,
+            "tile_scheduler_metadata": meta,
+            "num_splits": None,
+            "softmax_scale": QK_DIM**-0.5,
+            "causal": not sparse and bench.s_q > 1,
+            "is_fp8_kvcache": sparse,
+            "indices": case.indices,
+        }
+        calls.append(lambda fixed=fixed: peer.flash_mla_with_kvcache(**fixed))
+    return calls, note

@@ -1,0 +1,463 @@
+"""The main job on a real model's attention: a DeepSeek-V3.2 layer decodes its next tokens from an FP8 cache.
+
+Runs text through a DeepSeek-V3.2 attention layer of `transformers` (random weights, nothing is downloaded), packs its
+compressed latents into a paged cache of 656 bytes a token, decodes the last tokens again with `mla_fp8_decode`, sparse
+over what the layer's own indexer picks and dense over all, and prints how far that is from what the layer said.
+
+On an SM90 GPU the kernel runs at the model's full size; elsewhere the torch reference runs with fewer heads.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from transformers import DeepseekV32Config
+from transformers.models.deepseek_v32.modeling_deepseek_v32 import (
+    DeepseekV32Attention,
+    DeepseekV32RotaryEmbedding,
+    apply_rotary_pos_emb_interleave,
+)
+
+import fp8_mla
+from cute_kernels import mla_fp8_append, mla_fp8_decode
+from cute_kernels.runtime.arch import is_sm90
+
+DEFAULT_PROMPT = Path(__file__).resolve().parent.parent / "LICENSE"
+MODEL_HEADS, MODEL_TOPK = 128, 2048
+BF16_BYTES = 2 * fp8_mla.QK_DIM
+# The context extension of the released model. It changes the frequencies and, through mscale, the softmax scale.
+ROPE = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 40.0,
+    "original_max_position_embeddings": 4096,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+}
+# Float32 sums of up to 512 x 128 products: a wrong absorption is off by the order of 1.
+EXACT_LIMIT = 2e-5
+
+
+@dataclass(frozen=True)
+class Size:
+    """What is scaled down where there is no GPU. All else has the dimensions of DeepSeek-V3.2."""
+
+    heads: int
+    index_topk: int
+    prompt_tokens: int
+    sequences: int
+    next_tokens: int = 2
+    hidden: int = 7168
+    q_rank: int = 1536
+    index_heads: int = 64
+    page_size: int = 64
+
+
+SIZES = {
+    "full": Size(heads=MODEL_HEADS, index_topk=MODEL_TOPK, prompt_tokens=4096, sequences=8),
+    "cpu": Size(heads=16, index_topk=512, prompt_tokens=1536, sequences=2),
+    "small": Size(
+        heads=4, index_topk=64, prompt_tokens=200, sequences=2, hidden=256, q_rank=96, index_heads=4, page_size=16
+    ),
+}
+
+
+class Trace(NamedTuple):
+    """One sequence through the layer, float32. n: the last tokens, those that are decoded; s: all tokens."""
+
+    out: torch.Tensor
+    """(n, hidden): the layer's own output."""
+    query: torch.Tensor
+    """(n, heads, 576): queries with the key projection absorbed."""
+    latents: torch.Tensor
+    """(s, 576): normalized latents and roped keys, what a cache stores."""
+    picked: torch.Tensor
+    """(n, topk) int: positions that the indexer picked."""
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One way to attend, in one mode: relative norm of its error at the layer's output, and its time."""
+
+    error: float
+    ms: float
+
+
+class Row(NamedTuple):
+    """One way to attend, in both modes."""
+
+    sparse: Cell
+    dense: Cell
+
+
+@dataclass(frozen=True)
+class Report:
+    """What the demo found out: four ways to attend to the same tokens, from exact to quantized."""
+
+    exact: Row
+    """Plain torch over float32 latents: shows that the absorbed weights are the layer's."""
+    bf16: Row
+    """Plain torch over bfloat16 latents, what is given up without any FP8."""
+    reference: Row
+    """`fp8_mla.reference_decode` of float32 queries over the FP8 cache: quantization alone."""
+    decode: Row
+    """`mla_fp8_decode` over the FP8 cache."""
+    tokens: int
+    """Tokens in the cache."""
+
+    def failures(self) -> list[str]:
+        """What is wrong, in words; empty when all is well."""
+        found = []
+        for mode in ("sparse", "dense"):
+            exact, bf16, quantized, decode = (
+                getattr(row, mode).error for row in (self.exact, self.bf16, self.reference, self.decode)
+            )
+            if not exact <= EXACT_LIMIT:
+                found.append(f"{mode}: absorbed weights miss the layer's output by {exact:.1e}, over {EXACT_LIMIT:.0e}")
+            # Roundings are independent, so their squares add up; a tenth is left for chance.
+            limit = 1.1 * math.hypot(bf16, quantized)
+            if not decode <= limit:
+                found.append(
+                    f"{mode}: mla_fp8_decode is off by {decode:.1e}, over {limit:.1e} that its roundings explain"
+                )
+        return found
+
+
+class Layer:
+    """A DeepSeek-V3.2 attention layer with random weights over a byte-level embedding, float32."""
+
+    def __init__(self, size: Size, device: torch.device, seed: int = 0) -> None:
+        config = DeepseekV32Config(
+            num_hidden_layers=1,
+            hidden_size=size.hidden,
+            num_attention_heads=size.heads,
+            num_key_value_heads=size.heads,
+            q_lora_rank=size.q_rank,
+            index_n_heads=size.index_heads,
+            index_topk=size.index_topk,
+            rope_parameters=dict(ROPE),
+            attn_implementation="eager",
+        )
+        self.next_tokens = size.next_tokens
+        generator = torch.Generator(device).manual_seed(seed)
+        with torch.device(device):
+            self.attention = DeepseekV32Attention(config, layer_idx=0).eval().requires_grad_(False)
+            self.rotary = DeepseekV32RotaryEmbedding(config)
+            # A token is its byte and the three before it, so that the same letter is not the same key everywhere.
+            self.embedding = torch.randn(4, 256, size.hidden, generator=generator) / 2
+        for name, parameter in self.attention.named_parameters():
+            if parameter.ndim == 2:  # unit variance in, unit variance out: scores spread by about 2, far from uniform
+                parameter.normal_(0.0, parameter.shape[1] ** -0.5, generator=generator)
+            elif name.endswith("weight"):  # a norm's gains: uneven, as in a trained model
+                parameter.normal_(0.0, 0.5, generator=generator).exp_()
+        # (heads, 128 of the key or 128 of the value, 512)
+        self.key_up, self.value_up = self.attention.kv_b_proj.weight.view(size.heads, -1, fp8_mla.V_DIM).split(
+            [config.qk_nope_head_dim, config.v_head_dim], dim=1
+        )
+        self.softmax_scale = float(self.attention.scaling)
+
+    def __call__(self, text: bytes, *, sparse: bool) -> Trace:
+        """Run `text` through the layer; not `sparse` makes its indexer pick every token."""
+        tokens = torch.tensor(list(text), device=self.embedding.device)
+        history = torch.nn.functional.pad(tokens, (len(self.embedding) - 1, 0)).unfold(0, len(self.embedding), 1)
+        hidden = sum(table[column] for table, column in zip(self.embedding, history.T, strict=True)).unsqueeze(0)
+        positions = torch.arange(len(tokens), device=tokens.device).unsqueeze(0)
+        rope = self.rotary(hidden, positions)
+        mask = torch.full((len(tokens), len(tokens)), torch.finfo(torch.float32).min, device=tokens.device).triu(1)
+
+        indexer = self.attention.indexer
+        topk = indexer.index_topk
+        indexer.index_topk = topk if sparse else len(tokens)
+        try:
+            with outputs_of(self.attention, "q_b_proj", "kv_a_proj_with_mqa", "kv_a_layernorm", "indexer") as seen:
+                out, _ = self.attention(
+                    hidden, position_embeddings=rope, attention_mask=mask[None, None], position_ids=positions
+                )
+        finally:
+            indexer.index_topk = topk
+
+        query = seen["q_b_proj"].view(1, len(tokens), self.attention.num_heads, -1).transpose(1, 2)
+        query_nope, query_rope = query.split([self.key_up.shape[1], fp8_mla.ROPE_DIM], dim=-1)
+        key_rope = seen["kv_a_proj_with_mqa"][:, None, :, fp8_mla.NOPE_DIM :]
+        query_rope, key_rope = apply_rotary_pos_emb_interleave(query_rope, key_rope, *rope)
+        absorbed = torch.cat([query_nope @ self.key_up, query_rope], dim=-1)
+        last = slice(-self.next_tokens, None)
+        return Trace(
+            out=out[0, last],
+            query=absorbed[0, :, last].transpose(0, 1).contiguous(),
+            latents=torch.cat([seen["kv_a_layernorm"][0], key_rope[0, 0]], dim=-1),
+            picked=seen["indexer"][0, last],
+        )
+
+    def project(self, latent_out: torch.Tensor) -> torch.Tensor:
+        """Attention's result in the latent space, (n, heads, 512), to the layer's output (n, hidden)."""
+        values = torch.einsum("nhc,hvc->nhv", latent_out.float(), self.value_up)
+        return self.attention.o_proj(values.flatten(1))
+
+
+@contextmanager
+def outputs_of(module: torch.nn.Module, *names: str) -> Iterator[dict[str, torch.Tensor]]:
+    """Collect what the named submodules return while the context is open."""
+    seen: dict[str, torch.Tensor] = {}
+
+    def keep(name: str) -> Callable[..., None]:
+        return lambda _module, _args, output: seen.update({name: output})
+
+    handles = [module.get_submodule(name).register_forward_hook(keep(name)) for name in names]
+    try:
+        yield seen
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@dataclass(frozen=True)
+class PagedCache:
+    """Sequences in a shuffled paged cache of 656 bytes a token. Unused slots hold NaN, as a careless server's might."""
+
+    pages: torch.Tensor
+    block_table: torch.Tensor
+    seqlens: torch.Tensor
+
+    @classmethod
+    def of(cls, sequences: list[torch.Tensor], page_size: int, appended: int) -> PagedCache:
+        """Pack sequences of (s, 576) latents; the last `appended` tokens of each go through `mla_fp8_append`."""
+        device = sequences[0].device
+        lengths = [len(latents) for latents in sequences]
+        page_counts = [-(-length // page_size) for length in lengths]
+        shuffled = torch.randperm(sum(page_counts), generator=torch.Generator().manual_seed(0))
+        block_table = torch.full((len(lengths), max(page_counts)), fp8_mla.INVALID_SLOT, dtype=torch.int32)
+        for row, own in enumerate(shuffled.split(page_counts)):
+            block_table[row, : len(own)] = own
+        cache = cls(
+            pages=torch.full(
+                (sum(page_counts), page_size, fp8_mla.TOKEN_BYTES), 0xFF, dtype=torch.uint8, device=device
+            ),
+            block_table=block_table.to(device),
+            seqlens=torch.tensor(lengths, dtype=torch.int32, device=device),
+        )
+        slots = fp8_mla.slots_from_block_table(cache.block_table, cache.seqlens, page_size)
+        flat = cache.pages.view(-1, fp8_mla.TOKEN_BYTES)
+        for row, latents in enumerate(sequences):
+            prompt, new = latents.bfloat16().tensor_split([len(latents) - appended])
+            own = slots[row, : len(latents)]
+            flat[own[: len(prompt)]] = fp8_mla.pack(prompt)
+            mla_fp8_append(new, cache.pages, own[len(prompt) :])
+        return cache
+
+    def slots_of(self, picked: torch.Tensor) -> torch.Tensor:
+        """Slots (batch, n, topk) int32 of the positions that an indexer picked for the last n tokens.
+
+        An indexer that has fewer tokens to choose from than it must pick also names ones that lie ahead: -1.
+        """
+        newest = (
+            self.seqlens.view(-1, 1, 1) - picked.shape[1] + torch.arange(picked.shape[1], device=picked.device)[:, None]
+        )
+        positions = torch.where(picked <= newest, picked, fp8_mla.INVALID_SLOT)
+        slots = fp8_mla.slots_from_positions(
+            positions, self.block_table, self.pages.shape[1], cache_seqlens=self.seqlens, num_pages=len(self.pages)
+        )
+        return slots.int()
+
+
+def attend(
+    query: torch.Tensor, latents: torch.Tensor, picked: torch.Tensor | None, softmax_scale: float
+) -> torch.Tensor:
+    """Plain attention of a sequence's last tokens, in float32 math over latents of any dtype: (n, heads, 512).
+
+    Args:
+        query: (n, heads, 576).
+        latents: (s, 576).
+        picked: (n, topk) int, positions that each token may see. None: all that do not lie ahead.
+        softmax_scale: multiplies the scores.
+    """
+    n, s = len(query), len(latents)
+    seen = torch.ones(n, s, dtype=torch.bool, device=latents.device).tril(s - n)
+    if picked is not None:
+        seen &= torch.zeros_like(seen).scatter(1, picked.long(), True)
+    keys = latents.float()
+    scores = torch.einsum("nhc,sc->nhs", query.float(), keys) * softmax_scale
+    weights = scores.masked_fill(~seen[:, None], -torch.inf).softmax(dim=-1)
+    return weights @ keys[:, : fp8_mla.V_DIM]
+
+
+def relative_error(got: torch.Tensor, want: torch.Tensor) -> float:
+    """Norm of the difference over the norm of `want`."""
+    return float((got - want).norm() / want.norm())
+
+
+def milliseconds(call: Callable[[], object], device: torch.device) -> float:
+    """Time of one call: on a GPU the mean of 20 in a row after 3 others, on a CPU the best of 3."""
+    if device.type == "cuda":
+        for _ in range(3):
+            call()
+        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        for _ in range(20):
+            call()
+        stop.record()
+        stop.synchronize()
+        return start.elapsed_time(stop) / 20
+    times = []
+    for _ in range(3):
+        begin = time.perf_counter()
+        call()
+        times.append(time.perf_counter() - begin)
+    return 1e3 * min(times)
+
+
+def measure(layer: Layer, traces: list[Trace], cache: PagedCache, *, sparse: bool) -> list[Cell]:
+    """Attend in the four ways of `Report`, in its order."""
+    scale = layer.softmax_scale
+    want = torch.cat([trace.out for trace in traces])
+    query = torch.stack([trace.query for trace in traces])
+    query_bf16 = query.bfloat16()
+    latents = [trace.latents for trace in traces]
+    latents_bf16 = [trace.latents.bfloat16() for trace in traces]
+    picked = [trace.picked if sparse else None for trace in traces]
+    indices = cache.slots_of(torch.stack([trace.picked for trace in traces])) if sparse else None
+    block_table, seqlens = (None, None) if sparse else (cache.block_table, cache.seqlens)
+
+    def plain(query: torch.Tensor, latents: list[torch.Tensor]) -> torch.Tensor:
+        return torch.stack([attend(*sequence, scale) for sequence in zip(query, latents, picked, strict=True)])
+
+    def reference() -> torch.Tensor:
+        return fp8_mla.reference_decode(
+            query,
+            cache.pages,
+            indices=indices,
+            block_table=block_table,
+            cache_seqlens=seqlens,
+            softmax_scale=scale,
+            dtype=torch.float32,
+        )[0]
+
+    def decode() -> torch.Tensor:
+        return mla_fp8_decode(
+            query_bf16,
+            cache.pages,
+            indices=indices,
+            block_table=block_table,
+            cache_seqlens=seqlens,
+            softmax_scale=scale,
+        )
+
+    ways = [lambda: plain(query, latents), lambda: plain(query_bf16, latents_bf16), reference, decode]
+    errors = [relative_error(layer.project(way().flatten(0, 1)), want) for way in ways]
+    return [Cell(error, milliseconds(way, query.device)) for error, way in zip(errors, ways, strict=True)]
+
+
+@torch.no_grad()
+def run(size: Size, text: bytes, device: torch.device) -> Report:
+    """Decode the last tokens of a few sequences cut from `text` in four ways, sparse and dense."""
+    layer = Layer(size, device)
+    total = size.prompt_tokens + size.next_tokens
+    text *= -(-2 * total // len(text))
+    # Different beginnings and ragged lengths, as in a server's batch.
+    texts = [text[31 * row : 25 * row + total] for row in range(size.sequences)]
+    sparse_traces, dense_traces = ([layer(part, sparse=sparse) for part in texts] for sparse in (True, False))
+    cache = PagedCache.of([trace.latents for trace in sparse_traces], size.page_size, size.next_tokens)
+    cells = zip(
+        measure(layer, sparse_traces, cache, sparse=True),
+        measure(layer, dense_traces, cache, sparse=False),
+        strict=True,
+    )
+    exact, bf16, reference, decode = (Row(sparse=sparse, dense=dense) for sparse, dense in cells)
+    return Report(exact, bf16, reference, decode, tokens=int(cache.seqlens.sum()))
+
+
+def choose_size() -> tuple[str, torch.device, str]:
+    """The size to run, where, and why, in words."""
+    if not torch.cuda.is_available():
+        return (
+            "cpu",
+            torch.device("cpu"),
+            "torch finds no CUDA GPU, so mla_fp8_decode runs its torch reference on the CPU",
+        )
+    device = torch.device("cuda", torch.cuda.current_device())
+    major, minor = torch.cuda.get_device_capability(device)
+    found = f"{torch.cuda.get_device_name(device)} (SM{major}{minor})"
+    if is_sm90(device):
+        return "full", device, f"{found}: mla_fp8_decode runs the kernel"
+    return "cpu", torch.device("cpu"), f"{found} is not SM90, so mla_fp8_decode runs its torch reference on the CPU"
+
+
+def show(report: Report) -> None:
+    """Print the table, with rich if it is there."""
+    title = "Error against the layer's own output, and time of the attention alone"
+    header = ["latents kept as", "bytes/token", "sparse", "ms", "dense", "ms"]
+    ways = {
+        "float32 (exact)": (2 * BF16_BYTES, report.exact),
+        "bfloat16": (BF16_BYTES, report.bf16),
+        "FP8, reference": (fp8_mla.TOKEN_BYTES, report.reference),
+        "FP8, mla_fp8_decode": (fp8_mla.TOKEN_BYTES, report.decode),
+    }
+    body = [
+        [name, str(size)] + [text for cell in row for text in (f"{cell.error:.1e}", f"{cell.ms:.2f}")]
+        for name, (size, row) in ways.items()
+    ]
+    try:
+        from rich import box
+        from rich.console import Console
+        from rich.table import Table
+    except ImportError:
+        print(title)
+        widths = [max(len(line[column]) for line in [header, *body]) for column in range(len(header))]
+        for name, *numbers in [header, *body]:
+            print(name.ljust(widths[0]), *(text.rjust(w + 1) for text, w in zip(numbers, widths[1:], strict=True)))
+        return
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
+    for column, name in enumerate(header):
+        table.add_column(name, justify="right" if column else "left")
+    for line in body:
+        table.add_row(*line)
+    Console().print(table)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the demo; 1 if a result is not what its roundings explain."""
+    parser = argparse.ArgumentParser(description="Decode the next tokens of a DeepSeek-V3.2 attention layer.")
+    parser.add_argument("--prompt", type=Path, default=DEFAULT_PROMPT, help="a text file (default: the licence)")
+    prompt = parser.parse_args(arguments).prompt
+    name, device, why = choose_size()
+    size = SIZES[name]
+
+    print(f"Device: {why}.")
+    print(
+        f"Layer:  DeepSeek-V3.2 attention with random weights, {size.heads} heads (the model has {MODEL_HEADS}); "
+        f"its indexer picks {size.index_topk} tokens (the model's {MODEL_TOPK})."
+    )
+    print(
+        f"Prompt: {size.sequences} sequences of about {size.prompt_tokens} bytes of {prompt.name}; "
+        f"the {size.next_tokens} tokens after each are decoded.\n"
+    )
+    report = run(size, prompt.read_bytes(), device)
+    show(report)
+    saved = 1 - fp8_mla.TOKEN_BYTES / BF16_BYTES
+    print(
+        f"Cache:  {report.tokens} tokens in {report.tokens * fp8_mla.TOKEN_BYTES / 1e6:.2f} MB instead of "
+        f"{report.tokens * BF16_BYTES / 1e6:.2f} MB in bfloat16: {saved:.0%} saved."
+    )
+    print(
+        "The first row shows that the absorbed weights are the layer's. An FP8 value has 3 mantissa bits (2.6% rms), "
+        "which is what the last two rows show."
+    )
+    failures = report.failures()
+    for failure in failures:
+        print(f"WRONG:  {failure}.")
+    return 1 if failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

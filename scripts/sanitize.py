@@ -1,0 +1,171 @@
+"""Run every kernel once on small shapes under NVIDIA's compute-sanitizer: memcheck, racecheck, synccheck.
+
+    python scripts/sanitize.py                    all tools, one line each; exit status 1 on any finding
+    python scripts/sanitize.py --tool memcheck    one of them
+    python scripts/sanitize.py --worker           the calls alone, as the tools run them
+
+The worker compares its results with the oracle as well, so "no errors" cannot come from kernels that did not run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import pathlib
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))  # runs from a checkout, installed or not
+
+TOOLS = ("memcheck", "racecheck", "synccheck")
+TOOL_OPTIONS = {"memcheck": ["--leak-check", "no"], "racecheck": ["--racecheck-report", "all"], "synccheck": []}
+FINDINGS_EXIT = 99
+WORKER_DONE = "sanitize worker: done"
+TIMEOUT_S = 240
+PLACES_TO_LOOK = ("/usr/local/cuda/bin", "/opt/cuda/bin")
+# racecheck ends with "RACECHECK SUMMARY: 2 hazards displayed (1 error, 1 warning)", the others with "ERROR SUMMARY: 3 errors"
+SUMMARY = re.compile(r"(?:ERROR SUMMARY: (\d+) errors?)|(?:RACECHECK SUMMARY: (\d+) hazards?)")
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What one tool found: `errors`, or None with the `reason` why it did not get to look."""
+
+    tool: str
+    errors: int | None
+    reason: str = ""
+    output: str = ""
+
+
+def find_sanitizer() -> str | None:
+    """Path of compute-sanitizer, or None."""
+    places = os.pathsep.join((os.environ.get("PATH", ""), *PLACES_TO_LOOK))
+    return shutil.which("compute-sanitizer", path=places)
+
+
+def parse(tool: str, output: str, status: int) -> Finding:
+    """Read a tool's output. Only a worker that came to its end under a tool that summed up counts as looked at."""
+    totals = [int(first or second) for first, second in SUMMARY.findall(output)]
+    errors = max(totals, default=0)
+    if errors or status == FINDINGS_EXIT:
+        return Finding(tool, max(errors, 1), output=output)
+    if not totals:
+        return Finding(tool, None, f"no summary, exit status {status}: {_last_line(output)}", output)
+    if WORKER_DONE not in output:
+        return Finding(tool, None, f"the worker did not finish, exit status {status}: {_last_line(output)}", output)
+    return Finding(tool, 0, output=output)
+
+
+def run_tool(tool: str) -> Finding:
+    """Run the worker under one tool."""
+    sanitizer = find_sanitizer()
+    if sanitizer is None:
+        return Finding(tool, None, "compute-sanitizer is not installed")
+    worker = [sys.executable, str(pathlib.Path(__file__).resolve()), "--worker"]
+    command = [sanitizer, "--tool", tool, *TOOL_OPTIONS[tool], "--error-exitcode", str(FINDINGS_EXIT), *worker]
+    # Without torch's caching allocator every tensor is an allocation of its own: reads past its end are seen.
+    environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+    try:
+        done = subprocess.run(
+            command,
+            env=environment,
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=TIMEOUT_S,
+        )
+    except subprocess.TimeoutExpired:
+        return Finding(tool, None, f"not done after {TIMEOUT_S} s")
+    return parse(tool, done.stdout, done.returncode)
+
+
+def run_tools(tools: Sequence[str] = TOOLS) -> list[Finding]:
+    """Run the worker under several tools side by side; most of each run is start-up on the host."""
+    with ThreadPoolExecutor(len(tools)) as pool:
+        return list(pool.map(run_tool, tools))
+
+
+def worker() -> None:
+    """Call every kernel on small shapes and check what it returns.
+
+    Inputs are made on the CPU: every kernel of torch that runs here is one more for the tools to follow.
+    """
+    import dataclasses
+
+    import torch
+
+    import cute_kernels
+    import fp8_mla
+    from cute_kernels.testing.compare import check_decode
+    from cute_kernels.testing.inputs import DecodeCase, dense_case, generator, sparse_case, strided
+
+    def decode(case: DecodeCase, name: str, num_splits: int) -> None:
+        on_gpu = {
+            field: value.cuda() if isinstance(value, torch.Tensor) else value
+            for field, value in case.arguments().items()
+        }
+        out, lse = cute_kernels.mla_fp8_decode(**on_gpu, num_splits=num_splits, return_lse=True)
+        print(check_decode(out.cpu(), lse.cpu(), name=name, **case.arguments()).require())
+
+    # 130 keys: two whole tiles of 64 and a rest; 96 heads: one CTA of 64 and one half empty
+    sparse = sparse_case(
+        batch=2, h_q=96, s_q=2, topk=130, num_slots=512, page_size=61, lengths="query", sink="finite", padded=False
+    )
+    dense = dense_case(seqlens=[0, 1, 65, 200], h_q=16, s_q=2, page_size=16, padded=False)
+    wild = sparse_case(batch=1, h_q=64, topk=70, num_slots=256, scales="mixed", padded=False)
+    for num_splits in (1, 3):
+        decode(sparse, f"sparse, {num_splits} splits", num_splits)
+        decode(dense, f"dense, {num_splits} splits", num_splits)
+    decode(dataclasses.replace(wild, s_aux=torch.zeros(64)), "scales beyond float16", 1)
+
+    gen = generator(0)
+    kv = strided(torch.randn((100, fp8_mla.QK_DIM), generator=gen).bfloat16())
+    slots = torch.randperm(128, generator=gen)[:100]
+    slots[::9] = -1
+    cache = torch.zeros((8, 16, fp8_mla.TOKEN_BYTES), dtype=torch.uint8)
+    on_gpu_cache = cache.cuda()
+    cute_kernels.mla_fp8_append(kv.cuda(), on_gpu_cache, slots.cuda())
+    cache.view(128, -1)[slots[slots >= 0]] = fp8_mla.pack(kv[slots >= 0])
+    if not torch.equal(on_gpu_cache.cpu(), cache):
+        raise AssertionError("mla_fp8_append: the cache differs from fp8_mla.pack")
+
+    outs, lses = torch.randn((3, 2, 2, 5, 512), generator=gen), torch.randn((3, 2, 2, 5), generator=gen)
+    lses[0, 0] = -torch.inf
+    merged, merged_lse = cute_kernels.merge_states(outs.cuda(), lses.cuda())
+    expected = (torch.softmax(lses.double(), dim=0).unsqueeze(-1) * outs.double()).sum(dim=0)
+    torch.testing.assert_close(merged.cpu().double(), expected, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(merged_lse.cpu(), torch.logsumexp(lses, dim=0))
+    torch.cuda.synchronize()
+    print(WORKER_DONE)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tool", choices=TOOLS, action="append", help="default: all")
+    parser.add_argument("--worker", action="store_true", help="make the calls in this process, without a tool")
+    options = parser.parse_args(arguments)
+    if options.worker:
+        worker()
+        return 0
+    findings = run_tools(options.tool or TOOLS)
+    for finding in findings:
+        print(f"{finding.tool}: {finding.reason if finding.errors is None else f'{finding.errors} errors'}")
+        if finding.errors != 0:
+            print(finding.output)
+    return int(any(finding.errors != 0 for finding in findings))
+
+
+def _last_line(output: str) -> str:
+    lines = [line.strip() for line in output.splitlines() if line.strip()]
+    return lines[-1] if lines else "no output"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,148 @@
+import pytest
+import torch
+
+from cute_kernels.mla.append_op import mla_fp8_append
+from cute_kernels.mla.append_spec import MlaAppendSpec, shipped_specs
+from cute_kernels.testing import sass
+from fp8_mla import pack
+
+PAGES, PAGE_SIZE = 5, 7
+POISON = 0xA5
+
+
+def tokens(n: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(n, 576, generator=torch.Generator().manual_seed(seed)).bfloat16()
+
+
+def poisoned_cache(*shape: int) -> torch.Tensor:
+    return torch.full(shape, POISON, dtype=torch.uint8)
+
+
+def expected_cache(kv: torch.Tensor, slots: list[int]) -> torch.Tensor:
+    """Token by token, on the flat cache."""
+    flat = poisoned_cache(PAGES * PAGE_SIZE, 656)
+    for row, slot in zip(kv, slots, strict=True):
+        if 0 <= slot < PAGES * PAGE_SIZE:
+            flat[slot] = pack(row)
+    return flat.view(PAGES, PAGE_SIZE, 656)
+
+
+LAST = PAGES * PAGE_SIZE - 1
+SLOTS = [
+    [],
+    [0],
+    [LAST],
+    [3, 0, LAST, 7, 6],
+    [-1, 5, -1, -(2**63), 4],
+    [LAST + 1, 2, 2**31, 2**40, 2**63 - 1, 2**32 + 1],
+    [-1, -1, LAST + 1],
+    torch.randperm(PAGES * PAGE_SIZE, generator=torch.Generator().manual_seed(3)).tolist(),
+]
+
+
+@pytest.mark.parametrize("slots", SLOTS, ids=str)
+def test_writes_the_slots_that_exist_and_no_others(slots):
+    kv, cache = tokens(len(slots)), poisoned_cache(PAGES, PAGE_SIZE, 656)
+    assert mla_fp8_append(kv, cache, torch.tensor(slots, dtype=torch.int64)) is None
+    assert torch.equal(cache, expected_cache(kv, slots))
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float8_e4m3fn])
+@pytest.mark.parametrize("heads", [(), (1,)], ids=["3-d", "4-d"])
+def test_cache_shapes_and_dtypes(heads, dtype):
+    slots = [8, -1, 20, 2]
+    kv, cache = tokens(4), poisoned_cache(PAGES, PAGE_SIZE, *heads, 656)
+    mla_fp8_append(kv, cache.view(dtype), torch.tensor(slots))
+    assert torch.equal(cache.view(PAGES, PAGE_SIZE, 656), expected_cache(kv, slots))
+
+
+def test_strided_tensors():
+    slots = [8, -1, 20, 2]
+    wide_kv = torch.full((4, 640), float("nan"), dtype=torch.bfloat16)
+    wide_kv[:, 64:] = tokens(4)
+    two_layers = poisoned_cache(PAGES, 2, PAGE_SIZE, 672)  # pages of two layers in turn, tokens 16 bytes apart
+    mapping = torch.stack([torch.tensor(slots), torch.full((4,), 33)], 1)[:, 0]
+    mla_fp8_append(wide_kv[:, 64:], two_layers[:, 1, :, 16:], mapping)
+    assert torch.equal(two_layers[:, 1, :, 16:], expected_cache(wide_kv[:, 64:], slots))
+    assert (two_layers[:, 0] == POISON).all() and (two_layers[..., :16] == POISON).all()
+
+
+def test_a_cache_without_pages_takes_nothing():
+    mla_fp8_append(tokens(2), poisoned_cache(0, PAGE_SIZE, 656), torch.tensor([0, 1]))
+
+
+def misaligned(t: torch.Tensor) -> torch.Tensor:
+    """The same values, one element off a 16-byte boundary."""
+    flat = torch.empty(t.numel() + 1, dtype=t.dtype)
+    return flat[1:].view(t.shape).copy_(t)
+
+
+KV, CACHE, SLOT = tokens(3), poisoned_cache(PAGES, PAGE_SIZE, 656), torch.tensor([1, 2, 3])
+BAD = {
+    "kv float32": (TypeError, "kv: got dtype torch.float32", KV.float(), CACHE, SLOT),
+    "kv is None": (TypeError, "kv: got NoneType", None, CACHE, SLOT),
+    "kv of 512": (ValueError, r"kv: got shape \(3, 512\)", KV[:, :512], CACHE, SLOT),
+    "kv 3-d": (ValueError, r"kv: got shape \(3, 1, 576\)", KV[:, None], CACHE, SLOT),
+    "kv transposed": (ValueError, "kv: got last stride 3", KV.T.contiguous().T, CACHE, SLOT),
+    "kv misaligned": (ValueError, "kv: .*16-byte", misaligned(KV), CACHE, SLOT),
+    "kv rows misaligned": (ValueError, "kv: .*16-byte", torch.zeros(3, 580).bfloat16()[:, :576], CACHE, SLOT),
+    "cache int8": (TypeError, "kv_cache: got .*int8", KV, CACHE.view(torch.int8), SLOT),
+    "cache of 640": (ValueError, "kv_cache: got .*640", KV, CACHE[..., :640], SLOT),
+    "cache 2-d": (ValueError, "kv_cache: got", KV, CACHE[0], SLOT),
+    "cache with two heads": (ValueError, "kv_cache: got", KV, poisoned_cache(PAGES, PAGE_SIZE, 2, 656), SLOT),
+    "cache rows not contiguous": (ValueError, "kv_cache: got strides", KV, poisoned_cache(5, 656, 7).mT, SLOT),
+    "cache misaligned": (ValueError, "kv_cache: .*16-byte", KV, misaligned(CACHE), SLOT),
+    "cache rows misaligned": (ValueError, "kv_cache: .*16-byte", KV, poisoned_cache(5, 7, 660)[..., :656], SLOT),
+    "cache elsewhere": (ValueError, "kv_cache: got a tensor on meta", KV, CACHE.to("meta"), SLOT),
+    "slots int32": (TypeError, "slot_mapping: got dtype torch.int32", KV, CACHE, SLOT.int()),
+    "slots for other tokens": (ValueError, r"slot_mapping: got shape \(2,\)", KV, CACHE, SLOT[:2]),
+    "slots 2-d": (ValueError, r"slot_mapping: got shape \(3, 1\)", KV, CACHE, SLOT[:, None]),
+    "slots elsewhere": (ValueError, "slot_mapping: got a tensor on meta", KV, CACHE, SLOT.to("meta")),
+    "not a GPU": (ValueError, "kv: got a tensor on meta.*SM90", KV.to("meta"), CACHE.to("meta"), SLOT.to("meta")),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input(case):
+    error, message, kv, cache, slots = BAD[case]
+    with pytest.raises(error, match=message):
+        mla_fp8_append(kv, cache, slots)
+    assert (CACHE == POISON).all()
+
+
+def test_more_slots_than_an_int32_counts():
+    cache = torch.empty(1, dtype=torch.uint8).as_strided((2**16, 2**15, 656), (0, 0, 1))
+    with pytest.raises(ValueError, match="kv_cache: got 2147483648 slots"):
+        mla_fp8_append(KV, cache, SLOT)
+
+
+def test_traces_under_torch_compile():
+    cache, eager = poisoned_cache(PAGES, PAGE_SIZE, 656), poisoned_cache(PAGES, PAGE_SIZE, 656)
+
+    @torch.compile(fullgraph=True, backend="aot_eager")
+    def traced(kv, cache, slots):
+        mla_fp8_append(2 * kv, cache, slots)
+        return cache[0, 1] + 0
+
+    token = traced(KV, cache, SLOT)
+    mla_fp8_append(2 * KV, eager, SLOT)
+    assert torch.equal(cache, eager) and torch.equal(token, eager[0, 1])
+
+
+def test_a_spec_says_what_it_cannot_do():
+    assert all(spec.can_implement() == [] for spec in shipped_specs())
+    assert "tokens_per_warp is 3" in MlaAppendSpec(tokens_per_warp=3).can_implement()[0]
+    assert "warps is 33" in MlaAppendSpec(warps=33).can_implement()[0]
+
+
+def test_a_long_call_keeps_more_bytes_in_flight():
+    short, long = MlaAppendSpec.for_launch(1), MlaAppendSpec.for_launch(65536)
+    assert short.tokens_per_warp < long.tokens_per_warp
+    assert {short, long} == set(shipped_specs())
+
+
+def test_four_tokens_per_warp_compile():
+    spec = MlaAppendSpec(tokens_per_warp=4, warps=8)
+    code = sass.report(spec)
+    assert code.problems(spec.expected) == []
+    assert code.count("LDG.E.128") == 9  # two of each token's latent, one of all rope parts

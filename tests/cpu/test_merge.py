@@ -1,0 +1,231 @@
+import itertools
+import math
+
+import pytest
+import torch
+
+from cute_kernels.merge.op import merge_states
+from cute_kernels.merge.reference import merge_states_reference
+from cute_kernels.merge.spec import ITEMSIZE, MergeSpec, shipped_specs
+from cute_kernels.testing import sass
+
+INF, NAN = math.inf, math.nan
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+def attention(scores: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Softmax over the last dimension of scores (..., keys), times values (..., keys, d); natural lse."""
+    return (torch.softmax(scores, -1).unsqueeze(-2) @ values).squeeze(-2), torch.logsumexp(scores, -1)
+
+
+def states_of(scores: torch.Tensor, values: torch.Tensor, edges: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention over each of the disjoint ranges of keys; NaN and -inf for an empty range."""
+    pairs = []
+    for begin, end in itertools.pairwise(edges):
+        out, lse = attention(scores[..., begin:end], values[..., begin:end, :])
+        if begin == end:
+            out, lse = torch.full_like(out, NAN), torch.full_like(lse, -INF)
+        pairs.append((out, lse))
+    return torch.stack([out for out, _ in pairs]), torch.stack([lse for _, lse in pairs])
+
+
+@pytest.fixture
+def problem() -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    scores = 3 * torch.randn(2, 3, 5, 41, dtype=torch.float64, generator=generator)
+    return scores, torch.randn(2, 3, 5, 41, 16, dtype=torch.float64, generator=generator)
+
+
+@pytest.mark.parametrize("edges", [[0, 41], [0, 20, 41], [0, 1, 1, 7, 7, 7, 41, 41], list(range(42))])
+def test_merging_the_parts_is_attention_over_the_whole(problem, edges):
+    scores, values = problem
+    out, lse = merge_states_reference(*states_of(scores, values, edges))
+    want, want_lse = attention(scores, values)
+    torch.testing.assert_close(out, want, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(lse, want_lse, rtol=1e-12, atol=1e-12)
+
+
+def test_sink_joins_the_denominator_once_and_stays_out_of_the_lse(problem):
+    scores, values = problem
+    sink = torch.tensor([-INF, -2.0, 0.0, 4.0, INF], dtype=torch.float64)
+    out, lse = merge_states_reference(*states_of(scores, values, [0, 10, 10, 41]), sink)
+    # a sink is a key with value 0
+    with_sink = torch.cat([scores, sink.expand(2, 3, 5).unsqueeze(-1)], -1)
+    want, _ = attention(with_sink[..., :4, :], torch.cat([values, torch.zeros(2, 3, 5, 1, 16)], -2)[..., :4, :, :])
+    torch.testing.assert_close(out[..., :4, :], want, rtol=1e-12, atol=1e-12)
+    assert (out[..., 4, :] == 0).all()
+    torch.testing.assert_close(lse, torch.logsumexp(scores, -1), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("sink", [None, -INF, 1.0, INF])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_row_without_keys_is_zero_and_minus_infinity(dtype, sink):
+    outs, lses = torch.full((3, 2, 4, 8), NAN, dtype=dtype), torch.full((3, 2, 4), -INF)
+    s_aux = None if sink is None else torch.full((4,), sink)
+    out, lse = merge_states(outs, lses, s_aux=s_aux)
+    assert (out == 0).all() and out.dtype == dtype
+    assert (lse == -INF).all() and lse.dtype == torch.float32
+
+
+@pytest.mark.parametrize("garbage", [NAN, INF, -INF])
+def test_what_an_empty_state_holds_does_not_leak(garbage):
+    outs, lses = torch.randn(4, 6, 8), torch.randn(4, 6)
+    lses[1, ::2] = -INF
+    lses[3] = -INF
+    clean = merge_states(outs, lses)
+    outs[lses == -INF] = garbage
+    dirty = merge_states(outs, lses)
+    assert torch.equal(clean[0], dirty[0]) and torch.equal(clean[1], dirty[1])
+
+
+def test_far_apart_and_huge_log_sum_exps():
+    lses = torch.tensor([[1e30, -200.0, 5e4], [-1e30, 0.0, 5e4]])
+    outs = torch.stack([torch.full((3, 8), 2.0), torch.full((3, 8), 4.0)])
+    out, lse = merge_states(outs, lses)
+    assert out[:, 0].tolist() == [2.0, 4.0, 3.0]
+    torch.testing.assert_close(lse, torch.tensor([1e30, 0.0, 5e4 + math.log(2)]))
+
+
+@pytest.mark.parametrize("leading", [(), (3,), (2, 3), (2, 1, 3), (2, 3, 1, 5)])
+def test_any_leading_dimensions(leading):
+    outs, lses = torch.randn(3, *leading, 24), torch.randn(3, *leading)
+    out, lse = merge_states(outs, lses)
+    flat, flat_lse = merge_states(outs.reshape(3, -1, 24), lses.reshape(3, -1))
+    assert out.shape == (*leading, 24) and lse.shape == leading
+    assert torch.equal(out.reshape(-1, 24), flat) and torch.equal(lse.reshape(-1), flat_lse)
+
+
+@pytest.mark.parametrize("out_dtype", DTYPES)
+def test_writes_into_given_tensors_and_returns_them(out_dtype):
+    outs, lses = torch.randn(2, 3, 4, 8), torch.randn(2, 3, 4)
+    wide = torch.full((3, 4, 32), NAN, dtype=out_dtype)
+    out, lse = wide[..., 8:16], torch.full((4, 3), NAN).T
+    got, got_lse = merge_states(outs, lses, out=out, lse=lse)
+    assert got is out and got_lse is lse
+    want, want_lse = merge_states_reference(outs, lses)
+    assert torch.equal(out, want.to(out_dtype)) and torch.equal(lse, want_lse.float())
+    assert wide[..., :8].isnan().all() and wide[..., 16:].isnan().all()
+
+
+def test_no_rows():
+    out, lse = merge_states(torch.empty(2, 0, 3, 8), torch.empty(2, 0, 3))
+    assert out.shape == (0, 3, 8) and lse.shape == (0, 3)
+
+
+def misaligned(*shape: int) -> torch.Tensor:
+    return torch.zeros(1 + math.prod(shape))[1:].view(shape)
+
+
+OUTS, LSES = torch.zeros(2, 3, 4, 8), torch.zeros(2, 3, 4)
+BAD = {
+    "outs is a list": (TypeError, "outs: got list", [OUTS.tolist(), LSES], {}),
+    "outs float64": (TypeError, "outs: got dtype torch.float64", [OUTS.double(), LSES], {}),
+    "outs without n": (ValueError, r"outs: got shape \(8,\)", [OUTS[0, 0, 0], LSES[0, 0, 0]], {}),
+    "no states": (ValueError, "outs: .*at least one state", [OUTS[:0], LSES[:0]], {}),
+    "d = 4": (ValueError, "outs: got d = 4", [OUTS[..., :4], LSES], {}),
+    "d = 520": (ValueError, "outs: got d = 520", [torch.zeros(2, 3, 4, 520), LSES], {}),
+    "outs transposed": (ValueError, "outs: got last stride", [torch.zeros(2, 3, 8, 8).mT, torch.zeros(2, 3, 8)], {}),
+    "outs misaligned": (ValueError, "outs: .*16-byte", [misaligned(2, 3, 4, 8), LSES], {}),
+    "rows of outs misaligned": (ValueError, "outs: .*16-byte", [torch.zeros(2, 3, 4, 9)[..., :8], LSES], {}),
+    "lses float64": (TypeError, "lses: got dtype torch.float64", [OUTS, LSES.double()], {}),
+    "lses of another shape": (ValueError, r"lses: got shape \(2, 4, 3\)", [OUTS, LSES.mT], {}),
+    "lses elsewhere": (ValueError, "lses: got a tensor on meta", [OUTS, LSES.to("meta")], {}),
+    "sink of the wrong length": (ValueError, r"s_aux: got shape \(3,\)", [OUTS, LSES], {"s_aux": torch.zeros(3)}),
+    "sink bf16": (TypeError, "s_aux: got dtype", [OUTS, LSES], {"s_aux": torch.zeros(4, dtype=torch.bfloat16)}),
+    "sink without heads": (ValueError, "s_aux: .*heads", [OUTS[:, 0, 0], LSES[:, 0, 0]], {"s_aux": torch.zeros(1)}),
+    "out of another shape": (ValueError, r"out: got shape \(3, 8\)", [OUTS, LSES], {"out": torch.zeros(3, 8)}),
+    "out float64": (TypeError, "out: got dtype", [OUTS, LSES], {"out": torch.zeros(3, 4, 8).double()}),
+    "out misaligned": (ValueError, "out: .*16-byte", [OUTS, LSES], {"out": misaligned(3, 4, 8)}),
+    "out transposed": (ValueError, "out: got last stride", [OUTS, LSES], {"out": torch.zeros(3, 8, 4).mT}),
+    "lse of another shape": (ValueError, r"lse: got shape \(12,\)", [OUTS, LSES], {"lse": torch.zeros(12)}),
+    "lse bf16": (TypeError, "lse: got dtype", [OUTS, LSES], {"lse": torch.zeros(3, 4, dtype=torch.bfloat16)}),
+    "not a GPU": (ValueError, "outs: got a tensor on meta.*SM90", [OUTS.to("meta"), LSES.to("meta")], {}),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input(case):
+    error, message, args, kwargs = BAD[case]
+    with pytest.raises(error, match=message):
+        merge_states(*args, **kwargs)
+
+
+def test_bad_input_leaves_the_outputs_alone():
+    out, lse = torch.full((3, 4, 8), NAN), torch.full((3, 4), NAN)
+    with pytest.raises(ValueError):
+        merge_states(torch.zeros(2, 3, 4, 9)[..., :8], LSES, out=out, lse=lse)
+    assert out.isnan().all() and lse.isnan().all()
+
+
+def test_traces_under_torch_compile():
+    outs, lses, s_aux = torch.randn(3, 2, 4, 8), torch.randn(3, 2, 4), torch.randn(4)
+
+    @torch.compile(fullgraph=True, backend="aot_eager")
+    def traced(outs, lses, s_aux):
+        out, lse = merge_states(outs + 0, lses, s_aux=s_aux)
+        return 2 * out, lse
+
+    out, lse = traced(outs, lses, s_aux)
+    want, want_lse = merge_states(outs, lses, s_aux=s_aux)
+    assert torch.equal(out, 2 * want) and torch.equal(lse, want_lse)
+
+
+LAUNCHES = list(
+    itertools.product((1, 127, 528, 100_000), (1, 2, 4, 5, 8, 9, 64, 129), (8, 24, 64, 72, 128, 504, 512), ITEMSIZE)
+)
+
+
+def test_every_launch_has_a_variant_that_fits_the_machine():
+    for rows, num_states, d, dtype in LAUNCHES:
+        spec = MergeSpec.for_launch(rows=rows, num_states=num_states, d=d, in_dtype=dtype, out_dtype="bfloat16")
+        assert spec.can_implement() == []
+        assert spec.threads == spec.rows_per_cta * spec.groups * spec.lanes <= 1024 and spec.threads % 32 == 0
+        assert spec.lanes * spec.vectors * spec.vector >= d
+        # a chunk is read in whole steps and written by whole rounds of the weight lanes
+        assert spec.chunk % (spec.unroll * spec.groups) == 0 and spec.chunk % spec.weight_lanes == 0
+        # the row's weight lanes are one warp's
+        assert spec.weight_lanes <= 32 and 32 % spec.weight_lanes == 0
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"d": 12}, "d is 12"),
+        ({"d": 520}, "d is 520"),
+        ({"in_dtype": "float64"}, "in_dtype is float64"),
+        ({"out_dtype": "int8"}, "out_dtype is int8"),
+        ({"lanes": 24}, "lanes is 24"),
+        ({"groups": 16}, "groups is 16"),
+        ({"lanes": 8}, "8 lanes leave 16 vectors"),
+    ],
+)
+def test_a_spec_says_what_it_cannot_do(change, reason):
+    facts = dict(d=512, in_dtype="float32", out_dtype="bfloat16", has_sink=False, has_lse=True, lanes=128)
+    assert MergeSpec(**facts).can_implement() == []
+    assert reason in MergeSpec(**facts | change).can_implement()[0]
+
+
+def test_eight_loads_are_in_flight():
+    """Eight loads hold 32 registers at once. ptxas would rather use 40 registers in all, and wait for every third load."""
+    spec = MergeSpec.for_launch(rows=128, num_states=64, d=512, in_dtype="float32", out_dtype="bfloat16")
+    (kernel,) = sass.report(spec).kernels
+    assert kernel.count("LDG.E.128") == 8
+    assert kernel.registers >= 64
+
+
+@pytest.mark.parametrize(
+    "facts",
+    [
+        dict(d=512, in_dtype="float32", out_dtype="float16", has_sink=True, has_lse=False, lanes=128, groups=8),
+        dict(d=8, in_dtype="bfloat16", out_dtype="float32", has_sink=False, has_lse=True, lanes=1, groups=8),
+        dict(d=504, in_dtype="float16", out_dtype="bfloat16", has_sink=True, has_lse=True, lanes=16, use_pdl=True),
+    ],
+    ids=["eight groups of a row's threads", "eight groups of one lane", "four vectors, the last one uneven"],
+)
+def test_unusual_variants_compile(facts):
+    spec = MergeSpec(**facts)
+    assert sass.report(spec).problems(spec.expected) == []
+
+
+def test_shipped_specs_are_distinct():
+    assert len(set(shipped_specs())) == len(shipped_specs())

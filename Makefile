@@ -36,7 +36,10 @@ clean:
 	rm -rf .venv build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find cute_kernels fp8_mla scripts tests -name __pycache__ -prune -exec rm -rf {} +
 
-ifneq ($(VENV),)
+ifeq ($(VENV),)
+# The project itself is not installed then.
+export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
+else
 $(READY): pyproject.toml scripts/bootstrap.sh
 	bash scripts/bootstrap.sh $(VENV) $(PYTHON)
 	@touch $@

@@ -1,12 +1,13 @@
 """The benchmarks of FP8 MLA decoding, of its append and of the merge; run by `gpu_check.py`.
 
-Every case is checked against the oracle on a few batch rows before it is timed, over input sets that together outgrow the
-L2 cache. Where FlashMLA can be imported it runs on the same tensors in the same process.
+Every case is checked against the oracle on a few batch rows before it is timed, over input sets that together outgrow
+the L2 cache. Where FlashMLA can be imported it runs on the same tensors in the same process.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib
 import types
 from collections.abc import Callable, Mapping
@@ -169,7 +170,7 @@ def decode_inputs(bench: DecodeBench, cache: torch.Tensor) -> list[DecodeCase]:
 
 
 def run_decode(
-    bench: DecodeBench, caches: Caches, ceilings: Mapping[str, float], peer: types.ModuleType | str
+    bench: DecodeBench, caches: Caches, peer: types.ModuleType | str, ceilings: Mapping[str, float]
 ) -> dict[str, Any]:
     """Check, time and record one decode case."""
     inputs = decode_inputs(bench, caches.fp8)
@@ -188,8 +189,8 @@ def run_decode(
 
     def call(case: DecodeCase, buffers: tuple[PoisonedOutput, PoisonedOutput]) -> Callable[[], Any]:
         options = case.options()
-        results = {"out": buffers[0].tensor, "lse": buffers[1].tensor}
-        return lambda: cute_kernels.mla_fp8_decode(case.q, case.kv_cache, **options, **results)
+        options |= {"out": buffers[0].tensor, "lse": buffers[1].tensor}
+        return functools.partial(cute_kernels.mla_fp8_decode, case.q, case.kv_cache, **options)
 
     def measure() -> dict[str, Any]:
         calls = [call(case, buffers) for case, buffers in zip(inputs, outputs, strict=True)]
@@ -227,7 +228,7 @@ def run_append(ceilings: Mapping[str, float]) -> dict[str, Any]:
     check = Comparison("mla_fp8_append", problems, rel_err=wrong, rel_err_baseline=0.0, worst=0.0, lse_err=0.0)
 
     def measure() -> dict[str, Any]:
-        calls = [lambda one=one: cute_kernels.mla_fp8_append(*one) for one in sets]
+        calls = [functools.partial(cute_kernels.mla_fp8_append, *one) for one in sets]
         timing = time_graph(calls)
         gb_per_s = bytes_moved / timing.us / 1e3
         speeds = {"GBps": round(gb_per_s, 1), "copy_fraction": round(gb_per_s / ceilings["copy_GBps"], 3)}
@@ -260,7 +261,7 @@ def run_merge(ceilings: Mapping[str, float]) -> dict[str, Any]:
     )
 
     def measure() -> dict[str, Any]:
-        calls = [lambda one=one: cute_kernels.merge_states(one[0], one[1], out=one[2]) for one in sets]
+        calls = [functools.partial(cute_kernels.merge_states, outs, lses, out=out) for outs, lses, out in sets]
         timing = time_graph(calls)
         gb_per_s = bytes_moved / timing.us / 1e3
         speeds = {"GBps": round(gb_per_s, 1), "read_fraction": round(gb_per_s / ceilings["read_GBps"], 3)}
@@ -298,13 +299,13 @@ def _run_peer(
     try:
         calls, note = _peer_calls(bench, inputs, caches, peer)
         out = calls[0]()[0][:, :, : bench.h_q]
-        error = relative_error(out[rows], expected)
-        if not error < PEER_LIMIT:
-            return {name: {"failed": f"relative error {error:.3g}"}}
+        rel_err = relative_error(out[rows], expected)
+        if not rel_err < PEER_LIMIT:
+            return {name: {"failed": f"relative error {rel_err:.3g}"}}
         peer_us = time_graph(calls, clock=False).us
     except Exception as error:  # whatever a peer does not support must not stop the run; the reason is recorded
         return {name: {"failed": f"{type(error).__name__}: {error}".splitlines()[0][:200]}}
-    entry = {"us": round(peer_us, 3), "ratio": round(peer_us / us, 3), "rel_err": float(f"{error:.3g}")}
+    entry = {"us": round(peer_us, 3), "ratio": round(peer_us / us, 3), "rel_err": float(f"{rel_err:.3g}")}
     return {name: {**entry, "note": note} if note else entry}
 
 
@@ -315,7 +316,7 @@ def _peer_calls(
     sparse = bench.mode == "sparse"
     heads = next(heads for heads in PEER_SPARSE_HEADS if heads >= bench.h_q) if sparse else bench.h_q
     note = "" if heads == bench.h_q else f"q padded to {heads} heads"
-    calls = []
+    calls: list[Callable[[], Any]] = []
     for case in inputs:
         q = torch.nn.functional.pad(case.q, (0, 0, 0, heads - bench.h_q))
         meta, _ = peer.get_mla_metadata()
@@ -333,5 +334,5 @@ def _peer_calls(
             "is_fp8_kvcache": sparse,
             "indices": case.indices,
         }
-        calls.append(lambda fixed=fixed: peer.flash_mla_with_kvcache(**fixed))
+        calls.append(functools.partial(peer.flash_mla_with_kvcache, **fixed))
     return calls, note

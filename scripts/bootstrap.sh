@@ -25,6 +25,10 @@ except ImportError:
 version = tuple(int(part) for part in torch.__version__.split(".")[:2])
 sys.exit(not (torch.cuda.is_available() and (2, 11) <= version < (2, 14)))
 '
+if [ -e "$venv" ] && [ ! -e "$venv/pyvenv.cfg" ]; then
+  echo "$venv is there and is no virtual environment; name another folder." >&2
+  exit 1
+fi
 rm -rf "$venv"
 if "$python" -c "$has_cuda_torch"; then
   echo "Setting up $venv around the torch of $python, which reaches a GPU."
@@ -32,6 +36,6 @@ if "$python" -c "$has_cuda_torch"; then
 else
   echo "Setting up $venv with $torch_pin. The first time takes a few minutes."
   "$python" -m venv "$venv"
-  "$venv/bin/python" -m pip install --quiet "$torch_pin"
+  "$venv/bin/python" -m pip install --quiet --disable-pip-version-check "$torch_pin"
 fi
-"$venv/bin/python" -m pip install --quiet --editable ".[dev,demo,bench]"
+"$venv/bin/python" -m pip install --quiet --disable-pip-version-check --editable ".[dev,demo,bench]"

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 from transformers import DeepseekV32Config
 from transformers.models.deepseek_v32.modeling_deepseek_v32 import (
     DeepseekV32Attention,
@@ -27,11 +28,14 @@ from transformers.models.deepseek_v32.modeling_deepseek_v32 import (
     apply_rotary_pos_emb_interleave,
 )
 
-import fp8_mla
-from cute_kernels import mla_fp8_append, mla_fp8_decode
-from cute_kernels.runtime.arch import is_sm90
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))  # runs from a checkout, installed or not
 
-DEFAULT_PROMPT = Path(__file__).resolve().parent.parent / "LICENSE"
+import fp8_mla  # noqa: E402
+from cute_kernels import mla_fp8_append, mla_fp8_decode  # noqa: E402
+from cute_kernels.runtime.arch import is_sm90  # noqa: E402
+
+DEFAULT_PROMPT = ROOT / "LICENSE"
 MODEL_HEADS, MODEL_TOPK = 128, 2048
 BF16_BYTES = 2 * fp8_mla.QK_DIM
 # The context extension of the released model. It changes the frequencies and, through mscale, the softmax scale.
@@ -64,13 +68,8 @@ class Size:
     page_size: int = 64
 
 
-SIZES = {
-    "full": Size(heads=MODEL_HEADS, index_topk=MODEL_TOPK, prompt_tokens=4096, sequences=8),
-    "cpu": Size(heads=16, index_topk=512, prompt_tokens=1536, sequences=2),
-    "small": Size(
-        heads=4, index_topk=64, prompt_tokens=200, sequences=2, hidden=256, q_rank=96, index_heads=4, page_size=16
-    ),
-}
+FULL = Size(heads=MODEL_HEADS, index_topk=MODEL_TOPK, prompt_tokens=4096, sequences=8)
+CPU = Size(heads=16, index_topk=512, prompt_tokens=1536, sequences=2)
 
 
 class Trace(NamedTuple):
@@ -256,11 +255,13 @@ class PagedCache:
             mla_fp8_append(new, cache.pages, own[len(prompt) :])
         return cache
 
-    def slots_of(self, picked: torch.Tensor) -> torch.Tensor:
-        """Slots (batch, n, topk) int32 of the positions that an indexer picked for the last n tokens.
+    def slots_of(self, picked_by_row: list[torch.Tensor]) -> torch.Tensor:
+        """Slots (batch, n, topk) int32 of the positions (n, topk) that the indexer picked for each row's last n tokens.
 
-        An indexer that has fewer tokens to choose from than it must pick also names ones that lie ahead: -1.
+        Where it has fewer tokens to choose from than it must pick, it also names ones that lie ahead: those become -1.
         """
+        # Transposed, because padding goes to the first dimension.
+        picked = pad_sequence([row.T for row in picked_by_row], True, fp8_mla.INVALID_SLOT).mT
         newest = (
             self.seqlens.view(-1, 1, 1) - picked.shape[1] + torch.arange(picked.shape[1], device=picked.device)[:, None]
         )
@@ -323,10 +324,11 @@ def measure(layer: Layer, traces: list[Trace], cache: PagedCache, *, sparse: boo
     want = torch.cat([trace.out for trace in traces])
     query = torch.stack([trace.query for trace in traces])
     query_bf16 = query.bfloat16()
+    out = query_bf16.new_empty(*query.shape[:-1], fp8_mla.V_DIM)
     latents = [trace.latents for trace in traces]
     latents_bf16 = [trace.latents.bfloat16() for trace in traces]
     picked = [trace.picked if sparse else None for trace in traces]
-    indices = cache.slots_of(torch.stack([trace.picked for trace in traces])) if sparse else None
+    indices = cache.slots_of([trace.picked for trace in traces]) if sparse else None
     block_table, seqlens = (None, None) if sparse else (cache.block_table, cache.seqlens)
 
     def plain(query: torch.Tensor, latents: list[torch.Tensor]) -> torch.Tensor:
@@ -344,14 +346,16 @@ def measure(layer: Layer, traces: list[Trace], cache: PagedCache, *, sparse: boo
         )[0]
 
     def decode() -> torch.Tensor:
-        return mla_fp8_decode(
+        mla_fp8_decode(
             query_bf16,
             cache.pages,
             indices=indices,
             block_table=block_table,
             cache_seqlens=seqlens,
             softmax_scale=scale,
+            out=out,
         )
+        return out
 
     ways = [lambda: plain(query, latents), lambda: plain(query_bf16, latents_bf16), reference, decode]
     errors = [relative_error(layer.project(way().flatten(0, 1)), want) for way in ways]
@@ -377,20 +381,20 @@ def run(size: Size, text: bytes, device: torch.device) -> Report:
     return Report(exact, bf16, reference, decode, tokens=int(cache.seqlens.sum()))
 
 
-def choose_size() -> tuple[str, torch.device, str]:
+def choose_size() -> tuple[Size, torch.device, str]:
     """The size to run, where, and why, in words."""
-    if not torch.cuda.is_available():
-        return (
-            "cpu",
-            torch.device("cpu"),
-            "torch finds no CUDA GPU, so mla_fp8_decode runs its torch reference on the CPU",
-        )
-    device = torch.device("cuda", torch.cuda.current_device())
-    major, minor = torch.cuda.get_device_capability(device)
-    found = f"{torch.cuda.get_device_name(device)} (SM{major}{minor})"
-    if is_sm90(device):
-        return "full", device, f"{found}: mla_fp8_decode runs the kernel"
-    return "cpu", torch.device("cpu"), f"{found} is not SM90, so mla_fp8_decode runs its torch reference on the CPU"
+    found = "torch finds no CUDA GPU"
+    if torch.cuda.is_available():
+        device = torch.device("cuda", torch.cuda.current_device())
+        found = torch.cuda.get_device_name(device)
+        if is_sm90(device):
+            return FULL, device, f"{found}, so mla_fp8_decode runs the SM90 kernel at full size"
+        found += " is no SM90 GPU"
+    return (
+        CPU,
+        torch.device("cpu"),
+        f"{found}, so mla_fp8_decode runs its torch reference on the CPU, at a smaller size",
+    )
 
 
 def show(report: Report) -> None:
@@ -430,29 +434,31 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Decode the next tokens of a DeepSeek-V3.2 attention layer.")
     parser.add_argument("--prompt", type=Path, default=DEFAULT_PROMPT, help="a text file (default: the licence)")
     prompt = parser.parse_args(arguments).prompt
-    name, device, why = choose_size()
-    size = SIZES[name]
+    text = prompt.read_bytes()
+    if not text:
+        parser.error(f"--prompt: {prompt} is empty")
+    size, device, why = choose_size()
 
     print(f"Device: {why}.")
     print(
-        f"Layer:  DeepSeek-V3.2 attention with random weights, {size.heads} heads (the model has {MODEL_HEADS}); "
-        f"its indexer picks {size.index_topk} tokens (the model's {MODEL_TOPK})."
+        f"Layer:  DeepSeek-V3.2 attention with random weights, {size.heads} heads (the model has {MODEL_HEADS});"
+        f"\n        its indexer picks {size.index_topk} tokens (the model's: {MODEL_TOPK})."
     )
     print(
-        f"Prompt: {size.sequences} sequences of about {size.prompt_tokens} bytes of {prompt.name}; "
-        f"the {size.next_tokens} tokens after each are decoded.\n"
+        f"Prompt: {size.sequences} sequences of about {size.prompt_tokens} bytes of {prompt.name};"
+        f"\n        the {size.next_tokens} tokens after each are decoded.\n"
     )
-    report = run(size, prompt.read_bytes(), device)
+    report = run(size, text, device)
     show(report)
     saved = 1 - fp8_mla.TOKEN_BYTES / BF16_BYTES
     print(
         f"Cache:  {report.tokens} tokens in {report.tokens * fp8_mla.TOKEN_BYTES / 1e6:.2f} MB instead of "
         f"{report.tokens * BF16_BYTES / 1e6:.2f} MB in bfloat16: {saved:.0%} saved."
     )
-    print(
-        "The first row shows that the absorbed weights are the layer's. An FP8 value has 3 mantissa bits (2.6% rms), "
-        "which is what the last two rows show."
-    )
+    print("Error:  the first row shows that the absorbed weights are the layer's; the last two have what FP8 costs:")
+    print("        3 mantissa bits round a value by 2.6% rms, and random weights average nothing out.")
+    if device.type == "cpu":
+        print("Time:   of plain torch on this CPU; it says nothing about the kernel.")
     failures = report.failures()
     for failure in failures:
         print(f"WRONG:  {failure}.")

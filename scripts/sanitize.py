@@ -19,17 +19,18 @@ import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Any
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # runs from a checkout, installed or not
 
 TOOLS = ("memcheck", "racecheck", "synccheck")
-TOOL_OPTIONS = {"memcheck": ["--leak-check", "no"], "racecheck": ["--racecheck-report", "all"], "synccheck": []}
 FINDINGS_EXIT = 99
 WORKER_DONE = "sanitize worker: done"
 TIMEOUT_S = 240
 PLACES_TO_LOOK = ("/usr/local/cuda/bin", "/opt/cuda/bin")
-# racecheck ends with "RACECHECK SUMMARY: 2 hazards displayed (1 error, 1 warning)", the others with "ERROR SUMMARY: 3 errors"
+# racecheck ends with "RACECHECK SUMMARY: 2 hazards displayed (1 error, 1 warning)", the others with "ERROR SUMMARY: 3
+# errors"
 SUMMARY = re.compile(r"(?:ERROR SUMMARY: (\d+) errors?)|(?:RACECHECK SUMMARY: (\d+) hazards?)")
 
 
@@ -62,32 +63,44 @@ def parse(tool: str, output: str, status: int) -> Finding:
     return Finding(tool, 0, output=output)
 
 
+def run_worker(under: Sequence[str]) -> subprocess.CompletedProcess[str]:
+    """Run the worker behind the words of `under`; its two output streams come back as one."""
+    return subprocess.run(
+        [*under, sys.executable, str(pathlib.Path(__file__).resolve()), "--worker"],
+        # Without torch's caching allocator every tensor is an allocation of its own: reads past its end are seen.
+        env={**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"},
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=TIMEOUT_S,
+    )
+
+
 def run_tool(tool: str) -> Finding:
     """Run the worker under one tool."""
     sanitizer = find_sanitizer()
     if sanitizer is None:
         return Finding(tool, None, "compute-sanitizer is not installed")
-    worker = [sys.executable, str(pathlib.Path(__file__).resolve()), "--worker"]
-    command = [sanitizer, "--tool", tool, *TOOL_OPTIONS[tool], "--error-exitcode", str(FINDINGS_EXIT), *worker]
-    # Without torch's caching allocator every tensor is an allocation of its own: reads past its end are seen.
-    environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     try:
-        done = subprocess.run(
-            command,
-            env=environment,
-            cwd=ROOT,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=TIMEOUT_S,
-        )
+        done = run_worker([sanitizer, "--tool", tool, "--error-exitcode", str(FINDINGS_EXIT)])
     except subprocess.TimeoutExpired:
         return Finding(tool, None, f"not done after {TIMEOUT_S} s")
     return parse(tool, done.stdout, done.returncode)
 
 
 def run_tools(tools: Sequence[str] = TOOLS) -> list[Finding]:
-    """Run the worker under several tools side by side; most of each run is start-up on the host."""
+    """Run the worker by itself, which also compiles what is not on disk; if it comes to its end, then under the tools.
+
+    They run side by side: most of each run is start-up on the host.
+    """
+    try:
+        alone = run_worker([])
+    except subprocess.TimeoutExpired:
+        return [Finding(tool, None, f"the worker alone was not done after {TIMEOUT_S} s") for tool in tools]
+    if WORKER_DONE not in alone.stdout:
+        reason = f"the worker fails by itself: {_last_line(alone.stdout)}"
+        return [Finding(tool, None, reason, alone.stdout) for tool in tools]
     with ThreadPoolExecutor(len(tools)) as pool:
         return list(pool.map(run_tool, tools))
 
@@ -107,7 +120,7 @@ def worker() -> None:
     from cute_kernels.testing.inputs import DecodeCase, dense_case, generator, sparse_case, strided
 
     def decode(case: DecodeCase, name: str, num_splits: int) -> None:
-        on_gpu = {
+        on_gpu: dict[str, Any] = {
             field: value.cuda() if isinstance(value, torch.Tensor) else value
             for field, value in case.arguments().items()
         }

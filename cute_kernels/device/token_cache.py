@@ -39,23 +39,25 @@ def row_pointer(mKV: cute.Tensor, mZero: cute.Tensor, valid, page: Int32, offset
 @cute.jit
 def gather(row: cute.Pointer, segment: Int32, raw: cute.Tensor):
     """This lane's six 16-byte pieces of a row, into raw (16, PIECES)."""
-    load = cute.make_copy_atom(CopyG2ROp(), Uint8, num_bits_per_copy=128)
-    for j in cutlass.range_constexpr(4):
-        cute.copy(load, _bytes16(row, segment + 128 * j), raw[None, j])
-    cute.copy(load, _bytes16(row, segment + ROPE_OFFSET), raw[None, 4])
-    cute.copy(load, _bytes16(row, SCALE_OFFSET), raw[None, 5])
+    for j in cutlass.range_constexpr(PIECES):
+        _load_piece(row, segment, raw, j)
 
 
 @cute.jit
-def dequantize(operand: cutlass.Constexpr, raw: cute.Tensor, even: cute.Tensor, odd: cute.Tensor, rope: cute.Tensor):
-    """fp8 x scale in float32, rounded once to `operand`, into the even and odd chunks (8, 4) and the rope chunk (8)."""
+def dequantize_and_gather(
+    operand: cutlass.Constexpr,
+    raw: cute.Tensor,
+    even: cute.Tensor,
+    odd: cute.Tensor,
+    rope: cute.Tensor,
+    row: cute.Pointer,
+    segment: Int32,
+):
+    """Stores the row in `raw`, dequantized, and starts the loads of another `row` into the registers that come free.
+
+    fp8 x scale in float32, rounded once to `operand`, goes into the even and odd chunks (8, 4) and the rope chunk (8).
+    """
     scale = cute.recast_tensor(raw[None, 5], Float32)
-    for j in cutlass.range_constexpr(4):
-        values = cute.recast_tensor(raw[None, j], Float8E4M3FN).load().to(Float32) * scale[j]
-        out = cute.make_rmem_tensor((8, 2), operand)
-        out.store(values.to(operand).reshape((8, 2)))
-        cute.autovec_copy(out[None, 0], even[None, j])
-        cute.autovec_copy(out[None, 1], odd[None, j])
     rope_bf16 = cute.recast_tensor(raw[None, 4], BFloat16)
     if const_expr(operand is BFloat16):
         cute.autovec_copy(rope_bf16, rope)
@@ -63,6 +65,27 @@ def dequantize(operand: cutlass.Constexpr, raw: cute.Tensor, even: cute.Tensor, 
         out = cute.make_rmem_tensor((8,), operand)
         out.store(rope_bf16.load().to(Float32).to(operand))
         cute.autovec_copy(out, rope)
+    _load_piece(row, segment, raw, 4)
+    for j in cutlass.range_constexpr(4):
+        values = cute.recast_tensor(raw[None, j], Float8E4M3FN).load().to(Float32) * scale[j]
+        out = cute.make_rmem_tensor((8, 2), operand)
+        out.store(values.to(operand).reshape((8, 2)))
+        cute.autovec_copy(out[None, 0], even[None, j])
+        cute.autovec_copy(out[None, 1], odd[None, j])
+        _load_piece(row, segment, raw, j)
+    _load_piece(row, segment, raw, 5)
+
+
+@cute.jit
+def _load_piece(row: cute.Pointer, segment: Int32, raw: cute.Tensor, piece: cutlass.Constexpr):
+    """Piece 0 to 3: fp8 of that quantization tile; 4: rope; 5: the scales."""
+    load = cute.make_copy_atom(CopyG2ROp(), Uint8, num_bits_per_copy=128)
+    if const_expr(piece < 4):
+        cute.copy(load, _bytes16(row, segment + 128 * piece), raw[None, piece])
+    elif const_expr(piece == 4):
+        cute.copy(load, _bytes16(row, segment + ROPE_OFFSET), raw[None, piece])
+    else:
+        cute.copy(load, _bytes16(row, SCALE_OFFSET), raw[None, piece])
 
 
 @cute.jit
@@ -96,4 +119,3 @@ def normalized_exponents(largest: Float32):
 @cute.jit
 def _bytes16(pointer: cute.Pointer, offset) -> cute.Tensor:
     return cute.make_tensor(pointer + cute.assume(offset, divby=16), cute.make_layout(16))
-

@@ -6,7 +6,14 @@ from cutlass.cute.nvgpu import warpgroup
 
 
 @cute.jit
-def issue(tiled_mma: cute.TiledMma, acc: cute.Tensor, tA: cute.Tensor, tB: cute.Tensor, accumulate, first_k: cutlass.Constexpr = 0):
+def issue(
+    tiled_mma: cute.TiledMma,
+    acc: cute.Tensor,
+    tA: cute.Tensor,
+    tB: cute.Tensor,
+    accumulate,
+    first_k: cutlass.Constexpr = 0,
+):
     """Issues acc (+)= A B^T over every k block of tB (MMA, N, K) and those of tA (MMA, M, K) from `first_k` on.
 
     Asynchronous: the caller fences before, commits and waits after.

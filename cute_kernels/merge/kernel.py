@@ -19,16 +19,16 @@ DTYPES = {"float32": Float32, "bfloat16": BFloat16, "float16": Float16}
 class MergeKernel:
     """outs (n, b, s, h, d), lses (n, b, s, h) -> out (b, s, h, d), lse (b, s, h), in one launch.
 
-    A CTA merges `rows_per_cta` rows. A row has `groups` x `lanes` neighbouring threads: lane c holds the 16-byte vectors
-    c, c + lanes, ... of the row, group g adds up the states g, g + groups, ... Two steps, for chunks of states:
+    A CTA merges `rows_per_cta` rows. A row has `groups` x `lanes` neighbouring threads: lane c holds the 16-byte
+    vectors c, c + lanes, ... of the row, group g adds up the states g, g + groups, ... Two steps, for chunks of states:
 
     1. The first `weight_lanes` threads of a row turn its log-sum-exps into weights in shared memory, sink and
        normalization included: an empty state gets 0.
     2. All threads add weight x state in float32, `unroll` states at a time: 8 loads of 16 bytes are in flight in each
        thread. A load whose weight is 0 is not issued, so that nothing of an empty state is read.
 
-    At the end the groups' sums meet in shared memory and are added in the order of the groups. The order of all additions
-    is fixed by the specification: the same bits every time.
+    At the end the groups' sums meet in shared memory and are added in the order of the groups. The order of all
+    additions is fixed by the specification: the same bits every time.
 
     | shared memory | bytes                                                   | 64 states of 512 float32 |
     |---------------|---------------------------------------------------------|--------------------------|
@@ -95,9 +95,9 @@ class MergeKernel:
         self,
         mOuts: cute.Tensor,
         mLses: cute.Tensor,
-        mSink: cute.Tensor | None,
+        mSink,  # None without a sink
         mOut: cute.Tensor,
-        mLse: cute.Tensor | None,
+        mLse,  # None where it is not wanted
         rows: Int32,
         divisors: tuple,
     ) -> None:
@@ -184,7 +184,7 @@ class MergeKernel:
 
     @cute.jit
     def _softmax_statistics(self, lse_row: Int64, lse_stride: Int64, num_states: Int32, weight_lane: Int32):
-        """(maximum, or 0 where there is no state; sum of exp(lse - maximum)) of a row, in each of its weight threads."""
+        """(maximum, or 0 without a state; sum of exp(lse - maximum)) of a row, in each of its weight threads."""
         spec = self.spec
         peak, total = -Float32.inf, Float32(0.0)
         for first in cutlass.range(0, num_states, spec.chunk, unroll=1):
@@ -217,7 +217,7 @@ class MergeKernel:
     def _accumulate(
         self, acc: cute.Tensor, weights: cute.Tensor, state: Int32, address: Int64, stride: Int64, lane: Int32
     ):
-        """acc += weight x values for the states `state`, `state` + groups, ...; `address` is this lane's in the first."""
+        """Adds weight x values of the states `state`, `state` + groups, ...; `address` is this lane's in the first."""
         spec = self.spec
         raw = cute.make_rmem_tensor((4, spec.vectors, spec.unroll), Int32)
         weight = cute.make_rmem_tensor((spec.unroll,), Float32)
@@ -250,7 +250,7 @@ class MergeKernel:
                 cute.autovec_copy(rounded[None, v], cute.make_tensor(pointer, cute.make_layout(spec.vector)))
 
     def _in_row(self, lane: Int32, v: int):
-        """Whether this lane's v-th vector is in the row: known at compile time unless it is the row's last, uneven one."""
+        """Whether this lane's v-th vector is in the row: a Python bool, except for the last vector of an uneven row."""
         spec = self.spec
         count = spec.d // spec.vector
         if (v + 1) * spec.lanes <= count:
@@ -274,7 +274,7 @@ class MergeKernel:
         def strides(count: int, divisibility: int = 1) -> tuple:
             return tuple(cute.sym_int64(divisibility=divisibility) for _ in range(count))
 
-        def values(dtype: type, shape: tuple):
+        def values(dtype, shape: tuple):
             leading = strides(len(shape), VECTOR_BYTES * 8 // dtype.width)
             return make_fake_tensor(dtype, (*shape, spec.d), (*leading, 1), assumed_align=16)
 
@@ -303,8 +303,8 @@ def _row_address(mX: cute.Tensor, *coordinates) -> Int64:
 def _load16_or_zero(address: Int64, wanted) -> tuple:
     """Four words from global memory, or zeros without reading.
 
-    Inline PTX because a condition around a load becomes a branch, and a branch between two loads keeps them from being in
-    flight together. Results are written last: an output may share its register with an input.
+    Inline PTX because a condition around a load becomes a branch, and a branch between two loads keeps them from being
+    in flight together. Results are written last: an output may share its register with an input.
     """
     return cute.arch.inline_ptx(
         "{ .reg .pred p; .reg .b32 x, y, z, w;"

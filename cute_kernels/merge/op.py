@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from cute_kernels.merge.reference import merge_states_reference
@@ -24,13 +26,13 @@ def merge_states(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Combine the (out, lse) pairs of `n` disjoint sets of keys into those of their union.
 
-    A pair is what attention over one set gives: its output, and the natural logarithm of its softmax denominator. Splits
-    of one long sequence, levels of a shared prefix (a cascade) and the ranks of context parallelism are such sets. The sums
-    are float32, and their order does not depend on the data: the same call gives the same bits.
+    A pair is what attention over one set gives: its output, and the natural logarithm of its softmax denominator.
+    Splits of one long sequence, levels of a shared prefix (a cascade) and the ranks of context parallelism are such
+    sets. The sums are float32, and their order does not depend on the data: the same call gives the same bits.
 
     Args:
-        outs: (n, ..., d) float32, bfloat16 or float16, n >= 1, d a multiple of 8 up to 512; often (n, batch, s_q, heads, d).
-            Rows are contiguous and start at multiples of 16 bytes.
+        outs: (n, ..., d) float32, bfloat16 or float16, n >= 1, d a multiple of 8 up to 512; often
+            (n, batch, s_q, heads, d). Rows are contiguous and start at multiples of 16 bytes.
         lses: (n, ...) float32. -inf marks a state without keys: its output is not read and may hold anything.
         s_aux: (heads,) float32, where heads is the last of the dimensions "...": sink logits that join the denominator,
             once. The states must not contain them already. -inf is no sink, +inf makes the output 0.
@@ -63,7 +65,9 @@ def _check_shapes(outs: torch.Tensor, lses: torch.Tensor, s_aux: torch.Tensor | 
     shape = tuple(outs.shape)
     require(len(shape) >= 2, "outs", f"shape {shape}", "(n, ..., d)")
     require(shape[0] >= 1, "outs", f"shape {shape}", "at least one state")
-    require(shape[-1] % 8 == 0 and 8 <= shape[-1] <= MAX_D, "outs", f"d = {shape[-1]}", f"a multiple of 8 up to {MAX_D}")
+    require(
+        shape[-1] % 8 == 0 and 8 <= shape[-1] <= MAX_D, "outs", f"d = {shape[-1]}", f"a multiple of 8 up to {MAX_D}"
+    )
     check_tensor("lses", lses, dtype=torch.float32, shape=shape[:-1], device=outs.device)
     if s_aux is not None:
         require(len(shape) >= 3, "s_aux", f"outs of shape {shape}", "outs (n, ..., heads, d)")
@@ -109,12 +113,8 @@ def _run(
 
 def _three_dimensions(leading: tuple[int, ...]) -> tuple[int, int, int]:
     """The same rows in the same order as (batch, s, heads), the last one kept apart for `s_aux`."""
-    *rest, heads = (1, 1, *leading)
-    *outer, s = rest
-    batch = 1
-    for size in outer:
-        batch *= size
-    return batch, s, heads
+    padded = (1, 1, 1, *leading)
+    return math.prod(padded[:-2]), padded[-2], padded[-1]
 
 
 def _view(name: str, t: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:

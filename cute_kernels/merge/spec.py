@@ -60,8 +60,8 @@ class MergeSpec:
         """The variant for `rows` rows of `num_states` states each.
 
         Few rows: one vector per thread, and from 9 states on four groups of threads, so that 32 states of a row are in
-        flight and 64 take two round trips to memory. Many rows fill the SMs by themselves; where their states are few as
-        well, a row is less work than the wait for its log-sum-exps, so it takes one warp and an SM holds more rows.
+        flight and 64 take two round trips to memory. Many rows fill the SMs by themselves; where their states are few
+        as well, a row is less work than the wait for its log-sum-exps, so it takes one warp and an SM holds more rows.
         """
         vectors = d * ITEMSIZE[in_dtype] // VECTOR_BYTES
         few_states = num_states <= LOADS_IN_FLIGHT // 2
@@ -122,12 +122,13 @@ class MergeSpec:
     @property
     def expected(self) -> dict[str, Any]:
         """What the compiled kernel is held to."""
+        sums = self.vector * self.vectors
         dependent = ("ACQBULK",) if self.use_pdl else ()
-        return {"registers": 96, "instructions": ("LDG.E.128", "MUFU.EX2", *dependent)}
+        return {"registers": 4 * LOADS_IN_FLIGHT + sums + 56, "instructions": ("LDG.E.128", "MUFU.EX2", *dependent)}
 
 
 def shipped_specs() -> list[MergeSpec]:
-    """The specifications of the package's own split decoding, and a cross-section of what `merge_states` may ask for."""
+    """What the package's own split decoding launches, and a cross-section of what `merge_states` may ask for."""
     splits = [
         MergeSpec.for_launch(
             rows=128, num_states=n, d=512, in_dtype="float32", out_dtype="bfloat16", has_sink=True, use_pdl=pdl

@@ -22,10 +22,11 @@ def mla_fp8_append(kv: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch
     Args:
         kv: (tokens, 576) bfloat16: 512 latent elements, then 64 with rotary encoding. Rows are contiguous and start at
             multiples of 16 bytes; their distance is free.
-        kv_cache: (num_pages, page_size, 656) or (num_pages, page_size, 1, 656) uint8 or float8_e4m3fn, any page size. The
-            656 bytes of a slot are contiguous and start at a multiple of 16; the distances of slots and pages are free.
-        slot_mapping: (tokens,) int64, ``page * page_size + offset``. A token whose slot is negative or beyond the cache is
-            skipped. Slots must differ: where two tokens name the same one, its bytes may be a mixture of both.
+        kv_cache: (num_pages, page_size, 656) or (num_pages, page_size, 1, 656) uint8 or float8_e4m3fn, any page size.
+            The 656 bytes of a slot are contiguous and start at a multiple of 16; the distances of slots and pages are
+            free.
+        slot_mapping: (tokens,) int64, ``page * page_size + offset``. A token whose slot is negative or beyond the cache
+            is skipped. Slots must differ: where two tokens name the same one, its bytes may be a mixture of both.
 
     Raises:
         TypeError: an argument is no tensor, or of another dtype.

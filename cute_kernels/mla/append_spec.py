@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 @dataclass(frozen=True)
 class MlaAppendSpec:
-    """Compile-time facts of :class:`cute_kernels.mla.append_kernel:MlaAppendKernel`; constructor argument and cache key.
+    """Compile-time facts of :class:`cute_kernels.mla.append_kernel.MlaAppendKernel`: constructor argument, cache key.
 
     tokens_per_warp  tokens whose loads a warp issues together: 1, 2 or 4. More keep more bytes in flight, fewer spread
                      a short call over more SMs.
@@ -27,7 +27,9 @@ class MlaAppendSpec:
         """Reasons, in words, why this kernel cannot be built; empty when it can."""
         reasons = []
         if self.tokens_per_warp not in (1, 2, 4):
-            reasons.append(f"tokens_per_warp is {self.tokens_per_warp}; a warp copies the rope parts of 1, 2 or 4 tokens")
+            reasons.append(
+                f"tokens_per_warp is {self.tokens_per_warp}; a warp copies the rope parts of 1, 2 or 4 tokens"
+            )
         if not 1 <= self.warps <= 32:
             reasons.append(f"warps is {self.warps}; a CTA has 1 to 32")
         return reasons

@@ -103,22 +103,36 @@ class MlaDecodeKernel:
         kv = strided(Uint8, (cute.sym_int(), cute.sym_int(), token_cache.ROW_BYTES), 1, 16)
         if self.spec.sparse:
             index = strided(cutlass.Int32, (batch, s_q, cute.sym_int()), 1, 4)
-            length = make_fake_tensor(cutlass.Int32, (batch, s_q), (cute.sym_int64(), cute.sym_int64()), assumed_align=4)
+            length = make_fake_tensor(
+                cutlass.Int32, (batch, s_q), (cute.sym_int64(), cute.sym_int64()), assumed_align=4
+            )
         else:
             index = strided(cutlass.Int32, (batch, cute.sym_int()), 1, 4)
             length = make_fake_tensor(cutlass.Int32, (batch,), (cute.sym_int64(),), assumed_align=4)
         sink = make_fake_tensor(Float32, (h_q,), (1,), assumed_align=4)
         out = strided(BFloat16, (batch, s_q, h_q, NOPE), 1, 16)
-        lse = make_fake_tensor(
-            Float32, (batch, s_q, h_q), tuple(cute.sym_int64() for _ in range(3)), assumed_align=4
-        )
+        lse = make_fake_tensor(Float32, (batch, s_q, h_q), tuple(cute.sym_int64() for _ in range(3)), assumed_align=4)
         partial = partial_lse = None
         if self.spec.split:
             partial = strided(Float32, (splits, batch, s_q, h_q, NOPE), 1, 16)
             partial_lse = strided(Float32, (splits, batch, s_q, h_q), 1, 4)
         zero = make_fake_tensor(Uint8, (token_cache.ROW_BYTES,), (1,), assumed_align=16)
-        return (q, kv, index, length, sink, out, lse, partial, partial_lse, zero, Float32(1.0), Int32(1), Int32(1),
-                make_fake_stream(use_tvm_ffi_env_stream=True))
+        return (
+            q,
+            kv,
+            index,
+            length,
+            sink,
+            out,
+            lse,
+            partial,
+            partial_lse,
+            zero,
+            Float32(1.0),
+            Int32(1),
+            Int32(1),
+            make_fake_stream(use_tvm_ffi_env_stream=True),
+        )
 
     @cute.jit
     def __call__(
@@ -157,9 +171,7 @@ class MlaDecodeKernel:
         store_out, tOut = cpasync.make_tiled_tma_atom(
             cpasync.CopyBulkTensorTileS2GOp(), mOut_tile, cute.select(layout_out, mode=[0, 1]), (HEADS_PER_CTA, HALF)
         )
-        divisors = tuple(
-            cute.fast_divmod_create_divisor_v2(d) for d in (mKV.shape[1], head_blocks, num_splits, s_q)
-        )
+        divisors = tuple(cute.fast_divmod_create_divisor_v2(d) for d in (mKV.shape[1], head_blocks, num_splits, s_q))
         self.kernel(
             load_q, tQ, mKV, mIndex, mLength, mSink, store_out, tOut, mLse, mPartial, mPartialLse, mZero,
             softmax_scale * LOG2_E, num_splits, causal, divisors, layout_nope, layout_rope, layout_q, layout_out,
@@ -261,11 +273,25 @@ class MlaDecodeKernel:
                 cute.arch.mbarrier_wait(q_full, 0)
                 verdicts[warp_idx] = self.convert_q(smem, scale_log2, tidx - 128)
                 self.attend(
-                    Float16, smem, acc_o, row_max, row_sum, scale_log2, count, Int32(0), wg, tid, layout_nope, layout_rope, layout_q
+                    Float16,
+                    smem,
+                    acc_o,
+                    row_max,
+                    row_sum,
+                    scale_log2,
+                    count,
+                    Int32(0),
+                    wg,
+                    tid,
+                    layout_nope,
+                    layout_rope,
+                    layout_q,
                 )
                 cute.arch.barrier(barrier_id=BAR_VERDICT, number_of_threads=THREADS)
                 if self.repeat(verdicts):
-                    cute.arch.fence_proxy("async.shared", space="cta")  # Q was rewritten by ordinary stores, TMA writes it again
+                    cute.arch.fence_proxy(
+                        "async.shared", space="cta"
+                    )  # Q was rewritten by ordinary stores, TMA writes it again
                     cute.arch.barrier(barrier_id=BAR_CONSUMERS, number_of_threads=256)
                     if warp_idx == 4:
                         with cute.arch.elect_one():
@@ -276,7 +302,19 @@ class MlaDecodeKernel:
                     row_sum.fill(0.0)
                     cute.arch.mbarrier_wait(q_full, 1)
                     self.attend(
-                        BFloat16, smem, acc_o, row_max, row_sum, scale_log2, count, count, wg, tid, layout_nope, layout_rope, layout_q
+                        BFloat16,
+                        smem,
+                        acc_o,
+                        row_max,
+                        row_sum,
+                        scale_log2,
+                        count,
+                        count,
+                        wg,
+                        tid,
+                        layout_nope,
+                        layout_rope,
+                        layout_q,
                     )
             self.epilogue(
                 smem, acc_o, row_max, row_sum, store_out, tOut, mSink, mLse, mPartial, mPartialLse,
@@ -321,7 +359,9 @@ class MlaDecodeKernel:
         sRope = cute.make_tensor(
             cute.recast_ptr(smem.rope.data_ptr(), dtype=operand) + cute.assume(at_rope, divby=8), layout_rope
         )
-        sMask = cute.make_tensor(smem.mask.data_ptr() + row, cute.make_layout((PASSES, STAGES), stride=(16, TOKENS_PER_TILE)))
+        sMask = cute.make_tensor(
+            smem.mask.data_ptr() + row, cute.make_layout((PASSES, STAGES), stride=(16, TOKENS_PER_TILE))
+        )
         full, empty = smem.full.data_ptr(), smem.empty.data_ptr()
 
         raw = cute.make_rmem_tensor((16, token_cache.PIECES, DEPTH), Uint8)
@@ -330,7 +370,8 @@ class MlaDecodeKernel:
         for d in cutlass.range_constexpr(DEPTH):
             entry[d] = self.read_entry(entries, first + 16 * d, last, page_divisor)
         for d in cutlass.range_constexpr(DEPTH):
-            valid[d] = self.fetch(mKV, mZero, entry[d], first + 16 * d, limit, segment, raw[None, None, d], page_divisor)
+            valid[d], row_ahead = self.locate(mKV, mZero, entry[d], first + 16 * d, limit, page_divisor)
+            token_cache.gather(row_ahead, segment, raw[None, None, d])
             entry[d] = self.read_entry(entries, first + 16 * (d + DEPTH), last, page_divisor)
 
         suspect = Int32(0)
@@ -345,10 +386,11 @@ class MlaDecodeKernel:
                         suspect = suspect | (valid[d] & token_cache.exceeds_float16(raw[None, None, d]))
                     if lane % 4 == 0 and half == 0:
                         sMask[p, stage] = Float32(0.0) if valid[d] != 0 else -Float32.inf
-                    token_cache.dequantize(
-                        operand, raw[None, None, d], sEven[None, None, p, stage], sOdd[None, None, p, stage], sRope[None, p, stage]
-                    )
-                    valid[d] = self.fetch(mKV, mZero, entry[d], position, limit, segment, raw[None, None, d], page_divisor)
+                    valid[d], row_ahead = self.locate(mKV, mZero, entry[d], position, limit, page_divisor)
+                    token_cache.dequantize_and_gather(
+                        operand, raw[None, None, d], sEven[None, None, p, stage], sOdd[None, None, p, stage],
+                        sRope[None, p, stage], row_ahead, segment,
+                    )  # fmt: skip
                     entry[d] = self.read_entry(entries, position + 16 * DEPTH, last, page_divisor)
                     position += 16
             cute.arch.fence_proxy("async.shared", space="cta")  # ordinary stores, read by wgmma
@@ -366,20 +408,19 @@ class MlaDecodeKernel:
         return entries[position]
 
     @cute.jit
-    def fetch(
-        self, mKV: cute.Tensor, mZero: cute.Tensor, entry: Int32, position: Int32, limit: Int32, segment: Int32,
-        raw: cute.Tensor, page_divisor,
-    ):  # fmt: skip
-        """Starts the loads of one row; returns 1 if the position holds a key, 0 if it is masked (a row of zeros is read)."""
-        pages, num_slots = mKV.shape[0], mKV.shape[0] * mKV.shape[1]
+    def locate(self, mKV: cute.Tensor, mZero: cute.Tensor, entry: Int32, position: Int32, limit: Int32, page_divisor):
+        """(1, the address of the key's row), or (0, that of a row of zeros) where the position is masked."""
+        bound = mKV.shape[0]
         if const_expr(self.spec.sparse):
-            valid = position < limit and entry >= 0 and entry < num_slots
-            page, offset = divmod(cutlass.select_(valid, entry, Int32(0)), page_divisor)
+            bound *= mKV.shape[1]
+        inside = cutlass.min(cutlass.max(entry, 0), bound - 1)  # a comparison less, and so a predicate, than two bounds
+        valid = inside == entry and position < limit
+        if const_expr(self.spec.sparse):
+            page, offset = divmod(inside, page_divisor)
         else:
-            valid = position < limit and entry >= 0 and entry < pages
-            page, offset = entry, position % page_divisor
-        token_cache.gather(token_cache.row_pointer(mKV, mZero, valid, page, offset), segment, raw)
-        return Int32(1) if valid else Int32(0)
+            page, offset = inside, position % page_divisor
+        row = token_cache.row_pointer(mKV, mZero, valid, page, offset)
+        return (Int32(1) if valid else Int32(0)), row
 
     def tiled_mmas(self, operand):
         """S = Q K^T; O += P V with P in registers; O += P V with P in shared memory."""
@@ -400,7 +441,10 @@ class MlaDecodeKernel:
         """bf16 Q to float16 in place, each row times a power of two. Four threads a row. Returns 1 if Q is too large for it."""
         row, quarter = tid // 4, tid % 4
         chunks = QK // 8 // 4
-        offsets = [row * 64 + ((quarter + 4 * (i % 2)) ^ (row % 8)) * 8 + (i // 2) * (HEADS_PER_CTA * 64) for i in range(chunks)]
+        offsets = [
+            row * 64 + ((quarter + 4 * (i % 2)) ^ (row % 8)) * 8 + (i // 2) * (HEADS_PER_CTA * 64)
+            for i in range(chunks)
+        ]
         source, target = (cute.recast_ptr(smem.q.data_ptr(), dtype=t) for t in (BFloat16, Float16))
         values = cute.make_rmem_tensor((8, chunks), BFloat16)
         largest = Float32(0.0)
@@ -483,7 +527,9 @@ class MlaDecodeKernel:
                     for c in cutlass.range_constexpr(columns):
                         s[r, c] = s[r, c] * scale[r] + mask[0, c]
                         new_max[r] = cute.arch.fmax(new_max[r], s[r, c])
-                    new_max[r] = cute.arch.fmax(row_max[r], cute.arch.warp_reduction_max(new_max[r], threads_in_group=4))
+                    new_max[r] = cute.arch.fmax(
+                        row_max[r], cute.arch.warp_reduction_max(new_max[r], threads_in_group=4)
+                    )
                     if lane % 4 == 0:
                         sMax[rows[r], stage] = new_max[r]
                     shift = self.finite(new_max[r]) - P_SHIFT

@@ -74,7 +74,18 @@ def mla_fp8_decode(
     if lse is None:
         lse = q.new_empty((batch, s_q, h_q), dtype=torch.float32)
     _decode_into(
-        q, kv_cache, indices, topk_length, block_table, cache_seqlens, causal, softmax_scale, s_aux, num_splits, out, lse
+        q,
+        kv_cache,
+        indices,
+        topk_length,
+        block_table,
+        cache_seqlens,
+        causal,
+        softmax_scale,
+        s_aux,
+        num_splits,
+        out,
+        lse,
     )
     return (out, lse) if return_lse else out
 
@@ -114,7 +125,9 @@ def _run(
     if sparse:
         if block_table is not None or cache_seqlens is not None:
             fail("indices", "indices and dense arguments", _NEEDS_KEYS)
-        check_tensor("indices", indices, dtype=torch.int32, shape=(batch, s_q, None), device=device, unit_last_stride=True)
+        check_tensor(
+            "indices", indices, dtype=torch.int32, shape=(batch, s_q, None), device=device, unit_last_stride=True
+        )
         if topk_length is not None:
             per_query = isinstance(topk_length, torch.Tensor) and topk_length.dim() == 2
             shape = (batch, s_q) if per_query else (batch,)
@@ -124,7 +137,9 @@ def _run(
             names = ("topk_length", "block_table", "cache_seqlens")
             given = [n for n, t in zip(names, (topk_length, block_table, cache_seqlens), strict=True) if t is not None]
             fail("indices", f"None, with {' and '.join(given) or 'nothing else'}", _NEEDS_KEYS)
-        check_tensor("block_table", block_table, dtype=torch.int32, shape=(batch, None), device=device, unit_last_stride=True)
+        check_tensor(
+            "block_table", block_table, dtype=torch.int32, shape=(batch, None), device=device, unit_last_stride=True
+        )
         check_tensor("cache_seqlens", cache_seqlens, dtype=torch.int32, shape=(batch,), device=device)
 
     if device.type == "cpu":
@@ -152,6 +167,7 @@ def _run(
         else:
             length = topk_length if topk_length.dim() == 2 else topk_length.unsqueeze(1).expand(batch, s_q)
     else:
+        assert cache_seqlens is not None
         length = cache_seqlens
     plan = plan_decode(
         sparse=sparse, batch=batch, s_q=s_q, h_q=h_q,

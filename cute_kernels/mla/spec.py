@@ -35,7 +35,9 @@ class MlaDecodeSpec:
         if self.merge is not None:
             takes = (self.merge.d, self.merge.in_dtype, self.merge.out_dtype, self.merge.has_sink, self.merge.has_lse)
             if takes != (512, "float32", "bfloat16", True, True):
-                reasons.append(f"merge is {self.merge}; partials are 512 float32, the result bfloat16 with sink and lse")
+                reasons.append(
+                    f"merge is {self.merge}; partials are 512 float32, the result bfloat16 with sink and lse"
+                )
             reasons += self.merge.can_implement()
         return reasons
 

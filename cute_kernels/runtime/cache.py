@@ -1,14 +1,14 @@
-"""Compiled kernels on disk: what names them, and how many processes share a directory of them without trusting each other.
+"""Compiled kernels on disk: what names them, and how processes share a directory of them without trusting each other.
 
-An entry is one file, `<class>-<digest>.so`, self-contained and free of Python: loading it needs neither cutlass nor a compiler.
-Where no C compiler links it, the entry is the object file `<class>-<digest>.o`, whose load imports cutlass.
+An entry is one file, `<class>-<digest>.so`, self-contained and free of Python: loading it needs neither cutlass nor a
+compiler. Where no C compiler links it, it is the object file `<class>-<digest>.o`, whose load imports cutlass.
 
 - A writer works in a scratch directory and renames the finished file, so a reader sees all of it or nothing.
-- The last 40 bytes are a SHA-256 digest of the rest and a mark (an ELF file may be followed by anything). An entry that does
-  not match, or does not load, is removed and built again.
-- One lock file per entry makes the second of two builders wait for the first. The kernel drops the lock of a killed process;
-  the next holder removes the scratch directory that it left.
-- Old entries are never looked at again when a source or a version changes. Deleting the directory is always safe.
+- The last 40 bytes are a SHA-256 digest of the rest and a mark (an ELF file may be followed by anything). An entry that
+  does not match, or does not load, is removed and built again.
+- One lock file per entry makes the second of two builders wait for the first. The operating system drops the lock of a
+  killed process; the next holder removes the scratch directory that it left.
+- Entries of other sources or versions are never looked at. Deleting the directory is always safe.
 """
 
 from __future__ import annotations
@@ -84,11 +84,15 @@ def directory() -> Path:
     if chosen := os.environ.get("CUTE_KERNELS_CACHE_DIR"):
         return Path(chosen)
     base = os.environ.get("XDG_CACHE_HOME", "")
-    return Path(base if os.path.isabs(base) else os.path.expanduser("~/.cache")) / "cute_kernels"
+    if not os.path.isabs(base):
+        base = os.path.expanduser("~/.cache")
+    if not os.path.isabs(base):  # a user without a home: nothing can be kept below this, which the cache then says
+        base = os.devnull
+    return Path(base) / "cute_kernels"
 
 
 def entry_name(spec: KernelSpec) -> str:
-    """The file name of a spec's entry, without suffix: the kernel's class and a digest of all that its code depends on."""
+    """File name of a spec's entry, without suffix: the kernel's class and a digest of all that its code depends on."""
     module, _, class_name = spec.kernel.partition(":")
     facts = (
         repr(spec),
@@ -105,18 +109,18 @@ def entry_name(spec: KernelSpec) -> str:
 def sources(module: str) -> list[Path]:
     """Every source file that can reach the kernels of `module`.
 
-    For a room of this package: the room, device/, merge/ (which other rooms' kernels launch) and the compiling half of
-    runtime/. A module from elsewhere answers for its own file alone.
+    The compiling half of runtime/ and the module; for a room of this package also the rest of the room, device/ and
+    merge/, which other rooms' kernels launch.
     """
     spec = importlib.util.find_spec(module)
     if spec is None or spec.origin is None:
         raise ValueError(f"kernel: got module {module}; needs one that can be imported from a source file")
     origin = Path(spec.origin).resolve()
-    if PACKAGE not in origin.parents:
-        return [origin]
-    rooms = {origin.parent, PACKAGE / "device", PACKAGE / "merge"}
-    files = {file for room in rooms for file in room.rglob("*.py")}
-    return sorted(files | {PACKAGE / "runtime" / "arch.py", PACKAGE / "runtime" / "compile.py"})
+    files = {origin, PACKAGE / "runtime" / "arch.py", PACKAGE / "runtime" / "compile.py"}
+    if PACKAGE in origin.parents:
+        rooms = (origin.parent, PACKAGE / "device", PACKAGE / "merge")
+        files.update(file for room in rooms for file in room.rglob("*.py"))
+    return sorted(files)
 
 
 @functools.cache
@@ -227,7 +231,7 @@ class DiskCache:
 
         Args:
             name: of the entry.
-            export: called with a path and a symbol; writes an object file there that defines the kernel under that symbol.
+            export: called with a path and a symbol; writes an object file there that defines the kernel as that symbol.
         """
         try:
             with tempfile.TemporaryDirectory(prefix=f".{name}.", dir=self.root) as scratch:

@@ -1,7 +1,7 @@
 """Argument checks that name the argument, what it got and what it needs.
 
 They run in every eager call, so messages are put together only when a check fails: a passing `check_tensor` with every
-condition takes about 0.7 us.
+condition takes 1 us (0.9 to 1.4 us, 4 dimensions, on a busy 2-core CPU machine).
 """
 
 from __future__ import annotations
@@ -56,29 +56,35 @@ def check_tensor(
         fail(name, f"dtype {t.dtype}", _either(dtype), TypeError)
     if ndim is not None and t.dim() != ndim:
         fail(name, f"{t.dim()} dimensions, shape {tuple(t.shape)}", f"{ndim} dimensions")
-    if shape is not None and t.shape != shape and not _fits(t.shape, shape):
-        fail(name, f"shape {tuple(t.shape)}", f"({', '.join('any' if n is None else str(n) for n in shape)})")
+    if shape is not None:
+        got = t.shape
+        if len(got) != len(shape):
+            _fail_shape(name, got, shape)
+        for size, needed in zip(got, shape):  # noqa: B905  strict=True takes 0.1 us
+            if size != needed and needed is not None:
+                _fail_shape(name, got, shape)
     if device is not None and t.device != device:
         fail(name, f"a tensor on {t.device}", f"one on {device}, like the other arguments")
-    if unit_last_stride and t.dim() and t.stride(-1) != 1 and t.shape[-1] > 1:
-        fail(name, f"last stride {t.stride(-1)}", "1: contiguous rows")
-    if align is not None:
-        _check_alignment(name, t, align)
+    if unit_last_stride or align is not None:
+        stride = t.stride()
+        if unit_last_stride and stride and stride[-1] != 1 and t.shape[-1] > 1:
+            fail(name, f"last stride {stride[-1]}", "1: contiguous rows")
+        if align is not None:
+            if t.data_ptr() % align:
+                fail(
+                    name,
+                    f"an address {t.data_ptr() % align} bytes beyond a multiple of {align}",
+                    f"{align}-byte alignment",
+                )
+            itemsize = t.element_size()
+            for dim in range(len(stride) - 1):
+                if stride[dim] * itemsize % align and t.shape[dim] > 1:
+                    fail(name, f"stride({dim}) of {stride[dim] * itemsize} bytes", f"{align}-byte aligned rows")
 
 
 def _either(dtype: torch.dtype | tuple[torch.dtype, ...]) -> str:
     return " or ".join(str(d) for d in dtype) if isinstance(dtype, tuple) else str(dtype)
 
 
-def _fits(got: torch.Size, needs: tuple[int | None, ...]) -> bool:
-    return len(got) == len(needs) and all(n is None or n == g for g, n in zip(got, needs, strict=True))
-
-
-def _check_alignment(name: str, t: torch.Tensor, align: int) -> None:
-    if t.data_ptr() % align:
-        fail(name, f"an address {t.data_ptr() % align} bytes beyond a multiple of {align}", f"{align}-byte alignment")
-    itemsize = t.element_size()
-    stride = t.stride()
-    for dim in range(len(stride) - 1):
-        if stride[dim] * itemsize % align and t.shape[dim] > 1:
-            fail(name, f"stride({dim}) of {stride[dim] * itemsize} bytes", f"{align}-byte aligned rows")
+def _fail_shape(name: str, got: torch.Size, needs: tuple[int | None, ...]) -> NoReturn:
+    fail(name, f"shape {tuple(got)}", f"({', '.join('any' if n is None else str(n) for n in needs)})")

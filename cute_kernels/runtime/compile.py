@@ -1,7 +1,7 @@
 """From a spec to a callable kernel: memory, then disk, then the compiler.
 
-cutlass is imported here and nowhere else in the package, other than by the kernel modules that this module imports, and only
-when something has to be compiled.
+Nothing else in the package imports cutlass, other than the kernel modules that this module imports, and the cache for
+entries that are object files. A process that finds all its kernels on disk as shared libraries never pays that import.
 """
 
 from __future__ import annotations
@@ -25,11 +25,12 @@ _building = threading.RLock()  # the DSL keeps its state in one place, so a proc
 def get_kernel(spec: KernelSpec) -> Callable[..., Any]:
     """The compiled kernel of a spec.
 
-    It takes torch tensors and Python numbers, positionally and in the order of the kernel class's `__call__` without the
-    stream, an absent tensor as None; it checks them against what was compiled and launches on torch's current stream.
+    It takes torch tensors and Python numbers, positionally and in the order of the kernel class's `__call__` without
+    the stream, an absent tensor as None; it checks them against what was compiled and launches on torch's current
+    stream.
 
-    The first call in a process loads it from disk (some ms), or compiles it (some seconds) and keeps it on disk for other
-    processes. Threads and processes that ask for the same kernel at the same time compile it once.
+    The first call in a process loads it from disk (some ms), or compiles it (some seconds) and keeps it on disk for
+    other processes. Threads and processes that ask for the same kernel at the same time compile it once.
 
     Raises:
         ValueError: the spec cannot be built; the message has its reasons.
@@ -82,8 +83,8 @@ def compile_kernel(spec: KernelSpec, dump_dir: str | os.PathLike[str] | None = N
 def precompile(specs: Iterable[KernelSpec], processes: int | None = None) -> None:
     """Fills the disk cache with the kernels of `specs`, several at a time.
 
-    Starts new interpreters, so a script calls it under `if __name__ == "__main__"`. Costs nothing where all are on disk, and
-    does nothing but warn where the cache cannot be written.
+    Starts new interpreters, so a script calls it under `if __name__ == "__main__"`. Costs nothing where all are on
+    disk, and does nothing but warn where the cache cannot be written.
 
     Args:
         specs: kernels to compile; those with an entry on disk are skipped.

@@ -16,8 +16,8 @@ def register_op(
 ) -> Callable[..., Any]:
     """Registers `torch.ops.cute_kernels.<name>` for CPU and CUDA tensors and returns what callers use.
 
-    The returned function takes the operator's arguments. It calls the implementation itself in eager mode, which saves the
-    7 us of torch's dispatcher, and the operator while torch.compile or torch.export traces, which cannot look into it.
+    The returned function takes the operator's arguments. It calls the implementation itself in eager mode, which saves
+    the 7 us of torch's dispatcher, and the operator while torch.compile or torch.export traces.
 
     Args:
         name: the operator's name, without namespace.

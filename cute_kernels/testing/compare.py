@@ -1,8 +1,8 @@
 """The tolerance rule: how far a kernel's output may be from the float64 oracle.
 
-The yardstick is the same computation in plain bf16 (`emulate_bf16_decode`): what a kernel with bf16 operands and float32
-accumulators cannot avoid losing. Per group of 128 output elements of one query head (they share a cache scale, so they
-are of one magnitude), with E the largest error of the emulation in the group, every element must satisfy
+The yardstick is the same computation in plain bf16 (`emulate_bf16_decode`): what a kernel with bf16 operands and
+float32 accumulators cannot avoid losing. Per group of 128 output elements of one query head (they share a cache scale,
+so they are of one magnitude), with E the largest error of the emulation in the group, every element must satisfy
 
     |out - oracle| <= 2 E + 2 ulp,    ulp = the spacing of bf16 numbers at the oracle's value
 
@@ -62,7 +62,7 @@ class Comparison:
 
 
 def relative_error(got: torch.Tensor, expected: torch.Tensor) -> float:
-    """``|got - expected| / |expected|`` in float64; 0.0 for equal zeros, inf for an error on top of zeros, NaN for NaN."""
+    """``|got - expected| / |expected|`` in float64; 0.0 for equal zeros, inf for an error on zeros, NaN for a NaN."""
     error = torch.linalg.vector_norm(got.double() - expected.double()).item()
     norm = torch.linalg.vector_norm(expected.double()).item()
     if norm == 0.0:
@@ -92,7 +92,8 @@ def compare(
         out: (..., d) any floating dtype, the output under test.
         expected: (..., d) float64, the oracle.
         baseline: (..., d), the same computation in plain bf16. Where it is not finite it excuses nothing.
-        lse, expected_lse: (...), compared when both are given.
+        lse: (...), the log-sum-exp under test. None: not compared.
+        expected_lse: (...) float64, the oracle's.
         name: leads the message.
 
     Raises:
@@ -134,7 +135,9 @@ def compare(
     )
 
 
-def check_decode(out: torch.Tensor, lse: torch.Tensor | None, *, name: str = "mla_fp8_decode", **call: Any) -> Comparison:
+def check_decode(
+    out: torch.Tensor, lse: torch.Tensor | None, *, name: str = "mla_fp8_decode", **call: Any
+) -> Comparison:
     """Compare a decode's results with the float64 oracle.
 
     Args:
@@ -163,8 +166,8 @@ def emulate_bf16_decode(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The decode in plain bf16, to measure what that precision costs; arguments as in `fp8_mla.reference_decode`.
 
-    Keys dequantized to bf16, q in bf16, scores and sums in float32, probabilities (relative to the row's maximum) rounded
-    to bf16 for the second product, output rounded to bf16.
+    Keys dequantized to bf16, q in bf16, scores and sums in float32, probabilities (relative to the row's maximum)
+    rounded to bf16 for the second product, output rounded to bf16.
 
     Returns:
         out (batch, s_q, h_q, 512) bfloat16 and lse (batch, s_q, h_q) float32.
@@ -201,9 +204,14 @@ def emulate_bf16_decode(
 
 
 def _bf16_attention(
-    q: torch.Tensor, pages: torch.Tensor, slots: torch.Tensor, seen: torch.Tensor, scale: float, sink: torch.Tensor | None
+    q: torch.Tensor,
+    pages: torch.Tensor,
+    slots: torch.Tensor,
+    seen: torch.Tensor,
+    scale: float,
+    sink: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """q (rows, m, 576), slots (rows, n), seen (rows, m, n) -> out (rows, m, 512) bfloat16, lse (rows, m) float32."""
+    """Attend with q (rows, m, 576) to slots (rows, n) where seen (rows, m, n): out (rows, m, 512), lse (rows, m)."""
     safe = torch.where(seen.any(dim=1), slots, 0)
     if pages.shape[0] == 0 or slots.shape[1] == 0:
         return q.new_zeros((*q.shape[:-1], V_DIM), dtype=torch.bfloat16), q.new_full(q.shape[:-1], -torch.inf)
@@ -251,8 +259,8 @@ def _misplaced(name: str, got: torch.Tensor, want: torch.Tensor) -> list[str]:
         if wrong.any():
             at = _unravel(int(wrong.flatten().int().argmax()), wrong.shape)
             problems.append(
-                f"{name}: {kind} in {int(wrong.sum())} of {wrong.numel()} places where it should not be or missing where "
-                f"it should, the first at {at}: got {got[at].item():.6g}, needs {want[at].item():.6g}"
+                f"{name}: {kind} misplaced or missing in {int(wrong.sum())} of {wrong.numel()} places, "
+                f"the first at {at}: got {got[at].item():.6g}, needs {want[at].item():.6g}"
             )
     return problems
 

@@ -57,9 +57,7 @@ def machine() -> dict[str, str]:
     }
 
 
-def record_case(
-    key: Mapping[str, Any], check: Comparison, measure: Callable[[], Mapping[str, Any]]
-) -> dict[str, Any]:
+def record_case(key: Mapping[str, Any], check: Comparison, measure: Callable[[], Mapping[str, Any]]) -> dict[str, Any]:
     """One entry of "cases".
 
     Args:
@@ -102,7 +100,7 @@ def validate(record: Mapping[str, Any]) -> None:
     """
     problems = [f"{key}: got {record.get(key)!r}, needs a text" for key in TEXT_KEYS if not _is_text(record.get(key))]
     digest = record.get("source_digest")
-    if _is_text(digest) and (len(digest) != 64 or set(digest) - set("0123456789abcdef")):
+    if isinstance(digest, str) and (len(digest) != 64 or set(digest) - set("0123456789abcdef")):
         problems.append(f"source_digest: got {digest!r}, needs a sha256 in hexadecimal")
     problems += _test_problems(record.get("tests"))
     ceilings = record.get("ceilings")

@@ -113,7 +113,7 @@ def _chunk_of_tokens(n: int, gen: torch.Generator, scales: str, outliers: bool) 
     elif scales == "arbitrary":
         scale = absmax * (1 + torch.rand(absmax.shape, generator=gen, device=gen.device))
     elif scales == "rare":
-        # 200 to 400 leaves codes near e4m3's smallest, 2^-30 to 2^-29 makes tokens near zero: both beyond float16's comfort
+        # 200 to 400 leaves codes near e4m3's smallest, 2^-30 to 2^-29 tokens near zero: both too far out for float16
         far = torch.rand(absmax.shape, generator=gen, device=gen.device) + 1
         factor = torch.where(_uniform((n, 1), gen) < 0.5, 200.0, 2.0**-30)
         scale = torch.where(_uniform((n, 1), gen) < 1 / 97, far * factor, absmax)
@@ -155,10 +155,11 @@ def query_factor(scales: str, device: torch.device | str = "cpu", *, size: float
 
 
 def strided(values: torch.Tensor, fill: float = float("nan")) -> torch.Tensor:
-    """The same values in a larger buffer: not contiguous, last stride 1, rows at multiples of 16 bytes, `fill` around."""
+    """The same values in a larger buffer: not contiguous, last stride 1, rows aligned to 16 bytes, `fill` around."""
     shape = values.shape
     buffer = values.new_full((shape[0] + 1, *(size + 2 for size in shape[1:-1]), shape[-1] + 64), fill)
-    view = buffer[(slice(1, None), *(slice(1, 1 + size) for size in shape[1:-1]), slice(0, shape[-1]))]
+    window = [slice(1, None), *(slice(1, 1 + size) for size in shape[1:-1]), slice(0, shape[-1])]
+    view = buffer[tuple(window)]
     view.copy_(values)
     return view
 
@@ -213,7 +214,7 @@ class DecodeCase:
 
     def rows(self, rows: Sequence[int]) -> DecodeCase:
         """The same call for some of the batch rows only, over the same cache."""
-        pick = torch.as_tensor(rows, device=self.q.device)
+        pick = torch.tensor(list(rows), dtype=torch.long, device=self.q.device)
         per_row = ("q", "indices", "topk_length", "block_table", "cache_seqlens")
         chosen = {name: getattr(self, name)[pick] for name in per_row if getattr(self, name) is not None}
         return dataclasses.replace(self, **chosen)
@@ -250,16 +251,21 @@ def sparse_case(
     entry at all. Entries past `topk_length` point at poisoned slots.
 
     Args:
-        batch, h_q, s_q, topk, page_size: of the call.
+        batch: requests.
+        h_q: query heads.
+        s_q: queries of each request.
+        topk: entries of each query's list.
+        page_size: tokens of a page.
         num_slots: tokens of the cache, rounded up to whole pages.
         scales: one of `SCALE_KINDS`.
         outliers: as in `latent_tokens`.
         invalid: put invalid entries in.
-        lengths: "none", or a `topk_length` per "batch" row or per "query": 0, 1, topk, more than topk, negative, random.
+        lengths: "none", or a `topk_length` per "batch" row or per "query": 0, 1, topk, more, negative, random.
         sink: "none", "finite", or "inf": finite ones with some +inf and some -inf among them.
         padded: q, indices and the cache's pages not contiguous.
         query_size: standard deviation of the logits; None takes what `QUERY_SIZE` names.
-        seed, device: of the generator.
+        seed: of the generator.
+        device: of all tensors.
     """
     gen = generator(seed, device)
     num_pages = max(1, -(-num_slots // page_size))
@@ -313,13 +319,23 @@ def dense_case(
 ) -> DecodeCase:
     """A dense decode over shuffled pages.
 
-    Block tables are two entries wider than the longest sequence needs; entries past a sequence's end are garbage: out of
-    range or another sequence's or a poisoned page. Slots that no sequence uses are poisoned, on its last page as well.
+    Block tables are two entries wider than the longest sequence needs; entries past a sequence's end are garbage: out
+    of range, or another sequence's page, or a poisoned one. Slots that no sequence uses are poisoned, those at the end
+    of its last page as well.
 
     Args:
         seqlens: tokens of each sequence, 0 allowed; their number is the batch.
-        h_q, s_q, page_size, causal: of the call.
-        scales, outliers, sink, padded, query_size, seed, device: as in `sparse_case`.
+        h_q: query heads.
+        s_q: queries of each request.
+        page_size: tokens of a page.
+        causal: as the decode takes it.
+        scales: one of `SCALE_KINDS`.
+        outliers: as in `latent_tokens`.
+        sink: as in `sparse_case`.
+        padded: q, block table and the cache's pages not contiguous.
+        query_size: standard deviation of the logits; None takes what `QUERY_SIZE` names.
+        seed: of the generator.
+        device: of all tensors.
     """
     gen = generator(seed, device)
     batch, lengths = len(seqlens), torch.tensor(list(seqlens), device=gen.device)
@@ -345,7 +361,7 @@ def dense_case(
 
 
 def sink_logits(h_q: int, kind: str, gen: torch.Generator) -> torch.Tensor | None:
-    """(h_q,) float32 sinks: None for "none", around the size of a log-sum-exp for "finite", with infinities for "inf"."""
+    """(h_q,) float32 sinks: None for "none", the size of a log-sum-exp for "finite", with infinities for "inf"."""
     if kind == "none":
         return None
     sinks = 3 * torch.randn((h_q,), generator=gen, device=gen.device) + 3
@@ -369,16 +385,13 @@ def ragged_lengths(batch: int, longest: int, page_size: int, seed: int) -> list[
 def covering_cases(factors: Mapping[str, Sequence[Hashable]], seed: int = 0) -> list[dict[str, Any]]:
     """Few combinations in which every *pair* of values of two factors occurs at least once.
 
-    Greedy and seeded: the same arguments give the same list. A full product of seven factors has hundreds of thousands of
-    combinations; the pairs need about as many cases as the two longest factors multiply to.
+    Greedy and seeded: the same arguments give the same list. A full product of seven factors has hundreds of thousands
+    of combinations; the pairs need about as many cases as the two longest factors multiply to.
     """
     rng = random.Random(seed)
     names = list(factors)
     todo = {
-        ((a, left), (b, right)): None
-        for a, b in combinations(names, 2)
-        for left in factors[a]
-        for right in factors[b]
+        ((a, left), (b, right)): None for a, b in combinations(names, 2) for left in factors[a] for right in factors[b]
     }
     cases = []
     while todo:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import shutil
 import statistics
 import subprocess
@@ -55,8 +56,10 @@ def sets_to_outgrow_l2(bytes_per_call: int, *, device: torch.device | str = "cud
 
 
 def capture(calls: Sequence[Call]) -> torch.cuda.CUDAGraph:
-    """One graph that makes every call once, in order. Each is made twice before: to compile and plan, and on the side
-    stream that capture needs."""
+    """One graph that makes every call once, in order.
+
+    Each is made twice before: to compile and plan, and on the side stream that capture needs.
+    """
     for call in calls:
         call()
     torch.cuda.synchronize()
@@ -91,7 +94,8 @@ def time_graph(calls: Sequence[Call], *, replays: int = REPLAYS, clock: bool = T
     for _ in range(3):
         graph.replay()
     torch.cuda.synchronize()
-    spans, started = [], time.monotonic()
+    spans: list[float] = []
+    started = time.monotonic()
     while len(spans) < replays and (len(spans) < MIN_REPLAYS or time.monotonic() - started < MAX_SECONDS):
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         begin.record()
@@ -111,7 +115,7 @@ def percentiles(samples: Sequence[float]) -> tuple[float, float, float]:
 
 
 def host_time(call: Call) -> float:
-    """Host microseconds of one eager call with a cached plan: median of 5 rounds of 400 calls, queue drained between."""
+    """Host microseconds of one eager call with a cached plan: median of 5 rounds of 400, the queue drained between."""
     for _ in range(20):
         call()
     rounds = []
@@ -139,7 +143,7 @@ def sm_clock_under(replay: Call, us: float, *, seconds: float = 0.12) -> float |
     busy.record()
     # Readings are only good while work is queued; the clock needs some milliseconds to settle.
     time.sleep(seconds / 4)
-    readings = []
+    readings: list[float] = []
     while not busy.query() and len(readings) < 5:
         reading = _read_sm_clock()
         if reading is None:
@@ -193,12 +197,12 @@ def measure_ceilings(*, stream_bytes: int = STREAM_BYTES, gemm_size: int = GEMM_
     """
     data = torch.rand(stream_bytes // 4, device="cuda")
     read = stream_bytes / _time_eager(data.sum, 10)
-    half = data.view(2, -1)
-    copy = stream_bytes / _time_eager(lambda: half[0].copy_(half[1]), 10)
-    del data, half
+    target, source = data.chunk(2)
+    copy = stream_bytes / _time_eager(functools.partial(target.copy_, source), 10)
+    del data, target, source
     a, b = (torch.randn((gemm_size, gemm_size), device="cuda").bfloat16() for _ in range(2))
     product = torch.empty_like(a)
-    flops = 2 * gemm_size**3 / _time_eager(lambda: torch.mm(a, b, out=product), 20)
+    flops = 2 * gemm_size**3 / _time_eager(functools.partial(torch.mm, a, b, out=product), 20)
     return {
         "read_GBps": round(read / 1e9, 1),
         "copy_GBps": round(copy / 1e9, 1),

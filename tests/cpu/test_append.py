@@ -1,3 +1,5 @@
+from typing import Any
+
 import pytest
 import torch
 
@@ -43,7 +45,7 @@ SLOTS = [
 @pytest.mark.parametrize("slots", SLOTS, ids=str)
 def test_writes_the_slots_that_exist_and_no_others(slots):
     kv, cache = tokens(len(slots)), poisoned_cache(PAGES, PAGE_SIZE, 656)
-    assert mla_fp8_append(kv, cache, torch.tensor(slots, dtype=torch.int64)) is None
+    mla_fp8_append(kv, cache, torch.tensor(slots, dtype=torch.int64))
     assert torch.equal(cache, expected_cache(kv, slots))
 
 
@@ -78,7 +80,7 @@ def misaligned(t: torch.Tensor) -> torch.Tensor:
 
 
 KV, CACHE, SLOT = tokens(3), poisoned_cache(PAGES, PAGE_SIZE, 656), torch.tensor([1, 2, 3])
-BAD = {
+BAD: dict[str, tuple[type[Exception], str, Any, torch.Tensor, torch.Tensor]] = {
     "kv float32": (TypeError, "kv: got dtype torch.float32", KV.float(), CACHE, SLOT),
     "kv is None": (TypeError, "kv: got NoneType", None, CACHE, SLOT),
     "kv of 512": (ValueError, r"kv: got shape \(3, 512\)", KV[:, :512], CACHE, SLOT),
@@ -111,7 +113,7 @@ def test_bad_input(case):
 
 
 def test_more_slots_than_an_int32_counts():
-    cache = torch.empty(1, dtype=torch.uint8).as_strided((2**16, 2**15, 656), (0, 0, 1))
+    cache = torch.empty(656, dtype=torch.uint8).as_strided((2**16, 2**15, 656), (0, 0, 1))
     with pytest.raises(ValueError, match="kv_cache: got 2147483648 slots"):
         mla_fp8_append(KV, cache, SLOT)
 

@@ -209,6 +209,29 @@ def test_causal_counts_from_the_end():
     assert_close(got, reference_decode(q, cache, indices=everything))
 
 
+@pytest.mark.parametrize("chunk", range(1, 12))
+def test_results_do_not_depend_on_the_chunk(monkeypatch, chunk):
+    q, cache = random_case(13, 2, 4, 2, 3, 4)
+    table = torch.tensor([[2, 0, 1], [1, -1, 2]], dtype=torch.int32)
+    seqlens = torch.tensor([11, 10], dtype=torch.int32)
+    whole = reference_decode(q, cache, block_table=table, cache_seqlens=seqlens)
+    monkeypatch.setattr(reference, "KEYS_PER_CHUNK", chunk)
+    assert_close(reference_decode(q, cache, block_table=table, cache_seqlens=seqlens), whole)
+
+
+@pytest.mark.parametrize("chunk", [1, 2, 8192])
+def test_a_score_of_minus_infinity_has_no_weight(monkeypatch, chunk):
+    monkeypatch.setattr(reference, "KEYS_PER_CHUNK", chunk)
+    q, cache = random_case(14, 1, 1, 2, 1, 4)
+    q[..., 575] = -1.0
+    cache[0, :2, 654:656] = torch.tensor([math.inf], dtype=torch.bfloat16).view(torch.uint8)
+    without = reference_decode(q, cache, indices=torch.tensor([[[2, 3]]], dtype=torch.int32))
+    for order in ([0, 1, 2, 3], [2, 0, 3, 1], [2, 3, 1, 0]):
+        assert_close(reference_decode(q, cache, indices=torch.tensor([[order]], dtype=torch.int32)), without)
+    out, lse = reference_decode(q, cache, indices=torch.tensor([[[1, 0]]], dtype=torch.int32))
+    assert (out == 0).all() and (lse == -math.inf).all()
+
+
 @pytest.mark.parametrize("field", [5, 133, 515, 600])
 def test_nan_in_a_key_reaches_exactly_the_queries_that_see_it(field):
     q, cache = random_case(5, 2, 3, 2, 2, 4)

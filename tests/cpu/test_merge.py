@@ -1,5 +1,6 @@
 import itertools
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -117,7 +118,7 @@ def misaligned(*shape: int) -> torch.Tensor:
 
 
 OUTS, LSES = torch.zeros(2, 3, 4, 8), torch.zeros(2, 3, 4)
-BAD = {
+BAD: dict[str, tuple[type[Exception], str, list[Any], dict[str, Any]]] = {
     "outs is a list": (TypeError, "outs: got list", [OUTS.tolist(), LSES], {}),
     "outs float64": (TypeError, "outs: got dtype torch.float64", [OUTS.double(), LSES], {}),
     "outs without n": (ValueError, r"outs: got shape \(8,\)", [OUTS[0, 0, 0], LSES[0, 0, 0]], {}),
@@ -200,13 +201,15 @@ def test_every_launch_has_a_variant_that_fits_the_machine():
     ],
 )
 def test_a_spec_says_what_it_cannot_do(change, reason):
-    facts = dict(d=512, in_dtype="float32", out_dtype="bfloat16", has_sink=False, has_lse=True, lanes=128)
+    facts: dict[str, Any] = dict(
+        d=512, in_dtype="float32", out_dtype="bfloat16", has_sink=False, has_lse=True, lanes=128
+    )
     assert MergeSpec(**facts).can_implement() == []
     assert reason in MergeSpec(**facts | change).can_implement()[0]
 
 
 def test_eight_loads_are_in_flight():
-    """Eight loads hold 32 registers at once. ptxas would rather use 40 registers in all, and wait for every third load."""
+    """Eight loads hold 32 registers at once. Left alone, ptxas uses 40 in all and waits for every third load."""
     spec = MergeSpec.for_launch(rows=128, num_states=64, d=512, in_dtype="float32", out_dtype="bfloat16")
     (kernel,) = sass.report(spec).kernels
     assert kernel.count("LDG.E.128") == 8

@@ -22,19 +22,19 @@ class TinyKernel:
                 file.write(f"{os.getpid()}\n")
 
     @cute.jit
-    def __call__(self, mX: cute.Tensor, mY: cute.Tensor, alpha: Float32, stream: cuda.CUstream):
+    def __call__(self, mX: cute.Tensor, mY: cute.Tensor, alpha: Float32, stream: cuda.CUstream) -> None:
         self._kernel(mX, mY, alpha).launch(grid=[mX.shape[0], 1, 1], block=[self.width, 1, 1], stream=stream)
 
     @cute.kernel
-    def _kernel(self, mX: cute.Tensor, mY: cute.Tensor, alpha: Float32):
+    def _kernel(self, mX: cute.Tensor, mY: cute.Tensor, alpha: Float32) -> None:
         tid, _, _ = cute.arch.thread_idx()
         row, _, _ = cute.arch.block_idx()
         if cutlass.const_expr(self.fault == "spill"):
-            # registers have no index at run time: local memory
-            values = cute.make_rmem_tensor(64, Float32)
-            for i in cutlass.range_constexpr(64):
-                values[i] = mX[row, i] * alpha
-            mY[row, tid] = values[tid % 61]
+            # registers have no index at run time: a table written and read by one lies in local memory
+            table = cute.make_rmem_tensor(64, Float32)
+            for i in cutlass.range(64, unroll=1):
+                table[(i * tid) % 64] = mX[row, i] * alpha
+            mY[row, tid] = table[tid % 61]
         elif cutlass.const_expr(self.fault == "setmaxnreg"):
             # 32 threads are no warpgroup: ptxas drops the instruction and warns (C7508)
             cute.arch.setmaxregister_decrease(24)

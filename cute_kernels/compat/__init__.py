@@ -1,0 +1,1 @@
+"""Other projects' entry points, translated to this package's own."""

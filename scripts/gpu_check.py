@@ -1,0 +1,227 @@
+"""Check and measure everything on an SM90 GPU, and write the record to results/<card>.json.
+
+    python scripts/gpu_check.py                       all of it, under 8 minutes on an H200
+    python scripts/gpu_check.py --quick               few benchmark cases
+    python scripts/gpu_check.py --only 'dense 1'      benchmark cases whose name matches
+    python scripts/gpu_check.py --skip-tests --skip-sanitizer
+
+Three steps: tests/gpu; every kernel under compute-sanitizer; the benchmarks, each with its own correctness check. A
+case whose check fails is recorded with its errors and without a speed. A run that leaves something out is written below
+build/, not over the record, unless --out says where. Exit status 1 when a test, a sanitizer or a check failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import functools
+import pathlib
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+from xml.etree import ElementTree
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))  # runs from a checkout, installed or not
+
+import torch  # noqa: E402
+
+from cute_kernels.runtime.arch import is_sm90  # noqa: E402
+from cute_kernels.testing import evidence  # noqa: E402
+from cute_kernels.testing.timing import measure_ceilings  # noqa: E402
+from scripts import bench_mla, sanitize  # noqa: E402
+
+TESTS_TIMEOUT_S = 300
+PARTIAL_RESULT = ROOT / "build" / "gpu_check_partial.json"
+
+Bench = tuple[str, Callable[[dict[str, float]], dict[str, Any]]]
+
+
+class Progress:
+    """Says what is going on and for how long it took: a live line where rich is installed, plain lines elsewhere."""
+
+    def __init__(self) -> None:
+        self._started = time.monotonic()
+        self._console: Any = None
+        with contextlib.suppress(ImportError):
+            from rich.console import Console
+
+            self._console = Console(highlight=False)
+
+    def say(self, text: str) -> None:
+        """One line with the time since the start."""
+        line = f"{time.monotonic() - self._started:6.1f} s  {text}"
+        if self._console is None:
+            print(line, flush=True)
+        else:
+            self._console.print(line, markup=False)
+
+    @contextlib.contextmanager
+    def step(self, text: str) -> Iterator[None]:
+        """Show `text` while the block runs."""
+        if self._console is None or not self._console.is_terminal:
+            self.say(text)
+            yield
+            return
+        with self._console.status(text):
+            yield
+        self.say(text)
+
+
+def run_tests() -> dict[str, int]:
+    """Run tests/gpu in a process of its own and count."""
+    with tempfile.TemporaryDirectory() as folder:
+        report = pathlib.Path(folder) / "report.xml"
+        command = [sys.executable, "-m", "pytest", str(ROOT / "tests" / "gpu"), "-q", f"--junitxml={report}"]
+        try:
+            subprocess.run(command, cwd=ROOT, timeout=TESTS_TIMEOUT_S, check=False)
+        except subprocess.TimeoutExpired:
+            print(f"tests/gpu: not done after {TESTS_TIMEOUT_S} s", flush=True)
+        return count_tests(report.read_text(encoding="utf-8") if report.exists() else None)
+
+
+def count_tests(junit_xml: str | None) -> dict[str, int]:
+    """Passed, failed (or broken) and skipped tests of a JUnit report. No report, or an empty one, is a failure."""
+    nothing = {"passed": 0, "failed": 1, "skipped": 0}
+    if junit_xml is None:
+        return nothing
+    suites = list(ElementTree.fromstring(junit_xml).iter("testsuite"))
+    total, failures, errors, skipped = (
+        sum(int(suite.get(key, 0)) for suite in suites) for key in ("tests", "failures", "errors", "skipped")
+    )
+    if total == 0:
+        return nothing
+    failed = failures + errors
+    return {"passed": total - failed - skipped, "failed": failed, "skipped": skipped}
+
+
+def sanitizer_record(findings: Sequence[sanitize.Finding]) -> dict[str, Any]:
+    """Counts by tool, and under "reasons" why a count is missing."""
+    record: dict[str, Any] = {finding.tool: finding.errors for finding in findings}
+    reasons = {finding.tool: finding.reason for finding in findings if finding.errors is None}
+    return {**record, "reasons": reasons} if reasons else record
+
+
+def select_benches(quick: bool, only: str | None) -> tuple[list[Bench], int]:
+    """The benchmarks to run, and the tokens of the cache that they share."""
+    peer = bench_mla.import_peer()
+    if isinstance(peer, str):
+        print(f"no peer to compare with: {peer}", flush=True)
+    decode = [bench for bench in bench_mla.DECODE_CASES if bench.quick or not quick]
+    decode = [bench for bench in decode if only is None or re.search(only, bench.name)]
+    tokens = max((bench.cache_tokens for bench in decode), default=0)
+    caches = bench_mla.Caches(tokens)
+    benches: list[Bench] = [
+        (bench.name, functools.partial(bench_mla.run_decode, bench, caches, peer)) for bench in decode
+    ]
+    others: list[Bench] = [("mla_fp8_append", bench_mla.run_append), ("merge_states", bench_mla.run_merge)]
+    benches += [(name, run) for name, run in others if only is None or re.search(only, name)]
+    return benches, tokens
+
+
+def run_benches(benches: Sequence[Bench], ceilings: dict[str, float], progress: Progress) -> list[dict[str, Any]]:
+    """Run each; one that raises is recorded as failed and the others go on."""
+    cases = []
+    for name, run in benches:
+        with progress.step(name):
+            try:
+                cases.append(run(ceilings))
+            except Exception as error:  # the record must say which case broke, whatever broke it
+                op, _, sizes = name.partition(" ")
+                cases.append({"op": op, "case": sizes, "failed": f"{type(error).__name__}: {error}"[:500]})
+        torch.cuda.empty_cache()
+    return cases
+
+
+def table(cases: Sequence[dict[str, Any]]) -> str:
+    """One line a case: what it was, time, rates, the peer's time over ours, errors."""
+    rows: list[tuple[str, ...]] = [
+        ("case", "us", "TFLOP/s", "GB/s", "cyc/token", "peer/ours", "rel err", "lse err", "host us")
+    ]
+    for case in cases:
+        name = " ".join(str(case[key]) for key in ("op", "mode", "case") if case.get(key))
+        sizes = [f"{key} {case[key]}" for key in ("topk", "s_k", "tokens", "splits") if key in case]
+        if "batch" in case:
+            sizes.insert(0, f"{case['batch']}x{case['h_q']}x{case['s_q']}")
+        if "failed" in case:
+            rows.append((" ".join([name, *sizes]), "FAILED", case["failed"], *[""] * 6))
+            continue
+        peers = " ".join(str(peer.get("ratio", "failed")) for peer in (case.get("peers") or {}).values())
+        figures = [case.get(key) for key in ("us", "TFLOPs", "GBps", "cycles_per_token")]
+        errors = [case.get(key) for key in ("rel_err", "lse_err", "host_us")]
+        texts = ["" if value is None else str(value) for value in (*figures, peers, *errors)]
+        rows.append((" ".join([name, *sizes]), *texts))
+    widths = [max(len(row[column]) for row in rows if row[1] != "FAILED" or column < 2) for column in range(9)]
+    return "\n".join(
+        "  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip() for row in rows
+    )
+
+
+def card_slug(card: str) -> str:
+    """File name for a card: "NVIDIA H200" -> "h200", "NVIDIA H100 80GB HBM3" -> "h100"."""
+    model = re.search(r"\b[A-Z]+\d+\b", card)
+    return (model.group() if model else card.replace(" ", "_")).lower()
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="few benchmark cases")
+    parser.add_argument("--only", metavar="REGEX", help="benchmark cases whose name matches")
+    parser.add_argument("--skip-tests", action="store_true")
+    parser.add_argument("--skip-sanitizer", action="store_true")
+    parser.add_argument("--out", type=pathlib.Path, help="default: results/<card>.json, below build/ for a partial run")
+    options = parser.parse_args(arguments)
+
+    if not torch.cuda.is_available() or not is_sm90(torch.device("cuda")):
+        found = torch.cuda.get_device_name() if torch.cuda.is_available() else "no CUDA device"
+        print(f"gpu_check needs an SM90 GPU (Hopper, compute capability 9.0); found {found}", file=sys.stderr)
+        return 2
+
+    progress = Progress()
+    digest = evidence.source_digest()
+    tests: dict[str, Any] = {"passed": None, "failed": None, "skipped": None}
+    sanitizer: dict[str, Any] = {**dict.fromkeys(evidence.SANITIZER_TOOLS), "reasons": {"all": "left out of this run"}}
+    if not options.skip_tests:
+        progress.say("tests/gpu")
+        tests = run_tests()
+    if not options.skip_sanitizer:
+        with progress.step("compute-sanitizer"):
+            findings = sanitize.run_tools()
+        for finding in findings:
+            if finding.errors != 0:
+                print(f"{finding.tool}: {finding.reason or finding.errors}\n{finding.output[-2000:]}", flush=True)
+        sanitizer = sanitizer_record(findings)
+    with progress.step("ceilings"):
+        ceilings = measure_ceilings()
+    benches, tokens = select_benches(options.quick, options.only)
+    progress.say(f"{len(benches)} benchmark cases over a cache of {tokens * bench_mla.TOKEN_BYTES / 2**30:.1f} GiB")
+    cases = run_benches(benches, ceilings, progress)
+
+    if evidence.source_digest() != digest:
+        print("the sources changed while this ran: nothing is recorded", file=sys.stderr)
+        return 1
+    record = evidence.assemble(
+        machine=evidence.machine(),
+        digest=digest,
+        tests={**tests, "sanitizer": sanitizer},
+        ceilings=ceilings,
+        cases=cases,
+    )
+    partial = options.quick or options.only is not None or options.skip_tests or options.skip_sanitizer
+    out = options.out or (PARTIAL_RESULT if partial else ROOT / "results" / f"{card_slug(record['card'])}.json")
+    evidence.write(record, out)
+
+    progress.say(f"written to {out}")
+    print(table(cases))
+    counts = ", ".join(f"{tests[key]} {key}" for key in ("passed", "failed", "skipped"))
+    print(f"tests: {counts}; sanitizer: {sanitizer}; ceilings: {ceilings}", flush=True)
+    findings_left = any(sanitizer[tool] for tool in evidence.SANITIZER_TOOLS)
+    return int(bool(tests["failed"]) or findings_left or any("failed" in case for case in cases))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

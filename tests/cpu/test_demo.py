@@ -1,0 +1,123 @@
+"""The demo in small: an attention layer of transformers against `mla_fp8_decode`, end to end."""
+
+import builtins
+import dataclasses
+
+import pytest
+import torch
+
+import fp8_mla
+
+pytest.importorskip("transformers.models.deepseek_v32", reason="the demo needs transformers with deepseek_v32")
+
+from scripts import demo  # noqa: E402  (imports transformers)
+
+SMALL = demo.Size(
+    heads=4, index_topk=64, prompt_tokens=200, sequences=3, hidden=256, q_rank=96, index_heads=4, page_size=16
+)
+TEXT = b"It is a truth universally acknowledged, that a single man in possession of a good fortune, must be in want. "
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def report() -> demo.Report:
+    return demo.run(SMALL, TEXT, CPU)
+
+
+def trace_of(size: demo.Size, *, sparse: bool) -> tuple[demo.Layer, demo.Trace]:
+    layer = demo.Layer(size, CPU)
+    with torch.no_grad():
+        return layer, layer(TEXT * 2, sparse=sparse)
+
+
+@pytest.mark.parametrize("mode", ["sparse", "dense"])
+def test_absorbed_attention_is_the_layers_own(report: demo.Report, mode: str) -> None:
+    assert getattr(report.exact, mode).error < 3e-6  # float32 roundings of 3 matrix products; seen: 1.1e-6
+
+
+@pytest.mark.parametrize("mode", ["sparse", "dense"])
+def test_what_is_left_is_the_quantization(report: demo.Report, mode: str) -> None:
+    bf16, reference, decode = (getattr(getattr(report, row), mode).error for row in ("bf16", "reference", "decode"))
+    assert 1e-3 < bf16 < 6e-3
+    assert 1e-2 < reference < 5e-2  # 2.6% rms in the values, and as much again through the scores
+    assert decode == pytest.approx(reference, rel=0.05)
+    assert report.failures() == []
+
+
+def test_tokens_are_counted(report: demo.Report) -> None:
+    lengths = [SMALL.prompt_tokens + SMALL.next_tokens - 6 * row for row in range(SMALL.sequences)]
+    assert report.tokens == sum(lengths)
+
+
+@pytest.mark.parametrize("sparse", [True, False])
+def test_a_wrong_scale_or_a_wrong_rope_would_show(sparse: bool) -> None:
+    """The layer's softmax scale is not 192 ** -0.5 (mscale), and its rope is interleaved: a mistake there is large."""
+    layer, trace = trace_of(SMALL, sparse=sparse)
+
+    def error(query: torch.Tensor, scale: float) -> float:
+        picked = trace.picked if sparse else None
+        with torch.no_grad():
+            return demo.relative_error(layer.project(demo.attend(query, trace.latents, picked, scale)), trace.out)
+
+    half = fp8_mla.ROPE_DIM // 2
+    nope, rope = trace.query.split([fp8_mla.NOPE_DIM, fp8_mla.ROPE_DIM], dim=-1)
+    rope_other_order = torch.cat([nope, rope.unflatten(-1, (2, half)).transpose(-1, -2).flatten(-2)], dim=-1)
+    assert error(trace.query, layer.softmax_scale) < 3e-6
+    assert error(trace.query, 192**-0.5) > 1e-2
+    assert error(rope_other_order, layer.softmax_scale) > 1e-2
+
+
+def test_the_indexer_matters() -> None:
+    _, sparse = trace_of(SMALL, sparse=True)
+    _, dense = trace_of(SMALL, sparse=False)
+    assert sparse.picked.shape[1] == SMALL.index_topk < dense.picked.shape[1]
+    assert demo.relative_error(sparse.out, dense.out) > 0.1
+
+
+def test_an_indexer_with_too_few_tokens_picks_none_that_lie_ahead() -> None:
+    """With topk beyond the prompt, the indexer also names the tokens that follow."""
+    size = dataclasses.replace(SMALL, index_topk=4 * SMALL.prompt_tokens)
+    report = demo.run(size, TEXT, CPU)
+    assert report.exact.sparse.error < 3e-6
+    assert report.failures() == []
+    assert report.decode.sparse.error == pytest.approx(report.decode.dense.error, rel=1e-3)
+
+
+@pytest.mark.parametrize("wrong", [0.2, float("nan")])
+def test_the_demo_fails_on_a_wrong_result(report: demo.Report, wrong: float) -> None:
+    cell = demo.Cell(error=wrong, ms=1.0)
+    broken = dataclasses.replace(report, exact=report.exact._replace(sparse=cell))
+    assert [failure.split(":")[0] for failure in broken.failures()] == ["sparse"]
+    broken = dataclasses.replace(report, decode=report.decode._replace(dense=cell))
+    assert [failure.split(":")[0] for failure in broken.failures()] == ["dense"]
+
+
+@pytest.mark.parametrize("has_rich", [True, False])
+def test_the_command(
+    report: demo.Report,
+    has_rich: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    if has_rich:
+        pytest.importorskip("rich")
+    real_import = builtins.__import__
+
+    def no_rich(name: str, *args: object) -> object:
+        if name.startswith("rich"):
+            raise ImportError(name)
+        return real_import(name, *args)
+
+    if not has_rich:
+        monkeypatch.setattr(builtins, "__import__", no_rich)
+    monkeypatch.setattr(demo, "run", lambda size, text, device: report)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert demo.main([]) == 0
+    printed = capsys.readouterr().out
+    assert "torch finds no CUDA GPU" in printed and "torch reference" in printed
+    assert "43% saved" in printed and "mla_fp8_decode" in printed
+    assert f"{report.decode.sparse.error:.1e}" in printed
+
+    monkeypatch.setattr(demo.Report, "failures", lambda self: ["dense: off"])
+    assert demo.main([]) == 1
+    assert "WRONG" in capsys.readouterr().out

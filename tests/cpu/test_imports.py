@@ -1,0 +1,174 @@
+"""Who may import whom, read from the source of every module, and what importing the packages loads."""
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+MODULES = {
+    ".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): file
+    for package in ("cute_kernels", "fp8_mla")
+    for file in sorted((ROOT / package).rglob("*.py"))
+}
+# Directories of cute_kernels that are no rooms: one layer each.
+SHARED = ("budget", "compat", "device", "integrations", "runtime", "testing")
+# The files of a room, by name or by the end of it: append_kernel.py is a kernel.
+ROOM_FILES = ("kernel", "op", "plan", "reference", "spec")
+
+# What each layer may import of this project.
+PROJECT = {
+    "fp8_mla": {"fp8_mla"},
+    "public": {"op"},  # cute_kernels itself: the names that users import
+    "room": set(),
+    "spec": {"spec"},
+    "device": {"device"},
+    "kernel": {"device", "kernel", "spec"},
+    "plan": {"budget", "plan", "spec"},
+    "reference": {"fp8_mla", "reference"},
+    "runtime": {"runtime"},
+    "op": {"fp8_mla", "op", "plan", "reference", "runtime", "spec"},
+    "budget": {"budget", "spec"},
+    "compat": {"compat", "fp8_mla", "op", "plan", "public", "runtime", "spec"},
+    "integrations": {"compat", "fp8_mla", "integrations", "op", "plan", "public", "runtime", "spec"},
+    "testing": {"budget", "fp8_mla", "op", "plan", "public", "reference", "runtime", "spec", "testing"},
+}
+# What each layer may import from outside, of the packages that cost something or need something.
+HEAVY = {"torch", "einops", "cutlass", "cuda", "tvm_ffi", "transformers", "vllm"}
+TORCH = {"torch", "einops"}
+DSL = {"cutlass", "cuda"}
+OUTSIDE: dict[str, set[str]] = {
+    "fp8_mla": TORCH,
+    "device": DSL,
+    "kernel": DSL,
+    "reference": TORCH,
+    "runtime": TORCH | DSL | {"tvm_ffi"},
+    "op": TORCH,
+    "compat": TORCH,
+    "integrations": TORCH | {"transformers", "vllm"},
+    "testing": TORCH | {"transformers"},
+}
+
+
+def layer(module: str) -> str | None:
+    """The layer of a module of this project; None for a file whose name says nothing."""
+    package, _, rest = module.partition(".")
+    if package == "fp8_mla":
+        return "fp8_mla"
+    directory, _, file = rest.partition(".")
+    if not directory:
+        return "public"
+    if directory in SHARED:
+        return directory
+    return next((kind for kind in ROOM_FILES if file.split("_")[-1] == kind), None) if file else "room"
+
+
+def imports(module: str, source: str, is_package: bool = False) -> Iterator[str]:
+    """Full names of what a module imports, wherever in the file. A module taken from a package counts as itself."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                parents = module.split(".")[: -node.level + is_package or None]
+                base = ".".join([*parents, *([base] if base else [])])
+            for alias in node.names:
+                yield f"{base}.{alias.name}" if f"{base}.{alias.name}" in MODULES else base
+
+
+def violations(module: str, source: str, is_package: bool = False) -> list[str]:
+    """In words, each import that goes against the direction."""
+    here = layer(module)
+    if here is None:
+        return [f"{module}: a file of a room is a {', a '.join(ROOM_FILES)}, or ends in _ and one of them"]
+    found = []
+    for name in imports(module, source, is_package):
+        top = name.partition(".")[0]
+        if top in ("cute_kernels", "fp8_mla"):
+            there = layer(name)
+            if there not in PROJECT[here]:
+                found.append(f"{module} ({here}) imports {name} ({there})")
+        elif top in HEAVY and top not in OUTSIDE.get(here, set()):
+            found.append(f"{module} ({here}) imports {name}")
+    return found
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_imports_go_one_way(module: str) -> None:
+    file = MODULES[module]
+    assert violations(module, file.read_text(), file.name == "__init__.py") == []
+
+
+def test_every_layer_is_looked_at() -> None:
+    layers = {layer(module) for module in MODULES}
+    assert {"fp8_mla", "public", "room", "spec", "kernel", "plan", "op", "device", "runtime", "compat"} <= layers
+
+
+@pytest.mark.parametrize(
+    "module, source",
+    [
+        ("cute_kernels.mla.kernel", "from cute_kernels.mla.plan import plan_decode"),
+        ("cute_kernels.mla.kernel", "from cute_kernels.mla import plan"),
+        ("cute_kernels.mla.kernel", "from . import plan"),
+        ("cute_kernels.mla.kernel", "from .op import mla_fp8_decode"),
+        ("cute_kernels.mla.kernel", "def f():\n    import torch"),
+        ("cute_kernels.mla.kernel", "import torch.nn.functional as F"),
+        ("cute_kernels.mla.kernel", "import fp8_mla"),
+        ("cute_kernels.mla.append_kernel", "from cute_kernels.runtime.compile import get_kernel"),
+        ("cute_kernels.mla.append_kernel", "from ..mla.op import mla_fp8_decode"),
+        ("cute_kernels.mla.op", "from cute_kernels.mla.kernel import MlaDecodeKernel"),
+        ("cute_kernels.mla.op", "import cutlass"),
+        ("cute_kernels.mla.op", "from cute_kernels.testing import compare"),
+        ("cute_kernels.mla.op", "from cute_kernels.compat import flash_mla"),
+        ("cute_kernels.mla.op", "import cute_kernels"),
+        ("cute_kernels.mla.plan", "from cute_kernels.mla.op import mla_fp8_decode"),
+        ("cute_kernels.mla.plan", "import torch"),
+        ("cute_kernels.mla.spec", "from cute_kernels.mla.plan import plan_decode"),
+        ("cute_kernels.mla.spec", "import cutlass"),
+        ("cute_kernels.device.wgmma", "from cute_kernels.mla.spec import HEADS_PER_CTA"),
+        ("cute_kernels.device.wgmma", "import torch"),
+        ("cute_kernels.runtime.compile", "from cute_kernels.mla.spec import MlaDecodeSpec"),
+        ("cute_kernels.runtime.checks", "from ..merge import spec"),
+        ("cute_kernels.compat.flash_mla", "from cute_kernels.mla.kernel import MlaDecodeKernel"),
+        ("cute_kernels.mla.helpers", ""),
+        ("cute_kernels", "import cute_kernels.runtime.compile"),
+        ("fp8_mla.pack", "from cute_kernels.runtime.checks import require"),
+        ("fp8_mla.pack", "if True:\n    import cute_kernels"),
+        ("fp8_mla.pack", "import einops, cutlass"),
+    ],
+)
+def test_wrong_imports_are_seen(module: str, source: str) -> None:
+    assert len(violations(module, source)) == 1
+
+
+def test_relative_imports_of_a_package_are_resolved() -> None:
+    assert list(imports("fp8_mla", "from .layout import QK_DIM\nfrom . import pack", is_package=True)) == [
+        "fp8_mla.layout",
+        "fp8_mla.pack",
+    ]
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "import cute_kernels, fp8_mla",
+        "import cute_kernels; [getattr(cute_kernels, name) for name in cute_kernels.__all__]",
+        "import cute_kernels.compat.flash_mla",
+    ],
+)
+def test_importing_loads_no_dsl_and_touches_no_gpu(statement: str) -> None:
+    """The test imports torch first: some of its versions load cuda.bindings when they find it."""
+    code = f"""
+import sys, torch
+before = set(sys.modules)
+{statement}
+print(sorted({{m.partition(".")[0] for m in set(sys.modules) - before}} & {{"cutlass", "cuda", "tvm_ffi"}}))
+print(torch.cuda.is_initialized(), "libcute_dsl_runtime" in open("/proc/self/maps").read())
+"""
+    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.split() == ["[]", "False", "False"]

@@ -1,0 +1,153 @@
+"""Every kernel that ships, compiled for sm_90a and held to its budget. No GPU needed."""
+
+import concurrent.futures
+import importlib
+import multiprocessing
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import pytest
+
+from cute_kernels.testing import sass
+from cute_kernels.testing.sass import KernelCode, SassReport, report
+from tests.cpu.tiny_spec import TinySpec
+
+ROOT = Path(__file__).resolve().parents[2]
+SPEC_MODULES = sorted(
+    ".".join(file.relative_to(ROOT).with_suffix("").parts) for file in (ROOT / "cute_kernels").rglob("*spec.py")
+)
+SHIPPED = [spec for module in SPEC_MODULES for spec in importlib.import_module(module).shipped_specs()]
+
+Reports: TypeAlias = "dict[Any, concurrent.futures.Future[SassReport]]"
+
+
+@pytest.fixture(scope="module")
+def reports(request: pytest.FixtureRequest) -> Iterator[Reports]:
+    """Reports of the specs whose tests were selected, made by two processes while the tests wait for the first."""
+    calls = [getattr(item, "callspec", None) for item in request.session.items if item.path == request.path]
+    specs = dict.fromkeys(call.params["spec"] for call in calls if call and "spec" in call.params)
+    context = multiprocessing.get_context("spawn")
+    with concurrent.futures.ProcessPoolExecutor(2, mp_context=context) as pool:
+        yield {spec: pool.submit(report, spec) for spec in specs}
+        pool.shutdown(cancel_futures=True)
+
+
+@pytest.mark.parametrize("spec", SHIPPED, ids=repr)
+def test_compiles_within_its_budget(spec: Any, reports: Reports) -> None:
+    assert spec.can_implement() == []
+    assert reports[spec].result(timeout=300).problems(spec.expected) == []
+
+
+def test_every_room_ships_specs() -> None:
+    assert {"cute_kernels.mla.spec", "cute_kernels.mla.append_spec", "cute_kernels.merge.spec"} <= set(SPEC_MODULES)
+    for module in SPEC_MODULES:
+        specs = importlib.import_module(module).shipped_specs()
+        assert specs and len(set(specs)) == len(specs), f"{module}: none, or the same twice"
+
+
+def test_specs_name_what_makes_a_kernel_fast() -> None:
+    """A budget that names nothing holds nothing."""
+    for spec in SHIPPED:
+        assert 0 < spec.expected["registers"] <= 255
+        assert spec.expected["instructions"]
+
+
+# --- the tools themselves: each fault is seen
+
+
+def test_report_of_a_kernel_without_faults() -> None:
+    spec = TinySpec()
+    found = report(spec)
+    (kernel,) = found.kernels
+    assert 0 < kernel.registers <= 16
+    assert (kernel.stack, kernel.local, kernel.shared) == (0, 0, 0)
+    assert (found.count("LDG"), found.count("STG"), found.count("FMUL"), found.count("EXIT")) == (1, 1, 1, 1)
+    assert found.problems(spec.expected) == []
+    assert "1 FMUL" in str(found)
+
+
+def test_local_memory_is_seen() -> None:
+    problems = "\n".join(report(TinySpec(fault="spill")).problems(TinySpec().expected))
+    for what in ("bytes of stack", "LDL instructions", "STL instructions"):
+        assert what in problems
+
+
+def test_warnings_of_ptxas_are_seen() -> None:
+    found = report(TinySpec(32, fault="setmaxnreg"))
+    assert found.warnings == (
+        "(C7508) Potential Performance Loss: 'setmaxnreg' ignored; unable to determine register count at entry.",
+    )
+    assert found.problems(TinySpec().expected) == [f"ptxas: {found.warnings[0]}"]
+
+
+def test_budget_and_instructions_are_held() -> None:
+    opcodes = {"HGMMA.64x64x16.F32.BF16": 4, "LDG.E.128.CONSTANT": 2, "UTMALDG.4D": 1}
+    code = SassReport((KernelCode("k", 168, 0, 0, 1024, opcodes),), ())
+    assert code.problems({"registers": 168, "instructions": ("HGMMA", "LDG.E.128", "UTMALDG")}) == []
+    assert code.problems({"registers": 167, "instructions": ()}) == ["k: 168 registers; the budget is 167"]
+    for absent in ("UTMASTG", "LDG.E.12", "GMMA", "LDG.128", "HGMMA.64x64x16.F32.BF16.X"):
+        assert code.problems({"registers": 168, "instructions": (absent,)}) == [f"no {absent} instruction"]
+
+
+def test_each_kernel_of_a_spec_is_held_to_the_budget() -> None:
+    kernels = (KernelCode("a", 40, 0, 0, 0, {"LDG": 1}), KernelCode("b", 80, 8, 0, 0, {"LDL.64": 3}))
+    problems = SassReport(kernels, ()).problems({"registers": 64, "instructions": ("LDG",)})
+    assert problems == ["b: 80 registers; the budget is 64", "b: 8 bytes of stack", "b: 3 LDL instructions"]
+
+
+def test_opcodes_are_counted_by_function() -> None:
+    listing = """
+	.section	.text.first,"ax",@progbits
+.text.first:
+        /*0000*/                   LDC R1, c[0x0][0x28] ;
+        /*0010*/              @!P0 LDG.E.128 R16, desc[UR4][R20.64] ;
+        /*0020*/             @!UP2 UTMALDG.4D [UR8], [UR4], desc[UR6] ;
+        /*0030*/               @PT LDG.E.128 R12, desc[UR4][R20.64+0x10] ;
+.L_x_0:
+        /*0040*/                   BRA `(.L_x_0);
+	.section	.nv.shared.first,"aw",@nobits
+	.section	.text.second,"ax",@progbits
+        /*0000*/                   EXIT ;
+"""
+    counts = sass.count_opcodes(listing.splitlines())
+    assert counts == {"first": {"LDC": 1, "LDG.E.128": 2, "UTMALDG.4D": 1, "BRA": 1}, "second": {"EXIT": 1}}
+
+
+def test_wrapped_messages_of_ptxas_are_put_together() -> None:
+    said = """
+          ptxas info    : (C7514) Potential Performance Loss: wgmma.mma_async instructions are
+          serialized due to a call in function
+          'kernel'
+          ptxas info    : (C7519) warpgroup.arrive is injected in around line 7 by compiler
+          ptxas info    : 0 bytes gmem
+"""
+    serialized = (
+        "(C7514) Potential Performance Loss: wgmma.mma_async instructions are serialized due to a call in function"
+    )
+    injected = "(C7519) warpgroup.arrive is injected in around line 7 by compiler"
+    assert sass.find_warnings(said) == (f"{serialized} 'kernel'", injected)
+    problems = SassReport((), sass.find_warnings(said)).problems({"registers": 0, "instructions": ()})
+    assert problems == [f"ptxas: {serialized} 'kernel'"]
+
+
+def test_absent_tool_says_what_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(RuntimeError, match="install nvidia-cuda-nvdisasm"):
+        sass.find_tool("nvdisasm")
+
+
+def test_failing_tool_is_reported(tmp_path: Path) -> None:
+    (tmp_path / "no.cubin").write_bytes(b"no cubin")
+    with pytest.raises(RuntimeError, match="nvdisasm -c"):
+        sass.read_cubin(tmp_path / "no.cubin")
+
+
+def test_report_from_the_command_line() -> None:
+    command = [sys.executable, "-m", "cute_kernels.testing.sass", "tests.cpu.tiny_spec"]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.startswith("TinySpec(width=128, fault='')") and "as expected" in result.stdout

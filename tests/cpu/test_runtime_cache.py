@@ -1,0 +1,446 @@
+"""The compiler and its disk cache: one compilation per kernel, whoever asks, whatever happened to the files."""
+
+import dataclasses
+import importlib.machinery
+import importlib.metadata
+import importlib.util
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+
+from cute_kernels.runtime import arch, cache, compile
+from cute_kernels.runtime.cache import DiskCache, entry_name
+from tests.cpu.tiny_spec import TinySpec
+
+ROOT = Path(__file__).resolve().parents[2]
+SPEC = TinySpec()
+
+GET = """
+import sys
+from cute_kernels.runtime.compile import get_kernel
+from tests.cpu.tiny_spec import TinySpec
+kernel = get_kernel(TinySpec())
+print("cutlass" if "cutlass" in sys.modules else "no cutlass", "tests.cpu.tiny_kernel" in sys.modules, callable(kernel))
+"""
+
+
+@dataclasses.dataclass(frozen=True)
+class OptimizedSpec(TinySpec):
+    """The same fields, other options."""
+
+    compile_options: ClassVar[str] = "--opt-level 2"
+
+
+@dataclasses.dataclass
+class Place:
+    """A cache directory and a log of who compiled a tiny kernel."""
+
+    directory: Path
+    log: Path
+
+    def start(self, code: str, **environment: str) -> "subprocess.Popen[str]":
+        env = os.environ | {"CUTE_KERNELS_CACHE_DIR": str(self.directory), "TINY_KERNEL_LOG": str(self.log)}
+        env |= {"PYTHONPATH": str(ROOT)} | environment
+        return subprocess.Popen(
+            [sys.executable, "-c", code], env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+
+    def run(self, code: str, **environment: str) -> str:
+        process = self.start(code, **environment)
+        out, err = process.communicate(timeout=120)
+        assert process.returncode == 0, err
+        return out
+
+    def compilations(self) -> int:
+        return len(self.log.read_text().splitlines()) if self.log.exists() else 0
+
+    def files(self) -> list[str]:
+        return sorted(path.name for path in self.directory.iterdir() if path.suffix != ".lock")
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Place:
+    """An empty cache for this process and its children, and a process that remembers no kernel."""
+    here = Place(tmp_path / "cache", tmp_path / "log")
+    monkeypatch.setenv("CUTE_KERNELS_CACHE_DIR", str(here.directory))
+    monkeypatch.setenv("TINY_KERNEL_LOG", str(here.log))
+    monkeypatch.setattr(compile, "_kernels", {})
+    monkeypatch.setattr(cache, "_warned_about", set())
+    return here
+
+
+@pytest.fixture(scope="module")
+def filled(tmp_path_factory: pytest.TempPathFactory) -> Place:
+    """A cache that three processes filled at the same time."""
+    base = tmp_path_factory.mktemp("filled")
+    here = Place(base / "cache", base / "log")
+    processes = [here.start(GET) for _ in range(3)]
+    for process in processes:
+        _, err = process.communicate(timeout=120)
+        assert process.returncode == 0, err
+    return here
+
+
+@pytest.fixture
+def fresh_facts() -> Iterator[None]:
+    """Digests and versions are read once per process; these tests change them."""
+    caches = (cache.source_digest, cache._toolchain, cache.runtime_library)
+    for cached in caches:
+        cached.cache_clear()
+    yield
+    for cached in caches:
+        cached.cache_clear()
+
+
+def remember_nothing() -> None:
+    compile._kernels.clear()
+
+
+# --- processes
+
+
+def test_processes_that_start_together_compile_once(filled: Place) -> None:
+    assert filled.compilations() == 1
+    assert filled.files() == [entry_name(SPEC) + ".so"]
+
+
+def test_warm_start_compiles_nothing_and_imports_no_cutlass(filled: Place) -> None:
+    assert filled.run(GET).split() == ["no", "cutlass", "False", "True"]
+    assert filled.compilations() == 1
+
+
+def test_killed_writer_leaves_nothing_that_is_read_or_kept(place: Place) -> None:
+    killed = place.start("import os, signal\nos.replace = lambda *_: os.kill(os.getpid(), signal.SIGKILL)\n" + GET)
+    killed.communicate(timeout=120)
+    assert killed.returncode == -signal.SIGKILL
+    (leftover,) = place.files()
+    assert leftover.startswith(f".{entry_name(SPEC)}.")
+
+    compile.get_kernel(SPEC)
+    assert place.compilations() == 2
+    assert place.files() == [entry_name(SPEC) + ".so"]
+
+
+def test_waits_for_the_builder_that_holds_the_lock(place: Place, filled: Place) -> None:
+    """Not only does the second builder compile nothing: it takes what the first one wrote while it waited."""
+    disk, name = DiskCache(place.directory), entry_name(SPEC)
+    found: list[Any] = []
+    with disk.lock(name) as writable:
+        assert writable
+        waiting = threading.Thread(target=lambda: found.append(compile.get_kernel(SPEC)))
+        waiting.start()
+        time.sleep(0.2)
+        assert not found
+        (place.directory / f"{name}.so").write_bytes((filled.directory / f"{name}.so").read_bytes())
+    waiting.join(timeout=60)
+    assert found and place.compilations() == 0
+
+
+def test_precompile_fills_the_cache_for_others(place: Place) -> None:
+    specs = [TinySpec(32), TinySpec(64), TinySpec(32)]
+    compile.precompile(specs, processes=2)
+    assert place.compilations() == 2
+    assert len(place.files()) == 2
+    compile.precompile(specs, processes=2)
+    for spec in specs:
+        compile.get_kernel(spec)
+    assert place.compilations() == 2
+
+
+def test_precompile_passes_on_why_a_spec_cannot_be_built(place: Place) -> None:
+    with pytest.raises(ValueError, match="width is 33, not a multiple of 32"):
+        compile.precompile([TinySpec(33)], processes=1)
+
+
+# --- threads
+
+
+def test_threads_compile_once(place: Place) -> None:
+    found: list[Any] = []
+    threads = [threading.Thread(target=lambda: found.append(compile.get_kernel(SPEC))) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=60)
+    assert place.compilations() == 1
+    assert len(found) == 8 and len({id(kernel) for kernel in found}) == 1
+
+
+def test_second_call_looks_nowhere(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel = compile.get_kernel(SPEC)
+    monkeypatch.setattr(compile, "_load_or_compile", lambda spec: pytest.fail("the kernel was in memory"))
+    assert compile.get_kernel(TinySpec()) is kernel
+
+
+# --- damage
+
+DAMAGE: dict[str, Callable[[bytes], bytes]] = {
+    "empty": lambda data: b"",
+    "half": lambda data: data[: len(data) // 2],
+    "one bit": lambda data: data[:5000] + bytes([data[5000] ^ 1]) + data[5001:],
+    "no checksum": lambda data: data[:-40],
+    "longer": lambda data: data + b"\0",
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_damaged_entry_is_not_loaded(place: Place, filled: Place, damage: str) -> None:
+    name = entry_name(SPEC)
+    assert DiskCache(filled.directory).load(name) is not None
+    place.directory.mkdir()
+    data = (filled.directory / f"{name}.so").read_bytes()
+    (place.directory / f"{name}.so").write_bytes(DAMAGE[damage](data))
+    assert DiskCache(place.directory).load(name) is None
+
+
+def test_damaged_entry_is_replaced(place: Place, filled: Place) -> None:
+    name = entry_name(SPEC)
+    place.directory.mkdir()
+    entry = place.directory / f"{name}.so"
+    entry.write_bytes(DAMAGE["one bit"]((filled.directory / f"{name}.so").read_bytes()))
+    with pytest.warns(RuntimeWarning, match="is damaged"):
+        compile.get_kernel(SPEC)
+    assert place.compilations() == 1
+    remember_nothing()
+    compile.get_kernel(SPEC)
+    assert place.compilations() == 1
+
+
+def test_sound_file_that_is_no_kernel_is_replaced(place: Place) -> None:
+    """The checksum holds and the loader refuses: a library of another system, say."""
+
+    def export(path: str, symbol: str) -> None:
+        Path(path).write_bytes(b"no ELF file")
+
+    disk, name = DiskCache(place.directory), entry_name(SPEC)
+    place.directory.mkdir()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cache, "_link", lambda object_file: None)
+        assert disk.store(name, export)
+    (place.directory / f"{name}.o").rename(place.directory / f"{name}.so")
+    with pytest.warns(RuntimeWarning, match="is damaged"):
+        compile.get_kernel(SPEC)
+    assert place.compilations() == 1 and disk.load(name) is not None
+
+
+def test_entry_under_another_name_is_not_loaded(place: Place, filled: Place) -> None:
+    other = entry_name(TinySpec(64))
+    place.directory.mkdir()
+    (place.directory / f"{other}.so").write_bytes((filled.directory / f"{entry_name(SPEC)}.so").read_bytes())
+    assert DiskCache(place.directory).load(other) is None
+
+
+# --- places where nothing can be kept
+
+
+def test_unwritable_directory_means_memory_and_one_warning(place: Place) -> None:
+    place.directory.write_text("a file where the directory should be")
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for width in (32, 64):
+            assert callable(compile.get_kernel(TinySpec(width)))
+        compile.precompile([TinySpec(96)])
+    assert [w.category for w in said if "cannot be kept" in str(w.message)] == [RuntimeWarning]
+    assert place.compilations() == 2
+    compile.get_kernel(TinySpec(32))
+    assert place.compilations() == 2
+
+
+def test_directory_that_turns_read_only_means_memory(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(30, "Read-only file system")
+
+    monkeypatch.setattr(cache.tempfile, "TemporaryDirectory", refuse)
+    with pytest.warns(RuntimeWarning, match="Read-only file system"):
+        assert callable(compile.get_kernel(SPEC))
+    assert place.files() == []
+
+
+def test_read_only_directory_still_serves(place: Place, filled: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUTE_KERNELS_CACHE_DIR", str(filled.directory))
+    monkeypatch.setattr(DiskCache, "lock", lambda *_: pytest.fail("a warm start takes no lock"))
+    assert callable(compile.get_kernel(SPEC))
+    assert place.compilations() == 0
+
+
+def test_no_c_compiler_means_object_files(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cache.shutil, "which", lambda name: None)
+    compile.get_kernel(SPEC)
+    assert place.files() == [entry_name(SPEC) + ".o"]
+    remember_nothing()
+    assert callable(compile.get_kernel(SPEC))
+    assert place.compilations() == 1
+
+
+@pytest.mark.parametrize(
+    "environment, expected",
+    [
+        ({"CUTE_KERNELS_CACHE_DIR": "/a", "XDG_CACHE_HOME": "/b"}, "/a"),
+        ({"CUTE_KERNELS_CACHE_DIR": "", "XDG_CACHE_HOME": "/b"}, "/b/cute_kernels"),
+        ({"XDG_CACHE_HOME": "relative", "HOME": "/home/x"}, "/home/x/.cache/cute_kernels"),
+        ({"HOME": "/home/x"}, "/home/x/.cache/cute_kernels"),
+    ],
+)
+def test_directory(environment: dict[str, str], expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for variable in ("CUTE_KERNELS_CACHE_DIR", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(variable, raising=False)
+    for variable, value in environment.items():
+        monkeypatch.setenv(variable, value)
+    assert cache.directory() == Path(expected)
+
+
+def test_user_without_a_home_keeps_nothing(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUTE_KERNELS_CACHE_DIR")
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path)
+    with pytest.warns(RuntimeWarning, match="cannot be kept in /dev/null/cute_kernels"):
+        assert callable(compile.get_kernel(SPEC))
+
+
+# --- the key
+
+
+def test_key_is_the_same_in_every_process(filled: Place) -> None:
+    code = "from cute_kernels.runtime.cache import entry_name\nfrom tests.cpu.tiny_spec import TinySpec\n"
+    assert filled.run(code + "print(entry_name(TinySpec()))", PYTHONHASHSEED="1").strip() == entry_name(SPEC)
+
+
+def test_key_follows_spec_and_options() -> None:
+    names = [entry_name(spec) for spec in (SPEC, TinySpec(64), TinySpec(fault="spill"), OptimizedSpec())]
+    assert len(set(names)) == 4
+
+
+@pytest.mark.parametrize(
+    "variable, changes",
+    [
+        ("CUTE_DSL_LINEINFO", True),
+        ("CUTE_DSL_ENABLE_ASSERTIONS", True),
+        ("CUTE_DSL_SOMETHING_NEW", True),
+        ("CUTE_DSL_ARCH", False),
+        ("CUTE_DSL_PRINT_IR", False),
+        ("PATH", False),
+    ],
+)
+def test_key_follows_settings_that_change_code(variable: str, changes: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = entry_name(SPEC)
+    monkeypatch.setenv(variable, os.environ.get(variable, "") + "1")
+    assert (entry_name(SPEC) != before) == changes
+
+
+@pytest.mark.parametrize("package", ["nvidia-cutlass-dsl", "apache-tvm-ffi"])
+def test_key_follows_versions(package: str, monkeypatch: pytest.MonkeyPatch, fresh_facts: None) -> None:
+    before = entry_name(SPEC)
+    real = importlib.metadata.version
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "99" if name == package else real(name))
+    cache._toolchain.cache_clear()
+    assert entry_name(SPEC) != before
+
+
+def test_missing_package_is_named(monkeypatch: pytest.MonkeyPatch, fresh_facts: None) -> None:
+    def missing(name: str) -> str:
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", missing)
+    with pytest.raises(RuntimeError, match="nvidia-cutlass-dsl, which is not installed"):
+        entry_name(SPEC)
+
+
+def test_key_follows_the_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fresh_facts: None) -> None:
+    source = tmp_path / "edited_kernel.py"
+    source.write_text("one = 1\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    before = cache.source_digest("edited_kernel")
+    cache.source_digest.cache_clear()
+    assert cache.source_digest("edited_kernel") == before
+    source.write_text("one = 2\n")
+    cache.source_digest.cache_clear()
+    assert cache.source_digest("edited_kernel") != before
+
+
+def test_sources_are_all_that_can_reach_a_kernel() -> None:
+    names = {str(file.relative_to(cache.PACKAGE)) for file in cache.sources("cute_kernels.mla.kernel")}
+    assert {"mla/kernel.py", "mla/spec.py", "merge/kernel.py", "merge/spec.py", "runtime/compile.py"} <= names
+    assert any(name.startswith("device/") for name in names)
+    assert not any(name.startswith(("compat/", "testing/")) for name in names)
+
+
+def test_sources_of_a_kernel_from_elsewhere() -> None:
+    names = [file.name for file in cache.sources("tests.cpu.tiny_kernel")]
+    assert sorted(names) == ["arch.py", "compile.py", "tiny_kernel.py"]
+
+
+def test_module_that_does_not_exist_is_named() -> None:
+    with pytest.raises(ValueError, match="got module tests.cpu.no_such_kernel"):
+        cache.sources("tests.cpu.no_such_kernel")
+
+
+def test_every_edit_of_a_reaching_source_is_seen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fresh_facts: None
+) -> None:
+    """Names count as well as contents: a constant that moves between two files changes what is imported."""
+    files = [tmp_path / name for name in ("a.py", "b.py")]
+    monkeypatch.setattr(cache, "sources", lambda module: files)
+    digests = set()
+    for contents in (("x = 1", "y = 1"), ("x = 1", "y = 2"), ("y = 1", "x = 1"), ("x = 1y = 1", "")):
+        for file, content in zip(files, contents, strict=True):
+            file.write_text(content)
+        cache.source_digest.cache_clear()
+        digests.add(cache.source_digest("any"))
+    assert len(digests) == 4
+
+
+@pytest.mark.parametrize("driver, flavour", [(None, "cu13"), (12, "cu12"), (13, "cu13"), (14, "cu13")])
+def test_flavour_is_the_newest_that_the_driver_runs(
+    driver: int | None, flavour: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fresh_facts: None
+) -> None:
+    for installed in ("cu12", "cu13"):
+        library = tmp_path / "nvidia_cutlass_dsl" / installed / "lib" / "libcute_dsl_runtime.so"
+        library.parent.mkdir(parents=True)
+        library.touch()
+    spec = importlib.machinery.ModuleSpec("nvidia_cutlass_dsl", None, is_package=True)
+    spec.submodule_search_locations = [str(tmp_path / "nvidia_cutlass_dsl")]
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: spec)
+    monkeypatch.setattr(cache, "_driver_cuda_major", lambda: driver)
+    assert cache.runtime_library().parents[1].name == flavour
+
+
+# --- compiling
+
+
+def test_spec_that_cannot_be_built_says_why(place: Place) -> None:
+    with pytest.raises(ValueError, match=r"TinySpec\(width=100, fault=''\) cannot be built: width is 100"):
+        compile.get_kernel(TinySpec(100))
+    assert place.compilations() == 0 and place.files() == []
+
+
+def test_target_is_pinned_before_cutlass_is_imported(tmp_path: Path) -> None:
+    here = Place(tmp_path / "cache", tmp_path / "log")
+    code = """
+from cute_kernels.runtime import arch
+arch.pin()
+from cutlass.cutlass_dsl import CuTeDSL
+print(CuTeDSL._get_dsl().envar.arch)
+arch.pin()
+"""
+    assert here.run(code, CUTE_DSL_ARCH="sm_80").split() == ["sm_90a"]
+
+
+def test_cutlass_imported_for_another_target_is_an_error(tmp_path: Path) -> None:
+    here = Place(tmp_path / "cache", tmp_path / "log")
+    process = here.start("import cutlass\n" + GET, CUTE_DSL_ARCH="sm_100a")
+    _, err = process.communicate(timeout=120)
+    assert process.returncode == 1
+    assert "RuntimeError: cutlass was imported with the target sm_100a" in err and "CUTE_DSL_ARCH=sm_90a" in err
+
+
+def test_arch_of_the_package() -> None:
+    assert arch.ARCH == "sm_90a" and arch.CAPABILITY == (9, 0)

@@ -1,0 +1,107 @@
+"""`merge_states` on the GPU against float64."""
+
+import pytest
+import torch
+
+from cute_kernels import merge_states
+from cute_kernels.testing.inputs import generator
+
+HALF_ULP = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
+"""Largest relative error of rounding to a dtype."""
+SUM_ERROR = 4e-6
+"""Of the float32 weights and sums, relative to the sum of magnitudes."""
+
+
+def states(
+    shape: tuple[int, ...], d: int, dtype: torch.dtype, seed: int = 0, empty: bool = True
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(n, ...) log-sum-exps and (n, ..., d) outputs; a fifth of the states is empty and then full of NaN."""
+    gen = generator(seed, "cuda")
+    outs = torch.randn((*shape, d), generator=gen, device="cuda").to(dtype)
+    lses = 5 * torch.randn(shape, generator=gen, device="cuda")
+    if empty:
+        drop = torch.rand(shape, generator=gen, device="cuda") < 0.2
+        drop.flatten(1)[:, 1::11] = True  # rows without any key
+        lses[drop] = -torch.inf
+        outs[drop] = float("nan")
+    return outs, lses
+
+
+def check(
+    out: torch.Tensor, lse: torch.Tensor, outs: torch.Tensor, lses: torch.Tensor, sink: torch.Tensor | None = None
+) -> None:
+    values = torch.where((lses == -torch.inf).unsqueeze(-1), 0.0, outs.double())
+    total = torch.logsumexp(lses.double(), dim=0)
+    weights = torch.where(total == -torch.inf, 0.0, torch.exp(lses.double() - total))
+    if sink is not None:
+        weights = weights * torch.where(total == -torch.inf, 0.0, torch.sigmoid(total - sink.double()))
+    expected = torch.einsum("n...,n...d->...d", weights, values)
+    size = torch.einsum("n...,n...d->...d", weights, values.abs())
+    assert out.isfinite().all()
+    error = (out.double() - expected).abs()
+    allowed = HALF_ULP[out.dtype] * expected.abs() + SUM_ERROR * size + torch.finfo(out.dtype).tiny
+    assert (error <= allowed).all(), f"{int((error > allowed).sum())} elements, off by {error.max().item():.2e}"
+    assert torch.equal(lse == -torch.inf, total == -torch.inf)
+    torch.testing.assert_close(lse.double(), total, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("n", "rows"),
+    [(n, rows) for n in (1, 2, 3, 8, 9, 64, 200) for rows in ((1, 1, 1), (2, 3, 7), (20, 2, 16))]
+    + [(n, (64, 1, 128)) for n in (2, 8)],
+)
+def test_float32_states_into_bfloat16(n, rows):
+    outs, lses = states((n, *rows), 512, torch.float32, seed=n)
+    out = torch.full((*rows, 512), float("nan"), dtype=torch.bfloat16, device="cuda")
+    lse = torch.full(rows, float("nan"), device="cuda")
+    got = merge_states(outs, lses, out=out, lse=lse)
+    assert got[0] is out
+    assert got[1] is lse
+    check(out, lse, outs, lses)
+
+
+@pytest.mark.parametrize("dtype", list(HALF_ULP))
+@pytest.mark.parametrize("d", [8, 64, 72, 128, 512])
+def test_dtypes_and_sizes(dtype, d):
+    outs, lses = states((5, 3, 2, 9), d, dtype, seed=d)
+    check(*merge_states(outs, lses), outs, lses)
+
+
+@pytest.mark.parametrize("rows", [(), (7,), (3, 7), (2, 3, 2, 7)])
+def test_other_ranks(rows):
+    outs, lses = states((3, *rows), 64, torch.float32, empty=False)
+    check(*merge_states(outs, lses), outs, lses)
+
+
+@pytest.mark.parametrize("n", [1, 4, 20])
+def test_sinks_join_once(n):
+    outs, lses = states((n, 4, 2, 6), 512, torch.float32, seed=n)
+    sink = torch.tensor([-torch.inf, -3.0, 0.0, 2.0, 30.0, torch.inf], device="cuda")
+    out, lse = merge_states(outs, lses, s_aux=sink)
+    check(out, lse, outs, lses, sink)
+    assert (out[:, :, 5] == 0).all()
+
+
+def test_log_sum_exps_of_very_different_size():
+    outs, _ = states((4, 2, 2, 8), 512, torch.float32, empty=False)
+    lses = torch.tensor([-1e4, 0.0, 80.0, 1e4], device="cuda").view(4, 1, 1, 1).expand(4, 2, 2, 8).contiguous()
+    for offset in (0.0, -3e4, 3e4):
+        check(*merge_states(outs, lses + offset), outs, lses + offset)
+
+
+def test_strided_states_and_outputs():
+    outs, lses = states((4, 6, 5, 8), 512, torch.bfloat16)
+    wide = torch.full((4, 6, 5, 8, 640), float("nan"), dtype=torch.bfloat16, device="cuda")
+    wide[..., :512] = outs
+    out = torch.full((6, 5, 8, 640), float("nan"), dtype=torch.bfloat16, device="cuda")[..., :512]
+    _, lse = merge_states(wide[..., :512], lses, out=out)
+    check(out, lse, outs, lses)
+
+
+def test_the_same_bits_on_20_runs():
+    outs, lses = states((33, 4, 2, 128), 512, torch.float32)
+    first = merge_states(outs, lses)
+    for _ in range(19):
+        again = merge_states(outs, lses)
+        assert torch.equal(first[0], again[0])
+        assert torch.equal(first[1], again[1])

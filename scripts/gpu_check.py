@@ -215,7 +215,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     out = options.out or (PARTIAL_RESULT if partial else ROOT / "results" / f"{card_slug(record['card'])}.json")
     evidence.write(record, out)
 
-    progress.say(f"written to {out}")
+    progress.say(f"written to {out}; scripts/results_table.py puts results/h200.json into README.md")
     print(table(cases))
     counts = ", ".join(f"{tests[key]} {key}" for key in ("passed", "failed", "skipped"))
     print(f"tests: {counts}; sanitizer: {sanitizer}; ceilings: {ceilings}", flush=True)

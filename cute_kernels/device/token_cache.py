@@ -1,12 +1,16 @@
-"""Reading the 656-byte token format: find a row, gather it into registers, dequantize it into a wgmma-readable tile.
+"""Reading the 656-byte token format: gather rows into registers, store their codes as bf16 into wgmma-readable tiles.
 
-One warpgroup handles 16 rows a pass, 4 a warp, 8 lanes a row. A lane holds a sixteenth of each 128-value quantization tile of
-its row (16 fp8 values, four times), an eighth of the rope part (8 bf16 values) and all four scales: six 16-byte loads,
-24 registers.
+One warpgroup handles 16 rows a pass, 4 a warp, 8 lanes a row. A lane holds a sixteenth of each 128-value quantization
+tile of its row (16 codes, four times), an eighth of the rope part (8 bf16 values) and one of the four scales: five
+16-byte loads and one of 4 bytes, 21 registers.
 
-Store map. In the 128-byte swizzle the 16-byte chunk c of row r sits at c ^ (r % 8), and 16 fp8 values become an even and an odd
-chunk. The 8 lanes of one store phase hold four pieces of an even row and four of an odd row, so their chunks fall into all
-eight bank groups: no conflict. r % 8 does not depend on the pass, so a lane has three base addresses and all else is an immediate.
+An e4m3 code is exact in bf16. The scales are kept apart and applied by those who multiply, in float32, so a key loses
+nothing on its way to the tensor core.
+
+Store map. In the 128-byte swizzle the 16-byte chunk c of row r sits at c ^ (r % 8), and 16 codes become an even and an
+odd chunk. The 8 lanes of one store phase hold four pieces of an even row and four of an odd row, so their chunks fall
+into all eight bank groups: no conflict. r % 8 does not depend on the pass, so a lane has three base addresses and all
+else is an immediate.
 """
 
 import cutlass
@@ -18,18 +22,12 @@ ROW_BYTES = 656
 SCALE_OFFSET = 512
 ROPE_OFFSET = 528
 ROWS_PER_PASS = 16
-PIECES = 6  # 16-byte loads per lane and row: four of fp8, one of bf16, one of scales
-
-# Bits of the float32 scales between which fp8 x scale fits float16 with bf16's accuracy or better: 448 * 2^7 < 65504, and at
-# 2^-20 float16's spacing of 2^-24 is still 2^-13 of a tile's largest value.
-SCALE_BITS_MIN = 0x35800000  # 2^-20
-SCALE_BITS_MAX = 0x43000000  # 2^7
-FLOAT16_MAX = 65504.0
+PIECES = 5  # 16-byte loads per lane and row: four of codes, one of the rope part
 
 
 @cute.jit
 def row_pointer(mKV: cute.Tensor, mZero: cute.Tensor, valid, page: Int32, offset: Int32) -> cute.Pointer:
-    """Address of one token's row, or of a row of zeros: a masked slot may hold NaN, which no probability of 0 would cancel."""
+    """Address of one token's row, or of a row of zeros: a masked slot may hold NaN, which no probability of 0 cancels."""
     # 64-bit products: page * stride passes 2^31 bytes in a cache of 2 GiB
     row = Int64(page) * Int64(mKV.stride[0]) + Int64(offset) * Int64(mKV.stride[1])
     address = cutlass.select_(valid, mKV.iterator.toint() + row, mZero.iterator.toint())
@@ -37,85 +35,53 @@ def row_pointer(mKV: cute.Tensor, mZero: cute.Tensor, valid, page: Int32, offset
 
 
 @cute.jit
-def gather(row: cute.Pointer, segment: Int32, raw: cute.Tensor):
-    """This lane's six 16-byte pieces of a row, into raw (16, PIECES)."""
-    for j in cutlass.range_constexpr(PIECES):
-        _load_piece(row, segment, raw, j)
+def gather(row: cute.Pointer, segment: Int32, quarter: Int32, raw: cute.Tensor, scale: cute.Tensor):
+    """Starts the loads of this lane's pieces of a row into raw (16, PIECES) and scale (1)."""
+    for piece in cutlass.range_constexpr(PIECES):
+        _load_piece(row, segment, raw, piece)
+    _load_scale(row, quarter, scale)
 
 
 @cute.jit
-def dequantize_and_gather(
-    operand: cutlass.Constexpr,
+def store_and_gather(
     raw: cute.Tensor,
+    scale: cute.Tensor,
     even: cute.Tensor,
     odd: cute.Tensor,
     rope: cute.Tensor,
     row: cute.Pointer,
     segment: Int32,
+    quarter: Int32,
 ):
-    """Stores the row in `raw`, dequantized, and starts the loads of another `row` into the registers that come free.
+    """Stores the row in `raw` and starts the loads of another `row` into the registers as they come free.
 
-    fp8 x scale in float32, rounded once to `operand`, goes into the even and odd chunks (8, 4) and the rope chunk (8).
+    Codes go, as bf16, into the even and odd chunks (8, 4), the rope part into its chunk (8). The caller has stored the scale.
     """
-    scale = cute.recast_tensor(raw[None, 5], Float32)
-    rope_bf16 = cute.recast_tensor(raw[None, 4], BFloat16)
-    if const_expr(operand is BFloat16):
-        cute.autovec_copy(rope_bf16, rope)
-    else:
-        out = cute.make_rmem_tensor((8,), operand)
-        out.store(rope_bf16.load().to(Float32).to(operand))
-        cute.autovec_copy(out, rope)
+    _load_scale(row, quarter, scale)
+    cute.autovec_copy(cute.recast_tensor(raw[None, 4], BFloat16), rope)
     _load_piece(row, segment, raw, 4)
     for j in cutlass.range_constexpr(4):
-        values = cute.recast_tensor(raw[None, j], Float8E4M3FN).load().to(Float32) * scale[j]
-        out = cute.make_rmem_tensor((8, 2), operand)
-        out.store(values.to(operand).reshape((8, 2)))
+        out = cute.make_rmem_tensor((8, 2), BFloat16)
+        codes = cute.recast_tensor(raw[None, j], Float8E4M3FN).load()
+        out.store(codes.to(Float32).to(BFloat16).reshape((8, 2)))
         cute.autovec_copy(out[None, 0], even[None, j])
         cute.autovec_copy(out[None, 1], odd[None, j])
         _load_piece(row, segment, raw, j)
-    _load_piece(row, segment, raw, 5)
 
 
 @cute.jit
 def _load_piece(row: cute.Pointer, segment: Int32, raw: cute.Tensor, piece: cutlass.Constexpr):
-    """Piece 0 to 3: fp8 of that quantization tile; 4: rope; 5: the scales."""
+    """Pieces 0 to 3 are codes of that quantization tile, piece 4 is of the rope part."""
     load = cute.make_copy_atom(CopyG2ROp(), Uint8, num_bits_per_copy=128)
-    if const_expr(piece < 4):
-        cute.copy(load, _bytes16(row, segment + 128 * piece), raw[None, piece])
-    elif const_expr(piece == 4):
-        cute.copy(load, _bytes16(row, segment + ROPE_OFFSET), raw[None, piece])
-    else:
-        cute.copy(load, _bytes16(row, SCALE_OFFSET), raw[None, piece])
+    start = 128 * piece if const_expr(piece < 4) else ROPE_OFFSET
+    source = cute.make_tensor(row + cute.assume(segment + start, divby=16), cute.make_layout(16))
+    cute.copy(load, source, raw[None, piece])
 
 
 @cute.jit
-def exceeds_float16(raw: cute.Tensor) -> Int32:
-    """1 if this lane's piece of a row leaves the range in which float16 operands are as good as bf16 ones, else 0."""
-    result = Int32(0)
-    scale_bits = cute.recast_tensor(raw[None, 5], Int32)
-    for j in cutlass.range_constexpr(4):  # NaN, infinite, zero and negative scales fall outside as well
-        if scale_bits[j] < SCALE_BITS_MIN or scale_bits[j] > SCALE_BITS_MAX:
-            result = Int32(1)
-    rope = cute.recast_tensor(raw[None, 4], BFloat16).load().to(Float32)
-    largest = Float32(0.0)
-    for i in cutlass.range_constexpr(8):
-        largest = cute.arch.fmax(largest, cute.arch.fmax(rope[i], -rope[i]))
-    if largest > FLOAT16_MAX:
-        result = Int32(1)
-    return result
-
-
-@cute.jit
-def normalized_exponents(largest: Float32):
-    """(factor, inverse): the power of two that brings `largest` (>= 0) into [256, 512), and its inverse; 1 where there is none."""
-    exponent = (largest.bitcast(Int32) >> 23) & 0xFF  # biased; 255 for Inf and NaN
-    shift = cutlass.min(Int32(135) - exponent, 100)  # |x| below 2^-92 stays small: it is 0 in any sum
-    factor = ((shift + 127) << 23).bitcast(Float32)
-    inverse = ((Int32(127) - shift) << 23).bitcast(Float32)
-    plain = exponent == 255 or largest == 0.0
-    return cutlass.select_(plain, Float32(1.0), factor), cutlass.select_(plain, Float32(1.0), inverse)
-
-
-@cute.jit
-def _bytes16(pointer: cute.Pointer, offset) -> cute.Tensor:
-    return cute.make_tensor(pointer + cute.assume(offset, divby=16), cute.make_layout(16))
+def _load_scale(row: cute.Pointer, quarter: Int32, scale: cute.Tensor):
+    """Scale number `quarter` of the row."""
+    load = cute.make_copy_atom(CopyG2ROp(), Float32, num_bits_per_copy=32)
+    address = (row + cute.assume(SCALE_OFFSET + 4 * quarter, divby=4)).toint()
+    source = cute.make_ptr(Float32, address, AddressSpace.gmem, assumed_align=4)
+    cute.copy(load, cute.make_tensor(source, cute.make_layout(1)), scale)

@@ -6,23 +6,17 @@ from cutlass.cute.nvgpu import warpgroup
 
 
 @cute.jit
-def issue(
-    tiled_mma: cute.TiledMma,
-    acc: cute.Tensor,
-    tA: cute.Tensor,
-    tB: cute.Tensor,
-    accumulate,
-    first_k: cutlass.Constexpr = 0,
-):
-    """Issues acc (+)= A B^T over every k block of tB (MMA, N, K) and those of tA (MMA, M, K) from `first_k` on.
+def issue(tiled_mma: cute.TiledMma, acc: cute.Tensor, tA: cute.Tensor, tB: cute.Tensor, accumulate, k_blocks):
+    """Issues acc (+)= A B^T for pairs of k blocks, one of tA (MMA, M, K) and one of tB (MMA, N, K) each.
 
     Asynchronous: the caller fences before, commits and waits after.
     """
     # the atom is made where it is used: .set() on an atom from outside a dynamic branch does not dominate its use
     mma = cute.make_mma_atom(tiled_mma.op)
     mma.set(warpgroup.Field.ACCUMULATE, accumulate)
-    for k in cutlass.range_constexpr(cute.size(tB, mode=[2])):
-        cute.gemm(mma, acc, tA[None, None, first_k + k], tB[None, None, k], acc)
+    for i in cutlass.range_constexpr(len(k_blocks)):
+        a, b = k_blocks[i]
+        cute.gemm(mma, acc, tA[None, None, a], tB[None, None, b], acc)
         mma.set(warpgroup.Field.ACCUMULATE, True)
 
 
@@ -36,5 +30,5 @@ def by_row(acc: cute.Tensor) -> cute.Tensor:
 
 
 def transposed(tile: cute.Tensor) -> cute.Tensor:
-    """The same shared memory with its first two modes swapped: a K-major (keys, d) tile read as the MN-major (d, keys)."""
+    """The same shared memory, first two modes swapped: a K-major (keys, d) tile read as an MN-major (d, keys) one."""
     return cute.make_tensor(tile.iterator, cute.select(tile.layout, mode=[1, 0, 2]))

@@ -26,6 +26,9 @@ class MlaDecodeSpec:
     cluster: int = 1
 
     kernel: ClassVar[str] = "cute_kernels.mla.kernel:MlaDecodeKernel"
+    # 216 registers hold a consumer's 192 accumulators and all else only when ptxas tries hard; by default (5) it gives up
+    # and serializes every wgmma (C7512)
+    compile_options: ClassVar[str] = "--ptxas-options '--register-usage-level=8'"
 
     def can_implement(self) -> list[str]:
         """Reasons, in words, why this kernel cannot be built; empty when it can."""

@@ -74,7 +74,7 @@ def bf16_ulp(values: torch.Tensor) -> torch.Tensor:
     """Spacing of bf16 numbers at each value: 2 ** (exponent - 7), subnormals included. Float64 of the same shape."""
     _, exponent = torch.frexp(values.double())  # |value| = m * 2**exponent with m in [0.5, 1)
     exponent = (exponent - 1).clamp_min(BF16_MIN_EXPONENT).masked_fill(values == 0, BF16_MIN_EXPONENT)
-    return torch.ldexp(torch.ones_like(values, dtype=torch.float64), exponent - BF16_FRACTION_BITS)
+    return torch.exp2((exponent - BF16_FRACTION_BITS).double())
 
 
 def compare(

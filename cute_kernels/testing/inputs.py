@@ -109,7 +109,8 @@ def _chunk_of_tokens(n: int, gen: torch.Generator, scales: str, outliers: bool) 
         latents[:, list(OUTLIER_CHANNELS)] *= OUTLIER_FACTOR
     absmax = tiles.abs().amax(dim=-1) / FP8_MAX
     if scales == "power_of_two":
-        scale = torch.exp2(absmax.log2().ceil())
+        # in the bits, so that it is exact on every device: up to the next exponent, and the fraction off
+        scale = ((absmax.view(torch.int32) + 0x7FFFFF) & 0x7F800000).view(torch.float32)
     elif scales == "arbitrary":
         scale = absmax * (1 + torch.rand(absmax.shape, generator=gen, device=gen.device))
     elif scales == "rare":

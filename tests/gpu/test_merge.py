@@ -1,15 +1,30 @@
 """`merge_states` on the GPU against float64."""
 
+from itertools import product
+
 import pytest
 import torch
 
 from cute_kernels import merge_states
+from cute_kernels.merge.spec import MergeSpec
+from cute_kernels.runtime.compile import precompile
 from cute_kernels.testing.inputs import generator
 
 HALF_ULP = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 """Largest relative error of rounding to a dtype."""
+WIDTHS = (8, 64, 72, 128, 512)
 SUM_ERROR = 4e-6
 """Of the float32 weights and sums, relative to the sum of magnitudes."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled_for_all_dtypes(compiled: None) -> None:
+    """The variants of `test_dtypes_and_sizes`, compiled side by side: one after another they take most of a minute."""
+    names = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
+    precompile(
+        MergeSpec.for_launch(rows=54, num_states=5, d=d, in_dtype=names[dtype], out_dtype=names[dtype])
+        for dtype, d in product(HALF_ULP, WIDTHS)
+    )
 
 
 def states(
@@ -61,7 +76,7 @@ def test_float32_states_into_bfloat16(n, rows):
 
 
 @pytest.mark.parametrize("dtype", list(HALF_ULP))
-@pytest.mark.parametrize("d", [8, 64, 72, 128, 512])
+@pytest.mark.parametrize("d", WIDTHS)
 def test_dtypes_and_sizes(dtype, d):
     outs, lses = states((5, 3, 2, 9), d, dtype, seed=d)
     check(*merge_states(outs, lses), outs, lses)

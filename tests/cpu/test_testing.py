@@ -1,0 +1,334 @@
+"""The tools that judge the kernels: a comparison must be able to fail, and inputs must be as nasty as they say."""
+
+import dataclasses
+import math
+from itertools import combinations, product
+from typing import Any
+
+import pytest
+import torch
+
+from cute_kernels.testing.compare import (
+    Comparison,
+    bf16_ulp,
+    check_decode,
+    compare,
+    emulate_bf16_decode,
+    relative_error,
+)
+from cute_kernels.testing.inputs import (
+    SCALE_KINDS,
+    PoisonedOutput,
+    covering_cases,
+    dense_case,
+    encode,
+    generator,
+    latent_tokens,
+    ragged_lengths,
+    sparse_case,
+    strided,
+)
+from cute_kernels.testing.timing import percentiles
+from fp8_mla import ROPE_OFFSET, SCALE_OFFSET, pack, reference_decode, slots_from_block_table, unpack
+
+# --- compare
+
+
+def judge(case: Any, out: torch.Tensor, lse: torch.Tensor) -> Comparison:
+    return check_decode(out, lse, **case.arguments())
+
+
+@pytest.mark.parametrize("scales", ["power_of_two", "mixed", "rare"])
+def test_the_emulation_itself_passes(scales):
+    case = sparse_case(batch=3, h_q=8, s_q=2, topk=130, scales=scales, lengths="query", sink="inf")
+    check = judge(case, *emulate_bf16_decode(**case.arguments()))
+    assert check, str(check)
+    assert check.rel_err == check.rel_err_baseline
+    assert 0 < check.rel_err < 4e-3
+
+
+@pytest.mark.parametrize("mode", ["sparse", "dense"])
+def test_the_oracle_passes_and_the_emulation_agrees_with_it(mode):
+    if mode == "sparse":
+        case = sparse_case(batch=4, h_q=5, s_q=2, topk=70, lengths="batch", sink="finite")
+    else:
+        case = dense_case(seqlens=[0, 1, 2, 65, 130], h_q=5, s_q=3, page_size=7, sink="finite")
+    out, lse = reference_decode(**case.arguments())
+    assert judge(case, out.bfloat16(), lse.float()).worst < 0.5
+    emulated, emulated_lse = emulate_bf16_decode(**case.arguments())
+    assert relative_error(emulated, out) < 4e-3
+    torch.testing.assert_close(emulated_lse.double(), lse, rtol=0, atol=5e-3)
+
+
+def damage_one_element(out: torch.Tensor, lse: torch.Tensor) -> None:
+    out[1, 0, 3, 17] += 0.03 * out[1, 0, 3].abs().max()
+
+
+def damage_by_swapping_heads(out: torch.Tensor, lse: torch.Tensor) -> None:
+    out[:, :, [2, 3]] = out[:, :, [3, 2]]
+
+
+def damage_by_leaving_a_tile(out: torch.Tensor, lse: torch.Tensor) -> None:
+    out[2, 0, 1, 256:384] = 0
+
+
+def damage_by_an_unwritten_element(out: torch.Tensor, lse: torch.Tensor) -> None:
+    out[0, 0, 0, 511] = float("nan")
+
+
+def damage_by_an_infinity(out: torch.Tensor, lse: torch.Tensor) -> None:
+    out[0, 0, 0, 0] = float("inf")
+
+
+def damage_the_lse(out: torch.Tensor, lse: torch.Tensor) -> None:
+    lse[1, 0, 2] += 1.5e-3
+
+
+def damage_the_lse_of_an_empty_row(out: torch.Tensor, lse: torch.Tensor) -> None:
+    lse[3, 0, 0] = float("inf")
+
+
+def damage_an_empty_row(out: torch.Tensor, lse: torch.Tensor) -> None:
+    out[3, 0, 0, 5] = 1e-30
+
+
+DAMAGES = {
+    damage_one_element: "out: 1 of",
+    damage_by_swapping_heads: "out: ",
+    damage_by_leaving_a_tile: "out: ",
+    damage_by_an_unwritten_element: "out: NaN misplaced or missing in 1 of",
+    damage_by_an_infinity: "out: +inf misplaced or missing in 1 of",
+    damage_the_lse: "lse: 1 of",
+    damage_the_lse_of_an_empty_row: "lse: +inf misplaced or missing",
+    damage_an_empty_row: "out: 1 of",
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.__name__)
+def test_damage_is_found(damage):
+    case = sparse_case(batch=4, h_q=4, topk=300, scales="power_of_two", query_size=1.0)  # query 3 has no valid key
+    out, lse = emulate_bf16_decode(**case.arguments())
+    assert judge(case, out, lse)
+    damage(out, lse)
+    check = judge(case, out, lse)
+    assert not check
+    assert DAMAGES[damage] in str(check)
+    with pytest.raises(AssertionError, match="mla_fp8_decode: "):
+        check.require()
+
+
+@pytest.mark.parametrize("topk", [2, 64, 2048])
+def test_one_missing_key_is_found(topk):
+    case: Any = sparse_case(batch=2, h_q=16, topk=topk, num_slots=5000, invalid=False, query_size=1.0)
+    indices = case.indices.clone()
+    indices[:, :, topk // 2] = -1
+    check = judge(case, *emulate_bf16_decode(**dataclasses.replace(case, indices=indices).arguments()))
+    assert any(problem.startswith("out: ") for problem in check.problems)
+
+
+def test_a_wrong_scale_of_one_tile_is_found():
+    case: Any = sparse_case(batch=1, h_q=4, topk=64, invalid=False, padded=False)
+    cache = case.kv_cache.clone()
+    tokens = cache.view(-1, cache.shape[-1])
+    tokens[case.indices[0, 0, 0], SCALE_OFFSET + 2] ^= 0x40  # half of a binade in one scale
+    check = judge(case, *emulate_bf16_decode(**dataclasses.replace(case, kv_cache=cache).arguments()))
+    assert not check
+
+
+def test_a_small_group_is_held_to_its_own_size():
+    """An error that would vanish beside a group of large values is found in a group of small ones."""
+    expected = torch.cat([torch.full((1, 128), 1e30), torch.full((1, 128), 1e-30)], dim=1).double()
+    damaged = expected.clone()
+    damaged[0, 200] *= 1.1
+    assert not compare(damaged, expected, expected.bfloat16())
+
+
+def test_nan_and_infinity_that_belong_there_pass():
+    expected = torch.randn((2, 256), dtype=torch.float64, generator=generator(0))
+    expected[0, 3], expected[0, 4], expected[1, 5] = float("nan"), float("inf"), -float("inf")
+    assert compare(expected.bfloat16(), expected, expected.bfloat16())
+    lse = torch.tensor([float("nan"), -float("inf")], dtype=torch.float64)
+    assert compare(expected, expected, expected, lse=lse, expected_lse=lse)
+    swapped = expected.clone()
+    swapped[0, 4], swapped[1, 5] = expected[1, 5], expected[0, 4]
+    assert not compare(swapped, expected, expected)
+
+
+def test_a_broken_yardstick_excuses_nothing():
+    expected = torch.ones((1, 128), dtype=torch.float64)
+    broken = torch.full((1, 128), float("nan"))
+    assert not compare(expected * 1.05, expected, broken)
+
+
+def test_shapes_must_be_equal():
+    full = torch.zeros((2, 128), dtype=torch.float64)
+    with pytest.raises(ValueError, match="three equal ones"):
+        compare(full[:1], full, full)
+    with pytest.raises(ValueError, match="lse"):
+        compare(full, full, full, lse=torch.zeros(1), expected_lse=torch.zeros(2))
+
+
+def test_ulp_is_the_spacing_of_bf16():
+    patterns = torch.arange(0x7F7F, dtype=torch.int32).short()
+    values, following = patterns.view(torch.bfloat16).double(), (patterns + 1).view(torch.bfloat16).double()
+    assert torch.equal(bf16_ulp(values), following - values)
+    assert torch.equal(bf16_ulp(-values), following - values)
+
+
+def test_relative_error_of_zeros_and_nan():
+    zero, one = torch.zeros(3), torch.ones(3)
+    assert relative_error(zero, zero) == 0.0
+    assert relative_error(one, zero) == math.inf
+    assert relative_error(one * 1.5, one) == pytest.approx(0.5)
+    assert math.isnan(relative_error(torch.full((3,), math.nan), one))
+    assert math.isnan(relative_error(torch.full((3,), math.nan), zero))
+
+
+# --- inputs
+
+
+def is_poison(tokens: torch.Tensor) -> torch.Tensor:
+    return (tokens == 0xFF).all(dim=-1)
+
+
+@pytest.mark.parametrize(("lengths", "padded"), [*product(["none", "batch", "query"], [True, False])])
+def test_sparse_lists_name_good_slots_and_lure_into_bad_ones(lengths, padded):
+    case: Any = sparse_case(batch=9, h_q=2, s_q=2, topk=50, page_size=7, num_slots=300, lengths=lengths, padded=padded)
+    pages, page_size, _ = case.kv_cache.shape
+    indices = case.indices.long()
+    valid = (indices >= 0) & (indices < pages * page_size)
+    counted = torch.ones_like(valid)
+    if case.topk_length is not None:
+        assert {0, 1, 50, 55, -3} <= set(case.topk_length.flatten().tolist())
+        counted = torch.arange(50) < case.topk_length.view(9, -1, 1)
+    tokens = case.kv_cache[indices.clamp(0, pages * page_size - 1) // page_size, indices % page_size]
+    assert not is_poison(tokens)[valid & counted].any()
+    assert is_poison(tokens)[valid & ~counted].all()
+    assert (valid & ~counted).any() == (lengths != "none")
+    assert set(indices[counted & ~valid].tolist()) <= {
+        -1,
+        -(2**31),
+        pages * page_size,
+        pages * page_size + 1,
+        2**31 - 1,
+    }
+    assert (~(valid & counted).any(dim=-1)).any(), "a query without any key"
+    assert case.q.is_contiguous() == case.kv_cache.is_contiguous() == case.indices.is_contiguous() == (not padded)
+
+
+@pytest.mark.parametrize("page_size", [1, 7, 64])
+def test_dense_tables_name_good_slots_and_garbage_after_them(page_size):
+    lengths = [0, 1, 6, 7, 8, 130]
+    case = dense_case(seqlens=lengths, h_q=2, page_size=page_size)
+    pages = case.kv_cache.shape[0]
+    assert case.cache_seqlens is not None
+    assert case.block_table is not None
+    slots = slots_from_block_table(case.block_table, case.cache_seqlens, page_size, num_pages=pages)
+    used = slots[slots >= 0]
+    assert len(used) == len(used.unique()) == sum(lengths)
+    poison = is_poison(case.kv_cache).flatten()
+    assert not poison[used].any()
+    assert int(poison.sum()) == pages * page_size - len(used)
+    assert (case.block_table[0] < 0).any() or (case.block_table >= pages).any()
+
+
+@pytest.mark.parametrize("scales", SCALE_KINDS)
+def test_scales_are_what_their_name_says(scales):
+    tokens = latent_tokens(2000, generator(1), scales=scales)
+    scale = tokens[:, SCALE_OFFSET:ROPE_OFFSET].clone().view(torch.float32)
+    assert (scale > 0).all()
+    assert scale.isfinite().all()
+    assert unpack(tokens, torch.float32).isfinite().all()
+    mantissa, _ = torch.frexp(scale)
+    assert (mantissa == 0.5).all() == (scales == "power_of_two")
+    if scales == "mixed":
+        assert scale[:, 0].max() > 1e30
+        assert scale[:, 0].min() < 1e-20
+        assert scale[:, 1].max() < 1e-29
+    if scales == "rare":
+        assert 1 < int((scale > 128).any(dim=1).sum()) < 60
+        assert (scale < 2.0**-25).any()
+
+
+@pytest.mark.parametrize("scales", SCALE_KINDS)
+def test_logits_have_the_size_that_queries_are_made_for(scales):
+    """A rule about the log-sum-exp means something only where scores are neither all equal nor beyond float32."""
+    case = sparse_case(batch=2, h_q=32, topk=1, invalid=False, scales=scales, query_size=1.0)
+    _, lse = reference_decode(**case.arguments())
+    assert 0.2 < lse.std() < 3
+
+
+def test_encode_agrees_with_pack_on_its_scales():
+    latents = torch.randn((50, 576), generator=generator(0)).bfloat16().float()
+    packed = pack(latents)
+    scale = packed[:, SCALE_OFFSET:ROPE_OFFSET].clone().view(torch.float32)
+    tiles = latents[:, :512].view(50, 4, 128) * scale.reciprocal().unsqueeze(-1)
+    assert torch.equal(encode(tiles, scale, latents[:, 512:]), packed)
+
+
+def test_the_same_seed_gives_the_same_case():
+    first, again = (sparse_case(batch=2, h_q=3, topk=9, lengths="batch", sink="inf", seed=5) for _ in range(2))
+    other = sparse_case(batch=2, h_q=3, topk=9, lengths="batch", sink="inf", seed=6)
+    assert torch.equal(first.q, again.q)
+    assert torch.equal(first.kv_cache, again.kv_cache)
+    assert not torch.equal(first.q, other.q)
+
+
+def test_rows_of_a_case_are_the_same_calls():
+    case = sparse_case(batch=5, h_q=3, s_q=2, topk=20, lengths="query", sink="finite")
+    whole, _ = reference_decode(**case.arguments())
+    some, _ = reference_decode(**case.rows([4, 1]).arguments())
+    assert torch.equal(some, whole[[4, 1]])
+    assert case.rows([]).q.shape[0] == 0
+
+
+@pytest.mark.parametrize("padded", [True, False])
+def test_poisoned_outputs_find_what_was_written_beside_them(padded):
+    output = PoisonedOutput((2, 3, 4, 512), torch.bfloat16, "cpu", padded=padded)
+    assert output.tensor.isnan().all()
+    assert output.tensor.is_contiguous() == (not padded)
+    output.tensor.zero_()
+    output.require_no_stray_writes()
+    assert (output.tensor == 0).all()
+    output.poison()
+    assert output.tensor.isnan().all()
+    if padded:
+        beside = output.tensor.as_strided((1,), (1,), output.tensor.storage_offset() + 512)
+        beside.zero_()
+        with pytest.raises(AssertionError, match="2 bytes around"):
+            output.require_no_stray_writes()
+
+
+def test_strided_keeps_values_and_alignment():
+    values = torch.randn((3, 2, 5, 576)).bfloat16()
+    view = strided(values)
+    assert torch.equal(view, values)
+    assert not view.is_contiguous()
+    assert view.stride(-1) == 1
+    assert view.storage_offset() * 2 % 16 == 0
+    assert all(stride * 2 % 16 == 0 for stride in view.stride()[:-1])
+
+
+def test_every_pair_of_values_is_covered():
+    factors: dict[str, tuple[Any, ...]] = {"a": (1, 2, 3), "b": ("x", "y"), "c": (True, False), "d": tuple(range(5))}
+    cases = covering_cases(factors)
+    assert cases == covering_cases(factors)
+    for left, right in combinations(factors, 2):
+        assert {(case[left], case[right]) for case in cases} == set(product(factors[left], factors[right]))
+    assert len(cases) < 20 < 60
+
+
+def test_ragged_lengths_hold_the_boundaries():
+    lengths = ragged_lengths(40, 700, 61, seed=3)
+    assert {0, 1, 63, 64, 65, 127, 128, 129, 60, 61, 62, 121, 122, 123, 700} <= set(lengths)
+    assert len(lengths) == 40
+    assert max(lengths) == 700
+    assert len(ragged_lengths(4, 700, 61, seed=3)) == 4
+
+
+# --- timing
+
+
+def test_percentiles():
+    assert percentiles([3.0]) == (3.0, 3.0, 3.0)
+    assert percentiles([float(n) for n in range(101)]) == (50.0, 10.0, 90.0)

@@ -4,8 +4,9 @@ One warpgroup handles 16 rows a pass, 4 a warp, 8 lanes a row. A lane holds a si
 tile of its row (16 codes, four times), an eighth of the rope part (8 bf16 values) and one of the four scales: five
 16-byte loads and one of 4 bytes, 21 registers.
 
-An e4m3 code is exact in bf16. The scales are kept apart and applied by those who multiply, in float32, so a key loses
-nothing on its way to the tensor core.
+A scale is split into its power of two and the rest, f in [1, 2). The code times the power is exact in bf16 and goes to
+the tensor core; f is kept apart and applied by those who multiply, in float32. So a key loses nothing on its way, and
+whatever the scales are, f and quotients of two of them stay near 1.
 
 Store map. In the 128-byte swizzle the 16-byte chunk c of row r sits at c ^ (r % 8), and 16 codes become an even and an
 odd chunk. The 8 lanes of one store phase hold four pieces of an even row and four of an odd row, so their chunks fall
@@ -27,7 +28,7 @@ PIECES = 5  # 16-byte loads per lane and row: four of codes, one of the rope par
 
 @cute.jit
 def row_pointer(mKV: cute.Tensor, mZero: cute.Tensor, valid, page: Int32, offset: Int32) -> cute.Pointer:
-    """Address of one token's row, or of a row of zeros: a masked slot may hold NaN, which no probability of 0 cancels."""
+    """Address of one token's row, or of a row of zeros: a masked slot may hold NaN, and 0 x NaN is NaN."""
     # 64-bit products: page * stride passes 2^31 bytes in a cache of 2 GiB
     row = Int64(page) * Int64(mKV.stride[0]) + Int64(offset) * Int64(mKV.stride[1])
     address = cutlass.select_(valid, mKV.iterator.toint() + row, mZero.iterator.toint())
@@ -37,33 +38,49 @@ def row_pointer(mKV: cute.Tensor, mZero: cute.Tensor, valid, page: Int32, offset
 @cute.jit
 def gather(row: cute.Pointer, segment: Int32, quarter: Int32, raw: cute.Tensor, scale: cute.Tensor):
     """Starts the loads of this lane's pieces of a row into raw (16, PIECES) and scale (1)."""
+    load_scale(row, quarter, scale)
     for piece in cutlass.range_constexpr(PIECES):
         _load_piece(row, segment, raw, piece)
-    _load_scale(row, quarter, scale)
+
+
+@cute.jit
+def split_scale(scale: Float32):
+    """(power, f) with scale = power * f: a power of two as the bits of a float32, and f in [1, 2).
+
+    f is below 1 for a subnormal scale. Zero, which a masked row has, gives (0, 1); Inf and NaN stay in both.
+    """
+    bits = scale.bitcast(Int32)
+    power = bits & 0x7F800000
+    f = ((bits & 0x007FFFFF) | 0x3F800000).bitcast(Float32)
+    if power == 0x7F800000:
+        f = scale
+    if power == 0 and scale != 0.0:
+        power = Int32(0x00800000)  # 2^-126
+        f = scale * (2.0**126)
+    return power, f
 
 
 @cute.jit
 def store_and_gather(
     raw: cute.Tensor,
-    scale: cute.Tensor,
+    powers: cute.Tensor,
     even: cute.Tensor,
     odd: cute.Tensor,
     rope: cute.Tensor,
     row: cute.Pointer,
     segment: Int32,
-    quarter: Int32,
 ):
     """Stores the row in `raw` and starts the loads of another `row` into the registers as they come free.
 
-    Codes go, as bf16, into the even and odd chunks (8, 4), the rope part into its chunk (8). The caller has stored the scale.
+    Codes times their tile's power, four bf16, go into the even and odd chunks (8, 4), the rope part into its
+    chunk (8).
     """
-    _load_scale(row, quarter, scale)
     cute.autovec_copy(cute.recast_tensor(raw[None, 4], BFloat16), rope)
     _load_piece(row, segment, raw, 4)
     for j in cutlass.range_constexpr(4):
         out = cute.make_rmem_tensor((8, 2), BFloat16)
-        codes = cute.recast_tensor(raw[None, j], Float8E4M3FN).load()
-        out.store(codes.to(Float32).to(BFloat16).reshape((8, 2)))
+        codes = cute.recast_tensor(raw[None, j], Float8E4M3FN).load().to(Float32).to(BFloat16)
+        out.store((codes * powers[j]).reshape((8, 2)))
         cute.autovec_copy(out[None, 0], even[None, j])
         cute.autovec_copy(out[None, 1], odd[None, j])
         _load_piece(row, segment, raw, j)
@@ -79,8 +96,8 @@ def _load_piece(row: cute.Pointer, segment: Int32, raw: cute.Tensor, piece: cutl
 
 
 @cute.jit
-def _load_scale(row: cute.Pointer, quarter: Int32, scale: cute.Tensor):
-    """Scale number `quarter` of the row."""
+def load_scale(row: cute.Pointer, quarter: Int32, scale: cute.Tensor):
+    """Starts the load of scale number `quarter` of the row."""
     load = cute.make_copy_atom(CopyG2ROp(), Float32, num_bits_per_copy=32)
     address = (row + cute.assume(SCALE_OFFSET + 4 * quarter, divby=4)).toint()
     source = cute.make_ptr(Float32, address, AddressSpace.gmem, assumed_align=4)

@@ -4,15 +4,15 @@ One CTA serves 64 heads of one query token over a range of its keys, in tiles of
 shared-memory stages. Tile t belongs to consumer warpgroup t % 2, which computes S and P of the whole tile; each
 warpgroup owns 256 of the 512 output columns (two quantization tiles), so both need P of every tile.
 
-Scales. Shared memory holds the fp8 codes as bf16, which is exact. The scale of a (token, 128 columns) tile is a factor
-of a column of S and of P, and is applied there in float32:
-    S = q_rope k_rope + sum_j scale_j (q_j codes_j)        four groups of wgmma, added up in registers
-    O_j += (P scale_j) codes_j                             rounded to bf16 once, per quantization tile j
-So scores are as exact as float32 sums are, whatever the scales, and dequantization costs the producer no multiply.
+Scales. The scale of a (token, 128 columns) tile is split into a power of two and f in [1, 2). Shared memory holds
+code x power as bf16, which is exact; f is a factor of a column of S and of P and is applied there in float32:
+    S = q_rope k_rope + sum_j f_j (q_j k_j)      as a chain: S = ((S / f_0 + q_0 k_0) f_0 / f_1 + q_1 k_1) ... f_3
+    O_j += (P f_j) k_j                           rounded to bf16 once, per quantization tile j
+So scores are as exact as float32 sums are, whatever the scales, without a second accumulator.
 
 Roles (384 threads)
-  warpgroup 0     producer, 72 registers: gathers rows into registers two passes (32 rows) ahead, stores codes as bf16
-  warpgroup 1, 2  consumers, 216 registers: 128 of O, 32 of S, 32 of one group of S; warp 4 issues the TMA load of Q
+  warpgroup 0     producer, 104 registers: gathers rows into registers two passes (32 rows) ahead, stores them as bf16
+  warpgroup 1, 2  consumers, 200 registers: 128 of O, 32 of S, 48 of P; warp 4 issues the TMA load of Q
 
 Barriers                      arrivals per phase
   q_full                      1 + 73,728 bytes of TMA
@@ -22,16 +22,16 @@ Barriers                      arrivals per phase
   named 2, 3  BAR_OWNER + w   128: all warps of w have finished QK, P may overwrite the rope block
   named 4, 5  BAR_P + w       256: w has written P and the row maxima (arrives), the other reads them (waits)
 
-Shared memory (225,400 of 232,448 bytes)
+Shared memory (228,900 of 232,448 bytes)
   nope    2 x 64 x 512 x 2    131,072   codes as bf16, 128-byte swizzle; O is staged here at the end
   rope    2 x 64 x 64 x 2      16,384   P of a tile overwrites its rope block, which only its owner's QK reads
   q       64 x 576 x 2         73,728
-  scale   2 x 4 x 64 x 4        2,048
-  rest                                  masks, row maxima, row sums, barriers
+  factor  2 x 8 x 64 x 4        4,096   quotients and f of each token's four scales
+  rest                                  masks, maxima and sums of rows, barriers
 
 P crosses from its owner to the other warpgroup as float16, each thread's own fragment: thread t of one warpgroup holds
 the same rows and columns as thread t of the other. P is scaled by 2^8, so float16 keeps what is above 2^-33 of the
-largest, and P x scale stays finite for every scale whose dequantized values are.
+largest.
 """
 
 import cuda.bindings.driver as cuda
@@ -56,7 +56,7 @@ GROUPS = NOPE // GROUP
 DEPTH = 2  # passes of 16 rows that the producer keeps in flight
 PASSES = TOKENS_PER_TILE // token_cache.ROWS_PER_PASS
 THREADS = 384
-PRODUCER_REGISTERS, CONSUMER_REGISTERS = 72, 216  # 72 + 2 * 216 = 504 = 3 * 168, what 384 threads get at launch
+PRODUCER_REGISTERS, CONSUMER_REGISTERS = 104, 200  # 104 + 2 * 200 = 504 = 3 * 168, what 384 threads get at launch
 BAR_CONSUMERS, BAR_OWNER, BAR_P = 1, 2, 4
 P_SHIFT = 8.0
 LOG2_E = 1.4426950408889634
@@ -82,10 +82,11 @@ def _shared_storage():
         nope: cute.struct.Align[cute.struct.MemRange[BFloat16, cute.cosize(layout_nope)], 1024]
         rope: cute.struct.Align[cute.struct.MemRange[BFloat16, cute.cosize(layout_rope)], 1024]
         q: cute.struct.Align[cute.struct.MemRange[BFloat16, cute.cosize(layout_q)], 1024]
-        scale: cute.struct.MemRange[Float32, STAGES * GROUPS * TOKENS_PER_TILE]
+        factor: cute.struct.MemRange[Float32, STAGES * 2 * GROUPS * TOKENS_PER_TILE]  # see `factors`
         mask: cute.struct.MemRange[Float32, STAGES * TOKENS_PER_TILE]  # 0 or -inf, added to the scores
         row_max: cute.struct.MemRange[Float32, STAGES * HEADS_PER_CTA]
         row_sum: cute.struct.MemRange[Float32, 2 * HEADS_PER_CTA]
+        partial_sum: cute.struct.MemRange[Float32, 2 * 256]  # of each consumer thread's two rows
         q_full: Int64
         full: cute.struct.MemRange[Int64, STAGES]
         empty: cute.struct.MemRange[Int64, STAGES]
@@ -198,6 +199,7 @@ class MlaDecodeKernel:
             min_blocks_per_mp=1,
         )  # fmt: skip
         if const_expr(self.spec.split):
+            assert self.spec.merge is not None  # for the type checker
             MergeKernel(self.spec.merge).launch(mPartial, mPartialLse, mSink, mOut, mLse, stream)
 
     @cute.kernel
@@ -263,17 +265,18 @@ class MlaDecodeKernel:
             _, mma_pv = _tiled_mmas()
             shape = mma_pv.partition_shape_C((HEADS_PER_CTA, GROUP))
             acc_o = [cute.make_rmem_tensor(shape, Float32) for _ in range(2)]
-            row_max, row_sum = cute.make_rmem_tensor(2, Float32), cute.make_rmem_tensor(2, Float32)
             for half in cutlass.range_constexpr(2):
                 acc_o[half].fill(0.0)
-            row_max.fill(-Float32.inf)
-            row_sum.fill(0.0)
+            sSum, sMax = self.row_state(smem, wg, tid)
+            for r in cutlass.range_constexpr(2):
+                sSum[r] = Float32(0.0)
+                sMax[r, STAGES - 1] = -Float32.inf  # the maximum before tile 0; every lane of a row writes the same
             if count > 0:
                 if warp_idx == 4:
                     self.load_q(smem, load_q, tQ, work)
                 cute.arch.mbarrier_wait(smem.q_full.ptr, 0)
-                self.attend(smem, acc_o, row_max, row_sum, scale_log2, count, wg, tid)
-            self.add_row_sums(smem, row_sum, wg, tid)
+                self.attend(smem, acc_o, scale_log2, count, wg, tid)
+            row_max, row_sum = self.finish_rows(smem, count, wg, tid)
             if const_expr(self.spec.split):
                 self.store_partial(acc_o, row_max, row_sum, mSink, mPartial, mPartialLse, work, wg, tid)
             else:
@@ -324,17 +327,20 @@ class MlaDecodeKernel:
         at_rope = row * 64 + ((4 * half + quarter) ^ x) * 8
         in_nope = cute.make_layout((8, GROUPS, PASSES, STAGES), stride=(1, 2 * block, 16 * 64, TOKENS_PER_TILE * NOPE))
         in_rope = cute.make_layout((8, PASSES, STAGES), stride=(1, 16 * 64, TOKENS_PER_TILE * ROPE))
-        in_scale = cute.make_layout((PASSES, STAGES), stride=(16, TOKENS_PER_TILE * GROUPS))
+        in_factor = cute.make_layout(
+            (2, PASSES, STAGES), stride=(GROUPS * TOKENS_PER_TILE, 16, 2 * GROUPS * TOKENS_PER_TILE)
+        )
         in_mask = cute.make_layout((PASSES, STAGES), stride=(16, TOKENS_PER_TILE))
         sEven = cute.make_tensor(smem.nope.data_ptr() + cute.assume(at_even, divby=8), in_nope)
         sOdd = cute.make_tensor(smem.nope.data_ptr() + cute.assume(at_odd, divby=8), in_nope)
         sRope = cute.make_tensor(smem.rope.data_ptr() + cute.assume(at_rope, divby=8), in_rope)
-        sScale = cute.make_tensor(smem.scale.data_ptr() + quarter * TOKENS_PER_TILE + row, in_scale)
+        sFactor = cute.make_tensor(smem.factor.data_ptr() + quarter * TOKENS_PER_TILE + row, in_factor)
         sMask = cute.make_tensor(smem.mask.data_ptr() + row, in_mask)
         full, empty = smem.full.data_ptr(), smem.empty.data_ptr()
 
         raw = cute.make_rmem_tensor((16, token_cache.PIECES, DEPTH), Uint8)
         scale = cute.make_rmem_tensor((1, DEPTH), Float32)
+        powers = cute.make_rmem_tensor(GROUPS, BFloat16)
         valid = cute.make_rmem_tensor(DEPTH, Int32)
         entry = cute.make_rmem_tensor(DEPTH, Int32)
         for d in cutlass.range_constexpr(DEPTH):
@@ -351,20 +357,27 @@ class MlaDecodeKernel:
             for group in cutlass.range(PASSES // DEPTH, unroll=1):  # not unrolled: ptxas would hoist loads and spill
                 for d in cutlass.range_constexpr(DEPTH):
                     p = group * DEPTH + d
+                    power, f = token_cache.split_scale(scale[0, d])
+                    before = cute.arch.shuffle_sync(f, (lane & 28) | ((quarter + 3) % 4))  # f of the tile before
                     if half == 0:
-                        sScale[p, stage] = scale[0, d]
                         if quarter == 0:
+                            before = Float32(1.0)  # the chain starts with the rope part, which has no scale
                             sMask[p, stage] = Float32(0.0) if valid[d] != 0 else -Float32.inf
+                        sFactor[0, p, stage] = before * cute.arch.rcp_approx(f)
+                        sFactor[1, p, stage] = f
+                    for j in cutlass.range_constexpr(GROUPS):
+                        of_group = cute.arch.shuffle_sync(power, (lane & 28) | j)
+                        powers[j] = of_group.bitcast(Float32).to(BFloat16)
                     valid[d], source = self.locate(mKV, mZero, entry[d], position, limit, page_divisor)
+                    token_cache.load_scale(source, quarter, scale[None, d])
                     token_cache.store_and_gather(
                         raw[None, None, d],
-                        scale[None, d],
+                        powers,
                         sEven[None, None, p, stage],
                         sOdd[None, None, p, stage],
                         sRope[None, p, stage],
                         source,
                         segment,
-                        quarter,
                     )
                     entry[d] = self.read_entry(entries, position + 16 * DEPTH, last, page_divisor)
                     position += 16
@@ -387,7 +400,9 @@ class MlaDecodeKernel:
         bound = mKV.shape[0]
         if const_expr(self.spec.sparse):
             bound *= mKV.shape[1]
-        inside = cutlass.min(cutlass.max(entry, 0), bound - 1)  # one comparison less, and so a predicate, than two bounds
+        inside = cutlass.min(
+            cutlass.max(entry, 0), bound - 1
+        )  # one comparison less, and so a predicate, than two bounds
         valid = inside == entry and position < limit
         if const_expr(self.spec.sparse):
             page, offset = divmod(inside, page_divisor)
@@ -401,8 +416,6 @@ class MlaDecodeKernel:
         self,
         smem,
         acc_o,
-        row_max: cute.Tensor,
-        row_sum: cute.Tensor,
         scale_log2: Float32,
         count: Int32,
         wg: Int32,
@@ -410,7 +423,8 @@ class MlaDecodeKernel:
     ):
         """Online softmax over `count` tiles.
 
-        row_max is in units of log2 and common to both warpgroups, row_sum is over the tiles of this one.
+        The running maxima (units of log2, common to both warpgroups) and sums (of this one's tiles) live in shared
+        memory: 192 accumulators leave no register for what is touched once a tile.
         """
         layout_nope, layout_rope, layout_q, _ = _layouts()
         mma_qk, mma_pv = _tiled_mmas()
@@ -418,7 +432,7 @@ class MlaDecodeKernel:
         sNope = smem.nope.get_tensor(layout_nope.outer, swizzle=layout_nope.inner)
         sRope = smem.rope.get_tensor(layout_rope.outer, swizzle=layout_rope.inner)
         sQ = smem.q.get_tensor(layout_q.outer, swizzle=layout_q.inner)
-        sMax = smem.row_max.get_tensor(cute.make_layout((HEADS_PER_CTA, STAGES)))
+        sSum, sMax = self.row_state(smem, wg, tid)
         of_columns = cute.make_layout((HEADS_PER_CTA, TOKENS_PER_TILE, STAGES), stride=(0, 1, TOKENS_PER_TILE))
         sMask = smem.mask.get_tensor(of_columns)
         # the fragment that a thread hands to its counterpart, as four 16-byte pieces over the rope block
@@ -435,50 +449,49 @@ class MlaDecodeKernel:
         rV = mma_pv.make_fragment_B(thr_pv.partition_B(sV))
         rP = cute.make_rmem_tensor((8, 4), Float16)
         acc_s = cute.make_rmem_tensor(mma_qk.partition_shape_C((HEADS_PER_CTA, TOKENS_PER_TILE)), Float32)
-        acc_group = cute.make_rmem_tensor(acc_s.shape, Float32)
-        s, group = wgmma.by_row(acc_s), wgmma.by_row(acc_group)
-        cS = wgmma.by_row(thr_qk.partition_C(cute.make_identity_tensor((HEADS_PER_CTA, TOKENS_PER_TILE))))
-        rows = [cS[r, 0][0] for r in range(2)]
+        s = wgmma.by_row(acc_s)
         columns = cute.size(s, mode=[1])
-        new_max, alpha = cute.make_rmem_tensor(2, Float32), cute.make_rmem_tensor(2, Float32)
+        alpha = cute.make_rmem_tensor(2, Float32)
 
         for t in cutlass.range(count, unroll=1):
             stage, use = t % STAGES, t // STAGES
             cute.arch.mbarrier_wait(full + stage, use % 2)
             if stage == wg:
-                warpgroup.fence()
+                quotient, f = self.factors(smem, thr_qk, stage)
                 of_rope = [(NOPE // 16 + k, k) for k in range(ROPE // 16)]
+                warpgroup.fence()
                 wgmma.issue(mma_qk, acc_s, rQ, rRope[None, None, None, stage], False, of_rope)
                 for j in cutlass.range_constexpr(GROUPS):
-                    of_group = [(GROUP // 16 * j + k, GROUP // 16 * j + k) for k in range(GROUP // 16)]
-                    wgmma.issue(mma_qk, acc_group, rQ, rNope[None, None, None, stage], False, of_group)
                     warpgroup.commit_group()
                     warpgroup.wait_group(0)
-                    scale = self.column_scales(smem, thr_qk, stage, j)
+                    by_column = wgmma.by_row(quotient[None, None, None, j])
                     for c in cutlass.range_constexpr(columns):
                         for r in cutlass.range_constexpr(2):
-                            s[r, c] += group[r, c] * scale[0, c]
-                    if const_expr(j < GROUPS - 1):
-                        warpgroup.fence()
+                            s[r, c] *= by_column[0, c]
+                    of_group = [(GROUP // 16 * j + k, GROUP // 16 * j + k) for k in range(GROUP // 16)]
+                    warpgroup.fence()
+                    wgmma.issue(mma_qk, acc_s, rQ, rNope[None, None, None, stage], True, of_group)
+                warpgroup.commit_group()
+                warpgroup.wait_group(0)
                 cute.arch.barrier(barrier_id=BAR_OWNER + wg, number_of_threads=128)
 
                 mask = wgmma.by_row(thr_qk.partition_C(sMask[None, None, stage]))
+                last = wgmma.by_row(f[None, None, None, GROUPS - 1])
                 for r in cutlass.range_constexpr(2):
-                    new_max[r] = -Float32.inf
+                    new_max = sMax[r, 1 - stage]
                     for c in cutlass.range_constexpr(columns):
-                        s[r, c] = s[r, c] * scale_log2 + mask[0, c]
-                        new_max[r] = cute.arch.fmax(new_max[r], s[r, c])
-                    new_max[r] = cute.arch.warp_reduction_max(new_max[r], threads_in_group=4)
-                    new_max[r] = cute.arch.fmax(new_max[r], row_max[r])
-                    if tid % 4 == 0:
-                        sMax[rows[r], stage] = new_max[r]
-                    shift = self.finite(new_max[r]) - P_SHIFT
+                        s[r, c] = s[r, c] * (last[0, c] * scale_log2) + mask[0, c]
+                        new_max = cute.arch.fmax(new_max, s[r, c])
+                    new_max = cute.arch.warp_reduction_max(new_max, threads_in_group=4)
+                    alpha[r] = self.rescaling(sMax[r, 1 - stage], new_max)
+                    shift = self.finite(new_max) - P_SHIFT
                     partial = Float32(0.0)
                     for c in cutlass.range_constexpr(columns):
                         s[r, c] = cute.math.exp2(s[r, c] - shift, fastmath=True)
                         partial += s[r, c]
-                    alpha[r] = self.advance(row_max, row_sum, r, new_max[r])
-                    row_sum[r] += partial  # this thread's columns only; lanes are added at the end
+                    sSum[r] = sSum[r] * alpha[r] + partial  # this thread's columns only; lanes are added at the end
+                    if tid % 4 == 0:
+                        sMax[r, stage] = new_max
                 rP.store(acc_s.load().to(Float16).reshape(rP.shape))
                 cute.autovec_copy(rP, sP[None, None, stage])
                 cute.arch.barrier_arrive(barrier_id=BAR_P + wg, number_of_threads=256)
@@ -486,15 +499,17 @@ class MlaDecodeKernel:
                 cute.arch.barrier(barrier_id=BAR_P + 1 - wg, number_of_threads=256)
                 cute.autovec_copy(sP[None, None, stage], rP)
                 for r in cutlass.range_constexpr(2):
-                    alpha[r] = self.advance(row_max, row_sum, r, sMax[rows[r], stage])
+                    alpha[r] = self.rescaling(sMax[r, 1 - stage], sMax[r, stage])
+                    sSum[r] *= alpha[r]
 
             self.rescale(acc_o, alpha)
+            _, f_of_tile = self.factors(smem, thr_qk, stage)
             for half in cutlass.range_constexpr(2):
-                scale = self.column_scales(smem, thr_qk, stage, 2 * wg + half)
+                by_column = wgmma.by_row(f_of_tile[None, None, None, 2 * wg + half])
                 acc_s.store(rP.load().to(Float32).reshape(acc_s.shape))
                 for c in cutlass.range_constexpr(columns):
                     for r in cutlass.range_constexpr(2):
-                        s[r, c] *= scale[0, c]
+                        s[r, c] *= by_column[0, c]
                 operand = mma_pv.make_fragment_A(mma_pv.partition_shape_A((HEADS_PER_CTA, TOKENS_PER_TILE)))
                 operand.store(acc_s.load().to(BFloat16).reshape(operand.shape))
                 warpgroup.fence()
@@ -507,11 +522,13 @@ class MlaDecodeKernel:
                 cute.arch.mbarrier_arrive(empty + stage)
 
     @cute.jit
-    def column_scales(self, smem, thr_qk, stage: Int32, group) -> cute.Tensor:
-        """The scales of quantization tile `group`, one for each column of this thread's fragment of S: (1, columns)."""
-        of_columns = cute.make_layout((HEADS_PER_CTA, TOKENS_PER_TILE), stride=(0, 1))
-        start = smem.scale.data_ptr() + cute.assume((stage * GROUPS + group) * TOKENS_PER_TILE, divby=TOKENS_PER_TILE)
-        return wgmma.by_row(thr_qk.partition_C(cute.make_tensor(start, of_columns)))
+    def factors(self, smem, thr_qk, stage: Int32):
+        """f_(j-1) / f_j and f_j of the columns of this thread's fragment of S, each (fragment, GROUPS)."""
+        layout = cute.make_layout((HEADS_PER_CTA, TOKENS_PER_TILE, GROUPS), stride=(0, 1, TOKENS_PER_TILE))
+        per_stage = 2 * GROUPS * TOKENS_PER_TILE
+        first = smem.factor.data_ptr() + cute.assume(stage * per_stage, divby=per_stage)
+        quotient, f = (cute.make_tensor(first + i * GROUPS * TOKENS_PER_TILE, layout) for i in range(2))
+        return thr_qk.partition_C(quotient), thr_qk.partition_C(f)
 
     @cute.jit
     def finite(self, x: Float32) -> Float32:
@@ -519,12 +536,9 @@ class MlaDecodeKernel:
         return cutlass.select_(x == -Float32.inf, Float32(0.0), x)
 
     @cute.jit
-    def advance(self, row_max: cute.Tensor, row_sum: cute.Tensor, r: cutlass.Constexpr, new_max: Float32):
-        """Moves row r to a new maximum; returns what O must be multiplied by."""
-        alpha = cute.math.exp2(row_max[r] - self.finite(new_max), fastmath=True)
-        row_max[r] = new_max
-        row_sum[r] *= alpha
-        return alpha
+    def rescaling(self, old_max: Float32, new_max: Float32) -> Float32:
+        """What O and the sum of a row are multiplied by when its maximum moves."""
+        return cute.math.exp2(old_max - self.finite(new_max), fastmath=True)
 
     @cute.jit
     def rescale(self, acc_o, alpha: cute.Tensor):
@@ -541,20 +555,33 @@ class MlaDecodeKernel:
                 for c in cutlass.range_constexpr(cute.size(o, mode=[1])):
                     o[r, c] *= factor[r]
 
+    def row_state(self, smem, wg: Int32, tid: Int32):
+        """This thread's sums of its two rows (2), and their running maxima after the tile in a stage (2, stages)."""
+        sums = smem.partial_sum.data_ptr() + cute.assume((wg * 128 + tid) * 2, divby=2)
+        maxima = cute.make_layout((2, STAGES), stride=(8, HEADS_PER_CTA))
+        return (
+            cute.make_tensor(sums, cute.make_layout(2)),
+            cute.make_tensor(smem.row_max.data_ptr() + self.row(tid, 0), maxima),
+        )
+
     @cute.jit
-    def add_row_sums(self, smem, row_sum: cute.Tensor, wg: Int32, tid: Int32):
-        """Completes row_sum: over the four lanes of a row and over both warpgroups.
+    def finish_rows(self, smem, count: Int32, wg: Int32, tid: Int32):
+        """Final maxima and complete sums of this thread's rows: over the four lanes of a row and both warpgroups.
 
         Afterwards nobody reads the stages any more, so O may be staged there.
         """
+        partial, sMax = self.row_state(smem, wg, tid)
         sSum = smem.row_sum.get_tensor(cute.make_layout((HEADS_PER_CTA, 2)))
+        row_max, row_sum = cute.make_rmem_tensor(2, Float32), cute.make_rmem_tensor(2, Float32)
         for r in cutlass.range_constexpr(2):
-            row_sum[r] = cute.arch.warp_reduction_sum(row_sum[r], threads_in_group=4)
+            total = cute.arch.warp_reduction_sum(partial[r], threads_in_group=4)
             if tid % 4 == 0:
-                sSum[self.row(tid, r), wg] = row_sum[r]
+                sSum[self.row(tid, r), wg] = total
         cute.arch.barrier(barrier_id=BAR_CONSUMERS, number_of_threads=256)
         for r in cutlass.range_constexpr(2):
+            row_max[r] = sMax[r, (count + STAGES - 1) % STAGES]
             row_sum[r] = sSum[self.row(tid, r), 0] + sSum[self.row(tid, r), 1]
+        return row_max, row_sum
 
     def row(self, tid: Int32, r: int) -> Int32:
         """Row of the 64 that this thread's fragments hold as their r-th."""

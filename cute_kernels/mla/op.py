@@ -1,9 +1,11 @@
-"""`mla_fp8_decode`: checks, plan, launch."""
+"""`mla_fp8_decode`: plan, launch, and checks where a launch is refused."""
 
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
+import threading
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 
@@ -15,6 +17,7 @@ from cute_kernels.runtime.compile import get_kernel
 from cute_kernels.runtime.ops import register_op
 
 MAX_HEADS = 128
+DEFAULT_SCALE = fp8_mla.QK_DIM**-0.5
 _NEEDS_KEYS = "either indices (sparse; topk_length is optional), or block_table and cache_seqlens (dense)"
 
 
@@ -53,41 +56,267 @@ def mla_fp8_decode(
         cache_seqlens: dense: (batch,) int32, tokens; those beyond the block table do not exist.
         causal: dense, s_q > 1: query j sees the first ``cache_seqlens - s_q + 1 + j`` keys.
         softmax_scale: default 576 ** -0.5.
-        s_aux: (h_q,) float32, a logit per head in natural-log units that joins the softmax denominator and nothing else.
+        s_aux: (h_q,) float32, a logit per head in natural-log units that joins the softmax denominator alone.
         num_splits: CTAs that share the keys of one query; default: planned from the shapes.
         out: (batch, s_q, h_q, 512) bfloat16 to write to; rows contiguous and 16-byte aligned.
         lse: (batch, s_q, h_q) float32 to write to.
         return_lse: also return the log-sum-exp.
 
     Returns:
-        out (batch, s_q, h_q, 512) bfloat16; with `return_lse` also lse (batch, s_q, h_q) float32, natural log, without the
-        sink. A query without keys has out 0 and lse -inf.
+        out (batch, s_q, h_q, 512) bfloat16; with `return_lse` also lse (batch, s_q, h_q) float32, natural log, without
+        the sink. A query without keys has out 0 and lse -inf.
 
     Raises:
         TypeError, ValueError: before any launch, naming the argument, what it got and what it needs.
     """
-    if not isinstance(q, torch.Tensor) or q.dim() != 4:
-        check_tensor("q", q, ndim=4)
-    batch, s_q, h_q, _ = q.shape
+    request = (
+        q, kv_cache, indices, topk_length, block_table, cache_seqlens, causal, softmax_scale, s_aux, num_splits
+    )  # fmt: skip
+    if isinstance(q, torch.Tensor) and q.is_cuda and not torch.compiler.is_compiling():
+        try:
+            out, lse = _launch(*request, out, lse, return_lse)
+        except Exception:
+            _check(*request, out, lse)
+            raise
+        return (out, lse) if return_lse else out
+    check_tensor("q", q, ndim=4)
     if out is None:
-        out = q.new_empty((batch, s_q, h_q, fp8_mla.V_DIM), dtype=torch.bfloat16)
+        out = q.new_empty((*q.shape[:3], fp8_mla.V_DIM), dtype=torch.bfloat16)
     if lse is None:
-        lse = q.new_empty((batch, s_q, h_q), dtype=torch.float32)
-    _decode_into(
-        q,
-        kv_cache,
-        indices,
-        topk_length,
-        block_table,
-        cache_seqlens,
-        causal,
-        softmax_scale,
-        s_aux,
-        num_splits,
-        out,
-        lse,
-    )
+        lse = q.new_empty(q.shape[:3], dtype=torch.float32)
+    _decode_into(*request, out, lse)
     return (out, lse) if return_lse else out
+
+
+def _launch(
+    q: torch.Tensor,
+    kv_cache: torch.Tensor,
+    indices: torch.Tensor | None,
+    topk_length: torch.Tensor | None,
+    block_table: torch.Tensor | None,
+    cache_seqlens: torch.Tensor | None,
+    causal: bool,
+    softmax_scale: float | None,
+    s_aux: torch.Tensor | None,
+    num_splits: int | None,
+    out: torch.Tensor | None,
+    lse: torch.Tensor | None,
+    wants_lse: bool = True,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Launches without checks of its own, or raises before any launch; then `_check` says why.
+
+    Checks in Python take longer than a launch. The compiled kernel compares dtypes, sizes, strides, alignments and
+    devices with what it was compiled for, in C++; what it cannot know is in the key of the prepared call.
+    """
+    batch, s_q, h_q, _ = q.shape
+    pages = kv_cache if kv_cache.dtype is torch.uint8 else kv_cache.view(torch.uint8)
+    if pages.dim() == 4:
+        pages = pages.squeeze(2)
+    num_pages, page_size, _ = pages.shape
+    sparse = indices is not None
+    index = indices if sparse else block_table
+    if index is None or sparse != (cache_seqlens is None) or (block_table if sparse else topk_length) is not None:
+        fail("indices", "neither or both kinds of arguments", _NEEDS_KEYS)
+    device = q.get_device()
+    key = (device, sparse, batch, s_q, h_q, index.shape[-1], num_pages > 0, page_size, num_splits)
+    call = _prepared.get(key) or _prepare(*key)
+    if out is None:
+        out = torch.empty((batch, s_q, h_q, fp8_mla.V_DIM), dtype=torch.bfloat16, device=q.device)
+    if lse is None:
+        lse = torch.empty((batch, s_q, h_q), device=q.device) if wants_lse else call.unread_lse
+    if call.kernel is None:
+        out.zero_()
+        lse.fill_(-torch.inf)
+        return out, lse
+    if cache_seqlens is not None:
+        length = cache_seqlens
+    elif topk_length is None:
+        length = call.no_length
+    else:
+        length = topk_length if topk_length.dim() == 2 else topk_length.unsqueeze(1).expand(batch, s_q)
+    partial, partial_lse = _scratch(call) if call.num_splits > 1 else (None, None)
+    arguments = (
+        q, pages, index, length, call.no_sink if s_aux is None else s_aux, out, lse, partial, partial_lse,
+        call.zero_row, DEFAULT_SCALE if softmax_scale is None else softmax_scale, call.num_splits, 1 if causal else 0,
+    )  # fmt: skip
+    if torch.cuda.current_device() == device:
+        call.kernel(*arguments)
+    else:
+        with torch.cuda.device(device):
+            call.kernel(*arguments)
+    return out, lse
+
+
+class _Constants(NamedTuple):
+    """What the planner needs to know of a device, and small tensors on it that stand for absent arguments."""
+
+    num_sms: int
+    zero_row: torch.Tensor  # what a masked key reads
+    no_sink: torch.Tensor
+    no_length: torch.Tensor
+
+
+class _Call(NamedTuple):
+    """A planned call: all that does not change while the shapes stay the same. `kernel` is None if no key exists."""
+
+    kernel: Callable[..., Any] | None
+    num_splits: int
+    rows: tuple[int, int, int]
+    zero_row: torch.Tensor
+    no_sink: torch.Tensor
+    no_length: torch.Tensor
+    unread_lse: torch.Tensor
+
+
+_prepared: dict[tuple[Any, ...], _Call] = {}
+
+
+def _prepare(
+    device_index: int,
+    sparse: bool,
+    batch: int,
+    s_q: int,
+    h_q: int,
+    width: int,
+    any_page: bool,
+    page_size: int,
+    num_splits: int | None,
+) -> _Call:
+    """Plans a call and loads its kernel; the arguments are the key that `_launch` looks up."""
+    device = torch.device("cuda", device_index)
+    require_sm90("q", device)
+    _check_sizes(s_q, h_q, num_splits)
+    constants = _constants(device)
+    kernel, splits = None, 1
+    if batch and width and any_page:
+        plan = plan_decode(
+            sparse=sparse,
+            batch=batch,
+            s_q=s_q,
+            h_q=h_q,
+            max_keys=width if sparse else width * page_size,
+            num_sms=constants.num_sms,
+            num_splits=num_splits,
+        )
+        kernel, splits = get_kernel(plan.spec), plan.num_splits
+    rows = (batch, s_q, h_q)
+    call = _Call(
+        kernel,
+        splits,
+        rows,
+        constants.zero_row,
+        constants.no_sink[:h_q],
+        constants.no_length.expand(batch, s_q),
+        torch.empty(rows, device=device),  # written by every call whose caller wants no lse, and read by nobody
+    )
+    if not torch.cuda.is_current_stream_capturing():  # tensors of a graph's pool must not outlive the capture
+        _prepared[device_index, sparse, batch, s_q, h_q, width, any_page, page_size, num_splits] = call
+    return call
+
+
+@functools.cache
+def _constants(device: torch.device) -> _Constants:
+    with torch.cuda.device(device):
+        if torch.cuda.is_current_stream_capturing():
+            raise RuntimeError("mla_fp8_decode: call it once before it is captured into a CUDA graph")
+        constants = _Constants(
+            torch.cuda.get_device_properties(device).multi_processor_count,
+            torch.zeros(fp8_mla.TOKEN_BYTES, dtype=torch.uint8, device=device),
+            torch.full((MAX_HEADS,), -torch.inf, device=device),
+            torch.full((1, 1), torch.iinfo(torch.int32).max, dtype=torch.int32, device=device),
+        )
+        torch.cuda.current_stream().synchronize()  # other streams may read them at once
+    return constants
+
+
+_scratches: dict[tuple[Any, ...], tuple[torch.Tensor, torch.Tensor]] = {}
+_MAX_SCRATCHES = 64
+
+
+def _scratch(call: _Call) -> tuple[torch.Tensor, torch.Tensor]:
+    """Room for the partial results of one call: (splits, batch, s_q, h_q, 512) and (splits, batch, s_q, h_q) float32.
+
+    Allocating takes as long as a launch, so each stream and thread keeps its own: its next call writes them after its
+    last one has read them. A graph under capture gets memory of its own, since it may be replayed on any stream.
+    """
+    device = call.zero_row.device
+    shape = (call.num_splits, *call.rows)
+    if torch.cuda.is_current_stream_capturing():
+        return _new_scratch(shape, device)
+    key = (shape, torch.cuda.current_stream(device).cuda_stream, device.index, threading.get_ident())
+    scratch = _scratches.get(key)
+    if scratch is None:
+        if len(_scratches) >= _MAX_SCRATCHES:
+            del _scratches[next(iter(_scratches))]
+        scratch = _scratches[key] = _new_scratch(shape, device)
+    return scratch
+
+
+def _new_scratch(shape: tuple[int, ...], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.empty((*shape, fp8_mla.V_DIM), device=device), torch.empty(shape, device=device)
+
+
+def _check_sizes(s_q: int, h_q: int, num_splits: int | None) -> None:
+    require(1 <= h_q <= MAX_HEADS, "q", f"{h_q} heads", f"1 to {MAX_HEADS} heads")
+    require(s_q >= 1, "q", f"s_q = {s_q}", "at least one query token")
+    if num_splits is not None:
+        is_int = isinstance(num_splits, int) and not isinstance(num_splits, bool)
+        require(is_int, "num_splits", type(num_splits).__name__, "an int", TypeError)
+        require(1 <= num_splits <= MAX_SPLITS, "num_splits", num_splits, f"1 to {MAX_SPLITS}")
+
+
+def _check(
+    q: torch.Tensor,
+    kv_cache: torch.Tensor,
+    indices: torch.Tensor | None,
+    topk_length: torch.Tensor | None,
+    block_table: torch.Tensor | None,
+    cache_seqlens: torch.Tensor | None,
+    causal: bool,
+    softmax_scale: float | None,
+    s_aux: torch.Tensor | None,
+    num_splits: int | None,
+    out: torch.Tensor | None,
+    lse: torch.Tensor | None,
+) -> None:
+    """Raises what is wrong with the arguments, by name."""
+    check_tensor(
+        "q", q, dtype=torch.bfloat16, shape=(None, None, None, fp8_mla.QK_DIM), align=16, unit_last_stride=True
+    )
+    device = q.device
+    batch, s_q, h_q, _ = q.shape
+    _check_sizes(s_q, h_q, num_splits)
+    check_tensor("kv_cache", kv_cache, dtype=fp8_mla.CACHE_DTYPES, device=device, align=16, unit_last_stride=True)
+    fp8_mla.as_pages(kv_cache)
+    if indices is not None:
+        if block_table is not None or cache_seqlens is not None:
+            fail("indices", "indices and dense arguments", _NEEDS_KEYS)
+        shape: tuple[int | None, ...] = (batch, s_q, None)
+        check_tensor("indices", indices, dtype=torch.int32, shape=shape, device=device, unit_last_stride=True)
+        if topk_length is not None:
+            per_query = isinstance(topk_length, torch.Tensor) and topk_length.dim() == 2
+            shape = (batch, s_q) if per_query else (batch,)
+            check_tensor("topk_length", topk_length, dtype=torch.int32, shape=shape, device=device)
+    else:
+        if block_table is None or cache_seqlens is None or topk_length is not None:
+            names = ("topk_length", "block_table", "cache_seqlens")
+            given = [n for n, t in zip(names, (topk_length, block_table, cache_seqlens), strict=True) if t is not None]
+            fail("indices", f"None, with {' and '.join(given) or 'nothing else'}", _NEEDS_KEYS)
+        shape = (batch, None)
+        check_tensor("block_table", block_table, dtype=torch.int32, shape=shape, device=device, unit_last_stride=True)
+        check_tensor("cache_seqlens", cache_seqlens, dtype=torch.int32, shape=(batch,), device=device)
+    if s_aux is not None:
+        check_tensor("s_aux", s_aux, dtype=torch.float32, shape=(h_q,), device=device, unit_last_stride=True)
+    if softmax_scale is not None:
+        is_number = isinstance(softmax_scale, (int, float))
+        require(is_number, "softmax_scale", type(softmax_scale).__name__, "a number", TypeError)
+    if out is not None:
+        shape = (batch, s_q, h_q, fp8_mla.V_DIM)
+        check_tensor("out", out, dtype=torch.bfloat16, shape=shape, device=device, align=16, unit_last_stride=True)
+    if lse is not None:
+        check_tensor("lse", lse, dtype=torch.float32, shape=(batch, s_q, h_q), device=device)
+    if device.type != "cpu":
+        require_sm90("q", device)
 
 
 def _run(
@@ -104,114 +333,31 @@ def _run(
     out: torch.Tensor,
     lse: torch.Tensor,
 ) -> None:
-    """Checks everything, then writes `out` and `lse`."""
-    device = q.device
-    batch, s_q, h_q, _ = q.shape
-    check_tensor("q", q, dtype=torch.bfloat16, shape=(batch, s_q, h_q, fp8_mla.QK_DIM), align=16, unit_last_stride=True)
-    if not 1 <= h_q <= MAX_HEADS:
-        fail("q", f"{h_q} heads, shape {tuple(q.shape)}", f"1 to {MAX_HEADS} heads")
-    require(s_q >= 1, "q", f"shape {tuple(q.shape)}", "at least one query token")
-    check_tensor("kv_cache", kv_cache, dtype=fp8_mla.CACHE_DTYPES, device=device, align=16, unit_last_stride=True)
-    pages = fp8_mla.as_pages(kv_cache)
-    check_tensor("out", out, dtype=torch.bfloat16, shape=(batch, s_q, h_q, fp8_mla.V_DIM), device=device, align=16,
-                 unit_last_stride=True)  # fmt: skip
-    check_tensor("lse", lse, dtype=torch.float32, shape=(batch, s_q, h_q), device=device)
-    if s_aux is not None:
-        check_tensor("s_aux", s_aux, dtype=torch.float32, shape=(h_q,), device=device, unit_last_stride=True)
-    if num_splits is not None:
-        require(isinstance(num_splits, int), "num_splits", type(num_splits).__name__, "an int", TypeError)
-        require(1 <= num_splits <= MAX_SPLITS, "num_splits", num_splits, f"1 to {MAX_SPLITS}")
-    sparse = indices is not None
-    if sparse:
-        if block_table is not None or cache_seqlens is not None:
-            fail("indices", "indices and dense arguments", _NEEDS_KEYS)
-        check_tensor(
-            "indices", indices, dtype=torch.int32, shape=(batch, s_q, None), device=device, unit_last_stride=True
-        )
-        if topk_length is not None:
-            per_query = isinstance(topk_length, torch.Tensor) and topk_length.dim() == 2
-            shape = (batch, s_q) if per_query else (batch,)
-            check_tensor("topk_length", topk_length, dtype=torch.int32, shape=shape, device=device)
-    else:
-        if block_table is None or cache_seqlens is None or topk_length is not None:
-            names = ("topk_length", "block_table", "cache_seqlens")
-            given = [n for n, t in zip(names, (topk_length, block_table, cache_seqlens), strict=True) if t is not None]
-            fail("indices", f"None, with {' and '.join(given) or 'nothing else'}", _NEEDS_KEYS)
-        check_tensor(
-            "block_table", block_table, dtype=torch.int32, shape=(batch, None), device=device, unit_last_stride=True
-        )
-        check_tensor("cache_seqlens", cache_seqlens, dtype=torch.int32, shape=(batch,), device=device)
-
-    if device.type == "cpu":
-        result, result_lse = fp8_mla.reference_decode(
-            q, pages, indices=indices, topk_length=topk_length, block_table=block_table, cache_seqlens=cache_seqlens,
-            causal=causal, softmax_scale=softmax_scale, s_aux=s_aux,
-        )  # fmt: skip
-        out.copy_(result)
-        lse.copy_(result_lse)
+    """The operator: what torch.compile calls, and CPU tensors."""
+    keys = (indices, topk_length, block_table, cache_seqlens)
+    _check(q, kv_cache, *keys, causal, softmax_scale, s_aux, num_splits, out, lse)
+    if q.is_cuda:
+        _launch(q, kv_cache, *keys, causal, softmax_scale, s_aux, num_splits, out, lse)
         return
-    require_sm90("q", device)
-    if batch == 0:
-        return
-
-    constants = _constants(device)
-    index = indices if sparse else block_table
-    assert index is not None
-    if index.shape[-1] == 0 or pages.shape[0] == 0:  # no key exists for anybody
-        out.zero_()
-        lse.fill_(-torch.inf)
-        return
-    if sparse:
-        if topk_length is None:
-            length = constants.no_length.expand(batch, s_q)
-        else:
-            length = topk_length if topk_length.dim() == 2 else topk_length.unsqueeze(1).expand(batch, s_q)
-    else:
-        assert cache_seqlens is not None
-        length = cache_seqlens
-    plan = plan_decode(
-        sparse=sparse, batch=batch, s_q=s_q, h_q=h_q,
-        max_keys=index.shape[-1] if sparse else index.shape[-1] * pages.shape[1],
-        num_sms=constants.num_sms, num_splits=num_splits,
-    )  # fmt: skip
-    partial = partial_lse = None
-    if plan.spec.merge is not None:
-        partial = torch.empty((plan.num_splits, *out.shape), dtype=torch.float32, device=device)
-        partial_lse = torch.empty((plan.num_splits, *lse.shape), dtype=torch.float32, device=device)
-    get_kernel(plan.spec)(
-        q, pages, index, length, constants.no_sink[:h_q] if s_aux is None else s_aux, out, lse, partial, partial_lse,
-        constants.zero_row, fp8_mla.QK_DIM**-0.5 if softmax_scale is None else softmax_scale, plan.num_splits, int(causal),
-    )  # fmt: skip
-
-
-class _Constants(NamedTuple):
-    """Small tensors that stand for absent arguments, and what the planner needs to know of a device."""
-
-    zero_row: torch.Tensor  # what a masked key reads
-    no_sink: torch.Tensor
-    no_length: torch.Tensor
-    num_sms: int
-
-
-@functools.cache
-def _constants(device: torch.device) -> _Constants:
-    with torch.cuda.device(device):
-        if torch.cuda.is_current_stream_capturing():
-            raise RuntimeError("mla_fp8_decode: call it once before it is captured into a CUDA graph")
-        constants = _Constants(
-            torch.zeros(fp8_mla.TOKEN_BYTES, dtype=torch.uint8, device=device),
-            torch.full((MAX_HEADS,), -torch.inf, device=device),
-            torch.full((1, 1), torch.iinfo(torch.int32).max, dtype=torch.int32, device=device),
-            torch.cuda.get_device_properties(device).multi_processor_count,
-        )
-        torch.cuda.current_stream().synchronize()  # other streams may read them at once
-    return constants
+    result, result_lse = fp8_mla.reference_decode(
+        q,
+        fp8_mla.as_pages(kv_cache),
+        indices=indices,
+        topk_length=topk_length,
+        block_table=block_table,
+        cache_seqlens=cache_seqlens,
+        causal=causal,
+        softmax_scale=softmax_scale,
+        s_aux=s_aux,
+    )
+    out.copy_(result)
+    lse.copy_(result_lse)
 
 
 _decode_into = register_op(
     "mla_fp8_decode",
-    "(Tensor q, Tensor kv_cache, Tensor? indices, Tensor? topk_length, Tensor? block_table, Tensor? cache_seqlens, bool causal, "
-    "float? softmax_scale, Tensor? s_aux, int? num_splits, Tensor(a!) out, Tensor(b!) lse) -> ()",
+    "(Tensor q, Tensor kv_cache, Tensor? indices, Tensor? topk_length, Tensor? block_table, Tensor? cache_seqlens, "
+    "bool causal, float? softmax_scale, Tensor? s_aux, int? num_splits, Tensor(a!) out, Tensor(b!) lse) -> ()",
     _run,
     lambda *args: None,
 )

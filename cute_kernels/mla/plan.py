@@ -35,7 +35,9 @@ def plan_decode(
 
     Args:
         sparse: keys from a list per query, else from a block table.
-        batch, s_q, h_q: of the queries.
+        batch: requests.
+        s_q: query tokens of each.
+        h_q: query heads.
         max_keys: topk, or the tokens that the block table can name. Lengths are known to the device alone: a plan must
             be right for all of them and is made for the longest.
         num_sms: of the device; one CTA fills one.

@@ -17,8 +17,8 @@ class MlaDecodeSpec:
     merge     the kernel that follows when every CTA writes a float32 partial of its range of keys; None: bf16 output
     cluster   CTAs that share one token's dequantized keys: 2 is the crossover's place
 
-    Sinks, lengths and the log-sum-exp are always there (a sink of -inf, a length of topk): they cost nothing measurable,
-    and every fact less halves the number of kernels to compile.
+    Sinks, lengths and the log-sum-exp are always there (a sink of -inf, a length of topk): they cost nothing
+    measurable, and every fact less halves the number of kernels to compile.
     """
 
     sparse: bool
@@ -26,9 +26,8 @@ class MlaDecodeSpec:
     cluster: int = 1
 
     kernel: ClassVar[str] = "cute_kernels.mla.kernel:MlaDecodeKernel"
-    # 216 registers hold a consumer's 192 accumulators and all else only when ptxas tries hard; by default (5) it gives up
-    # and serializes every wgmma (C7512)
-    compile_options: ClassVar[str] = "--ptxas-options '--register-usage-level=8'"
+    # with the default (5) ptxas spills a few of the 200 registers of a consumer, with 0 none
+    compile_options: ClassVar[str] = "--ptxas-options '--register-usage-level=0'"
 
     def can_implement(self) -> list[str]:
         """Reasons, in words, why this kernel cannot be built; empty when it can."""

@@ -29,6 +29,11 @@ def by_row(acc: cute.Tensor) -> cute.Tensor:
     return cute.make_tensor(acc.iterator, cute.composition(acc.layout, layout))
 
 
+def row(tid, r: int):
+    """Row of the 64 that thread `tid` of a warpgroup holds as its r-th."""
+    return tid // 32 * 16 + tid % 32 // 4 + 8 * r
+
+
 def transposed(tile: cute.Tensor) -> cute.Tensor:
     """The same shared memory, first two modes swapped: a K-major (keys, d) tile read as an MN-major (d, keys) one."""
     return cute.make_tensor(tile.iterator, cute.select(tile.layout, mode=[1, 0, 2]))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -11,6 +13,7 @@ from cute_kernels.merge.spec import MAX_D, VECTOR_BYTES, MergeSpec
 from cute_kernels.runtime.arch import require_sm90
 from cute_kernels.runtime.checks import check_tensor, require
 from cute_kernels.runtime.compile import get_kernel
+from cute_kernels.runtime.launch import optimistic, remember
 from cute_kernels.runtime.ops import register_op
 
 _DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
@@ -49,18 +52,72 @@ def merge_states(
 
     CPU tensors are merged by plain torch in float64.
     """
-    _check_shapes(outs, lses, s_aux)
-    if out is None:
-        out = torch.empty(outs.shape[1:], dtype=outs.dtype, device=outs.device)
-    if lse is None:
-        lse = torch.empty(outs.shape[1:-1], dtype=torch.float32, device=outs.device)
-    check_tensor("out", out, dtype=tuple(_DTYPES), shape=tuple(outs.shape[1:]), device=outs.device)
-    check_tensor("lse", lse, dtype=torch.float32, shape=tuple(outs.shape[1:-1]), device=outs.device)
+    if out is None or lse is None:
+        _check_outs(outs)
+        if out is None:
+            out = outs.new_empty(outs.shape[1:])
+        if lse is None:
+            lse = outs.new_empty(outs.shape[1:-1], dtype=torch.float32)
     _merge_states(outs, lses, s_aux, out, lse)
     return out, lse
 
 
-def _check_shapes(outs: torch.Tensor, lses: torch.Tensor, s_aux: torch.Tensor | None) -> None:
+_prepared: dict[tuple[Any, ...], Callable[..., None]] = {}
+
+
+def _key(outs: torch.Tensor, s_aux: torch.Tensor | None, out: torch.Tensor) -> tuple[Any, ...]:
+    """What the choice of a kernel depends on, and what the kernel does not check itself."""
+    return outs.get_device(), outs.shape, outs.dtype, out.dtype, s_aux is None
+
+
+def _launch_prepared(
+    outs: torch.Tensor, lses: torch.Tensor, s_aux: torch.Tensor | None, out: torch.Tensor, lse: torch.Tensor
+) -> bool:
+    kernel = _prepared.get(_key(outs, s_aux, out))
+    if kernel is None:
+        return False
+    _launch(kernel, outs, lses, s_aux, out, lse)
+    return True
+
+
+def _checked(
+    outs: torch.Tensor, lses: torch.Tensor, s_aux: torch.Tensor | None, out: torch.Tensor, lse: torch.Tensor
+) -> None:
+    _check_outs(outs)
+    check_tensor("outs", outs, align=VECTOR_BYTES, unit_last_stride=True)
+    shape, device = tuple(outs.shape), outs.device
+    check_tensor("lses", lses, dtype=torch.float32, shape=shape[:-1], device=device)
+    if s_aux is not None:
+        require(len(shape) >= 3, "s_aux", f"outs of shape {shape}", "outs (n, ..., heads, d)")
+        check_tensor("s_aux", s_aux, dtype=torch.float32, shape=shape[-2:-1], device=device)
+    check_tensor("out", out, dtype=tuple(_DTYPES), shape=shape[1:], device=device, align=VECTOR_BYTES,
+                 unit_last_stride=True)  # fmt: skip
+    check_tensor("lse", lse, dtype=torch.float32, shape=shape[1:-1], device=device)
+    if device.type == "cpu":
+        merged, merged_lse = merge_states_reference(outs, lses, s_aux)
+        out.copy_(merged)
+        lse.copy_(merged_lse)
+        return
+    require_sm90("outs", device)
+    rows = lse.numel()
+    if rows == 0:
+        return
+    require(rows < 2**31, "outs", f"shape {shape}", "fewer than 2^31 rows")
+    spec = MergeSpec.for_launch(
+        rows=rows,
+        num_states=shape[0],
+        d=shape[-1],
+        in_dtype=_DTYPES[outs.dtype],
+        out_dtype=_DTYPES[out.dtype],
+        has_sink=s_aux is not None,
+    )
+    kernel = get_kernel(spec)
+    _launch(kernel, outs, lses, s_aux, out, lse)
+    if len(shape) <= 5:  # beyond, the kernel sees views, so it cannot tell whether the shapes were right
+        remember(_prepared, _key(outs, s_aux, out), kernel)
+
+
+def _check_outs(outs: torch.Tensor) -> None:
     check_tensor("outs", outs, dtype=tuple(_DTYPES))
     shape = tuple(outs.shape)
     require(len(shape) >= 2, "outs", f"shape {shape}", "(n, ..., d)")
@@ -68,53 +125,26 @@ def _check_shapes(outs: torch.Tensor, lses: torch.Tensor, s_aux: torch.Tensor | 
     require(
         shape[-1] % 8 == 0 and 8 <= shape[-1] <= MAX_D, "outs", f"d = {shape[-1]}", f"a multiple of 8 up to {MAX_D}"
     )
-    check_tensor("lses", lses, dtype=torch.float32, shape=shape[:-1], device=outs.device)
-    if s_aux is not None:
-        require(len(shape) >= 3, "s_aux", f"outs of shape {shape}", "outs (n, ..., heads, d)")
-        check_tensor("s_aux", s_aux, dtype=torch.float32, shape=shape[-2:-1], device=outs.device)
 
 
-def _run(
-    outs: torch.Tensor, lses: torch.Tensor, s_aux: torch.Tensor | None, out: torch.Tensor, lse: torch.Tensor
+def _launch(
+    kernel: Callable[..., None],
+    outs: torch.Tensor,
+    lses: torch.Tensor,
+    s_aux: torch.Tensor | None,
+    out: torch.Tensor,
+    lse: torch.Tensor,
 ) -> None:
-    # addresses are known here, but not while torch.compile traces
-    check_tensor("outs", outs, align=VECTOR_BYTES, unit_last_stride=True)
-    check_tensor("out", out, align=VECTOR_BYTES, unit_last_stride=True)
-    if outs.device.type == "cpu":
-        merged, merged_lse = merge_states_reference(outs, lses, s_aux)
-        out.copy_(merged)
-        lse.copy_(merged_lse)
-        return
-    require_sm90("outs", outs.device)
-    if lse.numel() == 0:
-        return
-    require(lse.numel() < 2**31, "outs", f"shape {tuple(outs.shape)}", "fewer than 2^31 rows")
-    spec = MergeSpec.for_launch(
-        rows=lse.numel(),
-        num_states=outs.shape[0],
-        d=outs.shape[-1],
-        in_dtype=_DTYPES[outs.dtype],
-        out_dtype=_DTYPES[out.dtype],
-        has_sink=s_aux is not None,
-    )
-    kernel = get_kernel(spec)
-    if outs.dim() == 5:
-        kernel(outs, lses, s_aux, out, lse)
-        return
-    rows = _three_dimensions(tuple(outs.shape[1:-1]))
-    kernel(
-        outs.reshape(outs.shape[0], *rows, outs.shape[-1]),
-        lses.reshape(lses.shape[0], *rows),
-        s_aux,
-        _view("out", out, (*rows, out.shape[-1])),
-        _view("lse", lse, rows),
-    )
-
-
-def _three_dimensions(leading: tuple[int, ...]) -> tuple[int, int, int]:
-    """The same rows in the same order as (batch, s, heads), the last one kept apart for `s_aux`."""
-    padded = (1, 1, 1, *leading)
-    return math.prod(padded[:-2]), padded[-2], padded[-1]
+    """Calls the kernel with three leading dimensions: (batch, s, heads), the last one kept apart for `s_aux`."""
+    dims = outs.dim()
+    for _ in range(dims, 5):
+        outs, lses, out, lse = outs.unsqueeze(1), lses.unsqueeze(1), out.unsqueeze(0), lse.unsqueeze(0)
+    if dims > 5:
+        n, *leading, d = outs.shape
+        rows = (math.prod(leading[:-2]), *leading[-2:])
+        outs, lses = outs.reshape(n, *rows, d), lses.reshape(n, *rows)
+        out, lse = _view("out", out, (*rows, d)), _view("lse", lse, rows)
+    kernel(outs, lses, s_aux, out, lse)
 
 
 def _view(name: str, t: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
@@ -129,6 +159,6 @@ def _view(name: str, t: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
 _merge_states = register_op(
     "merge_states",
     "(Tensor outs, Tensor lses, Tensor? s_aux, Tensor(a!) out, Tensor(b!) lse) -> ()",
-    _run,
+    optimistic(_launch_prepared, _checked),
     lambda outs, lses, s_aux, out, lse: None,
 )

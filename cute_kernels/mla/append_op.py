@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 
 from cute_kernels.mla.append_spec import MlaAppendSpec
 from cute_kernels.runtime.arch import require_sm90
 from cute_kernels.runtime.checks import check_tensor, require
 from cute_kernels.runtime.compile import get_kernel
+from cute_kernels.runtime.launch import optimistic, remember
 from cute_kernels.runtime.ops import register_op
 from fp8_mla import QK_DIM, as_pages, pack, valid_slots
 
@@ -34,18 +38,35 @@ def mla_fp8_append(kv: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch
 
     CPU tensors are packed by plain torch.
     """
-    check_tensor("kv", kv, dtype=torch.bfloat16, shape=(None, QK_DIM))
-    as_pages(kv_cache)
-    check_tensor("kv_cache", kv_cache, device=kv.device)
-    check_tensor("slot_mapping", slot_mapping, dtype=torch.int64, shape=(kv.shape[0],), device=kv.device)
     _append(kv, kv_cache, slot_mapping)
 
 
-def _run(kv: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor) -> None:
-    # addresses are known here, but not while torch.compile traces
-    check_tensor("kv", kv, align=_ALIGN, unit_last_stride=True)
+_prepared: dict[tuple[Any, ...], Callable[..., None]] = {}
+
+
+def _key(kv: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor) -> tuple[Any, ...]:
+    """What the choice of a kernel depends on, and what the kernel does not check itself."""
+    return kv.get_device(), kv.shape, kv_cache.shape, kv_cache.dtype, slot_mapping.dtype
+
+
+def _launch_prepared(kv: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor) -> bool:
+    kernel = _prepared.get(_key(kv, kv_cache, slot_mapping))
+    if kernel is None:
+        return False
+    # as_pages without its checks, which the key's shape and dtype have passed
+    if kv_cache.dtype is not torch.uint8:
+        kv_cache = kv_cache.view(torch.uint8)
+    if kv_cache.dim() == 4:
+        kv_cache = kv_cache.squeeze(2)
+    kernel(kv, kv_cache, slot_mapping)
+    return True
+
+
+def _checked(kv: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor) -> None:
+    check_tensor("kv", kv, dtype=torch.bfloat16, shape=(None, QK_DIM), align=_ALIGN, unit_last_stride=True)
     pages = as_pages(kv_cache)
-    check_tensor("kv_cache", pages, align=_ALIGN)
+    check_tensor("kv_cache", pages, device=kv.device, align=_ALIGN)
+    check_tensor("slot_mapping", slot_mapping, dtype=torch.int64, shape=(kv.shape[0],), device=kv.device)
     num_slots = pages.shape[0] * pages.shape[1]
     require(num_slots < 2**31, "kv_cache", f"{num_slots} slots", "fewer than 2^31")
     if kv.device.type == "cpu":
@@ -54,7 +75,9 @@ def _run(kv: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor) -
     require_sm90("kv", kv.device)
     tokens = kv.shape[0]
     if tokens and num_slots:
-        get_kernel(MlaAppendSpec.for_launch(tokens))(kv, pages, slot_mapping)
+        kernel = get_kernel(MlaAppendSpec.for_launch(tokens))
+        kernel(kv, pages, slot_mapping)
+        remember(_prepared, _key(kv, kv_cache, slot_mapping), kernel)
 
 
 def _append_reference(kv: torch.Tensor, pages: torch.Tensor, slot_mapping: torch.Tensor) -> None:
@@ -67,6 +90,6 @@ def _append_reference(kv: torch.Tensor, pages: torch.Tensor, slot_mapping: torch
 _append = register_op(
     "mla_fp8_append",
     "(Tensor kv, Tensor(a!) kv_cache, Tensor slot_mapping) -> ()",
-    _run,
+    optimistic(_launch_prepared, _checked),
     lambda kv, kv_cache, slot_mapping: None,
 )

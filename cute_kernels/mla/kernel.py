@@ -44,7 +44,7 @@ from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 from cutlass.memory import SmemAllocator
 from cutlass.tensor_utils import LayoutEnum
 
-from cute_kernels.device import token_cache, wgmma
+from cute_kernels.device import softmax, token_cache, wgmma
 from cute_kernels.merge.kernel import MergeKernel
 from cute_kernels.mla.spec import HEADS_PER_CTA, TOKENS_PER_TILE, MlaDecodeSpec
 
@@ -59,8 +59,6 @@ THREADS = 384
 PRODUCER_REGISTERS, CONSUMER_REGISTERS = 104, 200  # 104 + 2 * 200 = 504 = 3 * 168, what 384 threads get at launch
 BAR_CONSUMERS, BAR_OWNER, BAR_P = 1, 2, 4
 P_SHIFT = 8.0
-LOG2_E = 1.4426950408889634
-LN_2 = 0.6931471805599453
 
 
 def _layouts():
@@ -191,7 +189,7 @@ class MlaDecodeKernel:
         divisors = tuple(cute.fast_divmod_create_divisor_v2(d) for d in (mKV.shape[1], head_blocks, num_splits, s_q))
         self.kernel(
             load_q, tQ, mKV, mIndex, mLength, mSink, store_out, tOut, mLse, mPartial, mPartialLse, mZero,
-            softmax_scale * LOG2_E, num_splits, causal, divisors,
+            softmax_scale * softmax.LOG2_E, num_splits, causal, divisors,
         ).launch(
             grid=[batch * s_q * num_splits * head_blocks, 1, 1],
             block=[THREADS, 1, 1],
@@ -248,6 +246,9 @@ class MlaDecodeKernel:
             for stage in cutlass.range_constexpr(STAGES):
                 cute.arch.mbarrier_init(smem.full.data_ptr() + stage, 4)
                 cute.arch.mbarrier_init(smem.empty.data_ptr() + stage, 8)
+        if tidx < HEADS_PER_CTA:  # the maxima before tile 0
+            sMax = smem.row_max.get_tensor(cute.make_layout((HEADS_PER_CTA, STAGES)))
+            sMax[tidx, STAGES - 1] = -Float32.inf
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
 
@@ -267,10 +268,8 @@ class MlaDecodeKernel:
             acc_o = [cute.make_rmem_tensor(shape, Float32) for _ in range(2)]
             for half in cutlass.range_constexpr(2):
                 acc_o[half].fill(0.0)
-            sSum, sMax = self.row_state(smem, wg, tid)
-            for r in cutlass.range_constexpr(2):
-                sSum[r] = Float32(0.0)
-                sMax[r, STAGES - 1] = -Float32.inf  # the maximum before tile 0; every lane of a row writes the same
+            sSum, _ = self.row_state(smem, wg, tid)
+            sSum.fill(0.0)
             if count > 0:
                 if warp_idx == 4:
                     self.load_q(smem, load_q, tQ, work)
@@ -483,8 +482,8 @@ class MlaDecodeKernel:
                         s[r, c] = s[r, c] * (last[0, c] * scale_log2) + mask[0, c]
                         new_max = cute.arch.fmax(new_max, s[r, c])
                     new_max = cute.arch.warp_reduction_max(new_max, threads_in_group=4)
-                    alpha[r] = self.rescaling(sMax[r, 1 - stage], new_max)
-                    shift = self.finite(new_max) - P_SHIFT
+                    alpha[r] = softmax.rescaling(sMax[r, 1 - stage], new_max)
+                    shift = softmax.finite(new_max) - P_SHIFT
                     partial = Float32(0.0)
                     for c in cutlass.range_constexpr(columns):
                         s[r, c] = cute.math.exp2(s[r, c] - shift, fastmath=True)
@@ -499,10 +498,10 @@ class MlaDecodeKernel:
                 cute.arch.barrier(barrier_id=BAR_P + 1 - wg, number_of_threads=256)
                 cute.autovec_copy(sP[None, None, stage], rP)
                 for r in cutlass.range_constexpr(2):
-                    alpha[r] = self.rescaling(sMax[r, 1 - stage], sMax[r, stage])
+                    alpha[r] = softmax.rescaling(sMax[r, 1 - stage], sMax[r, stage])
                     sSum[r] *= alpha[r]
 
-            self.rescale(acc_o, alpha)
+            softmax.rescale(acc_o, alpha)
             _, f_of_tile = self.factors(smem, thr_qk, stage)
             for half in cutlass.range_constexpr(2):
                 by_column = wgmma.by_row(f_of_tile[None, None, None, 2 * wg + half])
@@ -530,38 +529,13 @@ class MlaDecodeKernel:
         quotient, f = (cute.make_tensor(first + i * GROUPS * TOKENS_PER_TILE, layout) for i in range(2))
         return thr_qk.partition_C(quotient), thr_qk.partition_C(f)
 
-    @cute.jit
-    def finite(self, x: Float32) -> Float32:
-        """x, or 0 where no key has been seen: exp2(-inf - 0) is 0, exp2(-inf - -inf) would be NaN."""
-        return cutlass.select_(x == -Float32.inf, Float32(0.0), x)
-
-    @cute.jit
-    def rescaling(self, old_max: Float32, new_max: Float32) -> Float32:
-        """What O and the sum of a row are multiplied by when its maximum moves."""
-        return cute.math.exp2(old_max - self.finite(new_max), fastmath=True)
-
-    @cute.jit
-    def rescale(self, acc_o, alpha: cute.Tensor):
-        """O *= alpha by rows, skipped when no row of the warp has a new maximum."""
-        if not cute.arch.vote_all_sync(alpha[0] == 1.0 and alpha[1] == 1.0):
-            self.multiply_rows(acc_o, alpha)
-
-    @cute.jit
-    def multiply_rows(self, acc_o, factor: cute.Tensor):
-        """O *= factor by rows."""
-        for half in cutlass.range_constexpr(2):
-            o = wgmma.by_row(acc_o[half])
-            for r in cutlass.range_constexpr(2):
-                for c in cutlass.range_constexpr(cute.size(o, mode=[1])):
-                    o[r, c] *= factor[r]
-
     def row_state(self, smem, wg: Int32, tid: Int32):
         """This thread's sums of its two rows (2), and their running maxima after the tile in a stage (2, stages)."""
         sums = smem.partial_sum.data_ptr() + cute.assume((wg * 128 + tid) * 2, divby=2)
         maxima = cute.make_layout((2, STAGES), stride=(8, HEADS_PER_CTA))
         return (
             cute.make_tensor(sums, cute.make_layout(2)),
-            cute.make_tensor(smem.row_max.data_ptr() + self.row(tid, 0), maxima),
+            cute.make_tensor(smem.row_max.data_ptr() + wgmma.row(tid, 0), maxima),
         )
 
     @cute.jit
@@ -576,29 +550,12 @@ class MlaDecodeKernel:
         for r in cutlass.range_constexpr(2):
             total = cute.arch.warp_reduction_sum(partial[r], threads_in_group=4)
             if tid % 4 == 0:
-                sSum[self.row(tid, r), wg] = total
+                sSum[wgmma.row(tid, r), wg] = total
         cute.arch.barrier(barrier_id=BAR_CONSUMERS, number_of_threads=256)
         for r in cutlass.range_constexpr(2):
             row_max[r] = sMax[r, (count + STAGES - 1) % STAGES]
-            row_sum[r] = sSum[self.row(tid, r), 0] + sSum[self.row(tid, r), 1]
+            row_sum[r] = sSum[wgmma.row(tid, r), 0] + sSum[wgmma.row(tid, r), 1]
         return row_max, row_sum
-
-    def row(self, tid: Int32, r: int) -> Int32:
-        """Row of the 64 that this thread's fragments hold as their r-th."""
-        return tid // 32 * 16 + tid % 32 // 4 + 8 * r
-
-    @cute.jit
-    def log_sum_exp(self, row_max: Float32, row_sum: Float32) -> Float32:
-        """Natural logarithm of the sum of exponentials; -inf without keys."""
-        lse = (row_max + cute.math.log2(row_sum, fastmath=True) - P_SHIFT) * LN_2
-        return cutlass.select_(row_sum == 0.0, -Float32.inf, lse)
-
-    @cute.jit
-    def normalize(self, acc_o, row_sum: cute.Tensor, denominator: cute.Tensor):
-        """O / denominator; 0 without keys."""
-        for r in cutlass.range_constexpr(2):
-            denominator[r] = cutlass.select_(row_sum[r] == 0.0, Float32(0.0), 1.0 / denominator[r])
-        self.multiply_rows(acc_o, denominator)
 
     @cute.jit
     def store(
@@ -620,13 +577,13 @@ class MlaDecodeKernel:
         denominator = cute.make_rmem_tensor(2, Float32)
         for r in cutlass.range_constexpr(2):
             denominator[r] = row_sum[r]
-            head = head_block * HEADS_PER_CTA + self.row(tid, r)
+            head = head_block * HEADS_PER_CTA + wgmma.row(tid, r)
             if head < mSink.shape[0]:
-                sink = mSink[head] * LOG2_E
-                denominator[r] += cute.math.exp2(sink - self.finite(row_max[r]) + P_SHIFT, fastmath=True)
+                sink = mSink[head] * softmax.LOG2_E
+                denominator[r] += cute.math.exp2(sink - softmax.finite(row_max[r]) + P_SHIFT, fastmath=True)
                 if wg == 0 and tid % 4 == 0:
-                    mLse[batch_idx, query_idx, head] = self.log_sum_exp(row_max[r], row_sum[r])
-        self.normalize(acc_o, row_sum, denominator)
+                    mLse[batch_idx, query_idx, head] = softmax.log_sum_exp(row_max[r] - P_SHIFT, row_sum[r])
+        softmax.normalize(acc_o, row_sum, denominator)
 
         _, _, _, layout_out = _layouts()
         _, mma_pv = _tiled_mmas()
@@ -667,16 +624,16 @@ class MlaDecodeKernel:
         denominator = cute.make_rmem_tensor(2, Float32)
         for r in cutlass.range_constexpr(2):
             denominator[r] = row_sum[r]
-        self.normalize(acc_o, row_sum, denominator)
+        softmax.normalize(acc_o, row_sum, denominator)
         thr_pv = _tiled_mmas()[1].get_slice(tid)
         gO = cute.local_tile(
             mPartial[split_idx, batch_idx, query_idx, None, None], (HEADS_PER_CTA, GROUP), (head_block, None)
         )
         for r in cutlass.range_constexpr(2):
-            head = head_block * HEADS_PER_CTA + self.row(tid, r)
+            head = head_block * HEADS_PER_CTA + wgmma.row(tid, r)
             if head < mSink.shape[0]:
                 if wg == 0 and tid % 4 == 0:
-                    lse = self.log_sum_exp(row_max[r], row_sum[r])
+                    lse = softmax.log_sum_exp(row_max[r] - P_SHIFT, row_sum[r])
                     mPartialLse[split_idx, batch_idx, query_idx, head] = lse
                 for half in cutlass.range_constexpr(2):
                     target = wgmma.by_row(thr_pv.partition_C(gO[None, None, 2 * wg + half]))

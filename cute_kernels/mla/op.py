@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import threading
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -134,7 +135,7 @@ def _launch(
         length = call.no_length
     else:
         length = topk_length if topk_length.dim() == 2 else topk_length.unsqueeze(1).expand(batch, s_q)
-    partial, partial_lse = _scratch(call) if call.num_splits > 1 else (None, None)
+    partial, partial_lse = _scratch(call, device) if call.num_splits > 1 else (None, None)
     arguments = (
         q, pages, index, length, call.no_sink if s_aux is None else s_aux, out, lse, partial, partial_lse,
         call.zero_row, DEFAULT_SCALE if softmax_scale is None else softmax_scale, call.num_splits, 1 if causal else 0,
@@ -166,6 +167,7 @@ class _Call(NamedTuple):
     no_sink: torch.Tensor
     no_length: torch.Tensor
     unread_lse: torch.Tensor
+    scratches: dict[tuple[int, int, int], tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]]  # see `_scratch`
 
 
 _prepared: dict[tuple[Any, ...], _Call] = {}
@@ -208,6 +210,7 @@ def _prepare(
         constants.no_sink[:h_q],
         constants.no_length.expand(batch, s_q),
         torch.empty(rows, device=device),  # written by every call whose caller wants no lse, and read by nobody
+        {},
     )
     if not torch.cuda.is_current_stream_capturing():  # tensors of a graph's pool must not outlive the capture
         _prepared[device_index, sparse, batch, s_q, h_q, width, any_page, page_size, num_splits] = call
@@ -229,31 +232,42 @@ def _constants(device: torch.device) -> _Constants:
     return constants
 
 
-_scratches: dict[tuple[Any, ...], tuple[torch.Tensor, torch.Tensor]] = {}
-_MAX_SCRATCHES = 64
+_workspaces: dict[tuple[int, int, int], torch.Tensor] = {}  # by device, stream and thread
 
 
-def _scratch(call: _Call) -> tuple[torch.Tensor, torch.Tensor]:
+def _scratch(call: _Call, device: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Room for the partial results of one call: (splits, batch, s_q, h_q, 512) and (splits, batch, s_q, h_q) float32.
 
-    Allocating takes as long as a launch, so each stream and thread keeps its own: its next call writes them after its
-    last one has read them. A graph under capture gets memory of its own, since it may be replayed on any stream.
+    Allocating takes as long as a launch, so every stream and thread has one workspace: a launch there writes it after
+    all launches before have read it. A graph under capture gets memory of its own, since it may be replayed on any
+    stream.
     """
-    device = call.zero_row.device
-    shape = (call.num_splits, *call.rows)
     if torch.cuda.is_current_stream_capturing():
-        return _new_scratch(shape, device)
-    key = (shape, torch.cuda.current_stream(device).cuda_stream, device.index, threading.get_ident())
-    scratch = _scratches.get(key)
-    if scratch is None:
-        if len(_scratches) >= _MAX_SCRATCHES:
-            del _scratches[next(iter(_scratches))]
-        scratch = _scratches[key] = _new_scratch(shape, device)
-    return scratch
+        return _views(call, torch.empty(_scratch_size(call), device=call.zero_row.device))
+    # the public way to the stream takes 5 us
+    key = (device, torch._C._cuda_getCurrentRawStream(device), threading.get_ident())
+    workspace = _workspaces.get(key)
+    known = call.scratches.get(key)
+    if known is not None and known[0] is workspace:
+        return known[1]
+    size = _scratch_size(call)
+    if workspace is None or workspace.numel() < size:
+        # a power of two: it seldom grows, and all that were outgrown are no larger together than the last one
+        workspace = _workspaces[key] = torch.empty(1 << (size - 1).bit_length(), device=call.zero_row.device)
+    views = _views(call, workspace)
+    call.scratches[key] = (workspace, views)
+    return views
 
 
-def _new_scratch(shape: tuple[int, ...], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    return torch.empty((*shape, fp8_mla.V_DIM), device=device), torch.empty(shape, device=device)
+def _scratch_size(call: _Call) -> int:
+    return call.num_splits * math.prod(call.rows) * (fp8_mla.V_DIM + 1)
+
+
+def _views(call: _Call, workspace: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    shape = (call.num_splits, *call.rows)
+    rows = math.prod(shape)
+    values = rows * fp8_mla.V_DIM
+    return workspace[:values].view(*shape, fp8_mla.V_DIM), workspace[values : values + rows].view(shape)
 
 
 def _check_sizes(s_q: int, h_q: int, num_splits: int | None) -> None:

@@ -59,6 +59,6 @@ def shipped_specs() -> list[MlaDecodeSpec]:
     """Every specification that the planner can ask for."""
     merges = [
         MergeSpec.for_launch(rows=rows, num_states=n, d=512, in_dtype="float32", out_dtype="bfloat16", has_sink=True)
-        for rows, n in ((128, 8), (128, 64), (65536, 2))
+        for rows, n in ((128, 8), (128, 64), (64, 64), (65536, 2))
     ]
     return [MlaDecodeSpec(sparse=sparse, merge=merge) for sparse in (True, False) for merge in (None, *merges)]

@@ -3,6 +3,7 @@ from typing import Any
 import pytest
 import torch
 
+from cute_kernels.mla import append_op
 from cute_kernels.mla.append_op import mla_fp8_append
 from cute_kernels.mla.append_spec import MlaAppendSpec, shipped_specs
 from cute_kernels.testing import sass
@@ -116,6 +117,79 @@ def test_more_slots_than_an_int32_counts():
     cache = torch.empty(656, dtype=torch.uint8).as_strided((2**16, 2**15, 656), (0, 0, 1))
     with pytest.raises(ValueError, match="kv_cache: got 2147483648 slots"):
         mla_fp8_append(KV, cache, SLOT)
+
+
+class Kernel:
+    """Stands for a compiled one: takes what it does by its signature, refuses all else."""
+
+    def __init__(self, device: str = "cpu") -> None:
+        self.device = device
+        self.calls: list[tuple[torch.Tensor, ...]] = []
+
+    def __call__(self, kv: torch.Tensor, pages: torch.Tensor, slots: torch.Tensor) -> None:
+        # as the compiled one: int8 is uint8, uint64 is int64
+        pages_fit = pages.dim() == 3 and pages.shape[2] == 656 and pages.dtype in (torch.uint8, torch.int8)
+        slots_fit = slots.shape == kv.shape[:1] and slots.dtype in (torch.int64, torch.uint64)
+        aligned = not (kv.data_ptr() % 16 or pages.data_ptr() % 16 or kv.stride(0) % 8 or pages.stride(1) % 16)
+        here = all(t.device.type == self.device for t in (kv, pages, slots))
+        if not (here and pages_fit and slots_fit and aligned and kv.dtype == torch.bfloat16 and kv.stride(1) == 1):
+            raise ValueError("Mismatched Tensor")
+        self.calls.append((kv, pages, slots))
+
+
+def prepared(monkeypatch: pytest.MonkeyPatch, *caches: torch.Tensor) -> Kernel:
+    """A kernel that is there for KV, SLOT and these caches, as if an earlier call on a GPU had prepared it."""
+    kernel = Kernel()
+    monkeypatch.setattr(append_op, "_prepared", {append_op._key(KV, cache, SLOT): kernel for cache in caches})
+    return kernel
+
+
+CACHES = [CACHE, CACHE[:, :, None], CACHE.view(torch.float8_e4m3fn), CACHE[:, :, None].view(torch.float8_e4m3fn)]
+
+
+@pytest.mark.parametrize("cache", CACHES, ids=lambda cache: f"{cache.dim()}-d {cache.dtype}")
+def test_a_prepared_launch_checks_nothing_in_python(cache, monkeypatch):
+    kernel = prepared(monkeypatch, cache)
+    monkeypatch.setattr(append_op, "check_tensor", None)
+    mla_fp8_append(KV, cache, SLOT)
+    ((kv, pages, slots),) = kernel.calls
+    assert kv is KV and slots is SLOT
+    assert (pages.shape, pages.dtype, pages.data_ptr()) == (CACHE.shape, torch.uint8, CACHE.data_ptr())
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input_of_a_prepared_launch(case, monkeypatch):
+    """Whatever the kernel does not see itself keeps its call from being found."""
+    kernel = prepared(monkeypatch, *CACHES)
+    test_bad_input(case)
+    assert kernel.calls == []
+
+
+def test_unsigned_slots_are_refused_by_a_prepared_launch(monkeypatch):
+    kernel = prepared(monkeypatch, CACHE)
+    with pytest.raises(TypeError, match="slot_mapping: got dtype torch.uint64"):
+        mla_fp8_append(KV, CACHE, SLOT.view(torch.uint64))
+    assert kernel.calls == []
+
+
+def test_other_shapes_are_not_what_was_prepared(monkeypatch):
+    kernel, cache = prepared(monkeypatch, CACHE), poisoned_cache(PAGES, PAGE_SIZE, 656)
+    mla_fp8_append(KV[:2], cache, SLOT[:2])  # by torch
+    assert torch.equal(cache, expected_cache(KV[:2], [1, 2])) and kernel.calls == []
+
+
+def test_the_first_launch_prepares_the_others(monkeypatch):
+    kernel, cache = Kernel("meta"), poisoned_cache(PAGES, PAGE_SIZE, 1, 656)
+    monkeypatch.setattr(append_op, "_prepared", {})
+    monkeypatch.setattr(append_op, "require_sm90", lambda name, device: None)
+    monkeypatch.setattr(append_op, "get_kernel", lambda spec: kernel)
+    meta = [t.to("meta") for t in (KV, cache, SLOT)]  # any device but the CPU
+    for launches in (1, 2, 3):
+        mla_fp8_append(*meta)
+        assert len(kernel.calls) == launches and len(append_op._prepared) == 1
+    mla_fp8_append(meta[0][:0], meta[1], meta[2][:0])
+    mla_fp8_append(meta[0], meta[1][:0], meta[2])
+    assert len(kernel.calls) == 3, "there was nothing to launch"
 
 
 def test_traces_under_torch_compile():

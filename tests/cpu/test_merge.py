@@ -5,9 +5,11 @@ from typing import Any
 import pytest
 import torch
 
+from cute_kernels.merge import op as merge_op
 from cute_kernels.merge.op import merge_states
 from cute_kernels.merge.reference import merge_states_reference
 from cute_kernels.merge.spec import ITEMSIZE, MergeSpec, shipped_specs
+from cute_kernels.mla import spec as mla_spec
 from cute_kernels.testing import sass
 
 INF, NAN = math.inf, math.nan
@@ -158,6 +160,114 @@ def test_bad_input_leaves_the_outputs_alone():
     assert out.isnan().all() and lse.isnan().all()
 
 
+class Kernel:
+    """Stands for a compiled one: compares shapes, dtypes and alignments, then merges by torch."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(
+        self, outs: torch.Tensor, lses: torch.Tensor, sink: torch.Tensor | None, out: torch.Tensor, lse: torch.Tensor
+    ) -> None:
+        shape = outs.shape
+        fits = all(t is None or t.device.type == "cpu" for t in (outs, lses, sink, out, lse))
+        fits = fits and len(shape) == 5 and (lses.shape, out.shape, lse.shape) == (shape[:-1], shape[1:], shape[1:-1])
+        fits = fits and (sink is None or (sink.shape == shape[3:4] and sink.dtype == torch.float32))
+        fits = fits and outs.stride(-1) == out.stride(-1) == 1 and lses.dtype == lse.dtype == torch.float32
+        for t in (outs, out):
+            fits = fits and t.data_ptr() % 16 == 0 and all(s * t.element_size() % 16 == 0 for s in t.stride()[:-1])
+        if not fits:
+            raise ValueError("Mismatched Tensor")
+        merged, merged_lse = merge_states_reference(outs, lses, sink)
+        out.copy_(merged)
+        lse.copy_(merged_lse)
+        self.calls += 1
+
+
+def prepared(monkeypatch: pytest.MonkeyPatch, outs: torch.Tensor, out_dtype: torch.dtype = torch.float32) -> Kernel:
+    """A kernel that is there for such states, with and without a sink, as if an earlier call had prepared it."""
+    kernel, out = Kernel(), torch.empty(0, dtype=out_dtype)
+    keys = [merge_op._key(outs, sink, out) for sink in (None, torch.empty(0))]
+    monkeypatch.setattr(merge_op, "_prepared", dict.fromkeys(keys, kernel))
+    return kernel
+
+
+@pytest.mark.parametrize("leading", [(), (3,), (2, 3), (2, 1, 3)], ids=str)
+@pytest.mark.parametrize("with_sink", [False, True])
+def test_a_prepared_launch_checks_nothing_in_python(leading, with_sink, monkeypatch):
+    outs, lses = torch.randn(3, *leading, 24), torch.randn(3, *leading)
+    sink = torch.randn(leading[-1:]) if with_sink and leading else None
+    want, want_lse = merge_states(outs, lses, s_aux=sink, out=torch.empty(*leading, 24).bfloat16())
+    kernel = prepared(monkeypatch, outs, torch.bfloat16)
+    monkeypatch.setattr(merge_op, "check_tensor", None)
+    out, lse = torch.full((*leading, 24), NAN).bfloat16(), torch.full(leading, NAN)
+    merge_states(outs, lses, s_aux=sink, out=out, lse=lse)
+    assert torch.equal(out, want) and torch.equal(lse, want_lse) and kernel.calls == 1
+
+
+@pytest.mark.parametrize("dims", [4, 5])
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input_of_a_prepared_launch(case, dims, monkeypatch):
+    error, message, args, kwargs = BAD[case]
+    kernel = prepared(monkeypatch, OUTS)
+    if dims == 5:
+        if (
+            not (isinstance(args[0], torch.Tensor) and args[0].dim() == args[1].dim() + 1 == 4)
+            or "got shape" in message
+        ):
+            pytest.skip("about 4 dimensions")
+        kernel = prepared(monkeypatch, OUTS[:, None])
+        args = [t.unsqueeze(1) for t in args]
+        kwargs = {name: t if name == "s_aux" else t.unsqueeze(0) for name, t in kwargs.items()}
+    with pytest.raises(error, match=message):
+        merge_states(*args, **kwargs)
+    if "out" not in kwargs and case != "not a GPU":
+        kwargs = {"out": torch.full(OUTS[0].shape if dims == 4 else (1, 3, 4, 8), NAN)} | kwargs
+        with pytest.raises(error, match=message):
+            merge_states(*args, **kwargs)
+        assert kwargs["out"].isnan().all()
+    assert kernel.calls == 0
+
+
+@pytest.mark.parametrize("transposed", [False, True], ids=["views", "copies"])
+def test_more_dimensions_than_the_kernel_takes(transposed, monkeypatch):
+    """Every call is checked: the kernel sees views, in which shapes of as many elements are alike."""
+    seen: list[tuple[torch.Tensor | None, ...]] = []
+    monkeypatch.setattr(merge_op, "_prepared", {})
+    monkeypatch.setattr(merge_op, "require_sm90", lambda name, device: None)
+    monkeypatch.setattr(merge_op, "get_kernel", lambda spec: lambda *arguments: seen.append(arguments))
+    outs, lses = (torch.randn(3, 4, 2, 3, 5, *d, device="meta") for d in ((8,), ()))
+    if transposed:
+        outs, lses = outs.transpose(1, 2), lses.transpose(1, 2)
+    for _ in range(2):
+        out, lse = merge_states(outs, lses, s_aux=torch.randn(5, device="meta"))
+        assert out.shape == outs.shape[1:] and lse.shape == lses.shape[1:]
+        assert [tuple(t.shape) for t in seen.pop() if t is not None] == [
+            (3, 8, 3, 5, 8), (3, 8, 3, 5), (5,), (8, 3, 5, 8), (8, 3, 5),
+        ]  # fmt: skip
+    with pytest.raises(ValueError, match="lses: got shape"):
+        merge_states(outs, lses.transpose(2, 3))
+    with pytest.raises(ValueError, match="out: got shape .* strides .*viewed"):
+        merge_states(outs, lses, out=torch.empty(outs.shape[2], outs.shape[1], 3, 5, 8, device="meta").transpose(0, 1))
+    assert not seen
+
+
+def test_the_first_launch_prepares_the_others(monkeypatch):
+    calls: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(merge_op, "_prepared", {})
+    monkeypatch.setattr(merge_op, "require_sm90", lambda name, device: None)
+    monkeypatch.setattr(merge_op, "get_kernel", lambda spec: lambda *arguments: calls.append((spec, *arguments)))
+    outs, lses = OUTS.to("meta"), LSES.to("meta")  # any device but the CPU
+    for launches in (1, 2, 3):
+        merge_states(outs, lses)
+        assert len(calls) == launches and len(merge_op._prepared) == 1
+    merge_states(outs, lses, s_aux=torch.zeros(4, device="meta"))
+    merge_states(outs, lses, out=torch.zeros(3, 4, 8, device="meta").bfloat16())
+    assert [(spec.has_sink, spec.out_dtype) for spec, *_ in calls[3:]] == [(True, "float32"), (False, "bfloat16")]
+    merge_states(outs[:, :0], lses[:, :0])
+    assert len(calls) == 5, "there were no rows"
+
+
 def test_traces_under_torch_compile():
     outs, lses, s_aux = torch.randn(3, 2, 4, 8), torch.randn(3, 2, 4), torch.randn(4)
 
@@ -172,7 +282,9 @@ def test_traces_under_torch_compile():
 
 
 LAUNCHES = list(
-    itertools.product((1, 127, 528, 100_000), (1, 2, 4, 5, 8, 9, 64, 129), (8, 24, 64, 72, 128, 504, 512), ITEMSIZE)
+    itertools.product(
+        (1, 127, 255, 1024, 100_000), (1, 2, 4, 5, 8, 9, 64, 129), (8, 24, 64, 72, 128, 504, 512), ITEMSIZE
+    )
 )
 
 
@@ -232,3 +344,34 @@ def test_unusual_variants_compile(facts):
 
 def test_shipped_specs_are_distinct():
     assert len(set(shipped_specs())) == len(shipped_specs())
+
+
+@pytest.mark.parametrize(
+    ("rows", "num_states", "d", "dtype", "fastest"),
+    [
+        (64, 64, 512, "float32", (128, 4)),
+        (128, 16, 512, "float32", (128, 2)),
+        (128, 128, 512, "float32", (128, 2)),
+        (128, 8, 512, "float32", (128, 1)),
+        (256, 16, 512, "float32", (128, 1)),
+        (512, 64, 512, "float32", (128, 1)),
+        (1023, 8, 512, "float32", (128, 1)),
+        (1024, 8, 512, "float32", (32, 1)),
+        (2048, 16, 512, "float32", (32, 1)),
+        (2048, 17, 512, "float32", (128, 1)),
+        (100_000, 64, 512, "bfloat16", (32, 1)),
+        (100_000, 2, 128, "bfloat16", (8, 1)),
+    ],
+)
+def test_the_variant_that_was_measured_fastest(rows, num_states, d, dtype, fastest):
+    spec = MergeSpec.for_launch(rows=rows, num_states=num_states, d=d, in_dtype=dtype, out_dtype="bfloat16")
+    assert (spec.lanes, spec.groups) == fastest
+
+
+def test_split_decoding_ships_every_merge_that_it_can_ask_for():
+    wanted = {
+        MergeSpec.for_launch(rows=rows, num_states=n, d=512, in_dtype="float32", out_dtype="bfloat16", has_sink=True)
+        for rows in range(1, 5000)
+        for n in (*range(2, 20), 64, 256)
+    }
+    assert {spec.merge for spec in mla_spec.shipped_specs()} == wanted | {None}

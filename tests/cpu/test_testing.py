@@ -11,6 +11,7 @@ import torch
 from cute_kernels.testing.compare import (
     Comparison,
     bf16_ulp,
+    bf16_yardstick,
     check_decode,
     compare,
     emulate_bf16_decode,
@@ -38,9 +39,172 @@ def judge(case: Any, out: torch.Tensor, lse: torch.Tensor) -> Comparison:
     return check_decode(out, lse, **case.arguments())
 
 
+def decode_with_exact_keys(case: Any, *, round_p: float = 1.0) -> tuple[torch.Tensor, torch.Tensor]:
+    """The arithmetic of `cute_kernels.mla.kernel`, sparse and without an online softmax: as good as the emulation.
+
+    Codes times powers of two stay exact; the rest of a scale, f, is applied in float32: to S in a chain over the
+    tiles, to P before it is rounded to bf16. P is rounded at `round_p` times its size: another draw of the rounding.
+    """
+    tokens = case.kv_cache.flatten(0, 1)
+    out = torch.zeros((*case.q.shape[:3], 512), dtype=torch.bfloat16)
+    lse = torch.full(case.q.shape[:3], -torch.inf)
+    for at in product(*map(range, case.q.shape[:2])):
+        slots = case.indices[at]
+        if case.topk_length is not None:
+            slots = slots[
+                : max(0, int(case.topk_length.view(len(out), -1)[at[0], at[1] % case.topk_length[0].numel()]))
+            ]
+        slots = slots[(slots >= 0) & (slots < len(tokens))].long()
+        if len(slots) == 0:
+            continue
+        keys, q = tokens[slots], case.q[at].float()
+        mantissa, exponent = torch.frexp(keys[:, SCALE_OFFSET:ROPE_OFFSET].clone().view(torch.float32))
+        f, power = 2 * mantissa, torch.exp2((exponent - 1).double()).float()
+        codes = keys[:, :SCALE_OFFSET].view(torch.float8_e4m3fn).float().view(-1, 4, 128)
+        tiles = (codes * power.unsqueeze(-1)).bfloat16().float().unbind(dim=1)
+        scores = q[:, 512:] @ keys[:, ROPE_OFFSET:].clone().view(torch.bfloat16).float().T
+        before = torch.ones(len(slots))
+        for j, tile in enumerate(tiles):
+            scores = scores * (before / f[:, j]) + q[:, 128 * j : 128 * (j + 1)] @ tile.T
+            before = f[:, j]
+        scores *= before * 576**-0.5
+        row_max = scores.amax(dim=-1, keepdim=True)
+        weights = torch.exp(scores - row_max)
+        row_sum = weights.sum(dim=-1, keepdim=True)
+        lse[at] = (row_max + row_sum.log()).squeeze(-1)
+        acc = [(weights * round_p * f[:, j]).bfloat16().float() @ tile for j, tile in enumerate(tiles)]
+        share = 1 / row_sum if case.s_aux is None else torch.sigmoid(lse[at] - case.s_aux).unsqueeze(-1) / row_sum
+        out[at] = (torch.cat(acc, dim=-1) / round_p * share).bfloat16()
+    return out, lse
+
+
+@pytest.mark.parametrize("scales", SCALE_KINDS)
+def test_the_arithmetic_of_the_kernel_passes_on_logits_of_usual_size(scales):
+    case = sparse_case(batch=40, h_q=8, topk=200, scales=scales, outliers=True, lengths="batch", sink="inf")
+    check = judge(case, *decode_with_exact_keys(case))
+    assert check, str(check)
+    assert check.worst < 0.7
+    assert check.lse_err < 2e-5
+    assert 1e-3 < check.rel_err < 2.7e-3
+
+
+@pytest.mark.parametrize("scales", ["absmax", "power_of_two", "arbitrary"])
+def test_another_draw_of_the_rounding_passes_where_channels_stand_out(scales):
+    """8,000 outlier elements a case: with the emulation's error as the only yardstick, up to 37 of them failed."""
+    draws = 0
+    for seed, round_p in enumerate((1.0, 2 ** (1 / 3), 1.5)):
+        case = sparse_case(
+            batch=40, h_q=40, topk=64, scales=scales, outliers=True, invalid=False, seed=seed, query_size=1.0
+        )
+        out, lse = decode_with_exact_keys(case, round_p=round_p)
+        check = judge(case, out, lse)
+        assert check, str(check)
+        assert check.worst < 0.9
+        expected, _ = reference_decode(**case.arguments())
+        alone = compare(out, expected, bf16_yardstick(**case.arguments()).out)
+        draws += not alone
+    assert draws, "the case would have passed without the noise of the elements: it shows nothing"
+
+
+def wrong_scale(case: Any, out: torch.Tensor) -> torch.Tensor:
+    """One outlier channel of one row as if its keys had the next larger power of two."""
+    out[7, :, :, 301] *= 2
+    return out
+
+
+def wrong_channel(case: Any, out: torch.Tensor) -> torch.Tensor:
+    """1% in the V of an outlier channel."""
+    return out * torch.ones(512).index_fill(0, torch.tensor([200]), 1.01)
+
+
+def wrong_ordinary_channel(case: Any, out: torch.Tensor) -> torch.Tensor:
+    """1% in the V of a channel in the group of an outlier, whose error hides it element by element."""
+    return out * torch.ones(512).index_fill(0, torch.tensor([302]), 1.01)
+
+
+def dropped_key(case: Any, out: torch.Tensor) -> torch.Tensor:
+    """The last key of every query is left out."""
+    return decode_with_exact_keys(dataclasses.replace(case, indices=case.indices[:, :, :-1]))[0]
+
+
+def stale_tile(case: Any, out: torch.Tensor) -> torch.Tensor:
+    """Keys 64 to 127 are those of the tile before."""
+    indices = case.indices.clone()
+    indices[:, :, 64:128] = indices[:, :, :64]
+    return decode_with_exact_keys(dataclasses.replace(case, indices=indices))[0]
+
+
+def swapped_channels(case: Any, out: torch.Tensor) -> torch.Tensor:
+    """Two neighbours, one of them an outlier."""
+    out[..., [500, 501]] = out[..., [501, 500]]
+    return out
+
+
+def noisy_channel(case: Any, out: torch.Tensor) -> torch.Tensor:
+    """P rounded to 6 bits for one outlier channel: errors of the right kind, four times as large."""
+    gen = generator(9)
+    noise = bf16_yardstick(**case.arguments()).noise[..., 3]
+    out[..., 3] += (4 * noise * torch.randn(noise.shape, generator=gen)).bfloat16()
+    return out
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [wrong_scale, wrong_channel, wrong_ordinary_channel, dropped_key, stale_tile, swapped_channels, noisy_channel],
+    ids=lambda damage: damage.__name__,
+)
+@pytest.mark.parametrize("scales", ["absmax", "power_of_two"])
+def test_damage_is_found_where_channels_stand_out(damage, scales):
+    case = sparse_case(batch=40, h_q=8, topk=192, scales=scales, outliers=True, invalid=False, query_size=1.0)
+    out, lse = decode_with_exact_keys(case)
+    assert judge(case, out, lse)
+    check = judge(case, damage(case, out), lse)  # the log-sum-exp is right: the output alone must show it
+    assert any(problem.startswith("out: ") for problem in check.problems), str(check)
+
+
+def test_a_channel_is_judged_over_all_rows_that_have_keys():
+    expected = torch.randn((64, 2, 256), dtype=torch.float64, generator=generator(0))
+    noise = 1e-3 * torch.ones_like(expected)
+    damaged = expected.clone()
+    damaged[..., 130] *= 1.01
+    check = compare(damaged, expected, expected + noise, noise=noise)
+    assert "1 of 256 channels" in str(check)
+    assert "worst is 130" in str(check)
+    assert compare(damaged[:31], expected[:31], expected[:31] + noise[:31], noise=noise[:31])
+    damaged[31:] = expected[31:] = 0
+    assert compare(damaged, expected, expected + noise, noise=noise), "33 rows without keys count for nothing"
+
+
+@pytest.mark.parametrize("sink", ["none", "finite"])
+def test_the_noise_is_that_of_rounding_p(sink):
+    """Against its definition, and against many draws of the rounding itself, over scales of 1e-30 to 1e30."""
+    case: Any = sparse_case(batch=1, h_q=6, topk=300, invalid=False, scales="mixed", sink=sink, query_size=1.0)
+    noise = bf16_yardstick(**case.arguments()).noise[0, 0]
+    values = unpack(case.kv_cache.flatten(0, 1)[case.indices[0, 0].long()], torch.float64)
+    scores = case.q[0, 0].double() @ values.T * 576**-0.5
+    terms = scores.exp().sum(dim=-1) + (0.0 if case.s_aux is None else case.s_aux.double().exp())
+    weights = scores.exp() / terms.unsqueeze(-1)
+    # keys rounded to bf16 move a logit of size 1 by up to 6e-3, and the square of its weight by twice that
+    torch.testing.assert_close(
+        noise, 1.659e-3 * (weights.square() @ values[:, :512].square()).sqrt(), rtol=2e-2, atol=0
+    )
+    drawn = torch.zeros_like(noise)
+    for scale in torch.logspace(0, 1, 33, base=2, dtype=torch.float64)[:-1]:
+        rounded = (weights * scale).bfloat16().double() / scale
+        drawn += ((rounded - weights) @ values[:, :512]).square() / 32
+    ratio = (drawn.sqrt() / noise).median()
+    assert 0.85 < ratio < 1.15
+
+
+def test_noise_that_is_not_finite_excuses_nothing():
+    expected = torch.ones((1, 128), dtype=torch.float64)
+    for value in (math.nan, math.inf):
+        assert not compare(expected * 1.05, expected, expected, noise=torch.full_like(expected, value))
+
+
 @pytest.mark.parametrize("scales", ["power_of_two", "mixed", "rare"])
 def test_the_emulation_itself_passes(scales):
-    case = sparse_case(batch=3, h_q=8, s_q=2, topk=130, scales=scales, lengths="query", sink="inf")
+    case = sparse_case(batch=3, h_q=8, s_q=2, topk=130, scales=scales, lengths="query", sink="inf", query_size=0.05)
     check = judge(case, *emulate_bf16_decode(**case.arguments()))
     assert check, str(check)
     assert check.rel_err == check.rel_err_baseline
@@ -50,9 +214,9 @@ def test_the_emulation_itself_passes(scales):
 @pytest.mark.parametrize("mode", ["sparse", "dense"])
 def test_the_oracle_passes_and_the_emulation_agrees_with_it(mode):
     if mode == "sparse":
-        case = sparse_case(batch=4, h_q=5, s_q=2, topk=70, lengths="batch", sink="finite")
+        case = sparse_case(batch=4, h_q=5, s_q=2, topk=70, lengths="batch", sink="finite", query_size=0.5)
     else:
-        case = dense_case(seqlens=[0, 1, 2, 65, 130], h_q=5, s_q=3, page_size=7, sink="finite")
+        case = dense_case(seqlens=[0, 1, 2, 65, 130], h_q=5, s_q=3, page_size=7, sink="finite", query_size=0.5)
     out, lse = reference_decode(**case.arguments())
     assert judge(case, out.bfloat16(), lse.float()).worst < 0.5
     emulated, emulated_lse = emulate_bf16_decode(**case.arguments())
@@ -164,6 +328,8 @@ def test_shapes_must_be_equal():
     full = torch.zeros((2, 128), dtype=torch.float64)
     with pytest.raises(ValueError, match="three equal ones"):
         compare(full[:1], full, full)
+    with pytest.raises(ValueError, match="noise"):
+        compare(full, full, full, noise=full[:1])
     with pytest.raises(ValueError, match="lse"):
         compare(full, full, full, lse=torch.zeros(1), expected_lse=torch.zeros(2))
 

@@ -1,0 +1,54 @@
+"""Online softmax in units of log2: maxima, sums and the rescaling of accumulators by rows."""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32
+
+from cute_kernels.device import wgmma
+
+LOG2_E = 1.4426950408889634
+LN_2 = 0.6931471805599453
+
+
+@cute.jit
+def finite(x: Float32) -> Float32:
+    """x, or 0 where no key has been seen: exp2(-inf - 0) is 0, exp2(-inf - -inf) would be NaN."""
+    return cutlass.select_(x == -Float32.inf, Float32(0.0), x)
+
+
+@cute.jit
+def rescaling(old_max: Float32, new_max: Float32) -> Float32:
+    """What O and the sum of a row are multiplied by when its maximum moves."""
+    return cute.math.exp2(old_max - finite(new_max), fastmath=True)
+
+
+@cute.jit
+def log_sum_exp(row_max: Float32, row_sum: Float32) -> Float32:
+    """Natural logarithm of row_sum * 2^row_max; -inf without keys."""
+    lse = (row_max + cute.math.log2(row_sum, fastmath=True)) * LN_2
+    return cutlass.select_(row_sum == 0.0, -Float32.inf, lse)
+
+
+@cute.jit
+def multiply_rows(accumulators, factor: cute.Tensor):
+    """Every accumulator times `factor` (2), one for each row that a thread holds."""
+    for i in cutlass.range_constexpr(len(accumulators)):
+        o = wgmma.by_row(accumulators[i])
+        for r in cutlass.range_constexpr(2):
+            for c in cutlass.range_constexpr(cute.size(o, mode=[1])):
+                o[r, c] *= factor[r]
+
+
+@cute.jit
+def rescale(accumulators, alpha: cute.Tensor):
+    """As `multiply_rows`, skipped when no row of the warp has a new maximum."""
+    if not cute.arch.vote_all_sync(alpha[0] == 1.0 and alpha[1] == 1.0):
+        multiply_rows(accumulators, alpha)
+
+
+@cute.jit
+def normalize(accumulators, row_sum: cute.Tensor, denominator: cute.Tensor):
+    """Accumulators / denominator by rows; 0 where there is no key, which is where row_sum is 0."""
+    for r in cutlass.range_constexpr(2):
+        denominator[r] = cutlass.select_(row_sum[r] == 0.0, Float32(0.0), 1.0 / denominator[r])
+    multiply_rows(accumulators, denominator)

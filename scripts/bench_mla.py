@@ -18,7 +18,7 @@ import torch
 
 import cute_kernels
 from cute_kernels.testing import evidence
-from cute_kernels.testing.compare import Comparison, compare, emulate_bf16_decode, relative_error
+from cute_kernels.testing.compare import Comparison, bf16_yardstick, compare, relative_error
 from cute_kernels.testing.inputs import DecodeCase, PoisonedOutput, generator, latent_tokens
 from cute_kernels.testing.timing import host_time, sets_to_outgrow_l2, time_graph
 from fp8_mla import QK_DIM, TOKEN_BYTES, V_DIM, pack, reference_decode, unpack
@@ -180,9 +180,15 @@ def run_decode(
     rows = torch.linspace(0, bench.batch - 1, min(ROWS_CHECKED, bench.batch)).long().tolist()
     sample = first.rows(rows)
     expected, expected_lse = reference_decode(**sample.arguments())
-    baseline, _ = emulate_bf16_decode(**sample.arguments())
+    baseline, _, noise = bf16_yardstick(**sample.arguments())
     check = compare(
-        out.tensor[rows], expected, baseline, lse=lse.tensor[rows], expected_lse=expected_lse, name=bench.name
+        out.tensor[rows],
+        expected,
+        baseline,
+        noise=noise,
+        lse=lse.tensor[rows],
+        expected_lse=expected_lse,
+        name=bench.name,
     )
     if not (out.tensor.isfinite().all() and lse.tensor.isfinite().all()):
         check = dataclasses.replace(check, problems=(*check.problems, "not every element of the output is finite"))

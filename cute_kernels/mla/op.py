@@ -15,6 +15,7 @@ from cute_kernels.mla.plan import MAX_SPLITS, plan_decode
 from cute_kernels.runtime.arch import require_sm90
 from cute_kernels.runtime.checks import check_tensor, fail, require
 from cute_kernels.runtime.compile import get_kernel
+from cute_kernels.runtime.launch import remember
 from cute_kernels.runtime.ops import register_op
 
 MAX_HEADS = 128
@@ -77,7 +78,19 @@ def mla_fp8_decode(
         try:
             out, lse = _launch(*request, out, lse, return_lse)
         except Exception:
-            _check(*request, out, lse)
+            _check(
+                q,
+                kv_cache,
+                indices,
+                topk_length,
+                block_table,
+                cache_seqlens,
+                softmax_scale,
+                s_aux,
+                num_splits,
+                out,
+                lse,
+            )
             raise
         return (out, lse) if return_lse else out
     check_tensor("q", q, ndim=4)
@@ -110,10 +123,14 @@ def _launch(
     devices with what it was compiled for, in C++; what it cannot know is in the key of the prepared call.
     """
     batch, s_q, h_q, _ = q.shape
-    pages = kv_cache if kv_cache.dtype is torch.uint8 else kv_cache.view(torch.uint8)
+    pages = kv_cache
+    if pages.dtype is not torch.uint8:
+        require(pages.dtype is torch.float8_e4m3fn, "kv_cache", pages.dtype, "uint8 or float8_e4m3fn", TypeError)
+        pages = pages.view(torch.uint8)
     if pages.dim() == 4:
         pages = pages.squeeze(2)
     num_pages, page_size, _ = pages.shape
+    require(num_pages * page_size < 2**31, "kv_cache", f"{num_pages} pages of {page_size}", "fewer than 2^31 slots")
     sparse = indices is not None
     index = indices if sparse else block_table
     if index is None or sparse != (cache_seqlens is None) or (block_table if sparse else topk_length) is not None:
@@ -126,25 +143,26 @@ def _launch(
     if lse is None:
         lse = torch.empty((batch, s_q, h_q), device=q.device) if wants_lse else call.unread_lse
     if call.kernel is None:
+        _check(
+            q, kv_cache, indices, topk_length, block_table, cache_seqlens, softmax_scale, s_aux, num_splits, out, lse
+        )
         out.zero_()
         lse.fill_(-torch.inf)
         return out, lse
-    if cache_seqlens is not None:
-        length = cache_seqlens
-    elif topk_length is None:
-        length = call.no_length
-    else:
-        length = topk_length if topk_length.dim() == 2 else topk_length.unsqueeze(1).expand(batch, s_q)
+    given_length = topk_length if sparse else cache_seqlens
+    length = call.no_length if given_length is None else given_length
+    # the compiled kernel takes unsigned integers for signed ones
+    signed = index.dtype is torch.int32 and length.dtype is torch.int32
+    require(signed, "indices", f"{index.dtype}, lengths {length.dtype}", "int32", TypeError)
+    if sparse and length.dim() == 1:
+        require(length.shape[0] == batch, "topk_length", f"shape {tuple(length.shape)}", f"({batch},)")
+        length = length.unsqueeze(1).expand(batch, s_q)
     partial, partial_lse = _scratch(call, device) if call.num_splits > 1 else (None, None)
     arguments = (
         q, pages, index, length, call.no_sink if s_aux is None else s_aux, out, lse, partial, partial_lse,
         call.zero_row, DEFAULT_SCALE if softmax_scale is None else softmax_scale, call.num_splits, 1 if causal else 0,
     )  # fmt: skip
-    if torch.cuda.current_device() == device:
-        call.kernel(*arguments)
-    else:
-        with torch.cuda.device(device):
-            call.kernel(*arguments)
+    call.kernel(*arguments)  # on the current stream of the tensors' device
     return out, lse
 
 
@@ -213,7 +231,8 @@ def _prepare(
         {},
     )
     if not torch.cuda.is_current_stream_capturing():  # tensors of a graph's pool must not outlive the capture
-        _prepared[device_index, sparse, batch, s_q, h_q, width, any_page, page_size, num_splits] = call
+        key = (device_index, sparse, batch, s_q, h_q, width, any_page, page_size, num_splits)
+        remember(_prepared, key, call)
     return call
 
 
@@ -286,7 +305,6 @@ def _check(
     topk_length: torch.Tensor | None,
     block_table: torch.Tensor | None,
     cache_seqlens: torch.Tensor | None,
-    causal: bool,
     softmax_scale: float | None,
     s_aux: torch.Tensor | None,
     num_splits: int | None,
@@ -349,7 +367,7 @@ def _run(
 ) -> None:
     """The operator: what torch.compile calls, and CPU tensors."""
     keys = (indices, topk_length, block_table, cache_seqlens)
-    _check(q, kv_cache, *keys, causal, softmax_scale, s_aux, num_splits, out, lse)
+    _check(q, kv_cache, *keys, softmax_scale, s_aux, num_splits, out, lse)
     if q.is_cuda:
         _launch(q, kv_cache, *keys, causal, softmax_scale, s_aux, num_splits, out, lse)
         return

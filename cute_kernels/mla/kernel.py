@@ -113,7 +113,7 @@ class MlaDecodeKernel:
 
     def fake_arguments(self) -> tuple:
         """Shapes, strides and alignments that the compiled callable accepts, in the order of `__call__`."""
-        batch, s_q, h_q, splits = (cute.sym_int() for _ in range(4))
+        batch, s_q, h_q = (cute.sym_int() for _ in range(3))
 
         def strided(dtype, shape, inner, align):
             strides = [cute.sym_int64(divisibility=align // (dtype.width // 8)) for _ in shape[:-1]]
@@ -132,27 +132,10 @@ class MlaDecodeKernel:
         sink = make_fake_tensor(Float32, (h_q,), (1,), assumed_align=4)
         out = strided(BFloat16, (batch, s_q, h_q, NOPE), 1, 16)
         lse = make_fake_tensor(Float32, (batch, s_q, h_q), tuple(cute.sym_int64() for _ in range(3)), assumed_align=4)
-        partial = partial_lse = None
-        if self.spec.split:
-            partial = strided(Float32, (splits, batch, s_q, h_q, NOPE), 1, 16)
-            partial_lse = strided(Float32, (splits, batch, s_q, h_q), 1, 4)
+        scratch = make_fake_tensor(Float32, (cute.sym_int64(),), (1,), assumed_align=16) if self.spec.split else None
         zero = make_fake_tensor(Uint8, (token_cache.ROW_BYTES,), (1,), assumed_align=16)
-        return (
-            q,
-            kv,
-            index,
-            length,
-            sink,
-            out,
-            lse,
-            partial,
-            partial_lse,
-            zero,
-            Float32(1.0),
-            Int32(1),
-            Int32(1),
-            make_fake_stream(use_tvm_ffi_env_stream=True),
-        )
+        tensors = (q, kv, index, length, sink, out, lse, scratch, zero)
+        return (*tensors, Float32(1.0), Int32(1), Int32(1), make_fake_stream(use_tvm_ffi_env_stream=True))
 
     @cute.jit
     def __call__(
@@ -164,16 +147,26 @@ class MlaDecodeKernel:
         mSink: cute.Tensor,
         mOut: cute.Tensor,
         mLse: cute.Tensor,
-        mPartial: cute.Tensor | None,
-        mPartialLse: cute.Tensor | None,
+        mScratch: cute.Tensor,
         mZero: cute.Tensor,
         softmax_scale: Float32,
         num_splits: Int32,
         causal: Int32,
         stream: cuda.CUstream,
     ):
-        """Launches the decode kernel and, for split specs, the merge of its partials."""
+        """Launches the decode kernel and, for split specs, the merge of the partials that it leaves in mScratch.
+
+        mScratch holds num_splits * batch * s_q * h_q rows of 512 partial sums, then as many log-sum-exps.
+        """
         batch, s_q, h_q, _ = mQ.shape
+        mPartial = mPartialLse = None
+        if const_expr(self.spec.split):
+            shape, per_query, per_request = (num_splits, batch, s_q, h_q), Int64(h_q), Int64(h_q) * s_q
+            rows = (per_request * batch, per_request, per_query, Int64(1))  # strides: a partial may exceed 2^31 values
+            values = tuple(cute.assume(stride * NOPE, divby=NOPE) for stride in rows)
+            end = cute.assume(rows[0] * num_splits * NOPE, divby=NOPE)
+            mPartial = cute.make_tensor(mScratch.iterator, cute.make_layout((*shape, NOPE), stride=(*values, 1)))
+            mPartialLse = cute.make_tensor(mScratch.iterator + end, cute.make_layout(shape, stride=rows))
         head_blocks = cute.ceil_div(h_q, HEADS_PER_CTA)
         _, _, layout_q, layout_out = _layouts()
         # heads and columns first: TMA fills and clips what lies beyond the last head

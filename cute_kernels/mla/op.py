@@ -125,12 +125,14 @@ def _launch(
     batch, s_q, h_q, _ = q.shape
     pages = kv_cache
     if pages.dtype is not torch.uint8:
-        require(pages.dtype is torch.float8_e4m3fn, "kv_cache", pages.dtype, "uint8 or float8_e4m3fn", TypeError)
+        if pages.dtype is not torch.float8_e4m3fn:
+            fail("kv_cache", pages.dtype, "uint8 or float8_e4m3fn", TypeError)
         pages = pages.view(torch.uint8)
     if pages.dim() == 4:
         pages = pages.squeeze(2)
     num_pages, page_size, _ = pages.shape
-    require(num_pages * page_size < 2**31, "kv_cache", f"{num_pages} pages of {page_size}", "fewer than 2^31 slots")
+    if num_pages * page_size >= 2**31:
+        fail("kv_cache", f"{num_pages} pages of {page_size}", "fewer than 2^31 slots")
     sparse = indices is not None
     index = indices if sparse else block_table
     if index is None or sparse != (cache_seqlens is None) or (block_table if sparse else topk_length) is not None:
@@ -152,14 +154,15 @@ def _launch(
     given_length = topk_length if sparse else cache_seqlens
     length = call.no_length if given_length is None else given_length
     # the compiled kernel takes unsigned integers for signed ones
-    signed = index.dtype is torch.int32 and length.dtype is torch.int32
-    require(signed, "indices", f"{index.dtype}, lengths {length.dtype}", "int32", TypeError)
+    if index.dtype is not torch.int32 or length.dtype is not torch.int32:
+        fail("indices", f"{index.dtype}, lengths {length.dtype}", "int32", TypeError)
     if sparse and length.dim() == 1:
-        require(length.shape[0] == batch, "topk_length", f"shape {tuple(length.shape)}", f"({batch},)")
+        if length.shape[0] != batch:
+            fail("topk_length", f"shape {tuple(length.shape)}", f"({batch},)")
         length = length.unsqueeze(1).expand(batch, s_q)
-    partial, partial_lse = _scratch(call, device) if call.num_splits > 1 else (None, None)
+    scratch = _scratch(call, device) if call.scratch_size else None
     arguments = (
-        q, pages, index, length, call.no_sink if s_aux is None else s_aux, out, lse, partial, partial_lse,
+        q, pages, index, length, call.no_sink if s_aux is None else s_aux, out, lse, scratch,
         call.zero_row, DEFAULT_SCALE if softmax_scale is None else softmax_scale, call.num_splits, 1 if causal else 0,
     )  # fmt: skip
     call.kernel(*arguments)  # on the current stream of the tensors' device
@@ -180,12 +183,11 @@ class _Call(NamedTuple):
 
     kernel: Callable[..., Any] | None
     num_splits: int
-    rows: tuple[int, int, int]
+    scratch_size: int  # float32 values; 0 without splits
     zero_row: torch.Tensor
     no_sink: torch.Tensor
     no_length: torch.Tensor
     unread_lse: torch.Tensor
-    scratches: dict[tuple[int, int, int], tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]]  # see `_scratch`
 
 
 _prepared: dict[tuple[Any, ...], _Call] = {}
@@ -223,12 +225,11 @@ def _prepare(
     call = _Call(
         kernel,
         splits,
-        rows,
+        splits * math.prod(rows) * (fp8_mla.V_DIM + 1) if splits > 1 else 0,
         constants.zero_row,
         constants.no_sink[:h_q],
         constants.no_length.expand(batch, s_q),
         torch.empty(rows, device=device),  # written by every call whose caller wants no lse, and read by nobody
-        {},
     )
     if not torch.cuda.is_current_stream_capturing():  # tensors of a graph's pool must not outlive the capture
         key = (device_index, sparse, batch, s_q, h_q, width, any_page, page_size, num_splits)
@@ -254,39 +255,22 @@ def _constants(device: torch.device) -> _Constants:
 _workspaces: dict[tuple[int, int, int], torch.Tensor] = {}  # by device, stream and thread
 
 
-def _scratch(call: _Call, device: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Room for the partial results of one call: (splits, batch, s_q, h_q, 512) and (splits, batch, s_q, h_q) float32.
+def _scratch(call: _Call, device: int) -> torch.Tensor:
+    """Room for the partial results of one call, `call.scratch_size` float32 or more.
 
     Allocating takes as long as a launch, so every stream and thread has one workspace: a launch there writes it after
     all launches before have read it. A graph under capture gets memory of its own, since it may be replayed on any
     stream.
     """
     if torch.cuda.is_current_stream_capturing():
-        return _views(call, torch.empty(_scratch_size(call), device=call.zero_row.device))
+        return torch.empty(call.scratch_size, device=call.zero_row.device)
     # the public way to the stream takes 5 us
     key = (device, torch._C._cuda_getCurrentRawStream(device), threading.get_ident())
     workspace = _workspaces.get(key)
-    known = call.scratches.get(key)
-    if known is not None and known[0] is workspace:
-        return known[1]
-    size = _scratch_size(call)
-    if workspace is None or workspace.numel() < size:
-        # a power of two: it seldom grows, and all that were outgrown are no larger together than the last one
-        workspace = _workspaces[key] = torch.empty(1 << (size - 1).bit_length(), device=call.zero_row.device)
-    views = _views(call, workspace)
-    call.scratches[key] = (workspace, views)
-    return views
-
-
-def _scratch_size(call: _Call) -> int:
-    return call.num_splits * math.prod(call.rows) * (fp8_mla.V_DIM + 1)
-
-
-def _views(call: _Call, workspace: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    shape = (call.num_splits, *call.rows)
-    rows = math.prod(shape)
-    values = rows * fp8_mla.V_DIM
-    return workspace[:values].view(*shape, fp8_mla.V_DIM), workspace[values : values + rows].view(shape)
+    if workspace is None or workspace.numel() < call.scratch_size:
+        size = 1 << (call.scratch_size - 1).bit_length()  # a power of two: it seldom grows
+        workspace = _workspaces[key] = torch.empty(size, device=call.zero_row.device)
+    return workspace
 
 
 def _check_sizes(s_q: int, h_q: int, num_splits: int | None) -> None:

@@ -79,8 +79,10 @@ def store_and_gather(
     _load_piece(row, segment, raw, 4)
     for j in cutlass.range_constexpr(4):
         out = cute.make_rmem_tensor((8, 2), BFloat16)
-        codes = cute.recast_tensor(raw[None, j], Float8E4M3FN).load().to(Float32).to(BFloat16)
-        out.store((codes * powers[j]).reshape((8, 2)))
+        codes = cute.recast_tensor(raw[None, j], Float8E4M3FN)
+        for half in cutlass.range_constexpr(2):  # eight at a time: with sixteen live, ptxas spills
+            eight = cute.make_tensor(codes.iterator + 8 * half, cute.make_layout(8))
+            out[None, half].store(eight.load().to(Float32).to(BFloat16) * powers[j])
         cute.autovec_copy(out[None, 0], even[None, j])
         cute.autovec_copy(out[None, 1], odd[None, j])
         _load_piece(row, segment, raw, j)

@@ -16,11 +16,12 @@ Roles (384 threads)
 
 Barriers                      arrivals per phase
   q_full                      1 + 73,728 bytes of TMA
-  full[stage]                 4: lane 0 of each producer warp, after a proxy fence by every lane
-  empty[stage]                8: lane 0 of each consumer warp, after its last wgmma on the stage
-  named 1  BAR_CONSUMERS      256: both consumer warpgroups
-  named 2, 3  BAR_OWNER + w   128: all warps of w have finished QK, P may overwrite the rope block
-  named 4, 5  BAR_P + w       256: w has written P and the row maxima (arrives), the other reads them (waits)
+  full[stage]                 128: producer threads, each after a proxy fence
+  empty[stage]                256: consumer threads, after their last wgmma on the stage
+  p_full[w]                   128: threads of w have written P and the row maxima of their tile, the other one may read
+  sums_full                   256: all row sums are written, and nobody reads the stages any more
+  named 1, 2  BAR_OWNER + w   128: all warps of w have finished QK, P may overwrite the rope block
+All threads arrive, not one for a warp: it costs nothing measurable, and racecheck can follow it.
 
 Shared memory (228,900 of 232,448 bytes)
   nope    2 x 64 x 512 x 2    131,072   codes as bf16, 128-byte swizzle; O is staged here at the end
@@ -57,7 +58,7 @@ DEPTH = 2  # passes of 16 rows that the producer keeps in flight
 PASSES = TOKENS_PER_TILE // token_cache.ROWS_PER_PASS
 THREADS = 384
 PRODUCER_REGISTERS, CONSUMER_REGISTERS = 104, 200  # 104 + 2 * 200 = 504 = 3 * 168, what 384 threads get at launch
-BAR_CONSUMERS, BAR_OWNER, BAR_P = 1, 2, 4
+BAR_OWNER = 1
 P_SHIFT = 8.0
 
 
@@ -86,6 +87,8 @@ def _shared_storage():
         row_sum: cute.struct.MemRange[Float32, 2 * HEADS_PER_CTA]
         partial_sum: cute.struct.MemRange[Float32, 2 * 256]  # of each consumer thread's two rows
         q_full: Int64
+        sums_full: Int64
+        p_full: cute.struct.MemRange[Int64, 2]
         full: cute.struct.MemRange[Int64, STAGES]
         empty: cute.struct.MemRange[Int64, STAGES]
 
@@ -236,9 +239,11 @@ class MlaDecodeKernel:
         smem = SmemAllocator().allocate(_shared_storage())
         if tidx == 0:
             cute.arch.mbarrier_init(smem.q_full.ptr, 1)
-            for stage in cutlass.range_constexpr(STAGES):
-                cute.arch.mbarrier_init(smem.full.data_ptr() + stage, 4)
-                cute.arch.mbarrier_init(smem.empty.data_ptr() + stage, 8)
+            cute.arch.mbarrier_init(smem.sums_full.ptr, 256)
+            for i in cutlass.range_constexpr(2):
+                cute.arch.mbarrier_init(smem.p_full.data_ptr() + i, 128)
+                cute.arch.mbarrier_init(smem.full.data_ptr() + i, 128)
+                cute.arch.mbarrier_init(smem.empty.data_ptr() + i, 256)
         if tidx < HEADS_PER_CTA:  # the maxima before tile 0
             sMax = smem.row_max.get_tensor(cute.make_layout((HEADS_PER_CTA, STAGES)))
             sMax[tidx, STAGES - 1] = -Float32.inf
@@ -374,9 +379,7 @@ class MlaDecodeKernel:
                     entry[d] = self.read_entry(entries, position + 16 * DEPTH, last, page_divisor)
                     position += 16
             cute.arch.fence_proxy("async.shared", space="cta")  # ordinary stores, read by wgmma
-            cute.arch.sync_warp()
-            if lane == 0:
-                cute.arch.mbarrier_arrive(full + stage)
+            cute.arch.mbarrier_arrive(full + stage)
 
     @cute.jit
     def read_entry(self, entries: cute.Tensor, position: Int32, last: Int32, page_divisor):
@@ -432,7 +435,7 @@ class MlaDecodeKernel:
             cute.recast_ptr(smem.rope.data_ptr(), dtype=Float16) + cute.assume(tid * 8, divby=8),
             cute.make_layout((8, 4, STAGES), stride=(1, 128 * 8, TOKENS_PER_TILE * ROPE)),
         )
-        full, empty = smem.full.data_ptr(), smem.empty.data_ptr()
+        full, empty, p_full = smem.full.data_ptr(), smem.empty.data_ptr(), smem.p_full.data_ptr()
 
         rQ = mma_qk.make_fragment_A(thr_qk.partition_A(sQ))[None, None, None, 0]
         rNope = mma_qk.make_fragment_B(thr_qk.partition_B(sNope))
@@ -486,9 +489,9 @@ class MlaDecodeKernel:
                         sMax[r, stage] = new_max
                 rP.store(acc_s.load().to(Float16).reshape(rP.shape))
                 cute.autovec_copy(rP, sP[None, None, stage])
-                cute.arch.barrier_arrive(barrier_id=BAR_P + wg, number_of_threads=256)
+                cute.arch.mbarrier_arrive(p_full + wg)
             else:
-                cute.arch.barrier(barrier_id=BAR_P + 1 - wg, number_of_threads=256)
+                cute.arch.mbarrier_wait(p_full + 1 - wg, use % 2)
                 cute.autovec_copy(sP[None, None, stage], rP)
                 for r in cutlass.range_constexpr(2):
                     alpha[r] = softmax.rescaling(sMax[r, 1 - stage], sMax[r, stage])
@@ -510,8 +513,7 @@ class MlaDecodeKernel:
                 wgmma.issue(mma_pv, acc_o[half], operand, values, True, all_keys)
                 warpgroup.commit_group()
             warpgroup.wait_group(0)
-            if tid % 32 == 0:
-                cute.arch.mbarrier_arrive(empty + stage)
+            cute.arch.mbarrier_arrive(empty + stage)
 
     @cute.jit
     def factors(self, smem, thr_qk, stage: Int32):
@@ -544,7 +546,8 @@ class MlaDecodeKernel:
             total = cute.arch.warp_reduction_sum(partial[r], threads_in_group=4)
             if tid % 4 == 0:
                 sSum[wgmma.row(tid, r), wg] = total
-        cute.arch.barrier(barrier_id=BAR_CONSUMERS, number_of_threads=256)
+        cute.arch.mbarrier_arrive(smem.sums_full.ptr)
+        cute.arch.mbarrier_wait(smem.sums_full.ptr, 0)
         for r in cutlass.range_constexpr(2):
             row_max[r] = sMax[r, (count + STAGES - 1) % STAGES]
             row_sum[r] = sSum[wgmma.row(tid, r), 0] + sSum[wgmma.row(tid, r), 1]

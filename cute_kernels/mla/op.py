@@ -252,7 +252,7 @@ def _constants(device: torch.device) -> _Constants:
     return constants
 
 
-_workspaces: dict[tuple[int, int, int], torch.Tensor] = {}  # by device, stream and thread
+_workspaces: dict[tuple[int, int, int], tuple[int, torch.Tensor]] = {}  # size, by device, stream and thread
 
 
 def _scratch(call: _Call, device: int) -> torch.Tensor:
@@ -262,14 +262,16 @@ def _scratch(call: _Call, device: int) -> torch.Tensor:
     all launches before have read it. A graph under capture gets memory of its own, since it may be replayed on any
     stream.
     """
-    if torch.cuda.is_current_stream_capturing():
-        return torch.empty(call.scratch_size, device=call.zero_row.device)
-    # the public way to the stream takes 5 us
+    size = call.scratch_size
+    if torch._C._cuda_isCurrentStreamCapturing():
+        return torch.empty(size, device=call.zero_row.device)
+    # torch.cuda.current_stream() takes 5 us
     key = (device, torch._C._cuda_getCurrentRawStream(device), threading.get_ident())
-    workspace = _workspaces.get(key)
-    if workspace is None or workspace.numel() < call.scratch_size:
-        size = 1 << (call.scratch_size - 1).bit_length()  # a power of two: it seldom grows
-        workspace = _workspaces[key] = torch.empty(size, device=call.zero_row.device)
+    known, workspace = _workspaces.get(key, (0, call.zero_row))
+    if known < size:
+        known = 1 << (size - 1).bit_length()  # a power of two: it seldom grows
+        workspace = torch.empty(known, device=call.zero_row.device)
+        _workspaces[key] = known, workspace
     return workspace
 
 

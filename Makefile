@@ -15,7 +15,7 @@ help:
 	@echo 'make demo       decode the tokens of a DeepSeek-V3.2 attention layer from an FP8 cache'
 	@echo 'make test       all tests that need no GPU; on an SM90 GPU also those that do'
 	@echo 'make lint       ruff and mypy'
-	@echo 'make gpu-check  on an SM90 GPU: tests/gpu, then the benchmark; writes results/*.json'
+	@echo 'make gpu-check  on an SM90 GPU: tests/gpu, compute-sanitizer, benchmark; writes results/*.json'
 	@echo 'make clean      remove the virtual environment and every cache'
 
 demo: $(READY)

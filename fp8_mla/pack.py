@@ -80,7 +80,7 @@ def unpack(cache: torch.Tensor, dtype: torch.dtype = torch.bfloat16) -> torch.Te
     """Read 656-byte tokens back as vectors: code times scale, then the rope part.
 
     The product is exact in float64. For float32 it is rounded once, and for bfloat16 the float32 product is rounded
-    again, as the decode kernel does. Any positive finite scale is honoured as it is, whoever wrote it.
+    again. Any positive finite scale is honoured as it is, whoever wrote it.
 
     Args:
         cache: (..., 656) uint8 or float8_e4m3fn, any strides.

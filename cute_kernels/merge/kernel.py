@@ -24,7 +24,7 @@ class MergeKernel:
 
     1. The first `weight_lanes` threads of a row turn its log-sum-exps into weights in shared memory, sink and
        normalization included: an empty state gets 0.
-    2. All threads add weight x state in float32, `unroll` states at a time: 8 loads of 16 bytes are in flight in each
+    2. All threads add weight x state in float32, `unroll` states at a time: `loads` of 16 bytes are in flight in each
        thread. A load whose weight is 0 is not issued, so that nothing of an empty state is read.
 
     At the end the groups' sums meet in shared memory and are added in the order of the groups. The order of all
@@ -104,20 +104,48 @@ class MergeKernel:
         spec = self.spec
         tid, _, _ = cute.arch.thread_idx()
         cta, _, _ = cute.arch.block_idx()
-        threads_per_row = const_expr(spec.lanes * spec.groups)
-        row_in_cta = tid // threads_per_row
-        group = tid // spec.lanes % spec.groups
-        lane = tid % spec.lanes
+        row_in_cta = tid // const_expr(spec.lanes * spec.groups)
         row = cta * spec.rows_per_cta + row_in_cta
-        valid = row < rows
         # the threads beyond the last row repeat it and store nothing: they must reach the barriers
         batch_seq, head = divmod(cutlass.min(row, rows - 1), divisors[0])
         batch, seq = divmod(batch_seq, divisors[1])
-
         smem = SmemAllocator()
-        sWeight = smem.allocate_tensor(
-            Float32, cute.make_ordered_layout((spec.chunk, spec.rows_per_cta), order=(0, 1)), byte_alignment=16
-        )
+        weights = smem.allocate_array(Float32, spec.chunk * spec.rows_per_cta, byte_alignment=16)
+        if const_expr(spec.use_pdl):
+            cute.arch.griddepcontrol_wait()
+        sums = None
+        if const_expr(spec.groups > 1):
+            count = spec.vector * spec.lanes * spec.vectors * (spec.groups - 1) * spec.rows_per_cta
+            sums = smem.allocate_array(Float32, count, byte_alignment=16)
+        place = (batch, seq, head)
+        self.merge_row(mOuts, mLses, mSink, mOut, mLse, weights, sums, place, row < rows, tid, row_in_cta)
+
+    @cute.jit
+    def merge_row(
+        self,
+        mOuts: cute.Tensor,
+        mLses: cute.Tensor,
+        mSink,
+        mOut: cute.Tensor,
+        mLse,
+        weights: cute.Pointer,
+        sums,
+        place: tuple,
+        valid,
+        tid: Int32,
+        row_in_cta: Int32,
+    ):
+        """Merges the row at `place` (batch, seq, head) with `lanes` x `groups` threads; the whole CTA takes part.
+
+        `weights` is shared memory for chunk float32 a row, `sums` for the groups' sums (None with one group).
+        Threads of a row that is not `valid` do the same for a row that exists and store nothing.
+        """
+        spec = self.spec
+        batch, seq, head = place
+        threads_per_row = const_expr(spec.lanes * spec.groups)
+        group = tid // spec.lanes % spec.groups
+        lane = tid % spec.lanes
+        sWeight = cute.make_tensor(weights + row_in_cta * spec.chunk, cute.make_layout(spec.chunk))
         acc = cute.make_rmem_tensor((spec.vector, spec.vectors), Float32)
         acc.fill(0.0)
         num_states = Int32(mLses.shape[0])
@@ -126,8 +154,6 @@ class MergeKernel:
         outs_row = _row_address(mOuts, 0, batch, seq, head) + Int64(lane) * VECTOR_BYTES
         outs_stride = Int64(mOuts.stride[0]) * const_expr(self.in_dtype.width // 8)
 
-        if const_expr(spec.use_pdl):
-            cute.arch.griddepcontrol_wait()
         sink = -Float32.inf
         if const_expr(spec.has_sink):
             sink = mSink[head]  # in flight together with the log-sum-exps
@@ -157,20 +183,18 @@ class MergeKernel:
                     weight = cute.math.exp2((lses[i] - shift) * LOG2_E, fastmath=True) * scale
                     # Exactly 0 even where another state's NaN made the scale NaN: there may be no such state to read.
                     weight = cutlass.select_(lses[i] == -Float32.inf, Float32(0.0), weight)
-                    sWeight[weight_lane + i * spec.weight_lanes, row_in_cta] = weight
+                    sWeight[weight_lane + i * spec.weight_lanes] = weight
             self._sync()
             stop = cutlass.min(num_states - first, spec.chunk)
             for state in cutlass.range(0, stop, spec.unroll * spec.groups, unroll=1):
                 address = outs_row + Int64(first + state + group) * outs_stride
-                self._accumulate(acc, sWeight[None, row_in_cta], state + group, address, outs_stride, lane)
+                self._accumulate(acc, sWeight, state + group, address, outs_stride, lane)
             self._sync()
 
         # ---- the groups' sums, in the order of the groups
         if const_expr(spec.groups > 1):
             shape = (spec.vector, spec.lanes, spec.vectors, spec.groups - 1, spec.rows_per_cta)
-            sSum = smem.allocate_tensor(
-                Float32, cute.make_ordered_layout(shape, order=(0, 1, 2, 3, 4)), byte_alignment=16
-            )
+            sSum = cute.make_tensor(sums, cute.make_ordered_layout(shape, order=(0, 1, 2, 3, 4)))
             if group > 0:
                 cute.autovec_copy(acc, sSum[None, lane, None, group - 1, row_in_cta])
             self._sync()

@@ -32,6 +32,7 @@ class MergeSpec:
     lanes      threads across a row; a power of two up to 128
     groups     of such threads that share the states of one row among them; a power of two
     use_pdl    launched as a programmatic dependent of the kernel that writes the states
+    loads      16-byte loads that a thread has in flight
     """
 
     d: int
@@ -42,6 +43,7 @@ class MergeSpec:
     lanes: int
     groups: int = 1
     use_pdl: bool = False
+    loads: int = LOADS_IN_FLIGHT
 
     kernel: ClassVar[str] = "cute_kernels.merge.kernel:MergeKernel"
 
@@ -96,8 +98,8 @@ class MergeSpec:
         for name, value, limit in (("lanes", self.lanes, MAX_LANES), ("groups", self.groups, MAX_GROUPS)):
             if not 1 <= value <= limit or value & (value - 1):
                 reasons.append(f"{name} is {value}; it is a power of two up to {limit}")
-        if not reasons and self.vectors > LOADS_IN_FLIGHT:
-            reasons.append(f"{self.lanes} lanes leave {self.vectors} vectors to each; {LOADS_IN_FLIGHT} are in flight")
+        if not reasons and self.vectors > self.loads:
+            reasons.append(f"{self.lanes} lanes leave {self.vectors} vectors to each; {self.loads} are in flight")
         return reasons
 
     @property
@@ -133,14 +135,14 @@ class MergeSpec:
     @property
     def unroll(self) -> int:
         """States that a thread loads at a time."""
-        return max(1, LOADS_IN_FLIGHT // self.vectors)
+        return max(1, self.loads // self.vectors)
 
     @property
     def expected(self) -> dict[str, Any]:
         """What the compiled kernel is held to."""
         sums = self.vector * self.vectors
         dependent = ("ACQBULK",) if self.use_pdl else ()
-        return {"registers": 4 * LOADS_IN_FLIGHT + sums + 56, "instructions": ("LDG.E.128", "MUFU.EX2", *dependent)}
+        return {"registers": 4 * self.loads + sums + 56, "instructions": ("LDG.E.128", "MUFU.EX2", *dependent)}
 
 
 def shipped_specs() -> list[MergeSpec]:

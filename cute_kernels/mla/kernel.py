@@ -21,6 +21,7 @@ Barriers                      arrivals per phase
   p_full[w]                   128: threads of w have written P and the row maxima of their tile, the other one may read
   sums_full                   256: all row sums are written, and nobody reads the stages any more
   named 1, 2  BAR_OWNER + w   128: all warps of w have finished QK, P may overwrite the rope block
+  named 3  BAR_STORED         256: this CTA's partial is in global memory
 All threads arrive, not one for a warp: it costs nothing measurable, and racecheck can follow it.
 
 Shared memory (228,900 of 232,448 bytes)
@@ -47,6 +48,7 @@ from cutlass.tensor_utils import LayoutEnum
 
 from cute_kernels.device import softmax, token_cache, wgmma
 from cute_kernels.merge.kernel import MergeKernel
+from cute_kernels.merge.spec import MergeSpec
 from cute_kernels.mla.spec import HEADS_PER_CTA, TOKENS_PER_TILE, MlaDecodeSpec
 
 NOPE, ROPE = 512, 64
@@ -58,8 +60,10 @@ DEPTH = 2  # passes of 16 rows that the producer keeps in flight
 PASSES = TOKENS_PER_TILE // token_cache.ROWS_PER_PASS
 THREADS = 384
 PRODUCER_REGISTERS, CONSUMER_REGISTERS = 104, 200  # 104 + 2 * 200 = 504 = 3 * 168, what 384 threads get at launch
-BAR_OWNER = 1
+BAR_OWNER, BAR_STORED = 1, 3
 P_SHIFT = 8.0
+MERGE = MergeSpec(NOPE, "float32", "bfloat16", has_sink=True, has_lse=True, lanes=128, loads=16)
+ROWS_PER_TURN = THREADS // MERGE.lanes
 
 
 def _layouts():
@@ -113,6 +117,7 @@ class MlaDecodeKernel:
         if reasons:
             raise ValueError("; ".join(reasons))
         self.spec = spec
+        self.merger = MergeKernel(MERGE)
 
     def fake_arguments(self) -> tuple:
         """Shapes, strides and alignments that the compiled callable accepts, in the order of `__call__`."""
@@ -136,9 +141,12 @@ class MlaDecodeKernel:
         out = strided(BFloat16, (batch, s_q, h_q, NOPE), 1, 16)
         lse = make_fake_tensor(Float32, (batch, s_q, h_q), tuple(cute.sym_int64() for _ in range(3)), assumed_align=4)
         scratch = make_fake_tensor(Float32, (cute.sym_int64(),), (1,), assumed_align=16) if self.spec.split else None
+        counters = (
+            make_fake_tensor(cutlass.Int32, (cute.sym_int(),), (1,), assumed_align=4) if self.spec.split else None
+        )
         zero = make_fake_tensor(Uint8, (token_cache.ROW_BYTES,), (1,), assumed_align=16)
-        tensors = (q, kv, index, length, sink, out, lse, scratch, zero)
-        return (*tensors, Float32(1.0), Int32(1), Int32(1), make_fake_stream(use_tvm_ffi_env_stream=True))
+        tensors = (q, kv, index, length, sink, out, lse, scratch, counters, zero)
+        return (*tensors, Float32(1.0), Int32(1), Int32(1), Int32(1), make_fake_stream(use_tvm_ffi_env_stream=True))
 
     @cute.jit
     def __call__(
@@ -151,15 +159,18 @@ class MlaDecodeKernel:
         mOut: cute.Tensor,
         mLse: cute.Tensor,
         mScratch: cute.Tensor,
+        mCounters: cute.Tensor,
         mZero: cute.Tensor,
         softmax_scale: Float32,
         num_splits: Int32,
+        merge_ctas: Int32,
         causal: Int32,
         stream: cuda.CUstream,
     ):
-        """Launches the decode kernel and, for split specs, the merge of the partials that it leaves in mScratch.
+        """One launch. Split specs have CTAs behind the others that merge what those leave in mScratch.
 
-        mScratch holds num_splits * batch * s_q * h_q rows of 512 partial sums, then as many log-sum-exps.
+        mScratch holds num_splits * batch * s_q * h_q rows of 512 partial sums, then as many log-sum-exps. mCounters has
+        a word for each 64 heads of each query, 0 before and after the launch. merge_ctas CTAs merge such 64 heads.
         """
         batch, s_q, h_q, _ = mQ.shape
         mPartial = mPartialLse = None
@@ -182,19 +193,18 @@ class MlaDecodeKernel:
         store_out, tOut = cpasync.make_tiled_tma_atom(
             cpasync.CopyBulkTensorTileS2GOp(), mOut_tile, cute.select(layout_out, mode=[0, 1]), (HEADS_PER_CTA, GROUP)
         )
-        divisors = tuple(cute.fast_divmod_create_divisor_v2(d) for d in (mKV.shape[1], head_blocks, num_splits, s_q))
+        sizes = (mKV.shape[1], head_blocks, num_splits, s_q, merge_ctas)
+        divisors = tuple(cute.fast_divmod_create_divisor_v2(size) for size in sizes)
+        groups = batch * s_q * head_blocks
         self.kernel(
-            load_q, tQ, mKV, mIndex, mLength, mSink, store_out, tOut, mLse, mPartial, mPartialLse, mZero,
-            softmax_scale * softmax.LOG2_E, num_splits, causal, divisors,
+            load_q, tQ, mKV, mIndex, mLength, mSink, store_out, tOut, mOut, mLse, mPartial, mPartialLse, mCounters,
+            mZero, softmax_scale * softmax.LOG2_E, num_splits, groups * num_splits, causal, divisors,
         ).launch(
-            grid=[batch * s_q * num_splits * head_blocks, 1, 1],
+            grid=[groups * num_splits + (groups * merge_ctas if const_expr(self.spec.split) else 0), 1, 1],
             block=[THREADS, 1, 1],
             stream=stream,
             min_blocks_per_mp=1,
         )  # fmt: skip
-        if const_expr(self.spec.split):
-            assert self.spec.merge is not None  # for the type checker
-            MergeKernel(self.spec.merge).launch(mPartial, mPartialLse, mSink, mOut, mLse, stream)
 
     @cute.kernel
     def kernel(
@@ -207,22 +217,28 @@ class MlaDecodeKernel:
         mSink: cute.Tensor,
         store_out: cute.CopyAtom,
         tOut: cute.Tensor,
+        mOut: cute.Tensor,
         mLse: cute.Tensor,
         mPartial: cute.Tensor | None,
         mPartialLse: cute.Tensor | None,
+        mCounters: cute.Tensor,
         mZero: cute.Tensor,
         scale_log2: Float32,
         num_splits: Int32,
+        decode_ctas: Int32,
         causal: Int32,
         divisors: tuple,
     ):
-        page_divisor, head_divisor, split_divisor, query_divisor = divisors
+        page_divisor, head_divisor, split_divisor, query_divisor, merge_divisor = divisors
         tidx, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
         warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
 
+        item = block
+        if const_expr(self.spec.split):
+            item = cutlass.min(block, decode_ctas - 1)  # the CTAs behind merge, and read no length of their own
         # neighbouring CTAs read the same rows: the second one finds them in L2
-        rest, head_block = divmod(block, head_divisor)
+        rest, head_block = divmod(item, head_divisor)
         rest, split_idx = divmod(rest, split_divisor)
         batch_idx, query_idx = divmod(rest, query_divisor)
         work = (head_block, split_idx, query_idx, batch_idx)
@@ -250,7 +266,19 @@ class MlaDecodeKernel:
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
 
-        if warp_idx < 4:
+        merges = False
+        if const_expr(self.spec.split):
+            merges = block >= decode_ctas
+        if merges:
+            if const_expr(self.spec.split):
+                group, part = divmod(block - decode_ctas, merge_divisor)
+                rest, head_block = divmod(group, head_divisor)
+                batch_idx, query_idx = divmod(rest, query_divisor)
+                place = (batch_idx, query_idx, head_block)
+                counter = mCounters.iterator + group
+                merge_ctas = merge_divisor.divisor
+                self.merge(smem, mPartial, mPartialLse, mSink, mOut, mLse, counter, place, part, merge_ctas, num_splits)
+        elif warp_idx < 4:
             cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
             if count > 0:
                 if const_expr(self.spec.sparse):
@@ -276,8 +304,61 @@ class MlaDecodeKernel:
             row_max, row_sum = self.finish_rows(smem, count, wg, tid)
             if const_expr(self.spec.split):
                 self.store_partial(acc_o, row_max, row_sum, mSink, mPartial, mPartialLse, work, wg, tid)
+                cute.arch.barrier(barrier_id=BAR_STORED, number_of_threads=256)
+                if tidx == 128:
+                    group = (batch_idx * query_divisor.divisor + query_idx) * head_divisor.divisor + head_block
+                    cute.arch.atomic_add(mCounters.iterator + group, Int32(1), sem="acq_rel", scope="gpu")
             else:
                 self.store(smem, acc_o, row_max, row_sum, mSink, store_out, tOut, mLse, work, wg, tid)
+
+    @cute.jit
+    def merge(
+        self,
+        smem,
+        mPartial: cute.Tensor,
+        mPartialLse: cute.Tensor,
+        mSink: cute.Tensor,
+        mOut: cute.Tensor,
+        mLse: cute.Tensor,
+        counter: cute.Pointer,
+        place,
+        part: Int32,
+        merge_ctas: Int32,
+        num_splits: Int32,
+    ):
+        """Merges one of `merge_ctas` parts of the 64 heads at `place`, a warpgroup for each row.
+
+        Waits for the CTAs that decode these heads. They have lower numbers, so they have been started before this one
+        and need nothing from it. The last of the parts leaves the counter at 0 for the next launch.
+        """
+        batch_idx, query_idx, head_block = place
+        tidx, _, _ = cute.arch.thread_idx()
+        row_in_cta = tidx // 128
+        if tidx == 0:
+            while cute.arch.load(counter, Int32, sem="acquire", scope="gpu") < num_splits:
+                pass
+        cute.arch.sync_threads()
+        heads = cutlass.min(mSink.shape[0] - head_block * HEADS_PER_CTA, HEADS_PER_CTA)
+        for first in cutlass.range(part * ROWS_PER_TURN, heads, merge_ctas * ROWS_PER_TURN, unroll=1):
+            valid = first + row_in_cta < heads
+            head = head_block * HEADS_PER_CTA + cutlass.min(first + row_in_cta, heads - 1)
+            self.merger.merge_row(
+                mPartial,
+                mPartialLse,
+                mSink,
+                mOut,
+                mLse,
+                smem.factor.data_ptr(),
+                None,
+                (batch_idx, query_idx, head),
+                valid,
+                tidx % 128,
+                row_in_cta,
+            )
+        if tidx == 0:
+            done = cute.arch.atomic_add(counter, Int32(1), sem="acq_rel", scope="gpu") + 1
+            if done == num_splits + merge_ctas:
+                cute.arch.store(counter, Int32(0))
 
     @cute.jit
     def load_q(self, smem, load_q: cute.CopyAtom, tQ: cute.Tensor, work):

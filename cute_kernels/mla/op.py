@@ -12,6 +12,7 @@ import torch
 
 import fp8_mla
 from cute_kernels.mla.plan import MAX_SPLITS, plan_decode
+from cute_kernels.mla.spec import HEADS_PER_CTA
 from cute_kernels.runtime.arch import require_sm90
 from cute_kernels.runtime.checks import check_tensor, fail, require
 from cute_kernels.runtime.compile import get_kernel
@@ -160,12 +161,11 @@ def _launch(
         if length.shape[0] != batch:
             fail("topk_length", f"shape {tuple(length.shape)}", f"({batch},)")
         length = length.unsqueeze(1).expand(batch, s_q)
-    scratch = _scratch(call, device) if call.scratch_size else None
-    arguments = (
-        q, pages, index, length, call.no_sink if s_aux is None else s_aux, out, lse, scratch,
-        call.zero_row, DEFAULT_SCALE if softmax_scale is None else softmax_scale, call.num_splits, 1 if causal else 0,
+    scratch, counters = _scratch(call, device) if call.scratch_size else (None, None)
+    call.kernel(  # on the current stream of the tensors' device
+        q, pages, index, length, call.no_sink if s_aux is None else s_aux, out, lse, scratch, counters, call.zero_row,
+        DEFAULT_SCALE if softmax_scale is None else softmax_scale, call.num_splits, call.merge_ctas, 1 if causal else 0,
     )  # fmt: skip
-    call.kernel(*arguments)  # on the current stream of the tensors' device
     return out, lse
 
 
@@ -183,7 +183,10 @@ class _Call(NamedTuple):
 
     kernel: Callable[..., Any] | None
     num_splits: int
+    merge_ctas: int
     scratch_size: int  # float32 values; 0 without splits
+    num_counters: int
+    unused_counters: list[torch.Tensor]  # for graphs under capture
     zero_row: torch.Tensor
     no_sink: torch.Tensor
     no_length: torch.Tensor
@@ -209,7 +212,7 @@ def _prepare(
     require_sm90("q", device)
     _check_sizes(s_q, h_q, num_splits)
     constants = _constants(device)
-    kernel, splits = None, 1
+    kernel, splits, merge_ctas = None, 1, 1
     if batch and width and any_page:
         plan = plan_decode(
             sparse=sparse,
@@ -220,12 +223,16 @@ def _prepare(
             num_sms=constants.num_sms,
             num_splits=num_splits,
         )
-        kernel, splits = get_kernel(plan.spec), plan.num_splits
+        kernel, splits, merge_ctas = get_kernel(plan.spec), plan.num_splits, plan.merge_ctas
     rows = (batch, s_q, h_q)
+    num_counters = batch * s_q * -(-h_q // HEADS_PER_CTA)
     call = _Call(
         kernel,
         splits,
+        merge_ctas,
         splits * math.prod(rows) * (fp8_mla.V_DIM + 1) if splits > 1 else 0,
+        num_counters,
+        list(torch.zeros((_GRAPHS, num_counters), dtype=torch.int32, device=device)) if splits > 1 else [],
         constants.zero_row,
         constants.no_sink[:h_q],
         constants.no_length.expand(batch, s_q),
@@ -252,27 +259,44 @@ def _constants(device: torch.device) -> _Constants:
     return constants
 
 
-_workspaces: dict[tuple[int, int, int], tuple[int, torch.Tensor]] = {}  # size, by device, stream and thread
+class _Workspace(NamedTuple):
+    size: int  # of values
+    num_counters: int
+    values: torch.Tensor
+    counters: torch.Tensor
 
 
-def _scratch(call: _Call, device: int) -> torch.Tensor:
-    """Room for the partial results of one call, `call.scratch_size` float32 or more.
+_workspaces: dict[tuple[int, int, int], _Workspace] = {}  # by device, stream and thread
+_GRAPHS = 16  # captures of one call that find counters which are 0; later ones record a memset
+
+
+def _scratch(call: _Call, device: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Room for the partial results of one call, `call.scratch_size` float32 or more, and counters that are 0.
 
     Allocating takes as long as a launch, so every stream and thread has one workspace: a launch there writes it after
     all launches before have read it. A graph under capture gets memory of its own, since it may be replayed on any
-    stream.
+    stream. A launch leaves its counters at 0.
     """
-    size = call.scratch_size
     if torch._C._cuda_isCurrentStreamCapturing():
-        return torch.empty(size, device=call.zero_row.device)
+        values = torch.empty(call.scratch_size, device=call.zero_row.device)
+        if call.unused_counters:
+            return values, call.unused_counters.pop()
+        return values, torch.zeros(call.num_counters, dtype=torch.int32, device=call.zero_row.device)
     # torch.cuda.current_stream() takes 5 us
     key = (device, torch._C._cuda_getCurrentRawStream(device), threading.get_ident())
-    known, workspace = _workspaces.get(key, (0, call.zero_row))
-    if known < size:
-        known = 1 << (size - 1).bit_length()  # a power of two: it seldom grows
-        workspace = torch.empty(known, device=call.zero_row.device)
-        _workspaces[key] = known, workspace
-    return workspace
+    workspace = _workspaces.get(key)
+    if workspace is None or workspace.size < call.scratch_size or workspace.num_counters < call.num_counters:
+        # powers of two: it seldom grows
+        size, num_counters = (1 << (n - 1).bit_length() for n in (call.scratch_size, call.num_counters))
+        if workspace is not None:
+            size, num_counters = max(size, workspace.size), max(num_counters, workspace.num_counters)
+        workspace = _workspaces[key] = _Workspace(
+            size,
+            num_counters,
+            torch.empty(size, device=call.zero_row.device),
+            torch.zeros(num_counters, dtype=torch.int32, device=call.zero_row.device),
+        )
+    return workspace.values, workspace.counters
 
 
 def _check_sizes(s_q: int, h_q: int, num_splits: int | None) -> None:

@@ -6,13 +6,12 @@ Costs are those of one H200 (docs/journal/mla_decode.md); only their proportions
 import functools
 from dataclasses import dataclass
 
-from cute_kernels.merge.spec import MergeSpec
 from cute_kernels.mla.spec import HEADS_PER_CTA, TOKENS_PER_TILE, MlaDecodeSpec
 
 MAX_SPLITS = 256
 TILE_US = 3.0  # a tile of 64 tokens in steady state
 CTA_US = 5.0  # first gather, Q, epilogue
-MERGE_US = 3.0  # a second launch
+MERGE_US = 2.0  # from the last partial to the result
 MERGE_US_PER_MB = 2 / 4.2  # partials are written once and read once, at 4.2 TB/s
 
 
@@ -22,6 +21,7 @@ class DecodePlan:
 
     spec: MlaDecodeSpec
     num_splits: int
+    merge_ctas: int  # that merge the partials of 64 heads of a query
     tiles_per_split: int
     ctas: int
     estimated_us: float
@@ -47,14 +47,13 @@ def plan_decode(
     tiles = max(1, -(-max_keys // TOKENS_PER_TILE))
     candidates = [num_splits] if num_splits is not None else range(1, min(tiles, MAX_SPLITS) + 1)
     best = min(candidates, key=lambda n: (_estimate_us(items, tiles, n, batch * s_q * h_q, num_sms), n))
-    merge = None
-    if best > 1:
-        merge = MergeSpec.for_launch(
-            rows=batch * s_q * h_q, num_states=best, d=512, in_dtype="float32", out_dtype="bfloat16", has_sink=True
-        )
+    # parts of 3 rows at a time, and no more of them than SMs: each merging CTA fills one
+    turns = -(-min(h_q, HEADS_PER_CTA) // 3)
+    merge_ctas = -(-turns // max(1, -(-items * turns // num_sms)))
     return DecodePlan(
-        spec=MlaDecodeSpec(sparse=sparse, merge=merge),
+        spec=MlaDecodeSpec(sparse=sparse, split=best > 1),
         num_splits=best,
+        merge_ctas=merge_ctas,
         tiles_per_split=-(-tiles // best),
         ctas=items * best,
         estimated_us=_estimate_us(items, tiles, best, batch * s_q * h_q, num_sms),

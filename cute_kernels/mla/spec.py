@@ -3,8 +3,6 @@
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from cute_kernels.merge.spec import MergeSpec
-
 HEADS_PER_CTA = 64  # rows of one wgmma
 TOKENS_PER_TILE = 64
 
@@ -14,7 +12,7 @@ class MlaDecodeSpec:
     """Compile-time facts of :class:`cute_kernels.mla.kernel.MlaDecodeKernel`; constructor argument and cache key.
 
     sparse    keys come from a list of slots per query; otherwise from a block table and a length per request
-    merge     the kernel that follows when every CTA writes a float32 partial of its range of keys; None: bf16 output
+    split     several CTAs share the keys of a query: each writes a float32 partial, and CTAs behind them merge
     cluster   CTAs that share one token's dequantized keys: 2 is the crossover's place
 
     Sinks, lengths and the log-sum-exp are always there (a sink of -inf, a length of topk): they cost nothing
@@ -22,7 +20,7 @@ class MlaDecodeSpec:
     """
 
     sparse: bool
-    merge: MergeSpec | None = None
+    split: bool
     cluster: int = 1
 
     kernel: ClassVar[str] = "cute_kernels.mla.kernel:MlaDecodeKernel"
@@ -34,19 +32,7 @@ class MlaDecodeSpec:
         reasons = []
         if self.cluster != 1:
             reasons.append(f"cluster is {self.cluster}; only 1 is built: CTAs do not share keys yet")
-        if self.merge is not None:
-            takes = (self.merge.d, self.merge.in_dtype, self.merge.out_dtype, self.merge.has_sink, self.merge.has_lse)
-            if takes != (512, "float32", "bfloat16", True, True):
-                reasons.append(
-                    f"merge is {self.merge}; partials are 512 float32, the result bfloat16 with sink and lse"
-                )
-            reasons += self.merge.can_implement()
         return reasons
-
-    @property
-    def split(self) -> bool:
-        """Whether several CTAs share the keys of one query."""
-        return self.merge is not None
 
     @property
     def expected(self) -> dict[str, Any]:
@@ -57,8 +43,5 @@ class MlaDecodeSpec:
 
 def shipped_specs() -> list[MlaDecodeSpec]:
     """Every specification that the planner can ask for."""
-    merges = [
-        MergeSpec.for_launch(rows=rows, num_states=n, d=512, in_dtype="float32", out_dtype="bfloat16", has_sink=True)
-        for rows, n in ((128, 8), (128, 64), (64, 64), (65536, 2))
-    ]
-    return [MlaDecodeSpec(sparse=sparse, merge=merge) for sparse in (True, False) for merge in (None, *merges)]
+    flags = (False, True)
+    return [MlaDecodeSpec(sparse=sparse, split=split) for sparse in flags for split in flags]

@@ -9,7 +9,6 @@ from cute_kernels.merge import op as merge_op
 from cute_kernels.merge.op import merge_states
 from cute_kernels.merge.reference import merge_states_reference
 from cute_kernels.merge.spec import ITEMSIZE, MergeSpec, shipped_specs
-from cute_kernels.mla import spec as mla_spec
 from cute_kernels.testing import sass
 
 INF, NAN = math.inf, math.nan
@@ -366,12 +365,3 @@ def test_shipped_specs_are_distinct():
 def test_the_variant_that_was_measured_fastest(rows, num_states, d, dtype, fastest):
     spec = MergeSpec.for_launch(rows=rows, num_states=num_states, d=d, in_dtype=dtype, out_dtype="bfloat16")
     assert (spec.lanes, spec.groups) == fastest
-
-
-def test_split_decoding_ships_every_merge_that_it_can_ask_for():
-    wanted = {
-        MergeSpec.for_launch(rows=rows, num_states=n, d=512, in_dtype="float32", out_dtype="bfloat16", has_sink=True)
-        for rows in range(1, 5000)
-        for n in (*range(2, 20), 64, 256)
-    }
-    assert {spec.merge for spec in mla_spec.shipped_specs()} == wanted | {None}

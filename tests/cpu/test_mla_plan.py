@@ -1,0 +1,52 @@
+"""The planner of `mla_fp8_decode`: pure Python, so every property holds or fails anywhere."""
+
+import dataclasses
+
+import pytest
+
+from cute_kernels.mla.plan import MAX_SPLITS, plan_decode
+from cute_kernels.mla.spec import HEADS_PER_CTA, TOKENS_PER_TILE, MlaDecodeSpec, shipped_specs
+
+SMS = 132
+CASES = [
+    {"sparse": sparse, "batch": batch, "s_q": s_q, "h_q": h_q, "max_keys": keys, "num_sms": SMS}
+    for sparse in (True, False)
+    for batch in (1, 4, 74, 321)
+    for s_q in (1, 3)
+    for h_q in (1, 16, 64, 96, 128)
+    for keys in (1, 63, 64, 65, 2048, 131072)
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_plans_are_shipped_and_cover_the_keys(case):
+    plan = plan_decode(**case)
+    assert plan.spec in shipped_specs()
+    assert plan.spec.can_implement() == []
+    assert plan.spec.split == (plan.num_splits > 1)
+    tiles = -(-case["max_keys"] // TOKENS_PER_TILE)
+    assert plan.num_splits <= min(tiles, MAX_SPLITS)
+    assert plan.num_splits * plan.tiles_per_split >= tiles
+    items = case["batch"] * case["s_q"] * -(-case["h_q"] // HEADS_PER_CTA)
+    assert plan.ctas == items * plan.num_splits
+    # a part of the merge has a row for each of its three warpgroups at least, and all parts run at once if they can
+    assert 1 <= plan.merge_ctas <= -(-min(case["h_q"], HEADS_PER_CTA) // 3)
+    assert plan.merge_ctas == 1 or items * plan.merge_ctas <= SMS + items
+
+
+@pytest.mark.parametrize("num_splits", [1, 2, 7, 256])
+def test_forced_splits_are_taken(num_splits):
+    plan = plan_decode(sparse=True, batch=2, s_q=1, h_q=128, max_keys=512, num_sms=SMS, num_splits=num_splits)
+    assert plan.num_splits == num_splits
+
+
+def test_one_request_fills_the_card_and_many_are_not_split():
+    alone = plan_decode(sparse=False, batch=1, s_q=1, h_q=128, max_keys=131072, num_sms=SMS)
+    assert 0.9 * SMS <= alone.ctas <= SMS
+    many = plan_decode(sparse=True, batch=128, s_q=2, h_q=128, max_keys=2048, num_sms=SMS)
+    assert many.num_splits == 1
+
+
+def test_a_cluster_is_refused_in_words():
+    spec = dataclasses.replace(MlaDecodeSpec(sparse=True, split=False), cluster=2)
+    assert spec.can_implement() == ["cluster is 2; only 1 is built: CTAs do not share keys yet"]

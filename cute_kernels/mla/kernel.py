@@ -40,7 +40,7 @@ import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
 import cutlass.utils.hopper_helpers as sm90
-from cutlass import BFloat16, Float16, Float32, Int32, Int64, Uint8, const_expr
+from cutlass import AddressSpace, BFloat16, Float16, Float32, Int32, Int64, Uint8, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 from cutlass.memory import SmemAllocator
@@ -62,8 +62,6 @@ THREADS = 384
 PRODUCER_REGISTERS, CONSUMER_REGISTERS = 104, 200  # 104 + 2 * 200 = 504 = 3 * 168, what 384 threads get at launch
 BAR_OWNER, BAR_STORED = 1, 3
 P_SHIFT = 8.0
-MERGE = MergeSpec(NOPE, "float32", "bfloat16", has_sink=True, has_lse=True, lanes=128, loads=16)
-ROWS_PER_TURN = THREADS // MERGE.lanes
 
 
 def _layouts():
@@ -117,7 +115,11 @@ class MlaDecodeKernel:
         if reasons:
             raise ValueError("; ".join(reasons))
         self.spec = spec
-        self.merger = MergeKernel(MERGE)
+        if spec.split:
+            merge = MergeSpec(
+                NOPE, "float32", "bfloat16", has_sink=True, has_lse=True, lanes=spec.merge_lanes, loads=16
+            )
+            self.merger = MergeKernel(merge)
 
     def fake_arguments(self) -> tuple:
         """Shapes, strides and alignments that the compiled callable accepts, in the order of `__call__`."""
@@ -140,13 +142,9 @@ class MlaDecodeKernel:
         sink = make_fake_tensor(Float32, (h_q,), (1,), assumed_align=4)
         out = strided(BFloat16, (batch, s_q, h_q, NOPE), 1, 16)
         lse = make_fake_tensor(Float32, (batch, s_q, h_q), tuple(cute.sym_int64() for _ in range(3)), assumed_align=4)
-        scratch = make_fake_tensor(Float32, (cute.sym_int64(),), (1,), assumed_align=16) if self.spec.split else None
-        counters = (
-            make_fake_tensor(cutlass.Int32, (cute.sym_int(),), (1,), assumed_align=4) if self.spec.split else None
-        )
-        zero = make_fake_tensor(Uint8, (token_cache.ROW_BYTES,), (1,), assumed_align=16)
-        tensors = (q, kv, index, length, sink, out, lse, scratch, counters, zero)
-        return (*tensors, Float32(1.0), Int32(1), Int32(1), Int32(1), make_fake_stream(use_tvm_ffi_env_stream=True))
+        tensors = (q, kv, index, length, sink, out, lse)
+        numbers = (Int64(0), Int64(0), Int64(0), Float32(1.0), Int32(1), Int32(1), Int32(1))
+        return (*tensors, *numbers, make_fake_stream(use_tvm_ffi_env_stream=True))
 
     @cute.jit
     def __call__(
@@ -158,19 +156,20 @@ class MlaDecodeKernel:
         mSink: cute.Tensor,
         mOut: cute.Tensor,
         mLse: cute.Tensor,
-        mScratch: cute.Tensor,
-        mCounters: cute.Tensor,
-        mZero: cute.Tensor,
+        scratch: Int64,
+        counters: Int64,
+        zero_row: Int64,
         softmax_scale: Float32,
         num_splits: Int32,
         merge_ctas: Int32,
         causal: Int32,
         stream: cuda.CUstream,
     ):
-        """One launch. Split specs have CTAs behind the others that merge what those leave in mScratch.
+        """One launch. Split specs have CTAs behind the others that merge what those leave in the scratch memory.
 
-        mScratch holds num_splits * batch * s_q * h_q rows of 512 partial sums, then as many log-sum-exps. mCounters has
-        a word for each 64 heads of each query, 0 before and after the launch. merge_ctas CTAs merge such 64 heads.
+        Memory that no caller sees comes as addresses, which cost the host less than tensors. `scratch` has room for
+        num_splits * batch * s_q * h_q rows of 512 float32, then as many log-sum-exps; `counters` has a word for each 64
+        heads of each query, 0 before and after the launch; `zero_row` is 656 zeros. merge_ctas CTAs merge 64 heads.
         """
         batch, s_q, h_q, _ = mQ.shape
         mPartial = mPartialLse = None
@@ -179,8 +178,9 @@ class MlaDecodeKernel:
             rows = (per_request * batch, per_request, per_query, Int64(1))  # strides: a partial may exceed 2^31 values
             values = tuple(cute.assume(stride * NOPE, divby=NOPE) for stride in rows)
             end = cute.assume(rows[0] * num_splits * NOPE, divby=NOPE)
-            mPartial = cute.make_tensor(mScratch.iterator, cute.make_layout((*shape, NOPE), stride=(*values, 1)))
-            mPartialLse = cute.make_tensor(mScratch.iterator + end, cute.make_layout(shape, stride=rows))
+            first = cute.make_ptr(Float32, scratch, AddressSpace.gmem, assumed_align=16)
+            mPartial = cute.make_tensor(first, cute.make_layout((*shape, NOPE), stride=(*values, 1)))
+            mPartialLse = cute.make_tensor(first + end, cute.make_layout(shape, stride=rows))
         head_blocks = cute.ceil_div(h_q, HEADS_PER_CTA)
         _, _, layout_q, layout_out = _layouts()
         # heads and columns first: TMA fills and clips what lies beyond the last head
@@ -197,8 +197,8 @@ class MlaDecodeKernel:
         divisors = tuple(cute.fast_divmod_create_divisor_v2(size) for size in sizes)
         groups = batch * s_q * head_blocks
         self.kernel(
-            load_q, tQ, mKV, mIndex, mLength, mSink, store_out, tOut, mOut, mLse, mPartial, mPartialLse, mCounters,
-            mZero, softmax_scale * softmax.LOG2_E, num_splits, groups * num_splits, causal, divisors,
+            load_q, tQ, mKV, mIndex, mLength, mSink, store_out, tOut, mOut, mLse, mPartial, mPartialLse, counters,
+            zero_row, softmax_scale * softmax.LOG2_E, num_splits, groups * num_splits, causal, divisors,
         ).launch(
             grid=[groups * num_splits + (groups * merge_ctas if const_expr(self.spec.split) else 0), 1, 1],
             block=[THREADS, 1, 1],
@@ -221,8 +221,8 @@ class MlaDecodeKernel:
         mLse: cute.Tensor,
         mPartial: cute.Tensor | None,
         mPartialLse: cute.Tensor | None,
-        mCounters: cute.Tensor,
-        mZero: cute.Tensor,
+        counters: Int64,
+        zero_row: Int64,
         scale_log2: Float32,
         num_splits: Int32,
         decode_ctas: Int32,
@@ -275,7 +275,7 @@ class MlaDecodeKernel:
                 rest, head_block = divmod(group, head_divisor)
                 batch_idx, query_idx = divmod(rest, query_divisor)
                 place = (batch_idx, query_idx, head_block)
-                counter = mCounters.iterator + group
+                counter = self.counter(counters, group)
                 merge_ctas = merge_divisor.divisor
                 self.merge(smem, mPartial, mPartialLse, mSink, mOut, mLse, counter, place, part, merge_ctas, num_splits)
         elif warp_idx < 4:
@@ -285,7 +285,9 @@ class MlaDecodeKernel:
                     entries = mIndex[batch_idx, query_idx, None]
                 else:
                     entries = mIndex[batch_idx, None]
-                self.produce(smem, mKV, mZero, entries, first_tile * TOKENS_PER_TILE, limit, count, page_divisor, tidx)
+                self.produce(
+                    smem, mKV, zero_row, entries, first_tile * TOKENS_PER_TILE, limit, count, page_divisor, tidx
+                )
         else:
             cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
             wg, tid = warp_idx // 4 - 1, tidx % 128
@@ -307,9 +309,13 @@ class MlaDecodeKernel:
                 cute.arch.barrier(barrier_id=BAR_STORED, number_of_threads=256)
                 if tidx == 128:
                     group = (batch_idx * query_divisor.divisor + query_idx) * head_divisor.divisor + head_block
-                    cute.arch.atomic_add(mCounters.iterator + group, Int32(1), sem="acq_rel", scope="gpu")
+                    cute.arch.atomic_add(self.counter(counters, group), Int32(1), sem="acq_rel", scope="gpu")
             else:
                 self.store(smem, acc_o, row_max, row_sum, mSink, store_out, tOut, mLse, work, wg, tid)
+
+    def counter(self, counters: Int64, group: Int32) -> cute.Pointer:
+        """The counter of 64 heads of a query: how many of its splits are in global memory, then of its merges."""
+        return cute.make_ptr(Int32, counters + 4 * Int64(group), AddressSpace.gmem, assumed_align=4)
 
     @cute.jit
     def merge(
@@ -326,20 +332,21 @@ class MlaDecodeKernel:
         merge_ctas: Int32,
         num_splits: Int32,
     ):
-        """Merges one of `merge_ctas` parts of the 64 heads at `place`, a warpgroup for each row.
+        """Merges one of `merge_ctas` parts of the 64 heads at `place`, merge_lanes threads a row.
 
         Waits for the CTAs that decode these heads. They have lower numbers, so they have been started before this one
         and need nothing from it. The last of the parts leaves the counter at 0 for the next launch.
         """
         batch_idx, query_idx, head_block = place
         tidx, _, _ = cute.arch.thread_idx()
-        row_in_cta = tidx // 128
+        lanes, rows = self.spec.merge_lanes, THREADS // self.spec.merge_lanes
+        row_in_cta = tidx // lanes
         if tidx == 0:
             while cute.arch.load(counter, Int32, sem="acquire", scope="gpu") < num_splits:
                 pass
         cute.arch.sync_threads()
         heads = cutlass.min(mSink.shape[0] - head_block * HEADS_PER_CTA, HEADS_PER_CTA)
-        for first in cutlass.range(part * ROWS_PER_TURN, heads, merge_ctas * ROWS_PER_TURN, unroll=1):
+        for first in cutlass.range(part * rows, heads, merge_ctas * rows, unroll=1):
             valid = first + row_in_cta < heads
             head = head_block * HEADS_PER_CTA + cutlass.min(first + row_in_cta, heads - 1)
             self.merger.merge_row(
@@ -348,11 +355,11 @@ class MlaDecodeKernel:
                 mSink,
                 mOut,
                 mLse,
-                smem.factor.data_ptr(),
+                cute.recast_ptr(smem.nope.data_ptr(), dtype=Float32),
                 None,
                 (batch_idx, query_idx, head),
                 valid,
-                tidx % 128,
+                tidx % lanes,
                 row_in_cta,
             )
         if tidx == 0:
@@ -379,7 +386,7 @@ class MlaDecodeKernel:
         self,
         smem,
         mKV: cute.Tensor,
-        mZero: cute.Tensor,
+        zero_row: Int64,
         entries: cute.Tensor,
         begin: Int32,
         limit: Int32,
@@ -424,7 +431,7 @@ class MlaDecodeKernel:
         for d in cutlass.range_constexpr(DEPTH):
             entry[d] = self.read_entry(entries, position + 16 * d, last, page_divisor)
         for d in cutlass.range_constexpr(DEPTH):
-            valid[d], source = self.locate(mKV, mZero, entry[d], position, limit, page_divisor)
+            valid[d], source = self.locate(mKV, zero_row, entry[d], position, limit, page_divisor)
             token_cache.gather(source, segment, quarter, raw[None, None, d], scale[None, d])
             entry[d] = self.read_entry(entries, position + 16 * DEPTH, last, page_divisor)
             position += 16
@@ -446,7 +453,7 @@ class MlaDecodeKernel:
                     for j in cutlass.range_constexpr(GROUPS):
                         of_group = cute.arch.shuffle_sync(power, (lane & 28) | j)
                         powers[j] = of_group.bitcast(Float32).to(BFloat16)
-                    valid[d], source = self.locate(mKV, mZero, entry[d], position, limit, page_divisor)
+                    valid[d], source = self.locate(mKV, zero_row, entry[d], position, limit, page_divisor)
                     token_cache.load_scale(source, quarter, scale[None, d])
                     token_cache.store_and_gather(
                         raw[None, None, d],
@@ -471,7 +478,7 @@ class MlaDecodeKernel:
         return entries[position]
 
     @cute.jit
-    def locate(self, mKV: cute.Tensor, mZero: cute.Tensor, entry: Int32, position: Int32, limit: Int32, page_divisor):
+    def locate(self, mKV: cute.Tensor, zero_row: Int64, entry: Int32, position: Int32, limit: Int32, page_divisor):
         """(1, the address of the key's row), or (0, that of a row of zeros) where the position is masked."""
         bound = mKV.shape[0]
         if const_expr(self.spec.sparse):
@@ -484,7 +491,7 @@ class MlaDecodeKernel:
             page, offset = divmod(inside, page_divisor)
         else:
             page, offset = inside, position % page_divisor
-        row = token_cache.row_pointer(mKV, mZero, valid, page, offset)
+        row = token_cache.row_pointer(mKV, zero_row, valid, page, offset)
         return (Int32(1) if valid else Int32(0)), row
 
     @cute.jit

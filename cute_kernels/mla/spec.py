@@ -5,6 +5,7 @@ from typing import Any, ClassVar
 
 HEADS_PER_CTA = 64  # rows of one wgmma
 TOKENS_PER_TILE = 64
+MERGE_LANES = (0, 32, 128)
 
 
 @dataclass(frozen=True)
@@ -12,7 +13,8 @@ class MlaDecodeSpec:
     """Compile-time facts of :class:`cute_kernels.mla.kernel.MlaDecodeKernel`; constructor argument and cache key.
 
     sparse    keys come from a list of slots per query; otherwise from a block table and a length per request
-    split     several CTAs share the keys of a query: each writes a float32 partial, and CTAs behind them merge
+    merge_lanes  several CTAs share the keys of a query: each writes a float32 partial, and CTAs behind them merge with
+              this many threads a row. 0: one CTA has all keys
     cluster   CTAs that share one token's dequantized keys: 2 is the crossover's place
 
     Sinks, lengths and the log-sum-exp are always there (a sink of -inf, a length of topk): they cost nothing
@@ -20,7 +22,7 @@ class MlaDecodeSpec:
     """
 
     sparse: bool
-    split: bool
+    merge_lanes: int = 0
     cluster: int = 1
 
     kernel: ClassVar[str] = "cute_kernels.mla.kernel:MlaDecodeKernel"
@@ -32,7 +34,14 @@ class MlaDecodeSpec:
         reasons = []
         if self.cluster != 1:
             reasons.append(f"cluster is {self.cluster}; only 1 is built: CTAs do not share keys yet")
+        if self.merge_lanes not in MERGE_LANES:
+            reasons.append(f"merge_lanes is {self.merge_lanes}; known are {MERGE_LANES}")
         return reasons
+
+    @property
+    def split(self) -> bool:
+        """Whether several CTAs share the keys of one query."""
+        return self.merge_lanes > 0
 
     @property
     def expected(self) -> dict[str, Any]:
@@ -43,5 +52,4 @@ class MlaDecodeSpec:
 
 def shipped_specs() -> list[MlaDecodeSpec]:
     """Every specification that the planner can ask for."""
-    flags = (False, True)
-    return [MlaDecodeSpec(sparse=sparse, split=split) for sparse in flags for split in flags]
+    return [MlaDecodeSpec(sparse=sparse, merge_lanes=lanes) for sparse in (True, False) for lanes in MERGE_LANES]

@@ -48,5 +48,5 @@ def test_one_request_fills_the_card_and_many_are_not_split():
 
 
 def test_a_cluster_is_refused_in_words():
-    spec = dataclasses.replace(MlaDecodeSpec(sparse=True, split=False), cluster=2)
+    spec = dataclasses.replace(MlaDecodeSpec(sparse=True), cluster=2)
     assert spec.can_implement() == ["cluster is 2; only 1 is built: CTAs do not share keys yet"]

@@ -10,6 +10,10 @@ code x power as bf16, which is exact; f is a factor of a column of S and of P an
     O_j += (P f_j) k_j                           rounded to bf16 once, per quantization tile j
 So scores are as exact as float32 sums are, whatever the scales, without a second accumulator.
 
+Splits. Several CTAs may share the keys of a query. Each leaves a float32 partial in global memory and counts itself;
+CTAs with higher numbers wait for the count and merge with the code of `merge_states`, in the same launch. They wait
+only for CTAs that were started before them, so nobody waits in vain however few run at a time.
+
 Roles (384 threads)
   warpgroup 0     producer, 104 registers: gathers rows into registers two passes (32 rows) ahead, stores them as bf16
   warpgroup 1, 2  consumers, 200 registers: 128 of O, 32 of S, 48 of P; warp 4 issues the TMA load of Q
@@ -24,7 +28,7 @@ Barriers                      arrivals per phase
   named 3  BAR_STORED         256: this CTA's partial is in global memory
 All threads arrive, not one for a warp: it costs nothing measurable, and racecheck can follow it.
 
-Shared memory (228,900 of 232,448 bytes)
+Shared memory (229,376 of 232,448 bytes)
   nope    2 x 64 x 512 x 2    131,072   codes as bf16, 128-byte swizzle; O is staged here at the end
   rope    2 x 64 x 64 x 2      16,384   P of a tile overwrites its rope block, which only its owner's QK reads
   q       64 x 576 x 2         73,728
@@ -49,15 +53,10 @@ from cutlass.tensor_utils import LayoutEnum
 from cute_kernels.device import softmax, token_cache, wgmma
 from cute_kernels.merge.kernel import MergeKernel
 from cute_kernels.merge.spec import MergeSpec
+from cute_kernels.mla.producer_kernel import GROUP, GROUPS, NOPE, ROPE, STAGES, KeyProducer
 from cute_kernels.mla.spec import HEADS_PER_CTA, TOKENS_PER_TILE, MlaDecodeSpec
 
-NOPE, ROPE = 512, 64
 QK = NOPE + ROPE
-STAGES = 2
-GROUP = 128  # columns of a quantization tile
-GROUPS = NOPE // GROUP
-DEPTH = 2  # passes of 16 rows that the producer keeps in flight
-PASSES = TOKENS_PER_TILE // token_cache.ROWS_PER_PASS
 THREADS = 384
 PRODUCER_REGISTERS, CONSUMER_REGISTERS = 104, 200  # 104 + 2 * 200 = 504 = 3 * 168, what 384 threads get at launch
 BAR_OWNER, BAR_STORED = 1, 3
@@ -115,6 +114,7 @@ class MlaDecodeKernel:
         if reasons:
             raise ValueError("; ".join(reasons))
         self.spec = spec
+        self.producer = KeyProducer(spec.sparse)
         if spec.split:
             merge = MergeSpec(
                 NOPE, "float32", "bfloat16", has_sink=True, has_lse=True, lanes=spec.merge_lanes, loads=16
@@ -380,119 +380,6 @@ class MlaDecodeKernel:
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive_and_expect_tx(smem.q_full.ptr, HEADS_PER_CTA * QK * 2)
         cute.copy(load_q, tQgQ, tQsQ[None, 0], tma_bar_ptr=smem.q_full.ptr)
-
-    @cute.jit
-    def produce(
-        self,
-        smem,
-        mKV: cute.Tensor,
-        zero_row: Int64,
-        entries: cute.Tensor,
-        begin: Int32,
-        limit: Int32,
-        count: Int32,
-        page_divisor,
-        tidx: Int32,
-    ):
-        """Fills `count` stages with the keys at positions `begin` and on; those at `limit` and beyond are masked.
-
-        The rows of the next DEPTH passes are always in flight: as a pass is stored, its registers receive the pass
-        DEPTH further. Entries of the index or block table are read DEPTH passes before that.
-        """
-        lane, warp_idx = tidx % 32, tidx // 32
-        quarter, odd_row, phase = lane % 4, lane // 4 % 2, lane // 8
-        row, half = 4 * warp_idx + 2 * (phase // 2) + odd_row, (phase + odd_row) % 2
-        segment, x = 64 * half + 16 * quarter, row % 8
-        position = begin + row
-        last = limit - 1
-
-        block = TOKENS_PER_TILE * 64  # elements of a 64-column block
-        at_even = half * block + row * 64 + ((2 * quarter) ^ x) * 8
-        at_odd = half * block + row * 64 + ((2 * quarter + 1) ^ x) * 8
-        at_rope = row * 64 + ((4 * half + quarter) ^ x) * 8
-        in_nope = cute.make_layout((8, GROUPS, PASSES, STAGES), stride=(1, 2 * block, 16 * 64, TOKENS_PER_TILE * NOPE))
-        in_rope = cute.make_layout((8, PASSES, STAGES), stride=(1, 16 * 64, TOKENS_PER_TILE * ROPE))
-        in_factor = cute.make_layout(
-            (2, PASSES, STAGES), stride=(GROUPS * TOKENS_PER_TILE, 16, 2 * GROUPS * TOKENS_PER_TILE)
-        )
-        in_mask = cute.make_layout((PASSES, STAGES), stride=(16, TOKENS_PER_TILE))
-        sEven = cute.make_tensor(smem.nope.data_ptr() + cute.assume(at_even, divby=8), in_nope)
-        sOdd = cute.make_tensor(smem.nope.data_ptr() + cute.assume(at_odd, divby=8), in_nope)
-        sRope = cute.make_tensor(smem.rope.data_ptr() + cute.assume(at_rope, divby=8), in_rope)
-        sFactor = cute.make_tensor(smem.factor.data_ptr() + quarter * TOKENS_PER_TILE + row, in_factor)
-        sMask = cute.make_tensor(smem.mask.data_ptr() + row, in_mask)
-        full, empty = smem.full.data_ptr(), smem.empty.data_ptr()
-
-        raw = cute.make_rmem_tensor((16, token_cache.PIECES, DEPTH), Uint8)
-        scale = cute.make_rmem_tensor((1, DEPTH), Float32)
-        powers = cute.make_rmem_tensor(GROUPS, BFloat16)
-        valid = cute.make_rmem_tensor(DEPTH, Int32)
-        entry = cute.make_rmem_tensor(DEPTH, Int32)
-        for d in cutlass.range_constexpr(DEPTH):
-            entry[d] = self.read_entry(entries, position + 16 * d, last, page_divisor)
-        for d in cutlass.range_constexpr(DEPTH):
-            valid[d], source = self.locate(mKV, zero_row, entry[d], position, limit, page_divisor)
-            token_cache.gather(source, segment, quarter, raw[None, None, d], scale[None, d])
-            entry[d] = self.read_entry(entries, position + 16 * DEPTH, last, page_divisor)
-            position += 16
-
-        for t in cutlass.range(count, unroll=1):
-            stage, use = t % STAGES, t // STAGES
-            cute.arch.mbarrier_wait(empty + stage, (use + 1) % 2)
-            for group in cutlass.range(PASSES // DEPTH, unroll=1):  # not unrolled: ptxas would hoist loads and spill
-                for d in cutlass.range_constexpr(DEPTH):
-                    p = group * DEPTH + d
-                    power, f = token_cache.split_scale(scale[0, d])
-                    before = cute.arch.shuffle_sync(f, (lane & 28) | ((quarter + 3) % 4))  # f of the tile before
-                    if half == 0:
-                        if quarter == 0:
-                            before = Float32(1.0)  # the chain starts with the rope part, which has no scale
-                            sMask[p, stage] = Float32(0.0) if valid[d] != 0 else -Float32.inf
-                        sFactor[0, p, stage] = before * cute.arch.rcp_approx(f)
-                        sFactor[1, p, stage] = f
-                    for j in cutlass.range_constexpr(GROUPS):
-                        of_group = cute.arch.shuffle_sync(power, (lane & 28) | j)
-                        powers[j] = of_group.bitcast(Float32).to(BFloat16)
-                    valid[d], source = self.locate(mKV, zero_row, entry[d], position, limit, page_divisor)
-                    token_cache.load_scale(source, quarter, scale[None, d])
-                    token_cache.store_and_gather(
-                        raw[None, None, d],
-                        powers,
-                        sEven[None, None, p, stage],
-                        sOdd[None, None, p, stage],
-                        sRope[None, p, stage],
-                        source,
-                        segment,
-                    )
-                    entry[d] = self.read_entry(entries, position + 16 * DEPTH, last, page_divisor)
-                    position += 16
-            cute.arch.fence_proxy("async.shared", space="cta")  # ordinary stores, read by wgmma
-            cute.arch.mbarrier_arrive(full + stage)
-
-    @cute.jit
-    def read_entry(self, entries: cute.Tensor, position: Int32, last: Int32, page_divisor):
-        """The index (sparse) or page number (dense) behind a position; beyond the last one, that of the last one."""
-        position = cutlass.min(position, last)
-        if const_expr(not self.spec.sparse):
-            position = position // page_divisor
-        return entries[position]
-
-    @cute.jit
-    def locate(self, mKV: cute.Tensor, zero_row: Int64, entry: Int32, position: Int32, limit: Int32, page_divisor):
-        """(1, the address of the key's row), or (0, that of a row of zeros) where the position is masked."""
-        bound = mKV.shape[0]
-        if const_expr(self.spec.sparse):
-            bound *= mKV.shape[1]
-        inside = cutlass.min(
-            cutlass.max(entry, 0), bound - 1
-        )  # one comparison less, and so a predicate, than two bounds
-        valid = inside == entry and position < limit
-        if const_expr(self.spec.sparse):
-            page, offset = divmod(inside, page_divisor)
-        else:
-            page, offset = inside, position % page_divisor
-        row = token_cache.row_pointer(mKV, zero_row, valid, page, offset)
-        return (Int32(1) if valid else Int32(0)), row
 
     @cute.jit
     def attend(

@@ -285,7 +285,7 @@ class MlaDecodeKernel:
                     entries = mIndex[batch_idx, query_idx, None]
                 else:
                     entries = mIndex[batch_idx, None]
-                self.produce(
+                self.producer.fill(
                     smem, mKV, zero_row, entries, first_tile * TOKENS_PER_TILE, limit, count, page_divisor, tidx
                 )
         else:

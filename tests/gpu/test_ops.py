@@ -182,3 +182,22 @@ def test_warm_start_compiles_nothing(root):
     mla_fp8_append(tokens[:2].bfloat16().cuda(), cache, torch.arange(2).cuda())
     done = subprocess.run([sys.executable, "-c", WARM_START], cwd=root, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
+
+
+def test_merging_ctas_of_several_streams_do_not_wait_for_each_other():
+    """More CTAs than the card holds, from three streams at once: merging ones spin, and none may starve a decoding one."""
+    cases = [
+        sparse_case(batch=batch, h_q=128, topk=2048, num_slots=8192, padded=False, seed=batch, device="cuda")
+        for batch in (1, 8, 16)
+    ]
+    expected = [mla_fp8_decode(case.q, case.kv_cache, indices=case.indices, num_splits=8) for case in cases]
+    streams = [torch.cuda.Stream() for _ in cases]
+    torch.cuda.synchronize()
+    wrong = torch.zeros((), dtype=torch.int64, device="cuda")
+    for _ in range(500):
+        for case, stream, want in zip(cases, streams, expected, strict=True):
+            with torch.cuda.stream(stream):
+                got = mla_fp8_decode(case.q, case.kv_cache, indices=case.indices, num_splits=8)
+                wrong += (got.view(torch.int16) != want.view(torch.int16)).any()
+    torch.cuda.synchronize()
+    assert wrong.item() == 0

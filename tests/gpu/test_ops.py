@@ -185,19 +185,23 @@ def test_warm_start_compiles_nothing(root):
 
 
 def test_merging_ctas_of_several_streams_do_not_wait_for_each_other():
-    """More CTAs than the card holds, from three streams at once: merging ones spin, and none may starve a decoding one."""
+    """More CTAs than the card holds, on three streams: merging ones spin, and none may starve a decoding one."""
     cases = [
         sparse_case(batch=batch, h_q=128, topk=2048, num_slots=8192, padded=False, seed=batch, device="cuda")
         for batch in (1, 8, 16)
     ]
-    expected = [mla_fp8_decode(case.q, case.kv_cache, indices=case.indices, num_splits=8) for case in cases]
+
+    def decode(case: DecodeCase) -> torch.Tensor:
+        out: Any = mla_fp8_decode(case.q, case.kv_cache, indices=case.indices, num_splits=8)
+        return out.view(torch.int16)
+
+    expected = [decode(case) for case in cases]
     streams = [torch.cuda.Stream() for _ in cases]
     torch.cuda.synchronize()
     wrong = torch.zeros((), dtype=torch.int64, device="cuda")
     for _ in range(500):
         for case, stream, want in zip(cases, streams, expected, strict=True):
             with torch.cuda.stream(stream):
-                got = mla_fp8_decode(case.q, case.kv_cache, indices=case.indices, num_splits=8)
-                wrong += (got.view(torch.int16) != want.view(torch.int16)).any()
+                wrong += (decode(case) != want).any()
     torch.cuda.synchronize()
     assert wrong.item() == 0

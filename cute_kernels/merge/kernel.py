@@ -85,7 +85,6 @@ class MergeKernel:
             grid=[cute.ceil_div(rows, self.spec.rows_per_cta), 1, 1],
             block=[self.spec.threads, 1, 1],
             stream=stream,
-            use_pdl=self.spec.use_pdl,
             # Without it ptxas saves registers for more CTAs (40 instead of 72) and keeps 3 of the 8 loads in flight.
             min_blocks_per_mp=1,
         )
@@ -111,8 +110,6 @@ class MergeKernel:
         batch, seq = divmod(batch_seq, divisors[1])
         smem = SmemAllocator()
         weights = smem.allocate_array(Float32, spec.chunk * spec.rows_per_cta, byte_alignment=16)
-        if const_expr(spec.use_pdl):
-            cute.arch.griddepcontrol_wait()
         sums = None
         if const_expr(spec.groups > 1):
             count = spec.vector * spec.lanes * spec.vectors * (spec.groups - 1) * spec.rows_per_cta

@@ -31,7 +31,6 @@ class MergeSpec:
     has_lse    the merged log-sum-exp is wanted
     lanes      threads across a row; a power of two up to 128
     groups     of such threads that share the states of one row among them; a power of two
-    use_pdl    launched as a programmatic dependent of the kernel that writes the states
     loads      16-byte loads that a thread has in flight
     """
 
@@ -42,7 +41,6 @@ class MergeSpec:
     has_lse: bool
     lanes: int
     groups: int = 1
-    use_pdl: bool = False
     loads: int = LOADS_IN_FLIGHT
 
     kernel: ClassVar[str] = "cute_kernels.merge.kernel:MergeKernel"
@@ -58,7 +56,6 @@ class MergeSpec:
         out_dtype: str,
         has_sink: bool = False,
         has_lse: bool = True,
-        use_pdl: bool = False,
     ) -> "MergeSpec":
         """The variant for `rows` rows of `num_states` states each.
 
@@ -85,7 +82,7 @@ class MergeSpec:
         groups = 1
         if num_states > LOADS_IN_FLIGHT:
             groups = min(_power_of_two_at_least(-(-FILLING_ROWS // rows)), 4)
-        return cls(d, in_dtype, out_dtype, has_sink, has_lse, lanes, groups, use_pdl)
+        return cls(d, in_dtype, out_dtype, has_sink, has_lse, lanes, groups)
 
     def can_implement(self) -> list[str]:
         """Reasons, in words, why this kernel cannot be built; empty when it can."""
@@ -141,18 +138,14 @@ class MergeSpec:
     def expected(self) -> dict[str, Any]:
         """What the compiled kernel is held to."""
         sums = self.vector * self.vectors
-        dependent = ("ACQBULK",) if self.use_pdl else ()
-        return {"registers": 4 * self.loads + sums + 56, "instructions": ("LDG.E.128", "MUFU.EX2", *dependent)}
+        return {"registers": 4 * self.loads + sums + 56, "instructions": ("LDG.E.128", "MUFU.EX2")}
 
 
 def shipped_specs() -> list[MergeSpec]:
-    """What the package's own split decoding launches, and a cross-section of what `merge_states` may ask for."""
+    """Float32 partials into bfloat16, as split attention leaves them, and a cross-section of what `merge_states` may ask for."""
     splits = [
-        MergeSpec.for_launch(
-            rows=128, num_states=n, d=512, in_dtype="float32", out_dtype="bfloat16", has_sink=True, use_pdl=pdl
-        )
+        MergeSpec.for_launch(rows=128, num_states=n, d=512, in_dtype="float32", out_dtype="bfloat16", has_sink=True)
         for n in (8, 64)
-        for pdl in (False, True)
     ]
     states = [
         MergeSpec.for_launch(rows=rows, num_states=n, d=d, in_dtype=dtype, out_dtype=dtype, has_sink=sink)

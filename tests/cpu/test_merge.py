@@ -332,7 +332,7 @@ def test_eight_loads_are_in_flight():
     [
         dict(d=512, in_dtype="float32", out_dtype="float16", has_sink=True, has_lse=False, lanes=128, groups=8),
         dict(d=8, in_dtype="bfloat16", out_dtype="float32", has_sink=False, has_lse=True, lanes=1, groups=8),
-        dict(d=504, in_dtype="float16", out_dtype="bfloat16", has_sink=True, has_lse=True, lanes=16, use_pdl=True),
+        dict(d=504, in_dtype="float16", out_dtype="bfloat16", has_sink=True, has_lse=True, lanes=16),
     ],
     ids=["eight groups of a row's threads", "eight groups of one lane", "four vectors, the last one uneven"],
 )

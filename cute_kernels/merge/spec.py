@@ -142,7 +142,7 @@ class MergeSpec:
 
 
 def shipped_specs() -> list[MergeSpec]:
-    """Float32 partials into bfloat16, as split attention leaves them, and a cross-section of what `merge_states` may ask for."""
+    """Float32 partials into bfloat16, and a cross-section of what else `merge_states` may ask for."""
     splits = [
         MergeSpec.for_launch(rows=128, num_states=n, d=512, in_dtype="float32", out_dtype="bfloat16", has_sink=True)
         for n in (8, 64)

@@ -269,7 +269,7 @@ def test_queries_far_from_usual_size(run_decode):
 
 @pytest.mark.parametrize("query_size", [1.0, 8.0, 40.0])
 def test_peaked_softmax(run_decode, query_size):
-    """With power-of-two scales the keys are exact in any operand, so the rule holds for logits in the hundreds."""
+    """With power-of-two scales the yardstick's bf16 keys are exact too, so it holds for logits in the hundreds."""
     case = sparse(batch=4, h_q=64, topk=576, scales="power_of_two", query_size=query_size)
     for num_splits in (None, 3):
         run_decode(case, num_splits=num_splits)

@@ -33,7 +33,7 @@ import torch  # noqa: E402
 from cute_kernels.runtime.arch import is_sm90  # noqa: E402
 from cute_kernels.testing import evidence  # noqa: E402
 from cute_kernels.testing.timing import measure_ceilings  # noqa: E402
-from scripts import bench_mla, sanitize  # noqa: E402
+from scripts import bench_gqa, bench_mla, sanitize  # noqa: E402
 
 TESTS_TIMEOUT_S = 300
 PARTIAL_RESULT = ROOT / "build" / "gpu_check_partial.json"
@@ -107,20 +107,33 @@ def sanitizer_record(findings: Sequence[sanitize.Finding]) -> dict[str, Any]:
 
 
 def select_benches(quick: bool, only: str | None) -> tuple[list[Bench], int]:
-    """The benchmarks to run, and the tokens of the cache that they share."""
+    """The benchmarks to run, and the tokens of the FP8 cache that those of MLA share."""
     peer = bench_mla.import_peer()
     if isinstance(peer, str):
         print(f"no peer to compare with: {peer}", flush=True)
-    decode = [bench for bench in bench_mla.DECODE_CASES if bench.quick or not quick]
-    decode = [bench for bench in decode if only is None or re.search(only, bench.name)]
+
+    def wanted(name: str) -> bool:
+        return only is None or re.search(only, name) is not None
+
+    decode = [bench for bench in bench_mla.DECODE_CASES if (bench.quick or not quick) and wanted(bench.name)]
     tokens = max((bench.cache_tokens for bench in decode), default=0)
     caches = bench_mla.Caches(tokens)
     benches: list[Bench] = [
         (bench.name, functools.partial(bench_mla.run_decode, bench, caches, peer)) for bench in decode
     ]
     others: list[Bench] = [("mla_fp8_append", bench_mla.run_append), ("merge_states", bench_mla.run_merge)]
-    benches += [(name, run) for name, run in others if only is None or re.search(only, name)]
-    return benches, tokens
+    pool = bench_gqa.Pool()
+    others += [
+        (gqa.name, functools.partial(bench_gqa.run_decode, gqa, pool))
+        for gqa in bench_gqa.DECODE_CASES
+        if gqa.quick or not quick
+    ]
+    others += [
+        (append.name, functools.partial(bench_gqa.run_append, append, pool.device))
+        for append in bench_gqa.APPEND_CASES
+        if append.quick or not quick
+    ]
+    return benches + [(name, run) for name, run in others if wanted(name)], tokens
 
 
 def run_benches(benches: Sequence[Bench], ceilings: dict[str, float], progress: Progress) -> list[dict[str, Any]]:
@@ -138,27 +151,38 @@ def run_benches(benches: Sequence[Bench], ceilings: dict[str, float], progress: 
 
 
 def table(cases: Sequence[dict[str, Any]]) -> str:
-    """One line a case: what it was, time, rates, the peer's time over ours, errors."""
-    rows: list[tuple[str, ...]] = [
-        ("case", "us", "TFLOP/s", "GB/s", "cyc/token", "peer/ours", "rel err", "lse err", "host us")
-    ]
+    """One line a case: what it was, time, rates, whether that is enough, the peer's time over ours, errors."""
+    header = ("case", "us", "TFLOP/s", "GB/s", "of ceiling", "must", "cyc/token", "peer/ours", "rel err", "lse err")
+    rows: list[tuple[str, ...]] = [(*header, "host us")]
     for case in cases:
-        name = " ".join(str(case[key]) for key in ("op", "mode", "case") if case.get(key))
-        sizes = [f"{key} {case[key]}" for key in ("topk", "s_k", "tokens", "splits") if key in case]
-        if "batch" in case:
-            sizes.insert(0, f"{case['batch']}x{case['h_q']}x{case['s_q']}")
+        name = case_name(case)
         if "failed" in case:
-            rows.append((" ".join([name, *sizes]), "FAILED", case["failed"], *[""] * 6))
+            rows.append((name, "FAILED", case["failed"], *[""] * (len(rows[0]) - 3)))
             continue
         peers = " ".join(str(peer.get("ratio", "failed")) for peer in (case.get("peers") or {}).values())
-        figures = [case.get(key) for key in ("us", "TFLOPs", "GBps", "cycles_per_token")]
+        must = " ".join(f"{key} {limit}" for key, limit in (case.get("must") or {}).items())
+        must += {True: " met", False: " MISSED", None: ""}[case.get("met")]
+        figures = [case.get(key) for key in ("us", "TFLOPs", "GBps")]
+        fraction = case.get("read_fraction", case.get("copy_fraction"))
         errors = [case.get(key) for key in ("rel_err", "lse_err", "host_us")]
-        texts = ["" if value is None else str(value) for value in (*figures, peers, *errors)]
-        rows.append((" ".join([name, *sizes]), *texts))
-    widths = [max(len(row[column]) for row in rows if row[1] != "FAILED" or column < 2) for column in range(9)]
+        figures += [fraction, must, case.get("cycles_per_token"), peers]
+        rows.append((name, *("" if value is None else str(value) for value in (*figures, *errors))))
+    columns = range(len(header) + 1)
+    widths = [max(len(row[column]) for row in rows if row[1] != "FAILED" or column < 2) for column in columns]
     return "\n".join(
         "  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip() for row in rows
     )
+
+
+def case_name(case: dict[str, Any]) -> str:
+    """What a case of the record was, in one line."""
+    named = [str(case[key]) for key in ("op", "mode", "case", "kv_dtype", "scales", "layout") if case.get(key)]
+    if "page_size" in case:
+        named[-1] += f"_{case['page_size']}"
+    if "batch" in case:
+        named.append(f"{case['batch']}x{case['h_q']}x{case['s_q']}")
+    sizes = [f"{key} {case[key]}" for key in ("topk", "s_k", "d", "tokens", "splits", "window") if key in case]
+    return " ".join([*named, *sizes])
 
 
 def card_slug(card: str) -> str:
@@ -198,7 +222,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with progress.step("ceilings"):
         ceilings = measure_ceilings()
     benches, tokens = select_benches(options.quick, options.only)
-    progress.say(f"{len(benches)} benchmark cases over a cache of {tokens * bench_mla.TOKEN_BYTES / 2**30:.1f} GiB")
+    progress.say(
+        f"{len(benches)} benchmark cases, MLA over a cache of {tokens * bench_mla.TOKEN_BYTES / 2**30:.1f} GiB"
+    )
     cases = run_benches(benches, ceilings, progress)
 
     if evidence.source_digest() != digest:
@@ -215,7 +241,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     out = options.out or (PARTIAL_RESULT if partial else ROOT / "results" / f"{card_slug(record['card'])}.json")
     evidence.write(record, out)
 
-    progress.say(f"written to {out}; scripts/results_table.py puts results/h200.json into README.md")
+    progress.say(f"written to {out}; scripts/results_table.py puts results/h200.json into the pages")
     print(table(cases))
     counts = ", ".join(f"{tests[key]} {key}" for key in ("passed", "failed", "skipped"))
     print(f"tests: {counts}; sanitizer: {sanitizer}; ceilings: {ceilings}", flush=True)

@@ -1,15 +1,23 @@
 """Put the tables of results/h200.json between the markers in README.md and docs/, and draw its speeds.
 
-python scripts/results_table.py            rewrite what lies between the markers, and docs/img/mla_speed.svg
-python scripts/results_table.py --check    change nothing; exit status 1 when a page is out of date
+    python scripts/results_table.py            rewrite what lies between the markers, and the plots in docs/img/
+    python scripts/results_table.py --check    change nothing; exit status 1 when a page is out of date
+
+A pair of markers, `<!-- results:mla:begin -->` and `<!-- results:mla:end -->`, names the part that it holds:
+
+    run           the card, the versions, tests and ceilings
+    mla           FP8 MLA decoding, its append, the merge
+    gqa           every case of GQA decoding and of its append
+    gqa-summary   those cases of GQA decoding that have to reach a number
 """
 
 from __future__ import annotations
 
 import argparse
 import pathlib
+import re
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
@@ -17,21 +25,30 @@ sys.path.insert(0, str(ROOT))  # runs from a checkout, installed or not
 
 from cute_kernels.testing import evidence  # noqa: E402
 
-BEGIN, END = "<!-- results:begin -->", "<!-- results:end -->"
+MARKER = re.compile(r"<!-- results:([a-z-]+):(begin|end) -->")
 NO_RESULTS = "No results are recorded yet: `make gpu-check` on an SM90 GPU writes them."
+NO_CASES = "The recorded run has no such cases."
 MISSING = "–"
+FRACTIONS = {"copy_fraction": "copies", "read_fraction": "reads"}
+
+Record = dict[str, Any]
+Case = dict[str, Any]
 
 
-def render(record: dict[str, Any] | None) -> str:
-    """The markdown that belongs between the markers."""
+def render(record: Record | None, part: str) -> str:
+    """The markdown that belongs between the markers of that name."""
     if record is None:
         return NO_RESULTS
+    return "\n".join(PARTS[part](record)) or NO_CASES
+
+
+def _run(record: Record) -> list[str]:
     tests, ceilings = record["tests"], record["ceilings"]
     sanitizer = ", ".join(
         f"{tool} {'not run' if tests['sanitizer'][tool] is None else tests['sanitizer'][tool]}"
         for tool in evidence.SANITIZER_TOOLS
     )
-    lines = [
+    return [
         f"{record['card']}, driver {record['driver']}, torch {record['torch']}, CuTe DSL {record['cutlass_dsl']}, "
         f"{record['date']}. Medians of CUDA-graph replays over rotated inputs larger than the L2 cache.",
         "",
@@ -40,15 +57,66 @@ def render(record: dict[str, Any] | None) -> str:
         f"reads {ceilings['read_GBps']:.0f} GB/s, copies {ceilings['copy_GBps']:.0f} GB/s, bf16 matrix products "
         f"{ceilings['bf16_gemm_TFLOPs']:.0f} TFLOP/s.",
     ]
-    decode = [case for case in record["cases"] if case["op"] == "mla_fp8_decode"]
-    for mode, keys in (("sparse", "topk"), ("dense", "s_k")):
-        cases = [case for case in decode if case.get("mode") == mode]
-        if cases:
-            lines += ["", *_decode_table(mode, keys, cases)]
-    others = [case for case in record["cases"] if case["op"] != "mla_fp8_decode"]
-    if others:
-        lines += ["", *_other_table(others)]
-    return "\n".join(lines)
+
+
+def _mla(record: Record) -> list[str]:
+    decode = _of(record, "mla_fp8_decode")
+    sparse = [case for case in decode if case.get("mode") == "sparse"]
+    dense = [case for case in decode if case.get("mode") == "dense"]
+    others = _of(record, "mla_fp8_append", "merge_states")
+    # a case that raised has no mode; it must show up all the same
+    others = [case for case in decode if "mode" not in case] + others
+    return _paragraphs(
+        _decode_table("sparse", "topk", sparse) if sparse else [],
+        _decode_table("dense", "s_k", dense) if dense else [],
+        _other_table(others) if others else [],
+    )
+
+
+def _gqa(record: Record) -> list[str]:
+    decode, append = _of(record, "gqa_decode"), _of(record, "kv_int8_append")
+    return _paragraphs(_gqa_table(decode) if decode else [], _other_table(append) if append else [])
+
+
+def _gqa_summary(record: Record) -> list[str]:
+    """What has to reach a number. Layouts and scales that were measured at several sizes share a table with a line a
+    size; the others follow. A case in bold misses its number.
+    """
+    cases = [case for case in _of(record, "gqa_decode") if case.get("must")]
+    variants = [_variant(case) for case in cases]
+    columns = [variant for variant in dict.fromkeys(variants) if variants.count(variant) > 1]
+    inside = [case for case in cases if _variant(case) in columns]
+    rows = []
+    for size in dict.fromkeys(map(_size, inside)):
+        line = {_variant(case): case for case in inside if _size(case) == size}
+        needs = _must(next(iter(line.values())))
+        rows.append([size, needs, *(_reached(line.get(column)) for column in columns), _ratios(line.values())])
+    header = ["`gqa_decode`: batch x s_k", "needs", *columns, "cuDNN over bf16: its time / ours"]
+    others = [[_variant(case), _size(case), _must(case), _reached(case)] for case in cases if case not in inside]
+    return _paragraphs(
+        _markdown(header, rows) if rows else [],
+        _markdown(["`gqa_decode`: cache, layout", "batch x s_k", "needs", "reached"], others) if others else [],
+    )
+
+
+PARTS: dict[str, Callable[[Record], list[str]]] = {
+    "run": _run,
+    "mla": _mla,
+    "gqa": _gqa,
+    "gqa-summary": _gqa_summary,
+}
+
+
+def _of(record: Record, *ops: str) -> list[Case]:
+    return [case for case in record["cases"] if case["op"] in ops]
+
+
+def _paragraphs(*blocks: list[str]) -> list[str]:
+    """The blocks that have lines, an empty line between them."""
+    lines: list[str] = []
+    for block in filter(None, blocks):
+        lines += [*([""] if lines else []), *block]
+    return lines
 
 
 def _decode_table(mode: str, keys: str, cases: Iterable[dict[str, Any]]) -> list[str]:
@@ -65,23 +133,96 @@ def _decode_table(mode: str, keys: str, cases: Iterable[dict[str, Any]]) -> list
         spread = f"{_short(case['us_p10'])} .. {_short(case['us_p90'])}"
         rates = [_short(case.get("TFLOPs")), _short(case.get("GBps"))]
         other: dict[str, Any] = next(iter((case.get("peers") or {}).values()), {})
-        ratio = MISSING if "ratio" not in other else f"{other['ratio']:.2f}"
         note = f" ({other['note']})" if other.get("note") else ""
-        peer_cells = [_short(other.get("us")) + note, ratio]
+        peer_cells = [_short(other.get("us")) + note, _ratio(other)]
         rows.append([name, _plain(case[keys]), _short(case["us"]), spread, *rates, *peer_cells, *errors])
     return _markdown(header, rows)
 
 
-def _other_table(cases: Iterable[dict[str, Any]]) -> list[str]:
+def _gqa_table(cases: Iterable[Case]) -> list[str]:
+    header = ["`gqa_decode`: cache, layout", "batch x s_k", "us", "p10 .. p90", "GB/s", "of reads", "needs", "TFLOP/s"]
+    header += ["cuDNN over bf16, us", "its time / ours", "relative error", "lse error", "host, us"]
     rows = []
     for case in cases:
-        sizes = {key: case[key] for key in ("tokens", "splits", "batch", "h_q", "s_q", "d", "case") if key in case}
-        name = f"`{case['op']}`: " + ", ".join(f"{key} {value}" for key, value in sizes.items())
+        if "case" in case:  # it raised before it had a key
+            rows.append([case["case"], MISSING, "failed", *[MISSING] * (len(header) - 3)])
+            continue
+        name = _variant(case)
+        errors = [_scientific(case.get("rel_err")), _scientific(case.get("lse_err"))]
+        if "failed" in case:
+            rows.append([name, _size(case), "check failed", *[MISSING] * 7, *errors, MISSING])
+            continue
+        spread = f"{_short(case['us_p10'])} .. {_short(case['us_p90'])}"
+        peer: dict[str, Any] = next(iter((case.get("peers") or {}).values()), {})
+        needs = _must(case) + ("" if case.get("met", True) else " (missed)")
+        cells = [_short(case["us"]), spread, _short(case.get("GBps")), _fraction(case.get("read_fraction")), needs]
+        cells += [_short(case.get("TFLOPs")), _short(peer.get("us")), _ratio(peer)]
+        rows.append([name, _size(case), *cells, *errors, _short(case.get("host_us"))])
+    return _markdown(header, rows)
+
+
+def _place(case: Case) -> str:
+    """Layout, with the page size where there are pages."""
+    return f"{case['layout']} {case['page_size']}" if "page_size" in case else case["layout"]
+
+
+def _variant(case: Case) -> str:
+    """What the cache is, whatever its size."""
+    scales = "" if case["scales"] == "none" else f" {case['scales'].replace('_', ' ')}"
+    return f"{case['kv_dtype']}{scales}, {_place(case)}"
+
+
+def _size(case: Case) -> str:
+    """Batch and length, and what else is not as in most cases."""
+    unusual = {"h_q": 32, "d": 128, "s_q": 1, "window": None}
+    notes = [f"{key} {case[key]}" for key, usual in unusual.items() if case.get(key, usual) != usual]
+    return ", ".join([f"{case['batch']} x {case['s_k']}", *notes])
+
+
+def _must(case: Case) -> str:
+    """What a case has to reach, in words."""
+    words = {
+        "read_fraction": "{:.2f} of reads",
+        "copy_fraction": "{:.2f} of copies",
+        "us": "{:g} us",
+        "ratio": "{:g} x cuDNN",
+    }
+    return ", ".join(words[key].format(limit) for key, limit in (case.get("must") or {}).items()) or MISSING
+
+
+def _reached(case: Case | None) -> str:
+    """Time and fraction of the ceiling, in bold where that is not enough."""
+    if case is None:
+        return MISSING
+    if "failed" in case:
+        return "**check failed**"
+    text = f"{_short(case['us'])} us, {_fraction(case.get('read_fraction'))}"
+    return text if case.get("met", True) else f"**{text}**"
+
+
+def _ratios(cases: Iterable[Case]) -> str:
+    """The range of the peers' ratios."""
+    ratios = [peer["ratio"] for case in cases for peer in (case.get("peers") or {}).values() if "ratio" in peer]
+    if not ratios:
+        return MISSING
+    low, high = f"{min(ratios):.2f}", f"{max(ratios):.2f}"
+    return low if low == high else f"{low} .. {high}"
+
+
+def _other_table(cases: Iterable[Case]) -> list[str]:
+    rows = []
+    named = ("scales", "layout", "page_size", "tokens", "splits", "batch", "h_q", "h_kv", "s_q", "d", "case")
+    for case in cases:
+        sizes = [
+            str(case[key]) if key in ("scales", "layout") else f"{key} {case[key]}" for key in named if key in case
+        ]
+        name = f"`{case['op']}`: " + ", ".join(sizes)
         if "failed" in case:
             rows.append([name, "check failed", *[MISSING] * 3])
             continue
-        fractions = {"copy_fraction": "copies", "read_fraction": "reads"}
-        fraction = next((f"{case[key]:.0%} of {what}" for key, what in fractions.items() if key in case), MISSING)
+        fraction = next((f"{case[key]:.0%} of {what}" for key, what in FRACTIONS.items() if key in case), MISSING)
+        if case.get("must"):
+            fraction += f" ({'needs' if case.get('met') else 'missed:'} {_must(case)})"
         rows.append([name, _short(case["us"]), _short(case.get("GBps")), fraction, _short(case.get("host_us"))])
     return _markdown(["operation", "us", "GB/s", "of the ceiling for", "host time of a call, us"], rows)
 
@@ -102,44 +243,81 @@ def _scientific(value: float | None) -> str:
     return MISSING if value is None else f"{value:.1e}"
 
 
+def _fraction(value: float | None) -> str:
+    return MISSING if value is None else f"{value:.2f}"
+
+
+def _ratio(peer: dict[str, Any]) -> str:
+    return MISSING if "ratio" not in peer else f"{peer['ratio']:.2f}"
+
+
 def _plain(value: object) -> str:
     return MISSING if value is None else str(value)
 
 
-def replace_between_markers(text: str, body: str) -> str:
-    """The page with `body` between its markers.
+def fill(text: str, record: Record | None) -> str:
+    """The page with what belongs there between each of its pairs of markers.
 
     Raises:
-        ValueError: the markers are not there exactly once each, in order.
+        ValueError: there is no pair, a marker is alone, a pair lies in another, or there is no part of that name.
     """
-    if text.count(BEGIN) != 1 or text.count(END) != 1 or text.index(BEGIN) > text.index(END):
-        raise ValueError(f"needs one {BEGIN} and, after it, one {END}")
-    head, rest = text.split(BEGIN)
-    return f"{head}{BEGIN}\n{body}\n{END}{rest.split(END)[1]}"
+    marks = list(MARKER.finditer(text))
+    if not marks:
+        raise ValueError("needs a pair of markers, <!-- results:NAME:begin --> and <!-- results:NAME:end -->")
+    pieces, end_of_last = [], 0
+    for begin, end in zip(marks[::2], [*marks[1::2], None], strict=False):
+        part = begin[1]
+        if begin[2] != "begin" or end is None or (end[1], end[2]) != (part, "end"):
+            raise ValueError(
+                f"{begin[0]} has no partner: a pair is begin and, as the next marker, end of the same name"
+            )
+        if part not in PARTS:
+            raise ValueError(f"{begin[0]}: got {part!r}, needs one of {', '.join(PARTS)}")
+        pieces += [text[end_of_last : begin.end()], "\n", render(record, part), "\n"]
+        end_of_last = end.start()
+    return "".join([*pieces, text[end_of_last:]])
 
 
 def pages(root: pathlib.Path) -> list[pathlib.Path]:
     """README.md, and whatever below docs/ has a marker."""
-    found = [path for path in sorted((root / "docs").rglob("*.md")) if BEGIN in path.read_text(encoding="utf-8")]
+    found = [path for path in sorted((root / "docs").rglob("*.md")) if MARKER.search(path.read_text(encoding="utf-8"))]
     return [root / "README.md", *found]
 
 
-def draw(record: dict[str, Any], path: pathlib.Path) -> bool:
-    """Bars of TFLOP/s beside FlashMLA's, a panel for sparse and one for dense. False where matplotlib is missing."""
+def draw(record: Record, folder: pathlib.Path) -> list[str]:
+    """Write the plots that the record has cases for, and return their names: none where matplotlib is missing.
+
+    The same record gives the same bytes: no date, no random ids.
+    """
     try:
         import matplotlib
     except ImportError:
-        return False
+        return []
     matplotlib.use("svg")
-    # the same record gives the same bytes: no date, no random ids
-    matplotlib.rcParams["svg.hashsalt"] = "cute_kernels"
     import matplotlib.pyplot as plt
 
-    decode = [case for case in record["cases"] if case["op"] == "mla_fp8_decode" and case.get("TFLOPs")]
+    drawn = []
+    for name, plot in (("mla_speed.svg", _plot_mla), ("gqa_speed.svg", _plot_gqa)):
+        # text as text: as outlines it would be most of the file
+        with matplotlib.rc_context({"svg.hashsalt": "cute_kernels", "svg.fonttype": "none"}):
+            figure = plot(record, plt)
+            if figure is None:
+                continue
+            figure.tight_layout()
+            folder.mkdir(parents=True, exist_ok=True)
+            figure.savefig(folder / name, format="svg", metadata={"Date": None})
+            plt.close(figure)
+        drawn.append(name)
+    return drawn
+
+
+def _plot_mla(record: Record, plt: Any) -> Any:
+    """Bars of TFLOP/s beside FlashMLA's, a panel for sparse and one for dense."""
+    decode = [case for case in _of(record, "mla_fp8_decode") if case.get("TFLOPs")]
     panels = [(mode, [case for case in decode if case["mode"] == mode]) for mode in ("sparse", "dense")]
     panels = [(mode, cases) for mode, cases in panels if cases]
     if not panels:
-        return False
+        return None
     widths = [len(cases) for _, cases in panels]
     figure, axes = plt.subplots(1, len(panels), figsize=(12, 4.2), width_ratios=widths, sharey=True, squeeze=False)
     for axis, (mode, cases) in zip(axes[0], panels, strict=True):
@@ -160,11 +338,57 @@ def draw(record: dict[str, Any], path: pathlib.Path) -> bool:
         axis.legend(frameon=False, fontsize=8)
     axes[0][0].set_ylabel("TFLOP/s")
     figure.suptitle(f"mla_fp8_decode on {record['card']}, {record['date']}", fontsize=10)
-    figure.tight_layout()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, format="svg", metadata={"Date": None})
-    plt.close(figure)
-    return True
+    return figure
+
+
+def _plot_gqa(record: Record, plt: Any) -> Any:
+    """GB/s over the bytes that a call reads, under the read ceiling; cuDNN's speed in bytes of the same INT8 cache."""
+    decode = [case for case in _of(record, "gqa_decode") if case.get("GBps") and case["kv_dtype"] == "int8"]
+    plain = [case for case in decode if (case["h_q"], case["s_q"]) == (32, 1) and "window" not in case]
+    series: dict[str, list[Case]] = {}
+    for case in sorted(plain, key=_bytes_read):
+        series.setdefault(_variant(case), []).append(case)
+    # the layouts and scales that were measured at more than one size
+    series = {name: cases for name, cases in series.items() if len(cases) > 1}
+    if not series:
+        return None
+    figure, axis = plt.subplots(figsize=(9, 4.2))
+    axis.axhline(record["ceilings"]["read_GBps"], color="#4a5568", linewidth=1, linestyle="--", label="read ceiling")
+    colours = ("#2b6cb0", "#63b3ed", "#c05621", "#f6ad55")
+    for place, (name, cases) in enumerate(series.items()):
+        places, rates = [_bytes_read(case) for case in cases], [case["GBps"] for case in cases]
+        axis.plot(places, rates, marker="o", markersize=4, linewidth=1, color=colours[place % len(colours)], label=name)
+    peers = {
+        _size(case): (_bytes_read(case), case["GBps"] / peer["ratio"])
+        for case in next(iter(series.values()))
+        for peer in (case.get("peers") or {}).values()
+        if "ratio" in peer
+    }
+    if peers:
+        axis.plot(
+            *zip(*peers.values(), strict=True),
+            "s",
+            color="#a0aec0",
+            markersize=5,
+            label="cuDNN, bf16 cache (same tokens)",
+        )
+    axis.set_xscale("log")
+    axis.set_ylim(bottom=0)
+    ticks = {_size(case): _bytes_read(case) for case in next(iter(series.values()))}
+    labels = [f"{size}\n{_short(places / 1e6)} MB" for size, places in ticks.items()]
+    axis.set_xticks(list(ticks.values()), labels, fontsize=7, rotation=20)
+    axis.set_xticks([], minor=True)
+    axis.set_xlabel("batch x s_k, and the bytes of a call", fontsize=8)
+    axis.set_ylabel("GB/s of INT8 cache")
+    axis.spines[["top", "right"]].set_visible(False)
+    axis.legend(frameon=False, fontsize=8, loc="lower right")
+    axis.set_title(f"gqa_decode, 32 query and 8 KV heads of 128, on {record['card']}, {record['date']}", fontsize=9)
+    return figure
+
+
+def _bytes_read(case: Case) -> float:
+    """Bytes of a call, from its rate."""
+    return case["GBps"] * case["us"] * 1e3
 
 
 def main(arguments: Sequence[str] | None = None, root: pathlib.Path = ROOT) -> int:
@@ -173,12 +397,11 @@ def main(arguments: Sequence[str] | None = None, root: pathlib.Path = ROOT) -> i
     parser.add_argument("--results", type=pathlib.Path, default=root / "results" / "h200.json")
     options = parser.parse_args(arguments)
     record = evidence.read(options.results) if options.results.exists() else None
-    body = render(record)
     stale = []
     for page in pages(root):
         name, old = page.relative_to(root), page.read_text(encoding="utf-8")
         try:
-            new = replace_between_markers(old, body)
+            new = fill(old, record)
         except ValueError as error:
             print(f"{name}: {error}", file=sys.stderr)
             return 1
@@ -192,8 +415,9 @@ def main(arguments: Sequence[str] | None = None, root: pathlib.Path = ROOT) -> i
             print(f"{name} is out of date: run python scripts/results_table.py", file=sys.stderr)
         return int(bool(stale))
     print(f"rewritten: {', '.join(map(str, stale)) or 'nothing, all up to date'}")
-    if record is not None and not draw(record, root / "docs" / "img" / "mla_speed.svg"):
-        print("no plot: matplotlib is not installed, or no decode case has a speed")
+    if record is not None:
+        drawn = draw(record, root / "docs" / "img")
+        print(f"drawn: {', '.join(drawn) or 'nothing, for matplotlib is not installed or no decode case has a speed'}")
     return 0
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import math
-import threading
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -13,6 +12,7 @@ import torch
 import fp8_mla
 from cute_kernels.mla.plan import MAX_SPLITS, plan_decode
 from cute_kernels.mla.spec import HEADS_PER_CTA
+from cute_kernels.runtime import workspace
 from cute_kernels.runtime.arch import require_sm90
 from cute_kernels.runtime.checks import check_tensor, fail, require
 from cute_kernels.runtime.compile import get_kernel
@@ -161,7 +161,7 @@ def _launch(
         if length.shape[0] != batch:
             fail("topk_length", f"shape {tuple(length.shape)}", f"({batch},)")
         length = length.unsqueeze(1).expand(batch, s_q)
-    scratch, counters = _scratch(call, device) if call.scratch_size else (0, 0)
+    scratch, counters = workspace.addresses(call.need)
     call.kernel(  # on the current stream of the tensors' device
         q, pages, index, length, call.no_sink if s_aux is None else s_aux, out, lse, scratch, counters, call.zero_row,
         DEFAULT_SCALE if softmax_scale is None else softmax_scale, call.num_splits, call.merge_ctas, 1 if causal else 0,
@@ -184,9 +184,7 @@ class _Call(NamedTuple):
     kernel: Callable[..., Any] | None
     num_splits: int
     merge_ctas: int
-    scratch_size: int  # float32 values; 0 without splits
-    num_counters: int
-    unused_counters: list[torch.Tensor]  # for graphs under capture
+    need: workspace.Need
     zero_row: int  # its address
     no_sink: torch.Tensor
     no_length: torch.Tensor
@@ -225,14 +223,12 @@ def _prepare(
         )
         kernel, splits, merge_ctas = get_kernel(plan.spec), plan.num_splits, plan.merge_ctas
     rows = (batch, s_q, h_q)
-    num_counters = batch * s_q * -(-h_q // HEADS_PER_CTA)
+    scratch_size = splits * math.prod(rows) * (fp8_mla.V_DIM + 1) if splits > 1 else 0
     call = _Call(
         kernel,
         splits,
         merge_ctas,
-        splits * math.prod(rows) * (fp8_mla.V_DIM + 1) if splits > 1 else 0,
-        num_counters,
-        list(torch.zeros((_GRAPHS, num_counters), dtype=torch.int32, device=device)) if splits > 1 else [],
+        workspace.reserve(device, scratch_size, batch * s_q * -(-h_q // HEADS_PER_CTA)),
         constants.zero_row.data_ptr(),
         constants.no_sink[:h_q],
         constants.no_length.expand(batch, s_q),
@@ -257,48 +253,6 @@ def _constants(device: torch.device) -> _Constants:
         )
         torch.cuda.current_stream().synchronize()  # other streams may read them at once
     return constants
-
-
-class _Workspace(NamedTuple):
-    size: int  # of values
-    num_counters: int
-    addresses: tuple[int, int]
-    tensors: tuple[torch.Tensor, torch.Tensor]  # values and counters, kept alive
-
-
-_workspaces: dict[tuple[int, int, int], _Workspace] = {}  # by device, stream and thread
-_GRAPHS = 16  # captures of one call that find counters which are 0; later ones record a memset
-_counters_of_graphs: list[torch.Tensor] = []  # a graph names them by address
-
-
-def _scratch(call: _Call, device: int) -> tuple[int, int]:
-    """Addresses of room for the partial results of one call, and of counters that are 0.
-
-    Allocating takes as long as a launch, so every stream and thread has one workspace: a launch there writes it after
-    all launches before have read it. A graph under capture gets memory of its own, since it may be replayed on any
-    stream. A launch leaves its counters at 0.
-    """
-    if torch._C._cuda_isCurrentStreamCapturing():
-        values = torch.empty(call.scratch_size, device=call.no_sink.device)  # of the graph's pool
-        if call.unused_counters:
-            counters = call.unused_counters.pop()
-            _counters_of_graphs.append(counters)
-        else:
-            counters = torch.zeros(call.num_counters, dtype=torch.int32, device=call.no_sink.device)
-        return values.data_ptr(), counters.data_ptr()
-    # torch.cuda.current_stream() takes 5 us
-    key = (device, torch._C._cuda_getCurrentRawStream(device), threading.get_ident())
-    workspace = _workspaces.get(key)
-    if workspace is None or workspace.size < call.scratch_size or workspace.num_counters < call.num_counters:
-        # powers of two: it seldom grows
-        size, num_counters = (1 << (n - 1).bit_length() for n in (call.scratch_size, call.num_counters))
-        if workspace is not None:
-            size, num_counters = max(size, workspace.size), max(num_counters, workspace.num_counters)
-        values = torch.empty(size, device=call.no_sink.device)
-        counters = torch.zeros(num_counters, dtype=torch.int32, device=call.no_sink.device)
-        addresses = (values.data_ptr(), counters.data_ptr())
-        workspace = _workspaces[key] = _Workspace(size, num_counters, addresses, (values, counters))
-    return workspace.addresses
 
 
 def _check_sizes(s_q: int, h_q: int, num_splits: int | None) -> None:

@@ -9,12 +9,40 @@ import torch
 
 from cute_kernels.testing import evidence
 from cute_kernels.testing.compare import Comparison
-from scripts import gpu_check, results_table, sanitize
+from scripts import bench_gqa, gpu_check, results_table, sanitize
 
 PASSED = Comparison("case", (), rel_err=0.0021, rel_err_baseline=0.0025, worst=0.4, lse_err=2e-5)
 FAILED = Comparison("case", ("out: 3 of 9 elements are wrong",), 0.5, 0.0025, 90.0, math.nan)
 SIZES = {"op": "mla_fp8_decode", "mode": "sparse", "batch": 128, "h_q": 128, "s_q": 2, "topk": 2048}
+GQA_SIZES = {"batch": 64, "h_q": 32, "h_kv": 8, "d": 128, "s_q": 1, "s_k": 8192}
+PER_TENSOR = {"op": "gqa_decode", "kv_dtype": "int8", "scales": "per_tensor", "layout": "BNSH", **GQA_SIZES}
+PER_HEAD = {**PER_TENSOR, "scales": "per_token_head", "layout": "paged_NHD", "page_size": 64}
+APPEND = {"op": "kv_int8_append", "tokens": 65536, "h_kv": 8, "d": 128, "scales": "per_tensor", "layout": "BNSH"}
 SPEED = {"us": 500.123, "us_p10": 499.0, "us_p90": 510.0, "TFLOPs": 292.1, "GBps": 900.0, "read_fraction": 0.2}
+
+
+def gqa_cases() -> list[dict[str, Any]]:
+    """Two variants at several sizes, one case that misses, two whose check failed, and an append."""
+
+    def case(
+        key: dict[str, Any], check: Comparison, must: dict[str, float], fraction: float = 0.95, **more: Any
+    ) -> dict[str, Any]:
+        entry = evidence.record_case(key, check, lambda: {**SPEED, "read_fraction": fraction, **more})
+        return bench_gqa.with_must(entry, must)
+
+    peers = {"cudnn_bf16": {"us": 900.2, "ratio": 1.8, "rel_err": 0.003}}
+    ragged = {"batch": 32, "s_k": "512..16384"}
+    copied = {**SPEED, "copy_fraction": 0.85}
+    del copied["read_fraction"]
+    return [
+        case(PER_TENSOR, PASSED, {"read_fraction": 0.9, "ratio": 1.7}, peers=peers),
+        case({**PER_TENSOR, "batch": 1, "s_k": 32768}, PASSED, {"us": 26.0}, 0.2, us_p10=1.0, GBps=2000.0),
+        case({**PER_TENSOR, **ragged}, PASSED, {"read_fraction": 0.85}, GBps=700.0),
+        case(PER_HEAD, PASSED, {"read_fraction": 0.9}, GBps=902.0, host_us=7.5),
+        case({**PER_HEAD, **ragged}, FAILED, {"read_fraction": 0.85}),
+        case({**PER_TENSOR, "kv_dtype": "fp8", "s_q": 4, "window": 128}, FAILED, {"read_fraction": 0.85}),
+        bench_gqa.with_must(evidence.record_case(APPEND, PASSED, lambda: copied), {"copy_fraction": 0.8}),
+    ]
 
 
 def some_record(**changes: Any) -> dict[str, Any]:
@@ -40,6 +68,7 @@ def some_record(**changes: Any) -> dict[str, Any]:
             evidence.record_case(
                 {"op": "mla_fp8_append", "tokens": 65536}, PASSED, lambda: {**SPEED, "copy_fraction": 0.85}
             ),
+            *gqa_cases(),
         ],
     }
     return {**record, **changes}
@@ -127,14 +156,22 @@ def test_the_digest_of_this_checkout(root):
 
 # --- results_table
 
-README = f"# Title\n\nBefore.\n\n{results_table.BEGIN}\nold\n{results_table.END}\n\nAfter.\n"
+
+def page(*parts: str) -> str:
+    """A page with a pair of markers for each part."""
+    pairs = [f"<!-- results:{part}:begin -->\nold\n<!-- results:{part}:end -->\n" for part in parts]
+    return "\n".join(["# Title\n\nBefore.\n", *pairs, "After.\n"])
+
+
+README = page("run", "mla", "gqa-summary")
 
 
 @pytest.fixture
 def checkout(tmp_path):
     (tmp_path / "README.md").write_text(README)
     (tmp_path / "docs").mkdir()
-    (tmp_path / "docs" / "speed.md").write_text(README)
+    (tmp_path / "docs" / "mla_decode.md").write_text(page("mla"))
+    (tmp_path / "docs" / "gqa_decode.md").write_text(page("gqa"))
     (tmp_path / "docs" / "other.md").write_text("# No results here\n")
     return tmp_path
 
@@ -146,14 +183,27 @@ def test_the_pages_are_filled_and_checked(checkout, capsys):
     assert (checkout / "README.md").read_text() == README, "--check changes nothing"
     assert results_table.main([], root=checkout) == 0
     assert results_table.main(["--check"], root=checkout) == 0
-    for page in (checkout / "README.md", checkout / "docs" / "speed.md"):
-        text = page.read_text()
+    readme = (checkout / "README.md").read_text()
+    mla, gqa = ((checkout / "docs" / f"{room}_decode.md").read_text() for room in ("mla", "gqa"))
+    for text in (readme, mla, gqa):
         assert text.startswith("# Title\n\nBefore.\n")
         assert text.endswith("\n\nAfter.\n")
+        assert "old" not in text
+    for text in (readme, mla):
         assert "| 128 x 128 x 2 | 2048 | 500 | 499 .. 510 | 292 | 900 | 409 | 0.82 | 2.1e-03 | 2.0e-05 |" in text
         assert "| 16 x 128 x 2 | 2048 | check failed |" in text
-        assert "85% of copies" in text
-        assert "racecheck not run" in text
+        assert "| `mla_fp8_append`: tokens 65536 | 500 | 900 | 85% of copies |" in text
+    assert "racecheck not run" in readme
+    assert "racecheck" not in mla + gqa
+    assert "mla_fp8" not in gqa
+    for name in ("int8 per tensor, BNSH", "int8 per token head, paged_NHD 64"):
+        assert f"| {name} | 64 x 8192 |" in gqa
+        assert f" {name} |" in readme
+    assert "| int8 per tensor, BNSH | 32 x 512..16384 | 500 | 499 .. 510 |" in gqa
+    assert "| fp8 per tensor, BNSH | 64 x 8192, s_q 4, window 128 | check failed |" in gqa
+    assert "`kv_int8_append`: per_tensor, BNSH, tokens 65536" in gqa
+    assert "85% of copies (needs 0.80 of copies)" in gqa
+    assert "kv_int8_append" not in readme
     assert (checkout / "docs" / "other.md").read_text() == "# No results here\n"
 
     evidence.write(some_record(date="2026-02-03"), checkout / "results" / "h200.json")
@@ -169,15 +219,78 @@ def test_without_results_the_page_says_so(checkout):
 def test_a_page_without_markers_is_an_error(checkout, capsys):
     (checkout / "README.md").write_text("# Title\n")
     assert results_table.main([], root=checkout) == 1
-    assert "README.md: needs one" in capsys.readouterr().err
+    assert "README.md: needs a pair" in capsys.readouterr().err
 
 
-def test_the_plot_is_the_same_for_the_same_record(tmp_path):
+BAD_MARKERS = {
+    "no end": "<!-- results:run:begin -->",
+    "no begin": "<!-- results:run:end -->",
+    "the wrong order": "<!-- results:run:end --><!-- results:run:begin -->",
+    "two names": "<!-- results:run:begin --><!-- results:mla:end -->",
+    "one in another": page("run").replace("old", page("mla")),
+    "one too many": page("run") + "<!-- results:mla:begin -->",
+    "no such part": page("sink"),
+}
+
+
+@pytest.mark.parametrize("text", BAD_MARKERS.values(), ids=BAD_MARKERS)
+def test_markers_that_are_no_pair_are_an_error(text, checkout, capsys):
+    (checkout / "docs" / "other.md").write_text(text)
+    assert results_table.main([], root=checkout) == 1
+    assert "other.md: <!-- results:" in capsys.readouterr().err
+    assert (checkout / "docs" / "other.md").read_text() == text
+
+
+def test_a_record_without_such_cases_says_so():
+    record = some_record(cases=[])
+    assert [part for part in results_table.PARTS if results_table.render(record, part) == results_table.NO_CASES] == [
+        "mla",
+        "gqa",
+        "gqa-summary",
+    ]
+
+
+def test_every_op_has_a_place():
+    """A benchmark that no part shows would be in the record and on no page."""
+    text = "\n".join(results_table.render(some_record(), part) for part in results_table.PARTS)
+    for op in {case["op"] for case in some_record()["cases"]}:
+        assert f"`{op}`" in text
+
+
+def test_a_case_that_raised_is_in_the_tables():
+    raised = [
+        {"op": op, "case": "int8 64x32x1", "failed": "RuntimeError: no"} for op in ("gqa_decode", "mla_fp8_decode")
+    ]
+    record = some_record(cases=[*some_record()["cases"], *raised])
+    for part in ("mla", "gqa"):
+        (line,) = (line for line in results_table.render(record, part).splitlines() if "int8 64x32x1" in line)
+        assert "failed" in line
+
+
+def test_the_summary_of_gqa_shows_what_is_needed_and_missed():
+    lines = results_table.render(some_record(), "gqa-summary").splitlines()
+    columns = ["int8 per tensor, BNSH", "int8 per token head, paged_NHD 64"]
+    assert (
+        lines[0] == f"| `gqa_decode`: batch x s_k | needs | {' | '.join(columns)} | cuDNN over bf16: its time / ours |"
+    )
+    assert lines[2:5] == [
+        "| 64 x 8192 | 0.90 of reads, 1.7 x cuDNN | 500 us, 0.95 | 500 us, 0.95 | 1.80 |",
+        "| 1 x 32768 | 26 us | **500 us, 0.20** | – | – |",
+        "| 32 x 512..16384 | 0.85 of reads | 500 us, 0.95 | **check failed** | – |",
+    ]
+    assert lines[-1] == "| fp8 per tensor, BNSH | 64 x 8192, s_q 4, window 128 | 0.85 of reads | **check failed** |"
+
+
+def test_the_plots_are_the_same_for_the_same_record(tmp_path):
     pytest.importorskip("matplotlib")
-    for name in ("a.svg", "b.svg"):
-        assert results_table.draw(some_record(), tmp_path / name)
-    assert (tmp_path / "a.svg").read_bytes() == (tmp_path / "b.svg").read_bytes()
-    assert not results_table.draw(some_record(cases=[]), tmp_path / "c.svg")
+    names = ["mla_speed.svg", "gqa_speed.svg"]
+    for folder in ("a", "b"):
+        assert results_table.draw(some_record(), tmp_path / folder) == names
+    for name in names:
+        assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
+    for text in ("read ceiling", "cuDNN", "int8 per tensor, BNSH", "64 x 8192"):
+        assert text in (tmp_path / "a" / "gqa_speed.svg").read_text()
+    assert results_table.draw(some_record(cases=[]), tmp_path / "c") == []
 
 
 # --- gpu_check and sanitize
@@ -199,12 +312,19 @@ def test_junit_reports_are_counted():
 
 def test_the_table_shows_speeds_and_failures():
     lines = gpu_check.table(some_record()["cases"]).splitlines()
-    assert len(lines) == 4
+    assert len(lines) == 11
     assert "128x128x2 topk 2048" in lines[1]
     assert "500.123" in lines[1]
     assert "0.82" in lines[1]
     assert "FAILED" in lines[2]
     assert "tokens 65536" in lines[3]
+    assert lines[4].startswith("gqa_decode int8 per_tensor BNSH 64x32x1 s_k 8192 d 128 ")
+    assert "read_fraction 0.9 ratio 1.7 met" in lines[4]
+    assert "us 26.0 MISSED" in lines[5]
+    assert lines[7].startswith("gqa_decode int8 per_token_head paged_NHD_64 64x32x1 s_k 8192 d 128 ")
+    assert "FAILED" in lines[9]
+    assert "window 128" in lines[9]
+    assert "copy_fraction 0.8 met" in lines[10]
 
 
 def test_cards_name_their_files():

@@ -28,7 +28,7 @@ PROJECT = {
     "device": {"device"},
     "kernel": {"device", "kernel", "spec"},
     "plan": {"budget", "plan", "spec"},
-    "reference": {"fp8_mla", "reference"},
+    "reference": {"fp8_mla", "plan", "reference"},
     "runtime": {"runtime"},
     "op": {"fp8_mla", "op", "plan", "reference", "runtime", "spec"},
     "budget": {"budget", "spec"},

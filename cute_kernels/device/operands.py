@@ -1,0 +1,112 @@
+"""Bytes of a tile in shared memory -> 16-bit operands of mma.sync m16n8k16, without a detour through shared memory.
+
+In the fragments of A (16 x 16), with g = lane / 4 and t = lane % 4, a lane's four registers are the pairs
+    (row g, k 2t)   (row g + 8, k 2t)   (row g, k 2t + 8)   (row g + 8, k 2t + 8)      each with its right neighbour in k.
+
+ldmatrix moves 16-bit units. Of bytes it gives a lane four neighbours, x = b0 b1 b2 b3, and these become two registers,
+(b0, b2) and (b1, b3), by masks alone:
+ * rows are rows of A (K, or V stored transposed): b0..b3 are columns 4t .. 4t + 3. Since the order of k is free, (b0, b2)
+   stand at k = 2t and (b1, b3) at 2t + 8; the other operand is permuted the same way: of 16, first the even ones.
+ * rows are columns of A (V, with .trans): b0, b1 are neighbours of token 2t, b2, b3 those of token 2t + 1. (b0, b2) is a
+   pair of tokens of row 2g, (b1, b3) of row 2g + 1: rows of A are permuted, first the even ones.
+"""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import BFloat16, Float8E4M3FN, Float16, Float32, Int32, const_expr
+
+LOP3_AND_XOR, LOP3_AND_OR = 0x6A, 0xEA
+EVEN_THEN_ODD = 0x3120  # PRMT: b0 b2 b1 b3
+
+
+@cute.jit
+def load_matrices(address: Int32, transposed: cutlass.Constexpr):
+    """ldmatrix.x4: four 8 x 8 matrices of 16-bit units; lanes 8i .. 8i + 7 give the row addresses of matrix i."""
+    kind = ".trans" if transposed else ""
+    return cute.arch.inline_ptx(
+        "ldmatrix.sync.aligned.m8n8.x4" + kind + ".shared.b16 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];",
+        write_only_types=[Int32] * 4,
+        read_only_args=[address],
+    )
+
+
+@cute.jit
+def load_word(address: Int32):
+    """Four bytes of shared memory."""
+    return cute.arch.inline_ptx("ld.shared.b32 {$w0}, [{$r0}];", write_only_types=[Int32], read_only_args=[address])
+
+
+@cute.jit
+def transpose(x: Int32):
+    """An 8 x 8 matrix of 16-bit units between the layouts of C and of B."""
+    return cute.arch.inline_ptx(
+        "movmatrix.sync.aligned.m8n8.trans.b16 {$w0}, {$r0};", write_only_types=[Int32], read_only_args=[x]
+    )
+
+
+@cute.jit
+def widen_int8(a: cute.Tensor, x0: Int32, x1: Int32, x2: Int32, x3: Int32):
+    """Bytes 0 and 2 of each register as a pair of 16-bit numbers, exactly; a is one fragment of A.
+
+    float16: the byte under 0x64 with its sign bit flipped is 1024 + 128 + x, and 1152 is subtracted. bfloat16 has 7
+    bits of fraction: (128 + low 7 bits) - (128, or 256 below 0).
+    """
+    source = (x0, x1, x2, x3)
+    r = cute.recast_tensor(a, Int32)
+    if const_expr(a.element_type is Float16):
+        for i in cutlass.range_constexpr(4):
+            r[i] = cute.arch.lop3(source[i], Int32(0x00FF00FF), Int32(0x64806480), LOP3_AND_XOR)
+        a.store(a.load() - Float16(1152.0))
+    else:
+        signs = cute.make_rmem_tensor_like(a)
+        s = cute.recast_tensor(signs, Int32)
+        for i in cutlass.range_constexpr(4):
+            r[i] = cute.arch.lop3(source[i], Int32(0x007F007F), Int32(0x43004300), LOP3_AND_OR)
+            s[i] = cute.arch.lop3(source[i], Int32(0x00800080), Int32(0x43004300), LOP3_AND_OR)
+        a.store(a.load() - signs.load())
+
+
+@cute.jit
+def widen_e4m3(a: cute.Tensor, i: cutlass.Constexpr, j: cutlass.Constexpr, x: Int32):
+    """Bytes (0, 2) of x into register i of the fragment a, bytes (1, 3) into register j, exactly."""
+    ordered = Int32(cute.arch.prmt(x, Int32(0), Int32(EVEN_THEN_ODD)))
+    codes, pair = cute.make_rmem_tensor(4, Float8E4M3FN), cute.make_rmem_tensor(4, Float16)
+    words = cute.recast_tensor(codes, Int32)
+    words[0] = ordered
+    pair.store(codes.load().to(Float16))
+    p = cute.recast_tensor(pair, Int32)
+    r = cute.recast_tensor(a, Int32)
+    if const_expr(a.element_type is BFloat16):
+        wide = cute.make_rmem_tensor(4, BFloat16)
+        wide.store(pair.load().to(Float32).to(BFloat16))
+        w = cute.recast_tensor(wide, Int32)
+        r[i], r[j] = w[0], w[1]
+    else:
+        r[i], r[j] = p[0], p[1]
+
+
+@cute.jit
+def widen_rows(a: cute.Tensor, x0: Int32, x1: Int32, is_int8: cutlass.Constexpr):
+    """A fragment of A from the bytes of its rows g (x0) and g + 8 (x1)."""
+    if const_expr(is_int8):
+        widen_int8(a, x0, x1, x0 >> 8, x1 >> 8)
+    else:
+        widen_e4m3(a, 0, 2, x0)
+        widen_e4m3(a, 1, 3, x1)
+
+
+@cute.jit
+def widen_columns(a: cute.Tensor, x0: Int32, x1: Int32, is_int8: cutlass.Constexpr):
+    """A fragment of A from the bytes of its columns k 0..7 (x0) and 8..15 (x1), loaded transposed."""
+    if const_expr(is_int8):
+        widen_int8(a, x0, x0 >> 8, x1, x1 >> 8)
+    else:
+        widen_e4m3(a, 0, 1, x0)
+        widen_e4m3(a, 2, 3, x1)
+
+
+@cute.jit
+def take(a: cute.Tensor, x0: Int32, x1: Int32, x2: Int32, x3: Int32):
+    """A fragment of A from registers that hold 16-bit numbers already."""
+    r = cute.recast_tensor(a, Int32)
+    r[0], r[1], r[2], r[3] = x0, x1, x2, x3

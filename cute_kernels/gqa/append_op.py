@@ -1,0 +1,212 @@
+"""`kv_int8_append`: quantize new keys and values and write them to their slots of an INT8 cache."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+from cute_kernels.gqa.append_spec import KvAppendSpec
+from cute_kernels.gqa.layout_plan import LAYOUTS, ScaleKind, cache_sizes, scale_kind
+from cute_kernels.gqa.reference import reference_append
+from cute_kernels.runtime.arch import require_sm90
+from cute_kernels.runtime.checks import check_tensor, fail, require
+from cute_kernels.runtime.compile import get_kernel
+from cute_kernels.runtime.launch import optimistic, remember
+from cute_kernels.runtime.ops import register_op
+
+_ALIGN = 16  # bytes: every access of the kernel to a row
+_DTYPES = (torch.bfloat16, torch.float16)
+_SCALE_DTYPES = (torch.float32, torch.float16)
+_GIVEN = ("per_tensor", "per_head")
+_NAMES = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
+_HEADS_FIRST = ("BNSH", "paged_HND")
+
+
+def kv_int8_append(
+    k: torch.Tensor,
+    v: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    k_scale: torch.Tensor,
+    v_scale: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    *,
+    layout: str,
+) -> None:
+    """Quantize keys and values to INT8 and store each token in its slot of the caches, in place and in one launch.
+
+    Codes are symmetric: ``x / scale`` in float32, rounded half to even, within [-127, 127]. A scale is absmax / 127 of
+    what shares it, at least 2^-126 (float32) or 2^-14 (float16) and rounded to its dtype; of zeros it is 1. NaN counts
+    as 0, Inf as the largest number of its dtype. `cute_kernels.gqa.reference.quantize` is the rule, and the stored
+    bytes are the same.
+
+    Args:
+        k: (tokens, h_kv, d) bfloat16 or float16, d 64, 128 or 256. Rows of d values are contiguous and start at
+            multiples of 16 bytes; the distances of tokens and heads are free.
+        v: like k.
+        k_cache: int8, of the shape that `layout` says; see `gqa_decode`. The innermost axis is contiguous, and all
+            strides are multiples of 16 bytes.
+        v_cache: likewise; of paged_vllm, any strides.
+        k_scale: float16 or float32. per_token, per_token_head and per_group (32, 64): written, and the granularity
+            follows from the shape. per_tensor () or (1,) and per_head (h_kv,): read; positive and finite.
+        v_scale: likewise, of the same dtype. Its granularity may be another.
+        slot_mapping: (tokens,) int64: ``page * page_size + offset``, without pages ``sequence * s + position``. A token
+            whose slot is negative or beyond the cache is skipped. Slots must differ: where two tokens name the same
+            one, it may hold a mixture of both.
+        layout: "BNSH", "BSNH", "paged_NHD", "paged_HND" or "paged_vllm".
+
+    Raises:
+        TypeError: an argument is no tensor, or of another dtype.
+        ValueError: a shape, stride, alignment, device or the name of the layout does not fit, a scale's shape fits no
+            granularity or several, or the GPU is not an SM90.
+
+    CPU tensors are quantized by plain torch.
+    """
+    _append(k, v, k_cache, v_cache, k_scale, v_scale, slot_mapping, layout)
+
+
+class _Prepared(NamedTuple):
+    """A compiled kernel and what of its arguments the shapes decide.
+
+    heads      of the cache
+    k_given    whether k_scale is read, not written
+    """
+
+    kernel: Callable[..., None]
+    heads: int
+    k_given: bool
+    v_given: bool
+    heads_first: int
+
+    def launch(
+        self,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        k_scale: torch.Tensor,
+        v_scale: torch.Tensor,
+        slot_mapping: torch.Tensor,
+    ) -> None:
+        if self.k_given:
+            k_scale = k_scale.expand(self.heads)
+        if self.v_given:
+            v_scale = v_scale.expand(self.heads)
+        self.kernel(k, v, k_cache, v_cache, k_scale, v_scale, slot_mapping, self.heads_first)
+
+
+_prepared: dict[tuple[Any, ...], _Prepared] = {}
+
+
+def _key(
+    k: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    k_scale: torch.Tensor,
+    v_scale: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    layout: str,
+) -> tuple[Any, ...]:
+    """What the choice of a kernel depends on, and what the kernel does not check itself."""
+    return (
+        k.get_device(),
+        k.dtype,
+        k.shape,
+        k_cache.dtype,
+        k_cache.shape,
+        v_cache.dtype,
+        v_cache.shape,
+        k_scale.dtype,
+        k_scale.shape,
+        v_scale.shape,
+        slot_mapping.dtype,
+        layout,
+    )
+
+
+def _launch_prepared(
+    k: torch.Tensor,
+    v: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    k_scale: torch.Tensor,
+    v_scale: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    layout: str,
+) -> bool:
+    prepared = _prepared.get(_key(k, k_cache, v_cache, k_scale, v_scale, slot_mapping, layout))
+    if prepared is None:
+        return False
+    prepared.launch(k, v, k_cache, v_cache, k_scale, v_scale, slot_mapping)
+    return True
+
+
+def _checked(
+    k: torch.Tensor,
+    v: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    k_scale: torch.Tensor,
+    v_scale: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    layout: str,
+) -> None:
+    require(isinstance(layout, str), "layout", type(layout).__name__, "a str", TypeError)
+    known = LAYOUTS.get(layout)
+    if known is None:
+        fail("layout", repr(layout), f"one of {tuple(LAYOUTS)}")
+    check_tensor("k", k, dtype=_DTYPES, ndim=3)
+    check_tensor("k_cache", k_cache, dtype=torch.int8, device=k.device)
+    check_tensor("v_cache", v_cache, dtype=torch.int8, device=k.device)
+    sizes = cache_sizes(known, tuple(k_cache.shape), tuple(v_cache.shape), 1)
+    check_tensor("k_cache", k_cache, align=_ALIGN, unit_last_stride=True)
+    if layout != "paged_vllm":
+        check_tensor("v_cache", v_cache, align=_ALIGN, unit_last_stride=True)
+    check_tensor("k", k, shape=(None, sizes.h_kv, sizes.d), align=_ALIGN, unit_last_stride=True)
+    check_tensor("v", v, dtype=k.dtype, shape=tuple(k.shape), device=k.device, align=_ALIGN, unit_last_stride=True)
+    kinds = []
+    for name, scale, dtype in (("k_scale", k_scale, _SCALE_DTYPES), ("v_scale", v_scale, None)):
+        # both have the same dtype
+        check_tensor(name, scale, dtype=dtype or k_scale.dtype, device=k.device)
+        kinds.append(scale_kind(name, tuple(scale.shape), known, sizes))
+    check_tensor("slot_mapping", slot_mapping, dtype=torch.int64, shape=(k.shape[0],), device=k.device)
+    num_slots, rows = sizes.outer * sizes.rows, k.shape[0] * sizes.h_kv
+    require(num_slots < 2**31, "k_cache", f"{num_slots} slots", "fewer than 2^31")
+    require(rows < 2**30, "k", f"{rows} tokens times heads", "fewer than 2^30")
+    if k.device.type == "cpu":
+        reference_append(k, v, k_cache, v_cache, k_scale, v_scale, slot_mapping, layout=layout)
+        return
+    require_sm90("k", k.device)
+    if not rows or not num_slots:
+        return
+    spec = KvAppendSpec.for_launch(
+        dtype=_NAMES[k.dtype],
+        d=sizes.d,
+        h_kv=sizes.h_kv,
+        k_scale=_sharing(kinds[0]),
+        v_scale=_sharing(kinds[1]),
+        scale_dtype=_NAMES[k_scale.dtype],
+        vllm=layout == "paged_vllm",
+    )
+    k_given, v_given = (kind.granularity in _GIVEN for kind in kinds)
+    prepared = _Prepared(get_kernel(spec), sizes.h_kv, k_given, v_given, int(layout in _HEADS_FIRST))
+    prepared.launch(k, v, k_cache, v_cache, k_scale, v_scale, slot_mapping)
+    remember(_prepared, _key(k, k_cache, v_cache, k_scale, v_scale, slot_mapping, layout), prepared)
+
+
+def _sharing(kind: ScaleKind) -> str:
+    """A granularity as the specification calls it."""
+    if kind.granularity in _GIVEN:
+        return "given"
+    return f"per_group_{kind.group_size}" if kind.group_size else kind.granularity
+
+
+_append = register_op(
+    "kv_int8_append",
+    "(Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor(c!) k_scale, Tensor(d!) v_scale, "
+    "Tensor slot_mapping, str layout) -> ()",
+    optimistic(_launch_prepared, _checked),
+    lambda k, v, k_cache, v_cache, k_scale, v_scale, slot_mapping, layout: None,
+)

@@ -1,0 +1,111 @@
+"""What is fixed at compile time in the append kernel of INT8 caches."""
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+WARP = 32
+VALUES = 16  # of a lane's piece of a row: two 16-byte loads, one 16-byte store
+MAX_HELD = 4  # pieces of K, and as many of V, that a lane keeps in registers: 16 registers each pair
+GIVEN, PER_TOKEN, PER_TOKEN_HEAD = "given", "per_token", "per_token_head"
+GROUPS = {"per_group_32": 32, "per_group_64": 64}
+SCALES = (GIVEN, PER_TOKEN, PER_TOKEN_HEAD, *GROUPS)
+DTYPES = ("bfloat16", "float16")
+SCALE_DTYPES = ("float16", "float32")
+HEAD_DIMS = (64, 128, 256)
+
+
+@dataclass(frozen=True)
+class KvAppendSpec:
+    """Compile-time facts of :class:`cute_kernels.gqa.append_kernel.KvAppendKernel`: constructor argument, cache key.
+
+    dtype        of the new keys and values: "bfloat16" or "float16"
+    d            head dimension
+    k_scale      what shares a scale: "given" (per_tensor and per_head: read), "per_token", "per_token_head",
+                 "per_group_32" or "per_group_64"
+    v_scale      the same of the values
+    scale_dtype  of both: "float16" or "float32"
+    vllm         the layout is paged_vllm. One kernel serves all others through their strides.
+    team         lanes that share a unit of work: a token if either scale is per_token, else a head of a token
+    held         pieces of 16 values that a lane has of a unit; 0: as many as there are, read twice
+    warps        of a CTA
+    """
+
+    dtype: str
+    d: int
+    k_scale: str
+    v_scale: str
+    scale_dtype: str
+    vllm: bool = False
+    team: int = 8
+    held: int = 1
+    warps: int = 8
+
+    kernel: ClassVar[str] = "cute_kernels.gqa.append_kernel:KvAppendKernel"
+
+    @classmethod
+    def for_launch(
+        cls, *, dtype: str, d: int, h_kv: int, k_scale: str, v_scale: str, scale_dtype: str, vllm: bool = False
+    ) -> "KvAppendSpec":
+        """The variant for a cache of `h_kv` heads: the smallest team that holds a unit in registers, if a warp can."""
+        pieces = d // VALUES
+        team, held = pieces, 1
+        if PER_TOKEN in (k_scale, v_scale):
+            pieces *= h_kv
+            team = min(WARP, 1 << (pieces - 1).bit_length())
+            held = -(-pieces // team)
+        return cls(dtype, d, k_scale, v_scale, scale_dtype, vllm, team, held if held <= MAX_HELD else 0)
+
+    @property
+    def by_token(self) -> bool:
+        """Whether a unit of work is a token with all its heads."""
+        return PER_TOKEN in (self.k_scale, self.v_scale)
+
+    def can_implement(self) -> list[str]:
+        """Reasons, in words, why this kernel cannot be built; empty when it can."""
+        reasons = []
+        for name, value, known in (
+            ("dtype", self.dtype, DTYPES),
+            ("d", self.d, HEAD_DIMS),
+            ("k_scale", self.k_scale, SCALES),
+            ("v_scale", self.v_scale, SCALES),
+            ("scale_dtype", self.scale_dtype, SCALE_DTYPES),
+        ):
+            if value not in known:
+                reasons.append(f"{name} is {value!r}; known are {known}")
+        if not 1 <= self.warps <= 32:
+            reasons.append(f"warps is {self.warps}; a CTA has 1 to 32")
+        if reasons:
+            return reasons
+        pieces = self.d // VALUES
+        if self.team not in (4, 8, 16, 32) or self.team < pieces:
+            reasons.append(f"team is {self.team}; {pieces} lanes share a head, and a warp has whole teams")
+        if not 0 <= self.held <= MAX_HELD:
+            reasons.append(f"held is {self.held}; the registers of a lane hold 1 to {MAX_HELD} pieces")
+        if not self.by_token and (self.team, self.held) != (pieces, 1):
+            reasons.append(f"team is {self.team} and held {self.held}; a head is {pieces} lanes of one piece")
+        return reasons
+
+    @property
+    def expected(self) -> dict[str, Any]:
+        """What the compiled kernel is held to."""
+        registers = {0: 48, 1: 48, 2: 64, 3: 80, 4: 112}[self.held]
+        return {"registers": registers, "instructions": ("LDG.E.128", "STG.E.128", "F2IP.S8")}
+
+
+def shipped_specs() -> list[KvAppendSpec]:
+    """The variants that the tests hold to their budget, one of each kind; a call may ask for any other."""
+    bf16, fp16 = DTYPES
+    return [
+        KvAppendSpec.for_launch(dtype=bf16, d=128, h_kv=8, k_scale=kind, v_scale=kind, scale_dtype=scale_dtype)
+        for kind, scale_dtype in ((PER_TOKEN_HEAD, "float32"), (GIVEN, "float32"), (PER_TOKEN, "float16"))
+    ] + [
+        KvAppendSpec.for_launch(
+            dtype=fp16, d=256, h_kv=64, k_scale=PER_TOKEN, v_scale=PER_TOKEN, scale_dtype="float32"
+        ),
+        KvAppendSpec.for_launch(
+            dtype=bf16, d=64, h_kv=8, k_scale="per_group_32", v_scale=PER_TOKEN_HEAD, scale_dtype="float16"
+        ),
+        KvAppendSpec.for_launch(
+            dtype=fp16, d=128, h_kv=8, k_scale=GIVEN, v_scale="per_group_64", scale_dtype="float16", vllm=True
+        ),
+    ]

@@ -1,0 +1,277 @@
+"""The end of a sequence in the decode kernel: warps of a CTA meet, and CTAs that share a sequence are merged."""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import AddressSpace, BFloat16, Float16, Float32, Int32, Int64, const_expr
+
+from cute_kernels.device import softmax
+from cute_kernels.gqa.spec import CONSUMER_WARPS, MAX_RANGES, GqaDecodeSpec
+
+THREADS = 32 * CONSUMER_WARPS
+BAR_CONSUMERS = 1
+SCALES = {"float16": Float16, "float32": Float32}
+OUTPUTS = {"bfloat16": BFloat16, "float16": Float16}
+AT_ONCE = 8  # states that a thread reads at a time while it merges
+
+
+class Finisher:
+    """Device code for the 128 consumer threads of :class:`cute_kernels.gqa.kernel.GqaDecodeKernel`.
+
+    A thread has four neighbours of d of some columns. A state in scratch memory is columns x d values of O, then
+    (maximum, sum) of each column, all float32; values are relative to the maximum, in units of log2.
+    """
+
+    def __init__(self, spec: GqaDecodeSpec):
+        self.spec = spec
+        self.vectors = spec.d // 4  # of a column
+        self.turns = -(-spec.columns * self.vectors // THREADS)
+        self.state = spec.columns * (spec.d + 2)
+        self.interleaved_d = spec.bytes_cache and spec.layout != "vllm"
+        assert MAX_RANGES <= CONSUMER_WARPS * spec.sums_stride
+
+    @cute.jit
+    def meet(
+        self, acc_o, row_max: cute.Tensor, row_sum: cute.Tensor, sums: cute.Pointer, stats: cute.Pointer, w: Int32, lane: Int32
+    ):
+        """Every warp's O, relative to the maxima of all, into shared memory; its own maxima and sums into `stats`."""
+        spec = self.spec
+        g, t = lane // 4, lane % 4
+        sStats = self._stats(stats)
+        for i in cutlass.range_constexpr(spec.columns // 4):
+            for step in cutlass.range_constexpr(3):
+                row_sum[i] += cute.arch.shuffle_sync_bfly(row_sum[i], 4 << step)
+            if g == 0:
+                n = 8 * (i // 2) + 2 * t + i % 2
+                sStats[n, w, 0] = row_max[i]
+                sStats[n, w, 1] = row_sum[i]
+        self._sync()
+        sSums = self._sums(sums)
+        for i in cutlass.range_constexpr(spec.columns // 4):
+            n = 8 * (i // 2) + 2 * t + i % 2
+            factor = softmax.rescaling(row_max[i], self._peak(sStats, n))
+            for m in cutlass.range_constexpr(spec.d // 16):
+                for e in cutlass.range_constexpr(2):
+                    d = 16 * m + (2 * g + e if const_expr(self.interleaved_d) else g + 8 * e)
+                    sSums[d, n, w] = acc_o[m][i // 2][2 * e + i % 2] * factor
+        self._sync()
+
+    @cute.jit
+    def store(
+        self,
+        sums: cute.Pointer,
+        stats: cute.Pointer,
+        mOut: cute.Tensor,
+        mLse: cute.Tensor,
+        mSink: cute.Tensor,
+        v_scale: Int64,
+        v_strides: tuple,
+        place,
+        s_q: Int32,
+        tidx: Int32,
+    ):
+        """The result of a sequence that this CTA has read alone."""
+        spec = self.spec
+        b, kv_head, block, ratio = place
+        sStats = self._stats(stats)
+        unit = self._value_scale(v_scale, v_strides, kv_head)
+        for turn in cutlass.range_constexpr(self.turns):
+            n, vector = self._item(tidx, turn)
+            row = block * spec.columns + n
+            if row < ratio.divisor * s_q:
+                token, r = divmod(row, ratio)
+                head = kv_head * ratio.divisor + r
+                peak, total = self._totals(sStats, n)
+                acc = self._added(sums, n, vector)
+                share = self._share(peak, total, mSink[head]) * unit
+                self._write(mOut[b, token, head, None], acc, share, vector)
+                if vector == 0:
+                    mLse[b, token, head] = softmax.log_sum_exp(peak, total)
+
+    @cute.jit
+    def store_partial(
+        self, sums: cute.Pointer, stats: cute.Pointer, scratch: Int64, slot: Int32, place, s_q: Int32, tidx: Int32
+    ):
+        """The state of a part of a sequence into scratch memory."""
+        spec = self.spec
+        _, _, block, ratio = place
+        sStats = self._stats(stats)
+        values, totals = self._states(scratch, slot)
+        for turn in cutlass.range_constexpr(self.turns):
+            n, vector = self._item(tidx, turn)
+            if block * spec.columns + n < ratio.divisor * s_q:
+                acc = self._added(sums, n, vector)
+                cute.autovec_copy(acc, values[None, vector, n, 0])
+                if vector == 0:
+                    peak, total = self._totals(sStats, n)
+                    totals[0, n, 0] = peak
+                    totals[1, n, 0] = total
+
+    @cute.jit
+    def count(self, counter: Int64, sharing: Int32, arrived: cute.Pointer, tidx: Int32):
+        """Counts this CTA's part as written. True for the last of `sharing`, which then sees all parts.
+
+        acq_rel: what the barrier has collected is visible before the count, and what others counted after it.
+        """
+        sArrived = cute.make_tensor(arrived, cute.make_layout(1))
+        self._sync()
+        if tidx == 0:
+            pointer = cute.make_ptr(Int32, counter, AddressSpace.gmem, assumed_align=4)
+            before = cute.arch.atomic_add(pointer, Int32(1), sem="acq_rel", scope="gpu")
+            sArrived[0] = before
+            if before == sharing - 1:
+                cute.arch.store(pointer, Int32(0))
+        self._sync()
+        return sArrived[0] == sharing - 1
+
+    @cute.jit
+    def merge(
+        self,
+        sums: cute.Pointer,
+        scratch: Int64,
+        first: Int32,
+        distance: Int32,
+        sharing: Int32,
+        mOut: cute.Tensor,
+        mLse: cute.Tensor,
+        mSink: cute.Tensor,
+        v_scale: Int64,
+        v_strides: tuple,
+        place,
+        s_q: Int32,
+        tidx: Int32,
+    ):
+        """Merges `sharing` states: the opening one in slot first + 1, the i-th of the others in first + i * distance."""
+        spec = self.spec
+        b, kv_head, block, ratio = place
+        w, lane = tidx // 32, tidx % 32
+        sWeight = cute.make_tensor(sums, cute.make_layout((MAX_RANGES, spec.columns)))
+        unit = self._value_scale(v_scale, v_strides, kv_head)
+        rows = ratio.divisor * s_q - block * spec.columns
+        # ---- weights: a warp for each column, a lane for each state
+        for turn in cutlass.range_constexpr(spec.columns // CONSUMER_WARPS):
+            n = w + CONSUMER_WARPS * turn
+            if n < rows:
+                token, r = divmod(block * spec.columns + n, ratio)
+                head = kv_head * ratio.divisor + r
+                sink = mSink[head]
+                peak = -Float32.inf
+                for i in cutlass.range(lane, sharing, 32, unroll=1):
+                    _, totals = self._states(scratch, self._slot(first, distance, i))
+                    peak = cute.arch.fmax(peak, totals[0, n, 0])
+                peak = cute.arch.warp_reduction(peak, cute.arch.fmax)
+                total = Float32(0.0)
+                for i in cutlass.range(lane, sharing, 32, unroll=1):
+                    _, totals = self._states(scratch, self._slot(first, distance, i))
+                    weight = softmax.rescaling(totals[0, n, 0], peak)
+                    total += weight * totals[1, n, 0]
+                    sWeight[i, n] = weight
+                total = cute.arch.warp_reduction_sum(total)
+                share = self._share(peak, total, sink) * unit
+                for i in cutlass.range(lane, sharing, 32, unroll=1):
+                    sWeight[i, n] = sWeight[i, n] * share
+                if lane == 0:
+                    mLse[b, token, head] = softmax.log_sum_exp(peak, total)
+        self._sync()
+        # ---- the weighted sum
+        raw = cute.make_rmem_tensor((4, AT_ONCE), Float32)
+        acc = cute.make_rmem_tensor(4, Float32)
+        for turn in cutlass.range_constexpr(self.turns):
+            n, vector = self._item(tidx, turn)
+            if n < rows:
+                acc.fill(0.0)
+                for i in cutlass.range(0, sharing, AT_ONCE, unroll=1):
+                    for j in cutlass.range_constexpr(AT_ONCE):
+                        state = cutlass.min(i + j, sharing - 1)
+                        values, _ = self._states(scratch, self._slot(first, distance, state))
+                        cute.autovec_copy(values[None, vector, n, 0], raw[None, j])
+                    for j in cutlass.range_constexpr(AT_ONCE):
+                        state = cutlass.min(i + j, sharing - 1)
+                        weight = cutlass.select_(i + j < sharing, sWeight[state, n], Float32(0.0))
+                        for c in cutlass.range_constexpr(4):
+                            acc[c] += weight * raw[c, j]
+                token, r = divmod(block * spec.columns + n, ratio)
+                self._write(mOut[b, token, kv_head * ratio.divisor + r, None], acc, Float32(1.0), vector)
+
+    # ---- parts
+
+    def _sync(self):
+        cute.arch.barrier(barrier_id=BAR_CONSUMERS, number_of_threads=THREADS)
+
+    def _stats(self, stats: cute.Pointer) -> cute.Tensor:
+        """(column, warp, maximum or sum)."""
+        return cute.make_tensor(stats, cute.make_layout((self.spec.columns, CONSUMER_WARPS, 2)))
+
+    def _sums(self, sums: cute.Pointer) -> cute.Tensor:
+        """(d, column, warp)."""
+        spec = self.spec
+        stride = (1, spec.sums_stride, spec.sums_stride * spec.columns)
+        return cute.make_tensor(sums, cute.make_layout((spec.d, spec.columns, CONSUMER_WARPS), stride=stride))
+
+    def _item(self, tidx, turn: int):
+        """(column, vector of four in it) of a thread."""
+        item = tidx + turn * THREADS
+        return item // self.vectors, item % self.vectors
+
+    def _slot(self, first, distance, i):
+        return first + i * distance + cutlass.select_(i == 0, Int32(1), Int32(0))
+
+    def _states(self, scratch: Int64, slot: Int32):
+        """O (4, vector, column, 1) and (maximum or sum, column, 1) of the state in a slot."""
+        spec = self.spec
+        address = scratch + Int64(slot) * (4 * self.state)
+        pointer = cute.make_ptr(Float32, address, AddressSpace.gmem, assumed_align=16)
+        shape = (4, self.vectors, spec.columns, 1)
+        values = cute.make_tensor(pointer, cute.make_ordered_layout(shape, order=(0, 1, 2, 3)))
+        shape = cute.make_layout((2, spec.columns, 1), stride=(1, 2, 2 * spec.columns))
+        return values, cute.make_tensor(pointer + spec.columns * spec.d, shape)
+
+    @cute.jit
+    def _peak(self, sStats: cute.Tensor, n: Int32) -> Float32:
+        peak = sStats[n, 0, 0]
+        for w in cutlass.range_constexpr(1, CONSUMER_WARPS):
+            peak = cute.arch.fmax(peak, sStats[n, w, 0])
+        return peak
+
+    @cute.jit
+    def _totals(self, sStats: cute.Tensor, n: Int32):
+        """(maximum, sum) of a column over all warps."""
+        peak, total = self._peak(sStats, n), Float32(0.0)
+        for w in cutlass.range_constexpr(CONSUMER_WARPS):
+            total += sStats[n, w, 1] * softmax.rescaling(sStats[n, w, 0], peak)
+        return peak, total
+
+    @cute.jit
+    def _added(self, sums: cute.Pointer, n: Int32, vector: Int32) -> cute.Tensor:
+        """Four values of O of a column, all warps added up."""
+        spec = self.spec
+        acc, other = cute.make_rmem_tensor(4, Float32), cute.make_rmem_tensor(4, Float32)
+        acc.fill(0.0)
+        for w in cutlass.range_constexpr(CONSUMER_WARPS):
+            at = sums + cute.assume((w * spec.columns + n) * spec.sums_stride + 4 * vector, divby=4)
+            cute.autovec_copy(cute.make_tensor(at, cute.make_layout(4)), other)
+            for c in cutlass.range_constexpr(4):
+                acc[c] += other[c]
+        return acc
+
+    @cute.jit
+    def _share(self, peak: Float32, total: Float32, sink: Float32) -> Float32:
+        """1 / the denominator, sink included; 0 without keys."""
+        joined = total + cute.math.exp2(sink * softmax.LOG2_E - softmax.finite(peak), fastmath=True)
+        return cutlass.select_(total == 0.0, Float32(0.0), cute.arch.rcp_approx(joined))
+
+    @cute.jit
+    def _value_scale(self, v_scale: Int64, v_strides: tuple, kv_head: Int32) -> Float32:
+        unit = Float32(1.0)
+        if const_expr(self.spec.v_scales == "head"):
+            dtype = SCALES[self.spec.scale_dtype]
+            address = v_scale + Int64(kv_head) * v_strides[1] * const_expr(dtype.width // 8)
+            pointer = cute.make_ptr(dtype, address, AddressSpace.gmem, assumed_align=dtype.width // 8)
+            unit = cute.make_tensor(pointer, cute.make_layout(1))[0].to(Float32)
+        return unit
+
+    @cute.jit
+    def _write(self, row: cute.Tensor, acc: cute.Tensor, factor: Float32, vector: Int32):
+        rounded = cute.make_rmem_tensor(4, OUTPUTS[self.spec.q_dtype])
+        rounded.store((acc.load() * factor).to(OUTPUTS[self.spec.q_dtype]))
+        pointer = row.iterator + cute.assume(4 * vector, divby=4)
+        cute.autovec_copy(rounded, cute.make_tensor(pointer, cute.make_layout(4)))

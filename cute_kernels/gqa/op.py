@@ -1,0 +1,479 @@
+"""`gqa_decode`: plan, launch, and checks where a launch is refused."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+from cute_kernels.gqa.layout_plan import LAYOUTS, CacheLayout, CacheSizes, ScaleKind, cache_sizes, scale_kind
+from cute_kernels.gqa.plan import columns_for, plan_decode
+from cute_kernels.gqa.reference import reference_gqa_decode
+from cute_kernels.gqa.spec import ITEMSIZE, KEYS_PER_TILE, MAX_RANGES, GqaDecodeSpec
+from cute_kernels.runtime import workspace
+from cute_kernels.runtime.arch import require_sm90
+from cute_kernels.runtime.checks import check_tensor, fail, require
+from cute_kernels.runtime.compile import get_kernel
+from cute_kernels.runtime.launch import remember
+from cute_kernels.runtime.ops import register_op
+
+MAX_S_Q = 8
+NO_WINDOW = 2**30
+"""Wider than any cache, and far enough from 2^31 for differences."""
+Q_DTYPES = (torch.bfloat16, torch.float16)
+CACHE_DTYPES = (torch.int8, torch.float8_e4m3fn, torch.bfloat16, torch.float16)
+SCALE_DTYPES = (torch.float16, torch.float32)
+_NAMES = {dtype: str(dtype).removeprefix("torch.") for dtype in (*CACHE_DTYPES, torch.float32)}
+_LAYOUT_FACTS = {"BNSH": "heads_first", "paged_HND": "heads_first", "BSNH": "tokens_first", "paged_NHD": "tokens_first"}
+_CLASS_OF = {"per_tensor": "head", "per_head": "head", "per_token": "token", "per_token_head": "token"}
+
+
+class _Request(NamedTuple):
+    """The arguments of one call, without its outputs."""
+
+    q: torch.Tensor
+    k_cache: torch.Tensor
+    v_cache: torch.Tensor
+    k_scale: torch.Tensor | None
+    v_scale: torch.Tensor | None
+    layout: str
+    cache_seqlens: torch.Tensor | None
+    block_table: torch.Tensor | None
+    causal: bool
+    window: int | None
+    softcap: float | None
+    alibi_slopes: torch.Tensor | None
+    s_aux: torch.Tensor | None
+    softmax_scale: float | None
+    num_splits: int | None
+
+
+def gqa_decode(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
+    *,
+    layout: str = "BNSH",
+    cache_seqlens: torch.Tensor | None = None,
+    block_table: torch.Tensor | None = None,
+    causal: bool = True,
+    window: int | None = None,
+    softcap: float | None = None,
+    alibi_slopes: torch.Tensor | None = None,
+    s_aux: torch.Tensor | None = None,
+    softmax_scale: float | None = None,
+    num_splits: int | None = None,
+    out: torch.Tensor | None = None,
+    lse: torch.Tensor | None = None,
+    return_lse: bool = False,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Attention of one to eight query tokens over a KV cache of int8, FP8 or 16-bit numbers; MHA, GQA and MQA.
+
+    Query head h reads head ``h // (h_q // h_kv)`` of the cache. The queries are the last tokens of their sequence:
+    query j stands at position ``cache_seqlens - s_q + j``.
+
+    Runs on the current stream, captures into a CUDA graph after one eager call with the same shapes (lengths and tables
+    may change between replays), and traces under torch.compile. CPU tensors run the reference, with float64 inside.
+
+    Args:
+        q: (batch, s_q, h_q, d) bfloat16 or float16, 1 <= s_q <= 8, d 64, 128 or 256, h_q a multiple of h_kv. Rows
+            contiguous and 8-byte aligned.
+        k_cache: int8, float8_e4m3fn, or q's dtype, as `layout` says; rows contiguous, all strides multiples of 16
+            bytes.
+        v_cache: the same dtype and sizes.
+        k_scale: what the numbers of k_cache are multiplied with: float16 or float32, of one of these shapes:
+            per_tensor () or (1,); per_head (h_kv,); per_token, the cache's shape without heads and d; per_token_head,
+            the cache's shape without d; per_group, the cache's shape with d / 32 or d / 64 instead of d. In paged_vllm
+            these are (pages, page_size), (pages, h_kv, page_size) and (pages, h_kv, groups, page_size). Required with
+            int8; optional, both or none, with float8_e4m3fn; None with 16-bit caches.
+        v_scale: of any granularity as well; k_scale's dtype.
+        layout: "BNSH" (batch, h_kv, s, d) · "BSNH" (batch, s, h_kv, d) · "paged_NHD" (pages, page_size, h_kv, d) ·
+            "paged_HND" (pages, h_kv, page_size, d), page sizes powers of two · "paged_vllm" K (pages, h_kv, d / x,
+            page_size, x) with x = 16 bytes, V (pages, h_kv, d, page_size), page sizes 8, 16, 32.
+        cache_seqlens: (batch,) int32, tokens, those of the queries included; default: all of a contiguous cache. A
+            negative length counts as 0, one beyond the cache as all of it.
+        block_table: (batch, max_pages) int32, with paged layouts. Entries behind a sequence's last page may be
+            anything; the keys of a page that does not exist are masked.
+        causal: a query does not see tokens behind its own.
+        window: so many tokens, its own included, are seen at most; tiles outside of every window are not read.
+        softcap: c > 0: scores become ``c * tanh(score / c)``.
+        alibi_slopes: (h_q,) or (batch, h_q) float32; ``slope * (key - own position)`` is added to scores.
+        s_aux: (h_q,) float32, a logit per head in natural-log units that joins the softmax denominator alone.
+        softmax_scale: default d ** -0.5.
+        num_splits: parts of each sequence; default: planned over the whole batch.
+        out: (batch, s_q, h_q, d), q's dtype, to write to; rows contiguous and 8-byte aligned.
+        lse: (batch, s_q, h_q) float32 to write to.
+        return_lse: also return the log-sum-exp.
+
+    Returns:
+        out (batch, s_q, h_q, d) of q's dtype; with `return_lse` also lse (batch, s_q, h_q) float32, natural log,
+        without the sink. A query without keys has out 0 and lse -inf.
+
+    Raises:
+        TypeError, ValueError: before any launch, naming the argument, what it got and what it needs.
+    """
+    request = _Request(
+        q, k_cache, v_cache, k_scale, v_scale, layout, cache_seqlens, block_table, causal, window, softcap,
+        alibi_slopes, s_aux, softmax_scale, num_splits,
+    )  # fmt: skip
+    if isinstance(q, torch.Tensor) and q.is_cuda and not torch.compiler.is_compiling():
+        try:
+            out, lse = _launch(request, out, lse, return_lse)
+        except Exception:
+            _check(request, out, lse)
+            raise
+        return (out, lse) if return_lse else out
+    check_tensor("q", q, ndim=4)
+    if out is None:
+        out = q.new_empty(q.shape)
+    if lse is None:
+        lse = q.new_empty(q.shape[:3], dtype=torch.float32)
+    _decode_into(*request, out, lse)
+    return (out, lse) if return_lse else out
+
+
+def _signature(t: torch.Tensor | None) -> tuple[Any, ...] | None:
+    """What a compiled kernel does not check of a tensor that it gets as an address."""
+    return None if t is None else (t.shape, t.stride(), t.dtype, t.get_device())
+
+
+def _launch(
+    request: _Request, out: torch.Tensor | None, lse: torch.Tensor | None, wants_lse: bool = True
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Launches without checks of its own, or raises before any launch; then `_check` says why.
+
+    Checks in Python take longer than a launch. The compiled kernel compares what it gets as tensors with what it was
+    compiled for, in C++; what it cannot know is in the key of the prepared call.
+    """
+    (
+        q, k_cache, v_cache, k_scale, v_scale, layout, cache_seqlens, block_table, causal, window, softcap,
+        alibi_slopes, s_aux, softmax_scale, num_splits,
+    ) = request  # fmt: skip
+    key = (
+        q.shape, q.dtype, k_cache.shape, k_cache.dtype, layout, _signature(k_scale), _signature(v_scale),
+        None if block_table is None else block_table.shape[-1], softcap is None, _signature(alibi_slopes), num_splits,
+        q.get_device(),
+    )  # fmt: skip
+    call = _prepared.get(key) or _prepare(key, request)
+    if out is None:
+        out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    if lse is None:
+        lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device) if wants_lse else call.unread_lse
+    if call.kernel is None:
+        _check(request, out, lse)
+        out.zero_()
+        lse.fill_(-torch.inf)
+        return out, lse
+    lengths = call.no_length if cache_seqlens is None else cache_seqlens
+    # the compiled kernel takes unsigned integers for signed ones
+    if lengths.dtype is not torch.int32 or (block_table is not None and block_table.dtype is not torch.int32):
+        fail("cache_seqlens", lengths.dtype, "int32", TypeError)
+    if v_cache.dtype is not k_cache.dtype or (block_table is None) != (call.paged is False):
+        fail("v_cache", v_cache.dtype, "k_cache's")
+    if (call.paged and cache_seqlens is None) or (window is not None and window < 1):
+        fail("cache_seqlens", None, "lengths")
+    if softcap is not None and not softcap > 0:
+        fail("softcap", softcap, "a positive number")
+    scratch, counters = workspace.addresses(call.need)
+    call.kernel(  # on the current stream of the tensors' device
+        q,
+        k_cache,
+        v_cache,
+        block_table,
+        lengths,
+        call.no_sink if s_aux is None else s_aux,
+        out,
+        lse,
+        0 if k_scale is None else k_scale.data_ptr(),
+        *call.k_strides,
+        0 if v_scale is None else v_scale.data_ptr(),
+        *call.v_strides,
+        0 if alibi_slopes is None else alibi_slopes.data_ptr(),
+        call.alibi_batch,
+        call.default_scale if softmax_scale is None else softmax_scale,
+        1.0 if softcap is None else softcap,
+        NO_WINDOW if window is None else min(window, NO_WINDOW),
+        1 if causal else 0,
+        call.ranges,
+        call.splits,
+        call.ctas,
+        scratch,
+        counters,
+    )
+    return out, lse
+
+
+class _Call(NamedTuple):
+    """A planned call: all that does not change while shapes stay the same. `kernel` is None if no key exists."""
+
+    kernel: Callable[..., Any] | None
+    paged: bool
+    ranges: int
+    splits: int
+    ctas: int
+    k_strides: tuple[int, int, int, int]  # outer, head, row, group; in elements
+    v_strides: tuple[int, int, int, int]
+    alibi_batch: int
+    default_scale: float
+    need: workspace.Need
+    no_sink: torch.Tensor
+    no_length: torch.Tensor
+    unread_lse: torch.Tensor
+
+
+_prepared: dict[tuple[Any, ...], _Call] = {}
+
+
+def _prepare(key: tuple[Any, ...], request: _Request) -> _Call:
+    """Plans a call and loads its kernel, after all checks."""
+    _check(request, None, None)
+    q = request.q
+    layout = LAYOUTS[request.layout]
+    sizes = _sizes(request, layout)
+    kinds = _kinds(request, layout, sizes)
+    batch, s_q, h_q, d = q.shape
+    device = q.device
+    constants = _constants(device)
+    spec = decode_spec(request)
+    capacity = sizes.rows
+    if layout.paged:
+        assert request.block_table is not None  # `_check` has seen it
+        capacity *= request.block_table.shape[1]
+    kernel, size, counters, plan = None, 0, 0, None
+    if batch and capacity and sizes.outer:
+        plan = plan_decode(
+            spec,
+            batch=batch,
+            h_kv=sizes.h_kv,
+            rows=h_q // sizes.h_kv * s_q,
+            max_keys=capacity,
+            num_sms=constants.num_sms,
+            num_splits=request.num_splits,
+        )
+        kernel, size, counters = get_kernel(spec), plan.states * plan.state_floats, plan.counters
+    slopes = request.alibi_slopes
+    call = _Call(
+        kernel,
+        layout.paged,
+        plan.ranges if plan else 1,
+        plan.splits if plan else 0,
+        plan.ctas if plan else 1,
+        _scale_strides(request.k_scale, kinds[0], layout),
+        _scale_strides(request.v_scale, kinds[1], layout),
+        slopes.stride(0) if slopes is not None and slopes.dim() == 2 else 0,
+        d**-0.5,
+        workspace.reserve(device, size, counters),
+        constants.no_sink.expand(h_q) if h_q <= 1 else constants.no_sink[:h_q],
+        constants.no_length.expand(batch),
+        torch.empty((batch, s_q, h_q), device=device),  # written where the caller wants no lse, and read by nobody
+    )
+    if not torch.cuda.is_current_stream_capturing():  # tensors of a graph's pool must not outlive the capture
+        remember(_prepared, key, call)
+    return call
+
+
+def decode_spec(request: _Request) -> GqaDecodeSpec:
+    """The kernel for checked arguments."""
+    layout = LAYOUTS[request.layout]
+    sizes = _sizes(request, layout)
+    k_kind, v_kind = _kinds(request, layout, sizes)
+    _, s_q, h_q, d = request.q.shape
+    scale = request.k_scale
+    return GqaDecodeSpec(
+        q_dtype=_NAMES[request.q.dtype],
+        kv_dtype=_NAMES[request.k_cache.dtype],
+        d=d,
+        columns=columns_for(h_q // sizes.h_kv * s_q, d),
+        k_scales=_scale_class(k_kind),
+        v_scales=_scale_class(v_kind),
+        scale_dtype="float32" if scale is None else _NAMES[scale.dtype],
+        layout=_LAYOUT_FACTS.get(layout.name, "vllm"),
+        paged=layout.paged,
+        box_rows=min(sizes.rows, KEYS_PER_TILE) if layout.paged else KEYS_PER_TILE,
+        alibi=request.alibi_slopes is not None,
+        softcap=request.softcap is not None,
+    )
+
+
+def _scale_class(kind: ScaleKind | None) -> str:
+    if kind is None:
+        return "none"
+    return _CLASS_OF.get(kind.granularity) or f"group{kind.group_size}"
+
+
+def _scale_strides(
+    scale: torch.Tensor | None, kind: ScaleKind | None, layout: CacheLayout
+) -> tuple[int, int, int, int]:
+    """Strides of (outer, head, row, group); 0 along what shares a scale."""
+    if scale is None or kind is None or kind.granularity == "per_tensor":
+        return (0, 0, 0, 0)
+    if kind.granularity == "per_head":
+        return (0, scale.stride(0), 0, 0)
+    axes = layout.group_axes if kind.granularity == "per_group" else layout.token_axes
+    if kind.granularity == "per_token":
+        axes = axes.replace("h", "")
+    stride = dict(zip(axes, scale.stride(), strict=True))
+    outer, row = ("p", "t") if layout.paged else ("b", "s")
+    return stride[outer], stride.get("h", 0), stride[row], stride.get("g", 0)
+
+
+def _sizes(request: _Request, layout: CacheLayout) -> CacheSizes:
+    itemsize = ITEMSIZE[_NAMES[request.k_cache.dtype]]
+    return cache_sizes(layout, tuple(request.k_cache.shape), tuple(request.v_cache.shape), itemsize)
+
+
+def _kinds(request: _Request, layout: CacheLayout, sizes: CacheSizes) -> tuple[ScaleKind | None, ScaleKind | None]:
+    scales = (("k_scale", request.k_scale), ("v_scale", request.v_scale))
+    k, v = (None if t is None else scale_kind(name, tuple(t.shape), layout, sizes) for name, t in scales)
+    return k, v
+
+
+class _Constants(NamedTuple):
+    """What the planner needs to know of a device, and small tensors on it that stand for absent arguments."""
+
+    num_sms: int
+    no_sink: torch.Tensor
+    no_length: torch.Tensor
+
+
+MAX_HEADS = 1024
+
+
+@functools.cache
+def _constants(device: torch.device) -> _Constants:
+    with torch.cuda.device(device):
+        if torch.cuda.is_current_stream_capturing():
+            raise RuntimeError("gqa_decode: call it once before it is captured into a CUDA graph")
+        constants = _Constants(
+            torch.cuda.get_device_properties(device).multi_processor_count,
+            torch.full((MAX_HEADS,), -torch.inf, device=device),
+            torch.full((1,), torch.iinfo(torch.int32).max, dtype=torch.int32, device=device),
+        )
+        torch.cuda.current_stream().synchronize()  # other streams may read them at once
+    return constants
+
+
+def _check(request: _Request, out: torch.Tensor | None, lse: torch.Tensor | None) -> None:
+    """Raises what is wrong with the arguments, by name."""
+    q, k_cache, v_cache = request.q, request.k_cache, request.v_cache
+    check_tensor("q", q, dtype=Q_DTYPES, ndim=4, align=8, unit_last_stride=True)
+    device = q.device
+    batch, s_q, h_q, d = q.shape
+    if not isinstance(request.layout, str) or request.layout not in LAYOUTS:
+        fail("layout", repr(request.layout), f"one of {', '.join(LAYOUTS)}")
+    layout = LAYOUTS[request.layout]
+    check_tensor("k_cache", k_cache, dtype=CACHE_DTYPES, device=device)
+    check_tensor("v_cache", v_cache, dtype=k_cache.dtype, device=device)
+    if k_cache.element_size() == 2:
+        require(k_cache.dtype is q.dtype, "k_cache", k_cache.dtype, f"q's dtype {q.dtype}, int8 or float8_e4m3fn", TypeError)
+    sizes = _sizes(request, layout)
+    if device.type != "cpu":
+        for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
+            _check_rows(name, cache, layout)
+    require(d == sizes.d, "q", f"head dimension {d}", f"{sizes.d}, that of the caches")
+    require(1 <= s_q <= MAX_S_Q, "q", f"s_q = {s_q}", f"1 to {MAX_S_Q} query tokens")
+    good = sizes.h_kv > 0 and h_q > 0 and h_q % sizes.h_kv == 0 and h_q <= MAX_HEADS
+    require(good, "q", f"{h_q} heads", f"a multiple of the caches' {sizes.h_kv}, at most {MAX_HEADS}")
+    _check_scales(request, layout, sizes)
+    if layout.paged:
+        if request.block_table is None or request.cache_seqlens is None:
+            missing = "block_table" if request.block_table is None else "cache_seqlens"
+            fail(missing, None, f"a tensor: layout {layout.name!r} is paged")
+        table, shape = request.block_table, (batch, None)
+        check_tensor("block_table", table, dtype=torch.int32, shape=shape, device=device, unit_last_stride=True)
+        capacity = table.shape[1] * sizes.rows
+    else:
+        require(request.block_table is None, "block_table", "a tensor", f"None: layout {layout.name!r} has no pages")
+        got = f"{sizes.outer} sequences"
+        require(sizes.outer == batch, "k_cache", got, f"{batch}, the batch of q")
+        capacity = sizes.rows
+    require(capacity < 2**30, "k_cache", f"room for {capacity} tokens of a sequence", "fewer than 2^30")
+    if request.cache_seqlens is not None:
+        check_tensor("cache_seqlens", request.cache_seqlens, dtype=torch.int32, shape=(batch,), device=device)
+    _check_numbers(request)
+    if request.alibi_slopes is not None:
+        slopes = request.alibi_slopes
+        two = isinstance(slopes, torch.Tensor) and slopes.dim() == 2
+        shape = (batch, h_q) if two else (h_q,)
+        check_tensor("alibi_slopes", slopes, dtype=torch.float32, shape=shape, device=device, unit_last_stride=True)
+    if request.s_aux is not None:
+        check_tensor("s_aux", request.s_aux, dtype=torch.float32, shape=(h_q,), device=device, unit_last_stride=True)
+    if out is not None:
+        check_tensor("out", out, dtype=q.dtype, shape=tuple(q.shape), device=device, align=8, unit_last_stride=True)
+    if lse is not None:
+        check_tensor("lse", lse, dtype=torch.float32, shape=(batch, s_q, h_q), device=device)
+    if device.type != "cpu":
+        require_sm90("q", device)
+
+
+def _check_rows(name: str, cache: torch.Tensor, layout: CacheLayout) -> None:
+    """What TMA asks for."""
+    check_tensor(name, cache, align=16, unit_last_stride=layout.name != "paged_vllm")
+    if layout.name == "paged_vllm":
+        page = cache[0, 0] if cache.shape[0] and cache.shape[1] else cache
+        require(page.is_contiguous(), name, f"strides {cache.stride()}", "contiguous bytes of each page and head")
+
+
+def _check_scales(request: _Request, layout: CacheLayout, sizes: CacheSizes) -> None:
+    scales = {"k_scale": request.k_scale, "v_scale": request.v_scale}
+    dtype = request.k_cache.dtype
+    for name, scale in scales.items():
+        if scale is None:
+            other = next(s for n, s in scales.items() if n != name)
+            needed = dtype is torch.int8 or (dtype is torch.float8_e4m3fn and other is not None)
+            require(not needed, name, None, f"a tensor: a cache of {dtype} has both scales")
+            continue
+        require(dtype.itemsize == 1, name, "a tensor", f"None: a cache of {dtype} has no scale")
+        check_tensor(name, scale, dtype=SCALE_DTYPES, device=request.q.device)
+        kind = scale_kind(name, tuple(scale.shape), layout, sizes)
+        del kind
+    if request.k_scale is not None and request.v_scale is not None:
+        same = request.k_scale.dtype is request.v_scale.dtype
+        require(same, "v_scale", request.v_scale.dtype, f"{request.k_scale.dtype}, that of k_scale", TypeError)
+
+
+def _check_numbers(request: _Request) -> None:
+    for name, value, least, most in (
+        ("window", request.window, 1, None),
+        ("num_splits", request.num_splits, 1, MAX_RANGES),
+    ):
+        if value is None:
+            continue
+        is_int = isinstance(value, int) and not isinstance(value, bool)
+        require(is_int, name, type(value).__name__, "an int", TypeError)
+        inside = value >= least and (most is None or value <= most)
+        require(inside, name, value, f"at least {least}" if most is None else f"{least} to {most}")
+    for name, number in (("softcap", request.softcap), ("softmax_scale", request.softmax_scale)):
+        if number is not None:
+            is_number = isinstance(number, (int, float)) and not isinstance(number, bool)
+            require(is_number, name, type(number).__name__, "a number", TypeError)
+    if request.softcap is not None:
+        require(0 < request.softcap < float("inf"), "softcap", request.softcap, "a positive number")
+
+
+def _run(*arguments: Any) -> None:
+    """The operator: what torch.compile calls, and CPU tensors."""
+    request, out, lse = _Request(*arguments[:-2]), arguments[-2], arguments[-1]
+    _check(request, out, lse)
+    if request.q.is_cuda:
+        _launch(request, out, lse)
+        return
+    options = request._asdict()
+    del options["num_splits"]
+    result, result_lse = reference_gqa_decode(**options)
+    out.copy_(result)
+    lse.copy_(result_lse)
+
+
+_decode_into = register_op(
+    "gqa_decode",
+    "(Tensor q, Tensor k_cache, Tensor v_cache, Tensor? k_scale, Tensor? v_scale, str layout, Tensor? cache_seqlens, "
+    "Tensor? block_table, bool causal, int? window, float? softcap, Tensor? alibi_slopes, Tensor? s_aux, "
+    "float? softmax_scale, int? num_splits, Tensor(a!) out, Tensor(b!) lse) -> ()",
+    _run,
+    lambda *args: None,
+)

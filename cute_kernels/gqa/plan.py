@@ -1,0 +1,88 @@
+"""How one decode call is cut into CTAs: pure Python, from shapes to a specification and a number of ranges."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+from cute_kernels.gqa.spec import COLUMNS, KEYS_PER_TILE, MAX_ACCUMULATORS, MAX_RANGES, GqaDecodeSpec
+
+RANGE_TILES = 2.0
+"""What a range costs beside its tiles (Q, the meeting of the warps, a state written and merged), in tiles of 64 keys."""
+
+
+@dataclass(frozen=True)
+class DecodePlan:
+    """What to launch. The same shapes give the same plan, so the same call gives the same bits.
+
+    ranges          parts of the work list, the line of all sequences' tiles; each is read by one CTA per head and block
+    splits          parts of each sequence instead, where they were asked for; else 0
+    ctas            to launch; a CTA takes every ctas-th unit of work
+    states          slots for partial results; 0 where no sequence is shared
+    state_floats    float32 values of one
+    counters        words that count finished parts
+    """
+
+    ranges: int
+    splits: int
+    ctas: int
+    states: int
+    state_floats: int
+    counters: int
+
+
+def columns_for(rows: int, d: int) -> int:
+    """Columns of a CTA for so many query rows (tokens x heads) of a KV head."""
+    return next((n for n in COLUMNS if n >= rows or 2 * n * d > MAX_ACCUMULATORS), COLUMNS[-1])
+
+
+@functools.lru_cache(maxsize=4096)
+def plan_decode(
+    spec: GqaDecodeSpec,
+    *,
+    batch: int,
+    h_kv: int,
+    rows: int,
+    max_keys: int,
+    num_sms: int,
+    num_splits: int | None = None,
+) -> DecodePlan:
+    """Cuts the work list into ranges.
+
+    Lengths are known to the device alone, so a plan must be right for all of them: it says into how many equal parts
+    the line of tiles is cut, and CTAs find theirs. One part for every CTA that fits on the card is best (the memory is
+    busy only while all of them read), unless there are more heads than CTAs, or fewer tiles than parts.
+
+    Args:
+        spec: of the kernel.
+        batch: sequences.
+        h_kv: heads of the cache.
+        rows: query rows of each (tokens x heads).
+        max_keys: tokens that a sequence can have.
+        num_sms: of the device.
+        num_splits: parts of each sequence, to force it.
+    """
+    blocks = -(-rows // spec.columns)
+    heads = h_kv * blocks
+    slots = num_sms * spec.ctas_per_sm
+    tiles = max(1, -(-max_keys // KEYS_PER_TILE))
+    if num_splits is not None:
+        splits = min(num_splits, tiles, MAX_RANGES)
+        ranges, units, shared = 1, heads * splits * batch, splits > 1
+    else:
+        splits, total = 0, tiles * batch
+        candidates = range(1, min(MAX_RANGES, total) + 1)
+        ranges = min(candidates, key=lambda n: (_rounds(heads * n, slots) * (total / n + RANGE_TILES), n))
+        units, shared = heads * ranges, ranges > 1
+    return DecodePlan(
+        ranges=ranges,
+        splits=splits,
+        ctas=min(slots, units),
+        states=2 * units if shared else 0,
+        state_floats=spec.columns * (spec.d + 2),
+        counters=batch * heads,
+    )
+
+
+def _rounds(units: int, slots: int) -> int:
+    return -(-units // slots)

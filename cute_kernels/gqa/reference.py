@@ -1,0 +1,400 @@
+"""Grouped-query decoding, quantization and appending in plain torch: the definition of what the kernels compute.
+
+It is the oracle that they are compared with (float64 over the dequantized cache) and what the calls run on a CPU. Only
+the keys that a query may see are gathered, and each query multiplies its own keys and no others: nothing is ever masked
+by adding to or multiplying a score, so a NaN in any other slot has no way to the output.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Final, Literal, NamedTuple
+
+import torch
+
+from cute_kernels.gqa.layout_plan import LAYOUTS, CacheLayout, CacheSizes, ScaleKind, cache_sizes, scale_kind
+
+INT8_MAX: Final = 127
+MIN_SCALE: Final = {torch.float32: 2.0**-126, torch.float16: 2.0**-14}
+"""The smallest scale that quantization stores: the smallest normal number."""
+ELEMENTS_PER_CHUNK: Final = 1 << 25
+"""Elements of a cache dequantized at a time: 268 MB as float64, 8 heads of 32,768 keys of 128."""
+
+Which = Literal["k", "v"]
+
+
+def _token_major(tensor: torch.Tensor, axes: str) -> torch.Tensor:
+    """A view with the axes in the order sequences or pages, tokens, heads, what is left of d."""
+    return tensor.permute([axes.index(axis) for axis in sorted(axes, key="bpsthcxdg".index)])
+
+
+def _scale_axes(kind: ScaleKind, layout: CacheLayout) -> str:
+    return {
+        "per_tensor": "",
+        "per_head": "h",
+        "per_token": layout.token_axes.replace("h", ""),
+        "per_token_head": layout.token_axes,
+        "per_group": layout.group_axes,
+    }[kind.granularity]
+
+
+def spread_scale(scale: torch.Tensor, kind: ScaleKind) -> torch.Tensor:
+    """A token-major scale with axes for what it does not tell apart, ready to multiply (..., h_kv, d).
+
+    Args:
+        scale: () or (1,), (h_kv,), (...), (..., h_kv) or (..., h_kv, d / group_size), by granularity.
+        kind: what it means.
+    """
+    if kind.granularity == "per_tensor":
+        return scale.reshape(1, 1)
+    if kind.granularity == "per_group":
+        return scale.repeat_interleave(kind.group_size, dim=-1)
+    return scale[..., None, None] if kind.granularity == "per_token" else scale.unsqueeze(-1)
+
+
+class ScaledCache:
+    """k_cache or v_cache with its scale, whatever their layout and granularity.
+
+    Args:
+        codes: the cache as the layout has it, of any dtype.
+        scale: of any granularity, or None for 1.
+        layout: of both.
+        which: "k" or "v": in paged_vllm they differ.
+        sizes: of the cache.
+    """
+
+    def __init__(
+        self, codes: torch.Tensor, scale: torch.Tensor | None, layout: CacheLayout, which: Which, sizes: CacheSizes
+    ) -> None:
+        self.which = which
+        self.kind = None if scale is None else scale_kind(f"{which}_scale", tuple(scale.shape), layout, sizes)
+        self.codes = _token_major(codes, layout.key if which == "k" else layout.value)
+        self.scale = scale
+        if scale is not None and self.kind is not None and self.kind.granularity != "per_tensor":
+            self.scale = _token_major(scale, _scale_axes(self.kind, layout))
+
+    def take(self, outer: torch.Tensor, rows: torch.Tensor, heads: slice, dtype: torch.dtype) -> torch.Tensor:
+        """Dequantized tokens (n, heads, d) from places (n,), all of them valid."""
+        codes, scale = self.codes[:, :, heads], self.scale
+        if codes.dtype == torch.float8_e4m3fn:  # not every device gathers it
+            tokens = codes.view(torch.uint8)[outer, rows].view(torch.float8_e4m3fn)
+        else:
+            tokens = codes[outer, rows]
+        if scale is not None and self.kind is not None:
+            if self.kind.granularity == "per_head":
+                scale = scale[heads]
+            elif self.kind.granularity == "per_token":
+                scale = scale[outer, rows]
+            elif self.kind.granularity != "per_tensor":
+                scale = scale[:, :, heads][outer, rows]
+        return _dequantize(tokens.flatten(2), scale, self.kind, dtype)
+
+    def put(self, outer: torch.Tensor, rows: torch.Tensor, codes: torch.Tensor) -> None:
+        """Write codes (n, h_kv, d) to places (n,)."""
+        tokens = codes.view(len(codes), *self.codes.shape[2:])
+        if codes.dtype == torch.float8_e4m3fn:
+            self.codes.view(torch.uint8)[outer, rows] = tokens.view(torch.uint8)
+        else:
+            self.codes[outer, rows] = tokens
+
+    def put_scale(self, outer: torch.Tensor, rows: torch.Tensor, scale: torch.Tensor) -> None:
+        """Write token-major scales, leading size n, to places (n,); not for granularities that tokens share."""
+        assert self.scale is not None
+        self.scale[outer, rows] = scale
+
+
+def _dequantize(
+    codes: torch.Tensor, scale: torch.Tensor | None, kind: ScaleKind | None, dtype: torch.dtype
+) -> torch.Tensor:
+    """The product is exact in float64; for any other dtype it is taken in float32 and rounded."""
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    values = codes.to(wide)
+    if scale is not None and kind is not None:
+        values = values * spread_scale(scale.to(wide), kind)
+    return values.to(dtype)
+
+
+def dequantize(
+    codes: torch.Tensor, scale: torch.Tensor | None, layout: str, which: Which, dtype: torch.dtype = torch.float64
+) -> torch.Tensor:
+    """A whole cache as numbers.
+
+    Args:
+        codes: k_cache or v_cache.
+        scale: its scale, of any granularity; None for 1.
+        layout: name of the layout.
+        which: "k" or "v".
+        dtype: of the result. The product is exact in float64, else taken in float32 and rounded.
+
+    Returns:
+        (sequences or pages, tokens, h_kv, d).
+    """
+    known = LAYOUTS[layout]
+    axes = dict(zip(known.key if which == "k" else known.value, codes.shape, strict=True))
+    head_dim = axes["d"] if "d" in axes else axes["c"] * axes["x"]
+    outer, rows = ("p", "t") if known.paged else ("b", "s")
+    cache = ScaledCache(codes, scale, known, which, CacheSizes(axes[outer], axes[rows], axes["h"], head_dim))
+    return _dequantize(cache.codes.flatten(3), cache.scale, cache.kind, dtype)
+
+
+class VisibleKeys(NamedTuple):
+    """The keys that the queries of one sequence see.
+
+    row        of the batch
+    outer      (n,) int64, sequence or page of each key
+    rows       (n,) int64, its place there
+    positions  (n,) int64, its position in the sequence, ascending
+    seen       for each query, which of the n keys it sees
+    at         for each query, its own position; negative if the sequence is shorter than the queries
+    """
+
+    row: int
+    outer: torch.Tensor
+    rows: torch.Tensor
+    positions: torch.Tensor
+    seen: list[slice]
+    at: list[int]
+
+
+def visible_keys(
+    batch: int,
+    s_q: int,
+    sizes: CacheSizes,
+    layout: CacheLayout,
+    *,
+    cache_seqlens: torch.Tensor | None,
+    block_table: torch.Tensor | None,
+    causal: bool,
+    window: int | None,
+    device: torch.device,
+) -> Iterator[VisibleKeys]:
+    """One item a sequence.
+
+    Raises:
+        ValueError: a block table or lengths are missing, or a block table is given to a layout without pages.
+    """
+    if layout.paged and (block_table is None or cache_seqlens is None):
+        raise ValueError(f"block_table, cache_seqlens: got None; layout {layout.name!r} needs both")
+    if not layout.paged and block_table is not None:
+        raise ValueError(f"block_table: got a tensor; layout {layout.name!r} takes none")
+    table = None if block_table is None else block_table.cpu().long()
+    capacity = sizes.rows if table is None else sizes.rows * table.shape[1]
+    lengths = [capacity] * batch if cache_seqlens is None else cache_seqlens.clamp(0, capacity).tolist()
+    for row, length in enumerate(lengths):
+        at = [length - s_q + query for query in range(s_q)]
+        begins = [0 if window is None else min(max(own - window + 1, 0), length) for own in at]
+        ends = [min(max(own + 1, 0), length) if causal else length for own in at]
+        positions = torch.arange(min(begins), max(ends))
+        if table is None:
+            outer, rows = torch.full_like(positions, row), positions
+        else:
+            pages = table[row, positions // sizes.rows]
+            valid = (pages >= 0) & (pages < sizes.outer)
+            positions, outer = positions[valid], pages[valid]
+            rows = positions % sizes.rows
+        borders = torch.searchsorted(positions, torch.tensor([begins, ends])).tolist()
+        seen = [slice(begin, max(begin, end)) for begin, end in zip(*borders, strict=True)]
+        yield VisibleKeys(row, outer.to(device), rows.to(device), positions.to(device), seen, at)
+
+
+def head_chunks(h_kv: int, keys: int, d: int) -> Iterator[slice]:
+    """Heads of the cache to take at a time, so that dequantized keys stay within `ELEMENTS_PER_CHUNK` if they can."""
+    step = max(1, ELEMENTS_PER_CHUNK // max(1, keys * d))
+    return (slice(start, min(start + step, h_kv)) for start in range(0, h_kv, step))
+
+
+def modify_scores(
+    scores: torch.Tensor, distance: torch.Tensor, softcap: float | None, slopes: torch.Tensor | None
+) -> torch.Tensor:
+    """Softcap, then ALiBi.
+
+    Args:
+        scores: (heads, ratio, n), the softmax scale applied.
+        distance: (n,), position of the key less that of the query.
+        softcap: limit of the scores' size, or None.
+        slopes: (heads, ratio) or None.
+    """
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    if slopes is not None:
+        scores = scores + slopes.unsqueeze(-1) * distance.to(scores.dtype)
+    return scores
+
+
+@torch.no_grad()
+def reference_gqa_decode(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
+    *,
+    layout: str = "BNSH",
+    cache_seqlens: torch.Tensor | None = None,
+    block_table: torch.Tensor | None = None,
+    causal: bool = True,
+    window: int | None = None,
+    softcap: float | None = None,
+    alibi_slopes: torch.Tensor | None = None,
+    s_aux: torch.Tensor | None = None,
+    softmax_scale: float | None = None,
+    dtype: torch.dtype = torch.float64,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention of a few queries over a quantized or 16-bit cache; arguments as in `cute_kernels.gqa_decode`.
+
+    Query j stands at position ``cache_seqlens - s_q + j``. Keys that do not exist are left out, and what their slots
+    hold never matters. A NaN in a key that does exist makes NaN of the queries that see it.
+
+    Args:
+        q: (batch, s_q, h_q, d), any floating-point dtype.
+        k_cache: as the layout has it; query head h reads head ``h // (h_q // h_kv)``.
+        v_cache: likewise.
+        k_scale: of any granularity; None for 1.
+        v_scale: likewise.
+        layout: name of the layout.
+        cache_seqlens: (batch,) integers; below 0 counts as 0, beyond the capacity as the capacity. None: all tokens of
+            a contiguous cache.
+        block_table: (batch, max_pages) integers, for paged layouts. An entry that is no page hides its keys.
+        causal: query j sees no key beyond its own position. False: all see all.
+        window: a query sees keys whose position is above its own less this; at least 1.
+        softcap: a score s becomes ``softcap * tanh(s / softcap)``.
+        alibi_slopes: (h_q,) or (batch, h_q): times (position of the key - position of the query), added after softcap.
+        s_aux: (h_q,): a logit per head that joins the denominator alone. -inf is no sink, +inf makes the output 0.
+        softmax_scale: default d ** -0.5.
+        dtype: torch.float64 or torch.float32, what is computed in and returned.
+
+    Returns:
+        out (batch, s_q, h_q, d) and lse (batch, s_q, h_q), both in `dtype`. The lse is in natural log and without the
+        sink. A query that sees no key has out 0 and lse -inf.
+
+    Raises:
+        ValueError: a cache or scale has a shape that the layout does not have, or lengths or block table are missing.
+    """
+    known = LAYOUTS[layout]
+    sizes = cache_sizes(known, tuple(k_cache.shape), tuple(v_cache.shape), k_cache.element_size())
+    keys_of = ScaledCache(k_cache, k_scale, known, "k", sizes)
+    values_of = ScaledCache(v_cache, v_scale, known, "v", sizes)
+    batch, s_q, h_q, d = q.shape
+    scale = d**-0.5 if softmax_scale is None else softmax_scale
+    grouped = q.to(dtype).unflatten(2, (sizes.h_kv, -1))
+    slopes = None
+    if alibi_slopes is not None:
+        slopes = alibi_slopes.to(dtype).expand(batch, h_q).unflatten(1, (sizes.h_kv, -1))
+    out = torch.zeros_like(grouped)
+    lse = grouped.new_full(grouped.shape[:-1], -torch.inf)
+    for work in visible_keys(
+        batch,
+        s_q,
+        sizes,
+        known,
+        cache_seqlens=cache_seqlens,
+        block_table=block_table,
+        causal=causal,
+        window=window,
+        device=q.device,
+    ):
+        for heads in head_chunks(sizes.h_kv, len(work.positions), d):
+            keys = keys_of.take(work.outer, work.rows, heads, dtype).permute(1, 2, 0)
+            values = values_of.take(work.outer, work.rows, heads, dtype).transpose(0, 1)
+            for query, (seen, at) in enumerate(zip(work.seen, work.at, strict=True)):
+                if seen.start == seen.stop:
+                    continue
+                scores = grouped[work.row, query, heads] @ keys[..., seen] * scale
+                row_slopes = None if slopes is None else slopes[work.row, heads]
+                scores = modify_scores(scores, work.positions[seen] - at, softcap, row_slopes)
+                row_max = scores.amax(dim=-1, keepdim=True)
+                # A row whose scores are all -inf has no weight to share out: shift it by 0, and its sum is 0.
+                shift = torch.where(row_max == -torch.inf, 0.0, row_max)
+                weights = torch.exp(scores - shift)
+                row_sum = weights.sum(dim=-1, keepdim=True)
+                empty = row_sum == 0
+                out[work.row, query, heads] = torch.where(empty, 0.0, weights @ values[:, seen] / row_sum)
+                lse[work.row, query, heads] = torch.where(empty, -torch.inf, shift + row_sum.log()).squeeze(-1)
+    out, lse = out.flatten(2, 3), lse.flatten(2)
+    if s_aux is not None:
+        # exp(lse) / (exp(lse) + exp(s_aux)); a row without keys stays 0, where this may be NaN
+        share = torch.sigmoid(lse - s_aux.to(dtype)).unsqueeze(-1)
+        out = torch.where((lse == -torch.inf).unsqueeze(-1), out, out * share)
+    return out, lse
+
+
+@torch.no_grad()
+def quantize(
+    x: torch.Tensor, kind: ScaleKind, scale_dtype: torch.dtype = torch.float32, given_scale: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Symmetric INT8 of tokens.
+
+    scale = absmax / 127 in float32, at least `MIN_SCALE` of its dtype and at most its largest number, rounded to its
+    dtype; 1 where all is 0. code = x / scale as stored, an IEEE division in float32, rounded half to even and clamped
+    to [-127, 127]. A NaN counts as 0, an infinity as the largest number of x's dtype.
+
+    Args:
+        x: (..., h_kv, d) floating point; what leads are tokens.
+        kind: what shares a scale. per_tensor and per_head: over all tokens of x.
+        scale_dtype: float32 or float16. Not looked at with `given_scale`.
+        given_scale: positive scales to use as they are, shaped as this function would return them.
+
+    Returns:
+        codes (..., h_kv, d) int8, and the scale: (1,), (h_kv,), (...), (..., h_kv) or (..., h_kv, d / group_size).
+    """
+    values = torch.nan_to_num(x, nan=0.0).float()
+    scale = given_scale
+    if scale is None:
+        size = values.abs()
+        match kind.granularity:
+            case "per_tensor":
+                absmax = size.amax().reshape(1) if size.numel() else size.new_zeros(1)
+            case "per_head":
+                leading = tuple(range(x.ndim - 2))
+                absmax = size.amax(dim=(*leading, -1)) if size.numel() else size.new_zeros(x.shape[-2])
+            case "per_token":
+                absmax = size.amax(dim=(-2, -1))
+            case "per_token_head":
+                absmax = size.amax(dim=-1)
+            case _:
+                absmax = size.unflatten(-1, (-1, kind.group_size)).amax(dim=-1)
+        limits = MIN_SCALE[scale_dtype], torch.finfo(scale_dtype).max
+        scale = torch.where(absmax == 0, 1.0, (absmax / INT8_MAX).clamp(*limits)).to(scale_dtype)
+    ratio = values / spread_scale(scale.float(), kind)
+    return ratio.round().clamp(-INT8_MAX, INT8_MAX).to(torch.int8), scale
+
+
+@torch.no_grad()
+def reference_append(
+    k: torch.Tensor,
+    v: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    k_scale: torch.Tensor,
+    v_scale: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    *,
+    layout: str,
+) -> None:
+    """Quantize tokens as `quantize` does and write codes and scales to their slots, in place.
+
+    Args:
+        k: (tokens, h_kv, d), bfloat16 or float16.
+        v: likewise.
+        k_cache: int8, as the layout has it.
+        v_cache: likewise.
+        k_scale: written where tokens have scales of their own; per_tensor and per_head are only read.
+        v_scale: likewise.
+        slot_mapping: (tokens,) integers, ``page * page_size + offset``, or ``sequence * capacity + position`` without
+            pages. One that is negative or beyond the cache skips its token.
+        layout: name of the layout.
+    """
+    known = LAYOUTS[layout]
+    sizes = cache_sizes(known, tuple(k_cache.shape), tuple(v_cache.shape), k_cache.element_size())
+    keep = (slot_mapping >= 0) & (slot_mapping < sizes.outer * sizes.rows)
+    slots = slot_mapping[keep].long()
+    outer, rows = slots // sizes.rows, slots % sizes.rows
+    given_both: dict[Which, tuple[torch.Tensor, ...]] = {"k": (k, k_cache, k_scale), "v": (v, v_cache, v_scale)}
+    for which, (x, codes, scale) in given_both.items():
+        cache = ScaledCache(codes, scale, known, which, sizes)
+        assert cache.kind is not None
+        given = scale if cache.kind.granularity in ("per_tensor", "per_head") else None
+        new_codes, new_scale = quantize(x[keep], cache.kind, scale.dtype, given)
+        cache.put(outer, rows, new_codes)
+        if given is None:
+            cache.put_scale(outer, rows, new_scale)

@@ -1,0 +1,170 @@
+"""What is fixed at compile time in the GQA decode kernel."""
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+KEYS_PER_TILE = 64
+CONSUMER_WARPS = 4  # 16 keys of a tile each
+ITEMSIZE = {"int8": 1, "float8_e4m3fn": 1, "bfloat16": 2, "float16": 2}
+BYTE_TYPES = ("int8", "float8_e4m3fn")
+SCALES = {"none": 0, "head": 0, "token": 1, "group32": 32, "group64": 64}
+LAYOUTS = ("heads_first", "tokens_first", "vllm")
+COLUMNS = (8, 16)
+MAX_ACCUMULATORS = 2048  # columns x d of a warp: 64 registers of O; twice as many spill
+MAX_RANGES = 256  # of one sequence: their merging weights must fit where the warps' sums were
+
+SMEM_PER_SM = 233_472
+SMEM_RESERVED = 1024  # of each CTA
+SMEM_PER_CTA = 232_448
+MAX_STAGES = 8
+
+
+@dataclass(frozen=True)
+class GqaDecodeSpec:
+    """Compile-time facts of :class:`cute_kernels.gqa.kernel.GqaDecodeKernel`; constructor argument and cache key.
+
+    q_dtype    "bfloat16" or "float16", also of the output
+    kv_dtype   "int8", "float8_e4m3fn" or q_dtype
+    d          head dimension: 64, 128 or 256
+    columns    query rows (tokens x heads of one KV head) of a CTA: 8 or 16
+    k_scales   "none"; "head": one or one per head; "token": per token, or token and head; "group32", "group64"
+    v_scales   the same
+    scale_dtype "float16" or "float32", of both scales
+    layout     "heads_first" (BNSH, paged_HND), "tokens_first" (BSNH, paged_NHD) or "vllm" (paged_vllm)
+    paged      whether there is a block table
+    box_rows   tokens that one TMA copy brings: 64, or the page size where that is smaller
+    alibi      whether there are slopes
+    softcap    whether scores are capped
+    """
+
+    q_dtype: str
+    kv_dtype: str
+    d: int
+    columns: int
+    k_scales: str = "none"
+    v_scales: str = "none"
+    scale_dtype: str = "float32"
+    layout: str = "heads_first"
+    paged: bool = False
+    box_rows: int = KEYS_PER_TILE
+    alibi: bool = False
+    softcap: bool = False
+
+    kernel: ClassVar[str] = "cute_kernels.gqa.kernel:GqaDecodeKernel"
+
+    def can_implement(self) -> list[str]:
+        """Reasons, in words, why this kernel cannot be built; empty when it can."""
+        reasons = []
+        if self.q_dtype not in ("bfloat16", "float16"):
+            reasons.append(f"q_dtype is {self.q_dtype}; it is bfloat16 or float16")
+        if self.kv_dtype not in (*BYTE_TYPES, self.q_dtype):
+            reasons.append(f"kv_dtype is {self.kv_dtype}; it is {', '.join(BYTE_TYPES)} or that of q, {self.q_dtype}")
+        if self.d not in (64, 128, 256):
+            reasons.append(f"d is {self.d}; it is 64, 128 or 256")
+        if self.columns not in COLUMNS or self.columns * self.d > MAX_ACCUMULATORS:
+            reasons.append(f"{self.columns} columns of {self.d}; a warp has room for 8 or 16 of {MAX_ACCUMULATORS} values")
+        for name, scales in (("k_scales", self.k_scales), ("v_scales", self.v_scales)):
+            if scales not in SCALES:
+                reasons.append(f"{name} is {scales}; known are {', '.join(SCALES)}")
+            elif scales != "none" and self.kv_dtype not in BYTE_TYPES:
+                reasons.append(f"{name} is {scales}; a cache of 16-bit numbers has none")
+        if self.scale_dtype not in ("float16", "float32"):
+            reasons.append(f"scale_dtype is {self.scale_dtype}; it is float16 or float32")
+        if self.layout not in LAYOUTS:
+            reasons.append(f"layout is {self.layout}; known are {', '.join(LAYOUTS)}")
+        if self.box_rows not in (1, 2, 4, 8, 16, 32, 64) or (self.box_rows < KEYS_PER_TILE and not self.paged):
+            reasons.append(f"box_rows is {self.box_rows}; a power of two up to 64, less with pages only")
+        if self.layout == "vllm" and (not self.paged or self.box_rows not in (8, 16, 32)):
+            reasons.append(f"layout is vllm with box_rows {self.box_rows}; its pages have 8, 16 or 32 tokens")
+        return reasons
+
+    # ---- types of the products' operands
+
+    @property
+    def bytes_cache(self) -> bool:
+        """Whether the cache holds bytes, to be widened."""
+        return self.kv_dtype in BYTE_TYPES
+
+    @property
+    def k_operand(self) -> str:
+        """Type in which Q meets K: float16 holds every int8 and e4m3 exactly, and Q after a power of two."""
+        return "float16" if self.bytes_cache else self.q_dtype
+
+    @property
+    def v_operand(self) -> str:
+        """Type in which P meets V. P times a scale of any size needs the exponents of bfloat16."""
+        if not self.bytes_cache:
+            return self.q_dtype
+        return "float16" if self.v_scales in ("none", "head") else "bfloat16"
+
+    def scale_groups(self, scales: str) -> int:
+        """Scales of a token that S or P are multiplied with: 0 where the scale is one of the whole head."""
+        size = SCALES[scales]
+        return self.d // size if size > 1 else size
+
+    # ---- shared memory, in bytes
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of a cache element."""
+        return ITEMSIZE[self.kv_dtype]
+
+    @property
+    def tile_bytes(self) -> int:
+        """Of the keys of a tile, and as many of its values."""
+        return KEYS_PER_TILE * self.d * self.itemsize
+
+    @property
+    def sums_stride(self) -> int:
+        """float32 values from one row of the warps' sums to the next: 4 more than d, so that stores spread over banks."""
+        return self.d + 4
+
+    @property
+    def fixed_bytes(self) -> int:
+        """What a CTA needs beside the stages: Q, the warps' sums, their maxima, barriers; generously."""
+        return self.columns * self.d * 2 + CONSUMER_WARPS * self.columns * self.sums_stride * 4 + 3072
+
+    @property
+    def ctas_per_sm(self) -> int:
+        """Two where registers allow it and two stages fit; one hides the other's changes of sequence."""
+        two = SMEM_PER_SM // 2 - SMEM_RESERVED
+        return 2 if (two - self.fixed_bytes) // (2 * self.tile_bytes) >= 2 else 1
+
+    @property
+    def stages(self) -> int:
+        """Tiles in flight."""
+        room = min(SMEM_PER_CTA, SMEM_PER_SM // self.ctas_per_sm - SMEM_RESERVED) - self.fixed_bytes
+        return min(room // (2 * self.tile_bytes), MAX_STAGES)
+
+    @property
+    def registers(self) -> int:
+        """Of a thread: of the 10 warps of two CTAs, 3 share a quarter of the SM's registers."""
+        return 168 if self.ctas_per_sm == 2 else 255
+
+    @property
+    def expected(self) -> dict[str, Any]:
+        """What the compiled kernel is held to."""
+        return {"registers": self.registers, "instructions": ("HMMA.16816", "LDSM.16", "UTMALDG", "MOVM.16")}
+
+
+def shipped_specs() -> list[GqaDecodeSpec]:
+    """The variants of the benchmark, and one of each kind of code; others are compiled when first asked for."""
+    int8 = {"q_dtype": "bfloat16", "kv_dtype": "int8", "d": 128, "columns": 8}
+    token = {"k_scales": "token", "v_scales": "token", "scale_dtype": "float16"}
+    head = {"k_scales": "head", "v_scales": "head"}
+    pages = {"layout": "tokens_first", "paged": True}
+    return [
+        GqaDecodeSpec(**int8, **head),
+        GqaDecodeSpec(**int8, **token),
+        GqaDecodeSpec(**int8, **token, **pages),
+        GqaDecodeSpec(**int8, **head, **pages, box_rows=16),
+        GqaDecodeSpec(**{**int8, "columns": 16}, **token),
+        GqaDecodeSpec(**{**int8, "columns": 16, "q_dtype": "float16"}, **head, alibi=True, softcap=True),
+        GqaDecodeSpec(**int8, k_scales="group32", v_scales="group32", scale_dtype="float16"),
+        GqaDecodeSpec(**int8, **head, layout="vllm", paged=True, box_rows=8),
+        GqaDecodeSpec("float16", "float8_e4m3fn", 256, 8, **token, layout="vllm", paged=True, box_rows=16),
+        GqaDecodeSpec("bfloat16", "float8_e4m3fn", 128, 8, **head),
+        GqaDecodeSpec("bfloat16", "bfloat16", 128, 8),
+        GqaDecodeSpec("bfloat16", "bfloat16", 64, 16, **pages, box_rows=1),
+        GqaDecodeSpec("float16", "float16", 256, 8, layout="vllm", paged=True, box_rows=32),
+    ]

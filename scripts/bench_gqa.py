@@ -1,0 +1,441 @@
+"""The benchmarks of GQA decoding over INT8, FP8 and 16-bit caches, and of the INT8 append; run by `gpu_check.py`.
+
+Every case is checked against the oracle on a few batch rows before it is timed, over input sets that together outgrow
+the L2 cache. cuDNN's attention (in torch) runs over the same tokens in bfloat16, in the same process. Where a case has
+a number that it must reach, the record holds it beside what was reached.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import cute_kernels
+from cute_kernels.gqa.layout_plan import CHUNK_BYTES, LAYOUTS, CacheSizes, scale_shapes
+from cute_kernels.gqa.reference import dequantize, reference_append, reference_gqa_decode
+from cute_kernels.testing import evidence
+from cute_kernels.testing.compare import Comparison, relative_error
+from cute_kernels.testing.gqa import KV_DTYPES, SCALE_NAMES, GqaCase, check_gqa
+from cute_kernels.testing.inputs import generator
+from cute_kernels.testing.timing import host_time, sets_to_outgrow_l2, time_graph
+
+CODE_SIZE = 40.0
+"""Standard deviation of the INT8 codes: N(0,1) values quantized by the largest of 128 give 47 or so."""
+SCALE_BYTES = 2
+ROWS_CHECKED = 8
+PEER = "cudnn_bf16"
+PEER_LIMIT = 0.02
+"""A peer whose relative error is above this computes something else: no ratio."""
+ELEMENTS_PER_CHUNK = 1 << 27
+"""Numbers drawn or dequantized at a time: 512 MiB of float32."""
+LENGTHS = tuple(512 + 15872 * (13 * row % 32) // 31 for row in range(32))
+"""The ragged batch: 32 lengths from 512 to 16384, evenly spread, in mixed order; few are multiples of a tile."""
+APPEND_TOKENS = 65536
+APPEND_HEADS, APPEND_DIM = 8, 128
+AT_MOST = ("us",)
+"""Figures of which less is better; of all others that a case must reach, more is."""
+
+
+def of_tokens(scales: str) -> bool:
+    """Whether tokens have scales of their own, which then lie as the cache does."""
+    return scales in SCALE_NAMES and SCALE_NAMES[scales].granularity not in ("per_tensor", "per_head")
+
+
+def scales_of_token(scales: str, h_kv: int, d: int) -> int:
+    """How many scales of one cache a token has for itself."""
+    if not of_tokens(scales):
+        return 0
+    kind = SCALE_NAMES[scales]
+    return {"per_token": 1, "per_token_head": h_kv, "per_group": h_kv * d // max(1, kind.group_size)}[kind.granularity]
+
+
+def cache_shapes(layout: str, sizes: CacheSizes, itemsize: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Shapes of k_cache and v_cache."""
+    x = CHUNK_BYTES // itemsize
+    axes = {"b": sizes.outer, "p": sizes.outer, "s": sizes.rows, "t": sizes.rows, "h": sizes.h_kv, "d": sizes.d}
+    axes |= {"c": sizes.d // x, "x": x}
+    named = LAYOUTS[layout]
+    return tuple(axes[axis] for axis in named.key), tuple(axes[axis] for axis in named.value)
+
+
+@dataclass(frozen=True)
+class GqaBench:
+    """One decode benchmark.
+
+    s_k         tokens of every sequence; with `lengths`, the capacity
+    lengths     tokens of each sequence of a ragged batch, `batch` of them
+    scales      one of `SCALE_NAMES`; "none" for caches without
+    page_size   0 for contiguous layouts
+    must        figures of the record that the case has to reach
+    peer        run cuDNN beside it
+    host        time the eager call as well
+    """
+
+    batch: int
+    s_k: int
+    scales: str = "per_tensor"
+    layout: str = "BNSH"
+    page_size: int = 0
+    kv_dtype: str = "int8"
+    lengths: tuple[int, ...] = ()
+    h_q: int = 32
+    h_kv: int = 8
+    d: int = 128
+    s_q: int = 1
+    window: int | None = None
+    must: Mapping[str, float] = field(default_factory=dict)
+    peer: bool = False
+    quick: bool = False
+    host: bool = False
+
+    @property
+    def keys(self) -> int | str:
+        """Tokens of a sequence as the record has them."""
+        return f"{min(self.lengths)}..{max(self.lengths)}" if self.lengths else self.s_k
+
+    @property
+    def name(self) -> str:
+        """As `--only` matches it and the table prints it."""
+        layout = f"{self.layout}_{self.page_size}" if self.page_size else self.layout
+        window = "" if self.window is None else f" window {self.window}"
+        sizes = f"{self.batch}x{self.h_q}x{self.s_q} s_k {self.keys} d {self.d}"
+        return f"gqa_decode {self.kv_dtype} {self.scales} {layout} {sizes}{window}"
+
+    @property
+    def key(self) -> dict[str, Any]:
+        """What names the case in a results file."""
+        key: dict[str, Any] = {"op": "gqa_decode", "kv_dtype": self.kv_dtype}
+        key |= {"scales": self.scales, "layout": self.layout}
+        if self.page_size:
+            key["page_size"] = self.page_size
+        key |= {"batch": self.batch, "h_q": self.h_q, "h_kv": self.h_kv, "d": self.d, "s_q": self.s_q, "s_k": self.keys}
+        if self.window is not None:
+            key["window"] = self.window
+        return key
+
+    @property
+    def seqlens(self) -> tuple[int, ...]:
+        """Tokens of each sequence."""
+        return self.lengths or (self.s_k,) * self.batch
+
+    @property
+    def visible(self) -> list[int]:
+        """Tokens of each sequence that any of its queries sees."""
+        reach = self.s_k if self.window is None else self.window + self.s_q - 1
+        return [min(length, reach) for length in self.seqlens]
+
+    @property
+    def bytes_moved(self) -> int:
+        """The fewest bytes a call can move: codes, scales, q, out and the block table's entries."""
+        tokens, itemsize = sum(self.visible), KV_DTYPES[self.kv_dtype].itemsize
+        scales = tokens * scales_of_token(self.scales, self.h_kv, self.d) * SCALE_BYTES
+        entries = sum(-(-length // self.page_size) for length in self.visible) if self.page_size else 0
+        rows = self.batch * self.s_q * self.h_q
+        return 2 * (tokens * self.h_kv * self.d * itemsize + scales) + 4 * rows * self.d + 4 * entries
+
+    @property
+    def flops(self) -> int:
+        """Both products, over the pairs that are not masked."""
+        ends = [length - self.s_q + 1 + query for length in self.seqlens for query in range(self.s_q)]
+        pairs = sum(end if self.window is None else min(end, self.window) for end in ends)
+        return 4 * self.d * self.h_q * pairs
+
+    @property
+    def sets(self) -> int:
+        """Input sets to rotate. Twice what outgrows the L2 cache, for its replacement is not that of the oldest."""
+        return sets_to_outgrow_l2(self.bytes_moved // 2, most=128)
+
+    @property
+    def sizes(self) -> CacheSizes:
+        """Sizes of the cache that all input sets share."""
+        sequences = self.sets * self.batch
+        if self.page_size:
+            return CacheSizes(sequences * -(-self.s_k // self.page_size), self.page_size, self.h_kv, self.d)
+        return CacheSizes(sequences, self.s_k, self.h_kv, self.d)
+
+
+def _cases() -> Iterator[GqaBench]:
+    """All decode cases; what they must reach is the project's goal."""
+    paged = {"layout": "paged_NHD", "page_size": 64}
+    variants: list[dict[str, Any]] = [
+        {"scales": scales, **layout} for layout in ({}, paged) for scales in ("per_tensor", "per_token_head")
+    ]
+    for variant in variants:
+        token_head, contiguous = variant["scales"] == "per_token_head", "layout" not in variant
+        # of the four, the two that serving engines have most
+        shown = contiguous != token_head
+        ratio = {"ratio": 1.7} if contiguous else {}
+        case: Callable[..., GqaBench] = functools.partial(GqaBench, **variant)
+        yield case(128, 8192, must={"read_fraction": 0.92}, peer=contiguous)
+        yield case(64, 8192, must={"read_fraction": 0.92, **ratio}, peer=contiguous, quick=shown, host=shown)
+        yield case(16, 4096, must={"read_fraction": 0.78}, peer=contiguous)
+        yield case(1, 131072, must={"read_fraction": 0.80}, peer=contiguous)
+        yield case(1, 32768, must={"us": 26.0}, peer=contiguous, quick=shown, host=shown)
+        yield case(1, 1024, must={"us": 6.0}, peer=contiguous, host=shown)
+        yield case(32, max(LENGTHS), lengths=LENGTHS, must={"read_fraction": 0.85})
+        yield case(64, 8192, h_q=64, must={"read_fraction": 0.90})
+        yield case(64, 8192, s_q=4, must={"read_fraction": 0.85})
+    for scales in ("per_tensor", "per_token_head"):
+        for layout, page_size in (("BSNH", 0), ("paged_NHD", 16), ("paged_NHD", 128), ("paged_HND", 64)):
+            yield GqaBench(64, 8192, scales, layout, page_size, must={"read_fraction": 0.90})
+        yield GqaBench(64, 8192, scales, "paged_vllm", 16)
+    for layout, page_size in (("BNSH", 0), ("paged_NHD", 64)):
+        yield GqaBench(64, 8192, "none", layout, page_size, "bf16", must={"read_fraction": 0.95}, quick=not page_size)
+        yield GqaBench(64, 8192, "per_tensor", layout, page_size, "fp8", must={"read_fraction": 0.95})
+    yield GqaBench(64, 8192, "per_group_32")
+    yield GqaBench(64, 8192, "per_token")
+    yield GqaBench(32, 8192, "per_token_head", "paged_NHD", 64, window=128)
+    for window in (None, 128):
+        yield GqaBench(32, 8192, "none", "paged_NHD", 64, "bf16", h_q=64, d=64, window=window)
+
+
+DECODE_CASES = tuple(_cases())
+
+
+@dataclass(frozen=True)
+class AppendBench:
+    """One benchmark of `kv_int8_append`: tokens to shuffled pages, or in order to a contiguous cache."""
+
+    scales: str
+    layout: str = "paged_NHD"
+    page_size: int = 64
+    must: Mapping[str, float] = field(default_factory=dict)
+    quick: bool = False
+
+    @property
+    def name(self) -> str:
+        """As `--only` matches it and the table prints it."""
+        layout = f"{self.layout}_{self.page_size}" if self.page_size else self.layout
+        return f"kv_int8_append {self.scales} {layout} tokens {APPEND_TOKENS}"
+
+    @property
+    def key(self) -> dict[str, Any]:
+        """What names the case in a results file."""
+        key: dict[str, Any] = {"op": "kv_int8_append", "tokens": APPEND_TOKENS}
+        key |= {"h_kv": APPEND_HEADS, "d": APPEND_DIM, "scales": self.scales, "layout": self.layout}
+        return {**key, "page_size": self.page_size} if self.page_size else key
+
+    @property
+    def bytes_moved(self) -> int:
+        """New tokens read; codes, and those scales that are not given, written; slots read."""
+        values = APPEND_HEADS * APPEND_DIM
+        scales = scales_of_token(self.scales, APPEND_HEADS, APPEND_DIM)
+        return APPEND_TOKENS * (2 * (2 * values + values + SCALE_BYTES * scales) + 8)
+
+    @property
+    def sizes(self) -> CacheSizes:
+        """Sizes of the cache, which the tokens fill: 8192 to a sequence where there are no pages."""
+        rows = self.page_size or 8192
+        return CacheSizes(APPEND_TOKENS // rows, rows, APPEND_HEADS, APPEND_DIM)
+
+
+APPEND_CASES = (
+    AppendBench("per_token_head", must={"copy_fraction": 0.80}, quick=True),
+    AppendBench("per_token_head", "BNSH", 0),
+    AppendBench("per_token"),
+    AppendBench("per_group_32"),
+    AppendBench("per_tensor"),
+)
+
+
+class Pool:
+    """Random codes that the caches of all cases are views of, made when first asked for, larger when that is needed."""
+
+    def __init__(self, device: str = "cuda") -> None:
+        self.device = device
+        self._codes: dict[tuple[str, str], torch.Tensor] = {}
+
+    def codes(self, which: str, kv_dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
+        """A contiguous cache; `which` is "k" or "v"."""
+        wanted = math.prod(shape)
+        known = self._codes.pop((which, kv_dtype), None)
+        if known is None or known.numel() < wanted:
+            del known  # before the larger one is made
+            known = _random_codes(wanted, kv_dtype, generator(ord(which), self.device))
+        self._codes[which, kv_dtype] = known
+        return known[:wanted].view(shape)
+
+
+def _random_codes(count: int, kv_dtype: str, gen: torch.Generator) -> torch.Tensor:
+    codes = torch.empty(count, dtype=KV_DTYPES[kv_dtype], device=gen.device)
+    for start in range(0, count, ELEMENTS_PER_CHUNK):
+        part = codes[start : start + ELEMENTS_PER_CHUNK]
+        values = torch.randn(len(part), generator=gen, device=gen.device)
+        part.copy_(values.mul_(CODE_SIZE).round_().clamp_(-127, 127) if kv_dtype == "int8" else values)
+    return codes
+
+
+def decode_inputs(bench: GqaBench, pool: Pool) -> list[GqaCase]:
+    """The rotated input sets of one case, over one cache."""
+    gen = generator(bench.batch * 1000 + bench.h_q + bench.s_q, pool.device)
+    dtype, sizes = KV_DTYPES[bench.kv_dtype], bench.sizes
+    caches: dict[str, Any] = {}
+    for which, shape in zip("kv", cache_shapes(bench.layout, sizes, dtype.itemsize), strict=True):
+        caches[f"{which}_cache"] = pool.codes(which, bench.kv_dtype, shape)
+        if bench.scales == "none":
+            continue
+        scale = torch.rand(
+            scale_shapes(LAYOUTS[bench.layout], sizes)[SCALE_NAMES[bench.scales]], generator=gen, device=gen.device
+        )
+        caches[f"{which}_scale"] = ((scale + 0.5) / (CODE_SIZE if bench.kv_dtype == "int8" else 1)).half()
+    own = [name for name in caches if name.endswith("cache") or of_tokens(bench.scales)]
+    pages = torch.randperm(sizes.outer, generator=gen, device=gen.device).int().view(bench.sets, bench.batch, -1)
+    cases = []
+    for number in range(bench.sets):
+        q = torch.randn((bench.batch, bench.s_q, bench.h_q, bench.d), generator=gen, device=gen.device).bfloat16()
+        part = slice(number * bench.batch, (number + 1) * bench.batch)
+        cases.append(
+            GqaCase(
+                q=q,
+                **(caches if bench.page_size else caches | {name: caches[name][part] for name in own}),
+                layout=bench.layout,
+                cache_seqlens=torch.tensor(bench.seqlens, dtype=torch.int32, device=gen.device),
+                block_table=pages[number] if bench.page_size else None,
+                window=bench.window,
+            )
+        )
+    return cases
+
+
+def some_rows(case: GqaCase, scales: str) -> tuple[slice, GqaCase]:
+    """Every few batch rows, the last among them, and the same call for them alone."""
+    batch = len(case.q)
+    step = -(-batch // ROWS_CHECKED)
+    rows = slice((batch - 1) % step, None, step)
+    per_row = ["q", "cache_seqlens"]
+    if case.block_table is not None:
+        per_row.append("block_table")
+    else:
+        per_row += ["k_cache", "v_cache", *(["k_scale", "v_scale"] if of_tokens(scales) else [])]
+    return rows, dataclasses.replace(case, **{name: getattr(case, name)[rows] for name in per_row})
+
+
+def attained(must: Mapping[str, float], record: Mapping[str, Any]) -> bool:
+    """Whether a record has every figure that it must; "ratio" is that of the peer. What was not measured is missed."""
+    ratios = [peer["ratio"] for peer in (record.get("peers") or {}).values() if "ratio" in peer]
+    figures = {**record, "ratio": min(ratios, default=None)}
+    return all(
+        figures.get(name) is not None and (figures[name] <= limit if name in AT_MOST else figures[name] >= limit)
+        for name, limit in must.items()
+    )
+
+
+def with_must(record: dict[str, Any], must: Mapping[str, float]) -> dict[str, Any]:
+    """The record of a case, and whether it is good enough where something is asked of it."""
+    return {**record, "must": dict(must), "met": "failed" not in record and attained(must, record)} if must else record
+
+
+def run_decode(bench: GqaBench, pool: Pool, ceilings: Mapping[str, float]) -> dict[str, Any]:
+    """Check, time and record one decode case."""
+    inputs = decode_inputs(bench, pool)
+    outputs = [case.outputs() for case in inputs]
+    calls = [
+        functools.partial(cute_kernels.gqa_decode, **case.arguments(), out=out.tensor, lse=lse.tensor)
+        for case, (out, lse) in zip(inputs, outputs, strict=True)
+    ]
+    calls[0]()
+    out, lse = (buffer.tensor for buffer in outputs[0])
+    rows, sample = some_rows(inputs[0], bench.scales)
+    check = check_gqa(out[rows], lse[rows], sample, name=bench.name)
+    if not (out.isfinite().all() and lse.isfinite().all()):
+        check = dataclasses.replace(check, problems=(*check.problems, "not every element of the output is finite"))
+
+    def measure() -> dict[str, Any]:
+        timing = time_graph(calls)
+        gb_per_s = bench.bytes_moved / timing.us / 1e3
+        return {
+            **timing.as_record(),
+            "TFLOPs": round(bench.flops / timing.us / 1e6, 1),
+            "GBps": round(gb_per_s, 1),
+            "read_fraction": round(gb_per_s / ceilings["read_GBps"], 3),
+            **({"host_us": round(host_time(calls[0]), 2)} if bench.host else {}),
+            "peers": run_peer(bench, inputs, timing.us) if bench.peer else {},
+        }
+
+    return with_must(evidence.record_case(bench.key, check, measure), bench.must)
+
+
+def run_append(bench: AppendBench, device: str, ceilings: Mapping[str, float]) -> dict[str, Any]:
+    """Check, time and record one append."""
+    gen = generator(2, device)
+    calls = [append_inputs(bench, gen) for _ in range(sets_to_outgrow_l2(bench.bytes_moved))]
+    check = check_append(bench, calls[0])
+
+    def measure() -> dict[str, Any]:
+        appends = [functools.partial(cute_kernels.kv_int8_append, **call) for call in calls]
+        timing = time_graph(appends)
+        gb_per_s = bench.bytes_moved / timing.us / 1e3
+        speeds = {"GBps": round(gb_per_s, 1), "copy_fraction": round(gb_per_s / ceilings["copy_GBps"], 3)}
+        return {**timing.as_record(), **speeds, "host_us": round(host_time(appends[0]), 2)}
+
+    return with_must(evidence.record_case(bench.key, check, measure), bench.must)
+
+
+def append_inputs(bench: AppendBench, gen: torch.Generator) -> dict[str, Any]:
+    """Arguments of one append that fills its cache, by name."""
+    sizes, device = bench.sizes, gen.device
+    new = (torch.randn((APPEND_TOKENS, APPEND_HEADS, APPEND_DIM), generator=gen, device=device) for _ in "kv")
+    call = dict(zip("kv", (values.bfloat16() for values in new), strict=True))
+    shape = scale_shapes(LAYOUTS[bench.layout], sizes)[SCALE_NAMES[bench.scales]]
+    # given scales: 4 standard deviations are the largest code, so that some values are clamped
+    first = 0.0 if of_tokens(bench.scales) else 4 / 127
+    for name, cache_shape in zip("kv", cache_shapes(bench.layout, sizes, 1), strict=True):
+        call[f"{name}_cache"] = torch.zeros(cache_shape, dtype=torch.int8, device=device)
+        call[f"{name}_scale"] = torch.full(shape, first, dtype=torch.float16, device=device)
+    # whole sequences in order, as a prefill writes them; or pages wherever there was one free
+    starts = torch.arange(sizes.outer, device=device)
+    if bench.page_size:
+        starts = torch.randperm(sizes.outer, generator=gen, device=device)
+    slots = starts.unsqueeze(1) * sizes.rows + torch.arange(sizes.rows, device=device)
+    return {**call, "slot_mapping": slots.flatten(), "layout": bench.layout}
+
+
+def check_append(bench: AppendBench, call: Mapping[str, Any]) -> Comparison:
+    """Append and compare the caches and scales with those of the reference, bit for bit."""
+    written = ("k_cache", "v_cache", "k_scale", "v_scale")
+    expected = {**call, **{name: call[name].clone() for name in written}}
+    cute_kernels.kv_int8_append(**call)
+    reference_append(**expected)
+    parts = {name: (call[name] != expected[name]).float().mean().item() for name in written}
+    problems = tuple(f"{name}: {part:.2%} differs from the reference" for name, part in parts.items() if part)
+    return Comparison(bench.name, problems, rel_err=max(parts.values()), rel_err_baseline=0.0, worst=0.0, lse_err=0.0)
+
+
+def run_peer(bench: GqaBench, inputs: Sequence[GqaCase], us: float) -> dict[str, Any]:
+    """The entry of "peers": cuDNN's attention in torch over the same tokens as bfloat16."""
+    try:
+        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+            calls = [_peer_call(case) for case in inputs]
+            rows, sample = some_rows(inputs[0], bench.scales)
+            rel_err = relative_error(calls[0]().transpose(1, 2)[rows], reference_gqa_decode(**sample.arguments())[0])
+            if not rel_err < PEER_LIMIT:
+                return {PEER: {"failed": f"relative error {rel_err:.3g}"}}
+            peer_us = time_graph(calls, clock=False).us
+    except Exception as error:  # whatever a peer does not support must not stop the run; the reason is recorded
+        return {PEER: {"failed": f"{type(error).__name__}: {error}".splitlines()[0][:200]}}
+    return {PEER: {"us": round(peer_us, 3), "ratio": round(peer_us / us, 3), "rel_err": float(f"{rel_err:.3g}")}}
+
+
+def _peer_call(case: GqaCase) -> Callable[[], torch.Tensor]:
+    """Attention of torch over a contiguous BNSH cache, unpacked: every sequence is as long as the cache."""
+    k, v = unpacked(case.k_cache, case.k_scale), unpacked(case.v_cache, case.v_scale)
+    attention = torch.nn.functional.scaled_dot_product_attention
+    return functools.partial(attention, case.q.transpose(1, 2), k, v, enable_gqa=True)
+
+
+def unpacked(cache: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
+    """A BNSH cache, per tensor or per token and head, as bfloat16."""
+    values = torch.empty(cache.shape, dtype=torch.bfloat16, device=cache.device)
+    step = max(1, ELEMENTS_PER_CHUNK // math.prod(cache.shape[1:]))
+    for start in range(0, len(cache), step):
+        rows = slice(start, start + step)
+        own = scale[rows] if scale is not None and scale.ndim > 1 else scale
+        values[rows] = dequantize(cache[rows], own, "BNSH", "k", torch.bfloat16).transpose(1, 2)
+    return values

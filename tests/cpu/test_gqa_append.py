@@ -1,0 +1,436 @@
+"""`kv_int8_append` on the CPU: its rule, its errors, its launches, and the arithmetic that its kernel relies on."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from cute_kernels.gqa import append_op
+from cute_kernels.gqa.append_op import kv_int8_append
+from cute_kernels.gqa.append_spec import MAX_HELD, SCALES, KvAppendSpec, shipped_specs
+from cute_kernels.gqa.layout_plan import LAYOUTS, CacheSizes, ScaleKind, scale_shapes
+from cute_kernels.gqa.reference import quantize
+from cute_kernels.runtime.compile import compile_kernel
+from cute_kernels.testing import sass
+from cute_kernels.testing.inputs import generator
+
+PAGES, ROWS, H_KV, D = 3, 8, 2, 64
+SIZES = CacheSizes(PAGES, ROWS, H_KV, D)
+KINDS = {
+    "per_tensor": ScaleKind("per_tensor"),
+    "per_head": ScaleKind("per_head"),
+    "per_token": ScaleKind("per_token"),
+    "per_token_head": ScaleKind("per_token_head"),
+    "per_group_32": ScaleKind("per_group", 32),
+    "per_group_64": ScaleKind("per_group", 64),
+}
+POISON = 0x5A
+
+
+def make_caches(layout: str) -> tuple[torch.Tensor, torch.Tensor]:
+    size = {"b": PAGES, "p": PAGES, "s": ROWS, "t": ROWS, "h": H_KV, "d": D, "c": D // 16, "x": 16}
+    key, value = ([size[axis] for axis in axes] for axes in (LAYOUTS[layout].key, LAYOUTS[layout].value))
+    return torch.full(key, POISON, dtype=torch.int8), torch.full(value, POISON, dtype=torch.int8)
+
+
+def make_scale(layout: str, kind: str, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    shape = scale_shapes(LAYOUTS[layout], SIZES)[KINDS[kind]]
+    return torch.linspace(0.01, 0.02, torch.Size(shape).numel()).view(shape).to(dtype)
+
+
+def make_tokens(n: int, seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> tuple[torch.Tensor, torch.Tensor]:
+    gen = generator(seed)
+    return torch.randn(n, H_KV, D, generator=gen).to(dtype), 3 * torch.randn(n, H_KV, D, generator=gen).to(dtype)
+
+
+# ---- the rule, token by token
+
+
+def code_place(layout: str, page: int, offset: int, head: int) -> tuple[Any, ...]:
+    """Where the d codes of one token and head are."""
+    if layout in ("BNSH", "paged_HND"):
+        return page, head, offset
+    if layout in ("BSNH", "paged_NHD"):
+        return page, offset, head
+    return page, head, slice(None), offset
+
+
+def scale_place(layout: str, kind: str, page: int, offset: int, head: int) -> tuple[Any, ...]:
+    """Where the scale or scales of one token and head are."""
+    if kind == "per_token":
+        return page, offset
+    if layout in ("BSNH", "paged_NHD"):
+        return page, offset, head
+    if layout == "paged_vllm" and kind.startswith("per_group"):
+        return page, head, slice(None), offset
+    return page, head, offset
+
+
+SLOTS = [5, -1, 0, PAGES * ROWS - 1, PAGES * ROWS, 11, -(2**63), 2**40, 2**32 + 1, 12]
+
+
+@pytest.mark.parametrize("kinds", [(k, v) for k in KINDS for v in KINDS if k == v or "per_token" in (k, v)], ids=str)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_writes_the_slots_that_exist_and_no_others(layout: str, kinds: tuple[str, str]) -> None:
+    tokens = make_tokens(len(SLOTS))
+    caches = make_caches(layout)
+    scales = make_scale(layout, kinds[0], torch.float16), make_scale(layout, kinds[1], torch.float16)
+    expected = [[t.clone() for t in caches], [t.clone() for t in scales]]
+    for n, slot in enumerate(SLOTS):
+        if not 0 <= slot < PAGES * ROWS:
+            continue
+        page, offset = divmod(slot, ROWS)
+        for i, kind in enumerate(kinds):
+            given = scales[i] if kind in ("per_tensor", "per_head") else None
+            codes, scale = quantize(tokens[i][n], KINDS[kind], torch.float16, given)
+            for head in range(H_KV):
+                place = expected[0][i][code_place(layout, page, offset, head)]
+                place.copy_(codes[head].view(place.shape))
+                if given is None:
+                    own = scale if kind == "per_token" else scale[head]
+                    expected[1][i][scale_place(layout, kind, page, offset, head)] = own
+    kv_int8_append(*tokens, *caches, *scales, torch.tensor(SLOTS), layout=layout)
+    for got, want in zip((*caches, *scales), (*expected[0], *expected[1]), strict=True):
+        assert torch.equal(got, want)
+
+
+def test_a_scale_without_axes_is_one_for_all() -> None:
+    results = []
+    for shape in ((), (1,)):
+        caches, k_scale, v_scale = make_caches("BNSH"), torch.full(shape, 0.01), torch.full(shape, 0.03)
+        kv_int8_append(*make_tokens(2), *caches, k_scale, v_scale, torch.tensor([1, 9]), layout="BNSH")
+        results.append(caches)
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+    assert not torch.equal(results[0][0], make_caches("BNSH")[0])
+
+
+def test_nothing_to_do() -> None:
+    k_cache, v_cache = make_caches("paged_NHD")
+    scale = make_scale("paged_NHD", "per_token_head")
+    none = torch.tensor([], dtype=torch.int64)
+    kv_int8_append(*make_tokens(0), k_cache, v_cache, scale, scale, none, layout="paged_NHD")
+    assert (k_cache == POISON).all()
+    empty, no_scale, slots = k_cache[:0], scale[:0], torch.tensor([0, 1])
+    kv_int8_append(*make_tokens(2), empty, empty, no_scale, no_scale, slots, layout="paged_NHD")
+
+
+# ---- bad input
+
+
+def call() -> dict[str, Any]:
+    """A good call."""
+    k, v = make_tokens(3)
+    k_cache, v_cache = make_caches("BNSH")
+    scale = make_scale("BNSH", "per_token_head")
+    given = {"k": k, "v": v, "k_cache": k_cache, "v_cache": v_cache, "k_scale": scale, "v_scale": scale.clone()}
+    return {**given, "slot_mapping": torch.tensor([1, 2, 3]), "layout": "BNSH"}
+
+
+def misaligned(t: torch.Tensor) -> torch.Tensor:
+    """The same values, one element off a 16-byte boundary."""
+    return torch.empty(t.numel() + 1, dtype=t.dtype)[1:].view(t.shape).copy_(t)
+
+
+def rows_apart(t: torch.Tensor, by: int) -> torch.Tensor:
+    """The same shape, with `by` elements between rows."""
+    return torch.zeros(*t.shape[:-1], t.shape[-1] + by, dtype=t.dtype)[..., : t.shape[-1]]
+
+
+C = call()
+BAD: dict[str, tuple[type[Exception], str, dict[str, Any]]] = {
+    "layout unknown": (ValueError, "layout: got 'NBSH'; needs one of", {"layout": "NBSH"}),
+    "layout None": (TypeError, "layout: got NoneType", {"layout": None}),
+    "layout of other axes": (ValueError, "k_cache: got .*layout 'paged_vllm' needs 5", {"layout": "paged_vllm"}),
+    "layout with heads elsewhere": (ValueError, r"k: got shape \(3, 2, 64\)", {"layout": "BSNH"}),
+    "k float32": (TypeError, "k: got dtype torch.float32", {"k": C["k"].float()}),
+    "k None": (TypeError, "k: got NoneType", {"k": None}),
+    "k 2-d": (ValueError, "k: got 2 dimensions", {"k": C["k"][:, 0]}),
+    "k of other heads": (ValueError, r"k: got shape \(3, 1, 64\)", {"k": C["k"][:, :1]}),
+    "k of other d": (ValueError, r"k: got shape \(3, 2, 32\)", {"k": C["k"][..., :32]}),
+    "k misaligned": (ValueError, "k: .*16-byte", {"k": misaligned(C["k"])}),
+    "k rows misaligned": (ValueError, "k: .*16-byte", {"k": rows_apart(C["k"], 4)}),
+    "k rows not contiguous": (ValueError, "k: got last stride 2", {"k": torch.zeros(3, 2, 128).bfloat16()[..., ::2]}),
+    "v float16": (TypeError, "v: got dtype torch.float16; needs torch.bfloat16", {"v": C["v"].half()}),
+    "v of other tokens": (ValueError, r"v: got shape \(2, 2, 64\)", {"v": C["v"][:2]}),
+    "v misaligned": (ValueError, "v: .*16-byte", {"v": misaligned(C["v"])}),
+    "v elsewhere": (ValueError, "v: got a tensor on meta", {"v": C["v"].to("meta")}),
+    "k_cache uint8": (TypeError, "k_cache: got dtype torch.uint8", {"k_cache": C["k_cache"].view(torch.uint8)}),
+    "k_cache fp8": (TypeError, "k_cache: got dtype", {"k_cache": C["k_cache"].view(torch.float8_e4m3fn)}),
+    "k_cache 3-d": (ValueError, "k_cache: got shape", {"k_cache": C["k_cache"][0]}),
+    "k_cache misaligned": (ValueError, "k_cache: .*16-byte", {"k_cache": misaligned(C["k_cache"])}),
+    "k_cache rows misaligned": (ValueError, "k_cache: .*16-byte", {"k_cache": rows_apart(C["k_cache"], 8)}),
+    "k_cache not contiguous": (
+        ValueError,
+        "k_cache: got last stride 2",
+        {"k_cache": torch.zeros(PAGES, H_KV, ROWS, 2 * D, dtype=torch.int8)[..., ::2]},
+    ),
+    "k_cache elsewhere": (ValueError, "k_cache: got a tensor on meta", {"k_cache": C["k_cache"].to("meta")}),
+    "caches of d 32": (
+        ValueError,
+        "k_cache: got head dimension 32",
+        {"k_cache": rows_apart(C["k_cache"][..., :32], 32), "v_cache": rows_apart(C["v_cache"][..., :32], 32)},
+    ),
+    "v_cache of other sizes": (ValueError, "v_cache: got shape", {"v_cache": C["v_cache"][:2]}),
+    "v_cache uint8": (TypeError, "v_cache: got dtype torch.uint8", {"v_cache": C["v_cache"].view(torch.uint8)}),
+    "v_cache misaligned": (ValueError, "v_cache: .*16-byte", {"v_cache": misaligned(C["v_cache"])}),
+    "v_cache elsewhere": (ValueError, "v_cache: got a tensor on meta", {"v_cache": C["v_cache"].to("meta")}),
+    "k_scale bfloat16": (TypeError, "k_scale: got dtype torch.bfloat16", {"k_scale": C["k_scale"].bfloat16()}),
+    "k_scale None": (TypeError, "k_scale: got NoneType", {"k_scale": None}),
+    "k_scale of no granularity": (ValueError, "k_scale: got shape", {"k_scale": torch.ones(PAGES, H_KV, ROWS, 5)}),
+    "k_scale of other tokens": (ValueError, "k_scale: got shape", {"k_scale": C["k_scale"][:, :, 1:]}),
+    "k_scale elsewhere": (ValueError, "k_scale: got a tensor on meta", {"k_scale": C["k_scale"].to("meta")}),
+    "v_scale of another dtype": (TypeError, "v_scale: got dtype torch.float16", {"v_scale": C["v_scale"].half()}),
+    "v_scale of no granularity": (ValueError, "v_scale: got shape", {"v_scale": torch.ones(H_KV + 1)}),
+    "v_scale elsewhere": (ValueError, "v_scale: got a tensor on meta", {"v_scale": C["v_scale"].to("meta")}),
+    "slots int32": (TypeError, "slot_mapping: got dtype torch.int32", {"slot_mapping": C["slot_mapping"].int()}),
+    "slots uint64": (TypeError, "slot_mapping: got dtype", {"slot_mapping": C["slot_mapping"].view(torch.uint64)}),
+    "slots for others": (ValueError, r"slot_mapping: got shape \(2,\)", {"slot_mapping": C["slot_mapping"][:2]}),
+    "slots 2-d": (ValueError, r"slot_mapping: got shape \(3, 1\)", {"slot_mapping": C["slot_mapping"][:, None]}),
+    "slots elsewhere": (
+        ValueError,
+        "slot_mapping: got a tensor on meta",
+        {"slot_mapping": torch.ones(3).to("meta").long()},
+    ),
+    "not a GPU": (
+        ValueError,
+        "k: got a tensor on meta.*SM90",
+        {name: t.to("meta") for name, t in C.items() if isinstance(t, torch.Tensor)},
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input(case: str) -> None:
+    error, message, changed = BAD[case]
+    with pytest.raises(error, match=message):
+        kv_int8_append(**{**C, **changed})
+    assert (C["k_cache"] == POISON).all() and (C["v_cache"] == POISON).all()
+
+
+def test_pages_of_paged_layouts() -> None:
+    k, v = make_tokens(1)
+    scale = torch.ones(())
+    odd = torch.zeros(2, 12, H_KV, D, dtype=torch.int8)
+    with pytest.raises(ValueError, match="k_cache: got page size 12"):
+        kv_int8_append(k, v, odd, odd, scale, scale, torch.tensor([0]), layout="paged_NHD")
+    k_cache = torch.zeros(2, H_KV, D // 8, ROWS, 8, dtype=torch.int8)
+    v_cache = torch.zeros(2, H_KV, D, ROWS, dtype=torch.int8)
+    with pytest.raises(ValueError, match="k_cache: got x = 8.*needs 16"):
+        kv_int8_append(k, v, k_cache, v_cache, scale, scale, torch.tensor([0]), layout="paged_vllm")
+
+
+def test_more_slots_than_an_int32_counts() -> None:
+    cache = torch.empty(64, dtype=torch.int8).as_strided((2**16, H_KV, 2**15, D), (0, 0, 0, 1))
+    with pytest.raises(ValueError, match="k_cache: got 2147483648 slots"):
+        kv_int8_append(
+            **{**C, "k_cache": cache, "v_cache": cache, "k_scale": torch.ones(()), "v_scale": torch.ones(())}
+        )
+
+
+# ---- launches
+
+
+class Kernel:
+    """Stands for a compiled one: takes what it does by its signature, refuses all else."""
+
+    def __init__(self, device: str = "cpu") -> None:
+        self.device = device
+        self.calls: list[tuple[Any, ...]] = []
+
+    def __call__(self, *arguments: Any) -> None:
+        k, v, k_cache, v_cache, k_scale, v_scale, slots, heads_first = arguments
+        # as the compiled one: uint8 is int8, uint64 is int64
+        bytes8, ints64 = (torch.int8, torch.uint8), (torch.int64, torch.uint64)
+        fit = k.shape == v.shape and slots.shape == k.shape[:1] and slots.dtype in ints64
+        fit &= k.dtype == v.dtype == torch.bfloat16 and k_scale.dtype == v_scale.dtype == torch.float32
+        for t in (k, v, k_cache, v_cache):
+            fit &= t.stride(-1) == 1 and t.data_ptr() % 16 == 0
+            fit &= not any(step * t.element_size() % 16 for step in t.stride()[:-1])
+        fit &= all(t.dtype in bytes8 for t in (k_cache, v_cache))
+        if not fit or any(t.device.type != self.device for t in arguments[:-1]):
+            raise ValueError("Mismatched Tensor")
+        self.calls.append(arguments)
+
+
+def key(arguments: dict[str, Any]) -> tuple[Any, ...]:
+    names = ("k", "k_cache", "v_cache", "k_scale", "v_scale", "slot_mapping", "layout")
+    return append_op._key(*(arguments[name] for name in names))
+
+
+def prepared(monkeypatch: pytest.MonkeyPatch) -> Kernel:
+    """A kernel that is there for `C`, as if an earlier call on a GPU had prepared it."""
+    kernel = Kernel()
+    monkeypatch.setattr(append_op, "_prepared", {key(C): append_op._Prepared(kernel, H_KV, False, False, 1)})
+    return kernel
+
+
+def test_a_prepared_launch_checks_nothing_in_python(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel = prepared(monkeypatch)
+    monkeypatch.setattr(append_op, "check_tensor", None)
+    kv_int8_append(**C)
+    (arguments,) = kernel.calls
+    assert all(got is C[name] for got, name in zip(arguments, C, strict=False) if name != "layout")
+    assert arguments[-1] == 1
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input_of_a_prepared_launch(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the kernel does not see itself keeps its call from being found."""
+    kernel = prepared(monkeypatch)
+    test_bad_input(case)
+    assert kernel.calls == []
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_first_launch_prepares_the_others(layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    specs: list[KvAppendSpec] = []
+    calls: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(append_op, "_prepared", {})
+    monkeypatch.setattr(append_op, "require_sm90", lambda name, device: None)
+
+    def get_kernel(spec: KvAppendSpec) -> Callable[..., None]:
+        specs.append(spec)
+        return lambda *arguments: calls.append(arguments)
+
+    monkeypatch.setattr(append_op, "get_kernel", get_kernel)
+    k, v = (t.to("meta") for t in make_tokens(3))
+    k_cache, v_cache = (t.to("meta") for t in make_caches(layout))
+    k_scale, v_scale = torch.ones((), device="meta"), make_scale(layout, "per_group_32").to("meta")
+    slots = torch.arange(3, device="meta")
+    for launches in (1, 2, 3):
+        kv_int8_append(k, v, k_cache, v_cache, k_scale, v_scale, slots, layout=layout)
+        assert len(calls) == launches and len(append_op._prepared) == 1
+    (spec,) = specs
+    assert (spec.k_scale, spec.v_scale, spec.vllm) == ("given", "per_group_32", layout == "paged_vllm")
+    for arguments in calls:
+        assert arguments[4].shape == (H_KV,) and arguments[4].stride() == (0,)
+        assert arguments[-1] == (layout in ("BNSH", "paged_HND"))
+    kv_int8_append(k[:0], v[:0], k_cache, v_cache, k_scale, v_scale, slots[:0], layout=layout)
+    assert len(calls) == 3, "there was nothing to launch"
+
+
+def test_traces_under_torch_compile() -> None:
+    def step(k, v, k_cache, v_cache, k_scale, v_scale, slots):
+        kv_int8_append(2 * k, v, k_cache, v_cache, k_scale, v_scale, slots, layout="BNSH")
+        return k_cache[0, 1] + 0
+
+    results = []
+    for run in (step, torch.compile(step, fullgraph=True, backend="aot_eager")):
+        k, v, k_cache, v_cache, k_scale, v_scale, slots, _ = call().values()
+        row = run(k, v, k_cache, v_cache, k_scale, v_scale, slots)
+        results.append((row, k_cache, v_cache, k_scale, v_scale))
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+# ---- what the kernel relies on: its division
+
+
+def fma(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
+    """Fused a * b + c in float32, rounded once: the product is exact in float64, the sum is rounded to odd there."""
+    product, c = a.double() * b.double(), c.double()
+    total = product + c
+    part = total - product
+    error = (product - (total - part)) + (c - part)
+    bits = total.view(torch.int64)
+    step = torch.where(error.sign() == total.sign(), 1, -1)
+    return torch.where((error != 0) & (bits % 2 == 0), bits + step, bits).view(torch.float64).float()
+
+
+def divide(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """As `KvAppendKernel._divide`."""
+    inverse = 1 / scale
+    quotient = x * inverse
+    return fma(fma(-scale, quotient, x), inverse, quotient)
+
+
+@pytest.mark.parametrize("significant_bits", [8, 11], ids=["bfloat16", "float16"])
+def test_quotients_near_a_tie_round_as_ieee_ones(significant_bits: int) -> None:
+    """Every significand of x, every tie below 127, and each scale within 6 units of the one that makes it a tie."""
+    first = 1 << (significant_bits - 1)
+    x = torch.arange(first, 2 * first).float()[:, None, None] / first
+    ties = torch.arange(127).float()[:, None] + 0.5
+    scales = ((x / ties).view(torch.int32) + torch.arange(-6, 7, dtype=torch.int32)).view(torch.float32)
+    x = x.expand_as(scales)
+    ratio, ours = x / scales, divide(x, scales)
+    assert (ratio.round() != (x / scales.nextafter(torch.tensor(torch.inf))).round()).any(), "these are near ties"
+    assert torch.equal(ours.round(), ratio.round())
+
+
+def test_quotients_are_within_a_unit() -> None:
+    """So those that are not within 6 units of a tie round as they should, too."""
+    gen = generator(3)
+    x = torch.randn(1 << 20, generator=gen).half().float()
+    scales = torch.rand(1 << 20, generator=gen) + 2.0**-10
+    exact = x.double() / scales.double()
+    one = 2.0 ** (exact.abs().log2().floor() - 23)
+    assert ((divide(x, scales).double() - exact).abs() <= one)[exact != 0].all()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_every_absmax_gives_the_ieee_scale(dtype: torch.dtype) -> None:
+    absmax = torch.arange(0x7F80 if dtype is torch.bfloat16 else 0x7C00, dtype=torch.int16).view(dtype).float()
+    least = 2.0**-126
+    ours = divide(absmax, torch.full_like(absmax, 127.0))
+    assert torch.equal(ours.clamp(min=least), (absmax / torch.full_like(absmax, 127.0)).clamp(min=least))
+
+
+def test_the_bound_of_a_given_scale_leaves_no_code_beyond_127() -> None:
+    scales = torch.rand(1 << 20, generator=generator(4)) + 0.5
+    bound = 127 * scales
+    assert (divide(bound, scales).round() == 127).all() and ((bound / scales).round() == 127).all()
+
+
+# ---- specifications
+
+
+def spec(**changed: Any) -> KvAppendSpec:
+    given = {"dtype": "bfloat16", "d": 128, "k_scale": "given", "v_scale": "given", "scale_dtype": "float32"}
+    return KvAppendSpec(**{**given, **changed})
+
+
+def test_a_spec_says_what_it_cannot_do() -> None:
+    assert all(shipped.can_implement() == [] for shipped in shipped_specs())
+    for changed, reason in (
+        ({"dtype": "float32"}, "dtype is 'float32'"),
+        ({"d": 96}, "d is 96"),
+        ({"k_scale": "per_tensor"}, "k_scale is 'per_tensor'"),
+        ({"v_scale": "per_group_16"}, "v_scale is 'per_group_16'"),
+        ({"scale_dtype": "bfloat16"}, "scale_dtype is 'bfloat16'"),
+        ({"warps": 33}, "warps is 33"),
+        ({"team": 4}, "team is 4; 8 lanes"),
+        ({"team": 12}, "team is 12"),
+        ({"held": 2}, "a head is 8 lanes of one piece"),
+        ({"k_scale": "per_token", "held": MAX_HELD + 1}, f"held is {MAX_HELD + 1}"),
+    ):
+        assert reason in spec(**changed).can_implement()[0]
+
+
+@pytest.mark.parametrize("d", [64, 128, 256])
+@pytest.mark.parametrize("h_kv", [1, 2, 3, 7, 8, 12, 32, 128])
+def test_a_team_holds_its_unit(h_kv: int, d: int) -> None:
+    for k_scale in SCALES:
+        for v_scale in SCALES:
+            shape = {"dtype": "float16", "scale_dtype": "float16", "d": d, "h_kv": h_kv}
+            made = KvAppendSpec.for_launch(k_scale=k_scale, v_scale=v_scale, **shape)
+            assert made.can_implement() == []
+            pieces = d // 16 * (h_kv if made.by_token else 1)
+            assert made.held == 0 or made.team * made.held >= pieces
+            assert made.held > 0 or pieces > 32 * MAX_HELD
+
+
+@pytest.mark.parametrize("h_kv, k_scale, vllm", [(1, "per_token", True), (12, "per_token", False), (16, "given", True)])
+def test_other_variants_compile(h_kv: int, k_scale: str, vllm: bool) -> None:
+    made = KvAppendSpec.for_launch(
+        dtype="bfloat16", d=128, h_kv=h_kv, k_scale=k_scale, v_scale="per_token", scale_dtype="float32", vllm=vllm
+    )
+    assert sass.report(made).problems(made.expected) == []
+
+
+def test_no_approximate_division_and_no_flushing(tmp_path: Path) -> None:
+    compile_kernel(shipped_specs()[0], tmp_path)
+    (ptx,) = tmp_path.glob("*.ptx")
+    text = ptx.read_text()
+    assert "rcp.rn.f32" in text and "fma.rn.f32" in text and "cvt.rni.s32.f32" in text
+    assert not any(word in text for word in (".ftz", ".approx", "div.full"))

@@ -1,0 +1,543 @@
+"""The oracle of `gqa_decode`, against a loop that shares no code with it, and the rules of quantizing and appending."""
+
+import dataclasses
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from cute_kernels.gqa import reference
+from cute_kernels.gqa.layout_plan import LAYOUTS, CacheSizes, ScaleKind, scale_shapes
+from cute_kernels.gqa.reference import (
+    ScaledCache,
+    dequantize,
+    quantize,
+    reference_append,
+    reference_gqa_decode,
+)
+from cute_kernels.testing.gqa import KV_DTYPES, SCALE_NAMES, VALUES, GqaCase, check_gqa, gqa_case, gqa_yardstick
+from cute_kernels.testing.inputs import covering_cases, generator
+
+NAN, INF = math.nan, math.inf
+PAGED = [name for name, layout in LAYOUTS.items() if layout.paged]
+KINDS = list(SCALE_NAMES.values())
+
+
+# ---- the loop
+
+
+def token_of(cache: Any, layout: str, which: str, outer: int, row: int, head: int) -> torch.Tensor:
+    """(d,) codes of one token and head, by the words of the contract."""
+    if layout in ("BNSH", "paged_HND"):
+        return cache[outer, head, row]
+    if layout in ("BSNH", "paged_NHD"):
+        return cache[outer, row, head]
+    if which == "k":
+        return torch.stack([cache[outer, head, chunk, row] for chunk in range(cache.shape[2])]).flatten()
+    return cache[outer, head, :, row]
+
+
+def scale_of(scale: Any, layout: str, outer: int, row: int, head: int, d: int) -> torch.Tensor:
+    """(d,) scales of one token and head; the rank tells the granularity."""
+    if scale is None:
+        return torch.ones(d)
+    if scale.numel() == 1:
+        return scale.flatten().expand(d)
+    if scale.ndim == 1:
+        return scale[head].expand(d)
+    if scale.ndim == 2:
+        return scale[outer, row].expand(d)
+    if layout in ("BSNH", "paged_NHD"):
+        own = scale[outer, row, head]
+    elif scale.ndim == 4 and layout == "paged_vllm":
+        own = scale[outer, head, :, row]
+    else:
+        own = scale[outer, head, row]
+    return own.expand(d) if scale.ndim == 3 else torch.stack([own[i * len(own) // d] for i in range(d)])
+
+
+def naive_decode(case: GqaCase) -> tuple[torch.Tensor, torch.Tensor]:
+    """One query head at a time; the sink is one more key with a value of zeros."""
+    batch, s_q, h_q, d = case.q.shape
+    paged = case.layout.startswith("paged")
+    heads_axis = {"BSNH": 2, "paged_NHD": 2}.get(case.layout, 1)
+    h_kv = case.k_cache.shape[heads_axis]
+    rows_axis = {"BSNH": 1, "paged_NHD": 1, "paged_vllm": 3}.get(case.layout, 2)
+    rows = (case.v_cache if case.layout == "paged_vllm" else case.k_cache).shape[rows_axis]
+    capacity = rows * (case.block_table.shape[1] if case.block_table is not None else 1)
+    scale = 1 / math.sqrt(d) if case.softmax_scale is None else case.softmax_scale
+    out = torch.zeros(batch, s_q, h_q, d, dtype=torch.float64)
+    lse = torch.full((batch, s_q, h_q), -INF, dtype=torch.float64)
+    for b in range(batch):
+        length = capacity if case.cache_seqlens is None else min(max(int(case.cache_seqlens[b]), 0), capacity)
+        for j in range(s_q):
+            position = length - s_q + j
+            seen = []
+            for key in range(length):
+                outer = int(case.block_table[b, key // rows]) if case.block_table is not None else b
+                hidden = case.causal and key > position
+                hidden |= case.window is not None and key <= position - case.window
+                if not hidden and (not paged or 0 <= outer < case.k_cache.shape[0]):
+                    seen.append((key, outer, key % rows))
+            for h in range(h_q) if seen else ():
+                head = h // (h_q // h_kv)
+                scores, values = [], []
+                for key, outer, row in seen:
+                    token = [
+                        token_of(cache, case.layout, which, outer, row, head).double()
+                        * scale_of(scales, case.layout, outer, row, head, d).double()
+                        for which, cache, scales in (
+                            ("k", case.k_cache, case.k_scale),
+                            ("v", case.v_cache, case.v_scale),
+                        )
+                    ]
+                    score = float(case.q[b, j, h].double() @ token[0]) * scale
+                    if case.softcap is not None:
+                        score = case.softcap * math.tanh(score / case.softcap)
+                    if case.alibi_slopes is not None:
+                        slope = case.alibi_slopes[b, h] if case.alibi_slopes.ndim == 2 else case.alibi_slopes[h]
+                        score += float(slope) * (key - position)
+                    scores.append(score)
+                    values.append(token[1])
+                lse[b, j, h] = torch.logsumexp(torch.tensor(scores, dtype=torch.float64), dim=0)
+                sink = -INF if case.s_aux is None else float(case.s_aux[h])
+                if sink != INF:
+                    weights = torch.softmax(torch.tensor([*scores, sink], dtype=torch.float64), dim=0)
+                    out[b, j, h] = weights[:-1] @ torch.stack(values)
+    return out, lse
+
+
+def require_equal(case: GqaCase, tolerance: float = 1e-11) -> None:
+    out, lse = reference_gqa_decode(**case.arguments())
+    expected, expected_lse = naive_decode(case)
+    assert expected.isfinite().all()
+    size = expected.abs().amax(dim=-1, keepdim=True).clamp_min(1e-300)
+    torch.testing.assert_close(out / size, expected / size, rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(lse, expected_lse, rtol=tolerance, atol=tolerance)
+
+
+SEMANTICS = covering_cases(
+    {
+        "layout": tuple(LAYOUTS),
+        "kv_dtype": tuple(KV_DTYPES),
+        "k_scales": tuple(SCALE_NAMES),
+        "v_scales": tuple(SCALE_NAMES),
+        "scale_dtype": (torch.float32, torch.float16),
+        "values": VALUES,
+        "ratio": (1, 3),
+        "s_q": (1, 3),
+        "window": (None, 1, 4),
+        "softcap": (None, 5.0),
+        "alibi": ("none", "head", "batch"),
+        "sink": ("none", "finite", "inf"),
+        "causal": (True, False),
+        "bad_entries": (False, True),
+        "padded": (True, False),
+        "page_size": (1, 4, 8),
+    }
+)
+
+
+def small_case(seed: int, *, ratio: int = 2, page_size: int = 8, **options: Any) -> GqaCase:
+    if options["layout"] == "paged_vllm":
+        page_size = 8
+    q_dtype = torch.float16 if options["kv_dtype"] == "fp16" else torch.bfloat16
+    lengths = [0, 1, 2, 7, 9, 19]
+    sizes = {"h_q": 2 * ratio, "h_kv": 2, "d": 64, "page_size": page_size, "q_dtype": q_dtype, "seed": seed}
+    return gqa_case(seqlens=lengths, **sizes, **options)
+
+
+@pytest.mark.parametrize("seed", range(len(SEMANTICS)))
+def test_against_the_loop(seed):
+    require_equal(small_case(seed, **SEMANTICS[seed]))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_lengths_of_any_value(layout):
+    lengths = torch.tensor([-1, -(2**31), 2**31 - 1, 11], dtype=torch.int32)
+    whole = gqa_case(seqlens=[11] * 4, h_q=2, h_kv=1, d=64, s_q=2, layout=layout, page_size=8, whole=True)
+    table = None if whole.block_table is None else whole.block_table[:, :1]
+    require_equal(dataclasses.replace(whole, cache_seqlens=lengths, block_table=table) if table is not None else whole)
+    if table is None:
+        require_equal(dataclasses.replace(whole, cache_seqlens=lengths))
+
+
+@pytest.mark.parametrize("layout", PAGED)
+def test_entries_that_are_no_page_hide_their_keys(layout):
+    case = gqa_case(seqlens=[40, 40, 40, 16], h_q=2, h_kv=2, d=64, s_q=3, layout=layout, page_size=8)
+    table: Any = case.block_table
+    table = table.clone()
+    pages = case.k_cache.shape[0]
+    table[0, :3] = torch.tensor([-1, pages, 2**31 - 1])
+    table[1, 4] = -(2**31)
+    table[2, :5] = -1
+    case = dataclasses.replace(case, block_table=table)
+    require_equal(case)
+    out, lse = reference_gqa_decode(**case.arguments())
+    assert (out[2] == 0).all()
+    assert (lse[2] == -INF).all()
+
+
+def test_without_requests_or_tokens():
+    for batch, capacity in ((0, 5), (2, 0)):
+        cache = torch.zeros(batch, 2, capacity, 64, dtype=torch.bfloat16)
+        q = torch.ones(batch, 1, 4, 64, dtype=torch.bfloat16)
+        out, lse = reference_gqa_decode(q, cache, cache)
+        assert out.shape == (batch, 1, 4, 64)
+        assert (out == 0).all()
+        assert (lse == -INF).all()
+
+
+def test_few_heads_at_a_time_give_the_same(monkeypatch):
+    case = small_case(
+        3, layout="BSNH", kv_dtype="int8", s_q=2, alibi="head", k_scales="per_head", v_scales="per_group_32"
+    )
+    expected = reference_gqa_decode(**case.arguments())
+    yardstick = gqa_yardstick(**case.arguments())
+    monkeypatch.setattr(reference, "ELEMENTS_PER_CHUNK", 1)
+    for got, want in zip(reference_gqa_decode(**case.arguments()), expected, strict=True):
+        assert torch.equal(got, want)
+    assert torch.equal(gqa_yardstick(**case.arguments()).out, yardstick.out)
+
+
+def test_float32_on_request():
+    case = small_case(0, layout="BNSH", kv_dtype="int8")
+    out, lse = reference_gqa_decode(**case.arguments(), dtype=torch.float32)
+    expected, expected_lse = reference_gqa_decode(**case.arguments())
+    assert out.dtype == lse.dtype == torch.float32
+    torch.testing.assert_close(out.double(), expected, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(lse.double(), expected_lse, rtol=1e-5, atol=1e-5)
+
+
+# ---- against torch, and by hand
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("ratio", [1, 4])
+def test_against_torch(causal, ratio):
+    gen = generator(ratio)
+    s_q, s_k, h_kv, d = 5, 70, 3, 64
+    q = torch.randn(2, s_q, h_kv * ratio, d, generator=gen, dtype=torch.float64)
+    k, v = torch.randn(2, 2, h_kv, s_k, d, generator=gen, dtype=torch.float64)
+    seen = torch.ones(s_q, s_k, dtype=torch.bool)
+    mask = seen.tril(s_k - s_q) if causal else seen
+    attend = torch.nn.functional.scaled_dot_product_attention
+    expected = attend(q.transpose(1, 2), k, v, attn_mask=mask, enable_gqa=True).transpose(1, 2)
+    out, _ = reference_gqa_decode(q, k, v, causal=causal)
+    torch.testing.assert_close(out, expected, rtol=1e-12, atol=1e-12)
+
+
+def numbered(s_k: int, s_q: int = 1, h_q: int = 1) -> dict[str, Any]:
+    """Keys that all score 0, and a value that says in channel k whether it is that of key k."""
+    v = torch.eye(s_k, 64).view(1, 1, s_k, 64)
+    return {"q": torch.ones(1, s_q, h_q, 64), "k_cache": torch.zeros_like(v), "v_cache": v}
+
+
+def test_causal_and_window_by_hand():
+    def shares(**options: Any) -> list[list[float]]:
+        out, _ = reference_gqa_decode(**numbered(5, s_q=2), **options)
+        return [[round(x, 6) for x in row] for row in out[0, :, 0, :5].tolist()]
+
+    assert shares() == [[0.25, 0.25, 0.25, 0.25, 0], [0.2, 0.2, 0.2, 0.2, 0.2]]
+    assert shares(causal=False) == [[0.2] * 5, [0.2] * 5]
+    assert shares(window=2) == [[0, 0, 0.5, 0.5, 0], [0, 0, 0, 0.5, 0.5]]
+    assert shares(window=1) == [[0, 0, 0, 1, 0], [0, 0, 0, 0, 1]]
+    assert shares(window=2, causal=False) == [
+        [0, 0, round(1 / 3, 6), round(1 / 3, 6), round(1 / 3, 6)],
+        [0, 0, 0, 0.5, 0.5],
+    ]
+    assert shares(window=2**31 - 1) == shares()
+
+
+def test_queries_before_the_first_key_see_nothing_if_causal():
+    call = numbered(5, s_q=4)
+    lengths = torch.tensor([2])
+    out, lse = reference_gqa_decode(**call, cache_seqlens=lengths)
+    assert lse[0, :, 0].tolist() == [-INF, -INF, 0.0, pytest.approx(math.log(2))]
+    assert (out[0, :2] == 0).all()
+    _, lse = reference_gqa_decode(**call, cache_seqlens=lengths, causal=False)
+    assert lse[0, :, 0].tolist() == pytest.approx([math.log(2)] * 4)
+
+
+def test_alibi_by_hand():
+    """The slope times (key - query): the newest key has 0, whatever the softcap."""
+    slopes = torch.tensor([math.log(2.0), 0.0])
+    for softcap in (None, 0.001):
+        out, lse = reference_gqa_decode(**numbered(3, h_q=2), alibi_slopes=slopes, softcap=softcap)
+        assert out[0, 0, 0, :3].tolist() == pytest.approx([1 / 7, 2 / 7, 4 / 7], rel=1e-6)
+        assert out[0, 0, 1, :3].tolist() == pytest.approx([1 / 3] * 3)
+        assert lse[0, 0, 0].item() == pytest.approx(math.log(1.75), rel=1e-6)
+    per_row = reference_gqa_decode(**numbered(3, h_q=2), alibi_slopes=slopes.view(1, 2))
+    assert torch.equal(per_row[0], reference_gqa_decode(**numbered(3, h_q=2), alibi_slopes=slopes)[0])
+
+
+def test_softcap_by_hand():
+    call = numbered(1)
+    call["k_cache"] = torch.full_like(call["k_cache"], 2.0)
+    score = 64 * 2.0 * 64**-0.5
+    assert reference_gqa_decode(**call)[1].item() == pytest.approx(score)
+    assert reference_gqa_decode(**call, softcap=4.0)[1].item() == pytest.approx(4 * math.tanh(score / 4))
+    assert reference_gqa_decode(**call, softmax_scale=0.5)[1].item() == pytest.approx(64.0)
+
+
+def test_sink_by_hand():
+    call = numbered(4, h_q=3)
+    out, lse = reference_gqa_decode(**call, s_aux=torch.tensor([math.log(4.0), -INF, INF]))
+    assert out[0, 0, :, 0].tolist() == pytest.approx([0.125, 0.25, 0.0], rel=1e-6)
+    assert lse[0, 0].tolist() == pytest.approx([math.log(4.0)] * 3), "the log-sum-exp leaves the sink out"
+    empty, _ = reference_gqa_decode(**call, s_aux=torch.tensor([0.0, -INF, INF]), cache_seqlens=torch.tensor([0]))
+    assert (empty == 0).all()
+
+
+def test_heads_share_the_cache_in_consecutive_groups():
+    q = torch.ones(1, 1, 6, 64)
+    v = torch.tensor([1.0, 2.0]).view(1, 2, 1, 1).expand(1, 2, 1, 64)
+    out, _ = reference_gqa_decode(q, v, v)
+    assert out[0, 0, :, 0].tolist() == [1, 1, 1, 2, 2, 2]
+
+
+def test_a_nan_in_a_visible_key_is_not_hidden():
+    """Nor does it reach the query that does not see it."""
+    for cache in ("k_cache", "v_cache"):
+        call = numbered(5, s_q=2)
+        call[cache] = call[cache].clone()
+        call[cache][0, 0, 4, 7] = NAN
+        out, _ = reference_gqa_decode(**call)
+        assert out[0, 0].isfinite().all()
+        assert out[0, 1].isnan().any()
+
+
+def test_all_layouts_agree():
+    """One set of tokens and scales in every layout, every granularity for K with every one for V."""
+    gen = generator(5)
+    batch, capacity, page_size, h_kv, d = 2, 16, 8, 2, 64
+    lengths, q = torch.tensor([16, 11]), torch.randn(batch, 2, 4, d, generator=gen)
+    k, v = torch.randn(2, batch * capacity, h_kv, d, generator=gen)
+    for k_kind in KINDS:
+        for v_kind in KINDS:
+            results = []
+            for name, layout in LAYOUTS.items():
+                sizes = CacheSizes(batch, capacity, h_kv, d)
+                table = None
+                if layout.paged:
+                    sizes = CacheSizes(batch * capacity // page_size, page_size, h_kv, d)
+                    table = torch.arange(sizes.outer).view(batch, -1)
+                pair = [filled(x, w, layout, sizes, kind) for x, w, kind in ((k, "k", k_kind), (v, "v", v_kind))]
+                (k_cache, k_scale), (v_cache, v_scale) = pair
+                options = {"layout": name, "cache_seqlens": lengths, "block_table": table}
+                results.append(reference_gqa_decode(q, k_cache, v_cache, k_scale, v_scale, **options))
+            for out, lse in results[1:]:
+                assert torch.equal(out, results[0][0])
+                assert torch.equal(lse, results[0][1])
+
+
+def empty(layout: Any, which: Any, sizes: CacheSizes, kind: ScaleKind, scale_dtype: torch.dtype = torch.float32) -> Any:
+    """int8 cache of 99s and a scale of 7s."""
+    size = {"b": sizes.outer, "p": sizes.outer, "s": sizes.rows, "t": sizes.rows, "h": sizes.h_kv, "d": sizes.d}
+    size |= {"c": sizes.d // 16, "x": 16}
+    shape = [size[axis] for axis in (layout.key if which == "k" else layout.value)]
+    scale = torch.full(scale_shapes(layout, sizes)[kind], 7.0, dtype=scale_dtype)
+    return torch.full(shape, 99, dtype=torch.int8), scale
+
+
+def filled(x: Any, which: Any, layout: Any, sizes: CacheSizes, kind: ScaleKind) -> Any:
+    """A cache with tokens (n, h_kv, d) in the order of their slots, and its scale."""
+    cache, scale = empty(layout, which, sizes, kind)
+    codes, own = quantize(x, kind)
+    slots = torch.arange(len(x))
+    view = ScaledCache(cache, scale, layout, which, sizes)
+    view.put(slots // sizes.rows, slots % sizes.rows, codes)
+    if kind.granularity in ("per_tensor", "per_head"):
+        scale.copy_(own)
+    else:
+        view.put_scale(slots // sizes.rows, slots % sizes.rows, own)
+    back = dequantize(cache, scale, layout.name, which).flatten(0, 1)
+    assert torch.equal(back, dequantized(codes, own, kind))
+    return cache, scale
+
+
+def dequantized(codes: torch.Tensor, scale: torch.Tensor, kind: ScaleKind) -> torch.Tensor:
+    """(n, h_kv, d) float64, spelled out."""
+    n, h_kv, d = codes.shape
+    if kind.granularity == "per_group":
+        spread = scale.unsqueeze(-1).expand(n, h_kv, -1, kind.group_size).reshape(n, h_kv, d)
+    else:
+        shape = {"per_tensor": (1, 1, 1), "per_head": (1, h_kv, 1), "per_token": (n, 1, 1)}
+        spread = scale.reshape(shape.get(kind.granularity, (n, h_kv, 1)))
+    return codes.double() * spread.double()
+
+
+# ---- quantization
+
+
+def quantize_row(values: list[float], dtype: torch.dtype = torch.bfloat16, **options: Any) -> tuple[list[int], float]:
+    """Codes and scale of one head of one token; zeros after the values."""
+    x = torch.zeros(1, 1, 64, dtype=dtype)
+    x[0, 0, : len(values)] = torch.tensor(values, dtype=dtype)
+    codes, scale = quantize(x, ScaleKind("per_token_head"), **options)
+    return codes[0, 0, : len(values)].tolist(), scale.float().item()
+
+
+def test_codes_by_hand():
+    assert quantize_row([127, -127, 64, 1, 0, -1]) == ([127, -127, 64, 1, 0, -1], 1.0)
+    assert quantize_row([254, -254, 2, 1, 3, 5, -1, -3]) == ([127, -127, 1, 0, 2, 2, 0, -2], 2.0), "half to even"
+    assert quantize_row([]) == ([], 1.0)
+    assert quantize_row([0.0, -0.0]) == ([0, 0], 1.0)
+    third = torch.tensor(1.0) / 127
+    assert quantize_row([1.0, 0.5, -0.25]) == ([127, 64, -32], third.item())
+
+
+def test_nan_counts_as_zero_and_infinity_as_the_largest_number():
+    assert quantize_row([NAN, 127.0, -1.0]) == ([0, 127, -1], 1.0)
+    assert quantize_row([NAN, NAN]) == ([0, 0], 1.0)
+    for dtype in (torch.bfloat16, torch.float16):
+        largest = torch.finfo(dtype).max
+        scale = (torch.tensor(largest, dtype=torch.float32) / 127).item()
+        assert quantize_row([INF, -INF, 1.0], dtype) == ([127, -127, 0], scale)
+
+
+def test_scales_have_a_floor_and_a_ceiling():
+    smallest = 2.0**-133  # a subnormal of bfloat16; its scale would be 2^-140
+    assert quantize_row([smallest, -(2.0**-120)]) == ([0, -64], 2.0**-126)
+    assert quantize_row([2.0**-10, -(2.0**-14)], scale_dtype=torch.float16) == ([16, -1], 2.0**-14)
+    assert quantize_row([2.0**-15, 2.0**-16], scale_dtype=torch.float16) == ([0, 0], 2.0**-14), "half to even"
+    assert quantize_row([1e30, -1e30], scale_dtype=torch.float16) == ([127, -127], 65504.0)
+    assert quantize_row([65504 * 127.0], scale_dtype=torch.float16)[0] == [127]
+
+
+def test_the_division_uses_the_scale_as_stored():
+    """1.0 / 127 is 0.007874 in float32 and 0.007874 + 2e-6 in float16: both give 127, what lies between differs."""
+    gen = generator(2)
+    x = torch.randn(4000, 2, 64, generator=gen).bfloat16()
+    codes, scale = quantize(x, ScaleKind("per_token_head"), torch.float16)
+    wide = (x.float().abs().amax(dim=-1) / 127).to(torch.float16)
+    assert torch.equal(scale, wide)
+    assert torch.equal(codes, (x.float() / wide.float().unsqueeze(-1)).round().clamp(-127, 127).to(torch.int8))
+    assert not torch.equal(codes, quantize(x, ScaleKind("per_token_head"))[0])
+
+
+def test_a_given_scale_is_used_as_it_is():
+    assert quantize_row([1.0, 2.0, -300.0, NAN], given_scale=torch.full((1, 1), 2.0)) == ([0, 1, -127, 0], 2.0)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("scale_dtype", [torch.float32, torch.float16])
+def test_every_granularity(kind, scale_dtype):
+    x = torch.randn(9, 3, 128, generator=generator(1)).bfloat16()
+    x[..., 3] *= 20
+    codes, scale = quantize(x, kind, scale_dtype)
+    groups = 128 // kind.group_size if kind.group_size else 0
+    shapes = {"per_tensor": (1,), "per_head": (3,), "per_token": (9,), "per_token_head": (9, 3)}
+    assert scale.shape == shapes.get(kind.granularity, (9, 3, groups))
+    assert scale.dtype == scale_dtype
+    assert codes.abs().max() == 127
+    back = dequantized(codes, scale, kind)
+    step = dequantized(torch.ones_like(codes), scale, kind)
+    # a float16 scale may be too small by 2^-11, and the largest code is then clamped
+    slack = 0 if scale_dtype == torch.float32 else 127 * 2.0**-11
+    assert ((back - x.double()).abs() <= step * (0.5 + slack + 1e-5)).all()
+    for other, its_scale in ((kind, scale),):
+        again, _ = quantize(x, other, given_scale=its_scale)
+        assert torch.equal(again, codes)
+
+
+# ---- append
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=lambda layout: layout.name)
+@pytest.mark.parametrize("kind", KINDS, ids=SCALE_NAMES)
+@pytest.mark.parametrize("scale_dtype", [torch.float32, torch.float16])
+def test_append(layout, kind, scale_dtype):
+    gen = generator(3)
+    sizes = CacheSizes(4, 8, 2, 64)
+    k, v = torch.randn(2, 6, 2, 64, generator=gen).bfloat16()
+    slots = torch.tensor([31, -1, 0, 32, 13, -(2**63)])
+    keep = torch.tensor([0, 2, 4])
+    v_kind = KINDS[KINDS.index(kind) - 1]
+    k_cache, k_scale = empty(layout, "k", sizes, kind, scale_dtype)
+    v_cache, v_scale = empty(layout, "v", sizes, v_kind, scale_dtype)
+    reference_append(k, v, k_cache, v_cache, k_scale, v_scale, slots, layout=layout.name)
+    for which, x, cache, scale, its_kind in (("k", k, k_cache, k_scale, kind), ("v", v, v_cache, v_scale, v_kind)):
+        given = its_kind.granularity in ("per_tensor", "per_head")
+        codes, own = quantize(x[keep], its_kind, scale_dtype, scale if given else None)
+        expected = torch.full((32, 2, 64), 99 * 7.0, dtype=torch.float64)
+        expected[slots[keep]] = dequantized(codes, own, its_kind)
+        if given:
+            assert (scale == 7).all()
+        assert torch.equal(dequantize(cache, scale, layout.name, which).flatten(0, 1), expected)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_append_of_nothing(layout):
+    sizes, known = CacheSizes(2, 8, 2, 64), LAYOUTS[layout]
+    k_cache, k_scale = empty(known, "k", sizes, KINDS[3])
+    v_cache, v_scale = empty(known, "v", sizes, KINDS[4])
+    for slots in (torch.zeros(0, dtype=torch.int64), torch.tensor([-1, 16])):
+        x = torch.ones(len(slots), 2, 64, dtype=torch.bfloat16)
+        reference_append(x, x, k_cache, v_cache, k_scale, v_scale, slots, layout=layout)
+    assert (k_cache == 99).all() and (v_cache == 99).all() and (k_scale == 7).all() and (v_scale == 7).all()
+
+
+# ---- the inputs, and the tolerance rule over them
+
+
+@pytest.mark.parametrize("values", VALUES)
+@pytest.mark.parametrize("kv_dtype", KV_DTYPES)
+def test_logits_are_of_usual_size(values, kv_dtype):
+    """Neither all alike nor one key for all: the same in every head, whatever the size of its keys."""
+    q_dtype = torch.float16 if kv_dtype == "fp16" else torch.bfloat16
+    for name in SCALE_NAMES:
+        options = {"kv_dtype": kv_dtype, "values": values, "q_dtype": q_dtype, "k_scales": name, "seed": 7}
+        case = gqa_case(seqlens=[300] * 4, h_q=8, h_kv=4, layout="paged_NHD", **options)
+        _, lse = reference_gqa_decode(**case.arguments())
+        spread = lse - math.log(300)
+        assert 0.3 < spread.mean() < 8, name
+        assert (spread.mean(dim=(0, 1)) > 0.1).all(), name
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_what_nobody_sees_is_poison(layout):
+    options = {"layout": layout, "s_q": 2, "window": 5, "h_q": 2, "h_kv": 1, "d": 64, "page_size": 8}
+    case = gqa_case(seqlens=[1, 0, 30], kv_dtype="fp8", v_scales="per_token", **options)
+    keys = dequantize(case.k_cache, case.k_scale, layout, "k")
+    values = dequantize(case.v_cache, case.v_scale, layout, "v")
+    for tokens in (keys, values):
+        assert int(tokens.isfinite().all(dim=-1).sum()) == 1 + 6
+        assert int(tokens.isnan().all(dim=-1).sum()) == tokens[..., 0].numel() - 7
+
+
+def test_the_same_seed_gives_the_same_case():
+    cases = [small_case(5, layout="paged_vllm", kv_dtype="fp8", values="wild", alibi="batch") for _ in range(2)]
+    for one, other in zip(*(case.arguments().values() for case in cases), strict=True):
+        if isinstance(one, torch.Tensor):
+            assert torch.equal(one.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8))
+
+
+@pytest.mark.parametrize("values", VALUES)
+@pytest.mark.parametrize("v_scales", ["per_token_head", "per_group_32"])
+def test_the_rule_tells_right_from_wrong(values, v_scales):
+    options = {"values": values, "v_scales": v_scales, "sink": "finite", "layout": "paged_HND"}
+    case = gqa_case(seqlens=[200, 64, 90, 0] * 11, h_q=8, h_kv=2, s_q=2, **options)
+    out, lse, _ = gqa_yardstick(**case.arguments())
+    expected, exact_lse = reference_gqa_decode(**case.arguments())
+    check = check_gqa(expected.bfloat16(), exact_lse.float(), case).require()
+    assert check.rel_err < 3e-3
+    assert not [problem for problem in check_gqa(out, lse, case).problems if not problem.startswith("lse")]
+    for wrong in (expected * 1.02, expected.roll(1, dims=2), expected.roll(32, dims=3), expected * NAN):
+        assert not check_gqa(wrong.bfloat16(), exact_lse.float(), case)
+    small_groups = expected.clone()
+    small_groups[..., 32:64] *= 1.05
+    assert not check_gqa(small_groups.bfloat16(), exact_lse.float(), case)
+    assert not check_gqa(expected.bfloat16(), exact_lse.float() + 2e-3, case)
+    assert not check_gqa(expected.bfloat16(), torch.zeros_like(exact_lse).float(), case)
+
+
+def test_a_case_in_poisoned_outputs():
+    case = gqa_case(seqlens=[5], h_q=4, h_kv=2, d=64, q_dtype=torch.float16)
+    out, lse = case.outputs(padded=True)
+    assert out.tensor.shape == (1, 1, 4, 64) and out.tensor.dtype == torch.float16
+    assert lse.tensor.shape == (1, 1, 4) and lse.tensor.dtype == torch.float32
+    assert out.tensor.isnan().all() and lse.tensor.isnan().all()
+    with pytest.raises(ValueError, match="values: got 'odd'"):
+        gqa_case(seqlens=[5], h_q=4, h_kv=2, values="odd")

@@ -15,8 +15,10 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
+import os
 import pathlib
 import re
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -35,7 +37,9 @@ from cute_kernels.testing import evidence  # noqa: E402
 from cute_kernels.testing.timing import measure_ceilings  # noqa: E402
 from scripts import bench_gqa, bench_mla, sanitize  # noqa: E402
 
-TESTS_TIMEOUT_S = 300
+TESTS_TIMEOUT_S = 400
+SHARDS = 10
+"""Processes that share the tests: most of a test is work of the host. Their largest need 8 GB of the GPU each."""
 PARTIAL_RESULT = ROOT / "build" / "gpu_check_partial.json"
 
 Bench = tuple[str, Callable[[dict[str, float]], dict[str, Any]]]
@@ -72,16 +76,67 @@ class Progress:
         self.say(text)
 
 
-def run_tests() -> dict[str, int]:
-    """Run tests/gpu in a process of its own and count."""
-    with tempfile.TemporaryDirectory() as folder:
-        report = pathlib.Path(folder) / "report.xml"
-        command = [sys.executable, "-m", "pytest", str(ROOT / "tests" / "gpu"), "-q", f"--junitxml={report}"]
+def run_tests(shards: int = SHARDS) -> dict[str, int]:
+    """Run tests/gpu and count: one process compiles, one runs tests that measure time, then several share the rest."""
+    deadline = time.monotonic() + TESTS_TIMEOUT_S
+    parts = [["-m", "not alone", "--shard", f"{i}/{shards}"] for i in range(1, shards + 1)]
+    with tempfile.TemporaryDirectory() as name:
+        folder = pathlib.Path(name)
+        [(status, _)] = run_pytest([["--compile-only"]], folder, deadline)
+        if status != 0:
+            return count_tests(None)
+        done = run_pytest([["-m", "alone"]], folder, deadline)
+        done += run_pytest(parts, folder, deadline)
+    return sum_counts(done)
+
+
+def run_pytest(
+    selections: Sequence[Sequence[str]], folder: pathlib.Path, deadline: float
+) -> list[tuple[int | None, str | None]]:
+    """Run tests/gpu once for each list of options, side by side: exit status (None: ran out of time) and JUnit report.
+
+    What a process said is shown when it ends, all of it if it failed.
+    """
+    cores = max(1, (os.cpu_count() or 1) // len(selections))
+    running = []
+    for i, options in enumerate(selections):
+        report, output = folder / f"{i}.xml", folder / f"{i}.txt"
+        report.unlink(missing_ok=True)
+        command = [sys.executable, "-m", "pytest", str(ROOT / "tests" / "gpu"), "-q", "-p", "no:cacheprovider"]
+        with output.open("w") as stream:
+            process = subprocess.Popen(
+                [*command, f"--junitxml={report}", *options],
+                cwd=ROOT,
+                env={**os.environ, "OMP_NUM_THREADS": str(cores)},
+                stdout=stream,
+                stderr=subprocess.STDOUT,
+            )
+        running.append((process, report, output, options))
+    done: list[tuple[int | None, str | None]] = []
+    for process, report, output, options in running:
+        status: int | None = None
         try:
-            subprocess.run(command, cwd=ROOT, timeout=TESTS_TIMEOUT_S, check=False)
+            status = process.wait(max(0.0, deadline - time.monotonic()))
         except subprocess.TimeoutExpired:
-            print(f"tests/gpu: not done after {TESTS_TIMEOUT_S} s", flush=True)
-        return count_tests(report.read_text(encoding="utf-8") if report.exists() else None)
+            process.kill()
+            process.wait()
+            print(f"tests/gpu {shlex.join(options)}: not done after {TESTS_TIMEOUT_S} s", flush=True)
+        said = output.read_text(errors="replace")
+        print(said if status != 0 else said.strip().rpartition("\n")[2], flush=True)
+        done.append((status, report.read_text(encoding="utf-8") if report.exists() else None))
+    return done
+
+
+def sum_counts(done: Sequence[tuple[int | None, str | None]]) -> dict[str, int]:
+    """Counts over processes. One that did not come to its end, or ended badly with no failure to show, is a failure."""
+    total = {"passed": 0, "failed": 0, "skipped": 0}
+    for status, report in done:
+        counts = count_tests(None if status is None else report)
+        if status != 0 and not counts["failed"]:
+            counts["failed"] = 1
+        for key in total:
+            total[key] += counts[key]
+    return total
 
 
 def count_tests(junit_xml: str | None) -> dict[str, int]:

@@ -116,16 +116,26 @@ def worker() -> None:
 
     import cute_kernels
     import fp8_mla
+    from cute_kernels.gqa.reference import reference_append
     from cute_kernels.testing.compare import check_decode
+    from cute_kernels.testing.gqa import GqaCase, check_gqa, gqa_case
     from cute_kernels.testing.inputs import DecodeCase, dense_case, generator, sparse_case, strided
 
-    def decode(case: DecodeCase, name: str, num_splits: int) -> None:
-        on_gpu: dict[str, Any] = {
+    def on_gpu(case: DecodeCase | GqaCase) -> dict[str, Any]:
+        return {
             field: value.cuda() if isinstance(value, torch.Tensor) else value
             for field, value in case.arguments().items()
         }
-        out, lse = cute_kernels.mla_fp8_decode(**on_gpu, num_splits=num_splits, return_lse=True)
+
+    def decode(case: DecodeCase, name: str, num_splits: int) -> None:
+        out, lse = cute_kernels.mla_fp8_decode(**on_gpu(case), num_splits=num_splits, return_lse=True)
         print(check_decode(out.cpu(), lse.cpu(), name=name, **case.arguments()).require())
+
+    def gqa(name: str, *, splits: Sequence[int | None] = (None, 1), **options: Any) -> None:
+        case = gqa_case(**{"seqlens": [0, 1, 65, 300], "h_q": 8, "h_kv": 2, **options})
+        for num_splits in splits:
+            out, lse = cute_kernels.gqa_decode(**on_gpu(case), num_splits=num_splits, return_lse=True)
+            print(check_gqa(out.cpu(), lse.cpu(), case, name=f"{name}, {num_splits or 'planned'} splits").require())
 
     # 130 keys: two whole tiles of 64 and a rest; 96 heads: one CTA of 64 and one half empty
     sparse = sparse_case(
@@ -155,6 +165,37 @@ def worker() -> None:
     expected = (torch.softmax(lses.double(), dim=0).unsqueeze(-1) * outs.double()).sum(dim=0)
     torch.testing.assert_close(merged.cpu().double(), expected, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(merged_lse.cpu(), torch.logsumexp(lses, dim=0))
+
+    # tiles are of 128 keys: three of the longest sequence, which three CTAs merge
+    scales: dict[str, Any] = {"k_scales": "per_token_head", "v_scales": "per_token_head", "scale_dtype": torch.float16}
+    heads = {"k_scales": "per_head", "v_scales": "per_tensor"}
+    groups = {"k_scales": "per_group_32", "v_scales": "per_group_64"}
+    gqa("int8, scales of tokens", **scales, splits=(None, 1, 3))
+    gqa("int8, three queries", **scales, s_q=3)
+    gqa("int8, pages", **heads, layout="paged_NHD", page_size=16, bad_entries=True, splits=(None, 1, 3))
+    gqa("int8, packed pages", **heads, layout="paged_vllm", page_size=8)
+    gqa("fp8, scales of groups", **groups, kv_dtype="fp8")
+    gqa("bfloat16, window", kv_dtype="bf16", window=100, sink="inf")
+    modifiers: dict[str, Any] = {"s_q": 3, "softcap": 15.0, "alibi": "batch", "q_dtype": torch.float16}
+    gqa("int8, softcap and ALiBi", **heads, **modifiers)
+
+    k, v = strided(torch.randn((2, 21, 3, 64), generator=gen).bfloat16()).unbind()
+    slots = torch.randperm(32, generator=gen)[:21]
+    slots[::5] = -1
+    slots[1] = 2**40
+    shapes: dict[str, list[tuple[int, ...]]] = {
+        "paged_vllm": [(4, 3, 4, 8, 16), (4, 3, 64, 8), (4, 3, 8), (4, 3, 2, 8)],
+        "paged_NHD": [(4, 8, 3, 64), (4, 8, 3, 64), (4, 8), (3,)],
+        "BNSH": [(4, 3, 8, 64), (4, 3, 8, 64), (), (4, 3, 8)],
+    }
+    for layout, (*of_caches, k_shape, v_shape) in shapes.items():
+        host = [torch.zeros(shape, dtype=torch.int8) for shape in of_caches]
+        host += [torch.full(shape, 0.02) for shape in (k_shape, v_shape)]
+        gpu = [tensor.cuda() for tensor in host]
+        cute_kernels.kv_int8_append(k.cuda(), v.cuda(), *gpu, slots.cuda(), layout=layout)
+        reference_append(k, v, *host, slots, layout=layout)
+        if not all(torch.equal(got.cpu(), want) for got, want in zip(gpu, host, strict=True)):
+            raise AssertionError(f"kv_int8_append, {layout}: differs from the reference")
     torch.cuda.synchronize()
     print(WORKER_DONE)
 

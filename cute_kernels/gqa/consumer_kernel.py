@@ -6,11 +6,19 @@ from cutlass import AddressSpace, BFloat16, Float16, Float32, Int32, Int64, cons
 from cutlass.cute.nvgpu import warp
 
 from cute_kernels.device import operands, softmax
-from cute_kernels.gqa.spec import KEYS_PER_TILE, GqaDecodeSpec
+from cute_kernels.gqa.scale_kernel import load_scale
+from cute_kernels.gqa.spec import KEYS_PER_WARP as KEYS
+from cute_kernels.gqa.spec import GqaDecodeSpec
 
 DTYPES = {"bfloat16": BFloat16, "float16": Float16, "float32": Float32}
-KEYS = 16  # of a warp
 Q_EXPONENT = 14  # of the largest value of a row of Q in float16, whose largest is 15
+MAX_GROWTH = 8.0  # of scores over the running maximum, in units of log2, before P is made relative to a new one
+FACTOR, SINK, UNIT, FACTS = 0, 1, 2, 3
+
+
+def column_facts(spec: GqaDecodeSpec, facts: cute.Pointer) -> cute.Tensor:
+    """(column, what): the factor of S but for the softmax scale, the sink, the factor of O."""
+    return cute.make_tensor(facts, cute.make_layout((spec.columns, FACTS)))
 
 
 class TileConsumer:
@@ -20,8 +28,6 @@ class TileConsumer:
     8 n + 2 t and 8 n + 2 t + 1; its accumulators are two rows of 16 of O^T for the same columns. So what belongs to a
     column (maximum, sum, factors) is in the thread that needs it.
 
-    Scales of tokens come from global memory a tile ahead, those of K to lanes 0..15, those of V to lanes 16..31, and
-    are passed on by shuffles.
     """
 
     def __init__(self, spec: GqaDecodeSpec):
@@ -29,16 +35,13 @@ class TileConsumer:
         self.n_tiles = spec.columns // 8
         self.k_groups = spec.scale_groups(spec.k_scales)
         self.v_groups = spec.scale_groups(spec.v_scales)
-        self.scale_loads = max(self.k_groups, self.v_groups)
         self.is_int8 = spec.kv_dtype == "int8"
         self.k_dtype, self.v_dtype = DTYPES[spec.k_operand], DTYPES[spec.v_operand]
         self.scale_dtype = DTYPES[spec.scale_dtype]
         self.vllm = spec.layout == "vllm"
         self.pairs_of_tokens = self.vllm and spec.bytes_cache  # see `key_row`
         self.interleaved_d = spec.bytes_cache and not self.vllm
-        self.row_bytes = min(spec.d * spec.itemsize, 128)
-        self.row_chunks = self.row_bytes // 16
-        self.chunks = spec.d * spec.itemsize // 16  # of a token
+        self.row_chunks = spec.row_bytes // 16
         self.page_bytes = spec.d * spec.box_rows * spec.itemsize
 
     # ---- what is where
@@ -67,43 +70,69 @@ class TileConsumer:
     # ---- the start of a sequence
 
     @cute.jit
-    def load_q(self, mQ: cute.Tensor, sQ: cute.Pointer, q_factor: cute.Pointer, place, s_q: Int32, w: Int32, lane: Int32):
-        """Columns w, w + 4, ... of Q into shared memory as fragments of B, and what S is to be multiplied with.
+    def load_q(
+        self,
+        mQ: cute.Tensor,
+        mSink: cute.Tensor,
+        sQ: cute.Pointer,
+        facts: cute.Pointer,
+        k_scale: Int64,
+        k_strides: tuple,
+        v_scale: Int64,
+        v_strides: tuple,
+        place,
+        s_q: Int32,
+        w: Int32,
+        lane: Int32,
+    ):
+        """Columns w, w + warps, ... of Q into shared memory as fragments of B, and facts of these columns.
 
-        Columns behind the last row repeat it; nobody stores their results.
+        All that comes from global memory is asked for at once: a launch may find none of it in the L2 cache. Columns
+        behind the last row repeat it; nobody stores their results.
         """
         spec = self.spec
         b, kv_head, block, ratio = place
         rows = ratio.divisor * s_q
         pieces, lanes = max(spec.d // 128, 1), min(spec.d // 4, 32)
+        turns = const_expr(max(spec.columns // spec.warps, 1))
         words = cute.make_tensor(cute.recast_ptr(sQ, dtype=Int32), cute.make_layout(spec.columns * spec.d // 2))
-        sFactor = cute.make_tensor(q_factor, cute.make_layout(spec.columns))
-        raw = cute.make_rmem_tensor((4, pieces), mQ.element_type)
-        for turn in cutlass.range_constexpr(spec.columns // 4):
-            n = w + 4 * turn
-            row = block * spec.columns + n
-            token, r = divmod(cutlass.min(row, rows - 1), ratio)
+        sFacts = column_facts(spec, facts)
+        raw = cute.make_rmem_tensor((4, pieces, turns), mQ.element_type)
+        sink = cute.make_rmem_tensor(turns, Float32)
+        k_unit, v_unit = Float32(1.0), Float32(1.0)
+        if const_expr(spec.k_scales == "head"):
+            k_unit = load_scale(self.scale_dtype, k_scale, Int64(kv_head) * k_strides[1]).to(Float32)
+        if const_expr(spec.v_scales == "head"):
+            v_unit = load_scale(self.scale_dtype, v_scale, Int64(kv_head) * v_strides[1]).to(Float32)
+        for turn in cutlass.range_constexpr(turns):
+            row = cutlass.min(block * spec.columns + w + spec.warps * turn, rows - 1)
+            token, r = divmod(row, ratio)
+            head = kv_head * ratio.divisor + r
+            sink[turn] = mSink[head]
             for p in cutlass.range_constexpr(pieces):
-                at = 4 * (lane % lanes) + 128 * p
-                source = mQ[b, token, kv_head * ratio.divisor + r, None]
-                pointer = source.iterator + cute.assume(at, divby=4)
-                cute.autovec_copy(cute.make_tensor(pointer, cute.make_layout(4)), raw[None, p])
-            values = raw.load().to(Float32)
+                pointer = mQ[b, token, head, None].iterator + cute.assume(4 * (lane % lanes) + 128 * p, divby=4)
+                cute.autovec_copy(cute.make_tensor(pointer, cute.make_layout(4)), raw[None, p, turn])
+        for turn in cutlass.range_constexpr(turns):
+            n = w + spec.warps * turn
+            values = raw[None, None, turn].load().to(Float32)
+            factor = k_unit
             if const_expr(spec.bytes_cache):
                 largest = values.reduce(cute.ReductionOp.MAX, Float32(0.0), 0)
                 smallest = values.reduce(cute.ReductionOp.MIN, Float32(0.0), 0)
                 largest = cute.arch.warp_reduction(cute.arch.fmax(largest, -smallest), cute.arch.fmax)
                 exponent = cutlass.max((largest.bitcast(Int32) >> 23) & 0xFF, Q_EXPONENT + 1)
                 values = values * ((254 + Q_EXPONENT - exponent) << 23).bitcast(Float32)
-                if lane == 0:
-                    sFactor[n] = ((exponent - Q_EXPONENT) << 23).bitcast(Float32)
-            elif lane == 0:
-                sFactor[n] = Float32(1.0)
+                factor *= ((exponent - Q_EXPONENT) << 23).bitcast(Float32)
             rounded = cute.make_rmem_tensor((4, pieces), self.k_dtype)
             rounded.store(values.to(self.k_dtype))
-            if lane < lanes:
-                for p in cutlass.range_constexpr(pieces):
-                    self._store_q(words, rounded[None, p], n, 4 * (lane % lanes) + 128 * p)
+            if n < spec.columns:
+                if lane == 0:
+                    sFacts[n, FACTOR] = factor
+                    sFacts[n, SINK] = sink[turn]
+                    sFacts[n, UNIT] = v_unit
+                if lane < lanes:
+                    for p in cutlass.range_constexpr(pieces):
+                        self._store_q(words, rounded[None, p], n, 4 * (lane % lanes) + 128 * p)
 
     @cute.jit
     def _store_q(self, words: cute.Tensor, four: cute.Tensor, n: Int32, d: Int32):
@@ -128,15 +157,12 @@ class TileConsumer:
         factor: cute.Tensor,
         slope: cute.Tensor,
         shift: cute.Tensor,
-        q_factor: cute.Pointer,
-        k_scale: Int64,
-        k_strides: tuple,
+        facts: cute.Pointer,
         alibi: Int64,
         alibi_batch: Int64,
         softmax_scale: Float32,
         softcap: Float32,
         place,
-        h_q,
         length: Int32,
         s_q: Int32,
         lane: Int32,
@@ -149,15 +175,13 @@ class TileConsumer:
                 acc_o[m][n].fill(0.0)
         row_max.fill(-Float32.inf)
         row_sum.fill(0.0)
-        sFactor = cute.make_tensor(q_factor, cute.make_layout(spec.columns))
+        sFacts = column_facts(spec, facts)
         unit = softmax_scale * softmax.LOG2_E
         if const_expr(spec.softcap):
             unit = softmax_scale * (2.0 * softmax.LOG2_E) * cute.arch.rcp_approx(softcap)
-        if const_expr(spec.k_scales == "head"):
-            unit *= self.load_scale(k_scale, Int64(kv_head) * k_strides[1]).to(Float32)
         for i in cutlass.range_constexpr(spec.columns // 4):
             n = self.column(i, lane)
-            factor[i] = sFactor[n] * unit
+            factor[i] = sFacts[n, FACTOR] * unit
             if const_expr(spec.alibi):
                 row = cutlass.min(block * spec.columns + n, ratio.divisor * s_q - 1)
                 token, r = divmod(row, ratio)
@@ -166,83 +190,17 @@ class TileConsumer:
                 slope[i] = cute.make_tensor(pointer, cute.make_layout(1))[0] * softmax.LOG2_E
                 shift[i] = slope[i] * Float32(length - s_q + token)
 
-    # ---- scales of tokens
+    # ---- a tile
 
     @cute.jit
-    def load_scale(self, base: Int64, offset: Int64):
-        """One scale as it is stored; `offset` in elements."""
-        address = base + offset * const_expr(self.scale_dtype.width // 8)
-        pointer = cute.make_ptr(self.scale_dtype, address, AddressSpace.gmem, assumed_align=self.scale_dtype.width // 8)
-        return cute.make_tensor(pointer, cute.make_layout(1))[0]
-
-    @cute.jit
-    def scale_source(self, k_scale: Int64, k_strides: tuple, v_scale: Int64, v_strides: tuple, head: Int32, lane: Int32):
-        """(address, strides of outer, row and group) of the scales that this lane reads."""
-        base, outer, row, group = k_scale, k_strides[0], k_strides[2], k_strides[3]
-        of_head = k_strides[1]
-        if const_expr(self.scale_loads > 0):
-            of_v = lane >= 16
-            if const_expr(self.k_groups == 0):
-                of_v = lane >= 0
-            if const_expr(self.v_groups == 0):
-                of_v = lane < 0
-            if of_v:
-                base, outer, row, group = v_scale, v_strides[0], v_strides[2], v_strides[3]
-                of_head = v_strides[1]
-            base += Int64(head) * of_head * const_expr(self.scale_dtype.width // 8)
-        return base, outer, row, group
-
-    def _key(self, tile, w, lane):
-        """The key whose page and scales this lane reads."""
-        return tile * KEYS_PER_TILE + w * KEYS + self.key_row(lane % 16)
-
-    @cute.jit
-    def entry(self, mTable, b: Int32, tile: Int32, length: Int32, page_shift: Int32, w: Int32, lane: Int32):
-        """The page of this lane's key, or the sequence where there are no pages; behind the end, that of the last."""
-        found = b
-        if const_expr(self.spec.paged):
-            key = cutlass.max(cutlass.min(self._key(tile, w, lane), length - 1), 0)
-            found = mTable[b, key >> page_shift]
-        return found
-
-    @cute.jit
-    def load_scales(
-        self,
-        scales: cute.Tensor,
-        where: tuple,
-        entry: Int32,
-        num_pages: Int32,
-        tile: Int32,
-        length: Int32,
-        page_size: Int32,
-        w: Int32,
-        lane: Int32,
-    ):
-        """Starts the loads of this lane's scales: of the key in row lane % 16 of S, of K or of V."""
-        if const_expr(self.scale_loads > 0):
-            base, outer, row, group = where
-            key = cutlass.max(cutlass.min(self._key(tile, w, lane), length - 1), 0)
-            if const_expr(self.spec.paged):
-                entry = cutlass.min(cutlass.max(entry, 0), num_pages - 1)
-                key = key & (page_size - 1)
-            offset = Int64(entry) * outer + Int64(key) * row
-            for g in cutlass.range_constexpr(self.scale_loads):
-                index = Int32(g)
-                if const_expr(g >= min(self.k_groups, self.v_groups)):
-                    groups = cutlass.select_(lane >= 16, Int32(max(self.v_groups, 1)), Int32(max(self.k_groups, 1)))
-                    index = cutlass.min(index, groups - 1)
-                scales[g] = self.load_scale(base, offset + Int64(index) * group)
-
-    @cute.jit
-    def valid_keys(self, entry: Int32, num_pages: Int32) -> Int32:
-        """Bit i: row i of S has a page that exists."""
+    def valid_keys(self, valid: cute.Pointer, w: Int32, lane: Int32) -> Int32:
+        """Bit i: row i of S has a page that exists; `valid` has a bit for each copied box of the tile."""
         bits = Int32(-1)
         if const_expr(self.spec.paged):
-            inside = cutlass.min(cutlass.max(entry, 0), num_pages - 1)
-            bits = cute.arch.vote_ballot_sync(inside == entry)
+            box = (w * KEYS + self.key_row(lane % 16)) // self.spec.box_rows
+            word = cute.make_tensor(valid, cute.make_layout(self.spec.valid_words))[box // 32]
+            bits = cute.arch.vote_ballot_sync(((word >> (box % 32)) & 1) == 1)
         return bits
-
-    # ---- a tile
 
     @cute.jit
     def attend(
@@ -253,7 +211,7 @@ class TileConsumer:
         factor: cute.Tensor,
         slope: cute.Tensor,
         shift: cute.Tensor,
-        scales: cute.Tensor,
+        scales: cute.Pointer,
         sQ: cute.Pointer,
         tile_address: Int32,
         empty: cute.Pointer,
@@ -269,14 +227,29 @@ class TileConsumer:
         w: Int32,
         lane: Int32,
     ):
-        """Adds the warp's 16 keys of a tile to O, its maxima and its sums, and gives the stage back."""
+        """Adds the warp's 16 keys of a tile to O, its maxima and its sums, and gives the stage back.
+
+        V is in registers, as bytes, before the softmax: its way from shared memory is then hidden, and the producer
+        gets the stage back earlier.
+        """
         spec = self.spec
         columns = const_expr(spec.columns // 4)
         g = lane // 4
-        acc_s = self.scores(scales, sQ, tile_address, w, lane)
-        begin = tile * KEYS_PER_TILE + w * KEYS
-        keys = (begin + self.key_row(g), begin + self.key_row(g + 8))
+        k_scale = cute.make_rmem_tensor((2, max(self.k_groups, 1)), Float32)
+        v_scale = cute.make_rmem_tensor((2, max(self.v_groups, 1)), Float32)
+        sScale = cute.make_tensor(scales, cute.make_layout((spec.keys_per_tile, self.k_groups + self.v_groups + 1)))
+        for k in cutlass.range_constexpr(2):
+            key = w * KEYS + self.key_row(g + 8 * k)
+            for group in cutlass.range_constexpr(self.k_groups):
+                k_scale[k, group] = sScale[key, group]
+            for group in cutlass.range_constexpr(self.v_groups):
+                v_scale[k, group] = sScale[key, self.k_groups + group]
+        acc_s = self.scores(k_scale, sQ, tile_address, w, lane)
+        raw = self.load_values(tile_address + spec.tile_bytes, w, lane)
+        cute.arch.mbarrier_arrive(empty)
 
+        begin = tile * spec.keys_per_tile + w * KEYS
+        keys = (begin + self.key_row(g), begin + self.key_row(g + 8))
         s = cute.make_rmem_tensor((2, columns), Float32)  # (key, column)
         for i in cutlass.range_constexpr(columns):
             for k in cutlass.range_constexpr(2):
@@ -290,12 +263,6 @@ class TileConsumer:
                 s[k, i] = x
 
         # ---- masks, where not every key is seen by every query
-        v_scale = cute.make_rmem_tensor((2, max(self.v_groups, 1)), Float32)
-        for group in cutlass.range_constexpr(self.v_groups):
-            for k in cutlass.range_constexpr(2):
-                v_scale[k, group] = cute.arch.shuffle_sync(scales[group].to(Float32), 16 + g + 8 * k)
-        v_mask = cute.make_rmem_tensor(2, Int32)
-        v_mask.fill(-1)
         seen_by_all = length - causal * (s_q - 1)
         if begin + KEYS > seen_by_all or begin < length - window or (valid & 0xFFFF) != 0xFFFF:
             lowest = length - s_q - window + 1  # that any query sees
@@ -309,42 +276,42 @@ class TileConsumer:
                 for group in cutlass.range_constexpr(self.v_groups):  # may be NaN where no token is
                     v_scale[k, group] = cutlass.select_(exists, v_scale[k, group], Float32(0.0))
             if const_expr(not self.is_int8):
-                self.mask_values(v_mask, begin, length, lowest, valid, lane)
+                self.mask_values(raw, begin, length, lowest, valid, lane)
 
-        # ---- softmax
-        alpha = cute.make_rmem_tensor(columns, Float32)
-        steady = True
+        # ---- softmax: P relative to a maximum that is at most MAX_GROWTH behind, so that few tiles move it
+        grown = False
         for i in cutlass.range_constexpr(columns):
-            peak = cute.arch.fmax(s[0, i], s[1, i])
-            for step in cutlass.range_constexpr(3):
-                peak = cute.arch.fmax(peak, cute.arch.shuffle_sync_bfly(peak, 4 << step))
-            peak = cute.arch.fmax(peak, row_max[i])
-            alpha[i] = softmax.rescaling(row_max[i], peak)
-            steady = steady and alpha[i] == 1.0
-            row_max[i] = peak
-            for k in cutlass.range_constexpr(2):
-                s[k, i] = cute.math.exp2(s[k, i] - softmax.finite(peak), fastmath=True)
-            row_sum[i] = row_sum[i] * alpha[i] + (s[0, i] + s[1, i])
-        if not cute.arch.vote_all_sync(steady):
+            grown = grown or cute.arch.fmax(s[0, i], s[1, i]) > row_max[i] + MAX_GROWTH
+        if cute.arch.vote_any_sync(grown):
+            alpha = cute.make_rmem_tensor(columns, Float32)
+            for i in cutlass.range_constexpr(columns):
+                peak = cute.arch.fmax(s[0, i], s[1, i])
+                for step in cutlass.range_constexpr(3):
+                    peak = cute.arch.fmax(peak, cute.arch.shuffle_sync_bfly(peak, 4 << step))
+                peak = cute.arch.fmax(peak, row_max[i])
+                alpha[i] = softmax.rescaling(row_max[i], peak)
+                row_max[i] = peak
+                row_sum[i] *= alpha[i]
             for m in cutlass.range_constexpr(spec.d // 16):
                 for n in cutlass.range_constexpr(self.n_tiles):
                     for e in cutlass.range_constexpr(4):
                         acc_o[m][n][e] *= alpha[2 * n + e % 2]
-
-        self.values(acc_o, s, v_scale, v_mask, tile_address + spec.tile_bytes, w, lane)
-        cute.arch.mbarrier_arrive(empty)
+        for i in cutlass.range_constexpr(columns):
+            shift = softmax.finite(row_max[i])
+            for k in cutlass.range_constexpr(2):
+                s[k, i] = cute.math.exp2(s[k, i] - shift, fastmath=True)
+            row_sum[i] += s[0, i] + s[1, i]
+        self.values(acc_o, s, v_scale, raw)
 
     @cute.jit
-    def scores(self, scales: cute.Tensor, sQ: cute.Pointer, address: Int32, w: Int32, lane: Int32):
+    def scores(self, k_scale: cute.Tensor, sQ: cute.Pointer, address: Int32, w: Int32, lane: Int32):
         """S^T of the warp's keys, scales of tokens and groups included: a fragment for each 8 columns."""
         spec = self.spec
         mma = self._mma(self.k_dtype)
-        g = lane // 4
         shape = mma.partition_shape_C((16, 8))
+        # Two sums for each 8 columns: a chain of products waits 33 cycles for each of its links.
+        part = [[mma.make_fragment_C(shape) for _ in range(self.n_tiles)] for _ in range(2)]
         acc_s = [mma.make_fragment_C(shape) for _ in range(self.n_tiles)]
-        part = [mma.make_fragment_C(shape) for _ in range(self.n_tiles)] if self.k_groups > 1 else acc_s
-        for n in cutlass.range_constexpr(self.n_tiles):
-            acc_s[n].fill(0.0)
         steps = spec.d // 16
         steps_of_group = steps // max(self.k_groups, 1)
         words = cute.make_tensor(
@@ -365,26 +332,20 @@ class TileConsumer:
                 for i in cutlass.range_constexpr(2):
                     x = operands.load_matrices(self.chunk_address(address, row, 4 * pair + 2 * i, half), False)
                     operands.take(a[None, 0, i], x[0], x[1], x[2], x[3])
-            if const_expr(self.k_groups > 1 and 2 * pair % steps_of_group == 0):
-                for n in cutlass.range_constexpr(self.n_tiles):
-                    part[n].fill(0.0)
             for n in cutlass.range_constexpr(self.n_tiles):
                 cute.autovec_copy(words[None, lane, pair, n], b_words)
                 for i in cutlass.range_constexpr(2):
-                    cute.gemm(mma, part[n], a[None, None, i], b[None, None, i], part[n])
-            if const_expr(self.k_groups > 1 and 2 * (pair + 1) % steps_of_group == 0):
-                scale = scales[2 * pair // steps_of_group].to(Float32)
-                for k in cutlass.range_constexpr(2):
-                    of_key = cute.arch.shuffle_sync(scale, g + 8 * k)
-                    for n in cutlass.range_constexpr(self.n_tiles):
-                        for c in cutlass.range_constexpr(2):
-                            acc_s[n][2 * k + c] += of_key * part[n][2 * k + c]
-        if const_expr(self.k_groups == 1):
-            for k in cutlass.range_constexpr(2):
-                of_key = cute.arch.shuffle_sync(scales[0].to(Float32), g + 8 * k)
+                    if const_expr(2 * pair % steps_of_group == 0):
+                        part[i][n].fill(0.0)
+                    cute.gemm(mma, part[i][n], a[None, None, i], b[None, None, i], part[i][n])
+            if const_expr(2 * (pair + 1) % steps_of_group == 0):
+                group = const_expr(2 * pair // steps_of_group)
                 for n in cutlass.range_constexpr(self.n_tiles):
-                    for c in cutlass.range_constexpr(2):
-                        acc_s[n][2 * k + c] *= of_key
+                    for e in cutlass.range_constexpr(4):
+                        x = part[0][n][e] + part[1][n][e]
+                        if const_expr(self.k_groups > 0):
+                            x *= k_scale[e // 2, group]
+                        acc_s[n][e] = x if const_expr(group == 0) else acc_s[n][e] + x
         return acc_s
 
     def chunk_address(self, tile, row, chunk: int, half):
@@ -393,43 +354,41 @@ class TileConsumer:
             page = self.spec.box_rows
             in_page = row // page * self.page_bytes + row % page * 16 + half * (page * 16)
             return tile + in_page + chunk * (page * 16)
-        swizzle = row % 8 if self.row_bytes == 128 else row // 2 % 4
+        spec = self.spec
+        # the swizzle exchanges bits 4.. of an address with bits 7..
+        swizzle = row % 8 if spec.row_bytes == 128 else row * spec.row_pitch // 128 % 4
         block, inner = chunk // self.row_chunks, chunk % self.row_chunks
-        base = tile + row * self.row_bytes + block * (KEYS_PER_TILE * self.row_bytes)
+        base = tile + row * spec.row_pitch + block * (spec.keys_per_tile * spec.row_pitch)
         return base + ((inner << 4) ^ ((half ^ swizzle) << 4))
 
     @cute.jit
-    def mask_values(self, mask: cute.Tensor, begin: Int32, length: Int32, lowest: Int32, valid: Int32, lane: Int32):
-        """Masks for the registers with V of the keys k (0..7 of a fragment, 8..15): 0 x NaN would be NaN."""
+    def mask_values(self, raw: cute.Tensor, begin: Int32, length: Int32, lowest: Int32, valid: Int32, lane: Int32):
+        """Zeros for the tokens of V that do not exist: they may be NaN, and 0 x NaN would be NaN."""
         t = lane % 4
+        mask = cute.make_rmem_tensor(2, Int32)  # of registers with keys k 0..7 of a fragment, and with 8..15
+        # bytes of paged_vllm: a register has four tokens; otherwise two, and others in the second register
+        tokens = const_expr(4 if self.pairs_of_tokens else 2)
         for k in cutlass.range_constexpr(2):
             bits = Int32(0)
-            # bytes of paged_vllm: one register with four tokens; otherwise two tokens in each of two
-            tokens = 4 if self.pairs_of_tokens else 2
             for i in cutlass.range_constexpr(tokens):
-                token = 4 * t + i if const_expr(self.pairs_of_tokens) else 2 * t + 8 * k + i
-                row = token // 2 + token % 2 * 8 if const_expr(self.pairs_of_tokens) else token
+                token = 4 * t + i if const_expr(tokens == 4) else 2 * t + 8 * k + i
+                row = token // 2 + token % 2 * 8 if const_expr(tokens == 4) else token
                 key = begin + token
                 seen = key < length and key >= lowest and ((valid >> row) & 1) == 1
-                ones = Int32((0xFF if self.pairs_of_tokens else 0xFFFF) << (32 // tokens * i) if i == 0 else 0)
-                if const_expr(i > 0):
-                    field = (1 << (32 // tokens)) - 1
-                    pattern = field << (32 // tokens * i)
-                    ones = Int32(pattern - (1 << 32) if pattern >= 1 << 31 else pattern)
-                bits |= cutlass.select_(seen, ones, Int32(0))
+                bits |= cutlass.select_(seen, Int32((1 << (32 // tokens)) - 1), Int32(0)) << (32 // tokens * i)
             mask[k] = bits
+        for i in cutlass.range_constexpr(cute.size(raw)):
+            raw[i] = raw[i] & mask[self._half_of(i)]
+
+    def _half_of(self, i: int) -> int:
+        """Whether register i of the raw values has keys k 0..7 or 8..15 of a fragment."""
+        if self.pairs_of_tokens:
+            return 0
+        # as ldmatrix gives them: rows are tokens, 8 at a time; in paged_vllm rows are d and a chunk has 8 tokens
+        return i % 4 // 2 if self.vllm else i % 2
 
     @cute.jit
-    def values(
-        self,
-        acc_o,
-        p: cute.Tensor,
-        v_scale: cute.Tensor,
-        v_mask: cute.Tensor,
-        address: Int32,
-        w: Int32,
-        lane: Int32,
-    ):
+    def values(self, acc_o, p: cute.Tensor, v_scale: cute.Tensor, raw: cute.Tensor):
         """O^T += V^T P^T over the warp's keys."""
         spec = self.spec
         mma = self._mma(self.v_dtype)
@@ -439,9 +398,9 @@ class TileConsumer:
         b = [[mma.make_fragment_B(shape_b) for _ in range(groups)] for _ in range(self.n_tiles)]
         rounded = cute.make_rmem_tensor(4, self.v_dtype)
         r = cute.recast_tensor(rounded, Int32)
+        scaled = cute.make_rmem_tensor(4, Float32)
         for n in cutlass.range_constexpr(self.n_tiles):
             for group in cutlass.range_constexpr(groups):
-                scaled = cute.make_rmem_tensor(4, Float32)
                 for k in cutlass.range_constexpr(2):
                     for c in cutlass.range_constexpr(2):
                         scaled[2 * k + c] = p[k, 2 * n + c]
@@ -451,56 +410,50 @@ class TileConsumer:
                 target = cute.recast_tensor(b[n][group], Int32)
                 target[0] = operands.transpose(r[0])
                 target[1] = operands.transpose(r[1])
-        a = [mma.make_fragment_A(shape_a) for _ in range(2)]
-        for pair in cutlass.range_constexpr(blocks // 2):
-            self.load_values(a, address, pair, v_mask, w, lane)
-            for i in cutlass.range_constexpr(2):
-                m = 2 * pair + i
-                group = const_expr(m * groups // blocks)
-                for n in cutlass.range_constexpr(self.n_tiles):
-                    acc = acc_o[m][n]
-                    cute.gemm(mma, acc, a[i][None, None, 0], b[n][group][None, None, 0], acc)
+        a = mma.make_fragment_A(shape_a)
+        for m in cutlass.range_constexpr(blocks):
+            self.widen_values(a, raw, m)
+            group = const_expr(m * groups // blocks)
+            for n in cutlass.range_constexpr(self.n_tiles):
+                acc = acc_o[m][n]
+                cute.gemm(mma, acc, a[None, None, 0], b[n][group][None, None, 0], acc)
 
     @cute.jit
-    def load_values(self, a, address: Int32, pair: cutlass.Constexpr, mask: cute.Tensor, w: Int32, lane: Int32):
-        """Rows 32 pair .. 32 pair + 31 of V^T for the warp's keys: two fragments of A."""
+    def widen_values(self, a: cute.Tensor, raw: cute.Tensor, m: cutlass.Constexpr):
+        """Rows 16 m .. 16 m + 15 of V^T as a fragment of A."""
+        if const_expr(self.spec.bytes_cache):
+            if const_expr(self.vllm):
+                operands.widen_rows(a, raw[2 * m], raw[2 * m + 1], self.is_int8)
+            else:
+                operands.widen_columns(a, raw[2 * m], raw[2 * m + 1], self.is_int8)
+        elif const_expr(self.vllm):
+            operands.take(a, raw[4 * m], raw[4 * m + 1], raw[4 * m + 2], raw[4 * m + 3])
+        else:
+            operands.take(a, raw[4 * m], raw[4 * m + 2], raw[4 * m + 1], raw[4 * m + 3])
+
+    @cute.jit
+    def load_values(self, address: Int32, w: Int32, lane: Int32) -> cute.Tensor:
+        """The warp's keys of V as they are: 2 registers for each 16 rows of V^T, 4 of 16-bit numbers."""
         spec = self.spec
         page = spec.box_rows
-        if const_expr(not self.vllm):
-            row = w * KEYS + lane % 16
-            if const_expr(spec.bytes_cache):
-                x = operands.load_matrices(self.chunk_address(address, row, 2 * pair, lane // 16), True)
-                for i in cutlass.range_constexpr(2):
-                    x0, x1 = self._masked(x[2 * i], mask[0]), self._masked(x[2 * i + 1], mask[1])
-                    operands.widen_columns(a[i], x0, x1, self.is_int8)
+        loads = const_expr(spec.d * spec.itemsize // 32)
+        raw = cute.make_rmem_tensor(4 * loads, Int32)
+        for i in cutlass.range_constexpr(loads):
+            if const_expr(not self.vllm):
+                row = w * KEYS + lane % 16
+                x = operands.load_matrices(self.chunk_address(address, row, 2 * i, lane // 16), True)
+            elif const_expr(not spec.bytes_cache):
+                first = w * KEYS + lane // 16 * 8
+                at = address + first // page * self.page_bytes + first % page * 2 + (16 * i + lane % 16) * (page * 2)
+                x = operands.load_matrices(at, False)
+            elif const_expr(page > 8):
+                first = w * KEYS
+                at = address + first // page * self.page_bytes + first % page + (32 * i + lane) * page
+                x = operands.load_matrices(at, False)
             else:
-                for i in cutlass.range_constexpr(2):
-                    chunk = 4 * pair + 2 * i
-                    x = operands.load_matrices(self.chunk_address(address, row, chunk, lane // 16), True)
-                    low, high = mask[0], mask[1]
-                    operands.take(a[i], x[0] & low, x[2] & low, x[1] & high, x[3] & high)
-        elif const_expr(spec.bytes_cache and page > 8):
-            first = w * KEYS
-            at = address + first // page * self.page_bytes + first % page + (32 * pair + lane) * page
-            x = operands.load_matrices(at, False)
-            for i in cutlass.range_constexpr(2):
-                x0, x1 = self._masked(x[2 * i], mask[0]), self._masked(x[2 * i + 1], mask[0])
-                operands.widen_rows(a[i], x0, x1, self.is_int8)
-        elif const_expr(spec.bytes_cache):
-            g, t = lane // 4, lane % 4
-            at = address + (2 * w + t // 2) * self.page_bytes + 4 * (t % 2) + (32 * pair + g) * page
-            for i in cutlass.range_constexpr(2):
-                x0 = self._masked(operands.load_word(at + 16 * i * page), mask[0])
-                x1 = self._masked(operands.load_word(at + (16 * i + 8) * page), mask[0])
-                operands.widen_rows(a[i], x0, x1, self.is_int8)
-        else:
-            first = w * KEYS + lane // 16 * 8
-            d = 32 * pair + lane % 16
-            at = address + first // page * self.page_bytes + first % page * 2 + d * (page * 2)
-            for i in cutlass.range_constexpr(2):
-                x = operands.load_matrices(at + 16 * i * page * 2, False)
-                low, high = mask[0], mask[1]
-                operands.take(a[i], x[0] & low, x[1] & low, x[2] & high, x[3] & high)
-
-    def _masked(self, x, mask):
-        return x if self.is_int8 else x & mask
+                g, t = lane // 4, lane % 4
+                at = address + (2 * w + t // 2) * self.page_bytes + 4 * (t % 2) + (32 * i + g) * page
+                x = tuple(operands.load_word(at + 8 * j * page) for j in range(4))
+            for j in cutlass.range_constexpr(4):
+                raw[4 * i + j] = x[j]
+        return raw

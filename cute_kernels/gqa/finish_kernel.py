@@ -5,17 +5,16 @@ import cutlass.cute as cute
 from cutlass import AddressSpace, BFloat16, Float16, Float32, Int32, Int64, const_expr
 
 from cute_kernels.device import softmax
-from cute_kernels.gqa.spec import CONSUMER_WARPS, MAX_RANGES, GqaDecodeSpec
+from cute_kernels.gqa.consumer_kernel import SINK, UNIT, column_facts
+from cute_kernels.gqa.spec import GqaDecodeSpec
 
-THREADS = 32 * CONSUMER_WARPS
 BAR_CONSUMERS = 1
-SCALES = {"float16": Float16, "float32": Float32}
 OUTPUTS = {"bfloat16": BFloat16, "float16": Float16}
 AT_ONCE = 8  # states that a thread reads at a time while it merges
 
 
 class Finisher:
-    """Device code for the 128 consumer threads of :class:`cute_kernels.gqa.kernel.GqaDecodeKernel`.
+    """Device code for the consumer threads of :class:`cute_kernels.gqa.kernel.GqaDecodeKernel`.
 
     A thread has four neighbours of d of some columns. A state in scratch memory is columns x d values of O, then
     (maximum, sum) of each column, all float32; values are relative to the maximum, in units of log2.
@@ -23,11 +22,11 @@ class Finisher:
 
     def __init__(self, spec: GqaDecodeSpec):
         self.spec = spec
+        self.threads = 32 * spec.warps
         self.vectors = spec.d // 4  # of a column
-        self.turns = -(-spec.columns * self.vectors // THREADS)
+        self.turns = -(-spec.columns * self.vectors // self.threads)
         self.state = spec.columns * (spec.d + 2)
         self.interleaved_d = spec.bytes_cache and spec.layout != "vllm"
-        assert MAX_RANGES <= CONSUMER_WARPS * spec.sums_stride
 
     @cute.jit
     def meet(
@@ -62,9 +61,7 @@ class Finisher:
         stats: cute.Pointer,
         mOut: cute.Tensor,
         mLse: cute.Tensor,
-        mSink: cute.Tensor,
-        v_scale: Int64,
-        v_strides: tuple,
+        facts: cute.Pointer,
         place,
         s_q: Int32,
         tidx: Int32,
@@ -73,16 +70,16 @@ class Finisher:
         spec = self.spec
         b, kv_head, block, ratio = place
         sStats = self._stats(stats)
-        unit = self._value_scale(v_scale, v_strides, kv_head)
+        sFacts = column_facts(spec, facts)
         for turn in cutlass.range_constexpr(self.turns):
             n, vector = self._item(tidx, turn)
             row = block * spec.columns + n
-            if row < ratio.divisor * s_q:
+            if n < spec.columns and row < ratio.divisor * s_q:
                 token, r = divmod(row, ratio)
                 head = kv_head * ratio.divisor + r
                 peak, total = self._totals(sStats, n)
-                acc = self._added(sums, n, vector)
-                share = self._share(peak, total, mSink[head]) * unit
+                acc = self._added(sums, n, vector, spec.warps)
+                share = self._share(peak, total, sFacts[n, SINK]) * sFacts[n, UNIT]
                 self._write(mOut[b, token, head, None], acc, share, vector)
                 if vector == 0:
                     mLse[b, token, head] = softmax.log_sum_exp(peak, total)
@@ -98,8 +95,8 @@ class Finisher:
         values, totals = self._states(scratch, slot)
         for turn in cutlass.range_constexpr(self.turns):
             n, vector = self._item(tidx, turn)
-            if block * spec.columns + n < ratio.divisor * s_q:
-                acc = self._added(sums, n, vector)
+            if n < spec.columns and block * spec.columns + n < ratio.divisor * s_q:
+                acc = self._added(sums, n, vector, spec.warps)
                 cute.autovec_copy(acc, values[None, vector, n, 0])
                 if vector == 0:
                     peak, total = self._totals(sStats, n)
@@ -133,83 +130,112 @@ class Finisher:
         sharing: Int32,
         mOut: cute.Tensor,
         mLse: cute.Tensor,
-        mSink: cute.Tensor,
-        v_scale: Int64,
-        v_strides: tuple,
+        facts: cute.Pointer,
         place,
         s_q: Int32,
         tidx: Int32,
     ):
-        """Merges `sharing` states: the opening one in slot first + 1, the i-th of the others in first + i * distance."""
+        """Merges `sharing` states: the opening one in slot first + 1, the i-th of the others in first + i * distance.
+
+        A warp takes the i-th, (i + parts)-th, ... states of a column; few columns leave several warps to each. All
+        loads of a turn are started before the first is waited for, then the parts are added in shared memory.
+        """
         spec = self.spec
         b, kv_head, block, ratio = place
         w, lane = tidx // 32, tidx % 32
-        sWeight = cute.make_tensor(sums, cute.make_layout((MAX_RANGES, spec.columns)))
-        unit = self._value_scale(v_scale, v_strides, kv_head)
-        rows = ratio.divisor * s_q - block * spec.columns
-        # ---- weights: a warp for each column, a lane for each state
-        for turn in cutlass.range_constexpr(spec.columns // CONSUMER_WARPS):
-            n = w + CONSUMER_WARPS * turn
-            if n < rows:
-                token, r = divmod(block * spec.columns + n, ratio)
-                head = kv_head * ratio.divisor + r
-                sink = mSink[head]
-                peak = -Float32.inf
-                for i in cutlass.range(lane, sharing, 32, unroll=1):
-                    _, totals = self._states(scratch, self._slot(first, distance, i))
-                    peak = cute.arch.fmax(peak, totals[0, n, 0])
-                peak = cute.arch.warp_reduction(peak, cute.arch.fmax)
-                total = Float32(0.0)
-                for i in cutlass.range(lane, sharing, 32, unroll=1):
-                    _, totals = self._states(scratch, self._slot(first, distance, i))
-                    weight = softmax.rescaling(totals[0, n, 0], peak)
-                    total += weight * totals[1, n, 0]
-                    sWeight[i, n] = weight
-                total = cute.arch.warp_reduction_sum(total)
-                share = self._share(peak, total, sink) * unit
-                for i in cutlass.range(lane, sharing, 32, unroll=1):
-                    sWeight[i, n] = sWeight[i, n] * share
-                if lane == 0:
-                    mLse[b, token, head] = softmax.log_sum_exp(peak, total)
+        sFacts = column_facts(spec, facts)
+        rows = cutlass.min(ratio.divisor * s_q - block * spec.columns, spec.columns)
+        shared = cutlass.min(rows, spec.warps)  # columns at a time
+        parts = spec.warps // shared
+        part = w // shared
+        per_lane = const_expr(max(self.vectors // 32, 1))
+        raw = cute.make_rmem_tensor((4, per_lane, AT_ONCE), Float32)
+        peaks = cute.make_rmem_tensor(AT_ONCE, Float32)
+        others = cute.make_rmem_tensor((2, 2), Float32)
+        acc = cute.make_rmem_tensor((4, per_lane), Float32)
+        sSums = self._sums(sums)
+        for turn in cutlass.range_constexpr(max(spec.columns // spec.warps, 1)):
+            n = w % shared + turn * spec.warps
+            if n < rows and part < parts:
+                # of this warp's states: `running`, the maximum that acc is relative to; of all states, a part of them
+                # in each lane: maximum and sum
+                running, peak, total = -Float32.inf, -Float32.inf, Float32(0.0)
+                acc.fill(0.0)
+                step = AT_ONCE * parts  # up to 64 states, so two in each lane
+                for i in cutlass.range(0, sharing, step, unroll=1):
+                    for j in cutlass.range_constexpr(AT_ONCE):
+                        state = i + part + j * parts
+                        values, totals = self._states(scratch, self._slot(first, distance, cutlass.min(state, sharing - 1)))
+                        peaks[j] = totals[0, n, 0]
+                        for v in cutlass.range_constexpr(per_lane):
+                            vector = cutlass.min(lane + 32 * v, self.vectors - 1)
+                            cute.autovec_copy(values[None, vector, n, 0], raw[None, v, j])
+                    for j in cutlass.range_constexpr(2):
+                        state = cutlass.min(i + lane + 32 * j, sharing - 1)
+                        _, totals = self._states(scratch, self._slot(first, distance, state))
+                        cute.autovec_copy(totals[None, n, 0], others[None, j])
+                    for j in cutlass.range_constexpr(2):
+                        inside = lane + 32 * j < step and i + lane + 32 * j < sharing
+                        new_peak = cute.arch.fmax(peak, cutlass.select_(inside, others[0, j], -Float32.inf))
+                        weight = softmax.rescaling(others[0, j], new_peak)
+                        total = total * softmax.rescaling(peak, new_peak)
+                        total += cutlass.select_(inside, weight * others[1, j], Float32(0.0))
+                        peak = new_peak
+                    new_running = running
+                    for j in cutlass.range_constexpr(AT_ONCE):
+                        new_running = cute.arch.fmax(new_running, peaks[j])
+                    for c in cutlass.range_constexpr(4 * per_lane):
+                        acc[c] *= softmax.rescaling(running, new_running)
+                    running = new_running
+                    for j in cutlass.range_constexpr(AT_ONCE):
+                        inside = i + part + j * parts < sharing
+                        weight = cutlass.select_(inside, softmax.rescaling(peaks[j], running), Float32(0.0))
+                        for v in cutlass.range_constexpr(per_lane):
+                            for c in cutlass.range_constexpr(4):
+                                acc[c, v] += weight * raw[c, v, j]
+                all_peak = cute.arch.warp_reduction(peak, cute.arch.fmax)
+                total = cute.arch.warp_reduction_sum(total * softmax.rescaling(peak, all_peak))
+                share = self._share(all_peak, total, sFacts[n, SINK]) * sFacts[n, UNIT]
+                share *= softmax.rescaling(running, all_peak)
+                if part == 0 and lane == 0:
+                    token, r = divmod(block * spec.columns + n, ratio)
+                    mLse[b, token, kv_head * ratio.divisor + r] = softmax.log_sum_exp(all_peak, total)
+                for v in cutlass.range_constexpr(per_lane):
+                    vector = lane + 32 * v
+                    if vector < self.vectors:
+                        for c in cutlass.range_constexpr(4):
+                            sSums[4 * vector + c, n, part] = acc[c, v] * share
         self._sync()
-        # ---- the weighted sum
-        raw = cute.make_rmem_tensor((4, AT_ONCE), Float32)
-        acc = cute.make_rmem_tensor(4, Float32)
+        # ---- the parts of each column
         for turn in cutlass.range_constexpr(self.turns):
             n, vector = self._item(tidx, turn)
             if n < rows:
-                acc.fill(0.0)
-                for i in cutlass.range(0, sharing, AT_ONCE, unroll=1):
-                    for j in cutlass.range_constexpr(AT_ONCE):
-                        state = cutlass.min(i + j, sharing - 1)
-                        values, _ = self._states(scratch, self._slot(first, distance, state))
-                        cute.autovec_copy(values[None, vector, n, 0], raw[None, j])
-                    for j in cutlass.range_constexpr(AT_ONCE):
-                        state = cutlass.min(i + j, sharing - 1)
-                        weight = cutlass.select_(i + j < sharing, sWeight[state, n], Float32(0.0))
-                        for c in cutlass.range_constexpr(4):
-                            acc[c] += weight * raw[c, j]
                 token, r = divmod(block * spec.columns + n, ratio)
-                self._write(mOut[b, token, kv_head * ratio.divisor + r, None], acc, Float32(1.0), vector)
+                self._write(
+                    mOut[b, token, kv_head * ratio.divisor + r, None],
+                    self._added(sums, n, vector, parts),
+                    Float32(1.0),
+                    vector,
+                )
 
     # ---- parts
 
     def _sync(self):
-        cute.arch.barrier(barrier_id=BAR_CONSUMERS, number_of_threads=THREADS)
+        cute.arch.barrier(barrier_id=BAR_CONSUMERS, number_of_threads=self.threads)
 
     def _stats(self, stats: cute.Pointer) -> cute.Tensor:
         """(column, warp, maximum or sum)."""
-        return cute.make_tensor(stats, cute.make_layout((self.spec.columns, CONSUMER_WARPS, 2)))
+        return cute.make_tensor(stats, cute.make_layout((self.spec.columns, self.spec.warps, 2)))
 
     def _sums(self, sums: cute.Pointer) -> cute.Tensor:
         """(d, column, warp)."""
         spec = self.spec
         stride = (1, spec.sums_stride, spec.sums_stride * spec.columns)
-        return cute.make_tensor(sums, cute.make_layout((spec.d, spec.columns, CONSUMER_WARPS), stride=stride))
+        return cute.make_tensor(sums, cute.make_layout((spec.d, spec.columns, self.spec.warps), stride=stride))
 
     def _item(self, tidx, turn: int):
         """(column, vector of four in it) of a thread."""
-        item = tidx + turn * THREADS
+        item = tidx + turn * self.threads
         return item // self.vectors, item % self.vectors
 
     def _slot(self, first, distance, i):
@@ -228,7 +254,7 @@ class Finisher:
     @cute.jit
     def _peak(self, sStats: cute.Tensor, n: Int32) -> Float32:
         peak = sStats[n, 0, 0]
-        for w in cutlass.range_constexpr(1, CONSUMER_WARPS):
+        for w in cutlass.range_constexpr(1, self.spec.warps):
             peak = cute.arch.fmax(peak, sStats[n, w, 0])
         return peak
 
@@ -236,17 +262,17 @@ class Finisher:
     def _totals(self, sStats: cute.Tensor, n: Int32):
         """(maximum, sum) of a column over all warps."""
         peak, total = self._peak(sStats, n), Float32(0.0)
-        for w in cutlass.range_constexpr(CONSUMER_WARPS):
+        for w in cutlass.range_constexpr(self.spec.warps):
             total += sStats[n, w, 1] * softmax.rescaling(sStats[n, w, 0], peak)
         return peak, total
 
     @cute.jit
-    def _added(self, sums: cute.Pointer, n: Int32, vector: Int32) -> cute.Tensor:
-        """Four values of O of a column, all warps added up."""
+    def _added(self, sums: cute.Pointer, n: Int32, vector: Int32, parts) -> cute.Tensor:
+        """Four values of O of a column, added up over the first `parts` warps."""
         spec = self.spec
         acc, other = cute.make_rmem_tensor(4, Float32), cute.make_rmem_tensor(4, Float32)
         acc.fill(0.0)
-        for w in cutlass.range_constexpr(CONSUMER_WARPS):
+        for w in cutlass.range(parts, unroll=spec.warps):
             at = sums + cute.assume((w * spec.columns + n) * spec.sums_stride + 4 * vector, divby=4)
             cute.autovec_copy(cute.make_tensor(at, cute.make_layout(4)), other)
             for c in cutlass.range_constexpr(4):
@@ -258,16 +284,6 @@ class Finisher:
         """1 / the denominator, sink included; 0 without keys."""
         joined = total + cute.math.exp2(sink * softmax.LOG2_E - softmax.finite(peak), fastmath=True)
         return cutlass.select_(total == 0.0, Float32(0.0), cute.arch.rcp_approx(joined))
-
-    @cute.jit
-    def _value_scale(self, v_scale: Int64, v_strides: tuple, kv_head: Int32) -> Float32:
-        unit = Float32(1.0)
-        if const_expr(self.spec.v_scales == "head"):
-            dtype = SCALES[self.spec.scale_dtype]
-            address = v_scale + Int64(kv_head) * v_strides[1] * const_expr(dtype.width // 8)
-            pointer = cute.make_ptr(dtype, address, AddressSpace.gmem, assumed_align=dtype.width // 8)
-            unit = cute.make_tensor(pointer, cute.make_layout(1))[0].to(Float32)
-        return unit
 
     @cute.jit
     def _write(self, row: cute.Tensor, acc: cute.Tensor, factor: Float32, vector: Int32):

@@ -24,7 +24,7 @@ Shared memory, per CTA (d 128, int8, 8 columns: 5 stages, 104 KB)
   tiles   stages x 2 x 64 x d x itemsize   rows of 128 bytes (or 64), swizzled; pages of paged_vllm as they are
   q       columns x d x 2                  as fragments of B: a lane's 16 bytes of two k steps lie together
   sums    4 x columns x (d + 4) x 4        O of each warp; weights of a merge
-  stats   2 x 4 x columns x 4, q_factor columns x 4
+  stats   2 x warps x columns x 4; facts 2 x 3 x columns x 4; scales, page bits
 
 A sequence that several CTAs share is merged by the last of them: each writes O, maximum and sum in float32, counts
 itself, and whoever sees the full count adds them up in order. Nobody waits, and the order of additions is fixed.
@@ -40,15 +40,15 @@ from cutlass.memory import SmemAllocator
 
 from cute_kernels.device import operands, softmax
 from cute_kernels.gqa import work_kernel
-from cute_kernels.gqa.consumer_kernel import TileConsumer
+from cute_kernels.gqa.consumer_kernel import FACTS, TileConsumer
 from cute_kernels.gqa.finish_kernel import Finisher
 from cute_kernels.gqa.producer_kernel import TileProducer, box_shape, partition, tile_layout
-from cute_kernels.gqa.spec import CONSUMER_WARPS, KEYS_PER_TILE, GqaDecodeSpec
+from cute_kernels.gqa.scale_kernel import ScaleProducer
+from cute_kernels.gqa.spec import GqaDecodeSpec
 
 DTYPES = {"int8": Int8, "float8_e4m3fn": Float8E4M3FN, "bfloat16": BFloat16, "float16": Float16, "float32": Float32}
-CONSUMERS = 32 * CONSUMER_WARPS
-THREADS = CONSUMERS + 32
 BAR_CONSUMERS = 1
+PRODUCER_REGISTERS, CONSUMER_REGISTERS = 104, 200  # 104 + 2 * 200 = 504 = 3 * 168, what 384 threads get at launch
 CACHE_MODES = {"heads_first": (2, 3, 1, 0), "tokens_first": (1, 3, 2, 0)}  # to (rows, d, heads, outer)
 
 
@@ -61,7 +61,11 @@ class GqaDecodeKernel:
             raise ValueError("; ".join(reasons))
         self.spec = spec
         self.dtype = DTYPES[spec.kv_dtype]
+        self.consumers = 32 * spec.warps
+        # eight consumer warps can take registers from a producer warpgroup
+        self.threads = self.consumers + (128 if spec.warps == 8 else 32)
         self.producer = TileProducer(spec)
+        self.scaler = ScaleProducer(spec)
         self.consumer = TileConsumer(spec)
         self.finisher = Finisher(spec)
 
@@ -165,14 +169,14 @@ class GqaDecodeKernel:
         capacity = Int32(mK.shape[2 if const_expr(spec.layout == "heads_first") else 1])
         num_pages = Int32(mK.shape[0])
         if const_expr(spec.paged):
-            if const_expr(spec.box_rows == KEYS_PER_TILE):
+            if const_expr(spec.box_rows == spec.keys_per_tile):
                 page_size = capacity
             capacity = page_size * Int32(mTable.shape[1])
         heads = h_kv * blocks
         units = heads * ranges
         if splits > 0:
             units = heads * splits * batch
-        divisors = tuple(cute.fast_divmod_create_divisor_v2(Int32(n)) for n in (heads, blocks, ratio))
+        divisors = tuple(cute.fast_divmod_create_divisor_v2(Int32(n)) for n in (heads, blocks, ratio, ranges, cutlass.max(splits, 1)))
         k_strides = (k_scale_outer, k_scale_head, k_scale_row, k_scale_group)
         v_strides = (v_scale_outer, v_scale_head, v_scale_row, v_scale_group)
         self.kernel(
@@ -181,10 +185,9 @@ class GqaDecodeKernel:
             ranges, splits, units, scratch, counters, divisors,
         ).launch(
             grid=[ctas, 1, 1],
-            block=[THREADS, 1, 1],
+            block=[self.threads, 1, 1],
             stream=stream,
-            min_blocks_per_mp=spec.ctas_per_sm,
-            preferred_smem_carveout=100,  # else the compiler asks the driver, and kernels are compiled without one
+            min_blocks_per_mp=1,
             use_pdl=True,
         )  # fmt: skip
 
@@ -221,151 +224,286 @@ class GqaDecodeKernel:
         divisors: tuple,
     ):
         spec = self.spec
-        head_divisor, block_divisor, ratio_divisor = divisors
+        head_divisor, block_divisor, ratio_divisor, range_divisor, split_divisor = divisors
         tidx, _, _ = cute.arch.thread_idx()
         cta, _, _ = cute.arch.block_idx()
         ctas, _, _ = cute.arch.grid_dim()
         warp_idx, lane = cute.arch.make_warp_uniform(cute.arch.warp_idx()), tidx % 32
+        if warp_idx == spec.warps:
+            cpasync.prefetch_descriptor(load_k)
+            cpasync.prefetch_descriptor(load_v)
 
         smem = SmemAllocator()
-        tiles = smem.allocate_array(self.dtype, spec.stages * 2 * KEYS_PER_TILE * spec.d, byte_alignment=1024)
+        tiles = smem.allocate_array(self.dtype, 2 * spec.stages * spec.tile_bytes // spec.itemsize, byte_alignment=1024)
         sQ = smem.allocate_array(DTYPES[spec.k_operand], spec.columns * spec.d, byte_alignment=16)
-        sums = smem.allocate_array(Float32, CONSUMER_WARPS * spec.columns * spec.sums_stride, byte_alignment=16)
-        stats = smem.allocate_array(Float32, 2 * CONSUMER_WARPS * spec.columns, byte_alignment=16)
-        q_factor = smem.allocate_array(Float32, spec.columns, byte_alignment=16)
+        sums = smem.allocate_array(Float32, spec.warps * spec.columns * spec.sums_stride, byte_alignment=16)
+        stats = smem.allocate_array(Float32, 2 * spec.warps * spec.columns, byte_alignment=16)
+        facts = smem.allocate_array(Float32, 2 * FACTS * spec.columns, byte_alignment=16)
+        scales = smem.allocate_array(Float32, max(spec.stages * spec.scale_values, 1), byte_alignment=16)
+        valid = smem.allocate_array(Int32, spec.stages * spec.valid_words, byte_alignment=4)
         barriers = smem.allocate_array(Int64, 2 * spec.stages, byte_alignment=8)
         arrived = smem.allocate_array(Int32, 1, byte_alignment=4)
         full, empty = barriers, barriers + spec.stages
         if tidx == 0:
             for i in cutlass.range_constexpr(spec.stages):
-                cute.arch.mbarrier_init(full + i, 1)
-                cute.arch.mbarrier_init(empty + i, CONSUMERS)
+                cute.arch.mbarrier_init(full + i, 1 + 32 * spec.scale_warps)
+                cute.arch.mbarrier_init(empty + i, self.consumers)
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
         cute.arch.griddepcontrol_launch_dependents()
         cute.arch.griddepcontrol_wait()  # what kernels before this one write: q, lengths, new tokens, the counters
 
+        limits = (*limits, spec.keys_per_tile)
         before, total = work_kernel.survey(mLengths, limits, lane)
+        cut = (ranges, splits, range_divisor, split_divisor)
         stage, phase = Int32(0), Int32(0)
         page_shift = 31 - Int32(cute.arch.clz(page_size)) if const_expr(spec.paged) else Int32(0)
 
-        if warp_idx == CONSUMER_WARPS:
-            sources, targets = [], []
-            for load, tensor, offset in ((load_k, tK, 0), (load_v, tV, KEYS_PER_TILE * spec.d)):
-                source, target = partition(spec, load, tensor, tiles + offset, self.dtype)
-                sources.append(source)
-                targets.append(target)
-            gK, gV = sources
-            sK, sV = targets
-            pages = cute.make_rmem_tensor(self.producer.entries, Int32)
-            pages_next = cute.make_rmem_tensor(self.producer.entries, Int32)
-            for unit in cutlass.range(cta, units, ctas, unroll=1):
-                r, head = divmod(unit, head_divisor)
-                kv_head, _ = divmod(head, block_divisor)
-                b, offset, left = work_kernel.assignment(mLengths, limits, before, total, r, ranges, splits)
-                while left > 0:
-                    length, first, count = work_kernel.extent(mLengths, b, limits)
-                    stop = cutlass.min(offset + left, count)
-                    left -= stop - offset
-                    if length > 0:
-                        batch_of_pages = const_expr(self.producer.batch)
-                        slot = Int32(0)
-                        if const_expr(spec.paged):
-                            self.producer.read_pages(pages_next, mTable, b, first + offset, length, page_shift, lane)
-                        for tile in cutlass.range(first + offset, first + stop, unroll=1):
-                            if const_expr(spec.paged):
-                                if slot == 0:
-                                    for e in cutlass.range_constexpr(self.producer.entries):
-                                        pages[e] = pages_next[e]
-                                    ahead = tile + batch_of_pages
-                                    self.producer.read_pages(pages_next, mTable, b, ahead, length, page_shift, lane)
-                            cute.arch.mbarrier_wait(empty + stage, phase ^ 1)
-                            with cute.arch.elect_one():
-                                cute.arch.mbarrier_arrive_and_expect_tx(full + stage, 2 * spec.tile_bytes)
-                            self.producer.fill_tile(
-                                load_k, load_v, (gK, gV), (sK, sV), full, stage, kv_head, b, tile, slot, pages,
-                                page_shift,
-                            )  # fmt: skip
-                            slot = cutlass.select_(slot + 1 == batch_of_pages, Int32(0), slot + 1)
-                            phase ^= cutlass.select_(stage + 1 == spec.stages, Int32(1), Int32(0))
-                            stage = cutlass.select_(stage + 1 == spec.stages, Int32(0), stage + 1)
-                    offset = Int32(0)
-                    b += 1
-        else:
-            acc_o = self.consumer.accumulators()
-            columns = const_expr(spec.columns // 4)  # of a thread
-            row_max = cute.make_rmem_tensor(columns, Float32)
-            row_sum = cute.make_rmem_tensor(columns, Float32)
-            factor = cute.make_rmem_tensor(columns, Float32)
-            slope = cute.make_rmem_tensor(columns if spec.alibi else 1, Float32)
-            shift = cute.make_rmem_tensor(columns if spec.alibi else 1, Float32)
-            scale_loads = const_expr(self.consumer.scale_loads)
-            scales = cute.make_rmem_tensor(max(scale_loads, 1), self.consumer.scale_dtype)
-            scales_next = cute.make_rmem_tensor(max(scale_loads, 1), self.consumer.scale_dtype)
-            capacity, window, s_q = limits
-            for unit in cutlass.range(cta, units, ctas, unroll=1):
-                r, head = divmod(unit, head_divisor)
-                kv_head, block = divmod(head, block_divisor)
-                b, offset, left = work_kernel.assignment(mLengths, limits, before, total, r, ranges, splits)
-                line = work_kernel.range_start(r, total, cutlass.min(ranges, total)) - offset
-                while left > 0:
-                    length, first, count = work_kernel.extent(mLengths, b, limits)
-                    stop = cutlass.min(offset + left, count)
-                    left -= stop - offset
-                    place = (b, kv_head, block, ratio_divisor)
-                    self.consumer.load_q(mQ, sQ, q_factor, place, s_q, warp_idx, lane)
-                    cute.arch.barrier(barrier_id=BAR_CONSUMERS, number_of_threads=CONSUMERS)
-                    self.consumer.start(
-                        acc_o, row_max, row_sum, factor, slope, shift, q_factor, k_scale, k_strides, alibi, alibi_batch,
-                        softmax_scale, softcap, place, mQ.shape[2], length, s_q, lane,
+        if warp_idx >= spec.warps:
+            if const_expr(spec.warps == 8):
+                cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
+            if warp_idx == spec.warps:
+                self.copy_tiles(
+                    load_k, tK, load_v, tV, mTable, mLengths, tiles, valid, full, empty, units, before, total, cut,
+                    limits, page_shift, num_pages, head_divisor, block_divisor, lane,
+                )  # fmt: skip
+            elif warp_idx <= spec.warps + spec.scale_warps:
+                if const_expr(spec.scale_warps > 0):
+                    self.copy_scales(
+                        mTable, mLengths, k_scale, k_strides, v_scale, v_strides, scales, full, empty, units, before,
+                        total, cut, limits, page_shift, page_size, num_pages, head_divisor, block_divisor, warp_idx, lane,
                     )  # fmt: skip
-                    if length > 0:
-                        where = self.consumer.scale_source(k_scale, k_strides, v_scale, v_strides, kv_head, lane)
-                        entry = self.consumer.entry(mTable, b, first + offset, length, page_shift, warp_idx, lane)
-                        self.consumer.load_scales(
-                            scales_next, where, entry, num_pages, first + offset, length, page_size, warp_idx, lane
+        else:
+            if const_expr(spec.warps == 8):
+                cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
+            self.decode(
+                mQ, mLengths, mSink, mOut, mLse, k_scale, k_strides, v_scale, v_strides, alibi, alibi_batch,
+                softmax_scale, softcap, limits, causal, units, scratch, counters, divisors, cut, before, total, tiles,
+                sQ, sums, stats, facts, scales, valid, full, empty, arrived, warp_idx, lane,
+            )  # fmt: skip
+
+    @cute.jit
+    def copy_tiles(
+        self,
+        load_k: cute.CopyAtom,
+        tK: cute.Tensor,
+        load_v: cute.CopyAtom,
+        tV: cute.Tensor,
+        mTable,
+        mLengths: cute.Tensor,
+        tiles: cute.Pointer,
+        valid: cute.Pointer,
+        full: cute.Pointer,
+        empty: cute.Pointer,
+        units: Int32,
+        before: Int32,
+        total: Int32,
+        cut: tuple,
+        limits: tuple,
+        page_shift: Int32,
+        num_pages: Int32,
+        head_divisor,
+        block_divisor,
+        lane: Int32,
+    ):
+        """The producer warp: tiles of all units of this CTA, in order."""
+        spec = self.spec
+        cta, _, _ = cute.arch.block_idx()
+        ctas, _, _ = cute.arch.grid_dim()
+        gK, sK = partition(spec, load_k, tK, tiles, self.dtype)
+        gV, sV = partition(spec, load_v, tV, tiles + spec.tile_bytes // spec.itemsize, self.dtype)
+        pages = cute.make_rmem_tensor(self.producer.entries, Int32)
+        pages_next = cute.make_rmem_tensor(self.producer.entries, Int32)
+        exists = cute.make_rmem_tensor(self.producer.entries, Int32)
+        batch_of_pages = const_expr(self.producer.batch)
+        sValid = cute.make_tensor(valid, cute.make_layout((spec.valid_words, spec.stages)))
+        stage, phase = Int32(0), Int32(0)
+        for unit in cutlass.range(cta, units, ctas, unroll=1):
+            r, head = divmod(unit, head_divisor)
+            kv_head, _ = divmod(head, block_divisor)
+            b, offset, left = work_kernel.assignment(mLengths, limits, before, total, r, cut)
+            while left > 0:
+                length, first, count = work_kernel.extent(mLengths, b, limits)
+                stop = cutlass.min(offset + left, count)
+                left -= stop - offset
+                if length > 0:
+                    slot = Int32(0)
+                    if const_expr(spec.paged):
+                        self.producer.read_pages(pages_next, mTable, b, first + offset, length, page_shift, lane)
+                    for tile in cutlass.range(first + offset, first + stop, unroll=1):
+                        if const_expr(spec.paged):
+                            if slot == 0:
+                                for e in cutlass.range_constexpr(self.producer.entries):
+                                    pages[e] = pages_next[e]
+                                    inside = cutlass.min(cutlass.max(pages[e], 0), num_pages - 1)
+                                    exists[e] = cute.arch.vote_ballot_sync(inside == pages[e])
+                                ahead = tile + batch_of_pages
+                                self.producer.read_pages(pages_next, mTable, b, ahead, length, page_shift, lane)
+                        cute.arch.mbarrier_wait(empty + stage, phase ^ 1)
+                        with cute.arch.elect_one():
+                            if const_expr(spec.paged):
+                                for e in cutlass.range_constexpr(self.producer.entries):
+                                    sValid[e, stage] = exists[e] >> (slot * self.producer.boxes % 32)
+                            cute.arch.mbarrier_arrive_and_expect_tx(full + stage, spec.copied_bytes)
+                        self.producer.fill_tile(
+                            load_k, load_v, (gK, gV), (sK, sV), full, stage, kv_head, b, tile, slot, pages, page_shift
                         )
-                        entry_next = self.consumer.entry(
-                            mTable, b, first + offset + 1, length, page_shift, warp_idx, lane
-                        )
-                        for tile in cutlass.range(first + offset, first + stop, unroll=1):
-                            valid = self.consumer.valid_keys(entry, num_pages)
-                            for i in cutlass.range_constexpr(scale_loads):
-                                scales[i] = scales_next[i]
-                            entry = entry_next
-                            self.consumer.load_scales(
-                                scales_next, where, entry, num_pages, tile + 1, length, page_size, warp_idx, lane
-                            )
-                            entry_next = self.consumer.entry(
-                                mTable, b, tile + 2, length, page_shift, warp_idx, lane
-                            )
-                            cute.arch.mbarrier_wait(full + stage, phase)
-                            address = Int32(tiles.toint()) + stage * (2 * spec.tile_bytes)
-                            self.consumer.attend(
-                                acc_o, row_max, row_sum, factor, slope, shift, scales, sQ, address, empty + stage, tile,
-                                valid, length, window, causal, s_q, softcap, block, ratio_divisor, warp_idx, lane,
-                            )  # fmt: skip
-                            phase ^= cutlass.select_(stage + 1 == spec.stages, Int32(1), Int32(0))
-                            stage = cutlass.select_(stage + 1 == spec.stages, Int32(0), stage + 1)
-                    self.finisher.meet(acc_o, row_max, row_sum, sums, stats, warp_idx, lane)
-                    whole = offset == 0 and stop == count
-                    if whole:
-                        self.finisher.store(
-                            sums, stats, mOut, mLse, mSink, v_scale, v_strides, place, s_q, tidx
-                        )
-                    else:
-                        first_range, sharing = work_kernel.sharers(b, line, count, total, ranges, splits)
-                        own = r * head_divisor.divisor + head
-                        opens = cutlass.select_(offset == 0, Int32(1), Int32(0))
-                        self.finisher.store_partial(sums, stats, scratch, 2 * own + opens, place, s_q, tidx)
-                        counter = counters + 4 * (Int64(b) * head_divisor.divisor + head)
-                        last = self.finisher.count(counter, sharing, arrived, tidx)
-                        if last:
-                            first_state = 2 * (first_range * head_divisor.divisor + head)
-                            self.finisher.merge(
-                                sums, scratch, first_state, 2 * head_divisor.divisor, sharing, mOut, mLse, mSink, v_scale,
-                                v_strides, place, s_q, tidx,
-                            )  # fmt: skip
-                    line += count
-                    offset = Int32(0)
-                    b += 1
+                        slot = cutlass.select_(slot + 1 == batch_of_pages, Int32(0), slot + 1)
+                        phase ^= cutlass.select_(stage + 1 == spec.stages, Int32(1), Int32(0))
+                        stage = cutlass.select_(stage + 1 == spec.stages, Int32(0), stage + 1)
+                offset = Int32(0)
+                b += 1
+
+    @cute.jit
+    def copy_scales(
+        self,
+        mTable,
+        mLengths: cute.Tensor,
+        k_scale: Int64,
+        k_strides: tuple,
+        v_scale: Int64,
+        v_strides: tuple,
+        scales: cute.Pointer,
+        full: cute.Pointer,
+        empty: cute.Pointer,
+        units: Int32,
+        before: Int32,
+        total: Int32,
+        cut: tuple,
+        limits: tuple,
+        page_shift: Int32,
+        page_size: Int32,
+        num_pages: Int32,
+        head_divisor,
+        block_divisor,
+        warp_idx: Int32,
+        lane: Int32,
+    ):
+        """A scale warp: the scales of K, or those of V, of all tiles of this CTA."""
+        spec = self.spec
+        cta, _, _ = cute.arch.block_idx()
+        ctas, _, _ = cute.arch.grid_dim()
+        of_v = warp_idx > spec.warps + const_expr(1 if spec.scale_groups(spec.k_scales) else 0)
+        stage, phase = Int32(0), Int32(0)
+        for unit in cutlass.range(cta, units, ctas, unroll=1):
+            r, head = divmod(unit, head_divisor)
+            kv_head, _ = divmod(head, block_divisor)
+            source = self.scaler.source(k_scale, k_strides, v_scale, v_strides, kv_head, of_v)
+            b, offset, left = work_kernel.assignment(mLengths, limits, before, total, r, cut)
+            while left > 0:
+                length, first, count = work_kernel.extent(mLengths, b, limits)
+                stop = cutlass.min(offset + left, count)
+                left -= stop - offset
+                if length > 0:
+                    stage, phase = self.scaler.fill(
+                        mTable, source, scales, full, empty, stage, phase, b, first + offset, first + stop, length,
+                        page_shift, page_size, num_pages, of_v, lane,
+                    )  # fmt: skip
+                offset = Int32(0)
+                b += 1
+
+    @cute.jit
+    def decode(
+        self,
+        mQ: cute.Tensor,
+        mLengths: cute.Tensor,
+        mSink: cute.Tensor,
+        mOut: cute.Tensor,
+        mLse: cute.Tensor,
+        k_scale: Int64,
+        k_strides: tuple,
+        v_scale: Int64,
+        v_strides: tuple,
+        alibi: Int64,
+        alibi_batch: Int64,
+        softmax_scale: Float32,
+        softcap: Float32,
+        limits: tuple,
+        causal: Int32,
+        units: Int32,
+        scratch: Int64,
+        counters: Int64,
+        divisors: tuple,
+        cut: tuple,
+        before: Int32,
+        total: Int32,
+        tiles: cute.Pointer,
+        sQ: cute.Pointer,
+        sums: cute.Pointer,
+        stats: cute.Pointer,
+        facts: cute.Pointer,
+        scales: cute.Pointer,
+        valid: cute.Pointer,
+        full: cute.Pointer,
+        empty: cute.Pointer,
+        arrived: cute.Pointer,
+        warp_idx: Int32,
+        lane: Int32,
+    ):
+        """A consumer warp: attention over all units of this CTA, results and partial results."""
+        spec = self.spec
+        head_divisor, block_divisor, ratio_divisor, _, _ = divisors
+        tidx = warp_idx * 32 + lane
+        cta, _, _ = cute.arch.block_idx()
+        ctas, _, _ = cute.arch.grid_dim()
+        acc_o = self.consumer.accumulators()
+        columns = const_expr(spec.columns // 4)  # of a thread
+        row_max = cute.make_rmem_tensor(columns, Float32)
+        row_sum = cute.make_rmem_tensor(columns, Float32)
+        factor = cute.make_rmem_tensor(columns, Float32)
+        slope = cute.make_rmem_tensor(columns if spec.alibi else 1, Float32)
+        shift = cute.make_rmem_tensor(columns if spec.alibi else 1, Float32)
+        _, window, s_q, _ = limits
+        stage, phase, turn = Int32(0), Int32(0), Int32(0)
+        for unit in cutlass.range(cta, units, ctas, unroll=1):
+            r, head = divmod(unit, head_divisor)
+            kv_head, block = divmod(head, block_divisor)
+            b, offset, left = work_kernel.assignment(mLengths, limits, before, total, r, cut)
+            line = work_kernel.line_of(total, r, cut) - offset
+            while left > 0:
+                length, first, count = work_kernel.extent(mLengths, b, limits)
+                stop = cutlass.min(offset + left, count)
+                left -= stop - offset
+                place = (b, kv_head, block, ratio_divisor)
+                # two sets in turns: slow warps may still read those of the sequence before
+                own_facts = facts + turn * (FACTS * spec.columns)
+                turn ^= 1
+                self.consumer.load_q(
+                    mQ, mSink, sQ, own_facts, k_scale, k_strides, v_scale, v_strides, place, s_q, warp_idx, lane
+                )
+                cute.arch.barrier(barrier_id=BAR_CONSUMERS, number_of_threads=self.consumers)
+                self.consumer.start(
+                    acc_o, row_max, row_sum, factor, slope, shift, own_facts, alibi, alibi_batch, softmax_scale,
+                    softcap, place, length, s_q, lane,
+                )  # fmt: skip
+                if length > 0:
+                    for tile in cutlass.range(first + offset, first + stop, unroll=1):
+                        cute.arch.mbarrier_wait(full + stage, phase)
+                        address = Int32(tiles.toint()) + stage * (2 * spec.tile_bytes)
+                        own_scales = scales + stage * spec.scale_values
+                        bits = self.consumer.valid_keys(valid + stage * spec.valid_words, warp_idx, lane)
+                        self.consumer.attend(
+                            acc_o, row_max, row_sum, factor, slope, shift, own_scales, sQ, address, empty + stage, tile,
+                            bits, length, window, causal, s_q, softcap, block, ratio_divisor, warp_idx, lane,
+                        )  # fmt: skip
+                        phase ^= cutlass.select_(stage + 1 == spec.stages, Int32(1), Int32(0))
+                        stage = cutlass.select_(stage + 1 == spec.stages, Int32(0), stage + 1)
+                self.finisher.meet(acc_o, row_max, row_sum, sums, stats, warp_idx, lane)
+                whole = offset == 0 and stop == count
+                if whole:
+                    self.finisher.store(sums, stats, mOut, mLse, own_facts, place, s_q, tidx)
+                else:
+                    opens = cutlass.select_(offset == 0, Int32(1), Int32(0))
+                    self.finisher.store_partial(sums, stats, scratch, 2 * unit + opens, place, s_q, tidx)
+                    first_range, sharing = work_kernel.sharers(b, line, count, total, cut)
+                    counter = counters + 4 * (Int64(b) * head_divisor.divisor + head)
+                    last = self.finisher.count(counter, sharing, arrived, tidx)
+                    if last:
+                        first_state = 2 * (first_range * head_divisor.divisor + head)
+                        self.finisher.merge(
+                            sums, scratch, first_state, 2 * head_divisor.divisor, sharing, mOut, mLse, own_facts, place,
+                            s_q, tidx,
+                        )  # fmt: skip
+                line += count
+                offset = Int32(0)
+                b += 1

@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 import torch
 
 from cute_kernels.gqa.layout_plan import LAYOUTS, CacheLayout, CacheSizes, ScaleKind, cache_sizes, scale_kind
-from cute_kernels.gqa.plan import columns_for, plan_decode
+from cute_kernels.gqa.plan import columns_for, plan_decode, warps_for
 from cute_kernels.gqa.reference import reference_gqa_decode
-from cute_kernels.gqa.spec import ITEMSIZE, KEYS_PER_TILE, MAX_RANGES, GqaDecodeSpec
+from cute_kernels.gqa.spec import ITEMSIZE, KEYS_PER_WARP, MAX_RANGES, GqaDecodeSpec
 from cute_kernels.runtime import workspace
 from cute_kernels.runtime.arch import require_sm90
 from cute_kernels.runtime.checks import check_tensor, fail, require
@@ -267,7 +267,7 @@ def _prepare(key: tuple[Any, ...], request: _Request) -> _Call:
         slopes.stride(0) if slopes is not None and slopes.dim() == 2 else 0,
         d**-0.5,
         workspace.reserve(device, size, counters),
-        constants.no_sink.expand(h_q) if h_q <= 1 else constants.no_sink[:h_q],
+        constants.no_sink[:h_q],
         constants.no_length.expand(batch),
         torch.empty((batch, s_q, h_q), device=device),  # written where the caller wants no lse, and read by nobody
     )
@@ -283,6 +283,8 @@ def decode_spec(request: _Request) -> GqaDecodeSpec:
     k_kind, v_kind = _kinds(request, layout, sizes)
     _, s_q, h_q, d = request.q.shape
     scale = request.k_scale
+    warps = warps_for(d, request.k_cache.element_size())
+    tile = KEYS_PER_WARP * warps
     return GqaDecodeSpec(
         q_dtype=_NAMES[request.q.dtype],
         kv_dtype=_NAMES[request.k_cache.dtype],
@@ -293,9 +295,10 @@ def decode_spec(request: _Request) -> GqaDecodeSpec:
         scale_dtype="float32" if scale is None else _NAMES[scale.dtype],
         layout=_LAYOUT_FACTS.get(layout.name, "vllm"),
         paged=layout.paged,
-        box_rows=min(sizes.rows, KEYS_PER_TILE) if layout.paged else KEYS_PER_TILE,
+        box_rows=min(sizes.rows, tile) if layout.paged else tile,
         alibi=request.alibi_slopes is not None,
         softcap=request.softcap is not None,
+        warps=warps,
     )
 
 
@@ -412,10 +415,14 @@ def _check(request: _Request, out: torch.Tensor | None, lse: torch.Tensor | None
 
 def _check_rows(name: str, cache: torch.Tensor, layout: CacheLayout) -> None:
     """What TMA asks for."""
-    check_tensor(name, cache, align=16, unit_last_stride=layout.name != "paged_vllm")
-    if layout.name == "paged_vllm":
-        page = cache[0, 0] if cache.shape[0] and cache.shape[1] else cache
-        require(page.is_contiguous(), name, f"strides {cache.stride()}", "contiguous bytes of each page and head")
+    if layout.name != "paged_vllm":
+        check_tensor(name, cache, align=16, unit_last_stride=True)
+        return
+    # a page of a head as one row of bytes
+    rows = cache.as_strided((*cache.shape[:2], 1), (*cache.stride()[:2], 1))
+    check_tensor(name, rows, align=16)
+    whole = cache.numel() == 0 or cache[0, 0].is_contiguous()
+    require(whole, name, f"strides {cache.stride()}", "contiguous bytes of each page and head")
 
 
 def _check_scales(request: _Request, layout: CacheLayout, sizes: CacheSizes) -> None:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass
 
-from cute_kernels.gqa.spec import COLUMNS, KEYS_PER_TILE, MAX_ACCUMULATORS, MAX_RANGES, GqaDecodeSpec
+from cute_kernels.gqa.spec import COLUMNS, MAX_ACCUMULATORS, MAX_RANGES, GqaDecodeSpec
 
 RANGE_TILES = 2.0
-"""What a range costs beside its tiles (Q, the meeting of the warps, a state written and merged), in tiles of 64 keys."""
+"""What a range costs beside its tiles (Q, the meeting of the warps, a state written and merged), in tiles."""
 
 
 @dataclass(frozen=True)
@@ -34,6 +34,11 @@ class DecodePlan:
 def columns_for(rows: int, d: int) -> int:
     """Columns of a CTA for so many query rows (tokens x heads) of a KV head."""
     return next((n for n in COLUMNS if n >= rows or 2 * n * d > MAX_ACCUMULATORS), COLUMNS[-1])
+
+
+def warps_for(d: int, itemsize: int) -> int:
+    """Consumer warps of a CTA. The tiles of eight are too large for two stages where a token has 512 bytes."""
+    return 8 if d * itemsize < 512 else 4
 
 
 @functools.lru_cache(maxsize=4096)
@@ -64,14 +69,15 @@ def plan_decode(
     """
     blocks = -(-rows // spec.columns)
     heads = h_kv * blocks
-    slots = num_sms * spec.ctas_per_sm
-    tiles = max(1, -(-max_keys // KEYS_PER_TILE))
+    slots = num_sms
+    tiles = max(1, -(-max_keys // spec.keys_per_tile))
     if num_splits is not None:
         splits = min(num_splits, tiles, MAX_RANGES)
         ranges, units, shared = 1, heads * splits * batch, splits > 1
     else:
         splits, total = 0, tiles * batch
-        candidates = range(1, min(MAX_RANGES, total) + 1)
+        # the device computes range * tile in 32 bits
+        candidates = range(1, max(1, min(MAX_RANGES, total, (2**31 - 1) // total - 1)) + 1)
         ranges = min(candidates, key=lambda n: (_rounds(heads * n, slots) * (total / n + RANGE_TILES), n))
         units, shared = heads * ranges, ranges > 1
     return DecodePlan(

@@ -5,7 +5,7 @@ import cutlass.cute as cute
 from cutlass import Int32, const_expr
 from cutlass.cute.nvgpu import cpasync
 
-from cute_kernels.gqa.spec import KEYS_PER_TILE, GqaDecodeSpec
+from cute_kernels.gqa.spec import GqaDecodeSpec
 
 WARP = 32
 
@@ -13,14 +13,15 @@ WARP = 32
 class TileProducer:
     """Fills the stages of :class:`cute_kernels.gqa.kernel.GqaDecodeKernel`; device code for one warp.
 
-    A tile is 64 tokens: `boxes` TMA copies for each 128 bytes of a row, all on the barrier of its stage. Page numbers
+    A tile is `boxes` TMA copies for each 128 bytes of a row, all on the barrier of its stage. Page numbers
     come 32 at a time, one a lane, a batch ahead of the tiles that need them: a load that is waited for in every tile
     would take longer than the tile.
     """
 
     def __init__(self, spec: GqaDecodeSpec):
         self.spec = spec
-        self.boxes = KEYS_PER_TILE // spec.box_rows
+        self.keys = spec.keys_per_tile
+        self.boxes = self.keys // spec.box_rows
         self.batch = max(WARP // self.boxes, 1)  # tiles whose page numbers are read together
         self.entries = max(self.boxes // WARP, 1)  # of them in a lane
 
@@ -28,12 +29,12 @@ class TileProducer:
     def read_pages(
         self, pages: cute.Tensor, mTable: cute.Tensor, b: Int32, tile: Int32, length: Int32, page_shift: Int32, lane: Int32
     ):
-        """The page of box l % boxes of tile l / boxes, counted from `tile`, into lane l; boxes > 32: two each.
+        """The page of box l % boxes of tile l / boxes, counted from `tile`, into lane l; boxes > 32: several each.
 
         Boxes behind the last token repeat its page, so no entry behind it is read.
         """
         for e in cutlass.range_constexpr(self.entries):
-            key = (tile + lane // self.boxes) * KEYS_PER_TILE + (lane % self.boxes + e * WARP) * self.spec.box_rows
+            key = (tile + lane // self.boxes) * self.keys + (lane % self.boxes + e * WARP) * self.spec.box_rows
             pages[e] = mTable[b, cutlass.max(cutlass.min(key, length - 1), 0) >> page_shift]
 
     @cute.jit
@@ -57,15 +58,15 @@ class TileProducer:
         sK, sV = targets
         row, outer = tile, b
         if const_expr(self.spec.paged):
-            # page sizes from 64 on: which 64 rows of the page; smaller ones have one box
-            row = tile & ((Int32(1) << cutlass.max(page_shift - 6, 0)) - 1)
-            if const_expr(self.spec.box_rows < KEYS_PER_TILE):
-                row = Int32(0)
+            # which part of a page as large as a tile or larger; smaller ones have one box
+            row = Int32(0)
+            if const_expr(self.boxes == 1):
+                row = tile & ((Int32(1) << (page_shift - self.keys.bit_length() + 1)) - 1)
         for i in cutlass.range(self.boxes, unroll=min(self.boxes, 4)):
             if const_expr(self.spec.paged):
                 entry = pages[0]
-                if const_expr(self.entries == 2):
-                    entry = cutlass.select_(i < WARP, pages[0], pages[1])
+                for e in cutlass.range_constexpr(1, self.entries):
+                    entry = cutlass.select_(i >= e * WARP, pages[e], entry)
                 outer = cute.arch.shuffle_sync(entry, (slot * self.boxes + i) % WARP)
             for c in cutlass.range_constexpr(cute.size(sK, mode=[2])):
                 cute.copy(load_k, gK[None, row, c, head, outer], sK[None, i, c, stage], tma_bar_ptr=full + stage)
@@ -84,22 +85,22 @@ def tile_layout(spec: GqaDecodeSpec):
 
 def box_shape(spec: GqaDecodeSpec) -> tuple[int, int]:
     """(rows, columns) of one TMA copy. The bytes of a vLLM page and head are contiguous: rows of 128 of them."""
-    columns = min(spec.d, 128 // spec.itemsize)
     if spec.layout == "vllm":
         columns = 128 // spec.itemsize
         return spec.d * spec.box_rows // columns, columns
-    return spec.box_rows, columns
+    return spec.box_rows, spec.row_bytes // spec.itemsize
 
 
 def partition(spec: GqaDecodeSpec, load: cute.CopyAtom, tensor: cute.Tensor, smem: cute.Pointer, dtype):
     """(source (box, row, column block, head, outer), target (box, box of the tile, column block, stage)) of a copy."""
     box = box_shape(spec)
     blocks = 1 if spec.layout == "vllm" else spec.d // box[1]
-    boxes = KEYS_PER_TILE // spec.box_rows
+    boxes = spec.keys_per_tile // spec.box_rows
     # column blocks outermost, so that the rows of a block are those of the tile
-    shape = cute.make_ordered_layout((*box, boxes, blocks, spec.stages), order=(1, 0, 2, 3, 4))
-    strides = [box[1], 1, box[0] * box[1], boxes * box[0] * box[1], 2 * KEYS_PER_TILE * spec.d]
-    shape = cute.make_layout(shape.shape, stride=tuple(strides))
+    of_box = box[0] * box[1] if spec.layout == "vllm" else box[0] * spec.row_pitch // spec.itemsize
+    stage = 2 * spec.tile_bytes // spec.itemsize
+    stride = (box[1], 1, of_box, boxes * of_box, stage)
+    shape = cute.make_layout((*box, boxes, blocks, spec.stages), stride=stride)
     pointer = smem
     if spec.layout != "vllm":
         pointer = cute.recast_ptr(smem, tile_layout(spec).inner, dtype)

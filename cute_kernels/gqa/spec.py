@@ -3,20 +3,18 @@
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-KEYS_PER_TILE = 64
-CONSUMER_WARPS = 4  # 16 keys of a tile each
+KEYS_PER_WARP = 16
 ITEMSIZE = {"int8": 1, "float8_e4m3fn": 1, "bfloat16": 2, "float16": 2}
 BYTE_TYPES = ("int8", "float8_e4m3fn")
 SCALES = {"none": 0, "head": 0, "token": 1, "group32": 32, "group64": 64}
 LAYOUTS = ("heads_first", "tokens_first", "vllm")
 COLUMNS = (8, 16)
 MAX_ACCUMULATORS = 2048  # columns x d of a warp: 64 registers of O; twice as many spill
-MAX_RANGES = 256  # of one sequence: their merging weights must fit where the warps' sums were
+MAX_RANGES = 256
+BOX_ROWS = (1, 2, 4, 8, 16, 32, 64, 128)
 
-SMEM_PER_SM = 233_472
-SMEM_RESERVED = 1024  # of each CTA
 SMEM_PER_CTA = 232_448
-MAX_STAGES = 8
+IN_FLIGHT = 131_072  # bytes of an SM; more only lengthens the queue of the memory
 
 
 @dataclass(frozen=True)
@@ -32,9 +30,10 @@ class GqaDecodeSpec:
     scale_dtype "float16" or "float32", of both scales
     layout     "heads_first" (BNSH, paged_HND), "tokens_first" (BSNH, paged_NHD) or "vllm" (paged_vllm)
     paged      whether there is a block table
-    box_rows   tokens that one TMA copy brings: 64, or the page size where that is smaller
+    box_rows   tokens that one TMA copy brings: those of a tile, or the page size where that is smaller
     alibi      whether there are slopes
     softcap    whether scores are capped
+    warps      consumer warps of a CTA, 16 keys of a tile each: 4 or 8
     """
 
     q_dtype: str
@@ -46,9 +45,10 @@ class GqaDecodeSpec:
     scale_dtype: str = "float32"
     layout: str = "heads_first"
     paged: bool = False
-    box_rows: int = KEYS_PER_TILE
+    box_rows: int = 128
     alibi: bool = False
     softcap: bool = False
+    warps: int = 8
 
     kernel: ClassVar[str] = "cute_kernels.gqa.kernel:GqaDecodeKernel"
 
@@ -72,8 +72,12 @@ class GqaDecodeSpec:
             reasons.append(f"scale_dtype is {self.scale_dtype}; it is float16 or float32")
         if self.layout not in LAYOUTS:
             reasons.append(f"layout is {self.layout}; known are {', '.join(LAYOUTS)}")
-        if self.box_rows not in (1, 2, 4, 8, 16, 32, 64) or (self.box_rows < KEYS_PER_TILE and not self.paged):
-            reasons.append(f"box_rows is {self.box_rows}; a power of two up to 64, less with pages only")
+        if self.warps not in (4, 8) or (self.warps == 4 and self.bytes_cache):
+            reasons.append(f"{self.warps} consumer warps; there are 8, or 4 without scales of tokens")
+        elif self.box_rows not in BOX_ROWS or self.box_rows > self.keys_per_tile:
+            reasons.append(f"box_rows is {self.box_rows}; it is a power of two up to {self.keys_per_tile}")
+        elif self.box_rows < self.keys_per_tile and not self.paged:
+            reasons.append(f"box_rows is {self.box_rows}; without pages it is {self.keys_per_tile}")
         if self.layout == "vllm" and (not self.paged or self.box_rows not in (8, 16, 32)):
             reasons.append(f"layout is vllm with box_rows {self.box_rows}; its pages have 8, 16 or 32 tokens")
         return reasons
@@ -110,9 +114,29 @@ class GqaDecodeSpec:
         return ITEMSIZE[self.kv_dtype]
 
     @property
+    def keys_per_tile(self) -> int:
+        """Of a CTA."""
+        return KEYS_PER_WARP * self.warps
+
+    @property
+    def row_bytes(self) -> int:
+        """Of a token in one block of columns: what one TMA copy brings of each row."""
+        return min(self.d * self.itemsize, 128)
+
+    @property
+    def row_pitch(self) -> int:
+        """From one row of a block to the next: TMA writes to multiples of 128 bytes, also a copy of a single row."""
+        return 128 if self.box_rows == 1 else self.row_bytes
+
+    @property
     def tile_bytes(self) -> int:
-        """Of the keys of a tile, and as many of its values."""
-        return KEYS_PER_TILE * self.d * self.itemsize
+        """Of the keys of a tile in shared memory, and as many of its values."""
+        return self.keys_per_tile * (self.d * self.itemsize // self.row_bytes) * self.row_pitch
+
+    @property
+    def copied_bytes(self) -> int:
+        """What the copies of a tile bring, keys and values."""
+        return 2 * self.keys_per_tile * self.d * self.itemsize
 
     @property
     def sums_stride(self) -> int:
@@ -122,24 +146,33 @@ class GqaDecodeSpec:
     @property
     def fixed_bytes(self) -> int:
         """What a CTA needs beside the stages: Q, the warps' sums, their maxima, barriers; generously."""
-        return self.columns * self.d * 2 + CONSUMER_WARPS * self.columns * self.sums_stride * 4 + 3072
+        return self.columns * self.d * 2 + self.warps * self.columns * self.sums_stride * 4 + 3072
 
     @property
-    def ctas_per_sm(self) -> int:
-        """Two where registers allow it and two stages fit; one hides the other's changes of sequence."""
-        two = SMEM_PER_SM // 2 - SMEM_RESERVED
-        return 2 if (two - self.fixed_bytes) // (2 * self.tile_bytes) >= 2 else 1
+    def scale_warps(self) -> int:
+        """Warps that bring scales of tokens: one for those of K, one for those of V."""
+        return sum(self.scale_groups(scales) > 0 for scales in (self.k_scales, self.v_scales))
+
+    @property
+    def scale_values(self) -> int:
+        """float32 scales of a stage."""
+        return self.keys_per_tile * (self.scale_groups(self.k_scales) + self.scale_groups(self.v_scales))
+
+    @property
+    def valid_words(self) -> int:
+        """32-bit words of a stage that say which of its pages exist."""
+        return max(self.keys_per_tile // self.box_rows // 32, 1)
 
     @property
     def stages(self) -> int:
         """Tiles in flight."""
-        room = min(SMEM_PER_CTA, SMEM_PER_SM // self.ctas_per_sm - SMEM_RESERVED) - self.fixed_bytes
-        return min(room // (2 * self.tile_bytes), MAX_STAGES)
+        stage = 2 * self.tile_bytes + 4 * (self.scale_values + self.valid_words)
+        return min((SMEM_PER_CTA - self.fixed_bytes) // stage, max(-(-IN_FLIGHT // (2 * self.tile_bytes)), 2))
 
     @property
     def registers(self) -> int:
-        """Of a thread: of the 10 warps of two CTAs, 3 share a quarter of the SM's registers."""
-        return 168 if self.ctas_per_sm == 2 else 255
+        """Of a thread at launch."""
+        return 255 if self.warps == 4 else 168
 
     @property
     def expected(self) -> dict[str, Any]:
@@ -156,7 +189,7 @@ def shipped_specs() -> list[GqaDecodeSpec]:
     return [
         GqaDecodeSpec(**int8, **head),
         GqaDecodeSpec(**int8, **token),
-        GqaDecodeSpec(**int8, **token, **pages),
+        GqaDecodeSpec(**int8, **token, **pages, box_rows=64),
         GqaDecodeSpec(**int8, **head, **pages, box_rows=16),
         GqaDecodeSpec(**{**int8, "columns": 16}, **token),
         GqaDecodeSpec(**{**int8, "columns": 16, "q_dtype": "float16"}, **head, alibi=True, softcap=True),
@@ -166,5 +199,5 @@ def shipped_specs() -> list[GqaDecodeSpec]:
         GqaDecodeSpec("bfloat16", "float8_e4m3fn", 128, 8, **head),
         GqaDecodeSpec("bfloat16", "bfloat16", 128, 8),
         GqaDecodeSpec("bfloat16", "bfloat16", 64, 16, **pages, box_rows=1),
-        GqaDecodeSpec("float16", "float16", 256, 8, layout="vllm", paged=True, box_rows=32),
+        GqaDecodeSpec("float16", "float16", 256, 8, layout="vllm", paged=True, box_rows=32, warps=4),
     ]

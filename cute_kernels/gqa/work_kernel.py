@@ -10,9 +10,7 @@ follows lengths that change between replays.
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Int64
-
-from cute_kernels.gqa.spec import KEYS_PER_TILE
+from cutlass import Int32
 
 WARP = 32
 
@@ -21,12 +19,12 @@ WARP = 32
 def extent(mLengths: cute.Tensor, b: Int32, limits: tuple):
     """(keys, first tile with a key in a window, tiles from there on) of sequence b.
 
-    limits: (capacity, window, s_q).
+    limits: (capacity, window, s_q, keys of a tile, a Python number).
     """
-    capacity, window, s_q = limits
+    capacity, window, s_q, keys = limits
     length = cutlass.min(cutlass.max(mLengths[b], 0), capacity)
-    first = cutlass.max(length - s_q - window + 1, 0) // KEYS_PER_TILE
-    tiles = cutlass.max(cute.ceil_div(length, KEYS_PER_TILE) - first, 1)
+    first = cutlass.max(length - s_q - window + 1, 0) // keys
+    tiles = cutlass.max(cute.ceil_div(length, keys) - first, 1)
     return length, first, tiles
 
 
@@ -36,7 +34,7 @@ def survey(mLengths: cute.Tensor, limits: tuple, lane: Int32):
     batch = Int32(mLengths.shape[0])
     part = cute.ceil_div(batch, WARP)
     mine = Int32(0)
-    for i in cutlass.range(part, unroll=4):
+    for i in cutlass.range(part, unroll=2):
         b = lane * part + i
         _, _, tiles = extent(mLengths, cutlass.min(b, batch - 1), limits)
         mine += cutlass.select_(b < batch, tiles, Int32(0))
@@ -48,15 +46,20 @@ def survey(mLengths: cute.Tensor, limits: tuple, lane: Int32):
 
 
 @cute.jit
-def range_start(r: Int32, total: Int32, ranges: Int32) -> Int32:
-    """Where range r of the line begins: r * total // ranges, without its 32-bit overflow."""
-    return r * (total // ranges) + r * (total % ranges) // ranges
+def range_start(r: Int32, total: Int32, ranges: Int32, divisor) -> Int32:
+    """Where range r begins: r * total // ranges; one tile for each where there are fewer tiles. `divisor` is ranges.
+
+    The host keeps ranges * total below 2^31. A division by what only the device knows takes 100 cycles.
+    """
+    start, _ = divmod(r * total, divisor)
+    return cutlass.select_(total < ranges, cutlass.min(r, total), start)
 
 
 @cute.jit
-def range_of(position: Int32, total: Int32, ranges: Int32) -> Int32:
-    """The range that a tile of the line is in."""
-    return Int32(((Int64(position) + 1) * Int64(ranges) - 1) // Int64(total))
+def line_of(total: Int32, r: Int32, cut: tuple) -> Int32:
+    """The tile of the line at which range r begins."""
+    ranges, _, range_divisor, _ = cut
+    return range_start(r, total, ranges, range_divisor)
 
 
 @cute.jit
@@ -75,34 +78,30 @@ def locate(mLengths: cute.Tensor, limits: tuple, before: Int32, position: Int32)
 
 
 @cute.jit
-def assignment(
-    mLengths: cute.Tensor, limits: tuple, before: Int32, total: Int32, r: Int32, ranges: Int32, splits: Int32
-):
+def assignment(mLengths: cute.Tensor, limits: tuple, before: Int32, total: Int32, r: Int32, cut: tuple):
     """(sequence, tile in it, tiles to do) at the start of range r; 0 tiles where there are fewer tiles than ranges."""
+    ranges, splits, range_divisor, split_divisor = cut
     b, offset, count = Int32(0), Int32(0), Int32(0)
     if splits > 0:
-        b = r // splits
+        b, part = divmod(r, split_divisor)
         _, _, tiles = extent(mLengths, b, limits)
-        used = cutlass.min(splits, tiles)
-        part = r % splits
-        if part < used:
-            offset = range_start(part, tiles, used)
-            count = range_start(part + 1, tiles, used) - offset
+        offset = range_start(part, tiles, splits, split_divisor)
+        count = range_start(part + 1, tiles, splits, split_divisor) - offset
     else:
-        used = cutlass.min(ranges, total)
-        if r < used:
-            begin = range_start(r, total, used)
-            count = range_start(r + 1, total, used) - begin
+        begin = range_start(r, total, ranges, range_divisor)
+        count = range_start(r + 1, total, ranges, range_divisor) - begin
+        if count > 0:
             b, offset = locate(mLengths, limits, before, begin)
     return b, offset, count
 
 
 @cute.jit
-def sharers(b: Int32, line: Int32, tiles: Int32, total: Int32, ranges: Int32, splits: Int32):
+def sharers(b: Int32, line: Int32, tiles: Int32, total: Int32, cut: tuple):
     """(first range, how many) that share sequence b, whose tiles begin at `line` of the line."""
+    ranges, splits, _, _ = cut
     first, count = b * splits, cutlass.min(splits, tiles)
     if splits == 0:
         used = cutlass.min(ranges, total)
-        first = range_of(line, total, used)
-        count = range_of(line + tiles - 1, total, used) - first + 1
+        first = ((line + 1) * used - 1) // total
+        count = ((line + tiles) * used - 1) // total - first + 1
     return first, count

@@ -2,6 +2,8 @@
 
 import json
 import math
+import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,6 +12,7 @@ import torch
 from cute_kernels.testing import evidence
 from cute_kernels.testing.compare import Comparison
 from scripts import bench_gqa, gpu_check, results_table, sanitize
+from tests.gpu import conftest
 
 PASSED = Comparison("case", (), rel_err=0.0021, rel_err_baseline=0.0025, worst=0.4, lse_err=2e-5)
 FAILED = Comparison("case", ("out: 3 of 9 elements are wrong",), 0.5, 0.0025, 90.0, math.nan)
@@ -308,6 +311,75 @@ def test_junit_reports_are_counted():
     nothing = {"passed": 0, "failed": 1, "skipped": 0}
     assert gpu_check.count_tests(None) == nothing
     assert gpu_check.count_tests('<testsuites><testsuite tests="0"/></testsuites>') == nothing
+
+
+JUNIT = '<testsuites><testsuite tests="{}" failures="{}" errors="0" skipped="0"/></testsuites>'
+PROCESSES: dict[str, tuple[int | None, str | None, int]] = {
+    "one test failed": (1, JUNIT.format(4, 1), 3),
+    "crashed before its report": (-11, None, 0),
+    "crashed behind its report": (-11, JUNIT.format(4, 0), 4),
+    "out of time": (None, None, 0),
+    "out of time behind its report": (None, JUNIT.format(4, 0), 0),
+    "nothing collected": (5, JUNIT.format(0, 0), 0),
+    "broken collection": (2, JUNIT.format(4, 0), 4),
+}
+
+
+@pytest.mark.parametrize(("status", "report", "passed"), PROCESSES.values(), ids=PROCESSES)
+def test_a_process_that_ended_badly_is_a_failure(status, report, passed):
+    good = (0, JUNIT.format(5, 0))
+    assert gpu_check.sum_counts([good, good]) == {"passed": 10, "failed": 0, "skipped": 0}
+    counts = gpu_check.sum_counts([good, (status, report), good])
+    assert counts == {"passed": 10 + passed, "failed": 1, "skipped": 0}
+
+
+def test_all_tests_run_once_and_only_behind_their_kernels(monkeypatch):
+    calls: list[list[list[str]]] = []
+
+    def run_pytest(selections, folder, deadline):
+        calls.append(selections)
+        return [(status, JUNIT.format(2, 0))] * len(selections)
+
+    monkeypatch.setattr(gpu_check, "run_pytest", run_pytest)
+    status = 0
+    assert gpu_check.run_tests(3) == {"passed": 8, "failed": 0, "skipped": 0}
+    rest = [["-m", "not alone", "--shard", part] for part in ("1/3", "2/3", "3/3")]
+    assert calls == [[["--compile-only"]], [["-m", "alone"]], rest]
+    status = 3
+    assert gpu_check.run_tests(3) == {"passed": 0, "failed": 1, "skipped": 0}
+    assert len(calls) == 4, "tests ran without kernels"
+
+
+def test_pytest_processes_run_side_by_side_and_not_for_ever(monkeypatch, tmp_path, capfd):
+    (tmp_path / "tests" / "gpu").mkdir(parents=True)
+    (tmp_path / "tests" / "gpu" / "test_some.py").write_text(
+        "import time\ndef test_a(): pass\ndef test_b(): assert 0, 'say so'\ndef test_c(): time.sleep(60)\n"
+    )
+    (tmp_path / "pytest.ini").write_text("[pytest]\n")
+    monkeypatch.setattr(gpu_check, "ROOT", tmp_path)
+    selections = [["-k", name] for name in ("test_a", "test_b", "test_c")]
+    done = gpu_check.run_pytest(selections, tmp_path, time.monotonic() + 8)
+    assert [status for status, _ in done] == [0, 1, None]
+    assert gpu_check.sum_counts(done) == {"passed": 1, "failed": 2, "skipped": 0}
+    said = capfd.readouterr().out
+    assert "say so" in said
+    assert "-k test_c: not done" in said
+
+
+def test_shards_are_a_partition():
+    items = list(range(103))
+    parts = []
+    for text in ("1/4", "2/4", "3/4", "4/4"):
+        part = conftest.shard(text)
+        config = SimpleNamespace(getoption=lambda name, default, part=part: part)
+        session: Any = SimpleNamespace(config=config, items=items[:])
+        conftest.pytest_collection_finish(session)
+        parts.append(session.items)
+    assert sorted(sum(parts, [])) == items
+    assert {len(part) for part in parts} == {25, 26}
+    for text in ("0/4", "5/4", "1", "a/b"):
+        with pytest.raises(ValueError):
+            conftest.shard(text)
 
 
 def test_the_table_shows_speeds_and_failures():

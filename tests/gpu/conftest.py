@@ -1,4 +1,12 @@
-"""Tests that need an SM90 GPU: skipped with one reason elsewhere, and looked for only when the first of them runs."""
+"""Tests that need an SM90 GPU: skipped with one reason elsewhere, and looked for only when the first of them runs.
+
+One process is enough, but most of its time is the host's. Several do the same work side by side, after one that
+compiles for all of them; `scripts/gpu_check.py` runs them so:
+
+    pytest tests/gpu --compile-only
+    pytest tests/gpu -m alone                              tests that measure time
+    pytest tests/gpu -m "not alone" --shard 1/10           and 2/10 to 10/10 at the same time
+"""
 
 import functools
 from collections.abc import Callable
@@ -7,6 +15,8 @@ import pytest
 import torch
 
 from cute_kernels import mla_fp8_decode
+from cute_kernels.gqa import append_spec as kv_append_spec
+from cute_kernels.gqa import spec as gqa_spec
 from cute_kernels.merge import spec as merge_spec
 from cute_kernels.mla import append_spec
 from cute_kernels.mla import spec as mla_spec
@@ -16,10 +26,44 @@ from cute_kernels.testing.compare import Comparison, check_decode
 from cute_kernels.testing.inputs import DecodeCase
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--shard", metavar="I/N", type=shard, help="of the selected tests, run the I-th of N equal parts")
+    parser.addoption("--compile-only", action="store_true", help="compile the kernels of tests/gpu and run no test")
+
+
+def shard(text: str) -> tuple[int, int]:
+    """(i, n) of "i/n", 1 <= i <= n."""
+    part, _, parts = text.partition("/")
+    i, n = int(part), int(parts)
+    if not 1 <= i <= n:
+        raise ValueError(f"no such part: {text}")
+    return i, n
+
+
+def on_gpu(item: pytest.Item) -> bool:
+    return "tests/gpu/" in item.path.as_posix()
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        if "tests/gpu/" in item.path.as_posix():
+        if on_gpu(item):
             item.add_marker("gpu")
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Takes a shard after -m and -k: parts of what they leave, so that neighbours, often alike, are in different ones."""
+    part = session.config.getoption("shard", None)
+    if part is not None:
+        i, n = part
+        session.items[:] = session.items[i - 1 :: n]
+
+
+def pytest_runtestloop(session: pytest.Session) -> bool | None:
+    if not session.config.getoption("compile_only", False):
+        return None
+    if not other_than_sm90():
+        precompile(kernel_specs(session))
+    return True  # there is no more to do
 
 
 def pytest_runtest_setup() -> None:
@@ -37,10 +81,18 @@ def other_than_sm90() -> str:
     return "" if is_sm90(torch.device("cuda")) else torch.cuda.get_device_name()
 
 
+def kernel_specs(session: pytest.Session) -> list[object]:
+    """What ships, and what the collected files name in a function `kernel_specs` of their own."""
+    modules = (mla_spec, append_spec, merge_spec, gqa_spec, kv_append_spec)
+    specs = [spec for module in modules for spec in module.shipped_specs()]
+    files = dict.fromkeys(getattr(item, "module", None) for item in session.items if on_gpu(item))
+    return specs + [spec for file in files if hasattr(file, "kernel_specs") for spec in file.kernel_specs()]
+
+
 @pytest.fixture(scope="session", autouse=True)
-def compiled() -> None:
+def compiled(request: pytest.FixtureRequest) -> None:
     """All kernels that are not on disk yet, one per core at a time."""
-    precompile([*mla_spec.shipped_specs(), *append_spec.shipped_specs(), *merge_spec.shipped_specs()])
+    precompile(kernel_specs(request.session))
 
 
 RunDecode = Callable[..., Comparison]

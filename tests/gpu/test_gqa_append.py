@@ -11,7 +11,6 @@ from cute_kernels.gqa.append_op import kv_int8_append
 from cute_kernels.gqa.append_spec import KvAppendSpec
 from cute_kernels.gqa.layout_plan import LAYOUTS, CacheSizes, ScaleKind, scale_shapes
 from cute_kernels.gqa.reference import reference_append
-from cute_kernels.runtime.compile import precompile
 from cute_kernels.testing.inputs import covering_cases, generator
 
 KINDS = {
@@ -131,9 +130,8 @@ HEADS_AND_DIMS = [
 OVER_HEADS = (("per_token", "per_token"), ("per_token_head", "per_token"), ("per_token", "per_head"))
 
 
-@pytest.fixture(scope="module", autouse=True)
-def variants() -> None:
-    """Most of the kernels of this file, several at a time; the others compile when they are called."""
+def kernel_specs() -> list[KvAppendSpec]:
+    """Most kernels of this file, in order to compile them several at a time; the others compile when they are called."""
 
     def spec(kinds: tuple[str, str], **others: Any) -> KvAppendSpec:
         k_scale, v_scale = ("given" if kind in GIVEN else kind for kind in kinds)
@@ -162,7 +160,7 @@ def variants() -> None:
         for scale_dtype in SCALE_DTYPES:
             specs += [spec((kind, kind), **types(dtype, scale_dtype), d=128, h_kv=8) for kind in WRITTEN]
             specs += [spec((kind, kind), **types(dtype, scale_dtype), d=64, h_kv=3) for kind in KINDS]
-    precompile(specs)
+    return specs
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case.values())))

@@ -1,7 +1,7 @@
 """`gqa_decode` on the GPU against the float64 oracle, under the tolerance rule of `cute_kernels.testing.compare`.
 
 `covering_cases` takes few combinations in which every pair of values of two factors meets. Kernels are compiled for
-many of the factors, a few seconds each, so that other tests keep to the variants of `usual`.
+many of the factors, a few seconds each, so that other tests keep to the variants of `usual`. `kernel_specs` names all.
 """
 
 import dataclasses
@@ -13,8 +13,10 @@ import pytest
 import torch
 
 from cute_kernels import gqa_decode
+from cute_kernels.gqa import op
 from cute_kernels.gqa.layout_plan import LAYOUTS
 from cute_kernels.gqa.reference import reference_gqa_decode
+from cute_kernels.gqa.spec import GqaDecodeSpec
 from cute_kernels.testing.compare import relative_error
 from cute_kernels.testing.gqa import SCALE_NAMES, VALUES, GqaCase, GqaExpectation, gqa_case
 from cute_kernels.testing.inputs import covering_cases, generator, ragged_lengths
@@ -74,11 +76,28 @@ WORDS = covering_cases(
     seed=4,
 )
 USUAL_LAYOUTS = ("BNSH", "BSNH", "paged_NHD")
+VARIANTS: tuple[dict[str, Any], ...] = (
+    *({"layout": layout, "page_size": 16 if layout == "paged_vllm" else 64} for layout in LAYOUTS),
+    *({"page_size": page_size} for page_size in (1, 2, 16, 1024)),
+    *({"kv_dtype": "fp8", "k_scales": None, "v_scales": None, "q_dtype": q} for q in (torch.bfloat16, torch.float16)),
+    {"kv_dtype": "fp8"},
+    *({"layout": "BNSH", "alibi": "head", "softcap": softcap} for softcap in (None, 2.0)),
+    *({"layout": "BNSH", "k_scales": scales, "v_scales": scales} for scales in SCALE_NAMES),
+)
+"""Options of `usual` that need kernels of their own."""
+
+
+def kernel_specs() -> list[GqaDecodeSpec]:
+    """The kernels of this file, in order to compile them several at a time: found with small cases on the CPU."""
+    cases = [sampled({**sizes, "batch": 1, "longest": 65}, 0, device="cpu") for sizes in (*BYTES, *WORDS)]
+    cases += [usual(**options, device="cpu") for options in VARIANTS]
+    specs = [op.decode_spec(op._Request(**case.arguments(), num_splits=None)) for case in cases]
+    return list(dict.fromkeys(specs))
 
 
 def case_of(**options: Any) -> Any:
     """A `GqaCase` on the GPU. (Typed Any here and below: which tensors are None is plain from the call.)"""
-    return gqa_case(**options, device="cuda")
+    return gqa_case(**{"device": "cuda", **options})
 
 
 def usual(**options: Any) -> Any:
@@ -86,7 +105,7 @@ def usual(**options: Any) -> Any:
     return case_of(**{"seqlens": [700, 1, 65], "h_q": 8, "h_kv": 2, "layout": "paged_NHD", **options})
 
 
-def sampled(sizes: dict[str, Any], seed: int) -> Any:
+def sampled(sizes: dict[str, Any], seed: int, device: str = "cuda") -> Any:
     """The case of one line of a covering list."""
     sizes = dict(sizes)
     if sizes["layout"] == "paged_vllm":
@@ -95,7 +114,7 @@ def sampled(sizes: dict[str, Any], seed: int) -> Any:
         sizes["q_dtype"] = torch.float16 if sizes["kv_dtype"] == "fp16" else torch.bfloat16
     h_q = sizes["h_kv"] * sizes.pop("ratio")
     seqlens = ragged_lengths(sizes.pop("batch"), sizes.pop("longest"), sizes["page_size"], seed)
-    return case_of(**sizes, h_q=h_q, seqlens=seqlens, seed=seed)
+    return case_of(**sizes, h_q=h_q, seqlens=seqlens, seed=seed, device=device)
 
 
 def decode(case: GqaCase, **options: Any) -> Any:

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from cute_kernels import merge_states, mla_fp8_append, mla_fp8_decode
+from cute_kernels import gqa_decode, kv_int8_append, merge_states, mla_fp8_append, mla_fp8_decode
 from cute_kernels.testing.compare import check_decode
+from cute_kernels.testing.gqa import GqaCase, check_gqa, gqa_case
 from cute_kernels.testing.inputs import DecodeCase, dense_case, generator, sparse_case
 from cute_kernels.testing.timing import host_time
 from fp8_mla import QK_DIM, TOKEN_BYTES, pack
@@ -21,6 +22,29 @@ HOST_US = 15.0
 
 def decode_case(case: DecodeCase, **options: Any) -> Any:
     return mla_fp8_decode(case.q, case.kv_cache, **{**case.options(), **options})
+
+
+def usual_gqa(**options: Any) -> Any:
+    """Of the kernel variants that test_gqa_decode.py shares."""
+    options = {"seqlens": [700, 3, 64, 300], "h_q": 8, "h_kv": 2, "layout": "paged_NHD", "padded": False, **options}
+    return gqa_case(**options, device="cuda")
+
+
+def decode_gqa(case: GqaCase, **options: Any) -> Any:
+    return gqa_decode(**{**case.arguments(), **options})
+
+
+def kernel_specs() -> list[Any]:
+    """Variants of the GQA kernels here."""
+    scales = {"k_scales": "token", "v_scales": "token"}
+    decoding = GqaDecodeSpec("bfloat16", "int8", 128, 8, **scales)
+    appending = {"dtype": "bfloat16", "d": 128, "h_kv": 2, "scale_dtype": "float32"}
+    return [
+        decoding,
+        dataclasses.replace(decoding, layout="tokens_first", paged=True, box_rows=64),
+        GqaDecodeSpec("bfloat16", "bfloat16", 128, 8),
+        KvAppendSpec.for_launch(**appending, k_scale="per_token_head", v_scale="per_token_head"),
+    ]
 
 
 @pytest.mark.parametrize("num_splits", [None, 1, 4])
@@ -83,6 +107,82 @@ def test_runs_on_the_current_stream():
     assert torch.equal(out.tensor, expected)
 
 
+@pytest.mark.parametrize("layout", ["BNSH", "paged_NHD"])
+def test_gqa_graph_replays_append_and_decode(layout):
+    """One graph stores a token of each sequence and decodes; tokens, slots and lengths change between replays."""
+    case = usual_gqa(layout=layout, values="normal")
+    fresh, reach = torch.zeros((2, 4, 2, 128), dtype=torch.bfloat16, device="cuda"), case.cache_seqlens.clone()
+    slots = torch.full((4,), -1, dtype=torch.int64, device="cuda")
+    out, lse = case.outputs()
+    stores = (case.k_cache, case.v_cache, case.k_scale, case.v_scale)
+
+    def step() -> None:
+        kv_int8_append(fresh[0], fresh[1], *stores, slots, layout=layout)
+        decode_gqa(case, out=out.tensor, lse=lse.tensor)
+
+    step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    rows, capacity = torch.arange(4, device="cuda"), case.k_cache.shape[2]
+    for seed, lengths in enumerate(([700, 3, 64, 300], [1, 2, 63, 299], [650, 1, 1, 129])):
+        fresh.copy_(torch.randn(fresh.shape, generator=generator(seed, "cuda"), device="cuda"))
+        case.cache_seqlens.copy_(torch.minimum(torch.tensor(lengths, device="cuda").int(), reach))
+        last = case.cache_seqlens.long() - 1
+        if layout == "BNSH":
+            slots.copy_(rows * capacity + last)
+        else:
+            slots.copy_(case.block_table[rows, last // 64] * 64 + last % 64)
+        before = [tensor.clone() for tensor in stores]
+        out.poison()
+        lse.poison()
+        graph.replay()
+        check_gqa(out.tensor, lse.tensor, case, name=f"replay {seed}").require()
+        kv_int8_append(fresh[0], fresh[1], *before, slots, layout=layout)
+        for got, want in zip(stores, before, strict=True):
+            torch.testing.assert_close(got, want, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("num_splits", [None, 3])
+def test_gqa_runs_on_the_current_stream(num_splits):
+    """Tokens and the query arrive late on a side stream."""
+    case = usual_gqa(layout="BNSH", seqlens=[512] * 4, whole=True)
+    k, v = torch.randn((2, 4, 2, 128), generator=generator(0, "cuda"), device="cuda").bfloat16()
+    slots = torch.arange(4, device="cuda") * 512 + 511
+    stores = (case.k_cache, case.v_cache, case.k_scale, case.v_scale)
+    kv_int8_append(k, v, *stores, slots, layout="BNSH")
+    expected = decode_gqa(case, num_splits=num_splits)
+    late, late_k, late_v = (torch.full_like(tensor, float("nan")) for tensor in (case.q, k, v))
+    case.k_scale[:, :, 511] = float("nan")
+    out, lse = case.outputs()
+    torch.cuda.synchronize()
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(20_000_000)  # about 10 ms
+        for target, source in ((late, case.q), (late_k, k), (late_v, v)):
+            target.copy_(source)
+        kv_int8_append(late_k, late_v, *stores, slots, layout="BNSH")
+        moved = dataclasses.replace(case, q=late)
+        decode_gqa(moved, num_splits=num_splits, out=out.tensor, lse=lse.tensor)
+    stream.synchronize()
+    assert torch.equal(out.tensor, expected)
+
+
+def test_gqa_calls_on_several_streams_do_not_share_partial_results():
+    cases = [usual_gqa(seqlens=[3000, 1, 700], seed=seed) for seed in range(3)]
+    expected = [decode_gqa(case, num_splits=8) for case in cases]
+    streams = [torch.cuda.Stream() for _ in cases]
+    torch.cuda.synchronize()
+    wrong = torch.zeros((), dtype=torch.int64, device="cuda")
+    for _ in range(200):
+        for case, stream, want in zip(cases, streams, expected, strict=True):
+            with torch.cuda.stream(stream):
+                wrong += (decode_gqa(case, num_splits=8).view(torch.int16) != want.view(torch.int16)).any()
+    torch.cuda.synchronize()
+    assert wrong.item() == 0
+
+
 def test_caller_owned_outputs_are_used_and_returned():
     case = sparse_case(batch=2, h_q=16, topk=100, device="cuda")
     out, lse = case.outputs(padded=True)
@@ -126,7 +226,42 @@ def test_torch_compile_without_a_graph_break(backend):
     assert torch.equal(got[1], expected[1])
 
 
-@pytest.mark.parametrize("name", ["sparse", "sparse split", "dense", "append", "merge"])
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("layout", ["BNSH", "paged_NHD"])
+def test_torch_compile_of_gqa_without_a_graph_break(layout, backend):
+    case = usual_gqa(layout=layout, sink="finite")
+    k, v = torch.randn((2, 3, 2, 128), generator=generator(1, "cuda"), device="cuda").bfloat16()
+    slots = torch.arange(3, device="cuda")
+    if layout == "paged_NHD":
+        slots += 64 * case.block_table[0, 1]
+
+    def attend(k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor, q: torch.Tensor, *stores: torch.Tensor) -> Any:
+        kv_int8_append(k, v, *stores, slots, layout=layout)
+        return gqa_decode(
+            q * 0.5,
+            *stores,
+            layout=layout,
+            cache_seqlens=case.cache_seqlens,
+            block_table=case.block_table,
+            s_aux=case.s_aux,
+            window=600,
+            return_lse=True,
+        )
+
+    original = (case.k_cache, case.v_cache, case.k_scale, case.v_scale)
+    first, second = [[tensor.clone() for tensor in original] for _ in range(2)]
+    expected = attend(k, v, slots, case.q, *first)
+    got = torch.compile(attend, fullgraph=True, backend=backend)(k, v, slots, case.q, *second)
+    assert not torch.equal(first[0], original[0])
+    for one, other in zip((*second, *got), (*first, *expected), strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.alone
+@pytest.mark.parametrize(
+    "name",
+    ["sparse", "sparse split", "dense", "append", "merge", "gqa", "gqa split", "gqa pages", "gqa bf16", "gqa append"],
+)
 def test_host_time(name, record_property):
     sparse = sparse_case(batch=2, h_q=64, topk=64, padded=False, device="cuda")
     dense = dense_case(seqlens=[64, 64], h_q=64, padded=False, device="cuda")
@@ -148,12 +283,38 @@ def test_host_time(name, record_property):
             lse=buffers[1],
         )
 
+    flat, pages = usual_gqa(layout="BNSH", seqlens=[64, 64]), usual_gqa(seqlens=[64, 64])
+    words = usual_gqa(layout="BNSH", seqlens=[64, 64], kv_dtype="bf16")
+    own, own_lse = (output.tensor for output in flat.outputs())
+    k, v = torch.zeros((2, 2, 2, 128), dtype=torch.bfloat16, device="cuda")
+    stores = (flat.k_cache, flat.v_cache, flat.k_scale, flat.v_scale)
+
+    def gqa(case: Any, num_splits: int | None) -> None:
+        gqa_decode(
+            case.q,
+            case.k_cache,
+            case.v_cache,
+            case.k_scale,
+            case.v_scale,
+            layout=case.layout,
+            cache_seqlens=case.cache_seqlens,
+            block_table=case.block_table,
+            num_splits=num_splits,
+            out=own,
+            lse=own_lse,
+        )
+
     call = {
         "sparse": lambda: decode(sparse, 1),
         "sparse split": lambda: decode(sparse, 2),
         "dense": lambda: decode(dense, 1),
         "append": lambda: mla_fp8_append(kv, cache, slots),
         "merge": lambda: merge_states(outs, lses, out=buffers[0], lse=buffers[1]),
+        "gqa": lambda: gqa(flat, None),
+        "gqa split": lambda: gqa(flat, 2),
+        "gqa pages": lambda: gqa(pages, None),
+        "gqa bf16": lambda: gqa(words, None),
+        "gqa append": lambda: kv_int8_append(k, v, *stores, slots, layout="BNSH"),
     }[name]
     us = host_time(call)
     print(f"{name}: {us:.1f} us of host time a call")
@@ -163,6 +324,9 @@ def test_host_time(name, record_property):
 
 WARM_START = """
 import sys, torch, fp8_mla, cute_kernels
+stores = [torch.zeros(1, 2, 64, 128).to(torch.int8).cuda() for _ in "kv"] + [torch.ones(1, 2, 64).cuda() for _ in "kv"]
+cute_kernels.gqa_decode(torch.zeros(1, 1, 8, 128).bfloat16().cuda(), *stores)
+cute_kernels.kv_int8_append(*torch.zeros(2, 1, 2, 128).bfloat16().cuda(), *stores, torch.zeros(1).long().cuda(), layout="BNSH")
 cache = fp8_mla.pack(torch.randn(64, 576)).view(1, 64, 656).cuda()
 q = torch.randn(1, 1, 16, 576).bfloat16().cuda()
 indices = torch.arange(64).int().view(1, 1, 64).cuda()
@@ -180,6 +344,10 @@ def test_warm_start_compiles_nothing(root):
     q = torch.randn((1, 1, 16, QK_DIM), generator=generator(1)).bfloat16().cuda()
     mla_fp8_decode(q, cache, indices=torch.arange(64).int().view(1, 1, 64).cuda())
     mla_fp8_append(tokens[:2].bfloat16().cuda(), cache, torch.arange(2).cuda())
+    usual = usual_gqa(layout="BNSH", seqlens=[64])
+    decode_gqa(usual)
+    stores = (usual.k_cache, usual.v_cache, usual.k_scale, usual.v_scale)
+    kv_int8_append(*torch.zeros(2, 1, 2, 128).bfloat16().cuda(), *stores, torch.zeros(1).long().cuda(), layout="BNSH")
     done = subprocess.run([sys.executable, "-c", WARM_START], cwd=root, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
 

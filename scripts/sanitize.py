@@ -168,8 +168,8 @@ def worker() -> None:
 
     # tiles are of 128 keys: three of the longest sequence, which three CTAs merge
     scales: dict[str, Any] = {"k_scales": "per_token_head", "v_scales": "per_token_head", "scale_dtype": torch.float16}
-    heads = {"k_scales": "per_head", "v_scales": "per_tensor"}
-    groups = {"k_scales": "per_group_32", "v_scales": "per_group_64"}
+    heads: dict[str, Any] = {"k_scales": "per_head", "v_scales": "per_tensor"}
+    groups: dict[str, Any] = {"k_scales": "per_group_32", "v_scales": "per_group_64"}
     gqa("int8, scales of tokens", **scales, splits=(None, 1, 3))
     gqa("int8, three queries", **scales, s_q=3)
     gqa("int8, pages", **heads, layout="paged_NHD", page_size=16, bad_entries=True, splits=(None, 1, 3))
@@ -188,13 +188,16 @@ def worker() -> None:
         "paged_NHD": [(4, 8, 3, 64), (4, 8, 3, 64), (4, 8), (3,)],
         "BNSH": [(4, 3, 8, 64), (4, 3, 8, 64), (), (4, 3, 8)],
     }
-    for layout, (*of_caches, k_shape, v_shape) in shapes.items():
-        host = [torch.zeros(shape, dtype=torch.int8) for shape in of_caches]
-        host += [torch.full(shape, 0.02) for shape in (k_shape, v_shape)]
-        gpu = [tensor.cuda() for tensor in host]
-        cute_kernels.kv_int8_append(k.cuda(), v.cuda(), *gpu, slots.cuda(), layout=layout)
-        reference_append(k, v, *host, slots, layout=layout)
-        if not all(torch.equal(got.cpu(), want) for got, want in zip(gpu, host, strict=True)):
+    names = ("k_cache", "v_cache", "k_scale", "v_scale")
+    for layout, all_shapes in shapes.items():
+        host: dict[str, Any] = {
+            name: torch.zeros(shape, dtype=torch.int8) if name.endswith("cache") else torch.full(shape, 0.02)
+            for name, shape in zip(names, all_shapes, strict=True)
+        }
+        gpu = {name: tensor.cuda() for name, tensor in host.items()}
+        cute_kernels.kv_int8_append(k.cuda(), v.cuda(), **gpu, slot_mapping=slots.cuda(), layout=layout)
+        reference_append(k, v, **host, slot_mapping=slots, layout=layout)
+        if not all(torch.equal(gpu[name].cpu(), host[name]) for name in names):
             raise AssertionError(f"kv_int8_append, {layout}: differs from the reference")
     torch.cuda.synchronize()
     print(WORKER_DONE)

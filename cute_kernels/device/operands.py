@@ -1,14 +1,15 @@
 """Bytes of a tile in shared memory -> 16-bit operands of mma.sync m16n8k16, without a detour through shared memory.
 
 In the fragments of A (16 x 16), with g = lane / 4 and t = lane % 4, a lane's four registers are the pairs
-    (row g, k 2t)   (row g + 8, k 2t)   (row g, k 2t + 8)   (row g + 8, k 2t + 8)      each with its right neighbour in k.
+    (row g, k 2t)   (row g + 8, k 2t)   (row g, k 2t + 8)   (row g + 8, k 2t + 8)      each with its neighbour in k.
 
 ldmatrix moves 16-bit units. Of bytes it gives a lane four neighbours, x = b0 b1 b2 b3, and these become two registers,
 (b0, b2) and (b1, b3), by masks alone:
- * rows are rows of A (K, or V stored transposed): b0..b3 are columns 4t .. 4t + 3. Since the order of k is free, (b0, b2)
-   stand at k = 2t and (b1, b3) at 2t + 8; the other operand is permuted the same way: of 16, first the even ones.
- * rows are columns of A (V, with .trans): b0, b1 are neighbours of token 2t, b2, b3 those of token 2t + 1. (b0, b2) is a
-   pair of tokens of row 2g, (b1, b3) of row 2g + 1: rows of A are permuted, first the even ones.
+ * rows are rows of A (K, or V stored transposed): b0..b3 are columns 4t .. 4t + 3. Since the order of k is free,
+   (b0, b2) stand at k = 2t and (b1, b3) at 2t + 8; the other operand is permuted the same way: of 16, first the even
+   ones.
+ * rows are columns of A (V, with .trans): b0, b1 are neighbours of token 2t, b2, b3 those of token 2t + 1. (b0, b2) is
+   a pair of tokens of row 2g, (b1, b3) of row 2g + 1: rows of A are permuted, first the even ones.
 """
 
 import cutlass

@@ -30,7 +30,14 @@ class Finisher:
 
     @cute.jit
     def meet(
-        self, acc_o, row_max: cute.Tensor, row_sum: cute.Tensor, sums: cute.Pointer, stats: cute.Pointer, w: Int32, lane: Int32
+        self,
+        acc_o,
+        row_max: cute.Tensor,
+        row_sum: cute.Tensor,
+        sums: cute.Pointer,
+        stats: cute.Pointer,
+        w: Int32,
+        lane: Int32,
     ):
         """Every warp's O, relative to the maxima of all, into shared memory; its own maxima and sums into `stats`."""
         spec = self.spec
@@ -165,7 +172,9 @@ class Finisher:
                 for i in cutlass.range(0, sharing, step, unroll=1):
                     for j in cutlass.range_constexpr(AT_ONCE):
                         state = i + part + j * parts
-                        values, totals = self._states(scratch, self._slot(first, distance, cutlass.min(state, sharing - 1)))
+                        values, totals = self._states(
+                            scratch, self._slot(first, distance, cutlass.min(state, sharing - 1))
+                        )
                         peaks[j] = totals[0, n, 0]
                         for v in cutlass.range_constexpr(per_lane):
                             vector = cutlass.min(lane + 32 * v, self.vectors - 1)
@@ -217,6 +226,59 @@ class Finisher:
                     Float32(1.0),
                     vector,
                 )
+
+    @cute.jit
+    def merge_cluster(
+        self, sums: cute.Pointer, stats: cute.Pointer, mOut: cute.Tensor, mLse: cute.Tensor, facts: cute.Pointer, place,
+        s_q: Int32, tidx: Int32,
+    ):  # fmt: skip
+        """Merges the states of a cluster: every CTA leaves its own in shared memory and merges an eighth of the values.
+
+        Eight neighbouring threads read the same four values of the eight CTAs and add them up by shuffles.
+        """
+        spec = self.spec
+        cluster = spec.cluster
+        b, kv_head, block, ratio = place
+        sStats, sSums, sFacts = self._stats(stats), self._sums(sums), column_facts(spec, facts)
+        for turn in cutlass.range_constexpr(self.turns):
+            n, vector = self._item(tidx, turn)
+            if n < spec.columns:
+                acc = self._added(sums, n, vector, spec.warps)
+                for c in cutlass.range_constexpr(4):
+                    sSums[4 * vector + c, n, 0] = acc[c]
+                if vector == 0:
+                    peak, total = self._totals(sStats, n)
+                    sStats[n, 0, 0] = peak
+                    sStats[n, 0, 1] = total
+        cute.arch.cluster_arrive()
+        cute.arch.cluster_wait()
+        items = const_expr(spec.columns * self.vectors // cluster)  # of this CTA
+        at_once = const_expr(self.threads // cluster)
+        rank, other = cute.arch.block_idx_in_cluster(), tidx % cluster
+        for turn in cutlass.range_constexpr(-(-items // at_once)):
+            own = turn * at_once + tidx // cluster
+            item = rank * items + cutlass.min(own, items - 1)
+            n, vector = item // self.vectors, item % self.vectors
+            values = remote_vector(sums + n * spec.sums_stride + 4 * vector, other)
+            peak = remote_value(stats + n, other)
+            total = remote_value(stats + n + spec.columns * spec.warps, other)
+            all_peak = cute.arch.warp_reduction(peak, cute.arch.fmax, threads_in_group=cluster)
+            weight = softmax.rescaling(peak, all_peak)
+            total = cute.arch.warp_reduction_sum(total * weight, threads_in_group=cluster)
+            acc = cute.make_rmem_tensor(4, Float32)
+            for c in cutlass.range_constexpr(4):
+                acc[c] = cute.arch.warp_reduction_sum(values[c] * weight, threads_in_group=cluster)
+            row = block * spec.columns + n
+            if other == 0 and own < items and row < ratio.divisor * s_q:
+                token, r = divmod(row, ratio)
+                head = kv_head * ratio.divisor + r
+                share = self._share(all_peak, total, sFacts[n, SINK]) * sFacts[n, UNIT]
+                self._write(mOut[b, token, head, None], acc, share, vector)
+                if vector == 0:
+                    mLse[b, token, head] = softmax.log_sum_exp(all_peak, total)
+        # no CTA may leave while another reads its shared memory
+        cute.arch.cluster_arrive()
+        cute.arch.cluster_wait()
 
     # ---- parts
 
@@ -291,3 +353,33 @@ class Finisher:
         rounded.store((acc.load() * factor).to(OUTPUTS[self.spec.q_dtype]))
         pointer = row.iterator + cute.assume(4 * vector, divby=4)
         cute.autovec_copy(rounded, cute.make_tensor(pointer, cute.make_layout(4)))
+
+
+@cute.jit
+def remote_address(pointer: cute.Pointer, rank: Int32):
+    """Where the same shared memory lies in another CTA of the cluster."""
+    return cute.arch.inline_ptx(
+        "mapa.shared::cluster.u32 {$w0}, {$r0}, {$r1};",
+        write_only_types=[Int32],
+        read_only_args=[Int32(pointer.toint()), rank],
+    )
+
+
+@cute.jit
+def remote_value(pointer: cute.Pointer, rank: Int32):
+    """A float32 of another CTA's shared memory."""
+    return cute.arch.inline_ptx(
+        "ld.shared::cluster.f32 {$w0}, [{$r0}];",
+        write_only_types=[Float32],
+        read_only_args=[remote_address(pointer, rank)],
+    )
+
+
+@cute.jit
+def remote_vector(pointer: cute.Pointer, rank: Int32):
+    """Four float32 of another CTA's shared memory."""
+    return cute.arch.inline_ptx(
+        "ld.shared::cluster.v4.f32 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];",
+        write_only_types=[Float32] * 4,
+        read_only_args=[remote_address(pointer, rank)],
+    )

@@ -1,7 +1,7 @@
 """GQA decoding on SM90 over a cache of int8, e4m3 or 16-bit numbers: persistent split-KV flash decoding.
 
 A CTA decodes the query rows (tokens x heads) of one KV head over a range of the work list (work_kernel.py), in tiles of
-64 keys. Keys are rows of the matrix products, query rows their columns: S^T = K Q^T, O^T = V^T P^T with mma.sync
+128 keys. Keys are rows of the matrix products, query rows their columns: S^T = K Q^T, O^T = V^T P^T with mma.sync
 m16n8k16, so that 8 query rows fill an instruction, and a byte of K or V is widened in the registers of the one warp
 that uses it (device/operands.py). Each consumer warp has 16 keys of every tile, its own maxima, sums and accumulators:
 warps meet only where a sequence ends.
@@ -11,34 +11,36 @@ those of groups multiply partial sums of S, and P once a group. So dequantizatio
 
 Q is scaled by a power of two per row, so that float16 holds it whatever its size; S is scaled back in float32.
 
-Roles (160 threads, two CTAs on an SM where registers and shared memory allow it)
-  warp 0..3   consumers: 16 keys of each tile
-  warp 4      producer: TMA copies of K and V, `stages` tiles ahead (producer_kernel.py)
+Roles (384 threads; 160 without warps 9..11 and with tiles of 64 keys where a token has 512 bytes)
+  warp 0..7   consumers, 200 registers: 16 keys of each tile (consumer_kernel.py), then the results (finish_kernel.py)
+  warp 8      producer, 104 registers: TMA copies of K and V, `stages` tiles ahead (producer_kernel.py)
+  warp 9, 10  scales of tokens, of K and of V, where there are any (scale_kernel.py); warp 11 has nothing to do
 
 Barriers         arrivals per phase
-  full[stage]    1 + the bytes of a tile of K and of V by TMA
-  empty[stage]   128: consumer threads, after their last read of the stage
-  named 1        128: consumers, where Q and where the warps' results change hands
+  full[stage]    1 + the bytes of a tile of K and of V by TMA, + 32 for each scale warp
+  empty[stage]   256: consumer threads, when they have K and V in registers
+  named 1        256: consumers, where Q and where the warps' results change hands
 
-Shared memory, per CTA (d 128, int8, 8 columns: 5 stages, 104 KB)
-  tiles   stages x 2 x 64 x d x itemsize   rows of 128 bytes (or 64), swizzled; pages of paged_vllm as they are
+Shared memory (d 128, int8, 8 columns, scales of tokens: 4 stages, 176 KB)
+  tiles   stages x 2 x 128 x d x itemsize  rows of 128 bytes (or 64), swizzled; pages of paged_vllm as they are
+  scales  stages x 128 x scales of a token x 4; bits of existing pages, a word or more for each stage
   q       columns x d x 2                  as fragments of B: a lane's 16 bytes of two k steps lie together
-  sums    4 x columns x (d + 4) x 4        O of each warp; weights of a merge
-  stats   2 x warps x columns x 4; facts 2 x 3 x columns x 4; scales, page bits
+  sums    warps x columns x (d + 4) x 4    O of each warp
+  stats   2 x warps x columns x 4;  facts 2 x 3 x columns x 4
 
 A sequence that several CTAs share is merged by the last of them: each writes O, maximum and sum in float32, counts
-itself, and whoever sees the full count adds them up in order. Nobody waits, and the order of additions is fixed.
+itself, and whoever sees the full count adds them up in order. Nobody waits, and the order of additions is fixed. Short
+sequences of small batches are shared by a cluster of eight instead, whose CTAs read each other's shared memory.
 """
 
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
-from cutlass import AddressSpace, BFloat16, Float8E4M3FN, Float16, Float32, Int8, Int32, Int64, const_expr
-from cutlass.cute.nvgpu import cpasync, warp
+from cutlass import BFloat16, Float8E4M3FN, Float16, Float32, Int8, Int32, Int64, const_expr
+from cutlass.cute.nvgpu import cpasync
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 from cutlass.memory import SmemAllocator
 
-from cute_kernels.device import operands, softmax
 from cute_kernels.gqa import work_kernel
 from cute_kernels.gqa.consumer_kernel import FACTS, TileConsumer
 from cute_kernels.gqa.finish_kernel import Finisher
@@ -171,12 +173,15 @@ class GqaDecodeKernel:
         if const_expr(spec.paged):
             if const_expr(spec.box_rows == spec.keys_per_tile):
                 page_size = capacity
+            assert mTable is not None
             capacity = page_size * Int32(mTable.shape[1])
         heads = h_kv * blocks
         units = heads * ranges
         if splits > 0:
             units = heads * splits * batch
-        divisors = tuple(cute.fast_divmod_create_divisor_v2(Int32(n)) for n in (heads, blocks, ratio, ranges, cutlass.max(splits, 1)))
+        divisors = tuple(
+            cute.fast_divmod_create_divisor_v2(Int32(n)) for n in (heads, blocks, ratio, ranges, cutlass.max(splits, 1))
+        )
         k_strides = (k_scale_outer, k_scale_head, k_scale_row, k_scale_group)
         v_strides = (v_scale_outer, v_scale_head, v_scale_row, v_scale_group)
         self.kernel(
@@ -188,6 +193,7 @@ class GqaDecodeKernel:
             block=[self.threads, 1, 1],
             stream=stream,
             min_blocks_per_mp=1,
+            cluster=[spec.cluster, 1, 1] if const_expr(spec.cluster > 1) else None,
             use_pdl=True,
         )  # fmt: skip
 
@@ -254,9 +260,7 @@ class GqaDecodeKernel:
         cute.arch.griddepcontrol_wait()  # what kernels before this one write: q, lengths, new tokens, the counters
 
         limits = (*limits, spec.keys_per_tile)
-        before, total = work_kernel.survey(mLengths, limits, lane)
         cut = (ranges, splits, range_divisor, split_divisor)
-        stage, phase = Int32(0), Int32(0)
         page_shift = 31 - Int32(cute.arch.clz(page_size)) if const_expr(spec.paged) else Int32(0)
 
         if warp_idx >= spec.warps:
@@ -264,21 +268,21 @@ class GqaDecodeKernel:
                 cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
             if warp_idx == spec.warps:
                 self.copy_tiles(
-                    load_k, tK, load_v, tV, mTable, mLengths, tiles, valid, full, empty, units, before, total, cut,
+                    load_k, tK, load_v, tV, mTable, mLengths, tiles, valid, full, empty, units, cut,
                     limits, page_shift, num_pages, head_divisor, block_divisor, lane,
                 )  # fmt: skip
             elif warp_idx <= spec.warps + spec.scale_warps:
                 if const_expr(spec.scale_warps > 0):
                     self.copy_scales(
-                        mTable, mLengths, k_scale, k_strides, v_scale, v_strides, scales, full, empty, units, before,
-                        total, cut, limits, page_shift, page_size, num_pages, head_divisor, block_divisor, warp_idx, lane,
+                        mTable, mLengths, k_scale, k_strides, v_scale, v_strides, scales, full, empty, units, cut,
+                        limits, page_shift, page_size, num_pages, head_divisor, block_divisor, warp_idx, lane,
                     )  # fmt: skip
         else:
             if const_expr(spec.warps == 8):
                 cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
             self.decode(
                 mQ, mLengths, mSink, mOut, mLse, k_scale, k_strides, v_scale, v_strides, alibi, alibi_batch,
-                softmax_scale, softcap, limits, causal, units, scratch, counters, divisors, cut, before, total, tiles,
+                softmax_scale, softcap, limits, causal, units, scratch, counters, divisors, cut, tiles,
                 sQ, sums, stats, facts, scales, valid, full, empty, arrived, warp_idx, lane,
             )  # fmt: skip
 
@@ -296,8 +300,6 @@ class GqaDecodeKernel:
         full: cute.Pointer,
         empty: cute.Pointer,
         units: Int32,
-        before: Int32,
-        total: Int32,
         cut: tuple,
         limits: tuple,
         page_shift: Int32,
@@ -310,6 +312,7 @@ class GqaDecodeKernel:
         spec = self.spec
         cta, _, _ = cute.arch.block_idx()
         ctas, _, _ = cute.arch.grid_dim()
+        known = self.survey(mLengths, limits, lane)
         gK, sK = partition(spec, load_k, tK, tiles, self.dtype)
         gV, sV = partition(spec, load_v, tV, tiles + spec.tile_bytes // spec.itemsize, self.dtype)
         pages = cute.make_rmem_tensor(self.producer.entries, Int32)
@@ -319,9 +322,8 @@ class GqaDecodeKernel:
         sValid = cute.make_tensor(valid, cute.make_layout((spec.valid_words, spec.stages)))
         stage, phase = Int32(0), Int32(0)
         for unit in cutlass.range(cta, units, ctas, unroll=1):
-            r, head = divmod(unit, head_divisor)
-            kv_head, _ = divmod(head, block_divisor)
-            b, offset, left = work_kernel.assignment(mLengths, limits, before, total, r, cut)
+            kv_head, _, head, r = self.unit_of(unit, head_divisor, block_divisor)
+            b, offset, left, _ = self.assignment(mLengths, limits, known, r, cut)
             while left > 0:
                 length, first, count = work_kernel.extent(mLengths, b, limits)
                 stop = cutlass.min(offset + left, count)
@@ -367,8 +369,6 @@ class GqaDecodeKernel:
         full: cute.Pointer,
         empty: cute.Pointer,
         units: Int32,
-        before: Int32,
-        total: Int32,
         cut: tuple,
         limits: tuple,
         page_shift: Int32,
@@ -383,13 +383,13 @@ class GqaDecodeKernel:
         spec = self.spec
         cta, _, _ = cute.arch.block_idx()
         ctas, _, _ = cute.arch.grid_dim()
+        known = self.survey(mLengths, limits, lane)
         of_v = warp_idx > spec.warps + const_expr(1 if spec.scale_groups(spec.k_scales) else 0)
         stage, phase = Int32(0), Int32(0)
         for unit in cutlass.range(cta, units, ctas, unroll=1):
-            r, head = divmod(unit, head_divisor)
-            kv_head, _ = divmod(head, block_divisor)
+            kv_head, _, head, r = self.unit_of(unit, head_divisor, block_divisor)
             source = self.scaler.source(k_scale, k_strides, v_scale, v_strides, kv_head, of_v)
-            b, offset, left = work_kernel.assignment(mLengths, limits, before, total, r, cut)
+            b, offset, left, _ = self.assignment(mLengths, limits, known, r, cut)
             while left > 0:
                 length, first, count = work_kernel.extent(mLengths, b, limits)
                 stop = cutlass.min(offset + left, count)
@@ -425,8 +425,6 @@ class GqaDecodeKernel:
         counters: Int64,
         divisors: tuple,
         cut: tuple,
-        before: Int32,
-        total: Int32,
         tiles: cute.Pointer,
         sQ: cute.Pointer,
         sums: cute.Pointer,
@@ -446,6 +444,7 @@ class GqaDecodeKernel:
         tidx = warp_idx * 32 + lane
         cta, _, _ = cute.arch.block_idx()
         ctas, _, _ = cute.arch.grid_dim()
+        known = self.survey(mLengths, limits, lane)
         acc_o = self.consumer.accumulators()
         columns = const_expr(spec.columns // 4)  # of a thread
         row_max = cute.make_rmem_tensor(columns, Float32)
@@ -456,38 +455,33 @@ class GqaDecodeKernel:
         _, window, s_q, _ = limits
         stage, phase, turn = Int32(0), Int32(0), Int32(0)
         for unit in cutlass.range(cta, units, ctas, unroll=1):
-            r, head = divmod(unit, head_divisor)
-            kv_head, block = divmod(head, block_divisor)
-            b, offset, left = work_kernel.assignment(mLengths, limits, before, total, r, cut)
-            line = work_kernel.line_of(total, r, cut) - offset
+            kv_head, block, head, r = self.unit_of(unit, head_divisor, block_divisor)
+            b, offset, left, line = self.assignment(mLengths, limits, known, r, cut)
+            if const_expr(spec.cluster > 1):
+                keys, origin, _ = work_kernel.extent(mLengths, b, limits)
+                whose = (b, kv_head, block, ratio_divisor)
+                stage, phase = self.attend_range(
+                    mQ, mSink, k_scale, k_strides, v_scale, v_strides, alibi, alibi_batch, softmax_scale, softcap,
+                    window, causal, s_q, whose, origin + offset, origin + offset + left, keys, acc_o, row_max, row_sum,
+                    factor, slope, shift, tiles, sQ, facts, scales, valid, full, empty, stage, phase, warp_idx, lane,
+                )  # fmt: skip
+                self.finisher.meet(acc_o, row_max, row_sum, sums, stats, warp_idx, lane)
+                self.finisher.merge_cluster(sums, stats, mOut, mLse, facts, whose, s_q, tidx)
+                left = Int32(0)
             while left > 0:
                 length, first, count = work_kernel.extent(mLengths, b, limits)
                 stop = cutlass.min(offset + left, count)
                 left -= stop - offset
-                place = (b, kv_head, block, ratio_divisor)
-                # two sets in turns: slow warps may still read those of the sequence before
+                # two sets of facts in turns: slow warps may still read those of the sequence before
                 own_facts = facts + turn * (FACTS * spec.columns)
                 turn ^= 1
-                self.consumer.load_q(
-                    mQ, mSink, sQ, own_facts, k_scale, k_strides, v_scale, v_strides, place, s_q, warp_idx, lane
-                )
-                cute.arch.barrier(barrier_id=BAR_CONSUMERS, number_of_threads=self.consumers)
-                self.consumer.start(
-                    acc_o, row_max, row_sum, factor, slope, shift, own_facts, alibi, alibi_batch, softmax_scale,
-                    softcap, place, length, s_q, lane,
+                place = (b, kv_head, block, ratio_divisor)
+                stage, phase = self.attend_range(
+                    mQ, mSink, k_scale, k_strides, v_scale, v_strides, alibi, alibi_batch, softmax_scale, softcap,
+                    window, causal, s_q, place, first + offset, first + stop, length, acc_o, row_max,
+                    row_sum, factor, slope, shift, tiles, sQ, own_facts, scales, valid, full,
+                    empty, stage, phase, warp_idx, lane,
                 )  # fmt: skip
-                if length > 0:
-                    for tile in cutlass.range(first + offset, first + stop, unroll=1):
-                        cute.arch.mbarrier_wait(full + stage, phase)
-                        address = Int32(tiles.toint()) + stage * (2 * spec.tile_bytes)
-                        own_scales = scales + stage * spec.scale_values
-                        bits = self.consumer.valid_keys(valid + stage * spec.valid_words, warp_idx, lane)
-                        self.consumer.attend(
-                            acc_o, row_max, row_sum, factor, slope, shift, own_scales, sQ, address, empty + stage, tile,
-                            bits, length, window, causal, s_q, softcap, block, ratio_divisor, warp_idx, lane,
-                        )  # fmt: skip
-                        phase ^= cutlass.select_(stage + 1 == spec.stages, Int32(1), Int32(0))
-                        stage = cutlass.select_(stage + 1 == spec.stages, Int32(0), stage + 1)
                 self.finisher.meet(acc_o, row_max, row_sum, sums, stats, warp_idx, lane)
                 whole = offset == 0 and stop == count
                 if whole:
@@ -495,7 +489,7 @@ class GqaDecodeKernel:
                 else:
                     opens = cutlass.select_(offset == 0, Int32(1), Int32(0))
                     self.finisher.store_partial(sums, stats, scratch, 2 * unit + opens, place, s_q, tidx)
-                    first_range, sharing = work_kernel.sharers(b, line, count, total, cut)
+                    first_range, sharing = work_kernel.sharers(b, line, count, known[2], cut)
                     counter = counters + 4 * (Int64(b) * head_divisor.divisor + head)
                     last = self.finisher.count(counter, sharing, arrived, tidx)
                     if last:
@@ -507,3 +501,95 @@ class GqaDecodeKernel:
                 line += count
                 offset = Int32(0)
                 b += 1
+
+    @cute.jit
+    def attend_range(
+        self,
+        mQ: cute.Tensor,
+        mSink: cute.Tensor,
+        k_scale: Int64,
+        k_strides: tuple,
+        v_scale: Int64,
+        v_strides: tuple,
+        alibi: Int64,
+        alibi_batch: Int64,
+        softmax_scale: Float32,
+        softcap: Float32,
+        window: Int32,
+        causal: Int32,
+        s_q: Int32,
+        place: tuple,
+        start: Int32,
+        stop: Int32,
+        length: Int32,
+        acc_o,
+        row_max: cute.Tensor,
+        row_sum: cute.Tensor,
+        factor: cute.Tensor,
+        slope: cute.Tensor,
+        shift: cute.Tensor,
+        tiles: cute.Pointer,
+        sQ: cute.Pointer,
+        facts: cute.Pointer,
+        scales: cute.Pointer,
+        valid: cute.Pointer,
+        full: cute.Pointer,
+        empty: cute.Pointer,
+        stage: Int32,
+        phase: Int32,
+        warp_idx: Int32,
+        lane: Int32,
+    ):
+        """This warp's share of the tiles from `start` to `stop` of one sequence; returns stage and phase after."""
+        spec = self.spec
+        _, _, block, ratio_divisor = place
+        self.consumer.load_q(mQ, mSink, sQ, facts, k_scale, k_strides, v_scale, v_strides, place, s_q, warp_idx, lane)
+        cute.arch.barrier(barrier_id=BAR_CONSUMERS, number_of_threads=self.consumers)
+        self.consumer.start(
+            acc_o, row_max, row_sum, factor, slope, shift, facts, alibi, alibi_batch, softmax_scale, softcap, place,
+            length, s_q, lane,
+        )  # fmt: skip
+        if length > 0:
+            for tile in cutlass.range(start, stop, unroll=1):
+                cute.arch.mbarrier_wait(full + stage, phase)
+                address = Int32(tiles.toint()) + stage * (2 * spec.tile_bytes)
+                own_scales = scales + stage * spec.scale_values
+                bits = self.consumer.valid_keys(valid + stage * spec.valid_words, warp_idx, lane)
+                self.consumer.attend(
+                    acc_o, row_max, row_sum, factor, slope, shift, own_scales, sQ, address, empty + stage, tile, bits,
+                    length, window, causal, s_q, softcap, block, ratio_divisor, warp_idx, lane,
+                )  # fmt: skip
+                phase ^= cutlass.select_(stage + 1 == spec.stages, Int32(1), Int32(0))
+                stage = cutlass.select_(stage + 1 == spec.stages, Int32(0), stage + 1)
+        return stage, phase
+
+    @cute.jit
+    def unit_of(self, unit: Int32, head_divisor, block_divisor):
+        """(head of the cache, block of columns, both as one number, range) of a unit of work.
+
+        Neighbouring CTAs read the heads of the same tokens, or are the cluster that shares a sequence and head.
+        """
+        if const_expr(self.spec.cluster > 1):
+            b, head = divmod(unit // self.spec.cluster, head_divisor)
+            r = b * self.spec.cluster + unit % self.spec.cluster
+        else:
+            r, head = divmod(unit, head_divisor)
+        kv_head, block = divmod(head, block_divisor)
+        return kv_head, block, head, r
+
+    @cute.jit
+    def survey(self, mLengths: cute.Tensor, limits: tuple, lane: Int32):
+        """What `assignment` needs to know of all sequences; nothing where a cluster has one to itself."""
+        if const_expr(self.spec.cluster > 1):
+            return Int32(0), Int32(0), Int32(0)
+        return work_kernel.survey(mLengths, limits, lane)
+
+    @cute.jit
+    def assignment(self, mLengths: cute.Tensor, limits: tuple, known: tuple, r: Int32, cut: tuple):
+        """As `work_kernel.assignment`; a cluster shares a sequence evenly."""
+        if const_expr(self.spec.cluster > 1):
+            b, part = r // self.spec.cluster, r % self.spec.cluster
+            _, _, tiles = work_kernel.extent(mLengths, b, limits)
+            offset = tiles * part // self.spec.cluster
+            return b, offset, tiles * (part + 1) // self.spec.cluster - offset, Int32(0)
+        return work_kernel.assignment(mLengths, limits, known, r, cut)

@@ -137,7 +137,8 @@ def scale_kind(name: str, shape: tuple[int, ...], layout: CacheLayout, sizes: Ca
     shapes = scale_shapes(layout, sizes)
     kinds = [kind for kind, known in shapes.items() if known == tuple(shape)]
     if len(kinds) != 1:
-        known = "; ".join(f"{k.granularity}{f' of {k.group_size}' if k.group_size else ''} {s}" for k, s in shapes.items())
+        names = (f"{kind.granularity} of {kind.group_size}" if kind.group_size else kind.granularity for kind in shapes)
+        known = "; ".join(f"{label} {size}" for label, size in zip(names, shapes.values(), strict=True))
         trouble = "fits no granularity" if not kinds else "is ambiguous: " + ", ".join(k.granularity for k in kinds)
         raise ValueError(f"{name}: got shape {tuple(shape)}, which {trouble}; known are {known}")
     return kinds[0]

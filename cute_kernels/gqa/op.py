@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from cute_kernels.gqa.layout_plan import LAYOUTS, CacheLayout, CacheSizes, ScaleKind, cache_sizes, scale_kind
-from cute_kernels.gqa.plan import columns_for, plan_decode, warps_for
+from cute_kernels.gqa.plan import cluster_for, columns_for, plan_decode, warps_for
 from cute_kernels.gqa.reference import reference_gqa_decode
 from cute_kernels.gqa.spec import ITEMSIZE, KEYS_PER_WARP, MAX_RANGES, GqaDecodeSpec
 from cute_kernels.runtime import workspace
@@ -238,11 +238,8 @@ def _prepare(key: tuple[Any, ...], request: _Request) -> _Call:
     batch, s_q, h_q, d = q.shape
     device = q.device
     constants = _constants(device)
-    spec = decode_spec(request)
-    capacity = sizes.rows
-    if layout.paged:
-        assert request.block_table is not None  # `_check` has seen it
-        capacity *= request.block_table.shape[1]
+    spec = decode_spec(request, constants.num_sms)
+    capacity = _capacity(request, layout, sizes)
     kernel, size, counters, plan = None, 0, 0, None
     if batch and capacity and sizes.outer:
         plan = plan_decode(
@@ -276,20 +273,25 @@ def _prepare(key: tuple[Any, ...], request: _Request) -> _Call:
     return call
 
 
-def decode_spec(request: _Request) -> GqaDecodeSpec:
+def decode_spec(request: _Request, num_sms: int = 132) -> GqaDecodeSpec:
     """The kernel for checked arguments."""
     layout = LAYOUTS[request.layout]
     sizes = _sizes(request, layout)
     k_kind, v_kind = _kinds(request, layout, sizes)
-    _, s_q, h_q, d = request.q.shape
+    batch, s_q, h_q, d = request.q.shape
+    rows = h_q // sizes.h_kv * s_q
     scale = request.k_scale
     warps = warps_for(d, request.k_cache.element_size())
     tile = KEYS_PER_WARP * warps
+    capacity = _capacity(request, layout, sizes)
+    cluster = 1
+    if request.num_splits is None:
+        cluster = cluster_for(batch, sizes.h_kv, rows, d, capacity, num_sms, warps)
     return GqaDecodeSpec(
         q_dtype=_NAMES[request.q.dtype],
         kv_dtype=_NAMES[request.k_cache.dtype],
         d=d,
-        columns=columns_for(h_q // sizes.h_kv * s_q, d),
+        columns=columns_for(rows, d),
         k_scales=_scale_class(k_kind),
         v_scales=_scale_class(v_kind),
         scale_dtype="float32" if scale is None else _NAMES[scale.dtype],
@@ -299,6 +301,7 @@ def decode_spec(request: _Request) -> GqaDecodeSpec:
         alibi=request.alibi_slopes is not None,
         softcap=request.softcap is not None,
         warps=warps,
+        cluster=cluster,
     )
 
 
@@ -327,6 +330,14 @@ def _scale_strides(
 def _sizes(request: _Request, layout: CacheLayout) -> CacheSizes:
     itemsize = ITEMSIZE[_NAMES[request.k_cache.dtype]]
     return cache_sizes(layout, tuple(request.k_cache.shape), tuple(request.v_cache.shape), itemsize)
+
+
+def _capacity(request: _Request, layout: CacheLayout, sizes: CacheSizes) -> int:
+    """Tokens that a sequence can have."""
+    if not layout.paged:
+        return sizes.rows
+    assert request.block_table is not None  # `_check` has seen it
+    return sizes.rows * request.block_table.shape[1]
 
 
 def _kinds(request: _Request, layout: CacheLayout, sizes: CacheSizes) -> tuple[ScaleKind | None, ScaleKind | None]:
@@ -372,7 +383,9 @@ def _check(request: _Request, out: torch.Tensor | None, lse: torch.Tensor | None
     check_tensor("k_cache", k_cache, dtype=CACHE_DTYPES, device=device)
     check_tensor("v_cache", v_cache, dtype=k_cache.dtype, device=device)
     if k_cache.element_size() == 2:
-        require(k_cache.dtype is q.dtype, "k_cache", k_cache.dtype, f"q's dtype {q.dtype}, int8 or float8_e4m3fn", TypeError)
+        require(
+            k_cache.dtype is q.dtype, "k_cache", k_cache.dtype, f"q's dtype {q.dtype}, int8 or float8_e4m3fn", TypeError
+        )
     sizes = _sizes(request, layout)
     if device.type != "cpu":
         for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
@@ -400,9 +413,9 @@ def _check(request: _Request, out: torch.Tensor | None, lse: torch.Tensor | None
     _check_numbers(request)
     if request.alibi_slopes is not None:
         slopes = request.alibi_slopes
-        two = isinstance(slopes, torch.Tensor) and slopes.dim() == 2
-        shape = (batch, h_q) if two else (h_q,)
-        check_tensor("alibi_slopes", slopes, dtype=torch.float32, shape=shape, device=device, unit_last_stride=True)
+        per_sequence = isinstance(slopes, torch.Tensor) and slopes.dim() == 2
+        of_slopes = (batch, h_q) if per_sequence else (h_q,)
+        check_tensor("alibi_slopes", slopes, dtype=torch.float32, shape=of_slopes, device=device, unit_last_stride=True)
     if request.s_aux is not None:
         check_tensor("s_aux", request.s_aux, dtype=torch.float32, shape=(h_q,), device=device, unit_last_stride=True)
     if out is not None:

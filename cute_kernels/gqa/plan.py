@@ -5,10 +5,14 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass
 
-from cute_kernels.gqa.spec import COLUMNS, MAX_ACCUMULATORS, MAX_RANGES, GqaDecodeSpec
+from cute_kernels.gqa.spec import CLUSTER, COLUMNS, KEYS_PER_WARP, MAX_ACCUMULATORS, MAX_RANGES, GqaDecodeSpec
 
 RANGE_TILES = 2.0
 """What a range costs beside its tiles (Q, the meeting of the warps, a state written and merged), in tiles."""
+
+
+SHORT = 4
+"""Tiles that a CTA of a cluster can be given; above, more CTAs are worth the way through global memory."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +45,16 @@ def warps_for(d: int, itemsize: int) -> int:
     return 8 if d * itemsize < 512 else 4
 
 
+def cluster_for(batch: int, h_kv: int, rows: int, d: int, max_keys: int, num_sms: int, warps: int) -> int:
+    """CTAs of a cluster that share a sequence and head: CLUSTER where that is enough of them, else 1.
+
+    Up to SHORT tiles for each CTA, and no more clusters than fit on the card at a time.
+    """
+    units = batch * h_kv * -(-rows // columns_for(rows, d)) * CLUSTER
+    short = max_keys <= SHORT * CLUSTER * KEYS_PER_WARP * warps
+    return CLUSTER if warps == 8 and short and units <= num_sms * 31 // 32 else 1
+
+
 @functools.lru_cache(maxsize=4096)
 def plan_decode(
     spec: GqaDecodeSpec,
@@ -71,7 +85,9 @@ def plan_decode(
     heads = h_kv * blocks
     slots = num_sms
     tiles = max(1, -(-max_keys // spec.keys_per_tile))
-    if num_splits is not None:
+    if spec.cluster > 1:
+        ranges, splits, units, shared, slots = 1, 0, batch * heads * spec.cluster, False, batch * heads * spec.cluster
+    elif num_splits is not None:
         splits = min(num_splits, tiles, MAX_RANGES)
         ranges, units, shared = 1, heads * splits * batch, splits > 1
     else:

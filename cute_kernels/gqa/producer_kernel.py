@@ -27,7 +27,14 @@ class TileProducer:
 
     @cute.jit
     def read_pages(
-        self, pages: cute.Tensor, mTable: cute.Tensor, b: Int32, tile: Int32, length: Int32, page_shift: Int32, lane: Int32
+        self,
+        pages: cute.Tensor,
+        mTable: cute.Tensor,
+        b: Int32,
+        tile: Int32,
+        length: Int32,
+        page_shift: Int32,
+        lane: Int32,
     ):
         """The page of box l % boxes of tile l / boxes, counted from `tile`, into lane l; boxes > 32: several each.
 

@@ -65,7 +65,9 @@ class ScaleProducer:
         for d in cutlass.range_constexpr(self.depth):
             self.read_entries(entries[None, d], mTable, b, start + d, length, page_shift, lane)
         for d in cutlass.range_constexpr(self.depth):
-            self.load(raw[None, None, d], entries[None, d], source, start + d, length, page_size, num_pages, groups, lane)
+            self.load(
+                raw[None, None, d], entries[None, d], source, start + d, length, page_size, num_pages, groups, lane
+            )
             self.read_entries(entries[None, d], mTable, b, start + d + self.depth, length, page_shift, lane)
         for first in cutlass.range(start, stop, self.depth, unroll=1):
             for d in cutlass.range_constexpr(self.depth):

@@ -1,6 +1,6 @@
 """What is fixed at compile time in the GQA decode kernel."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 KEYS_PER_WARP = 16
@@ -11,6 +11,7 @@ LAYOUTS = ("heads_first", "tokens_first", "vllm")
 COLUMNS = (8, 16)
 MAX_ACCUMULATORS = 2048  # columns x d of a warp: 64 registers of O; twice as many spill
 MAX_RANGES = 256
+CLUSTER = 8  # CTAs; more are not portable
 BOX_ROWS = (1, 2, 4, 8, 16, 32, 64, 128)
 
 SMEM_PER_CTA = 232_448
@@ -34,6 +35,7 @@ class GqaDecodeSpec:
     alibi      whether there are slopes
     softcap    whether scores are capped
     warps      consumer warps of a CTA, 16 keys of a tile each: 4 or 8
+    cluster    1: ranges of the work list; 8: each sequence and head is shared by the CTAs of one cluster
     """
 
     q_dtype: str
@@ -49,6 +51,7 @@ class GqaDecodeSpec:
     alibi: bool = False
     softcap: bool = False
     warps: int = 8
+    cluster: int = 1
 
     kernel: ClassVar[str] = "cute_kernels.gqa.kernel:GqaDecodeKernel"
 
@@ -62,7 +65,9 @@ class GqaDecodeSpec:
         if self.d not in (64, 128, 256):
             reasons.append(f"d is {self.d}; it is 64, 128 or 256")
         if self.columns not in COLUMNS or self.columns * self.d > MAX_ACCUMULATORS:
-            reasons.append(f"{self.columns} columns of {self.d}; a warp has room for 8 or 16 of {MAX_ACCUMULATORS} values")
+            reasons.append(
+                f"{self.columns} columns of {self.d}; a warp has room for 8 or 16 of {MAX_ACCUMULATORS} values"
+            )
         for name, scales in (("k_scales", self.k_scales), ("v_scales", self.v_scales)):
             if scales not in SCALES:
                 reasons.append(f"{name} is {scales}; known are {', '.join(SCALES)}")
@@ -74,7 +79,9 @@ class GqaDecodeSpec:
             reasons.append(f"layout is {self.layout}; known are {', '.join(LAYOUTS)}")
         if self.warps not in (4, 8) or (self.warps == 4 and self.bytes_cache):
             reasons.append(f"{self.warps} consumer warps; there are 8, or 4 without scales of tokens")
-        elif self.box_rows not in BOX_ROWS or self.box_rows > self.keys_per_tile:
+        if self.cluster not in (1, CLUSTER) or (self.cluster > 1 and self.warps != 8):
+            reasons.append(f"cluster is {self.cluster} with {self.warps} warps; it is 1, or {CLUSTER} with 8")
+        if self.box_rows not in BOX_ROWS or self.box_rows > self.keys_per_tile:
             reasons.append(f"box_rows is {self.box_rows}; it is a power of two up to {self.keys_per_tile}")
         elif self.box_rows < self.keys_per_tile and not self.paged:
             reasons.append(f"box_rows is {self.box_rows}; without pages it is {self.keys_per_tile}")
@@ -140,7 +147,7 @@ class GqaDecodeSpec:
 
     @property
     def sums_stride(self) -> int:
-        """float32 values from one row of the warps' sums to the next: 4 more than d, so that stores spread over banks."""
+        """float32 values from one row of the warps' sums to the next: d + 4, so that stores spread over the banks."""
         return self.d + 4
 
     @property
@@ -182,22 +189,23 @@ class GqaDecodeSpec:
 
 def shipped_specs() -> list[GqaDecodeSpec]:
     """The variants of the benchmark, and one of each kind of code; others are compiled when first asked for."""
-    int8 = {"q_dtype": "bfloat16", "kv_dtype": "int8", "d": 128, "columns": 8}
-    token = {"k_scales": "token", "v_scales": "token", "scale_dtype": "float16"}
-    head = {"k_scales": "head", "v_scales": "head"}
-    pages = {"layout": "tokens_first", "paged": True}
+    head = GqaDecodeSpec("bfloat16", "int8", 128, 8, k_scales="head", v_scales="head")
+    token = replace(head, k_scales="token", v_scales="token", scale_dtype="float16")
+    group = replace(token, k_scales="group32", v_scales="group32")
+    plain = GqaDecodeSpec("bfloat16", "bfloat16", 128, 8)
     return [
-        GqaDecodeSpec(**int8, **head),
-        GqaDecodeSpec(**int8, **token),
-        GqaDecodeSpec(**int8, **token, **pages, box_rows=64),
-        GqaDecodeSpec(**int8, **head, **pages, box_rows=16),
-        GqaDecodeSpec(**{**int8, "columns": 16}, **token),
-        GqaDecodeSpec(**{**int8, "columns": 16, "q_dtype": "float16"}, **head, alibi=True, softcap=True),
-        GqaDecodeSpec(**int8, k_scales="group32", v_scales="group32", scale_dtype="float16"),
-        GqaDecodeSpec(**int8, **head, layout="vllm", paged=True, box_rows=8),
-        GqaDecodeSpec("float16", "float8_e4m3fn", 256, 8, **token, layout="vllm", paged=True, box_rows=16),
-        GqaDecodeSpec("bfloat16", "float8_e4m3fn", 128, 8, **head),
-        GqaDecodeSpec("bfloat16", "bfloat16", 128, 8),
-        GqaDecodeSpec("bfloat16", "bfloat16", 64, 16, **pages, box_rows=1),
+        head,
+        token,
+        replace(token, cluster=CLUSTER),
+        replace(token, layout="tokens_first", paged=True, box_rows=64),
+        replace(head, layout="tokens_first", paged=True, box_rows=16),
+        replace(token, columns=16),
+        replace(head, q_dtype="float16", columns=16, alibi=True, softcap=True),
+        group,
+        replace(head, layout="vllm", paged=True, box_rows=8),
+        replace(token, q_dtype="float16", kv_dtype="float8_e4m3fn", d=256, layout="vllm", paged=True, box_rows=16),
+        replace(head, kv_dtype="float8_e4m3fn"),
+        plain,
+        replace(plain, d=64, columns=16, layout="tokens_first", paged=True, box_rows=1),
         GqaDecodeSpec("float16", "float16", 256, 8, layout="vllm", paged=True, box_rows=32, warps=4),
     ]

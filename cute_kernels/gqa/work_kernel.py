@@ -30,7 +30,10 @@ def extent(mLengths: cute.Tensor, b: Int32, limits: tuple):
 
 @cute.jit
 def survey(mLengths: cute.Tensor, limits: tuple, lane: Int32):
-    """(tiles before those of this lane's sequences, all tiles); lane i has the i-th of 32 parts of the batch."""
+    """(tiles before those of this lane's sequences, those of its sequences, all tiles).
+
+    Lane i has the i-th of 32 parts of the batch.
+    """
     batch = Int32(mLengths.shape[0])
     part = cute.ceil_div(batch, WARP)
     mine = Int32(0)
@@ -42,7 +45,7 @@ def survey(mLengths: cute.Tensor, limits: tuple, lane: Int32):
     for step in cutlass.range_constexpr(5):
         other = cute.arch.shuffle_sync_up(sum_to_here, 1 << step)
         sum_to_here += cutlass.select_(lane >= (1 << step), other, Int32(0))
-    return sum_to_here - mine, cute.arch.shuffle_sync(sum_to_here, WARP - 1)
+    return sum_to_here - mine, mine, cute.arch.shuffle_sync(sum_to_here, WARP - 1)
 
 
 @cute.jit
@@ -56,43 +59,44 @@ def range_start(r: Int32, total: Int32, ranges: Int32, divisor) -> Int32:
 
 
 @cute.jit
-def line_of(total: Int32, r: Int32, cut: tuple) -> Int32:
-    """The tile of the line at which range r begins."""
-    ranges, _, range_divisor, _ = cut
-    return range_start(r, total, ranges, range_divisor)
-
-
-@cute.jit
-def locate(mLengths: cute.Tensor, limits: tuple, before: Int32, position: Int32):
-    """(sequence, tile in it) of a tile of the line; `before` is what `survey` said."""
+def locate(mLengths: cute.Tensor, limits: tuple, known: tuple, position: Int32):
+    """(sequence, its first tile in the line) of a tile of the line; `known` is what `survey` said."""
+    before, mine, _ = known
     part = cute.ceil_div(Int32(mLengths.shape[0]), WARP)
     owner = cute.arch.popc(cute.arch.vote_ballot_sync(before <= position)) - 1
     start = cute.arch.shuffle_sync(before, owner)
+    tiles = cute.arch.shuffle_sync(mine, owner)
     b = owner * part
-    _, _, tiles = extent(mLengths, b, limits)
+    if part > 1:
+        _, _, tiles = extent(mLengths, b, limits)
     while start + tiles <= position:
         start += tiles
         b += 1
         _, _, tiles = extent(mLengths, b, limits)
-    return b, position - start
+    return b, start
 
 
 @cute.jit
-def assignment(mLengths: cute.Tensor, limits: tuple, before: Int32, total: Int32, r: Int32, cut: tuple):
-    """(sequence, tile in it, tiles to do) at the start of range r; 0 tiles where there are fewer tiles than ranges."""
+def assignment(mLengths: cute.Tensor, limits: tuple, known: tuple, r: Int32, cut: tuple):
+    """(sequence, tile in it, tiles to do, tile of the line at which the sequence begins) of range r.
+
+    0 tiles where there are fewer tiles than ranges.
+    """
     ranges, splits, range_divisor, split_divisor = cut
-    b, offset, count = Int32(0), Int32(0), Int32(0)
+    b, offset, count, line = Int32(0), Int32(0), Int32(0), Int32(0)
     if splits > 0:
         b, part = divmod(r, split_divisor)
         _, _, tiles = extent(mLengths, b, limits)
         offset = range_start(part, tiles, splits, split_divisor)
         count = range_start(part + 1, tiles, splits, split_divisor) - offset
     else:
+        _, _, total = known
         begin = range_start(r, total, ranges, range_divisor)
         count = range_start(r + 1, total, ranges, range_divisor) - begin
         if count > 0:
-            b, offset = locate(mLengths, limits, before, begin)
-    return b, offset, count
+            b, line = locate(mLengths, limits, known, begin)
+            offset = begin - line
+    return b, offset, count, line
 
 
 @cute.jit

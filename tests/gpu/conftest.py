@@ -10,6 +10,7 @@ compiles for all of them; `scripts/gpu_check.py` runs them so:
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -51,7 +52,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Takes a shard after -m and -k: parts of what they leave, so that neighbours, often alike, are in different ones."""
+    """Takes a shard of what -m and -k leave; neighbours, which are often alike, are in different ones."""
     part = session.config.getoption("shard", None)
     if part is not None:
         i, n = part
@@ -81,11 +82,11 @@ def other_than_sm90() -> str:
     return "" if is_sm90(torch.device("cuda")) else torch.cuda.get_device_name()
 
 
-def kernel_specs(session: pytest.Session) -> list[object]:
+def kernel_specs(session: pytest.Session) -> list[Any]:
     """What ships, and what the collected files name in a function `kernel_specs` of their own."""
     modules = (mla_spec, append_spec, merge_spec, gqa_spec, kv_append_spec)
     specs = [spec for module in modules for spec in module.shipped_specs()]
-    files = dict.fromkeys(getattr(item, "module", None) for item in session.items if on_gpu(item))
+    files: dict[Any, None] = dict.fromkeys(getattr(item, "module", None) for item in session.items if on_gpu(item))
     return specs + [spec for file in files if hasattr(file, "kernel_specs") for spec in file.kernel_specs()]
 
 

@@ -1,4 +1,4 @@
-"""Bad input that only a CUDA device can show; all else is in tests/cpu/test_bad_input.py."""
+"""Bad input that only a CUDA device can show; all else is in tests/cpu, in this file and test_gqa_bad_input.py."""
 
 import dataclasses
 from typing import Any
@@ -6,9 +6,11 @@ from typing import Any
 import pytest
 import torch
 
-from cute_kernels import merge_states, mla_fp8_append, mla_fp8_decode
+from cute_kernels import gqa_decode, kv_int8_append, merge_states, mla_fp8_append, mla_fp8_decode
+from cute_kernels.gqa import op as gqa_op
 from cute_kernels.mla import op
 from cute_kernels.runtime import arch
+from cute_kernels.testing.gqa import gqa_case
 from cute_kernels.testing.inputs import DecodeCase, dense_case, sparse_case
 from fp8_mla import QK_DIM, TOKEN_BYTES
 
@@ -81,3 +83,157 @@ def test_misaligned_addresses():
     halves = torch.zeros(case.q.numel() + 8, dtype=torch.bfloat16, device="cuda")
     with pytest.raises(ValueError, match="^q: got .*; needs 16-byte"):
         decode(dataclasses.replace(case, q=halves[4 : 4 + case.q.numel()].view(case.q.shape)))
+
+
+# ---- gqa_decode and kv_int8_append
+
+
+def gqa_call(**options: Any) -> dict[str, Any]:
+    """A call that is right in everything, into NaN."""
+    usual = {"seqlens": [70, 3], "h_q": 8, "h_kv": 2, "layout": "paged_NHD", "sink": "finite", "padded": False}
+    case = gqa_case(**{**usual, **options}, device="cuda")
+    out, lse = case.outputs()
+    return {**case.arguments(), "out": out.tensor, "lse": lse.tensor}
+
+
+def require_refusal(call: dict[str, Any], name: str, message: str = ".+") -> None:
+    """An error that names the argument; nothing launched, and a device that still works."""
+    with pytest.raises((TypeError, ValueError), match=rf"(?s)^{name}: got {message}"):
+        gqa_decode(**call)
+    torch.cuda.synchronize()
+    for buffer in ("out", "lse"):
+        if buffer != name:
+            assert call[buffer].isnan().all(), "something was launched"
+
+
+def moved(call: dict[str, Any], name: str) -> dict[str, Any]:
+    return {**call, name: call[name].cpu()}
+
+
+@pytest.mark.parametrize("before", [False, True], ids=["first call", "prepared"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "k_cache", "v_cache", "k_scale", "v_scale", "cache_seqlens", "block_table", "alibi_slopes", "s_aux",
+        "out", "lse",
+    ],
+)  # fmt: skip
+def test_gqa_tensors_on_different_devices(name, before, monkeypatch):
+    monkeypatch.setattr(gqa_op, "_prepared", {})
+    call = gqa_call(layout="BNSH", alibi="head", softcap=2.0) if name == "alibi_slopes" else gqa_call()
+    if before:
+        gqa_decode(**call)
+        call["out"].fill_(float("nan"))
+        call["lse"].fill_(float("nan"))
+    require_refusal(moved(call, name), name, ".*cpu.*; needs .*cuda")
+
+
+def other_gqa_arguments() -> dict[str, tuple[str, Any]]:
+    """What a call with a prepared plan must still refuse: none of it has a shape of its own."""
+    call = gqa_call()
+    table = call["block_table"]
+    return {
+        "cache_seqlens of int64": ("cache_seqlens", call["cache_seqlens"].long()),
+        "cache_seqlens of uint32": ("cache_seqlens", call["cache_seqlens"].view(torch.uint32)),
+        "cache_seqlens missing": ("cache_seqlens", None),
+        "block_table of int64": ("block_table", table.long()),
+        "block_table of uint32": ("block_table", table.view(torch.uint32)),
+        "block_table of another batch": ("block_table", table[:1].contiguous()),
+        "block_table missing": ("block_table", None),
+        "q of float32": ("q", call["q"].float()),
+        "q with a last stride of 2": ("q", torch.zeros((2, 1, 8, 256), dtype=torch.bfloat16, device="cuda")[..., ::2]),
+        "k_cache of uint8": ("k_cache", call["k_cache"].view(torch.uint8)),
+        "k_cache of FP8": ("k_cache", call["k_cache"].view(torch.float8_e4m3fn)),
+        "v_cache of uint8": ("v_cache", call["v_cache"].view(torch.uint8)),
+        "v_cache of other pages": ("v_cache", call["v_cache"][:-1]),
+        "k_scale missing": ("k_scale", None),
+        "v_scale of another dtype": ("v_scale", call["v_scale"].half()),
+        "v_scale of another shape": ("v_scale", call["v_scale"][:, 1:]),
+        "s_aux of bfloat16": ("s_aux", call["s_aux"].bfloat16()),
+        "s_aux of other heads": ("s_aux", call["s_aux"][:4]),
+        "alibi_slopes of other heads": ("alibi_slopes", torch.zeros(4, device="cuda")),
+        "window 0": ("window", 0),
+        "window no int": ("window", 2.5),
+        "softcap 0": ("softcap", 0.0),
+        "softcap negative": ("softcap", -1.0),
+        "softcap infinite": ("softcap", float("inf")),
+        "num_splits 0": ("num_splits", 0),
+        "softmax_scale no number": ("softmax_scale", "1"),
+        "layout of another name": ("layout", "NHD"),
+        "out of another dtype": ("out", call["out"].float()),
+        "out of another shape": ("out", torch.zeros((2, 1, 8, 64), dtype=torch.bfloat16, device="cuda")),
+        "lse of bfloat16": ("lse", call["lse"].bfloat16()),
+        "lse of other heads": ("lse", call["lse"][..., :4]),
+    }
+
+
+@pytest.mark.parametrize("before", [False, True], ids=["first call", "prepared"])
+def test_gqa_calls_are_refused_before_a_launch(before, monkeypatch):
+    good = gqa_call()
+    expected = gqa_decode(**{**good, "out": None, "lse": None})
+    for label, (name, value) in other_gqa_arguments().items():
+        if not before:
+            monkeypatch.setattr(gqa_op, "_prepared", {})
+        call = {**gqa_call(), name: value}
+        if label == "k_cache of FP8":
+            name = "v_cache"  # which no longer fits
+        try:
+            require_refusal(call, name)
+        except pytest.fail.Exception as error:
+            raise AssertionError(f"{label}: {error}") from error
+    assert torch.equal(gqa_decode(**good), expected)
+
+
+@pytest.mark.parametrize(("name", "bytes_"), [("q", 4), ("k_cache", 8), ("v_cache", 8), ("out", 4)])
+@pytest.mark.parametrize("before", [False, True], ids=["first call", "prepared"])
+def test_misaligned_gqa_addresses(name, bytes_, before, monkeypatch):
+    monkeypatch.setattr(gqa_op, "_prepared", {})
+    call = gqa_call()
+    if before:
+        gqa_decode(**call)
+        call["out"].fill_(float("nan"))
+        call["lse"].fill_(float("nan"))
+    shape, dtype = call[name].shape, call[name].dtype
+    size = call[name].numel() * dtype.itemsize
+    storage = torch.zeros(size + 16, dtype=torch.uint8, device="cuda")
+    shifted = storage[bytes_ : bytes_ + size].view(dtype).view(shape)
+    require_refusal({**call, name: shifted}, name, f".*; needs {8 if name in ('q', 'out') else 16}-byte")
+
+
+def test_another_gpu_is_named_by_gqa(monkeypatch):
+    monkeypatch.setattr(arch, "device_capability", lambda device: (8, 0))
+    monkeypatch.setattr(gqa_op, "_prepared", {})
+    require_refusal(gqa_call(), "q", r".*compute capability 8\.0.*; needs an SM90 GPU")
+
+
+def test_kv_append_is_refused_before_a_launch():
+    caches = [torch.full((2, 2, 16, 64), 7, dtype=torch.int8, device="cuda") for _ in range(2)]
+    scales = [torch.full((2, 2, 16), 7.0, device="cuda") for _ in range(2)]
+    k, v = torch.ones((2, 3, 2, 64), dtype=torch.bfloat16, device="cuda")
+    slots = torch.arange(3, device="cuda")
+    names = ("k", "v", "k_cache", "v_cache", "k_scale", "v_scale", "slot_mapping")
+    good: dict[str, Any] = dict(zip(names, (k, v, *caches, *scales, slots), strict=True))
+    wrong: dict[str, tuple[str, Any]] = {
+        "k of float32": ("k", k.float()),
+        "v of float16": ("v", v.half()),
+        "v of other tokens": ("v", v[:2]),
+        "k_cache of uint8": ("k_cache", caches[0].view(torch.uint8)),
+        "v_cache of other tokens": ("v_cache", caches[1][:, :, :8]),
+        "v_scale of float16": ("v_scale", scales[1].half()),
+        "k_scale of a shape of its own": ("k_scale", scales[0][:, :, :15]),
+        "slot_mapping of int32": ("slot_mapping", slots.int()),
+        "slot_mapping of uint64": ("slot_mapping", slots.view(torch.uint64)),
+        "slot_mapping of other tokens": ("slot_mapping", slots[:2]),
+        "layout of another name": ("layout", "HND"),
+    }
+    for prepared in (False, True):
+        if prepared:
+            kv_int8_append(**good, layout="BNSH")
+            torch.cuda.synchronize()
+            for tensor in (*caches, *scales):
+                tensor.fill_(7)
+        for label, (name, value) in wrong.items():
+            with pytest.raises((TypeError, ValueError), match=rf"(?s)^{name}: got .+"):
+                kv_int8_append(**{**good, "layout": "BNSH", name: value})
+            torch.cuda.synchronize()
+            assert all((tensor == 7).all() for tensor in (*caches, *scales)), f"{label}: something was written"

@@ -131,7 +131,7 @@ OVER_HEADS = (("per_token", "per_token"), ("per_token_head", "per_token"), ("per
 
 
 def kernel_specs() -> list[KvAppendSpec]:
-    """Most kernels of this file, in order to compile them several at a time; the others compile when they are called."""
+    """Most kernels of this file, in order to compile them several at a time; others compile when they are called."""
 
     def spec(kinds: tuple[str, str], **others: Any) -> KvAppendSpec:
         k_scale, v_scale = ("given" if kind in GIVEN else kind for kind in kinds)
@@ -164,7 +164,7 @@ def kernel_specs() -> list[KvAppendSpec]:
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case.values())))
-def test_equals_the_reference(case) -> None:
+def test_equals_the_reference(case: dict[str, Any]) -> None:
     sizes = sizes_for(case["layout"], case["rows"], case["tokens"], case["h_kv"], case["d"])
     kinds = (case["k_kind"], case["v_kind"])
     target = Target.make(case["layout"], sizes, kinds, SCALE_DTYPES[case["scale_dtype"]], seed=case["tokens"])

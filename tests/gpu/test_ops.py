@@ -10,6 +10,8 @@ import pytest
 import torch
 
 from cute_kernels import gqa_decode, kv_int8_append, merge_states, mla_fp8_append, mla_fp8_decode
+from cute_kernels.gqa import op
+from cute_kernels.gqa.append_spec import KvAppendSpec
 from cute_kernels.testing.compare import check_decode
 from cute_kernels.testing.gqa import GqaCase, check_gqa, gqa_case
 from cute_kernels.testing.inputs import DecodeCase, dense_case, generator, sparse_case
@@ -26,8 +28,8 @@ def decode_case(case: DecodeCase, **options: Any) -> Any:
 
 def usual_gqa(**options: Any) -> Any:
     """Of the kernel variants that test_gqa_decode.py shares."""
-    options = {"seqlens": [700, 3, 64, 300], "h_q": 8, "h_kv": 2, "layout": "paged_NHD", "padded": False, **options}
-    return gqa_case(**options, device="cuda")
+    usual = {"seqlens": [700, 3, 64, 300], "h_q": 8, "h_kv": 2, "layout": "paged_NHD", "padded": False}
+    return gqa_case(**{"device": "cuda", **usual, **options})
 
 
 def decode_gqa(case: GqaCase, **options: Any) -> Any:
@@ -36,15 +38,11 @@ def decode_gqa(case: GqaCase, **options: Any) -> Any:
 
 def kernel_specs() -> list[Any]:
     """Variants of the GQA kernels here."""
-    scales = {"k_scales": "token", "v_scales": "token"}
-    decoding = GqaDecodeSpec("bfloat16", "int8", 128, 8, **scales)
-    appending = {"dtype": "bfloat16", "d": 128, "h_kv": 2, "scale_dtype": "float32"}
-    return [
-        decoding,
-        dataclasses.replace(decoding, layout="tokens_first", paged=True, box_rows=64),
-        GqaDecodeSpec("bfloat16", "bfloat16", 128, 8),
-        KvAppendSpec.for_launch(**appending, k_scale="per_token_head", v_scale="per_token_head"),
-    ]
+    flat: dict[str, Any] = {"layout": "BNSH", "device": "cpu"}
+    cases = [usual_gqa(device="cpu"), usual_gqa(**flat), usual_gqa(**flat, kv_dtype="bf16")]
+    scales = dict.fromkeys(("k_scale", "v_scale"), "per_token_head")
+    decoding = [op.decode_spec(op._Request(**case.arguments(), num_splits=None)) for case in cases]
+    return [*decoding, KvAppendSpec.for_launch(dtype="bfloat16", d=128, h_kv=2, **scales, scale_dtype="float32")]
 
 
 @pytest.mark.parametrize("num_splits", [None, 1, 4])
@@ -230,6 +228,7 @@ def test_torch_compile_without_a_graph_break(backend):
 @pytest.mark.parametrize("layout", ["BNSH", "paged_NHD"])
 def test_torch_compile_of_gqa_without_a_graph_break(layout, backend):
     case = usual_gqa(layout=layout, sink="finite")
+    lengths, table, s_aux = case.cache_seqlens, case.block_table, case.s_aux
     k, v = torch.randn((2, 3, 2, 128), generator=generator(1, "cuda"), device="cuda").bfloat16()
     slots = torch.arange(3, device="cuda")
     if layout == "paged_NHD":
@@ -241,10 +240,9 @@ def test_torch_compile_of_gqa_without_a_graph_break(layout, backend):
             q * 0.5,
             *stores,
             layout=layout,
-            cache_seqlens=case.cache_seqlens,
-            block_table=case.block_table,
-            s_aux=case.s_aux,
-            window=600,
+            cache_seqlens=lengths,
+            block_table=table,
+            s_aux=s_aux,
             return_lse=True,
         )
 
@@ -283,8 +281,8 @@ def test_host_time(name, record_property):
             lse=buffers[1],
         )
 
-    flat, pages = usual_gqa(layout="BNSH", seqlens=[64, 64]), usual_gqa(seqlens=[64, 64])
-    words = usual_gqa(layout="BNSH", seqlens=[64, 64], kv_dtype="bf16")
+    flat, pages = usual_gqa(layout="BNSH", seqlens=[300, 300]), usual_gqa(seqlens=[300, 300])
+    words = usual_gqa(layout="BNSH", seqlens=[300, 300], kv_dtype="bf16")
     own, own_lse = (output.tensor for output in flat.outputs())
     k, v = torch.zeros((2, 2, 2, 128), dtype=torch.bfloat16, device="cuda")
     stores = (flat.k_cache, flat.v_cache, flat.k_scale, flat.v_scale)
@@ -326,7 +324,8 @@ WARM_START = """
 import sys, torch, fp8_mla, cute_kernels
 stores = [torch.zeros(1, 2, 64, 128).to(torch.int8).cuda() for _ in "kv"] + [torch.ones(1, 2, 64).cuda() for _ in "kv"]
 cute_kernels.gqa_decode(torch.zeros(1, 1, 8, 128).bfloat16().cuda(), *stores)
-cute_kernels.kv_int8_append(*torch.zeros(2, 1, 2, 128).bfloat16().cuda(), *stores, torch.zeros(1).long().cuda(), layout="BNSH")
+kv = torch.zeros(2, 1, 2, 128).bfloat16().cuda()
+cute_kernels.kv_int8_append(*kv, *stores, torch.zeros(1).long().cuda(), layout="BNSH")
 cache = fp8_mla.pack(torch.randn(64, 576)).view(1, 64, 656).cuda()
 q = torch.randn(1, 1, 16, 576).bfloat16().cuda()
 indices = torch.arange(64).int().view(1, 1, 64).cuda()

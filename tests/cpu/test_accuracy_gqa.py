@@ -1,0 +1,117 @@
+"""The accuracy table of docs/gqa_decode.md: up to date, and the granularities of scales are in their order."""
+
+import pytest
+import torch
+
+from scripts import accuracy_gqa
+from scripts.accuracy_gqa import BEGIN, END, KINDS, PAGE, PLAIN, ROOT, SETS
+
+SHARED = ("per_tensor", "per_head")
+OF_TOKENS = [name for name in KINDS if name not in SHARED]
+
+
+@pytest.fixture(scope="module")
+def found():
+    return {name: accuracy_gqa.errors(accuracy_gqa.draw(name)) for name in SETS}
+
+
+def test_the_page_is_up_to_date(found):
+    _, recorded, _ = accuracy_gqa.split((ROOT / PAGE).read_text(encoding="utf-8"))
+    fresh = accuracy_gqa.table(found)
+    assert accuracy_gqa.same(recorded, fresh), f"run python scripts/accuracy_gqa.py; now it is\n{fresh}"
+
+
+@pytest.mark.parametrize("name", SETS)
+def test_a_scale_that_covers_less_loses_less(found, name):
+    """All of these cover parts of what the one before covers. Where nothing is gained there is 5% of chance."""
+    errors = found[name]
+    for chain in (
+        ("per_tensor", "per_head", "per_token_head", "per_group, 64", "per_group, 32", "none, bfloat16"),
+        ("per_tensor", "per_token", "per_token_head"),
+    ):
+        for coarse, fine in zip(chain, chain[1:], strict=False):
+            for field in ("out", "lse"):
+                assert getattr(errors[fine], field) < 1.05 * getattr(errors[coarse], field), (coarse, fine, field)
+
+
+def test_normal_numbers_need_no_fine_scales(found):
+    assert found["normal"]["per_tensor"].out < 0.04
+    assert found["normal"]["per_token_head"].out < 0.02
+
+
+def test_outlier_channels_need_scales_of_heads_and_groups(found):
+    errors = found["channels"]
+    assert errors["per_token_head"].out < 0.5 * min(errors[name].out for name in (*SHARED, "per_token"))
+    assert errors["per_group, 32"].out < 0.75 * errors["per_token_head"].out
+
+
+def test_outlier_tokens_need_scales_of_tokens(found):
+    errors = found["tokens"]
+    for field in ("out", "lse"):
+        coarse = min(getattr(errors[name], field) for name in SHARED)
+        assert max(getattr(errors[name], field) for name in OF_TOKENS) < coarse / 10
+
+
+@pytest.mark.parametrize("name", SETS)
+def test_float32_scales_are_no_better(found, name):
+    errors = accuracy_gqa.errors(accuracy_gqa.draw(name), torch.float32)
+    for kind in KINDS:
+        assert errors[kind].out == pytest.approx(found[name][kind].out, rel=0.1)
+        assert errors[kind].lse == pytest.approx(found[name][kind].lse, rel=0.1)
+
+
+def test_bytes_of_the_scales():
+    sizes = {name: accuracy_gqa.scale_bytes(kind) for name, kind in KINDS.items()}
+    assert list(sizes.values()) == [0, 0, 2 * 2, 2 * 8 * 2, 2 * 8 * 2 * 2, 2 * 8 * 4 * 2]
+    assert accuracy_gqa.scale_bytes(KINDS["per_token_head"], torch.float32) == 2 * 8 * 4
+
+
+def test_tables_that_differ_in_rounding_are_the_same():
+    table = "| `per_group, 32` | 128 (6.2%) | 1.4%, 0.0041 |"
+    assert accuracy_gqa.same(table, table.replace("1.4%", "1.5%").replace("0.0041", "0.0040"))
+    assert not accuracy_gqa.same(table, table.replace("1.4%", "1.7%"))
+    assert not accuracy_gqa.same(table, table.replace("group", "token"))
+    assert not accuracy_gqa.same(table, table + "\n" + table)
+
+
+def test_an_unknown_data_set_is_an_error():
+    with pytest.raises(ValueError, match="name: got 'wild', needs one of normal"):
+        accuracy_gqa.draw("wild")
+
+
+# --- the page
+
+
+@pytest.fixture
+def checkout(tmp_path, monkeypatch):
+    error = accuracy_gqa.Error(0.5, 0.25)
+    monkeypatch.setattr(accuracy_gqa, "errors", lambda data: dict.fromkeys((*KINDS, *PLAIN), error))
+    page = tmp_path / PAGE
+    page.parent.mkdir()
+    page.write_text(f"Before.\n\n{BEGIN}\nold\n{END}\n\nAfter.\n")
+    return tmp_path
+
+
+def test_the_page_is_rewritten_and_checked(checkout, capsys):
+    page = checkout / PAGE
+    old = page.read_text()
+    assert accuracy_gqa.main(["--check"], root=checkout) == 1
+    assert f"{PAGE} is out of date" in capsys.readouterr().err
+    assert page.read_text() == old, "--check changes nothing"
+    assert accuracy_gqa.main([], root=checkout) == 0
+    new = page.read_text()
+    assert new.startswith(f"Before.\n\n{BEGIN}\n| scales |") and new.endswith(f" |\n{END}\n\nAfter.\n")
+    assert "| `per_token_head` | 32 (1.6%) | 50%, 0.25 | 50%, 0.25 | 50%, 0.25 |" in new
+    assert "old" not in new
+    assert accuracy_gqa.main(["--check"], root=checkout) == 0
+    page.write_text(new.replace("50%", "52%"))
+    assert accuracy_gqa.main([], root=checkout) == 0
+    assert "52%" in page.read_text(), "a difference of rounding alone is none"
+
+
+@pytest.mark.parametrize("text", ["none\n", BEGIN, f"{END}{BEGIN}", f"{BEGIN}{BEGIN}{END}"])
+def test_a_page_without_the_markers_is_an_error(text, checkout, capsys):
+    (checkout / PAGE).write_text(text)
+    assert accuracy_gqa.main([], root=checkout) == 1
+    assert f"{PAGE}: needs {BEGIN}" in capsys.readouterr().err
+    assert (checkout / PAGE).read_text() == text

@@ -1,0 +1,218 @@
+"""The work list of `gqa_decode`: pure Python, with the arithmetic of `work_kernel` written out.
+
+What a plan launches must be right for any lengths: only the device knows them.
+"""
+
+import itertools
+from collections import Counter
+
+import pytest
+
+from cute_kernels.gqa.plan import columns_for, plan_decode, warps_for
+from cute_kernels.gqa.spec import MAX_RANGES, GqaDecodeSpec, shipped_specs
+from cute_kernels.testing.inputs import ragged_lengths
+
+SMS = 132
+SPEC = GqaDecodeSpec("bfloat16", "int8", 128, 8, k_scales="head", v_scales="head")
+KEYS = SPEC.keys_per_tile
+INT32_MAX, NO_WINDOW = 2**31 - 1, 2**30
+
+
+def int32(value: int) -> int:
+    """What the device computes must not overflow there."""
+    assert -(2**31) <= value <= INT32_MAX, "overflow"
+    return value
+
+
+# ---- the device's arithmetic
+
+
+def extent(length: int, capacity: int, window: int, s_q: int) -> tuple[int, int, int]:
+    length = min(max(length, 0), capacity)
+    first = max(int32(int32(length - s_q - window) + 1), 0) // KEYS
+    return length, first, max(-(-length // KEYS) - first, 1)
+
+
+def range_start(r: int, total: int, ranges: int) -> int:
+    return min(r, total) if total < ranges else int32(r * total) // ranges
+
+
+def range_of(position: int, total: int, ranges: int) -> int:
+    return int32(int32((position + 1) * min(ranges, total)) - 1) // total
+
+
+def pieces(
+    lengths: list[int], ranges: int, splits: int, *, capacity: int = 10**6, window: int = NO_WINDOW, s_q: int = 1
+) -> list[tuple[int, int, int, int, int, int]]:
+    """(range, sequence, first tile, end, first of the ranges that share it, how many), in the order of the kernel."""
+    tiles = [extent(length, capacity, window, s_q)[2] for length in lengths]
+    lines = [0, *itertools.accumulate(tiles)]
+    total, batch = lines[-1], len(lengths)
+    done = []
+    for r in range(splits * batch if splits else ranges):
+        if splits:
+            b, part = divmod(r, splits)
+            offset = range_start(part, tiles[b], splits)
+            left = range_start(part + 1, tiles[b], splits) - offset
+        else:
+            begin = range_start(r, total, ranges)
+            left = range_start(r + 1, total, ranges) - begin
+            b = next(b for b in range(batch) if begin < lines[b + 1]) if left else 0
+            offset = begin - lines[b]
+        while left > 0:
+            stop = min(offset + left, tiles[b])
+            left -= stop - offset
+            if splits:
+                first, count = b * splits, min(splits, tiles[b])
+            else:
+                first = range_of(lines[b], total, ranges)
+                count = range_of(lines[b + 1] - 1, total, ranges) - first + 1
+            done.append((r, b, offset, stop, first, count))
+            offset, b = 0, b + 1
+    return done
+
+
+LENGTHS = {
+    "one": [1],
+    "one tile": [KEYS],
+    "one long": [131_072],
+    "equal": [8192] * 64,
+    "ragged": ragged_lengths(300, 3000, 64, seed=1),
+    "nothing": [0] * 74,
+    "nothing but one": [0] * 7 + [20_000] + [0] * 9,
+    "wild": [-5, INT32_MAX, 0, -(2**31), KEYS - 1, KEYS, KEYS + 1],
+    "many": [1] * 5000,
+}
+
+
+@pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
+@pytest.mark.parametrize("window", [NO_WINDOW, 1, 300])
+def test_each_tile_is_in_one_range(lengths, window):
+    """And those that share a sequence agree on who they are, so that one of them merges."""
+    for ranges, splits in ((1, 0), (2, 0), (16, 0), (132, 0), (256, 0), (1, 1), (1, 2), (1, 40), (1, 256)):
+        done = pieces(lengths, ranges, splits, window=window, s_q=2)
+        tiles = [extent(length, 10**6, window, 2)[2] for length in lengths]
+        for b, mine in itertools.groupby(sorted(done, key=lambda piece: piece[1:3]), key=lambda piece: piece[1]):
+            parts = list(mine)
+            assert parts[0][2] == 0 and parts[-1][3] == tiles[b]
+            assert all(one[3] == other[2] for one, other in itertools.pairwise(parts)), "a gap, or a tile done twice"
+            if len(parts) > 1:
+                assert [piece[0] for piece in parts] == list(range(parts[0][4], parts[0][4] + len(parts)))
+                assert {piece[4:] for piece in parts} == {(parts[0][0], len(parts))}
+            else:
+                assert parts[0][2:4] == (0, tiles[b])
+        assert {piece[1] for piece in done} == set(range(len(lengths))), "a sequence without a result"
+
+
+@pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
+def test_a_range_has_two_partial_results_at_most(lengths):
+    """One sequence that began before it, one that goes on behind it: they have different places in the scratch."""
+    for ranges, splits in ((2, 0), (16, 0), (132, 0), (256, 0), (1, 3), (1, 256)):
+        places: Counter[tuple[int, bool]] = Counter()
+        for r, b, start, stop, _, count in pieces(lengths, ranges, splits):
+            whole = start == 0 and stop == extent(lengths[b], 10**6, NO_WINDOW, 1)[2]
+            assert whole == (count == 1)
+            if not whole:
+                places[r, start == 0] += 1
+        assert all(times == 1 for times in places.values())
+
+
+def test_ranges_are_equal_to_a_tile():
+    sizes: Counter[int] = Counter()
+    for r, _, start, stop, _, _ in pieces(LENGTHS["ragged"], 16, 0):
+        sizes[r] += stop - start
+    assert len(sizes) == 16
+    assert max(sizes.values()) - min(sizes.values()) <= 1
+
+
+def test_tiles_before_a_window_are_not_read():
+    for length in (1, 300, 301, 5000):
+        for s_q in (1, 3):
+            for window in (1, 100, KEYS, 1000):
+                _, first, tiles = extent(length, 10**6, window, s_q)
+                oldest = max(length - s_q - window + 1, 0)
+                assert first == oldest // KEYS
+                assert first + tiles == max(-(-length // KEYS), first + 1)
+
+
+# ---- plans
+
+SHAPES = [
+    {"batch": batch, "h_kv": h_kv, "rows": rows, "max_keys": max_keys}
+    for batch in (1, 3, 64, 1000)
+    for h_kv in (1, 2, 8, 64)
+    for rows in (1, 4, 8, 9, 64, 512)
+    for max_keys in (1, KEYS, KEYS + 1, 8192, 2**20)
+]
+
+
+@pytest.mark.parametrize("num_splits", [None, 1, 2, 7, 256])
+def test_plans_are_complete(num_splits):
+    for shape in SHAPES:
+        for spec in (SPEC, GqaDecodeSpec("bfloat16", "bfloat16", 256, 8, warps=4)):
+            plan = plan_decode(spec, **shape, num_sms=SMS, num_splits=num_splits)
+            tiles, blocks = -(-shape["max_keys"] // spec.keys_per_tile), -(-shape["rows"] // spec.columns)
+            heads = shape["h_kv"] * blocks
+            assert plan.counters >= shape["batch"] * heads
+            assert plan.state_floats == spec.columns * (spec.d + 2)
+            if num_splits is None:
+                assert plan.splits == 0 and 1 <= plan.ranges <= min(MAX_RANGES, tiles * shape["batch"])
+                units, shared = heads * plan.ranges, plan.ranges > 1
+            else:
+                assert plan.splits == min(num_splits, tiles)
+                units, shared = heads * plan.splits * shape["batch"], plan.splits > 1
+            assert plan.ctas == min(units, SMS), "one for each SM"
+            assert plan.states >= (2 * units if shared else 0)
+            # what the device multiplies in 32 bits
+            total = tiles * shape["batch"]
+            assert max(units, plan.ranges * total, plan.splits * tiles) <= INT32_MAX
+
+
+@pytest.mark.parametrize(
+    ("batch", "max_keys"), [(1, 1), (1, 2**30 - 1), (3, 2**30 - 1), (5000, 2**20), (250, 2**30 - 1)]
+)
+def test_no_overflow_in_the_arithmetic_of_the_device(batch, max_keys):
+    plan = plan_decode(SPEC, batch=batch, h_kv=1, rows=4, max_keys=max_keys, num_sms=SMS)
+    total = batch * -(-max_keys // KEYS)
+    for tiles in {1, total // 3, total - 1, total} - {0}:
+        starts = [range_start(r, tiles, plan.ranges) for r in range(plan.ranges + 1)]
+        assert (starts[0], starts[-1]) == (0, tiles)
+        assert starts == sorted(starts)
+        for r, (start, stop) in enumerate(itertools.pairwise(starts)):
+            if start < stop:
+                assert range_of(start, tiles, plan.ranges) == range_of(stop - 1, tiles, plan.ranges) == r
+
+
+def test_the_same_shapes_give_the_same_plan():
+    def plans() -> list[object]:
+        return [plan_decode(SPEC, **shape, num_sms=SMS) for shape in SHAPES]
+
+    first = plans()
+    plan_decode.cache_clear()
+    assert plans() == first
+
+
+@pytest.mark.parametrize("h_kv", [1, 2, 8])
+@pytest.mark.parametrize(("batch", "max_keys"), [(1, 131_072), (1, 1_000_000), (16, 8192), (64, 8192)])
+def test_the_card_is_full(batch, max_keys, h_kv):
+    plan = plan_decode(SPEC, batch=batch, h_kv=h_kv, rows=4, max_keys=max_keys, num_sms=SMS)
+    assert 0.9 * SMS <= plan.ctas <= SMS
+    # in one round, or so many that the gap of the last does not count
+    units = plan.ranges * h_kv
+    assert units <= SMS or units % SMS == 0 or units > 8 * SMS
+
+
+def test_a_short_sequence_is_not_cut_below_its_tiles():
+    plan = plan_decode(SPEC, batch=1, h_kv=8, rows=4, max_keys=KEYS, num_sms=SMS)
+    assert (plan.ranges, plan.states, plan.ctas) == (1, 0, 8)
+
+
+def test_columns_and_warps_of_kernels_can_be_built():
+    kv_types = {"int8": 1, "float8_e4m3fn": 1, "bfloat16": 2}
+    for d, (kv_dtype, itemsize), rows in itertools.product((64, 128, 256), kv_types.items(), (1, 8, 9, 16, 17, 512)):
+        warps = warps_for(d, itemsize)
+        columns = columns_for(rows, d)
+        spec = GqaDecodeSpec("bfloat16", kv_dtype, d, columns, warps=warps, box_rows=16 * warps)
+        assert spec.can_implement() == []
+        assert spec.stages >= 2
+    assert all(spec.can_implement() == [] for spec in shipped_specs())

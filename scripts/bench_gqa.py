@@ -18,8 +18,10 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import cute_kernels
+from cute_kernels.gqa import op
 from cute_kernels.gqa.layout_plan import CHUNK_BYTES, LAYOUTS, CacheSizes, scale_shapes
 from cute_kernels.gqa.reference import dequantize, reference_append, reference_gqa_decode
+from cute_kernels.gqa.spec import GqaDecodeSpec
 from cute_kernels.testing import evidence
 from cute_kernels.testing.compare import Comparison, relative_error
 from cute_kernels.testing.gqa import KV_DTYPES, SCALE_NAMES, GqaCase, check_gqa
@@ -152,13 +154,26 @@ class GqaBench:
         """Input sets to rotate. Twice what outgrows the L2 cache, for its replacement is not that of the oldest."""
         return sets_to_outgrow_l2(self.bytes_moved // 2, most=128)
 
-    @property
-    def sizes(self) -> CacheSizes:
-        """Sizes of the cache that all input sets share."""
-        sequences = self.sets * self.batch
+    def sizes(self, sets: int) -> CacheSizes:
+        """Sizes of the cache that so many input sets share."""
+        sequences = sets * self.batch
         if self.page_size:
             return CacheSizes(sequences * -(-self.s_k // self.page_size), self.page_size, self.h_kv, self.d)
         return CacheSizes(sequences, self.s_k, self.h_kv, self.d)
+
+    @property
+    def spec(self) -> GqaDecodeSpec:
+        """The kernel, found from shapes alone."""
+        sizes, dtype = self.sizes(1), KV_DTYPES[self.kv_dtype]
+        shapes = dict(zip(("k_cache", "v_cache"), cache_shapes(self.layout, sizes, dtype.itemsize), strict=True))
+        given: dict[str, Any] = {name: torch.empty(shape, dtype=dtype, device="meta") for name, shape in shapes.items()}
+        if self.scales != "none":
+            shape = scale_shapes(LAYOUTS[self.layout], sizes)[SCALE_NAMES[self.scales]]
+            given |= dict.fromkeys(("k_scale", "v_scale"), torch.empty(shape, dtype=torch.float16, device="meta"))
+        q = torch.empty((self.batch, self.s_q, self.h_q, self.d), dtype=torch.bfloat16, device="meta")
+        table = torch.empty((self.batch, sizes.outer // self.batch), device="meta") if self.page_size else None
+        case = GqaCase(q=q, **given, layout=self.layout, block_table=table, window=self.window)
+        return op.decode_spec(op._Request(**case.arguments(), num_splits=None))
 
 
 def _cases() -> Iterator[GqaBench]:
@@ -275,7 +290,7 @@ def _random_codes(count: int, kv_dtype: str, gen: torch.Generator) -> torch.Tens
 def decode_inputs(bench: GqaBench, pool: Pool) -> list[GqaCase]:
     """The rotated input sets of one case, over one cache."""
     gen = generator(bench.batch * 1000 + bench.h_q + bench.s_q, pool.device)
-    dtype, sizes = KV_DTYPES[bench.kv_dtype], bench.sizes
+    dtype, sizes = KV_DTYPES[bench.kv_dtype], bench.sizes(bench.sets)
     caches: dict[str, Any] = {}
     for which, shape in zip("kv", cache_shapes(bench.layout, sizes, dtype.itemsize), strict=True):
         caches[f"{which}_cache"] = pool.codes(which, bench.kv_dtype, shape)

@@ -5,9 +5,10 @@
     python scripts/gpu_check.py --only 'dense 1'      benchmark cases whose name matches
     python scripts/gpu_check.py --skip-tests --skip-sanitizer
 
-Three steps: tests/gpu; every kernel under compute-sanitizer; the benchmarks, each with its own correctness check. A
-case whose check fails is recorded with its errors and without a speed. A run that leaves something out is written below
-build/, not over the record, unless --out says where. Exit status 1 when a test, a sanitizer or a check failed.
+Two steps: tests/gpu, with every kernel under compute-sanitizer beside them; the benchmarks, each with its own
+correctness check. A case whose check fails is recorded with its errors and without a speed. A run that leaves something
+out is written below build/, not over the record, unless --out says where. Exit status 1 when a test, a sanitizer or a
+check failed.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 from xml.etree import ElementTree
 
@@ -33,12 +35,13 @@ sys.path.insert(0, str(ROOT))  # runs from a checkout, installed or not
 import torch  # noqa: E402
 
 from cute_kernels.runtime.arch import is_sm90  # noqa: E402
+from cute_kernels.runtime.compile import precompile  # noqa: E402
 from cute_kernels.testing import evidence  # noqa: E402
 from cute_kernels.testing.timing import measure_ceilings  # noqa: E402
 from scripts import bench_gqa, bench_mla, sanitize  # noqa: E402
 
 TESTS_TIMEOUT_S = 400
-SHARDS = 10
+SHARDS = 14
 """Processes that share the tests: most of a test is work of the host. Their largest need 8 GB of the GPU each."""
 PARTIAL_RESULT = ROOT / "build" / "gpu_check_partial.json"
 
@@ -76,17 +79,22 @@ class Progress:
         self.say(text)
 
 
-def run_tests(shards: int = SHARDS) -> dict[str, int]:
-    """Run tests/gpu and count: one process compiles, one runs tests that measure time, then several share the rest."""
+def run_tests(shards: int = SHARDS, beside: Callable[[], Any] | None = None) -> dict[str, int]:
+    """Run tests/gpu and count: one process compiles, one runs tests that measure time, then several share the rest.
+
+    `beside` is called while those run.
+    """
     deadline = time.monotonic() + TESTS_TIMEOUT_S
     parts = [["-m", "not alone", "--shard", f"{i}/{shards}"] for i in range(1, shards + 1)]
-    with tempfile.TemporaryDirectory() as name:
+    with tempfile.TemporaryDirectory() as name, ThreadPoolExecutor(1) as pool:
         folder = pathlib.Path(name)
         [(status, _)] = run_pytest([["--compile-only"]], folder, deadline)
         if status != 0:
             return count_tests(None)
         done = run_pytest([["-m", "alone"]], folder, deadline)
+        other = pool.submit(beside or (lambda: None))
         done += run_pytest(parts, folder, deadline)
+        other.result()
     return sum_counts(done)
 
 
@@ -264,16 +272,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
     digest = evidence.source_digest()
     tests: dict[str, Any] = {"passed": None, "failed": None, "skipped": None}
     sanitizer: dict[str, Any] = {**dict.fromkeys(evidence.SANITIZER_TOOLS), "reasons": {"all": "left out of this run"}}
-    if not options.skip_tests:
-        progress.say("tests/gpu")
-        tests = run_tests()
-    if not options.skip_sanitizer:
-        with progress.step("compute-sanitizer"):
-            findings = sanitize.run_tools()
-        for finding in findings:
-            if finding.errors != 0:
-                print(f"{finding.tool}: {finding.reason or finding.errors}\n{finding.output[-2000:]}", flush=True)
+    findings: list[sanitize.Finding] = []
+
+    def run_sanitizer() -> None:
+        if not options.skip_sanitizer:
+            findings.extend(sanitize.run_tools())
+            progress.say("compute-sanitizer is done")
+
+    progress.say("tests/gpu, compute-sanitizer")
+    if options.skip_tests:
+        run_sanitizer()
+    else:
+        tests = run_tests(beside=run_sanitizer)
+    for finding in findings:
+        if finding.errors != 0:
+            print(f"{finding.tool}: {finding.reason or finding.errors}\n{finding.output[-2000:]}", flush=True)
+    if findings:
         sanitizer = sanitizer_record(findings)
+    with progress.step("kernels of the benchmarks"):
+        precompile(bench.spec for bench in bench_gqa.DECODE_CASES)
     with progress.step("ceilings"):
         ceilings = measure_ceilings()
     benches, tokens = select_benches(options.quick, options.only)

@@ -69,7 +69,8 @@ class TileProducer:
             row = Int32(0)
             if const_expr(self.boxes == 1):
                 row = tile & ((Int32(1) << (page_shift - self.keys.bit_length() + 1)) - 1)
-        for i in cutlass.range(self.boxes, unroll=min(self.boxes, 4)):
+        unroll = 4 if const_expr(self.spec.d < 256) else 1  # ptxas spills an address of d 256 otherwise
+        for i in cutlass.range(self.boxes, unroll=min(self.boxes, unroll)):
             if const_expr(self.spec.paged):
                 entry = pages[0]
                 for e in cutlass.range_constexpr(1, self.entries):

@@ -15,6 +15,7 @@ import torch
 from cute_kernels import gqa_decode
 from cute_kernels.gqa import op
 from cute_kernels.gqa.layout_plan import LAYOUTS
+from cute_kernels.gqa.plan import cluster_for
 from cute_kernels.gqa.reference import reference_gqa_decode
 from cute_kernels.gqa.spec import GqaDecodeSpec
 from cute_kernels.testing.compare import relative_error
@@ -27,6 +28,7 @@ RATIOS = (1, 4, 7, 8, 16, 64)
 PAGE_SIZES = (1, 16, 32, 64, 128)
 VLLM_PAGE_SIZES = {1: 8, 16: 16, 32: 32, 64: 16, 128: 32}
 WINDOWS = (None, 1, 64, 100)
+SM_COUNT = 132
 
 BYTES = covering_cases(
     {
@@ -88,11 +90,21 @@ VARIANTS: tuple[dict[str, Any], ...] = (
 
 
 def kernel_specs() -> list[GqaDecodeSpec]:
-    """The kernels of this file, in order to compile them several at a time: found with small cases on the CPU."""
-    cases = [sampled({**sizes, "batch": 1, "longest": 65}, 0, device="cpu") for sizes in (*BYTES, *WORDS)]
-    cases += [usual(**options, device="cpu") for options in VARIANTS]
-    specs = [op.decode_spec(op._Request(**case.arguments(), num_splits=None)) for case in cases]
-    return list(dict.fromkeys(specs))
+    """The kernels of this file, in order to compile them several at a time: found with small cases on the CPU.
+
+    A cluster merges short sequences of small batches where the number of splits is not given.
+    """
+    specs: dict[GqaDecodeSpec, None] = {}
+    cases = [({**sizes, "batch": 1, "longest": 65}, sizes) for sizes in (*BYTES, *WORDS)]
+    smalls = [(sampled(small, 0, device="cpu"), sizes["batch"], sizes["longest"]) for small, sizes in cases]
+    smalls += [(usual(**options, device="cpu"), 3, 700) for options in VARIANTS]
+    for case, batch, longest in smalls:
+        spec = op.decode_spec(op._Request(**case.arguments(), num_splits=1))
+        h_kv = case.k_cache.shape[2 if case.layout in ("BSNH", "paged_NHD") else 1]
+        _, s_q, h_q, d = case.q.shape
+        cluster = cluster_for(batch, h_kv, h_q // h_kv * s_q, d, longest, SM_COUNT, spec.warps)
+        specs |= {spec: None, dataclasses.replace(spec, cluster=cluster): None}
+    return list(specs)
 
 
 def case_of(**options: Any) -> Any:

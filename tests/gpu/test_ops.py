@@ -41,7 +41,8 @@ def kernel_specs() -> list[Any]:
     flat: dict[str, Any] = {"layout": "BNSH", "device": "cpu"}
     cases = [usual_gqa(device="cpu"), usual_gqa(**flat), usual_gqa(**flat, kv_dtype="bf16")]
     scales = dict.fromkeys(("k_scale", "v_scale"), "per_token_head")
-    decoding = [op.decode_spec(op._Request(**case.arguments(), num_splits=None)) for case in cases]
+    requests = [op._Request(**case.arguments(), num_splits=num_splits) for case in cases for num_splits in (None, 1)]
+    decoding = [op.decode_spec(request) for request in requests]
     return [*decoding, KvAppendSpec.for_launch(dtype="bfloat16", d=128, h_kv=2, **scales, scale_dtype="float32")]
 
 

@@ -179,6 +179,8 @@ class GqaDecodeKernel:
         units = heads * ranges
         if splits > 0:
             units = heads * splits * batch
+        if const_expr(spec.cluster > 1):
+            units = heads * spec.cluster * batch
         divisors = tuple(
             cute.fast_divmod_create_divisor_v2(Int32(n)) for n in (heads, blocks, ratio, ranges, cutlass.max(splits, 1))
         )

@@ -11,7 +11,7 @@ RANGE_TILES = 2.0
 """What a range costs beside its tiles (Q, the meeting of the warps, a state written and merged), in tiles."""
 
 
-SHORT = 4
+SHORT = 8
 """Tiles that a CTA of a cluster can be given; above, more CTAs are worth the way through global memory."""
 
 

@@ -94,8 +94,9 @@ def sink_attention(
     Raises:
         TypeError, ValueError: before any launch, naming the argument, what it got and what it needs.
     """
-    if isinstance(q, torch.Tensor) and torch.is_autocast_enabled(q.device.type):
-        dtype = torch.get_autocast_dtype(q.device.type)
+    device_type = q.device.type if isinstance(q, torch.Tensor) else None
+    if device_type in ("cpu", "cuda") and torch.is_autocast_enabled(device_type):
+        dtype = torch.get_autocast_dtype(device_type)
         q, k, v = _cast(q, dtype), _cast(k, dtype), _cast(v, dtype)
         s_aux = _cast(s_aux, torch.float32)
     if deterministic is False:
@@ -317,7 +318,7 @@ def _run_backward(
     dout: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, *arguments: Any
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """The backward operator: dq, dk, dv and ds_aux, the last without elements where there is no sink."""
-    call = _Call(*arguments, True)
+    call = _Call._make((*arguments, True))
     _check(call)
     q = call.q
     for name, t in (("dout", dout), ("out", out)):

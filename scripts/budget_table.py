@@ -72,13 +72,13 @@ def speed_table(rates: Rates = H200) -> Table:
 
 def mla_errors(record: dict[str, Any]) -> Table:
     """Every MLA case of a record beside its prediction."""
-    rows = [["case", "keys", "us", "p10 .. p90", "predicted, us", "error", "binds"]]
+    rows = [["`mla_fp8_decode`", "keys", "us", "p10 .. p90", "predicted, us", "error", "binds"]]
     for bench in bench_mla.DECODE_CASES:
         case = find_case(record, bench.key)
         if case is None or "us" not in case:
             continue
         found = bench_mla.predict(bench)
-        note = " (calibrated on it)" if bench in (LONG, SHORT) else ""
+        note = " (calibrated on it)" if bench.key in (LONG.key, SHORT.key) else ""
         spread = f"{_short(case['us_p10'])} .. {_short(case['us_p90'])}"
         rows.append([f"{bench.mode} {_size(bench)}", str(bench.keys), _short(case["us"]), spread, _short(found.us)])
         rows[-1] += [f"{found.us / case['us'] - 1:+.1%}{note}", str(found.binds)]
@@ -93,7 +93,7 @@ def gqa_errors(record: dict[str, Any]) -> Table:
         if case is not None and "us" in case:
             group = f"{bench.kv_dtype}, {'from 32' if bench.batch >= 32 else 'below 32'} sequences"
             errors.setdefault(group, []).append(bench_gqa.predict(bench).us / case["us"] - 1)
-    rows = [["caches", "cases", "error: lowest", "median", "highest"]]
+    rows = [["`gqa_decode`", "cases", "error: lowest", "median", "highest"]]
     for group, found in errors.items():
         ordered = sorted(found)
         figures = (ordered[0], ordered[len(ordered) // 2], ordered[-1])
@@ -141,9 +141,15 @@ PARTS: dict[str, Callable[[dict[str, Any]], list[str]]] = {
     "budget-mla": lambda record: markdown(mla_table()),
     "budget-gqa": lambda record: markdown(gqa_table()),
     "budget-speed": lambda record: markdown(speed_table()),
-    "budget-errors": lambda record: [*markdown(mla_errors(record)), "", *markdown(gqa_errors(record))],
+    "budget-errors": lambda record: _errors(record),
 }
 """What stands between `<!-- results:NAME:begin -->` and its end, for scripts/results_table.py."""
+
+
+def _errors(record: dict[str, Any]) -> list[str]:
+    """Both tables of errors, or nothing where the record has no such case."""
+    tables = [table for table in (mla_errors(record), gqa_errors(record)) if len(table) > 1]
+    return "\n\n".join("\n".join(markdown(table)) for table in tables).splitlines()
 
 
 def print_predictions(rates: Rates = H200, say: Callable[[str], None] = print) -> None:

@@ -9,14 +9,10 @@ from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 from cutlass.memory import SmemAllocator
 
 from scripts.units import tile_map
-from scripts.units.spec import QK, ROW_BYTES, TILE, GatherSpec
+from scripts.units.spec import QK, ROLES, ROW_BYTES, TILE, TRACED_TILES, GatherSpec
 
 STAGES = 2
-ROLES = ("producer", "consumer")
-EVENTS = (("wait for a stage", "gather and convert"), ("wait for a tile", "release"))
-TRACED_TILES = 16
-ANCHORS = len(ROLES)
-"""Row of the timestamps that holds (globaltimer, clock64) at the start and at the end of a CTA."""
+ANCHORS = len(ROLES)  # row of the timestamps that holds (globaltimer, clock64) at the start and at the end of a CTA
 
 
 def _storage(rows: int):

@@ -11,6 +11,10 @@ HALF_BYTES = TILE // 2 * QK * 2  # half a tile as bf16: what a CTA of a cluster 
 CONVERSIONS = ("scaled", "exact")
 TRANSPORTS = ("async", "bulk")
 SCHEDULES = ("qk", "pv", "seesaw")
+# The timestamps of the gather: its roles, the steps of each, and how many tiles have them.
+ROLES = ("producer", "consumer")
+EVENTS = (("wait for a stage", "gather and convert"), ("wait for a tile", "release"))
+TRACED_TILES = 16
 
 
 @dataclass(frozen=True)

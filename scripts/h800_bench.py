@@ -84,7 +84,8 @@ def predicted(
 ) -> list[dict[str, Any]]:
     """The cases with their predictions. They stand in the order of the benchmarks, MLA first."""
     found = []
-    for case, bench in zip(cases, (*mla, *gqa), strict=True):
+    benches: list[bench_mla.DecodeBench | bench_gqa.GqaBench] = [*mla, *gqa]
+    for case, bench in zip(cases, benches, strict=True):
         if isinstance(bench, bench_mla.DecodeBench):
             cycles = bench_mla.predicted_cycles(bench, rates)
             found.append(with_prediction(case, bench_mla.predict(bench, rates=rates), cycles))

@@ -20,15 +20,15 @@ def _storage():
     @cute.struct
     class Shared:
         tile: cute.struct.Align[cute.struct.MemRange[BFloat16, cute.cosize(layout)], 1024]
-        raw: cute.struct.Align[cute.struct.MemRange[Uint8, STAGES * RAW_BYTES], 128]
+        raw: cute.struct.Align[cute.struct.MemRange[Uint8, RAW_BYTES], 128]
 
     return Shared
 
 
 class ConvertKernel:
-    """One warpgroup a CTA, one CTA an SM. Raw tiles and bf16 tiles have two stages each, taken in turn, and threads
-    meet after each tile: so no turn's loads or stores can be left out or moved. Reading the raw tile takes 5 clocks a
-    token of the port of shared memory, beside the conversion.
+    """One warpgroup a CTA, one CTA an SM. bf16 tiles have two stages, taken in turn, and threads meet after each tile:
+    so no turn's loads or stores can be left out or moved. Reading the raw tile takes 5 clocks a token of the port of
+    shared memory, beside the conversion.
     """
 
     def __init__(self, spec: ConvertSpec):
@@ -60,17 +60,16 @@ class ConvertKernel:
         tidx, _, _ = cute.arch.thread_idx()
         cta, _, _ = cute.arch.block_idx()
         smem = SmemAllocator().allocate(_storage())
-        sRaw = cute.make_tensor(smem.raw.data_ptr(), cute.make_layout(STAGES * RAW_BYTES))
-        for stage in cutlass.range_constexpr(STAGES):
-            for i in cutlass.range(tidx, TILE * ROW_BYTES, 128):
-                row, byte = i // ROW_BYTES, i % ROW_BYTES
-                # codes, rope parts and scales of all rows apart: pitches that are multiples of all banks
-                at = row * NOPE + byte
-                if byte >= NOPE:
-                    at = SCALE_AT + row * 16 + byte - NOPE
-                if byte >= NOPE + 16:
-                    at = ROPE_AT + row * 2 * ROPE + byte - NOPE - 16
-                sRaw[stage * RAW_BYTES + at] = mRaw[row, byte]
+        sRaw = cute.make_tensor(smem.raw.data_ptr(), cute.make_layout(RAW_BYTES))
+        for i in cutlass.range(tidx, TILE * ROW_BYTES, 128):
+            row, byte = i // ROW_BYTES, i % ROW_BYTES
+            # codes, rope parts and scales of all rows apart: pitches that are multiples of all banks
+            at = row * NOPE + byte
+            if byte >= NOPE:
+                at = SCALE_AT + row * 16 + byte - NOPE
+            if byte >= NOPE + 16:
+                at = ROPE_AT + row * 2 * ROPE + byte - NOPE - 16
+            sRaw[at] = mRaw[row, byte]
         cute.arch.sync_threads()
 
         row, half, quarter = tile_map.lanes(tidx)
@@ -80,13 +79,12 @@ class ConvertKernel:
         start = cute.arch.clock64()
         for t in cutlass.range(turns, unroll=1):
             stage = t % STAGES
-            first = smem.raw.data_ptr() + cute.assume(stage * RAW_BYTES, divby=128)
             for p in cutlass.range_constexpr(PASSES):
                 r = row + 16 * p
                 places = (*(r * NOPE + segment + 128 * j for j in range(4)), ROPE_AT + r * 2 * ROPE + segment)
                 for j in cutlass.range_constexpr(5):
-                    cute.autovec_copy(self.bytes16(first, places[j]), raw[None, j])
-                cute.autovec_copy(self.bytes16(first, SCALE_AT + r * 16), raw[None, 5])
+                    cute.autovec_copy(self.bytes16(smem.raw.data_ptr(), places[j]), raw[None, j])
+                cute.autovec_copy(self.bytes16(smem.raw.data_ptr(), SCALE_AT + r * 16), raw[None, 5])
                 to = [target[None, None, p, stage] for target in (even, odd, rope)]
                 tile_map.convert(raw, to[0], to[1], to[2][None, 0], self.exact)
             cute.arch.fence_proxy("async.shared", space="cta")

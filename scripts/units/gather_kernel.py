@@ -103,8 +103,8 @@ class GatherKernel:
                 cute.arch.mbarrier_init(full + s, 128)
                 cute.arch.mbarrier_init(empty + s, 128)
         cute.arch.mbarrier_init_fence()
+        self.anchor(mTimes, cta, tidx, 0)  # before the threads meet, so that no role's clock is earlier
         cute.arch.sync_threads()
-        self.anchor(mTimes, cta, tidx, 0)
 
         if warp_idx < 4:
             row, half, quarter = tile_map.lanes(tidx)

@@ -16,7 +16,7 @@ from cute_kernels.budget.model import MlaLaunch, budget, calibrate, predict_gqa,
 from cute_kernels.budget.rates import H200, PUBLISHED_H800, Rates
 from cute_kernels.budget.variants import GQA_VARIANTS, MLA_BUILT, MLA_VARIANTS, Exchange, GqaVariant, MlaVariant, Unit
 from cute_kernels.testing import evidence
-from scripts import bench_gqa, bench_mla
+from scripts import bench_gqa, bench_mla, budget_table, results_table
 
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT = 0.15
@@ -249,6 +249,21 @@ def test_every_recorded_mla_case_is_predicted(record: dict[str, Any]) -> None:
     assert len(cases) >= 17 and far == [], (
         "if the kernel has changed: python scripts/budget_table.py --calibrate says what to write into variants.py"
     )
+
+
+def test_the_page_is_up_to_date(record: dict[str, Any]) -> None:
+    page = (ROOT / "docs" / "budget.md").read_text(encoding="utf-8")
+    assert results_table.fill(page, record) == page, "run python scripts/results_table.py"
+    for part in budget_table.PARTS:
+        assert f"<!-- results:{part}:begin -->" in page
+
+
+def test_the_record_calibrates_to_the_constants(record: dict[str, Any]) -> None:
+    latency, cta = budget_table.calibrated(record)
+    assert latency == pytest.approx(variants.LATENCY_CYCLES, rel=LIMIT)
+    assert cta == pytest.approx(variants.CTA_CYCLES, rel=2 * LIMIT), "a difference of two times"
+    with pytest.raises(ValueError, match="record: has no time of mla_fp8_decode sparse 128x128x2 topk 2048"):
+        budget_table.calibrated({"cases": []})
 
 
 def test_most_cases_are_predicted_much_better(record: dict[str, Any]) -> None:

@@ -228,10 +228,11 @@ def some_cases() -> tuple[list[dict[str, Any]], list[Any], list[Any]]:
     """Every selected case as if it took 10% longer than predicted; one failed."""
     mla = [bench for bench in h800_bench.MLA_CASES if bench.batch != 4]
     gqa = [bench for bench in h800_bench.GQA_CASES if bench.batch == 64]
-    cases = []
-    for bench in (*mla, *gqa):
-        room = bench_mla if isinstance(bench, bench_mla.DecodeBench) else bench_gqa
-        us = 1.1 * room.predict(bench).us  # type: ignore[attr-defined]
+    cases: list[dict[str, Any]] = []
+    benches: list[Any] = [*mla, *gqa]
+    for bench in benches:
+        room: Any = bench_mla if isinstance(bench, bench_mla.DecodeBench) else bench_gqa
+        us = 1.1 * room.predict(bench).us
         speeds = {"TFLOPs": bench.flops / us / 1e6, "GBps": bench.bytes_moved / us / 1e3, "sm_mhz": 1980}
         peers = {"flash_mla": {"us": us * 0.9, "ratio": 0.9}} if room is bench_mla else {}
         cases.append({**bench.key, "us": us, **speeds, "cycles_per_token": 110.0, "peers": peers})
@@ -241,7 +242,7 @@ def some_cases() -> tuple[list[dict[str, Any]], list[Any], list[Any]]:
 
 def test_predictions_stand_beside_cases() -> None:
     cases, mla, gqa = some_cases()
-    found = h800_bench.predicted(cases, mla, gqa, H200)
+    found: list[dict[str, Any]] = h800_bench.predicted(cases, mla, gqa, H200)
     assert found[2] == cases[2], "a failed case has no time and gets none"
     for case in (*found[:2], *found[3:]):
         assert case["model_error"] == pytest.approx(1 / 1.1 - 1, abs=1e-3)
@@ -256,8 +257,8 @@ def test_predictions_stand_beside_cases() -> None:
 
 
 def test_the_clock_is_that_of_the_run() -> None:
-    clocks = [{"op": "mla_fp8_decode", "sm_mhz": mhz} for mhz in (1700, 1980, 1800)]
-    others = [{"op": "gqa_decode", "sm_mhz": 1000}, {"op": "mla_fp8_decode", "failed": "wrong"}]
+    clocks: list[dict[str, Any]] = [{"op": "mla_fp8_decode", "sm_mhz": mhz} for mhz in (1700, 1980, 1800)]
+    others: list[dict[str, Any]] = [{"op": "gqa_decode", "sm_mhz": 1000}, {"op": "mla_fp8_decode", "failed": "wrong"}]
     assert h800_bench.at_clock_of(H200, [*clocks, *others]).sm_mhz == 1800
     assert h800_bench.at_clock_of(H200, others) == H200
 
@@ -315,7 +316,7 @@ def test_output_goes_where_it_belongs(monkeypatch: pytest.MonkeyPatch, tmp_path:
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: sizes)
     options: dict[str, Any] = {"quick": False, "only": None, "no_units": False, "trace": False, "out": None}
     for changed, place in (({}, "results"), ({"quick": True}, "build"), ({"no_units": True}, "build")):
-        status = h800_bench.measure(SimpleNamespace(**{**options, **changed}))  # type: ignore[arg-type]
+        status = h800_bench.measure(SimpleNamespace(**{**options, **changed}))
         assert status == 1, "a case failed"
         record = json.loads((tmp_path / place / "bench_h100" / "bench.json").read_text())
         assert record["card"] == record["rates"]["card"] == machine["card"]

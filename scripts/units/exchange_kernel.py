@@ -96,6 +96,7 @@ class ExchangeKernel:
                         source = cute.make_tensor(smem.source.data_ptr() + at, chunk)
                         target = cute.make_tensor(slot + at, chunk)
                         cute.copy(copy, source, target, mbar_ptr=full + s, cta_rank=peer)
+                    cute.arch.sync_warp()
                 else:
                     target = cute.make_tensor(slot + own, pieces)
                     for i in cutlass.range_constexpr(PIECES):
@@ -108,13 +109,16 @@ class ExchangeKernel:
                     cute.arch.mbarrier_wait(empty + s, last % 2)
             if tidx == 0:
                 mCycles[cta] = cute.arch.clock64() - start
-        elif tidx == 128:
+        elif warp_idx == 4:
             for t in cutlass.range(turns, unroll=1):
                 s, use = t % STAGES, t // STAGES
-                cute.arch.mbarrier_arrive_and_expect_tx(full + s, HALF_BYTES)
+                if tidx == 128:
+                    cute.arch.mbarrier_arrive_and_expect_tx(full + s, HALF_BYTES)
                 cute.arch.mbarrier_wait(full + s, use % 2)
-                # frees a slot and publishes nothing: a relaxed arrival does, .release would cost a fence of the card
-                cute.arch.mbarrier_arrive(empty + s, peer, scope=MemScopeKind.CLUSTER, relaxed=True)
+                cute.arch.sync_warp()  # no lane may fall a use of the slot behind the one that frees it
+                if tidx == 128:
+                    # frees a slot and publishes nothing: a relaxed arrival does, .release costs a fence of the card
+                    cute.arch.mbarrier_arrive(empty + s, peer, scope=MemScopeKind.CLUSTER, relaxed=True)
         cute.arch.cluster_arrive()
         cute.arch.cluster_wait()
 

@@ -18,6 +18,8 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import cute_kernels
+from cute_kernels.budget import model
+from cute_kernels.budget.rates import H200, Rates
 from cute_kernels.gqa import op
 from cute_kernels.gqa.layout_plan import CHUNK_BYTES, LAYOUTS, CacheSizes, scale_shapes
 from cute_kernels.gqa.reference import dequantize, reference_append, reference_gqa_decode
@@ -174,6 +176,11 @@ class GqaBench:
         table = torch.empty((self.batch, sizes.outer // self.batch), device="meta") if self.page_size else None
         case = GqaCase(q=q, **given, layout=self.layout, block_table=table, window=self.window)
         return op.decode_spec(op._Request(**case.arguments(), num_splits=None))
+
+
+def predict(bench: GqaBench, rates: Rates = H200) -> model.Prediction:
+    """What the cycle budget says of a case; see docs/budget.md."""
+    return model.predict_gqa(bench.bytes_moved, bench.spec.cluster > 1, rates)
 
 
 def _cases() -> Iterator[GqaBench]:

@@ -17,6 +17,10 @@ from typing import Any
 import torch
 
 import cute_kernels
+from cute_kernels.budget import model
+from cute_kernels.budget.rates import H200, Rates
+from cute_kernels.budget.variants import MLA_BUILT, MlaVariant
+from cute_kernels.mla.plan import plan_decode
 from cute_kernels.testing import evidence
 from cute_kernels.testing.compare import Comparison, bf16_yardstick, compare, relative_error
 from cute_kernels.testing.inputs import DecodeCase, PoisonedOutput, generator, latent_tokens
@@ -114,6 +118,29 @@ DECODE_CASES = (
 )
 
 
+def launch(bench: DecodeBench, sms: int) -> model.MlaLaunch:
+    """How the planner cuts a case on a card with so many SMs."""
+    sizes = {"batch": bench.batch, "s_q": bench.s_q, "h_q": bench.h_q}
+    plan = plan_decode(sparse=bench.mode == "sparse", max_keys=bench.keys, num_sms=sms, **sizes)
+    cut = {"num_splits": plan.num_splits, "ctas": plan.ctas, "tiles_per_split": plan.tiles_per_split}
+    return model.mla_launch(mode=bench.mode, **sizes, **cut)
+
+
+def predict(bench: DecodeBench, variant: MlaVariant = MLA_BUILT, rates: Rates = H200) -> model.Prediction:
+    """What the cycle budget says of a case; see docs/budget.md."""
+    return model.predict_mla(launch(bench, rates.sms), variant, rates)
+
+
+def predicted_cycles(bench: DecodeBench, rates: Rates = H200) -> float:
+    """The prediction in the unit of "cycles_per_token"."""
+    return round(model.spread_cycles(predict(bench, rates=rates).us, rates.sm_mhz, tokens_spread(bench), rates.sms), 1)
+
+
+def tokens_spread(bench: DecodeBench) -> int:
+    """Keys of all queries, once for each group of 64 heads."""
+    return bench.batch * bench.s_q * bench.keys * -(-bench.h_q // HEADS_PER_CTA)
+
+
 class Caches:
     """The caches that all cases share, made when first asked for."""
 
@@ -208,7 +235,7 @@ def run_decode(
             "GBps": round(gb_per_s, 1),
             "read_fraction": round(gb_per_s / ceilings["read_GBps"], 3),
             "cycles_per_token": _cycles_per_token(bench, timing.us, timing.sm_mhz),
-            "predicted_cycles_per_token": None,
+            "predicted_cycles_per_token": predicted_cycles(bench),
             **({"host_us": round(host_time(calls[0]), 2)} if bench.host else {}),
             "peers": _run_peer(bench, inputs, caches, timing.us, peer, rows, expected),
         }
@@ -285,8 +312,7 @@ def _cycles_per_token(bench: DecodeBench, us: float, sm_mhz: float | None) -> fl
     if sm_mhz is None:
         return None
     sms = torch.cuda.get_device_properties("cuda").multi_processor_count
-    groups = -(-bench.h_q // HEADS_PER_CTA)
-    return round(us * sm_mhz / (bench.batch * bench.s_q * bench.keys * groups / sms), 1)
+    return round(model.spread_cycles(us, sm_mhz, tokens_spread(bench), sms), 1)
 
 
 def _run_peer(

@@ -9,6 +9,7 @@ A pair of markers, `<!-- results:mla:begin -->` and `<!-- results:mla:end -->`, 
     mla           FP8 MLA decoding, its append, the merge
     gqa           every case of GQA decoding and of its append
     gqa-summary   those cases of GQA decoding that have to reach a number
+    budget-...    predictions and their errors, see scripts/budget_table.py
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ ROOT = pathlib.Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # runs from a checkout, installed or not
 
 from cute_kernels.testing import evidence  # noqa: E402
+from scripts import budget_table  # noqa: E402
 
 MARKER = re.compile(r"<!-- results:([a-z-]+):(begin|end) -->")
 NO_RESULTS = "No results are recorded yet: `make gpu-check` on an SM90 GPU writes them."
@@ -104,6 +106,7 @@ PARTS: dict[str, Callable[[Record], list[str]]] = {
     "mla": _mla,
     "gqa": _gqa,
     "gqa-summary": _gqa_summary,
+    **budget_table.PARTS,
 }
 
 

@@ -250,6 +250,7 @@ def test_a_record_without_such_cases_says_so():
         "mla",
         "gqa",
         "gqa-summary",
+        "budget-errors",
     ]
 
 

@@ -1,0 +1,163 @@
+"""Cycles per token, the unit that binds, and microseconds of a call, from a variant's demands and a card's rates."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from cute_kernels.budget.rates import H200, Rates
+from cute_kernels.budget.variants import MLA_BUILT, NOPE_DIM, MlaVariant, Unit
+from cute_kernels.mla.spec import HEADS_PER_CTA, TOKENS_PER_TILE
+
+MERGE_US = 2.0
+"""Of a call with splits, beside the bytes: counting, polling, three round trips to L2 (results/h200.json: 17.3 us for
+32 splits of one tile, of which a CTA takes 11.2 and the bytes 4)."""
+RANGES_US = 7.1
+"""Of a GQA call beside its bytes, where CTAs take ranges of the work list: 16 x 4096 takes 38.2 us, its bytes 31.1."""
+CLUSTER_US = 4.9
+"""The same where a cluster shares a sequence: 1 x 1024 takes 5.35 us, its bytes 0.5."""
+
+
+class Variant(Protocol):
+    """What `budget` needs to know of a kernel."""
+
+    @property
+    def chains(self) -> tuple[tuple[Unit, ...], ...]:
+        """Units whose times add up."""
+
+    def demands(self, rates: Rates, readers: int = 1) -> dict[Unit, float]:
+        """Cycles per token of each unit."""
+
+
+@dataclass(frozen=True)
+class Budget:
+    """Cycles per token: of each unit, of the slowest chain of units, and the unit with the most in that chain."""
+
+    demands: Mapping[Unit, float]
+    cycles: float
+    binds: Unit
+
+
+def budget(variant: Variant, rates: Rates = H200, readers: int = 1) -> Budget:
+    """The cycle budget of a variant. `readers` CTAs read the same row at about the same time."""
+    demands = variant.demands(rates, readers)
+
+    def cycles(chain: tuple[Unit, ...]) -> float:
+        return sum(demands[unit] for unit in chain)
+
+    slowest = max(variant.chains, key=cycles)
+    return Budget(demands, cycles(slowest), max(slowest, key=lambda unit: demands[unit]))
+
+
+@dataclass(frozen=True)
+class MlaLaunch:
+    """How a call of `mla_fp8_decode` is cut: from its plan.
+
+    ctas     that decode
+    tiles    of 64 tokens for each, at most
+    splits   CTAs that share the keys of a query and leave partials
+    rows     batch x s_q x h_q
+    readers  CTAs that read the same row of the cache
+    """
+
+    ctas: int
+    tiles: int
+    splits: int
+    rows: int
+    readers: int = 1
+
+
+def mla_launch(
+    *, mode: str, batch: int, s_q: int, h_q: int, num_splits: int, ctas: int, tiles_per_split: int
+) -> MlaLaunch:
+    """A launch from the sizes of a call and the plan's choices. The queries of a sequence share a dense cache."""
+    readers = -(-h_q // HEADS_PER_CTA) * (s_q if mode == "dense" else 1)
+    return MlaLaunch(ctas, tiles_per_split, num_splits, batch * s_q * h_q, readers)
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Microseconds of a call, and where they go.
+
+    us        all of it
+    tiles_us  the tiles, in all waves
+    ctas_us   what each wave of CTAs takes beside them
+    merge_us  the merge of splits
+    waves     of CTAs over the SMs
+    cycles    per token of a busy SM
+    binds     the unit that decides: one of the budget's, or LATENCY where more than half is no tile's time
+    """
+
+    us: float
+    tiles_us: float
+    ctas_us: float
+    merge_us: float
+    waves: int
+    cycles: float
+    binds: Unit
+
+
+def predict_mla(launch: MlaLaunch, variant: MlaVariant = MLA_BUILT, rates: Rates = H200) -> Prediction:
+    """Time of one call: waves of CTAs, each its fixed part and its tiles, and then the merge."""
+    of_token = budget(variant, rates, launch.readers)
+    waves = math.ceil(launch.ctas / rates.sms)
+    tiles_us = waves * rates.us(launch.tiles * TOKENS_PER_TILE * of_token.cycles)
+    ctas_us = waves * rates.us(variant.cta_cycles)
+    merge_us = 0.0
+    if launch.splits > 1:  # partials of float32 are written once and read once
+        merge_us = MERGE_US + rates.copy_us(2 * launch.splits * launch.rows * NOPE_DIM * 4)
+    binds = of_token.binds if tiles_us >= ctas_us + merge_us else Unit.LATENCY
+    us = tiles_us + ctas_us + merge_us
+    return Prediction(us, tiles_us, ctas_us, merge_us, waves, of_token.cycles, binds)
+
+
+def predict_gqa(nbytes: float, clustered: bool, rates: Rates = H200) -> Prediction:
+    """Time of a call of `gqa_decode`: its bytes at the rate of a stream, and what a call takes beside them.
+
+    Args:
+        nbytes: that the call has to move.
+        clustered: whether a cluster shares a sequence (`GqaDecodeSpec.cluster` above 1).
+        rates: of the card.
+    """
+    bytes_us, rest = rates.read_us(nbytes), CLUSTER_US if clustered else RANGES_US
+    binds = Unit.HBM if bytes_us >= rest else Unit.LATENCY
+    return Prediction(bytes_us + rest, bytes_us, rest, 0.0, 1, 0.0, binds)
+
+
+def spread_cycles(us: float, sm_mhz: float, tokens: float, sms: int) -> float:
+    """SM cycles a token and CTA, had the work been spread evenly over all SMs: comparable with a budget where it is.
+
+    Args:
+        us: of the call.
+        sm_mhz: clock.
+        tokens: keys of all queries, times the groups of 64 heads.
+        sms: of the card.
+    """
+    return us * sm_mhz * sms / tokens
+
+
+def calibrate(
+    long: tuple[MlaLaunch, float], short: tuple[MlaLaunch, float], rates: Rates = H200
+) -> tuple[float, float]:
+    """(latency_cycles, cta_cycles) of a kernel that takes turns, from two launches without splits and their times.
+
+    Two numbers from two measurements; all other cases are predictions.
+
+    Args:
+        long: a launch whose CTAs have many tiles, and its microseconds.
+        short: one whose CTAs have fewer.
+        rates: of the card.
+    """
+    points = []
+    for launch, us in (long, short):
+        if launch.splits != 1:
+            raise ValueError(f"splits: got {launch.splits}, needs a launch without")
+        points.append((launch.tiles * TOKENS_PER_TILE, us * rates.sm_mhz / math.ceil(launch.ctas / rates.sms)))
+    (tokens, cycles), (fewer_tokens, fewer_cycles) = points
+    if tokens <= fewer_tokens:
+        raise ValueError(f"long: its CTAs have {tokens} tokens, needs more than the {fewer_tokens} of short")
+    per_token = (cycles - fewer_cycles) / (tokens - fewer_tokens)
+    tensor = MLA_BUILT.demands(rates, long[0].readers)[Unit.TENSOR]
+    return per_token - tensor, fewer_cycles - per_token * fewer_tokens

@@ -1,0 +1,203 @@
+"""The kernels as demands: what a token costs each unit, variant by variant.
+
+MLA: cycles are per token and CTA of 64 query heads, in tiles of 64 tokens. GQA: per token and KV head.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+from cute_kernels.budget.rates import Rates
+from cute_kernels.gqa.spec import ITEMSIZE, SCALES
+from cute_kernels.mla.spec import HEADS_PER_CTA, TOKENS_PER_TILE
+
+NOPE_DIM, ROPE_DIM = 512, 64
+QK_DIM = NOPE_DIM + ROPE_DIM
+TOKEN_BYTES = 656  # 512 fp8 codes, 4 float32 scales, 64 bf16 values
+OPERAND_BYTES = 2 * QK_DIM  # of a token as bf16
+
+
+class Unit(enum.Enum):
+    """What a token needs time of."""
+
+    TENSOR = "tensor core"
+    POWER = "tensor core, sustained"  # the same products at the clock that a long matrix product can hold
+    SMEM = "shared memory"
+    CONVERSION = "conversion"
+    GATHER = "gather"  # waiting for rows that were asked for too late
+    DSM = "DSM"
+    HBM = "HBM"
+    LATENCY = "latency"  # of a chain in which nothing overlaps; calibrated, not derived
+
+    def __str__(self) -> str:
+        return self.value
+
+
+class Exchange(enum.Enum):
+    """What the two CTAs of a cluster send each other for every second token."""
+
+    NOTHING = "nothing"
+    BF16_ASYNC = "bf16, st.async"
+    BF16_BULK = "bf16, bulk copy"
+    RAW_BULK = "raw bytes, bulk copy"
+
+
+@dataclass(frozen=True)
+class MlaVariant:
+    """One way to build the MLA decoding kernel.
+
+    name            as tables print it
+    exchange        NOTHING: no cluster, every CTA gathers and converts all tokens of its tiles
+    rows_in_flight  rows that a CTA's producer has asked for and not yet received
+    latency_cycles  per token, that the tensor core waits because QK, softmax and PV of a tile follow one another, tile
+                    after tile: calibrated. 0 where it never waits, which is a bound and no forecast
+    cta_cycles      of a CTA beside its tiles (first rows, Q, epilogue): calibrated
+    built           whether this package has it: the others are predictions
+    """
+
+    name: str
+    exchange: Exchange = Exchange.NOTHING
+    rows_in_flight: int = 32
+    latency_cycles: float = 0.0
+    cta_cycles: float = 0.0
+    built: bool = False
+
+    @property
+    def cluster(self) -> int:
+        """CTAs that share the rows of a tile."""
+        return 1 if self.exchange is Exchange.NOTHING else 2
+
+    @property
+    def chains(self) -> tuple[tuple[Unit, ...], ...]:
+        """Units whose times add up, because one role uses them one after the other. Chains run beside each other."""
+        # the producer's registers hold a row from its loads to its conversion, so the two do not overlap
+        roles = (Unit.TENSOR, Unit.LATENCY), (Unit.CONVERSION, Unit.GATHER)
+        return (*roles, *((unit,) for unit in (Unit.POWER, Unit.SMEM, Unit.DSM, Unit.HBM)))
+
+    def demands(self, rates: Rates, readers: int = 1) -> dict[Unit, float]:
+        """Cycles per token of each unit.
+
+        Args:
+            rates: of the card.
+            readers: CTAs that read the same row at about the same time: the first from HBM, the others from L2 or,
+                in a cluster, from each other.
+        """
+        if readers < self.cluster:
+            raise ValueError(f"readers: got {readers}; {self.name} shares rows between {self.cluster} CTAs")
+        flops = HEADS_PER_CTA * (QK_DIM + NOPE_DIM) * 2
+        gathered = 1 / self.cluster
+        converted = 1 if self.exchange is Exchange.RAW_BULK else gathered
+        sent = {
+            Exchange.NOTHING: 0.0,
+            Exchange.BF16_ASYNC: OPERAND_BYTES / 2 / rates.dsm_async_bytes,
+            Exchange.BF16_BULK: OPERAND_BYTES / 2 / rates.dsm_bulk_bytes,
+            Exchange.RAW_BULK: TOKEN_BYTES / 2 / rates.dsm_bulk_bytes,
+        }[self.exchange]
+        return {
+            Unit.TENSOR: rates.tensor_cycles(flops),
+            Unit.POWER: rates.sustained_cycles(flops),
+            Unit.SMEM: rates.smem_cycles(self._smem_bytes()),
+            Unit.CONVERSION: rates.conversion_cycles(NOPE_DIM) * converted,
+            Unit.GATHER: rates.row_cycles / self.rows_in_flight * gathered,
+            Unit.DSM: sent,
+            Unit.HBM: rates.read_cycles(TOKEN_BYTES / readers),
+            Unit.LATENCY: self.latency_cycles,
+        }
+
+    def _smem_bytes(self) -> float:
+        """Bytes of a token through the port of shared memory."""
+        # m64n64k16 with both operands there: 2 KB of Q and 2 KB of K, 36 times a tile
+        qk = (2048 + 2048) * (QK_DIM // 16) / TOKENS_PER_TILE
+        pv = 2 * NOPE_DIM  # each value once; P of the own tiles comes from registers
+        p = 2 * 2 * HEADS_PER_CTA  # P written for the other warpgroup, and read by it
+        written = OPERAND_BYTES  # the converted token, wherever it was made
+        exchanged = {
+            Exchange.NOTHING: 0.0,
+            Exchange.BF16_ASYNC: 0.0,  # sent from registers
+            Exchange.BF16_BULK: OPERAND_BYTES / 2,  # the copy engine reads what was made here
+            Exchange.RAW_BULK: 2.5 * TOKEN_BYTES,  # raw token written and read, its half read once more to be sent
+        }[self.exchange]
+        return qk + pv + p + written + exchanged
+
+
+# What results/h200.json (2026-11-21) shows: batch 128, 128 heads, s_q 2, topk 2048 in 449.4 us (4 waves of 32 tiles)
+# and s_q 4, topk 512 in 272.3 us (8 waves of 8 tiles). `model.calibrate` gives both numbers from these two.
+LATENCY_CYCLES, CTA_CYCLES = 66.9, 15_700.0
+
+TURNS = MlaVariant(
+    "no cluster, one tile after the other",
+    latency_cycles=LATENCY_CYCLES,
+    cta_cycles=CTA_CYCLES,
+    built=True,
+)
+# Where no consumer waits: what a kernel could reach, not what one has shown. The fixed part of a CTA is taken over from
+# the built one; 64 rows in flight need registers for four passes of 16, which the journal's version 3a had.
+OVERLAPPED_32 = MlaVariant("no cluster, tiles overlapped, 32 rows in flight", cta_cycles=CTA_CYCLES)
+OVERLAPPED = MlaVariant("no cluster, tiles overlapped, 64 rows in flight", rows_in_flight=64, cta_cycles=CTA_CYCLES)
+CROSSOVER_ASYNC = MlaVariant("crossover of bf16 by st.async", Exchange.BF16_ASYNC, 64, cta_cycles=CTA_CYCLES)
+CROSSOVER_BULK = MlaVariant("crossover of bf16 by bulk copy", Exchange.BF16_BULK, 64, cta_cycles=CTA_CYCLES)
+CROSSOVER_RAW = MlaVariant("crossover of raw bytes by bulk copy", Exchange.RAW_BULK, 64, cta_cycles=CTA_CYCLES)
+
+MLA_VARIANTS = (TURNS, OVERLAPPED_32, OVERLAPPED, CROSSOVER_ASYNC, CROSSOVER_BULK, CROSSOVER_RAW)
+MLA_BUILT = TURNS
+"""What `mla_fp8_decode` runs."""
+
+
+@dataclass(frozen=True)
+class GqaVariant:
+    """A cache that `gqa_decode` reads.
+
+    kv_dtype     "int8", "float8_e4m3fn", "bfloat16" or "float16"
+    scales       a key of `cute_kernels.gqa.spec.SCALES`, for K and V alike
+    d            head dimension
+    columns      query rows that a CTA multiplies at a time
+    scale_bytes  of one scale
+    """
+
+    kv_dtype: str = "int8"
+    scales: str = "none"
+    d: int = 128
+    columns: int = 8
+    scale_bytes: int = 2
+
+    @property
+    def name(self) -> str:
+        """As tables print it."""
+        scales = {"none": "no scales of tokens", "head": "scales of heads", "token": "scales of tokens and heads"}
+        return f"{self.kv_dtype}, {scales.get(self.scales, f'scales of groups of {SCALES[self.scales]}')}"
+
+    @property
+    def bytes_per_token(self) -> float:
+        """Of a token's key and value in one head, scales included."""
+        size = SCALES[self.scales]
+        scales = self.d // size if size > 1 else size if self.scales == "token" else 0
+        return 2 * (self.d * ITEMSIZE[self.kv_dtype] + scales * self.scale_bytes)
+
+    @property
+    def chains(self) -> tuple[tuple[Unit, ...], ...]:
+        """Every unit by itself: eight warps with tiles of their own keep them busy side by side."""
+        return tuple((unit,) for unit in (Unit.TENSOR, Unit.SMEM, Unit.CONVERSION, Unit.HBM))
+
+    def demands(self, rates: Rates, readers: int = 1) -> dict[Unit, float]:
+        """Cycles per token and KV head of each unit; `readers` CTAs share a read from HBM."""
+        values = 2 * self.d
+        # A mask (64 lanes a clock on SM90) makes a pair of int8 into float16, a subtraction (256 values a clock) makes
+        # it exact; e4m3 has one instruction for a pair, at 64 values a clock; 16-bit numbers are operands as they are.
+        per_value = {"int8": 1 / 128 + 1 / 256, "float8_e4m3fn": 1 / 64}.get(self.kv_dtype, 0.0)
+        return {
+            Unit.TENSOR: rates.tensor_cycles(2 * values * self.columns),
+            # TMA writes the bytes and ldmatrix reads them
+            Unit.SMEM: rates.smem_cycles(2 * self.bytes_per_token),
+            Unit.CONVERSION: values * per_value,
+            Unit.HBM: rates.read_cycles(self.bytes_per_token / readers),
+        }
+
+
+GQA_VARIANTS = (
+    GqaVariant(),
+    GqaVariant(scales="token"),
+    GqaVariant(scales="group32"),
+    GqaVariant("float8_e4m3fn"),
+    GqaVariant("bfloat16"),
+)

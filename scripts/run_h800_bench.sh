@@ -1,0 +1,15 @@
+#!/usr/bin/env bash
+# Finds a Python that has what scripts/h800_bench.py needs, and runs it: see there, or --help. Without a GPU torch and
+# einops are enough.
+#
+#   usage: scripts/run_h800_bench.sh [--quick] [--only REGEX] [--no-units] [--trace] [--out DIR]
+set -euo pipefail
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+
+for python in "$root/.venv/bin/python" python3 python; do
+  if command -v "$python" >/dev/null && "$python" -c 'import torch, einops' 2>/dev/null; then
+    exec "$python" "$root/scripts/h800_bench.py" "$@"
+  fi
+done
+echo "No Python with torch and einops was found: 'make demo' sets up .venv, or pip install $root" >&2
+exit 1

@@ -1,14 +1,16 @@
 """The launches behind `sink_attention` on a GPU: what they are given, and what they have to leave behind.
 
-`op.py` has checked all arguments, allocated all outputs and answered the calls without any query or key itself; here
-kernels are planned, loaded and started on the current stream of the tensors' device.
+`op.py` has checked all arguments, allocated all outputs and answered the calls without any query or key itself. As long
+as there is no kernel for SM90 here, plain torch does the work on the tensors' device, in float32: right, and slow.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import torch
+
+from cute_kernels.sink.reference import reference_sink_attention, reference_sink_attention_backward
 
 
 class SinkRequest(NamedTuple):
@@ -54,7 +56,9 @@ def launch_forward(request: SinkRequest, out: torch.Tensor, lse: torch.Tensor) -
     lse -inf. A sink of +inf gives out 0 and leaves lse as it is. What tokens of another sequence hold, NaN included,
     reaches neither.
     """
-    _missing("forward")
+    result, result_lse = reference_sink_attention(**_arguments(request), dtype=torch.float32)
+    out.copy_(result)
+    lse.copy_(result_lse)
 
 
 def launch_backward(
@@ -83,11 +87,13 @@ def launch_backward(
 
     With `request.deterministic` the same call gives the same bits in all four.
     """
-    _missing("backward")
+    gradients = reference_sink_attention_backward(dout, **_arguments(request), dtype=torch.float32)
+    for target, gradient in zip((dq, dk, dv, ds_aux), gradients, strict=True):
+        if target is not None and gradient is not None:
+            target.copy_(gradient)
 
 
-def _missing(which: str) -> NoReturn:
-    raise RuntimeError(
-        f"sink_attention: the {which} kernel for SM90 is missing in this version; on a GPU only calls without "
-        "gradients and with few query tokens run (by the kernel of gqa_decode), on the CPU all of them"
-    )
+def _arguments(request: SinkRequest) -> dict[str, Any]:
+    arguments = request._asdict()
+    del arguments["deterministic"]  # as plain torch is
+    return arguments

@@ -30,7 +30,7 @@ PROJECT = {
     "plan": {"budget", "plan", "spec"},
     "reference": {"fp8_mla", "plan", "reference"},
     "runtime": {"runtime"},
-    "launch": {"launch", "plan", "runtime", "spec"},
+    "launch": {"reference", "launch", "plan", "runtime", "spec"},
     "op": {"fp8_mla", "launch", "op", "plan", "reference", "runtime", "spec"},
     "budget": {"budget", "spec"},
     "compat": {"compat", "fp8_mla", "op", "plan", "public", "runtime", "spec"},

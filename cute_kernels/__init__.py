@@ -1,9 +1,10 @@
-"""Attention-decoding kernels for NVIDIA Hopper in the CUTLASS CuTe DSL.
+"""Attention kernels for NVIDIA Hopper in the CUTLASS CuTe DSL.
 
     from cute_kernels import mla_fp8_decode   # FP8 MLA decoding over the 656-byte token format
     from cute_kernels import mla_fp8_append   # quantize new tokens and write them to their slots
     from cute_kernels import gqa_decode       # GQA decoding over an INT8, FP8 or 16-bit KV cache
     from cute_kernels import kv_int8_append   # quantize new K and V and write them to their slots
+    from cute_kernels import sink_attention   # prefill and training with sinks and a sliding window, differentiable
     from cute_kernels import merge_states     # combine (out, lse) pairs of disjoint key sets
 
 Importing this package needs no GPU, no CUDA library and no cutlass: names are loaded when they are first used.
@@ -18,8 +19,9 @@ if TYPE_CHECKING:
     from cute_kernels.merge.op import merge_states
     from cute_kernels.mla.append_op import mla_fp8_append
     from cute_kernels.mla.op import mla_fp8_decode
+    from cute_kernels.sink.op import sink_attention
 
-__all__ = ["gqa_decode", "kv_int8_append", "merge_states", "mla_fp8_append", "mla_fp8_decode"]
+__all__ = ["gqa_decode", "kv_int8_append", "merge_states", "mla_fp8_append", "mla_fp8_decode", "sink_attention"]
 __version__ = "0.1.0"
 
 _MODULES = {
@@ -28,6 +30,7 @@ _MODULES = {
     "merge_states": "cute_kernels.merge.op",
     "mla_fp8_append": "cute_kernels.mla.append_op",
     "mla_fp8_decode": "cute_kernels.mla.op",
+    "sink_attention": "cute_kernels.sink.op",
 }
 
 

@@ -12,12 +12,19 @@ _library = torch.library.Library(NAMESPACE, "FRAGMENT")
 
 
 def register_op(
-    name: str, schema: str, implementation: Callable[..., Any], fake: Callable[..., Any]
+    name: str,
+    schema: str,
+    implementation: Callable[..., Any],
+    fake: Callable[..., Any],
+    *,
+    backward: Callable[..., Any] | None = None,
+    setup_context: Callable[..., None] | None = None,
 ) -> Callable[..., Any]:
     """Registers `torch.ops.cute_kernels.<name>` for CPU and CUDA tensors and returns what callers use.
 
-    The returned function takes the operator's arguments. It calls the implementation itself in eager mode, which saves
-    the 7 us of torch's dispatcher, and the operator while torch.compile or torch.export traces.
+    The returned function takes the operator's arguments, all positional if it is differentiable. It calls the
+    implementation itself in eager mode, which saves the 7 us of torch's dispatcher, and the operator while
+    torch.compile or torch.export traces, or where autograd has to see the call.
 
     Args:
         name: the operator's name, without namespace.
@@ -25,16 +32,26 @@ def register_op(
             written carry an alias mark, else torch.compile drops or reorders the call. An output must not be an input.
         implementation: runs it. Called with real tensors.
         fake: the same signature; returns empty tensors of the right shape and dtype, or None for "-> ()".
+        backward: backward(ctx, *gradients of the results) returns a gradient, or None, for each argument. It is traced
+            as well, so it calls operators (`torch.ops`) and no implementation. Not for operators that write to tensors.
+        setup_context: setup_context(ctx, inputs, output) keeps what `backward` needs.
     """
     _library.define(f"{name}{schema}", tags=(torch.Tag.pt2_compliant_tag,))
     for key in ("CPU", "CUDA"):
         _library.impl(name, implementation, key)
     torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=_library)
     op = getattr(getattr(torch.ops, NAMESPACE), name).default
+    if backward is not None:
+        torch.library.register_autograd(f"{NAMESPACE}::{name}", backward, setup_context=setup_context, lib=_library)
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or (backward is not None and needs_grad(*args)):
             return op(*args, **kwargs)
         return implementation(*args, **kwargs)
 
     return call
+
+
+def needs_grad(*args: Any) -> bool:
+    """Whether autograd would record an operation on these arguments."""
+    return torch.is_grad_enabled() and any(isinstance(t, torch.Tensor) and t.requires_grad for t in args)

@@ -17,7 +17,7 @@ MODULES = {
 # Directories of cute_kernels that are no rooms: one layer each.
 SHARED = ("budget", "compat", "device", "integrations", "runtime", "testing")
 # The files of a room, by name or by the end of it: append_kernel.py is a kernel.
-ROOM_FILES = ("kernel", "op", "plan", "reference", "spec")
+ROOM_FILES = ("kernel", "launch", "op", "plan", "reference", "spec")
 
 # What each layer may import of this project.
 PROJECT = {
@@ -30,7 +30,8 @@ PROJECT = {
     "plan": {"budget", "plan", "spec"},
     "reference": {"fp8_mla", "plan", "reference"},
     "runtime": {"runtime"},
-    "op": {"fp8_mla", "op", "plan", "reference", "runtime", "spec"},
+    "launch": {"reference", "launch", "plan", "runtime", "spec"},
+    "op": {"fp8_mla", "launch", "op", "plan", "reference", "runtime", "spec"},
     "budget": {"budget", "spec"},
     "compat": {"compat", "fp8_mla", "op", "plan", "public", "runtime", "spec"},
     "integrations": {"compat", "fp8_mla", "integrations", "op", "plan", "public", "runtime", "spec"},
@@ -46,6 +47,7 @@ OUTSIDE: dict[str, set[str]] = {
     "kernel": DSL,
     "reference": TORCH,
     "runtime": TORCH | DSL | {"tvm_ffi"},
+    "launch": TORCH,
     "op": TORCH,
     "compat": TORCH,
     "integrations": TORCH | {"transformers", "vllm"},
@@ -105,7 +107,19 @@ def test_imports_go_one_way(module: str) -> None:
 
 def test_every_layer_is_looked_at() -> None:
     layers = {layer(module) for module in MODULES}
-    assert {"fp8_mla", "public", "room", "spec", "kernel", "plan", "op", "device", "runtime", "compat"} <= layers
+    assert {
+        "fp8_mla",
+        "public",
+        "room",
+        "spec",
+        "kernel",
+        "plan",
+        "launch",
+        "op",
+        "device",
+        "runtime",
+        "compat",
+    } <= layers
 
 
 @pytest.mark.parametrize(
@@ -127,6 +141,9 @@ def test_every_layer_is_looked_at() -> None:
         ("cute_kernels.mla.op", "import cute_kernels"),
         ("cute_kernels.mla.plan", "from cute_kernels.mla.op import mla_fp8_decode"),
         ("cute_kernels.mla.plan", "import torch"),
+        ("cute_kernels.sink.launch", "from cute_kernels.sink.op import sink_attention"),
+        ("cute_kernels.sink.launch", "from cute_kernels.sink.kernel import ForwardKernel"),
+        ("cute_kernels.sink.plan", "from cute_kernels.sink.launch import SinkRequest"),
         ("cute_kernels.mla.spec", "from cute_kernels.mla.plan import plan_decode"),
         ("cute_kernels.mla.spec", "import cutlass"),
         ("cute_kernels.device.wgmma", "from cute_kernels.mla.spec import HEADS_PER_CTA"),

@@ -31,9 +31,33 @@ def fake_halved(x: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(x)
 
 
+def cubed(x: torch.Tensor, exponent: int) -> torch.Tensor:
+    calls.append("implementation")
+    return x**exponent
+
+
+def keep_for_cubed(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    ctx.save_for_backward(inputs[0])
+    ctx.exponent = inputs[1]
+
+
+def backward_of_cubed(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+    calls.append("backward")
+    (x,) = ctx.saved_tensors
+    return gradient * ctx.exponent * x ** (ctx.exponent - 1), None
+
+
 SCHEMA = "(Tensor x, Tensor(a!) out, Tensor(b!)? lse, float alpha) -> ()"
 scale_op = ops.register_op("test_scale_into", SCHEMA, scale_into, fake_scale_into)
 halved_op = ops.register_op("test_halved", "(Tensor x) -> Tensor", halved, fake_halved)
+cubed_op = ops.register_op(
+    "test_cubed",
+    "(Tensor x, int exponent) -> Tensor",
+    cubed,
+    lambda x, exponent: torch.empty_like(x),
+    backward=backward_of_cubed,
+    setup_context=keep_for_cubed,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -104,6 +128,26 @@ def test_schema_says_what_is_written(with_lse: bool) -> None:
     arguments: tuple[Any, ...] = (torch.randn(3, 4), torch.empty(3, 4), lse, 0.5)
     utilities = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
     torch.library.opcheck(torch.ops.cute_kernels.test_scale_into.default, arguments, test_utils=utilities)
+
+
+@pytest.mark.parametrize("compiles", [False, True])
+def test_a_differentiable_operator_has_gradients(compiles: bool) -> None:
+    function: Any = torch.compile(cubed_op, fullgraph=True, backend="aot_eager") if compiles else cubed_op
+    x = torch.randn(5, requires_grad=True)
+    out = function(x, 3)
+    torch.testing.assert_close(torch.autograd.grad(out.sum(), x), (3 * x.detach() ** 2,))
+    assert calls.count("backward") == 1
+
+
+def test_a_differentiable_operator_goes_through_the_dispatcher_for_gradients_only() -> None:
+    x = torch.randn(5, requires_grad=True)
+    for wants, arguments in ((True, x), (False, x.detach())):
+        with torch.profiler.profile() as profile:
+            assert cubed_op(arguments, 3).requires_grad == wants
+        assert any("test_cubed" in event.key for event in profile.key_averages()) == wants
+    with torch.no_grad(), torch.profiler.profile() as profile:
+        assert not cubed_op(x, 3).requires_grad
+    assert not any("test_cubed" in event.key for event in profile.key_averages())
 
 
 def test_a_name_is_taken_once() -> None:

@@ -1,0 +1,1 @@
+"""Prefill and training attention with sinks and a sliding window, differentiable, and the way to the decode kernel."""

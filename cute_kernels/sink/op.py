@@ -1,0 +1,414 @@
+"""`sink_attention`: checks, the choice of a kernel, and the operators that torch differentiates and traces."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from cute_kernels.gqa.op import gqa_decode
+from cute_kernels.runtime.arch import require_sm90
+from cute_kernels.runtime.checks import check_tensor, fail, require
+from cute_kernels.runtime.ops import needs_grad, register_op
+from cute_kernels.sink.launch import SinkRequest, launch_backward, launch_forward
+from cute_kernels.sink.plan import route
+from cute_kernels.sink.reference import reference_sink_attention, reference_sink_attention_backward
+
+DTYPES = (torch.bfloat16, torch.float16)
+HEAD_DIMS = (64, 128)
+ALIGN = 16  # bytes, of rows and addresses: what TMA asks for
+MAX_TOKENS = 2**30
+"""Fewer than these, so that differences of positions fit into 32 bits."""
+_CODES = tuple(
+    getattr(torch, name)
+    for name in ("int8", "uint8", "int16", "int32", "int64", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz",
+                 "float8_e5m2fnuz", "float8_e8m0fnu", "float4_e2m1fn_x2")
+)  # fmt: skip
+_AUTOCAST = (torch.float32, *DTYPES)
+
+
+class _Call(NamedTuple):
+    """The arguments of one call, as the forward operator takes them."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    s_aux: torch.Tensor | None
+    cu_seqlens_q: torch.Tensor | None
+    cu_seqlens_k: torch.Tensor | None
+    causal: bool
+    window: int | None
+    softmax_scale: float | None
+    deterministic: bool
+    differentiable: bool
+
+
+def sink_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    s_aux: torch.Tensor | None = None,
+    *,
+    causal: bool = True,
+    window: int | None = None,
+    softmax_scale: float | None = None,
+    cu_seqlens_q: torch.Tensor | None = None,
+    cu_seqlens_k: torch.Tensor | None = None,
+    deterministic: bool = False,
+    return_lse: bool = False,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Attention for prefill and training, with a learned sink per head and a sliding window; MHA, GQA and MQA.
+
+    Query head h reads head ``h // (h_q // h_kv)`` of k and v, which are not copied. The queries are the last tokens of
+    their sequence: query j stands at position ``s_k - s_q + j``.
+
+    Differentiable in q, k, v and s_aux, once. Traces under torch.compile without a graph break. Under autocast q, k and
+    v are cast to its dtype and s_aux to float32. Calls without gradients and with few query tokens run the kernel of
+    `gqa_decode`. CPU tensors run the reference, with float64 inside.
+
+    Args:
+        q: (batch, s_q, h_q, d) bfloat16 or float16, d 64 or 128; packed (tokens, h_q, d). Rows contiguous, addresses
+            and all other strides multiples of 16 bytes.
+        k: (batch, s_k, h_kv, d), q's dtype, h_q a multiple of h_kv; packed (tokens, h_kv, d). Rows as q's.
+        v: the same shape and dtype; strides may differ.
+        s_aux: (h_q,) float32, a logit per head in natural-log units that joins the softmax denominator alone and is not
+            multiplied by softmax_scale. -inf is no sink, +inf makes the output 0.
+        causal: a query does not see tokens behind its own. With s_q > s_k the first queries see none.
+        window: so many tokens up to and with its own are seen at most; at least 1. Without `causal` it hides nothing
+            behind the query.
+        softmax_scale: default d ** -0.5.
+        cu_seqlens_q: (batch + 1,) int32, contiguous: sequence i has the tokens from cu_seqlens_q[i] to before
+            cu_seqlens_q[i + 1] of a packed q. Begins with 0, never decreases, ends with the number of tokens. What it
+            holds is read once for each tensor and change of it, which waits for the GPU; not under graph capture.
+        cu_seqlens_k: the same for k and v.
+        deterministic: gradients have the same bits in the same call; also where torch.use_deterministic_algorithms
+            asks for it. The output always has.
+        return_lse: also return the log-sum-exp.
+
+    Returns:
+        out of q's shape and dtype; with `return_lse` also lse, (batch, s_q, h_q) or packed (tokens, h_q), float32,
+        natural log, without the sink. No gradient goes through lse. A query without keys has out 0, lse -inf and
+        gradient 0.
+
+    Raises:
+        TypeError, ValueError: before any launch, naming the argument, what it got and what it needs.
+    """
+    device_type = q.device.type if isinstance(q, torch.Tensor) else None
+    if device_type in ("cpu", "cuda") and torch.is_autocast_enabled(device_type):
+        dtype = torch.get_autocast_dtype(device_type)
+        q, k, v = _cast(q, dtype), _cast(k, dtype), _cast(v, dtype)
+        s_aux = _cast(s_aux, torch.float32)
+    if deterministic is False:
+        deterministic = torch.are_deterministic_algorithms_enabled()
+    differentiable = needs_grad(q, k, v, s_aux)
+    call = _Call(
+        q, k, v, s_aux, cu_seqlens_q, cu_seqlens_k, causal, window, softmax_scale, deterministic, differentiable
+    )  # fmt: skip
+    if not torch.compiler.is_compiling():
+        if differentiable:  # or the dispatcher would speak first, and of types alone
+            _check(call)
+        elif isinstance(q, torch.Tensor) and q.is_cuda:
+            try:
+                if _decodes(call):
+                    _check_numbers(call)
+                    return _decode(call, return_lse)
+            except Exception:  # checks in Python take as long as the call, so they say why and not whether
+                _check(call)
+                raise
+    out, lse = _forward(*call)
+    return (out, lse) if return_lse else out
+
+
+def _cast(t: Any, dtype: torch.dtype) -> Any:
+    return t.to(dtype) if isinstance(t, torch.Tensor) and t.dtype in _AUTOCAST else t
+
+
+# ---- checks
+
+
+def _check(call: _Call) -> None:
+    """Raises what is wrong with the arguments, by name."""
+    q, k, v, s_aux, cu_seqlens_q, cu_seqlens_k, *_ = call
+    lengths = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
+    packed = any(t is not None for t in lengths.values())
+    ndim = 3 if packed else 4
+    check_tensor("q", q, dtype=DTYPES)
+    how = "(tokens, h_q, d) with cu_seqlens" if packed else "(batch, s_q, h_q, d), or cu_seqlens_q and cu_seqlens_k"
+    require(q.dim() == ndim, "q", f"{q.dim()} dimensions, shape {tuple(q.shape)}", f"{ndim}: {how}")
+    check_tensor("q", q, align=ALIGN, unit_last_stride=True)
+    h_q, d = q.shape[-2:]
+    device = q.device
+    require(d in HEAD_DIMS, "q", f"head dimension {d}", " or ".join(map(str, HEAD_DIMS)))
+    for name, t in (("k", k), ("v", v)):
+        if isinstance(t, torch.Tensor) and t.dtype in _CODES:
+            needs = f"{q.dtype}, that of q: codes have no gradient and no scale here; gqa_decode reads them"
+            fail(name, f"dtype {t.dtype}", needs, TypeError)
+        check_tensor(name, t, dtype=q.dtype, ndim=ndim, device=device, align=ALIGN, unit_last_stride=True)
+    h_kv = k.shape[-2]
+    need = (None, None, d) if packed else (q.shape[0], None, None, d)
+    check_tensor("k", k, shape=need)
+    check_tensor("v", v, shape=tuple(k.shape))
+    good = h_kv > 0 and h_q > 0 and h_q % h_kv == 0
+    require(good, "q", f"{h_q} heads", f"a multiple of the {h_kv} heads of k, at least one")
+    for name, t in (("q", q), ("k", k)):
+        tokens = t.shape[-3]
+        require(tokens < MAX_TOKENS, name, f"{tokens} tokens", f"fewer than {MAX_TOKENS}")
+    if s_aux is not None:
+        check_tensor("s_aux", s_aux, dtype=torch.float32, shape=(h_q,), device=device, unit_last_stride=True)
+    _check_numbers(call)
+    if packed:
+        for name, cu_seqlens in lengths.items():
+            needs = "a tensor: sequences of queries and of keys are packed, or neither"
+            require(cu_seqlens is not None, name, None, needs)
+            check_tensor(name, cu_seqlens, dtype=torch.int32, ndim=1, device=device, unit_last_stride=True)
+        assert cu_seqlens_q is not None and cu_seqlens_k is not None
+        check_tensor("cu_seqlens_k", cu_seqlens_k, shape=tuple(cu_seqlens_q.shape))
+    if device.type != "cpu":
+        require_sm90("q", device)
+    if cu_seqlens_q is not None and cu_seqlens_k is not None:
+        _check_lengths("cu_seqlens_q", cu_seqlens_q, q.shape[0])
+        _check_lengths("cu_seqlens_k", cu_seqlens_k, k.shape[0])
+
+
+def _check_numbers(call: _Call) -> None:
+    for name, flag in (("causal", call.causal), ("deterministic", call.deterministic)):
+        require(isinstance(flag, bool), name, type(flag).__name__, "a bool", TypeError)
+    window, scale = call.window, call.softmax_scale
+    if window is not None:
+        is_int = isinstance(window, int) and not isinstance(window, bool)
+        require(is_int, "window", type(window).__name__, "an int", TypeError)
+        require(window >= 1, "window", window, "at least 1: a window shows a query its own token")
+    if scale is not None:
+        is_number = isinstance(scale, (int, float)) and not isinstance(scale, bool)
+        require(is_number, "softmax_scale", type(scale).__name__, "a number", TypeError)
+
+
+_checked_lengths: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+"""Tensors whose contents were looked at: their version then, and the tokens that they add up to."""
+
+
+def _check_lengths(name: str, cu_seqlens: torch.Tensor, tokens: int) -> None:
+    """Looks at the contents, which are on the device: once for each tensor and version of it.
+
+    All layers of a model share their lengths, so that is one wait a step. Under capture it cannot be done. A tensor of
+    inference mode has no version, so only its first contents are seen.
+    """
+    if cu_seqlens.is_cuda and torch.cuda.is_current_stream_capturing():
+        return
+    version = 0 if cu_seqlens.is_inference() else cu_seqlens._version
+    if _checked_lengths.get(cu_seqlens) == (version, tokens):
+        return
+    borders = cu_seqlens.tolist()
+    needs = f"0 first, no decrease, and the number of tokens, {tokens}, last"
+    require(bool(borders), name, "no element", needs)
+    require(borders[0] == 0, name, f"{borders[0]} first", needs)
+    for i in range(1, len(borders)):
+        if borders[i] < borders[i - 1]:
+            fail(name, f"{borders[i]} behind {borders[i - 1]} at index {i}", needs)
+    require(borders[-1] == tokens, name, f"{borders[-1]} last", needs)
+    _checked_lengths[cu_seqlens] = (version, tokens)
+
+
+# ---- decoding
+
+
+def _decodes(call: _Call) -> bool:
+    """Whether the call goes to `gqa_decode`, whose results are deterministic."""
+    q, k = call.q, call.k
+    if q.dim() != 4 or k.dim() != 4:
+        return False
+    chosen = route(
+        s_q=q.shape[1],
+        s_k=k.shape[1],
+        h_q=q.shape[2],
+        h_kv=k.shape[2],
+        d=q.shape[3],
+        dtype=str(q.dtype).removeprefix("torch."),
+        window=call.window,
+        packed=call.cu_seqlens_q is not None or call.cu_seqlens_k is not None,
+        differentiable=call.differentiable,
+    )
+    return chosen == "decode"
+
+
+def _decode(call: _Call, return_lse: bool) -> Any:
+    return gqa_decode(
+        call.q,
+        call.k,
+        call.v,
+        layout="BSNH",
+        causal=call.causal,
+        window=call.window,
+        s_aux=call.s_aux,
+        softmax_scale=call.softmax_scale,
+        return_lse=return_lse,
+    )
+
+
+# ---- operators
+
+
+def _run_forward(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """The forward operator."""
+    call = _Call(*arguments)
+    _check(call)
+    if call.q.is_cuda:
+        return _forward_on_gpu(call)
+    out, lse = reference_sink_attention(
+        call.q,
+        call.k,
+        call.v,
+        call.s_aux,
+        causal=call.causal,
+        window=call.window,
+        softmax_scale=call.softmax_scale,
+        cu_seqlens_q=call.cu_seqlens_q,
+        cu_seqlens_k=call.cu_seqlens_k,
+    )
+    return out.to(call.q.dtype), lse.float()
+
+
+def _forward_on_gpu(call: _Call) -> tuple[torch.Tensor, torch.Tensor]:
+    """Launches, after all checks."""
+    if _decodes(call):
+        out, lse = _decode(call, True)
+        return out, lse
+    out, lse = _fake_forward(*call)
+    if call.q.numel() and call.k.numel():
+        launch_forward(_request(call), out, lse)
+    else:
+        out.zero_()
+        lse.fill_(-torch.inf)
+    return out, lse
+
+
+def _fake_forward(q: torch.Tensor, *arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    return q.new_empty(q.shape), q.new_empty(q.shape[:-1], dtype=torch.float32)
+
+
+def _request(call: _Call) -> SinkRequest:
+    return SinkRequest(
+        _plain(call.q),
+        _plain(call.k),
+        _plain(call.v),
+        call.s_aux,
+        call.cu_seqlens_q,
+        call.cu_seqlens_k,
+        call.causal,
+        None if call.window is None else min(call.window, MAX_TOKENS),
+        call.q.shape[-1] ** -0.5 if call.softmax_scale is None else float(call.softmax_scale),
+        call.deterministic,
+    )
+
+
+def _plain(t: torch.Tensor) -> torch.Tensor:
+    """The tensor, or a contiguous copy where rows are expanded, apart or not aligned.
+
+    q, k and v have been checked but for the first; a gradient comes as autograd made it, expanded by a sum for one.
+    """
+    stride, size, row = t.stride(), t.shape, ALIGN // t.element_size()
+    good = t.data_ptr() % ALIGN == 0 and stride[-1] == 1
+    for dim in range(t.dim() - 1):
+        good &= size[dim] <= 1 or (stride[dim] > 0 and stride[dim] % row == 0)
+    return t if good else t.clone(memory_format=torch.contiguous_format)
+
+
+def _run_backward(
+    dout: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, *arguments: Any
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The backward operator: dq, dk, dv and ds_aux, the last without elements where there is no sink."""
+    call = _Call._make((*arguments, True))
+    _check(call)
+    q = call.q
+    for name, t in (("dout", dout), ("out", out)):
+        check_tensor(name, t, dtype=q.dtype, shape=tuple(q.shape), device=q.device)
+    check_tensor("lse", lse, dtype=torch.float32, shape=tuple(q.shape[:-1]), device=q.device)
+    if q.is_cuda:
+        return _backward_on_gpu(dout, out, lse, call)
+    dq, dk, dv, ds_aux = reference_sink_attention_backward(
+        dout,
+        q,
+        call.k,
+        call.v,
+        call.s_aux,
+        causal=call.causal,
+        window=call.window,
+        softmax_scale=call.softmax_scale,
+        cu_seqlens_q=call.cu_seqlens_q,
+        cu_seqlens_k=call.cu_seqlens_k,
+    )
+    sink = q.new_empty(0, dtype=torch.float32) if ds_aux is None else ds_aux.float()
+    return dq.to(q.dtype), dk.to(q.dtype), dv.to(q.dtype), sink
+
+
+def _backward_on_gpu(
+    dout: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, call: _Call
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Launches, after all checks."""
+    gradients = _fake_backward(dout, out, lse, *call)
+    if call.q.numel() and call.k.numel():
+        dq, dk, dv, ds_aux = gradients
+        sink = None if call.s_aux is None else ds_aux
+        launch_backward(_request(call), out.contiguous(), lse.contiguous(), _plain(dout), dq, dk, dv, sink)
+    else:
+        for t in gradients:
+            t.zero_()
+    return gradients
+
+
+def _fake_backward(
+    dout: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    s_aux: torch.Tensor | None,
+    *arguments: Any,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    sink = q.new_empty((0,) if s_aux is None else s_aux.shape, dtype=torch.float32)
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), sink
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
+    out, lse = output
+    ctx.mark_non_differentiable(lse)
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(out, lse, *inputs[:6])
+    ctx.numbers = inputs[6:-1]
+
+
+def _differentiate(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+    rest = (None,) * 7
+    if dout is None:
+        return (None,) * 4 + rest
+    out, lse, *tensors = ctx.saved_tensors
+    backward = torch.ops.cute_kernels.sink_attention_backward.default
+    dq, dk, dv, ds_aux = backward(dout, out, lse, *tensors, *ctx.numbers)
+    return (dq, dk, dv, None if tensors[3] is None else ds_aux, *rest)
+
+
+def _refuse_second_derivatives(ctx: Any, *gradients: torch.Tensor) -> None:
+    raise RuntimeError("sink_attention: it is differentiable once; its gradients have no gradients")
+
+
+_ARGUMENTS = (
+    "Tensor q, Tensor k, Tensor v, Tensor? s_aux, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, bool causal, "
+    "int? window, float? softmax_scale, bool deterministic"
+)
+register_op(
+    "sink_attention_backward",
+    f"(Tensor dout, Tensor out, Tensor lse, {_ARGUMENTS}) -> (Tensor dq, Tensor dk, Tensor dv, Tensor ds_aux)",
+    _run_backward,
+    _fake_backward,
+    backward=_refuse_second_derivatives,
+)
+_forward = register_op(
+    "sink_attention",
+    f"({_ARGUMENTS}, bool differentiable) -> (Tensor out, Tensor lse)",
+    _run_forward,
+    _fake_forward,
+    backward=_differentiate,
+    setup_context=_setup_context,
+)

@@ -1,0 +1,478 @@
+"""`sink_attention` as torch sees it: values, gradients, compiling, autocast, checkpointing, and the way to a launch."""
+
+import itertools
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from cute_kernels import sink_attention
+from cute_kernels.gqa.op import gqa_decode
+from cute_kernels.sink import op
+from cute_kernels.sink.launch import SinkRequest, launch_backward, launch_forward
+from cute_kernels.sink.reference import reference_sink_attention, reference_sink_attention_backward
+from cute_kernels.testing.inputs import generator, strided
+
+INF, NAN = math.inf, math.nan
+TENSORS = ("q", "k", "v", "s_aux")
+OPS = torch.ops.cute_kernels
+
+
+@pytest.fixture(autouse=True)
+def fresh() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+
+
+def inputs(
+    *shape_q: int, s_k: int = 9, h_kv: int = 2, dtype: torch.dtype = torch.bfloat16, seed: int = 0, grad: bool = True
+) -> dict[str, Any]:
+    """Leaves."""
+    gen = generator(seed)
+    *batch, _, h_q, d = shape_q = shape_q or (2, 5, 4, 64)
+    q = torch.randn(shape_q, generator=gen).to(dtype)
+    k, v = torch.randn(2, *batch, s_k, h_kv, d, generator=gen).to(dtype)
+    return {
+        name: t.requires_grad_(grad)
+        for name, t in zip(TENSORS, (q, k, v, torch.randn(h_q, generator=gen)), strict=True)
+    }
+
+
+def packed(**options: Any) -> dict[str, Any]:
+    cu_seqlens = {"cu_seqlens_q": torch.tensor([0, 3, 3, 8]).int(), "cu_seqlens_k": torch.tensor([0, 2, 5, 9]).int()}
+    return {**inputs(8, 4, 64, **options), **cu_seqlens}
+
+
+CALLS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "plain": (inputs(), {}),
+    "window": (inputs(seed=1), {"window": 3}),
+    "not causal": (inputs(seed=2), {"causal": False, "window": 4, "softmax_scale": 0.3}),
+    "float16, d 128": (inputs(1, 7, 6, 128, dtype=torch.float16, h_kv=1, seed=3), {"softmax_scale": 1}),
+    "queries without keys": (inputs(2, 9, 4, 64, s_k=4, seed=4), {}),
+    "no sink": ({**inputs(seed=5), "s_aux": None}, {"window": 2}),
+    "packed": (packed(seed=6), {}),
+    "packed, window": (packed(seed=7), {"window": 2, "deterministic": True}),
+    "no keys": (inputs(2, 3, 4, 64, s_k=0, seed=8), {}),
+    "no queries": (inputs(2, 0, 4, 64, seed=9), {}),
+    "no batch": (inputs(0, 5, 4, 64, seed=10), {}),
+}
+EVERY = pytest.mark.parametrize(("tensors", "options"), CALLS.values(), ids=CALLS)
+
+
+def gradients(out: torch.Tensor, tensors: dict[str, Any], dout: torch.Tensor | None = None) -> tuple[torch.Tensor, ...]:
+    leaves = [tensors[name] for name in TENSORS if tensors[name] is not None]
+    dout = torch.randn(out.shape, generator=generator(50)).to(out.dtype) if dout is None else dout
+    return torch.autograd.grad(out, leaves, dout)
+
+
+def require_same(got: Any, expected: Any) -> None:
+    for ours, want in zip(got, expected, strict=True):
+        assert ours.dtype == want.dtype
+        assert torch.equal(ours, want)
+
+
+def oracle(tensors: dict[str, Any], options: dict[str, Any]) -> tuple[Any, Any, Any]:
+    """The output, lse and gradients, each rounded once from float64."""
+    arguments = {name: value for name, value in {**tensors, **options}.items() if name != "deterministic"}
+    dtype = tensors["q"].dtype
+    out, lse = reference_sink_attention(**arguments)
+    dout = torch.randn(out.shape, generator=generator(50)).to(dtype)
+    wide = reference_sink_attention_backward(dout, **arguments)
+    rounded = [t.to(dtype) for t in wide[:3]] + [t.float() for t in wide[3:] if t is not None]
+    return out.to(dtype), lse.float(), rounded
+
+
+@EVERY
+def test_values_and_gradients_are_rounded_once(tensors, options):
+    expected, expected_lse, expected_gradients = oracle(tensors, options)
+    out, lse = sink_attention(**tensors, **options, return_lse=True)
+    require_same((out.detach(), lse), (expected, expected_lse))
+    require_same(gradients(out, tensors), expected_gradients)
+    assert out.is_contiguous() and lse.is_contiguous()
+
+
+@EVERY
+def test_without_gradients_it_is_the_same_and_not_recorded(tensors, options):
+    expected = sink_attention(**tensors, **options)
+    for mode in (torch.no_grad(), torch.inference_mode()):
+        with mode:
+            out: Any = sink_attention(**tensors, **options)
+        assert not out.requires_grad
+        assert torch.equal(out, expected)
+
+
+def test_any_strides():
+    """Heads before tokens as transformers has them, parts of a fused projection, and rows apart."""
+    plain = inputs(grad=False)
+    gen, expected = generator(1), sink_attention(**plain)
+    heads_first = {name: plain[name].transpose(1, 2).contiguous().transpose(1, 2) for name in TENSORS[:3]}
+    assert torch.equal(sink_attention(**heads_first, s_aux=plain["s_aux"]), expected)
+    apart = {name: strided(plain[name]) for name in TENSORS[:3]}
+    assert torch.equal(sink_attention(**apart, s_aux=plain["s_aux"]), expected)
+    fused = torch.randn(2, 5, 8, 64, generator=gen).bfloat16().requires_grad_()
+    q, k, v = fused.split([4, 2, 2], dim=2)
+    out = sink_attention(q, k, v)
+    (got,) = torch.autograd.grad(out, fused, torch.ones_like(out))
+    parts = reference_sink_attention_backward(torch.ones_like(out), q, k, v)[:3]
+    assert torch.equal(got, torch.cat(parts, 2).bfloat16())
+
+
+def test_expanded_gradients_and_keys():
+    """A sum's gradient has strides of 0, and keys may be one head for all, expanded."""
+    tensors = inputs()
+    one = tensors["k"].detach()[:, :, :1].requires_grad_()
+    out: Any = sink_attention(tensors["q"], one.expand(-1, -1, 4, -1), one.expand(-1, -1, 4, -1))
+    (got,) = torch.autograd.grad(out.sum(), one)
+    dk, dv = reference_sink_attention_backward(torch.ones_like(out), tensors["q"], one, one)[1:3]
+    torch.testing.assert_close(got.double(), dk + dv, rtol=2**-6, atol=2**-6)
+
+
+def test_each_gradient_alone():
+    for wanted in TENSORS:
+        tensors = inputs(grad=False)
+        tensors[wanted].requires_grad_()
+        out = sink_attention(**tensors)
+        (got,) = torch.autograd.grad(out, tensors[wanted], torch.ones_like(out))
+        everything = reference_sink_attention_backward(torch.ones_like(out), **tensors)
+        expected: Any = everything[TENSORS.index(wanted)]
+        assert torch.equal(got, expected.to(got.dtype))
+
+
+def test_lse_has_no_gradient():
+    out, lse = sink_attention(**inputs(), return_lse=True)
+    assert out.requires_grad and not lse.requires_grad
+
+
+def test_second_derivatives_are_refused():
+    tensors = inputs()
+    out: Any = sink_attention(**tensors)
+    (dq,) = torch.autograd.grad(out.float().square().sum(), tensors["q"], create_graph=True)
+    with pytest.raises(RuntimeError, match="sink_attention: it is differentiable once"):
+        dq.sum().backward()
+
+
+# ---- torch.compile, autocast, checkpointing
+
+
+@EVERY
+def test_compiles_without_a_graph_break(tensors, options):
+    compiled = torch.compile(sink_attention, fullgraph=True, backend="aot_eager")
+    expected = sink_attention(**tensors, **options, return_lse=True)
+    out, lse = compiled(**tensors, **options, return_lse=True)
+    require_same((out, lse), expected)
+    require_same(gradients(out, tensors), gradients(expected[0], tensors))
+    assert not lse.requires_grad
+    with torch.no_grad():
+        require_same((compiled(**tensors, **options),), expected[:1])
+
+
+def test_compiles_for_sizes_that_change():
+    compiled = torch.compile(sink_attention, fullgraph=True, backend="aot_eager", dynamic=True)
+    for s_q, s_k in ((4, 9), (7, 7), (11, 6)):
+        tensors = inputs(2, s_q, 4, 64, s_k=s_k)
+        out, expected = compiled(**tensors, window=3), sink_attention(**tensors, window=3)
+        require_same((out,), (expected,))
+        require_same(gradients(out, tensors), gradients(expected, tensors))
+
+
+@pytest.mark.parametrize("compiles", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast(dtype, compiles):
+    """Q, k, v are cast to its dtype, the sink is float32 whatever it was, and gradients come back in the leaves' types.
+
+    The sink has more digits than the dtype, so that it would show if it were cast as well.
+    """
+    tensors: dict[str, Any] = {name: t.detach().float().requires_grad_() for name, t in inputs().items()}
+    attend = torch.compile(sink_attention, fullgraph=True, backend="aot_eager") if compiles else sink_attention
+    with torch.autocast("cpu", dtype=dtype):
+        out = attend(**tensors, window=4)
+    cast: dict[str, Any] = {name: t.detach().to(dtype) for name, t in tensors.items()}
+    cast["s_aux"] = tensors["s_aux"].detach()
+    dout = torch.ones_like(out)
+    require_same((out,), (sink_attention(**cast, window=4),))
+    expected: Any = reference_sink_attention_backward(dout, **cast, window=4)
+    for got, want, rounded in zip(
+        gradients(out, tensors, dout), expected, (dtype, dtype, dtype, torch.float32), strict=True
+    ):
+        assert got.dtype == torch.float32
+        assert torch.equal(got, want.to(rounded).float())
+    half = tensors["s_aux"].to(dtype)
+    with torch.autocast("cpu", dtype=dtype):
+        require_same((attend(**{**cast, "s_aux": half}),), (sink_attention(**{**cast, "s_aux": half.float()}),))
+
+
+def test_autocast_leaves_codes_and_float64_to_the_checks():
+    tensors = inputs(grad=False)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        for name, dtype in itertools.product(("q", "k", "v"), (torch.float64, torch.int8, torch.float8_e4m3fn)):
+            with pytest.raises(TypeError, match=f"^{name}: got dtype {dtype}"):
+                sink_attention(**{**tensors, name: tensors[name].to(dtype)})
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_activation_checkpointing(reentrant, monkeypatch):
+    runs = []
+
+    def counted(*arguments: Any, **options: Any) -> Any:
+        runs.append(1)
+        return reference_sink_attention(*arguments, **options)
+
+    def block(q: Any, k: Any, v: Any, s_aux: Any) -> torch.Tensor:
+        out: Any = sink_attention(q * 2, k * 2, v, s_aux, window=4)
+        return out * 3
+
+    monkeypatch.setattr(op, "reference_sink_attention", counted)
+    tensors = inputs()
+
+    expected = block(*tensors.values())
+    wanted = gradients(expected, tensors)
+    runs.clear()
+    out: Any = checkpoint(block, *tensors.values(), use_reentrant=reentrant)
+    assert runs == [1]
+    for t in tensors.values():
+        t.grad = None
+    out.backward(
+        torch.randn(out.shape, generator=generator(50)).to(out.dtype)
+    )  # the reentrant kind has no autograd.grad
+    assert runs == [1, 1]
+    require_same((out, *(t.grad for t in tensors.values())), (expected, *wanted))
+
+
+@EVERY
+def test_operators_are_registered_as_torch_wants_it(tensors, options):
+    names = ("cu_seqlens_q", "cu_seqlens_k")
+    numbers = {"causal": True, "window": None, "softmax_scale": None, "deterministic": False, **options}
+    arguments = (*(tensors.get(name) for name in (*TENSORS, *names)), *numbers.values())
+    torch.library.opcheck(OPS.sink_attention.default, (*arguments, True))
+    with torch.no_grad():
+        detached = [t.detach() if isinstance(t, torch.Tensor) else t for t in arguments]
+        out, lse = OPS.sink_attention.default(*detached, False)
+        torch.library.opcheck(OPS.sink_attention_backward.default, (torch.ones_like(out), out, lse, *detached))
+
+
+def test_operators_check_what_they_get():
+    """A compiled graph calls them, and whoever likes."""
+    tensors = inputs(grad=False)
+    rest = (None, None, True, None, None, False)
+    out, lse = OPS.sink_attention(*tensors.values(), *rest, False)
+    with pytest.raises(ValueError, match="^k: got shape"):
+        OPS.sink_attention(tensors["q"], tensors["k"][:1], tensors["v"], None, *rest, False)
+    for name, wrong in {"dout": (out[:1], out, lse), "out": (out, out.float(), lse), "lse": (out, out, lse[0])}.items():
+        with pytest.raises((TypeError, ValueError), match=f"^{name}: got"):
+            OPS.sink_attention_backward(*wrong, *tensors.values(), *rest)
+
+
+# ---- the way to a launch, with what will run on a GPU replaced
+
+
+class OnGpu(torch.Tensor):
+    """Says that it is on a GPU."""
+
+    is_cuda = True
+
+
+def elsewhere(tensors: dict[str, Any]) -> dict[str, Any]:
+    return {name: t.detach().as_subclass(OnGpu) for name, t in tensors.items()}
+
+
+class Launches:
+    """Stands for the kernels: keeps what it is given, and answers with the reference."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.requests: list[SinkRequest] = []
+        self.decoded: list[dict[str, Any]] = []
+        self.douts: list[torch.Tensor] = []
+        monkeypatch.setattr(op, "launch_forward", self.forward)
+        monkeypatch.setattr(op, "launch_backward", self.backward)
+        monkeypatch.setattr(op, "gqa_decode", self.decode)
+
+    def forward(self, request: SinkRequest, out: torch.Tensor, lse: torch.Tensor) -> None:
+        self.requests.append(request)
+        assert out.is_contiguous() and lse.is_contiguous() and lse.dtype == torch.float32
+        arguments = {name: value for name, value in request._asdict().items() if name != "deterministic"}
+        for buffer, result in zip((out, lse), reference_sink_attention(**arguments), strict=True):
+            buffer.copy_(result)
+
+    def backward(self, request: SinkRequest, out: Any, lse: Any, dout: Any, *buffers: Any) -> None:
+        self.requests.append(request)
+        self.douts.append(dout)
+        arguments = {name: value for name, value in request._asdict().items() if name != "deterministic"}
+        expected_out, expected_lse = reference_sink_attention(**arguments)
+        assert torch.equal(out, expected_out.to(out.dtype)) and torch.equal(lse, expected_lse.float())
+        for buffer, result in zip(buffers, reference_sink_attention_backward(dout, **arguments), strict=True):
+            assert (buffer is None) == (result is None)
+            if buffer is not None:
+                buffer.copy_(result)
+
+    def decode(self, *arguments: Any, **options: Any) -> Any:
+        self.decoded.append(options)
+        plain = [t.as_subclass(torch.Tensor) if isinstance(t, torch.Tensor) else t for t in arguments]
+        if options["s_aux"] is not None:
+            options["s_aux"] = options["s_aux"].as_subclass(torch.Tensor)
+        return gqa_decode(*plain, **options)
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
+    return Launches(monkeypatch)
+
+
+@EVERY
+def test_launches_get_what_they_need_and_nothing_more(tensors, options, launches):
+    names = ("cu_seqlens_q", "cu_seqlens_k")
+    numbers = {"causal": True, "window": None, "softmax_scale": None, "deterministic": False, **options}
+    call = op._Call(*(tensors.get(name) for name in (*TENSORS, *names)), *numbers.values(), True)
+    expected, expected_lse, expected_gradients = oracle(tensors, options)
+    with torch.no_grad():
+        out, lse = op._forward_on_gpu(call)
+        require_same((out, lse), (expected, expected_lse))
+        dout = torch.randn(out.shape, generator=generator(50)).to(out.dtype)
+        got = op._backward_on_gpu(dout, out, lse, call)
+    assert got[3].numel() == (0 if tensors["s_aux"] is None else 4 if tensors["q"].shape[-1] == 64 else 6)
+    require_same(got[: len(expected_gradients)], expected_gradients)
+    assert not launches.decoded
+    if tensors["q"].numel() == 0 or tensors["k"].numel() == 0:
+        assert not launches.requests
+        return
+    assert len(launches.requests) == 2
+    for request in launches.requests:
+        d = tensors["q"].shape[-1]
+        assert request.softmax_scale == (options.get("softmax_scale") or d**-0.5)
+        assert isinstance(request.softmax_scale, float)
+        assert request.deterministic == options.get("deterministic", False)
+        assert request.window == options.get("window")
+        assert request.q is tensors["q"] and request.k is tensors["k"] and request.s_aux is tensors["s_aux"]
+
+
+def test_launches_get_rows_that_can_be_copied(launches):
+    """Neither expanded nor off alignment; what is fine as it is, is not copied."""
+    tensors = inputs(grad=False)
+    one = tensors["k"][:, :, :1]
+    shown = op._Call(tensors["q"], one.expand(-1, -1, 4, -1), strided(tensors["v"][:, :, :1].expand(-1, -1, 4, -1)),
+                     None, None, None, True, 2**40, None, False, True)  # fmt: skip
+    out, lse = op._forward_on_gpu(shown)
+    wide = torch.ones(2, 5, 4, 68, dtype=torch.bfloat16)
+    for dout in (torch.ones(()).bfloat16().expand(out.shape), wide[..., :64], wide[..., 4:], wide[..., ::2][..., :1]):
+        op._backward_on_gpu(dout.expand(out.shape), out, lse, shown)
+    for request in launches.requests:
+        assert request.k.is_contiguous() and torch.equal(request.k, shown.k)
+        assert request.v is shown.v and request.q is shown.q
+        assert request.window == 2**30
+    for dout in launches.douts:
+        assert dout.is_contiguous() and dout.data_ptr() % 16 == 0 and (dout == 1).all()
+    op._backward_on_gpu(out, out, lse, shown)
+    assert launches.douts[-1] is out
+
+
+@pytest.mark.parametrize("return_lse", [False, True])
+def test_few_queries_without_gradients_are_decoded(launches, return_lse):
+    tensors = inputs(2, 1, 4, 64, s_k=300)
+    options: dict[str, Any] = {"causal": False, "window": 40, "softmax_scale": 0.2}
+    result = sink_attention(**elsewhere(tensors), **options, return_lse=return_lse)
+    (decoded,) = launches.decoded
+    assert {name: decoded[name] for name in options} == options
+    assert decoded["layout"] == "BSNH" and decoded["return_lse"] == return_lse
+    expected = sink_attention(**tensors, **options, return_lse=True)
+    got = result if return_lse else (result,)
+    for ours, want in zip(got, expected, strict=False):
+        torch.testing.assert_close(ours, want.detach(), rtol=2**-7, atol=1e-6)
+
+
+def test_the_operator_decodes_as_well(launches):
+    """Compiled inference comes this way."""
+    tensors = inputs(2, 1, 4, 64, s_k=300, grad=False)
+    call = op._Call(*tensors.values(), None, None, True, None, None, False, False)
+    out, lse = op._forward_on_gpu(call)
+    assert launches.decoded and not launches.requests
+    expected, expected_lse, _ = oracle(tensors, {})
+    torch.testing.assert_close(out, expected, rtol=2**-7, atol=1e-6)
+    torch.testing.assert_close(lse, expected_lse)
+    op._forward_on_gpu(call._replace(differentiable=True))
+    assert len(launches.requests) == len(launches.decoded) == 1
+
+
+def test_what_decoding_refuses_is_said_in_our_words(launches):
+    tensors = elsewhere(inputs(2, 1, 4, 64, s_k=300))
+    for name, wrong in {"k": tensors["k"][:1], "v": tensors["v"].half(), "s_aux": tensors["s_aux"][:2]}.items():
+        with pytest.raises((TypeError, ValueError), match=f"^{name}: got"):
+            sink_attention(**{**tensors, name: wrong})
+    for option in ({"window": 0}, {"causal": None}, {"window": "all"}):
+        with pytest.raises((TypeError, ValueError), match=f"^{next(iter(option))}: got"):
+            sink_attention(**tensors, **option)
+
+
+def test_an_error_of_decoding_itself_comes_up(monkeypatch):
+    def broken(*arguments: Any, **options: Any) -> None:
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(op, "gqa_decode", broken)
+    with pytest.raises(RuntimeError, match="^out of memory$"):
+        sink_attention(**elsewhere(inputs(2, 1, 4, 64)))
+
+
+@pytest.mark.parametrize("window", [None, 5])
+@pytest.mark.parametrize("packed", [False, True])
+def test_what_a_gpu_runs_agrees_with_the_oracle(window, packed):
+    """In float32, whatever the device: outputs are written whole, within rounding of those of float64."""
+    tensors = inputs(grad=False)
+    lengths = None
+    if packed:
+        tensors = {name: t.flatten(0, 1) if t.dim() == 4 else t for name, t in tensors.items()}
+        tokens = len(tensors["q"])
+        lengths = torch.tensor([0, tokens // 3, tokens], dtype=torch.int32)
+        tensors |= {name: tensors[name][:tokens] for name in "kv"}
+    request = op._request(op._Call(*tensors.values(), lengths, lengths, True, window, None, False, True))
+    q, k, v, s_aux = request[:4]
+    out, lse = torch.full_like(q, torch.nan), torch.full(q.shape[:-1], torch.nan)
+    launch_forward(request, out, lse)
+    options: dict[str, Any] = {"window": window, "cu_seqlens_q": lengths, "cu_seqlens_k": lengths}
+    expected, expected_lse = reference_sink_attention(q, k, v, s_aux, **options)
+    torch.testing.assert_close(out.double(), expected.double(), rtol=1e-2, atol=1e-2)
+    torch.testing.assert_close(lse.double(), expected_lse.double(), rtol=1e-5, atol=1e-5)
+    dout = torch.randn_like(out)
+    gradients = [torch.full_like(t, torch.nan) for t in (q, k, v, s_aux)]
+    launch_backward(request, out, lse, dout, *gradients)
+    for got, wanted in zip(gradients, reference_sink_attention_backward(dout, q, k, v, s_aux, **options), strict=True):
+        assert wanted is not None
+        torch.testing.assert_close(got.double(), wanted.double(), rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("asked", [False, True])
+@pytest.mark.parametrize("everywhere", [False, True])
+def test_torch_can_ask_for_deterministic_gradients(asked, everywhere, monkeypatch):
+    seen: list[Any] = []
+
+    def forward(*arguments: Any) -> tuple[None, None]:
+        seen.append(op._Call(*arguments))
+        return None, None
+
+    monkeypatch.setattr(op, "_forward", forward)
+    torch.use_deterministic_algorithms(everywhere)
+    try:
+        sink_attention(**inputs(), deterministic=asked)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert seen[0].deterministic == (asked or everywhere)
+
+
+def test_lengths_are_read_once(monkeypatch):
+    """Reading waits for the GPU; all layers of a model share their lengths."""
+    arguments = packed()
+    reads = []
+    tolist = torch.Tensor.tolist
+
+    def counted(t: torch.Tensor) -> Any:
+        reads.append(1)
+        return tolist(t)
+
+    monkeypatch.setattr(op, "reference_sink_attention", lambda q, *a, **k: (q.double(), q[..., 0].double()))
+    monkeypatch.setattr(torch.Tensor, "tolist", counted)
+    for _ in range(3):
+        sink_attention(**arguments)
+    assert len(reads) == 2
+    arguments["cu_seqlens_q"].add_(0)
+    sink_attention(**arguments)
+    assert len(reads) == 3

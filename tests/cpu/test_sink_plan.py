@@ -1,0 +1,109 @@
+"""Which kernel a call of `sink_attention` goes to, and that both give the same."""
+
+import inspect
+from typing import Any
+
+import pytest
+import torch
+
+from cute_kernels.gqa import op as gqa_op
+from cute_kernels.gqa.op import gqa_decode
+from cute_kernels.gqa.spec import GqaDecodeSpec
+from cute_kernels.sink import plan
+from cute_kernels.sink.plan import decode_refusals, route
+from cute_kernels.sink.reference import reference_sink_attention
+from cute_kernels.testing.inputs import covering_cases, generator
+
+ONE_TOKEN: dict[str, Any] = {"s_q": 1, "s_k": 4096, "h_q": 64, "h_kv": 8, "d": 64, "dtype": "bfloat16"}
+
+
+def test_one_token_is_decoded_whatever_the_length():
+    for s_k in (0, 1, plan.SHORT_KEYS, 131072):
+        assert route(**{**ONE_TOKEN, "s_k": s_k}) == "decode"
+
+
+def test_many_tokens_are_prefilled():
+    for s_q in (plan.FEW_QUERIES + 1, 64, 4096):
+        assert route(**{**ONE_TOKEN, "s_q": s_q}) == "prefill"
+    assert route(**{**ONE_TOKEN, "s_q": plan.FEW_QUERIES}) == "decode"
+
+
+def test_few_tokens_over_short_keys_are_prefilled():
+    s_q = plan.QUERIES_OF_SHORT_KEYS + 1
+    assert route(**{**ONE_TOKEN, "s_q": s_q, "s_k": plan.SHORT_KEYS}) == "prefill"
+    assert route(**{**ONE_TOKEN, "s_q": s_q, "s_k": plan.SHORT_KEYS + 1}) == "decode"
+    assert route(**{**ONE_TOKEN, "s_q": plan.QUERIES_OF_SHORT_KEYS, "s_k": plan.SHORT_KEYS}) == "decode"
+
+
+def test_a_window_makes_keys_short():
+    s_q = plan.QUERIES_OF_SHORT_KEYS + 1
+    assert route(**{**ONE_TOKEN, "s_q": s_q}, window=plan.SHORT_KEYS - s_q + 1) == "prefill"
+    assert route(**{**ONE_TOKEN, "s_q": s_q}, window=plan.SHORT_KEYS - s_q + 2) == "decode"
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"differentiable": True}, "gradients"),
+        ({"packed": True}, "packed"),
+        ({"s_q": 0}, "0 query tokens"),
+        ({"s_q": 9}, "9 query tokens"),
+        ({"d": 96}, "d is 96"),
+        ({"dtype": "float32"}, "dtype is float32"),
+        ({"dtype": "int8"}, "dtype is int8"),
+        ({"h_q": 12}, "12 heads over 8"),
+        ({"h_q": 0}, "0 heads"),
+        ({"h_kv": 0}, "64 heads over 0"),
+        ({"h_q": 2048}, "2048 heads"),
+    ],
+    ids=lambda value: str(value) if isinstance(value, dict) else None,
+)
+def test_what_decoding_cannot_do_is_prefilled(change, reason):
+    arguments = {**ONE_TOKEN, "packed": False, "differentiable": False, **change}
+    assert route(**arguments) == "prefill"
+    del arguments["s_k"]
+    reasons = decode_refusals(**arguments)
+    assert len(reasons) == 1 and reason in reasons[0]
+
+
+def test_limits_are_those_of_gqa_decode():
+    assert plan.DECODE_QUERIES == gqa_op.MAX_S_Q >= plan.FEW_QUERIES >= plan.QUERIES_OF_SHORT_KEYS
+    assert plan.DECODE_HEADS == gqa_op.MAX_HEADS
+    assert tuple(getattr(torch, name) for name in plan.DECODE_DTYPES) == gqa_op.Q_DTYPES
+    for d in plan.DECODE_HEAD_DIMS:
+        for dtype in plan.DECODE_DTYPES:
+            assert GqaDecodeSpec(dtype, dtype, d, 8, layout="tokens_first").can_implement() == []
+
+
+def test_the_plan_needs_no_torch():
+    assert "import torch" not in inspect.getsource(plan)
+
+
+AGREEMENT = covering_cases(
+    {
+        "s_q": (1, 2, 8),
+        "s_k": (0, 1, 5, 40),
+        "heads": ((4, 4), (6, 2), (3, 1)),
+        "d": (64, 128),
+        "window": (None, 1, 7),
+        "causal": (True, False),
+        "scale": (None, 0.2),
+        "sink": (False, True),
+        "dtype": (torch.bfloat16, torch.float16),
+    }
+)
+
+
+@pytest.mark.parametrize("seed", range(len(AGREEMENT)))
+def test_decoding_computes_the_same(seed):
+    """The oracles of both routes, which share no code: what a call means does not depend on where it goes."""
+    case, gen = AGREEMENT[seed], generator(seed)
+    h_q, h_kv = case["heads"]
+    q = torch.randn(2, case["s_q"], h_q, case["d"], generator=gen).to(case["dtype"])
+    k, v = torch.randn(2, 2, case["s_k"], h_kv, case["d"], generator=gen).to(case["dtype"])
+    s_aux = torch.randn(h_q, generator=gen) if case["sink"] else None
+    options = {"causal": case["causal"], "window": case["window"], "softmax_scale": case["scale"], "s_aux": s_aux}
+    expected, expected_lse = reference_sink_attention(q, k, v, **options)
+    out, lse = gqa_decode(q, k, v, layout="BSNH", return_lse=True, **options)
+    torch.testing.assert_close(out, expected.to(out.dtype), rtol=2**-7, atol=1e-6)
+    torch.testing.assert_close(lse, expected_lse.float())

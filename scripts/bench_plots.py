@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import pathlib
 from collections.abc import Sequence
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 from cute_kernels.budget import model
 from cute_kernels.budget.rates import Rates
 from cute_kernels.budget.variants import MLA_VARIANTS, Unit
+from scripts import plots
 
 Case = dict[str, Any]
 OURS, THEIRS, ROOF = "#2b6cb0", "#a0aec0", "#4a5568"
@@ -25,30 +27,10 @@ UNIT_COLOURS = {
 
 
 def draw(cases: Sequence[Case], rates: Rates, folder: pathlib.Path) -> list[str]:
-    """Write the plots there is something for, and return their names: none where matplotlib is missing.
-
-    The same cases and rates give the same bytes.
-    """
-    try:
-        import matplotlib
-    except ImportError:
-        return []
-    matplotlib.use("svg")
-    import matplotlib.pyplot as plt
-
+    """Write the plots there is something for, and return their names: none where matplotlib is missing."""
     timed = [case for case in cases if case.get("us") and "failed" not in case]
-    drawn = []
-    for name, plot in (("roofline.svg", _roofline), ("budget.svg", _budget), ("speed.svg", _speed)):
-        with matplotlib.rc_context({"svg.hashsalt": "cute_kernels", "svg.fonttype": "none"}):
-            figure = plot(timed, rates, plt)
-            if figure is None:
-                continue
-            figure.tight_layout()
-            folder.mkdir(parents=True, exist_ok=True)
-            figure.savefig(folder / name, format="svg", metadata={"Date": None})
-            plt.close(figure)
-        drawn.append(name)
-    return drawn
+    made = {"roofline.svg": _roofline, "budget.svg": _budget, "speed.svg": _speed}
+    return plots.write({name: functools.partial(plot, timed, rates) for name, plot in made.items()}, folder)
 
 
 def _roofline(cases: Sequence[Case], rates: Rates, plt: Any) -> Any:

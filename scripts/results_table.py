@@ -15,6 +15,7 @@ A pair of markers, `<!-- results:mla:begin -->` and `<!-- results:mla:end -->`, 
 from __future__ import annotations
 
 import argparse
+import functools
 import pathlib
 import re
 import sys
@@ -25,7 +26,7 @@ ROOT = pathlib.Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # runs from a checkout, installed or not
 
 from cute_kernels.testing import evidence  # noqa: E402
-from scripts import budget_table  # noqa: E402
+from scripts import budget_table, plots  # noqa: E402
 
 MARKER = re.compile(r"<!-- results:([a-z-]+):(begin|end) -->")
 NO_RESULTS = "No results are recorded yet: `make gpu-check` on an SM90 GPU writes them."
@@ -288,30 +289,9 @@ def pages(root: pathlib.Path) -> list[pathlib.Path]:
 
 
 def draw(record: Record, folder: pathlib.Path) -> list[str]:
-    """Write the plots that the record has cases for, and return their names: none where matplotlib is missing.
-
-    The same record gives the same bytes: no date, no random ids.
-    """
-    try:
-        import matplotlib
-    except ImportError:
-        return []
-    matplotlib.use("svg")
-    import matplotlib.pyplot as plt
-
-    drawn = []
-    for name, plot in (("mla_speed.svg", _plot_mla), ("gqa_speed.svg", _plot_gqa)):
-        # text as text: as outlines it would be most of the file
-        with matplotlib.rc_context({"svg.hashsalt": "cute_kernels", "svg.fonttype": "none"}):
-            figure = plot(record, plt)
-            if figure is None:
-                continue
-            figure.tight_layout()
-            folder.mkdir(parents=True, exist_ok=True)
-            figure.savefig(folder / name, format="svg", metadata={"Date": None})
-            plt.close(figure)
-        drawn.append(name)
-    return drawn
+    """Write the plots that the record has cases for, and return their names: none where matplotlib is missing."""
+    made = {"mla_speed.svg": _plot_mla, "gqa_speed.svg": _plot_gqa}
+    return plots.write({name: functools.partial(plot, record) for name, plot in made.items()}, folder)
 
 
 def _plot_mla(record: Record, plt: Any) -> Any:

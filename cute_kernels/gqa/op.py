@@ -401,12 +401,11 @@ def _check(request: _Request, out: torch.Tensor | None, lse: torch.Tensor | None
             fail(missing, None, f"a tensor: layout {layout.name!r} is paged")
         table, shape = request.block_table, (batch, None)
         check_tensor("block_table", table, dtype=torch.int32, shape=shape, device=device, unit_last_stride=True)
-        capacity = table.shape[1] * sizes.rows
     else:
         require(request.block_table is None, "block_table", "a tensor", f"None: layout {layout.name!r} has no pages")
         got = f"{sizes.outer} sequences"
         require(sizes.outer == batch, "k_cache", got, f"{batch}, the batch of q")
-        capacity = sizes.rows
+    capacity = _capacity(request, layout, sizes)
     require(capacity < 2**30, "k_cache", f"room for {capacity} tokens of a sequence", "fewer than 2^30")
     if request.cache_seqlens is not None:
         check_tensor("cache_seqlens", request.cache_seqlens, dtype=torch.int32, shape=(batch,), device=device)
@@ -449,8 +448,7 @@ def _check_scales(request: _Request, layout: CacheLayout, sizes: CacheSizes) -> 
             continue
         require(dtype.itemsize == 1, name, "a tensor", f"None: a cache of {dtype} has no scale")
         check_tensor(name, scale, dtype=SCALE_DTYPES, device=request.q.device)
-        kind = scale_kind(name, tuple(scale.shape), layout, sizes)
-        del kind
+        scale_kind(name, tuple(scale.shape), layout, sizes)  # raises where no granularity fits, or several
     if request.k_scale is not None and request.v_scale is not None:
         same = request.k_scale.dtype is request.v_scale.dtype
         require(same, "v_scale", request.v_scale.dtype, f"{request.k_scale.dtype}, that of k_scale", TypeError)

@@ -56,7 +56,7 @@ def launch_forward(request: SinkRequest, out: torch.Tensor, lse: torch.Tensor) -
     lse -inf. A sink of +inf gives out 0 and leaves lse as it is. What tokens of another sequence hold, NaN included,
     reaches neither.
     """
-    result, result_lse = reference_sink_attention(**_arguments(request), dtype=torch.float32)
+    result, result_lse = reference_sink_attention(**reference_arguments(request), dtype=torch.float32)
     out.copy_(result)
     lse.copy_(result_lse)
 
@@ -87,13 +87,13 @@ def launch_backward(
 
     With `request.deterministic` the same call gives the same bits in all four.
     """
-    gradients = reference_sink_attention_backward(dout, **_arguments(request), dtype=torch.float32)
+    gradients = reference_sink_attention_backward(dout, **reference_arguments(request), dtype=torch.float32)
     for target, gradient in zip((dq, dk, dv, ds_aux), gradients, strict=True):
         if target is not None and gradient is not None:
             target.copy_(gradient)
 
 
-def _arguments(request: SinkRequest) -> dict[str, Any]:
-    arguments = request._asdict()
-    del arguments["deterministic"]  # as plain torch is
-    return arguments
+def reference_arguments(call: NamedTuple) -> dict[str, Any]:
+    """What plain torch takes of a call, by name; it is deterministic anyway."""
+    arguments = call._asdict()
+    return {name: value for name, value in arguments.items() if name not in ("deterministic", "differentiable")}

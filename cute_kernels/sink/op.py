@@ -11,7 +11,7 @@ from cute_kernels.gqa.op import gqa_decode
 from cute_kernels.runtime.arch import require_sm90
 from cute_kernels.runtime.checks import check_tensor, fail, require
 from cute_kernels.runtime.ops import needs_grad, register_op
-from cute_kernels.sink.launch import SinkRequest, launch_backward, launch_forward
+from cute_kernels.sink.launch import SinkRequest, launch_backward, launch_forward, reference_arguments
 from cute_kernels.sink.plan import route
 from cute_kernels.sink.reference import reference_sink_attention, reference_sink_attention_backward
 
@@ -255,17 +255,7 @@ def _run_forward(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
     _check(call)
     if call.q.is_cuda:
         return _forward_on_gpu(call)
-    out, lse = reference_sink_attention(
-        call.q,
-        call.k,
-        call.v,
-        call.s_aux,
-        causal=call.causal,
-        window=call.window,
-        softmax_scale=call.softmax_scale,
-        cu_seqlens_q=call.cu_seqlens_q,
-        cu_seqlens_k=call.cu_seqlens_k,
-    )
+    out, lse = reference_sink_attention(**reference_arguments(call))
     return out.to(call.q.dtype), lse.float()
 
 
@@ -326,18 +316,7 @@ def _run_backward(
     check_tensor("lse", lse, dtype=torch.float32, shape=tuple(q.shape[:-1]), device=q.device)
     if q.is_cuda:
         return _backward_on_gpu(dout, out, lse, call)
-    dq, dk, dv, ds_aux = reference_sink_attention_backward(
-        dout,
-        q,
-        call.k,
-        call.v,
-        call.s_aux,
-        causal=call.causal,
-        window=call.window,
-        softmax_scale=call.softmax_scale,
-        cu_seqlens_q=call.cu_seqlens_q,
-        cu_seqlens_k=call.cu_seqlens_k,
-    )
+    dq, dk, dv, ds_aux = reference_sink_attention_backward(dout, **reference_arguments(call))
     sink = q.new_empty(0, dtype=torch.float32) if ds_aux is None else ds_aux.float()
     return dq.to(q.dtype), dk.to(q.dtype), dv.to(q.dtype), sink
 

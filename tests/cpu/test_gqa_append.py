@@ -10,22 +10,15 @@ import torch
 from cute_kernels.gqa import append_op
 from cute_kernels.gqa.append_op import kv_int8_append
 from cute_kernels.gqa.append_spec import MAX_HELD, SCALES, KvAppendSpec, shipped_specs
-from cute_kernels.gqa.layout_plan import LAYOUTS, CacheSizes, ScaleKind, scale_shapes
+from cute_kernels.gqa.layout_plan import LAYOUTS, CacheSizes, scale_shapes
 from cute_kernels.gqa.reference import quantize
 from cute_kernels.runtime.compile import compile_kernel
 from cute_kernels.testing import sass
+from cute_kernels.testing.gqa import SCALE_NAMES as KINDS
 from cute_kernels.testing.inputs import generator
 
 PAGES, ROWS, H_KV, D = 3, 8, 2, 64
 SIZES = CacheSizes(PAGES, ROWS, H_KV, D)
-KINDS = {
-    "per_tensor": ScaleKind("per_tensor"),
-    "per_head": ScaleKind("per_head"),
-    "per_token": ScaleKind("per_token"),
-    "per_token_head": ScaleKind("per_token_head"),
-    "per_group_32": ScaleKind("per_group", 32),
-    "per_group_64": ScaleKind("per_group", 64),
-}
 POISON = 0x5A
 
 

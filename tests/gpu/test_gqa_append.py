@@ -9,18 +9,11 @@ import torch
 
 from cute_kernels.gqa.append_op import kv_int8_append
 from cute_kernels.gqa.append_spec import KvAppendSpec
-from cute_kernels.gqa.layout_plan import LAYOUTS, CacheSizes, ScaleKind, scale_shapes
+from cute_kernels.gqa.layout_plan import LAYOUTS, CacheSizes, scale_shapes
 from cute_kernels.gqa.reference import reference_append
+from cute_kernels.testing.gqa import SCALE_NAMES as KINDS
 from cute_kernels.testing.inputs import covering_cases, generator
 
-KINDS = {
-    "per_tensor": ScaleKind("per_tensor"),
-    "per_head": ScaleKind("per_head"),
-    "per_token": ScaleKind("per_token"),
-    "per_token_head": ScaleKind("per_token_head"),
-    "per_group_32": ScaleKind("per_group", 32),
-    "per_group_64": ScaleKind("per_group", 64),
-}
 GIVEN = ("per_tensor", "per_head")
 WRITTEN = tuple(kind for kind in KINDS if kind not in GIVEN)
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}

@@ -43,8 +43,6 @@ LENGTHS = tuple(512 + 15872 * (13 * row % 32) // 31 for row in range(32))
 """The ragged batch: 32 lengths from 512 to 16384, evenly spread, in mixed order; few are multiples of a tile."""
 APPEND_TOKENS = 65536
 APPEND_HEADS, APPEND_DIM = 8, 128
-AT_MOST = ("us",)
-"""Figures of which less is better; of all others that a case must reach, more is."""
 
 
 def of_tokens(scales: str) -> bool:
@@ -339,21 +337,6 @@ def some_rows(case: GqaCase, scales: str) -> tuple[slice, GqaCase]:
     return rows, dataclasses.replace(case, **{name: getattr(case, name)[rows] for name in per_row})
 
 
-def attained(must: Mapping[str, float], record: Mapping[str, Any]) -> bool:
-    """Whether a record has every figure that it must; "ratio" is that of the peer. What was not measured is missed."""
-    ratios = [peer["ratio"] for peer in (record.get("peers") or {}).values() if "ratio" in peer]
-    figures = {**record, "ratio": min(ratios, default=None)}
-    return all(
-        figures.get(name) is not None and (figures[name] <= limit if name in AT_MOST else figures[name] >= limit)
-        for name, limit in must.items()
-    )
-
-
-def with_must(record: dict[str, Any], must: Mapping[str, float]) -> dict[str, Any]:
-    """The record of a case, and whether it is good enough where something is asked of it."""
-    return {**record, "must": dict(must), "met": "failed" not in record and attained(must, record)} if must else record
-
-
 def run_decode(bench: GqaBench, pool: Pool, ceilings: Mapping[str, float]) -> dict[str, Any]:
     """Check, time and record one decode case."""
     inputs = decode_inputs(bench, pool)
@@ -381,7 +364,7 @@ def run_decode(bench: GqaBench, pool: Pool, ceilings: Mapping[str, float]) -> di
             "peers": run_peer(bench, inputs, timing.us) if bench.peer else {},
         }
 
-    return with_must(evidence.record_case(bench.key, check, measure), bench.must)
+    return evidence.with_must(evidence.record_case(bench.key, check, measure), bench.must)
 
 
 def run_append(bench: AppendBench, device: str, ceilings: Mapping[str, float]) -> dict[str, Any]:
@@ -397,7 +380,7 @@ def run_append(bench: AppendBench, device: str, ceilings: Mapping[str, float]) -
         speeds = {"GBps": round(gb_per_s, 1), "copy_fraction": round(gb_per_s / ceilings["copy_GBps"], 3)}
         return {**timing.as_record(), **speeds, "host_us": round(host_time(appends[0]), 2)}
 
-    return with_must(evidence.record_case(bench.key, check, measure), bench.must)
+    return evidence.with_must(evidence.record_case(bench.key, check, measure), bench.must)
 
 
 def append_inputs(bench: AppendBench, gen: torch.Generator) -> dict[str, Any]:

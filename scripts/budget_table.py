@@ -22,7 +22,7 @@ from cute_kernels.testing import evidence  # noqa: E402
 from scripts import bench_gqa, bench_mla  # noqa: E402
 
 HEADS = 128
-READERS = HEADS // bench_mla.HEADS_PER_CTA
+READERS = HEADS // bench_mla.WIDE
 PUBLISHED = (
     ("published estimate, no cluster", variants.OVERLAPPED),
     ("published estimate, crossover", variants.CROSSOVER_ASYNC),

@@ -117,6 +117,7 @@ def worker() -> None:
     import cute_kernels
     import fp8_mla
     from cute_kernels.gqa.reference import reference_append
+    from cute_kernels.mla.spec import EXCHANGES
     from cute_kernels.testing.compare import check_decode
     from cute_kernels.testing.gqa import GqaCase, check_gqa, gqa_case
     from cute_kernels.testing.inputs import DecodeCase, dense_case, generator, sparse_case, strided
@@ -128,8 +129,11 @@ def worker() -> None:
         }
 
     def decode(case: DecodeCase, name: str, num_splits: int) -> None:
-        out, lse = cute_kernels.mla_fp8_decode(**on_gpu(case), num_splits=num_splits, return_lse=True)
-        print(check_decode(out.cpu(), lse.cpu(), name=name, **case.arguments()).require())
+        for exchange in EXCHANGES:
+            forced: dict[str, Any] = {"num_splits": num_splits, "exchange": exchange}
+            out, lse = cute_kernels.mla_fp8_decode(**on_gpu(case), **forced, return_lse=True)
+            name = f"{name}, {num_splits} splits, exchange of {exchange}"
+            print(check_decode(out.cpu(), lse.cpu(), name=name, **case.arguments()).require())
 
     def gqa(name: str, *, splits: Sequence[int | None] = (None, 1), **options: Any) -> None:
         case = gqa_case(**{"seqlens": [0, 1, 65, 300], "h_q": 8, "h_kv": 2, **options})
@@ -144,8 +148,8 @@ def worker() -> None:
     dense = dense_case(seqlens=[0, 1, 65, 200], h_q=16, s_q=2, page_size=16, padded=False)
     wild = sparse_case(batch=1, h_q=64, topk=70, num_slots=256, scales="mixed", padded=False)
     for num_splits in (1, 3):
-        decode(sparse, f"sparse, {num_splits} splits", num_splits)
-        decode(dense, f"dense, {num_splits} splits", num_splits)
+        decode(sparse, "sparse", num_splits)
+        decode(dense, "dense", num_splits)
     decode(dataclasses.replace(wild, s_aux=torch.zeros(64)), "scales of very different size", 1)
 
     gen = generator(0)

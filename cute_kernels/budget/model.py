@@ -9,7 +9,7 @@ from typing import Protocol
 
 from cute_kernels.budget.rates import H200, Rates
 from cute_kernels.budget.variants import MLA_BUILT, NOPE_DIM, MlaVariant, Unit
-from cute_kernels.mla.spec import HEADS_PER_CTA, TOKENS_PER_TILE
+from cute_kernels.mla.spec import TOKENS_PER_TILE, WIDE
 
 MERGE_US = 2.0
 """Of a call with splits, beside the bytes: counting, polling, three round trips to L2 (results/h200.json: 17.3 us for
@@ -73,7 +73,7 @@ def mla_launch(
     *, mode: str, batch: int, s_q: int, h_q: int, num_splits: int, ctas: int, tiles_per_split: int
 ) -> MlaLaunch:
     """A launch from the sizes of a call and the plan's choices. The queries of a sequence share a dense cache."""
-    readers = -(-h_q // HEADS_PER_CTA) * (s_q if mode == "dense" else 1)
+    readers = -(-h_q // WIDE) * (s_q if mode == "dense" else 1)
     return MlaLaunch(ctas, tiles_per_split, num_splits, batch * s_q * h_q, readers)
 
 

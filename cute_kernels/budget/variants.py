@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from cute_kernels.budget.rates import Rates
 from cute_kernels.gqa.spec import ITEMSIZE, SCALES
-from cute_kernels.mla.spec import HEADS_PER_CTA, TOKENS_PER_TILE
+from cute_kernels.mla.spec import TOKENS_PER_TILE, WIDE
 
 NOPE_DIM, ROPE_DIM = 512, 64
 QK_DIM = NOPE_DIM + ROPE_DIM
@@ -85,7 +85,7 @@ class MlaVariant:
         """
         if readers < self.cluster:
             raise ValueError(f"readers: got {readers}; {self.name} shares rows between {self.cluster} CTAs")
-        flops = HEADS_PER_CTA * (QK_DIM + NOPE_DIM) * 2
+        flops = WIDE * (QK_DIM + NOPE_DIM) * 2
         gathered = 1 / self.cluster
         converted = 1 if self.exchange is Exchange.RAW_BULK else gathered
         sent = {
@@ -110,7 +110,7 @@ class MlaVariant:
         # m64n64k16 with both operands there: 2 KB of Q and 2 KB of K, 36 times a tile
         qk = (2048 + 2048) * (QK_DIM // 16) / TOKENS_PER_TILE
         pv = 2 * NOPE_DIM  # each value once; P of the own tiles comes from registers
-        p = 2 * 2 * HEADS_PER_CTA  # P written for the other warpgroup, and read by it
+        p = 2 * 2 * WIDE  # P written for the other warpgroup, and read by it
         written = OPERAND_BYTES  # the converted token, wherever it was made
         exchanged = {
             Exchange.NOTHING: 0.0,

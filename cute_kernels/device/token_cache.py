@@ -67,16 +67,17 @@ def store_and_gather(
     even: cute.Tensor,
     odd: cute.Tensor,
     rope: cute.Tensor,
-    row: cute.Pointer,
+    row: cute.Pointer | None,
     segment: Int32,
 ):
-    """Stores the row in `raw` and starts the loads of another `row` into the registers as they come free.
+    """Stores the row in `raw` and starts the loads of another `row`, if any, into the registers as they come free.
 
     Codes times their tile's power, four bf16, go into the even and odd chunks (8, 4), the rope part into its
     chunk (8).
     """
     cute.autovec_copy(cute.recast_tensor(raw[None, 4], BFloat16), rope)
-    _load_piece(row, segment, raw, 4)
+    if const_expr(row is not None):
+        _load_piece(row, segment, raw, 4)
     for j in cutlass.range_constexpr(4):
         out = cute.make_rmem_tensor((8, 2), BFloat16)
         codes = cute.recast_tensor(raw[None, j], Float8E4M3FN)
@@ -85,7 +86,8 @@ def store_and_gather(
             out[None, half].store(eight.load().to(Float32).to(BFloat16) * powers[j])
         cute.autovec_copy(out[None, 0], even[None, j])
         cute.autovec_copy(out[None, 1], odd[None, j])
-        _load_piece(row, segment, raw, j)
+        if const_expr(row is not None):
+            _load_piece(row, segment, raw, j)
 
 
 @cute.jit

@@ -2,6 +2,7 @@
 
 import cutlass
 import cutlass.cute as cute
+from cutlass import Int32
 from cutlass.cute.nvgpu import warpgroup
 
 
@@ -18,6 +19,28 @@ def issue(tiled_mma: cute.TiledMma, acc: cute.Tensor, tA: cute.Tensor, tB: cute.
         a, b = k_blocks[i]
         cute.gemm(mma, acc, tA[None, None, a], tB[None, None, b], acc)
         mma.set(warpgroup.Field.ACCUMULATE, True)
+
+
+@cute.jit
+def every_thread(value: Int32, barrier_id: Int32) -> Int32:
+    """1 if `value` is not 0 in all threads of a warpgroup, else 0: the same in all, which wgmma in a branch needs."""
+    return _vote(value, barrier_id, "and")
+
+
+@cute.jit
+def any_thread(value: Int32, barrier_id: Int32) -> Int32:
+    """1 if `value` is not 0 in one thread of a warpgroup at least, else 0."""
+    return _vote(value, barrier_id, "or")
+
+
+@cute.jit
+def _vote(value: Int32, barrier_id: Int32, how: cutlass.Constexpr) -> Int32:
+    return cute.arch.inline_ptx(
+        "{\n.reg .pred p, q;\nsetp.ne.b32 p, {$r0}, 0;\nbarrier.cta.red." + how + ".pred q, {$r1}, 128, p;\n"
+        "selp.b32 {$w0}, 1, 0, q;\n}",
+        write_only_types=[Int32],
+        read_only_args=[value, barrier_id],
+    )
 
 
 def by_row(acc: cute.Tensor) -> cute.Tensor:

@@ -72,7 +72,7 @@ class KvAppendKernel:
         """Launches the kernel.
 
         Caches are as their layout has them; heads_first says whether axis 1 or 2 is the heads (not looked at in
-        paged_vllm). A given scale comes as (h_kv,), with stride 0 if there is only one.
+        paged_vllm). A given scale comes as (h_kv,) or (1,).
         """
         spec = self.spec
         tokens, h_kv = Int32(mK.shape[0]), Int32(mK.shape[1])
@@ -127,7 +127,9 @@ class KvAppendKernel:
         none = Int64(0)
         strides = (none, none, none, none)
         if const_expr(kind == GIVEN):
-            strides = (none, none, Int64(mScale.stride[0]), none)
+            # one scale for all heads: (1,)
+            of_head = cutlass.select_(Int32(mScale.shape[0]) == 1, none, Int64(mScale.stride[0]))
+            strides = (none, none, of_head, none)
         elif const_expr(kind == PER_TOKEN):
             strides = (Int64(mScale.stride[0]), Int64(mScale.stride[1]), none, none)
         elif const_expr(self.spec.vllm and kind == PER_TOKEN_HEAD):

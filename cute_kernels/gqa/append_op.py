@@ -68,16 +68,9 @@ def kv_int8_append(
 
 
 class _Prepared(NamedTuple):
-    """A compiled kernel and what of its arguments the shapes decide.
-
-    heads      of the cache
-    k_given    whether k_scale is read, not written
-    """
+    """A compiled kernel and what of its arguments the layout decides."""
 
     kernel: Callable[..., None]
-    heads: int
-    k_given: bool
-    v_given: bool
     heads_first: int
 
     def launch(
@@ -90,10 +83,10 @@ class _Prepared(NamedTuple):
         v_scale: torch.Tensor,
         slot_mapping: torch.Tensor,
     ) -> None:
-        if self.k_given:
-            k_scale = k_scale.expand(self.heads)
-        if self.v_given:
-            v_scale = v_scale.expand(self.heads)
+        if k_scale.dim() == 0:
+            k_scale = k_scale.view(1)
+        if v_scale.dim() == 0:
+            v_scale = v_scale.view(1)
         self.kernel(k, v, k_cache, v_cache, k_scale, v_scale, slot_mapping, self.heads_first)
 
 
@@ -190,8 +183,7 @@ def _checked(
         scale_dtype=_NAMES[k_scale.dtype],
         vllm=layout == "paged_vllm",
     )
-    k_given, v_given = (kind.granularity in _GIVEN for kind in kinds)
-    prepared = _Prepared(get_kernel(spec), sizes.h_kv, k_given, v_given, int(layout in _HEADS_FIRST))
+    prepared = _Prepared(get_kernel(spec), int(layout in _HEADS_FIRST))
     prepared.launch(k, v, k_cache, v_cache, k_scale, v_scale, slot_mapping)
     remember(_prepared, _key(k, k_cache, v_cache, k_scale, v_scale, slot_mapping, layout), prepared)
 

@@ -4,6 +4,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import AddressSpace, BFloat16, Float16, Float32, Int32, Int64, const_expr
 
+from cute_kernels.device import cluster as cluster_shared
 from cute_kernels.device import softmax
 from cute_kernels.gqa.consumer_kernel import SINK, UNIT, column_facts
 from cute_kernels.gqa.spec import GqaDecodeSpec
@@ -259,9 +260,9 @@ class Finisher:
             own = turn * at_once + tidx // cluster
             item = rank * items + cutlass.min(own, items - 1)
             n, vector = item // self.vectors, item % self.vectors
-            values = remote_vector(sums + n * spec.sums_stride + 4 * vector, other)
-            peak = remote_value(stats + n, other)
-            total = remote_value(stats + n + spec.columns * spec.warps, other)
+            values = cluster_shared.remote_vector(sums + n * spec.sums_stride + 4 * vector, other)
+            peak = cluster_shared.remote_value(stats + n, other)
+            total = cluster_shared.remote_value(stats + n + spec.columns * spec.warps, other)
             all_peak = cute.arch.warp_reduction(peak, cute.arch.fmax, threads_in_group=cluster)
             weight = softmax.rescaling(peak, all_peak)
             total = cute.arch.warp_reduction_sum(total * weight, threads_in_group=cluster)
@@ -353,33 +354,3 @@ class Finisher:
         rounded.store((acc.load() * factor).to(OUTPUTS[self.spec.q_dtype]))
         pointer = row.iterator + cute.assume(4 * vector, divby=4)
         cute.autovec_copy(rounded, cute.make_tensor(pointer, cute.make_layout(4)))
-
-
-@cute.jit
-def remote_address(pointer: cute.Pointer, rank: Int32):
-    """Where the same shared memory lies in another CTA of the cluster."""
-    return cute.arch.inline_ptx(
-        "mapa.shared::cluster.u32 {$w0}, {$r0}, {$r1};",
-        write_only_types=[Int32],
-        read_only_args=[Int32(pointer.toint()), rank],
-    )
-
-
-@cute.jit
-def remote_value(pointer: cute.Pointer, rank: Int32):
-    """A float32 of another CTA's shared memory."""
-    return cute.arch.inline_ptx(
-        "ld.shared::cluster.f32 {$w0}, [{$r0}];",
-        write_only_types=[Float32],
-        read_only_args=[remote_address(pointer, rank)],
-    )
-
-
-@cute.jit
-def remote_vector(pointer: cute.Pointer, rank: Int32):
-    """Four float32 of another CTA's shared memory."""
-    return cute.arch.inline_ptx(
-        "ld.shared::cluster.v4.f32 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];",
-        write_only_types=[Float32] * 4,
-        read_only_args=[remote_address(pointer, rank)],
-    )

@@ -325,6 +325,8 @@ class GqaDecodeKernel:
         stage, phase = Int32(0), Int32(0)
         for unit in cutlass.range(cta, units, ctas, unroll=1):
             kv_head, _, head, r = self.unit_of(unit, head_divisor, block_divisor)
+            if const_expr(spec.cluster > 1 and spec.paged):
+                self.producer.prefetch_pages(mTable, r // spec.cluster, lane)
             b, offset, left, _ = self.assignment(mLengths, limits, known, r, cut)
             while left > 0:
                 length, first, count = work_kernel.extent(mLengths, b, limits)

@@ -2,12 +2,13 @@
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, const_expr
+from cutlass import Int32, Int64, const_expr
 from cutlass.cute.nvgpu import cpasync
 
 from cute_kernels.gqa.spec import GqaDecodeSpec
 
 WARP = 32
+LINE_ENTRIES = 32  # page numbers in a line of the L2 cache
 
 
 class TileProducer:
@@ -24,6 +25,13 @@ class TileProducer:
         self.boxes = self.keys // spec.box_rows
         self.batch = max(WARP // self.boxes, 1)  # tiles whose page numbers are read together
         self.entries = max(self.boxes // WARP, 1)  # of them in a lane
+
+    @cute.jit
+    def prefetch_pages(self, mTable, b: Int32, lane: Int32):
+        """Brings the first 1024 page numbers of a sequence into the L2 cache, while its length is still on the way."""
+        entry = cutlass.min(lane * LINE_ENTRIES, Int32(mTable.shape[1]) - 1)
+        address = mTable[b, None].iterator.toint() + 4 * Int64(entry)
+        cute.arch.inline_ptx("prefetch.global.L2 [{$r0}];", read_only_args=[address])
 
     @cute.jit
     def read_pages(

@@ -11,7 +11,7 @@ import torch
 
 import fp8_mla
 from cute_kernels.mla.plan import MAX_SPLITS, plan_decode
-from cute_kernels.mla.spec import HEADS_PER_CTA
+from cute_kernels.mla.spec import EXCHANGES
 from cute_kernels.runtime import workspace
 from cute_kernels.runtime.arch import require_sm90
 from cute_kernels.runtime.checks import check_tensor, fail, require
@@ -21,6 +21,24 @@ from cute_kernels.runtime.ops import register_op
 
 MAX_HEADS = 128
 DEFAULT_SCALE = fp8_mla.QK_DIM**-0.5
+
+
+class _Request(NamedTuple):
+    """The arguments of one call, without its outputs."""
+
+    q: torch.Tensor
+    kv_cache: torch.Tensor
+    indices: torch.Tensor | None
+    topk_length: torch.Tensor | None
+    block_table: torch.Tensor | None
+    cache_seqlens: torch.Tensor | None
+    causal: bool
+    softmax_scale: float | None
+    s_aux: torch.Tensor | None
+    num_splits: int | None
+    exchange: str | None
+
+
 _NEEDS_KEYS = "either indices (sparse; topk_length is optional), or block_table and cache_seqlens (dense)"
 
 
@@ -36,6 +54,7 @@ def mla_fp8_decode(
     softmax_scale: float | None = None,
     s_aux: torch.Tensor | None = None,
     num_splits: int | None = None,
+    exchange: str | None = None,
     out: torch.Tensor | None = None,
     lse: torch.Tensor | None = None,
     return_lse: bool = False,
@@ -61,6 +80,9 @@ def mla_fp8_decode(
         softmax_scale: default 576 ** -0.5.
         s_aux: (h_q,) float32, a logit per head in natural-log units that joins the softmax denominator alone.
         num_splits: CTAs that share the keys of one query; default: planned from the shapes.
+        exchange: what two CTAs with 64 heads each hand each other of every key that one of them has gathered: "codes",
+            its 656 bytes, "values", bf16 numbers, or "none": each gathers all. Default: planned. With more
+            than 64 heads and a given number of splits no bit of a result depends on it.
         out: (batch, s_q, h_q, 512) bfloat16 to write to; rows contiguous and 16-byte aligned.
         lse: (batch, s_q, h_q) float32 to write to.
         return_lse: also return the log-sum-exp.
@@ -72,26 +94,24 @@ def mla_fp8_decode(
     Raises:
         TypeError, ValueError: before any launch, naming the argument, what it got and what it needs.
     """
-    request = (
-        q, kv_cache, indices, topk_length, block_table, cache_seqlens, causal, softmax_scale, s_aux, num_splits
-    )  # fmt: skip
+    request = _Request(
+        q,
+        kv_cache,
+        indices,
+        topk_length,
+        block_table,
+        cache_seqlens,
+        causal,
+        softmax_scale,
+        s_aux,
+        num_splits,
+        exchange,
+    )
     if isinstance(q, torch.Tensor) and q.is_cuda and not torch.compiler.is_compiling():
         try:
-            out, lse = _launch(*request, out, lse, return_lse)
+            out, lse = _launch(request, out, lse, return_lse)
         except Exception:
-            _check(
-                q,
-                kv_cache,
-                indices,
-                topk_length,
-                block_table,
-                cache_seqlens,
-                softmax_scale,
-                s_aux,
-                num_splits,
-                out,
-                lse,
-            )
+            _check(request, out, lse)
             raise
         return (out, lse) if return_lse else out
     check_tensor("q", q, ndim=4)
@@ -104,27 +124,17 @@ def mla_fp8_decode(
 
 
 def _launch(
-    q: torch.Tensor,
-    kv_cache: torch.Tensor,
-    indices: torch.Tensor | None,
-    topk_length: torch.Tensor | None,
-    block_table: torch.Tensor | None,
-    cache_seqlens: torch.Tensor | None,
-    causal: bool,
-    softmax_scale: float | None,
-    s_aux: torch.Tensor | None,
-    num_splits: int | None,
-    out: torch.Tensor | None,
-    lse: torch.Tensor | None,
-    wants_lse: bool = True,
+    request: _Request, out: torch.Tensor | None, lse: torch.Tensor | None, wants_lse: bool = True
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Launches without checks of its own, or raises before any launch; then `_check` says why.
 
     Checks in Python take longer than a launch. The compiled kernel compares dtypes, sizes, strides, alignments and
     devices with what it was compiled for, in C++; what it cannot know is in the key of the prepared call.
     """
+    (
+        q, pages, indices, topk_length, block_table, cache_seqlens, causal, softmax_scale, s_aux, num_splits, exchange
+    ) = request  # fmt: skip
     batch, s_q, h_q, _ = q.shape
-    pages = kv_cache
     if pages.dtype is not torch.uint8:
         if pages.dtype is not torch.float8_e4m3fn:
             fail("kv_cache", pages.dtype, "uint8 or float8_e4m3fn", TypeError)
@@ -139,16 +149,14 @@ def _launch(
     if index is None or sparse != (cache_seqlens is None) or (block_table if sparse else topk_length) is not None:
         fail("indices", "neither or both kinds of arguments", _NEEDS_KEYS)
     device = q.get_device()
-    key = (device, sparse, batch, s_q, h_q, index.shape[-1], num_pages > 0, page_size, num_splits)
+    key = (device, sparse, batch, s_q, h_q, index.shape[-1], num_pages > 0, page_size, num_splits, exchange)
     call = _prepared.get(key) or _prepare(*key)
     if out is None:
         out = torch.empty((batch, s_q, h_q, fp8_mla.V_DIM), dtype=torch.bfloat16, device=q.device)
     if lse is None:
         lse = torch.empty((batch, s_q, h_q), device=q.device) if wants_lse else call.unread_lse
     if call.kernel is None:
-        _check(
-            q, kv_cache, indices, topk_length, block_table, cache_seqlens, softmax_scale, s_aux, num_splits, out, lse
-        )
+        _check(request, out, lse)
         out.zero_()
         lse.fill_(-torch.inf)
         return out, lse
@@ -164,7 +172,8 @@ def _launch(
     scratch, counters = workspace.addresses(call.need)
     call.kernel(  # on the current stream of the tensors' device
         q, pages, index, length, call.no_sink if s_aux is None else s_aux, out, lse, scratch, counters, call.zero_row,
-        DEFAULT_SCALE if softmax_scale is None else softmax_scale, call.num_splits, call.merge_ctas, 1 if causal else 0,
+        DEFAULT_SCALE if softmax_scale is None else softmax_scale, call.num_splits, call.merge_ctas,
+        call.max_ctas, 1 if causal else 0, 0,
     )  # fmt: skip
     return out, lse
 
@@ -184,6 +193,7 @@ class _Call(NamedTuple):
     kernel: Callable[..., Any] | None
     num_splits: int
     merge_ctas: int
+    max_ctas: int
     need: workspace.Need
     zero_row: int  # its address
     no_sink: torch.Tensor
@@ -204,13 +214,14 @@ def _prepare(
     any_page: bool,
     page_size: int,
     num_splits: int | None,
+    exchange: str | None,
 ) -> _Call:
     """Plans a call and loads its kernel; the arguments are the key that `_launch` looks up."""
     device = torch.device("cuda", device_index)
     require_sm90("q", device)
-    _check_sizes(s_q, h_q, num_splits)
+    _check_sizes(s_q, h_q, num_splits, exchange)
     constants = _constants(device)
-    kernel, splits, merge_ctas = None, 1, 1
+    kernel, splits, merge_ctas, max_ctas, blocks = None, 1, 1, 1, 1
     if batch and width and any_page:
         plan = plan_decode(
             sparse=sparse,
@@ -220,22 +231,25 @@ def _prepare(
             max_keys=width if sparse else width * page_size,
             num_sms=constants.num_sms,
             num_splits=num_splits,
+            exchange=exchange,
         )
         kernel, splits, merge_ctas = get_kernel(plan.spec), plan.num_splits, plan.merge_ctas
+        blocks, max_ctas = plan.spec.head_blocks(h_q), plan.max_ctas
     rows = (batch, s_q, h_q)
     scratch_size = splits * math.prod(rows) * (fp8_mla.V_DIM + 1) if splits > 1 else 0
     call = _Call(
         kernel,
         splits,
         merge_ctas,
-        workspace.reserve(device, scratch_size, batch * s_q * -(-h_q // HEADS_PER_CTA)),
+        max_ctas,
+        workspace.reserve(device, scratch_size, batch * s_q * blocks),
         constants.zero_row.data_ptr(),
         constants.no_sink[:h_q],
         constants.no_length.expand(batch, s_q),
         torch.empty(rows, device=device),  # written by every call whose caller wants no lse, and read by nobody
     )
     if not torch.cuda.is_current_stream_capturing():  # tensors of a graph's pool must not outlive the capture
-        key = (device_index, sparse, batch, s_q, h_q, width, any_page, page_size, num_splits)
+        key = (device_index, sparse, batch, s_q, h_q, width, any_page, page_size, num_splits, exchange)
         remember(_prepared, key, call)
     return call
 
@@ -255,35 +269,26 @@ def _constants(device: torch.device) -> _Constants:
     return constants
 
 
-def _check_sizes(s_q: int, h_q: int, num_splits: int | None) -> None:
+def _check_sizes(s_q: int, h_q: int, num_splits: int | None, exchange: str | None) -> None:
     require(1 <= h_q <= MAX_HEADS, "q", f"{h_q} heads", f"1 to {MAX_HEADS} heads")
     require(s_q >= 1, "q", f"s_q = {s_q}", "at least one query token")
     if num_splits is not None:
         is_int = isinstance(num_splits, int) and not isinstance(num_splits, bool)
         require(is_int, "num_splits", type(num_splits).__name__, "an int", TypeError)
         require(1 <= num_splits <= MAX_SPLITS, "num_splits", num_splits, f"1 to {MAX_SPLITS}")
+    require(exchange is None or exchange in EXCHANGES, "exchange", repr(exchange), f"None or one of {EXCHANGES}")
 
 
-def _check(
-    q: torch.Tensor,
-    kv_cache: torch.Tensor,
-    indices: torch.Tensor | None,
-    topk_length: torch.Tensor | None,
-    block_table: torch.Tensor | None,
-    cache_seqlens: torch.Tensor | None,
-    softmax_scale: float | None,
-    s_aux: torch.Tensor | None,
-    num_splits: int | None,
-    out: torch.Tensor | None,
-    lse: torch.Tensor | None,
-) -> None:
+def _check(request: _Request, out: torch.Tensor | None, lse: torch.Tensor | None) -> None:
     """Raises what is wrong with the arguments, by name."""
+    q, kv_cache, indices, topk_length, block_table, cache_seqlens = request[:6]
+    softmax_scale, s_aux = request.softmax_scale, request.s_aux
     check_tensor(
         "q", q, dtype=torch.bfloat16, shape=(None, None, None, fp8_mla.QK_DIM), align=16, unit_last_stride=True
     )
     device = q.device
     batch, s_q, h_q, _ = q.shape
-    _check_sizes(s_q, h_q, num_splits)
+    _check_sizes(s_q, h_q, request.num_splits, request.exchange)
     check_tensor("kv_cache", kv_cache, dtype=fp8_mla.CACHE_DTYPES, device=device, align=16, unit_last_stride=True)
     fp8_mla.as_pages(kv_cache)
     if indices is not None:
@@ -317,37 +322,17 @@ def _check(
         require_sm90("q", device)
 
 
-def _run(
-    q: torch.Tensor,
-    kv_cache: torch.Tensor,
-    indices: torch.Tensor | None,
-    topk_length: torch.Tensor | None,
-    block_table: torch.Tensor | None,
-    cache_seqlens: torch.Tensor | None,
-    causal: bool,
-    softmax_scale: float | None,
-    s_aux: torch.Tensor | None,
-    num_splits: int | None,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-) -> None:
+def _run(*arguments: Any) -> None:
     """The operator: what torch.compile calls, and CPU tensors."""
-    keys = (indices, topk_length, block_table, cache_seqlens)
-    _check(q, kv_cache, *keys, softmax_scale, s_aux, num_splits, out, lse)
-    if q.is_cuda:
-        _launch(q, kv_cache, *keys, causal, softmax_scale, s_aux, num_splits, out, lse)
+    request, out, lse = _Request(*arguments[:-2]), arguments[-2], arguments[-1]
+    _check(request, out, lse)
+    if request.q.is_cuda:
+        _launch(request, out, lse)
         return
-    result, result_lse = fp8_mla.reference_decode(
-        q,
-        fp8_mla.as_pages(kv_cache),
-        indices=indices,
-        topk_length=topk_length,
-        block_table=block_table,
-        cache_seqlens=cache_seqlens,
-        causal=causal,
-        softmax_scale=softmax_scale,
-        s_aux=s_aux,
-    )
+    options = request._asdict()
+    for name in ("q", "kv_cache", "num_splits", "exchange"):
+        del options[name]
+    result, result_lse = fp8_mla.reference_decode(request.q, fp8_mla.as_pages(request.kv_cache), **options)
     out.copy_(result)
     lse.copy_(result_lse)
 
@@ -355,7 +340,8 @@ def _run(
 _decode_into = register_op(
     "mla_fp8_decode",
     "(Tensor q, Tensor kv_cache, Tensor? indices, Tensor? topk_length, Tensor? block_table, Tensor? cache_seqlens, "
-    "bool causal, float? softmax_scale, Tensor? s_aux, int? num_splits, Tensor(a!) out, Tensor(b!) lse) -> ()",
+    "bool causal, float? softmax_scale, Tensor? s_aux, int? num_splits, str? exchange, Tensor(a!) out, "
+    "Tensor(b!) lse) -> ()",
     _run,
     lambda *args: None,
 )

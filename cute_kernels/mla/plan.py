@@ -4,9 +4,9 @@ Costs are those of one H200 (docs/journal/mla_decode.md); only their proportions
 """
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from cute_kernels.mla.spec import HEADS_PER_CTA, TOKENS_PER_TILE, MlaDecodeSpec
+from cute_kernels.mla.spec import NARROW, TOKENS_PER_TILE, WIDE, MlaDecodeSpec
 
 MAX_SPLITS = 256
 TILE_US = 3.0  # a tile of 64 tokens in steady state
@@ -23,15 +23,25 @@ class DecodePlan:
     num_splits: int
     merge_ctas: int  # that merge the partials of 64 heads of a query
     tiles_per_split: int
-    ctas: int
+    ctas: int  # items of work
+    max_ctas: int  # that decode; each takes every max_ctas-th item
     estimated_us: float
 
 
 @functools.lru_cache(maxsize=4096)
 def plan_decode(
-    *, sparse: bool, batch: int, s_q: int, h_q: int, max_keys: int, num_sms: int, num_splits: int | None = None
+    *,
+    sparse: bool,
+    batch: int,
+    s_q: int,
+    h_q: int,
+    max_keys: int,
+    num_sms: int,
+    num_splits: int | None = None,
+    exchange: str | None = None,
+    heads: int | None = None,
 ) -> DecodePlan:
-    """Chooses the number of splits.
+    """Chooses the number of splits, and what CTAs exchange.
 
     Args:
         sparse: keys from a list per query, else from a block table.
@@ -42,22 +52,29 @@ def plan_decode(
             be right for all of them and is made for the longest.
         num_sms: of the device; one CTA fills one.
         num_splits: to force it; at most MAX_SPLITS, and more than there are tiles leave CTAs without work.
+        exchange: to force it.
+        heads: of a CTA, to force it.
     """
-    items = batch * s_q * -(-h_q // HEADS_PER_CTA)
+    if heads is None:
+        heads = WIDE if exchange not in (None, "none") else next((n for n in NARROW if n >= h_q), WIDE)
+    spec = MlaDecodeSpec(sparse=sparse, exchange=exchange or "none", heads=heads)
+    items = batch * s_q * spec.head_blocks(h_q)
     tiles = max(1, -(-max_keys // TOKENS_PER_TILE))
     candidates = [num_splits] if num_splits is not None else range(1, min(tiles, MAX_SPLITS) + 1)
     best = min(candidates, key=lambda n: (_estimate_us(items, tiles, n, batch * s_q * h_q, num_sms), n))
     # Many rows of few partials: a warp each, 12 rows at a time. Else a warpgroup each, 3 rows at a time, because loads
     # of a row are then in flight together. And no more merging CTAs than SMs: each of them fills one.
     merge_lanes = 0 if best == 1 else 32 if best <= 8 and batch * s_q * h_q >= 512 else 128
-    turns = -(-min(h_q, HEADS_PER_CTA) // (12 if merge_lanes == 32 else 3))
+    turns = -(-min(h_q, spec.heads) // (12 if merge_lanes == 32 else 3))
     merge_ctas = -(-turns // max(1, -(-items * turns // num_sms)))
     return DecodePlan(
-        spec=MlaDecodeSpec(sparse=sparse, merge_lanes=merge_lanes),
+        spec=replace(spec, merge_lanes=merge_lanes),
         num_splits=best,
         merge_ctas=merge_ctas,
         tiles_per_split=-(-tiles // best),
         ctas=items * best,
+        # the accumulators of few heads meet where the next item's keys would be, so these take one item each
+        max_ctas=num_sms // spec.cluster * spec.cluster if spec.heads == WIDE else items * best,
         estimated_us=_estimate_us(items, tiles, best, batch * s_q * h_q, num_sms),
     )
 

@@ -2,27 +2,56 @@
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import BFloat16, Float32, Int32, Int64, Uint8, const_expr
+from cutlass import AddressSpace, BFloat16, Float32, Int32, Int64, Uint8, const_expr
+from cutlass._mlir.dialects.nvvm import MemScopeKind
+from cutlass.cute.nvgpu import cpasync
 
-from cute_kernels.device import token_cache
-from cute_kernels.mla.spec import TOKENS_PER_TILE
+from cute_kernels.device import cluster, token_cache
+from cute_kernels.device.trace import Tracer
+from cute_kernels.mla.spec import TOKENS_PER_TILE, MlaDecodeSpec
 
 NOPE, ROPE = 512, 64
 GROUP = 128  # columns of a quantization tile
 GROUPS = NOPE // GROUP
 STAGES = 2
-DEPTH = 2  # passes of 16 rows that are in flight
-PASSES = TOKENS_PER_TILE // token_cache.ROWS_PER_PASS
+THREADS = 128
+ROWS = token_cache.ROWS_PER_PASS
+COLUMNS = 64  # of a block: 128 bytes, which the swizzle permutes
+BLOCK = TOKENS_PER_TILE * COLUMNS  # elements of it
+BLOCKS = NOPE // COLUMNS
+BAR_PRODUCER = 4
+
+# What a CTA of a cluster hands to the other one of every tile, in bytes: of each row as codes, each thread's pieces and
+# (scale, whether the row exists); as values, blocks of 32 rows, and of these rows the factors and masks.
+HALF = TOKENS_PER_TILE // 2
+CODES_BYTES = HALF // ROWS * THREADS * (16 * token_cache.PIECES + 8)
+VALUES_BYTES = HALF * 2 * (NOPE + ROPE) + HALF * 4 * (2 * GROUPS + 1)
 
 
 class KeyProducer:
     """Fills the stages of :class:`cute_kernels.mla.kernel.MlaDecodeKernel`; device code for 128 threads.
 
-    sparse   keys come from a list of slots; otherwise from a block table
+    Without a cluster a CTA gathers all rows of a tile, else those from 32 x its rank on, and gets the others:
+
+    exchange  rows of the other CTA come                                      then
+    codes     by st.async from its registers, to where they will be stored,   they are read and made bf16 like own ones
+              a thread's pieces to its counterpart
+    values    by bulk copies of its stage, when that half is done, and        nothing: all counts on the full barrier
+              the rope part by st.async from its registers
+
+    A stage may be written to when the consumers of both CTAs have left it: each says so to the other.
     """
 
-    def __init__(self, sparse: bool):
-        self.sparse = sparse
+    def __init__(self, spec: MlaDecodeSpec):
+        self.sparse = spec.sparse
+        self.exchange = spec.exchange
+        self.depth = spec.depth
+        self.tracer = Tracer(spec.trace, 3)
+        self.passes = TOKENS_PER_TILE // ROWS // spec.cluster  # of own rows in a tile
+        # ptxas mixes the passes of a dense tile, and spills, unless something stands between them
+        self.separate = spec.exchange == "codes" and not spec.sparse
+        # positions from a pass to the one that its registers receive next
+        self.stride = ROWS * self.depth if spec.cluster == 1 else TOKENS_PER_TILE
 
     @cute.jit
     def fill(
@@ -33,84 +62,223 @@ class KeyProducer:
         entries: cute.Tensor,
         begin: Int32,
         limit: Int32,
+        done: Int32,
         count: Int32,
         page_divisor,
+        rank: Int32,
         tidx: Int32,
     ):
         """Fills `count` stages with the keys at positions `begin` and on; those at `limit` and beyond are masked.
 
-        The rows of the next DEPTH passes are always in flight: as a pass is stored, its registers receive the pass
-        DEPTH further. Entries of the index or block table are read DEPTH passes before that.
+        `done` stages have been filled before.
+
+        The rows of the next `depth` passes are always in flight: as a pass is stored, its registers receive the pass
+        `depth` further. Entries of the index or block table are read `depth` passes before that.
+        """
+        place = self.place(tidx)
+        row, segment, quarter, _, _, _ = place
+        first_row = HALF * rank  # of the own rows of a tile
+        position = begin + first_row + row
+        last = limit - 1
+        full, empty = smem.full.data_ptr(), smem.empty.data_ptr()
+
+        raw = cute.make_rmem_tensor((16, token_cache.PIECES, self.depth), Uint8)
+        scale = cute.make_rmem_tensor((1, self.depth), Float32)
+        valid = cute.make_rmem_tensor(self.depth, Int32)
+        entry = cute.make_rmem_tensor(self.depth, Int32)
+        for d in cutlass.range_constexpr(self.depth):
+            entry[d] = self.read_entry(entries, position + ROWS * d, last, page_divisor)
+        for d in cutlass.range_constexpr(self.depth):
+            valid[d], source = self.locate(mKV, zero_row, entry[d], position + ROWS * d, limit, page_divisor)
+            token_cache.gather(source, segment, quarter, raw[None, None, d], scale[None, d])
+            entry[d] = self.read_entry(entries, position + self.stride + ROWS * d, last, page_divisor)
+        position += self.stride
+
+        for t in cutlass.range(done, done + count, unroll=1):
+            stage, use = t % STAGES, t // STAGES
+            self.tracer.stamp(smem.trace.ptr, 0, 2 * t, 0, tidx == 0)
+            cute.arch.mbarrier_wait(empty + stage, (use + 1) % 2)
+            self.tracer.stamp(smem.trace.ptr, 0, 2 * t, 1, tidx == 0)
+            self.tracer.stamp(smem.trace.ptr, 0, 2 * t + 1, 0, tidx == 0)
+            if const_expr(self.exchange != "none"):
+                self.open_stage(smem, stage, use, rank, tidx)
+            if const_expr(self.exchange == "codes"):
+                for d in cutlass.range_constexpr(self.depth):
+                    self.send_codes(smem, raw[None, None, d], scale[0, d], valid[d], stage, d, rank, tidx)
+            for turn in cutlass.range(
+                self.passes // self.depth, unroll=1
+            ):  # not unrolled: ptxas would hoist loads and spill
+                for d in cutlass.range_constexpr(self.depth):
+                    p = turn * self.depth + d
+                    at = first_row + ROWS * p
+                    powers = self.store_scale(smem, place, scale[0, d], valid[d], stage, at)
+                    valid[d], source = self.locate(mKV, zero_row, entry[d], position + ROWS * d, limit, page_divisor)
+                    token_cache.load_scale(source, quarter, scale[None, d])
+                    if const_expr(self.separate):
+                        cute.arch.sync_warp()
+                    even, odd, rope = self.targets(smem, place, stage, at)
+                    if const_expr(self.exchange == "values"):
+                        self.send_rope(smem, raw[None, None, d], rope, stage, rank)
+                    token_cache.store_and_gather(raw[None, None, d], powers, even, odd, rope, source, segment)
+                    entry[d] = self.read_entry(entries, position + self.stride + ROWS * d, last, page_divisor)
+                    if const_expr(self.separate):
+                        cute.arch.sync_warp()
+                position += self.stride
+            if const_expr(self.exchange == "codes"):
+                cute.arch.mbarrier_wait(smem.codes_full.data_ptr() + stage, use % 2)
+                for d in cutlass.range_constexpr(self.depth):
+                    self.take_codes(smem, place, stage, d, rank, tidx)
+            cute.arch.fence_proxy("async.shared", space="cta")  # ordinary stores, read by wgmma and bulk copies
+            if const_expr(self.exchange == "values"):
+                self.send_values(smem, stage, rank, tidx)
+            self.tracer.stamp(smem.trace.ptr, 0, 2 * t + 1, 1, tidx == 0)
+            if const_expr(self.exchange == "values"):
+                if tidx == 0:
+                    cute.arch.mbarrier_arrive_and_expect_tx(full + stage, VALUES_BYTES)
+                else:
+                    cute.arch.mbarrier_arrive(full + stage)
+            else:
+                cute.arch.mbarrier_arrive(full + stage)
+
+    # ---- a row
+
+    def place(self, tidx: Int32):
+        """What a thread has of a pass.
+
+        (row of 16, first of the 16 columns in a quantization tile, number of the scale; where its even and odd chunks
+        and its chunk of the rope part go, in elements from the pass's first row on). r % 8 is the same in every pass.
         """
         lane, warp_idx = tidx % 32, tidx // 32
         quarter, odd_row, phase = lane % 4, lane // 4 % 2, lane // 8
         row, half = 4 * warp_idx + 2 * (phase // 2) + odd_row, (phase + odd_row) % 2
-        segment, x = 64 * half + 16 * quarter, row % 8
-        position = begin + row
-        last = limit - 1
+        x = row % 8
+        start = half * BLOCK + row * COLUMNS
+        even, odd = (start + ((2 * quarter + i) ^ x) * 8 for i in range(2))
+        return row, 64 * half + 16 * quarter, quarter, even, odd, row * COLUMNS + ((4 * half + quarter) ^ x) * 8
 
-        block = TOKENS_PER_TILE * 64  # elements of a 64-column block
-        at_even = half * block + row * 64 + ((2 * quarter) ^ x) * 8
-        at_odd = half * block + row * 64 + ((2 * quarter + 1) ^ x) * 8
-        at_rope = row * 64 + ((4 * half + quarter) ^ x) * 8
-        in_nope = cute.make_layout((8, GROUPS, PASSES, STAGES), stride=(1, 2 * block, 16 * 64, TOKENS_PER_TILE * NOPE))
-        in_rope = cute.make_layout((8, PASSES, STAGES), stride=(1, 16 * 64, TOKENS_PER_TILE * ROPE))
-        in_factor = cute.make_layout(
-            (2, PASSES, STAGES), stride=(GROUPS * TOKENS_PER_TILE, 16, 2 * GROUPS * TOKENS_PER_TILE)
-        )
-        in_mask = cute.make_layout((PASSES, STAGES), stride=(16, TOKENS_PER_TILE))
-        sEven = cute.make_tensor(smem.nope.data_ptr() + cute.assume(at_even, divby=8), in_nope)
-        sOdd = cute.make_tensor(smem.nope.data_ptr() + cute.assume(at_odd, divby=8), in_nope)
-        sRope = cute.make_tensor(smem.rope.data_ptr() + cute.assume(at_rope, divby=8), in_rope)
-        sFactor = cute.make_tensor(smem.factor.data_ptr() + quarter * TOKENS_PER_TILE + row, in_factor)
-        sMask = cute.make_tensor(smem.mask.data_ptr() + row, in_mask)
-        full, empty = smem.full.data_ptr(), smem.empty.data_ptr()
+    @cute.jit
+    def targets(self, smem, place: tuple, stage: Int32, at: Int32):
+        """Where a thread's row of the pass that begins at row `at` goes: even and odd chunks (8, GROUPS), rope (8)."""
+        _, _, _, even, odd, rope = place
+        nope, chunks = smem.nope.data_ptr(), cute.make_layout((8, GROUPS), stride=(1, 2 * BLOCK))
+        start = stage * (TOKENS_PER_TILE * NOPE) + at * COLUMNS
+        sEven = cute.make_tensor(nope + cute.assume(start + even, divby=8), chunks)
+        sOdd = cute.make_tensor(nope + cute.assume(start + odd, divby=8), chunks)
+        start = stage * (TOKENS_PER_TILE * ROPE) + at * COLUMNS
+        sRope = cute.make_tensor(smem.rope.data_ptr() + cute.assume(start + rope, divby=8), cute.make_layout(8))
+        return sEven, sOdd, sRope
 
-        raw = cute.make_rmem_tensor((16, token_cache.PIECES, DEPTH), Uint8)
-        scale = cute.make_rmem_tensor((1, DEPTH), Float32)
+    @cute.jit
+    def store_scale(self, smem, place: tuple, scale: Float32, valid: Int32, stage: Int32, at: Int32):
+        """Stores what consumers apply of a row's scales, and its mask; returns the four powers of two as bf16."""
+        row, segment, quarter, _, _, _ = place
+        first_lane = cute.arch.lane_idx() & 28
+        power, f = token_cache.split_scale(scale)
+        before = cute.arch.shuffle_sync(f, first_lane | ((quarter + 3) % 4))  # f of the quantization tile before
+        if segment < 64:
+            token = at + row
+            if quarter == 0:
+                before = Float32(1.0)  # the chain starts with the rope part, which has no scale
+                sMask = cute.make_tensor(smem.mask.data_ptr(), cute.make_layout((TOKENS_PER_TILE, STAGES)))
+                sMask[token, stage] = Float32(0.0) if valid != 0 else -Float32.inf
+            sFactor = cute.make_tensor(smem.factor.data_ptr(), cute.make_layout((TOKENS_PER_TILE, GROUPS, 2, STAGES)))
+            sFactor[token, quarter, 0, stage] = before * cute.arch.rcp_approx(f)
+            sFactor[token, quarter, 1, stage] = f
         powers = cute.make_rmem_tensor(GROUPS, BFloat16)
-        valid = cute.make_rmem_tensor(DEPTH, Int32)
-        entry = cute.make_rmem_tensor(DEPTH, Int32)
-        for d in cutlass.range_constexpr(DEPTH):
-            entry[d] = self.read_entry(entries, position + 16 * d, last, page_divisor)
-        for d in cutlass.range_constexpr(DEPTH):
-            valid[d], source = self.locate(mKV, zero_row, entry[d], position, limit, page_divisor)
-            token_cache.gather(source, segment, quarter, raw[None, None, d], scale[None, d])
-            entry[d] = self.read_entry(entries, position + 16 * DEPTH, last, page_divisor)
-            position += 16
+        for j in cutlass.range_constexpr(GROUPS):
+            of_group = cute.arch.shuffle_sync(power, first_lane | j)
+            powers[j] = of_group.bitcast(Float32).to(BFloat16)
+        return powers
 
-        for t in cutlass.range(count, unroll=1):
-            stage, use = t % STAGES, t // STAGES
-            cute.arch.mbarrier_wait(empty + stage, (use + 1) % 2)
-            for group in cutlass.range(PASSES // DEPTH, unroll=1):  # not unrolled: ptxas would hoist loads and spill
-                for d in cutlass.range_constexpr(DEPTH):
-                    p = group * DEPTH + d
-                    power, f = token_cache.split_scale(scale[0, d])
-                    before = cute.arch.shuffle_sync(f, (lane & 28) | ((quarter + 3) % 4))  # f of the tile before
-                    if half == 0:
-                        if quarter == 0:
-                            before = Float32(1.0)  # the chain starts with the rope part, which has no scale
-                            sMask[p, stage] = Float32(0.0) if valid[d] != 0 else -Float32.inf
-                        sFactor[0, p, stage] = before * cute.arch.rcp_approx(f)
-                        sFactor[1, p, stage] = f
-                    for j in cutlass.range_constexpr(GROUPS):
-                        of_group = cute.arch.shuffle_sync(power, (lane & 28) | j)
-                        powers[j] = of_group.bitcast(Float32).to(BFloat16)
-                    valid[d], source = self.locate(mKV, zero_row, entry[d], position, limit, page_divisor)
-                    token_cache.load_scale(source, quarter, scale[None, d])
-                    token_cache.store_and_gather(
-                        raw[None, None, d],
-                        powers,
-                        sEven[None, None, p, stage],
-                        sOdd[None, None, p, stage],
-                        sRope[None, p, stage],
-                        source,
-                        segment,
-                    )
-                    entry[d] = self.read_entry(entries, position + 16 * DEPTH, last, page_divisor)
-                    position += 16
-            cute.arch.fence_proxy("async.shared", space="cta")  # ordinary stores, read by wgmma
-            cute.arch.mbarrier_arrive(full + stage)
+    # ---- what the CTAs of a cluster hand to each other
+
+    @cute.jit
+    def open_stage(self, smem, stage: Int32, use: Int32, rank: Int32, tidx: Int32):
+        """Tells the other CTA that this one's stage is free, and waits until the same is true there.
+
+        Relaxed: it publishes no data. That the other CTA has used the tile before in this stage also says that copies
+        from here have ended.
+        """
+        peer_free = smem.peer_free.data_ptr() + stage
+        if tidx == 0:
+            if const_expr(self.exchange == "codes"):
+                cute.arch.mbarrier_arrive_and_expect_tx(smem.codes_full.data_ptr() + stage, CODES_BYTES)
+            cute.arch.mbarrier_arrive(peer_free, 1 - rank, scope=MemScopeKind.CLUSTER, relaxed=True)
+        cute.arch.mbarrier_wait(peer_free, use % 2)
+
+    def landing(self, smem, stage: Int32, at: Int32, block: int) -> cute.Pointer:
+        """Where a stage has room for what comes of the pass that begins at row `at`: its own rows in a block, 2 KB."""
+        start = stage * (TOKENS_PER_TILE * NOPE) + block * BLOCK + at * COLUMNS
+        return smem.nope.data_ptr() + cute.assume(start, divby=1024)
+
+    @cute.jit
+    def send_codes(
+        self, smem, raw: cute.Tensor, scale: Float32, valid: Int32, stage: Int32, d: int, rank: Int32, tidx: Int32
+    ):
+        """Sends this thread's pieces of a row, its scale, and whether there is such a row."""
+        at = HALF * rank + ROWS * d
+        barrier = cluster.remote_address(smem.codes_full.data_ptr() + stage, 1 - rank)
+        words = cute.recast_tensor(raw, Int32)
+        to_piece = cluster.remote_address(self.landing(smem, stage, at, 0), 1 - rank) + tidx * 16
+        for piece in cutlass.range_constexpr(token_cache.PIECES):
+            four = tuple(words[i, piece] for i in range(4))
+            cluster.send_words(to_piece + piece * (2 * BLOCK), four, barrier)
+        facts = (scale.bitcast(Int32), valid)
+        cluster.send_words(to_piece - tidx * 8 + token_cache.PIECES * (2 * BLOCK), facts, barrier)
+
+    @cute.jit
+    def take_codes(self, smem, place: tuple, stage: Int32, d: int, rank: Int32, tidx: Int32):
+        """Makes bf16 of a row that the other CTA has sent."""
+        at = HALF * (1 - rank) + ROWS * d
+        raw = cute.make_rmem_tensor((16, token_cache.PIECES), Uint8)
+        facts = cute.make_rmem_tensor(2, Int32)
+        for piece in cutlass.range_constexpr(token_cache.PIECES):
+            start = cute.recast_ptr(self.landing(smem, stage, at, piece), dtype=Uint8)
+            own = cute.make_tensor(start + cute.assume(tidx * 16, divby=16), cute.make_layout(16))
+            cute.autovec_copy(own, raw[None, piece])
+        start = cute.recast_ptr(self.landing(smem, stage, at, token_cache.PIECES), dtype=Int32)
+        cute.autovec_copy(cute.make_tensor(start + cute.assume(tidx * 2, divby=2), cute.make_layout(2)), facts)
+        # all have read what lies where the rows go
+        cute.arch.barrier(barrier_id=BAR_PRODUCER, number_of_threads=THREADS)
+        powers = self.store_scale(smem, place, facts[0].bitcast(Float32), facts[1], stage, at)
+        even, odd, rope = self.targets(smem, place, stage, at)
+        token_cache.store_and_gather(raw, powers, even, odd, rope, None, Int32(0))
+
+    @cute.jit
+    def send_rope(self, smem, raw: cute.Tensor, rope: cute.Tensor, stage: Int32, rank: Int32):
+        """Sends this thread's chunk of the rope part: from registers, for P takes its place before a copy would end."""
+        words = cute.recast_tensor(raw, Int32)
+        four = tuple(words[i, 4] for i in range(4))
+        barrier = cluster.remote_address(smem.full.data_ptr() + stage, 1 - rank)
+        cluster.send_words(cluster.remote_address(rope.iterator, 1 - rank), four, barrier)
+
+    @cute.jit
+    def send_values(self, smem, stage: Int32, rank: Int32, tidx: Int32):
+        """Copies the own rows of a stage, their factors and masks to the other CTA."""
+        at = HALF * rank
+        # copies count on the barrier that they name, which is to be the receiver's
+        there = cluster.remote_address(smem.full.data_ptr() + stage, 1 - rank)
+        barrier = cute.make_ptr(Int64, there, AddressSpace.smem, assumed_align=8)
+        cute.arch.barrier(barrier_id=BAR_PRODUCER, number_of_threads=THREADS)  # all of it is written
+        copy = cute.make_copy_atom(cpasync.CopyBulkS2SOp(), BFloat16)
+        if tidx < BLOCKS:
+            start = smem.nope.data_ptr() + cute.assume(
+                stage * (TOKENS_PER_TILE * NOPE) + tidx * BLOCK + at * COLUMNS, divby=HALF * COLUMNS
+            )
+            rows = cute.make_tensor(start, cute.make_layout(HALF * COLUMNS))
+            cute.copy(copy, rows, rows, mbar_ptr=barrier, cta_rank=1 - rank)
+        elif tidx >= 32 and tidx <= 32 + 2 * GROUPS:  # of another warp
+            of_float = cute.make_copy_atom(cpasync.CopyBulkS2SOp(), Float32)
+            i = tidx - 32
+            start = smem.factor.data_ptr() + cute.assume(
+                stage * (2 * GROUPS * TOKENS_PER_TILE) + i * TOKENS_PER_TILE + at, divby=HALF
+            )
+            if i == 2 * GROUPS:
+                start = smem.mask.data_ptr() + cute.assume(stage * TOKENS_PER_TILE + at, divby=HALF)
+            tokens = cute.make_tensor(start, cute.make_layout(HALF))
+            cute.copy(of_float, tokens, tokens, mbar_ptr=barrier, cta_rank=1 - rank)
+
+    # ---- which row
 
     @cute.jit
     def read_entry(self, entries: cute.Tensor, position: Int32, last: Int32, page_divisor):

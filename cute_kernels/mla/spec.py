@@ -3,9 +3,11 @@
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-HEADS_PER_CTA = 64  # rows of one wgmma
+WIDE = 64  # heads of a CTA that are rows of a wgmma
+NARROW = (8, 16)  # that are columns of one
 TOKENS_PER_TILE = 64
 MERGE_LANES = (0, 32, 128)
+EXCHANGES = ("none", "codes", "values")
 
 
 @dataclass(frozen=True)
@@ -15,7 +17,11 @@ class MlaDecodeSpec:
     sparse    keys come from a list of slots per query; otherwise from a block table and a length per request
     merge_lanes  several CTAs share the keys of a query: each writes a float32 partial, and CTAs behind them merge with
               this many threads a row. 0: one CTA has all keys
-    cluster   CTAs that share one token's dequantized keys: 2 is the crossover's place
+    exchange  the crossover: two CTAs with 64 heads each gather half of the keys of every tile, and hand each other
+              "codes", rows as they come, which both make bf16 of, or "values", bf16 numbers; "none": no cluster
+
+    heads     of a CTA: 64, or as few as there are
+    trace     the roles leave timestamps (device/trace.py)
 
     Sinks, lengths and the log-sum-exp are always there (a sink of -inf, a length of topk): they cost nothing
     measurable, and every fact less halves the number of kernels to compile.
@@ -23,20 +29,53 @@ class MlaDecodeSpec:
 
     sparse: bool
     merge_lanes: int = 0
-    cluster: int = 1
+    exchange: str = "none"
+    heads: int = WIDE
+    trace: bool = False
 
     kernel: ClassVar[str] = "cute_kernels.mla.kernel:MlaDecodeKernel"
-    # with the default (5) ptxas spills a few of the 200 registers of a consumer, with 0 none
-    compile_options: ClassVar[str] = "--ptxas-options '--register-usage-level=0'"
+
+    @property
+    def compile_options(self) -> str:
+        """With the default level (5) ptxas spills a few registers, with these none."""
+        return f"--ptxas-options '--register-usage-level={2 if self.heads == WIDE else 0}'"
 
     def can_implement(self) -> list[str]:
         """Reasons, in words, why this kernel cannot be built; empty when it can."""
         reasons = []
-        if self.cluster != 1:
-            reasons.append(f"cluster is {self.cluster}; only 1 is built: CTAs do not share keys yet")
+        if self.exchange not in EXCHANGES:
+            reasons.append(f"exchange is {self.exchange!r}; known are {EXCHANGES}")
+        if self.heads != WIDE and self.heads not in NARROW:
+            reasons.append(f"heads is {self.heads}; known are {NARROW} and {WIDE}")
+        if self.heads != WIDE and self.exchange != "none":
+            reasons.append(f"exchange is {self.exchange!r} with {self.heads} heads; few heads fit into one CTA")
         if self.merge_lanes not in MERGE_LANES:
             reasons.append(f"merge_lanes is {self.merge_lanes}; known are {MERGE_LANES}")
         return reasons
+
+    @property
+    def cluster(self) -> int:
+        """CTAs that share the keys of a query token and split."""
+        return 1 if self.exchange == "none" else 2
+
+    def head_blocks(self, h_q: int) -> int:
+        """CTAs for the heads of a query token: whole clusters."""
+        return -(-h_q // (self.heads * self.cluster)) * self.cluster
+
+    @property
+    def depth(self) -> int:
+        """Passes of 16 rows that are in flight."""
+        return 2 if self.heads == WIDE else 4
+
+    @property
+    def producer_registers(self) -> int:
+        """Of a thread. 104 + 2 x 200 = 152 + 2 x 176 = 504 = 3 x 168, what 384 threads get at launch."""
+        return 104 if self.heads == WIDE else 152
+
+    @property
+    def consumer_registers(self) -> int:
+        """Of a thread."""
+        return 200 if self.heads == WIDE else 176
 
     @property
     def split(self) -> bool:
@@ -46,10 +85,16 @@ class MlaDecodeSpec:
     @property
     def expected(self) -> dict[str, Any]:
         """What the compiled kernel is held to."""
-        output = () if self.split else ("UTMASTG",)
-        return {"registers": 168, "instructions": ("HGMMA", "UTMALDG", "LDG.E.128", "USETMAXREG", *output)}
+        output = ("UTMASTG",) if self.heads == WIDE and not self.split else ()
+        sends = {"none": (), "codes": ("STAS",), "values": ("UBLKCP",)}[self.exchange]
+        return {"registers": 168, "instructions": ("HGMMA", "UTMALDG", "LDG.E.128", "USETMAXREG", *output, *sends)}
 
 
 def shipped_specs() -> list[MlaDecodeSpec]:
     """Every specification that the planner can ask for."""
-    return [MlaDecodeSpec(sparse=sparse, merge_lanes=lanes) for sparse in (True, False) for lanes in MERGE_LANES]
+    return [
+        MlaDecodeSpec(sparse=sparse, merge_lanes=lanes, exchange=exchange, heads=heads)
+        for sparse in (True, False)
+        for lanes in MERGE_LANES
+        for exchange, heads in (*((exchange, WIDE) for exchange in EXCHANGES), *(("none", heads) for heads in NARROW))
+    ]

@@ -69,7 +69,7 @@ _warned_about: set[Path] = set()
 class KernelSpec(Protocol):
     """What is fixed at compile time: a frozen dataclass whose repr names every field, with these two members.
 
-    It may also have `compile_options: ClassVar[str]`, further options of `cute.compile`.
+    It may also have `compile_options: str`, further options of `cute.compile`.
     """
 
     kernel: ClassVar[str]

@@ -30,6 +30,8 @@ CEILING_KEYS: Final = ("read_GBps", "copy_GBps", "bf16_gemm_TFLOPs")
 SANITIZER_TOOLS: Final = ("memcheck", "racecheck", "synccheck")
 TEXT_KEYS: Final = ("card", "driver", "torch", "cutlass_dsl", "date", "source_digest")
 UNKNOWN: Final = "unknown"
+AT_MOST: Final = ("us",)
+"""Figures of which less is better; of all others that a case must reach, more is."""
 
 
 class EvidenceError(ValueError):
@@ -72,6 +74,21 @@ def record_case(key: Mapping[str, Any], check: Comparison, measure: Callable[[],
     if not check:
         return {**entry, "failed": str(check)}
     return {**entry, **measure()}
+
+
+def attained(must: Mapping[str, float], record: Mapping[str, Any]) -> bool:
+    """Whether a record has every figure that it must; "ratio" is that of the peer. What was not measured is missed."""
+    ratios = [peer["ratio"] for peer in (record.get("peers") or {}).values() if "ratio" in peer]
+    figures = {**record, "ratio": min(ratios, default=None)}
+    return all(
+        figures.get(name) is not None and (figures[name] <= limit if name in AT_MOST else figures[name] >= limit)
+        for name, limit in must.items()
+    )
+
+
+def with_must(record: dict[str, Any], must: Mapping[str, float]) -> dict[str, Any]:
+    """The record of a case, and whether it is good enough where something is asked of it."""
+    return {**record, "must": dict(must), "met": "failed" not in record and attained(must, record)} if must else record
 
 
 def assemble(

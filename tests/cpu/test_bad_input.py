@@ -113,6 +113,8 @@ SPARSE = {
     "lse as other libraries have it": ("lse", nans(BATCH, HEADS, S_Q, dtype=torch.float32)),
     "num_splits 0": ("num_splits", 0),
     "num_splits of another type": ("num_splits", 1.5),
+    "exchange unknown": ("exchange", "keys"),
+    "exchange of another type": ("exchange", 2),
     "indices on another device": ("indices", ints(BATCH, S_Q, TOPK).to("meta")),
     "topk_length on another device": ("topk_length", ints(BATCH).to("meta")),
     "kv_cache on another device": ("kv_cache", BASE["kv_cache"].to("meta")),

@@ -240,7 +240,7 @@ ATTAINED: list[tuple[dict[str, float], dict[str, Any], bool]] = [
 
 @pytest.mark.parametrize("must, record, expected", ATTAINED)
 def test_attained(must: dict[str, float], record: dict[str, Any], expected: bool) -> None:
-    assert bench_gqa.attained(must, record) is expected
+    assert evidence.attained(must, record) is expected
 
 
 def test_the_pool_grows_and_is_shared(timed: list[int]) -> None:

@@ -11,7 +11,7 @@ import torch
 
 from cute_kernels.testing import evidence
 from cute_kernels.testing.compare import Comparison
-from scripts import bench_gqa, gpu_check, results_table, sanitize
+from scripts import gpu_check, results_table, sanitize
 from tests.gpu import conftest
 
 PASSED = Comparison("case", (), rel_err=0.0021, rel_err_baseline=0.0025, worst=0.4, lse_err=2e-5)
@@ -31,7 +31,7 @@ def gqa_cases() -> list[dict[str, Any]]:
         key: dict[str, Any], check: Comparison, must: dict[str, float], fraction: float = 0.95, **more: Any
     ) -> dict[str, Any]:
         entry = evidence.record_case(key, check, lambda: {**SPEED, "read_fraction": fraction, **more})
-        return bench_gqa.with_must(entry, must)
+        return evidence.with_must(entry, must)
 
     peers = {"cudnn_bf16": {"us": 900.2, "ratio": 1.8, "rel_err": 0.003}}
     ragged = {"batch": 32, "s_k": "512..16384"}
@@ -44,7 +44,7 @@ def gqa_cases() -> list[dict[str, Any]]:
         case(PER_HEAD, PASSED, {"read_fraction": 0.9}, GBps=902.0, host_us=7.5),
         case({**PER_HEAD, **ragged}, FAILED, {"read_fraction": 0.85}),
         case({**PER_TENSOR, "kv_dtype": "fp8", "s_q": 4, "window": 128}, FAILED, {"read_fraction": 0.85}),
-        bench_gqa.with_must(evidence.record_case(APPEND, PASSED, lambda: copied), {"copy_fraction": 0.8}),
+        evidence.with_must(evidence.record_case(APPEND, PASSED, lambda: copied), {"copy_fraction": 0.8}),
     ]
 
 

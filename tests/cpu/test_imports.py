@@ -146,7 +146,7 @@ def test_every_layer_is_looked_at() -> None:
         ("cute_kernels.sink.plan", "from cute_kernels.sink.launch import SinkRequest"),
         ("cute_kernels.mla.spec", "from cute_kernels.mla.plan import plan_decode"),
         ("cute_kernels.mla.spec", "import cutlass"),
-        ("cute_kernels.device.wgmma", "from cute_kernels.mla.spec import HEADS_PER_CTA"),
+        ("cute_kernels.device.wgmma", "from cute_kernels.mla.spec import WIDE"),
         ("cute_kernels.device.wgmma", "import torch"),
         ("cute_kernels.runtime.compile", "from cute_kernels.mla.spec import MlaDecodeSpec"),
         ("cute_kernels.runtime.checks", "from ..merge import spec"),

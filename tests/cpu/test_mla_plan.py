@@ -1,11 +1,9 @@
 """The planner of `mla_fp8_decode`: pure Python, so every property holds or fails anywhere."""
 
-import dataclasses
-
 import pytest
 
 from cute_kernels.mla.plan import MAX_SPLITS, plan_decode
-from cute_kernels.mla.spec import HEADS_PER_CTA, TOKENS_PER_TILE, MlaDecodeSpec, shipped_specs
+from cute_kernels.mla.spec import EXCHANGES, TOKENS_PER_TILE, WIDE, MlaDecodeSpec, shipped_specs
 
 SMS = 132
 CASES = [
@@ -27,10 +25,10 @@ def test_plans_are_shipped_and_cover_the_keys(case):
     tiles = -(-case["max_keys"] // TOKENS_PER_TILE)
     assert plan.num_splits <= min(tiles, MAX_SPLITS)
     assert plan.num_splits * plan.tiles_per_split >= tiles
-    items = case["batch"] * case["s_q"] * -(-case["h_q"] // HEADS_PER_CTA)
+    items = case["batch"] * case["s_q"] * -(-case["h_q"] // WIDE)
     assert plan.ctas == items * plan.num_splits
     # a part of the merge has a row for each of its three warpgroups at least, and all parts run at once if they can
-    assert 1 <= plan.merge_ctas <= -(-min(case["h_q"], HEADS_PER_CTA) // 3)
+    assert 1 <= plan.merge_ctas <= -(-min(case["h_q"], WIDE) // 3)
     assert plan.merge_ctas == 1 or items * plan.merge_ctas <= SMS + items
 
 
@@ -47,6 +45,16 @@ def test_one_request_fills_the_card_and_many_are_not_split():
     assert many.num_splits == 1
 
 
-def test_a_cluster_is_refused_in_words():
-    spec = dataclasses.replace(MlaDecodeSpec(sparse=True), cluster=2)
-    assert spec.can_implement() == ["cluster is 2; only 1 is built: CTAs do not share keys yet"]
+@pytest.mark.parametrize("exchange", EXCHANGES)
+@pytest.mark.parametrize("h_q", [1, 64, 65, 128])
+def test_a_forced_exchange_is_taken_by_whole_clusters(exchange, h_q):
+    plan = plan_decode(sparse=True, batch=2, s_q=3, h_q=h_q, max_keys=512, num_sms=SMS, num_splits=2, exchange=exchange)
+    assert plan.spec.exchange == exchange
+    assert plan.ctas % plan.spec.cluster == 0
+    assert plan.spec.head_blocks(h_q) >= -(-h_q // WIDE)
+    assert plan.ctas == 2 * 3 * 2 * plan.spec.head_blocks(h_q)
+
+
+def test_an_unknown_exchange_is_refused_in_words():
+    spec = MlaDecodeSpec(sparse=True, exchange="keys")
+    assert spec.can_implement() == ["exchange is 'keys'; known are ('none', 'codes', 'values')"]

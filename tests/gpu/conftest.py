@@ -103,9 +103,12 @@ RunDecode = Callable[..., Comparison]
 def run_decode() -> RunDecode:
     """Run one case into poisoned outputs and hold it to the tolerance rule."""
 
-    def run(case: DecodeCase, *, num_splits: int | None = None, padded: bool = True) -> Comparison:
+    def run(
+        case: DecodeCase, *, num_splits: int | None = None, exchange: str | None = None, padded: bool = True
+    ) -> Comparison:
         out, lse = case.outputs(padded=padded)
-        mla_fp8_decode(case.q, case.kv_cache, **case.options(), num_splits=num_splits, out=out.tensor, lse=lse.tensor)
+        forced: dict[str, Any] = {"num_splits": num_splits, "exchange": exchange}
+        mla_fp8_decode(case.q, case.kv_cache, **case.options(), **forced, out=out.tensor, lse=lse.tensor)
         check = check_decode(out.tensor, lse.tensor, **case.arguments()).require()
         out.require_no_stray_writes()
         lse.require_no_stray_writes()

@@ -5,14 +5,16 @@ values of two factors meets.
 """
 
 import dataclasses
+import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 
 from cute_kernels import mla_fp8_decode
+from cute_kernels.mla.spec import EXCHANGES
 from cute_kernels.testing.compare import emulate_bf16_decode, relative_error
 from cute_kernels.testing.inputs import (
     SCALE_KINDS,
@@ -45,6 +47,7 @@ SPARSE = covering_cases(
         "sink": SINKS,
         "outliers": (False, True),
         "padded": (True, False),
+        "exchange": (None, *EXCHANGES),
     }
 )
 DENSE = covering_cases(
@@ -58,6 +61,7 @@ DENSE = covering_cases(
         "causal": (True, False),
         "sink": SINKS,
         "padded": (True, False),
+        "exchange": (None, *EXCHANGES),
     }
 )
 
@@ -72,10 +76,6 @@ def dense(**options: Any) -> Any:
     return dense_case(**options, device="cuda")
 
 
-def decode(case: DecodeCase, **options: Any) -> Any:
-    return mla_fp8_decode(case.q, case.kv_cache, **{**case.options(), **options})
-
-
 def label(sizes: dict[str, Any]) -> str:
     return "-".join(f"{name}{value}" for name, value in sizes.items())
 
@@ -87,62 +87,83 @@ def free_memory() -> Iterator[None]:
     torch.cuda.empty_cache()
 
 
+@pytest.fixture(params=(None, *EXCHANGES), ids=str)
+def exchange(request: pytest.FixtureRequest) -> str | None:
+    """What CTAs exchange: planned, or forced."""
+    return request.param
+
+
+@pytest.fixture
+def decode(exchange: str | None) -> Callable[..., Any]:
+    def call(case: DecodeCase, **options: Any) -> Any:
+        return mla_fp8_decode(case.q, case.kv_cache, **{**case.options(), "exchange": exchange, **options})
+
+    return call
+
+
+@pytest.fixture
+def run_forced(run_decode: Callable[..., Any], exchange: str | None) -> Callable[..., Any]:
+    return functools.partial(run_decode, exchange=exchange)
+
+
 @pytest.mark.parametrize("sizes", SPARSE, ids=label)
 def test_sparse(run_decode, sizes):
-    run_decode(sparse(**sizes, num_slots=20_000, seed=SPARSE.index(sizes)), padded=sizes["padded"])
+    sizes = dict(sizes)
+    seed, exchange = SPARSE.index(sizes), sizes.pop("exchange")
+    run_decode(sparse(**sizes, num_slots=20_000, seed=seed), padded=sizes["padded"], exchange=exchange)
 
 
 @pytest.mark.parametrize("sizes", DENSE, ids=label)
 def test_dense(run_decode, sizes):
     sizes = dict(sizes)
-    seed = DENSE.index(sizes)
+    seed, exchange = DENSE.index(sizes), sizes.pop("exchange")
     seqlens = ragged_lengths(sizes.pop("batch"), sizes.pop("longest"), sizes["page_size"], seed)
-    run_decode(dense(**sizes, seqlens=seqlens, seed=seed), padded=sizes["padded"])
+    run_decode(dense(**sizes, seqlens=seqlens, seed=seed), padded=sizes["padded"], exchange=exchange)
 
 
 @pytest.mark.parametrize("h_q", [2, 7, 33, 63, 65, 100, 127])
-def test_any_number_of_heads(run_decode, h_q):
-    run_decode(sparse(batch=3, h_q=h_q, s_q=2, topk=200, seed=h_q, sink="finite"))
+def test_any_number_of_heads(run_forced, h_q):
+    run_forced(sparse(batch=3, h_q=h_q, s_q=2, topk=200, seed=h_q, sink="finite"))
 
 
-def test_every_topk_length_around_the_tiles(run_decode):
+def test_every_topk_length_around_the_tiles(run_forced):
     case = sparse(batch=260, h_q=16, topk=259, invalid=False)
     lengths = torch.arange(260, device="cuda").int()
     for num_splits in (None, 1, 2):
-        run_decode(dataclasses.replace(case, topk_length=lengths), num_splits=num_splits)
+        run_forced(dataclasses.replace(case, topk_length=lengths), num_splits=num_splits)
 
 
 @pytest.mark.parametrize("causal", [True, False])
-def test_every_sequence_length_around_tiles_and_pages(run_decode, causal):
+def test_every_sequence_length_around_tiles_and_pages(run_forced, causal):
     case = dense(seqlens=range(260), h_q=16, s_q=3, page_size=61, causal=causal)
     for num_splits in (None, 1, 2):
-        run_decode(case, num_splits=num_splits)
+        run_forced(case, num_splits=num_splits)
 
 
 @pytest.mark.parametrize("topk", [1, 130, 2048])
-def test_every_entry_valid_or_none(run_decode, topk):
+def test_every_entry_valid_or_none(run_forced, topk):
     case = sparse(batch=5, h_q=64, topk=topk, invalid=False, sink="finite")
-    run_decode(case)
+    run_forced(case)
     nothing = torch.full_like(case.indices, -1)
-    run_decode(dataclasses.replace(case, indices=nothing))
+    run_forced(dataclasses.replace(case, indices=nothing))
 
 
 @pytest.mark.parametrize("valid_at", [0, 63, 64, 127, 128, 1999])
-def test_one_valid_entry_among_many_invalid_ones(run_decode, valid_at):
+def test_one_valid_entry_among_many_invalid_ones(run_forced, valid_at):
     case = sparse(batch=2, h_q=128, topk=2000, invalid=False)
     indices = torch.full_like(case.indices, 2**31 - 1)
     indices[..., valid_at] = case.indices[..., valid_at]
     for num_splits in (None, 1, 5):
-        run_decode(dataclasses.replace(case, indices=indices), num_splits=num_splits)
+        run_forced(dataclasses.replace(case, indices=indices), num_splits=num_splits)
 
 
-def test_one_slot_named_many_times_counts_as_often(run_decode):
+def test_one_slot_named_many_times_counts_as_often(run_forced):
     case = sparse(batch=2, h_q=32, topk=300, invalid=False)
-    run_decode(dataclasses.replace(case, indices=case.indices[..., :1].repeat(1, 1, 300)))
+    run_forced(dataclasses.replace(case, indices=case.indices[..., :1].repeat(1, 1, 300)))
 
 
 @pytest.mark.parametrize("kind", ["topk 0", "topk_length 0", "cache_seqlens 0", "no table", "no pages", "all invalid"])
-def test_rows_without_keys_are_zero_and_minus_infinity(kind):
+def test_rows_without_keys_are_zero_and_minus_infinity(decode, kind):
     listed = sparse(batch=74, h_q=96, s_q=2, topk=70, sink="finite", invalid=False)
     paged = dense(seqlens=[0] * 74, h_q=96, s_q=2, sink="finite")
     case = {
@@ -160,7 +181,7 @@ def test_rows_without_keys_are_zero_and_minus_infinity(kind):
         assert (lse.tensor == -torch.inf).all()
 
 
-def test_no_requests():
+def test_no_requests(decode):
     case = sparse(batch=1, h_q=16).rows([])
     out, lse = decode(case, return_lse=True)
     assert out.shape == (0, 1, 16, V_DIM)
@@ -168,7 +189,7 @@ def test_no_requests():
 
 
 @pytest.mark.parametrize("num_splits", [1, 4])
-def test_sinks_at_infinity(num_splits):
+def test_sinks_at_infinity(decode, num_splits):
     case = sparse(batch=3, h_q=32, topk=300, invalid=False)
 
     def with_sink(sink: float) -> Any:
@@ -184,36 +205,36 @@ def test_sinks_at_infinity(num_splits):
     assert torch.equal(lse, same_lse), "the log-sum-exp leaves the sink out"
 
 
-def test_sequences_shorter_than_their_queries(run_decode):
+def test_sequences_shorter_than_their_queries(decode, run_forced):
     """Causal: of three queries over a sequence of one key, only the last sees it."""
     case = dense(seqlens=[1, 2, 3, 0], h_q=16, s_q=3)
-    run_decode(case)
+    run_forced(case)
     out = decode(case)
     assert (out[0, :2] == 0).all()
     assert (out[0, 2] != 0).any()
 
 
-def test_lengths_beyond_the_block_table(run_decode):
+def test_lengths_beyond_the_block_table(run_forced):
     case = dense(seqlens=[190, 64, 320], h_q=64, s_q=2, page_size=64)
     table = torch.arange(5, device="cuda").int().repeat(3, 1)
     cache = latent_tokens(5 * 64, generator(3, "cuda")).view(5, 64, TOKEN_BYTES)
     lengths = torch.tensor([321, 2**31 - 1, -5], device="cuda").int()
-    run_decode(dataclasses.replace(case, kv_cache=cache, block_table=table, cache_seqlens=lengths))
+    run_forced(dataclasses.replace(case, kv_cache=cache, block_table=table, cache_seqlens=lengths))
 
 
-def test_table_entries_outside_the_cache(run_decode):
+def test_table_entries_outside_the_cache(run_forced):
     case = dense(seqlens=[640, 640, 640], h_q=64, page_size=64)
     table = case.block_table.clone()
     table[0, 3] = -1
     table[1, 0] = case.kv_cache.shape[0]
     table[2, :10] = 2**31 - 1
     for num_splits in (None, 1, 3):
-        run_decode(dataclasses.replace(case, block_table=table), num_splits=num_splits)
+        run_forced(dataclasses.replace(case, block_table=table), num_splits=num_splits)
 
 
 @pytest.mark.parametrize("mode", ["sparse", "dense"])
 @pytest.mark.parametrize("page_size", [64, 61])
-def test_cache_beyond_4_gib(run_decode, mode, page_size):
+def test_cache_beyond_4_gib(run_forced, mode, page_size):
     """Byte offsets pass 2^32, element offsets 2^31; all but the first and the last pages is poison."""
     num_pages = (2**32 + 2**28) // (page_size * TOKEN_BYTES)
     cache = torch.full((num_pages, page_size, TOKEN_BYTES), 0xFF, dtype=torch.uint8, device="cuda")
@@ -228,11 +249,11 @@ def test_cache_beyond_4_gib(run_decode, mode, page_size):
         table = used.flip(0).int().repeat(2, 1)
         lengths = torch.tensor([6 * page_size, 3 * page_size + 1], device="cuda").int()
         case = DecodeCase(q, cache, block_table=table, cache_seqlens=lengths)
-    run_decode(case)
+    run_forced(case)
 
 
 @pytest.mark.parametrize("field", ["code", "scale", "rope"])
-def test_a_nan_in_a_visible_key_is_not_hidden(run_decode, field):
+def test_a_nan_in_a_visible_key_is_not_hidden(run_forced, field):
     """It makes NaN of every query that sees the key, and of no other."""
     case = sparse(batch=4, h_q=64, topk=100, page_size=1, invalid=False, padded=False)
     cache, slot = case.kv_cache.clone(), int(case.indices[1, 0, 70])
@@ -241,41 +262,41 @@ def test_a_nan_in_a_visible_key_is_not_hidden(run_decode, field):
     case = dataclasses.replace(case, kv_cache=cache)
     assert reference_decode(**case.arguments())[0][1].isnan().all()
     for num_splits in (None, 1, 2):
-        run_decode(case, num_splits=num_splits)
+        run_forced(case, num_splits=num_splits)
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_a_nan_or_inf_in_one_query_head_stays_there(run_decode, value):
+def test_a_nan_or_inf_in_one_query_head_stays_there(run_forced, value):
     case = sparse(batch=2, h_q=128, topk=130, invalid=False, query_size=0.2)
     q = case.q.clone()
     q[1, 0, 37, 11] = value
     out, _ = reference_decode(**dataclasses.replace(case, q=q).arguments())
     assert int(out.isnan().sum()) == V_DIM
-    run_decode(dataclasses.replace(case, q=q))
+    run_forced(dataclasses.replace(case, q=q))
 
 
-def test_queries_far_from_usual_size(run_decode):
+def test_queries_far_from_usual_size(run_forced):
     """Logits are of usual size, q is not: large, tiny, and both from head to head."""
     case = sparse(batch=2, h_q=64, topk=200, query_size=0.2, padded=False)
     for exponent in (40, -40):
         scale = 576**-0.5 * 2.0**-exponent
-        run_decode(dataclasses.replace(case, q=case.q * 2.0**exponent, softmax_scale=scale))
+        run_forced(dataclasses.replace(case, q=case.q * 2.0**exponent, softmax_scale=scale))
     small = case.q.clone()
     small[:, :, ::2] *= 2.0**-30
-    run_decode(dataclasses.replace(case, q=small))
-    run_decode(dataclasses.replace(case, q=torch.zeros_like(case.q)))
-    run_decode(dataclasses.replace(case, softmax_scale=0.0))
+    run_forced(dataclasses.replace(case, q=small))
+    run_forced(dataclasses.replace(case, q=torch.zeros_like(case.q)))
+    run_forced(dataclasses.replace(case, softmax_scale=0.0))
 
 
 @pytest.mark.parametrize("query_size", [1.0, 8.0, 40.0])
-def test_peaked_softmax(run_decode, query_size):
+def test_peaked_softmax(run_forced, query_size):
     """With power-of-two scales the yardstick's bf16 keys are exact too, so it holds for logits in the hundreds."""
     case = sparse(batch=4, h_q=64, topk=576, scales="power_of_two", query_size=query_size)
     for num_splits in (None, 3):
-        run_decode(case, num_splits=num_splits)
+        run_forced(case, num_splits=num_splits)
 
 
-def test_the_largest_score_may_come_anywhere(run_decode):
+def test_the_largest_score_may_come_anywhere(run_forced):
     """The running maximum rises in every tile, falls in every tile, or jumps once."""
     tokens = latent_tokens(640, generator(0, "cuda"), scales="power_of_two").view(10, 64, TOKEN_BYTES)
     query = torch.randn((1, 1, 32, QK_DIM), generator=generator(1, "cuda"), device="cuda").bfloat16()
@@ -286,7 +307,7 @@ def test_the_largest_score_may_come_anywhere(run_decode):
     for indices in (order, order.flip(0), jump):
         for num_splits in (1, 4):
             one = dataclasses.replace(case, q=case.q * 4, indices=indices.int().view(1, 1, -1))
-            run_decode(one, num_splits=num_splits)
+            run_forced(one, num_splits=num_splits)
 
 
 def reference_scores(case: Any) -> torch.Tensor:
@@ -298,7 +319,7 @@ def reference_scores(case: Any) -> torch.Tensor:
 
 @pytest.mark.parametrize("mode", ["sparse", "dense"])
 @pytest.mark.parametrize("scales", ["absmax", "mixed"])
-def test_forced_splits_agree(mode, scales):
+def test_forced_splits_agree(decode, mode, scales):
     """Within rounding: twice the 2.7e-3 that one result may be off, and each under the rule by itself."""
     if mode == "sparse":
         case = sparse(batch=3, h_q=96, s_q=2, topk=700, scales=scales, lengths="query", sink="finite")
@@ -320,13 +341,13 @@ def test_forced_splits_agree(mode, scales):
 
 
 @pytest.mark.parametrize("num_splits", [1, 2, 3, 7, 32])
-def test_forced_splits_hold_the_rule(run_decode, num_splits):
-    run_decode(sparse(batch=3, h_q=96, s_q=2, topk=700, lengths="query", sink="inf"), num_splits=num_splits)
-    run_decode(dense(seqlens=[1, 0, 700, 65], h_q=96, s_q=2, sink="inf"), num_splits=num_splits)
+def test_forced_splits_hold_the_rule(run_forced, num_splits):
+    run_forced(sparse(batch=3, h_q=96, s_q=2, topk=700, lengths="query", sink="inf"), num_splits=num_splits)
+    run_forced(dense(seqlens=[1, 0, 700, 65], h_q=96, s_q=2, sink="inf"), num_splits=num_splits)
 
 
 @pytest.mark.parametrize("mode", ["sparse", "dense"])
-def test_the_same_bits_on_20_runs(mode):
+def test_the_same_bits_on_20_runs(decode, mode):
     if mode == "sparse":
         case = sparse(batch=4, h_q=128, s_q=2, topk=2048, lengths="batch", sink="finite")
     else:
@@ -343,7 +364,7 @@ def test_the_same_bits_on_20_runs(mode):
         assert torch.equal(bits[1], first[1])
 
 
-def test_views_of_the_cache_give_the_same_bits():
+def test_views_of_the_cache_give_the_same_bits(decode):
     case = sparse(batch=2, h_q=64, topk=300, page_size=61, padded=False)
     expected = decode(case)
     padded = torch.full((case.kv_cache.shape[0], 64, TOKEN_BYTES), 0xFF, dtype=torch.uint8, device="cuda")
@@ -358,7 +379,7 @@ def test_views_of_the_cache_give_the_same_bits():
 
 
 @pytest.mark.parametrize("num_splits", [None, 1])
-def test_accuracy(num_splits):
+def test_accuracy(decode, num_splits):
     """N(0,1) data, scales that are no powers of two, topk 2048: 2.7e-3 and 5e-5 (plain bf16: 2.5e-3 and 2e-4)."""
     case = sparse(
         batch=8,
@@ -376,3 +397,48 @@ def test_accuracy(num_splits):
     print(f"relative error {error:.2e}, log-sum-exp {lse_error:.1e}")
     assert error <= 2.7e-3
     assert lse_error <= 5e-5
+
+
+@pytest.mark.parametrize("mode", ["sparse", "dense"])
+@pytest.mark.parametrize("num_splits", [1, 3])
+def test_no_bit_depends_on_the_exchange(mode, num_splits):
+    if mode == "sparse":
+        case = sparse(batch=3, h_q=128, s_q=2, topk=700, lengths="query", sink="finite", scales="mixed")
+    else:
+        case = dense(seqlens=[1, 0, 700, 65, 2048], h_q=128, s_q=2, sink="finite", scales="mixed")
+    results = []
+    for exchange in EXCHANGES:
+        results.append(
+            mla_fp8_decode(
+                case.q, case.kv_cache, **case.options(), num_splits=num_splits, exchange=exchange, return_lse=True
+            )
+        )
+    for out, lse in results[1:]:
+        assert torch.equal(out.view(torch.int16), results[0][0].view(torch.int16))
+        assert torch.equal(lse.view(torch.int32), results[0][1].view(torch.int32))
+
+
+@pytest.mark.parametrize("exchange", EXCHANGES)
+def test_10000_launches_of_one_shape(exchange):
+    """No hang, and no bit that changes: 500 replays of a graph of 20 calls."""
+    case = sparse(batch=2, h_q=128, topk=330, lengths="batch", sink="finite")
+    out, lse = case.outputs()
+    expected, expected_lse = case.outputs()
+
+    def call(to: Any, lse_to: Any) -> None:
+        mla_fp8_decode(case.q, case.kv_cache, **case.options(), exchange=exchange, out=to.tensor, lse=lse_to.tensor)
+
+    call(expected, expected_lse)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(20):
+            call(out, lse)
+    wrong = torch.zeros((), dtype=torch.int64, device="cuda")
+    for _ in range(500):
+        out.poison()
+        lse.poison()
+        graph.replay()
+        wrong += (out.tensor.view(torch.int16) != expected.tensor.view(torch.int16)).sum()
+        wrong += (lse.tensor.view(torch.int32) != expected_lse.tensor.view(torch.int32)).sum()
+    assert int(wrong) == 0

@@ -1,0 +1,48 @@
+"""Shared memory of the other CTAs of a cluster."""
+
+import cutlass.cute as cute
+from cutlass import Float32, Int32
+
+
+@cute.jit
+def remote_address(pointer: cute.Pointer, rank: Int32):
+    """Where the same shared memory lies in another CTA of the cluster."""
+    return cute.arch.inline_ptx(
+        "mapa.shared::cluster.u32 {$w0}, {$r0}, {$r1};",
+        write_only_types=[Int32],
+        read_only_args=[Int32(pointer.toint()), rank],
+    )
+
+
+@cute.jit
+def remote_value(pointer: cute.Pointer, rank: Int32):
+    """A float32 of another CTA's shared memory."""
+    return cute.arch.inline_ptx(
+        "ld.shared::cluster.f32 {$w0}, [{$r0}];",
+        write_only_types=[Float32],
+        read_only_args=[remote_address(pointer, rank)],
+    )
+
+
+@cute.jit
+def remote_vector(pointer: cute.Pointer, rank: Int32):
+    """Four float32 of another CTA's shared memory."""
+    return cute.arch.inline_ptx(
+        "ld.shared::cluster.v4.f32 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];",
+        write_only_types=[Float32] * 4,
+        read_only_args=[remote_address(pointer, rank)],
+    )
+
+
+@cute.jit
+def send_words(address: Int32, words: tuple, barrier: Int32):
+    """Stores four or two words in another CTA, asynchronously; their bytes count on a barrier there.
+
+    address, barrier: from `remote_address`.
+    """
+    values = ", ".join(f"{{$r{i + 2}}}" for i in range(len(words)))
+    cute.arch.inline_ptx(
+        f"st.async.shared::cluster.mbarrier::complete_tx::bytes.v{len(words)}.b32 "
+        "[{$r0}], {" + values + "}, [{$r1}];",
+        read_only_args=[address, barrier, *words],
+    )

@@ -1,0 +1,85 @@
+"""Shared memory of the MLA decode kernel, its matrix products, and what its warpgroups agree on."""
+
+import cutlass
+import cutlass.cute as cute
+import cutlass.utils.hopper_helpers as sm90
+from cutlass import BFloat16, Float32, Int64
+from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
+from cutlass.tensor_utils import LayoutEnum
+
+from cute_kernels.mla.producer_kernel import GROUP, GROUPS, NOPE, ROPE, STAGES
+from cute_kernels.mla.spec import TOKENS_PER_TILE, WIDE
+
+QK = NOPE + ROPE
+BAR_OWNER, BAR_STORED = 1, 3  # named barriers; the owner's are two, for each warpgroup one
+P_SHIFT = 8.0
+
+# What a traced kernel stamps: roles, and the steps of each that repeat from tile to tile.
+ROLES = ("producer", "consumer 0", "consumer 1")
+EVENTS = (("wait", "fill"), *(("wait", "QK", "wait for P", "softmax", "PV"),) * 2)
+
+
+def layouts(heads: int = WIDE):
+    """Shared memory: codes (64, 512, stages), rope (64, 64, stages), Q (heads, 576, 1), staged O (64, 128, groups)."""
+    row, tile = LayoutEnum.ROW_MAJOR, (WIDE, TOKENS_PER_TILE)
+    return (
+        sm90.make_smem_layout_b(row, (*tile, NOPE), BFloat16, STAGES),
+        sm90.make_smem_layout_b(row, (*tile, ROPE), BFloat16, STAGES),
+        sm90.make_smem_layout_a(row, (heads, TOKENS_PER_TILE, QK), BFloat16, 1),
+        sm90.make_smem_layout_epi(BFloat16, row, (WIDE, GROUP), GROUPS),
+    )
+
+
+def shared_storage(heads: int):
+    """The struct of all that lies in shared memory."""
+    layout_nope, layout_rope, layout_q, _ = layouts(heads)
+    narrow = 0 if heads == WIDE else heads
+
+    @cute.struct
+    class Shared:
+        nope: cute.struct.Align[cute.struct.MemRange[BFloat16, cute.cosize(layout_nope)], 1024]
+        rope: cute.struct.Align[cute.struct.MemRange[BFloat16, cute.cosize(layout_rope)], 1024]
+        q: cute.struct.Align[cute.struct.MemRange[BFloat16, cute.cosize(layout_q)], 1024]
+        p: cute.struct.Align[cute.struct.MemRange[BFloat16, max(narrow * TOKENS_PER_TILE * GROUPS * 2, 8)], 1024]
+        factor: cute.struct.MemRange[Float32, STAGES * 2 * GROUPS * TOKENS_PER_TILE]  # see `factors`
+        mask: cute.struct.MemRange[Float32, STAGES * TOKENS_PER_TILE]  # 0 or -inf, added to the scores
+        row_max: cute.struct.MemRange[Float32, STAGES * WIDE]
+        row_sum: cute.struct.MemRange[Float32, 2 * 2 * WIDE]  # of both warpgroups, and of two items in turns
+        partial_sum: cute.struct.MemRange[Float32, 2 * 256]  # of each consumer thread's two rows
+        column_max: cute.struct.MemRange[Float32, max(narrow * 4 * 2, 1)]  # of the warps of both warpgroups
+        q_full: Int64
+        q_free: Int64
+        sums_full: Int64
+        p_full: cute.struct.MemRange[Int64, 2]
+        full: cute.struct.MemRange[Int64, STAGES]
+        empty: cute.struct.MemRange[Int64, STAGES]
+        peer_free: cute.struct.MemRange[Int64, STAGES]
+        codes_full: cute.struct.MemRange[Int64, STAGES]
+        trace: Int64  # address of the timestamps
+
+    return Shared
+
+
+def tiled_mmas():
+    """S = Q K^T with both operands in shared memory; O += P V of one group with P in registers."""
+    k, mn, one = OperandMajorMode.K, OperandMajorMode.MN, (1, 1, 1)
+    registers = warpgroup.OperandSource.RMEM
+    return (
+        sm90.make_trivial_tiled_mma(BFloat16, BFloat16, k, k, Float32, one, (WIDE, TOKENS_PER_TILE)),
+        sm90.make_trivial_tiled_mma(BFloat16, BFloat16, k, mn, Float32, one, (WIDE, GROUP), registers),
+    )
+
+
+@cute.jit
+def start_q(smem, load_q: cute.CopyAtom, tQ: cute.Tensor, work: tuple, heads: cutlass.Constexpr):
+    """Starts the load of this CTA's rows of Q. Called by one warp."""
+    head_block, _, query_idx, batch_idx = work
+    _, _, layout_q, _ = layouts(heads)
+    sQ = smem.q.get_tensor(layout_q.outer, swizzle=layout_q.inner)
+    gQ = cute.local_tile(tQ, (heads, QK), (head_block, 0, query_idx, batch_idx))
+    tQsQ, tQgQ = cpasync.tma_partition(
+        load_q, 0, cute.make_layout(1), cute.group_modes(sQ, 0, 2), cute.group_modes(gQ, 0, 2)
+    )
+    with cute.arch.elect_one():
+        cute.arch.mbarrier_arrive_and_expect_tx(smem.q_full.ptr, heads * QK * 2)
+    cute.copy(load_q, tQgQ, tQsQ[None, 0], tma_bar_ptr=smem.q_full.ptr)

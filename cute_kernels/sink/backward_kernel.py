@@ -1,0 +1,500 @@
+"""Backward of sink attention on SM90 where keys stay: dk and dv in registers, dq (fused) added in global memory.
+
+A CTA takes blocks of 128 keys of one KV head, 64 for each of two consumer warpgroups. Tiles of 64 queries stream past,
+of each query head of the group in turn, so that dk and dv sum over the group in registers. Everything is transposed:
+rows are keys, columns are queries, and P^T and dS^T are operands straight from the accumulators.
+    S^T = K Q^T and dP^T = V dO^T issued   wait 1: P^T = exp2(S^T scale - L), masked, rounded
+    dV += P^T dO issued                    wait 1: dP^T is there: dS^T = P^T (dP^T - delta), rounded
+    dK += dS^T Q issued; fused: dS^T stored to shared memory
+    fused, every second tile of a warpgroup: dQ = dS K over all 128 keys, added to float32 in global memory
+    wait 0                                 the tile is given back
+The warpgroups make dQ in turns, one tile each: m64n64k16 (d 64) or m64n128k16 (d 128) read shared memory at 128 or 96
+bytes a clock. Half of the columns each would read 192 or 128, and half of the keys each would add twice as much.
+
+Products of a tile of 128 x 64: 5 x 256 clocks (d 64), 5 x 512 (d 128). Shared memory: K, Q, V and dO for S and dP
+64 KB (128 KB), dO and Q for dV and dK 32 KB (64 KB), dS and K for dQ 32 KB (48 KB), stores of dS 16 KB, TMA 16 KB
+(32 KB): 160 KB are 1250 clocks, 288 KB are 2250.
+Instructions of a score outside the products: FFMA, MUFU.EX2, FADD, FMUL and one F2FP: 5, and 2 of masks at edges.
+
+Roles (384 threads)
+  warpgroup 0     producer, 24 registers: its first warp takes items and issues TMA copies; the others idle
+  warpgroup 1, 2  consumers, 240 registers: at d 128, 64 + 64 of dK and dV, 32 + 32 of S and dP, later 64 of dQ;
+                  16 + 16 of P and dS as operands, 16 of L or delta
+
+Barriers                arrivals per phase
+  work_full[slot]       32: the producer's lanes, of which one has written the record
+  work_empty[slot]      256: consumers have read the record for the last time
+  kv_full               1 + 2 x 128 x d x 2 bytes
+  kv_empty              256: consumers, after their last product that reads K or V
+  q_full[stage]         1 + 2 x 64 x d x 2 bytes of Q and dO + 512 of L and delta
+  q_empty[stage]        256: after the last product that reads the tile
+  named 1 + t % 2  BAR_DS   256: dS of tile t is in shared memory: 128 that go on to make dQ wait, 128 only arrive.
+                        Two barriers and two buffers: who stores tile t + 2 into a buffer has waited, at t + 1, for an
+                        arrival that the other warpgroup made after its dQ of tile t
+  named 3  BAR_ITEM     256: dK and dV may be overwritten, or are complete, in shared memory
+
+Shared memory: K, V, dK and dV of 128 x d; 4 (d 64) or 2 (d 128) stages of Q and dO of 64 x d, L and delta of 64; fused:
+2 x dS of 128 x 64, 32 KB. At d 128 that is 225 KB of the 227 KB. dK and dV have their own place, so that the next K
+and V come while they are stored.
+
+Sums of dq are laid out as accumulators are: see prepare_kernel.py.
+"""
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+import cutlass.utils.hopper_helpers as sm90
+from cutlass import Float32, Int32, Int64, const_expr
+from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
+from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
+from cutlass.memory import SmemAllocator
+from cutlass.tensor_utils import LayoutEnum
+
+from cute_kernels.device import softmax, wgmma
+from cute_kernels.sink import schedule_kernel as schedule
+from cute_kernels.sink.backward_spec import QUERIES, SinkBackwardSpec
+from cute_kernels.sink.key_blocks_kernel import KeyBlocks
+from cute_kernels.sink.spec import ROWS
+
+BAR_DS, BAR_ITEM = 1, 3
+CONSUMERS = 256
+HALF = 64  # columns of dQ that are made together: 32 registers
+
+
+class SinkBackwardKernel:
+    """See the module's docstring. `spec` holds all that is fixed at compile time."""
+
+    def __init__(self, spec: SinkBackwardSpec):
+        reasons = spec.can_implement()
+        if reasons:
+            raise ValueError("; ".join(reasons))
+        self.spec = spec
+        self.dtype = schedule.DTYPES[spec.dtype]
+        self.blocks = KeyBlocks(spec)
+
+    def fake_arguments(self) -> tuple:
+        """Shapes, strides and alignments that the compiled callable accepts, in the order of `__call__`."""
+        spec = self.spec
+        batch, s_q, s_k, h_q, h_kv = (cute.sym_int() for _ in range(5))
+        q, d_out = (schedule.fake_rows(self.dtype, spec.packed, (batch, s_q, h_q), spec.d) for _ in range(2))
+        k, v, d_k, d_v = (schedule.fake_rows(self.dtype, spec.packed, (batch, s_k, h_kv), spec.d) for _ in range(4))
+        packed: tuple = (None, None, None)
+        if spec.packed:
+            ends = cute.sym_int()
+            cu_q, cu_k = (make_fake_tensor(Int32, (ends,), (1,), assumed_align=4) for _ in range(2))
+            packed = (cu_q, cu_k, make_fake_tensor(Int32, (cute.sym_int(), 2), (2, 1), assumed_align=8))
+        numbers = (Int64(0), Float32(1.0), *[Int32(1)] * 6, Int64(0))
+        stats = schedule.fake_stats(h_q)
+        return (q, k, v, d_out, stats, d_k, d_v, *packed, *numbers, make_fake_stream(use_tvm_ffi_env_stream=True))
+
+    def layouts(self):
+        """Shared memory: K and V (128, d, 1), Q and dO (64, d, stages), dS^T (128, 64, 2), L and delta (64, 1, 2)."""
+        spec, row = self.spec, LayoutEnum.ROW_MAJOR
+        return (
+            sm90.make_smem_layout_b(row, (ROWS, spec.keys, spec.d), self.dtype, 1),
+            sm90.make_smem_layout_b(row, (ROWS, QUERIES, spec.d), self.dtype, spec.stages),
+            sm90.make_smem_layout_b(row, (ROWS, spec.keys, QUERIES), self.dtype, 2 if spec.fused else 1),
+            cute.make_layout((QUERIES, 1, 2, spec.stages), stride=(1, QUERIES, QUERIES, 2 * QUERIES)),
+        )
+
+    def tiled_mmas(self):
+        """S^T and dP^T from shared memory; dV and dK with P^T and dS^T in registers; dQ with dS read by columns."""
+        k, mn, one, t, d = OperandMajorMode.K, OperandMajorMode.MN, (1, 1, 1), self.dtype, self.spec.d
+        registers = warpgroup.OperandSource.RMEM
+        return (
+            sm90.make_trivial_tiled_mma(t, t, k, k, Float32, one, (ROWS, QUERIES)),
+            sm90.make_trivial_tiled_mma(t, t, k, mn, Float32, one, (ROWS, d), registers),
+            sm90.make_trivial_tiled_mma(t, t, mn, mn, Float32, one, (QUERIES, HALF)),
+        )
+
+    def storage(self):
+        """The struct in shared memory."""
+        spec, dtype = self.spec, self.dtype
+        layout_kv, layout_q, layout_ds, layout_stats = self.layouts()
+        of_ds = cute.cosize(layout_ds) if spec.fused else 64
+
+        @cute.struct
+        class Shared:
+            k: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(layout_kv)], 1024]
+            v: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(layout_kv)], 1024]
+            d_k: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(layout_kv)], 1024]
+            d_v: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(layout_kv)], 1024]
+            q: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(layout_q)], 1024]
+            d_out: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(layout_q)], 1024]
+            d_s: cute.struct.Align[cute.struct.MemRange[dtype, of_ds], 1024]
+            stats: cute.struct.Align[cute.struct.MemRange[Float32, cute.cosize(layout_stats)], 128]
+            work: cute.struct.MemRange[Int32, schedule.RECORD * schedule.SLOTS]
+            work_full: cute.struct.MemRange[Int64, schedule.SLOTS]
+            work_empty: cute.struct.MemRange[Int64, schedule.SLOTS]
+            kv_full: Int64
+            kv_empty: Int64
+            q_full: cute.struct.MemRange[Int64, spec.stages]
+            q_empty: cute.struct.MemRange[Int64, spec.stages]
+
+        return Shared
+
+    @cute.jit
+    def __call__(
+        self,
+        mQ: cute.Tensor,
+        mK: cute.Tensor,
+        mV: cute.Tensor,
+        mDOut: cute.Tensor,
+        mStats: cute.Tensor,
+        mDK: cute.Tensor,
+        mDV: cute.Tensor,
+        mCuQ: cute.Tensor | None,
+        mCuK: cute.Tensor | None,
+        mWork: cute.Tensor | None,
+        sums: Int64,
+        softmax_scale: Float32,
+        window: Int32,
+        causal: Int32,
+        max_q: Int32,
+        max_k: Int32,
+        section: Int32,
+        ctas: Int32,
+        counters: Int64,
+        stream: cuda.CUstream,
+    ):
+        """One launch of `ctas` CTAs, one for each SM, after SinkPrepareKernel.
+
+        Every size of a tensor, max_q and max_k are above 0; single sequences of a packed call may be empty.
+        mQ, mDOut  (batch, s_q, h_q, d) or packed (tokens, h_q, d), strides as in the forward
+        mK, mV, mDK, mDV  (batch, s_k, h_kv, d) or packed (tokens, h_kv, d); every row of dk and dv is written
+        mStats     (2, h_q, positions) float32, contiguous, of SinkPrepareKernel
+        mCuQ, mCuK, mWork   packed: (batch + 1,) int32 each, and the list of SinkWorkListKernel(keys=True) for blocks
+                   of 128 keys; otherwise None
+        sums       fused: address of h_q x positions x d float32, set to 0 by SinkPrepareKernel, which receive dq /
+                   softmax_scale for SinkFinishKernel; otherwise not read
+        softmax_scale, window, causal, max_q, max_k, ctas, counters   as in SinkForwardKernel
+        section    not packed: pairs of a sequence and a KV head that are worked on together; a divisor of batch x h_kv
+        """
+        spec = self.spec
+        heads = mK.shape[1 if const_expr(spec.packed) else 2]
+        ratio = mQ.shape[1 if const_expr(spec.packed) else 2] // heads
+        blocks, items, pairs = Int32(1), Int32(0), Int32(1)
+        if const_expr(not spec.packed):
+            max_q, max_k = Int32(mQ.shape[1]), Int32(mK.shape[1])
+            blocks = cute.ceil_div(max_k, spec.keys)
+            pairs = section
+            items = blocks * heads * mK.shape[0]
+        reach = Int32(0) if causal != 0 else Int32(schedule.UNLIMITED)
+        divisors = tuple(cute.fast_divmod_create_divisor_v2(Int32(n)) for n in (pairs * blocks, pairs, heads))
+
+        layout_kv, layout_q, _, layout_stats = self.layouts()
+        load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
+        box_q, box_kv = (QUERIES, spec.d), (spec.keys, spec.d)
+        (load_q, tQ), (load_do, tDO) = (
+            cpasync.make_tiled_tma_atom(
+                load, schedule.rows_view(t, spec.packed, max_q), cute.select(layout_q, mode=[0, 1]), box_q
+            )
+            for t in (mQ, mDOut)
+        )
+        (load_k, tK), (load_v, tV) = (
+            cpasync.make_tiled_tma_atom(
+                load, schedule.rows_view(t, spec.packed, max_k), cute.select(layout_kv, mode=[0, 1]), box_kv
+            )
+            for t in (mK, mV)
+        )
+        (store_dk, tDK), (store_dv, tDV) = (
+            cpasync.make_tiled_tma_atom(
+                store, schedule.rows_view(t, spec.packed, max_k), cute.select(layout_kv, mode=[0, 1]), box_kv
+            )
+            for t in (mDK, mDV)
+        )
+        by_position = cute.make_tensor(mStats.iterator, cute.select(mStats.layout, mode=[2, 1, 0]))
+        load_stats, tStats = cpasync.make_tiled_tma_atom(
+            load, by_position, cute.select(layout_stats, mode=[0, 1, 2]), (QUERIES, 1, 2)
+        )
+        self.kernel(
+            load_q, tQ, load_do, tDO, load_k, tK, load_v, tV, load_stats, tStats, store_dk, tDK, store_dv, tDV,
+            mCuQ, mCuK, mWork, sums, mStats.shape[2], softmax_scale, window, reach, max_q, max_k, ratio, items,
+            counters, divisors,
+        ).launch(
+            grid=[ctas, 1, 1],
+            block=[spec.threads, 1, 1],
+            stream=stream,
+            min_blocks_per_mp=1,
+        )  # fmt: skip
+
+    @cute.kernel
+    def kernel(
+        self,
+        load_q: cute.CopyAtom,
+        tQ: cute.Tensor,
+        load_do: cute.CopyAtom,
+        tDO: cute.Tensor,
+        load_k: cute.CopyAtom,
+        tK: cute.Tensor,
+        load_v: cute.CopyAtom,
+        tV: cute.Tensor,
+        load_stats: cute.CopyAtom,
+        tStats: cute.Tensor,
+        store_dk: cute.CopyAtom,
+        tDK: cute.Tensor,
+        store_dv: cute.CopyAtom,
+        tDV: cute.Tensor,
+        mCuQ: cute.Tensor | None,
+        mCuK: cute.Tensor | None,
+        mWork: cute.Tensor | None,
+        sums: Int64,
+        positions: Int32,
+        softmax_scale: Float32,
+        window: Int32,
+        reach: Int32,
+        max_q: Int32,
+        max_k: Int32,
+        ratio: Int32,
+        items: Int32,
+        counters: Int64,
+        divisors: tuple,
+    ):
+        spec = self.spec
+        tidx, _, _ = cute.arch.thread_idx()
+        warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        smem = SmemAllocator().allocate(self.storage())
+        if warp_idx == 0:
+            for atom in (load_q, load_do, load_k, load_v, load_stats, store_dk, store_dv):
+                cpasync.prefetch_descriptor(atom)
+        if tidx == 0:
+            for i in cutlass.range_constexpr(schedule.SLOTS):
+                cute.arch.mbarrier_init(smem.work_full.data_ptr() + i, 32)
+                cute.arch.mbarrier_init(smem.work_empty.data_ptr() + i, CONSUMERS)
+            cute.arch.mbarrier_init(smem.kv_full.ptr, 1)
+            cute.arch.mbarrier_init(smem.kv_empty.ptr, CONSUMERS)
+            for i in cutlass.range_constexpr(spec.stages):
+                cute.arch.mbarrier_init(smem.q_full.data_ptr() + i, 1)
+                cute.arch.mbarrier_init(smem.q_empty.data_ptr() + i, CONSUMERS)
+        cute.arch.mbarrier_init_fence()
+        cute.arch.sync_threads()
+
+        if warp_idx < 4:
+            cute.arch.setmaxregister_decrease(spec.producer_registers)
+            if warp_idx == 0:
+                layout_kv, layout_q, _, layout_stats = self.layouts()
+                sK, sV = (t.get_tensor(layout_kv.outer, swizzle=layout_kv.inner) for t in (smem.k, smem.v))
+                sQ, sDO = (t.get_tensor(layout_q.outer, swizzle=layout_q.inner) for t in (smem.q, smem.d_out))
+                sStats = smem.stats.get_tensor(layout_stats)
+                self.blocks.produce(
+                    smem, ((load_k, tK, sK), (load_v, tV, sV)), ((load_q, tQ, sQ), (load_do, tDO, sDO)),
+                    load_stats, tStats, sStats, mCuQ, mCuK, mWork, window, reach, max_q, max_k, ratio, items,
+                    counters, divisors, tidx,
+                )  # fmt: skip
+        else:
+            cute.arch.setmaxregister_increase(spec.consumer_registers)
+            wg, tid = warp_idx // 4 - 1, tidx % 128
+            self.consume(
+                smem, store_dk, tDK, store_dv, tDV, sums, positions, softmax_scale, window, reach, max_k, ratio, wg, tid
+            )
+
+    @cute.jit
+    def consume(
+        self,
+        smem,
+        store_dk: cute.CopyAtom,
+        tDK: cute.Tensor,
+        store_dv: cute.CopyAtom,
+        tDV: cute.Tensor,
+        sums: Int64,
+        positions: Int32,
+        softmax_scale: Float32,
+        window: Int32,
+        reach: Int32,
+        max_k: Int32,
+        ratio: Int32,
+        wg: Int32,
+        tid: Int32,
+    ):
+        """One consumer warpgroup: its 64 keys of each item."""
+        spec = self.spec
+        _, mma_kv, _ = self.tiled_mmas()
+        sWork = smem.work.get_tensor(cute.make_layout((schedule.RECORD, schedule.SLOTS)))
+        acc_dk, acc_dv = (cute.make_rmem_tensor(mma_kv.partition_shape_C((ROWS, spec.d)), Float32) for _ in range(2))
+        turn, use, running = Int32(0), Int32(0), Int32(1)
+        while running == 1:
+            slot = turn % schedule.SLOTS
+            cute.arch.mbarrier_wait(smem.work_full.data_ptr() + slot, turn // schedule.SLOTS % 2)
+            first, head, batch = sWork[0, slot], sWork[1, slot], sWork[2, slot]
+            s_q, s_k, start_q, start_k = sWork[3, slot], sWork[4, slot], sWork[5, slot], sWork[6, slot]
+            if first < 0:
+                running = Int32(0)
+            else:
+                begin, tiles = self.blocks.extent(first, s_q, s_k, window, reach)
+                edges = self.blocks.edges(first + ROWS * wg, s_q, s_k, window, reach, tid)
+                acc_dk.fill(0.0)
+                acc_dv.fill(0.0)
+                cute.arch.mbarrier_wait(smem.kv_full.ptr, turn % 2)
+                position = schedule.position(spec.packed, start_q, batch, s_q) + begin
+                for g in cutlass.range(ratio, unroll=1):
+                    row = Int64(head * ratio + g) * positions + position  # of the first tile in the sums of dq
+                    for t in cutlass.range(tiles, unroll=1):
+                        target = sums + (row + QUERIES * t) * (4 * spec.d)
+                        self.differentiate(
+                            smem, acc_dk, acc_dv, target, softmax_scale * softmax.LOG2_E, begin + QUERIES * t, edges,
+                            use, wg, tid,
+                        )  # fmt: skip
+                        use += 1
+                key0, outer = schedule.place(spec.packed, max_k, s_k, start_k, batch)
+                gDK, gDV = (
+                    cute.local_tile(
+                        cute.domain_offset((key0 + first, 0, 0, 0), t), (spec.keys, spec.d), (0, 0, head, outer)
+                    )
+                    for t in (tDK, tDV)
+                )
+                cute.arch.mbarrier_arrive(smem.work_empty.data_ptr() + slot)
+                cute.arch.mbarrier_arrive(smem.kv_empty.ptr)
+                self.store(smem, acc_dk, acc_dv, softmax_scale, store_dk, gDK, store_dv, gDV, wg, tid)
+                turn += 1
+        if wg == 0 and tid // 32 == 0:
+            cute.arch.cp_async_bulk_wait_group(0, read=True)
+
+    @cute.jit
+    def differentiate(
+        self,
+        smem,
+        acc_dk: cute.Tensor,
+        acc_dv: cute.Tensor,
+        target: Int64,
+        scale_log2: Float32,
+        query: Int32,
+        edges: tuple,
+        use: Int32,
+        wg: Int32,
+        tid: Int32,
+    ):
+        """Adds a tile of 64 queries from `query` on to dK / softmax_scale, to dV, and to the sums at `target`."""
+        spec = self.spec
+        layout_kv, layout_q, layout_ds, layout_stats = self.layouts()
+        mma_s, mma_kv, mma_dq = self.tiled_mmas()
+        thr_s, thr_kv, thr_dq = mma_s.get_slice(tid), mma_kv.get_slice(tid), mma_dq.get_slice(tid)
+        sK, sV = (t.get_tensor(layout_kv.outer, swizzle=layout_kv.inner) for t in (smem.k, smem.v))
+        sQ, sDO = (t.get_tensor(layout_q.outer, swizzle=layout_q.inner) for t in (smem.q, smem.d_out))
+        rK, rV = (
+            mma_s.make_fragment_A(thr_s.partition_A(cute.local_tile(t, (ROWS, spec.d), (wg, 0, None))))
+            for t in (sK, sV)
+        )
+        rQ, rDO = (mma_s.make_fragment_B(thr_s.partition_B(t)) for t in (sQ, sDO))
+        rQt, rDOt = (mma_kv.make_fragment_B(thr_kv.partition_B(wgmma.transposed(t))) for t in (sQ, sDO))
+        acc_s, acc_dp = (cute.make_rmem_tensor(mma_s.partition_shape_C((ROWS, QUERIES)), Float32) for _ in range(2))
+        s, dp = wgmma.by_row(acc_s), wgmma.by_row(acc_dp)
+        columns = cute.size(s, mode=[1])
+        of_d = [(k, k) for k in range(spec.d // 16)]
+        of_queries = [(k, k) for k in range(QUERIES // 16)]
+        of_keys = [(k, k) for k in range(spec.keys // 16)]
+        stage, phase = schedule.stage_of(use, spec.stages)
+        # L and delta of this thread's columns, (2, 8): column 8j + 2 (lane % 4) + c is element (c, j)
+        of_thread = smem.stats.data_ptr() + cute.assume(stage * 2 * QUERIES + 2 * (tid % 4), divby=2)
+        of_columns = cute.make_layout((2, QUERIES // 8), stride=(1, 8))
+        values = cute.make_rmem_tensor((2, QUERIES // 8), Float32)
+
+        cute.arch.mbarrier_wait(smem.q_full.data_ptr() + stage, phase)
+        warpgroup.fence()
+        wgmma.issue(mma_s, acc_s, rK[None, None, None, 0], rQ[None, None, None, stage], False, of_d)
+        warpgroup.commit_group()
+        wgmma.issue(mma_s, acc_dp, rV[None, None, None, 0], rDO[None, None, None, stage], False, of_d)
+        warpgroup.commit_group()
+        cute.autovec_copy(cute.make_tensor(of_thread, of_columns), values)
+        warpgroup.wait_group(1)
+        self.blocks.mask(acc_s, query, edges)
+        for r in cutlass.range_constexpr(2):
+            for c in cutlass.range_constexpr(columns):
+                s[r, c] = cute.math.exp2(s[r, c] * scale_log2 - values[c], fastmath=True)
+        rP = mma_kv.make_fragment_A(mma_kv.partition_shape_A((ROWS, QUERIES)))
+        rP.store(acc_s.load().to(self.dtype).reshape(rP.shape))
+        warpgroup.fence()
+        wgmma.issue(mma_kv, acc_dv, rP, rDOt[None, None, None, stage], True, of_queries)
+        warpgroup.commit_group()
+
+        cute.autovec_copy(cute.make_tensor(of_thread + QUERIES, of_columns), values)
+        warpgroup.wait_group(1)
+        for r in cutlass.range_constexpr(2):
+            for c in cutlass.range_constexpr(columns):
+                s[r, c] *= dp[r, c] - values[c]
+        rDS = mma_kv.make_fragment_A(mma_kv.partition_shape_A((ROWS, QUERIES)))
+        rDS.store(acc_s.load().to(self.dtype).reshape(rDS.shape))
+        warpgroup.fence()
+        wgmma.issue(mma_kv, acc_dk, rDS, rQt[None, None, None, stage], True, of_queries)
+        warpgroup.commit_group()
+
+        if const_expr(spec.fused):
+            buffer = use % 2
+            sDS = smem.d_s.get_tensor(layout_ds.outer, swizzle=layout_ds.inner)
+            to_smem = cute.make_tiled_copy_C(cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), self.dtype), mma_s)
+            thr_copy = to_smem.get_slice(tid)
+            mine = cute.local_tile(sDS[None, None, buffer], (ROWS, QUERIES), (wg, 0))
+            fragment = cute.make_tensor(rDS.iterator, acc_s.layout)
+            cute.copy(to_smem, thr_copy.retile(fragment), thr_copy.partition_D(mine))
+            cute.arch.fence_proxy("async.shared", space="cta")  # ordinary stores, read by wgmma
+            if buffer == wg:
+                cute.arch.barrier(barrier_id=BAR_DS + buffer, number_of_threads=CONSUMERS)
+                rDSt = mma_dq.make_fragment_A(thr_dq.partition_A(wgmma.transposed(sDS)))[None, None, None, buffer]
+                halves = cute.local_tile(wgmma.transposed(sK)[None, None, 0], (HALF, spec.keys), (None, 0))
+                rKt = mma_dq.make_fragment_B(thr_dq.partition_B(halves))
+                for half in cutlass.range_constexpr(spec.d // HALF):
+                    acc_dq = cute.make_rmem_tensor(mma_dq.partition_shape_C((QUERIES, HALF)), Float32)
+                    warpgroup.fence()
+                    wgmma.issue(mma_dq, acc_dq, rDSt, rKt[None, None, None, half], False, of_keys)
+                    warpgroup.commit_group()
+                    warpgroup.wait_group(0)
+                    if const_expr(half == 0):
+                        cute.arch.mbarrier_arrive(smem.q_empty.data_ptr() + stage)
+                    self.add(acc_dq, target + half * (4 * QUERIES * HALF), tid)
+            else:
+                cute.arch.barrier_arrive(barrier_id=BAR_DS + buffer, number_of_threads=CONSUMERS)
+                warpgroup.wait_group(0)
+                cute.arch.mbarrier_arrive(smem.q_empty.data_ptr() + stage)
+        else:
+            warpgroup.wait_group(0)
+            cute.arch.mbarrier_arrive(smem.q_empty.data_ptr() + stage)
+
+    @cute.jit
+    def add(self, acc_dq: cute.Tensor, target: Int64, tid: Int32):
+        """Adds dQ of a tile to the sums, 16 bytes an instruction: element 4j + i of a thread at (128 j + thread, i)."""
+        for j in cutlass.range_constexpr(cute.size(acc_dq) // 4):
+            cute.arch.inline_ptx(
+                "red.relaxed.gpu.global.add.v4.f32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};",
+                read_only_args=[target + 16 * tid + 2048 * j, *[acc_dq[4 * j + i] for i in range(4)]],
+            )
+
+    @cute.jit
+    def store(
+        self,
+        smem,
+        acc_dk: cute.Tensor,
+        acc_dv: cute.Tensor,
+        softmax_scale: Float32,
+        store_dk: cute.CopyAtom,
+        gDK: cute.Tensor,
+        store_dv: cute.CopyAtom,
+        gDV: cute.Tensor,
+        wg: Int32,
+        tid: Int32,
+    ):
+        """Stores dK and dV by TMA."""
+        spec = self.spec
+        layout_kv, _, _, _ = self.layouts()
+        _, mma_kv, _ = self.tiled_mmas()
+        to_smem = cute.make_tiled_copy_C(cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), self.dtype), mma_kv)
+        thr_copy = to_smem.get_slice(tid)
+        issues = wg == 0 and tid // 32 == 0  # the warp that issues the stores
+        if issues:  # those before have read shared memory
+            cute.arch.cp_async_bulk_wait_group(0, read=True)
+        cute.arch.barrier(barrier_id=BAR_ITEM, number_of_threads=CONSUMERS)
+        sDK, sDV = (t.get_tensor(layout_kv.outer, swizzle=layout_kv.inner) for t in (smem.d_k, smem.d_v))
+        results = ((acc_dk, softmax_scale, sDK), (acc_dv, Float32(1.0), sDV))
+        for i in cutlass.range_constexpr(2):
+            acc, factor, staged = results[i]
+            rounded = cute.make_rmem_tensor(acc.shape, self.dtype)
+            rounded.store((acc.load() * factor).to(self.dtype))
+            mine = cute.local_tile(staged[None, None, 0], (ROWS, spec.d), (wg, 0))
+            cute.copy(to_smem, thr_copy.retile(rounded), thr_copy.partition_D(mine))
+        cute.arch.fence_proxy("async.shared", space="cta")  # ordinary stores, read by the copy engine
+        cute.arch.barrier(barrier_id=BAR_ITEM, number_of_threads=CONSUMERS)
+        one = cute.make_layout(1)
+        tKsK, tKgK = cpasync.tma_partition(store_dk, 0, one, cute.group_modes(sDK, 0, 2), cute.group_modes(gDK, 0, 2))
+        tVsV, tVgV = cpasync.tma_partition(store_dv, 0, one, cute.group_modes(sDV, 0, 2), cute.group_modes(gDV, 0, 2))
+        if issues:
+            cute.copy(store_dk, tKsK[None, 0], tKgK)
+            cute.copy(store_dv, tVsV[None, 0], tVgV)
+            cute.arch.cp_async_bulk_commit_group()

@@ -1,0 +1,201 @@
+"""What is fixed at compile time in the kernels of the backward of sink attention.
+
+Two ways lead to the gradients, both after `prepare`, which makes delta and the log-sum-exps with sinks:
+  fused     keys stay, queries stream past: dk and dv in registers, dq added to float32 in global memory, which
+            `finish` rounds. 5 products of a tile. The order of the additions is free, so dq is not deterministic
+  apart     the same without dq, and a kernel where queries stay and keys stream past: S and dP are computed twice, 7
+            products of a tile, and nothing passes through float32 in global memory. Deterministic
+Bytes decide for small windows. With a window of 128, 64 heads and d 64, a block of 128 keys meets 4 tiles of 64
+queries: the fused way adds 4 x 64 x 64 float32 to memory for 128 x 64 x 4 x 64 x 10 FLOP, 64 KB for 21 MFLOP, which is
+4.3 GB of additions at 65,536 tokens, and 1 GB each to clear and 1 GB to read them: some 2.5 ms of memory time. The two
+kernels do 7 / 5 of the products, 0.4 ms of the tensor core, and read q and do once more, 1 GB, 0.25 ms.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from cute_kernels.sink.spec import DTYPES, ROWS, SMEM_PER_CTA
+
+QUERIES = 64  # rows of Q and dO of a tile in the kernel where keys stay
+PADDING = 128  # positions between two sequences in the statistics: see prepare_kernel.py
+
+
+def _reasons(dtype: str, d: int) -> list[str]:
+    reasons = []
+    if dtype not in DTYPES:
+        reasons.append(f"dtype is {dtype}; it is {' or '.join(DTYPES)}")
+    if d not in (64, 128):
+        reasons.append(f"d is {d}; it is 64 or 128")
+    return reasons
+
+
+@dataclass(frozen=True)
+class SinkBackwardSpec:
+    """Compile-time facts of :class:`cute_kernels.sink.backward_kernel.SinkBackwardKernel`, where keys stay.
+
+    dtype   "bfloat16" or "float16", of q, k, v, do, dk and dv
+    d       head dimension: 64 or 128
+    packed  sequences of different lengths lie one behind the other
+    window  whether there is a left window
+    fused   whether dq is added up in global memory as well
+    """
+
+    dtype: str
+    d: int
+    packed: bool = False
+    window: bool = False
+    fused: bool = True
+
+    kernel: ClassVar[str] = "cute_kernels.sink.backward_kernel:SinkBackwardKernel"
+    warpgroups: ClassVar[int] = 2
+    keys: ClassVar[int] = 2 * ROWS
+    threads: ClassVar[int] = 384
+    compile_options: ClassVar[str] = "--ptxas-options '--register-usage-level=0'"
+
+    def can_implement(self) -> list[str]:
+        """Reasons, in words, why this kernel cannot be built; empty when it can."""
+        return _reasons(self.dtype, self.d)
+
+    @property
+    def producer_registers(self) -> int:
+        """Of a thread after the roles have parted; 24 + 2 x 240 = 40 + 2 x 232 = 3 x 168 of 384 threads."""
+        return 24 if self.fused else 40
+
+    @property
+    def consumer_registers(self) -> int:
+        """With 232 ptxas serializes the products of d 128, fused; with 24 the producer spills where not fused."""
+        return 240 if self.fused else 232
+
+    @property
+    def stages(self) -> int:
+        """Tiles of Q and dO in flight: a power of two."""
+        return 4 if self.d == 64 else 2
+
+    @property
+    def expected(self) -> dict[str, Any]:
+        """What the compiled kernel is held to."""
+        added = ("REDG",) if self.fused else ()
+        return {"registers": 168, "instructions": ("HGMMA", "UTMALDG", "UTMASTG", "USETMAXREG", "MUFU.EX2", *added)}
+
+
+@dataclass(frozen=True)
+class SinkQueryGradSpec:
+    """Compile-time facts of :class:`cute_kernels.sink.query_grad_kernel.SinkQueryGradKernel`, where queries stay.
+
+    dtype, d, packed, window  as above
+    """
+
+    dtype: str
+    d: int
+    packed: bool = False
+    window: bool = False
+
+    kernel: ClassVar[str] = "cute_kernels.sink.query_grad_kernel:SinkQueryGradKernel"
+    tile: ClassVar[int] = 64
+    compile_options: ClassVar[str] = "--ptxas-options '--register-usage-level=0'"
+
+    def can_implement(self) -> list[str]:
+        """Reasons, in words, why this kernel cannot be built; empty when it can."""
+        return _reasons(self.dtype, self.d)
+
+    @property
+    def warpgroups(self) -> int:
+        """Of consumers: three where shared memory and registers allow it."""
+        return 3 if self.d == 64 else 2
+
+    @property
+    def rows(self) -> int:
+        """Query rows of a CTA."""
+        return ROWS * self.warpgroups
+
+    @property
+    def threads(self) -> int:
+        """Of a CTA."""
+        return 128 * (self.warpgroups + 1)
+
+    @property
+    def producer_registers(self) -> int:
+        """Of a thread after the roles have parted."""
+        return 40 if self.warpgroups == 2 else 32
+
+    @property
+    def consumer_registers(self) -> int:
+        """40 + 2 x 232 = 3 x 168 of 384 threads; 32 + 3 x 160 = 4 x 128 of 512 threads."""
+        return 232 if self.warpgroups == 2 else 160
+
+    @property
+    def stages(self) -> int:
+        """Tiles of K, and as many of V, in flight: a power of two."""
+        room = min(SMEM_PER_CTA - 3 * self.rows * self.d * 2 - 1024, 131_072)
+        fit = room // (4 * self.tile * self.d)
+        return 1 << (fit.bit_length() - 1) if fit else 0
+
+    @property
+    def expected(self) -> dict[str, Any]:
+        """What the compiled kernel is held to."""
+        registers = 168 if self.warpgroups == 2 else 128
+        return {"registers": registers, "instructions": ("HGMMA", "UTMALDG", "UTMASTG", "USETMAXREG", "MUFU.EX2")}
+
+
+@dataclass(frozen=True)
+class SinkPrepareSpec:
+    """Compile-time facts of :class:`cute_kernels.sink.prepare_kernel.SinkPrepareKernel`.
+
+    dtype, d, packed  as above
+    fused   whether the float32 sums of dq are set to 0
+    """
+
+    dtype: str
+    d: int
+    packed: bool = False
+    fused: bool = True
+
+    kernel: ClassVar[str] = "cute_kernels.sink.prepare_kernel:SinkPrepareKernel"
+
+    def can_implement(self) -> list[str]:
+        """Reasons, in words, why this kernel cannot be built; empty when it can."""
+        return _reasons(self.dtype, self.d)
+
+    @property
+    def expected(self) -> dict[str, Any]:
+        """What the compiled kernel is held to."""
+        return {"registers": 64, "instructions": ("LDG.E.128", "SHFL", "MUFU.EX2")}
+
+
+@dataclass(frozen=True)
+class SinkFinishSpec:
+    """Compile-time facts of :class:`cute_kernels.sink.prepare_kernel.SinkFinishKernel`, of the fused way.
+
+    dtype, d, packed  as above
+    """
+
+    dtype: str
+    d: int
+    packed: bool = False
+
+    kernel: ClassVar[str] = "cute_kernels.sink.prepare_kernel:SinkFinishKernel"
+
+    def can_implement(self) -> list[str]:
+        """Reasons, in words, why this kernel cannot be built; empty when it can."""
+        return _reasons(self.dtype, self.d)
+
+    @property
+    def expected(self) -> dict[str, Any]:
+        """What the compiled kernel is held to."""
+        return {"registers": 64, "instructions": ("LDG.E.128", "STG.E.128")}
+
+
+def shipped_specs() -> list[Any]:
+    """Every variant for bfloat16; those of float16 are compiled when first asked for."""
+    sizes = [(d, packed) for d in (64, 128) for packed in (False, True)]
+    masks = [(d, packed, window) for d, packed in sizes for window in (False, True)]
+    kind = "bfloat16"
+    return [
+        *[SinkBackwardSpec(kind, *mask, fused=fused) for mask in masks for fused in (True, False)],
+        *[SinkQueryGradSpec(kind, *mask) for mask in masks],
+        *[SinkPrepareSpec(kind, *size, fused=fused) for size in sizes for fused in (True, False)],
+        *[SinkFinishSpec(kind, *size) for size in sizes],
+        SinkBackwardSpec("float16", 64),
+    ]

@@ -52,14 +52,14 @@ from cute_kernels.device import softmax, token_cache
 from cute_kernels.device.trace import Tracer
 from cute_kernels.merge.kernel import MergeKernel
 from cute_kernels.merge.spec import MergeSpec
-from cute_kernels.mla.consumer_kernel import WideConsumer
 from cute_kernels.mla.narrow_kernel import NarrowConsumer
-from cute_kernels.mla.producer_kernel import GROUP, NOPE, KeyProducer
-from cute_kernels.mla.spec import TOKENS_PER_TILE, WIDE, MlaDecodeSpec
-from cute_kernels.mla.tile_kernel import BAR_STORED, QK, ROLES, layouts, shared_storage
+from cute_kernels.mla.producer_kernel import NOPE, STAGES, KeyProducer
+from cute_kernels.mla.score_kernel import ScoreWarpgroup
+from cute_kernels.mla.spec import ROLES, TOKENS_PER_TILE, WIDE, MlaDecodeSpec
+from cute_kernels.mla.tile_kernel import BAR_STORED, QK, layouts, shared_storage, start_q
+from cute_kernels.mla.value_kernel import ValueWarpgroups
 
-THREADS = 384
-LAUNCH_REGISTERS = 168  # what 384 threads get
+THREADS = 512
 
 
 class MlaDecodeKernel:
@@ -72,7 +72,8 @@ class MlaDecodeKernel:
         self.spec = spec
         self.producer = KeyProducer(spec)
         self.tracer = Tracer(spec.trace, len(ROLES))
-        self.consumer = WideConsumer(spec) if spec.heads == WIDE else NarrowConsumer(spec)
+        self.wide = spec.heads == WIDE
+        self.scores, self.values, self.narrow = ScoreWarpgroup(spec), ValueWarpgroups(spec), NarrowConsumer(spec)
         if spec.split:
             merge = MergeSpec(
                 NOPE, "float32", "bfloat16", has_sink=True, has_lse=True, lanes=spec.merge_lanes, loads=16
@@ -144,23 +145,18 @@ class MlaDecodeKernel:
             mPartialLse = cute.make_tensor(first + end, cute.make_layout(shape, stride=rows))
         cluster = const_expr(self.spec.cluster)
         head_blocks = cute.ceil_div(h_q, self.spec.heads * cluster) * cluster
-        _, _, layout_q, layout_out = layouts(self.spec.heads)
-        # heads and columns first: TMA fills and clips what lies beyond the last head
-        mQ_tile, mOut_tile = (
-            cute.make_tensor(t.iterator, cute.select(t.layout, mode=[2, 3, 1, 0])) for t in (mQ, mOut)
-        )
+        _, _, layout_q = layouts(self.spec.heads)
+        # heads and columns first: TMA fills what lies beyond the last head
+        mQ_tile = cute.make_tensor(mQ.iterator, cute.select(mQ.layout, mode=[2, 3, 1, 0]))
         load_q, tQ = cpasync.make_tiled_tma_atom(
             cpasync.CopyBulkTensorTileG2SOp(), mQ_tile, cute.select(layout_q, mode=[0, 1]), (self.spec.heads, QK)
-        )
-        store_out, tOut = cpasync.make_tiled_tma_atom(
-            cpasync.CopyBulkTensorTileS2GOp(), mOut_tile, cute.select(layout_out, mode=[0, 1]), (WIDE, GROUP)
         )
         sizes = (mKV.shape[1], head_blocks, num_splits, s_q, merge_ctas)
         divisors = tuple(cute.fast_divmod_create_divisor_v2(size) for size in sizes)
         groups = batch * s_q * head_blocks
         ctas = cutlass.min(groups * num_splits, max_ctas)
         self.kernel(
-            load_q, tQ, mKV, mIndex, mLength, mSink, store_out, tOut, mOut, mLse, mPartial, mPartialLse, counters,
+            load_q, tQ, mKV, mIndex, mLength, mSink, mOut, mLse, mPartial, mPartialLse, counters,
             zero_row, softmax_scale * softmax.LOG2_E, num_splits, groups * num_splits, ctas, causal, trace, divisors,
         ).launch(
             grid=[ctas + (groups * merge_ctas if const_expr(self.spec.split) else 0), 1, 1],
@@ -179,8 +175,6 @@ class MlaDecodeKernel:
         mIndex: cute.Tensor,
         mLength: cute.Tensor,
         mSink: cute.Tensor,
-        store_out: cute.CopyAtom,
-        tOut: cute.Tensor,
         mOut: cute.Tensor,
         mLse: cute.Tensor,
         mPartial: cute.Tensor | None,
@@ -206,12 +200,10 @@ class MlaDecodeKernel:
                 smem.trace.ptr.store(trace)
                 self.tracer.anchor(smem.trace.ptr, 0)
             cute.arch.mbarrier_init(smem.q_full.ptr, 1)
-            cute.arch.mbarrier_init(smem.q_free.ptr, 2)
-            cute.arch.mbarrier_init(smem.sums_full.ptr, 256)
-            for i in cutlass.range_constexpr(2):
+            for i in cutlass.range_constexpr(STAGES):
                 cute.arch.mbarrier_init(smem.p_full.data_ptr() + i, 128)
-                cute.arch.mbarrier_init(smem.full.data_ptr() + i, 128)
-                cute.arch.mbarrier_init(smem.empty.data_ptr() + i, 256 if self.spec.heads == WIDE else 128)
+                cute.arch.mbarrier_init(smem.full.data_ptr() + i, self.producer.threads)
+                cute.arch.mbarrier_init(smem.empty.data_ptr() + i, 256 if self.wide else 128)
                 cute.arch.mbarrier_init(smem.peer_free.data_ptr() + i, 1)
                 cute.arch.mbarrier_init(smem.codes_full.data_ptr() + i, 1)
         cute.arch.mbarrier_init_fence()
@@ -222,6 +214,8 @@ class MlaDecodeKernel:
             cute.arch.cluster_arrive_relaxed()
             cute.arch.cluster_wait()
 
+        first_consumer = 4 * self.spec.producers
+        of_producer, of_scores, of_values = self.spec.registers
         merges = False
         if const_expr(self.spec.split):
             merges = block >= decode_ctas
@@ -234,9 +228,9 @@ class MlaDecodeKernel:
                 counter = self.counter(counters, group)
                 merge_ctas = merge_divisor.divisor
                 self.merge(smem, mPartial, mPartialLse, mSink, mOut, mLse, counter, place, part, merge_ctas, num_splits)
-        elif warp_idx < 4:
-            if const_expr(self.spec.producer_registers < LAUNCH_REGISTERS):
-                cute.arch.setmaxregister_decrease(self.spec.producer_registers)
+        elif warp_idx < first_consumer:
+            if const_expr(self.wide):
+                cute.arch.setmaxregister_decrease(of_producer)
             done = Int32(0)  # tiles of the items before
             for item in cutlass.range(block, items, decode_ctas, unroll=1):
                 work = self.locate(item, head_divisor, split_divisor, query_divisor)
@@ -251,27 +245,45 @@ class MlaDecodeKernel:
                         smem, mKV, zero_row, entries, begin, limit, done, count, page_divisor, rank, tidx
                     )
                 done += count
+        elif const_expr(self.wide) and warp_idx < first_consumer + 4:
+            cute.arch.setmaxregister_decrease(of_scores)
+            if warp_idx == first_consumer:
+                work = self.locate(block, head_divisor, split_divisor, query_divisor)
+                start_q(smem, load_q, tQ, work, WIDE)
+            done, loads = Int32(0), Int32(0)
+            for item in cutlass.range(block, items, decode_ctas, unroll=1):
+                work = self.locate(item, head_divisor, split_divisor, query_divisor)
+                _, _, count = self.keys_of(work, mLength, mIndex, mKV, num_splits, causal, query_divisor)
+                following = item + decode_ctas
+                next_work = self.locate(following, head_divisor, split_divisor, query_divisor)
+                cute.arch.mbarrier_wait(smem.q_full.ptr, loads % 2)
+                self.scores.score(
+                    smem, load_q, tQ, scale_log2, done, count, following < items, next_work, warp_idx - first_consumer,
+                    tidx % 128,
+                )  # fmt: skip
+                done += count
+                loads += 1
         else:
-            if const_expr(self.spec.consumer_registers > LAUNCH_REGISTERS):
-                cute.arch.setmaxregister_increase(self.spec.consumer_registers)
-            done, loads, turn = Int32(0), Int32(0), Int32(0)
+            if const_expr(self.wide):
+                cute.arch.setmaxregister_increase(of_values)
+            done = Int32(0)
             for item in cutlass.range(block, items, decode_ctas, unroll=1):
                 work = self.locate(item, head_divisor, split_divisor, query_divisor)
                 head_block, _, query_idx, batch_idx = work
                 _, _, count = self.keys_of(work, mLength, mIndex, mKV, num_splits, causal, query_divisor)
-                self.consumer.decode(
-                    smem, load_q, tQ, store_out, tOut, mOut, mLse, mPartial, mPartialLse, mSink, scale_log2, done,
-                    count, loads, turn, work, warp_idx, tidx,
-                )  # fmt: skip
+                results = (mOut, mLse, mPartial, mPartialLse, mSink)
+                if const_expr(self.wide):
+                    self.values.add(smem, *results, done, count, work, warp_idx // 4 - 2, tidx % 128)
+                else:
+                    warp = warp_idx - first_consumer
+                    self.narrow.decode(smem, load_q, tQ, *results, scale_log2, count, work, warp, tidx % 128)
                 if const_expr(self.spec.split):
                     cute.arch.barrier(barrier_id=BAR_STORED, number_of_threads=256)
-                    if tidx == 128:
+                    if tidx == 256:
                         group = (batch_idx * query_divisor.divisor + query_idx) * head_divisor.divisor + head_block
                         cute.arch.atomic_add(self.counter(counters, group), Int32(1), sem="acq_rel", scope="gpu")
                 done += count
-                loads += cutlass.select_(count > 0, Int32(1), Int32(0))
-                turn += 1
-        if tidx == 128:
+        if tidx == 256:
             self.tracer.anchor(smem.trace.ptr, 1)
         if const_expr(self.spec.cluster > 1):  # nobody leaves while the other one reads or writes here
             cute.arch.cluster_arrive_relaxed()

@@ -46,24 +46,19 @@ class NarrowConsumer:
         smem,
         load_q: cute.CopyAtom,
         tQ: cute.Tensor,
-        store_out: cute.CopyAtom,
-        tOut: cute.Tensor,
         mOut: cute.Tensor,
         mLse: cute.Tensor,
         mPartial: cute.Tensor | None,
         mPartialLse: cute.Tensor | None,
         mSink: cute.Tensor,
         scale_log2: Float32,
-        done: Int32,
         count: Int32,
-        loads: Int32,
-        turn: Int32,
         work: tuple,
         warp_idx: Int32,
-        tidx: Int32,
+        tid: Int32,
     ):
-        """All that the consumers do for one CTA, which has one item of work: `done`, `loads` and `turn` are 0."""
-        wg, tid = warp_idx // 4 - 1, tidx % 128
+        """All that the consumers do for one CTA, which has one item of work of `count` tiles."""
+        wg = warp_idx // 4
         _, mma_pv = self.mmas()
         shape = mma_pv.partition_shape_C((GROUP, self.heads))
         acc_o = [cute.make_rmem_tensor(shape, Float32) for _ in range(GROUPS)]
@@ -74,7 +69,7 @@ class NarrowConsumer:
         peak.fill(-Float32.inf)
         total.fill(0.0)
         if count > 0:
-            if warp_idx == 4:
+            if warp_idx == 0:
                 start_q(smem, load_q, tQ, work, self.heads)
             cute.arch.mbarrier_wait(smem.q_full.ptr, 0)
             for t in cutlass.range(wg, count, 2, unroll=1):
@@ -95,7 +90,7 @@ class NarrowConsumer:
         tid: Int32,
     ):
         """Adds tile t to O, the maxima and this thread's part of the sums."""
-        layout_nope, layout_rope, layout_q, _ = layouts(self.heads)
+        layout_nope, layout_rope, layout_q = layouts(self.heads)
         mma_qk, mma_pv = self.mmas()
         thr_qk, thr_pv = mma_qk.get_slice(tid), mma_pv.get_slice(tid)
         sNope = smem.nope.get_tensor(layout_nope.outer, swizzle=layout_nope.inner)

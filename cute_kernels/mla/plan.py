@@ -62,10 +62,10 @@ def plan_decode(
     tiles = max(1, -(-max_keys // TOKENS_PER_TILE))
     candidates = [num_splits] if num_splits is not None else range(1, min(tiles, MAX_SPLITS) + 1)
     best = min(candidates, key=lambda n: (_estimate_us(items, tiles, n, batch * s_q * h_q, num_sms), n))
-    # Many rows of few partials: a warp each, 12 rows at a time. Else a warpgroup each, 3 rows at a time, because loads
+    # Many rows of few partials: a warp each, 16 rows at a time. Else a warpgroup each, 4 rows at a time, because loads
     # of a row are then in flight together. And no more merging CTAs than SMs: each of them fills one.
     merge_lanes = 0 if best == 1 else 32 if best <= 8 and batch * s_q * h_q >= 512 else 128
-    turns = -(-min(h_q, spec.heads) // (12 if merge_lanes == 32 else 3))
+    turns = -(-min(h_q, spec.heads) // (16 if merge_lanes == 32 else 4))
     merge_ctas = -(-turns // max(1, -(-items * turns // num_sms)))
     return DecodePlan(
         spec=replace(spec, merge_lanes=merge_lanes),

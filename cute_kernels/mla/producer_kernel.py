@@ -8,7 +8,7 @@ from cutlass.cute.nvgpu import cpasync
 
 from cute_kernels.device import cluster, token_cache
 from cute_kernels.device.trace import Tracer
-from cute_kernels.mla.spec import TOKENS_PER_TILE, MlaDecodeSpec
+from cute_kernels.mla.spec import ROLES, TOKENS_PER_TILE, MlaDecodeSpec
 
 NOPE, ROPE = 512, 64
 GROUP = 128  # columns of a quantization tile
@@ -46,12 +46,14 @@ class KeyProducer:
         self.sparse = spec.sparse
         self.exchange = spec.exchange
         self.depth = spec.depth
-        self.tracer = Tracer(spec.trace, 3)
-        self.passes = TOKENS_PER_TILE // ROWS // spec.cluster  # of own rows in a tile
+        self.tracer = Tracer(spec.trace, len(ROLES))
+        self.threads = THREADS * spec.producers
+        self.distance = ROWS * spec.producers  # from a pass of a warpgroup to its next
+        self.passes = TOKENS_PER_TILE // self.distance // spec.cluster  # of a warpgroup over own rows of a tile
         # ptxas mixes the passes of a dense tile, and spills, unless something stands between them
         self.separate = spec.exchange == "codes" and not spec.sparse
         # positions from a pass to the one that its registers receive next
-        self.stride = ROWS * self.depth if spec.cluster == 1 else TOKENS_PER_TILE
+        self.stride = self.distance * self.depth if spec.cluster == 1 else TOKENS_PER_TILE
 
     @cute.jit
     def fill(
@@ -75,9 +77,9 @@ class KeyProducer:
         The rows of the next `depth` passes are always in flight: as a pass is stored, its registers receive the pass
         `depth` further. Entries of the index or block table are read `depth` passes before that.
         """
-        place = self.place(tidx)
+        place = self.place(tidx % THREADS)
         row, segment, quarter, _, _, _ = place
-        first_row = HALF * rank  # of the own rows of a tile
+        first_row = HALF * rank + ROWS * (tidx // THREADS)  # of this warpgroup's rows of a tile
         position = begin + first_row + row
         last = limit - 1
         full, empty = smem.full.data_ptr(), smem.empty.data_ptr()
@@ -87,11 +89,11 @@ class KeyProducer:
         valid = cute.make_rmem_tensor(self.depth, Int32)
         entry = cute.make_rmem_tensor(self.depth, Int32)
         for d in cutlass.range_constexpr(self.depth):
-            entry[d] = self.read_entry(entries, position + ROWS * d, last, page_divisor)
+            entry[d] = self.read_entry(entries, position + self.distance * d, last, page_divisor)
         for d in cutlass.range_constexpr(self.depth):
-            valid[d], source = self.locate(mKV, zero_row, entry[d], position + ROWS * d, limit, page_divisor)
+            valid[d], source = self.locate(mKV, zero_row, entry[d], position + self.distance * d, limit, page_divisor)
             token_cache.gather(source, segment, quarter, raw[None, None, d], scale[None, d])
-            entry[d] = self.read_entry(entries, position + self.stride + ROWS * d, last, page_divisor)
+            entry[d] = self.read_entry(entries, position + self.stride + self.distance * d, last, page_divisor)
         position += self.stride
 
         for t in cutlass.range(done, done + count, unroll=1):
@@ -110,9 +112,9 @@ class KeyProducer:
             ):  # not unrolled: ptxas would hoist loads and spill
                 for d in cutlass.range_constexpr(self.depth):
                     p = turn * self.depth + d
-                    at = first_row + ROWS * p
+                    at = first_row + self.distance * p
                     powers = self.store_scale(smem, place, scale[0, d], valid[d], stage, at)
-                    valid[d], source = self.locate(mKV, zero_row, entry[d], position + ROWS * d, limit, page_divisor)
+                    valid[d], source = self.locate(mKV, zero_row, entry[d], position + self.distance * d, limit, page_divisor)
                     token_cache.load_scale(source, quarter, scale[None, d])
                     if const_expr(self.separate):
                         cute.arch.sync_warp()
@@ -120,7 +122,7 @@ class KeyProducer:
                     if const_expr(self.exchange == "values"):
                         self.send_rope(smem, raw[None, None, d], rope, stage, rank)
                     token_cache.store_and_gather(raw[None, None, d], powers, even, odd, rope, source, segment)
-                    entry[d] = self.read_entry(entries, position + self.stride + ROWS * d, last, page_divisor)
+                    entry[d] = self.read_entry(entries, position + self.stride + self.distance * d, last, page_divisor)
                     if const_expr(self.separate):
                         cute.arch.sync_warp()
                 position += self.stride

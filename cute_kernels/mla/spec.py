@@ -8,6 +8,8 @@ NARROW = (8, 16)  # that are columns of one
 TOKENS_PER_TILE = 64
 MERGE_LANES = (0, 32, 128)
 EXCHANGES = ("none", "codes", "values")
+ROLES = ("producer", "scores", "values 0", "values 1")  # warpgroups of 64 heads, as a traced kernel numbers them
+EVENTS = (("wait", "fill"), ("wait", "QK", "softmax"), ("wait", "PV"), ("wait", "PV"))  # of a tile, for each of them
 
 
 @dataclass(frozen=True)
@@ -63,19 +65,19 @@ class MlaDecodeSpec:
         return -(-h_q // (self.heads * self.cluster)) * self.cluster
 
     @property
+    def producers(self) -> int:
+        """Warpgroups that make keys."""
+        return 1 if self.heads == WIDE else 2
+
+    @property
     def depth(self) -> int:
-        """Passes of 16 rows that are in flight."""
-        return 2 if self.heads == WIDE else 4
+        """Passes of 16 rows that each of them has in flight."""
+        return 2
 
     @property
-    def producer_registers(self) -> int:
-        """Of a thread. 104 + 2 x 200 = 152 + 2 x 176 = 504 = 3 x 168, what 384 threads get at launch."""
-        return 104 if self.heads == WIDE else 152
-
-    @property
-    def consumer_registers(self) -> int:
-        """Of a thread."""
-        return 200 if self.heads == WIDE else 176
+    def registers(self) -> tuple[int, int, int]:
+        """Of a thread that makes keys, scores, adds values: 80 + 96 + 2 x 168 = 512 = 4 x 128, what 512 get at launch."""
+        return (80, 96, 168) if self.heads == WIDE else (128, 128, 128)
 
     @property
     def split(self) -> bool:
@@ -85,9 +87,9 @@ class MlaDecodeSpec:
     @property
     def expected(self) -> dict[str, Any]:
         """What the compiled kernel is held to."""
-        output = ("UTMASTG",) if self.heads == WIDE and not self.split else ()
         sends = {"none": (), "codes": ("STAS",), "values": ("UBLKCP",)}[self.exchange]
-        return {"registers": 168, "instructions": ("HGMMA", "UTMALDG", "LDG.E.128", "USETMAXREG", *output, *sends)}
+        moved = ("USETMAXREG",) if self.heads == WIDE else ()
+        return {"registers": 128, "instructions": ("HGMMA", "UTMALDG", "LDG.E.128", *moved, *sends)}
 
 
 def shipped_specs() -> list[MlaDecodeSpec]:

@@ -3,36 +3,32 @@
 import cutlass
 import cutlass.cute as cute
 import cutlass.utils.hopper_helpers as sm90
-from cutlass import BFloat16, Float32, Int64
+from cutlass import BFloat16, Float16, Float32, Int32, Int64
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from cutlass.tensor_utils import LayoutEnum
 
+from cute_kernels.device import wgmma
 from cute_kernels.mla.producer_kernel import GROUP, GROUPS, NOPE, ROPE, STAGES
 from cute_kernels.mla.spec import TOKENS_PER_TILE, WIDE
 
 QK = NOPE + ROPE
-BAR_OWNER, BAR_STORED = 1, 3  # named barriers; the owner's are two, for each warpgroup one
+BAR_OWNER, BAR_STORED = 1, 3  # named barriers; with few heads the owner's are two, for each warpgroup one
 P_SHIFT = 8.0
-
-# What a traced kernel stamps: roles, and the steps of each that repeat from tile to tile.
-ROLES = ("producer", "consumer 0", "consumer 1")
-EVENTS = (("wait", "fill"), *(("wait", "QK", "wait for P", "softmax", "PV"),) * 2)
 
 
 def layouts(heads: int = WIDE):
-    """Shared memory: codes (64, 512, stages), rope (64, 64, stages), Q (heads, 576, 1), staged O (64, 128, groups)."""
+    """Shared memory: codes (64, 512, stages), rope (64, 64, stages), Q (heads, 576, 1)."""
     row, tile = LayoutEnum.ROW_MAJOR, (WIDE, TOKENS_PER_TILE)
     return (
         sm90.make_smem_layout_b(row, (*tile, NOPE), BFloat16, STAGES),
         sm90.make_smem_layout_b(row, (*tile, ROPE), BFloat16, STAGES),
         sm90.make_smem_layout_a(row, (heads, TOKENS_PER_TILE, QK), BFloat16, 1),
-        sm90.make_smem_layout_epi(BFloat16, row, (WIDE, GROUP), GROUPS),
     )
 
 
 def shared_storage(heads: int):
     """The struct of all that lies in shared memory."""
-    layout_nope, layout_rope, layout_q, _ = layouts(heads)
+    layout_nope, layout_rope, layout_q = layouts(heads)
     narrow = 0 if heads == WIDE else heads
 
     @cute.struct
@@ -44,13 +40,10 @@ def shared_storage(heads: int):
         factor: cute.struct.MemRange[Float32, STAGES * 2 * GROUPS * TOKENS_PER_TILE]  # see `factors`
         mask: cute.struct.MemRange[Float32, STAGES * TOKENS_PER_TILE]  # 0 or -inf, added to the scores
         row_max: cute.struct.MemRange[Float32, STAGES * WIDE]
-        row_sum: cute.struct.MemRange[Float32, 2 * 2 * WIDE]  # of both warpgroups, and of two items in turns
-        partial_sum: cute.struct.MemRange[Float32, 2 * 256]  # of each consumer thread's two rows
+        row_sum: cute.struct.MemRange[Float32, STAGES * WIDE]
         column_max: cute.struct.MemRange[Float32, max(narrow * 4 * 2, 1)]  # of the warps of both warpgroups
         q_full: Int64
-        q_free: Int64
-        sums_full: Int64
-        p_full: cute.struct.MemRange[Int64, 2]
+        p_full: cute.struct.MemRange[Int64, STAGES]
         full: cute.struct.MemRange[Int64, STAGES]
         empty: cute.struct.MemRange[Int64, STAGES]
         peer_free: cute.struct.MemRange[Int64, STAGES]
@@ -74,7 +67,7 @@ def tiled_mmas():
 def start_q(smem, load_q: cute.CopyAtom, tQ: cute.Tensor, work: tuple, heads: cutlass.Constexpr):
     """Starts the load of this CTA's rows of Q. Called by one warp."""
     head_block, _, query_idx, batch_idx = work
-    _, _, layout_q, _ = layouts(heads)
+    _, _, layout_q = layouts(heads)
     sQ = smem.q.get_tensor(layout_q.outer, swizzle=layout_q.inner)
     gQ = cute.local_tile(tQ, (heads, QK), (head_block, 0, query_idx, batch_idx))
     tQsQ, tQgQ = cpasync.tma_partition(
@@ -83,3 +76,29 @@ def start_q(smem, load_q: cute.CopyAtom, tQ: cute.Tensor, work: tuple, heads: cu
     with cute.arch.elect_one():
         cute.arch.mbarrier_arrive_and_expect_tx(smem.q_full.ptr, heads * QK * 2)
     cute.copy(load_q, tQgQ, tQsQ[None, 0], tma_bar_ptr=smem.q_full.ptr)
+
+
+@cute.jit
+def factors(smem, thr_qk, stage: Int32):
+    """f_(j-1) / f_j and f_j of the columns of a thread's fragment of S, each (fragment, GROUPS)."""
+    layout = cute.make_layout((WIDE, TOKENS_PER_TILE, GROUPS), stride=(0, 1, TOKENS_PER_TILE))
+    per_stage = 2 * GROUPS * TOKENS_PER_TILE
+    first = smem.factor.data_ptr() + cute.assume(stage * per_stage, divby=per_stage)
+    quotient, f = (cute.make_tensor(first + i * GROUPS * TOKENS_PER_TILE, layout) for i in range(2))
+    return thr_qk.partition_C(quotient), thr_qk.partition_C(f)
+
+
+def handed_over(smem, stage: Int32, tid: Int32) -> cute.Tensor:
+    """A thread's fragment of P of the tile in a stage, over its rope block: (8, 64 / 16) float16.
+
+    Columns 16 k and on are piece k of 16 bytes.
+    """
+    start = cute.assume(tid * 8 + stage * (TOKENS_PER_TILE * ROPE), divby=8)
+    pointer = cute.recast_ptr(smem.rope.data_ptr(), dtype=Float16) + start
+    return cute.make_tensor(pointer, cute.make_layout((8, TOKENS_PER_TILE // 16), stride=(1, 128 * 8)))
+
+
+def row_states(smem, stage: Int32, tid: Int32):
+    """Maxima of a thread's two rows behind the tile in a stage (2), and, behind an item's last one, their sums (2)."""
+    start, two = wgmma.row(tid, 0) + stage * WIDE, cute.make_layout(2, stride=8)
+    return cute.make_tensor(smem.row_max.data_ptr() + start, two), cute.make_tensor(smem.row_sum.data_ptr() + start, two)

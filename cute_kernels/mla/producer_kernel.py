@@ -114,7 +114,9 @@ class KeyProducer:
                     p = turn * self.depth + d
                     at = first_row + self.distance * p
                     powers = self.store_scale(smem, place, scale[0, d], valid[d], stage, at)
-                    valid[d], source = self.locate(mKV, zero_row, entry[d], position + self.distance * d, limit, page_divisor)
+                    valid[d], source = self.locate(
+                        mKV, zero_row, entry[d], position + self.distance * d, limit, page_divisor
+                    )
                     token_cache.load_scale(source, quarter, scale[None, d])
                     if const_expr(self.separate):
                         cute.arch.sync_warp()

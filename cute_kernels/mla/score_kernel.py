@@ -9,7 +9,16 @@ from cute_kernels.device import softmax, wgmma
 from cute_kernels.device.trace import Tracer
 from cute_kernels.mla.producer_kernel import GROUP, GROUPS, NOPE, ROPE, STAGES
 from cute_kernels.mla.spec import EVENTS, ROLES, TOKENS_PER_TILE, WIDE, MlaDecodeSpec
-from cute_kernels.mla.tile_kernel import BAR_OWNER, P_SHIFT, factors, handed_over, layouts, row_states, start_q, tiled_mmas
+from cute_kernels.mla.tile_kernel import (
+    BAR_OWNER,
+    P_SHIFT,
+    factors,
+    handed_over,
+    layouts,
+    row_states,
+    start_q,
+    tiled_mmas,
+)
 
 
 class ScoreWarpgroup:

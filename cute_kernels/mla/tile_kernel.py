@@ -101,4 +101,6 @@ def handed_over(smem, stage: Int32, tid: Int32) -> cute.Tensor:
 def row_states(smem, stage: Int32, tid: Int32):
     """Maxima of a thread's two rows behind the tile in a stage (2), and, behind an item's last one, their sums (2)."""
     start, two = wgmma.row(tid, 0) + stage * WIDE, cute.make_layout(2, stride=8)
-    return cute.make_tensor(smem.row_max.data_ptr() + start, two), cute.make_tensor(smem.row_sum.data_ptr() + start, two)
+    return cute.make_tensor(smem.row_max.data_ptr() + start, two), cute.make_tensor(
+        smem.row_sum.data_ptr() + start, two
+    )

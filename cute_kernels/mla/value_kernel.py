@@ -81,7 +81,9 @@ class ValueWarpgroups:
             self.store(acc_o, row_max, row_sum, mSink, mOut, mLse, work, wg, tid)
 
     @cute.jit
-    def probabilities(self, smem, half: cutlass.Constexpr, first: cutlass.Constexpr, stage: Int32, wg: Int32, tid: Int32):
+    def probabilities(
+        self, smem, half: cutlass.Constexpr, first: cutlass.Constexpr, stage: Int32, wg: Int32, tid: Int32
+    ):
         """P of blocks of 16 keys, `first` and on, times their f of a quantization tile, rounded to bf16 once: an operand."""
         mma_qk, mma_pv = tiled_mmas()
         _, f = factors(smem, mma_qk.get_slice(tid), stage)

@@ -16,7 +16,7 @@ else is an immediate.
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import AddressSpace, BFloat16, Float8E4M3FN, Float32, Int32, Int64, Uint8, const_expr
+from cutlass import AddressSpace, BFloat16, Float8E4M3FN, Float16, Float32, Int32, Int64, Uint8, const_expr
 from cutlass.cute.nvgpu import CopyG2ROp
 
 ROW_BYTES = 656
@@ -63,7 +63,7 @@ def split_scale(scale: Float32):
 @cute.jit
 def store_and_gather(
     raw: cute.Tensor,
-    powers: cute.Tensor,
+    powers: cute.Tensor | None,
     even: cute.Tensor,
     odd: cute.Tensor,
     rope: cute.Tensor,
@@ -72,18 +72,21 @@ def store_and_gather(
 ):
     """Stores the row in `raw` and starts the loads of another `row`, if any, into the registers as they come free.
 
-    Codes times their tile's power, four bf16, go into the even and odd chunks (8, 4), the rope part into its
-    chunk (8).
+    Codes times their tile's power, four bf16, go into the even and odd chunks (8, 4), without powers codes as float16;
+    the rope part goes into its chunk (8).
     """
     cute.autovec_copy(cute.recast_tensor(raw[None, 4], BFloat16), rope)
     if const_expr(row is not None):
         _load_piece(row, segment, raw, 4)
     for j in cutlass.range_constexpr(4):
-        out = cute.make_rmem_tensor((8, 2), BFloat16)
+        out = cute.make_rmem_tensor((8, 2), Float16 if const_expr(powers is None) else BFloat16)
         codes = cute.recast_tensor(raw[None, j], Float8E4M3FN)
         for half in cutlass.range_constexpr(2):  # eight at a time: with sixteen live, ptxas spills
             eight = cute.make_tensor(codes.iterator + 8 * half, cute.make_layout(8))
-            out[None, half].store(eight.load().to(Float32).to(BFloat16) * powers[j])
+            if const_expr(powers is None):
+                out[None, half].store(eight.load().to(Float16))
+            else:
+                out[None, half].store(eight.load().to(Float32).to(BFloat16) * powers[j])
         cute.autovec_copy(out[None, 0], even[None, j])
         cute.autovec_copy(out[None, 1], odd[None, j])
         if const_expr(row is not None):

@@ -256,13 +256,13 @@ class MlaDecodeKernel:
                 _, _, count = self.keys_of(work, mLength, mIndex, mKV, num_splits, causal, query_divisor)
                 following = item + decode_ctas
                 next_work = self.locate(following, head_divisor, split_divisor, query_divisor)
-                cute.arch.mbarrier_wait(smem.q_full.ptr, loads % 2)
+                warp = warp_idx - first_consumer
+                scaled, loads = self.scores.prepare(smem, load_q, tQ, work, loads, warp, tidx % 128)
+                has_next = following < items
                 self.scores.score(
-                    smem, load_q, tQ, scale_log2, done, count, following < items, next_work, warp_idx - first_consumer,
-                    tidx % 128,
-                )  # fmt: skip
+                    smem, load_q, tQ, scale_log2, done, count, has_next, next_work, scaled, warp, tidx % 128
+                )
                 done += count
-                loads += 1
         else:
             if const_expr(self.wide):
                 cute.arch.setmaxregister_increase(of_values)

@@ -2,13 +2,13 @@
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import AddressSpace, BFloat16, Float32, Int32, Int64, Uint8, const_expr
+from cutlass import AddressSpace, Float16, BFloat16, Float32, Int32, Int64, Uint8, const_expr
 from cutlass._mlir.dialects.nvvm import MemScopeKind
 from cutlass.cute.nvgpu import cpasync
 
 from cute_kernels.device import cluster, token_cache
 from cute_kernels.device.trace import Tracer
-from cute_kernels.mla.spec import ROLES, TOKENS_PER_TILE, MlaDecodeSpec
+from cute_kernels.mla.spec import ROLES, TOKENS_PER_TILE, WEIGHT, WIDE, MlaDecodeSpec
 
 NOPE, ROPE = 512, 64
 GROUP = 128  # columns of a quantization tile
@@ -25,7 +25,7 @@ BAR_PRODUCER = 4
 # (scale, whether the row exists); as values, blocks of 32 rows, and of these rows the factors and masks.
 HALF = TOKENS_PER_TILE // 2
 CODES_BYTES = HALF // ROWS * THREADS * (16 * token_cache.PIECES + 8)
-VALUES_BYTES = HALF * 2 * (NOPE + ROPE) + HALF * 4 * (2 * GROUPS + 1)
+VALUES_BYTES = HALF * 2 * (NOPE + ROPE) + HALF * (4 * GROUPS + 2 * GROUPS + 4)
 
 
 class KeyProducer:
@@ -46,6 +46,7 @@ class KeyProducer:
         self.sparse = spec.sparse
         self.exchange = spec.exchange
         self.depth = spec.depth
+        self.codes = spec.heads == WIDE  # are stored as they are, and scales applied by those who multiply
         self.tracer = Tracer(spec.trace, len(ROLES))
         self.threads = THREADS * spec.producers
         self.distance = ROWS * spec.producers  # from a pass of a warpgroup to its next
@@ -113,7 +114,7 @@ class KeyProducer:
                 for d in cutlass.range_constexpr(self.depth):
                     p = turn * self.depth + d
                     at = first_row + self.distance * p
-                    powers = self.store_scale(smem, place, scale[0, d], valid[d], stage, at)
+                    powers = self.store_scales(smem, place, scale[0, d], valid[d], stage, at)
                     valid[d], source = self.locate(
                         mKV, zero_row, entry[d], position + self.distance * d, limit, page_divisor
                     )
@@ -173,8 +174,38 @@ class KeyProducer:
         return sEven, sOdd, sRope
 
     @cute.jit
-    def store_scale(self, smem, place: tuple, scale: Float32, valid: Int32, stage: Int32, at: Int32):
-        """Stores what consumers apply of a row's scales, and its mask; returns the four powers of two as bf16."""
+    def store_scales(self, smem, place: tuple, scale: Float32, valid: Int32, stage: Int32, at: Int32):
+        """Stores what consumers apply of a row's scales, and its mask; returns what codes are multiplied by, if at all."""
+        row, segment, quarter, _, _, _ = place
+        powers = None
+        if const_expr(self.codes):
+            if segment < 64:
+                token = at + row
+                of_keys = cute.make_layout((TOKENS_PER_TILE, GROUPS, STAGES))
+                cute.make_tensor(smem.scale.data_ptr(), of_keys)[token, quarter, stage] = scale
+                weight = scale * WEIGHT
+                inside = weight == 0.0 or (weight >= 2.0**-14 and weight < 2.0)
+                # the order of `tile_kernel.weights`
+                place_of = token // 32 * 32 + token % 8 // 2 * 8 + token // 16 % 2 * 4 + token // 8 % 2 * 2 + token % 2
+                sWeight = cute.make_tensor(smem.weight.data_ptr(), of_keys)
+                sWeight[place_of, quarter, stage] = Float32(
+                    cutlass.select_(inside, weight, Float32(float("nan")))
+                ).to(Float16)
+                if quarter == 0:
+                    self.store_mask(smem, token, stage, valid)
+        else:
+            powers = self.split_scales(smem, place, scale, valid, stage, at)
+        return powers
+
+    @cute.jit
+    def store_mask(self, smem, token: Int32, stage: Int32, valid: Int32):
+        """0 or -inf, added to the scores of a key."""
+        sMask = cute.make_tensor(smem.mask.data_ptr(), cute.make_layout((TOKENS_PER_TILE, STAGES)))
+        sMask[token, stage] = Float32(0.0) if valid != 0 else -Float32.inf
+
+    @cute.jit
+    def split_scales(self, smem, place: tuple, scale: Float32, valid: Int32, stage: Int32, at: Int32):
+        """Stores f and quotients of a row's scales, and its mask; returns the four powers of two as bf16."""
         row, segment, quarter, _, _, _ = place
         first_lane = cute.arch.lane_idx() & 28
         power, f = token_cache.split_scale(scale)
@@ -183,8 +214,7 @@ class KeyProducer:
             token = at + row
             if quarter == 0:
                 before = Float32(1.0)  # the chain starts with the rope part, which has no scale
-                sMask = cute.make_tensor(smem.mask.data_ptr(), cute.make_layout((TOKENS_PER_TILE, STAGES)))
-                sMask[token, stage] = Float32(0.0) if valid != 0 else -Float32.inf
+                self.store_mask(smem, token, stage, valid)
             sFactor = cute.make_tensor(smem.factor.data_ptr(), cute.make_layout((TOKENS_PER_TILE, GROUPS, 2, STAGES)))
             sFactor[token, quarter, 0, stage] = before * cute.arch.rcp_approx(f)
             sFactor[token, quarter, 1, stage] = f
@@ -244,7 +274,7 @@ class KeyProducer:
         cute.autovec_copy(cute.make_tensor(start + cute.assume(tidx * 2, divby=2), cute.make_layout(2)), facts)
         # all have read what lies where the rows go
         cute.arch.barrier(barrier_id=BAR_PRODUCER, number_of_threads=THREADS)
-        powers = self.store_scale(smem, place, facts[0].bitcast(Float32), facts[1], stage, at)
+        powers = self.store_scales(smem, place, facts[0].bitcast(Float32), facts[1], stage, at)
         even, odd, rope = self.targets(smem, place, stage, at)
         token_cache.store_and_gather(raw, powers, even, odd, rope, None, Int32(0))
 
@@ -258,29 +288,32 @@ class KeyProducer:
 
     @cute.jit
     def send_values(self, smem, stage: Int32, rank: Int32, tidx: Int32):
-        """Copies the own rows of a stage, their factors and masks to the other CTA."""
+        """Copies the own rows of a stage, their scales and masks to the other CTA."""
         at = HALF * rank
         # copies count on the barrier that they name, which is to be the receiver's
         there = cluster.remote_address(smem.full.data_ptr() + stage, 1 - rank)
         barrier = cute.make_ptr(Int64, there, AddressSpace.smem, assumed_align=8)
         cute.arch.barrier(barrier_id=BAR_PRODUCER, number_of_threads=THREADS)  # all of it is written
-        copy = cute.make_copy_atom(cpasync.CopyBulkS2SOp(), BFloat16)
+        half = cute.make_copy_atom(cpasync.CopyBulkS2SOp(), Float16)
+        single = cute.make_copy_atom(cpasync.CopyBulkS2SOp(), Float32)
+        group = (tidx - 32) // 2
+        of_group = (stage * GROUPS + group) * TOKENS_PER_TILE + at
         if tidx < BLOCKS:
-            start = smem.nope.data_ptr() + cute.assume(
-                stage * (TOKENS_PER_TILE * NOPE) + tidx * BLOCK + at * COLUMNS, divby=HALF * COLUMNS
-            )
-            rows = cute.make_tensor(start, cute.make_layout(HALF * COLUMNS))
-            cute.copy(copy, rows, rows, mbar_ptr=barrier, cta_rank=1 - rank)
-        elif tidx >= 32 and tidx <= 32 + 2 * GROUPS:  # of another warp
-            of_float = cute.make_copy_atom(cpasync.CopyBulkS2SOp(), Float32)
-            i = tidx - 32
-            start = smem.factor.data_ptr() + cute.assume(
-                stage * (2 * GROUPS * TOKENS_PER_TILE) + i * TOKENS_PER_TILE + at, divby=HALF
-            )
-            if i == 2 * GROUPS:
-                start = smem.mask.data_ptr() + cute.assume(stage * TOKENS_PER_TILE + at, divby=HALF)
-            tokens = cute.make_tensor(start, cute.make_layout(HALF))
-            cute.copy(of_float, tokens, tokens, mbar_ptr=barrier, cta_rank=1 - rank)
+            start = stage * (TOKENS_PER_TILE * NOPE) + tidx * BLOCK + at * COLUMNS
+            self.send(half, smem.nope.data_ptr() + cute.assume(start, divby=HALF * COLUMNS), HALF * COLUMNS, barrier, rank)
+        elif tidx >= 32 and tidx < 32 + 2 * GROUPS:  # of another warp
+            if tidx % 2 == 0:
+                self.send(half, smem.weight.data_ptr() + cute.assume(of_group, divby=HALF), HALF, barrier, rank)
+            else:
+                self.send(single, smem.scale.data_ptr() + cute.assume(of_group, divby=HALF), HALF, barrier, rank)
+        elif tidx == 64:
+            start = stage * TOKENS_PER_TILE + at
+            self.send(single, smem.mask.data_ptr() + cute.assume(start, divby=HALF), HALF, barrier, rank)
+
+    def send(self, copy: cute.CopyAtom, start: cute.Pointer, count: int, barrier: cute.Pointer, rank: Int32):
+        """Starts the copy of some numbers to the same place of the other CTA."""
+        numbers = cute.make_tensor(start, cute.make_layout(count))
+        cute.copy(copy, numbers, numbers, mbar_ptr=barrier, cta_rank=1 - rank)
 
     # ---- which row
 

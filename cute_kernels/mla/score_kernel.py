@@ -2,27 +2,26 @@
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float16, Float32, Int32, const_expr
+from cutlass import BFloat16, Float16, Float32, Int32, const_expr
 from cutlass.cute.nvgpu import warpgroup
 
 from cute_kernels.device import softmax, wgmma
 from cute_kernels.device.trace import Tracer
-from cute_kernels.mla.producer_kernel import GROUP, GROUPS, NOPE, ROPE, STAGES
+from cute_kernels.mla.producer_kernel import BLOCK, COLUMNS, GROUP, GROUPS, NOPE, ROPE, STAGES
 from cute_kernels.mla.spec import EVENTS, ROLES, TOKENS_PER_TILE, WIDE, MlaDecodeSpec
-from cute_kernels.mla.tile_kernel import (
-    BAR_OWNER,
-    P_SHIFT,
-    factors,
-    handed_over,
-    layouts,
-    row_states,
-    start_q,
-    tiled_mmas,
-)
+from cute_kernels.mla.tile_kernel import BAR_OWNER, P_SHIFT, handed_over, layouts, row_states, scales, start_q, tiled_mmas
+
+SMALLEST, LARGEST = 2.0**-8, 65504.0  # of the largest number of 128 that float16 holds as well as bf16 does
+EXPONENTS = 120  # powers of two up to this size, and their inverses, are normal float32 numbers
 
 
 class ScoreWarpgroup:
     """Device code for 128 threads: S, P, maxima and sums of all tiles, which the two warpgroups of values then need.
+
+        S = q_rope k_rope + sum_j scale_j (q_j code_j)      scales in float32, products of float16 numbers
+
+    Codes are exact as float16, and so is Q: numbers 2^-16 below the largest of the 128 that meet a scale lose bits, and
+    are too small there to matter. Where the largest itself is out of float16's reach, `powers` bring them all into it.
 
     Maxima (units of log2) and sums stay in registers from tile to tile, a thread's columns apart.
     """
@@ -30,6 +29,85 @@ class ScoreWarpgroup:
     def __init__(self, spec: MlaDecodeSpec):
         self.spec = spec
         self.tracer = Tracer(spec.trace, len(ROLES))
+
+    @cute.jit
+    def prepare(self, smem, load_q: cute.CopyAtom, tQ: cute.Tensor, work: tuple, loads: Int32, warp_idx: Int32, tid: Int32):
+        """Makes Q float16 but for its rope part, in place; `loads` loads of Q came before.
+
+        Returns (whether S is to be multiplied by powers of Q, the new number of loads).
+        """
+        cute.arch.mbarrier_wait(smem.q_full.ptr, loads % 2)
+        loads += 1
+        fits = self.convert(smem, tid)
+        scaled = Int32(0)
+        if wgmma.every_thread(fits, Int32(BAR_OWNER)) == 0:
+            scaled = Int32(1)
+            cute.arch.fence_proxy("async.shared", space="cta")  # ordinary stores, and then those of a copy
+            cute.arch.barrier(barrier_id=BAR_OWNER, number_of_threads=128)
+            if warp_idx == 0:
+                start_q(smem, load_q, tQ, work, WIDE)
+            cute.arch.mbarrier_wait(smem.q_full.ptr, loads % 2)
+            loads += 1
+            self.convert_by_powers(smem, tid)
+        cute.arch.fence_proxy("async.shared", space="cta")  # ordinary stores, read by wgmma
+        cute.arch.barrier(barrier_id=BAR_OWNER, number_of_threads=128)
+        return scaled, loads
+
+    def chunk_of_q(self, smem, tid: Int32, j: Int32, c: Int32):
+        """Chunk c of 16 in one of the two groups that a thread converts: 8 numbers of its row."""
+        row, group = tid % WIDE, tid // WIDE * (GROUPS // 2) + j
+        start = (group * (GROUP // COLUMNS) + c // 8) * BLOCK + row * COLUMNS + ((c % 8) ^ (row % 8)) * 8
+        pointer = smem.q.data_ptr() + cute.assume(start, divby=8)
+        eight = cute.make_layout(8)
+        return cute.make_tensor(pointer, eight), cute.make_tensor(cute.recast_ptr(pointer, dtype=Float16), eight)
+
+    @cute.jit
+    def convert(self, smem, tid: Int32) -> Int32:
+        """Q as float16; returns whether that holds all that it has to."""
+        fits = Int32(1)
+        for j in cutlass.range(GROUPS // 2, unroll=1):
+            largest = cute.make_rmem_tensor(4, Int32)
+            largest.fill(0)
+            for c in cutlass.range(GROUP // 8, unroll=4):
+                old, new = self.chunk_of_q(smem, tid, j, c)
+                eight, half = cute.make_rmem_tensor(8, BFloat16), cute.make_rmem_tensor(8, Float16)
+                cute.autovec_copy(old, eight)
+                half.store(eight.load().to(Float32).to(Float16))
+                words = cute.recast_tensor(half, Int32)
+                for i in cutlass.range_constexpr(4):
+                    largest[i] = max_magnitudes(largest[i], words[i])
+                cute.autovec_copy(half, new)
+            both = max_magnitudes(max_magnitudes(largest[0], largest[1]), max_magnitudes(largest[2], largest[3]))
+            pair = cute.make_rmem_tensor(1, Int32)
+            pair[0] = both
+            found = cute.recast_tensor(pair, Float16)
+            peak = cute.arch.fmax(found[0].to(Float32), found[1].to(Float32))
+            if peak != 0.0 and (peak < SMALLEST or peak > LARGEST):
+                fits = Int32(0)
+        return fits
+
+    @cute.jit
+    def convert_by_powers(self, smem, tid: Int32):
+        """Q times a power of two for each row and group, as float16; stores the inverse powers."""
+        sPower = cute.make_tensor(smem.q_power.data_ptr(), cute.make_layout((WIDE, GROUPS)))
+        eight, half = cute.make_rmem_tensor(8, BFloat16), cute.make_rmem_tensor(8, Float16)
+        for j in cutlass.range(GROUPS // 2, unroll=1):
+            peak = Float32(0.0)
+            for c in cutlass.range(GROUP // 8, unroll=1):
+                old, _ = self.chunk_of_q(smem, tid, j, c)
+                cute.autovec_copy(old, eight)
+                for i in cutlass.range_constexpr(8):
+                    number = eight[i].to(Float32)
+                    peak = cute.arch.fmax(peak, cute.arch.fmax(number, -number))
+            exponent = (peak.bitcast(Int32) >> 23) - 127
+            exponent = cutlass.min(cutlass.max(exponent, -EXPONENTS), EXPONENTS)
+            power = ((127 - exponent) << 23).bitcast(Float32)
+            for c in cutlass.range(GROUP // 8, unroll=1):
+                old, new = self.chunk_of_q(smem, tid, j, c)
+                cute.autovec_copy(old, eight)
+                half.store((eight.load().to(Float32) * power).to(Float16))
+                cute.autovec_copy(half, new)
+            sPower[tid % WIDE, tid // WIDE * (GROUPS // 2) + j] = ((127 + exponent) << 23).bitcast(Float32)
 
     @cute.jit
     def score(
@@ -42,6 +120,7 @@ class ScoreWarpgroup:
         count: Int32,
         has_next,
         next_work: tuple,
+        scaled: Int32,
         warp_idx: Int32,
         tid: Int32,
     ):
@@ -65,59 +144,64 @@ class ScoreWarpgroup:
                 cute.arch.fence_proxy("async.shared", space="cta")
             self.stamp(smem, t, 0, 1, tid)
             self.stamp(smem, t, 1, 0, tid)
-            acc_s, acc_rope = self.multiply(smem, stage, tid)
+            acc_s = self.multiply(smem, stage, scaled, tid)
             cute.arch.barrier(barrier_id=BAR_OWNER, number_of_threads=128)
             self.stamp(smem, t, 1, 1, tid)
             if last and has_next and warp_idx == 0:
                 start_q(smem, load_q, tQ, next_work, WIDE)
             self.stamp(smem, t, 2, 0, tid)
-            self.softmax(smem, acc_s, acc_rope, row_max, row_sum, scale_log2, stage, last, tid)
+            self.softmax(smem, acc_s, row_max, row_sum, scale_log2, stage, last, tid)
             cute.arch.mbarrier_arrive(smem.p_full.data_ptr() + stage)
             self.stamp(smem, t, 2, 1, tid)
 
     @cute.jit
-    def multiply(self, smem, stage: Int32, tid: Int32):
-        """(S of the quantization tiles in units of the last one's f, S of the rope part), complete."""
+    def multiply(self, smem, stage: Int32, scaled: Int32, tid: Int32):
+        """S of a tile, complete."""
         layout_nope, layout_rope, layout_q = layouts()
-        mma, _ = tiled_mmas()
-        thr = mma.get_slice(tid)
+        mma, mma_rope, _ = tiled_mmas()
+        thr, thr_rope = mma.get_slice(tid), mma_rope.get_slice(tid)
         sNope = smem.nope.get_tensor(layout_nope.outer, swizzle=layout_nope.inner)
         sRope = smem.rope.get_tensor(layout_rope.outer, swizzle=layout_rope.inner)
         sQ = smem.q.get_tensor(layout_q.outer, swizzle=layout_q.inner)
-        rQ = mma.make_fragment_A(thr.partition_A(sQ))[None, None, None, 0]
+        sQ_codes = smem.q.get_tensor(layout_q.outer, swizzle=layout_q.inner, dtype=Float16)
+        rQ = mma.make_fragment_A(thr.partition_A(sQ_codes))[None, None, None, 0]
+        rQ_rope = mma_rope.make_fragment_A(thr_rope.partition_A(sQ))[None, None, None, 0]
         rNope = mma.make_fragment_B(thr.partition_B(sNope))[None, None, None, stage]
-        rRope = mma.make_fragment_B(thr.partition_B(sRope))[None, None, None, stage]
+        rRope = mma_rope.make_fragment_B(thr_rope.partition_B(sRope))[None, None, None, stage]
         shape = mma.partition_shape_C((WIDE, TOKENS_PER_TILE))
-        acc_s, acc_rope = cute.make_rmem_tensor(shape, Float32), cute.make_rmem_tensor(shape, Float32)
-        quotient, _ = factors(smem, thr, stage)
-        s = wgmma.by_row(acc_s)
+        acc_s, acc = cute.make_rmem_tensor(shape, Float32), cute.make_rmem_tensor(shape, Float32)
+        s, of_group = wgmma.by_row(acc_s), wgmma.by_row(acc)
+        of_keys = scales(smem, thr, stage)
         columns = cute.size(s, mode=[1])
-        by_column = cute.make_rmem_tensor(columns, Float32)
+        scale = cute.make_rmem_tensor(columns, Float32)
+        sPower = cute.make_tensor(smem.q_power.data_ptr(), cute.make_layout((WIDE, GROUPS)))
         for j in cutlass.range_constexpr(GROUPS):
-            if const_expr(j > 0):
-                for c in cutlass.range_constexpr(columns):
-                    for r in cutlass.range_constexpr(2):
-                        s[r, c] *= by_column[c]
             warpgroup.fence()
-            k_blocks = [GROUP // 16 * j + k for k in range(GROUP // 16)]
-            wgmma.issue(mma, acc_s, rQ, rNope, j > 0, [(k, k) for k in k_blocks])
-            if const_expr(j == GROUPS - 1):
+            if const_expr(j == 0):
                 of_rope = [(NOPE // 16 + k, k) for k in range(ROPE // 16)]
-                wgmma.issue(mma, acc_rope, rQ, rRope, False, of_rope)
+                wgmma.issue(mma_rope, acc_s, rQ_rope, rRope, False, of_rope)
+            k_blocks = [GROUP // 16 * j + k for k in range(GROUP // 16)]
+            wgmma.issue(mma, acc, rQ, rNope, False, [(k, k) for k in k_blocks])
             warpgroup.commit_group()
-            if const_expr(j < GROUPS - 1):
-                following = wgmma.by_row(quotient[None, None, None, j + 1])
-                for c in cutlass.range_constexpr(columns):
-                    by_column[c] = following[0, c]
+            by_column = wgmma.by_row(of_keys[None, None, None, j])
+            for c in cutlass.range_constexpr(columns):
+                scale[c] = by_column[0, c]
             warpgroup.wait_group(0)
-        return acc_s, acc_rope
+            if scaled != 0:
+                for r in cutlass.range_constexpr(2):
+                    power = sPower[wgmma.row(tid, r), j]
+                    for c in cutlass.range_constexpr(columns):
+                        of_group[r, c] *= power
+            for c in cutlass.range_constexpr(columns):
+                for r in cutlass.range_constexpr(2):
+                    s[r, c] += of_group[r, c] * scale[c]
+        return acc_s
 
     @cute.jit
     def softmax(
         self,
         smem,
         acc_s: cute.Tensor,
-        acc_rope: cute.Tensor,
         row_max: cute.Tensor,
         row_sum: cute.Tensor,
         scale_log2: Float32,
@@ -126,18 +210,15 @@ class ScoreWarpgroup:
         tid: Int32,
     ):
         """P of a tile where its rope part was, the maxima behind it, and behind the last tile of an item the sums."""
-        mma, _ = tiled_mmas()
-        thr = mma.get_slice(tid)
-        _, f = factors(smem, thr, stage)
-        f_last = wgmma.by_row(f[None, None, None, GROUPS - 1])
+        thr = tiled_mmas()[0].get_slice(tid)
         of_columns = cute.make_layout((WIDE, TOKENS_PER_TILE, STAGES), stride=(0, 1, TOKENS_PER_TILE))
         mask = wgmma.by_row(thr.partition_C(smem.mask.get_tensor(of_columns)[None, None, stage]))
-        s, s_rope = wgmma.by_row(acc_s), wgmma.by_row(acc_rope)
+        s = wgmma.by_row(acc_s)
         columns = cute.size(s, mode=[1])
         for c in cutlass.range_constexpr(columns):
-            factor, bias = f_last[0, c] * scale_log2, mask[0, c]
+            bias = mask[0, c]
             for r in cutlass.range_constexpr(2):
-                s[r, c] = s[r, c] * factor + (s_rope[r, c] * scale_log2 + bias)
+                s[r, c] = s[r, c] * scale_log2 + bias
         sMax, sSum = row_states(smem, stage, tid)
         for r in cutlass.range_constexpr(2):
             old_max = row_max[r]
@@ -167,3 +248,13 @@ class ScoreWarpgroup:
     def stamp(self, smem, t: Int32, event: cutlass.Constexpr, edge: cutlass.Constexpr, tid: Int32):
         """A timestamp of a tile."""
         self.tracer.stamp(smem.trace.ptr, 1, len(EVENTS[1]) * t + event, edge, tid == 0)
+
+
+@cute.jit
+def max_magnitudes(a: Int32, b: Int32) -> Int32:
+    """Of two pairs of float16 the larger ones, without signs; `a` has none."""
+    return cute.arch.inline_ptx(
+        "{\n.reg .b32 t;\nabs.f16x2 t, {$r1};\nmax.f16x2 {$w0}, {$r0}, t;\n}",
+        write_only_types=[Int32],
+        read_only_args=[a, b],
+    )

@@ -8,6 +8,7 @@ NARROW = (8, 16)  # that are columns of one
 TOKENS_PER_TILE = 64
 MERGE_LANES = (0, 32, 128)
 EXCHANGES = ("none", "codes", "values")
+WEIGHT = 8.0  # scales from 2^-17 to 2^-2, of values up to 112, times this are normal float16 numbers below 2
 ROLES = ("producer", "scores", "values 0", "values 1")  # warpgroups of 64 heads, as a traced kernel numbers them
 EVENTS = (("wait", "fill"), ("wait", "QK", "softmax"), ("wait", "PV"), ("wait", "PV"))  # of a tile, for each of them
 

@@ -13,7 +13,7 @@ from cute_kernels.mla.spec import TOKENS_PER_TILE, WIDE
 
 QK = NOPE + ROPE
 BAR_OWNER, BAR_STORED = 1, 3  # named barriers; with few heads the owner's are two, for each warpgroup one
-P_SHIFT = 8.0
+P_SHIFT = 8.0  # P is up to 2^8, so that float16 holds what is above 2^-33 of the largest
 
 
 def layouts(heads: int = WIDE):
@@ -29,15 +29,20 @@ def layouts(heads: int = WIDE):
 def shared_storage(heads: int):
     """The struct of all that lies in shared memory."""
     layout_nope, layout_rope, layout_q = layouts(heads)
-    narrow = 0 if heads == WIDE else heads
+    wide = heads == WIDE
+    narrow = 0 if wide else heads
+    per_key = STAGES * GROUPS * TOKENS_PER_TILE
 
     @cute.struct
     class Shared:
-        nope: cute.struct.Align[cute.struct.MemRange[BFloat16, cute.cosize(layout_nope)], 1024]
+        nope: cute.struct.Align[cute.struct.MemRange[Float16 if wide else BFloat16, cute.cosize(layout_nope)], 1024]
         rope: cute.struct.Align[cute.struct.MemRange[BFloat16, cute.cosize(layout_rope)], 1024]
         q: cute.struct.Align[cute.struct.MemRange[BFloat16, cute.cosize(layout_q)], 1024]
         p: cute.struct.Align[cute.struct.MemRange[BFloat16, max(narrow * TOKENS_PER_TILE * GROUPS * 2, 8)], 1024]
-        factor: cute.struct.MemRange[Float32, STAGES * 2 * GROUPS * TOKENS_PER_TILE]  # see `factors`
+        scale: cute.struct.MemRange[Float32, per_key if wide else 1]
+        weight: cute.struct.Align[cute.struct.MemRange[Float16, per_key if wide else 8], 128]  # see `weights`
+        q_power: cute.struct.MemRange[Float32, GROUPS * WIDE if wide else 1]
+        factor: cute.struct.MemRange[Float32, 1 if wide else 2 * per_key]  # quotients of neighbouring f, and f
         mask: cute.struct.MemRange[Float32, STAGES * TOKENS_PER_TILE]  # 0 or -inf, added to the scores
         row_max: cute.struct.MemRange[Float32, STAGES * WIDE]
         row_sum: cute.struct.MemRange[Float32, STAGES * WIDE]
@@ -54,12 +59,14 @@ def shared_storage(heads: int):
 
 
 def tiled_mmas():
-    """S = Q K^T with both operands in shared memory; O += P V of one group with P in registers."""
+    """S of codes = Q K^T, S of the rope part, both from shared memory; O += P V of one group with P in registers."""
     k, mn, one = OperandMajorMode.K, OperandMajorMode.MN, (1, 1, 1)
     registers = warpgroup.OperandSource.RMEM
+    tile = (WIDE, TOKENS_PER_TILE)
     return (
-        sm90.make_trivial_tiled_mma(BFloat16, BFloat16, k, k, Float32, one, (WIDE, TOKENS_PER_TILE)),
-        sm90.make_trivial_tiled_mma(BFloat16, BFloat16, k, mn, Float32, one, (WIDE, GROUP), registers),
+        sm90.make_trivial_tiled_mma(Float16, Float16, k, k, Float32, one, tile),
+        sm90.make_trivial_tiled_mma(BFloat16, BFloat16, k, k, Float32, one, tile),
+        sm90.make_trivial_tiled_mma(Float16, Float16, k, mn, Float32, one, (WIDE, GROUP), registers),
     )
 
 
@@ -79,13 +86,21 @@ def start_q(smem, load_q: cute.CopyAtom, tQ: cute.Tensor, work: tuple, heads: cu
 
 
 @cute.jit
-def factors(smem, thr_qk, stage: Int32):
-    """f_(j-1) / f_j and f_j of the columns of a thread's fragment of S, each (fragment, GROUPS)."""
+def scales(smem, thr_qk, stage: Int32):
+    """The scales of the columns of a thread's fragment of S: (fragment, GROUPS)."""
     layout = cute.make_layout((WIDE, TOKENS_PER_TILE, GROUPS), stride=(0, 1, TOKENS_PER_TILE))
-    per_stage = 2 * GROUPS * TOKENS_PER_TILE
-    first = smem.factor.data_ptr() + cute.assume(stage * per_stage, divby=per_stage)
-    quotient, f = (cute.make_tensor(first + i * GROUPS * TOKENS_PER_TILE, layout) for i in range(2))
-    return thr_qk.partition_C(quotient), thr_qk.partition_C(f)
+    start = cute.assume(stage * (GROUPS * TOKENS_PER_TILE), divby=GROUPS * TOKENS_PER_TILE)
+    return thr_qk.partition_C(cute.make_tensor(smem.scale.data_ptr() + start, layout))
+
+
+def weights(smem, stage: Int32, group, tid: Int32) -> cute.Tensor:
+    """Scales x WEIGHT of a group as float16, of the 16 columns that a thread has in S: (8, 2), each 8 of 32 keys.
+
+    Keys are ordered by the thread that needs them: 32 x half + 8 x (tid % 4) + 4 x (block of 16) + 2 x (block of 8) + 1.
+    """
+    start = (stage * GROUPS + group) * TOKENS_PER_TILE + tid % 4 * 8
+    pointer = smem.weight.data_ptr() + cute.assume(start, divby=8)
+    return cute.make_tensor(pointer, cute.make_layout((8, 2), stride=(1, TOKENS_PER_TILE // 2)))
 
 
 def handed_over(smem, stage: Int32, tid: Int32) -> cute.Tensor:

@@ -8,17 +8,26 @@ from cutlass.cute.nvgpu import warpgroup
 from cute_kernels.device import softmax, wgmma
 from cute_kernels.device.trace import Tracer
 from cute_kernels.mla.producer_kernel import GROUP, STAGES
-from cute_kernels.mla.spec import EVENTS, ROLES, TOKENS_PER_TILE, WIDE, MlaDecodeSpec
-from cute_kernels.mla.tile_kernel import P_SHIFT, factors, handed_over, layouts, row_states, tiled_mmas
+from cute_kernels.mla.spec import EVENTS, ROLES, TOKENS_PER_TILE, WEIGHT, WIDE, MlaDecodeSpec
+from cute_kernels.mla.tile_kernel import P_SHIFT, handed_over, layouts, row_states, scales, tiled_mmas, weights
 
 KEY_BLOCKS = TOKENS_PER_TILE // 16
 HALVES = 2  # quantization tiles of a warpgroup
 KEYS_AT_ONCE = 1  # blocks of 16 keys whose P is prepared while IN_FLIGHT pieces before it are multiplied
 IN_FLIGHT = 1
+P_EXPONENT = 13  # of the largest P x scale x unit of a row, where float16 holds 2^16
+O_EXPONENT = 100  # up to here O may grow when its unit changes
 
 
 class ValueWarpgroups:
-    """Device code for 2 x 128 threads: O += P V, with P and the maxima of the warpgroup that scores; then the result."""
+    """Device code for 2 x 128 threads: O += P V, with P and the maxima of the warpgroup that scores; then the result.
+
+        O_j += (P scale_j) code_j      products of float16 numbers
+
+    O_j of a row is kept times a unit, in which P scale_j fits into float16. It is WEIGHT for all rows: then P is
+    multiplied by `tile_kernel.weights` as they are. A scale that these do not hold turns up there as a NaN; from that
+    tile on to the end of the item each row chooses its own unit, a power of two, from tile to tile (`add_by_units`).
+    """
 
     def __init__(self, spec: MlaDecodeSpec):
         self.spec = spec
@@ -41,14 +50,17 @@ class ValueWarpgroups:
     ):
         """Adds up the `count` tiles of an item of work, the first of which is tile `done`, and stores what it gives."""
         layout_nope, _, _ = layouts()
-        _, mma = tiled_mmas()
+        _, _, mma = tiled_mmas()
         sNope = smem.nope.get_tensor(layout_nope.outer, swizzle=layout_nope.inner)
         sV = cute.local_tile(wgmma.transposed(sNope), (GROUP, TOKENS_PER_TILE), (None, 0, None))
         rV = mma.make_fragment_B(mma.get_slice(tid).partition_B(sV))
         shape = mma.partition_shape_C((WIDE, GROUP))
         acc_o = [cute.make_rmem_tensor(shape, Float32) for _ in range(HALVES)]
+        units = [cute.make_rmem_tensor(2, Float32) for _ in range(HALVES)]
         for half in cutlass.range_constexpr(HALVES):
             acc_o[half].fill(0.0)
+            units[half].fill(WEIGHT)
+        by_units = Int32(0)
         row_max, row_sum, alpha = (cute.make_rmem_tensor(2, Float32) for _ in range(3))
         row_max.fill(-Float32.inf)
         row_sum.fill(0.0)
@@ -64,41 +76,112 @@ class ValueWarpgroups:
                 alpha[r] = softmax.rescaling(row_max[r], sMax[r])
                 row_max[r], row_sum[r] = sMax[r], sSum[r]  # the sum is there behind the last tile
             softmax.rescale(acc_o, alpha)
-            pieces = [(half, first) for half in range(HALVES) for first in range(0, KEY_BLOCKS, KEYS_AT_ONCE)]
-            for i in cutlass.range_constexpr(len(pieces)):
-                half, first = pieces[i]
-                p = self.probabilities(smem, half, first, stage, wg, tid)
-                warpgroup.fence()
-                values = rV[None, None, None, HALVES * wg + half, stage]
-                wgmma.issue(mma, acc_o[half], p, values, True, [(k, first + k) for k in range(KEYS_AT_ONCE)])
-                warpgroup.commit_group()
-                warpgroup.wait_group(IN_FLIGHT if i < len(pieces) - 1 else 0)
+            if self.out_of_reach(smem, stage, wg, tid):
+                by_units = Int32(1)
+            if by_units == 0:
+                self.add_by_weights(smem, mma, rV, acc_o, stage, wg, tid)
+            else:
+                self.add_by_units(smem, mma, rV, acc_o, units, stage, wg, tid)
             cute.arch.mbarrier_arrive(smem.empty.data_ptr() + stage)
             self.stamp(smem, t, 1, 1, wg, tid)
+        if by_units != 0:
+            for half in cutlass.range_constexpr(HALVES):
+                for r in cutlass.range_constexpr(2):
+                    units[half][r] = WEIGHT / units[half][r]
+                softmax.multiply_rows([acc_o[half]], units[half])
         if const_expr(self.spec.split):
             self.store_partial(acc_o, row_max, row_sum, mSink, mPartial, mPartialLse, work, wg, tid)
         else:
             self.store(acc_o, row_max, row_sum, mSink, mOut, mLse, work, wg, tid)
 
     @cute.jit
-    def probabilities(
-        self, smem, half: cutlass.Constexpr, first: cutlass.Constexpr, stage: Int32, wg: Int32, tid: Int32
-    ):
-        """P of blocks of 16 keys, `first` and on, times their f of a quantization tile, rounded to bf16 once: an operand."""
-        mma_qk, mma_pv = tiled_mmas()
-        _, f = factors(smem, mma_qk.get_slice(tid), stage)
-        by_column = wgmma.by_row(f[None, None, None, HALVES * wg + half])
+    def out_of_reach(self, smem, stage: Int32, wg: Int32, tid: Int32):
+        """Whether a key of the tile has a scale that its weight does not hold; the same in all threads."""
+        seen = Int32(0)
+        for half in cutlass.range_constexpr(HALVES):
+            found = cute.make_rmem_tensor((8, 2), Float16)
+            cute.autovec_copy(weights(smem, stage, HALVES * wg + half, tid), found)
+            words = cute.recast_tensor(found, Int32)
+            for i in cutlass.range_constexpr(8):
+                seen |= words[i]
+        return cute.arch.vote_any_sync(seen & 0x40004000 != 0)  # of numbers below 2 the first bit of the exponent is 0
+
+    @cute.jit
+    def add_by_weights(self, smem, mma: cute.TiledMma, rV: cute.Tensor, acc_o, stage: Int32, wg: Int32, tid: Int32):
+        """O += (P weight) codes, with P of the next keys prepared beside products."""
         p = handed_over(smem, stage, tid)
-        eight = cute.make_rmem_tensor(8, Float16)
-        scaled = cute.make_rmem_tensor((8, KEYS_AT_ONCE), Float32)
-        for k in cutlass.range_constexpr(KEYS_AT_ONCE):
-            cute.autovec_copy(p[None, first + k], eight)
-            wide = eight.load().to(Float32)
-            for e in cutlass.range_constexpr(8):  # as in the accumulator: neighbours, rows, then eight columns on
-                scaled[e, k] = wide[e] * by_column[0, 4 * (first + k) + e % 2 + 2 * (e // 4)]
-        operand = mma_pv.make_fragment_A(mma_pv.partition_shape_A((WIDE, 16 * KEYS_AT_ONCE)))
-        operand.store(scaled.load().to(BFloat16).reshape(operand.shape))
-        return operand
+        pieces = [(half, first) for half in range(HALVES) for first in range(0, KEY_BLOCKS, KEYS_AT_ONCE)]
+        for i in cutlass.range_constexpr(len(pieces)):
+            half, first = pieces[i]
+            of_keys = weights(smem, stage, HALVES * wg + half, tid)
+            operand = mma.make_fragment_A(mma.partition_shape_A((WIDE, 16 * KEYS_AT_ONCE)))
+            rP = cute.make_tensor(operand.iterator, cute.make_layout((8, KEYS_AT_ONCE)))
+            for k in cutlass.range_constexpr(KEYS_AT_ONCE):
+                block = first + k
+                w = cute.make_rmem_tensor(4, Float16)
+                cute.autovec_copy(cute.make_tensor(of_keys[None, block // 2].iterator + block % 2 * 4, cute.make_layout(4)), w)
+                of_columns = cute.make_rmem_tensor(8, Float16)
+                for e in cutlass.range_constexpr(8):  # as in the accumulator: neighbours, rows, then eight columns on
+                    of_columns[e] = w[e % 2 + 2 * (e // 4)]
+                eight = cute.make_rmem_tensor(8, Float16)
+                cute.autovec_copy(p[None, block], eight)
+                rP[None, k].store(eight.load() * of_columns.load())
+            warpgroup.fence()
+            values = rV[None, None, None, HALVES * wg + half, stage]
+            wgmma.issue(mma, acc_o[half], operand, values, True, [(k, first + k) for k in range(KEYS_AT_ONCE)])
+            warpgroup.commit_group()
+            warpgroup.wait_group(IN_FLIGHT if i < len(pieces) - 1 else 0)
+
+    @cute.jit
+    def add_by_units(self, smem, mma: cute.TiledMma, rV: cute.Tensor, acc_o, units, stage: Int32, wg: Int32, tid: Int32):
+        """O += (P scale unit) codes, where the unit of each row puts its largest P x scale near 2^P_EXPONENT."""
+        for half in cutlass.range_constexpr(HALVES):
+            o, gain = wgmma.by_row(acc_o[half]), cute.make_rmem_tensor(2, Float32)
+            peaks, largest = cute.make_rmem_tensor(2, Float32), cute.make_rmem_tensor(2, Float32)
+            peaks.fill(0.0)
+            for block in cutlass.range_constexpr(KEY_BLOCKS):
+                products = self.products(smem, half, block, stage, wg, tid)
+                for e in cutlass.range_constexpr(8):
+                    peaks[e // 2 % 2] = cute.arch.fmax(peaks[e // 2 % 2], cute.arch.fmax(products[e], -products[e]))
+            for r in cutlass.range_constexpr(2):
+                largest[r] = Float32(0.0)
+                for c in cutlass.range_constexpr(cute.size(o, mode=[1])):
+                    largest[r] = cute.arch.fmax(largest[r], cute.arch.fmax(o[r, c], -o[r, c]))
+                peak = cute.arch.warp_reduction_max(peaks[r], threads_in_group=4)
+                of_o = exponent(cute.arch.warp_reduction_max(largest[r], threads_in_group=4))
+                of_unit = exponent(units[half][r])
+                change = cutlass.min(P_EXPONENT - exponent(peak) - of_unit, O_EXPONENT - of_o)
+                change = cutlass.min(cutlass.max(change, -O_EXPONENT - of_unit), O_EXPONENT - of_unit)
+                if peak == 0.0:
+                    change = Int32(0)
+                units[half][r] = power_of_two(of_unit + change)
+                # a change of 2^-200 is not one number
+                gain[r] = power_of_two(change // 2)
+                largest[r] = power_of_two(change - change // 2)
+            softmax.multiply_rows([acc_o[half]], gain)
+            softmax.multiply_rows([acc_o[half]], largest)
+            for block in cutlass.range_constexpr(KEY_BLOCKS):
+                products = self.products(smem, half, block, stage, wg, tid)
+                for e in cutlass.range_constexpr(8):
+                    products[e] *= units[half][e // 2 % 2]
+                operand = mma.make_fragment_A(mma.partition_shape_A((WIDE, 16)))
+                operand.store(products.load().to(Float16).reshape(operand.shape))
+                warpgroup.fence()
+                values = rV[None, None, None, HALVES * wg + half, stage]
+                wgmma.issue(mma, acc_o[half], operand, values, True, [(0, block)])
+                warpgroup.commit_group()
+                warpgroup.wait_group(0)
+
+    @cute.jit
+    def products(self, smem, half: cutlass.Constexpr, block: cutlass.Constexpr, stage: Int32, wg: Int32, tid: Int32):
+        """P x scale of a block of 16 keys: this thread's eight, as in the accumulator."""
+        of_keys = scales(smem, tiled_mmas()[0].get_slice(tid), stage)
+        by_column = wgmma.by_row(of_keys[None, None, None, HALVES * wg + half])
+        eight, products = cute.make_rmem_tensor(8, Float16), cute.make_rmem_tensor(8, Float32)
+        cute.autovec_copy(handed_over(smem, stage, tid)[None, block], eight)
+        for e in cutlass.range_constexpr(8):
+            products[e] = eight[e].to(Float32) * by_column[0, 4 * block + e % 2 + 2 * (e // 4)]
+        return products
 
     @cute.jit
     def store(
@@ -127,7 +210,7 @@ class ValueWarpgroups:
                 denominator[r] += cute.math.exp2(sink - softmax.finite(row_max[r]) + P_SHIFT, fastmath=True)
                 if wg == 0 and tid % 4 == 0:
                     mLse[batch_idx, query_idx, head] = softmax.log_sum_exp(row_max[r] - P_SHIFT, row_sum[r])
-        softmax.normalize(acc_o, row_sum, denominator)
+        self.normalize(acc_o, row_sum, denominator)
         self.store_rows(acc_o, mOut[batch_idx, query_idx, None, None], mSink.shape[0], head_block, wg, tid)
 
     @cute.jit
@@ -152,14 +235,21 @@ class ValueWarpgroups:
             if head < mSink.shape[0] and wg == 0 and tid % 4 == 0:
                 lse = softmax.log_sum_exp(row_max[r] - P_SHIFT, row_sum[r])
                 mPartialLse[split_idx, batch_idx, query_idx, head] = lse
-        softmax.normalize(acc_o, row_sum, denominator)
+        self.normalize(acc_o, row_sum, denominator)
         heads = mPartial[split_idx, batch_idx, query_idx, None, None]
         self.store_rows(acc_o, heads, mSink.shape[0], head_block, wg, tid)
 
     @cute.jit
+    def normalize(self, acc_o, row_sum: cute.Tensor, denominator: cute.Tensor):
+        """O / unit / denominator by rows; 0 where there is no key."""
+        for r in cutlass.range_constexpr(2):
+            denominator[r] *= WEIGHT
+        softmax.normalize(acc_o, row_sum, denominator)
+
+    @cute.jit
     def store_rows(self, acc_o, heads: cute.Tensor, h_q: Int32, head_block: Int32, wg: Int32, tid: Int32):
         """O, rounded to the dtype of `heads` (h_q, 512), which it goes to."""
-        _, mma = tiled_mmas()
+        _, _, mma = tiled_mmas()
         gO = cute.local_tile(heads, (WIDE, GROUP), (head_block, None))
         for half in cutlass.range_constexpr(HALVES):
             rounded = cute.make_rmem_tensor(acc_o[half].shape, heads.element_type)
@@ -174,3 +264,13 @@ class ValueWarpgroups:
         """A timestamp of a tile."""
         for w in cutlass.range_constexpr(2):
             self.tracer.stamp(smem.trace.ptr, 2 + w, len(EVENTS[2]) * t + event, edge, wg == w and tid == 0)
+
+
+def exponent(x: Float32) -> Int32:
+    """Of a number without sign: floor(log2(x)); -127 for 0 and what is near it, 128 for Inf and NaN."""
+    return (x.bitcast(Int32) >> 23) - 127
+
+
+def power_of_two(n: Int32) -> Float32:
+    """2^n for n from -126 to 127."""
+    return ((n + 127) << 23).bitcast(Float32)

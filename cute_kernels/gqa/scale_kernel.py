@@ -8,15 +8,14 @@ from cute_kernels.gqa.spec import GqaDecodeSpec
 
 DTYPES = {"float16": Float16, "float32": Float32}
 WARP = 32
-DEPTH = 8  # tiles that scales of tokens are ahead: 8 us where a tile takes one
 
 
 class ScaleProducer:
     """Fills the scales of the stages of :class:`cute_kernels.gqa.kernel.GqaDecodeKernel`; device code for one warp.
 
     One warp brings the scales of K, another those of V; a lane has `keys` keys of a tile. While 16 MB of tiles are in
-    flight a load waits microseconds in the queue of the memory, so loads are `depth` tiles ahead, in registers. The
-    page numbers that they need come 32 at a time, one a lane, for `batch` tiles, and the next 32 with them.
+    flight a load waits microseconds in the queue of the memory, so loads are `depth` tiles ahead, in registers, and the
+    page numbers that they need `depth` tiles further.
     """
 
     def __init__(self, spec: GqaDecodeSpec):
@@ -26,11 +25,7 @@ class ScaleProducer:
         self.k_groups = spec.scale_groups(spec.k_scales)
         self.v_groups = spec.scale_groups(spec.v_scales)
         self.loads = max(self.k_groups, self.v_groups)
-        self.boxes = self.tile // spec.box_rows  # page numbers of a tile
-        self.batch = max(WARP // self.boxes, 1)
-        self.entries = max(self.boxes // WARP, 1)  # of them in a lane
-        of_tokens = DEPTH if self.entries == 1 else 4  # more page numbers take the registers
-        self.depth = {0: 1, 1: of_tokens, 2: 4, 4: 2, 8: 1}[self.loads]
+        self.depth = {0: 1, 1: 4, 2: 4, 4: 2, 8: 1}[self.loads]
         self.dtype = DTYPES[spec.scale_dtype]
 
     @cute.jit
@@ -64,16 +59,16 @@ class ScaleProducer:
         """Fills a stage for each tile from `start` to `stop`; returns the stage and phase after them."""
         spec = self.spec
         raw = cute.make_rmem_tensor((self.keys, self.loads, self.depth), self.dtype)
-        pages = cute.make_rmem_tensor(self.entries, Int32)
-        pages_next = cute.make_rmem_tensor(self.entries, Int32)
+        entries = cute.make_rmem_tensor((self.keys, self.depth), Int32)
         groups = cutlass.select_(of_v, Int32(self.v_groups), Int32(self.k_groups))
         shift = cutlass.select_(of_v, Int32(self.k_groups * self.tile), Int32(0))
-        self.read_pages(pages_next, mTable, b, start, length, page_shift, lane)
-        slot = Int32(0)
         for d in cutlass.range_constexpr(self.depth):
-            slot = self.turn_page(pages, pages_next, mTable, b, start + d, slot, length, page_shift, lane)
-            self.load(raw[None, None, d], pages, slot, source, b, start + d, length, page_size, num_pages, groups, lane)
-            slot += 1
+            self.read_entries(entries[None, d], mTable, b, start + d, length, page_shift, lane)
+        for d in cutlass.range_constexpr(self.depth):
+            self.load(
+                raw[None, None, d], entries[None, d], source, start + d, length, page_size, num_pages, groups, lane
+            )
+            self.read_entries(entries[None, d], mTable, b, start + d + self.depth, length, page_shift, lane)
         for first in cutlass.range(start, stop, self.depth, unroll=1):
             for d in cutlass.range_constexpr(self.depth):
                 tile = first + d
@@ -91,11 +86,10 @@ class ScaleProducer:
                     phase ^= cutlass.select_(stage + 1 == spec.stages, Int32(1), Int32(0))
                     stage = cutlass.select_(stage + 1 == spec.stages, Int32(0), stage + 1)
                     ahead = tile + self.depth
-                    slot = self.turn_page(pages, pages_next, mTable, b, ahead, slot, length, page_shift, lane)
                     self.load(
-                        raw[None, None, d], pages, slot, source, b, ahead, length, page_size, num_pages, groups, lane
+                        raw[None, None, d], entries[None, d], source, ahead, length, page_size, num_pages, groups, lane
                     )
-                    slot += 1
+                    self.read_entries(entries[None, d], mTable, b, ahead + self.depth, length, page_shift, lane)
         return stage, phase
 
     def _key(self, tile, i: int, length, lane):
@@ -103,47 +97,22 @@ class ScaleProducer:
         return cutlass.max(cutlass.min(tile * self.tile + i * WARP + lane, length - 1), 0)
 
     @cute.jit
-    def turn_page(
-        self,
-        pages: cute.Tensor,
-        pages_next: cute.Tensor,
-        mTable,
-        b: Int32,
-        tile: Int32,
-        slot: Int32,
-        length: Int32,
-        page_shift: Int32,
-        lane: Int32,
+    def read_entries(
+        self, entries: cute.Tensor, mTable, b: Int32, tile: Int32, length: Int32, page_shift: Int32, lane: Int32
     ):
-        """The slot of `tile` among the page numbers in `pages`; after the last one the next batch takes their place."""
-        if const_expr(self.spec.paged):
-            if slot == self.batch or self.batch == 1:
-                slot = Int32(0)
-            if slot == 0:
-                for e in cutlass.range_constexpr(self.entries):
-                    pages[e] = pages_next[e]
-                self.read_pages(pages_next, mTable, b, tile + self.batch, length, page_shift, lane)
-        return slot
-
-    @cute.jit
-    def read_pages(
-        self, pages: cute.Tensor, mTable, b: Int32, tile: Int32, length: Int32, page_shift: Int32, lane: Int32
-    ):
-        """Starts the loads of the page numbers of a batch of tiles, as `TileProducer.read_pages`."""
-        if const_expr(self.spec.paged):
-            for e in cutlass.range_constexpr(self.entries):
-                first = (tile + lane // self.boxes) * self.tile
-                key = first + (lane % self.boxes + e * WARP) * self.spec.box_rows
-                pages[e] = mTable[b, cutlass.max(cutlass.min(key, length - 1), 0) >> page_shift]
+        """Starts the loads of the page numbers of this lane's keys; the sequence's where there are no pages."""
+        for i in cutlass.range_constexpr(self.keys):
+            if const_expr(self.spec.paged):
+                entries[i] = mTable[b, self._key(tile, i, length, lane) >> page_shift]
+            else:
+                entries[i] = b
 
     @cute.jit
     def load(
         self,
         raw: cute.Tensor,
-        pages: cute.Tensor,
-        slot: Int32,
+        entries: cute.Tensor,
         source: tuple,
-        b: Int32,
         tile: Int32,
         length: Int32,
         page_size: Int32,
@@ -154,13 +123,8 @@ class ScaleProducer:
         """Starts the loads of the scales of this lane's keys (key, group)."""
         base, outer, row, group = source
         for i in cutlass.range_constexpr(self.keys):
-            key, entry = self._key(tile, i, length, lane), b
+            key, entry = self._key(tile, i, length, lane), entries[i]
             if const_expr(self.spec.paged):
-                box = (i * WARP + lane) // self.spec.box_rows
-                entry = cute.arch.shuffle_sync(pages[0], (slot * self.boxes + box) % WARP)
-                for e in cutlass.range_constexpr(1, self.entries):
-                    other = cute.arch.shuffle_sync(pages[e], box % WARP)
-                    entry = cutlass.select_(box >= e * WARP, other, entry)
                 entry = cutlass.min(cutlass.max(entry, 0), num_pages - 1)
                 key = key & (page_size - 1)
             offset = Int64(entry) * outer + Int64(key) * row

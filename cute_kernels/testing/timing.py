@@ -19,7 +19,7 @@ REPLAYS: Final = 40
 MAX_SECONDS: Final = 0.6
 """Replays of one measurement stop after this long, but not before `MIN_REPLAYS`."""
 MIN_REPLAYS: Final = 8
-HOST_ROUNDS, HOST_CALLS = 5, 400
+HOST_ROUNDS, HOST_CALLS = 9, 100
 """More than about 1000 launches in flight would time the launch queue instead of the host."""
 GEMM_SIZE: Final = 8192
 STREAM_BYTES: Final = 4 << 30
@@ -115,7 +115,7 @@ def percentiles(samples: Sequence[float]) -> tuple[float, float, float]:
 
 
 def host_time(call: Call) -> float:
-    """Host microseconds of one eager call with a cached plan: median of 5 rounds of 400, the queue drained between."""
+    """Host microseconds of one eager call with a cached plan: median of 9 rounds of 100, the queue drained between: 400 fill it."""
     for _ in range(20):
         call()
     rounds = []

@@ -51,7 +51,7 @@ class SinkRequest(NamedTuple):
     cu_seqlens_k    likewise. They begin with 0, never decrease and end with the number of tokens. The host has seen to
                     that, but not of what a CUDA graph finds when it is replayed: there it is the caller's duty
     causal          query j of a sequence, at position s_k - s_q + j, sees keys up to its own position
-    window          None, or at least 1 and at most 2^30: it sees keys at positions > its own - window
+    window          None, or at least 1 and below s_k or tokens_k: it sees keys at positions > its own - window
     softmax_scale   a number, the default filled in
     deterministic   the same call gives the same bits; the forward always does
     longest_q       not below the queries of the longest sequence; at most tokens_q where packed, else s_q

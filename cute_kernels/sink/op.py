@@ -288,7 +288,7 @@ def _fake_forward(q: torch.Tensor, *arguments: Any) -> tuple[torch.Tensor, torch
 
 
 def _request(call: _Call) -> SinkRequest:
-    tokens, cu_seqlens_q = call.q.shape[-3], call.cu_seqlens_q
+    tokens, cu_seqlens_q, window = call.q.shape[-3], call.cu_seqlens_q, call.window
     return SinkRequest(
         _plain(call.q),
         _plain(call.k),
@@ -297,7 +297,7 @@ def _request(call: _Call) -> SinkRequest:
         call.cu_seqlens_q,
         call.cu_seqlens_k,
         call.causal,
-        None if call.window is None else min(call.window, MAX_TOKENS),
+        None if window is None or window >= call.k.shape[-3] else window,  # which hides nothing
         call.q.shape[-1] ** -0.5 if call.softmax_scale is None else float(call.softmax_scale),
         call.deterministic,
         tokens if cu_seqlens_q is None else _longest(cu_seqlens_q, tokens),

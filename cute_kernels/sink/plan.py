@@ -108,7 +108,7 @@ def backward_way(*, window: int | None, deterministic: bool) -> Way:
     """How gradients are made; see backward_spec.py. Only "apart" gives the same bits in the same call.
 
     Args:
-        window: of the call.
+        window: of the call, where it hides a key.
         deterministic: whether the same bits are asked for.
     """
     return "apart" if deterministic or (window is not None and window <= APART_WINDOW) else "fused"
@@ -133,12 +133,12 @@ def forward_section(*, batch: int, s_k: int, h_q: int, h_kv: int, d: int, window
         h_q: query heads.
         h_kv: heads of keys and values.
         d: head dimension.
-        window: of the call.
+        window: of the call, where it hides a key.
 
     Returns:
         A divisor of batch x h_q.
     """
-    if window is not None and window < s_k:
+    if window is not None:
         return h_q
     if d == 128 and s_k < LONG_KEYS:
         return batch * h_q
@@ -161,11 +161,11 @@ def backward_section(*, batch: int, s_k: int, h_kv: int, window: int | None) -> 
         batch: sequences.
         s_k: keys of each.
         h_kv: heads of keys and values.
-        window: of the call.
+        window: of the call, where it hides a key.
 
     Returns:
         A divisor of batch x h_kv.
     """
-    if s_k < LONG_KEYS or (window is not None and window < s_k):
+    if s_k < LONG_KEYS or window is not None:
         return 1
     return max(n for n in range(1, PAIRS_TOGETHER + 1) if batch * h_kv % n == 0)

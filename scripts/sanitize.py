@@ -121,6 +121,7 @@ def worker() -> None:
     from cute_kernels.testing.compare import check_decode
     from cute_kernels.testing.gqa import GqaCase, check_gqa, gqa_case
     from cute_kernels.testing.inputs import DecodeCase, dense_case, generator, sparse_case, strided
+    from cute_kernels.testing.sink import SinkExpectation, sink_case
 
     def on_gpu(case: DecodeCase | GqaCase) -> dict[str, Any]:
         return {
@@ -140,6 +141,18 @@ def worker() -> None:
         for num_splits in splits:
             out, lse = cute_kernels.gqa_decode(**on_gpu(case), num_splits=num_splits, return_lse=True)
             print(check_gqa(out.cpu(), lse.cpu(), case, name=f"{name}, {num_splits or 'planned'} splits").require())
+
+    def sink(name: str, *, deterministic: bool = False, **options: Any) -> None:
+        case = sink_case(**options, padded=False, device="cpu")
+        expected = SinkExpectation.of(case)
+        call: dict[str, Any] = {
+            key: value.cuda() if isinstance(value, torch.Tensor) else value for key, value in case.arguments().items()
+        }
+        inputs = [call[key].requires_grad_() for key in ("q", "k", "v", "s_aux")]
+        out, lse = cute_kernels.sink_attention(**call, deterministic=deterministic, return_lse=True)
+        gradients = torch.autograd.grad(out, inputs, case.d_out.cuda())
+        print(expected.check_forward(out.detach().cpu(), lse.cpu(), name=f"sink_attention, {name}").require())
+        expected.require_gradients(*(gradient.cpu() for gradient in gradients))
 
     # 130 keys: two whole tiles of 64 and a rest; 96 heads: one CTA of 64 and one half empty
     sparse = sparse_case(
@@ -203,6 +216,15 @@ def worker() -> None:
         reference_append(k, v, **host, slot_mapping=slots, layout=layout)
         if not all(torch.equal(gpu[name].cpu(), host[name]) for name in names):
             raise AssertionError(f"kv_int8_append, {layout}: differs from the reference")
+
+    # several blocks of rows and of keys, gradients added up in memory and apart, two heads to a head of the keys
+    ragged = [(1, 1), (130, 260), (0, 5), (64, 0), (3, 70)]
+    sink("whole", lengths=[(200, 260)] * 2)
+    sink("deterministic", lengths=[(200, 260)], d=128, deterministic=True)
+    sink("window", lengths=[(300, 300)], window=70, sinks="extreme")
+    sink("wide window", lengths=[(100, 700)], d=128, window=600)
+    sink("packed", lengths=ragged, packed=True)
+    sink("packed, window", lengths=ragged, packed=True, d=128, window=70)
     torch.cuda.synchronize()
     print(WORKER_DONE)
 

@@ -263,7 +263,7 @@ def _prepare(key: tuple[Any, ...], request: _Request) -> _Call:
         _scale_strides(request.v_scale, kinds[1], layout),
         slopes.stride(0) if slopes is not None and slopes.dim() == 2 else 0,
         d**-0.5,
-        workspace.reserve(device, size, counters),
+        workspace.reserve(device, size, counters if size else 0),
         constants.no_sink[:h_q],
         constants.no_length.expand(batch),
         torch.empty((batch, s_q, h_q), device=device),  # written where the caller wants no lse, and read by nobody

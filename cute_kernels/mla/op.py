@@ -242,7 +242,7 @@ def _prepare(
         splits,
         merge_ctas,
         max_ctas,
-        workspace.reserve(device, scratch_size, batch * s_q * blocks),
+        workspace.reserve(device, scratch_size, batch * s_q * blocks if scratch_size else 0),
         constants.zero_row.data_ptr(),
         constants.no_sink[:h_q],
         constants.no_length.expand(batch, s_q),

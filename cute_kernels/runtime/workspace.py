@@ -1,4 +1,4 @@
-"""Scratch memory for launches that merge partial results: float32 values, and counters that are 0 between launches."""
+"""Scratch memory of launches: float32 values for partial results, and counters that are 0 between launches."""
 
 from __future__ import annotations
 
@@ -30,9 +30,16 @@ _workspaces: dict[tuple[int, int, int], _Workspace] = {}  # by device, stream an
 _counters_of_graphs: list[torch.Tensor] = []  # a graph names them by address
 
 
-def reserve(device: torch.device, size: int, num_counters: int) -> Need:
-    """Says what a call will need, and makes the counters of graphs to come: one may not be filled under capture."""
-    unused = list(torch.zeros((GRAPHS, num_counters), dtype=torch.int32, device=device)) if size else []
+def reserve(device: torch.device, size: int, num_counters: int, graphs: int = GRAPHS) -> Need:
+    """Says what a call will need, and makes the counters of graphs to come: one may not be filled under capture.
+
+    Args:
+        device: of the call.
+        size: float32 values.
+        num_counters: int32 counters; 0 where a launch leaves them alone.
+        graphs: captures for which there are counters.
+    """
+    unused = list(torch.zeros((graphs, num_counters), dtype=torch.int32, device=device)) if num_counters else []
     return Need(device, size, num_counters, unused)
 
 
@@ -43,7 +50,7 @@ def addresses(need: Need) -> tuple[int, int]:
     all launches before have read it. A graph under capture gets memory of its own, since it may be replayed on any
     stream. A launch leaves its counters at 0.
     """
-    if not need.size:
+    if not (need.size or need.num_counters):
         return 0, 0
     if torch._C._cuda_isCurrentStreamCapturing():
         values = torch.empty(need.size, device=need.device)  # of the graph's pool

@@ -153,6 +153,7 @@ class SinkPrepareSpec:
     fused: bool = True
 
     kernel: ClassVar[str] = "cute_kernels.sink.prepare_kernel:SinkPrepareKernel"
+    rows: ClassVar[int] = 2 * ROWS  # of a CTA
 
     def can_implement(self) -> list[str]:
         """Reasons, in words, why this kernel cannot be built; empty when it can."""

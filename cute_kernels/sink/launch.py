@@ -1,16 +1,42 @@
-"""The launches behind `sink_attention` on a GPU: what they are given, and what they have to leave behind.
+"""The launches behind `sink_attention` on a GPU: what they are given, and what they leave behind.
 
-`op.py` has checked all arguments, allocated all outputs and answered the calls without any query or key itself. As long
-as there is no kernel for SM90 here, plain torch does the work on the tensors' device, in float32: right, and slow.
+`op.py` has checked all arguments, allocated all outputs and answered the calls without any query or key itself.
+
+Scratch memory comes from torch's allocator, so it belongs to the current stream, or to the graph under capture. Only
+the counters of the kernels' schedules, which are 0 between launches, are kept: see `runtime/workspace.py`.
+
+The kernels take softmax scales above 0, and the backward at most 65535 sequences and heads. Other calls, of which no
+model makes one, run plain torch on the tensors' device, in float32: right, but slow, and not under graph capture.
 """
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 import torch
 
+from cute_kernels.runtime import workspace
+from cute_kernels.runtime.compile import get_kernel
+from cute_kernels.sink.backward_spec import (
+    PADDING,
+    QUERIES,
+    SinkBackwardSpec,
+    SinkFinishSpec,
+    SinkPrepareSpec,
+    SinkQueryGradSpec,
+)
+from cute_kernels.sink.plan import backward_section, backward_way, forward_section
 from cute_kernels.sink.reference import reference_sink_attention, reference_sink_attention_backward
+from cute_kernels.sink.spec import SinkForwardSpec, SinkWorkListSpec
+
+NO_WINDOW = 2**30
+SCALES = (2.0**-100, 2.0**100)
+"""Softmax scales that leave room for scores in float32."""
+MAX_GRID = 65535
+COUNTERS = 2  # of a kernel that takes items from a list
+GRAPHS = 1024  # launches under capture that find counters: one for each layer of each graph
+MAX_HEADS = 1024  # of which the constant that stands for absent sinks has a place for each
 
 
 class SinkRequest(NamedTuple):
@@ -22,13 +48,13 @@ class SinkRequest(NamedTuple):
                     dimensions of size 1, whose strides may be anything. Addresses are multiples of 16 bytes
     s_aux           (h_q,) float32, last stride 1, or None; any value, infinities included, but NaN
     cu_seqlens_q    (batch + 1,) int32, contiguous, or None; both are None or neither is
-    cu_seqlens_k    likewise. They begin with 0, never decrease and end with the number of tokens, as far as the host
-                    could see: a CUDA graph may find other contents when it is replayed. Then results are undefined, but
-                    nothing outside of the tensors may be read or written
+    cu_seqlens_k    likewise. They begin with 0, never decrease and end with the number of tokens. The host has seen to
+                    that, but not of what a CUDA graph finds when it is replayed: there it is the caller's duty
     causal          query j of a sequence, at position s_k - s_q + j, sees keys up to its own position
-    window          None, or at least 1 and at most 2^30: it sees keys at positions > its own - window
+    window          None, or at least 1 and below s_k or tokens_k: it sees keys at positions > its own - window
     softmax_scale   a number, the default filled in
     deterministic   the same call gives the same bits; the forward always does
+    longest_q       not below the queries of the longest sequence; at most tokens_q where packed, else s_q
     """
 
     q: torch.Tensor
@@ -41,6 +67,31 @@ class SinkRequest(NamedTuple):
     window: int | None
     softmax_scale: float
     deterministic: bool
+    longest_q: int
+
+
+class _Sizes(NamedTuple):
+    """Sizes of a call; packed, s_q and s_k are those of all sequences together."""
+
+    batch: int
+    s_q: int
+    s_k: int
+    h_q: int
+    h_kv: int
+    d: int
+    packed: bool
+
+    @classmethod
+    def of(cls, request: SinkRequest) -> _Sizes:
+        (s_q, h_q, d), (s_k, h_kv) = request.q.shape[-3:], request.k.shape[-3:-1]
+        cu_seqlens = request.cu_seqlens_q
+        batch = request.q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+        return cls(batch, s_q, s_k, h_q, h_kv, d, cu_seqlens is not None)
+
+    @property
+    def rows(self) -> int:
+        """Queries of all sequences."""
+        return self.s_q if self.packed else self.batch * self.s_q
 
 
 def launch_forward(request: SinkRequest, out: torch.Tensor, lse: torch.Tensor) -> None:
@@ -48,17 +99,34 @@ def launch_forward(request: SinkRequest, out: torch.Tensor, lse: torch.Tensor) -
 
     Args:
         request: with at least one query and one key in all.
-        out: q's shape and dtype, contiguous, its memory not initialized. Every element is to be written.
-        lse: (batch, s_q, h_q), packed (tokens_q, h_q), float32, contiguous, not initialized. Every element is to be
-            written: natural log, the softmax scale applied, without the sink.
+        out: q's shape and dtype, contiguous, its memory not initialized. Every element is written.
+        lse: (batch, s_q, h_q), packed (tokens_q, h_q), float32, contiguous, not initialized. Every element is written:
+            natural log, the softmax scale applied, without the sink.
 
     A query without keys (at a negative position under `causal`, or in a packed sequence that has none) gets out 0 and
     lse -inf. A sink of +inf gives out 0 and leaves lse as it is. What tokens of another sequence hold, NaN included,
     reaches neither.
     """
-    result, result_lse = reference_sink_attention(**reference_arguments(request), dtype=torch.float32)
-    out.copy_(result)
-    lse.copy_(result_lse)
+    if not SCALES[0] <= request.softmax_scale <= SCALES[1]:
+        result, result_lse = reference_sink_attention(**reference_arguments(request), dtype=torch.float32)
+        out.copy_(result)
+        lse.copy_(result_lse)
+        return
+    sizes, device = _Sizes.of(request), _device(request.q.device)
+    spec = SinkForwardSpec.for_launch(_name(request), sizes.d, packed=sizes.packed, window=request.window)
+    get_kernel(spec)(
+        _strided(request.q),
+        _strided(request.k),
+        _strided(request.v),
+        _sink(request, device),
+        out,
+        lse,
+        *_packed(request, sizes, spec.rows, keys=False),
+        *_numbers(request, sizes),
+        _section_of_queries(request, sizes),
+        device.num_sms,
+        _counters(device),
+    )
 
 
 def launch_backward(
@@ -71,29 +139,165 @@ def launch_backward(
     dv: torch.Tensor,
     ds_aux: torch.Tensor | None,
 ) -> None:
-    """Starts the backward.
+    """Starts the backward: `prepare`, the kernel where keys stay, and `finish` or the kernel where queries stay.
 
     Args:
         request: that of the forward, with at least one query and one key in all.
         out: what the forward has written, contiguous.
         lse: likewise.
         dout: gradient of out, its shape and dtype; strides and address as those of q.
-        dq: q's shape and dtype, contiguous, not initialized. Every element is to be written: 0 for a query without
-            keys.
+        dq: q's shape and dtype, contiguous, not initialized. Every element is written: 0 for a query without keys.
         dk: k's shape and dtype, likewise: 0 for a key that no query sees.
         dv: v's shape and dtype, likewise.
         ds_aux: (h_q,) float32, contiguous, not initialized; None if `request.s_aux` is. A sink of -inf or +inf gets 0,
             and so does a head none of whose queries has keys.
 
-    With `request.deterministic` the same call gives the same bits in all four.
+    With `request.deterministic` the same call gives the same bits in all four. Without, dq is a sum in float32 whose
+    terms come in any order; dk, dv and ds_aux have the same bits anyway.
     """
-    gradients = reference_sink_attention_backward(dout, **reference_arguments(request), dtype=torch.float32)
-    for target, gradient in zip((dq, dk, dv, ds_aux), gradients, strict=True):
-        if target is not None and gradient is not None:
-            target.copy_(gradient)
+    sizes = _Sizes.of(request)
+    if not SCALES[0] <= request.softmax_scale <= SCALES[1] or max(sizes.batch, sizes.h_q) > MAX_GRID:
+        gradients = reference_sink_attention_backward(dout, **reference_arguments(request), dtype=torch.float32)
+        for target, gradient in zip((dq, dk, dv, ds_aux), gradients, strict=True):
+            if target is not None and gradient is not None:
+                target.copy_(gradient)
+        return
+    device, name, d, packed = _device(request.q.device), _name(request), sizes.d, sizes.packed
+    window = request.window is not None
+    fused = backward_way(window=request.window, deterministic=request.deterministic) == "fused"
+    q, k, v, out, dout = map(_strided, (request.q, request.k, request.v, out, dout))
+    cu_seqlens_q, longest = request.cu_seqlens_q, request.longest_q
+    positions = -(-(sizes.rows + PADDING * sizes.batch) // QUERIES) * QUERIES
+    scratch = functools.partial(torch.empty, dtype=torch.float32, device=q.device)
+    stats = scratch((2, sizes.h_q, positions))
+    parts = scratch((sizes.h_q, sizes.batch * -(-longest // SinkPrepareSpec.rows)))
+    sums = scratch((sizes.h_q, positions, d) if fused else 0)
+
+    get_kernel(SinkPrepareSpec(name, d, packed, fused))(
+        out, dout, lse, _sink(request, device), stats, parts, cu_seqlens_q, sums.data_ptr(), longest
+    )
+    keys = SinkBackwardSpec(name, d, packed, window, fused)
+    get_kernel(keys)(
+        q,
+        k,
+        v,
+        dout,
+        stats,
+        dk,
+        dv,
+        *_packed(request, sizes, keys.keys, keys=True),
+        sums.data_ptr(),
+        *_numbers(request, sizes),
+        backward_section(batch=sizes.batch, s_k=sizes.s_k, h_kv=sizes.h_kv, window=request.window),
+        device.num_sms,
+        _counters(device),
+    )
+    if fused:
+        get_kernel(SinkFinishSpec(name, d, packed))(
+            dq, cu_seqlens_q, sums.data_ptr(), positions, request.softmax_scale, longest
+        )
+    else:
+        queries = SinkQueryGradSpec(name, d, packed, window)
+        get_kernel(queries)(
+            q,
+            k,
+            v,
+            dout,
+            stats,
+            dq,
+            *_packed(request, sizes, queries.rows, keys=False),
+            *_numbers(request, sizes),
+            _section_of_queries(request, sizes),
+            device.num_sms,
+            _counters(device),
+        )
+    if ds_aux is not None:
+        torch.sum(parts, -1, out=ds_aux)
 
 
 def reference_arguments(call: NamedTuple) -> dict[str, Any]:
     """What plain torch takes of a call, by name; it is deterministic anyway."""
-    arguments = call._asdict()
-    return {name: value for name, value in arguments.items() if name not in ("deterministic", "differentiable")}
+    unread = ("deterministic", "differentiable", "longest_q")
+    return {name: value for name, value in call._asdict().items() if name not in unread}
+
+
+# ---- arguments of kernels
+
+
+class _Device(NamedTuple):
+    """What is made once for a device."""
+
+    num_sms: int
+    no_sink: torch.Tensor
+    need: workspace.Need
+
+
+@functools.cache
+def _device(device: torch.device) -> _Device:
+    with torch.cuda.device(device):
+        if torch.cuda.is_current_stream_capturing():  # tensors of a graph's pool must not outlive the capture
+            raise RuntimeError("sink_attention: call it once before it is captured into a CUDA graph")
+        made = _Device(
+            torch.cuda.get_device_properties(device).multi_processor_count,
+            torch.full((MAX_HEADS,), -torch.inf, device=device),
+            workspace.reserve(device, 0, COUNTERS, GRAPHS),
+        )
+        torch.cuda.current_stream().synchronize()  # other streams may read them at once
+    return made
+
+
+def _counters(device: _Device) -> int:
+    """Address of counters that are 0 when the next launch begins, and again when it has ended.
+
+    Asked for last: under capture they may be memory of the graph that the next tensor gets.
+    """
+    return workspace.addresses(device.need)[1]
+
+
+def _sink(request: SinkRequest, device: _Device) -> torch.Tensor:
+    """The sinks, -inf where there are none."""
+    heads = request.q.shape[-2]
+    if request.s_aux is not None:
+        return request.s_aux.detach().as_strided((heads,), (1,))  # of one head the stride may be anything
+    if heads <= MAX_HEADS:
+        return device.no_sink[:heads]
+    return torch.full((heads,), -torch.inf, device=request.q.device)
+
+
+def _strided(t: torch.Tensor) -> torch.Tensor:
+    """The tensor with strides that kernels take in dimensions of size 1 as well, where torch leaves them open."""
+    if 1 in t.shape:
+        d = t.shape[-1]
+        return t.detach().as_strided(t.shape, [d if n == 1 else s for n, s in zip(t.shape, t.stride(), strict=True)])
+    return t.detach() if t.requires_grad else t
+
+
+def _name(request: SinkRequest) -> str:
+    """The dtype as specs have it."""
+    return str(request.q.dtype).removeprefix("torch.")
+
+
+def _numbers(request: SinkRequest, sizes: _Sizes) -> tuple[float, int, int, int, int]:
+    """softmax_scale, window, causal, max_q and max_k; any bound of packed lengths will do for the last two."""
+    window = NO_WINDOW if request.window is None else request.window
+    return request.softmax_scale, window, int(request.causal), sizes.s_q, sizes.s_k
+
+
+def _section_of_queries(request: SinkRequest, sizes: _Sizes) -> int:
+    return forward_section(
+        batch=sizes.batch, s_k=sizes.s_k, h_q=sizes.h_q, h_kv=sizes.h_kv, d=sizes.d, window=request.window
+    )
+
+
+def _packed(
+    request: SinkRequest, sizes: _Sizes, rows: int, *, keys: bool
+) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+    """cu_seqlens_q, cu_seqlens_k, and the list of blocks of `rows` queries (or keys), which a launch makes."""
+    cu_seqlens_q, cu_seqlens_k = request.cu_seqlens_q, request.cu_seqlens_k
+    if cu_seqlens_q is None:
+        return None, None, None
+    listed, other = (sizes.s_k, sizes.s_q) if keys else (sizes.s_q, sizes.s_k)
+    work = torch.empty((listed // rows + sizes.batch + 1, 2), dtype=torch.int32, device=cu_seqlens_q.device)
+    window = NO_WINDOW if request.window is None else request.window
+    get_kernel(SinkWorkListSpec(keys))(cu_seqlens_q, cu_seqlens_k, work, rows, window, int(request.causal), other)
+    return cu_seqlens_q, cu_seqlens_k, work

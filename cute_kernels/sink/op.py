@@ -185,7 +185,7 @@ def _check_numbers(call: _Call) -> None:
 
 
 _checked_lengths: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-"""Tensors whose contents were looked at: their version then, and the tokens that they add up to."""
+"""Tensors whose contents were looked at: their version then, the tokens they add up to, and those of the longest."""
 
 
 def _check_lengths(name: str, cu_seqlens: torch.Tensor, tokens: int) -> None:
@@ -197,17 +197,27 @@ def _check_lengths(name: str, cu_seqlens: torch.Tensor, tokens: int) -> None:
     if cu_seqlens.is_cuda and torch.cuda.is_current_stream_capturing():
         return
     version = 0 if cu_seqlens.is_inference() else cu_seqlens._version
-    if _checked_lengths.get(cu_seqlens) == (version, tokens):
+    if _checked_lengths.get(cu_seqlens, ())[:2] == (version, tokens):
         return
     borders = cu_seqlens.tolist()
     needs = f"0 first, no decrease, and the number of tokens, {tokens}, last"
     require(bool(borders), name, "no element", needs)
     require(borders[0] == 0, name, f"{borders[0]} first", needs)
+    longest = 0
     for i in range(1, len(borders)):
         if borders[i] < borders[i - 1]:
             fail(name, f"{borders[i]} behind {borders[i - 1]} at index {i}", needs)
+        longest = max(longest, borders[i] - borders[i - 1])
     require(borders[-1] == tokens, name, f"{borders[-1]} last", needs)
-    _checked_lengths[cu_seqlens] = (version, tokens)
+    _checked_lengths[cu_seqlens] = (version, tokens, longest)
+
+
+def _longest(cu_seqlens: torch.Tensor, tokens: int) -> int:
+    """No sequence is longer, now or when a graph is replayed. Of what was not looked at, or may change unseen, all."""
+    if cu_seqlens.is_inference() or (cu_seqlens.is_cuda and torch.cuda.is_current_stream_capturing()):
+        return tokens
+    version, _, longest = _checked_lengths.get(cu_seqlens, (None, 0, tokens))
+    return longest if version == cu_seqlens._version else tokens
 
 
 # ---- decoding
@@ -278,6 +288,7 @@ def _fake_forward(q: torch.Tensor, *arguments: Any) -> tuple[torch.Tensor, torch
 
 
 def _request(call: _Call) -> SinkRequest:
+    tokens, cu_seqlens_q, window = call.q.shape[-3], call.cu_seqlens_q, call.window
     return SinkRequest(
         _plain(call.q),
         _plain(call.k),
@@ -286,9 +297,10 @@ def _request(call: _Call) -> SinkRequest:
         call.cu_seqlens_q,
         call.cu_seqlens_k,
         call.causal,
-        None if call.window is None else min(call.window, MAX_TOKENS),
+        None if window is None or window >= call.k.shape[-3] else window,  # which hides nothing
         call.q.shape[-1] ** -0.5 if call.softmax_scale is None else float(call.softmax_scale),
         call.deterministic,
+        tokens if cu_seqlens_q is None else _longest(cu_seqlens_q, tokens),
     )
 
 

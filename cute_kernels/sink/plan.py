@@ -1,4 +1,4 @@
-"""Which kernel answers a call of `sink_attention`: pure Python, from shapes alone.
+"""Which kernels answer a call of `sink_attention`, and in which order they work: pure Python, from shapes alone.
 
 One query token has no second query to share a tile of keys with, so a prefill kernel would walk over all keys of a head
 in one CTA. `gqa_decode` divides the keys among all CTAs instead and merges their results. From some number of queries
@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Final, Literal
 
 Route = Literal["decode", "prefill"]
+Way = Literal["fused", "apart"]
 
 # What `gqa_decode` takes. A test holds these against its own limits.
 DECODE_QUERIES: Final = 8
@@ -89,3 +90,82 @@ def route(
     if s_q > FEW_QUERIES or (read <= SHORT_KEYS and s_q > QUERIES_OF_SHORT_KEYS):
         return "prefill"
     return "decode"
+
+
+# ---- the order of work and the way to gradients, by what one H200 took for 65,536 causal bfloat16 tokens
+
+APART_WINDOW: Final = 512
+"""Up to this window gradients are made apart. Fused / apart, with 64 and 8 heads of 64 and a window of 128: 2664 / 2337
+us. The fused way is ahead where more is multiplied for each sum in memory: 473 / 446 TFLOP/s with 32 and 8 heads of 128
+and a window of 4096, 465 / 437 without a window. The border between 128 and 4096 is not measured."""
+LONG_KEYS: Final = 8192
+"""Between the lengths that were measured, 4096 and 16384, where orders change places."""
+PAIRS_TOGETHER: Final = 32
+"""Sequences and KV heads that the backward works on together at most: 4 CTAs of a card for each."""
+
+
+def backward_way(*, window: int | None, deterministic: bool) -> Way:
+    """How gradients are made; see backward_spec.py. Only "apart" gives the same bits in the same call.
+
+    Args:
+        window: of the call, where it hides a key.
+        deterministic: whether the same bits are asked for.
+    """
+    return "apart" if deterministic or (window is not None and window <= APART_WINDOW) else "fused"
+
+
+def forward_section(*, batch: int, s_k: int, h_q: int, h_kv: int, d: int, window: int | None) -> int:
+    """How many pairs of a sequence and a query head are worked on together, where queries stay and keys stream past.
+
+    Fewer pairs share what is in the 50 MB of L2; more give every CTA a long block before the short ones come.
+    TFLOP/s, with all pairs at a time / those of one sequence / those of one KV head:
+
+        64 and 8 heads of 64     s_k 16384                 499 / 508 / 508
+                                 s_k 4096                  432 / 453 / 450
+                                 s_k 16384, window 128     888 us / 884 us
+        32 and 8 heads of 128    s_k 16384                 596 / 632 / 656
+                                 s_k 4096                  649 / 518 / 574
+                                 s_k 16384, window 4096    596 / 620 / 601
+
+    Args:
+        batch: sequences.
+        s_k: keys of each.
+        h_q: query heads.
+        h_kv: heads of keys and values.
+        d: head dimension.
+        window: of the call, where it hides a key.
+
+    Returns:
+        A divisor of batch x h_q.
+    """
+    if window is not None:
+        return h_q
+    if d == 128 and s_k < LONG_KEYS:
+        return batch * h_q
+    return h_q // h_kv
+
+
+def backward_section(*, batch: int, s_k: int, h_kv: int, window: int | None) -> int:
+    """How many pairs of a sequence and a KV head are worked on together, where keys stay and queries stream past.
+
+    A pair at a time reads its queries from L2, but all CTAs add to the same sums of dq then. TFLOP/s of the whole
+    backward, fused, with all pairs at a time (32 of 16384 keys, 128 of 4096) / with one:
+
+        64 and 8 heads of 64     s_k 16384                 414 / 356
+                                 s_k 4096                  327 / 366
+        32 and 8 heads of 128    s_k 16384                 465 / 427
+                                 s_k 4096                  340 / 408
+                                 s_k 16384, window 4096    420 / 473
+
+    Args:
+        batch: sequences.
+        s_k: keys of each.
+        h_kv: heads of keys and values.
+        window: of the call, where it hides a key.
+
+    Returns:
+        A divisor of batch x h_kv.
+    """
+    if s_k < LONG_KEYS or window is not None:
+        return 1
+    return max(n for n in range(1, PAIRS_TOGETHER + 1) if batch * h_kv % n == 0)

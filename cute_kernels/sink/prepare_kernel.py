@@ -28,7 +28,7 @@ from cute_kernels.sink import schedule_kernel as schedule
 from cute_kernels.sink.backward_spec import QUERIES, SinkFinishSpec, SinkPrepareSpec
 
 THREADS = 256
-ROWS = 128
+ROWS = SinkPrepareSpec.rows
 TOGETHER = 4  # rows of a thread that are read before the first is used
 
 

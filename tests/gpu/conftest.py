@@ -23,6 +23,8 @@ from cute_kernels.mla import append_spec
 from cute_kernels.mla import spec as mla_spec
 from cute_kernels.runtime.arch import is_sm90
 from cute_kernels.runtime.compile import precompile
+from cute_kernels.sink import backward_spec as sink_backward_spec
+from cute_kernels.sink import spec as sink_spec
 from cute_kernels.testing.compare import Comparison, check_decode
 from cute_kernels.testing.inputs import DecodeCase
 
@@ -84,7 +86,15 @@ def other_than_sm90() -> str:
 
 def kernel_specs(session: pytest.Session) -> list[Any]:
     """What ships, and what the collected files name in a function `kernel_specs` of their own."""
-    modules = (mla_spec, append_spec, merge_spec, gqa_spec, kv_append_spec)
+    modules: tuple[Any, ...] = (
+        mla_spec,
+        append_spec,
+        merge_spec,
+        gqa_spec,
+        kv_append_spec,
+        sink_spec,
+        sink_backward_spec,
+    )
     specs = [spec for module in modules for spec in module.shipped_specs()]
     files: dict[Any, None] = dict.fromkeys(getattr(item, "module", None) for item in session.items if on_gpu(item))
     return specs + [spec for file in files if hasattr(file, "kernel_specs") for spec in file.kernel_specs()]

@@ -1,0 +1,308 @@
+"""What the launches of sink attention hand to kernels, with kernels that run the reference in their place. No GPU."""
+
+import ctypes
+import importlib
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from cute_kernels.runtime import arch
+from cute_kernels.sink import backward_spec, launch, op, plan, spec
+from cute_kernels.sink.reference import reference_sink_attention, reference_sink_attention_backward
+from cute_kernels.testing.inputs import strided
+from cute_kernels.testing.sink import SinkCase, sink_case
+
+arch.pin()
+SMS = 132
+TORCH = {"BFloat16": torch.bfloat16, "Float16": torch.float16, "Float32": torch.float32, "Int32": torch.int32}
+RAGGED = [(1, 1), (130, 300), (0, 5), (64, 0), (3, 200), (70, 60)]
+
+CASES: dict[str, dict[str, Any]] = {
+    "batch": {"lengths": [(200, 330)] * 2},
+    "one token of one head": {"lengths": [(1, 1)], "h_q": 1, "h_kv": 1},
+    "window": {"lengths": [(200, 330)] * 2, "window": 64, "d": 128, "sinks": "extreme"},
+    "wide window": {"lengths": [(10, 700)], "window": 600, "dtype": torch.float16},
+    "no sinks": {"lengths": [(100, 90)] * 3, "sinks": "absent", "causal": False},
+    "packed": {"lengths": RAGGED, "packed": True},
+    "packed, window": {"lengths": RAGGED, "packed": True, "window": 40, "d": 128, "sinks": "absent"},
+    "one packed token": {"lengths": [(1, 1)], "packed": True, "h_q": 3, "h_kv": 1},
+}
+EVERY = pytest.mark.parametrize("options", CASES.values(), ids=CASES)
+
+
+class Kernels:
+    """Stands for compiled kernels: compares arguments with those that were compiled for, and runs the reference."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.launched: list[Any] = []
+        self.rows: dict[str, torch.Tensor] = {}
+        self.sections: list[int] = []
+        device = launch._Device(SMS, torch.full((launch.MAX_HEADS,), -math.inf), None)
+        monkeypatch.setattr(launch, "_device", lambda _: device)
+        monkeypatch.setattr(launch.workspace, "addresses", lambda need: (0, 4096))
+        monkeypatch.setattr(launch, "get_kernel", self.get)
+
+    def get(self, wanted: Any) -> Callable[..., None]:
+        assert wanted.can_implement() == []
+        kind = type(wanted).__name__.removeprefix("Sink").removesuffix("Spec")
+
+        def call(*arguments: Any) -> None:
+            require_accepted(wanted, arguments)
+            self.launched.append(wanted)
+            getattr(self, kind)(wanted, *arguments)
+
+        return call
+
+    def Forward(self, wanted, q, k, v, sink, out, lse, cu_q, cu_k, work, scale, window, causal, max_q, max_k,
+                section, ctas, counters):  # fmt: skip
+        self.of_schedule(wanted, q, k, cu_q, cu_k, work, wanted.rows, (max_q, max_k), section, q.shape[-2])
+        assert (ctas, counters) == (SMS, 4096)
+        options = self.options(wanted, scale, window, causal, cu_q, cu_k)
+        for target, result in zip((out, lse), reference_sink_attention(q, k, v, sink, **options), strict=True):
+            target.copy_(result)
+
+    def WorkList(self, wanted, cu_q, cu_k, work, rows, window, causal, longest):
+        listed, other = (cu_k, cu_q) if wanted.keys else (cu_q, cu_k)
+        blocks = [(b, i) for b, n in enumerate(listed.diff().tolist()) for i in range(-(-n // rows))]
+        assert longest >= other.diff().max() and longest > 0
+        work[: len(blocks) + 1] = torch.tensor([(len(blocks), 0), *blocks])
+
+    def Prepare(self, wanted, out, d_out, lse, sink, stats, parts, cu_q, sums, max_q):
+        batch, longest = (out.shape[0], out.shape[1]) if cu_q is None else (len(cu_q) - 1, int(cu_q.diff().max()))
+        rows = out.shape[0] if cu_q is not None else batch * longest
+        assert max_q >= longest and parts.shape[1] == batch * -(-max_q // wanted.rows)
+        assert stats.shape[2] % 64 == 0 and stats.shape[2] >= rows + 128 * batch
+        if wanted.fused:  # the memory is there
+            ctypes.memset(sums, 0, 4 * stats.shape[1] * stats.shape[2] * wanted.d)
+        delta = (out.double() * d_out.double()).sum(-1)
+        share = torch.where(lse == -math.inf, 0.0, torch.sigmoid(sink - lse.double()))
+        parts.zero_()
+        parts[:, -1] = -torch.where(share == 0, 0.0, share * delta).flatten(0, -2).sum(0)
+        self.rows = {"out": out, "lse": lse, "d_out": d_out, "sink": sink, "stats": stats}
+
+    def Backward(self, wanted, q, k, v, d_out, stats, dk, dv, cu_q, cu_k, work, sums, scale, window, causal, max_q,
+                 max_k, section, ctas, counters):  # fmt: skip
+        self.of_schedule(wanted, q, k, cu_q, cu_k, work, wanted.keys, (max_q, max_k), section, k.shape[-2])
+        assert (ctas, counters) == (SMS, 4096) and stats is self.rows["stats"] and d_out is self.rows["d_out"]
+        assert (sums != 0) == wanted.fused
+        options = self.options(wanted, scale, window, causal, cu_q, cu_k)
+        dq, *others, _ = reference_sink_attention_backward(d_out, q, k, v, self.rows["sink"], **options)
+        self.rows["dq"] = dq
+        for target, result in zip((dk, dv), others, strict=True):
+            target.copy_(result)
+
+    def Finish(self, wanted, dq, cu_q, sums, positions, scale, max_q):
+        assert sums and positions == self.rows["stats"].shape[2]
+        assert max_q >= (dq.shape[1] if cu_q is None else int(cu_q.diff().max()))
+        dq.copy_(self.rows["dq"])
+
+    def QueryGrad(self, wanted, q, k, v, d_out, stats, dq, cu_q, cu_k, work, scale, window, causal, max_q, max_k,
+                  section, ctas, counters):  # fmt: skip
+        self.of_schedule(wanted, q, k, cu_q, cu_k, work, wanted.rows, (max_q, max_k), section, q.shape[-2])
+        assert (ctas, counters) == (SMS, 4096) and stats is self.rows["stats"]
+        dq.copy_(self.rows["dq"])
+
+    def options(self, wanted, scale, window, causal, cu_q, cu_k):
+        assert causal in (0, 1) and (wanted.window or window == 2**30)
+        return {"softmax_scale": scale, "window": window, "causal": bool(causal),
+                "cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k}  # fmt: skip
+
+    def of_schedule(self, wanted, q, k, cu_q, cu_k, work, rows, longest, section, heads):
+        if not wanted.packed:
+            assert cu_q is None and cu_k is None and work is None
+            assert section > 0 and q.shape[0] * heads % section == 0
+            self.sections.append(section)
+            return
+        listed = cu_k if isinstance(wanted, backward_spec.SinkBackwardSpec) else cu_q
+        assert work[0, 0] == sum(-(-n // rows) for n in listed.diff().tolist()) < len(work)
+        assert longest[0] >= cu_q.diff().max() and longest[1] >= cu_k.diff().max()
+
+
+@pytest.fixture
+def kernels(monkeypatch: pytest.MonkeyPatch) -> Kernels:
+    return Kernels(monkeypatch)
+
+
+def require_accepted(wanted: Any, arguments: tuple[Any, ...]) -> None:
+    """What a compiled kernel checks: kinds, dtypes, sizes and those that are equal, strides, alignments."""
+    module, _, name = wanted.kernel.partition(":")
+    declared = getattr(importlib.import_module(module), name)(wanted).fake_arguments()[:-1]  # but the stream
+    assert len(arguments) == len(declared)
+    sizes: dict[int, int] = {}
+    for place, (got, fake) in enumerate(zip(arguments, declared, strict=True)):
+        shape = getattr(fake, "shape", None)
+        if shape is None:
+            number = {"Float32": float, "Int32": int, "Int64": int, "NoneType": type(None)}[type(fake).__name__]
+            assert type(got) is number, f"argument {place}: {got!r}"
+            continue
+        assert isinstance(got, torch.Tensor) and got.dtype is TORCH[fake.element_type.__name__], f"argument {place}"
+        align = min(fake._assumed_align, 64)  # which memory of a CPU has
+        assert got.data_ptr() % align == 0 and got.dim() == len(shape), f"argument {place}"
+        for size, stride, n, step in zip(shape, fake.stride, got.shape, got.stride(), strict=True):
+            known = size if isinstance(size, int) else sizes.setdefault(id(size), n)
+            assert n == known and n > 0, f"argument {place}: {got.shape}"
+            if isinstance(stride, int):
+                assert step == stride, f"argument {place}: {got.stride()}"
+            else:
+                assert step > 0 and step % stride.divisibility == 0, f"argument {place}: {got.stride()}"
+
+
+def request_of(case: SinkCase, deterministic: bool = False) -> launch.SinkRequest:
+    call = op._Call(**case.arguments(), deterministic=deterministic, differentiable=True)
+    op._check(call)
+    return op._request(call)
+
+
+def run(case: SinkCase, deterministic: bool = False) -> tuple[torch.Tensor, ...]:
+    """out, lse and gradients of the launches, into poison."""
+    request = request_of(case, deterministic)
+    out = torch.full_like(case.q, math.nan, memory_format=torch.contiguous_format)
+    lse = torch.full(case.q.shape[:-1], math.nan)
+    launch.launch_forward(request, out, lse)
+    gradients = [torch.full_like(t, math.nan, memory_format=torch.contiguous_format) for t in (case.q, case.k, case.v)]
+    ds_aux = None if case.s_aux is None else torch.full_like(case.s_aux, math.nan)
+    launch.launch_backward(request, out, lse, op._plain(case.d_out), *gradients, ds_aux)
+    return (out, lse, *gradients, *([] if ds_aux is None else [ds_aux]))
+
+
+def require_right(case: SinkCase, results: tuple[torch.Tensor, ...]) -> None:
+    expected = [*reference_sink_attention(**case.arguments())]
+    expected += [t for t in reference_sink_attention_backward(case.d_out, **case.arguments()) if t is not None]
+    for got, want in zip(results, expected, strict=True):
+        torch.testing.assert_close(got, want.to(got.dtype), rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@EVERY
+def test_kernels_get_what_they_were_compiled_for(options, deterministic, kernels):
+    case = sink_case(**options, device="cpu")
+    require_right(case, run(case, deterministic))
+    kinds = [type(one) for one in kernels.launched]
+    apart = deterministic or (case.window or 1000) <= plan.APART_WINDOW
+    assert (backward_spec.SinkQueryGradSpec in kinds) == apart and (backward_spec.SinkFinishSpec in kinds) != apart
+    assert kinds.count(spec.SinkWorkListSpec) == (0 if not case.packed else 3 if apart else 2)
+    assert all(one.window == (case.window is not None) for one in kernels.launched if hasattr(one, "window"))
+
+
+def test_dimensions_of_one_may_have_any_stride(kernels):
+    case = sink_case([(1, 1)], 1, 1, device="cpu")
+    case.q, case.k, case.v, case.d_out = (t.as_strided(t.shape, (3, 0, 5, 1)) for t in (case.q, case.k, case.v, case.q))
+    case.s_aux = torch.zeros(4)[::3][:1]
+    require_right(case, run(case))
+
+
+def test_tensors_that_require_gradients_are_handed_on_without(kernels, monkeypatch):
+    case = sink_case([(30, 40)], device="cpu")
+    assert case.s_aux is not None
+    for t in (case.q, case.k, case.v, case.s_aux):
+        t.requires_grad_()
+    accepted = []
+    monkeypatch.setattr(
+        kernels, "Forward", lambda wanted, *arguments: accepted.extend(arguments[:4])
+    )  # fmt: skip
+    launch.launch_forward(request_of(case), torch.empty_like(case.q), torch.empty(case.q.shape[:-1]))
+    assert not any(t.requires_grad for t in accepted)
+
+
+def test_tensors_are_not_copied(kernels, monkeypatch):
+    case = sink_case([(30, 40)] * 2, device="cpu")
+    seen: list[Any] = []
+    monkeypatch.setattr(kernels, "Forward", lambda wanted, *arguments: seen.extend(arguments))
+    launch.launch_forward(request_of(case), torch.empty_like(case.q), torch.empty(case.q.shape[:-1]))
+    assert seen[0] is case.q and seen[1] is case.k and seen[2] is case.v
+
+
+@pytest.mark.parametrize("scale", [0.0, -0.3, 1e-40, math.inf, math.nan])
+def test_scales_that_kernels_do_not_take_run_plain_torch(scale, kernels):
+    case = sink_case([(30, 40)], device="cpu")
+    case.softmax_scale = scale
+    results = run(case)
+    assert not kernels.launched
+    if math.isfinite(scale):
+        require_right(case, results)
+
+
+def test_more_heads_than_constants(kernels, monkeypatch):
+    monkeypatch.setattr(launch, "MAX_HEADS", 2)
+    case = sink_case([(30, 40)], sinks="absent", device="cpu")
+    require_right(case, run(case))
+
+
+def test_the_longest_sequence_bounds_the_grids_unless_it_may_change(kernels, monkeypatch):
+    case = sink_case(RAGGED, packed=True, device="cpu")
+    assert request_of(case).longest_q == 130
+    call = op._Call(**case.arguments(), deterministic=False, differentiable=True)
+    assert case.cu_seqlens_q is not None
+    case.cu_seqlens_q.add_(0)  # a new version, which nobody has looked at
+    assert op._request(call).longest_q == len(case.q)
+    with torch.inference_mode():
+        unseen = call._replace(cu_seqlens_q=case.cu_seqlens_q.clone())
+        op._check(unseen)
+        assert op._request(unseen).longest_q == len(case.q)
+
+
+def test_every_variant_of_bfloat16_is_shipped(kernels):
+    """So that tests compile them: the union over all masks."""
+    for d in (64, 128):
+        for packed in (False, True):
+            for window in (None, 64, 600):
+                case = sink_case([(70, 700)], d=d, packed=packed, window=window, device="cpu")
+                run(case)
+                run(case, deterministic=True)
+    assert set(kernels.launched) <= {*spec.shipped_specs(), *backward_spec.shipped_specs()}
+
+
+@pytest.mark.parametrize("batch", [1, 3, 4, 7])
+@pytest.mark.parametrize(("h_q", "h_kv"), [(64, 8), (32, 8), (5, 5), (14, 2)])
+@pytest.mark.parametrize("window", [None, 128, 4096])
+@pytest.mark.parametrize("s_k", [100, 4096, 16384])
+def test_sections_divide_the_pairs(batch, h_q, h_kv, window, s_k):
+    sizes = {"batch": batch, "s_k": s_k, "h_kv": h_kv, "window": window}
+    for d in (64, 128):
+        assert batch * h_q % plan.forward_section(**sizes, h_q=h_q, d=d) == 0
+    assert batch * h_kv % plan.backward_section(**sizes) == 0
+
+
+def test_sections_are_the_best_that_were_measured():
+    full = {"window": None, "h_kv": 8}
+    assert plan.forward_section(**full, batch=4, s_k=16384, h_q=64, d=64) == 8
+    assert plan.forward_section(**full, batch=4, s_k=16384, h_q=32, d=128) == 4
+    assert plan.forward_section(**full, batch=16, s_k=4096, h_q=32, d=128) == 16 * 32
+    assert plan.forward_section(batch=4, s_k=16384, h_q=32, h_kv=8, d=128, window=4096) == 32
+    assert plan.backward_section(**full, batch=4, s_k=16384) == 32
+    assert plan.backward_section(**full, batch=16, s_k=4096) == 1
+    assert plan.backward_section(batch=4, s_k=16384, h_kv=8, window=4096) == 1
+
+
+def test_gradients_of_small_windows_are_made_apart():
+    assert plan.backward_way(window=128, deterministic=False) == "apart"
+    assert plan.backward_way(window=plan.APART_WINDOW + 1, deterministic=False) == "fused"
+    assert plan.backward_way(window=None, deterministic=False) == "fused"
+    assert plan.backward_way(window=None, deterministic=True) == "apart"
+
+
+def test_counters_of_graphs_are_taken_one_by_one(monkeypatch):
+    """Under capture every launch has its own; outside all of a stream share one pair."""
+    from cute_kernels.runtime import workspace
+
+    monkeypatch.setattr(workspace, "_workspaces", {})
+    monkeypatch.setattr(workspace, "_counters_of_graphs", [])
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 7, raising=False)
+    need = workspace.reserve(torch.device("cpu"), 0, 2, graphs=3)
+    monkeypatch.setattr(torch._C, "_cuda_isCurrentStreamCapturing", lambda: False, raising=False)
+    first = workspace.addresses(need)[1]
+    assert first and workspace.addresses(need)[1] == first
+    monkeypatch.setattr(torch._C, "_cuda_isCurrentStreamCapturing", lambda: True, raising=False)
+    captured = [workspace.addresses(need)[1] for _ in range(3)]
+    assert len({first, *captured}) == 4
+    assert workspace.addresses(need)[1]  # a fourth records a memset of its own
+    assert workspace.addresses(workspace.reserve(torch.device("cpu"), 0, 0)) == (0, 0)
+
+
+def test_views_reach_the_kernels_as_they_are(kernels):
+    case = sink_case([(30, 40)] * 2, device="cpu", padded=False)
+    case.k, case.v = strided(case.k), strided(case.v)
+    require_right(case, run(case))

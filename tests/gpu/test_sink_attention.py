@@ -1,0 +1,538 @@
+"""`sink_attention` on the GPU, forward and gradients, against the float64 oracle of `cute_kernels.testing.sink`.
+
+Every result is written over NaN. `covering_cases` takes few combinations in which every pair of values of two factors
+meets; `kernel_specs` names the kernels that these need beside those that ship.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from cute_kernels import sink_attention
+from cute_kernels.gqa import op as gqa_op
+from cute_kernels.sink import launch, op, plan
+from cute_kernels.sink.backward_spec import SinkBackwardSpec, SinkFinishSpec, SinkPrepareSpec, SinkQueryGradSpec
+from cute_kernels.sink.reference import reference_sink_attention, reference_sink_attention_backward
+from cute_kernels.sink.spec import SinkForwardSpec
+from cute_kernels.testing import gpt_oss
+from cute_kernels.testing.inputs import covering_cases, generator, strided
+from cute_kernels.testing.sink import SINKS, SinkCase, SinkExpectation, sink_case
+
+OPS = torch.ops.cute_kernels
+LENGTHS = (
+    (1, 1), (63, 65), (64, 127), (65, 129), (128, 128), (127, 255), (129, 257), (191, 193), (193, 191), (1, 1000),
+    (300, 1), (500, 130), (384, 576), (9, 640),
+)  # fmt: skip
+RAGGED = [(1, 1), (130, 700), (0, 5), (257, 257), (64, 0), (3, 2000), (191, 64), (0, 0), (640, 641)]
+CASES = covering_cases(
+    {
+        "lengths": LENGTHS,
+        "window": (None, 1, 64, 128, 600, 4096),
+        "sinks": SINKS,
+        "ratio": (1, 4, 7, 8),
+        "d": (64, 128),
+        "dtype": (torch.bfloat16, torch.float16),
+        "h_kv": (1, 2, 3),
+        "causal": (True, False),
+        "padded": (True, False),
+        "packed": (False, True),
+        "deterministic": (False, True),
+        "batch": (1, 3),
+    },
+    seed=5,
+)
+
+
+def kernel_specs() -> list[Any]:
+    """Those of float16, which are not shipped, and those of decoding."""
+    masks = [(d, packed, window) for d in (64, 128) for packed in (False, True) for window in (None, 128, 600)]
+    specs: list[Any] = [SinkForwardSpec.for_launch("float16", d, packed=p, window=window) for d, p, window in masks]
+    for d, packed in ((d, packed) for d in (64, 128) for packed in (False, True)):
+        specs += [SinkPrepareSpec("float16", d, packed, fused) for fused in (True, False)]
+        specs.append(SinkFinishSpec("float16", d, packed))
+        for window in (False, True):
+            specs += [SinkBackwardSpec("float16", d, packed, window, fused) for fused in (True, False)]
+            specs.append(SinkQueryGradSpec("float16", d, packed, window))
+    for case in (decoded(*few, device="cpu") for few in FEW):
+        tensors = {"q": case.q, "k_cache": case.k, "v_cache": case.v}
+        request = gqa_op._Request(**{**dict.fromkeys(gqa_op._Request._fields), **tensors, "layout": "BSNH"})
+        specs.append(gqa_op.decode_spec(request))
+    return specs
+
+
+@pytest.fixture(autouse=True)
+def poisoned(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Results lie where NaN was; and the allocator's blocks are given back, which no other case asks for."""
+    for name in ("_fake_forward", "_fake_backward"):
+        allocate: Callable[..., Any] = getattr(op, name)
+        monkeypatch.setattr(op, name, lambda *a, allocate=allocate: tuple(t.fill_(math.nan) for t in allocate(*a)))
+    yield
+    torch.cuda.empty_cache()
+
+
+def leaves(case: SinkCase) -> dict[str, Any]:
+    """The tensors of a call that have gradients."""
+    given = {"q": case.q, "k": case.k, "v": case.v, "s_aux": case.s_aux}
+    return {name: None if t is None else t.detach().requires_grad_() for name, t in given.items()}
+
+
+def run(case: SinkCase, deterministic: bool = False) -> tuple[Any, Any, tuple[Any, ...]]:
+    """out, lse and the gradients of q, k, v and s_aux."""
+    tensors = leaves(case)
+    result = sink_attention(**{**case.arguments(), **tensors}, deterministic=deterministic, return_lse=True)
+    out, lse = result
+    wanted = [t for t in tensors.values() if t is not None]
+    gradients = torch.autograd.grad(out, wanted, case.d_out)
+    return out.detach(), lse, (*gradients, *([None] * (4 - len(wanted))))
+
+
+def hold(case: SinkCase, deterministic: bool = False) -> None:
+    """Forward and gradients, under the tolerance rule."""
+    expected = SinkExpectation.of(case)
+    out, lse, gradients = run(case, deterministic)
+    expected.check_forward(out, lse).require()
+    expected.require_gradients(*gradients)
+    assert out.is_contiguous() and all(t is None or t.is_contiguous() for t in gradients)
+
+
+def require_same(one: Any, other: Any) -> None:
+    for a, b in zip(one, other, strict=True):
+        assert (a is None) == (b is None)
+        if a is not None:
+            torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
+
+
+def label(sizes: dict[str, Any]) -> str:
+    return "-".join(f"{name}={value}" for name, value in sizes.items())
+
+
+@pytest.mark.parametrize("sizes", CASES, ids=label)
+def test_output_and_gradients(sizes):
+    sizes = dict(sizes)
+    s_q, s_k = sizes.pop("lengths")
+    batch, h_kv, deterministic = sizes.pop("batch"), sizes["h_kv"], sizes.pop("deterministic")
+    lengths = [(s_q, s_k)] * batch
+    if sizes["packed"]:
+        lengths = [(s_q, s_k), (0, 3), (s_q // 2, s_k), (7, 0), (1 + s_q // 3, 1 + s_k // 3)][: 2 * batch]
+    hold(sink_case(lengths, h_kv * sizes.pop("ratio"), **sizes, seed=s_q + s_k), deterministic)
+
+
+@pytest.mark.parametrize("window", [None, 100, 600])
+@pytest.mark.parametrize("d", [64, 128])
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_packed_sequences_of_all_lengths(d, window, causal, deterministic):
+    hold(sink_case(RAGGED, 4, 2, d, window=window, causal=causal, packed=True), deterministic)
+
+
+@pytest.mark.parametrize("d", [64, 128])
+@pytest.mark.parametrize(("s_q", "s_k"), [(4500, 4500), (600, 5000)])
+def test_window_of_4096(d, s_q, s_k):
+    hold(sink_case([(s_q, s_k)], 2, 1, d, window=4096))
+
+
+def test_gpt_oss_heads():
+    """64 over 8 heads, with and without its window."""
+    hold(sink_case([(700, 700)], 64, 8, 64))
+    hold(sink_case([(700, 700)], 64, 8, 64, window=128))
+
+
+def test_large_scores():
+    """The running maximum rises far, and weights are nearly one-hot."""
+    case = sink_case([(300, 700)], padded=False)
+    case.k[:, ::7] *= 30
+    hold(case)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_without_queries_or_keys(packed):
+    for lengths in ([(5, 0)] * 2, [(0, 5)] * 2, [(0, 0)]):
+        hold(sink_case(lengths, packed=packed))
+    if not packed:
+        case = dataclasses.replace(sink_case([(5, 7)]), lengths=[])
+        case.q, case.k, case.v, case.d_out = (t[:0] for t in (case.q, case.k, case.v, case.d_out))
+        hold(case)
+
+
+def test_queries_before_the_first_key():
+    case = sink_case([(300, 100)] * 2, sinks="extreme")
+    out, lse, (dq, dk, dv, ds_aux) = run(case)
+    assert (out[:, :200] == 0).all() and (lse[:, :200] == -math.inf).all() and (dq[:, :200] == 0).all()
+    assert lse[:, 200:].isfinite().all() and dk.isfinite().all() and dv.isfinite().all() and ds_aux.isfinite().all()
+    assert (out[:, :, 1] == 0).all() and (ds_aux[:2] == 0).all()  # sinks at -inf and +inf
+
+
+def test_other_sequences_may_hold_anything():
+    case = sink_case([(100, 200), (64, 64), (130, 131)], packed=True, padded=False)
+    expected = run(case)
+    for t in (case.q, case.d_out):
+        case.of_queries(t, 1).fill_(math.nan)
+    for t in (case.k, case.v):
+        case.of_keys(t, 1).fill_(math.inf)
+    got = run(case)
+    for b in (0, 2):
+        for of_one, old, new in (
+            (case.of_queries, expected[0], got[0]),
+            (case.of_keys, expected[2][1], got[2][1]),
+            (case.of_keys, expected[2][2], got[2][2]),
+        ):
+            assert torch.equal(of_one(old, b), of_one(new, b))
+        assert case.of_queries(got[2][0], b).isfinite().all()
+
+
+# ---- views
+
+
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_views_give_the_same(deterministic):
+    case = sink_case([(200, 200)] * 2, 4, 4, padded=False)
+    expected = run(case, deterministic=True)
+    apart = dataclasses.replace(case, **{name: strided(getattr(case, name)) for name in ("q", "k", "v", "d_out")})
+    heads_first = {
+        name: getattr(case, name).transpose(1, 2).contiguous().transpose(1, 2) for name in ("q", "k", "v", "d_out")
+    }
+    fused = torch.cat([case.q, case.k, case.v], dim=2)
+    parts = dict(zip("qkv", fused.split(4, dim=2), strict=True))
+    for view in (apart, dataclasses.replace(case, **heads_first), dataclasses.replace(case, **parts)):
+        got = run(view, deterministic=True)
+        require_same((*got[:2], *got[2]), (*expected[:2], *expected[2]))
+        if not deterministic:
+            hold(view)
+
+
+def test_expanded_tensors_and_dimensions_of_one():
+    one = sink_case([(70, 90)], 4, 1, padded=False)
+    wide = dataclasses.replace(one, k=one.k.expand(-1, -1, 4, -1), v=one.v.expand(-1, -1, 4, -1))
+    require_same(run(wide)[:2], run(one)[:2])
+    tensors = leaves(one)
+    out: Any = sink_attention(**{**one.arguments(), **tensors})
+    got = torch.autograd.grad(out.sum(), list(tensors.values()))
+    expected = run(dataclasses.replace(one, d_out=torch.ones_like(one.q)), deterministic=False)[2]
+    for a, b in zip(got[1:], expected[1:], strict=True):  # dq is a sum in any order
+        assert torch.equal(a, b)
+    single = sink_case([(1, 1)], 1, 1, padded=False)
+    single.q, single.k, single.v, single.d_out = (
+        t.as_strided(t.shape, (3, 0, 5, 1)) for t in (single.q, single.k, single.v, single.d_out)
+    )
+    single.s_aux = torch.zeros(4, device="cuda")[::3][:1]
+    hold(single)
+
+
+# ---- the same bits
+
+
+REPEATED = {
+    "full": {"lengths": [(2000, 2000)] * 2, "h_q": 8},
+    "window": {"lengths": [(2000, 2000)] * 2, "h_q": 8, "window": 128},
+    "packed": {"lengths": RAGGED * 2, "packed": True, "d": 128},
+}
+
+
+@pytest.mark.parametrize("options", REPEATED.values(), ids=REPEATED)
+def test_output_has_the_same_bits_in_20_runs(options):
+    case = sink_case(**options)
+    arguments = case.arguments()
+    with torch.no_grad():
+        first = sink_attention(**arguments, return_lse=True)
+        for _ in range(20):
+            require_same(sink_attention(**arguments, return_lse=True), first)
+
+
+@pytest.mark.parametrize("options", REPEATED.values(), ids=REPEATED)
+def test_deterministic_gradients_have_the_same_bits(options):
+    case = sink_case(**options)
+    first = run(case, deterministic=True)
+    torch.use_deterministic_algorithms(True)
+    try:
+        for asked in (True, False) * 5:
+            require_same(run(case, deterministic=asked)[2], first[2])
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("options", REPEATED.values(), ids=REPEATED)
+def test_only_dq_may_differ_by_default(options):
+    """And by no more than float32 sums that come in another order."""
+    case = sink_case(**options)
+    first, largest = run(case)[2], 0.0
+    for _ in range(10):
+        dq, *others = run(case)[2]
+        require_same(others, first[1:])
+        largest = max(largest, ((dq - first[0]).float().norm() / first[0].float().norm()).item())
+    print(f"dq differs by {largest:.1e} of its norm from run to run")
+    assert largest < 1e-3
+
+
+# ---- routing
+
+
+FEW = [(s_q, h_q, h_kv, d) for s_q in (1, 2, 8) for h_q, h_kv in ((8, 2), (8, 8)) for d in (64, 128)]
+
+
+def decoded(s_q: int, h_q: int, h_kv: int, d: int, device: str = "cuda", **options: Any) -> SinkCase:
+    return sink_case([(s_q, 700)] * 2, h_q, h_kv, d, padded=False, device=device, **options)
+
+
+@pytest.mark.parametrize("window", [None, 1, 100])
+@pytest.mark.parametrize(("s_q", "h_q", "h_kv", "d"), FEW)
+def test_both_routes_agree(s_q, h_q, h_kv, d, window, monkeypatch):
+    case = decoded(s_q, h_q, h_kv, d, window=window, sinks="extreme")
+    expected, arguments = SinkExpectation.of(case), case.arguments()
+    for chosen in ("decode", "prefill"):
+        monkeypatch.setattr(op, "route", lambda chosen=chosen, **sizes: chosen)
+        with torch.no_grad():
+            out, lse = sink_attention(**arguments, return_lse=True)
+            expected.check_forward(out, lse, name=chosen).require()
+            again, again_lse = OPS.sink_attention(
+                *(arguments[name] for name in ("q", "k", "v", "s_aux", "cu_seqlens_q", "cu_seqlens_k")),
+                case.causal, window, case.softmax_scale, False, False,
+            )  # fmt: skip
+            require_same((out, lse), (again, again_lse))
+
+
+def test_the_route_is_that_of_the_plan(monkeypatch):
+    decodes = []
+    original = op.gqa_decode
+
+    def counted(q: torch.Tensor, *arguments: Any, **options: Any) -> Any:
+        decodes.append(q.shape[1])
+        return original(q, *arguments, **options)
+
+    monkeypatch.setattr(op, "gqa_decode", counted)
+    with torch.no_grad():
+        for s_q in (1, plan.FEW_QUERIES, plan.FEW_QUERIES + 1):
+            sink_attention(**decoded(s_q, 8, 2, 64).arguments())
+    run(decoded(1, 8, 2, 64))
+    assert decodes == [1, plan.FEW_QUERIES]
+
+
+# ---- streams and graphs
+
+
+GRAPHED = {
+    "full": {"lengths": [(300, 500)] * 2},
+    "window": {"lengths": [(300, 500)] * 2, "window": 100, "sinks": "absent"},
+    "packed": {"lengths": [(200, 300), (64, 65), (130, 131)], "packed": True},
+}
+
+
+def call_operators(case: SinkCase, deterministic: bool) -> tuple[torch.Tensor, ...]:
+    """Forward and backward as a compiled graph calls them."""
+    tensors = (case.q, case.k, case.v, case.s_aux, case.cu_seqlens_q, case.cu_seqlens_k)
+    numbers = (case.causal, case.window, case.softmax_scale, deterministic)
+    out, lse = OPS.sink_attention(*tensors, *numbers, True)
+    return out, lse, *OPS.sink_attention_backward(case.d_out, out, lse, *tensors, *numbers)
+
+
+@pytest.mark.parametrize("counters_left", [True, False])
+@pytest.mark.parametrize("deterministic", [True, False])
+@pytest.mark.parametrize("options", GRAPHED.values(), ids=GRAPHED)
+def test_graph_replays_with_other_numbers(options, deterministic, counters_left, monkeypatch):
+    case: Any = sink_case(**options, padded=False)
+    with torch.no_grad():
+        call_operators(case, deterministic)
+        torch.cuda.synchronize()
+        made = launch._device(case.q.device)
+        if not counters_left:
+            made = made._replace(need=made.need._replace(unused_counters=[]))
+        monkeypatch.setattr(launch, "_device", lambda device: made)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            results = call_operators(case, deterministic)
+        for seed in (1, 2, 3):
+            other = sink_case(**options, padded=False, seed=seed)
+            lengths = options["lengths"][seed % 2 :] + options["lengths"][: seed % 2]
+            for name in ("q", "k", "v", "d_out", "s_aux"):
+                if getattr(case, name) is not None:
+                    getattr(case, name).copy_(getattr(other, name))
+            if case.packed:
+                moved: Any = sink_case(lengths, packed=True)
+                case.cu_seqlens_q.copy_(moved.cu_seqlens_q)
+                case.cu_seqlens_k.copy_(moved.cu_seqlens_k)
+                case.lengths = lengths
+            for t in results:
+                t.fill_(math.nan)
+            for _ in range(2):
+                graph.replay()
+            expected = SinkExpectation.of(case)
+            out, lse, *gradients = results
+            expected.check_forward(out, lse, name=f"replay {seed}").require()
+            expected.require_gradients(*gradients[:3], gradients[3] if case.s_aux is not None else None)
+
+
+def test_graph_of_the_public_call_and_of_autograd():
+    case = sink_case([(300, 500)], padded=False)
+    with torch.no_grad():
+        expected = sink_attention(**case.arguments())
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = sink_attention(**case.arguments())
+        graph.replay()
+    assert torch.equal(out, expected)
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        wanted = run(case, deterministic=True)
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=side):
+        got = run(case, deterministic=True)
+    graph.replay()
+    require_same((*got[:2], *got[2]), (*wanted[:2], *wanted[2]))
+
+
+def test_calls_on_several_streams_do_not_share_counters():
+    cases = [sink_case([(400, 900)] * 3, 6, 3, window=window, seed=seed) for seed, window in enumerate((None, 100, 64))]
+    expected = [run(case, deterministic=True) for case in cases]
+    streams = [torch.cuda.Stream() for _ in cases]
+    torch.cuda.synchronize()
+    wrong = torch.zeros(len(cases), dtype=torch.int64, device="cuda")
+    for _ in range(30):
+        for case, stream, want, count in zip(cases, streams, expected, wrong.unbind(), strict=True):
+            with torch.cuda.stream(stream):
+                got = run(case, deterministic=True)
+                for a, b in zip((got[0], *got[2]), (want[0], *want[2]), strict=True):
+                    count += (a != b).any()
+    torch.cuda.synchronize()
+    assert not wrong.any()
+
+
+def test_runs_on_the_current_stream():
+    """Queries arrive late on a side stream; a launch on any other would read the NaNs before it."""
+    case = sink_case([(300, 300)], padded=False)
+    expected = run(case, deterministic=True)
+    late = dataclasses.replace(case, q=torch.full_like(case.q, math.nan))
+    torch.cuda.synchronize()
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(20_000_000)  # about 10 ms
+        late.q.copy_(case.q)
+        got = run(late, deterministic=True)
+    stream.synchronize()
+    require_same((*got[:2], *got[2]), (*expected[:2], *expected[2]))
+
+
+# ---- torch
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("options", GRAPHED.values(), ids=GRAPHED)
+def test_torch_compile_without_a_graph_break(options, backend):
+    torch._dynamo.reset()  # which gives up after so many compilations of one function
+    case = sink_case(**options, padded=False)
+
+    def attend(arguments: dict[str, Any]) -> torch.Tensor:
+        out: Any = sink_attention(**{**arguments, "q": arguments["q"] * 0.5}, deterministic=True)
+        return out * 2
+
+    results = []
+    for function in (attend, torch.compile(attend, fullgraph=True, backend=backend)):
+        tensors = leaves(case)
+        out = function({**case.arguments(), **tensors})
+        wanted = [t for t in tensors.values() if t is not None]
+        results.append((out.detach(), *torch.autograd.grad(out, wanted, case.d_out)))
+    require_same(*results)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast(dtype):
+    case = sink_case([(200, 300)], dtype=dtype)
+    expected = run(case, deterministic=True)
+    wide = {name: None if t is None else t.detach().float().requires_grad_() for name, t in leaves(case).items()}
+    with torch.autocast("cuda", dtype=dtype):
+        out: Any = sink_attention(**{**case.arguments(), **wide}, deterministic=True)
+    assert out.dtype == dtype
+    gradients = torch.autograd.grad(out, list(wide.values()), case.d_out)
+    assert all(t.dtype == torch.float32 for t in gradients)
+    require_same((out.detach(), *gradients), (expected[0], *(t.float() for t in expected[2])))
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_activation_checkpointing(reentrant):
+    case = sink_case([(200, 300)], padded=False)
+
+    def block(q: Any, k: Any, v: Any, s_aux: Any) -> torch.Tensor:
+        out: Any = sink_attention(q * 2, k, v, s_aux, window=64, deterministic=True)
+        return out * 3
+
+    results = []
+    for kept in (True, False):
+        tensors = leaves(case)
+        arguments = tuple(tensors.values())
+        out = block(*arguments) if kept else checkpoint(block, *arguments, use_reentrant=reentrant)
+        assert out is not None
+        out.backward(case.d_out)
+        results.append((out.detach(), *(t.grad for t in arguments)))
+    require_same(*results)
+
+
+def test_gpt_oss_learns_as_with_eager_attention():
+    gpt_oss.require_learned("cuda")
+    loss, sinks = gpt_oss.excess(gpt_oss.attend, "cuda")
+    print(f"losses are off by {loss:.2f} times what bfloat16 is, sinks by {sinks:.2f} times")
+    assert loss <= 2 and sinks <= 2
+
+
+# ---- what kernels do not take, and wrong arguments
+
+
+@pytest.mark.parametrize("scale", [0.0, -0.2])
+def test_scales_that_are_not_positive(scale):
+    case = dataclasses.replace(sink_case([(70, 90)]), softmax_scale=scale)
+    arguments = case.arguments()
+    out, lse, gradients = run(case)
+    expected, expected_lse = reference_sink_attention(**arguments)
+    torch.testing.assert_close(out.double(), expected, rtol=1e-2, atol=1e-2)
+    torch.testing.assert_close(lse.double(), expected_lse, rtol=1e-5, atol=1e-5)
+    for got, want in zip(gradients, reference_sink_attention_backward(case.d_out, **arguments), strict=True):
+        torch.testing.assert_close(got.double(), want, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_more_sequences_than_a_grid_holds(packed):
+    """Each of one token: its weight is that of the sink's rival alone."""
+    count = launch.MAX_GRID + 10
+    s_aux: Any = sink_case([(1, 1)], 1, 1).s_aux
+    gen = generator(0, "cuda")
+    q, k, v = torch.randn((3, count, 1, 1, 64), generator=gen, device="cuda").bfloat16()
+    cu_seqlens = None
+    if packed:
+        q, k, v = (t.squeeze(1) for t in (q, k, v))
+        cu_seqlens = torch.arange(count + 1, dtype=torch.int32, device="cuda")
+    out: Any = sink_attention(
+        q.requires_grad_(not packed), k, v, s_aux, cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens
+    )  # fmt: skip
+    score = (q.detach().double() * k.double()).sum(-1, keepdim=True) / 8
+    expected = torch.sigmoid(score - s_aux.double()) * v.double()
+    torch.testing.assert_close(out.detach().double(), expected, rtol=1e-2, atol=1e-6)
+    if not packed:
+        (dq,) = torch.autograd.grad(out, q, torch.ones_like(out))
+        share = torch.sigmoid(score - s_aux.double())
+        wanted = share * (1 - share) * v.double().sum(-1, keepdim=True) * k.double() / 8
+        torch.testing.assert_close(dq.double(), wanted, rtol=2e-2, atol=1e-3)
+
+
+WRONG: dict[str, tuple[str, Callable[[dict[str, Any]], dict[str, Any]]]] = {
+    "too few sinks": ("s_aux", lambda a: {"s_aux": a["s_aux"][:-1]}),
+    "window of 0": ("window", lambda a: {"window": 0}),
+    "lengths that decrease": ("cu_seqlens_q", lambda a: {"cu_seqlens_q": a["cu_seqlens_q"].flip(0)}),
+    "lengths that do not add up": ("cu_seqlens_k", lambda a: {"cu_seqlens_k": a["cu_seqlens_k"] - 1}),
+    "codes": ("k", lambda a: {"k": a["k"].to(torch.int8)}),
+    "another device": ("v", lambda a: {"v": a["v"].cpu()}),
+    "another dtype": ("v", lambda a: {"v": a["v"].half()}),
+}
+
+
+@pytest.mark.parametrize("gradients", [False, True])
+@pytest.mark.parametrize(("name", "change"), WRONG.values(), ids=WRONG)
+def test_wrong_arguments_are_named(name, change, gradients):
+    case = sink_case([(20, 30), (40, 50)], packed=True)
+    arguments = {**case.arguments(), **(leaves(case) if gradients else {})}
+    with pytest.raises((TypeError, ValueError), match=f"^{name}: got"):
+        sink_attention(**{**arguments, **change(case.arguments())})
+    torch.cuda.synchronize()

@@ -75,25 +75,32 @@ class KeyProducer:
 
         `done` stages have been filled before.
 
-        The rows of the next `depth` passes are always in flight: as a pass is stored, its registers receive the pass
-        `depth` further. Entries of the index or block table are read `depth` passes before that.
+        The rows of the next `depth` passes are always on their way to registers: as a pass is stored, its registers
+        receive the pass `depth` further. Rows of the `depth` passes behind are on their way to the L2 cache, for from
+        HBM they come too late otherwise. Entries of the index or block table are read `depth` passes before that.
         """
         place = self.place(tidx % THREADS)
-        row, segment, quarter, _, _, _ = place
+        row_of_pass, segment, quarter, _, _, _ = place
         first_row = HALF * rank + ROWS * (tidx // THREADS)  # of this warpgroup's rows of a tile
-        position = begin + first_row + row
+        position = begin + first_row + row_of_pass
         last = limit - 1
         full, empty = smem.full.data_ptr(), smem.empty.data_ptr()
 
         raw = cute.make_rmem_tensor((16, token_cache.PIECES, self.depth), Uint8)
         scale = cute.make_rmem_tensor((1, self.depth), Float32)
-        valid = cute.make_rmem_tensor(self.depth, Int32)
-        entry = cute.make_rmem_tensor(self.depth, Int32)
+        valid, entry = (cute.make_rmem_tensor(self.depth, Int32) for _ in range(2))
+        next_row = cute.make_rmem_tensor(self.depth, Int64)  # its address + whether it is one
         for d in cutlass.range_constexpr(self.depth):
             entry[d] = self.read_entry(entries, position + self.distance * d, last, page_divisor)
         for d in cutlass.range_constexpr(self.depth):
-            valid[d], source = self.locate(mKV, zero_row, entry[d], position + self.distance * d, limit, page_divisor)
-            token_cache.gather(source, segment, quarter, raw[None, None, d], scale[None, d])
+            valid[d], row = self.locate(mKV, zero_row, entry[d], position + self.distance * d, limit, page_divisor)
+            token_cache.gather(row, segment, quarter, raw[None, None, d], scale[None, d])
+            entry[d] = self.read_entry(entries, position + self.stride + self.distance * d, last, page_divisor)
+        position += self.stride
+        for d in cutlass.range_constexpr(self.depth):
+            exists, row = self.locate(mKV, zero_row, entry[d], position + self.distance * d, limit, page_divisor)
+            next_row[d] = row.toint() | exists
+            token_cache.prefetch(row, segment)
             entry[d] = self.read_entry(entries, position + self.stride + self.distance * d, last, page_divisor)
         position += self.stride
 
@@ -115,9 +122,8 @@ class KeyProducer:
                     p = turn * self.depth + d
                     at = first_row + self.distance * p
                     powers = self.store_scales(smem, place, scale[0, d], valid[d], stage, at)
-                    valid[d], source = self.locate(
-                        mKV, zero_row, entry[d], position + self.distance * d, limit, page_divisor
-                    )
+                    valid[d] = Int32(next_row[d]) & 1
+                    source = cute.make_ptr(Uint8, next_row[d] & -16, AddressSpace.gmem, assumed_align=16)
                     token_cache.load_scale(source, quarter, scale[None, d])
                     if const_expr(self.separate):
                         cute.arch.sync_warp()
@@ -125,7 +131,11 @@ class KeyProducer:
                     if const_expr(self.exchange == "values"):
                         self.send_rope(smem, raw[None, None, d], rope, stage, rank)
                     token_cache.store_and_gather(raw[None, None, d], powers, even, odd, rope, source, segment)
-                    entry[d] = self.read_entry(entries, position + self.stride + self.distance * d, last, page_divisor)
+                    at_next = position + self.distance * d
+                    exists, row = self.locate(mKV, zero_row, entry[d], at_next, limit, page_divisor)
+                    next_row[d] = row.toint() | exists
+                    token_cache.prefetch(row, segment)
+                    entry[d] = self.read_entry(entries, at_next + self.stride, last, page_divisor)
                     if const_expr(self.separate):
                         cute.arch.sync_warp()
                 position += self.stride

@@ -39,11 +39,11 @@ def shared_storage(heads: int):
         rope: cute.struct.Align[cute.struct.MemRange[BFloat16, cute.cosize(layout_rope)], 1024]
         q: cute.struct.Align[cute.struct.MemRange[BFloat16, cute.cosize(layout_q)], 1024]
         p: cute.struct.Align[cute.struct.MemRange[BFloat16, max(narrow * TOKENS_PER_TILE * GROUPS * 2, 8)], 1024]
-        scale: cute.struct.MemRange[Float32, per_key if wide else 1]
+        scale: cute.struct.Align[cute.struct.MemRange[Float32, per_key if wide else 1], 128]
         weight: cute.struct.Align[cute.struct.MemRange[Float16, per_key if wide else 8], 128]  # see `weights`
         q_power: cute.struct.MemRange[Float32, GROUPS * WIDE if wide else 1]
         factor: cute.struct.MemRange[Float32, 1 if wide else 2 * per_key]  # quotients of neighbouring f, and f
-        mask: cute.struct.MemRange[Float32, STAGES * TOKENS_PER_TILE]  # 0 or -inf, added to the scores
+        mask: cute.struct.Align[cute.struct.MemRange[Float32, STAGES * TOKENS_PER_TILE], 128]  # 0 or -inf, added to the scores
         row_max: cute.struct.MemRange[Float32, STAGES * WIDE]
         row_sum: cute.struct.MemRange[Float32, STAGES * WIDE]
         column_max: cute.struct.MemRange[Float32, max(narrow * 4 * 2, 1)]  # of the warps of both warpgroups

@@ -130,6 +130,8 @@ class SinkBackwardKernel:
             kv_empty: Int64
             q_full: cute.struct.MemRange[Int64, spec.stages]
             q_empty: cute.struct.MemRange[Int64, spec.stages]
+            ds_full: cute.struct.MemRange[Int64, 2]
+            ds_empty: cute.struct.MemRange[Int64, 2]
 
         return Shared
 
@@ -258,11 +260,15 @@ class SinkBackwardKernel:
             for atom in (load_q, load_do, load_k, load_v, load_stats, store_dk, store_dv):
                 cpasync.prefetch_descriptor(atom)
         if tidx == 0:
+            readers = spec.threads - 128
             for i in cutlass.range_constexpr(schedule.SLOTS):
                 cute.arch.mbarrier_init(smem.work_full.data_ptr() + i, 32)
-                cute.arch.mbarrier_init(smem.work_empty.data_ptr() + i, CONSUMERS)
+                cute.arch.mbarrier_init(smem.work_empty.data_ptr() + i, readers)
             cute.arch.mbarrier_init(smem.kv_full.ptr, 1)
-            cute.arch.mbarrier_init(smem.kv_empty.ptr, CONSUMERS)
+            cute.arch.mbarrier_init(smem.kv_empty.ptr, readers)
+            for i in cutlass.range_constexpr(2):
+                cute.arch.mbarrier_init(smem.ds_full.data_ptr() + i, CONSUMERS)
+                cute.arch.mbarrier_init(smem.ds_empty.data_ptr() + i, 128)
             for i in cutlass.range_constexpr(spec.stages):
                 cute.arch.mbarrier_init(smem.q_full.data_ptr() + i, 1)
                 cute.arch.mbarrier_init(smem.q_empty.data_ptr() + i, CONSUMERS)
@@ -282,11 +288,23 @@ class SinkBackwardKernel:
                     counters, divisors, tidx,
                 )  # fmt: skip
         else:
-            cute.arch.setmaxregister_increase(spec.consumer_registers)
             wg, tid = warp_idx // 4 - 1, tidx % 128
-            self.consume(
-                smem, store_dk, tDK, store_dv, tDV, sums, positions, softmax_scale, window, reach, max_k, ratio, wg, tid
-            )
+            if const_expr(spec.helper):
+                if wg == 2:
+                    cute.arch.setmaxregister_decrease(spec.helper_registers)
+                    self.help(smem, sums, positions, window, reach, ratio, tid)
+                else:
+                    cute.arch.setmaxregister_increase(spec.consumer_registers)
+                    self.consume(
+                        smem, store_dk, tDK, store_dv, tDV, sums, positions, softmax_scale, window, reach, max_k,
+                        ratio, wg, tid,
+                    )  # fmt: skip
+            else:
+                cute.arch.setmaxregister_increase(spec.consumer_registers)
+                self.consume(
+                    smem, store_dk, tDK, store_dv, tDV, sums, positions, softmax_scale, window, reach, max_k, ratio,
+                    wg, tid,
+                )  # fmt: skip
 
     @cute.jit
     def consume(
@@ -308,15 +326,16 @@ class SinkBackwardKernel:
     ):
         """One consumer warpgroup: its 64 keys of each item."""
         spec = self.spec
-        _, mma_kv, _ = self.tiled_mmas()
+        mma_s, mma_kv, _ = self.tiled_mmas()
         sWork = smem.work.get_tensor(cute.make_layout((schedule.RECORD, schedule.SLOTS)))
+        acc_s, acc_dp = (cute.make_rmem_tensor(mma_s.partition_shape_C((ROWS, QUERIES)), Float32) for _ in range(2))
         acc_dk, acc_dv = (cute.make_rmem_tensor(mma_kv.partition_shape_C((ROWS, spec.d)), Float32) for _ in range(2))
         turn, use, running = Int32(0), Int32(0), Int32(1)
         while running == 1:
             slot = turn % schedule.SLOTS
             cute.arch.mbarrier_wait(smem.work_full.data_ptr() + slot, turn // schedule.SLOTS % 2)
             first, head, batch = sWork[0, slot], sWork[1, slot], sWork[2, slot]
-            s_q, s_k, start_q, start_k = sWork[3, slot], sWork[4, slot], sWork[5, slot], sWork[6, slot]
+            s_q, s_k, start_q = sWork[3, slot], sWork[4, slot], sWork[5, slot]
             if first < 0:
                 running = Int32(0)
             else:
@@ -325,16 +344,36 @@ class SinkBackwardKernel:
                 acc_dk.fill(0.0)
                 acc_dv.fill(0.0)
                 cute.arch.mbarrier_wait(smem.kv_full.ptr, turn % 2)
-                position = schedule.position(spec.packed, start_q, batch, s_q) + begin
-                for g in cutlass.range(ratio, unroll=1):
-                    row = Int64(head * ratio + g) * positions + position  # of the first tile in the sums of dq
-                    for t in cutlass.range(tiles, unroll=1):
-                        target = sums + (row + QUERIES * t) * (4 * spec.d)
-                        self.differentiate(
-                            smem, acc_dk, acc_dv, target, softmax_scale * softmax.LOG2_E, begin + QUERIES * t, edges,
-                            use, wg, tid,
-                        )  # fmt: skip
-                        use += 1
+                scale_log2 = softmax_scale * softmax.LOG2_E
+                if const_expr(spec.ahead):
+                    count, t = ratio * tiles, Int32(0)
+                    if count > 0:
+                        self.scores(smem, acc_s, use, wg, tid)
+                        for i in cutlass.range(count, unroll=1):
+                            # behind the last tile S of the same one is made again, for nothing: a branch
+                            # there would serialize the products
+                            following = cutlass.select_(i == count - 1, use, use + 1)
+                            self.differentiate(
+                                smem, acc_s, acc_dp, acc_dk, acc_dv, Int64(0), scale_log2, begin + QUERIES * t, edges,
+                                use, following, wg, tid,
+                            )  # fmt: skip
+                            use += 1
+                            t = cutlass.select_(t == tiles - 1, Int32(0), t + 1)
+                        warpgroup.wait_group(0)
+                else:
+                    position = schedule.position(spec.packed, start_q, batch, s_q) + begin
+                    for g in cutlass.range(ratio, unroll=1):
+                        row = Int64(head * ratio + g) * positions + position  # of the first tile in the sums of dq
+                        for t in cutlass.range(tiles, unroll=1):
+                            self.scores(smem, acc_s, use, wg, tid)
+                            target = sums + (row + QUERIES * t) * (4 * spec.d)
+                            self.differentiate(
+                                smem, acc_s, acc_dp, acc_dk, acc_dv, target, scale_log2, begin + QUERIES * t, edges,
+                                use, use, wg, tid,
+                            )  # fmt: skip
+                            use += 1
+                # read again, and not kept: every register counts while dK, dV, S and dP are alive
+                first, head, batch, s_k, start_k = (sWork[i, slot] for i in (0, 1, 2, 4, 6))
                 key0, outer = schedule.place(spec.packed, max_k, s_k, start_k, batch)
                 gDK, gDV = (
                     cute.local_tile(
@@ -350,9 +389,34 @@ class SinkBackwardKernel:
             cute.arch.cp_async_bulk_wait_group(0, read=True)
 
     @cute.jit
+    def transposed_product(self, x, y, acc: cute.Tensor, stage: Int32, wg: Int32, tid: Int32):
+        """Issues K Q^T or V dO^T of this warpgroup's keys and of a tile of queries, and commits the group."""
+        spec = self.spec
+        layout_kv, layout_q, _, _ = self.layouts()
+        mma_s, _, _ = self.tiled_mmas()
+        thr_s = mma_s.get_slice(tid)
+        sX = x.get_tensor(layout_kv.outer, swizzle=layout_kv.inner)
+        sY = y.get_tensor(layout_q.outer, swizzle=layout_q.inner)
+        rX = mma_s.make_fragment_A(thr_s.partition_A(cute.local_tile(sX, (ROWS, spec.d), (wg, 0, None))))
+        rY = mma_s.make_fragment_B(thr_s.partition_B(sY))
+        of_d = [(k, k) for k in range(spec.d // 16)]
+        wgmma.issue(mma_s, acc, rX[None, None, None, 0], rY[None, None, None, stage], False, of_d)
+        warpgroup.commit_group()
+
+    @cute.jit
+    def scores(self, smem, acc_s: cute.Tensor, use: Int32, wg: Int32, tid: Int32):
+        """Issues S^T of a tile once it is there."""
+        stage, phase = schedule.stage_of(use, self.spec.stages)
+        cute.arch.mbarrier_wait(smem.q_full.data_ptr() + stage, phase)
+        warpgroup.fence()
+        self.transposed_product(smem.k, smem.q, acc_s, stage, wg, tid)
+
+    @cute.jit
     def differentiate(
         self,
         smem,
+        acc_s: cute.Tensor,
+        acc_dp: cute.Tensor,
         acc_dk: cute.Tensor,
         acc_dv: cute.Tensor,
         target: Int64,
@@ -360,42 +424,37 @@ class SinkBackwardKernel:
         query: Int32,
         edges: tuple,
         use: Int32,
+        following: Int32,
         wg: Int32,
         tid: Int32,
     ):
-        """Adds a tile of 64 queries from `query` on to dK / softmax_scale, to dV, and to the sums at `target`."""
+        """Adds a tile of 64 queries from `query` on to dK / softmax_scale, to dV, and to the sums at `target`.
+
+        Its S^T is in flight; if spec.ahead, that of the `following` tile is in the end.
+        """
         spec = self.spec
-        layout_kv, layout_q, layout_ds, layout_stats = self.layouts()
-        mma_s, mma_kv, mma_dq = self.tiled_mmas()
-        thr_s, thr_kv, thr_dq = mma_s.get_slice(tid), mma_kv.get_slice(tid), mma_dq.get_slice(tid)
-        sK, sV = (t.get_tensor(layout_kv.outer, swizzle=layout_kv.inner) for t in (smem.k, smem.v))
+        _, layout_q, layout_ds, _ = self.layouts()
+        mma_s, mma_kv, _ = self.tiled_mmas()
+        thr_kv = mma_kv.get_slice(tid)
         sQ, sDO = (t.get_tensor(layout_q.outer, swizzle=layout_q.inner) for t in (smem.q, smem.d_out))
-        rK, rV = (
-            mma_s.make_fragment_A(thr_s.partition_A(cute.local_tile(t, (ROWS, spec.d), (wg, 0, None))))
-            for t in (sK, sV)
-        )
-        rQ, rDO = (mma_s.make_fragment_B(thr_s.partition_B(t)) for t in (sQ, sDO))
         rQt, rDOt = (mma_kv.make_fragment_B(thr_kv.partition_B(wgmma.transposed(t))) for t in (sQ, sDO))
-        acc_s, acc_dp = (cute.make_rmem_tensor(mma_s.partition_shape_C((ROWS, QUERIES)), Float32) for _ in range(2))
         s, dp = wgmma.by_row(acc_s), wgmma.by_row(acc_dp)
         columns = cute.size(s, mode=[1])
-        of_d = [(k, k) for k in range(spec.d // 16)]
         of_queries = [(k, k) for k in range(QUERIES // 16)]
-        of_keys = [(k, k) for k in range(spec.keys // 16)]
-        stage, phase = schedule.stage_of(use, spec.stages)
+        stage, _ = schedule.stage_of(use, spec.stages)
         # L and delta of this thread's columns, (2, 8): column 8j + 2 (lane % 4) + c is element (c, j)
         of_thread = smem.stats.data_ptr() + cute.assume(stage * 2 * QUERIES + 2 * (tid % 4), divby=2)
         of_columns = cute.make_layout((2, QUERIES // 8), stride=(1, 8))
         values = cute.make_rmem_tensor((2, QUERIES // 8), Float32)
 
-        cute.arch.mbarrier_wait(smem.q_full.data_ptr() + stage, phase)
-        warpgroup.fence()
-        wgmma.issue(mma_s, acc_s, rK[None, None, None, 0], rQ[None, None, None, stage], False, of_d)
-        warpgroup.commit_group()
-        wgmma.issue(mma_s, acc_dp, rV[None, None, None, 0], rDO[None, None, None, stage], False, of_d)
-        warpgroup.commit_group()
+        if const_expr(spec.ahead):
+            warpgroup.wait_group(0)
+            warpgroup.fence()
+        if const_expr(not spec.thrifty):
+            self.transposed_product(smem.v, smem.d_out, acc_dp, stage, wg, tid)
         cute.autovec_copy(cute.make_tensor(of_thread, of_columns), values)
-        warpgroup.wait_group(1)
+        if const_expr(not spec.ahead):
+            warpgroup.wait_group(0 if spec.thrifty else 1)
         self.blocks.mask(acc_s, query, edges)
         for r in cutlass.range_constexpr(2):
             for c in cutlass.range_constexpr(columns):
@@ -403,22 +462,29 @@ class SinkBackwardKernel:
         rP = mma_kv.make_fragment_A(mma_kv.partition_shape_A((ROWS, QUERIES)))
         rP.store(acc_s.load().to(self.dtype).reshape(rP.shape))
         warpgroup.fence()
+        if const_expr(spec.thrifty):
+            self.transposed_product(smem.v, smem.d_out, acc_dp, stage, wg, tid)
         wgmma.issue(mma_kv, acc_dv, rP, rDOt[None, None, None, stage], True, of_queries)
         warpgroup.commit_group()
 
         cute.autovec_copy(cute.make_tensor(of_thread + QUERIES, of_columns), values)
         warpgroup.wait_group(1)
+        p = wgmma.by_row(cute.make_tensor(rP.iterator, acc_s.layout)) if const_expr(spec.thrifty) else s
         for r in cutlass.range_constexpr(2):
             for c in cutlass.range_constexpr(columns):
-                s[r, c] *= dp[r, c] - values[c]
+                dp[r, c] = p[r, c].to(Float32) * (dp[r, c] - values[c])
         rDS = mma_kv.make_fragment_A(mma_kv.partition_shape_A((ROWS, QUERIES)))
-        rDS.store(acc_s.load().to(self.dtype).reshape(rDS.shape))
+        rDS.store(acc_dp.load().to(self.dtype).reshape(rDS.shape))
         warpgroup.fence()
         wgmma.issue(mma_kv, acc_dk, rDS, rQt[None, None, None, stage], True, of_queries)
         warpgroup.commit_group()
 
+        if const_expr(spec.ahead):
+            self.scores(smem, acc_s, following, wg, tid)
+        buffer = use % 2
         if const_expr(spec.fused):
-            buffer = use % 2
+            if const_expr(spec.helper):
+                cute.arch.mbarrier_wait(smem.ds_empty.data_ptr() + buffer, use // 2 % 2 ^ 1)
             sDS = smem.d_s.get_tensor(layout_ds.outer, swizzle=layout_ds.inner)
             to_smem = cute.make_tiled_copy_C(cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), self.dtype), mma_s)
             thr_copy = to_smem.get_slice(tid)
@@ -426,27 +492,81 @@ class SinkBackwardKernel:
             fragment = cute.make_tensor(rDS.iterator, acc_s.layout)
             cute.copy(to_smem, thr_copy.retile(fragment), thr_copy.partition_D(mine))
             cute.arch.fence_proxy("async.shared", space="cta")  # ordinary stores, read by wgmma
+        if const_expr(spec.helper):
+            cute.arch.mbarrier_arrive(smem.ds_full.data_ptr() + buffer)
+        if const_expr(spec.fused and not spec.helper):
             if buffer == wg:
                 cute.arch.barrier(barrier_id=BAR_DS + buffer, number_of_threads=CONSUMERS)
-                rDSt = mma_dq.make_fragment_A(thr_dq.partition_A(wgmma.transposed(sDS)))[None, None, None, buffer]
-                halves = cute.local_tile(wgmma.transposed(sK)[None, None, 0], (HALF, spec.keys), (None, 0))
-                rKt = mma_dq.make_fragment_B(thr_dq.partition_B(halves))
-                for half in cutlass.range_constexpr(spec.d // HALF):
-                    acc_dq = cute.make_rmem_tensor(mma_dq.partition_shape_C((QUERIES, HALF)), Float32)
-                    warpgroup.fence()
-                    wgmma.issue(mma_dq, acc_dq, rDSt, rKt[None, None, None, half], False, of_keys)
-                    warpgroup.commit_group()
-                    warpgroup.wait_group(0)
-                    if const_expr(half == 0):
-                        cute.arch.mbarrier_arrive(smem.q_empty.data_ptr() + stage)
-                    self.add(acc_dq, target + half * (4 * QUERIES * HALF), tid)
+                self.add_dq(smem, target, smem.q_empty.data_ptr() + stage, buffer, tid)
             else:
                 cute.arch.barrier_arrive(barrier_id=BAR_DS + buffer, number_of_threads=CONSUMERS)
                 warpgroup.wait_group(0)
                 cute.arch.mbarrier_arrive(smem.q_empty.data_ptr() + stage)
         else:
-            warpgroup.wait_group(0)
+            warpgroup.wait_group(1 if spec.ahead else 0)
             cute.arch.mbarrier_arrive(smem.q_empty.data_ptr() + stage)
+
+    @cute.jit
+    def help(
+        self,
+        smem,
+        sums: Int64,
+        positions: Int32,
+        window: Int32,
+        reach: Int32,
+        ratio: Int32,
+        tid: Int32,
+    ):
+        """The helper: dQ of every tile, once both warpgroups with keys have stored their dS."""
+        spec = self.spec
+        sWork = smem.work.get_tensor(cute.make_layout((schedule.RECORD, schedule.SLOTS)))
+        turn, use, running = Int32(0), Int32(0), Int32(1)
+        while running == 1:
+            slot = turn % schedule.SLOTS
+            cute.arch.mbarrier_wait(smem.work_full.data_ptr() + slot, turn // schedule.SLOTS % 2)
+            first, head, batch = sWork[0, slot], sWork[1, slot], sWork[2, slot]
+            s_q, s_k, start_q = sWork[3, slot], sWork[4, slot], sWork[5, slot]
+            if first < 0:
+                running = Int32(0)
+            else:
+                cute.arch.mbarrier_arrive(smem.work_empty.data_ptr() + slot)
+                begin, tiles = self.blocks.extent(first, s_q, s_k, window, reach)
+                cute.arch.mbarrier_wait(smem.kv_full.ptr, turn % 2)
+                position = schedule.position(spec.packed, start_q, batch, s_q) + begin
+                for g in cutlass.range(ratio, unroll=1):
+                    row = Int64(head * ratio + g) * positions + position  # of the first tile in the sums of dq
+                    for t in cutlass.range(tiles, unroll=1):
+                        buffer = use % 2
+                        cute.arch.mbarrier_wait(smem.ds_full.data_ptr() + buffer, use // 2 % 2)
+                        target = sums + (row + QUERIES * t) * (4 * spec.d)
+                        self.add_dq(smem, target, smem.ds_empty.data_ptr() + buffer, buffer, tid)
+                        use += 1
+                cute.arch.mbarrier_arrive(smem.kv_empty.ptr)
+                turn += 1
+
+    @cute.jit
+    def add_dq(self, smem, target: Int64, given_back: cute.Pointer, buffer: Int32, tid: Int32):
+        """Makes dQ of the tile whose dS is in `buffer`, and adds it to the sums at `target`."""
+        spec = self.spec
+        layout_kv, _, layout_ds, _ = self.layouts()
+        _, _, mma_dq = self.tiled_mmas()
+        thr_dq = mma_dq.get_slice(tid)
+        of_keys = [(k, k) for k in range(spec.keys // 16)]
+        sK = smem.k.get_tensor(layout_kv.outer, swizzle=layout_kv.inner)
+        sDS = smem.d_s.get_tensor(layout_ds.outer, swizzle=layout_ds.inner)
+        rDSt = mma_dq.make_fragment_A(thr_dq.partition_A(wgmma.transposed(sDS)))[None, None, None, buffer]
+        halves = cute.local_tile(wgmma.transposed(sK)[None, None, 0], (HALF, spec.keys), (None, 0))
+        rKt = mma_dq.make_fragment_B(thr_dq.partition_B(halves))
+        for half in cutlass.range_constexpr(spec.d // HALF):
+            acc_dq = cute.make_rmem_tensor(mma_dq.partition_shape_C((QUERIES, HALF)), Float32)
+            warpgroup.fence()
+            wgmma.issue(mma_dq, acc_dq, rDSt, rKt[None, None, None, half], False, of_keys)
+            warpgroup.commit_group()
+            warpgroup.wait_group(0)
+            if const_expr(half == (spec.d // HALF - 1 if spec.helper else 0)):
+                # the helper has read dS; the others have read the tile of queries
+                cute.arch.mbarrier_arrive(given_back)
+            self.add(acc_dq, target + half * (4 * QUERIES * HALF), tid)
 
     @cute.jit
     def add(self, acc_dq: cute.Tensor, target: Int64, tid: Int32):

@@ -40,6 +40,9 @@ class SinkBackwardSpec:
     packed  sequences of different lengths lie one behind the other
     window  whether there is a left window
     fused   whether dq is added up in global memory as well
+    helper  fused: whether a third warpgroup makes dq, and the two with keys do not wait for it
+    ahead   whether S of the next tile is issued before dK of this one is waited for
+    thrifty whether dP is issued when S is no longer needed, and dS made of the rounded P: 32 registers less
     """
 
     dtype: str
@@ -47,16 +50,28 @@ class SinkBackwardSpec:
     packed: bool = False
     window: bool = False
     fused: bool = True
+    helper: bool = False
+    ahead: bool = False
+    thrifty: bool = False
 
     kernel: ClassVar[str] = "cute_kernels.sink.backward_kernel:SinkBackwardKernel"
     warpgroups: ClassVar[int] = 2
     keys: ClassVar[int] = 2 * ROWS
-    threads: ClassVar[int] = 384
     compile_options: ClassVar[str] = "--ptxas-options '--register-usage-level=0'"
 
     def can_implement(self) -> list[str]:
         """Reasons, in words, why this kernel cannot be built; empty when it can."""
-        return _reasons(self.dtype, self.d)
+        reasons = _reasons(self.dtype, self.d)
+        if self.helper and not self.fused:
+            reasons.append("a helper makes dq, which only the fused way does")
+        if self.ahead and self.fused and not self.helper:
+            reasons.append("tiles are looked ahead to where the warpgroups with keys make no dq")
+        return reasons
+
+    @property
+    def threads(self) -> int:
+        """Of a CTA: the producer's warpgroup, two that have keys, and the helper."""
+        return 512 if self.helper else 384
 
     @property
     def producer_registers(self) -> int:
@@ -66,7 +81,14 @@ class SinkBackwardSpec:
     @property
     def consumer_registers(self) -> int:
         """With 232 ptxas serializes the products of d 128, fused; with 24 the producer spills where not fused."""
+        if self.helper:
+            return 200 if self.d == 64 else 216
         return 240 if self.fused else 232
+
+    @property
+    def helper_registers(self) -> int:
+        """What is left: 24 + 2 x 200 + 88 = 24 + 2 x 216 + 56 = 4 x 128 of 512 threads."""
+        return 88 if self.d == 64 else 56
 
     @property
     def stages(self) -> int:
@@ -77,7 +99,8 @@ class SinkBackwardSpec:
     def expected(self) -> dict[str, Any]:
         """What the compiled kernel is held to."""
         added = ("REDG",) if self.fused else ()
-        return {"registers": 168, "instructions": ("HGMMA", "UTMALDG", "UTMASTG", "USETMAXREG", "MUFU.EX2", *added)}
+        registers = 128 if self.helper else 168
+        return {"registers": registers, "instructions": ("HGMMA", "UTMALDG", "UTMASTG", "USETMAXREG", "MUFU.EX2", *added)}
 
 
 @dataclass(frozen=True)

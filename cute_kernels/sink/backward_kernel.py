@@ -328,7 +328,7 @@ class SinkBackwardKernel:
         spec = self.spec
         mma_s, mma_kv, _ = self.tiled_mmas()
         sWork = smem.work.get_tensor(cute.make_layout((schedule.RECORD, schedule.SLOTS)))
-        acc_s, acc_dp = (cute.make_rmem_tensor(mma_s.partition_shape_C((ROWS, QUERIES)), Float32) for _ in range(2))
+        acc_s = cute.make_rmem_tensor(mma_s.partition_shape_C((ROWS, QUERIES)), Float32)
         acc_dk, acc_dv = (cute.make_rmem_tensor(mma_kv.partition_shape_C((ROWS, spec.d)), Float32) for _ in range(2))
         turn, use, running = Int32(0), Int32(0), Int32(1)
         while running == 1:
@@ -354,7 +354,7 @@ class SinkBackwardKernel:
                             # there would serialize the products
                             following = cutlass.select_(i == count - 1, use, use + 1)
                             self.differentiate(
-                                smem, acc_s, acc_dp, acc_dk, acc_dv, Int64(0), scale_log2, begin + QUERIES * t, edges,
+                                smem, acc_s, acc_dk, acc_dv, Int64(0), scale_log2, begin + QUERIES * t, edges,
                                 use, following, wg, tid,
                             )  # fmt: skip
                             use += 1
@@ -362,16 +362,23 @@ class SinkBackwardKernel:
                         warpgroup.wait_group(0)
                 else:
                     position = schedule.position(spec.packed, start_q, batch, s_q) + begin
+                    before = Int64(0)
                     for g in cutlass.range(ratio, unroll=1):
                         row = Int64(head * ratio + g) * positions + position  # of the first tile in the sums of dq
                         for t in cutlass.range(tiles, unroll=1):
                             self.scores(smem, acc_s, use, wg, tid)
                             target = sums + (row + QUERIES * t) * (4 * spec.d)
                             self.differentiate(
-                                smem, acc_s, acc_dp, acc_dk, acc_dv, target, scale_log2, begin + QUERIES * t, edges,
-                                use, use, wg, tid,
+                                smem, acc_s, acc_dk, acc_dv, before if const_expr(spec.late) else target, scale_log2,
+                                begin + QUERIES * t, edges, use, use, wg, tid,
                             )  # fmt: skip
+                            before = target
                             use += 1
+                    if const_expr(spec.late):
+                        buffer = (use - 1) % 2
+                        if before != 0 and buffer == wg:
+                            cute.arch.mbarrier_wait(smem.ds_full.data_ptr() + buffer, (use - 1) // 2 % 2)
+                            self.add_dq(smem, before, None, smem.ds_empty.data_ptr() + buffer, buffer, tid)
                 # read again, and not kept: every register counts while dK, dV, S and dP are alive
                 first, head, batch, s_k, start_k = (sWork[i, slot] for i in (0, 1, 2, 4, 6))
                 key0, outer = schedule.place(spec.packed, max_k, s_k, start_k, batch)
@@ -416,7 +423,6 @@ class SinkBackwardKernel:
         self,
         smem,
         acc_s: cute.Tensor,
-        acc_dp: cute.Tensor,
         acc_dk: cute.Tensor,
         acc_dv: cute.Tensor,
         target: Int64,
@@ -430,6 +436,8 @@ class SinkBackwardKernel:
     ):
         """Adds a tile of 64 queries from `query` on to dK / softmax_scale, to dV, and to the sums at `target`.
 
+        With spec.late `target` is that of the tile before, whose dQ is made here, or 0 where there is none.
+
         Its S^T is in flight; if spec.ahead, that of the `following` tile is in the end.
         """
         spec = self.spec
@@ -438,6 +446,7 @@ class SinkBackwardKernel:
         thr_kv = mma_kv.get_slice(tid)
         sQ, sDO = (t.get_tensor(layout_q.outer, swizzle=layout_q.inner) for t in (smem.q, smem.d_out))
         rQt, rDOt = (mma_kv.make_fragment_B(thr_kv.partition_B(wgmma.transposed(t))) for t in (sQ, sDO))
+        acc_dp = cute.make_rmem_tensor(mma_s.partition_shape_C((ROWS, QUERIES)), Float32)
         s, dp = wgmma.by_row(acc_s), wgmma.by_row(acc_dp)
         columns = cute.size(s, mode=[1])
         of_queries = [(k, k) for k in range(QUERIES // 16)]
@@ -450,11 +459,10 @@ class SinkBackwardKernel:
         if const_expr(spec.ahead):
             warpgroup.wait_group(0)
             warpgroup.fence()
-        if const_expr(not spec.thrifty):
-            self.transposed_product(smem.v, smem.d_out, acc_dp, stage, wg, tid)
+        self.transposed_product(smem.v, smem.d_out, acc_dp, stage, wg, tid)
         cute.autovec_copy(cute.make_tensor(of_thread, of_columns), values)
         if const_expr(not spec.ahead):
-            warpgroup.wait_group(0 if spec.thrifty else 1)
+            warpgroup.wait_group(1)
         self.blocks.mask(acc_s, query, edges)
         for r in cutlass.range_constexpr(2):
             for c in cutlass.range_constexpr(columns):
@@ -462,19 +470,16 @@ class SinkBackwardKernel:
         rP = mma_kv.make_fragment_A(mma_kv.partition_shape_A((ROWS, QUERIES)))
         rP.store(acc_s.load().to(self.dtype).reshape(rP.shape))
         warpgroup.fence()
-        if const_expr(spec.thrifty):
-            self.transposed_product(smem.v, smem.d_out, acc_dp, stage, wg, tid)
         wgmma.issue(mma_kv, acc_dv, rP, rDOt[None, None, None, stage], True, of_queries)
         warpgroup.commit_group()
 
         cute.autovec_copy(cute.make_tensor(of_thread + QUERIES, of_columns), values)
         warpgroup.wait_group(1)
-        p = wgmma.by_row(cute.make_tensor(rP.iterator, acc_s.layout)) if const_expr(spec.thrifty) else s
         for r in cutlass.range_constexpr(2):
             for c in cutlass.range_constexpr(columns):
-                dp[r, c] = p[r, c].to(Float32) * (dp[r, c] - values[c])
+                s[r, c] *= dp[r, c] - values[c]
         rDS = mma_kv.make_fragment_A(mma_kv.partition_shape_A((ROWS, QUERIES)))
-        rDS.store(acc_dp.load().to(self.dtype).reshape(rDS.shape))
+        rDS.store(acc_s.load().to(self.dtype).reshape(rDS.shape))
         warpgroup.fence()
         wgmma.issue(mma_kv, acc_dk, rDS, rQt[None, None, None, stage], True, of_queries)
         warpgroup.commit_group()
@@ -483,7 +488,7 @@ class SinkBackwardKernel:
             self.scores(smem, acc_s, following, wg, tid)
         buffer = use % 2
         if const_expr(spec.fused):
-            if const_expr(spec.helper):
+            if const_expr(spec.helper or spec.late):
                 cute.arch.mbarrier_wait(smem.ds_empty.data_ptr() + buffer, use // 2 % 2 ^ 1)
             sDS = smem.d_s.get_tensor(layout_ds.outer, swizzle=layout_ds.inner)
             to_smem = cute.make_tiled_copy_C(cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), self.dtype), mma_s)
@@ -492,12 +497,21 @@ class SinkBackwardKernel:
             fragment = cute.make_tensor(rDS.iterator, acc_s.layout)
             cute.copy(to_smem, thr_copy.retile(fragment), thr_copy.partition_D(mine))
             cute.arch.fence_proxy("async.shared", space="cta")  # ordinary stores, read by wgmma
-        if const_expr(spec.helper):
-            cute.arch.mbarrier_arrive(smem.ds_full.data_ptr() + buffer)
-        if const_expr(spec.fused and not spec.helper):
+            if const_expr(spec.helper or spec.late):
+                cute.arch.mbarrier_arrive(smem.ds_full.data_ptr() + buffer)
+        if const_expr(spec.late):
+            if target != 0 and buffer != wg:
+                earlier = buffer ^ 1
+                cute.arch.mbarrier_wait(smem.ds_full.data_ptr() + earlier, (use - 1) // 2 % 2)
+                given_back = smem.q_empty.data_ptr() + stage
+                self.add_dq(smem, target, given_back, smem.ds_empty.data_ptr() + earlier, earlier, tid)
+            else:
+                warpgroup.wait_group(0)
+                cute.arch.mbarrier_arrive(smem.q_empty.data_ptr() + stage)
+        elif const_expr(spec.fused and not spec.helper):
             if buffer == wg:
                 cute.arch.barrier(barrier_id=BAR_DS + buffer, number_of_threads=CONSUMERS)
-                self.add_dq(smem, target, smem.q_empty.data_ptr() + stage, buffer, tid)
+                self.add_dq(smem, target, smem.q_empty.data_ptr() + stage, None, buffer, tid)
             else:
                 cute.arch.barrier_arrive(barrier_id=BAR_DS + buffer, number_of_threads=CONSUMERS)
                 warpgroup.wait_group(0)
@@ -539,14 +553,17 @@ class SinkBackwardKernel:
                         buffer = use % 2
                         cute.arch.mbarrier_wait(smem.ds_full.data_ptr() + buffer, use // 2 % 2)
                         target = sums + (row + QUERIES * t) * (4 * spec.d)
-                        self.add_dq(smem, target, smem.ds_empty.data_ptr() + buffer, buffer, tid)
+                        self.add_dq(smem, target, None, smem.ds_empty.data_ptr() + buffer, buffer, tid)
                         use += 1
                 cute.arch.mbarrier_arrive(smem.kv_empty.ptr)
                 turn += 1
 
     @cute.jit
-    def add_dq(self, smem, target: Int64, given_back: cute.Pointer, buffer: Int32, tid: Int32):
-        """Makes dQ of the tile whose dS is in `buffer`, and adds it to the sums at `target`."""
+    def add_dq(self, smem, target: Int64, q_empty, ds_empty, buffer: Int32, tid: Int32):
+        """Makes dQ of the tile whose dS is in `buffer`, and adds it to the sums at `target`.
+
+        Arrives at `q_empty` when products issued before are complete, and at `ds_empty` when dS has been read.
+        """
         spec = self.spec
         layout_kv, _, layout_ds, _ = self.layouts()
         _, _, mma_dq = self.tiled_mmas()
@@ -563,9 +580,10 @@ class SinkBackwardKernel:
             wgmma.issue(mma_dq, acc_dq, rDSt, rKt[None, None, None, half], False, of_keys)
             warpgroup.commit_group()
             warpgroup.wait_group(0)
-            if const_expr(half == (spec.d // HALF - 1 if spec.helper else 0)):
-                # the helper has read dS; the others have read the tile of queries
-                cute.arch.mbarrier_arrive(given_back)
+            if const_expr(half == 0 and q_empty is not None):
+                cute.arch.mbarrier_arrive(q_empty)
+            if const_expr(half == spec.d // HALF - 1 and ds_empty is not None):
+                cute.arch.mbarrier_arrive(ds_empty)
             self.add(acc_dq, target + half * (4 * QUERIES * HALF), tid)
 
     @cute.jit

@@ -42,7 +42,7 @@ class SinkBackwardSpec:
     fused   whether dq is added up in global memory as well
     helper  fused: whether a third warpgroup makes dq, and the two with keys do not wait for it
     ahead   whether S of the next tile is issued before dK of this one is waited for
-    thrifty whether dP is issued when S is no longer needed, and dS made of the rounded P: 32 registers less
+    late    fused, no helper: whether dq of a tile is made one tile later, so that no warpgroup waits for the other
     """
 
     dtype: str
@@ -52,7 +52,7 @@ class SinkBackwardSpec:
     fused: bool = True
     helper: bool = False
     ahead: bool = False
-    thrifty: bool = False
+    late: bool = False
 
     kernel: ClassVar[str] = "cute_kernels.sink.backward_kernel:SinkBackwardKernel"
     warpgroups: ClassVar[int] = 2
@@ -64,8 +64,14 @@ class SinkBackwardSpec:
         reasons = _reasons(self.dtype, self.d)
         if self.helper and not self.fused:
             reasons.append("a helper makes dq, which only the fused way does")
+        if self.helper and self.d == 128:
+            reasons.append("beside a helper, registers are left for d 64 only")
+        if self.ahead and self.d == 128:
+            reasons.append("looking ahead takes registers that d 128 has not")
         if self.ahead and self.fused and not self.helper:
-            reasons.append("tiles are looked ahead to where the warpgroups with keys make no dq")
+            reasons.append("looking ahead is for warpgroups that make no dq")
+        if self.late and (self.helper or not self.fused or self.ahead):
+            reasons.append("late is for warpgroups that make dq in turns, and do not look ahead")
         return reasons
 
     @property
@@ -82,13 +88,13 @@ class SinkBackwardSpec:
     def consumer_registers(self) -> int:
         """With 232 ptxas serializes the products of d 128, fused; with 24 the producer spills where not fused."""
         if self.helper:
-            return 200 if self.d == 64 else 216
+            return 200
         return 240 if self.fused else 232
 
     @property
     def helper_registers(self) -> int:
-        """What is left: 24 + 2 x 200 + 88 = 24 + 2 x 216 + 56 = 4 x 128 of 512 threads."""
-        return 88 if self.d == 64 else 56
+        """What is left: 24 + 2 x 200 + 88 = 4 x 128 of 512 threads."""
+        return 88
 
     @property
     def stages(self) -> int:
@@ -100,7 +106,10 @@ class SinkBackwardSpec:
         """What the compiled kernel is held to."""
         added = ("REDG",) if self.fused else ()
         registers = 128 if self.helper else 168
-        return {"registers": registers, "instructions": ("HGMMA", "UTMALDG", "UTMASTG", "USETMAXREG", "MUFU.EX2", *added)}
+        return {
+            "registers": registers,
+            "instructions": ("HGMMA", "UTMALDG", "UTMASTG", "USETMAXREG", "MUFU.EX2", *added),
+        }
 
 
 @dataclass(frozen=True)
@@ -117,6 +126,7 @@ class SinkQueryGradSpec:
 
     kernel: ClassVar[str] = "cute_kernels.sink.query_grad_kernel:SinkQueryGradKernel"
     tile: ClassVar[int] = 64
+    grouped: ClassVar[bool] = False
     compile_options: ClassVar[str] = "--ptxas-options '--register-usage-level=0'"
 
     def can_implement(self) -> list[str]:
@@ -132,6 +142,11 @@ class SinkQueryGradSpec:
     def rows(self) -> int:
         """Query rows of a CTA."""
         return ROWS * self.warpgroups
+
+    @property
+    def slots(self) -> int:
+        """Blocks of 64 rows of Q, and of dO, in shared memory."""
+        return self.warpgroups
 
     @property
     def threads(self) -> int:

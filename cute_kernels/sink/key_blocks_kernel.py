@@ -167,7 +167,7 @@ class KeyBlocks:
                         )
                         cute.copy(load_q, tQgQ[None, t], tQsQ[None, stage], tma_bar_ptr=full + stage)
                     cute.copy(load_stats, tXgX[None, t], tXsX[None, stage], tma_bar_ptr=full + stage)
-            item = ctas + following
+            item = ctas + cute.arch.shuffle_sync(following, 0)
             turn += 1
 
         slot = turn % schedule.SLOTS

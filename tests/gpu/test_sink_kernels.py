@@ -26,11 +26,17 @@ EPSILON = {"bfloat16": 2.0**-8, "float16": 2.0**-11}
 def kernel_specs() -> list:
     """What the tests here need: the shipped specs, other tiles and float16."""
     forward = [forward_spec("float16", *variant) for variant in PLAIN]
-    backward = [SinkBackwardSpec("float16", d, fused=fused) for d in (64, 128) for fused in (True, False)]
+    ways = [
+        SinkBackwardSpec(dtype, d, packed, window, **way)
+        for way in WAYS.values()
+        for d in (64, 128)
+        for dtype, packed, window in [("float16", False, False), *[("bfloat16", *case) for case in LAYOUTS]]
+    ]
+    backward = [spec for spec in ways if not spec.can_implement()]
     small = [kind("float16", d) for kind in (SinkQueryGradSpec, SinkFinishSpec) for d in (64, 128)]
     prepare = [SinkPrepareSpec("float16", d, fused=fused) for d in (64, 128) for fused in (True, False)]
     shipped = [*forward_module.shipped_specs(), *backward_spec.shipped_specs()]
-    return [*shipped, *forward, *TUNING, *backward, *small, *prepare]
+    return [*shipped, *forward, *TUNING, *GROUPED, *backward, *small, *prepare]
 
 
 def forward_spec(dtype: str, d: int, packed: bool, window: int | None) -> SinkForwardSpec:
@@ -45,6 +51,20 @@ TUNING = [
     SinkForwardSpec("bfloat16", 128, tile=64),
     SinkForwardSpec("bfloat16", 64, window=True, tile=96, warpgroups=3),
 ]
+LAYOUTS = list(itertools.product((False, True), (False, True)))  # packed, window
+GROUPED = [
+    SinkForwardSpec("bfloat16", d, packed, True, warpgroups, tile, False, grouped=True)
+    for d, warpgroups, tile in [(64, 3, 64), (64, 3, 96), (64, 2, 96), (64, 2, 192), (64, 4, 64), (128, 2, 64)]
+    for packed in (False, True)
+]
+WAYS: dict[str, dict[str, bool]] = {
+    "fused": {},
+    "apart": {"fused": False},
+    "late": {"late": True},
+    "helper": {"helper": True},
+    "helper ahead": {"helper": True, "ahead": True},
+    "apart ahead": {"fused": False, "ahead": True},
+}
 
 
 class Case:
@@ -234,6 +254,29 @@ def test_forward_other_tiles(spec):
     check_forward(Case([(700, 1300)] * 2, 4, 2, spec.d, window=window), spec)
 
 
+@pytest.mark.parametrize("spec", GROUPED, ids=repr)
+@pytest.mark.parametrize("window", [1, 64, 127, 128, 129, 250, 600])
+@pytest.mark.parametrize("causal", [False, True])
+def test_forward_grouped(spec, window, causal):
+    """Tiles that fit into shared memory, and more of them: wide windows, or none to the right."""
+    cases = [[(700, 1300)] * 2, [(333, 333)] * 3, [(300, 90)], [(65, 1000)]]
+    if spec.packed:
+        cases = [[(1, 1), (130, 700), (0, 5), (257, 257), (64, 0), (3, 2000), (191, 64), (0, 0), (640, 641)]]
+    for lengths in cases:
+        check_forward(Case(lengths, 8, 2, spec.d, causal=causal, window=window, packed=spec.packed), spec)
+
+
+@pytest.mark.parametrize("spec", GROUPED, ids=repr)
+@pytest.mark.parametrize("ctas", [1, 3, None])
+@pytest.mark.parametrize(("h_q", "h_kv"), [(1, 1), (8, 1), (6, 2), (5, 5), (14, 2), (64, 8)])
+def test_forward_grouped_ratios(spec, ctas, h_q, h_kv):
+    case = Case([(200, 330)] * 2, h_q, h_kv, spec.d, window=128, packed=spec.packed, sinks="extreme")
+    case.small_sections = True
+    check_forward(case, spec, ctas)
+    case = Case([(200, 330)] * 2, h_q, h_kv, spec.d, window=100, packed=spec.packed, causal=False)
+    check_forward(case, spec, ctas)
+
+
 @pytest.mark.parametrize("ctas", [1, 2, 7])
 def test_forward_with_few_ctas(ctas):
     """Many items a CTA: stages, slots and turns go round."""
@@ -248,8 +291,8 @@ def test_small_sections(d):
     case = Case([(400, 900)] * 3, 6, 3, d)
     case.small_sections = True
     check_forward(case, ctas=5)
-    check_backward(case, True, ctas=5)
-    check_backward(case, False, ctas=5)
+    for way in WAYS:
+        check_backward(case, way, ctas=5)
 
 
 def test_forward_long_and_repeated():
@@ -317,9 +360,11 @@ def gradients(q, k, v, sink, d_out, mask, scale):
     return values, sizes
 
 
-def run_backward(case: Case, fused: bool, ctas: int | None = None) -> tuple:
+def run_backward(case: Case, way: str, ctas: int | None = None) -> tuple:
     """(dq, dk, dv, d(sink)) of the kernels from a forward in float64; outputs and scratch memory poisoned before."""
     dtype, d, packed, window = case.dtype, case.d, case.packed, case.window is not None
+    keys = SinkBackwardSpec(dtype, d, packed, window, **WAYS[way])
+    fused = keys.fused
     out, lse = torch.zeros_like(case.q), torch.full(case.q.shape[:-1], -torch.inf, device="cuda")
     for b, (s_q, _) in enumerate(case.lengths):
         if s_q:
@@ -343,7 +388,6 @@ def run_backward(case: Case, fused: bool, ctas: int | None = None) -> tuple:
     get_kernel(SinkPrepareSpec(dtype, d, packed, fused))(
         out, case.d_out, lse, case.sink, stats, parts, cu_q, sums.data_ptr(), case.max_q
     )
-    keys = SinkBackwardSpec(dtype, d, packed, window, fused)
     get_kernel(keys)(
         case.q, case.k, case.v, case.d_out, stats, d_k, d_v, cu_q, cu_k, case.work_list(True, keys.keys),
         sums.data_ptr(), *numbers, case.section(case.h_kv), ctas, counters.data_ptr(),
@@ -361,8 +405,10 @@ def run_backward(case: Case, fused: bool, ctas: int | None = None) -> tuple:
     return d_q, d_k, d_v, parts.sum(-1)
 
 
-def check_backward(case: Case, fused: bool, ctas: int | None = None) -> None:
-    d_q, d_k, d_v, d_sink = run_backward(case, fused, ctas)
+def check_backward(case: Case, way: str, ctas: int | None = None) -> None:
+    if SinkBackwardSpec(case.dtype, case.d, **WAYS[way]).can_implement():
+        return  # there is no such kernel
+    d_q, d_k, d_v, d_sink = run_backward(case, way, ctas)
     epsilon = EPSILON[case.dtype]
     expected_sink, sink_size = torch.zeros(2, case.h_q, dtype=torch.float64, device="cuda")
     for b, (s_q, s_k) in enumerate(case.lengths):
@@ -394,73 +440,70 @@ def near(got: torch.Tensor, expected: torch.Tensor, size: torch.Tensor, epsilon:
     )
 
 
-WAYS = [True, False]
-
-
-@pytest.mark.parametrize("fused", WAYS)
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("d", [64, 128])
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("s", [1, 64, 128, 192, 384])
-def test_backward_of_one_head(fused, d, causal, s):
-    check_backward(Case([(s, s)], 1, 1, d, causal=causal, sinks="none"), fused)
+def test_backward_of_one_head(way, d, causal, s):
+    check_backward(Case([(s, s)], 1, 1, d, causal=causal, sinks="none"), way)
 
 
-@pytest.mark.parametrize("fused", WAYS)
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("d", [64, 128])
 @pytest.mark.parametrize(
     ("s_q", "s_k"),
     [(63, 65), (65, 129), (127, 255), (129, 257), (191, 193), (193, 191), (1, 1000), (300, 1), (500, 130)],
 )
 @pytest.mark.parametrize("causal", [False, True])
-def test_backward_around_tiles(fused, d, s_q, s_k, causal):
-    check_backward(Case([(s_q, s_k)] * 2, 4, 2, d, causal=causal, seed=s_q), fused)
+def test_backward_around_tiles(way, d, s_q, s_k, causal):
+    check_backward(Case([(s_q, s_k)] * 2, 4, 2, d, causal=causal, seed=s_q), way)
 
 
-@pytest.mark.parametrize("fused", WAYS)
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("d", [64, 128])
 @pytest.mark.parametrize("window", [1, 2, 64, 65, 127, 128, 129, 300, 5000])
 @pytest.mark.parametrize("causal", [False, True])
-def test_backward_windows(fused, d, window, causal):
-    check_backward(Case([(777, 900)], 4, 1, d, causal=causal, window=window, seed=window), fused)
+def test_backward_windows(way, d, window, causal):
+    check_backward(Case([(777, 900)], 4, 1, d, causal=causal, window=window, seed=window), way)
 
 
-@pytest.mark.parametrize("fused", WAYS)
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(("h_q", "h_kv"), [(8, 1), (6, 2), (5, 5), (14, 2)])
-def test_backward_ratios(fused, h_q, h_kv):
-    check_backward(Case([(200, 330)], h_q, h_kv, 64), fused)
-    check_backward(Case([(200, 330)], h_q, h_kv, 128, window=100), fused)
+def test_backward_ratios(way, h_q, h_kv):
+    check_backward(Case([(200, 330)], h_q, h_kv, 64), way)
+    check_backward(Case([(200, 330)], h_q, h_kv, 128, window=100), way)
 
 
-@pytest.mark.parametrize("fused", WAYS)
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("d", [64, 128])
 @pytest.mark.parametrize("window", [None, 100])
-def test_backward_packed(fused, d, window):
+def test_backward_packed(way, d, window):
     lengths = [(1, 1), (130, 700), (0, 5), (257, 257), (64, 0), (3, 2000), (191, 64), (0, 0), (640, 641)]
-    check_backward(Case(lengths, 4, 2, d, window=window, packed=True), fused)
-    check_backward(Case(lengths, 4, 2, d, window=window, packed=True, causal=False), fused)
+    check_backward(Case(lengths, 4, 2, d, window=window, packed=True), way)
+    check_backward(Case(lengths, 4, 2, d, window=window, packed=True, causal=False), way)
 
 
-@pytest.mark.parametrize("fused", WAYS)
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("d", [64, 128])
-def test_backward_float16_and_sinks(fused, d):
-    check_backward(Case([(300, 300)], 4, 2, d, "float16"), fused)
-    check_backward(Case([(150, 150)] * 2, 8, 2, d, sinks="extreme"), fused)
-    check_backward(Case([(150, 100)] * 2, 8, 2, d, sinks="extreme"), fused)  # the first rows see no key
+def test_backward_float16_and_sinks(way, d):
+    check_backward(Case([(300, 300)], 4, 2, d, "float16"), way)
+    check_backward(Case([(150, 150)] * 2, 8, 2, d, sinks="extreme"), way)
+    check_backward(Case([(150, 100)] * 2, 8, 2, d, sinks="extreme"), way)  # the first rows see no key
 
 
-@pytest.mark.parametrize("fused", WAYS)
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("ctas", [1, 2, 7])
-def test_backward_with_few_ctas(fused, ctas):
-    check_backward(Case([(400, 900)] * 3, 6, 3, 64), fused, ctas)
-    check_backward(Case([(400, 900)] * 3, 6, 3, 128), fused, ctas)
-    check_backward(Case([(400, 900), (0, 9), (70, 70)], 6, 3, 64, packed=True), fused, ctas)
+def test_backward_with_few_ctas(way, ctas):
+    check_backward(Case([(400, 900)] * 3, 6, 3, 64), way, ctas)
+    check_backward(Case([(400, 900)] * 3, 6, 3, 128), way, ctas)
+    check_backward(Case([(400, 900), (0, 9), (70, 70)], 6, 3, 64, packed=True), way, ctas)
 
 
 def test_backward_apart_gives_the_same_bits():
     case = Case([(1000, 1000)] * 2, 8, 2, 64)
-    first = run_backward(case, fused=False)
+    first = run_backward(case, "apart")
     for _ in range(10):
-        assert all(torch.equal(a, b) for a, b in zip(first, run_backward(case, fused=False), strict=True))
+        assert all(torch.equal(a, b) for a, b in zip(first, run_backward(case, "apart"), strict=True))
 
 
 def test_gradients_of_the_reference():

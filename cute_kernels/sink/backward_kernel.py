@@ -56,7 +56,7 @@ from cute_kernels.sink.backward_spec import QUERIES, SinkBackwardSpec
 from cute_kernels.sink.key_blocks_kernel import KeyBlocks
 from cute_kernels.sink.spec import ROWS
 
-BAR_DS, BAR_ITEM = 1, 3
+BAR_DS, BAR_ITEM, BAR_ADD = 1, 3, 4
 CONSUMERS = 256
 HALF = 64  # columns of dQ that are made together: 32 registers
 
@@ -112,16 +112,19 @@ class SinkBackwardKernel:
         spec, dtype = self.spec, self.dtype
         layout_kv, layout_q, layout_ds, layout_stats = self.layouts()
         of_ds = cute.cosize(layout_ds) if spec.fused else 64
+        of_dkv = 64 if spec.reuses else cute.cosize(layout_kv)
+        of_added = 2 * QUERIES * spec.d if spec.bulk else 32
 
         @cute.struct
         class Shared:
             k: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(layout_kv)], 1024]
             v: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(layout_kv)], 1024]
-            d_k: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(layout_kv)], 1024]
-            d_v: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(layout_kv)], 1024]
+            d_k: cute.struct.Align[cute.struct.MemRange[dtype, of_dkv], 1024 if of_dkv > 64 else 128]
+            d_v: cute.struct.Align[cute.struct.MemRange[dtype, of_dkv], 1024 if of_dkv > 64 else 128]
             q: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(layout_q)], 1024]
             d_out: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(layout_q)], 1024]
             d_s: cute.struct.Align[cute.struct.MemRange[dtype, of_ds], 1024]
+            added: cute.struct.Align[cute.struct.MemRange[Float32, of_added], 128]
             stats: cute.struct.Align[cute.struct.MemRange[Float32, cute.cosize(layout_stats)], 128]
             work: cute.struct.MemRange[Int32, schedule.RECORD * schedule.SLOTS]
             work_full: cute.struct.MemRange[Int64, schedule.SLOTS]
@@ -265,7 +268,7 @@ class SinkBackwardKernel:
                 cute.arch.mbarrier_init(smem.work_full.data_ptr() + i, 32)
                 cute.arch.mbarrier_init(smem.work_empty.data_ptr() + i, readers)
             cute.arch.mbarrier_init(smem.kv_full.ptr, 1)
-            cute.arch.mbarrier_init(smem.kv_empty.ptr, readers)
+            cute.arch.mbarrier_init(smem.kv_empty.ptr, 32 if spec.reuses else readers)
             for i in cutlass.range_constexpr(2):
                 cute.arch.mbarrier_init(smem.ds_full.data_ptr() + i, CONSUMERS)
                 cute.arch.mbarrier_init(smem.ds_empty.data_ptr() + i, 128)
@@ -389,10 +392,11 @@ class SinkBackwardKernel:
                     for t in (tDK, tDV)
                 )
                 cute.arch.mbarrier_arrive(smem.work_empty.data_ptr() + slot)
-                cute.arch.mbarrier_arrive(smem.kv_empty.ptr)
+                if const_expr(not spec.reuses):
+                    cute.arch.mbarrier_arrive(smem.kv_empty.ptr)
                 self.store(smem, acc_dk, acc_dv, softmax_scale, store_dk, gDK, store_dv, gDV, wg, tid)
                 turn += 1
-        if wg == 0 and tid // 32 == 0:
+        if tid // 32 == 0:
             cute.arch.cp_async_bulk_wait_group(0, read=True)
 
     @cute.jit
@@ -557,6 +561,8 @@ class SinkBackwardKernel:
                         use += 1
                 cute.arch.mbarrier_arrive(smem.kv_empty.ptr)
                 turn += 1
+        if tid // 32 == 0:
+            cute.arch.cp_async_bulk_wait_group(0, read=True)
 
     @cute.jit
     def add_dq(self, smem, target: Int64, q_empty, ds_empty, buffer: Int32, tid: Int32):
@@ -584,7 +590,11 @@ class SinkBackwardKernel:
                 cute.arch.mbarrier_arrive(q_empty)
             if const_expr(half == spec.d // HALF - 1 and ds_empty is not None):
                 cute.arch.mbarrier_arrive(ds_empty)
-            self.add(acc_dq, target + half * (4 * QUERIES * HALF), tid)
+            at = target + half * (4 * QUERIES * HALF)
+            if const_expr(spec.bulk):
+                self.add_copied(smem, acc_dq, at, buffer * (spec.d // HALF) + half, buffer, tid)
+            else:
+                self.add(acc_dq, at, tid)
 
     @cute.jit
     def add(self, acc_dq: cute.Tensor, target: Int64, tid: Int32):
@@ -594,6 +604,30 @@ class SinkBackwardKernel:
                 "red.relaxed.gpu.global.add.v4.f32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};",
                 read_only_args=[target + 16 * tid + 2048 * j, *[acc_dq[4 * j + i] for i in range(4)]],
             )
+
+    @cute.jit
+    def add_copied(self, smem, acc_dq: cute.Tensor, target: Int64, place: Int32, buffer: Int32, tid: Int32):
+        """As `add`, by one copy of 16 KB from shared memory, where `place` is one of four (d 128) or two (d 64)."""
+        spec = self.spec
+        barrier = BAR_ADD if const_expr(spec.helper) else BAR_ADD + buffer
+        staged = smem.added.data_ptr() + cute.assume(place * (QUERIES * HALF), divby=QUERIES * HALF)
+        if tid == 0:  # who issues the copies: that before from this place has been read
+            cute.arch.cp_async_bulk_wait_group(2 * spec.d // HALF // (1 if spec.helper else 2) - 1, read=True)
+        cute.arch.barrier(barrier_id=barrier, number_of_threads=128)
+        for j in cutlass.range_constexpr(cute.size(acc_dq) // 4):
+            four = cute.make_rmem_tensor(4, Float32)
+            for i in cutlass.range_constexpr(4):
+                four[i] = acc_dq[4 * j + i]
+            to = staged + cute.assume(512 * j + 4 * tid, divby=4)
+            cute.autovec_copy(four, cute.make_tensor(to, cute.make_layout(4)))
+        cute.arch.fence_proxy("async.shared", space="cta")  # ordinary stores, read by the copy engine
+        cute.arch.barrier(barrier_id=barrier, number_of_threads=128)
+        if tid == 0:
+            cute.arch.inline_ptx(
+                "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [{$r0}], [{$r1}], {$r2};",
+                read_only_args=[target, Int32(staged.toint()), Int32(4 * QUERIES * HALF)],
+            )
+            cute.arch.cp_async_bulk_commit_group()
 
     @cute.jit
     def store(
@@ -619,7 +653,8 @@ class SinkBackwardKernel:
         if issues:  # those before have read shared memory
             cute.arch.cp_async_bulk_wait_group(0, read=True)
         cute.arch.barrier(barrier_id=BAR_ITEM, number_of_threads=CONSUMERS)
-        sDK, sDV = (t.get_tensor(layout_kv.outer, swizzle=layout_kv.inner) for t in (smem.d_k, smem.d_v))
+        places = (smem.k, smem.v) if const_expr(spec.reuses) else (smem.d_k, smem.d_v)
+        sDK, sDV = (t.get_tensor(layout_kv.outer, swizzle=layout_kv.inner) for t in places)
         results = ((acc_dk, softmax_scale, sDK), (acc_dv, Float32(1.0), sDV))
         for i in cutlass.range_constexpr(2):
             acc, factor, staged = results[i]
@@ -636,3 +671,6 @@ class SinkBackwardKernel:
             cute.copy(store_dk, tKsK[None, 0], tKgK)
             cute.copy(store_dv, tVsV[None, 0], tVgV)
             cute.arch.cp_async_bulk_commit_group()
+            if const_expr(spec.reuses):
+                cute.arch.cp_async_bulk_wait_group(0, read=True)
+                cute.arch.mbarrier_arrive(smem.kv_empty.ptr)

@@ -43,6 +43,8 @@ class SinkBackwardSpec:
     helper  fused: whether a third warpgroup makes dq, and the two with keys do not wait for it
     ahead   whether S of the next tile is issued before dK of this one is waited for
     late    fused, no helper: whether dq of a tile is made one tile later, so that no warpgroup waits for the other
+    bulk    helper or late: whether dq is added by copies from shared memory, and not by instructions of every thread.
+            At d 128 their place is that of dK and dV, which then leave through the place of K and V
     """
 
     dtype: str
@@ -53,6 +55,7 @@ class SinkBackwardSpec:
     helper: bool = False
     ahead: bool = False
     late: bool = False
+    bulk: bool = False
 
     kernel: ClassVar[str] = "cute_kernels.sink.backward_kernel:SinkBackwardKernel"
     warpgroups: ClassVar[int] = 2
@@ -70,6 +73,8 @@ class SinkBackwardSpec:
             reasons.append("looking ahead takes registers that d 128 has not")
         if self.ahead and self.fused and not self.helper:
             reasons.append("looking ahead is for warpgroups that make no dq")
+        if self.bulk and not (self.helper or self.late):
+            reasons.append("copies add what a helper makes, or what is made late")
         if self.late and (self.helper or not self.fused or self.ahead):
             reasons.append("late is for warpgroups that make dq in turns, and do not look ahead")
         return reasons
@@ -97,6 +102,11 @@ class SinkBackwardSpec:
         return 88
 
     @property
+    def reuses(self) -> bool:
+        """Whether dK and dV leave through the place of K and V."""
+        return self.bulk and self.d == 128
+
+    @property
     def stages(self) -> int:
         """Tiles of Q and dO in flight: a power of two."""
         return 4 if self.d == 64 else 2
@@ -104,7 +114,7 @@ class SinkBackwardSpec:
     @property
     def expected(self) -> dict[str, Any]:
         """What the compiled kernel is held to."""
-        added = ("REDG",) if self.fused else ()
+        added = (("UBLKRED",) if self.bulk else ("REDG",)) if self.fused else ()
         registers = 128 if self.helper else 168
         return {
             "registers": registers,

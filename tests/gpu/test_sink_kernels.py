@@ -62,7 +62,9 @@ WAYS: dict[str, dict[str, bool]] = {
     "apart": {"fused": False},
     "late": {"late": True},
     "helper": {"helper": True},
+    "late bulk": {"late": True, "bulk": True},
     "helper ahead": {"helper": True, "ahead": True},
+    "helper ahead bulk": {"helper": True, "ahead": True, "bulk": True},
     "apart ahead": {"fused": False, "ahead": True},
 }
 

@@ -366,16 +366,40 @@ class SinkBackwardKernel:
                 else:
                     position = schedule.position(spec.packed, start_q, batch, s_q) + begin
                     before = Int64(0)
+                    seen_from, seen_to = self.blocks.seeing(first + ROWS * wg, s_q, s_k, window, reach)
                     for g in cutlass.range(ratio, unroll=1):
                         row = Int64(head * ratio + g) * positions + position  # of the first tile in the sums of dq
                         for t in cutlass.range(tiles, unroll=1):
-                            self.scores(smem, acc_s, use, wg, tid)
-                            target = sums + (row + QUERIES * t) * (4 * spec.d)
-                            self.differentiate(
-                                smem, acc_s, acc_dk, acc_dv, before if const_expr(spec.late) else target, scale_log2,
-                                begin + QUERIES * t, edges, use, use, wg, tid,
-                            )  # fmt: skip
-                            before = target
+                            query = begin + QUERIES * t
+                            if const_expr(spec.skips):
+                                if query + QUERIES > seen_from and query < seen_to:
+                                    self.scores(smem, acc_s, use, wg, tid)
+                                    self.differentiate(
+                                        smem,
+                                        acc_s,
+                                        acc_dk,
+                                        acc_dv,
+                                        Int64(0),
+                                        scale_log2,
+                                        query,
+                                        edges,
+                                        use,
+                                        use,
+                                        wg,
+                                        tid,
+                                    )
+                                else:  # to wait for it keeps two uses of a stage apart
+                                    stage, phase = schedule.stage_of(use, spec.stages)
+                                    cute.arch.mbarrier_wait(smem.q_full.data_ptr() + stage, phase)
+                                    cute.arch.mbarrier_arrive(smem.q_empty.data_ptr() + stage)
+                            else:
+                                self.scores(smem, acc_s, use, wg, tid)
+                                target = sums + (row + QUERIES * t) * (4 * spec.d)
+                                adds_to = before if const_expr(spec.late) else target
+                                self.differentiate(
+                                    smem, acc_s, acc_dk, acc_dv, adds_to, scale_log2, query, edges, use, use, wg, tid
+                                )
+                                before = target
                             use += 1
                     if const_expr(spec.late):
                         buffer = (use - 1) % 2

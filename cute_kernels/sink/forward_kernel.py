@@ -467,7 +467,7 @@ class SinkForwardKernel:
         wgmma.issue(mma_qk, acc_s, rQ, rK[None, None, None, stage], False, qk_blocks)
         warpgroup.commit_group()
         warpgroup.wait_group(0)
-        self.give_back(smem, k_empty, stage, kept)
+        self.blocks.give_back(smem, k_empty, stage, kept)
         tile = high - 1
         self.blocks.mask(acc_s, tile, edges)
         for r in cutlass.range_constexpr(2):
@@ -493,12 +493,12 @@ class SinkForwardKernel:
             warpgroup.commit_group()
             self.give_turn(wg)
             warpgroup.wait_group(1)
-            self.give_back(smem, k_empty, after, kept)
+            self.blocks.give_back(smem, k_empty, after, kept)
             self.blocks.mask(acc_s, tile, edges)
             self.exponentials(acc_s, reference, row_sum, alpha, scale_log2)
             self.hold(row_sum)
             warpgroup.wait_group(0)
-            self.give_back(smem, v_empty, before, kept)
+            self.blocks.give_back(smem, v_empty, before, kept)
             softmax.rescale([acc_o], alpha)
 
         cute.arch.mbarrier_arrive(smem.q_empty.data_ptr() + slot)
@@ -509,7 +509,7 @@ class SinkForwardKernel:
         wgmma.issue(mma_pv, acc_o, rP, rV[None, None, None, last], True, pv_blocks)
         warpgroup.commit_group()
         warpgroup.wait_group(0)
-        self.give_back(smem, v_empty, last, kept)
+        self.blocks.give_back(smem, v_empty, last, kept)
         use += 1
         for _ in cutlass.range(low, unroll=1):
             self.pass_over(smem, use, wg)
@@ -526,15 +526,6 @@ class SinkForwardKernel:
         cute.arch.mbarrier_arrive(smem.k_empty.data_ptr() + stage)
         cute.arch.mbarrier_wait(smem.v_full.data_ptr() + stage, phase)
         cute.arch.mbarrier_arrive(smem.v_empty.data_ptr() + stage)
-
-    @cute.jit
-    def give_back(self, smem, empty: cute.Pointer, stage: Int32, kept):
-        """Arrives for a tile that has been read, at a barrier of no meaning if it is kept: a branch would cost more."""
-        target = empty + stage
-        if const_expr(self.spec.grouped):
-            offset = smem.kept.ptr.toint() - empty.toint()
-            target = empty + cutlass.select_(kept, Int32(offset) // 8, stage)
-        cute.arch.mbarrier_arrive(target)
 
     @cute.jit
     def await_turn(self, wg: Int32):

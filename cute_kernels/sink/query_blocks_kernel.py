@@ -217,6 +217,15 @@ class QueryBlocks:
         cute.copy(load, source[None, tile], target[None, stage], tma_bar_ptr=full + stage)
 
     @cute.jit
+    def give_back(self, smem, empty: cute.Pointer, stage: Int32, kept):
+        """Arrives for a tile that has been read, at a barrier of no meaning if it is kept: a branch would cost more."""
+        target = empty + stage
+        if const_expr(self.spec.grouped):
+            offset = smem.kept.ptr.toint() - empty.toint()
+            target = empty + cutlass.select_(kept, Int32(offset) // 8, stage)
+        cute.arch.mbarrier_arrive(target)
+
+    @cute.jit
     def edges(
         self,
         mine: Int32,

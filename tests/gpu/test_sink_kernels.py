@@ -1,6 +1,7 @@
 """The kernels of sink attention, launched one by one, against float64 in plain torch."""
 
 import itertools
+from typing import Any
 
 import pytest
 import torch
@@ -26,17 +27,25 @@ EPSILON = {"bfloat16": 2.0**-8, "float16": 2.0**-11}
 def kernel_specs() -> list:
     """What the tests here need: the shipped specs, other tiles and float16."""
     forward = [forward_spec("float16", *variant) for variant in PLAIN]
+    layouts = [("float16", False, False), *[("bfloat16", *layout) for layout in LAYOUTS]]
     ways = [
         SinkBackwardSpec(dtype, d, packed, window, **way)
         for way in WAYS.values()
         for d in (64, 128)
-        for dtype, packed, window in [("float16", False, False), *[("bfloat16", *case) for case in LAYOUTS]]
+        for dtype, packed, window in layouts
     ]
     backward = [spec for spec in ways if not spec.can_implement()]
-    small = [kind("float16", d) for kind in (SinkQueryGradSpec, SinkFinishSpec) for d in (64, 128)]
+    grads = [query_grad_spec(t, d, p, w, way) for way in WAYS for d in (64, 128) for t, p, w in layouts]
+    small = [*grads, *[SinkFinishSpec("float16", d) for d in (64, 128)]]
     prepare = [SinkPrepareSpec("float16", d, fused=fused) for d in (64, 128) for fused in (True, False)]
     shipped = [*forward_module.shipped_specs(), *backward_spec.shipped_specs()]
     return [*shipped, *forward, *TUNING, *GROUPED, *backward, *small, *prepare]
+
+
+def query_grad_spec(dtype: str, d: int, packed: bool, window: bool, way: str) -> SinkQueryGradSpec:
+    """The variant that is tested with a way; some ways bring one of their own, where it is for d."""
+    spec = SinkQueryGradSpec(dtype, d, packed, window, **QUERY_GRADS.get(way, {}))
+    return SinkQueryGradSpec(dtype, d, packed, window) if spec.can_implement() else spec
 
 
 def forward_spec(dtype: str, d: int, packed: bool, window: int | None) -> SinkForwardSpec:
@@ -57,6 +66,10 @@ GROUPED = [
     for d, warpgroups, tile in [(64, 3, 64), (64, 3, 96), (64, 2, 96), (64, 2, 192), (64, 4, 64), (128, 2, 64)]
     for packed in (False, True)
 ]
+QUERY_GRADS: dict[str, dict[str, Any]] = {
+    "apart ahead": {"tile": 96, "grouped": True},
+    "apart skips": {"grouped": True},
+}
 WAYS: dict[str, dict[str, bool]] = {
     "fused": {},
     "apart": {"fused": False},
@@ -66,6 +79,7 @@ WAYS: dict[str, dict[str, bool]] = {
     "helper ahead": {"helper": True, "ahead": True},
     "helper ahead bulk": {"helper": True, "ahead": True, "bulk": True},
     "apart ahead": {"fused": False, "ahead": True},
+    "apart skips": {"fused": False, "skips": True},
 }
 
 
@@ -397,7 +411,7 @@ def run_backward(case: Case, way: str, ctas: int | None = None) -> tuple:
     if fused:
         get_kernel(SinkFinishSpec(dtype, d, packed))(d_q, cu_q, sums.data_ptr(), positions, case.scale, case.max_q)
     else:
-        queries = SinkQueryGradSpec(dtype, d, packed, window)
+        queries = query_grad_spec(dtype, d, packed, window, way)
         get_kernel(queries)(
             case.q, case.k, case.v, case.d_out, stats, d_q, cu_q, cu_k, case.work_list(False, queries.rows),
             *numbers, case.section(case.h_q), ctas, counters.data_ptr() + 8,

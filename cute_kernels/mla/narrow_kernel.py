@@ -110,6 +110,7 @@ class NarrowConsumer:
         sMask = cute.make_tensor(smem.mask.data_ptr(), cute.make_layout((TOKENS_PER_TILE, STAGES)))
 
         cute.arch.mbarrier_wait(smem.full.data_ptr() + wg, t // STAGES % 2)
+        cute.arch.fence_proxy("async.shared", space="cta")  # the producers' stores, read by wgmma
         warpgroup.fence()
         of_rope = [(k, NOPE // 16 + k) for k in range(ROPE // 16)]
         wgmma.issue(mma_qk, acc_s, rRope[None, None, None, wg], rQ, False, of_rope)

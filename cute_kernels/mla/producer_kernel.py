@@ -15,6 +15,7 @@ GROUP = 128  # columns of a quantization tile
 GROUPS = NOPE // GROUP
 STAGES = 2
 THREADS = 128
+WARP = 32
 ROWS = token_cache.ROWS_PER_PASS
 COLUMNS = 64  # of a block: 128 bytes, which the swizzle permutes
 BLOCK = TOKENS_PER_TILE * COLUMNS  # elements of it
@@ -52,7 +53,7 @@ class KeyProducer:
         self.distance = ROWS * spec.producers  # from a pass of a warpgroup to its next
         self.passes = TOKENS_PER_TILE // self.distance // spec.cluster  # of a warpgroup over own rows of a tile
         # ptxas mixes the passes of a dense tile, and spills, unless something stands between them
-        self.separate = spec.exchange == "codes" and not spec.sparse
+        self.separate = not spec.sparse and spec.heads == WIDE
         # positions from a pass to the one that its registers receive next
         self.stride = self.distance * self.depth if spec.cluster == 1 else TOKENS_PER_TILE
 
@@ -143,7 +144,7 @@ class KeyProducer:
                 cute.arch.mbarrier_wait(smem.codes_full.data_ptr() + stage, use % 2)
                 for d in cutlass.range_constexpr(self.depth):
                     self.take_codes(smem, place, stage, d, rank, tidx)
-            cute.arch.fence_proxy("async.shared", space="cta")  # ordinary stores, read by wgmma and bulk copies
+            # no fence: it would wait for the loads that are on the way. Those who multiply have one
             if const_expr(self.exchange == "values"):
                 self.send_values(smem, stage, rank, tidx)
             self.tracer.stamp(smem.trace.ptr, 0, 2 * t + 1, 1, tidx == 0)
@@ -308,6 +309,8 @@ class KeyProducer:
         single = cute.make_copy_atom(cpasync.CopyBulkS2SOp(), Float32)
         group = (tidx - 32) // 2
         of_group = (stage * GROUPS + group) * TOKENS_PER_TILE + at
+        if tidx < 3 * WARP:
+            cute.arch.fence_proxy("async.shared", space="cta")  # ordinary stores, read by bulk copies
         if tidx < BLOCKS:
             start = stage * (TOKENS_PER_TILE * NOPE) + tidx * BLOCK + at * COLUMNS
             self.send(half, smem.nope.data_ptr() + cute.assume(start, divby=HALF * COLUMNS), HALF * COLUMNS, barrier, rank)

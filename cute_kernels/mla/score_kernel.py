@@ -68,21 +68,23 @@ class ScoreWarpgroup:
         for j in cutlass.range(GROUPS // 2, unroll=1):
             largest = cute.make_rmem_tensor(4, Int32)
             largest.fill(0)
+            seen = Int32(0)
             for c in cutlass.range(GROUP // 8, unroll=4):
                 old, new = self.chunk_of_q(smem, tid, j, c)
                 eight, half = cute.make_rmem_tensor(8, BFloat16), cute.make_rmem_tensor(8, Float16)
                 cute.autovec_copy(old, eight)
                 half.store(eight.load().to(Float32).to(Float16))
-                words = cute.recast_tensor(half, Int32)
+                words, old_words = cute.recast_tensor(half, Int32), cute.recast_tensor(eight, Int32)
                 for i in cutlass.range_constexpr(4):
                     largest[i] = max_magnitudes(largest[i], words[i])
+                    seen |= old_words[i]
                 cute.autovec_copy(half, new)
             both = max_magnitudes(max_magnitudes(largest[0], largest[1]), max_magnitudes(largest[2], largest[3]))
             pair = cute.make_rmem_tensor(1, Int32)
             pair[0] = both
             found = cute.recast_tensor(pair, Float16)
             peak = cute.arch.fmax(found[0].to(Float32), found[1].to(Float32))
-            if peak != 0.0 and (peak < SMALLEST or peak > LARGEST):
+            if seen & 0x7FFF7FFF != 0 and (peak < SMALLEST or peak > LARGEST):
                 fits = Int32(0)
         return fits
 
@@ -140,8 +142,8 @@ class ScoreWarpgroup:
             stage = t % STAGES
             self.stamp(smem, t, 0, 0, tid)
             cute.arch.mbarrier_wait(smem.full.data_ptr() + stage, t // STAGES % 2)
-            if const_expr(self.spec.exchange == "values"):  # ordinary remote stores of the rope part, read by wgmma
-                cute.arch.fence_proxy("async.shared", space="cta")
+            # ordinary stores, read by wgmma: fenced here, for where they are made a fence would wait for loads on the way
+            cute.arch.fence_proxy("async.shared", space="cta")
             self.stamp(smem, t, 0, 1, tid)
             self.stamp(smem, t, 1, 0, tid)
             acc_s = self.multiply(smem, stage, scaled, tid)

@@ -69,6 +69,7 @@ class ValueWarpgroups:
             self.stamp(smem, t, 0, 0, wg, tid)
             cute.arch.mbarrier_wait(smem.p_full.data_ptr() + stage, t // STAGES % 2)
             cute.arch.mbarrier_wait(smem.full.data_ptr() + stage, t // STAGES % 2)  # long since; what came by copies
+            cute.arch.fence_proxy("async.shared", space="cta")  # ordinary stores of codes, read by wgmma
             self.stamp(smem, t, 0, 1, wg, tid)
             self.stamp(smem, t, 1, 0, wg, tid)
             sMax, sSum = row_states(smem, stage, tid)

@@ -23,7 +23,6 @@ ROW_BYTES = 656
 SCALE_OFFSET = 512
 ROPE_OFFSET = 528
 ROWS_PER_PASS = 16
-PREFETCHES = 3  # of each of the eight lanes of a row: every 27 bytes, so that no sector of 32 is left out
 PIECES = 5  # 16-byte loads per lane and row: four of codes, one of the rope part
 
 
@@ -42,16 +41,6 @@ def gather(row: cute.Pointer, segment: Int32, quarter: Int32, raw: cute.Tensor, 
     load_scale(row, quarter, scale)
     for piece in cutlass.range_constexpr(PIECES):
         _load_piece(row, segment, raw, piece)
-
-
-@cute.jit
-def prefetch(row: cute.Pointer, segment: Int32):
-    """Brings a row into the L2 cache: each of its eight lanes takes a part of the sectors."""
-    lane = segment // 64 * 4 + segment % 64 // 16
-    step = ROW_BYTES // (8 * PREFETCHES)
-    address = row.toint() + lane * step
-    for i in cutlass.range_constexpr(PREFETCHES):
-        cute.arch.inline_ptx("prefetch.global.L2 [{$r0}+%d];" % (8 * i * step), read_only_args=[address])
 
 
 @cute.jit

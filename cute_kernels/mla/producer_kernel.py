@@ -2,7 +2,7 @@
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import AddressSpace, Float16, BFloat16, Float32, Int32, Int64, Uint8, const_expr
+from cutlass import AddressSpace, BFloat16, Float16, Float32, Int32, Int64, Uint8, const_expr
 from cutlass._mlir.dialects.nvvm import MemScopeKind
 from cutlass.cute.nvgpu import cpasync
 
@@ -54,8 +54,6 @@ class KeyProducer:
         self.passes = TOKENS_PER_TILE // self.distance // spec.cluster  # of a warpgroup over own rows of a tile
         # ptxas mixes the passes of a dense tile, and spills, unless something stands between them
         self.separate = not spec.sparse and spec.heads == WIDE
-        # positions from a pass to the one that its registers receive next
-        self.stride = self.distance * self.depth if spec.cluster == 1 else TOKENS_PER_TILE
 
     @cute.jit
     def fill(
@@ -76,34 +74,26 @@ class KeyProducer:
 
         `done` stages have been filled before.
 
-        The rows of the next `depth` passes are always on their way to registers: as a pass is stored, its registers
-        receive the pass `depth` further. Rows of the `depth` passes behind are on their way to the L2 cache, for from
-        HBM they come too late otherwise. Entries of the index or block table are read `depth` passes before that.
+        The rows of the next `depth` passes are always in flight: as a pass is stored, its registers receive the pass
+        `depth` further. Entries of the index or block table come a tile at a time, one a lane, a tile before that.
         """
         place = self.place(tidx % THREADS)
-        row_of_pass, segment, quarter, _, _, _ = place
+        row, segment, quarter, _, _, _ = place
         first_row = HALF * rank + ROWS * (tidx // THREADS)  # of this warpgroup's rows of a tile
-        position = begin + first_row + row_of_pass
+        position = begin + first_row + row
+        entry_position = begin + first_row + self.row_of_lane(tidx)
         last = limit - 1
         full, empty = smem.full.data_ptr(), smem.empty.data_ptr()
 
         raw = cute.make_rmem_tensor((16, token_cache.PIECES, self.depth), Uint8)
         scale = cute.make_rmem_tensor((1, self.depth), Float32)
-        valid, entry = (cute.make_rmem_tensor(self.depth, Int32) for _ in range(2))
-        next_row = cute.make_rmem_tensor(self.depth, Int64)  # its address + whether it is one
+        valid = cute.make_rmem_tensor(self.depth, Int32)
+        entry = self.read_entry(entries, entry_position, last, page_divisor)
+        entry_next = self.read_entry(entries, entry_position + TOKENS_PER_TILE, last, page_divisor)
         for d in cutlass.range_constexpr(self.depth):
-            entry[d] = self.read_entry(entries, position + self.distance * d, last, page_divisor)
-        for d in cutlass.range_constexpr(self.depth):
-            valid[d], row = self.locate(mKV, zero_row, entry[d], position + self.distance * d, limit, page_divisor)
-            token_cache.gather(row, segment, quarter, raw[None, None, d], scale[None, d])
-            entry[d] = self.read_entry(entries, position + self.stride + self.distance * d, last, page_divisor)
-        position += self.stride
-        for d in cutlass.range_constexpr(self.depth):
-            exists, row = self.locate(mKV, zero_row, entry[d], position + self.distance * d, limit, page_divisor)
-            next_row[d] = row.toint() | exists
-            token_cache.prefetch(row, segment)
-            entry[d] = self.read_entry(entries, position + self.stride + self.distance * d, last, page_divisor)
-        position += self.stride
+            found = self.entry_of(entry, Int32(d), row)
+            valid[d], source = self.locate(mKV, zero_row, found, position + self.distance * d, limit, page_divisor)
+            token_cache.gather(source, segment, quarter, raw[None, None, d], scale[None, d])
 
         for t in cutlass.range(done, done + count, unroll=1):
             stage, use = t % STAGES, t // STAGES
@@ -116,15 +106,20 @@ class KeyProducer:
             if const_expr(self.exchange == "codes"):
                 for d in cutlass.range_constexpr(self.depth):
                     self.send_codes(smem, raw[None, None, d], scale[0, d], valid[d], stage, d, rank, tidx)
-            for turn in cutlass.range(
-                self.passes // self.depth, unroll=1
-            ):  # not unrolled: ptxas would hoist loads and spill
+            # not unrolled: ptxas would hoist loads and spill
+            for turn in cutlass.range(self.passes // self.depth, unroll=1):
                 for d in cutlass.range_constexpr(self.depth):
                     p = turn * self.depth + d
                     at = first_row + self.distance * p
                     powers = self.store_scales(smem, place, scale[0, d], valid[d], stage, at)
-                    valid[d] = Int32(next_row[d]) & 1
-                    source = cute.make_ptr(Uint8, next_row[d] & -16, AddressSpace.gmem, assumed_align=16)
+                    ahead = p + self.depth
+                    of_next = ahead >= self.passes
+                    where = cutlass.select_(of_next, ahead - self.passes, ahead)
+                    found = self.entry_of(cutlass.select_(of_next, entry_next, entry), where, row)
+                    tile_position = position + cutlass.select_(of_next, Int32(TOKENS_PER_TILE), Int32(0))
+                    valid[d], source = self.locate(
+                        mKV, zero_row, found, tile_position + self.distance * where, limit, page_divisor
+                    )
                     token_cache.load_scale(source, quarter, scale[None, d])
                     if const_expr(self.separate):
                         cute.arch.sync_warp()
@@ -132,14 +127,12 @@ class KeyProducer:
                     if const_expr(self.exchange == "values"):
                         self.send_rope(smem, raw[None, None, d], rope, stage, rank)
                     token_cache.store_and_gather(raw[None, None, d], powers, even, odd, rope, source, segment)
-                    at_next = position + self.distance * d
-                    exists, row = self.locate(mKV, zero_row, entry[d], at_next, limit, page_divisor)
-                    next_row[d] = row.toint() | exists
-                    token_cache.prefetch(row, segment)
-                    entry[d] = self.read_entry(entries, at_next + self.stride, last, page_divisor)
                     if const_expr(self.separate):
                         cute.arch.sync_warp()
-                position += self.stride
+            entry = entry_next
+            entry_position += TOKENS_PER_TILE
+            position += TOKENS_PER_TILE
+            entry_next = self.read_entry(entries, entry_position + TOKENS_PER_TILE, last, page_divisor)
             if const_expr(self.exchange == "codes"):
                 cute.arch.mbarrier_wait(smem.codes_full.data_ptr() + stage, use % 2)
                 for d in cutlass.range_constexpr(self.depth):
@@ -155,6 +148,15 @@ class KeyProducer:
                     cute.arch.mbarrier_arrive(full + stage)
             else:
                 cute.arch.mbarrier_arrive(full + stage)
+
+    def row_of_lane(self, tidx: Int32):
+        """Which of the warpgroup's rows in a tile a lane reads the entry of: lane 4 p + r has row r of its warp's four."""
+        lane, warp_idx = tidx % 32, tidx % THREADS // 32
+        return lane // 4 % self.passes * self.distance + 4 * warp_idx + lane % 4
+
+    def entry_of(self, entry: Int32, p: Int32, row: Int32):
+        """The entry of this thread's row in pass p of the tile that `entry` is of."""
+        return cute.arch.shuffle_sync(entry, 4 * p + row % 4)
 
     # ---- a row
 
@@ -196,12 +198,13 @@ class KeyProducer:
                 cute.make_tensor(smem.scale.data_ptr(), of_keys)[token, quarter, stage] = scale
                 weight = scale * WEIGHT
                 inside = weight == 0.0 or (weight >= 2.0**-14 and weight < 2.0)
-                # the order of `tile_kernel.weights`
-                place_of = token // 32 * 32 + token % 8 // 2 * 8 + token // 16 % 2 * 4 + token // 8 % 2 * 2 + token % 2
+                # the order of `tile_kernel.weights`; `at` is a multiple of 16
+                of_row = row % 8 // 2 * 8 + row // 8 * 2 + row % 2
+                place_of = at // 32 * 32 + at // 16 % 2 * 4 + of_row
                 sWeight = cute.make_tensor(smem.weight.data_ptr(), of_keys)
-                sWeight[place_of, quarter, stage] = Float32(
-                    cutlass.select_(inside, weight, Float32(float("nan")))
-                ).to(Float16)
+                sWeight[place_of, quarter, stage] = Float32(cutlass.select_(inside, weight, Float32(float("nan")))).to(
+                    Float16
+                )
                 if quarter == 0:
                     self.store_mask(smem, token, stage, valid)
         else:
@@ -313,7 +316,9 @@ class KeyProducer:
             cute.arch.fence_proxy("async.shared", space="cta")  # ordinary stores, read by bulk copies
         if tidx < BLOCKS:
             start = stage * (TOKENS_PER_TILE * NOPE) + tidx * BLOCK + at * COLUMNS
-            self.send(half, smem.nope.data_ptr() + cute.assume(start, divby=HALF * COLUMNS), HALF * COLUMNS, barrier, rank)
+            self.send(
+                half, smem.nope.data_ptr() + cute.assume(start, divby=HALF * COLUMNS), HALF * COLUMNS, barrier, rank
+            )
         elif tidx >= 32 and tidx < 32 + 2 * GROUPS:  # of another warp
             if tidx % 2 == 0:
                 self.send(half, smem.weight.data_ptr() + cute.assume(of_group, divby=HALF), HALF, barrier, rank)

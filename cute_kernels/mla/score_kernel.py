@@ -9,7 +9,16 @@ from cute_kernels.device import softmax, wgmma
 from cute_kernels.device.trace import Tracer
 from cute_kernels.mla.producer_kernel import BLOCK, COLUMNS, GROUP, GROUPS, NOPE, ROPE, STAGES
 from cute_kernels.mla.spec import EVENTS, ROLES, TOKENS_PER_TILE, WIDE, MlaDecodeSpec
-from cute_kernels.mla.tile_kernel import BAR_OWNER, P_SHIFT, handed_over, layouts, row_states, scales, start_q, tiled_mmas
+from cute_kernels.mla.tile_kernel import (
+    BAR_OWNER,
+    P_SHIFT,
+    handed_over,
+    layouts,
+    row_states,
+    scales,
+    start_q,
+    tiled_mmas,
+)
 
 SMALLEST, LARGEST = 2.0**-8, 65504.0  # of the largest number of 128 that float16 holds as well as bf16 does
 EXPONENTS = 120  # powers of two up to this size, and their inverses, are normal float32 numbers
@@ -31,7 +40,9 @@ class ScoreWarpgroup:
         self.tracer = Tracer(spec.trace, len(ROLES))
 
     @cute.jit
-    def prepare(self, smem, load_q: cute.CopyAtom, tQ: cute.Tensor, work: tuple, loads: Int32, warp_idx: Int32, tid: Int32):
+    def prepare(
+        self, smem, load_q: cute.CopyAtom, tQ: cute.Tensor, work: tuple, loads: Int32, warp_idx: Int32, tid: Int32
+    ):
         """Makes Q float16 but for its rope part, in place; `loads` loads of Q came before.
 
         Returns (whether S is to be multiplied by powers of Q, the new number of loads).
@@ -69,7 +80,7 @@ class ScoreWarpgroup:
             largest = cute.make_rmem_tensor(4, Int32)
             largest.fill(0)
             seen = Int32(0)
-            for c in cutlass.range(GROUP // 8, unroll=4):
+            for c in cutlass.range(GROUP // 8, unroll=2):
                 old, new = self.chunk_of_q(smem, tid, j, c)
                 eight, half = cute.make_rmem_tensor(8, BFloat16), cute.make_rmem_tensor(8, Float16)
                 cute.autovec_copy(old, eight)
@@ -211,7 +222,7 @@ class ScoreWarpgroup:
         last,
         tid: Int32,
     ):
-        """P of a tile where its rope part was, the maxima behind it, and behind the last tile of an item the sums."""
+        """P of a tile where its rope part was, and what rows have with it: see `row_states`."""
         thr = tiled_mmas()[0].get_slice(tid)
         of_columns = cute.make_layout((WIDE, TOKENS_PER_TILE, STAGES), stride=(0, 1, TOKENS_PER_TILE))
         mask = wgmma.by_row(thr.partition_C(smem.mask.get_tensor(of_columns)[None, None, stage]))
@@ -221,7 +232,7 @@ class ScoreWarpgroup:
             bias = mask[0, c]
             for r in cutlass.range_constexpr(2):
                 s[r, c] = s[r, c] * scale_log2 + bias
-        sMax, sSum = row_states(smem, stage, tid)
+        sRescaling, sMax, sSum = row_states(smem, stage, tid)
         for r in cutlass.range_constexpr(2):
             old_max = row_max[r]
             found = [cute.arch.fmax(s[r, c], s[r, c + columns // 2]) for c in range(columns // 2)]
@@ -234,14 +245,15 @@ class ScoreWarpgroup:
             for c in cutlass.range_constexpr(columns):
                 s[r, c] = cute.math.exp2(s[r, c] - shift, fastmath=True)
                 partial += s[r, c]
-            row_sum[r] = row_sum[r] * softmax.rescaling(old_max, new_max) + partial
+            rescaling = softmax.rescaling(old_max, new_max)
+            row_sum[r] = row_sum[r] * rescaling + partial
             if tid % 4 == 0:
-                sMax[r] = new_max
+                sRescaling[r] = rescaling
         if last:
             for r in cutlass.range_constexpr(2):
                 total = cute.arch.warp_reduction_sum(row_sum[r], threads_in_group=4)
                 if tid % 4 == 0:
-                    sSum[r] = total
+                    sSum[r], sMax[r] = total, row_max[r]
         rP = cute.make_rmem_tensor((8, TOKENS_PER_TILE // 16), Float16)
         rP.store(acc_s.load().to(Float16).reshape(rP.shape))
         cute.autovec_copy(rP, handed_over(smem, stage, tid))

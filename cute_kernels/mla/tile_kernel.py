@@ -43,7 +43,11 @@ def shared_storage(heads: int):
         weight: cute.struct.Align[cute.struct.MemRange[Float16, per_key if wide else 8], 128]  # see `weights`
         q_power: cute.struct.MemRange[Float32, GROUPS * WIDE if wide else 1]
         factor: cute.struct.MemRange[Float32, 1 if wide else 2 * per_key]  # quotients of neighbouring f, and f
-        mask: cute.struct.Align[cute.struct.MemRange[Float32, STAGES * TOKENS_PER_TILE], 128]  # 0 or -inf, added to the scores
+        mask: cute.struct.Align[
+            cute.struct.MemRange[Float32, STAGES * TOKENS_PER_TILE], 128
+        ]  # 0 or -inf, added to the scores
+        rescaling: cute.struct.MemRange[Float32, STAGES * WIDE if wide else 1]
+        units: cute.struct.MemRange[Float32, GROUPS * WIDE if wide else 1]
         row_max: cute.struct.MemRange[Float32, STAGES * WIDE]
         row_sum: cute.struct.MemRange[Float32, STAGES * WIDE]
         column_max: cute.struct.MemRange[Float32, max(narrow * 4 * 2, 1)]  # of the warps of both warpgroups
@@ -114,8 +118,16 @@ def handed_over(smem, stage: Int32, tid: Int32) -> cute.Tensor:
 
 
 def row_states(smem, stage: Int32, tid: Int32):
-    """Maxima of a thread's two rows behind the tile in a stage (2), and, behind an item's last one, their sums (2)."""
+    """What a thread's two rows (2) have with the tile in a stage: the factor of what came before, maxima, sums.
+
+    Maxima and sums are those of the item, there with its last tile.
+    """
     start, two = wgmma.row(tid, 0) + stage * WIDE, cute.make_layout(2, stride=8)
-    return cute.make_tensor(smem.row_max.data_ptr() + start, two), cute.make_tensor(
-        smem.row_sum.data_ptr() + start, two
-    )
+    arrays = (smem.rescaling, smem.row_max, smem.row_sum)
+    return tuple(cute.make_tensor(array.data_ptr() + start, two) for array in arrays)
+
+
+def units(smem, half, wg: Int32, tid: Int32) -> cute.Tensor:
+    """What O of a thread's two rows (2) is kept times where weights do not do."""
+    start, two = wgmma.row(tid, 0) + (2 * wg + half) * WIDE, cute.make_layout(2, stride=8)
+    return cute.make_tensor(smem.units.data_ptr() + start, two)

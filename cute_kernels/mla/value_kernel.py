@@ -2,19 +2,18 @@
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import BFloat16, Float16, Float32, Int32, const_expr
+from cutlass import Float16, Float32, Int32, const_expr
 from cutlass.cute.nvgpu import warpgroup
 
 from cute_kernels.device import softmax, wgmma
 from cute_kernels.device.trace import Tracer
 from cute_kernels.mla.producer_kernel import GROUP, STAGES
 from cute_kernels.mla.spec import EVENTS, ROLES, TOKENS_PER_TILE, WEIGHT, WIDE, MlaDecodeSpec
-from cute_kernels.mla.tile_kernel import P_SHIFT, handed_over, layouts, row_states, scales, tiled_mmas, weights
+from cute_kernels.mla.tile_kernel import P_SHIFT, handed_over, layouts, row_states, scales, tiled_mmas, units, weights
 
 KEY_BLOCKS = TOKENS_PER_TILE // 16
+IN_FLIGHT = 1  # blocks of 16 keys that are multiplied while P of the next one is prepared
 HALVES = 2  # quantization tiles of a warpgroup
-KEYS_AT_ONCE = 1  # blocks of 16 keys whose P is prepared while IN_FLIGHT pieces before it are multiplied
-IN_FLIGHT = 1
 P_EXPONENT = 13  # of the largest P x scale x unit of a row, where float16 holds 2^16
 O_EXPONENT = 100  # up to here O may grow when its unit changes
 
@@ -56,10 +55,8 @@ class ValueWarpgroups:
         rV = mma.make_fragment_B(mma.get_slice(tid).partition_B(sV))
         shape = mma.partition_shape_C((WIDE, GROUP))
         acc_o = [cute.make_rmem_tensor(shape, Float32) for _ in range(HALVES)]
-        units = [cute.make_rmem_tensor(2, Float32) for _ in range(HALVES)]
         for half in cutlass.range_constexpr(HALVES):
             acc_o[half].fill(0.0)
-            units[half].fill(WEIGHT)
         by_units = Int32(0)
         row_max, row_sum, alpha = (cute.make_rmem_tensor(2, Float32) for _ in range(3))
         row_max.fill(-Float32.inf)
@@ -72,24 +69,32 @@ class ValueWarpgroups:
             cute.arch.fence_proxy("async.shared", space="cta")  # ordinary stores of codes, read by wgmma
             self.stamp(smem, t, 0, 1, wg, tid)
             self.stamp(smem, t, 1, 0, wg, tid)
-            sMax, sSum = row_states(smem, stage, tid)
+            sRescaling, _, _ = row_states(smem, stage, tid)
             for r in cutlass.range_constexpr(2):
-                alpha[r] = softmax.rescaling(row_max[r], sMax[r])
-                row_max[r], row_sum[r] = sMax[r], sSum[r]  # the sum is there behind the last tile
+                alpha[r] = sRescaling[r]
             softmax.rescale(acc_o, alpha)
-            if self.out_of_reach(smem, stage, wg, tid):
+            if self.out_of_reach(smem, stage, wg, tid) and by_units == 0:
                 by_units = Int32(1)
+                if tid % 4 == 0:
+                    for half in cutlass.range_constexpr(HALVES):
+                        units(smem, half, wg, tid).fill(WEIGHT)
+                cute.arch.sync_warp()
             if by_units == 0:
                 self.add_by_weights(smem, mma, rV, acc_o, stage, wg, tid)
             else:
-                self.add_by_units(smem, mma, rV, acc_o, units, stage, wg, tid)
+                self.add_by_units(smem, mma, rV, acc_o, stage, wg, tid)
+            if t == done + count - 1:
+                _, sMax, sSum = row_states(smem, stage, tid)
+                for r in cutlass.range_constexpr(2):
+                    row_max[r], row_sum[r] = sMax[r], sSum[r]
             cute.arch.mbarrier_arrive(smem.empty.data_ptr() + stage)
             self.stamp(smem, t, 1, 1, wg, tid)
         if by_units != 0:
             for half in cutlass.range_constexpr(HALVES):
+                sUnits = units(smem, half, wg, tid)
                 for r in cutlass.range_constexpr(2):
-                    units[half][r] = WEIGHT / units[half][r]
-                softmax.multiply_rows([acc_o[half]], units[half])
+                    alpha[r] = WEIGHT / sUnits[r]
+                softmax.multiply_rows([acc_o[half]], alpha)
         if const_expr(self.spec.split):
             self.store_partial(acc_o, row_max, row_sum, mSink, mPartial, mPartialLse, work, wg, tid)
         else:
@@ -110,35 +115,41 @@ class ValueWarpgroups:
     @cute.jit
     def add_by_weights(self, smem, mma: cute.TiledMma, rV: cute.Tensor, acc_o, stage: Int32, wg: Int32, tid: Int32):
         """O += (P weight) codes, with P of the next keys prepared beside products."""
-        p = handed_over(smem, stage, tid)
-        pieces = [(half, first) for half in range(HALVES) for first in range(0, KEY_BLOCKS, KEYS_AT_ONCE)]
+        pieces = [(half, block) for half in range(HALVES) for block in range(KEY_BLOCKS)]
+        following = self.load(smem, 0, 0, stage, wg, tid)
         for i in cutlass.range_constexpr(len(pieces)):
-            half, first = pieces[i]
-            of_keys = weights(smem, stage, HALVES * wg + half, tid)
-            operand = mma.make_fragment_A(mma.partition_shape_A((WIDE, 16 * KEYS_AT_ONCE)))
-            rP = cute.make_tensor(operand.iterator, cute.make_layout((8, KEYS_AT_ONCE)))
-            for k in cutlass.range_constexpr(KEYS_AT_ONCE):
-                block = first + k
-                w = cute.make_rmem_tensor(4, Float16)
-                cute.autovec_copy(cute.make_tensor(of_keys[None, block // 2].iterator + block % 2 * 4, cute.make_layout(4)), w)
-                of_columns = cute.make_rmem_tensor(8, Float16)
-                for e in cutlass.range_constexpr(8):  # as in the accumulator: neighbours, rows, then eight columns on
-                    of_columns[e] = w[e % 2 + 2 * (e // 4)]
-                eight = cute.make_rmem_tensor(8, Float16)
-                cute.autovec_copy(p[None, block], eight)
-                rP[None, k].store(eight.load() * of_columns.load())
+            half, block = pieces[i]
+            p, of_keys = following
+            operand = mma.make_fragment_A(mma.partition_shape_A((WIDE, 16)))
+            of_columns = cute.make_rmem_tensor(8, Float16)
+            for e in cutlass.range_constexpr(8):  # as in the accumulator: neighbours, rows, then eight columns on
+                of_columns[e] = of_keys[e % 2 + 2 * (e // 4)]
+            cute.make_tensor(operand.iterator, cute.make_layout(8)).store(p.load() * of_columns.load())
             warpgroup.fence()
             values = rV[None, None, None, HALVES * wg + half, stage]
-            wgmma.issue(mma, acc_o[half], operand, values, True, [(k, first + k) for k in range(KEYS_AT_ONCE)])
+            wgmma.issue(mma, acc_o[half], operand, values, True, [(0, block)])
             warpgroup.commit_group()
-            warpgroup.wait_group(IN_FLIGHT if i < len(pieces) - 1 else 0)
+            if const_expr(i + 1 < len(pieces)):
+                following = self.load(smem, *pieces[i + 1], stage, wg, tid)
+                warpgroup.wait_group(IN_FLIGHT)
+        warpgroup.wait_group(0)
 
     @cute.jit
-    def add_by_units(self, smem, mma: cute.TiledMma, rV: cute.Tensor, acc_o, units, stage: Int32, wg: Int32, tid: Int32):
+    def load(self, smem, half: cutlass.Constexpr, block: cutlass.Constexpr, stage: Int32, wg: Int32, tid: Int32):
+        """P of a block of 16 keys (8), and their weights in a quantization tile (4)."""
+        p, of_keys = cute.make_rmem_tensor(8, Float16), cute.make_rmem_tensor(4, Float16)
+        cute.autovec_copy(handed_over(smem, stage, tid)[None, block], p)
+        start = weights(smem, stage, HALVES * wg + half, tid)[None, block // 2].iterator + block % 2 * 4
+        cute.autovec_copy(cute.make_tensor(start, cute.make_layout(4)), of_keys)
+        return p, of_keys
+
+    @cute.jit
+    def add_by_units(self, smem, mma: cute.TiledMma, rV: cute.Tensor, acc_o, stage: Int32, wg: Int32, tid: Int32):
         """O += (P scale unit) codes, where the unit of each row puts its largest P x scale near 2^P_EXPONENT."""
         for half in cutlass.range_constexpr(HALVES):
             o, gain = wgmma.by_row(acc_o[half]), cute.make_rmem_tensor(2, Float32)
-            peaks, largest = cute.make_rmem_tensor(2, Float32), cute.make_rmem_tensor(2, Float32)
+            peaks, largest, unit = (cute.make_rmem_tensor(2, Float32) for _ in range(3))
+            sUnits = units(smem, half, wg, tid)
             peaks.fill(0.0)
             for block in cutlass.range_constexpr(KEY_BLOCKS):
                 products = self.products(smem, half, block, stage, wg, tid)
@@ -150,21 +161,26 @@ class ValueWarpgroups:
                     largest[r] = cute.arch.fmax(largest[r], cute.arch.fmax(o[r, c], -o[r, c]))
                 peak = cute.arch.warp_reduction_max(peaks[r], threads_in_group=4)
                 of_o = exponent(cute.arch.warp_reduction_max(largest[r], threads_in_group=4))
-                of_unit = exponent(units[half][r])
+                of_unit = exponent(sUnits[r])
                 change = cutlass.min(P_EXPONENT - exponent(peak) - of_unit, O_EXPONENT - of_o)
                 change = cutlass.min(cutlass.max(change, -O_EXPONENT - of_unit), O_EXPONENT - of_unit)
                 if peak == 0.0:
                     change = Int32(0)
-                units[half][r] = power_of_two(of_unit + change)
+                unit[r] = power_of_two(of_unit + change)
                 # a change of 2^-200 is not one number
                 gain[r] = power_of_two(change // 2)
                 largest[r] = power_of_two(change - change // 2)
+            cute.arch.sync_warp()  # the four threads of a row have read its unit
+            if tid % 4 == 0:
+                for r in cutlass.range_constexpr(2):
+                    sUnits[r] = unit[r]
+            cute.arch.sync_warp()
             softmax.multiply_rows([acc_o[half]], gain)
             softmax.multiply_rows([acc_o[half]], largest)
             for block in cutlass.range_constexpr(KEY_BLOCKS):
                 products = self.products(smem, half, block, stage, wg, tid)
                 for e in cutlass.range_constexpr(8):
-                    products[e] *= units[half][e // 2 % 2]
+                    products[e] *= unit[e // 2 % 2]
                 operand = mma.make_fragment_A(mma.partition_shape_A((WIDE, 16)))
                 operand.store(products.load().to(Float16).reshape(operand.shape))
                 warpgroup.fence()

@@ -59,8 +59,8 @@ def kernel_specs() -> list[Any]:
             specs += [SinkBackwardSpec("float16", d, packed, window, fused) for fused in (True, False)]
             specs.append(SinkQueryGradSpec("float16", d, packed, window))
     for case in (decoded(*few, device="cpu") for few in FEW):
-        tensors = {"q": case.q, "k_cache": case.k, "v_cache": case.v}
-        request = gqa_op._Request(**{**dict.fromkeys(gqa_op._Request._fields), **tensors, "layout": "BSNH"})
+        given: dict[str, Any] = {"q": case.q, "k_cache": case.k, "v_cache": case.v, "layout": "BSNH"}
+        request = gqa_op._Request(**{**dict.fromkeys(gqa_op._Request._fields), **given})
         specs.append(gqa_op.decode_spec(request))
     return specs
 

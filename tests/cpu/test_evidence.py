@@ -251,7 +251,7 @@ BAD_MARKERS = {
     "two names": "<!-- results:run:begin --><!-- results:mla:end -->",
     "one in another": page("run").replace("old", page("mla")),
     "one too many": page("run") + "<!-- results:mla:begin -->",
-    "no such part": page("sink"),
+    "no such part": page("nothing"),
 }
 
 
@@ -424,7 +424,7 @@ def test_shards_are_a_partition():
 
 def test_the_table_shows_speeds_and_failures():
     lines = gpu_check.table(some_record()["cases"]).splitlines()
-    assert len(lines) == 11
+    assert len(lines) == 16
     assert "128x128x2 topk 2048" in lines[1]
     assert "500.123" in lines[1]
     assert "0.82" in lines[1]
@@ -437,6 +437,8 @@ def test_the_table_shows_speeds_and_failures():
     assert "FAILED" in lines[9]
     assert "window 128" in lines[9]
     assert "copy_fraction 0.8 met" in lines[10]
+    assert lines[11].startswith("sink_attention forward 4x64x16384 s_k 16384 d 64 ")
+    assert "us 260.0 MISSED" in lines[12] and "deterministic" in lines[13] and "routing" in lines[14]
 
 
 def test_cards_name_their_files():

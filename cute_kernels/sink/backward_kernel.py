@@ -58,7 +58,6 @@ from cute_kernels.sink.spec import ROWS
 
 BAR_DS, BAR_ITEM, BAR_ADD = 1, 3, 4
 CONSUMERS = 256
-HALF = 64  # columns of dQ that are made together: 32 registers
 
 
 class SinkBackwardKernel:
@@ -104,7 +103,7 @@ class SinkBackwardKernel:
         return (
             sm90.make_trivial_tiled_mma(t, t, k, k, Float32, one, (ROWS, QUERIES)),
             sm90.make_trivial_tiled_mma(t, t, k, mn, Float32, one, (ROWS, d), registers),
-            sm90.make_trivial_tiled_mma(t, t, mn, mn, Float32, one, (QUERIES, HALF)),
+            sm90.make_trivial_tiled_mma(t, t, mn, mn, Float32, one, (QUERIES, self.spec.columns)),
         )
 
     def storage(self):
@@ -348,24 +347,29 @@ class SinkBackwardKernel:
                 acc_dv.fill(0.0)
                 cute.arch.mbarrier_wait(smem.kv_full.ptr, turn % 2)
                 scale_log2 = softmax_scale * softmax.LOG2_E
+                position = schedule.position(spec.packed, start_q, batch, s_q) + begin
+                before = Int64(0)
                 if const_expr(spec.ahead):
                     count, t = ratio * tiles, Int32(0)
+                    target = sums + (Int64(head * ratio) * positions + position) * (4 * spec.d)
                     if count > 0:
                         self.scores(smem, acc_s, use, wg, tid)
                         for i in cutlass.range(count, unroll=1):
                             # behind the last tile S of the same one is made again, for nothing: a branch
                             # there would serialize the products
                             following = cutlass.select_(i == count - 1, use, use + 1)
+                            query = begin + QUERIES * t
                             self.differentiate(
-                                smem, acc_s, acc_dk, acc_dv, Int64(0), scale_log2, begin + QUERIES * t, edges,
-                                use, following, wg, tid,
-                            )  # fmt: skip
+                                smem, acc_s, acc_dk, acc_dv, before, scale_log2, query, edges, use, following, wg, tid
+                            )
                             use += 1
                             t = cutlass.select_(t == tiles - 1, Int32(0), t + 1)
+                            if const_expr(spec.late):
+                                before = target
+                                rows = cutlass.select_(t == 0, positions - QUERIES * (tiles - 1), Int32(QUERIES))
+                                target += Int64(rows) * (4 * spec.d)
                         warpgroup.wait_group(0)
                 else:
-                    position = schedule.position(spec.packed, start_q, batch, s_q) + begin
-                    before = Int64(0)
                     seen_from, seen_to = self.blocks.seeing(first + ROWS * wg, s_q, s_k, window, reach)
                     for g in cutlass.range(ratio, unroll=1):
                         row = Int64(head * ratio + g) * positions + position  # of the first tile in the sums of dq
@@ -401,11 +405,11 @@ class SinkBackwardKernel:
                                 )
                                 before = target
                             use += 1
-                    if const_expr(spec.late):
-                        buffer = (use - 1) % 2
-                        if before != 0 and buffer == wg:
-                            cute.arch.mbarrier_wait(smem.ds_full.data_ptr() + buffer, (use - 1) // 2 % 2)
-                            self.add_dq(smem, before, None, smem.ds_empty.data_ptr() + buffer, buffer, tid)
+                if const_expr(spec.late):
+                    buffer = (use - 1) % 2
+                    if before != 0 and buffer == wg:
+                        cute.arch.mbarrier_wait(smem.ds_full.data_ptr() + buffer, (use - 1) // 2 % 2)
+                        self.add_dq(smem, before, None, smem.ds_empty.data_ptr() + buffer, buffer, tid)
                 # read again, and not kept: every register counts while dK, dV, S and dP are alive
                 first, head, batch, s_k, start_k = (sWork[i, slot] for i in (0, 1, 2, 4, 6))
                 key0, outer = schedule.place(spec.packed, max_k, s_k, start_k, batch)
@@ -534,7 +538,7 @@ class SinkBackwardKernel:
                 given_back = smem.q_empty.data_ptr() + stage
                 self.add_dq(smem, target, given_back, smem.ds_empty.data_ptr() + earlier, earlier, tid)
             else:
-                warpgroup.wait_group(0)
+                warpgroup.wait_group(1 if spec.ahead else 0)
                 cute.arch.mbarrier_arrive(smem.q_empty.data_ptr() + stage)
         elif const_expr(spec.fused and not spec.helper):
             if buffer == wg:
@@ -602,21 +606,21 @@ class SinkBackwardKernel:
         sK = smem.k.get_tensor(layout_kv.outer, swizzle=layout_kv.inner)
         sDS = smem.d_s.get_tensor(layout_ds.outer, swizzle=layout_ds.inner)
         rDSt = mma_dq.make_fragment_A(thr_dq.partition_A(wgmma.transposed(sDS)))[None, None, None, buffer]
-        halves = cute.local_tile(wgmma.transposed(sK)[None, None, 0], (HALF, spec.keys), (None, 0))
-        rKt = mma_dq.make_fragment_B(thr_dq.partition_B(halves))
-        for half in cutlass.range_constexpr(spec.d // HALF):
-            acc_dq = cute.make_rmem_tensor(mma_dq.partition_shape_C((QUERIES, HALF)), Float32)
+        parts = cute.local_tile(wgmma.transposed(sK)[None, None, 0], (spec.columns, spec.keys), (None, 0))
+        rKt = mma_dq.make_fragment_B(thr_dq.partition_B(parts))
+        for part in cutlass.range_constexpr(spec.d // spec.columns):
+            acc_dq = cute.make_rmem_tensor(mma_dq.partition_shape_C((QUERIES, spec.columns)), Float32)
             warpgroup.fence()
-            wgmma.issue(mma_dq, acc_dq, rDSt, rKt[None, None, None, half], False, of_keys)
+            wgmma.issue(mma_dq, acc_dq, rDSt, rKt[None, None, None, part], False, of_keys)
             warpgroup.commit_group()
             warpgroup.wait_group(0)
-            if const_expr(half == 0 and q_empty is not None):
+            if const_expr(part == 0 and q_empty is not None):
                 cute.arch.mbarrier_arrive(q_empty)
-            if const_expr(half == spec.d // HALF - 1 and ds_empty is not None):
+            if const_expr(part == spec.d // spec.columns - 1 and ds_empty is not None):
                 cute.arch.mbarrier_arrive(ds_empty)
-            at = target + half * (4 * QUERIES * HALF)
+            at = target + part * (4 * QUERIES * spec.columns)
             if const_expr(spec.bulk):
-                self.add_copied(smem, acc_dq, at, buffer * (spec.d // HALF) + half, buffer, tid)
+                self.add_copied(smem, acc_dq, at, buffer * (spec.d // spec.columns) + part, buffer, tid)
             else:
                 self.add(acc_dq, at, tid)
 
@@ -631,12 +635,12 @@ class SinkBackwardKernel:
 
     @cute.jit
     def add_copied(self, smem, acc_dq: cute.Tensor, target: Int64, place: Int32, buffer: Int32, tid: Int32):
-        """As `add`, by one copy of 16 KB from shared memory, where `place` is one of four (d 128) or two (d 64)."""
+        """As `add`, by one copy from shared memory, which has places for two tiles, by parts or quarters at d 128."""
         spec = self.spec
         barrier = BAR_ADD if const_expr(spec.helper) else BAR_ADD + buffer
-        staged = smem.added.data_ptr() + cute.assume(place * (QUERIES * HALF), divby=QUERIES * HALF)
+        staged = smem.added.data_ptr() + cute.assume(place * (QUERIES * spec.columns), divby=QUERIES * spec.columns)
         if tid == 0:  # who issues the copies: that before from this place has been read
-            cute.arch.cp_async_bulk_wait_group(2 * spec.d // HALF // (1 if spec.helper else 2) - 1, read=True)
+            cute.arch.cp_async_bulk_wait_group(2 * spec.d // spec.columns // (1 if spec.helper else 2) - 1, read=True)
         cute.arch.barrier(barrier_id=barrier, number_of_threads=128)
         for j in cutlass.range_constexpr(cute.size(acc_dq) // 4):
             four = cute.make_rmem_tensor(4, Float32)
@@ -649,7 +653,7 @@ class SinkBackwardKernel:
         if tid == 0:
             cute.arch.inline_ptx(
                 "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [{$r0}], [{$r1}], {$r2};",
-                read_only_args=[target, Int32(staged.toint()), Int32(4 * QUERIES * HALF)],
+                read_only_args=[target, Int32(staged.toint()), Int32(4 * QUERIES * spec.columns)],
             )
             cute.arch.cp_async_bulk_commit_group()
 

@@ -76,6 +76,7 @@ WAYS: dict[str, dict[str, bool]] = {
     "late": {"late": True},
     "helper": {"helper": True},
     "late bulk": {"late": True, "bulk": True},
+    "late ahead bulk": {"late": True, "ahead": True, "bulk": True},
     "helper ahead": {"helper": True, "ahead": True},
     "helper ahead bulk": {"helper": True, "ahead": True, "bulk": True},
     "apart ahead": {"fused": False, "ahead": True},

@@ -99,9 +99,10 @@ class SinkBackwardKernel:
     def tiled_mmas(self):
         """S^T and dP^T from shared memory; dV and dK with P^T and dS^T in registers; dQ with dS read by columns."""
         k, mn, one, t, d = OperandMajorMode.K, OperandMajorMode.MN, (1, 1, 1), self.dtype, self.spec.d
-        registers = warpgroup.OperandSource.RMEM
+        registers, memory = warpgroup.OperandSource.RMEM, warpgroup.OperandSource.SMEM
+        of_keys = registers if self.spec.held else memory
         return (
-            sm90.make_trivial_tiled_mma(t, t, k, k, Float32, one, (ROWS, QUERIES)),
+            sm90.make_trivial_tiled_mma(t, t, k, k, Float32, one, (ROWS, QUERIES), of_keys),
             sm90.make_trivial_tiled_mma(t, t, k, mn, Float32, one, (ROWS, d), registers),
             sm90.make_trivial_tiled_mma(t, t, mn, mn, Float32, one, (QUERIES, self.spec.columns)),
         )
@@ -346,6 +347,9 @@ class SinkBackwardKernel:
                 acc_dk.fill(0.0)
                 acc_dv.fill(0.0)
                 cute.arch.mbarrier_wait(smem.kv_full.ptr, turn % 2)
+                rK, rV = (self.mine_of(t, wg, tid) for t in (smem.k, smem.v))
+                if const_expr(spec.held and not spec.fused):
+                    cute.arch.mbarrier_arrive(smem.kv_empty.ptr)
                 scale_log2 = softmax_scale * softmax.LOG2_E
                 position = schedule.position(spec.packed, start_q, batch, s_q) + begin
                 before = Int64(0)
@@ -353,14 +357,27 @@ class SinkBackwardKernel:
                     count, t = ratio * tiles, Int32(0)
                     target = sums + (Int64(head * ratio) * positions + position) * (4 * spec.d)
                     if count > 0:
-                        self.scores(smem, acc_s, use, wg, tid)
+                        self.scores(smem, acc_s, rK, use, tid)
                         for i in cutlass.range(count, unroll=1):
                             # behind the last tile S of the same one is made again, for nothing: a branch
                             # there would serialize the products
                             following = cutlass.select_(i == count - 1, use, use + 1)
                             query = begin + QUERIES * t
                             self.differentiate(
-                                smem, acc_s, acc_dk, acc_dv, before, scale_log2, query, edges, use, following, wg, tid
+                                smem,
+                                acc_s,
+                                acc_dk,
+                                acc_dv,
+                                rK,
+                                rV,
+                                before,
+                                scale_log2,
+                                query,
+                                edges,
+                                use,
+                                following,
+                                wg,
+                                tid,
                             )
                             use += 1
                             t = cutlass.select_(t == tiles - 1, Int32(0), t + 1)
@@ -377,12 +394,14 @@ class SinkBackwardKernel:
                             query = begin + QUERIES * t
                             if const_expr(spec.skips):
                                 if query + QUERIES > seen_from and query < seen_to:
-                                    self.scores(smem, acc_s, use, wg, tid)
+                                    self.scores(smem, acc_s, rK, use, tid)
                                     self.differentiate(
                                         smem,
                                         acc_s,
                                         acc_dk,
                                         acc_dv,
+                                        rK,
+                                        rV,
                                         Int64(0),
                                         scale_log2,
                                         query,
@@ -397,11 +416,24 @@ class SinkBackwardKernel:
                                     cute.arch.mbarrier_wait(smem.q_full.data_ptr() + stage, phase)
                                     cute.arch.mbarrier_arrive(smem.q_empty.data_ptr() + stage)
                             else:
-                                self.scores(smem, acc_s, use, wg, tid)
+                                self.scores(smem, acc_s, rK, use, tid)
                                 target = sums + (row + QUERIES * t) * (4 * spec.d)
                                 adds_to = before if const_expr(spec.late) else target
                                 self.differentiate(
-                                    smem, acc_s, acc_dk, acc_dv, adds_to, scale_log2, query, edges, use, use, wg, tid
+                                    smem,
+                                    acc_s,
+                                    acc_dk,
+                                    acc_dv,
+                                    rK,
+                                    rV,
+                                    adds_to,
+                                    scale_log2,
+                                    query,
+                                    edges,
+                                    use,
+                                    use,
+                                    wg,
+                                    tid,
                                 )
                                 before = target
                             use += 1
@@ -420,7 +452,7 @@ class SinkBackwardKernel:
                     for t in (tDK, tDV)
                 )
                 cute.arch.mbarrier_arrive(smem.work_empty.data_ptr() + slot)
-                if const_expr(not spec.reuses):
+                if const_expr(not spec.reuses and not (spec.held and not spec.fused)):
                     cute.arch.mbarrier_arrive(smem.kv_empty.ptr)
                 self.store(smem, acc_dk, acc_dv, softmax_scale, store_dk, gDK, store_dv, gDV, wg, tid)
                 turn += 1
@@ -428,27 +460,39 @@ class SinkBackwardKernel:
             cute.arch.cp_async_bulk_wait_group(0, read=True)
 
     @cute.jit
-    def transposed_product(self, x, y, acc: cute.Tensor, stage: Int32, wg: Int32, tid: Int32):
+    def mine_of(self, x, wg: Int32, tid: Int32):
+        """This warpgroup's rows of K or V as an operand: in shared memory, or with spec.held read into registers."""
+        spec = self.spec
+        layout_kv, _, _, _ = self.layouts()
+        mma_s, _, _ = self.tiled_mmas()
+        sX = cute.local_tile(x.get_tensor(layout_kv.outer, swizzle=layout_kv.inner), (ROWS, spec.d), (wg, 0, None))
+        if const_expr(not spec.held):
+            return mma_s.make_fragment_A(mma_s.get_slice(tid).partition_A(sX))[None, None, None, 0]
+        rX = mma_s.make_fragment_A(mma_s.partition_shape_A((ROWS, spec.d)))
+        to_registers = cute.make_tiled_copy_A(cute.make_copy_atom(warp.LdMatrix8x8x16bOp(False, 4), self.dtype), mma_s)
+        thr_copy = to_registers.get_slice(tid)
+        cute.copy(to_registers, thr_copy.partition_S(sX[None, None, 0]), thr_copy.retile(rX))
+        return rX
+
+    @cute.jit
+    def transposed_product(self, rX: cute.Tensor, y, acc: cute.Tensor, stage: Int32, tid: Int32):
         """Issues K Q^T or V dO^T of this warpgroup's keys and of a tile of queries, and commits the group."""
         spec = self.spec
-        layout_kv, layout_q, _, _ = self.layouts()
+        _, layout_q, _, _ = self.layouts()
         mma_s, _, _ = self.tiled_mmas()
-        thr_s = mma_s.get_slice(tid)
-        sX = x.get_tensor(layout_kv.outer, swizzle=layout_kv.inner)
         sY = y.get_tensor(layout_q.outer, swizzle=layout_q.inner)
-        rX = mma_s.make_fragment_A(thr_s.partition_A(cute.local_tile(sX, (ROWS, spec.d), (wg, 0, None))))
-        rY = mma_s.make_fragment_B(thr_s.partition_B(sY))
+        rY = mma_s.make_fragment_B(mma_s.get_slice(tid).partition_B(sY))
         of_d = [(k, k) for k in range(spec.d // 16)]
-        wgmma.issue(mma_s, acc, rX[None, None, None, 0], rY[None, None, None, stage], False, of_d)
+        wgmma.issue(mma_s, acc, rX, rY[None, None, None, stage], False, of_d)
         warpgroup.commit_group()
 
     @cute.jit
-    def scores(self, smem, acc_s: cute.Tensor, use: Int32, wg: Int32, tid: Int32):
+    def scores(self, smem, acc_s: cute.Tensor, rK: cute.Tensor, use: Int32, tid: Int32):
         """Issues S^T of a tile once it is there."""
         stage, phase = schedule.stage_of(use, self.spec.stages)
         cute.arch.mbarrier_wait(smem.q_full.data_ptr() + stage, phase)
         warpgroup.fence()
-        self.transposed_product(smem.k, smem.q, acc_s, stage, wg, tid)
+        self.transposed_product(rK, smem.q, acc_s, stage, tid)
 
     @cute.jit
     def differentiate(
@@ -457,6 +501,8 @@ class SinkBackwardKernel:
         acc_s: cute.Tensor,
         acc_dk: cute.Tensor,
         acc_dv: cute.Tensor,
+        rK: cute.Tensor,
+        rV: cute.Tensor,
         target: Int64,
         scale_log2: Float32,
         query: Int32,
@@ -491,7 +537,7 @@ class SinkBackwardKernel:
         if const_expr(spec.ahead):
             warpgroup.wait_group(0)
             warpgroup.fence()
-        self.transposed_product(smem.v, smem.d_out, acc_dp, stage, wg, tid)
+        self.transposed_product(rV, smem.d_out, acc_dp, stage, tid)
         cute.autovec_copy(cute.make_tensor(of_thread, of_columns), values)
         if const_expr(not spec.ahead):
             warpgroup.wait_group(1)
@@ -517,7 +563,7 @@ class SinkBackwardKernel:
         warpgroup.commit_group()
 
         if const_expr(spec.ahead):
-            self.scores(smem, acc_s, following, wg, tid)
+            self.scores(smem, acc_s, rK, following, tid)
         buffer = use % 2
         if const_expr(spec.fused):
             if const_expr(spec.helper or spec.late):

@@ -56,9 +56,8 @@ from cute_kernels.sink.backward_spec import QUERIES, SinkBackwardSpec
 from cute_kernels.sink.key_blocks_kernel import KeyBlocks
 from cute_kernels.sink.spec import ROWS
 
-BAR_DS, BAR_ITEM = 1, 3
+BAR_DS, BAR_ITEM, BAR_ADD = 1, 3, 4
 CONSUMERS = 256
-HALF = 64  # columns of dQ that are made together: 32 registers
 
 
 class SinkBackwardKernel:
@@ -100,11 +99,12 @@ class SinkBackwardKernel:
     def tiled_mmas(self):
         """S^T and dP^T from shared memory; dV and dK with P^T and dS^T in registers; dQ with dS read by columns."""
         k, mn, one, t, d = OperandMajorMode.K, OperandMajorMode.MN, (1, 1, 1), self.dtype, self.spec.d
-        registers = warpgroup.OperandSource.RMEM
+        registers, memory = warpgroup.OperandSource.RMEM, warpgroup.OperandSource.SMEM
+        of_keys = registers if self.spec.held else memory
         return (
-            sm90.make_trivial_tiled_mma(t, t, k, k, Float32, one, (ROWS, QUERIES)),
+            sm90.make_trivial_tiled_mma(t, t, k, k, Float32, one, (ROWS, QUERIES), of_keys),
             sm90.make_trivial_tiled_mma(t, t, k, mn, Float32, one, (ROWS, d), registers),
-            sm90.make_trivial_tiled_mma(t, t, mn, mn, Float32, one, (QUERIES, HALF)),
+            sm90.make_trivial_tiled_mma(t, t, mn, mn, Float32, one, (QUERIES, self.spec.columns)),
         )
 
     def storage(self):
@@ -112,16 +112,19 @@ class SinkBackwardKernel:
         spec, dtype = self.spec, self.dtype
         layout_kv, layout_q, layout_ds, layout_stats = self.layouts()
         of_ds = cute.cosize(layout_ds) if spec.fused else 64
+        of_dkv = 64 if spec.reuses else cute.cosize(layout_kv)
+        of_added = 2 * QUERIES * spec.d if spec.bulk else 32
 
         @cute.struct
         class Shared:
             k: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(layout_kv)], 1024]
             v: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(layout_kv)], 1024]
-            d_k: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(layout_kv)], 1024]
-            d_v: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(layout_kv)], 1024]
+            d_k: cute.struct.Align[cute.struct.MemRange[dtype, of_dkv], 1024 if of_dkv > 64 else 128]
+            d_v: cute.struct.Align[cute.struct.MemRange[dtype, of_dkv], 1024 if of_dkv > 64 else 128]
             q: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(layout_q)], 1024]
             d_out: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(layout_q)], 1024]
             d_s: cute.struct.Align[cute.struct.MemRange[dtype, of_ds], 1024]
+            added: cute.struct.Align[cute.struct.MemRange[Float32, of_added], 128]
             stats: cute.struct.Align[cute.struct.MemRange[Float32, cute.cosize(layout_stats)], 128]
             work: cute.struct.MemRange[Int32, schedule.RECORD * schedule.SLOTS]
             work_full: cute.struct.MemRange[Int64, schedule.SLOTS]
@@ -130,6 +133,8 @@ class SinkBackwardKernel:
             kv_empty: Int64
             q_full: cute.struct.MemRange[Int64, spec.stages]
             q_empty: cute.struct.MemRange[Int64, spec.stages]
+            ds_full: cute.struct.MemRange[Int64, 2]
+            ds_empty: cute.struct.MemRange[Int64, 2]
 
         return Shared
 
@@ -258,11 +263,15 @@ class SinkBackwardKernel:
             for atom in (load_q, load_do, load_k, load_v, load_stats, store_dk, store_dv):
                 cpasync.prefetch_descriptor(atom)
         if tidx == 0:
+            readers = spec.threads - 128
             for i in cutlass.range_constexpr(schedule.SLOTS):
                 cute.arch.mbarrier_init(smem.work_full.data_ptr() + i, 32)
-                cute.arch.mbarrier_init(smem.work_empty.data_ptr() + i, CONSUMERS)
+                cute.arch.mbarrier_init(smem.work_empty.data_ptr() + i, readers)
             cute.arch.mbarrier_init(smem.kv_full.ptr, 1)
-            cute.arch.mbarrier_init(smem.kv_empty.ptr, CONSUMERS)
+            cute.arch.mbarrier_init(smem.kv_empty.ptr, 32 if spec.reuses else readers)
+            for i in cutlass.range_constexpr(2):
+                cute.arch.mbarrier_init(smem.ds_full.data_ptr() + i, CONSUMERS)
+                cute.arch.mbarrier_init(smem.ds_empty.data_ptr() + i, 128)
             for i in cutlass.range_constexpr(spec.stages):
                 cute.arch.mbarrier_init(smem.q_full.data_ptr() + i, 1)
                 cute.arch.mbarrier_init(smem.q_empty.data_ptr() + i, CONSUMERS)
@@ -282,11 +291,23 @@ class SinkBackwardKernel:
                     counters, divisors, tidx,
                 )  # fmt: skip
         else:
-            cute.arch.setmaxregister_increase(spec.consumer_registers)
             wg, tid = warp_idx // 4 - 1, tidx % 128
-            self.consume(
-                smem, store_dk, tDK, store_dv, tDV, sums, positions, softmax_scale, window, reach, max_k, ratio, wg, tid
-            )
+            if const_expr(spec.helper):
+                if wg == 2:
+                    cute.arch.setmaxregister_decrease(spec.helper_registers)
+                    self.help(smem, sums, positions, window, reach, ratio, tid)
+                else:
+                    cute.arch.setmaxregister_increase(spec.consumer_registers)
+                    self.consume(
+                        smem, store_dk, tDK, store_dv, tDV, sums, positions, softmax_scale, window, reach, max_k,
+                        ratio, wg, tid,
+                    )  # fmt: skip
+            else:
+                cute.arch.setmaxregister_increase(spec.consumer_registers)
+                self.consume(
+                    smem, store_dk, tDK, store_dv, tDV, sums, positions, softmax_scale, window, reach, max_k, ratio,
+                    wg, tid,
+                )  # fmt: skip
 
     @cute.jit
     def consume(
@@ -308,15 +329,16 @@ class SinkBackwardKernel:
     ):
         """One consumer warpgroup: its 64 keys of each item."""
         spec = self.spec
-        _, mma_kv, _ = self.tiled_mmas()
+        mma_s, mma_kv, _ = self.tiled_mmas()
         sWork = smem.work.get_tensor(cute.make_layout((schedule.RECORD, schedule.SLOTS)))
+        acc_s = cute.make_rmem_tensor(mma_s.partition_shape_C((ROWS, QUERIES)), Float32)
         acc_dk, acc_dv = (cute.make_rmem_tensor(mma_kv.partition_shape_C((ROWS, spec.d)), Float32) for _ in range(2))
         turn, use, running = Int32(0), Int32(0), Int32(1)
         while running == 1:
             slot = turn % schedule.SLOTS
             cute.arch.mbarrier_wait(smem.work_full.data_ptr() + slot, turn // schedule.SLOTS % 2)
             first, head, batch = sWork[0, slot], sWork[1, slot], sWork[2, slot]
-            s_q, s_k, start_q, start_k = sWork[3, slot], sWork[4, slot], sWork[5, slot], sWork[6, slot]
+            s_q, s_k, start_q = sWork[3, slot], sWork[4, slot], sWork[5, slot]
             if first < 0:
                 running = Int32(0)
             else:
@@ -325,16 +347,103 @@ class SinkBackwardKernel:
                 acc_dk.fill(0.0)
                 acc_dv.fill(0.0)
                 cute.arch.mbarrier_wait(smem.kv_full.ptr, turn % 2)
+                rK, rV = (self.mine_of(t, wg, tid) for t in (smem.k, smem.v))
+                if const_expr(spec.held and not spec.fused):
+                    cute.arch.mbarrier_arrive(smem.kv_empty.ptr)
+                scale_log2 = softmax_scale * softmax.LOG2_E
                 position = schedule.position(spec.packed, start_q, batch, s_q) + begin
-                for g in cutlass.range(ratio, unroll=1):
-                    row = Int64(head * ratio + g) * positions + position  # of the first tile in the sums of dq
-                    for t in cutlass.range(tiles, unroll=1):
-                        target = sums + (row + QUERIES * t) * (4 * spec.d)
-                        self.differentiate(
-                            smem, acc_dk, acc_dv, target, softmax_scale * softmax.LOG2_E, begin + QUERIES * t, edges,
-                            use, wg, tid,
-                        )  # fmt: skip
-                        use += 1
+                before = Int64(0)
+                if const_expr(spec.ahead):
+                    count, t = ratio * tiles, Int32(0)
+                    target = sums + (Int64(head * ratio) * positions + position) * (4 * spec.d)
+                    if count > 0:
+                        self.scores(smem, acc_s, rK, use, tid)
+                        for i in cutlass.range(count, unroll=1):
+                            # behind the last tile S of the same one is made again, for nothing: a branch
+                            # there would serialize the products
+                            following = cutlass.select_(i == count - 1, use, use + 1)
+                            query = begin + QUERIES * t
+                            self.differentiate(
+                                smem,
+                                acc_s,
+                                acc_dk,
+                                acc_dv,
+                                rK,
+                                rV,
+                                before,
+                                scale_log2,
+                                query,
+                                edges,
+                                use,
+                                following,
+                                wg,
+                                tid,
+                            )
+                            use += 1
+                            t = cutlass.select_(t == tiles - 1, Int32(0), t + 1)
+                            if const_expr(spec.late):
+                                before = target
+                                rows = cutlass.select_(t == 0, positions - QUERIES * (tiles - 1), Int32(QUERIES))
+                                target += Int64(rows) * (4 * spec.d)
+                        warpgroup.wait_group(0)
+                else:
+                    seen_from, seen_to = self.blocks.seeing(first + ROWS * wg, s_q, s_k, window, reach)
+                    for g in cutlass.range(ratio, unroll=1):
+                        row = Int64(head * ratio + g) * positions + position  # of the first tile in the sums of dq
+                        for t in cutlass.range(tiles, unroll=1):
+                            query = begin + QUERIES * t
+                            if const_expr(spec.skips):
+                                if query + QUERIES > seen_from and query < seen_to:
+                                    self.scores(smem, acc_s, rK, use, tid)
+                                    self.differentiate(
+                                        smem,
+                                        acc_s,
+                                        acc_dk,
+                                        acc_dv,
+                                        rK,
+                                        rV,
+                                        Int64(0),
+                                        scale_log2,
+                                        query,
+                                        edges,
+                                        use,
+                                        use,
+                                        wg,
+                                        tid,
+                                    )
+                                else:  # to wait for it keeps two uses of a stage apart
+                                    stage, phase = schedule.stage_of(use, spec.stages)
+                                    cute.arch.mbarrier_wait(smem.q_full.data_ptr() + stage, phase)
+                                    cute.arch.mbarrier_arrive(smem.q_empty.data_ptr() + stage)
+                            else:
+                                self.scores(smem, acc_s, rK, use, tid)
+                                target = sums + (row + QUERIES * t) * (4 * spec.d)
+                                adds_to = before if const_expr(spec.late) else target
+                                self.differentiate(
+                                    smem,
+                                    acc_s,
+                                    acc_dk,
+                                    acc_dv,
+                                    rK,
+                                    rV,
+                                    adds_to,
+                                    scale_log2,
+                                    query,
+                                    edges,
+                                    use,
+                                    use,
+                                    wg,
+                                    tid,
+                                )
+                                before = target
+                            use += 1
+                if const_expr(spec.late):
+                    buffer = (use - 1) % 2
+                    if before != 0 and buffer == wg:
+                        cute.arch.mbarrier_wait(smem.ds_full.data_ptr() + buffer, (use - 1) // 2 % 2)
+                        self.add_dq(smem, before, None, smem.ds_empty.data_ptr() + buffer, buffer, tid)
+                # read again, and not kept: every register counts while dK, dV, S and dP are alive
+                first, head, batch, s_k, start_k = (sWork[i, slot] for i in (0, 1, 2, 4, 6))
                 key0, outer = schedule.place(spec.packed, max_k, s_k, start_k, batch)
                 gDK, gDV = (
                     cute.local_tile(
@@ -343,59 +452,95 @@ class SinkBackwardKernel:
                     for t in (tDK, tDV)
                 )
                 cute.arch.mbarrier_arrive(smem.work_empty.data_ptr() + slot)
-                cute.arch.mbarrier_arrive(smem.kv_empty.ptr)
+                if const_expr(not spec.reuses and not (spec.held and not spec.fused)):
+                    cute.arch.mbarrier_arrive(smem.kv_empty.ptr)
                 self.store(smem, acc_dk, acc_dv, softmax_scale, store_dk, gDK, store_dv, gDV, wg, tid)
                 turn += 1
-        if wg == 0 and tid // 32 == 0:
+        if tid // 32 == 0:
             cute.arch.cp_async_bulk_wait_group(0, read=True)
+
+    @cute.jit
+    def mine_of(self, x, wg: Int32, tid: Int32):
+        """This warpgroup's rows of K or V as an operand: in shared memory, or with spec.held read into registers."""
+        spec = self.spec
+        layout_kv, _, _, _ = self.layouts()
+        mma_s, _, _ = self.tiled_mmas()
+        sX = cute.local_tile(x.get_tensor(layout_kv.outer, swizzle=layout_kv.inner), (ROWS, spec.d), (wg, 0, None))
+        if const_expr(not spec.held):
+            return mma_s.make_fragment_A(mma_s.get_slice(tid).partition_A(sX))[None, None, None, 0]
+        rX = mma_s.make_fragment_A(mma_s.partition_shape_A((ROWS, spec.d)))
+        to_registers = cute.make_tiled_copy_A(cute.make_copy_atom(warp.LdMatrix8x8x16bOp(False, 4), self.dtype), mma_s)
+        thr_copy = to_registers.get_slice(tid)
+        cute.copy(to_registers, thr_copy.partition_S(sX[None, None, 0]), thr_copy.retile(rX))
+        return rX
+
+    @cute.jit
+    def transposed_product(self, rX: cute.Tensor, y, acc: cute.Tensor, stage: Int32, tid: Int32):
+        """Issues K Q^T or V dO^T of this warpgroup's keys and of a tile of queries, and commits the group."""
+        spec = self.spec
+        _, layout_q, _, _ = self.layouts()
+        mma_s, _, _ = self.tiled_mmas()
+        sY = y.get_tensor(layout_q.outer, swizzle=layout_q.inner)
+        rY = mma_s.make_fragment_B(mma_s.get_slice(tid).partition_B(sY))
+        of_d = [(k, k) for k in range(spec.d // 16)]
+        wgmma.issue(mma_s, acc, rX, rY[None, None, None, stage], False, of_d)
+        warpgroup.commit_group()
+
+    @cute.jit
+    def scores(self, smem, acc_s: cute.Tensor, rK: cute.Tensor, use: Int32, tid: Int32):
+        """Issues S^T of a tile once it is there."""
+        stage, phase = schedule.stage_of(use, self.spec.stages)
+        cute.arch.mbarrier_wait(smem.q_full.data_ptr() + stage, phase)
+        warpgroup.fence()
+        self.transposed_product(rK, smem.q, acc_s, stage, tid)
 
     @cute.jit
     def differentiate(
         self,
         smem,
+        acc_s: cute.Tensor,
         acc_dk: cute.Tensor,
         acc_dv: cute.Tensor,
+        rK: cute.Tensor,
+        rV: cute.Tensor,
         target: Int64,
         scale_log2: Float32,
         query: Int32,
         edges: tuple,
         use: Int32,
+        following: Int32,
         wg: Int32,
         tid: Int32,
     ):
-        """Adds a tile of 64 queries from `query` on to dK / softmax_scale, to dV, and to the sums at `target`."""
+        """Adds a tile of 64 queries from `query` on to dK / softmax_scale, to dV, and to the sums at `target`.
+
+        With spec.late `target` is that of the tile before, whose dQ is made here, or 0 where there is none.
+
+        Its S^T is in flight; if spec.ahead, that of the `following` tile is in the end.
+        """
         spec = self.spec
-        layout_kv, layout_q, layout_ds, layout_stats = self.layouts()
-        mma_s, mma_kv, mma_dq = self.tiled_mmas()
-        thr_s, thr_kv, thr_dq = mma_s.get_slice(tid), mma_kv.get_slice(tid), mma_dq.get_slice(tid)
-        sK, sV = (t.get_tensor(layout_kv.outer, swizzle=layout_kv.inner) for t in (smem.k, smem.v))
+        _, layout_q, layout_ds, _ = self.layouts()
+        mma_s, mma_kv, _ = self.tiled_mmas()
+        thr_kv = mma_kv.get_slice(tid)
         sQ, sDO = (t.get_tensor(layout_q.outer, swizzle=layout_q.inner) for t in (smem.q, smem.d_out))
-        rK, rV = (
-            mma_s.make_fragment_A(thr_s.partition_A(cute.local_tile(t, (ROWS, spec.d), (wg, 0, None))))
-            for t in (sK, sV)
-        )
-        rQ, rDO = (mma_s.make_fragment_B(thr_s.partition_B(t)) for t in (sQ, sDO))
         rQt, rDOt = (mma_kv.make_fragment_B(thr_kv.partition_B(wgmma.transposed(t))) for t in (sQ, sDO))
-        acc_s, acc_dp = (cute.make_rmem_tensor(mma_s.partition_shape_C((ROWS, QUERIES)), Float32) for _ in range(2))
+        acc_dp = cute.make_rmem_tensor(mma_s.partition_shape_C((ROWS, QUERIES)), Float32)
         s, dp = wgmma.by_row(acc_s), wgmma.by_row(acc_dp)
         columns = cute.size(s, mode=[1])
-        of_d = [(k, k) for k in range(spec.d // 16)]
         of_queries = [(k, k) for k in range(QUERIES // 16)]
-        of_keys = [(k, k) for k in range(spec.keys // 16)]
-        stage, phase = schedule.stage_of(use, spec.stages)
+        stage, _ = schedule.stage_of(use, spec.stages)
         # L and delta of this thread's columns, (2, 8): column 8j + 2 (lane % 4) + c is element (c, j)
         of_thread = smem.stats.data_ptr() + cute.assume(stage * 2 * QUERIES + 2 * (tid % 4), divby=2)
         of_columns = cute.make_layout((2, QUERIES // 8), stride=(1, 8))
         values = cute.make_rmem_tensor((2, QUERIES // 8), Float32)
 
-        cute.arch.mbarrier_wait(smem.q_full.data_ptr() + stage, phase)
-        warpgroup.fence()
-        wgmma.issue(mma_s, acc_s, rK[None, None, None, 0], rQ[None, None, None, stage], False, of_d)
-        warpgroup.commit_group()
-        wgmma.issue(mma_s, acc_dp, rV[None, None, None, 0], rDO[None, None, None, stage], False, of_d)
-        warpgroup.commit_group()
+        if const_expr(spec.ahead):
+            warpgroup.wait_group(0)
+            warpgroup.fence()
+        self.transposed_product(rV, smem.d_out, acc_dp, stage, tid)
         cute.autovec_copy(cute.make_tensor(of_thread, of_columns), values)
-        warpgroup.wait_group(1)
+        if const_expr(not spec.ahead):
+            warpgroup.wait_group(1)
         self.blocks.mask(acc_s, query, edges)
         for r in cutlass.range_constexpr(2):
             for c in cutlass.range_constexpr(columns):
@@ -417,8 +562,12 @@ class SinkBackwardKernel:
         wgmma.issue(mma_kv, acc_dk, rDS, rQt[None, None, None, stage], True, of_queries)
         warpgroup.commit_group()
 
+        if const_expr(spec.ahead):
+            self.scores(smem, acc_s, rK, following, tid)
+        buffer = use % 2
         if const_expr(spec.fused):
-            buffer = use % 2
+            if const_expr(spec.helper or spec.late):
+                cute.arch.mbarrier_wait(smem.ds_empty.data_ptr() + buffer, use // 2 % 2 ^ 1)
             sDS = smem.d_s.get_tensor(layout_ds.outer, swizzle=layout_ds.inner)
             to_smem = cute.make_tiled_copy_C(cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), self.dtype), mma_s)
             thr_copy = to_smem.get_slice(tid)
@@ -426,27 +575,100 @@ class SinkBackwardKernel:
             fragment = cute.make_tensor(rDS.iterator, acc_s.layout)
             cute.copy(to_smem, thr_copy.retile(fragment), thr_copy.partition_D(mine))
             cute.arch.fence_proxy("async.shared", space="cta")  # ordinary stores, read by wgmma
+            if const_expr(spec.helper or spec.late):
+                cute.arch.mbarrier_arrive(smem.ds_full.data_ptr() + buffer)
+        if const_expr(spec.late):
+            if target != 0 and buffer != wg:
+                earlier = buffer ^ 1
+                cute.arch.mbarrier_wait(smem.ds_full.data_ptr() + earlier, (use - 1) // 2 % 2)
+                given_back = smem.q_empty.data_ptr() + stage
+                self.add_dq(smem, target, given_back, smem.ds_empty.data_ptr() + earlier, earlier, tid)
+            else:
+                warpgroup.wait_group(1 if spec.ahead else 0)
+                cute.arch.mbarrier_arrive(smem.q_empty.data_ptr() + stage)
+        elif const_expr(spec.fused and not spec.helper):
             if buffer == wg:
                 cute.arch.barrier(barrier_id=BAR_DS + buffer, number_of_threads=CONSUMERS)
-                rDSt = mma_dq.make_fragment_A(thr_dq.partition_A(wgmma.transposed(sDS)))[None, None, None, buffer]
-                halves = cute.local_tile(wgmma.transposed(sK)[None, None, 0], (HALF, spec.keys), (None, 0))
-                rKt = mma_dq.make_fragment_B(thr_dq.partition_B(halves))
-                for half in cutlass.range_constexpr(spec.d // HALF):
-                    acc_dq = cute.make_rmem_tensor(mma_dq.partition_shape_C((QUERIES, HALF)), Float32)
-                    warpgroup.fence()
-                    wgmma.issue(mma_dq, acc_dq, rDSt, rKt[None, None, None, half], False, of_keys)
-                    warpgroup.commit_group()
-                    warpgroup.wait_group(0)
-                    if const_expr(half == 0):
-                        cute.arch.mbarrier_arrive(smem.q_empty.data_ptr() + stage)
-                    self.add(acc_dq, target + half * (4 * QUERIES * HALF), tid)
+                self.add_dq(smem, target, smem.q_empty.data_ptr() + stage, None, buffer, tid)
             else:
                 cute.arch.barrier_arrive(barrier_id=BAR_DS + buffer, number_of_threads=CONSUMERS)
                 warpgroup.wait_group(0)
                 cute.arch.mbarrier_arrive(smem.q_empty.data_ptr() + stage)
         else:
-            warpgroup.wait_group(0)
+            warpgroup.wait_group(1 if spec.ahead else 0)
             cute.arch.mbarrier_arrive(smem.q_empty.data_ptr() + stage)
+
+    @cute.jit
+    def help(
+        self,
+        smem,
+        sums: Int64,
+        positions: Int32,
+        window: Int32,
+        reach: Int32,
+        ratio: Int32,
+        tid: Int32,
+    ):
+        """The helper: dQ of every tile, once both warpgroups with keys have stored their dS."""
+        spec = self.spec
+        sWork = smem.work.get_tensor(cute.make_layout((schedule.RECORD, schedule.SLOTS)))
+        turn, use, running = Int32(0), Int32(0), Int32(1)
+        while running == 1:
+            slot = turn % schedule.SLOTS
+            cute.arch.mbarrier_wait(smem.work_full.data_ptr() + slot, turn // schedule.SLOTS % 2)
+            first, head, batch = sWork[0, slot], sWork[1, slot], sWork[2, slot]
+            s_q, s_k, start_q = sWork[3, slot], sWork[4, slot], sWork[5, slot]
+            if first < 0:
+                running = Int32(0)
+            else:
+                cute.arch.mbarrier_arrive(smem.work_empty.data_ptr() + slot)
+                begin, tiles = self.blocks.extent(first, s_q, s_k, window, reach)
+                cute.arch.mbarrier_wait(smem.kv_full.ptr, turn % 2)
+                position = schedule.position(spec.packed, start_q, batch, s_q) + begin
+                for g in cutlass.range(ratio, unroll=1):
+                    row = Int64(head * ratio + g) * positions + position  # of the first tile in the sums of dq
+                    for t in cutlass.range(tiles, unroll=1):
+                        buffer = use % 2
+                        cute.arch.mbarrier_wait(smem.ds_full.data_ptr() + buffer, use // 2 % 2)
+                        target = sums + (row + QUERIES * t) * (4 * spec.d)
+                        self.add_dq(smem, target, None, smem.ds_empty.data_ptr() + buffer, buffer, tid)
+                        use += 1
+                cute.arch.mbarrier_arrive(smem.kv_empty.ptr)
+                turn += 1
+        if tid // 32 == 0:
+            cute.arch.cp_async_bulk_wait_group(0, read=True)
+
+    @cute.jit
+    def add_dq(self, smem, target: Int64, q_empty, ds_empty, buffer: Int32, tid: Int32):
+        """Makes dQ of the tile whose dS is in `buffer`, and adds it to the sums at `target`.
+
+        Arrives at `q_empty` when products issued before are complete, and at `ds_empty` when dS has been read.
+        """
+        spec = self.spec
+        layout_kv, _, layout_ds, _ = self.layouts()
+        _, _, mma_dq = self.tiled_mmas()
+        thr_dq = mma_dq.get_slice(tid)
+        of_keys = [(k, k) for k in range(spec.keys // 16)]
+        sK = smem.k.get_tensor(layout_kv.outer, swizzle=layout_kv.inner)
+        sDS = smem.d_s.get_tensor(layout_ds.outer, swizzle=layout_ds.inner)
+        rDSt = mma_dq.make_fragment_A(thr_dq.partition_A(wgmma.transposed(sDS)))[None, None, None, buffer]
+        parts = cute.local_tile(wgmma.transposed(sK)[None, None, 0], (spec.columns, spec.keys), (None, 0))
+        rKt = mma_dq.make_fragment_B(thr_dq.partition_B(parts))
+        for part in cutlass.range_constexpr(spec.d // spec.columns):
+            acc_dq = cute.make_rmem_tensor(mma_dq.partition_shape_C((QUERIES, spec.columns)), Float32)
+            warpgroup.fence()
+            wgmma.issue(mma_dq, acc_dq, rDSt, rKt[None, None, None, part], False, of_keys)
+            warpgroup.commit_group()
+            warpgroup.wait_group(0)
+            if const_expr(part == 0 and q_empty is not None):
+                cute.arch.mbarrier_arrive(q_empty)
+            if const_expr(part == spec.d // spec.columns - 1 and ds_empty is not None):
+                cute.arch.mbarrier_arrive(ds_empty)
+            at = target + part * (4 * QUERIES * spec.columns)
+            if const_expr(spec.bulk):
+                self.add_copied(smem, acc_dq, at, buffer * (spec.d // spec.columns) + part, buffer, tid)
+            else:
+                self.add(acc_dq, at, tid)
 
     @cute.jit
     def add(self, acc_dq: cute.Tensor, target: Int64, tid: Int32):
@@ -456,6 +678,30 @@ class SinkBackwardKernel:
                 "red.relaxed.gpu.global.add.v4.f32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};",
                 read_only_args=[target + 16 * tid + 2048 * j, *[acc_dq[4 * j + i] for i in range(4)]],
             )
+
+    @cute.jit
+    def add_copied(self, smem, acc_dq: cute.Tensor, target: Int64, place: Int32, buffer: Int32, tid: Int32):
+        """As `add`, by one copy from shared memory, which has places for two tiles, by parts or quarters at d 128."""
+        spec = self.spec
+        barrier = BAR_ADD if const_expr(spec.helper) else BAR_ADD + buffer
+        staged = smem.added.data_ptr() + cute.assume(place * (QUERIES * spec.columns), divby=QUERIES * spec.columns)
+        if tid == 0:  # who issues the copies: that before from this place has been read
+            cute.arch.cp_async_bulk_wait_group(2 * spec.d // spec.columns // (1 if spec.helper else 2) - 1, read=True)
+        cute.arch.barrier(barrier_id=barrier, number_of_threads=128)
+        for j in cutlass.range_constexpr(cute.size(acc_dq) // 4):
+            four = cute.make_rmem_tensor(4, Float32)
+            for i in cutlass.range_constexpr(4):
+                four[i] = acc_dq[4 * j + i]
+            to = staged + cute.assume(512 * j + 4 * tid, divby=4)
+            cute.autovec_copy(four, cute.make_tensor(to, cute.make_layout(4)))
+        cute.arch.fence_proxy("async.shared", space="cta")  # ordinary stores, read by the copy engine
+        cute.arch.barrier(barrier_id=barrier, number_of_threads=128)
+        if tid == 0:
+            cute.arch.inline_ptx(
+                "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [{$r0}], [{$r1}], {$r2};",
+                read_only_args=[target, Int32(staged.toint()), Int32(4 * QUERIES * spec.columns)],
+            )
+            cute.arch.cp_async_bulk_commit_group()
 
     @cute.jit
     def store(
@@ -481,7 +727,8 @@ class SinkBackwardKernel:
         if issues:  # those before have read shared memory
             cute.arch.cp_async_bulk_wait_group(0, read=True)
         cute.arch.barrier(barrier_id=BAR_ITEM, number_of_threads=CONSUMERS)
-        sDK, sDV = (t.get_tensor(layout_kv.outer, swizzle=layout_kv.inner) for t in (smem.d_k, smem.d_v))
+        places = (smem.k, smem.v) if const_expr(spec.reuses) else (smem.d_k, smem.d_v)
+        sDK, sDV = (t.get_tensor(layout_kv.outer, swizzle=layout_kv.inner) for t in places)
         results = ((acc_dk, softmax_scale, sDK), (acc_dv, Float32(1.0), sDV))
         for i in cutlass.range_constexpr(2):
             acc, factor, staged = results[i]
@@ -498,3 +745,6 @@ class SinkBackwardKernel:
             cute.copy(store_dk, tKsK[None, 0], tKgK)
             cute.copy(store_dv, tVsV[None, 0], tVgV)
             cute.arch.cp_async_bulk_commit_group()
+            if const_expr(spec.reuses):
+                cute.arch.cp_async_bulk_wait_group(0, read=True)
+                cute.arch.mbarrier_arrive(smem.kv_empty.ptr)

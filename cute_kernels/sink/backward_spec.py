@@ -40,6 +40,14 @@ class SinkBackwardSpec:
     packed  sequences of different lengths lie one behind the other
     window  whether there is a left window
     fused   whether dq is added up in global memory as well
+    helper  fused: whether a third warpgroup makes dq, and the two with keys do not wait for it
+    ahead   whether S of the next tile is issued before dK of this one is waited for
+    late    fused, no helper: whether dq of a tile is made one tile later, so that no warpgroup waits for the other
+    bulk    helper or late: whether dq is added by copies from shared memory, and not by instructions of every thread.
+            At d 128 their place is that of dK and dV, which then leave through the place of K and V
+    held    d 64, helper or not fused: whether warpgroups hold their K and V in registers for S and dP, which spares a
+            fifth of the reads of shared memory
+    skips   not fused: whether a warpgroup passes over tiles none of whose queries sees its keys
     """
 
     dtype: str
@@ -47,26 +55,70 @@ class SinkBackwardSpec:
     packed: bool = False
     window: bool = False
     fused: bool = True
+    helper: bool = False
+    ahead: bool = False
+    late: bool = False
+    bulk: bool = False
+    skips: bool = False
+    held: bool = False
 
     kernel: ClassVar[str] = "cute_kernels.sink.backward_kernel:SinkBackwardKernel"
     warpgroups: ClassVar[int] = 2
     keys: ClassVar[int] = 2 * ROWS
-    threads: ClassVar[int] = 384
     compile_options: ClassVar[str] = "--ptxas-options '--register-usage-level=0'"
 
     def can_implement(self) -> list[str]:
         """Reasons, in words, why this kernel cannot be built; empty when it can."""
-        return _reasons(self.dtype, self.d)
+        reasons = _reasons(self.dtype, self.d)
+        if self.helper and not self.fused:
+            reasons.append("a helper makes dq, which only the fused way does")
+        if self.helper and self.d == 128:
+            reasons.append("beside a helper, registers are left for d 64 only")
+        if self.ahead and self.fused and not (self.helper or self.late):
+            reasons.append("looking ahead is not for warpgroups that make dq where they store dS")
+        if self.ahead and self.d == 128 and self.fused and not self.bulk:
+            reasons.append("looking ahead leaves no registers for sums that every thread adds to, at d 128")
+        if self.held and (self.d != 64 or (self.fused and not self.helper)):
+            reasons.append("K and V are held at d 64, by warpgroups that make no dq")
+        if self.skips and (self.fused or self.ahead):
+            reasons.append("tiles are passed over where no dq is made, and none is looked ahead to")
+        if self.bulk and not (self.helper or self.late):
+            reasons.append("copies add what a helper makes, or what is made late")
+        if self.late and (self.helper or not self.fused):
+            reasons.append("late is for warpgroups that make dq in turns")
+        return reasons
+
+    @property
+    def threads(self) -> int:
+        """Of a CTA: the producer's warpgroup, two that have keys, and the helper."""
+        return 512 if self.helper else 384
 
     @property
     def producer_registers(self) -> int:
         """Of a thread after the roles have parted; 24 + 2 x 240 = 40 + 2 x 232 = 3 x 168 of 384 threads."""
-        return 24 if self.fused else 40
+        return 24 if self.fused or (self.ahead and self.d == 128) else 40
 
     @property
     def consumer_registers(self) -> int:
         """With 232 ptxas serializes the products of d 128, fused; with 24 the producer spills where not fused."""
-        return 240 if self.fused else 232
+        if self.helper:
+            return 208 if self.held else 200
+        return 232 if self.producer_registers == 40 else 240
+
+    @property
+    def helper_registers(self) -> int:
+        """What is left: 24 + 2 x 200 + 88 = 24 + 2 x 208 + 72 = 4 x 128 of 512 threads."""
+        return 72 if self.held else 88
+
+    @property
+    def columns(self) -> int:
+        """Columns of dQ that are made together: 32 or 16 registers."""
+        return 32 if self.ahead and self.d == 128 else 64
+
+    @property
+    def reuses(self) -> bool:
+        """Whether dK and dV leave through the place of K and V."""
+        return self.bulk and self.d == 128
 
     @property
     def stages(self) -> int:
@@ -76,8 +128,12 @@ class SinkBackwardSpec:
     @property
     def expected(self) -> dict[str, Any]:
         """What the compiled kernel is held to."""
-        added = ("REDG",) if self.fused else ()
-        return {"registers": 168, "instructions": ("HGMMA", "UTMALDG", "UTMASTG", "USETMAXREG", "MUFU.EX2", *added)}
+        added = (("UBLKRED",) if self.bulk else ("REDG",)) if self.fused else ()
+        registers = 128 if self.helper else 168
+        return {
+            "registers": registers,
+            "instructions": ("HGMMA", "UTMALDG", "UTMASTG", "USETMAXREG", "MUFU.EX2", *added),
+        }
 
 
 @dataclass(frozen=True)
@@ -85,30 +141,43 @@ class SinkQueryGradSpec:
     """Compile-time facts of :class:`cute_kernels.sink.query_grad_kernel.SinkQueryGradKernel`, where queries stay.
 
     dtype, d, packed, window  as above
+    tile     keys of a tile
+    grouped  as in the forward
     """
 
     dtype: str
     d: int
     packed: bool = False
     window: bool = False
+    tile: int = 64
+    grouped: bool = False
 
     kernel: ClassVar[str] = "cute_kernels.sink.query_grad_kernel:SinkQueryGradKernel"
-    tile: ClassVar[int] = 64
     compile_options: ClassVar[str] = "--ptxas-options '--register-usage-level=0'"
 
     def can_implement(self) -> list[str]:
         """Reasons, in words, why this kernel cannot be built; empty when it can."""
-        return _reasons(self.dtype, self.d)
+        reasons = _reasons(self.dtype, self.d)
+        if self.tile not in (64, 96) or (self.tile == 96 and self.d == 128):
+            reasons.append(f"tile is {self.tile}; it is 64, at d 64 also 96")
+        if not reasons and self.stages < 2:
+            reasons.append(f"{self.stages} stages in shared memory; two are needed")
+        return reasons
 
     @property
     def warpgroups(self) -> int:
         """Of consumers: three where shared memory and registers allow it."""
-        return 3 if self.d == 64 else 2
+        return 3 if self.d == 64 and self.tile == 64 else 2
 
     @property
     def rows(self) -> int:
-        """Query rows of a CTA."""
-        return ROWS * self.warpgroups
+        """Query rows of an item."""
+        return ROWS if self.grouped else ROWS * self.warpgroups
+
+    @property
+    def slots(self) -> int:
+        """Blocks of 64 rows of Q, and of dO, in shared memory."""
+        return 2 * self.warpgroups if self.grouped and self.d == 64 else self.warpgroups
 
     @property
     def threads(self) -> int:
@@ -128,7 +197,7 @@ class SinkQueryGradSpec:
     @property
     def stages(self) -> int:
         """Tiles of K, and as many of V, in flight: a power of two."""
-        room = min(SMEM_PER_CTA - 3 * self.rows * self.d * 2 - 1024, 131_072)
+        room = min(SMEM_PER_CTA - (2 * self.slots + self.warpgroups) * ROWS * self.d * 2 - 1024, 131_072)
         fit = room // (4 * self.tile * self.d)
         return 1 << (fit.bit_length() - 1) if fit else 0
 

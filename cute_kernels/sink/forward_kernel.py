@@ -111,11 +111,11 @@ class SinkForwardKernel:
         return (q, k, v, sink, out, lse, *packed, *numbers, make_fake_stream(use_tvm_ffi_env_stream=True))
 
     def layouts(self):
-        """Shared memory: Q and O (64, d, warpgroups), K and V (tile, d, stages)."""
+        """Shared memory: Q (64, d, slots), O (64, d, warpgroups), K and V (tile, d, stages)."""
         spec, row = self.spec, LayoutEnum.ROW_MAJOR
         tiler = (ROWS, spec.tile, spec.d)
         return (
-            sm90.make_smem_layout_a(row, tiler, self.dtype, spec.warpgroups),
+            sm90.make_smem_layout_a(row, tiler, self.dtype, spec.slots),
             sm90.make_smem_layout_epi(self.dtype, row, (ROWS, spec.d), spec.warpgroups),
             sm90.make_smem_layout_b(row, tiler, self.dtype, spec.stages),
         )
@@ -143,12 +143,13 @@ class SinkForwardKernel:
             work: cute.struct.MemRange[Int32, schedule.RECORD * schedule.SLOTS]
             work_full: cute.struct.MemRange[Int64, schedule.SLOTS]
             work_empty: cute.struct.MemRange[Int64, schedule.SLOTS]
-            q_full: cute.struct.MemRange[Int64, spec.warpgroups]
-            q_empty: cute.struct.MemRange[Int64, spec.warpgroups]
+            q_full: cute.struct.MemRange[Int64, spec.slots]
+            q_empty: cute.struct.MemRange[Int64, spec.slots]
             k_full: cute.struct.MemRange[Int64, spec.stages]
             k_empty: cute.struct.MemRange[Int64, spec.stages]
             v_full: cute.struct.MemRange[Int64, spec.stages]
             v_empty: cute.struct.MemRange[Int64, spec.stages]
+            kept: Int64
 
         return Shared
 
@@ -188,12 +189,14 @@ class SinkForwardKernel:
         causal     1 or 0
         max_q, max_k   packed: not below the longest sequence; otherwise not read
         section    not packed: pairs of a sequence and a head that are worked on together, so that their keys stay in
-                   L2; a divisor of batch x h_q. Packed: not read
+                   L2; a divisor of batch x h_q, with spec.grouped also a multiple of h_q / h_kv. Packed: not read
         counters   address of two int32, 0 before and after the launch. No other scratch memory
         """
         spec = self.spec
         heads = mQ.shape[1 if const_expr(spec.packed) else 2]
         ratio = heads // mK.shape[1 if const_expr(spec.packed) else 2]
+        if const_expr(spec.grouped):
+            heads, section = heads // ratio, section // ratio
         blocks, items, pairs = Int32(1), Int32(0), Int32(1)
         if const_expr(not spec.packed):
             max_q, max_k = Int32(mQ.shape[1]), Int32(mK.shape[1])
@@ -277,8 +280,9 @@ class SinkForwardKernel:
         else:
             cute.arch.setmaxregister_increase(spec.consumer_registers)
             self.consume(
-                smem, store_out, tOut, mSink, mLse, scale_log2, window, reach, max_q, warp_idx // 4 - 1, tidx % 128
-            )
+                smem, store_out, tOut, mSink, mLse, scale_log2, window, reach, max_q, divisors[3].divisor,
+                warp_idx // 4 - 1, tidx % 128,
+            )  # fmt: skip
 
     @cute.jit
     def consume(
@@ -292,10 +296,11 @@ class SinkForwardKernel:
         window: Int32,
         reach: Int32,
         max_q: Int32,
+        ratio: Int32,
         wg: Int32,
         tid: Int32,
     ):
-        """One consumer warpgroup: its 64 rows of each item."""
+        """One consumer warpgroup: its 64 rows of each item, or its heads."""
         spec = self.spec
         mma_qk, mma_pv = self.tiled_mmas()
         sWork = smem.work.get_tensor(cute.make_layout((schedule.RECORD, schedule.SLOTS)))
@@ -306,33 +311,105 @@ class SinkForwardKernel:
                 cute.arch.barrier_arrive(barrier_id=BAR_TURN, number_of_threads=256)
 
         turn, use, running = Int32(0), Int32(0), Int32(1)
+        mine_first = Int32(wg)  # the first head of an item that is this warpgroup's
         while running == 1:
             slot = turn % schedule.SLOTS
             cute.arch.mbarrier_wait(smem.work_full.data_ptr() + slot, turn // schedule.SLOTS % 2)
             if sWork[0, slot] < 0:
                 running = Int32(0)
+            elif const_expr(spec.grouped):
+                first, kv_head, batch, s_q, s_k, start_q = (sWork[i, slot] for i in range(6))
+                cute.arch.mbarrier_arrive(smem.work_empty.data_ptr() + slot)
+                begin, tiles = self.blocks.extent(first, s_q, s_k, window, reach)
+                low, high, edges = self.blocks.edges(first, s_q, s_k, begin, tiles, window, reach, tid)
+                streamed = tiles > spec.stages
+                for number in cutlass.range(mine_first, mine_first + ratio, spec.warpgroups, unroll=1):
+                    kept = number - mine_first + spec.warpgroups < ratio and not streamed
+                    if number < ratio:
+                        head = kv_head * ratio + number
+                        sink = mSink[head]
+                        nth = turn * ratio + number
+                        self.attend(
+                            smem, acc_o, reference, row_sum, scale_log2, low, high, tiles, edges, nth % spec.slots,
+                            nth // spec.slots % 2, use, kept, wg, tid,
+                        )  # fmt: skip
+                        gOut, gLse = self.targets(tOut, mLse, max_q, first, s_q, start_q, head, batch)
+                        self.store(
+                            smem,
+                            acc_o,
+                            reference,
+                            row_sum,
+                            scale_log2,
+                            sink,
+                            store_out,
+                            gOut,
+                            gLse,
+                            first,
+                            s_q,
+                            wg,
+                            tid,
+                        )
+                    elif not kept:
+                        for i in cutlass.range(tiles, unroll=1):
+                            self.pass_over(smem, use + i, wg)
+                    if not kept:
+                        use += tiles
+                mine_first = (mine_first + (spec.warpgroups - ratio % spec.warpgroups)) % spec.warpgroups
+                turn += 1
             else:
+                mine, s_q, s_k = sWork[0, slot] + ROWS * wg, sWork[3, slot], sWork[4, slot]
+                begin, tiles = self.blocks.extent(sWork[0, slot], s_q, s_k, window, reach)
+                low, high, edges = self.blocks.edges(mine, s_q, s_k, begin, tiles, window, reach, tid)
                 use = self.attend(
-                    smem, acc_o, reference, row_sum, scale_log2, window, reach, sWork[None, slot], turn, use, wg, tid
+                    smem,
+                    acc_o,
+                    reference,
+                    row_sum,
+                    scale_log2,
+                    low,
+                    high,
+                    tiles,
+                    edges,
+                    wg,
+                    turn % 2,
+                    use,
+                    False,
+                    wg,
+                    tid,
                 )
                 # read again, and not kept: every register counts while P, S and O are alive
                 mine, head, batch = sWork[0, slot] + ROWS * wg, sWork[1, slot], sWork[2, slot]
                 s_q, start_q = sWork[3, slot], sWork[5, slot]
                 cute.arch.mbarrier_arrive(smem.work_empty.data_ptr() + slot)
-                row0, outer = schedule.place(spec.packed, max_q, s_q, start_q, batch)
-                gOut = cute.local_tile(
-                    cute.domain_offset((row0 + mine, 0, 0, 0), tOut), (ROWS, spec.d), (0, 0, head, outer)
-                )
-                if const_expr(spec.packed):
-                    gLse = cute.domain_offset((start_q,), mLse[None, head])
-                else:
-                    gLse = mLse[batch, None, head]
+                gOut, gLse = self.targets(tOut, mLse, max_q, mine, s_q, start_q, head, batch)
                 self.store(
                     smem, acc_o, reference, row_sum, scale_log2, mSink[head], store_out, gOut, gLse, mine, s_q, wg, tid
                 )
                 turn += 1
         if tid // 32 == 0:
             cute.arch.cp_async_bulk_wait_group(0, read=True)
+
+    @cute.jit
+    def targets(
+        self,
+        tOut: cute.Tensor,
+        mLse: cute.Tensor,
+        max_q: Int32,
+        mine: Int32,
+        s_q: Int32,
+        start_q: Int32,
+        head: Int32,
+        batch: Int32,
+    ):
+        """Where 64 rows from `mine` on of a head go, and the log-sum-exps of all rows."""
+        spec = self.spec
+        row0, outer = schedule.place(spec.packed, max_q, s_q, start_q, batch)
+        gOut = cute.local_tile(cute.domain_offset((row0 + mine, 0, 0, 0), tOut), (ROWS, spec.d), (0, 0, head, outer))
+        if const_expr(spec.packed):
+            gLse = cute.domain_offset((start_q,), mLse[None, head])
+        else:
+            gLse = mLse[batch, None, head]
+        return gOut, gLse
 
     @cute.jit
     def attend(
@@ -342,17 +419,21 @@ class SinkForwardKernel:
         reference: cute.Tensor,
         row_sum: cute.Tensor,
         scale_log2: Float32,
-        window: Int32,
-        reach: Int32,
-        record: cute.Tensor,
-        turn: Int32,
+        low: Int32,
+        high: Int32,
+        tiles: Int32,
+        edges: tuple,
+        slot: Int32,
+        phase_q: Int32,
         use: Int32,
+        kept,
         wg: Int32,
         tid: Int32,
     ):
-        """O, references and sums (of this thread's columns) of the warpgroup's rows; the use of a stage that is next.
+        """O, references and sums (of this thread's columns) of the rows in `slot`; the use of a stage that is next.
 
         `use` counts tiles since the kernel started: use % stages is the stage, use / stages % 2 the barriers' phase.
+        Tiles that are `kept` are needed again and not given back.
         """
         spec = self.spec
         layout_q, _, layout_kv = self.layouts()
@@ -361,7 +442,7 @@ class SinkForwardKernel:
         sQ = smem.q.get_tensor(layout_q.outer, swizzle=layout_q.inner)
         sK = smem.k.get_tensor(layout_kv.outer, swizzle=layout_kv.inner)
         sV = smem.v.get_tensor(layout_kv.outer, swizzle=layout_kv.inner)
-        rQ = mma_qk.make_fragment_A(thr_qk.partition_A(sQ))[None, None, None, wg]
+        rQ = mma_qk.make_fragment_A(thr_qk.partition_A(sQ))[None, None, None, slot]
         rK = mma_qk.make_fragment_B(thr_qk.partition_B(sK))
         rV = mma_pv.make_fragment_B(thr_pv.partition_B(wgmma.transposed(sV)))
         rP = mma_pv.make_fragment_A(mma_pv.partition_shape_A((ROWS, spec.tile)))
@@ -372,23 +453,21 @@ class SinkForwardKernel:
         k_full, k_empty = smem.k_full.data_ptr(), smem.k_empty.data_ptr()
         v_full, v_empty = smem.v_full.data_ptr(), smem.v_empty.data_ptr()
 
-        first, s_q, s_k = record[0], record[3], record[4]
-        begin, tiles = self.blocks.extent(first, s_q, s_k, window, reach)
-        low, high, edges = self.blocks.edges(first + ROWS * wg, s_q, s_k, begin, tiles, window, reach, tid)
-
+        if const_expr(spec.grouped):
+            low, high = Int32(0), tiles  # all warpgroups have the same rows
         for _ in cutlass.range(tiles - high, unroll=1):
             self.pass_over(smem, use, wg)
             use += 1
 
         acc_o.fill(0.0)
         stage, phase = schedule.stage_of(use, spec.stages)
-        cute.arch.mbarrier_wait(smem.q_full.data_ptr() + wg, turn % 2)
+        cute.arch.mbarrier_wait(smem.q_full.data_ptr() + slot, phase_q)
         cute.arch.mbarrier_wait(k_full + stage, phase)
         warpgroup.fence()
         wgmma.issue(mma_qk, acc_s, rQ, rK[None, None, None, stage], False, qk_blocks)
         warpgroup.commit_group()
         warpgroup.wait_group(0)
-        cute.arch.mbarrier_arrive(k_empty + stage)
+        self.blocks.give_back(smem, k_empty, stage, kept)
         tile = high - 1
         self.blocks.mask(acc_s, tile, edges)
         for r in cutlass.range_constexpr(2):
@@ -414,15 +493,15 @@ class SinkForwardKernel:
             warpgroup.commit_group()
             self.give_turn(wg)
             warpgroup.wait_group(1)
-            cute.arch.mbarrier_arrive(k_empty + after)
+            self.blocks.give_back(smem, k_empty, after, kept)
             self.blocks.mask(acc_s, tile, edges)
             self.exponentials(acc_s, reference, row_sum, alpha, scale_log2)
             self.hold(row_sum)
             warpgroup.wait_group(0)
-            cute.arch.mbarrier_arrive(v_empty + before)
+            self.blocks.give_back(smem, v_empty, before, kept)
             softmax.rescale([acc_o], alpha)
 
-        cute.arch.mbarrier_arrive(smem.q_empty.data_ptr() + wg)
+        cute.arch.mbarrier_arrive(smem.q_empty.data_ptr() + slot)
         rP.store(acc_s.load().to(self.dtype).reshape(rP.shape))
         last, phase_last = schedule.stage_of(use, spec.stages)
         cute.arch.mbarrier_wait(v_full + last, phase_last)
@@ -430,7 +509,7 @@ class SinkForwardKernel:
         wgmma.issue(mma_pv, acc_o, rP, rV[None, None, None, last], True, pv_blocks)
         warpgroup.commit_group()
         warpgroup.wait_group(0)
-        cute.arch.mbarrier_arrive(v_empty + last)
+        self.blocks.give_back(smem, v_empty, last, kept)
         use += 1
         for _ in cutlass.range(low, unroll=1):
             self.pass_over(smem, use, wg)

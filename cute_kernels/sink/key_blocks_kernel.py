@@ -46,6 +46,15 @@ class KeyBlocks:
         return starts[0], starts[1], behind, whole, mine - shift + window
 
     @cute.jit
+    def seeing(self, mine: Int32, s_q: Int32, s_k: Int32, window: Int32, reach: Int32):
+        """(first query, one behind the last) that sees any of the keys `mine` .. `mine` + 63; there may be none."""
+        shift = s_k - s_q
+        end = Int32(NEVER)
+        if const_expr(self.spec.window):
+            end = cutlass.min(mine + ROWS, s_k) - 1 - shift + window
+        return cutlass.select_(mine < s_k, mine - shift - reach, Int32(NEVER)), end
+
+    @cute.jit
     def mask(self, acc_s: cute.Tensor, query: Int32, edges: tuple):
         """-inf where a query does not see a key, in a tile of queries from `query` on."""
         start0, start1, behind0, whole_from, whole_to = edges
@@ -167,7 +176,7 @@ class KeyBlocks:
                         )
                         cute.copy(load_q, tQgQ[None, t], tQsQ[None, stage], tma_bar_ptr=full + stage)
                     cute.copy(load_stats, tXgX[None, t], tXsX[None, stage], tma_bar_ptr=full + stage)
-            item = ctas + following
+            item = ctas + cute.arch.shuffle_sync(following, 0)
             turn += 1
 
         slot = turn % schedule.SLOTS

@@ -16,7 +16,7 @@ from cute_kernels.sink.spec import ROWS
 
 
 class QueryBlocks:
-    """Device code; `spec` has d, packed, window, warpgroups, rows, tile and stages."""
+    """Device code; `spec` has d, packed, window, warpgroups, rows, tile, stages, slots and grouped."""
 
     def __init__(self, spec):
         self.spec = spec
@@ -29,7 +29,7 @@ class QueryBlocks:
             for i in cutlass.range_constexpr(schedule.SLOTS):
                 cute.arch.mbarrier_init(smem.work_full.data_ptr() + i, 32)
                 cute.arch.mbarrier_init(smem.work_empty.data_ptr() + i, 128 * spec.warpgroups)
-            for i in cutlass.range_constexpr(spec.warpgroups):
+            for i in cutlass.range_constexpr(spec.slots):
                 cute.arch.mbarrier_init(smem.q_full.data_ptr() + i, 1)
                 cute.arch.mbarrier_init(smem.q_empty.data_ptr() + i, 128)
             for i in cutlass.range_constexpr(spec.stages):
@@ -37,6 +37,8 @@ class QueryBlocks:
                 cute.arch.mbarrier_init(smem.v_full.data_ptr() + i, 1)
                 cute.arch.mbarrier_init(smem.k_empty.data_ptr() + i, 128 * spec.warpgroups)
                 cute.arch.mbarrier_init(smem.v_empty.data_ptr() + i, 128 * spec.warpgroups)
+            if const_expr(spec.grouped):  # takes the arrivals for tiles that are kept
+                cute.arch.mbarrier_init(smem.kept.ptr, 128 * spec.warpgroups)
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
 
@@ -78,7 +80,7 @@ class QueryBlocks:
     ):
         """The producer warp: records, then the tiles of each item.
 
-        `queries` has (copy, tensor, shared memory (64, d, warpgroups)) of each operand that is loaded once an item.
+        `queries` has (copy, tensor, shared memory (64, d, slots)) of each operand that is loaded once a block of rows.
         """
         spec = self.spec
         cta, _, _ = cute.arch.block_idx()
@@ -86,9 +88,7 @@ class QueryBlocks:
         *item_divisors, ratio = divisors
         one = cute.make_layout(1)
         sWork = smem.work.get_tensor(cute.make_layout((schedule.RECORD, schedule.SLOTS)))
-        q_full, q_empty = smem.q_full.data_ptr(), smem.q_empty.data_ptr()
         k_full, k_empty = smem.k_full.data_ptr(), smem.k_empty.data_ptr()
-        v_full, v_empty = smem.v_full.data_ptr(), smem.v_empty.data_ptr()
         if const_expr(spec.packed):
             items = mWork[0, 0] * item_divisors[2].divisor
 
@@ -119,7 +119,7 @@ class QueryBlocks:
             begin, tiles = self.extent(first, s_q, s_k, window, reach)
             row0, outer_q = schedule.place(spec.packed, max_q, s_q, start_q, batch)
             key0, outer_k = schedule.place(spec.packed, max_k, s_k, start_k, batch)
-            kv_head = head // ratio
+            kv_head = head if const_expr(spec.grouped) else head // ratio
             gK, gV = (
                 cute.local_tile(
                     cute.domain_offset((key0 + begin, 0, 0, 0), t), (spec.tile, spec.d), (None, 0, kv_head, outer_k)
@@ -129,27 +129,28 @@ class QueryBlocks:
             tKsK, tKgK = cpasync.tma_partition(load_k, 0, one, cute.group_modes(sK, 0, 2), cute.group_modes(gK, 0, 2))
             tVsV, tVgV = cpasync.tma_partition(load_v, 0, one, cute.group_modes(sV, 0, 2), cute.group_modes(gV, 0, 2))
 
+            rows = row0 + first, outer_q
             # K of the first tile does not wait for the rows before; then K always one tile ahead of V
-            self.load_tile(load_k, tKgK, tKsK, k_full, k_empty, tiles - 1, use)
-            for w in cutlass.range_constexpr(spec.warpgroups):
-                cute.arch.mbarrier_wait(q_empty + w, (turn + 1) % 2)
-                with cute.arch.elect_one():
-                    cute.arch.mbarrier_arrive_and_expect_tx(q_full + w, len(queries) * ROWS * spec.d * 2)
-                for x in cutlass.range_constexpr(len(queries)):
-                    load_q, tQ, sQ = queries[x]
-                    gQ = cute.local_tile(
-                        cute.domain_offset((row0 + first, 0, 0, 0), tQ), (ROWS, spec.d), (None, 0, head, outer_q)
-                    )
-                    tQsQ, tQgQ = cpasync.tma_partition(
-                        load_q, 0, one, cute.group_modes(sQ, 0, 2), cute.group_modes(gQ, 0, 2)
-                    )
-                    cute.copy(load_q, tQgQ[None, w], tQsQ[None, w], tma_bar_ptr=q_full + w)
-            for i in cutlass.range(1, tiles, unroll=1):
-                self.load_tile(load_k, tKgK, tKsK, k_full, k_empty, tiles - 1 - i, use + i)
-                self.load_tile(load_v, tVgV, tVsV, v_full, v_empty, tiles - i, use + i - 1)
-            use += tiles
-            self.load_tile(load_v, tVgV, tVsV, v_full, v_empty, Int32(0), use - 1)
-            item = ctas + following
+            if const_expr(spec.grouped):
+                for number in cutlass.range(0, ratio.divisor, spec.warpgroups, unroll=1):
+                    fresh = number == 0 or tiles > spec.stages
+                    if fresh:
+                        self.load_tile(load_k, tKgK, tKsK, k_full, k_empty, tiles - 1, use)
+                    for w in cutlass.range_constexpr(spec.warpgroups):
+                        if number + w < ratio.divisor:
+                            nth = turn * ratio.divisor + number + w
+                            q_head = head * ratio.divisor + number + w
+                            self.load_rows(smem, queries, rows, 0, q_head, nth % spec.slots, nth // spec.slots % 2)
+                    if fresh:
+                        self.load_others(load_k, tKgK, tKsK, load_v, tVgV, tVsV, smem, tiles, use)
+                        use += tiles
+            else:
+                self.load_tile(load_k, tKgK, tKsK, k_full, k_empty, tiles - 1, use)
+                for w in cutlass.range_constexpr(spec.warpgroups):
+                    self.load_rows(smem, queries, rows, w, head, w, turn % 2)
+                self.load_others(load_k, tKgK, tKsK, load_v, tVgV, tVsV, smem, tiles, use)
+                use += tiles
+            item = ctas + cute.arch.shuffle_sync(following, 0)
             turn += 1
 
         slot = turn % schedule.SLOTS
@@ -158,6 +159,44 @@ class QueryBlocks:
             sWork[0, slot] = Int32(-1)
             schedule.finish(counters, ctas)
         cute.arch.mbarrier_arrive(smem.work_full.data_ptr() + slot)
+
+    @cute.jit
+    def load_rows(self, smem, queries: tuple, rows: tuple, block: cutlass.Constexpr, head: Int32, slot, phase: Int32):
+        """Starts the copies of a block of 64 rows of a head when its slot is free."""
+        spec = self.spec
+        row, outer = rows
+        full = smem.q_full.data_ptr() + slot
+        cute.arch.mbarrier_wait(smem.q_empty.data_ptr() + slot, phase ^ 1)
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive_and_expect_tx(full, len(queries) * ROWS * spec.d * 2)
+        for x in cutlass.range_constexpr(len(queries)):
+            load, t, staged = queries[x]
+            gQ = cute.local_tile(cute.domain_offset((row, 0, 0, 0), t), (ROWS, spec.d), (None, 0, head, outer))
+            tQsQ, tQgQ = cpasync.tma_partition(
+                load, 0, cute.make_layout(1), cute.group_modes(staged, 0, 2), cute.group_modes(gQ, 0, 2)
+            )
+            cute.copy(load, tQgQ[None, block], tQsQ[None, slot], tma_bar_ptr=full)
+
+    @cute.jit
+    def load_others(
+        self,
+        load_k: cute.CopyAtom,
+        tKgK: cute.Tensor,
+        tKsK: cute.Tensor,
+        load_v: cute.CopyAtom,
+        tVgV: cute.Tensor,
+        tVsV: cute.Tensor,
+        smem,
+        tiles: Int32,
+        use: Int32,
+    ):
+        """Starts the copies of K of all tiles but the first, and of V of all."""
+        k_full, k_empty = smem.k_full.data_ptr(), smem.k_empty.data_ptr()
+        v_full, v_empty = smem.v_full.data_ptr(), smem.v_empty.data_ptr()
+        for i in cutlass.range(1, tiles, unroll=1):
+            self.load_tile(load_k, tKgK, tKsK, k_full, k_empty, tiles - 1 - i, use + i)
+            self.load_tile(load_v, tVgV, tVsV, v_full, v_empty, tiles - i, use + i - 1)
+        self.load_tile(load_v, tVgV, tVsV, v_full, v_empty, Int32(0), use + tiles - 1)
 
     @cute.jit
     def load_tile(
@@ -176,6 +215,15 @@ class QueryBlocks:
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive_and_expect_tx(full + stage, self.spec.tile * self.spec.d * 2)
         cute.copy(load, source[None, tile], target[None, stage], tma_bar_ptr=full + stage)
+
+    @cute.jit
+    def give_back(self, smem, empty: cute.Pointer, stage: Int32, kept):
+        """Arrives for a tile that has been read, at a barrier of no meaning if it is kept: a branch would cost more."""
+        target = empty + stage
+        if const_expr(self.spec.grouped):
+            offset = smem.kept.ptr.toint() - empty.toint()
+            target = empty + cutlass.select_(kept, Int32(offset) // 8, stage)
+        cute.arch.mbarrier_arrive(target)
 
     @cute.jit
     def edges(

@@ -59,11 +59,11 @@ class SinkQueryGradKernel:
         return (q, k, v, d_out, stats, d_q, *packed, *numbers, make_fake_stream(use_tvm_ffi_env_stream=True))
 
     def layouts(self):
-        """Shared memory: Q and dO (64, d, warpgroups), dQ the same, K and V (tile, d, stages)."""
+        """Shared memory: Q and dO (64, d, slots), dQ (64, d, warpgroups), K and V (tile, d, stages)."""
         spec, row = self.spec, LayoutEnum.ROW_MAJOR
         tiler = (ROWS, spec.tile, spec.d)
         return (
-            sm90.make_smem_layout_a(row, tiler, self.dtype, spec.warpgroups),
+            sm90.make_smem_layout_a(row, tiler, self.dtype, spec.slots),
             sm90.make_smem_layout_epi(self.dtype, row, (ROWS, spec.d), spec.warpgroups),
             sm90.make_smem_layout_b(row, tiler, self.dtype, spec.stages),
         )
@@ -92,12 +92,13 @@ class SinkQueryGradKernel:
             work: cute.struct.MemRange[Int32, schedule.RECORD * schedule.SLOTS]
             work_full: cute.struct.MemRange[Int64, schedule.SLOTS]
             work_empty: cute.struct.MemRange[Int64, schedule.SLOTS]
-            q_full: cute.struct.MemRange[Int64, spec.warpgroups]
-            q_empty: cute.struct.MemRange[Int64, spec.warpgroups]
+            q_full: cute.struct.MemRange[Int64, spec.slots]
+            q_empty: cute.struct.MemRange[Int64, spec.slots]
             k_full: cute.struct.MemRange[Int64, spec.stages]
             k_empty: cute.struct.MemRange[Int64, spec.stages]
             v_full: cute.struct.MemRange[Int64, spec.stages]
             v_empty: cute.struct.MemRange[Int64, spec.stages]
+            kept: Int64
 
         return Shared
 
@@ -135,6 +136,8 @@ class SinkQueryGradKernel:
         spec = self.spec
         heads = mQ.shape[1 if const_expr(spec.packed) else 2]
         ratio = heads // mK.shape[1 if const_expr(spec.packed) else 2]
+        if const_expr(spec.grouped):
+            heads, section = heads // ratio, section // ratio
         blocks, items, pairs = Int32(1), Int32(0), Int32(1)
         if const_expr(not spec.packed):
             max_q, max_k = Int32(mQ.shape[1]), Int32(mK.shape[1])
@@ -222,7 +225,7 @@ class SinkQueryGradKernel:
         else:
             cute.arch.setmaxregister_increase(spec.consumer_registers)
             wg, tid = warp_idx // 4 - 1, tidx % 128
-            self.consume(smem, store_dq, tDQ, mStats, softmax_scale, window, reach, max_q, wg, tid)
+            self.consume(smem, store_dq, tDQ, mStats, softmax_scale, window, reach, max_q, divisors[3].divisor, wg, tid)
 
     @cute.jit
     def consume(
@@ -235,44 +238,92 @@ class SinkQueryGradKernel:
         window: Int32,
         reach: Int32,
         max_q: Int32,
+        ratio: Int32,
         wg: Int32,
         tid: Int32,
     ):
-        """One consumer warpgroup: its 64 rows of each item."""
+        """One consumer warpgroup: its 64 rows of each item, or its heads."""
         spec = self.spec
         _, mma_dq = self.tiled_mmas()
         sWork = smem.work.get_tensor(cute.make_layout((schedule.RECORD, schedule.SLOTS)))
         acc_dq = cute.make_rmem_tensor(mma_dq.partition_shape_C((ROWS, spec.d)), Float32)
-        total, delta = cute.make_rmem_tensor(2, Float32), cute.make_rmem_tensor(2, Float32)
+        total, delta, of_next = (cute.make_rmem_tensor(n, Float32) for n in (2, 2, 4))
+        scale_log2 = softmax_scale * softmax.LOG2_E
         turn, use, running = Int32(0), Int32(0), Int32(1)
+        mine_first = Int32(wg)  # the first head of an item that is this warpgroup's
         while running == 1:
             slot = turn % schedule.SLOTS
             cute.arch.mbarrier_wait(smem.work_full.data_ptr() + slot, turn // schedule.SLOTS % 2)
             if sWork[0, slot] < 0:
                 running = Int32(0)
             else:
-                mine, head, batch = sWork[0, slot] + ROWS * wg, sWork[1, slot], sWork[2, slot]
-                s_q, start_q = sWork[3, slot], sWork[5, slot]
-                position = schedule.position(spec.packed, start_q, batch, s_q)
-                for r in cutlass.range_constexpr(2):
-                    row = mine + wgmma.row(tid, r)
-                    total[r], delta[r] = Float32.inf, Float32(0.0)  # P is 0 in rows behind the last
-                    if row < s_q:
-                        total[r] = mStats[0, head, position + row]
-                        delta[r] = mStats[1, head, position + row]
-                use = self.differentiate(
-                    smem, acc_dq, total, delta, softmax_scale * softmax.LOG2_E, window, reach, sWork[None, slot],
-                    turn, use, wg, tid,
-                )  # fmt: skip
-                row0, outer = schedule.place(spec.packed, max_q, s_q, start_q, batch)
-                gDQ = cute.local_tile(
-                    cute.domain_offset((row0 + mine, 0, 0, 0), tDQ), (ROWS, spec.d), (0, 0, head, outer)
-                )
+                first, head, batch, s_q, s_k, start_q = (sWork[i, slot] for i in range(6))
                 cute.arch.mbarrier_arrive(smem.work_empty.data_ptr() + slot)
-                self.store(smem, acc_dq, softmax_scale, store_dq, gDQ, wg, tid)
+                begin, tiles = self.blocks.extent(first, s_q, s_k, window, reach)
+                mine = first if const_expr(spec.grouped) else first + ROWS * wg
+                low, high, edges = self.blocks.edges(mine, s_q, s_k, begin, tiles, window, reach, tid)
+                position = schedule.position(spec.packed, start_q, batch, s_q) + mine
+                if const_expr(spec.grouped):
+                    streamed = tiles > spec.stages
+                    if mine_first < ratio:
+                        self.statistics(mStats, head * ratio + mine_first, position, s_q - mine, of_next, tid)
+                    for number in cutlass.range(mine_first, mine_first + ratio, spec.warpgroups, unroll=1):
+                        following = number + spec.warpgroups
+                        kept = following - mine_first < ratio and not streamed
+                        if number < ratio:
+                            for r in cutlass.range_constexpr(2):
+                                total[r], delta[r] = of_next[r], of_next[2 + r]
+                            q_head = head * ratio + number
+                            if following < ratio:
+                                of_head = q_head + spec.warpgroups
+                                self.statistics(mStats, of_head, position, s_q - mine, of_next, tid)
+                            nth = turn * ratio + number
+                            self.differentiate(
+                                smem, acc_dq, total, delta, scale_log2, low, high, tiles, edges, nth % spec.slots,
+                                nth // spec.slots % 2, use, kept, tid,
+                            )  # fmt: skip
+                            gDQ = self.target(tDQ, max_q, mine, s_q, start_q, q_head, batch)
+                            self.store(smem, acc_dq, softmax_scale, store_dq, gDQ, wg, tid)
+                        elif not kept:
+                            for i in cutlass.range(tiles, unroll=1):
+                                self.pass_over(smem, use + i)
+                        if not kept:
+                            use += tiles
+                    mine_first = (mine_first + (spec.warpgroups - ratio % spec.warpgroups)) % spec.warpgroups
+                else:
+                    self.statistics(mStats, head, position, s_q - mine, of_next, tid)
+                    for r in cutlass.range_constexpr(2):
+                        total[r], delta[r] = of_next[r], of_next[2 + r]
+                    use = self.differentiate(
+                        smem, acc_dq, total, delta, scale_log2, low, high, tiles, edges, wg, turn % 2, use, False, tid
+                    )
+                    gDQ = self.target(tDQ, max_q, mine, s_q, start_q, head, batch)
+                    self.store(smem, acc_dq, softmax_scale, store_dq, gDQ, wg, tid)
                 turn += 1
         if tid // 32 == 0:
             cute.arch.cp_async_bulk_wait_group(0, read=True)
+
+    @cute.jit
+    def statistics(
+        self, mStats: cute.Tensor, head: Int32, position: Int32, rows: Int32, values: cute.Tensor, tid: Int32
+    ):
+        """L and delta of this thread's two rows, the first of 64 at `position`, of which `rows` are of the sequence."""
+        for r in cutlass.range_constexpr(2):
+            row = wgmma.row(tid, r)
+            values[r], values[2 + r] = Float32.inf, Float32(0.0)  # P is 0 in rows behind the last
+            if row < rows:
+                values[r] = mStats[0, head, position + row]
+                values[2 + r] = mStats[1, head, position + row]
+
+    @cute.jit
+    def target(
+        self, tDQ: cute.Tensor, max_q: Int32, mine: Int32, s_q: Int32, start_q: Int32, head: Int32, batch: Int32
+    ):
+        """Where dq of 64 rows from `mine` on of a head goes."""
+        row0, outer = schedule.place(self.spec.packed, max_q, s_q, start_q, batch)
+        return cute.local_tile(
+            cute.domain_offset((row0 + mine, 0, 0, 0), tDQ), (ROWS, self.spec.d), (0, 0, head, outer)
+        )
 
     @cute.jit
     def differentiate(
@@ -282,15 +333,17 @@ class SinkQueryGradKernel:
         total: cute.Tensor,
         delta: cute.Tensor,
         scale_log2: Float32,
-        window: Int32,
-        reach: Int32,
-        record: cute.Tensor,
-        turn: Int32,
+        low: Int32,
+        high: Int32,
+        tiles: Int32,
+        edges: tuple,
+        slot: Int32,
+        phase_q: Int32,
         use: Int32,
-        wg: Int32,
+        kept,
         tid: Int32,
     ):
-        """DQ / softmax_scale of the warpgroup's rows; the use of a stage that is next."""
+        """DQ / softmax_scale of the rows in `slot`; the use of a stage that is next. Tiles may be `kept` for others."""
         spec = self.spec
         layout_q, _, layout_kv = self.layouts()
         mma_s, mma_dq = self.tiled_mmas()
@@ -299,7 +352,7 @@ class SinkQueryGradKernel:
         sDO = smem.d_out.get_tensor(layout_q.outer, swizzle=layout_q.inner)
         sK = smem.k.get_tensor(layout_kv.outer, swizzle=layout_kv.inner)
         sV = smem.v.get_tensor(layout_kv.outer, swizzle=layout_kv.inner)
-        rQ, rDO = (mma_s.make_fragment_A(thr_s.partition_A(t))[None, None, None, wg] for t in (sQ, sDO))
+        rQ, rDO = (mma_s.make_fragment_A(thr_s.partition_A(t))[None, None, None, slot] for t in (sQ, sDO))
         rK, rV = (mma_s.make_fragment_B(thr_s.partition_B(t)) for t in (sK, sV))
         rKt = mma_dq.make_fragment_B(thr_dq.partition_B(wgmma.transposed(sK)))
         acc_s, acc_dp = (cute.make_rmem_tensor(mma_s.partition_shape_C((ROWS, spec.tile)), Float32) for _ in range(2))
@@ -309,15 +362,14 @@ class SinkQueryGradKernel:
         k_full, k_empty = smem.k_full.data_ptr(), smem.k_empty.data_ptr()
         v_full, v_empty = smem.v_full.data_ptr(), smem.v_empty.data_ptr()
 
-        first, s_q, s_k = record[0], record[3], record[4]
-        begin, tiles = self.blocks.extent(first, s_q, s_k, window, reach)
-        low, high, edges = self.blocks.edges(first + ROWS * wg, s_q, s_k, begin, tiles, window, reach, tid)
+        if const_expr(spec.grouped):
+            low, high = Int32(0), tiles  # all warpgroups have the same rows
         for _ in cutlass.range(tiles - high, unroll=1):
             self.pass_over(smem, use)
             use += 1
 
         acc_dq.fill(0.0)
-        cute.arch.mbarrier_wait(smem.q_full.data_ptr() + wg, turn % 2)
+        cute.arch.mbarrier_wait(smem.q_full.data_ptr() + slot, phase_q)
         tile = high
         while tile > low:
             tile -= 1
@@ -336,7 +388,7 @@ class SinkQueryGradKernel:
                 for c in cutlass.range_constexpr(cute.size(s, mode=[1])):
                     s[r, c] = cute.math.exp2(s[r, c] * scale_log2 - total[r], fastmath=True)
             warpgroup.wait_group(0)
-            cute.arch.mbarrier_arrive(v_empty + stage)
+            self.blocks.give_back(smem, v_empty, stage, kept)
             for r in cutlass.range_constexpr(2):
                 for c in cutlass.range_constexpr(cute.size(s, mode=[1])):
                     s[r, c] *= dp[r, c] - delta[r]
@@ -346,9 +398,9 @@ class SinkQueryGradKernel:
             wgmma.issue(mma_dq, acc_dq, rDS, rKt[None, None, None, stage], True, of_keys)
             warpgroup.commit_group()
             warpgroup.wait_group(0)
-            cute.arch.mbarrier_arrive(k_empty + stage)
+            self.blocks.give_back(smem, k_empty, stage, kept)
 
-        cute.arch.mbarrier_arrive(smem.q_empty.data_ptr() + wg)
+        cute.arch.mbarrier_arrive(smem.q_empty.data_ptr() + slot)
         for _ in cutlass.range(low, unroll=1):
             self.pass_over(smem, use)
             use += 1

@@ -71,11 +71,14 @@ def item_of(item: Int32, packed: cutlass.Constexpr, mWork, divisors: tuple, bloc
 
 @cute.jit
 def take(counters: Int64, lane: Int32) -> Int32:
-    """The next number of the counter, the same in all lanes; called by one whole warp."""
+    """The next number of the counter, in lane 0; called by one whole warp.
+
+    Where it is needed, shuffle_sync brings it to the others: that waits for the counter, some 700 clocks.
+    """
     got = Int32(0)
     if lane == 0:
         got = cute.arch.atomic_add(counter(counters, 0), Int32(1), sem="relaxed", scope="gpu")
-    return cute.arch.shuffle_sync(got, 0)
+    return got
 
 
 @cute.jit

@@ -8,8 +8,8 @@ from typing import Any, ClassVar
 SMEM_PER_CTA = 232_448
 ROWS = 64  # of a wgmma, and so of a consumer warpgroup
 DTYPES = ("bfloat16", "float16")
-WARPGROUPS = (2, 3)
-TILES = (64, 96, 128, 160)
+WARPGROUPS = (2, 3, 4)
+TILES = (64, 96, 128, 160, 192)
 SMALL_WINDOW = 512  # up to here most tiles are boundary tiles, and smaller ones waste less
 
 
@@ -25,6 +25,8 @@ class SinkForwardSpec:
     tile        keys of a tile
     turns       whether the warpgroups issue their products in turns, so that one's softmax meets another's products
     emulated    of every 8 exponentials, how many are polynomials, which spares the MUFU at d 64
+    grouped     whether a CTA takes 64 rows of all query heads of a KV head, a warpgroup every warpgroups-th head, and
+                loads their keys once, where all tiles fit into shared memory; otherwise 64 rows a warpgroup of one head
     """
 
     dtype: str
@@ -35,6 +37,7 @@ class SinkForwardSpec:
     tile: int = 128
     turns: bool = True
     emulated: int = 0
+    grouped: bool = False
 
     kernel: ClassVar[str] = "cute_kernels.sink.forward_kernel:SinkForwardKernel"
     # with the default (5) ptxas serializes the products of d 128 with a window: an arrival lands in a divergent branch
@@ -55,21 +58,28 @@ class SinkForwardSpec:
         if self.d not in (64, 128):
             reasons.append(f"d is {self.d}; it is 64 or 128")
         if self.warpgroups not in WARPGROUPS:
-            reasons.append(f"{self.warpgroups} warpgroups; there are 2 or 3")
+            reasons.append(f"{self.warpgroups} warpgroups; there are 2 to 4")
         if not 0 <= self.emulated <= 8:
             reasons.append(f"{self.emulated} of 8 exponentials are emulated; that is 0 to 8")
         if self.tile not in TILES:
             reasons.append(f"tile is {self.tile}; known are {TILES}")
         elif self.accumulators > self.consumer_registers - 24:
             reasons.append(f"{self.accumulators} values in registers; a consumer has {self.consumer_registers}")
+        if self.grouped and self.turns:
+            reasons.append("warpgroups with heads of their own take no turns")
         if not reasons and self.stages < 2:
             reasons.append(f"{self.stages} stages in shared memory; two are needed")
         return reasons
 
     @property
     def rows(self) -> int:
-        """Query rows of a CTA."""
-        return ROWS * self.warpgroups
+        """Query rows of an item."""
+        return ROWS if self.grouped else ROWS * self.warpgroups
+
+    @property
+    def slots(self) -> int:
+        """Blocks of 64 rows of Q in shared memory."""
+        return 2 * self.warpgroups if self.grouped else self.warpgroups
 
     @property
     def threads(self) -> int:
@@ -79,12 +89,12 @@ class SinkForwardSpec:
     @property
     def producer_registers(self) -> int:
         """Of a thread after the roles have parted."""
-        return 40 if self.warpgroups == 2 else 32
+        return {2: 40, 3: 32, 4: 24}[self.warpgroups]
 
     @property
     def consumer_registers(self) -> int:
-        """40 + 2 x 232 = 3 x 168 of 384 threads; 32 + 3 x 160 = 4 x 128 of 512 threads."""
-        return 232 if self.warpgroups == 2 else 160
+        """40 + 2 x 232 = 3 x 168 of 384 threads; 32 + 3 x 160 = 4 x 128 of 512; 24 + 4 x 112 < 5 x 96 of 640."""
+        return {2: 232, 3: 160, 4: 112}[self.warpgroups]
 
     @property
     def accumulators(self) -> int:
@@ -94,14 +104,14 @@ class SinkForwardSpec:
     @property
     def stages(self) -> int:
         """Tiles of K, and as many of V, in flight: a power of two, at most 128 KB."""
-        room = min(SMEM_PER_CTA - 2 * self.rows * self.d * 2 - 1024, 131_072)
+        room = min(SMEM_PER_CTA - (self.slots + self.warpgroups) * ROWS * self.d * 2 - 1024, 131_072)
         fit = room // (4 * self.tile * self.d)
         return 1 << (fit.bit_length() - 1) if fit else 0
 
     @property
     def expected(self) -> dict[str, Any]:
         """What the compiled kernel is held to."""
-        registers = 168 if self.warpgroups == 2 else 128
+        registers = {2: 168, 3: 128, 4: 96}[self.warpgroups]
         return {"registers": registers, "instructions": ("HGMMA", "UTMALDG", "UTMASTG", "USETMAXREG", "MUFU.EX2")}
 
 

@@ -1,5 +1,8 @@
 """The kernels of sink attention, launched one by one, against float64 in plain torch."""
 
+import itertools
+from typing import Any
+
 import pytest
 import torch
 
@@ -21,10 +24,24 @@ DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 def kernel_specs() -> list:
     """What the tests here need beside the shipped specs: other tiles and float16."""
     forward = [forward_spec("float16", *variant) for variant in PLAIN]
-    backward = [SinkBackwardSpec("float16", d, fused=fused) for d in (64, 128) for fused in (True, False)]
-    small = [kind("float16", d) for kind in (SinkQueryGradSpec, SinkFinishSpec) for d in (64, 128)]
+    layouts = [("float16", False, False), *[("bfloat16", *layout) for layout in LAYOUTS]]
+    ways = [
+        SinkBackwardSpec(dtype, d, packed, window, **way)
+        for way in WAYS.values()
+        for d in (64, 128)
+        for dtype, packed, window in layouts
+    ]
+    backward = [spec for spec in ways if not spec.can_implement()]
+    grads = [query_grad_spec(t, d, p, w, way) for way in WAYS for d in (64, 128) for t, p, w in layouts]
+    small = [*grads, *[SinkFinishSpec("float16", d) for d in (64, 128)]]
     prepare = [SinkPrepareSpec("float16", d, fused=fused) for d in (64, 128) for fused in (True, False)]
-    return [*forward, *TUNING, *backward, *small, *prepare]
+    return [*forward, *TUNING, *GROUPED, *backward, *small, *prepare]
+
+
+def query_grad_spec(dtype: str, d: int, packed: bool, window: bool, way: str) -> SinkQueryGradSpec:
+    """The variant that is tested with a way; some ways bring one of their own, where it is for d."""
+    spec = SinkQueryGradSpec(dtype, d, packed, window, **QUERY_GRADS.get(way, {}))
+    return SinkQueryGradSpec(dtype, d, packed, window) if spec.can_implement() else spec
 
 
 def forward_spec(dtype: str, d: int, packed: bool, window: int | None) -> SinkForwardSpec:
@@ -39,6 +56,30 @@ TUNING = [
     SinkForwardSpec("bfloat16", 128, tile=64),
     SinkForwardSpec("bfloat16", 64, window=True, tile=96, warpgroups=3),
 ]
+LAYOUTS = list(itertools.product((False, True), (False, True)))  # packed, window
+GROUPED = [
+    SinkForwardSpec("bfloat16", d, packed, True, warpgroups, tile, False, grouped=True)
+    for d, warpgroups, tile in [(64, 3, 64), (64, 3, 96), (64, 2, 96), (64, 2, 192), (64, 4, 64), (128, 2, 64)]
+    for packed in (False, True)
+]
+QUERY_GRADS: dict[str, dict[str, Any]] = {
+    "apart ahead": {"tile": 96, "grouped": True},
+    "apart skips": {"grouped": True},
+}
+WAYS: dict[str, dict[str, bool]] = {
+    "fused": {},
+    "apart": {"fused": False},
+    "late": {"late": True},
+    "helper": {"helper": True},
+    "late bulk": {"late": True, "bulk": True},
+    "late ahead bulk": {"late": True, "ahead": True, "bulk": True},
+    "helper ahead": {"helper": True, "ahead": True},
+    "helper ahead bulk": {"helper": True, "ahead": True, "bulk": True},
+    "helper ahead held": {"helper": True, "ahead": True, "held": True},
+    "apart ahead": {"fused": False, "ahead": True},
+    "apart skips": {"fused": False, "skips": True},
+    "apart skips held": {"fused": False, "skips": True, "held": True},
+}
 
 
 def section(case: SinkCase, heads: int, small: bool) -> int:
@@ -150,6 +191,28 @@ def test_forward_other_tiles(spec):
     check_forward(sink_case([(700, 1300)] * 2, 4, 2, spec.d, window=window), spec)
 
 
+@pytest.mark.parametrize("spec", GROUPED, ids=repr)
+@pytest.mark.parametrize("window", [1, 64, 127, 128, 129, 250, 600])
+@pytest.mark.parametrize("causal", [False, True])
+def test_forward_grouped(spec, window, causal):
+    """Tiles that fit into shared memory, and more of them: wide windows, or none to the right."""
+    cases = [[(700, 1300)] * 2, [(333, 333)] * 3, [(300, 90)], [(65, 1000)]]
+    if spec.packed:
+        cases = [[(1, 1), (130, 700), (0, 5), (257, 257), (64, 0), (3, 2000), (191, 64), (0, 0), (640, 641)]]
+    for lengths in cases:
+        check_forward(sink_case(lengths, 8, 2, spec.d, causal=causal, window=window, packed=spec.packed), spec)
+
+
+@pytest.mark.parametrize("spec", GROUPED, ids=repr)
+@pytest.mark.parametrize("ctas", [1, 3, None])
+@pytest.mark.parametrize(("h_q", "h_kv"), [(1, 1), (8, 1), (6, 2), (5, 5), (14, 2), (64, 8)])
+def test_forward_grouped_ratios(spec, ctas, h_q, h_kv):
+    case = sink_case([(200, 330)] * 2, h_q, h_kv, spec.d, window=128, packed=spec.packed, sinks="extreme")
+    check_forward(case, spec, ctas, small=True)
+    case = sink_case([(200, 330)] * 2, h_q, h_kv, spec.d, window=100, packed=spec.packed, causal=False)
+    check_forward(case, spec, ctas)
+
+
 @pytest.mark.parametrize("ctas", [1, 2, 7])
 def test_forward_with_few_ctas(ctas):
     """Many items a CTA: stages, slots and turns go round."""
@@ -163,8 +226,8 @@ def test_forward_with_few_ctas(ctas):
 def test_small_sections(d):
     case = sink_case([(400, 900)] * 3, 6, 3, d)
     check_forward(case, ctas=5, small=True)
-    check_backward(case, True, ctas=5, small=True)
-    check_backward(case, False, ctas=5, small=True)
+    for way in WAYS:
+        check_backward(case, way, ctas=5, small=True)
 
 
 def test_forward_long_and_repeated():
@@ -199,10 +262,12 @@ def test_work_list_has_each_block_once(keys):
 
 
 def run_backward(
-    case: SinkCase, expected: SinkExpectation, fused: bool, ctas: int | None = None, small: bool = False
+    case: SinkCase, expected: SinkExpectation, way: str, ctas: int | None = None, small: bool = False
 ) -> tuple[torch.Tensor, ...]:
     """(dq, dk, dv, d(sink)) of the kernels from a forward in float64; outputs and scratch memory poisoned before."""
     dtype, packed, window = case.dtype, case.packed, case.window is not None
+    keys = SinkBackwardSpec(dtype, case.q.shape[-1], packed, window, **WAYS[way])
+    fused = keys.fused
     out, lse = expected.out.exact.to(case.q.dtype), expected.lse.float()
     nan = float("nan")
     *_, h_q, d = case.q.shape
@@ -222,7 +287,6 @@ def run_backward(
     get_kernel(SinkPrepareSpec(dtype, d, packed, fused))(
         out, case.d_out, lse, some_sink(case), stats, parts, cu_q, sums.data_ptr(), max_q
     )
-    keys = SinkBackwardSpec(dtype, d, packed, window, fused)
     get_kernel(keys)(
         case.q, case.k, case.v, case.d_out, stats, d_k, d_v, cu_q, cu_k, work_list(case, True, keys.keys),
         sums.data_ptr(), *numbers, section(case, case.k.shape[-2], small), ctas, counters.data_ptr(),
@@ -232,7 +296,7 @@ def run_backward(
             d_q, cu_q, sums.data_ptr(), positions, case.softmax_scale, max_q
         )  # fmt: skip
     else:
-        queries = SinkQueryGradSpec(dtype, d, packed, window)
+        queries = query_grad_spec(dtype, d, packed, window, way)
         get_kernel(queries)(
             case.q, case.k, case.v, case.d_out, stats, d_q, cu_q, cu_k, work_list(case, False, queries.rows),
             *numbers, section(case, h_q, small), ctas, counters.data_ptr() + 8,
@@ -242,77 +306,76 @@ def run_backward(
     return d_q, d_k, d_v, parts.sum(-1)
 
 
-def check_backward(case: SinkCase, fused: bool, ctas: int | None = None, small: bool = False) -> None:
+def check_backward(case: SinkCase, way: str, ctas: int | None = None, small: bool = False) -> None:
+    if SinkBackwardSpec(case.dtype, case.q.shape[-1], **WAYS[way]).can_implement():
+        return  # there is no such kernel
     expected = SinkExpectation.of(case)
-    expected.require_gradients(*run_backward(case, expected, fused, ctas, small))
+    expected.require_gradients(*run_backward(case, expected, way, ctas, small))
 
 
-WAYS = [True, False]
-
-
-@pytest.mark.parametrize("fused", WAYS)
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("d", [64, 128])
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("s", [1, 64, 128, 192, 384])
-def test_backward_of_one_head(fused, d, causal, s):
-    check_backward(sink_case([(s, s)], 1, 1, d, causal=causal, sinks="none"), fused)
+def test_backward_of_one_head(way, d, causal, s):
+    check_backward(sink_case([(s, s)], 1, 1, d, causal=causal, sinks="none"), way)
 
 
-@pytest.mark.parametrize("fused", WAYS)
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("d", [64, 128])
 @pytest.mark.parametrize(
     ("s_q", "s_k"),
     [(63, 65), (65, 129), (127, 255), (129, 257), (191, 193), (193, 191), (1, 1000), (300, 1), (500, 130)],
 )
 @pytest.mark.parametrize("causal", [False, True])
-def test_backward_around_tiles(fused, d, s_q, s_k, causal):
-    check_backward(sink_case([(s_q, s_k)] * 2, 4, 2, d, causal=causal, seed=s_q), fused)
+def test_backward_around_tiles(way, d, s_q, s_k, causal):
+    check_backward(sink_case([(s_q, s_k)] * 2, 4, 2, d, causal=causal, seed=s_q), way)
 
 
-@pytest.mark.parametrize("fused", WAYS)
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("d", [64, 128])
 @pytest.mark.parametrize("window", [1, 2, 64, 65, 127, 128, 129, 300, 5000])
 @pytest.mark.parametrize("causal", [False, True])
-def test_backward_windows(fused, d, window, causal):
-    check_backward(sink_case([(777, 900)], 4, 1, d, causal=causal, window=window, seed=window), fused)
+def test_backward_windows(way, d, window, causal):
+    check_backward(sink_case([(777, 900)], 4, 1, d, causal=causal, window=window, seed=window), way)
 
 
-@pytest.mark.parametrize("fused", WAYS)
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(("h_q", "h_kv"), [(8, 1), (6, 2), (5, 5), (14, 2)])
-def test_backward_ratios(fused, h_q, h_kv):
-    check_backward(sink_case([(200, 330)], h_q, h_kv, 64), fused)
-    check_backward(sink_case([(200, 330)], h_q, h_kv, 128, window=100), fused)
+def test_backward_ratios(way, h_q, h_kv):
+    check_backward(sink_case([(200, 330)], h_q, h_kv, 64), way)
+    check_backward(sink_case([(200, 330)], h_q, h_kv, 128, window=100), way)
 
 
-@pytest.mark.parametrize("fused", WAYS)
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("d", [64, 128])
 @pytest.mark.parametrize("window", [None, 100])
-def test_backward_packed(fused, d, window):
+def test_backward_packed(way, d, window):
     lengths = [(1, 1), (130, 700), (0, 5), (257, 257), (64, 0), (3, 2000), (191, 64), (0, 0), (640, 641)]
-    check_backward(sink_case(lengths, 4, 2, d, window=window, packed=True), fused)
-    check_backward(sink_case(lengths, 4, 2, d, window=window, packed=True, causal=False), fused)
+    check_backward(sink_case(lengths, 4, 2, d, window=window, packed=True), way)
+    check_backward(sink_case(lengths, 4, 2, d, window=window, packed=True, causal=False), way)
 
 
-@pytest.mark.parametrize("fused", WAYS)
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("d", [64, 128])
-def test_backward_float16_and_sinks(fused, d):
-    check_backward(sink_case([(300, 300)], 4, 2, d, torch.float16), fused)
-    check_backward(sink_case([(150, 150)] * 2, 8, 2, d, sinks="extreme"), fused)
-    check_backward(sink_case([(150, 100)] * 2, 8, 2, d, sinks="extreme"), fused)  # the first rows see no key
+def test_backward_float16_and_sinks(way, d):
+    check_backward(sink_case([(300, 300)], 4, 2, d, torch.float16), way)
+    check_backward(sink_case([(150, 150)] * 2, 8, 2, d, sinks="extreme"), way)
+    check_backward(sink_case([(150, 100)] * 2, 8, 2, d, sinks="extreme"), way)  # the first rows see no key
 
 
-@pytest.mark.parametrize("fused", WAYS)
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("ctas", [1, 2, 7])
-def test_backward_with_few_ctas(fused, ctas):
-    check_backward(sink_case([(400, 900)] * 3, 6, 3, 64), fused, ctas)
-    check_backward(sink_case([(400, 900)] * 3, 6, 3, 128), fused, ctas)
-    check_backward(sink_case([(400, 900), (0, 9), (70, 70)], 6, 3, 64, packed=True), fused, ctas)
+def test_backward_with_few_ctas(way, ctas):
+    check_backward(sink_case([(400, 900)] * 3, 6, 3, 64), way, ctas)
+    check_backward(sink_case([(400, 900)] * 3, 6, 3, 128), way, ctas)
+    check_backward(sink_case([(400, 900), (0, 9), (70, 70)], 6, 3, 64, packed=True), way, ctas)
 
 
 def test_backward_apart_gives_the_same_bits():
     case = sink_case([(1000, 1000)] * 2, 8, 2, 64)
     expected = SinkExpectation.of(case)
-    first = run_backward(case, expected, fused=False)
+    first = run_backward(case, expected, "apart")
     for _ in range(10):
-        again = run_backward(case, expected, fused=False)
+        again = run_backward(case, expected, "apart")
         assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))

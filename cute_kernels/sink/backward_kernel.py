@@ -16,6 +16,17 @@ Products of a tile of 128 x 64: 5 x 256 clocks (d 64), 5 x 512 (d 128). Shared m
 (32 KB): 160 KB are 1250 clocks, 288 KB are 2250.
 Instructions of a score outside the products: FFMA, MUFU.EX2, FADD, FMUL and one F2FP: 5, and 2 of masks at edges.
 
+Variants, by fields of the spec
+  late    the warpgroup in turn makes dQ of the tile before, so that it never waits for the other's dS of this one, and
+          the two may be half a tile apart: one's softmax then meets the other's products
+  helper  warpgroup 3 makes dQ of all tiles, from dS in shared memory. 24 + 2 x 200 + 88 registers of 4 x 128
+  ahead   dP is issued when S is there, and S of the next tile behind dK of this one: wait 0, dP, P, dV, wait 1, dS, dK,
+          next S, dS stored, wait 1 (dK: the tile is given back). Only S is in flight from one turn of the loop to the
+          next: with dP as well ptxas serializes the products
+  bulk    dQ goes to shared memory, 16 KB or 8 KB at a time, from where one thread has the copy engine add it
+  held    K and V as register operands, 16 + 16 registers: S and dP read 32 KB instead of 64 KB of shared memory
+  skips   without dq: tiles none of whose queries sees a key of the warpgroup are passed over
+
 Roles (384 threads)
   warpgroup 0     producer, 24 registers: its first warp takes items and issues TMA copies; the others idle
   warpgroup 1, 2  consumers, 240 registers: at d 128, 64 + 64 of dK and dV, 32 + 32 of S and dP, later 64 of dQ;
@@ -32,6 +43,13 @@ Barriers                arrivals per phase
                         Two barriers and two buffers: who stores tile t + 2 into a buffer has waited, at t + 1, for an
                         arrival that the other warpgroup made after its dQ of tile t
   named 3  BAR_ITEM     256: dK and dV may be overwritten, or are complete, in shared memory
+With late or helper, instead of BAR_DS
+  ds_full[t % 2]        256: dS of tile t is in shared memory
+  ds_empty[t % 2]       128: whoever made dQ of tile t has read it
+  work_empty, kv_empty  with a helper 384
+With bulk
+  named 4, 5  BAR_ADD   128: a place of dQ may be overwritten, or is complete, in shared memory
+  kv_empty              at d 128 32: the warp that has stored dK and dV, from the place of K and V
 
 Shared memory: K, V, dK and dV of 128 x d; 4 (d 64) or 2 (d 128) stages of Q and dO of 64 x d, L and delta of 64; fused:
 2 x dS of 128 x 64, 32 KB. At d 128 that is 225 KB of the 227 KB. dK and dV have their own place, so that the next K

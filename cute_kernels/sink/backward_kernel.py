@@ -210,19 +210,19 @@ class SinkBackwardKernel:
         box_q, box_kv = (QUERIES, spec.d), (spec.keys, spec.d)
         (load_q, tQ), (load_do, tDO) = (
             cpasync.make_tiled_tma_atom(
-                load, schedule.rows_view(t, spec.packed, max_q), cute.select(layout_q, mode=[0, 1]), box_q
+                load, schedule.rows_view(t, spec.packed), cute.select(layout_q, mode=[0, 1]), box_q
             )
             for t in (mQ, mDOut)
         )
         (load_k, tK), (load_v, tV) = (
             cpasync.make_tiled_tma_atom(
-                load, schedule.rows_view(t, spec.packed, max_k), cute.select(layout_kv, mode=[0, 1]), box_kv
+                load, schedule.rows_view(t, spec.packed), cute.select(layout_kv, mode=[0, 1]), box_kv
             )
             for t in (mK, mV)
         )
         (store_dk, tDK), (store_dv, tDV) = (
             cpasync.make_tiled_tma_atom(
-                store, schedule.rows_view(t, spec.packed, max_k), cute.select(layout_kv, mode=[0, 1]), box_kv
+                store, schedule.rows_view(t, spec.packed), cute.select(layout_kv, mode=[0, 1]), box_kv
             )
             for t in (mDK, mDV)
         )
@@ -462,7 +462,7 @@ class SinkBackwardKernel:
                         self.add_dq(smem, before, None, smem.ds_empty.data_ptr() + buffer, buffer, tid)
                 # read again, and not kept: every register counts while dK, dV, S and dP are alive
                 first, head, batch, s_k, start_k = (sWork[i, slot] for i in (0, 1, 2, 4, 6))
-                key0, outer = schedule.place(spec.packed, max_k, s_k, start_k, batch)
+                key0, outer = schedule.place(spec.packed, s_k, start_k, batch)
                 gDK, gDV = (
                     cute.local_tile(
                         cute.domain_offset((key0 + first, 0, 0, 0), t), (spec.keys, spec.d), (0, 0, head, outer)

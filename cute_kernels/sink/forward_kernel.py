@@ -218,16 +218,16 @@ class SinkForwardKernel:
         load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
         box_q, box_kv = (ROWS, spec.d), (spec.tile, spec.d)
         load_q, tQ = cpasync.make_tiled_tma_atom(
-            load, schedule.rows_view(mQ, spec.packed, max_q), cute.select(layout_q, mode=[0, 1]), box_q
+            load, schedule.rows_view(mQ, spec.packed), cute.select(layout_q, mode=[0, 1]), box_q
         )
         load_k, tK = cpasync.make_tiled_tma_atom(
-            load, schedule.rows_view(mK, spec.packed, max_k), cute.select(layout_kv, mode=[0, 1]), box_kv
+            load, schedule.rows_view(mK, spec.packed), cute.select(layout_kv, mode=[0, 1]), box_kv
         )
         load_v, tV = cpasync.make_tiled_tma_atom(
-            load, schedule.rows_view(mV, spec.packed, max_k), cute.select(layout_kv, mode=[0, 1]), box_kv
+            load, schedule.rows_view(mV, spec.packed), cute.select(layout_kv, mode=[0, 1]), box_kv
         )
         store_out, tOut = cpasync.make_tiled_tma_atom(
-            store, schedule.rows_view(mOut, spec.packed, max_q), cute.select(layout_out, mode=[0, 1]), box_q
+            store, schedule.rows_view(mOut, spec.packed), cute.select(layout_out, mode=[0, 1]), box_q
         )
         self.kernel(
             load_q, tQ, load_k, tK, load_v, tV, store_out, tOut, mSink, mLse, mCuQ, mCuK, mWork,
@@ -411,7 +411,7 @@ class SinkForwardKernel:
     ):
         """Where 64 rows from `mine` on of a head go, and the log-sum-exps of all rows."""
         spec = self.spec
-        row0, outer = schedule.place(spec.packed, max_q, s_q, start_q, batch)
+        row0, outer = schedule.place(spec.packed, s_q, start_q, batch)
         gOut = cute.local_tile(cute.domain_offset((row0 + mine, 0, 0, 0), tOut), (ROWS, spec.d), (0, 0, head, outer))
         if const_expr(spec.packed):
             gLse = cute.domain_offset((start_q,), mLse[None, head])

@@ -129,8 +129,8 @@ class KeyBlocks:
                 sWork[6, slot] = start_k
             cute.arch.mbarrier_arrive(smem.work_full.data_ptr() + slot)
 
-            row0, outer_q = schedule.place(spec.packed, max_q, s_q, start_q, batch)
-            key0, outer_k = schedule.place(spec.packed, max_k, s_k, start_k, batch)
+            row0, outer_q = schedule.place(spec.packed, s_q, start_q, batch)
+            key0, outer_k = schedule.place(spec.packed, s_k, start_k, batch)
             cute.arch.mbarrier_wait(smem.kv_empty.ptr, (turn + 1) % 2)
             with cute.arch.elect_one():
                 cute.arch.mbarrier_arrive_and_expect_tx(smem.kv_full.ptr, 2 * spec.keys * spec.d * 2)

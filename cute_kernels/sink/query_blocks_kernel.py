@@ -117,8 +117,8 @@ class QueryBlocks:
             cute.arch.mbarrier_arrive(smem.work_full.data_ptr() + slot)
 
             begin, tiles = self.extent(first, s_q, s_k, window, reach)
-            row0, outer_q = schedule.place(spec.packed, max_q, s_q, start_q, batch)
-            key0, outer_k = schedule.place(spec.packed, max_k, s_k, start_k, batch)
+            row0, outer_q = schedule.place(spec.packed, s_q, start_q, batch)
+            key0, outer_k = schedule.place(spec.packed, s_k, start_k, batch)
             kv_head = head if const_expr(spec.grouped) else head // ratio
             gK, gV = (
                 cute.local_tile(

@@ -38,7 +38,7 @@ from cute_kernels.runtime.arch import is_sm90  # noqa: E402
 from cute_kernels.runtime.compile import precompile  # noqa: E402
 from cute_kernels.testing import evidence  # noqa: E402
 from cute_kernels.testing.timing import measure_ceilings  # noqa: E402
-from scripts import bench_gqa, bench_mla, sanitize  # noqa: E402
+from scripts import bench_gqa, bench_mla, bench_sink, sanitize  # noqa: E402
 
 TESTS_TIMEOUT_S = 400
 SHARDS = 14
@@ -196,6 +196,14 @@ def select_benches(quick: bool, only: str | None) -> tuple[list[Bench], int]:
         for append in bench_gqa.APPEND_CASES
         if append.quick or not quick
     ]
+    others += [
+        (sink.name, functools.partial(bench_sink.run, sink)) for sink in bench_sink.CASES if sink.quick or not quick
+    ]
+    others += [
+        (routing.name, functools.partial(bench_sink.run_routing, routing))
+        for routing in bench_sink.ROUTING_CASES
+        if routing.quick or not quick
+    ]
     return benches + [(name, run) for name, run in others if wanted(name)], tokens
 
 
@@ -239,12 +247,16 @@ def table(cases: Sequence[dict[str, Any]]) -> str:
 
 def case_name(case: dict[str, Any]) -> str:
     """What a case of the record was, in one line."""
-    named = [str(case[key]) for key in ("op", "mode", "case", "kv_dtype", "scales", "layout") if case.get(key)]
+    named = [str(case[key]) for key in ("op", "mode", "pass", "case", "kv_dtype", "scales", "layout") if case.get(key)]
     if "page_size" in case:
         named[-1] += f"_{case['page_size']}"
     if "batch" in case:
         named.append(f"{case['batch']}x{case['h_q']}x{case['s_q']}")
-    sizes = [f"{key} {case[key]}" for key in ("topk", "s_k", "d", "tokens", "splits", "window") if key in case]
+    sizes = [
+        f"{key} {case[key]}"
+        for key in ("topk", "s_k", "d", "tokens", "splits", "window", "deterministic")
+        if key in case
+    ]
     return " ".join([*named, *sizes])
 
 
@@ -290,7 +302,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if findings:
         sanitizer = sanitizer_record(findings)
     with progress.step("kernels of the benchmarks"):
-        precompile(bench.spec for bench in bench_gqa.DECODE_CASES)
+        precompile([*(bench.spec for bench in bench_gqa.DECODE_CASES), *bench_sink.specs()])
     with progress.step("ceilings"):
         ceilings = measure_ceilings()
     benches, tokens = select_benches(options.quick, options.only)

@@ -9,6 +9,9 @@ A pair of markers, `<!-- results:mla:begin -->` and `<!-- results:mla:end -->`, 
     mla           FP8 MLA decoding, its append, the merge
     gqa           every case of GQA decoding and of its append
     gqa-summary   those cases of GQA decoding that have to reach a number
+    sink          every case of sink attention
+    sink-summary  those that have to reach a number
+    sink-routing  few queries, decoded and prefilled
     budget-...    predictions and their errors, see scripts/budget_table.py
 """
 
@@ -102,11 +105,85 @@ def _gqa_summary(record: Record) -> list[str]:
     )
 
 
+def _sink(record: Record) -> list[str]:
+    header = ["`sink_attention`: pass, heads", "batch x tokens", "us", "p10 .. p90", "TFLOP/s", "GB/s", "needs"]
+    header += ["cuDNN without sinks, us", "its time / ours", "without sinks, us", "relative error"]
+    rows = []
+    for case in _of_sink(record):
+        if "failed" in case:
+            rows.append([_sink_name(case), _sink_size(case), "failed", *[MISSING] * (len(header) - 3)])
+            continue
+        spread = f"{_short(case['us_p10'])} .. {_short(case['us_p90'])}"
+        needs = _must(case) + ("" if case.get("met", True) else " (missed)")
+        peer: dict[str, Any] = next(iter((case.get("peers") or {}).values()), {})
+        cells = [_short(case["us"]), spread, _short(case.get("TFLOPs")), _short(case.get("GBps")), needs]
+        cells += [_short(peer.get("us")), _ratio(peer), _short(case.get("us_without_sinks"))]
+        rows.append([_sink_name(case), _sink_size(case), *cells, _scientific(case.get("rel_err"))])
+    return _markdown(header, rows) if rows else []
+
+
+def _sink_summary(record: Record) -> list[str]:
+    """What has to reach a number; in bold what misses it."""
+    header = ["`sink_attention`: pass, heads", "batch x tokens", "needs", "reached", "cuDNN: its time / ours"]
+    rows = []
+    for case in _of_sink(record):
+        if not case.get("must"):
+            continue
+        reached = "check failed" if "failed" in case else f"{_short(case['us'])} us, {_short(case['TFLOPs'])} TFLOP/s"
+        reached = reached if case.get("met") else f"**{reached}**"
+        rows.append([_sink_name(case), _sink_size(case), _must(case), reached, _ratios([case])])
+    return _markdown(header, rows) if rows else []
+
+
+def _sink_routing(record: Record) -> list[str]:
+    """A table for each batch: rows of keys, columns of queries, both times, that of the route taken in bold."""
+    cases = [case for case in _of(record, "sink_attention") if case.get("pass") == "routing"]
+    blocks = []
+    for batch in dict.fromkeys(case["batch"] for case in cases):
+        of_batch = {(case["s_k"], case["s_q"]): case for case in cases if case["batch"] == batch}
+        columns = list(dict.fromkeys(s_q for _, s_q in of_batch))
+        rows = [
+            [str(s_k), *(_both_routes(of_batch.get((s_k, s_q))) for s_q in columns)]
+            for s_k in dict.fromkeys(s_k for s_k, _ in of_batch)
+        ]
+        first = next(iter(of_batch.values()))
+        heads = f"{first['h_q']} and {first['h_kv']} heads of {first['d']}"
+        header = [f"batch {batch}, {heads}: decoded / prefilled, us; keys", *(f"s_q {s_q}" for s_q in columns)]
+        blocks.append(_markdown(header, rows))
+    return _paragraphs(*blocks)
+
+
+def _both_routes(case: Case | None) -> str:
+    if case is None or "failed" in case:
+        return MISSING if case is None else "check failed"
+    times = {name: f"{case[f'{name}_us']:.1f}" for name in ("decode", "prefill")}
+    return " / ".join(f"**{us}**" if name == case["route"] else us for name, us in times.items())
+
+
+def _of_sink(record: Record) -> list[Case]:
+    return [case for case in _of(record, "sink_attention") if case.get("pass") != "routing"]
+
+
+def _sink_name(case: Case) -> str:
+    if "case" in case:  # it raised before it had a key
+        return case["case"]
+    window = f", window {case['window']}" if "window" in case else ""
+    same = ", deterministic" if case.get("deterministic") else ""
+    return f"{case['pass']}, {case['h_q']}/{case['h_kv']} of {case['d']}{window}{same}"
+
+
+def _sink_size(case: Case) -> str:
+    return f"{case['batch']} x {case['s_k']}" if "batch" in case else MISSING
+
+
 PARTS: dict[str, Callable[[Record], list[str]]] = {
     "run": _run,
     "mla": _mla,
     "gqa": _gqa,
     "gqa-summary": _gqa_summary,
+    "sink": _sink,
+    "sink-summary": _sink_summary,
+    "sink-routing": _sink_routing,
     **budget_table.PARTS,
 }
 
@@ -189,6 +266,7 @@ def _must(case: Case) -> str:
         "read_fraction": "{:.2f} of reads",
         "copy_fraction": "{:.2f} of copies",
         "us": "{:g} us",
+        "TFLOPs": "{:g} TFLOP/s",
         "ratio": "{:g} x cuDNN",
     }
     return ", ".join(words[key].format(limit) for key, limit in (case.get("must") or {}).items()) or MISSING
@@ -290,7 +368,7 @@ def pages(root: pathlib.Path) -> list[pathlib.Path]:
 
 def draw(record: Record, folder: pathlib.Path) -> list[str]:
     """Write the plots that the record has cases for, and return their names: none where matplotlib is missing."""
-    made = {"mla_speed.svg": _plot_mla, "gqa_speed.svg": _plot_gqa}
+    made = {"mla_speed.svg": _plot_mla, "gqa_speed.svg": _plot_gqa, "sink_speed.svg": _plot_sink}
     return plots.write({name: functools.partial(plot, record) for name, plot in made.items()}, folder)
 
 
@@ -304,21 +382,10 @@ def _plot_mla(record: Record, plt: Any) -> Any:
     widths = [len(cases) for _, cases in panels]
     figure, axes = plt.subplots(1, len(panels), figsize=(12, 4.2), width_ratios=widths, sharey=True, squeeze=False)
     for axis, (mode, cases) in zip(axes[0], panels, strict=True):
-        ours = [case["TFLOPs"] for case in cases]
-        ratios = [
-            next((p["ratio"] for p in (case.get("peers") or {}).values() if "ratio" in p), None) for case in cases
-        ]
-        theirs = [rate / ratio if ratio else 0.0 for rate, ratio in zip(ours, ratios, strict=True)]
-        places = range(len(cases))
-        axis.bar([place - 0.2 for place in places], ours, 0.4, label="cute_kernels", color="#2b6cb0")
-        peer = "FlashMLA" if mode == "sparse" else "FlashMLA, bf16 cache"
-        axis.bar([place + 0.2 for place in places], theirs, 0.4, label=peer, color="#cbd5e0")
         keys = "topk" if mode == "sparse" else "s_k"
         labels = [f"{case['batch']}x{case['h_q']}x{case['s_q']}\n{case[keys]}" for case in cases]
-        axis.set_xticks(list(places), labels, fontsize=7)
+        _bars(axis, cases, "FlashMLA" if mode == "sparse" else "FlashMLA, bf16 cache", labels)
         axis.set_title(f"{mode}: batch x heads x s_q, {keys}", fontsize=9)
-        axis.spines[["top", "right"]].set_visible(False)
-        axis.legend(frameon=False, fontsize=8)
     axes[0][0].set_ylabel("TFLOP/s")
     figure.suptitle(f"mla_fp8_decode on {record['card']}, {record['date']}", fontsize=10)
     return figure
@@ -367,6 +434,38 @@ def _plot_gqa(record: Record, plt: Any) -> Any:
     axis.legend(frameon=False, fontsize=8, loc="lower right")
     axis.set_title(f"gqa_decode, 32 query and 8 KV heads of 128, on {record['card']}, {record['date']}", fontsize=9)
     return figure
+
+
+def _plot_sink(record: Record, plt: Any) -> Any:
+    """Bars of TFLOP/s beside cuDNN's without sinks, a panel for the forward and one for the backward."""
+    timed = [case for case in _of_sink(record) if case.get("TFLOPs")]
+    panels = [(way, [case for case in timed if case["pass"] == way]) for way in ("forward", "backward")]
+    panels = [(way, cases) for way, cases in panels if cases]
+    if not panels:
+        return None
+    widths = [len(cases) for _, cases in panels]
+    figure, axes = plt.subplots(1, len(panels), figsize=(12, 4.2), width_ratios=widths, sharey=True, squeeze=False)
+    for axis, (way, cases) in zip(axes[0], panels, strict=True):
+        labels = [_sink_name(case).removeprefix(f"{way}, ").replace(", ", "\n") for case in cases]
+        labels = [f"{label}\n{_sink_size(case)}" for label, case in zip(labels, cases, strict=True)]
+        _bars(axis, cases, "cuDNN, no sinks", labels)
+        axis.set_title(f"{way}: query/KV heads of d, batch x tokens", fontsize=9)
+    axes[0][0].set_ylabel("TFLOP/s")
+    figure.suptitle(f"sink_attention on {record['card']}, {record['date']}", fontsize=10)
+    return figure
+
+
+def _bars(axis: Any, cases: Sequence[Case], peer: str, labels: Sequence[str]) -> None:
+    """TFLOP/s of each case beside those of its peer."""
+    ours = [case["TFLOPs"] for case in cases]
+    ratios = [next((p["ratio"] for p in (case.get("peers") or {}).values() if "ratio" in p), None) for case in cases]
+    theirs = [rate / ratio if ratio else 0.0 for rate, ratio in zip(ours, ratios, strict=True)]
+    places = range(len(cases))
+    axis.bar([place - 0.2 for place in places], ours, 0.4, label="cute_kernels", color="#2b6cb0")
+    axis.bar([place + 0.2 for place in places], theirs, 0.4, label=peer, color="#cbd5e0")
+    axis.set_xticks(list(places), labels, fontsize=7)
+    axis.spines[["top", "right"]].set_visible(False)
+    axis.legend(frameon=False, fontsize=8)
 
 
 def _bytes_read(case: Case) -> float:

@@ -16,6 +16,17 @@ Products of a tile of 128 x 64: 5 x 256 clocks (d 64), 5 x 512 (d 128). Shared m
 (32 KB): 160 KB are 1250 clocks, 288 KB are 2250.
 Instructions of a score outside the products: FFMA, MUFU.EX2, FADD, FMUL and one F2FP: 5, and 2 of masks at edges.
 
+Variants, by fields of the spec
+  late    the warpgroup in turn makes dQ of the tile before, so that it never waits for the other's dS of this one, and
+          the two may be half a tile apart: one's softmax then meets the other's products
+  helper  warpgroup 3 makes dQ of all tiles, from dS in shared memory. 24 + 2 x 200 + 88 registers of 4 x 128
+  ahead   dP is issued when S is there, and S of the next tile behind dK of this one: wait 0, dP, P, dV, wait 1, dS, dK,
+          next S, dS stored, wait 1 (dK: the tile is given back). Only S is in flight from one turn of the loop to the
+          next: with dP as well ptxas serializes the products
+  bulk    dQ goes to shared memory, 16 KB or 8 KB at a time, from where one thread has the copy engine add it
+  held    K and V as register operands, 16 + 16 registers: S and dP read 32 KB instead of 64 KB of shared memory
+  skips   without dq: tiles none of whose queries sees a key of the warpgroup are passed over
+
 Roles (384 threads)
   warpgroup 0     producer, 24 registers: its first warp takes items and issues TMA copies; the others idle
   warpgroup 1, 2  consumers, 240 registers: at d 128, 64 + 64 of dK and dV, 32 + 32 of S and dP, later 64 of dQ;
@@ -32,6 +43,13 @@ Barriers                arrivals per phase
                         Two barriers and two buffers: who stores tile t + 2 into a buffer has waited, at t + 1, for an
                         arrival that the other warpgroup made after its dQ of tile t
   named 3  BAR_ITEM     256: dK and dV may be overwritten, or are complete, in shared memory
+With late or helper, instead of BAR_DS
+  ds_full[t % 2]        256: dS of tile t is in shared memory
+  ds_empty[t % 2]       128: whoever made dQ of tile t has read it
+  work_empty, kv_empty  with a helper 384
+With bulk
+  named 4, 5  BAR_ADD   128: a place of dQ may be overwritten, or is complete, in shared memory
+  kv_empty              at d 128 32: the warp that has stored dK and dV, from the place of K and V
 
 Shared memory: K, V, dK and dV of 128 x d; 4 (d 64) or 2 (d 128) stages of Q and dO of 64 x d, L and delta of 64; fused:
 2 x dS of 128 x 64, 32 KB. At d 128 that is 225 KB of the 227 KB. dK and dV have their own place, so that the next K
@@ -58,7 +76,6 @@ from cute_kernels.sink.spec import ROWS
 
 BAR_DS, BAR_ITEM, BAR_ADD = 1, 3, 4
 CONSUMERS = 256
-HALF = 64  # columns of dQ that are made together: 32 registers
 
 
 class SinkBackwardKernel:
@@ -100,11 +117,12 @@ class SinkBackwardKernel:
     def tiled_mmas(self):
         """S^T and dP^T from shared memory; dV and dK with P^T and dS^T in registers; dQ with dS read by columns."""
         k, mn, one, t, d = OperandMajorMode.K, OperandMajorMode.MN, (1, 1, 1), self.dtype, self.spec.d
-        registers = warpgroup.OperandSource.RMEM
+        registers, memory = warpgroup.OperandSource.RMEM, warpgroup.OperandSource.SMEM
+        of_keys = registers if self.spec.held else memory
         return (
-            sm90.make_trivial_tiled_mma(t, t, k, k, Float32, one, (ROWS, QUERIES)),
+            sm90.make_trivial_tiled_mma(t, t, k, k, Float32, one, (ROWS, QUERIES), of_keys),
             sm90.make_trivial_tiled_mma(t, t, k, mn, Float32, one, (ROWS, d), registers),
-            sm90.make_trivial_tiled_mma(t, t, mn, mn, Float32, one, (QUERIES, HALF)),
+            sm90.make_trivial_tiled_mma(t, t, mn, mn, Float32, one, (QUERIES, self.spec.columns)),
         )
 
     def storage(self):
@@ -192,19 +210,19 @@ class SinkBackwardKernel:
         box_q, box_kv = (QUERIES, spec.d), (spec.keys, spec.d)
         (load_q, tQ), (load_do, tDO) = (
             cpasync.make_tiled_tma_atom(
-                load, schedule.rows_view(t, spec.packed, max_q), cute.select(layout_q, mode=[0, 1]), box_q
+                load, schedule.rows_view(t, spec.packed), cute.select(layout_q, mode=[0, 1]), box_q
             )
             for t in (mQ, mDOut)
         )
         (load_k, tK), (load_v, tV) = (
             cpasync.make_tiled_tma_atom(
-                load, schedule.rows_view(t, spec.packed, max_k), cute.select(layout_kv, mode=[0, 1]), box_kv
+                load, schedule.rows_view(t, spec.packed), cute.select(layout_kv, mode=[0, 1]), box_kv
             )
             for t in (mK, mV)
         )
         (store_dk, tDK), (store_dv, tDV) = (
             cpasync.make_tiled_tma_atom(
-                store, schedule.rows_view(t, spec.packed, max_k), cute.select(layout_kv, mode=[0, 1]), box_kv
+                store, schedule.rows_view(t, spec.packed), cute.select(layout_kv, mode=[0, 1]), box_kv
             )
             for t in (mDK, mDV)
         )
@@ -347,25 +365,46 @@ class SinkBackwardKernel:
                 acc_dk.fill(0.0)
                 acc_dv.fill(0.0)
                 cute.arch.mbarrier_wait(smem.kv_full.ptr, turn % 2)
+                rK, rV = (self.mine_of(t, wg, tid) for t in (smem.k, smem.v))
+                if const_expr(spec.held and not spec.fused):
+                    cute.arch.mbarrier_arrive(smem.kv_empty.ptr)
                 scale_log2 = softmax_scale * softmax.LOG2_E
+                position = schedule.position(spec.packed, start_q, batch, s_q) + begin
+                before = Int64(0)
                 if const_expr(spec.ahead):
                     count, t = ratio * tiles, Int32(0)
+                    target = sums + (Int64(head * ratio) * positions + position) * (4 * spec.d)
                     if count > 0:
-                        self.scores(smem, acc_s, use, wg, tid)
+                        self.scores(smem, acc_s, rK, use, tid)
                         for i in cutlass.range(count, unroll=1):
                             # behind the last tile S of the same one is made again, for nothing: a branch
                             # there would serialize the products
                             following = cutlass.select_(i == count - 1, use, use + 1)
+                            query = begin + QUERIES * t
                             self.differentiate(
-                                smem, acc_s, acc_dk, acc_dv, Int64(0), scale_log2, begin + QUERIES * t, edges,
-                                use, following, wg, tid,
-                            )  # fmt: skip
+                                smem,
+                                acc_s,
+                                acc_dk,
+                                acc_dv,
+                                rK,
+                                rV,
+                                before,
+                                scale_log2,
+                                query,
+                                edges,
+                                use,
+                                following,
+                                wg,
+                                tid,
+                            )
                             use += 1
                             t = cutlass.select_(t == tiles - 1, Int32(0), t + 1)
+                            if const_expr(spec.late):
+                                before = target
+                                rows = cutlass.select_(t == 0, positions - QUERIES * (tiles - 1), Int32(QUERIES))
+                                target += Int64(rows) * (4 * spec.d)
                         warpgroup.wait_group(0)
                 else:
-                    position = schedule.position(spec.packed, start_q, batch, s_q) + begin
-                    before = Int64(0)
                     seen_from, seen_to = self.blocks.seeing(first + ROWS * wg, s_q, s_k, window, reach)
                     for g in cutlass.range(ratio, unroll=1):
                         row = Int64(head * ratio + g) * positions + position  # of the first tile in the sums of dq
@@ -373,12 +412,14 @@ class SinkBackwardKernel:
                             query = begin + QUERIES * t
                             if const_expr(spec.skips):
                                 if query + QUERIES > seen_from and query < seen_to:
-                                    self.scores(smem, acc_s, use, wg, tid)
+                                    self.scores(smem, acc_s, rK, use, tid)
                                     self.differentiate(
                                         smem,
                                         acc_s,
                                         acc_dk,
                                         acc_dv,
+                                        rK,
+                                        rV,
                                         Int64(0),
                                         scale_log2,
                                         query,
@@ -393,22 +434,35 @@ class SinkBackwardKernel:
                                     cute.arch.mbarrier_wait(smem.q_full.data_ptr() + stage, phase)
                                     cute.arch.mbarrier_arrive(smem.q_empty.data_ptr() + stage)
                             else:
-                                self.scores(smem, acc_s, use, wg, tid)
+                                self.scores(smem, acc_s, rK, use, tid)
                                 target = sums + (row + QUERIES * t) * (4 * spec.d)
                                 adds_to = before if const_expr(spec.late) else target
                                 self.differentiate(
-                                    smem, acc_s, acc_dk, acc_dv, adds_to, scale_log2, query, edges, use, use, wg, tid
+                                    smem,
+                                    acc_s,
+                                    acc_dk,
+                                    acc_dv,
+                                    rK,
+                                    rV,
+                                    adds_to,
+                                    scale_log2,
+                                    query,
+                                    edges,
+                                    use,
+                                    use,
+                                    wg,
+                                    tid,
                                 )
                                 before = target
                             use += 1
-                    if const_expr(spec.late):
-                        buffer = (use - 1) % 2
-                        if before != 0 and buffer == wg:
-                            cute.arch.mbarrier_wait(smem.ds_full.data_ptr() + buffer, (use - 1) // 2 % 2)
-                            self.add_dq(smem, before, None, smem.ds_empty.data_ptr() + buffer, buffer, tid)
+                if const_expr(spec.late):
+                    buffer = (use - 1) % 2
+                    if before != 0 and buffer == wg:
+                        cute.arch.mbarrier_wait(smem.ds_full.data_ptr() + buffer, (use - 1) // 2 % 2)
+                        self.add_dq(smem, before, None, smem.ds_empty.data_ptr() + buffer, buffer, tid)
                 # read again, and not kept: every register counts while dK, dV, S and dP are alive
                 first, head, batch, s_k, start_k = (sWork[i, slot] for i in (0, 1, 2, 4, 6))
-                key0, outer = schedule.place(spec.packed, max_k, s_k, start_k, batch)
+                key0, outer = schedule.place(spec.packed, s_k, start_k, batch)
                 gDK, gDV = (
                     cute.local_tile(
                         cute.domain_offset((key0 + first, 0, 0, 0), t), (spec.keys, spec.d), (0, 0, head, outer)
@@ -416,7 +470,7 @@ class SinkBackwardKernel:
                     for t in (tDK, tDV)
                 )
                 cute.arch.mbarrier_arrive(smem.work_empty.data_ptr() + slot)
-                if const_expr(not spec.reuses):
+                if const_expr(not spec.reuses and not (spec.held and not spec.fused)):
                     cute.arch.mbarrier_arrive(smem.kv_empty.ptr)
                 self.store(smem, acc_dk, acc_dv, softmax_scale, store_dk, gDK, store_dv, gDV, wg, tid)
                 turn += 1
@@ -424,27 +478,39 @@ class SinkBackwardKernel:
             cute.arch.cp_async_bulk_wait_group(0, read=True)
 
     @cute.jit
-    def transposed_product(self, x, y, acc: cute.Tensor, stage: Int32, wg: Int32, tid: Int32):
+    def mine_of(self, x, wg: Int32, tid: Int32):
+        """This warpgroup's rows of K or V as an operand: in shared memory, or with spec.held read into registers."""
+        spec = self.spec
+        layout_kv, _, _, _ = self.layouts()
+        mma_s, _, _ = self.tiled_mmas()
+        sX = cute.local_tile(x.get_tensor(layout_kv.outer, swizzle=layout_kv.inner), (ROWS, spec.d), (wg, 0, None))
+        if const_expr(not spec.held):
+            return mma_s.make_fragment_A(mma_s.get_slice(tid).partition_A(sX))[None, None, None, 0]
+        rX = mma_s.make_fragment_A(mma_s.partition_shape_A((ROWS, spec.d)))
+        to_registers = cute.make_tiled_copy_A(cute.make_copy_atom(warp.LdMatrix8x8x16bOp(False, 4), self.dtype), mma_s)
+        thr_copy = to_registers.get_slice(tid)
+        cute.copy(to_registers, thr_copy.partition_S(sX[None, None, 0]), thr_copy.retile(rX))
+        return rX
+
+    @cute.jit
+    def transposed_product(self, rX: cute.Tensor, y, acc: cute.Tensor, stage: Int32, tid: Int32):
         """Issues K Q^T or V dO^T of this warpgroup's keys and of a tile of queries, and commits the group."""
         spec = self.spec
-        layout_kv, layout_q, _, _ = self.layouts()
+        _, layout_q, _, _ = self.layouts()
         mma_s, _, _ = self.tiled_mmas()
-        thr_s = mma_s.get_slice(tid)
-        sX = x.get_tensor(layout_kv.outer, swizzle=layout_kv.inner)
         sY = y.get_tensor(layout_q.outer, swizzle=layout_q.inner)
-        rX = mma_s.make_fragment_A(thr_s.partition_A(cute.local_tile(sX, (ROWS, spec.d), (wg, 0, None))))
-        rY = mma_s.make_fragment_B(thr_s.partition_B(sY))
+        rY = mma_s.make_fragment_B(mma_s.get_slice(tid).partition_B(sY))
         of_d = [(k, k) for k in range(spec.d // 16)]
-        wgmma.issue(mma_s, acc, rX[None, None, None, 0], rY[None, None, None, stage], False, of_d)
+        wgmma.issue(mma_s, acc, rX, rY[None, None, None, stage], False, of_d)
         warpgroup.commit_group()
 
     @cute.jit
-    def scores(self, smem, acc_s: cute.Tensor, use: Int32, wg: Int32, tid: Int32):
+    def scores(self, smem, acc_s: cute.Tensor, rK: cute.Tensor, use: Int32, tid: Int32):
         """Issues S^T of a tile once it is there."""
         stage, phase = schedule.stage_of(use, self.spec.stages)
         cute.arch.mbarrier_wait(smem.q_full.data_ptr() + stage, phase)
         warpgroup.fence()
-        self.transposed_product(smem.k, smem.q, acc_s, stage, wg, tid)
+        self.transposed_product(rK, smem.q, acc_s, stage, tid)
 
     @cute.jit
     def differentiate(
@@ -453,6 +519,8 @@ class SinkBackwardKernel:
         acc_s: cute.Tensor,
         acc_dk: cute.Tensor,
         acc_dv: cute.Tensor,
+        rK: cute.Tensor,
+        rV: cute.Tensor,
         target: Int64,
         scale_log2: Float32,
         query: Int32,
@@ -487,7 +555,7 @@ class SinkBackwardKernel:
         if const_expr(spec.ahead):
             warpgroup.wait_group(0)
             warpgroup.fence()
-        self.transposed_product(smem.v, smem.d_out, acc_dp, stage, wg, tid)
+        self.transposed_product(rV, smem.d_out, acc_dp, stage, tid)
         cute.autovec_copy(cute.make_tensor(of_thread, of_columns), values)
         if const_expr(not spec.ahead):
             warpgroup.wait_group(1)
@@ -513,7 +581,7 @@ class SinkBackwardKernel:
         warpgroup.commit_group()
 
         if const_expr(spec.ahead):
-            self.scores(smem, acc_s, following, wg, tid)
+            self.scores(smem, acc_s, rK, following, tid)
         buffer = use % 2
         if const_expr(spec.fused):
             if const_expr(spec.helper or spec.late):
@@ -534,7 +602,7 @@ class SinkBackwardKernel:
                 given_back = smem.q_empty.data_ptr() + stage
                 self.add_dq(smem, target, given_back, smem.ds_empty.data_ptr() + earlier, earlier, tid)
             else:
-                warpgroup.wait_group(0)
+                warpgroup.wait_group(1 if spec.ahead else 0)
                 cute.arch.mbarrier_arrive(smem.q_empty.data_ptr() + stage)
         elif const_expr(spec.fused and not spec.helper):
             if buffer == wg:
@@ -602,21 +670,21 @@ class SinkBackwardKernel:
         sK = smem.k.get_tensor(layout_kv.outer, swizzle=layout_kv.inner)
         sDS = smem.d_s.get_tensor(layout_ds.outer, swizzle=layout_ds.inner)
         rDSt = mma_dq.make_fragment_A(thr_dq.partition_A(wgmma.transposed(sDS)))[None, None, None, buffer]
-        halves = cute.local_tile(wgmma.transposed(sK)[None, None, 0], (HALF, spec.keys), (None, 0))
-        rKt = mma_dq.make_fragment_B(thr_dq.partition_B(halves))
-        for half in cutlass.range_constexpr(spec.d // HALF):
-            acc_dq = cute.make_rmem_tensor(mma_dq.partition_shape_C((QUERIES, HALF)), Float32)
+        parts = cute.local_tile(wgmma.transposed(sK)[None, None, 0], (spec.columns, spec.keys), (None, 0))
+        rKt = mma_dq.make_fragment_B(thr_dq.partition_B(parts))
+        for part in cutlass.range_constexpr(spec.d // spec.columns):
+            acc_dq = cute.make_rmem_tensor(mma_dq.partition_shape_C((QUERIES, spec.columns)), Float32)
             warpgroup.fence()
-            wgmma.issue(mma_dq, acc_dq, rDSt, rKt[None, None, None, half], False, of_keys)
+            wgmma.issue(mma_dq, acc_dq, rDSt, rKt[None, None, None, part], False, of_keys)
             warpgroup.commit_group()
             warpgroup.wait_group(0)
-            if const_expr(half == 0 and q_empty is not None):
+            if const_expr(part == 0 and q_empty is not None):
                 cute.arch.mbarrier_arrive(q_empty)
-            if const_expr(half == spec.d // HALF - 1 and ds_empty is not None):
+            if const_expr(part == spec.d // spec.columns - 1 and ds_empty is not None):
                 cute.arch.mbarrier_arrive(ds_empty)
-            at = target + half * (4 * QUERIES * HALF)
+            at = target + part * (4 * QUERIES * spec.columns)
             if const_expr(spec.bulk):
-                self.add_copied(smem, acc_dq, at, buffer * (spec.d // HALF) + half, buffer, tid)
+                self.add_copied(smem, acc_dq, at, buffer * (spec.d // spec.columns) + part, buffer, tid)
             else:
                 self.add(acc_dq, at, tid)
 
@@ -631,12 +699,12 @@ class SinkBackwardKernel:
 
     @cute.jit
     def add_copied(self, smem, acc_dq: cute.Tensor, target: Int64, place: Int32, buffer: Int32, tid: Int32):
-        """As `add`, by one copy of 16 KB from shared memory, where `place` is one of four (d 128) or two (d 64)."""
+        """As `add`, by one copy from shared memory, which has places for two tiles, by parts or quarters at d 128."""
         spec = self.spec
         barrier = BAR_ADD if const_expr(spec.helper) else BAR_ADD + buffer
-        staged = smem.added.data_ptr() + cute.assume(place * (QUERIES * HALF), divby=QUERIES * HALF)
+        staged = smem.added.data_ptr() + cute.assume(place * (QUERIES * spec.columns), divby=QUERIES * spec.columns)
         if tid == 0:  # who issues the copies: that before from this place has been read
-            cute.arch.cp_async_bulk_wait_group(2 * spec.d // HALF // (1 if spec.helper else 2) - 1, read=True)
+            cute.arch.cp_async_bulk_wait_group(2 * spec.d // spec.columns // (1 if spec.helper else 2) - 1, read=True)
         cute.arch.barrier(barrier_id=barrier, number_of_threads=128)
         for j in cutlass.range_constexpr(cute.size(acc_dq) // 4):
             four = cute.make_rmem_tensor(4, Float32)
@@ -649,7 +717,7 @@ class SinkBackwardKernel:
         if tid == 0:
             cute.arch.inline_ptx(
                 "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [{$r0}], [{$r1}], {$r2};",
-                read_only_args=[target, Int32(staged.toint()), Int32(4 * QUERIES * HALF)],
+                read_only_args=[target, Int32(staged.toint()), Int32(4 * QUERIES * spec.columns)],
             )
             cute.arch.cp_async_bulk_commit_group()
 

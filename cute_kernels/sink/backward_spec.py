@@ -45,6 +45,8 @@ class SinkBackwardSpec:
     late    fused, no helper: whether dq of a tile is made one tile later, so that no warpgroup waits for the other
     bulk    helper or late: whether dq is added by copies from shared memory, and not by instructions of every thread.
             At d 128 their place is that of dK and dV, which then leave through the place of K and V
+    held    d 64, helper or not fused: whether warpgroups hold their K and V in registers for S and dP, which spares a
+            fifth of the reads of shared memory
     skips   not fused: whether a warpgroup passes over tiles none of whose queries sees its keys
     """
 
@@ -58,6 +60,7 @@ class SinkBackwardSpec:
     late: bool = False
     bulk: bool = False
     skips: bool = False
+    held: bool = False
 
     kernel: ClassVar[str] = "cute_kernels.sink.backward_kernel:SinkBackwardKernel"
     warpgroups: ClassVar[int] = 2
@@ -71,16 +74,18 @@ class SinkBackwardSpec:
             reasons.append("a helper makes dq, which only the fused way does")
         if self.helper and self.d == 128:
             reasons.append("beside a helper, registers are left for d 64 only")
-        if self.ahead and self.d == 128:
-            reasons.append("looking ahead takes registers that d 128 has not")
-        if self.ahead and self.fused and not self.helper:
-            reasons.append("looking ahead is for warpgroups that make no dq")
+        if self.ahead and self.fused and not (self.helper or self.late):
+            reasons.append("looking ahead is not for warpgroups that make dq where they store dS")
+        if self.ahead and self.d == 128 and self.fused and not self.bulk:
+            reasons.append("looking ahead leaves no registers for sums that every thread adds to, at d 128")
+        if self.held and (self.d != 64 or (self.fused and not self.helper)):
+            reasons.append("K and V are held at d 64, by warpgroups that make no dq")
         if self.skips and (self.fused or self.ahead):
             reasons.append("tiles are passed over where no dq is made, and none is looked ahead to")
         if self.bulk and not (self.helper or self.late):
             reasons.append("copies add what a helper makes, or what is made late")
-        if self.late and (self.helper or not self.fused or self.ahead):
-            reasons.append("late is for warpgroups that make dq in turns, and do not look ahead")
+        if self.late and (self.helper or not self.fused):
+            reasons.append("late is for warpgroups that make dq in turns")
         return reasons
 
     @property
@@ -91,19 +96,24 @@ class SinkBackwardSpec:
     @property
     def producer_registers(self) -> int:
         """Of a thread after the roles have parted; 24 + 2 x 240 = 40 + 2 x 232 = 3 x 168 of 384 threads."""
-        return 24 if self.fused else 40
+        return 24 if self.fused or (self.ahead and self.d == 128) else 40
 
     @property
     def consumer_registers(self) -> int:
         """With 232 ptxas serializes the products of d 128, fused; with 24 the producer spills where not fused."""
         if self.helper:
-            return 200
-        return 240 if self.fused else 232
+            return 208 if self.held else 200
+        return 232 if self.producer_registers == 40 else 240
 
     @property
     def helper_registers(self) -> int:
-        """What is left: 24 + 2 x 200 + 88 = 4 x 128 of 512 threads."""
-        return 88
+        """What is left: 24 + 2 x 200 + 88 = 24 + 2 x 208 + 72 = 4 x 128 of 512 threads."""
+        return 72 if self.held else 88
+
+    @property
+    def columns(self) -> int:
+        """Columns of dQ that are made together: 32 or 16 registers."""
+        return 32 if self.ahead and self.d == 128 else 64
 
     @property
     def reuses(self) -> bool:

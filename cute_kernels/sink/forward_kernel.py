@@ -17,25 +17,33 @@ Instructions of a score outside the products: FMNMX, FFMA, MUFU.EX2, FADD and ha
 With spec.emulated of every 8 exponentials as polynomials, of 8 instructions instead of 1, these are 512 - 64 emulated
 and 288 + 56 emulated: with 2, 384 and 400.
 
-Roles (384 threads with two consumers, 512 with three)
-  warpgroup 0     producer, 40 or 32 registers: its first warp takes items and issues TMA copies; the others idle
-  warpgroup 1..   consumers, 232 or 160 registers: at d 128, 64 of O, 64 of S, 32 of P; at d 64, 32 of O
+With spec.grouped an item is 64 rows of all query heads of a KV head: head h of the n-th item of a CTA is number
+n x ratio + h, the warpgroup number % warpgroups takes it, and its Q lies in slot number % slots. Tiles are loaded once
+for all heads where those of an item fit into the stages, as with small windows; otherwise once for every `warpgroups`
+heads. A window of 128 needs 191 keys: 48 KB of K and V for 64 x ratio rows, where three warpgroups of one head read
+80 KB for 192. And warpgroups need not keep step: at d 64 a block of 64 rows is a chain of some 3000 clocks, whose gaps
+others fill.
+
+Roles (384 threads with two consumers, 512 with three, 640 with four)
+  warpgroup 0     producer, 40, 32 or 24 registers: its first warp takes items and issues TMA copies; the others idle
+  warpgroup 1..   consumers, 232, 160 or 112 registers: at d 128, 64 of O, 64 of S, 32 of P; at d 64, 32 of O
 
 Barriers                   arrivals per phase; the n-th phase is the n-th use
   work_full[slot]          32: the producer's lanes, of which one has written the record
   work_empty[slot]         128 x warpgroups: consumers have read the record for the last time
-  q_full[w]                1 + 64 x d x 2 bytes
-  q_empty[w]               128: threads of w, after their last QK of the item
+  q_full[w]                1 + 64 x d x 2 bytes; grouped: of a slot
+  q_empty[w]               128: threads of w, after their last QK of the item; grouped: of the head
   k_full, v_full[stage]    1 + tile x d x 2 bytes
   k_empty, v_empty[stage]  128 x warpgroups, each after its wgmma has read the tile or where it passes over it
+  kept                     grouped: takes arrivals for tiles that are not given back yet, and means nothing
   named 1 + w  BAR_TURN    256 = 128 that wait for their turn + 128 of the warpgroup before that give it. Every
                            warpgroup has one turn a tile after the first, also for tiles that it passes over, so the
                            counts agree. The last warpgroup gives the first turn when the kernel starts.
   named 5 + w  BAR_STORE   128: O of w may be overwritten, or is complete, in shared memory
 
 Shared memory
-  q     warpgroups x 64 x d x 2      24 KB (d 64, three), 32 KB (d 128, two)
-  out   the same
+  q     slots x 64 x d x 2           24 KB (d 64, three), 32 KB (d 128, two)
+  out   warpgroups x 64 x d x 2      the same; grouped: half of q
   k, v  stages x tile x d x 2 each   4 stages of 2 x 16 KB (d 64), 2 of 2 x 32 KB (d 128)
 """
 
@@ -210,16 +218,16 @@ class SinkForwardKernel:
         load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
         box_q, box_kv = (ROWS, spec.d), (spec.tile, spec.d)
         load_q, tQ = cpasync.make_tiled_tma_atom(
-            load, schedule.rows_view(mQ, spec.packed, max_q), cute.select(layout_q, mode=[0, 1]), box_q
+            load, schedule.rows_view(mQ, spec.packed), cute.select(layout_q, mode=[0, 1]), box_q
         )
         load_k, tK = cpasync.make_tiled_tma_atom(
-            load, schedule.rows_view(mK, spec.packed, max_k), cute.select(layout_kv, mode=[0, 1]), box_kv
+            load, schedule.rows_view(mK, spec.packed), cute.select(layout_kv, mode=[0, 1]), box_kv
         )
         load_v, tV = cpasync.make_tiled_tma_atom(
-            load, schedule.rows_view(mV, spec.packed, max_k), cute.select(layout_kv, mode=[0, 1]), box_kv
+            load, schedule.rows_view(mV, spec.packed), cute.select(layout_kv, mode=[0, 1]), box_kv
         )
         store_out, tOut = cpasync.make_tiled_tma_atom(
-            store, schedule.rows_view(mOut, spec.packed, max_q), cute.select(layout_out, mode=[0, 1]), box_q
+            store, schedule.rows_view(mOut, spec.packed), cute.select(layout_out, mode=[0, 1]), box_q
         )
         self.kernel(
             load_q, tQ, load_k, tK, load_v, tV, store_out, tOut, mSink, mLse, mCuQ, mCuK, mWork,
@@ -403,7 +411,7 @@ class SinkForwardKernel:
     ):
         """Where 64 rows from `mine` on of a head go, and the log-sum-exps of all rows."""
         spec = self.spec
-        row0, outer = schedule.place(spec.packed, max_q, s_q, start_q, batch)
+        row0, outer = schedule.place(spec.packed, s_q, start_q, batch)
         gOut = cute.local_tile(cute.domain_offset((row0 + mine, 0, 0, 0), tOut), (ROWS, spec.d), (0, 0, head, outer))
         if const_expr(spec.packed):
             gLse = cute.domain_offset((start_q,), mLse[None, head])

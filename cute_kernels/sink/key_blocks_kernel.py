@@ -58,20 +58,18 @@ class KeyBlocks:
     def mask(self, acc_s: cute.Tensor, query: Int32, edges: tuple):
         """-inf where a query does not see a key, in a tile of queries from `query` on."""
         start0, start1, behind0, whole_from, whole_to = edges
-        partial = query < whole_from
-        if const_expr(self.spec.window):
-            partial = partial or query + QUERIES > whole_to
-        if partial:
-            s = wgmma.by_row(acc_s)
+        s = wgmma.by_row(acc_s)
+        if query < whole_from:
             for r in cutlass.range_constexpr(2):
                 start = (start1 if const_expr(r == 1) else start0) - query
-                end = behind0 + 8 * r - query
                 for c in cutlass.range_constexpr(cute.size(s, mode=[1])):
-                    at = 8 * (c // 2) + c % 2
-                    seen = at >= start
-                    if const_expr(self.spec.window):
-                        seen = seen and at < end
-                    s[r, c] = cutlass.select_(seen, s[r, c], -Float32.inf)
+                    s[r, c] = cutlass.select_(8 * (c // 2) + c % 2 >= start, s[r, c], -Float32.inf)
+        if const_expr(self.spec.window):
+            if query + QUERIES > whole_to:
+                for r in cutlass.range_constexpr(2):
+                    end = behind0 + 8 * r - query
+                    for c in cutlass.range_constexpr(cute.size(s, mode=[1])):
+                        s[r, c] = cutlass.select_(8 * (c // 2) + c % 2 < end, s[r, c], -Float32.inf)
 
     @cute.jit
     def produce(
@@ -131,8 +129,8 @@ class KeyBlocks:
                 sWork[6, slot] = start_k
             cute.arch.mbarrier_arrive(smem.work_full.data_ptr() + slot)
 
-            row0, outer_q = schedule.place(spec.packed, max_q, s_q, start_q, batch)
-            key0, outer_k = schedule.place(spec.packed, max_k, s_k, start_k, batch)
+            row0, outer_q = schedule.place(spec.packed, s_q, start_q, batch)
+            key0, outer_k = schedule.place(spec.packed, s_k, start_k, batch)
             cute.arch.mbarrier_wait(smem.kv_empty.ptr, (turn + 1) % 2)
             with cute.arch.elect_one():
                 cute.arch.mbarrier_arrive_and_expect_tx(smem.kv_full.ptr, 2 * spec.keys * spec.d * 2)

@@ -35,7 +35,7 @@ SCALES = (2.0**-100, 2.0**100)
 """Softmax scales that leave room for scores in float32."""
 MAX_GRID = 65535
 COUNTERS = 2  # of a kernel that takes items from a list
-GRAPHS = 1024  # launches under capture that find counters: one for each layer of each graph
+GRAPHS = 4096  # launches under capture that find counters: one for each layer of each graph
 MAX_HEADS = 1024  # of which the constant that stands for absent sinks has a place for each
 
 

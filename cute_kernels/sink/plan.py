@@ -18,7 +18,8 @@ DECODE_HEADS: Final = 1024
 DECODE_HEAD_DIMS: Final = (64, 128)
 DECODE_DTYPES: Final = ("bfloat16", "float16")
 
-# Where both kernels can serve. These three are assumptions: they are to be measured, and replaced by what is found.
+# Where both kernels can serve. `scripts/bench_sink.py` times both, and docs/sink_attention.md has the table. These
+# three are assumptions until then.
 FEW_QUERIES: Final = 8
 """Up to so many query tokens `gqa_decode` is taken to be faster."""
 SHORT_KEYS: Final = 128

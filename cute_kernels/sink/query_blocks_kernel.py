@@ -117,8 +117,8 @@ class QueryBlocks:
             cute.arch.mbarrier_arrive(smem.work_full.data_ptr() + slot)
 
             begin, tiles = self.extent(first, s_q, s_k, window, reach)
-            row0, outer_q = schedule.place(spec.packed, max_q, s_q, start_q, batch)
-            key0, outer_k = schedule.place(spec.packed, max_k, s_k, start_k, batch)
+            row0, outer_q = schedule.place(spec.packed, s_q, start_q, batch)
+            key0, outer_k = schedule.place(spec.packed, s_k, start_k, batch)
             kv_head = head if const_expr(spec.grouped) else head // ratio
             gK, gV = (
                 cute.local_tile(
@@ -265,17 +265,15 @@ class QueryBlocks:
         """-inf where a row does not see a key, in a tile that holds the edge of some row's keys."""
         spec = self.spec
         left, right, behind0, behind1, start0 = edges
-        partial = tile >= right
-        if const_expr(spec.window):
-            partial = partial or tile < left
-        if partial:
-            s = wgmma.by_row(acc_s)
+        s = wgmma.by_row(acc_s)
+        if tile >= right:
             for r in cutlass.range_constexpr(2):
                 limit = (behind1 if const_expr(r == 1) else behind0) - tile * spec.tile
-                start = start0 + 8 * r - tile * spec.tile
                 for c in cutlass.range_constexpr(cute.size(s, mode=[1])):
-                    at = 8 * (c // 2) + c % 2
-                    seen = at < limit
-                    if const_expr(spec.window):
-                        seen = seen and at >= start
-                    s[r, c] = cutlass.select_(seen, s[r, c], -Float32.inf)
+                    s[r, c] = cutlass.select_(8 * (c // 2) + c % 2 < limit, s[r, c], -Float32.inf)
+        if const_expr(spec.window):
+            if tile < left:
+                for r in cutlass.range_constexpr(2):
+                    start = start0 + 8 * r - tile * spec.tile
+                    for c in cutlass.range_constexpr(cute.size(s, mode=[1])):
+                        s[r, c] = cutlass.select_(8 * (c // 2) + c % 2 >= start, s[r, c], -Float32.inf)

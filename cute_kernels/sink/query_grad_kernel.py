@@ -152,18 +152,18 @@ class SinkQueryGradKernel:
         box_q, box_kv = (ROWS, spec.d), (spec.tile, spec.d)
         (load_q, tQ), (load_do, tDO) = (
             cpasync.make_tiled_tma_atom(
-                load, schedule.rows_view(t, spec.packed, max_q), cute.select(layout_q, mode=[0, 1]), box_q
+                load, schedule.rows_view(t, spec.packed), cute.select(layout_q, mode=[0, 1]), box_q
             )
             for t in (mQ, mDOut)
         )
         (load_k, tK), (load_v, tV) = (
             cpasync.make_tiled_tma_atom(
-                load, schedule.rows_view(t, spec.packed, max_k), cute.select(layout_kv, mode=[0, 1]), box_kv
+                load, schedule.rows_view(t, spec.packed), cute.select(layout_kv, mode=[0, 1]), box_kv
             )
             for t in (mK, mV)
         )
         store_dq, tDQ = cpasync.make_tiled_tma_atom(
-            store, schedule.rows_view(mDQ, spec.packed, max_q), cute.select(layout_out, mode=[0, 1]), box_q
+            store, schedule.rows_view(mDQ, spec.packed), cute.select(layout_out, mode=[0, 1]), box_q
         )
         self.kernel(
             load_q, tQ, load_do, tDO, load_k, tK, load_v, tV, store_dq, tDQ, mStats, mCuQ, mCuK, mWork,
@@ -320,7 +320,7 @@ class SinkQueryGradKernel:
         self, tDQ: cute.Tensor, max_q: Int32, mine: Int32, s_q: Int32, start_q: Int32, head: Int32, batch: Int32
     ):
         """Where dq of 64 rows from `mine` on of a head goes."""
-        row0, outer = schedule.place(self.spec.packed, max_q, s_q, start_q, batch)
+        row0, outer = schedule.place(self.spec.packed, s_q, start_q, batch)
         return cute.local_tile(
             cute.domain_offset((row0 + mine, 0, 0, 0), tDQ), (ROWS, self.spec.d), (0, 0, head, outer)
         )

@@ -1,11 +1,14 @@
 """What the kernels of sink attention share: views for TMA, the list of items, and the record of one in shared memory.
 
 Views. TMA clips at the edge of a tensor, not at the end of a sequence that others follow. A packed tensor
-(tokens, heads, d) is therefore seen as (rows, d, heads, ends), where rows and ends have the same stride and the base
-lies `bound` rows before the tensor: row i of a sequence of n rows that ends at token e is at coordinates
-(bound - n + i, e), since (e - n + i) = (bound - n + i) + e - bound. Rows behind the end have coordinates of `bound` and
-more, which TMA fills with zeros or does not store. `bound` is any number not below the longest sequence. A batch of one
-length is the plain view (rows, d, heads, batch). Kernels see one rank and one kind of coordinates.
+(tokens, heads, d) is therefore seen as (rows, d, heads, (turns, ends)), where rows and ends have the stride of a token:
+row i of a sequence of n rows that ends at token e is at (EDGE - n + i, d, head, (EDGE, e)). Rows behind the end have
+coordinates of EDGE and more, which TMA fills with zeros or does not store. The stride of `turns` is 2^34 elements less
+that of a token, so EDGE of each together are EDGE x 2^35 bytes = 2^65, a multiple of 2^64: addresses come round to
+token e - n + i. The view begins where the tensor does. A view that began EDGE tokens before it, and had no turns, would
+give the same addresses; but TMA reads at the beginning of a view where it fills with zeros, and there must be memory.
+The last coordinates of all modes are together those of the last row, so a descriptor is of no more than the tensor. A
+batch of one length is the plain view (rows, d, heads, batch). Kernels see one rank and one kind of coordinates.
 
 Items. An item is a block of rows (or of keys) of one head. CTA c starts with item c, and takes further ones from a
 counter in the order of the list, which has long items first; so a CTA that got long ones takes fewer. Batches of one
@@ -26,6 +29,8 @@ DTYPES = {"bfloat16": BFloat16, "float16": Float16}
 RECORD = 8  # words of an item in shared memory
 SLOTS = 2  # items that the producer may be ahead
 UNLIMITED = 1 << 30  # what a causal limit moves by where there is none
+EDGE = 1 << 30  # rows of a packed view: where TMA clips
+TURN = 1 << 34  # elements of 16 bits; EDGE of them are 2^65 bytes
 
 
 def fake_rows(dtype, packed: bool, sizes: tuple, d: int | None):
@@ -38,20 +43,26 @@ def fake_rows(dtype, packed: bool, sizes: tuple, d: int | None):
     return make_fake_tensor(dtype, shape, (*lead, *inner), assumed_align=align)
 
 
-def rows_view(t: cute.Tensor, packed: bool, bound):
+def rows_view(t: cute.Tensor, packed: bool):
     """The tensor as (rows, d, heads, outer); see the module's docstring."""
     if const_expr(not packed):
         return cute.make_tensor(t.iterator, cute.select(t.layout, mode=[1, 3, 2, 0]))
-    row, head = t.stride[0], t.stride[1]
-    shape = (bound, t.shape[2], t.shape[1], t.shape[0] + 1)
-    first = t.iterator - cute.assume(Int64(bound) * row, divby=8)
-    return cute.make_tensor(first, cute.make_layout(shape, stride=(row, 1, head, row)))
+    (rows, *outer), (row, turn, end) = sequences(t.shape[0], t.stride[0])
+    layout = cute.make_layout(
+        (rows, t.shape[2], t.shape[1], tuple(outer)), stride=(row, 1, t.stride[1], (cute.assume(turn, divby=8), end))
+    )
+    return cute.make_tensor(t.iterator, layout)
 
 
-def place(packed: bool, bound, length: Int32, start: Int32, batch: Int32):
+def sequences(tokens, row):
+    """Sizes and strides of (rows, turns, ends) of a packed view; `row` is the stride of a token, in elements."""
+    return (EDGE, EDGE + 1, tokens + 1), (row, TURN - row, row)
+
+
+def place(packed: bool, length: Int32, start: Int32, batch: Int32):
     """(coordinate of row 0 of a sequence, outer coordinate) in its view."""
     if const_expr(packed):
-        return bound - length, start + length
+        return EDGE - length, (EDGE, start + length)
     return Int32(0), batch
 
 

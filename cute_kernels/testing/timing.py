@@ -173,7 +173,7 @@ def _clock_of_nvidia_smi() -> float | None:
         return None
 
 
-def _time_eager(call: Call, repeats: int) -> float:
+def time_eager(call: Call, repeats: int) -> float:
     """Seconds of one call, median over event-timed repeats after two warm-ups. For calls of a millisecond and more."""
     call()
     call()
@@ -196,13 +196,13 @@ def measure_ceilings(*, stream_bytes: int = STREAM_BYTES, gemm_size: int = GEMM_
         bf16_gemm_TFLOPs: an 8192^3 matrix product of random numbers (of zeros it would run faster).
     """
     data = torch.rand(stream_bytes // 4, device="cuda")
-    read = stream_bytes / _time_eager(data.sum, 10)
+    read = stream_bytes / time_eager(data.sum, 10)
     target, source = data.chunk(2)
-    copy = stream_bytes / _time_eager(functools.partial(target.copy_, source), 10)
+    copy = stream_bytes / time_eager(functools.partial(target.copy_, source), 10)
     del data, target, source
     a, b = (torch.randn((gemm_size, gemm_size), device="cuda").bfloat16() for _ in range(2))
     product = torch.empty_like(a)
-    flops = 2 * gemm_size**3 / _time_eager(functools.partial(torch.mm, a, b, out=product), 20)
+    flops = 2 * gemm_size**3 / time_eager(functools.partial(torch.mm, a, b, out=product), 20)
     return {
         "read_GBps": round(read / 1e9, 1),
         "copy_GBps": round(copy / 1e9, 1),

@@ -48,6 +48,24 @@ def gqa_cases() -> list[dict[str, Any]]:
     ]
 
 
+def sink_cases() -> list[dict[str, Any]]:
+    """A forward that is good enough, a backward that is not, a failed check, and both routes of two sizes."""
+    sizes = {"batch": 4, "h_q": 64, "h_kv": 8, "d": 64, "s_q": 16384, "s_k": 16384}
+    forward, backward = ({"op": "sink_attention", "pass": way, **sizes} for way in ("forward", "backward"))
+    peers = {"cudnn": {"us": 550.0, "ratio": 1.1, "rel_err": 0.002}}
+    routed = {"op": "sink_attention", "pass": "routing", "s_q": 1, "h_q": 64, "h_kv": 8, "d": 64, "batch": 1}
+    times = {"us": 5.0, "route": "decode", "decode_us": 5.04, "prefill_us": 9.96}
+    return [
+        evidence.with_must(evidence.record_case(forward, PASSED, lambda: {**SPEED, "peers": peers}), {"ratio": 1.05}),
+        evidence.with_must(
+            evidence.record_case({**backward, "window": 128}, PASSED, lambda: {**SPEED, "us_without_sinks": 497.0}),
+            {"us": 260.0},
+        ),
+        evidence.with_must(evidence.record_case({**backward, "deterministic": True}, FAILED, dict), {"TFLOPs": 1.0}),
+        *(evidence.record_case({**routed, "s_k": s_k}, PASSED, lambda: times) for s_k in (64, 8192)),
+    ]
+
+
 def some_record(**changes: Any) -> dict[str, Any]:
     record = {
         "card": "NVIDIA H200",
@@ -72,6 +90,7 @@ def some_record(**changes: Any) -> dict[str, Any]:
                 {"op": "mla_fp8_append", "tokens": 65536}, PASSED, lambda: {**SPEED, "copy_fraction": 0.85}
             ),
             *gqa_cases(),
+            *sink_cases(),
         ],
     }
     return {**record, **changes}
@@ -232,7 +251,7 @@ BAD_MARKERS = {
     "two names": "<!-- results:run:begin --><!-- results:mla:end -->",
     "one in another": page("run").replace("old", page("mla")),
     "one too many": page("run") + "<!-- results:mla:begin -->",
-    "no such part": page("sink"),
+    "no such part": page("nothing"),
 }
 
 
@@ -250,6 +269,9 @@ def test_a_record_without_such_cases_says_so():
         "mla",
         "gqa",
         "gqa-summary",
+        "sink",
+        "sink-summary",
+        "sink-routing",
         "budget-errors",
     ]
 
@@ -263,10 +285,11 @@ def test_every_op_has_a_place():
 
 def test_a_case_that_raised_is_in_the_tables():
     raised = [
-        {"op": op, "case": "int8 64x32x1", "failed": "RuntimeError: no"} for op in ("gqa_decode", "mla_fp8_decode")
+        {"op": op, "case": "int8 64x32x1", "failed": "RuntimeError: no"}
+        for op in ("gqa_decode", "mla_fp8_decode", "sink_attention")
     ]
     record = some_record(cases=[*some_record()["cases"], *raised])
-    for part in ("mla", "gqa"):
+    for part in ("mla", "gqa", "sink"):
         (line,) = (line for line in results_table.render(record, part).splitlines() if "int8 64x32x1" in line)
         assert "failed" in line
 
@@ -285,9 +308,25 @@ def test_the_summary_of_gqa_shows_what_is_needed_and_missed():
     assert lines[-1] == "| fp8 per tensor, BNSH | 64 x 8192, s_q 4, window 128 | 0.85 of reads | **check failed** |"
 
 
+def test_the_tables_of_sink_attention():
+    whole, summary, routing = (
+        results_table.render(some_record(), part).splitlines() for part in ("sink", "sink-summary", "sink-routing")
+    )
+    name, size = "forward, 64/8 of 64", "4 x 16384"
+    assert whole[2].startswith(f"| {name} | {size} | 500 | 499 .. 510 | 292 | 900 | 1.05 x cuDNN | 550 | 1.10 |")
+    assert "| backward, 64/8 of 64, window 128 |" in whole[3] and "(missed)" in whole[3] and "| 497 |" in whole[3]
+    assert "deterministic | 4 x 16384 | failed |" in whole[4] and len(whole) == 5
+    assert summary[2:] == [
+        f"| {name} | {size} | 1.05 x cuDNN | 500 us, 292 TFLOP/s | 1.10 |",
+        f"| backward, 64/8 of 64, window 128 | {size} | 260 us | **500 us, 292 TFLOP/s** | – |",
+        f"| backward, 64/8 of 64, deterministic | {size} | 1 TFLOP/s | **check failed** | – |",
+    ]
+    assert routing[2:] == ["| 64 | **5.0** / 10.0 |", "| 8192 | **5.0** / 10.0 |"]
+
+
 def test_the_plots_are_the_same_for_the_same_record(tmp_path):
     pytest.importorskip("matplotlib")
-    names = ["mla_speed.svg", "gqa_speed.svg"]
+    names = ["mla_speed.svg", "gqa_speed.svg", "sink_speed.svg"]
     for folder in ("a", "b"):
         assert results_table.draw(some_record(), tmp_path / folder) == names
     for name in names:
@@ -385,7 +424,7 @@ def test_shards_are_a_partition():
 
 def test_the_table_shows_speeds_and_failures():
     lines = gpu_check.table(some_record()["cases"]).splitlines()
-    assert len(lines) == 11
+    assert len(lines) == 16
     assert "128x128x2 topk 2048" in lines[1]
     assert "500.123" in lines[1]
     assert "0.82" in lines[1]
@@ -398,6 +437,8 @@ def test_the_table_shows_speeds_and_failures():
     assert "FAILED" in lines[9]
     assert "window 128" in lines[9]
     assert "copy_fraction 0.8 met" in lines[10]
+    assert lines[11].startswith("sink_attention forward 4x64x16384 s_k 16384 d 64 ")
+    assert "us 260.0 MISSED" in lines[12] and "deterministic" in lines[13] and "routing" in lines[14]
 
 
 def test_cards_name_their_files():

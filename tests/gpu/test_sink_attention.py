@@ -20,6 +20,7 @@ from cute_kernels.sink.backward_spec import SinkBackwardSpec, SinkFinishSpec, Si
 from cute_kernels.sink.reference import reference_sink_attention, reference_sink_attention_backward
 from cute_kernels.sink.spec import SinkForwardSpec
 from cute_kernels.testing import gpt_oss
+from cute_kernels.testing.alone import alone
 from cute_kernels.testing.inputs import covering_cases, generator, strided
 from cute_kernels.testing.sink import SINKS, SinkCase, SinkExpectation, sink_case
 
@@ -59,8 +60,8 @@ def kernel_specs() -> list[Any]:
             specs += [SinkBackwardSpec("float16", d, packed, window, fused) for fused in (True, False)]
             specs.append(SinkQueryGradSpec("float16", d, packed, window))
     for case in (decoded(*few, device="cpu") for few in FEW):
-        tensors = {"q": case.q, "k_cache": case.k, "v_cache": case.v}
-        request = gqa_op._Request(**{**dict.fromkeys(gqa_op._Request._fields), **tensors, "layout": "BSNH"})
+        given: dict[str, Any] = {"q": case.q, "k_cache": case.k, "v_cache": case.v, "layout": "BSNH"}
+        request = gqa_op._Request(**{**dict.fromkeys(gqa_op._Request._fields), **given})
         specs.append(gqa_op.decode_spec(request))
     return specs
 
@@ -221,6 +222,22 @@ def test_expanded_tensors_and_dimensions_of_one():
     )
     single.s_aux = torch.zeros(4, device="cuda")[::3][:1]
     hold(single)
+
+
+@pytest.mark.parametrize("last", [False, True])
+@pytest.mark.parametrize("deterministic", [True, False])
+@pytest.mark.parametrize("packed", [False, True])
+def test_nothing_before_or_behind_a_tensor_is_read(packed, deterministic, last, monkeypatch):
+    for name in ("_fake_forward", "_fake_backward"):
+        allocate: Callable[..., Any] = getattr(op, name)
+        monkeypatch.setattr(
+            op, name, lambda *a, allocate=allocate: tuple(alone(t, last=last) for t in allocate(*a))
+        )  # fmt: skip
+    for d, window in ((64, None), (64, 100), (128, None), (128, 100)):
+        case = sink_case(RAGGED if packed else [(191, 130)] * 2, 4, 2, d, window=window, packed=packed)
+        for name in ("q", "k", "v", "d_out"):
+            setattr(case, name, alone(getattr(case, name), last=last))
+        hold(case, deterministic)
 
 
 # ---- the same bits

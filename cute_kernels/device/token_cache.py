@@ -23,6 +23,7 @@ ROW_BYTES = 656
 SCALE_OFFSET = 512
 ROPE_OFFSET = 528
 ROWS_PER_PASS = 16
+ORDERED = ()  # tiles behind which ptxas may not sink their load: all would start when the last one is stored
 PIECES = 5  # 16-byte loads per lane and row: four of codes, one of the rope part
 
 
@@ -91,6 +92,8 @@ def store_and_gather(
         cute.autovec_copy(out[None, 1], odd[None, j])
         if const_expr(row is not None):
             _load_piece(row, segment, raw, j)
+            if const_expr(j in ORDERED):
+                cute.arch.sync_warp()
 
 
 @cute.jit

@@ -80,7 +80,7 @@ class ScoreWarpgroup:
             largest = cute.make_rmem_tensor(4, Int32)
             largest.fill(0)
             seen = Int32(0)
-            for c in cutlass.range(GROUP // 8, unroll=2):
+            for c in cutlass.range(GROUP // 8, unroll=8):
                 old, new = self.chunk_of_q(smem, tid, j, c)
                 eight, half = cute.make_rmem_tensor(8, BFloat16), cute.make_rmem_tensor(8, Float16)
                 cute.autovec_copy(old, eight)

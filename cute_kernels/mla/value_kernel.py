@@ -13,6 +13,7 @@ from cute_kernels.mla.tile_kernel import P_SHIFT, handed_over, layouts, row_stat
 
 KEY_BLOCKS = TOKENS_PER_TILE // 16
 IN_FLIGHT = 1  # blocks of 16 keys that are multiplied while P of the next one is prepared
+LOADED = 3  # whose P is on its way from shared memory, 200 clocks while others use it
 HALVES = 2  # quantization tiles of a warpgroup
 P_EXPONENT = 13  # of the largest P x scale x unit of a row, where float16 holds 2^16
 O_EXPONENT = 100  # up to here O may grow when its unit changes
@@ -116,10 +117,10 @@ class ValueWarpgroups:
     def add_by_weights(self, smem, mma: cute.TiledMma, rV: cute.Tensor, acc_o, stage: Int32, wg: Int32, tid: Int32):
         """O += (P weight) codes, with P of the next keys prepared beside products."""
         pieces = [(half, block) for half in range(HALVES) for block in range(KEY_BLOCKS)]
-        following = self.load(smem, 0, 0, stage, wg, tid)
+        loaded = [self.load(smem, *pieces[i], stage, wg, tid) for i in range(LOADED)]
         for i in cutlass.range_constexpr(len(pieces)):
             half, block = pieces[i]
-            p, of_keys = following
+            p, of_keys = loaded[i % LOADED]
             operand = mma.make_fragment_A(mma.partition_shape_A((WIDE, 16)))
             of_columns = cute.make_rmem_tensor(8, Float16)
             for e in cutlass.range_constexpr(8):  # as in the accumulator: neighbours, rows, then eight columns on
@@ -129,10 +130,9 @@ class ValueWarpgroups:
             values = rV[None, None, None, HALVES * wg + half, stage]
             wgmma.issue(mma, acc_o[half], operand, values, True, [(0, block)])
             warpgroup.commit_group()
-            if const_expr(i + 1 < len(pieces)):
-                following = self.load(smem, *pieces[i + 1], stage, wg, tid)
-                warpgroup.wait_group(IN_FLIGHT)
-        warpgroup.wait_group(0)
+            if const_expr(i + LOADED < len(pieces)):
+                loaded[i % LOADED] = self.load(smem, *pieces[i + LOADED], stage, wg, tid)
+            warpgroup.wait_group(IN_FLIGHT if i < len(pieces) - 1 else 0)
 
     @cute.jit
     def load(self, smem, half: cutlass.Constexpr, block: cutlass.Constexpr, stage: Int32, wg: Int32, tid: Int32):

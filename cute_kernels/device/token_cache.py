@@ -23,7 +23,6 @@ ROW_BYTES = 656
 SCALE_OFFSET = 512
 ROPE_OFFSET = 528
 ROWS_PER_PASS = 16
-ORDERED = ()  # tiles behind which ptxas may not sink their load: all would start when the last one is stored
 PIECES = 5  # 16-byte loads per lane and row: four of codes, one of the rope part
 
 
@@ -37,9 +36,8 @@ def row_pointer(mKV: cute.Tensor, zero_row: Int64, valid, page: Int32, offset: I
 
 
 @cute.jit
-def gather(row: cute.Pointer, segment: Int32, quarter: Int32, raw: cute.Tensor, scale: cute.Tensor):
-    """Starts the loads of this lane's pieces of a row into raw (16, PIECES) and scale (1)."""
-    load_scale(row, quarter, scale)
+def gather(row: cute.Pointer, segment: Int32, raw: cute.Tensor):
+    """Starts the loads of this lane's pieces of a row into raw (16, PIECES)."""
     for piece in cutlass.range_constexpr(PIECES):
         _load_piece(row, segment, raw, piece)
 
@@ -92,8 +90,6 @@ def store_and_gather(
         cute.autovec_copy(out[None, 1], odd[None, j])
         if const_expr(row is not None):
             _load_piece(row, segment, raw, j)
-            if const_expr(j in ORDERED):
-                cute.arch.sync_warp()
 
 
 @cute.jit
@@ -112,3 +108,12 @@ def load_scale(row: cute.Pointer, quarter: Int32, scale: cute.Tensor):
     address = (row + cute.assume(SCALE_OFFSET + 4 * quarter, divby=4)).toint()
     source = cute.make_ptr(Float32, address, AddressSpace.gmem, assumed_align=4)
     cute.copy(load, cute.make_tensor(source, cute.make_layout(1)), scale)
+
+
+@cute.jit
+def load_scales(row: cute.Pointer, pair: Int32, scales: cute.Tensor):
+    """Starts the load of two scales (2) of the row, the first or the second pair."""
+    load = cute.make_copy_atom(CopyG2ROp(), Float32, num_bits_per_copy=64)
+    address = (row + cute.assume(SCALE_OFFSET + 8 * pair, divby=8)).toint()
+    source = cute.make_ptr(Float32, address, AddressSpace.gmem, assumed_align=8)
+    cute.copy(load, cute.make_tensor(source, cute.make_layout(2)), scales)

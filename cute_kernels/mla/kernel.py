@@ -253,14 +253,20 @@ class MlaDecodeKernel:
             done, loads = Int32(0), Int32(0)
             for item in cutlass.range(block, items, decode_ctas, unroll=1):
                 work = self.locate(item, head_divisor, split_divisor, query_divisor)
-                _, _, count = self.keys_of(work, mLength, mIndex, mKV, num_splits, causal, query_divisor)
+                _, _, query_idx, batch_idx = work
+                begin, limit, count = self.keys_of(work, mLength, mIndex, mKV, num_splits, causal, query_divisor)
+                if const_expr(self.spec.sparse):
+                    entries = mIndex[batch_idx, query_idx, None]
+                else:
+                    entries = mIndex[batch_idx, None]
                 following = item + decode_ctas
                 next_work = self.locate(following, head_divisor, split_divisor, query_divisor)
                 warp = warp_idx - first_consumer
                 scaled, loads = self.scores.prepare(smem, load_q, tQ, work, loads, warp, tidx % 128)
                 has_next = following < items
+                keys = (mKV, zero_row, entries, begin, limit, page_divisor)
                 self.scores.score(
-                    smem, load_q, tQ, scale_log2, done, count, has_next, next_work, scaled, warp, tidx % 128
+                    smem, load_q, tQ, keys, scale_log2, done, count, has_next, next_work, scaled, warp, tidx % 128
                 )
                 done += count
         else:

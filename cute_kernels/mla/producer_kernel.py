@@ -25,8 +25,8 @@ BAR_PRODUCER = 4
 # What a CTA of a cluster hands to the other one of every tile, in bytes: of each row as codes, each thread's pieces and
 # (scale, whether the row exists); as values, blocks of 32 rows, and of these rows the factors and masks.
 HALF = TOKENS_PER_TILE // 2
-CODES_BYTES = HALF // ROWS * THREADS * (16 * token_cache.PIECES + 8)
-VALUES_BYTES = HALF * 2 * (NOPE + ROPE) + HALF * (4 * GROUPS + 2 * GROUPS + 4)
+CODES_BYTES = HALF // ROWS * THREADS * 16 * token_cache.PIECES
+VALUES_BYTES = HALF * 2 * (NOPE + ROPE)
 
 
 class KeyProducer:
@@ -52,8 +52,6 @@ class KeyProducer:
         self.threads = THREADS * spec.producers
         self.distance = ROWS * spec.producers  # from a pass of a warpgroup to its next
         self.passes = TOKENS_PER_TILE // self.distance // spec.cluster  # of a warpgroup over own rows of a tile
-        # ptxas mixes the passes of a dense tile, and spills, unless something stands between them
-        self.separate = not spec.sparse and spec.heads == WIDE
 
     @cute.jit
     def fill(
@@ -81,19 +79,25 @@ class KeyProducer:
         row, segment, quarter, _, _, _ = place
         first_row = HALF * rank + ROWS * (tidx // THREADS)  # of this warpgroup's rows of a tile
         position = begin + first_row + row
-        entry_position = begin + first_row + self.row_of_lane(tidx)
         last = limit - 1
         full, empty = smem.full.data_ptr(), smem.empty.data_ptr()
+        # of the passes that are to be loaded while a tile is stored, lane 4 p + r: row r of the warp's four in pass p
+        lane, warp_idx = tidx % 32, tidx % THREADS // 32
+        entry_position = begin + first_row + 4 * warp_idx + lane % 4
+        p_of_lane = lane // 4 % self.passes
+        early = self.read_entry(entries, entry_position + self.distance * p_of_lane, last, page_divisor)
+        entry_position += self.ahead(p_of_lane)
+        entry = self.read_entry(entries, entry_position, last, page_divisor)
 
         raw = cute.make_rmem_tensor((16, token_cache.PIECES, self.depth), Uint8)
         scale = cute.make_rmem_tensor((1, self.depth), Float32)
         valid = cute.make_rmem_tensor(self.depth, Int32)
-        entry = self.read_entry(entries, entry_position, last, page_divisor)
-        entry_next = self.read_entry(entries, entry_position + TOKENS_PER_TILE, last, page_divisor)
         for d in cutlass.range_constexpr(self.depth):
-            found = self.entry_of(entry, Int32(d), row)
+            found = cute.arch.shuffle_sync(early, 4 * d + row % 4)
             valid[d], source = self.locate(mKV, zero_row, found, position + self.distance * d, limit, page_divisor)
-            token_cache.gather(source, segment, quarter, raw[None, None, d], scale[None, d])
+            token_cache.gather(source, segment, raw[None, None, d])
+            if const_expr(not self.codes):
+                token_cache.load_scale(source, quarter, scale[None, d])
 
         for t in cutlass.range(done, done + count, unroll=1):
             stage, use = t % STAGES, t // STAGES
@@ -105,34 +109,29 @@ class KeyProducer:
                 self.open_stage(smem, stage, use, rank, tidx)
             if const_expr(self.exchange == "codes"):
                 for d in cutlass.range_constexpr(self.depth):
-                    self.send_codes(smem, raw[None, None, d], scale[0, d], valid[d], stage, d, rank, tidx)
+                    self.send_codes(smem, raw[None, None, d], stage, d, rank, tidx)
+            entry_position += TOKENS_PER_TILE
+            entry_next = self.read_entry(entries, entry_position, last, page_divisor)
             # not unrolled: ptxas would hoist loads and spill
             for turn in cutlass.range(self.passes // self.depth, unroll=1):
                 for d in cutlass.range_constexpr(self.depth):
                     p = turn * self.depth + d
                     at = first_row + self.distance * p
-                    powers = self.store_scales(smem, place, scale[0, d], valid[d], stage, at)
-                    ahead = p + self.depth
-                    of_next = ahead >= self.passes
-                    where = cutlass.select_(of_next, ahead - self.passes, ahead)
-                    found = self.entry_of(cutlass.select_(of_next, entry_next, entry), where, row)
-                    tile_position = position + cutlass.select_(of_next, Int32(TOKENS_PER_TILE), Int32(0))
-                    valid[d], source = self.locate(
-                        mKV, zero_row, found, tile_position + self.distance * where, limit, page_divisor
-                    )
-                    token_cache.load_scale(source, quarter, scale[None, d])
-                    if const_expr(self.separate):
-                        cute.arch.sync_warp()
+                    powers = None
+                    if const_expr(not self.codes):
+                        powers = self.split_scales(smem, place, scale[0, d], valid[d], stage, at)
+                    found = cute.arch.shuffle_sync(entry, 4 * p + row % 4)
+                    there = position + self.ahead(p)
+                    valid[d], source = self.locate(mKV, zero_row, found, there, limit, page_divisor)
+                    if const_expr(not self.codes):
+                        token_cache.load_scale(source, quarter, scale[None, d])
                     even, odd, rope = self.targets(smem, place, stage, at)
                     if const_expr(self.exchange == "values"):
                         self.send_rope(smem, raw[None, None, d], rope, stage, rank)
                     token_cache.store_and_gather(raw[None, None, d], powers, even, odd, rope, source, segment)
-                    if const_expr(self.separate):
-                        cute.arch.sync_warp()
+                    cute.arch.sync_warp()  # or ptxas mixes the passes, and all loads start behind both
             entry = entry_next
-            entry_position += TOKENS_PER_TILE
             position += TOKENS_PER_TILE
-            entry_next = self.read_entry(entries, entry_position + TOKENS_PER_TILE, last, page_divisor)
             if const_expr(self.exchange == "codes"):
                 cute.arch.mbarrier_wait(smem.codes_full.data_ptr() + stage, use % 2)
                 for d in cutlass.range_constexpr(self.depth):
@@ -149,14 +148,11 @@ class KeyProducer:
             else:
                 cute.arch.mbarrier_arrive(full + stage)
 
-    def row_of_lane(self, tidx: Int32):
-        """Which of the warpgroup's rows in a tile a lane reads the entry of: lane 4 p + r has row r of its warp's four."""
-        lane, warp_idx = tidx % 32, tidx % THREADS // 32
-        return lane // 4 % self.passes * self.distance + 4 * warp_idx + lane % 4
-
-    def entry_of(self, entry: Int32, p: Int32, row: Int32):
-        """The entry of this thread's row in pass p of the tile that `entry` is of."""
-        return cute.arch.shuffle_sync(entry, 4 * p + row % 4)
+    def ahead(self, p):
+        """Positions from the first of a tile to the pass that is loaded when pass p is stored, `depth` passes on."""
+        if self.passes == self.depth:
+            return TOKENS_PER_TILE + self.distance * p
+        return self.distance * (p + self.depth)
 
     # ---- a row
 
@@ -185,31 +181,6 @@ class KeyProducer:
         start = stage * (TOKENS_PER_TILE * ROPE) + at * COLUMNS
         sRope = cute.make_tensor(smem.rope.data_ptr() + cute.assume(start + rope, divby=8), cute.make_layout(8))
         return sEven, sOdd, sRope
-
-    @cute.jit
-    def store_scales(self, smem, place: tuple, scale: Float32, valid: Int32, stage: Int32, at: Int32):
-        """Stores what consumers apply of a row's scales, and its mask; returns what codes are multiplied by, if at all."""
-        row, segment, quarter, _, _, _ = place
-        powers = None
-        if const_expr(self.codes):
-            if segment < 64:
-                token = at + row
-                of_keys = cute.make_layout((TOKENS_PER_TILE, GROUPS, STAGES))
-                cute.make_tensor(smem.scale.data_ptr(), of_keys)[token, quarter, stage] = scale
-                weight = scale * WEIGHT
-                inside = weight == 0.0 or (weight >= 2.0**-14 and weight < 2.0)
-                # the order of `tile_kernel.weights`; `at` is a multiple of 16
-                of_row = row % 8 // 2 * 8 + row // 8 * 2 + row % 2
-                place_of = at // 32 * 32 + at // 16 % 2 * 4 + of_row
-                sWeight = cute.make_tensor(smem.weight.data_ptr(), of_keys)
-                sWeight[place_of, quarter, stage] = Float32(cutlass.select_(inside, weight, Float32(float("nan")))).to(
-                    Float16
-                )
-                if quarter == 0:
-                    self.store_mask(smem, token, stage, valid)
-        else:
-            powers = self.split_scales(smem, place, scale, valid, stage, at)
-        return powers
 
     @cute.jit
     def store_mask(self, smem, token: Int32, stage: Int32, valid: Int32):
@@ -260,10 +231,8 @@ class KeyProducer:
         return smem.nope.data_ptr() + cute.assume(start, divby=1024)
 
     @cute.jit
-    def send_codes(
-        self, smem, raw: cute.Tensor, scale: Float32, valid: Int32, stage: Int32, d: int, rank: Int32, tidx: Int32
-    ):
-        """Sends this thread's pieces of a row, its scale, and whether there is such a row."""
+    def send_codes(self, smem, raw: cute.Tensor, stage: Int32, d: int, rank: Int32, tidx: Int32):
+        """Sends this thread's pieces of a row."""
         at = HALF * rank + ROWS * d
         barrier = cluster.remote_address(smem.codes_full.data_ptr() + stage, 1 - rank)
         words = cute.recast_tensor(raw, Int32)
@@ -271,26 +240,20 @@ class KeyProducer:
         for piece in cutlass.range_constexpr(token_cache.PIECES):
             four = tuple(words[i, piece] for i in range(4))
             cluster.send_words(to_piece + piece * (2 * BLOCK), four, barrier)
-        facts = (scale.bitcast(Int32), valid)
-        cluster.send_words(to_piece - tidx * 8 + token_cache.PIECES * (2 * BLOCK), facts, barrier)
 
     @cute.jit
     def take_codes(self, smem, place: tuple, stage: Int32, d: int, rank: Int32, tidx: Int32):
-        """Makes bf16 of a row that the other CTA has sent."""
+        """Stores a row that the other CTA has sent."""
         at = HALF * (1 - rank) + ROWS * d
         raw = cute.make_rmem_tensor((16, token_cache.PIECES), Uint8)
-        facts = cute.make_rmem_tensor(2, Int32)
         for piece in cutlass.range_constexpr(token_cache.PIECES):
             start = cute.recast_ptr(self.landing(smem, stage, at, piece), dtype=Uint8)
             own = cute.make_tensor(start + cute.assume(tidx * 16, divby=16), cute.make_layout(16))
             cute.autovec_copy(own, raw[None, piece])
-        start = cute.recast_ptr(self.landing(smem, stage, at, token_cache.PIECES), dtype=Int32)
-        cute.autovec_copy(cute.make_tensor(start + cute.assume(tidx * 2, divby=2), cute.make_layout(2)), facts)
         # all have read what lies where the rows go
         cute.arch.barrier(barrier_id=BAR_PRODUCER, number_of_threads=THREADS)
-        powers = self.store_scales(smem, place, facts[0].bitcast(Float32), facts[1], stage, at)
         even, odd, rope = self.targets(smem, place, stage, at)
-        token_cache.store_and_gather(raw, powers, even, odd, rope, None, Int32(0))
+        token_cache.store_and_gather(raw, None, even, odd, rope, None, Int32(0))
 
     @cute.jit
     def send_rope(self, smem, raw: cute.Tensor, rope: cute.Tensor, stage: Int32, rank: Int32):
@@ -302,7 +265,7 @@ class KeyProducer:
 
     @cute.jit
     def send_values(self, smem, stage: Int32, rank: Int32, tidx: Int32):
-        """Copies the own rows of a stage, their scales and masks to the other CTA."""
+        """Copies the own rows of a stage to the other CTA."""
         at = HALF * rank
         # copies count on the barrier that they name, which is to be the receiver's
         there = cluster.remote_address(smem.full.data_ptr() + stage, 1 - rank)
@@ -312,26 +275,14 @@ class KeyProducer:
         single = cute.make_copy_atom(cpasync.CopyBulkS2SOp(), Float32)
         group = (tidx - 32) // 2
         of_group = (stage * GROUPS + group) * TOKENS_PER_TILE + at
-        if tidx < 3 * WARP:
+        if tidx < WARP:
             cute.arch.fence_proxy("async.shared", space="cta")  # ordinary stores, read by bulk copies
-        if tidx < BLOCKS:
-            start = stage * (TOKENS_PER_TILE * NOPE) + tidx * BLOCK + at * COLUMNS
-            self.send(
-                half, smem.nope.data_ptr() + cute.assume(start, divby=HALF * COLUMNS), HALF * COLUMNS, barrier, rank
-            )
-        elif tidx >= 32 and tidx < 32 + 2 * GROUPS:  # of another warp
-            if tidx % 2 == 0:
-                self.send(half, smem.weight.data_ptr() + cute.assume(of_group, divby=HALF), HALF, barrier, rank)
-            else:
-                self.send(single, smem.scale.data_ptr() + cute.assume(of_group, divby=HALF), HALF, barrier, rank)
-        elif tidx == 64:
-            start = stage * TOKENS_PER_TILE + at
-            self.send(single, smem.mask.data_ptr() + cute.assume(start, divby=HALF), HALF, barrier, rank)
-
-    def send(self, copy: cute.CopyAtom, start: cute.Pointer, count: int, barrier: cute.Pointer, rank: Int32):
-        """Starts the copy of some numbers to the same place of the other CTA."""
-        numbers = cute.make_tensor(start, cute.make_layout(count))
-        cute.copy(copy, numbers, numbers, mbar_ptr=barrier, cta_rank=1 - rank)
+            if tidx < BLOCKS:
+                copy = cute.make_copy_atom(cpasync.CopyBulkS2SOp(), Float16)
+                start = stage * (TOKENS_PER_TILE * NOPE) + tidx * BLOCK + at * COLUMNS
+                block = smem.nope.data_ptr() + cute.assume(start, divby=HALF * COLUMNS)
+                rows = cute.make_tensor(block, cute.make_layout(HALF * COLUMNS))
+                cute.copy(copy, rows, rows, mbar_ptr=barrier, cta_rank=1 - rank)
 
     # ---- which row
 

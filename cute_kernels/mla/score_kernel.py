@@ -5,10 +5,10 @@ import cutlass.cute as cute
 from cutlass import BFloat16, Float16, Float32, Int32, const_expr
 from cutlass.cute.nvgpu import warpgroup
 
-from cute_kernels.device import softmax, wgmma
+from cute_kernels.device import softmax, token_cache, wgmma
 from cute_kernels.device.trace import Tracer
-from cute_kernels.mla.producer_kernel import BLOCK, COLUMNS, GROUP, GROUPS, NOPE, ROPE, STAGES
-from cute_kernels.mla.spec import EVENTS, ROLES, TOKENS_PER_TILE, WIDE, MlaDecodeSpec
+from cute_kernels.mla.producer_kernel import BLOCK, COLUMNS, GROUP, GROUPS, NOPE, ROPE, STAGES, KeyProducer
+from cute_kernels.mla.spec import EVENTS, ROLES, TOKENS_PER_TILE, WEIGHT, WIDE, MlaDecodeSpec
 from cute_kernels.mla.tile_kernel import (
     BAR_OWNER,
     P_SHIFT,
@@ -21,6 +21,7 @@ from cute_kernels.mla.tile_kernel import (
 )
 
 SMALLEST, LARGEST = 2.0**-8, 65504.0  # of the largest number of 128 that float16 holds as well as bf16 does
+CHUNKS = 8  # of eight numbers of Q that a thread converts together
 EXPONENTS = 120  # powers of two up to this size, and their inverses, are normal float32 numbers
 
 
@@ -38,6 +39,7 @@ class ScoreWarpgroup:
     def __init__(self, spec: MlaDecodeSpec):
         self.spec = spec
         self.tracer = Tracer(spec.trace, len(ROLES))
+        self.keys = KeyProducer(spec)
 
     @cute.jit
     def prepare(
@@ -80,16 +82,21 @@ class ScoreWarpgroup:
             largest = cute.make_rmem_tensor(4, Int32)
             largest.fill(0)
             seen = Int32(0)
-            for c in cutlass.range(GROUP // 8, unroll=8):
-                old, new = self.chunk_of_q(smem, tid, j, c)
-                eight, half = cute.make_rmem_tensor(8, BFloat16), cute.make_rmem_tensor(8, Float16)
-                cute.autovec_copy(old, eight)
-                half.store(eight.load().to(Float32).to(Float16))
-                words, old_words = cute.recast_tensor(half, Int32), cute.recast_tensor(eight, Int32)
-                for i in cutlass.range_constexpr(4):
-                    largest[i] = max_magnitudes(largest[i], words[i])
-                    seen |= old_words[i]
-                cute.autovec_copy(half, new)
+            for first in cutlass.range(0, GROUP // 8, CHUNKS, unroll=1):
+                eights = cute.make_rmem_tensor((8, CHUNKS), BFloat16)  # loads in flight together
+                for i in cutlass.range_constexpr(CHUNKS):
+                    old, _ = self.chunk_of_q(smem, tid, j, first + i)
+                    cute.autovec_copy(old, eights[None, i])
+                old_words = cute.recast_tensor(eights, Int32)
+                for i in cutlass.range_constexpr(CHUNKS):
+                    _, new = self.chunk_of_q(smem, tid, j, first + i)
+                    half = cute.make_rmem_tensor(8, Float16)
+                    half.store(eights[None, i].load().to(Float32).to(Float16))
+                    words = cute.recast_tensor(half, Int32)
+                    for w in cutlass.range_constexpr(4):
+                        largest[w] = max_magnitudes(largest[w], words[w])
+                        seen |= old_words[w, i]
+                    cute.autovec_copy(half, new)
             both = max_magnitudes(max_magnitudes(largest[0], largest[1]), max_magnitudes(largest[2], largest[3]))
             pair = cute.make_rmem_tensor(1, Int32)
             pair[0] = both
@@ -128,6 +135,7 @@ class ScoreWarpgroup:
         smem,
         load_q: cute.CopyAtom,
         tQ: cute.Tensor,
+        keys: tuple,
         scale_log2: Float32,
         done: Int32,
         count: Int32,
@@ -139,8 +147,21 @@ class ScoreWarpgroup:
     ):
         """Scores the `count` tiles of an item of work, the first of which is tile `done`; Q has come.
 
-        As soon as nobody needs its Q any more, the load of the next item's is started.
+        As soon as nobody needs its Q any more, the load of the next item's is started. `keys` is what finds them, as
+        `KeyProducer.fill` has it: (cache, zero row, entries, first position, limit, divisor). The producers bring codes
+        alone; a pair of threads brings the scales of a key, a tile ahead, while this warpgroup would wait for codes.
         """
+        mKV, zero_row, entries, begin, limit, page_divisor = keys
+        token, pair = tid // 2, tid % 2
+        position, last_position = begin + token, limit - 1
+        scale_of_pair = cute.make_rmem_tensor(2, Float32)
+        valid, entry = Int32(0), Int32(0)
+        if count > 0:
+            entry = self.keys.read_entry(entries, position, last_position, page_divisor)
+            valid, row = self.keys.locate(mKV, zero_row, entry, position, limit, page_divisor)
+            token_cache.load_scales(row, pair, scale_of_pair)
+            position += TOKENS_PER_TILE
+            entry = self.keys.read_entry(entries, position, last_position, page_divisor)
         row_max, row_sum = cute.make_rmem_tensor(2, Float32), cute.make_rmem_tensor(2, Float32)
         row_max.fill(-Float32.inf)
         row_sum.fill(0.0)
@@ -152,6 +173,13 @@ class ScoreWarpgroup:
             last = t == done + count - 1
             stage = t % STAGES
             self.stamp(smem, t, 0, 0, tid)
+            cute.arch.mbarrier_wait(smem.empty.data_ptr() + stage, (t // STAGES + 1) % 2)
+            self.store_scales(smem, scale_of_pair, valid, stage, tid)
+            valid, row = self.keys.locate(mKV, zero_row, entry, position, limit, page_divisor)
+            token_cache.load_scales(row, pair, scale_of_pair)
+            position += TOKENS_PER_TILE
+            entry = self.keys.read_entry(entries, position, last_position, page_divisor)
+            cute.arch.barrier(barrier_id=BAR_OWNER, number_of_threads=128)
             cute.arch.mbarrier_wait(smem.full.data_ptr() + stage, t // STAGES % 2)
             # ordinary stores, read by wgmma: fenced here, for where they are made a fence would wait for loads on the way
             cute.arch.fence_proxy("async.shared", space="cta")
@@ -166,6 +194,24 @@ class ScoreWarpgroup:
             self.softmax(smem, acc_s, row_max, row_sum, scale_log2, stage, last, tid)
             cute.arch.mbarrier_arrive(smem.p_full.data_ptr() + stage)
             self.stamp(smem, t, 2, 1, tid)
+
+    @cute.jit
+    def store_scales(self, smem, found: cute.Tensor, valid: Int32, stage: Int32, tid: Int32):
+        """Stores two scales of a key, their weights and, once, its mask."""
+        token, pair = tid // 2, tid % 2
+        of_keys = cute.make_layout((TOKENS_PER_TILE, GROUPS, STAGES))
+        sScale = cute.make_tensor(smem.scale.data_ptr(), of_keys)
+        sWeight = cute.make_tensor(smem.weight.data_ptr(), of_keys)
+        # the order of `tile_kernel.weights`
+        place = token // 32 * 32 + token % 8 // 2 * 8 + token // 16 % 2 * 4 + token // 8 % 2 * 2 + token % 2
+        for i in cutlass.range_constexpr(2):
+            weight = found[i] * WEIGHT
+            inside = weight == 0.0 or (weight >= 2.0**-14 and weight < 2.0)
+            weight = Float32(cutlass.select_(inside, weight, Float32(float("nan"))))
+            sScale[token, 2 * pair + i, stage] = found[i]
+            sWeight[place, 2 * pair + i, stage] = weight.to(Float16)
+        if pair == 0:
+            self.keys.store_mask(smem, token, stage, valid)
 
     @cute.jit
     def multiply(self, smem, stage: Int32, scaled: Int32, tid: Int32):

@@ -77,8 +77,8 @@ class MlaDecodeSpec:
 
     @property
     def registers(self) -> tuple[int, int, int]:
-        """Of a thread that makes keys, scores, adds values: 80 + 96 + 2 x 168 = 512 = 4 x 128, what 512 get at launch."""
-        return (80, 96, 168) if self.heads == WIDE else (128, 128, 128)
+        """Of a thread that makes keys, scores, adds values: 72 + 104 + 2 x 168 = 512 = 4 x 128, what 512 get at launch."""
+        return (72, 104, 168) if self.heads == WIDE else (128, 128, 128)
 
     @property
     def split(self) -> bool:

@@ -53,7 +53,7 @@ from cute_kernels.device.trace import Tracer
 from cute_kernels.merge.kernel import MergeKernel
 from cute_kernels.merge.spec import MergeSpec
 from cute_kernels.mla.narrow_kernel import NarrowConsumer
-from cute_kernels.mla.producer_kernel import NOPE, STAGES, KeyProducer
+from cute_kernels.mla.producer_kernel import NOPE, PARTS, STAGES, KeyProducer
 from cute_kernels.mla.score_kernel import ScoreWarpgroup
 from cute_kernels.mla.spec import ROLES, TOKENS_PER_TILE, WIDE, MlaDecodeSpec
 from cute_kernels.mla.tile_kernel import BAR_STORED, QK, layouts, shared_storage, start_q
@@ -203,9 +203,10 @@ class MlaDecodeKernel:
             for i in cutlass.range_constexpr(STAGES):
                 cute.arch.mbarrier_init(smem.p_full.data_ptr() + i, 128)
                 cute.arch.mbarrier_init(smem.full.data_ptr() + i, self.producer.threads)
-                cute.arch.mbarrier_init(smem.empty.data_ptr() + i, 256 if self.wide else 128)
                 cute.arch.mbarrier_init(smem.peer_free.data_ptr() + i, 1)
                 cute.arch.mbarrier_init(smem.codes_full.data_ptr() + i, 1)
+            for i in cutlass.range_constexpr(STAGES * PARTS):
+                cute.arch.mbarrier_init(smem.empty.data_ptr() + i, 256 if self.wide else 128)
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
         rank = Int32(0)

@@ -8,7 +8,7 @@ from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 from cutlass.tensor_utils import LayoutEnum
 
 from cute_kernels.device import operands, softmax, wgmma
-from cute_kernels.mla.producer_kernel import GROUP, GROUPS, NOPE, ROPE, STAGES
+from cute_kernels.mla.producer_kernel import GROUP, GROUPS, NOPE, PARTS, ROPE, STAGES
 from cute_kernels.mla.spec import TOKENS_PER_TILE, MlaDecodeSpec
 from cute_kernels.mla.tile_kernel import BAR_OWNER, BAR_STORED, layouts, start_q
 
@@ -153,7 +153,7 @@ class NarrowConsumer:
             wgmma.issue(mma_pv, acc_o[j], values, p, True, all_keys)
         warpgroup.commit_group()
         warpgroup.wait_group(0)
-        cute.arch.mbarrier_arrive(smem.empty.data_ptr() + wg)
+        cute.arch.mbarrier_arrive(smem.empty.data_ptr() + PARTS * wg + PARTS - 1)
 
     def layout_p(self):
         """P^T in shared memory: (heads, 64 keys, quantization tiles of both warpgroups), 128-byte swizzle."""

@@ -14,6 +14,7 @@ NOPE, ROPE = 512, 64
 GROUP = 128  # columns of a quantization tile
 GROUPS = NOPE // GROUP
 STAGES = 2
+PARTS = 2  # of a stage, 32 keys each, that are given back one by one
 THREADS = 128
 WARP = 32
 ROWS = token_cache.ROWS_PER_PASS
@@ -50,6 +51,7 @@ class KeyProducer:
         self.codes = spec.heads == WIDE  # are stored as they are, and scales applied by those who multiply
         self.tracer = Tracer(spec.trace, len(ROLES))
         self.threads = THREADS * spec.producers
+        self.by_parts = spec.heads == WIDE and spec.cluster == 1  # each turn over `depth` passes fills a part
         self.distance = ROWS * spec.producers  # from a pass of a warpgroup to its next
         self.passes = TOKENS_PER_TILE // self.distance // spec.cluster  # of a warpgroup over own rows of a tile
 
@@ -102,7 +104,8 @@ class KeyProducer:
         for t in cutlass.range(done, done + count, unroll=1):
             stage, use = t % STAGES, t // STAGES
             self.tracer.stamp(smem.trace.ptr, 0, 2 * t, 0, tidx == 0)
-            cute.arch.mbarrier_wait(empty + stage, (use + 1) % 2)
+            of_stage = empty + PARTS * stage
+            cute.arch.mbarrier_wait(of_stage + (0 if self.by_parts else PARTS - 1), (use + 1) % 2)
             self.tracer.stamp(smem.trace.ptr, 0, 2 * t, 1, tidx == 0)
             self.tracer.stamp(smem.trace.ptr, 0, 2 * t + 1, 0, tidx == 0)
             if const_expr(self.exchange != "none"):
@@ -114,6 +117,8 @@ class KeyProducer:
             entry_next = self.read_entry(entries, entry_position, last, page_divisor)
             # not unrolled: ptxas would hoist loads and spill
             for turn in cutlass.range(self.passes // self.depth, unroll=1):
+                if const_expr(self.by_parts):
+                    cute.arch.mbarrier_wait(of_stage + turn, (use + 1) % 2)
                 for d in cutlass.range_constexpr(self.depth):
                     p = turn * self.depth + d
                     at = first_row + self.distance * p

@@ -7,7 +7,7 @@ from cutlass.cute.nvgpu import warpgroup
 
 from cute_kernels.device import softmax, token_cache, wgmma
 from cute_kernels.device.trace import Tracer
-from cute_kernels.mla.producer_kernel import BLOCK, COLUMNS, GROUP, GROUPS, NOPE, ROPE, STAGES, KeyProducer
+from cute_kernels.mla.producer_kernel import BLOCK, COLUMNS, GROUP, GROUPS, NOPE, PARTS, ROPE, STAGES, KeyProducer
 from cute_kernels.mla.spec import EVENTS, ROLES, TOKENS_PER_TILE, WEIGHT, WIDE, MlaDecodeSpec
 from cute_kernels.mla.tile_kernel import (
     BAR_OWNER,
@@ -173,7 +173,7 @@ class ScoreWarpgroup:
             last = t == done + count - 1
             stage = t % STAGES
             self.stamp(smem, t, 0, 0, tid)
-            cute.arch.mbarrier_wait(smem.empty.data_ptr() + stage, (t // STAGES + 1) % 2)
+            cute.arch.mbarrier_wait(smem.empty.data_ptr() + PARTS * stage + PARTS - 1, (t // STAGES + 1) % 2)
             self.store_scales(smem, scale_of_pair, valid, stage, tid)
             valid, row = self.keys.locate(mKV, zero_row, entry, position, limit, page_divisor)
             token_cache.load_scales(row, pair, scale_of_pair)

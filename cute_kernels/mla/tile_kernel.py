@@ -8,7 +8,7 @@ from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from cutlass.tensor_utils import LayoutEnum
 
 from cute_kernels.device import wgmma
-from cute_kernels.mla.producer_kernel import GROUP, GROUPS, NOPE, ROPE, STAGES
+from cute_kernels.mla.producer_kernel import GROUP, GROUPS, NOPE, PARTS, ROPE, STAGES
 from cute_kernels.mla.spec import TOKENS_PER_TILE, WIDE
 
 QK = NOPE + ROPE
@@ -54,7 +54,7 @@ def shared_storage(heads: int):
         q_full: Int64
         p_full: cute.struct.MemRange[Int64, STAGES]
         full: cute.struct.MemRange[Int64, STAGES]
-        empty: cute.struct.MemRange[Int64, STAGES]
+        empty: cute.struct.MemRange[Int64, STAGES * PARTS]
         peer_free: cute.struct.MemRange[Int64, STAGES]
         codes_full: cute.struct.MemRange[Int64, STAGES]
         trace: Int64  # address of the timestamps

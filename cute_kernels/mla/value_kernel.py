@@ -7,13 +7,13 @@ from cutlass.cute.nvgpu import warpgroup
 
 from cute_kernels.device import softmax, wgmma
 from cute_kernels.device.trace import Tracer
-from cute_kernels.mla.producer_kernel import GROUP, STAGES
+from cute_kernels.mla.producer_kernel import GROUP, PARTS, STAGES
 from cute_kernels.mla.spec import EVENTS, ROLES, TOKENS_PER_TILE, WEIGHT, WIDE, MlaDecodeSpec
 from cute_kernels.mla.tile_kernel import P_SHIFT, handed_over, layouts, row_states, scales, tiled_mmas, units, weights
 
 KEY_BLOCKS = TOKENS_PER_TILE // 16
 IN_FLIGHT = 1  # blocks of 16 keys that are multiplied while P of the next one is prepared
-LOADED = 3  # whose P is on its way from shared memory, 200 clocks while others use it
+LOADED = 2  # whose P is on its way from shared memory, 200 clocks while others use it
 HALVES = 2  # quantization tiles of a warpgroup
 P_EXPONENT = 13  # of the largest P x scale x unit of a row, where float16 holds 2^16
 O_EXPONENT = 100  # up to here O may grow when its unit changes
@@ -84,11 +84,12 @@ class ValueWarpgroups:
                 self.add_by_weights(smem, mma, rV, acc_o, stage, wg, tid)
             else:
                 self.add_by_units(smem, mma, rV, acc_o, stage, wg, tid)
+                cute.arch.mbarrier_arrive(smem.empty.data_ptr() + PARTS * stage)
             if t == done + count - 1:
                 _, sMax, sSum = row_states(smem, stage, tid)
                 for r in cutlass.range_constexpr(2):
                     row_max[r], row_sum[r] = sMax[r], sSum[r]
-            cute.arch.mbarrier_arrive(smem.empty.data_ptr() + stage)
+            cute.arch.mbarrier_arrive(smem.empty.data_ptr() + PARTS * stage + PARTS - 1)
             self.stamp(smem, t, 1, 1, wg, tid)
         if by_units != 0:
             for half in cutlass.range_constexpr(HALVES):
@@ -116,7 +117,12 @@ class ValueWarpgroups:
     @cute.jit
     def add_by_weights(self, smem, mma: cute.TiledMma, rV: cute.Tensor, acc_o, stage: Int32, wg: Int32, tid: Int32):
         """O += (P weight) codes, with P of the next keys prepared beside products."""
-        pieces = [(half, block) for half in range(HALVES) for block in range(KEY_BLOCKS)]
+        pieces = [
+            (half, first + block)
+            for first in range(0, KEY_BLOCKS, KEY_BLOCKS // PARTS)
+            for half in range(HALVES)
+            for block in range(KEY_BLOCKS // PARTS)
+        ]
         loaded = [self.load(smem, *pieces[i], stage, wg, tid) for i in range(LOADED)]
         for i in cutlass.range_constexpr(len(pieces)):
             half, block = pieces[i]
@@ -132,7 +138,10 @@ class ValueWarpgroups:
             warpgroup.commit_group()
             if const_expr(i + LOADED < len(pieces)):
                 loaded[i % LOADED] = self.load(smem, *pieces[i + LOADED], stage, wg, tid)
-            warpgroup.wait_group(IN_FLIGHT if i < len(pieces) - 1 else 0)
+            part, last_of_part = i // (len(pieces) // PARTS), (i + 1) % (len(pieces) // PARTS) == 0
+            warpgroup.wait_group(0 if last_of_part else IN_FLIGHT)
+            if const_expr(last_of_part and part < PARTS - 1):
+                cute.arch.mbarrier_arrive(smem.empty.data_ptr() + PARTS * stage + part)
 
     @cute.jit
     def load(self, smem, half: cutlass.Constexpr, block: cutlass.Constexpr, stage: Int32, wg: Int32, tid: Int32):
@@ -271,10 +280,45 @@ class ValueWarpgroups:
         for half in cutlass.range_constexpr(HALVES):
             rounded = cute.make_rmem_tensor(acc_o[half].shape, heads.element_type)
             rounded.store(acc_o[half].load().to(heads.element_type))
+            by_row = wgmma.by_row(rounded)
             target = wgmma.by_row(mma.get_slice(tid).partition_C(gO[None, None, HALVES * wg + half]))
             for r in cutlass.range_constexpr(2):
-                if head_block * WIDE + wgmma.row(tid, r) < h_q:
-                    cute.autovec_copy(wgmma.by_row(rounded)[r, None], target[r, None])
+                head = head_block * WIDE + wgmma.row(tid, r)
+                if const_expr(heads.element_type is Float32):
+                    if head < h_q:
+                        cute.autovec_copy(by_row[r, None], target[r, None])
+                else:
+                    self.store_row(by_row[r, None], heads, head, h_q, GROUP * (HALVES * wg + half), tid)
+
+    @cute.jit
+    def store_row(self, pairs: cute.Tensor, heads: cute.Tensor, head: Int32, h_q: Int32, first: Int32, tid: Int32):
+        """128 bf16 numbers of a row, of which each of four lanes has two of every eight, in stores of 16 bytes.
+
+        Of four blocks of eight each lane gets one whole. In stores of 4 bytes the 64 KB of an item keep the load and
+        store units busy for 10,000 clocks, and everything else on the SM waits.
+        """
+        q, number = tid % 4, cute.size(pairs) // 2
+        odd, upper = q % 2 == 1, q // 2 == 1
+        own = cute.make_rmem_tensor(cute.size(pairs), heads.element_type)
+        cute.autovec_copy(pairs, own)
+        words = cute.recast_tensor(own, Int32)
+        block = cute.make_rmem_tensor(4, Int32)
+        for i in cutlass.range_constexpr(0, number, 4):
+            a = [words[i + k] for k in range(4)]
+            low, high = [], []
+            for k in cutlass.range_constexpr(2):
+                other = cute.arch.shuffle_sync_bfly(Int32(cutlass.select_(odd, a[2 * k], a[2 * k + 1])), 1)
+                low.append(Int32(cutlass.select_(odd, other, a[2 * k])))
+                high.append(Int32(cutlass.select_(odd, a[2 * k + 1], other)))
+            x = cute.arch.shuffle_sync_bfly(Int32(cutlass.select_(upper, low[0], low[1])), 2)
+            y = cute.arch.shuffle_sync_bfly(Int32(cutlass.select_(upper, high[0], high[1])), 2)
+            block[0], block[1] = cutlass.select_(upper, x, low[0]), cutlass.select_(upper, y, high[0])
+            block[2], block[3] = cutlass.select_(upper, low[1], x), cutlass.select_(upper, high[1], y)
+            if head < h_q:
+                pointer = heads[head, None].iterator + cute.assume(first + 8 * (i + q), divby=8)
+                cute.autovec_copy(
+                    cute.recast_tensor(block, heads.element_type), cute.make_tensor(pointer, cute.make_layout(8))
+                )
 
     @cute.jit
     def stamp(self, smem, t: Int32, event: cutlass.Constexpr, edge: cutlass.Constexpr, wg: Int32, tid: Int32):

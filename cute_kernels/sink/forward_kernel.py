@@ -14,8 +14,6 @@ P then stays below 2^8, which float16 and bfloat16 hold as well as 1, and O is h
 
 Instructions of a score outside the products: FMNMX, FFMA, MUFU.EX2, FADD and half an F2FP, 4.5 in all. At d 64 a
 64 x 128 tile takes 512 clocks of the tensor core, 512 of the MUFU (16 a clock) and 288 issue slots of each scheduler.
-With spec.emulated of every 8 exponentials as polynomials, of 8 instructions instead of 1, these are 512 - 64 emulated
-and 288 + 56 emulated: with 2, 384 and 400.
 
 With spec.grouped an item is 64 rows of all query heads of a KV head: head h of the n-th item of a CTA is number
 n x ratio + h, the warpgroup number % warpgroups takes it, and its Q lies in slot number % slots. Tiles are loaded once
@@ -64,7 +62,6 @@ from cute_kernels.sink.spec import ROWS, SinkForwardSpec
 
 BAR_TURN, BAR_STORE = 1, 5
 SLACK = 8.0  # log2 of what P may exceed 1 by
-ROUNDER = 1.5 * 2**23  # float32 of this size have no fraction
 
 
 @cute.jit
@@ -74,20 +71,6 @@ def exp2_once(x: Float32) -> Float32:
     Of an ordinary one it makes a second copy behind the loop, and keeps the arguments in registers for it.
     """
     return cute.arch.inline_ptx("ex2.approx.ftz.f32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[x])
-
-
-@cute.jit
-def exp2_polynomial(x: Float32) -> Float32:
-    """2^x for x <= 8 without the MUFU, within 1e-4 of the value; 0 for x <= -127.
-
-    x = n + f with n the nearest integer, which the addition of 1.5 x 2^23 leaves in the low bits: n is added to the
-    exponent of a cubic in f. The cubic is 1 at 0 exactly, so that -127 gives 0 and not a negative number.
-    """
-    x = cute.arch.fmax(x, Float32(-127.0))
-    shifted = x + ROUNDER
-    f = x - (shifted - ROUNDER)
-    cubic = ((0.055008747 * f + 0.24221076) * f + 0.6932829) * f + 1.0
-    return (cubic.bitcast(Int32) + (shifted.bitcast(Int32) << 23)).bitcast(Float32)
 
 
 class SinkForwardKernel:
@@ -584,7 +567,7 @@ class SinkForwardKernel:
             partial = Float32(0.0)
             for c in cutlass.range_constexpr(columns):
                 x = s[r, c] * scale_log2 - shift
-                s[r, c] = exp2_polynomial(x) if const_expr(c % 8 < self.spec.emulated) else exp2_once(x)
+                s[r, c] = exp2_once(x)
                 partial += s[r, c]
             row_sum[r] = row_sum[r] * alpha[r] + partial
 

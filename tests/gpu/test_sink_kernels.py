@@ -14,7 +14,7 @@ from cute_kernels.sink.backward_spec import (
     SinkPrepareSpec,
     SinkQueryGradSpec,
 )
-from cute_kernels.sink.spec import SinkForwardSpec, SinkWorkListSpec
+from cute_kernels.sink.spec import GROUPED_RATIO, SinkForwardSpec, SinkWorkListSpec
 from cute_kernels.testing.sink import SinkCase, SinkExpectation, sink_case
 
 NO_WINDOW = 1 << 30
@@ -44,23 +44,21 @@ def query_grad_spec(dtype: str, d: int, packed: bool, window: bool, way: str) ->
     return SinkQueryGradSpec(dtype, d, packed, window) if spec.can_implement() else spec
 
 
-def forward_spec(dtype: str, d: int, packed: bool, window: int | None) -> SinkForwardSpec:
-    return SinkForwardSpec.for_launch(dtype, d, packed=packed, window=window)
+def forward_spec(dtype: str, d: int, packed: bool, window: int | None, ratio: int = 1) -> SinkForwardSpec:
+    return SinkForwardSpec.for_launch(dtype, d, packed=packed, window=window, ratio=ratio)
 
 
-PLAIN = [(d, packed, window) for d in (64, 128) for packed in (False, True) for window in (None, 100, 600)]
+PLAIN = list(itertools.product((64, 128), (False, True), (None, 100, 600)))
 TUNING = [
     SinkForwardSpec("bfloat16", 64, warpgroups=2),
     SinkForwardSpec("bfloat16", 64, turns=False),
-    SinkForwardSpec("bfloat16", 64, warpgroups=3, emulated=2),
     SinkForwardSpec("bfloat16", 128, tile=64),
     SinkForwardSpec("bfloat16", 64, window=True, tile=96, warpgroups=3),
 ]
 LAYOUTS = list(itertools.product((False, True), (False, True)))  # packed, window
 GROUPED = [
-    SinkForwardSpec("bfloat16", d, packed, True, warpgroups, tile, False, grouped=True)
-    for d, warpgroups, tile in [(64, 3, 64), (64, 3, 96), (64, 2, 96), (64, 2, 192), (64, 4, 64), (128, 2, 64)]
-    for packed in (False, True)
+    forward_spec(dtype, 64, packed, 100, GROUPED_RATIO)
+    for dtype, packed in [("bfloat16", False), ("bfloat16", True), ("float16", False)]
 ]
 QUERY_GRADS: dict[str, dict[str, Any]] = {
     "apart ahead": {"tile": 96, "grouped": True},
@@ -115,7 +113,7 @@ def run_forward(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(out, lse) of the kernel; outputs poisoned before."""
     d = case.q.shape[-1]
-    spec = spec or forward_spec(case.dtype, d, case.packed, case.window)
+    spec = spec or forward_spec(case.dtype, d, case.packed, case.window, case.q.shape[-2] // case.k.shape[-2])
     out = torch.full((*case.q.shape[:-1], d + 8), float("nan"), dtype=case.q.dtype, device="cuda")[..., :d]
     lse = torch.full(case.q.shape[:-1], float("nan"), device="cuda")
     counters = torch.zeros(2, dtype=torch.int32, device="cuda")
@@ -159,8 +157,9 @@ def test_forward_around_tiles(d, s_q, s_k, causal):
 @pytest.mark.parametrize("d", [64, 128])
 @pytest.mark.parametrize("window", [1, 2, 63, 64, 65, 127, 128, 129, 300, 600, 5000])
 @pytest.mark.parametrize("causal", [False, True])
-def test_forward_windows(d, window, causal):
-    check_forward(sink_case([(777, 900)], 4, 1, d, causal=causal, window=window, seed=window))
+@pytest.mark.parametrize("h_kv", [1, 2])
+def test_forward_windows(d, window, causal, h_kv):
+    check_forward(sink_case([(777, 900)], 4, h_kv, d, causal=causal, window=window, seed=window))
 
 
 @pytest.mark.parametrize(("h_q", "h_kv"), [(1, 1), (8, 1), (6, 2), (5, 5), (14, 2), (64, 8)])
@@ -200,17 +199,17 @@ def test_forward_grouped(spec, window, causal):
     if spec.packed:
         cases = [[(1, 1), (130, 700), (0, 5), (257, 257), (64, 0), (3, 2000), (191, 64), (0, 0), (640, 641)]]
     for lengths in cases:
-        check_forward(sink_case(lengths, 8, 2, spec.d, causal=causal, window=window, packed=spec.packed), spec)
+        options = {"causal": causal, "window": window, "packed": spec.packed}
+        check_forward(sink_case(lengths, 8, 2, spec.d, DTYPES[spec.dtype], **options), spec)
 
 
 @pytest.mark.parametrize("spec", GROUPED, ids=repr)
 @pytest.mark.parametrize("ctas", [1, 3, None])
 @pytest.mark.parametrize(("h_q", "h_kv"), [(1, 1), (8, 1), (6, 2), (5, 5), (14, 2), (64, 8)])
 def test_forward_grouped_ratios(spec, ctas, h_q, h_kv):
-    case = sink_case([(200, 330)] * 2, h_q, h_kv, spec.d, window=128, packed=spec.packed, sinks="extreme")
-    check_forward(case, spec, ctas, small=True)
-    case = sink_case([(200, 330)] * 2, h_q, h_kv, spec.d, window=100, packed=spec.packed, causal=False)
-    check_forward(case, spec, ctas)
+    sizes = ([(200, 330)] * 2, h_q, h_kv, spec.d, DTYPES[spec.dtype])
+    check_forward(sink_case(*sizes, window=128, packed=spec.packed, sinks="extreme"), spec, ctas, small=True)
+    check_forward(sink_case(*sizes, window=100, packed=spec.packed, causal=False), spec, ctas)
 
 
 @pytest.mark.parametrize("ctas", [1, 2, 7])

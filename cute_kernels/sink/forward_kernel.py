@@ -98,7 +98,7 @@ class SinkForwardKernel:
             ends = cute.sym_int()
             cu_q, cu_k = (make_fake_tensor(Int32, (ends,), (1,), assumed_align=4) for _ in range(2))
             packed = (cu_q, cu_k, make_fake_tensor(Int32, (cute.sym_int(), 2), (2, 1), assumed_align=8))
-        numbers = (Float32(1.0), *[Int32(1)] * 6, Int64(0))
+        numbers = (Float32(1.0), *[Int32(1)] * 4, Int64(0))
         return (q, k, v, sink, out, lse, *packed, *numbers, make_fake_stream(use_tvm_ffi_env_stream=True))
 
     def layouts(self):
@@ -159,8 +159,6 @@ class SinkForwardKernel:
         softmax_scale: Float32,
         window: Int32,
         causal: Int32,
-        max_q: Int32,
-        max_k: Int32,
         section: Int32,
         ctas: Int32,
         counters: Int64,
@@ -168,7 +166,7 @@ class SinkForwardKernel:
     ):
         """One launch of `ctas` CTAs, one for each SM.
 
-        Every size of a tensor, max_q and max_k are above 0; single sequences of a packed call may be empty.
+        Every size of a tensor is above 0; single sequences of a packed call may be empty.
         mQ, mOut   (batch, s_q, h_q, d) or packed (tokens, h_q, d); any strides that are multiples of 8, that of d is 1
         mK, mV     (batch, s_k, h_kv, d) or packed (tokens, h_kv, d); h_q is a multiple of h_kv
         mSink      (h_q,) float32, -inf where there is no sink
@@ -178,7 +176,6 @@ class SinkForwardKernel:
         softmax_scale  above 0
         window     keys that a query sees at most, below 2^30; not read unless spec.window
         causal     1 or 0
-        max_q, max_k   packed: not below the longest sequence; otherwise not read
         section    not packed: pairs of a sequence and a head that are worked on together, so that their keys stay in
                    L2; a divisor of batch x h_q, with spec.grouped also a multiple of h_q / h_kv. Packed: not read
         counters   address of two int32, 0 before and after the launch. No other scratch memory
@@ -189,8 +186,8 @@ class SinkForwardKernel:
         if const_expr(spec.grouped):
             heads, section = heads // ratio, section // ratio
         blocks, items, pairs = Int32(1), Int32(0), Int32(1)
+        max_q, max_k = (Int32(t.shape[0 if const_expr(spec.packed) else 1]) for t in (mQ, mK))
         if const_expr(not spec.packed):
-            max_q, max_k = Int32(mQ.shape[1]), Int32(mK.shape[1])
             blocks = cute.ceil_div(max_q, spec.rows)
             pairs = section
             items = blocks * heads * mQ.shape[0]
@@ -271,7 +268,7 @@ class SinkForwardKernel:
         else:
             cute.arch.setmaxregister_increase(spec.consumer_registers)
             self.consume(
-                smem, store_out, tOut, mSink, mLse, scale_log2, window, reach, max_q, divisors[3].divisor,
+                smem, store_out, tOut, mSink, mLse, scale_log2, window, reach, divisors[3].divisor,
                 warp_idx // 4 - 1, tidx % 128,
             )  # fmt: skip
 
@@ -286,7 +283,6 @@ class SinkForwardKernel:
         scale_log2: Float32,
         window: Int32,
         reach: Int32,
-        max_q: Int32,
         ratio: Int32,
         wg: Int32,
         tid: Int32,
@@ -324,7 +320,7 @@ class SinkForwardKernel:
                             smem, acc_o, reference, row_sum, scale_log2, low, high, tiles, edges, nth % spec.slots,
                             nth // spec.slots % 2, use, kept, wg, tid,
                         )  # fmt: skip
-                        gOut, gLse = self.targets(tOut, mLse, max_q, first, s_q, start_q, head, batch)
+                        gOut, gLse = self.targets(tOut, mLse, first, s_q, start_q, head, batch)
                         self.store(
                             smem,
                             acc_o,
@@ -372,7 +368,7 @@ class SinkForwardKernel:
                 mine, head, batch = sWork[0, slot] + ROWS * wg, sWork[1, slot], sWork[2, slot]
                 s_q, start_q = sWork[3, slot], sWork[5, slot]
                 cute.arch.mbarrier_arrive(smem.work_empty.data_ptr() + slot)
-                gOut, gLse = self.targets(tOut, mLse, max_q, mine, s_q, start_q, head, batch)
+                gOut, gLse = self.targets(tOut, mLse, mine, s_q, start_q, head, batch)
                 self.store(
                     smem, acc_o, reference, row_sum, scale_log2, mSink[head], store_out, gOut, gLse, mine, s_q, wg, tid
                 )
@@ -385,7 +381,6 @@ class SinkForwardKernel:
         self,
         tOut: cute.Tensor,
         mLse: cute.Tensor,
-        max_q: Int32,
         mine: Int32,
         s_q: Int32,
         start_q: Int32,

@@ -127,7 +127,7 @@ def launch_forward(request: SinkRequest, out: torch.Tensor, lse: torch.Tensor) -
         out,
         lse,
         *_packed(request, sizes, spec.rows, keys=False),
-        *_numbers(request, sizes),
+        *_numbers(request),
         _section_of_queries(request, sizes),
         device.num_sms,
         _counters(device),
@@ -191,7 +191,7 @@ def launch_backward(
         dv,
         *_packed(request, sizes, keys.keys, keys=True),
         sums.data_ptr(),
-        *_numbers(request, sizes),
+        *_numbers(request),
         backward_section(batch=sizes.batch, s_k=sizes.s_k, h_kv=sizes.h_kv, window=request.window),
         device.num_sms,
         _counters(device),
@@ -210,7 +210,7 @@ def launch_backward(
             stats,
             dq,
             *_packed(request, sizes, queries.rows, keys=False),
-            *_numbers(request, sizes),
+            *_numbers(request),
             _section_of_queries(request, sizes),
             device.num_sms,
             _counters(device),
@@ -282,10 +282,9 @@ def _kind(request: SinkRequest, sizes: _Sizes) -> dict[str, Any]:
     return {"dtype": dtype, "d": sizes.d, "packed": sizes.packed, "window": request.window}
 
 
-def _numbers(request: SinkRequest, sizes: _Sizes) -> tuple[float, int, int, int, int]:
-    """softmax_scale, window, causal, max_q and max_k; any bound of packed lengths will do for the last two."""
-    window = NO_WINDOW if request.window is None else request.window
-    return request.softmax_scale, window, int(request.causal), sizes.s_q, sizes.s_k
+def _numbers(request: SinkRequest) -> tuple[float, int, int]:
+    """softmax_scale, window and causal."""
+    return request.softmax_scale, NO_WINDOW if request.window is None else request.window, int(request.causal)
 
 
 def _section_of_queries(request: SinkRequest, sizes: _Sizes) -> int:

@@ -121,7 +121,7 @@ def run_forward(
     get_kernel(spec)(
         case.q, case.k, case.v, some_sink(case), out, lse, case.cu_seqlens_q, case.cu_seqlens_k,
         work_list(case, False, spec.rows), case.softmax_scale, case.window or NO_WINDOW, int(case.causal),
-        *longest(case), section(case, case.q.shape[-2], small), ctas, counters.data_ptr(),
+        section(case, case.q.shape[-2], small), ctas, counters.data_ptr(),
     )  # fmt: skip
     torch.cuda.synchronize()
     assert not counters.any()
@@ -270,7 +270,7 @@ def run_backward(
     out, lse = expected.out.exact.to(case.q.dtype), expected.lse.float()
     nan = float("nan")
     *_, h_q, d = case.q.shape
-    batch, (max_q, max_k) = len(case.lengths), longest(case)
+    batch, max_q = len(case.lengths), longest(case)[0]
     positions = -(-(sum(s_q for s_q, _ in case.lengths) + PADDING * batch) // 64) * 64
     stats = torch.full((2, h_q, positions), nan, device="cuda")
     sums = torch.full((h_q, positions, d), nan, device="cuda")
@@ -281,7 +281,7 @@ def run_backward(
     counters = torch.zeros(4, dtype=torch.int32, device="cuda")
     ctas = ctas or torch.cuda.get_device_properties(0).multi_processor_count
     cu_q, cu_k = case.cu_seqlens_q, case.cu_seqlens_k
-    numbers = (case.softmax_scale, case.window or NO_WINDOW, int(case.causal), max_q, max_k)
+    numbers = (case.softmax_scale, case.window or NO_WINDOW, int(case.causal))
 
     get_kernel(SinkPrepareSpec(dtype, d, packed, fused))(
         out, case.d_out, lse, some_sink(case), stats, parts, cu_q, sums.data_ptr(), max_q

@@ -10,7 +10,6 @@ from __future__ import annotations
 from typing import Final, Literal
 
 Route = Literal["decode", "prefill"]
-Way = Literal["fused", "apart"]
 
 # What `gqa_decode` takes. A test holds these against its own limits.
 DECODE_QUERIES: Final = 8
@@ -93,27 +92,13 @@ def route(
     return "decode"
 
 
-# ---- the order of work and the way to gradients, by what one H200 took for 65,536 causal bfloat16 tokens
+# ---- the order of work, by what one H200 took for 65,536 causal bfloat16 tokens
 
-APART_WINDOW: Final = 512
-"""Up to this window gradients are made apart. Fused / apart, with 64 and 8 heads of 64 and a window of 128: 2664 / 2337
-us. The fused way is ahead where more is multiplied for each sum in memory: 473 / 446 TFLOP/s with 32 and 8 heads of 128
-and a window of 4096, 465 / 437 without a window. The border between 128 and 4096 is not measured."""
 LONG_KEYS: Final = 8192
 """Between the lengths that were measured, 4096 and 16384, where orders change places."""
 PAIRS_TOGETHER: Final = 16
 PAIRS_OF_LONG_KEYS: Final = 8
 """Sequences and KV heads that the backward works on together at most."""
-
-
-def backward_way(*, window: int | None, deterministic: bool) -> Way:
-    """How gradients are made; see backward_spec.py. Only "apart" gives the same bits in the same call.
-
-    Args:
-        window: of the call, where it hides a key.
-        deterministic: whether the same bits are asked for.
-    """
-    return "apart" if deterministic or (window is not None and window <= APART_WINDOW) else "fused"
 
 
 def forward_section(*, batch: int, s_k: int, h_q: int, h_kv: int, d: int, window: int | None) -> int:

@@ -180,7 +180,7 @@ def test_kernels_get_what_they_were_compiled_for(options, deterministic, kernels
     case = sink_case(**options, device="cpu")
     require_right(case, run(case, deterministic))
     kinds = [type(one) for one in kernels.launched]
-    apart = deterministic or (case.window or 1000) <= plan.APART_WINDOW
+    apart = deterministic or (case.window or 1000) <= spec.SMALL_WINDOW
     assert (backward_spec.SinkQueryGradSpec in kinds) == apart and (backward_spec.SinkFinishSpec in kinds) != apart
     assert kinds.count(spec.SinkWorkListSpec) == (0 if not case.packed else 3 if apart else 2)
     assert all(one.window == (case.window is not None) for one in kernels.launched if hasattr(one, "window"))
@@ -281,10 +281,17 @@ def test_sections_are_the_best_that_were_measured():
 
 
 def test_gradients_of_small_windows_are_made_apart():
-    assert plan.backward_way(window=128, deterministic=False) == "apart"
-    assert plan.backward_way(window=plan.APART_WINDOW + 1, deterministic=False) == "fused"
-    assert plan.backward_way(window=None, deterministic=False) == "fused"
-    assert plan.backward_way(window=None, deterministic=True) == "apart"
+    for window, deterministic, fused in (
+        (128, False, False),
+        (spec.SMALL_WINDOW + 1, False, True),
+        (None, False, True),
+        (None, True, False),
+    ):
+        for d in (64, 128):
+            wanted = backward_spec.SinkBackwardSpec.for_launch(
+                "bfloat16", d, packed=False, window=window, deterministic=deterministic
+            )
+            assert wanted.fused == fused
 
 
 def test_counters_of_graphs_are_taken_one_by_one(monkeypatch):

@@ -18,9 +18,9 @@ from cute_kernels.gqa import op as gqa_op
 from cute_kernels.sink import backward_spec, launch, op, plan, spec
 from cute_kernels.sink.reference import reference_sink_attention, reference_sink_attention_backward
 from cute_kernels.testing import gpt_oss
-from cute_kernels.testing.alone import alone
 from cute_kernels.testing.inputs import covering_cases, generator, strided
 from cute_kernels.testing.sink import SINKS, SinkCase, SinkExpectation, sink_case
+from tests.gpu.alone import alone
 
 OPS = torch.ops.cute_kernels
 LENGTHS = (

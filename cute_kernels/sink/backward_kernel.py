@@ -100,7 +100,7 @@ class SinkBackwardKernel:
             ends = cute.sym_int()
             cu_q, cu_k = (make_fake_tensor(Int32, (ends,), (1,), assumed_align=4) for _ in range(2))
             packed = (cu_q, cu_k, make_fake_tensor(Int32, (cute.sym_int(), 2), (2, 1), assumed_align=8))
-        numbers = (Int64(0), Float32(1.0), *[Int32(1)] * 6, Int64(0))
+        numbers = (Int64(0), Float32(1.0), *[Int32(1)] * 4, Int64(0))
         stats = schedule.fake_stats(h_q)
         return (q, k, v, d_out, stats, d_k, d_v, *packed, *numbers, make_fake_stream(use_tvm_ffi_env_stream=True))
 
@@ -173,8 +173,6 @@ class SinkBackwardKernel:
         softmax_scale: Float32,
         window: Int32,
         causal: Int32,
-        max_q: Int32,
-        max_k: Int32,
         section: Int32,
         ctas: Int32,
         counters: Int64,
@@ -182,7 +180,7 @@ class SinkBackwardKernel:
     ):
         """One launch of `ctas` CTAs, one for each SM, after SinkPrepareKernel.
 
-        Every size of a tensor, max_q and max_k are above 0; single sequences of a packed call may be empty.
+        Every size of a tensor is above 0; single sequences of a packed call may be empty.
         mQ, mDOut  (batch, s_q, h_q, d) or packed (tokens, h_q, d), strides as in the forward
         mK, mV, mDK, mDV  (batch, s_k, h_kv, d) or packed (tokens, h_kv, d); every row of dk and dv is written
         mStats     (2, h_q, positions) float32, contiguous, of SinkPrepareKernel
@@ -190,15 +188,15 @@ class SinkBackwardKernel:
                    of 128 keys; otherwise None
         sums       fused: address of h_q x positions x d float32, set to 0 by SinkPrepareKernel, which receive dq /
                    softmax_scale for SinkFinishKernel; otherwise not read
-        softmax_scale, window, causal, max_q, max_k, ctas, counters   as in SinkForwardKernel
+        softmax_scale, window, causal, ctas, counters   as in SinkForwardKernel
         section    not packed: pairs of a sequence and a KV head that are worked on together; a divisor of batch x h_kv
         """
         spec = self.spec
         heads = mK.shape[1 if const_expr(spec.packed) else 2]
         ratio = mQ.shape[1 if const_expr(spec.packed) else 2] // heads
         blocks, items, pairs = Int32(1), Int32(0), Int32(1)
+        max_q, max_k = (Int32(t.shape[0 if const_expr(spec.packed) else 1]) for t in (mQ, mK))
         if const_expr(not spec.packed):
-            max_q, max_k = Int32(mQ.shape[1]), Int32(mK.shape[1])
             blocks = cute.ceil_div(max_k, spec.keys)
             pairs = section
             items = blocks * heads * mK.shape[0]
@@ -317,13 +315,13 @@ class SinkBackwardKernel:
                 else:
                     cute.arch.setmaxregister_increase(spec.consumer_registers)
                     self.consume(
-                        smem, store_dk, tDK, store_dv, tDV, sums, positions, softmax_scale, window, reach, max_k,
+                        smem, store_dk, tDK, store_dv, tDV, sums, positions, softmax_scale, window, reach,
                         ratio, wg, tid,
                     )  # fmt: skip
             else:
                 cute.arch.setmaxregister_increase(spec.consumer_registers)
                 self.consume(
-                    smem, store_dk, tDK, store_dv, tDV, sums, positions, softmax_scale, window, reach, max_k, ratio,
+                    smem, store_dk, tDK, store_dv, tDV, sums, positions, softmax_scale, window, reach, ratio,
                     wg, tid,
                 )  # fmt: skip
 
@@ -340,7 +338,6 @@ class SinkBackwardKernel:
         softmax_scale: Float32,
         window: Int32,
         reach: Int32,
-        max_k: Int32,
         ratio: Int32,
         wg: Int32,
         tid: Int32,

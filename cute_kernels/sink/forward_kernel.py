@@ -14,8 +14,6 @@ P then stays below 2^8, which float16 and bfloat16 hold as well as 1, and O is h
 
 Instructions of a score outside the products: FMNMX, FFMA, MUFU.EX2, FADD and half an F2FP, 4.5 in all. At d 64 a
 64 x 128 tile takes 512 clocks of the tensor core, 512 of the MUFU (16 a clock) and 288 issue slots of each scheduler.
-With spec.emulated of every 8 exponentials as polynomials, of 8 instructions instead of 1, these are 512 - 64 emulated
-and 288 + 56 emulated: with 2, 384 and 400.
 
 With spec.grouped an item is 64 rows of all query heads of a KV head: head h of the n-th item of a CTA is number
 n x ratio + h, the warpgroup number % warpgroups takes it, and its Q lies in slot number % slots. Tiles are loaded once
@@ -64,7 +62,6 @@ from cute_kernels.sink.spec import ROWS, SinkForwardSpec
 
 BAR_TURN, BAR_STORE = 1, 5
 SLACK = 8.0  # log2 of what P may exceed 1 by
-ROUNDER = 1.5 * 2**23  # float32 of this size have no fraction
 
 
 @cute.jit
@@ -74,20 +71,6 @@ def exp2_once(x: Float32) -> Float32:
     Of an ordinary one it makes a second copy behind the loop, and keeps the arguments in registers for it.
     """
     return cute.arch.inline_ptx("ex2.approx.ftz.f32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[x])
-
-
-@cute.jit
-def exp2_polynomial(x: Float32) -> Float32:
-    """2^x for x <= 8 without the MUFU, within 1e-4 of the value; 0 for x <= -127.
-
-    x = n + f with n the nearest integer, which the addition of 1.5 x 2^23 leaves in the low bits: n is added to the
-    exponent of a cubic in f. The cubic is 1 at 0 exactly, so that -127 gives 0 and not a negative number.
-    """
-    x = cute.arch.fmax(x, Float32(-127.0))
-    shifted = x + ROUNDER
-    f = x - (shifted - ROUNDER)
-    cubic = ((0.055008747 * f + 0.24221076) * f + 0.6932829) * f + 1.0
-    return (cubic.bitcast(Int32) + (shifted.bitcast(Int32) << 23)).bitcast(Float32)
 
 
 class SinkForwardKernel:
@@ -115,7 +98,7 @@ class SinkForwardKernel:
             ends = cute.sym_int()
             cu_q, cu_k = (make_fake_tensor(Int32, (ends,), (1,), assumed_align=4) for _ in range(2))
             packed = (cu_q, cu_k, make_fake_tensor(Int32, (cute.sym_int(), 2), (2, 1), assumed_align=8))
-        numbers = (Float32(1.0), *[Int32(1)] * 6, Int64(0))
+        numbers = (Float32(1.0), *[Int32(1)] * 4, Int64(0))
         return (q, k, v, sink, out, lse, *packed, *numbers, make_fake_stream(use_tvm_ffi_env_stream=True))
 
     def layouts(self):
@@ -176,8 +159,6 @@ class SinkForwardKernel:
         softmax_scale: Float32,
         window: Int32,
         causal: Int32,
-        max_q: Int32,
-        max_k: Int32,
         section: Int32,
         ctas: Int32,
         counters: Int64,
@@ -185,7 +166,7 @@ class SinkForwardKernel:
     ):
         """One launch of `ctas` CTAs, one for each SM.
 
-        Every size of a tensor, max_q and max_k are above 0; single sequences of a packed call may be empty.
+        Every size of a tensor is above 0; single sequences of a packed call may be empty.
         mQ, mOut   (batch, s_q, h_q, d) or packed (tokens, h_q, d); any strides that are multiples of 8, that of d is 1
         mK, mV     (batch, s_k, h_kv, d) or packed (tokens, h_kv, d); h_q is a multiple of h_kv
         mSink      (h_q,) float32, -inf where there is no sink
@@ -195,7 +176,6 @@ class SinkForwardKernel:
         softmax_scale  above 0
         window     keys that a query sees at most, below 2^30; not read unless spec.window
         causal     1 or 0
-        max_q, max_k   packed: not below the longest sequence; otherwise not read
         section    not packed: pairs of a sequence and a head that are worked on together, so that their keys stay in
                    L2; a divisor of batch x h_q, with spec.grouped also a multiple of h_q / h_kv. Packed: not read
         counters   address of two int32, 0 before and after the launch. No other scratch memory
@@ -206,8 +186,8 @@ class SinkForwardKernel:
         if const_expr(spec.grouped):
             heads, section = heads // ratio, section // ratio
         blocks, items, pairs = Int32(1), Int32(0), Int32(1)
+        max_q, max_k = (Int32(t.shape[0 if const_expr(spec.packed) else 1]) for t in (mQ, mK))
         if const_expr(not spec.packed):
-            max_q, max_k = Int32(mQ.shape[1]), Int32(mK.shape[1])
             blocks = cute.ceil_div(max_q, spec.rows)
             pairs = section
             items = blocks * heads * mQ.shape[0]
@@ -288,7 +268,7 @@ class SinkForwardKernel:
         else:
             cute.arch.setmaxregister_increase(spec.consumer_registers)
             self.consume(
-                smem, store_out, tOut, mSink, mLse, scale_log2, window, reach, max_q, divisors[3].divisor,
+                smem, store_out, tOut, mSink, mLse, scale_log2, window, reach, divisors[3].divisor,
                 warp_idx // 4 - 1, tidx % 128,
             )  # fmt: skip
 
@@ -303,7 +283,6 @@ class SinkForwardKernel:
         scale_log2: Float32,
         window: Int32,
         reach: Int32,
-        max_q: Int32,
         ratio: Int32,
         wg: Int32,
         tid: Int32,
@@ -341,7 +320,7 @@ class SinkForwardKernel:
                             smem, acc_o, reference, row_sum, scale_log2, low, high, tiles, edges, nth % spec.slots,
                             nth // spec.slots % 2, use, kept, wg, tid,
                         )  # fmt: skip
-                        gOut, gLse = self.targets(tOut, mLse, max_q, first, s_q, start_q, head, batch)
+                        gOut, gLse = self.targets(tOut, mLse, first, s_q, start_q, head, batch)
                         self.store(
                             smem,
                             acc_o,
@@ -389,7 +368,7 @@ class SinkForwardKernel:
                 mine, head, batch = sWork[0, slot] + ROWS * wg, sWork[1, slot], sWork[2, slot]
                 s_q, start_q = sWork[3, slot], sWork[5, slot]
                 cute.arch.mbarrier_arrive(smem.work_empty.data_ptr() + slot)
-                gOut, gLse = self.targets(tOut, mLse, max_q, mine, s_q, start_q, head, batch)
+                gOut, gLse = self.targets(tOut, mLse, mine, s_q, start_q, head, batch)
                 self.store(
                     smem, acc_o, reference, row_sum, scale_log2, mSink[head], store_out, gOut, gLse, mine, s_q, wg, tid
                 )
@@ -402,7 +381,6 @@ class SinkForwardKernel:
         self,
         tOut: cute.Tensor,
         mLse: cute.Tensor,
-        max_q: Int32,
         mine: Int32,
         s_q: Int32,
         start_q: Int32,
@@ -584,7 +562,7 @@ class SinkForwardKernel:
             partial = Float32(0.0)
             for c in cutlass.range_constexpr(columns):
                 x = s[r, c] * scale_log2 - shift
-                s[r, c] = exp2_polynomial(x) if const_expr(c % 8 < self.spec.emulated) else exp2_once(x)
+                s[r, c] = exp2_once(x)
                 partial += s[r, c]
             row_sum[r] = row_sum[r] * alpha[r] + partial
 

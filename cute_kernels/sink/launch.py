@@ -26,7 +26,7 @@ from cute_kernels.sink.backward_spec import (
     SinkPrepareSpec,
     SinkQueryGradSpec,
 )
-from cute_kernels.sink.plan import backward_section, backward_way, forward_section
+from cute_kernels.sink.plan import backward_section, forward_section
 from cute_kernels.sink.reference import reference_sink_attention, reference_sink_attention_backward
 from cute_kernels.sink.spec import SinkForwardSpec, SinkWorkListSpec
 
@@ -93,6 +93,11 @@ class _Sizes(NamedTuple):
         """Queries of all sequences."""
         return self.s_q if self.packed else self.batch * self.s_q
 
+    @property
+    def ratio(self) -> int:
+        """Query heads of a KV head."""
+        return self.h_q // self.h_kv
+
 
 def launch_forward(request: SinkRequest, out: torch.Tensor, lse: torch.Tensor) -> None:
     """Starts the forward.
@@ -113,7 +118,7 @@ def launch_forward(request: SinkRequest, out: torch.Tensor, lse: torch.Tensor) -
         lse.copy_(result_lse)
         return
     sizes, device = _Sizes.of(request), _device(request.q.device)
-    spec = SinkForwardSpec.for_launch(_name(request), sizes.d, packed=sizes.packed, window=request.window)
+    spec = SinkForwardSpec.for_launch(**_kind(request, sizes), ratio=sizes.ratio)
     get_kernel(spec)(
         _strided(request.q),
         _strided(request.k),
@@ -122,7 +127,7 @@ def launch_forward(request: SinkRequest, out: torch.Tensor, lse: torch.Tensor) -
         out,
         lse,
         *_packed(request, sizes, spec.rows, keys=False),
-        *_numbers(request, sizes),
+        *_numbers(request),
         _section_of_queries(request, sizes),
         device.num_sms,
         _counters(device),
@@ -162,9 +167,9 @@ def launch_backward(
             if target is not None and gradient is not None:
                 target.copy_(gradient)
         return
-    device, name, d, packed = _device(request.q.device), _name(request), sizes.d, sizes.packed
-    window = request.window is not None
-    fused = backward_way(window=request.window, deterministic=request.deterministic) == "fused"
+    device, kind = _device(request.q.device), _kind(request, sizes)
+    keys = SinkBackwardSpec.for_launch(**kind, deterministic=request.deterministic)
+    name, d, packed, fused = keys.dtype, keys.d, keys.packed, keys.fused
     q, k, v, out, dout = map(_strided, (request.q, request.k, request.v, out, dout))
     cu_seqlens_q, longest = request.cu_seqlens_q, request.longest_q
     positions = -(-(sizes.rows + PADDING * sizes.batch) // QUERIES) * QUERIES
@@ -176,7 +181,6 @@ def launch_backward(
     get_kernel(SinkPrepareSpec(name, d, packed, fused))(
         out, dout, lse, _sink(request, device), stats, parts, cu_seqlens_q, sums.data_ptr(), longest
     )
-    keys = SinkBackwardSpec(name, d, packed, window, fused)
     get_kernel(keys)(
         q,
         k,
@@ -187,7 +191,7 @@ def launch_backward(
         dv,
         *_packed(request, sizes, keys.keys, keys=True),
         sums.data_ptr(),
-        *_numbers(request, sizes),
+        *_numbers(request),
         backward_section(batch=sizes.batch, s_k=sizes.s_k, h_kv=sizes.h_kv, window=request.window),
         device.num_sms,
         _counters(device),
@@ -197,7 +201,7 @@ def launch_backward(
             dq, cu_seqlens_q, sums.data_ptr(), positions, request.softmax_scale, longest
         )
     else:
-        queries = SinkQueryGradSpec(name, d, packed, window)
+        queries = SinkQueryGradSpec.for_launch(**kind, ratio=sizes.ratio)
         get_kernel(queries)(
             q,
             k,
@@ -206,7 +210,7 @@ def launch_backward(
             stats,
             dq,
             *_packed(request, sizes, queries.rows, keys=False),
-            *_numbers(request, sizes),
+            *_numbers(request),
             _section_of_queries(request, sizes),
             device.num_sms,
             _counters(device),
@@ -272,15 +276,15 @@ def _strided(t: torch.Tensor) -> torch.Tensor:
     return t.detach() if t.requires_grad else t
 
 
-def _name(request: SinkRequest) -> str:
-    """The dtype as specs have it."""
-    return str(request.q.dtype).removeprefix("torch.")
+def _kind(request: SinkRequest, sizes: _Sizes) -> dict[str, Any]:
+    """What all variants of kernels are chosen by."""
+    dtype = str(request.q.dtype).removeprefix("torch.")
+    return {"dtype": dtype, "d": sizes.d, "packed": sizes.packed, "window": request.window}
 
 
-def _numbers(request: SinkRequest, sizes: _Sizes) -> tuple[float, int, int, int, int]:
-    """softmax_scale, window, causal, max_q and max_k; any bound of packed lengths will do for the last two."""
-    window = NO_WINDOW if request.window is None else request.window
-    return request.softmax_scale, window, int(request.causal), sizes.s_q, sizes.s_k
+def _numbers(request: SinkRequest) -> tuple[float, int, int]:
+    """softmax_scale, window and causal."""
+    return request.softmax_scale, NO_WINDOW if request.window is None else request.window, int(request.causal)
 
 
 def _section_of_queries(request: SinkRequest, sizes: _Sizes) -> int:

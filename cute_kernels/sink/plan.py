@@ -10,7 +10,6 @@ from __future__ import annotations
 from typing import Final, Literal
 
 Route = Literal["decode", "prefill"]
-Way = Literal["fused", "apart"]
 
 # What `gqa_decode` takes. A test holds these against its own limits.
 DECODE_QUERIES: Final = 8
@@ -93,26 +92,13 @@ def route(
     return "decode"
 
 
-# ---- the order of work and the way to gradients, by what one H200 took for 65,536 causal bfloat16 tokens
+# ---- the order of work, by what one H200 took for 65,536 causal bfloat16 tokens
 
-APART_WINDOW: Final = 512
-"""Up to this window gradients are made apart. Fused / apart, with 64 and 8 heads of 64 and a window of 128: 2664 / 2337
-us. The fused way is ahead where more is multiplied for each sum in memory: 473 / 446 TFLOP/s with 32 and 8 heads of 128
-and a window of 4096, 465 / 437 without a window. The border between 128 and 4096 is not measured."""
 LONG_KEYS: Final = 8192
 """Between the lengths that were measured, 4096 and 16384, where orders change places."""
-PAIRS_TOGETHER: Final = 32
-"""Sequences and KV heads that the backward works on together at most: 4 CTAs of a card for each."""
-
-
-def backward_way(*, window: int | None, deterministic: bool) -> Way:
-    """How gradients are made; see backward_spec.py. Only "apart" gives the same bits in the same call.
-
-    Args:
-        window: of the call, where it hides a key.
-        deterministic: whether the same bits are asked for.
-    """
-    return "apart" if deterministic or (window is not None and window <= APART_WINDOW) else "fused"
+PAIRS_TOGETHER: Final = 16
+PAIRS_OF_LONG_KEYS: Final = 8
+"""Sequences and KV heads that the backward works on together at most."""
 
 
 def forward_section(*, batch: int, s_k: int, h_q: int, h_kv: int, d: int, window: int | None) -> int:
@@ -123,7 +109,7 @@ def forward_section(*, batch: int, s_k: int, h_q: int, h_kv: int, d: int, window
 
         64 and 8 heads of 64     s_k 16384                 499 / 508 / 508
                                  s_k 4096                  432 / 453 / 450
-                                 s_k 16384, window 128     888 us / 884 us
+                                 s_k 16384, window 128     625 us / 626 us / 626 us
         32 and 8 heads of 128    s_k 16384                 596 / 632 / 656
                                  s_k 4096                  649 / 518 / 574
                                  s_k 16384, window 4096    596 / 620 / 601
@@ -149,14 +135,18 @@ def forward_section(*, batch: int, s_k: int, h_q: int, h_kv: int, d: int, window
 def backward_section(*, batch: int, s_k: int, h_kv: int, window: int | None) -> int:
     """How many pairs of a sequence and a KV head are worked on together, where keys stay and queries stream past.
 
-    A pair at a time reads its queries from L2, but all CTAs add to the same sums of dq then. TFLOP/s of the whole
-    backward, fused, with all pairs at a time (32 of 16384 keys, 128 of 4096) / with one:
+    A pair at a time reads its queries from L2, but all CTAs add to the same sums of dq then. Milliseconds of the kernel
+    with 128 pairs at a time / 32 / 16 / 8 / 1 (of 16384 keys there are 32):
 
-        64 and 8 heads of 64     s_k 16384                 414 / 356
-                                 s_k 4096                  327 / 366
-        32 and 8 heads of 128    s_k 16384                 465 / 427
-                                 s_k 4096                  340 / 408
-                                 s_k 16384, window 4096    420 / 473
+        64 and 8 heads of 64     s_k 16384                    -  / 54.3 / 52.5 / 49.6 /  -
+                                 s_k 16384, apart             -  / 32.6 / 32.4 / 32.3 /  -
+                                 s_k 16384, window 128        -  / 1.04 /  -   / 1.01 / 0.98
+                                 s_k 4096                   15.8 / 13.3 / 12.6 / 13.1 / 13.3
+                                 s_k 4096, apart            8.95 / 8.40 / 8.26 / 8.41 / 8.66
+        32 and 8 heads of 128    s_k 16384                    -  / 45.1 / 44.3 / 44.2 /  -
+                                 s_k 4096                   15.1 / 11.7 / 11.6 / 11.9 / 12.2
+
+    With a window of 4096, 32 and 8 heads of 128 reach 420 TFLOP/s with all pairs at a time, and 473 with one.
 
     Args:
         batch: sequences.
@@ -167,6 +157,7 @@ def backward_section(*, batch: int, s_k: int, h_kv: int, window: int | None) -> 
     Returns:
         A divisor of batch x h_kv.
     """
-    if s_k < LONG_KEYS or window is not None:
+    if window is not None:
         return 1
-    return max(n for n in range(1, PAIRS_TOGETHER + 1) if batch * h_kv % n == 0)
+    most = PAIRS_TOGETHER if s_k < LONG_KEYS else PAIRS_OF_LONG_KEYS
+    return max(n for n in range(1, most + 1) if batch * h_kv % n == 0)

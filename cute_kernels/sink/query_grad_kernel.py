@@ -54,7 +54,7 @@ class SinkQueryGradKernel:
             ends = cute.sym_int()
             cu_q, cu_k = (make_fake_tensor(Int32, (ends,), (1,), assumed_align=4) for _ in range(2))
             packed = (cu_q, cu_k, make_fake_tensor(Int32, (cute.sym_int(), 2), (2, 1), assumed_align=8))
-        numbers = (Float32(1.0), *[Int32(1)] * 6, Int64(0))
+        numbers = (Float32(1.0), *[Int32(1)] * 4, Int64(0))
         stats = schedule.fake_stats(h_q)
         return (q, k, v, d_out, stats, d_q, *packed, *numbers, make_fake_stream(use_tvm_ffi_env_stream=True))
 
@@ -117,8 +117,6 @@ class SinkQueryGradKernel:
         softmax_scale: Float32,
         window: Int32,
         causal: Int32,
-        max_q: Int32,
-        max_k: Int32,
         section: Int32,
         ctas: Int32,
         counters: Int64,
@@ -126,7 +124,7 @@ class SinkQueryGradKernel:
     ):
         """One launch of `ctas` CTAs, one for each SM, after SinkPrepareKernel.
 
-        Every size of a tensor, max_q and max_k are above 0; single sequences of a packed call may be empty.
+        Every size of a tensor is above 0; single sequences of a packed call may be empty.
         mQ, mDOut, mDQ  (batch, s_q, h_q, d) or packed (tokens, h_q, d), strides as in the forward
         mK, mV     (batch, s_k, h_kv, d) or packed (tokens, h_kv, d)
         mStats     (2, h_q, positions) float32, contiguous, of SinkPrepareKernel
@@ -139,8 +137,8 @@ class SinkQueryGradKernel:
         if const_expr(spec.grouped):
             heads, section = heads // ratio, section // ratio
         blocks, items, pairs = Int32(1), Int32(0), Int32(1)
+        max_q, max_k = (Int32(t.shape[0 if const_expr(spec.packed) else 1]) for t in (mQ, mK))
         if const_expr(not spec.packed):
-            max_q, max_k = Int32(mQ.shape[1]), Int32(mK.shape[1])
             blocks = cute.ceil_div(max_q, spec.rows)
             pairs = section
             items = blocks * heads * mQ.shape[0]
@@ -225,7 +223,7 @@ class SinkQueryGradKernel:
         else:
             cute.arch.setmaxregister_increase(spec.consumer_registers)
             wg, tid = warp_idx // 4 - 1, tidx % 128
-            self.consume(smem, store_dq, tDQ, mStats, softmax_scale, window, reach, max_q, divisors[3].divisor, wg, tid)
+            self.consume(smem, store_dq, tDQ, mStats, softmax_scale, window, reach, divisors[3].divisor, wg, tid)
 
     @cute.jit
     def consume(
@@ -237,7 +235,6 @@ class SinkQueryGradKernel:
         softmax_scale: Float32,
         window: Int32,
         reach: Int32,
-        max_q: Int32,
         ratio: Int32,
         wg: Int32,
         tid: Int32,
@@ -282,7 +279,7 @@ class SinkQueryGradKernel:
                                 smem, acc_dq, total, delta, scale_log2, low, high, tiles, edges, nth % spec.slots,
                                 nth // spec.slots % 2, use, kept, tid,
                             )  # fmt: skip
-                            gDQ = self.target(tDQ, max_q, mine, s_q, start_q, q_head, batch)
+                            gDQ = self.target(tDQ, mine, s_q, start_q, q_head, batch)
                             self.store(smem, acc_dq, softmax_scale, store_dq, gDQ, wg, tid)
                         elif not kept:
                             for i in cutlass.range(tiles, unroll=1):
@@ -297,7 +294,7 @@ class SinkQueryGradKernel:
                     use = self.differentiate(
                         smem, acc_dq, total, delta, scale_log2, low, high, tiles, edges, wg, turn % 2, use, False, tid
                     )
-                    gDQ = self.target(tDQ, max_q, mine, s_q, start_q, head, batch)
+                    gDQ = self.target(tDQ, mine, s_q, start_q, head, batch)
                     self.store(smem, acc_dq, softmax_scale, store_dq, gDQ, wg, tid)
                 turn += 1
         if tid // 32 == 0:
@@ -316,9 +313,7 @@ class SinkQueryGradKernel:
                 values[2 + r] = mStats[1, head, position + row]
 
     @cute.jit
-    def target(
-        self, tDQ: cute.Tensor, max_q: Int32, mine: Int32, s_q: Int32, start_q: Int32, head: Int32, batch: Int32
-    ):
+    def target(self, tDQ: cute.Tensor, mine: Int32, s_q: Int32, start_q: Int32, head: Int32, batch: Int32):
         """Where dq of 64 rows from `mine` on of a head goes."""
         row0, outer = schedule.place(self.spec.packed, s_q, start_q, batch)
         return cute.local_tile(

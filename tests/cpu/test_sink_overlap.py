@@ -15,11 +15,12 @@ def listing(spec: SinkForwardSpec, directory: Path) -> list[str]:
     return sass._run("nvdisasm", "-c", str(cubin)).splitlines()
 
 
+@pytest.mark.parametrize("ratio", [1, 8])
 @pytest.mark.parametrize("window", [None, 128, 4096])
 @pytest.mark.parametrize("d", [64, 128])
-def test_softmax_stands_between_the_two_waits(d: int, window: int | None, tmp_path: Path) -> None:
+def test_softmax_stands_between_the_two_waits(d: int, window: int | None, ratio: int, tmp_path: Path) -> None:
     """After the wait that leaves PV in flight, all exponentials of a tile come before the wait for PV."""
-    spec = SinkForwardSpec.for_launch("bfloat16", d, packed=False, window=window)
+    spec = SinkForwardSpec.for_launch("bfloat16", d, packed=False, window=window, ratio=ratio)
     lines = listing(spec, tmp_path)
     start = next(i for i, line in enumerate(lines) if "DEPBAR.LE gsb0, 0x1" in line)
     end = next(i for i, line in enumerate(lines) if i > start and "DEPBAR.LE gsb0, 0x0" in line)

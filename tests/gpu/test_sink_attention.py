@@ -15,14 +15,12 @@ from torch.utils.checkpoint import checkpoint
 
 from cute_kernels import sink_attention
 from cute_kernels.gqa import op as gqa_op
-from cute_kernels.sink import launch, op, plan
-from cute_kernels.sink.backward_spec import SinkBackwardSpec, SinkFinishSpec, SinkPrepareSpec, SinkQueryGradSpec
+from cute_kernels.sink import backward_spec, launch, op, plan, spec
 from cute_kernels.sink.reference import reference_sink_attention, reference_sink_attention_backward
-from cute_kernels.sink.spec import SinkForwardSpec
 from cute_kernels.testing import gpt_oss
-from cute_kernels.testing.alone import alone
 from cute_kernels.testing.inputs import covering_cases, generator, strided
 from cute_kernels.testing.sink import SINKS, SinkCase, SinkExpectation, sink_case
+from tests.gpu.alone import alone
 
 OPS = torch.ops.cute_kernels
 LENGTHS = (
@@ -51,14 +49,7 @@ CASES = covering_cases(
 
 def kernel_specs() -> list[Any]:
     """Those of float16, which are not shipped, and those of decoding."""
-    masks = [(d, packed, window) for d in (64, 128) for packed in (False, True) for window in (None, 128, 600)]
-    specs: list[Any] = [SinkForwardSpec.for_launch("float16", d, packed=p, window=window) for d, p, window in masks]
-    for d, packed in ((d, packed) for d in (64, 128) for packed in (False, True)):
-        specs += [SinkPrepareSpec("float16", d, packed, fused) for fused in (True, False)]
-        specs.append(SinkFinishSpec("float16", d, packed))
-        for window in (False, True):
-            specs += [SinkBackwardSpec("float16", d, packed, window, fused) for fused in (True, False)]
-            specs.append(SinkQueryGradSpec("float16", d, packed, window))
+    specs: list[Any] = [*spec.launched_specs("float16"), *backward_spec.launched_specs("float16")]
     for case in (decoded(*few, device="cpu") for few in FEW):
         given: dict[str, Any] = {"q": case.q, "k_cache": case.k, "v_cache": case.v, "layout": "BSNH"}
         request = gqa_op._Request(**{**dict.fromkeys(gqa_op._Request._fields), **given})

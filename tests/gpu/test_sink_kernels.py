@@ -7,8 +7,6 @@ import pytest
 import torch
 
 from cute_kernels.runtime.compile import get_kernel
-from cute_kernels.sink import backward_spec
-from cute_kernels.sink import spec as forward_module
 from cute_kernels.sink.backward_spec import (
     PADDING,
     SinkBackwardSpec,
@@ -16,16 +14,15 @@ from cute_kernels.sink.backward_spec import (
     SinkPrepareSpec,
     SinkQueryGradSpec,
 )
-from cute_kernels.sink.spec import SinkForwardSpec, SinkWorkListSpec
-from cute_kernels.testing.inputs import generator
+from cute_kernels.sink.spec import GROUPED_RATIO, SinkForwardSpec, SinkWorkListSpec
+from cute_kernels.testing.sink import SinkCase, SinkExpectation, sink_case
 
 NO_WINDOW = 1 << 30
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
-EPSILON = {"bfloat16": 2.0**-8, "float16": 2.0**-11}
 
 
 def kernel_specs() -> list:
-    """What the tests here need: the shipped specs, other tiles and float16."""
+    """What the tests here need beside the shipped specs: other tiles and float16."""
     forward = [forward_spec("float16", *variant) for variant in PLAIN]
     layouts = [("float16", False, False), *[("bfloat16", *layout) for layout in LAYOUTS]]
     ways = [
@@ -47,23 +44,21 @@ def query_grad_spec(dtype: str, d: int, packed: bool, window: bool, way: str) ->
     return SinkQueryGradSpec(dtype, d, packed, window) if spec.can_implement() else spec
 
 
-def forward_spec(dtype: str, d: int, packed: bool, window: int | None) -> SinkForwardSpec:
-    return SinkForwardSpec.for_launch(dtype, d, packed=packed, window=window)
+def forward_spec(dtype: str, d: int, packed: bool, window: int | None, ratio: int = 1) -> SinkForwardSpec:
+    return SinkForwardSpec.for_launch(dtype, d, packed=packed, window=window, ratio=ratio)
 
 
-PLAIN = [(d, packed, window) for d in (64, 128) for packed in (False, True) for window in (None, 100, 600)]
+PLAIN = list(itertools.product((64, 128), (False, True), (None, 100, 600)))
 TUNING = [
     SinkForwardSpec("bfloat16", 64, warpgroups=2),
     SinkForwardSpec("bfloat16", 64, turns=False),
-    SinkForwardSpec("bfloat16", 64, warpgroups=3, emulated=2),
     SinkForwardSpec("bfloat16", 128, tile=64),
     SinkForwardSpec("bfloat16", 64, window=True, tile=96, warpgroups=3),
 ]
 LAYOUTS = list(itertools.product((False, True), (False, True)))  # packed, window
 GROUPED = [
-    SinkForwardSpec("bfloat16", d, packed, True, warpgroups, tile, False, grouped=True)
-    for d, warpgroups, tile in [(64, 3, 64), (64, 3, 96), (64, 2, 96), (64, 2, 192), (64, 4, 64), (128, 2, 64)]
-    for packed in (False, True)
+    forward_spec(dtype, 64, packed, 100, GROUPED_RATIO)
+    for dtype, packed in [("bfloat16", False), ("bfloat16", True), ("float16", False)]
 ]
 QUERY_GRADS: dict[str, dict[str, Any]] = {
     "apart ahead": {"tile": 96, "grouped": True},
@@ -85,136 +80,58 @@ WAYS: dict[str, dict[str, bool]] = {
 }
 
 
-class Case:
-    """Sequences (s_q, s_k), packed or of one length, with heads, mask and sinks."""
-
-    def __init__(
-        self, lengths, h_q, h_kv, d, dtype="bfloat16", causal=True, window=None, packed=False, sinks="some", seed=0
-    ):
-        self.lengths, self.d, self.dtype, self.causal, self.window, self.packed = (
-            lengths,
-            d,
-            dtype,
-            causal,
-            window,
-            packed,
-        )
-        self.small_sections = False
-        self.h_q, self.h_kv, self.scale = h_q, h_kv, 1.3 * d**-0.5
-        gen = generator(seed, "cuda")
-
-        def rows(side, heads):
-            total = sum(pair[side] for pair in lengths)
-            shape = (total, heads, d) if packed else (len(lengths), total // len(lengths), heads, d)
-            wide = torch.randn((*shape[:-1], d + 8), generator=gen, device="cuda").to(DTYPES[dtype])
-            return wide[..., :d]  # not contiguous
-
-        self.q, self.k, self.v, self.d_out = rows(0, h_q), rows(1, h_kv), rows(1, h_kv), rows(0, h_q)
-        self.sink = torch.randn(h_q, generator=gen, device="cuda")
-        if sinks == "none":
-            self.sink.fill_(-torch.inf)
-        if sinks == "extreme":
-            values = torch.tensor([-torch.inf, torch.inf, 40.0, -40.0], device="cuda")
-            self.sink = values[torch.arange(h_q, device="cuda") % 4].contiguous()
-        starts = [(0, 0), *itertools.accumulate(lengths, lambda a, b: (a[0] + b[0], a[1] + b[1]))]
-        self.cu_q, self.cu_k = (
-            torch.tensor([s[i] for s in starts], dtype=torch.int32, device="cuda") for i in range(2)
-        )
-        self.max_q, self.max_k = max(a for a, _ in lengths), max(b for _, b in lengths)
-
-    def of_queries(self, t, b):
-        return t[self.cu_q[b] : self.cu_q[b + 1]] if self.packed else t[b]
-
-    def of_keys(self, t, b):
-        return t[self.cu_k[b] : self.cu_k[b + 1]] if self.packed else t[b]
-
-    def mask(self, b):
-        s_q, s_k = self.lengths[b]
-        position = torch.arange(s_q, device="cuda")[:, None] + s_k - s_q
-        key = torch.arange(s_k, device="cuda")[None, :]
-        seen = key <= position if self.causal else torch.ones(s_q, s_k, dtype=torch.bool, device="cuda")
-        return seen & (key > position - self.window) if self.window is not None else seen
-
-    def reference(self, b, dtype=torch.float64):
-        """(out, lse without the sink) of sequence b."""
-        q, k, v = (
-            f(t, b).to(dtype) for f, t in ((self.of_queries, self.q), (self.of_keys, self.k), (self.of_keys, self.v))
-        )
-        return attention(q, k, v, self.sink.to(dtype), self.mask(b), self.scale)
-
-    def section(self, heads):
-        """Pairs of a sequence and a head that are worked on together: of one sequence each, or of all."""
-        return heads if self.small_sections else heads * len(self.lengths)
-
-    def work_list(self, keys: bool, rows: int) -> torch.Tensor | None:
-        if not self.packed:
-            return None
-        total = int((self.cu_k if keys else self.cu_q)[-1])
-        work = torch.full((total // rows + len(self.lengths) + 1, 2), -7, dtype=torch.int32, device="cuda")
-        window = NO_WINDOW if self.window is None else self.window
-        longest = self.max_q if keys else self.max_k
-        get_kernel(SinkWorkListSpec(keys))(self.cu_q, self.cu_k, work, rows, window, int(self.causal), max(longest, 1))
-        return work
+def section(case: SinkCase, heads: int, small: bool) -> int:
+    """Pairs of a sequence and a head that are worked on together: of one sequence, or of all."""
+    return heads if small else heads * len(case.lengths)
 
 
-def attention(q, k, v, sink, mask, scale):
-    """Queries (s_q, h_q, d), k and v (s_k, h_kv, d) -> out, lse without the sink."""
-    ratio = q.shape[1] // k.shape[1]
-    k, v = k.repeat_interleave(ratio, 1), v.repeat_interleave(ratio, 1)
-    scores = torch.einsum("qhd,khd->hqk", q, k) * scale
-    scores = scores.masked_fill(~mask, -torch.inf)
-    lse = torch.logsumexp(scores, -1) if scores.shape[-1] else scores.new_full(scores.shape[:-1], -torch.inf)
-    total = torch.logaddexp(lse, sink[:, None].expand_as(lse))
-    safe = torch.where(total == -torch.inf, 0.0, total)
-    weights = torch.where((total == torch.inf)[..., None], 0.0, torch.exp(scores - safe[..., None]))
-    return torch.einsum("hqk,khd->qhd", weights, v), lse.transpose(0, 1)
+def longest(case: SinkCase) -> tuple[int, int]:
+    """Of queries, and of keys."""
+    return max(a for a, _ in case.lengths), max(b for _, b in case.lengths)
 
 
-def run_forward(case: Case, spec: SinkForwardSpec | None = None, ctas: int | None = None) -> tuple:
+def work_list(case: SinkCase, keys: bool, rows: int) -> torch.Tensor | None:
+    if case.cu_seqlens_q is None or case.cu_seqlens_k is None:
+        return None
+    total = int((case.cu_seqlens_k if keys else case.cu_seqlens_q)[-1])
+    work = torch.full((total // rows + len(case.lengths) + 1, 2), -7, dtype=torch.int32, device="cuda")
+    window = NO_WINDOW if case.window is None else case.window
+    other = max(longest(case)[0 if keys else 1], 1)
+    get_kernel(SinkWorkListSpec(keys))(
+        case.cu_seqlens_q, case.cu_seqlens_k, work, rows, window, int(case.causal), other
+    )  # fmt: skip
+    return work
+
+
+def some_sink(case: SinkCase) -> torch.Tensor:
+    assert case.s_aux is not None  # "absent" is not for kernels
+    return case.s_aux
+
+
+def run_forward(
+    case: SinkCase, spec: SinkForwardSpec | None = None, ctas: int | None = None, small: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
     """(out, lse) of the kernel; outputs poisoned before."""
-    spec = spec or forward_spec(case.dtype, case.d, case.packed, case.window)
-    out = torch.full((*case.q.shape[:-1], case.d + 8), float("nan"), dtype=case.q.dtype, device="cuda")[..., : case.d]
+    d = case.q.shape[-1]
+    spec = spec or forward_spec(case.dtype, d, case.packed, case.window, case.q.shape[-2] // case.k.shape[-2])
+    out = torch.full((*case.q.shape[:-1], d + 8), float("nan"), dtype=case.q.dtype, device="cuda")[..., :d]
     lse = torch.full(case.q.shape[:-1], float("nan"), device="cuda")
     counters = torch.zeros(2, dtype=torch.int32, device="cuda")
     ctas = ctas or torch.cuda.get_device_properties(0).multi_processor_count
-    packed = (case.cu_q, case.cu_k, case.work_list(False, spec.rows)) if case.packed else (None, None, None)
     get_kernel(spec)(
-        case.q, case.k, case.v, case.sink, out, lse, *packed, case.scale, case.window or NO_WINDOW, int(case.causal),
-        case.max_q, case.max_k, case.section(case.h_q), ctas, counters.data_ptr(),
+        case.q, case.k, case.v, some_sink(case), out, lse, case.cu_seqlens_q, case.cu_seqlens_k,
+        work_list(case, False, spec.rows), case.softmax_scale, case.window or NO_WINDOW, int(case.causal),
+        section(case, case.q.shape[-2], small), ctas, counters.data_ptr(),
     )  # fmt: skip
     torch.cuda.synchronize()
     assert not counters.any()
     return out, lse
 
 
-def check_forward(case: Case, spec: SinkForwardSpec | None = None, ctas: int | None = None) -> None:
-    out, lse = run_forward(case, spec, ctas)
-    for b, (s_q, s_k) in enumerate(case.lengths):
-        if s_q == 0:
-            continue
-        expected, expected_lse = case.reference(b)
-        got, got_lse = case.of_queries(out, b), case.of_queries(lse, b)
-        close(got, expected, EPSILON[case.dtype], f"out of {b}: {s_q} x {s_k}")
-        assert torch.equal(got_lse == -torch.inf, expected_lse == -torch.inf), f"rows without keys of {b}"
-        torch.testing.assert_close(got_lse.double(), expected_lse, rtol=1e-5, atol=1e-3)
-        empty = expected_lse == -torch.inf
-        assert (got[empty] == 0).all()
-
-
-def close(got: torch.Tensor, expected: torch.Tensor, epsilon: float, what: str) -> None:
-    """Rounded operands: the error of a row's norm, and of single elements against the largest of the tensor."""
-    assert got.isfinite().all(), f"{what}: {int((~got.isfinite()).sum())} of {got.numel()} not finite"
-    error = (got.double() - expected).abs()
-    scale = expected.abs().max().clamp_min(1e-30)
-    where = (error / scale).argmax().item()
-    assert error.max() <= 4 * epsilon * scale, (
-        f"{what}: {error.max().item():.2e} of {scale.item():.2e} at "
-        f"{tuple(int(i) for i in torch.unravel_index(torch.tensor(where), error.shape))}, "
-        f"{int((error > 4 * epsilon * scale).sum())} of {error.numel()} elements"
-    )
-    norm = expected.norm()
-    if norm > 0:
-        assert (got.double() - expected).norm() / norm < 1.5 * epsilon, f"{what}: relative norm"
+def check_forward(
+    case: SinkCase, spec: SinkForwardSpec | None = None, ctas: int | None = None, small: bool = False
+) -> None:
+    SinkExpectation.of(case).check_forward(*run_forward(case, spec, ctas, small)).require()
 
 
 # --- forward, the simplest first: a failure of an early one explains those behind it
@@ -224,7 +141,7 @@ def close(got: torch.Tensor, expected: torch.Tensor, epsilon: float, what: str) 
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("s", [1, 64, 128, 192, 384])
 def test_forward_of_one_head(d, causal, s):
-    check_forward(Case([(s, s)], 1, 1, d, causal=causal, sinks="none"))
+    check_forward(sink_case([(s, s)], 1, 1, d, causal=causal, sinks="none"))
 
 
 @pytest.mark.parametrize("d", [64, 128])
@@ -234,20 +151,21 @@ def test_forward_of_one_head(d, causal, s):
 )
 @pytest.mark.parametrize("causal", [False, True])
 def test_forward_around_tiles(d, s_q, s_k, causal):
-    check_forward(Case([(s_q, s_k)] * 2, 4, 2, d, causal=causal, seed=s_q))
+    check_forward(sink_case([(s_q, s_k)] * 2, 4, 2, d, causal=causal, seed=s_q))
 
 
 @pytest.mark.parametrize("d", [64, 128])
 @pytest.mark.parametrize("window", [1, 2, 63, 64, 65, 127, 128, 129, 300, 600, 5000])
 @pytest.mark.parametrize("causal", [False, True])
-def test_forward_windows(d, window, causal):
-    check_forward(Case([(777, 900)], 4, 1, d, causal=causal, window=window, seed=window))
+@pytest.mark.parametrize("h_kv", [1, 2])
+def test_forward_windows(d, window, causal, h_kv):
+    check_forward(sink_case([(777, 900)], 4, h_kv, d, causal=causal, window=window, seed=window))
 
 
 @pytest.mark.parametrize(("h_q", "h_kv"), [(1, 1), (8, 1), (6, 2), (5, 5), (14, 2), (64, 8)])
 def test_forward_ratios(h_q, h_kv):
-    check_forward(Case([(200, 330)], h_q, h_kv, 64))
-    check_forward(Case([(200, 330)], h_q, h_kv, 128, window=100))
+    check_forward(sink_case([(200, 330)], h_q, h_kv, 64))
+    check_forward(sink_case([(200, 330)], h_q, h_kv, 128, window=100))
 
 
 @pytest.mark.parametrize("d", [64, 128])
@@ -255,21 +173,21 @@ def test_forward_ratios(h_q, h_kv):
 @pytest.mark.parametrize("window", [None, 100, 600])
 def test_forward_packed(d, dtype, window):
     lengths = [(1, 1), (130, 700), (0, 5), (257, 257), (64, 0), (3, 2000), (191, 64), (0, 0), (640, 641)]
-    check_forward(Case(lengths, 4, 2, d, dtype, window=window, packed=True))
-    check_forward(Case(lengths, 4, 2, d, dtype, window=window, packed=True, causal=False))
+    check_forward(sink_case(lengths, 4, 2, d, DTYPES[dtype], window=window, packed=True))
+    check_forward(sink_case(lengths, 4, 2, d, DTYPES[dtype], window=window, packed=True, causal=False))
 
 
 @pytest.mark.parametrize("sinks", ["none", "extreme"])
 @pytest.mark.parametrize("d", [64, 128])
 def test_forward_sinks(d, sinks):
-    check_forward(Case([(150, 150)] * 2, 8, 2, d, sinks=sinks))
-    check_forward(Case([(150, 100)] * 2, 8, 2, d, sinks=sinks))  # the first rows see no key
+    check_forward(sink_case([(150, 150)] * 2, 8, 2, d, sinks=sinks))
+    check_forward(sink_case([(150, 100)] * 2, 8, 2, d, sinks=sinks))  # the first rows see no key
 
 
 @pytest.mark.parametrize("spec", TUNING, ids=repr)
 def test_forward_other_tiles(spec):
     window = 600 if spec.window else None
-    check_forward(Case([(700, 1300)] * 2, 4, 2, spec.d, window=window), spec)
+    check_forward(sink_case([(700, 1300)] * 2, 4, 2, spec.d, window=window), spec)
 
 
 @pytest.mark.parametrize("spec", GROUPED, ids=repr)
@@ -281,26 +199,26 @@ def test_forward_grouped(spec, window, causal):
     if spec.packed:
         cases = [[(1, 1), (130, 700), (0, 5), (257, 257), (64, 0), (3, 2000), (191, 64), (0, 0), (640, 641)]]
     for lengths in cases:
-        check_forward(sink_case(lengths, 8, 2, spec.d, causal=causal, window=window, packed=spec.packed), spec)
+        options = {"causal": causal, "window": window, "packed": spec.packed}
+        check_forward(sink_case(lengths, 8, 2, spec.d, DTYPES[spec.dtype], **options), spec)
 
 
 @pytest.mark.parametrize("spec", GROUPED, ids=repr)
 @pytest.mark.parametrize("ctas", [1, 3, None])
 @pytest.mark.parametrize(("h_q", "h_kv"), [(1, 1), (8, 1), (6, 2), (5, 5), (14, 2), (64, 8)])
 def test_forward_grouped_ratios(spec, ctas, h_q, h_kv):
-    case = sink_case([(200, 330)] * 2, h_q, h_kv, spec.d, window=128, packed=spec.packed, sinks="extreme")
-    check_forward(case, spec, ctas, small=True)
-    case = sink_case([(200, 330)] * 2, h_q, h_kv, spec.d, window=100, packed=spec.packed, causal=False)
-    check_forward(case, spec, ctas)
+    sizes = ([(200, 330)] * 2, h_q, h_kv, spec.d, DTYPES[spec.dtype])
+    check_forward(sink_case(*sizes, window=128, packed=spec.packed, sinks="extreme"), spec, ctas, small=True)
+    check_forward(sink_case(*sizes, window=100, packed=spec.packed, causal=False), spec, ctas)
 
 
 @pytest.mark.parametrize("ctas", [1, 2, 7])
 def test_forward_with_few_ctas(ctas):
     """Many items a CTA: stages, slots and turns go round."""
-    check_forward(Case([(400, 900)] * 3, 6, 3, 64), ctas=ctas)
-    check_forward(Case([(400, 900)] * 3, 6, 3, 128), ctas=ctas)
-    check_forward(Case([(400, 900)] * 3, 6, 3, 64, window=90), ctas=ctas)
-    check_forward(Case([(400, 900), (0, 9), (70, 70)], 6, 3, 128, packed=True), ctas=ctas)
+    check_forward(sink_case([(400, 900)] * 3, 6, 3, 64), ctas=ctas)
+    check_forward(sink_case([(400, 900)] * 3, 6, 3, 128), ctas=ctas)
+    check_forward(sink_case([(400, 900)] * 3, 6, 3, 64, window=90), ctas=ctas)
+    check_forward(sink_case([(400, 900), (0, 9), (70, 70)], 6, 3, 128, packed=True), ctas=ctas)
 
 
 @pytest.mark.parametrize("d", [64, 128])
@@ -312,7 +230,7 @@ def test_small_sections(d):
 
 
 def test_forward_long_and_repeated():
-    case = Case([(4096, 4096)], 8, 1, 64)
+    case = sink_case([(4096, 4096)], 8, 1, 64)
     check_forward(case)
     first = run_forward(case)
     for _ in range(10):
@@ -323,15 +241,15 @@ def test_forward_long_and_repeated():
 
 def test_forward_of_large_scores():
     """References of rows move by far more than 2^8."""
-    case = Case([(300, 1200)], 4, 2, 64)
+    case = sink_case([(300, 1200)], 4, 2, 64)
     case.k[:, ::7] *= 30
     check_forward(case)
 
 
 @pytest.mark.parametrize("keys", [False, True])
 def test_work_list_has_each_block_once(keys):
-    case = Case([(1, 1), (130, 700), (0, 5), (257, 257), (64, 0), (3, 2000)], 1, 1, 64, packed=True)
-    listed = case.work_list(keys, 128)
+    case = sink_case([(1, 1), (130, 700), (0, 5), (257, 257), (64, 0), (3, 2000)], 1, 1, 64, packed=True)
+    listed = work_list(case, keys, 128)
     assert listed is not None
     work = listed.tolist()
     blocks = sorted((b, i) for b, pair in enumerate(case.lengths) for i in range(-(-pair[int(keys)] // 128)))
@@ -351,33 +269,36 @@ def run_backward(
     fused = keys.fused
     out, lse = expected.out.exact.to(case.q.dtype), expected.lse.float()
     nan = float("nan")
-    rows, batch = sum(s_q for s_q, _ in case.lengths), len(case.lengths)
-    positions = -(-(rows + PADDING * batch) // 64) * 64
-    stats = torch.full((2, case.h_q, positions), nan, device="cuda")
-    sums = torch.full((case.h_q, positions, d), nan, device="cuda")
-    parts = torch.full((case.h_q, batch * -(-case.max_q // 128)), nan, device="cuda")
+    *_, h_q, d = case.q.shape
+    batch, max_q = len(case.lengths), longest(case)[0]
+    positions = -(-(sum(s_q for s_q, _ in case.lengths) + PADDING * batch) // 64) * 64
+    stats = torch.full((2, h_q, positions), nan, device="cuda")
+    sums = torch.full((h_q, positions, d), nan, device="cuda")
+    parts = torch.full((h_q, batch * -(-max_q // SinkPrepareSpec.rows)), nan, device="cuda")
     d_q, d_k, d_v = (
         torch.full((*t.shape[:-1], d + 8), nan, dtype=t.dtype, device="cuda")[..., :d] for t in (case.q, case.k, case.v)
     )
     counters = torch.zeros(4, dtype=torch.int32, device="cuda")
     ctas = ctas or torch.cuda.get_device_properties(0).multi_processor_count
-    cu_q, cu_k = (case.cu_q, case.cu_k) if packed else (None, None)
-    numbers = (case.scale, case.window or NO_WINDOW, int(case.causal), case.max_q, case.max_k)
+    cu_q, cu_k = case.cu_seqlens_q, case.cu_seqlens_k
+    numbers = (case.softmax_scale, case.window or NO_WINDOW, int(case.causal))
 
     get_kernel(SinkPrepareSpec(dtype, d, packed, fused))(
-        out, case.d_out, lse, case.sink, stats, parts, cu_q, sums.data_ptr(), case.max_q
+        out, case.d_out, lse, some_sink(case), stats, parts, cu_q, sums.data_ptr(), max_q
     )
     get_kernel(keys)(
-        case.q, case.k, case.v, case.d_out, stats, d_k, d_v, cu_q, cu_k, case.work_list(True, keys.keys),
-        sums.data_ptr(), *numbers, case.section(case.h_kv), ctas, counters.data_ptr(),
+        case.q, case.k, case.v, case.d_out, stats, d_k, d_v, cu_q, cu_k, work_list(case, True, keys.keys),
+        sums.data_ptr(), *numbers, section(case, case.k.shape[-2], small), ctas, counters.data_ptr(),
     )  # fmt: skip
     if fused:
-        get_kernel(SinkFinishSpec(dtype, d, packed))(d_q, cu_q, sums.data_ptr(), positions, case.scale, case.max_q)
+        get_kernel(SinkFinishSpec(dtype, d, packed))(
+            d_q, cu_q, sums.data_ptr(), positions, case.softmax_scale, max_q
+        )  # fmt: skip
     else:
         queries = query_grad_spec(dtype, d, packed, window, way)
         get_kernel(queries)(
-            case.q, case.k, case.v, case.d_out, stats, d_q, cu_q, cu_k, case.work_list(False, queries.rows),
-            *numbers, case.section(case.h_q), ctas, counters.data_ptr() + 8,
+            case.q, case.k, case.v, case.d_out, stats, d_q, cu_q, cu_k, work_list(case, False, queries.rows),
+            *numbers, section(case, h_q, small), ctas, counters.data_ptr() + 8,
         )  # fmt: skip
     torch.cuda.synchronize()
     assert not counters.any()

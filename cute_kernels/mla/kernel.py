@@ -1,43 +1,49 @@
 """FP8 MLA decoding on SM90: split-KV flash decoding of 64 query heads over 656-byte tokens.
 
 One CTA serves 64 heads of one query token over a range of its keys, in tiles of 64 keys that alternate between two
-shared-memory stages. Tile t belongs to consumer warpgroup t % 2, which computes S and P of the whole tile; each
-warpgroup owns 256 of the 512 output columns (two quantization tiles), so both need P of every tile.
+shared-memory stages, and stays for several such items of work. One warpgroup scores (S, softmax, P), two add up values,
+256 of the 512 columns each, so QK of a tile needs nothing of PV of the tile before. Between them goes P, each thread's
+own fragment as float16: thread t of all three warpgroups holds the same rows and columns. With more than 64 heads two
+CTAs of a cluster may each gather half of the keys and hand it over (producer_kernel.py); 8 or 16 heads are columns of
+the products instead of rows (narrow_kernel.py).
 
-Scales. The scale of a (token, 128 columns) tile is split into a power of two and f in [1, 2). Shared memory holds
-code x power as bf16, which is exact; f is a factor of a column of S and of P and is applied there in float32:
-    S = q_rope k_rope + sum_j f_j (q_j k_j)      as a chain: S = ((S / f_0 + q_0 k_0) f_0 / f_1 + q_1 k_1) ... f_3
-    O_j += (P f_j) k_j                           rounded to bf16 once, per quantization tile j
-So scores are as exact as float32 sums are, whatever the scales, without a second accumulator.
+Scales. Codes go to the tensor core as they are: e4m3 is exact in float16, and one conversion makes two of them. Scales
+are float32 and applied there:
+    S = q_rope k_rope + sum_j scale_j (q_j code_j)     an accumulator for each quantization tile j, added in float32
+    O_j += (P scale_j) code_j                          P scale_j rounded to float16 once
+So scores are as exact as float32 sums are, whatever the scales. Ranges that float16 does not hold are found and handled:
+of Q (score_kernel.py) and of P scale_j (value_kernel.py).
 
 Splits. Several CTAs may share the keys of a query. Each leaves a float32 partial in global memory and counts itself;
 CTAs with higher numbers wait for the count and merge with the code of `merge_states`, in the same launch. They wait
 only for CTAs that were started before them, so nobody waits in vain however few run at a time.
 
-Roles (384 threads)
-  warpgroup 0     producer, 104 registers: gathers rows into registers two passes (32 rows) ahead, stores them as bf16
-  warpgroup 1, 2  consumers, 200 registers: 128 of O, 32 of S, 48 of P; warp 4 issues the TMA load of Q
+Roles (512 threads)           64 heads                                               8 or 16 heads
+  warpgroup 0                 producer, 72 registers: gathers codes two passes       producer, 128 registers
+                              (32 rows) ahead, stores them as float16
+  warpgroup 1                 scores, 104 registers: 32 of S, 32 of a group's,       producer
+                              16 scales; loads Q by TMA, scales a tile ahead
+  warpgroups 2, 3             values, 168 registers: 128 of O                        S, P and O of every second tile
 
 Barriers                      arrivals per phase
   q_full                      1 + 73,728 bytes of TMA
-  full[stage]                 128: producer threads, each after a proxy fence
-  empty[stage]                256: consumer threads, after their last wgmma on the stage
-  p_full[w]                   128: threads of w have written P and the row maxima of their tile, the other one may read
-  sums_full                   256: all row sums are written, and nobody reads the stages any more
-  named 1, 2  BAR_OWNER + w   128: all warps of w have finished QK, P may overwrite the rope block
-  named 3  BAR_STORED         256: this CTA's partial is in global memory
+  full[stage]                 128: producer threads; + 36,864 bytes of the other CTA where values are exchanged
+  empty[stage][part]          256: threads of values, after their last wgmma on half of the keys
+  p_full[stage]               128: threads of scores: P, and what rows have with the tile
+  peer_free[stage]            1: the other CTA of the cluster has this stage free
+  codes_full[stage]           1 + 20,480 bytes: codes of the other CTA
+  named 1     BAR_OWNER       128: all of scores have finished QK, P may overwrite the rope block; scales are there
+  named 3     BAR_STORED      256: this CTA's partial is in global memory
+  named 4     BAR_PRODUCER    128: own rows are complete, or those of the other CTA have been read
 All threads arrive, not one for a warp: it costs nothing measurable, and racecheck can follow it.
 
-Shared memory (229,376 of 232,448 bytes)
-  nope    2 x 64 x 512 x 2    131,072   codes as bf16, 128-byte swizzle; O is staged here at the end
-  rope    2 x 64 x 64 x 2      16,384   P of a tile overwrites its rope block, which only its owner's QK reads
-  q       64 x 576 x 2         73,728
-  factor  2 x 8 x 64 x 4        4,096   quotients and f of each token's four scales
-  rest                                  masks, maxima and sums of rows, barriers
-
-P crosses from its owner to the other warpgroup as float16, each thread's own fragment: thread t of one warpgroup holds
-the same rows and columns as thread t of the other. P is scaled by 2^8, so float16 keeps what is above 2^-33 of the
-largest.
+Shared memory (228,736 of 232,448 bytes)
+  nope    2 x 64 x 512 x 2    131,072   codes as float16, 128-byte swizzle
+  rope    2 x 64 x 64 x 2      16,384   P of a tile overwrites its rope block, which only QK reads
+  q       64 x 576 x 2         73,728   bf16 as it comes, then float16 but for the rope part
+  scale   2 x 4 x 64 x 4        2,048   of each key and quantization tile
+  weight  2 x 4 x 64 x 2        1,024   the same x 8 as float16, NaN where that does not hold it
+  rest                                  powers of Q, masks, maxima, sums and units of rows, barriers
 """
 
 import cuda.bindings.driver as cuda

@@ -8,7 +8,7 @@ from cutlass.cute.nvgpu import cpasync
 
 from cute_kernels.device import cluster, token_cache
 from cute_kernels.device.trace import Tracer
-from cute_kernels.mla.spec import ROLES, TOKENS_PER_TILE, WEIGHT, WIDE, MlaDecodeSpec
+from cute_kernels.mla.spec import ROLES, TOKENS_PER_TILE, WIDE, MlaDecodeSpec
 
 NOPE, ROPE = 512, 64
 GROUP = 128  # columns of a quantization tile
@@ -23,8 +23,8 @@ BLOCK = TOKENS_PER_TILE * COLUMNS  # elements of it
 BLOCKS = NOPE // COLUMNS
 BAR_PRODUCER = 4
 
-# What a CTA of a cluster hands to the other one of every tile, in bytes: of each row as codes, each thread's pieces and
-# (scale, whether the row exists); as values, blocks of 32 rows, and of these rows the factors and masks.
+# What a CTA of a cluster hands to the other one of every tile, in bytes: each thread's pieces of 32 rows, or the rows as
+# wgmma reads them. Scales are brought by those who apply them, in both CTAs.
 HALF = TOKENS_PER_TILE // 2
 CODES_BYTES = HALF // ROWS * THREADS * 16 * token_cache.PIECES
 VALUES_BYTES = HALF * 2 * (NOPE + ROPE)
@@ -48,6 +48,7 @@ class KeyProducer:
         self.sparse = spec.sparse
         self.exchange = spec.exchange
         self.depth = spec.depth
+        self.crosses = spec.cluster > 1
         self.codes = spec.heads == WIDE  # are stored as they are, and scales applied by those who multiply
         self.tracer = Tracer(spec.trace, len(ROLES))
         self.threads = THREADS * spec.producers
@@ -96,10 +97,10 @@ class KeyProducer:
         valid = cute.make_rmem_tensor(self.depth, Int32)
         for d in cutlass.range_constexpr(self.depth):
             found = cute.arch.shuffle_sync(early, 4 * d + row % 4)
-            valid[d], source = self.locate(mKV, zero_row, found, position + self.distance * d, limit, page_divisor)
-            token_cache.gather(source, segment, raw[None, None, d])
+            valid[d], address = self.locate(mKV, zero_row, found, position + self.distance * d, last, page_divisor)
+            token_cache.gather(address, segment, raw[None, None, d])
             if const_expr(not self.codes):
-                token_cache.load_scale(source, quarter, scale[None, d])
+                token_cache.load_scale(address, quarter, scale[None, d])
 
         for t in cutlass.range(done, done + count, unroll=1):
             stage, use = t % STAGES, t // STAGES
@@ -114,7 +115,8 @@ class KeyProducer:
                 for d in cutlass.range_constexpr(self.depth):
                     self.send_codes(smem, raw[None, None, d], stage, d, rank, tidx)
             entry_position += TOKENS_PER_TILE
-            entry_next = self.read_entry(entries, entry_position, last, page_divisor)
+            if const_expr(not self.crosses):
+                entry_next = self.read_entry(entries, entry_position, last, page_divisor)
             # not unrolled: ptxas would hoist loads and spill
             for turn in cutlass.range(self.passes // self.depth, unroll=1):
                 if const_expr(self.by_parts):
@@ -125,22 +127,28 @@ class KeyProducer:
                     powers = None
                     if const_expr(not self.codes):
                         powers = self.split_scales(smem, place, scale[0, d], valid[d], stage, at)
-                    found = cute.arch.shuffle_sync(entry, 4 * p + row % 4)
-                    there = position + self.ahead(p)
-                    valid[d], source = self.locate(mKV, zero_row, found, there, limit, page_divisor)
-                    if const_expr(not self.codes):
-                        token_cache.load_scale(source, quarter, scale[None, d])
+                    following = None
+                    if const_expr(self.exchange != "codes"):  # there the registers receive the other CTA's rows first
+                        valid[d], following = self.find(mKV, zero_row, entry, p, row, position, last, page_divisor)
+                        if const_expr(not self.codes):
+                            token_cache.load_scale(following, quarter, scale[None, d])
                     even, odd, rope = self.targets(smem, place, stage, at)
                     if const_expr(self.exchange == "values"):
                         self.send_rope(smem, raw[None, None, d], rope, stage, rank)
-                    token_cache.store_and_gather(raw[None, None, d], powers, even, odd, rope, source, segment)
-                    cute.arch.sync_warp()  # or ptxas mixes the passes, and all loads start behind both
-            entry = entry_next
-            position += TOKENS_PER_TILE
+                    token_cache.store_and_gather(raw[None, None, d], powers, even, odd, rope, following, segment)
+                    if const_expr(not self.crosses):
+                        cute.arch.sync_warp()  # or ptxas mixes the passes, and all loads start behind both
             if const_expr(self.exchange == "codes"):
                 cute.arch.mbarrier_wait(smem.codes_full.data_ptr() + stage, use % 2)
                 for d in cutlass.range_constexpr(self.depth):
-                    self.take_codes(smem, place, stage, d, rank, tidx)
+                    self.take_codes(smem, place, raw[None, None, d], stage, d, rank, tidx)
+                    valid[d], later = self.find(mKV, zero_row, entry, Int32(d), row, position, last, page_divisor)
+                    token_cache.gather(later, segment, raw[None, None, d])
+            if const_expr(self.crosses):
+                entry = self.read_entry(entries, entry_position, last, page_divisor)
+            else:
+                entry = entry_next
+            position += TOKENS_PER_TILE
             # no fence: it would wait for the loads that are on the way. Those who multiply have one
             if const_expr(self.exchange == "values"):
                 self.send_values(smem, stage, rank, tidx)
@@ -152,6 +160,22 @@ class KeyProducer:
                     cute.arch.mbarrier_arrive(full + stage)
             else:
                 cute.arch.mbarrier_arrive(full + stage)
+
+    @cute.jit
+    def find(
+        self,
+        mKV: cute.Tensor,
+        zero_row: Int64,
+        entry: Int32,
+        p: Int32,
+        row: Int32,
+        position: Int32,
+        last: Int32,
+        page_divisor,
+    ):
+        """Of the row that a thread loads when pass p of a tile is stored, what `locate` says."""
+        found = cute.arch.shuffle_sync(entry, 4 * p + row % 4)
+        return self.locate(mKV, zero_row, found, position + self.ahead(p), last, page_divisor)
 
     def ahead(self, p):
         """Positions from the first of a tile to the pass that is loaded when pass p is stored, `depth` passes on."""
@@ -247,10 +271,9 @@ class KeyProducer:
             cluster.send_words(to_piece + piece * (2 * BLOCK), four, barrier)
 
     @cute.jit
-    def take_codes(self, smem, place: tuple, stage: Int32, d: int, rank: Int32, tidx: Int32):
-        """Stores a row that the other CTA has sent."""
+    def take_codes(self, smem, place: tuple, raw: cute.Tensor, stage: Int32, d: int, rank: Int32, tidx: Int32):
+        """Stores a row that the other CTA has sent, by way of `raw`."""
         at = HALF * (1 - rank) + ROWS * d
-        raw = cute.make_rmem_tensor((16, token_cache.PIECES), Uint8)
         for piece in cutlass.range_constexpr(token_cache.PIECES):
             start = cute.recast_ptr(self.landing(smem, stage, at, piece), dtype=Uint8)
             own = cute.make_tensor(start + cute.assume(tidx * 16, divby=16), cute.make_layout(16))
@@ -276,10 +299,6 @@ class KeyProducer:
         there = cluster.remote_address(smem.full.data_ptr() + stage, 1 - rank)
         barrier = cute.make_ptr(Int64, there, AddressSpace.smem, assumed_align=8)
         cute.arch.barrier(barrier_id=BAR_PRODUCER, number_of_threads=THREADS)  # all of it is written
-        half = cute.make_copy_atom(cpasync.CopyBulkS2SOp(), Float16)
-        single = cute.make_copy_atom(cpasync.CopyBulkS2SOp(), Float32)
-        group = (tidx - 32) // 2
-        of_group = (stage * GROUPS + group) * TOKENS_PER_TILE + at
         if tidx < WARP:
             cute.arch.fence_proxy("async.shared", space="cta")  # ordinary stores, read by bulk copies
             if tidx < BLOCKS:
@@ -300,7 +319,7 @@ class KeyProducer:
         return entries[position]
 
     @cute.jit
-    def locate(self, mKV: cute.Tensor, zero_row: Int64, entry: Int32, position: Int32, limit: Int32, page_divisor):
+    def locate(self, mKV: cute.Tensor, zero_row: Int64, entry: Int32, position: Int32, last: Int32, page_divisor):
         """(1, the address of the key's row), or (0, that of a row of zeros) where the position is masked."""
         bound = mKV.shape[0]
         if const_expr(self.sparse):
@@ -308,7 +327,7 @@ class KeyProducer:
         inside = cutlass.min(
             cutlass.max(entry, 0), bound - 1
         )  # one comparison less, and so a predicate, than two bounds
-        valid = inside == entry and position < limit
+        valid = inside == entry and position <= last
         if const_expr(self.sparse):
             page, offset = divmod(inside, page_divisor)
         else:

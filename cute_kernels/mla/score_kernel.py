@@ -158,7 +158,7 @@ class ScoreWarpgroup:
         valid, entry = Int32(0), Int32(0)
         if count > 0:
             entry = self.keys.read_entry(entries, position, last_position, page_divisor)
-            valid, row = self.keys.locate(mKV, zero_row, entry, position, limit, page_divisor)
+            valid, row = self.keys.locate(mKV, zero_row, entry, position, last_position, page_divisor)
             token_cache.load_scales(row, pair, scale_of_pair)
             position += TOKENS_PER_TILE
             entry = self.keys.read_entry(entries, position, last_position, page_divisor)
@@ -175,13 +175,13 @@ class ScoreWarpgroup:
             self.stamp(smem, t, 0, 0, tid)
             cute.arch.mbarrier_wait(smem.empty.data_ptr() + PARTS * stage + PARTS - 1, (t // STAGES + 1) % 2)
             self.store_scales(smem, scale_of_pair, valid, stage, tid)
-            valid, row = self.keys.locate(mKV, zero_row, entry, position, limit, page_divisor)
+            valid, row = self.keys.locate(mKV, zero_row, entry, position, last_position, page_divisor)
             token_cache.load_scales(row, pair, scale_of_pair)
             position += TOKENS_PER_TILE
             entry = self.keys.read_entry(entries, position, last_position, page_divisor)
             cute.arch.barrier(barrier_id=BAR_OWNER, number_of_threads=128)
             cute.arch.mbarrier_wait(smem.full.data_ptr() + stage, t // STAGES % 2)
-            # ordinary stores, read by wgmma: fenced here, for where they are made a fence would wait for loads on the way
+            # ordinary stores, read by wgmma: where they are made a fence would wait for loads that are on the way
             cute.arch.fence_proxy("async.shared", space="cta")
             self.stamp(smem, t, 0, 1, tid)
             self.stamp(smem, t, 1, 0, tid)

@@ -100,7 +100,7 @@ def scales(smem, thr_qk, stage: Int32):
 def weights(smem, stage: Int32, group, tid: Int32) -> cute.Tensor:
     """Scales x WEIGHT of a group as float16, of the 16 columns that a thread has in S: (8, 2), each 8 of 32 keys.
 
-    Keys are ordered by the thread that needs them: 32 x half + 8 x (tid % 4) + 4 x (block of 16) + 2 x (block of 8) + 1.
+    Keys are ordered by the thread that needs them: 32 x half, 8 x (tid % 4), 4 x (block of 16), 2 x (block of 8), 1.
     """
     start = (stage * GROUPS + group) * TOKENS_PER_TILE + tid % 4 * 8
     pointer = smem.weight.data_ptr() + cute.assume(start, divby=8)

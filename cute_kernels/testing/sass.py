@@ -73,21 +73,24 @@ class SassReport:
     def problems(self, expected: Mapping[str, Any]) -> list[str]:
         """In words, each way in which the code is not what it should be; empty when it is.
 
-        No kernel may use stack or local memory, and ptxas may not warn of lost performance.
+        No kernel may use local memory, or stack, if not said otherwise, and ptxas may not warn of lost performance.
 
         Args:
-            expected: "registers" is the most that any kernel may use, each of "instructions" must be in some kernel.
+            expected: "registers" is the most that any kernel may use, "stack" the most bytes that it may spill (default
+                0), each of "instructions" must be in some kernel.
         """
         found = [f"ptxas: {warning}" for warning in self.warnings if not warning.startswith(_HARMLESS)]
         for kernel in self.kernels:
             if kernel.registers > expected["registers"]:
                 found.append(f"{kernel.name}: {kernel.registers} registers; the budget is {expected['registers']}")
-            found += [
-                f"{kernel.name}: {n} bytes of {what}" for what in ("stack", "local") if (n := getattr(kernel, what))
-            ]
-            found += [
-                f"{kernel.name}: {n} {spill} instructions" for spill in ("LDL", "STL") if (n := kernel.count(spill))
-            ]
+            spills = expected.get("stack", 0)
+            for what, most in (("stack", spills), ("local", 0)):
+                if (n := getattr(kernel, what)) > most:
+                    found.append(f"{kernel.name}: {n} bytes of {what}")
+            if spills == 0:
+                found += [
+                    f"{kernel.name}: {n} {spill} instructions" for spill in ("LDL", "STL") if (n := kernel.count(spill))
+                ]
         found += [f"no {wanted} instruction" for wanted in expected["instructions"] if not self.count(wanted)]
         return found
 

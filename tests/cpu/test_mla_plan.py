@@ -25,10 +25,10 @@ def test_plans_are_shipped_and_cover_the_keys(case):
     tiles = -(-case["max_keys"] // TOKENS_PER_TILE)
     assert plan.num_splits <= min(tiles, MAX_SPLITS)
     assert plan.num_splits * plan.tiles_per_split >= tiles
-    items = case["batch"] * case["s_q"] * -(-case["h_q"] // WIDE)
+    items = case["batch"] * case["s_q"] * plan.spec.head_blocks(case["h_q"])
     assert plan.ctas == items * plan.num_splits
-    # a part of the merge has a row for each of its three warpgroups at least, and all parts run at once if they can
-    assert 1 <= plan.merge_ctas <= -(-min(case["h_q"], WIDE) // 3)
+    # a part of the merge has a row for each of its four warpgroups at least, and all parts run at once if they can
+    assert 1 <= plan.merge_ctas <= -(-min(case["h_q"], WIDE) // 4)
     assert plan.merge_ctas == 1 or items * plan.merge_ctas <= SMS + items
 
 

@@ -11,8 +11,8 @@ Scales. Codes go to the tensor core as they are: e4m3 is exact in float16, and o
 are float32 and applied there:
     S = q_rope k_rope + sum_j scale_j (q_j code_j)     an accumulator for each quantization tile j, added in float32
     O_j += (P scale_j) code_j                          P scale_j rounded to float16 once
-So scores are as exact as float32 sums are, whatever the scales. Ranges that float16 does not hold are found and handled:
-of Q (score_kernel.py) and of P scale_j (value_kernel.py).
+So scores are as exact as float32 sums are, whatever the scales. Ranges that float16 does not hold are found and
+handled: of Q (score_kernel.py) and of P scale_j (value_kernel.py).
 
 Splits. Several CTAs may share the keys of a query. Each leaves a float32 partial in global memory and counts itself;
 CTAs with higher numbers wait for the count and merge with the code of `merge_states`, in the same launch. They wait

@@ -23,8 +23,8 @@ BLOCK = TOKENS_PER_TILE * COLUMNS  # elements of it
 BLOCKS = NOPE // COLUMNS
 BAR_PRODUCER = 4
 
-# What a CTA of a cluster hands to the other one of every tile, in bytes: each thread's pieces of 32 rows, or the rows as
-# wgmma reads them. Scales are brought by those who apply them, in both CTAs.
+# What a CTA of a cluster hands to the other one of every tile, in bytes: each thread's pieces of 32 rows, or the rows
+# as wgmma reads them. Scales are brought by those who apply them, in both CTAs.
 HALF = TOKENS_PER_TILE // 2
 CODES_BYTES = HALF // ROWS * THREADS * 16 * token_cache.PIECES
 VALUES_BYTES = HALF * 2 * (NOPE + ROPE)

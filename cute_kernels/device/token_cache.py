@@ -14,6 +14,8 @@ into all eight bank groups: no conflict. r % 8 does not depend on the pass, so a
 else is an immediate.
 """
 
+from typing import Any
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import AddressSpace, BFloat16, Float8E4M3FN, Float16, Float32, Int32, Int64, Uint8, const_expr
@@ -62,7 +64,7 @@ def split_scale(scale: Float32):
 @cute.jit
 def store_and_gather(
     raw: cute.Tensor,
-    powers: cute.Tensor | None,
+    powers: Any,
     even: cute.Tensor,
     odd: cute.Tensor,
     rope: cute.Tensor,

@@ -84,7 +84,8 @@ class ValueWarpgroups:
                 self.add_by_weights(smem, mma, rV, acc_o, stage, wg, tid)
             else:
                 self.add_by_units(smem, mma, rV, acc_o, stage, wg, tid)
-                cute.arch.mbarrier_arrive(smem.empty.data_ptr() + PARTS * stage)
+                if const_expr(self.spec.cluster == 1):
+                    cute.arch.mbarrier_arrive(smem.empty.data_ptr() + PARTS * stage)
             if t == done + count - 1:
                 _, sMax, sSum = row_states(smem, stage, tid)
                 for r in cutlass.range_constexpr(2):
@@ -140,7 +141,7 @@ class ValueWarpgroups:
                 loaded[i % LOADED] = self.load(smem, *pieces[i + LOADED], stage, wg, tid)
             part, last_of_part = i // (len(pieces) // PARTS), (i + 1) % (len(pieces) // PARTS) == 0
             warpgroup.wait_group(0 if last_of_part else IN_FLIGHT)
-            if const_expr(last_of_part and part < PARTS - 1):
+            if const_expr(last_of_part and part < PARTS - 1 and self.spec.cluster == 1):  # a cluster waits for all
                 cute.arch.mbarrier_arrive(smem.empty.data_ptr() + PARTS * stage + part)
 
     @cute.jit

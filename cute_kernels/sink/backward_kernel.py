@@ -24,7 +24,6 @@ Variants, by fields of the spec
           next S, dS stored, wait 1 (dK: the tile is given back). Only S is in flight from one turn of the loop to the
           next: with dP as well ptxas serializes the products
   bulk    dQ goes to shared memory, 16 KB or 8 KB at a time, from where one thread has the copy engine add it
-  held    K and V as register operands, 16 + 16 registers: S and dP read 32 KB instead of 64 KB of shared memory
   skips   without dq: tiles none of whose queries sees a key of the warpgroup are passed over
 
 Roles (384 threads)
@@ -117,10 +116,9 @@ class SinkBackwardKernel:
     def tiled_mmas(self):
         """S^T and dP^T from shared memory; dV and dK with P^T and dS^T in registers; dQ with dS read by columns."""
         k, mn, one, t, d = OperandMajorMode.K, OperandMajorMode.MN, (1, 1, 1), self.dtype, self.spec.d
-        registers, memory = warpgroup.OperandSource.RMEM, warpgroup.OperandSource.SMEM
-        of_keys = registers if self.spec.held else memory
+        registers = warpgroup.OperandSource.RMEM
         return (
-            sm90.make_trivial_tiled_mma(t, t, k, k, Float32, one, (ROWS, QUERIES), of_keys),
+            sm90.make_trivial_tiled_mma(t, t, k, k, Float32, one, (ROWS, QUERIES)),
             sm90.make_trivial_tiled_mma(t, t, k, mn, Float32, one, (ROWS, d), registers),
             sm90.make_trivial_tiled_mma(t, t, mn, mn, Float32, one, (QUERIES, self.spec.columns)),
         )
@@ -363,8 +361,6 @@ class SinkBackwardKernel:
                 acc_dv.fill(0.0)
                 cute.arch.mbarrier_wait(smem.kv_full.ptr, turn % 2)
                 rK, rV = (self.mine_of(t, wg, tid) for t in (smem.k, smem.v))
-                if const_expr(spec.held and not spec.fused):
-                    cute.arch.mbarrier_arrive(smem.kv_empty.ptr)
                 scale_log2 = softmax_scale * softmax.LOG2_E
                 position = schedule.position(spec.packed, start_q, batch, s_q) + begin
                 before = Int64(0)
@@ -467,7 +463,7 @@ class SinkBackwardKernel:
                     for t in (tDK, tDV)
                 )
                 cute.arch.mbarrier_arrive(smem.work_empty.data_ptr() + slot)
-                if const_expr(not spec.reuses and not (spec.held and not spec.fused)):
+                if const_expr(not spec.reuses):
                     cute.arch.mbarrier_arrive(smem.kv_empty.ptr)
                 self.store(smem, acc_dk, acc_dv, softmax_scale, store_dk, gDK, store_dv, gDV, wg, tid)
                 turn += 1
@@ -476,18 +472,12 @@ class SinkBackwardKernel:
 
     @cute.jit
     def mine_of(self, x, wg: Int32, tid: Int32):
-        """This warpgroup's rows of K or V as an operand: in shared memory, or with spec.held read into registers."""
-        spec = self.spec
+        """This warpgroup's rows of K or V as an operand in shared memory."""
         layout_kv, _, _, _ = self.layouts()
         mma_s, _, _ = self.tiled_mmas()
-        sX = cute.local_tile(x.get_tensor(layout_kv.outer, swizzle=layout_kv.inner), (ROWS, spec.d), (wg, 0, None))
-        if const_expr(not spec.held):
-            return mma_s.make_fragment_A(mma_s.get_slice(tid).partition_A(sX))[None, None, None, 0]
-        rX = mma_s.make_fragment_A(mma_s.partition_shape_A((ROWS, spec.d)))
-        to_registers = cute.make_tiled_copy_A(cute.make_copy_atom(warp.LdMatrix8x8x16bOp(False, 4), self.dtype), mma_s)
-        thr_copy = to_registers.get_slice(tid)
-        cute.copy(to_registers, thr_copy.partition_S(sX[None, None, 0]), thr_copy.retile(rX))
-        return rX
+        sX = x.get_tensor(layout_kv.outer, swizzle=layout_kv.inner)
+        sX = cute.local_tile(sX, (ROWS, self.spec.d), (wg, 0, None))
+        return mma_s.make_fragment_A(mma_s.get_slice(tid).partition_A(sX))[None, None, None, 0]
 
     @cute.jit
     def transposed_product(self, rX: cute.Tensor, y, acc: cute.Tensor, stage: Int32, tid: Int32):

@@ -45,8 +45,6 @@ class SinkBackwardSpec:
     late    fused, no helper: whether dq of a tile is made one tile later, so that no warpgroup waits for the other
     bulk    helper or late: whether dq is added by copies from shared memory, and not by instructions of every thread.
             At d 128 their place is that of dK and dV, which then leave through the place of K and V
-    held    d 64, helper or not fused: whether warpgroups hold their K and V in registers for S and dP, which spares a
-            fifth of the reads of shared memory
     skips   not fused: whether a warpgroup passes over tiles none of whose queries sees its keys
     """
 
@@ -60,7 +58,6 @@ class SinkBackwardSpec:
     late: bool = False
     bulk: bool = False
     skips: bool = False
-    held: bool = False
 
     kernel: ClassVar[str] = "cute_kernels.sink.backward_kernel:SinkBackwardKernel"
     warpgroups: ClassVar[int] = 2
@@ -112,8 +109,6 @@ class SinkBackwardSpec:
             reasons.append("looking ahead is not for warpgroups that make dq where they store dS")
         if self.ahead and self.d == 128 and self.fused and not self.bulk:
             reasons.append("looking ahead leaves no registers for sums that every thread adds to, at d 128")
-        if self.held and (self.d != 64 or (self.fused and not self.helper)):
-            reasons.append("K and V are held at d 64, by warpgroups that make no dq")
         if self.skips and (self.fused or self.ahead):
             reasons.append("tiles are passed over where no dq is made, and none is looked ahead to")
         if self.bulk and not (self.helper or self.late):
@@ -136,13 +131,13 @@ class SinkBackwardSpec:
     def consumer_registers(self) -> int:
         """With 232 ptxas serializes the products of d 128, fused; with 24 the producer spills where not fused."""
         if self.helper:
-            return 208 if self.held else 200
+            return 200
         return 232 if self.producer_registers == 40 else 240
 
     @property
     def helper_registers(self) -> int:
-        """What is left: 24 + 2 x 200 + 88 = 24 + 2 x 208 + 72 = 4 x 128 of 512 threads."""
-        return 72 if self.held else 88
+        """What is left: 24 + 2 x 200 + 88 = 4 x 128 of 512 threads."""
+        return 88
 
     @property
     def columns(self) -> int:

@@ -73,10 +73,8 @@ WAYS: dict[str, dict[str, bool]] = {
     "late ahead bulk": {"late": True, "ahead": True, "bulk": True},
     "helper ahead": {"helper": True, "ahead": True},
     "helper ahead bulk": {"helper": True, "ahead": True, "bulk": True},
-    "helper ahead held": {"helper": True, "ahead": True, "held": True},
     "apart ahead": {"fused": False, "ahead": True},
     "apart skips": {"fused": False, "skips": True},
-    "apart skips held": {"fused": False, "skips": True, "held": True},
 }
 
 

@@ -19,8 +19,8 @@ import torch
 import cute_kernels
 from cute_kernels.budget import model
 from cute_kernels.budget.rates import H200, Rates
-from cute_kernels.budget.variants import MLA_BUILT, MlaVariant
-from cute_kernels.mla.plan import plan_decode
+from cute_kernels.budget.variants import MLA_ALONE, MLA_BUILT, MLA_NARROW, MlaVariant
+from cute_kernels.mla.plan import DecodePlan, plan_decode
 from cute_kernels.mla.spec import EXCHANGES, WIDE
 from cute_kernels.testing import evidence
 from cute_kernels.testing.compare import Comparison, bf16_yardstick, compare, relative_error
@@ -118,16 +118,31 @@ DECODE_CASES = (
 )
 
 
-def launch(bench: DecodeBench, sms: int) -> model.MlaLaunch:
+def plan(bench: DecodeBench, sms: int) -> DecodePlan:
     """How the planner cuts a case on a card with so many SMs."""
     sizes = {"batch": bench.batch, "s_q": bench.s_q, "h_q": bench.h_q}
-    plan = plan_decode(sparse=bench.mode == "sparse", max_keys=bench.keys, num_sms=sms, **sizes)
-    cut = {"num_splits": plan.num_splits, "ctas": plan.ctas, "tiles_per_split": plan.tiles_per_split}
+    return plan_decode(sparse=bench.mode == "sparse", max_keys=bench.keys, num_sms=sms, **sizes)
+
+
+def launch(bench: DecodeBench, sms: int) -> model.MlaLaunch:
+    """The same as the cycle budget takes it."""
+    made = plan(bench, sms)
+    sizes = {"batch": bench.batch, "s_q": bench.s_q, "h_q": bench.h_q}
+    cut = {"num_splits": made.num_splits, "ctas": made.ctas, "tiles_per_split": made.tiles_per_split}
     return model.mla_launch(mode=bench.mode, **sizes, **cut)
 
 
-def predict(bench: DecodeBench, variant: MlaVariant = MLA_BUILT, rates: Rates = H200) -> model.Prediction:
+def built(bench: DecodeBench, sms: int) -> MlaVariant:
+    """The variant of the kernel that the planner asks for."""
+    spec = plan(bench, sms).spec
+    if spec.heads != WIDE:
+        return MLA_NARROW
+    return MLA_ALONE if spec.exchange == "none" else MLA_BUILT
+
+
+def predict(bench: DecodeBench, variant: MlaVariant | None = None, rates: Rates = H200) -> model.Prediction:
     """What the cycle budget says of a case; see docs/budget.md."""
+    variant = variant or built(bench, rates.sms)
     return model.predict_mla(launch(bench, rates.sms), variant, rates)
 
 

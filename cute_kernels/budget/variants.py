@@ -121,12 +121,12 @@ class MlaVariant:
         return qk + pv + p + written + exchanged
 
 
-# What results/h200.json (2026-11-21) shows: batch 128, 128 heads, s_q 2, topk 2048 in 449.4 us (4 waves of 32 tiles)
-# and s_q 4, topk 512 in 272.3 us (8 waves of 8 tiles). `model.calibrate` gives both numbers from these two.
-LATENCY_CYCLES, CTA_CYCLES = 66.9, 15_700.0
+# What results/h200.json (2026-11-21) shows: batch 128, 128 heads, s_q 2, topk 2048 in 380.4 us (4 waves of 32 tiles)
+# and s_q 4, topk 512 in 230.8 us (8 waves of 8 tiles). `model.calibrate` gives both numbers from these two.
+LATENCY_CYCLES, CTA_CYCLES = 51.4, 13_387.4
 
 TURNS = MlaVariant(
-    "no cluster, one tile after the other",
+    "crossover of values, two stages of a tile in turns",
     latency_cycles=LATENCY_CYCLES,
     cta_cycles=CTA_CYCLES,
     built=True,
@@ -141,7 +141,11 @@ CROSSOVER_RAW = MlaVariant("crossover of raw bytes by bulk copy", Exchange.RAW_B
 
 MLA_VARIANTS = (TURNS, OVERLAPPED_32, OVERLAPPED, CROSSOVER_ASYNC, CROSSOVER_BULK, CROSSOVER_RAW)
 MLA_BUILT = TURNS
-"""What `mla_fp8_decode` runs."""
+"""What `mla_fp8_decode` runs with more than 64 heads."""
+
+MLA_ALONE = MlaVariant("one CTA, two stages of a tile in turns", latency_cycles=62.0, cta_cycles=CTA_CYCLES, built=True)
+MLA_NARROW = MlaVariant("16 heads as columns", latency_cycles=36.0, cta_cycles=12_000.0, built=True)
+"""What it runs with 17 to 64 heads and with fewer: constants between those that topk 2048 and 8192 dense keys give."""
 
 
 @dataclass(frozen=True)

@@ -79,6 +79,19 @@ def _mla(record: Record) -> list[str]:
     )
 
 
+def _crossover(record: Record) -> list[str]:
+    rows = []
+    for case in _of(record, "mla_fp8_decode"):
+        times = case.get("exchange_us")
+        if times:
+            keys = f"topk {case['topk']}" if case["mode"] == "sparse" else f"{case['s_k']} keys"
+            size = f"{case['mode']}, {case['batch']} x {case['h_q']} x {case['s_q']}, {keys}"
+            shown = [_short(times[exchange]) for exchange in ("none", "codes", "values")]
+            rows.append([size, *shown, f"{times['none'] / times['values']:.2f}"])
+    header = ["batch x heads x s_q", "each gathers all, us", "codes, us", "values, us", "gain of values"]
+    return _markdown(header, rows)
+
+
 def _gqa(record: Record) -> list[str]:
     decode, append = _of(record, "gqa_decode"), _of(record, "kv_int8_append")
     return _paragraphs(_gqa_table(decode) if decode else [], _other_table(append) if append else [])
@@ -183,6 +196,7 @@ PARTS: dict[str, Callable[[Record], list[str]]] = {
     "gqa-summary": _gqa_summary,
     "sink": _sink,
     "sink-summary": _sink_summary,
+    "crossover": _crossover,
     "sink-routing": _sink_routing,
     **budget_table.PARTS,
 }

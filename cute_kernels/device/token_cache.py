@@ -1,12 +1,12 @@
 """Reading the 656-byte token format: gather rows into registers, store their codes as bf16 into wgmma-readable tiles.
 
 One warpgroup handles 16 rows a pass, 4 a warp, 8 lanes a row. A lane holds a sixteenth of each 128-value quantization
-tile of its row (16 codes, four times), an eighth of the rope part (8 bf16 values) and one of the four scales: five
-16-byte loads and one of 4 bytes, 21 registers.
+tile of its row (16 codes, four times) and an eighth of the rope part (8 bf16 values): five 16-byte loads, 20 registers.
 
-A scale is split into its power of two and the rest, f in [1, 2). The code times the power is exact in bf16 and goes to
-the tensor core; f is kept apart and applied by those who multiply, in float32. So a key loses nothing on its way, and
-whatever the scales are, f and quotients of two of them stay near 1.
+Codes are stored as float16, exactly, where their scales are applied to products (64 heads of a CTA). With few heads a
+lane also holds one of the four scales, which is split into its power of two and the rest, f in [1, 2). The code times
+the power is exact in bf16 and goes to the tensor core; f is kept apart and applied by those who multiply, in float32.
+Either way a key loses nothing on its way, whatever the scales are.
 
 Store map. In the 128-byte swizzle the 16-byte chunk c of row r sits at c ^ (r % 8), and 16 codes become an even and an
 odd chunk. The 8 lanes of one store phase hold four pieces of an even row and four of an odd row, so their chunks fall

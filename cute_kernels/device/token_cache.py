@@ -1,4 +1,4 @@
-"""Reading the 656-byte token format: gather rows into registers, store their codes as 16-bit numbers into wgmma-readable tiles.
+"""Reading the 656-byte token format: rows into registers, their codes as 16-bit numbers into tiles that wgmma reads.
 
 One warpgroup handles 16 rows a pass, 4 a warp, 8 lanes a row. A lane holds a sixteenth of each 128-value quantization
 tile of its row (16 codes, four times) and an eighth of the rope part (8 bf16 values): five 16-byte loads, 20 registers.

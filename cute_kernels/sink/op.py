@@ -230,12 +230,10 @@ def _decodes(call: _Call) -> bool:
         return False
     chosen = route(
         s_q=q.shape[1],
-        s_k=k.shape[1],
         h_q=q.shape[2],
         h_kv=k.shape[2],
         d=q.shape[3],
         dtype=str(q.dtype).removeprefix("torch."),
-        window=call.window,
         packed=call.cu_seqlens_q is not None or call.cu_seqlens_k is not None,
         differentiable=call.differentiable,
     )

@@ -14,31 +14,14 @@ from cute_kernels.sink.plan import decode_refusals, route
 from cute_kernels.sink.reference import reference_sink_attention
 from cute_kernels.testing.inputs import covering_cases, generator
 
-ONE_TOKEN: dict[str, Any] = {"s_q": 1, "s_k": 4096, "h_q": 64, "h_kv": 8, "d": 64, "dtype": "bfloat16"}
+ONE_TOKEN: dict[str, Any] = {"s_q": 1, "h_q": 64, "h_kv": 8, "d": 64, "dtype": "bfloat16"}
 
 
-def test_one_token_is_decoded_whatever_the_length():
-    for s_k in (0, 1, plan.SHORT_KEYS, 131072):
-        assert route(**{**ONE_TOKEN, "s_k": s_k}) == "decode"
-
-
-def test_many_tokens_are_prefilled():
+def test_few_tokens_are_decoded_and_many_prefilled():
+    for s_q in (1, plan.FEW_QUERIES):
+        assert route(**{**ONE_TOKEN, "s_q": s_q}) == "decode"
     for s_q in (plan.FEW_QUERIES + 1, 64, 4096):
         assert route(**{**ONE_TOKEN, "s_q": s_q}) == "prefill"
-    assert route(**{**ONE_TOKEN, "s_q": plan.FEW_QUERIES}) == "decode"
-
-
-def test_few_tokens_over_short_keys_are_prefilled():
-    s_q = plan.QUERIES_OF_SHORT_KEYS + 1
-    assert route(**{**ONE_TOKEN, "s_q": s_q, "s_k": plan.SHORT_KEYS}) == "prefill"
-    assert route(**{**ONE_TOKEN, "s_q": s_q, "s_k": plan.SHORT_KEYS + 1}) == "decode"
-    assert route(**{**ONE_TOKEN, "s_q": plan.QUERIES_OF_SHORT_KEYS, "s_k": plan.SHORT_KEYS}) == "decode"
-
-
-def test_a_window_makes_keys_short():
-    s_q = plan.QUERIES_OF_SHORT_KEYS + 1
-    assert route(**{**ONE_TOKEN, "s_q": s_q}, window=plan.SHORT_KEYS - s_q + 1) == "prefill"
-    assert route(**{**ONE_TOKEN, "s_q": s_q}, window=plan.SHORT_KEYS - s_q + 2) == "decode"
 
 
 @pytest.mark.parametrize(
@@ -61,13 +44,12 @@ def test_a_window_makes_keys_short():
 def test_what_decoding_cannot_do_is_prefilled(change, reason):
     arguments = {**ONE_TOKEN, "packed": False, "differentiable": False, **change}
     assert route(**arguments) == "prefill"
-    del arguments["s_k"]
     reasons = decode_refusals(**arguments)
     assert len(reasons) == 1 and reason in reasons[0]
 
 
 def test_limits_are_those_of_gqa_decode():
-    assert plan.DECODE_QUERIES == gqa_op.MAX_S_Q >= plan.FEW_QUERIES >= plan.QUERIES_OF_SHORT_KEYS
+    assert plan.DECODE_QUERIES == gqa_op.MAX_S_Q >= plan.FEW_QUERIES
     assert plan.DECODE_HEADS == gqa_op.MAX_HEADS
     assert tuple(getattr(torch, name) for name in plan.DECODE_DTYPES) == gqa_op.Q_DTYPES
     for d in plan.DECODE_HEAD_DIMS:

@@ -2,7 +2,7 @@
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32
+from cutlass import Float32, Int32
 
 from cute_kernels.device import wgmma
 
@@ -52,3 +52,13 @@ def normalize(accumulators, row_sum: cute.Tensor, denominator: cute.Tensor):
     for r in cutlass.range_constexpr(2):
         denominator[r] = cutlass.select_(row_sum[r] == 0.0, Float32(0.0), 1.0 / denominator[r])
     multiply_rows(accumulators, denominator)
+
+
+def exponent(x: Float32) -> Int32:
+    """Of a number without sign: floor(log2(x)); -127 for 0 and what is near it, 128 for Inf and NaN."""
+    return (x.bitcast(Int32) >> 23) - 127
+
+
+def power_of_two(n: Int32) -> Float32:
+    """2^n for n from -126 to 127."""
+    return ((n + 127) << 23).bitcast(Float32)

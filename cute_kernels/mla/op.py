@@ -81,7 +81,7 @@ def mla_fp8_decode(
         s_aux: (h_q,) float32, a logit per head in natural-log units that joins the softmax denominator alone.
         num_splits: CTAs that share the keys of one query; default: planned from the shapes.
         exchange: what two CTAs with 64 heads each hand each other of every key that one of them has gathered: "codes",
-            its 656 bytes, "values", bf16 numbers, or "none": each gathers all. Default: planned. With more
+            its 656 bytes, "values", 16-bit numbers, or "none": each gathers all. Default: planned. With more
             than 64 heads and a given number of splits no bit of a result depends on it.
         out: (batch, s_q, h_q, 512) bfloat16 to write to; rows contiguous and 16-byte aligned.
         lse: (batch, s_q, h_q) float32 to write to.

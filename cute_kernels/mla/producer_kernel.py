@@ -36,7 +36,7 @@ class KeyProducer:
     Without a cluster a CTA gathers all rows of a tile, else those from 32 x its rank on, and gets the others:
 
     exchange  rows of the other CTA come                                      then
-    codes     by st.async from its registers, to where they will be stored,   they are read and made bf16 like own ones
+    codes     by st.async from its registers, to where they will be stored,   they are read and widened like own ones
               a thread's pieces to its counterpart
     values    by bulk copies of its stage, when that half is done, and        nothing: all counts on the full barrier
               the rope part by st.async from its registers

@@ -119,15 +119,14 @@ class ScoreWarpgroup:
                 for i in cutlass.range_constexpr(8):
                     number = eight[i].to(Float32)
                     peak = cute.arch.fmax(peak, cute.arch.fmax(number, -number))
-            exponent = (peak.bitcast(Int32) >> 23) - 127
-            exponent = cutlass.min(cutlass.max(exponent, -EXPONENTS), EXPONENTS)
-            power = ((127 - exponent) << 23).bitcast(Float32)
+            exponent = cutlass.min(cutlass.max(softmax.exponent(peak), -EXPONENTS), EXPONENTS)
+            power = softmax.power_of_two(-exponent)
             for c in cutlass.range(GROUP // 8, unroll=1):
                 old, new = self.chunk_of_q(smem, tid, j, c)
                 cute.autovec_copy(old, eight)
                 half.store((eight.load().to(Float32) * power).to(Float16))
                 cute.autovec_copy(half, new)
-            sPower[tid % WIDE, tid // WIDE * (GROUPS // 2) + j] = ((127 + exponent) << 23).bitcast(Float32)
+            sPower[tid % WIDE, tid // WIDE * (GROUPS // 2) + j] = softmax.power_of_two(exponent)
 
     @cute.jit
     def score(

@@ -170,16 +170,16 @@ class ValueWarpgroups:
                 for c in cutlass.range_constexpr(cute.size(o, mode=[1])):
                     largest[r] = cute.arch.fmax(largest[r], cute.arch.fmax(o[r, c], -o[r, c]))
                 peak = cute.arch.warp_reduction_max(peaks[r], threads_in_group=4)
-                of_o = exponent(cute.arch.warp_reduction_max(largest[r], threads_in_group=4))
-                of_unit = exponent(sUnits[r])
-                change = cutlass.min(P_EXPONENT - exponent(peak) - of_unit, O_EXPONENT - of_o)
+                of_o = softmax.exponent(cute.arch.warp_reduction_max(largest[r], threads_in_group=4))
+                of_unit = softmax.exponent(sUnits[r])
+                change = cutlass.min(P_EXPONENT - softmax.exponent(peak) - of_unit, O_EXPONENT - of_o)
                 change = cutlass.min(cutlass.max(change, -O_EXPONENT - of_unit), O_EXPONENT - of_unit)
                 if peak == 0.0:
                     change = Int32(0)
-                unit[r] = power_of_two(of_unit + change)
+                unit[r] = softmax.power_of_two(of_unit + change)
                 # a change of 2^-200 is not one number
-                gain[r] = power_of_two(change // 2)
-                largest[r] = power_of_two(change - change // 2)
+                gain[r] = softmax.power_of_two(change // 2)
+                largest[r] = softmax.power_of_two(change - change // 2)
             cute.arch.sync_warp()  # the four threads of a row have read its unit
             if tid % 4 == 0:
                 for r in cutlass.range_constexpr(2):
@@ -326,13 +326,3 @@ class ValueWarpgroups:
         """A timestamp of a tile."""
         for w in cutlass.range_constexpr(2):
             self.tracer.stamp(smem.trace.ptr, 2 + w, len(EVENTS[2]) * t + event, edge, wg == w and tid == 0)
-
-
-def exponent(x: Float32) -> Int32:
-    """Of a number without sign: floor(log2(x)); -127 for 0 and what is near it, 128 for Inf and NaN."""
-    return (x.bitcast(Int32) >> 23) - 127
-
-
-def power_of_two(n: Int32) -> Float32:
-    """2^n for n from -126 to 127."""
-    return ((n + 127) << 23).bitcast(Float32)

@@ -93,11 +93,7 @@ class SinkForwardKernel:
         k, v = (schedule.fake_rows(self.dtype, spec.packed, (batch, s_k, h_kv), spec.d) for _ in range(2))
         sink = make_fake_tensor(Float32, (h_q,), (1,), assumed_align=4)
         lse = schedule.fake_rows(Float32, spec.packed, (batch, s_q, h_q), None)
-        packed: tuple = (None, None, None)
-        if spec.packed:
-            ends = cute.sym_int()
-            cu_q, cu_k = (make_fake_tensor(Int32, (ends,), (1,), assumed_align=4) for _ in range(2))
-            packed = (cu_q, cu_k, make_fake_tensor(Int32, (cute.sym_int(), 2), (2, 1), assumed_align=8))
+        packed = schedule.fake_packed(spec.packed)
         numbers = (Float32(1.0), *[Int32(1)] * 4, Int64(0))
         return (q, k, v, sink, out, lse, *packed, *numbers, make_fake_stream(use_tvm_ffi_env_stream=True))
 

@@ -19,7 +19,7 @@ import cutlass.cute as cute
 import cutlass.utils.hopper_helpers as sm90
 from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
-from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
+from cutlass.cute.runtime import make_fake_stream
 from cutlass.memory import SmemAllocator
 from cutlass.tensor_utils import LayoutEnum
 
@@ -49,11 +49,7 @@ class SinkQueryGradKernel:
         batch, s_q, s_k, h_q, h_kv = (cute.sym_int() for _ in range(5))
         q, d_out, d_q = (schedule.fake_rows(self.dtype, spec.packed, (batch, s_q, h_q), spec.d) for _ in range(3))
         k, v = (schedule.fake_rows(self.dtype, spec.packed, (batch, s_k, h_kv), spec.d) for _ in range(2))
-        packed: tuple = (None, None, None)
-        if spec.packed:
-            ends = cute.sym_int()
-            cu_q, cu_k = (make_fake_tensor(Int32, (ends,), (1,), assumed_align=4) for _ in range(2))
-            packed = (cu_q, cu_k, make_fake_tensor(Int32, (cute.sym_int(), 2), (2, 1), assumed_align=8))
+        packed = schedule.fake_packed(spec.packed)
         numbers = (Float32(1.0), *[Int32(1)] * 4, Int64(0))
         stats = schedule.fake_stats(h_q)
         return (q, k, v, d_out, stats, d_q, *packed, *numbers, make_fake_stream(use_tvm_ffi_env_stream=True))

@@ -33,6 +33,15 @@ EDGE = 1 << 30  # rows of a packed view: where TMA clips
 TURN = 1 << 34  # elements of 16 bits; EDGE of them are 2^65 bytes
 
 
+def fake_packed(packed: bool) -> tuple:
+    """(cu_seqlens_q, cu_seqlens_k, list of work) where sequences are packed, else three times None."""
+    if not packed:
+        return None, None, None
+    ends = cute.sym_int()
+    cu_q, cu_k = (make_fake_tensor(Int32, (ends,), (1,), assumed_align=4) for _ in range(2))
+    return cu_q, cu_k, make_fake_tensor(Int32, (cute.sym_int(), 2), (2, 1), assumed_align=8)
+
+
 def fake_rows(dtype, packed: bool, sizes: tuple, d: int | None):
     """(batch, s, heads[, d]) or (tokens, heads[, d]) with any strides but that of d; `sizes` has the leading ones."""
     inner = () if d is None else (1,)

@@ -58,7 +58,10 @@ from cute_kernels.device import softmax, token_cache
 from cute_kernels.device.trace import Tracer
 from cute_kernels.merge.kernel import MergeKernel
 from cute_kernels.merge.spec import MergeSpec
-from cute_kernels.mla.narrow_kernel import NarrowConsumer
+from cute_kernels.mla.column_score_kernel import ColumnScores
+from cute_kernels.mla.column_tile_kernel import BUFFERS, column_storage, stages
+from cute_kernels.mla.column_value_kernel import ColumnValues
+from cute_kernels.mla.gather_kernel import RowGatherer
 from cute_kernels.mla.producer_kernel import NOPE, PARTS, STAGES, KeyProducer
 from cute_kernels.mla.score_kernel import ScoreWarpgroup
 from cute_kernels.mla.spec import ROLES, TOKENS_PER_TILE, WIDE, MlaDecodeSpec
@@ -76,10 +79,10 @@ class MlaDecodeKernel:
         if reasons:
             raise ValueError("; ".join(reasons))
         self.spec = spec
-        self.producer = KeyProducer(spec)
+        self.producer = RowGatherer(spec) if spec.columns else KeyProducer(spec)
         self.tracer = Tracer(spec.trace, len(ROLES))
-        self.wide = spec.heads == WIDE
-        self.scores, self.values, self.narrow = ScoreWarpgroup(spec), ValueWarpgroups(spec), NarrowConsumer(spec)
+        self.scores = ColumnScores(spec) if spec.columns else ScoreWarpgroup(spec)
+        self.values = ColumnValues(spec) if spec.columns else ValueWarpgroups(spec)
         if spec.split:
             merge = MergeSpec(
                 NOPE, "float32", "bfloat16", has_sink=True, has_lse=True, lanes=spec.merge_lanes, loads=16
@@ -200,19 +203,14 @@ class MlaDecodeKernel:
         block, _, _ = cute.arch.block_idx()
         warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
 
-        smem = SmemAllocator().allocate(shared_storage(self.spec.heads))
+        columns = const_expr(self.spec.columns)
+        storage = column_storage(self.spec.heads) if columns else shared_storage()
+        smem = SmemAllocator().allocate(storage)
         if tidx == 0:
             if const_expr(self.spec.trace):
                 smem.trace.ptr.store(trace)
                 self.tracer.anchor(smem.trace.ptr, 0)
-            cute.arch.mbarrier_init(smem.q_full.ptr, 1)
-            for i in cutlass.range_constexpr(STAGES):
-                cute.arch.mbarrier_init(smem.p_full.data_ptr() + i, 128)
-                cute.arch.mbarrier_init(smem.full.data_ptr() + i, self.producer.threads)
-                cute.arch.mbarrier_init(smem.peer_free.data_ptr() + i, 1)
-                cute.arch.mbarrier_init(smem.codes_full.data_ptr() + i, 1)
-            for i in cutlass.range_constexpr(STAGES * PARTS):
-                cute.arch.mbarrier_init(smem.empty.data_ptr() + i, 256 if self.wide else 128)
+            self.init_barriers(smem)
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
         rank = Int32(0)
@@ -221,7 +219,7 @@ class MlaDecodeKernel:
             cute.arch.cluster_arrive_relaxed()
             cute.arch.cluster_wait()
 
-        first_consumer = 4 * self.spec.producers
+        moves = const_expr(self.spec.heads == WIDE)  # registers from one warpgroup to another
         of_producer, of_scores, of_values = self.spec.registers
         merges = False
         if const_expr(self.spec.split):
@@ -235,8 +233,8 @@ class MlaDecodeKernel:
                 counter = self.counter(counters, group)
                 merge_ctas = merge_divisor.divisor
                 self.merge(smem, mPartial, mPartialLse, mSink, mOut, mLse, counter, place, part, merge_ctas, num_splits)
-        elif warp_idx < first_consumer:
-            if const_expr(self.wide):
+        elif warp_idx < 4:
+            if const_expr(moves):
                 cute.arch.setmaxregister_decrease(of_producer)
             done = Int32(0)  # tiles of the items before
             for item in cutlass.range(block, items, decode_ctas, unroll=1):
@@ -248,15 +246,21 @@ class MlaDecodeKernel:
                         entries = mIndex[batch_idx, query_idx, None]
                     else:
                         entries = mIndex[batch_idx, None]
-                    self.producer.fill(
-                        smem, mKV, zero_row, entries, begin, limit, done, count, page_divisor, rank, tidx
-                    )
+                    keys = (mKV, zero_row, entries, begin, limit)
+                    if const_expr(columns):
+                        self.producer.fill(smem, *keys, done, count, page_divisor, tidx)
+                    else:
+                        self.producer.fill(smem, *keys, done, count, page_divisor, rank, tidx)
                 done += count
-        elif const_expr(self.wide) and warp_idx < first_consumer + 4:
-            cute.arch.setmaxregister_decrease(of_scores)
-            if warp_idx == first_consumer:
+        elif warp_idx < 8:
+            if const_expr(moves and of_scores < 128):
+                cute.arch.setmaxregister_decrease(of_scores)
+            if const_expr(moves and of_scores > 128):
+                cute.arch.setmaxregister_increase(of_scores)
+            warp = warp_idx - 4
+            if warp == 0:
                 work = self.locate(block, head_divisor, split_divisor, query_divisor)
-                start_q(smem, load_q, tQ, work, WIDE)
+                start_q(smem, load_q, tQ, work, self.spec.heads)
             done, loads = Int32(0), Int32(0)
             for item in cutlass.range(block, items, decode_ctas, unroll=1):
                 work = self.locate(item, head_divisor, split_divisor, query_divisor)
@@ -268,16 +272,17 @@ class MlaDecodeKernel:
                     entries = mIndex[batch_idx, None]
                 following = item + decode_ctas
                 next_work = self.locate(following, head_divisor, split_divisor, query_divisor)
-                warp = warp_idx - first_consumer
                 scaled, loads = self.scores.prepare(smem, load_q, tQ, work, loads, warp, tidx % 128)
                 has_next = following < items
-                keys = (mKV, zero_row, entries, begin, limit, page_divisor)
-                self.scores.score(
-                    smem, load_q, tQ, keys, scale_log2, done, count, has_next, next_work, scaled, warp, tidx % 128
-                )
+                ahead = (has_next, next_work, scaled, warp, tidx % 128)
+                if const_expr(columns):
+                    self.scores.score(smem, load_q, tQ, scale_log2, done, count, *ahead)
+                else:
+                    keys = (mKV, zero_row, entries, begin, limit, page_divisor)
+                    self.scores.score(smem, load_q, tQ, keys, scale_log2, done, count, *ahead)
                 done += count
         else:
-            if const_expr(self.wide):
+            if const_expr(moves):
                 cute.arch.setmaxregister_increase(of_values)
             done = Int32(0)
             for item in cutlass.range(block, items, decode_ctas, unroll=1):
@@ -285,11 +290,7 @@ class MlaDecodeKernel:
                 head_block, _, query_idx, batch_idx = work
                 _, _, count = self.keys_of(work, mLength, mIndex, mKV, num_splits, causal, query_divisor)
                 results = (mOut, mLse, mPartial, mPartialLse, mSink)
-                if const_expr(self.wide):
-                    self.values.add(smem, *results, done, count, work, warp_idx // 4 - 2, tidx % 128)
-                else:
-                    warp = warp_idx - first_consumer
-                    self.narrow.decode(smem, load_q, tQ, *results, scale_log2, count, work, warp, tidx % 128)
+                self.values.add(smem, *results, done, count, work, warp_idx // 4 - 2, tidx % 128)
                 if const_expr(self.spec.split):
                     cute.arch.barrier(barrier_id=BAR_STORED, number_of_threads=256)
                     if tidx == 256:
@@ -301,6 +302,18 @@ class MlaDecodeKernel:
         if const_expr(self.spec.cluster > 1):  # nobody leaves while the other one reads or writes here
             cute.arch.cluster_arrive_relaxed()
             cute.arch.cluster_wait()
+
+    def init_barriers(self, smem):
+        """Called by one thread; see the table for the counts."""
+        counts = {"full": 256, "empty": 256, "p_full": 128, "p_empty": 256}
+        number = dict.fromkeys(counts, stages(self.spec.heads)) | {"p_full": BUFFERS, "p_empty": BUFFERS}
+        if not self.spec.columns:
+            counts = {"full": 128, "empty": 256, "p_full": 128, "peer_free": 1, "codes_full": 1}
+            number = dict.fromkeys(counts, STAGES) | {"empty": STAGES * PARTS}
+        cute.arch.mbarrier_init(smem.q_full.ptr, 1)
+        for name, count in counts.items():
+            for i in range(number[name]):
+                cute.arch.mbarrier_init(getattr(smem, name).data_ptr() + i, count)
 
     def locate(self, item: Int32, head_divisor, split_divisor, query_divisor):
         """(block of heads, split, query, request) of an item of work.
@@ -368,6 +381,8 @@ class MlaDecodeKernel:
             while cute.arch.load(counter, Int32, sem="acquire", scope="gpu") < num_splits:
                 pass
         cute.arch.sync_threads()
+        free = smem.codes if const_expr(self.spec.columns) else smem.nope
+        rows_of_merge = cute.recast_ptr(free.data_ptr(), dtype=Float32)
         heads = cutlass.min(mSink.shape[0] - head_block * self.spec.heads, self.spec.heads)
         for first in cutlass.range(part * rows, heads, merge_ctas * rows, unroll=1):
             valid = first + row_in_cta < heads
@@ -378,7 +393,7 @@ class MlaDecodeKernel:
                 mSink,
                 mOut,
                 mLse,
-                cute.recast_ptr(smem.nope.data_ptr(), dtype=Float32),
+                rows_of_merge,
                 None,
                 (batch_idx, query_idx, head),
                 valid,

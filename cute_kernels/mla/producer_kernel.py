@@ -47,13 +47,13 @@ class KeyProducer:
     def __init__(self, spec: MlaDecodeSpec):
         self.sparse = spec.sparse
         self.exchange = spec.exchange
-        self.depth = spec.depth
+        self.depth = 2  # passes of 16 rows in flight
         self.crosses = spec.cluster > 1
-        self.codes = spec.heads == WIDE  # are stored as they are, and scales applied by those who multiply
+        self.codes = True  # are stored as they are, and scales applied by those who multiply
         self.tracer = Tracer(spec.trace, len(ROLES))
-        self.threads = THREADS * spec.producers
-        self.by_parts = spec.heads == WIDE and spec.cluster == 1  # each turn over `depth` passes fills a part
-        self.distance = ROWS * spec.producers  # from a pass of a warpgroup to its next
+        self.threads = THREADS
+        self.by_parts = False  # each turn over `depth` passes fills a part
+        self.distance = ROWS  # from a pass of a warpgroup to its next
         self.passes = TOKENS_PER_TILE // self.distance // spec.cluster  # of a warpgroup over own rows of a tile
 
     @cute.jit

@@ -3,12 +3,13 @@
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-WIDE = 64  # heads of a CTA that are rows of a wgmma
-NARROW = (8, 16)  # that are columns of one
+WIDE = 64  # heads of a CTA, at most
+NARROW = (8, 16)  # and where there are few
 TOKENS_PER_TILE = 64
 MERGE_LANES = (0, 32, 128)
 EXCHANGES = ("none", "codes", "values")
 WEIGHT = 8.0  # scales from 2^-17 to 2^-2, of values up to 112, times this are normal float16 numbers below 2
+COLUMN_WEIGHT = 2.0**7  # where heads are columns: scales from 2^-12 to 1, of values up to 448, are below 2^7 with it
 ROLES = ("producer", "scores", "values 0", "values 1")  # warpgroups of 64 heads, as a traced kernel numbers them
 EVENTS = (("wait", "fill"), ("wait", "QK", "softmax"), ("wait", "PV"), ("wait", "PV"))  # of a tile, for each of them
 
@@ -66,19 +67,16 @@ class MlaDecodeSpec:
         return -(-h_q // (self.heads * self.cluster)) * self.cluster
 
     @property
-    def producers(self) -> int:
-        """Warpgroups that make keys."""
-        return 1 if self.heads == WIDE else 2
-
-    @property
-    def depth(self) -> int:
-        """Passes of 16 rows that each of them has in flight."""
-        return 2
+    def columns(self) -> bool:
+        """Whether heads are columns of the products, and keys their rows: wherever CTAs exchange nothing."""
+        return self.exchange == "none"
 
     @property
     def registers(self) -> tuple[int, int, int]:
-        """Of a thread that makes keys, scores, adds values: 72 + 104 + 2 x 168 = 4 x 128, what 512 get at launch."""
-        return (72, 104, 168) if self.heads == WIDE else (128, 128, 128)
+        """Of a thread that brings keys, scores, adds values; the last one twice: 4 x 128, what 512 get at launch."""
+        if not self.columns:
+            return (72, 104, 168)
+        return (32, 128, 176) if self.heads == WIDE else (128, 128, 128)
 
     @property
     def split(self) -> bool:
@@ -90,9 +88,10 @@ class MlaDecodeSpec:
         """What the compiled kernel is held to."""
         sends = {"none": (), "codes": ("STAS",), "values": ("UBLKCP",)}[self.exchange]
         moved = ("USETMAXREG",) if self.heads == WIDE else ()
+        loads = "LDGSTS.E.BYPASS.128" if self.columns else "LDG.E.128"
         # with codes the producers' loads and sends leave up to nine of 72 registers too few
         stack = 32 if self.exchange == "codes" else 0
-        return {"registers": 128, "stack": stack, "instructions": ("HGMMA", "UTMALDG", "LDG.E.128", *moved, *sends)}
+        return {"registers": 128, "stack": stack, "instructions": ("HGMMA", "UTMALDG", loads, *moved, *sends)}
 
 
 def shipped_specs() -> list[MlaDecodeSpec]:

@@ -26,7 +26,7 @@ def layouts(heads: int = WIDE):
     )
 
 
-def shared_storage(heads: int):
+def shared_storage(heads: int = WIDE):
     """The struct of all that lies in shared memory."""
     layout_nope, layout_rope, layout_q = layouts(heads)
     wide = heads == WIDE

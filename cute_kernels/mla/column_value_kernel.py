@@ -1,0 +1,291 @@
+"""The two warpgroups of the MLA decode kernel that add up values where heads are columns, 256 of 512 values each."""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import BFloat16, Float8E4M3FN, Float16, Float32, Int32, const_expr
+from cutlass.cute.nvgpu import warpgroup
+
+from cute_kernels.device import softmax, wgmma
+from cute_kernels.device.trace import Tracer
+from cute_kernels.mla.column_tile_kernel import (
+    WARPS,
+    column,
+    column_layouts,
+    column_mmas,
+    pairs_of,
+    slots,
+    stages,
+    swizzle,
+)
+from cute_kernels.mla.producer_kernel import GROUP, GROUPS, NOPE
+from cute_kernels.mla.spec import COLUMN_WEIGHT, EVENTS, ROLES, TOKENS_PER_TILE, MlaDecodeSpec
+from cute_kernels.mla.tile_kernel import weights
+
+BLOCKS = 4  # of 64 rows of O^T that a warpgroup has, two of a thread's eight columns each
+KEY_BLOCKS = TOKENS_PER_TILE // 16
+EXACT_WEIGHT = 2.0**-8  # what takes the place of COLUMN_WEIGHT in bf16: P is up to 2^15, and O is to hold what V does
+BAR_VALUES = 5  # and 6: of one warpgroup of values
+PAIR_OF_CODES = (0x5140, 0x7362)  # PRMT: two columns of two rows, a pair of rows each
+
+
+class ColumnValues:
+    """Device code for 2 x 128 threads: O^T += V^T P^T, and the result.
+
+    A warp has 64 neighbouring columns of V, so one quantization tile, and a thread eight of them: its rows g and g + 8
+    of four blocks of 64 rows of O^T. It reads eight codes of each of four keys at once, and by two permutations of
+    bytes and four conversions they are its part of V^T of two blocks. Scales, times COLUMN_WEIGHT, are applied to V:
+
+        O_j += (scale_j code_j) P                            rounded to float16 once more
+
+    where float16 holds that product of any code. From the first tile of an item where it does not, they are applied to
+    P, in bf16 (`add_exactly`).
+    """
+
+    def __init__(self, spec: MlaDecodeSpec):
+        self.spec = spec
+        self.heads = spec.heads
+        self.columns = spec.heads // 4  # of a thread
+        self.stages = stages(spec.heads)
+        self.tracer = Tracer(spec.trace, len(ROLES))
+
+    @cute.jit
+    def add(
+        self,
+        smem,
+        mOut: cute.Tensor,
+        mLse: cute.Tensor,
+        mPartial: cute.Tensor | None,
+        mPartialLse: cute.Tensor | None,
+        mSink: cute.Tensor,
+        done: Int32,
+        count: Int32,
+        work: tuple,
+        wg: Int32,
+        tid: Int32,
+    ):
+        """Adds up the `count` tiles of an item of work, the first of which is tile `done`, and stores what it gives."""
+        mma, _, mma_exact = column_mmas(self.heads)
+        shape = mma.partition_shape_C((TOKENS_PER_TILE, self.heads))
+        acc_o = [cute.make_rmem_tensor(shape, Float32) for _ in range(BLOCKS)]
+        for m in cutlass.range_constexpr(BLOCKS):
+            acc_o[m].fill(0.0)
+        sRaised = smem.raised.get_tensor(cute.make_layout(2))
+        exact = Int32(0)
+        for t in cutlass.range(done, done + count, unroll=1):
+            stage, buffer = t % self.stages, t % 2
+            self.stamp(smem, t, 0, 0, wg, tid)
+            cute.arch.mbarrier_wait(smem.p_full.data_ptr() + buffer, t // 2 % 2)
+            cute.arch.mbarrier_wait(smem.full.data_ptr() + stage, t // self.stages % 2)  # long since
+            self.stamp(smem, t, 0, 1, wg, tid)
+            self.stamp(smem, t, 1, 0, wg, tid)
+            if sRaised[buffer] != 0 and t > done:
+                self.rescale(smem, acc_o, buffer, tid)
+            if exact == 0 and self.out_of_reach(smem, buffer, wg, tid):
+                exact = Int32(1)
+                for m in cutlass.range_constexpr(BLOCKS):
+                    for i in cutlass.range_constexpr(cute.size(acc_o[m])):
+                        acc_o[m][i] *= EXACT_WEIGHT / COLUMN_WEIGHT
+            if exact != 0:
+                self.add_exactly(smem, mma_exact, acc_o, stage, buffer, wg, tid)
+                cute.arch.mbarrier_arrive(smem.empty.data_ptr() + stage)
+            else:
+                self.add_tile(smem, mma, acc_o, stage, buffer, wg, tid)
+            if t < done + count - 1:
+                cute.arch.mbarrier_arrive(smem.p_empty.data_ptr() + buffer)
+            self.stamp(smem, t, 1, 1, wg, tid)
+        base, total = (cute.make_rmem_tensor(self.columns, Float32) for _ in range(2))
+        base.fill(0.0)
+        total.fill(0.0)
+        if count > 0:
+            buffer = (done + count - 1) % 2
+            self.read_sums(smem, base, total, buffer, tid)
+            cute.arch.mbarrier_arrive(smem.p_empty.data_ptr() + buffer)
+        weight = Float32(cutlass.select_(exact != 0, Float32(EXACT_WEIGHT), Float32(COLUMN_WEIGHT)))
+        self.store(acc_o, base, total, weight, mSink, mOut, mLse, mPartial, mPartialLse, work, wg, tid)
+
+    @cute.jit
+    def rescale(self, smem, acc_o, buffer: Int32, tid: Int32):
+        """Makes O relative to the bases of this tile."""
+        factor = cute.make_rmem_tensor(self.columns, Float32)
+        pairs_of(smem.rescaling.get_tensor(cute.make_layout(2 * self.heads)), tid, buffer * self.heads, factor)
+        for m in cutlass.range_constexpr(BLOCKS):
+            o = wgmma.by_row(acc_o[m])
+            for r in cutlass.range_constexpr(2):
+                for c in cutlass.range_constexpr(self.columns):
+                    o[r, c] *= factor[c]
+
+    @cute.jit
+    def out_of_reach(self, smem, buffer: Int32, wg: Int32, tid: Int32):
+        """Whether a key of the tile has a scale that its weight does not hold; the same in all threads."""
+        seen = Int32(0)
+        for half in cutlass.range_constexpr(2):
+            found = cute.make_rmem_tensor((8, 2), Float16)
+            cute.autovec_copy(weights(smem, buffer, 2 * wg + half, tid), found)
+            words = cute.recast_tensor(found, Int32)
+            for i in cutlass.range_constexpr(8):
+                seen |= words[i]
+        return cute.arch.vote_any_sync(seen & 0x80008000 != 0)  # one that does is not negative
+
+    @cute.jit
+    def load(self, smem, raw: cute.Tensor, stage: Int32, block, wg: Int32, tid: Int32):
+        """Codes of a block of 16 keys: of the keys of a thread's four columns of A (4), eight columns each (8)."""
+        warp_idx, g, q = tid // 32, tid % 32 // 4, tid % 4
+        chunk = 4 * (warp_idx % 2) + g // 2
+        line = (stage * TOKENS_PER_TILE + 2 * q) * NOPE + GROUP * (2 * wg + warp_idx // 2) + g % 2 * 8
+        for i in cutlass.range_constexpr(4):
+            key = 2 * q + i % 2  # modulo 8, which is what the swizzle asks for
+            at = line + ((chunk ^ swizzle(key)) << 4) + (i % 2 + 8 * (i // 2)) * NOPE + block * (16 * NOPE)
+            pointer = smem.codes.data_ptr() + cute.assume(at, divby=8)
+            source = cute.make_tensor(cute.recast_ptr(pointer, dtype=Int32), cute.make_layout(2))
+            cute.autovec_copy(source, raw[None, i])
+
+    @cute.jit
+    def widen(self, raw: cute.Tensor, m: cutlass.Constexpr, half: cute.Tensor):
+        """Eight numbers of A of block m of rows, float16: rows g and g + 8, of keys 2 q and on and of 2 q + 8 and on."""
+        for i in cutlass.range_constexpr(2):
+            codes = cute.make_rmem_tensor(4, Float8E4M3FN)
+            words = cute.recast_tensor(codes, Int32)
+            words[0] = Int32(cute.arch.prmt(raw[m // 2, 2 * i], raw[m // 2, 2 * i + 1], Int32(PAIR_OF_CODES[m % 2])))
+            cute.make_tensor(half.iterator + 4 * i, cute.make_layout(4)).store(codes.load().to(Float16))
+
+    def fragments_of_p(self, smem, mma: cute.TiledMma, tid: Int32) -> cute.Tensor:
+        """P^T as the second operand: (.., block of 16 keys, buffer)."""
+        _, _, layout_p, _ = column_layouts(self.heads)
+        sP = smem.p.get_tensor(layout_p.outer, swizzle=layout_p.inner)
+        return mma.make_fragment_B(mma.get_slice(tid).partition_B(sP))
+
+    @cute.jit
+    def add_tile(self, smem, mma: cute.TiledMma, acc_o, stage: Int32, buffer: Int32, wg: Int32, tid: Int32):
+        """O^T += (V weight)^T P^T. The next two blocks of rows are made beside the products of these."""
+        rP = self.fragments_of_p(smem, mma, tid)[None, None, None, buffer]
+        shape = mma.partition_shape_A((TOKENS_PER_TILE, 16))
+        values = [mma.make_fragment_A(shape) for _ in range(2)]
+        raw = [cute.make_rmem_tensor((2, 4), Int32) for _ in range(2)]
+        group = 2 * wg + tid // 64
+        self.load(smem, raw[0], stage, 0, wg, tid)
+        for block in cutlass.range_constexpr(KEY_BLOCKS):
+            of_keys = cute.make_rmem_tensor(4, Float16)
+            start = weights(smem, buffer, group, tid)[None, block // 2].iterator + block % 2 * 4
+            cute.autovec_copy(cute.make_tensor(start, cute.make_layout(4)), of_keys)
+            weight = cute.make_rmem_tensor(8, Float16)
+            for e in cutlass.range_constexpr(8):  # as in A: neighbours, rows, then eight keys on
+                weight[e] = of_keys[e % 2 + 2 * (e // 4)]
+            if const_expr(block + 1 < KEY_BLOCKS):
+                self.load(smem, raw[(block + 1) % 2], stage, block + 1, wg, tid)
+            for m in cutlass.range_constexpr(BLOCKS):
+                half = cute.make_rmem_tensor(8, Float16)
+                self.widen(raw[block % 2], m, half)
+                operand = cute.make_tensor(values[m % 2].iterator, cute.make_layout(8))
+                operand.store(half.load() * weight.load())
+                warpgroup.fence()
+                wgmma.issue(mma, acc_o[m], values[m % 2], rP, True, [(0, block)])
+                warpgroup.commit_group()
+                if const_expr(block + 1 == KEY_BLOCKS and m + 1 == BLOCKS):
+                    cute.arch.mbarrier_arrive(smem.empty.data_ptr() + stage)  # all codes are in registers
+                    warpgroup.wait_group(0)
+                else:
+                    warpgroup.wait_group(1)
+
+    @cute.jit
+    def add_exactly(self, smem, mma: cute.TiledMma, acc_o, stage: Int32, buffer: Int32, wg: Int32, tid: Int32):
+        """O^T += V^T (P scale)^T in bf16, whose range is that of float32, for scales that are out of reach of float16.
+
+        Of the two quantization tiles of a warpgroup each is met by its own P, while the other's codes count as zeros.
+        """
+        layout_few = column_layouts(self.heads)[3]
+        sFew = smem.rope.get_tensor(layout_few.outer, swizzle=layout_few.inner)
+        slot = stage * slots(self.heads) + wg
+        rFew = mma.make_fragment_B(mma.get_slice(tid).partition_B(sFew))[None, None, None, slot]
+        layout_p = column_layouts(self.heads)[2]
+        sP = smem.p.get_tensor(layout_p.outer, swizzle=layout_p.inner)
+        sScale = smem.scale.get_tensor(cute.make_layout((GROUPS, TOKENS_PER_TILE * self.stages)))
+        shape = mma.partition_shape_A((TOKENS_PER_TILE, 16))
+        values = [mma.make_fragment_A(shape) for _ in range(BLOCKS)]
+        raw = cute.make_rmem_tensor((2, 4), Int32)
+        half = cute.make_rmem_tensor(8, Float16)
+        for step in cutlass.range(2 * KEY_BLOCKS, unroll=1):
+            block, of_group = step // 2, step % 2
+            for item in cutlass.range(tid, 16 * self.heads, 128, unroll=1):
+                head, key = item // 16, 16 * block + item % 16
+                scale = sScale[2 * wg + of_group, stage * TOKENS_PER_TILE + key] * EXACT_WEIGHT
+                sFew[head, item % 16, slot] = (sP[head, key, buffer].to(Float32) * scale).to(BFloat16)
+            cute.arch.fence_proxy("async.shared", space="cta")  # ordinary stores, read by wgmma
+            cute.arch.barrier(barrier_id=BAR_VALUES + wg, number_of_threads=128)
+            self.load(smem, raw, stage, block, wg, tid)
+            own = Float32(1.0) if tid // 64 == of_group else Float32(0.0)
+            for m in cutlass.range_constexpr(BLOCKS):
+                self.widen(raw, m, half)
+                operand = cute.make_tensor(values[m].iterator, cute.make_layout(8))
+                operand.store((half.load().to(Float32) * own).to(BFloat16))
+            warpgroup.fence()
+            for m in cutlass.range_constexpr(BLOCKS):
+                wgmma.issue(mma, acc_o[m], values[m], rFew, True, [(0, 0)])
+            warpgroup.commit_group()
+            warpgroup.wait_group(0)
+            cute.arch.barrier(barrier_id=BAR_VALUES + wg, number_of_threads=128)
+
+    # ---- results
+
+    @cute.jit
+    def read_sums(self, smem, base: cute.Tensor, total: cute.Tensor, buffer: Int32, tid: Int32):
+        """Bases and sums of a thread's columns."""
+        part = cute.make_rmem_tensor(self.columns, Float32)
+        pairs_of(smem.last_base.get_tensor(cute.make_layout(2 * self.heads)), tid, buffer * self.heads, base)
+        sSums = smem.last_sums.get_tensor(cute.make_layout(2 * WARPS * self.heads))
+        for w in cutlass.range_constexpr(WARPS):
+            pairs_of(sSums, tid, (buffer * WARPS + w) * self.heads, part)
+            for c in cutlass.range_constexpr(self.columns):
+                total[c] += part[c]
+
+    @cute.jit
+    def store(
+        self,
+        acc_o,
+        base: cute.Tensor,
+        total: cute.Tensor,
+        weight: Float32,
+        mSink: cute.Tensor,
+        mOut: cute.Tensor,
+        mLse: cute.Tensor,
+        mPartial: cute.Tensor | None,
+        mPartialLse: cute.Tensor | None,
+        work: tuple,
+        wg: Int32,
+        tid: Int32,
+    ):
+        """Normalizes O and stores it with its log-sum-exp: the result, sink included, or a partial one without it.
+
+        A thread has eight neighbouring values of each of its heads.
+        """
+        head_block, split_idx, query_idx, batch_idx = work
+        h_q, split = mSink.shape[0], const_expr(self.spec.split)
+        rows, of_lse = mOut[batch_idx, query_idx, None, None], mLse[batch_idx, query_idx, None]
+        if const_expr(split):
+            rows = mPartial[split_idx, batch_idx, query_idx, None, None]
+            of_lse = mPartialLse[split_idx, batch_idx, query_idx, None]
+        first = 256 * wg + 64 * (tid // 32) + 8 * (tid % 32 // 4)
+        eight = cute.make_rmem_tensor(8, Float32)
+        for c in cutlass.range_constexpr(self.columns):
+            head = head_block * self.heads + column(tid, c)
+            if head < h_q:
+                denominator = total[c]
+                if const_expr(not split):
+                    sink = mSink[head] * softmax.LOG2_E
+                    denominator += cute.math.exp2(sink - base[c], fastmath=True)
+                share = Float32(cutlass.select_(total[c] == 0.0, Float32(0.0), 1.0 / (denominator * weight)))
+                for m in cutlass.range_constexpr(BLOCKS):
+                    o = wgmma.by_row(acc_o[m])
+                    for r in cutlass.range_constexpr(2):
+                        eight[2 * m + r] = o[r, c] * share
+                if wg == 0 and tid < 4:
+                    of_lse[head] = softmax.log_sum_exp(base[c], total[c])
+                rounded = cute.make_rmem_tensor(8, rows.element_type)
+                rounded.store(eight.load().to(rows.element_type))
+                pointer = rows[head, None].iterator + cute.assume(first, divby=8)
+                cute.autovec_copy(rounded, cute.make_tensor(pointer, cute.make_layout(8)))
+
+    @cute.jit
+    def stamp(self, smem, t: Int32, event: cutlass.Constexpr, edge: cutlass.Constexpr, wg: Int32, tid: Int32):
+        """A timestamp of a tile."""
+        for w in cutlass.range_constexpr(2):
+            self.tracer.stamp(smem.trace.ptr, 2 + w, len(EVENTS[2]) * t + event, edge, wg == w and tid == 0)

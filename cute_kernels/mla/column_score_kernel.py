@@ -24,6 +24,7 @@ from cute_kernels.mla.score_kernel import EXPONENTS, LARGEST, SMALLEST, max_magn
 from cute_kernels.mla.spec import COLUMN_WEIGHT, EVENTS, ROLES, TOKENS_PER_TILE, MlaDecodeSpec
 from cute_kernels.mla.tile_kernel import BAR_OWNER, start_q
 
+PIECES = NOPE // 32  # of 32 columns, which are multiplied while the next ones are made
 CHUNKS = NOPE // COLUMNS  # of 64 columns, whose codes a thread has 16 of in a row
 SMALLEST_WEIGHT, LARGEST_WEIGHT = 2.0**-5, 2.0**7  # any code times a weight in between is a normal float16 number
 
@@ -83,6 +84,7 @@ class ColumnScores:
         sBase = smem.head_base.get_tensor(cute.make_layout(self.heads))
         if tid < self.heads:
             sBase[tid] = Float32(LOWEST)
+            self.order_rope(smem, tid)
         cute.arch.fence_proxy("async.shared", space="cta")  # ordinary stores, read by wgmma
         cute.arch.barrier(barrier_id=BAR_OWNER, number_of_threads=128)
         return scaled, loads
@@ -124,6 +126,19 @@ class ColumnScores:
         if seen & 0x7FFF7FFF != 0 and (peak < SMALLEST or peak > LARGEST):
             fits = Int32(0)
         return fits
+
+    @cute.jit
+    def order_rope(self, smem, row: Int32):
+        """The rope part of a row of Q in the order in which a thread has that of a key: eight numbers, two blocks."""
+        old = cute.make_rmem_tensor((8, 8), BFloat16)
+        for c in cutlass.range_constexpr(8):
+            cute.autovec_copy(self.chunk_of_q(smem, row + GROUPS * self.heads, Int32(0), c), old[None, c])
+        old_words, four = cute.recast_tensor(old, Int32), cute.make_rmem_tensor(4, Int32)
+        for c in cutlass.range_constexpr(8):
+            for q in cutlass.range_constexpr(4):
+                four[q] = old_words[2 * (c // 2 % 2) + c % 2, 4 * (c // 4) + q]
+            target = self.chunk_of_q(smem, row + GROUPS * self.heads, Int32(0), c)
+            cute.autovec_copy(cute.recast_tensor(four, BFloat16), target)
 
     @cute.jit
     def exponent(self, smem, item: Int32) -> Int32:
@@ -168,13 +183,12 @@ class ColumnScores:
             stage, buffer = t % self.stages, t % 2
             self.stamp(smem, t, 0, 0, tid)
             cute.arch.mbarrier_wait(smem.full.data_ptr() + stage, t // self.stages % 2)
-            cute.arch.fence_proxy("async.shared", space="cta")  # rope parts come by ordinary copies, read by wgmma
             self.stamp(smem, t, 0, 1, tid)
             self.stamp(smem, t, 1, 0, tid)
-            acc_s = self.multiply(smem, stage, buffer, (t // 2 + 1) % 2, scaled, tid)
+            acc_s = self.multiply(smem, scale_log2, stage, buffer, (t // 2 + 1) % 2, scaled, tid)
             self.stamp(smem, t, 1, 1, tid)
             self.stamp(smem, t, 2, 0, tid)
-            self.softmax(smem, acc_s, scale_log2, stage, buffer, last, tid)
+            self.softmax(smem, acc_s, stage, buffer, last, tid)
             if last and has_next and warp_idx == 0:  # all have passed a barrier since they multiplied
                 start_q(smem, load_q, tQ, next_work, self.heads)
             cute.arch.fence_proxy("async.shared", space="cta")  # ordinary stores of P, read by wgmma
@@ -182,52 +196,104 @@ class ColumnScores:
             self.stamp(smem, t, 2, 1, tid)
 
     @cute.jit
-    def multiply(self, smem, stage: Int32, buffer: Int32, phase: Int32, scaled: Int32, tid: Int32):
-        """S^T of a tile, complete. The codes of the next 64 columns are made beside the product of these."""
-        layout_rope, layout_q, _, _ = column_layouts(self.heads)
-        mma, mma_rope, _ = column_mmas(self.heads)
-        thr, thr_rope = mma.get_slice(tid), mma_rope.get_slice(tid)
-        sRope = smem.rope.get_tensor(layout_rope.outer, swizzle=layout_rope.inner)
+    def multiply(
+        self, smem, scale_log2: Float32, stage: Int32, buffer: Int32, phase: Int32, scaled: Int32, tid: Int32
+    ):
+        """S^T of a tile, complete and in units of log2."""
+        mma, mma_rope = column_mmas(self.heads)
+        layout_q = column_layouts(self.heads)[0]
         sQ = smem.q.get_tensor(layout_q.outer, swizzle=layout_q.inner)
         sQ_codes = smem.q.get_tensor(layout_q.outer, swizzle=layout_q.inner, dtype=Float16)
-        rQ = mma.make_fragment_B(thr.partition_B(sQ_codes))[None, None, None, 0]
-        rQ_rope = mma_rope.make_fragment_B(thr_rope.partition_B(sQ))[None, None, None, 0]
-        rRope = mma_rope.make_fragment_A(thr_rope.partition_A(sRope))[None, None, None, stage]
+        rQ = mma.make_fragment_B(mma.get_slice(tid).partition_B(sQ_codes))[None, None, None, 0]
+        rQ_rope = mma_rope.make_fragment_B(mma_rope.get_slice(tid).partition_B(sQ))[None, None, None, 0]
         shape = mma.partition_shape_C((TOKENS_PER_TILE, self.heads))
         acc_s, acc = cute.make_rmem_tensor(shape, Float32), cute.make_rmem_tensor(shape, Float32)
-        codes = [mma.make_fragment_A(mma.partition_shape_A((TOKENS_PER_TILE, COLUMNS))) for _ in range(2)]
-        raw = cute.make_rmem_tensor((16, 2), Float8E4M3FN)
+        of_piece = mma.partition_shape_A((TOKENS_PER_TILE, 32))
+        rope = [mma_rope.make_fragment_A(of_piece) for _ in range(2)]
+        for half in cutlass.range_constexpr(2):
+            self.load_rope(smem, rope[half], stage, half, tid)
         scale = cute.make_rmem_tensor((GROUPS, 2), Float32)
+        for r in cutlass.range_constexpr(2):
+            key = cute.assume((stage * TOKENS_PER_TILE + wgmma.row(tid, r)) * GROUPS, divby=GROUPS)
+            of_key = cute.make_tensor(smem.scale.data_ptr() + key, cute.make_layout(GROUPS))
+            cute.autovec_copy(of_key, scale[None, r])
+        raw = cute.make_rmem_tensor((16, 2), Float8E4M3FN)
         self.load_codes(smem, raw, stage, 0, tid)
         warpgroup.fence()
-        wgmma.issue(mma_rope, acc_s, rRope, rQ_rope, False, [(k, NOPE // 16 + k) for k in range(ROPE // 16)])
+        for half in cutlass.range_constexpr(2):
+            k_blocks = [(k, NOPE // 16 + 2 * half + k) for k in range(2)]
+            wgmma.issue(mma_rope, acc_s, rope[half], rQ_rope, half > 0, k_blocks)
         warpgroup.commit_group()
-        for c in cutlass.range_constexpr(CHUNKS):
-            operand = codes[c % 2]
-            self.widen(raw, operand)
-            if const_expr(c + 1 < CHUNKS):
-                self.load_codes(smem, raw, stage, c + 1, tid)
-            if const_expr(c > 0 and c % 2 == 0):
-                warpgroup.wait_group(0)
-                self.add_group(smem, acc_s, acc, scale, c // 2 - 1, scaled, tid)
-            warpgroup.fence()
-            wgmma.issue(mma, acc, operand, rQ, c % 2 == 1, [(k, 4 * c + k) for k in range(4)])
-            warpgroup.commit_group()
-            if const_expr(c == 0):
-                for r in cutlass.range_constexpr(2):
-                    key = cute.assume((stage * TOKENS_PER_TILE + wgmma.row(tid, r)) * GROUPS, divby=GROUPS)
-                    of_key = cute.make_tensor(smem.scale.data_ptr() + key, cute.make_layout(GROUPS))
-                    cute.autovec_copy(of_key, scale[None, r])
-                cute.arch.mbarrier_wait(smem.p_empty.data_ptr() + buffer, phase)
-                self.store_weights(smem, stage, buffer, tid)
-            if const_expr(c % 2 == 1 and c + 1 < CHUNKS):
+        cute.arch.mbarrier_wait(smem.p_empty.data_ptr() + buffer, phase)
+        self.store_weights(smem, stage, buffer, tid)
+        if scaled == 0:
+            codes = [mma.make_fragment_A(of_piece) for _ in range(2)]
+            for i in cutlass.range_constexpr(PIECES):
+                c, group = i // 2, i // (PIECES // GROUPS)
+                operand = codes[i % 2]
+                self.widen(raw, operand, i % 2)
+                if const_expr(i % 2 == 1 and c + 1 < CHUNKS):
+                    self.load_codes(smem, raw, stage, c + 1, tid)
+                if const_expr(i % (PIECES // GROUPS) == 0 and group > 0):
+                    warpgroup.wait_group(0)
+                    self.add_group(acc_s, acc, scale_log2, scale, group - 1)
+                warpgroup.fence()
+                accumulates = i % (PIECES // GROUPS) > 0
+                wgmma.issue(mma, acc, operand, rQ, accumulates, [(k, 2 * i + k) for k in range(2)])
+                warpgroup.commit_group()
                 warpgroup.wait_group(1)
-        warpgroup.wait_group(0)
-        self.add_group(smem, acc_s, acc, scale, GROUPS - 1, scaled, tid)
+            warpgroup.wait_group(0)
+            self.add_group(acc_s, acc, scale_log2, scale, GROUPS - 1)
+        else:
+            self.multiply_by_powers(smem, mma, acc_s, acc, rQ, raw, scale_log2, stage, tid)
         return acc_s
 
     @cute.jit
-    def load_codes(self, smem, raw: cute.Tensor, stage: Int32, c: cutlass.Constexpr, tid: Int32):
+    def multiply_by_powers(
+        self, smem, mma, acc_s: cute.Tensor, acc, rQ: cute.Tensor, raw: cute.Tensor, scale_log2, stage: Int32, tid
+    ):
+        """What `multiply` does behind the rope part, for a Q that came with powers of two; rarely, so a chunk at a time."""
+        s, of_chunk = wgmma.by_row(acc_s), wgmma.by_row(acc)
+        codes = mma.make_fragment_A(mma.partition_shape_A((TOKENS_PER_TILE, 32)))
+        power = cute.make_rmem_tensor(self.columns, Float32)
+        sPower = smem.q_power.get_tensor(cute.make_layout(GROUPS * self.heads))
+        sScale = smem.scale.get_tensor(cute.make_layout((GROUPS, TOKENS_PER_TILE * self.stages)))
+        warpgroup.wait_group(0)
+        for c in cutlass.range_constexpr(self.columns):
+            for r in cutlass.range_constexpr(2):
+                s[r, c] *= scale_log2
+        for i in cutlass.range(PIECES // 2, unroll=1):
+            self.load_codes(smem, raw, stage, i, tid)
+            for half in cutlass.range_constexpr(2):
+                self.widen(raw, codes, half)
+                warpgroup.fence()
+                blocks = rQ[None, None, 4 * i + 2 * half], rQ[None, None, 4 * i + 2 * half + 1]
+                for k in cutlass.range_constexpr(2):
+                    block = cute.make_tensor(blocks[k].iterator, cute.append(blocks[k].layout, cute.make_layout(1), 3))
+                    wgmma.issue(mma, acc, codes, block, half + k > 0, [(k, 0)])
+                warpgroup.commit_group()
+                warpgroup.wait_group(0)
+            group = i // 2
+            pairs_of(sPower, tid, group * self.heads, power)
+            for r in cutlass.range_constexpr(2):
+                factor = sScale[group, stage * TOKENS_PER_TILE + wgmma.row(tid, r)] * scale_log2
+                for c in cutlass.range_constexpr(self.columns):
+                    s[r, c] += of_chunk[r, c] * power[c] * factor
+
+    @cute.jit
+    def load_rope(self, smem, operand: cute.Tensor, stage: Int32, half: cutlass.Constexpr, tid: Int32):
+        """Two blocks of 16 columns of A, from eight numbers of the rope part of each of two rows."""
+        row, words = wgmma.row(tid, 0), cute.recast_tensor(operand, Int32)
+        at = (stage * TOKENS_PER_TILE + row) * ROPE + (((4 * half + tid % 4) ^ swizzle(row)) << 3)
+        four = cute.make_rmem_tensor(4, Int32)
+        for r in cutlass.range_constexpr(2):
+            pointer = smem.rope.data_ptr() + cute.assume(at + 8 * ROPE * r, divby=8)
+            cute.autovec_copy(cute.make_tensor(cute.recast_ptr(pointer, dtype=Int32), cute.make_layout(4)), four)
+            for k in cutlass.range_constexpr(2):
+                words[4 * k + r], words[4 * k + 2 + r] = four[2 * k], four[2 * k + 1]
+
+    @cute.jit
+    def load_codes(self, smem, raw: cute.Tensor, stage: Int32, c, tid: Int32):
         """16 codes of each of a thread's two rows, in chunk c of 64 columns."""
         row, q = wgmma.row(tid, 0), tid % 4
         at = (stage * TOKENS_PER_TILE + row) * NOPE + GROUP * (c // 2) + (((4 * (c % 2) + q) ^ swizzle(row)) << 4)
@@ -237,31 +303,28 @@ class ColumnScores:
             cute.autovec_copy(source, raw[None, r])
 
     @cute.jit
-    def widen(self, raw: cute.Tensor, operand: cute.Tensor):
-        """Four blocks of 16 columns of A, from 16 codes of each of two rows."""
-        words = cute.recast_tensor(operand, Int32)
+    def widen(self, raw: cute.Tensor, operand: cute.Tensor, half: cutlass.Constexpr):
+        """Two blocks of 16 columns of A, from eight of the 16 codes of each of two rows."""
+        words, eight = cute.recast_tensor(operand, Int32), cute.make_rmem_tensor(8, Float16)
         for r in cutlass.range_constexpr(2):
-            half = cute.make_rmem_tensor(16, Float16)
-            half.store(raw[None, r].load().to(Float16))
-            pairs = cute.recast_tensor(half, Int32)
-            for k in cutlass.range_constexpr(4):
+            codes = cute.make_tensor(raw[None, r].iterator + 8 * half, cute.make_layout(8))
+            eight.store(codes.load().to(Float16))
+            pairs = cute.recast_tensor(eight, Int32)
+            for k in cutlass.range_constexpr(2):
                 words[4 * k + r], words[4 * k + 2 + r] = pairs[2 * k], pairs[2 * k + 1]
 
     @cute.jit
     def add_group(
-        self, smem, acc_s: cute.Tensor, acc: cute.Tensor, scale: cute.Tensor, j: cutlass.Constexpr, scaled: Int32, tid
+        self, acc_s: cute.Tensor, acc: cute.Tensor, scale_log2: Float32, scale: cute.Tensor, j: cutlass.Constexpr
     ):
-        """S += scale_j (Q_j codes_j)."""
+        """S += scale_j (Q_j codes_j), in units of log2; the rope part is there before the first group."""
         s, of_group = wgmma.by_row(acc_s), wgmma.by_row(acc)
-        if scaled != 0:
-            power = cute.make_rmem_tensor(self.columns, Float32)
-            pairs_of(smem.q_power.get_tensor(cute.make_layout(GROUPS * self.heads)), tid, j * self.heads, power)
+        for r in cutlass.range_constexpr(2):
+            factor = scale[j, r] * scale_log2
             for c in cutlass.range_constexpr(self.columns):
-                for r in cutlass.range_constexpr(2):
-                    of_group[r, c] *= power[c]
-        for c in cutlass.range_constexpr(self.columns):
-            for r in cutlass.range_constexpr(2):
-                s[r, c] += of_group[r, c] * scale[j, r]
+                if const_expr(j == 0):
+                    s[r, c] *= scale_log2
+                s[r, c] += of_group[r, c] * factor
 
     @cute.jit
     def store_weights(self, smem, stage: Int32, buffer: Int32, tid: Int32):
@@ -288,7 +351,7 @@ class ColumnScores:
 
     @cute.jit
     def softmax(
-        self, smem, acc_s: cute.Tensor, scale_log2: Float32, stage: Int32, buffer: Int32, last, tid: Int32
+        self, smem, acc_s: cute.Tensor, stage: Int32, buffer: Int32, last, tid: Int32
     ):
         """P^T of a tile; with the last one also the bases and sums of the item."""
         s = wgmma.by_row(acc_s)
@@ -299,8 +362,6 @@ class ColumnScores:
         pairs_of(sBase, tid, 0, base)
         for r in cutlass.range_constexpr(2):
             bias[r] = sMask[wgmma.row(tid, r), stage]
-            for c in cutlass.range_constexpr(self.columns):
-                s[r, c] *= scale_log2
         if cute.arch.vote_any_sync(bias[0] != 0.0 or bias[1] != 0.0):
             for r in cutlass.range_constexpr(2):
                 for c in cutlass.range_constexpr(self.columns):

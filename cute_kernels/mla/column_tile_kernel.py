@@ -29,14 +29,13 @@ def slots(heads: int) -> int:
 
 
 def column_layouts(heads: int):
-    """Shared memory: rope (64 keys, 64, stages), Q (heads, 576, 1), P^T (heads, 64 keys, buffers).
+    """Shared memory: Q (heads, 576, 1), P^T (heads, 64 keys, buffers).
 
     The last one is P^T of 16 keys in place of rope parts, (heads, 16 keys, stages x slots).
     """
     row = LayoutEnum.ROW_MAJOR
     tile = (TOKENS_PER_TILE, heads, TOKENS_PER_TILE)
     return (
-        sm90.make_smem_layout_a(row, (TOKENS_PER_TILE, heads, ROPE), BFloat16, stages(heads)),
         layouts(heads)[2],
         sm90.make_smem_layout_b(row, tile, Float16, BUFFERS),
         sm90.make_smem_layout_b(row, (TOKENS_PER_TILE, heads, 16), BFloat16, stages(heads) * slots(heads)),
@@ -45,13 +44,13 @@ def column_layouts(heads: int):
 
 def column_storage(heads: int):
     """The struct of all that lies in shared memory."""
-    layout_rope, layout_q, layout_p, _ = column_layouts(heads)
+    layout_q, layout_p, _ = column_layouts(heads)
     count = stages(heads)
 
     @cute.struct
     class Shared:
         codes: cute.struct.Align[cute.struct.MemRange[Uint8, count * TOKENS_PER_TILE * NOPE], 1024]
-        rope: cute.struct.Align[cute.struct.MemRange[BFloat16, cute.cosize(layout_rope)], 1024]
+        rope: cute.struct.Align[cute.struct.MemRange[BFloat16, count * TOKENS_PER_TILE * ROPE], 1024]
         q: cute.struct.Align[cute.struct.MemRange[BFloat16, cute.cosize(layout_q)], 1024]
         p: cute.struct.Align[cute.struct.MemRange[Float16, cute.cosize(layout_p)], 1024]
         scale: cute.struct.Align[cute.struct.MemRange[Float32, count * TOKENS_PER_TILE * GROUPS], 128]
@@ -76,17 +75,14 @@ def column_storage(heads: int):
 
 
 def column_mmas(heads: int):
-    """S^T of codes = K Q^T with K in registers, S^T of the rope part; O^T += V^T P^T with V in registers, and of bf16."""
+    """S^T = K Q^T and O^T += V^T P^T, keys in registers: of codes as float16, of the rope part and of codes as bf16."""
     k, one, tile = OperandMajorMode.K, (1, 1, 1), (TOKENS_PER_TILE, heads)
     registers = warpgroup.OperandSource.RMEM
-    codes = sm90.make_trivial_tiled_mma(Float16, Float16, k, k, Float32, one, tile, registers)
-    rope = sm90.make_trivial_tiled_mma(BFloat16, BFloat16, k, k, Float32, one, tile)
-    exact = sm90.make_trivial_tiled_mma(BFloat16, BFloat16, k, k, Float32, one, tile, registers)
-    return codes, rope, exact
+    return tuple(sm90.make_trivial_tiled_mma(t, t, k, k, Float32, one, tile, registers) for t in (Float16, BFloat16))
 
 
 def swizzle(row: Int32) -> Int32:
-    """What the number of a 16-byte chunk of codes is xored with in a row.
+    """What the number of a 16-byte chunk is xored with in a row.
 
     Two neighbouring rows differ by half a line of 128 bytes, so eight lanes that read four chunks of each meet all
     banks; so do sixteen that read two chunks of every second row.

@@ -64,7 +64,7 @@ class ColumnValues:
         tid: Int32,
     ):
         """Adds up the `count` tiles of an item of work, the first of which is tile `done`, and stores what it gives."""
-        mma, _, mma_exact = column_mmas(self.heads)
+        mma, mma_exact = column_mmas(self.heads)
         shape = mma.partition_shape_C((TOKENS_PER_TILE, self.heads))
         acc_o = [cute.make_rmem_tensor(shape, Float32) for _ in range(BLOCKS)]
         for m in cutlass.range_constexpr(BLOCKS):
@@ -150,7 +150,7 @@ class ColumnValues:
 
     def fragments_of_p(self, smem, mma: cute.TiledMma, tid: Int32) -> cute.Tensor:
         """P^T as the second operand: (.., block of 16 keys, buffer)."""
-        _, _, layout_p, _ = column_layouts(self.heads)
+        layout_p = column_layouts(self.heads)[1]
         sP = smem.p.get_tensor(layout_p.outer, swizzle=layout_p.inner)
         return mma.make_fragment_B(mma.get_slice(tid).partition_B(sP))
 
@@ -192,11 +192,11 @@ class ColumnValues:
 
         Of the two quantization tiles of a warpgroup each is met by its own P, while the other's codes count as zeros.
         """
-        layout_few = column_layouts(self.heads)[3]
+        layout_few = column_layouts(self.heads)[2]
         sFew = smem.rope.get_tensor(layout_few.outer, swizzle=layout_few.inner)
         slot = stage * slots(self.heads) + wg
         rFew = mma.make_fragment_B(mma.get_slice(tid).partition_B(sFew))[None, None, None, slot]
-        layout_p = column_layouts(self.heads)[2]
+        layout_p = column_layouts(self.heads)[1]
         sP = smem.p.get_tensor(layout_p.outer, swizzle=layout_p.inner)
         sScale = smem.scale.get_tensor(cute.make_layout((GROUPS, TOKENS_PER_TILE * self.stages)))
         shape = mma.partition_shape_A((TOKENS_PER_TILE, 16))

@@ -80,7 +80,7 @@ class RowGatherer:
                 target = codes + cute.assume(at * NOPE + (chunk ^ swizzle(of_row)) * CHUNK, divby=CHUNK)
                 for j in cutlass.range_constexpr(NOPE // GROUP):
                     self.copy_chunk(copy, source + GROUP * j, target + GROUP * j)
-                target = rope + cute.assume(at * ROPE_BYTES + (chunk ^ (of_row % 8)) * CHUNK, divby=CHUNK)
+                target = rope + cute.assume(at * ROPE_BYTES + (chunk ^ swizzle(of_row)) * CHUNK, divby=CHUNK)
                 self.copy_chunk(copy, source + token_cache.ROPE_OFFSET, target)
             cute.arch.cp_async_mbarrier_arrive_noinc(smem.full.data_ptr() + stage)
             cute.arch.mbarrier_arrive(smem.full.data_ptr() + stage)  # the mask

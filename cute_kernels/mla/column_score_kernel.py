@@ -8,7 +8,6 @@ from cutlass.cute.nvgpu import warpgroup
 from cute_kernels.device import operands, softmax, wgmma
 from cute_kernels.device.trace import Tracer
 from cute_kernels.mla.column_tile_kernel import (
-    LOWEST,
     MAX_GROWTH,
     P_SHIFT,
     WARPS,
@@ -82,8 +81,10 @@ class ColumnScores:
                     self.convert(smem, item, half, softmax.power_of_two(-exponent))
                 sPower[item % self.heads, item // self.heads] = softmax.power_of_two(exponent)
         sBase = smem.head_base.get_tensor(cute.make_layout(self.heads))
+        sUnset = smem.unset.get_tensor(cute.make_layout(self.heads))
         if tid < self.heads:
-            sBase[tid] = Float32(LOWEST)
+            sBase[tid] = Float32(0.0)
+            sUnset[tid] = Int32(1)
             self.order_rope(smem, tid)
         cute.arch.fence_proxy("async.shared", space="cta")  # ordinary stores, read by wgmma
         cute.arch.barrier(barrier_id=BAR_OWNER, number_of_threads=128)
@@ -178,6 +179,7 @@ class ColumnScores:
         self.own_sums(smem, tid).store(nothing.load().reshape(self.own_sums(smem, tid).shape))
         if count == 0 and has_next and warp_idx == 0:
             start_q(smem, load_q, tQ, next_work, self.heads)
+        fresh = Int32(1)
         for t in cutlass.range(done, done + count, unroll=1):
             last = t == done + count - 1
             stage, buffer = t % self.stages, t % 2
@@ -185,10 +187,11 @@ class ColumnScores:
             cute.arch.mbarrier_wait(smem.full.data_ptr() + stage, t // self.stages % 2)
             self.stamp(smem, t, 0, 1, tid)
             self.stamp(smem, t, 1, 0, tid)
-            acc_s = self.multiply(smem, scale_log2, stage, buffer, (t // 2 + 1) % 2, scaled, tid)
+            state = (cute.make_rmem_tensor(self.columns, Float32), cute.make_rmem_tensor(2, Float32))
+            acc_s = self.multiply(smem, state, stage, buffer, (t // 2 + 1) % 2, scaled, tid)
             self.stamp(smem, t, 1, 1, tid)
             self.stamp(smem, t, 2, 0, tid)
-            self.softmax(smem, acc_s, stage, buffer, last, tid)
+            fresh = self.softmax(smem, acc_s, state, scale_log2, buffer, fresh, last, tid)
             if last and has_next and warp_idx == 0:  # all have passed a barrier since they multiplied
                 start_q(smem, load_q, tQ, next_work, self.heads)
             cute.arch.fence_proxy("async.shared", space="cta")  # ordinary stores of P, read by wgmma
@@ -197,9 +200,9 @@ class ColumnScores:
 
     @cute.jit
     def multiply(
-        self, smem, scale_log2: Float32, stage: Int32, buffer: Int32, phase: Int32, scaled: Int32, tid: Int32
+        self, smem, state: tuple, stage: Int32, buffer: Int32, phase: Int32, scaled: Int32, tid: Int32
     ):
-        """S^T of a tile, complete and in units of log2."""
+        """S^T of a tile, complete; loads what `softmax` needs into `state` before it waits."""
         mma, mma_rope = column_mmas(self.heads)
         layout_q = column_layouts(self.heads)[0]
         sQ = smem.q.get_tensor(layout_q.outer, swizzle=layout_q.inner)
@@ -212,56 +215,62 @@ class ColumnScores:
         rope = [mma_rope.make_fragment_A(of_piece) for _ in range(2)]
         for half in cutlass.range_constexpr(2):
             self.load_rope(smem, rope[half], stage, half, tid)
-        scale = cute.make_rmem_tensor((GROUPS, 2), Float32)
-        for r in cutlass.range_constexpr(2):
-            key = cute.assume((stage * TOKENS_PER_TILE + wgmma.row(tid, r)) * GROUPS, divby=GROUPS)
-            of_key = cute.make_tensor(smem.scale.data_ptr() + key, cute.make_layout(GROUPS))
-            cute.autovec_copy(of_key, scale[None, r])
-        raw = cute.make_rmem_tensor((16, 2), Float8E4M3FN)
-        self.load_codes(smem, raw, stage, 0, tid)
+        scale = cute.make_rmem_tensor(2, Float32)
+        raw = [cute.make_rmem_tensor((16, 2), Float8E4M3FN) for _ in range(2)]
+        self.load_codes(smem, raw[0], stage, 0, tid)
         warpgroup.fence()
         for half in cutlass.range_constexpr(2):
             k_blocks = [(k, NOPE // 16 + 2 * half + k) for k in range(2)]
             wgmma.issue(mma_rope, acc_s, rope[half], rQ_rope, half > 0, k_blocks)
         warpgroup.commit_group()
-        cute.arch.mbarrier_wait(smem.p_empty.data_ptr() + buffer, phase)
-        self.store_weights(smem, stage, buffer, tid)
         if scaled == 0:
             codes = [mma.make_fragment_A(of_piece) for _ in range(2)]
             for i in cutlass.range_constexpr(PIECES):
                 c, group = i // 2, i // (PIECES // GROUPS)
                 operand = codes[i % 2]
-                self.widen(raw, operand, i % 2)
-                if const_expr(i % 2 == 1 and c + 1 < CHUNKS):
-                    self.load_codes(smem, raw, stage, c + 1, tid)
+                if const_expr(i % 2 == 0 and c + 1 < CHUNKS):  # loads take some 100 clocks beside all that goes on
+                    self.load_codes(smem, raw[(c + 1) % 2], stage, c + 1, tid)
+                self.widen(raw[c % 2], operand, i % 2)
                 if const_expr(i % (PIECES // GROUPS) == 0 and group > 0):
                     warpgroup.wait_group(0)
-                    self.add_group(acc_s, acc, scale_log2, scale, group - 1)
+                    self.add_group(acc_s, acc, scale)
                 warpgroup.fence()
                 accumulates = i % (PIECES // GROUPS) > 0
                 wgmma.issue(mma, acc, operand, rQ, accumulates, [(k, 2 * i + k) for k in range(2)])
                 warpgroup.commit_group()
-                warpgroup.wait_group(1)
+                if const_expr(not accumulates):
+                    self.load_scales(smem, scale, stage, group, tid)
+                if const_expr(i + 1 < PIECES):
+                    warpgroup.wait_group(1)
+            self.prefetch(smem, state, stage, buffer, phase, tid)
             warpgroup.wait_group(0)
-            self.add_group(acc_s, acc, scale_log2, scale, GROUPS - 1)
+            self.add_group(acc_s, acc, scale)
         else:
-            self.multiply_by_powers(smem, mma, acc_s, acc, rQ, raw, scale_log2, stage, tid)
+            self.multiply_by_powers(smem, mma, acc_s, acc, rQ, raw[0], scale, stage, tid)
+            self.prefetch(smem, state, stage, buffer, phase, tid)
         return acc_s
 
     @cute.jit
+    def prefetch(self, smem, state: tuple, stage: Int32, buffer: Int32, phase: Int32, tid: Int32):
+        """Hands scales on as weights, and loads bases of a thread's columns and masks of its rows."""
+        base, bias = state
+        pairs_of(smem.head_base.get_tensor(cute.make_layout(self.heads)), tid, 0, base)
+        sMask = smem.mask.get_tensor(cute.make_layout((TOKENS_PER_TILE, self.stages)))
+        for r in cutlass.range_constexpr(2):
+            bias[r] = sMask[wgmma.row(tid, r), stage]
+        cute.arch.mbarrier_wait(smem.p_empty.data_ptr() + buffer, phase)
+        self.store_weights(smem, stage, buffer, tid)
+
+    @cute.jit
     def multiply_by_powers(
-        self, smem, mma, acc_s: cute.Tensor, acc, rQ: cute.Tensor, raw: cute.Tensor, scale_log2, stage: Int32, tid
+        self, smem, mma, acc_s: cute.Tensor, acc, rQ: cute.Tensor, raw: cute.Tensor, scale, stage: Int32, tid: Int32
     ):
         """What `multiply` does behind the rope part, for a Q that came with powers of two; rarely, so a chunk at a time."""
         s, of_chunk = wgmma.by_row(acc_s), wgmma.by_row(acc)
         codes = mma.make_fragment_A(mma.partition_shape_A((TOKENS_PER_TILE, 32)))
         power = cute.make_rmem_tensor(self.columns, Float32)
         sPower = smem.q_power.get_tensor(cute.make_layout(GROUPS * self.heads))
-        sScale = smem.scale.get_tensor(cute.make_layout((GROUPS, TOKENS_PER_TILE * self.stages)))
         warpgroup.wait_group(0)
-        for c in cutlass.range_constexpr(self.columns):
-            for r in cutlass.range_constexpr(2):
-                s[r, c] *= scale_log2
         for i in cutlass.range(PIECES // 2, unroll=1):
             self.load_codes(smem, raw, stage, i, tid)
             for half in cutlass.range_constexpr(2):
@@ -275,10 +284,10 @@ class ColumnScores:
                 warpgroup.wait_group(0)
             group = i // 2
             pairs_of(sPower, tid, group * self.heads, power)
+            self.load_scales(smem, scale, stage, group, tid)
             for r in cutlass.range_constexpr(2):
-                factor = sScale[group, stage * TOKENS_PER_TILE + wgmma.row(tid, r)] * scale_log2
                 for c in cutlass.range_constexpr(self.columns):
-                    s[r, c] += of_chunk[r, c] * power[c] * factor
+                    s[r, c] += of_chunk[r, c] * power[c] * scale[r]
 
     @cute.jit
     def load_rope(self, smem, operand: cute.Tensor, stage: Int32, half: cutlass.Constexpr, tid: Int32):
@@ -314,27 +323,29 @@ class ColumnScores:
                 words[4 * k + r], words[4 * k + 2 + r] = pairs[2 * k], pairs[2 * k + 1]
 
     @cute.jit
-    def add_group(
-        self, acc_s: cute.Tensor, acc: cute.Tensor, scale_log2: Float32, scale: cute.Tensor, j: cutlass.Constexpr
-    ):
-        """S += scale_j (Q_j codes_j), in units of log2; the rope part is there before the first group."""
+    def load_scales(self, smem, scale: cute.Tensor, stage: Int32, group, tid: Int32):
+        """A scale of each of a thread's two rows."""
+        sScale = smem.scale.get_tensor(cute.make_layout((GROUPS, TOKENS_PER_TILE * self.stages)))
+        for r in cutlass.range_constexpr(2):
+            scale[r] = sScale[group, stage * TOKENS_PER_TILE + wgmma.row(tid, r)]
+
+    @cute.jit
+    def add_group(self, acc_s: cute.Tensor, acc: cute.Tensor, scale: cute.Tensor):
+        """S += scale (Q codes) of a group; the rope part is there before."""
         s, of_group = wgmma.by_row(acc_s), wgmma.by_row(acc)
         for r in cutlass.range_constexpr(2):
-            factor = scale[j, r] * scale_log2
             for c in cutlass.range_constexpr(self.columns):
-                if const_expr(j == 0):
-                    s[r, c] *= scale_log2
-                s[r, c] += of_group[r, c] * factor
+                s[r, c] += of_group[r, c] * scale[r]
 
     @cute.jit
     def store_weights(self, smem, stage: Int32, buffer: Int32, tid: Int32):
         """Scales x COLUMN_WEIGHT as float16, of two keys in one group; -1 where a code times that is out of reach."""
-        group = tid % 4
-        sScale = smem.scale.get_tensor(cute.make_layout((GROUPS, TOKENS_PER_TILE * self.stages)))
+        group, scale = tid % 4, cute.make_rmem_tensor(2, Float32)
         sWeight = smem.weight.get_tensor(cute.make_layout((TOKENS_PER_TILE, 2 * GROUPS)))
+        self.load_scales(smem, scale, stage, group, tid)
         for r in cutlass.range_constexpr(2):
             token = wgmma.row(tid, r)
-            weight = sScale[group, stage * TOKENS_PER_TILE + token] * COLUMN_WEIGHT
+            weight = scale[r] * COLUMN_WEIGHT
             inside = weight == 0.0 or (weight >= SMALLEST_WEIGHT and weight < LARGEST_WEIGHT)
             weight = Float32(cutlass.select_(inside, weight, Float32(-1.0)))
             # the order of `tile_kernel.weights`
@@ -351,39 +362,40 @@ class ColumnScores:
 
     @cute.jit
     def softmax(
-        self, smem, acc_s: cute.Tensor, stage: Int32, buffer: Int32, last, tid: Int32
-    ):
-        """P^T of a tile; with the last one also the bases and sums of the item."""
+        self, smem, acc_s: cute.Tensor, state: tuple, scale_log2: Float32, buffer: Int32, fresh: Int32, last, tid: Int32
+    ) -> Int32:
+        """P^T of a tile; with the last one also the bases and sums of the item.
+
+        `fresh` as long as no key has been met, and so bases are to be set; returns whether it stays so.
+        """
         s = wgmma.by_row(acc_s)
-        sMask = smem.mask.get_tensor(cute.make_layout((TOKENS_PER_TILE, self.stages)))
-        bias = cute.make_rmem_tensor(2, Float32)
-        base, total = (cute.make_rmem_tensor(self.columns, Float32) for _ in range(2))
-        sBase = smem.head_base.get_tensor(cute.make_layout(self.heads))
-        pairs_of(sBase, tid, 0, base)
-        for r in cutlass.range_constexpr(2):
-            bias[r] = sMask[wgmma.row(tid, r), stage]
+        base, bias = state
+        total = cute.make_rmem_tensor(self.columns, Float32)
+        own_sums = self.own_sums(smem, tid)
+        as_stored = cute.make_tensor(total.iterator, cute.make_layout(own_sums.shape))
+        for c in cutlass.range_constexpr(self.columns):
+            for r in cutlass.range_constexpr(2):
+                s[r, c] = s[r, c] * scale_log2 - base[c]
         if cute.arch.vote_any_sync(bias[0] != 0.0 or bias[1] != 0.0):
             for r in cutlass.range_constexpr(2):
                 for c in cutlass.range_constexpr(self.columns):
                     s[r, c] += bias[r]
-        excess = [cute.arch.fmax(s[0, c], s[1, c]) - base[c] for c in range(self.columns)]
+        excess = [cute.arch.fmax(s[0, c], s[1, c]) for c in range(self.columns)]
         while const_expr(len(excess) > 1):
             excess = [cute.arch.fmax(excess[i], excess[i + len(excess) // 2]) for i in range(len(excess) // 2)]
-        grown = Int32(0)
+        grown = fresh
         if excess[0] > P_SHIFT + MAX_GROWTH:
             grown = Int32(1)
-        raised = wgmma.any_thread(grown, Int32(BAR_OWNER))
-        own_sums = self.own_sums(smem, tid)
-        as_stored = cute.make_tensor(total.iterator, cute.make_layout(own_sums.shape))
         cute.autovec_copy(own_sums, as_stored)
+        raised = wgmma.any_thread(grown, Int32(BAR_OWNER))
         if raised == 1:
-            self.raise_bases(smem, s, base, total, buffer, tid)
+            fresh = self.raise_bases(smem, s, base, total, buffer, tid)
         sRaised = smem.raised.get_tensor(cute.make_layout(2))
         if tid == 0:
             sRaised[buffer] = raised
         for c in cutlass.range_constexpr(self.columns):
             for r in cutlass.range_constexpr(2):
-                s[r, c] = cute.math.exp2(s[r, c] - base[c], fastmath=True)
+                s[r, c] = cute.math.exp2(s[r, c], fastmath=True)
             total[c] += s[0, c] + s[1, c]
         cute.autovec_copy(as_stored, own_sums)
         if last:
@@ -397,12 +409,17 @@ class ColumnScores:
                 if tid < 4:
                     sLast[column(tid, c), buffer] = base[c]
         self.store_probabilities(smem, s, buffer, tid)
+        return fresh
 
     @cute.jit
     def raise_bases(self, smem, s: cute.Tensor, base: cute.Tensor, total: cute.Tensor, buffer: Int32, tid: Int32):
-        """Sets bases 2^P_SHIFT below the largest scores, if these are above them, and makes sums relative to them."""
+        """Sets bases 2^P_SHIFT below the largest scores, if these are above them; scores and sums become relative to them.
+
+        Returns whether no key has been met yet.
+        """
         sMax = smem.column_max.get_tensor(cute.make_layout((self.heads, WARPS)))
         sBase = smem.head_base.get_tensor(cute.make_layout(self.heads))
+        sUnset = smem.unset.get_tensor(cute.make_layout(self.heads))
         sRescaling = smem.rescaling.get_tensor(cute.make_layout((self.heads, 2)))
         for c in cutlass.range_constexpr(self.columns):
             largest = cute.arch.fmax(s[0, c], s[1, c])
@@ -411,18 +428,30 @@ class ColumnScores:
             if tid % 32 < 4:
                 sMax[column(tid, c), tid // 32] = largest
         cute.arch.barrier(barrier_id=BAR_OWNER, number_of_threads=128)
-        for c in cutlass.range_constexpr(self.columns):
-            largest = sMax[column(tid, c), 0]
+        if tid < self.heads:
+            largest = sMax[tid, 0]
             for w in cutlass.range_constexpr(1, WARPS):
-                largest = cute.arch.fmax(largest, sMax[column(tid, c), w])
-            new_base = cute.arch.fmax(base[c], largest - P_SHIFT)
-            rescaling = cute.math.exp2(base[c] - new_base, fastmath=True)
-            base[c] = new_base
-            total[c] *= rescaling
-            if tid < 4:
-                sBase[column(tid, c)] = new_base
-                sRescaling[column(tid, c), buffer] = rescaling
+                largest = cute.arch.fmax(largest, sMax[tid, w])
+            step = cute.arch.fmax(largest - P_SHIFT, Float32(0.0))
+            rescaling = cute.math.exp2(-step, fastmath=True)
+            if sUnset[tid] != 0:
+                rescaling = Float32(1.0)  # of nothing
+                if largest != -Float32.inf:
+                    step = largest - P_SHIFT
+                    sUnset[tid] = Int32(0)
+            sRescaling[tid, buffer] = rescaling
+            sBase[tid] += step
         cute.arch.barrier(barrier_id=BAR_OWNER, number_of_threads=128)
+        factor = cute.make_rmem_tensor(self.columns, Float32)
+        pairs_of(smem.rescaling.get_tensor(cute.make_layout(2 * self.heads)), tid, buffer * self.heads, factor)
+        for c in cutlass.range_constexpr(self.columns):
+            total[c] *= factor[c]
+        pairs_of(sBase, tid, 0, factor)
+        for c in cutlass.range_constexpr(self.columns):
+            for r in cutlass.range_constexpr(2):
+                s[r, c] += base[c] - factor[c]
+            base[c] = factor[c]
+        return sUnset[0]
 
     @cute.jit
     def store_probabilities(self, smem, s: cute.Tensor, buffer: Int32, tid: Int32):

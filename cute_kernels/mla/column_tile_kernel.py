@@ -15,7 +15,6 @@ BUFFERS = 2  # of P, and of what goes with it
 WARPS = 4  # of a warpgroup
 P_SHIFT = 7.0  # P is 2^7 for a key that meets the base of its head, and float16 holds what is above 2^-31 of that
 MAX_GROWTH = 8.0  # of a score over the base, in units of log2, before the base moves: P stays below 2^15
-LOWEST = -1.0e30  # the base of a head that has met no key; finite, so that no difference is NaN
 
 
 def stages(heads: int) -> int:
@@ -59,6 +58,7 @@ def column_storage(heads: int):
         mask: cute.struct.MemRange[Float32, count * TOKENS_PER_TILE]  # 0 or -inf, added to the scores
         q_power: cute.struct.MemRange[Float32, GROUPS * heads]
         head_base: cute.struct.MemRange[Float32, heads]  # what scores are relative to
+        unset: cute.struct.MemRange[Int32, heads]  # 1: no key has been met, and the base is 0
         rescaling: cute.struct.MemRange[Float32, BUFFERS * heads]
         last_base: cute.struct.MemRange[Float32, BUFFERS * heads]  # those of an item, there with its last tile
         last_sums: cute.struct.MemRange[Float32, BUFFERS * heads * WARPS]

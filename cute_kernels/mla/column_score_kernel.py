@@ -21,9 +21,10 @@ from cute_kernels.mla.column_tile_kernel import (
 from cute_kernels.mla.producer_kernel import COLUMNS, GROUP, GROUPS, NOPE, ROPE
 from cute_kernels.mla.score_kernel import EXPONENTS, LARGEST, SMALLEST, max_magnitudes
 from cute_kernels.mla.spec import COLUMN_WEIGHT, EVENTS, ROLES, TOKENS_PER_TILE, MlaDecodeSpec
-from cute_kernels.mla.tile_kernel import BAR_OWNER, start_q
+from cute_kernels.mla.tile_kernel import BAR_OWNER, prefetch_q, start_q
 
 PIECES = NOPE // 32  # of 32 columns, which are multiplied while the next ones are made
+OPERANDS = 3  # pieces in registers: two are multiplied, which hides the latency of either, and one is made
 CHUNKS = NOPE // COLUMNS  # of 64 columns, whose codes a thread has 16 of in a row
 SMALLEST_WEIGHT, LARGEST_WEIGHT = 2.0**-5, 2.0**7  # any code times a weight in between is a normal float16 number
 
@@ -179,6 +180,8 @@ class ColumnScores:
         self.own_sums(smem, tid).store(nothing.load().reshape(self.own_sums(smem, tid).shape))
         if count == 0 and has_next and warp_idx == 0:
             start_q(smem, load_q, tQ, next_work, self.heads)
+        if has_next and warp_idx == 0:
+            prefetch_q(load_q, tQ, next_work, self.heads)
         fresh = Int32(1)
         for t in cutlass.range(done, done + count, unroll=1):
             last = t == done + count - 1
@@ -190,10 +193,12 @@ class ColumnScores:
             state = (cute.make_rmem_tensor(self.columns, Float32), cute.make_rmem_tensor(2, Float32))
             acc_s = self.multiply(smem, state, stage, buffer, (t // 2 + 1) % 2, scaled, tid)
             self.stamp(smem, t, 1, 1, tid)
+            if last and has_next:
+                cute.arch.barrier(barrier_id=BAR_OWNER, number_of_threads=128)  # nobody needs this Q any more
+                if warp_idx == 0:
+                    start_q(smem, load_q, tQ, next_work, self.heads)
             self.stamp(smem, t, 2, 0, tid)
             fresh = self.softmax(smem, acc_s, state, scale_log2, buffer, fresh, last, tid)
-            if last and has_next and warp_idx == 0:  # all have passed a barrier since they multiplied
-                start_q(smem, load_q, tQ, next_work, self.heads)
             cute.arch.fence_proxy("async.shared", space="cta")  # ordinary stores of P, read by wgmma
             cute.arch.mbarrier_arrive(smem.p_full.data_ptr() + buffer)
             self.stamp(smem, t, 2, 1, tid)
@@ -216,37 +221,36 @@ class ColumnScores:
         for half in cutlass.range_constexpr(2):
             self.load_rope(smem, rope[half], stage, half, tid)
         scale = cute.make_rmem_tensor(2, Float32)
-        raw = [cute.make_rmem_tensor((16, 2), Float8E4M3FN) for _ in range(2)]
-        self.load_codes(smem, raw[0], stage, 0, tid)
+        raw = cute.make_rmem_tensor((16, 2), Float8E4M3FN)
+        self.load_codes(smem, raw, stage, 0, tid)
         warpgroup.fence()
         for half in cutlass.range_constexpr(2):
             k_blocks = [(k, NOPE // 16 + 2 * half + k) for k in range(2)]
             wgmma.issue(mma_rope, acc_s, rope[half], rQ_rope, half > 0, k_blocks)
         warpgroup.commit_group()
         if scaled == 0:
-            codes = [mma.make_fragment_A(of_piece) for _ in range(2)]
+            codes = [mma.make_fragment_A(of_piece) for _ in range(OPERANDS)]
+            self.widen(raw, codes[0], 0)
             for i in cutlass.range_constexpr(PIECES):
-                c, group = i // 2, i // (PIECES // GROUPS)
-                operand = codes[i % 2]
-                if const_expr(i % 2 == 0 and c + 1 < CHUNKS):  # loads take some 100 clocks beside all that goes on
-                    self.load_codes(smem, raw[(c + 1) % 2], stage, c + 1, tid)
-                self.widen(raw[c % 2], operand, i % 2)
-                if const_expr(i % (PIECES // GROUPS) == 0 and group > 0):
+                group, begins = i // (PIECES // GROUPS), i % (PIECES // GROUPS) == 0
+                if const_expr(begins and group > 0):
                     warpgroup.wait_group(0)
                     self.add_group(acc_s, acc, scale)
                 warpgroup.fence()
-                accumulates = i % (PIECES // GROUPS) > 0
-                wgmma.issue(mma, acc, operand, rQ, accumulates, [(k, 2 * i + k) for k in range(2)])
+                wgmma.issue(mma, acc, codes[i % OPERANDS], rQ, not begins, [(k, 2 * i + k) for k in range(2)])
                 warpgroup.commit_group()
-                if const_expr(not accumulates):
+                if const_expr(begins):
                     self.load_scales(smem, scale, stage, group, tid)
                 if const_expr(i + 1 < PIECES):
-                    warpgroup.wait_group(1)
+                    warpgroup.wait_group(OPERANDS - 1)  # what had the registers that the next piece gets
+                    self.widen(raw, codes[(i + 1) % OPERANDS], (i + 1) % 2)
+                    if const_expr(i % 2 == 0 and i + 2 < PIECES):
+                        self.load_codes(smem, raw, stage, i // 2 + 1, tid)
             self.prefetch(smem, state, stage, buffer, phase, tid)
             warpgroup.wait_group(0)
             self.add_group(acc_s, acc, scale)
         else:
-            self.multiply_by_powers(smem, mma, acc_s, acc, rQ, raw[0], scale, stage, tid)
+            self.multiply_by_powers(smem, mma, acc_s, acc, rQ, raw, scale, stage, tid)
             self.prefetch(smem, state, stage, buffer, phase, tid)
         return acc_s
 

@@ -262,6 +262,11 @@ class MlaDecodeKernel:
                 work = self.locate(block, head_divisor, split_divisor, query_divisor)
                 start_q(smem, load_q, tQ, work, self.spec.heads)
             done, loads = Int32(0), Int32(0)
+            _, _, first_count = self.keys_of(
+                self.locate(block, head_divisor, split_divisor, query_divisor),
+                mLength, mIndex, mKV, num_splits, causal, query_divisor,
+            )  # fmt: skip
+            next_count = Int32(first_count)
             for item in cutlass.range(block, items, decode_ctas, unroll=1):
                 work = self.locate(item, head_divisor, split_divisor, query_divisor)
                 _, _, query_idx, batch_idx = work
@@ -271,7 +276,14 @@ class MlaDecodeKernel:
                 else:
                     entries = mIndex[batch_idx, None]
                 following = item + decode_ctas
-                next_work = self.locate(following, head_divisor, split_divisor, query_divisor)
+                next_work = self.locate(
+                    cutlass.min(following, items - 1), head_divisor, split_divisor, query_divisor
+                )
+                if const_expr(columns):  # found an item ahead: a length takes 1000 clocks to come
+                    count = next_count
+                    _, _, next_count = self.keys_of(
+                        next_work, mLength, mIndex, mKV, num_splits, causal, query_divisor
+                    )
                 scaled, loads = self.scores.prepare(smem, load_q, tQ, work, loads, warp, tidx % 128)
                 has_next = following < items
                 ahead = (has_next, next_work, scaled, warp, tidx % 128)

@@ -76,7 +76,7 @@ class MlaDecodeSpec:
         """Of a thread that brings keys, scores, adds values; the last one twice: 4 x 128, what 512 get at launch."""
         if not self.columns:
             return (72, 104, 168)
-        return (32, 128, 176) if self.heads == WIDE else (128, 128, 128)
+        return (24, 136, 176) if self.heads == WIDE else (128, 128, 128)
 
     @property
     def split(self) -> bool:

@@ -3,7 +3,7 @@
 import cutlass
 import cutlass.cute as cute
 import cutlass.utils.hopper_helpers as sm90
-from cutlass import BFloat16, Float16, Float32, Int32, Int64
+from cutlass import AddressSpace, BFloat16, Float16, Float32, Int32, Int64
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from cutlass.tensor_utils import LayoutEnum
 
@@ -72,6 +72,19 @@ def tiled_mmas():
         sm90.make_trivial_tiled_mma(BFloat16, BFloat16, k, k, Float32, one, tile),
         sm90.make_trivial_tiled_mma(Float16, Float16, k, mn, Float32, one, (WIDE, GROUP), registers),
     )
+
+
+@cute.jit
+def prefetch_q(load_q: cute.CopyAtom, tQ: cute.Tensor, work: tuple, heads: cutlass.Constexpr):
+    """Starts to bring rows of Q into L2. Called by one warp."""
+    head_block, _, query_idx, batch_idx = work
+    gQ = cute.local_tile(tQ, (heads, QK), (head_block, 0, query_idx, batch_idx))
+    _, _, layout_q = layouts(heads)
+    of_shared = cute.make_tensor(cute.make_ptr(BFloat16, 0, AddressSpace.smem, assumed_align=1024), layout_q)
+    _, tQgQ = cpasync.tma_partition(
+        load_q, 0, cute.make_layout(1), cute.group_modes(of_shared, 0, 2), cute.group_modes(gQ, 0, 2)
+    )
+    cute.prefetch(load_q, tQgQ)
 
 
 @cute.jit

@@ -21,10 +21,10 @@ from cute_kernels.mla.column_tile_kernel import (
 from cute_kernels.mla.producer_kernel import COLUMNS, GROUP, GROUPS, NOPE, ROPE
 from cute_kernels.mla.score_kernel import EXPONENTS, LARGEST, SMALLEST, max_magnitudes
 from cute_kernels.mla.spec import COLUMN_WEIGHT, EVENTS, ROLES, TOKENS_PER_TILE, MlaDecodeSpec
-from cute_kernels.mla.tile_kernel import BAR_OWNER, prefetch_q, start_q
+from cute_kernels.mla.tile_kernel import BAR_OWNER, start_q
 
 PIECES = NOPE // 32  # of 32 columns, which are multiplied while the next ones are made
-OPERANDS = 3  # pieces in registers: two are multiplied, which hides the latency of either, and one is made
+OPERANDS = 4  # pieces in registers: two are multiplied, which hides the latency of either, and one is made
 CHUNKS = NOPE // COLUMNS  # of 64 columns, whose codes a thread has 16 of in a row
 SMALLEST_WEIGHT, LARGEST_WEIGHT = 2.0**-5, 2.0**7  # any code times a weight in between is a normal float16 number
 
@@ -44,7 +44,7 @@ class ColumnScores:
     """
 
     def __init__(self, spec: MlaDecodeSpec):
-        self.heads = spec.heads
+        self.heads, self.split = spec.heads, spec.split
         self.columns = spec.heads // 4  # of a thread
         self.stages = stages(spec.heads)
         self.tracer = Tracer(spec.trace, len(ROLES))
@@ -53,19 +53,29 @@ class ColumnScores:
 
     @cute.jit
     def prepare(
-        self, smem, load_q: cute.CopyAtom, tQ: cute.Tensor, work: tuple, loads: Int32, warp_idx: Int32, tid: Int32
+        self,
+        smem,
+        load_q: cute.CopyAtom,
+        tQ: cute.Tensor,
+        mSink: cute.Tensor,
+        work: tuple,
+        loads: Int32,
+        warp_idx: Int32,
+        tid: Int32,
     ):
-        """Makes Q float16 but for its rope part, in place; `loads` loads of Q came before.
+        """Makes Q float16 but for its rope part, in place; `loads` loads of Q came before. Nothing has been scored then.
 
         Returns (whether S is to be multiplied by powers of Q, the new number of loads).
         """
+        sSink = smem.sink.get_tensor(cute.make_layout(self.heads))
+        head = work[0] * self.heads + tid
+        sink = mSink[cutlass.min(head, mSink.shape[0] - 1)] * softmax.LOG2_E
         cute.arch.mbarrier_wait(smem.q_full.ptr, loads % 2)
         loads += 1
         fits = Int32(1)
         for item in cutlass.range(tid, self.heads * GROUPS, 128, unroll=1):
-            for half in cutlass.range(2, unroll=1):
-                if self.convert(smem, item, half, Float32(1.0)) == 0:
-                    fits = Int32(0)
+            if self.convert(smem, item) == 0:
+                fits = Int32(0)
         scaled = Int32(0)
         if wgmma.every_thread(fits, Int32(BAR_OWNER)) == 0:
             scaled = Int32(1)
@@ -78,55 +88,59 @@ class ColumnScores:
             sPower = cute.make_tensor(smem.q_power.data_ptr(), cute.make_layout((self.heads, GROUPS)))
             for item in cutlass.range(tid, self.heads * GROUPS, 128, unroll=1):
                 exponent = cutlass.min(cutlass.max(self.exponent(smem, item), -EXPONENTS), EXPONENTS)
-                for half in cutlass.range(2, unroll=1):
-                    self.convert(smem, item, half, softmax.power_of_two(-exponent))
+                self.multiply_row(smem, item, softmax.power_of_two(-exponent))
+                self.convert(smem, item)
                 sPower[item % self.heads, item // self.heads] = softmax.power_of_two(exponent)
         sBase = smem.head_base.get_tensor(cute.make_layout(self.heads))
         sUnset = smem.unset.get_tensor(cute.make_layout(self.heads))
         if tid < self.heads:
             sBase[tid] = Float32(0.0)
             sUnset[tid] = Int32(1)
+            sSink[tid] = sink
             self.order_rope(smem, tid)
         cute.arch.fence_proxy("async.shared", space="cta")  # ordinary stores, read by wgmma
         cute.arch.barrier(barrier_id=BAR_OWNER, number_of_threads=128)
         return scaled, loads
 
-    def chunk_of_q(self, smem, item: Int32, half, c: int):
+    def chunk_of_q(self, smem, item: Int32, half, c):
         """Eight numbers of a row of Q, in half of one of its groups: chunk c of 64 columns."""
         row, group = item % self.heads, item // self.heads
         start = (2 * group + half) * (self.heads * COLUMNS) + row * COLUMNS + (c ^ (row % 8)) * 8
         return cute.make_tensor(smem.q.data_ptr() + cute.assume(start, divby=8), cute.make_layout(8))
 
     @cute.jit
-    def convert(self, smem, item: Int32, half: Int32, power: Float32) -> Int32:
-        """64 columns of a row times `power`, as float16 and in the order of codes; whether float16 holds them.
+    def convert(self, smem, item: Int32) -> Int32:
+        """128 numbers of a row as float16 and in the order of codes; whether float16 holds them.
 
         Of block i of 16 columns, pairs 2 q and 2 q + 1 of lane q's 16 codes, 4 i and on, are words q and q + 4.
         """
-        old = cute.make_rmem_tensor((8, 8), BFloat16)
+        old, new = cute.make_rmem_tensor((8, 8), BFloat16), cute.make_rmem_tensor((8, 8), Float16)
         for c in cutlass.range_constexpr(8):
-            cute.autovec_copy(self.chunk_of_q(smem, item, half, c), old[None, c])
-        new = cute.make_rmem_tensor((8, 8), Float16)
-        for c in cutlass.range_constexpr(8):
-            new[None, c].store((old[None, c].load().to(Float32) * power).to(Float16))
-        old_words, words = cute.recast_tensor(old, Int32), cute.recast_tensor(new, Int32)
-        largest, seen = words[0, 0] & 0x7FFF7FFF, Int32(0)
-        four = cute.make_rmem_tensor(4, Int32)
-        for c in cutlass.range_constexpr(8):
-            for q in cutlass.range_constexpr(4):
-                word = words[2 * (c // 2 % 2) + c % 2, 2 * q + c // 4]
-                four[q] = word
-                largest = max_magnitudes(largest, word)
-                seen |= old_words[q, c]
-            target = self.chunk_of_q(smem, item, half, c)
-            cute.autovec_copy(cute.recast_tensor(four, BFloat16), target)
-        pair = cute.make_rmem_tensor(1, Int32)
-        pair[0] = largest
-        found = cute.recast_tensor(pair, Float16)
-        peak = cute.arch.fmax(found[0].to(Float32), found[1].to(Float32))
+            cute.autovec_copy(self.chunk_of_q(smem, item, 0, c), old[None, c])
         fits = Int32(1)
-        if seen & 0x7FFF7FFF != 0 and (peak < SMALLEST or peak > LARGEST):
-            fits = Int32(0)
+        for half in cutlass.range_constexpr(2):
+            for c in cutlass.range_constexpr(8):
+                new[None, c].store(old[None, c].load().to(Float32).to(Float16))
+            old_words, words = cute.recast_tensor(old, Int32), cute.recast_tensor(new, Int32)
+            largest, seen = words[0, 0] & 0x7FFF7FFF, Int32(0)
+            for c in cutlass.range_constexpr(8):
+                for q in cutlass.range_constexpr(4):
+                    largest = max_magnitudes(largest, words[q, c])
+                    seen |= old_words[q, c]
+            if const_expr(half == 0):  # beside the stores
+                for c in cutlass.range_constexpr(8):
+                    cute.autovec_copy(self.chunk_of_q(smem, item, 1, c), old[None, c])
+            four = cute.make_rmem_tensor(4, Int32)
+            for c in cutlass.range_constexpr(8):
+                for q in cutlass.range_constexpr(4):
+                    four[q] = words[2 * (c // 2 % 2) + c % 2, 2 * q + c // 4]
+                cute.autovec_copy(cute.recast_tensor(four, BFloat16), self.chunk_of_q(smem, item, half, c))
+            pair = cute.make_rmem_tensor(1, Int32)
+            pair[0] = largest
+            found = cute.recast_tensor(pair, Float16)
+            peak = cute.arch.fmax(found[0].to(Float32), found[1].to(Float32))
+            if seen & 0x7FFF7FFF != 0 and (peak < SMALLEST or peak > LARGEST):
+                fits = Int32(0)
         return fits
 
     @cute.jit
@@ -143,15 +157,24 @@ class ColumnScores:
             cute.autovec_copy(cute.recast_tensor(four, BFloat16), target)
 
     @cute.jit
+    def multiply_row(self, smem, item: Int32, power: Float32):
+        """128 numbers of a row times a power of two, which bf16 holds."""
+        eight = cute.make_rmem_tensor(8, BFloat16)
+        for chunk in cutlass.range(16, unroll=1):
+            target = self.chunk_of_q(smem, item, chunk // 8, chunk % 8)
+            cute.autovec_copy(target, eight)
+            eight.store((eight.load().to(Float32) * power).to(BFloat16))
+            cute.autovec_copy(eight, target)
+
+    @cute.jit
     def exponent(self, smem, item: Int32) -> Int32:
         """floor(log2) of the largest of 128 numbers of Q."""
         peak, eight = Float32(0.0), cute.make_rmem_tensor(8, BFloat16)
-        for half in cutlass.range(2, unroll=1):
-            for c in cutlass.range_constexpr(8):
-                cute.autovec_copy(self.chunk_of_q(smem, item, half, c), eight)
-                for i in cutlass.range_constexpr(8):
-                    number = eight[i].to(Float32)
-                    peak = cute.arch.fmax(peak, cute.arch.fmax(number, -number))
+        for chunk in cutlass.range(16, unroll=1):
+            cute.autovec_copy(self.chunk_of_q(smem, item, chunk // 8, chunk % 8), eight)
+            for i in cutlass.range_constexpr(8):
+                number = eight[i].to(Float32)
+                peak = cute.arch.fmax(peak, cute.arch.fmax(number, -number))
         return softmax.exponent(peak)
 
     # ---- tiles
@@ -180,8 +203,6 @@ class ColumnScores:
         self.own_sums(smem, tid).store(nothing.load().reshape(self.own_sums(smem, tid).shape))
         if count == 0 and has_next and warp_idx == 0:
             start_q(smem, load_q, tQ, next_work, self.heads)
-        if has_next and warp_idx == 0:
-            prefetch_q(load_q, tQ, next_work, self.heads)
         fresh = Int32(1)
         for t in cutlass.range(done, done + count, unroll=1):
             last = t == done + count - 1
@@ -199,6 +220,8 @@ class ColumnScores:
                     start_q(smem, load_q, tQ, next_work, self.heads)
             self.stamp(smem, t, 2, 0, tid)
             fresh = self.softmax(smem, acc_s, state, scale_log2, buffer, fresh, last, tid)
+            if last:
+                self.finish(smem, buffer, tid)
             cute.arch.fence_proxy("async.shared", space="cta")  # ordinary stores of P, read by wgmma
             cute.arch.mbarrier_arrive(smem.p_full.data_ptr() + buffer)
             self.stamp(smem, t, 2, 1, tid)
@@ -221,8 +244,9 @@ class ColumnScores:
         for half in cutlass.range_constexpr(2):
             self.load_rope(smem, rope[half], stage, half, tid)
         scale = cute.make_rmem_tensor(2, Float32)
-        raw = cute.make_rmem_tensor((16, 2), Float8E4M3FN)
-        self.load_codes(smem, raw, stage, 0, tid)
+        raw = [cute.make_rmem_tensor((16, 2), Float8E4M3FN) for _ in range(2)]
+        for c in cutlass.range_constexpr(2):  # loads take some 100 clocks beside all that goes on
+            self.load_codes(smem, raw[c], stage, c, tid)
         warpgroup.fence()
         for half in cutlass.range_constexpr(2):
             k_blocks = [(k, NOPE // 16 + 2 * half + k) for k in range(2)]
@@ -230,7 +254,7 @@ class ColumnScores:
         warpgroup.commit_group()
         if scaled == 0:
             codes = [mma.make_fragment_A(of_piece) for _ in range(OPERANDS)]
-            self.widen(raw, codes[0], 0)
+            self.widen(raw[0], codes[0], 0)
             for i in cutlass.range_constexpr(PIECES):
                 group, begins = i // (PIECES // GROUPS), i % (PIECES // GROUPS) == 0
                 if const_expr(begins and group > 0):
@@ -242,15 +266,16 @@ class ColumnScores:
                 if const_expr(begins):
                     self.load_scales(smem, scale, stage, group, tid)
                 if const_expr(i + 1 < PIECES):
-                    warpgroup.wait_group(OPERANDS - 1)  # what had the registers that the next piece gets
-                    self.widen(raw, codes[(i + 1) % OPERANDS], (i + 1) % 2)
-                    if const_expr(i % 2 == 0 and i + 2 < PIECES):
-                        self.load_codes(smem, raw, stage, i // 2 + 1, tid)
+                    c = (i + 1) // 2
+                    self.widen(raw[c % 2], codes[(i + 1) % OPERANDS], (i + 1) % 2)
+                    if const_expr(i % 2 == 0 and c + 2 < CHUNKS):
+                        self.load_codes(smem, raw[c % 2], stage, c + 2, tid)
+                    warpgroup.wait_group(OPERANDS - 2)
             self.prefetch(smem, state, stage, buffer, phase, tid)
             warpgroup.wait_group(0)
             self.add_group(acc_s, acc, scale)
         else:
-            self.multiply_by_powers(smem, mma, acc_s, acc, rQ, raw, scale, stage, tid)
+            self.multiply_by_powers(smem, mma, acc_s, acc, rQ, raw[0], scale, stage, tid)
             self.prefetch(smem, state, stage, buffer, phase, tid)
         return acc_s
 
@@ -368,7 +393,7 @@ class ColumnScores:
     def softmax(
         self, smem, acc_s: cute.Tensor, state: tuple, scale_log2: Float32, buffer: Int32, fresh: Int32, last, tid: Int32
     ) -> Int32:
-        """P^T of a tile; with the last one also the bases and sums of the item.
+        """P^T of a tile; with the last one also the sums of the item.
 
         `fresh` as long as no key has been met, and so bases are to be set; returns whether it stays so.
         """
@@ -403,17 +428,33 @@ class ColumnScores:
             total[c] += s[0, c] + s[1, c]
         cute.autovec_copy(as_stored, own_sums)
         if last:
-            sSums = smem.last_sums.get_tensor(cute.make_layout((self.heads, WARPS, 2)))
-            sLast = smem.last_base.get_tensor(cute.make_layout((self.heads, 2)))
+            sSums = smem.column_max.get_tensor(cute.make_layout((self.heads, WARPS)))
             for c in cutlass.range_constexpr(self.columns):
                 for step in cutlass.range_constexpr(3):
                     total[c] += cute.arch.shuffle_sync_bfly(total[c], 4 << step)
                 if tid % 32 < 4:
-                    sSums[column(tid, c), tid // 32, buffer] = total[c]
-                if tid < 4:
-                    sLast[column(tid, c), buffer] = base[c]
+                    sSums[column(tid, c), tid // 32] = total[c]
         self.store_probabilities(smem, s, buffer, tid)
         return fresh
+
+    @cute.jit
+    def finish(self, smem, buffer: Int32, tid: Int32):
+        """Of each head the log-sum-exp, and 1 / (its sum with the sink), 0 without keys."""
+        sSums = smem.column_max.get_tensor(cute.make_layout((self.heads, WARPS)))
+        sBase = smem.head_base.get_tensor(cute.make_layout(self.heads))
+        sSink = smem.sink.get_tensor(cute.make_layout(self.heads))
+        sShare = smem.share.get_tensor(cute.make_layout((self.heads, 2)))
+        sLse = smem.lse.get_tensor(cute.make_layout((self.heads, 2)))
+        cute.arch.barrier(barrier_id=BAR_OWNER, number_of_threads=128)  # sums are there
+        if tid < self.heads:
+            base, total = sBase[tid], sSums[tid, 0]
+            for w in cutlass.range_constexpr(1, WARPS):
+                total += sSums[tid, w]
+            denominator = total
+            if const_expr(not self.split):
+                denominator += cute.math.exp2(sSink[tid] - base, fastmath=True)
+            sShare[tid, buffer] = Float32(cutlass.select_(total == 0.0, Float32(0.0), 1.0 / denominator))
+            sLse[tid, buffer] = softmax.log_sum_exp(base, total)
 
     @cute.jit
     def raise_bases(self, smem, s: cute.Tensor, base: cute.Tensor, total: cute.Tensor, buffer: Int32, tid: Int32):

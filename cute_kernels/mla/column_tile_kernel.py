@@ -60,9 +60,10 @@ def column_storage(heads: int):
         head_base: cute.struct.MemRange[Float32, heads]  # what scores are relative to
         unset: cute.struct.MemRange[Int32, heads]  # 1: no key has been met, and the base is 0
         rescaling: cute.struct.MemRange[Float32, BUFFERS * heads]
-        last_base: cute.struct.MemRange[Float32, BUFFERS * heads]  # those of an item, there with its last tile
-        last_sums: cute.struct.MemRange[Float32, BUFFERS * heads * WARPS]
-        column_max: cute.struct.MemRange[Float32, heads * WARPS]
+        share: cute.struct.MemRange[Float32, BUFFERS * heads]  # 1 / sum of an item, there with its last tile
+        lse: cute.struct.MemRange[Float32, BUFFERS * heads]
+        sink: cute.struct.MemRange[Float32, heads]  # times log2(e)
+        column_max: cute.struct.MemRange[Float32, heads * WARPS]  # of each warp; in the end its sums
         raised: cute.struct.MemRange[Int32, BUFFERS]  # 1: O is to be multiplied by `rescaling`
         q_full: Int64
         full: cute.struct.MemRange[Int64, count]

@@ -5,10 +5,9 @@ import cutlass.cute as cute
 from cutlass import BFloat16, Float8E4M3FN, Float16, Float32, Int32, const_expr
 from cutlass.cute.nvgpu import warpgroup
 
-from cute_kernels.device import softmax, wgmma
+from cute_kernels.device import wgmma
 from cute_kernels.device.trace import Tracer
 from cute_kernels.mla.column_tile_kernel import (
-    WARPS,
     column,
     column_layouts,
     column_mmas,
@@ -56,7 +55,7 @@ class ColumnValues:
         mLse: cute.Tensor,
         mPartial: cute.Tensor | None,
         mPartialLse: cute.Tensor | None,
-        mSink: cute.Tensor,
+        h_q: Int32,
         done: Int32,
         count: Int32,
         work: tuple,
@@ -93,15 +92,26 @@ class ColumnValues:
             if t < done + count - 1:
                 cute.arch.mbarrier_arrive(smem.p_empty.data_ptr() + buffer)
             self.stamp(smem, t, 1, 1, wg, tid)
-        base, total = (cute.make_rmem_tensor(self.columns, Float32) for _ in range(2))
-        base.fill(0.0)
-        total.fill(0.0)
+        share = cute.make_rmem_tensor(self.columns, Float32)
+        share.fill(0.0)
+        lse, sLse = -Float32.inf, smem.lse.get_tensor(cute.make_layout((self.heads, 2)))
         if count > 0:
             buffer = (done + count - 1) % 2
-            self.read_sums(smem, base, total, buffer, tid)
+            pairs_of(smem.share.get_tensor(cute.make_layout(2 * self.heads)), tid, buffer * self.heads, share)
+            if tid < self.heads:
+                lse = sLse[tid, buffer]
             cute.arch.mbarrier_arrive(smem.p_empty.data_ptr() + buffer)
-        weight = Float32(cutlass.select_(exact != 0, Float32(EXACT_WEIGHT), Float32(COLUMN_WEIGHT)))
-        self.store(acc_o, base, total, weight, mSink, mOut, mLse, mPartial, mPartialLse, work, wg, tid)
+        weight = Float32(cutlass.select_(exact != 0, Float32(1.0 / EXACT_WEIGHT), Float32(1.0 / COLUMN_WEIGHT)))
+        for c in cutlass.range_constexpr(self.columns):
+            share[c] *= weight
+        head_block, split_idx, query_idx, batch_idx = work
+        of_lse = mLse[batch_idx, query_idx, None]
+        if const_expr(self.spec.split):
+            of_lse = mPartialLse[split_idx, batch_idx, query_idx, None]
+        head = head_block * self.heads + tid
+        if wg == 0 and tid < self.heads and head < h_q:
+            of_lse[head] = lse
+        self.store(acc_o, share, mOut, mPartial, h_q, work, wg, tid)
 
     @cute.jit
     def rescale(self, smem, acc_o, buffer: Int32, tid: Int32):
@@ -224,63 +234,34 @@ class ColumnValues:
             warpgroup.wait_group(0)
             cute.arch.barrier(barrier_id=BAR_VALUES + wg, number_of_threads=128)
 
-    # ---- results
-
-    @cute.jit
-    def read_sums(self, smem, base: cute.Tensor, total: cute.Tensor, buffer: Int32, tid: Int32):
-        """Bases and sums of a thread's columns."""
-        part = cute.make_rmem_tensor(self.columns, Float32)
-        pairs_of(smem.last_base.get_tensor(cute.make_layout(2 * self.heads)), tid, buffer * self.heads, base)
-        sSums = smem.last_sums.get_tensor(cute.make_layout(2 * WARPS * self.heads))
-        for w in cutlass.range_constexpr(WARPS):
-            pairs_of(sSums, tid, (buffer * WARPS + w) * self.heads, part)
-            for c in cutlass.range_constexpr(self.columns):
-                total[c] += part[c]
-
     @cute.jit
     def store(
         self,
         acc_o,
-        base: cute.Tensor,
-        total: cute.Tensor,
-        weight: Float32,
-        mSink: cute.Tensor,
+        share: cute.Tensor,
         mOut: cute.Tensor,
-        mLse: cute.Tensor,
         mPartial: cute.Tensor | None,
-        mPartialLse: cute.Tensor | None,
+        h_q: Int32,
         work: tuple,
         wg: Int32,
         tid: Int32,
     ):
-        """Normalizes O and stores it with its log-sum-exp: the result, sink included, or a partial one without it.
-
-        A thread has eight neighbouring values of each of its heads.
-        """
+        """Stores O times each head's share, eight neighbouring values of a head at once: the result, or a partial one."""
         head_block, split_idx, query_idx, batch_idx = work
-        h_q, split = mSink.shape[0], const_expr(self.spec.split)
-        rows, of_lse = mOut[batch_idx, query_idx, None, None], mLse[batch_idx, query_idx, None]
-        if const_expr(split):
+        rows = mOut[batch_idx, query_idx, None, None]
+        if const_expr(self.spec.split):
             rows = mPartial[split_idx, batch_idx, query_idx, None, None]
-            of_lse = mPartialLse[split_idx, batch_idx, query_idx, None]
         first = 256 * wg + 64 * (tid // 32) + 8 * (tid % 32 // 4)
         eight = cute.make_rmem_tensor(8, Float32)
         for c in cutlass.range_constexpr(self.columns):
             head = head_block * self.heads + column(tid, c)
+            for m in cutlass.range_constexpr(BLOCKS):
+                o = wgmma.by_row(acc_o[m])
+                for r in cutlass.range_constexpr(2):
+                    eight[2 * m + r] = cutlass.select_(share[c] == 0.0, Float32(0.0), o[r, c] * share[c])
+            rounded = cute.make_rmem_tensor(8, rows.element_type)
+            rounded.store(eight.load().to(rows.element_type))
             if head < h_q:
-                denominator = total[c]
-                if const_expr(not split):
-                    sink = mSink[head] * softmax.LOG2_E
-                    denominator += cute.math.exp2(sink - base[c], fastmath=True)
-                share = Float32(cutlass.select_(total[c] == 0.0, Float32(0.0), 1.0 / (denominator * weight)))
-                for m in cutlass.range_constexpr(BLOCKS):
-                    o = wgmma.by_row(acc_o[m])
-                    for r in cutlass.range_constexpr(2):
-                        eight[2 * m + r] = o[r, c] * share
-                if wg == 0 and tid < 4:
-                    of_lse[head] = softmax.log_sum_exp(base[c], total[c])
-                rounded = cute.make_rmem_tensor(8, rows.element_type)
-                rounded.store(eight.load().to(rows.element_type))
                 pointer = rows[head, None].iterator + cute.assume(first, divby=8)
                 cute.autovec_copy(rounded, cute.make_tensor(pointer, cute.make_layout(8)))
 

@@ -65,7 +65,7 @@ from cute_kernels.mla.gather_kernel import RowGatherer
 from cute_kernels.mla.producer_kernel import NOPE, PARTS, STAGES, KeyProducer
 from cute_kernels.mla.score_kernel import ScoreWarpgroup
 from cute_kernels.mla.spec import ROLES, TOKENS_PER_TILE, WIDE, MlaDecodeSpec
-from cute_kernels.mla.tile_kernel import BAR_STORED, QK, layouts, shared_storage, start_q
+from cute_kernels.mla.tile_kernel import BAR_STORED, QK, layouts, prefetch_q, shared_storage, start_q
 from cute_kernels.mla.value_kernel import ValueWarpgroups
 
 THREADS = 512
@@ -240,7 +240,13 @@ class MlaDecodeKernel:
             for item in cutlass.range(block, items, decode_ctas, unroll=1):
                 work = self.locate(item, head_divisor, split_divisor, query_divisor)
                 _, _, query_idx, batch_idx = work
-                begin, limit, count = self.keys_of(work, mLength, mIndex, mKV, num_splits, causal, query_divisor)
+                length = self.length_of(work, mLength)
+                begin, limit, count = self.keys_of(work, length, mIndex, mKV, num_splits, causal, query_divisor)
+                following = item + decode_ctas
+                if const_expr(columns):
+                    if warp_idx == 0 and following < items:
+                        next_work = self.locate(following, head_divisor, split_divisor, query_divisor)
+                        prefetch_q(load_q, tQ, next_work, self.spec.heads)
                 if count > 0:
                     if const_expr(self.spec.sparse):
                         entries = mIndex[batch_idx, query_idx, None]
@@ -262,30 +268,22 @@ class MlaDecodeKernel:
                 work = self.locate(block, head_divisor, split_divisor, query_divisor)
                 start_q(smem, load_q, tQ, work, self.spec.heads)
             done, loads = Int32(0), Int32(0)
-            _, _, first_count = self.keys_of(
-                self.locate(block, head_divisor, split_divisor, query_divisor),
-                mLength, mIndex, mKV, num_splits, causal, query_divisor,
-            )  # fmt: skip
-            next_count = Int32(first_count)
+            length = self.length_of(self.locate(block, head_divisor, split_divisor, query_divisor), mLength)
             for item in cutlass.range(block, items, decode_ctas, unroll=1):
                 work = self.locate(item, head_divisor, split_divisor, query_divisor)
                 _, _, query_idx, batch_idx = work
-                begin, limit, count = self.keys_of(work, mLength, mIndex, mKV, num_splits, causal, query_divisor)
+                begin, limit, count = self.keys_of(work, length, mIndex, mKV, num_splits, causal, query_divisor)
                 if const_expr(self.spec.sparse):
                     entries = mIndex[batch_idx, query_idx, None]
                 else:
                     entries = mIndex[batch_idx, None]
                 following = item + decode_ctas
-                next_work = self.locate(
-                    cutlass.min(following, items - 1), head_divisor, split_divisor, query_divisor
-                )
-                if const_expr(columns):  # found an item ahead: a length takes 1000 clocks to come
-                    count = next_count
-                    _, _, next_count = self.keys_of(
-                        next_work, mLength, mIndex, mKV, num_splits, causal, query_divisor
-                    )
-                scaled, loads = self.scores.prepare(smem, load_q, tQ, work, loads, warp, tidx % 128)
                 has_next = following < items
+                last = cutlass.min(following, items - 1)
+                next_work = self.locate(last, head_divisor, split_divisor, query_divisor)
+                sinks = (mSink,) if const_expr(columns) else ()
+                scaled, loads = self.scores.prepare(smem, load_q, tQ, *sinks, work, loads, warp, tidx % 128)
+                length = self.length_of(next_work, mLength)  # an item ahead: it takes some 1000 clocks to come
                 ahead = (has_next, next_work, scaled, warp, tidx % 128)
                 if const_expr(columns):
                     self.scores.score(smem, load_q, tQ, scale_log2, done, count, *ahead)
@@ -300,9 +298,14 @@ class MlaDecodeKernel:
             for item in cutlass.range(block, items, decode_ctas, unroll=1):
                 work = self.locate(item, head_divisor, split_divisor, query_divisor)
                 head_block, _, query_idx, batch_idx = work
-                _, _, count = self.keys_of(work, mLength, mIndex, mKV, num_splits, causal, query_divisor)
+                length = self.length_of(work, mLength)
+                _, _, count = self.keys_of(work, length, mIndex, mKV, num_splits, causal, query_divisor)
                 results = (mOut, mLse, mPartial, mPartialLse, mSink)
-                self.values.add(smem, *results, done, count, work, warp_idx // 4 - 2, tidx % 128)
+                place = (done, count, work, warp_idx // 4 - 2, tidx % 128)
+                if const_expr(columns):
+                    self.values.add(smem, mOut, mLse, mPartial, mPartialLse, mSink.shape[0], *place)
+                else:
+                    self.values.add(smem, *results, *place)
                 if const_expr(self.spec.split):
                     cute.arch.barrier(barrier_id=BAR_STORED, number_of_threads=256)
                     if tidx == 256:
@@ -338,10 +341,18 @@ class MlaDecodeKernel:
         return head_block, split_idx, query_idx, batch_idx
 
     @cute.jit
+    def length_of(self, work: tuple, mLength: cute.Tensor) -> Int32:
+        """How many keys a query (sparse) or a request (dense) has."""
+        _, _, query_idx, batch_idx = work
+        if const_expr(self.spec.sparse):
+            return mLength[batch_idx, query_idx]
+        return mLength[batch_idx]
+
+    @cute.jit
     def keys_of(
         self,
         work: tuple,
-        mLength: cute.Tensor,
+        length: Int32,
         mIndex: cute.Tensor,
         mKV: cute.Tensor,
         num_splits: Int32,
@@ -349,11 +360,11 @@ class MlaDecodeKernel:
         query_divisor,
     ):
         """(first key, key at which all end, tiles) of an item of work."""
-        _, split_idx, query_idx, batch_idx = work
+        _, split_idx, query_idx, _ = work
         if const_expr(self.spec.sparse):
-            limit = cutlass.min(mLength[batch_idx, query_idx], mIndex.shape[2])
+            limit = cutlass.min(length, mIndex.shape[2])
         else:
-            limit = mLength[batch_idx] - causal * (query_divisor.divisor - 1 - query_idx)
+            limit = length - causal * (query_divisor.divisor - 1 - query_idx)
             limit = cutlass.min(limit, mIndex.shape[1] * mKV.shape[1])
         tiles = cute.ceil_div(cutlass.max(limit, 0), TOKENS_PER_TILE)
         tiles_per_split = cute.ceil_div(tiles, num_splits)

@@ -23,13 +23,19 @@ Variants, by fields of the spec
   ahead   dP is issued when S is there, and S of the next tile behind dK of this one: wait 0, dP, P, dV, wait 1, dS, dK,
           next S, dS stored, wait 1 (dK: the tile is given back). Only S is in flight from one turn of the loop to the
           next: with dP as well ptxas serializes the products
-  bulk    dQ goes to shared memory, 16 KB or 8 KB at a time, from where one thread has the copy engine add it
+  bulk    dQ goes to shared memory, 16 KB at a time, from where one thread has the copy engine add it
   skips   without dq: tiles none of whose queries sees a key of the warpgroup are passed over
+  warpgroups  three with 64 keys each: 192 keys share an addition to dq. Each makes dQ of every third tile
+  blocks  two of 64 keys for each of two warpgroups, one behind the other: 256 keys share an addition. A tile is
+          then 5 x 512 clocks; shared memory K, Q, V and dO for S and dP 128 KB, dO and Q for dV and dK 64 KB, dS and
+          K for dQ 64 KB, stores of dS 32 KB, TMA 16 KB, dQ 32 KB: 336 KB are 2690 clocks
 
 Roles (384 threads)
   warpgroup 0     producer, 24 registers: its first warp takes items and issues TMA copies; the others idle
-  warpgroup 1, 2  consumers, 240 registers: at d 128, 64 + 64 of dK and dV, 32 + 32 of S and dP, later 64 of dQ;
-                  16 + 16 of P and dS as operands, 16 of L or delta
+  warpgroup 1, 2  consumers, 240 registers: at d 128 and with two blocks, 64 + 64 of dK and dV, 32 + 32 of S and dP,
+                  later 32 of dQ; 16 + 16 of P and dS as operands, 16 of L or delta
+  warpgroup 1 - 3 consumers, 160 registers, with 32 of the producer: 32 + 32 of dK and dV; L and delta are read from
+                  shared memory where they are used
 
 Barriers                arrivals per phase
   work_full[slot]       32: the producer's lanes, of which one has written the record
@@ -74,7 +80,6 @@ from cute_kernels.sink.key_blocks_kernel import KeyBlocks
 from cute_kernels.sink.spec import ROWS
 
 BAR_DS, BAR_ITEM, BAR_ADD = 1, 3, 4
-CONSUMERS = 256
 
 
 class SinkBackwardKernel:
@@ -124,15 +129,15 @@ class SinkBackwardKernel:
         spec, dtype = self.spec, self.dtype
         layout_kv, layout_q, layout_ds, layout_stats = self.layouts()
         of_ds = cute.cosize(layout_ds) if spec.fused else 64
-        of_dkv = 64 if spec.reuses else cute.cosize(layout_kv)
-        of_added = 2 * QUERIES * spec.d if spec.bulk else 32
+        of_dkv = 0 if spec.reuses else cute.cosize(layout_kv)
+        of_added = spec.warpgroups * QUERIES * spec.d if spec.bulk else 32
 
         @cute.struct
         class Shared:
             k: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(layout_kv)], 1024]
             v: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(layout_kv)], 1024]
-            d_k: cute.struct.Align[cute.struct.MemRange[dtype, of_dkv], 1024 if of_dkv > 64 else 128]
-            d_v: cute.struct.Align[cute.struct.MemRange[dtype, of_dkv], 1024 if of_dkv > 64 else 128]
+            d_k: cute.struct.Align[cute.struct.MemRange[dtype, of_dkv], 1024]
+            d_v: cute.struct.Align[cute.struct.MemRange[dtype, of_dkv], 1024]
             q: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(layout_q)], 1024]
             d_out: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(layout_q)], 1024]
             d_s: cute.struct.Align[cute.struct.MemRange[dtype, of_ds], 1024]
@@ -280,11 +285,11 @@ class SinkBackwardKernel:
             cute.arch.mbarrier_init(smem.kv_full.ptr, 1)
             cute.arch.mbarrier_init(smem.kv_empty.ptr, 32 if spec.reuses else readers)
             for i in cutlass.range_constexpr(2):
-                cute.arch.mbarrier_init(smem.ds_full.data_ptr() + i, CONSUMERS)
+                cute.arch.mbarrier_init(smem.ds_full.data_ptr() + i, spec.consumers)
                 cute.arch.mbarrier_init(smem.ds_empty.data_ptr() + i, 128)
             for i in cutlass.range_constexpr(spec.stages):
                 cute.arch.mbarrier_init(smem.q_full.data_ptr() + i, 1)
-                cute.arch.mbarrier_init(smem.q_empty.data_ptr() + i, CONSUMERS)
+                cute.arch.mbarrier_init(smem.q_empty.data_ptr() + i, spec.consumers)
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
 
@@ -336,12 +341,13 @@ class SinkBackwardKernel:
         wg: Int32,
         tid: Int32,
     ):
-        """One consumer warpgroup: its 64 keys of each item."""
+        """One consumer warpgroup: its keys of each item."""
         spec = self.spec
         mma_s, mma_kv, _ = self.tiled_mmas()
         sWork = smem.work.get_tensor(cute.make_layout((schedule.RECORD, schedule.SLOTS)))
         acc_s = cute.make_rmem_tensor(mma_s.partition_shape_C((ROWS, QUERIES)), Float32)
-        acc_dk, acc_dv = (cute.make_rmem_tensor(mma_kv.partition_shape_C((ROWS, spec.d)), Float32) for _ in range(2))
+        shape = mma_kv.partition_shape_C((ROWS, spec.d))
+        acc_dk, acc_dv = (tuple(cute.make_rmem_tensor(shape, Float32) for _ in range(spec.blocks)) for _ in range(2))
         turn, use, running = Int32(0), Int32(0), Int32(1)
         while running == 1:
             slot = turn % schedule.SLOTS
@@ -352,11 +358,18 @@ class SinkBackwardKernel:
                 running = Int32(0)
             else:
                 begin, tiles = self.blocks.extent(first, s_q, s_k, window, reach)
-                edges = self.blocks.edges(first + ROWS * wg, s_q, s_k, window, reach, tid)
-                acc_dk.fill(0.0)
-                acc_dv.fill(0.0)
+                mine = first + ROWS * spec.blocks * wg
+                edges = tuple(
+                    self.blocks.edges(mine + ROWS * b, s_q, s_k, window, reach, tid) for b in range(spec.blocks)
+                )
+                for b in cutlass.range_constexpr(spec.blocks):
+                    acc_dk[b].fill(0.0)
+                    acc_dv[b].fill(0.0)
                 cute.arch.mbarrier_wait(smem.kv_full.ptr, turn % 2)
-                rK, rV = (self.mine_of(t, wg, tid) for t in (smem.k, smem.v))
+                rK, rV = (
+                    tuple(self.mine_of(t, wg * spec.blocks + b, tid) for b in range(spec.blocks))
+                    for t in (smem.k, smem.v)
+                )
                 scale_log2 = softmax_scale * softmax.LOG2_E
                 position = schedule.position(spec.packed, start_q, batch, s_q) + begin
                 before = Int64(0)
@@ -364,7 +377,7 @@ class SinkBackwardKernel:
                     count, t = ratio * tiles, Int32(0)
                     target = sums + (Int64(head * ratio) * positions + position) * (4 * spec.d)
                     if count > 0:
-                        self.scores(smem, acc_s, rK, use, tid)
+                        self.scores(smem, acc_s, rK[0], use, tid)
                         for i in cutlass.range(count, unroll=1):
                             # behind the last tile S of the same one is made again, for nothing: a branch
                             # there would serialize the products
@@ -401,7 +414,7 @@ class SinkBackwardKernel:
                             query = begin + QUERIES * t
                             if const_expr(spec.skips):
                                 if query + QUERIES > seen_from and query < seen_to:
-                                    self.scores(smem, acc_s, rK, use, tid)
+                                    self.scores(smem, acc_s, rK[0], use, tid)
                                     self.differentiate(
                                         smem,
                                         acc_s,
@@ -423,7 +436,7 @@ class SinkBackwardKernel:
                                     cute.arch.mbarrier_wait(smem.q_full.data_ptr() + stage, phase)
                                     cute.arch.mbarrier_arrive(smem.q_empty.data_ptr() + stage)
                             else:
-                                self.scores(smem, acc_s, rK, use, tid)
+                                self.scores(smem, acc_s, rK[0], use, tid)
                                 target = sums + (row + QUERIES * t) * (4 * spec.d)
                                 adds_to = before if const_expr(spec.late) else target
                                 self.differentiate(
@@ -446,9 +459,9 @@ class SinkBackwardKernel:
                             use += 1
                 if const_expr(spec.late):
                     buffer = (use - 1) % 2
-                    if before != 0 and buffer == wg:
+                    if before != 0 and (use - 1) % spec.warpgroups == wg:
                         cute.arch.mbarrier_wait(smem.ds_full.data_ptr() + buffer, (use - 1) // 2 % 2)
-                        self.add_dq(smem, before, None, smem.ds_empty.data_ptr() + buffer, buffer, tid)
+                        self.add_dq(smem, before, None, None, smem.ds_empty.data_ptr() + buffer, buffer, wg, tid)
                 # read again, and not kept: every register counts while dK, dV, S and dP are alive
                 first, head, batch, s_k, start_k = (sWork[i, slot] for i in (0, 1, 2, 4, 6))
                 key0, outer = schedule.place(spec.packed, s_k, start_k, batch)
@@ -467,17 +480,17 @@ class SinkBackwardKernel:
             cute.arch.cp_async_bulk_wait_group(0, read=True)
 
     @cute.jit
-    def mine_of(self, x, wg: Int32, tid: Int32):
-        """This warpgroup's rows of K or V as an operand in shared memory."""
+    def mine_of(self, x, block: Int32, tid: Int32):
+        """64 rows of K or V as an operand in shared memory."""
         layout_kv, _, _, _ = self.layouts()
         mma_s, _, _ = self.tiled_mmas()
         sX = x.get_tensor(layout_kv.outer, swizzle=layout_kv.inner)
-        sX = cute.local_tile(sX, (ROWS, self.spec.d), (wg, 0, None))
+        sX = cute.local_tile(sX, (ROWS, self.spec.d), (block, 0, None))
         return mma_s.make_fragment_A(mma_s.get_slice(tid).partition_A(sX))[None, None, None, 0]
 
     @cute.jit
     def transposed_product(self, rX: cute.Tensor, y, acc: cute.Tensor, stage: Int32, tid: Int32):
-        """Issues K Q^T or V dO^T of this warpgroup's keys and of a tile of queries, and commits the group."""
+        """Issues K Q^T or V dO^T of 64 keys and of a tile of queries, and commits the group."""
         spec = self.spec
         _, layout_q, _, _ = self.layouts()
         mma_s, _, _ = self.tiled_mmas()
@@ -495,15 +508,24 @@ class SinkBackwardKernel:
         warpgroup.fence()
         self.transposed_product(rK, smem.q, acc_s, stage, tid)
 
+    def of_columns(self, source: cute.Pointer) -> cute.Tensor:
+        """L or delta of this thread's columns, (2, 8): in registers, or where they are if registers are short."""
+        layout = cute.make_layout((2, QUERIES // 8), stride=(1, 8))
+        if self.spec.warpgroups == 3:
+            return cute.make_tensor(source, layout)
+        values = cute.make_rmem_tensor((2, QUERIES // 8), Float32)
+        cute.autovec_copy(cute.make_tensor(source, layout), values)
+        return values
+
     @cute.jit
     def differentiate(
         self,
         smem,
         acc_s: cute.Tensor,
-        acc_dk: cute.Tensor,
-        acc_dv: cute.Tensor,
-        rK: cute.Tensor,
-        rV: cute.Tensor,
+        acc_dk: tuple,
+        acc_dv: tuple,
+        rK: tuple,
+        rV: tuple,
         target: Int64,
         scale_log2: Float32,
         query: Int32,
@@ -530,69 +552,79 @@ class SinkBackwardKernel:
         columns = cute.size(s, mode=[1])
         of_queries = [(k, k) for k in range(QUERIES // 16)]
         stage, _ = schedule.stage_of(use, spec.stages)
-        # L and delta of this thread's columns, (2, 8): column 8j + 2 (lane % 4) + c is element (c, j)
+        # L and delta of this thread's columns: column 8j + 2 (lane % 4) + c is element (c, j)
         of_thread = smem.stats.data_ptr() + cute.assume(stage * 2 * QUERIES + 2 * (tid % 4), divby=2)
-        of_columns = cute.make_layout((2, QUERIES // 8), stride=(1, 8))
-        values = cute.make_rmem_tensor((2, QUERIES // 8), Float32)
 
-        if const_expr(spec.ahead):
-            warpgroup.wait_group(0)
-            warpgroup.fence()
-        self.transposed_product(rV, smem.d_out, acc_dp, stage, tid)
-        cute.autovec_copy(cute.make_tensor(of_thread, of_columns), values)
-        if const_expr(not spec.ahead):
-            warpgroup.wait_group(1)
-        self.blocks.mask(acc_s, query, edges)
-        for r in cutlass.range_constexpr(2):
-            for c in cutlass.range_constexpr(columns):
-                s[r, c] = cute.math.exp2(s[r, c] * scale_log2 - values[c], fastmath=True)
-        rP = mma_kv.make_fragment_A(mma_kv.partition_shape_A((ROWS, QUERIES)))
-        rP.store(acc_s.load().to(self.dtype).reshape(rP.shape))
-        warpgroup.fence()
-        wgmma.issue(mma_kv, acc_dv, rP, rDOt[None, None, None, stage], True, of_queries)
-        warpgroup.commit_group()
-
-        cute.autovec_copy(cute.make_tensor(of_thread + QUERIES, of_columns), values)
-        warpgroup.wait_group(1)
-        for r in cutlass.range_constexpr(2):
-            for c in cutlass.range_constexpr(columns):
-                s[r, c] *= dp[r, c] - values[c]
-        rDS = mma_kv.make_fragment_A(mma_kv.partition_shape_A((ROWS, QUERIES)))
-        rDS.store(acc_s.load().to(self.dtype).reshape(rDS.shape))
-        warpgroup.fence()
-        wgmma.issue(mma_kv, acc_dk, rDS, rQt[None, None, None, stage], True, of_queries)
-        warpgroup.commit_group()
-
-        if const_expr(spec.ahead):
-            self.scores(smem, acc_s, rK, following, tid)
         buffer = use % 2
-        if const_expr(spec.fused):
-            if const_expr(spec.helper or spec.late):
-                cute.arch.mbarrier_wait(smem.ds_empty.data_ptr() + buffer, use // 2 % 2 ^ 1)
-            sDS = smem.d_s.get_tensor(layout_ds.outer, swizzle=layout_ds.inner)
-            to_smem = cute.make_tiled_copy_C(cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), self.dtype), mma_s)
-            thr_copy = to_smem.get_slice(tid)
-            mine = cute.local_tile(sDS[None, None, buffer], (ROWS, QUERIES), (wg, 0))
-            fragment = cute.make_tensor(rDS.iterator, acc_s.layout)
-            cute.copy(to_smem, thr_copy.retile(fragment), thr_copy.partition_D(mine))
-            cute.arch.fence_proxy("async.shared", space="cta")  # ordinary stores, read by wgmma
-            if const_expr(spec.helper or spec.late):
-                cute.arch.mbarrier_arrive(smem.ds_full.data_ptr() + buffer)
+        for b in cutlass.range_constexpr(spec.blocks):
+            last = b == spec.blocks - 1
+            if const_expr(b > 0 or spec.ahead):
+                warpgroup.wait_group(0)
+                warpgroup.fence()
+            self.transposed_product(rV[b], smem.d_out, acc_dp, stage, tid)
+            values = self.of_columns(of_thread)
+            if const_expr(b == 0 and not spec.ahead):
+                warpgroup.wait_group(1)
+            self.blocks.mask(acc_s, query, edges[b])
+            for r in cutlass.range_constexpr(2):
+                for c in cutlass.range_constexpr(columns):
+                    s[r, c] = cute.math.exp2(s[r, c] * scale_log2 - values[c], fastmath=True)
+            rP = mma_kv.make_fragment_A(mma_kv.partition_shape_A((ROWS, QUERIES)))
+            rP.store(acc_s.load().to(self.dtype).reshape(rP.shape))
+            warpgroup.fence()
+            wgmma.issue(mma_kv, acc_dv[b], rP, rDOt[None, None, None, stage], True, of_queries)
+            warpgroup.commit_group()
+
+            values = self.of_columns(of_thread + QUERIES)
+            warpgroup.wait_group(1)
+            for r in cutlass.range_constexpr(2):
+                for c in cutlass.range_constexpr(columns):
+                    s[r, c] *= dp[r, c] - values[c]
+            rDS = mma_kv.make_fragment_A(mma_kv.partition_shape_A((ROWS, QUERIES)))
+            rDS.store(acc_s.load().to(self.dtype).reshape(rDS.shape))
+            warpgroup.fence()
+            wgmma.issue(mma_kv, acc_dk[b], rDS, rQt[None, None, None, stage], True, of_queries)
+            warpgroup.commit_group()
+
+            if const_expr(not last):
+                warpgroup.fence()
+                self.transposed_product(rK[b + 1], smem.q, acc_s, stage, tid)
+            elif const_expr(spec.ahead):
+                self.scores(smem, acc_s, rK[0], following, tid)
+            if const_expr(spec.fused):
+                if const_expr(b == 0 and (spec.helper or spec.late)):
+                    cute.arch.mbarrier_wait(smem.ds_empty.data_ptr() + buffer, use // 2 % 2 ^ 1)
+                sDS = smem.d_s.get_tensor(layout_ds.outer, swizzle=layout_ds.inner)
+                store_ds = cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), self.dtype)
+                to_smem = cute.make_tiled_copy_C(store_ds, mma_s)
+                thr_copy = to_smem.get_slice(tid)
+                mine = cute.local_tile(sDS[None, None, buffer], (ROWS, QUERIES), (wg * spec.blocks + b, 0))
+                fragment = cute.make_tensor(rDS.iterator, acc_s.layout)
+                cute.copy(to_smem, thr_copy.retile(fragment), thr_copy.partition_D(mine))
+                if const_expr(last):
+                    cute.arch.fence_proxy("async.shared", space="cta")  # ordinary stores, read by wgmma
+                    if const_expr(spec.helper or spec.late):
+                        cute.arch.mbarrier_arrive(smem.ds_full.data_ptr() + buffer)
         if const_expr(spec.late):
-            if target != 0 and buffer != wg:
+            if target != 0 and (use - 1) % spec.warpgroups == wg:
                 earlier = buffer ^ 1
                 cute.arch.mbarrier_wait(smem.ds_full.data_ptr() + earlier, (use - 1) // 2 % 2)
                 given_back = smem.q_empty.data_ptr() + stage
-                self.add_dq(smem, target, given_back, smem.ds_empty.data_ptr() + earlier, earlier, tid)
+                acc_dq = None
+                if const_expr(spec.ahead):  # in the registers of dP, or ptxas finds none beside S
+                    warpgroup.wait_group(1)
+                    cute.arch.mbarrier_arrive(given_back)
+                    given_back, acc_dq = None, acc_dp
+                self.add_dq(smem, target, acc_dq, given_back, smem.ds_empty.data_ptr() + earlier, earlier, wg, tid)
             else:
                 warpgroup.wait_group(1 if spec.ahead else 0)
                 cute.arch.mbarrier_arrive(smem.q_empty.data_ptr() + stage)
         elif const_expr(spec.fused and not spec.helper):
             if buffer == wg:
-                cute.arch.barrier(barrier_id=BAR_DS + buffer, number_of_threads=CONSUMERS)
-                self.add_dq(smem, target, smem.q_empty.data_ptr() + stage, None, buffer, tid)
+                cute.arch.barrier(barrier_id=BAR_DS + buffer, number_of_threads=spec.consumers)
+                self.add_dq(smem, target, None, smem.q_empty.data_ptr() + stage, None, buffer, wg, tid)
             else:
-                cute.arch.barrier_arrive(barrier_id=BAR_DS + buffer, number_of_threads=CONSUMERS)
+                cute.arch.barrier_arrive(barrier_id=BAR_DS + buffer, number_of_threads=spec.consumers)
                 warpgroup.wait_group(0)
                 cute.arch.mbarrier_arrive(smem.q_empty.data_ptr() + stage)
         else:
@@ -632,7 +664,7 @@ class SinkBackwardKernel:
                         buffer = use % 2
                         cute.arch.mbarrier_wait(smem.ds_full.data_ptr() + buffer, use // 2 % 2)
                         target = sums + (row + QUERIES * t) * (4 * spec.d)
-                        self.add_dq(smem, target, None, smem.ds_empty.data_ptr() + buffer, buffer, tid)
+                        self.add_dq(smem, target, None, None, smem.ds_empty.data_ptr() + buffer, buffer, buffer, tid)
                         use += 1
                 cute.arch.mbarrier_arrive(smem.kv_empty.ptr)
                 turn += 1
@@ -640,9 +672,11 @@ class SinkBackwardKernel:
             cute.arch.cp_async_bulk_wait_group(0, read=True)
 
     @cute.jit
-    def add_dq(self, smem, target: Int64, q_empty, ds_empty, buffer: Int32, tid: Int32):
+    def add_dq(self, smem, target: Int64, acc, q_empty, ds_empty, buffer: Int32, place: Int32, tid: Int32):
         """Makes dQ of the tile whose dS is in `buffer`, and adds it to the sums at `target`.
 
+        `acc` are registers for dQ, or None; `place` says where it is staged: the number of the warpgroup, or, of a
+        helper, 0 and 1 in turn.
         Arrives at `q_empty` when products issued before are complete, and at `ds_empty` when dS has been read.
         """
         spec = self.spec
@@ -656,7 +690,9 @@ class SinkBackwardKernel:
         parts = cute.local_tile(wgmma.transposed(sK)[None, None, 0], (spec.columns, spec.keys), (None, 0))
         rKt = mma_dq.make_fragment_B(thr_dq.partition_B(parts))
         for part in cutlass.range_constexpr(spec.d // spec.columns):
-            acc_dq = cute.make_rmem_tensor(mma_dq.partition_shape_C((QUERIES, spec.columns)), Float32)
+            acc_dq = acc
+            if const_expr(acc is None):
+                acc_dq = cute.make_rmem_tensor(mma_dq.partition_shape_C((QUERIES, spec.columns)), Float32)
             warpgroup.fence()
             wgmma.issue(mma_dq, acc_dq, rDSt, rKt[None, None, None, part], False, of_keys)
             warpgroup.commit_group()
@@ -667,7 +703,7 @@ class SinkBackwardKernel:
                 cute.arch.mbarrier_arrive(ds_empty)
             at = target + part * (4 * QUERIES * spec.columns)
             if const_expr(spec.bulk):
-                self.add_copied(smem, acc_dq, at, buffer * (spec.d // spec.columns) + part, buffer, tid)
+                self.add_copied(smem, acc_dq, at, place * (spec.d // spec.columns) + part, place, tid)
             else:
                 self.add(acc_dq, at, tid)
 
@@ -681,11 +717,11 @@ class SinkBackwardKernel:
             )
 
     @cute.jit
-    def add_copied(self, smem, acc_dq: cute.Tensor, target: Int64, place: Int32, buffer: Int32, tid: Int32):
-        """As `add`, by one copy from shared memory, which has places for two tiles, by parts or quarters at d 128."""
+    def add_copied(self, smem, acc_dq: cute.Tensor, target: Int64, part: Int32, place: Int32, tid: Int32):
+        """As `add`, by one copy from shared memory, which has a place for a tile of each warpgroup, in parts."""
         spec = self.spec
-        barrier = BAR_ADD if const_expr(spec.helper) else BAR_ADD + buffer
-        staged = smem.added.data_ptr() + cute.assume(place * (QUERIES * spec.columns), divby=QUERIES * spec.columns)
+        barrier = BAR_ADD if const_expr(spec.helper) else BAR_ADD + place
+        staged = smem.added.data_ptr() + cute.assume(part * (QUERIES * spec.columns), divby=QUERIES * spec.columns)
         if tid == 0:  # who issues the copies: that before from this place has been read
             cute.arch.cp_async_bulk_wait_group(2 * spec.d // spec.columns // (1 if spec.helper else 2) - 1, read=True)
         cute.arch.barrier(barrier_id=barrier, number_of_threads=128)
@@ -708,8 +744,8 @@ class SinkBackwardKernel:
     def store(
         self,
         smem,
-        acc_dk: cute.Tensor,
-        acc_dv: cute.Tensor,
+        acc_dk: tuple,
+        acc_dv: tuple,
         softmax_scale: Float32,
         store_dk: cute.CopyAtom,
         gDK: cute.Tensor,
@@ -727,18 +763,19 @@ class SinkBackwardKernel:
         issues = wg == 0 and tid // 32 == 0  # the warp that issues the stores
         if issues:  # those before have read shared memory
             cute.arch.cp_async_bulk_wait_group(0, read=True)
-        cute.arch.barrier(barrier_id=BAR_ITEM, number_of_threads=CONSUMERS)
+        cute.arch.barrier(barrier_id=BAR_ITEM, number_of_threads=spec.consumers)
         places = (smem.k, smem.v) if const_expr(spec.reuses) else (smem.d_k, smem.d_v)
         sDK, sDV = (t.get_tensor(layout_kv.outer, swizzle=layout_kv.inner) for t in places)
         results = ((acc_dk, softmax_scale, sDK), (acc_dv, Float32(1.0), sDV))
         for i in cutlass.range_constexpr(2):
             acc, factor, staged = results[i]
-            rounded = cute.make_rmem_tensor(acc.shape, self.dtype)
-            rounded.store((acc.load() * factor).to(self.dtype))
-            mine = cute.local_tile(staged[None, None, 0], (ROWS, spec.d), (wg, 0))
-            cute.copy(to_smem, thr_copy.retile(rounded), thr_copy.partition_D(mine))
+            for b in cutlass.range_constexpr(spec.blocks):
+                rounded = cute.make_rmem_tensor(acc[b].shape, self.dtype)
+                rounded.store((acc[b].load() * factor).to(self.dtype))
+                mine = cute.local_tile(staged[None, None, 0], (ROWS, spec.d), (wg * spec.blocks + b, 0))
+                cute.copy(to_smem, thr_copy.retile(rounded), thr_copy.partition_D(mine))
         cute.arch.fence_proxy("async.shared", space="cta")  # ordinary stores, read by the copy engine
-        cute.arch.barrier(barrier_id=BAR_ITEM, number_of_threads=CONSUMERS)
+        cute.arch.barrier(barrier_id=BAR_ITEM, number_of_threads=spec.consumers)
         one = cute.make_layout(1)
         tKsK, tKgK = cpasync.tma_partition(store_dk, 0, one, cute.group_modes(sDK, 0, 2), cute.group_modes(gDK, 0, 2))
         tVsV, tVgV = cpasync.tma_partition(store_dv, 0, one, cute.group_modes(sDV, 0, 2), cute.group_modes(gDV, 0, 2))

@@ -46,6 +46,8 @@ class SinkBackwardSpec:
     bulk    helper or late: whether dq is added by copies from shared memory, and not by instructions of every thread.
             At d 128 their place is that of dK and dV, which then leave through the place of K and V
     skips   not fused: whether a warpgroup passes over tiles none of whose queries sees its keys
+    warpgroups  that have keys: 2, or 3 at d 64 where dq is made late and added by copies
+    blocks      of 64 keys that each of them has: 1, or 2 at d 64, likewise
     """
 
     dtype: str
@@ -58,10 +60,11 @@ class SinkBackwardSpec:
     late: bool = False
     bulk: bool = False
     skips: bool = False
+    warpgroups: int = 2
+    blocks: int = 1
 
     kernel: ClassVar[str] = "cute_kernels.sink.backward_kernel:SinkBackwardKernel"
-    warpgroups: ClassVar[int] = 2
-    keys: ClassVar[int] = 2 * ROWS
+    columns: ClassVar[int] = 64  # of dQ that are made together: 32 registers
     compile_options: ClassVar[str] = "--ptxas-options '--register-usage-level=0'"
 
     @classmethod
@@ -107,24 +110,45 @@ class SinkBackwardSpec:
             reasons.append("beside a helper, registers are left for d 64 only")
         if self.ahead and self.fused and not (self.helper or self.late):
             reasons.append("looking ahead is not for warpgroups that make dq where they store dS")
-        if self.ahead and self.d == 128 and self.fused and not self.bulk:
-            reasons.append("looking ahead leaves no registers for sums that every thread adds to, at d 128")
+        if self.ahead and self.late and not self.bulk:
+            reasons.append("looking ahead leaves no registers for sums that every thread adds to")
+        if self.ahead and self.warpgroups == 3:
+            reasons.append("looking ahead leaves no registers for three warpgroups")
         if self.skips and (self.fused or self.ahead):
             reasons.append("tiles are passed over where no dq is made, and none is looked ahead to")
         if self.bulk and not (self.helper or self.late):
             reasons.append("copies add what a helper makes, or what is made late")
         if self.late and (self.helper or not self.fused):
             reasons.append("late is for warpgroups that make dq in turns")
+        if (self.warpgroups, self.blocks) not in ((2, 1), (3, 1), (2, 2)):
+            reasons.append(f"{self.warpgroups} warpgroups of {self.blocks} blocks; known are 2 of 1 or 2, and 3 of 1")
+        elif self.keys > 128 and not (self.d == 64 and self.late and self.bulk):
+            reasons.append("more than 128 keys are for d 64, where dq is made late and added by copies")
         return reasons
 
     @property
+    def keys(self) -> int:
+        """Of a CTA."""
+        return ROWS * self.blocks * self.warpgroups
+
+    @property
+    def consumers(self) -> int:
+        """Threads of the warpgroups that have keys."""
+        return 128 * self.warpgroups
+
+    @property
     def threads(self) -> int:
-        """Of a CTA: the producer's warpgroup, two that have keys, and the helper."""
-        return 512 if self.helper else 384
+        """Of a CTA: the producer's warpgroup, those that have keys, and the helper."""
+        return 128 + self.consumers + (128 if self.helper else 0)
 
     @property
     def producer_registers(self) -> int:
-        """Of a thread after the roles have parted; 24 + 2 x 240 = 40 + 2 x 232 = 3 x 168 of 384 threads."""
+        """Of a thread after the roles have parted.
+
+        24 + 2 x 240 = 40 + 2 x 232 = 3 x 168 of 384 threads, 32 + 3 x 160 = 4 x 128 of 512.
+        """
+        if self.warpgroups == 3:
+            return 32
         return 24 if self.fused or (self.ahead and self.d == 128) else 40
 
     @property
@@ -132,6 +156,8 @@ class SinkBackwardSpec:
         """With 232 ptxas serializes the products of d 128, fused; with 24 the producer spills where not fused."""
         if self.helper:
             return 200
+        if self.warpgroups == 3:
+            return 160
         return 232 if self.producer_registers == 40 else 240
 
     @property
@@ -140,14 +166,9 @@ class SinkBackwardSpec:
         return 88
 
     @property
-    def columns(self) -> int:
-        """Columns of dQ that are made together: 32 or 16 registers."""
-        return 32 if self.ahead and self.d == 128 else 64
-
-    @property
     def reuses(self) -> bool:
         """Whether dK and dV leave through the place of K and V."""
-        return self.bulk and self.d == 128
+        return self.bulk and (self.d == 128 or self.keys > 128)
 
     @property
     def stages(self) -> int:
@@ -158,7 +179,7 @@ class SinkBackwardSpec:
     def expected(self) -> dict[str, Any]:
         """What the compiled kernel is held to."""
         added = (("UBLKRED",) if self.bulk else ("REDG",)) if self.fused else ()
-        registers = 128 if self.helper else 168
+        registers = 128 if self.threads == 512 else 168
         return {
             "registers": registers,
             "instructions": ("HGMMA", "UTMALDG", "UTMASTG", "USETMAXREG", "MUFU.EX2", *added),
@@ -292,6 +313,20 @@ class SinkFinishSpec:
     def expected(self) -> dict[str, Any]:
         """What the compiled kernel is held to."""
         return {"registers": 64, "instructions": ("LDG.E.128", "STG.E.128")}
+
+
+def candidate_specs() -> list[Any]:
+    """Variants that no launch asks for: more keys that share an addition to dq. They compile as those that ship do."""
+    layouts = [(packed, window) for packed in (False, True) for window in (False, True)]
+    more: list[dict[str, Any]] = [{"warpgroups": 3}, {"blocks": 2}, {"blocks": 2, "ahead": True}]
+    return [
+        *[
+            SinkBackwardSpec("bfloat16", 64, *layout, late=True, bulk=True, **keys)
+            for keys in more
+            for layout in layouts
+        ],
+        *[SinkBackwardSpec("bfloat16", 128, *layout, late=True, bulk=True, ahead=True) for layout in layouts],
+    ]
 
 
 def launched_specs(dtype: str) -> list[Any]:

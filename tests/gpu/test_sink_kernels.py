@@ -64,10 +64,13 @@ QUERY_GRADS: dict[str, dict[str, Any]] = {
     "apart ahead": {"tile": 96, "grouped": True},
     "apart skips": {"grouped": True},
 }
-WAYS: dict[str, dict[str, bool]] = {
+WAYS: dict[str, dict[str, Any]] = {
     "fused": {},
     "apart": {"fused": False},
     "late": {"late": True},
+    "192 keys": {"late": True, "bulk": True, "warpgroups": 3},
+    "256 keys": {"late": True, "bulk": True, "blocks": 2},
+    "256 keys ahead": {"late": True, "ahead": True, "bulk": True, "blocks": 2},
     "helper": {"helper": True},
     "late bulk": {"late": True, "bulk": True},
     "late ahead bulk": {"late": True, "ahead": True, "bulk": True},

@@ -1,64 +1,57 @@
 """Backward of sink attention on SM90 where keys stay: dk and dv in registers, dq (fused) added in global memory.
 
-A CTA takes blocks of 128 keys of one KV head, 64 for each of two consumer warpgroups. Tiles of 64 queries stream past,
-of each query head of the group in turn, so that dk and dv sum over the group in registers. Everything is transposed:
-rows are keys, columns are queries, and P^T and dS^T are operands straight from the accumulators.
+A CTA takes blocks of 128, 192 or 256 keys of one KV head, 64 or 2 x 64 for each of two or three consumer warpgroups.
+Tiles of 64 queries stream past, of each query head of the group in turn, so that dk and dv sum over the group in
+registers. Everything is transposed: rows are keys, columns are queries, and P^T and dS^T are operands straight from
+the accumulators.
     S^T = K Q^T and dP^T = V dO^T issued   wait 1: P^T = exp2(S^T scale - L), masked, rounded
     dV += P^T dO issued                    wait 1: dP^T is there: dS^T = P^T (dP^T - delta), rounded
-    dK += dS^T Q issued; fused: dS^T stored to shared memory
-    fused, every second tile of a warpgroup: dQ = dS K over all 128 keys, added to float32 in global memory
+    dK += dS^T Q issued                    fused: dS^T stored to shared memory
+    the second 64 keys, if there are: S^T behind dK, wait 0, dP^T issued, and so on
+    fused, one tile in turn of a warpgroup: dQ = dS K of the tile before over all keys, added in global memory
     wait 0                                 the tile is given back
-The warpgroups make dQ in turns, one tile each: m64n64k16 (d 64) or m64n128k16 (d 128) read shared memory at 128 or 96
-bytes a clock. Half of the columns each would read 192 or 128, and half of the keys each would add twice as much.
+dQ of the tile before is made so that no warpgroup waits for the dS of another, and they may be half a tile apart: one's
+softmax then meets another's products. In turns, since half of the columns each would read shared memory at 192 or 128
+bytes a clock where m64n64k16 reads 128, and half of the keys each would add twice as much. dQ goes to shared memory,
+16 KB at a time, from where one thread has the copy engine add it.
 
 Products of a tile of 128 x 64: 5 x 256 clocks (d 64), 5 x 512 (d 128). Shared memory: K, Q, V and dO for S and dP
-64 KB (128 KB), dO and Q for dV and dK 32 KB (64 KB), dS and K for dQ 32 KB (48 KB), stores of dS 16 KB, TMA 16 KB
-(32 KB): 160 KB are 1250 clocks, 288 KB are 2250.
+64 KB (128 KB), dO and Q for dV and dK 32 KB (64 KB), dS and K for dQ 32 KB (64 KB), stores of dS 16 KB, dQ 32 KB
+(64 KB), TMA 16 KB (32 KB): 192 KB are 1540 clocks, 368 KB are 2940. Of 256 x 64 at d 64, 5 x 512 clocks: 336 KB, 2690.
 Instructions of a score outside the products: FFMA, MUFU.EX2, FADD, FMUL and one F2FP: 5, and 2 of masks at edges.
 
 Variants, by fields of the spec
-  late    the warpgroup in turn makes dQ of the tile before, so that it never waits for the other's dS of this one, and
-          the two may be half a tile apart: one's softmax then meets the other's products
-  helper  warpgroup 3 makes dQ of all tiles, from dS in shared memory. 24 + 2 x 200 + 88 registers of 4 x 128
+  helper  a warpgroup behind those with keys makes dQ of all tiles. 24 + 2 x 200 + 88 registers of 4 x 128
   ahead   dP is issued when S is there, and S of the next tile behind dK of this one: wait 0, dP, P, dV, wait 1, dS, dK,
           next S, dS stored, wait 1 (dK: the tile is given back). Only S is in flight from one turn of the loop to the
-          next: with dP as well ptxas serializes the products
-  bulk    dQ goes to shared memory, 16 KB at a time, from where one thread has the copy engine add it
+          next: with dP as well ptxas serializes the products. dQ is made in the registers of dP
   skips   without dq: tiles none of whose queries sees a key of the warpgroup are passed over
-  warpgroups  three with 64 keys each: 192 keys share an addition to dq. Each makes dQ of every third tile
-  blocks  two of 64 keys for each of two warpgroups, one behind the other: 256 keys share an addition. A tile is
-          then 5 x 512 clocks; shared memory K, Q, V and dO for S and dP 128 KB, dO and Q for dV and dK 64 KB, dS and
-          K for dQ 64 KB, stores of dS 32 KB, TMA 16 KB, dQ 32 KB: 336 KB are 2690 clocks
+  warpgroups, blocks  three of 64 keys, or two of 2 x 64: more keys share an addition, and less is added
 
-Roles (384 threads)
-  warpgroup 0     producer, 24 registers: its first warp takes items and issues TMA copies; the others idle
+Roles
+  warpgroup 0     producer, 24 to 40 registers: its first warp takes items and issues TMA copies; the others idle
   warpgroup 1, 2  consumers, 240 registers: at d 128 and with two blocks, 64 + 64 of dK and dV, 32 + 32 of S and dP,
                   later 32 of dQ; 16 + 16 of P and dS as operands, 16 of L or delta
-  warpgroup 1 - 3 consumers, 160 registers, with 32 of the producer: 32 + 32 of dK and dV; L and delta are read from
-                  shared memory where they are used
+  warpgroup 1 - 3 consumers, 160 registers: 32 + 32 of dK and dV; L and delta are read where they are used
+  warpgroup 3     helper
 
 Barriers                arrivals per phase
   work_full[slot]       32: the producer's lanes, of which one has written the record
-  work_empty[slot]      256: consumers have read the record for the last time
-  kv_full               1 + 2 x 128 x d x 2 bytes
-  kv_empty              256: consumers, after their last product that reads K or V
+  work_empty[slot]      every consumer, and the helper's threads: they have read the record for the last time
+  kv_full               1 + 2 x keys x d x 2 bytes
+  kv_empty              likewise, after their last product that reads K or V. Where dK and dV leave through the place of
+                        K and V, 32: the warp that has stored them
   q_full[stage]         1 + 2 x 64 x d x 2 bytes of Q and dO + 512 of L and delta
-  q_empty[stage]        256: after the last product that reads the tile
-  named 1 + t % 2  BAR_DS   256: dS of tile t is in shared memory: 128 that go on to make dQ wait, 128 only arrive.
-                        Two barriers and two buffers: who stores tile t + 2 into a buffer has waited, at t + 1, for an
-                        arrival that the other warpgroup made after its dQ of tile t
-  named 3  BAR_ITEM     256: dK and dV may be overwritten, or are complete, in shared memory
-With late or helper, instead of BAR_DS
-  ds_full[t % 2]        256: dS of tile t is in shared memory
+  q_empty[stage]        every consumer, after the last product that reads the tile
+  ds_full[t % 2]        every consumer: dS of tile t is in shared memory
   ds_empty[t % 2]       128: whoever made dQ of tile t has read it
-  work_empty, kv_empty  with a helper 384
-With bulk
-  named 4, 5  BAR_ADD   128: a place of dQ may be overwritten, or is complete, in shared memory
-  kv_empty              at d 128 32: the warp that has stored dK and dV, from the place of K and V
+  named 3  BAR_ITEM     every consumer: dK and dV may be overwritten, or are complete, in shared memory
+  named 4 - 6  BAR_ADD  128: a place of dQ may be overwritten, or is complete, in shared memory
 
-Shared memory: K, V, dK and dV of 128 x d; 4 (d 64) or 2 (d 128) stages of Q and dO of 64 x d, L and delta of 64; fused:
-2 x dS of 128 x 64, 32 KB. At d 128 that is 225 KB of the 227 KB. dK and dV have their own place, so that the next K
-and V come while they are stored.
+Shared memory: K and V of keys x d; 4 (d 64) or 2 (d 128) stages of Q and dO of 64 x d, L and delta of 64; fused: 2 x dS
+of keys x 64, and dQ of 64 x d float32 for each warpgroup with keys. 225 KB of 227 KB at d 128, and just these with 256
+keys; there dK and dV leave through the place of K and V. Else they have their own, so that the next K and V come while
+they are stored.
 
 Sums of dq are laid out as accumulators are: see prepare_kernel.py.
 """
@@ -79,7 +72,7 @@ from cute_kernels.sink.backward_spec import QUERIES, SinkBackwardSpec
 from cute_kernels.sink.key_blocks_kernel import KeyBlocks
 from cute_kernels.sink.spec import ROWS
 
-BAR_DS, BAR_ITEM, BAR_ADD = 1, 3, 4
+BAR_ITEM, BAR_ADD = 3, 4
 
 
 class SinkBackwardKernel:
@@ -130,7 +123,7 @@ class SinkBackwardKernel:
         layout_kv, layout_q, layout_ds, layout_stats = self.layouts()
         of_ds = cute.cosize(layout_ds) if spec.fused else 64
         of_dkv = 0 if spec.reuses else cute.cosize(layout_kv)
-        of_added = spec.warpgroups * QUERIES * spec.d if spec.bulk else 32
+        of_added = spec.warpgroups * QUERIES * spec.d if spec.fused else 32
 
         @cute.struct
         class Shared:
@@ -438,7 +431,6 @@ class SinkBackwardKernel:
                             else:
                                 self.scores(smem, acc_s, rK[0], use, tid)
                                 target = sums + (row + QUERIES * t) * (4 * spec.d)
-                                adds_to = before if const_expr(spec.late) else target
                                 self.differentiate(
                                     smem,
                                     acc_s,
@@ -446,7 +438,7 @@ class SinkBackwardKernel:
                                     acc_dv,
                                     rK,
                                     rV,
-                                    adds_to,
+                                    before,
                                     scale_log2,
                                     query,
                                     edges,
@@ -535,9 +527,10 @@ class SinkBackwardKernel:
         wg: Int32,
         tid: Int32,
     ):
-        """Adds a tile of 64 queries from `query` on to dK / softmax_scale, to dV, and to the sums at `target`.
+        """Adds a tile of 64 queries from `query` on to dK / softmax_scale and to dV.
 
-        With spec.late `target` is that of the tile before, whose dQ is made here, or 0 where there is none.
+        If spec.late, dQ of the tile before is made here where it is this warpgroup's turn, and added to the sums at
+        `target`, or 0 where there is none.
 
         Its S^T is in flight; if spec.ahead, that of the `following` tile is in the end.
         """
@@ -592,7 +585,7 @@ class SinkBackwardKernel:
             elif const_expr(spec.ahead):
                 self.scores(smem, acc_s, rK[0], following, tid)
             if const_expr(spec.fused):
-                if const_expr(b == 0 and (spec.helper or spec.late)):
+                if const_expr(b == 0):
                     cute.arch.mbarrier_wait(smem.ds_empty.data_ptr() + buffer, use // 2 % 2 ^ 1)
                 sDS = smem.d_s.get_tensor(layout_ds.outer, swizzle=layout_ds.inner)
                 store_ds = cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), self.dtype)
@@ -603,8 +596,7 @@ class SinkBackwardKernel:
                 cute.copy(to_smem, thr_copy.retile(fragment), thr_copy.partition_D(mine))
                 if const_expr(last):
                     cute.arch.fence_proxy("async.shared", space="cta")  # ordinary stores, read by wgmma
-                    if const_expr(spec.helper or spec.late):
-                        cute.arch.mbarrier_arrive(smem.ds_full.data_ptr() + buffer)
+                    cute.arch.mbarrier_arrive(smem.ds_full.data_ptr() + buffer)
         if const_expr(spec.late):
             if target != 0 and (use - 1) % spec.warpgroups == wg:
                 earlier = buffer ^ 1
@@ -618,14 +610,6 @@ class SinkBackwardKernel:
                 self.add_dq(smem, target, acc_dq, given_back, smem.ds_empty.data_ptr() + earlier, earlier, wg, tid)
             else:
                 warpgroup.wait_group(1 if spec.ahead else 0)
-                cute.arch.mbarrier_arrive(smem.q_empty.data_ptr() + stage)
-        elif const_expr(spec.fused and not spec.helper):
-            if buffer == wg:
-                cute.arch.barrier(barrier_id=BAR_DS + buffer, number_of_threads=spec.consumers)
-                self.add_dq(smem, target, None, smem.q_empty.data_ptr() + stage, None, buffer, wg, tid)
-            else:
-                cute.arch.barrier_arrive(barrier_id=BAR_DS + buffer, number_of_threads=spec.consumers)
-                warpgroup.wait_group(0)
                 cute.arch.mbarrier_arrive(smem.q_empty.data_ptr() + stage)
         else:
             warpgroup.wait_group(1 if spec.ahead else 0)
@@ -702,23 +686,14 @@ class SinkBackwardKernel:
             if const_expr(part == spec.d // spec.columns - 1 and ds_empty is not None):
                 cute.arch.mbarrier_arrive(ds_empty)
             at = target + part * (4 * QUERIES * spec.columns)
-            if const_expr(spec.bulk):
-                self.add_copied(smem, acc_dq, at, place * (spec.d // spec.columns) + part, place, tid)
-            else:
-                self.add(acc_dq, at, tid)
+            self.add(smem, acc_dq, at, place * (spec.d // spec.columns) + part, place, tid)
 
     @cute.jit
-    def add(self, acc_dq: cute.Tensor, target: Int64, tid: Int32):
-        """Adds dQ of a tile to the sums, 16 bytes an instruction: element 4j + i of a thread at (128 j + thread, i)."""
-        for j in cutlass.range_constexpr(cute.size(acc_dq) // 4):
-            cute.arch.inline_ptx(
-                "red.relaxed.gpu.global.add.v4.f32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};",
-                read_only_args=[target + 16 * tid + 2048 * j, *[acc_dq[4 * j + i] for i in range(4)]],
-            )
+    def add(self, smem, acc_dq: cute.Tensor, target: Int64, part: Int32, place: Int32, tid: Int32):
+        """Adds dQ of a tile, or `part` of it, to the sums by one copy from shared memory.
 
-    @cute.jit
-    def add_copied(self, smem, acc_dq: cute.Tensor, target: Int64, part: Int32, place: Int32, tid: Int32):
-        """As `add`, by one copy from shared memory, which has a place for a tile of each warpgroup, in parts."""
+        Element 4j + i of a thread is added at (128 j + thread, i).
+        """
         spec = self.spec
         barrier = BAR_ADD if const_expr(spec.helper) else BAR_ADD + place
         staged = smem.added.data_ptr() + cute.assume(part * (QUERIES * spec.columns), divby=QUERIES * spec.columns)

@@ -39,14 +39,12 @@ class SinkBackwardSpec:
     d       head dimension: 64 or 128
     packed  sequences of different lengths lie one behind the other
     window  whether there is a left window
-    fused   whether dq is added up in global memory as well
-    helper  fused: whether a third warpgroup makes dq, and the two with keys do not wait for it
+    fused   whether dq is added up in global memory as well, by copies from shared memory. But for a helper, warpgroups
+            make it in turns, each that of the tile before, so that none waits for the dS of another
+    helper  fused: whether a warpgroup of its own makes dq
     ahead   whether S of the next tile is issued before dK of this one is waited for
-    late    fused, no helper: whether dq of a tile is made one tile later, so that no warpgroup waits for the other
-    bulk    helper or late: whether dq is added by copies from shared memory, and not by instructions of every thread.
-            At d 128 their place is that of dK and dV, which then leave through the place of K and V
     skips   not fused: whether a warpgroup passes over tiles none of whose queries sees its keys
-    warpgroups  that have keys: 2, or 3 at d 64 where dq is made late and added by copies
+    warpgroups  that have keys: 2, or 3 at d 64 where they make dq in turns
     blocks      of 64 keys that each of them has: 1, or 2 at d 64, likewise
     """
 
@@ -57,8 +55,6 @@ class SinkBackwardSpec:
     fused: bool = True
     helper: bool = False
     ahead: bool = False
-    late: bool = False
-    bulk: bool = False
     skips: bool = False
     warpgroups: int = 2
     blocks: int = 1
@@ -77,14 +73,15 @@ class SinkBackwardSpec:
         apart. The fused way is ahead where more is multiplied for each sum in memory: 473 / 446 TFLOP/s with 32 and 8
         heads of 128 and a window of 4096, 465 / 437 without a window. The border between is not measured.
 
-        What the other fields gave the kernel, of 65,536 tokens, and what it took without them:
+        Milliseconds of the kernel, of 65,536 tokens, and of ways that are gone: dq added by each thread's instructions
+        where dS is stored (fused), or where queries are passed over by none (apart).
 
-            64 and 8 heads of 64     s_k 16384                 helper, ahead and bulk 49.6 ms, 51.1
-                                     s_k 4096                  12.6 ms, 13.5
-                                     s_k 16384, apart          ahead 32.3 ms
-                                     s_k 16384, window 128     apart, skips 0.98 ms, 1.27
-            32 and 8 heads of 128    s_k 16384                 late and bulk 44.2 ms, 46.9
-                                     s_k 4096                  11.6 ms, 12.4
+            64 and 8 heads of 64     s_k 16384                 helper, ahead 49.6, turns 54.8, fused 51.1
+                                     s_k 4096                  12.6, 14.0, 13.5
+                                     s_k 16384, apart          ahead 32.3
+                                     s_k 16384, window 128     apart, skips 0.98, apart 1.27
+            32 and 8 heads of 128    s_k 16384                 turns 44.2, fused 46.9
+                                     s_k 4096                  11.6, 12.4
 
         Args:
             dtype: of q, k and v, without "torch.".
@@ -98,8 +95,8 @@ class SinkBackwardSpec:
         if deterministic or small:
             return cls(*mask, fused=False, ahead=d == 64 and not small, skips=d == 64 and small)
         if d == 64:
-            return cls(*mask, helper=True, ahead=True, bulk=True)
-        return cls(*mask, late=True, bulk=True)
+            return cls(*mask, helper=True, ahead=True)
+        return cls(*mask)
 
     def can_implement(self) -> list[str]:
         """Reasons, in words, why this kernel cannot be built; empty when it can."""
@@ -108,23 +105,22 @@ class SinkBackwardSpec:
             reasons.append("a helper makes dq, which only the fused way does")
         if self.helper and self.d == 128:
             reasons.append("beside a helper, registers are left for d 64 only")
-        if self.ahead and self.fused and not (self.helper or self.late):
-            reasons.append("looking ahead is not for warpgroups that make dq where they store dS")
-        if self.ahead and self.late and not self.bulk:
-            reasons.append("looking ahead leaves no registers for sums that every thread adds to")
+        if self.helper and not self.ahead:
+            reasons.append("beside a helper, warpgroups look ahead")
         if self.ahead and self.warpgroups == 3:
             reasons.append("looking ahead leaves no registers for three warpgroups")
         if self.skips and (self.fused or self.ahead):
             reasons.append("tiles are passed over where no dq is made, and none is looked ahead to")
-        if self.bulk and not (self.helper or self.late):
-            reasons.append("copies add what a helper makes, or what is made late")
-        if self.late and (self.helper or not self.fused):
-            reasons.append("late is for warpgroups that make dq in turns")
         if (self.warpgroups, self.blocks) not in ((2, 1), (3, 1), (2, 2)):
             reasons.append(f"{self.warpgroups} warpgroups of {self.blocks} blocks; known are 2 of 1 or 2, and 3 of 1")
-        elif self.keys > 128 and not (self.d == 64 and self.late and self.bulk):
-            reasons.append("more than 128 keys are for d 64, where dq is made late and added by copies")
+        elif self.keys > 128 and not (self.d == 64 and self.late):
+            reasons.append("more than 128 keys are for d 64, where warpgroups make dq in turns")
         return reasons
+
+    @property
+    def late(self) -> bool:
+        """Whether warpgroups make dq in turns."""
+        return self.fused and not self.helper
 
     @property
     def keys(self) -> int:
@@ -168,7 +164,7 @@ class SinkBackwardSpec:
     @property
     def reuses(self) -> bool:
         """Whether dK and dV leave through the place of K and V."""
-        return self.bulk and (self.d == 128 or self.keys > 128)
+        return self.fused and (self.d == 128 or self.keys > 128)
 
     @property
     def stages(self) -> int:
@@ -178,7 +174,7 @@ class SinkBackwardSpec:
     @property
     def expected(self) -> dict[str, Any]:
         """What the compiled kernel is held to."""
-        added = (("UBLKRED",) if self.bulk else ("REDG",)) if self.fused else ()
+        added = ("UBLKRED",) if self.fused else ()
         registers = 128 if self.threads == 512 else 168
         return {
             "registers": registers,
@@ -191,7 +187,6 @@ class SinkQueryGradSpec:
     """Compile-time facts of :class:`cute_kernels.sink.query_grad_kernel.SinkQueryGradKernel`, where queries stay.
 
     dtype, d, packed, window  as above
-    tile     keys of a tile
     grouped  as in the forward
     """
 
@@ -199,10 +194,10 @@ class SinkQueryGradSpec:
     d: int
     packed: bool = False
     window: bool = False
-    tile: int = 64
     grouped: bool = False
 
     kernel: ClassVar[str] = "cute_kernels.sink.query_grad_kernel:SinkQueryGradKernel"
+    tile: ClassVar[int] = 64  # keys of a tile
     compile_options: ClassVar[str] = "--ptxas-options '--register-usage-level=0'"
 
     @classmethod
@@ -216,8 +211,6 @@ class SinkQueryGradSpec:
     def can_implement(self) -> list[str]:
         """Reasons, in words, why this kernel cannot be built; empty when it can."""
         reasons = _reasons(self.dtype, self.d)
-        if self.tile not in (64, 96) or (self.tile == 96 and self.d == 128):
-            reasons.append(f"tile is {self.tile}; it is 64, at d 64 also 96")
         if not reasons and self.stages < 2:
             reasons.append(f"{self.stages} stages in shared memory; two are needed")
         return reasons
@@ -225,7 +218,7 @@ class SinkQueryGradSpec:
     @property
     def warpgroups(self) -> int:
         """Of consumers: three where shared memory and registers allow it."""
-        return 3 if self.d == 64 and self.tile == 64 else 2
+        return 3 if self.d == 64 else 2
 
     @property
     def rows(self) -> int:
@@ -320,12 +313,8 @@ def candidate_specs() -> list[Any]:
     layouts = [(packed, window) for packed in (False, True) for window in (False, True)]
     more: list[dict[str, Any]] = [{"warpgroups": 3}, {"blocks": 2}, {"blocks": 2, "ahead": True}]
     return [
-        *[
-            SinkBackwardSpec("bfloat16", 64, *layout, late=True, bulk=True, **keys)
-            for keys in more
-            for layout in layouts
-        ],
-        *[SinkBackwardSpec("bfloat16", 128, *layout, late=True, bulk=True, ahead=True) for layout in layouts],
+        *[SinkBackwardSpec("bfloat16", 64, *layout, **keys) for keys in more for layout in layouts],
+        *[SinkBackwardSpec("bfloat16", 128, *layout, ahead=True) for layout in layouts],
     ]
 
 

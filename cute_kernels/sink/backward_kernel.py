@@ -27,6 +27,10 @@ Variants, by fields of the spec
           next: with dP as well ptxas serializes the products. dQ is made in the registers of dP
   skips   without dq: tiles none of whose queries sees a key of the warpgroup are passed over
   warpgroups, blocks  three of 64 keys, or two of 2 x 64: more keys share an addition, and less is added
+  pair    two CTAs of a cluster have neighbouring blocks of 128 keys and the same tiles. Each copies its dS into the
+          other, 16 KB a tile, and makes half of the columns of dQ over the keys of both: as many products, half of the
+          additions. These columns of the other's K are kept beside the own K and V. A cluster takes one item; there are
+          as many clusters as items may be, and the counters are left alone
 
 Roles
   warpgroup 0     producer, 24 to 40 registers: its first warp takes items and issues TMA copies; the others idle
@@ -43,15 +47,17 @@ Barriers                arrivals per phase
                         K and V, 32: the warp that has stored them
   q_full[stage]         1 + 2 x 64 x d x 2 bytes of Q and dO + 512 of L and delta
   q_empty[stage]        every consumer, after the last product that reads the tile
-  ds_full[t % 2]        every consumer: dS of tile t is in shared memory
-  ds_empty[t % 2]       128: whoever made dQ of tile t has read it
+  ds_full[t % 2]        every consumer: dS of tile t is in shared memory. Of a pair, 16 KB: the other's is as well
+  ds_empty[t % 2]       128: whoever made dQ of tile t has read it. Of a pair, 4 more: warps of the other CTA have, and so
+                        the copies of dS from here have ended, and there is room for the next
+  added_empty           1, of a pair: the copy engine has read dQ, which has one place; the warpgroups use it in turn
   named 3  BAR_ITEM     every consumer: dK and dV may be overwritten, or are complete, in shared memory
-  named 4 - 6  BAR_ADD  128: a place of dQ may be overwritten, or is complete, in shared memory
+  named 4 - 6  BAR_ADD  128: a place of dQ may be overwritten, or is complete, in shared memory; of a pair, dS is
 
 Shared memory: K and V of keys x d; 4 (d 64) or 2 (d 128) stages of Q and dO of 64 x d, L and delta of 64; fused: 2 x dS
-of keys x 64, and dQ of 64 x d float32 for each warpgroup with keys. 225 KB of 227 KB at d 128, and just these with 256
-keys; there dK and dV leave through the place of K and V. Else they have their own, so that the next K and V come while
-they are stored.
+of keys x 64, and dQ of 64 x d float32 for each warpgroup with keys. That is 225 KB of 227 KB at d 128 and 226 KB with
+256 keys, where dK and dV leave through the place of K and V. Else they have their own, so that the next K and V come
+while they are stored. Of a pair, 4 x dS, 16 KB of the other's K and 16 KB of dQ: as much.
 
 Sums of dq are laid out as accumulators are: see prepare_kernel.py.
 """
@@ -61,12 +67,13 @@ import cutlass
 import cutlass.cute as cute
 import cutlass.utils.hopper_helpers as sm90
 from cutlass import Float32, Int32, Int64, const_expr
+from cutlass._mlir.dialects.nvvm import MemScopeKind
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
 from cutlass.cute.runtime import make_fake_stream
 from cutlass.memory import SmemAllocator
 from cutlass.tensor_utils import LayoutEnum
 
-from cute_kernels.device import softmax, wgmma
+from cute_kernels.device import cluster, softmax, wgmma
 from cute_kernels.sink import schedule_kernel as schedule
 from cute_kernels.sink.backward_spec import QUERIES, SinkBackwardSpec
 from cute_kernels.sink.key_blocks_kernel import KeyBlocks
@@ -100,12 +107,18 @@ class SinkBackwardKernel:
     def layouts(self):
         """Shared memory: K and V (128, d, 1), Q and dO (64, d, stages), dS^T (128, 64, 2), L and delta (64, 1, 2)."""
         spec, row = self.spec, LayoutEnum.ROW_MAJOR
+        tiles = (4 if spec.pair else 2) if spec.fused else 1
         return (
-            sm90.make_smem_layout_b(row, (ROWS, spec.keys, spec.d), self.dtype, 1),
+            sm90.make_smem_layout_b(row, (ROWS, spec.keys_of_cta, spec.d), self.dtype, 1),
             sm90.make_smem_layout_b(row, (ROWS, QUERIES, spec.d), self.dtype, spec.stages),
-            sm90.make_smem_layout_b(row, (ROWS, spec.keys, QUERIES), self.dtype, 2 if spec.fused else 1),
+            sm90.make_smem_layout_b(row, (ROWS, spec.keys_of_cta, QUERIES), self.dtype, tiles),
             cute.make_layout((QUERIES, 1, 2, spec.stages), stride=(1, QUERIES, QUERIES, 2 * QUERIES)),
         )
+
+    def layout_others(self):
+        """Of a pair: the other CTA's K, half of the columns, (keys, 64, 1)."""
+        row, shape = LayoutEnum.ROW_MAJOR, (ROWS, self.spec.keys_of_cta, self.spec.columns)
+        return sm90.make_smem_layout_b(row, shape, self.dtype, 1)
 
     def tiled_mmas(self):
         """S^T and dP^T from shared memory; dV and dK with P^T and dS^T in registers; dQ with dS read by columns."""
@@ -124,6 +137,9 @@ class SinkBackwardKernel:
         of_ds = cute.cosize(layout_ds) if spec.fused else 64
         of_dkv = 0 if spec.reuses else cute.cosize(layout_kv)
         of_added = spec.warpgroups * QUERIES * spec.d if spec.fused else 32
+        of_others = 0
+        if spec.pair:
+            of_others, of_added = cute.cosize(self.layout_others()), QUERIES * spec.columns
 
         @cute.struct
         class Shared:
@@ -131,6 +147,7 @@ class SinkBackwardKernel:
             v: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(layout_kv)], 1024]
             d_k: cute.struct.Align[cute.struct.MemRange[dtype, of_dkv], 1024]
             d_v: cute.struct.Align[cute.struct.MemRange[dtype, of_dkv], 1024]
+            others: cute.struct.Align[cute.struct.MemRange[dtype, of_others], 1024]
             q: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(layout_q)], 1024]
             d_out: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(layout_q)], 1024]
             d_s: cute.struct.Align[cute.struct.MemRange[dtype, of_ds], 1024]
@@ -145,6 +162,7 @@ class SinkBackwardKernel:
             q_empty: cute.struct.MemRange[Int64, spec.stages]
             ds_full: cute.struct.MemRange[Int64, 2]
             ds_empty: cute.struct.MemRange[Int64, 2]
+            added_empty: Int64
 
         return Shared
 
@@ -192,12 +210,17 @@ class SinkBackwardKernel:
             blocks = cute.ceil_div(max_k, spec.keys)
             pairs = section
             items = blocks * heads * mK.shape[0]
+        if const_expr(spec.pair):  # two CTAs for each item that there may be
+            ctas = 2 * items
+            if const_expr(spec.packed):
+                assert mWork is not None
+                ctas = 2 * (mWork.shape[0] - 1) * heads
         reach = Int32(0) if causal != 0 else Int32(schedule.UNLIMITED)
         divisors = tuple(cute.fast_divmod_create_divisor_v2(Int32(n)) for n in (pairs * blocks, pairs, heads))
 
         layout_kv, layout_q, _, layout_stats = self.layouts()
         load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
-        box_q, box_kv = (QUERIES, spec.d), (spec.keys, spec.d)
+        box_q, box_kv = (QUERIES, spec.d), (spec.keys_of_cta, spec.d)
         (load_q, tQ), (load_do, tDO) = (
             cpasync.make_tiled_tma_atom(
                 load, schedule.rows_view(t, spec.packed), cute.select(layout_q, mode=[0, 1]), box_q
@@ -216,6 +239,14 @@ class SinkBackwardKernel:
             )
             for t in (mDK, mDV)
         )
+        load_others, tOthers = None, None
+        if const_expr(spec.pair):
+            load_others, tOthers = cpasync.make_tiled_tma_atom(
+                load,
+                schedule.rows_view(mK, spec.packed),
+                cute.select(self.layout_others(), mode=[0, 1]),
+                (spec.keys_of_cta, spec.columns),
+            )
         by_position = cute.make_tensor(mStats.iterator, cute.select(mStats.layout, mode=[2, 1, 0]))
         load_stats, tStats = cpasync.make_tiled_tma_atom(
             load, by_position, cute.select(layout_stats, mode=[0, 1, 2]), (QUERIES, 1, 2)
@@ -223,12 +254,13 @@ class SinkBackwardKernel:
         self.kernel(
             load_q, tQ, load_do, tDO, load_k, tK, load_v, tV, load_stats, tStats, store_dk, tDK, store_dv, tDV,
             mCuQ, mCuK, mWork, sums, mStats.shape[2], softmax_scale, window, reach, max_q, max_k, ratio, items,
-            counters, divisors,
+            counters, divisors, load_others, tOthers,
         ).launch(
             grid=[ctas, 1, 1],
             block=[spec.threads, 1, 1],
             stream=stream,
             min_blocks_per_mp=1,
+            cluster=[2, 1, 1] if const_expr(spec.pair) else None,
         )  # fmt: skip
 
     @cute.kernel
@@ -262,6 +294,8 @@ class SinkBackwardKernel:
         items: Int32,
         counters: Int64,
         divisors: tuple,
+        load_others: cute.CopyAtom | None,
+        tOthers: cute.Tensor | None,
     ):
         spec = self.spec
         tidx, _, _ = cute.arch.thread_idx()
@@ -279,12 +313,19 @@ class SinkBackwardKernel:
             cute.arch.mbarrier_init(smem.kv_empty.ptr, 32 if spec.reuses else readers)
             for i in cutlass.range_constexpr(2):
                 cute.arch.mbarrier_init(smem.ds_full.data_ptr() + i, spec.consumers)
-                cute.arch.mbarrier_init(smem.ds_empty.data_ptr() + i, 128)
+                cute.arch.mbarrier_init(smem.ds_empty.data_ptr() + i, 128 + (4 if spec.pair else 0))
+            if const_expr(spec.pair):
+                cute.arch.mbarrier_init(smem.added_empty.ptr, 1)
             for i in cutlass.range_constexpr(spec.stages):
                 cute.arch.mbarrier_init(smem.q_full.data_ptr() + i, 1)
                 cute.arch.mbarrier_init(smem.q_empty.data_ptr() + i, spec.consumers)
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
+        rank = Int32(0)
+        if const_expr(spec.pair):
+            rank = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
+            cute.arch.cluster_arrive_relaxed()
+            cute.arch.cluster_wait()
 
         if warp_idx < 4:
             cute.arch.setmaxregister_decrease(spec.producer_registers)
@@ -293,10 +334,15 @@ class SinkBackwardKernel:
                 sK, sV = (t.get_tensor(layout_kv.outer, swizzle=layout_kv.inner) for t in (smem.k, smem.v))
                 sQ, sDO = (t.get_tensor(layout_q.outer, swizzle=layout_q.inner) for t in (smem.q, smem.d_out))
                 sStats = smem.stats.get_tensor(layout_stats)
+                others = None
+                if const_expr(spec.pair):
+                    layout_others = self.layout_others()
+                    sOthers = smem.others.get_tensor(layout_others.outer, swizzle=layout_others.inner)
+                    others = (load_others, tOthers, sOthers)
                 self.blocks.produce(
                     smem, ((load_k, tK, sK), (load_v, tV, sV)), ((load_q, tQ, sQ), (load_do, tDO, sDO)),
                     load_stats, tStats, sStats, mCuQ, mCuK, mWork, window, reach, max_q, max_k, ratio, items,
-                    counters, divisors, tidx,
+                    counters, divisors, others, rank, tidx,
                 )  # fmt: skip
         else:
             wg, tid = warp_idx // 4 - 1, tidx % 128
@@ -308,14 +354,17 @@ class SinkBackwardKernel:
                     cute.arch.setmaxregister_increase(spec.consumer_registers)
                     self.consume(
                         smem, store_dk, tDK, store_dv, tDV, sums, positions, softmax_scale, window, reach,
-                        ratio, wg, tid,
+                        ratio, rank, wg, tid,
                     )  # fmt: skip
             else:
                 cute.arch.setmaxregister_increase(spec.consumer_registers)
                 self.consume(
                     smem, store_dk, tDK, store_dv, tDV, sums, positions, softmax_scale, window, reach, ratio,
-                    wg, tid,
+                    rank, wg, tid,
                 )  # fmt: skip
+        if const_expr(spec.pair):  # nobody leaves while the other one reads or writes here
+            cute.arch.cluster_arrive()
+            cute.arch.cluster_wait()
 
     @cute.jit
     def consume(
@@ -331,6 +380,7 @@ class SinkBackwardKernel:
         window: Int32,
         reach: Int32,
         ratio: Int32,
+        rank: Int32,
         wg: Int32,
         tid: Int32,
     ):
@@ -351,7 +401,7 @@ class SinkBackwardKernel:
                 running = Int32(0)
             else:
                 begin, tiles = self.blocks.extent(first, s_q, s_k, window, reach)
-                mine = first + ROWS * spec.blocks * wg
+                mine = first + rank * spec.keys_of_cta + ROWS * spec.blocks * wg
                 edges = tuple(
                     self.blocks.edges(mine + ROWS * b, s_q, s_k, window, reach, tid) for b in range(spec.blocks)
                 )
@@ -389,6 +439,7 @@ class SinkBackwardKernel:
                                 edges,
                                 use,
                                 following,
+                                rank,
                                 wg,
                                 tid,
                             )
@@ -421,6 +472,7 @@ class SinkBackwardKernel:
                                         edges,
                                         use,
                                         use,
+                                        rank,
                                         wg,
                                         tid,
                                     )
@@ -444,6 +496,7 @@ class SinkBackwardKernel:
                                     edges,
                                     use,
                                     use,
+                                    rank,
                                     wg,
                                     tid,
                                 )
@@ -453,13 +506,15 @@ class SinkBackwardKernel:
                     buffer = (use - 1) % 2
                     if before != 0 and (use - 1) % spec.warpgroups == wg:
                         cute.arch.mbarrier_wait(smem.ds_full.data_ptr() + buffer, (use - 1) // 2 % 2)
-                        self.add_dq(smem, before, None, None, smem.ds_empty.data_ptr() + buffer, buffer, wg, tid)
+                        self.add_dq(smem, before, None, None, buffer, wg, rank, tid)
                 # read again, and not kept: every register counts while dK, dV, S and dP are alive
                 first, head, batch, s_k, start_k = (sWork[i, slot] for i in (0, 1, 2, 4, 6))
                 key0, outer = schedule.place(spec.packed, s_k, start_k, batch)
                 gDK, gDV = (
                     cute.local_tile(
-                        cute.domain_offset((key0 + first, 0, 0, 0), t), (spec.keys, spec.d), (0, 0, head, outer)
+                        cute.domain_offset((key0 + first + rank * spec.keys_of_cta, 0, 0, 0), t),
+                        (spec.keys_of_cta, spec.d),
+                        (0, 0, head, outer),
                     )
                     for t in (tDK, tDV)
                 )
@@ -524,6 +579,7 @@ class SinkBackwardKernel:
         edges: tuple,
         use: Int32,
         following: Int32,
+        rank: Int32,
         wg: Int32,
         tid: Int32,
     ):
@@ -591,12 +647,16 @@ class SinkBackwardKernel:
                 store_ds = cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), self.dtype)
                 to_smem = cute.make_tiled_copy_C(store_ds, mma_s)
                 thr_copy = to_smem.get_slice(tid)
-                mine = cute.local_tile(sDS[None, None, buffer], (ROWS, QUERIES), (wg * spec.blocks + b, 0))
+                own = 2 * buffer if const_expr(spec.pair) else buffer
+                mine = cute.local_tile(sDS[None, None, own], (ROWS, QUERIES), (wg * spec.blocks + b, 0))
                 fragment = cute.make_tensor(rDS.iterator, acc_s.layout)
                 cute.copy(to_smem, thr_copy.retile(fragment), thr_copy.partition_D(mine))
                 if const_expr(last):
                     cute.arch.fence_proxy("async.shared", space="cta")  # ordinary stores, read by wgmma
-                    cute.arch.mbarrier_arrive(smem.ds_full.data_ptr() + buffer)
+                    if const_expr(spec.pair):
+                        self.send(smem, buffer, rank, wg, tid)
+                    else:
+                        cute.arch.mbarrier_arrive(smem.ds_full.data_ptr() + buffer)
         if const_expr(spec.late):
             if target != 0 and (use - 1) % spec.warpgroups == wg:
                 earlier = buffer ^ 1
@@ -607,7 +667,7 @@ class SinkBackwardKernel:
                     warpgroup.wait_group(1)
                     cute.arch.mbarrier_arrive(given_back)
                     given_back, acc_dq = None, acc_dp
-                self.add_dq(smem, target, acc_dq, given_back, smem.ds_empty.data_ptr() + earlier, earlier, wg, tid)
+                self.add_dq(smem, target, acc_dq, given_back, earlier, wg, rank, tid)
             else:
                 warpgroup.wait_group(1 if spec.ahead else 0)
                 cute.arch.mbarrier_arrive(smem.q_empty.data_ptr() + stage)
@@ -648,7 +708,7 @@ class SinkBackwardKernel:
                         buffer = use % 2
                         cute.arch.mbarrier_wait(smem.ds_full.data_ptr() + buffer, use // 2 % 2)
                         target = sums + (row + QUERIES * t) * (4 * spec.d)
-                        self.add_dq(smem, target, None, None, smem.ds_empty.data_ptr() + buffer, buffer, buffer, tid)
+                        self.add_dq(smem, target, None, None, buffer, buffer, Int32(0), tid)
                         use += 1
                 cute.arch.mbarrier_arrive(smem.kv_empty.ptr)
                 turn += 1
@@ -656,37 +716,80 @@ class SinkBackwardKernel:
             cute.arch.cp_async_bulk_wait_group(0, read=True)
 
     @cute.jit
-    def add_dq(self, smem, target: Int64, acc, q_empty, ds_empty, buffer: Int32, place: Int32, tid: Int32):
+    def send(self, smem, buffer: Int32, rank: Int32, wg: Int32, tid: Int32):
+        """Copies this warpgroup's dS to the other CTA of the pair, and says here that it is stored."""
+        spec = self.spec
+        size = spec.keys_of_cta * QUERIES  # of dS of a CTA
+        full = smem.ds_full.data_ptr() + buffer
+        cute.arch.barrier(barrier_id=BAR_ADD + wg, number_of_threads=128)
+        if tid == 0:
+            part = spec.blocks * ROWS * QUERIES
+            source = smem.d_s.data_ptr() + cute.assume(2 * buffer * size + wg * part, divby=part)
+            target = cluster.remote_address(source + size, 1 - rank)
+            cute.arch.inline_ptx(
+                "cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes "
+                "[{$r0}], [{$r1}], {$r2}, [{$r3}];",
+                read_only_args=[
+                    target,
+                    Int32(source.toint()),
+                    Int32(2 * part),
+                    cluster.remote_address(full, 1 - rank),
+                ],
+            )
+        if wg == 0 and tid == 0:
+            cute.arch.mbarrier_arrive_and_expect_tx(full, 2 * size)  # what comes from the other one
+        else:
+            cute.arch.mbarrier_arrive(full)
+
+    @cute.jit
+    def add_dq(self, smem, target: Int64, acc, q_empty, buffer: Int32, place: Int32, rank: Int32, tid: Int32):
         """Makes dQ of the tile whose dS is in `buffer`, and adds it to the sums at `target`.
 
         `acc` are registers for dQ, or None; `place` says where it is staged: the number of the warpgroup, or, of a
-        helper, 0 and 1 in turn.
-        Arrives at `q_empty` when products issued before are complete, and at `ds_empty` when dS has been read.
+        helper, 0 and 1 in turn. Of a pair, a CTA makes columns 64 `rank` to 64 `rank` + 63.
+        Arrives at `q_empty` when products issued before are complete, and at ds_empty when dS has been read.
         """
         spec = self.spec
         layout_kv, _, layout_ds, _ = self.layouts()
         _, _, mma_dq = self.tiled_mmas()
         thr_dq = mma_dq.get_slice(tid)
-        of_keys = [(k, k) for k in range(spec.keys // 16)]
+        of_keys = [(k, k) for k in range(spec.keys_of_cta // 16)]
         sK = smem.k.get_tensor(layout_kv.outer, swizzle=layout_kv.inner)
         sDS = smem.d_s.get_tensor(layout_ds.outer, swizzle=layout_ds.inner)
-        rDSt = mma_dq.make_fragment_A(thr_dq.partition_A(wgmma.transposed(sDS)))[None, None, None, buffer]
-        parts = cute.local_tile(wgmma.transposed(sK)[None, None, 0], (spec.columns, spec.keys), (None, 0))
+        own = 2 * buffer if const_expr(spec.pair) else buffer
+        rDSt = mma_dq.make_fragment_A(thr_dq.partition_A(wgmma.transposed(sDS)))
+        parts = cute.local_tile(wgmma.transposed(sK)[None, None, 0], (spec.columns, spec.keys_of_cta), (None, 0))
         rKt = mma_dq.make_fragment_B(thr_dq.partition_B(parts))
-        for part in cutlass.range_constexpr(spec.d // spec.columns):
+        for i in cutlass.range_constexpr(1 if spec.pair else spec.d // spec.columns):
+            part = rank if const_expr(spec.pair) else i
             acc_dq = acc
             if const_expr(acc is None):
                 acc_dq = cute.make_rmem_tensor(mma_dq.partition_shape_C((QUERIES, spec.columns)), Float32)
             warpgroup.fence()
-            wgmma.issue(mma_dq, acc_dq, rDSt, rKt[None, None, None, part], False, of_keys)
+            wgmma.issue(mma_dq, acc_dq, rDSt[None, None, None, own], rKt[None, None, None, part], False, of_keys)
+            if const_expr(spec.pair):
+                layout = self.layout_others()
+                sOthers = smem.others.get_tensor(layout.outer, swizzle=layout.inner)
+                rOthers = mma_dq.make_fragment_B(thr_dq.partition_B(wgmma.transposed(sOthers)))
+                wgmma.issue(
+                    mma_dq, acc_dq, rDSt[None, None, None, own + 1], rOthers[None, None, None, 0], True, of_keys
+                )
             warpgroup.commit_group()
             warpgroup.wait_group(0)
-            if const_expr(part == 0 and q_empty is not None):
+            if const_expr(i == 0 and q_empty is not None):
                 cute.arch.mbarrier_arrive(q_empty)
-            if const_expr(part == spec.d // spec.columns - 1 and ds_empty is not None):
+            if const_expr(spec.pair or i == spec.d // spec.columns - 1):
+                ds_empty = smem.ds_empty.data_ptr() + buffer
                 cute.arch.mbarrier_arrive(ds_empty)
+                if const_expr(spec.pair):
+                    if tid % 32 == 0:
+                        cute.arch.mbarrier_arrive(ds_empty, 1 - rank, scope=MemScopeKind.CLUSTER, relaxed=True)
             at = target + part * (4 * QUERIES * spec.columns)
-            self.add(smem, acc_dq, at, place * (spec.d // spec.columns) + part, place, tid)
+            if const_expr(spec.pair):
+                cute.arch.mbarrier_wait(smem.added_empty.ptr, buffer ^ 1)  # tiles are even and odd in turn
+                self.add(smem, acc_dq, at, Int32(0), place, tid)
+            else:
+                self.add(smem, acc_dq, at, place * (spec.d // spec.columns) + i, place, tid)
 
     @cute.jit
     def add(self, smem, acc_dq: cute.Tensor, target: Int64, part: Int32, place: Int32, tid: Int32):
@@ -697,9 +800,12 @@ class SinkBackwardKernel:
         spec = self.spec
         barrier = BAR_ADD if const_expr(spec.helper) else BAR_ADD + place
         staged = smem.added.data_ptr() + cute.assume(part * (QUERIES * spec.columns), divby=QUERIES * spec.columns)
-        if tid == 0:  # who issues the copies: that before from this place has been read
-            cute.arch.cp_async_bulk_wait_group(2 * spec.d // spec.columns // (1 if spec.helper else 2) - 1, read=True)
-        cute.arch.barrier(barrier_id=barrier, number_of_threads=128)
+        if const_expr(not spec.pair):
+            if tid == 0:  # who issues the copies: that before from this place has been read
+                cute.arch.cp_async_bulk_wait_group(
+                    2 * spec.d // spec.columns // (1 if spec.helper else 2) - 1, read=True
+                )
+            cute.arch.barrier(barrier_id=barrier, number_of_threads=128)
         for j in cutlass.range_constexpr(cute.size(acc_dq) // 4):
             four = cute.make_rmem_tensor(4, Float32)
             for i in cutlass.range_constexpr(4):
@@ -714,6 +820,9 @@ class SinkBackwardKernel:
                 read_only_args=[target, Int32(staged.toint()), Int32(4 * QUERIES * spec.columns)],
             )
             cute.arch.cp_async_bulk_commit_group()
+            if const_expr(spec.pair):  # the other warpgroup is next to use the place
+                cute.arch.cp_async_bulk_wait_group(0, read=True)
+                cute.arch.mbarrier_arrive(smem.added_empty.ptr)
 
     @cute.jit
     def store(

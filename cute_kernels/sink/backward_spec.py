@@ -46,6 +46,8 @@ class SinkBackwardSpec:
     skips   not fused: whether a warpgroup passes over tiles none of whose queries sees its keys
     warpgroups  that have keys: 2, or 3 at d 64 where they make dq in turns
     blocks      of 64 keys that each of them has: 1, or 2 at d 64, likewise
+    pair        whether two CTAs of a cluster have neighbouring keys, at d 128 where warpgroups make dq in turns: each
+                hands its dS to the other and makes half of the columns of dq, over the keys of both
     """
 
     dtype: str
@@ -58,6 +60,7 @@ class SinkBackwardSpec:
     skips: bool = False
     warpgroups: int = 2
     blocks: int = 1
+    pair: bool = False
 
     kernel: ClassVar[str] = "cute_kernels.sink.backward_kernel:SinkBackwardKernel"
     columns: ClassVar[int] = 64  # of dQ that are made together: 32 registers
@@ -113,8 +116,10 @@ class SinkBackwardSpec:
             reasons.append("tiles are passed over where no dq is made, and none is looked ahead to")
         if (self.warpgroups, self.blocks) not in ((2, 1), (3, 1), (2, 2)):
             reasons.append(f"{self.warpgroups} warpgroups of {self.blocks} blocks; known are 2 of 1 or 2, and 3 of 1")
-        elif self.keys > 128 and not (self.d == 64 and self.late):
+        elif self.keys_of_cta > 128 and not (self.d == 64 and self.late):
             reasons.append("more than 128 keys are for d 64, where warpgroups make dq in turns")
+        if self.pair and not (self.d == 128 and self.late):
+            reasons.append("pairs of CTAs are for d 128, where warpgroups make dq in turns")
         return reasons
 
     @property
@@ -123,9 +128,14 @@ class SinkBackwardSpec:
         return self.fused and not self.helper
 
     @property
-    def keys(self) -> int:
-        """Of a CTA."""
+    def keys_of_cta(self) -> int:
+        """Keys of a CTA."""
         return ROWS * self.blocks * self.warpgroups
+
+    @property
+    def keys(self) -> int:
+        """Of an item: of a CTA, or of a pair of them."""
+        return self.keys_of_cta * (2 if self.pair else 1)
 
     @property
     def consumers(self) -> int:
@@ -162,9 +172,14 @@ class SinkBackwardSpec:
         return 88
 
     @property
+    def bytes_of_keys(self) -> int:
+        """Of K and V of a CTA, and of a pair's other K."""
+        return 2 * self.keys_of_cta * (2 * self.d + (self.columns if self.pair else 0))
+
+    @property
     def reuses(self) -> bool:
         """Whether dK and dV leave through the place of K and V."""
-        return self.fused and (self.d == 128 or self.keys > 128)
+        return self.fused and (self.d == 128 or self.keys_of_cta > 128)
 
     @property
     def stages(self) -> int:
@@ -174,7 +189,7 @@ class SinkBackwardSpec:
     @property
     def expected(self) -> dict[str, Any]:
         """What the compiled kernel is held to."""
-        added = ("UBLKRED",) if self.fused else ()
+        added = (("UBLKRED", "UBLKCP.S.S") if self.pair else ("UBLKRED",)) if self.fused else ()
         registers = 128 if self.threads == 512 else 168
         return {
             "registers": registers,
@@ -314,7 +329,11 @@ def candidate_specs() -> list[Any]:
     more: list[dict[str, Any]] = [{"warpgroups": 3}, {"blocks": 2}, {"blocks": 2, "ahead": True}]
     return [
         *[SinkBackwardSpec("bfloat16", 64, *layout, **keys) for keys in more for layout in layouts],
-        *[SinkBackwardSpec("bfloat16", 128, *layout, ahead=True) for layout in layouts],
+        *[
+            SinkBackwardSpec("bfloat16", 128, *layout, ahead=ahead, pair=pair)
+            for ahead, pair in ((True, False), (False, True), (True, True))
+            for layout in layouts
+        ],
     ]
 
 

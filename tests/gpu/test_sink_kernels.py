@@ -69,6 +69,8 @@ WAYS: dict[str, dict[str, Any]] = {
     "192 keys": {"warpgroups": 3},
     "256 keys": {"blocks": 2},
     "256 keys ahead": {"blocks": 2, "ahead": True},
+    "pair": {"pair": True},
+    "pair ahead": {"pair": True, "ahead": True},
     "helper": {"helper": True, "ahead": True},
     "apart": {"fused": False},
     "apart ahead": {"fused": False, "ahead": True},

@@ -48,7 +48,7 @@ Barriers                arrivals per phase
   q_full[stage]         1 + 2 x 64 x d x 2 bytes of Q and dO + 512 of L and delta
   q_empty[stage]        every consumer, after the last product that reads the tile
   ds_full[t % 2]        every consumer: dS of tile t is in shared memory. Of a pair, 16 KB: the other's is as well
-  ds_empty[t % 2]       128: whoever made dQ of tile t has read it. Of a pair, 4 more: warps of the other CTA have, and so
+  ds_empty[t % 2]       128: whoever made dQ of tile t has read it. Of a pair, 4 more: warps of the other CTA have, so
                         the copies of dS from here have ended, and there is room for the next
   added_empty           1, of a pair: the copy engine has read dQ, which has one place; the warpgroups use it in turn
   named 3  BAR_ITEM     every consumer: dK and dV may be overwritten, or are complete, in shared memory
@@ -65,21 +65,20 @@ Sums of dq are laid out as accumulators are: see prepare_kernel.py.
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
-import cutlass.utils.hopper_helpers as sm90
 from cutlass import Float32, Int32, Int64, const_expr
-from cutlass._mlir.dialects.nvvm import MemScopeKind
-from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
+from cutlass.cute.nvgpu import cpasync, warp, warpgroup
 from cutlass.cute.runtime import make_fake_stream
 from cutlass.memory import SmemAllocator
-from cutlass.tensor_utils import LayoutEnum
 
-from cute_kernels.device import cluster, softmax, wgmma
+from cute_kernels.device import softmax, wgmma
 from cute_kernels.sink import schedule_kernel as schedule
 from cute_kernels.sink.backward_spec import QUERIES, SinkBackwardSpec
 from cute_kernels.sink.key_blocks_kernel import KeyBlocks
+from cute_kernels.sink.key_tiles_kernel import KeyTiles
+from cute_kernels.sink.query_sums_kernel import QuerySums
 from cute_kernels.sink.spec import ROWS
 
-BAR_ITEM, BAR_ADD = 3, 4
+BAR_ITEM = 3
 
 
 class SinkBackwardKernel:
@@ -92,6 +91,8 @@ class SinkBackwardKernel:
         self.spec = spec
         self.dtype = schedule.DTYPES[spec.dtype]
         self.blocks = KeyBlocks(spec)
+        self.tiles = KeyTiles(spec)
+        self.dq = QuerySums(spec)
 
     def fake_arguments(self) -> tuple:
         """Shapes, strides and alignments that the compiled callable accepts, in the order of `__call__`."""
@@ -103,68 +104,6 @@ class SinkBackwardKernel:
         numbers = (Int64(0), Float32(1.0), *[Int32(1)] * 4, Int64(0))
         stats = schedule.fake_stats(h_q)
         return (q, k, v, d_out, stats, d_k, d_v, *packed, *numbers, make_fake_stream(use_tvm_ffi_env_stream=True))
-
-    def layouts(self):
-        """Shared memory: K and V (128, d, 1), Q and dO (64, d, stages), dS^T (128, 64, 2), L and delta (64, 1, 2)."""
-        spec, row = self.spec, LayoutEnum.ROW_MAJOR
-        tiles = (4 if spec.pair else 2) if spec.fused else 1
-        return (
-            sm90.make_smem_layout_b(row, (ROWS, spec.keys_of_cta, spec.d), self.dtype, 1),
-            sm90.make_smem_layout_b(row, (ROWS, QUERIES, spec.d), self.dtype, spec.stages),
-            sm90.make_smem_layout_b(row, (ROWS, spec.keys_of_cta, QUERIES), self.dtype, tiles),
-            cute.make_layout((QUERIES, 1, 2, spec.stages), stride=(1, QUERIES, QUERIES, 2 * QUERIES)),
-        )
-
-    def layout_others(self):
-        """Of a pair: the other CTA's K, half of the columns, (keys, 64, 1)."""
-        row, shape = LayoutEnum.ROW_MAJOR, (ROWS, self.spec.keys_of_cta, self.spec.columns)
-        return sm90.make_smem_layout_b(row, shape, self.dtype, 1)
-
-    def tiled_mmas(self):
-        """S^T and dP^T from shared memory; dV and dK with P^T and dS^T in registers; dQ with dS read by columns."""
-        k, mn, one, t, d = OperandMajorMode.K, OperandMajorMode.MN, (1, 1, 1), self.dtype, self.spec.d
-        registers = warpgroup.OperandSource.RMEM
-        return (
-            sm90.make_trivial_tiled_mma(t, t, k, k, Float32, one, (ROWS, QUERIES)),
-            sm90.make_trivial_tiled_mma(t, t, k, mn, Float32, one, (ROWS, d), registers),
-            sm90.make_trivial_tiled_mma(t, t, mn, mn, Float32, one, (QUERIES, self.spec.columns)),
-        )
-
-    def storage(self):
-        """The struct in shared memory."""
-        spec, dtype = self.spec, self.dtype
-        layout_kv, layout_q, layout_ds, layout_stats = self.layouts()
-        of_ds = cute.cosize(layout_ds) if spec.fused else 64
-        of_dkv = 0 if spec.reuses else cute.cosize(layout_kv)
-        of_added = spec.warpgroups * QUERIES * spec.d if spec.fused else 32
-        of_others = 0
-        if spec.pair:
-            of_others, of_added = cute.cosize(self.layout_others()), QUERIES * spec.columns
-
-        @cute.struct
-        class Shared:
-            k: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(layout_kv)], 1024]
-            v: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(layout_kv)], 1024]
-            d_k: cute.struct.Align[cute.struct.MemRange[dtype, of_dkv], 1024]
-            d_v: cute.struct.Align[cute.struct.MemRange[dtype, of_dkv], 1024]
-            others: cute.struct.Align[cute.struct.MemRange[dtype, of_others], 1024]
-            q: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(layout_q)], 1024]
-            d_out: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(layout_q)], 1024]
-            d_s: cute.struct.Align[cute.struct.MemRange[dtype, of_ds], 1024]
-            added: cute.struct.Align[cute.struct.MemRange[Float32, of_added], 128]
-            stats: cute.struct.Align[cute.struct.MemRange[Float32, cute.cosize(layout_stats)], 128]
-            work: cute.struct.MemRange[Int32, schedule.RECORD * schedule.SLOTS]
-            work_full: cute.struct.MemRange[Int64, schedule.SLOTS]
-            work_empty: cute.struct.MemRange[Int64, schedule.SLOTS]
-            kv_full: Int64
-            kv_empty: Int64
-            q_full: cute.struct.MemRange[Int64, spec.stages]
-            q_empty: cute.struct.MemRange[Int64, spec.stages]
-            ds_full: cute.struct.MemRange[Int64, 2]
-            ds_empty: cute.struct.MemRange[Int64, 2]
-            added_empty: Int64
-
-        return Shared
 
     @cute.jit
     def __call__(
@@ -218,7 +157,7 @@ class SinkBackwardKernel:
         reach = Int32(0) if causal != 0 else Int32(schedule.UNLIMITED)
         divisors = tuple(cute.fast_divmod_create_divisor_v2(Int32(n)) for n in (pairs * blocks, pairs, heads))
 
-        layout_kv, layout_q, _, layout_stats = self.layouts()
+        layout_kv, layout_q, _, layout_stats = self.tiles.layouts()
         load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
         box_q, box_kv = (QUERIES, spec.d), (spec.keys_of_cta, spec.d)
         (load_q, tQ), (load_do, tDO) = (
@@ -244,7 +183,7 @@ class SinkBackwardKernel:
             load_others, tOthers = cpasync.make_tiled_tma_atom(
                 load,
                 schedule.rows_view(mK, spec.packed),
-                cute.select(self.layout_others(), mode=[0, 1]),
+                cute.select(self.tiles.layout_others(), mode=[0, 1]),
                 (spec.keys_of_cta, spec.columns),
             )
         by_position = cute.make_tensor(mStats.iterator, cute.select(mStats.layout, mode=[2, 1, 0]))
@@ -300,7 +239,7 @@ class SinkBackwardKernel:
         spec = self.spec
         tidx, _, _ = cute.arch.thread_idx()
         warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        smem = SmemAllocator().allocate(self.storage())
+        smem = SmemAllocator().allocate(self.tiles.storage())
         if warp_idx == 0:
             for atom in (load_q, load_do, load_k, load_v, load_stats, store_dk, store_dv):
                 cpasync.prefetch_descriptor(atom)
@@ -330,13 +269,13 @@ class SinkBackwardKernel:
         if warp_idx < 4:
             cute.arch.setmaxregister_decrease(spec.producer_registers)
             if warp_idx == 0:
-                layout_kv, layout_q, _, layout_stats = self.layouts()
+                layout_kv, layout_q, _, layout_stats = self.tiles.layouts()
                 sK, sV = (t.get_tensor(layout_kv.outer, swizzle=layout_kv.inner) for t in (smem.k, smem.v))
                 sQ, sDO = (t.get_tensor(layout_q.outer, swizzle=layout_q.inner) for t in (smem.q, smem.d_out))
                 sStats = smem.stats.get_tensor(layout_stats)
                 others = None
                 if const_expr(spec.pair):
-                    layout_others = self.layout_others()
+                    layout_others = self.tiles.layout_others()
                     sOthers = smem.others.get_tensor(layout_others.outer, swizzle=layout_others.inner)
                     others = (load_others, tOthers, sOthers)
                 self.blocks.produce(
@@ -349,7 +288,7 @@ class SinkBackwardKernel:
             if const_expr(spec.helper):
                 if wg == 2:
                     cute.arch.setmaxregister_decrease(spec.helper_registers)
-                    self.help(smem, sums, positions, window, reach, ratio, tid)
+                    self.dq.help(smem, sums, positions, window, reach, ratio, tid)
                 else:
                     cute.arch.setmaxregister_increase(spec.consumer_registers)
                     self.consume(
@@ -386,7 +325,7 @@ class SinkBackwardKernel:
     ):
         """One consumer warpgroup: its keys of each item."""
         spec = self.spec
-        mma_s, mma_kv, _ = self.tiled_mmas()
+        mma_s, mma_kv, _ = self.tiles.tiled_mmas()
         sWork = smem.work.get_tensor(cute.make_layout((schedule.RECORD, schedule.SLOTS)))
         acc_s = cute.make_rmem_tensor(mma_s.partition_shape_C((ROWS, QUERIES)), Float32)
         shape = mma_kv.partition_shape_C((ROWS, spec.d))
@@ -410,7 +349,7 @@ class SinkBackwardKernel:
                     acc_dv[b].fill(0.0)
                 cute.arch.mbarrier_wait(smem.kv_full.ptr, turn % 2)
                 rK, rV = (
-                    tuple(self.mine_of(t, wg * spec.blocks + b, tid) for b in range(spec.blocks))
+                    tuple(self.tiles.mine_of(t, wg * spec.blocks + b, tid) for b in range(spec.blocks))
                     for t in (smem.k, smem.v)
                 )
                 scale_log2 = softmax_scale * softmax.LOG2_E
@@ -420,29 +359,16 @@ class SinkBackwardKernel:
                     count, t = ratio * tiles, Int32(0)
                     target = sums + (Int64(head * ratio) * positions + position) * (4 * spec.d)
                     if count > 0:
-                        self.scores(smem, acc_s, rK[0], use, tid)
+                        self.tiles.scores(smem, acc_s, rK[0], use, tid)
                         for i in cutlass.range(count, unroll=1):
                             # behind the last tile S of the same one is made again, for nothing: a branch
                             # there would serialize the products
                             following = cutlass.select_(i == count - 1, use, use + 1)
                             query = begin + QUERIES * t
                             self.differentiate(
-                                smem,
-                                acc_s,
-                                acc_dk,
-                                acc_dv,
-                                rK,
-                                rV,
-                                before,
-                                scale_log2,
-                                query,
-                                edges,
-                                use,
-                                following,
-                                rank,
-                                wg,
-                                tid,
-                            )
+                                smem, acc_s, acc_dk, acc_dv, rK, rV, before, scale_log2, query, edges, use,
+                                following, rank, wg, tid,
+                            )  # fmt: skip
                             use += 1
                             t = cutlass.select_(t == tiles - 1, Int32(0), t + 1)
                             if const_expr(spec.late):
@@ -458,55 +384,29 @@ class SinkBackwardKernel:
                             query = begin + QUERIES * t
                             if const_expr(spec.skips):
                                 if query + QUERIES > seen_from and query < seen_to:
-                                    self.scores(smem, acc_s, rK[0], use, tid)
+                                    self.tiles.scores(smem, acc_s, rK[0], use, tid)
                                     self.differentiate(
-                                        smem,
-                                        acc_s,
-                                        acc_dk,
-                                        acc_dv,
-                                        rK,
-                                        rV,
-                                        Int64(0),
-                                        scale_log2,
-                                        query,
-                                        edges,
-                                        use,
-                                        use,
-                                        rank,
-                                        wg,
-                                        tid,
-                                    )
+                                        smem, acc_s, acc_dk, acc_dv, rK, rV, Int64(0), scale_log2, query, edges,
+                                        use, use, rank, wg, tid,
+                                    )  # fmt: skip
                                 else:  # to wait for it keeps two uses of a stage apart
                                     stage, phase = schedule.stage_of(use, spec.stages)
                                     cute.arch.mbarrier_wait(smem.q_full.data_ptr() + stage, phase)
                                     cute.arch.mbarrier_arrive(smem.q_empty.data_ptr() + stage)
                             else:
-                                self.scores(smem, acc_s, rK[0], use, tid)
+                                self.tiles.scores(smem, acc_s, rK[0], use, tid)
                                 target = sums + (row + QUERIES * t) * (4 * spec.d)
                                 self.differentiate(
-                                    smem,
-                                    acc_s,
-                                    acc_dk,
-                                    acc_dv,
-                                    rK,
-                                    rV,
-                                    before,
-                                    scale_log2,
-                                    query,
-                                    edges,
-                                    use,
-                                    use,
-                                    rank,
-                                    wg,
-                                    tid,
-                                )
+                                    smem, acc_s, acc_dk, acc_dv, rK, rV, before, scale_log2, query, edges, use,
+                                    use, rank, wg, tid,
+                                )  # fmt: skip
                                 before = target
                             use += 1
                 if const_expr(spec.late):
                     buffer = (use - 1) % 2
                     if before != 0 and (use - 1) % spec.warpgroups == wg:
                         cute.arch.mbarrier_wait(smem.ds_full.data_ptr() + buffer, (use - 1) // 2 % 2)
-                        self.add_dq(smem, before, None, None, buffer, wg, rank, tid)
+                        self.dq.add_dq(smem, before, None, None, buffer, wg, rank, tid)
                 # read again, and not kept: every register counts while dK, dV, S and dP are alive
                 first, head, batch, s_k, start_k = (sWork[i, slot] for i in (0, 1, 2, 4, 6))
                 key0, outer = schedule.place(spec.packed, s_k, start_k, batch)
@@ -525,44 +425,6 @@ class SinkBackwardKernel:
                 turn += 1
         if tid // 32 == 0:
             cute.arch.cp_async_bulk_wait_group(0, read=True)
-
-    @cute.jit
-    def mine_of(self, x, block: Int32, tid: Int32):
-        """64 rows of K or V as an operand in shared memory."""
-        layout_kv, _, _, _ = self.layouts()
-        mma_s, _, _ = self.tiled_mmas()
-        sX = x.get_tensor(layout_kv.outer, swizzle=layout_kv.inner)
-        sX = cute.local_tile(sX, (ROWS, self.spec.d), (block, 0, None))
-        return mma_s.make_fragment_A(mma_s.get_slice(tid).partition_A(sX))[None, None, None, 0]
-
-    @cute.jit
-    def transposed_product(self, rX: cute.Tensor, y, acc: cute.Tensor, stage: Int32, tid: Int32):
-        """Issues K Q^T or V dO^T of 64 keys and of a tile of queries, and commits the group."""
-        spec = self.spec
-        _, layout_q, _, _ = self.layouts()
-        mma_s, _, _ = self.tiled_mmas()
-        sY = y.get_tensor(layout_q.outer, swizzle=layout_q.inner)
-        rY = mma_s.make_fragment_B(mma_s.get_slice(tid).partition_B(sY))
-        of_d = [(k, k) for k in range(spec.d // 16)]
-        wgmma.issue(mma_s, acc, rX, rY[None, None, None, stage], False, of_d)
-        warpgroup.commit_group()
-
-    @cute.jit
-    def scores(self, smem, acc_s: cute.Tensor, rK: cute.Tensor, use: Int32, tid: Int32):
-        """Issues S^T of a tile once it is there."""
-        stage, phase = schedule.stage_of(use, self.spec.stages)
-        cute.arch.mbarrier_wait(smem.q_full.data_ptr() + stage, phase)
-        warpgroup.fence()
-        self.transposed_product(rK, smem.q, acc_s, stage, tid)
-
-    def of_columns(self, source: cute.Pointer) -> cute.Tensor:
-        """L or delta of this thread's columns, (2, 8): in registers, or where they are if registers are short."""
-        layout = cute.make_layout((2, QUERIES // 8), stride=(1, 8))
-        if self.spec.warpgroups == 3:
-            return cute.make_tensor(source, layout)
-        values = cute.make_rmem_tensor((2, QUERIES // 8), Float32)
-        cute.autovec_copy(cute.make_tensor(source, layout), values)
-        return values
 
     @cute.jit
     def differentiate(
@@ -591,8 +453,8 @@ class SinkBackwardKernel:
         Its S^T is in flight; if spec.ahead, that of the `following` tile is in the end.
         """
         spec = self.spec
-        _, layout_q, layout_ds, _ = self.layouts()
-        mma_s, mma_kv, _ = self.tiled_mmas()
+        _, layout_q, layout_ds, _ = self.tiles.layouts()
+        mma_s, mma_kv, _ = self.tiles.tiled_mmas()
         thr_kv = mma_kv.get_slice(tid)
         sQ, sDO = (t.get_tensor(layout_q.outer, swizzle=layout_q.inner) for t in (smem.q, smem.d_out))
         rQt, rDOt = (mma_kv.make_fragment_B(thr_kv.partition_B(wgmma.transposed(t))) for t in (sQ, sDO))
@@ -610,8 +472,8 @@ class SinkBackwardKernel:
             if const_expr(b > 0 or spec.ahead):
                 warpgroup.wait_group(0)
                 warpgroup.fence()
-            self.transposed_product(rV[b], smem.d_out, acc_dp, stage, tid)
-            values = self.of_columns(of_thread)
+            self.tiles.transposed_product(rV[b], smem.d_out, acc_dp, stage, tid)
+            values = self.tiles.of_columns(of_thread)
             if const_expr(b == 0 and not spec.ahead):
                 warpgroup.wait_group(1)
             self.blocks.mask(acc_s, query, edges[b])
@@ -624,7 +486,7 @@ class SinkBackwardKernel:
             wgmma.issue(mma_kv, acc_dv[b], rP, rDOt[None, None, None, stage], True, of_queries)
             warpgroup.commit_group()
 
-            values = self.of_columns(of_thread + QUERIES)
+            values = self.tiles.of_columns(of_thread + QUERIES)
             warpgroup.wait_group(1)
             for r in cutlass.range_constexpr(2):
                 for c in cutlass.range_constexpr(columns):
@@ -637,9 +499,9 @@ class SinkBackwardKernel:
 
             if const_expr(not last):
                 warpgroup.fence()
-                self.transposed_product(rK[b + 1], smem.q, acc_s, stage, tid)
+                self.tiles.transposed_product(rK[b + 1], smem.q, acc_s, stage, tid)
             elif const_expr(spec.ahead):
-                self.scores(smem, acc_s, rK[0], following, tid)
+                self.tiles.scores(smem, acc_s, rK[0], following, tid)
             if const_expr(spec.fused):
                 if const_expr(b == 0):
                     cute.arch.mbarrier_wait(smem.ds_empty.data_ptr() + buffer, use // 2 % 2 ^ 1)
@@ -654,7 +516,7 @@ class SinkBackwardKernel:
                 if const_expr(last):
                     cute.arch.fence_proxy("async.shared", space="cta")  # ordinary stores, read by wgmma
                     if const_expr(spec.pair):
-                        self.send(smem, buffer, rank, wg, tid)
+                        self.dq.send(smem, buffer, rank, wg, tid)
                     else:
                         cute.arch.mbarrier_arrive(smem.ds_full.data_ptr() + buffer)
         if const_expr(spec.late):
@@ -667,162 +529,13 @@ class SinkBackwardKernel:
                     warpgroup.wait_group(1)
                     cute.arch.mbarrier_arrive(given_back)
                     given_back, acc_dq = None, acc_dp
-                self.add_dq(smem, target, acc_dq, given_back, earlier, wg, rank, tid)
+                self.dq.add_dq(smem, target, acc_dq, given_back, earlier, wg, rank, tid)
             else:
                 warpgroup.wait_group(1 if spec.ahead else 0)
                 cute.arch.mbarrier_arrive(smem.q_empty.data_ptr() + stage)
         else:
             warpgroup.wait_group(1 if spec.ahead else 0)
             cute.arch.mbarrier_arrive(smem.q_empty.data_ptr() + stage)
-
-    @cute.jit
-    def help(
-        self,
-        smem,
-        sums: Int64,
-        positions: Int32,
-        window: Int32,
-        reach: Int32,
-        ratio: Int32,
-        tid: Int32,
-    ):
-        """The helper: dQ of every tile, once both warpgroups with keys have stored their dS."""
-        spec = self.spec
-        sWork = smem.work.get_tensor(cute.make_layout((schedule.RECORD, schedule.SLOTS)))
-        turn, use, running = Int32(0), Int32(0), Int32(1)
-        while running == 1:
-            slot = turn % schedule.SLOTS
-            cute.arch.mbarrier_wait(smem.work_full.data_ptr() + slot, turn // schedule.SLOTS % 2)
-            first, head, batch = sWork[0, slot], sWork[1, slot], sWork[2, slot]
-            s_q, s_k, start_q = sWork[3, slot], sWork[4, slot], sWork[5, slot]
-            if first < 0:
-                running = Int32(0)
-            else:
-                cute.arch.mbarrier_arrive(smem.work_empty.data_ptr() + slot)
-                begin, tiles = self.blocks.extent(first, s_q, s_k, window, reach)
-                cute.arch.mbarrier_wait(smem.kv_full.ptr, turn % 2)
-                position = schedule.position(spec.packed, start_q, batch, s_q) + begin
-                for g in cutlass.range(ratio, unroll=1):
-                    row = Int64(head * ratio + g) * positions + position  # of the first tile in the sums of dq
-                    for t in cutlass.range(tiles, unroll=1):
-                        buffer = use % 2
-                        cute.arch.mbarrier_wait(smem.ds_full.data_ptr() + buffer, use // 2 % 2)
-                        target = sums + (row + QUERIES * t) * (4 * spec.d)
-                        self.add_dq(smem, target, None, None, buffer, buffer, Int32(0), tid)
-                        use += 1
-                cute.arch.mbarrier_arrive(smem.kv_empty.ptr)
-                turn += 1
-        if tid // 32 == 0:
-            cute.arch.cp_async_bulk_wait_group(0, read=True)
-
-    @cute.jit
-    def send(self, smem, buffer: Int32, rank: Int32, wg: Int32, tid: Int32):
-        """Copies this warpgroup's dS to the other CTA of the pair, and says here that it is stored."""
-        spec = self.spec
-        size = spec.keys_of_cta * QUERIES  # of dS of a CTA
-        full = smem.ds_full.data_ptr() + buffer
-        cute.arch.barrier(barrier_id=BAR_ADD + wg, number_of_threads=128)
-        if tid == 0:
-            part = spec.blocks * ROWS * QUERIES
-            source = smem.d_s.data_ptr() + cute.assume(2 * buffer * size + wg * part, divby=part)
-            target = cluster.remote_address(source + size, 1 - rank)
-            cute.arch.inline_ptx(
-                "cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes "
-                "[{$r0}], [{$r1}], {$r2}, [{$r3}];",
-                read_only_args=[
-                    target,
-                    Int32(source.toint()),
-                    Int32(2 * part),
-                    cluster.remote_address(full, 1 - rank),
-                ],
-            )
-        if wg == 0 and tid == 0:
-            cute.arch.mbarrier_arrive_and_expect_tx(full, 2 * size)  # what comes from the other one
-        else:
-            cute.arch.mbarrier_arrive(full)
-
-    @cute.jit
-    def add_dq(self, smem, target: Int64, acc, q_empty, buffer: Int32, place: Int32, rank: Int32, tid: Int32):
-        """Makes dQ of the tile whose dS is in `buffer`, and adds it to the sums at `target`.
-
-        `acc` are registers for dQ, or None; `place` says where it is staged: the number of the warpgroup, or, of a
-        helper, 0 and 1 in turn. Of a pair, a CTA makes columns 64 `rank` to 64 `rank` + 63.
-        Arrives at `q_empty` when products issued before are complete, and at ds_empty when dS has been read.
-        """
-        spec = self.spec
-        layout_kv, _, layout_ds, _ = self.layouts()
-        _, _, mma_dq = self.tiled_mmas()
-        thr_dq = mma_dq.get_slice(tid)
-        of_keys = [(k, k) for k in range(spec.keys_of_cta // 16)]
-        sK = smem.k.get_tensor(layout_kv.outer, swizzle=layout_kv.inner)
-        sDS = smem.d_s.get_tensor(layout_ds.outer, swizzle=layout_ds.inner)
-        own = 2 * buffer if const_expr(spec.pair) else buffer
-        rDSt = mma_dq.make_fragment_A(thr_dq.partition_A(wgmma.transposed(sDS)))
-        parts = cute.local_tile(wgmma.transposed(sK)[None, None, 0], (spec.columns, spec.keys_of_cta), (None, 0))
-        rKt = mma_dq.make_fragment_B(thr_dq.partition_B(parts))
-        for i in cutlass.range_constexpr(1 if spec.pair else spec.d // spec.columns):
-            part = rank if const_expr(spec.pair) else i
-            acc_dq = acc
-            if const_expr(acc is None):
-                acc_dq = cute.make_rmem_tensor(mma_dq.partition_shape_C((QUERIES, spec.columns)), Float32)
-            warpgroup.fence()
-            wgmma.issue(mma_dq, acc_dq, rDSt[None, None, None, own], rKt[None, None, None, part], False, of_keys)
-            if const_expr(spec.pair):
-                layout = self.layout_others()
-                sOthers = smem.others.get_tensor(layout.outer, swizzle=layout.inner)
-                rOthers = mma_dq.make_fragment_B(thr_dq.partition_B(wgmma.transposed(sOthers)))
-                wgmma.issue(
-                    mma_dq, acc_dq, rDSt[None, None, None, own + 1], rOthers[None, None, None, 0], True, of_keys
-                )
-            warpgroup.commit_group()
-            warpgroup.wait_group(0)
-            if const_expr(i == 0 and q_empty is not None):
-                cute.arch.mbarrier_arrive(q_empty)
-            if const_expr(spec.pair or i == spec.d // spec.columns - 1):
-                ds_empty = smem.ds_empty.data_ptr() + buffer
-                cute.arch.mbarrier_arrive(ds_empty)
-                if const_expr(spec.pair):
-                    if tid % 32 == 0:
-                        cute.arch.mbarrier_arrive(ds_empty, 1 - rank, scope=MemScopeKind.CLUSTER, relaxed=True)
-            at = target + part * (4 * QUERIES * spec.columns)
-            if const_expr(spec.pair):
-                cute.arch.mbarrier_wait(smem.added_empty.ptr, buffer ^ 1)  # tiles are even and odd in turn
-                self.add(smem, acc_dq, at, Int32(0), place, tid)
-            else:
-                self.add(smem, acc_dq, at, place * (spec.d // spec.columns) + i, place, tid)
-
-    @cute.jit
-    def add(self, smem, acc_dq: cute.Tensor, target: Int64, part: Int32, place: Int32, tid: Int32):
-        """Adds dQ of a tile, or `part` of it, to the sums by one copy from shared memory.
-
-        Element 4j + i of a thread is added at (128 j + thread, i).
-        """
-        spec = self.spec
-        barrier = BAR_ADD if const_expr(spec.helper) else BAR_ADD + place
-        staged = smem.added.data_ptr() + cute.assume(part * (QUERIES * spec.columns), divby=QUERIES * spec.columns)
-        if const_expr(not spec.pair):
-            if tid == 0:  # who issues the copies: that before from this place has been read
-                cute.arch.cp_async_bulk_wait_group(
-                    2 * spec.d // spec.columns // (1 if spec.helper else 2) - 1, read=True
-                )
-            cute.arch.barrier(barrier_id=barrier, number_of_threads=128)
-        for j in cutlass.range_constexpr(cute.size(acc_dq) // 4):
-            four = cute.make_rmem_tensor(4, Float32)
-            for i in cutlass.range_constexpr(4):
-                four[i] = acc_dq[4 * j + i]
-            to = staged + cute.assume(512 * j + 4 * tid, divby=4)
-            cute.autovec_copy(four, cute.make_tensor(to, cute.make_layout(4)))
-        cute.arch.fence_proxy("async.shared", space="cta")  # ordinary stores, read by the copy engine
-        cute.arch.barrier(barrier_id=barrier, number_of_threads=128)
-        if tid == 0:
-            cute.arch.inline_ptx(
-                "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [{$r0}], [{$r1}], {$r2};",
-                read_only_args=[target, Int32(staged.toint()), Int32(4 * QUERIES * spec.columns)],
-            )
-            cute.arch.cp_async_bulk_commit_group()
-            if const_expr(spec.pair):  # the other warpgroup is next to use the place
-                cute.arch.cp_async_bulk_wait_group(0, read=True)
-                cute.arch.mbarrier_arrive(smem.added_empty.ptr)
 
     @cute.jit
     def store(
@@ -840,8 +553,8 @@ class SinkBackwardKernel:
     ):
         """Stores dK and dV by TMA."""
         spec = self.spec
-        layout_kv, _, _, _ = self.layouts()
-        _, mma_kv, _ = self.tiled_mmas()
+        layout_kv, _, _, _ = self.tiles.layouts()
+        _, mma_kv, _ = self.tiles.tiled_mmas()
         to_smem = cute.make_tiled_copy_C(cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), self.dtype), mma_kv)
         thr_copy = to_smem.get_slice(tid)
         issues = wg == 0 and tid // 32 == 0  # the warp that issues the stores

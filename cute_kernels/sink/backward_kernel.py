@@ -31,6 +31,7 @@ Variants, by fields of the spec
           other, 16 KB a tile, and makes half of the columns of dQ over the keys of both: as many products, half of the
           additions. These columns of the other's K are kept beside the own K and V. A cluster takes one item; there are
           as many clusters as items may be, and the counters are left alone
+  multicast  each of a pair loads half of every tile of Q and dO, for both
 
 Roles
   warpgroup 0     producer, 24 to 40 registers: its first warp takes items and issues TMA copies; the others idle
@@ -46,7 +47,8 @@ Barriers                arrivals per phase
   kv_empty              likewise, after their last product that reads K or V. Where dK and dV leave through the place of
                         K and V, 32: the warp that has stored them
   q_full[stage]         1 + 2 x 64 x d x 2 bytes of Q and dO + 512 of L and delta
-  q_empty[stage]        every consumer, after the last product that reads the tile
+  q_empty[stage]        every consumer, after the last product that reads the tile; with multicast also a lane of each
+                        of the other CTA's warps
   ds_full[t % 2]        every consumer: dS of tile t is in shared memory. Of a pair, 16 KB: the other's is as well
   ds_empty[t % 2]       128: whoever made dQ of tile t has read it. Of a pair, 4 more: warps of the other CTA have, so
                         the copies of dS from here have ended, and there is room for the next
@@ -159,10 +161,13 @@ class SinkBackwardKernel:
 
         layout_kv, layout_q, _, layout_stats = self.tiles.layouts()
         load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
+        load_shared, ctas_of_q = load, 1
+        if const_expr(spec.multicast):
+            load_shared, ctas_of_q = cpasync.CopyBulkTensorTileG2SMulticastOp(), 2
         box_q, box_kv = (QUERIES, spec.d), (spec.keys_of_cta, spec.d)
         (load_q, tQ), (load_do, tDO) = (
             cpasync.make_tiled_tma_atom(
-                load, schedule.rows_view(t, spec.packed), cute.select(layout_q, mode=[0, 1]), box_q
+                load_shared, schedule.rows_view(t, spec.packed), cute.select(layout_q, mode=[0, 1]), box_q, ctas_of_q
             )
             for t in (mQ, mDOut)
         )
@@ -255,9 +260,10 @@ class SinkBackwardKernel:
                 cute.arch.mbarrier_init(smem.ds_empty.data_ptr() + i, 128 + (4 if spec.pair else 0))
             if const_expr(spec.pair):
                 cute.arch.mbarrier_init(smem.added_empty.ptr, 1)
+            of_other = spec.consumers // 32 if const_expr(spec.multicast) else 0  # a lane of each warp
             for i in cutlass.range_constexpr(spec.stages):
                 cute.arch.mbarrier_init(smem.q_full.data_ptr() + i, 1)
-                cute.arch.mbarrier_init(smem.q_empty.data_ptr() + i, spec.consumers)
+                cute.arch.mbarrier_init(smem.q_empty.data_ptr() + i, spec.consumers + of_other)
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
         rank = Int32(0)
@@ -523,19 +529,18 @@ class SinkBackwardKernel:
             if target != 0 and (use - 1) % spec.warpgroups == wg:
                 earlier = buffer ^ 1
                 cute.arch.mbarrier_wait(smem.ds_full.data_ptr() + earlier, (use - 1) // 2 % 2)
-                given_back = smem.q_empty.data_ptr() + stage
-                acc_dq = None
                 if const_expr(spec.ahead):  # in the registers of dP, or ptxas finds none beside S
                     warpgroup.wait_group(1)
-                    cute.arch.mbarrier_arrive(given_back)
-                    given_back, acc_dq = None, acc_dp
-                self.dq.add_dq(smem, target, acc_dq, given_back, earlier, wg, rank, tid)
+                    self.tiles.give_back(smem, stage, rank, tid)
+                    self.dq.add_dq(smem, target, acc_dp, None, earlier, wg, rank, tid)
+                else:
+                    self.dq.add_dq(smem, target, None, stage, earlier, wg, rank, tid)
             else:
                 warpgroup.wait_group(1 if spec.ahead else 0)
-                cute.arch.mbarrier_arrive(smem.q_empty.data_ptr() + stage)
+                self.tiles.give_back(smem, stage, rank, tid)
         else:
             warpgroup.wait_group(1 if spec.ahead else 0)
-            cute.arch.mbarrier_arrive(smem.q_empty.data_ptr() + stage)
+            self.tiles.give_back(smem, stage, rank, tid)
 
     @cute.jit
     def store(

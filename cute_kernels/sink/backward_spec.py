@@ -48,6 +48,7 @@ class SinkBackwardSpec:
     blocks      of 64 keys that each of them has: 1, or 2 at d 64, likewise
     pair        whether two CTAs of a cluster have neighbouring keys, at d 128 where warpgroups make dq in turns: each
                 hands its dS to the other and makes half of the columns of dq, over the keys of both
+    multicast   whether each of a pair loads half of every tile of Q and dO, for both
     """
 
     dtype: str
@@ -61,6 +62,7 @@ class SinkBackwardSpec:
     warpgroups: int = 2
     blocks: int = 1
     pair: bool = False
+    multicast: bool = False
 
     kernel: ClassVar[str] = "cute_kernels.sink.backward_kernel:SinkBackwardKernel"
     columns: ClassVar[int] = 64  # of dQ that are made together: 32 registers
@@ -120,6 +122,8 @@ class SinkBackwardSpec:
             reasons.append("more than 128 keys are for d 64, where warpgroups make dq in turns")
         if self.pair and not (self.d == 128 and self.late):
             reasons.append("pairs of CTAs are for d 128, where warpgroups make dq in turns")
+        if self.multicast and not self.pair:
+            reasons.append("a pair of CTAs loads for both")
         return reasons
 
     @property
@@ -330,8 +334,13 @@ def candidate_specs() -> list[Any]:
     return [
         *[SinkBackwardSpec("bfloat16", 64, *layout, **keys) for keys in more for layout in layouts],
         *[
-            SinkBackwardSpec("bfloat16", 128, *layout, ahead=ahead, pair=pair)
-            for ahead, pair in ((True, False), (False, True), (True, True))
+            SinkBackwardSpec("bfloat16", 128, *layout, ahead=ahead, pair=pair, multicast=multicast)
+            for ahead, pair, multicast in (
+                (True, False, False),
+                (False, True, False),
+                (True, True, False),
+                (True, True, True),
+            )
             for layout in layouts
         ],
     ]

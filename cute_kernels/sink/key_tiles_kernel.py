@@ -5,7 +5,8 @@ See backward_kernel.py, which is made of this, of key_blocks_kernel.py and of qu
 
 import cutlass.cute as cute
 import cutlass.utils.hopper_helpers as sm90
-from cutlass import Float32, Int32, Int64
+from cutlass import Float32, Int32, Int64, const_expr
+from cutlass._mlir.dialects.nvvm import MemScopeKind
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 from cutlass.tensor_utils import LayoutEnum
 
@@ -104,6 +105,15 @@ class KeyTiles:
         of_d = [(k, k) for k in range(spec.d // 16)]
         wgmma.issue(mma_s, acc, rX, rY[None, None, None, stage], False, of_d)
         warpgroup.commit_group()
+
+    @cute.jit
+    def give_back(self, smem, stage: Int32, rank: Int32, tid: Int32):
+        """Products have read a tile of Q and dO: the next may come, from here and, if it is shared, from the other."""
+        empty = smem.q_empty.data_ptr() + stage
+        cute.arch.mbarrier_arrive(empty)
+        if const_expr(self.spec.multicast):
+            if tid % 32 == 0:
+                cute.arch.mbarrier_arrive(empty, 1 - rank, scope=MemScopeKind.CLUSTER, relaxed=True)
 
     @cute.jit
     def scores(self, smem, acc_s: cute.Tensor, rK: cute.Tensor, use: Int32, tid: Int32):

@@ -94,12 +94,13 @@ class QuerySums:
             cute.arch.mbarrier_arrive(full)
 
     @cute.jit
-    def add_dq(self, smem, target: Int64, acc, q_empty, buffer: Int32, place: Int32, rank: Int32, tid: Int32):
+    def add_dq(self, smem, target: Int64, acc, stage, buffer: Int32, place: Int32, rank: Int32, tid: Int32):
         """Makes dQ of the tile whose dS is in `buffer`, and adds it to the sums at `target`.
 
         `acc` are registers for dQ, or None; `place` says where it is staged: the number of the warpgroup, or, of a
         helper, 0 and 1 in turn. Of a pair, a CTA makes columns 64 `rank` to 64 `rank` + 63.
-        Arrives at `q_empty` when products issued before are complete, and at ds_empty when dS has been read.
+        Gives back `stage`, unless None, when products issued before are complete, and arrives at ds_empty when dS has
+        been read.
         """
         spec = self.spec
         layout_kv, _, layout_ds, _ = self.tiles.layouts()
@@ -128,8 +129,8 @@ class QuerySums:
                 )
             warpgroup.commit_group()
             warpgroup.wait_group(0)
-            if const_expr(i == 0 and q_empty is not None):
-                cute.arch.mbarrier_arrive(q_empty)
+            if const_expr(i == 0 and stage is not None):
+                self.tiles.give_back(smem, stage, rank, tid)
             if const_expr(spec.pair or i == spec.d // spec.columns - 1):
                 ds_empty = smem.ds_empty.data_ptr() + buffer
                 cute.arch.mbarrier_arrive(ds_empty)

@@ -71,6 +71,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "256 keys ahead": {"blocks": 2, "ahead": True},
     "pair": {"pair": True},
     "pair ahead": {"pair": True, "ahead": True},
+    "pair multicast": {"pair": True, "ahead": True, "multicast": True},
     "helper": {"helper": True, "ahead": True},
     "apart": {"fused": False},
     "apart ahead": {"fused": False, "ahead": True},

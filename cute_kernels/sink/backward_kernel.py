@@ -366,6 +366,8 @@ class SinkBackwardKernel:
                     target = sums + (Int64(head * ratio) * positions + position) * (4 * spec.d)
                     if count > 0:
                         self.tiles.scores(smem, acc_s, rK[0], use, tid)
+                        if const_expr(spec.late):  # or ptxas waits here itself, and says so
+                            warpgroup.wait_group(0)
                         for i in cutlass.range(count, unroll=1):
                             # behind the last tile S of the same one is made again, for nothing: a branch
                             # there would serialize the products

@@ -1,58 +1,65 @@
 """Backward of sink attention on SM90 where keys stay: dk and dv in registers, dq (fused) added in global memory.
 
-A CTA takes blocks of 128 keys of one KV head, 64 for each of two consumer warpgroups. Tiles of 64 queries stream past,
-of each query head of the group in turn, so that dk and dv sum over the group in registers. Everything is transposed:
-rows are keys, columns are queries, and P^T and dS^T are operands straight from the accumulators.
+A CTA takes blocks of 128, 192 or 256 keys of one KV head, 64 or 2 x 64 for each of two or three consumer warpgroups.
+Tiles of 64 queries stream past, of each query head of the group in turn, so that dk and dv sum over the group in
+registers. Everything is transposed: rows are keys, columns are queries, and P^T and dS^T are operands straight from
+the accumulators.
     S^T = K Q^T and dP^T = V dO^T issued   wait 1: P^T = exp2(S^T scale - L), masked, rounded
     dV += P^T dO issued                    wait 1: dP^T is there: dS^T = P^T (dP^T - delta), rounded
-    dK += dS^T Q issued; fused: dS^T stored to shared memory
-    fused, every second tile of a warpgroup: dQ = dS K over all 128 keys, added to float32 in global memory
+    dK += dS^T Q issued                    fused: dS^T stored to shared memory
+    the second 64 keys, if there are: S^T behind dK, wait 0, dP^T issued, and so on
+    fused, one tile in turn of a warpgroup: dQ = dS K of the tile before over all keys, added in global memory
     wait 0                                 the tile is given back
-The warpgroups make dQ in turns, one tile each: m64n64k16 (d 64) or m64n128k16 (d 128) read shared memory at 128 or 96
-bytes a clock. Half of the columns each would read 192 or 128, and half of the keys each would add twice as much.
+dQ of the tile before is made so that no warpgroup waits for the dS of another, and they may be half a tile apart: one's
+softmax then meets another's products. In turns, since half of the columns each would read shared memory at 192 or 128
+bytes a clock where m64n64k16 reads 128, and half of the keys each would add twice as much. dQ goes to shared memory,
+16 KB at a time, from where one thread has the copy engine add it.
 
 Products of a tile of 128 x 64: 5 x 256 clocks (d 64), 5 x 512 (d 128). Shared memory: K, Q, V and dO for S and dP
-64 KB (128 KB), dO and Q for dV and dK 32 KB (64 KB), dS and K for dQ 32 KB (48 KB), stores of dS 16 KB, TMA 16 KB
-(32 KB): 160 KB are 1250 clocks, 288 KB are 2250.
+64 KB (128 KB), dO and Q for dV and dK 32 KB (64 KB), dS and K for dQ 32 KB (64 KB), stores of dS 16 KB, dQ 32 KB
+(64 KB), TMA 16 KB (32 KB): 192 KB are 1540 clocks, 368 KB are 2940. Of 256 x 64 at d 64, 5 x 512 clocks: 336 KB, 2690.
 Instructions of a score outside the products: FFMA, MUFU.EX2, FADD, FMUL and one F2FP: 5, and 2 of masks at edges.
 
 Variants, by fields of the spec
-  late    the warpgroup in turn makes dQ of the tile before, so that it never waits for the other's dS of this one, and
-          the two may be half a tile apart: one's softmax then meets the other's products
-  helper  warpgroup 3 makes dQ of all tiles, from dS in shared memory. 24 + 2 x 200 + 88 registers of 4 x 128
+  helper  a warpgroup behind those with keys makes dQ of all tiles. 24 + 2 x 200 + 88 registers of 4 x 128
   ahead   dP is issued when S is there, and S of the next tile behind dK of this one: wait 0, dP, P, dV, wait 1, dS, dK,
           next S, dS stored, wait 1 (dK: the tile is given back). Only S is in flight from one turn of the loop to the
-          next: with dP as well ptxas serializes the products
-  bulk    dQ goes to shared memory, 16 KB or 8 KB at a time, from where one thread has the copy engine add it
+          next: with dP as well ptxas serializes the products. dQ is made in the registers of dP
   skips   without dq: tiles none of whose queries sees a key of the warpgroup are passed over
+  warpgroups, blocks  three of 64 keys, or two of 2 x 64: more keys share an addition, and less is added
+  pair    two CTAs of a cluster have neighbouring blocks of 128 keys and the same tiles. Each copies its dS into the
+          other, 16 KB a tile, and makes half of the columns of dQ over the keys of both: as many products, half of the
+          additions. These columns of the other's K are kept beside the own K and V. A cluster takes one item; there are
+          as many clusters as items may be, and the counters are left alone
+  multicast  each of a pair loads half of every tile of Q and dO, for both
 
-Roles (384 threads)
-  warpgroup 0     producer, 24 registers: its first warp takes items and issues TMA copies; the others idle
-  warpgroup 1, 2  consumers, 240 registers: at d 128, 64 + 64 of dK and dV, 32 + 32 of S and dP, later 64 of dQ;
-                  16 + 16 of P and dS as operands, 16 of L or delta
+Roles
+  warpgroup 0     producer, 24 to 40 registers: its first warp takes items and issues TMA copies; the others idle
+  warpgroup 1, 2  consumers, 240 registers: at d 128 and with two blocks, 64 + 64 of dK and dV, 32 + 32 of S and dP,
+                  later 32 of dQ; 16 + 16 of P and dS as operands, 16 of L or delta
+  warpgroup 1 - 3 consumers, 160 registers: 32 + 32 of dK and dV; L and delta are read where they are used
+  warpgroup 3     helper
 
 Barriers                arrivals per phase
   work_full[slot]       32: the producer's lanes, of which one has written the record
-  work_empty[slot]      256: consumers have read the record for the last time
-  kv_full               1 + 2 x 128 x d x 2 bytes
-  kv_empty              256: consumers, after their last product that reads K or V
+  work_empty[slot]      every consumer, and the helper's threads: they have read the record for the last time
+  kv_full               1 + 2 x keys x d x 2 bytes
+  kv_empty              likewise, after their last product that reads K or V. Where dK and dV leave through the place of
+                        K and V, 32: the warp that has stored them
   q_full[stage]         1 + 2 x 64 x d x 2 bytes of Q and dO + 512 of L and delta
-  q_empty[stage]        256: after the last product that reads the tile
-  named 1 + t % 2  BAR_DS   256: dS of tile t is in shared memory: 128 that go on to make dQ wait, 128 only arrive.
-                        Two barriers and two buffers: who stores tile t + 2 into a buffer has waited, at t + 1, for an
-                        arrival that the other warpgroup made after its dQ of tile t
-  named 3  BAR_ITEM     256: dK and dV may be overwritten, or are complete, in shared memory
-With late or helper, instead of BAR_DS
-  ds_full[t % 2]        256: dS of tile t is in shared memory
-  ds_empty[t % 2]       128: whoever made dQ of tile t has read it
-  work_empty, kv_empty  with a helper 384
-With bulk
-  named 4, 5  BAR_ADD   128: a place of dQ may be overwritten, or is complete, in shared memory
-  kv_empty              at d 128 32: the warp that has stored dK and dV, from the place of K and V
+  q_empty[stage]        every consumer, after the last product that reads the tile; with multicast also a lane of each
+                        of the other CTA's warps
+  ds_full[t % 2]        every consumer: dS of tile t is in shared memory. Of a pair, 16 KB: the other's is as well
+  ds_empty[t % 2]       128: whoever made dQ of tile t has read it. Of a pair, 4 more: warps of the other CTA have, so
+                        the copies of dS from here have ended, and there is room for the next
+  added_empty           1, of a pair: the copy engine has read dQ, which has one place; the warpgroups use it in turn
+  named 3  BAR_ITEM     every consumer: dK and dV may be overwritten, or are complete, in shared memory
+  named 4 - 6  BAR_ADD  128: a place of dQ may be overwritten, or is complete, in shared memory; of a pair, dS is
 
-Shared memory: K, V, dK and dV of 128 x d; 4 (d 64) or 2 (d 128) stages of Q and dO of 64 x d, L and delta of 64; fused:
-2 x dS of 128 x 64, 32 KB. At d 128 that is 225 KB of the 227 KB. dK and dV have their own place, so that the next K
-and V come while they are stored.
+Shared memory: K and V of keys x d; 4 (d 64) or 2 (d 128) stages of Q and dO of 64 x d, L and delta of 64; fused: 2 x dS
+of keys x 64, and dQ of 64 x d float32 for each warpgroup with keys. That is 225 KB of 227 KB at d 128 and 226 KB with
+256 keys, where dK and dV leave through the place of K and V. Else they have their own, so that the next K and V come
+while they are stored. Of a pair, 4 x dS, 16 KB of the other's K and 16 KB of dQ: as much.
 
 Sums of dq are laid out as accumulators are: see prepare_kernel.py.
 """
@@ -60,21 +67,20 @@ Sums of dq are laid out as accumulators are: see prepare_kernel.py.
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
-import cutlass.utils.hopper_helpers as sm90
 from cutlass import Float32, Int32, Int64, const_expr
-from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
+from cutlass.cute.nvgpu import cpasync, warp, warpgroup
 from cutlass.cute.runtime import make_fake_stream
 from cutlass.memory import SmemAllocator
-from cutlass.tensor_utils import LayoutEnum
 
 from cute_kernels.device import softmax, wgmma
 from cute_kernels.sink import schedule_kernel as schedule
 from cute_kernels.sink.backward_spec import QUERIES, SinkBackwardSpec
 from cute_kernels.sink.key_blocks_kernel import KeyBlocks
+from cute_kernels.sink.key_tiles_kernel import KeyTiles
+from cute_kernels.sink.query_sums_kernel import QuerySums
 from cute_kernels.sink.spec import ROWS
 
-BAR_DS, BAR_ITEM, BAR_ADD = 1, 3, 4
-CONSUMERS = 256
+BAR_ITEM = 3
 
 
 class SinkBackwardKernel:
@@ -87,6 +93,8 @@ class SinkBackwardKernel:
         self.spec = spec
         self.dtype = schedule.DTYPES[spec.dtype]
         self.blocks = KeyBlocks(spec)
+        self.tiles = KeyTiles(spec)
+        self.dq = QuerySums(spec)
 
     def fake_arguments(self) -> tuple:
         """Shapes, strides and alignments that the compiled callable accepts, in the order of `__call__`."""
@@ -98,57 +106,6 @@ class SinkBackwardKernel:
         numbers = (Int64(0), Float32(1.0), *[Int32(1)] * 4, Int64(0))
         stats = schedule.fake_stats(h_q)
         return (q, k, v, d_out, stats, d_k, d_v, *packed, *numbers, make_fake_stream(use_tvm_ffi_env_stream=True))
-
-    def layouts(self):
-        """Shared memory: K and V (128, d, 1), Q and dO (64, d, stages), dS^T (128, 64, 2), L and delta (64, 1, 2)."""
-        spec, row = self.spec, LayoutEnum.ROW_MAJOR
-        return (
-            sm90.make_smem_layout_b(row, (ROWS, spec.keys, spec.d), self.dtype, 1),
-            sm90.make_smem_layout_b(row, (ROWS, QUERIES, spec.d), self.dtype, spec.stages),
-            sm90.make_smem_layout_b(row, (ROWS, spec.keys, QUERIES), self.dtype, 2 if spec.fused else 1),
-            cute.make_layout((QUERIES, 1, 2, spec.stages), stride=(1, QUERIES, QUERIES, 2 * QUERIES)),
-        )
-
-    def tiled_mmas(self):
-        """S^T and dP^T from shared memory; dV and dK with P^T and dS^T in registers; dQ with dS read by columns."""
-        k, mn, one, t, d = OperandMajorMode.K, OperandMajorMode.MN, (1, 1, 1), self.dtype, self.spec.d
-        registers = warpgroup.OperandSource.RMEM
-        return (
-            sm90.make_trivial_tiled_mma(t, t, k, k, Float32, one, (ROWS, QUERIES)),
-            sm90.make_trivial_tiled_mma(t, t, k, mn, Float32, one, (ROWS, d), registers),
-            sm90.make_trivial_tiled_mma(t, t, mn, mn, Float32, one, (QUERIES, self.spec.columns)),
-        )
-
-    def storage(self):
-        """The struct in shared memory."""
-        spec, dtype = self.spec, self.dtype
-        layout_kv, layout_q, layout_ds, layout_stats = self.layouts()
-        of_ds = cute.cosize(layout_ds) if spec.fused else 64
-        of_dkv = 64 if spec.reuses else cute.cosize(layout_kv)
-        of_added = 2 * QUERIES * spec.d if spec.bulk else 32
-
-        @cute.struct
-        class Shared:
-            k: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(layout_kv)], 1024]
-            v: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(layout_kv)], 1024]
-            d_k: cute.struct.Align[cute.struct.MemRange[dtype, of_dkv], 1024 if of_dkv > 64 else 128]
-            d_v: cute.struct.Align[cute.struct.MemRange[dtype, of_dkv], 1024 if of_dkv > 64 else 128]
-            q: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(layout_q)], 1024]
-            d_out: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(layout_q)], 1024]
-            d_s: cute.struct.Align[cute.struct.MemRange[dtype, of_ds], 1024]
-            added: cute.struct.Align[cute.struct.MemRange[Float32, of_added], 128]
-            stats: cute.struct.Align[cute.struct.MemRange[Float32, cute.cosize(layout_stats)], 128]
-            work: cute.struct.MemRange[Int32, schedule.RECORD * schedule.SLOTS]
-            work_full: cute.struct.MemRange[Int64, schedule.SLOTS]
-            work_empty: cute.struct.MemRange[Int64, schedule.SLOTS]
-            kv_full: Int64
-            kv_empty: Int64
-            q_full: cute.struct.MemRange[Int64, spec.stages]
-            q_empty: cute.struct.MemRange[Int64, spec.stages]
-            ds_full: cute.struct.MemRange[Int64, 2]
-            ds_empty: cute.struct.MemRange[Int64, 2]
-
-        return Shared
 
     @cute.jit
     def __call__(
@@ -194,15 +151,23 @@ class SinkBackwardKernel:
             blocks = cute.ceil_div(max_k, spec.keys)
             pairs = section
             items = blocks * heads * mK.shape[0]
+        if const_expr(spec.pair):  # two CTAs for each item that there may be
+            ctas = 2 * items
+            if const_expr(spec.packed):
+                assert mWork is not None
+                ctas = 2 * (mWork.shape[0] - 1) * heads
         reach = Int32(0) if causal != 0 else Int32(schedule.UNLIMITED)
         divisors = tuple(cute.fast_divmod_create_divisor_v2(Int32(n)) for n in (pairs * blocks, pairs, heads))
 
-        layout_kv, layout_q, _, layout_stats = self.layouts()
+        layout_kv, layout_q, _, layout_stats = self.tiles.layouts()
         load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
-        box_q, box_kv = (QUERIES, spec.d), (spec.keys, spec.d)
+        load_shared, ctas_of_q = load, 1
+        if const_expr(spec.multicast):
+            load_shared, ctas_of_q = cpasync.CopyBulkTensorTileG2SMulticastOp(), 2
+        box_q, box_kv = (QUERIES, spec.d), (spec.keys_of_cta, spec.d)
         (load_q, tQ), (load_do, tDO) = (
             cpasync.make_tiled_tma_atom(
-                load, schedule.rows_view(t, spec.packed), cute.select(layout_q, mode=[0, 1]), box_q
+                load_shared, schedule.rows_view(t, spec.packed), cute.select(layout_q, mode=[0, 1]), box_q, ctas_of_q
             )
             for t in (mQ, mDOut)
         )
@@ -218,6 +183,14 @@ class SinkBackwardKernel:
             )
             for t in (mDK, mDV)
         )
+        load_others, tOthers = None, None
+        if const_expr(spec.pair):
+            load_others, tOthers = cpasync.make_tiled_tma_atom(
+                load,
+                schedule.rows_view(mK, spec.packed),
+                cute.select(self.tiles.layout_others(), mode=[0, 1]),
+                (spec.keys_of_cta, spec.columns),
+            )
         by_position = cute.make_tensor(mStats.iterator, cute.select(mStats.layout, mode=[2, 1, 0]))
         load_stats, tStats = cpasync.make_tiled_tma_atom(
             load, by_position, cute.select(layout_stats, mode=[0, 1, 2]), (QUERIES, 1, 2)
@@ -225,12 +198,13 @@ class SinkBackwardKernel:
         self.kernel(
             load_q, tQ, load_do, tDO, load_k, tK, load_v, tV, load_stats, tStats, store_dk, tDK, store_dv, tDV,
             mCuQ, mCuK, mWork, sums, mStats.shape[2], softmax_scale, window, reach, max_q, max_k, ratio, items,
-            counters, divisors,
+            counters, divisors, load_others, tOthers,
         ).launch(
             grid=[ctas, 1, 1],
             block=[spec.threads, 1, 1],
             stream=stream,
             min_blocks_per_mp=1,
+            cluster=[2, 1, 1] if const_expr(spec.pair) else None,
         )  # fmt: skip
 
     @cute.kernel
@@ -264,11 +238,13 @@ class SinkBackwardKernel:
         items: Int32,
         counters: Int64,
         divisors: tuple,
+        load_others: cute.CopyAtom | None,
+        tOthers: cute.Tensor | None,
     ):
         spec = self.spec
         tidx, _, _ = cute.arch.thread_idx()
         warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        smem = SmemAllocator().allocate(self.storage())
+        smem = SmemAllocator().allocate(self.tiles.storage())
         if warp_idx == 0:
             for atom in (load_q, load_do, load_k, load_v, load_stats, store_dk, store_dv):
                 cpasync.prefetch_descriptor(atom)
@@ -280,44 +256,60 @@ class SinkBackwardKernel:
             cute.arch.mbarrier_init(smem.kv_full.ptr, 1)
             cute.arch.mbarrier_init(smem.kv_empty.ptr, 32 if spec.reuses else readers)
             for i in cutlass.range_constexpr(2):
-                cute.arch.mbarrier_init(smem.ds_full.data_ptr() + i, CONSUMERS)
-                cute.arch.mbarrier_init(smem.ds_empty.data_ptr() + i, 128)
+                cute.arch.mbarrier_init(smem.ds_full.data_ptr() + i, spec.consumers)
+                cute.arch.mbarrier_init(smem.ds_empty.data_ptr() + i, 128 + (4 if spec.pair else 0))
+            if const_expr(spec.pair):
+                cute.arch.mbarrier_init(smem.added_empty.ptr, 1)
+            of_other = spec.consumers // 32 if const_expr(spec.multicast) else 0  # a lane of each warp
             for i in cutlass.range_constexpr(spec.stages):
                 cute.arch.mbarrier_init(smem.q_full.data_ptr() + i, 1)
-                cute.arch.mbarrier_init(smem.q_empty.data_ptr() + i, CONSUMERS)
+                cute.arch.mbarrier_init(smem.q_empty.data_ptr() + i, spec.consumers + of_other)
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
+        rank = Int32(0)
+        if const_expr(spec.pair):
+            rank = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
+            cute.arch.cluster_arrive_relaxed()
+            cute.arch.cluster_wait()
 
         if warp_idx < 4:
             cute.arch.setmaxregister_decrease(spec.producer_registers)
             if warp_idx == 0:
-                layout_kv, layout_q, _, layout_stats = self.layouts()
+                layout_kv, layout_q, _, layout_stats = self.tiles.layouts()
                 sK, sV = (t.get_tensor(layout_kv.outer, swizzle=layout_kv.inner) for t in (smem.k, smem.v))
                 sQ, sDO = (t.get_tensor(layout_q.outer, swizzle=layout_q.inner) for t in (smem.q, smem.d_out))
                 sStats = smem.stats.get_tensor(layout_stats)
+                others = None
+                if const_expr(spec.pair):
+                    layout_others = self.tiles.layout_others()
+                    sOthers = smem.others.get_tensor(layout_others.outer, swizzle=layout_others.inner)
+                    others = (load_others, tOthers, sOthers)
                 self.blocks.produce(
                     smem, ((load_k, tK, sK), (load_v, tV, sV)), ((load_q, tQ, sQ), (load_do, tDO, sDO)),
                     load_stats, tStats, sStats, mCuQ, mCuK, mWork, window, reach, max_q, max_k, ratio, items,
-                    counters, divisors, tidx,
+                    counters, divisors, others, rank, tidx,
                 )  # fmt: skip
         else:
             wg, tid = warp_idx // 4 - 1, tidx % 128
             if const_expr(spec.helper):
                 if wg == 2:
                     cute.arch.setmaxregister_decrease(spec.helper_registers)
-                    self.help(smem, sums, positions, window, reach, ratio, tid)
+                    self.dq.help(smem, sums, positions, window, reach, ratio, tid)
                 else:
                     cute.arch.setmaxregister_increase(spec.consumer_registers)
                     self.consume(
                         smem, store_dk, tDK, store_dv, tDV, sums, positions, softmax_scale, window, reach,
-                        ratio, wg, tid,
+                        ratio, rank, wg, tid,
                     )  # fmt: skip
             else:
                 cute.arch.setmaxregister_increase(spec.consumer_registers)
                 self.consume(
                     smem, store_dk, tDK, store_dv, tDV, sums, positions, softmax_scale, window, reach, ratio,
-                    wg, tid,
+                    rank, wg, tid,
                 )  # fmt: skip
+        if const_expr(spec.pair):  # nobody leaves while the other one reads or writes here
+            cute.arch.cluster_arrive()
+            cute.arch.cluster_wait()
 
     @cute.jit
     def consume(
@@ -333,15 +325,17 @@ class SinkBackwardKernel:
         window: Int32,
         reach: Int32,
         ratio: Int32,
+        rank: Int32,
         wg: Int32,
         tid: Int32,
     ):
-        """One consumer warpgroup: its 64 keys of each item."""
+        """One consumer warpgroup: its keys of each item."""
         spec = self.spec
-        mma_s, mma_kv, _ = self.tiled_mmas()
+        mma_s, mma_kv, _ = self.tiles.tiled_mmas()
         sWork = smem.work.get_tensor(cute.make_layout((schedule.RECORD, schedule.SLOTS)))
         acc_s = cute.make_rmem_tensor(mma_s.partition_shape_C((ROWS, QUERIES)), Float32)
-        acc_dk, acc_dv = (cute.make_rmem_tensor(mma_kv.partition_shape_C((ROWS, spec.d)), Float32) for _ in range(2))
+        shape = mma_kv.partition_shape_C((ROWS, spec.d))
+        acc_dk, acc_dv = (tuple(cute.make_rmem_tensor(shape, Float32) for _ in range(spec.blocks)) for _ in range(2))
         turn, use, running = Int32(0), Int32(0), Int32(1)
         while running == 1:
             slot = turn % schedule.SLOTS
@@ -352,11 +346,18 @@ class SinkBackwardKernel:
                 running = Int32(0)
             else:
                 begin, tiles = self.blocks.extent(first, s_q, s_k, window, reach)
-                edges = self.blocks.edges(first + ROWS * wg, s_q, s_k, window, reach, tid)
-                acc_dk.fill(0.0)
-                acc_dv.fill(0.0)
+                mine = first + rank * spec.keys_of_cta + ROWS * spec.blocks * wg
+                edges = tuple(
+                    self.blocks.edges(mine + ROWS * b, s_q, s_k, window, reach, tid) for b in range(spec.blocks)
+                )
+                for b in cutlass.range_constexpr(spec.blocks):
+                    acc_dk[b].fill(0.0)
+                    acc_dv[b].fill(0.0)
                 cute.arch.mbarrier_wait(smem.kv_full.ptr, turn % 2)
-                rK, rV = (self.mine_of(t, wg, tid) for t in (smem.k, smem.v))
+                rK, rV = (
+                    tuple(self.tiles.mine_of(t, wg * spec.blocks + b, tid) for b in range(spec.blocks))
+                    for t in (smem.k, smem.v)
+                )
                 scale_log2 = softmax_scale * softmax.LOG2_E
                 position = schedule.position(spec.packed, start_q, batch, s_q) + begin
                 before = Int64(0)
@@ -364,28 +365,18 @@ class SinkBackwardKernel:
                     count, t = ratio * tiles, Int32(0)
                     target = sums + (Int64(head * ratio) * positions + position) * (4 * spec.d)
                     if count > 0:
-                        self.scores(smem, acc_s, rK, use, tid)
+                        self.tiles.scores(smem, acc_s, rK[0], use, tid)
+                        if const_expr(spec.late):  # or ptxas waits here itself, and says so
+                            warpgroup.wait_group(0)
                         for i in cutlass.range(count, unroll=1):
                             # behind the last tile S of the same one is made again, for nothing: a branch
                             # there would serialize the products
                             following = cutlass.select_(i == count - 1, use, use + 1)
                             query = begin + QUERIES * t
                             self.differentiate(
-                                smem,
-                                acc_s,
-                                acc_dk,
-                                acc_dv,
-                                rK,
-                                rV,
-                                before,
-                                scale_log2,
-                                query,
-                                edges,
-                                use,
-                                following,
-                                wg,
-                                tid,
-                            )
+                                smem, acc_s, acc_dk, acc_dv, rK, rV, before, scale_log2, query, edges, use,
+                                following, rank, wg, tid,
+                            )  # fmt: skip
                             use += 1
                             t = cutlass.select_(t == tiles - 1, Int32(0), t + 1)
                             if const_expr(spec.late):
@@ -401,60 +392,37 @@ class SinkBackwardKernel:
                             query = begin + QUERIES * t
                             if const_expr(spec.skips):
                                 if query + QUERIES > seen_from and query < seen_to:
-                                    self.scores(smem, acc_s, rK, use, tid)
+                                    self.tiles.scores(smem, acc_s, rK[0], use, tid)
                                     self.differentiate(
-                                        smem,
-                                        acc_s,
-                                        acc_dk,
-                                        acc_dv,
-                                        rK,
-                                        rV,
-                                        Int64(0),
-                                        scale_log2,
-                                        query,
-                                        edges,
-                                        use,
-                                        use,
-                                        wg,
-                                        tid,
-                                    )
+                                        smem, acc_s, acc_dk, acc_dv, rK, rV, Int64(0), scale_log2, query, edges,
+                                        use, use, rank, wg, tid,
+                                    )  # fmt: skip
                                 else:  # to wait for it keeps two uses of a stage apart
                                     stage, phase = schedule.stage_of(use, spec.stages)
                                     cute.arch.mbarrier_wait(smem.q_full.data_ptr() + stage, phase)
                                     cute.arch.mbarrier_arrive(smem.q_empty.data_ptr() + stage)
                             else:
-                                self.scores(smem, acc_s, rK, use, tid)
+                                self.tiles.scores(smem, acc_s, rK[0], use, tid)
                                 target = sums + (row + QUERIES * t) * (4 * spec.d)
-                                adds_to = before if const_expr(spec.late) else target
                                 self.differentiate(
-                                    smem,
-                                    acc_s,
-                                    acc_dk,
-                                    acc_dv,
-                                    rK,
-                                    rV,
-                                    adds_to,
-                                    scale_log2,
-                                    query,
-                                    edges,
-                                    use,
-                                    use,
-                                    wg,
-                                    tid,
-                                )
+                                    smem, acc_s, acc_dk, acc_dv, rK, rV, before, scale_log2, query, edges, use,
+                                    use, rank, wg, tid,
+                                )  # fmt: skip
                                 before = target
                             use += 1
                 if const_expr(spec.late):
                     buffer = (use - 1) % 2
-                    if before != 0 and buffer == wg:
+                    if before != 0 and (use - 1) % spec.warpgroups == wg:
                         cute.arch.mbarrier_wait(smem.ds_full.data_ptr() + buffer, (use - 1) // 2 % 2)
-                        self.add_dq(smem, before, None, smem.ds_empty.data_ptr() + buffer, buffer, tid)
+                        self.dq.add_dq(smem, before, None, None, buffer, wg, rank, tid)
                 # read again, and not kept: every register counts while dK, dV, S and dP are alive
                 first, head, batch, s_k, start_k = (sWork[i, slot] for i in (0, 1, 2, 4, 6))
                 key0, outer = schedule.place(spec.packed, s_k, start_k, batch)
                 gDK, gDV = (
                     cute.local_tile(
-                        cute.domain_offset((key0 + first, 0, 0, 0), t), (spec.keys, spec.d), (0, 0, head, outer)
+                        cute.domain_offset((key0 + first + rank * spec.keys_of_cta, 0, 0, 0), t),
+                        (spec.keys_of_cta, spec.d),
+                        (0, 0, head, outer),
                     )
                     for t in (tDK, tDV)
                 )
@@ -467,61 +435,34 @@ class SinkBackwardKernel:
             cute.arch.cp_async_bulk_wait_group(0, read=True)
 
     @cute.jit
-    def mine_of(self, x, wg: Int32, tid: Int32):
-        """This warpgroup's rows of K or V as an operand in shared memory."""
-        layout_kv, _, _, _ = self.layouts()
-        mma_s, _, _ = self.tiled_mmas()
-        sX = x.get_tensor(layout_kv.outer, swizzle=layout_kv.inner)
-        sX = cute.local_tile(sX, (ROWS, self.spec.d), (wg, 0, None))
-        return mma_s.make_fragment_A(mma_s.get_slice(tid).partition_A(sX))[None, None, None, 0]
-
-    @cute.jit
-    def transposed_product(self, rX: cute.Tensor, y, acc: cute.Tensor, stage: Int32, tid: Int32):
-        """Issues K Q^T or V dO^T of this warpgroup's keys and of a tile of queries, and commits the group."""
-        spec = self.spec
-        _, layout_q, _, _ = self.layouts()
-        mma_s, _, _ = self.tiled_mmas()
-        sY = y.get_tensor(layout_q.outer, swizzle=layout_q.inner)
-        rY = mma_s.make_fragment_B(mma_s.get_slice(tid).partition_B(sY))
-        of_d = [(k, k) for k in range(spec.d // 16)]
-        wgmma.issue(mma_s, acc, rX, rY[None, None, None, stage], False, of_d)
-        warpgroup.commit_group()
-
-    @cute.jit
-    def scores(self, smem, acc_s: cute.Tensor, rK: cute.Tensor, use: Int32, tid: Int32):
-        """Issues S^T of a tile once it is there."""
-        stage, phase = schedule.stage_of(use, self.spec.stages)
-        cute.arch.mbarrier_wait(smem.q_full.data_ptr() + stage, phase)
-        warpgroup.fence()
-        self.transposed_product(rK, smem.q, acc_s, stage, tid)
-
-    @cute.jit
     def differentiate(
         self,
         smem,
         acc_s: cute.Tensor,
-        acc_dk: cute.Tensor,
-        acc_dv: cute.Tensor,
-        rK: cute.Tensor,
-        rV: cute.Tensor,
+        acc_dk: tuple,
+        acc_dv: tuple,
+        rK: tuple,
+        rV: tuple,
         target: Int64,
         scale_log2: Float32,
         query: Int32,
         edges: tuple,
         use: Int32,
         following: Int32,
+        rank: Int32,
         wg: Int32,
         tid: Int32,
     ):
-        """Adds a tile of 64 queries from `query` on to dK / softmax_scale, to dV, and to the sums at `target`.
+        """Adds a tile of 64 queries from `query` on to dK / softmax_scale and to dV.
 
-        With spec.late `target` is that of the tile before, whose dQ is made here, or 0 where there is none.
+        If spec.late, dQ of the tile before is made here where it is this warpgroup's turn, and added to the sums at
+        `target`, or 0 where there is none.
 
         Its S^T is in flight; if spec.ahead, that of the `following` tile is in the end.
         """
         spec = self.spec
-        _, layout_q, layout_ds, _ = self.layouts()
-        mma_s, mma_kv, _ = self.tiled_mmas()
+        _, layout_q, layout_ds, _ = self.tiles.layouts()
+        mma_s, mma_kv, _ = self.tiles.tiled_mmas()
         thr_kv = mma_kv.get_slice(tid)
         sQ, sDO = (t.get_tensor(layout_q.outer, swizzle=layout_q.inner) for t in (smem.q, smem.d_out))
         rQt, rDOt = (mma_kv.make_fragment_B(thr_kv.partition_B(wgmma.transposed(t))) for t in (sQ, sDO))
@@ -530,186 +471,85 @@ class SinkBackwardKernel:
         columns = cute.size(s, mode=[1])
         of_queries = [(k, k) for k in range(QUERIES // 16)]
         stage, _ = schedule.stage_of(use, spec.stages)
-        # L and delta of this thread's columns, (2, 8): column 8j + 2 (lane % 4) + c is element (c, j)
+        # L and delta of this thread's columns: column 8j + 2 (lane % 4) + c is element (c, j)
         of_thread = smem.stats.data_ptr() + cute.assume(stage * 2 * QUERIES + 2 * (tid % 4), divby=2)
-        of_columns = cute.make_layout((2, QUERIES // 8), stride=(1, 8))
-        values = cute.make_rmem_tensor((2, QUERIES // 8), Float32)
 
-        if const_expr(spec.ahead):
-            warpgroup.wait_group(0)
-            warpgroup.fence()
-        self.transposed_product(rV, smem.d_out, acc_dp, stage, tid)
-        cute.autovec_copy(cute.make_tensor(of_thread, of_columns), values)
-        if const_expr(not spec.ahead):
-            warpgroup.wait_group(1)
-        self.blocks.mask(acc_s, query, edges)
-        for r in cutlass.range_constexpr(2):
-            for c in cutlass.range_constexpr(columns):
-                s[r, c] = cute.math.exp2(s[r, c] * scale_log2 - values[c], fastmath=True)
-        rP = mma_kv.make_fragment_A(mma_kv.partition_shape_A((ROWS, QUERIES)))
-        rP.store(acc_s.load().to(self.dtype).reshape(rP.shape))
-        warpgroup.fence()
-        wgmma.issue(mma_kv, acc_dv, rP, rDOt[None, None, None, stage], True, of_queries)
-        warpgroup.commit_group()
-
-        cute.autovec_copy(cute.make_tensor(of_thread + QUERIES, of_columns), values)
-        warpgroup.wait_group(1)
-        for r in cutlass.range_constexpr(2):
-            for c in cutlass.range_constexpr(columns):
-                s[r, c] *= dp[r, c] - values[c]
-        rDS = mma_kv.make_fragment_A(mma_kv.partition_shape_A((ROWS, QUERIES)))
-        rDS.store(acc_s.load().to(self.dtype).reshape(rDS.shape))
-        warpgroup.fence()
-        wgmma.issue(mma_kv, acc_dk, rDS, rQt[None, None, None, stage], True, of_queries)
-        warpgroup.commit_group()
-
-        if const_expr(spec.ahead):
-            self.scores(smem, acc_s, rK, following, tid)
         buffer = use % 2
-        if const_expr(spec.fused):
-            if const_expr(spec.helper or spec.late):
-                cute.arch.mbarrier_wait(smem.ds_empty.data_ptr() + buffer, use // 2 % 2 ^ 1)
-            sDS = smem.d_s.get_tensor(layout_ds.outer, swizzle=layout_ds.inner)
-            to_smem = cute.make_tiled_copy_C(cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), self.dtype), mma_s)
-            thr_copy = to_smem.get_slice(tid)
-            mine = cute.local_tile(sDS[None, None, buffer], (ROWS, QUERIES), (wg, 0))
-            fragment = cute.make_tensor(rDS.iterator, acc_s.layout)
-            cute.copy(to_smem, thr_copy.retile(fragment), thr_copy.partition_D(mine))
-            cute.arch.fence_proxy("async.shared", space="cta")  # ordinary stores, read by wgmma
-            if const_expr(spec.helper or spec.late):
-                cute.arch.mbarrier_arrive(smem.ds_full.data_ptr() + buffer)
+        for b in cutlass.range_constexpr(spec.blocks):
+            last = b == spec.blocks - 1
+            if const_expr(b > 0 or spec.ahead):
+                warpgroup.wait_group(0)
+                warpgroup.fence()
+            self.tiles.transposed_product(rV[b], smem.d_out, acc_dp, stage, tid)
+            values = self.tiles.of_columns(of_thread)
+            if const_expr(b == 0 and not spec.ahead):
+                warpgroup.wait_group(1)
+            self.blocks.mask(acc_s, query, edges[b])
+            for r in cutlass.range_constexpr(2):
+                for c in cutlass.range_constexpr(columns):
+                    s[r, c] = cute.math.exp2(s[r, c] * scale_log2 - values[c], fastmath=True)
+            rP = mma_kv.make_fragment_A(mma_kv.partition_shape_A((ROWS, QUERIES)))
+            rP.store(acc_s.load().to(self.dtype).reshape(rP.shape))
+            warpgroup.fence()
+            wgmma.issue(mma_kv, acc_dv[b], rP, rDOt[None, None, None, stage], True, of_queries)
+            warpgroup.commit_group()
+
+            values = self.tiles.of_columns(of_thread + QUERIES)
+            warpgroup.wait_group(1)
+            for r in cutlass.range_constexpr(2):
+                for c in cutlass.range_constexpr(columns):
+                    s[r, c] *= dp[r, c] - values[c]
+            rDS = mma_kv.make_fragment_A(mma_kv.partition_shape_A((ROWS, QUERIES)))
+            rDS.store(acc_s.load().to(self.dtype).reshape(rDS.shape))
+            warpgroup.fence()
+            wgmma.issue(mma_kv, acc_dk[b], rDS, rQt[None, None, None, stage], True, of_queries)
+            warpgroup.commit_group()
+
+            if const_expr(not last):
+                warpgroup.fence()
+                self.tiles.transposed_product(rK[b + 1], smem.q, acc_s, stage, tid)
+            elif const_expr(spec.ahead):
+                self.tiles.scores(smem, acc_s, rK[0], following, tid)
+            if const_expr(spec.fused):
+                if const_expr(b == 0):
+                    cute.arch.mbarrier_wait(smem.ds_empty.data_ptr() + buffer, use // 2 % 2 ^ 1)
+                sDS = smem.d_s.get_tensor(layout_ds.outer, swizzle=layout_ds.inner)
+                store_ds = cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), self.dtype)
+                to_smem = cute.make_tiled_copy_C(store_ds, mma_s)
+                thr_copy = to_smem.get_slice(tid)
+                own = 2 * buffer if const_expr(spec.pair) else buffer
+                mine = cute.local_tile(sDS[None, None, own], (ROWS, QUERIES), (wg * spec.blocks + b, 0))
+                fragment = cute.make_tensor(rDS.iterator, acc_s.layout)
+                cute.copy(to_smem, thr_copy.retile(fragment), thr_copy.partition_D(mine))
+                if const_expr(last):
+                    cute.arch.fence_proxy("async.shared", space="cta")  # ordinary stores, read by wgmma
+                    if const_expr(spec.pair):
+                        self.dq.send(smem, buffer, rank, wg, tid)
+                    else:
+                        cute.arch.mbarrier_arrive(smem.ds_full.data_ptr() + buffer)
         if const_expr(spec.late):
-            if target != 0 and buffer != wg:
+            if target != 0 and (use - 1) % spec.warpgroups == wg:
                 earlier = buffer ^ 1
                 cute.arch.mbarrier_wait(smem.ds_full.data_ptr() + earlier, (use - 1) // 2 % 2)
-                given_back = smem.q_empty.data_ptr() + stage
-                self.add_dq(smem, target, given_back, smem.ds_empty.data_ptr() + earlier, earlier, tid)
+                if const_expr(spec.ahead):  # in the registers of dP, or ptxas finds none beside S
+                    warpgroup.wait_group(1)
+                    self.tiles.give_back(smem, stage, rank, tid)
+                    self.dq.add_dq(smem, target, acc_dp, None, earlier, wg, rank, tid)
+                else:
+                    self.dq.add_dq(smem, target, None, stage, earlier, wg, rank, tid)
             else:
                 warpgroup.wait_group(1 if spec.ahead else 0)
-                cute.arch.mbarrier_arrive(smem.q_empty.data_ptr() + stage)
-        elif const_expr(spec.fused and not spec.helper):
-            if buffer == wg:
-                cute.arch.barrier(barrier_id=BAR_DS + buffer, number_of_threads=CONSUMERS)
-                self.add_dq(smem, target, smem.q_empty.data_ptr() + stage, None, buffer, tid)
-            else:
-                cute.arch.barrier_arrive(barrier_id=BAR_DS + buffer, number_of_threads=CONSUMERS)
-                warpgroup.wait_group(0)
-                cute.arch.mbarrier_arrive(smem.q_empty.data_ptr() + stage)
+                self.tiles.give_back(smem, stage, rank, tid)
         else:
             warpgroup.wait_group(1 if spec.ahead else 0)
-            cute.arch.mbarrier_arrive(smem.q_empty.data_ptr() + stage)
-
-    @cute.jit
-    def help(
-        self,
-        smem,
-        sums: Int64,
-        positions: Int32,
-        window: Int32,
-        reach: Int32,
-        ratio: Int32,
-        tid: Int32,
-    ):
-        """The helper: dQ of every tile, once both warpgroups with keys have stored their dS."""
-        spec = self.spec
-        sWork = smem.work.get_tensor(cute.make_layout((schedule.RECORD, schedule.SLOTS)))
-        turn, use, running = Int32(0), Int32(0), Int32(1)
-        while running == 1:
-            slot = turn % schedule.SLOTS
-            cute.arch.mbarrier_wait(smem.work_full.data_ptr() + slot, turn // schedule.SLOTS % 2)
-            first, head, batch = sWork[0, slot], sWork[1, slot], sWork[2, slot]
-            s_q, s_k, start_q = sWork[3, slot], sWork[4, slot], sWork[5, slot]
-            if first < 0:
-                running = Int32(0)
-            else:
-                cute.arch.mbarrier_arrive(smem.work_empty.data_ptr() + slot)
-                begin, tiles = self.blocks.extent(first, s_q, s_k, window, reach)
-                cute.arch.mbarrier_wait(smem.kv_full.ptr, turn % 2)
-                position = schedule.position(spec.packed, start_q, batch, s_q) + begin
-                for g in cutlass.range(ratio, unroll=1):
-                    row = Int64(head * ratio + g) * positions + position  # of the first tile in the sums of dq
-                    for t in cutlass.range(tiles, unroll=1):
-                        buffer = use % 2
-                        cute.arch.mbarrier_wait(smem.ds_full.data_ptr() + buffer, use // 2 % 2)
-                        target = sums + (row + QUERIES * t) * (4 * spec.d)
-                        self.add_dq(smem, target, None, smem.ds_empty.data_ptr() + buffer, buffer, tid)
-                        use += 1
-                cute.arch.mbarrier_arrive(smem.kv_empty.ptr)
-                turn += 1
-        if tid // 32 == 0:
-            cute.arch.cp_async_bulk_wait_group(0, read=True)
-
-    @cute.jit
-    def add_dq(self, smem, target: Int64, q_empty, ds_empty, buffer: Int32, tid: Int32):
-        """Makes dQ of the tile whose dS is in `buffer`, and adds it to the sums at `target`.
-
-        Arrives at `q_empty` when products issued before are complete, and at `ds_empty` when dS has been read.
-        """
-        spec = self.spec
-        layout_kv, _, layout_ds, _ = self.layouts()
-        _, _, mma_dq = self.tiled_mmas()
-        thr_dq = mma_dq.get_slice(tid)
-        of_keys = [(k, k) for k in range(spec.keys // 16)]
-        sK = smem.k.get_tensor(layout_kv.outer, swizzle=layout_kv.inner)
-        sDS = smem.d_s.get_tensor(layout_ds.outer, swizzle=layout_ds.inner)
-        rDSt = mma_dq.make_fragment_A(thr_dq.partition_A(wgmma.transposed(sDS)))[None, None, None, buffer]
-        parts = cute.local_tile(wgmma.transposed(sK)[None, None, 0], (spec.columns, spec.keys), (None, 0))
-        rKt = mma_dq.make_fragment_B(thr_dq.partition_B(parts))
-        for part in cutlass.range_constexpr(spec.d // spec.columns):
-            acc_dq = cute.make_rmem_tensor(mma_dq.partition_shape_C((QUERIES, spec.columns)), Float32)
-            warpgroup.fence()
-            wgmma.issue(mma_dq, acc_dq, rDSt, rKt[None, None, None, part], False, of_keys)
-            warpgroup.commit_group()
-            warpgroup.wait_group(0)
-            if const_expr(part == 0 and q_empty is not None):
-                cute.arch.mbarrier_arrive(q_empty)
-            if const_expr(part == spec.d // spec.columns - 1 and ds_empty is not None):
-                cute.arch.mbarrier_arrive(ds_empty)
-            at = target + part * (4 * QUERIES * spec.columns)
-            if const_expr(spec.bulk):
-                self.add_copied(smem, acc_dq, at, buffer * (spec.d // spec.columns) + part, buffer, tid)
-            else:
-                self.add(acc_dq, at, tid)
-
-    @cute.jit
-    def add(self, acc_dq: cute.Tensor, target: Int64, tid: Int32):
-        """Adds dQ of a tile to the sums, 16 bytes an instruction: element 4j + i of a thread at (128 j + thread, i)."""
-        for j in cutlass.range_constexpr(cute.size(acc_dq) // 4):
-            cute.arch.inline_ptx(
-                "red.relaxed.gpu.global.add.v4.f32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};",
-                read_only_args=[target + 16 * tid + 2048 * j, *[acc_dq[4 * j + i] for i in range(4)]],
-            )
-
-    @cute.jit
-    def add_copied(self, smem, acc_dq: cute.Tensor, target: Int64, place: Int32, buffer: Int32, tid: Int32):
-        """As `add`, by one copy from shared memory, which has places for two tiles, by parts or quarters at d 128."""
-        spec = self.spec
-        barrier = BAR_ADD if const_expr(spec.helper) else BAR_ADD + buffer
-        staged = smem.added.data_ptr() + cute.assume(place * (QUERIES * spec.columns), divby=QUERIES * spec.columns)
-        if tid == 0:  # who issues the copies: that before from this place has been read
-            cute.arch.cp_async_bulk_wait_group(2 * spec.d // spec.columns // (1 if spec.helper else 2) - 1, read=True)
-        cute.arch.barrier(barrier_id=barrier, number_of_threads=128)
-        for j in cutlass.range_constexpr(cute.size(acc_dq) // 4):
-            four = cute.make_rmem_tensor(4, Float32)
-            for i in cutlass.range_constexpr(4):
-                four[i] = acc_dq[4 * j + i]
-            to = staged + cute.assume(512 * j + 4 * tid, divby=4)
-            cute.autovec_copy(four, cute.make_tensor(to, cute.make_layout(4)))
-        cute.arch.fence_proxy("async.shared", space="cta")  # ordinary stores, read by the copy engine
-        cute.arch.barrier(barrier_id=barrier, number_of_threads=128)
-        if tid == 0:
-            cute.arch.inline_ptx(
-                "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [{$r0}], [{$r1}], {$r2};",
-                read_only_args=[target, Int32(staged.toint()), Int32(4 * QUERIES * spec.columns)],
-            )
-            cute.arch.cp_async_bulk_commit_group()
+            self.tiles.give_back(smem, stage, rank, tid)
 
     @cute.jit
     def store(
         self,
         smem,
-        acc_dk: cute.Tensor,
-        acc_dv: cute.Tensor,
+        acc_dk: tuple,
+        acc_dv: tuple,
         softmax_scale: Float32,
         store_dk: cute.CopyAtom,
         gDK: cute.Tensor,
@@ -720,25 +560,26 @@ class SinkBackwardKernel:
     ):
         """Stores dK and dV by TMA."""
         spec = self.spec
-        layout_kv, _, _, _ = self.layouts()
-        _, mma_kv, _ = self.tiled_mmas()
+        layout_kv, _, _, _ = self.tiles.layouts()
+        _, mma_kv, _ = self.tiles.tiled_mmas()
         to_smem = cute.make_tiled_copy_C(cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), self.dtype), mma_kv)
         thr_copy = to_smem.get_slice(tid)
         issues = wg == 0 and tid // 32 == 0  # the warp that issues the stores
         if issues:  # those before have read shared memory
             cute.arch.cp_async_bulk_wait_group(0, read=True)
-        cute.arch.barrier(barrier_id=BAR_ITEM, number_of_threads=CONSUMERS)
+        cute.arch.barrier(barrier_id=BAR_ITEM, number_of_threads=spec.consumers)
         places = (smem.k, smem.v) if const_expr(spec.reuses) else (smem.d_k, smem.d_v)
         sDK, sDV = (t.get_tensor(layout_kv.outer, swizzle=layout_kv.inner) for t in places)
         results = ((acc_dk, softmax_scale, sDK), (acc_dv, Float32(1.0), sDV))
         for i in cutlass.range_constexpr(2):
             acc, factor, staged = results[i]
-            rounded = cute.make_rmem_tensor(acc.shape, self.dtype)
-            rounded.store((acc.load() * factor).to(self.dtype))
-            mine = cute.local_tile(staged[None, None, 0], (ROWS, spec.d), (wg, 0))
-            cute.copy(to_smem, thr_copy.retile(rounded), thr_copy.partition_D(mine))
+            for b in cutlass.range_constexpr(spec.blocks):
+                rounded = cute.make_rmem_tensor(acc[b].shape, self.dtype)
+                rounded.store((acc[b].load() * factor).to(self.dtype))
+                mine = cute.local_tile(staged[None, None, 0], (ROWS, spec.d), (wg * spec.blocks + b, 0))
+                cute.copy(to_smem, thr_copy.retile(rounded), thr_copy.partition_D(mine))
         cute.arch.fence_proxy("async.shared", space="cta")  # ordinary stores, read by the copy engine
-        cute.arch.barrier(barrier_id=BAR_ITEM, number_of_threads=CONSUMERS)
+        cute.arch.barrier(barrier_id=BAR_ITEM, number_of_threads=spec.consumers)
         one = cute.make_layout(1)
         tKsK, tKgK = cpasync.tma_partition(store_dk, 0, one, cute.group_modes(sDK, 0, 2), cute.group_modes(gDK, 0, 2))
         tVsV, tVgV = cpasync.tma_partition(store_dv, 0, one, cute.group_modes(sDV, 0, 2), cute.group_modes(gDV, 0, 2))

@@ -39,13 +39,16 @@ class SinkBackwardSpec:
     d       head dimension: 64 or 128
     packed  sequences of different lengths lie one behind the other
     window  whether there is a left window
-    fused   whether dq is added up in global memory as well
-    helper  fused: whether a third warpgroup makes dq, and the two with keys do not wait for it
+    fused   whether dq is added up in global memory as well, by copies from shared memory. But for a helper, warpgroups
+            make it in turns, each that of the tile before, so that none waits for the dS of another
+    helper  fused: whether a warpgroup of its own makes dq
     ahead   whether S of the next tile is issued before dK of this one is waited for
-    late    fused, no helper: whether dq of a tile is made one tile later, so that no warpgroup waits for the other
-    bulk    helper or late: whether dq is added by copies from shared memory, and not by instructions of every thread.
-            At d 128 their place is that of dK and dV, which then leave through the place of K and V
     skips   not fused: whether a warpgroup passes over tiles none of whose queries sees its keys
+    warpgroups  that have keys: 2, or 3 at d 64 where they make dq in turns
+    blocks      of 64 keys that each of them has: 1, or 2 at d 64, likewise
+    pair        whether two CTAs of a cluster have neighbouring keys, at d 128 where warpgroups make dq in turns: each
+                hands its dS to the other and makes half of the columns of dq, over the keys of both
+    multicast   whether each of a pair loads half of every tile of Q and dO, for both
     """
 
     dtype: str
@@ -55,13 +58,14 @@ class SinkBackwardSpec:
     fused: bool = True
     helper: bool = False
     ahead: bool = False
-    late: bool = False
-    bulk: bool = False
     skips: bool = False
+    warpgroups: int = 2
+    blocks: int = 1
+    pair: bool = False
+    multicast: bool = False
 
     kernel: ClassVar[str] = "cute_kernels.sink.backward_kernel:SinkBackwardKernel"
-    warpgroups: ClassVar[int] = 2
-    keys: ClassVar[int] = 2 * ROWS
+    columns: ClassVar[int] = 64  # of dQ that are made together: 32 registers
     compile_options: ClassVar[str] = "--ptxas-options '--register-usage-level=0'"
 
     @classmethod
@@ -74,14 +78,15 @@ class SinkBackwardSpec:
         apart. The fused way is ahead where more is multiplied for each sum in memory: 473 / 446 TFLOP/s with 32 and 8
         heads of 128 and a window of 4096, 465 / 437 without a window. The border between is not measured.
 
-        What the other fields gave the kernel, of 65,536 tokens, and what it took without them:
+        Milliseconds of the kernel, of 65,536 tokens, and of ways that are gone: dq added by each thread's instructions
+        where dS is stored (fused), or where queries are passed over by none (apart).
 
-            64 and 8 heads of 64     s_k 16384                 helper, ahead and bulk 49.6 ms, 51.1
-                                     s_k 4096                  12.6 ms, 13.5
-                                     s_k 16384, apart          ahead 32.3 ms
-                                     s_k 16384, window 128     apart, skips 0.98 ms, 1.27
-            32 and 8 heads of 128    s_k 16384                 late and bulk 44.2 ms, 46.9
-                                     s_k 4096                  11.6 ms, 12.4
+            64 and 8 heads of 64     s_k 16384                 helper, ahead 49.6, turns 54.8, fused 51.1
+                                     s_k 4096                  12.6, 14.0, 13.5
+                                     s_k 16384, apart          ahead 32.3
+                                     s_k 16384, window 128     apart, skips 0.98, apart 1.27
+            32 and 8 heads of 128    s_k 16384                 turns 44.2, fused 46.9
+                                     s_k 4096                  11.6, 12.4
 
         Args:
             dtype: of q, k and v, without "torch.".
@@ -95,8 +100,8 @@ class SinkBackwardSpec:
         if deterministic or small:
             return cls(*mask, fused=False, ahead=d == 64 and not small, skips=d == 64 and small)
         if d == 64:
-            return cls(*mask, helper=True, ahead=True, bulk=True)
-        return cls(*mask, late=True, bulk=True)
+            return cls(*mask, helper=True, ahead=True)
+        return cls(*mask)
 
     def can_implement(self) -> list[str]:
         """Reasons, in words, why this kernel cannot be built; empty when it can."""
@@ -105,26 +110,55 @@ class SinkBackwardSpec:
             reasons.append("a helper makes dq, which only the fused way does")
         if self.helper and self.d == 128:
             reasons.append("beside a helper, registers are left for d 64 only")
-        if self.ahead and self.fused and not (self.helper or self.late):
-            reasons.append("looking ahead is not for warpgroups that make dq where they store dS")
-        if self.ahead and self.d == 128 and self.fused and not self.bulk:
-            reasons.append("looking ahead leaves no registers for sums that every thread adds to, at d 128")
+        if self.helper and not self.ahead:
+            reasons.append("beside a helper, warpgroups look ahead")
+        if self.ahead and self.warpgroups == 3:
+            reasons.append("looking ahead leaves no registers for three warpgroups")
         if self.skips and (self.fused or self.ahead):
             reasons.append("tiles are passed over where no dq is made, and none is looked ahead to")
-        if self.bulk and not (self.helper or self.late):
-            reasons.append("copies add what a helper makes, or what is made late")
-        if self.late and (self.helper or not self.fused):
-            reasons.append("late is for warpgroups that make dq in turns")
+        if (self.warpgroups, self.blocks) not in ((2, 1), (3, 1), (2, 2)):
+            reasons.append(f"{self.warpgroups} warpgroups of {self.blocks} blocks; known are 2 of 1 or 2, and 3 of 1")
+        elif self.keys_of_cta > 128 and not (self.d == 64 and self.late):
+            reasons.append("more than 128 keys are for d 64, where warpgroups make dq in turns")
+        if self.pair and not (self.d == 128 and self.late):
+            reasons.append("pairs of CTAs are for d 128, where warpgroups make dq in turns")
+        if self.multicast and not self.pair:
+            reasons.append("a pair of CTAs loads for both")
         return reasons
 
     @property
+    def late(self) -> bool:
+        """Whether warpgroups make dq in turns."""
+        return self.fused and not self.helper
+
+    @property
+    def keys_of_cta(self) -> int:
+        """Keys of a CTA."""
+        return ROWS * self.blocks * self.warpgroups
+
+    @property
+    def keys(self) -> int:
+        """Of an item: of a CTA, or of a pair of them."""
+        return self.keys_of_cta * (2 if self.pair else 1)
+
+    @property
+    def consumers(self) -> int:
+        """Threads of the warpgroups that have keys."""
+        return 128 * self.warpgroups
+
+    @property
     def threads(self) -> int:
-        """Of a CTA: the producer's warpgroup, two that have keys, and the helper."""
-        return 512 if self.helper else 384
+        """Of a CTA: the producer's warpgroup, those that have keys, and the helper."""
+        return 128 + self.consumers + (128 if self.helper else 0)
 
     @property
     def producer_registers(self) -> int:
-        """Of a thread after the roles have parted; 24 + 2 x 240 = 40 + 2 x 232 = 3 x 168 of 384 threads."""
+        """Of a thread after the roles have parted.
+
+        24 + 2 x 240 = 40 + 2 x 232 = 3 x 168 of 384 threads, 32 + 3 x 160 = 4 x 128 of 512.
+        """
+        if self.warpgroups == 3:
+            return 32
         return 24 if self.fused or (self.ahead and self.d == 128) else 40
 
     @property
@@ -132,6 +166,8 @@ class SinkBackwardSpec:
         """With 232 ptxas serializes the products of d 128, fused; with 24 the producer spills where not fused."""
         if self.helper:
             return 200
+        if self.warpgroups == 3:
+            return 160
         return 232 if self.producer_registers == 40 else 240
 
     @property
@@ -140,14 +176,14 @@ class SinkBackwardSpec:
         return 88
 
     @property
-    def columns(self) -> int:
-        """Columns of dQ that are made together: 32 or 16 registers."""
-        return 32 if self.ahead and self.d == 128 else 64
+    def bytes_of_keys(self) -> int:
+        """Of K and V of a CTA, and of a pair's other K."""
+        return 2 * self.keys_of_cta * (2 * self.d + (self.columns if self.pair else 0))
 
     @property
     def reuses(self) -> bool:
         """Whether dK and dV leave through the place of K and V."""
-        return self.bulk and self.d == 128
+        return self.fused and (self.d == 128 or self.keys_of_cta > 128)
 
     @property
     def stages(self) -> int:
@@ -157,8 +193,8 @@ class SinkBackwardSpec:
     @property
     def expected(self) -> dict[str, Any]:
         """What the compiled kernel is held to."""
-        added = (("UBLKRED",) if self.bulk else ("REDG",)) if self.fused else ()
-        registers = 128 if self.helper else 168
+        added = (("UBLKRED", "UBLKCP.S.S") if self.pair else ("UBLKRED",)) if self.fused else ()
+        registers = 128 if self.threads == 512 else 168
         return {
             "registers": registers,
             "instructions": ("HGMMA", "UTMALDG", "UTMASTG", "USETMAXREG", "MUFU.EX2", *added),
@@ -170,7 +206,6 @@ class SinkQueryGradSpec:
     """Compile-time facts of :class:`cute_kernels.sink.query_grad_kernel.SinkQueryGradKernel`, where queries stay.
 
     dtype, d, packed, window  as above
-    tile     keys of a tile
     grouped  as in the forward
     """
 
@@ -178,10 +213,10 @@ class SinkQueryGradSpec:
     d: int
     packed: bool = False
     window: bool = False
-    tile: int = 64
     grouped: bool = False
 
     kernel: ClassVar[str] = "cute_kernels.sink.query_grad_kernel:SinkQueryGradKernel"
+    tile: ClassVar[int] = 64  # keys of a tile
     compile_options: ClassVar[str] = "--ptxas-options '--register-usage-level=0'"
 
     @classmethod
@@ -195,8 +230,6 @@ class SinkQueryGradSpec:
     def can_implement(self) -> list[str]:
         """Reasons, in words, why this kernel cannot be built; empty when it can."""
         reasons = _reasons(self.dtype, self.d)
-        if self.tile not in (64, 96) or (self.tile == 96 and self.d == 128):
-            reasons.append(f"tile is {self.tile}; it is 64, at d 64 also 96")
         if not reasons and self.stages < 2:
             reasons.append(f"{self.stages} stages in shared memory; two are needed")
         return reasons
@@ -204,7 +237,7 @@ class SinkQueryGradSpec:
     @property
     def warpgroups(self) -> int:
         """Of consumers: three where shared memory and registers allow it."""
-        return 3 if self.d == 64 and self.tile == 64 else 2
+        return 3 if self.d == 64 else 2
 
     @property
     def rows(self) -> int:
@@ -292,6 +325,25 @@ class SinkFinishSpec:
     def expected(self) -> dict[str, Any]:
         """What the compiled kernel is held to."""
         return {"registers": 64, "instructions": ("LDG.E.128", "STG.E.128")}
+
+
+def candidate_specs() -> list[Any]:
+    """Variants that no launch asks for: more keys that share an addition to dq. They compile as those that ship do."""
+    layouts = [(packed, window) for packed in (False, True) for window in (False, True)]
+    more: list[dict[str, Any]] = [{"warpgroups": 3}, {"blocks": 2}, {"blocks": 2, "ahead": True}]
+    return [
+        *[SinkBackwardSpec("bfloat16", 64, *layout, **keys) for keys in more for layout in layouts],
+        *[
+            SinkBackwardSpec("bfloat16", 128, *layout, ahead=ahead, pair=pair, multicast=multicast)
+            for ahead, pair, multicast in (
+                (True, False, False),
+                (False, True, False),
+                (True, True, False),
+                (True, True, True),
+            )
+            for layout in layouts
+        ],
+    ]
 
 
 def launched_specs(dtype: str) -> list[Any]:

@@ -56,21 +56,12 @@ from cutlass.memory import SmemAllocator
 from cutlass.tensor_utils import LayoutEnum
 
 from cute_kernels.device import softmax, wgmma
+from cute_kernels.sink import row_softmax_kernel as row_softmax
 from cute_kernels.sink import schedule_kernel as schedule
 from cute_kernels.sink.query_blocks_kernel import QueryBlocks
 from cute_kernels.sink.spec import ROWS, SinkForwardSpec
 
 BAR_TURN, BAR_STORE = 1, 5
-SLACK = 8.0  # log2 of what P may exceed 1 by
-
-
-@cute.jit
-def exp2_once(x: Float32) -> Float32:
-    """2^x by the MUFU, as an instruction that the compiler does not repeat.
-
-    Of an ordinary one it makes a second copy behind the loop, and keeps the arguments in registers for it.
-    """
-    return cute.arch.inline_ptx("ex2.approx.ftz.f32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[x])
 
 
 class SinkForwardKernel:
@@ -455,7 +446,7 @@ class SinkForwardKernel:
         for r in cutlass.range_constexpr(2):
             reference[r] = -Float32.inf
             row_sum[r] = Float32(0.0)
-        self.exponentials(acc_s, reference, row_sum, alpha, scale_log2)
+        row_softmax.exponentials(acc_s, reference, row_sum, alpha, scale_log2)
 
         while tile > low:
             tile -= 1
@@ -477,8 +468,8 @@ class SinkForwardKernel:
             warpgroup.wait_group(1)
             self.blocks.give_back(smem, k_empty, after, kept)
             self.blocks.mask(acc_s, tile, edges)
-            self.exponentials(acc_s, reference, row_sum, alpha, scale_log2)
-            self.hold(row_sum)
+            row_softmax.exponentials(acc_s, reference, row_sum, alpha, scale_log2)
+            row_softmax.hold(row_sum)
             warpgroup.wait_group(0)
             self.blocks.give_back(smem, v_empty, before, kept)
             softmax.rescale([acc_o], alpha)
@@ -521,46 +512,6 @@ class SinkForwardKernel:
         if const_expr(self.spec.turns):
             following = cutlass.select_(wg == self.spec.warpgroups - 1, Int32(0), wg + 1)
             cute.arch.barrier_arrive(barrier_id=BAR_TURN + following, number_of_threads=256)
-
-    @cute.jit
-    def hold(self, row_sum: cute.Tensor):
-        """Keeps the wait that follows behind the exponentials. No instruction of it matters: the sums are positive.
-
-        ptxas moves a wait for products up over arithmetic that does not need them, here to before the maxima, and the
-        softmax would no longer run beside PV. It does not move a wait over a branch.
-        """
-        if cute.arch.vote_any_sync(row_sum[0] + row_sum[1] < 0.0):
-            cute.arch.inline_ptx("nanosleep.u32 {$r0};", read_only_args=[Int32(0)])
-
-    @cute.jit
-    def exponentials(
-        self,
-        acc_s: cute.Tensor,
-        reference: cute.Tensor,
-        row_sum: cute.Tensor,
-        alpha: cute.Tensor,
-        scale_log2: Float32,
-    ):
-        """S becomes P; references move where a score is too far ahead, and `alpha` is what O is to be scaled by."""
-        s = wgmma.by_row(acc_s)
-        columns = cute.size(s, mode=[1])
-        for r in cutlass.range_constexpr(2):
-            peak = s[r, 0]
-            for c in cutlass.range_constexpr(1, columns):
-                peak = cute.arch.fmax(peak, s[r, c])
-            peak = cute.arch.warp_reduction_max(peak, threads_in_group=4)
-            old = reference[r]
-            # -inf - -inf is NaN, which is not above: a row without keys so far keeps -inf
-            new = cutlass.select_((peak - old) * scale_log2 > SLACK, peak, old)
-            reference[r] = new
-            shift = softmax.finite(new) * scale_log2
-            alpha[r] = cute.math.exp2((old - softmax.finite(new)) * scale_log2, fastmath=True)  # 1 exactly, mostly
-            partial = Float32(0.0)
-            for c in cutlass.range_constexpr(columns):
-                x = s[r, c] * scale_log2 - shift
-                s[r, c] = exp2_once(x)
-                partial += s[r, c]
-            row_sum[r] = row_sum[r] * alpha[r] + partial
 
     @cute.jit
     def store(

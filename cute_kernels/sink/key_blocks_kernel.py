@@ -5,7 +5,7 @@ See backward_kernel.py for the barriers.
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, const_expr
+from cutlass import Float32, Int16, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import cpasync
 
 from cute_kernels.device import wgmma
@@ -91,11 +91,14 @@ class KeyBlocks:
         items: Int32,
         counters: Int64,
         divisors: tuple,
+        others,
+        rank: Int32,
         lane: Int32,
     ):
         """The producer warp: records, then K and V, then the tiles of Q and dO with L and delta.
 
-        `keys` and `queries` have (copy, tensor, shared memory) of two operands each.
+        `keys` and `queries` have (copy, tensor, shared memory) of two operands each. Of a pair, `others` has those of
+        the other CTA's K, of which this one takes half of the columns.
         """
         spec = self.spec
         cta, _, _ = cute.arch.block_idx()
@@ -106,7 +109,7 @@ class KeyBlocks:
         if const_expr(spec.packed):
             items = mWork[0, 0] * divisors[2].divisor
 
-        item, turn, use = Int32(cta), Int32(0), Int32(0)
+        item, turn, use = Int32(cta // 2 if const_expr(spec.pair) else cta), Int32(0), Int32(0)
         while item < items:
             batch, block, head = schedule.item_of(item, spec.packed, mWork, divisors, Int32(0))
             start_q, start_k, s_q, s_k = Int32(0), Int32(0), max_q, max_k
@@ -114,7 +117,9 @@ class KeyBlocks:
                 start_q, start_k = mCuQ[batch], mCuK[batch]
                 s_q, s_k = mCuQ[batch + 1] - start_q, mCuK[batch + 1] - start_k
             first = block * spec.keys  # of causal items the first blocks meet the most queries
-            following = schedule.take(counters, lane)  # long before it is needed
+            following = Int32(0)
+            if const_expr(not spec.pair):
+                following = schedule.take(counters, lane)  # long before it is needed
 
             slot = turn % schedule.SLOTS
             # a wait for the phase before the first returns at once: so do the first waits for what is empty
@@ -133,11 +138,24 @@ class KeyBlocks:
             key0, outer_k = schedule.place(spec.packed, s_k, start_k, batch)
             cute.arch.mbarrier_wait(smem.kv_empty.ptr, (turn + 1) % 2)
             with cute.arch.elect_one():
-                cute.arch.mbarrier_arrive_and_expect_tx(smem.kv_full.ptr, 2 * spec.keys * spec.d * 2)
+                cute.arch.mbarrier_arrive_and_expect_tx(smem.kv_full.ptr, spec.bytes_of_keys)
             for x in cutlass.range_constexpr(2):
                 load_k, tK, sK = keys[x]
                 gK = cute.local_tile(
-                    cute.domain_offset((key0 + first, 0, 0, 0), tK), (spec.keys, spec.d), (0, 0, head, outer_k)
+                    cute.domain_offset((key0 + first + rank * spec.keys_of_cta, 0, 0, 0), tK),
+                    (spec.keys_of_cta, spec.d),
+                    (0, 0, head, outer_k),
+                )
+                tKsK, tKgK = cpasync.tma_partition(
+                    load_k, 0, one, cute.group_modes(sK, 0, 2), cute.group_modes(gK, 0, 2)
+                )
+                cute.copy(load_k, tKgK, tKsK[None, 0], tma_bar_ptr=smem.kv_full.ptr)
+            if const_expr(spec.pair):
+                load_k, tK, sK = others
+                gK = cute.local_tile(
+                    cute.domain_offset((key0 + first + (1 - rank) * spec.keys_of_cta, 0, 0, 0), tK),
+                    (spec.keys_of_cta, spec.columns),
+                    (0, rank, head, outer_k),
                 )
                 tKsK, tKgK = cpasync.tma_partition(
                     load_k, 0, one, cute.group_modes(sK, 0, 2), cute.group_modes(gK, 0, 2)
@@ -169,17 +187,22 @@ class KeyBlocks:
                             (QUERIES, spec.d),
                             (None, 0, q_head, outer_q),
                         )
-                        tQsQ, tQgQ = cpasync.tma_partition(
-                            load_q, 0, one, cute.group_modes(sQ, 0, 2), cute.group_modes(gQ, 0, 2)
-                        )
-                        cute.copy(load_q, tQgQ[None, t], tQsQ[None, stage], tma_bar_ptr=full + stage)
+                        whole = cute.group_modes(sQ, 0, 2), cute.group_modes(gQ, 0, 2)
+                        if const_expr(spec.multicast):
+                            tQsQ, tQgQ = cpasync.tma_partition(load_q, rank, cute.make_layout(2), *whole)
+                            target = tQsQ[None, stage]
+                            cute.copy(load_q, tQgQ[None, t], target, tma_bar_ptr=full + stage, mcast_mask=Int16(3))
+                        else:
+                            tQsQ, tQgQ = cpasync.tma_partition(load_q, 0, one, *whole)
+                            cute.copy(load_q, tQgQ[None, t], tQsQ[None, stage], tma_bar_ptr=full + stage)
                     cute.copy(load_stats, tXgX[None, t], tXsX[None, stage], tma_bar_ptr=full + stage)
-            item = ctas + cute.arch.shuffle_sync(following, 0)
+            item = items if const_expr(spec.pair) else ctas + cute.arch.shuffle_sync(following, 0)
             turn += 1
 
         slot = turn % schedule.SLOTS
         cute.arch.mbarrier_wait(smem.work_empty.data_ptr() + slot, (turn // schedule.SLOTS + 1) % 2)
         if lane == 0:
             sWork[0, slot] = Int32(-1)
-            schedule.finish(counters, ctas)
+            if const_expr(not spec.pair):
+                schedule.finish(counters, ctas)
         cute.arch.mbarrier_arrive(smem.work_full.data_ptr() + slot)

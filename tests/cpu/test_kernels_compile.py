@@ -19,7 +19,9 @@ ROOT = Path(__file__).resolve().parents[2]
 SPEC_MODULES = sorted(
     ".".join(file.relative_to(ROOT).with_suffix("").parts) for file in (ROOT / "cute_kernels").rglob("*spec.py")
 )
-SHIPPED = [spec for module in SPEC_MODULES for spec in importlib.import_module(module).shipped_specs()]
+MODULES = [importlib.import_module(module) for module in SPEC_MODULES]
+SHIPPED = [spec for module in MODULES for spec in module.shipped_specs()]
+CANDIDATES = [spec for module in MODULES if hasattr(module, "candidate_specs") for spec in module.candidate_specs()]
 
 Reports: TypeAlias = "dict[Any, concurrent.futures.Future[SassReport]]"
 
@@ -35,7 +37,7 @@ def reports(request: pytest.FixtureRequest) -> Iterator[Reports]:
         pool.shutdown(cancel_futures=True)
 
 
-@pytest.mark.parametrize("spec", SHIPPED, ids=repr)
+@pytest.mark.parametrize("spec", SHIPPED + CANDIDATES, ids=repr)
 def test_compiles_within_its_budget(spec: Any, reports: Reports) -> None:
     assert spec.can_implement() == []
     assert reports[spec].result(timeout=300).problems(spec.expected) == []

@@ -61,18 +61,19 @@ GROUPED = [
     for dtype, packed in [("bfloat16", False), ("bfloat16", True), ("float16", False)]
 ]
 QUERY_GRADS: dict[str, dict[str, Any]] = {
-    "apart ahead": {"tile": 96, "grouped": True},
     "apart skips": {"grouped": True},
 }
-WAYS: dict[str, dict[str, bool]] = {
+WAYS: dict[str, dict[str, Any]] = {
     "fused": {},
+    "fused ahead": {"ahead": True},
+    "192 keys": {"warpgroups": 3},
+    "256 keys": {"blocks": 2},
+    "256 keys ahead": {"blocks": 2, "ahead": True},
+    "pair": {"pair": True},
+    "pair ahead": {"pair": True, "ahead": True},
+    "pair multicast": {"pair": True, "ahead": True, "multicast": True},
+    "helper": {"helper": True, "ahead": True},
     "apart": {"fused": False},
-    "late": {"late": True},
-    "helper": {"helper": True},
-    "late bulk": {"late": True, "bulk": True},
-    "late ahead bulk": {"late": True, "ahead": True, "bulk": True},
-    "helper ahead": {"helper": True, "ahead": True},
-    "helper ahead bulk": {"helper": True, "ahead": True, "bulk": True},
     "apart ahead": {"fused": False, "ahead": True},
     "apart skips": {"fused": False, "skips": True},
 }

@@ -19,7 +19,7 @@ import torch
 import cute_kernels
 from cute_kernels.budget import model
 from cute_kernels.budget.rates import H200, Rates
-from cute_kernels.budget.variants import MLA_ALONE, MLA_BUILT, MLA_NARROW, MlaVariant
+from cute_kernels.budget.variants import MLA_BUILT, MLA_NARROW, TURNS, MlaVariant
 from cute_kernels.mla.plan import DecodePlan, plan_decode
 from cute_kernels.mla.spec import EXCHANGES, WIDE
 from cute_kernels.testing import evidence
@@ -137,7 +137,7 @@ def built(bench: DecodeBench, sms: int) -> MlaVariant:
     spec = plan(bench, sms).spec
     if spec.heads != WIDE:
         return MLA_NARROW
-    return MLA_ALONE if spec.exchange == "none" else MLA_BUILT
+    return MLA_BUILT if spec.exchange == "none" else TURNS
 
 
 def predict(bench: DecodeBench, variant: MlaVariant | None = None, rates: Rates = H200) -> model.Prediction:

@@ -2,7 +2,7 @@
 
     python scripts/sanitize.py                    all tools, one line each; exit status 1 on any finding
     python scripts/sanitize.py --tool memcheck    one of them
-    python scripts/sanitize.py --worker           the calls alone, as the tools run them
+    python scripts/sanitize.py --worker mla       a part of the calls alone, as the tools run them
 
 The worker compares its results with the oracle as well, so "no errors" cannot come from kernels that did not run.
 """
@@ -25,6 +25,7 @@ ROOT = pathlib.Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # runs from a checkout, installed or not
 
 TOOLS = ("memcheck", "racecheck", "synccheck")
+PARTS = ("mla", "gqa", "sink")  # of the calls, which run side by side: most of a run is work of the host
 FINDINGS_EXIT = 99
 WORKER_DONE = "sanitize worker: done"
 TIMEOUT_S = 240
@@ -63,10 +64,10 @@ def parse(tool: str, output: str, status: int) -> Finding:
     return Finding(tool, 0, output=output)
 
 
-def run_worker(under: Sequence[str]) -> subprocess.CompletedProcess[str]:
-    """Run the worker behind the words of `under`; its two output streams come back as one."""
+def run_worker(under: Sequence[str], part: str) -> subprocess.CompletedProcess[str]:
+    """Run a part of the calls behind the words of `under`; its two output streams come back as one."""
     return subprocess.run(
-        [*under, sys.executable, str(pathlib.Path(__file__).resolve()), "--worker"],
+        [*under, sys.executable, str(pathlib.Path(__file__).resolve()), "--worker", part],
         # Without torch's caching allocator every tensor is an allocation of its own: reads past its end are seen.
         env={**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"},
         cwd=ROOT,
@@ -77,36 +78,51 @@ def run_worker(under: Sequence[str]) -> subprocess.CompletedProcess[str]:
     )
 
 
-def run_tool(tool: str) -> Finding:
-    """Run the worker under one tool."""
+def run_tool(tool: str, part: str) -> Finding:
+    """Run a part of the calls under one tool."""
     sanitizer = find_sanitizer()
     if sanitizer is None:
         return Finding(tool, None, "compute-sanitizer is not installed")
     try:
-        done = run_worker([sanitizer, "--tool", tool, "--error-exitcode", str(FINDINGS_EXIT)])
+        done = run_worker([sanitizer, "--tool", tool, "--error-exitcode", str(FINDINGS_EXIT)], part)
     except subprocess.TimeoutExpired:
-        return Finding(tool, None, f"not done after {TIMEOUT_S} s")
+        return Finding(tool, None, f"{part}: not done after {TIMEOUT_S} s")
     return parse(tool, done.stdout, done.returncode)
 
 
+def join(tool: str, findings: Sequence[Finding]) -> Finding:
+    """What a tool found in all parts; a part that it did not get to look at leaves no number."""
+    output = "\n".join(finding.output for finding in findings)
+    reasons = [finding.reason for finding in findings if finding.errors is None]
+    if reasons:
+        return Finding(tool, None, "; ".join(reasons), output)
+    return Finding(tool, sum(finding.errors or 0 for finding in findings), output=output)
+
+
 def run_tools(tools: Sequence[str] = TOOLS) -> list[Finding]:
-    """Run the worker by itself, which also compiles what is not on disk; if it comes to its end, then under the tools.
+    """Run each part by itself, which also compiles what is not on disk; if it comes to its end, then under the tools.
 
-    They run side by side: most of each run is start-up on the host.
+    All run side by side.
     """
-    try:
-        alone = run_worker([])
-    except subprocess.TimeoutExpired:
-        return [Finding(tool, None, f"the worker alone was not done after {TIMEOUT_S} s") for tool in tools]
-    if WORKER_DONE not in alone.stdout:
-        reason = f"the worker fails by itself: {_last_line(alone.stdout)}"
-        return [Finding(tool, None, reason, alone.stdout) for tool in tools]
-    with ThreadPoolExecutor(len(tools)) as pool:
-        return list(pool.map(run_tool, tools))
+
+    def look(part: str) -> list[Finding]:
+        try:
+            alone = run_worker([], part)
+        except subprocess.TimeoutExpired:
+            return [Finding(tool, None, f"{part} alone was not done after {TIMEOUT_S} s") for tool in tools]
+        if WORKER_DONE not in alone.stdout:
+            reason = f"{part} fails by itself: {_last_line(alone.stdout)}"
+            return [Finding(tool, None, reason, alone.stdout) for tool in tools]
+        with ThreadPoolExecutor(len(tools)) as pool:
+            return list(pool.map(run_tool, tools, [part] * len(tools)))
+
+    with ThreadPoolExecutor(len(PARTS)) as pool:
+        of_parts = list(pool.map(look, PARTS))
+    return [join(tool, findings) for tool, findings in zip(tools, zip(*of_parts, strict=True), strict=True)]
 
 
-def worker() -> None:
-    """Call every kernel on small shapes and check what it returns.
+def worker(part: str) -> None:
+    """Call every kernel of a part on small shapes and check what it returns.
 
     Inputs are made on the CPU: every kernel of torch that runs here is one more for the tools to follow.
     """
@@ -154,77 +170,84 @@ def worker() -> None:
         print(expected.check_forward(out.detach().cpu(), lse.cpu(), name=f"sink_attention, {name}").require())
         expected.require_gradients(*(gradient.cpu() for gradient in gradients))
 
-    # 130 keys: two whole tiles of 64 and a rest; 96 heads: one CTA of 64 and one half empty
-    sparse = sparse_case(
-        batch=2, h_q=96, s_q=2, topk=130, num_slots=512, page_size=61, lengths="query", sink="finite", padded=False
-    )
-    dense = dense_case(seqlens=[0, 1, 65, 200], h_q=16, s_q=2, page_size=16, padded=False)
-    wild = sparse_case(batch=1, h_q=64, topk=70, num_slots=256, scales="mixed", padded=False)
-    for num_splits in (1, 3):
-        decode(sparse, "sparse", num_splits)
-        decode(dense, "dense", num_splits)
-    decode(dataclasses.replace(wild, s_aux=torch.zeros(64)), "scales of very different size", 1)
-
     gen = generator(0)
-    kv = strided(torch.randn((100, fp8_mla.QK_DIM), generator=gen).bfloat16())
-    slots = torch.randperm(128, generator=gen)[:100]
-    slots[::9] = -1
-    cache = torch.zeros((8, 16, fp8_mla.TOKEN_BYTES), dtype=torch.uint8)
-    on_gpu_cache = cache.cuda()
-    cute_kernels.mla_fp8_append(kv.cuda(), on_gpu_cache, slots.cuda())
-    cache.view(128, -1)[slots[slots >= 0]] = fp8_mla.pack(kv[slots >= 0])
-    if not torch.equal(on_gpu_cache.cpu(), cache):
-        raise AssertionError("mla_fp8_append: the cache differs from fp8_mla.pack")
+    if part == "mla":
+        # 130 keys: two whole tiles of 64 and a rest; 96 heads: one CTA of 64 and one half empty
+        sparse = sparse_case(
+            batch=2, h_q=96, s_q=2, topk=130, num_slots=512, page_size=61, lengths="query", sink="finite", padded=False
+        )
+        dense = dense_case(seqlens=[0, 1, 65, 200], h_q=16, s_q=2, page_size=16, padded=False)
+        wild = sparse_case(batch=1, h_q=64, topk=70, num_slots=256, scales="mixed", padded=False)
+        for num_splits in (1, 3):
+            decode(sparse, "sparse", num_splits)
+            decode(dense, "dense", num_splits)
+        decode(dataclasses.replace(wild, s_aux=torch.zeros(64)), "scales of very different size", 1)
 
-    outs, lses = torch.randn((3, 2, 2, 5, 512), generator=gen), torch.randn((3, 2, 2, 5), generator=gen)
-    lses[0, 0] = -torch.inf
-    merged, merged_lse = cute_kernels.merge_states(outs.cuda(), lses.cuda())
-    expected = (torch.softmax(lses.double(), dim=0).unsqueeze(-1) * outs.double()).sum(dim=0)
-    torch.testing.assert_close(merged.cpu().double(), expected, rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(merged_lse.cpu(), torch.logsumexp(lses, dim=0))
+        kv = strided(torch.randn((100, fp8_mla.QK_DIM), generator=gen).bfloat16())
+        slots = torch.randperm(128, generator=gen)[:100]
+        slots[::9] = -1
+        cache = torch.zeros((8, 16, fp8_mla.TOKEN_BYTES), dtype=torch.uint8)
+        on_gpu_cache = cache.cuda()
+        cute_kernels.mla_fp8_append(kv.cuda(), on_gpu_cache, slots.cuda())
+        cache.view(128, -1)[slots[slots >= 0]] = fp8_mla.pack(kv[slots >= 0])
+        if not torch.equal(on_gpu_cache.cpu(), cache):
+            raise AssertionError("mla_fp8_append: the cache differs from fp8_mla.pack")
 
-    # tiles are of 128 keys: three of the longest sequence, which three CTAs merge
-    scales: dict[str, Any] = {"k_scales": "per_token_head", "v_scales": "per_token_head", "scale_dtype": torch.float16}
-    heads: dict[str, Any] = {"k_scales": "per_head", "v_scales": "per_tensor"}
-    groups: dict[str, Any] = {"k_scales": "per_group_32", "v_scales": "per_group_64"}
-    gqa("int8, scales of tokens", **scales, splits=(None, 1, 3))
-    gqa("int8, three queries", **scales, s_q=3)
-    gqa("int8, pages", **heads, layout="paged_NHD", page_size=16, bad_entries=True, splits=(None, 1, 3))
-    gqa("int8, packed pages", **heads, layout="paged_vllm", page_size=8)
-    gqa("fp8, scales of groups", **groups, kv_dtype="fp8")
-    gqa("bfloat16, window", kv_dtype="bf16", window=100, sink="inf")
-    modifiers: dict[str, Any] = {"s_q": 3, "softcap": 15.0, "alibi": "batch", "q_dtype": torch.float16}
-    gqa("int8, softcap and ALiBi", **heads, **modifiers)
+        outs, lses = torch.randn((3, 2, 2, 5, 512), generator=gen), torch.randn((3, 2, 2, 5), generator=gen)
+        lses[0, 0] = -torch.inf
+        merged, merged_lse = cute_kernels.merge_states(outs.cuda(), lses.cuda())
+        expected = (torch.softmax(lses.double(), dim=0).unsqueeze(-1) * outs.double()).sum(dim=0)
+        torch.testing.assert_close(merged.cpu().double(), expected, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(merged_lse.cpu(), torch.logsumexp(lses, dim=0))
 
-    k, v = strided(torch.randn((2, 21, 3, 64), generator=gen).bfloat16()).unbind()
-    slots = torch.randperm(32, generator=gen)[:21]
-    slots[::5] = -1
-    slots[1] = 2**40
-    shapes: dict[str, list[tuple[int, ...]]] = {
-        "paged_vllm": [(4, 3, 4, 8, 16), (4, 3, 64, 8), (4, 3, 8), (4, 3, 2, 8)],
-        "paged_NHD": [(4, 8, 3, 64), (4, 8, 3, 64), (4, 8), (3,)],
-        "BNSH": [(4, 3, 8, 64), (4, 3, 8, 64), (), (4, 3, 8)],
-    }
-    names = ("k_cache", "v_cache", "k_scale", "v_scale")
-    for layout, all_shapes in shapes.items():
-        host: dict[str, Any] = {
-            name: torch.zeros(shape, dtype=torch.int8) if name.endswith("cache") else torch.full(shape, 0.02)
-            for name, shape in zip(names, all_shapes, strict=True)
+    if part == "gqa":
+        # tiles are of 128 keys: three of the longest sequence, which three CTAs merge
+        scales: dict[str, Any] = {
+            "k_scales": "per_token_head",
+            "v_scales": "per_token_head",
+            "scale_dtype": torch.float16,
         }
-        gpu = {name: tensor.cuda() for name, tensor in host.items()}
-        cute_kernels.kv_int8_append(k.cuda(), v.cuda(), **gpu, slot_mapping=slots.cuda(), layout=layout)
-        reference_append(k, v, **host, slot_mapping=slots, layout=layout)
-        if not all(torch.equal(gpu[name].cpu(), host[name]) for name in names):
-            raise AssertionError(f"kv_int8_append, {layout}: differs from the reference")
+        heads: dict[str, Any] = {"k_scales": "per_head", "v_scales": "per_tensor"}
+        groups: dict[str, Any] = {"k_scales": "per_group_32", "v_scales": "per_group_64"}
+        gqa("int8, scales of tokens", **scales, splits=(None, 1, 3))
+        gqa("int8, three queries", **scales, s_q=3)
+        gqa("int8, pages", **heads, layout="paged_NHD", page_size=16, bad_entries=True, splits=(None, 1, 3))
+        gqa("int8, packed pages", **heads, layout="paged_vllm", page_size=8)
+        gqa("fp8, scales of groups", **groups, kv_dtype="fp8")
+        gqa("bfloat16, window", kv_dtype="bf16", window=100, sink="inf")
+        modifiers: dict[str, Any] = {"s_q": 3, "softcap": 15.0, "alibi": "batch", "q_dtype": torch.float16}
+        gqa("int8, softcap and ALiBi", **heads, **modifiers)
 
-    # several blocks of rows and of keys, gradients added up in memory and apart, two heads to a head of the keys
-    ragged = [(1, 1), (130, 260), (0, 5), (64, 0), (3, 70)]
-    sink("whole", lengths=[(200, 260)] * 2)
-    sink("deterministic", lengths=[(200, 260)], d=128, deterministic=True)
-    sink("window", lengths=[(300, 300)], window=70, sinks="extreme")
-    sink("wide window", lengths=[(100, 700)], d=128, window=600)
-    sink("packed", lengths=ragged, packed=True)
-    sink("packed, window", lengths=ragged, packed=True, d=128, window=70)
+        k, v = strided(torch.randn((2, 21, 3, 64), generator=gen).bfloat16()).unbind()
+        slots = torch.randperm(32, generator=gen)[:21]
+        slots[::5] = -1
+        slots[1] = 2**40
+        shapes: dict[str, list[tuple[int, ...]]] = {
+            "paged_vllm": [(4, 3, 4, 8, 16), (4, 3, 64, 8), (4, 3, 8), (4, 3, 2, 8)],
+            "paged_NHD": [(4, 8, 3, 64), (4, 8, 3, 64), (4, 8), (3,)],
+            "BNSH": [(4, 3, 8, 64), (4, 3, 8, 64), (), (4, 3, 8)],
+        }
+        names = ("k_cache", "v_cache", "k_scale", "v_scale")
+        for layout, all_shapes in shapes.items():
+            host: dict[str, Any] = {
+                name: torch.zeros(shape, dtype=torch.int8) if name.endswith("cache") else torch.full(shape, 0.02)
+                for name, shape in zip(names, all_shapes, strict=True)
+            }
+            gpu = {name: tensor.cuda() for name, tensor in host.items()}
+            cute_kernels.kv_int8_append(k.cuda(), v.cuda(), **gpu, slot_mapping=slots.cuda(), layout=layout)
+            reference_append(k, v, **host, slot_mapping=slots, layout=layout)
+            if not all(torch.equal(gpu[name].cpu(), host[name]) for name in names):
+                raise AssertionError(f"kv_int8_append, {layout}: differs from the reference")
+
+    if part == "sink":
+        # several blocks of rows and of keys, gradients added up in memory and apart, two heads to a head of the keys
+        ragged = [(1, 1), (130, 260), (0, 5), (64, 0), (3, 70)]
+        sink("whole", lengths=[(200, 260)] * 2)
+        sink("deterministic", lengths=[(200, 260)], d=128, deterministic=True)
+        sink("window", lengths=[(300, 300)], window=70, sinks="extreme")
+        sink("wide window", lengths=[(100, 700)], d=128, window=600)
+        sink("packed", lengths=ragged, packed=True)
+        sink("packed, window", lengths=ragged, packed=True, d=128, window=70)
     torch.cuda.synchronize()
     print(WORKER_DONE)
 
@@ -232,10 +255,10 @@ def worker() -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tool", choices=TOOLS, action="append", help="default: all")
-    parser.add_argument("--worker", action="store_true", help="make the calls in this process, without a tool")
+    parser.add_argument("--worker", choices=PARTS, help="make a part of the calls in this process, without a tool")
     options = parser.parse_args(arguments)
     if options.worker:
-        worker()
+        worker(options.worker)
         return 0
     findings = run_tools(options.tool or TOOLS)
     for finding in findings:

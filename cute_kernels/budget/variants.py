@@ -53,6 +53,7 @@ class MlaVariant:
     latency_cycles  per token, that the tensor core waits because QK, softmax and PV of a tile follow one another, tile
                     after tile: calibrated. 0 where it never waits, which is a bound and no forecast
     cta_cycles      of a CTA beside its tiles (first rows, Q, epilogue): calibrated
+    columns         heads are columns of the products: keys go from raw rows to operands in registers, for both products
     built           whether this package has it: the others are predictions
     """
 
@@ -61,6 +62,7 @@ class MlaVariant:
     rows_in_flight: int = 32
     latency_cycles: float = 0.0
     cta_cycles: float = 0.0
+    columns: bool = False
     built: bool = False
 
     @property
@@ -72,7 +74,9 @@ class MlaVariant:
     def chains(self) -> tuple[tuple[Unit, ...], ...]:
         """Units whose times add up, because one role uses them one after the other. Chains run beside each other."""
         # the producer's registers hold a row from its loads to its conversion, so the two do not overlap
-        roles = (Unit.TENSOR, Unit.LATENCY), (Unit.CONVERSION, Unit.GATHER)
+        roles: tuple[tuple[Unit, ...], ...] = (Unit.TENSOR, Unit.LATENCY), (Unit.CONVERSION, Unit.GATHER)
+        if self.columns:  # rows are copied, and converted where they are multiplied
+            roles = (Unit.TENSOR, Unit.LATENCY), (Unit.CONVERSION,), (Unit.GATHER,)
         return (*roles, *((unit,) for unit in (Unit.POWER, Unit.SMEM, Unit.DSM, Unit.HBM)))
 
     def demands(self, rates: Rates, readers: int = 1) -> dict[Unit, float]:
@@ -98,7 +102,8 @@ class MlaVariant:
             Unit.TENSOR: rates.tensor_cycles(flops),
             Unit.POWER: rates.sustained_cycles(flops),
             Unit.SMEM: rates.smem_cycles(self._smem_bytes()),
-            Unit.CONVERSION: rates.conversion_cycles(NOPE_DIM) * converted,
+            # pairs of e4m3 at 64 values a clock, for each product
+            Unit.CONVERSION: 2 * NOPE_DIM / 64 if self.columns else rates.conversion_cycles(NOPE_DIM) * converted,
             Unit.GATHER: rates.row_cycles / self.rows_in_flight * gathered,
             Unit.DSM: sent,
             Unit.HBM: rates.read_cycles(TOKEN_BYTES / readers),
@@ -107,6 +112,8 @@ class MlaVariant:
 
     def _smem_bytes(self) -> float:
         """Bytes of a token through the port of shared memory."""
+        if self.columns:  # the row written, and read for both products; Q and P read once for 64 keys or values
+            return TOKEN_BYTES + OPERAND_BYTES - NOPE_DIM + NOPE_DIM + 2 * WIDE * (QK_DIM + NOPE_DIM) / TOKENS_PER_TILE
         # m64n64k16 with both operands there: 2 KB of Q and 2 KB of K, 36 times a tile
         qk = (2048 + 2048) * (QK_DIM // 16) / TOKENS_PER_TILE
         pv = 2 * NOPE_DIM  # each value once; P of the own tiles comes from registers
@@ -121,14 +128,22 @@ class MlaVariant:
         return qk + pv + p + written + exchanged
 
 
-# What results/h200.json (2026-11-21) shows: batch 128, 128 heads, s_q 2, topk 2048 in 380.4 us (4 waves of 32 tiles)
-# and s_q 4, topk 512 in 230.8 us (8 waves of 8 tiles). `model.calibrate` gives both numbers from these two.
-LATENCY_CYCLES, CTA_CYCLES = 51.4, 13_387.4
-
-TURNS = MlaVariant(
-    "crossover of values, two stages of a tile in turns",
+# `model.calibrate` gives both numbers of each from batch 128, 128 heads, s_q 2, topk 2048 (4 waves of 32 tiles) and
+# s_q 4, topk 512 (8 waves of 8 tiles): 334.3 and 202.9 us without a cluster, 380.4 and 230.8 us with the crossover of
+# values.
+LATENCY_CYCLES, CTA_CYCLES = 41.0, 11_797.5
+COLUMNS = MlaVariant(
+    "no cluster, keys made in registers",
+    rows_in_flight=192,
     latency_cycles=LATENCY_CYCLES,
     cta_cycles=CTA_CYCLES,
+    columns=True,
+    built=True,
+)
+TURNS = MlaVariant(
+    "crossover of values, two stages of a tile in turns",
+    latency_cycles=51.4,
+    cta_cycles=13_387.4,
     built=True,
 )
 # Where no consumer waits: what a kernel could reach, not what one has shown. The fixed part of a CTA is taken over from
@@ -139,13 +154,14 @@ CROSSOVER_ASYNC = MlaVariant("crossover of bf16 by st.async", Exchange.BF16_ASYN
 CROSSOVER_BULK = MlaVariant("crossover of bf16 by bulk copy", Exchange.BF16_BULK, 64, cta_cycles=CTA_CYCLES)
 CROSSOVER_RAW = MlaVariant("crossover of raw bytes by bulk copy", Exchange.RAW_BULK, 64, cta_cycles=CTA_CYCLES)
 
-MLA_VARIANTS = (TURNS, OVERLAPPED_32, OVERLAPPED, CROSSOVER_ASYNC, CROSSOVER_BULK, CROSSOVER_RAW)
-MLA_BUILT = TURNS
-"""What `mla_fp8_decode` runs with more than 64 heads."""
+MLA_VARIANTS = (COLUMNS, TURNS, OVERLAPPED_32, OVERLAPPED, CROSSOVER_ASYNC, CROSSOVER_BULK, CROSSOVER_RAW)
+MLA_BUILT = COLUMNS
+"""What `mla_fp8_decode` runs with 17 heads and more, but for small batches of more than 64, which have `TURNS`."""
 
-MLA_ALONE = MlaVariant("one CTA, two stages of a tile in turns", latency_cycles=62.0, cta_cycles=CTA_CYCLES, built=True)
-MLA_NARROW = MlaVariant("16 heads as columns", latency_cycles=36.0, cta_cycles=12_000.0, built=True)
-"""What it runs with 17 to 64 heads and with fewer: constants between those that topk 2048 and 8192 dense keys give."""
+MLA_NARROW = MlaVariant(
+    "16 heads", rows_in_flight=256, latency_cycles=24.0, cta_cycles=13_000.0, columns=True, built=True
+)
+"""What it runs with fewer: constants between those that topk 2048 and 8192 dense keys give."""
 
 
 @dataclass(frozen=True)

@@ -3,18 +3,13 @@
 One warpgroup handles 16 rows a pass, 4 a warp, 8 lanes a row. A lane holds a sixteenth of each 128-value quantization
 tile of its row (16 codes, four times) and an eighth of the rope part (8 bf16 values): five 16-byte loads, 20 registers.
 
-Codes are stored as float16, exactly, where their scales are applied to products (64 heads of a CTA). With few heads a
-lane also holds one of the four scales, which is split into its power of two and the rest, f in [1, 2). The code times
-the power is exact in bf16 and goes to the tensor core; f is kept apart and applied by those who multiply, in float32.
-Either way a key loses nothing on its way, whatever the scales are.
+Codes are stored as float16, exactly; their scales are applied to products.
 
 Store map. In the 128-byte swizzle the 16-byte chunk c of row r sits at c ^ (r % 8), and 16 codes become an even and an
 odd chunk. The 8 lanes of one store phase hold four pieces of an even row and four of an odd row, so their chunks fall
 into all eight bank groups: no conflict. r % 8 does not depend on the pass, so a lane has three base addresses and all
 else is an immediate.
 """
-
-from typing import Any
 
 import cutlass
 import cutlass.cute as cute
@@ -45,26 +40,8 @@ def gather(row: cute.Pointer, segment: Int32, raw: cute.Tensor):
 
 
 @cute.jit
-def split_scale(scale: Float32):
-    """(power, f) with scale = power * f: a power of two as the bits of a float32, and f in [1, 2).
-
-    f is below 1 for a subnormal scale. Zero, which a masked row has, gives (0, 1); Inf and NaN stay in both.
-    """
-    bits = scale.bitcast(Int32)
-    power = bits & 0x7F800000
-    f = ((bits & 0x007FFFFF) | 0x3F800000).bitcast(Float32)
-    if power == 0x7F800000:
-        f = scale
-    if power == 0 and scale != 0.0:
-        power = Int32(0x00800000)  # 2^-126
-        f = scale * (2.0**126)
-    return power, f
-
-
-@cute.jit
 def store_and_gather(
     raw: cute.Tensor,
-    powers: Any,
     even: cute.Tensor,
     odd: cute.Tensor,
     rope: cute.Tensor,
@@ -73,21 +50,17 @@ def store_and_gather(
 ):
     """Stores the row in `raw` and starts the loads of another `row`, if any, into the registers as they come free.
 
-    Codes times their tile's power, four bf16, go into the even and odd chunks (8, 4), without powers codes as float16;
-    the rope part goes into its chunk (8).
+    Codes go as float16 into the even and odd chunks (8, 4), the rope part goes into its chunk (8).
     """
     cute.autovec_copy(cute.recast_tensor(raw[None, 4], BFloat16), rope)
     if const_expr(row is not None):
         _load_piece(row, segment, raw, 4)
     for j in cutlass.range_constexpr(4):
-        out = cute.make_rmem_tensor((8, 2), Float16 if const_expr(powers is None) else BFloat16)
+        out = cute.make_rmem_tensor((8, 2), Float16)
         codes = cute.recast_tensor(raw[None, j], Float8E4M3FN)
         for half in cutlass.range_constexpr(2):  # eight at a time: with sixteen live, ptxas spills
             eight = cute.make_tensor(codes.iterator + 8 * half, cute.make_layout(8))
-            if const_expr(powers is None):
-                out[None, half].store(eight.load().to(Float16))
-            else:
-                out[None, half].store(eight.load().to(Float32).to(BFloat16) * powers[j])
+            out[None, half].store(eight.load().to(Float16))
         cute.autovec_copy(out[None, 0], even[None, j])
         cute.autovec_copy(out[None, 1], odd[None, j])
         if const_expr(row is not None):
@@ -101,15 +74,6 @@ def _load_piece(row: cute.Pointer, segment: Int32, raw: cute.Tensor, piece: cutl
     start = 128 * piece if const_expr(piece < 4) else ROPE_OFFSET
     source = cute.make_tensor(row + cute.assume(segment + start, divby=16), cute.make_layout(16))
     cute.copy(load, source, raw[None, piece])
-
-
-@cute.jit
-def load_scale(row: cute.Pointer, quarter: Int32, scale: cute.Tensor):
-    """Starts the load of scale number `quarter` of the row."""
-    load = cute.make_copy_atom(CopyG2ROp(), Float32, num_bits_per_copy=32)
-    address = (row + cute.assume(SCALE_OFFSET + 4 * quarter, divby=4)).toint()
-    source = cute.make_ptr(Float32, address, AddressSpace.gmem, assumed_align=4)
-    cute.copy(load, cute.make_tensor(source, cute.make_layout(1)), scale)
 
 
 @cute.jit

@@ -21,10 +21,11 @@ from cute_kernels.mla.column_tile_kernel import (
 from cute_kernels.mla.producer_kernel import COLUMNS, GROUP, GROUPS, NOPE, ROPE
 from cute_kernels.mla.score_kernel import EXPONENTS, LARGEST, SMALLEST, max_magnitudes
 from cute_kernels.mla.spec import COLUMN_WEIGHT, EVENTS, ROLES, TOKENS_PER_TILE, MlaDecodeSpec
-from cute_kernels.mla.tile_kernel import BAR_OWNER, start_q
+from cute_kernels.mla.tile_kernel import BAR_OWNER, prefetch_q, start_q
 
 PIECES = NOPE // 32  # of 32 columns, which are multiplied while the next ones are made
-OPERANDS = 4  # pieces in registers: two are multiplied, which hides the latency of either, and one is made
+OPERANDS = 3  # pieces in registers: one is multiplied while one is made, and the one before is waited for
+AHEAD = 6  # tiles before the end of an item, when all CTAs at once want 73 KB of Q each, that L2 is asked for them
 CHUNKS = NOPE // COLUMNS  # of 64 columns, whose codes a thread has 16 of in a row
 SMALLEST_WEIGHT, LARGEST_WEIGHT = 2.0**-5, 2.0**7  # any code times a weight in between is a normal float16 number
 
@@ -63,7 +64,7 @@ class ColumnScores:
         warp_idx: Int32,
         tid: Int32,
     ):
-        """Makes Q float16 but for its rope part, in place; `loads` loads of Q came before. Nothing has been scored then.
+        """Makes Q float16 but for its rope part, in place; `loads` loads of Q came before. Nothing is scored yet.
 
         Returns (whether S is to be multiplied by powers of Q, the new number of loads).
         """
@@ -207,6 +208,8 @@ class ColumnScores:
         for t in cutlass.range(done, done + count, unroll=1):
             last = t == done + count - 1
             stage, buffer = t % self.stages, t % 2
+            if has_next and warp_idx == 0 and t == done + cutlass.max(count - AHEAD, 0):
+                prefetch_q(load_q, tQ, next_work, self.heads)
             self.stamp(smem, t, 0, 0, tid)
             cute.arch.mbarrier_wait(smem.full.data_ptr() + stage, t // self.stages % 2)
             self.stamp(smem, t, 0, 1, tid)
@@ -227,9 +230,7 @@ class ColumnScores:
             self.stamp(smem, t, 2, 1, tid)
 
     @cute.jit
-    def multiply(
-        self, smem, state: tuple, stage: Int32, buffer: Int32, phase: Int32, scaled: Int32, tid: Int32
-    ):
+    def multiply(self, smem, state: tuple, stage: Int32, buffer: Int32, phase: Int32, scaled: Int32, tid: Int32):
         """S^T of a tile, complete; loads what `softmax` needs into `state` before it waits."""
         mma, mma_rope = column_mmas(self.heads)
         layout_q = column_layouts(self.heads)[0]
@@ -294,7 +295,7 @@ class ColumnScores:
     def multiply_by_powers(
         self, smem, mma, acc_s: cute.Tensor, acc, rQ: cute.Tensor, raw: cute.Tensor, scale, stage: Int32, tid: Int32
     ):
-        """What `multiply` does behind the rope part, for a Q that came with powers of two; rarely, so a chunk at a time."""
+        """What `multiply` does behind the rope part, for a Q with powers of two: rare, so a chunk at a time."""
         s, of_chunk = wgmma.by_row(acc_s), wgmma.by_row(acc)
         codes = mma.make_fragment_A(mma.partition_shape_A((TOKENS_PER_TILE, 32)))
         power = cute.make_rmem_tensor(self.columns, Float32)
@@ -458,7 +459,7 @@ class ColumnScores:
 
     @cute.jit
     def raise_bases(self, smem, s: cute.Tensor, base: cute.Tensor, total: cute.Tensor, buffer: Int32, tid: Int32):
-        """Sets bases 2^P_SHIFT below the largest scores, if these are above them; scores and sums become relative to them.
+        """Sets bases 2^P_SHIFT below the largest scores, if these are above them, and makes scores and sums relative.
 
         Returns whether no key has been met yet.
         """

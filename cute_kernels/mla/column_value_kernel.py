@@ -53,8 +53,8 @@ class ColumnValues:
         smem,
         mOut: cute.Tensor,
         mLse: cute.Tensor,
-        mPartial: cute.Tensor | None,
-        mPartialLse: cute.Tensor | None,
+        mPartial,
+        mPartialLse,
         h_q: Int32,
         done: Int32,
         count: Int32,
@@ -151,7 +151,7 @@ class ColumnValues:
 
     @cute.jit
     def widen(self, raw: cute.Tensor, m: cutlass.Constexpr, half: cute.Tensor):
-        """Eight numbers of A of block m of rows, float16: rows g and g + 8, of keys 2 q and on and of 2 q + 8 and on."""
+        """Eight numbers of A of block m of rows, float16: rows g and g + 8, keys 2 q and on and 2 q + 8 and on."""
         for i in cutlass.range_constexpr(2):
             codes = cute.make_rmem_tensor(4, Float8E4M3FN)
             words = cute.recast_tensor(codes, Int32)
@@ -240,13 +240,13 @@ class ColumnValues:
         acc_o,
         share: cute.Tensor,
         mOut: cute.Tensor,
-        mPartial: cute.Tensor | None,
+        mPartial,
         h_q: Int32,
         work: tuple,
         wg: Int32,
         tid: Int32,
     ):
-        """Stores O times each head's share, eight neighbouring values of a head at once: the result, or a partial one."""
+        """Stores O times each head's share, eight neighbouring values of it at once: the result, or a partial one."""
         head_block, split_idx, query_idx, batch_idx = work
         rows = mOut[batch_idx, query_idx, None, None]
         if const_expr(self.spec.split):

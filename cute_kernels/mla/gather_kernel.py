@@ -2,13 +2,14 @@
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import AddressSpace, Float32, Int32, Int64, Uint8, const_expr
+from cutlass import AddressSpace, Float32, Int32, Int64, Uint8
 from cutlass.cute.nvgpu import cpasync
 
 from cute_kernels.device import token_cache
 from cute_kernels.device.trace import Tracer
 from cute_kernels.mla.column_tile_kernel import ROPE_BYTES, stages, swizzle
-from cute_kernels.mla.producer_kernel import GROUP, GROUPS, NOPE, KeyProducer
+from cute_kernels.mla.find_kernel import KeyFinder
+from cute_kernels.mla.producer_kernel import GROUP, GROUPS, NOPE
 from cute_kernels.mla.spec import ROLES, TOKENS_PER_TILE, MlaDecodeSpec
 
 ROWS = 4  # of a warp in one step, eight lanes each
@@ -22,7 +23,7 @@ class RowGatherer:
     """
 
     def __init__(self, spec: MlaDecodeSpec):
-        self.keys = KeyProducer(spec)
+        self.keys = KeyFinder(spec)
         self.stages = stages(spec.heads)
         self.tracer = Tracer(spec.trace, len(ROLES))
 

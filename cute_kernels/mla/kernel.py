@@ -1,49 +1,59 @@
-"""FP8 MLA decoding on SM90: split-KV flash decoding of 64 query heads over 656-byte tokens.
+"""FP8 MLA decoding on SM90: split-KV flash decoding of up to 64 query heads over 656-byte tokens.
 
-One CTA serves 64 heads of one query token over a range of its keys, in tiles of 64 keys that alternate between two
-shared-memory stages, and stays for several such items of work. One warpgroup scores (S, softmax, P), two add up values,
-256 of the 512 columns each, so QK of a tile needs nothing of PV of the tile before. Between them goes P, each thread's
-own fragment as float16: thread t of all three warpgroups holds the same rows and columns. With more than 64 heads two
-CTAs of a cluster may each gather half of the keys and hand it over (producer_kernel.py); 8 or 16 heads are columns of
-the products instead of rows (narrow_kernel.py).
+One CTA serves 8, 16 or 64 heads of one query token over a range of its keys, in tiles of 64 keys, and stays for several
+such items of work. One warpgroup scores (S, softmax, P), two add up values, 256 of the 512 columns each, so QK of a
+tile needs nothing of PV of the tile before. Between them goes P as float16, through shared memory. There are two forms:
+
+Heads as columns (no exchange): S^T = K Q^T and O^T += V^T P^T, keys and values being made in registers from raw rows,
+    by those who multiply. Rows come by asynchronous copies and are read twice; nothing of them is written again, so a
+    stage holds 656 bytes a key and three or four of them fit. (gather_kernel.py, column_*_kernel.py)
+Heads as rows (with an exchange): S = Q K^T and O += P V from shared memory, where codes lie as float16. Two CTAs of a
+    cluster each gather half of the keys and hand it over. (producer_kernel.py, score_kernel.py, value_kernel.py)
 
 Scales. Codes go to the tensor core as they are: e4m3 is exact in float16, and one conversion makes two of them. Scales
 are float32 and applied there:
     S = q_rope k_rope + sum_j scale_j (q_j code_j)     an accumulator for each quantization tile j, added in float32
-    O_j += (P scale_j) code_j                          P scale_j rounded to float16 once
+    O_j += P (scale_j code_j)   as columns             scale_j code_j rounded to float16
+    O_j += (P scale_j) code_j   as rows                P scale_j rounded to float16
 So scores are as exact as float32 sums are, whatever the scales. Ranges that float16 does not hold are found and
-handled: of Q (score_kernel.py) and of P scale_j (value_kernel.py).
+handled: of Q (`prepare` of the scores) and of scale_j (`add_exactly`, `add_by_units`).
 
 Splits. Several CTAs may share the keys of a query. Each leaves a float32 partial in global memory and counts itself;
 CTAs with higher numbers wait for the count and merge with the code of `merge_states`, in the same launch. They wait
 only for CTAs that were started before them, so nobody waits in vain however few run at a time.
 
-Roles (512 threads)           64 heads                                               8 or 16 heads
-  warpgroup 0                 producer, 72 registers: gathers codes two passes       producer, 128 registers
-                              (32 rows) ahead, stores them as float16
-  warpgroup 1                 scores, 104 registers: 32 of S, 32 of a group's,       producer
-                              16 scales; loads Q by TMA, scales a tile ahead
-  warpgroups 2, 3             values, 168 registers: 128 of O                        S, P and O of every second tile
+Roles (512 threads)           64 heads as columns                          64 heads as rows
+  warpgroup 0                 producer, 24 registers: copies rows          producer, 72: gathers codes two passes of 16
+                                                                           rows ahead, stores them as float16
+  warpgroup 1                 scores, 136: 32 of S, 32 of a group's,       scores, 104: 32 of S, 32 of a group's,
+                              24 of K, 16 codes; Q by TMA                  16 scales; Q by TMA, scales a tile ahead
+  warpgroups 2, 3             values, 176: 128 of O, 8 of V, 16 codes      values, 168: 128 of O
+With 8 and 16 heads every thread keeps the 128 registers that it begins with.
 
-Barriers                      arrivals per phase
-  q_full                      1 + 73,728 bytes of TMA
-  full[stage]                 128: producer threads; + 36,864 bytes of the other CTA where values are exchanged
-  empty[stage][part]          256: threads of values, after their last wgmma on half of the keys
-  p_full[stage]               128: threads of scores: P, and what rows have with the tile
-  peer_free[stage]            1: the other CTA of the cluster has this stage free
-  codes_full[stage]           1 + 20,480 bytes: codes of the other CTA
-  named 1     BAR_OWNER       128: all of scores have finished QK, P may overwrite the rope block; scales are there
+Barriers                      arrivals per phase: columns                  rows
+  q_full                      1 + 1152 bytes a head of TMA                 the same
+  full[stage]                 256: producer threads, and their copies      128, and 36,864 bytes of the other CTA
+                                                                           where values are exchanged
+  empty[stage]                256: values, codes are in registers          256: values, after their last wgmma
+  p_full[2]                   128: scores: P, weights, bases               128: scores: P, what rows have with the tile
+  p_empty[2]                  256: values, after their last wgmma          -
+  peer_free[stage]            -                                            1: the other CTA has this stage free
+  codes_full[stage]           -                                            1 + 20,480 bytes: codes of the other CTA
+  named 1     BAR_OWNER       128: votes and hand-overs of scores          128: QK is done, P may overwrite its rope
   named 3     BAR_STORED      256: this CTA's partial is in global memory
-  named 4     BAR_PRODUCER    128: own rows are complete, or those of the other CTA have been read
+  named 4     BAR_PRODUCER    -                                            128: own or the other CTA's rows are complete
+  named 5, 6  BAR_VALUES      128: P x scale of 16 keys, out of reach      -
 All threads arrive, not one for a warp: it costs nothing measurable, and racecheck can follow it.
 
-Shared memory (228,736 of 232,448 bytes)
-  nope    2 x 64 x 512 x 2    131,072   codes as float16, 128-byte swizzle
-  rope    2 x 64 x 64 x 2      16,384   P of a tile overwrites its rope block, which only QK reads
-  q       64 x 576 x 2         73,728   bf16 as it comes, then float16 but for the rope part
-  scale   2 x 4 x 64 x 4        2,048   of each key and quantization tile
-  weight  2 x 4 x 64 x 2        1,024   the same x 8 as float16, NaN where that does not hold it
-  rest                                  powers of Q, masks, maxima, sums and units of rows, barriers
+Shared memory, of 232,448     64 heads as columns                          64 heads as rows
+  rows                        3 x 64 x (512 + 128) = 122,880, raw          2 x 64 x 1152 = 147,456; P takes the place of
+                                                                           the tile's rope part
+  q                           73,728: bf16 as it comes, then float16 but for the rope part
+  p                           2 x 64 x 64 x 2 = 16,384                     -
+  scale                       3 x 64 x 16 = 3,072                          2 x 64 x 16 = 2,048
+  rest                        15,360: sums of each thread 8,192, weights,  6,144: weights, powers of Q, masks, maxima,
+                              bases, powers of Q, masks, barriers          sums and units of rows, barriers
+With 16 heads there are four stages, and with 8.
 """
 
 import cuda.bindings.driver as cuda
@@ -62,10 +72,10 @@ from cute_kernels.mla.column_score_kernel import ColumnScores
 from cute_kernels.mla.column_tile_kernel import BUFFERS, column_storage, stages
 from cute_kernels.mla.column_value_kernel import ColumnValues
 from cute_kernels.mla.gather_kernel import RowGatherer
-from cute_kernels.mla.producer_kernel import NOPE, PARTS, STAGES, KeyProducer
+from cute_kernels.mla.producer_kernel import NOPE, STAGES, KeyProducer
 from cute_kernels.mla.score_kernel import ScoreWarpgroup
 from cute_kernels.mla.spec import ROLES, TOKENS_PER_TILE, WIDE, MlaDecodeSpec
-from cute_kernels.mla.tile_kernel import BAR_STORED, QK, layouts, prefetch_q, shared_storage, start_q
+from cute_kernels.mla.tile_kernel import BAR_STORED, QK, layouts, shared_storage, start_q
 from cute_kernels.mla.value_kernel import ValueWarpgroups
 
 THREADS = 512
@@ -242,11 +252,6 @@ class MlaDecodeKernel:
                 _, _, query_idx, batch_idx = work
                 length = self.length_of(work, mLength)
                 begin, limit, count = self.keys_of(work, length, mIndex, mKV, num_splits, causal, query_divisor)
-                following = item + decode_ctas
-                if const_expr(columns):
-                    if warp_idx == 0 and following < items:
-                        next_work = self.locate(following, head_divisor, split_divisor, query_divisor)
-                        prefetch_q(load_q, tQ, next_work, self.spec.heads)
                 if count > 0:
                     if const_expr(self.spec.sparse):
                         entries = mIndex[batch_idx, query_idx, None]
@@ -288,8 +293,8 @@ class MlaDecodeKernel:
                 if const_expr(columns):
                     self.scores.score(smem, load_q, tQ, scale_log2, done, count, *ahead)
                 else:
-                    keys = (mKV, zero_row, entries, begin, limit, page_divisor)
-                    self.scores.score(smem, load_q, tQ, keys, scale_log2, done, count, *ahead)
+                    of_keys = (mKV, zero_row, entries, begin, limit, page_divisor)
+                    self.scores.score(smem, load_q, tQ, of_keys, scale_log2, done, count, *ahead)
                 done += count
         else:
             if const_expr(moves):
@@ -301,11 +306,11 @@ class MlaDecodeKernel:
                 length = self.length_of(work, mLength)
                 _, _, count = self.keys_of(work, length, mIndex, mKV, num_splits, causal, query_divisor)
                 results = (mOut, mLse, mPartial, mPartialLse, mSink)
-                place = (done, count, work, warp_idx // 4 - 2, tidx % 128)
+                of_item = (done, count, work, warp_idx // 4 - 2, tidx % 128)
                 if const_expr(columns):
-                    self.values.add(smem, mOut, mLse, mPartial, mPartialLse, mSink.shape[0], *place)
+                    self.values.add(smem, mOut, mLse, mPartial, mPartialLse, mSink.shape[0], *of_item)
                 else:
-                    self.values.add(smem, *results, *place)
+                    self.values.add(smem, *results, *of_item)
                 if const_expr(self.spec.split):
                     cute.arch.barrier(barrier_id=BAR_STORED, number_of_threads=256)
                     if tidx == 256:
@@ -324,7 +329,7 @@ class MlaDecodeKernel:
         number = dict.fromkeys(counts, stages(self.spec.heads)) | {"p_full": BUFFERS, "p_empty": BUFFERS}
         if not self.spec.columns:
             counts = {"full": 128, "empty": 256, "p_full": 128, "peer_free": 1, "codes_full": 1}
-            number = dict.fromkeys(counts, STAGES) | {"empty": STAGES * PARTS}
+            number = dict.fromkeys(counts, STAGES)
         cute.arch.mbarrier_init(smem.q_full.ptr, 1)
         for name, count in counts.items():
             for i in range(number[name]):

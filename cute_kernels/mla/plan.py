@@ -9,9 +9,10 @@ from dataclasses import dataclass, replace
 from cute_kernels.mla.spec import NARROW, TOKENS_PER_TILE, WIDE, MlaDecodeSpec
 
 MAX_SPLITS = 256
-FEW_BLOCKS = 2  # of 64 heads, that are cut into 16 over few keys: batch 1 with 128 heads in 16.2 us instead of 18.5
+FEW_BLOCKS = 4  # of 64 heads, that are cut into 16 over few keys: 128 heads of batch 1 and 2 in 16.0 and 18.8 us
 FEW_KEYS = 4096
-TILE_US = 3.0  # a tile of 64 tokens in steady state
+FEW_TILES = 5  # of an SM: up to here two CTAs that share a gather begin sooner, and the values form is ahead
+TILE_US = 2.5  # a tile of 64 tokens in steady state
 CTA_US = 5.0  # first gather, Q, epilogue
 MERGE_US = 2.0  # from the last partial to the result
 MERGE_US_PER_MB = 2 / 4.2  # partials are written once and read once, at 4.2 TB/s
@@ -63,7 +64,8 @@ def plan_decode(
         if exchange is None and heads == WIDE and few:
             heads = NARROW[-1]
     if exchange is None:
-        exchange = "values" if heads == WIDE and h_q > WIDE else "none"
+        tiles = batch * s_q * -(-h_q // WIDE) * -(-max_keys // TOKENS_PER_TILE)
+        exchange = "values" if heads == WIDE < h_q and tiles <= FEW_TILES * num_sms else "none"
     spec = MlaDecodeSpec(sparse=sparse, exchange=exchange, heads=heads)
     items = batch * s_q * spec.head_blocks(h_q)
     tiles = max(1, -(-max_keys // TOKENS_PER_TILE))
@@ -80,8 +82,7 @@ def plan_decode(
         merge_ctas=merge_ctas,
         tiles_per_split=-(-tiles // best),
         ctas=items * best,
-        # the accumulators of few heads meet where the next item's keys would be, so these take one item each
-        max_ctas=num_sms // spec.cluster * spec.cluster if spec.heads == WIDE else items * best,
+        max_ctas=num_sms // spec.cluster * spec.cluster,
         estimated_us=_estimate_us(items, tiles, best, batch * s_q * h_q, num_sms),
     )
 

@@ -7,7 +7,8 @@ from cutlass.cute.nvgpu import warpgroup
 
 from cute_kernels.device import softmax, token_cache, wgmma
 from cute_kernels.device.trace import Tracer
-from cute_kernels.mla.producer_kernel import BLOCK, COLUMNS, GROUP, GROUPS, NOPE, PARTS, ROPE, STAGES, KeyProducer
+from cute_kernels.mla.find_kernel import KeyFinder
+from cute_kernels.mla.producer_kernel import BLOCK, COLUMNS, GROUP, GROUPS, NOPE, ROPE, STAGES
 from cute_kernels.mla.spec import EVENTS, ROLES, TOKENS_PER_TILE, WEIGHT, WIDE, MlaDecodeSpec
 from cute_kernels.mla.tile_kernel import (
     BAR_OWNER,
@@ -39,7 +40,7 @@ class ScoreWarpgroup:
     def __init__(self, spec: MlaDecodeSpec):
         self.spec = spec
         self.tracer = Tracer(spec.trace, len(ROLES))
-        self.keys = KeyProducer(spec)
+        self.keys = KeyFinder(spec)
 
     @cute.jit
     def prepare(
@@ -172,7 +173,7 @@ class ScoreWarpgroup:
             last = t == done + count - 1
             stage = t % STAGES
             self.stamp(smem, t, 0, 0, tid)
-            cute.arch.mbarrier_wait(smem.empty.data_ptr() + PARTS * stage + PARTS - 1, (t // STAGES + 1) % 2)
+            cute.arch.mbarrier_wait(smem.empty.data_ptr() + stage, (t // STAGES + 1) % 2)
             self.store_scales(smem, scale_of_pair, valid, stage, tid)
             valid, row = self.keys.locate(mKV, zero_row, entry, position, last_position, page_divisor)
             token_cache.load_scales(row, pair, scale_of_pair)
@@ -210,7 +211,8 @@ class ScoreWarpgroup:
             sScale[token, 2 * pair + i, stage] = found[i]
             sWeight[place, 2 * pair + i, stage] = weight.to(Float16)
         if pair == 0:
-            self.keys.store_mask(smem, token, stage, valid)
+            sMask = cute.make_tensor(smem.mask.data_ptr(), cute.make_layout((TOKENS_PER_TILE, STAGES)))
+            sMask[token, stage] = Float32(0.0) if valid != 0 else -Float32.inf
 
     @cute.jit
     def multiply(self, smem, stage: Int32, scaled: Int32, tid: Int32):

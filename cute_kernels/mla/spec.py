@@ -22,7 +22,8 @@ class MlaDecodeSpec:
     merge_lanes  several CTAs share the keys of a query: each writes a float32 partial, and CTAs behind them merge with
               this many threads a row. 0: one CTA has all keys
     exchange  the crossover: two CTAs with 64 heads each gather half of the keys of every tile, and hand each other
-              "codes", rows as they come, which both make bf16 of, or "values", bf16 numbers; "none": no cluster
+              "codes", rows as they come, which both widen, or "values", float16 numbers; "none": no cluster, and
+              heads are columns of the products instead of rows
 
     heads     of a CTA: 64, or as few as there are
     trace     the roles leave timestamps (device/trace.py)
@@ -41,8 +42,9 @@ class MlaDecodeSpec:
 
     @property
     def compile_options(self) -> str:
-        """With the default level (5) ptxas spills a few registers, with these none."""
-        return f"--ptxas-options '--register-usage-level={2 if self.heads == WIDE else 0}'"
+        """Levels at which ptxas spills no register; 5 is its default."""
+        level = 5 if not self.columns else 2 if self.heads == WIDE else 0
+        return f"--ptxas-options '--register-usage-level={level}'"
 
     def can_implement(self) -> list[str]:
         """Reasons, in words, why this kernel cannot be built; empty when it can."""

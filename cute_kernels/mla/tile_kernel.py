@@ -8,11 +8,11 @@ from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from cutlass.tensor_utils import LayoutEnum
 
 from cute_kernels.device import wgmma
-from cute_kernels.mla.producer_kernel import GROUP, GROUPS, NOPE, PARTS, ROPE, STAGES
+from cute_kernels.mla.producer_kernel import GROUP, GROUPS, NOPE, ROPE, STAGES
 from cute_kernels.mla.spec import TOKENS_PER_TILE, WIDE
 
 QK = NOPE + ROPE
-BAR_OWNER, BAR_STORED = 1, 3  # named barriers; with few heads the owner's are two, for each warpgroup one
+BAR_OWNER, BAR_STORED = 1, 3  # named barriers
 P_SHIFT = 8.0  # P is up to 2^8, so that float16 holds what is above 2^-33 of the largest
 
 
@@ -26,35 +26,30 @@ def layouts(heads: int = WIDE):
     )
 
 
-def shared_storage(heads: int = WIDE):
+def shared_storage():
     """The struct of all that lies in shared memory."""
-    layout_nope, layout_rope, layout_q = layouts(heads)
-    wide = heads == WIDE
-    narrow = 0 if wide else heads
+    layout_nope, layout_rope, layout_q = layouts()
     per_key = STAGES * GROUPS * TOKENS_PER_TILE
 
     @cute.struct
     class Shared:
-        nope: cute.struct.Align[cute.struct.MemRange[Float16 if wide else BFloat16, cute.cosize(layout_nope)], 1024]
+        nope: cute.struct.Align[cute.struct.MemRange[Float16, cute.cosize(layout_nope)], 1024]
         rope: cute.struct.Align[cute.struct.MemRange[BFloat16, cute.cosize(layout_rope)], 1024]
         q: cute.struct.Align[cute.struct.MemRange[BFloat16, cute.cosize(layout_q)], 1024]
-        p: cute.struct.Align[cute.struct.MemRange[BFloat16, max(narrow * TOKENS_PER_TILE * GROUPS * 2, 8)], 1024]
-        scale: cute.struct.Align[cute.struct.MemRange[Float32, per_key if wide else 1], 128]
-        weight: cute.struct.Align[cute.struct.MemRange[Float16, per_key if wide else 8], 128]  # see `weights`
-        q_power: cute.struct.MemRange[Float32, GROUPS * WIDE if wide else 1]
-        factor: cute.struct.MemRange[Float32, 1 if wide else 2 * per_key]  # quotients of neighbouring f, and f
+        scale: cute.struct.Align[cute.struct.MemRange[Float32, per_key], 128]
+        weight: cute.struct.Align[cute.struct.MemRange[Float16, per_key], 128]  # see `weights`
+        q_power: cute.struct.MemRange[Float32, GROUPS * WIDE]
         mask: cute.struct.Align[
             cute.struct.MemRange[Float32, STAGES * TOKENS_PER_TILE], 128
         ]  # 0 or -inf, added to the scores
-        rescaling: cute.struct.MemRange[Float32, STAGES * WIDE if wide else 1]
-        units: cute.struct.MemRange[Float32, GROUPS * WIDE if wide else 1]
+        rescaling: cute.struct.MemRange[Float32, STAGES * WIDE]
+        units: cute.struct.MemRange[Float32, GROUPS * WIDE]
         row_max: cute.struct.MemRange[Float32, STAGES * WIDE]
         row_sum: cute.struct.MemRange[Float32, STAGES * WIDE]
-        column_max: cute.struct.MemRange[Float32, max(narrow * 4 * 2, 1)]  # of the warps of both warpgroups
         q_full: Int64
         p_full: cute.struct.MemRange[Int64, STAGES]
         full: cute.struct.MemRange[Int64, STAGES]
-        empty: cute.struct.MemRange[Int64, STAGES * PARTS]
+        empty: cute.struct.MemRange[Int64, STAGES]
         peer_free: cute.struct.MemRange[Int64, STAGES]
         codes_full: cute.struct.MemRange[Int64, STAGES]
         trace: Int64  # address of the timestamps

@@ -7,7 +7,7 @@ from cutlass.cute.nvgpu import warpgroup
 
 from cute_kernels.device import softmax, wgmma
 from cute_kernels.device.trace import Tracer
-from cute_kernels.mla.producer_kernel import GROUP, PARTS, STAGES
+from cute_kernels.mla.producer_kernel import GROUP, STAGES
 from cute_kernels.mla.spec import EVENTS, ROLES, TOKENS_PER_TILE, WEIGHT, WIDE, MlaDecodeSpec
 from cute_kernels.mla.tile_kernel import P_SHIFT, handed_over, layouts, row_states, scales, tiled_mmas, units, weights
 
@@ -84,13 +84,11 @@ class ValueWarpgroups:
                 self.add_by_weights(smem, mma, rV, acc_o, stage, wg, tid)
             else:
                 self.add_by_units(smem, mma, rV, acc_o, stage, wg, tid)
-                if const_expr(self.spec.cluster == 1):
-                    cute.arch.mbarrier_arrive(smem.empty.data_ptr() + PARTS * stage)
             if t == done + count - 1:
                 _, sMax, sSum = row_states(smem, stage, tid)
                 for r in cutlass.range_constexpr(2):
                     row_max[r], row_sum[r] = sMax[r], sSum[r]
-            cute.arch.mbarrier_arrive(smem.empty.data_ptr() + PARTS * stage + PARTS - 1)
+            cute.arch.mbarrier_arrive(smem.empty.data_ptr() + stage)
             self.stamp(smem, t, 1, 1, wg, tid)
         if by_units != 0:
             for half in cutlass.range_constexpr(HALVES):
@@ -118,12 +116,7 @@ class ValueWarpgroups:
     @cute.jit
     def add_by_weights(self, smem, mma: cute.TiledMma, rV: cute.Tensor, acc_o, stage: Int32, wg: Int32, tid: Int32):
         """O += (P weight) codes, with P of the next keys prepared beside products."""
-        pieces = [
-            (half, first + block)
-            for first in range(0, KEY_BLOCKS, KEY_BLOCKS // PARTS)
-            for half in range(HALVES)
-            for block in range(KEY_BLOCKS // PARTS)
-        ]
+        pieces = [(half, first + block) for first in (0, 2) for half in range(HALVES) for block in range(2)]
         loaded = [self.load(smem, *pieces[i], stage, wg, tid) for i in range(LOADED)]
         for i in cutlass.range_constexpr(len(pieces)):
             half, block = pieces[i]
@@ -139,10 +132,7 @@ class ValueWarpgroups:
             warpgroup.commit_group()
             if const_expr(i + LOADED < len(pieces)):
                 loaded[i % LOADED] = self.load(smem, *pieces[i + LOADED], stage, wg, tid)
-            part, last_of_part = i // (len(pieces) // PARTS), (i + 1) % (len(pieces) // PARTS) == 0
-            warpgroup.wait_group(0 if last_of_part else IN_FLIGHT)
-            if const_expr(last_of_part and part < PARTS - 1 and self.spec.cluster == 1):  # a cluster waits for all
-                cute.arch.mbarrier_arrive(smem.empty.data_ptr() + PARTS * stage + part)
+            warpgroup.wait_group(0 if i + 1 in (len(pieces) // 2, len(pieces)) else IN_FLIGHT)
 
     @cute.jit
     def load(self, smem, half: cutlass.Constexpr, block: cutlass.Constexpr, stage: Int32, wg: Int32, tid: Int32):

@@ -19,6 +19,7 @@ from typing import Any, ClassVar
 from cute_kernels.sink.spec import DTYPES, ROWS, SMALL_WINDOW, SMEM_PER_CTA, groups, variants
 
 QUERIES = 64  # rows of Q and dO of a tile in the kernel where keys stay
+FUSED: dict[int, dict[str, Any]] = {64: dict(helper=True, ahead=True), 128: dict()}  # by d, the fastest that was timed
 PADDING = 128  # positions between two sequences in the statistics: see prepare_kernel.py
 
 
@@ -99,9 +100,7 @@ class SinkBackwardSpec:
         mask = (dtype, d, packed, window is not None)
         if deterministic or small:
             return cls(*mask, fused=False, ahead=d == 64 and not small, skips=d == 64 and small)
-        if d == 64:
-            return cls(*mask, helper=True, ahead=True)
-        return cls(*mask)
+        return cls(*mask, **FUSED[d])
 
     def can_implement(self) -> list[str]:
         """Reasons, in words, why this kernel cannot be built; empty when it can."""

@@ -39,9 +39,13 @@ class EvidenceError(ValueError):
 
 
 def source_digest(root: pathlib.Path = ROOT) -> str:
-    """sha256 over the Python sources of `cute_kernels/` and `fp8_mla/`: sorted paths, each with its content."""
+    """sha256 over the Python sources of `cute_kernels/` and `fp8_mla/`: sorted paths, each with its content.
+
+    Without the cycle budget, which no kernel needs and whose constants come from the record.
+    """
     digest = hashlib.sha256()
-    files = sorted(path for package in SOURCE_PACKAGES for path in (root / package).rglob("*.py"))
+    found = (path for package in SOURCE_PACKAGES for path in (root / package).rglob("*.py"))
+    files = sorted(path for path in found if "budget" not in path.relative_to(root).parts)
     for path in sorted(files, key=lambda path: path.relative_to(root).as_posix()):
         for part in (path.relative_to(root).as_posix().encode(), path.read_bytes()):
             digest.update(len(part).to_bytes(8, "little") + part)  # lengths keep "a" + "bc" apart from "ab" + "c"

@@ -493,9 +493,17 @@ def test_sanitizer_outputs(tool, output, status, errors):
     assert bool(finding.reason) == (errors is None)
 
 
+def test_what_parts_of_the_calls_found_is_added_up():
+    found = [sanitize.Finding("racecheck", 2, output="a"), sanitize.Finding("racecheck", 0, output="b")]
+    assert sanitize.join("racecheck", found) == sanitize.Finding("racecheck", 2, output="a\nb")
+    unseen = sanitize.Finding("racecheck", None, "gqa: not done after 240 s")
+    assert sanitize.join("racecheck", [*found, unseen]).errors is None
+    assert sanitize.join("racecheck", [*found, unseen]).reason == "gqa: not done after 240 s"
+
+
 def test_a_missing_sanitizer_is_a_reason_and_no_zero(monkeypatch):
     monkeypatch.setattr(sanitize, "find_sanitizer", lambda: None)
-    finding = sanitize.run_tool("memcheck")
+    finding = sanitize.run_tool("memcheck", "mla")
     assert finding.errors is None
     record = gpu_check.sanitizer_record([finding, sanitize.Finding("racecheck", 0), sanitize.Finding("synccheck", 2)])
     assert record == {

@@ -401,13 +401,13 @@ def test_accuracy(decode, num_splits):
 
 @pytest.mark.parametrize("mode", ["sparse", "dense"])
 @pytest.mark.parametrize("num_splits", [1, 3])
-def test_no_bit_depends_on_the_exchange(mode, num_splits):
+def test_no_bit_depends_on_what_is_exchanged(mode, num_splits):
     if mode == "sparse":
         case = sparse(batch=3, h_q=128, s_q=2, topk=700, lengths="query", sink="finite", scales="mixed")
     else:
         case = dense(seqlens=[1, 0, 700, 65, 2048], h_q=128, s_q=2, sink="finite", scales="mixed")
     results = []
-    for exchange in EXCHANGES:
+    for exchange in ("codes", "values"):  # without an exchange operands change places, and scales meet V instead of P
         results.append(
             mla_fp8_decode(
                 case.q, case.kv_cache, **case.options(), num_splits=num_splits, exchange=exchange, return_lse=True

@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 from cute_kernels.sink.spec import DTYPES, ROWS, SMALL_WINDOW, SMEM_PER_CTA, groups, variants
 
 QUERIES = 64  # rows of Q and dO of a tile in the kernel where keys stay
-FUSED: dict[int, dict[str, Any]] = {64: dict(helper=True, ahead=True), 128: dict()}  # by d, the fastest that was timed
+FUSED: dict[int, dict[str, Any]] = {64: {"blocks": 2}, 128: {"pair": True}}  # by d, the fastest that was timed
 PADDING = 128  # positions between two sequences in the statistics: see prepare_kernel.py
 
 
@@ -79,15 +79,12 @@ class SinkBackwardSpec:
         apart. The fused way is ahead where more is multiplied for each sum in memory: 473 / 446 TFLOP/s with 32 and 8
         heads of 128 and a window of 4096, 465 / 437 without a window. The border between is not measured.
 
-        Milliseconds of the kernel, of 65,536 tokens, and of ways that are gone: dq added by each thread's instructions
-        where dS is stored (fused), or where queries are passed over by none (apart).
+        Milliseconds of the kernel, of 65,536 tokens; in turns: 128 keys and no helper.
 
-            64 and 8 heads of 64     s_k 16384                 helper, ahead 49.6, turns 54.8, fused 51.1
-                                     s_k 4096                  12.6, 14.0, 13.5
+            64 and 8 heads of 64     s_k 16384                 256 keys 46.1, 192 keys 46.7, helper and ahead 49.4
                                      s_k 16384, apart          ahead 32.3
                                      s_k 16384, window 128     apart, skips 0.98, apart 1.27
-            32 and 8 heads of 128    s_k 16384                 turns 44.2, fused 46.9
-                                     s_k 4096                  11.6, 12.4
+            32 and 8 heads of 128    s_k 16384                 pair 40.6, multicast 41.3, turns 43.9
 
         Args:
             dtype: of q, k and v, without "torch.".

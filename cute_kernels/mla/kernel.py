@@ -28,7 +28,7 @@ Roles (512 threads)           64 heads as columns                          64 he
   warpgroup 1                 scores, 136: 32 of S, 32 of a group's,       scores, 104: 32 of S, 32 of a group's,
                               24 of K, 16 codes; Q by TMA                  16 scales; Q by TMA, scales a tile ahead
   warpgroups 2, 3             values, 176: 128 of O, 8 of V, 16 codes      values, 168: 128 of O
-With 8 and 16 heads every thread keeps the 128 registers that it begins with.
+With 8 and 16 heads 40, 152 and 160 registers.
 
 Barriers                      arrivals per phase: columns                  rows
   q_full                      1 + 1152 bytes a head of TMA                 the same
@@ -74,7 +74,7 @@ from cute_kernels.mla.column_value_kernel import ColumnValues
 from cute_kernels.mla.gather_kernel import RowGatherer
 from cute_kernels.mla.producer_kernel import NOPE, STAGES, KeyProducer
 from cute_kernels.mla.score_kernel import ScoreWarpgroup
-from cute_kernels.mla.spec import ROLES, TOKENS_PER_TILE, WIDE, MlaDecodeSpec
+from cute_kernels.mla.spec import ROLES, TOKENS_PER_TILE, MlaDecodeSpec
 from cute_kernels.mla.tile_kernel import BAR_STORED, QK, layouts, shared_storage, start_q
 from cute_kernels.mla.value_kernel import ValueWarpgroups
 
@@ -229,7 +229,6 @@ class MlaDecodeKernel:
             cute.arch.cluster_arrive_relaxed()
             cute.arch.cluster_wait()
 
-        moves = const_expr(self.spec.heads == WIDE)  # registers from one warpgroup to another
         of_producer, of_scores, of_values = self.spec.registers
         merges = False
         if const_expr(self.spec.split):
@@ -244,8 +243,7 @@ class MlaDecodeKernel:
                 merge_ctas = merge_divisor.divisor
                 self.merge(smem, mPartial, mPartialLse, mSink, mOut, mLse, counter, place, part, merge_ctas, num_splits)
         elif warp_idx < 4:
-            if const_expr(moves):
-                cute.arch.setmaxregister_decrease(of_producer)
+            cute.arch.setmaxregister_decrease(of_producer)
             done = Int32(0)  # tiles of the items before
             for item in cutlass.range(block, items, decode_ctas, unroll=1):
                 work = self.locate(item, head_divisor, split_divisor, query_divisor)
@@ -264,9 +262,9 @@ class MlaDecodeKernel:
                         self.producer.fill(smem, *keys, done, count, page_divisor, rank, tidx)
                 done += count
         elif warp_idx < 8:
-            if const_expr(moves and of_scores < 128):
+            if const_expr(of_scores < 128):
                 cute.arch.setmaxregister_decrease(of_scores)
-            if const_expr(moves and of_scores > 128):
+            if const_expr(of_scores > 128):
                 cute.arch.setmaxregister_increase(of_scores)
             warp = warp_idx - 4
             if warp == 0:
@@ -297,8 +295,7 @@ class MlaDecodeKernel:
                     self.scores.score(smem, load_q, tQ, of_keys, scale_log2, done, count, *ahead)
                 done += count
         else:
-            if const_expr(moves):
-                cute.arch.setmaxregister_increase(of_values)
+            cute.arch.setmaxregister_increase(of_values)
             done = Int32(0)
             for item in cutlass.range(block, items, decode_ctas, unroll=1):
                 work = self.locate(item, head_divisor, split_divisor, query_divisor)

@@ -78,7 +78,7 @@ class MlaDecodeSpec:
         """Of a thread that brings keys, scores, adds values; the last one twice: 4 x 128, what 512 get at launch."""
         if not self.columns:
             return (72, 104, 168)
-        return (24, 136, 176) if self.heads == WIDE else (128, 128, 128)
+        return (24, 136, 176) if self.heads == WIDE else (40, 152, 160)
 
     @property
     def split(self) -> bool:
@@ -89,11 +89,10 @@ class MlaDecodeSpec:
     def expected(self) -> dict[str, Any]:
         """What the compiled kernel is held to."""
         sends = {"none": (), "codes": ("STAS",), "values": ("UBLKCP",)}[self.exchange]
-        moved = ("USETMAXREG",) if self.heads == WIDE else ()
         loads = "LDGSTS.E.BYPASS.128" if self.columns else "LDG.E.128"
         # with codes the producers' loads and sends leave up to nine of 72 registers too few
         stack = 32 if self.exchange == "codes" else 0
-        return {"registers": 128, "stack": stack, "instructions": ("HGMMA", "UTMALDG", loads, *moved, *sends)}
+        return {"registers": 128, "stack": stack, "instructions": ("HGMMA", "UTMALDG", "USETMAXREG", loads, *sends)}
 
 
 def shipped_specs() -> list[MlaDecodeSpec]:

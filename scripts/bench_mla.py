@@ -62,11 +62,15 @@ class DecodeBench:
         return f"mla_fp8_decode {self.mode} {self.batch}x{self.h_q}x{self.s_q} {keys} {self.keys}"
 
     @property
+    def sizes(self) -> dict[str, int]:
+        """As the planner and the cycle budget take them."""
+        return {"batch": self.batch, "h_q": self.h_q, "s_q": self.s_q}
+
+    @property
     def key(self) -> dict[str, Any]:
         """What names the case in a results file."""
         keys = "topk" if self.mode == "sparse" else "s_k"
-        sizes = {"batch": self.batch, "h_q": self.h_q, "s_q": self.s_q, keys: self.keys}
-        return {"op": "mla_fp8_decode", "mode": self.mode, **sizes}
+        return {"op": "mla_fp8_decode", "mode": self.mode, **self.sizes, keys: self.keys}
 
     @property
     def tokens_read(self) -> int:
@@ -120,16 +124,14 @@ DECODE_CASES = (
 
 def plan(bench: DecodeBench, sms: int) -> DecodePlan:
     """How the planner cuts a case on a card with so many SMs."""
-    sizes = {"batch": bench.batch, "s_q": bench.s_q, "h_q": bench.h_q}
-    return plan_decode(sparse=bench.mode == "sparse", max_keys=bench.keys, num_sms=sms, **sizes)
+    return plan_decode(sparse=bench.mode == "sparse", max_keys=bench.keys, num_sms=sms, **bench.sizes)
 
 
 def launch(bench: DecodeBench, sms: int) -> model.MlaLaunch:
     """The same as the cycle budget takes it."""
     made = plan(bench, sms)
-    sizes = {"batch": bench.batch, "s_q": bench.s_q, "h_q": bench.h_q}
     cut = {"num_splits": made.num_splits, "ctas": made.ctas, "tiles_per_split": made.tiles_per_split}
-    return model.mla_launch(mode=bench.mode, **sizes, **cut)
+    return model.mla_launch(mode=bench.mode, **bench.sizes, **cut)
 
 
 def built(bench: DecodeBench, sms: int) -> MlaVariant:

@@ -141,12 +141,12 @@ class RoutingBench:
     @property
     def key(self) -> dict[str, Any]:
         """What names the case in a results file."""
-        return {"op": "sink_attention", "pass": "routing", **self.sizes, "batch": self.batch}
+        return {"op": "sink_attention", "pass": "routing", **self.sizes, "s_k": self.s_k, "batch": self.batch}
 
     @property
     def sizes(self) -> dict[str, Any]:
-        """As `route` takes them, and the keys."""
-        return {"s_q": self.s_q, "s_k": self.s_k, "h_q": self.h_q, "h_kv": self.h_kv, "d": self.d}
+        """As `route` takes them."""
+        return {"s_q": self.s_q, "h_q": self.h_q, "h_kv": self.h_kv, "d": self.d}
 
     @property
     def name(self) -> str:
@@ -363,8 +363,7 @@ def run_routing(bench: RoutingBench, ceilings: Mapping[str, float], device: str 
     for name, calls in ways.items():
         out, lse = calls[0]()
         checks.append(expected.check_forward(out, lse, name=name))
-    sizes = {name: size for name, size in bench.sizes.items() if name != "s_k"}
-    chosen = route(**sizes, dtype="bfloat16")
+    chosen = route(**bench.sizes, dtype="bfloat16")
 
     def measure() -> dict[str, Any]:
         timings = {name: time_graph(calls, clock=False) for name, calls in ways.items()}

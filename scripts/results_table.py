@@ -7,6 +7,7 @@ A pair of markers, `<!-- results:mla:begin -->` and `<!-- results:mla:end -->`, 
 
     run           the card, the versions, tests and ceilings
     mla           FP8 MLA decoding, its append, the merge
+    crossover     its cases with each exchange forced
     gqa           every case of GQA decoding and of its append
     gqa-summary   those cases of GQA decoding that have to reach a number
     sink          every case of sink attention
@@ -85,9 +86,8 @@ def _crossover(record: Record) -> list[str]:
         times = case.get("exchange_us")
         if times:
             keys = f"topk {case['topk']}" if case["mode"] == "sparse" else f"{case['s_k']} keys"
-            size = f"{case['mode']}, {case['batch']} x {case['h_q']} x {case['s_q']}, {keys}"
             shown = [_short(times[exchange]) for exchange in ("none", "codes", "values")]
-            rows.append([size, *shown, f"{times['none'] / times['values']:.2f}"])
+            rows.append([f"{case['mode']}, {_queries(case)}, {keys}", *shown, f"{times['none'] / times['values']:.2f}"])
     header = ["batch x heads x s_q", "each gathers all, us", "codes, us", "values, us", "gain of values"]
     return _markdown(header, rows)
 
@@ -220,7 +220,7 @@ def _decode_table(mode: str, keys: str, cases: Iterable[dict[str, Any]]) -> list
     header += [f"{peer}, us", "its time / ours", "relative error", "lse error"]
     rows = []
     for case in cases:
-        name = f"{case['batch']} x {case['h_q']} x {case['s_q']}"
+        name = _queries(case)
         errors = [_scientific(case.get("rel_err")), _scientific(case.get("lse_err"))]
         if "failed" in case:
             rows.append([name, _plain(case[keys]), "check failed", *[MISSING] * 5, *errors])
@@ -232,6 +232,11 @@ def _decode_table(mode: str, keys: str, cases: Iterable[dict[str, Any]]) -> list
         peer_cells = [_short(other.get("us")) + note, _ratio(other)]
         rows.append([name, _plain(case[keys]), _short(case["us"]), spread, *rates, *peer_cells, *errors])
     return _markdown(header, rows)
+
+
+def _queries(case: Case) -> str:
+    """Batch x heads x s_q."""
+    return f"{case['batch']} x {case['h_q']} x {case['s_q']}"
 
 
 def _gqa_table(cases: Iterable[Case]) -> list[str]:

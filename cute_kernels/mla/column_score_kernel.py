@@ -21,7 +21,7 @@ from cute_kernels.mla.column_tile_kernel import (
 from cute_kernels.mla.producer_kernel import COLUMNS, GROUP, GROUPS, NOPE, ROPE
 from cute_kernels.mla.score_kernel import EXPONENTS, LARGEST, SMALLEST, max_magnitudes
 from cute_kernels.mla.spec import COLUMN_WEIGHT, EVENTS, ROLES, TOKENS_PER_TILE, MlaDecodeSpec
-from cute_kernels.mla.tile_kernel import BAR_OWNER, prefetch_q, start_q
+from cute_kernels.mla.tile_kernel import BAR_OWNER, place_of_weight, prefetch_q, start_q
 
 PIECES = NOPE // 32  # of 32 columns, which are multiplied while the next ones are made
 OPERANDS = 3  # pieces in registers: one is multiplied while one is made, and the one before is waited for
@@ -378,9 +378,7 @@ class ColumnScores:
             weight = scale[r] * COLUMN_WEIGHT
             inside = weight == 0.0 or (weight >= SMALLEST_WEIGHT and weight < LARGEST_WEIGHT)
             weight = Float32(cutlass.select_(inside, weight, Float32(-1.0)))
-            # the order of `tile_kernel.weights`
-            place = token // 32 * 32 + token % 8 // 2 * 8 + token // 16 % 2 * 4 + token // 8 % 2 * 2 + token % 2
-            sWeight[place, buffer * GROUPS + group] = weight.to(Float16)
+            sWeight[place_of_weight(token), buffer * GROUPS + group] = weight.to(Float16)
 
     # ---- softmax
 

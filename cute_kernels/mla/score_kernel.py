@@ -15,6 +15,7 @@ from cute_kernels.mla.tile_kernel import (
     P_SHIFT,
     handed_over,
     layouts,
+    place_of_weight,
     row_states,
     scales,
     start_q,
@@ -202,8 +203,7 @@ class ScoreWarpgroup:
         of_keys = cute.make_layout((TOKENS_PER_TILE, GROUPS, STAGES))
         sScale = cute.make_tensor(smem.scale.data_ptr(), of_keys)
         sWeight = cute.make_tensor(smem.weight.data_ptr(), of_keys)
-        # the order of `tile_kernel.weights`
-        place = token // 32 * 32 + token % 8 // 2 * 8 + token // 16 % 2 * 4 + token // 8 % 2 * 2 + token % 2
+        place = place_of_weight(token)
         for i in cutlass.range_constexpr(2):
             weight = found[i] * WEIGHT
             inside = weight == 0.0 or (weight >= 2.0**-14 and weight < 2.0)

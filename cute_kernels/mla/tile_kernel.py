@@ -115,6 +115,11 @@ def weights(smem, stage: Int32, group, tid: Int32) -> cute.Tensor:
     return cute.make_tensor(pointer, cute.make_layout((8, 2), stride=(1, TOKENS_PER_TILE // 2)))
 
 
+def place_of_weight(token):
+    """Where `weights` has that of a key of a tile."""
+    return token // 32 * 32 + token % 8 // 2 * 8 + token // 16 % 2 * 4 + token // 8 % 2 * 2 + token % 2
+
+
 def handed_over(smem, stage: Int32, tid: Int32) -> cute.Tensor:
     """A thread's fragment of P of the tile in a stage, over its rope block: (8, 64 / 16) float16.
 

@@ -291,18 +291,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
             findings.extend(sanitize.run_tools())
             progress.say("compute-sanitizer is done")
 
-    progress.say("tests/gpu, compute-sanitizer")
+    def beside_tests() -> None:
+        """What needs the host more than the GPU."""
+        with ThreadPoolExecutor(1) as pool:
+            specs = [*(bench.spec for bench in bench_gqa.DECODE_CASES), *bench_sink.specs()]
+            kernels = pool.submit(precompile, specs, processes=4)  # the tests have most of the cores
+            run_sanitizer()
+            kernels.result()
+
+    progress.say("tests/gpu; beside them compute-sanitizer, kernels of the benchmarks")
     if options.skip_tests:
-        run_sanitizer()
+        beside_tests()
     else:
-        tests = run_tests(beside=run_sanitizer)
+        tests = run_tests(beside=beside_tests)
     for finding in findings:
         if finding.errors != 0:
             print(f"{finding.tool}: {finding.reason or finding.errors}\n{finding.output[-2000:]}", flush=True)
     if findings:
         sanitizer = sanitizer_record(findings)
-    with progress.step("kernels of the benchmarks"):
-        precompile([*(bench.spec for bench in bench_gqa.DECODE_CASES), *bench_sink.specs()])
     with progress.step("ceilings"):
         ceilings = measure_ceilings()
     benches, tokens = select_benches(options.quick, options.only)

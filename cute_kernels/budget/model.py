@@ -104,7 +104,7 @@ def predict_mla(launch: MlaLaunch, variant: MlaVariant = MLA_BUILT, rates: Rates
     of_token = budget(variant, rates, launch.readers)
     waves = math.ceil(launch.ctas / rates.sms)
     tiles_us = waves * rates.us(launch.tiles * TOKENS_PER_TILE * of_token.cycles)
-    ctas_us = waves * rates.us(variant.cta_cycles)
+    ctas_us = rates.us(waves * variant.cta_cycles + variant.start_cycles)
     merge_us = 0.0
     if launch.splits > 1:  # partials of float32 are written once and read once
         merge_us = MERGE_US + rates.copy_us(2 * launch.splits * launch.rows * NOPE_DIM * 4)
@@ -141,9 +141,9 @@ def spread_cycles(us: float, sm_mhz: float, tokens: float, sms: int) -> float:
 def calibrate(
     long: tuple[MlaLaunch, float], short: tuple[MlaLaunch, float], rates: Rates = H200
 ) -> tuple[float, float]:
-    """(latency_cycles, cta_cycles) of a kernel that takes turns, from two launches without splits and their times.
+    """(latency_cycles, cta_cycles) of the built kernel, from two launches without splits and their times.
 
-    Two numbers from two measurements; all other cases are predictions.
+    Two numbers from two measurements, given its `start_cycles`; all other cases are predictions.
 
     Args:
         long: a launch whose CTAs have many tiles, and its microseconds.
@@ -154,7 +154,8 @@ def calibrate(
     for launch, us in (long, short):
         if launch.splits != 1:
             raise ValueError(f"splits: got {launch.splits}, needs a launch without")
-        points.append((launch.tiles * TOKENS_PER_TILE, us * rates.sm_mhz / math.ceil(launch.ctas / rates.sms)))
+        cycles = us * rates.sm_mhz - MLA_BUILT.start_cycles
+        points.append((launch.tiles * TOKENS_PER_TILE, cycles / math.ceil(launch.ctas / rates.sms)))
     (tokens, cycles), (fewer_tokens, fewer_cycles) = points
     if tokens <= fewer_tokens:
         raise ValueError(f"long: its CTAs have {tokens} tokens, needs more than the {fewer_tokens} of short")

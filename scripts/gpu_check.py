@@ -4,10 +4,12 @@
     python scripts/gpu_check.py --quick               few benchmark cases
     python scripts/gpu_check.py --only 'dense 1'      benchmark cases whose name matches
     python scripts/gpu_check.py --skip-tests --skip-sanitizer
+    python scripts/gpu_check.py --skip-benchmarks --keep build/gpu_check_partial.json      all, in two runs
 
 Two steps: tests/gpu, with every kernel under compute-sanitizer beside them; the benchmarks, each with its own
 correctness check. A case whose check fails is recorded with its errors and without a speed. A run that leaves something
-out is written below build/, not over the record, unless --out says where. Exit status 1 when a test, a sanitizer or a
+out is written below build/, not over the record, unless --out says where, or another run on the same card with the same
+sources and versions has it (--keep). Exit status 1 when a test, a sanitizer or a
 check failed.
 """
 
@@ -266,12 +268,33 @@ def card_slug(card: str) -> str:
     return (model.group() if model else card.replace(" ", "_")).lower()
 
 
+def completed(record: dict[str, Any], kept: dict[str, Any]) -> dict[str, Any]:
+    """A record with the tests, sanitizers or benchmarks that it lacks, as another one has them.
+
+    Raises:
+        ValueError: that one is of another card, or of other sources or versions.
+    """
+    for key in ("source_digest", "card", "driver", "torch", "cutlass_dsl"):
+        if kept[key] != record[key]:
+            raise ValueError(f"--keep: got {key} {kept[key]!r}, needs that of this run, {record[key]!r}")
+    tests = dict(kept["tests"] if record["tests"]["passed"] is None else record["tests"])
+    sanitizers = [one["tests"]["sanitizer"] for one in (record, kept)]
+    ran = any(sanitizers[0][tool] is not None for tool in evidence.SANITIZER_TOOLS)
+    whole = {**record, "tests": {**tests, "sanitizer": sanitizers[0] if ran else sanitizers[1]}}
+    if not record["cases"]:
+        whole.update(cases=kept["cases"], ceilings=kept["ceilings"])
+    evidence.validate(whole)
+    return whole
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="few benchmark cases")
     parser.add_argument("--only", metavar="REGEX", help="benchmark cases whose name matches")
     parser.add_argument("--skip-tests", action="store_true")
     parser.add_argument("--skip-sanitizer", action="store_true")
+    parser.add_argument("--skip-benchmarks", action="store_true")
+    parser.add_argument("--keep", metavar="RECORD", type=pathlib.Path, help="which has what this run leaves out")
     parser.add_argument("--out", type=pathlib.Path, help="default: results/<card>.json, below build/ for a partial run")
     options = parser.parse_args(arguments)
 
@@ -280,6 +303,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"gpu_check needs an SM90 GPU (Hopper, compute capability 9.0); found {found}", file=sys.stderr)
         return 2
 
+    kept = None if options.keep is None else evidence.read(options.keep)
     progress = Progress()
     digest = evidence.source_digest()
     tests: dict[str, Any] = {"passed": None, "failed": None, "skipped": None}
@@ -295,6 +319,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         """What needs the host more than the GPU."""
         with ThreadPoolExecutor(1) as pool:
             specs = [*(bench.spec for bench in bench_gqa.DECODE_CASES), *bench_sink.specs()]
+            if options.skip_benchmarks:
+                specs = []
             kernels = pool.submit(precompile, specs, processes=4)  # the tests have most of the cores
             run_sanitizer()
             kernels.result()
@@ -311,7 +337,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sanitizer = sanitizer_record(findings)
     with progress.step("ceilings"):
         ceilings = measure_ceilings()
-    benches, tokens = select_benches(options.quick, options.only)
+    benches, tokens = ([], 0) if options.skip_benchmarks else select_benches(options.quick, options.only)
     progress.say(
         f"{len(benches)} benchmark cases, MLA over a cache of {tokens * bench_mla.TOKEN_BYTES / 2**30:.1f} GiB"
     )
@@ -327,7 +353,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         ceilings=ceilings,
         cases=cases,
     )
-    partial = options.quick or options.only is not None or options.skip_tests or options.skip_sanitizer
+    partial = options.quick or options.only is not None
+    if kept is None:
+        partial = partial or options.skip_tests or options.skip_sanitizer or options.skip_benchmarks
+    else:
+        record = completed(record, kept)
+        tests, sanitizer, ceilings, cases = (
+            record["tests"],
+            record["tests"]["sanitizer"],
+            record["ceilings"],
+            record["cases"],
+        )
     out = options.out or (PARTIAL_RESULT if partial else ROOT / "results" / f"{card_slug(record['card'])}.json")
     evidence.write(record, out)
 

@@ -339,6 +339,22 @@ def test_the_plots_are_the_same_for_the_same_record(tmp_path):
 # --- gpu_check and sanitize
 
 
+def test_a_record_may_come_from_two_runs():
+    whole = some_record()
+    tools = dict.fromkeys(evidence.SANITIZER_TOOLS)
+    nothing = {"passed": None, "failed": None, "skipped": None, "sanitizer": {**tools, "reasons": {"all": "left out"}}}
+    of_tests = {**whole, "cases": [], "ceilings": {**whole["ceilings"], "read_GBps": 1.0}, "date": "2026-01-03"}
+    of_benchmarks = {**whole, "tests": nothing}
+    assert gpu_check.completed(of_tests, of_benchmarks) == {**whole, "date": "2026-01-03"}
+    assert gpu_check.completed(of_benchmarks, of_tests) == whole
+    only_counts = {**of_tests, "tests": {**whole["tests"], "sanitizer": nothing["sanitizer"]}}
+    other_counts = {**whole, "tests": {**whole["tests"], "passed": 1}}
+    assert gpu_check.completed(only_counts, other_counts) == {**whole, "date": "2026-01-03"}
+    for key in ("source_digest", "card", "driver", "torch", "cutlass_dsl"):
+        with pytest.raises(ValueError, match=f"--keep: got {key} 'another'"):
+            gpu_check.completed(of_tests, {**of_benchmarks, key: "another"})
+
+
 def test_gpu_check_refuses_other_machines(monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert gpu_check.main([]) == 2

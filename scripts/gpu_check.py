@@ -36,6 +36,7 @@ sys.path.insert(0, str(ROOT))  # runs from a checkout, installed or not
 
 import torch  # noqa: E402
 
+from cute_kernels.mla import spec as mla_spec  # noqa: E402
 from cute_kernels.runtime.arch import is_sm90  # noqa: E402
 from cute_kernels.runtime.compile import precompile  # noqa: E402
 from cute_kernels.testing import evidence  # noqa: E402
@@ -318,10 +319,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     def beside_tests() -> None:
         """What needs the host more than the GPU."""
         with ThreadPoolExecutor(1) as pool:
-            specs = [*(bench.spec for bench in bench_gqa.DECODE_CASES), *bench_sink.specs()]
-            if options.skip_benchmarks:
-                specs = []
-            kernels = pool.submit(precompile, specs, processes=4)  # the tests have most of the cores
+            specs: list[Any] = []
+            if not options.skip_benchmarks:
+                gqa = [bench.spec for bench in bench_gqa.DECODE_CASES]
+                specs = [*gqa, *bench_sink.specs(), *mla_spec.shipped_specs()]
+            processes = None if options.skip_tests else 4  # the tests have most of the cores
+            kernels = pool.submit(precompile, specs, processes)
             run_sanitizer()
             kernels.result()
 

@@ -9,8 +9,7 @@
 Two steps: tests/gpu, with every kernel under compute-sanitizer beside them; the benchmarks, each with its own
 correctness check. A case whose check fails is recorded with its errors and without a speed. A run that leaves something
 out is written below build/, not over the record, unless --out says where, or another run on the same card with the same
-sources and versions has it (--keep). Exit status 1 when a test, a sanitizer or a
-check failed.
+sources and versions has it (--keep). Exit status 1 when a test, a sanitizer or a check failed.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 from xml.etree import ElementTree
@@ -269,15 +268,20 @@ def card_slug(card: str) -> str:
     return (model.group() if model else card.replace(" ", "_")).lower()
 
 
+def require_same(kept: dict[str, Any], here: Mapping[str, Any]) -> None:
+    """Raises a ValueError where a record is of another card, or of other sources or versions, than this run."""
+    for key in ("source_digest", "card", "driver", "torch", "cutlass_dsl"):
+        if kept[key] != here[key]:
+            raise ValueError(f"--keep: got {key} {kept[key]!r}, needs that of this run, {here[key]!r}")
+
+
 def completed(record: dict[str, Any], kept: dict[str, Any]) -> dict[str, Any]:
     """A record with the tests, sanitizers or benchmarks that it lacks, as another one has them.
 
     Raises:
-        ValueError: that one is of another card, or of other sources or versions.
+        ValueError: as `require_same`.
     """
-    for key in ("source_digest", "card", "driver", "torch", "cutlass_dsl"):
-        if kept[key] != record[key]:
-            raise ValueError(f"--keep: got {key} {kept[key]!r}, needs that of this run, {record[key]!r}")
+    require_same(kept, record)
     tests = dict(kept["tests"] if record["tests"]["passed"] is None else record["tests"])
     sanitizers = [one["tests"]["sanitizer"] for one in (record, kept)]
     ran = any(sanitizers[0][tool] is not None for tool in evidence.SANITIZER_TOOLS)
@@ -304,9 +308,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"gpu_check needs an SM90 GPU (Hopper, compute capability 9.0); found {found}", file=sys.stderr)
         return 2
 
-    kept = None if options.keep is None else evidence.read(options.keep)
     progress = Progress()
     digest = evidence.source_digest()
+    kept = None if options.keep is None else evidence.read(options.keep)
+    if kept is not None:  # now, and not when all has run
+        require_same(kept, {**evidence.machine(), "source_digest": digest})
     tests: dict[str, Any] = {"passed": None, "failed": None, "skipped": None}
     sanitizer: dict[str, Any] = {**dict.fromkeys(evidence.SANITIZER_TOOLS), "reasons": {"all": "left out of this run"}}
     findings: list[sanitize.Finding] = []

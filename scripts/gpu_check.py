@@ -362,17 +362,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         ceilings=ceilings,
         cases=cases,
     )
-    partial = options.quick or options.only is not None
-    if kept is None:
-        partial = partial or options.skip_tests or options.skip_sanitizer or options.skip_benchmarks
-    else:
+    if kept is not None:
         record = completed(record, kept)
-        tests, sanitizer, ceilings, cases = (
-            record["tests"],
-            record["tests"]["sanitizer"],
-            record["ceilings"],
-            record["cases"],
-        )
+    tests, cases = record["tests"], record["cases"]
+    sanitizer, ceilings = tests["sanitizer"], record["ceilings"]
+    partial = options.quick or options.only is not None or (options.skip_sanitizer and kept is None)
+    partial = partial or tests["passed"] is None or not cases
     out = options.out or (PARTIAL_RESULT if partial else ROOT / "results" / f"{card_slug(record['card'])}.json")
     evidence.write(record, out)
 

@@ -114,8 +114,9 @@ class MlaVariant:
 
     def _smem_bytes(self) -> float:
         """Bytes of a token through the port of shared memory."""
-        if self.columns:  # the row written, and read for both products; Q and P read once for 64 keys or values
-            return TOKEN_BYTES + OPERAND_BYTES - NOPE_DIM + NOPE_DIM + 2 * WIDE * (QK_DIM + NOPE_DIM) / TOKENS_PER_TILE
+        if self.columns:  # the row written; codes read for both products; Q and P read once for 64 keys or values
+            read = 2 * NOPE_DIM + 2 * ROPE_DIM
+            return TOKEN_BYTES + read + 2 * WIDE * (QK_DIM + NOPE_DIM) / TOKENS_PER_TILE
         # m64n64k16 with both operands there: 2 KB of Q and 2 KB of K, 36 times a tile
         qk = (2048 + 2048) * (QK_DIM // 16) / TOKENS_PER_TILE
         pv = 2 * NOPE_DIM  # each value once; P of the own tiles comes from registers
@@ -131,8 +132,8 @@ class MlaVariant:
 
 
 # `model.calibrate` gives both numbers of each from batch 128, 128 heads, s_q 2, topk 2048 (4 waves of 32 tiles) and
-# s_q 4, topk 512 (8 waves of 8 tiles): 336.6 and 203.5 us without a cluster, 378.4 and 229.0 us with the crossover of
-# values.
+# s_q 4, topk 512 (8 waves of 8 tiles): 336.6 and 203.5 us without a cluster, and, in an earlier run, 380.4 and 230.8 us
+# with the crossover of values.
 # A launch of one wave (64 x 128 x 1, topk 2048) takes START_CYCLES more than those two leave it.
 LATENCY_CYCLES, CTA_CYCLES, START_CYCLES = 40.9, 10_798.5, 10_000.0
 COLUMNS = MlaVariant(

@@ -59,6 +59,12 @@ def exponent(x: Float32) -> Int32:
     return (x.bitcast(Int32) >> 23) - 127
 
 
+@cute.jit
+def unit(peak: Float32) -> Float32:
+    """What numbers up to `peak` are kept times as float16: a power of two, that divides them to below 2^15."""
+    return power_of_two(cutlass.min(cutlass.max(exponent(peak), -112), 127) - 14)
+
+
 def power_of_two(n: Int32) -> Float32:
     """2^n for n from -126 to 127."""
     return ((n + 127) << 23).bitcast(Float32)

@@ -109,19 +109,20 @@ class MergeKernel:
         batch_seq, head = divmod(cutlass.min(row, rows - 1), divisors[0])
         batch, seq = divmod(batch_seq, divisors[1])
         smem = SmemAllocator()
-        weights = smem.allocate_array(Float32, spec.chunk * spec.rows_per_cta, byte_alignment=16)
+        weights = smem.allocate_array(Float32, spec.weight_floats * spec.rows_per_cta, byte_alignment=16)
         sums = None
         if const_expr(spec.groups > 1):
             count = spec.vector * spec.lanes * spec.vectors * (spec.groups - 1) * spec.rows_per_cta
             sums = smem.allocate_array(Float32, count, byte_alignment=16)
         place = (batch, seq, head)
-        self.merge_row(mOuts, mLses, mSink, mOut, mLse, weights, sums, place, row < rows, tid, row_in_cta)
+        self.merge_row(mOuts, mLses, None, mSink, mOut, mLse, weights, sums, place, row < rows, tid, row_in_cta)
 
     @cute.jit
     def merge_row(
         self,
         mOuts: cute.Tensor,
         mLses: cute.Tensor,
+        mUnits,
         mSink,
         mOut: cute.Tensor,
         mLse,
@@ -134,7 +135,8 @@ class MergeKernel:
     ):
         """Merges the row at `place` (batch, seq, head) with `lanes` x `groups` threads; the whole CTA takes part.
 
-        `weights` is shared memory for chunk float32 a row, `sums` for the groups' sums (None with one group).
+        `weights` is shared memory for weight_floats float32 a row, `sums` for the groups' sums (None with one group).
+        `mUnits` (n, b, s, h, d / 64) is None where states have no units.
         Threads of a row that is not `valid` do the same for a row that exists and store nothing.
         """
         spec = self.spec
@@ -142,7 +144,8 @@ class MergeKernel:
         threads_per_row = const_expr(spec.lanes * spec.groups)
         group = tid // spec.lanes % spec.groups
         lane = tid % spec.lanes
-        sWeight = cute.make_tensor(weights + row_in_cta * spec.chunk, cute.make_layout(spec.chunk))
+        of_weights = cute.make_layout((spec.units_of_row, spec.chunk))
+        sWeight = cute.make_tensor(weights + row_in_cta * spec.weight_floats, of_weights)
         acc = cute.make_rmem_tensor((spec.vector, spec.vectors), Float32)
         acc.fill(0.0)
         num_states = Int32(mLses.shape[0])
@@ -150,6 +153,10 @@ class MergeKernel:
         lse_stride = Int64(mLses.stride[0]) * const_expr(Float32.width // 8)
         outs_row = _row_address(mOuts, 0, batch, seq, head) + Int64(lane) * VECTOR_BYTES
         outs_stride = Int64(mOuts.stride[0]) * const_expr(self.in_dtype.width // 8)
+        units_row, units_stride = Int64(0), Int64(0)
+        if const_expr(spec.units):
+            units_row = _row_address(mUnits, 0, batch, seq, head)
+            units_stride = Int64(mUnits.stride[0]) * const_expr(Float32.width // 8)
 
         sink = -Float32.inf
         if const_expr(spec.has_sink):
@@ -159,7 +166,11 @@ class MergeKernel:
         weight_lane = tid % threads_per_row
         weighs = weight_lane < spec.weight_lanes
         shift, scale = Float32(0.0), Float32(0.0)
+        units = cute.make_rmem_tensor((4, -(-spec.units_of_row // 4), spec.chunk // spec.weight_lanes), Float32)
+        units.fill(1.0)
         if weighs:
+            if const_expr(spec.units):  # in flight together with the log-sum-exps
+                self._load_units(units, units_row, units_stride, Int32(0), num_states, weight_lane)
             shift, total = self._softmax_statistics(lse_row, lse_stride, num_states, weight_lane)
             denominator = total
             if const_expr(spec.has_sink):
@@ -180,7 +191,14 @@ class MergeKernel:
                     weight = cute.math.exp2((lses[i] - shift) * LOG2_E, fastmath=True) * scale
                     # Exactly 0 even where another state's NaN made the scale NaN: there may be no such state to read.
                     weight = cutlass.select_(lses[i] == -Float32.inf, Float32(0.0), weight)
-                    sWeight[weight_lane + i * spec.weight_lanes] = weight
+                    for b in cutlass.range_constexpr(spec.units_of_row):
+                        of_unit = weight * units[b % 4, b // 4, i]
+                        # an empty state has no unit either
+                        sWeight[b, weight_lane + i * spec.weight_lanes] = cutlass.select_(
+                            weight == 0.0, weight, of_unit
+                        )
+                if const_expr(spec.units):
+                    self._load_units(units, units_row, units_stride, first + spec.chunk, num_states, weight_lane)
             self._sync()
             stop = cutlass.min(num_states - first, spec.chunk)
             for state in cutlass.range(0, stop, spec.unroll * spec.groups, unroll=1):
@@ -190,14 +208,15 @@ class MergeKernel:
 
         # ---- the groups' sums, in the order of the groups
         if const_expr(spec.groups > 1):
-            shape = (spec.vector, spec.lanes, spec.vectors, spec.groups - 1, spec.rows_per_cta)
-            sSum = cute.make_tensor(sums, cute.make_ordered_layout(shape, order=(0, 1, 2, 3, 4)))
+            shape = (spec.vector, spec.lanes, spec.vectors, spec.groups - 1)
+            of_row = sums + row_in_cta * const_expr(math.prod(shape))
+            sSum = cute.make_tensor(of_row, cute.make_ordered_layout(shape, order=(0, 1, 2, 3)))
             if group > 0:
-                cute.autovec_copy(acc, sSum[None, lane, None, group - 1, row_in_cta])
+                cute.autovec_copy(acc, sSum[None, lane, None, group - 1])
             self._sync()
             other = cute.make_rmem_tensor((spec.vector, spec.vectors), Float32)
             for g in cutlass.range_constexpr(spec.groups - 1):
-                cute.autovec_copy(sSum[None, lane, None, g, row_in_cta], other)
+                cute.autovec_copy(sSum[None, lane, None, g], other)
                 acc.store(acc.load() + other.load())
 
         if valid and group == 0:
@@ -241,12 +260,13 @@ class MergeKernel:
         """Adds weight x values of the states `state`, `state` + groups, ...; `address` is this lane's in the first."""
         spec = self.spec
         raw = cute.make_rmem_tensor((4, spec.vectors, spec.unroll), Int32)
-        weight = cute.make_rmem_tensor((spec.unroll,), Float32)
+        weight = cute.make_rmem_tensor((spec.vectors, spec.unroll), Float32)
         for u in cutlass.range_constexpr(spec.unroll):
-            # states beyond the last one are in the chunk as well, with weight 0
-            weight[u] = weights[state + u * spec.groups]
             for v in cutlass.range_constexpr(spec.vectors):
-                wanted = weight[u] != 0.0 and self._in_row(lane, v)
+                # states beyond the last one are in the chunk as well, with weight 0
+                block = (lane + v * spec.lanes) // (spec.d // spec.vector // spec.units_of_row)
+                weight[v, u] = weights[block if const_expr(spec.units) else 0, state + u * spec.groups]
+                wanted = weight[v, u] != 0.0 and self._in_row(lane, v)
                 at = address + Int64(u * spec.groups) * stride + v * spec.lanes * VECTOR_BYTES
                 words = _load16_or_zero(at, wanted)
                 for w in cutlass.range_constexpr(4):
@@ -255,7 +275,21 @@ class MergeKernel:
             for v in cutlass.range_constexpr(spec.vectors):
                 values = cute.recast_tensor(raw[None, v, u], self.in_dtype).load().to(Float32)
                 for i in cutlass.range_constexpr(spec.vector):
-                    acc[i, v] += weight[u] * values[i]
+                    acc[i, v] += weight[v, u] * values[i]
+
+    @cute.jit
+    def _load_units(
+        self, units: cute.Tensor, row: Int64, stride: Int64, first: Int32, num_states: Int32, weight_lane: Int32
+    ):
+        """The units (4, units / 4, states of a thread) of the chunk that starts at state `first`."""
+        spec = self.spec
+        words = cute.recast_tensor(units, Int32)
+        for i in cutlass.range_constexpr(spec.chunk // spec.weight_lanes):
+            state = first + weight_lane + i * spec.weight_lanes
+            for j in cutlass.range_constexpr(spec.units_of_row // 4):
+                four = _load16_or_zero(row + Int64(state) * stride + j * VECTOR_BYTES, state < num_states)
+                for w in cutlass.range_constexpr(4):
+                    words[w, j, i] = four[w]
 
     @cute.jit
     def _store(self, acc: cute.Tensor, out_row: Int64, lane: Int32):

@@ -7,6 +7,7 @@ ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
 MAX_D = 512
 
 VECTOR_BYTES = 16  # of a load
+UNIT_VALUES = 64  # neighbours that share a unit, where states have units
 LOADS_IN_FLIGHT = 8  # 16-byte loads of a thread: 32 registers
 MIN_THREADS = 128
 MAX_LANES = 128
@@ -32,6 +33,7 @@ class MergeSpec:
     lanes      threads across a row; a power of two up to 128
     groups     of such threads that share the states of one row among them; a power of two
     loads      16-byte loads that a thread has in flight
+    units      64 neighbouring values of a state are kept divided by a float32, their unit, so that float16 holds them
     """
 
     d: int
@@ -42,6 +44,7 @@ class MergeSpec:
     lanes: int
     groups: int = 1
     loads: int = LOADS_IN_FLIGHT
+    units: bool = False
 
     kernel: ClassVar[str] = "cute_kernels.merge.kernel:MergeKernel"
 
@@ -95,6 +98,8 @@ class MergeSpec:
         for name, value, limit in (("lanes", self.lanes, MAX_LANES), ("groups", self.groups, MAX_GROUPS)):
             if not 1 <= value <= limit or value & (value - 1):
                 reasons.append(f"{name} is {value}; it is a power of two up to {limit}")
+        if self.units and self.d % (4 * UNIT_VALUES):
+            reasons.append(f"d is {self.d}; with units it is a multiple of {4 * UNIT_VALUES}")
         if not reasons and self.vectors > self.loads:
             reasons.append(f"{self.lanes} lanes leave {self.vectors} vectors to each; {self.loads} are in flight")
         return reasons
@@ -128,6 +133,16 @@ class MergeSpec:
     def chunk(self) -> int:
         """States whose weights a row holds in shared memory at a time."""
         return max(4 * self.weight_lanes, self.unroll * self.groups, 32)
+
+    @property
+    def units_of_row(self) -> int:
+        """Units of a state; 1 if it has none."""
+        return self.d // UNIT_VALUES if self.units else 1
+
+    @property
+    def weight_floats(self) -> int:
+        """Float32 numbers of shared memory for the weights of a row: each times each unit."""
+        return self.chunk * self.units_of_row
 
     @property
     def unroll(self) -> int:

@@ -17,57 +17,61 @@ P_SHIFT = 7.0  # P is 2^7 for a key that meets the base of its head, and float16
 MAX_GROWTH = 8.0  # of a score over the base, in units of log2, before the base moves: P stays below 2^15
 
 
+RAISED, REACHED = 1, 2  # of a tile: O is to be multiplied by `rescaling`; a scale is out of reach of its weight
+
+
 def stages(heads: int) -> int:
-    """Tiles of rows in shared memory: as many as Q leaves room for, 41,984 bytes each."""
+    """Tiles of codes in shared memory: as many as Q leaves room for, 33,792 bytes each."""
     return 3 if heads == WIDE else 4
 
 
-def slots(heads: int) -> int:
-    """How many times P of 16 keys fits where a tile has its rope part, which QK alone reads."""
-    return TOKENS_PER_TILE * ROPE // (16 * heads)
+def ahead(heads: int) -> int:
+    """Tiles of rope parts, and how far copies are ahead of the softmax. S of a tile is complete before its softmax."""
+    return stages(heads) - 1
 
 
 def column_layouts(heads: int):
-    """Shared memory: Q (heads, 576, 1), P^T (heads, 64 keys, buffers).
+    """Shared memory: Q (heads, 576, 1), P^T (heads, 64 keys, buffers), rope parts (64 keys, 64, `ahead`).
 
-    The last one is P^T of 16 keys in place of rope parts, (heads, 16 keys, stages x slots).
+    The last one is P^T of 16 keys times scales, (heads, 16 keys, warpgroups of values).
     """
     row = LayoutEnum.ROW_MAJOR
     tile = (TOKENS_PER_TILE, heads, TOKENS_PER_TILE)
     return (
         layouts(heads)[2],
         sm90.make_smem_layout_b(row, tile, Float16, BUFFERS),
-        sm90.make_smem_layout_b(row, (TOKENS_PER_TILE, heads, 16), BFloat16, stages(heads) * slots(heads)),
+        sm90.make_smem_layout_a(row, tile, BFloat16, ahead(heads)),
+        sm90.make_smem_layout_b(row, (TOKENS_PER_TILE, heads, 16), BFloat16, 2),
     )
 
 
 def column_storage(heads: int):
     """The struct of all that lies in shared memory."""
-    layout_q, layout_p, _ = column_layouts(heads)
+    layout_q, layout_p, layout_rope, layout_few = column_layouts(heads)
     count = stages(heads)
 
     @cute.struct
     class Shared:
         codes: cute.struct.Align[cute.struct.MemRange[Uint8, count * TOKENS_PER_TILE * NOPE], 1024]
-        rope: cute.struct.Align[cute.struct.MemRange[BFloat16, count * TOKENS_PER_TILE * ROPE], 1024]
+        rope: cute.struct.Align[cute.struct.MemRange[BFloat16, cute.cosize(layout_rope)], 1024]
         q: cute.struct.Align[cute.struct.MemRange[BFloat16, cute.cosize(layout_q)], 1024]
         p: cute.struct.Align[cute.struct.MemRange[Float16, cute.cosize(layout_p)], 1024]
+        s: cute.struct.Align[cute.struct.MemRange[Float32, TOKENS_PER_TILE * heads], 1024]  # see `scores_of`
+        few: cute.struct.Align[cute.struct.MemRange[BFloat16, cute.cosize(layout_few)], 1024]
         scale: cute.struct.Align[cute.struct.MemRange[Float32, count * TOKENS_PER_TILE * GROUPS], 128]
         weight: cute.struct.Align[cute.struct.MemRange[Float16, BUFFERS * GROUPS * TOKENS_PER_TILE], 128]
-        sums: cute.struct.Align[cute.struct.MemRange[Float32, 128 * heads // 4], 128]  # each thread's own part
-        mask: cute.struct.MemRange[Float32, count * TOKENS_PER_TILE]  # 0 or -inf, added to the scores
         q_power: cute.struct.MemRange[Float32, GROUPS * heads]
-        head_base: cute.struct.MemRange[Float32, heads]  # what scores are relative to
-        unset: cute.struct.MemRange[Int32, heads]  # 1: no key has been met, and the base is 0
         rescaling: cute.struct.MemRange[Float32, BUFFERS * heads]
         share: cute.struct.MemRange[Float32, BUFFERS * heads]  # 1 / sum of an item, there with its last tile
         lse: cute.struct.MemRange[Float32, BUFFERS * heads]
+        state: cute.struct.Align[cute.struct.MemRange[Int32, BUFFERS * WARPS], 16]  # of a tile, by each warp
         sink: cute.struct.MemRange[Float32, heads]  # times log2(e)
-        column_max: cute.struct.MemRange[Float32, heads * WARPS]  # of each warp; in the end its sums
-        raised: cute.struct.MemRange[Int32, BUFFERS]  # 1: O is to be multiplied by `rescaling`
+        valid: cute.struct.MemRange[Int32, 2 * count]  # a bit for each key
         q_full: Int64
         full: cute.struct.MemRange[Int64, count]
         empty: cute.struct.MemRange[Int64, count]
+        s_full: Int64
+        s_empty: Int64
         p_full: cute.struct.MemRange[Int64, BUFFERS]
         p_empty: cute.struct.MemRange[Int64, BUFFERS]
         trace: Int64  # address of the timestamps
@@ -76,17 +80,25 @@ def column_storage(heads: int):
 
 
 def column_mmas(heads: int):
-    """S^T = K Q^T and O^T += V^T P^T, keys in registers: of codes as float16, of the rope part and of codes as bf16."""
+    """S^T = K Q^T and O^T += V^T P^T, keys in registers, float16 and bf16; S^T of the rope part from shared memory."""
     k, one, tile = OperandMajorMode.K, (1, 1, 1), (TOKENS_PER_TILE, heads)
     registers = warpgroup.OperandSource.RMEM
-    return tuple(sm90.make_trivial_tiled_mma(t, t, k, k, Float32, one, tile, registers) for t in (Float16, BFloat16))
+    return (
+        *(sm90.make_trivial_tiled_mma(t, t, k, k, Float32, one, tile, registers) for t in (Float16, BFloat16)),
+        sm90.make_trivial_tiled_mma(BFloat16, BFloat16, k, k, Float32, one, tile),
+    )
+
+
+def scores_of(head: Int32, four: Int32) -> Int32:
+    """Where S of a head and four neighbouring keys is: no bank is met twice, by columns (writing) or rows (reading)."""
+    return head * TOKENS_PER_TILE + ((four ^ (head % 8)) << 2)
 
 
 def swizzle(row: Int32) -> Int32:
     """What the number of a 16-byte chunk is xored with in a row.
 
-    Two neighbouring rows differ by half a line of 128 bytes, so eight lanes that read four chunks of each meet all
-    banks; so do sixteen that read two chunks of every second row.
+    Eight lanes that read four chunks of each of two neighbouring rows meet all banks; so do sixteen that read two
+    chunks of every second row.
     """
     return (row & 6) ^ ((row & 1) << 2)
 

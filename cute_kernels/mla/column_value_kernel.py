@@ -5,20 +5,24 @@ import cutlass.cute as cute
 from cutlass import BFloat16, Float8E4M3FN, Float16, Float32, Int32, const_expr
 from cutlass.cute.nvgpu import warpgroup
 
-from cute_kernels.device import wgmma
+from cute_kernels.device import softmax, wgmma
 from cute_kernels.device.trace import Tracer
+from cute_kernels.merge.spec import UNIT_VALUES
 from cute_kernels.mla.column_tile_kernel import (
+    RAISED,
+    REACHED,
+    WARPS,
     column,
     column_layouts,
     column_mmas,
     pairs_of,
-    slots,
     stages,
     swizzle,
 )
 from cute_kernels.mla.producer_kernel import GROUP, GROUPS, NOPE
 from cute_kernels.mla.spec import COLUMN_WEIGHT, EVENTS, ROLES, TOKENS_PER_TILE, MlaDecodeSpec
 from cute_kernels.mla.tile_kernel import weights
+from cute_kernels.mla.work_kernel import WorkItems
 
 BLOCKS = 4  # of 64 rows of O^T that a warpgroup has, two of a thread's eight columns each
 KEY_BLOCKS = TOKENS_PER_TILE // 16
@@ -45,6 +49,7 @@ class ColumnValues:
         self.heads = spec.heads
         self.columns = spec.heads // 4  # of a thread
         self.stages = stages(spec.heads)
+        self.items = WorkItems(spec)
         self.tracer = Tracer(spec.trace, len(ROLES))
 
     @cute.jit
@@ -53,22 +58,21 @@ class ColumnValues:
         smem,
         mOut: cute.Tensor,
         mLse: cute.Tensor,
-        mPartial,
-        mPartialLse,
-        h_q: Int32,
+        partials: tuple,
+        mSink: cute.Tensor,
         done: Int32,
         count: Int32,
-        work: tuple,
+        item: Int32,
+        divisors: tuple,
         wg: Int32,
         tid: Int32,
     ):
         """Adds up the `count` tiles of an item of work, the first of which is tile `done`, and stores what it gives."""
-        mma, mma_exact = column_mmas(self.heads)
+        mma, mma_exact, _ = column_mmas(self.heads)
         shape = mma.partition_shape_C((TOKENS_PER_TILE, self.heads))
         acc_o = [cute.make_rmem_tensor(shape, Float32) for _ in range(BLOCKS)]
         for m in cutlass.range_constexpr(BLOCKS):
             acc_o[m].fill(0.0)
-        sRaised = smem.raised.get_tensor(cute.make_layout(2))
         exact = Int32(0)
         for t in cutlass.range(done, done + count, unroll=1):
             stage, buffer = t % self.stages, t % 2
@@ -77,9 +81,10 @@ class ColumnValues:
             cute.arch.mbarrier_wait(smem.full.data_ptr() + stage, t // self.stages % 2)  # long since
             self.stamp(smem, t, 0, 1, wg, tid)
             self.stamp(smem, t, 1, 0, wg, tid)
-            if sRaised[buffer] != 0 and t > done:
+            state = self.state(smem, buffer)
+            if state & RAISED != 0 and t > done:
                 self.rescale(smem, acc_o, buffer, tid)
-            if exact == 0 and self.out_of_reach(smem, buffer, wg, tid):
+            if exact == 0 and state & REACHED != 0:
                 exact = Int32(1)
                 for m in cutlass.range_constexpr(BLOCKS):
                     for i in cutlass.range_constexpr(cute.size(acc_o[m])):
@@ -101,17 +106,27 @@ class ColumnValues:
             if tid < self.heads:
                 lse = sLse[tid, buffer]
             cute.arch.mbarrier_arrive(smem.p_empty.data_ptr() + buffer)
-        weight = Float32(cutlass.select_(exact != 0, Float32(1.0 / EXACT_WEIGHT), Float32(1.0 / COLUMN_WEIGHT)))
+        usual = 1.0 if self.spec.split else 1.0 / COLUMN_WEIGHT  # partials are kept times the weight, their unit
+        weight = Float32(cutlass.select_(exact != 0, Float32(1.0 / EXACT_WEIGHT), Float32(usual)))
         for c in cutlass.range_constexpr(self.columns):
             share[c] *= weight
+        # not before: every register counts beside O
+        again = cute.arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Int32], read_only_args=[item])
+        work = self.items.locate(again, *divisors)
         head_block, split_idx, query_idx, batch_idx = work
         of_lse = mLse[batch_idx, query_idx, None]
         if const_expr(self.spec.split):
-            of_lse = mPartialLse[split_idx, batch_idx, query_idx, None]
+            of_lse = partials[1][split_idx, batch_idx, query_idx, None]
+        h_q = mSink.shape[0]
         head = head_block * self.heads + tid
         if wg == 0 and tid < self.heads and head < h_q:
             of_lse[head] = lse
-        self.store(acc_o, share, mOut, mPartial, h_q, work, wg, tid)
+            if const_expr(self.spec.split):
+                if exact == 0:  # else each warp stores those of its values
+                    eight = cute.make_rmem_tensor(NOPE // UNIT_VALUES, Float32)
+                    eight.fill(1.0 / COLUMN_WEIGHT)
+                    cute.autovec_copy(eight, partials[2][split_idx, batch_idx, query_idx, head, None])
+        self.store(acc_o, share, exact, mOut, partials, h_q, work, wg, tid)
 
     @cute.jit
     def rescale(self, smem, acc_o, buffer: Int32, tid: Int32):
@@ -125,16 +140,12 @@ class ColumnValues:
                     o[r, c] *= factor[c]
 
     @cute.jit
-    def out_of_reach(self, smem, buffer: Int32, wg: Int32, tid: Int32):
-        """Whether a key of the tile has a scale that its weight does not hold; the same in all threads."""
-        seen = Int32(0)
-        for half in cutlass.range_constexpr(2):
-            found = cute.make_rmem_tensor((8, 2), Float16)
-            cute.autovec_copy(weights(smem, buffer, 2 * wg + half, tid), found)
-            words = cute.recast_tensor(found, Int32)
-            for i in cutlass.range_constexpr(8):
-                seen |= words[i]
-        return cute.arch.vote_any_sync(seen & 0x80008000 != 0)  # one that does is not negative
+    def state(self, smem, buffer: Int32) -> Int32:
+        """What the softmax says of a tile."""
+        words = cute.make_rmem_tensor(WARPS, Int32)
+        pointer = smem.state.data_ptr() + cute.assume(WARPS * buffer, divby=WARPS)
+        cute.autovec_copy(cute.make_tensor(pointer, cute.make_layout(WARPS)), words)
+        return words[0] | words[1] | words[2] | words[3]
 
     @cute.jit
     def load(self, smem, raw: cute.Tensor, stage: Int32, block, wg: Int32, tid: Int32):
@@ -185,10 +196,11 @@ class ColumnValues:
             for m in cutlass.range_constexpr(BLOCKS):
                 half = cute.make_rmem_tensor(8, Float16)
                 self.widen(raw[block % 2], m, half)
-                operand = cute.make_tensor(values[m % 2].iterator, cute.make_layout(8))
+                of_block = values[m % 2]
+                operand = cute.make_tensor(of_block.iterator, cute.make_layout(8))
                 operand.store(half.load() * weight.load())
                 warpgroup.fence()
-                wgmma.issue(mma, acc_o[m], values[m % 2], rP, True, [(0, block)])
+                wgmma.issue(mma, acc_o[m], of_block, rP, True, [(0, block)])
                 warpgroup.commit_group()
                 if const_expr(block + 1 == KEY_BLOCKS and m + 1 == BLOCKS):
                     cute.arch.mbarrier_arrive(smem.empty.data_ptr() + stage)  # all codes are in registers
@@ -202,15 +214,14 @@ class ColumnValues:
 
         Of the two quantization tiles of a warpgroup each is met by its own P, while the other's codes count as zeros.
         """
-        layout_few = column_layouts(self.heads)[2]
-        sFew = smem.rope.get_tensor(layout_few.outer, swizzle=layout_few.inner)
-        slot = stage * slots(self.heads) + wg
-        rFew = mma.make_fragment_B(mma.get_slice(tid).partition_B(sFew))[None, None, None, slot]
+        layout_few = column_layouts(self.heads)[3]
+        sFew = smem.few.get_tensor(layout_few.outer, swizzle=layout_few.inner)
+        rFew = mma.make_fragment_B(mma.get_slice(tid).partition_B(sFew))[None, None, None, wg]
         layout_p = column_layouts(self.heads)[1]
         sP = smem.p.get_tensor(layout_p.outer, swizzle=layout_p.inner)
         sScale = smem.scale.get_tensor(cute.make_layout((GROUPS, TOKENS_PER_TILE * self.stages)))
         shape = mma.partition_shape_A((TOKENS_PER_TILE, 16))
-        values = [mma.make_fragment_A(shape) for _ in range(BLOCKS)]
+        values = mma.make_fragment_A(shape)
         raw = cute.make_rmem_tensor((2, 4), Int32)
         half = cute.make_rmem_tensor(8, Float16)
         for step in cutlass.range(2 * KEY_BLOCKS, unroll=1):
@@ -218,20 +229,19 @@ class ColumnValues:
             for item in cutlass.range(tid, 16 * self.heads, 128, unroll=1):
                 head, key = item // 16, 16 * block + item % 16
                 scale = sScale[2 * wg + of_group, stage * TOKENS_PER_TILE + key] * EXACT_WEIGHT
-                sFew[head, item % 16, slot] = (sP[head, key, buffer].to(Float32) * scale).to(BFloat16)
+                sFew[head, item % 16, wg] = (sP[head, key, buffer].to(Float32) * scale).to(BFloat16)
             cute.arch.fence_proxy("async.shared", space="cta")  # ordinary stores, read by wgmma
             cute.arch.barrier(barrier_id=BAR_VALUES + wg, number_of_threads=128)
             self.load(smem, raw, stage, block, wg, tid)
             own = Float32(1.0) if tid // 64 == of_group else Float32(0.0)
             for m in cutlass.range_constexpr(BLOCKS):
                 self.widen(raw, m, half)
-                operand = cute.make_tensor(values[m].iterator, cute.make_layout(8))
+                operand = cute.make_tensor(values.iterator, cute.make_layout(8))
                 operand.store((half.load().to(Float32) * own).to(BFloat16))
-            warpgroup.fence()
-            for m in cutlass.range_constexpr(BLOCKS):
-                wgmma.issue(mma, acc_o[m], values[m], rFew, True, [(0, 0)])
-            warpgroup.commit_group()
-            warpgroup.wait_group(0)
+                warpgroup.fence()
+                wgmma.issue(mma, acc_o[m], values, rFew, True, [(0, 0)])
+                warpgroup.commit_group()
+                warpgroup.wait_group(0)
             cute.arch.barrier(barrier_id=BAR_VALUES + wg, number_of_threads=128)
 
     @cute.jit
@@ -239,18 +249,24 @@ class ColumnValues:
         self,
         acc_o,
         share: cute.Tensor,
+        exact: Int32,
         mOut: cute.Tensor,
-        mPartial,
+        partials: tuple,
         h_q: Int32,
         work: tuple,
         wg: Int32,
         tid: Int32,
     ):
-        """Stores O times each head's share, eight neighbouring values of it at once: the result, or a partial one."""
+        """Stores O times each head's share, eight neighbouring values of it at once: the result, or a partial one.
+
+        Partial ones are float16. Where scales are in reach, what V is multiplied by in float16 is their unit: they are
+        means of such numbers. Else 64 of them, which a warp has, get a unit of their own.
+        """
         head_block, split_idx, query_idx, batch_idx = work
         rows = mOut[batch_idx, query_idx, None, None]
         if const_expr(self.spec.split):
-            rows = mPartial[split_idx, batch_idx, query_idx, None, None]
+            rows = partials[0][split_idx, batch_idx, query_idx, None, None]
+            units = partials[2][split_idx, batch_idx, query_idx, None, 4 * wg + tid // 32]
         first = 256 * wg + 64 * (tid // 32) + 8 * (tid % 32 // 4)
         eight = cute.make_rmem_tensor(8, Float32)
         for c in cutlass.range_constexpr(self.columns):
@@ -259,11 +275,28 @@ class ColumnValues:
                 o = wgmma.by_row(acc_o[m])
                 for r in cutlass.range_constexpr(2):
                     eight[2 * m + r] = cutlass.select_(share[c] == 0.0, Float32(0.0), o[r, c] * share[c])
+            if const_expr(self.spec.split):
+                if exact != 0:
+                    unit = self.divide_by_unit(eight)
+                    if tid % 32 < 4 and head < h_q:
+                        units[head] = unit
             rounded = cute.make_rmem_tensor(8, rows.element_type)
             rounded.store(eight.load().to(rows.element_type))
             if head < h_q:
                 pointer = rows[head, None].iterator + cute.assume(first, divby=8)
                 cute.autovec_copy(rounded, cute.make_tensor(pointer, cute.make_layout(8)))
+
+    @cute.jit
+    def divide_by_unit(self, eight: cute.Tensor) -> Float32:
+        """Divides the 64 numbers of a warp's eight lanes by their unit, which it returns."""
+        peak = Float32(0.0)
+        for i in cutlass.range_constexpr(8):
+            peak = cute.arch.fmax(peak, cute.arch.fmax(eight[i], -eight[i]))
+        for step in cutlass.range_constexpr(3):
+            peak = cute.arch.fmax(peak, cute.arch.shuffle_sync_bfly(peak, 4 << step))
+        unit = softmax.unit(peak)
+        eight.store(eight.load() * (1.0 / unit))
+        return unit
 
     @cute.jit
     def stamp(self, smem, t: Int32, event: cutlass.Constexpr, edge: cutlass.Constexpr, wg: Int32, tid: Int32):

@@ -1,16 +1,17 @@
-"""The producer warpgroup where heads are columns: copies rows of the cache into shared memory as they are."""
+"""Rows of the cache on their way into shared memory, where heads are columns: copied as they are."""
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import AddressSpace, Float32, Int32, Int64, Uint8
+from cutlass import AddressSpace, Int16, Int32, Int64, Uint8, const_expr
 from cutlass.cute.nvgpu import cpasync
 
 from cute_kernels.device import token_cache
 from cute_kernels.device.trace import Tracer
-from cute_kernels.mla.column_tile_kernel import ROPE_BYTES, stages, swizzle
+from cute_kernels.mla.column_tile_kernel import ROPE_BYTES, WARPS, ahead, stages, swizzle
 from cute_kernels.mla.find_kernel import KeyFinder
 from cute_kernels.mla.producer_kernel import GROUP, GROUPS, NOPE
-from cute_kernels.mla.spec import ROLES, TOKENS_PER_TILE, MlaDecodeSpec
+from cute_kernels.mla.spec import EVENTS, ROLES, TOKENS_PER_TILE, MlaDecodeSpec
+from cute_kernels.mla.work_kernel import WorkItems
 
 ROWS = 4  # of a warp in one step, eight lanes each
 CHUNK = 16  # bytes of an asynchronous copy
@@ -19,58 +20,77 @@ CHUNK = 16  # bytes of an asynchronous copy
 class RowGatherer:
     """Device code for 128 threads, a warp for 16 rows of a tile: no byte of a row passes through a register.
 
-    Copies are asynchronous, and their end arrives on the barrier of the stage, so all free stages are on their way.
+    Copies are asynchronous, and their end arrives on the barrier of the stage. Each lane finds one row, its entry of
+    the index or block table a tile ahead, and tells the lanes that copy it.
+
+    `cursor` says what comes next: (item behind that of the next tile, tiles left of its own, position of this lane's
+    key, last position, request, query, entry, length of the item behind, tiles copied so far). `table` has what all
+    items are cut from: (mKV, mIndex, mLength, zero_row, num_splits, items, ctas, causal, divisors).
     """
 
     def __init__(self, spec: MlaDecodeSpec):
         self.keys = KeyFinder(spec)
-        self.stages = stages(spec.heads)
+        self.items = WorkItems(spec)
+        self.sparse = spec.sparse
+        self.stages, self.ropes = stages(spec.heads), ahead(spec.heads)
         self.tracer = Tracer(spec.trace, len(ROLES))
 
     @cute.jit
-    def fill(
-        self,
-        smem,
-        mKV: cute.Tensor,
-        zero_row: Int64,
-        entries: cute.Tensor,
-        begin: Int32,
-        limit: Int32,
-        done: Int32,
-        count: Int32,
-        page_divisor,
-        tidx: Int32,
-    ):
-        """Fills `count` stages with the keys at positions `begin` and on; those at `limit` and beyond are masked.
+    def start(self, table: tuple, first: Int32, tid: Int32):
+        """The cursor at the first tile of item `first` or of one behind it."""
+        length = self.items.length_of(self.items.locate(first, *table[8][1:]), table[2])
+        zero = Int32(0)
+        return self.advance(table, (first, zero, zero, zero, zero, zero, zero, length, zero), tid)
 
-        `done` stages have been filled before. Each lane finds one row, its entry of the index or block table a tile
-        ahead, and tells the lanes that copy it.
-        """
+    @cute.jit
+    def advance(self, table: tuple, cursor: tuple, tid: Int32):
+        """Goes on to an item that has keys, if there is none left of this one, and starts to load the next entry."""
+        mKV, mIndex, mLength, _, num_splits, items, ctas, causal, divisors = table
+        item, left, position, last, batch_idx, query_idx, entry, length, copied = cursor
+        page_divisor, _, _, query_divisor = divisors
+        while left == 0 and item < items:
+            work = self.items.locate(item, *divisors[1:])
+            _, _, query_idx, batch_idx = work
+            begin, limit, left = self.items.keys_of(work, length, mIndex, mKV, num_splits, causal, query_divisor)
+            position, last = begin + tid // 32 * 16 + tid % 16, limit - 1
+            item += ctas
+            following = self.items.locate(cutlass.min(item, items - 1), *divisors[1:])
+            length = self.items.length_of(following, mLength)  # an item ahead: it takes some 1000 clocks to come
+        if left > 0:
+            if const_expr(self.sparse):
+                entry = self.keys.read_entry(mIndex[batch_idx, query_idx, None], position, last, page_divisor)
+            else:
+                entry = self.keys.read_entry(mIndex[batch_idx, None], position, last, page_divisor)
+        return item, left, position, last, batch_idx, query_idx, entry, length, copied
+
+    @cute.jit
+    def step(self, smem, table: tuple, cursor: tuple, tid: Int32):
+        """Starts the copies of the next tile, if there is one, once its stage is free; returns the new cursor."""
+        mKV, zero_row, page_divisor = table[0], table[3], table[8][0]
+        item, left, position, last, batch_idx, query_idx, entry, length, copied = cursor
         copy = cute.make_copy_atom(
             cpasync.CopyG2SOp(cache_mode=cpasync.LoadCacheMode.GLOBAL), Uint8, num_bits_per_copy=8 * CHUNK
         )
-        lane, warp_idx = tidx % 32, tidx // 32
-        first, chunk = 16 * warp_idx, lane % 8
-        own = first + lane % 16
-        position, last = begin + own, limit - 1
-        entry = self.keys.read_entry(entries, position, last, page_divisor)
-        sMask = cute.make_tensor(smem.mask.data_ptr(), cute.make_layout((TOKENS_PER_TILE, self.stages)))
+        sValid = cute.recast_tensor(smem.valid.get_tensor(cute.make_layout(2 * self.stages)), Int16)
         codes, rope = smem.codes.data_ptr(), cute.recast_ptr(smem.rope.data_ptr(), dtype=Uint8)
         scale = cute.recast_ptr(smem.scale.data_ptr(), dtype=Uint8)
-        for t in cutlass.range(done, done + count, unroll=1):
-            stage, use = t % self.stages, t // self.stages
-            self.tracer.stamp(smem.trace.ptr, 0, 2 * t, 0, tidx == 0)
+        if left > 0:
+            stage, use = copied % self.stages, copied // self.stages
+            lane, warp_idx = tid % 32, tid // 32
+            first, chunk = 16 * warp_idx, lane % 8
+            self.stamp(smem, copied, 0, 0, tid)
             cute.arch.mbarrier_wait(smem.empty.data_ptr() + stage, (use + 1) % 2)
-            self.tracer.stamp(smem.trace.ptr, 0, 2 * t, 1, tidx == 0)
-            self.tracer.stamp(smem.trace.ptr, 0, 2 * t + 1, 0, tidx == 0)
+            self.stamp(smem, copied, 0, 1, tid)
+            self.stamp(smem, copied, 1, 0, tid)
             valid, row = self.keys.locate(mKV, zero_row, entry, position, last, page_divisor)
-            position += TOKENS_PER_TILE
-            entry = self.keys.read_entry(entries, position, last, page_divisor)
+            left, position = left - 1, position + TOKENS_PER_TILE
             address = row.toint()
             low, high = Int32(address & 0xFFFFFFFF), Int32(address >> 32)
+            bits = cute.arch.vote_ballot_sync(valid != 0)
+            if lane == 0:
+                sValid[stage * WARPS + warp_idx] = Int16(bits)
             if lane < 16:
-                sMask[own, stage] = Float32(0.0) if valid != 0 else -Float32.inf
-                at = cute.assume((stage * TOKENS_PER_TILE + own) * (4 * GROUPS), divby=CHUNK)
+                at = cute.assume((stage * TOKENS_PER_TILE + first + lane) * (4 * GROUPS), divby=CHUNK)
                 self.copy_chunk(copy, address + token_cache.SCALE_OFFSET, scale + at)
             for i in cutlass.range_constexpr(16 // ROWS):
                 of_row = ROWS * i + lane // 8
@@ -81,11 +101,14 @@ class RowGatherer:
                 target = codes + cute.assume(at * NOPE + (chunk ^ swizzle(of_row)) * CHUNK, divby=CHUNK)
                 for j in cutlass.range_constexpr(NOPE // GROUP):
                     self.copy_chunk(copy, source + GROUP * j, target + GROUP * j)
-                target = rope + cute.assume(at * ROPE_BYTES + (chunk ^ swizzle(of_row)) * CHUNK, divby=CHUNK)
+                at = copied % self.ropes * TOKENS_PER_TILE + first + of_row
+                target = rope + cute.assume(at * ROPE_BYTES + (chunk ^ (of_row % 8)) * CHUNK, divby=CHUNK)
                 self.copy_chunk(copy, source + token_cache.ROPE_OFFSET, target)
             cute.arch.cp_async_mbarrier_arrive_noinc(smem.full.data_ptr() + stage)
-            cute.arch.mbarrier_arrive(smem.full.data_ptr() + stage)  # the mask
-            self.tracer.stamp(smem.trace.ptr, 0, 2 * t + 1, 1, tidx == 0)
+            cute.arch.mbarrier_arrive(smem.full.data_ptr() + stage)  # which keys are valid
+            self.stamp(smem, copied, 1, 1, tid)
+            copied += 1
+        return self.advance(table, (item, left, position, last, batch_idx, query_idx, entry, length, copied), tid)
 
     @cute.jit
     def copy_chunk(self, copy: cute.CopyAtom, source: Int64, target: cute.Pointer):
@@ -93,3 +116,8 @@ class RowGatherer:
         layout = cute.make_layout(CHUNK)
         pointer = cute.make_ptr(Uint8, source, AddressSpace.gmem, assumed_align=CHUNK)
         cute.copy(copy, cute.make_tensor(pointer, layout), cute.make_tensor(target, layout))
+
+    @cute.jit
+    def stamp(self, smem, t: Int32, event: cutlass.Constexpr, edge: cutlass.Constexpr, tid: Int32):
+        """A timestamp of a tile."""
+        self.tracer.stamp(smem.trace.ptr, 0, len(EVENTS[0]) * t + event, edge, tid == 0)

@@ -1,41 +1,48 @@
 """FP8 MLA decoding on SM90: split-KV flash decoding of up to 64 query heads over 656-byte tokens.
 
 One CTA serves 8, 16 or 64 heads of one query token over a range of its keys, in tiles of 64 keys, and stays for several
-such items of work. One warpgroup scores (S, softmax, P), two add up values, 256 of the 512 columns each, so QK of a
-tile needs nothing of PV of the tile before. Between them goes P as float16, through shared memory. There are two forms:
+such items of work. One warpgroup scores, two add up values, 256 of the 512 columns each, so QK of a tile needs nothing
+of PV of the tile before. There are two forms:
 
 Heads as columns (no exchange): S^T = K Q^T and O^T += V^T P^T, keys and values being made in registers from raw rows,
-    by those who multiply. Rows come by asynchronous copies and are read twice; nothing of them is written again, so a
-    stage holds 656 bytes a key and three or four of them fit. (gather_kernel.py, column_*_kernel.py)
+    by those who multiply. Rows come by asynchronous copies and are read twice; nothing of them is written again. S goes
+    as float32 through shared memory to the warpgroup that copies rows, and from there as P, float16, to the values.
+    (gather_kernel.py, column_*_kernel.py)
 Heads as rows (with an exchange): S = Q K^T and O += P V from shared memory, where codes lie as float16. Two CTAs of a
-    cluster each gather half of the keys and hand it over. (producer_kernel.py, score_kernel.py, value_kernel.py)
+    cluster each gather half of the keys and hand it over. Who scores makes P. (producer_kernel.py, score_kernel.py,
+    value_kernel.py)
 
 Scales. Codes go to the tensor core as they are: e4m3 is exact in float16, and one conversion makes two of them. Scales
 are float32 and applied there:
-    S = q_rope k_rope + sum_j scale_j (q_j code_j)     an accumulator for each quantization tile j, added in float32
+    S = q_rope k_rope + sum_j scale_j (q_j code_j)     in float32, between products of quantization tiles j
     O_j += P (scale_j code_j)   as columns             scale_j code_j rounded to float16
     O_j += (P scale_j) code_j   as rows                P scale_j rounded to float16
 So scores are as exact as float32 sums are, whatever the scales. Ranges that float16 does not hold are found and
 handled: of Q (`prepare` of the scores) and of scale_j (`add_exactly`, `add_by_units`).
 
-Splits. Several CTAs may share the keys of a query. Each leaves a float32 partial in global memory and counts itself;
+Splits. Several CTAs may share the keys of a query. Each leaves a partial result in global memory and counts itself;
 CTAs with higher numbers wait for the count and merge with the code of `merge_states`, in the same launch. They wait
-only for CTAs that were started before them, so nobody waits in vain however few run at a time.
+only for CTAs that were started before them, so nobody waits in vain however few run at a time. Partial results are
+float16, which halves what is written and read again (float32 took 2 to 9 us more, batch 2 to 16); 64 neighbouring
+values share a float32, their unit, so no range is lost.
 
 Roles (512 threads)           64 heads as columns                          64 heads as rows
-  warpgroup 0                 producer, 24 registers: copies rows          producer, 72: gathers codes two passes of 16
-                                                                           rows ahead, stores them as float16
-  warpgroup 1                 scores, 136: 32 of S, 32 of a group's,       scores, 104: 32 of S, 32 of a group's,
-                              24 of K, 16 codes; Q by TMA                  16 scales; Q by TMA, scales a tile ahead
+  warpgroup 0                 keys, 32 registers: copies rows two tiles    keys, 72: gathers codes two passes of 16 rows
+                              ahead, makes P of S                          ahead, stores them as float16
+  warpgroup 1                 scores, 128: 32 of S, 32 of K, 16 codes;     scores, 104: 32 of S, 32 of a group's,
+                              Q by TMA                                     16 scales; Q by TMA, scales a tile ahead
   warpgroups 2, 3             values, 176: 128 of O, 8 of V, 16 codes      values, 168: 128 of O
-With 8 and 16 heads 40, 152 and 160 registers.
+With 8 and 16 heads 56, 152 and 152 registers, rows three tiles ahead, and S leaves beside the first product of the next
+tile.
 
 Barriers                      arrivals per phase: columns                  rows
   q_full                      1 + 1152 bytes a head of TMA                 the same
-  full[stage]                 256: producer threads, and their copies      128, and 36,864 bytes of the other CTA
+  full[stage]                 256: threads that copy, and their copies     128, and 36,864 bytes of the other CTA
                                                                            where values are exchanged
   empty[stage]                256: values, codes are in registers          256: values, after their last wgmma
-  p_full[2]                   128: scores: P, weights, bases               128: scores: P, what rows have with the tile
+  s_full                      128: scores: S                               -
+  s_empty                     128: P has been made of it                   -
+  p_full[2]                   128: P, weights, what heads have with it     128: scores: P, what rows have with the tile
   p_empty[2]                  256: values, after their last wgmma          -
   peer_free[stage]            -                                            1: the other CTA has this stage free
   codes_full[stage]           -                                            1 + 20,480 bytes: codes of the other CTA
@@ -46,20 +53,22 @@ Barriers                      arrivals per phase: columns                  rows
 All threads arrive, not one for a warp: it costs nothing measurable, and racecheck can follow it.
 
 Shared memory, of 232,448     64 heads as columns                          64 heads as rows
-  rows                        3 x 64 x (512 + 128) = 122,880, raw          2 x 64 x 1152 = 147,456; P takes the place of
-                                                                           the tile's rope part
+  rows                        3 x 64 x 512 = 98,304 raw codes, 2 x 64 x    2 x 64 x 1152 = 147,456; P takes the place of
+                              128 = 16,384 rope parts                      the tile's rope part
   q                           73,728: bf16 as it comes, then float16 but for the rope part
+  s                           64 x 64 x 4 = 16,384                         -
   p                           2 x 64 x 64 x 2 = 16,384                     -
   scale                       3 x 64 x 16 = 3,072                          2 x 64 x 16 = 2,048
-  rest                        15,360: sums of each thread 8,192, weights,  6,144: weights, powers of Q, masks, maxima,
-                              bases, powers of Q, masks, barriers          sums and units of rows, barriers
-With 16 heads there are four stages, and with 8.
+  rest                        8,100: P x scale out of reach 4,096,         6,144: weights, powers of Q, masks, maxima,
+                              weights, powers of Q, results, barriers      sums and units of rows, barriers
+A rope part has a place until S of its tile is complete, codes until PV has read them. With 8 and 16 heads there are
+four stages of codes and three of rope parts.
 """
 
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
-from cutlass import AddressSpace, BFloat16, Float32, Int32, Int64, Uint8, const_expr
+from cutlass import AddressSpace, BFloat16, Float16, Float32, Int32, Int64, Uint8, const_expr
 from cutlass.cute.nvgpu import cpasync
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 from cutlass.memory import SmemAllocator
@@ -67,16 +76,17 @@ from cutlass.memory import SmemAllocator
 from cute_kernels.device import softmax, token_cache
 from cute_kernels.device.trace import Tracer
 from cute_kernels.merge.kernel import MergeKernel
-from cute_kernels.merge.spec import MergeSpec
+from cute_kernels.merge.spec import UNIT_VALUES, MergeSpec
 from cute_kernels.mla.column_score_kernel import ColumnScores
+from cute_kernels.mla.column_softmax_kernel import ColumnSoftmax
 from cute_kernels.mla.column_tile_kernel import BUFFERS, column_storage, stages
 from cute_kernels.mla.column_value_kernel import ColumnValues
-from cute_kernels.mla.gather_kernel import RowGatherer
 from cute_kernels.mla.producer_kernel import NOPE, STAGES, KeyProducer
 from cute_kernels.mla.score_kernel import ScoreWarpgroup
-from cute_kernels.mla.spec import ROLES, TOKENS_PER_TILE, MlaDecodeSpec
-from cute_kernels.mla.tile_kernel import BAR_STORED, QK, layouts, shared_storage, start_q
+from cute_kernels.mla.spec import ROLES, MlaDecodeSpec
+from cute_kernels.mla.tile_kernel import BAR_STORED, Q_COLUMNS, QK, chunks_of_q, shared_storage, start_q
 from cute_kernels.mla.value_kernel import ValueWarpgroups
+from cute_kernels.mla.work_kernel import WorkItems
 
 THREADS = 512
 
@@ -89,13 +99,23 @@ class MlaDecodeKernel:
         if reasons:
             raise ValueError("; ".join(reasons))
         self.spec = spec
-        self.producer = RowGatherer(spec) if spec.columns else KeyProducer(spec)
+        self.items = WorkItems(spec)
+        self.producer = ColumnSoftmax(spec) if spec.columns else KeyProducer(spec)
         self.tracer = Tracer(spec.trace, len(ROLES))
         self.scores = ColumnScores(spec) if spec.columns else ScoreWarpgroup(spec)
         self.values = ColumnValues(spec) if spec.columns else ValueWarpgroups(spec)
         if spec.split:
+            lanes = min(spec.merge_lanes, NOPE // 8)  # 16 bytes of a row each
             merge = MergeSpec(
-                NOPE, "float32", "bfloat16", has_sink=True, has_lse=True, lanes=spec.merge_lanes, loads=16
+                NOPE,
+                "float16",
+                "bfloat16",
+                has_sink=True,
+                has_lse=True,
+                lanes=lanes,
+                groups=spec.merge_lanes // lanes,
+                loads=16,
+                units=True,
             )
             self.merger = MergeKernel(merge)
 
@@ -148,35 +168,45 @@ class MlaDecodeKernel:
         """One launch. Split specs have CTAs behind the others that merge what those leave in the scratch memory.
 
         Memory that no caller sees comes as addresses, which cost the host less than tensors. `scratch` has room for
-        num_splits * batch * s_q * h_q rows of 512 float32, then as many log-sum-exps; `counters` has a word for each 64
-        heads of each query, 0 before and after the launch; `zero_row` is 656 zeros. merge_ctas CTAs merge 64 heads.
-        max_ctas CTAs decode at most, each every max_ctas-th item of work. `trace` is where timestamps go.
+        num_splits * batch * s_q * h_q rows of 512 float16, as many of 8 units, and as many log-sum-exps; `counters` has
+        a word for each 64 heads of each query, 0 before and after the launch; `zero_row` is a row of zeros whose scales
+        are 1. merge_ctas
+        CTAs merge 64 heads. max_ctas CTAs decode at most, each every max_ctas-th item of work. `trace` is where
+        timestamps go.
         """
         batch, s_q, h_q, _ = mQ.shape
-        mPartial = mPartialLse = None
+        mPartial = mPartialLse = mUnits = None
         if const_expr(self.spec.split):
             shape, per_query, per_request = (num_splits, batch, s_q, h_q), Int64(h_q), Int64(h_q) * s_q
             rows = (per_request * batch, per_request, per_query, Int64(1))  # strides: a partial may exceed 2^31 values
-            values = tuple(cute.assume(stride * NOPE, divby=NOPE) for stride in rows)
-            end = cute.assume(rows[0] * num_splits * NOPE, divby=NOPE)
-            first = cute.make_ptr(Float32, scratch, AddressSpace.gmem, assumed_align=16)
-            mPartial = cute.make_tensor(first, cute.make_layout((*shape, NOPE), stride=(*values, 1)))
-            mPartialLse = cute.make_tensor(first + end, cute.make_layout(shape, stride=rows))
+            values, of_units = (
+                tuple(cute.assume(stride * n, divby=n) for stride in rows) for n in (NOPE, NOPE // UNIT_VALUES)
+            )
+            count = rows[0] * num_splits
+            of_partial = cute.make_ptr(Float16, scratch, AddressSpace.gmem, assumed_align=16)
+            mPartial = cute.make_tensor(of_partial, cute.make_layout((*shape, NOPE), stride=(*values, 1)))
+            end = scratch + count * (2 * NOPE)
+            first_unit = cute.make_ptr(Float32, end, AddressSpace.gmem, assumed_align=16)
+            layout = cute.make_layout((*shape, NOPE // UNIT_VALUES), stride=(*of_units, 1))
+            mUnits = cute.make_tensor(first_unit, layout)
+            end += count * (4 * (NOPE // UNIT_VALUES))
+            first_lse = cute.make_ptr(Float32, end, AddressSpace.gmem, assumed_align=16)
+            mPartialLse = cute.make_tensor(first_lse, cute.make_layout(shape, stride=rows))
         cluster = const_expr(self.spec.cluster)
         head_blocks = cute.ceil_div(h_q, self.spec.heads * cluster) * cluster
-        _, _, layout_q = layouts(self.spec.heads)
         # heads and columns first: TMA fills what lies beyond the last head
         mQ_tile = cute.make_tensor(mQ.iterator, cute.select(mQ.layout, mode=[2, 3, 1, 0]))
+        of_chunk = cute.select(chunks_of_q(self.spec.heads), mode=[0, 1])
         load_q, tQ = cpasync.make_tiled_tma_atom(
-            cpasync.CopyBulkTensorTileG2SOp(), mQ_tile, cute.select(layout_q, mode=[0, 1]), (self.spec.heads, QK)
+            cpasync.CopyBulkTensorTileG2SOp(), mQ_tile, of_chunk, (self.spec.heads, Q_COLUMNS)
         )
         sizes = (mKV.shape[1], head_blocks, num_splits, s_q, merge_ctas)
         divisors = tuple(cute.fast_divmod_create_divisor_v2(size) for size in sizes)
         groups = batch * s_q * head_blocks
         ctas = cutlass.min(groups * num_splits, max_ctas)
         self.kernel(
-            load_q, tQ, mKV, mIndex, mLength, mSink, mOut, mLse, mPartial, mPartialLse, counters,
-            zero_row, softmax_scale * softmax.LOG2_E, num_splits, groups * num_splits, ctas, causal, trace, divisors,
+            load_q, tQ, mKV, mIndex, mLength, mSink, mOut, mLse, mPartial, mPartialLse, mUnits, counters, zero_row,
+            softmax_scale * softmax.LOG2_E, num_splits, groups * num_splits, ctas, causal, trace, divisors,
         ).launch(
             grid=[ctas + (groups * merge_ctas if const_expr(self.spec.split) else 0), 1, 1],
             block=[THREADS, 1, 1],
@@ -198,6 +228,7 @@ class MlaDecodeKernel:
         mLse: cute.Tensor,
         mPartial: cute.Tensor | None,
         mPartialLse: cute.Tensor | None,
+        mUnits: cute.Tensor | None,
         counters: Int64,
         zero_row: Int64,
         scale_log2: Float32,
@@ -241,26 +272,12 @@ class MlaDecodeKernel:
                 place = (batch_idx, query_idx, head_block)
                 counter = self.counter(counters, group)
                 merge_ctas = merge_divisor.divisor
-                self.merge(smem, mPartial, mPartialLse, mSink, mOut, mLse, counter, place, part, merge_ctas, num_splits)
+                partials = (mPartial, mPartialLse, mUnits)
+                self.merge(smem, partials, mSink, mOut, mLse, counter, place, part, merge_ctas, num_splits)
         elif warp_idx < 4:
             cute.arch.setmaxregister_decrease(of_producer)
-            done = Int32(0)  # tiles of the items before
-            for item in cutlass.range(block, items, decode_ctas, unroll=1):
-                work = self.locate(item, head_divisor, split_divisor, query_divisor)
-                _, _, query_idx, batch_idx = work
-                length = self.length_of(work, mLength)
-                begin, limit, count = self.keys_of(work, length, mIndex, mKV, num_splits, causal, query_divisor)
-                if count > 0:
-                    if const_expr(self.spec.sparse):
-                        entries = mIndex[batch_idx, query_idx, None]
-                    else:
-                        entries = mIndex[batch_idx, None]
-                    keys = (mKV, zero_row, entries, begin, limit)
-                    if const_expr(columns):
-                        self.producer.fill(smem, *keys, done, count, page_divisor, tidx)
-                    else:
-                        self.producer.fill(smem, *keys, done, count, page_divisor, rank, tidx)
-                done += count
+            table = (mKV, mIndex, mLength, zero_row, num_splits, items, decode_ctas, causal, divisors[:4])
+            self.producer.run(smem, table, mSink, rank, block, tidx)
         elif warp_idx < 8:
             if const_expr(of_scores < 128):
                 cute.arch.setmaxregister_decrease(of_scores)
@@ -268,14 +285,14 @@ class MlaDecodeKernel:
                 cute.arch.setmaxregister_increase(of_scores)
             warp = warp_idx - 4
             if warp == 0:
-                work = self.locate(block, head_divisor, split_divisor, query_divisor)
+                work = self.items.locate(block, head_divisor, split_divisor, query_divisor)
                 start_q(smem, load_q, tQ, work, self.spec.heads)
             done, loads = Int32(0), Int32(0)
-            length = self.length_of(self.locate(block, head_divisor, split_divisor, query_divisor), mLength)
+            length = self.items.length_of(self.items.locate(block, head_divisor, split_divisor, query_divisor), mLength)
             for item in cutlass.range(block, items, decode_ctas, unroll=1):
-                work = self.locate(item, head_divisor, split_divisor, query_divisor)
+                work = self.items.locate(item, head_divisor, split_divisor, query_divisor)
                 _, _, query_idx, batch_idx = work
-                begin, limit, count = self.keys_of(work, length, mIndex, mKV, num_splits, causal, query_divisor)
+                begin, limit, count = self.items.keys_of(work, length, mIndex, mKV, num_splits, causal, query_divisor)
                 if const_expr(self.spec.sparse):
                     entries = mIndex[batch_idx, query_idx, None]
                 else:
@@ -283,14 +300,16 @@ class MlaDecodeKernel:
                 following = item + decode_ctas
                 has_next = following < items
                 last = cutlass.min(following, items - 1)
-                next_work = self.locate(last, head_divisor, split_divisor, query_divisor)
-                sinks = (mSink,) if const_expr(columns) else ()
-                scaled, loads = self.scores.prepare(smem, load_q, tQ, *sinks, work, loads, warp, tidx % 128)
-                length = self.length_of(next_work, mLength)  # an item ahead: it takes some 1000 clocks to come
-                ahead = (has_next, next_work, scaled, warp, tidx % 128)
+                next_work = self.items.locate(last, head_divisor, split_divisor, query_divisor)
+                scaled, loads = self.scores.prepare(smem, load_q, tQ, work, loads, warp, tidx % 128)
+                length = self.items.length_of(next_work, mLength)  # an item ahead: it takes some 1000 clocks to come
                 if const_expr(columns):
-                    self.scores.score(smem, load_q, tQ, scale_log2, done, count, *ahead)
+                    following_item = (has_next, last, divisors[1:4])
+                    self.scores.score(
+                        smem, load_q, tQ, scale_log2, done, count, *following_item, scaled, warp, tidx % 128
+                    )
                 else:
+                    ahead = (has_next, next_work, scaled, warp, tidx % 128)
                     of_keys = (mKV, zero_row, entries, begin, limit, page_divisor)
                     self.scores.score(smem, load_q, tQ, of_keys, scale_log2, done, count, *ahead)
                 done += count
@@ -298,20 +317,17 @@ class MlaDecodeKernel:
             cute.arch.setmaxregister_increase(of_values)
             done = Int32(0)
             for item in cutlass.range(block, items, decode_ctas, unroll=1):
-                work = self.locate(item, head_divisor, split_divisor, query_divisor)
-                head_block, _, query_idx, batch_idx = work
-                length = self.length_of(work, mLength)
-                _, _, count = self.keys_of(work, length, mIndex, mKV, num_splits, causal, query_divisor)
-                results = (mOut, mLse, mPartial, mPartialLse, mSink)
-                of_item = (done, count, work, warp_idx // 4 - 2, tidx % 128)
-                if const_expr(columns):
-                    self.values.add(smem, mOut, mLse, mPartial, mPartialLse, mSink.shape[0], *of_item)
-                else:
-                    self.values.add(smem, *results, *of_item)
+                work = self.items.locate(item, head_divisor, split_divisor, query_divisor)
+                length = self.items.length_of(work, mLength)
+                _, _, count = self.items.keys_of(work, length, mIndex, mKV, num_splits, causal, query_divisor)
+                results = (mOut, mLse, (mPartial, mPartialLse, mUnits), mSink)
+                of_item = (done, count, item, divisors[1:4], warp_idx // 4 - 2, tidx % 128)
+                self.values.add(smem, *results, *of_item)
                 if const_expr(self.spec.split):
                     cute.arch.barrier(barrier_id=BAR_STORED, number_of_threads=256)
                     if tidx == 256:
-                        group = (batch_idx * query_divisor.divisor + query_idx) * head_divisor.divisor + head_block
+                        rest, head_block = divmod(item, head_divisor)
+                        group = rest // split_divisor * head_divisor.divisor + head_block
                         cute.arch.atomic_add(self.counter(counters, group), Int32(1), sem="acq_rel", scope="gpu")
                 done += count
         if tidx == 256:
@@ -324,6 +340,9 @@ class MlaDecodeKernel:
         """Called by one thread; see the table for the counts."""
         counts = {"full": 256, "empty": 256, "p_full": 128, "p_empty": 256}
         number = dict.fromkeys(counts, stages(self.spec.heads)) | {"p_full": BUFFERS, "p_empty": BUFFERS}
+        if self.spec.columns:
+            cute.arch.mbarrier_init(smem.s_full.ptr, 128)
+            cute.arch.mbarrier_init(smem.s_empty.ptr, 128)
         if not self.spec.columns:
             counts = {"full": 128, "empty": 256, "p_full": 128, "peer_free": 1, "codes_full": 1}
             number = dict.fromkeys(counts, STAGES)
@@ -331,48 +350,6 @@ class MlaDecodeKernel:
         for name, count in counts.items():
             for i in range(number[name]):
                 cute.arch.mbarrier_init(getattr(smem, name).data_ptr() + i, count)
-
-    def locate(self, item: Int32, head_divisor, split_divisor, query_divisor):
-        """(block of heads, split, query, request) of an item of work.
-
-        Neighbouring CTAs read the same rows: the second one finds them in L2, or is the other one of a cluster.
-        """
-        rest, head_block = divmod(item, head_divisor)
-        rest, split_idx = divmod(rest, split_divisor)
-        batch_idx, query_idx = divmod(rest, query_divisor)
-        return head_block, split_idx, query_idx, batch_idx
-
-    @cute.jit
-    def length_of(self, work: tuple, mLength: cute.Tensor) -> Int32:
-        """How many keys a query (sparse) or a request (dense) has."""
-        _, _, query_idx, batch_idx = work
-        if const_expr(self.spec.sparse):
-            return mLength[batch_idx, query_idx]
-        return mLength[batch_idx]
-
-    @cute.jit
-    def keys_of(
-        self,
-        work: tuple,
-        length: Int32,
-        mIndex: cute.Tensor,
-        mKV: cute.Tensor,
-        num_splits: Int32,
-        causal: Int32,
-        query_divisor,
-    ):
-        """(first key, key at which all end, tiles) of an item of work."""
-        _, split_idx, query_idx, _ = work
-        if const_expr(self.spec.sparse):
-            limit = cutlass.min(length, mIndex.shape[2])
-        else:
-            limit = length - causal * (query_divisor.divisor - 1 - query_idx)
-            limit = cutlass.min(limit, mIndex.shape[1] * mKV.shape[1])
-        tiles = cute.ceil_div(cutlass.max(limit, 0), TOKENS_PER_TILE)
-        tiles_per_split = cute.ceil_div(tiles, num_splits)
-        first_tile = split_idx * tiles_per_split
-        count = cutlass.max(cutlass.min(tiles_per_split, tiles - first_tile), 0)
-        return first_tile * TOKENS_PER_TILE, limit, count
 
     def counter(self, counters: Int64, group: Int32) -> cute.Pointer:
         """The counter of 64 heads of a query: how many of its splits are in global memory, then of its merges."""
@@ -382,8 +359,7 @@ class MlaDecodeKernel:
     def merge(
         self,
         smem,
-        mPartial: cute.Tensor,
-        mPartialLse: cute.Tensor,
+        partials: tuple,
         mSink: cute.Tensor,
         mOut: cute.Tensor,
         mLse: cute.Tensor,
@@ -407,19 +383,19 @@ class MlaDecodeKernel:
                 pass
         cute.arch.sync_threads()
         free = smem.codes if const_expr(self.spec.columns) else smem.nope
-        rows_of_merge = cute.recast_ptr(free.data_ptr(), dtype=Float32)
+        weights = cute.recast_ptr(free.data_ptr(), dtype=Float32)
+        sums = weights + rows * self.merger.spec.weight_floats
         heads = cutlass.min(mSink.shape[0] - head_block * self.spec.heads, self.spec.heads)
         for first in cutlass.range(part * rows, heads, merge_ctas * rows, unroll=1):
             valid = first + row_in_cta < heads
             head = head_block * self.spec.heads + cutlass.min(first + row_in_cta, heads - 1)
             self.merger.merge_row(
-                mPartial,
-                mPartialLse,
+                *partials,
                 mSink,
                 mOut,
                 mLse,
-                rows_of_merge,
-                None,
+                weights,
+                sums,
                 (batch_idx, query_idx, head),
                 valid,
                 tidx % lanes,

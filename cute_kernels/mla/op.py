@@ -11,7 +11,7 @@ import torch
 
 import fp8_mla
 from cute_kernels.mla.plan import MAX_SPLITS, plan_decode
-from cute_kernels.mla.spec import EXCHANGES
+from cute_kernels.mla.spec import EXCHANGES, PARTIAL_FLOATS
 from cute_kernels.runtime import workspace
 from cute_kernels.runtime.arch import require_sm90
 from cute_kernels.runtime.checks import check_tensor, fail, require
@@ -236,7 +236,7 @@ def _prepare(
         kernel, splits, merge_ctas = get_kernel(plan.spec), plan.num_splits, plan.merge_ctas
         blocks, max_ctas = plan.spec.head_blocks(h_q), plan.max_ctas
     rows = (batch, s_q, h_q)
-    scratch_size = splits * math.prod(rows) * (fp8_mla.V_DIM + 1) if splits > 1 else 0
+    scratch_size = splits * math.prod(rows) * PARTIAL_FLOATS if splits > 1 else 0
     call = _Call(
         kernel,
         splits,
@@ -259,9 +259,12 @@ def _constants(device: torch.device) -> _Constants:
     with torch.cuda.device(device):
         if torch.cuda.is_current_stream_capturing():
             raise RuntimeError("mla_fp8_decode: call it once before it is captured into a CUDA graph")
+        zero_row = torch.zeros(fp8_mla.TOKEN_BYTES, dtype=torch.uint8, device=device)
+        # its scales are as usual as those of keys: the kernel divides by them
+        zero_row[fp8_mla.SCALE_OFFSET : fp8_mla.ROPE_OFFSET].view(torch.float32).fill_(1.0)
         constants = _Constants(
             torch.cuda.get_device_properties(device).multi_processor_count,
-            torch.zeros(fp8_mla.TOKEN_BYTES, dtype=torch.uint8, device=device),
+            zero_row,
             torch.full((MAX_HEADS,), -torch.inf, device=device),
             torch.full((1, 1), torch.iinfo(torch.int32).max, dtype=torch.int32, device=device),
         )

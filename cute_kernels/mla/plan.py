@@ -6,12 +6,11 @@ Costs are those of one H200 (docs/journal/mla_decode.md); only their proportions
 import functools
 from dataclasses import dataclass, replace
 
-from cute_kernels.mla.spec import NARROW, TOKENS_PER_TILE, WIDE, MlaDecodeSpec
+from cute_kernels.mla.spec import NARROW, PARTIAL_FLOATS, TOKENS_PER_TILE, WIDE, MlaDecodeSpec
 
 MAX_SPLITS = 256
-FEW_BLOCKS = 4  # of 64 heads, that are cut into 16 over few keys: 128 heads of batch 1 and 2 in 16.0 and 18.8 us
+FEW_BLOCKS = 2  # of 64 heads, that are cut into 16 over few keys: 128 heads of batch 1 in 15.3 instead of 17.4 us
 FEW_KEYS = 4096
-FEW_TILES = 5  # of an SM: up to here two CTAs that share a gather begin sooner, and the values form is ahead
 TILE_US = 2.5  # a tile of 64 tokens in steady state
 CTA_US = 5.0  # first gather, Q, epilogue
 MERGE_US = 2.0  # from the last partial to the result
@@ -63,10 +62,7 @@ def plan_decode(
         few = max_keys <= FEW_KEYS and batch * s_q * -(-h_q // WIDE) <= FEW_BLOCKS
         if exchange is None and heads == WIDE and few:
             heads = NARROW[-1]
-    if exchange is None:
-        tiles = batch * s_q * -(-h_q // WIDE) * -(-max_keys // TOKENS_PER_TILE)
-        exchange = "values" if heads == WIDE < h_q and tiles <= FEW_TILES * num_sms else "none"
-    spec = MlaDecodeSpec(sparse=sparse, exchange=exchange, heads=heads)
+    spec = MlaDecodeSpec(sparse=sparse, exchange=exchange or "none", heads=heads)
     items = batch * s_q * spec.head_blocks(h_q)
     tiles = max(1, -(-max_keys // TOKENS_PER_TILE))
     candidates = [num_splits] if num_splits is not None else range(1, min(tiles, MAX_SPLITS) + 1)
@@ -92,4 +88,4 @@ def _estimate_us(items: int, tiles: int, num_splits: int, rows: int, num_sms: in
     decode = waves * (-(-tiles // num_splits) * TILE_US + CTA_US)
     if num_splits == 1:
         return decode
-    return decode + MERGE_US + MERGE_US_PER_MB * num_splits * rows * 512 * 4 / 1e6
+    return decode + MERGE_US + MERGE_US_PER_MB * num_splits * rows * 4 * PARTIAL_FLOATS / 1e6

@@ -9,7 +9,8 @@ from cutlass.cute.nvgpu import cpasync
 from cute_kernels.device import cluster, token_cache
 from cute_kernels.device.trace import Tracer
 from cute_kernels.mla.find_kernel import KeyFinder
-from cute_kernels.mla.spec import ROLES, TOKENS_PER_TILE, MlaDecodeSpec
+from cute_kernels.mla.spec import EVENTS, ROLES, TOKENS_PER_TILE, MlaDecodeSpec
+from cute_kernels.mla.work_kernel import WorkItems
 
 NOPE, ROPE = 512, 64
 GROUP = 128  # columns of a quantization tile
@@ -46,9 +47,28 @@ class KeyProducer:
     """
 
     def __init__(self, spec: MlaDecodeSpec):
-        self.exchange = spec.exchange
+        self.exchange, self.sparse = spec.exchange, spec.sparse
         self.keys = KeyFinder(spec)
+        self.items = WorkItems(spec)
         self.tracer = Tracer(spec.trace, len(ROLES))
+
+    @cute.jit
+    def run(self, smem, table: tuple, _, rank: Int32, first_item: Int32, tid: Int32):
+        """Rows of all items from `first_item` on; `table` as for RowGatherer."""
+        mKV, mIndex, mLength, zero_row, num_splits, items, ctas, causal, divisors = table
+        done = Int32(0)  # tiles of the items before
+        for item in cutlass.range(first_item, items, ctas, unroll=1):
+            work = self.items.locate(item, *divisors[1:])
+            _, _, query_idx, batch_idx = work
+            length = self.items.length_of(work, mLength)
+            begin, limit, count = self.items.keys_of(work, length, mIndex, mKV, num_splits, causal, divisors[3])
+            if count > 0:
+                if const_expr(self.sparse):
+                    entries = mIndex[batch_idx, query_idx, None]
+                else:
+                    entries = mIndex[batch_idx, None]
+                self.fill(smem, mKV, zero_row, entries, begin, limit, done, count, divisors[0], rank, tid)
+            done += count
 
     @cute.jit
     def fill(
@@ -93,10 +113,10 @@ class KeyProducer:
 
         for t in cutlass.range(done, done + count, unroll=1):
             stage, use = t % STAGES, t // STAGES
-            self.tracer.stamp(smem.trace.ptr, 0, 2 * t, 0, tidx == 0)
+            self.tracer.stamp(smem.trace.ptr, 0, len(EVENTS[0]) * t, 0, tidx == 0)
             cute.arch.mbarrier_wait(empty + stage, (use + 1) % 2)
-            self.tracer.stamp(smem.trace.ptr, 0, 2 * t, 1, tidx == 0)
-            self.tracer.stamp(smem.trace.ptr, 0, 2 * t + 1, 0, tidx == 0)
+            self.tracer.stamp(smem.trace.ptr, 0, len(EVENTS[0]) * t, 1, tidx == 0)
+            self.tracer.stamp(smem.trace.ptr, 0, len(EVENTS[0]) * t + 1, 0, tidx == 0)
             self.open_stage(smem, stage, use, rank, tidx)
             if const_expr(self.exchange == "codes"):
                 for d in cutlass.range_constexpr(PASSES):
@@ -121,7 +141,7 @@ class KeyProducer:
             # no fence: it would wait for the loads that are on the way. Those who multiply have one
             if const_expr(self.exchange == "values"):
                 self.send_values(smem, stage, rank, tidx)
-            self.tracer.stamp(smem.trace.ptr, 0, 2 * t + 1, 1, tidx == 0)
+            self.tracer.stamp(smem.trace.ptr, 0, len(EVENTS[0]) * t + 1, 1, tidx == 0)
             if const_expr(self.exchange == "values"):
                 if tidx == 0:
                     cute.arch.mbarrier_arrive_and_expect_tx(full + stage, VALUES_BYTES)

@@ -3,15 +3,20 @@
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from cute_kernels.merge.spec import UNIT_VALUES
+
 WIDE = 64  # heads of a CTA, at most
 NARROW = (8, 16)  # and where there are few
 TOKENS_PER_TILE = 64
 MERGE_LANES = (0, 32, 128)
 EXCHANGES = ("none", "codes", "values")
 WEIGHT = 8.0  # scales from 2^-17 to 2^-2, of values up to 112, times this are normal float16 numbers below 2
+# of a row of a split in scratch memory: 512 float16 numbers, units of 64 of them, a log-sum-exp
+PARTIAL_FLOATS = 512 // 2 + 512 // UNIT_VALUES + 1
 COLUMN_WEIGHT = 2.0**7  # where heads are columns: scales from 2^-12 to 1, of values up to 448, are below 2^7 with it
-ROLES = ("producer", "scores", "values 0", "values 1")  # warpgroups of 64 heads, as a traced kernel numbers them
-EVENTS = (("wait", "fill"), ("wait", "QK", "softmax"), ("wait", "PV"), ("wait", "PV"))  # of a tile, for each of them
+ROLES = ("keys", "scores", "values 0", "values 1")  # warpgroups, as a traced kernel numbers them
+# of a tile, for each of them; where heads are rows the scores make P as they hand it over
+EVENTS = (("wait", "fill", "softmax"), ("wait", "QK", "hand over"), ("wait", "PV"), ("wait", "PV"))
 
 
 @dataclass(frozen=True)
@@ -19,7 +24,7 @@ class MlaDecodeSpec:
     """Compile-time facts of :class:`cute_kernels.mla.kernel.MlaDecodeKernel`; constructor argument and cache key.
 
     sparse    keys come from a list of slots per query; otherwise from a block table and a length per request
-    merge_lanes  several CTAs share the keys of a query: each writes a float32 partial, and CTAs behind them merge with
+    merge_lanes  several CTAs share the keys of a query: each writes a float16 partial, and CTAs behind them merge with
               this many threads a row. 0: one CTA has all keys
     exchange  the crossover: two CTAs with 64 heads each gather half of the keys of every tile, and hand each other
               "codes", rows as they come, which both widen, or "values", float16 numbers; "none": no cluster, and
@@ -43,7 +48,7 @@ class MlaDecodeSpec:
     @property
     def compile_options(self) -> str:
         """Levels at which ptxas spills no register; 5 is its default."""
-        level = 5 if not self.columns else 2 if self.heads == WIDE else 0
+        level = 5 if not self.columns or (self.heads == WIDE and self.split) else 2 if self.heads == WIDE else 0
         return f"--ptxas-options '--register-usage-level={level}'"
 
     def can_implement(self) -> list[str]:
@@ -78,7 +83,7 @@ class MlaDecodeSpec:
         """Of a thread that brings keys, scores, adds values; the last one twice: 4 x 128, what 512 get at launch."""
         if not self.columns:
             return (72, 104, 168)
-        return (24, 136, 176) if self.heads == WIDE else (40, 152, 160)
+        return (32, 128, 176) if self.heads == WIDE else (56, 152, 152)
 
     @property
     def split(self) -> bool:

@@ -3,7 +3,7 @@
 import cutlass
 import cutlass.cute as cute
 import cutlass.utils.hopper_helpers as sm90
-from cutlass import AddressSpace, BFloat16, Float16, Float32, Int32, Int64
+from cutlass import AddressSpace, BFloat16, Float16, Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from cutlass.tensor_utils import LayoutEnum
 
@@ -12,6 +12,8 @@ from cute_kernels.mla.producer_kernel import GROUP, GROUPS, NOPE, ROPE, STAGES
 from cute_kernels.mla.spec import TOKENS_PER_TILE, WIDE
 
 QK = NOPE + ROPE
+Q_COLUMNS = 64  # of a TMA copy of Q: 128 bytes
+Q_CHUNKS = QK // Q_COLUMNS
 BAR_OWNER, BAR_STORED = 1, 3  # named barriers
 P_SHIFT = 8.0  # P is up to 2^8, so that float16 holds what is above 2^-33 of the largest
 
@@ -69,32 +71,48 @@ def tiled_mmas():
     )
 
 
+def chunks_of_q(heads: int):
+    """Shared memory of Q in chunks of 64 columns, each of which a TMA copy brings: (heads, 64, 9)."""
+    tile = (heads, TOKENS_PER_TILE, Q_COLUMNS)
+    return sm90.make_smem_layout_a(LayoutEnum.ROW_MAJOR, tile, BFloat16, Q_CHUNKS)
+
+
 @cute.jit
 def prefetch_q(load_q: cute.CopyAtom, tQ: cute.Tensor, work: tuple, heads: cutlass.Constexpr):
     """Starts to bring rows of Q into L2. Called by one warp."""
-    head_block, _, query_idx, batch_idx = work
-    gQ = cute.local_tile(tQ, (heads, QK), (head_block, 0, query_idx, batch_idx))
-    _, _, layout_q = layouts(heads)
-    of_shared = cute.make_tensor(cute.make_ptr(BFloat16, 0, AddressSpace.smem, assumed_align=1024), layout_q)
-    _, tQgQ = cpasync.tma_partition(
-        load_q, 0, cute.make_layout(1), cute.group_modes(of_shared, 0, 2), cute.group_modes(gQ, 0, 2)
-    )
-    cute.prefetch(load_q, tQgQ)
+    sQ = cute.make_tensor(cute.make_ptr(BFloat16, 0, AddressSpace.smem, assumed_align=1024), chunks_of_q(heads))
+    _, tQgQ = _copies_of_q(load_q, tQ, work, heads, sQ)
+    for c in cutlass.range_constexpr(Q_CHUNKS):
+        cute.prefetch(load_q, tQgQ[None, c])
 
 
 @cute.jit
-def start_q(smem, load_q: cute.CopyAtom, tQ: cute.Tensor, work: tuple, heads: cutlass.Constexpr):
-    """Starts the load of this CTA's rows of Q. Called by one warp."""
+def start_q(
+    smem,
+    load_q: cute.CopyAtom,
+    tQ: cute.Tensor,
+    work: tuple,
+    heads: cutlass.Constexpr,
+    chunks: cutlass.Constexpr = tuple(range(Q_CHUNKS)),
+    first: cutlass.Constexpr = True,
+):
+    """Starts the load of `chunks` of 64 columns of this CTA's rows of Q, the `first` of them or more. By one warp."""
+    layout = chunks_of_q(heads)
+    sQ = smem.q.get_tensor(layout.outer, swizzle=layout.inner)
+    tQsQ, tQgQ = _copies_of_q(load_q, tQ, work, heads, sQ)
+    if const_expr(first):
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive_and_expect_tx(smem.q_full.ptr, heads * QK * 2)
+    for c in cutlass.range_constexpr(len(chunks)):
+        cute.copy(load_q, tQgQ[None, chunks[c]], tQsQ[None, chunks[c]], tma_bar_ptr=smem.q_full.ptr)
+
+
+@cute.jit
+def _copies_of_q(load_q: cute.CopyAtom, tQ: cute.Tensor, work: tuple, heads: cutlass.Constexpr, sQ: cute.Tensor):
+    """What TMA copies take, (copy, chunk): `sQ`, and an item's rows of Q in global memory."""
     head_block, _, query_idx, batch_idx = work
-    _, _, layout_q = layouts(heads)
-    sQ = smem.q.get_tensor(layout_q.outer, swizzle=layout_q.inner)
-    gQ = cute.local_tile(tQ, (heads, QK), (head_block, 0, query_idx, batch_idx))
-    tQsQ, tQgQ = cpasync.tma_partition(
-        load_q, 0, cute.make_layout(1), cute.group_modes(sQ, 0, 2), cute.group_modes(gQ, 0, 2)
-    )
-    with cute.arch.elect_one():
-        cute.arch.mbarrier_arrive_and_expect_tx(smem.q_full.ptr, heads * QK * 2)
-    cute.copy(load_q, tQgQ, tQsQ[None, 0], tma_bar_ptr=smem.q_full.ptr)
+    gQ = cute.local_tile(tQ, (heads, Q_COLUMNS), (head_block, None, query_idx, batch_idx))
+    return cpasync.tma_partition(load_q, 0, cute.make_layout(1), cute.group_modes(sQ, 0, 2), cute.group_modes(gQ, 0, 2))
 
 
 @cute.jit

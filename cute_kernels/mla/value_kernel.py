@@ -7,14 +7,17 @@ from cutlass.cute.nvgpu import warpgroup
 
 from cute_kernels.device import softmax, wgmma
 from cute_kernels.device.trace import Tracer
+from cute_kernels.merge.spec import UNIT_VALUES
 from cute_kernels.mla.producer_kernel import GROUP, STAGES
 from cute_kernels.mla.spec import EVENTS, ROLES, TOKENS_PER_TILE, WEIGHT, WIDE, MlaDecodeSpec
 from cute_kernels.mla.tile_kernel import P_SHIFT, handed_over, layouts, row_states, scales, tiled_mmas, units, weights
+from cute_kernels.mla.work_kernel import WorkItems
 
 KEY_BLOCKS = TOKENS_PER_TILE // 16
 IN_FLIGHT = 1  # blocks of 16 keys that are multiplied while P of the next one is prepared
 LOADED = 2  # whose P is on its way from shared memory, 200 clocks while others use it
 HALVES = 2  # quantization tiles of a warpgroup
+UNITS = GROUP // UNIT_VALUES  # of one, in partial results
 P_EXPONENT = 13  # of the largest P x scale x unit of a row, where float16 holds 2^16
 O_EXPONENT = 100  # up to here O may grow when its unit changes
 
@@ -31,6 +34,7 @@ class ValueWarpgroups:
 
     def __init__(self, spec: MlaDecodeSpec):
         self.spec = spec
+        self.items = WorkItems(spec)
         self.tracer = Tracer(spec.trace, len(ROLES))
 
     @cute.jit
@@ -39,16 +43,17 @@ class ValueWarpgroups:
         smem,
         mOut: cute.Tensor,
         mLse: cute.Tensor,
-        mPartial: cute.Tensor | None,
-        mPartialLse: cute.Tensor | None,
+        partials: tuple,
         mSink: cute.Tensor,
         done: Int32,
         count: Int32,
-        work: tuple,
+        item: Int32,
+        divisors: tuple,
         wg: Int32,
         tid: Int32,
     ):
         """Adds up the `count` tiles of an item of work, the first of which is tile `done`, and stores what it gives."""
+        work = self.items.locate(item, *divisors)
         layout_nope, _, _ = layouts()
         _, _, mma = tiled_mmas()
         sNope = smem.nope.get_tensor(layout_nope.outer, swizzle=layout_nope.inner)
@@ -97,7 +102,7 @@ class ValueWarpgroups:
                     alpha[r] = WEIGHT / sUnits[r]
                 softmax.multiply_rows([acc_o[half]], alpha)
         if const_expr(self.spec.split):
-            self.store_partial(acc_o, row_max, row_sum, mSink, mPartial, mPartialLse, work, wg, tid)
+            self.store_partial(acc_o, row_max, row_sum, mSink, partials, work, wg, tid)
         else:
             self.store(acc_o, row_max, row_sum, mSink, mOut, mLse, work, wg, tid)
 
@@ -237,14 +242,17 @@ class ValueWarpgroups:
         row_max: cute.Tensor,
         row_sum: cute.Tensor,
         mSink: cute.Tensor,
-        mPartial: cute.Tensor,
-        mPartialLse: cute.Tensor,
+        partials: tuple,
         work: tuple,
         wg: Int32,
         tid: Int32,
     ):
-        """Normalizes O without the sink and stores it as float32, with its log-sum-exp, for the merge."""
+        """Normalizes O without the sink and stores it as float16, with its log-sum-exp, for the merge.
+
+        The 128 numbers of a row that four lanes have share a unit.
+        """
         head_block, split_idx, query_idx, batch_idx = work
+        mPartial, mPartialLse, mUnits = partials
         denominator = cute.make_rmem_tensor(2, Float32)
         for r in cutlass.range_constexpr(2):
             denominator[r] = row_sum[r]
@@ -253,6 +261,21 @@ class ValueWarpgroups:
                 lse = softmax.log_sum_exp(row_max[r] - P_SHIFT, row_sum[r])
                 mPartialLse[split_idx, batch_idx, query_idx, head] = lse
         self.normalize(acc_o, row_sum, denominator)
+        for half in cutlass.range_constexpr(HALVES):
+            o, inverse = wgmma.by_row(acc_o[half]), cute.make_rmem_tensor(2, Float32)
+            for r in cutlass.range_constexpr(2):
+                peak = Float32(0.0)
+                for c in cutlass.range_constexpr(cute.size(o, mode=[1])):
+                    peak = cute.arch.fmax(peak, cute.arch.fmax(o[r, c], -o[r, c]))
+                for step in cutlass.range_constexpr(2):
+                    peak = cute.arch.fmax(peak, cute.arch.shuffle_sync_bfly(peak, 1 << step))
+                unit = softmax.unit(peak)
+                inverse[r] = 1.0 / unit
+                head = head_block * WIDE + wgmma.row(tid, r)
+                if head < mSink.shape[0] and tid % 4 < UNITS:
+                    first = UNITS * (HALVES * wg + half)
+                    mUnits[split_idx, batch_idx, query_idx, head, first + tid % 4] = unit
+            softmax.multiply_rows([acc_o[half]], inverse)
         heads = mPartial[split_idx, batch_idx, query_idx, None, None]
         self.store_rows(acc_o, heads, mSink.shape[0], head_block, wg, tid)
 
@@ -266,24 +289,17 @@ class ValueWarpgroups:
     @cute.jit
     def store_rows(self, acc_o, heads: cute.Tensor, h_q: Int32, head_block: Int32, wg: Int32, tid: Int32):
         """O, rounded to the dtype of `heads` (h_q, 512), which it goes to."""
-        _, _, mma = tiled_mmas()
-        gO = cute.local_tile(heads, (WIDE, GROUP), (head_block, None))
         for half in cutlass.range_constexpr(HALVES):
             rounded = cute.make_rmem_tensor(acc_o[half].shape, heads.element_type)
             rounded.store(acc_o[half].load().to(heads.element_type))
             by_row = wgmma.by_row(rounded)
-            target = wgmma.by_row(mma.get_slice(tid).partition_C(gO[None, None, HALVES * wg + half]))
             for r in cutlass.range_constexpr(2):
                 head = head_block * WIDE + wgmma.row(tid, r)
-                if const_expr(heads.element_type is Float32):
-                    if head < h_q:
-                        cute.autovec_copy(by_row[r, None], target[r, None])
-                else:
-                    self.store_row(by_row[r, None], heads, head, h_q, GROUP * (HALVES * wg + half), tid)
+                self.store_row(by_row[r, None], heads, head, h_q, GROUP * (HALVES * wg + half), tid)
 
     @cute.jit
     def store_row(self, pairs: cute.Tensor, heads: cute.Tensor, head: Int32, h_q: Int32, first: Int32, tid: Int32):
-        """128 bf16 numbers of a row, of which each of four lanes has two of every eight, in stores of 16 bytes.
+        """128 numbers of 16 bits of a row, of which each of four lanes has two of every eight, in stores of 16 bytes.
 
         Of four blocks of eight each lane gets one whole. In stores of 4 bytes the 64 KB of an item keep the load and
         store units busy for 10,000 clocks, and everything else on the SM waits.

@@ -52,7 +52,7 @@ Barriers                arrivals per phase
   ds_full[t % 2]        every consumer: dS of tile t is in shared memory. Of a pair, 16 KB: the other's is as well
   ds_empty[t % 2]       128: whoever made dQ of tile t has read it. Of a pair, 4 more: warps of the other CTA have, so
                         the copies of dS from here have ended, and there is room for the next
-  added_empty           1, of a pair: the copy engine has read dQ, which has one place; the warpgroups use it in turn
+  added_empty           128, of a pair: the copy engine has read dQ, which has one place; warpgroups use it in turn
   named 3  BAR_ITEM     every consumer: dK and dV may be overwritten, or are complete, in shared memory
   named 4 - 6  BAR_ADD  128: a place of dQ may be overwritten, or is complete, in shared memory; of a pair, dS is
 
@@ -259,7 +259,7 @@ class SinkBackwardKernel:
                 cute.arch.mbarrier_init(smem.ds_full.data_ptr() + i, spec.consumers)
                 cute.arch.mbarrier_init(smem.ds_empty.data_ptr() + i, 128 + (4 if spec.pair else 0))
             if const_expr(spec.pair):
-                cute.arch.mbarrier_init(smem.added_empty.ptr, 1)
+                cute.arch.mbarrier_init(smem.added_empty.ptr, 128)
             of_other = spec.consumers // 32 if const_expr(spec.multicast) else 0  # a lane of each warp
             for i in cutlass.range_constexpr(spec.stages):
                 cute.arch.mbarrier_init(smem.q_full.data_ptr() + i, 1)

@@ -192,7 +192,7 @@ def launch_backward(
         *_packed(request, sizes, keys.keys, keys=True),
         sums.data_ptr(),
         *_numbers(request),
-        backward_section(batch=sizes.batch, s_k=sizes.s_k, h_kv=sizes.h_kv, window=request.window),
+        backward_section(batch=sizes.batch, s_k=sizes.s_k, h_kv=sizes.h_kv, d=sizes.d, window=request.window),
         device.num_sms,
         _counters(device),
     )

@@ -87,8 +87,8 @@ def route(
 LONG_KEYS: Final = 8192
 """Between the lengths that were measured, 4096 and 16384, where orders change places."""
 PAIRS_TOGETHER: Final = 16
-PAIRS_OF_LONG_KEYS: Final = 8
-"""Sequences and KV heads that the backward works on together at most."""
+PAIRS_OF_LONG_KEYS: Final = {64: 16, 128: 4}
+"""Sequences and KV heads that the backward works on together at most, the latter by head dimension."""
 
 
 def forward_section(*, batch: int, s_k: int, h_q: int, h_kv: int, d: int, window: int | None) -> int:
@@ -122,11 +122,11 @@ def forward_section(*, batch: int, s_k: int, h_q: int, h_kv: int, d: int, window
     return h_q // h_kv
 
 
-def backward_section(*, batch: int, s_k: int, h_kv: int, window: int | None) -> int:
+def backward_section(*, batch: int, s_k: int, h_kv: int, d: int, window: int | None) -> int:
     """How many pairs of a sequence and a KV head are worked on together, where keys stay and queries stream past.
 
     A pair at a time reads its queries from L2, but all CTAs add to the same sums of dq then. Milliseconds of the kernel
-    with 128 pairs at a time / 32 / 16 / 8 / 1 (of 16384 keys there are 32):
+    with 128 pairs at a time / 32 / 16 / 8 / 1 (of 16384 keys there are 32), by blocks of 128 keys and no pairs of CTAs:
 
         64 and 8 heads of 64     s_k 16384                    -  / 54.3 / 52.5 / 49.6 /  -
                                  s_k 16384, apart             -  / 32.6 / 32.4 / 32.3 /  -
@@ -136,12 +136,16 @@ def backward_section(*, batch: int, s_k: int, h_kv: int, window: int | None) -> 
         32 and 8 heads of 128    s_k 16384                    -  / 45.1 / 44.3 / 44.2 /  -
                                  s_k 4096                   15.1 / 11.7 / 11.6 / 11.9 / 12.2
 
+    By blocks of 256 keys, d 64 takes 52.4 / 45.5 / 45.7 / 46.9 ms with 32 / 16 / 8 / 4 of 16384 keys; by pairs of CTAs,
+    d 128 takes 45.0 / 41.9 / 40.7 / 39.7.
+
     With a window of 4096, 32 and 8 heads of 128 reach 420 TFLOP/s with all pairs at a time, and 473 with one.
 
     Args:
         batch: sequences.
         s_k: keys of each.
         h_kv: heads of keys and values.
+        d: head dimension.
         window: of the call, where it hides a key.
 
     Returns:
@@ -149,5 +153,5 @@ def backward_section(*, batch: int, s_k: int, h_kv: int, window: int | None) -> 
     """
     if window is not None:
         return 1
-    most = PAIRS_TOGETHER if s_k < LONG_KEYS else PAIRS_OF_LONG_KEYS
+    most = PAIRS_TOGETHER if s_k < LONG_KEYS else PAIRS_OF_LONG_KEYS[d]
     return max(n for n in range(1, most + 1) if batch * h_kv % n == 0)

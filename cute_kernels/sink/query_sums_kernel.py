@@ -173,6 +173,7 @@ class QuerySums:
                 read_only_args=[target, Int32(staged.toint()), Int32(4 * QUERIES * spec.columns)],
             )
             cute.arch.cp_async_bulk_commit_group()
-            if const_expr(spec.pair):  # the other warpgroup is next to use the place
+            if const_expr(spec.pair):
                 cute.arch.cp_async_bulk_wait_group(0, read=True)
-                cute.arch.mbarrier_arrive(smem.added_empty.ptr)
+        if const_expr(spec.pair):  # the other warpgroup is next to use the place
+            cute.arch.mbarrier_arrive(smem.added_empty.ptr)

@@ -265,7 +265,7 @@ def test_sections_divide_the_pairs(batch, h_q, h_kv, window, s_k):
     sizes = {"batch": batch, "s_k": s_k, "h_kv": h_kv, "window": window}
     for d in (64, 128):
         assert batch * h_q % plan.forward_section(**sizes, h_q=h_q, d=d) == 0
-    assert batch * h_kv % plan.backward_section(**sizes) == 0
+        assert batch * h_kv % plan.backward_section(**sizes, d=d) == 0
 
 
 def test_sections_are_the_best_that_were_measured():
@@ -274,10 +274,11 @@ def test_sections_are_the_best_that_were_measured():
     assert plan.forward_section(**full, batch=4, s_k=16384, h_q=32, d=128) == 4
     assert plan.forward_section(**full, batch=16, s_k=4096, h_q=32, d=128) == 16 * 32
     assert plan.forward_section(batch=4, s_k=16384, h_q=32, h_kv=8, d=128, window=4096) == 32
-    assert plan.backward_section(**full, batch=4, s_k=16384) == 8
-    assert plan.backward_section(**full, batch=16, s_k=4096) == 16
-    assert plan.backward_section(**full, batch=3, s_k=4096) == 12
-    assert plan.backward_section(batch=4, s_k=16384, h_kv=8, window=4096) == 1
+    assert plan.backward_section(**full, batch=4, s_k=16384, d=64) == 16
+    assert plan.backward_section(**full, batch=4, s_k=16384, d=128) == 4
+    assert plan.backward_section(**full, batch=16, s_k=4096, d=128) == 16
+    assert plan.backward_section(**full, batch=3, s_k=4096, d=64) == 12
+    assert plan.backward_section(batch=4, s_k=16384, h_kv=8, d=128, window=4096) == 1
 
 
 def test_gradients_of_small_windows_are_made_apart():

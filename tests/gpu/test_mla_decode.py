@@ -340,10 +340,14 @@ def test_forced_splits_agree(decode, mode, scales):
         torch.testing.assert_close(lse_tensor, results[0][1], rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("scales", ["absmax", "mixed", "rare"])
 @pytest.mark.parametrize("num_splits", [1, 2, 3, 7, 32])
-def test_forced_splits_hold_the_rule(run_forced, num_splits):
-    run_forced(sparse(batch=3, h_q=96, s_q=2, topk=700, lengths="query", sink="inf"), num_splits=num_splits)
-    run_forced(dense(seqlens=[1, 0, 700, 65], h_q=96, s_q=2, sink="inf"), num_splits=num_splits)
+def test_forced_splits_hold_the_rule(run_forced, num_splits, scales):
+    """Partial results are float16 with units: scales that float16 does not hold must not show."""
+    run_forced(
+        sparse(batch=3, h_q=96, s_q=2, topk=700, scales=scales, lengths="query", sink="inf"), num_splits=num_splits
+    )
+    run_forced(dense(seqlens=[1, 0, 700, 65], h_q=96, s_q=2, scales=scales, sink="inf"), num_splits=num_splits)
 
 
 @pytest.mark.parametrize("mode", ["sparse", "dense"])

@@ -1,0 +1,184 @@
+"""The warpgroup of the MLA decode kernel that copies rows and makes P of S, where heads are columns."""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float16, Float32, Int32, const_expr
+
+from cute_kernels.device import softmax
+from cute_kernels.device.trace import Tracer
+from cute_kernels.mla.column_tile_kernel import MAX_GROWTH, P_SHIFT, RAISED, REACHED, WARPS, ahead, scores_of, stages
+from cute_kernels.mla.gather_kernel import RowGatherer
+from cute_kernels.mla.producer_kernel import GROUPS
+from cute_kernels.mla.spec import COLUMN_WEIGHT, EVENTS, ROLES, TOKENS_PER_TILE, MlaDecodeSpec
+from cute_kernels.mla.tile_kernel import place_of_weight
+from cute_kernels.mla.work_kernel import WorkItems
+
+SMALLEST_WEIGHT, LARGEST_WEIGHT = 2.0**-5, 2.0**7  # any code times a weight in between is a normal float16 number
+
+UNSET = -3.0e38  # the base before a key has been met: any score is far above it, and -inf below
+
+
+class ColumnSoftmax:
+    """Device code for 128 threads: P^T = exp2(S^T - base) of all tiles, and the copies of rows that come later.
+
+    A thread has a head and 32, 8 or 4 keys of a tile, and the lanes of a head are neighbours, so that no warp waits for
+    another. Scores are relative to the base of their head, 2^7 below the largest score that was met when it was set;
+    the base moves only when a score exceeds it by MAX_GROWTH more, because O moves with it.
+    """
+
+    def __init__(self, spec: MlaDecodeSpec):
+        self.heads, self.split = spec.heads, spec.split
+        self.keys = spec.heads // 2  # of a thread
+        self.parts = TOKENS_PER_TILE // self.keys  # lanes of a head
+        self.stages = stages(spec.heads)
+        self.ahead = ahead(spec.heads)
+        self.gatherer = RowGatherer(spec)
+        self.items = WorkItems(spec)
+        self.tracer = Tracer(spec.trace, len(ROLES))
+
+    @cute.jit
+    def run(self, smem, table: tuple, mSink: cute.Tensor, _, first_item: Int32, tid: Int32):
+        """All items from `first_item` on; `table` as for RowGatherer.
+
+        Copies of a tile start when P of one `ahead` of it has left: that their stage is free, so that the tile before
+        has been multiplied, is then waited for while P of this one is.
+        """
+        mKV, mIndex, mLength, _, num_splits, items, ctas, causal, divisors = table
+        cursor = self.gatherer.start(table, first_item, tid)
+        for _ in cutlass.range(self.ahead, unroll=1):
+            cursor = self.gatherer.step(smem, table, cursor, tid)
+        done = Int32(0)
+        sSink = smem.sink.get_tensor(cute.make_layout(self.heads))
+        for item in cutlass.range(first_item, items, ctas, unroll=1):
+            work = self.items.locate(item, *divisors[1:])
+            length = self.items.length_of(work, mLength)
+            _, _, count = self.items.keys_of(work, length, mIndex, mKV, num_splits, causal, divisors[3])
+            head = work[0] * self.heads + self.head(tid)
+            if tid % 32 < 32 // self.parts:  # for want of a register; who has written it reads it
+                sSink[head - work[0] * self.heads] = mSink[cutlass.min(head, mSink.shape[0] - 1)] * softmax.LOG2_E
+            base, total = Float32(UNSET), Float32(0.0)
+            for t in cutlass.range(done, done + count, unroll=1):
+                base, total = self.tile(smem, base, total, t, tid)
+                if t == done + count - 1:
+                    self.finish(smem, base, total, t % 2, tid)
+                cute.arch.fence_proxy("async.shared", space="cta")  # ordinary stores of P, read by wgmma
+                cute.arch.mbarrier_arrive(smem.p_full.data_ptr() + t % 2)
+                self.stamp(smem, t, 1, tid)
+                cursor = self.gatherer.step(smem, table, cursor, tid)
+            done += count
+
+    def head(self, tid: Int32):
+        """Of a thread: neighbouring lanes have neighbouring heads, and the same keys."""
+        return tid // 32 * (32 // self.parts) + tid % (32 // self.parts)
+
+    @cute.jit
+    def tile(self, smem, base: Float32, total: Float32, t: Int32, tid: Int32):
+        """P^T of a tile, and what goes with it; (base, sum of this thread) after it."""
+        stage, buffer = t % self.stages, t % 2
+        lane, part, head = tid % 32, tid % 32 // (32 // self.parts), self.head(tid)
+        sValid = smem.valid.get_tensor(cute.make_layout(2 * self.stages))
+        sScores = smem.s.get_tensor(cute.make_layout(TOKENS_PER_TILE * self.heads))
+        cute.arch.mbarrier_wait(smem.s_full.ptr, t % 2)
+        cute.arch.mbarrier_wait(smem.full.data_ptr() + stage, t // self.stages % 2)  # long since
+        self.stamp(smem, t, 0, tid)
+        first = self.keys * part
+        everything = Int32(-1 if self.keys == 32 else (1 << self.keys) - 1)
+        valid = (sValid[2 * stage + first // 32] >> (first % 32)) & everything
+        if cute.arch.vote_any_sync(valid != everything):
+            for k in cutlass.range(self.keys, unroll=1):
+                if (valid >> k) & 1 == 0:
+                    sScores[scores_of(head, (first + k) // 4) + k % 4] = -Float32.inf
+        cute.arch.mbarrier_wait(smem.p_empty.data_ptr() + buffer, (t // 2 + 1) % 2)
+        factor = Float32(1.0)  # of what was added before
+        largest, added = self.probabilities(smem, base, buffer, tid)
+        if cute.arch.vote_any_sync(largest > base + (P_SHIFT + MAX_GROWTH)):
+            # with the first tile of an item, and hardly later
+            if largest > base + (P_SHIFT + MAX_GROWTH):
+                factor = cute.math.exp2(base - (largest - P_SHIFT), fastmath=True)
+                base = largest - P_SHIFT
+            # the thread's number anew, or every address is kept for this
+            again = cute.arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Int32], read_only_args=[tid])
+            _, added = self.probabilities(smem, base, buffer, again)
+        cute.arch.mbarrier_arrive(smem.s_empty.ptr)
+        total = total * factor + added
+
+        sRescaling = smem.rescaling.get_tensor(cute.make_layout((self.heads, 2)))
+        if part == 0:
+            sRescaling[head, buffer] = factor
+        state = self.store_weights(smem, stage, buffer, tid)
+        if cute.arch.vote_any_sync(factor != 1.0):
+            state |= Int32(RAISED)
+        sState = smem.state.get_tensor(cute.make_layout((WARPS, 2)))
+        if lane == 0:
+            sState[tid // 32, buffer] = state
+        return base, total
+
+    @cute.jit
+    def probabilities(self, smem, base: Float32, buffer: Int32, tid: Int32):
+        """P^T of this thread; (the largest score of its head, the sum of its own probabilities)."""
+        head = self.head(tid)
+        first = self.keys * (tid % 32 // (32 // self.parts))
+        at_once = min(8, self.keys)
+        tops, sums = cute.make_rmem_tensor(1, Float32), cute.make_rmem_tensor(1, Float32)
+        tops.fill(-Float32.inf)
+        sums.fill(0.0)
+        s = cute.make_rmem_tensor((4, at_once // 4), Float32)
+        rounded = cute.make_rmem_tensor(at_once, Float16)
+        for i in cutlass.range_constexpr(self.keys // at_once):
+            key = first + at_once * i
+            for j in cutlass.range_constexpr(at_once // 4):
+                cute.autovec_copy(self.four(smem, head, key // 4 + j), s[None, j])
+                for k in cutlass.range_constexpr(4):
+                    tops[0] = cute.arch.fmax(tops[0], s[k, j])
+                    s[k, j] = cute.math.exp2(s[k, j] - base, fastmath=True)
+                    sums[0] += s[k, j]
+            rounded.store(s.load().to(Float16).reshape(rounded.shape))
+            at = (buffer * self.heads + head) * TOKENS_PER_TILE + ((key // 8) ^ (head % 8)) * 8 + key % 8
+            pointer = smem.p.data_ptr() + cute.assume(at, divby=at_once)
+            cute.autovec_copy(rounded, cute.make_tensor(pointer, cute.make_layout(at_once)))
+        largest = tops[0]
+        for step in cutlass.range_constexpr(self.parts.bit_length() - 1):
+            largest = cute.arch.fmax(largest, cute.arch.shuffle_sync_bfly(largest, 32 // self.parts << step))
+        return largest, sums[0]
+
+    def four(self, smem, head: Int32, index) -> cute.Tensor:
+        """Scores of a head and four neighbouring keys."""
+        pointer = smem.s.data_ptr() + cute.assume(scores_of(head, index), divby=4)
+        return cute.make_tensor(pointer, cute.make_layout(4))
+
+    @cute.jit
+    def store_weights(self, smem, stage: Int32, buffer: Int32, tid: Int32) -> Int32:
+        """Scales x COLUMN_WEIGHT as float16, two of a key; REACHED if a code of this warp's keys times that is not."""
+        token, group = tid // 2, 2 * (tid % 2)
+        scale = cute.make_rmem_tensor(2, Float32)
+        sWeight = smem.weight.get_tensor(cute.make_layout((TOKENS_PER_TILE, 2 * GROUPS)))
+        at = (stage * TOKENS_PER_TILE + token) * GROUPS + group
+        pointer = smem.scale.data_ptr() + cute.assume(at, divby=2)
+        cute.autovec_copy(cute.make_tensor(pointer, cute.make_layout(2)), scale)
+        outside = False
+        for i in cutlass.range_constexpr(2):
+            weight = scale[i] * COLUMN_WEIGHT
+            sWeight[place_of_weight(token), buffer * GROUPS + group + i] = weight.to(Float16)
+            inside = weight == 0.0 or (weight >= SMALLEST_WEIGHT and weight < LARGEST_WEIGHT)
+            outside = outside or not inside
+        return Int32(REACHED) if cute.arch.vote_any_sync(outside) else Int32(0)
+
+    @cute.jit
+    def finish(self, smem, base: Float32, total: Float32, buffer: Int32, tid: Int32):
+        """Of each head the log-sum-exp, and 1 / (its sum with the sink), 0 without keys."""
+        for step in cutlass.range_constexpr(self.parts.bit_length() - 1):
+            total += cute.arch.shuffle_sync_bfly(total, 32 // self.parts << step)
+        sShare = smem.share.get_tensor(cute.make_layout((self.heads, 2)))
+        sLse = smem.lse.get_tensor(cute.make_layout((self.heads, 2)))
+        sSink = smem.sink.get_tensor(cute.make_layout(self.heads))
+        if tid % 32 < 32 // self.parts:
+            denominator, head = total, self.head(tid)
+            if const_expr(not self.split):
+                denominator += cute.math.exp2(sSink[head] - base, fastmath=True)
+            sShare[head, buffer] = Float32(cutlass.select_(total == 0.0, Float32(0.0), 1.0 / denominator))
+            sLse[head, buffer] = softmax.log_sum_exp(base, total)
+
+    @cute.jit
+    def stamp(self, smem, t: Int32, edge: cutlass.Constexpr, tid: Int32):
+        """A timestamp of a tile."""
+        self.tracer.stamp(smem.trace.ptr, 0, len(EVENTS[0]) * t + 2, edge, tid == 0)

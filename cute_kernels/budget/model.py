@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from cute_kernels.budget.rates import H200, Rates
-from cute_kernels.budget.variants import MLA_BUILT, NOPE_DIM, MlaVariant, Unit
-from cute_kernels.mla.spec import TOKENS_PER_TILE, WIDE
+from cute_kernels.budget.variants import MLA_BUILT, MlaVariant, Unit
+from cute_kernels.mla.spec import PARTIAL_FLOATS, TOKENS_PER_TILE, WIDE
 
-MERGE_US = 3.5
-"""Of a call with splits, beside the bytes: counting, polling, three round trips to L2 (results/h200.json: the cases
-with splits are within 5% with this, 8% too fast with 2)."""
+MERGE_US = 1.0
+"""Of a call with splits, beside the bytes: counting, polling, two round trips to L2 (results/h200.json: the cases with
+splits and few tiles are within 4% with this, up to 15% too slow with 3.5)."""
 RANGES_US = 7.1
 """Of a GQA call beside its bytes, where CTAs take ranges of the work list: 16 x 4096 takes 38.2 us, its bytes 31.1."""
 CLUSTER_US = 4.9
@@ -106,8 +106,8 @@ def predict_mla(launch: MlaLaunch, variant: MlaVariant = MLA_BUILT, rates: Rates
     tiles_us = waves * rates.us(launch.tiles * TOKENS_PER_TILE * of_token.cycles)
     ctas_us = rates.us(waves * variant.cta_cycles + variant.start_cycles)
     merge_us = 0.0
-    if launch.splits > 1:  # partials of float32 are written once and read once
-        merge_us = MERGE_US + rates.copy_us(2 * launch.splits * launch.rows * NOPE_DIM * 4)
+    if launch.splits > 1:  # partials are written once and read once
+        merge_us = MERGE_US + rates.copy_us(2 * launch.splits * launch.rows * PARTIAL_FLOATS * 4)
     binds = of_token.binds if tiles_us >= ctas_us + merge_us else Unit.LATENCY
     us = tiles_us + ctas_us + merge_us
     return Prediction(us, tiles_us, ctas_us, merge_us, waves, of_token.cycles, binds)

@@ -116,7 +116,8 @@ class MlaVariant:
         """Bytes of a token through the port of shared memory."""
         if self.columns:  # the row written; codes read for both products; Q and P read once for 64 keys or values
             read = 2 * NOPE_DIM + 2 * ROPE_DIM
-            return TOKEN_BYTES + read + 2 * WIDE * (QK_DIM + NOPE_DIM) / TOKENS_PER_TILE
+            scores = 2 * 4 * WIDE  # float32, written by those who multiply, read by those who make P
+            return TOKEN_BYTES + read + 2 * WIDE * (QK_DIM + NOPE_DIM) / TOKENS_PER_TILE + scores
         # m64n64k16 with both operands there: 2 KB of Q and 2 KB of K, 36 times a tile
         qk = (2048 + 2048) * (QK_DIM // 16) / TOKENS_PER_TILE
         pv = 2 * NOPE_DIM  # each value once; P of the own tiles comes from registers
@@ -132,10 +133,10 @@ class MlaVariant:
 
 
 # `model.calibrate` gives both numbers of each from batch 128, 128 heads, s_q 2, topk 2048 (4 waves of 32 tiles) and
-# s_q 4, topk 512 (8 waves of 8 tiles): 336.6 and 203.5 us without a cluster, and, in an earlier run, 380.4 and 230.8 us
+# s_q 4, topk 512 (8 waves of 8 tiles): 328.5 and 197.2 us without a cluster, and, in an earlier run, 380.4 and 230.8 us
 # with the crossover of values.
 # A launch of one wave (64 x 128 x 1, topk 2048) takes START_CYCLES more than those two leave it.
-LATENCY_CYCLES, CTA_CYCLES, START_CYCLES = 40.9, 10_798.5, 10_000.0
+LATENCY_CYCLES, CTA_CYCLES, START_CYCLES = 39.3, 10_060.6, 10_000.0
 COLUMNS = MlaVariant(
     "no cluster, keys made in registers",
     rows_in_flight=192,
@@ -161,12 +162,18 @@ CROSSOVER_RAW = MlaVariant("crossover of raw bytes by bulk copy", Exchange.RAW_B
 
 MLA_VARIANTS = (COLUMNS, TURNS, OVERLAPPED_32, OVERLAPPED, CROSSOVER_ASYNC, CROSSOVER_BULK, CROSSOVER_RAW)
 MLA_BUILT = COLUMNS
-"""What `mla_fp8_decode` runs with 17 heads and more, but for small batches of more than 64, which have `TURNS`."""
+"""What `mla_fp8_decode` runs with 17 heads and more. `TURNS` has to be asked for."""
 
 MLA_NARROW = MlaVariant(
-    "16 heads", rows_in_flight=256, latency_cycles=24.5, cta_cycles=12_600.0, columns=True, built=True
+    "16 heads",
+    rows_in_flight=256,
+    latency_cycles=14.0,
+    cta_cycles=10_200.0,
+    start_cycles=START_CYCLES,
+    columns=True,
+    built=True,
 )
-"""What it runs with fewer: constants between those that topk 2048 and 8192 dense keys give."""
+"""What it runs with fewer: from 128 x 16 x 1 with topk 2048 (60.3 us) and 8192 dense keys (210.3 us)."""
 
 
 @dataclass(frozen=True)

@@ -45,6 +45,14 @@ def test_one_request_fills_the_card_and_many_are_not_split():
     assert many.num_splits == 1
 
 
+@pytest.mark.parametrize(("batch", "heads", "splits"), [(1, 16, 16), (2, 64, 32), (4, 64, 16), (8, 64, 8), (16, 64, 4)])
+def test_small_batches_get_what_was_measured_fastest(batch, heads, splits):
+    """15.2, 18.2, 19.5, 24.6 and 34.5 us; clusters take up to 13% longer (docs/crossover.md)."""
+    plan = plan_decode(sparse=True, batch=batch, s_q=1, h_q=128, max_keys=2048, num_sms=SMS)
+    assert (plan.spec.heads, plan.spec.exchange, plan.num_splits) == (heads, "none", splits)
+    assert plan.spec.merge_lanes == (128 if batch <= 4 else 32)
+
+
 @pytest.mark.parametrize("exchange", EXCHANGES)
 @pytest.mark.parametrize("h_q", [1, 64, 65, 128])
 def test_a_forced_exchange_is_taken_by_whole_clusters(exchange, h_q):

@@ -172,7 +172,7 @@ class ColumnScores:
         count: Int32,
         has_next,
         next_item: Int32,
-        divisors: tuple,
+        table: tuple,
         scaled: Int32,
         warp_idx: Int32,
         tid: Int32,
@@ -182,7 +182,7 @@ class ColumnScores:
         As soon as nobody needs its Q any more, the load of the next item's is started.
         """
         if count == 0 and has_next and warp_idx == 0:
-            start_q(smem, load_q, tQ, self.items.locate(next_item, *divisors), self.heads)
+            start_q(smem, load_q, tQ, self.items.locate(next_item, table), self.heads)
         if count > 0:
             mma = column_mmas(self.heads)[0]
             acc = cute.make_rmem_tensor(mma.partition_shape_C((TOKENS_PER_TILE, self.heads)), Float32)
@@ -192,19 +192,19 @@ class ColumnScores:
                 warpgroup.wait_group(0)
             for t in cutlass.range(done, done + count, unroll=1):
                 if has_next and warp_idx == 0 and t == done + cutlass.max(count - AHEAD, 0):
-                    prefetch_q(load_q, tQ, self.items.locate(next_item, *divisors), self.heads)
+                    prefetch_q(load_q, tQ, self.items.locate(next_item, table), self.heads)
                 if const_expr(not self.early):
                     self.begin(smem, acc, raw, t, tid)
                 last = t == done + count - 1
                 self.stamp(smem, t, 1, 0, tid)
-                following = (load_q, tQ, next_item, divisors)
+                following = (load_q, tQ, next_item, table)
                 gives_up = Int32(1) if last and has_next else Int32(0)
                 s, given_up = self.multiply(smem, acc, raw, scale_log2, t, scaled, gives_up, following, warp_idx, tid)
                 self.stamp(smem, t, 1, 1, tid)
                 if last and has_next:
                     cute.arch.barrier(barrier_id=BAR_OWNER, number_of_threads=128)  # nobody needs this Q any more
                     if warp_idx == 0:
-                        work = self.items.locate(next_item, *divisors)
+                        work = self.items.locate(next_item, table)
                         if given_up != 0:
                             start_q(smem, load_q, tQ, work, self.heads, LAST_OF_Q, False)
                         else:
@@ -298,8 +298,8 @@ class ColumnScores:
                 if gives_up != 0:
                     cute.arch.barrier(barrier_id=BAR_OWNER, number_of_threads=128)
                     if warp_idx == 0:
-                        load_q, tQ, next_item, divisors = following
-                        work = self.items.locate(next_item, *divisors)
+                        load_q, tQ, next_item, table = following
+                        work = self.items.locate(next_item, table)
                         free = (c - 2, c - 1, CHUNKS) if const_expr(c == 2) else (c - 2, c - 1)  # the rope part is last
                         start_q(smem, load_q, tQ, work, self.heads, free, c == 2)
         warpgroup.wait_group(0)

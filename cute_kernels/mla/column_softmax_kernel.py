@@ -27,7 +27,7 @@ class ColumnSoftmax:
     """
 
     def __init__(self, spec: MlaDecodeSpec):
-        self.heads, self.split = spec.heads, spec.split
+        self.heads, self.split, self.balanced = spec.heads, spec.split, spec.balanced
         self.keys = spec.heads // 2  # of a thread
         self.parts = TOKENS_PER_TILE // self.keys  # lanes of a head
         self.stages = stages(spec.heads)
@@ -37,22 +37,22 @@ class ColumnSoftmax:
         self.tracer = Tracer(spec.trace, len(ROLES))
 
     @cute.jit
-    def run(self, smem, table: tuple, mSink: cute.Tensor, _, first_item: Int32, tid: Int32):
-        """All items from `first_item` on; `table` as for RowGatherer.
+    def run(self, smem, table: tuple, mSink: cute.Tensor, _, tid: Int32):
+        """All items of this CTA; `table` as for WorkItems.
 
         Copies of a tile start when P of one `ahead` of it has left: that their stage is free, so that the tile before
         has been multiplied, is then waited for while P of this one is.
         """
-        mKV, mIndex, mLength, _, num_splits, items, ctas, causal, divisors = table
-        cursor = self.gatherer.start(table, first_item, tid)
+        cursor = self.gatherer.start(table, tid)
         for _ in cutlass.range(self.ahead, unroll=1):
             cursor = self.gatherer.step(smem, table, cursor, tid)
         done = Int32(0)
         sSink = smem.sink.get_tensor(cute.make_layout(self.heads))
-        for item in cutlass.range(first_item, items, ctas, unroll=1):
-            work = self.items.locate(item, *divisors[1:])
-            length = self.items.length_of(work, mLength)
-            _, _, count = self.items.keys_of(work, length, mIndex, mKV, num_splits, causal, divisors[3])
+        first_item, items, step = table[7][:3]
+        for item in cutlass.range(first_item, items, step, unroll=1):
+            work = self.items.locate(item, table)
+            length = self.items.length_of(work, table[2])
+            _, _, count, whole = self.items.keys_of(item, work, length, table)
             head = work[0] * self.heads + self.head(tid)
             if tid % 32 < 32 // self.parts:  # for want of a register; who has written it reads it
                 sSink[head - work[0] * self.heads] = mSink[cutlass.min(head, mSink.shape[0] - 1)] * softmax.LOG2_E
@@ -60,7 +60,7 @@ class ColumnSoftmax:
             for t in cutlass.range(done, done + count, unroll=1):
                 base, total = self.tile(smem, base, total, t, tid)
                 if t == done + count - 1:
-                    self.finish(smem, base, total, t % 2, tid)
+                    self.finish(smem, base, total, whole, t % 2, tid)
                 cute.arch.fence_proxy("async.shared", space="cta")  # ordinary stores of P, read by wgmma
                 cute.arch.mbarrier_arrive(smem.p_full.data_ptr() + t % 2)
                 self.stamp(smem, t, 1, tid)
@@ -88,11 +88,12 @@ class ColumnSoftmax:
             for k in cutlass.range(self.keys, unroll=1):
                 if (valid >> k) & 1 == 0:
                     sScores[scores_of(head, (first + k) // 4) + k % 4] = -Float32.inf
+        if cute.arch.vote_any_sync(base == UNSET):  # before an item's first key: O and the sum are 0, any base will do
+            base = cute.arch.fmax(self.largest(smem, tid) - P_SHIFT, base)
         cute.arch.mbarrier_wait(smem.p_empty.data_ptr() + buffer, (t // 2 + 1) % 2)
         factor = Float32(1.0)  # of what was added before
         largest, added = self.probabilities(smem, base, buffer, tid)
         if cute.arch.vote_any_sync(largest > base + (P_SHIFT + MAX_GROWTH)):
-            # with the first tile of an item, and hardly later
             if largest > base + (P_SHIFT + MAX_GROWTH):
                 factor = cute.math.exp2(base - (largest - P_SHIFT), fastmath=True)
                 base = largest - P_SHIFT
@@ -136,10 +137,24 @@ class ColumnSoftmax:
             at = (buffer * self.heads + head) * TOKENS_PER_TILE + ((key // 8) ^ (head % 8)) * 8 + key % 8
             pointer = smem.p.data_ptr() + cute.assume(at, divby=at_once)
             cute.autovec_copy(rounded, cute.make_tensor(pointer, cute.make_layout(at_once)))
-        largest = tops[0]
-        for step in cutlass.range_constexpr(self.parts.bit_length() - 1):
+        return self.of_head(tops[0]), sums[0]
+
+    @cute.jit
+    def largest(self, smem, tid: Int32) -> Float32:
+        """The largest score of a thread's head."""
+        head, first = self.head(tid), self.keys // 4 * (tid % 32 // (32 // self.parts))
+        s, top = cute.make_rmem_tensor(4, Float32), -Float32.inf
+        for i in cutlass.range_constexpr(self.keys // 4):
+            cute.autovec_copy(self.four(smem, head, first + i), s)
+            for k in cutlass.range_constexpr(4):
+                top = cute.arch.fmax(top, s[k])
+        return self.of_head(top)
+
+    def of_head(self, largest: Float32) -> Float32:
+        """The largest of what the threads of a head have."""
+        for step in range(self.parts.bit_length() - 1):
             largest = cute.arch.fmax(largest, cute.arch.shuffle_sync_bfly(largest, 32 // self.parts << step))
-        return largest, sums[0]
+        return largest
 
     def four(self, smem, head: Int32, index) -> cute.Tensor:
         """Scores of a head and four neighbouring keys."""
@@ -164,8 +179,8 @@ class ColumnSoftmax:
         return Int32(REACHED) if cute.arch.vote_any_sync(outside) else Int32(0)
 
     @cute.jit
-    def finish(self, smem, base: Float32, total: Float32, buffer: Int32, tid: Int32):
-        """Of each head the log-sum-exp, and 1 / (its sum with the sink), 0 without keys."""
+    def finish(self, smem, base: Float32, total: Float32, whole: Int32, buffer: Int32, tid: Int32):
+        """Of each head the log-sum-exp, and 1 / (its sum, of a whole query with the sink), 0 without keys."""
         for step in cutlass.range_constexpr(self.parts.bit_length() - 1):
             total += cute.arch.shuffle_sync_bfly(total, 32 // self.parts << step)
         sShare = smem.share.get_tensor(cute.make_layout((self.heads, 2)))
@@ -173,7 +188,10 @@ class ColumnSoftmax:
         sSink = smem.sink.get_tensor(cute.make_layout(self.heads))
         if tid % 32 < 32 // self.parts:
             denominator, head = total, self.head(tid)
-            if const_expr(not self.split):
+            if const_expr(self.balanced):
+                if whole != 0:
+                    denominator += cute.math.exp2(sSink[head] - base, fastmath=True)
+            elif const_expr(not self.split):
                 denominator += cute.math.exp2(sSink[head] - base, fastmath=True)
             sShare[head, buffer] = Float32(cutlass.select_(total == 0.0, Float32(0.0), 1.0 / denominator))
             sLse[head, buffer] = softmax.log_sum_exp(base, total)

@@ -74,6 +74,7 @@ def column_storage(heads: int):
         s_empty: Int64
         p_full: cute.struct.MemRange[Int64, BUFFERS]
         p_empty: cute.struct.MemRange[Int64, BUFFERS]
+        cuts: cute.struct.MemRange[Int32, 4]  # where this CTA's share begins and ends
         trace: Int64  # address of the timestamps
 
     return Shared

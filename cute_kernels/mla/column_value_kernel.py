@@ -63,7 +63,8 @@ class ColumnValues:
         done: Int32,
         count: Int32,
         item: Int32,
-        divisors: tuple,
+        whole: Int32,
+        table: tuple,
         wg: Int32,
         tid: Int32,
     ):
@@ -107,26 +108,24 @@ class ColumnValues:
                 lse = sLse[tid, buffer]
             cute.arch.mbarrier_arrive(smem.p_empty.data_ptr() + buffer)
         usual = 1.0 if self.spec.split else 1.0 / COLUMN_WEIGHT  # partials are kept times the weight, their unit
+        if const_expr(self.spec.balanced):
+            usual = cutlass.select_(whole != 0, Float32(1.0 / COLUMN_WEIGHT), Float32(1.0))
         weight = Float32(cutlass.select_(exact != 0, Float32(1.0 / EXACT_WEIGHT), Float32(usual)))
         for c in cutlass.range_constexpr(self.columns):
             share[c] *= weight
         # not before: every register counts beside O
         again = cute.arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Int32], read_only_args=[item])
-        work = self.items.locate(again, *divisors)
-        head_block, split_idx, query_idx, batch_idx = work
-        of_lse = mLse[batch_idx, query_idx, None]
-        if const_expr(self.spec.split):
-            of_lse = partials[1][split_idx, batch_idx, query_idx, None]
+        work = self.items.locate(again, table)
         h_q = mSink.shape[0]
-        head = head_block * self.heads + tid
-        if wg == 0 and tid < self.heads and head < h_q:
-            of_lse[head] = lse
-            if const_expr(self.spec.split):
-                if exact == 0:  # else each warp stores those of its values
-                    eight = cute.make_rmem_tensor(NOPE // UNIT_VALUES, Float32)
-                    eight.fill(1.0 / COLUMN_WEIGHT)
-                    cute.autovec_copy(eight, partials[2][split_idx, batch_idx, query_idx, head, None])
-        self.store(acc_o, share, exact, mOut, partials, h_q, work, wg, tid)
+        if const_expr(self.spec.balanced):
+            if whole != 0:
+                self.store_result(acc_o, share, lse, mOut, mLse, h_q, work, wg, tid)
+            else:
+                self.store_partial(acc_o, share, lse, exact, partials, h_q, work, wg, tid)
+        elif const_expr(self.spec.split):
+            self.store_partial(acc_o, share, lse, exact, partials, h_q, work, wg, tid)
+        else:
+            self.store_result(acc_o, share, lse, mOut, mLse, h_q, work, wg, tid)
 
     @cute.jit
     def rescale(self, smem, acc_o, buffer: Int32, tid: Int32):
@@ -245,28 +244,43 @@ class ColumnValues:
             cute.arch.barrier(barrier_id=BAR_VALUES + wg, number_of_threads=128)
 
     @cute.jit
-    def store(
-        self,
-        acc_o,
-        share: cute.Tensor,
-        exact: Int32,
-        mOut: cute.Tensor,
-        partials: tuple,
-        h_q: Int32,
-        work: tuple,
-        wg: Int32,
-        tid: Int32,
+    def store_result(
+        self, acc_o, share: cute.Tensor, lse: Float32, mOut: cute.Tensor, mLse: cute.Tensor, h_q: Int32, work, wg, tid
     ):
-        """Stores O times each head's share, eight neighbouring values of it at once: the result, or a partial one.
+        """Stores the log-sum-exp, and O times each head's share."""
+        head_block, _, query_idx, batch_idx = work
+        head = head_block * self.heads + tid
+        if wg == 0 and tid < self.heads and head < h_q:
+            mLse[batch_idx, query_idx, head] = lse
+        self.store(acc_o, share, Int32(0), mOut[batch_idx, query_idx, None, None], None, h_q, head_block, wg, tid)
 
-        Partial ones are float16. Where scales are in reach, what V is multiplied by in float16 is their unit: they are
-        means of such numbers. Else 64 of them, which a warp has, get a unit of their own.
+    @cute.jit
+    def store_partial(
+        self, acc_o, share: cute.Tensor, lse: Float32, exact: Int32, partials: tuple, h_q: Int32, work: tuple, wg, tid
+    ):
+        """The same for `merge`, with the units of the values.
+
+        Where scales are in reach, what V is multiplied by in float16 is their unit: they are means of such numbers.
+        Else 64 of them, which a warp has, get a unit of their own.
         """
+        mPartial, mPartialLse, mUnits = partials
         head_block, split_idx, query_idx, batch_idx = work
-        rows = mOut[batch_idx, query_idx, None, None]
-        if const_expr(self.spec.split):
-            rows = partials[0][split_idx, batch_idx, query_idx, None, None]
-            units = partials[2][split_idx, batch_idx, query_idx, None, 4 * wg + tid // 32]
+        head = head_block * self.heads + tid
+        if wg == 0 and tid < self.heads and head < h_q:
+            mPartialLse[split_idx, batch_idx, query_idx, head] = lse
+            if exact == 0:
+                eight = cute.make_rmem_tensor(NOPE // UNIT_VALUES, Float32)
+                eight.fill(1.0 / COLUMN_WEIGHT)
+                cute.autovec_copy(eight, mUnits[split_idx, batch_idx, query_idx, head, None])
+        rows = mPartial[split_idx, batch_idx, query_idx, None, None]
+        units = mUnits[split_idx, batch_idx, query_idx, None, 4 * wg + tid // 32]
+        self.store(acc_o, share, exact, rows, units, h_q, head_block, wg, tid)
+
+    @cute.jit
+    def store(
+        self, acc_o, share: cute.Tensor, exact: Int32, rows: cute.Tensor, units, h_q: Int32, head_block: Int32, wg, tid
+    ):
+        """Stores O times each head's share, eight neighbouring values of it at once; divided by units where exact."""
         first = 256 * wg + 64 * (tid // 32) + 8 * (tid % 32 // 4)
         eight = cute.make_rmem_tensor(8, Float32)
         for c in cutlass.range_constexpr(self.columns):
@@ -275,7 +289,7 @@ class ColumnValues:
                 o = wgmma.by_row(acc_o[m])
                 for r in cutlass.range_constexpr(2):
                     eight[2 * m + r] = cutlass.select_(share[c] == 0.0, Float32(0.0), o[r, c] * share[c])
-            if const_expr(self.spec.split):
+            if const_expr(units is not None):
                 if exact != 0:
                     unit = self.divide_by_unit(eight)
                     if tid % 32 < 4 and head < h_q:

@@ -2,7 +2,7 @@
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import AddressSpace, Int16, Int32, Int64, Uint8, const_expr
+from cutlass import AddressSpace, Int16, Int32, Int64, Uint8
 from cutlass.cute.nvgpu import cpasync
 
 from cute_kernels.device import token_cache
@@ -24,50 +24,48 @@ class RowGatherer:
     the index or block table a tile ahead, and tells the lanes that copy it.
 
     `cursor` says what comes next: (item behind that of the next tile, tiles left of its own, position of this lane's
-    key, last position, request, query, entry, length of the item behind, tiles copied so far). `table` has what all
-    items are cut from: (mKV, mIndex, mLength, zero_row, num_splits, items, ctas, causal, divisors).
+    key, last position, address of the item's entries, entry, length of the item behind, tiles copied so far). `table`
+    is that of WorkItems.
     """
 
     def __init__(self, spec: MlaDecodeSpec):
         self.keys = KeyFinder(spec)
         self.items = WorkItems(spec)
-        self.sparse = spec.sparse
         self.stages, self.ropes = stages(spec.heads), ahead(spec.heads)
         self.tracer = Tracer(spec.trace, len(ROLES))
 
     @cute.jit
-    def start(self, table: tuple, first: Int32, tid: Int32):
-        """The cursor at the first tile of item `first` or of one behind it."""
-        length = self.items.length_of(self.items.locate(first, *table[8][1:]), table[2])
+    def start(self, table: tuple, tid: Int32):
+        """The cursor at the first tile of this CTA."""
+        first = table[7][0]
+        length = self.items.length_of(self.items.locate(first, table), table[2])
         zero = Int32(0)
-        return self.advance(table, (first, zero, zero, zero, zero, zero, zero, length, zero), tid)
+        return self.advance(table, (first, zero, zero, zero, Int64(0), zero, length, zero), tid)
 
     @cute.jit
     def advance(self, table: tuple, cursor: tuple, tid: Int32):
         """Goes on to an item that has keys, if there is none left of this one, and starts to load the next entry."""
-        mKV, mIndex, mLength, _, num_splits, items, ctas, causal, divisors = table
-        item, left, position, last, batch_idx, query_idx, entry, length, copied = cursor
-        page_divisor, _, _, query_divisor = divisors
+        item, left, position, last, address, entry, length, copied = cursor
+        _, items, step = table[7][:3]
         while left == 0 and item < items:
-            work = self.items.locate(item, *divisors[1:])
-            _, _, query_idx, batch_idx = work
-            begin, limit, left = self.items.keys_of(work, length, mIndex, mKV, num_splits, causal, query_divisor)
+            work = self.items.locate(item, table)
+            begin, limit, left, _ = self.items.keys_of(item, work, length, table)
+            address = self.items.entries(work, table[1]).iterator.toint()
             position, last = begin + tid // 32 * 16 + tid % 16, limit - 1
-            item += ctas
-            following = self.items.locate(cutlass.min(item, items - 1), *divisors[1:])
-            length = self.items.length_of(following, mLength)  # an item ahead: it takes some 1000 clocks to come
+            item += step
+            following = self.items.locate(cutlass.min(item, items - 1), table)
+            length = self.items.length_of(following, table[2])  # an item ahead: it takes some 1000 clocks to come
         if left > 0:
-            if const_expr(self.sparse):
-                entry = self.keys.read_entry(mIndex[batch_idx, query_idx, None], position, last, page_divisor)
-            else:
-                entry = self.keys.read_entry(mIndex[batch_idx, None], position, last, page_divisor)
-        return item, left, position, last, batch_idx, query_idx, entry, length, copied
+            pointer = cute.make_ptr(Int32, address, AddressSpace.gmem, assumed_align=4)
+            entries = cute.make_tensor(pointer, cute.make_layout(1 << 30))  # more than there are
+            entry = self.keys.read_entry(entries, position, last, table[6][0])
+        return item, left, position, last, address, entry, length, copied
 
     @cute.jit
     def step(self, smem, table: tuple, cursor: tuple, tid: Int32):
         """Starts the copies of the next tile, if there is one, once its stage is free; returns the new cursor."""
-        mKV, zero_row, page_divisor = table[0], table[3], table[8][0]
-        item, left, position, last, batch_idx, query_idx, entry, length, copied = cursor
+        mKV, zero_row, page_divisor = table[0], table[3], table[6][0]
+        item, left, position, last, entries, entry, length, copied = cursor
         copy = cute.make_copy_atom(
             cpasync.CopyG2SOp(cache_mode=cpasync.LoadCacheMode.GLOBAL), Uint8, num_bits_per_copy=8 * CHUNK
         )
@@ -108,7 +106,7 @@ class RowGatherer:
             cute.arch.mbarrier_arrive(smem.full.data_ptr() + stage)  # which keys are valid
             self.stamp(smem, copied, 1, 1, tid)
             copied += 1
-        return self.advance(table, (item, left, position, last, batch_idx, query_idx, entry, length, copied), tid)
+        return self.advance(table, (item, left, position, last, entries, entry, length, copied), tid)
 
     @cute.jit
     def copy_chunk(self, copy: cute.CopyAtom, source: Int64, target: cute.Pointer):

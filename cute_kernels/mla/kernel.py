@@ -175,10 +175,16 @@ class MlaDecodeKernel:
         timestamps go.
         """
         batch, s_q, h_q, _ = mQ.shape
+        cluster = const_expr(self.spec.cluster)
+        head_blocks = cute.ceil_div(h_q, self.spec.heads * cluster) * cluster
+        shares = max_ctas // head_blocks
         mPartial = mPartialLse = mUnits = None
         if const_expr(self.spec.split):
             shape, per_query, per_request = (num_splits, batch, s_q, h_q), Int64(h_q), Int64(h_q) * s_q
             rows = (per_request * batch, per_request, per_query, Int64(1))  # strides: a partial may exceed 2^31 values
+            if const_expr(self.spec.balanced):
+                num_splits = shares + batch * s_q  # places of partial results
+                shape, rows = (num_splits, batch, s_q, h_q), (per_query, Int64(0), Int64(0), Int64(1))
             values, of_units = (
                 tuple(cute.assume(stride * n, divby=n) for stride in rows) for n in (NOPE, NOPE // UNIT_VALUES)
             )
@@ -192,8 +198,6 @@ class MlaDecodeKernel:
             end += count * (4 * (NOPE // UNIT_VALUES))
             first_lse = cute.make_ptr(Float32, end, AddressSpace.gmem, assumed_align=16)
             mPartialLse = cute.make_tensor(first_lse, cute.make_layout(shape, stride=rows))
-        cluster = const_expr(self.spec.cluster)
-        head_blocks = cute.ceil_div(h_q, self.spec.heads * cluster) * cluster
         # heads and columns first: TMA fills what lies beyond the last head
         mQ_tile = cute.make_tensor(mQ.iterator, cute.select(mQ.layout, mode=[2, 3, 1, 0]))
         of_chunk = cute.select(chunks_of_q(self.spec.heads), mode=[0, 1])
@@ -203,10 +207,13 @@ class MlaDecodeKernel:
         sizes = (mKV.shape[1], head_blocks, num_splits, s_q, merge_ctas)
         divisors = tuple(cute.fast_divmod_create_divisor_v2(size) for size in sizes)
         groups = batch * s_q * head_blocks
-        ctas = cutlass.min(groups * num_splits, max_ctas)
+        items, ctas = groups * num_splits, cutlass.min(groups * num_splits, max_ctas)
+        if const_expr(self.spec.balanced):
+            items, ctas = batch * s_q, shares * head_blocks
+            groups = cutlass.min(items, shares - 1) * head_blocks
         self.kernel(
             load_q, tQ, mKV, mIndex, mLength, mSink, mOut, mLse, mPartial, mPartialLse, mUnits, counters, zero_row,
-            softmax_scale * softmax.LOG2_E, num_splits, groups * num_splits, ctas, causal, trace, divisors,
+            softmax_scale * softmax.LOG2_E, num_splits, items, ctas, causal, trace, divisors,
         ).launch(
             grid=[ctas + (groups * merge_ctas if const_expr(self.spec.split) else 0), 1, 1],
             block=[THREADS, 1, 1],
@@ -260,6 +267,24 @@ class MlaDecodeKernel:
             cute.arch.cluster_arrive_relaxed()
             cute.arch.cluster_wait()
 
+        of_items = (mKV, mIndex, mLength, zero_row, num_splits, causal, divisors[:4])
+        zero, shares = Int32(0), decode_ctas // head_divisor.divisor
+        own = (block, items, decode_ctas, zero, zero, zero, zero)
+        if const_expr(self.spec.balanced):
+            share, own_block = divmod(block, head_divisor)
+            cuts, of_all = smem.cuts.data_ptr(), (shares, items, (*of_items, own), tidx % 32)
+            if block >= decode_ctas:
+                if warp_idx == 0:
+                    group, _ = divmod(block - decode_ctas, merge_divisor)
+                    number, _ = divmod(group, head_divisor)
+                    self.items.find_merge(cuts, number, *of_all)
+            elif warp_idx < 2:
+                self.items.find_cut(cuts + 2 * warp_idx, share + warp_idx, *of_all)
+            cute.arch.sync_threads()
+            own = self.items.own_share(cuts, share, own_block)
+        table = (*of_items, own)
+        first_item, end, step = own[:3]
+
         of_producer, of_scores, of_values = self.spec.registers
         merges = False
         if const_expr(self.spec.split):
@@ -267,68 +292,72 @@ class MlaDecodeKernel:
         if merges:
             if const_expr(self.spec.split):
                 group, part = divmod(block - decode_ctas, merge_divisor)
-                rest, head_block = divmod(group, head_divisor)
-                batch_idx, query_idx = divmod(rest, query_divisor)
-                place = (batch_idx, query_idx, head_block)
-                counter = self.counter(counters, group)
-                merge_ctas = merge_divisor.divisor
                 partials = (mPartial, mPartialLse, mUnits)
-                self.merge(smem, partials, mSink, mOut, mLse, counter, place, part, merge_ctas, num_splits)
+                if const_expr(self.spec.balanced):
+                    query, first, parts = (cute.arch.make_warp_uniform(smem.cuts[i]) for i in range(3))
+                    if parts > 0:
+                        batch_idx, query_idx = divmod(query, query_divisor)
+                        place = (batch_idx, query_idx, group % head_divisor.divisor)
+                        counter = self.counter(counters, query * head_divisor.divisor + place[2])
+                        of_query = tuple(_from_state(mX, first + query, parts) for mX in partials)
+                        merge_ctas = merge_divisor.divisor
+                        self.merge(smem, of_query, mSink, mOut, mLse, counter, place, part, merge_ctas, parts)
+                else:
+                    rest, head_block = divmod(group, head_divisor)
+                    batch_idx, query_idx = divmod(rest, query_divisor)
+                    place = (batch_idx, query_idx, head_block)
+                    counter = self.counter(counters, group)
+                    merge_ctas = merge_divisor.divisor
+                    self.merge(smem, partials, mSink, mOut, mLse, counter, place, part, merge_ctas, num_splits)
         elif warp_idx < 4:
             cute.arch.setmaxregister_decrease(of_producer)
-            table = (mKV, mIndex, mLength, zero_row, num_splits, items, decode_ctas, causal, divisors[:4])
-            self.producer.run(smem, table, mSink, rank, block, tidx)
+            self.producer.run(smem, table, mSink, rank, tidx)
         elif warp_idx < 8:
             if const_expr(of_scores < 128):
                 cute.arch.setmaxregister_decrease(of_scores)
             if const_expr(of_scores > 128):
                 cute.arch.setmaxregister_increase(of_scores)
             warp = warp_idx - 4
-            if warp == 0:
-                work = self.items.locate(block, head_divisor, split_divisor, query_divisor)
+            work = self.items.locate(first_item, table)
+            if warp == 0 and first_item < end:
                 start_q(smem, load_q, tQ, work, self.spec.heads)
             done, loads = Int32(0), Int32(0)
-            length = self.items.length_of(self.items.locate(block, head_divisor, split_divisor, query_divisor), mLength)
-            for item in cutlass.range(block, items, decode_ctas, unroll=1):
-                work = self.items.locate(item, head_divisor, split_divisor, query_divisor)
-                _, _, query_idx, batch_idx = work
-                begin, limit, count = self.items.keys_of(work, length, mIndex, mKV, num_splits, causal, query_divisor)
-                if const_expr(self.spec.sparse):
-                    entries = mIndex[batch_idx, query_idx, None]
-                else:
-                    entries = mIndex[batch_idx, None]
-                following = item + decode_ctas
-                has_next = following < items
-                last = cutlass.min(following, items - 1)
-                next_work = self.items.locate(last, head_divisor, split_divisor, query_divisor)
+            length = self.items.length_of(work, mLength)
+            for item in cutlass.range(first_item, end, step, unroll=1):
+                work = self.items.locate(item, table)
+                begin, limit, count, _ = self.items.keys_of(item, work, length, table)
+                following = item + step
+                has_next = following < end
+                last = cutlass.min(following, end - 1)
+                next_work = self.items.locate(last, table)
                 scaled, loads = self.scores.prepare(smem, load_q, tQ, work, loads, warp, tidx % 128)
                 length = self.items.length_of(next_work, mLength)  # an item ahead: it takes some 1000 clocks to come
                 if const_expr(columns):
-                    following_item = (has_next, last, divisors[1:4])
+                    following_item = (has_next, last, table)
                     self.scores.score(
                         smem, load_q, tQ, scale_log2, done, count, *following_item, scaled, warp, tidx % 128
                     )
                 else:
                     ahead = (has_next, next_work, scaled, warp, tidx % 128)
-                    of_keys = (mKV, zero_row, entries, begin, limit, page_divisor)
+                    of_keys = (mKV, zero_row, self.items.entries(work, mIndex), begin, limit, page_divisor)
                     self.scores.score(smem, load_q, tQ, of_keys, scale_log2, done, count, *ahead)
                 done += count
         else:
             cute.arch.setmaxregister_increase(of_values)
             done = Int32(0)
-            for item in cutlass.range(block, items, decode_ctas, unroll=1):
-                work = self.items.locate(item, head_divisor, split_divisor, query_divisor)
+            for item in cutlass.range(first_item, end, step, unroll=1):
+                work = self.items.locate(item, table)
                 length = self.items.length_of(work, mLength)
-                _, _, count = self.items.keys_of(work, length, mIndex, mKV, num_splits, causal, query_divisor)
+                _, _, count, whole = self.items.keys_of(item, work, length, table)
                 results = (mOut, mLse, (mPartial, mPartialLse, mUnits), mSink)
-                of_item = (done, count, item, divisors[1:4], warp_idx // 4 - 2, tidx % 128)
-                self.values.add(smem, *results, *of_item)
-                if const_expr(self.spec.split):
-                    cute.arch.barrier(barrier_id=BAR_STORED, number_of_threads=256)
-                    if tidx == 256:
-                        rest, head_block = divmod(item, head_divisor)
-                        group = rest // split_divisor * head_divisor.divisor + head_block
-                        cute.arch.atomic_add(self.counter(counters, group), Int32(1), sem="acq_rel", scope="gpu")
+                self.values.add(smem, *results, done, count, item, whole, table, warp_idx // 4 - 2, tidx % 128)
+                if const_expr(self.spec.balanced):
+                    if whole == 0:
+                        self.count_partial(self.counter(counters, item * head_divisor.divisor + own[6]), tidx)
+                elif const_expr(self.spec.split):
+                    rest, head_block = divmod(item, head_divisor)
+                    group = rest // split_divisor * head_divisor.divisor + head_block
+                    self.count_partial(self.counter(counters, group), tidx)
                 done += count
         if tidx == 256:
             self.tracer.anchor(smem.trace.ptr, 1)
@@ -350,6 +379,13 @@ class MlaDecodeKernel:
         for name, count in counts.items():
             for i in range(number[name]):
                 cute.arch.mbarrier_init(getattr(smem, name).data_ptr() + i, count)
+
+    @cute.jit
+    def count_partial(self, counter: cute.Pointer, tidx: Int32):
+        """Says that a partial result of this CTA is in global memory; called by both warpgroups of values."""
+        cute.arch.barrier(barrier_id=BAR_STORED, number_of_threads=256)
+        if tidx == 256:
+            cute.arch.atomic_add(counter, Int32(1), sem="acq_rel", scope="gpu")
 
     def counter(self, counters: Int64, group: Int32) -> cute.Pointer:
         """The counter of 64 heads of a query: how many of its splits are in global memory, then of its merges."""
@@ -405,3 +441,9 @@ class MlaDecodeKernel:
             done = cute.arch.atomic_add(counter, Int32(1), sem="acq_rel", scope="gpu") + 1
             if done == num_splits + merge_ctas:
                 cute.arch.store(counter, Int32(0))
+
+
+def _from_state(mX: cute.Tensor, first: Int32, count: Int32) -> cute.Tensor:
+    """`count` states of partial results, from `first` on."""
+    place = (first,) + (None,) * (len(mX.shape) - 1)
+    return cute.make_tensor(mX[place].iterator, cute.make_layout((count, *mX.shape[1:]), stride=mX.stride))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -79,7 +78,8 @@ def mla_fp8_decode(
         causal: dense, s_q > 1: query j sees the first ``cache_seqlens - s_q + 1 + j`` keys.
         softmax_scale: default 576 ** -0.5.
         s_aux: (h_q,) float32, a logit per head in natural-log units that joins the softmax denominator alone.
-        num_splits: CTAs that share the keys of one query; default: planned from the shapes.
+        num_splits: CTAs that share the keys of one query; default: planned from the shapes. Where lengths are given
+            for several queries, planned CTAs have equal shares of all their keys instead.
         exchange: what two CTAs with 64 heads each hand each other of every key that one of them has gathered: "codes",
             its 656 bytes, "values", 16-bit numbers, or "none": each gathers all. Default: planned. With more
             than 64 heads and a given number of splits no bit of a result depends on it.
@@ -149,7 +149,9 @@ def _launch(
     if index is None or sparse != (cache_seqlens is None) or (block_table if sparse else topk_length) is not None:
         fail("indices", "neither or both kinds of arguments", _NEEDS_KEYS)
     device = q.get_device()
-    key = (device, sparse, batch, s_q, h_q, index.shape[-1], num_pages > 0, page_size, num_splits, exchange)
+    given_length = topk_length if sparse else cache_seqlens
+    ragged = given_length is not None
+    key = (device, sparse, batch, s_q, h_q, index.shape[-1], num_pages > 0, page_size, ragged, num_splits, exchange)
     call = _prepared.get(key) or _prepare(*key)
     if out is None:
         out = torch.empty((batch, s_q, h_q, fp8_mla.V_DIM), dtype=torch.bfloat16, device=q.device)
@@ -160,7 +162,6 @@ def _launch(
         out.zero_()
         lse.fill_(-torch.inf)
         return out, lse
-    given_length = topk_length if sparse else cache_seqlens
     length = call.no_length if given_length is None else given_length
     # the compiled kernel takes unsigned integers for signed ones
     if index.dtype is not torch.int32 or length.dtype is not torch.int32:
@@ -213,6 +214,7 @@ def _prepare(
     width: int,
     any_page: bool,
     page_size: int,
+    ragged: bool,
     num_splits: int | None,
     exchange: str | None,
 ) -> _Call:
@@ -221,7 +223,7 @@ def _prepare(
     require_sm90("q", device)
     _check_sizes(s_q, h_q, num_splits, exchange)
     constants = _constants(device)
-    kernel, splits, merge_ctas, max_ctas, blocks = None, 1, 1, 1, 1
+    kernel, splits, merge_ctas, max_ctas, blocks, partial_rows = None, 1, 1, 1, 1, 0
     if batch and width and any_page:
         plan = plan_decode(
             sparse=sparse,
@@ -230,26 +232,25 @@ def _prepare(
             h_q=h_q,
             max_keys=width if sparse else width * page_size,
             num_sms=constants.num_sms,
+            ragged=ragged,
             num_splits=num_splits,
             exchange=exchange,
         )
         kernel, splits, merge_ctas = get_kernel(plan.spec), plan.num_splits, plan.merge_ctas
-        blocks, max_ctas = plan.spec.head_blocks(h_q), plan.max_ctas
-    rows = (batch, s_q, h_q)
-    scratch_size = splits * math.prod(rows) * PARTIAL_FLOATS if splits > 1 else 0
+        blocks, max_ctas, partial_rows = plan.spec.head_blocks(h_q), plan.max_ctas, plan.partial_rows
     call = _Call(
         kernel,
         splits,
         merge_ctas,
         max_ctas,
-        workspace.reserve(device, scratch_size, batch * s_q * blocks if scratch_size else 0),
+        workspace.reserve(device, partial_rows * PARTIAL_FLOATS, batch * s_q * blocks if partial_rows else 0),
         constants.zero_row.data_ptr(),
         constants.no_sink[:h_q],
         constants.no_length.expand(batch, s_q),
-        torch.empty(rows, device=device),  # written by every call whose caller wants no lse, and read by nobody
+        torch.empty((batch, s_q, h_q), device=device),  # for calls whose caller wants no lse; nobody reads it
     )
     if not torch.cuda.is_current_stream_capturing():  # tensors of a graph's pool must not outlive the capture
-        key = (device_index, sparse, batch, s_q, h_q, width, any_page, page_size, num_splits, exchange)
+        key = (device_index, sparse, batch, s_q, h_q, width, any_page, page_size, ragged, num_splits, exchange)
         remember(_prepared, key, call)
     return call
 

@@ -6,9 +6,10 @@ Costs are those of one H200 (docs/journal/mla_decode.md); only their proportions
 import functools
 from dataclasses import dataclass, replace
 
-from cute_kernels.mla.spec import NARROW, PARTIAL_FLOATS, TOKENS_PER_TILE, WIDE, MlaDecodeSpec
+from cute_kernels.mla.spec import ITEM_TILES, NARROW, PARTIAL_FLOATS, TOKENS_PER_TILE, WIDE, MlaDecodeSpec
 
 MAX_SPLITS = 256
+MAX_BALANCED = 1024  # queries: each may leave partial results, and every CTA looks at the lengths of all
 FEW_BLOCKS = 2  # of 64 heads, that are cut into 16 over few keys: 128 heads of batch 1 in 15.3 instead of 17.4 us
 FEW_KEYS = 4096
 TILE_US = 2.5  # a tile of 64 tokens in steady state
@@ -22,11 +23,12 @@ class DecodePlan:
     """What to launch. The same shapes give the same plan, so the same call gives the same bits."""
 
     spec: MlaDecodeSpec
-    num_splits: int
+    num_splits: int  # 1 where CTAs have balanced shares
     merge_ctas: int  # that merge the partials of 64 heads of a query
-    tiles_per_split: int
-    ctas: int  # items of work
-    max_ctas: int  # that decode; each takes every max_ctas-th item
+    tiles_per_split: int  # of the longest query
+    ctas: int  # items of work; balanced: that decode
+    max_ctas: int  # that decode; each takes every max_ctas-th item, or a share of all
+    partial_rows: int  # of heads, that partial results have room for
     estimated_us: float
 
 
@@ -39,6 +41,7 @@ def plan_decode(
     h_q: int,
     max_keys: int,
     num_sms: int,
+    ragged: bool = False,
     num_splits: int | None = None,
     exchange: str | None = None,
     heads: int | None = None,
@@ -53,6 +56,8 @@ def plan_decode(
         max_keys: topk, or the tokens that the block table can name. Lengths are known to the device alone: a plan must
             be right for all of them and is made for the longest.
         num_sms: of the device; one CTA fills one.
+        ragged: queries may have fewer keys than that, and not all the same number: CTAs then share tiles instead of
+            queries, unless the number of splits is forced, or rows are exchanged.
         num_splits: to force it; at most MAX_SPLITS, and more than there are tiles leave CTAs without work.
         exchange: to force it.
         heads: of a CTA, to force it.
@@ -63,24 +68,51 @@ def plan_decode(
         if exchange is None and heads == WIDE and few:
             heads = NARROW[-1]
     spec = MlaDecodeSpec(sparse=sparse, exchange=exchange or "none", heads=heads)
-    items = batch * s_q * spec.head_blocks(h_q)
+    queries, blocks = batch * s_q, spec.head_blocks(h_q)
     tiles = max(1, -(-max_keys // TOKENS_PER_TILE))
+    shares = num_sms // blocks
+    if ragged and num_splits is None and spec.columns and 1 < queries <= MAX_BALANCED and shares > 1:
+        return _plan_shares(spec, queries, h_q, blocks, tiles, num_sms)
+    items = queries * blocks
     candidates = [num_splits] if num_splits is not None else range(1, min(tiles, MAX_SPLITS) + 1)
-    best = min(candidates, key=lambda n: (_estimate_us(items, tiles, n, batch * s_q * h_q, num_sms), n))
+    best = min(candidates, key=lambda n: (_estimate_us(items, tiles, n, queries * h_q, num_sms), n))
     # Many rows of few partials: a warp each, 16 rows at a time. Else a warpgroup each, 4 rows at a time, because loads
     # of a row are then in flight together. And no more merging CTAs than SMs: each of them fills one.
-    merge_lanes = 0 if best == 1 else 32 if best <= 8 and batch * s_q * h_q >= 512 else 128
-    turns = -(-min(h_q, spec.heads) // (16 if merge_lanes == 32 else 4))
-    merge_ctas = -(-turns // max(1, -(-items * turns // num_sms)))
+    merge_lanes = 0 if best == 1 else 32 if best <= 8 and queries * h_q >= 512 else 128
     return DecodePlan(
         spec=replace(spec, merge_lanes=merge_lanes),
         num_splits=best,
-        merge_ctas=merge_ctas,
+        merge_ctas=_merge_ctas(min(h_q, heads), merge_lanes, items, num_sms),
         tiles_per_split=-(-tiles // best),
         ctas=items * best,
         max_ctas=num_sms // spec.cluster * spec.cluster,
-        estimated_us=_estimate_us(items, tiles, best, batch * s_q * h_q, num_sms),
+        partial_rows=best * queries * h_q if best > 1 else 0,
+        estimated_us=_estimate_us(items, tiles, best, queries * h_q, num_sms),
     )
+
+
+def _plan_shares(spec: MlaDecodeSpec, queries: int, h_q: int, blocks: int, tiles: int, num_sms: int) -> DecodePlan:
+    """A plan for balanced shares. The estimate is that of queries which are all as long as they can be."""
+    shares = num_sms // blocks
+    merge_lanes = 32 if shares <= 8 * queries else 128
+    cut = min(queries, shares - 1)
+    share = -(-queries * (tiles + ITEM_TILES) // shares)
+    return DecodePlan(
+        spec=replace(spec, merge_lanes=merge_lanes, balanced=True),
+        num_splits=1,
+        merge_ctas=_merge_ctas(min(h_q, spec.heads), merge_lanes, cut * blocks, num_sms),
+        tiles_per_split=min(share, tiles),
+        ctas=shares * blocks,
+        max_ctas=shares * blocks,
+        partial_rows=(shares + queries) * h_q,
+        estimated_us=share * TILE_US + MERGE_US + MERGE_US_PER_MB * 2 * shares * h_q * 4 * PARTIAL_FLOATS / 1e6,
+    )
+
+
+def _merge_ctas(heads: int, merge_lanes: int, groups: int, num_sms: int) -> int:
+    """CTAs that share the rows of a group, one for each head: as many as there are SMs for all, or turns of a CTA."""
+    turns = -(-heads // (16 if merge_lanes == 32 else 4))
+    return -(-turns // max(1, -(-groups * turns // num_sms)))
 
 
 def _estimate_us(items: int, tiles: int, num_splits: int, rows: int, num_sms: int) -> float:

@@ -47,27 +47,24 @@ class KeyProducer:
     """
 
     def __init__(self, spec: MlaDecodeSpec):
-        self.exchange, self.sparse = spec.exchange, spec.sparse
+        self.exchange = spec.exchange
         self.keys = KeyFinder(spec)
         self.items = WorkItems(spec)
         self.tracer = Tracer(spec.trace, len(ROLES))
 
     @cute.jit
-    def run(self, smem, table: tuple, _, rank: Int32, first_item: Int32, tid: Int32):
-        """Rows of all items from `first_item` on; `table` as for RowGatherer."""
-        mKV, mIndex, mLength, zero_row, num_splits, items, ctas, causal, divisors = table
+    def run(self, smem, table: tuple, _, rank: Int32, tid: Int32):
+        """Rows of all items of this CTA; `table` as for WorkItems."""
+        mKV, mIndex, mLength, zero_row = table[:4]
+        first_item, items, step = table[7][:3]
         done = Int32(0)  # tiles of the items before
-        for item in cutlass.range(first_item, items, ctas, unroll=1):
-            work = self.items.locate(item, *divisors[1:])
-            _, _, query_idx, batch_idx = work
+        for item in cutlass.range(first_item, items, step, unroll=1):
+            work = self.items.locate(item, table)
             length = self.items.length_of(work, mLength)
-            begin, limit, count = self.items.keys_of(work, length, mIndex, mKV, num_splits, causal, divisors[3])
+            begin, limit, count, _ = self.items.keys_of(item, work, length, table)
             if count > 0:
-                if const_expr(self.sparse):
-                    entries = mIndex[batch_idx, query_idx, None]
-                else:
-                    entries = mIndex[batch_idx, None]
-                self.fill(smem, mKV, zero_row, entries, begin, limit, done, count, divisors[0], rank, tid)
+                entries = self.items.entries(work, mIndex)
+                self.fill(smem, mKV, zero_row, entries, begin, limit, done, count, table[6][0], rank, tid)
             done += count
 
     @cute.jit

@@ -8,6 +8,7 @@ from cute_kernels.merge.spec import UNIT_VALUES
 WIDE = 64  # heads of a CTA, at most
 NARROW = (8, 16)  # and where there are few
 TOKENS_PER_TILE = 64
+ITEM_TILES = 2  # what an item of work takes beside its tiles, in tiles, where shares of them are made
 MERGE_LANES = (0, 32, 128)
 EXCHANGES = ("none", "codes", "values")
 WEIGHT = 8.0  # scales from 2^-17 to 2^-2, of values up to 112, times this are normal float16 numbers below 2
@@ -31,6 +32,8 @@ class MlaDecodeSpec:
               heads are columns of the products instead of rows
 
     heads     of a CTA: 64, or as few as there are
+    balanced  CTAs have equal shares of the tiles of all queries, by the lengths that they find there, instead of whole
+              queries or equal parts of each: a query that is cut is merged
     trace     the roles leave timestamps (device/trace.py)
 
     Sinks, lengths and the log-sum-exp are always there (a sink of -inf, a length of topk): they cost nothing
@@ -41,6 +44,7 @@ class MlaDecodeSpec:
     merge_lanes: int = 0
     exchange: str = "none"
     heads: int = WIDE
+    balanced: bool = False
     trace: bool = False
 
     kernel: ClassVar[str] = "cute_kernels.mla.kernel:MlaDecodeKernel"
@@ -62,6 +66,9 @@ class MlaDecodeSpec:
             reasons.append(f"exchange is {self.exchange!r} with {self.heads} heads; few heads fit into one CTA")
         if self.merge_lanes not in MERGE_LANES:
             reasons.append(f"merge_lanes is {self.merge_lanes}; known are {MERGE_LANES}")
+        if self.balanced and (self.exchange != "none" or not self.split):
+            got = f"exchange {self.exchange!r} and merge_lanes {self.merge_lanes}"
+            reasons.append(f"balanced is True with {got}; shares need no exchange, and a merge")
         return reasons
 
     @property
@@ -87,7 +94,7 @@ class MlaDecodeSpec:
 
     @property
     def split(self) -> bool:
-        """Whether several CTAs share the keys of one query."""
+        """Whether several CTAs may share the keys of one query."""
         return self.merge_lanes > 0
 
     @property
@@ -107,4 +114,9 @@ def shipped_specs() -> list[MlaDecodeSpec]:
         for sparse in (True, False)
         for lanes in MERGE_LANES
         for exchange, heads in (*((exchange, WIDE) for exchange in EXCHANGES), *(("none", heads) for heads in NARROW))
+    ] + [
+        MlaDecodeSpec(sparse=sparse, merge_lanes=lanes, heads=heads, balanced=True)
+        for sparse in (True, False)
+        for lanes in MERGE_LANES[1:]
+        for heads in (*NARROW, WIDE)
     ]

@@ -48,12 +48,13 @@ class ValueWarpgroups:
         done: Int32,
         count: Int32,
         item: Int32,
-        divisors: tuple,
+        _,
+        table: tuple,
         wg: Int32,
         tid: Int32,
     ):
         """Adds up the `count` tiles of an item of work, the first of which is tile `done`, and stores what it gives."""
-        work = self.items.locate(item, *divisors)
+        work = self.items.locate(item, table)
         layout_nope, _, _ = layouts()
         _, _, mma = tiled_mmas()
         sNope = smem.nope.get_tensor(layout_nope.outer, swizzle=layout_nope.inner)

@@ -200,6 +200,7 @@ class ColumnScores:
                 following = (load_q, tQ, next_item, divisors)
                 gives_up = Int32(1) if last and has_next else Int32(0)
                 s, given_up = self.multiply(smem, acc, raw, scale_log2, t, scaled, gives_up, following, warp_idx, tid)
+                cute.arch.mbarrier_arrive(smem.rope_empty.data_ptr() + t % self.ropes)
                 self.stamp(smem, t, 1, 1, tid)
                 if last and has_next:
                     cute.arch.barrier(barrier_id=BAR_OWNER, number_of_threads=128)  # nobody needs this Q any more

@@ -19,7 +19,7 @@ UNSET = -3.0e38  # the base before a key has been met: any score is far above it
 
 
 class ColumnSoftmax:
-    """Device code for 128 threads: P^T = exp2(S^T - base) of all tiles, and the copies of rows that come later.
+    """Device code for 128 threads: P^T = exp2(S^T - base) of all tiles, and with 64 heads the copies of later rows.
 
     A thread has a head and 32, 8 or 4 keys of a tile, and the lanes of a head are neighbours, so that no warp waits for
     another. Scores are relative to the base of their head, 2^7 below the largest score that was met when it was set;
@@ -32,6 +32,7 @@ class ColumnSoftmax:
         self.parts = TOKENS_PER_TILE // self.keys  # lanes of a head
         self.stages = stages(spec.heads)
         self.ahead = ahead(spec.heads)
+        self.gathers = not spec.softmax_apart
         self.gatherer = RowGatherer(spec)
         self.items = WorkItems(spec)
         self.tracer = Tracer(spec.trace, len(ROLES))
@@ -40,13 +41,14 @@ class ColumnSoftmax:
     def run(self, smem, table: tuple, mSink: cute.Tensor, _, first_item: Int32, tid: Int32):
         """All items from `first_item` on; `table` as for RowGatherer.
 
-        Copies of a tile start when P of one `ahead` of it has left: that their stage is free, so that the tile before
-        has been multiplied, is then waited for while P of this one is.
+        Where this warpgroup copies rows as well, those of a tile start when P of one `ahead` of it has left: that their
+        stage is free, so that the tile before has been multiplied, is then waited for while P of this one is.
         """
         mKV, mIndex, mLength, _, num_splits, items, ctas, causal, divisors = table
-        cursor = self.gatherer.start(table, first_item, tid)
-        for _ in cutlass.range(self.ahead, unroll=1):
-            cursor = self.gatherer.step(smem, table, cursor, tid)
+        if const_expr(self.gathers):
+            cursor = self.gatherer.start(table, first_item, tid)
+            for _ in cutlass.range(self.ahead, unroll=1):
+                cursor = self.gatherer.step(smem, table, cursor, tid)
         done = Int32(0)
         sSink = smem.sink.get_tensor(cute.make_layout(self.heads))
         for item in cutlass.range(first_item, items, ctas, unroll=1):
@@ -64,7 +66,8 @@ class ColumnSoftmax:
                 cute.arch.fence_proxy("async.shared", space="cta")  # ordinary stores of P, read by wgmma
                 cute.arch.mbarrier_arrive(smem.p_full.data_ptr() + t % 2)
                 self.stamp(smem, t, 1, tid)
-                cursor = self.gatherer.step(smem, table, cursor, tid)
+                if const_expr(self.gathers):
+                    cursor = self.gatherer.step(smem, table, cursor, tid)
             done += count
 
     def head(self, tid: Int32):

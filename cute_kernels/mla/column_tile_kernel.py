@@ -26,7 +26,7 @@ def stages(heads: int) -> int:
 
 
 def ahead(heads: int) -> int:
-    """Tiles of rope parts, and how far copies are ahead of the softmax. S of a tile is complete before its softmax."""
+    """Tiles of rope parts, and how far copies are ahead of the softmax where one warpgroup does both."""
     return stages(heads) - 1
 
 
@@ -70,6 +70,7 @@ def column_storage(heads: int):
         q_full: Int64
         full: cute.struct.MemRange[Int64, count]
         empty: cute.struct.MemRange[Int64, count]
+        rope_empty: cute.struct.MemRange[Int64, ahead(heads)]
         s_full: Int64
         s_empty: Int64
         p_full: cute.struct.MemRange[Int64, BUFFERS]

@@ -36,6 +36,13 @@ class RowGatherer:
         self.tracer = Tracer(spec.trace, len(ROLES))
 
     @cute.jit
+    def run(self, smem, table: tuple, _mSink, _rank, first_item: Int32, tid: Int32):
+        """Rows of all items from `first_item` on, where a warpgroup does nothing else."""
+        cursor = self.start(table, first_item, tid)
+        while cursor[1] > 0:
+            cursor = self.step(smem, table, cursor, tid)
+
+    @cute.jit
     def start(self, table: tuple, first: Int32, tid: Int32):
         """The cursor at the first tile of item `first` or of one behind it."""
         length = self.items.length_of(self.items.locate(first, *table[8][1:]), table[2])
@@ -80,6 +87,8 @@ class RowGatherer:
             first, chunk = 16 * warp_idx, lane % 8
             self.stamp(smem, copied, 0, 0, tid)
             cute.arch.mbarrier_wait(smem.empty.data_ptr() + stage, (use + 1) % 2)
+            of_rope, use_of_rope = copied % self.ropes, copied // self.ropes
+            cute.arch.mbarrier_wait(smem.rope_empty.data_ptr() + of_rope, (use_of_rope + 1) % 2)
             self.stamp(smem, copied, 0, 1, tid)
             self.stamp(smem, copied, 1, 0, tid)
             valid, row = self.keys.locate(mKV, zero_row, entry, position, last, page_divisor)
@@ -101,7 +110,7 @@ class RowGatherer:
                 target = codes + cute.assume(at * NOPE + (chunk ^ swizzle(of_row)) * CHUNK, divby=CHUNK)
                 for j in cutlass.range_constexpr(NOPE // GROUP):
                     self.copy_chunk(copy, source + GROUP * j, target + GROUP * j)
-                at = copied % self.ropes * TOKENS_PER_TILE + first + of_row
+                at = of_rope * TOKENS_PER_TILE + first + of_row
                 target = rope + cute.assume(at * ROPE_BYTES + (chunk ^ (of_row % 8)) * CHUNK, divby=CHUNK)
                 self.copy_chunk(copy, source + token_cache.ROPE_OFFSET, target)
             cute.arch.cp_async_mbarrier_arrive_noinc(smem.full.data_ptr() + stage)

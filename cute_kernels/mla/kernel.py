@@ -32,14 +32,15 @@ Roles (512 threads)           64 heads as columns                          64 he
   warpgroup 1                 scores, 128: 32 of S, 32 of K, 16 codes;     scores, 104: 32 of S, 32 of a group's,
                               Q by TMA                                     16 scales; Q by TMA, scales a tile ahead
   warpgroups 2, 3             values, 176: 128 of O, 8 of V, 16 codes      values, 168: 128 of O
-With 8 and 16 heads 56, 152 and 152 registers, rows three tiles ahead, and S leaves beside the first product of the next
-tile.
+With 8 and 16 heads there are 640 threads: warpgroup 4 makes P, so that copies wait for nothing but room. 40, 152, 120
+and 40 registers, rows four tiles ahead, and S leaves beside the first product of the next tile.
 
 Barriers                      arrivals per phase: columns                  rows
   q_full                      1 + 1152 bytes a head of TMA                 the same
   full[stage]                 256: threads that copy, and their copies     128, and 36,864 bytes of the other CTA
                                                                            where values are exchanged
   empty[stage]                256: values, codes are in registers          256: values, after their last wgmma
+  rope_empty[stage - 1]       128: scores: QK is complete                  -
   s_full                      128: scores: S                               -
   s_empty                     128: P has been made of it                   -
   p_full[2]                   128: P, weights, what heads have with it     128: scores: P, what rows have with the tile
@@ -79,16 +80,15 @@ from cute_kernels.merge.kernel import MergeKernel
 from cute_kernels.merge.spec import UNIT_VALUES, MergeSpec
 from cute_kernels.mla.column_score_kernel import ColumnScores
 from cute_kernels.mla.column_softmax_kernel import ColumnSoftmax
-from cute_kernels.mla.column_tile_kernel import BUFFERS, column_storage, stages
+from cute_kernels.mla.column_tile_kernel import BUFFERS, ahead, column_storage, stages
 from cute_kernels.mla.column_value_kernel import ColumnValues
+from cute_kernels.mla.gather_kernel import RowGatherer
 from cute_kernels.mla.producer_kernel import NOPE, STAGES, KeyProducer
 from cute_kernels.mla.score_kernel import ScoreWarpgroup
 from cute_kernels.mla.spec import ROLES, MlaDecodeSpec
 from cute_kernels.mla.tile_kernel import BAR_STORED, Q_COLUMNS, QK, chunks_of_q, shared_storage, start_q
 from cute_kernels.mla.value_kernel import ValueWarpgroups
 from cute_kernels.mla.work_kernel import WorkItems
-
-THREADS = 512
 
 
 class MlaDecodeKernel:
@@ -100,7 +100,12 @@ class MlaDecodeKernel:
             raise ValueError("; ".join(reasons))
         self.spec = spec
         self.items = WorkItems(spec)
-        self.producer = ColumnSoftmax(spec) if spec.columns else KeyProducer(spec)
+        self.softmax = ColumnSoftmax(spec)
+        self.producer: ColumnSoftmax | KeyProducer | RowGatherer = self.softmax
+        if not spec.columns:
+            self.producer = KeyProducer(spec)
+        elif spec.softmax_apart:
+            self.producer = RowGatherer(spec)
         self.tracer = Tracer(spec.trace, len(ROLES))
         self.scores = ColumnScores(spec) if spec.columns else ScoreWarpgroup(spec)
         self.values = ColumnValues(spec) if spec.columns else ValueWarpgroups(spec)
@@ -209,7 +214,7 @@ class MlaDecodeKernel:
             softmax_scale * softmax.LOG2_E, num_splits, groups * num_splits, ctas, causal, trace, divisors,
         ).launch(
             grid=[ctas + (groups * merge_ctas if const_expr(self.spec.split) else 0), 1, 1],
-            block=[THREADS, 1, 1],
+            block=[self.spec.threads, 1, 1],
             stream=stream,
             min_blocks_per_mp=1,
             cluster=[cluster, 1, 1] if const_expr(cluster > 1) else None,
@@ -260,7 +265,8 @@ class MlaDecodeKernel:
             cute.arch.cluster_arrive_relaxed()
             cute.arch.cluster_wait()
 
-        of_producer, of_scores, of_values = self.spec.registers
+        of_producer, of_scores, of_values, of_softmax = self.spec.registers
+        table = (mKV, mIndex, mLength, zero_row, num_splits, items, decode_ctas, causal, divisors[:4])
         merges = False
         if const_expr(self.spec.split):
             merges = block >= decode_ctas
@@ -276,8 +282,11 @@ class MlaDecodeKernel:
                 self.merge(smem, partials, mSink, mOut, mLse, counter, place, part, merge_ctas, num_splits)
         elif warp_idx < 4:
             cute.arch.setmaxregister_decrease(of_producer)
-            table = (mKV, mIndex, mLength, zero_row, num_splits, items, decode_ctas, causal, divisors[:4])
             self.producer.run(smem, table, mSink, rank, block, tidx)
+        elif warp_idx >= 16:
+            if const_expr(self.spec.softmax_apart):
+                cute.arch.setmaxregister_decrease(of_softmax)
+                self.softmax.run(smem, table, mSink, rank, block, tidx % 128)
         elif warp_idx < 8:
             if const_expr(of_scores < 128):
                 cute.arch.setmaxregister_decrease(of_scores)
@@ -338,8 +347,9 @@ class MlaDecodeKernel:
 
     def init_barriers(self, smem):
         """Called by one thread; see the table for the counts."""
-        counts = {"full": 256, "empty": 256, "p_full": 128, "p_empty": 256}
+        counts = {"full": 256, "empty": 256, "rope_empty": 128, "p_full": 128, "p_empty": 256}
         number = dict.fromkeys(counts, stages(self.spec.heads)) | {"p_full": BUFFERS, "p_empty": BUFFERS}
+        number["rope_empty"] = ahead(self.spec.heads)
         if self.spec.columns:
             cute.arch.mbarrier_init(smem.s_full.ptr, 128)
             cute.arch.mbarrier_init(smem.s_empty.ptr, 128)
@@ -376,7 +386,7 @@ class MlaDecodeKernel:
         """
         batch_idx, query_idx, head_block = place
         tidx, _, _ = cute.arch.thread_idx()
-        lanes, rows = self.spec.merge_lanes, THREADS // self.spec.merge_lanes
+        lanes, rows = self.spec.merge_lanes, self.spec.threads // self.spec.merge_lanes
         row_in_cta = tidx // lanes
         if tidx == 0:
             while cute.arch.load(counter, Int32, sem="acquire", scope="gpu") < num_splits:

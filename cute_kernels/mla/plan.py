@@ -70,7 +70,7 @@ def plan_decode(
     # Many rows of few partials: a warp each, 16 rows at a time. Else a warpgroup each, 4 rows at a time, because loads
     # of a row are then in flight together. And no more merging CTAs than SMs: each of them fills one.
     merge_lanes = 0 if best == 1 else 32 if best <= 8 and batch * s_q * h_q >= 512 else 128
-    turns = -(-min(h_q, spec.heads) // (16 if merge_lanes == 32 else 4))
+    turns = max(1, -(-min(h_q, spec.heads) * merge_lanes // spec.threads))
     merge_ctas = -(-turns // max(1, -(-items * turns // num_sms)))
     return DecodePlan(
         spec=replace(spec, merge_lanes=merge_lanes),

@@ -79,11 +79,24 @@ class MlaDecodeSpec:
         return self.exchange == "none"
 
     @property
-    def registers(self) -> tuple[int, int, int]:
-        """Of a thread that brings keys, scores, adds values; the last one twice: 4 x 128, what 512 get at launch."""
+    def softmax_apart(self) -> bool:
+        """Whether P is made by a warpgroup of its own, not by the one that copies rows: where registers suffice."""
+        return self.columns and self.heads != WIDE
+
+    @property
+    def threads(self) -> int:
+        """Of a CTA."""
+        return 640 if self.softmax_apart else 512
+
+    @property
+    def registers(self) -> tuple[int, int, int, int]:
+        """Of a thread that brings keys, scores, adds values (two of five or four warpgroups), makes P if apart.
+
+        At launch all of 512 threads have 128, and all of 640 have 96.
+        """
         if not self.columns:
-            return (72, 104, 168)
-        return (32, 128, 176) if self.heads == WIDE else (56, 152, 152)
+            return (72, 104, 168, 0)
+        return (40, 152, 120, 40) if self.softmax_apart else (32, 128, 176, 0)
 
     @property
     def split(self) -> bool:
@@ -97,7 +110,9 @@ class MlaDecodeSpec:
         loads = "LDGSTS.E.BYPASS.128" if self.columns else "LDG.E.128"
         # with codes the producers' loads and sends leave up to nine of 72 registers too few
         stack = 32 if self.exchange == "codes" else 0
-        return {"registers": 128, "stack": stack, "instructions": ("HGMMA", "UTMALDG", "USETMAXREG", loads, *sends)}
+        registers = 96 if self.softmax_apart else 128
+        instructions = ("HGMMA", "UTMALDG", "USETMAXREG", loads, *sends)
+        return {"registers": registers, "stack": stack, "instructions": instructions}
 
 
 def shipped_specs() -> list[MlaDecodeSpec]:

@@ -1,4 +1,4 @@
-"""The warpgroup of the MLA decode kernel that copies rows and makes P of S, where heads are columns."""
+"""The warpgroup of the MLA decode kernel that makes P of S, and may copy rows, where heads are columns."""
 
 import cutlass
 import cutlass.cute as cute
@@ -6,7 +6,16 @@ from cutlass import Float16, Float32, Int32, const_expr
 
 from cute_kernels.device import softmax
 from cute_kernels.device.trace import Tracer
-from cute_kernels.mla.column_tile_kernel import MAX_GROWTH, P_SHIFT, RAISED, REACHED, WARPS, ahead, scores_of, stages
+from cute_kernels.mla.column_tile_kernel import (
+    MAX_GROWTH,
+    P_SHIFT,
+    RAISED,
+    REACHED,
+    WARPS,
+    rope_stages,
+    scores_of,
+    stages,
+)
 from cute_kernels.mla.gather_kernel import RowGatherer
 from cute_kernels.mla.producer_kernel import GROUPS
 from cute_kernels.mla.spec import COLUMN_WEIGHT, EVENTS, ROLES, TOKENS_PER_TILE, MlaDecodeSpec
@@ -31,8 +40,9 @@ class ColumnSoftmax:
         self.keys = spec.heads // 2  # of a thread
         self.parts = TOKENS_PER_TILE // self.keys  # lanes of a head
         self.stages = stages(spec.heads)
-        self.ahead = ahead(spec.heads)
-        self.gathers = not spec.softmax_apart
+        self.ahead = rope_stages(spec.heads)  # tiles, of copies that are made here
+        self.gathers = not spec.few_heads
+        self.score_groups = spec.score_groups
         self.gatherer = RowGatherer(spec)
         self.items = WorkItems(spec)
         self.tracer = Tracer(spec.trace, len(ROLES))
@@ -80,8 +90,10 @@ class ColumnSoftmax:
         stage, buffer = t % self.stages, t % 2
         lane, part, head = tid % 32, tid % 32 // (32 // self.parts), self.head(tid)
         sValid = smem.valid.get_tensor(cute.make_layout(2 * self.stages))
-        sScores = smem.s.get_tensor(cute.make_layout(TOKENS_PER_TILE * self.heads))
-        cute.arch.mbarrier_wait(smem.s_full.ptr, t % 2)
+        of_scores = t % self.score_groups  # where S is
+        pointer = smem.s.data_ptr() + cute.assume(of_scores * (TOKENS_PER_TILE * self.heads), divby=TOKENS_PER_TILE)
+        sScores = cute.make_tensor(pointer, cute.make_layout(TOKENS_PER_TILE * self.heads))
+        cute.arch.mbarrier_wait(smem.s_full.data_ptr() + of_scores, t // self.score_groups % 2)
         cute.arch.mbarrier_wait(smem.full.data_ptr() + stage, t // self.stages % 2)  # long since
         self.stamp(smem, t, 0, tid)
         first = self.keys * part
@@ -93,7 +105,7 @@ class ColumnSoftmax:
                     sScores[scores_of(head, (first + k) // 4) + k % 4] = -Float32.inf
         cute.arch.mbarrier_wait(smem.p_empty.data_ptr() + buffer, (t // 2 + 1) % 2)
         factor = Float32(1.0)  # of what was added before
-        largest, added = self.probabilities(smem, base, buffer, tid)
+        largest, added = self.probabilities(smem, base, of_scores, buffer, tid)
         if cute.arch.vote_any_sync(largest > base + (P_SHIFT + MAX_GROWTH)):
             # with the first tile of an item, and hardly later
             if largest > base + (P_SHIFT + MAX_GROWTH):
@@ -101,8 +113,8 @@ class ColumnSoftmax:
                 base = largest - P_SHIFT
             # the thread's number anew, or every address is kept for this
             again = cute.arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Int32], read_only_args=[tid])
-            _, added = self.probabilities(smem, base, buffer, again)
-        cute.arch.mbarrier_arrive(smem.s_empty.ptr)
+            _, added = self.probabilities(smem, base, of_scores, buffer, again)
+        cute.arch.mbarrier_arrive(smem.s_empty.data_ptr() + of_scores)
         total = total * factor + added
 
         sRescaling = smem.rescaling.get_tensor(cute.make_layout((self.heads, 2)))
@@ -117,7 +129,7 @@ class ColumnSoftmax:
         return base, total
 
     @cute.jit
-    def probabilities(self, smem, base: Float32, buffer: Int32, tid: Int32):
+    def probabilities(self, smem, base: Float32, of_scores: Int32, buffer: Int32, tid: Int32):
         """P^T of this thread; (the largest score of its head, the sum of its own probabilities)."""
         head = self.head(tid)
         first = self.keys * (tid % 32 // (32 // self.parts))
@@ -130,7 +142,7 @@ class ColumnSoftmax:
         for i in cutlass.range_constexpr(self.keys // at_once):
             key = first + at_once * i
             for j in cutlass.range_constexpr(at_once // 4):
-                cute.autovec_copy(self.four(smem, head, key // 4 + j), s[None, j])
+                cute.autovec_copy(self.four(smem, of_scores, head, key // 4 + j), s[None, j])
                 for k in cutlass.range_constexpr(4):
                     tops[0] = cute.arch.fmax(tops[0], s[k, j])
                     s[k, j] = cute.math.exp2(s[k, j] - base, fastmath=True)
@@ -144,9 +156,10 @@ class ColumnSoftmax:
             largest = cute.arch.fmax(largest, cute.arch.shuffle_sync_bfly(largest, 32 // self.parts << step))
         return largest, sums[0]
 
-    def four(self, smem, head: Int32, index) -> cute.Tensor:
+    def four(self, smem, of_scores: Int32, head: Int32, index) -> cute.Tensor:
         """Scores of a head and four neighbouring keys."""
-        pointer = smem.s.data_ptr() + cute.assume(scores_of(head, index), divby=4)
+        at = of_scores * (TOKENS_PER_TILE * self.heads) + scores_of(head, index)
+        pointer = smem.s.data_ptr() + cute.assume(at, divby=4)
         return cute.make_tensor(pointer, cute.make_layout(4))
 
     @cute.jit

@@ -7,7 +7,7 @@ from cutlass.cute.nvgpu import cpasync
 
 from cute_kernels.device import token_cache
 from cute_kernels.device.trace import Tracer
-from cute_kernels.mla.column_tile_kernel import ROPE_BYTES, WARPS, ahead, stages, swizzle
+from cute_kernels.mla.column_tile_kernel import ROPE_BYTES, WARPS, rope_stages, stages, swizzle
 from cute_kernels.mla.find_kernel import KeyFinder
 from cute_kernels.mla.producer_kernel import GROUP, GROUPS, NOPE
 from cute_kernels.mla.spec import EVENTS, ROLES, TOKENS_PER_TILE, MlaDecodeSpec
@@ -32,7 +32,7 @@ class RowGatherer:
         self.keys = KeyFinder(spec)
         self.items = WorkItems(spec)
         self.sparse = spec.sparse
-        self.stages, self.ropes = stages(spec.heads), ahead(spec.heads)
+        self.stages, self.ropes = stages(spec.heads), rope_stages(spec.heads)
         self.tracer = Tracer(spec.trace, len(ROLES))
 
     @cute.jit
@@ -87,8 +87,6 @@ class RowGatherer:
             first, chunk = 16 * warp_idx, lane % 8
             self.stamp(smem, copied, 0, 0, tid)
             cute.arch.mbarrier_wait(smem.empty.data_ptr() + stage, (use + 1) % 2)
-            of_rope, use_of_rope = copied % self.ropes, copied // self.ropes
-            cute.arch.mbarrier_wait(smem.rope_empty.data_ptr() + of_rope, (use_of_rope + 1) % 2)
             self.stamp(smem, copied, 0, 1, tid)
             self.stamp(smem, copied, 1, 0, tid)
             valid, row = self.keys.locate(mKV, zero_row, entry, position, last, page_divisor)
@@ -110,7 +108,7 @@ class RowGatherer:
                 target = codes + cute.assume(at * NOPE + (chunk ^ swizzle(of_row)) * CHUNK, divby=CHUNK)
                 for j in cutlass.range_constexpr(NOPE // GROUP):
                     self.copy_chunk(copy, source + GROUP * j, target + GROUP * j)
-                at = of_rope * TOKENS_PER_TILE + first + of_row
+                at = copied % self.ropes * TOKENS_PER_TILE + first + of_row
                 target = rope + cute.assume(at * ROPE_BYTES + (chunk ^ (of_row % 8)) * CHUNK, divby=CHUNK)
                 self.copy_chunk(copy, source + token_cache.ROPE_OFFSET, target)
             cute.arch.cp_async_mbarrier_arrive_noinc(smem.full.data_ptr() + stage)

@@ -1,12 +1,12 @@
 """FP8 MLA decoding on SM90: split-KV flash decoding of up to 64 query heads over 656-byte tokens.
 
 One CTA serves 8, 16 or 64 heads of one query token over a range of its keys, in tiles of 64 keys, and stays for several
-such items of work. One warpgroup scores, two add up values, 256 of the 512 columns each, so QK of a tile needs nothing
-of PV of the tile before. There are two forms:
+such items of work. One warpgroup scores, or two in turn, and two add up values, 256 of the 512 columns each, so QK of a
+tile needs nothing of PV of the tile before. There are two forms:
 
 Heads as columns (no exchange): S^T = K Q^T and O^T += V^T P^T, keys and values being made in registers from raw rows,
     by those who multiply. Rows come by asynchronous copies and are read twice; nothing of them is written again. S goes
-    as float32 through shared memory to the warpgroup that copies rows, and from there as P, float16, to the values.
+    as float32 through shared memory to the warpgroup that makes P, and from there as P, float16, to the values.
     (gather_kernel.py, column_*_kernel.py)
 Heads as rows (with an exchange): S = Q K^T and O += P V from shared memory, where codes lie as float16. Two CTAs of a
     cluster each gather half of the keys and hand it over. Who scores makes P. (producer_kernel.py, score_kernel.py,
@@ -32,22 +32,26 @@ Roles (512 threads)           64 heads as columns                          64 he
   warpgroup 1                 scores, 128: 32 of S, 32 of K, 16 codes;     scores, 104: 32 of S, 32 of a group's,
                               Q by TMA                                     16 scales; Q by TMA, scales a tile ahead
   warpgroups 2, 3             values, 176: 128 of O, 8 of V, 16 codes      values, 168: 128 of O
-With 8 and 16 heads there are 640 threads: warpgroup 4 makes P, so that copies wait for nothing but room. 40, 152, 120
-and 40 registers, rows four tiles ahead, and S leaves beside the first product of the next tile.
+With 8 and 16 heads there are 768 threads, and 80 registers of each at launch:
+  warpgroup 0                 keys, 40: copies rows up to four tiles ahead, waits for nothing but room
+  warpgroups 1, 5             scores, 112: even and odd tiles, counted through all items of a CTA. A tile takes one of
+                              them 3,400 clocks, which are waits for the most part, and memory 2,300. They share Q
+  warpgroups 2, 3             values, 88: 32 of O, or 16
+  warpgroup 4                 softmax, 40: makes P of S
 
 Barriers                      arrivals per phase: columns                  rows
   q_full                      1 + 1152 bytes a head of TMA                 the same
   full[stage]                 256: threads that copy, and their copies     128, and 36,864 bytes of the other CTA
                                                                            where values are exchanged
   empty[stage]                256: values, codes are in registers          256: values, after their last wgmma
-  rope_empty[stage - 1]       128: scores: QK is complete                  -
-  s_full                      128: scores: S                               -
-  s_empty                     128: P has been made of it                   -
+  s_full[1 or 2]              128: scores of this tile: S                  -
+  s_empty[1 or 2]             128: P has been made of it                   -
   p_full[2]                   128: P, weights, what heads have with it     128: scores: P, what rows have with the tile
   p_empty[2]                  256: values, after their last wgmma          -
   peer_free[stage]            -                                            1: the other CTA has this stage free
   codes_full[stage]           -                                            1 + 20,480 bytes: codes of the other CTA
-  named 1     BAR_OWNER       128: votes and hand-overs of scores          128: QK is done, P may overwrite its rope
+  named 1     BAR_OWNER       128, or 256 where two groups score: votes    128: QK is done, P may overwrite its rope
+                              and hand-overs of Q
   named 3     BAR_STORED      256: this CTA's partial is in global memory
   named 4     BAR_PRODUCER    -                                            128: own or the other CTA's rows are complete
   named 5, 6  BAR_VALUES      128: P x scale of 16 keys, out of reach      -
@@ -63,7 +67,8 @@ Shared memory, of 232,448     64 heads as columns                          64 he
   rest                        8,100: P x scale out of reach 4,096,         6,144: weights, powers of Q, masks, maxima,
                               weights, powers of Q, results, barriers      sums and units of rows, barriers
 A rope part has a place until S of its tile is complete, codes until PV has read them. With 8 and 16 heads there are
-four stages of codes and three of rope parts.
+four stages of codes and as many of rope parts, which both have a place until PV has read the codes, and two places of
+S: of 16 heads 131,072 and 32,768, q 18,432, s 8,192, p 4,096.
 """
 
 import cuda.bindings.driver as cuda
@@ -80,7 +85,7 @@ from cute_kernels.merge.kernel import MergeKernel
 from cute_kernels.merge.spec import UNIT_VALUES, MergeSpec
 from cute_kernels.mla.column_score_kernel import ColumnScores
 from cute_kernels.mla.column_softmax_kernel import ColumnSoftmax
-from cute_kernels.mla.column_tile_kernel import BUFFERS, ahead, column_storage, stages
+from cute_kernels.mla.column_tile_kernel import BUFFERS, column_storage, stages
 from cute_kernels.mla.column_value_kernel import ColumnValues
 from cute_kernels.mla.gather_kernel import RowGatherer
 from cute_kernels.mla.producer_kernel import NOPE, STAGES, KeyProducer
@@ -104,7 +109,7 @@ class MlaDecodeKernel:
         self.producer: ColumnSoftmax | KeyProducer | RowGatherer = self.softmax
         if not spec.columns:
             self.producer = KeyProducer(spec)
-        elif spec.softmax_apart:
+        elif spec.few_heads:
             self.producer = RowGatherer(spec)
         self.tracer = Tracer(spec.trace, len(ROLES))
         self.scores = ColumnScores(spec) if spec.columns else ScoreWarpgroup(spec)
@@ -119,7 +124,8 @@ class MlaDecodeKernel:
                 has_lse=True,
                 lanes=lanes,
                 groups=spec.merge_lanes // lanes,
-                loads=16,
+                # as many as the registers at launch hold: 80 or 128. A warp's row has twice the numbers in a thread
+                loads=(8 if lanes > 32 else 4) if spec.few_heads else 16,
                 units=True,
             )
             self.merger = MergeKernel(merge)
@@ -250,7 +256,7 @@ class MlaDecodeKernel:
         warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
 
         columns = const_expr(self.spec.columns)
-        storage = column_storage(self.spec.heads) if columns else shared_storage()
+        storage = column_storage(self.spec) if columns else shared_storage()
         smem = SmemAllocator().allocate(storage)
         if tidx == 0:
             if const_expr(self.spec.trace):
@@ -270,6 +276,9 @@ class MlaDecodeKernel:
         merges = False
         if const_expr(self.spec.split):
             merges = block >= decode_ctas
+        makes_p, scores = False, warp_idx < 8
+        if const_expr(self.spec.few_heads):
+            makes_p, scores = warp_idx // 4 == 4, scores or warp_idx >= 20
         if merges:
             if const_expr(self.spec.split):
                 group, part = divmod(block - decode_ctas, merge_divisor)
@@ -283,16 +292,19 @@ class MlaDecodeKernel:
         elif warp_idx < 4:
             cute.arch.setmaxregister_decrease(of_producer)
             self.producer.run(smem, table, mSink, rank, block, tidx)
-        elif warp_idx >= 16:
-            if const_expr(self.spec.softmax_apart):
+        elif makes_p:
+            if const_expr(self.spec.few_heads):
                 cute.arch.setmaxregister_decrease(of_softmax)
                 self.softmax.run(smem, table, mSink, rank, block, tidx % 128)
-        elif warp_idx < 8:
-            if const_expr(of_scores < 128):
+        elif scores:
+            at_launch = self.spec.expected["registers"]
+            if const_expr(of_scores < at_launch):
                 cute.arch.setmaxregister_decrease(of_scores)
-            if const_expr(of_scores > 128):
+            if const_expr(of_scores > at_launch):
                 cute.arch.setmaxregister_increase(of_scores)
             warp = warp_idx - 4
+            if const_expr(self.spec.score_groups > 1):
+                warp = warp_idx % 4 + warp_idx // 20 * 4
             if warp == 0:
                 work = self.items.locate(block, head_divisor, split_divisor, query_divisor)
                 start_q(smem, load_q, tQ, work, self.spec.heads)
@@ -347,12 +359,9 @@ class MlaDecodeKernel:
 
     def init_barriers(self, smem):
         """Called by one thread; see the table for the counts."""
-        counts = {"full": 256, "empty": 256, "rope_empty": 128, "p_full": 128, "p_empty": 256}
+        counts = {"full": 256, "empty": 256, "s_full": 128, "s_empty": 128, "p_full": 128, "p_empty": 256}
         number = dict.fromkeys(counts, stages(self.spec.heads)) | {"p_full": BUFFERS, "p_empty": BUFFERS}
-        number["rope_empty"] = ahead(self.spec.heads)
-        if self.spec.columns:
-            cute.arch.mbarrier_init(smem.s_full.ptr, 128)
-            cute.arch.mbarrier_init(smem.s_empty.ptr, 128)
+        number |= dict.fromkeys(("s_full", "s_empty"), self.spec.score_groups)
         if not self.spec.columns:
             counts = {"full": 128, "empty": 256, "p_full": 128, "peer_free": 1, "codes_full": 1}
             number = dict.fromkeys(counts, STAGES)

@@ -79,24 +79,29 @@ class MlaDecodeSpec:
         return self.exchange == "none"
 
     @property
-    def softmax_apart(self) -> bool:
-        """Whether P is made by a warpgroup of its own, not by the one that copies rows: where registers suffice."""
+    def few_heads(self) -> bool:
+        """Whether S and O leave registers for six warpgroups: copies and softmax are apart, and two score in turn."""
         return self.columns and self.heads != WIDE
+
+    @property
+    def score_groups(self) -> int:
+        """Warpgroups that score: tile t is scored by t modulo as many."""
+        return 2 if self.few_heads else 1
 
     @property
     def threads(self) -> int:
         """Of a CTA."""
-        return 640 if self.softmax_apart else 512
+        return 768 if self.few_heads else 512
 
     @property
     def registers(self) -> tuple[int, int, int, int]:
-        """Of a thread that brings keys, scores, adds values (two of five or four warpgroups), makes P if apart.
+        """Of a thread that brings keys, scores (`score_groups`), adds values (two warpgroups), makes P if apart.
 
-        At launch all of 512 threads have 128, and all of 640 have 96.
+        At launch all of 512 threads have 128, and all of 768 have 80.
         """
         if not self.columns:
             return (72, 104, 168, 0)
-        return (40, 152, 120, 40) if self.softmax_apart else (32, 128, 176, 0)
+        return (40, 112, 88, 40) if self.few_heads else (32, 128, 176, 0)
 
     @property
     def split(self) -> bool:
@@ -110,7 +115,7 @@ class MlaDecodeSpec:
         loads = "LDGSTS.E.BYPASS.128" if self.columns else "LDG.E.128"
         # with codes the producers' loads and sends leave up to nine of 72 registers too few
         stack = 32 if self.exchange == "codes" else 0
-        registers = 96 if self.softmax_apart else 128
+        registers = 80 if self.few_heads else 128
         instructions = ("HGMMA", "UTMALDG", "USETMAXREG", loads, *sends)
         return {"registers": registers, "stack": stack, "instructions": instructions}
 

@@ -28,11 +28,11 @@ UNSET = -3.0e38  # the base before a key has been met: any score is far above it
 
 
 class ColumnSoftmax:
-    """Device code for 128 threads: P^T = exp2(S^T - base) of all tiles, and with 64 heads the copies of later rows.
+    """Device code for 128 threads: P^T = exp2(S^T - base) of all tiles, and but with few heads copies of later rows.
 
-    A thread has a head and 32, 8 or 4 keys of a tile, and the lanes of a head are neighbours, so that no warp waits for
-    another. Scores are relative to the base of their head, 2^7 below the largest score that was met when it was set;
-    the base moves only when a score exceeds it by MAX_GROWTH more, because O moves with it.
+    A thread has a head and 32, 16, 8 or 4 keys of a tile, and the lanes of a head are neighbours, so that no warp waits
+    for another. Scores are relative to the base of their head, 2^7 below the largest score that was met when it was
+    set; the base moves only when a score exceeds it by MAX_GROWTH more, because O moves with it.
     """
 
     def __init__(self, spec: MlaDecodeSpec):

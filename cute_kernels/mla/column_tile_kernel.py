@@ -7,7 +7,7 @@ from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 from cutlass.tensor_utils import LayoutEnum
 
 from cute_kernels.mla.producer_kernel import GROUPS, NOPE, ROPE
-from cute_kernels.mla.spec import TOKENS_PER_TILE, WIDE, MlaDecodeSpec
+from cute_kernels.mla.spec import FEW, TOKENS_PER_TILE, WIDE, MlaDecodeSpec
 from cute_kernels.mla.tile_kernel import layouts
 
 ROPE_BYTES = 2 * ROPE
@@ -28,10 +28,10 @@ def stages(heads: int) -> int:
 def rope_stages(heads: int) -> int:
     """Tiles of rope parts in shared memory, 8,192 bytes each.
 
-    With 64 heads there are fewer of them than of codes, and copies are as many tiles ahead of the softmax: where P of a
-    tile has been made, its S was complete, and its rope part has been read. With fewer heads each tile has both.
+    With 32 and 64 heads there are fewer of them than of codes, and copies are as many tiles ahead of the softmax: where
+    P of a tile has been made, its S was complete, and its rope part has been read. With fewer heads each tile has both.
     """
-    return stages(heads) - 1 if heads == WIDE else stages(heads)
+    return stages(heads) if heads <= FEW else stages(heads) - 1
 
 
 def column_layouts(heads: int):

@@ -1,8 +1,8 @@
 """FP8 MLA decoding on SM90: split-KV flash decoding of up to 64 query heads over 656-byte tokens.
 
-One CTA serves 8, 16 or 64 heads of one query token over a range of its keys, in tiles of 64 keys, and stays for several
-such items of work. One warpgroup scores, or two in turn, and two add up values, 256 of the 512 columns each, so QK of a
-tile needs nothing of PV of the tile before. There are two forms:
+One CTA serves 8, 16, 32 or 64 heads of one query token over a range of its keys, in tiles of 64 keys, and stays for
+several such items of work. One warpgroup scores, or two in turn, and two add up values, 256 of the 512 columns each, so
+QK of a tile needs nothing of PV of the tile before. There are two forms:
 
 Heads as columns (no exchange): S^T = K Q^T and O^T += V^T P^T, keys and values being made in registers from raw rows,
     by those who multiply. Rows come by asynchronous copies and are read twice; nothing of them is written again. S goes
@@ -38,6 +38,7 @@ With 8 and 16 heads there are 768 threads, and 80 registers of each at launch:
                               them 3,400 clocks, which are waits for the most part, and memory 2,300. They share Q
   warpgroups 2, 3             values, 88: 32 of O, or 16
   warpgroup 4                 softmax, 40: makes P of S
+With 32 heads there are the roles of 64, with 40, 128 and 168 registers, and copies are three tiles ahead.
 
 Barriers                      arrivals per phase: columns                  rows
   q_full                      1 + 1152 bytes a head of TMA                 the same
@@ -68,7 +69,8 @@ Shared memory, of 232,448     64 heads as columns                          64 he
                               weights, powers of Q, results, barriers      sums and units of rows, barriers
 A rope part has a place until S of its tile is complete, codes until PV has read them. With 8 and 16 heads there are
 four stages of codes and as many of rope parts, which both have a place until PV has read the codes, and two places of
-S: of 16 heads 131,072 and 32,768, q 18,432, s 8,192, p 4,096.
+S: of 16 heads 131,072 and 32,768, q 18,432, s 8,192, p 4,096. With 32 heads there are four stages of codes and three of
+rope parts: 131,072 and 24,576, q 36,864, s and p 8,192 each.
 """
 
 import cuda.bindings.driver as cuda

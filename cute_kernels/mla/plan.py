@@ -6,7 +6,7 @@ Costs are those of one H200 (docs/journal/mla_decode.md); only their proportions
 import functools
 from dataclasses import dataclass, replace
 
-from cute_kernels.mla.spec import NARROW, PARTIAL_FLOATS, TOKENS_PER_TILE, WIDE, MlaDecodeSpec
+from cute_kernels.mla.spec import FEW, NARROW, PARTIAL_FLOATS, TOKENS_PER_TILE, WIDE, MlaDecodeSpec
 
 MAX_SPLITS = 256
 FEW_BLOCKS = 2  # of 64 heads, that are cut into 16 over few keys: 128 heads of batch 1 in 15.3 instead of 17.4 us
@@ -60,8 +60,8 @@ def plan_decode(
     if heads is None:
         heads = WIDE if exchange not in (None, "none") else next((n for n in NARROW if n >= h_q), WIDE)
         few = max_keys <= FEW_KEYS and batch * s_q * -(-h_q // WIDE) <= FEW_BLOCKS
-        if exchange is None and heads == WIDE and few:
-            heads = NARROW[-1]
+        if exchange is None and heads > FEW and few:
+            heads = FEW
     spec = MlaDecodeSpec(sparse=sparse, exchange=exchange or "none", heads=heads)
     items = batch * s_q * spec.head_blocks(h_q)
     tiles = max(1, -(-max_keys // TOKENS_PER_TILE))

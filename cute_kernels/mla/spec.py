@@ -6,7 +6,8 @@ from typing import Any, ClassVar
 from cute_kernels.merge.spec import UNIT_VALUES
 
 WIDE = 64  # heads of a CTA, at most
-NARROW = (8, 16)  # and where there are few
+NARROW = (8, 16, 32)  # and where there are few
+FEW = 16  # heads, at most, that leave registers for six warpgroups
 TOKENS_PER_TILE = 64
 MERGE_LANES = (0, 32, 128)
 EXCHANGES = ("none", "codes", "values")
@@ -81,7 +82,7 @@ class MlaDecodeSpec:
     @property
     def few_heads(self) -> bool:
         """Whether S and O leave registers for six warpgroups: copies and softmax are apart, and two score in turn."""
-        return self.columns and self.heads != WIDE
+        return self.columns and self.heads <= FEW
 
     @property
     def score_groups(self) -> int:
@@ -101,7 +102,9 @@ class MlaDecodeSpec:
         """
         if not self.columns:
             return (72, 104, 168, 0)
-        return (40, 112, 88, 40) if self.few_heads else (32, 128, 176, 0)
+        if self.few_heads:
+            return (40, 112, 88, 40)
+        return (32, 128, 176, 0) if self.heads == WIDE else (40, 128, 168, 0)
 
     @property
     def split(self) -> bool:

@@ -1,4 +1,4 @@
-"""The warpgroup of the MLA decode kernel that scores keys where heads are columns: Q, and S of a tile."""
+"""The warpgroups of the MLA decode kernel that score keys where heads are columns: Q, and S of a tile."""
 
 import cutlass
 import cutlass.cute as cute
@@ -8,10 +8,11 @@ from cutlass.cute.nvgpu import warpgroup
 from cute_kernels.device import softmax, wgmma
 from cute_kernels.device.trace import Tracer
 from cute_kernels.mla.column_tile_kernel import (
-    ahead,
+    WARPS,
     column_layouts,
     column_mmas,
     pairs_of,
+    rope_stages,
     scores_of,
     stages,
     swizzle,
@@ -29,7 +30,7 @@ USUAL = 2.0**40  # scales between 1 over this and this are usual: their ratios l
 
 
 class ColumnScores:
-    """Device code for 128 threads: S^T = K Q^T of all tiles, a row for a key and a column for a head.
+    """Device code for 128 threads, or twice as many: S^T = K Q^T of all tiles, a row for a key, a column for a head.
 
         S = q_rope k_rope + sum_j scale_j (q_j code_j)      scales in float32, products of float16 numbers
 
@@ -42,15 +43,18 @@ class ColumnScores:
     end by the last of them: registers that a second one would take hold 64 columns of K twice, so that 8 products of
     16 columns follow each other while the next codes are converted. Scales that have no such ratio, 0 among them, are
     found in time, and the tile is made again (`multiply_apart`).
+
+    With few heads QK of a tile is a chain of waits, not work: two warpgroups score, each every second tile, and store S
+    in a place of its own. They share Q, prepare it together, and meet where the next item's takes its place.
+    `warp_idx` counts from 0 through all of them, `tid` through the threads of one.
     """
 
     def __init__(self, spec: MlaDecodeSpec):
         self.heads = spec.heads
         self.columns = spec.heads // 4  # of a thread
-        self.stages, self.ropes = stages(spec.heads), ahead(spec.heads)
-        # whether a tile begins before S of the one before has left: with two tiles ahead it would be waited for, and
-        # its rows are asked for behind the softmax of the one before that (320 -> 384 us); with three 230 -> 198 us
-        self.early = self.ropes > 2
+        self.stages, self.ropes = stages(spec.heads), rope_stages(spec.heads)
+        self.groups = spec.score_groups
+        self.threads = 128 * spec.score_groups
         self.items = WorkItems(spec)
         self.tracer = Tracer(spec.trace, len(ROLES))
 
@@ -75,26 +79,29 @@ class ColumnScores:
         cute.arch.mbarrier_wait(smem.q_full.ptr, loads % 2)
         loads += 1
         fits = Int32(1)
-        for item in cutlass.range(tid, self.heads * GROUPS, 128, unroll=1):
+        first = tid
+        if const_expr(self.groups > 1):
+            first += 128 * (warp_idx // WARPS)
+        for item in cutlass.range(first, self.heads * GROUPS, self.threads, unroll=1):
             sPower[item % self.heads, item // self.heads] = Float32(1.0)
             if self.convert(smem, item) == 0:
                 fits = Int32(0)
         scaled = Int32(0)
-        if wgmma.every_thread(fits, Int32(BAR_OWNER)) == 0:
+        if wgmma.every_thread(fits, Int32(BAR_OWNER), self.threads) == 0:
             scaled = Int32(1)
             cute.arch.fence_proxy("async.shared", space="cta")  # ordinary stores, and then those of a copy
-            cute.arch.barrier(barrier_id=BAR_OWNER, number_of_threads=128)
+            cute.arch.barrier(barrier_id=BAR_OWNER, number_of_threads=self.threads)
             if warp_idx == 0:
                 start_q(smem, load_q, tQ, work, self.heads)
             cute.arch.mbarrier_wait(smem.q_full.ptr, loads % 2)
             loads += 1
-            for item in cutlass.range(tid, self.heads * GROUPS, 128, unroll=1):
+            for item in cutlass.range(first, self.heads * GROUPS, self.threads, unroll=1):
                 exponent = cutlass.min(cutlass.max(self.exponent(smem, item), -EXPONENTS), EXPONENTS)
                 self.multiply_row(smem, item, softmax.power_of_two(-exponent))
                 self.convert(smem, item)
                 sPower[item % self.heads, item // self.heads] = softmax.power_of_two(exponent)
         cute.arch.fence_proxy("async.shared", space="cta")  # ordinary stores, read by wgmma
-        cute.arch.barrier(barrier_id=BAR_OWNER, number_of_threads=128)
+        cute.arch.barrier(barrier_id=BAR_OWNER, number_of_threads=self.threads)
         return scaled, loads
 
     def chunk_of_q(self, smem, item: Int32, half, c):
@@ -179,45 +186,47 @@ class ColumnScores:
     ):
         """Scores the `count` tiles of an item of work, the first of which is tile `done`; Q has come.
 
-        As soon as nobody needs its Q any more, the load of the next item's is started.
+        As soon as nobody needs its Q any more, the load of the next item's is started: by one group with its last tile,
+        by two of them, either of which may have no tile in an item, where they meet behind their tiles.
         """
-        if count == 0 and has_next and warp_idx == 0:
-            start_q(smem, load_q, tQ, self.items.locate(next_item, table), self.heads)
+        if const_expr(self.groups == 1):
+            if count == 0 and has_next and warp_idx == 0:
+                start_q(smem, load_q, tQ, self.items.locate(next_item, table), self.heads)
         if count > 0:
             mma = column_mmas(self.heads)[0]
             acc = cute.make_rmem_tensor(mma.partition_shape_C((TOKENS_PER_TILE, self.heads)), Float32)
             raw = tuple(cute.make_rmem_tensor((16, 2), Float8E4M3FN) for _ in range(2))
-            if const_expr(self.early):
-                self.begin(smem, acc, raw, done, tid)
-                warpgroup.wait_group(0)
-            for t in cutlass.range(done, done + count, unroll=1):
-                if has_next and warp_idx == 0 and t == done + cutlass.max(count - AHEAD, 0):
+            first, asks = done, done + cutlass.max(count - AHEAD, 0)
+            if const_expr(self.groups > 1):
+                first += (done + warp_idx // WARPS) % self.groups
+                asks += asks % self.groups  # a tile of the first group, whose first warp asks
+            for t in cutlass.range(first, done + count, self.groups, unroll=1):
+                if has_next and warp_idx == 0 and t == asks:
                     prefetch_q(load_q, tQ, self.items.locate(next_item, table), self.heads)
-                if const_expr(not self.early):
-                    self.begin(smem, acc, raw, t, tid)
+                self.begin(smem, acc, raw, t, tid)
                 last = t == done + count - 1
                 self.stamp(smem, t, 1, 0, tid)
                 following = (load_q, tQ, next_item, table)
-                gives_up = Int32(1) if last and has_next else Int32(0)
+                gives_up = Int32(0)
+                if const_expr(self.groups == 1):
+                    gives_up = Int32(1) if last and has_next else Int32(0)
                 s, given_up = self.multiply(smem, acc, raw, scale_log2, t, scaled, gives_up, following, warp_idx, tid)
                 self.stamp(smem, t, 1, 1, tid)
-                if last and has_next:
-                    cute.arch.barrier(barrier_id=BAR_OWNER, number_of_threads=128)  # nobody needs this Q any more
-                    if warp_idx == 0:
-                        work = self.items.locate(next_item, table)
-                        if given_up != 0:
-                            start_q(smem, load_q, tQ, work, self.heads, LAST_OF_Q, False)
-                        else:
-                            start_q(smem, load_q, tQ, work, self.heads)
-                if const_expr(self.early):
-                    if last:
-                        self.hand_over(smem, s, t, tid)
-                    else:
-                        self.begin(smem, acc, raw, t + 1, tid)
-                        self.hand_over(smem, s, t, tid)
-                        warpgroup.wait_group(0)
-                else:
-                    self.hand_over(smem, s, t, tid)
+                if const_expr(self.groups == 1):
+                    if last and has_next:
+                        cute.arch.barrier(barrier_id=BAR_OWNER, number_of_threads=128)  # nobody needs this Q any more
+                        if warp_idx == 0:
+                            work = self.items.locate(next_item, table)
+                            if given_up != 0:
+                                start_q(smem, load_q, tQ, work, self.heads, LAST_OF_Q, False)
+                            else:
+                                start_q(smem, load_q, tQ, work, self.heads)
+                self.hand_over(smem, s, t, tid)
+        if const_expr(self.groups > 1):
+            if has_next:
+                cute.arch.barrier(barrier_id=BAR_OWNER, number_of_threads=self.threads)
+                if warp_idx == 0:
+                    start_q(smem, load_q, tQ, self.items.locate(next_item, table), self.heads)
 
     @cute.jit
     def rope_product(self, smem, acc: cute.Tensor, t: Int32, tid: Int32):
@@ -262,7 +271,7 @@ class ColumnScores:
         """S^T of a tile times `scale_log2`, complete; its rope part is in `acc`, its first codes in `raw`.
 
         Where this tile `gives_up` its Q, that of the item `following` takes its place, but for LAST_OF_Q, as products
-        have been made of it. Returns (S^T, whether it did).
+        have been made of it: only one group may do so. Returns (S^T, whether it did).
 
         What the accumulator holds is relative to the scale of the quantization tile that comes next, s_j (.. + q_j
         code_j), and so is multiplied by the ratio of two scales in between.
@@ -295,15 +304,17 @@ class ColumnScores:
                 if scaled != 0 or not usual:
                     gives_up = Int32(0)  # the tile is made again
             if const_expr(c % 2 == 0 and c > 0):  # the products of the chunks before c are complete
-                if gives_up != 0:
-                    cute.arch.barrier(barrier_id=BAR_OWNER, number_of_threads=128)
-                    if warp_idx == 0:
-                        load_q, tQ, next_item, table = following
-                        work = self.items.locate(next_item, table)
-                        free = (c - 2, c - 1, CHUNKS) if const_expr(c == 2) else (c - 2, c - 1)  # the rope part is last
-                        start_q(smem, load_q, tQ, work, self.heads, free, c == 2)
+                if const_expr(self.groups == 1):
+                    if gives_up != 0:
+                        cute.arch.barrier(barrier_id=BAR_OWNER, number_of_threads=128)
+                        if warp_idx == 0:
+                            load_q, tQ, next_item, table = following
+                            work = self.items.locate(next_item, table)
+                            # the rope part is last
+                            free = (c - 2, c - 1, CHUNKS) if const_expr(c == 2) else (c - 2, c - 1)
+                            start_q(smem, load_q, tQ, work, self.heads, free, c == 2)
         warpgroup.wait_group(0)
-        result = cute.make_rmem_tensor(acc.layout, Float32)  # so that the next tile can begin
+        result = cute.make_rmem_tensor(acc.layout, Float32)
         s, total = wgmma.by_row(acc), wgmma.by_row(result)
         for r in cutlass.range_constexpr(2):
             for i in cutlass.range_constexpr(self.columns):
@@ -411,15 +422,17 @@ class ColumnScores:
         """S^T for the softmax, as soon as it has read that of the tile before."""
         s, q = wgmma.by_row(result), tid % 4
         self.stamp(smem, t, 2, 0, tid)
-        cute.arch.mbarrier_wait(smem.s_empty.ptr, (t + 1) % 2)
+        of_scores = t % self.groups  # its place
+        cute.arch.mbarrier_wait(smem.s_empty.data_ptr() + of_scores, (t // self.groups + 1) % 2)
+        start = smem.s.data_ptr() + of_scores * (TOKENS_PER_TILE * self.heads)
         for r in cutlass.range_constexpr(2):
             key = wgmma.row(tid, r)
             for e in cutlass.range_constexpr(2):
                 at = scores_of(2 * q + e, key // 4) + key % 4
                 for block in cutlass.range_constexpr(self.heads // 8):
-                    sScore = cute.make_tensor(smem.s.data_ptr() + at + 8 * TOKENS_PER_TILE * block, cute.make_layout(1))
+                    sScore = cute.make_tensor(start + at + 8 * TOKENS_PER_TILE * block, cute.make_layout(1))
                     sScore[0] = s[r, 2 * block + e]
-        cute.arch.mbarrier_arrive(smem.s_full.ptr)
+        cute.arch.mbarrier_arrive(smem.s_full.data_ptr() + of_scores)
         self.stamp(smem, t, 2, 1, tid)
 
     @cute.jit

@@ -1,4 +1,4 @@
-"""The warpgroup of the MLA decode kernel that copies rows and makes P of S, where heads are columns."""
+"""The warpgroup of the MLA decode kernel that makes P of S, and may copy rows, where heads are columns."""
 
 import cutlass
 import cutlass.cute as cute
@@ -6,7 +6,16 @@ from cutlass import Float16, Float32, Int32, const_expr
 
 from cute_kernels.device import softmax
 from cute_kernels.device.trace import Tracer
-from cute_kernels.mla.column_tile_kernel import MAX_GROWTH, P_SHIFT, RAISED, REACHED, WARPS, ahead, scores_of, stages
+from cute_kernels.mla.column_tile_kernel import (
+    MAX_GROWTH,
+    P_SHIFT,
+    RAISED,
+    REACHED,
+    WARPS,
+    rope_stages,
+    scores_of,
+    stages,
+)
 from cute_kernels.mla.gather_kernel import RowGatherer
 from cute_kernels.mla.producer_kernel import GROUPS
 from cute_kernels.mla.spec import COLUMN_WEIGHT, EVENTS, ROLES, TOKENS_PER_TILE, MlaDecodeSpec
@@ -19,11 +28,11 @@ UNSET = -3.0e38  # the base before a key has been met: any score is far above it
 
 
 class ColumnSoftmax:
-    """Device code for 128 threads: P^T = exp2(S^T - base) of all tiles, and the copies of rows that come later.
+    """Device code for 128 threads: P^T = exp2(S^T - base) of all tiles, and but with few heads copies of later rows.
 
-    A thread has a head and 32, 8 or 4 keys of a tile, and the lanes of a head are neighbours, so that no warp waits for
-    another. Scores are relative to the base of their head, 2^7 below the largest score that was met when it was set;
-    the base moves only when a score exceeds it by MAX_GROWTH more, because O moves with it.
+    A thread has a head and 32, 16, 8 or 4 keys of a tile, and the lanes of a head are neighbours, so that no warp waits
+    for another. Scores are relative to the base of their head, 2^7 below the largest score that was met when it was
+    set; the base moves only when a score exceeds it by MAX_GROWTH more, because O moves with it.
     """
 
     def __init__(self, spec: MlaDecodeSpec):
@@ -31,7 +40,9 @@ class ColumnSoftmax:
         self.keys = spec.heads // 2  # of a thread
         self.parts = TOKENS_PER_TILE // self.keys  # lanes of a head
         self.stages = stages(spec.heads)
-        self.ahead = ahead(spec.heads)
+        self.ahead = rope_stages(spec.heads)  # tiles, of copies that are made here
+        self.gathers = not spec.few_heads
+        self.score_groups = spec.score_groups
         self.gatherer = RowGatherer(spec)
         self.items = WorkItems(spec)
         self.tracer = Tracer(spec.trace, len(ROLES))
@@ -40,12 +51,13 @@ class ColumnSoftmax:
     def run(self, smem, table: tuple, mSink: cute.Tensor, _, tid: Int32):
         """All items of this CTA; `table` as for WorkItems.
 
-        Copies of a tile start when P of one `ahead` of it has left: that their stage is free, so that the tile before
-        has been multiplied, is then waited for while P of this one is.
+        Where this warpgroup copies rows as well, those of a tile start when P of one `ahead` of it has left: that their
+        stage is free, so that the tile before has been multiplied, is then waited for while P of this one is.
         """
-        cursor = self.gatherer.start(table, tid)
-        for _ in cutlass.range(self.ahead, unroll=1):
-            cursor = self.gatherer.step(smem, table, cursor, tid)
+        if const_expr(self.gathers):
+            cursor = self.gatherer.start(table, tid)
+            for _ in cutlass.range(self.ahead, unroll=1):
+                cursor = self.gatherer.step(smem, table, cursor, tid)
         done = Int32(0)
         sSink = smem.sink.get_tensor(cute.make_layout(self.heads))
         first_item, items, step = table[7][:3]
@@ -64,7 +76,8 @@ class ColumnSoftmax:
                 cute.arch.fence_proxy("async.shared", space="cta")  # ordinary stores of P, read by wgmma
                 cute.arch.mbarrier_arrive(smem.p_full.data_ptr() + t % 2)
                 self.stamp(smem, t, 1, tid)
-                cursor = self.gatherer.step(smem, table, cursor, tid)
+                if const_expr(self.gathers):
+                    cursor = self.gatherer.step(smem, table, cursor, tid)
             done += count
 
     def head(self, tid: Int32):
@@ -77,8 +90,10 @@ class ColumnSoftmax:
         stage, buffer = t % self.stages, t % 2
         lane, part, head = tid % 32, tid % 32 // (32 // self.parts), self.head(tid)
         sValid = smem.valid.get_tensor(cute.make_layout(2 * self.stages))
-        sScores = smem.s.get_tensor(cute.make_layout(TOKENS_PER_TILE * self.heads))
-        cute.arch.mbarrier_wait(smem.s_full.ptr, t % 2)
+        of_scores = t % self.score_groups  # where S is
+        pointer = smem.s.data_ptr() + cute.assume(of_scores * (TOKENS_PER_TILE * self.heads), divby=TOKENS_PER_TILE)
+        sScores = cute.make_tensor(pointer, cute.make_layout(TOKENS_PER_TILE * self.heads))
+        cute.arch.mbarrier_wait(smem.s_full.data_ptr() + of_scores, t // self.score_groups % 2)
         cute.arch.mbarrier_wait(smem.full.data_ptr() + stage, t // self.stages % 2)  # long since
         self.stamp(smem, t, 0, tid)
         first = self.keys * part
@@ -88,19 +103,18 @@ class ColumnSoftmax:
             for k in cutlass.range(self.keys, unroll=1):
                 if (valid >> k) & 1 == 0:
                     sScores[scores_of(head, (first + k) // 4) + k % 4] = -Float32.inf
-        if cute.arch.vote_any_sync(base == UNSET):  # before an item's first key: O and the sum are 0, any base will do
-            base = cute.arch.fmax(self.largest(smem, tid) - P_SHIFT, base)
         cute.arch.mbarrier_wait(smem.p_empty.data_ptr() + buffer, (t // 2 + 1) % 2)
         factor = Float32(1.0)  # of what was added before
-        largest, added = self.probabilities(smem, base, buffer, tid)
+        largest, added = self.probabilities(smem, base, of_scores, buffer, tid)
         if cute.arch.vote_any_sync(largest > base + (P_SHIFT + MAX_GROWTH)):
+            # with the first tile of an item, and hardly later
             if largest > base + (P_SHIFT + MAX_GROWTH):
                 factor = cute.math.exp2(base - (largest - P_SHIFT), fastmath=True)
                 base = largest - P_SHIFT
             # the thread's number anew, or every address is kept for this
             again = cute.arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Int32], read_only_args=[tid])
-            _, added = self.probabilities(smem, base, buffer, again)
-        cute.arch.mbarrier_arrive(smem.s_empty.ptr)
+            _, added = self.probabilities(smem, base, of_scores, buffer, again)
+        cute.arch.mbarrier_arrive(smem.s_empty.data_ptr() + of_scores)
         total = total * factor + added
 
         sRescaling = smem.rescaling.get_tensor(cute.make_layout((self.heads, 2)))
@@ -115,7 +129,7 @@ class ColumnSoftmax:
         return base, total
 
     @cute.jit
-    def probabilities(self, smem, base: Float32, buffer: Int32, tid: Int32):
+    def probabilities(self, smem, base: Float32, of_scores: Int32, buffer: Int32, tid: Int32):
         """P^T of this thread; (the largest score of its head, the sum of its own probabilities)."""
         head = self.head(tid)
         first = self.keys * (tid % 32 // (32 // self.parts))
@@ -128,7 +142,7 @@ class ColumnSoftmax:
         for i in cutlass.range_constexpr(self.keys // at_once):
             key = first + at_once * i
             for j in cutlass.range_constexpr(at_once // 4):
-                cute.autovec_copy(self.four(smem, head, key // 4 + j), s[None, j])
+                cute.autovec_copy(self.four(smem, of_scores, head, key // 4 + j), s[None, j])
                 for k in cutlass.range_constexpr(4):
                     tops[0] = cute.arch.fmax(tops[0], s[k, j])
                     s[k, j] = cute.math.exp2(s[k, j] - base, fastmath=True)
@@ -137,28 +151,15 @@ class ColumnSoftmax:
             at = (buffer * self.heads + head) * TOKENS_PER_TILE + ((key // 8) ^ (head % 8)) * 8 + key % 8
             pointer = smem.p.data_ptr() + cute.assume(at, divby=at_once)
             cute.autovec_copy(rounded, cute.make_tensor(pointer, cute.make_layout(at_once)))
-        return self.of_head(tops[0]), sums[0]
-
-    @cute.jit
-    def largest(self, smem, tid: Int32) -> Float32:
-        """The largest score of a thread's head."""
-        head, first = self.head(tid), self.keys // 4 * (tid % 32 // (32 // self.parts))
-        s, top = cute.make_rmem_tensor(4, Float32), -Float32.inf
-        for i in cutlass.range_constexpr(self.keys // 4):
-            cute.autovec_copy(self.four(smem, head, first + i), s)
-            for k in cutlass.range_constexpr(4):
-                top = cute.arch.fmax(top, s[k])
-        return self.of_head(top)
-
-    def of_head(self, largest: Float32) -> Float32:
-        """The largest of what the threads of a head have."""
-        for step in range(self.parts.bit_length() - 1):
+        largest = tops[0]
+        for step in cutlass.range_constexpr(self.parts.bit_length() - 1):
             largest = cute.arch.fmax(largest, cute.arch.shuffle_sync_bfly(largest, 32 // self.parts << step))
-        return largest
+        return largest, sums[0]
 
-    def four(self, smem, head: Int32, index) -> cute.Tensor:
+    def four(self, smem, of_scores: Int32, head: Int32, index) -> cute.Tensor:
         """Scores of a head and four neighbouring keys."""
-        pointer = smem.s.data_ptr() + cute.assume(scores_of(head, index), divby=4)
+        at = of_scores * (TOKENS_PER_TILE * self.heads) + scores_of(head, index)
+        pointer = smem.s.data_ptr() + cute.assume(at, divby=4)
         return cute.make_tensor(pointer, cute.make_layout(4))
 
     @cute.jit

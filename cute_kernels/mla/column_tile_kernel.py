@@ -7,7 +7,7 @@ from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 from cutlass.tensor_utils import LayoutEnum
 
 from cute_kernels.mla.producer_kernel import GROUPS, NOPE, ROPE
-from cute_kernels.mla.spec import TOKENS_PER_TILE, WIDE
+from cute_kernels.mla.spec import FEW, TOKENS_PER_TILE, WIDE, MlaDecodeSpec
 from cute_kernels.mla.tile_kernel import layouts
 
 ROPE_BYTES = 2 * ROPE
@@ -25,13 +25,17 @@ def stages(heads: int) -> int:
     return 3 if heads == WIDE else 4
 
 
-def ahead(heads: int) -> int:
-    """Tiles of rope parts, and how far copies are ahead of the softmax. S of a tile is complete before its softmax."""
-    return stages(heads) - 1
+def rope_stages(heads: int) -> int:
+    """Tiles of rope parts in shared memory, 8,192 bytes each.
+
+    With 32 and 64 heads there are fewer of them than of codes, and copies are as many tiles ahead of the softmax: where
+    P of a tile has been made, its S was complete, and its rope part has been read. With fewer heads each tile has both.
+    """
+    return stages(heads) if heads <= FEW else stages(heads) - 1
 
 
 def column_layouts(heads: int):
-    """Shared memory: Q (heads, 576, 1), P^T (heads, 64 keys, buffers), rope parts (64 keys, 64, `ahead`).
+    """Shared memory: Q (heads, 576, 1), P^T (heads, 64 keys, buffers), rope parts (64 keys, 64, `rope_stages`).
 
     The last one is P^T of 16 keys times scales, (heads, 16 keys, warpgroups of values).
     """
@@ -40,13 +44,14 @@ def column_layouts(heads: int):
     return (
         layouts(heads)[2],
         sm90.make_smem_layout_b(row, tile, Float16, BUFFERS),
-        sm90.make_smem_layout_a(row, tile, BFloat16, ahead(heads)),
+        sm90.make_smem_layout_a(row, tile, BFloat16, rope_stages(heads)),
         sm90.make_smem_layout_b(row, (TOKENS_PER_TILE, heads, 16), BFloat16, 2),
     )
 
 
-def column_storage(heads: int):
+def column_storage(spec: MlaDecodeSpec):
     """The struct of all that lies in shared memory."""
+    heads, of_scores = spec.heads, spec.score_groups
     layout_q, layout_p, layout_rope, layout_few = column_layouts(heads)
     count = stages(heads)
 
@@ -56,7 +61,7 @@ def column_storage(heads: int):
         rope: cute.struct.Align[cute.struct.MemRange[BFloat16, cute.cosize(layout_rope)], 1024]
         q: cute.struct.Align[cute.struct.MemRange[BFloat16, cute.cosize(layout_q)], 1024]
         p: cute.struct.Align[cute.struct.MemRange[Float16, cute.cosize(layout_p)], 1024]
-        s: cute.struct.Align[cute.struct.MemRange[Float32, TOKENS_PER_TILE * heads], 1024]  # see `scores_of`
+        s: cute.struct.Align[cute.struct.MemRange[Float32, of_scores * TOKENS_PER_TILE * heads], 1024]  # `scores_of`
         few: cute.struct.Align[cute.struct.MemRange[BFloat16, cute.cosize(layout_few)], 1024]
         scale: cute.struct.Align[cute.struct.MemRange[Float32, count * TOKENS_PER_TILE * GROUPS], 128]
         weight: cute.struct.Align[cute.struct.MemRange[Float16, BUFFERS * GROUPS * TOKENS_PER_TILE], 128]
@@ -70,8 +75,8 @@ def column_storage(heads: int):
         q_full: Int64
         full: cute.struct.MemRange[Int64, count]
         empty: cute.struct.MemRange[Int64, count]
-        s_full: Int64
-        s_empty: Int64
+        s_full: cute.struct.MemRange[Int64, of_scores]
+        s_empty: cute.struct.MemRange[Int64, of_scores]
         p_full: cute.struct.MemRange[Int64, BUFFERS]
         p_empty: cute.struct.MemRange[Int64, BUFFERS]
         cuts: cute.struct.MemRange[Int32, 4]  # where this CTA's share begins and ends

@@ -49,6 +49,7 @@ class ColumnValues:
         self.heads = spec.heads
         self.columns = spec.heads // 4  # of a thread
         self.stages = stages(spec.heads)
+        self.pieces = 2 * BLOCKS if spec.few_heads else 2  # of V in registers: half of them is made beside products
         self.items = WorkItems(spec)
         self.tracer = Tracer(spec.trace, len(ROLES))
 
@@ -176,10 +177,10 @@ class ColumnValues:
 
     @cute.jit
     def add_tile(self, smem, mma: cute.TiledMma, acc_o, stage: Int32, buffer: Int32, wg: Int32, tid: Int32):
-        """O^T += (V weight)^T P^T. The next two blocks of rows are made beside the products of these."""
+        """O^T += (V weight)^T P^T. The next blocks of rows are made beside the products of these."""
         rP = self.fragments_of_p(smem, mma, tid)[None, None, None, buffer]
         shape = mma.partition_shape_A((TOKENS_PER_TILE, 16))
-        values = [mma.make_fragment_A(shape) for _ in range(2)]
+        values = [mma.make_fragment_A(shape) for _ in range(self.pieces)]
         raw = [cute.make_rmem_tensor((2, 4), Int32) for _ in range(2)]
         group = 2 * wg + tid // 64
         self.load(smem, raw[0], stage, 0, wg, tid)
@@ -195,17 +196,18 @@ class ColumnValues:
             for m in cutlass.range_constexpr(BLOCKS):
                 half = cute.make_rmem_tensor(8, Float16)
                 self.widen(raw[block % 2], m, half)
-                of_block = values[m % 2]
+                of_block = values[(BLOCKS * block + m) % self.pieces]
                 operand = cute.make_tensor(of_block.iterator, cute.make_layout(8))
                 operand.store(half.load() * weight.load())
                 warpgroup.fence()
                 wgmma.issue(mma, acc_o[m], of_block, rP, True, [(0, block)])
-                warpgroup.commit_group()
-                if const_expr(block + 1 == KEY_BLOCKS and m + 1 == BLOCKS):
-                    cute.arch.mbarrier_arrive(smem.empty.data_ptr() + stage)  # all codes are in registers
-                    warpgroup.wait_group(0)
-                else:
-                    warpgroup.wait_group(1)
+                if const_expr((m + 1) % (self.pieces // 2) == 0):
+                    warpgroup.commit_group()
+                    if const_expr(block + 1 == KEY_BLOCKS and m + 1 == BLOCKS):
+                        cute.arch.mbarrier_arrive(smem.empty.data_ptr() + stage)  # all codes are in registers
+                        warpgroup.wait_group(0)
+                    else:
+                        warpgroup.wait_group(1)
 
     @cute.jit
     def add_exactly(self, smem, mma: cute.TiledMma, acc_o, stage: Int32, buffer: Int32, wg: Int32, tid: Int32):

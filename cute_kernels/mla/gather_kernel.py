@@ -7,7 +7,7 @@ from cutlass.cute.nvgpu import cpasync
 
 from cute_kernels.device import token_cache
 from cute_kernels.device.trace import Tracer
-from cute_kernels.mla.column_tile_kernel import ROPE_BYTES, WARPS, ahead, stages, swizzle
+from cute_kernels.mla.column_tile_kernel import ROPE_BYTES, WARPS, rope_stages, stages, swizzle
 from cute_kernels.mla.find_kernel import KeyFinder
 from cute_kernels.mla.producer_kernel import GROUP, GROUPS, NOPE
 from cute_kernels.mla.spec import EVENTS, ROLES, TOKENS_PER_TILE, MlaDecodeSpec
@@ -31,8 +31,15 @@ class RowGatherer:
     def __init__(self, spec: MlaDecodeSpec):
         self.keys = KeyFinder(spec)
         self.items = WorkItems(spec)
-        self.stages, self.ropes = stages(spec.heads), ahead(spec.heads)
+        self.stages, self.ropes = stages(spec.heads), rope_stages(spec.heads)
         self.tracer = Tracer(spec.trace, len(ROLES))
+
+    @cute.jit
+    def run(self, smem, table: tuple, _mSink, _rank, tid: Int32):
+        """Rows of all items of this CTA, where a warpgroup does nothing else."""
+        cursor = self.start(table, tid)
+        while cursor[1] > 0:
+            cursor = self.step(smem, table, cursor, tid)
 
     @cute.jit
     def start(self, table: tuple, tid: Int32):

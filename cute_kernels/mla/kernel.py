@@ -1,12 +1,12 @@
 """FP8 MLA decoding on SM90: split-KV flash decoding of up to 64 query heads over 656-byte tokens.
 
-One CTA serves 8, 16 or 64 heads of one query token over a range of its keys, in tiles of 64 keys, and stays for several
-such items of work. One warpgroup scores, two add up values, 256 of the 512 columns each, so QK of a tile needs nothing
-of PV of the tile before. There are two forms:
+One CTA serves 8, 16, 32 or 64 heads of one query token over a range of its keys, in tiles of 64 keys, and stays for
+several such items of work. One warpgroup scores, or two in turn, and two add up values, 256 of the 512 columns each, so
+QK of a tile needs nothing of PV of the tile before. There are two forms:
 
 Heads as columns (no exchange): S^T = K Q^T and O^T += V^T P^T, keys and values being made in registers from raw rows,
     by those who multiply. Rows come by asynchronous copies and are read twice; nothing of them is written again. S goes
-    as float32 through shared memory to the warpgroup that copies rows, and from there as P, float16, to the values.
+    as float32 through shared memory to the warpgroup that makes P, and from there as P, float16, to the values.
     (gather_kernel.py, column_*_kernel.py)
 Heads as rows (with an exchange): S = Q K^T and O += P V from shared memory, where codes lie as float16. Two CTAs of a
     cluster each gather half of the keys and hand it over. Who scores makes P. (producer_kernel.py, score_kernel.py,
@@ -32,21 +32,27 @@ Roles (512 threads)           64 heads as columns                          64 he
   warpgroup 1                 scores, 128: 32 of S, 32 of K, 16 codes;     scores, 104: 32 of S, 32 of a group's,
                               Q by TMA                                     16 scales; Q by TMA, scales a tile ahead
   warpgroups 2, 3             values, 176: 128 of O, 8 of V, 16 codes      values, 168: 128 of O
-With 8 and 16 heads 56, 152 and 152 registers, rows three tiles ahead, and S leaves beside the first product of the next
-tile.
+With 8 and 16 heads there are 768 threads, and 80 registers of each at launch:
+  warpgroup 0                 keys, 40: copies rows up to four tiles ahead, waits for nothing but room
+  warpgroups 1, 5             scores, 112: even and odd tiles, counted through all items of a CTA. A tile takes one of
+                              them 3,400 clocks, which are waits for the most part, and memory 2,300. They share Q
+  warpgroups 2, 3             values, 88: 32 of O, or 16
+  warpgroup 4                 softmax, 40: makes P of S
+With 32 heads there are the roles of 64, with 40, 128 and 168 registers, and copies are three tiles ahead.
 
 Barriers                      arrivals per phase: columns                  rows
   q_full                      1 + 1152 bytes a head of TMA                 the same
   full[stage]                 256: threads that copy, and their copies     128, and 36,864 bytes of the other CTA
                                                                            where values are exchanged
   empty[stage]                256: values, codes are in registers          256: values, after their last wgmma
-  s_full                      128: scores: S                               -
-  s_empty                     128: P has been made of it                   -
+  s_full[1 or 2]              128: scores of this tile: S                  -
+  s_empty[1 or 2]             128: P has been made of it                   -
   p_full[2]                   128: P, weights, what heads have with it     128: scores: P, what rows have with the tile
   p_empty[2]                  256: values, after their last wgmma          -
   peer_free[stage]            -                                            1: the other CTA has this stage free
   codes_full[stage]           -                                            1 + 20,480 bytes: codes of the other CTA
-  named 1     BAR_OWNER       128: votes and hand-overs of scores          128: QK is done, P may overwrite its rope
+  named 1     BAR_OWNER       128, or 256 where two groups score: votes    128: QK is done, P may overwrite its rope
+                              and hand-overs of Q
   named 3     BAR_STORED      256: this CTA's partial is in global memory
   named 4     BAR_PRODUCER    -                                            128: own or the other CTA's rows are complete
   named 5, 6  BAR_VALUES      128: P x scale of 16 keys, out of reach      -
@@ -62,7 +68,9 @@ Shared memory, of 232,448     64 heads as columns                          64 he
   rest                        8,100: P x scale out of reach 4,096,         6,144: weights, powers of Q, masks, maxima,
                               weights, powers of Q, results, barriers      sums and units of rows, barriers
 A rope part has a place until S of its tile is complete, codes until PV has read them. With 8 and 16 heads there are
-four stages of codes and three of rope parts.
+four stages of codes and as many of rope parts, which both have a place until PV has read the codes, and two places of
+S: of 16 heads 131,072 and 32,768, q 18,432, s 8,192, p 4,096. With 32 heads there are four stages of codes and three of
+rope parts: 131,072 and 24,576, q 36,864, s and p 8,192 each.
 """
 
 import cuda.bindings.driver as cuda
@@ -81,14 +89,13 @@ from cute_kernels.mla.column_score_kernel import ColumnScores
 from cute_kernels.mla.column_softmax_kernel import ColumnSoftmax
 from cute_kernels.mla.column_tile_kernel import BUFFERS, column_storage, stages
 from cute_kernels.mla.column_value_kernel import ColumnValues
+from cute_kernels.mla.gather_kernel import RowGatherer
 from cute_kernels.mla.producer_kernel import NOPE, STAGES, KeyProducer
 from cute_kernels.mla.score_kernel import ScoreWarpgroup
 from cute_kernels.mla.spec import ROLES, MlaDecodeSpec
 from cute_kernels.mla.tile_kernel import BAR_STORED, Q_COLUMNS, QK, chunks_of_q, shared_storage, start_q
 from cute_kernels.mla.value_kernel import ValueWarpgroups
 from cute_kernels.mla.work_kernel import WorkItems
-
-THREADS = 512
 
 
 class MlaDecodeKernel:
@@ -100,7 +107,12 @@ class MlaDecodeKernel:
             raise ValueError("; ".join(reasons))
         self.spec = spec
         self.items = WorkItems(spec)
-        self.producer = ColumnSoftmax(spec) if spec.columns else KeyProducer(spec)
+        self.softmax = ColumnSoftmax(spec)
+        self.producer: ColumnSoftmax | KeyProducer | RowGatherer = self.softmax
+        if not spec.columns:
+            self.producer = KeyProducer(spec)
+        elif spec.few_heads:
+            self.producer = RowGatherer(spec)
         self.tracer = Tracer(spec.trace, len(ROLES))
         self.scores = ColumnScores(spec) if spec.columns else ScoreWarpgroup(spec)
         self.values = ColumnValues(spec) if spec.columns else ValueWarpgroups(spec)
@@ -114,7 +126,8 @@ class MlaDecodeKernel:
                 has_lse=True,
                 lanes=lanes,
                 groups=spec.merge_lanes // lanes,
-                loads=16,
+                # as many as the registers at launch hold: 80 or 128. A warp's row has twice the numbers in a thread
+                loads=(8 if lanes > 32 else 4) if spec.few_heads else 16,
                 units=True,
             )
             self.merger = MergeKernel(merge)
@@ -216,7 +229,7 @@ class MlaDecodeKernel:
             softmax_scale * softmax.LOG2_E, num_splits, items, ctas, causal, trace, divisors,
         ).launch(
             grid=[ctas + (groups * merge_ctas if const_expr(self.spec.split) else 0), 1, 1],
-            block=[THREADS, 1, 1],
+            block=[self.spec.threads, 1, 1],
             stream=stream,
             min_blocks_per_mp=1,
             cluster=[cluster, 1, 1] if const_expr(cluster > 1) else None,
@@ -252,7 +265,7 @@ class MlaDecodeKernel:
         warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
 
         columns = const_expr(self.spec.columns)
-        storage = column_storage(self.spec.heads) if columns else shared_storage()
+        storage = column_storage(self.spec) if columns else shared_storage()
         smem = SmemAllocator().allocate(storage)
         if tidx == 0:
             if const_expr(self.spec.trace):
@@ -285,10 +298,13 @@ class MlaDecodeKernel:
         table = (*of_items, own)
         first_item, end, step = own[:3]
 
-        of_producer, of_scores, of_values = self.spec.registers
+        of_producer, of_scores, of_values, of_softmax = self.spec.registers
         merges = False
         if const_expr(self.spec.split):
             merges = block >= decode_ctas
+        makes_p, scores = False, warp_idx < 8
+        if const_expr(self.spec.few_heads):
+            makes_p, scores = warp_idx // 4 == 4, scores or warp_idx >= 20
         if merges:
             if const_expr(self.spec.split):
                 group, part = divmod(block - decode_ctas, merge_divisor)
@@ -312,12 +328,19 @@ class MlaDecodeKernel:
         elif warp_idx < 4:
             cute.arch.setmaxregister_decrease(of_producer)
             self.producer.run(smem, table, mSink, rank, tidx)
-        elif warp_idx < 8:
-            if const_expr(of_scores < 128):
+        elif makes_p:
+            if const_expr(self.spec.few_heads):
+                cute.arch.setmaxregister_decrease(of_softmax)
+                self.softmax.run(smem, table, mSink, rank, tidx % 128)
+        elif scores:
+            at_launch = self.spec.expected["registers"]
+            if const_expr(of_scores < at_launch):
                 cute.arch.setmaxregister_decrease(of_scores)
-            if const_expr(of_scores > 128):
+            if const_expr(of_scores > at_launch):
                 cute.arch.setmaxregister_increase(of_scores)
             warp = warp_idx - 4
+            if const_expr(self.spec.score_groups > 1):
+                warp = warp_idx % 4 + warp_idx // 20 * 4
             work = self.items.locate(first_item, table)
             if warp == 0 and first_item < end:
                 start_q(smem, load_q, tQ, work, self.spec.heads)
@@ -367,11 +390,9 @@ class MlaDecodeKernel:
 
     def init_barriers(self, smem):
         """Called by one thread; see the table for the counts."""
-        counts = {"full": 256, "empty": 256, "p_full": 128, "p_empty": 256}
+        counts = {"full": 256, "empty": 256, "s_full": 128, "s_empty": 128, "p_full": 128, "p_empty": 256}
         number = dict.fromkeys(counts, stages(self.spec.heads)) | {"p_full": BUFFERS, "p_empty": BUFFERS}
-        if self.spec.columns:
-            cute.arch.mbarrier_init(smem.s_full.ptr, 128)
-            cute.arch.mbarrier_init(smem.s_empty.ptr, 128)
+        number |= dict.fromkeys(("s_full", "s_empty"), self.spec.score_groups)
         if not self.spec.columns:
             counts = {"full": 128, "empty": 256, "p_full": 128, "peer_free": 1, "codes_full": 1}
             number = dict.fromkeys(counts, STAGES)
@@ -412,7 +433,7 @@ class MlaDecodeKernel:
         """
         batch_idx, query_idx, head_block = place
         tidx, _, _ = cute.arch.thread_idx()
-        lanes, rows = self.spec.merge_lanes, THREADS // self.spec.merge_lanes
+        lanes, rows = self.spec.merge_lanes, self.spec.threads // self.spec.merge_lanes
         row_in_cta = tidx // lanes
         if tidx == 0:
             while cute.arch.load(counter, Int32, sem="acquire", scope="gpu") < num_splits:

@@ -6,7 +6,7 @@ Costs are those of one H200 (docs/journal/mla_decode.md); only their proportions
 import functools
 from dataclasses import dataclass, replace
 
-from cute_kernels.mla.spec import ITEM_TILES, NARROW, PARTIAL_FLOATS, TOKENS_PER_TILE, WIDE, MlaDecodeSpec
+from cute_kernels.mla.spec import FEW, ITEM_TILES, NARROW, PARTIAL_FLOATS, TOKENS_PER_TILE, WIDE, MlaDecodeSpec
 
 MAX_SPLITS = 256
 MAX_BALANCED = 1024  # queries: each may leave partial results, and every CTA looks at the lengths of all
@@ -65,8 +65,8 @@ def plan_decode(
     if heads is None:
         heads = WIDE if exchange not in (None, "none") else next((n for n in NARROW if n >= h_q), WIDE)
         few = max_keys <= FEW_KEYS and batch * s_q * -(-h_q // WIDE) <= FEW_BLOCKS
-        if exchange is None and heads == WIDE and few:
-            heads = NARROW[-1]
+        if exchange is None and heads > FEW and few:
+            heads = FEW
     spec = MlaDecodeSpec(sparse=sparse, exchange=exchange or "none", heads=heads)
     queries, blocks = batch * s_q, spec.head_blocks(h_q)
     tiles = max(1, -(-max_keys // TOKENS_PER_TILE))
@@ -82,7 +82,7 @@ def plan_decode(
     return DecodePlan(
         spec=replace(spec, merge_lanes=merge_lanes),
         num_splits=best,
-        merge_ctas=_merge_ctas(min(h_q, heads), merge_lanes, items, num_sms),
+        merge_ctas=_merge_ctas(spec, h_q, merge_lanes, items, num_sms),
         tiles_per_split=-(-tiles // best),
         ctas=items * best,
         max_ctas=num_sms // spec.cluster * spec.cluster,
@@ -100,7 +100,7 @@ def _plan_shares(spec: MlaDecodeSpec, queries: int, h_q: int, blocks: int, tiles
     return DecodePlan(
         spec=replace(spec, merge_lanes=merge_lanes, balanced=True),
         num_splits=1,
-        merge_ctas=_merge_ctas(min(h_q, spec.heads), merge_lanes, cut * blocks, num_sms),
+        merge_ctas=_merge_ctas(spec, h_q, merge_lanes, cut * blocks, num_sms),
         tiles_per_split=min(share, tiles),
         ctas=shares * blocks,
         max_ctas=shares * blocks,
@@ -109,9 +109,9 @@ def _plan_shares(spec: MlaDecodeSpec, queries: int, h_q: int, blocks: int, tiles
     )
 
 
-def _merge_ctas(heads: int, merge_lanes: int, groups: int, num_sms: int) -> int:
+def _merge_ctas(spec: MlaDecodeSpec, h_q: int, merge_lanes: int, groups: int, num_sms: int) -> int:
     """CTAs that share the rows of a group, one for each head: as many as there are SMs for all, or turns of a CTA."""
-    turns = -(-heads // (16 if merge_lanes == 32 else 4))
+    turns = max(1, -(-min(h_q, spec.heads) * merge_lanes // spec.threads))
     return -(-turns // max(1, -(-groups * turns // num_sms)))
 
 

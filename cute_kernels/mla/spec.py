@@ -6,9 +6,11 @@ from typing import Any, ClassVar
 from cute_kernels.merge.spec import UNIT_VALUES
 
 WIDE = 64  # heads of a CTA, at most
-NARROW = (8, 16)  # and where there are few
+NARROW = (8, 16, 32)  # and where there are few
+FEW = 16  # heads, at most, that leave registers for six warpgroups
 TOKENS_PER_TILE = 64
 ITEM_TILES = 2  # what an item of work takes beside its tiles, in tiles, where shares of them are made
+CUT_TILES = 5  # and what it takes to cut a query in two: an item more, and a merge
 MERGE_LANES = (0, 32, 128)
 EXCHANGES = ("none", "codes", "values")
 WEIGHT = 8.0  # scales from 2^-17 to 2^-2, of values up to 112, times this are normal float16 numbers below 2
@@ -86,11 +88,31 @@ class MlaDecodeSpec:
         return self.exchange == "none"
 
     @property
-    def registers(self) -> tuple[int, int, int]:
-        """Of a thread that brings keys, scores, adds values; the last one twice: 4 x 128, what 512 get at launch."""
+    def few_heads(self) -> bool:
+        """Whether S and O leave registers for six warpgroups: copies and softmax are apart, and two score in turn."""
+        return self.columns and self.heads <= FEW
+
+    @property
+    def score_groups(self) -> int:
+        """Warpgroups that score: tile t is scored by t modulo as many."""
+        return 2 if self.few_heads else 1
+
+    @property
+    def threads(self) -> int:
+        """Of a CTA."""
+        return 768 if self.few_heads else 512
+
+    @property
+    def registers(self) -> tuple[int, int, int, int]:
+        """Of a thread that brings keys, scores (`score_groups`), adds values (two warpgroups), makes P if apart.
+
+        At launch all of 512 threads have 128, and all of 768 have 80.
+        """
         if not self.columns:
-            return (72, 104, 168)
-        return (32, 128, 176) if self.heads == WIDE else (56, 152, 152)
+            return (72, 104, 168, 0)
+        if self.few_heads:
+            return (32, 112, 96, 32)
+        return (32, 128, 176, 0) if self.heads == WIDE else (40, 128, 168, 0)
 
     @property
     def split(self) -> bool:
@@ -104,7 +126,9 @@ class MlaDecodeSpec:
         loads = "LDGSTS.E.BYPASS.128" if self.columns else "LDG.E.128"
         # with codes the producers' loads and sends leave up to nine of 72 registers too few
         stack = 32 if self.exchange == "codes" else 0
-        return {"registers": 128, "stack": stack, "instructions": ("HGMMA", "UTMALDG", "USETMAXREG", loads, *sends)}
+        registers = 80 if self.few_heads else 128
+        instructions = ("HGMMA", "UTMALDG", "USETMAXREG", loads, *sends)
+        return {"registers": registers, "stack": stack, "instructions": instructions}
 
 
 def shipped_specs() -> list[MlaDecodeSpec]:

@@ -4,7 +4,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, const_expr
 
-from cute_kernels.mla.spec import ITEM_TILES, TOKENS_PER_TILE, MlaDecodeSpec
+from cute_kernels.mla.spec import CUT_TILES, ITEM_TILES, TOKENS_PER_TILE, MlaDecodeSpec
 
 WARP = 32
 END = 1 << 30  # beyond the tiles of any query
@@ -14,10 +14,12 @@ class WorkItems:
     """Device code for any thread.
 
     An item is a block of heads of a query over all of its keys or, where it is `split`, over one of num_splits equal
-    parts; CTA b has the items b, b + ctas, ... Balanced, an item is a query, and neighbouring CTAs, one for each block
-    of heads, have an equal share of the tiles of all queries: the queries from one cut to the next, the first and the
-    last of them in part. A query counts ITEM_TILES more than it has. Shares are numbered, and so are queries; of both
-    numbers one at least grows from a partial result to the next, so their sum says where it is kept.
+    parts; CTA b has the items b, b + ctas, ...
+
+    Balanced, an item is a query, and neighbouring CTAs, one for each block of heads, have an equal share of the tiles
+    of all queries: the queries from one cut to the next, the first and the last of them in part, or whole queries where
+    these are as good. A query counts ITEM_TILES more than it has. From one partial result to the next the number of
+    the share or of the query grows, so their sum says where it is kept.
 
     `table` has what items are made of: (mKV, mIndex, mLength, zero_row, num_splits, causal, divisors, own), divisors by
     (page size, blocks of heads, splits, queries of a request), and `own` what this CTA has: (first item, end, step,
@@ -85,16 +87,18 @@ class WorkItems:
     @cute.jit
     def find_cut(self, place: cute.Pointer, number: Int32, shares: Int32, queries: Int32, table: tuple, lane: Int32):
         """Stores where share `number` begins at `place`: (query, tile of it). Called by one warp."""
-        before, each, more = self.weigh(shares, queries, table, lane)
+        before, each, more, whole = self.weigh(shares, queries, table, lane)
         cut = cute.make_tensor(place, cute.make_layout(2))
-        position = self.position_of(number, each, more)
-        if number == shares and lane == 0:
-            cut[0] = queries
+        if lane == 0:
+            cut[0] = cutlass.min(cutlass.select_(whole > 0, number * whole, queries), queries)
             cut[1] = Int32(0)
-        query, at, _ = self.walk(Int32(-1), position, before, queries, table, lane)
-        if query >= 0:
-            cut[0] = query
-            cut[1] = cutlass.max(position - at - ITEM_TILES, 0)
+        cute.arch.sync_warp()
+        if whole == 0:
+            position = self.position_of(number, each, more)
+            query, at, _ = self.walk(Int32(-1), position, before, queries, table, lane)
+            if query >= 0:
+                cut[0] = query
+                cut[1] = cutlass.max(position - at - ITEM_TILES, 0)
 
     @cute.jit
     def find_merge(self, place: cute.Pointer, number: Int32, shares: Int32, queries: Int32, table: tuple, lane: Int32):
@@ -103,7 +107,7 @@ class WorkItems:
         That is query `number`; where there are as many queries as shares or more, the one in which share number + 1
         begins, if no share before begins in it. Called by one warp.
         """
-        before, each, more = self.weigh(shares, queries, table, lane)
+        before, each, more, whole = self.weigh(shares, queries, table, lane)
         by_query = queries < shares
         wanted = cutlass.select_(by_query, number, Int32(-1))
         position = cutlass.select_(by_query, Int32(-1), self.position_of(number + 1, each, more))
@@ -112,7 +116,7 @@ class WorkItems:
             found[2] = Int32(0)
         cute.arch.sync_warp()
         query, at, weight = self.walk(Int32(wanted), Int32(position), before, queries, table, lane)
-        if query >= 0:
+        if query >= 0 and whole == 0:
             first = self.cuts_up_to(at + ITEM_TILES, each, more)
             cuts = self.cuts_up_to(at + weight - 1, each, more) - first
             if cuts > 0 and (by_query or first == number):
@@ -122,18 +126,28 @@ class WorkItems:
 
     @cute.jit
     def weigh(self, shares: Int32, queries: Int32, table: tuple, lane: Int32):
-        """(what queries before those of this lane count, what a share does, how many shares have one tile more)."""
+        """What shares are to hold.
+
+        (what queries before those of this lane count, what a share does, how many shares have one tile more; or how
+        many whole queries a share has, 0 where cutting them saves more than the CUT_TILES that it takes.)
+        """
         of_lane = cute.ceil_div(queries, WARP)
         first = cutlass.min(lane * of_lane, queries)
-        own = Int32(0)
+        own, most = Int32(0), Int32(0)
         for query in cutlass.range(first, cutlass.min(first + of_lane, queries), unroll=4):
-            own += self.weight_of(query, table)
+            weight = self.weight_of(query, table)
+            own += weight
+            most = cutlass.max(most, weight)
         end = own
         for step in cutlass.range_constexpr(5):
             other = cute.arch.shuffle_sync_up(end, 1 << step)
             end += cutlass.select_(lane >= 1 << step, other, Int32(0))
+            most = cutlass.max(most, cute.arch.shuffle_sync_bfly(most, 1 << step))
         total = cute.arch.shuffle_sync(end, WARP - 1)
-        return end - own, total // shares, total % shares
+        of_share = cute.ceil_div(queries, shares)
+        pays = of_share * most > total // shares + CUT_TILES
+        whole = Int32(cutlass.select_(pays, Int32(0), of_share))
+        return end - own, total // shares, total % shares, whole
 
     def position_of(self, share, each, more):
         """Where a share begins, in what queries count."""

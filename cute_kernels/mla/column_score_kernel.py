@@ -313,6 +313,8 @@ class ColumnScores:
                             # the rope part is last
                             free = (c - 2, c - 1, CHUNKS) if const_expr(c == 2) else (c - 2, c - 1)
                             start_q(smem, load_q, tQ, work, self.heads, free, c == 2)
+        # beside the last products: the softmax has read S of the tile that was there before
+        cute.arch.mbarrier_wait(smem.s_empty.data_ptr() + t % self.groups, (t // self.groups + 1) % 2)
         warpgroup.wait_group(0)
         result = cute.make_rmem_tensor(acc.layout, Float32)
         s, total = wgmma.by_row(acc), wgmma.by_row(result)
@@ -419,11 +421,10 @@ class ColumnScores:
 
     @cute.jit
     def hand_over(self, smem, result: cute.Tensor, t: Int32, tid: Int32):
-        """S^T for the softmax, as soon as it has read that of the tile before."""
+        """S^T for the softmax, which has read what was there."""
         s, q = wgmma.by_row(result), tid % 4
         self.stamp(smem, t, 2, 0, tid)
         of_scores = t % self.groups  # its place
-        cute.arch.mbarrier_wait(smem.s_empty.data_ptr() + of_scores, (t // self.groups + 1) % 2)
         start = smem.s.data_ptr() + of_scores * (TOKENS_PER_TILE * self.heads)
         for r in cutlass.range_constexpr(2):
             key = wgmma.row(tid, r)

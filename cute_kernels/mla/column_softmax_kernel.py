@@ -93,17 +93,18 @@ class ColumnSoftmax:
         of_scores = t % self.score_groups  # where S is
         pointer = smem.s.data_ptr() + cute.assume(of_scores * (TOKENS_PER_TILE * self.heads), divby=TOKENS_PER_TILE)
         sScores = cute.make_tensor(pointer, cute.make_layout(TOKENS_PER_TILE * self.heads))
-        cute.arch.mbarrier_wait(smem.s_full.data_ptr() + of_scores, t // self.score_groups % 2)
-        cute.arch.mbarrier_wait(smem.full.data_ptr() + stage, t // self.stages % 2)  # long since
-        self.stamp(smem, t, 0, tid)
+        # what does not need S comes before it: each wait takes some 100 clocks
+        cute.arch.mbarrier_wait(smem.full.data_ptr() + stage, t // self.stages % 2)
+        cute.arch.mbarrier_wait(smem.p_empty.data_ptr() + buffer, (t // 2 + 1) % 2)
         first = self.keys * part
         everything = Int32(-1 if self.keys == 32 else (1 << self.keys) - 1)
         valid = (sValid[2 * stage + first // 32] >> (first % 32)) & everything
+        cute.arch.mbarrier_wait(smem.s_full.data_ptr() + of_scores, t // self.score_groups % 2)
+        self.stamp(smem, t, 0, tid)
         if cute.arch.vote_any_sync(valid != everything):
             for k in cutlass.range(self.keys, unroll=1):
                 if (valid >> k) & 1 == 0:
                     sScores[scores_of(head, (first + k) // 4) + k % 4] = -Float32.inf
-        cute.arch.mbarrier_wait(smem.p_empty.data_ptr() + buffer, (t // 2 + 1) % 2)
         factor = Float32(1.0)  # of what was added before
         largest, added = self.probabilities(smem, base, of_scores, buffer, tid)
         if cute.arch.vote_any_sync(largest > base + (P_SHIFT + MAX_GROWTH)):

@@ -76,11 +76,13 @@ class ColumnValues:
         for m in cutlass.range_constexpr(BLOCKS):
             acc_o[m].fill(0.0)
         exact = Int32(0)
+        raw = [cute.make_rmem_tensor((2, 4), Int32) for _ in range(2)]  # codes of a block of keys, and the next one's
         for t in cutlass.range(done, done + count, unroll=1):
             stage, buffer = t % self.stages, t % 2
             self.stamp(smem, t, 0, 0, wg, tid)
-            cute.arch.mbarrier_wait(smem.p_full.data_ptr() + buffer, t // 2 % 2)
             cute.arch.mbarrier_wait(smem.full.data_ptr() + stage, t // self.stages % 2)  # long since
+            self.load(smem, raw[0], stage, 0, wg, tid)  # loads take some 100 clocks: not behind the wait
+            cute.arch.mbarrier_wait(smem.p_full.data_ptr() + buffer, t // 2 % 2)
             self.stamp(smem, t, 0, 1, wg, tid)
             self.stamp(smem, t, 1, 0, wg, tid)
             state = self.state(smem, buffer)
@@ -95,7 +97,7 @@ class ColumnValues:
                 self.add_exactly(smem, mma_exact, acc_o, stage, buffer, wg, tid)
                 cute.arch.mbarrier_arrive(smem.empty.data_ptr() + stage)
             else:
-                self.add_tile(smem, mma, acc_o, stage, buffer, wg, tid)
+                self.add_tile(smem, mma, acc_o, raw, stage, buffer, wg, tid)
             if t < done + count - 1:
                 cute.arch.mbarrier_arrive(smem.p_empty.data_ptr() + buffer)
             self.stamp(smem, t, 1, 1, wg, tid)
@@ -176,14 +178,15 @@ class ColumnValues:
         return mma.make_fragment_B(mma.get_slice(tid).partition_B(sP))
 
     @cute.jit
-    def add_tile(self, smem, mma: cute.TiledMma, acc_o, stage: Int32, buffer: Int32, wg: Int32, tid: Int32):
-        """O^T += (V weight)^T P^T. The next blocks of rows are made beside the products of these."""
+    def add_tile(self, smem, mma: cute.TiledMma, acc_o, raw, stage: Int32, buffer: Int32, wg: Int32, tid: Int32):
+        """O^T += (V weight)^T P^T. The next blocks of rows are made beside the products of these.
+
+        Codes of the first 16 keys are in `raw`.
+        """
         rP = self.fragments_of_p(smem, mma, tid)[None, None, None, buffer]
         shape = mma.partition_shape_A((TOKENS_PER_TILE, 16))
         values = [mma.make_fragment_A(shape) for _ in range(self.pieces)]
-        raw = [cute.make_rmem_tensor((2, 4), Int32) for _ in range(2)]
         group = 2 * wg + tid // 64
-        self.load(smem, raw[0], stage, 0, wg, tid)
         for block in cutlass.range_constexpr(KEY_BLOCKS):
             of_keys = cute.make_rmem_tensor(4, Float16)
             start = weights(smem, buffer, group, tid)[None, block // 2].iterator + block % 2 * 4

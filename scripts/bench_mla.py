@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib
+import random
 import types
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -44,7 +45,10 @@ FLOPS_PER_PAIR = 2 * (QK_DIM + V_DIM)
 
 @dataclass(frozen=True)
 class DecodeBench:
-    """One decode benchmark; `keys` is topk or the sequence length, `must` the figures that the record has to reach."""
+    """One decode benchmark; `keys` is topk or the sequence length, `must` the figures that the record has to reach.
+
+    Ragged: requests have 1 to `keys` of them, all numbers equally likely.
+    """
 
     mode: str
     batch: int
@@ -53,13 +57,15 @@ class DecodeBench:
     keys: int = 2048
     quick: bool = False
     host: bool = False
+    ragged: bool = False
     must: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
         """As `--only` matches it and the table prints it."""
         keys = "topk" if self.mode == "sparse" else "s_k"
-        return f"mla_fp8_decode {self.mode} {self.batch}x{self.h_q}x{self.s_q} {keys} {self.keys}"
+        name = f"mla_fp8_decode {self.mode} {self.batch}x{self.h_q}x{self.s_q} {keys} {self.keys}"
+        return f"{name} ragged" if self.ragged else name
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -70,24 +76,37 @@ class DecodeBench:
     def key(self) -> dict[str, Any]:
         """What names the case in a results file."""
         keys = "topk" if self.mode == "sparse" else "s_k"
-        return {"op": "mla_fp8_decode", "mode": self.mode, **self.sizes, keys: self.keys}
+        ragged = {"ragged": True} if self.ragged else {}
+        return {"op": "mla_fp8_decode", "mode": self.mode, **self.sizes, keys: self.keys, **ragged}
+
+    @property
+    def lengths(self) -> list[int]:
+        """Keys of each request."""
+        if not self.ragged:
+            return [self.keys] * self.batch
+        return random.Random(self.batch).choices(range(1, self.keys + 1), k=self.batch)
 
     @property
     def tokens_read(self) -> int:
         """Cache tokens that a call has to read: the queries of a sequence share a dense cache, not a sparse list."""
-        return self.batch * self.keys * (self.s_q if self.mode == "sparse" else 1)
+        return sum(self.lengths) * (self.s_q if self.mode == "sparse" else 1)
+
+    @property
+    def pairs(self) -> int:
+        """Keys of all queries."""
+        return sum(self.lengths) * self.s_q
 
     @property
     def bytes_moved(self) -> int:
         """The fewest bytes a call can move: keys, q, out, lse, and the index list or block table."""
         rows = self.batch * self.s_q * self.h_q
-        index_entries = self.tokens_read if self.mode == "sparse" else self.batch * self.keys // PAGE_SIZE
+        index_entries = self.tokens_read if self.mode == "sparse" else self.tokens_read // PAGE_SIZE
         return self.tokens_read * TOKEN_BYTES + rows * (2 * QK_DIM + 2 * V_DIM + 4) + 4 * index_entries
 
     @property
     def flops(self) -> int:
         """Both products."""
-        return self.batch * self.s_q * self.h_q * self.keys * FLOPS_PER_PAIR
+        return self.pairs * self.h_q * FLOPS_PER_PAIR
 
     @property
     def sets(self) -> int:
@@ -110,6 +129,8 @@ DECODE_CASES = (
     DecodeBench("sparse", 2, 128, 2),
     DecodeBench("sparse", 128, 128, 2, quick=True, must={"ratio": 1.3}),
     DecodeBench("sparse", 128, 64, 1, must={"ratio": 1.25}),
+    DecodeBench("sparse", 128, 128, 2, ragged=True),
+    DecodeBench("sparse", 128, 32, 1),
     DecodeBench("sparse", 128, 16, 1),
     DecodeBench("sparse", 148, 128, 2, 16384, must={"ratio": 1.35}),
     DecodeBench("sparse", 128, 128, 4, 512, must={"ratio": 1.25}),
@@ -118,18 +139,24 @@ DECODE_CASES = (
     DecodeBench("dense", 128, 128, 2, 8192),
     DecodeBench("dense", 128, 64, 1, 8192),
     DecodeBench("dense", 128, 16, 1, 8192, must={"read_fraction": 0.8}),
+    DecodeBench("dense", 128, 32, 1, 8192),
     DecodeBench("dense", 16, 128, 1, 8192),
+    DecodeBench("dense", 64, 128, 1, 8192, ragged=True),
+    DecodeBench("dense", 128, 16, 1, 8192, ragged=True),
 )
 
 
 def plan(bench: DecodeBench, sms: int) -> DecodePlan:
     """How the planner cuts a case on a card with so many SMs."""
-    return plan_decode(sparse=bench.mode == "sparse", max_keys=bench.keys, num_sms=sms, **bench.sizes)
+    sparse = bench.mode == "sparse"
+    return plan_decode(
+        sparse=sparse, max_keys=bench.keys, num_sms=sms, ragged=bench.ragged or not sparse, **bench.sizes
+    )
 
 
 def launch(bench: DecodeBench, sms: int) -> model.MlaLaunch:
-    """The same as the cycle budget takes it."""
-    made = plan(bench, sms)
+    """The same as the cycle budget takes it, which knows no lengths: ragged ones are all as long as the mean."""
+    made = plan(dataclasses.replace(bench, keys=-(-sum(bench.lengths) // len(bench.lengths))), sms)
     cut = {"num_splits": made.num_splits, "ctas": made.ctas, "tiles_per_split": made.tiles_per_split}
     return model.mla_launch(mode=bench.mode, **bench.sizes, **cut)
 
@@ -155,7 +182,7 @@ def predicted_cycles(bench: DecodeBench, rates: Rates = H200) -> float:
 
 def tokens_spread(bench: DecodeBench) -> int:
     """Keys of all queries, once for each group of 64 heads."""
-    return bench.batch * bench.s_q * bench.keys * -(-bench.h_q // WIDE)
+    return bench.pairs * -(-bench.h_q // WIDE)
 
 
 class Caches:
@@ -205,10 +232,14 @@ def decode_inputs(bench: DecodeBench, cache: torch.Tensor) -> list[DecodeCase]:
             # the leading places of a random order are keys without repetition, as an indexer picks them
             order = torch.rand((bench.batch * bench.s_q, CONTEXT), generator=gen, device="cuda")
             picked = order.topk(bench.keys, sorted=False).indices.view(bench.batch, bench.s_q, bench.keys)
-            cases.append(DecodeCase(q, cache, indices=(picked + first.view(-1, 1, 1)).int()))
+            case = DecodeCase(q, cache, indices=(picked + first.view(-1, 1, 1)).int())
+            if bench.ragged:
+                lengths = torch.tensor(bench.lengths, dtype=torch.int32, device="cuda")
+                case = dataclasses.replace(case, topk_length=lengths)
+            cases.append(case)
             continue
         pages = torch.randperm(num_pages, generator=gen, device="cuda")[: bench.batch * bench.keys // PAGE_SIZE]
-        lengths = torch.full((bench.batch,), bench.keys, dtype=torch.int32, device="cuda")
+        lengths = torch.tensor(bench.lengths, dtype=torch.int32, device="cuda")
         cases.append(DecodeCase(q, cache, block_table=pages.view(bench.batch, -1).int(), cache_seqlens=lengths))
     return cases
 
@@ -391,6 +422,7 @@ def _peer_calls(
             "causal": not sparse and bench.s_q > 1,
             "is_fp8_kvcache": sparse,
             "indices": case.indices,
+            **({"topk_length": case.topk_length} if bench.ragged and sparse else {}),
         }
         calls.append(functools.partial(peer.flash_mla_with_kvcache, **fixed))
     return calls, note

@@ -72,7 +72,7 @@ class MergeKernel:
         """Launches the kernel; a kernel that writes the states calls this from its own host function.
 
         Every row of mOuts and mOut starts at a multiple of 16 bytes and has stride 1. mSink and mLse are None exactly
-        where the specification says so.
+        where the specification says so. States with units are for `merge_row`: what merges them has launched them.
         """
         if const_expr(mOuts.element_type is not self.in_dtype or mOut.element_type is not self.out_dtype):
             raise TypeError(f"{self.spec} was given states {mOuts.element_type} and a result {mOut.element_type}")

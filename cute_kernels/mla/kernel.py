@@ -24,7 +24,9 @@ Splits. Several CTAs may share the keys of a query. Each leaves a partial result
 CTAs with higher numbers wait for the count and merge with the code of `merge_states`, in the same launch. They wait
 only for CTAs that were started before them, so nobody waits in vain however few run at a time. Partial results are
 float16, which halves what is written and read again (float32 took 2 to 9 us more, batch 2 to 16); 64 neighbouring
-values share a float32, their unit, so no range is lost.
+values share a float32, their unit, so no range is lost. Queries are cut into equal parts; or, balanced, CTAs have equal
+shares of the tiles of all queries, which each of them finds in the lengths (work_kernel.py), and a query has as many
+parts as shares meet in it, often one, which is the result.
 
 Roles (512 threads)           64 heads as columns                          64 heads as rows
   warpgroup 0                 keys, 32 registers: copies rows two tiles    keys, 72: gathers codes two passes of 16 rows
@@ -33,11 +35,12 @@ Roles (512 threads)           64 heads as columns                          64 he
                               Q by TMA                                     16 scales; Q by TMA, scales a tile ahead
   warpgroups 2, 3             values, 176: 128 of O, 8 of V, 16 codes      values, 168: 128 of O
 With 8 and 16 heads there are 768 threads, and 80 registers of each at launch:
-  warpgroup 0                 keys, 40: copies rows up to four tiles ahead, waits for nothing but room
+  warpgroup 0                 keys, 32: copies rows up to four tiles ahead, waits for nothing but room
   warpgroups 1, 5             scores, 112: even and odd tiles, counted through all items of a CTA. A tile takes one of
                               them 3,400 clocks, which are waits for the most part, and memory 2,300. They share Q
-  warpgroups 2, 3             values, 88: 32 of O, or 16
-  warpgroup 4                 softmax, 40: makes P of S
+  warpgroups 2, 3             values, 96: 32 of O, or 16; V of 16 keys twice, 32, so they wait once for 16 keys, not
+                              four times
+  warpgroup 4                 softmax, 32: makes P of S
 With 32 heads there are the roles of 64, with 40, 128 and 168 registers, and copies are three tiles ahead.
 
 Barriers                      arrivals per phase: columns                  rows
@@ -181,11 +184,10 @@ class MlaDecodeKernel:
         """One launch. Split specs have CTAs behind the others that merge what those leave in the scratch memory.
 
         Memory that no caller sees comes as addresses, which cost the host less than tensors. `scratch` has room for
-        num_splits * batch * s_q * h_q rows of 512 float16, as many of 8 units, and as many log-sum-exps; `counters` has
-        a word for each 64 heads of each query, 0 before and after the launch; `zero_row` is a row of zeros whose scales
-        are 1. merge_ctas
-        CTAs merge 64 heads. max_ctas CTAs decode at most, each every max_ctas-th item of work. `trace` is where
-        timestamps go.
+        num_splits * batch * s_q * h_q rows of 512 float16, as many of 8 units, and as many log-sum-exps; balanced for
+        (shares + batch * s_q) * h_q of them. `counters` has a word for each block of heads of each query, 0 before and
+        after the launch; `zero_row` is a row of zeros whose scales are 1. merge_ctas CTAs merge a block of heads.
+        max_ctas CTAs decode at most, each every max_ctas-th item of work, or a share. `trace` is where timestamps go.
         """
         batch, s_q, h_q, _ = mQ.shape
         cluster = const_expr(self.spec.cluster)
@@ -390,10 +392,12 @@ class MlaDecodeKernel:
 
     def init_barriers(self, smem):
         """Called by one thread; see the table for the counts."""
-        counts = {"full": 256, "empty": 256, "s_full": 128, "s_empty": 128, "p_full": 128, "p_empty": 256}
-        number = dict.fromkeys(counts, stages(self.spec.heads)) | {"p_full": BUFFERS, "p_empty": BUFFERS}
-        number |= dict.fromkeys(("s_full", "s_empty"), self.spec.score_groups)
-        if not self.spec.columns:
+        if self.spec.columns:
+            counts = {"full": 256, "empty": 256, "s_full": 128, "s_empty": 128, "p_full": 128, "p_empty": 256}
+            number = dict.fromkeys(("full", "empty"), stages(self.spec.heads))
+            number |= dict.fromkeys(("s_full", "s_empty"), self.spec.score_groups)
+            number |= dict.fromkeys(("p_full", "p_empty"), BUFFERS)
+        else:
             counts = {"full": 128, "empty": 256, "p_full": 128, "peer_free": 1, "codes_full": 1}
             number = dict.fromkeys(counts, STAGES)
         cute.arch.mbarrier_init(smem.q_full.ptr, 1)

@@ -6,7 +6,16 @@ Costs are those of one H200 (docs/journal/mla_decode.md); only their proportions
 import functools
 from dataclasses import dataclass, replace
 
-from cute_kernels.mla.spec import FEW, ITEM_TILES, NARROW, PARTIAL_FLOATS, TOKENS_PER_TILE, WIDE, MlaDecodeSpec
+from cute_kernels.mla.spec import (
+    CUT_TILES,
+    FEW,
+    ITEM_TILES,
+    NARROW,
+    PARTIAL_FLOATS,
+    TOKENS_PER_TILE,
+    WIDE,
+    MlaDecodeSpec,
+)
 
 MAX_SPLITS = 256
 MAX_BALANCED = 1024  # queries: each may leave partial results, and every CTA looks at the lengths of all
@@ -20,13 +29,17 @@ MERGE_US_PER_MB = 2 / 4.2  # partials are written once and read once, at 4.2 TB/
 
 @dataclass(frozen=True)
 class DecodePlan:
-    """What to launch. The same shapes give the same plan, so the same call gives the same bits."""
+    """What to launch. The same shapes give the same plan, so the same call gives the same bits.
+
+    Where shares are balanced, CTAs find out what they have; splits, tiles and items are those of queries that are all
+    as long as they can be.
+    """
 
     spec: MlaDecodeSpec
-    num_splits: int  # 1 where CTAs have balanced shares
+    num_splits: int
     merge_ctas: int  # that merge the partials of 64 heads of a query
-    tiles_per_split: int  # of the longest query
-    ctas: int  # items of work; balanced: that decode
+    tiles_per_split: int
+    ctas: int  # items of work
     max_ctas: int  # that decode; each takes every max_ctas-th item, or a share of all
     partial_rows: int  # of heads, that partial results have room for
     estimated_us: float
@@ -57,7 +70,8 @@ def plan_decode(
             be right for all of them and is made for the longest.
         num_sms: of the device; one CTA fills one.
         ragged: queries may have fewer keys than that, and not all the same number: CTAs then share tiles instead of
-            queries, unless the number of splits is forced, or rows are exchanged.
+            queries, unless the number of splits is forced, or rows are exchanged. They also do where it would take
+            splits to fill the last of several waves.
         num_splits: to force it; at most MAX_SPLITS, and more than there are tiles leave CTAs without work.
         exchange: to force it.
         heads: of a CTA, to force it.
@@ -71,11 +85,12 @@ def plan_decode(
     queries, blocks = batch * s_q, spec.head_blocks(h_q)
     tiles = max(1, -(-max_keys // TOKENS_PER_TILE))
     shares = num_sms // blocks
-    if ragged and num_splits is None and spec.columns and 1 < queries <= MAX_BALANCED and shares > 1:
-        return _plan_shares(spec, queries, h_q, blocks, tiles, num_sms)
     items = queries * blocks
     candidates = [num_splits] if num_splits is not None else range(1, min(tiles, MAX_SPLITS) + 1)
     best = min(candidates, key=lambda n: (_estimate_us(items, tiles, n, queries * h_q, num_sms), n))
+    can_share = num_splits is None and spec.columns and 1 < queries <= MAX_BALANCED and shares > 1
+    if can_share and (ragged or (best > 1 and items >= num_sms)):  # a share has fewer cuts than splits of all
+        return _plan_shares(spec, queries, h_q, blocks, tiles, num_sms)
     # Many rows of few partials: a warp each, 16 rows at a time. Else a warpgroup each, 4 rows at a time, because loads
     # of a row are then in flight together. And no more merging CTAs than SMs: each of them fills one.
     merge_lanes = 0 if best == 1 else 32 if best <= 8 and queries * h_q >= 512 else 128
@@ -92,20 +107,23 @@ def plan_decode(
 
 
 def _plan_shares(spec: MlaDecodeSpec, queries: int, h_q: int, blocks: int, tiles: int, num_sms: int) -> DecodePlan:
-    """A plan for balanced shares. The estimate is that of queries which are all as long as they can be."""
+    """A plan for balanced shares: where queries are all as long as they can be, whole ones or equal parts."""
     shares = num_sms // blocks
     merge_lanes = 32 if shares <= 8 * queries else 128
-    cut = min(queries, shares - 1)
-    share = -(-queries * (tiles + ITEM_TILES) // shares)
+    of_share, weight = -(-queries // shares), tiles + ITEM_TILES
+    items, parts, each = queries, 1, tiles
+    if of_share * weight > queries * weight // shares + CUT_TILES:
+        items, parts = (of_share + 1) * shares, -(-(shares + queries) // queries)
+        each = -(-queries * tiles // items)
     return DecodePlan(
         spec=replace(spec, merge_lanes=merge_lanes, balanced=True),
-        num_splits=1,
-        merge_ctas=_merge_ctas(spec, h_q, merge_lanes, cut * blocks, num_sms),
-        tiles_per_split=min(share, tiles),
-        ctas=shares * blocks,
+        num_splits=parts,
+        merge_ctas=_merge_ctas(spec, h_q, merge_lanes, min(queries, shares - 1) * blocks, num_sms),
+        tiles_per_split=each,
+        ctas=items * blocks,
         max_ctas=shares * blocks,
         partial_rows=(shares + queries) * h_q,
-        estimated_us=share * TILE_US + MERGE_US + MERGE_US_PER_MB * 2 * shares * h_q * 4 * PARTIAL_FLOATS / 1e6,
+        estimated_us=_estimate_us(items * blocks, each, parts, queries * h_q, num_sms, cut=False),
     )
 
 
@@ -115,9 +133,10 @@ def _merge_ctas(spec: MlaDecodeSpec, h_q: int, merge_lanes: int, groups: int, nu
     return -(-turns // max(1, -(-groups * turns // num_sms)))
 
 
-def _estimate_us(items: int, tiles: int, num_splits: int, rows: int, num_sms: int) -> float:
-    waves = -(-items * num_splits // num_sms)
-    decode = waves * (-(-tiles // num_splits) * TILE_US + CTA_US)
+def _estimate_us(items: int, tiles: int, num_splits: int, rows: int, num_sms: int, cut: bool = True) -> float:
+    """Of items that are yet to be cut into so many splits, or of those that it makes."""
+    waves = -(-items * (num_splits if cut else 1) // num_sms)
+    decode = waves * (-(-tiles // (num_splits if cut else 1)) * TILE_US + CTA_US)
     if num_splits == 1:
         return decode
     return decode + MERGE_US + MERGE_US_PER_MB * num_splits * rows * 4 * PARTIAL_FLOATS / 1e6

@@ -2,7 +2,7 @@
 
 import pytest
 
-from cute_kernels.mla.plan import MAX_SPLITS, plan_decode
+from cute_kernels.mla.plan import MAX_BALANCED, MAX_SPLITS, plan_decode
 from cute_kernels.mla.spec import EXCHANGES, TOKENS_PER_TILE, WIDE, MlaDecodeSpec, shipped_specs
 
 SMS = 132
@@ -21,8 +21,12 @@ def test_plans_are_shipped_and_cover_the_keys(case):
     plan = plan_decode(**case)
     assert plan.spec in shipped_specs()
     assert plan.spec.can_implement() == []
-    assert plan.spec.split == (plan.num_splits > 1)
     tiles = -(-case["max_keys"] // TOKENS_PER_TILE)
+    if plan.spec.balanced:  # several waves, of which the last one would be filled by splits
+        assert case["batch"] * case["s_q"] * plan.spec.head_blocks(case["h_q"]) > SMS
+        assert plan.ctas * plan.tiles_per_split >= case["batch"] * case["s_q"] * tiles
+        return
+    assert plan.spec.split == (plan.num_splits > 1)
     assert plan.num_splits <= min(tiles, MAX_SPLITS)
     assert plan.num_splits * plan.tiles_per_split >= tiles
     items = case["batch"] * case["s_q"] * plan.spec.head_blocks(case["h_q"])
@@ -30,6 +34,43 @@ def test_plans_are_shipped_and_cover_the_keys(case):
     # a part of the merge has a row for each of its four warpgroups at least, and all parts run at once if they can
     assert 1 <= plan.merge_ctas <= -(-min(case["h_q"], WIDE) // 4)
     assert plan.merge_ctas == 1 or items * plan.merge_ctas <= SMS + items
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_ragged_queries_share_tiles(case):
+    plan = plan_decode(**case, ragged=True)
+    queries, blocks = case["batch"] * case["s_q"], plan.spec.head_blocks(case["h_q"])
+    assert plan.spec in shipped_specs()
+    assert plan.spec.can_implement() == []
+    assert plan.spec.balanced == (queries > 1)
+    if queries > 1:
+        assert plan.max_ctas % blocks == 0
+        assert SMS - blocks < plan.max_ctas <= SMS
+        # a partial result of share k and query n is in place k + n
+        assert plan.partial_rows == (plan.max_ctas // blocks + queries) * case["h_q"]
+        assert plan.ctas * plan.tiles_per_split >= queries * blocks * -(-case["max_keys"] // TOKENS_PER_TILE)
+
+
+def test_whole_queries_are_kept_where_a_cut_would_not_pay():
+    sizes = {"sparse": False, "s_q": 1, "max_keys": 8192, "num_sms": SMS, "ragged": True}
+    assert plan_decode(**sizes, batch=128, h_q=16).num_splits == 1  # 130 tiles and more instead of 126
+    assert plan_decode(**sizes, batch=64, h_q=128).num_splits == 1
+    assert plan_decode(**sizes, batch=66, h_q=16).num_splits == 3  # 65 instead of 130
+
+
+@pytest.mark.parametrize(
+    "forced", [{"num_splits": 3}, {"exchange": "values"}, {"batch": 1}, {"batch": MAX_BALANCED + 1}], ids=str
+)
+def test_nothing_is_shared_where_it_cannot_be(forced):
+    sizes = {"sparse": True, "batch": 4, "s_q": 1, "h_q": 128, "max_keys": 2048, "num_sms": SMS, "ragged": True}
+    assert not plan_decode(**{**sizes, **forced}).spec.balanced
+    assert plan_decode(**sizes).spec.balanced
+
+
+@pytest.mark.parametrize("fact", [{"exchange": "values"}, {"merge_lanes": 0}], ids=str)
+def test_shares_need_a_merge_and_no_exchange(fact):
+    spec = MlaDecodeSpec(**{"sparse": True, "merge_lanes": 32, "balanced": True, **fact})
+    assert [reason.split(" with ")[0] for reason in spec.can_implement()] == ["balanced is True"]
 
 
 @pytest.mark.parametrize("num_splits", [1, 2, 7, 256])

@@ -222,6 +222,34 @@ def test_lengths_beyond_the_block_table(run_forced):
     run_forced(dataclasses.replace(case, kv_cache=cache, block_table=table, cache_seqlens=lengths))
 
 
+SHARES: dict[str, list[float]] = {  # lengths in units of a tile, in fractions where a tile is not full
+    "equal": [40] * 66,
+    "one more than shares": [20] * 67,
+    "one long": [1, 1, 700, 1],
+    "two of which one is empty": [0, 90],
+    "none": [0] * 70,
+    "fewer tiles than CTAs": [1, 0, 2, 0, 0, 1],
+    "many short and one long": [0.5] * 200 + [300] + [1.5] * 100,
+    "growing": list(range(80)),
+    "every boundary": [tiles + rest for tiles in (0, 1, 2, 33) for rest in (0, 1 / 64, 63 / 64)],
+}
+
+
+@pytest.mark.parametrize("h_q", [8, 16, 32, 64, 128])
+@pytest.mark.parametrize("lengths", SHARES, ids=str)
+def test_shares_of_ragged_lengths(run_decode, lengths, h_q):
+    """CTAs find their shares of the tiles; twice, because a launch leaves its counters at 0."""
+    case = dense(seqlens=[int(64 * tiles) for tiles in SHARES[lengths]], h_q=h_q, sink="finite")
+    run_decode(case)
+    run_decode(case)
+
+
+@pytest.mark.parametrize("h_q", [16, 128])
+@pytest.mark.parametrize(("batch", "topk"), [(2, 2048), (7, 700), (150, 130), (600, 64)])
+def test_shares_of_topk_lengths(run_decode, batch, topk, h_q):
+    run_decode(sparse(batch=batch, h_q=h_q, s_q=2 if batch < 100 else 1, topk=topk, lengths="query", sink="finite"))
+
+
 def test_table_entries_outside_the_cache(run_forced):
     case = dense(seqlens=[640, 640, 640], h_q=64, page_size=64)
     table = case.block_table.clone()
@@ -422,15 +450,16 @@ def test_no_bit_depends_on_what_is_exchanged(mode, num_splits):
         assert torch.equal(lse.view(torch.int32), results[0][1].view(torch.int32))
 
 
-@pytest.mark.parametrize("exchange", EXCHANGES)
+@pytest.mark.parametrize("exchange", ["shares", *EXCHANGES])
 def test_10000_launches_of_one_shape(exchange):
-    """No hang, and no bit that changes: 500 replays of a graph of 20 calls."""
+    """No hang, and no bit that changes: 500 replays of a graph of 20 calls. Equal splits, or shares of all tiles."""
     case = sparse(batch=2, h_q=128, topk=330, lengths="batch", sink="finite")
+    forced = {} if exchange == "shares" else {"exchange": exchange, "num_splits": 6}
     out, lse = case.outputs()
     expected, expected_lse = case.outputs()
 
     def call(to: Any, lse_to: Any) -> None:
-        mla_fp8_decode(case.q, case.kv_cache, **case.options(), exchange=exchange, out=to.tensor, lse=lse_to.tensor)
+        mla_fp8_decode(case.q, case.kv_cache, **case.options(), **forced, out=to.tensor, lse=lse_to.tensor)
 
     call(expected, expected_lse)
     torch.cuda.synchronize()

@@ -20,9 +20,9 @@ import torch
 import cute_kernels
 from cute_kernels.budget import model
 from cute_kernels.budget.rates import H200, Rates
-from cute_kernels.budget.variants import MLA_BUILT, MLA_NARROW, TURNS, MlaVariant
+from cute_kernels.budget.variants import MLA_BUILT, MLA_HALF, MLA_NARROW, TURNS, MlaVariant
 from cute_kernels.mla.plan import DecodePlan, plan_decode
-from cute_kernels.mla.spec import EXCHANGES, WIDE
+from cute_kernels.mla.spec import EXCHANGES, FEW, WIDE
 from cute_kernels.testing import evidence
 from cute_kernels.testing.compare import Comparison, bf16_yardstick, compare, relative_error
 from cute_kernels.testing.inputs import DecodeCase, PoisonedOutput, generator, latent_tokens
@@ -155,17 +155,23 @@ def plan(bench: DecodeBench, sms: int) -> DecodePlan:
 
 
 def launch(bench: DecodeBench, sms: int) -> model.MlaLaunch:
-    """The same as the cycle budget takes it, which knows no lengths: ragged ones are all as long as the mean."""
-    made = plan(dataclasses.replace(bench, keys=-(-sum(bench.lengths) // len(bench.lengths))), sms)
+    """The same as the cycle budget takes it, which knows no lengths.
+
+    Raises:
+        ValueError: they are ragged.
+    """
+    if bench.ragged:
+        raise ValueError(f"bench: got {bench.name}, needs requests of one length")
+    made = plan(bench, sms)
     cut = {"num_splits": made.num_splits, "ctas": made.ctas, "tiles_per_split": made.tiles_per_split}
-    return model.mla_launch(mode=bench.mode, **bench.sizes, **cut)
+    return model.mla_launch(mode=bench.mode, **bench.sizes, **cut, shared=made.spec.balanced)
 
 
 def built(bench: DecodeBench, sms: int) -> MlaVariant:
     """The variant of the kernel that the planner asks for."""
     spec = plan(bench, sms).spec
-    if spec.heads != WIDE:
-        return MLA_NARROW
+    if spec.heads < WIDE:
+        return MLA_NARROW if spec.heads <= FEW else MLA_HALF
     return MLA_BUILT if spec.exchange == "none" else TURNS
 
 
@@ -286,7 +292,7 @@ def run_decode(
             "GBps": round(gb_per_s, 1),
             "read_fraction": round(gb_per_s / ceilings["read_GBps"], 3),
             "cycles_per_token": _cycles_per_token(bench, timing.us, timing.sm_mhz),
-            "predicted_cycles_per_token": predicted_cycles(bench),
+            **({} if bench.ragged else {"predicted_cycles_per_token": predicted_cycles(bench)}),
             **({"host_us": round(host_time(calls[0]), 2)} if bench.host else {}),
             **({"exchange_us": exchange_times(calls_with)} if bench.h_q > WIDE else {}),
             "peers": _run_peer(bench, inputs, caches, timing.us, peer, rows, expected),

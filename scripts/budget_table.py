@@ -75,7 +75,7 @@ def mla_errors(record: dict[str, Any]) -> Table:
     rows = [["`mla_fp8_decode`", "keys", "us", "p10 .. p90", "predicted, us", "error", "binds"]]
     for bench in bench_mla.DECODE_CASES:
         case = find_case(record, bench.key)
-        if case is None or "us" not in case:
+        if bench.ragged or case is None or "us" not in case:
             continue
         found = bench_mla.predict(bench)
         note = " (calibrated on it)" if bench.key in (LONG.key, SHORT.key) else ""
@@ -102,9 +102,9 @@ def gqa_errors(record: dict[str, Any]) -> Table:
 
 
 def find_case(record: dict[str, Any], key: dict[str, Any]) -> dict[str, Any] | None:
-    """The case that has this key, and no page size or window where the key has none."""
+    """The case that has this key, and no page size, window or ragged lengths where the key has none."""
     for case in record["cases"]:
-        optional = {name for name in ("page_size", "window") if name in case}
+        optional = {name for name in ("page_size", "window", "ragged") if name in case}
         if key.items() <= case.items() and optional <= set(key):
             return case
     return None

@@ -14,6 +14,8 @@ from cute_kernels.mla.spec import PARTIAL_FLOATS, TOKENS_PER_TILE, WIDE
 MERGE_US = 1.0
 """Of a call with splits, beside the bytes: counting, polling, two round trips to L2 (results/h200.json: the cases with
 splits and few tiles are within 4% with this, up to 15% too slow with 3.5)."""
+SHARE_US = 11.0
+"""More where CTAs have shares: they find them first, and one CTA merges 64 rows in the end (dense 16 x 128 x 1)."""
 RANGES_US = 7.1
 """Of a GQA call beside its bytes, where CTAs take ranges of the work list: 16 x 4096 takes 38.2 us, its bytes 31.1."""
 CLUSTER_US = 4.9
@@ -60,6 +62,7 @@ class MlaLaunch:
     splits   CTAs that share the keys of a query and leave partials
     rows     batch x s_q x h_q
     readers  CTAs that read the same row of the cache
+    shared   parts are shares of all tiles, not splits of each query
     """
 
     ctas: int
@@ -67,14 +70,23 @@ class MlaLaunch:
     splits: int
     rows: int
     readers: int = 1
+    shared: bool = False
 
 
 def mla_launch(
-    *, mode: str, batch: int, s_q: int, h_q: int, num_splits: int, ctas: int, tiles_per_split: int
+    *,
+    mode: str,
+    batch: int,
+    s_q: int,
+    h_q: int,
+    num_splits: int,
+    ctas: int,
+    tiles_per_split: int,
+    shared: bool = False,
 ) -> MlaLaunch:
     """A launch from the sizes of a call and the plan's choices. The queries of a sequence share a dense cache."""
     readers = -(-h_q // WIDE) * (s_q if mode == "dense" else 1)
-    return MlaLaunch(ctas, tiles_per_split, num_splits, batch * s_q * h_q, readers)
+    return MlaLaunch(ctas, tiles_per_split, num_splits, batch * s_q * h_q, readers, shared)
 
 
 @dataclass(frozen=True)
@@ -108,6 +120,8 @@ def predict_mla(launch: MlaLaunch, variant: MlaVariant = MLA_BUILT, rates: Rates
     merge_us = 0.0
     if launch.splits > 1:  # partials are written once and read once
         merge_us = MERGE_US + rates.copy_us(2 * launch.splits * launch.rows * PARTIAL_FLOATS * 4)
+        if launch.shared:
+            merge_us += SHARE_US
     binds = of_token.binds if tiles_us >= ctas_us + merge_us else Unit.LATENCY
     us = tiles_us + ctas_us + merge_us
     return Prediction(us, tiles_us, ctas_us, merge_us, waves, of_token.cycles, binds)

@@ -85,7 +85,8 @@ def _crossover(record: Record) -> list[str]:
     for case in _of(record, "mla_fp8_decode"):
         times = case.get("exchange_us")
         if times:
-            keys = f"topk {case['topk']}" if case["mode"] == "sparse" else f"{case['s_k']} keys"
+            upto = "up to " if case.get("ragged") else ""
+            keys = f"topk {upto}{case['topk']}" if case["mode"] == "sparse" else f"{upto}{case['s_k']} keys"
             shown = [_short(times[exchange]) for exchange in ("none", "codes", "values")]
             rows.append([f"{case['mode']}, {_queries(case)}, {keys}", *shown, f"{times['none'] / times['values']:.2f}"])
     header = ["batch x heads x s_q", "each gathers all, us", "codes, us", "values, us", "gain of values"]
@@ -230,7 +231,8 @@ def _decode_table(mode: str, keys: str, cases: Iterable[dict[str, Any]]) -> list
         other: dict[str, Any] = next(iter((case.get("peers") or {}).values()), {})
         note = f" ({other['note']})" if other.get("note") else ""
         peer_cells = [_short(other.get("us")) + note, _ratio(other)]
-        rows.append([name, _plain(case[keys]), _short(case["us"]), spread, *rates, *peer_cells, *errors])
+        upto = "up to " if case.get("ragged") else ""
+        rows.append([name, upto + _plain(case[keys]), _short(case["us"]), spread, *rates, *peer_cells, *errors])
     return _markdown(header, rows)
 
 
@@ -402,7 +404,10 @@ def _plot_mla(record: Record, plt: Any) -> Any:
     figure, axes = plt.subplots(1, len(panels), figsize=(12, 4.2), width_ratios=widths, sharey=True, squeeze=False)
     for axis, (mode, cases) in zip(axes[0], panels, strict=True):
         keys = "topk" if mode == "sparse" else "s_k"
-        labels = [f"{case['batch']}x{case['h_q']}x{case['s_q']}\n{case[keys]}" for case in cases]
+        labels = [
+            f"{case['batch']}x{case['h_q']}x{case['s_q']}\n{'to ' if case.get('ragged') else ''}{case[keys]}"
+            for case in cases
+        ]
         _bars(axis, cases, "FlashMLA" if mode == "sparse" else "FlashMLA, bf16 cache", labels)
         axis.set_title(f"{mode}: batch x heads x s_q, {keys}", fontsize=9)
     axes[0][0].set_ylabel("TFLOP/s")

@@ -145,12 +145,12 @@ def worker(part: str) -> None:
             for field, value in case.arguments().items()
         }
 
-    def decode(case: DecodeCase, name: str, num_splits: int) -> None:
-        for exchange in EXCHANGES:
+    def decode(case: DecodeCase, name: str, num_splits: int | None) -> None:
+        for exchange in EXCHANGES if num_splits else ("none",):  # shares, where no splits are asked for
             forced: dict[str, Any] = {"num_splits": num_splits, "exchange": exchange}
             out, lse = cute_kernels.mla_fp8_decode(**on_gpu(case), **forced, return_lse=True)
-            name = f"{name}, {num_splits} splits, exchange of {exchange}"
-            print(check_decode(out.cpu(), lse.cpu(), name=name, **case.arguments()).require())
+            form = f"{name}, {num_splits or 'no'} splits, exchange of {exchange}"
+            print(check_decode(out.cpu(), lse.cpu(), name=form, **case.arguments()).require())
 
     def gqa(name: str, *, splits: Sequence[int | None] = (None, 1), **options: Any) -> None:
         case = gqa_case(**{"seqlens": [0, 1, 65, 300], "h_q": 8, "h_kv": 2, **options})
@@ -178,7 +178,7 @@ def worker(part: str) -> None:
         )
         dense = dense_case(seqlens=[0, 1, 65, 200], h_q=16, s_q=2, page_size=16, padded=False)
         wild = sparse_case(batch=1, h_q=64, topk=70, num_slots=256, scales="mixed", padded=False)
-        for num_splits in (1, 3):
+        for num_splits in (1, 3, None):
             decode(sparse, "sparse", num_splits)
             decode(dense, "dense", num_splits)
         decode(dataclasses.replace(wild, s_aux=torch.zeros(64)), "scales of very different size", 1)

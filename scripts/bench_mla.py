@@ -144,6 +144,8 @@ DECODE_CASES = (
     DecodeBench("dense", 64, 128, 1, 8192, ragged=True),
     DecodeBench("dense", 128, 16, 1, 8192, ragged=True),
 )
+PREDICTED_CASES = tuple(bench for bench in DECODE_CASES if not bench.ragged)
+"""What the cycle budget has a prediction of: it knows no lengths."""
 
 
 def plan(bench: DecodeBench, sms: int) -> DecodePlan:

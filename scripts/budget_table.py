@@ -73,9 +73,9 @@ def speed_table(rates: Rates = H200) -> Table:
 def mla_errors(record: dict[str, Any]) -> Table:
     """Every MLA case of a record beside its prediction."""
     rows = [["`mla_fp8_decode`", "keys", "us", "p10 .. p90", "predicted, us", "error", "binds"]]
-    for bench in bench_mla.DECODE_CASES:
+    for bench in bench_mla.PREDICTED_CASES:
         case = find_case(record, bench.key)
-        if bench.ragged or case is None or "us" not in case:
+        if case is None or "us" not in case:
             continue
         found = bench_mla.predict(bench)
         note = " (calibrated on it)" if bench.key in (LONG.key, SHORT.key) else ""

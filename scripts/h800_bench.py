@@ -42,7 +42,7 @@ from scripts.units.spec import EVENTS, ROLES, TRACED_TILES, GatherSpec  # noqa: 
 NO_GPU = "No SM90 GPU was found (Hopper, compute capability 9.0): nothing was measured, these are predictions."
 # Beside the cases of gpu_check: the published one at other topk, 32768 among them.
 SWEEP = tuple(bench_mla.DecodeBench("sparse", 128, 128, 2, topk) for topk in (512, 8192, 32768))
-MLA_CASES = (*(bench for bench in bench_mla.DECODE_CASES if not bench.ragged), *SWEEP)  # what has a prediction
+MLA_CASES = (*bench_mla.PREDICTED_CASES, *SWEEP)
 GQA_CASES = tuple(bench for bench in bench_gqa.DECODE_CASES if bench.kv_dtype == "int8")
 
 

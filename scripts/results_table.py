@@ -85,8 +85,7 @@ def _crossover(record: Record) -> list[str]:
     for case in _of(record, "mla_fp8_decode"):
         times = case.get("exchange_us")
         if times:
-            upto = "up to " if case.get("ragged") else ""
-            keys = f"topk {upto}{case['topk']}" if case["mode"] == "sparse" else f"{upto}{case['s_k']} keys"
+            keys = f"topk {_keys(case)}" if case["mode"] == "sparse" else f"{_keys(case)} keys"
             shown = [_short(times[exchange]) for exchange in ("none", "codes", "values")]
             rows.append([f"{case['mode']}, {_queries(case)}, {keys}", *shown, f"{times['none'] / times['values']:.2f}"])
     header = ["batch x heads x s_q", "each gathers all, us", "codes, us", "values, us", "gain of values"]
@@ -224,16 +223,21 @@ def _decode_table(mode: str, keys: str, cases: Iterable[dict[str, Any]]) -> list
         name = _queries(case)
         errors = [_scientific(case.get("rel_err")), _scientific(case.get("lse_err"))]
         if "failed" in case:
-            rows.append([name, _plain(case[keys]), "check failed", *[MISSING] * 5, *errors])
+            rows.append([name, _keys(case), "check failed", *[MISSING] * 5, *errors])
             continue
         spread = f"{_short(case['us_p10'])} .. {_short(case['us_p90'])}"
         rates = [_short(case.get("TFLOPs")), _short(case.get("GBps"))]
         other: dict[str, Any] = next(iter((case.get("peers") or {}).values()), {})
         note = f" ({other['note']})" if other.get("note") else ""
         peer_cells = [_short(other.get("us")) + note, _ratio(other)]
-        upto = "up to " if case.get("ragged") else ""
-        rows.append([name, upto + _plain(case[keys]), _short(case["us"]), spread, *rates, *peer_cells, *errors])
+        rows.append([name, _keys(case), _short(case["us"]), spread, *rates, *peer_cells, *errors])
     return _markdown(header, rows)
+
+
+def _keys(case: Case) -> str:
+    """How many keys a query has, at most where lengths are ragged."""
+    keys = str(case["topk" if case["mode"] == "sparse" else "s_k"])
+    return f"up to {keys}" if case.get("ragged") else keys
 
 
 def _queries(case: Case) -> str:

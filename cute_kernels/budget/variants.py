@@ -6,7 +6,7 @@ MLA: cycles are per token and CTA of 64 query heads, in tiles of 64 tokens. GQA:
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from cute_kernels.budget.rates import Rates
 from cute_kernels.gqa.spec import ITEMSIZE, SCALES
@@ -165,26 +165,10 @@ MLA_VARIANTS = (COLUMNS, TURNS, OVERLAPPED_32, OVERLAPPED, CROSSOVER_ASYNC, CROS
 MLA_BUILT = COLUMNS
 """What `mla_fp8_decode` runs with 33 heads and more. `TURNS` has to be asked for."""
 
-MLA_HALF = MlaVariant(
-    "32 heads",
-    rows_in_flight=192,
-    latency_cycles=24.9,
-    cta_cycles=2_000.0,
-    start_cycles=START_CYCLES,
-    columns=True,
-    built=True,
-)
+MLA_HALF = replace(COLUMNS, name="32 heads", latency_cycles=24.9, cta_cycles=2_000.0)
 """What it runs with 17 to 32: from 128 x 32 x 1 with topk 2048 (67.0 us) and 8192 dense keys (255.6 us)."""
 
-MLA_NARROW = MlaVariant(
-    "16 heads",
-    rows_in_flight=256,
-    latency_cycles=14.0,
-    cta_cycles=10_200.0,
-    start_cycles=START_CYCLES,
-    columns=True,
-    built=True,
-)
+MLA_NARROW = replace(COLUMNS, name="16 heads", rows_in_flight=256, latency_cycles=14.0, cta_cycles=10_200.0)
 """What it runs with fewer: from 128 x 16 x 1 with topk 2048 (60.1 us) and 8192 dense keys (200 to 220 us)."""
 
 

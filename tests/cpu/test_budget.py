@@ -250,13 +250,18 @@ def off(predicted: float, case: dict[str, Any]) -> float:
     return abs(predicted - nearest) / nearest
 
 
+def predicted_mla_cases(record: dict[str, Any]) -> list[tuple[bench_mla.DecodeBench, dict[str, Any]]]:
+    """The recorded cases that have a prediction, each with its benchmark."""
+    cases = [case for case in record["cases"] if case["op"] == "mla_fp8_decode" and "ragged" not in case]
+    benches = bench_mla.PREDICTED_CASES
+    return [(next(bench for bench in benches if bench.key.items() <= case.items()), case) for case in cases]
+
+
 def test_every_recorded_mla_case_is_predicted(record: dict[str, Any]) -> None:
     """Two of them made the two constants; the others were not looked at."""
-    benches = [bench for bench in bench_mla.DECODE_CASES if not bench.ragged]  # the budget knows no lengths
-    cases = [case for case in record["cases"] if case["op"] == "mla_fp8_decode" and "ragged" not in case]
+    cases = predicted_mla_cases(record)
     far = []
-    for case in cases:
-        bench = next(bench for bench in benches if bench.key.items() <= case.items())
+    for bench, case in cases:
         predicted = bench_mla.predict(bench).us
         if off(predicted, case) > LIMIT:
             far.append((bench.name, case["us"], round(predicted, 1)))
@@ -281,10 +286,7 @@ def test_the_record_calibrates_to_the_constants(record: dict[str, Any]) -> None:
 
 
 def test_most_cases_are_predicted_much_better(record: dict[str, Any]) -> None:
-    errors = []
-    for case in (case for case in record["cases"] if case["op"] == "mla_fp8_decode" and "ragged" not in case):
-        bench = next(bench for bench in bench_mla.DECODE_CASES if bench.key.items() <= case.items())
-        errors.append(abs(bench_mla.predict(bench).us / case["us"] - 1))
+    errors = [abs(bench_mla.predict(bench).us / case["us"] - 1) for bench, case in predicted_mla_cases(record)]
     assert sorted(errors)[len(errors) * 3 // 4] < 0.05
 
 

@@ -256,7 +256,7 @@ def case_name(case: dict[str, Any]) -> str:
         named.append(f"{case['batch']}x{case['h_q']}x{case['s_q']}")
     sizes = [
         f"{key} {case[key]}"
-        for key in ("topk", "s_k", "d", "tokens", "splits", "window", "deterministic")
+        for key in ("topk", "s_k", "ragged", "d", "tokens", "splits", "window", "deterministic")
         if key in case
     ]
     return " ".join([*named, *sizes])

@@ -110,9 +110,10 @@ def _plan_shares(spec: MlaDecodeSpec, queries: int, h_q: int, blocks: int, tiles
     """A plan for balanced shares: where queries are all as long as they can be, whole ones or equal parts."""
     shares = num_sms // blocks
     merge_lanes = 32 if shares <= 8 * queries else 128
-    of_share, weight = -(-queries // shares), tiles + ITEM_TILES
-    items, parts, each = queries, 1, tiles
-    if of_share * weight > queries * weight // shares + CUT_TILES:
+    of_share, parts = -(-queries // shares), max(shares // queries, 1)
+    items, each = queries * parts, -(-tiles // parts)
+    spare = CUT_TILES if parts == 1 else 2 * ITEM_TILES
+    if of_share * (each + ITEM_TILES) > queries * (tiles + ITEM_TILES) // shares + spare:
         items, parts = (of_share + 1) * shares, -(-(shares + queries) // queries)
         each = -(-queries * tiles // items)
     return DecodePlan(

@@ -17,9 +17,9 @@ class WorkItems:
     parts; CTA b has the items b, b + ctas, ...
 
     Balanced, an item is a query, and neighbouring CTAs, one for each block of heads, have an equal share of the tiles
-    of all queries: the queries from one cut to the next, the first and the last of them in part, or whole queries where
-    these are as good. A query counts ITEM_TILES more than it has. From one partial result to the next the number of
-    the share or of the query grows, so their sum says where it is kept.
+    of all queries: the queries from one cut to the next, the first and the last of them in part; or whole queries, or
+    equal parts of each, where these are as good. A query counts ITEM_TILES more than it has. From one partial result to
+    the next the number of the share or of the query grows, so their sum says where it is kept.
 
     `table` has what items are made of: (mKV, mIndex, mLength, zero_row, num_splits, causal, divisors, own), divisors by
     (page size, blocks of heads, splits, queries of a request), and `own` what this CTA has: (first item, end, step,
@@ -87,10 +87,10 @@ class WorkItems:
     @cute.jit
     def find_cut(self, place: cute.Pointer, number: Int32, shares: Int32, queries: Int32, table: tuple, lane: Int32):
         """Stores where share `number` begins at `place`: (query, tile of it). Called by one warp."""
-        before, each, more, whole = self.weigh(shares, queries, table, lane)
+        before, each, more, whole, parts = self.weigh(shares, queries, table, lane)
         cut = cute.make_tensor(place, cute.make_layout(2))
         if lane == 0:
-            cut[0] = cutlass.min(cutlass.select_(whole > 0, number * whole, queries), queries)
+            cut[0] = cutlass.min(cutlass.select_(whole > 0, number // parts * whole, queries), queries)
             cut[1] = Int32(0)
         cute.arch.sync_warp()
         if whole == 0:
@@ -99,6 +99,11 @@ class WorkItems:
             if query >= 0:
                 cut[0] = query
                 cut[1] = cutlass.max(position - at - ITEM_TILES, 0)
+        elif number % parts > 0 and number // parts < queries and lane == 0:
+            tiles = self.weight_of(number // parts, table) - ITEM_TILES
+            tile = number % parts * cute.ceil_div(tiles, parts)
+            cut[0] = number // parts + Int32(cutlass.select_(tile < tiles, Int32(0), Int32(1)))
+            cut[1] = Int32(cutlass.select_(tile < tiles, tile, Int32(0)))
 
     @cute.jit
     def find_merge(self, place: cute.Pointer, number: Int32, shares: Int32, queries: Int32, table: tuple, lane: Int32):
@@ -107,7 +112,7 @@ class WorkItems:
         That is query `number`; where there are as many queries as shares or more, the one in which share number + 1
         begins, if no share before begins in it. Called by one warp.
         """
-        before, each, more, whole = self.weigh(shares, queries, table, lane)
+        before, each, more, whole, parts = self.weigh(shares, queries, table, lane)
         by_query = queries < shares
         wanted = cutlass.select_(by_query, number, Int32(-1))
         position = cutlass.select_(by_query, Int32(-1), self.position_of(number + 1, each, more))
@@ -116,20 +121,24 @@ class WorkItems:
             found[2] = Int32(0)
         cute.arch.sync_warp()
         query, at, weight = self.walk(Int32(wanted), Int32(position), before, queries, table, lane)
-        if query >= 0 and whole == 0:
+        if query >= 0:
             first = self.cuts_up_to(at + ITEM_TILES, each, more)
-            cuts = self.cuts_up_to(at + weight - 1, each, more) - first
-            if cuts > 0 and (by_query or first == number):
+            count = self.cuts_up_to(at + weight - 1, each, more) - first + 1
+            if whole > 0:
+                tiles = weight - ITEM_TILES
+                first, count = query * parts, cute.ceil_div(tiles, cutlass.max(cute.ceil_div(tiles, parts), 1))
+            if count > 1 and (by_query or first == number):
                 found[0] = query
                 found[1] = first
-                found[2] = cuts + 1
+                found[2] = count
 
     @cute.jit
     def weigh(self, shares: Int32, queries: Int32, table: tuple, lane: Int32):
         """What shares are to hold.
 
         (what queries before those of this lane count, what a share does, how many shares have one tile more; or how
-        many whole queries a share has, 0 where cutting them saves more than the CUT_TILES that it takes.)
+        many whole queries a share has, and how many shares have equal parts of one: as many as there are for each.
+        These are 0 and 1 where shares of all tiles save more than what it takes to have parts of two queries.)
         """
         of_lane = cute.ceil_div(queries, WARP)
         first = cutlass.min(lane * of_lane, queries)
@@ -144,10 +153,12 @@ class WorkItems:
             end += cutlass.select_(lane >= 1 << step, other, Int32(0))
             most = cutlass.max(most, cute.arch.shuffle_sync_bfly(most, 1 << step))
         total = cute.arch.shuffle_sync(end, WARP - 1)
-        of_share = cute.ceil_div(queries, shares)
-        pays = of_share * most > total // shares + CUT_TILES
+        of_share, parts = cute.ceil_div(queries, shares), cutlass.max(shares // queries, 1)
+        longest = of_share * (cute.ceil_div(most - ITEM_TILES, parts) + ITEM_TILES)
+        spare = cutlass.select_(parts == 1, Int32(CUT_TILES), Int32(2 * ITEM_TILES))
+        pays = longest > total // shares + spare
         whole = Int32(cutlass.select_(pays, Int32(0), of_share))
-        return end - own, total // shares, total % shares, whole
+        return end - own, total // shares, total % shares, whole, Int32(cutlass.select_(pays, Int32(1), parts))
 
     def position_of(self, share, each, more):
         """Where a share begins, in what queries count."""

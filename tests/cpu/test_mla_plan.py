@@ -55,7 +55,9 @@ def test_whole_queries_are_kept_where_a_cut_would_not_pay():
     sizes = {"sparse": False, "s_q": 1, "max_keys": 8192, "num_sms": SMS, "ragged": True}
     assert plan_decode(**sizes, batch=128, h_q=16).num_splits == 1  # 130 tiles and more instead of 126
     assert plan_decode(**sizes, batch=64, h_q=128).num_splits == 1
-    assert plan_decode(**sizes, batch=66, h_q=16).num_splits == 3  # 65 instead of 130
+    assert plan_decode(**sizes, batch=66, h_q=16).num_splits == 2  # equal parts: as many shares as halves
+    assert plan_decode(**sizes, batch=100, h_q=16).num_splits == 3  # 99 instead of 130
+    assert plan_decode(**sizes, batch=16, h_q=128).num_splits == 4  # 34 instead of 31 and an item more
 
 
 @pytest.mark.parametrize(

@@ -102,13 +102,14 @@ class RowGatherer:
                 upper = Int64(cute.arch.shuffle_sync(high, of_row)) << 32
                 source = upper | (Int64(cute.arch.shuffle_sync(low, of_row)) & 0xFFFFFFFF)
                 source += CHUNK * chunk
+                size = (bits >> of_row & 1) * CHUNK  # all masked rows would read one row, which takes its turns in L2
                 at = stage * TOKENS_PER_TILE + first + of_row
                 target = codes + cute.assume(at * NOPE + (chunk ^ swizzle(of_row)) * CHUNK, divby=CHUNK)
                 for j in cutlass.range_constexpr(NOPE // GROUP):
-                    self.copy_chunk(copy, source + GROUP * j, target + GROUP * j)
+                    self.copy_or_clear(source + GROUP * j, target + GROUP * j, size)
                 at = copied % self.ropes * TOKENS_PER_TILE + first + of_row
                 target = rope + cute.assume(at * ROPE_BYTES + (chunk ^ (of_row % 8)) * CHUNK, divby=CHUNK)
-                self.copy_chunk(copy, source + token_cache.ROPE_OFFSET, target)
+                self.copy_or_clear(source + token_cache.ROPE_OFFSET, target, size)
             cute.arch.cp_async_mbarrier_arrive_noinc(smem.full.data_ptr() + stage)
             cute.arch.mbarrier_arrive(smem.full.data_ptr() + stage)  # which keys are valid
             self.stamp(smem, copied, 1, 1, tid)
@@ -121,6 +122,14 @@ class RowGatherer:
         layout = cute.make_layout(CHUNK)
         pointer = cute.make_ptr(Uint8, source, AddressSpace.gmem, assumed_align=CHUNK)
         cute.copy(copy, cute.make_tensor(pointer, layout), cute.make_tensor(target, layout))
+
+    @cute.jit
+    def copy_or_clear(self, source: Int64, target: cute.Pointer, size: Int32):
+        """Starts the copy of 16 bytes, or fills them with zeros where `size` is 0 and not 16: nothing is read then."""
+        cute.arch.inline_ptx(
+            f"cp.async.cg.shared.global [{{$r0}}], [{{$r1}}], {CHUNK}, {{$r2}};",
+            read_only_args=[Int32(target.toint()), source, size],
+        )
 
     @cute.jit
     def stamp(self, smem, t: Int32, event: cutlass.Constexpr, edge: cutlass.Constexpr, tid: Int32):

@@ -136,7 +136,8 @@ class MergeKernel:
         """Merges the row at `place` (batch, seq, head) with `lanes` x `groups` threads; the whole CTA takes part.
 
         `weights` is shared memory for weight_floats float32 a row, `sums` for the groups' sums (None with one group).
-        `mUnits` (n, b, s, h, d / 64) is None where states have no units.
+        `mUnits` (n, b, s, h, d / 64) is None where states have no units. A first unit below 0 is, without its sign,
+        that of all values of its state; the others need not be written then.
         Threads of a row that is not `valid` do the same for a row that exists and store nothing.
         """
         spec = self.spec
@@ -145,7 +146,12 @@ class MergeKernel:
         group = tid // spec.lanes % spec.groups
         lane = tid % spec.lanes
         of_weights = cute.make_layout((spec.units_of_row, spec.chunk))
-        sWeight = cute.make_tensor(weights + row_in_cta * spec.weight_floats, of_weights)
+        of_row = weights + row_in_cta * spec.weight_floats
+        sWeight = cute.make_tensor(of_row, of_weights)
+        # whether units of a state differ; behind the weights
+        sApart = cute.make_tensor(
+            cute.recast_ptr(of_row + spec.units_of_row * spec.chunk, dtype=Int32), cute.make_layout(1)
+        )
         acc = cute.make_rmem_tensor((spec.vector, spec.vectors), Float32)
         acc.fill(0.0)
         num_states = Int32(mLses.shape[0])
@@ -166,11 +172,11 @@ class MergeKernel:
         weight_lane = tid % threads_per_row
         weighs = weight_lane < spec.weight_lanes
         shift, scale = Float32(0.0), Float32(0.0)
-        units = cute.make_rmem_tensor((4, -(-spec.units_of_row // 4), spec.chunk // spec.weight_lanes), Float32)
-        units.fill(1.0)
+        firsts = cute.make_rmem_tensor((spec.chunk // spec.weight_lanes,), Float32)
+        firsts.fill(-1.0)
         if weighs:
             if const_expr(spec.units):  # in flight together with the log-sum-exps
-                self._load_units(units, units_row, units_stride, Int32(0), num_states, weight_lane)
+                self._load_firsts(firsts, units_row, units_stride, Int32(0), num_states, weight_lane)
             shift, total = self._softmax_statistics(lse_row, lse_stride, num_states, weight_lane)
             denominator = total
             if const_expr(spec.has_sink):
@@ -187,30 +193,40 @@ class MergeKernel:
         for first in cutlass.range(0, num_states, spec.chunk, unroll=1):
             if weighs:
                 lses = self._load_lses(lse_row, lse_stride, first, num_states, weight_lane)
+                apart = False
                 for i in cutlass.range_constexpr(spec.chunk // spec.weight_lanes):
                     weight = cute.math.exp2((lses[i] - shift) * LOG2_E, fastmath=True) * scale
                     # Exactly 0 even where another state's NaN made the scale NaN: there may be no such state to read.
                     weight = cutlass.select_(lses[i] == -Float32.inf, Float32(0.0), weight)
-                    for b in cutlass.range_constexpr(spec.units_of_row):
-                        of_unit = weight * units[b % 4, b // 4, i]
-                        # an empty state has no unit either
-                        sWeight[b, weight_lane + i * spec.weight_lanes] = cutlass.select_(
-                            weight == 0.0, weight, of_unit
-                        )
+                    lses[i] = weight  # from here on
+                    apart = apart or (weight != 0.0 and firsts[i] > 0.0)
+                    # an empty state has no unit either
+                    sWeight[0, weight_lane + i * spec.weight_lanes] = cutlass.select_(
+                        weight == 0.0, weight, -firsts[i] * weight
+                    )
                 if const_expr(spec.units):
-                    self._load_units(units, units_row, units_stride, first + spec.chunk, num_states, weight_lane)
+                    apart = cute.arch.vote_any_sync(apart)
+                    if weight_lane == 0:
+                        sApart[0] = Int32(apart)
+                    if apart:
+                        self._weigh_apart(
+                            sWeight, lses, firsts, units_row, units_stride, first, num_states, weight_lane
+                        )
+                    self._load_firsts(firsts, units_row, units_stride, first + spec.chunk, num_states, weight_lane)
             self._sync()
+            blocks = sApart[0] if const_expr(spec.units) else Int32(0)
             stop = cutlass.min(num_states - first, spec.chunk)
             for state in cutlass.range(0, stop, spec.unroll * spec.groups, unroll=1):
                 address = outs_row + Int64(first + state + group) * outs_stride
-                self._accumulate(acc, sWeight, state + group, address, outs_stride, lane)
+                self._accumulate(acc, sWeight, blocks, state + group, address, outs_stride, lane)
             self._sync()
 
         # ---- the groups' sums, in the order of the groups
         if const_expr(spec.groups > 1):
             shape = (spec.vector, spec.lanes, spec.vectors, spec.groups - 1)
-            of_row = sums + row_in_cta * const_expr(math.prod(shape))
-            sSum = cute.make_tensor(of_row, cute.make_ordered_layout(shape, order=(0, 1, 2, 3)))
+            sSum = cute.make_tensor(
+                sums + row_in_cta * const_expr(math.prod(shape)), cute.make_ordered_layout(shape, order=(0, 1, 2, 3))
+            )
             if group > 0:
                 cute.autovec_copy(acc, sSum[None, lane, None, group - 1])
             self._sync()
@@ -255,9 +271,19 @@ class MergeKernel:
 
     @cute.jit
     def _accumulate(
-        self, acc: cute.Tensor, weights: cute.Tensor, state: Int32, address: Int64, stride: Int64, lane: Int32
+        self,
+        acc: cute.Tensor,
+        weights: cute.Tensor,
+        blocks: Int32,
+        state: Int32,
+        address: Int64,
+        stride: Int64,
+        lane: Int32,
     ):
-        """Adds weight x values of the states `state`, `state` + groups, ...; `address` is this lane's in the first."""
+        """Adds weight x values of the states `state`, `state` + groups, ...; `address` is this lane's in the first.
+
+        `blocks` is 1 where 64 values have a weight of their own, else 0.
+        """
         spec = self.spec
         raw = cute.make_rmem_tensor((4, spec.vectors, spec.unroll), Int32)
         weight = cute.make_rmem_tensor((spec.vectors, spec.unroll), Float32)
@@ -265,7 +291,7 @@ class MergeKernel:
             for v in cutlass.range_constexpr(spec.vectors):
                 # states beyond the last one are in the chunk as well, with weight 0
                 block = (lane + v * spec.lanes) // (spec.d // spec.vector // spec.units_of_row)
-                weight[v, u] = weights[block if const_expr(spec.units) else 0, state + u * spec.groups]
+                weight[v, u] = weights[block * blocks if const_expr(spec.units) else 0, state + u * spec.groups]
                 wanted = weight[v, u] != 0.0 and self._in_row(lane, v)
                 at = address + Int64(u * spec.groups) * stride + v * spec.lanes * VECTOR_BYTES
                 words = _load16_or_zero(at, wanted)
@@ -278,18 +304,45 @@ class MergeKernel:
                     acc[i, v] += weight[v, u] * values[i]
 
     @cute.jit
-    def _load_units(
-        self, units: cute.Tensor, row: Int64, stride: Int64, first: Int32, num_states: Int32, weight_lane: Int32
+    def _load_firsts(
+        self, firsts: cute.Tensor, row: Int64, stride: Int64, first: Int32, num_states: Int32, weight_lane: Int32
     ):
-        """The units (4, units / 4, states of a thread) of the chunk that starts at state `first`."""
+        """The first unit of each of a thread's states of the chunk that starts at state `first`; -1 beyond the last.
+
+        One below 0 stands for all units of its state.
+        """
         spec = self.spec
-        words = cute.recast_tensor(units, Int32)
         for i in cutlass.range_constexpr(spec.chunk // spec.weight_lanes):
             state = first + weight_lane + i * spec.weight_lanes
+            loaded = _load_or_minus_inf(row + Int64(state) * stride, state < num_states)
+            firsts[i] = cute.arch.fmax(loaded, Float32(-1.0))
+
+    @cute.jit
+    def _weigh_apart(
+        self,
+        sWeight: cute.Tensor,
+        weights: cute.Tensor,
+        firsts: cute.Tensor,
+        row: Int64,
+        stride: Int64,
+        first: Int32,
+        num_states: Int32,
+        weight_lane: Int32,
+    ):
+        """Weights times each unit, where those of a state differ: scales that float16 does not reach, so rare."""
+        spec = self.spec
+        four = cute.make_rmem_tensor(4, Float32)
+        words = cute.recast_tensor(four, Int32)
+        for i in cutlass.range_constexpr(spec.chunk // spec.weight_lanes):
+            state = weight_lane + i * spec.weight_lanes
+            wanted = weights[i] != 0.0 and firsts[i] > 0.0
             for j in cutlass.range_constexpr(spec.units_of_row // 4):
-                four = _load16_or_zero(row + Int64(state) * stride + j * VECTOR_BYTES, state < num_states)
+                loaded = _load16_or_zero(row + Int64(first + state) * stride + j * VECTOR_BYTES, wanted)
                 for w in cutlass.range_constexpr(4):
-                    words[w, j, i] = four[w]
+                    words[w] = loaded[w]
+                for w in cutlass.range_constexpr(4):
+                    unit = cutlass.select_(wanted, four[w], -firsts[i])
+                    sWeight[4 * j + w, state] = cutlass.select_(weights[i] == 0.0, weights[i], unit * weights[i])
 
     @cute.jit
     def _store(self, acc: cute.Tensor, out_row: Int64, lane: Int32):

@@ -7,7 +7,6 @@ from cutlass.cute.nvgpu import warpgroup
 
 from cute_kernels.device import softmax, wgmma
 from cute_kernels.device.trace import Tracer
-from cute_kernels.merge.spec import UNIT_VALUES
 from cute_kernels.mla.column_tile_kernel import (
     RAISED,
     REACHED,
@@ -273,10 +272,8 @@ class ColumnValues:
         head = head_block * self.heads + tid
         if wg == 0 and tid < self.heads and head < h_q:
             mPartialLse[split_idx, batch_idx, query_idx, head] = lse
-            if exact == 0:
-                eight = cute.make_rmem_tensor(NOPE // UNIT_VALUES, Float32)
-                eight.fill(1.0 / COLUMN_WEIGHT)
-                cute.autovec_copy(eight, mUnits[split_idx, batch_idx, query_idx, head, None])
+            if exact == 0:  # below 0: that of all values
+                mUnits[split_idx, batch_idx, query_idx, head, 0] = Float32(-1.0 / COLUMN_WEIGHT)
         rows = mPartial[split_idx, batch_idx, query_idx, None, None]
         units = mUnits[split_idx, batch_idx, query_idx, None, 4 * wg + tid // 32]
         self.store(acc_o, share, exact, rows, units, h_q, head_block, wg, tid)

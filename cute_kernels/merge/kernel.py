@@ -115,7 +115,10 @@ class MergeKernel:
             count = spec.vector * spec.lanes * spec.vectors * (spec.groups - 1) * spec.rows_per_cta
             sums = smem.allocate_array(Float32, count, byte_alignment=16)
         place = (batch, seq, head)
-        self.merge_row(mOuts, mLses, None, mSink, mOut, mLse, weights, sums, place, row < rows, tid, row_in_cta)
+        states = (Int32(0), Int32(mLses.shape[0]))
+        self.merge_row(
+            mOuts, mLses, None, mSink, mOut, mLse, weights, sums, states, place, row < rows, tid, row_in_cta
+        )
 
     @cute.jit
     def merge_row(
@@ -128,6 +131,7 @@ class MergeKernel:
         mLse,
         weights: cute.Pointer,
         sums,
+        states: tuple,
         place: tuple,
         valid,
         tid: Int32,
@@ -135,6 +139,7 @@ class MergeKernel:
     ):
         """Merges the row at `place` (batch, seq, head) with `lanes` x `groups` threads; the whole CTA takes part.
 
+        `states` is (the first, how many).
         `weights` is shared memory for weight_floats float32 a row, `sums` for the groups' sums (None with one group).
         `mUnits` (n, b, s, h, d / 64) is None where states have no units. A first unit below 0 is, without its sign,
         that of all values of its state; the others need not be written then.
@@ -154,14 +159,12 @@ class MergeKernel:
         )
         acc = cute.make_rmem_tensor((spec.vector, spec.vectors), Float32)
         acc.fill(0.0)
-        num_states = Int32(mLses.shape[0])
-        lse_row = _row_address(mLses, 0, batch, seq, head)
+        first_state, num_states = states
+        lse_row = _row_address(mLses, first_state, batch, seq, head)
         lse_stride = Int64(mLses.stride[0]) * const_expr(Float32.width // 8)
-        outs_row = _row_address(mOuts, 0, batch, seq, head) + Int64(lane) * VECTOR_BYTES
-        outs_stride = Int64(mOuts.stride[0]) * const_expr(self.in_dtype.width // 8)
         units_row, units_stride = Int64(0), Int64(0)
         if const_expr(spec.units):
-            units_row = _row_address(mUnits, 0, batch, seq, head)
+            units_row = _row_address(mUnits, first_state, batch, seq, head)
             units_stride = Int64(mUnits.stride[0]) * const_expr(Float32.width // 8)
 
         sink = -Float32.inf
@@ -190,6 +193,8 @@ class MergeKernel:
                     mLse[batch, seq, head] = cutlass.select_(total == 0.0, -Float32.inf, lse)
 
         # ---- weights, then the weighted sum, a chunk of states at a time
+        outs_row = _row_address(mOuts, first_state, batch, seq, head) + Int64(lane) * VECTOR_BYTES
+        outs_stride = Int64(mOuts.stride[0]) * const_expr(self.in_dtype.width // 8)
         for first in cutlass.range(0, num_states, spec.chunk, unroll=1):
             if weighs:
                 lses = self._load_lses(lse_row, lse_stride, first, num_states, weight_lane)

@@ -4,7 +4,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float16, Float32, Int32, const_expr
 
-from cute_kernels.device import softmax
+from cute_kernels.device import registers, softmax
 from cute_kernels.device.trace import Tracer
 from cute_kernels.mla.column_tile_kernel import (
     MAX_GROWTH,
@@ -113,8 +113,7 @@ class ColumnSoftmax:
                 factor = cute.math.exp2(base - (largest - P_SHIFT), fastmath=True)
                 base = largest - P_SHIFT
             # the thread's number anew, or every address is kept for this
-            again = cute.arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Int32], read_only_args=[tid])
-            _, added = self.probabilities(smem, base, of_scores, buffer, again)
+            _, added = self.probabilities(smem, base, of_scores, buffer, registers.anew(tid))
         cute.arch.mbarrier_arrive(smem.s_empty.data_ptr() + of_scores)
         total = total * factor + added
 

@@ -310,23 +310,17 @@ class MlaDecodeKernel:
         if merges:
             if const_expr(self.spec.split):
                 group, part = divmod(block - decode_ctas, merge_divisor)
-                partials = (mPartial, mPartialLse, mUnits)
+                query, head_block = divmod(group, head_divisor)
+                states = (Int32(0), num_splits)
                 if const_expr(self.spec.balanced):
-                    query, first, parts = (cute.arch.make_warp_uniform(smem.cuts[i]) for i in range(3))
-                    if parts > 0:
-                        batch_idx, query_idx = divmod(query, query_divisor)
-                        place = (batch_idx, query_idx, group % head_divisor.divisor)
-                        counter = self.counter(counters, query * head_divisor.divisor + place[2])
-                        of_query = tuple(_from_state(mX, first + query, parts) for mX in partials)
-                        merge_ctas = merge_divisor.divisor
-                        self.merge(smem, of_query, mSink, mOut, mLse, counter, place, part, merge_ctas, parts)
-                else:
-                    rest, head_block = divmod(group, head_divisor)
-                    batch_idx, query_idx = divmod(rest, query_divisor)
-                    place = (batch_idx, query_idx, head_block)
-                    counter = self.counter(counters, group)
-                    merge_ctas = merge_divisor.divisor
-                    self.merge(smem, partials, mSink, mOut, mLse, counter, place, part, merge_ctas, num_splits)
+                    query, first, count = (cute.arch.make_warp_uniform(smem.cuts[i]) for i in range(3))
+                    states = (first + query, count)
+                if states[1] > 0:
+                    batch_idx, query_idx = divmod(query, query_divisor)
+                    counter = self.counter(counters, query * head_divisor.divisor + head_block)
+                    parts = (part, merge_divisor.divisor)
+                    results = (mPartial, mPartialLse, mUnits, mSink, mOut, mLse)
+                    self.merge(smem, results, counter, states, (batch_idx, query_idx, head_block), parts)
         elif warp_idx < 4:
             cute.arch.setmaxregister_decrease(of_producer)
             self.producer.run(smem, table, mSink, rank, tidx)
@@ -417,46 +411,39 @@ class MlaDecodeKernel:
         return cute.make_ptr(Int32, counters + 4 * Int64(group), AddressSpace.gmem, assumed_align=4)
 
     @cute.jit
-    def merge(
-        self,
-        smem,
-        partials: tuple,
-        mSink: cute.Tensor,
-        mOut: cute.Tensor,
-        mLse: cute.Tensor,
-        counter: cute.Pointer,
-        place,
-        part: Int32,
-        merge_ctas: Int32,
-        num_splits: Int32,
-    ):
-        """Merges one of `merge_ctas` parts of the 64 heads at `place`, merge_lanes threads a row.
+    def merge(self, smem, tensors: tuple, counter: cute.Pointer, states: tuple, place: tuple, parts: tuple):
+        """Merges part `parts[0]` of `parts[1]` of the 64 heads at `place`, merge_lanes threads a row.
 
-        Waits for the CTAs that decode these heads. They have lower numbers, so they have been started before this one
-        and need nothing from it. The last of the parts leaves the counter at 0 for the next launch.
+        Waits for the CTAs that leave the `states`, (the first, how many). They have lower numbers, so they have been
+        started before this one and need nothing from it. The last of the parts leaves the counter at 0 for the next
+        launch.
         """
+        mPartial, mPartialLse, mUnits, mSink, mOut, mLse = tensors
         batch_idx, query_idx, head_block = place
         tidx, _, _ = cute.arch.thread_idx()
         lanes, rows = self.spec.merge_lanes, self.spec.threads // self.spec.merge_lanes
-        row_in_cta = tidx // lanes
+        row_in_cta = cute.arch.make_warp_uniform(tidx // lanes)  # what follows from it takes no register of a thread
         if tidx == 0:
-            while cute.arch.load(counter, Int32, sem="acquire", scope="gpu") < num_splits:
+            while cute.arch.load(counter, Int32, sem="acquire", scope="gpu") < states[1]:
                 pass
         cute.arch.sync_threads()
         free = smem.codes if const_expr(self.spec.columns) else smem.nope
         weights = cute.recast_ptr(free.data_ptr(), dtype=Float32)
         sums = weights + rows * self.merger.spec.weight_floats
         heads = cutlass.min(mSink.shape[0] - head_block * self.spec.heads, self.spec.heads)
-        for first in cutlass.range(part * rows, heads, merge_ctas * rows, unroll=1):
+        for first in cutlass.range(parts[0] * rows, heads, parts[1] * rows, unroll=1):
             valid = first + row_in_cta < heads
             head = head_block * self.spec.heads + cutlass.min(first + row_in_cta, heads - 1)
             self.merger.merge_row(
-                *partials,
+                mPartial,
+                mPartialLse,
+                mUnits,
                 mSink,
                 mOut,
                 mLse,
                 weights,
                 sums,
+                states,
                 (batch_idx, query_idx, head),
                 valid,
                 tidx % lanes,
@@ -464,11 +451,5 @@ class MlaDecodeKernel:
             )
         if tidx == 0:
             done = cute.arch.atomic_add(counter, Int32(1), sem="acq_rel", scope="gpu") + 1
-            if done == num_splits + merge_ctas:
+            if done == states[1] + parts[1]:
                 cute.arch.store(counter, Int32(0))
-
-
-def _from_state(mX: cute.Tensor, first: Int32, count: Int32) -> cute.Tensor:
-    """`count` states of partial results, from `first` on."""
-    place = (first,) + (None,) * (len(mX.shape) - 1)
-    return cute.make_tensor(mX[place].iterator, cute.make_layout((count, *mX.shape[1:]), stride=mX.stride))

@@ -151,12 +151,7 @@ class MergeKernel:
         group = tid // spec.lanes % spec.groups
         lane = tid % spec.lanes
         of_weights = cute.make_layout((spec.units_of_row, spec.chunk))
-        of_row = weights + row_in_cta * spec.weight_floats
-        sWeight = cute.make_tensor(of_row, of_weights)
-        # whether units of a state differ; behind the weights
-        sApart = cute.make_tensor(
-            cute.recast_ptr(of_row + spec.units_of_row * spec.chunk, dtype=Int32), cute.make_layout(1)
-        )
+        sWeight = cute.make_tensor(weights + row_in_cta * spec.weight_floats, of_weights)
         acc = cute.make_rmem_tensor((spec.vector, spec.vectors), Float32)
         acc.fill(0.0)
         first_state, num_states = states
@@ -198,32 +193,23 @@ class MergeKernel:
         for first in cutlass.range(0, num_states, spec.chunk, unroll=1):
             if weighs:
                 lses = self._load_lses(lse_row, lse_stride, first, num_states, weight_lane)
-                apart = False
                 for i in cutlass.range_constexpr(spec.chunk // spec.weight_lanes):
                     weight = cute.math.exp2((lses[i] - shift) * LOG2_E, fastmath=True) * scale
                     # Exactly 0 even where another state's NaN made the scale NaN: there may be no such state to read.
-                    weight = cutlass.select_(lses[i] == -Float32.inf, Float32(0.0), weight)
-                    lses[i] = weight  # from here on
-                    apart = apart or (weight != 0.0 and firsts[i] > 0.0)
-                    # an empty state has no unit either
-                    sWeight[0, weight_lane + i * spec.weight_lanes] = cutlass.select_(
-                        weight == 0.0, weight, -firsts[i] * weight
-                    )
-                if const_expr(spec.units):
-                    apart = cute.arch.vote_any_sync(apart)
-                    if weight_lane == 0:
-                        sApart[0] = Int32(apart)
-                    if apart:
-                        self._weigh_apart(
-                            sWeight, lses, firsts, units_row, units_stride, first, num_states, weight_lane
+                    lses[i] = cutlass.select_(lses[i] == -Float32.inf, Float32(0.0), weight)  # from here on
+                    for b in cutlass.range_constexpr(spec.units_of_row):
+                        # an empty state has no unit either
+                        sWeight[b, weight_lane + i * spec.weight_lanes] = cutlass.select_(
+                            lses[i] == 0.0, lses[i], -firsts[i] * lses[i]
                         )
+                if const_expr(spec.units):
+                    self._weigh_apart(sWeight, lses, firsts, units_row, units_stride, first, weight_lane)
                     self._load_firsts(firsts, units_row, units_stride, first + spec.chunk, num_states, weight_lane)
             self._sync()
-            blocks = sApart[0] if const_expr(spec.units) else Int32(0)
             stop = cutlass.min(num_states - first, spec.chunk)
             for state in cutlass.range(0, stop, spec.unroll * spec.groups, unroll=1):
                 address = outs_row + Int64(first + state + group) * outs_stride
-                self._accumulate(acc, sWeight, blocks, state + group, address, outs_stride, lane)
+                self._accumulate(acc, sWeight, state + group, address, outs_stride, lane)
             self._sync()
 
         # ---- the groups' sums, in the order of the groups
@@ -276,19 +262,9 @@ class MergeKernel:
 
     @cute.jit
     def _accumulate(
-        self,
-        acc: cute.Tensor,
-        weights: cute.Tensor,
-        blocks: Int32,
-        state: Int32,
-        address: Int64,
-        stride: Int64,
-        lane: Int32,
+        self, acc: cute.Tensor, weights: cute.Tensor, state: Int32, address: Int64, stride: Int64, lane: Int32
     ):
-        """Adds weight x values of the states `state`, `state` + groups, ...; `address` is this lane's in the first.
-
-        `blocks` is 1 where 64 values have a weight of their own, else 0.
-        """
+        """Adds weight x values of the states `state`, `state` + groups, ...; `address` is this lane's in the first."""
         spec = self.spec
         raw = cute.make_rmem_tensor((4, spec.vectors, spec.unroll), Int32)
         weight = cute.make_rmem_tensor((spec.vectors, spec.unroll), Float32)
@@ -296,7 +272,7 @@ class MergeKernel:
             for v in cutlass.range_constexpr(spec.vectors):
                 # states beyond the last one are in the chunk as well, with weight 0
                 block = (lane + v * spec.lanes) // (spec.d // spec.vector // spec.units_of_row)
-                weight[v, u] = weights[block * blocks if const_expr(spec.units) else 0, state + u * spec.groups]
+                weight[v, u] = weights[block if const_expr(spec.units) else 0, state + u * spec.groups]
                 wanted = weight[v, u] != 0.0 and self._in_row(lane, v)
                 at = address + Int64(u * spec.groups) * stride + v * spec.lanes * VECTOR_BYTES
                 words = _load16_or_zero(at, wanted)
@@ -331,23 +307,21 @@ class MergeKernel:
         row: Int64,
         stride: Int64,
         first: Int32,
-        num_states: Int32,
         weight_lane: Int32,
     ):
         """Weights times each unit, where those of a state differ: scales that float16 does not reach, so rare."""
         spec = self.spec
-        four = cute.make_rmem_tensor(4, Float32)
-        words = cute.recast_tensor(four, Int32)
         for i in cutlass.range_constexpr(spec.chunk // spec.weight_lanes):
             state = weight_lane + i * spec.weight_lanes
-            wanted = weights[i] != 0.0 and firsts[i] > 0.0
-            for j in cutlass.range_constexpr(spec.units_of_row // 4):
-                loaded = _load16_or_zero(row + Int64(first + state) * stride + j * VECTOR_BYTES, wanted)
-                for w in cutlass.range_constexpr(4):
-                    words[w] = loaded[w]
-                for w in cutlass.range_constexpr(4):
-                    unit = cutlass.select_(wanted, four[w], -firsts[i])
-                    sWeight[4 * j + w, state] = cutlass.select_(weights[i] == 0.0, weights[i], unit * weights[i])
+            if weights[i] != 0.0 and firsts[i] > 0.0:
+                four = cute.make_rmem_tensor(4, Float32)
+                words = cute.recast_tensor(four, Int32)
+                for j in cutlass.range_constexpr(spec.units_of_row // 4):
+                    loaded = _load16_or_zero(row + Int64(first + state) * stride + j * VECTOR_BYTES, True)
+                    for w in cutlass.range_constexpr(4):
+                        words[w] = loaded[w]
+                    for w in cutlass.range_constexpr(4):
+                        sWeight[4 * j + w, state] = four[w] * weights[i]
 
     @cute.jit
     def _store(self, acc: cute.Tensor, out_row: Int64, lane: Int32):

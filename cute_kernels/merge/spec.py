@@ -141,8 +141,8 @@ class MergeSpec:
 
     @property
     def weight_floats(self) -> int:
-        """Float32 numbers of shared memory for the weights of a row: each times each unit, and whether units differ."""
-        return self.chunk * self.units_of_row + (4 if self.units else 0)
+        """Float32 numbers of shared memory for the weights of a row: each times each unit."""
+        return self.chunk * self.units_of_row
 
     @property
     def unroll(self) -> int:

@@ -56,7 +56,7 @@ class MlaDecodeSpec:
         """Levels at which ptxas spills no register; with 7 instead of its default, 5, 64 heads take 1 to 3% less."""
         level = 5
         if self.columns:
-            level = (2 if self.balanced else 7) if self.heads == WIDE else 0
+            level = 7 if self.heads == WIDE else 0
         return f"--ptxas-options '--register-usage-level={level}'"
 
     def can_implement(self) -> list[str]:

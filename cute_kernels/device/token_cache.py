@@ -24,13 +24,11 @@ PIECES = 5  # 16-byte loads per lane and row: four of codes, one of the rope par
 
 
 @cute.jit
-def row_pointer(mKV: cute.Tensor, zero_row: Int64 | None, valid, page: Int32, offset: Int32) -> cute.Pointer:
+def row_pointer(mKV: cute.Tensor, zero_row: Int64, valid, page: Int32, offset: Int32) -> cute.Pointer:
     """One token's row, or the zeros at the address `zero_row`: a masked slot may hold NaN, and 0 x NaN is NaN."""
     # 64-bit products: page * stride passes 2^31 bytes in a cache of 2 GiB
     row = Int64(page) * Int64(mKV.stride[0]) + Int64(offset) * Int64(mKV.stride[1])
-    address = mKV.iterator.toint() + row
-    if const_expr(zero_row is not None):
-        address = cutlass.select_(valid, address, zero_row)
+    address = cutlass.select_(valid, mKV.iterator.toint() + row, zero_row)
     return cute.make_ptr(Uint8, address, AddressSpace.gmem, assumed_align=16)
 
 

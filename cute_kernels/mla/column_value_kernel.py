@@ -156,8 +156,9 @@ class ColumnValues:
         at = 2 * q * NOPE + GROUP * (2 * wg + warp_idx // 2) + g % 2 * 8
         first = at + ((chunk ^ swizzle(2 * q)) << 4)  # two chunks of neighbours, and all of each eighth, differ alike
         second = at + NOPE + ((chunk ^ swizzle(2 * q + 1)) << 4)
-        # kept: made again behind each wait for a tile, they cost dense decoding with 16 heads 4%
-        return registers.anew(first), registers.anew(second)
+        if const_expr(self.spec.few_heads):  # kept: made again behind each wait for a tile, they cost 2% of a tile
+            return registers.anew(first), registers.anew(second)
+        return first, second
 
     @cute.jit
     def load(self, smem, raw: cute.Tensor, stage: Int32, block, lines: tuple):

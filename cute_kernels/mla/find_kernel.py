@@ -23,11 +23,8 @@ class KeyFinder:
         return entries[position]
 
     @cute.jit
-    def locate(self, mKV: cute.Tensor, zero_row: Int64 | None, entry: Int32, position: Int32, last: Int32, page_divisor):
-        """(1, the address of the key's row), or (0, that of `zero_row`) where the position is masked.
-
-        Without a `zero_row` it is that of some row of the cache, which is not to be read.
-        """
+    def locate(self, mKV: cute.Tensor, zero_row: Int64, entry: Int32, position: Int32, last: Int32, page_divisor):
+        """(1, the address of the key's row), or (0, that of a row of zeros) where the position is masked."""
         bound = mKV.shape[0]
         if const_expr(self.sparse):
             bound *= mKV.shape[1]

@@ -2,7 +2,7 @@
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import AddressSpace, Float32, Int16, Int32, Int64, Uint8
+from cutlass import AddressSpace, Int16, Int32, Int64, Uint8
 from cutlass.cute.nvgpu import cpasync
 
 from cute_kernels.device import token_cache
@@ -71,7 +71,7 @@ class RowGatherer:
     @cute.jit
     def step(self, smem, table: tuple, cursor: tuple, tid: Int32):
         """Starts the copies of the next tile, if there is one, once its stage is free; returns the new cursor."""
-        mKV, page_divisor = table[0], table[6][0]
+        mKV, zero_row, page_divisor = table[0], table[3], table[6][0]
         item, left, position, last, entries, entry, length, copied = cursor
         copy = cute.make_copy_atom(
             cpasync.CopyG2SOp(cache_mode=cpasync.LoadCacheMode.GLOBAL), Uint8, num_bits_per_copy=8 * CHUNK
@@ -87,7 +87,7 @@ class RowGatherer:
             cute.arch.mbarrier_wait(smem.empty.data_ptr() + stage, (use + 1) % 2)
             self.stamp(smem, copied, 0, 1, tid)
             self.stamp(smem, copied, 1, 0, tid)
-            valid, row = self.keys.locate(mKV, None, entry, position, last, page_divisor)
+            valid, row = self.keys.locate(mKV, zero_row, entry, position, last, page_divisor)
             left, position = left - 1, position + TOKENS_PER_TILE
             address = row.toint()
             low, high = Int32(address & 0xFFFFFFFF), Int32(address >> 32)
@@ -96,14 +96,7 @@ class RowGatherer:
                 sValid[stage * WARPS + warp_idx] = Int16(bits)
             if lane < 16:
                 at = cute.assume((stage * TOKENS_PER_TILE + first + lane) * (4 * GROUPS), divby=CHUNK)
-                if valid != 0:
-                    self.copy_chunk(copy, address + token_cache.SCALE_OFFSET, scale + at)
-                else:  # as far from the ends of float32 as any
-                    ones = cute.make_rmem_tensor(GROUPS, Float32)
-                    ones.fill(1.0)
-                    cute.autovec_copy(
-                        ones, cute.make_tensor(cute.recast_ptr(scale + at, dtype=Float32), cute.make_layout(GROUPS))
-                    )
+                self.copy_chunk(copy, address + token_cache.SCALE_OFFSET, scale + at)
             for i in cutlass.range_constexpr(16 // ROWS):
                 of_row = ROWS * i + lane // 8
                 upper = Int64(cute.arch.shuffle_sync(high, of_row)) << 32

@@ -7,6 +7,7 @@ A pair of markers, `<!-- results:mla:begin -->` and `<!-- results:mla:end -->`, 
 
     run           the card, the versions, tests and ceilings
     mla           FP8 MLA decoding, its append, the merge
+    mla-sustained the cases that are timed under load as well
     crossover     its cases with each exchange forced
     gqa           every case of GQA decoding and of its append
     gqa-summary   those cases of GQA decoding that have to reach a number
@@ -78,6 +79,24 @@ def _mla(record: Record) -> list[str]:
         _decode_table("dense", "s_k", dense) if dense else [],
         _other_table(others) if others else [],
     )
+
+
+def _mla_sustained(record: Record) -> list[str]:
+    rows = []
+    for case in _of(record, "mla_fp8_decode"):
+        if "sustained" not in case:
+            continue
+        loaded = case["sustained"]
+        peer = next((entry for entry in case["peers"].values() if "sustained_us" in entry), None)
+        names = f"{case['mode']} {case['batch']} x {case['h_q']} x {case['s_q']}, {_keys(case)}"
+        clocks = [f"{mhz:.0f}" if mhz else MISSING for mhz in (case.get("sm_mhz"), loaded.get("sm_mhz"))]
+        ratios = [
+            f"{peer['us'] / case['us']:.2f}" if peer else MISSING,
+            f"{peer['sustained_us'] / loaded['us']:.2f}" if peer else MISSING,
+        ]
+        times = [_short(case["us"]), _short(loaded["us"])]
+        rows.append([names, *(" / ".join(pair) for pair in (times, clocks, ratios))])
+    return _markdown(["case", "us after a rest / under load", "MHz", "x FlashMLA"], rows) if rows else []
 
 
 def _crossover(record: Record) -> list[str]:
@@ -196,6 +215,7 @@ PARTS: dict[str, Callable[[Record], list[str]]] = {
     "gqa-summary": _gqa_summary,
     "sink": _sink,
     "sink-summary": _sink_summary,
+    "mla-sustained": _mla_sustained,
     "crossover": _crossover,
     "sink-routing": _sink_routing,
     **budget_table.PARTS,

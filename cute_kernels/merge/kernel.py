@@ -112,13 +112,10 @@ class MergeKernel:
         weights = smem.allocate_array(Float32, spec.weight_floats * spec.rows_per_cta, byte_alignment=16)
         sums = None
         if const_expr(spec.groups > 1):
-            count = spec.vector * spec.lanes * spec.vectors * (spec.groups - 1) * spec.rows_per_cta
-            sums = smem.allocate_array(Float32, count, byte_alignment=16)
+            sums = smem.allocate_array(Float32, math.prod(spec.sum_shape) * spec.rows_per_cta, byte_alignment=16)
         place = (batch, seq, head)
         states = (Int32(0), Int32(mLses.shape[0]))
-        self.merge_row(
-            mOuts, mLses, None, mSink, mOut, mLse, weights, sums, states, place, row < rows, tid, row_in_cta
-        )
+        self.merge_row(mOuts, mLses, None, mSink, mOut, mLse, weights, sums, states, place, row < rows, tid, row_in_cta)
 
     @cute.jit
     def merge_row(
@@ -214,10 +211,8 @@ class MergeKernel:
 
         # ---- the groups' sums, in the order of the groups
         if const_expr(spec.groups > 1):
-            shape = (spec.vector, spec.lanes, spec.vectors, spec.groups - 1)
-            sSum = cute.make_tensor(
-                sums + row_in_cta * const_expr(math.prod(shape)), cute.make_ordered_layout(shape, order=(0, 1, 2, 3))
-            )
+            of_row = sums + row_in_cta * const_expr(math.prod(spec.sum_shape))
+            sSum = cute.make_tensor(of_row, cute.make_ordered_layout(spec.sum_shape, order=(0, 1, 2, 3)))
             if group > 0:
                 cute.autovec_copy(acc, sSum[None, lane, None, group - 1])
             self._sync()

@@ -145,6 +145,11 @@ class MergeSpec:
         return self.chunk * self.units_of_row
 
     @property
+    def sum_shape(self) -> tuple[int, int, int, int]:
+        """Of the sums of a row that its groups leave for the first one, float32 in shared memory."""
+        return self.vector, self.lanes, self.vectors, self.groups - 1
+
+    @property
     def unroll(self) -> int:
         """States that a thread loads at a time."""
         return max(1, self.loads // self.vectors)

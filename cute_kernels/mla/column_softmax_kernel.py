@@ -20,7 +20,7 @@ from cute_kernels.mla.gather_kernel import RowGatherer
 from cute_kernels.mla.producer_kernel import GROUPS
 from cute_kernels.mla.spec import COLUMN_WEIGHT, EVENTS, ROLES, TOKENS_PER_TILE, MlaDecodeSpec
 from cute_kernels.mla.tile_kernel import place_of_weight
-from cute_kernels.mla.work_kernel import WorkItems
+from cute_kernels.mla.work_kernel import LENGTH, OWN, WorkItems
 
 SMALLEST_WEIGHT, LARGEST_WEIGHT = 2.0**-5, 2.0**7  # any code times a weight in between is a normal float16 number
 
@@ -60,10 +60,10 @@ class ColumnSoftmax:
                 cursor = self.gatherer.step(smem, table, cursor, tid)
         done = Int32(0)
         sSink = smem.sink.get_tensor(cute.make_layout(self.heads))
-        first_item, items, step = table[7][:3]
+        first_item, items, step = table[OWN][:3]
         for item in cutlass.range(first_item, items, step, unroll=1):
             work = self.items.locate(item, table)
-            length = self.items.length_of(work, table[2])
+            length = self.items.length_of(work, table[LENGTH])
             _, _, count, whole = self.items.keys_of(item, work, length, table)
             head = work[0] * self.heads + self.head(tid)
             if tid % 32 < 32 // self.parts:  # for want of a register; who has written it reads it

@@ -11,7 +11,7 @@ from cute_kernels.mla.column_tile_kernel import ROPE_BYTES, WARPS, rope_stages, 
 from cute_kernels.mla.find_kernel import KeyFinder
 from cute_kernels.mla.producer_kernel import GROUP, GROUPS, NOPE
 from cute_kernels.mla.spec import EVENTS, ROLES, TOKENS_PER_TILE, MlaDecodeSpec
-from cute_kernels.mla.work_kernel import WorkItems
+from cute_kernels.mla.work_kernel import DIVISORS, INDEX, LENGTH, OWN, WorkItems
 
 ROWS = 4  # of a warp in one step, eight lanes each
 CHUNK = 16  # bytes of an asynchronous copy
@@ -44,8 +44,8 @@ class RowGatherer:
     @cute.jit
     def start(self, table: tuple, tid: Int32):
         """The cursor at the first tile of this CTA."""
-        first = table[7][0]
-        length = self.items.length_of(self.items.locate(first, table), table[2])
+        first = table[OWN][0]
+        length = self.items.length_of(self.items.locate(first, table), table[LENGTH])
         zero = Int32(0)
         return self.advance(table, (first, zero, zero, zero, Int64(0), zero, length, zero), tid)
 
@@ -53,25 +53,25 @@ class RowGatherer:
     def advance(self, table: tuple, cursor: tuple, tid: Int32):
         """Goes on to an item that has keys, if there is none left of this one, and starts to load the next entry."""
         item, left, position, last, address, entry, length, copied = cursor
-        _, items, step = table[7][:3]
+        _, items, step = table[OWN][:3]
         while left == 0 and item < items:
             work = self.items.locate(item, table)
             begin, limit, left, _ = self.items.keys_of(item, work, length, table)
-            address = self.items.entries(work, table[1]).iterator.toint()
+            address = self.items.entries(work, table[INDEX]).iterator.toint()
             position, last = begin + tid // 32 * 16 + tid % 16, limit - 1
             item += step
             following = self.items.locate(cutlass.min(item, items - 1), table)
-            length = self.items.length_of(following, table[2])  # an item ahead: it takes some 1000 clocks to come
+            length = self.items.length_of(following, table[LENGTH])  # an item ahead: it takes some 1000 clocks to come
         if left > 0:
             pointer = cute.make_ptr(Int32, address, AddressSpace.gmem, assumed_align=4)
             entries = cute.make_tensor(pointer, cute.make_layout(1 << 30))  # more than there are
-            entry = self.keys.read_entry(entries, position, last, table[6][0])
+            entry = self.keys.read_entry(entries, position, last, table[DIVISORS][0])
         return item, left, position, last, address, entry, length, copied
 
     @cute.jit
     def step(self, smem, table: tuple, cursor: tuple, tid: Int32):
         """Starts the copies of the next tile, if there is one, once its stage is free; returns the new cursor."""
-        mKV, zero_row, page_divisor = table[0], table[3], table[6][0]
+        mKV, zero_row, page_divisor = table[0], table[3], table[DIVISORS][0]
         item, left, position, last, entries, entry, length, copied = cursor
         copy = cute.make_copy_atom(
             cpasync.CopyG2SOp(cache_mode=cpasync.LoadCacheMode.GLOBAL), Uint8, num_bits_per_copy=8 * CHUNK

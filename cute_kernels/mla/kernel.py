@@ -319,8 +319,8 @@ class MlaDecodeKernel:
                     batch_idx, query_idx = divmod(query, query_divisor)
                     counter = self.counter(counters, query * head_divisor.divisor + head_block)
                     parts = (part, merge_divisor.divisor)
-                    results = (mPartial, mPartialLse, mUnits, mSink, mOut, mLse)
-                    self.merge(smem, results, counter, states, (batch_idx, query_idx, head_block), parts)
+                    tensors = (mPartial, mPartialLse, mUnits, mSink, mOut, mLse)
+                    self.merge(smem, tensors, counter, states, (batch_idx, query_idx, head_block), parts)
         elif warp_idx < 4:
             cute.arch.setmaxregister_decrease(of_producer)
             self.producer.run(smem, table, mSink, rank, self.kept(tidx))
@@ -387,8 +387,8 @@ class MlaDecodeKernel:
     def kept(self, tid: Int32) -> Int32:
         """The number of a thread, in a register where there are enough of them.
 
-        Addresses follow from it. Made again from the register of the hardware behind each wait, they cost dense decoding
-        with 16 and 32 heads 4%.
+        Addresses follow from it. Made again behind each wait, from the register of the hardware, they cost dense
+        decoding with 16 and 32 heads 4%.
         """
         return registers.anew(tid) if self.spec.columns and self.spec.heads in NARROW else tid
 

@@ -87,7 +87,11 @@ def plan_decode(
     shares = num_sms // blocks
     items = queries * blocks
     candidates = [num_splits] if num_splits is not None else range(1, min(tiles, MAX_SPLITS) + 1)
-    best = min(candidates, key=lambda n: (_estimate_us(items, tiles, n, queries * h_q, num_sms), n))
+
+    def estimate(n: int) -> float:
+        return _estimate_us(items * n, -(-tiles // n), n, queries * h_q, num_sms)
+
+    best = min(candidates, key=lambda n: (estimate(n), n))
     can_share = num_splits is None and spec.columns and 1 < queries <= MAX_BALANCED and shares > 1
     if can_share and (ragged or (best > 1 and items >= num_sms)):  # a share has fewer cuts than splits of all
         return _plan_shares(spec, queries, h_q, blocks, tiles, num_sms)
@@ -102,7 +106,7 @@ def plan_decode(
         ctas=items * best,
         max_ctas=num_sms // spec.cluster * spec.cluster,
         partial_rows=best * queries * h_q if best > 1 else 0,
-        estimated_us=_estimate_us(items, tiles, best, queries * h_q, num_sms),
+        estimated_us=estimate(best),
     )
 
 
@@ -124,7 +128,7 @@ def _plan_shares(spec: MlaDecodeSpec, queries: int, h_q: int, blocks: int, tiles
         ctas=items * blocks,
         max_ctas=shares * blocks,
         partial_rows=(shares + queries) * h_q,
-        estimated_us=_estimate_us(items * blocks, each, parts, queries * h_q, num_sms, cut=False),
+        estimated_us=_estimate_us(items * blocks, each, parts, queries * h_q, num_sms),
     )
 
 
@@ -134,10 +138,9 @@ def _merge_ctas(spec: MlaDecodeSpec, h_q: int, merge_lanes: int, groups: int, nu
     return -(-turns // max(1, -(-groups * turns // num_sms)))
 
 
-def _estimate_us(items: int, tiles: int, num_splits: int, rows: int, num_sms: int, cut: bool = True) -> float:
-    """Of items that are yet to be cut into so many splits, or of those that it makes."""
-    waves = -(-items * (num_splits if cut else 1) // num_sms)
-    decode = waves * (-(-tiles // (num_splits if cut else 1)) * TILE_US + CTA_US)
+def _estimate_us(items: int, tiles: int, num_splits: int, rows: int, num_sms: int) -> float:
+    """Of so many items of work with so many tiles each, which are `num_splits` parts of each query."""
+    decode = -(-items // num_sms) * (tiles * TILE_US + CTA_US)
     if num_splits == 1:
         return decode
     return decode + MERGE_US + MERGE_US_PER_MB * num_splits * rows * 4 * PARTIAL_FLOATS / 1e6

@@ -10,7 +10,7 @@ from cute_kernels.device import cluster, token_cache
 from cute_kernels.device.trace import Tracer
 from cute_kernels.mla.find_kernel import KeyFinder
 from cute_kernels.mla.spec import EVENTS, ROLES, TOKENS_PER_TILE, MlaDecodeSpec
-from cute_kernels.mla.work_kernel import WorkItems
+from cute_kernels.mla.work_kernel import DIVISORS, OWN, WorkItems
 
 NOPE, ROPE = 512, 64
 GROUP = 128  # columns of a quantization tile
@@ -56,7 +56,7 @@ class KeyProducer:
     def run(self, smem, table: tuple, _, rank: Int32, tid: Int32):
         """Rows of all items of this CTA; `table` as for WorkItems."""
         mKV, mIndex, mLength, zero_row = table[:4]
-        first_item, items, step = table[7][:3]
+        first_item, items, step = table[OWN][:3]
         done = Int32(0)  # tiles of the items before
         for item in cutlass.range(first_item, items, step, unroll=1):
             work = self.items.locate(item, table)
@@ -64,7 +64,7 @@ class KeyProducer:
             begin, limit, count, _ = self.items.keys_of(item, work, length, table)
             if count > 0:
                 entries = self.items.entries(work, mIndex)
-                self.fill(smem, mKV, zero_row, entries, begin, limit, done, count, table[6][0], rank, tid)
+                self.fill(smem, mKV, zero_row, entries, begin, limit, done, count, table[DIVISORS][0], rank, tid)
             done += count
 
     @cute.jit

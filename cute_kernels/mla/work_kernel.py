@@ -8,6 +8,7 @@ from cute_kernels.mla.spec import CUT_TILES, ITEM_TILES, TOKENS_PER_TILE, MlaDec
 
 WARP = 32
 END = 1 << 30  # beyond the tiles of any query
+INDEX, LENGTH, DIVISORS, OWN = 1, 2, 6, 7  # places in a table of items
 
 
 class WorkItems:
@@ -34,9 +35,9 @@ class WorkItems:
 
         Neighbouring CTAs read the same rows: the second one finds them in L2, or is the other one of a cluster.
         """
-        _, head_divisor, split_divisor, query_divisor = table[6]
+        _, head_divisor, split_divisor, query_divisor = table[DIVISORS]
         if self.balanced:
-            _, _, _, _, _, share, head_block = table[7]
+            _, _, _, _, _, share, head_block = table[OWN]
             batch_idx, query_idx = divmod(item, query_divisor)
             return head_block, share + item, query_idx, batch_idx
         rest, head_block = divmod(item, head_divisor)
@@ -60,7 +61,7 @@ class WorkItems:
     @cute.jit
     def limit_of(self, work: tuple, length: Int32, table: tuple) -> Int32:
         """The position at which the keys of a query end."""
-        mKV, mIndex, causal, query_divisor = table[0], table[1], table[5], table[6][3]
+        mKV, mIndex, causal, query_divisor = table[0], table[INDEX], table[5], table[DIVISORS][3]
         if const_expr(self.sparse):
             return cutlass.min(length, mIndex.shape[2])
         limit = length - causal * (query_divisor.divisor - 1 - work[2])
@@ -72,7 +73,7 @@ class WorkItems:
         limit = self.limit_of(work, length, table)
         tiles = cute.ceil_div(cutlass.max(limit, 0), TOKENS_PER_TILE)
         if const_expr(self.balanced):
-            first, stop, _, begin, end, _, _ = table[7]
+            first, stop, _, begin, end, _, _ = table[OWN]
             first_tile = Int32(cutlass.select_(item == first, begin, Int32(0)))
             last_tile = Int32(cutlass.select_(item == stop - 1, cutlass.min(end, tiles), tiles))
             count = last_tile - first_tile
@@ -192,9 +193,9 @@ class WorkItems:
     @cute.jit
     def weight_of(self, query: Int32, table: tuple) -> Int32:
         """What a query counts, in tiles."""
-        batch_idx, query_idx = divmod(query, table[6][3])
+        batch_idx, query_idx = divmod(query, table[DIVISORS][3])
         work = (Int32(0), Int32(0), query_idx, batch_idx)
-        limit = self.limit_of(work, self.length_of(work, table[2]), table)
+        limit = self.limit_of(work, self.length_of(work, table[LENGTH]), table)
         return cute.ceil_div(cutlass.max(limit, 0), TOKENS_PER_TILE) + ITEM_TILES
 
     @cute.jit

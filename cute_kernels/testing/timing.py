@@ -16,9 +16,12 @@ import torch
 Call = Callable[[], Any]
 
 REPLAYS: Final = 40
-MAX_SECONDS: Final = 0.6
-"""Replays of one measurement stop after this long, but not before `MIN_REPLAYS`."""
+MAX_SECONDS: Final = 0.06
+"""Replays of one measurement stop after this long, but not before `MIN_REPLAYS`: what draws 700 W runs for 50 to 100 ms
+before the card lowers its clock, by up to a fifth."""
 MIN_REPLAYS: Final = 8
+REST_SECONDS: Final = 0.1
+"""Idle time before a measurement, or it starts at the clock that the one before has left."""
 HOST_ROUNDS, HOST_CALLS = 9, 100
 """More than about 1000 launches in flight would time the launch queue instead of the host."""
 GEMM_SIZE: Final = 8192
@@ -77,13 +80,17 @@ def capture(calls: Sequence[Call]) -> torch.cuda.CUDAGraph:
     return graph
 
 
-def time_graph(calls: Sequence[Call], *, replays: int = REPLAYS, clock: bool = True) -> Timing:
+def time_graph(
+    calls: Sequence[Call], *, replays: int = REPLAYS, clock: bool = True, load_seconds: float = 0.0
+) -> Timing:
     """Device time of one call, host time left out.
 
     Args:
         calls: the same computation over rotated input sets that together outgrow the L2 cache.
         replays: at most so many, each timed by a pair of events.
         clock: read the SM clock while further replays run.
+        load_seconds: 0: time begins after a rest, at the clock that the card has then. Else after replays for so long,
+            at the clock that the limit of its power leaves.
 
     Returns:
         `Timing`, in microseconds a call.
@@ -91,9 +98,7 @@ def time_graph(calls: Sequence[Call], *, replays: int = REPLAYS, clock: bool = T
     if not calls:
         raise ValueError("calls: got none, needs at least one")
     graph = capture(calls)
-    for _ in range(3):
-        graph.replay()
-    torch.cuda.synchronize()
+    _before_timing(graph.replay, load_seconds)
     spans: list[float] = []
     started = time.monotonic()
     while len(spans) < replays and (len(spans) < MIN_REPLAYS or time.monotonic() - started < MAX_SECONDS):
@@ -104,7 +109,22 @@ def time_graph(calls: Sequence[Call], *, replays: int = REPLAYS, clock: bool = T
         end.synchronize()
         spans.append(begin.elapsed_time(end) * 1e3 / len(calls))
     us, p10, p90 = percentiles(spans)
-    return Timing(us, p10, p90, sm_clock_under(graph.replay, us * len(calls)) if clock else None)
+    if not clock:
+        return Timing(us, p10, p90)
+    _before_timing(graph.replay, load_seconds)
+    return Timing(us, p10, p90, sm_clock_under(graph.replay, us * len(calls)))
+
+
+def _before_timing(replay: Call, load_seconds: float) -> None:
+    """Rests, and makes three replays, or replays for `load_seconds`."""
+    torch.cuda.synchronize()
+    if load_seconds == 0:
+        time.sleep(REST_SECONDS)
+    started, done = time.monotonic(), 0
+    while done < 3 or time.monotonic() - started < load_seconds:
+        replay()
+        torch.cuda.synchronize()
+        done += 1
 
 
 def percentiles(samples: Sequence[float]) -> tuple[float, float, float]:
@@ -132,7 +152,7 @@ def host_time(call: Call) -> float:
     return statistics.median(rounds)
 
 
-def sm_clock_under(replay: Call, us: float, *, seconds: float = 0.12) -> float | None:
+def sm_clock_under(replay: Call, us: float, *, seconds: float = 0.08) -> float | None:
     """SM clock in MHz while the GPU is kept busy: the median of a few readings; None where none can be taken.
 
     Args:

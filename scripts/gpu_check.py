@@ -344,8 +344,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"{finding.tool}: {finding.reason or finding.errors}\n{finding.output[-2000:]}", flush=True)
     if findings:
         sanitizer = sanitizer_record(findings)
-    with progress.step("ceilings"):
-        ceilings = measure_ceilings()
+    if kept is not None and options.skip_benchmarks:
+        ceilings = kept["ceilings"]  # those that its benchmarks are fractions of
+    else:
+        with progress.step("ceilings"):
+            ceilings = measure_ceilings()
     benches, tokens = ([], 0) if options.skip_benchmarks else select_benches(options.quick, options.only)
     progress.say(
         f"{len(benches)} benchmark cases, MLA over a cache of {tokens * bench_mla.TOKEN_BYTES / 2**30:.1f} GiB"

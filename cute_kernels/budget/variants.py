@@ -133,11 +133,10 @@ class MlaVariant:
 
 
 # `model.calibrate` gives both numbers of each from batch 128, 128 heads, s_q 2, topk 2048 (4 waves of 32 tiles) and
-# s_q 4, topk 512 (8 waves of 8 tiles): 305.3 and 185.1 us without a cluster, and, in an earlier run, 380.4 and 230.8 us
-# with the crossover of values. Without a cluster they give 33.8 and 9,873 at 1965 MHz; calls of more than a millisecond
-# run at 1,605 to 1,695 MHz, which draws less power, so a part of that is put on the token.
+# s_q 4, topk 512 (8 waves of 8 tiles): 306.4 and 183.3 us without a cluster, and, in an earlier run, 380.4 and 230.8 us
+# with the crossover of values.
 # A launch of one wave (64 x 128 x 1, topk 2048) takes START_CYCLES more than those two leave it.
-LATENCY_CYCLES, CTA_CYCLES, START_CYCLES = 36.7, 9_600.0, 10_000.0
+LATENCY_CYCLES, CTA_CYCLES, START_CYCLES = 34.4, 9_105.0, 12_000.0
 COLUMNS = MlaVariant(
     "no cluster, keys made in registers",
     rows_in_flight=192,
@@ -165,11 +164,11 @@ MLA_VARIANTS = (COLUMNS, TURNS, OVERLAPPED_32, OVERLAPPED, CROSSOVER_ASYNC, CROS
 MLA_BUILT = COLUMNS
 """What `mla_fp8_decode` runs with 33 heads and more. `TURNS` has to be asked for."""
 
-MLA_HALF = replace(COLUMNS, name="32 heads", latency_cycles=24.9, cta_cycles=2_000.0)
-"""What it runs with 17 to 32: from 128 x 32 x 1 with topk 2048 (67.0 us) and 8192 dense keys (255.6 us)."""
+MLA_HALF = replace(COLUMNS, name="32 heads", latency_cycles=23.5, cta_cycles=2_000.0)
+"""What it runs with 17 to 32: between 128 x 32 x 1 with topk 2048 (67 to 69 us) and 8192 dense keys (236 to 256 us)."""
 
-MLA_NARROW = replace(COLUMNS, name="16 heads", rows_in_flight=256, latency_cycles=14.0, cta_cycles=10_200.0)
-"""What it runs with fewer: from 128 x 16 x 1 with topk 2048 (60.1 us) and 8192 dense keys (200 to 220 us)."""
+MLA_NARROW = replace(COLUMNS, name="16 heads", rows_in_flight=256, latency_cycles=12.8, cta_cycles=10_200.0)
+"""What it runs with fewer: between 128 x 16 x 1 with topk 2048 (60 to 62 us) and 8192 dense keys (198 to 220 us)."""
 
 
 @dataclass(frozen=True)

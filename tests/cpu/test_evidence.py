@@ -267,6 +267,7 @@ def test_a_record_without_such_cases_says_so():
     record = some_record(cases=[])
     assert [part for part in results_table.PARTS if results_table.render(record, part) == results_table.NO_CASES] == [
         "mla",
+        "mla-sustained",
         "gqa",
         "gqa-summary",
         "sink",

@@ -211,11 +211,11 @@ def _sink_size(case: Case) -> str:
 PARTS: dict[str, Callable[[Record], list[str]]] = {
     "run": _run,
     "mla": _mla,
+    "mla-sustained": _mla_sustained,
     "gqa": _gqa,
     "gqa-summary": _gqa_summary,
     "sink": _sink,
     "sink-summary": _sink_summary,
-    "mla-sustained": _mla_sustained,
     "crossover": _crossover,
     "sink-routing": _sink_routing,
     **budget_table.PARTS,

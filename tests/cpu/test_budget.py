@@ -308,8 +308,8 @@ def test_a_prediction_stands_beside_what_is_measured() -> None:
     """In the same unit: cycles per token over all SMs."""
     big = bench_mla.DecodeBench("sparse", 128, 128, 2)
     predicted = bench_mla.predicted_cycles(big)
-    assert predicted == pytest.approx(79.0, rel=0.01)  # recorded: 75.5
-    assert model.spread_cycles(305.336, 1965, 128 * 2 * 2048 * 2, 132) == pytest.approx(75.5, abs=0.05)
+    assert predicted == pytest.approx(76.4, rel=5e-3)  # what is recorded
+    assert model.spread_cycles(306.36, 1980, 128 * 2 * 2048 * 2, 132) == pytest.approx(76.4, abs=0.05)
 
 
 def test_the_budget_needs_nothing() -> None:

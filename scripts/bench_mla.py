@@ -234,6 +234,7 @@ def decode_inputs(bench: DecodeBench, cache: torch.Tensor) -> list[DecodeCase]:
     """The rotated input sets of one case, over one cache."""
     gen = generator(bench.batch * 1000 + bench.h_q + bench.s_q, "cuda")
     num_pages = cache.shape[0]
+    lengths = torch.tensor(bench.lengths, dtype=torch.int32, device="cuda")
     cases = []
     for number in range(bench.sets):
         q = torch.randn((bench.batch, bench.s_q, bench.h_q, QK_DIM), generator=gen, device="cuda").bfloat16()
@@ -243,14 +244,10 @@ def decode_inputs(bench: DecodeBench, cache: torch.Tensor) -> list[DecodeCase]:
             # the leading places of a random order are keys without repetition, as an indexer picks them
             order = torch.rand((bench.batch * bench.s_q, CONTEXT), generator=gen, device="cuda")
             picked = order.topk(bench.keys, sorted=False).indices.view(bench.batch, bench.s_q, bench.keys)
-            case = DecodeCase(q, cache, indices=(picked + first.view(-1, 1, 1)).int())
-            if bench.ragged:
-                lengths = torch.tensor(bench.lengths, dtype=torch.int32, device="cuda")
-                case = dataclasses.replace(case, topk_length=lengths)
-            cases.append(case)
+            indices = (picked + first.view(-1, 1, 1)).int()
+            cases.append(DecodeCase(q, cache, indices=indices, topk_length=lengths if bench.ragged else None))
             continue
         pages = torch.randperm(num_pages, generator=gen, device="cuda")[: bench.batch * bench.keys // PAGE_SIZE]
-        lengths = torch.tensor(bench.lengths, dtype=torch.int32, device="cuda")
         cases.append(DecodeCase(q, cache, block_table=pages.view(bench.batch, -1).int(), cache_seqlens=lengths))
     return cases
 

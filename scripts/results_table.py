@@ -87,15 +87,11 @@ def _mla_sustained(record: Record) -> list[str]:
         if "sustained" not in case:
             continue
         loaded = case["sustained"]
-        peer = next((entry for entry in case["peers"].values() if "sustained_us" in entry), None)
-        names = f"{case['mode']} {case['batch']} x {case['h_q']} x {case['s_q']}, {_keys(case)}"
+        peer: dict[str, Any] = next((entry for entry in case["peers"].values() if "sustained_us" in entry), {})
+        under_load = f"{peer['sustained_us'] / loaded['us']:.2f}" if peer else MISSING
         clocks = [f"{mhz:.0f}" if mhz else MISSING for mhz in (case.get("sm_mhz"), loaded.get("sm_mhz"))]
-        ratios = [
-            f"{peer['us'] / case['us']:.2f}" if peer else MISSING,
-            f"{peer['sustained_us'] / loaded['us']:.2f}" if peer else MISSING,
-        ]
-        times = [_short(case["us"]), _short(loaded["us"])]
-        rows.append([names, *(" / ".join(pair) for pair in (times, clocks, ratios))])
+        pairs = ([_short(case["us"]), _short(loaded["us"])], clocks, [_ratio(peer), under_load])
+        rows.append([_decode_name(case), *map(" / ".join, pairs)])
     return _markdown(["case", "us after a rest / under load", "MHz", "x FlashMLA"], rows) if rows else []
 
 
@@ -104,9 +100,8 @@ def _crossover(record: Record) -> list[str]:
     for case in _of(record, "mla_fp8_decode"):
         times = case.get("exchange_us")
         if times:
-            keys = f"topk {_keys(case)}" if case["mode"] == "sparse" else f"{_keys(case)} keys"
             shown = [_short(times[exchange]) for exchange in ("none", "codes", "values")]
-            rows.append([f"{case['mode']}, {_queries(case)}, {keys}", *shown, f"{times['none'] / times['values']:.2f}"])
+            rows.append([_decode_name(case), *shown, f"{times['none'] / times['values']:.2f}"])
     header = ["batch x heads x s_q", "each gathers all, us", "codes, us", "values, us", "gain of values"]
     return _markdown(header, rows)
 
@@ -258,6 +253,12 @@ def _keys(case: Case) -> str:
     """How many keys a query has, at most where lengths are ragged."""
     keys = str(case["topk" if case["mode"] == "sparse" else "s_k"])
     return f"up to {keys}" if case.get("ragged") else keys
+
+
+def _decode_name(case: Case) -> str:
+    """A case of MLA decoding where tables mix both modes."""
+    keys = f"topk {_keys(case)}" if case["mode"] == "sparse" else f"{_keys(case)} keys"
+    return f"{case['mode']}, {_queries(case)}, {keys}"
 
 
 def _queries(case: Case) -> str:

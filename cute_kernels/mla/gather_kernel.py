@@ -3,7 +3,6 @@
 import cutlass
 import cutlass.cute as cute
 from cutlass import AddressSpace, Int16, Int32, Int64, Uint8
-from cutlass.cute.nvgpu import cpasync
 
 from cute_kernels.device import token_cache
 from cute_kernels.device.trace import Tracer
@@ -73,9 +72,6 @@ class RowGatherer:
         """Starts the copies of the next tile, if there is one, once its stage is free; returns the new cursor."""
         mKV, zero_row, page_divisor = table[0], table[3], table[DIVISORS][0]
         item, left, position, last, entries, entry, length, copied = cursor
-        copy = cute.make_copy_atom(
-            cpasync.CopyG2SOp(cache_mode=cpasync.LoadCacheMode.GLOBAL), Uint8, num_bits_per_copy=8 * CHUNK
-        )
         sValid = cute.recast_tensor(smem.valid.get_tensor(cute.make_layout(2 * self.stages)), Int16)
         codes, rope = smem.codes.data_ptr(), cute.recast_ptr(smem.rope.data_ptr(), dtype=Uint8)
         scale = cute.recast_ptr(smem.scale.data_ptr(), dtype=Uint8)
@@ -96,7 +92,7 @@ class RowGatherer:
                 sValid[stage * WARPS + warp_idx] = Int16(bits)
             if lane < 16:
                 at = cute.assume((stage * TOKENS_PER_TILE + first + lane) * (4 * GROUPS), divby=CHUNK)
-                self.copy_chunk(copy, address + token_cache.SCALE_OFFSET, scale + at)
+                self.copy_or_clear(address + token_cache.SCALE_OFFSET, scale + at, Int32(CHUNK))
             for i in cutlass.range_constexpr(16 // ROWS):
                 of_row = ROWS * i + lane // 8
                 upper = Int64(cute.arch.shuffle_sync(high, of_row)) << 32
@@ -115,13 +111,6 @@ class RowGatherer:
             self.stamp(smem, copied, 1, 1, tid)
             copied += 1
         return self.advance(table, (item, left, position, last, entries, entry, length, copied), tid)
-
-    @cute.jit
-    def copy_chunk(self, copy: cute.CopyAtom, source: Int64, target: cute.Pointer):
-        """Starts the copy of 16 bytes."""
-        layout = cute.make_layout(CHUNK)
-        pointer = cute.make_ptr(Uint8, source, AddressSpace.gmem, assumed_align=CHUNK)
-        cute.copy(copy, cute.make_tensor(pointer, layout), cute.make_tensor(target, layout))
 
     @cute.jit
     def copy_or_clear(self, source: Int64, target: cute.Pointer, size: Int32):

@@ -311,16 +311,16 @@ class MlaDecodeKernel:
             if const_expr(self.spec.split):
                 group, part = divmod(block - decode_ctas, merge_divisor)
                 query, head_block = divmod(group, head_divisor)
-                states = (Int32(0), num_splits)
+                first_state, count = Int32(0), num_splits
                 if const_expr(self.spec.balanced):
                     query, first, count = (cute.arch.make_warp_uniform(smem.cuts[i]) for i in range(3))
-                    states = (first + query, count)
-                if states[1] > 0:
+                    first_state = first + query
+                if count > 0:
                     batch_idx, query_idx = divmod(query, query_divisor)
                     counter = self.counter(counters, query * head_divisor.divisor + head_block)
                     parts = (part, merge_divisor.divisor)
                     tensors = (mPartial, mPartialLse, mUnits, mSink, mOut, mLse)
-                    self.merge(smem, tensors, counter, states, (batch_idx, query_idx, head_block), parts)
+                    self.merge(smem, tensors, counter, (first_state, count), (batch_idx, query_idx, head_block), parts)
         elif warp_idx < 4:
             cute.arch.setmaxregister_decrease(of_producer)
             self.producer.run(smem, table, mSink, rank, self.kept(tidx))
@@ -420,7 +420,7 @@ class MlaDecodeKernel:
 
     @cute.jit
     def merge(self, smem, tensors: tuple, counter: cute.Pointer, states: tuple, place: tuple, parts: tuple):
-        """Merges part `parts[0]` of `parts[1]` of the 64 heads at `place`, merge_lanes threads a row.
+        """Merges one of the `parts`, (which, how many), of the 64 heads at `place`, merge_lanes threads a row.
 
         Waits for the CTAs that leave the `states`, (the first, how many). They have lower numbers, so they have been
         started before this one and need nothing from it. The last of the parts leaves the counter at 0 for the next
@@ -428,18 +428,20 @@ class MlaDecodeKernel:
         """
         mPartial, mPartialLse, mUnits, mSink, mOut, mLse = tensors
         batch_idx, query_idx, head_block = place
+        part, num_parts = parts
+        _, count = states
         tidx, _, _ = cute.arch.thread_idx()
         lanes, rows = self.spec.merge_lanes, self.spec.threads // self.spec.merge_lanes
         row_in_cta = cute.arch.make_warp_uniform(tidx // lanes)  # what follows from it takes no register of a thread
         if tidx == 0:
-            while cute.arch.load(counter, Int32, sem="acquire", scope="gpu") < states[1]:
+            while cute.arch.load(counter, Int32, sem="acquire", scope="gpu") < count:
                 pass
         cute.arch.sync_threads()
         free = smem.codes if const_expr(self.spec.columns) else smem.nope
         weights = cute.recast_ptr(free.data_ptr(), dtype=Float32)
         sums = weights + rows * self.merger.spec.weight_floats
         heads = cutlass.min(mSink.shape[0] - head_block * self.spec.heads, self.spec.heads)
-        for first in cutlass.range(parts[0] * rows, heads, parts[1] * rows, unroll=1):
+        for first in cutlass.range(part * rows, heads, num_parts * rows, unroll=1):
             valid = first + row_in_cta < heads
             head = head_block * self.spec.heads + cutlass.min(first + row_in_cta, heads - 1)
             self.merger.merge_row(
@@ -459,5 +461,5 @@ class MlaDecodeKernel:
             )
         if tidx == 0:
             done = cute.arch.atomic_add(counter, Int32(1), sem="acq_rel", scope="gpu") + 1
-            if done == states[1] + parts[1]:
+            if done == count + num_parts:
                 cute.arch.store(counter, Int32(0))

@@ -10,7 +10,7 @@ import torch
 
 import fp8_mla
 from cute_kernels.mla.plan import MAX_SPLITS, plan_decode
-from cute_kernels.mla.spec import EXCHANGES, PARTIAL_FLOATS
+from cute_kernels.mla.spec import EXCHANGES, MASKED_SCALE, PARTIAL_FLOATS
 from cute_kernels.runtime import workspace
 from cute_kernels.runtime.arch import require_sm90
 from cute_kernels.runtime.checks import check_tensor, fail, require
@@ -262,7 +262,7 @@ def _constants(device: torch.device) -> _Constants:
             raise RuntimeError("mla_fp8_decode: call it once before it is captured into a CUDA graph")
         zero_row = torch.zeros(fp8_mla.TOKEN_BYTES, dtype=torch.uint8, device=device)
         # its scales are as usual as those of keys: the kernel divides by them
-        zero_row[fp8_mla.SCALE_OFFSET : fp8_mla.ROPE_OFFSET].view(torch.float32).fill_(1.0)
+        zero_row[fp8_mla.SCALE_OFFSET : fp8_mla.ROPE_OFFSET].view(torch.float32).fill_(MASKED_SCALE)
         constants = _Constants(
             torch.cuda.get_device_properties(device).multi_processor_count,
             zero_row,

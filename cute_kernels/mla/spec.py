@@ -14,6 +14,7 @@ CUT_TILES = 5  # and what it takes to cut a query in two: an item more, and a me
 MERGE_LANES = (0, 32, 128)
 EXCHANGES = ("none", "codes", "values")
 WEIGHT = 8.0  # scales from 2^-17 to 2^-2, of values up to 112, times this are normal float16 numbers below 2
+MASKED_SCALE = 2.0**-6  # of a masked key: within reach of both weights, or its tile would be added up the rare way
 # of a row of a split in scratch memory: 512 float16 numbers, units of 64 of them, a log-sum-exp
 PARTIAL_FLOATS = 512 // 2 + 512 // UNIT_VALUES + 1
 COLUMN_WEIGHT = 2.0**7  # where heads are columns: scales from 2^-12 to 1, of values up to 448, are below 2^7 with it

@@ -11,6 +11,7 @@ from cute_kernels.mla.column_tile_kernel import (
     WARPS,
     column_layouts,
     column_mmas,
+    key,
     pairs_of,
     rope_stages,
     scores_of,
@@ -333,7 +334,7 @@ class ColumnScores:
         sScale = smem.scale.get_tensor(cute.make_layout((GROUPS, TOKENS_PER_TILE * self.stages)))
         factors = []
         for r in cutlass.range_constexpr(2):
-            token = stage * TOKENS_PER_TILE + wgmma.row(tid, r)
+            token = stage * TOKENS_PER_TILE + key(tid, r)
             factor = scale_log2
             if const_expr(new < GROUPS):
                 factor = cute.arch.rcp_approx(sScale[new, token])
@@ -388,17 +389,17 @@ class ColumnScores:
             group = c // 2
             pairs_of(sPower, tid, group * self.heads, power)
             for r in cutlass.range_constexpr(2):
-                factor = sScale[group, stage * TOKENS_PER_TILE + wgmma.row(tid, r)] * scale_log2
+                factor = sScale[group, stage * TOKENS_PER_TILE + key(tid, r)] * scale_log2
                 for i in cutlass.range_constexpr(self.columns):
                     total[r, i] += of_chunk[r, i] * power[i] * factor
 
     @cute.jit
     def load_codes(self, smem, raw: cute.Tensor, stage: Int32, c, tid: Int32):
         """16 codes of each of a thread's two rows, in chunk c of 64 columns."""
-        row, q = wgmma.row(tid, 0), tid % 4
+        row, q = key(tid, 0), tid % 4
         at = (stage * TOKENS_PER_TILE + row) * NOPE + GROUP * (c // 2) + (((4 * (c % 2) + q) ^ swizzle(row)) << 4)
         for r in cutlass.range_constexpr(2):
-            pointer = smem.codes.data_ptr() + cute.assume(at + 8 * NOPE * r, divby=16)
+            pointer = smem.codes.data_ptr() + cute.assume(at + NOPE * r, divby=16)
             source = cute.make_tensor(cute.recast_ptr(pointer, dtype=Float8E4M3FN), cute.make_layout(16))
             cute.autovec_copy(source, raw[None, r])
 
@@ -426,13 +427,13 @@ class ColumnScores:
         self.stamp(smem, t, 2, 0, tid)
         of_scores = t % self.groups  # its place
         start = smem.s.data_ptr() + of_scores * (TOKENS_PER_TILE * self.heads)
-        for r in cutlass.range_constexpr(2):
-            key = wgmma.row(tid, r)
+        four = cute.make_rmem_tensor((2, 2), Float32)
+        for block in cutlass.range_constexpr(self.heads // 8):
             for e in cutlass.range_constexpr(2):
-                at = scores_of(2 * q + e, key // 4) + key % 4
-                for block in cutlass.range_constexpr(self.heads // 8):
-                    sScore = cute.make_tensor(start + at + 8 * TOKENS_PER_TILE * block, cute.make_layout(1))
-                    sScore[0] = s[r, 2 * block + e]
+                for r in cutlass.range_constexpr(2):
+                    four[r, e] = s[r, 2 * block + e]
+            pointer = start + cute.assume(scores_of(8 * block + 2 * q, key(tid, 0) // 2), divby=4)
+            cute.autovec_copy(four, cute.make_tensor(pointer, cute.make_layout((2, 2))))
         cute.arch.mbarrier_arrive(smem.s_full.data_ptr() + of_scores)
         self.stamp(smem, t, 2, 1, tid)
 

@@ -104,7 +104,7 @@ class ColumnSoftmax:
         if cute.arch.vote_any_sync(valid != everything):
             for k in cutlass.range(self.keys, unroll=1):
                 if (valid >> k) & 1 == 0:
-                    sScores[scores_of(head, (first + k) // 4) + k % 4] = -Float32.inf
+                    sScores[scores_of(head, (first + k) // 2) + k % 2] = -Float32.inf
         factor = Float32(1.0)  # of what was added before
         largest, added = self.probabilities(smem, base, of_scores, buffer, tid)
         if cute.arch.vote_any_sync(largest > base + (P_SHIFT + MAX_GROWTH)):
@@ -137,13 +137,13 @@ class ColumnSoftmax:
         tops, sums = cute.make_rmem_tensor(1, Float32), cute.make_rmem_tensor(1, Float32)
         tops.fill(-Float32.inf)
         sums.fill(0.0)
-        s = cute.make_rmem_tensor((4, at_once // 4), Float32)
+        s = cute.make_rmem_tensor((2, at_once // 2), Float32)
         rounded = cute.make_rmem_tensor(at_once, Float16)
         for i in cutlass.range_constexpr(self.keys // at_once):
             key = first + at_once * i
-            for j in cutlass.range_constexpr(at_once // 4):
-                cute.autovec_copy(self.four(smem, of_scores, head, key // 4 + j), s[None, j])
-                for k in cutlass.range_constexpr(4):
+            for j in cutlass.range_constexpr(at_once // 2):
+                cute.autovec_copy(self.pair(smem, of_scores, head, key // 2 + j), s[None, j])
+                for k in cutlass.range_constexpr(2):
                     tops[0] = cute.arch.fmax(tops[0], s[k, j])
                     s[k, j] = cute.math.exp2(s[k, j] - base, fastmath=True)
                     sums[0] += s[k, j]
@@ -156,11 +156,11 @@ class ColumnSoftmax:
             largest = cute.arch.fmax(largest, cute.arch.shuffle_sync_bfly(largest, 32 // self.parts << step))
         return largest, sums[0]
 
-    def four(self, smem, of_scores: Int32, head: Int32, index) -> cute.Tensor:
-        """Scores of a head and four neighbouring keys."""
+    def pair(self, smem, of_scores: Int32, head: Int32, index) -> cute.Tensor:
+        """Scores of a head and two neighbouring keys."""
         at = of_scores * (TOKENS_PER_TILE * self.heads) + scores_of(head, index)
-        pointer = smem.s.data_ptr() + cute.assume(at, divby=4)
-        return cute.make_tensor(pointer, cute.make_layout(4))
+        pointer = smem.s.data_ptr() + cute.assume(at, divby=2)
+        return cute.make_tensor(pointer, cute.make_layout(2))
 
     @cute.jit
     def store_weights(self, smem, stage: Int32, buffer: Int32, tid: Int32) -> Int32:

@@ -95,18 +95,33 @@ def column_mmas(heads: int):
     )
 
 
-def scores_of(head: Int32, four: Int32) -> Int32:
-    """Where S of a head and four neighbouring keys is: no bank is met twice, by columns (writing) or rows (reading)."""
-    return head * TOKENS_PER_TILE + ((four ^ (head % 8)) << 2)
+def key(tid: Int32, r: int):
+    """Of a tile, that is row r of those of a thread: two neighbours, which have S in one piece."""
+    return tid // 32 * 16 + tid % 32 // 4 * 2 + r
+
+
+def row_of_rope(key: Int32) -> Int32:
+    """Where the rope part of a key lies among those of its tile, which the tensor core takes as rows themselves."""
+    return key // 16 * 16 + key % 16 // 2 + key % 2 * 8
+
+
+def scores_of(head: Int32, pair: Int32) -> Int32:
+    """Where S of a head and two neighbouring keys is, behind that of its even neighbour.
+
+    So a thread of the scores stores 16 bytes, where eight lanes have two pairs of keys and four of heads, and one of
+    the softmax reads 8, where sixteen lanes have one pair of keys and eight of heads: neither meets a bank twice.
+    """
+    heads = head // 2
+    other = ((heads & 1) << 2) ^ (heads & 2) ^ (heads >> 2 & 1)
+    return (heads * (TOKENS_PER_TILE // 2) + (pair ^ other)) * 4 + head % 2 * 2
 
 
 def swizzle(row: Int32) -> Int32:
-    """What the number of a 16-byte chunk is xored with in a row.
+    """What the number of a 16-byte chunk is xored with in a row; the same of a pair of rows.
 
-    Eight lanes that read four chunks of each of two neighbouring rows meet all banks; so do sixteen that read two
-    chunks of every second row.
+    Eight lanes that read four chunks of two pairs meet all banks; so do sixteen that read two chunks of four.
     """
-    return (row & 6) ^ ((row & 1) << 2)
+    return ((row & 2) << 1) ^ ((row & 4) >> 1)
 
 
 def column(tid: Int32, c: int):

@@ -76,12 +76,12 @@ class ColumnValues:
             acc_o[m].fill(0.0)
         exact = Int32(0)
         raw = [cute.make_rmem_tensor((2, 4), Int32) for _ in range(2)]  # codes of a block of keys, and the next one's
-        lines = self.lines(wg, tid)
+        line = self.line(wg, tid)
         for t in cutlass.range(done, done + count, unroll=1):
             stage, buffer = t % self.stages, t % 2
             self.stamp(smem, t, 0, 0, wg, tid)
             cute.arch.mbarrier_wait(smem.full.data_ptr() + stage, t // self.stages % 2)  # long since
-            self.load(smem, raw[0], stage, 0, lines)  # loads take some 100 clocks: not behind the wait
+            self.load(smem, raw[0], stage, 0, line)  # loads take some 100 clocks: not behind the wait
             cute.arch.mbarrier_wait(smem.p_full.data_ptr() + buffer, t // 2 % 2)
             self.stamp(smem, t, 0, 1, wg, tid)
             self.stamp(smem, t, 1, 0, wg, tid)
@@ -94,10 +94,10 @@ class ColumnValues:
                     for i in cutlass.range_constexpr(cute.size(acc_o[m])):
                         acc_o[m][i] *= EXACT_WEIGHT / COLUMN_WEIGHT
             if exact != 0:
-                self.add_exactly(smem, mma_exact, acc_o, stage, buffer, lines, wg, tid)
+                self.add_exactly(smem, mma_exact, acc_o, stage, buffer, line, wg, tid)
                 cute.arch.mbarrier_arrive(smem.empty.data_ptr() + stage)
             else:
-                self.add_tile(smem, mma, acc_o, raw, stage, buffer, lines, wg, tid)
+                self.add_tile(smem, mma, acc_o, raw, stage, buffer, line, wg, tid)
             if t < done + count - 1:
                 cute.arch.mbarrier_arrive(smem.p_empty.data_ptr() + buffer)
             self.stamp(smem, t, 1, 1, wg, tid)
@@ -149,23 +149,21 @@ class ColumnValues:
         return words[0] | words[1] | words[2] | words[3]
 
     @cute.jit
-    def lines(self, wg: Int32, tid: Int32):
-        """Where a thread's codes of the first two of its keys are in a stage."""
+    def line(self, wg: Int32, tid: Int32):
+        """Where a thread's codes of the first of its keys are in a stage."""
         warp_idx, g, q = tid // 32, tid % 32 // 4, tid % 4
         chunk = 4 * (warp_idx % 2) + g // 2
         at = 2 * q * NOPE + GROUP * (2 * wg + warp_idx // 2) + g % 2 * 8
-        first = at + ((chunk ^ swizzle(2 * q)) << 4)  # two chunks of neighbours, and all of each eighth, differ alike
-        second = at + NOPE + ((chunk ^ swizzle(2 * q + 1)) << 4)
-        if const_expr(self.spec.few_heads):  # kept: made again behind each wait for a tile, they cost 2% of a tile
-            return registers.anew(first), registers.anew(second)
-        return first, second
+        line = at + ((chunk ^ swizzle(2 * q)) << 4)  # of two neighbours, and of each eighth, chunks differ alike
+        # kept: made again behind each wait for a tile, it costs 2% of one
+        return registers.anew(line) if const_expr(self.spec.few_heads) else line
 
     @cute.jit
-    def load(self, smem, raw: cute.Tensor, stage: Int32, block, lines: tuple):
+    def load(self, smem, raw: cute.Tensor, stage: Int32, block, line: Int32):
         """Codes of a block of 16 keys: of the keys of a thread's four columns of A (4), eight columns each (8)."""
         start = stage * (TOKENS_PER_TILE * NOPE) + block * (16 * NOPE)
         for i in cutlass.range_constexpr(4):
-            pointer = smem.codes.data_ptr() + cute.assume(start + lines[i % 2] + 8 * NOPE * (i // 2), divby=8)
+            pointer = smem.codes.data_ptr() + cute.assume(start + line + NOPE * (i % 2 + 8 * (i // 2)), divby=8)
             source = cute.make_tensor(cute.recast_ptr(pointer, dtype=Int32), cute.make_layout(2))
             cute.autovec_copy(source, raw[None, i])
 
@@ -185,7 +183,7 @@ class ColumnValues:
         return mma.make_fragment_B(mma.get_slice(tid).partition_B(sP))
 
     @cute.jit
-    def add_tile(self, smem, mma: cute.TiledMma, acc_o, raw, stage: Int32, buffer: Int32, lines, wg, tid):
+    def add_tile(self, smem, mma: cute.TiledMma, acc_o, raw, stage: Int32, buffer: Int32, line, wg, tid):
         """O^T += (V weight)^T P^T. The next blocks of rows are made beside the products of these.
 
         Codes of the first 16 keys are in `raw`.
@@ -202,7 +200,7 @@ class ColumnValues:
             for e in cutlass.range_constexpr(8):  # as in A: neighbours, rows, then eight keys on
                 weight[e] = of_keys[e % 2 + 2 * (e // 4)]
             if const_expr(block + 1 < KEY_BLOCKS):
-                self.load(smem, raw[(block + 1) % 2], stage, block + 1, lines)
+                self.load(smem, raw[(block + 1) % 2], stage, block + 1, line)
             for m in cutlass.range_constexpr(BLOCKS):
                 half = cute.make_rmem_tensor(8, Float16)
                 self.widen(raw[block % 2], m, half)
@@ -220,7 +218,7 @@ class ColumnValues:
                         warpgroup.wait_group(1)
 
     @cute.jit
-    def add_exactly(self, smem, mma: cute.TiledMma, acc_o, stage: Int32, buffer: Int32, lines: tuple, wg, tid):
+    def add_exactly(self, smem, mma: cute.TiledMma, acc_o, stage: Int32, buffer: Int32, line: Int32, wg, tid):
         """O^T += V^T (P scale)^T in bf16, whose range is that of float32, for scales that are out of reach of float16.
 
         Of the two quantization tiles of a warpgroup each is met by its own P, while the other's codes count as zeros.
@@ -243,7 +241,7 @@ class ColumnValues:
                 sFew[head, item % 16, wg] = (sP[head, key, buffer].to(Float32) * scale).to(BFloat16)
             cute.arch.fence_proxy("async.shared", space="cta")  # ordinary stores, read by wgmma
             cute.arch.barrier(barrier_id=BAR_VALUES + wg, number_of_threads=128)
-            self.load(smem, raw, stage, block, lines)
+            self.load(smem, raw, stage, block, line)
             own = Float32(1.0) if tid // 64 == of_group else Float32(0.0)
             for m in cutlass.range_constexpr(BLOCKS):
                 self.widen(raw, m, half)

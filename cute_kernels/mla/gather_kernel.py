@@ -6,7 +6,7 @@ from cutlass import AddressSpace, Int16, Int32, Int64, Uint8
 
 from cute_kernels.device import token_cache
 from cute_kernels.device.trace import Tracer
-from cute_kernels.mla.column_tile_kernel import ROPE_BYTES, WARPS, rope_stages, stages, swizzle
+from cute_kernels.mla.column_tile_kernel import ROPE_BYTES, WARPS, rope_stages, row_of_rope, stages, swizzle
 from cute_kernels.mla.find_kernel import KeyFinder
 from cute_kernels.mla.producer_kernel import GROUP, GROUPS, NOPE
 from cute_kernels.mla.spec import EVENTS, ROLES, TOKENS_PER_TILE, MlaDecodeSpec
@@ -103,8 +103,9 @@ class RowGatherer:
                 target = codes + cute.assume(at * NOPE + (chunk ^ swizzle(of_row)) * CHUNK, divby=CHUNK)
                 for j in cutlass.range_constexpr(NOPE // GROUP):
                     self.copy_or_clear(source + GROUP * j, target + GROUP * j, size)
-                at = copied % self.ropes * TOKENS_PER_TILE + first + of_row
-                target = rope + cute.assume(at * ROPE_BYTES + (chunk ^ (of_row % 8)) * CHUNK, divby=CHUNK)
+                of_rope = row_of_rope(of_row)
+                at = copied % self.ropes * TOKENS_PER_TILE + first + of_rope
+                target = rope + cute.assume(at * ROPE_BYTES + (chunk ^ (of_rope % 8)) * CHUNK, divby=CHUNK)
                 self.copy_or_clear(source + token_cache.ROPE_OFFSET, target, size)
             cute.arch.cp_async_mbarrier_arrive_noinc(smem.full.data_ptr() + stage)
             cute.arch.mbarrier_arrive(smem.full.data_ptr() + stage)  # which keys are valid

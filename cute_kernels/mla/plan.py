@@ -4,11 +4,11 @@ Costs are those of one H200 (docs/journal/mla_decode.md); only their proportions
 """
 
 import functools
+import itertools
 from dataclasses import dataclass, replace
 
 from cute_kernels.mla.spec import (
     CUT_TILES,
-    FEW,
     ITEM_TILES,
     NARROW,
     PARTIAL_FLOATS,
@@ -19,12 +19,13 @@ from cute_kernels.mla.spec import (
 
 MAX_SPLITS = 256
 MAX_BALANCED = 1024  # queries: each may leave partial results, and every CTA looks at the lengths of all
-FEW_BLOCKS = 2  # of 64 heads, that are cut into 16 over few keys: 128 heads of batch 1 in 15.3 instead of 17.4 us
-FEW_KEYS = 4096
-TILE_US = 2.5  # a tile of 64 tokens in steady state
+HALF = 32  # heads, into which 64 are cut where that is faster: over few keys, by up to 15%
+START_US = {8: 4.3, 16: 4.3, HALF: 4.1, WIDE: 5.6}  # of a call, by the heads of a CTA
+TILE_US = {8: 1.45, 16: 1.45, HALF: 1.85, WIDE: 2.15}  # a tile of 64 tokens in steady state
 CTA_US = 5.0  # first gather, Q, epilogue
 MERGE_US = 2.0  # from the last partial to the result
-MERGE_US_PER_MB = 2 / 4.2  # partials are written once and read once, at 4.2 TB/s
+MERGE_US_PER_MB = 0.3  # partials are written once and read once, from L2 where they are few
+MERGE_US_PER_SPLIT = 0.03
 
 
 @dataclass(frozen=True)
@@ -78,20 +79,21 @@ def plan_decode(
     """
     if heads is None:
         heads = WIDE if exchange not in (None, "none") else next((n for n in NARROW if n >= h_q), WIDE)
-        few = max_keys <= FEW_KEYS and batch * s_q * -(-h_q // WIDE) <= FEW_BLOCKS
-        if exchange is None and heads > FEW and few:
-            heads = FEW
-    spec = MlaDecodeSpec(sparse=sparse, exchange=exchange or "none", heads=heads)
-    queries, blocks = batch * s_q, spec.head_blocks(h_q)
+        choices = (heads, HALF) if heads == WIDE and exchange is None else (heads,)
+    else:
+        choices = (heads,)
+    queries = batch * s_q
     tiles = max(1, -(-max_keys // TOKENS_PER_TILE))
-    shares = num_sms // blocks
-    items = queries * blocks
     candidates = [num_splits] if num_splits is not None else range(1, min(tiles, MAX_SPLITS) + 1)
+    specs = [MlaDecodeSpec(sparse=sparse, exchange=exchange or "none", heads=choice) for choice in choices]
 
-    def estimate(n: int) -> float:
-        return _estimate_us(items * n, -(-tiles // n), n, queries * h_q, num_sms)
+    def estimate(spec: MlaDecodeSpec, n: int) -> float:
+        items = queries * spec.head_blocks(h_q) * n
+        return _estimate_us(spec.heads, items, -(-tiles // n), n, queries * h_q, num_sms)
 
-    best = min(candidates, key=lambda n: (estimate(n), n))
+    spec, best = min(itertools.product(specs, candidates), key=lambda choice: estimate(*choice))
+    blocks = spec.head_blocks(h_q)
+    shares, items = num_sms // blocks, queries * blocks
     can_share = num_splits is None and spec.columns and 1 < queries <= MAX_BALANCED and shares > 1
     if can_share and (ragged or (best > 1 and items >= num_sms)):  # a share has fewer cuts than splits of all
         return _plan_shares(spec, queries, h_q, blocks, tiles, num_sms)
@@ -106,7 +108,7 @@ def plan_decode(
         ctas=items * best,
         max_ctas=num_sms // spec.cluster * spec.cluster,
         partial_rows=best * queries * h_q if best > 1 else 0,
-        estimated_us=estimate(best),
+        estimated_us=estimate(spec, best),
     )
 
 
@@ -128,7 +130,7 @@ def _plan_shares(spec: MlaDecodeSpec, queries: int, h_q: int, blocks: int, tiles
         ctas=items * blocks,
         max_ctas=shares * blocks,
         partial_rows=(shares + queries) * h_q,
-        estimated_us=_estimate_us(items * blocks, each, parts, queries * h_q, num_sms),
+        estimated_us=_estimate_us(spec.heads, items * blocks, each, parts, queries * h_q, num_sms),
     )
 
 
@@ -138,9 +140,10 @@ def _merge_ctas(spec: MlaDecodeSpec, h_q: int, merge_lanes: int, groups: int, nu
     return -(-turns // max(1, -(-groups * turns // num_sms)))
 
 
-def _estimate_us(items: int, tiles: int, num_splits: int, rows: int, num_sms: int) -> float:
+def _estimate_us(heads: int, items: int, tiles: int, num_splits: int, rows: int, num_sms: int) -> float:
     """Of so many items of work with so many tiles each, which are `num_splits` parts of each query."""
-    decode = -(-items // num_sms) * (tiles * TILE_US + CTA_US)
+    decode = START_US[heads] + -(-items // num_sms) * (tiles * TILE_US[heads] + CTA_US)
     if num_splits == 1:
         return decode
-    return decode + MERGE_US + MERGE_US_PER_MB * num_splits * rows * 4 * PARTIAL_FLOATS / 1e6
+    partial_mb = num_splits * rows * 4 * PARTIAL_FLOATS / 1e6
+    return decode + MERGE_US + MERGE_US_PER_MB * partial_mb + MERGE_US_PER_SPLIT * num_splits

@@ -120,7 +120,7 @@ def test_small_batches_get_what_was_measured_fastest(batch, heads, splits):
     ids=str,
 )
 def test_64_heads_are_cut_in_two_over_few_keys(blocks, keys, heads):
-    """Each was measured: 32 heads 13.1 (64: 15.1), 15.8 (17.7), 15.0 (16.9), 18.4 (19.4), 20.3 (20.0), 20.6 (22.0), .."""
+    """Measured with 32 (64) heads: 13.1 (15.3), 15.8 (17.7), 15.0 (16.9), 18.4 (19.4), 20.3 (20.0), 20.6 (22.0), .."""
     plan = plan_decode(sparse=True, batch=blocks, s_q=1, h_q=64, max_keys=keys, num_sms=SMS)
     assert plan.spec.heads == heads
 

@@ -165,8 +165,8 @@ MLA_BUILT = COLUMNS
 """What `mla_fp8_decode` runs with 33 heads and more. `TURNS` has to be asked for."""
 
 MLA_HALF = replace(COLUMNS, name="32 heads", latency_cycles=20.5, cta_cycles=8_600.0)
-"""What it runs with 17 to 32, and with more over few keys. Both numbers fit three cases within 5%: 128 x 32 x 1 with topk
-2048 (66 us) and with 8192 dense keys (233 us), and 2 x 128 x 1 (16.3 us)."""
+"""What it runs with 17 to 32, and with more over few keys. Both numbers fit three cases within 5%: 128 x 32 x 1 with
+topk 2048 (66 us) and with 8192 dense keys (233 us), and 2 x 128 x 1 (16.3 us)."""
 
 MLA_NARROW = replace(COLUMNS, name="16 heads", rows_in_flight=256, latency_cycles=12.8, cta_cycles=10_200.0)
 """What it runs with fewer: between 128 x 16 x 1 with topk 2048 (60 us) and 8192 dense keys (196 us)."""

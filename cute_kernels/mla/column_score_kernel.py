@@ -188,33 +188,47 @@ class ColumnScores:
         """Scores the `count` tiles of an item of work, the first of which is tile `done`; Q has come.
 
         As soon as nobody needs its Q any more, the load of the next item's is started: by one group with its last tile,
-        by two of them, either of which may have no tile in an item, where they meet behind their tiles.
+        by two of them, either of which may have no tile in an item, where they meet behind their tiles. L2 is asked for
+        it AHEAD tiles before.
         """
         if const_expr(self.groups == 1):
             if count == 0 and has_next and warp_idx == 0:
                 start_q(smem, load_q, tQ, self.items.locate(next_item, table), self.heads)
-        if count > 0:
-            mma = column_mmas(self.heads)[0]
-            acc = cute.make_rmem_tensor(mma.partition_shape_C((TOKENS_PER_TILE, self.heads)), Float32)
-            raw = tuple(cute.make_rmem_tensor((16, 2), Float8E4M3FN) for _ in range(2))
-            first, asks = done, done + cutlass.max(count - AHEAD, 0)
-            if const_expr(self.groups > 1):
-                first += (done + warp_idx // WARPS) % self.groups
-                asks += asks % self.groups  # a tile of the first group, whose first warp asks
-            for t in cutlass.range(first, done + count, self.groups, unroll=1):
-                if has_next and warp_idx == 0 and t == asks:
+        shape = column_mmas(self.heads)[0].partition_shape_C((TOKENS_PER_TILE, self.heads))
+        acc, result = cute.make_rmem_tensor(shape, Float32), cute.make_rmem_tensor(shape, Float32)
+        raw = tuple(cute.make_rmem_tensor((16, 2), Float8E4M3FN) for _ in range(2))
+        tile = (smem, acc, result, raw, scale_log2, scaled)
+        t, end = done, done + count
+        if const_expr(self.groups > 1):
+            t += (done + warp_idx // WARPS) % self.groups
+        asked = Int32(0)
+        while t < end:
+            # What is rare stands behind the loop over usual tiles, which then has its instructions in a row: a jump
+            # over others waits some 40 clocks for what comes behind them, and there were eight.
+            apart, stop = Int32(0), end
+            if const_expr(self.groups == 1):
+                stop = end - 1
+            if asked == 0:
+                stop = cutlass.min(stop, cutlass.max(end - AHEAD, done))
+            while apart == 0 and t < stop:
+                apart, _ = self.score_tile(*tile, t, (), warp_idx, tid)
+                if apart == 0:
+                    t += self.groups
+            if apart == 0 and asked == 0:
+                asked = Int32(1)
+                if has_next and warp_idx == 0:
                     prefetch_q(load_q, tQ, self.items.locate(next_item, table), self.heads)
-                self.begin(smem, acc, raw, t, tid)
-                last = t == done + count - 1
-                self.stamp(smem, t, 1, 0, tid)
-                following = (load_q, tQ, next_item, table)
-                gives_up = Int32(0)
+            elif t < end:
+                given_up = Int32(0)
                 if const_expr(self.groups == 1):
-                    gives_up = Int32(1) if last and has_next else Int32(0)
-                s, given_up = self.multiply(smem, acc, raw, scale_log2, t, scaled, gives_up, following, warp_idx, tid)
-                self.stamp(smem, t, 1, 1, tid)
+                    if apart == 0:  # the last one
+                        following = (load_q, tQ, has_next, next_item, table)
+                        apart, given_up = self.score_tile(*tile, t, following, warp_idx, tid)
+                if apart != 0:
+                    self.multiply_apart(smem, result, acc, raw[0], scale_log2, t, tid)
+                    self.hand_over(smem, result, t, tid)
                 if const_expr(self.groups == 1):
-                    if last and has_next:
+                    if t == end - 1 and has_next:
                         cute.arch.barrier(barrier_id=BAR_OWNER, number_of_threads=128)  # nobody needs this Q any more
                         if warp_idx == 0:
                             work = self.items.locate(next_item, table)
@@ -222,12 +236,41 @@ class ColumnScores:
                                 start_q(smem, load_q, tQ, work, self.heads, LAST_OF_Q, False)
                             else:
                                 start_q(smem, load_q, tQ, work, self.heads)
-                self.hand_over(smem, s, t, tid)
+                t += self.groups
         if const_expr(self.groups > 1):
             if has_next:
                 cute.arch.barrier(barrier_id=BAR_OWNER, number_of_threads=self.threads)
                 if warp_idx == 0:
                     start_q(smem, load_q, tQ, self.items.locate(next_item, table), self.heads)
+
+    @cute.jit
+    def score_tile(
+        self,
+        smem,
+        acc: cute.Tensor,
+        result: cute.Tensor,
+        raw: tuple,
+        scale_log2: Float32,
+        scaled: Int32,
+        t: Int32,
+        following: tuple,
+        warp_idx: Int32,
+        tid: Int32,
+    ):
+        """Makes S of a tile, and hands it over unless it is to be made apart; returns what `multiply` does."""
+        self.begin(smem, acc, raw, t, tid)
+        self.stamp(smem, t, 1, 0, tid)
+        apart, given_up = self.multiply(smem, acc, result, raw, scale_log2, t, scaled, following, warp_idx, tid)
+        self.stamp(smem, t, 1, 1, tid)
+        if apart == 0:
+            self.hand_over(smem, result, t, tid)
+        return apart, given_up
+
+    def operands_of_q(self, smem, mma: cute.TiledMma, tid: Int32) -> cute.Tensor:
+        """Q as the second operand, float16: (.., block of 16 columns)."""
+        layout_q = column_layouts(self.heads)[0]
+        sQ = smem.q.get_tensor(layout_q.outer, swizzle=layout_q.inner, dtype=Float16)
+        return mma.make_fragment_B(mma.get_slice(tid).partition_B(sQ))[None, None, None, 0]
 
     @cute.jit
     def rope_product(self, smem, acc: cute.Tensor, t: Int32, tid: Int32):
@@ -260,31 +303,30 @@ class ColumnScores:
         self,
         smem,
         acc: cute.Tensor,
+        result: cute.Tensor,
         raw: tuple,
         scale_log2: Float32,
         t: Int32,
         scaled: Int32,
-        gives_up: Int32,
         following: tuple,
         warp_idx: Int32,
         tid: Int32,
     ):
-        """S^T of a tile times `scale_log2`, complete; its rope part is in `acc`, its first codes in `raw`.
+        """S^T of a tile times `scale_log2` into `result`; its rope part is in `acc`, its first codes in `raw`.
 
-        Where this tile `gives_up` its Q, that of the item `following` takes its place, but for LAST_OF_Q, as products
-        have been made of it: only one group may do so. Returns (S^T, whether it did).
+        Returns (1 if scales are not usual, or Q has powers, and S is to be made by `multiply_apart`; 1 if the tile gave
+        up its Q). It does if `following` is not (), but (how to load Q, Q, whether there is a next item, which, table):
+        the next item's Q takes its place, but for LAST_OF_Q, as products have been made of it. Only one group may do so.
 
         What the accumulator holds is relative to the scale of the quantization tile that comes next, s_j (.. + q_j
         code_j), and so is multiplied by the ratio of two scales in between.
         """
         stage = t % self.stages
         mma = column_mmas(self.heads)[0]
-        layout_q = column_layouts(self.heads)[0]
-        sQ = smem.q.get_tensor(layout_q.outer, swizzle=layout_q.inner, dtype=Float16)
-        rQ = mma.make_fragment_B(mma.get_slice(tid).partition_B(sQ))[None, None, None, 0]
+        rQ = self.operands_of_q(smem, mma, tid)
         codes = [mma.make_fragment_A(mma.partition_shape_A((TOKENS_PER_TILE, COLUMNS))) for _ in range(2)]
         factors = self.ratios(smem, scale_log2, stage, -1, 0, tid)
-        usual = True
+        apart, gives_up = Int32(0), Int32(0)
         for c in cutlass.range_constexpr(CHUNKS):
             group = c // 2
             if const_expr(c % 2 == 0 and c > 0):
@@ -301,30 +343,26 @@ class ColumnScores:
             if const_expr(c % 2 == 0):
                 factors = self.ratios(smem, scale_log2, stage, group, group + 1, tid)
             if const_expr(c == 1):
-                usual = self.usual_scales(smem, stage, tid)
-                if scaled != 0 or not usual:
-                    gives_up = Int32(0)  # the tile is made again
-            if const_expr(c % 2 == 0 and c > 0):  # the products of the chunks before c are complete
-                if const_expr(self.groups == 1):
-                    if gives_up != 0:
-                        cute.arch.barrier(barrier_id=BAR_OWNER, number_of_threads=128)
-                        if warp_idx == 0:
-                            load_q, tQ, next_item, table = following
-                            work = self.items.locate(next_item, table)
-                            # the rope part is last
-                            free = (c - 2, c - 1, CHUNKS) if const_expr(c == 2) else (c - 2, c - 1)
-                            start_q(smem, load_q, tQ, work, self.heads, free, c == 2)
+                if scaled != 0 or not self.usual_scales(smem, stage, tid):
+                    apart = Int32(1)
+            if const_expr(c % 2 == 0 and c > 0 and len(following) > 0):  # products of the chunks before are complete
+                load_q, tQ, has_next, next_item, table = following
+                if apart == 0 and has_next:
+                    gives_up = Int32(1)
+                    cute.arch.barrier(barrier_id=BAR_OWNER, number_of_threads=128)
+                    if warp_idx == 0:
+                        work = self.items.locate(next_item, table)
+                        # the rope part is last
+                        free = (c - 2, c - 1, CHUNKS) if const_expr(c == 2) else (c - 2, c - 1)
+                        start_q(smem, load_q, tQ, work, self.heads, free, c == 2)
         # beside the last products: the softmax has read S of the tile that was there before
         cute.arch.mbarrier_wait(smem.s_empty.data_ptr() + t % self.groups, (t // self.groups + 1) % 2)
         warpgroup.wait_group(0)
-        result = cute.make_rmem_tensor(acc.layout, Float32)
         s, total = wgmma.by_row(acc), wgmma.by_row(result)
         for r in cutlass.range_constexpr(2):
             for i in cutlass.range_constexpr(self.columns):
                 total[r, i] = s[r, i] * factors[r]
-        if scaled != 0 or not usual:
-            self.multiply_apart(smem, mma, result, acc, rQ, raw[0], scale_log2, t, tid)
-        return result, gives_up
+        return apart, gives_up
 
     @cute.jit
     def ratios(
@@ -364,10 +402,11 @@ class ColumnScores:
 
     @cute.jit
     def multiply_apart(
-        self, smem, mma, result: cute.Tensor, acc, rQ: cute.Tensor, raw: cute.Tensor, scale_log2: Float32, t, tid
+        self, smem, result: cute.Tensor, acc: cute.Tensor, raw: cute.Tensor, scale_log2: Float32, t: Int32, tid: Int32
     ):
         """`multiply`, each chunk times its scale and the power of Q in float32: rare, so one after the other."""
-        stage = t % self.stages
+        stage, mma = t % self.stages, column_mmas(self.heads)[0]
+        rQ = self.operands_of_q(smem, mma, tid)
         total, of_chunk = wgmma.by_row(result), wgmma.by_row(acc)
         codes = mma.make_fragment_A(mma.partition_shape_A((TOKENS_PER_TILE, COLUMNS)))
         power = cute.make_rmem_tensor(self.columns, Float32)

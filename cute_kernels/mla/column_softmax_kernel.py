@@ -106,14 +106,14 @@ class ColumnSoftmax:
                 if (valid >> k) & 1 == 0:
                     sScores[scores_of(head, (first + k) // 2) + k % 2] = -Float32.inf
         factor = Float32(1.0)  # of what was added before
-        largest, added = self.probabilities(smem, base, of_scores, buffer, tid)
+        largest, added = self.probabilities(smem, base, of_scores, buffer, tid, True)
         if cute.arch.vote_any_sync(largest > base + (P_SHIFT + MAX_GROWTH)):
             # with the first tile of an item, and hardly later
             if largest > base + (P_SHIFT + MAX_GROWTH):
                 factor = cute.math.exp2(base - (largest - P_SHIFT), fastmath=True)
                 base = largest - P_SHIFT
             # the thread's number anew, or every address is kept for this
-            _, added = self.probabilities(smem, base, of_scores, buffer, registers.anew(tid))
+            _, added = self.probabilities(smem, base, of_scores, buffer, registers.anew(tid), False)
         cute.arch.mbarrier_arrive(smem.s_empty.data_ptr() + of_scores)
         total = total * factor + added
 
@@ -129,32 +129,42 @@ class ColumnSoftmax:
         return base, total
 
     @cute.jit
-    def probabilities(self, smem, base: Float32, of_scores: Int32, buffer: Int32, tid: Int32):
-        """P^T of this thread; (the largest score of its head, the sum of its own probabilities)."""
-        head = self.head(tid)
-        first = self.keys * (tid % 32 // (32 // self.parts))
-        at_once = min(8, self.keys)
+    def probabilities(self, smem, base: Float32, of_scores: Int32, buffer: Int32, tid: Int32, usual: cutlass.Constexpr):
+        """P^T of this thread; (the largest score of its head, the sum of its own probabilities).
+
+        Where it is not the `usual` way its loop stays one: who passes it by has less to pass.
+        """
         tops, sums = cute.make_rmem_tensor(1, Float32), cute.make_rmem_tensor(1, Float32)
         tops.fill(-Float32.inf)
         sums.fill(0.0)
-        s = cute.make_rmem_tensor((2, at_once // 2), Float32)
-        rounded = cute.make_rmem_tensor(at_once, Float16)
-        for i in cutlass.range_constexpr(self.keys // at_once):
-            key = first + at_once * i
-            for j in cutlass.range_constexpr(at_once // 2):
-                cute.autovec_copy(self.pair(smem, of_scores, head, key // 2 + j), s[None, j])
-                for k in cutlass.range_constexpr(2):
-                    tops[0] = cute.arch.fmax(tops[0], s[k, j])
-                    s[k, j] = cute.math.exp2(s[k, j] - base, fastmath=True)
-                    sums[0] += s[k, j]
-            rounded.store(s.load().to(Float16).reshape(rounded.shape))
-            at = (buffer * self.heads + head) * TOKENS_PER_TILE + ((key // 8) ^ (head % 8)) * 8 + key % 8
-            pointer = smem.p.data_ptr() + cute.assume(at, divby=at_once)
-            cute.autovec_copy(rounded, cute.make_tensor(pointer, cute.make_layout(at_once)))
+        at_once = min(8, self.keys)
+        first = self.keys * (tid % 32 // (32 // self.parts))
+        if const_expr(usual):
+            for i in cutlass.range_constexpr(self.keys // at_once):
+                self.some(smem, base, of_scores, buffer, first + at_once * i, tops, sums, tid)
+        else:
+            for i in cutlass.range(self.keys // at_once, unroll=1):
+                self.some(smem, base, of_scores, buffer, first + at_once * i, tops, sums, tid)
         largest = tops[0]
         for step in cutlass.range_constexpr(self.parts.bit_length() - 1):
             largest = cute.arch.fmax(largest, cute.arch.shuffle_sync_bfly(largest, 32 // self.parts << step))
         return largest, sums[0]
+
+    @cute.jit
+    def some(self, smem, base: Float32, of_scores: Int32, buffer: Int32, key: Int32, tops, sums, tid: Int32):
+        """P^T of a thread's next keys, eight or fewer, which counts in its largest score (1) and in its sum (1)."""
+        head, at_once = self.head(tid), min(8, self.keys)
+        s, rounded = cute.make_rmem_tensor((2, at_once // 2), Float32), cute.make_rmem_tensor(at_once, Float16)
+        for j in cutlass.range_constexpr(at_once // 2):
+            cute.autovec_copy(self.pair(smem, of_scores, head, key // 2 + j), s[None, j])
+            for k in cutlass.range_constexpr(2):
+                tops[0] = cute.arch.fmax(tops[0], s[k, j])
+                s[k, j] = cute.math.exp2(s[k, j] - base, fastmath=True)
+                sums[0] += s[k, j]
+        rounded.store(s.load().to(Float16).reshape(rounded.shape))
+        at = (buffer * self.heads + head) * TOKENS_PER_TILE + ((key // 8) ^ (head % 8)) * 8 + key % 8
+        pointer = smem.p.data_ptr() + cute.assume(at, divby=at_once)
+        cute.autovec_copy(rounded, cute.make_tensor(pointer, cute.make_layout(at_once)))
 
     def pair(self, smem, of_scores: Int32, head: Int32, index) -> cute.Tensor:
         """Scores of a head and two neighbouring keys."""

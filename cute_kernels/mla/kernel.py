@@ -41,7 +41,7 @@ With 8 and 16 heads there are 768 threads, and 80 registers of each at launch:
   warpgroups 2, 3             values, 96: 32 of O, or 16; V of 16 keys twice, 32, so they wait once for 16 keys, not
                               four times
   warpgroup 4                 softmax, 32: makes P of S
-With 32 heads there are the roles of 64, with 40, 128 and 168 registers, and copies are three tiles ahead.
+With 32 heads there are the roles of 64, with 48, 128 and 168 registers, and copies are three tiles ahead.
 
 Barriers                      arrivals per phase: columns                  rows
   q_full                      1 + 1152 bytes a head of TMA                 the same

@@ -1,6 +1,6 @@
 """How one decode call is cut into CTAs: pure Python, from shapes to a specification and a number of splits.
 
-Costs are those of one H200 (docs/journal/mla_decode.md); only their proportions matter here.
+Costs are microseconds of one H200 (docs/journal/mla_decode.md).
 """
 
 import functools

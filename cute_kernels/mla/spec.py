@@ -57,7 +57,7 @@ class MlaDecodeSpec:
         """Levels at which ptxas spills no register; with 7 instead of its default, 5, 64 heads take 1 to 3% less."""
         level = 5
         if self.columns:
-            level = 7 if self.heads == WIDE else 0
+            level = 0 if self.few_heads else 7
         return f"--ptxas-options '--register-usage-level={level}'"
 
     def can_implement(self) -> list[str]:
@@ -115,7 +115,7 @@ class MlaDecodeSpec:
             return (72, 104, 168, 0)
         if self.few_heads:
             return (32, 112, 96, 32)
-        return (32, 128, 176, 0) if self.heads == WIDE else (40, 128, 168, 0)
+        return (32, 128, 176, 0) if self.heads == WIDE else (48, 128, 168, 0)
 
     @property
     def split(self) -> bool:

@@ -133,7 +133,7 @@ class MlaVariant:
 
 
 # `model.calibrate` gives both numbers of each from batch 128, 128 heads, s_q 2, topk 2048 (4 waves of 32 tiles) and
-# s_q 4, topk 512 (8 waves of 8 tiles): 301.8 and 185.2 us without a cluster, and, in an earlier run, 380.4 and 230.8 us
+# s_q 4, topk 512 (8 waves of 8 tiles): 301.6 and 184.6 us without a cluster, and, in an earlier run, 380.4 and 230.8 us
 # with the crossover of values.
 # A launch of one wave (64 x 128 x 1, topk 2048) takes START_CYCLES more than those two leave it.
 LATENCY_CYCLES, CTA_CYCLES, START_CYCLES = 32.5, 10_158.0, 12_000.0
@@ -166,10 +166,10 @@ MLA_BUILT = COLUMNS
 
 MLA_HALF = replace(COLUMNS, name="32 heads", latency_cycles=20.5, cta_cycles=8_600.0)
 """What it runs with 17 to 32, and with more over few keys. Both numbers fit three cases within 5%: 128 x 32 x 1 with
-topk 2048 (66 us) and with 8192 dense keys (233 us), and 2 x 128 x 1 (16.3 us)."""
+topk 2048 (65 us) and with 8192 dense keys (227 us), and 2 x 128 x 1 (16.4 us)."""
 
 MLA_NARROW = replace(COLUMNS, name="16 heads", rows_in_flight=256, latency_cycles=12.8, cta_cycles=10_200.0)
-"""What it runs with fewer: between 128 x 16 x 1 with topk 2048 (60 us) and 8192 dense keys (196 us)."""
+"""What it runs with fewer: between 128 x 16 x 1 with topk 2048 (60 us) and 8192 dense keys (197 us)."""
 
 
 @dataclass(frozen=True)

@@ -8,15 +8,17 @@ from cutlass.cute.nvgpu import warpgroup
 from cute_kernels.device import softmax, wgmma
 from cute_kernels.device.trace import Tracer
 from cute_kernels.mla.column_tile_kernel import (
+    LINE,
     WARPS,
     column_layouts,
     column_mmas,
     key,
+    line_of,
     pairs_of,
     rope_stages,
+    scales_of,
     scores_of,
     stages,
-    swizzle,
 )
 from cute_kernels.mla.producer_kernel import COLUMNS, GROUP, GROUPS, NOPE, ROPE
 from cute_kernels.mla.score_kernel import EXPONENTS, LARGEST, SMALLEST, max_magnitudes
@@ -25,9 +27,17 @@ from cute_kernels.mla.tile_kernel import BAR_OWNER, prefetch_q, start_q
 from cute_kernels.mla.work_kernel import WorkItems
 
 AHEAD = 6  # tiles before the end of an item, when all CTAs at once want 73 KB of Q each, that L2 is asked for them
-CHUNKS = NOPE // COLUMNS  # of 64 columns, whose codes a thread has 16 of in a row
-LAST_OF_Q = (CHUNKS - 2, CHUNKS - 1)  # columns that the last products of a tile need
+CHUNKS = NOPE // COLUMNS  # of 64 columns: of each of a thread's rows 16 codes
+LAST_OF_Q = (CHUNKS - 2, CHUNKS)  # chunks that the last products of a tile need
 USUAL = 2.0**40  # scales between 1 over this and this are usual: their ratios leave float32 room for what they multiply
+
+
+def chunk_of_codes(q, half):
+    """Of eight chunks of 16 codes, which one lane q of a row has in a half of a quantization tile.
+
+    See `line_of` for the banks that they meet.
+    """
+    return q % 2 + q // 2 * 4 + 2 * half
 
 
 class ColumnScores:
@@ -36,7 +46,8 @@ class ColumnScores:
         S = q_rope k_rope + sum_j scale_j (q_j code_j)      scales in float32, products of float16 numbers
 
     K is made in registers: a thread reads 16 codes of a row at once, and as the order of columns in a product is free,
-    they are its part of four blocks of 16 columns; Q is put into that order as it becomes float16. Codes are exact as
+    they are its part of four blocks of 16 columns; Q is put into that order as it becomes float16, and its rope part
+    likewise. Codes are exact as
     float16, and so is Q: numbers 2^-16 below the largest of the 128 that meet a scale lose bits, and are too small
     there to matter. Where the largest itself is out of float16's reach, powers of two bring them all into it.
 
@@ -55,6 +66,7 @@ class ColumnScores:
         self.columns = spec.heads // 4  # of a thread
         self.stages, self.ropes = stages(spec.heads), rope_stages(spec.heads)
         self.groups = spec.score_groups
+        self.offers = spec.offers
         self.threads = 128 * spec.score_groups
         self.items = WorkItems(spec)
         self.tracer = Tracer(spec.trace, len(ROLES))
@@ -77,81 +89,99 @@ class ColumnScores:
         Returns (whether S is to be multiplied by powers of Q, the new number of loads).
         """
         sPower = cute.make_tensor(smem.q_power.data_ptr(), cute.make_layout((self.heads, GROUPS)))
-        cute.arch.mbarrier_wait(smem.q_full.ptr, loads % 2)
-        loads += 1
-        fits = Int32(1)
         first = tid
         if const_expr(self.groups > 1):
             first += 128 * (warp_idx // WARPS)
-        for item in cutlass.range(first, self.heads * GROUPS, self.threads, unroll=1):
-            sPower[item % self.heads, item // self.heads] = Float32(1.0)
-            if self.convert(smem, item) == 0:
-                fits = Int32(0)
-        scaled = Int32(0)
-        if wgmma.every_thread(fits, Int32(BAR_OWNER), self.threads) == 0:
-            scaled = Int32(1)
-            cute.arch.fence_proxy("async.shared", space="cta")  # ordinary stores, and then those of a copy
-            cute.arch.barrier(barrier_id=BAR_OWNER, number_of_threads=self.threads)
-            if warp_idx == 0:
-                start_q(smem, load_q, tQ, work, self.heads)
+        scaled, ready = Int32(0), Int32(0)
+        while ready == 0:  # once or twice. Written once: with a second copy ptxas gave up uniform registers everywhere
             cute.arch.mbarrier_wait(smem.q_full.ptr, loads % 2)
             loads += 1
+            fits = Int32(1)
             for item in cutlass.range(first, self.heads * GROUPS, self.threads, unroll=1):
-                exponent = cutlass.min(cutlass.max(self.exponent(smem, item), -EXPONENTS), EXPONENTS)
-                self.multiply_row(smem, item, softmax.power_of_two(-exponent))
-                self.convert(smem, item)
-                sPower[item % self.heads, item // self.heads] = softmax.power_of_two(exponent)
+                power = Float32(1.0)
+                if scaled != 0:
+                    exponent = cutlass.min(cutlass.max(self.exponent(smem, item), -EXPONENTS), EXPONENTS)
+                    self.multiply_row(smem, item, softmax.power_of_two(-exponent))
+                    power = softmax.power_of_two(exponent)
+                sPower[item % self.heads, item // self.heads] = power
+                if self.convert(smem, item) == 0:
+                    fits = Int32(0)
+            for row in cutlass.range(first, self.heads, self.threads, unroll=1):
+                self.convert_rope(smem, row)
+            ready = scaled | wgmma.every_thread(fits, Int32(BAR_OWNER), self.threads)
+            if ready == 0:
+                scaled = Int32(1)
+                cute.arch.fence_proxy("async.shared", space="cta")  # ordinary stores, and then those of a copy
+                cute.arch.barrier(barrier_id=BAR_OWNER, number_of_threads=self.threads)
+                if warp_idx == 0:
+                    start_q(smem, load_q, tQ, work, self.heads)
         cute.arch.fence_proxy("async.shared", space="cta")  # ordinary stores, read by wgmma
         cute.arch.barrier(barrier_id=BAR_OWNER, number_of_threads=self.threads)
         return scaled, loads
 
-    def chunk_of_q(self, smem, item: Int32, half, c):
-        """Eight numbers of a row of Q, in half of one of its groups: chunk c of 64 columns."""
-        row, group = item % self.heads, item // self.heads
-        start = (2 * group + half) * (self.heads * COLUMNS) + row * COLUMNS + (c ^ (row % 8)) * 8
+    def chunk_of_q(self, smem, row: Int32, c):
+        """Eight numbers of a row of Q, 8 c and on."""
+        start = c // 8 * (self.heads * COLUMNS) + row * COLUMNS + ((c % 8) ^ (row % 8)) * 8
         return cute.make_tensor(smem.q.data_ptr() + cute.assume(start, divby=8), cute.make_layout(8))
 
     @cute.jit
     def convert(self, smem, item: Int32) -> Int32:
         """128 numbers of a row as float16 and in the order of codes; whether float16 holds them.
 
-        Of block i of 16 columns, pairs 2 q and 2 q + 1 of lane q's 16 codes, 4 i and on, are words q and q + 4.
+        Of block i of 16 columns, pairs 2 i and 2 i + 1 of lane q's 16 codes are words q and q + 4.
         """
-        old, new = cute.make_rmem_tensor((8, 8), BFloat16), cute.make_rmem_tensor((8, 8), Float16)
-        for c in cutlass.range_constexpr(8):
-            cute.autovec_copy(self.chunk_of_q(smem, item, 0, c), old[None, c])
-        fits = Int32(1)
+        row, start = item % self.heads, item // self.heads * (GROUP // 8)
+        numbers = cute.make_rmem_tensor((8, GROUP // 8), BFloat16)
+        for c in cutlass.range_constexpr(GROUP // 8):
+            cute.autovec_copy(self.chunk_of_q(smem, row, start + c), numbers[None, c])
+        words, fits = cute.recast_tensor(numbers, Int32), Int32(1)
         for half in cutlass.range_constexpr(2):
-            for c in cutlass.range_constexpr(8):
-                new[None, c].store(old[None, c].load().to(Float32).to(Float16))
-            old_words, words = cute.recast_tensor(old, Int32), cute.recast_tensor(new, Int32)
-            largest, seen = words[0, 0] & 0x7FFF7FFF, Int32(0)
-            for c in cutlass.range_constexpr(8):
-                for q in cutlass.range_constexpr(4):
-                    largest = max_magnitudes(largest, words[q, c])
-                    seen |= old_words[q, c]
-            if const_expr(half == 0):  # beside the stores
-                for c in cutlass.range_constexpr(8):
-                    cute.autovec_copy(self.chunk_of_q(smem, item, 1, c), old[None, c])
-            four = cute.make_rmem_tensor(4, Int32)
-            for c in cutlass.range_constexpr(8):
-                for q in cutlass.range_constexpr(4):
-                    four[q] = words[2 * (c // 2 % 2) + c % 2, 2 * q + c // 4]
-                cute.autovec_copy(cute.recast_tensor(four, BFloat16), self.chunk_of_q(smem, item, half, c))
+            largest, seen = Int32(0), Int32(0)
+            for c in cutlass.range_constexpr(8 * half, 8 * half + 8):
+                new = cute.make_rmem_tensor(8, Float16)
+                new.store(numbers[None, c].load().to(Float32).to(Float16))
+                for i in cutlass.range_constexpr(4):
+                    seen |= words[i, c]
+                    words[i, c] = cute.recast_tensor(new, Int32)[i]
+                    if const_expr(i == 0 and c == 8 * half):
+                        largest = words[i, c] & 0x7FFF7FFF
+                    else:
+                        largest = max_magnitudes(largest, words[i, c])
             pair = cute.make_rmem_tensor(1, Int32)
             pair[0] = largest
             found = cute.recast_tensor(pair, Float16)
             peak = cute.arch.fmax(found[0].to(Float32), found[1].to(Float32))
             if seen & 0x7FFF7FFF != 0 and (peak < SMALLEST or peak > LARGEST):
                 fits = Int32(0)
+        four = cute.make_rmem_tensor(4, Int32)
+        for c in cutlass.range_constexpr(GROUP // 8):
+            for q in cutlass.range_constexpr(4):
+                four[q] = words[c % 4, 2 * chunk_of_codes(q, c // 8) + c % 8 // 4]
+            cute.autovec_copy(cute.recast_tensor(four, BFloat16), self.chunk_of_q(smem, row, start + c))
         return fits
+
+    @cute.jit
+    def convert_rope(self, smem, row: Int32):
+        """The rope part of a row in the order in which lanes have keys: chunks of eight numbers as they have of codes.
+
+        Of block i of 16 columns in a half, words 2 i and 2 i + 1 of lane q's chunk are words q and q + 4.
+        """
+        words = cute.make_rmem_tensor((4, 8), Int32)
+        for c in cutlass.range_constexpr(8):
+            old = self.chunk_of_q(smem, row, NOPE // 8 + c)
+            cute.autovec_copy(cute.recast_tensor(old, Int32), words[None, c])
+        four = cute.make_rmem_tensor(4, Int32)
+        for c in cutlass.range_constexpr(8):
+            for q in cutlass.range_constexpr(4):
+                four[q] = words[c % 4, chunk_of_codes(q, c // 4)]
+            cute.autovec_copy(cute.recast_tensor(four, BFloat16), self.chunk_of_q(smem, row, NOPE // 8 + c))
 
     @cute.jit
     def multiply_row(self, smem, item: Int32, power: Float32):
         """128 numbers of a row times a power of two, which bf16 holds."""
         eight = cute.make_rmem_tensor(8, BFloat16)
         for chunk in cutlass.range(16, unroll=1):
-            target = self.chunk_of_q(smem, item, chunk // 8, chunk % 8)
+            target = self.chunk_of_q(smem, item % self.heads, item // self.heads * (GROUP // 8) + chunk)
             cute.autovec_copy(target, eight)
             eight.store((eight.load().to(Float32) * power).to(BFloat16))
             cute.autovec_copy(eight, target)
@@ -161,7 +191,8 @@ class ColumnScores:
         """floor(log2) of the largest of 128 numbers of Q."""
         peak, eight = Float32(0.0), cute.make_rmem_tensor(8, BFloat16)
         for chunk in cutlass.range(16, unroll=1):
-            cute.autovec_copy(self.chunk_of_q(smem, item, chunk // 8, chunk % 8), eight)
+            source = self.chunk_of_q(smem, item % self.heads, item // self.heads * (GROUP // 8) + chunk)
+            cute.autovec_copy(source, eight)
             for i in cutlass.range_constexpr(8):
                 number = eight[i].to(Float32)
                 peak = cute.arch.fmax(peak, cute.arch.fmax(number, -number))
@@ -260,30 +291,25 @@ class ColumnScores:
         """Makes S of a tile, and hands it over unless it is to be made apart; returns what `multiply` does."""
         self.begin(smem, acc, raw, t, tid)
         self.stamp(smem, t, 1, 0, tid)
-        apart, given_up = self.multiply(smem, acc, result, raw, scale_log2, t, scaled, following, warp_idx, tid)
+        apart, given_up = self.multiply(smem, acc, result, raw, scale_log2, scaled, t, following, warp_idx, tid)
         self.stamp(smem, t, 1, 1, tid)
         if apart == 0:
             self.hand_over(smem, result, t, tid)
         return apart, given_up
 
-    def operands_of_q(self, smem, mma: cute.TiledMma, tid: Int32) -> cute.Tensor:
-        """Q as the second operand, float16: (.., block of 16 columns)."""
+    def operands_of_q(self, smem, mma: cute.TiledMma, tid: Int32, dtype) -> cute.Tensor:
+        """Q as the second operand: (.., block of 16 columns)."""
         layout_q = column_layouts(self.heads)[0]
-        sQ = smem.q.get_tensor(layout_q.outer, swizzle=layout_q.inner, dtype=Float16)
+        sQ = smem.q.get_tensor(layout_q.outer, swizzle=layout_q.inner, dtype=dtype)
         return mma.make_fragment_B(mma.get_slice(tid).partition_B(sQ))[None, None, None, 0]
 
     @cute.jit
-    def rope_product(self, smem, acc: cute.Tensor, t: Int32, tid: Int32):
+    def rope_product(self, smem, acc: cute.Tensor, rope: cute.Tensor, tid: Int32):
         """Starts S^T of the rope part of a tile."""
-        mma = column_mmas(self.heads)[2]
-        layout_q, _, layout_rope, _ = column_layouts(self.heads)
-        sQ = smem.q.get_tensor(layout_q.outer, swizzle=layout_q.inner)
-        sRope = smem.rope.get_tensor(layout_rope.outer, swizzle=layout_rope.inner)
-        thr = mma.get_slice(tid)
-        rQ = mma.make_fragment_B(thr.partition_B(sQ))[None, None, None, 0]
-        rRope = mma.make_fragment_A(thr.partition_A(sRope))[None, None, None, t % self.ropes]
+        mma = column_mmas(self.heads)[1]
+        rQ = self.operands_of_q(smem, mma, tid, BFloat16)
         warpgroup.fence()
-        wgmma.issue(mma, acc, rRope, rQ, False, [(k, NOPE // 16 + k) for k in range(ROPE // 16)])
+        wgmma.issue(mma, acc, rope, rQ, False, [(k, NOPE // 16 + k) for k in range(ROPE // 16)])
         warpgroup.commit_group()
 
     @cute.jit
@@ -293,10 +319,11 @@ class ColumnScores:
         self.stamp(smem, t, 0, 0, tid)
         cute.arch.mbarrier_wait(smem.full.data_ptr() + stage, t // self.stages % 2)
         self.stamp(smem, t, 0, 1, tid)
-        cute.arch.fence_proxy("async.shared", space="cta")  # copies of the rope part, read by wgmma
-        self.rope_product(smem, acc, t, tid)
+        rope = self.operand_of_rope()
+        self.load_rope(smem, rope, t, tid)
         for c in cutlass.range_constexpr(2):  # loads take some 100 clocks beside all that goes on
             self.load_codes(smem, raw[c], stage, c, tid)
+        self.rope_product(smem, acc, rope, tid)
 
     @cute.jit
     def multiply(
@@ -306,8 +333,8 @@ class ColumnScores:
         result: cute.Tensor,
         raw: tuple,
         scale_log2: Float32,
-        t: Int32,
         scaled: Int32,
+        t: Int32,
         following: tuple,
         warp_idx: Int32,
         tid: Int32,
@@ -316,14 +343,14 @@ class ColumnScores:
 
         Returns (1 if scales are not usual, or Q has powers, and S is to be made by `multiply_apart`; 1 if the tile gave
         up its Q). It does if `following` is not (), but (how to load Q, Q, whether there is a next item, which, table):
-        the next item's Q takes its place, but for LAST_OF_Q, as products have been made of it. Only one group may do so.
+        the next item's Q takes its place, but for LAST_OF_Q, as products have been made of it. Only one group may.
 
         What the accumulator holds is relative to the scale of the quantization tile that comes next, s_j (.. + q_j
         code_j), and so is multiplied by the ratio of two scales in between.
         """
         stage = t % self.stages
         mma = column_mmas(self.heads)[0]
-        rQ = self.operands_of_q(smem, mma, tid)
+        rQ = self.operands_of_q(smem, mma, tid, Float16)
         codes = [mma.make_fragment_A(mma.partition_shape_A((TOKENS_PER_TILE, COLUMNS))) for _ in range(2)]
         factors = self.ratios(smem, scale_log2, stage, -1, 0, tid)
         apart, gives_up = Int32(0), Int32(0)
@@ -352,9 +379,10 @@ class ColumnScores:
                     cute.arch.barrier(barrier_id=BAR_OWNER, number_of_threads=128)
                     if warp_idx == 0:
                         work = self.items.locate(next_item, table)
-                        # the rope part is last
-                        free = (c - 2, c - 1, CHUNKS) if const_expr(c == 2) else (c - 2, c - 1)
-                        start_q(smem, load_q, tQ, work, self.heads, free, c == 2)
+                        start_q(smem, load_q, tQ, work, self.heads, (c - 2, c), c == 2, unrolled=True)
+                        if const_expr(c == 2):
+                            of_rope = (CHUNKS, CHUNKS + 1)
+                            start_q(smem, load_q, tQ, work, self.heads, of_rope, False, unrolled=True)
         # beside the last products: the softmax has read S of the tile that was there before
         cute.arch.mbarrier_wait(smem.s_empty.data_ptr() + t % self.groups, (t // self.groups + 1) % 2)
         warpgroup.wait_group(0)
@@ -369,7 +397,7 @@ class ColumnScores:
         self, smem, scale_log2: Float32, stage: Int32, old: cutlass.Constexpr, new: cutlass.Constexpr, tid: Int32
     ):
         """Scale `old` (-1: 1) over scale `new` (GROUPS: 1 / scale_log2) of a thread's two rows."""
-        sScale = smem.scale.get_tensor(cute.make_layout((GROUPS, TOKENS_PER_TILE * self.stages)))
+        sScale = scales_of(smem, self.heads)
         factors = []
         for r in cutlass.range_constexpr(2):
             token = stage * TOKENS_PER_TILE + key(tid, r)
@@ -406,13 +434,15 @@ class ColumnScores:
     ):
         """`multiply`, each chunk times its scale and the power of Q in float32: rare, so one after the other."""
         stage, mma = t % self.stages, column_mmas(self.heads)[0]
-        rQ = self.operands_of_q(smem, mma, tid)
+        rQ = self.operands_of_q(smem, mma, tid, Float16)
         total, of_chunk = wgmma.by_row(result), wgmma.by_row(acc)
         codes = mma.make_fragment_A(mma.partition_shape_A((TOKENS_PER_TILE, COLUMNS)))
         power = cute.make_rmem_tensor(self.columns, Float32)
         sPower = smem.q_power.get_tensor(cute.make_layout(GROUPS * self.heads))
-        sScale = smem.scale.get_tensor(cute.make_layout((GROUPS, TOKENS_PER_TILE * self.stages)))
-        self.rope_product(smem, acc, t, tid)
+        sScale = scales_of(smem, self.heads)
+        rope = self.operand_of_rope()
+        self.load_rope(smem, rope, t, tid)
+        self.rope_product(smem, acc, rope, tid)
         warpgroup.wait_group(0)
         result.store(acc.load() * scale_log2)
         for c in cutlass.range(CHUNKS, unroll=1):
@@ -435,12 +465,34 @@ class ColumnScores:
     @cute.jit
     def load_codes(self, smem, raw: cute.Tensor, stage: Int32, c, tid: Int32):
         """16 codes of each of a thread's two rows, in chunk c of 64 columns."""
-        row, q = key(tid, 0), tid % 4
-        at = (stage * TOKENS_PER_TILE + row) * NOPE + GROUP * (c // 2) + (((4 * (c % 2) + q) ^ swizzle(row)) << 4)
+        line = line_of(key(tid, 0), chunk_of_codes(tid % 4, 0))
+        start = stage * (TOKENS_PER_TILE * NOPE) + c // 2 * (TOKENS_PER_TILE * LINE)
         for r in cutlass.range_constexpr(2):
-            pointer = smem.codes.data_ptr() + cute.assume(at + NOPE * r, divby=16)
+            of_row = (line ^ (32 * (c % 2)) ^ (16 * r)) + LINE * r
+            pointer = smem.codes.data_ptr() + cute.assume(start + of_row, divby=16)
             source = cute.make_tensor(cute.recast_ptr(pointer, dtype=Float8E4M3FN), cute.make_layout(16))
             cute.autovec_copy(source, raw[None, r])
+
+    def operand_of_rope(self) -> cute.Tensor:
+        """Registers of the rope part of a thread's two rows."""
+        mma = column_mmas(self.heads)[1]
+        return mma.make_fragment_A(mma.partition_shape_A((TOKENS_PER_TILE, ROPE)))
+
+    @cute.jit
+    def load_rope(self, smem, rope: cute.Tensor, t: Int32, tid: Int32):
+        """A quarter of the rope part of each of a thread's two rows, eight numbers of either half of it.
+
+        In registers, for rows lie as keys do, and the tensor core would take them in another order.
+        """
+        words, four = cute.recast_tensor(rope, Int32), cute.make_rmem_tensor(4, Int32)
+        line, start = line_of(key(tid, 0), chunk_of_codes(tid % 4, 0)), t % self.ropes * (TOKENS_PER_TILE * LINE)
+        for r in cutlass.range_constexpr(2):
+            for half in cutlass.range_constexpr(2):
+                of_row = (line ^ (32 * half) ^ (16 * r)) + LINE * r
+                pointer = cute.recast_ptr(smem.rope.data_ptr() + cute.assume(start + of_row, divby=16), dtype=Int32)
+                cute.autovec_copy(cute.make_tensor(pointer, cute.make_layout(4)), four)
+                for i in cutlass.range_constexpr(4):
+                    words[8 * half + 4 * (i // 2) + 2 * (i % 2) + r] = four[i]
 
     @cute.jit
     def widen(self, raw: cute.Tensor, operand: cute.Tensor):
@@ -474,6 +526,8 @@ class ColumnScores:
             pointer = start + cute.assume(scores_of(8 * block + 2 * q, key(tid, 0) // 2), divby=4)
             cute.autovec_copy(four, cute.make_tensor(pointer, cute.make_layout((2, 2))))
         cute.arch.mbarrier_arrive(smem.s_full.data_ptr() + of_scores)
+        if const_expr(self.offers):
+            cute.arch.mbarrier_arrive(smem.rope_empty.data_ptr() + t % self.ropes)
         self.stamp(smem, t, 2, 1, tid)
 
     @cute.jit

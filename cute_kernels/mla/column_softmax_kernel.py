@@ -12,7 +12,9 @@ from cute_kernels.mla.column_tile_kernel import (
     RAISED,
     REACHED,
     WARPS,
+    masks,
     rope_stages,
+    scales_of,
     scores_of,
     stages,
 )
@@ -41,23 +43,25 @@ class ColumnSoftmax:
         self.parts = TOKENS_PER_TILE // self.keys  # lanes of a head
         self.stages = stages(spec.heads)
         self.ahead = rope_stages(spec.heads)  # tiles, of copies that are made here
-        self.gathers = not spec.few_heads
+        self.gathers, self.offers = not spec.few_heads, spec.offers
         self.score_groups = spec.score_groups
         self.gatherer = RowGatherer(spec)
         self.items = WorkItems(spec)
         self.tracer = Tracer(spec.trace, len(ROLES))
 
     @cute.jit
-    def run(self, smem, table: tuple, mSink: cute.Tensor, _, tid: Int32):
+    def run(self, smem, table: tuple, copies: tuple, mSink: cute.Tensor, _, tid: Int32):
         """All items of this CTA; `table` as for WorkItems.
 
         Where this warpgroup copies rows as well, those of a tile start when P of one `ahead` of it has left: that their
-        stage is free, so that the tile before has been multiplied, is then waited for while P of this one is.
+        stage is free, so that the tile before has been multiplied, is then waited for while P of this one is. Where it
+        offers tiles to the values, which start their copies some 2,000 clocks earlier, it does so before S is there,
+        and copies what they cannot: tiles with masked keys or from several pages, and the first ones.
         """
         if const_expr(self.gathers):
             cursor = self.gatherer.start(table, tid)
             for _ in cutlass.range(self.ahead, unroll=1):
-                cursor = self.gatherer.step(smem, table, cursor, tid)
+                cursor = self.gatherer.step(smem, table, copies, cursor, tid)
         done = Int32(0)
         sSink = smem.sink.get_tensor(cute.make_layout(self.heads))
         first_item, items, step = table[OWN][:3]
@@ -70,14 +74,25 @@ class ColumnSoftmax:
                 sSink[head - work[0] * self.heads] = mSink[cutlass.min(head, mSink.shape[0] - 1)] * softmax.LOG2_E
             base, total = Float32(UNSET), Float32(0.0)
             for t in cutlass.range(done, done + count, unroll=1):
+                if const_expr(self.offers):
+                    last = t + self.stages - 1  # of the tiles that have a stage
+                    has_been_offered = Int32(1) if cursor[-1] > last else Int32(0)
+                    if has_been_offered == 0:
+                        cursor = self.gatherer.step(smem, table, copies, cursor, tid)
+                    self.await_room(smem, t)
+                    if has_been_offered != 0:  # and all have read what was there: P of tile t - 2 has been multiplied
+                        self.gatherer.set_valid(smem, last, tid)
+                    cursor = self.gatherer.offer(smem, table, cursor, t, tid)
+                else:
+                    self.await_room(smem, t)
                 base, total = self.tile(smem, base, total, t, tid)
                 if t == done + count - 1:
                     self.finish(smem, base, total, whole, t % 2, tid)
                 cute.arch.fence_proxy("async.shared", space="cta")  # ordinary stores of P, read by wgmma
                 cute.arch.mbarrier_arrive(smem.p_full.data_ptr() + t % 2)
                 self.stamp(smem, t, 1, tid)
-                if const_expr(self.gathers):
-                    cursor = self.gatherer.step(smem, table, cursor, tid)
+                if const_expr(self.gathers and not self.offers):
+                    cursor = self.gatherer.step(smem, table, copies, cursor, tid)
             done += count
 
     def head(self, tid: Int32):
@@ -85,20 +100,23 @@ class ColumnSoftmax:
         return tid // 32 * (32 // self.parts) + tid % (32 // self.parts)
 
     @cute.jit
+    def await_room(self, smem, t: Int32):
+        """Waits for what a tile needs but for S: each wait takes some 100 clocks."""
+        cute.arch.mbarrier_wait(smem.full.data_ptr() + t % self.stages, t // self.stages % 2)
+        cute.arch.mbarrier_wait(smem.p_empty.data_ptr() + t % 2, (t // 2 + 1) % 2)
+
+    @cute.jit
     def tile(self, smem, base: Float32, total: Float32, t: Int32, tid: Int32):
         """P^T of a tile, and what goes with it; (base, sum of this thread) after it."""
         stage, buffer = t % self.stages, t % 2
         lane, part, head = tid % 32, tid % 32 // (32 // self.parts), self.head(tid)
-        sValid = smem.valid.get_tensor(cute.make_layout(2 * self.stages))
+        sValid = smem.valid.get_tensor(cute.make_layout(2 * masks(self.heads)))
         of_scores = t % self.score_groups  # where S is
         pointer = smem.s.data_ptr() + cute.assume(of_scores * (TOKENS_PER_TILE * self.heads), divby=TOKENS_PER_TILE)
         sScores = cute.make_tensor(pointer, cute.make_layout(TOKENS_PER_TILE * self.heads))
-        # what does not need S comes before it: each wait takes some 100 clocks
-        cute.arch.mbarrier_wait(smem.full.data_ptr() + stage, t // self.stages % 2)
-        cute.arch.mbarrier_wait(smem.p_empty.data_ptr() + buffer, (t // 2 + 1) % 2)
         first = self.keys * part
         everything = Int32(-1 if self.keys == 32 else (1 << self.keys) - 1)
-        valid = (sValid[2 * stage + first // 32] >> (first % 32)) & everything
+        valid = (sValid[2 * (t % masks(self.heads)) + first // 32] >> (first % 32)) & everything
         cute.arch.mbarrier_wait(smem.s_full.data_ptr() + of_scores, t // self.score_groups % 2)
         self.stamp(smem, t, 0, tid)
         if cute.arch.vote_any_sync(valid != everything):
@@ -179,7 +197,7 @@ class ColumnSoftmax:
         scale = cute.make_rmem_tensor(2, Float32)
         sWeight = smem.weight.get_tensor(cute.make_layout((TOKENS_PER_TILE, 2 * GROUPS)))
         at = (stage * TOKENS_PER_TILE + token) * GROUPS + group
-        pointer = smem.scale.data_ptr() + cute.assume(at, divby=2)
+        pointer = scales_of(smem, self.heads).iterator + cute.assume(at, divby=2)
         cute.autovec_copy(cute.make_tensor(pointer, cute.make_layout(2)), scale)
         outside = False
         for i in cutlass.range_constexpr(2):

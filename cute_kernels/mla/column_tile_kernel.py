@@ -6,11 +6,13 @@ from cutlass import BFloat16, Float16, Float32, Int32, Int64, Uint8
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 from cutlass.tensor_utils import LayoutEnum
 
-from cute_kernels.mla.producer_kernel import GROUPS, NOPE, ROPE
+from cute_kernels.mla.producer_kernel import GROUPS, NOPE
 from cute_kernels.mla.spec import FEW, TOKENS_PER_TILE, WIDE, MlaDecodeSpec
 from cute_kernels.mla.tile_kernel import layouts
 
-ROPE_BYTES = 2 * ROPE
+SHARED_BYTES = 232_448  # that a CTA may have
+LINE = 128  # bytes of a row that lie together, codes of a quantization tile or the rope part: see `line_of`
+OFFERS = 4  # of tiles to come: where values store a result, P of two tiles more may be made
 BUFFERS = 2  # of P, and of what goes with it
 WARPS = 4  # of a warpgroup
 P_SHIFT = 7.0  # P is 2^7 for a key that meets the base of its head, and float16 holds what is above 2^-31 of that
@@ -25,6 +27,11 @@ def stages(heads: int) -> int:
     return 3 if heads == WIDE else 4
 
 
+def masks(heads: int) -> int:
+    """Tiles whose masks are kept: those of tile t + stages - 1 are set when some may still read those of tile t - 1."""
+    return 4 if heads == WIDE else 8
+
+
 def rope_stages(heads: int) -> int:
     """Tiles of rope parts in shared memory, 8,192 bytes each.
 
@@ -35,7 +42,7 @@ def rope_stages(heads: int) -> int:
 
 
 def column_layouts(heads: int):
-    """Shared memory: Q (heads, 576, 1), P^T (heads, 64 keys, buffers), rope parts (64 keys, 64, `rope_stages`).
+    """Shared memory: Q (heads, 576, 1), P^T (heads, 64 keys, buffers).
 
     The last one is P^T of 16 keys times scales, (heads, 16 keys, warpgroups of values).
     """
@@ -44,7 +51,6 @@ def column_layouts(heads: int):
     return (
         layouts(heads)[2],
         sm90.make_smem_layout_b(row, tile, Float16, BUFFERS),
-        sm90.make_smem_layout_a(row, tile, BFloat16, rope_stages(heads)),
         sm90.make_smem_layout_b(row, (TOKENS_PER_TILE, heads, 16), BFloat16, 2),
     )
 
@@ -52,13 +58,13 @@ def column_layouts(heads: int):
 def column_storage(spec: MlaDecodeSpec):
     """The struct of all that lies in shared memory."""
     heads, of_scores = spec.heads, spec.score_groups
-    layout_q, layout_p, layout_rope, layout_few = column_layouts(heads)
+    layout_q, layout_p, layout_few = column_layouts(heads)
     count = stages(heads)
 
     @cute.struct
     class Shared:
         codes: cute.struct.Align[cute.struct.MemRange[Uint8, count * TOKENS_PER_TILE * NOPE], 1024]
-        rope: cute.struct.Align[cute.struct.MemRange[BFloat16, cute.cosize(layout_rope)], 1024]
+        rope: cute.struct.Align[cute.struct.MemRange[Uint8, rope_stages(heads) * TOKENS_PER_TILE * LINE], 1024]
         q: cute.struct.Align[cute.struct.MemRange[BFloat16, cute.cosize(layout_q)], 1024]
         p: cute.struct.Align[cute.struct.MemRange[Float16, cute.cosize(layout_p)], 1024]
         s: cute.struct.Align[cute.struct.MemRange[Float32, of_scores * TOKENS_PER_TILE * heads], 1024]  # `scores_of`
@@ -71,10 +77,12 @@ def column_storage(spec: MlaDecodeSpec):
         lse: cute.struct.MemRange[Float32, BUFFERS * heads]
         state: cute.struct.Align[cute.struct.MemRange[Int32, BUFFERS * WARPS], 16]  # of a tile, by each warp
         sink: cute.struct.MemRange[Float32, heads]  # times log2(e)
-        valid: cute.struct.MemRange[Int32, 2 * count]  # a bit for each key
+        valid: cute.struct.MemRange[Int32, 2 * masks(heads)]  # a bit for each key
+        offer: cute.struct.MemRange[Int32, 2 * OFFERS]  # page and place in it of tiles that values are to copy
         q_full: Int64
         full: cute.struct.MemRange[Int64, count]
         empty: cute.struct.MemRange[Int64, count]
+        rope_empty: cute.struct.MemRange[Int64, rope_stages(heads)]
         s_full: cute.struct.MemRange[Int64, of_scores]
         s_empty: cute.struct.MemRange[Int64, of_scores]
         p_full: cute.struct.MemRange[Int64, BUFFERS]
@@ -82,27 +90,22 @@ def column_storage(spec: MlaDecodeSpec):
         cuts: cute.struct.MemRange[Int32, 4]  # where this CTA's share begins and ends
         trace: Int64  # address of the timestamps
 
+    size = Shared.size_in_bytes()  # type: ignore[attr-defined]  # of the decorator
+    if size > SHARED_BYTES:
+        raise ValueError(f"shared memory: {size} bytes, of {SHARED_BYTES} that a CTA may have")
     return Shared
 
 
 def column_mmas(heads: int):
-    """S^T = K Q^T and O^T += V^T P^T, keys in registers, float16 and bf16; S^T of the rope part from shared memory."""
+    """S^T = K Q^T and O^T += V^T P^T, keys in registers, float16 and bf16."""
     k, one, tile = OperandMajorMode.K, (1, 1, 1), (TOKENS_PER_TILE, heads)
     registers = warpgroup.OperandSource.RMEM
-    return (
-        *(sm90.make_trivial_tiled_mma(t, t, k, k, Float32, one, tile, registers) for t in (Float16, BFloat16)),
-        sm90.make_trivial_tiled_mma(BFloat16, BFloat16, k, k, Float32, one, tile),
-    )
+    return tuple(sm90.make_trivial_tiled_mma(t, t, k, k, Float32, one, tile, registers) for t in (Float16, BFloat16))
 
 
 def key(tid: Int32, r: int):
     """Of a tile, that is row r of those of a thread: two neighbours, which have S in one piece."""
     return tid // 32 * 16 + tid % 32 // 4 * 2 + r
-
-
-def row_of_rope(key: Int32) -> Int32:
-    """Where the rope part of a key lies among those of its tile, which the tensor core takes as rows themselves."""
-    return key // 16 * 16 + key % 16 // 2 + key % 2 * 8
 
 
 def scores_of(head: Int32, pair: Int32) -> Int32:
@@ -116,12 +119,19 @@ def scores_of(head: Int32, pair: Int32) -> Int32:
     return (heads * (TOKENS_PER_TILE // 2) + (pair ^ other)) * 4 + head % 2 * 2
 
 
-def swizzle(row: Int32) -> Int32:
-    """What the number of a 16-byte chunk is xored with in a row; the same of a pair of rows.
+def scales_of(smem, heads: int) -> cute.Tensor:
+    """Scales of the keys of all stages: (quantization tile, key)."""
+    return smem.scale.get_tensor(cute.make_layout((GROUPS, TOKENS_PER_TILE * stages(heads))))
 
-    Eight lanes that read four chunks of two pairs meet all banks; so do sixteen that read two chunks of four.
+
+def line_of(row: Int32, chunk):
+    """Where 16 bytes of a line of a key's row are, behind the first of 64 lines, which follow each other.
+
+    In the order of the 128-byte swizzle, so eight lanes meet all banks where they read the chunks of one line, or
+    chunks 0, 1, 4, 5 of a line and of the next but one; and sixteen, that read half a chunk each, where these are two
+    neighbouring chunks of four lines, each the next but one.
     """
-    return ((row & 2) << 1) ^ ((row & 4) >> 1)
+    return row * LINE + ((chunk ^ (row & 7)) << 4)
 
 
 def column(tid: Int32, c: int):

@@ -8,17 +8,22 @@ from cutlass.cute.nvgpu import warpgroup
 from cute_kernels.device import registers, softmax, wgmma
 from cute_kernels.device.trace import Tracer
 from cute_kernels.mla.column_tile_kernel import (
+    LINE,
+    OFFERS,
     RAISED,
     REACHED,
     WARPS,
     column,
     column_layouts,
     column_mmas,
+    line_of,
     pairs_of,
+    rope_stages,
+    scales_of,
     stages,
-    swizzle,
 )
-from cute_kernels.mla.producer_kernel import GROUP, GROUPS, NOPE
+from cute_kernels.mla.gather_kernel import TILE_BYTES, copy_tile
+from cute_kernels.mla.producer_kernel import NOPE
 from cute_kernels.mla.spec import COLUMN_WEIGHT, EVENTS, ROLES, TOKENS_PER_TILE, MlaDecodeSpec
 from cute_kernels.mla.tile_kernel import weights
 from cute_kernels.mla.work_kernel import WorkItems
@@ -47,7 +52,7 @@ class ColumnValues:
         self.spec = spec
         self.heads = spec.heads
         self.columns = spec.heads // 4  # of a thread
-        self.stages = stages(spec.heads)
+        self.stages, self.ropes = stages(spec.heads), rope_stages(spec.heads)
         self.pieces = 2 * BLOCKS if spec.few_heads else 2  # of V in registers: half of them is made beside products
         self.items = WorkItems(spec)
         self.tracer = Tracer(spec.trace, len(ROLES))
@@ -65,11 +70,12 @@ class ColumnValues:
         item: Int32,
         whole: Int32,
         table: tuple,
+        copies: tuple,
         wg: Int32,
         tid: Int32,
     ):
         """Adds up the `count` tiles of an item of work, the first of which is tile `done`, and stores what it gives."""
-        mma, mma_exact, _ = column_mmas(self.heads)
+        mma, mma_exact = column_mmas(self.heads)
         shape = mma.partition_shape_C((TOKENS_PER_TILE, self.heads))
         acc_o = [cute.make_rmem_tensor(shape, Float32) for _ in range(BLOCKS)]
         for m in cutlass.range_constexpr(BLOCKS):
@@ -80,6 +86,9 @@ class ColumnValues:
         for t in cutlass.range(done, done + count, unroll=1):
             stage, buffer = t % self.stages, t % 2
             self.stamp(smem, t, 0, 0, wg, tid)
+            if const_expr(self.spec.offers):
+                if wg == 0 and tid // 32 == 0 and t > 0:
+                    self.accept(smem, copies, t - 1)
             cute.arch.mbarrier_wait(smem.full.data_ptr() + stage, t // self.stages % 2)  # long since
             self.load(smem, raw[0], stage, 0, line)  # loads take some 100 clocks: not behind the wait
             cute.arch.mbarrier_wait(smem.p_full.data_ptr() + buffer, t // 2 % 2)
@@ -130,6 +139,19 @@ class ColumnValues:
             self.store_result(acc_o, share, lse, mOut, mLse, h_q, work, wg, tid)
 
     @cute.jit
+    def accept(self, smem, copies: tuple, t: Int32):
+        """Starts the copies of the tile that takes the place of tile t, if it has been offered. Called by one warp."""
+        sOffer = smem.offer.get_tensor(cute.make_layout((2, OFFERS)))
+        page, place = sOffer[0, t % OFFERS], sOffer[1, t % OFFERS]
+        if page >= 0:
+            stage, of_rope = t % self.stages, (t + self.stages) % self.ropes
+            cute.arch.mbarrier_wait(smem.empty.data_ptr() + stage, t // self.stages % 2)
+            cute.arch.mbarrier_wait(smem.rope_empty.data_ptr() + of_rope, ((t + self.stages) // self.ropes + 1) % 2)
+            with cute.arch.elect_one():
+                cute.arch.mbarrier_arrive_and_expect_tx(smem.full.data_ptr() + stage, TILE_BYTES)
+            copy_tile(smem, copies, stage, of_rope, page, place)
+
+    @cute.jit
     def rescale(self, smem, acc_o, buffer: Int32, tid: Int32):
         """Makes O relative to the bases of this tile."""
         factor = cute.make_rmem_tensor(self.columns, Float32)
@@ -152,18 +174,18 @@ class ColumnValues:
     def line(self, wg: Int32, tid: Int32):
         """Where a thread's codes of the first of its keys are in a stage."""
         warp_idx, g, q = tid // 32, tid % 32 // 4, tid % 4
-        chunk = 4 * (warp_idx % 2) + g // 2
-        at = 2 * q * NOPE + GROUP * (2 * wg + warp_idx // 2) + g % 2 * 8
-        line = at + ((chunk ^ swizzle(2 * q)) << 4)  # of two neighbours, and of each eighth, chunks differ alike
+        group, chunk = 2 * wg + warp_idx // 2, 4 * (warp_idx % 2) + g // 2
+        line = group * (TOKENS_PER_TILE * LINE) + line_of(2 * q, chunk) + g % 2 * 8
         # kept: made again behind each wait for a tile, it costs 2% of one
         return registers.anew(line) if const_expr(self.spec.few_heads) else line
 
     @cute.jit
     def load(self, smem, raw: cute.Tensor, stage: Int32, block, line: Int32):
         """Codes of a block of 16 keys: of the keys of a thread's four columns of A (4), eight columns each (8)."""
-        start = stage * (TOKENS_PER_TILE * NOPE) + block * (16 * NOPE)
+        start = stage * (TOKENS_PER_TILE * NOPE) + block * (16 * LINE)
         for i in cutlass.range_constexpr(4):
-            pointer = smem.codes.data_ptr() + cute.assume(start + line + NOPE * (i % 2 + 8 * (i // 2)), divby=8)
+            of_key = (line ^ (16 * (i % 2))) + LINE * (i % 2 + 8 * (i // 2))  # a neighbour's chunks are swapped
+            pointer = smem.codes.data_ptr() + cute.assume(start + of_key, divby=8)
             source = cute.make_tensor(cute.recast_ptr(pointer, dtype=Int32), cute.make_layout(2))
             cute.autovec_copy(source, raw[None, i])
 
@@ -223,12 +245,12 @@ class ColumnValues:
 
         Of the two quantization tiles of a warpgroup each is met by its own P, while the other's codes count as zeros.
         """
-        layout_few = column_layouts(self.heads)[3]
+        layout_few = column_layouts(self.heads)[2]
         sFew = smem.few.get_tensor(layout_few.outer, swizzle=layout_few.inner)
         rFew = mma.make_fragment_B(mma.get_slice(tid).partition_B(sFew))[None, None, None, wg]
         layout_p = column_layouts(self.heads)[1]
         sP = smem.p.get_tensor(layout_p.outer, swizzle=layout_p.inner)
-        sScale = smem.scale.get_tensor(cute.make_layout((GROUPS, TOKENS_PER_TILE * self.stages)))
+        sScale = scales_of(smem, self.heads)
         shape = mma.partition_shape_A((TOKENS_PER_TILE, 16))
         values = mma.make_fragment_A(shape)
         raw = cute.make_rmem_tensor((2, 4), Int32)

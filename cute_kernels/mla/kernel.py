@@ -5,8 +5,9 @@ several such items of work. One warpgroup scores, or two in turn, and two add up
 QK of a tile needs nothing of PV of the tile before. There are two forms:
 
 Heads as columns (no exchange): S^T = K Q^T and O^T += V^T P^T, keys and values being made in registers from raw rows,
-    by those who multiply. Rows come by asynchronous copies and are read twice; nothing of them is written again. S goes
-    as float32 through shared memory to the warpgroup that makes P, and from there as P, float16, to the values.
+    by those who multiply. Rows come by asynchronous copies, or by tensor copies where 64 dense keys are a part of a
+    page, and are read twice; nothing of them is written again. S goes as float32 through shared memory to the
+    warpgroup that makes P, and from there as P, float16, to the values.
     (gather_kernel.py, column_*_kernel.py)
 Heads as rows (with an exchange): S = Q K^T and O += P V from shared memory, where codes lie as float16. Two CTAs of a
     cluster each gather half of the keys and hand it over. Who scores makes P. (producer_kernel.py, score_kernel.py,
@@ -30,10 +31,12 @@ parts as shares meet in it, often one, which is the result.
 
 Roles (512 threads)           64 heads as columns                          64 heads as rows
   warpgroup 0                 keys, 32 registers: copies rows two tiles    keys, 72: gathers codes two passes of 16 rows
-                              ahead, makes P of S                          ahead, stores them as float16
+                              ahead, or offers tiles of pages, makes P     ahead, stores them as float16
+                              of S
   warpgroup 1                 scores, 128: 32 of S, 32 of K, 16 codes;     scores, 104: 32 of S, 32 of a group's,
                               Q by TMA                                     16 scales; Q by TMA, scales a tile ahead
-  warpgroups 2, 3             values, 176: 128 of O, 8 of V, 16 codes      values, 168: 128 of O
+  warpgroups 2, 3             values, 176: 128 of O, 8 of V, 16 codes;     values, 168: 128 of O
+                              copy tiles that are offered, three ahead
 With 8 and 16 heads there are 768 threads, and 80 registers of each at launch:
   warpgroup 0                 keys, 32: copies rows up to four tiles ahead, waits for nothing but room
   warpgroups 1, 5             scores, 112: even and odd tiles, counted through all items of a CTA. A tile takes one of
@@ -41,12 +44,13 @@ With 8 and 16 heads there are 768 threads, and 80 registers of each at launch:
   warpgroups 2, 3             values, 96: 32 of O, or 16; V of 16 keys twice, 32, so they wait once for 16 keys, not
                               four times
   warpgroup 4                 softmax, 32: makes P of S
-With 32 heads there are the roles of 64, with 48, 128 and 168 registers, and copies are three tiles ahead.
+With 32 heads there are the roles of 64, with 48, 144 and 160 registers, and copies are three tiles ahead, or four.
 
 Barriers                      arrivals per phase: columns                  rows
   q_full                      1 + 1152 bytes a head of TMA                 the same
-  full[stage]                 256: threads that copy, and their copies     128, and 36,864 bytes of the other CTA
-                                                                           where values are exchanged
+  full[stage]                 256: threads that copy, and their copies;    128, and 36,864 bytes of the other CTA
+                              1 more where values may: of 41,984 bytes     where values are exchanged
+  rope_empty[place]           128: scores, S of the tile has left          -
   empty[stage]                256: values, codes are in registers          256: values, after their last wgmma
   s_full[1 or 2]              128: scores of this tile: S                  -
   s_empty[1 or 2]             128: P has been made of it                   -
@@ -62,13 +66,13 @@ Barriers                      arrivals per phase: columns                  rows
 All threads arrive, not one for a warp: it costs nothing measurable, and racecheck can follow it.
 
 Shared memory, of 232,448     64 heads as columns                          64 heads as rows
-  rows                        3 x 64 x 512 = 98,304 raw codes, 2 x 64 x    2 x 64 x 1152 = 147,456; P takes the place of
+  rows, in lines of 128       3 x 64 x 512 = 98,304 raw codes, 2 x 64 x    2 x 64 x 1152 = 147,456; P takes the place of
                               128 = 16,384 rope parts                      the tile's rope part
   q                           73,728: bf16 as it comes, then float16 but for the rope part
   s                           64 x 64 x 4 = 16,384                         -
   p                           2 x 64 x 64 x 2 = 16,384                     -
   scale                       3 x 64 x 16 = 3,072                          2 x 64 x 16 = 2,048
-  rest                        8,100: P x scale out of reach 4,096,         6,144: weights, powers of Q, masks, maxima,
+  rest                        8,192: P x scale out of reach 4,096,         6,144: weights, powers of Q, masks, maxima,
                               weights, powers of Q, results, barriers      sums and units of rows, barriers
 A rope part has a place until S of its tile is complete, codes until PV has read them. With 8 and 16 heads there are
 four stages of codes and as many of rope parts, which both have a place until PV has read the codes, and two places of
@@ -90,12 +94,12 @@ from cute_kernels.merge.kernel import MergeKernel
 from cute_kernels.merge.spec import UNIT_VALUES, MergeSpec
 from cute_kernels.mla.column_score_kernel import ColumnScores
 from cute_kernels.mla.column_softmax_kernel import ColumnSoftmax
-from cute_kernels.mla.column_tile_kernel import BUFFERS, column_storage, stages
+from cute_kernels.mla.column_tile_kernel import BUFFERS, column_storage, rope_stages, stages
 from cute_kernels.mla.column_value_kernel import ColumnValues
-from cute_kernels.mla.gather_kernel import RowGatherer
+from cute_kernels.mla.gather_kernel import RowGatherer, parts_of_pages
 from cute_kernels.mla.producer_kernel import NOPE, STAGES, KeyProducer
 from cute_kernels.mla.score_kernel import ScoreWarpgroup
-from cute_kernels.mla.spec import NARROW, ROLES, MlaDecodeSpec
+from cute_kernels.mla.spec import ROLES, MlaDecodeSpec
 from cute_kernels.mla.tile_kernel import BAR_STORED, Q_COLUMNS, QK, chunks_of_q, shared_storage, start_q
 from cute_kernels.mla.value_kernel import ValueWarpgroups
 from cute_kernels.mla.work_kernel import WorkItems
@@ -219,6 +223,9 @@ class MlaDecodeKernel:
         load_q, tQ = cpasync.make_tiled_tma_atom(
             cpasync.CopyBulkTensorTileG2SOp(), mQ_tile, of_chunk, (self.spec.heads, Q_COLUMNS)
         )
+        load_rows = ()
+        if const_expr(self.spec.columns and not self.spec.sparse):
+            load_rows = parts_of_pages(mKV)
         sizes = (mKV.shape[1], head_blocks, num_splits, s_q, merge_ctas)
         divisors = tuple(cute.fast_divmod_create_divisor_v2(size) for size in sizes)
         groups = batch * s_q * head_blocks
@@ -227,8 +234,8 @@ class MlaDecodeKernel:
             items, ctas = batch * s_q, shares * head_blocks
             groups = cutlass.min(items, shares - 1) * head_blocks
         self.kernel(
-            load_q, tQ, mKV, mIndex, mLength, mSink, mOut, mLse, mPartial, mPartialLse, mUnits, counters, zero_row,
-            softmax_scale * softmax.LOG2_E, num_splits, items, ctas, causal, trace, divisors,
+            load_q, tQ, load_rows, mKV, mIndex, mLength, mSink, mOut, mLse, mPartial, mPartialLse, mUnits, counters,
+            zero_row, softmax_scale * softmax.LOG2_E, num_splits, items, ctas, causal, trace, divisors,
         ).launch(
             grid=[ctas + (groups * merge_ctas if const_expr(self.spec.split) else 0), 1, 1],
             block=[self.spec.threads, 1, 1],
@@ -242,6 +249,7 @@ class MlaDecodeKernel:
         self,
         load_q: cute.CopyAtom,
         tQ: cute.Tensor,
+        load_rows: tuple,
         mKV: cute.Tensor,
         mIndex: cute.Tensor,
         mLength: cute.Tensor,
@@ -323,11 +331,11 @@ class MlaDecodeKernel:
                     self.merge(smem, tensors, counter, (first_state, count), (batch_idx, query_idx, head_block), parts)
         elif warp_idx < 4:
             cute.arch.setmaxregister_decrease(of_producer)
-            self.producer.run(smem, table, mSink, rank, self.kept(tidx))
+            self.producer.run(smem, table, load_rows, mSink, rank, self.kept(tidx))
         elif makes_p:
             if const_expr(self.spec.few_heads):
                 cute.arch.setmaxregister_decrease(of_softmax)
-                self.softmax.run(smem, table, mSink, rank, self.kept(tidx % 128))
+                self.softmax.run(smem, table, load_rows, mSink, rank, self.kept(tidx % 128))
         elif scores:
             at_launch = self.spec.expected["registers"]
             if const_expr(of_scores < at_launch):
@@ -339,7 +347,7 @@ class MlaDecodeKernel:
                 warp = warp_idx % 4 + warp_idx // 20 * 4
             work = self.items.locate(first_item, table)
             if warp == 0 and first_item < end:
-                start_q(smem, load_q, tQ, work, self.spec.heads)
+                start_q(smem, load_q, tQ, work, self.spec.heads, unrolled=not columns)
             done, loads = Int32(0), Int32(0)
             length = self.items.length_of(work, mLength)
             for item in cutlass.range(first_item, end, step, unroll=1):
@@ -369,7 +377,7 @@ class MlaDecodeKernel:
                 length = self.items.length_of(work, mLength)
                 _, _, count, whole = self.items.keys_of(item, work, length, table)
                 results = (mOut, mLse, (mPartial, mPartialLse, mUnits), mSink)
-                self.values.add(smem, *results, done, count, item, whole, table, warp_idx // 4 - 2, of_wg)
+                self.values.add(smem, *results, done, count, item, whole, table, load_rows, warp_idx // 4 - 2, of_wg)
                 if const_expr(self.spec.balanced):
                     if whole == 0:
                         self.count_partial(self.counter(counters, item * head_divisor.divisor + own[6]), tidx)
@@ -385,18 +393,20 @@ class MlaDecodeKernel:
             cute.arch.cluster_wait()
 
     def kept(self, tid: Int32) -> Int32:
-        """The number of a thread, in a register where there are enough of them.
+        """The number of a thread, below 128, in a register where there are enough of them.
 
         Addresses follow from it. Made again behind each wait, from the register of the hardware, they cost dense
-        decoding with 16 and 32 heads 4%.
+        decoding with 16 heads 4%.
         """
-        return registers.anew(tid) if self.spec.columns and self.spec.heads in NARROW else tid
+        return registers.anew(tid) & 127 if self.spec.few_heads else tid
 
     def init_barriers(self, smem):
         """Called by one thread; see the table for the counts."""
         if self.spec.columns:
-            counts = {"full": 256, "empty": 256, "s_full": 128, "s_empty": 128, "p_full": 128, "p_empty": 256}
+            counts = {"full": 257 if self.spec.offers else 256, "empty": 256, "rope_empty": 128}
+            counts |= {"s_full": 128, "s_empty": 128, "p_full": 128, "p_empty": 256}
             number = dict.fromkeys(("full", "empty"), stages(self.spec.heads))
+            number["rope_empty"] = rope_stages(self.spec.heads)
             number |= dict.fromkeys(("s_full", "s_empty"), self.spec.score_groups)
             number |= dict.fromkeys(("p_full", "p_empty"), BUFFERS)
         else:

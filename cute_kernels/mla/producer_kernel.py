@@ -53,7 +53,7 @@ class KeyProducer:
         self.tracer = Tracer(spec.trace, len(ROLES))
 
     @cute.jit
-    def run(self, smem, table: tuple, _, rank: Int32, tid: Int32):
+    def run(self, smem, table: tuple, _copies, _sink, rank: Int32, tid: Int32):
         """Rows of all items of this CTA; `table` as for WorkItems."""
         mKV, mIndex, mLength, zero_row = table[:4]
         first_item, items, step = table[OWN][:3]

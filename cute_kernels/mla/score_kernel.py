@@ -60,7 +60,7 @@ class ScoreWarpgroup:
             cute.arch.fence_proxy("async.shared", space="cta")  # ordinary stores, and then those of a copy
             cute.arch.barrier(barrier_id=BAR_OWNER, number_of_threads=128)
             if warp_idx == 0:
-                start_q(smem, load_q, tQ, work, WIDE)
+                start_q(smem, load_q, tQ, work, WIDE, unrolled=True)
             cute.arch.mbarrier_wait(smem.q_full.ptr, loads % 2)
             loads += 1
             self.convert_by_powers(smem, tid)
@@ -169,7 +169,7 @@ class ScoreWarpgroup:
         if count == 0:
             cute.arch.barrier(barrier_id=BAR_OWNER, number_of_threads=128)  # all have waited for the Q that is not used
             if has_next and warp_idx == 0:
-                start_q(smem, load_q, tQ, next_work, WIDE)
+                start_q(smem, load_q, tQ, next_work, WIDE, unrolled=True)
         for t in cutlass.range(done, done + count, unroll=1):
             last = t == done + count - 1
             stage = t % STAGES
@@ -190,7 +190,7 @@ class ScoreWarpgroup:
             cute.arch.barrier(barrier_id=BAR_OWNER, number_of_threads=128)
             self.stamp(smem, t, 1, 1, tid)
             if last and has_next and warp_idx == 0:
-                start_q(smem, load_q, tQ, next_work, WIDE)
+                start_q(smem, load_q, tQ, next_work, WIDE, unrolled=True)
             self.stamp(smem, t, 2, 0, tid)
             self.softmax(smem, acc_s, row_max, row_sum, scale_log2, stage, last, tid)
             cute.arch.mbarrier_arrive(smem.p_full.data_ptr() + stage)

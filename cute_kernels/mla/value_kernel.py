@@ -50,6 +50,7 @@ class ValueWarpgroups:
         item: Int32,
         _,
         table: tuple,
+        _copies: tuple,
         wg: Int32,
         tid: Int32,
     ):

@@ -77,7 +77,7 @@ class SassReport:
 
         Args:
             expected: "registers" is the most that any kernel may use, "stack" the most bytes that it may spill (default
-                0), each of "instructions" must be in some kernel.
+                0), each of "instructions" must be in some kernel, and each of "at_least" as often as it says.
         """
         found = [f"ptxas: {warning}" for warning in self.warnings if not warning.startswith(_HARMLESS)]
         for kernel in self.kernels:
@@ -92,6 +92,9 @@ class SassReport:
                     f"{kernel.name}: {n} {spill} instructions" for spill in ("LDL", "STL") if (n := kernel.count(spill))
                 ]
         found += [f"no {wanted} instruction" for wanted in expected["instructions"] if not self.count(wanted)]
+        for wanted, least in expected.get("at_least", {}).items():
+            if (n := self.count(wanted)) < least:
+                found.append(f"{n} {wanted} instructions, fewer than {least}")
         return found
 
     def __str__(self) -> str:

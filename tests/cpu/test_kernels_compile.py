@@ -92,6 +92,9 @@ def test_budget_and_instructions_are_held() -> None:
     assert code.problems({"registers": 167, "instructions": ()}) == ["k: 168 registers; the budget is 167"]
     for absent in ("UTMASTG", "LDG.E.12", "GMMA", "LDG.128", "HGMMA.64x64x16.F32.BF16.X"):
         assert code.problems({"registers": 168, "instructions": (absent,)}) == [f"no {absent} instruction"]
+    assert code.problems({"registers": 168, "instructions": (), "at_least": {"HGMMA": 4}}) == []
+    too_few = code.problems({"registers": 168, "instructions": (), "at_least": {"HGMMA": 5, "USHF": 1}})
+    assert too_few == ["4 HGMMA instructions, fewer than 5", "0 USHF instructions, fewer than 1"]
 
 
 def test_each_kernel_of_a_spec_is_held_to_the_budget() -> None:

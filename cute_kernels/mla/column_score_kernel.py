@@ -28,7 +28,7 @@ from cute_kernels.mla.work_kernel import WorkItems
 
 AHEAD = 6  # tiles before the end of an item, when all CTAs at once want 73 KB of Q each, that L2 is asked for them
 CHUNKS = NOPE // COLUMNS  # of 64 columns: of each of a thread's rows 16 codes
-LAST_OF_Q = (CHUNKS - 2, CHUNKS)  # chunks that the last products of a tile need
+LAST_OF_Q = (CHUNKS - 2, CHUNKS + 1)  # chunks that the last products of a tile need: of codes, and the rope part
 USUAL = 2.0**40  # scales between 1 over this and this are usual: their ratios leave float32 room for what they multiply
 
 
@@ -225,10 +225,11 @@ class ColumnScores:
         if const_expr(self.groups == 1):
             if count == 0 and has_next and warp_idx == 0:
                 start_q(smem, load_q, tQ, self.items.locate(next_item, table), self.heads)
-        shape = column_mmas(self.heads)[0].partition_shape_C((TOKENS_PER_TILE, self.heads))
-        acc, result = cute.make_rmem_tensor(shape, Float32), cute.make_rmem_tensor(shape, Float32)
+        acc = cute.make_rmem_tensor(
+            column_mmas(self.heads)[0].partition_shape_C((TOKENS_PER_TILE, self.heads)), Float32
+        )
         raw = tuple(cute.make_rmem_tensor((16, 2), Float8E4M3FN) for _ in range(2))
-        tile = (smem, acc, result, raw, scale_log2, scaled)
+        tile = (smem, acc, raw, scale_log2, scaled)
         t, end = done, done + count
         if const_expr(self.groups > 1):
             t += (done + warp_idx // WARPS) % self.groups
@@ -256,8 +257,8 @@ class ColumnScores:
                         following = (load_q, tQ, has_next, next_item, table)
                         apart, given_up = self.score_tile(*tile, t, following, warp_idx, tid)
                 if apart != 0:
-                    self.multiply_apart(smem, result, acc, raw[0], scale_log2, t, tid)
-                    self.hand_over(smem, result, t, tid)
+                    self.multiply_apart(smem, acc, raw[0], t, tid)
+                    self.hand_over(smem, acc, scale_log2, t, tid)
                 if const_expr(self.groups == 1):
                     if t == end - 1 and has_next:
                         cute.arch.barrier(barrier_id=BAR_OWNER, number_of_threads=128)  # nobody needs this Q any more
@@ -279,7 +280,6 @@ class ColumnScores:
         self,
         smem,
         acc: cute.Tensor,
-        result: cute.Tensor,
         raw: tuple,
         scale_log2: Float32,
         scaled: Int32,
@@ -288,72 +288,28 @@ class ColumnScores:
         warp_idx: Int32,
         tid: Int32,
     ):
-        """Makes S of a tile, and hands it over unless it is to be made apart; returns what `multiply` does."""
-        self.begin(smem, acc, raw, t, tid)
-        self.stamp(smem, t, 1, 0, tid)
-        apart, given_up = self.multiply(smem, acc, result, raw, scale_log2, scaled, t, following, warp_idx, tid)
-        self.stamp(smem, t, 1, 1, tid)
-        if apart == 0:
-            self.hand_over(smem, result, t, tid)
-        return apart, given_up
-
-    def operands_of_q(self, smem, mma: cute.TiledMma, tid: Int32, dtype) -> cute.Tensor:
-        """Q as the second operand: (.., block of 16 columns)."""
-        layout_q = column_layouts(self.heads)[0]
-        sQ = smem.q.get_tensor(layout_q.outer, swizzle=layout_q.inner, dtype=dtype)
-        return mma.make_fragment_B(mma.get_slice(tid).partition_B(sQ))[None, None, None, 0]
-
-    @cute.jit
-    def rope_product(self, smem, acc: cute.Tensor, rope: cute.Tensor, tid: Int32):
-        """Starts S^T of the rope part of a tile."""
-        mma = column_mmas(self.heads)[1]
-        rQ = self.operands_of_q(smem, mma, tid, BFloat16)
-        warpgroup.fence()
-        wgmma.issue(mma, acc, rope, rQ, False, [(k, NOPE // 16 + k) for k in range(ROPE // 16)])
-        warpgroup.commit_group()
-
-    @cute.jit
-    def begin(self, smem, acc: cute.Tensor, raw: tuple, t: Int32, tid: Int32):
-        """Once a tile is there: starts its rope part, and loads its first codes."""
-        stage = t % self.stages
-        self.stamp(smem, t, 0, 0, tid)
-        cute.arch.mbarrier_wait(smem.full.data_ptr() + stage, t // self.stages % 2)
-        self.stamp(smem, t, 0, 1, tid)
-        rope = self.operand_of_rope()
-        self.load_rope(smem, rope, t, tid)
-        for c in cutlass.range_constexpr(2):  # loads take some 100 clocks beside all that goes on
-            self.load_codes(smem, raw[c], stage, c, tid)
-        self.rope_product(smem, acc, rope, tid)
-
-    @cute.jit
-    def multiply(
-        self,
-        smem,
-        acc: cute.Tensor,
-        result: cute.Tensor,
-        raw: tuple,
-        scale_log2: Float32,
-        scaled: Int32,
-        t: Int32,
-        following: tuple,
-        warp_idx: Int32,
-        tid: Int32,
-    ):
-        """S^T of a tile times `scale_log2` into `result`; its rope part is in `acc`, its first codes in `raw`.
+        """Makes S^T of a tile, and hands it over unless it is to be made apart.
 
         Returns (1 if scales are not usual, or Q has powers, and S is to be made by `multiply_apart`; 1 if the tile gave
         up its Q). It does if `following` is not (), but (how to load Q, Q, whether there is a next item, which, table):
         the next item's Q takes its place, but for LAST_OF_Q, as products have been made of it. Only one group may.
 
         What the accumulator holds is relative to the scale of the quantization tile that comes next, s_j (.. + q_j
-        code_j), and so is multiplied by the ratio of two scales in between.
+        code_j), and so is multiplied by the ratio of two scales in between. The rope part comes last, so the first
+        products wait for nothing but codes.
         """
+        self.stamp(smem, t, 0, 0, tid)
+        cute.arch.mbarrier_wait(smem.full.data_ptr() + t % self.stages, t // self.stages % 2)
+        self.stamp(smem, t, 0, 1, tid)
+        self.stamp(smem, t, 1, 0, tid)
         stage = t % self.stages
         mma = column_mmas(self.heads)[0]
         rQ = self.operands_of_q(smem, mma, tid, Float16)
         codes = [mma.make_fragment_A(mma.partition_shape_A((TOKENS_PER_TILE, COLUMNS))) for _ in range(2)]
-        factors = self.ratios(smem, scale_log2, stage, -1, 0, tid)
+        for c in cutlass.range_constexpr(2):  # loads take some 100 clocks beside all that goes on
+            self.load_codes(smem, raw[c], stage, c, tid)
         apart, gives_up = Int32(0), Int32(0)
+        factors = ()
         for c in cutlass.range_constexpr(CHUNKS):
             group = c // 2
             if const_expr(c % 2 == 0 and c > 0):
@@ -361,14 +317,14 @@ class ColumnScores:
             self.widen(raw[c % 2], codes[c % 2])
             if const_expr(c + 2 < CHUNKS):
                 self.load_codes(smem, raw[c % 2], stage, c + 2, tid)
-            if const_expr(c % 2 == 0):
+            if const_expr(c % 2 == 0 and c > 0):
                 warpgroup.wait_group(0)
                 self.rescale(acc, factors)
             warpgroup.fence()
-            wgmma.issue(mma, acc, codes[c % 2], rQ, True, [(k, 4 * c + k) for k in range(COLUMNS // 16)])
+            wgmma.issue(mma, acc, codes[c % 2], rQ, c > 0, [(k, 4 * c + k) for k in range(COLUMNS // 16)])
             warpgroup.commit_group()
             if const_expr(c % 2 == 0):
-                factors = self.ratios(smem, scale_log2, stage, group, group + 1, tid)
+                factors = self.ratios(smem, stage, group, tid)
             if const_expr(c == 1):
                 if scaled != 0 or not self.usual_scales(smem, stage, tid):
                     apart = Int32(1)
@@ -380,32 +336,44 @@ class ColumnScores:
                     if warp_idx == 0:
                         work = self.items.locate(next_item, table)
                         start_q(smem, load_q, tQ, work, self.heads, (c - 2, c), c == 2, unrolled=True)
-                        if const_expr(c == 2):
-                            of_rope = (CHUNKS, CHUNKS + 1)
-                            start_q(smem, load_q, tQ, work, self.heads, of_rope, False, unrolled=True)
-        # beside the last products: the softmax has read S of the tile that was there before
+        rope = self.operand_of_rope()
+        self.load_rope(smem, rope, t, tid)
+        warpgroup.wait_group(0)
+        self.rescale(acc, factors)
+        self.rope_product(smem, acc, rope, True, tid)
+        # beside it: the softmax has read S of the tile that was there before
         cute.arch.mbarrier_wait(smem.s_empty.data_ptr() + t % self.groups, (t // self.groups + 1) % 2)
         warpgroup.wait_group(0)
-        s, total = wgmma.by_row(acc), wgmma.by_row(result)
-        for r in cutlass.range_constexpr(2):
-            for i in cutlass.range_constexpr(self.columns):
-                total[r, i] = s[r, i] * factors[r]
+        self.stamp(smem, t, 1, 1, tid)
+        if apart == 0:
+            self.hand_over(smem, acc, scale_log2, t, tid)
         return apart, gives_up
 
+    def operands_of_q(self, smem, mma: cute.TiledMma, tid: Int32, dtype) -> cute.Tensor:
+        """Q as the second operand: (.., block of 16 columns)."""
+        layout_q = column_layouts(self.heads)[0]
+        sQ = smem.q.get_tensor(layout_q.outer, swizzle=layout_q.inner, dtype=dtype)
+        return mma.make_fragment_B(mma.get_slice(tid).partition_B(sQ))[None, None, None, 0]
+
     @cute.jit
-    def ratios(
-        self, smem, scale_log2: Float32, stage: Int32, old: cutlass.Constexpr, new: cutlass.Constexpr, tid: Int32
-    ):
-        """Scale `old` (-1: 1) over scale `new` (GROUPS: 1 / scale_log2) of a thread's two rows."""
+    def rope_product(self, smem, acc: cute.Tensor, rope: cute.Tensor, accumulate: cutlass.Constexpr, tid: Int32):
+        """Starts S^T of the rope part of a tile."""
+        mma = column_mmas(self.heads)[1]
+        rQ = self.operands_of_q(smem, mma, tid, BFloat16)
+        warpgroup.fence()
+        wgmma.issue(mma, acc, rope, rQ, accumulate, [(k, NOPE // 16 + k) for k in range(ROPE // 16)])
+        warpgroup.commit_group()
+
+    @cute.jit
+    def ratios(self, smem, stage: Int32, group: cutlass.Constexpr, tid: Int32):
+        """The scale of a quantization tile over that of the next one, or 1, of a thread's two rows."""
         sScale = scales_of(smem, self.heads)
         factors = []
         for r in cutlass.range_constexpr(2):
             token = stage * TOKENS_PER_TILE + key(tid, r)
-            factor = scale_log2
-            if const_expr(new < GROUPS):
-                factor = cute.arch.rcp_approx(sScale[new, token])
-            if const_expr(old >= 0):
-                factor = factor * sScale[old, token]
+            factor = sScale[group, token]
+            if const_expr(group + 1 < GROUPS):
+                factor = factor * cute.arch.rcp_approx(sScale[group + 1, token])
             factors.append(factor)
         return tuple(factors)
 
@@ -429,12 +397,11 @@ class ColumnScores:
         return cute.arch.vote_all_sync(least >= 1.0 / USUAL and most <= USUAL)
 
     @cute.jit
-    def multiply_apart(
-        self, smem, result: cute.Tensor, acc: cute.Tensor, raw: cute.Tensor, scale_log2: Float32, t: Int32, tid: Int32
-    ):
-        """`multiply`, each chunk times its scale and the power of Q in float32: rare, so one after the other."""
+    def multiply_apart(self, smem, acc: cute.Tensor, raw: cute.Tensor, t: Int32, tid: Int32):
+        """S^T of a tile, each chunk times its scale and the power of Q in float32: rare, so one after the other."""
         stage, mma = t % self.stages, column_mmas(self.heads)[0]
         rQ = self.operands_of_q(smem, mma, tid, Float16)
+        result = cute.make_rmem_tensor_like(acc)
         total, of_chunk = wgmma.by_row(result), wgmma.by_row(acc)
         codes = mma.make_fragment_A(mma.partition_shape_A((TOKENS_PER_TILE, COLUMNS)))
         power = cute.make_rmem_tensor(self.columns, Float32)
@@ -442,9 +409,9 @@ class ColumnScores:
         sScale = scales_of(smem, self.heads)
         rope = self.operand_of_rope()
         self.load_rope(smem, rope, t, tid)
-        self.rope_product(smem, acc, rope, tid)
+        self.rope_product(smem, acc, rope, False, tid)
         warpgroup.wait_group(0)
-        result.store(acc.load() * scale_log2)
+        result.store(acc.load())
         for c in cutlass.range(CHUNKS, unroll=1):
             self.load_codes(smem, raw, stage, c, tid)
             self.widen(raw, codes)
@@ -458,9 +425,10 @@ class ColumnScores:
             group = c // 2
             pairs_of(sPower, tid, group * self.heads, power)
             for r in cutlass.range_constexpr(2):
-                factor = sScale[group, stage * TOKENS_PER_TILE + key(tid, r)] * scale_log2
+                factor = sScale[group, stage * TOKENS_PER_TILE + key(tid, r)]
                 for i in cutlass.range_constexpr(self.columns):
                     total[r, i] += of_chunk[r, i] * power[i] * factor
+        acc.store(result.load())
 
     @cute.jit
     def load_codes(self, smem, raw: cute.Tensor, stage: Int32, c, tid: Int32):
@@ -512,9 +480,9 @@ class ColumnScores:
         cute.autovec_copy(cute.make_tensor(pointer, cute.make_layout(GROUPS)), scale)
 
     @cute.jit
-    def hand_over(self, smem, result: cute.Tensor, t: Int32, tid: Int32):
-        """S^T for the softmax, which has read what was there."""
-        s, q = wgmma.by_row(result), tid % 4
+    def hand_over(self, smem, acc: cute.Tensor, scale_log2: Float32, t: Int32, tid: Int32):
+        """S^T times `scale_log2` for the softmax, which has read what was there."""
+        s, q = wgmma.by_row(acc), tid % 4
         self.stamp(smem, t, 2, 0, tid)
         of_scores = t % self.groups  # its place
         start = smem.s.data_ptr() + of_scores * (TOKENS_PER_TILE * self.heads)
@@ -522,7 +490,7 @@ class ColumnScores:
         for block in cutlass.range_constexpr(self.heads // 8):
             for e in cutlass.range_constexpr(2):
                 for r in cutlass.range_constexpr(2):
-                    four[r, e] = s[r, 2 * block + e]
+                    four[r, e] = s[r, 2 * block + e] * scale_log2
             pointer = start + cute.assume(scores_of(8 * block + 2 * q, key(tid, 0) // 2), divby=4)
             cute.autovec_copy(four, cute.make_tensor(pointer, cute.make_layout((2, 2))))
         cute.arch.mbarrier_arrive(smem.s_full.data_ptr() + of_scores)

@@ -117,6 +117,10 @@ class ColumnSoftmax:
         first = self.keys * part
         everything = Int32(-1 if self.keys == 32 else (1 << self.keys) - 1)
         valid = (sValid[2 * (t % masks(self.heads)) + first // 32] >> (first % 32)) & everything
+        sState = smem.state.get_tensor(cute.make_layout((WARPS, 2)))
+        state = self.store_weights(smem, stage, buffer, tid)  # needs no S
+        if lane == 0:
+            sState[tid // 32, buffer] = state
         cute.arch.mbarrier_wait(smem.s_full.data_ptr() + of_scores, t // self.score_groups % 2)
         self.stamp(smem, t, 0, tid)
         if cute.arch.vote_any_sync(valid != everything):
@@ -138,12 +142,9 @@ class ColumnSoftmax:
         sRescaling = smem.rescaling.get_tensor(cute.make_layout((self.heads, 2)))
         if part == 0:
             sRescaling[head, buffer] = factor
-        state = self.store_weights(smem, stage, buffer, tid)
         if cute.arch.vote_any_sync(factor != 1.0):
-            state |= Int32(RAISED)
-        sState = smem.state.get_tensor(cute.make_layout((WARPS, 2)))
-        if lane == 0:
-            sState[tid // 32, buffer] = state
+            if lane == 0:
+                sState[tid // 32, buffer] |= RAISED
         return base, total
 
     @cute.jit

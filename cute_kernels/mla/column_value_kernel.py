@@ -86,9 +86,6 @@ class ColumnValues:
         for t in cutlass.range(done, done + count, unroll=1):
             stage, buffer = t % self.stages, t % 2
             self.stamp(smem, t, 0, 0, wg, tid)
-            if const_expr(self.spec.offers):
-                if wg == 0 and tid // 32 == 0 and t > 0:
-                    self.accept(smem, copies, t - 1)
             cute.arch.mbarrier_wait(smem.full.data_ptr() + stage, t // self.stages % 2)  # long since
             self.load(smem, raw[0], stage, 0, line)  # loads take some 100 clocks: not behind the wait
             cute.arch.mbarrier_wait(smem.p_full.data_ptr() + buffer, t // 2 % 2)
@@ -104,9 +101,9 @@ class ColumnValues:
                         acc_o[m][i] *= EXACT_WEIGHT / COLUMN_WEIGHT
             if exact != 0:
                 self.add_exactly(smem, mma_exact, acc_o, stage, buffer, line, wg, tid)
-                cute.arch.mbarrier_arrive(smem.empty.data_ptr() + stage)
+                self.let_go(smem, copies, t, wg, tid)
             else:
-                self.add_tile(smem, mma, acc_o, raw, stage, buffer, line, wg, tid)
+                self.add_tile(smem, mma, acc_o, raw, copies, t, line, wg, tid)
             if t < done + count - 1:
                 cute.arch.mbarrier_arrive(smem.p_empty.data_ptr() + buffer)
             self.stamp(smem, t, 1, 1, wg, tid)
@@ -137,6 +134,14 @@ class ColumnValues:
             self.store_partial(acc_o, share, lse, exact, partials, h_q, work, wg, tid)
         else:
             self.store_result(acc_o, share, lse, mOut, mLse, h_q, work, wg, tid)
+
+    @cute.jit
+    def let_go(self, smem, copies: tuple, t: Int32, wg: Int32, tid: Int32):
+        """Says that all codes of a tile are in registers; one warp starts the copies of the next one in its place."""
+        cute.arch.mbarrier_arrive(smem.empty.data_ptr() + t % self.stages)
+        if const_expr(self.spec.offers):
+            if wg == 0 and tid // 32 == 0:
+                self.accept(smem, copies, t)
 
     @cute.jit
     def accept(self, smem, copies: tuple, t: Int32):
@@ -205,11 +210,12 @@ class ColumnValues:
         return mma.make_fragment_B(mma.get_slice(tid).partition_B(sP))
 
     @cute.jit
-    def add_tile(self, smem, mma: cute.TiledMma, acc_o, raw, stage: Int32, buffer: Int32, line, wg, tid):
+    def add_tile(self, smem, mma: cute.TiledMma, acc_o, raw, copies: tuple, t: Int32, line, wg, tid):
         """O^T += (V weight)^T P^T. The next blocks of rows are made beside the products of these.
 
         Codes of the first 16 keys are in `raw`.
         """
+        stage, buffer = t % self.stages, t % 2
         rP = self.fragments_of_p(smem, mma, tid)[None, None, None, buffer]
         shape = mma.partition_shape_A((TOKENS_PER_TILE, 16))
         values = [mma.make_fragment_A(shape) for _ in range(self.pieces)]
@@ -234,7 +240,7 @@ class ColumnValues:
                 if const_expr((m + 1) % (self.pieces // 2) == 0):
                     warpgroup.commit_group()
                     if const_expr(block + 1 == KEY_BLOCKS and m + 1 == BLOCKS):
-                        cute.arch.mbarrier_arrive(smem.empty.data_ptr() + stage)  # all codes are in registers
+                        self.let_go(smem, copies, t, wg, tid)
                         warpgroup.wait_group(0)
                     else:
                         warpgroup.wait_group(1)

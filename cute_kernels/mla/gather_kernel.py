@@ -16,31 +16,35 @@ from cute_kernels.mla.work_kernel import DIVISORS, INDEX, LENGTH, OWN, WorkItems
 ROWS = 4  # of a warp in one step, eight lanes each
 CHUNK = 16  # bytes of an asynchronous copy
 TILE_BYTES = TOKENS_PER_TILE * (NOPE + 4 * GROUPS + LINE)
-# of a row, as tensor copies bring them: first byte, bytes, bytes at once
-PARTS = ((0, NOPE, LINE), (token_cache.ROPE_OFFSET, LINE, LINE), (token_cache.SCALE_OFFSET, 4 * GROUPS, 4 * GROUPS))
+# of a row, as tensor copies bring them: first byte, bytes of a line, lines
+PARTS = ((0, LINE, NOPE // LINE), (token_cache.ROPE_OFFSET, LINE, 1), (token_cache.SCALE_OFFSET, 4 * GROUPS, 1))
 
 
-def tile_layout(columns: int) -> cute.ComposedLayout:
+def tile_layout(columns: int, lines: int) -> cute.ComposedLayout:
     """Shared memory of 64 rows of a tensor copy: lines in the order of `line_of`, or scales one behind the other."""
     return cute.make_composed_layout(
         cute.make_swizzle(3 if columns == LINE else 0, 4, 3),
         0,
-        cute.make_ordered_layout((TOKENS_PER_TILE, columns), order=(1, 0)),
+        cute.make_ordered_layout((TOKENS_PER_TILE, columns, lines), order=(1, 0, 2)),
     )
 
 
 def parts_of_pages(mKV: cute.Tensor) -> tuple:
-    """Tensor copies of 64 rows of a page, for each of PARTS: (how, (rows of a page, columns, pages))."""
+    """Tensor copies of 64 rows of a page, for each of PARTS: (how, (rows of a page, bytes of a line, lines, pages)).
+
+    A warp takes some 100 clocks to start one, so all lines of codes are one copy.
+    """
     copies = []
-    for first, columns, at_once in PARTS:
+    for first, columns, lines in PARTS:
         start = cute.make_ptr(Uint8, mKV.iterator.toint() + first, AddressSpace.gmem, assumed_align=CHUNK)
         layout = cute.make_layout(
-            (mKV.shape[1], columns, mKV.shape[0]), stride=(mKV.stride[1], mKV.stride[2], mKV.stride[0])
+            (mKV.shape[1], columns, lines, mKV.shape[0]),
+            stride=(mKV.stride[1], mKV.stride[2], columns, mKV.stride[0]),
         )
-        how, tile = cpasync.CopyBulkTensorTileG2SOp(), (TOKENS_PER_TILE, at_once)
-        load, tPart = cpasync.make_tiled_tma_atom(how, cute.make_tensor(start, layout), tile_layout(at_once), tile)
-        copies.append((load, tPart))
-    return tuple(copies)
+        how, tile = cpasync.CopyBulkTensorTileG2SOp(), (TOKENS_PER_TILE, columns, lines)
+        source = cute.make_tensor(start, layout)
+        copies.append(cpasync.make_tiled_tma_atom(how, source, tile_layout(columns, lines), tile))
+    return tuple((load, tPart) for load, tPart in copies)
 
 
 @cute.jit
@@ -53,16 +57,14 @@ def copy_tile(smem, copies: tuple, stage: Int32, of_rope: Int32, page: Int32, pl
     of_scales += cute.assume(stage * (TOKENS_PER_TILE * 4 * GROUPS), divby=1024)
     starts = (smem.codes.data_ptr() + of_codes, smem.rope.data_ptr() + at, of_scales)
     for i in cutlass.range_constexpr(len(PARTS)):
-        _, columns, at_once = PARTS[i]
+        _, columns, lines = PARTS[i]
         load, tPart = copies[i]
-        layout = tile_layout(at_once)
-        for j in cutlass.range_constexpr(columns // at_once):
-            start = cute.recast_ptr(starts[i] + TOKENS_PER_TILE * at_once * j, layout.inner, Uint8)
-            sPart = cute.make_tensor(start, layout.outer)
-            gPart = cute.local_tile(tPart, (TOKENS_PER_TILE, at_once), (place, j, page))
-            source, target = cute.group_modes(gPart, 0, 2), cute.group_modes(sPart, 0, 2)
-            target, source = cpasync.tma_partition(load, 0, cute.make_layout(1), target, source)
-            cute.copy(load, source, target, tma_bar_ptr=full)
+        layout = tile_layout(columns, lines)
+        sPart = cute.make_tensor(cute.recast_ptr(starts[i], layout.inner, Uint8), layout.outer)
+        gPart = cute.local_tile(tPart, (TOKENS_PER_TILE, columns, lines), (place, 0, 0, page))
+        source, target = cute.group_modes(gPart, 0, 3), cute.group_modes(sPart, 0, 3)
+        target, source = cpasync.tma_partition(load, 0, cute.make_layout(1), target, source)
+        cute.copy(load, source, target, tma_bar_ptr=full)
 
 
 class RowGatherer:
@@ -70,7 +72,7 @@ class RowGatherer:
 
     Copies are asynchronous, and their end arrives on the barrier of the stage. Each lane finds one row, its entry of
     the index or block table a tile ahead, and tells the lanes that copy it. Where a page holds all keys of a tile,
-    which is known of dense ones, one thread starts six tensor copies of 64 rows instead, 4.3 TB/s on an H200.
+    which is known of dense ones, one thread starts three tensor copies of 64 rows instead.
 
     `cursor` says what comes next: (item behind that of the next tile, tiles left of its own, position of this lane's
     key, last position, address of the item's entries, entry, length of the item behind, tiles copied so far). `table`

@@ -25,9 +25,9 @@ Splits. Several CTAs may share the keys of a query. Each leaves a partial result
 CTAs with higher numbers wait for the count and merge with the code of `merge_states`, in the same launch. They wait
 only for CTAs that were started before them, so nobody waits in vain however few run at a time. Partial results are
 float16, which halves what is written and read again (float32 took 2 to 9 us more, batch 2 to 16); 64 neighbouring
-values share a float32, their unit, so no range is lost. Queries are cut into equal parts; or, balanced, CTAs have equal
-shares of the tiles of all queries, which each of them finds in the lengths (work_kernel.py), and a query has as many
-parts as shares meet in it, often one, which is the result.
+values share a float32, their unit, so what is lost is below 2^-38 of the largest of them. Queries are cut into equal
+parts; or, balanced, CTAs have equal shares of the tiles of all queries, which each of them finds in the lengths
+(work_kernel.py), and a query has as many parts as shares meet in it, often one, which is the result.
 
 Roles (512 threads)           64 heads as columns                          64 heads as rows
   warpgroup 0                 keys, 32 registers: copies rows two tiles    keys, 72: gathers codes two passes of 16 rows

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from cute_kernels.budget.rates import H200, Rates
@@ -63,6 +63,7 @@ class MlaLaunch:
     rows     batch x s_q x h_q
     readers  CTAs that read the same row of the cache
     shared   parts are shares of all tiles, not splits of each query
+    pages    tiles are parts of pages, not rows of a list
     """
 
     ctas: int
@@ -71,6 +72,7 @@ class MlaLaunch:
     rows: int
     readers: int = 1
     shared: bool = False
+    pages: bool = False
 
 
 def mla_launch(
@@ -86,7 +88,7 @@ def mla_launch(
 ) -> MlaLaunch:
     """A launch from the sizes of a call and the plan's choices. The queries of a sequence share a dense cache."""
     readers = -(-h_q // WIDE) * (s_q if mode == "dense" else 1)
-    return MlaLaunch(ctas, tiles_per_split, num_splits, batch * s_q * h_q, readers, shared)
+    return MlaLaunch(ctas, tiles_per_split, num_splits, batch * s_q * h_q, readers, shared, pages=mode == "dense")
 
 
 @dataclass(frozen=True)
@@ -113,6 +115,8 @@ class Prediction:
 
 def predict_mla(launch: MlaLaunch, variant: MlaVariant = MLA_BUILT, rates: Rates = H200) -> Prediction:
     """Time of one call: waves of CTAs, each its fixed part and its tiles, and then the merge."""
+    if launch.pages:
+        variant = replace(variant, latency_cycles=variant.latency_cycles - variant.page_cycles)
     of_token = budget(variant, rates, launch.readers)
     waves = math.ceil(launch.ctas / rates.sms)
     tiles_us = waves * rates.us(launch.tiles * TOKENS_PER_TILE * of_token.cycles)

@@ -56,16 +56,19 @@ class MlaVariant:
     start_cycles    of a launch beside that: the CTAs of its first wave ask for Q, lists and rows all at once
     columns         heads are columns of the products: keys go from raw rows to operands in registers, for both products
     built           whether this package has it: the others are predictions
+    heads           of a CTA
     """
 
     name: str
     exchange: Exchange = Exchange.NOTHING
     rows_in_flight: int = 32
     latency_cycles: float = 0.0
+    page_cycles: float = 0.0
     cta_cycles: float = 0.0
     start_cycles: float = 0.0
     columns: bool = False
     built: bool = False
+    heads: int = WIDE
 
     @property
     def cluster(self) -> int:
@@ -91,7 +94,7 @@ class MlaVariant:
         """
         if readers < self.cluster:
             raise ValueError(f"readers: got {readers}; {self.name} shares rows between {self.cluster} CTAs")
-        flops = WIDE * (QK_DIM + NOPE_DIM) * 2
+        flops = self.heads * (QK_DIM + NOPE_DIM) * 2
         gathered = 1 / self.cluster
         converted = 1 if self.exchange is Exchange.RAW_BULK else gathered
         sent = {
@@ -116,8 +119,8 @@ class MlaVariant:
         """Bytes of a token through the port of shared memory."""
         if self.columns:  # the row written; codes read for both products; Q and P read once for 64 keys or values
             read = 2 * NOPE_DIM + 2 * ROPE_DIM
-            scores = 2 * 4 * WIDE  # float32, written by those who multiply, read by those who make P
-            return TOKEN_BYTES + read + 2 * WIDE * (QK_DIM + NOPE_DIM) / TOKENS_PER_TILE + scores
+            scores = 2 * 4 * self.heads  # float32, written by those who multiply, read by those who make P
+            return TOKEN_BYTES + read + 2 * self.heads * (QK_DIM + NOPE_DIM) / TOKENS_PER_TILE + scores
         # m64n64k16 with both operands there: 2 KB of Q and 2 KB of K, 36 times a tile
         qk = (2048 + 2048) * (QK_DIM // 16) / TOKENS_PER_TILE
         pv = 2 * NOPE_DIM  # each value once; P of the own tiles comes from registers
@@ -133,14 +136,15 @@ class MlaVariant:
 
 
 # `model.calibrate` gives both numbers of each from batch 128, 128 heads, s_q 2, topk 2048 (4 waves of 32 tiles) and
-# s_q 4, topk 512 (8 waves of 8 tiles): 301.6 and 184.6 us without a cluster, and, in an earlier run, 380.4 and 230.8 us
+# s_q 4, topk 512 (8 waves of 8 tiles): 295.2 and 186.7 us without a cluster, and, in an earlier run, 380.4 and 230.8 us
 # with the crossover of values.
 # A launch of one wave (64 x 128 x 1, topk 2048) takes START_CYCLES more than those two leave it.
-LATENCY_CYCLES, CTA_CYCLES, START_CYCLES = 32.5, 10_158.0, 12_000.0
+LATENCY_CYCLES, CTA_CYCLES, START_CYCLES = 30.1, 11_892.4, 12_000.0
 COLUMNS = MlaVariant(
     "no cluster, keys made in registers",
     rows_in_flight=192,
     latency_cycles=LATENCY_CYCLES,
+    page_cycles=2.0,
     cta_cycles=CTA_CYCLES,
     start_cycles=START_CYCLES,
     columns=True,
@@ -164,12 +168,14 @@ MLA_VARIANTS = (COLUMNS, TURNS, OVERLAPPED_32, OVERLAPPED, CROSSOVER_ASYNC, CROS
 MLA_BUILT = COLUMNS
 """What `mla_fp8_decode` runs with 33 heads and more. `TURNS` has to be asked for."""
 
-MLA_HALF = replace(COLUMNS, name="32 heads", latency_cycles=20.5, cta_cycles=8_600.0)
-"""What it runs with 17 to 32, and with more over few keys. Both numbers fit three cases within 5%: 128 x 32 x 1 with
-topk 2048 (65 us) and with 8192 dense keys (227 us), and 2 x 128 x 1 (16.4 us)."""
+MLA_HALF = replace(COLUMNS, name="32 heads", heads=32, latency_cycles=35.5, page_cycles=4.0, cta_cycles=8_600.0)
+"""What it runs with 17 to 32, and with more over few keys. Three numbers fit three cases within 3%: 128 x 32 x 1 with
+topk 2048 (63 us) and with 8192 dense keys (208 us), and 2 x 128 x 1 (16.6 us)."""
 
-MLA_NARROW = replace(COLUMNS, name="16 heads", rows_in_flight=256, latency_cycles=12.8, cta_cycles=10_200.0)
-"""What it runs with fewer: between 128 x 16 x 1 with topk 2048 (60 us) and 8192 dense keys (197 us)."""
+MLA_NARROW = replace(
+    COLUMNS, name="16 heads", heads=16, rows_in_flight=256, latency_cycles=38.3, page_cycles=8.0, cta_cycles=10_200.0
+)
+"""What it runs with fewer: 128 x 16 x 1 with topk 2048 (60 us). With dense keys HBM binds."""
 
 
 @dataclass(frozen=True)

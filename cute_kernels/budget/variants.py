@@ -52,6 +52,7 @@ class MlaVariant:
     rows_in_flight  rows that a CTA's producer has asked for and not yet received
     latency_cycles  per token, that the tensor core waits because QK, softmax and PV of a tile follow one another, tile
                     after tile: calibrated. 0 where it never waits, which is a bound and no forecast
+    page_cycles     of these, what is not waited for where tiles are parts of pages: tensor copies bring dense keys
     cta_cycles      of a CTA beside its tiles (first rows, Q, epilogue): calibrated
     start_cycles    of a launch beside that: the CTAs of its first wave ask for Q, lists and rows all at once
     columns         heads are columns of the products: keys go from raw rows to operands in registers, for both products
@@ -175,7 +176,8 @@ topk 2048 (63 us) and with 8192 dense keys (208 us), and 2 x 128 x 1 (16.6 us)."
 MLA_NARROW = replace(
     COLUMNS, name="16 heads", heads=16, rows_in_flight=256, latency_cycles=38.3, page_cycles=8.0, cta_cycles=10_200.0
 )
-"""What it runs with fewer: 128 x 16 x 1 with topk 2048 (60 us). With dense keys HBM binds."""
+"""What it runs with fewer. `latency_cycles` fit 128 x 16 x 1 with topk 2048 (60 us); `page_cycles` are enough for HBM
+to bind with 8192 dense keys (171 us), and say no more."""
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from cute_kernels.mla.column_tile_kernel import (
     scales_of,
     scores_of,
     stages,
+    turn,
 )
 from cute_kernels.mla.producer_kernel import COLUMNS, GROUP, GROUPS, NOPE, ROPE
 from cute_kernels.mla.score_kernel import EXPONENTS, LARGEST, SMALLEST, max_magnitudes
@@ -47,9 +48,9 @@ class ColumnScores:
 
     K is made in registers: a thread reads 16 codes of a row at once, and as the order of columns in a product is free,
     they are its part of four blocks of 16 columns; Q is put into that order as it becomes float16, and its rope part
-    likewise. Codes are exact as
-    float16, and so is Q: numbers 2^-16 below the largest of the 128 that meet a scale lose bits, and are too small
-    there to matter. Where the largest itself is out of float16's reach, powers of two bring them all into it.
+    likewise. Codes are exact as float16, and so is Q: numbers 2^-16 below the largest of the 128 that meet a scale lose
+    bits, and are too small there to matter. Where the largest itself is out of float16's reach, powers of two bring
+    them all into it.
 
     There is one accumulator. Between two quantization tiles it is multiplied by the ratio of their scales, and in the
     end by the last of them: registers that a second one would take hold 64 columns of K twice, so that 8 products of
@@ -299,10 +300,10 @@ class ColumnScores:
         products wait for nothing but codes.
         """
         self.stamp(smem, t, 0, 0, tid)
-        cute.arch.mbarrier_wait(smem.full.data_ptr() + t % self.stages, t // self.stages % 2)
+        stage, phase = turn(t, self.stages)
+        cute.arch.mbarrier_wait(smem.full.data_ptr() + stage, phase)
         self.stamp(smem, t, 0, 1, tid)
         self.stamp(smem, t, 1, 0, tid)
-        stage = t % self.stages
         mma = column_mmas(self.heads)[0]
         rQ = self.operands_of_q(smem, mma, tid, Float16)
         codes = [mma.make_fragment_A(mma.partition_shape_A((TOKENS_PER_TILE, COLUMNS))) for _ in range(2)]
@@ -342,7 +343,8 @@ class ColumnScores:
         self.rescale(acc, factors)
         self.rope_product(smem, acc, rope, True, tid)
         # beside it: the softmax has read S of the tile that was there before
-        cute.arch.mbarrier_wait(smem.s_empty.data_ptr() + t % self.groups, (t // self.groups + 1) % 2)
+        of_scores, phase = turn(t, self.groups)
+        cute.arch.mbarrier_wait(smem.s_empty.data_ptr() + of_scores, phase ^ 1)
         warpgroup.wait_group(0)
         self.stamp(smem, t, 1, 1, tid)
         if apart == 0:
@@ -430,11 +432,14 @@ class ColumnScores:
                     total[r, i] += of_chunk[r, i] * power[i] * factor
         acc.store(result.load())
 
+    def line(self, tid: Int32) -> Int32:
+        """Where a thread's first 16 bytes of its first row are, in codes of the even chunks and in rope parts."""
+        return line_of(key(tid, 0), chunk_of_codes(tid % 4, 0))
+
     @cute.jit
     def load_codes(self, smem, raw: cute.Tensor, stage: Int32, c, tid: Int32):
         """16 codes of each of a thread's two rows, in chunk c of 64 columns."""
-        line = line_of(key(tid, 0), chunk_of_codes(tid % 4, 0))
-        start = stage * (TOKENS_PER_TILE * NOPE) + c // 2 * (TOKENS_PER_TILE * LINE)
+        line, start = self.line(tid), stage * (TOKENS_PER_TILE * NOPE) + c // 2 * (TOKENS_PER_TILE * LINE)
         for r in cutlass.range_constexpr(2):
             of_row = (line ^ (32 * (c % 2)) ^ (16 * r)) + LINE * r
             pointer = smem.codes.data_ptr() + cute.assume(start + of_row, divby=16)
@@ -453,7 +458,7 @@ class ColumnScores:
         In registers, for rows lie as keys do, and the tensor core would take them in another order.
         """
         words, four = cute.recast_tensor(rope, Int32), cute.make_rmem_tensor(4, Int32)
-        line, start = line_of(key(tid, 0), chunk_of_codes(tid % 4, 0)), t % self.ropes * (TOKENS_PER_TILE * LINE)
+        line, start = self.line(tid), turn(t, self.ropes)[0] * (TOKENS_PER_TILE * LINE)
         for r in cutlass.range_constexpr(2):
             for half in cutlass.range_constexpr(2):
                 of_row = (line ^ (32 * half) ^ (16 * r)) + LINE * r
@@ -484,7 +489,7 @@ class ColumnScores:
         """S^T times `scale_log2` for the softmax, which has read what was there."""
         s, q = wgmma.by_row(acc), tid % 4
         self.stamp(smem, t, 2, 0, tid)
-        of_scores = t % self.groups  # its place
+        of_scores, _ = turn(t, self.groups)  # its place
         start = smem.s.data_ptr() + of_scores * (TOKENS_PER_TILE * self.heads)
         four = cute.make_rmem_tensor((2, 2), Float32)
         for block in cutlass.range_constexpr(self.heads // 8):
@@ -495,7 +500,7 @@ class ColumnScores:
             cute.autovec_copy(four, cute.make_tensor(pointer, cute.make_layout((2, 2))))
         cute.arch.mbarrier_arrive(smem.s_full.data_ptr() + of_scores)
         if const_expr(self.offers):
-            cute.arch.mbarrier_arrive(smem.rope_empty.data_ptr() + t % self.ropes)
+            cute.arch.mbarrier_arrive(smem.rope_empty.data_ptr() + turn(t, self.ropes)[0])
         self.stamp(smem, t, 2, 1, tid)
 
     @cute.jit

@@ -2,11 +2,12 @@
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float16, Float32, Int32, const_expr
+from cutlass import AddressSpace, Float16, Float32, Int32, const_expr
 
 from cute_kernels.device import registers, softmax
 from cute_kernels.device.trace import Tracer
 from cute_kernels.mla.column_tile_kernel import (
+    BUFFERS,
     MAX_GROWTH,
     P_SHIFT,
     RAISED,
@@ -17,6 +18,7 @@ from cute_kernels.mla.column_tile_kernel import (
     scales_of,
     scores_of,
     stages,
+    turn,
 )
 from cute_kernels.mla.gather_kernel import RowGatherer
 from cute_kernels.mla.producer_kernel import GROUPS
@@ -73,6 +75,7 @@ class ColumnSoftmax:
             if tid % 32 < 32 // self.parts:  # for want of a register; who has written it reads it
                 sSink[head - work[0] * self.heads] = mSink[cutlass.min(head, mSink.shape[0] - 1)] * softmax.LOG2_E
             base, total = Float32(UNSET), Float32(0.0)
+            places = self.places(smem, tid)
             for t in cutlass.range(done, done + count, unroll=1):
                 if const_expr(self.offers):
                     last = t + self.stages - 1  # of the tiles that have a stage
@@ -85,7 +88,7 @@ class ColumnSoftmax:
                     cursor = self.gatherer.offer(smem, table, cursor, t, tid)
                 else:
                     self.await_room(smem, t)
-                base, total = self.tile(smem, base, total, t, tid)
+                base, total = self.tile(smem, base, total, places, t, tid)
                 if t == done + count - 1:
                     self.finish(smem, base, total, whole, t % 2, tid)
                 cute.arch.fence_proxy("async.shared", space="cta")  # ordinary stores of P, read by wgmma
@@ -99,19 +102,32 @@ class ColumnSoftmax:
         """Of a thread: neighbouring lanes have neighbouring heads, and the same keys."""
         return tid // 32 * (32 // self.parts) + tid % (32 // self.parts)
 
+    def places(self, smem, tid: Int32) -> tuple:
+        """Addresses in shared memory of a thread's first scores, and of its first probabilities, in the first places.
+
+        What is 16 bytes on, of either, differs in one bit of the address: the order of `scores_of`, and the swizzle.
+        """
+        head, first = self.head(tid), self.keys * (tid % 32 // (32 // self.parts))
+        chunk = (first // 8) ^ (head % 8)
+        scores, p = smem.s.data_ptr() + scores_of(head, first // 2), smem.p.data_ptr() + head * TOKENS_PER_TILE
+        # kept, or ptxas makes them again behind each wait for S, from the number of the thread
+        return registers.anew(Int32(scores.toint())), registers.anew(Int32((p + chunk * 8 + first % 8).toint()))
+
     @cute.jit
     def await_room(self, smem, t: Int32):
         """Waits for what a tile needs but for S: each wait takes some 100 clocks."""
-        cute.arch.mbarrier_wait(smem.full.data_ptr() + t % self.stages, t // self.stages % 2)
-        cute.arch.mbarrier_wait(smem.p_empty.data_ptr() + t % 2, (t // 2 + 1) % 2)
+        stage, phase = turn(t, self.stages)
+        cute.arch.mbarrier_wait(smem.full.data_ptr() + stage, phase)
+        buffer, phase = turn(t, BUFFERS)
+        cute.arch.mbarrier_wait(smem.p_empty.data_ptr() + buffer, phase ^ 1)
 
     @cute.jit
-    def tile(self, smem, base: Float32, total: Float32, t: Int32, tid: Int32):
+    def tile(self, smem, base: Float32, total: Float32, places: tuple, t: Int32, tid: Int32):
         """P^T of a tile, and what goes with it; (base, sum of this thread) after it."""
-        stage, buffer = t % self.stages, t % 2
+        (stage, _), (buffer, _) = turn(t, self.stages), turn(t, BUFFERS)
         lane, part, head = tid % 32, tid % 32 // (32 // self.parts), self.head(tid)
         sValid = smem.valid.get_tensor(cute.make_layout(2 * masks(self.heads)))
-        of_scores = t % self.score_groups  # where S is
+        of_scores, phase = turn(t, self.score_groups)  # where S is
         pointer = smem.s.data_ptr() + cute.assume(of_scores * (TOKENS_PER_TILE * self.heads), divby=TOKENS_PER_TILE)
         sScores = cute.make_tensor(pointer, cute.make_layout(TOKENS_PER_TILE * self.heads))
         first = self.keys * part
@@ -121,21 +137,24 @@ class ColumnSoftmax:
         state = self.store_weights(smem, stage, buffer, tid)  # needs no S
         if lane == 0:
             sState[tid // 32, buffer] = state
-        cute.arch.mbarrier_wait(smem.s_full.data_ptr() + of_scores, t // self.score_groups % 2)
+        cute.arch.mbarrier_wait(smem.s_full.data_ptr() + of_scores, phase)
         self.stamp(smem, t, 0, tid)
         if cute.arch.vote_any_sync(valid != everything):
             for k in cutlass.range(self.keys, unroll=1):
                 if (valid >> k) & 1 == 0:
                     sScores[scores_of(head, (first + k) // 2) + k % 2] = -Float32.inf
         factor = Float32(1.0)  # of what was added before
-        largest, added = self.probabilities(smem, base, of_scores, buffer, tid, True)
+        places = (
+            places[0] + of_scores * (4 * TOKENS_PER_TILE * self.heads),
+            places[1] + buffer * (2 * TOKENS_PER_TILE * self.heads),
+        )
+        largest, added = self.probabilities(base, places, True)
         if cute.arch.vote_any_sync(largest > base + (P_SHIFT + MAX_GROWTH)):
             # with the first tile of an item, and hardly later
             if largest > base + (P_SHIFT + MAX_GROWTH):
                 factor = cute.math.exp2(base - (largest - P_SHIFT), fastmath=True)
                 base = largest - P_SHIFT
-            # the thread's number anew, or every address is kept for this
-            _, added = self.probabilities(smem, base, of_scores, buffer, registers.anew(tid), False)
+            _, added = self.probabilities(base, places, False)
         cute.arch.mbarrier_arrive(smem.s_empty.data_ptr() + of_scores)
         total = total * factor + added
 
@@ -148,7 +167,7 @@ class ColumnSoftmax:
         return base, total
 
     @cute.jit
-    def probabilities(self, smem, base: Float32, of_scores: Int32, buffer: Int32, tid: Int32, usual: cutlass.Constexpr):
+    def probabilities(self, base: Float32, places: tuple, usual: cutlass.Constexpr):
         """P^T of this thread; (the largest score of its head, the sum of its own probabilities).
 
         Where it is not the `usual` way its loop stays one: who passes it by has less to pass.
@@ -157,39 +176,44 @@ class ColumnSoftmax:
         tops.fill(-Float32.inf)
         sums.fill(0.0)
         at_once = min(8, self.keys)
-        first = self.keys * (tid % 32 // (32 // self.parts))
         if const_expr(usual):
+            following = self.scores(places, 0)
             for i in cutlass.range_constexpr(self.keys // at_once):
-                self.some(smem, base, of_scores, buffer, first + at_once * i, tops, sums, tid)
+                s = following
+                if const_expr(i + 1 < self.keys // at_once):
+                    following = self.scores(places, i + 1)  # before P is stored: it might be there, for all ptxas knows
+                self.some(base, places, s, i, tops, sums)
         else:
             for i in cutlass.range(self.keys // at_once, unroll=1):
-                self.some(smem, base, of_scores, buffer, first + at_once * i, tops, sums, tid)
+                self.some(base, places, self.scores(places, i), i, tops, sums)
         largest = tops[0]
         for step in cutlass.range_constexpr(self.parts.bit_length() - 1):
             largest = cute.arch.fmax(largest, cute.arch.shuffle_sync_bfly(largest, 32 // self.parts << step))
         return largest, sums[0]
 
     @cute.jit
-    def some(self, smem, base: Float32, of_scores: Int32, buffer: Int32, key: Int32, tops, sums, tid: Int32):
-        """P^T of a thread's next keys, eight or fewer, which counts in its largest score (1) and in its sum (1)."""
-        head, at_once = self.head(tid), min(8, self.keys)
-        s, rounded = cute.make_rmem_tensor((2, at_once // 2), Float32), cute.make_rmem_tensor(at_once, Float16)
+    def scores(self, places: tuple, i) -> cute.Tensor:
+        """Those of a thread's i-th keys, eight or fewer."""
+        pairs = min(8, self.keys) // 2
+        s = cute.make_rmem_tensor((2, pairs), Float32)
+        for j in cutlass.range_constexpr(pairs):
+            pair = cute.make_ptr(Float32, places[0] ^ 16 * (pairs * i + j), AddressSpace.smem, assumed_align=8)
+            cute.autovec_copy(cute.make_tensor(pair, cute.make_layout(2)), s[None, j])
+        return s
+
+    @cute.jit
+    def some(self, base: Float32, places: tuple, s: cute.Tensor, i, tops, sums):
+        """P^T of their keys, which counts in a thread's largest score (1) and in its sum (1)."""
+        at_once = min(8, self.keys)
+        rounded = cute.make_rmem_tensor(at_once, Float16)
         for j in cutlass.range_constexpr(at_once // 2):
-            cute.autovec_copy(self.pair(smem, of_scores, head, key // 2 + j), s[None, j])
             for k in cutlass.range_constexpr(2):
                 tops[0] = cute.arch.fmax(tops[0], s[k, j])
                 s[k, j] = cute.math.exp2(s[k, j] - base, fastmath=True)
                 sums[0] += s[k, j]
         rounded.store(s.load().to(Float16).reshape(rounded.shape))
-        at = (buffer * self.heads + head) * TOKENS_PER_TILE + ((key // 8) ^ (head % 8)) * 8 + key % 8
-        pointer = smem.p.data_ptr() + cute.assume(at, divby=at_once)
-        cute.autovec_copy(rounded, cute.make_tensor(pointer, cute.make_layout(at_once)))
-
-    def pair(self, smem, of_scores: Int32, head: Int32, index) -> cute.Tensor:
-        """Scores of a head and two neighbouring keys."""
-        at = of_scores * (TOKENS_PER_TILE * self.heads) + scores_of(head, index)
-        pointer = smem.s.data_ptr() + cute.assume(at, divby=2)
-        return cute.make_tensor(pointer, cute.make_layout(2))
+        chunk = cute.make_ptr(Float16, places[1] ^ 16 * i, AddressSpace.smem, assumed_align=2 * at_once)
+        cute.autovec_copy(rounded, cute.make_tensor(chunk, cute.make_layout(at_once)))
 
     @cute.jit
     def store_weights(self, smem, stage: Int32, buffer: Int32, tid: Int32) -> Int32:

@@ -2,7 +2,7 @@
 
 import cutlass.cute as cute
 import cutlass.utils.hopper_helpers as sm90
-from cutlass import BFloat16, Float16, Float32, Int32, Int64, Uint8
+from cutlass import BFloat16, Float16, Float32, Int32, Int64, Uint8, Uint32
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 from cutlass.tensor_utils import LayoutEnum
 
@@ -12,7 +12,7 @@ from cute_kernels.mla.tile_kernel import layouts
 
 SHARED_BYTES = 232_448  # that a CTA may have
 LINE = 128  # bytes of a row that lie together, codes of a quantization tile or the rope part: see `line_of`
-OFFERS = 4  # of tiles to come: where values store a result, P of two tiles more may be made
+OFFERS = 2  # of tiles to come: the values take one before they let go of P of the tile whose place that gets
 BUFFERS = 2  # of P, and of what goes with it
 WARPS = 4  # of a warpgroup
 P_SHIFT = 7.0  # P is 2^7 for a key that meets the base of its head, and float16 holds what is above 2^-31 of that
@@ -101,6 +101,15 @@ def column_mmas(heads: int):
     k, one, tile = OperandMajorMode.K, (1, 1, 1), (TOKENS_PER_TILE, heads)
     registers = warpgroup.OperandSource.RMEM
     return tuple(sm90.make_trivial_tiled_mma(t, t, k, k, Float32, one, tile, registers) for t in (Float16, BFloat16))
+
+
+def turn(t: Int32, count: int) -> tuple:
+    """(Which of `count` places tile t has, which takes them in turns; the phase in which its barrier completes.)
+
+    Numbers without a sign: the division of one with a sign takes twice the instructions, at the top of each loop.
+    """
+    use = Uint32(t) // count
+    return Int32(Uint32(t) - use * count), Int32(use % 2)
 
 
 def key(tid: Int32, r: int):

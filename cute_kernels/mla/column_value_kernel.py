@@ -8,6 +8,7 @@ from cutlass.cute.nvgpu import warpgroup
 from cute_kernels.device import registers, softmax, wgmma
 from cute_kernels.device.trace import Tracer
 from cute_kernels.mla.column_tile_kernel import (
+    BUFFERS,
     LINE,
     OFFERS,
     RAISED,
@@ -21,6 +22,7 @@ from cute_kernels.mla.column_tile_kernel import (
     rope_stages,
     scales_of,
     stages,
+    turn,
 )
 from cute_kernels.mla.gather_kernel import TILE_BYTES, copy_tile
 from cute_kernels.mla.producer_kernel import NOPE
@@ -84,11 +86,12 @@ class ColumnValues:
         raw = [cute.make_rmem_tensor((2, 4), Int32) for _ in range(2)]  # codes of a block of keys, and the next one's
         line = self.line(wg, tid)
         for t in cutlass.range(done, done + count, unroll=1):
-            stage, buffer = t % self.stages, t % 2
+            stage, phase = turn(t, self.stages)
+            buffer, phase_of_p = turn(t, BUFFERS)
             self.stamp(smem, t, 0, 0, wg, tid)
-            cute.arch.mbarrier_wait(smem.full.data_ptr() + stage, t // self.stages % 2)  # long since
+            cute.arch.mbarrier_wait(smem.full.data_ptr() + stage, phase)  # long since
             self.load(smem, raw[0], stage, 0, line)  # loads take some 100 clocks: not behind the wait
-            cute.arch.mbarrier_wait(smem.p_full.data_ptr() + buffer, t // 2 % 2)
+            cute.arch.mbarrier_wait(smem.p_full.data_ptr() + buffer, phase_of_p)
             self.stamp(smem, t, 0, 1, wg, tid)
             self.stamp(smem, t, 1, 0, wg, tid)
             state = self.state(smem, buffer)
@@ -138,7 +141,7 @@ class ColumnValues:
     @cute.jit
     def let_go(self, smem, copies: tuple, t: Int32, wg: Int32, tid: Int32):
         """Says that all codes of a tile are in registers; one warp starts the copies of the next one in its place."""
-        cute.arch.mbarrier_arrive(smem.empty.data_ptr() + t % self.stages)
+        cute.arch.mbarrier_arrive(smem.empty.data_ptr() + turn(t, self.stages)[0])
         if const_expr(self.spec.offers):
             if wg == 0 and tid // 32 == 0:
                 self.accept(smem, copies, t)
@@ -149,9 +152,10 @@ class ColumnValues:
         sOffer = smem.offer.get_tensor(cute.make_layout((2, OFFERS)))
         page, place = sOffer[0, t % OFFERS], sOffer[1, t % OFFERS]
         if page >= 0:
-            stage, of_rope = t % self.stages, (t + self.stages) % self.ropes
-            cute.arch.mbarrier_wait(smem.empty.data_ptr() + stage, t // self.stages % 2)
-            cute.arch.mbarrier_wait(smem.rope_empty.data_ptr() + of_rope, ((t + self.stages) // self.ropes + 1) % 2)
+            stage, phase = turn(t, self.stages)
+            cute.arch.mbarrier_wait(smem.empty.data_ptr() + stage, phase)
+            of_rope, phase = turn(t + self.stages, self.ropes)
+            cute.arch.mbarrier_wait(smem.rope_empty.data_ptr() + of_rope, phase ^ 1)
             with cute.arch.elect_one():
                 cute.arch.mbarrier_arrive_and_expect_tx(smem.full.data_ptr() + stage, TILE_BYTES)
             copy_tile(smem, copies, stage, of_rope, page, place)
@@ -215,7 +219,7 @@ class ColumnValues:
 
         Codes of the first 16 keys are in `raw`.
         """
-        stage, buffer = t % self.stages, t % 2
+        (stage, _), (buffer, _) = turn(t, self.stages), turn(t, BUFFERS)
         rP = self.fragments_of_p(smem, mma, tid)[None, None, None, buffer]
         shape = mma.partition_shape_A((TOKENS_PER_TILE, 16))
         values = [mma.make_fragment_A(shape) for _ in range(self.pieces)]

@@ -7,7 +7,7 @@ from cutlass.cute.nvgpu import cpasync
 
 from cute_kernels.device import token_cache
 from cute_kernels.device.trace import Tracer
-from cute_kernels.mla.column_tile_kernel import LINE, OFFERS, WARPS, line_of, masks, rope_stages, stages
+from cute_kernels.mla.column_tile_kernel import LINE, OFFERS, WARPS, line_of, masks, rope_stages, stages, turn
 from cute_kernels.mla.find_kernel import KeyFinder
 from cute_kernels.mla.producer_kernel import GROUPS, NOPE
 from cute_kernels.mla.spec import EVENTS, ROLES, TOKENS_PER_TILE, MlaDecodeSpec
@@ -43,8 +43,9 @@ def parts_of_pages(mKV: cute.Tensor) -> tuple:
         )
         how, tile = cpasync.CopyBulkTensorTileG2SOp(), (TOKENS_PER_TILE, columns, lines)
         source = cute.make_tensor(start, layout)
-        copies.append(cpasync.make_tiled_tma_atom(how, source, tile_layout(columns, lines), tile))
-    return tuple((load, tPart) for load, tPart in copies)
+        load, tPart = cpasync.make_tiled_tma_atom(how, source, tile_layout(columns, lines), tile)
+        copies.append((load, tPart))
+    return tuple(copies)
 
 
 @cute.jit
@@ -125,12 +126,12 @@ class RowGatherer:
         """Starts the copies of the next tile, if there is one, once its place is free; returns the new cursor."""
         item, left, position, last, entries, entry, length, copied = cursor
         if left > 0:
-            stage, use = copied % self.stages, copied // self.stages
+            stage, phase = turn(copied, self.stages)
             self.stamp(smem, copied, 0, 0, tid)
-            cute.arch.mbarrier_wait(smem.empty.data_ptr() + stage, (use + 1) % 2)
+            cute.arch.mbarrier_wait(smem.empty.data_ptr() + stage, phase ^ 1)
             if const_expr(self.offers):
-                of_rope = copied % self.ropes
-                cute.arch.mbarrier_wait(smem.rope_empty.data_ptr() + of_rope, (copied // self.ropes + 1) % 2)
+                of_rope, phase = turn(copied, self.ropes)
+                cute.arch.mbarrier_wait(smem.rope_empty.data_ptr() + of_rope, phase ^ 1)
             self.stamp(smem, copied, 0, 1, tid)
             self.stamp(smem, copied, 1, 0, tid)
             if const_expr(self.sparse):
@@ -141,7 +142,7 @@ class RowGatherer:
                     place = self.place(table, position, tid)
                     with cute.arch.elect_one():
                         cute.arch.mbarrier_expect_tx(smem.full.data_ptr() + stage, TILE_BYTES)
-                    copy_tile(smem, copies, stage, copied % self.ropes, entry, place)
+                    copy_tile(smem, copies, stage, turn(copied, self.ropes)[0], entry, place)
             else:
                 self.copy_rows(smem, table, position, last, entry, copied, tid)
             self.arrive(smem, stage)
@@ -165,7 +166,7 @@ class RowGatherer:
         if left > 0:
             if self.is_whole(table, position, last, entry, tid):
                 page, place = entry, self.place(table, position, tid)
-                self.arrive(smem, copied % self.stages)
+                self.arrive(smem, turn(copied, self.stages)[0])
                 left, position, copied = left - 1, position + TOKENS_PER_TILE, copied + 1
         if tid == 0:
             sOffer[0, t % OFFERS] = page
@@ -209,7 +210,8 @@ class RowGatherer:
     def copy_rows(self, smem, table: tuple, position: Int32, last: Int32, entry: Int32, copied: Int32, tid: Int32):
         """Starts the copies of rows of a tile, of which some may be masked."""
         mKV, zero_row, page_divisor = table[0], table[3], table[DIVISORS][0]
-        stage, lane, warp_idx, sValid = copied % self.stages, tid % 32, tid // 32, self.valid(smem)
+        (stage, _), (of_rope, _) = turn(copied, self.stages), turn(copied, self.ropes)
+        lane, warp_idx, sValid = tid % 32, tid // 32, self.valid(smem)
         first, chunk = 16 * warp_idx, lane % 8
         valid, row = self.keys.locate(mKV, zero_row, entry, position, last, page_divisor)
         address = row.toint()
@@ -232,7 +234,7 @@ class RowGatherer:
             target = codes + cute.assume(stage * (TOKENS_PER_TILE * NOPE) + line, divby=CHUNK)
             for j in cutlass.range_constexpr(NOPE // LINE):
                 self.copy_or_clear(source + LINE * j, target + TOKENS_PER_TILE * LINE * j, size)
-            target = rope + cute.assume(copied % self.ropes * (TOKENS_PER_TILE * LINE) + line, divby=CHUNK)
+            target = rope + cute.assume(of_rope * (TOKENS_PER_TILE * LINE) + line, divby=CHUNK)
             self.copy_or_clear(source + token_cache.ROPE_OFFSET, target, size)
 
     @cute.jit

@@ -30,11 +30,11 @@ parts; or, balanced, CTAs have equal shares of the tiles of all queries, which e
 (work_kernel.py), and a query has as many parts as shares meet in it, often one, which is the result.
 
 Roles (512 threads)           64 heads as columns                          64 heads as rows
-  warpgroup 0                 keys, 32 registers: copies rows two tiles    keys, 72: gathers codes two passes of 16 rows
-                              ahead, or offers tiles of pages, makes P     ahead, stores them as float16
-                              of S
-  warpgroup 1                 scores, 128: 32 of S, 32 of K, 16 codes;     scores, 104: 32 of S, 32 of a group's,
-                              Q by TMA                                     16 scales; Q by TMA, scales a tile ahead
+  warpgroup 0                 keys, 32 registers, or 40 with dense         keys, 72: gathers codes two passes of 16 rows
+                              shares: copies rows two tiles ahead, or      ahead, stores them as float16
+                              offers tiles of pages, makes P of S
+  warpgroup 1                 scores, 128 or 120: 32 of S, 32 of K, 16     scores, 104: 32 of S, 32 of a group's,
+                              codes; Q by TMA                              16 scales; Q by TMA, scales a tile ahead
   warpgroups 2, 3             values, 176: 128 of O, 8 of V, 16 codes;     values, 168: 128 of O
                               copy tiles that are offered, three ahead
 With 8 and 16 heads there are 768 threads, and 80 registers of each at launch:
@@ -50,7 +50,7 @@ Barriers                      arrivals per phase: columns                  rows
   q_full                      1 + 1152 bytes a head of TMA                 the same
   full[stage]                 256: threads that copy, and their copies;    128, and 36,864 bytes of the other CTA
                               1 more where values may: of 41,984 bytes     where values are exchanged
-  rope_empty[place]           128: scores, S of the tile has left          -
+  rope_empty[place]           128: scores, S of a dense tile has left      -
   empty[stage]                256: values, codes are in registers          256: values, after their last wgmma
   s_full[1 or 2]              128: scores of this tile: S                  -
   s_empty[1 or 2]             128: P has been made of it                   -
@@ -403,10 +403,11 @@ class MlaDecodeKernel:
     def init_barriers(self, smem):
         """Called by one thread; see the table for the counts."""
         if self.spec.columns:
-            counts = {"full": 257 if self.spec.offers else 256, "empty": 256, "rope_empty": 128}
+            counts = {"full": 257 if self.spec.offers else 256, "empty": 256}
             counts |= {"s_full": 128, "s_empty": 128, "p_full": 128, "p_empty": 256}
             number = dict.fromkeys(("full", "empty"), stages(self.spec.heads))
-            number["rope_empty"] = rope_stages(self.spec.heads)
+            if self.spec.offers:
+                counts["rope_empty"], number["rope_empty"] = 128, rope_stages(self.spec.heads)
             number |= dict.fromkeys(("s_full", "s_empty"), self.spec.score_groups)
             number |= dict.fromkeys(("p_full", "p_empty"), BUFFERS)
         else:

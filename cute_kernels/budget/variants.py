@@ -137,10 +137,10 @@ class MlaVariant:
 
 
 # `model.calibrate` gives both numbers of each from batch 128, 128 heads, s_q 2, topk 2048 (4 waves of 32 tiles) and
-# s_q 4, topk 512 (8 waves of 8 tiles): 295.2 and 186.7 us without a cluster, and, in an earlier run, 380.4 and 230.8 us
+# s_q 4, topk 512 (8 waves of 8 tiles): 288.7 and 179.9 us without a cluster, and, in an earlier run, 380.4 and 230.8 us
 # with the crossover of values.
 # A launch of one wave (64 x 128 x 1, topk 2048) takes START_CYCLES more than those two leave it.
-LATENCY_CYCLES, CTA_CYCLES, START_CYCLES = 30.1, 11_892.4, 12_000.0
+LATENCY_CYCLES, CTA_CYCLES, START_CYCLES = 29.1, 10_721.6, 12_000.0
 COLUMNS = MlaVariant(
     "no cluster, keys made in registers",
     rows_in_flight=192,
@@ -169,15 +169,15 @@ MLA_VARIANTS = (COLUMNS, TURNS, OVERLAPPED_32, OVERLAPPED, CROSSOVER_ASYNC, CROS
 MLA_BUILT = COLUMNS
 """What `mla_fp8_decode` runs with 33 heads and more. `TURNS` has to be asked for."""
 
-MLA_HALF = replace(COLUMNS, name="32 heads", heads=32, latency_cycles=35.5, page_cycles=4.0, cta_cycles=8_600.0)
+MLA_HALF = replace(COLUMNS, name="32 heads", heads=32, latency_cycles=34.0, page_cycles=3.0, cta_cycles=8_200.0)
 """What it runs with 17 to 32, and with more over few keys. Three numbers fit three cases within 3%: 128 x 32 x 1 with
-topk 2048 (63 us) and with 8192 dense keys (208 us), and 2 x 128 x 1 (16.6 us)."""
+topk 2048 (63 us) and with 8192 dense keys (209 us), and 2 x 128 x 1 (16.2 us)."""
 
 MLA_NARROW = replace(
-    COLUMNS, name="16 heads", heads=16, rows_in_flight=256, latency_cycles=38.3, page_cycles=8.0, cta_cycles=10_200.0
+    COLUMNS, name="16 heads", heads=16, rows_in_flight=256, latency_cycles=36.5, page_cycles=6.5, cta_cycles=10_200.0
 )
-"""What it runs with fewer. `latency_cycles` fit 128 x 16 x 1 with topk 2048 (60 us); `page_cycles` are enough for HBM
-to bind with 8192 dense keys (171 us), and say no more."""
+"""What it runs with fewer. `latency_cycles` fit 128 x 16 x 1 with topk 2048 (58 us); `page_cycles` are enough for HBM
+to bind with 8192 dense keys (178 us), and say no more."""
 
 
 @dataclass(frozen=True)

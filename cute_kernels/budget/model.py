@@ -8,12 +8,14 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from cute_kernels.budget.rates import H200, Rates
-from cute_kernels.budget.variants import MLA_BUILT, MlaVariant, Unit
+from cute_kernels.budget.variants import MLA_BUILT, QK_DIM, MlaVariant, Unit
 from cute_kernels.mla.spec import PARTIAL_FLOATS, TOKENS_PER_TILE, WIDE
 
 MERGE_US = 1.0
 """Of a call with splits, beside the bytes: counting, polling, two round trips to L2 (results/h200.json: the cases with
-splits and few tiles are within 4% with this, up to 15% too slow with 3.5)."""
+splits and few tiles are within 11% with this)."""
+L2_BYTES, L2_SPEED = 30e6, 2.0
+"""Partial results up to so many bytes stay in L2 until they are merged, and move this much faster than a copy."""
 SHARE_US = 11.0
 """More where CTAs have shares: they find them first, and one CTA merges 64 rows in the end (dense 16 x 128 x 1)."""
 RANGES_US = 7.1
@@ -120,15 +122,22 @@ def predict_mla(launch: MlaLaunch, variant: MlaVariant = MLA_BUILT, rates: Rates
     of_token = budget(variant, rates, launch.readers)
     waves = math.ceil(launch.ctas / rates.sms)
     tiles_us = waves * rates.us(launch.tiles * TOKENS_PER_TILE * of_token.cycles)
-    ctas_us = rates.us(waves * variant.cta_cycles + variant.start_cycles)
+    ctas_us = rates.us(waves * variant.cta_cycles) + start_us(launch, variant, rates)
     merge_us = 0.0
     if launch.splits > 1:  # partials are written once and read once
-        merge_us = MERGE_US + rates.copy_us(2 * launch.splits * launch.rows * PARTIAL_FLOATS * 4)
+        moved = 2 * launch.splits * launch.rows * PARTIAL_FLOATS * 4
+        merge_us = MERGE_US + rates.copy_us(moved) / (L2_SPEED if moved <= L2_BYTES else 1.0)
         if launch.shared:
             merge_us += SHARE_US
     binds = of_token.binds if tiles_us >= ctas_us + merge_us else Unit.LATENCY
     us = tiles_us + ctas_us + merge_us
     return Prediction(us, tiles_us, ctas_us, merge_us, waves, of_token.cycles, binds)
+
+
+def start_us(launch: MlaLaunch, variant: MlaVariant, rates: Rates = H200) -> float:
+    """Of a launch, beside its CTAs: what the variant says, and Q of the first wave, which all CTAs want at once."""
+    first_wave = min(launch.rows, rates.sms * variant.heads)
+    return rates.us(variant.start_cycles) + rates.read_us(first_wave * 2 * QK_DIM)
 
 
 def predict_gqa(nbytes: float, clustered: bool, rates: Rates = H200) -> Prediction:
@@ -161,7 +170,7 @@ def calibrate(
 ) -> tuple[float, float]:
     """(latency_cycles, cta_cycles) of the built kernel, from two launches without splits and their times.
 
-    Two numbers from two measurements, given its `start_cycles`; all other cases are predictions.
+    Two numbers from two measurements, given its `start_us`; all other cases are predictions.
 
     Args:
         long: a launch whose CTAs have many tiles, and its microseconds.
@@ -172,7 +181,7 @@ def calibrate(
     for launch, us in (long, short):
         if launch.splits != 1:
             raise ValueError(f"splits: got {launch.splits}, needs a launch without")
-        cycles = us * rates.sm_mhz - MLA_BUILT.start_cycles
+        cycles = (us - start_us(launch, MLA_BUILT, rates)) * rates.sm_mhz
         points.append((launch.tiles * TOKENS_PER_TILE, cycles / math.ceil(launch.ctas / rates.sms)))
     (tokens, cycles), (fewer_tokens, fewer_cycles) = points
     if tokens <= fewer_tokens:

@@ -54,7 +54,7 @@ class MlaVariant:
                     after tile: calibrated. 0 where it never waits, which is a bound and no forecast
     page_cycles     of these, what is not waited for where tiles are parts of pages: tensor copies bring dense keys
     cta_cycles      of a CTA beside its tiles (first rows, Q, epilogue): calibrated
-    start_cycles    of a launch beside that: the CTAs of its first wave ask for Q, lists and rows all at once
+    start_cycles    of a launch beside that and Q: what it takes to begin, and first rows that all CTAs ask for at once
     columns         heads are columns of the products: keys go from raw rows to operands in registers, for both products
     built           whether this package has it: the others are predictions
     heads           of a CTA
@@ -137,10 +137,10 @@ class MlaVariant:
 
 
 # `model.calibrate` gives both numbers of each from batch 128, 128 heads, s_q 2, topk 2048 (4 waves of 32 tiles) and
-# s_q 4, topk 512 (8 waves of 8 tiles): 288.7 and 179.9 us without a cluster, and, in an earlier run, 380.4 and 230.8 us
+# s_q 4, topk 512 (8 waves of 8 tiles): 290.1 and 178.3 us without a cluster, and, in an earlier run, 380.4 and 230.8 us
 # with the crossover of values.
-# A launch of one wave (64 x 128 x 1, topk 2048) takes START_CYCLES more than those two leave it.
-LATENCY_CYCLES, CTA_CYCLES, START_CYCLES = 29.1, 10_721.6, 12_000.0
+# START_CYCLES are between what a launch of one wave needs (64 x 128 x 1, topk 2048) and what batch 4 does.
+LATENCY_CYCLES, CTA_CYCLES, START_CYCLES = 29.8, 9_928.4, 8_000.0
 COLUMNS = MlaVariant(
     "no cluster, keys made in registers",
     rows_in_flight=192,
@@ -169,15 +169,15 @@ MLA_VARIANTS = (COLUMNS, TURNS, OVERLAPPED_32, OVERLAPPED, CROSSOVER_ASYNC, CROS
 MLA_BUILT = COLUMNS
 """What `mla_fp8_decode` runs with 33 heads and more. `TURNS` has to be asked for."""
 
-MLA_HALF = replace(COLUMNS, name="32 heads", heads=32, latency_cycles=34.0, page_cycles=3.0, cta_cycles=8_200.0)
+MLA_HALF = replace(COLUMNS, name="32 heads", heads=32, latency_cycles=37.4, page_cycles=5.3, cta_cycles=7_950.0)
 """What it runs with 17 to 32, and with more over few keys. Three numbers fit three cases within 3%: 128 x 32 x 1 with
-topk 2048 (63 us) and with 8192 dense keys (209 us), and 2 x 128 x 1 (16.2 us)."""
+topk 2048 (65 us) and with 8192 dense keys (212 us), and 2 x 128 x 1 (13.7 us)."""
 
 MLA_NARROW = replace(
-    COLUMNS, name="16 heads", heads=16, rows_in_flight=256, latency_cycles=36.7, page_cycles=6.5, cta_cycles=9_900.0
+    COLUMNS, name="16 heads", heads=16, rows_in_flight=256, latency_cycles=39.0, page_cycles=8.8, cta_cycles=9_100.0
 )
 """What it runs with fewer. `latency_cycles` fit 128 x 16 x 1 with topk 2048 (58 us); `page_cycles` are enough for HBM
-to bind with 8192 dense keys (178 us), and say no more."""
+to bind with 8192 dense keys (176 us), and say no more."""
 
 
 @dataclass(frozen=True)

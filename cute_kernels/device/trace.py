@@ -19,25 +19,45 @@ class Tracer:
         self.roles = roles
 
     @cute.jit
-    def stamp(self, base: cute.Pointer, role: cutlass.Constexpr, step: Int32, edge: cutlass.Constexpr, leads):
-        """The clock at an edge of a step; `base` points to the tensor's address in shared memory."""
+    def start(self, base: cute.Pointer, trace: Int64):
+        """Says where timestamps of this CTA go: into the tensor at `trace`. Called by one thread, before all others."""
         if const_expr(self.on):
-            place = self._place(base, role, step, edge)
-            if leads and step < STEPS:
-                place[0] = cute.arch.clock64()
+            cta, _, _ = cute.arch.block_idx()
+            of_cta = (self.roles + 1) * STEPS * 16
+            cute.make_tensor(base, cute.make_layout(1))[0] = trace + Int64(cta) * of_cta
+            self.anchor(base, 0)
+
+    @cute.jit
+    def stamp(
+        self,
+        base: cute.Pointer,
+        role: cutlass.Constexpr,
+        step: Int32,
+        edge: cutlass.Constexpr,
+        leads,
+        goes_on: cutlass.Constexpr = False,
+    ):
+        """The clock at an edge of a step, and at the begin of the next one where the role `goes_on` with that.
+
+        `base` points to what `start` has stored in shared memory.
+
+        One block of PTX: what it needs is made here each time, so nothing of it takes a register between two stamps.
+        """
+        if const_expr(self.on):
+            kept = cutlass.select_(leads and step + int(goes_on) < STEPS, Int32(1), Int32(0))
+            cute.arch.inline_ptx(
+                "{\n.reg .pred p;\n.reg .b64 place;\nsetp.ne.b32 p, {$r2}, 0;\n"
+                "ld.volatile.shared.b64 place, [{$r0}];\nmad.wide.s32 place, {$r1}, 16, place;\n"
+                + "".join(f"@p st.global.b64 [place + {8 * e}], {{$r3}};\n" for e in range(edge, edge + 1 + goes_on))
+                + "}",
+                read_only_args=[Int32(base.toint()), step + role * STEPS, kept, cute.arch.clock64()],
+            )
 
     @cute.jit
     def anchor(self, base: cute.Pointer, edge: cutlass.Constexpr):
         """Time and clock at the start (0) or at the end (1) of the CTA; called by one thread."""
         if const_expr(self.on):
-            time, clock = (self._place(base, self.roles, Int32(edge), i) for i in range(2))
-            time[0] = cute.arch.globaltimer()
-            clock[0] = cute.arch.clock64()
-
-    @cute.jit
-    def _place(self, base: cute.Pointer, role: cutlass.Constexpr, step: Int32, edge: cutlass.Constexpr) -> cute.Tensor:
-        cta, _, _ = cute.arch.block_idx()
-        index = ((cta * (self.roles + 1) + role) * STEPS + step) * 2 + edge
-        address = cute.make_tensor(base, cute.make_layout(1))[0] + 8 * Int64(index)
-        pointer = cute.make_ptr(Int64, address, AddressSpace.gmem, assumed_align=8)
-        return cute.make_tensor(pointer, cute.make_layout(1))
+            address = cute.make_tensor(base, cute.make_layout(1))[0] + 16 * (self.roles * STEPS + edge)
+            pointer = cute.make_ptr(Int64, address, AddressSpace.gmem, assumed_align=8)
+            place = cute.make_tensor(pointer, cute.make_layout(2))
+            place[0], place[1] = cute.arch.globaltimer(), cute.arch.clock64()

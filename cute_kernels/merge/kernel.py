@@ -1,15 +1,18 @@
 """Merge attention states of disjoint key sets: a softmax over their log-sum-exps, then a weighted sum."""
 
+import itertools
 import math
+from collections.abc import Iterable, Iterator
+from typing import Any
 
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
-from cutlass import AddressSpace, BFloat16, Float16, Float32, Int32, Int64, const_expr
+from cutlass import AddressSpace, BFloat16, Boolean, Float16, Float32, Int32, Int64, const_expr
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 from cutlass.memory import SmemAllocator
 
-from cute_kernels.merge.spec import VECTOR_BYTES, MergeSpec
+from cute_kernels.merge.spec import UNIT_VALUES, VECTOR_BYTES, MergeSpec
 
 LOG2_E = math.log2(math.e)
 LN_2 = math.log(2.0)
@@ -20,23 +23,22 @@ class MergeKernel:
     """outs (n, b, s, h, d), lses (n, b, s, h) -> out (b, s, h, d), lse (b, s, h), in one launch.
 
     A CTA merges `rows_per_cta` rows. A row has `groups` x `lanes` neighbouring threads: lane c holds the 16-byte
-    vectors c, c + lanes, ... of the row, group g adds up the states g, g + groups, ... Two steps, for chunks of states:
+    vectors c, c + lanes, ... of the row, group g adds up the states g, g + groups, ... Two steps, for rounds of states:
 
-    1. The first `weight_lanes` threads of a row turn its log-sum-exps into weights in shared memory, sink and
-       normalization included: an empty state gets 0.
+    1. Each warp of a row makes weights of its log-sum-exps, sink and normalization included: an empty state gets 0.
+       Lane i has those of states i, i + 32, ..., and hands them to the others by shuffles, so warps wait for nobody.
     2. All threads add weight x state in float32, `unroll` states at a time: `loads` of 16 bytes are in flight in each
-       thread. A load whose weight is 0 is not issued, so that nothing of an empty state is read.
+       thread. A load whose weight is 0 is not issued, so that nothing of an empty state is read; or, `eager`, loads are
+       issued before the log-sum-exps have come, and what an empty state holds counts as zeros.
 
     At the end the groups' sums meet in shared memory and are added in the order of the groups. The order of all
     additions is fixed by the specification: the same bits every time.
 
     | shared memory | bytes                                                   | 64 states of 512 float32 |
     |---------------|---------------------------------------------------------|--------------------------|
-    | weights       | 4 x rows_per_cta x chunk                                | 512                      |
     | sums          | 4 x (threads of groups 1, 2, ...) x vectors x vector    | 6144                     |
 
-    Barriers: one after each step of a chunk, one before the groups meet; of a warp where a row has no more threads than
-    that, otherwise of the CTA.
+    Barriers: two where groups meet; of a warp where a row has no more threads than that, otherwise of the CTA.
     """
 
     def __init__(self, spec: MergeSpec) -> None:
@@ -104,115 +106,84 @@ class MergeKernel:
         tid, _, _ = cute.arch.thread_idx()
         cta, _, _ = cute.arch.block_idx()
         row_in_cta = tid // const_expr(spec.lanes * spec.groups)
-        row = cta * spec.rows_per_cta + row_in_cta
+        of_all = cta * spec.rows_per_cta + row_in_cta
         # the threads beyond the last row repeat it and store nothing: they must reach the barriers
-        batch_seq, head = divmod(cutlass.min(row, rows - 1), divisors[0])
+        batch_seq, head = divmod(cutlass.min(of_all, rows - 1), divisors[0])
         batch, seq = divmod(batch_seq, divisors[1])
         smem = SmemAllocator()
-        weights = smem.allocate_array(Float32, spec.weight_floats * spec.rows_per_cta, byte_alignment=16)
         sums = None
         if const_expr(spec.groups > 1):
             sums = smem.allocate_array(Float32, math.prod(spec.sum_shape) * spec.rows_per_cta, byte_alignment=16)
-        place = (batch, seq, head)
-        states = (Int32(0), Int32(mLses.shape[0]))
-        self.merge_row(mOuts, mLses, None, mSink, mOut, mLse, weights, sums, states, place, row < rows, tid, row_in_cta)
+        row = self.find_row(mOuts, mLses, mSink, mOut, mLse, (batch, seq, head), tid)
+        self.merge_row(row, sums, Int32(mLses.shape[0]), of_all < rows, tid, row_in_cta)
+
+    def find_row(
+        self, mOuts: cute.Tensor, mLses: cute.Tensor, mSink, mOut: cute.Tensor, mLse, place: tuple, tid: Int32
+    ):
+        """What `merge_row` takes as row, of states at `place` (batch, seq, head)."""
+        outs = (row_address(mOuts, 0, *place) + Int64(tid % self.spec.lanes) * VECTOR_BYTES, state_bytes(mOuts))
+        lses = (row_address(mLses, 0, *place), state_bytes(mLses))
+        sink = mSink[place[2]] if self.spec.has_sink else None
+        return (
+            outs,
+            lses,
+            None,
+            sink,
+            row_address(mOut, *place),
+            row_address(mLse, *place) if self.spec.has_lse else None,
+        )
 
     @cute.jit
-    def merge_row(
-        self,
-        mOuts: cute.Tensor,
-        mLses: cute.Tensor,
-        mUnits,
-        mSink,
-        mOut: cute.Tensor,
-        mLse,
-        weights: cute.Pointer,
-        sums,
-        states: tuple,
-        place: tuple,
-        valid,
-        tid: Int32,
-        row_in_cta: Int32,
-    ):
-        """Merges the row at `place` (batch, seq, head) with `lanes` x `groups` threads; the whole CTA takes part.
+    def merge_row(self, row: tuple, sums, num_states: Int32, valid, tid: Int32, row_in_cta: Int32):
+        """Merges a row of `num_states` states, one at least, with `lanes` x `groups` threads; the whole CTA takes part.
 
-        `states` is (the first, how many).
-        `weights` is shared memory for weight_floats float32 a row, `sums` for the groups' sums (None with one group).
-        `mUnits` (n, b, s, h, d / 64) is None where states have no units. A first unit below 0 is, without its sign,
-        that of all values of its state; the others need not be written then.
+        row = (outs, lses, units, sink, out, lse): where its states are, each as (address in the first state, bytes to
+        the next one), outs for this thread's first vector; the sink; the addresses of the results. A first unit below
+        0 is, without its sign, that of all values of its state; the others need not be written then.
+        `sums` is shared memory for the groups' sums (None with one group).
         Threads of a row that is not `valid` do the same for a row that exists and store nothing.
         """
         spec = self.spec
-        batch, seq, head = place
-        threads_per_row = const_expr(spec.lanes * spec.groups)
+        (outs_row, outs_stride), of_lses, of_units, sink, out_row, lse_row = row
         group = tid // spec.lanes % spec.groups
         lane = tid % spec.lanes
-        of_weights = cute.make_layout((spec.units_of_row, spec.chunk))
-        sWeight = cute.make_tensor(weights + row_in_cta * spec.weight_floats, of_weights)
+        weight_lane = tid % spec.weight_lanes
+
         acc = cute.make_rmem_tensor((spec.vector, spec.vectors), Float32)
         acc.fill(0.0)
-        first_state, num_states = states
-        lse_row = _row_address(mLses, first_state, batch, seq, head)
-        lse_stride = Int64(mLses.stride[0]) * const_expr(Float32.width // 8)
-        units_row, units_stride = Int64(0), Int64(0)
-        if const_expr(spec.units):
-            units_row = _row_address(mUnits, first_state, batch, seq, head)
-            units_stride = Int64(mUnits.stride[0]) * const_expr(Float32.width // 8)
-
-        sink = -Float32.inf
-        if const_expr(spec.has_sink):
-            sink = mSink[head]  # in flight together with the log-sum-exps
-
-        # ---- the row's maximum and sum of exponentials, in its weight threads
-        weight_lane = tid % threads_per_row
-        weighs = weight_lane < spec.weight_lanes
-        shift, scale = Float32(0.0), Float32(0.0)
-        firsts = cute.make_rmem_tensor((spec.chunk // spec.weight_lanes,), Float32)
-        firsts.fill(-1.0)
-        if weighs:
-            if const_expr(spec.units):  # in flight together with the log-sum-exps
-                self._load_firsts(firsts, units_row, units_stride, Int32(0), num_states, weight_lane)
-            shift, total = self._softmax_statistics(lse_row, lse_stride, num_states, weight_lane)
-            denominator = total
-            if const_expr(spec.has_sink):
-                # Relative to the states' maximum. A sink far above it (or +inf) makes this infinite and the weights 0.
-                denominator += cute.math.exp2((sink - shift) * LOG2_E, fastmath=True)
-            # no state: all weights are exp2(-inf), and 0 x (1 / 0) would be NaN
-            scale = cutlass.select_(total == 0.0, Float32(0.0), cute.arch.rcp_approx(denominator))
-            if const_expr(spec.has_lse):
-                if weight_lane == 0 and valid:
-                    lse = shift + cute.math.log2(total, fastmath=True) * LN_2
-                    mLse[batch, seq, head] = cutlass.select_(total == 0.0, -Float32.inf, lse)
-
-        # ---- weights, then the weighted sum, a chunk of states at a time
-        outs_row = _row_address(mOuts, first_state, batch, seq, head) + Int64(lane) * VECTOR_BYTES
-        outs_stride = Int64(mOuts.stride[0]) * const_expr(self.in_dtype.width // 8)
-        for first in cutlass.range(0, num_states, spec.chunk, unroll=1):
-            if weighs:
-                lses = self._load_lses(lse_row, lse_stride, first, num_states, weight_lane)
-                for i in cutlass.range_constexpr(spec.chunk // spec.weight_lanes):
-                    weight = cute.math.exp2((lses[i] - shift) * LOG2_E, fastmath=True) * scale
-                    # Exactly 0 even where another state's NaN made the scale NaN: there may be no such state to read.
-                    lses[i] = cutlass.select_(lses[i] == -Float32.inf, Float32(0.0), weight)  # from here on
-                    for b in cutlass.range_constexpr(spec.units_of_row):
-                        # an empty state has no unit either
-                        sWeight[b, weight_lane + i * spec.weight_lanes] = cutlass.select_(
-                            lses[i] == 0.0, lses[i], -firsts[i] * lses[i]
-                        )
+        raw = cute.make_rmem_tensor((4, spec.vectors, spec.unroll), Int32)
+        weights = cute.make_rmem_tensor((spec.weights,), Float32)  # of the states of a chunk that this lane weighs
+        units = cute.make_rmem_tensor((spec.weights,), Float32)  # their first ones
+        units.fill(-1.0)
+        shift, scale, rare = Float32(0.0), Float32(0.0), Int32(0)
+        for first in cutlass.range(0, num_states, spec.round, unroll=1):
+            address = outs_row + Int64(first + group) * outs_stride
+            if const_expr(spec.eager):
+                exists = [first + group + u * spec.groups < num_states for u in range(spec.unroll)]
+                self._load_states(raw, exists, address, outs_stride, lane)
+            if first % spec.chunk == 0:
                 if const_expr(spec.units):
-                    self._weigh_apart(sWeight, lses, firsts, units_row, units_stride, first, weight_lane)
-                    self._load_firsts(firsts, units_row, units_stride, first + spec.chunk, num_states, weight_lane)
-            self._sync()
-            stop = cutlass.min(num_states - first, spec.chunk)
-            for state in cutlass.range(0, stop, spec.unroll * spec.groups, unroll=1):
-                address = outs_row + Int64(first + state + group) * outs_stride
-                self._accumulate(acc, sWeight, state + group, address, outs_stride, lane)
-            self._sync()
+                    self._load_floats(units, *of_units, first, num_states, weight_lane)
+                self._load_floats(weights, *of_lses, first, num_states, weight_lane)
+                if first == 0:
+                    stores = tid % const_expr(spec.lanes * spec.groups) == 0 and valid
+                    shift, scale = self._begin(weights, of_lses, num_states, sink, lse_row, stores, weight_lane)
+                rare = self._weigh(weights, units, shift, scale, num_states - first - weight_lane)
+            start = tid % 32 - weight_lane + first % spec.weight_lanes + group  # the lane that weighs the first state
+            if const_expr(not spec.eager):
+                factors = list(self._spread(weights, start))
+                self._load_states(raw, [factor[0] != 0.0 for factor in factors], address, outs_stride, lane)
+                self._accumulate(acc, raw, factors)
+            elif rare == 0:
+                self._accumulate(acc, raw, self._spread(weights, start))
+            else:
+                self._accumulate_apart(acc, raw, weights, units, of_units, start, first + group, lane)
 
         # ---- the groups' sums, in the order of the groups
         if const_expr(spec.groups > 1):
             of_row = sums + row_in_cta * const_expr(math.prod(spec.sum_shape))
             sSum = cute.make_tensor(of_row, cute.make_ordered_layout(spec.sum_shape, order=(0, 1, 2, 3)))
+            self._sync()  # those of the row before have been read
             if group > 0:
                 cute.autovec_copy(acc, sSum[None, lane, None, group - 1])
             self._sync()
@@ -222,101 +193,135 @@ class MergeKernel:
                 acc.store(acc.load() + other.load())
 
         if valid and group == 0:
-            self._store(acc, _row_address(mOut, batch, seq, head), lane)
+            self._store(acc, out_row, lane)
 
     @cute.jit
-    def _softmax_statistics(self, lse_row: Int64, lse_stride: Int64, num_states: Int32, weight_lane: Int32):
-        """(maximum, or 0 without a state; sum of exp(lse - maximum)) of a row, in each of its weight threads."""
+    def _begin(self, lses: cute.Tensor, of_lses: tuple, num_states: Int32, sink, lse_row, stores, weight_lane: Int32):
+        """What makes weights of a row's log-sum-exps, exp(lse - shift) x scale; the thread that `stores` stores theirs.
+
+        `lses` are this lane's of the first chunk.
+        """
+        shift, total = self._softmax_statistics(lses, of_lses, num_states, weight_lane)
+        denominator = total
+        if const_expr(self.spec.has_sink):
+            # Relative to the states' maximum. A sink far above it (or +inf) makes this infinite and the weights 0.
+            denominator += cute.math.exp2((sink - shift) * LOG2_E, fastmath=True)
+        if const_expr(self.spec.has_lse):
+            if stores:
+                lse = shift + cute.math.log2(total, fastmath=True) * LN_2
+                target = cute.make_ptr(Float32, lse_row, AddressSpace.gmem, assumed_align=4)
+                target.store(cutlass.select_(total == 0.0, -Float32.inf, lse))
+        # no state: all weights are exp2(-inf), and 0 x (1 / 0) would be NaN
+        return shift, cutlass.select_(total == 0.0, Float32(0.0), cute.arch.rcp_approx(denominator))
+
+    @cute.jit
+    def _softmax_statistics(self, lses: cute.Tensor, of_lses: tuple, num_states: Int32, weight_lane: Int32):
+        """(maximum, or 0 without a state; sum of exp(lse - maximum)) of a row, in each of its threads.
+
+        `lses` are this lane's of the first chunk.
+        """
         spec = self.spec
-        peak, total = -Float32.inf, Float32(0.0)
-        for first in cutlass.range(0, num_states, spec.chunk, unroll=1):
-            lses = self._load_lses(lse_row, lse_stride, first, num_states, weight_lane)
-            new_peak = peak
-            for i in cutlass.range_constexpr(spec.chunk // spec.weight_lanes):
-                new_peak = cute.arch.fmax(new_peak, lses[i])
-            new_shift = cutlass.select_(new_peak == -Float32.inf, Float32(0.0), new_peak)
-            total *= cute.math.exp2((peak - new_shift) * LOG2_E, fastmath=True)
-            for i in cutlass.range_constexpr(spec.chunk // spec.weight_lanes):
-                total += cute.math.exp2((lses[i] - new_shift) * LOG2_E, fastmath=True)
-            peak = new_peak
+        peak, total = self._with(-Float32.inf, Float32(0.0), lses)
+        for first in cutlass.range(spec.chunk, num_states, spec.chunk, unroll=1):
+            more = cute.make_rmem_tensor((spec.weights,), Float32)
+            self._load_floats(more, *of_lses, first, num_states, weight_lane)
+            peak, total = self._with(peak, total, more)
         row_peak = cute.arch.warp_reduction(peak, cute.arch.fmax, threads_in_group=spec.weight_lanes)
         shift = cutlass.select_(row_peak == -Float32.inf, Float32(0.0), row_peak)
         total *= cute.math.exp2((peak - shift) * LOG2_E, fastmath=True)
         return shift, cute.arch.warp_reduction_sum(total, threads_in_group=spec.weight_lanes)
 
     @cute.jit
-    def _load_lses(self, lse_row: Int64, lse_stride: Int64, first: Int32, num_states: Int32, weight_lane: Int32):
-        """This thread's log-sum-exps of the chunk that starts at state `first`; -inf beyond the last state."""
-        spec = self.spec
-        lses = cute.make_rmem_tensor((spec.chunk // spec.weight_lanes,), Float32)
-        for i in cutlass.range_constexpr(spec.chunk // spec.weight_lanes):
-            state = first + weight_lane + i * spec.weight_lanes
-            address = lse_row + Int64(state) * lse_stride
-            lses[i] = _load_or_minus_inf(address, state < num_states)
-        return lses
+    def _with(self, peak: Float32, total: Float32, lses: cute.Tensor):
+        """(maximum, sum of exponentials relative to it), more log-sum-exps among them."""
+        new_peak = peak
+        for i in cutlass.range_constexpr(self.spec.weights):
+            new_peak = cute.arch.fmax(new_peak, lses[i])
+        new_shift = cutlass.select_(new_peak == -Float32.inf, Float32(0.0), new_peak)
+        total *= cute.math.exp2((peak - new_shift) * LOG2_E, fastmath=True)
+        for i in cutlass.range_constexpr(self.spec.weights):
+            total += cute.math.exp2((lses[i] - new_shift) * LOG2_E, fastmath=True)
+        return new_peak, total
 
     @cute.jit
-    def _accumulate(
-        self, acc: cute.Tensor, weights: cute.Tensor, state: Int32, address: Int64, stride: Int64, lane: Int32
+    def _load_floats(
+        self, floats: cute.Tensor, row: Int64, stride: Int64, first: Int32, num_states: Int32, weight_lane: Int32
     ):
-        """Adds weight x values of the states `state`, `state` + groups, ...; `address` is this lane's in the first."""
-        spec = self.spec
-        raw = cute.make_rmem_tensor((4, spec.vectors, spec.unroll), Int32)
-        weight = cute.make_rmem_tensor((spec.vectors, spec.unroll), Float32)
-        for u in cutlass.range_constexpr(spec.unroll):
-            for v in cutlass.range_constexpr(spec.vectors):
-                # states beyond the last one are in the chunk as well, with weight 0
-                block = (lane + v * spec.lanes) // (spec.d // spec.vector // spec.units_of_row)
-                weight[v, u] = weights[block if const_expr(spec.units) else 0, state + u * spec.groups]
-                wanted = weight[v, u] != 0.0 and self._in_row(lane, v)
-                at = address + Int64(u * spec.groups) * stride + v * spec.lanes * VECTOR_BYTES
-                words = _load16_or_zero(at, wanted)
-                for w in cutlass.range_constexpr(4):
-                    raw[w, v, u] = words[w]
-        for u in cutlass.range_constexpr(spec.unroll):
-            for v in cutlass.range_constexpr(spec.vectors):
-                values = cute.recast_tensor(raw[None, v, u], self.in_dtype).load().to(Float32)
-                for i in cutlass.range_constexpr(spec.vector):
-                    acc[i, v] += weight[v, u] * values[i]
+        """A number of each of this lane's states of the chunk that starts at `first`; -inf beyond the last state."""
+        for i in cutlass.range_constexpr(self.spec.weights):
+            state = first + weight_lane + i * self.spec.weight_lanes
+            floats[i] = _load_or_minus_inf(row + Int64(state) * stride, state < num_states)
 
     @cute.jit
-    def _load_firsts(
-        self, firsts: cute.Tensor, row: Int64, stride: Int64, first: Int32, num_states: Int32, weight_lane: Int32
-    ):
-        """The first unit of each of a thread's states of the chunk that starts at state `first`; -1 beyond the last.
+    def _weigh(self, weights: cute.Tensor, units: cute.Tensor, shift: Float32, scale: Float32, left: Int32) -> Int32:
+        """Weights of log-sum-exps, in their place; times the unit of a state that has one for all values.
 
-        One below 0 stands for all units of its state.
+        There are `left` states from this lane's first one on. Returns 1 where one of them is empty or has units that
+        differ, the same in all lanes.
         """
+        rare = False
+        for i in cutlass.range_constexpr(self.spec.weights):
+            weight = cute.math.exp2((weights[i] - shift) * LOG2_E, fastmath=True) * scale
+            if const_expr(self.spec.units):
+                weight *= cutlass.select_(units[i] < 0.0, -units[i], Float32(1.0))
+            # Exactly 0 even where another state's NaN made the scale NaN: there may be no such state to read.
+            weights[i] = cutlass.select_(weights[i] == -Float32.inf, Float32(0.0), weight)
+            rare = rare or (i * self.spec.weight_lanes < left and (weights[i] == 0.0 or units[i] > 0.0))
+        return Int32(1) if cute.arch.vote_any_sync(rare) else Int32(0)
+
+    def _of(self, numbers: cute.Tensor, u: int, start: Int32) -> Float32:
+        """What the lane that weighs a thread's state u of a round has of it."""
+        place = u * self.spec.groups
+        return cute.arch.shuffle_sync(numbers[place // self.spec.weight_lanes], start + place % self.spec.weight_lanes)
+
+    def _spread(self, weights: cute.Tensor, start: Int32) -> Iterator[list[Float32]]:
+        """The weight of each state that a thread adds in a round, for each of its vectors."""
+        for u in range(self.spec.unroll):
+            yield [self._of(weights, u, start)] * self.spec.vectors
+
+    def _load_states(self, raw: cute.Tensor, wanted: list, address: Int64, stride: Int64, lane: Int32) -> None:
+        """This lane's vectors of the states of a round, zeros of those not `wanted`; `address` is in the first one."""
         spec = self.spec
-        for i in cutlass.range_constexpr(spec.chunk // spec.weight_lanes):
-            state = first + weight_lane + i * spec.weight_lanes
-            loaded = _load_or_minus_inf(row + Int64(state) * stride, state < num_states)
-            firsts[i] = cute.arch.fmax(loaded, Float32(-1.0))
+        for u, v in itertools.product(range(spec.unroll), range(spec.vectors)):
+            at = address + Int64(u * spec.groups) * stride + v * spec.lanes * VECTOR_BYTES
+            words = _load16_or_zero(at, self._and_in_row(wanted[u], lane, v))
+            for w in range(4):
+                raw[w, v, u] = words[w]
+
+    def _accumulate(self, acc: cute.Tensor, raw: cute.Tensor, factors: Iterable[list[Float32]]) -> None:
+        """Adds the values of the states of a round, times what their vectors are to be multiplied by."""
+        for u, of_vectors in enumerate(factors):
+            for v, factor in enumerate(of_vectors):
+                values = cute.recast_tensor(raw[None, v, u], self.in_dtype).load().to(Float32)
+                for i in range(self.spec.vector):
+                    acc[i, v] = acc[i, v] + factor * values[i]
 
     @cute.jit
-    def _weigh_apart(
+    def _accumulate_apart(
         self,
-        sWeight: cute.Tensor,
+        acc: cute.Tensor,
+        raw: cute.Tensor,
         weights: cute.Tensor,
-        firsts: cute.Tensor,
-        row: Int64,
-        stride: Int64,
-        first: Int32,
-        weight_lane: Int32,
+        units: cute.Tensor,
+        of_units: tuple,
+        start: Int32,
+        state: Int32,
+        lane: Int32,
     ):
-        """Weights times each unit, where those of a state differ: scales that float16 does not reach, so rare."""
+        """The same where empty states may hold anything, and units of a state differ: float16 did not reach a scale."""
         spec = self.spec
-        for i in cutlass.range_constexpr(spec.chunk // spec.weight_lanes):
-            state = weight_lane + i * spec.weight_lanes
-            if weights[i] != 0.0 and firsts[i] > 0.0:
-                four = cute.make_rmem_tensor(4, Float32)
-                words = cute.recast_tensor(four, Int32)
-                for j in cutlass.range_constexpr(spec.units_of_row // 4):
-                    loaded = _load16_or_zero(row + Int64(first + state) * stride + j * VECTOR_BYTES, True)
-                    for w in cutlass.range_constexpr(4):
-                        words[w] = loaded[w]
-                    for w in cutlass.range_constexpr(4):
-                        sWeight[4 * j + w, state] = four[w] * weights[i]
+        row, stride = of_units
+        factors = cute.make_rmem_tensor((spec.vectors, spec.unroll), Float32)
+        for u in cutlass.range_constexpr(spec.unroll):
+            weight, apart = self._of(weights, u, start), self._of(units, u, start) > 0.0
+            for v in cutlass.range_constexpr(spec.vectors):
+                block = (lane + v * spec.lanes) // (UNIT_VALUES // spec.vector)
+                at = row + Int64(state + u * spec.groups) * stride + Int64(block) * const_expr(Float32.width // 8)
+                unit = _load_or_minus_inf(at, apart and weight != 0.0)  # an empty one has none
+                factors[v, u] = cutlass.select_(apart and weight != 0.0, weight * unit, weight)
+                for w in cutlass.range_constexpr(4):
+                    raw[w, v, u] = cutlass.select_(weight == 0.0, Int32(0), raw[w, v, u])
+        self._accumulate(acc, raw, [[factors[v, u] for v in range(spec.vectors)] for u in range(spec.unroll)])
 
     @cute.jit
     def _store(self, acc: cute.Tensor, out_row: Int64, lane: Int32):
@@ -326,18 +331,15 @@ class MergeKernel:
         rounded = cute.make_rmem_tensor((spec.vector, spec.vectors), self.out_dtype)
         rounded.store(acc.load().to(self.out_dtype))
         for v in cutlass.range_constexpr(spec.vectors):
-            if self._in_row(lane, v):
+            if self._and_in_row(Boolean(True), lane, v):
                 address = out_row + Int64(lane + v * spec.lanes) * size
                 pointer = cute.make_ptr(self.out_dtype, address, AddressSpace.gmem, assumed_align=min(size, 16))
                 cute.autovec_copy(rounded[None, v], cute.make_tensor(pointer, cute.make_layout(spec.vector)))
 
-    def _in_row(self, lane: Int32, v: int):
-        """Whether this lane's v-th vector is in the row: a Python bool, except for the last vector of an uneven row."""
-        spec = self.spec
-        count = spec.d // spec.vector
-        if (v + 1) * spec.lanes <= count:
-            return True
-        return lane < count - v * spec.lanes
+    def _and_in_row(self, condition: Any, lane: Int32, v: int) -> Any:
+        """Whether that holds and this lane's v-th vector is in the row: of an uneven row the last one may not be."""
+        count = self.spec.d // self.spec.vector
+        return condition if (v + 1) * self.spec.lanes <= count else condition & (lane < count - v * self.spec.lanes)
 
     @cute.jit
     def _sync(self):
@@ -374,12 +376,17 @@ class MergeKernel:
 
 
 @cute.jit
-def _row_address(mX: cute.Tensor, *coordinates) -> Int64:
+def row_address(mX: cute.Tensor, *coordinates) -> Int64:
     """Byte address of a row. The products are 64-bit: a tensor may have more than 2^31 elements."""
     offset = Int64(0)
     for i in cutlass.range_constexpr(len(coordinates)):
         offset += Int64(coordinates[i]) * Int64(mX.stride[i])
     return mX.iterator.toint() + offset * const_expr(mX.element_type.width // 8)
+
+
+def state_bytes(mX: cute.Tensor) -> Int64:
+    """Bytes from a row of a state to that of the next one."""
+    return Int64(mX.stride[0]) * (mX.element_type.width // 8)
 
 
 def _load16_or_zero(address: Int64, wanted) -> tuple:

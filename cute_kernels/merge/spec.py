@@ -34,6 +34,7 @@ class MergeSpec:
     groups     of such threads that share the states of one row among them; a power of two
     loads      16-byte loads that a thread has in flight
     units      64 neighbouring values of a state are kept divided by a float32, their unit, so that float16 holds them
+    eager      states are read before their log-sum-exps have come, empty ones as well
     """
 
     d: int
@@ -45,6 +46,7 @@ class MergeSpec:
     groups: int = 1
     loads: int = LOADS_IN_FLIGHT
     units: bool = False
+    eager: bool = False
 
     kernel: ClassVar[str] = "cute_kernels.merge.kernel:MergeKernel"
 
@@ -126,23 +128,23 @@ class MergeSpec:
 
     @property
     def weight_lanes(self) -> int:
-        """Threads that compute the weights of a row: its own, a warp at most."""
+        """Threads among which the weights of a row are distributed: its own, a warp at most."""
         return min(WARP, self.lanes * self.groups)
 
     @property
+    def round(self) -> int:
+        """States that a row's threads load at once."""
+        return self.unroll * self.groups
+
+    @property
     def chunk(self) -> int:
-        """States whose weights a row holds in shared memory at a time."""
-        return max(4 * self.weight_lanes, self.unroll * self.groups, 32)
+        """States whose weights are made at once: a round, and one for each weight lane at least."""
+        return max(self.weight_lanes, self.round)
 
     @property
-    def units_of_row(self) -> int:
-        """Units of a state; 1 if it has none."""
-        return self.d // UNIT_VALUES if self.units else 1
-
-    @property
-    def weight_floats(self) -> int:
-        """Float32 numbers of shared memory for the weights of a row: each times each unit."""
-        return self.chunk * self.units_of_row
+    def weights(self) -> int:
+        """Of a chunk, that a thread makes."""
+        return self.chunk // self.weight_lanes
 
     @property
     def sum_shape(self) -> tuple[int, int, int, int]:
@@ -151,8 +153,8 @@ class MergeSpec:
 
     @property
     def unroll(self) -> int:
-        """States that a thread loads at a time."""
-        return max(1, self.loads // self.vectors)
+        """States that a thread loads at a time: a power of two, as `weight_lanes` is."""
+        return 1 << max(1, self.loads // self.vectors).bit_length() - 1
 
     @property
     def expected(self) -> dict[str, Any]:

@@ -29,7 +29,6 @@ from cute_kernels.mla.work_kernel import WorkItems
 
 AHEAD = 6  # tiles before the end of an item, when all CTAs at once want 73 KB of Q each, that L2 is asked for them
 CHUNKS = NOPE // COLUMNS  # of 64 columns: of each of a thread's rows 16 codes
-LAST_OF_Q = (CHUNKS - 2, CHUNKS + 1)  # chunks that the last products of a tile need: of codes, and the rope part
 USUAL = 2.0**40  # scales between 1 over this and this are usual: their ratios leave float32 room for what they multiply
 
 
@@ -52,10 +51,10 @@ class ColumnScores:
     bits, and are too small there to matter. Where the largest itself is out of float16's reach, powers of two bring
     them all into it.
 
-    There is one accumulator. Between two quantization tiles it is multiplied by the ratio of their scales, and in the
-    end by the last of them: registers that a second one would take hold 64 columns of K twice, so that 8 products of
-    16 columns follow each other while the next codes are converted. Scales that have no such ratio, 0 among them, are
-    found in time, and the tile is made again (`multiply_apart`).
+    Two accumulators take the quantization tiles in turn. Before its second one each is multiplied by the ratio of their
+    scales, beside products that go into the other, and in the end by the last of them. 64 columns of K are held twice,
+    so that 8 products of 16 columns follow each other while the next codes are converted. Scales that have no such
+    ratio, 0 among them, are found in time, and the tile is made again (`multiply_apart`).
 
     With few heads QK of a tile is a chain of waits, not work: two warpgroups score, each every second tile, and store S
     in a place of its own. They share Q, prepare it together, and meet where the next item's takes its place.
@@ -219,17 +218,12 @@ class ColumnScores:
     ):
         """Scores the `count` tiles of an item of work, the first of which is tile `done`; Q has come.
 
-        As soon as nobody needs its Q any more, the load of the next item's is started: by one group with its last tile,
-        by two of them, either of which may have no tile in an item, where they meet behind their tiles. L2 is asked for
-        it AHEAD tiles before.
+        Then nobody needs its Q any more, and the load of the next item's is started. L2 is asked for it AHEAD tiles
+        before.
         """
-        if const_expr(self.groups == 1):
-            if count == 0 and has_next and warp_idx == 0:
-                start_q(smem, load_q, tQ, self.items.locate(next_item, table), self.heads)
-        acc = cute.make_rmem_tensor(
-            column_mmas(self.heads)[0].partition_shape_C((TOKENS_PER_TILE, self.heads)), Float32
-        )
-        raw = tuple(cute.make_rmem_tensor((16, 2), Float8E4M3FN) for _ in range(2))
+        shape = column_mmas(self.heads)[0].partition_shape_C((TOKENS_PER_TILE, self.heads))
+        acc = tuple(cute.make_rmem_tensor(shape, Float32) for _ in range(2))
+        raw = cute.make_rmem_tensor((16, 2), Float8E4M3FN)
         tile = (smem, acc, raw, scale_log2, scaled)
         t, end = done, done + count
         if const_expr(self.groups > 1):
@@ -239,117 +233,88 @@ class ColumnScores:
             # What is rare stands behind the loop over usual tiles, which then has its instructions in a row: a jump
             # over others waits some 40 clocks for what comes behind them, and there were eight.
             apart, stop = Int32(0), end
-            if const_expr(self.groups == 1):
-                stop = end - 1
             if asked == 0:
-                stop = cutlass.min(stop, cutlass.max(end - AHEAD, done))
+                stop = cutlass.max(end - AHEAD, done)
             while apart == 0 and t < stop:
-                apart, _ = self.score_tile(*tile, t, (), warp_idx, tid)
+                apart = self.score_tile(*tile, t, tid)
                 if apart == 0:
                     t += self.groups
-            if apart == 0 and asked == 0:
+            if apart != 0:
+                self.multiply_apart(smem, acc[0], raw, t, tid)
+                acc[1].fill(0.0)
+                self.hand_over(smem, acc, scale_log2, t, tid)
+                t += self.groups
+            elif asked == 0:
                 asked = Int32(1)
                 if has_next and warp_idx == 0:
                     prefetch_q(load_q, tQ, self.items.locate(next_item, table), self.heads)
-            elif t < end:
-                given_up = Int32(0)
-                if const_expr(self.groups == 1):
-                    if apart == 0:  # the last one
-                        following = (load_q, tQ, has_next, next_item, table)
-                        apart, given_up = self.score_tile(*tile, t, following, warp_idx, tid)
-                if apart != 0:
-                    self.multiply_apart(smem, acc, raw[0], t, tid)
-                    self.hand_over(smem, acc, scale_log2, t, tid)
-                if const_expr(self.groups == 1):
-                    if t == end - 1 and has_next:
-                        cute.arch.barrier(barrier_id=BAR_OWNER, number_of_threads=128)  # nobody needs this Q any more
-                        if warp_idx == 0:
-                            work = self.items.locate(next_item, table)
-                            if given_up != 0:
-                                start_q(smem, load_q, tQ, work, self.heads, LAST_OF_Q, False)
-                            else:
-                                start_q(smem, load_q, tQ, work, self.heads)
-                t += self.groups
-        if const_expr(self.groups > 1):
-            if has_next:
-                cute.arch.barrier(barrier_id=BAR_OWNER, number_of_threads=self.threads)
-                if warp_idx == 0:
-                    start_q(smem, load_q, tQ, self.items.locate(next_item, table), self.heads)
+        if has_next:
+            cute.arch.barrier(barrier_id=BAR_OWNER, number_of_threads=self.threads)  # nobody needs this Q any more
+            if warp_idx == 0:
+                start_q(smem, load_q, tQ, self.items.locate(next_item, table), self.heads)
 
     @cute.jit
     def score_tile(
         self,
         smem,
-        acc: cute.Tensor,
-        raw: tuple,
+        acc: tuple,
+        raw: cute.Tensor,
         scale_log2: Float32,
         scaled: Int32,
         t: Int32,
-        following: tuple,
-        warp_idx: Int32,
         tid: Int32,
     ):
         """Makes S^T of a tile, and hands it over unless it is to be made apart.
 
-        Returns (1 if scales are not usual, or Q has powers, and S is to be made by `multiply_apart`; 1 if the tile gave
-        up its Q). It does if `following` is not (), but (how to load Q, Q, whether there is a next item, which, table):
-        the next item's Q takes its place, but for LAST_OF_Q, as products have been made of it. Only one group may.
+        Returns 1 if scales are not usual, or Q has powers, and S is to be made by `multiply_apart`.
 
-        What the accumulator holds is relative to the scale of the quantization tile that comes next, s_j (.. + q_j
-        code_j), and so is multiplied by the ratio of two scales in between. The rope part comes last, so the first
-        products wait for nothing but codes.
+        Two accumulators take quantization tiles in turn, so one is multiplied while products go into the other one.
+        What it holds is relative to the scale of its quantization tile, s_j (.. + q_j code_j), and so is multiplied by
+        the ratio of two scales before the next but one. The rope part comes last, so the first products wait for
+        nothing but codes.
         """
         self.stamp(smem, t, 0, 0, tid)
         stage, phase = turn(t, self.stages)
         cute.arch.mbarrier_wait(smem.full.data_ptr() + stage, phase)
-        self.stamp(smem, t, 0, 1, tid)
-        self.stamp(smem, t, 1, 0, tid)
+        self.stamp(smem, t, 0, 1, tid, True)
         mma = column_mmas(self.heads)[0]
         rQ = self.operands_of_q(smem, mma, tid, Float16)
         codes = [mma.make_fragment_A(mma.partition_shape_A((TOKENS_PER_TILE, COLUMNS))) for _ in range(2)]
-        for c in cutlass.range_constexpr(2):  # loads take some 100 clocks beside all that goes on
-            self.load_codes(smem, raw[c], stage, c, tid)
-        apart, gives_up = Int32(0), Int32(0)
+        self.load_codes(smem, raw, stage, 0, tid)
         factors = ()
         for c in cutlass.range_constexpr(CHUNKS):
             group = c // 2
-            if const_expr(c % 2 == 0 and c > 0):
-                warpgroup.wait_group(1)  # the products before have read the operand that is made here
-            self.widen(raw[c % 2], codes[c % 2])
-            if const_expr(c + 2 < CHUNKS):
-                self.load_codes(smem, raw[c % 2], stage, c + 2, tid)
-            if const_expr(c % 2 == 0 and c > 0):
-                warpgroup.wait_group(0)
-                self.rescale(acc, factors)
+            if const_expr(c % 2 == 0 and group > 1):
+                self.rescale(acc[group % 2], factors)
+            if const_expr(c > 1):
+                warpgroup.wait_group(1)  # products of the chunk before the last have read what is made here
+            self.widen(raw, codes[c % 2])
+            if const_expr(c + 1 < CHUNKS):
+                self.load_codes(smem, raw, stage, c + 1, tid)
             warpgroup.fence()
-            wgmma.issue(mma, acc, codes[c % 2], rQ, c > 0, [(k, 4 * c + k) for k in range(COLUMNS // 16)])
+            blocks = [(k, 4 * c + k) for k in range(COLUMNS // 16)]
+            wgmma.issue(mma, acc[group % 2], codes[c % 2], rQ, c % 2 == 1 or group > 1, blocks)
             warpgroup.commit_group()
-            if const_expr(c % 2 == 0):
-                factors = self.ratios(smem, stage, group, tid)
-            if const_expr(c == 1):
-                if scaled != 0 or not self.usual_scales(smem, stage, tid):
-                    apart = Int32(1)
-            if const_expr(c % 2 == 0 and c > 0 and len(following) > 0):  # products of the chunks before are complete
-                load_q, tQ, has_next, next_item, table = following
-                if apart == 0 and has_next:
-                    gives_up = Int32(1)
-                    cute.arch.barrier(barrier_id=BAR_OWNER, number_of_threads=128)
-                    if warp_idx == 0:
-                        work = self.items.locate(next_item, table)
-                        start_q(smem, load_q, tQ, work, self.heads, (c - 2, c), c == 2, unrolled=True)
+            if const_expr(c % 2 == 1 and group > 0):
+                factors = self.ratios(smem, stage, group - 1, tid)
+        self.rescale(acc[0], factors)
+        warpgroup.wait_group(0)
         rope = self.operand_of_rope()
         self.load_rope(smem, rope, t, tid)
-        warpgroup.wait_group(0)
-        self.rescale(acc, factors)
-        self.rope_product(smem, acc, rope, True, tid)
-        # beside it: the softmax has read S of the tile that was there before
-        of_scores, phase = turn(t, self.groups)
+        self.rope_product(smem, acc[0], rope, True, tid)
+        # beside it
+        factors = self.ratios(smem, stage, GROUPS - 1, tid)
+        self.rescale(acc[1], tuple(factor * scale_log2 for factor in factors))
+        apart = Int32(0)
+        if scaled != 0 or not self.usual_scales(smem, stage, tid):
+            apart = Int32(1)
+        of_scores, phase = turn(t, self.groups)  # the softmax has read S of the tile that was there before
         cute.arch.mbarrier_wait(smem.s_empty.data_ptr() + of_scores, phase ^ 1)
         warpgroup.wait_group(0)
-        self.stamp(smem, t, 1, 1, tid)
+        self.stamp(smem, t, 1, 1, tid, True)
         if apart == 0:
             self.hand_over(smem, acc, scale_log2, t, tid)
-        return apart, gives_up
+        return apart
 
     def operands_of_q(self, smem, mma: cute.TiledMma, tid: Int32, dtype) -> cute.Tensor:
         """Q as the second operand: (.., block of 16 columns)."""
@@ -368,14 +333,14 @@ class ColumnScores:
 
     @cute.jit
     def ratios(self, smem, stage: Int32, group: cutlass.Constexpr, tid: Int32):
-        """The scale of a quantization tile over that of the next one, or 1, of a thread's two rows."""
+        """The scale of a quantization tile over that of the next but one, or 1, of a thread's two rows."""
         sScale = scales_of(smem, self.heads)
         factors = []
         for r in cutlass.range_constexpr(2):
             token = stage * TOKENS_PER_TILE + key(tid, r)
             factor = sScale[group, token]
-            if const_expr(group + 1 < GROUPS):
-                factor = factor * cute.arch.rcp_approx(sScale[group + 1, token])
+            if const_expr(group + 2 < GROUPS):
+                factor = factor * cute.arch.rcp_approx(sScale[group + 2, token])
             factors.append(factor)
         return tuple(factors)
 
@@ -485,17 +450,16 @@ class ColumnScores:
         cute.autovec_copy(cute.make_tensor(pointer, cute.make_layout(GROUPS)), scale)
 
     @cute.jit
-    def hand_over(self, smem, acc: cute.Tensor, scale_log2: Float32, t: Int32, tid: Int32):
-        """S^T times `scale_log2` for the softmax, which has read what was there."""
-        s, q = wgmma.by_row(acc), tid % 4
-        self.stamp(smem, t, 2, 0, tid)
+    def hand_over(self, smem, acc: tuple, scale_log2: Float32, t: Int32, tid: Int32):
+        """S^T times `scale_log2` for the softmax, which has read what was there; the second accumulator has it."""
+        s, rest, q = wgmma.by_row(acc[0]), wgmma.by_row(acc[1]), tid % 4
         of_scores, _ = turn(t, self.groups)  # its place
         start = smem.s.data_ptr() + of_scores * (TOKENS_PER_TILE * self.heads)
         four = cute.make_rmem_tensor((2, 2), Float32)
         for block in cutlass.range_constexpr(self.heads // 8):
             for e in cutlass.range_constexpr(2):
                 for r in cutlass.range_constexpr(2):
-                    four[r, e] = s[r, 2 * block + e] * scale_log2
+                    four[r, e] = s[r, 2 * block + e] * scale_log2 + rest[r, 2 * block + e]
             pointer = start + cute.assume(scores_of(8 * block + 2 * q, key(tid, 0) // 2), divby=4)
             cute.autovec_copy(four, cute.make_tensor(pointer, cute.make_layout((2, 2))))
         cute.arch.mbarrier_arrive(smem.s_full.data_ptr() + of_scores)
@@ -504,6 +468,14 @@ class ColumnScores:
         self.stamp(smem, t, 2, 1, tid)
 
     @cute.jit
-    def stamp(self, smem, t: Int32, event: cutlass.Constexpr, edge: cutlass.Constexpr, tid: Int32):
+    def stamp(
+        self,
+        smem,
+        t: Int32,
+        event: cutlass.Constexpr,
+        edge: cutlass.Constexpr,
+        tid: Int32,
+        goes_on: cutlass.Constexpr = False,
+    ):
         """A timestamp of a tile."""
-        self.tracer.stamp(smem.trace.ptr, 1, len(EVENTS[1]) * t + event, edge, tid == 0)
+        self.tracer.stamp(smem.trace.ptr, 1, len(EVENTS[1]) * t + event, edge, tid == 0, goes_on)

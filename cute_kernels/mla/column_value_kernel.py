@@ -104,7 +104,8 @@ class ColumnValues:
                         acc_o[m][i] *= EXACT_WEIGHT / COLUMN_WEIGHT
             if exact != 0:
                 self.add_exactly(smem, mma_exact, acc_o, stage, buffer, line, wg, tid)
-                self.let_go(smem, copies, t, wg, tid)
+                cute.arch.mbarrier_arrive(smem.empty.data_ptr() + stage)
+                self.accept(smem, copies, t, wg, tid)
             else:
                 self.add_tile(smem, mma, acc_o, raw, copies, t, line, wg, tid)
             if t < done + count - 1:
@@ -139,16 +140,15 @@ class ColumnValues:
             self.store_result(acc_o, share, lse, mOut, mLse, h_q, work, wg, tid)
 
     @cute.jit
-    def let_go(self, smem, copies: tuple, t: Int32, wg: Int32, tid: Int32):
-        """Says that all codes of a tile are in registers; one warp starts the copies of the next one in its place."""
-        cute.arch.mbarrier_arrive(smem.empty.data_ptr() + turn(t, self.stages)[0])
+    def accept(self, smem, copies: tuple, t: Int32, wg: Int32, tid: Int32):
+        """One warp starts the copies of the tile that takes the place of tile t, if it has been offered."""
         if const_expr(self.spec.offers):
             if wg == 0 and tid // 32 == 0:
-                self.accept(smem, copies, t)
+                self.copy_offered(smem, copies, t)
 
     @cute.jit
-    def accept(self, smem, copies: tuple, t: Int32):
-        """Starts the copies of the tile that takes the place of tile t, if it has been offered. Called by one warp."""
+    def copy_offered(self, smem, copies: tuple, t: Int32):
+        """Starts the copies, once all have read tile t. Called by one warp."""
         sOffer = smem.offer.get_tensor(cute.make_layout((2, OFFERS)))
         page, place = sOffer[0, t % OFFERS], sOffer[1, t % OFFERS]
         if page >= 0:
@@ -241,10 +241,12 @@ class ColumnValues:
                 operand.store(half.load() * weight.load())
                 warpgroup.fence()
                 wgmma.issue(mma, acc_o[m], of_block, rP, True, [(0, block)])
+                if const_expr(block + 1 == KEY_BLOCKS and m == 0):  # all codes of the tile are in registers
+                    cute.arch.mbarrier_arrive(smem.empty.data_ptr() + stage)
                 if const_expr((m + 1) % (self.pieces // 2) == 0):
                     warpgroup.commit_group()
                     if const_expr(block + 1 == KEY_BLOCKS and m + 1 == BLOCKS):
-                        self.let_go(smem, copies, t, wg, tid)
+                        self.accept(smem, copies, t, wg, tid)
                         warpgroup.wait_group(0)
                     else:
                         warpgroup.wait_group(1)

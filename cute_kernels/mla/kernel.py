@@ -30,11 +30,11 @@ parts; or, balanced, CTAs have equal shares of the tiles of all queries, which e
 (work_kernel.py), and a query has as many parts as shares meet in it, often one, which is the result.
 
 Roles (512 threads)           64 heads as columns                          64 heads as rows
-  warpgroup 0                 keys, 32 registers, or 40 with dense         keys, 72: gathers codes two passes of 16 rows
-                              shares: copies rows two tiles ahead, or      ahead, stores them as float16
-                              offers tiles of pages, makes P of S
-  warpgroup 1                 scores, 128 or 120: 32 of S, 32 of K, 16     scores, 104: 32 of S, 32 of a group's,
-                              codes; Q by TMA                              16 scales; Q by TMA, scales a tile ahead
+  warpgroup 0                 keys, 32 registers: copies rows two tiles    keys, 72: gathers codes two passes of 16 rows
+                              ahead, or offers tiles of pages, makes P     ahead, stores them as float16
+                              of S
+  warpgroup 1                 scores, 128: 64 of S, 32 of K, 8 codes; Q    scores, 104: 32 of S, 32 of a group's,
+                              by TMA                                       16 scales; Q by TMA, scales a tile ahead
   warpgroups 2, 3             values, 176: 128 of O, 8 of V, 16 codes;     values, 168: 128 of O
                               copy tiles that are offered, three ahead
 With 8 and 16 heads there are 768 threads, and 80 registers of each at launch:
@@ -90,17 +90,17 @@ from cutlass.memory import SmemAllocator
 
 from cute_kernels.device import registers, softmax, token_cache
 from cute_kernels.device.trace import Tracer
-from cute_kernels.merge.kernel import MergeKernel
-from cute_kernels.merge.spec import UNIT_VALUES, MergeSpec
+from cute_kernels.merge.spec import UNIT_VALUES
 from cute_kernels.mla.column_score_kernel import ColumnScores
 from cute_kernels.mla.column_softmax_kernel import ColumnSoftmax
 from cute_kernels.mla.column_tile_kernel import BUFFERS, column_storage, rope_stages, stages
 from cute_kernels.mla.column_value_kernel import ColumnValues
 from cute_kernels.mla.gather_kernel import RowGatherer, parts_of_pages
+from cute_kernels.mla.merge_kernel import PartialMerger
 from cute_kernels.mla.producer_kernel import NOPE, STAGES, KeyProducer
 from cute_kernels.mla.score_kernel import ScoreWarpgroup
 from cute_kernels.mla.spec import ROLES, MlaDecodeSpec
-from cute_kernels.mla.tile_kernel import BAR_STORED, Q_COLUMNS, QK, chunks_of_q, shared_storage, start_q
+from cute_kernels.mla.tile_kernel import Q_COLUMNS, QK, chunks_of_q, shared_storage, start_q
 from cute_kernels.mla.value_kernel import ValueWarpgroups
 from cute_kernels.mla.work_kernel import WorkItems
 
@@ -124,20 +124,7 @@ class MlaDecodeKernel:
         self.scores = ColumnScores(spec) if spec.columns else ScoreWarpgroup(spec)
         self.values = ColumnValues(spec) if spec.columns else ValueWarpgroups(spec)
         if spec.split:
-            lanes = min(spec.merge_lanes, NOPE // 8)  # 16 bytes of a row each
-            merge = MergeSpec(
-                NOPE,
-                "float16",
-                "bfloat16",
-                has_sink=True,
-                has_lse=True,
-                lanes=lanes,
-                groups=spec.merge_lanes // lanes,
-                # as many as the registers at launch hold: 80 or 128. A warp's row has twice the numbers in a thread
-                loads=(8 if lanes > 32 else 4) if spec.few_heads else 16,
-                units=True,
-            )
-            self.merger = MergeKernel(merge)
+            self.merger = PartialMerger(spec)
 
     def fake_arguments(self) -> tuple:
         """Shapes, strides and alignments that the compiled callable accepts, in the order of `__call__`."""
@@ -242,6 +229,7 @@ class MlaDecodeKernel:
             stream=stream,
             min_blocks_per_mp=1,
             cluster=[cluster, 1, 1] if const_expr(cluster > 1) else None,
+            use_pdl=True,
         )  # fmt: skip
 
     @cute.kernel
@@ -278,12 +266,18 @@ class MlaDecodeKernel:
         storage = column_storage(self.spec) if columns else shared_storage()
         smem = SmemAllocator().allocate(storage)
         if tidx == 0:
-            if const_expr(self.spec.trace):
-                smem.trace.ptr.store(trace)
-                self.tracer.anchor(smem.trace.ptr, 0)
+            self.tracer.start(smem.trace.ptr, trace)
             self.init_barriers(smem)
+        if warp_idx == 1:
+            cpasync.prefetch_descriptor(load_q)
+            for load, _ in load_rows:
+                cpasync.prefetch_descriptor(load)
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
+        # The next launch may begin where a CTA of this one has ended: all of them have been started by then, so those
+        # that merge find whom they wait for. It does not read, nor write, before all of this one is complete.
+        cute.arch.griddepcontrol_launch_dependents()
+        cute.arch.griddepcontrol_wait()  # what kernels before this one write: q, keys, lengths, the counters
         rank = Int32(0)
         if const_expr(self.spec.cluster > 1):
             rank = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
@@ -324,11 +318,11 @@ class MlaDecodeKernel:
                     query, first, count = (cute.arch.make_warp_uniform(smem.cuts[i]) for i in range(3))
                     first_state = first + query
                 if count > 0:
-                    batch_idx, query_idx = divmod(query, query_divisor)
-                    counter = self.counter(counters, query * head_divisor.divisor + head_block)
-                    parts = (part, merge_divisor.divisor)
-                    tensors = (mPartial, mPartialLse, mUnits, mSink, mOut, mLse)
-                    self.merge(smem, tensors, counter, (first_state, count), (batch_idx, query_idx, head_block), parts)
+                    place = (query, *divmod(query, query_divisor), head_block)
+                    of_block = query * head_divisor.divisor + head_block
+                    parts, states = (part, merge_divisor.divisor), (first_state, count)
+                    tensors = ((mPartial, mUnits, mPartialLse), mSink, mOut, mLse)
+                    self.merger.run(smem, tensors, counters, of_block, states, place, parts)
         elif warp_idx < 4:
             cute.arch.setmaxregister_decrease(of_producer)
             self.producer.run(smem, table, load_rows, mSink, rank, self.kept(tidx))
@@ -380,11 +374,11 @@ class MlaDecodeKernel:
                 self.values.add(smem, *results, done, count, item, whole, table, load_rows, warp_idx // 4 - 2, of_wg)
                 if const_expr(self.spec.balanced):
                     if whole == 0:
-                        self.count_partial(self.counter(counters, item * head_divisor.divisor + own[6]), tidx)
+                        self.merger.count_partial(counters, item * head_divisor.divisor + own[6], tidx)
                 elif const_expr(self.spec.split):
                     rest, head_block = divmod(item, head_divisor)
                     group = rest // split_divisor * head_divisor.divisor + head_block
-                    self.count_partial(self.counter(counters, group), tidx)
+                    self.merger.count_partial(counters, group, tidx)
                 done += count
         if tidx == 256:
             self.tracer.anchor(smem.trace.ptr, 1)
@@ -417,60 +411,3 @@ class MlaDecodeKernel:
         for name, count in counts.items():
             for i in range(number[name]):
                 cute.arch.mbarrier_init(getattr(smem, name).data_ptr() + i, count)
-
-    @cute.jit
-    def count_partial(self, counter: cute.Pointer, tidx: Int32):
-        """Says that a partial result of this CTA is in global memory; called by both warpgroups of values."""
-        cute.arch.barrier(barrier_id=BAR_STORED, number_of_threads=256)
-        if tidx == 256:
-            cute.arch.atomic_add(counter, Int32(1), sem="acq_rel", scope="gpu")
-
-    def counter(self, counters: Int64, group: Int32) -> cute.Pointer:
-        """The counter of 64 heads of a query: how many of its splits are in global memory, then of its merges."""
-        return cute.make_ptr(Int32, counters + 4 * Int64(group), AddressSpace.gmem, assumed_align=4)
-
-    @cute.jit
-    def merge(self, smem, tensors: tuple, counter: cute.Pointer, states: tuple, place: tuple, parts: tuple):
-        """Merges one of the `parts`, (which, how many), of the 64 heads at `place`, merge_lanes threads a row.
-
-        Waits for the CTAs that leave the `states`, (the first, how many). They have lower numbers, so they have been
-        started before this one and need nothing from it. The last of the parts leaves the counter at 0 for the next
-        launch.
-        """
-        mPartial, mPartialLse, mUnits, mSink, mOut, mLse = tensors
-        batch_idx, query_idx, head_block = place
-        part, num_parts = parts
-        _, count = states
-        tidx, _, _ = cute.arch.thread_idx()
-        lanes, rows = self.spec.merge_lanes, self.spec.threads // self.spec.merge_lanes
-        row_in_cta = cute.arch.make_warp_uniform(tidx // lanes)  # what follows from it takes no register of a thread
-        if tidx == 0:
-            while cute.arch.load(counter, Int32, sem="acquire", scope="gpu") < count:
-                pass
-        cute.arch.sync_threads()
-        free = smem.codes if const_expr(self.spec.columns) else smem.nope
-        weights = cute.recast_ptr(free.data_ptr(), dtype=Float32)
-        sums = weights + rows * self.merger.spec.weight_floats
-        heads = cutlass.min(mSink.shape[0] - head_block * self.spec.heads, self.spec.heads)
-        for first in cutlass.range(part * rows, heads, num_parts * rows, unroll=1):
-            valid = first + row_in_cta < heads
-            head = head_block * self.spec.heads + cutlass.min(first + row_in_cta, heads - 1)
-            self.merger.merge_row(
-                mPartial,
-                mPartialLse,
-                mUnits,
-                mSink,
-                mOut,
-                mLse,
-                weights,
-                sums,
-                states,
-                (batch_idx, query_idx, head),
-                valid,
-                tidx % lanes,
-                row_in_cta,
-            )
-        if tidx == 0:
-            done = cute.arch.atomic_add(counter, Int32(1), sem="acq_rel", scope="gpu") + 1
-            if done == count + num_parts:
-                cute.arch.store(counter, Int32(0))

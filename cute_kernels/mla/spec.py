@@ -122,8 +122,7 @@ class MlaDecodeSpec:
             return (32, 112, 96, 32)
         if self.heads < WIDE:
             return (48, 144, 160, 0)
-        # dense shares: 40 take 2% less than 32. Rows of a list: 32 take 1% less; and parts of queries spill with 40
-        return (40, 120, 176, 0) if self.balanced and not self.sparse else (32, 128, 176, 0)
+        return (32, 128, 176, 0)  # fewer for scores, and ptxas serializes products for want of registers
 
     @property
     def split(self) -> bool:

@@ -93,25 +93,19 @@ def start_q(
     tQ: cute.Tensor,
     work: tuple,
     heads: cutlass.Constexpr,
-    chunks: tuple = (0, Q_CHUNKS),
-    first: cutlass.Constexpr = True,
     unrolled: cutlass.Constexpr = False,
 ):
-    """Starts the load of some chunks of 64 columns, from one on and before another, of this CTA's rows of Q.
-
-    The `first` of them, or more. Called by one warp. As a loop it is short, and takes registers.
-    """
+    """Starts the load of this CTA's rows of Q. Called by one warp. As a loop it is short, and takes registers."""
     layout = chunks_of_q(heads)
     sQ = smem.q.get_tensor(layout.outer, swizzle=layout.inner)
     tQsQ, tQgQ = _copies_of_q(load_q, tQ, work, heads, sQ)
-    if const_expr(first):
-        with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive_and_expect_tx(smem.q_full.ptr, heads * QK * 2)
+    with cute.arch.elect_one():
+        cute.arch.mbarrier_arrive_and_expect_tx(smem.q_full.ptr, heads * QK * 2)
     if const_expr(unrolled):
-        for c in cutlass.range_constexpr(chunks[0], chunks[1]):
+        for c in cutlass.range_constexpr(Q_CHUNKS):
             cute.copy(load_q, tQgQ[None, c], tQsQ[None, c], tma_bar_ptr=smem.q_full.ptr)
     else:
-        for c in cutlass.range(chunks[0], chunks[1], unroll=1):
+        for c in cutlass.range(Q_CHUNKS, unroll=1):
             cute.copy(load_q, tQgQ[None, c], tQsQ[None, c], tma_bar_ptr=smem.q_full.ptr)
 
 

@@ -17,11 +17,14 @@ Call = Callable[[], Any]
 
 REPLAYS: Final = 40
 MAX_SECONDS: Final = 0.06
-"""Replays of one measurement stop after this long, but not before `MIN_REPLAYS`: what draws 700 W runs for 50 to 100 ms
-before the card lowers its clock, by up to a fifth."""
+"""Replays of one measurement stop after this long, but not before `MIN_REPLAYS`."""
 MIN_REPLAYS: Final = 8
 REST_SECONDS: Final = 0.1
 """Idle time before a measurement, or it starts at the clock that the one before has left."""
+BURST_SECONDS: Final = 0.04
+"""How long replays follow each other after a rest, uncounted ones among them: what draws 700 W runs for 50 ms before
+the card lowers its clock (MLA, topk 16384: 20 calls of 2,495 us, then all of 2,850). A measurement that takes longer
+has more rests; but where a burst holds less than four replays, these follow each other at the clock that is left."""
 HOST_ROUNDS, HOST_CALLS = 9, 100
 """More than about 1000 launches in flight would time the launch queue instead of the host."""
 GEMM_SIZE: Final = 8192
@@ -98,25 +101,27 @@ def time_graph(
     if not calls:
         raise ValueError("calls: got none, needs at least one")
     graph = capture(calls)
-    _before_timing(graph.replay, load_seconds)
-    spans: list[float] = []
-    started = time.monotonic()
-    while len(spans) < replays and (len(spans) < MIN_REPLAYS or time.monotonic() - started < MAX_SECONDS):
+    spans: list[float] = []  # seconds of a replay
+    left = 0.0  # of a burst, in seconds
+    while len(spans) < replays and (len(spans) < MIN_REPLAYS or sum(spans) < MAX_SECONDS):
+        if not spans or (load_seconds == 0 and left < spans[-1] <= BURST_SECONDS / 4):
+            left = BURST_SECONDS - _before_timing(graph.replay, load_seconds)
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         begin.record()
         graph.replay()
         end.record()
         end.synchronize()
-        spans.append(begin.elapsed_time(end) * 1e3 / len(calls))
-    us, p10, p90 = percentiles(spans)
+        spans.append(begin.elapsed_time(end) * 1e-3)
+        left -= spans[-1]
+    us, p10, p90 = percentiles([span * 1e6 / len(calls) for span in spans])
     if not clock:
         return Timing(us, p10, p90)
     _before_timing(graph.replay, load_seconds)
     return Timing(us, p10, p90, sm_clock_under(graph.replay, us * len(calls)))
 
 
-def _before_timing(replay: Call, load_seconds: float) -> None:
-    """Rests, and makes three replays, or replays for `load_seconds`."""
+def _before_timing(replay: Call, load_seconds: float) -> float:
+    """Rests, and makes three replays, or replays for `load_seconds`; returns the seconds of replays."""
     torch.cuda.synchronize()
     if load_seconds == 0:
         time.sleep(REST_SECONDS)
@@ -125,6 +130,7 @@ def _before_timing(replay: Call, load_seconds: float) -> None:
         replay()
         torch.cuda.synchronize()
         done += 1
+    return time.monotonic() - started
 
 
 def percentiles(samples: Sequence[float]) -> tuple[float, float, float]:
@@ -152,7 +158,7 @@ def host_time(call: Call) -> float:
     return statistics.median(rounds)
 
 
-def sm_clock_under(replay: Call, us: float, *, seconds: float = 0.08) -> float | None:
+def sm_clock_under(replay: Call, us: float, *, seconds: float = BURST_SECONDS) -> float | None:
     """SM clock in MHz while the GPU is kept busy: the median of a few readings; None where none can be taken.
 
     Args:

@@ -15,6 +15,7 @@ import torch
 
 from cute_kernels import mla_fp8_decode
 from cute_kernels.mla.spec import EXCHANGES
+from cute_kernels.runtime import workspace
 from cute_kernels.testing.compare import emulate_bf16_decode, relative_error
 from cute_kernels.testing.inputs import (
     SCALE_KINDS,
@@ -376,6 +377,19 @@ def test_forced_splits_hold_the_rule(run_forced, num_splits, scales):
         sparse(batch=3, h_q=96, s_q=2, topk=700, scales=scales, lengths="query", sink="inf"), num_splits=num_splits
     )
     run_forced(dense(seqlens=[1, 0, 700, 65], h_q=96, s_q=2, scales=scales, sink="inf"), num_splits=num_splits)
+
+
+@pytest.mark.parametrize("num_splits", [None, 7, 32])
+@pytest.mark.parametrize("h_q", [8, 32, 128])
+def test_what_empty_splits_leave_in_scratch_memory_does_not_show(run_decode, h_q, num_splits):
+    """Merging CTAs read partial results before they know which of them have keys."""
+    case = sparse(batch=3, h_q=h_q, topk=2048, lengths="query", seed=3)
+    run_decode(case, num_splits=num_splits)
+    for of_stream in workspace._workspaces.values():
+        of_stream.tensors[0].fill_(float("nan"))
+    run_decode(case, num_splits=num_splits)
+    few = dense(seqlens=[1, 0, 65, 130], h_q=h_q, sink="finite")
+    run_decode(few, num_splits=num_splits)
 
 
 @pytest.mark.parametrize("mode", ["sparse", "dense"])

@@ -225,6 +225,46 @@ def test_torch_compile_without_a_graph_break(backend):
     assert torch.equal(got[1], expected[1])
 
 
+@pytest.mark.parametrize("name", ["mla", "mla split", "mla shares", "gqa"])
+def test_a_call_reads_what_the_one_before_it_has_written(name):
+    """Launches may begin before the one before has ended: results are queries of the next call."""
+    if name == "gqa":
+        gqa = usual_gqa(seqlens=[700, 3, 64, 300] * 16)
+        queries = [gqa.q.clone() for _ in range(2)]
+        results = queries
+
+        def call(q: torch.Tensor, out: torch.Tensor) -> None:
+            decode_gqa(dataclasses.replace(gqa, q=q), out=out)
+    else:
+        lengths = [64 * (n % 40) + n for n in range(80)]
+        shares = dense_case(seqlens=lengths, h_q=128, padded=False, device="cuda")
+        case = shares if name == "mla shares" else sparse_case(batch=80, h_q=128, topk=700, padded=False, device="cuda")
+        queries = [case.q.clone() for _ in range(2)]
+        results = [q[..., :512] for q in queries]
+
+        def call(q: torch.Tensor, out: torch.Tensor) -> None:
+            num_splits = {"mla": 1, "mla split": 3, "mla shares": None}[name]
+            decode_case(dataclasses.replace(case, q=q), num_splits=num_splits, out=out)
+
+    first = [q.clone() for q in queries]
+
+    def chain(wait: bool) -> list[torch.Tensor]:
+        for q, start in zip(queries, first, strict=True):
+            q.copy_(start)
+        for n in range(6):
+            call(queries[n % 2], results[1 - n % 2])
+            if wait:
+                torch.cuda.synchronize()
+        torch.cuda.synchronize()
+        return [q.clone() for q in queries]
+
+    expected = chain(wait=True)
+    assert not torch.equal(expected[0], first[0])
+    for _ in range(20):
+        for one, other in zip(chain(wait=False), expected, strict=True):
+            torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
+
+
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 @pytest.mark.parametrize("layout", ["BNSH", "paged_NHD"])
 def test_torch_compile_of_gqa_without_a_graph_break(layout, backend):

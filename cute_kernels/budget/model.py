@@ -13,7 +13,7 @@ from cute_kernels.mla.spec import PARTIAL_FLOATS, TOKENS_PER_TILE, WIDE
 
 MERGE_US = 1.0
 """Of a call with splits, beside the bytes: counting, polling, two round trips to L2 (results/h200.json: the cases with
-splits and few tiles are within 11% with this)."""
+splits and few tiles are within 9% with this)."""
 L2_BYTES, L2_SPEED = 30e6, 2.0
 """Partial results up to so many bytes stay in L2 until they are merged, and move this much faster than a copy."""
 SHARE_US = 11.0

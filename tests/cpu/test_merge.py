@@ -293,7 +293,7 @@ def test_every_launch_has_a_variant_that_fits_the_machine():
         assert spec.can_implement() == []
         assert spec.threads == spec.rows_per_cta * spec.groups * spec.lanes <= 1024 and spec.threads % 32 == 0
         assert spec.lanes * spec.vectors * spec.vector >= d
-        # a chunk is read in whole steps and written by whole rounds of the weight lanes
+        # a chunk is loaded in whole rounds, and each weight lane makes as many of its weights
         assert spec.chunk % (spec.unroll * spec.groups) == 0 and spec.chunk % spec.weight_lanes == 0
         # the row's weight lanes are one warp's
         assert spec.weight_lanes <= 32 and 32 % spec.weight_lanes == 0

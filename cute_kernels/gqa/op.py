@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -12,11 +11,12 @@ from cute_kernels.gqa.layout_plan import LAYOUTS, CacheLayout, CacheSizes, Scale
 from cute_kernels.gqa.plan import cluster_for, columns_for, plan_decode, warps_for
 from cute_kernels.gqa.reference import reference_gqa_decode
 from cute_kernels.gqa.spec import ITEMSIZE, KEYS_PER_WARP, MAX_RANGES, GqaDecodeSpec
-from cute_kernels.runtime import workspace
+from cute_kernels.runtime import memory, workspace
 from cute_kernels.runtime.arch import require_sm90
 from cute_kernels.runtime.checks import check_tensor, fail, require
 from cute_kernels.runtime.compile import get_kernel
 from cute_kernels.runtime.launch import remember
+from cute_kernels.runtime.memory import MAX_HEADS
 from cute_kernels.runtime.ops import register_op
 
 MAX_S_Q = 8
@@ -222,7 +222,7 @@ class _Call(NamedTuple):
     need: workspace.Need
     no_sink: torch.Tensor
     no_length: torch.Tensor
-    unread_lse: torch.Tensor
+    unread_lse: torch.Tensor  # for calls whose caller wants no lse
 
 
 _prepared: dict[tuple[Any, ...], _Call] = {}
@@ -237,7 +237,7 @@ def _prepare(key: tuple[Any, ...], request: _Request) -> _Call:
     kinds = _kinds(request, layout, sizes)
     batch, s_q, h_q, d = q.shape
     device = q.device
-    constants = _constants(device)
+    constants = memory.constants(device)
     spec = decode_spec(request, constants.num_sms)
     capacity = _capacity(request, layout, sizes)
     kernel, size, counters, plan = None, 0, 0, None
@@ -266,9 +266,9 @@ def _prepare(key: tuple[Any, ...], request: _Request) -> _Call:
         workspace.reserve(device, size, counters if size else 0),
         constants.no_sink[:h_q],
         constants.no_length.expand(batch),
-        torch.empty((batch, s_q, h_q), device=device),  # written where the caller wants no lse, and read by nobody
+        memory.unread((batch, s_q, h_q), device),
     )
-    if not torch.cuda.is_current_stream_capturing():  # tensors of a graph's pool must not outlive the capture
+    if not memory.is_capturing(device):  # tensors of a graph's pool must not outlive the capture
         remember(_prepared, key, call)
     return call
 
@@ -344,31 +344,6 @@ def _kinds(request: _Request, layout: CacheLayout, sizes: CacheSizes) -> tuple[S
     scales = (("k_scale", request.k_scale), ("v_scale", request.v_scale))
     k, v = (None if t is None else scale_kind(name, tuple(t.shape), layout, sizes) for name, t in scales)
     return k, v
-
-
-class _Constants(NamedTuple):
-    """What the planner needs to know of a device, and small tensors on it that stand for absent arguments."""
-
-    num_sms: int
-    no_sink: torch.Tensor
-    no_length: torch.Tensor
-
-
-MAX_HEADS = 1024
-
-
-@functools.cache
-def _constants(device: torch.device) -> _Constants:
-    with torch.cuda.device(device):
-        if torch.cuda.is_current_stream_capturing():
-            raise RuntimeError("gqa_decode: call it once before it is captured into a CUDA graph")
-        constants = _Constants(
-            torch.cuda.get_device_properties(device).multi_processor_count,
-            torch.full((MAX_HEADS,), -torch.inf, device=device),
-            torch.full((1,), torch.iinfo(torch.int32).max, dtype=torch.int32, device=device),
-        )
-        torch.cuda.current_stream().synchronize()  # other streams may read them at once
-    return constants
 
 
 def _check(request: _Request, out: torch.Tensor | None, lse: torch.Tensor | None) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -11,7 +10,7 @@ import torch
 import fp8_mla
 from cute_kernels.mla.plan import MAX_SPLITS, plan_decode
 from cute_kernels.mla.spec import EXCHANGES, MASKED_SCALE, PARTIAL_FLOATS
-from cute_kernels.runtime import workspace
+from cute_kernels.runtime import memory, workspace
 from cute_kernels.runtime.arch import require_sm90
 from cute_kernels.runtime.checks import check_tensor, fail, require
 from cute_kernels.runtime.compile import get_kernel
@@ -156,7 +155,7 @@ def _launch(
     if out is None:
         out = torch.empty((batch, s_q, h_q, fp8_mla.V_DIM), dtype=torch.bfloat16, device=q.device)
     if lse is None:
-        lse = torch.empty((batch, s_q, h_q), device=q.device) if wants_lse else call.unread_lse
+        lse = torch.empty((batch, s_q, h_q), dtype=torch.float32, device=q.device) if wants_lse else call.unread_lse
     if call.kernel is None:
         _check(request, out, lse)
         out.zero_()
@@ -179,15 +178,6 @@ def _launch(
     return out, lse
 
 
-class _Constants(NamedTuple):
-    """What the planner needs to know of a device, and small tensors on it that stand for absent arguments."""
-
-    num_sms: int
-    zero_row: torch.Tensor  # what a masked key reads
-    no_sink: torch.Tensor
-    no_length: torch.Tensor
-
-
 class _Call(NamedTuple):
     """A planned call: all that does not change while the shapes stay the same. `kernel` is None if no key exists."""
 
@@ -196,10 +186,10 @@ class _Call(NamedTuple):
     merge_ctas: int
     max_ctas: int
     need: workspace.Need
-    zero_row: int  # its address
+    zero_row: int  # the address of what a masked key reads
     no_sink: torch.Tensor
     no_length: torch.Tensor
-    unread_lse: torch.Tensor
+    unread_lse: torch.Tensor  # for calls whose caller wants no lse
 
 
 _prepared: dict[tuple[Any, ...], _Call] = {}
@@ -222,7 +212,7 @@ def _prepare(
     device = torch.device("cuda", device_index)
     require_sm90("q", device)
     _check_sizes(s_q, h_q, num_splits, exchange)
-    constants = _constants(device)
+    constants, zero_row = memory.constants(device), _zero_row(device)
     kernel, splits, merge_ctas, max_ctas, blocks, partial_rows = None, 1, 1, 1, 1, 0
     if batch and width and any_page:
         plan = plan_decode(
@@ -244,33 +234,29 @@ def _prepare(
         merge_ctas,
         max_ctas,
         workspace.reserve(device, partial_rows * PARTIAL_FLOATS, batch * s_q * blocks if partial_rows else 0),
-        constants.zero_row.data_ptr(),
+        zero_row.data_ptr(),
         constants.no_sink[:h_q],
         constants.no_length.expand(batch, s_q),
-        torch.empty((batch, s_q, h_q), device=device),  # for calls whose caller wants no lse; nobody reads it
+        memory.unread((batch, s_q, h_q), device),
     )
-    if not torch.cuda.is_current_stream_capturing():  # tensors of a graph's pool must not outlive the capture
+    if not memory.is_capturing(device):  # tensors of a graph's pool must not outlive the capture
         key = (device_index, sparse, batch, s_q, h_q, width, any_page, page_size, ragged, num_splits, exchange)
         remember(_prepared, key, call)
     return call
 
 
-@functools.cache
-def _constants(device: torch.device) -> _Constants:
-    with torch.cuda.device(device):
-        if torch.cuda.is_current_stream_capturing():
-            raise RuntimeError("mla_fp8_decode: call it once before it is captured into a CUDA graph")
-        zero_row = torch.zeros(fp8_mla.TOKEN_BYTES, dtype=torch.uint8, device=device)
+@memory.once_per_device
+def _zero_row(device: torch.device) -> torch.Tensor:
+    """(656,) uint8, the token that a masked key reads; kept as long as the process: graphs hold its address."""
+    memory.require_not_capturing(device)
+
+    def make() -> torch.Tensor:
+        row = torch.zeros(fp8_mla.TOKEN_BYTES, dtype=torch.uint8, device=device)
         # its scales are as usual as those of keys: the kernel divides by them
-        zero_row[fp8_mla.SCALE_OFFSET : fp8_mla.ROPE_OFFSET].view(torch.float32).fill_(MASKED_SCALE)
-        constants = _Constants(
-            torch.cuda.get_device_properties(device).multi_processor_count,
-            zero_row,
-            torch.full((MAX_HEADS,), -torch.inf, device=device),
-            torch.full((1, 1), torch.iinfo(torch.int32).max, dtype=torch.int32, device=device),
-        )
-        torch.cuda.current_stream().synchronize()  # other streams may read them at once
-    return constants
+        row[fp8_mla.SCALE_OFFSET : fp8_mla.ROPE_OFFSET].view(torch.float32).fill_(MASKED_SCALE)
+        return row
+
+    return memory.for_all_streams(device, make)
 
 
 def _check_sizes(s_q: int, h_q: int, num_splits: int | None, exchange: str | None) -> None:

@@ -1,4 +1,14 @@
-"""Scratch memory of launches: float32 values for partial results, and counters that are 0 between launches."""
+"""Scratch memory of launches: float32 values for partial results, and counters that are 0 between launches.
+
+- An eager launch uses the workspace of its thread and stream: allocating takes as long as a launch. Launches of one
+  stream follow each other, so each finds the values that the one before it is done with. Threads have their own: one
+  that grows a workspace must not free what another is about to launch with.
+- A launch under graph capture gets values of the graph's pool and counters of its own, since graphs may be replayed on
+  any stream, at the same time.
+
+A workspace is freed with its thread, or when the thread has used `STREAMS` other streams since. Its memory belongs to
+the stream that it was made for, so what is freed is used again only after the launches before.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +17,11 @@ from typing import NamedTuple
 
 import torch
 
-GRAPHS = 16  # captures of one call that find counters which are 0; later ones record a memset
+from cute_kernels.runtime.counters import CounterSlab, slab
+from cute_kernels.runtime.memory import is_capturing, outside_pools
+
+STREAMS = 32
+"""Workspaces that a thread keeps for each device: as many as torch has streams of one priority."""
 
 
 class Need(NamedTuple):
@@ -16,61 +30,101 @@ class Need(NamedTuple):
     device: torch.device
     size: int  # float32 values
     num_counters: int
-    unused_counters: list[torch.Tensor]  # for graphs under capture
+    counters: CounterSlab
 
 
-class _Workspace(NamedTuple):
-    size: int
-    num_counters: int
-    addresses: tuple[int, int]
-    tensors: tuple[torch.Tensor, torch.Tensor]  # values and counters, kept alive
+class Workspace(NamedTuple):
+    """Memory of one thread and stream."""
+
+    values: torch.Tensor  # float32
+    counters: torch.Tensor  # int32
+    addresses: tuple[int, int]  # of both
 
 
-_workspaces: dict[tuple[int, int, int], _Workspace] = {}  # by device, stream and thread
-_counters_of_graphs: list[torch.Tensor] = []  # a graph names them by address
+class _OfThread(threading.local):
+    """The workspaces of this thread, by device and stream; they go when it ends."""
+
+    def __init__(self) -> None:
+        self.workspaces: dict[tuple[int | None, int], Workspace] = {}
 
 
-def reserve(device: torch.device, size: int, num_counters: int, graphs: int = GRAPHS) -> Need:
-    """Says what a call will need, and makes the counters of graphs to come: one may not be filled under capture.
+_this_thread = _OfThread()
+
+
+def reserve(device: torch.device, size: int, num_counters: int) -> Need:
+    """Says what a call will need, and sees to counters for graphs to come: they cannot be filled under capture.
 
     Args:
-        device: of the call.
+        device: of the call, with an index.
         size: float32 values.
         num_counters: int32 counters; 0 where a launch leaves them alone.
-        graphs: captures for which there are counters.
     """
-    unused = list(torch.zeros((graphs, num_counters), dtype=torch.int32, device=device)) if num_counters else []
-    return Need(device, size, num_counters, unused)
+    counters = slab(device)
+    if num_counters:
+        counters.refill(num_counters)
+    return Need(device, size, num_counters, counters)
 
 
 def addresses(need: Need) -> tuple[int, int]:
     """Addresses of room for the partial results of one launch, and of counters that are 0; (0, 0) where it needs none.
 
-    Allocating takes as long as a launch, so every stream and thread has one workspace: a launch there writes it after
-    all launches before have read it. A graph under capture gets memory of its own, since it may be replayed on any
-    stream. A launch leaves its counters at 0.
+    A launch leaves its counters at 0.
     """
     if not (need.size or need.num_counters):
         return 0, 0
-    if torch._C._cuda_isCurrentStreamCapturing():
-        values = torch.empty(need.size, device=need.device)  # of the graph's pool
-        if need.unused_counters:
-            counters = need.unused_counters.pop()
-            _counters_of_graphs.append(counters)
-        else:
-            counters = torch.zeros(need.num_counters, dtype=torch.int32, device=need.device)
-        return values.data_ptr(), counters.data_ptr()
-    # torch.cuda.current_stream() takes 5 us
+    if is_capturing(need.device):
+        return _of_graph(need)
     index = need.device.index
-    key = (index, torch._C._cuda_getCurrentRawStream(index), threading.get_ident())
-    workspace = _workspaces.get(key)
-    if workspace is None or workspace.size < need.size or workspace.num_counters < need.num_counters:
-        # powers of two: it seldom grows
-        size, num_counters = (1 << (n - 1).bit_length() for n in (need.size, need.num_counters))
-        if workspace is not None:
-            size, num_counters = max(size, workspace.size), max(num_counters, workspace.num_counters)
-        values = torch.empty(size, device=need.device)
-        counters = torch.zeros(num_counters, dtype=torch.int32, device=need.device)
-        workspace = _Workspace(size, num_counters, (values.data_ptr(), counters.data_ptr()), (values, counters))
-        _workspaces[key] = workspace
+    # torch.cuda.current_stream() takes 5 us
+    key = (index, torch._C._cuda_getCurrentRawStream(index))
+    workspace = _this_thread.workspaces.get(key)
+    if (
+        workspace is None
+        or len(workspace.values) < need.size
+        or len(workspace.counters) < need.num_counters
+        or need.counters.is_low
+    ):
+        workspace = _grow(need, key)
     return workspace.addresses
+
+
+def kept() -> list[Workspace]:
+    """The workspaces of this thread, the oldest first."""
+    return list(_this_thread.workspaces.values())
+
+
+def _of_graph(need: Need) -> tuple[int, int]:
+    values = torch.empty(need.size, dtype=torch.float32, device=need.device)  # of the graph's pool
+    if not need.num_counters:
+        return values.data_ptr(), 0
+    counters = need.counters.borrow(need.num_counters)
+    if counters is None:  # more launches than the slab is made for: this one records a memset
+        zeros = torch.zeros(need.num_counters, dtype=torch.int32, device=need.device)
+        return values.data_ptr(), zeros.data_ptr()
+    return values.data_ptr(), counters
+
+
+def _grow(need: Need, key: tuple[int | None, int]) -> Workspace:
+    """A workspace that is large enough, in the place of a smaller one; also refills the counters of graphs."""
+    if need.counters.is_low:
+        need.counters.refill()
+    workspaces = _this_thread.workspaces
+    old = workspaces.get(key)
+    sizes = (need.size, need.num_counters)
+    if old is not None:
+        sizes = max(sizes[0], len(old.values)), max(sizes[1], len(old.counters))
+        if sizes == (len(old.values), len(old.counters)):
+            return old
+    size, num_counters = (1 << max(0, n - 1).bit_length() for n in sizes)  # powers of two: it seldom grows
+    device = need.device
+
+    def make() -> tuple[torch.Tensor, torch.Tensor]:
+        values = torch.empty(size, dtype=torch.float32, device=device)
+        return values, torch.zeros(num_counters, dtype=torch.int32, device=device)
+
+    values, counters = outside_pools(device, make)
+    workspaces.pop(key, None)
+    for oldest in [other for other in workspaces if other[0] == key[0]][: -(STREAMS - 1)]:
+        del workspaces[oldest]
+    made = workspaces[key] = Workspace(values, counters, (values.data_ptr(), counters.data_ptr()))
+    return made

@@ -16,8 +16,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from cute_kernels.runtime import workspace
+from cute_kernels.runtime import memory, workspace
 from cute_kernels.runtime.compile import get_kernel
+from cute_kernels.runtime.memory import MAX_HEADS
 from cute_kernels.sink.backward_spec import (
     PADDING,
     QUERIES,
@@ -35,8 +36,6 @@ SCALES = (2.0**-100, 2.0**100)
 """Softmax scales that leave room for scores in float32."""
 MAX_GRID = 65535
 COUNTERS = 2  # of a kernel that takes items from a list
-GRAPHS = 4096  # launches under capture that find counters: one for each layer of each graph
-MAX_HEADS = 1024  # of which the constant that stands for absent sinks has a place for each
 
 
 class SinkRequest(NamedTuple):
@@ -117,19 +116,20 @@ def launch_forward(request: SinkRequest, out: torch.Tensor, lse: torch.Tensor) -
         out.copy_(result)
         lse.copy_(result_lse)
         return
-    sizes, device = _Sizes.of(request), _device(request.q.device)
+    sizes, device = _Sizes.of(request), request.q.device
+    num_sms = memory.constants(device).num_sms
     spec = SinkForwardSpec.for_launch(**_kind(request, sizes), ratio=sizes.ratio)
     get_kernel(spec)(
         _strided(request.q),
         _strided(request.k),
         _strided(request.v),
-        _sink(request, device),
+        _sink(request),
         out,
         lse,
         *_packed(request, sizes, spec.rows, keys=False),
         *_numbers(request),
         _section_of_queries(request, sizes),
-        device.num_sms,
+        num_sms,
         _counters(device),
     )
 
@@ -167,7 +167,8 @@ def launch_backward(
             if target is not None and gradient is not None:
                 target.copy_(gradient)
         return
-    device, kind = _device(request.q.device), _kind(request, sizes)
+    device, kind = request.q.device, _kind(request, sizes)
+    num_sms = memory.constants(device).num_sms
     keys = SinkBackwardSpec.for_launch(**kind, deterministic=request.deterministic)
     name, d, packed, fused = keys.dtype, keys.d, keys.packed, keys.fused
     q, k, v, out, dout = map(_strided, (request.q, request.k, request.v, out, dout))
@@ -179,7 +180,7 @@ def launch_backward(
     sums = scratch((sizes.h_q, positions, d) if fused else 0)
 
     get_kernel(SinkPrepareSpec(name, d, packed, fused))(
-        out, dout, lse, _sink(request, device), stats, parts, cu_seqlens_q, sums.data_ptr(), longest
+        out, dout, lse, _sink(request), stats, parts, cu_seqlens_q, sums.data_ptr(), longest
     )
     get_kernel(keys)(
         q,
@@ -193,7 +194,7 @@ def launch_backward(
         sums.data_ptr(),
         *_numbers(request),
         backward_section(batch=sizes.batch, s_k=sizes.s_k, h_kv=sizes.h_kv, d=sizes.d, window=request.window),
-        device.num_sms,
+        num_sms,
         _counters(device),
     )
     if fused:
@@ -212,7 +213,7 @@ def launch_backward(
             *_packed(request, sizes, queries.rows, keys=False),
             *_numbers(request),
             _section_of_queries(request, sizes),
-            device.num_sms,
+            num_sms,
             _counters(device),
         )
     if ds_aux is not None:
@@ -228,44 +229,28 @@ def reference_arguments(call: NamedTuple) -> dict[str, Any]:
 # ---- arguments of kernels
 
 
-class _Device(NamedTuple):
-    """What is made once for a device."""
-
-    num_sms: int
-    no_sink: torch.Tensor
-    need: workspace.Need
-
-
-@functools.cache
-def _device(device: torch.device) -> _Device:
-    with torch.cuda.device(device):
-        if torch.cuda.is_current_stream_capturing():  # tensors of a graph's pool must not outlive the capture
-            raise RuntimeError("sink_attention: call it once before it is captured into a CUDA graph")
-        made = _Device(
-            torch.cuda.get_device_properties(device).multi_processor_count,
-            torch.full((MAX_HEADS,), -torch.inf, device=device),
-            workspace.reserve(device, 0, COUNTERS, GRAPHS),
-        )
-        torch.cuda.current_stream().synchronize()  # other streams may read them at once
-    return made
-
-
-def _counters(device: _Device) -> int:
+def _counters(device: torch.device) -> int:
     """Address of counters that are 0 when the next launch begins, and again when it has ended.
 
     Asked for last: under capture they may be memory of the graph that the next tensor gets.
     """
-    return workspace.addresses(device.need)[1]
+    return workspace.addresses(_need(device))[1]
 
 
-def _sink(request: SinkRequest, device: _Device) -> torch.Tensor:
+@memory.once_per_device
+def _need(device: torch.device) -> workspace.Need:
+    memory.require_not_capturing(device)
+    return workspace.reserve(device, 0, COUNTERS)
+
+
+def _sink(request: SinkRequest) -> torch.Tensor:
     """The sinks, -inf where there are none."""
     heads = request.q.shape[-2]
     if request.s_aux is not None:
         return request.s_aux.detach().as_strided((heads,), (1,))  # of one head the stride may be anything
     if heads <= MAX_HEADS:
-        return device.no_sink[:heads]
-    return torch.full((heads,), -torch.inf, device=request.q.device)
+        return memory.constants(request.q.device).no_sink[:heads]
+    return torch.full((heads,), -torch.inf, dtype=torch.float32, device=request.q.device)
 
 
 def _strided(t: torch.Tensor) -> torch.Tensor:

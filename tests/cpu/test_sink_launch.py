@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from cute_kernels.runtime import arch
+from cute_kernels.runtime import arch, memory
 from cute_kernels.sink import backward_spec, launch, op, plan, spec
 from cute_kernels.sink.reference import reference_sink_attention, reference_sink_attention_backward
 from cute_kernels.testing.inputs import strided
@@ -40,9 +40,9 @@ class Kernels:
         self.launched: list[Any] = []
         self.rows: dict[str, torch.Tensor] = {}
         self.sections: list[int] = []
-        device = launch._Device(SMS, torch.full((launch.MAX_HEADS,), -math.inf), None)
-        monkeypatch.setattr(launch, "_device", lambda _: device)
-        monkeypatch.setattr(launch.workspace, "addresses", lambda need: (0, 4096))
+        constants = memory.Constants(SMS, torch.full((launch.MAX_HEADS,), -math.inf), torch.zeros(1))
+        monkeypatch.setattr(launch.memory, "constants", lambda _: constants)
+        monkeypatch.setattr(launch, "_counters", lambda _: 4096)
         monkeypatch.setattr(launch, "get_kernel", self.get)
 
     def get(self, wanted: Any) -> Callable[..., None]:
@@ -293,24 +293,6 @@ def test_gradients_of_small_windows_are_made_apart():
                 "bfloat16", d, packed=False, window=window, deterministic=deterministic
             )
             assert wanted.fused == fused
-
-
-def test_counters_of_graphs_are_taken_one_by_one(monkeypatch):
-    """Under capture every launch has its own; outside all of a stream share one pair."""
-    from cute_kernels.runtime import workspace
-
-    monkeypatch.setattr(workspace, "_workspaces", {})
-    monkeypatch.setattr(workspace, "_counters_of_graphs", [])
-    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 7, raising=False)
-    need = workspace.reserve(torch.device("cpu"), 0, 2, graphs=3)
-    monkeypatch.setattr(torch._C, "_cuda_isCurrentStreamCapturing", lambda: False, raising=False)
-    first = workspace.addresses(need)[1]
-    assert first and workspace.addresses(need)[1] == first
-    monkeypatch.setattr(torch._C, "_cuda_isCurrentStreamCapturing", lambda: True, raising=False)
-    captured = [workspace.addresses(need)[1] for _ in range(3)]
-    assert len({first, *captured}) == 4
-    assert workspace.addresses(need)[1]  # a fourth records a memset of its own
-    assert workspace.addresses(workspace.reserve(torch.device("cpu"), 0, 0)) == (0, 0)
 
 
 def test_views_reach_the_kernels_as_they_are(kernels):

@@ -385,8 +385,8 @@ def test_what_empty_splits_leave_in_scratch_memory_does_not_show(run_decode, h_q
     """Merging CTAs read partial results before they know which of them have keys."""
     case = sparse(batch=3, h_q=h_q, topk=2048, lengths="query", seed=3)
     run_decode(case, num_splits=num_splits)
-    for of_stream in workspace._workspaces.values():
-        of_stream.tensors[0].fill_(float("nan"))
+    for of_stream in workspace.kept():
+        of_stream.values.fill_(float("nan"))
     run_decode(case, num_splits=num_splits)
     few = dense(seqlens=[1, 0, 65, 130], h_q=h_q, sink="finite")
     run_decode(few, num_splits=num_splits)

@@ -1,0 +1,163 @@
+"""Memory that is kept between calls: allocated outside of every private pool, and never under graph capture.
+
+torch can send the allocations of a thread to a private pool: `torch.cuda.use_mem_pool`, and `torch.compile` with mode
+"reduce-overhead" while it warms up. Such a pool is somebody else's: CUDA-graph trees refuse to go on when a tensor in
+theirs outlives the call. A pool is chosen by thread, so what this package keeps is allocated by a thread of its own.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import threading
+from collections.abc import Callable
+from typing import NamedTuple, TypeVar
+
+import torch
+
+Made = TypeVar("Made")
+
+
+def is_capturing(device: torch.device) -> bool:
+    """Whether the device's current stream is under graph capture; False on a CPU."""
+    if device.type != "cuda":
+        return False
+    if torch._C._cuda_getDevice() == device.index:
+        return torch._C._cuda_isCurrentStreamCapturing()
+    with torch.cuda.device(device):
+        return torch._C._cuda_isCurrentStreamCapturing()
+
+
+def outside_pools(device: torch.device, make: Callable[[], Made]) -> Made:
+    """What `make` returns, its tensors allocated for the caller's current stream, outside of every private pool.
+
+    The new thread also leaves behind what else goes by thread: inference mode, a default device, dispatch modes.
+
+    Args:
+        device: of the tensors, with an index. Not under graph capture.
+        make: allocates, and may fill what it has allocated: later work on the caller's stream sees it.
+    """
+    if device.type != "cuda":
+        return make()
+    stream = torch.cuda.current_stream(device)
+    made: list[Made] = []
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            with torch.cuda.device(device), torch.cuda.stream(stream):
+                made.append(make())
+        except BaseException as error:  # raised again below, in the caller's thread
+            errors.append(error)
+
+    thread = threading.Thread(target=run, name="cute_kernels-allocate")
+    thread.start()
+    thread.join()
+    if errors:
+        raise errors[0]
+    return made[0]
+
+
+def for_all_streams(device: torch.device, make: Callable[[], Made]) -> Made:
+    """As `outside_pools`, for tensors that every stream may read at once: waits until they are filled."""
+    made = outside_pools(device, make)
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
+    return made
+
+
+def once_per_device(make: Callable[[torch.device], Made]) -> Callable[[torch.device], Made]:
+    """The function that makes something for each device once, whatever threads ask, and keeps it for good.
+
+    `functools.cache` would let two threads make one each; the one that is dropped may be in a graph already.
+    """
+    made: dict[torch.device, Made] = {}
+    making = threading.RLock()
+
+    @functools.wraps(make)
+    def get(device: torch.device) -> Made:
+        if device not in made:
+            with making:
+                if device not in made:
+                    made[device] = make(device)
+        return made[device]
+
+    return get
+
+
+class Constants(NamedTuple):
+    """What launches need to know of a device, and small tensors on it that stand for absent arguments.
+
+    num_sms     streaming multiprocessors
+    no_sink     (1024,) float32, -inf: sink logits that change nothing
+    no_length   (1,) int32, the largest: a length that hides no key
+    """
+
+    num_sms: int
+    no_sink: torch.Tensor
+    no_length: torch.Tensor
+
+
+MAX_HEADS = 1024
+"""Heads that `Constants.no_sink` has a place for."""
+
+
+@once_per_device
+def constants(device: torch.device) -> Constants:
+    """Of a CUDA device, made once and kept as long as the process: graphs hold their addresses.
+
+    Raises:
+        RuntimeError: they are first asked for under graph capture.
+    """
+    require_not_capturing(device)
+
+    def make() -> Constants:
+        return Constants(
+            torch.cuda.get_device_properties(device).multi_processor_count,
+            torch.full((MAX_HEADS,), -torch.inf, dtype=torch.float32, device=device),
+            torch.full((1,), torch.iinfo(torch.int32).max, dtype=torch.int32, device=device),
+        )
+
+    return for_all_streams(device, make)
+
+
+def require_not_capturing(device: torch.device) -> None:
+    """Raises RuntimeError under graph capture, where memory that outlives the graph cannot be allocated."""
+    if is_capturing(device):
+        raise RuntimeError("call the op once, with these shapes, before it is captured into a CUDA graph")
+
+
+class _Unread:
+    """One buffer of a device for results that nobody asked for; grows, and what it had before is kept.
+
+    A captured graph writes to it at each replay, so no part may ever be freed. Sizes double: all together are less than
+    twice the largest.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._buffers: dict[torch.device, list[torch.Tensor]] = {}
+
+    def get(self, shape: tuple[int, ...], device: torch.device) -> torch.Tensor:
+        size = math.prod(shape)
+        with self._lock:
+            buffers = self._buffers.setdefault(device, [])
+            if not buffers or buffers[-1].numel() < size:
+                if is_capturing(device):
+                    return torch.empty(shape, dtype=torch.float32, device=device)
+                elements = 1 << max(16, (size - 1).bit_length())
+                empty = functools.partial(torch.empty, elements, dtype=torch.float32, device=device)
+                # written by any stream, read by none: there is no order to keep
+                buffers.append(outside_pools(device, empty))
+            return buffers[-1][:size].view(shape)
+
+
+_unread = _Unread()
+
+
+def unread(shape: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    """A float32 tensor that a kernel may write and nobody reads, kept as long as the process.
+
+    Under graph capture it belongs to the graph, if the buffer is not large enough already.
+    """
+    return _unread.get(shape, device)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from cute_kernels.sink.op import sink_attention
 
 __all__ = ["gqa_decode", "kv_int8_append", "merge_states", "mla_fp8_append", "mla_fp8_decode", "sink_attention"]
-__version__ = "0.1.0"
+__version__ = "0.1.1"
 
 _MODULES = {
     "gqa_decode": "cute_kernels.gqa.op",

@@ -14,7 +14,7 @@ from cute_kernels.gqa.reference import reference_gqa_decode
 from cute_kernels.gqa.spec import ITEMSIZE, KEYS_PER_WARP, MAX_RANGES, GqaDecodeSpec
 from cute_kernels.runtime import workspace
 from cute_kernels.runtime.arch import require_sm90
-from cute_kernels.runtime.checks import check_tensor, fail, require
+from cute_kernels.runtime.checks import check_tensor, fail, refuse_gradients, require
 from cute_kernels.runtime.compile import get_kernel
 from cute_kernels.runtime.launch import remember
 from cute_kernels.runtime.ops import register_op
@@ -28,6 +28,11 @@ SCALE_DTYPES = (torch.float16, torch.float32)
 _NAMES = {dtype: str(dtype).removeprefix("torch.") for dtype in (*CACHE_DTYPES, torch.float32)}
 _LAYOUT_FACTS = {"BNSH": "heads_first", "paged_HND": "heads_first", "BSNH": "tokens_first", "paged_NHD": "tokens_first"}
 _CLASS_OF = {"per_tensor": "head", "per_head": "head", "per_token": "token", "per_token_head": "token"}
+
+_TENSORS = (
+    "q", "k_cache", "v_cache", "k_scale", "v_scale", "cache_seqlens", "block_table", "alibi_slopes", "s_aux", "out",
+    "lse",
+)  # fmt: skip
 
 
 class _Request(NamedTuple):
@@ -115,7 +120,13 @@ def gqa_decode(
 
     Raises:
         TypeError, ValueError: before any launch, naming the argument, what it got and what it needs.
+            Among others where gradients are enabled and a tensor requires them: there is no backward.
     """
+    if torch.is_grad_enabled():
+        refuse_gradients(
+            "gqa_decode", _TENSORS, q, k_cache, v_cache, k_scale, v_scale, cache_seqlens, block_table, alibi_slopes,
+            s_aux, out, lse,
+        )  # fmt: skip
     request = _Request(
         q, k_cache, v_cache, k_scale, v_scale, layout, cache_seqlens, block_table, causal, window, softcap,
         alibi_slopes, s_aux, softmax_scale, num_splits,

@@ -11,12 +11,13 @@ import torch
 from cute_kernels.merge.reference import merge_states_reference
 from cute_kernels.merge.spec import MAX_D, VECTOR_BYTES, MergeSpec
 from cute_kernels.runtime.arch import require_sm90
-from cute_kernels.runtime.checks import check_tensor, require
+from cute_kernels.runtime.checks import check_tensor, refuse_gradients, require
 from cute_kernels.runtime.compile import get_kernel
 from cute_kernels.runtime.launch import optimistic, remember
 from cute_kernels.runtime.ops import register_op
 
 _DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
+_TENSORS = ("outs", "lses", "s_aux", "out", "lse")
 
 
 def merge_states(
@@ -48,10 +49,13 @@ def merge_states(
 
     Raises:
         TypeError: an argument is no tensor, or of another dtype.
-        ValueError: a shape, stride, alignment or device does not fit, or the GPU is not an SM90.
+        ValueError: a shape, stride, alignment or device does not fit, the GPU is not an SM90, or a tensor requires
+            gradients while they are enabled: there is no backward.
 
     CPU tensors are merged by plain torch in float64.
     """
+    if torch.is_grad_enabled():
+        refuse_gradients("merge_states", _TENSORS, outs, lses, s_aux, out, lse)
     if out is None or lse is None:
         _check_outs(outs)
         if out is None:

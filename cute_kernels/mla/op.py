@@ -13,13 +13,15 @@ from cute_kernels.mla.plan import MAX_SPLITS, plan_decode
 from cute_kernels.mla.spec import EXCHANGES, MASKED_SCALE, PARTIAL_FLOATS
 from cute_kernels.runtime import workspace
 from cute_kernels.runtime.arch import require_sm90
-from cute_kernels.runtime.checks import check_tensor, fail, require
+from cute_kernels.runtime.checks import check_tensor, fail, refuse_gradients, require
 from cute_kernels.runtime.compile import get_kernel
 from cute_kernels.runtime.launch import remember
 from cute_kernels.runtime.ops import register_op
 
 MAX_HEADS = 128
 DEFAULT_SCALE = fp8_mla.QK_DIM**-0.5
+
+_TENSORS = ("q", "kv_cache", "indices", "topk_length", "block_table", "cache_seqlens", "s_aux", "out", "lse")
 
 
 class _Request(NamedTuple):
@@ -93,7 +95,12 @@ def mla_fp8_decode(
 
     Raises:
         TypeError, ValueError: before any launch, naming the argument, what it got and what it needs.
+            Among others where gradients are enabled and a tensor requires them: there is no backward.
     """
+    if torch.is_grad_enabled():
+        refuse_gradients(
+            "mla_fp8_decode", _TENSORS, q, kv_cache, indices, topk_length, block_table, cache_seqlens, s_aux, out, lse
+        )
     request = _Request(
         q,
         kv_cache,

@@ -29,6 +29,7 @@ _NAMES = {dtype: str(dtype).removeprefix("torch.") for dtype in (*CACHE_DTYPES, 
 _LAYOUT_FACTS = {"BNSH": "heads_first", "paged_HND": "heads_first", "BSNH": "tokens_first", "paged_NHD": "tokens_first"}
 _CLASS_OF = {"per_tensor": "head", "per_head": "head", "per_token": "token", "per_token_head": "token"}
 
+_INTS, _FLOATS = (int, type(None)), (float, type(None))
 _TENSORS = (
     "q", "k_cache", "v_cache", "k_scale", "v_scale", "cache_seqlens", "block_table", "alibi_slopes", "s_aux", "out",
     "lse",
@@ -133,12 +134,15 @@ def gqa_decode(
     )  # fmt: skip
     if isinstance(q, torch.Tensor) and q.is_cuda and not torch.compiler.is_compiling():
         try:
+            if not _numbers_are_plain(request):
+                _check_numbers(request)
             out, lse = _launch(request, out, lse, return_lse)
         except Exception:
             _check(request, out, lse)
             raise
         return (out, lse) if return_lse else out
-    check_tensor("q", q, ndim=4)
+    if not isinstance(q, torch.Tensor) or q.dim() != 4:
+        _check(request, out, lse)
     if out is None:
         out = q.new_empty(q.shape)
     if lse is None:
@@ -398,9 +402,8 @@ def _check(request: _Request, out: torch.Tensor | None, lse: torch.Tensor | None
             k_cache.dtype is q.dtype, "k_cache", k_cache.dtype, f"q's dtype {q.dtype}, int8 or float8_e4m3fn", TypeError
         )
     sizes = _sizes(request, layout)
-    if device.type != "cpu":
-        for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
-            _check_rows(name, cache, layout)
+    for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
+        _check_rows(name, cache, layout)
     require(d == sizes.d, "q", f"head dimension {d}", f"{sizes.d}, that of the caches")
     require(1 <= s_q <= MAX_S_Q, "q", f"s_q = {s_q}", f"1 to {MAX_S_Q} query tokens")
     good = sizes.h_kv > 0 and h_q > 0 and h_q % sizes.h_kv == 0 and h_q <= MAX_HEADS
@@ -437,7 +440,7 @@ def _check(request: _Request, out: torch.Tensor | None, lse: torch.Tensor | None
 
 
 def _check_rows(name: str, cache: torch.Tensor, layout: CacheLayout) -> None:
-    """What TMA asks for."""
+    """What TMA asks for, on a CPU too: what runs there must run on a GPU."""
     if layout.name != "paged_vllm":
         check_tensor(name, cache, align=16, unit_last_stride=True)
         return
@@ -463,6 +466,17 @@ def _check_scales(request: _Request, layout: CacheLayout, sizes: CacheSizes) -> 
     if request.k_scale is not None and request.v_scale is not None:
         same = request.k_scale.dtype is request.v_scale.dtype
         require(same, "v_scale", request.v_scale.dtype, f"{request.k_scale.dtype}, that of k_scale", TypeError)
+
+
+def _numbers_are_plain(request: _Request) -> bool:
+    """Whether the numbers need no check of their own; a kernel takes True for 1, and 1.0 finds what 1 has prepared."""
+    window, softcap, softmax_scale, num_splits = request.window, request.softcap, request.softmax_scale, request[-1]
+    return (
+        type(window) in _INTS
+        and type(num_splits) in _INTS
+        and type(softmax_scale) in _FLOATS
+        and (softcap is None or (type(softcap) is float and 0 < softcap < float("inf")))
+    )
 
 
 def _check_numbers(request: _Request) -> None:

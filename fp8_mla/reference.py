@@ -37,7 +37,7 @@ def _sparse_work(indices: torch.Tensor, topk_length: torch.Tensor | None, num_sl
     seen = valid_slots(indices, num_slots)
     if topk_length is not None:
         length = topk_length if topk_length.ndim == 2 else topk_length.unsqueeze(1)
-        seen &= torch.arange(topk, device=indices.device) < length.unsqueeze(-1)
+        seen &= torch.arange(topk, dtype=torch.int64, device=indices.device) < length.unsqueeze(-1)
     for row in range(batch):
         for query in range(s_q):
             slots = indices[row, query][seen[row, query]].long()
@@ -55,7 +55,7 @@ def _dense_work(
         slots = slots_from_block_table(table, length, page_size, num_pages=num_pages, max_tokens=max_tokens)[0]
         positions = torch.nonzero(slots >= 0).squeeze(1)
         limits = [seqlen - s_q + 1 + query if causal else seqlen for query in range(s_q)]
-        counts = torch.searchsorted(positions, torch.tensor(limits, device=positions.device)).tolist()
+        counts = torch.searchsorted(positions, positions.new_tensor(limits)).tolist()
         yield _Work(row, slice(0, s_q), slots[positions], counts)
 
 

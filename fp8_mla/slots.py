@@ -118,5 +118,5 @@ def slots_from_block_table(
     width = max_pages * page_size if max_tokens is None else max_tokens
     if width < 0:
         raise ValueError(f"max_tokens: got {width}; needs at least 0")
-    positions = torch.arange(width, device=block_table.device).expand(batch, width)
+    positions = torch.arange(width, dtype=torch.int64, device=block_table.device).expand(batch, width)
     return slots_from_positions(positions, block_table, page_size, cache_seqlens=cache_seqlens, num_pages=num_pages)

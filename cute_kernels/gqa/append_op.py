@@ -11,7 +11,7 @@ from cute_kernels.gqa.append_spec import KvAppendSpec
 from cute_kernels.gqa.layout_plan import LAYOUTS, ScaleKind, cache_sizes, scale_kind
 from cute_kernels.gqa.reference import reference_append
 from cute_kernels.runtime.arch import require_sm90
-from cute_kernels.runtime.checks import check_tensor, fail, require
+from cute_kernels.runtime.checks import check_tensor, fail, refuse_gradients, require
 from cute_kernels.runtime.compile import get_kernel
 from cute_kernels.runtime.launch import optimistic, remember
 from cute_kernels.runtime.ops import register_op
@@ -22,6 +22,7 @@ _SCALE_DTYPES = (torch.float32, torch.float16)
 _GIVEN = ("per_tensor", "per_head")
 _NAMES = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
 _HEADS_FIRST = ("BNSH", "paged_HND")
+_TENSORS = ("k", "v", "k_cache", "v_cache", "k_scale", "v_scale", "slot_mapping")
 
 
 def kv_int8_append(
@@ -60,10 +61,13 @@ def kv_int8_append(
     Raises:
         TypeError: an argument is no tensor, or of another dtype.
         ValueError: a shape, stride, alignment, device or the name of the layout does not fit, a scale's shape fits no
-            granularity or several, or the GPU is not an SM90.
+            granularity or several, the GPU is not an SM90, or a tensor requires gradients while they are enabled: there
+            is no backward.
 
     CPU tensors are quantized by plain torch.
     """
+    if torch.is_grad_enabled():
+        refuse_gradients("kv_int8_append", _TENSORS, k, v, k_cache, v_cache, k_scale, v_scale, slot_mapping)
     _append(k, v, k_cache, v_cache, k_scale, v_scale, slot_mapping, layout)
 
 

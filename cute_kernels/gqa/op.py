@@ -13,7 +13,7 @@ from cute_kernels.gqa.reference import reference_gqa_decode
 from cute_kernels.gqa.spec import ITEMSIZE, KEYS_PER_WARP, MAX_RANGES, GqaDecodeSpec
 from cute_kernels.runtime import memory, workspace
 from cute_kernels.runtime.arch import require_sm90
-from cute_kernels.runtime.checks import check_tensor, fail, require
+from cute_kernels.runtime.checks import check_tensor, fail, refuse_gradients, require
 from cute_kernels.runtime.compile import get_kernel
 from cute_kernels.runtime.launch import remember
 from cute_kernels.runtime.memory import MAX_HEADS
@@ -28,6 +28,12 @@ SCALE_DTYPES = (torch.float16, torch.float32)
 _NAMES = {dtype: str(dtype).removeprefix("torch.") for dtype in (*CACHE_DTYPES, torch.float32)}
 _LAYOUT_FACTS = {"BNSH": "heads_first", "paged_HND": "heads_first", "BSNH": "tokens_first", "paged_NHD": "tokens_first"}
 _CLASS_OF = {"per_tensor": "head", "per_head": "head", "per_token": "token", "per_token_head": "token"}
+
+_INTS, _FLOATS = (int, type(None)), (float, type(None))
+_TENSORS = (
+    "q", "k_cache", "v_cache", "k_scale", "v_scale", "cache_seqlens", "block_table", "alibi_slopes", "s_aux", "out",
+    "lse",
+)  # fmt: skip
 
 
 class _Request(NamedTuple):
@@ -115,19 +121,28 @@ def gqa_decode(
 
     Raises:
         TypeError, ValueError: before any launch, naming the argument, what it got and what it needs.
+            Among others where gradients are enabled and a tensor requires them: there is no backward.
     """
+    if torch.is_grad_enabled():
+        refuse_gradients(
+            "gqa_decode", _TENSORS, q, k_cache, v_cache, k_scale, v_scale, cache_seqlens, block_table, alibi_slopes,
+            s_aux, out, lse,
+        )  # fmt: skip
     request = _Request(
         q, k_cache, v_cache, k_scale, v_scale, layout, cache_seqlens, block_table, causal, window, softcap,
         alibi_slopes, s_aux, softmax_scale, num_splits,
     )  # fmt: skip
     if isinstance(q, torch.Tensor) and q.is_cuda and not torch.compiler.is_compiling():
         try:
+            if not _numbers_are_plain(request):
+                _check_numbers(request)
             out, lse = _launch(request, out, lse, return_lse)
         except Exception:
             _check(request, out, lse)
             raise
         return (out, lse) if return_lse else out
-    check_tensor("q", q, ndim=4)
+    if not isinstance(q, torch.Tensor) or q.dim() != 4:
+        _check(request, out, lse)
     if out is None:
         out = q.new_empty(q.shape)
     if lse is None:
@@ -362,9 +377,8 @@ def _check(request: _Request, out: torch.Tensor | None, lse: torch.Tensor | None
             k_cache.dtype is q.dtype, "k_cache", k_cache.dtype, f"q's dtype {q.dtype}, int8 or float8_e4m3fn", TypeError
         )
     sizes = _sizes(request, layout)
-    if device.type != "cpu":
-        for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
-            _check_rows(name, cache, layout)
+    for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
+        _check_rows(name, cache, layout)
     require(d == sizes.d, "q", f"head dimension {d}", f"{sizes.d}, that of the caches")
     require(1 <= s_q <= MAX_S_Q, "q", f"s_q = {s_q}", f"1 to {MAX_S_Q} query tokens")
     good = sizes.h_kv > 0 and h_q > 0 and h_q % sizes.h_kv == 0 and h_q <= MAX_HEADS
@@ -401,7 +415,7 @@ def _check(request: _Request, out: torch.Tensor | None, lse: torch.Tensor | None
 
 
 def _check_rows(name: str, cache: torch.Tensor, layout: CacheLayout) -> None:
-    """What TMA asks for."""
+    """What TMA asks for, on a CPU too: what runs there must run on a GPU."""
     if layout.name != "paged_vllm":
         check_tensor(name, cache, align=16, unit_last_stride=True)
         return
@@ -427,6 +441,17 @@ def _check_scales(request: _Request, layout: CacheLayout, sizes: CacheSizes) -> 
     if request.k_scale is not None and request.v_scale is not None:
         same = request.k_scale.dtype is request.v_scale.dtype
         require(same, "v_scale", request.v_scale.dtype, f"{request.k_scale.dtype}, that of k_scale", TypeError)
+
+
+def _numbers_are_plain(request: _Request) -> bool:
+    """Whether the numbers need no check of their own; a kernel takes True for 1, and 1.0 finds what 1 has prepared."""
+    window, softcap, softmax_scale, num_splits = request.window, request.softcap, request.softmax_scale, request[-1]
+    return (
+        type(window) in _INTS
+        and type(num_splits) in _INTS
+        and type(softmax_scale) in _FLOATS
+        and (softcap is None or (type(softcap) is float and 0 < softcap < float("inf")))
+    )
 
 
 def _check_numbers(request: _Request) -> None:

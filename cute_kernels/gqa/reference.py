@@ -184,7 +184,7 @@ def visible_keys(
         at = [length - s_q + query for query in range(s_q)]
         begins = [0 if window is None else min(max(own - window + 1, 0), length) for own in at]
         ends = [min(max(own + 1, 0), length) if causal else length for own in at]
-        positions = torch.arange(min(begins), max(ends))
+        positions = torch.arange(min(begins), max(ends), dtype=torch.int64, device="cpu")
         if table is None:
             outer, rows = torch.full_like(positions, row), positions
         else:
@@ -192,7 +192,7 @@ def visible_keys(
             valid = (pages >= 0) & (pages < sizes.outer)
             positions, outer = positions[valid], pages[valid]
             rows = positions % sizes.rows
-        borders = torch.searchsorted(positions, torch.tensor([begins, ends])).tolist()
+        borders = torch.searchsorted(positions, positions.new_tensor([begins, ends])).tolist()
         seen = [slice(begin, max(begin, end)) for begin, end in zip(*borders, strict=True)]
         yield VisibleKeys(row, outer.to(device), rows.to(device), positions.to(device), seen, at)
 

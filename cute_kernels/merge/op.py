@@ -11,12 +11,13 @@ import torch
 from cute_kernels.merge.reference import merge_states_reference
 from cute_kernels.merge.spec import MAX_D, VECTOR_BYTES, MergeSpec
 from cute_kernels.runtime.arch import require_sm90
-from cute_kernels.runtime.checks import check_tensor, require
+from cute_kernels.runtime.checks import check_tensor, refuse_gradients, require
 from cute_kernels.runtime.compile import get_kernel
 from cute_kernels.runtime.launch import optimistic, remember
 from cute_kernels.runtime.ops import register_op
 
 _DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
+_TENSORS = ("outs", "lses", "s_aux", "out", "lse")
 
 
 def merge_states(
@@ -48,10 +49,13 @@ def merge_states(
 
     Raises:
         TypeError: an argument is no tensor, or of another dtype.
-        ValueError: a shape, stride, alignment or device does not fit, or the GPU is not an SM90.
+        ValueError: a shape, stride, alignment or device does not fit, the GPU is not an SM90, or a tensor requires
+            gradients while they are enabled: there is no backward.
 
     CPU tensors are merged by plain torch in float64.
     """
+    if torch.is_grad_enabled():
+        refuse_gradients("merge_states", _TENSORS, outs, lses, s_aux, out, lse)
     if out is None or lse is None:
         _check_outs(outs)
         if out is None:
@@ -93,16 +97,18 @@ def _checked(
     check_tensor("out", out, dtype=tuple(_DTYPES), shape=shape[1:], device=device, align=VECTOR_BYTES,
                  unit_last_stride=True)  # fmt: skip
     check_tensor("lse", lse, dtype=torch.float32, shape=shape[1:-1], device=device)
+    rows = lse.numel()
+    require(rows < 2**31, "outs", f"shape {shape}", "fewer than 2^31 rows")
+    if len(shape) > 5:
+        _views(out, lse)  # the kernel's, which raise where there are none, on a CPU too
     if device.type == "cpu":
         merged, merged_lse = merge_states_reference(outs, lses, s_aux)
         out.copy_(merged)
         lse.copy_(merged_lse)
         return
     require_sm90("outs", device)
-    rows = lse.numel()
     if rows == 0:
         return
-    require(rows < 2**31, "outs", f"shape {shape}", "fewer than 2^31 rows")
     spec = MergeSpec.for_launch(
         rows=rows,
         num_states=shape[0],
@@ -140,11 +146,17 @@ def _launch(
     for _ in range(dims, 5):
         outs, lses, out, lse = outs.unsqueeze(1), lses.unsqueeze(1), out.unsqueeze(0), lse.unsqueeze(0)
     if dims > 5:
-        n, *leading, d = outs.shape
-        rows = (math.prod(leading[:-2]), *leading[-2:])
-        outs, lses = outs.reshape(n, *rows, d), lses.reshape(n, *rows)
-        out, lse = _view("out", out, (*rows, d)), _view("lse", lse, rows)
+        out, lse = _views(out, lse)
+        n = outs.shape[0]
+        outs, lses = outs.reshape(n, *out.shape), lses.reshape(n, *lse.shape)
     kernel(outs, lses, s_aux, out, lse)
+
+
+def _views(out: torch.Tensor, lse: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The outputs with all leading dimensions but the last two as one."""
+    *leading, s, heads, d = out.shape
+    rows = (math.prod(leading), s, heads)
+    return _view("out", out, (*rows, d)), _view("lse", lse, rows)
 
 
 def _view(name: str, t: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:

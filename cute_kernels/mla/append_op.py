@@ -9,13 +9,14 @@ import torch
 
 from cute_kernels.mla.append_spec import MlaAppendSpec
 from cute_kernels.runtime.arch import require_sm90
-from cute_kernels.runtime.checks import check_tensor, require
+from cute_kernels.runtime.checks import check_tensor, refuse_gradients, require
 from cute_kernels.runtime.compile import get_kernel
 from cute_kernels.runtime.launch import optimistic, remember
 from cute_kernels.runtime.ops import register_op
 from fp8_mla import QK_DIM, as_pages, pack, valid_slots
 
 _ALIGN = 16  # bytes: every access of the kernel
+_TENSORS = ("kv", "kv_cache", "slot_mapping")
 
 
 def mla_fp8_append(kv: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor) -> None:
@@ -34,10 +35,13 @@ def mla_fp8_append(kv: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch
 
     Raises:
         TypeError: an argument is no tensor, or of another dtype.
-        ValueError: a shape, stride, alignment or device does not fit, or the GPU is not an SM90.
+        ValueError: a shape, stride, alignment or device does not fit, the GPU is not an SM90, or a tensor requires
+            gradients while they are enabled: there is no backward.
 
     CPU tensors are packed by plain torch.
     """
+    if torch.is_grad_enabled():
+        refuse_gradients("mla_fp8_append", _TENSORS, kv, kv_cache, slot_mapping)
     _append(kv, kv_cache, slot_mapping)
 
 

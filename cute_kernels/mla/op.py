@@ -12,13 +12,18 @@ from cute_kernels.mla.plan import MAX_SPLITS, plan_decode
 from cute_kernels.mla.spec import EXCHANGES, MASKED_SCALE, PARTIAL_FLOATS
 from cute_kernels.runtime import memory, workspace
 from cute_kernels.runtime.arch import require_sm90
-from cute_kernels.runtime.checks import check_tensor, fail, require
+from cute_kernels.runtime.checks import check_tensor, fail, refuse_gradients, require
 from cute_kernels.runtime.compile import get_kernel
 from cute_kernels.runtime.launch import remember
 from cute_kernels.runtime.ops import register_op
 
 MAX_HEADS = 128
+MAX_SLOTS = 2**31
+"""Fewer than these: indices are int32."""
 DEFAULT_SCALE = fp8_mla.QK_DIM**-0.5
+_INTS, _FLOATS = (int, type(None)), (float, type(None))
+
+_TENSORS = ("q", "kv_cache", "indices", "topk_length", "block_table", "cache_seqlens", "s_aux", "out", "lse")
 
 
 class _Request(NamedTuple):
@@ -92,7 +97,12 @@ def mla_fp8_decode(
 
     Raises:
         TypeError, ValueError: before any launch, naming the argument, what it got and what it needs.
+            Among others where gradients are enabled and a tensor requires them: there is no backward.
     """
+    if torch.is_grad_enabled():
+        refuse_gradients(
+            "mla_fp8_decode", _TENSORS, q, kv_cache, indices, topk_length, block_table, cache_seqlens, s_aux, out, lse
+        )
     request = _Request(
         q,
         kv_cache,
@@ -108,12 +118,16 @@ def mla_fp8_decode(
     )
     if isinstance(q, torch.Tensor) and q.is_cuda and not torch.compiler.is_compiling():
         try:
+            # a kernel takes True for 1, and 1.0 finds what 1 has prepared
+            if type(num_splits) not in _INTS or type(softmax_scale) not in _FLOATS:
+                _check_numbers(softmax_scale, num_splits, exchange)
             out, lse = _launch(request, out, lse, return_lse)
         except Exception:
             _check(request, out, lse)
             raise
         return (out, lse) if return_lse else out
-    check_tensor("q", q, ndim=4)
+    if not isinstance(q, torch.Tensor) or q.dim() != 4:
+        _check(request, out, lse)
     if out is None:
         out = q.new_empty((*q.shape[:3], fp8_mla.V_DIM), dtype=torch.bfloat16)
     if lse is None:
@@ -141,8 +155,8 @@ def _launch(
     if pages.dim() == 4:
         pages = pages.squeeze(2)
     num_pages, page_size, _ = pages.shape
-    if num_pages * page_size >= 2**31:
-        fail("kv_cache", f"{num_pages} pages of {page_size}", "fewer than 2^31 slots")
+    if not page_size or num_pages * page_size >= MAX_SLOTS:
+        fail("kv_cache", f"{num_pages} pages of {page_size}", "slots that 31 bits count")
     sparse = indices is not None
     index = indices if sparse else block_table
     if index is None or sparse != (cache_seqlens is None) or (block_table if sparse else topk_length) is not None:
@@ -262,6 +276,13 @@ def _zero_row(device: torch.device) -> torch.Tensor:
 def _check_sizes(s_q: int, h_q: int, num_splits: int | None, exchange: str | None) -> None:
     require(1 <= h_q <= MAX_HEADS, "q", f"{h_q} heads", f"1 to {MAX_HEADS} heads")
     require(s_q >= 1, "q", f"s_q = {s_q}", "at least one query token")
+    _check_numbers(None, num_splits, exchange)
+
+
+def _check_numbers(softmax_scale: float | None, num_splits: int | None, exchange: str | None) -> None:
+    if softmax_scale is not None:
+        is_number = isinstance(softmax_scale, (int, float)) and not isinstance(softmax_scale, bool)
+        require(is_number, "softmax_scale", type(softmax_scale).__name__, "a number", TypeError)
     if num_splits is not None:
         is_int = isinstance(num_splits, int) and not isinstance(num_splits, bool)
         require(is_int, "num_splits", type(num_splits).__name__, "an int", TypeError)
@@ -280,7 +301,9 @@ def _check(request: _Request, out: torch.Tensor | None, lse: torch.Tensor | None
     batch, s_q, h_q, _ = q.shape
     _check_sizes(s_q, h_q, request.num_splits, request.exchange)
     check_tensor("kv_cache", kv_cache, dtype=fp8_mla.CACHE_DTYPES, device=device, align=16, unit_last_stride=True)
-    fp8_mla.as_pages(kv_cache)
+    num_pages, page_size, _ = fp8_mla.as_pages(kv_cache).shape
+    num_slots = num_pages * page_size
+    require(num_slots < MAX_SLOTS, "kv_cache", f"{num_slots} slots", "fewer than 2^31")
     if indices is not None:
         if block_table is not None or cache_seqlens is not None:
             fail("indices", "indices and dense arguments", _NEEDS_KEYS)
@@ -300,9 +323,7 @@ def _check(request: _Request, out: torch.Tensor | None, lse: torch.Tensor | None
         check_tensor("cache_seqlens", cache_seqlens, dtype=torch.int32, shape=(batch,), device=device)
     if s_aux is not None:
         check_tensor("s_aux", s_aux, dtype=torch.float32, shape=(h_q,), device=device, unit_last_stride=True)
-    if softmax_scale is not None:
-        is_number = isinstance(softmax_scale, (int, float))
-        require(is_number, "softmax_scale", type(softmax_scale).__name__, "a number", TypeError)
+    _check_numbers(softmax_scale, request.num_splits, request.exchange)
     if out is not None:
         shape = (batch, s_q, h_q, fp8_mla.V_DIM)
         check_tensor("out", out, dtype=torch.bfloat16, shape=shape, device=device, align=16, unit_last_stride=True)

@@ -22,6 +22,19 @@ def require(condition: bool, name: str, got: object, needs: object, error: type[
         fail(name, got, needs, error)
 
 
+def refuse_gradients(op: str, names: tuple[str, ...], *tensors: object) -> None:
+    """Raises ValueError for the first of `tensors`, named by `names`, that requires gradients.
+
+    For operators without a backward, whose results would silently be detached. Callers ask `torch.is_grad_enabled()`
+    first: serving code runs without gradients, and then pays 0.04 us for that question alone. This takes 0.1 us a
+    tensor, which are given by position because keywords would double it.
+    """
+    for i, t in enumerate(tensors):
+        if t is not None and getattr(t, "requires_grad", False):
+            needs = f"one that does not, or torch.no_grad(): {op} has no backward"
+            fail(names[i], "a tensor that requires gradients", needs)
+
+
 def check_tensor(
     name: str,
     t: object,

@@ -88,8 +88,8 @@ def sink_attention(
 
     Returns:
         out of q's shape and dtype; with `return_lse` also lse, (batch, s_q, h_q) or packed (tokens, h_q), float32,
-        natural log, without the sink. No gradient goes through lse. A query without keys has out 0, lse -inf and
-        gradient 0.
+        natural log, without the sink. No gradient goes through lse: it never requires one, so that a loss of lse alone
+        is torch's error, and lse in a loss is a constant. A query without keys has out 0, lse -inf and gradient 0.
 
     Raises:
         TypeError, ValueError: before any launch, naming the argument, what it got and what it needs.
@@ -110,7 +110,7 @@ def sink_attention(
             _check(call)
         elif isinstance(q, torch.Tensor) and q.is_cuda:
             try:
-                if _decodes(call):
+                if _decodes(call) and _fits_prefill(call):
                     _check_numbers(call)
                     return _decode(call, return_lse)
             except Exception:  # checks in Python take as long as the call, so they say why and not whether
@@ -238,6 +238,17 @@ def _decodes(call: _Call) -> bool:
         differentiable=call.differentiable,
     )
     return chosen == "decode"
+
+
+def _fits_prefill(call: _Call) -> bool:
+    """Whether q and k pass where `gqa_decode` is less strict: rows of q 16-byte aligned, and no codes.
+
+    Other calls go to `_check`, which refuses them as it does on a CPU and with more query tokens.
+    """
+    q, row = call.q, ALIGN // call.q.element_size()
+    if q.data_ptr() % ALIGN or call.k.dtype is not q.dtype:
+        return False
+    return q.is_contiguous() or all(n <= 1 or step % row == 0 for n, step in zip(q.shape[:3], q.stride(), strict=False))
 
 
 def _decode(call: _Call, return_lse: bool) -> Any:

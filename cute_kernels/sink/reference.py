@@ -72,8 +72,8 @@ def _blocks(sequences: _Sequences, causal: bool, window: int | None) -> Iterator
         end = min(offset + stop, s_k) if causal else s_k
         if begin >= end:
             continue
-        at = torch.arange(offset + start, offset + stop, device=device).unsqueeze(1)
-        key = torch.arange(begin, end, device=device)
+        at = torch.arange(offset + start, offset + stop, dtype=torch.int64, device=device).unsqueeze(1)
+        key = torch.arange(begin, end, dtype=torch.int64, device=device)
         seen = key <= at if causal else torch.ones_like(key <= at)
         if window is not None:
             seen &= key > at - window

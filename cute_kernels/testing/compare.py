@@ -232,16 +232,16 @@ def bf16_yardstick(
         seen = valid_slots(slots, num_slots)
         if topk_length is not None:
             length = topk_length if topk_length.ndim == 2 else topk_length.unsqueeze(1).expand(batch, s_q)
-            seen &= torch.arange(slots.shape[1], device=q.device) < length.reshape(-1, 1)
+            seen &= torch.arange(slots.shape[1], dtype=torch.int64, device=q.device) < length.reshape(-1, 1)
         seen = seen.unsqueeze(1)
     else:
         if block_table is None or cache_seqlens is None:
             raise ValueError("block_table, cache_seqlens: got None, needs both where there are no indices")
         slots = slots_from_block_table(block_table, cache_seqlens, pages.shape[1], num_pages=pages.shape[0])
         slots = slots[:, : max(int(cache_seqlens.max()), 0)] if batch else slots
-        ahead = torch.arange(s_q, device=q.device) - s_q + 1 if causal else torch.zeros(s_q, device=q.device)
+        ahead = torch.arange(1 - s_q, 1, dtype=torch.int64, device=q.device) if causal else cache_seqlens.new_zeros(s_q)
         limit = cache_seqlens.unsqueeze(1) + ahead
-        positions = torch.arange(slots.shape[1], device=q.device)
+        positions = torch.arange(slots.shape[1], dtype=torch.int64, device=q.device)
         seen = (slots >= 0).unsqueeze(1) & (positions < limit.unsqueeze(-1))
     queries = q.bfloat16().float().reshape(slots.shape[0], seen.shape[1] * h_q, -1)
     out = torch.empty((*queries.shape[:-1], V_DIM), dtype=torch.bfloat16, device=q.device)

@@ -48,8 +48,11 @@ def attend(
 
 def batch(gen: torch.Generator) -> torch.Tensor:
     """(BATCH, TOKENS) sequences that count in steps of 1 to 3 and begin anywhere."""
-    begin, step = (torch.randint(*bounds, (BATCH, 1), generator=gen) for bounds in ((0, VOCABULARY), (1, 4)))
-    return (begin + step * torch.arange(TOKENS)) % VOCABULARY
+    begin, step = (
+        torch.randint(*bounds, (BATCH, 1), generator=gen, dtype=torch.int64, device=gen.device)
+        for bounds in ((0, VOCABULARY), (1, 4))
+    )
+    return (begin + step * torch.arange(TOKENS, dtype=torch.int64, device=gen.device)) % VOCABULARY
 
 
 def train(attention: str, bfloat16: bool, device: str) -> Trained:
@@ -76,7 +79,7 @@ def train(attention: str, bfloat16: bool, device: str) -> Trained:
         sinks = [layer.self_attn.sinks for layer in model.model.layers]
         before = torch.stack([t.detach().clone() for t in sinks])
         optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-        gen = torch.Generator().manual_seed(seed)
+        gen = torch.Generator(device="cpu").manual_seed(seed)
         for _ in range(STEPS):
             tokens = batch(gen).to(device)
             with torch.autocast(device, dtype=torch.bfloat16, enabled=bfloat16):
@@ -86,7 +89,8 @@ def train(attention: str, bfloat16: bool, device: str) -> Trained:
             optimizer.step()
             losses.append(loss.item())
         moved.append((torch.stack([t.detach() for t in sinks]) - before).cpu())
-    return Trained(torch.tensor(losses).view(len(SEEDS), STEPS), torch.stack(moved))
+    every_loss = torch.tensor(losses, dtype=torch.float32, device="cpu")
+    return Trained(every_loss.view(len(SEEDS), STEPS), torch.stack(moved))
 
 
 @functools.cache

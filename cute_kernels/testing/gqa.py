@@ -163,7 +163,7 @@ def gqa_case(
         k_scales = v_scales = None
     named: dict[Which, str | None] = {"k": k_scales, "v": v_scales}
     kinds = {which: None if name is None else SCALE_NAMES[name] for which, name in named.items()}
-    lengths = torch.tensor(list(seqlens), dtype=torch.long)
+    lengths = torch.tensor(list(seqlens), dtype=torch.int64, device="cpu")
     batch, longest = len(lengths), int(lengths.max()) if len(lengths) else 0
     table = None
     if known.paged:
@@ -176,7 +176,7 @@ def gqa_case(
     narrow = q_dtype == torch.float16 or scale_dtype == torch.float16 or dtype == torch.float16
     caches: dict[str, torch.Tensor] = {}
     scales: dict[str, torch.Tensor | None] = {}
-    sizes_of_keys = torch.ones((h_kv, d), device=gen.device)
+    sizes_of_keys = torch.ones((h_kv, d), dtype=torch.float32, device=gen.device)
     for which, kind in kinds.items():
         codes = _empty_cache(sizes, known, which, dtype, padded, gen)
         scale = None if kind is None else _empty_scale(sizes, known, kind, scale_dtype, padded, gen)
@@ -193,15 +193,15 @@ def gqa_case(
     # Whatever the size of keys is, q stays near 1 in its largest channels, and the softmax scale does the rest.
     factor = sizes_of_keys.reciprocal()
     largest = factor.amax()
-    q = torch.randn((batch, s_q, h_kv, h_q // h_kv, d), generator=gen, device=gen.device)
+    q = torch.randn((batch, s_q, h_kv, h_q // h_kv, d), generator=gen, dtype=torch.float32, device=gen.device)
     wild = values == "wild"
     q = (q * (factor / largest if wild else factor * query_size).unsqueeze(1)).flatten(2, 3).to(q_dtype)
     slopes = None
     if alibi != "none":
-        slopes = torch.exp2(-8 * torch.arange(1, h_q + 1, device=gen.device) / h_q)
+        slopes = torch.exp2(-8 * torch.arange(1, h_q + 1, dtype=torch.float32, device=gen.device) / h_q)
         slopes[::5] = 0
         if alibi == "batch":
-            slopes = slopes * (0.5 + torch.rand((batch, h_q), generator=gen, device=gen.device))
+            slopes = slopes * (0.5 + torch.rand((batch, h_q), generator=gen, dtype=torch.float32, device=gen.device))
     strided_int = _strided_int if padded else torch.Tensor.int
     return GqaCase(
         q=strided(q) if padded else q,
@@ -228,18 +228,18 @@ def _block_table(
     pages_of = -(-lengths // page_size)
     needed, spare = int(pages_of.sum()), 3
     num_pages, width = needed + spare, (int(pages_of.max()) if len(lengths) else 0) + 2
-    shuffled = torch.randperm(num_pages, generator=gen, device=gen.device).cpu()
-    outside = torch.tensor([-1, -(2**31), num_pages, num_pages + 1, INT32_MAX])
+    shuffled = torch.randperm(num_pages, generator=gen, dtype=torch.int64, device=gen.device).cpu()
+    outside = torch.tensor([-1, -(2**31), num_pages, num_pages + 1, INT32_MAX], dtype=torch.int64, device="cpu")
     garbage = torch.cat([outside, shuffled[[0, -1]]])
 
     def choice(among: torch.Tensor) -> torch.Tensor:
-        places = torch.randint(len(among), (len(lengths), width), generator=gen, device=gen.device)
+        places = torch.randint(len(among), (len(lengths), width), generator=gen, dtype=torch.int64, device=gen.device)
         return among[places.cpu()]
 
     table = choice(garbage)
-    table[torch.arange(width) < pages_of.unsqueeze(1)] = shuffled[:needed]
+    table[torch.arange(width, dtype=torch.int64, device="cpu") < pages_of.unsqueeze(1)] = shuffled[:needed]
     if bad_entries:
-        bad = torch.rand(table.shape, generator=gen, device=gen.device).cpu() < 0.1
+        bad = torch.rand(table.shape, generator=gen, dtype=torch.float32, device=gen.device).cpu() < 0.1
         table = torch.where(bad, choice(outside), table)
     return table, num_pages
 
@@ -256,7 +256,7 @@ def _used_slots(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Sequence or page, and place there, of every key that some query sees."""
     capacity = sizes.rows if table is None else table.shape[1] * sizes.rows
-    positions = torch.arange(capacity)
+    positions = torch.arange(capacity, dtype=torch.int64, device="cpu")
     seen = positions < lengths.unsqueeze(1)
     if window is not None:
         seen &= positions > (lengths - s_q - window).unsqueeze(1)
@@ -299,7 +299,7 @@ def _empty_scale(
 ) -> torch.Tensor:
     """NaN scales; per_tensor is () or (1,), as chance has it."""
     shape = scale_shapes(layout, sizes)[kind]
-    if kind.granularity == "per_tensor" and torch.rand((), generator=gen, device=gen.device) < 0.5:
+    if kind.granularity == "per_tensor" and torch.rand((), generator=gen, dtype=torch.float32, device=gen.device) < 0.5:
         shape = ()
     elements, strides = _apart(shape, dtype.itemsize, padded)
     return torch.full((elements,), math.nan, dtype=dtype, device=gen.device).as_strided(shape, strides)
@@ -310,7 +310,7 @@ def _wild_base(h_kv: int, d: int, kind: ScaleKind | None, narrow: bool, gen: tor
     heads = h_kv if kind is None or kind.granularity in ("per_head", "per_token_head", "per_group") else 1
     groups = d // kind.group_size if kind is not None and kind.group_size else 1
     low, high = (-3.0, 1.0) if narrow else (-6.0, 3.0)
-    exponent = low + (high - low) * torch.rand((heads, groups), generator=gen, device=gen.device)
+    exponent = low + (high - low) * torch.rand((heads, groups), generator=gen, dtype=torch.float32, device=gen.device)
     return torch.pow(10.0, exponent).repeat_interleave(d // groups, dim=1).expand(h_kv, d)
 
 
@@ -334,7 +334,9 @@ def _fill(
         at = outer[start : start + step], rows[start : start + step]
         shape = (len(at[0]), sizes.h_kv, sizes.d)
         if base is None:
-            codes, scale = _quantized(torch.randn(shape, generator=gen, device=gen.device), cache, values, shared, gen)
+            codes, scale = _quantized(
+                torch.randn(shape, generator=gen, dtype=torch.float32, device=gen.device), cache, values, shared, gen
+            )
         else:
             codes, scale = _wild_tokens(shape, cache, base, gen)
         cache.put(*at, codes)
@@ -354,7 +356,7 @@ def _quantized(
     if values == "channels":
         x[..., _outlier_channels(x.shape[-1])] *= OUTLIER_FACTOR
     elif values == "tokens":
-        one = torch.rand((len(x), 1, 1), generator=gen, device=gen.device) < OUTLIER_TOKEN_SHARE
+        one = torch.rand((len(x), 1, 1), generator=gen, dtype=torch.float32, device=gen.device) < OUTLIER_TOKEN_SHARE
         x = torch.where(one, x * (OUTLIER_FACTOR if cache.which == "v" else 3.0), x)
     dtype = cache.codes.dtype
     if cache.kind is None or cache.scale is None:
@@ -376,13 +378,13 @@ def _wild_tokens(
     if dtype == torch.int8:
         codes = torch.randint(-128, 128, shape, dtype=dtype, generator=gen, device=gen.device)
     else:
-        codes = torch.randn(shape, generator=gen, device=gen.device)
+        codes = torch.randn(shape, generator=gen, dtype=torch.float32, device=gen.device)
         codes = (codes * 64).clamp(-FP8_MAX, FP8_MAX).to(dtype) if dtype == torch.float8_e4m3fn else codes
     # per token: half at full size, the others up to four decades below
     own = (n, 1, 1) if kind is None or kind.granularity == "per_token" else (n, h_kv, 1)
     if kind is not None and kind.granularity == "per_group":
         own = (n, h_kv, d // kind.group_size)
-    depth = 8 * (torch.rand(own, generator=gen, device=gen.device) - 0.5).clamp_min(0)
+    depth = 8 * (torch.rand(own, generator=gen, dtype=torch.float32, device=gen.device) - 0.5).clamp_min(0)
     drop = torch.pow(10.0, -depth)
     if kind is None or cache.scale is None:
         if dtype == torch.float8_e4m3fn:

@@ -95,7 +95,7 @@ def latent_tokens(n: int, gen: torch.Generator, *, scales: str = "absmax", outli
 
 
 def _chunk_of_tokens(n: int, gen: torch.Generator, scales: str, outliers: bool) -> torch.Tensor:
-    latents = torch.randn((n, QK_DIM), generator=gen, device=gen.device)
+    latents = torch.randn((n, QK_DIM), generator=gen, dtype=torch.float32, device=gen.device)
     tiles, rope = latents[:, :NOPE_DIM].view(n, NUM_SCALES, QUANT_TILE), latents[:, NOPE_DIM:]
     if scales == "mixed":
         return encode(tiles * 64, _mixed_scales(n, gen), rope)
@@ -106,11 +106,12 @@ def _chunk_of_tokens(n: int, gen: torch.Generator, scales: str, outliers: bool) 
         # in the bits, so that it is exact on every device: up to the next exponent, and the fraction off
         scale = ((absmax.view(torch.int32) + 0x7FFFFF) & 0x7F800000).view(torch.float32)
     elif scales == "arbitrary":
-        scale = absmax * (1 + torch.rand(absmax.shape, generator=gen, device=gen.device))
+        scale = absmax * (1 + torch.rand(absmax.shape, generator=gen, dtype=torch.float32, device=gen.device))
     elif scales == "rare":
         # 200 to 400 leaves codes near e4m3's smallest, 2^-30 to 2^-29 tokens near zero: both too far out for float16
-        far = torch.rand(absmax.shape, generator=gen, device=gen.device) + 1
-        factor = torch.where(_uniform((n, 1), gen) < 0.5, 200.0, 2.0**-30)
+        far = torch.rand(absmax.shape, generator=gen, dtype=torch.float32, device=gen.device) + 1
+        above = _uniform((n, 1), gen) < 0.5
+        factor = torch.where(above, 200.0, torch.full_like(far[:, :1], 2.0**-30))
         scale = torch.where(_uniform((n, 1), gen) < 1 / 97, far * factor, absmax)
         rope = torch.where(_uniform((n, 1), gen) < 1 / 89, rope * 2.0**17, rope)
     else:
@@ -120,7 +121,7 @@ def _chunk_of_tokens(n: int, gen: torch.Generator, scales: str, outliers: bool) 
 
 def _mixed_scales(n: int, gen: torch.Generator) -> torch.Tensor:
     """(n, 4): the base size of each tile column, and below it tokens a few or up to 60 decades smaller."""
-    base = torch.tensor(MIXED_DECADES, device=gen.device)
+    base = torch.tensor(MIXED_DECADES, dtype=torch.float32, device=gen.device)
     kind, depth = _uniform((n, NUM_SCALES), gen), _uniform((n, NUM_SCALES), gen)
     drop = torch.where(kind < 0.5, 0.0, torch.where(kind < 0.8, 4 * depth, 60 * depth))
     mantissa = 1 + _uniform((n, NUM_SCALES), gen)
@@ -128,7 +129,7 @@ def _mixed_scales(n: int, gen: torch.Generator) -> torch.Tensor:
 
 
 def _uniform(shape: tuple[int, ...], gen: torch.Generator) -> torch.Tensor:
-    return torch.rand(shape, generator=gen, device=gen.device)
+    return torch.rand(shape, generator=gen, dtype=torch.float32, device=gen.device)
 
 
 def query_factor(scales: str, device: torch.device | str = "cpu", *, size: float = QUERY_SIZE) -> torch.Tensor:
@@ -139,9 +140,10 @@ def query_factor(scales: str, device: torch.device | str = "cpu", *, size: float
         device: where to put it.
         size: standard deviation of the logits.
     """
-    factor = torch.full((QK_DIM,), size, device=device)
+    factor = torch.full((QK_DIM,), size, dtype=torch.float32, device=device)
     if scales == "mixed":
-        largest = torch.tensor([64 * 10.0**decade for decade in MIXED_DECADES], device=device)
+        sizes = [64 * 10.0**decade for decade in MIXED_DECADES]
+        largest = torch.tensor(sizes, dtype=torch.float32, device=device)
         factor[:NOPE_DIM] /= largest.repeat_interleave(QUANT_TILE)
     if scales == "rare":
         factor[NOPE_DIM:] *= 2.0**-17
@@ -265,27 +267,32 @@ def sparse_case(
     gen = generator(seed, device)
     num_pages = max(1, -(-num_slots // page_size))
     num_slots = num_pages * page_size
-    good = torch.randperm(num_slots, generator=gen, device=gen.device)[: max(1, num_slots * 3 // 4)]
+    good = torch.randperm(num_slots, generator=gen, dtype=torch.int64, device=gen.device)[: max(1, num_slots * 3 // 4)]
     cache = _cache(num_pages, page_size, good, gen, scales=scales, outliers=outliers, padded=padded)
-    indices = good[torch.randint(len(good), (batch, s_q, topk), generator=gen, device=gen.device)].int()
+    indices = good[
+        torch.randint(len(good), (batch, s_q, topk), generator=gen, dtype=torch.int64, device=gen.device)
+    ].int()
     if invalid:
-        out_of_range = torch.tensor([-1, -(2**31), num_slots, num_slots + 1, INT32_MAX], device=gen.device).int()
-        choice = torch.randint(len(out_of_range), indices.shape, generator=gen, device=gen.device)
+        beyond = [-1, -(2**31), num_slots, num_slots + 1, INT32_MAX]
+        out_of_range = torch.tensor(beyond, dtype=torch.int64, device=gen.device).int()
+        choice = torch.randint(len(out_of_range), indices.shape, generator=gen, dtype=torch.int64, device=gen.device)
         drop = _uniform(indices.shape, gen) < 0.1
         drop.view(batch * s_q, topk)[3::7] = True
         indices = torch.where(drop, out_of_range[choice], indices)
     topk_length = None
     if lengths != "none":
         shape = {"batch": (batch,), "query": (batch, s_q)}[lengths]
-        topk_length = torch.randint(0, topk + 1, shape, generator=gen, device=gen.device).int()
-        boundaries = torch.tensor([topk, 0, 1, topk + 5, -3, topk - 1], device=gen.device).int()
+        topk_length = torch.randint(0, topk + 1, shape, generator=gen, dtype=torch.int64, device=gen.device).int()
+        boundaries = torch.tensor([topk, 0, 1, topk + 5, -3, topk - 1], dtype=torch.int32, device=gen.device)
         flat = topk_length.view(-1)
         flat[: len(boundaries)] = boundaries[: len(flat)]
         limit = topk_length.view(batch, -1, 1)
         bad = _complement(good, num_slots)
         if len(bad):
-            past = torch.arange(topk, device=gen.device) >= limit
-            lure = bad[torch.randint(len(bad), indices.shape, generator=gen, device=gen.device)].int()
+            past = torch.arange(topk, dtype=torch.int64, device=gen.device) >= limit
+            lure = bad[
+                torch.randint(len(bad), indices.shape, generator=gen, dtype=torch.int64, device=gen.device)
+            ].int()
             indices = torch.where(past, lure, indices)
     q = _query((batch, s_q, h_q, QK_DIM), gen, scales, query_size, padded)
     return DecodeCase(
@@ -333,15 +340,16 @@ def dense_case(
         device: of all tensors.
     """
     gen = generator(seed, device)
-    batch, lengths = len(seqlens), torch.tensor(list(seqlens), device=gen.device)
+    batch, lengths = len(seqlens), torch.tensor(list(seqlens), dtype=torch.int64, device=gen.device)
     pages_of = -(-lengths // page_size)
     needed, spare = int(pages_of.sum()), 3
     num_pages, width = needed + spare, int(pages_of.max()) + 2
-    shuffled = torch.randperm(num_pages, generator=gen, device=gen.device)
-    garbage = torch.tensor([-1, -(2**31), num_pages, INT32_MAX, int(shuffled[0]), int(shuffled[-1])], device=gen.device)
-    table = garbage[torch.randint(len(garbage), (batch, width), generator=gen, device=gen.device)]
-    table[torch.arange(width, device=gen.device) < pages_of.unsqueeze(1)] = shuffled[:needed]
-    offsets = torch.arange(width * page_size, device=gen.device)
+    shuffled = torch.randperm(num_pages, generator=gen, dtype=torch.int64, device=gen.device)
+    entries = [-1, -(2**31), num_pages, INT32_MAX, int(shuffled[0]), int(shuffled[-1])]
+    garbage = torch.tensor(entries, dtype=torch.int64, device=gen.device)
+    table = garbage[torch.randint(len(garbage), (batch, width), generator=gen, dtype=torch.int64, device=gen.device)]
+    table[torch.arange(width, dtype=torch.int64, device=gen.device) < pages_of.unsqueeze(1)] = shuffled[:needed]
+    offsets = torch.arange(width * page_size, dtype=torch.int64, device=gen.device)
     slots = table.repeat_interleave(page_size, dim=1) * page_size + offsets % page_size
     used = slots[offsets < lengths.unsqueeze(1)]
     cache = _cache(num_pages, page_size, used, gen, scales=scales, outliers=outliers, padded=padded)
@@ -359,7 +367,7 @@ def sink_logits(h_q: int, kind: str, gen: torch.Generator) -> torch.Tensor | Non
     """(h_q,) float32 sinks: None for "none", the size of a log-sum-exp for "finite", with infinities for "inf"."""
     if kind == "none":
         return None
-    sinks = 3 * torch.randn((h_q,), generator=gen, device=gen.device) + 3
+    sinks = 3 * torch.randn((h_q,), generator=gen, dtype=torch.float32, device=gen.device) + 3
     if kind == "inf":
         sinks[::3] = -torch.inf
         sinks[1::3] = torch.inf
@@ -427,7 +435,7 @@ def _cache(
 
 def _query(shape: tuple[int, ...], gen: torch.Generator, scales: str, query_size: float, padded: bool) -> torch.Tensor:
     factor = query_factor(scales, gen.device, size=query_size)
-    q = (torch.randn(shape, generator=gen, device=gen.device) * factor).bfloat16()
+    q = (torch.randn(shape, generator=gen, dtype=torch.float32, device=gen.device) * factor).bfloat16()
     return strided(q) if padded else q
 
 

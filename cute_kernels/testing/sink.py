@@ -78,8 +78,8 @@ class SinkCase:
     def mask(self, sequence: int) -> torch.Tensor:
         """(queries, keys) bool: what each query of a sequence sees."""
         s_q, s_k = self.lengths[sequence]
-        position = torch.arange(s_q, device=self.q.device)[:, None] + s_k - s_q
-        key = torch.arange(s_k, device=self.q.device)[None, :]
+        position = torch.arange(s_q, dtype=torch.int64, device=self.q.device)[:, None] + s_k - s_q
+        key = torch.arange(s_k, dtype=torch.int64, device=self.q.device)[None, :]
         seen = key <= position if self.causal else torch.ones_like(key <= position)
         return seen if self.window is None else seen & (key > position - self.window)
 
@@ -120,7 +120,7 @@ def sink_case(
     def rows(side: int, heads: int) -> torch.Tensor:
         total = sum(pair[side] for pair in lengths)
         shape = (total, heads) if packed else (len(lengths), total // max(1, len(lengths)), heads)
-        values = torch.randn((*shape, d), generator=gen, device=gen.device).to(dtype)
+        values = torch.randn((*shape, d), generator=gen, dtype=torch.float32, device=gen.device).to(dtype)
         if not padded:
             return values
         wide = values.new_full((*shape, d + 8), math.nan)
@@ -128,7 +128,7 @@ def sink_case(
         return wide[..., :d]
 
     q, k, v, d_out = rows(0, h_q), rows(1, h_kv), rows(1, h_kv), rows(0, h_q)
-    drawn = torch.randn(h_q, generator=gen, device=gen.device)
+    drawn = torch.randn(h_q, generator=gen, dtype=torch.float32, device=gen.device)
     ends = [(0, 0), *itertools.accumulate(lengths, lambda a, b: (a[0] + b[0], a[1] + b[1]))]
     cu_q, cu_k = (
         torch.tensor([end[i] for end in ends], dtype=torch.int32, device=gen.device) if packed else None
@@ -147,8 +147,8 @@ def _sinks(kind: str, drawn: torch.Tensor) -> torch.Tensor | None:
     if kind == "none":
         return torch.full_like(drawn, -math.inf)
     if kind == "extreme":
-        values = torch.tensor([-math.inf, math.inf, 40.0, -40.0], device=drawn.device)
-        return values[torch.arange(len(drawn), device=drawn.device) % 4]
+        values = drawn.new_tensor([-math.inf, math.inf, 40.0, -40.0])
+        return values.repeat(-(-len(drawn) // 4))[: len(drawn)]
     return 20 + 20 * torch.sigmoid(drawn) if kind == "large" else drawn
 
 

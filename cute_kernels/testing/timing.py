@@ -224,12 +224,12 @@ def measure_ceilings(*, stream_bytes: int = STREAM_BYTES, gemm_size: int = GEMM_
         read_GBps: torch.sum over 4 GiB of float32. copy_GBps: device-to-device copy, bytes read plus bytes written.
         bf16_gemm_TFLOPs: an 8192^3 matrix product of random numbers (of zeros it would run faster).
     """
-    data = torch.rand(stream_bytes // 4, device="cuda")
+    data = torch.rand(stream_bytes // 4, dtype=torch.float32, device="cuda")
     read = stream_bytes / time_eager(data.sum, 10)
     target, source = data.chunk(2)
     copy = stream_bytes / time_eager(functools.partial(target.copy_, source), 10)
     del data, target, source
-    a, b = (torch.randn((gemm_size, gemm_size), device="cuda").bfloat16() for _ in range(2))
+    a, b = (torch.randn((gemm_size, gemm_size), dtype=torch.float32, device="cuda").bfloat16() for _ in range(2))
     product = torch.empty_like(a)
     flops = 2 * gemm_size**3 / time_eager(functools.partial(torch.mm, a, b, out=product), 20)
     return {

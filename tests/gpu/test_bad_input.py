@@ -1,4 +1,4 @@
-"""Bad input that only a CUDA device can show; all else is in tests/cpu, in this file and test_gqa_bad_input.py."""
+"""Bad input on a CUDA device: the words of the CPU for the tables of tests/support, and what only a GPU can show."""
 
 import dataclasses
 from typing import Any
@@ -7,12 +7,15 @@ import pytest
 import torch
 
 from cute_kernels import gqa_decode, kv_int8_append, merge_states, mla_fp8_append, mla_fp8_decode
+from cute_kernels.gqa import append_op as kv_append_op
 from cute_kernels.gqa import op as gqa_op
-from cute_kernels.mla import op
+from cute_kernels.merge import op as merge_op
+from cute_kernels.mla import append_op, op
 from cute_kernels.runtime import arch
 from cute_kernels.testing.gqa import gqa_case
 from cute_kernels.testing.inputs import DecodeCase, dense_case, sparse_case
 from fp8_mla import QK_DIM, TOKEN_BYTES
+from tests.support.bad_input import TABLES
 
 
 def decode(case: DecodeCase, **options: Any) -> Any:
@@ -237,3 +240,48 @@ def test_kv_append_is_refused_before_a_launch():
                 kv_int8_append(**{**good, "layout": "BNSH", name: value})
             torch.cuda.synchronize()
             assert all((tensor == 7).all() for tensor in (*caches, *scales)), f"{label}: something was written"
+
+
+# ---- the tables that tests/cpu has, too
+
+
+def words(name: str, label: str, device: str) -> str:
+    """The type and message of a refusal, without the name of the device; or what happened instead."""
+    try:
+        error = TABLES[name].refusal(label, device)
+    except Exception as other:  # all labels are tried before any fails
+        return f"not refused, but {type(other).__name__}: {other}"
+    return f"{type(error).__name__}: {error}".replace(device, "here")
+
+
+@pytest.mark.parametrize("prepared", [False, True], ids=["first call", "prepared"])
+@pytest.mark.parametrize("name", TABLES)
+def test_a_gpu_refuses_in_the_words_of_a_cpu(name, prepared, monkeypatch):
+    table, device = TABLES[name], f"cuda:{torch.cuda.current_device()}"
+    for module in (op, gqa_op, append_op, kv_append_op, merge_op):
+        monkeypatch.setattr(module, "_prepared", {})
+    if prepared:
+        table.function(**table.right(device))
+    different = {}
+    for label in table.wrong("cpu"):
+        got, expected = words(name, label, device), words(name, label, "cpu")
+        if got != expected:
+            different[label] = (got, expected)
+        torch.cuda.synchronize()  # nothing was launched that fails
+    assert different == {}
+    table.function(**table.right(device))
+    torch.cuda.synchronize()
+
+
+def test_strides_of_dimensions_of_one_element_are_free():
+    """As on a CPU: torch leaves them open, and slices of wider tensors have odd ones."""
+    call = TABLES["mla_fp8_decode, sparse"].right("cuda")
+    one = {name: call[name][:1, :1, :1].clone() for name in ("q", "out", "lse")}
+    one["q"] = one["q"].as_strided(one["q"].shape, (577, 577, 577, 1))
+    sink = torch.zeros(8, dtype=torch.float32, device="cuda")[::8]
+    mla_fp8_decode(**one, kv_cache=call["kv_cache"], indices=call["indices"][:1, :1], s_aux=sink)
+    assert one["out"].isfinite().all()
+    append = TABLES["mla_fp8_append"].right("cuda")
+    kv = append["kv"][:1].as_strided((1, QK_DIM), (QK_DIM + 1, 1))
+    mla_fp8_append(kv, append["kv_cache"], append["slot_mapping"][:1])
+    assert (append["kv_cache"] != 7).any(-1).sum() == 1

@@ -1,0 +1,148 @@
+"""No tensor is made without a dtype and a device, read from the source of every module.
+
+A process may have another default dtype or device. What a package makes for itself must not follow them: scratch memory
+that silently becomes bfloat16 is half as large as the launch was promised.
+"""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parents[2]
+FILES = sorted(
+    file
+    for folder in ("cute_kernels", "fp8_mla", "tests/support")
+    for file in (ROOT / folder).rglob("*.py")
+)  # fmt: skip
+# What torch makes from sizes or from Python numbers.
+FACTORIES = frozenset(
+    """
+    arange as_tensor asarray bartlett_window blackman_window empty empty_permuted empty_quantized empty_strided eye
+    from_file full hamming_window hann_window kaiser_window linspace logspace normal ones rand randint randn randperm
+    range scalar_tensor sparse_bsc_tensor sparse_bsr_tensor sparse_compressed_tensor sparse_coo_tensor
+    sparse_csc_tensor sparse_csr_tensor tensor tril_indices triu_indices vander zeros
+    """.split()
+)
+# Those of a type: torch.FloatTensor(3) and torch.Tensor(3) follow the default device or dtype.
+LEGACY = frozenset(
+    {"Tensor"} | {f"{kind}Tensor" for kind in ("Float", "Double", "Half", "Long", "Int", "Byte", "Bool")}
+)
+# These ask for, or change, what must not matter.
+DEFAULTS = frozenset({"get_default_device", "get_default_dtype", "set_default_device", "set_default_dtype"})
+NEEDS = {"dtype", "device"}
+
+
+def of_torch(node: ast.AST) -> str:
+    """The name of an attribute of torch itself; empty for anything else."""
+    is_attribute = isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "torch"
+    return node.attr if is_attribute and isinstance(node, ast.Attribute) else ""
+
+
+def is_number(node: ast.AST) -> bool:
+    """A Python number, as far as the source says so."""
+    if isinstance(node, ast.Constant):
+        return isinstance(node.value, (int, float))
+    if isinstance(node, ast.UnaryOp):
+        return is_number(node.operand)
+    if isinstance(node, ast.BinOp):
+        return is_number(node.left) and is_number(node.right)
+    return of_torch(node) in ("inf", "nan", "pi", "e")
+
+
+def violations(source: str) -> Iterator[str]:
+    """In words, with its line, each expression whose result follows a default of torch."""
+    tree = ast.parse(source)
+    named: set[ast.AST] = set()  # factories whose arguments were looked at
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module == "torch":
+            taken = {alias.name for alias in node.names} & (FACTORIES | LEGACY | DEFAULTS)
+            yield from (f"{node.lineno}: from torch import {name}" for name in sorted(taken))
+        if not isinstance(node, ast.Call):
+            continue
+        is_partial = ast.unparse(node.func) in ("functools.partial", "partial") and node.args
+        made = node.args[0] if is_partial else node.func
+        name = of_torch(made)
+        given = {keyword.arg for keyword in node.keywords if ast.unparse(keyword.value) != "None"}
+        if name in FACTORIES:
+            named.add(made)
+            missing = sorted(NEEDS - given)
+            if missing:
+                yield f"{node.lineno}: torch.{name} without {' and '.join(missing)}"
+        elif name in LEGACY:
+            yield f"{node.lineno}: torch.{name}(...)"
+        elif name == "finfo" and not (node.args or given):
+            yield f"{node.lineno}: torch.finfo() of the default dtype"
+        elif name == "where" and len(node.args) == 3 and all(is_number(value) for value in node.args[1:]):
+            yield f"{node.lineno}: torch.where of two numbers has the default dtype"
+    for node in ast.walk(tree):
+        name = of_torch(node)
+        if name in FACTORIES and node not in named:
+            yield f"{node.lineno}: torch.{name}, called elsewhere, maybe without {' and '.join(sorted(NEEDS))}"
+        elif name in DEFAULTS:
+            yield f"{node.lineno}: torch.{name}"
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.relative_to(ROOT).as_posix())
+def test_every_tensor_has_a_dtype_and_a_device(file: Path) -> None:
+    assert list(violations(file.read_text())) == []
+
+
+def test_both_packages_are_looked_at() -> None:
+    assert {file.relative_to(ROOT).parts[0] for file in FILES} >= {"cute_kernels", "fp8_mla"}
+
+
+def test_all_that_follows_the_default_device_is_a_factory() -> None:
+    """It is in a list of its own, under a private name."""
+    from torch.utils._device import _device_constructors
+
+    of_torch_itself = {f.__name__ for f in _device_constructors() if getattr(torch, f.__name__, None) is f}
+    assert of_torch_itself <= FACTORIES
+    assert {"empty", "full", "tensor", "arange", "randn"} <= of_torch_itself
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "torch.empty(n)",
+        "torch.empty(n, device=d)",
+        "torch.zeros(n, dtype=t)",
+        "torch.zeros(n, dtype=t, device=None)",
+        "torch.full((), -torch.inf, device=q.device)",
+        "torch.arange(n, device=d)",
+        "torch.tensor([1, 2], device=d)",
+        "torch.randperm(n, generator=gen, device=gen.device)",
+        "torch.empty(n, **options)",
+        "functools.partial(torch.empty, device=d)",
+        "list(map(torch.tensor, rows))",
+        "make = torch.zeros",
+        "from torch import empty",
+        "torch.Tensor(3)",
+        "torch.FloatTensor(3)",
+        "torch.finfo().max",
+        "torch.where(mask, 1.0, -torch.inf)",
+        "torch.where(mask, 200.0, 2.0**-30)",
+        "torch.get_default_dtype()",
+    ],
+)
+def test_what_follows_a_default_is_seen(source: str) -> None:
+    assert len(list(violations(source))) == 1
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "torch.empty(n, dtype=t, device=d)",
+        "functools.partial(torch.empty, dtype=t, device=d)",
+        "torch.zeros_like(x), x.new_empty(3), x.new_full((3,), 1.0)",
+        "torch.where(mask, 0.0, x)",
+        "torch.finfo(t).max",
+        "torch.Generator(device=d)",
+        "x: torch.Tensor = y.float()",
+        "from torch import nn",
+    ],
+)
+def test_what_follows_a_tensor_is_not(source: str) -> None:
+    assert list(violations(source)) == []

@@ -26,7 +26,15 @@ from cute_kernels.gqa.reference import (
     spread_scale,
     visible_keys,
 )
-from cute_kernels.testing.compare import ROUNDING_NOISE, Comparison, Yardstick, compare
+from cute_kernels.testing.compare import (
+    Comparison,
+    Projections,
+    Yardstick,
+    default_width,
+    finite_or_zero,
+    rounding_noise,
+    rounding_variance,
+)
 from cute_kernels.testing.inputs import (
     INT32_MAX,
     OUTLIER_CHANNELS,
@@ -430,10 +438,10 @@ def gqa_yardstick(
     s_aux: torch.Tensor | None = None,
     softmax_scale: float | None = None,
 ) -> Yardstick:
-    """The decode in plain 16-bit arithmetic; arguments as in `reference_gqa_decode`.
+    """The decode in plain arithmetic of q's dtype, which is the output's; arguments as in `reference_gqa_decode`.
 
-    Keys and values dequantized to q's dtype, scores and sums in float32, probabilities (relative to the row's maximum)
-    rounded to bf16 for the second product whatever q is, output rounded to q's dtype. The noise is in float64.
+    Keys and values dequantized to it, scores and sums in float32, probabilities (relative to the row's maximum) and the
+    output rounded to it. The noise is in float64.
     """
     known = LAYOUTS[layout]
     batch, s_q, h_q, d = q.shape
@@ -450,7 +458,8 @@ def gqa_yardstick(
         slopes = alibi_slopes.float().expand(batch, h_q).unflatten(1, (sizes.h_kv, -1))
     out = torch.zeros(queries.shape, dtype=q.dtype, device=q.device)
     lse = queries.new_full(queries.shape[:-1], -torch.inf)
-    noise = torch.zeros_like(queries, dtype=torch.float64)
+    noise, shared = torch.zeros_like(queries, dtype=torch.float64), torch.zeros_like(lse, dtype=torch.float64)
+    width = d // value_groups(v_scale, known) if value_groups(v_scale, known) > 1 else default_width(d)
     for work in visible_keys(
         batch,
         s_q,
@@ -462,10 +471,11 @@ def gqa_yardstick(
         window=window,
         device=q.device,
     ):
+        of_keys = noise.new_zeros((sizes.h_kv, len(work.positions)))
         for heads in head_chunks(sizes.h_kv, len(work.positions), d):
             keys = keys_of.take(work.outer, work.rows, heads, q.dtype).float().permute(1, 2, 0)
             values = values_of.take(work.outer, work.rows, heads, q.dtype).float().transpose(0, 1)
-            squares = values.double().square()
+            exact = values.double()
             for query, (seen, at) in enumerate(zip(work.seen, work.at, strict=True)):
                 if seen.start == seen.stop:
                     continue
@@ -480,11 +490,21 @@ def gqa_yardstick(
                 share = row_sum.reciprocal()
                 if sinks is not None:
                     share = share * torch.sigmoid(own_lse - sinks[heads])
-                variance = weights.double().square() @ squares[:, seen]
-                out[place] = (weights.bfloat16().float() @ values[:, seen] * share).to(q.dtype)
-                lse[place] = own_lse.squeeze(-1)
-                noise[place] = ROUNDING_NOISE * variance.sqrt() * share
-    return Yardstick(out.flatten(2, 3), lse.flatten(2), noise.flatten(2, 3))
+                result = weights.to(q.dtype).float() @ values[:, seen] * share
+                out[place], lse[place] = result.to(q.dtype), own_lse.squeeze(-1)
+                p, own = weights.double() * share, exact[:, seen]
+                noise[place] = (rounding_variance(weights.double(), q.dtype) @ own.square()).sqrt() * share
+                of_rows = Projections.of(finite_or_zero(result.double()), finite_or_zero(noise[place]), q.dtype, width)
+                of_keys[heads, seen] += rounding_noise(q.dtype) * of_rows.of_keys(p, own).sum(dim=1)
+        if values_of.kind is not None and values_of.kind.granularity == "per_token":
+            of_keys = of_keys.sum(dim=0)  # what one scale does to a P of 1 is the same in all heads
+        shared[work.row] = of_keys.square().sum() / shared[work.row].numel()
+    return Yardstick(*(tensor.flatten(2, 3) for tensor in (out, lse, noise, shared)))
+
+
+def value_groups(v_scale: torch.Tensor | None, layout: CacheLayout) -> int:
+    """Groups of d that have value scales of their own, 1 if none have."""
+    return v_scale.shape[layout.group_axes.index("g")] if v_scale is not None and v_scale.ndim == 4 else 1
 
 
 @dataclass(frozen=True)
@@ -493,7 +513,7 @@ class GqaExpectation:
 
     out        (batch, s_q, h_q, d) float64
     lse        (batch, s_q, h_q) float64
-    yardstick  the same call in 16-bit arithmetic
+    yardstick  the same call in the arithmetic of its output's dtype
     groups     groups of d that have value scales of their own, 1 if none have
     """
 
@@ -505,29 +525,19 @@ class GqaExpectation:
     @classmethod
     def of(cls, case: GqaCase) -> GqaExpectation:
         """Of one call."""
-        groups = 1
-        if case.v_scale is not None and case.v_scale.ndim == 4:
-            groups = case.v_scale.shape[LAYOUTS[case.layout].group_axes.index("g")]
-        arguments = case.arguments()
+        arguments, groups = case.arguments(), value_groups(case.v_scale, LAYOUTS[case.layout])
         return cls(*reference_gqa_decode(**arguments), gqa_yardstick(**arguments), groups)
 
     def check(self, out: torch.Tensor, lse: torch.Tensor | None, *, name: str = "gqa_decode") -> Comparison:
         """Compare results with it; arguments as in `check_gqa`."""
-        base, noise = self.yardstick.out, self.yardstick.noise
-        if self.groups > 1:
-            got, want, base_apart, noise_apart = (
-                tensor.unflatten(-1, (self.groups, -1)) for tensor in (out, self.out, base, noise)
-            )
-            apart = compare(got, want, base_apart, noise=noise_apart, name=f"{name}, groups apart")
-            if not apart:
-                return apart
-        return compare(out, self.out, base, noise=noise, lse=lse, expected_lse=self.lse, name=name)
+        width = self.out.shape[-1] // self.groups if self.groups > 1 else None
+        return self.yardstick.compare(out, self.out, width=width, lse=lse, expected_lse=self.lse, name=name)
 
 
 def check_gqa(out: torch.Tensor, lse: torch.Tensor | None, case: GqaCase, *, name: str = "gqa_decode") -> Comparison:
     """Compare a decode's results with the float64 oracle.
 
-    Where values have scales per group, the elements of a group are also judged among themselves.
+    Where values have scales per group, the elements of a group are judged among themselves.
 
     Args:
         out: (batch, s_q, h_q, d), what the kernel wrote.

@@ -11,6 +11,7 @@ toolchain. What was compiled once, in whatever commit, is not compiled again.
 from __future__ import annotations
 
 import ast
+import base64
 import concurrent.futures
 import contextlib
 import fcntl
@@ -18,12 +19,16 @@ import functools
 import hashlib
 import importlib.metadata
 import importlib.util
+import io
 import json
 import mmap
 import multiprocessing
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import tempfile
+import time
+import zlib
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -200,41 +205,78 @@ def store_key(spec: KernelSpec) -> str:
 
 
 @dataclass(frozen=True)
+class Compiled:
+    """What one compilation of a spec has left."""
+
+    digest: CodeDigest
+    cubins: tuple[bytes, ...]
+    said: str  # by ptxas
+
+
+@dataclass(frozen=True)
 class Store:
-    """Facts about compiled specs, a JSON file each, shared by processes: none compiles what another has or is at."""
+    """What compiled specs have left, on disk and shared by processes: none compiles what another has or is at.
+
+    Digests are small and stay. Cubins are for reports on the sources at hand, so `prune` removes old ones.
+    """
 
     root: Path = STORE
 
-    def get(self, spec: KernelSpec, kind: str, make: Callable[[], Mapping[str, Any]]) -> dict[str, Any]:
-        """The facts of one kind about a spec; made under a lock where they are not there, or not whole."""
-        file = self.root / f"{store_key(spec)}.{kind}.json"
+    def digest(self, spec: KernelSpec) -> CodeDigest:
+        """Digest of a spec; compiled first where nothing is known of it."""
+        facts = self._get(spec, "digest", lambda: asdict(self.compiled(spec).digest))
+        return CodeDigest(facts["sass"], facts["launch"])
+
+    def compiled(self, spec: KernelSpec) -> Compiled:
+        """All that is kept of a spec; compiled first where that is not all there."""
+        facts = self._get(spec, "compiled", lambda: _facts(_compile(spec)[1]))
+        cubins = tuple(zlib.decompress(base64.b64decode(text)) for text in facts["cubins"])
+        return Compiled(CodeDigest(facts["sass"], facts["launch"]), cubins, facts["said"])
+
+    def add(self, spec: KernelSpec, compiled: Compiled) -> None:
+        """Keeps what a compilation has left."""
+        self._put(spec, "compiled", _facts(compiled))
+        self._put(spec, "digest", asdict(compiled.digest))
+
+    def knows(self, spec: KernelSpec) -> bool:
+        """Whether the digest of a spec is known."""
+        return _read(self._file(spec, "digest")) is not None
+
+    def prune(self, days: float = 30) -> None:
+        """Removes cubins, locks and drafts that are older."""
+        for pattern in ("*.compiled.json", "*.lock", "*.tmp"):
+            for file in self.root.glob(pattern):
+                with contextlib.suppress(OSError):
+                    if file.stat().st_mtime < time.time() - days * 86400:
+                        file.unlink()
+
+    def _file(self, spec: KernelSpec, kind: str) -> Path:
+        return self.root / f"{store_key(spec)}.{kind}.json"
+
+    def _get(self, spec: KernelSpec, kind: str, make: Callable[[], Mapping[str, Any]]) -> dict[str, Any]:
+        file = self._file(spec, kind)
         known = _read(file)
         if known is None:
-            with self._lock(store_key(spec)):
-                known = _read(file)  # whoever had the lock may have made them
+            self.root.mkdir(parents=True, exist_ok=True)
+            with file.with_suffix(".lock").open("a") as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX)
+                known = _read(file)  # whoever had the lock may have made it
                 if known is None:
                     known = dict(make())
-                    self.put(spec, kind, known)
+                    self._put(spec, kind, known)
         return known
 
-    def put(self, spec: KernelSpec, kind: str, facts: Mapping[str, Any]) -> None:
-        """Keeps facts; a reader sees all of them or none."""
+    def _put(self, spec: KernelSpec, kind: str, facts: Mapping[str, Any]) -> None:
         self.root.mkdir(parents=True, exist_ok=True)
-        file = self.root / f"{store_key(spec)}.{kind}.json"
+        file = self._file(spec, kind)
         draft = file.with_suffix(f".{os.getpid()}.tmp")
-        draft.write_text(json.dumps({**facts, "spec": repr(spec)}, indent=1) + "\n", encoding="utf-8")
-        draft.replace(file)
+        draft.write_text(json.dumps({"spec": repr(spec), **facts}, indent=1) + "\n", encoding="utf-8")
+        draft.replace(file)  # a reader sees all of it or none
 
-    def has(self, spec: KernelSpec, kind: str) -> bool:
-        """Whether there are facts of that kind about a spec."""
-        return _read(self.root / f"{store_key(spec)}.{kind}.json") is not None
 
-    @contextlib.contextmanager
-    def _lock(self, name: str) -> Iterator[None]:
-        self.root.mkdir(parents=True, exist_ok=True)
-        with (self.root / f"{name}.lock").open("a") as handle:
-            fcntl.flock(handle, fcntl.LOCK_EX)
-            yield
+def _facts(compiled: Compiled) -> dict[str, Any]:
+    cubins = [base64.b64encode(zlib.compress(cubin)).decode() for cubin in compiled.cubins]
+    return {**asdict(compiled.digest), "cubins": cubins, "said": compiled.said}
 
 
 def _read(file: Path) -> dict[str, Any] | None:
@@ -244,34 +286,46 @@ def _read(file: Path) -> dict[str, Any] | None:
         return None
 
 
+def _compile(spec: KernelSpec) -> tuple[Any, Compiled]:
+    """Compiles a spec: the DSL's object, and what it leaves."""
+    from cute_kernels.runtime.compile import compile_kernel
+
+    said = io.StringIO()
+    with tempfile.TemporaryDirectory() as dump, contextlib.redirect_stderr(said):
+        kernel = compile_kernel(spec, dump)
+    module = str(kernel.ir_module)
+    cubins = tuple(cubin for binary in launch_code.binaries(module) for cubin in find_cubins(binary))
+    return kernel, Compiled(digest_of_module(module), cubins, said.getvalue())
+
+
 def digest_of_spec(spec: KernelSpec, store: Store | None = None) -> CodeDigest:
-    """Digest of a spec's code; compiled where the store has none, which needs no GPU.
+    """Digest of a spec's code; compiled where the store does not know it, which needs no GPU.
 
     Raises:
         ValueError: the spec cannot be built.
     """
-    from cute_kernels.runtime.compile import compile_kernel
-
-    facts = (store or Store()).get(spec, "digest", lambda: asdict(digest_of_compiled(compile_kernel(spec))))
-    return CodeDigest(facts["sass"], facts["launch"])
+    return (store or Store()).digest(spec)
 
 
 def digests_of_specs(
-    specs: Iterable[KernelSpec], store: Store | None = None, processes: int | None = None
+    specs: Iterable[KernelSpec],
+    store: Store | None = None,
+    processes: int | None = None,
+    progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> dict[KernelSpec, CodeDigest]:
     """`digest_of_spec` of several; what is missing is compiled in new interpreters, one per CPU core at a time.
 
     A script calls it under `if __name__ == "__main__"`.
+
+    Args:
+        specs: to look up or compile.
+        store: that keeps them.
+        processes: how many at a time.
+        progress: is called with how many of how many are compiled.
     """
     store, specs = store or Store(), list(dict.fromkeys(specs))
-    missing = [spec for spec in specs if not store.has(spec, "digest")]
-    if missing:
-        workers = min(processes or os.cpu_count() or 1, len(missing))
-        context = multiprocessing.get_context("spawn")  # fork would copy the locks and threads of torch and the DSL
-        with concurrent.futures.ProcessPoolExecutor(workers, mp_context=context) as pool:
-            for done in [pool.submit(digest_of_spec, spec, store) for spec in missing]:
-                done.result()
-    return {spec: digest_of_spec(spec, store) for spec in specs}
+    _in_processes(_learn, [spec for spec in specs if not store.knows(spec)], store, processes, progress)
+    return {spec: store.digest(spec) for spec in specs}
 
 
 def precompile(specs: Iterable[KernelSpec], store: Store | None = None, processes: int | None = None) -> None:
@@ -279,30 +333,43 @@ def precompile(specs: Iterable[KernelSpec], store: Store | None = None, processe
     from cute_kernels.runtime.cache import DiskCache, directory, entry_name
 
     store, disk = store or Store(), DiskCache(directory())
-    missing = [
-        spec for spec in dict.fromkeys(specs) if not disk.exists(entry_name(spec)) or not store.has(spec, "digest")
-    ]
-    if not missing:
+    missing = [spec for spec in dict.fromkeys(specs) if not (disk.exists(entry_name(spec)) and store.knows(spec))]
+    _in_processes(_fill, missing, store, processes, lambda done, total: None)
+
+
+def _in_processes(
+    work: Callable[[KernelSpec, Store], None],
+    specs: list[KernelSpec],
+    store: Store,
+    processes: int | None,
+    progress: Callable[[int, int], None],
+) -> None:
+    if not specs:
         return
-    workers = min(processes or os.cpu_count() or 1, len(missing))
-    context = multiprocessing.get_context("spawn")
+    workers = min(processes or os.cpu_count() or 1, len(specs))
+    context = multiprocessing.get_context("spawn")  # fork would copy the locks and threads of torch and the DSL
     with concurrent.futures.ProcessPoolExecutor(workers, mp_context=context) as pool:
-        for done in [pool.submit(_fill_both, spec, store) for spec in missing]:
+        running = [pool.submit(work, spec, store) for spec in specs]
+        for n, done in enumerate(concurrent.futures.as_completed(running), 1):
             done.result()
+            progress(n, len(specs))
 
 
-def _fill_both(spec: KernelSpec, store: Store) -> None:
+def _learn(spec: KernelSpec, store: Store) -> None:
+    store.digest(spec)
+
+
+def _fill(spec: KernelSpec, store: Store) -> None:
     from cute_kernels.runtime.cache import DiskCache, directory, entry_name
-    from cute_kernels.runtime.compile import compile_kernel
 
     disk, name = DiskCache(directory()), entry_name(spec)
     with disk.lock(name) as writable:
-        if disk.exists(name) and store.has(spec, "digest"):
+        if disk.exists(name) and store.knows(spec):
             return
-        compiled = compile_kernel(spec)
-        store.put(spec, "digest", asdict(digest_of_compiled(compiled)))
+        kernel, compiled = _compile(spec)
+        store.add(spec, compiled)
         if writable and not disk.exists(name):
-            disk.store(name, lambda path, symbol: compiled.export_to_c(path, function_name=symbol))
+            disk.store(name, lambda path, symbol: kernel.export_to_c(path, function_name=symbol))
 
 
 def digest_of_entry(spec: KernelSpec, store: Store | None = None) -> CodeDigest:
@@ -318,3 +385,37 @@ def digest_of_entry(spec: KernelSpec, store: Store | None = None) -> CodeDigest:
         if path.exists():
             return CodeDigest(sass_of_entry(path), digest_of_spec(spec, store).launch)
     raise FileNotFoundError(f"no kernel at {entries[0]}")
+
+
+# ---- records
+
+
+def not_comparable(record: Mapping[str, Any], here: Mapping[str, str] | None = None) -> str:
+    """Why the digests of a record say nothing about code that is built here; empty where they do."""
+    here = here or toolchain()
+    if not record.get("kernels"):
+        return "the record names no kernels"
+    then = record.get("toolchain") or {}
+    differing = [
+        f"{key}: {then.get(key)}, here {here.get(key)}"
+        for key in sorted({*then, *here})
+        if then.get(key) != here.get(key)
+    ]
+    return f"the record is of another toolchain ({'; '.join(differing)})" if differing else ""
+
+
+def stale_cases(record: Mapping[str, Any], built: Iterable[CodeDigest]) -> list[int]:
+    """Places in "cases" of those which ran a kernel that is no longer built, or name one that the record lacks.
+
+    Args:
+        record: of results/, with top-level "kernels", {id: {"spec", "sass", "launch"}}, and "kernels", [id, ...], in
+            each case. A case without that list, or with an empty one, ran no kernel of ours.
+        built: digests of what is built now.
+    """
+    current = {(digest.sass, digest.launch) for digest in built}
+    known = {name: (kernel["sass"], kernel["launch"]) for name, kernel in record["kernels"].items()}
+    return [
+        place
+        for place, case in enumerate(record["cases"])
+        if any(known.get(name) not in current for name in case.get("kernels") or ())
+    ]

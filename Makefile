@@ -8,6 +8,9 @@ VENV ?= .venv
 RUN := $(if $(VENV),$(VENV)/bin/python,$(PYTHON))
 READY := $(if $(VENV),$(VENV)/.ready)
 
+# Where pytest-xdist is installed, tests are spread over all cores; tests/conftest.py says how many processes that are.
+SPREAD := from importlib.util import find_spec; print("-n auto --dist loadgroup" if find_spec("xdist") else "")
+
 .PHONY: help demo test lint gpu-check clean
 .DEFAULT_GOAL := help
 
@@ -22,7 +25,7 @@ demo: $(READY)
 	$(RUN) scripts/demo.py
 
 test: $(READY)
-	$(RUN) -m pytest
+	$(RUN) -m pytest $$($(RUN) -c '$(SPREAD)')
 
 lint: $(READY)
 	$(RUN) -m ruff check .

@@ -6,8 +6,8 @@ import torch
 from cute_kernels.mla import append_op
 from cute_kernels.mla.append_op import mla_fp8_append
 from cute_kernels.mla.append_spec import MlaAppendSpec, shipped_specs
-from cute_kernels.testing import sass
 from fp8_mla import pack
+from tests.support.reports import report_of
 
 PAGES, PAGE_SIZE = 5, 7
 POISON = 0xA5
@@ -219,6 +219,6 @@ def test_a_long_call_keeps_more_bytes_in_flight():
 
 def test_four_tokens_per_warp_compile():
     spec = MlaAppendSpec(tokens_per_warp=4, warps=8)
-    code = sass.report(spec)
+    code = report_of(spec)
     assert code.problems(spec.expected) == []
     assert code.count("LDG.E.128") == 9  # two of each token's latent, one of all rope parts

@@ -13,9 +13,9 @@ from cute_kernels.gqa.append_spec import MAX_HELD, SCALES, KvAppendSpec, shipped
 from cute_kernels.gqa.layout_plan import LAYOUTS, CacheSizes, scale_shapes
 from cute_kernels.gqa.reference import quantize
 from cute_kernels.runtime.compile import compile_kernel
-from cute_kernels.testing import sass
 from cute_kernels.testing.gqa import SCALE_NAMES as KINDS
 from cute_kernels.testing.inputs import generator
+from tests.support.reports import report_of
 
 PAGES, ROWS, H_KV, D = 3, 8, 2, 64
 SIZES = CacheSizes(PAGES, ROWS, H_KV, D)
@@ -418,7 +418,7 @@ def test_other_variants_compile(h_kv: int, k_scale: str, vllm: bool) -> None:
     made = KvAppendSpec.for_launch(
         dtype="bfloat16", d=128, h_kv=h_kv, k_scale=k_scale, v_scale="per_token", scale_dtype="float32", vllm=vllm
     )
-    assert sass.report(made).problems(made.expected) == []
+    assert report_of(made).problems(made.expected) == []
 
 
 def test_no_approximate_division_and_no_flushing(tmp_path: Path) -> None:

@@ -1,7 +1,6 @@
 """The bench of a card without one: its kernels compile, its checks see wrong results, its script prints predictions."""
 
 import dataclasses
-import functools
 import json
 import subprocess
 import sys
@@ -15,7 +14,6 @@ import torch
 import fp8_mla
 from cute_kernels.budget.rates import H200
 from cute_kernels.testing.inputs import generator, latent_tokens
-from cute_kernels.testing.sass import SassReport, report
 from scripts import bench_gqa, bench_mla, bench_plots, bench_trace, bench_units, budget_table, h800_bench
 from scripts.bench_trace import Span
 from scripts.bench_units import UnitResult
@@ -30,6 +28,7 @@ from scripts.units.spec import (
     WgmmaSpec,
     shipped_specs,
 )
+from tests.support.reports import report_of
 
 ROOT = Path(__file__).resolve().parents[2]
 WORK = {name: value for name, value in vars(bench_units).items() if name.endswith("_TURNS")}
@@ -37,26 +36,25 @@ WORK = {name: value for name, value in vars(bench_units).items() if name.endswit
 
 # --- the kernels that measure units
 
-compiled = functools.cache(report)
 
-
+@pytest.mark.anywhere
 @pytest.mark.parametrize("spec", shipped_specs(), ids=repr)
 def test_unit_kernels_compile_without_spills(spec: Any) -> None:
-    found: SassReport = compiled(spec)
+    found = report_of(spec)
     assert spec.can_implement() == []
     assert found.problems(spec.expected) == []
 
 
 def test_the_loops_of_wgmma_are_what_they_are_called() -> None:
-    tiles = {spec: compiled(spec).count("HGMMA") for spec in shipped_specs() if isinstance(spec, WgmmaSpec)}
+    tiles = {spec: report_of(spec).count("HGMMA") for spec in shipped_specs() if isinstance(spec, WgmmaSpec)}
     for spec, count in tiles.items():
         assert count == {"qk": 36, "pv": 8, "seesaw": 44}[spec.schedule]
-    stores = [compiled(WgmmaSpec(storing=storing)).count("STS.128") for storing in (False, True)]
+    stores = [report_of(WgmmaSpec(storing=storing)).count("STS.128") for storing in (False, True)]
     assert stores == [0, 72], "two tiles of 576 columns, 36 pieces a thread"
 
 
 def test_without_trace_no_clock_but_that_of_the_loop_is_read() -> None:
-    plain, traced = compiled(GatherSpec()), compiled(GatherSpec(trace=True))
+    plain, traced = report_of(GatherSpec()), report_of(GatherSpec(trace=True))
     assert plain.count("CS2R") + 8 < traced.count("CS2R")
     assert plain.count("STG") + 8 < traced.count("STG")
 

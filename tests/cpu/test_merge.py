@@ -9,7 +9,7 @@ from cute_kernels.merge import op as merge_op
 from cute_kernels.merge.op import merge_states
 from cute_kernels.merge.reference import merge_states_reference
 from cute_kernels.merge.spec import ITEMSIZE, MergeSpec, shipped_specs
-from cute_kernels.testing import sass
+from tests.support.reports import report_of
 
 INF, NAN = math.inf, math.nan
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -323,7 +323,7 @@ def test_a_spec_says_what_it_cannot_do(change, reason):
 def test_eight_loads_are_in_flight():
     """Eight loads hold 32 registers at once. Left alone, ptxas uses 40 in all and waits for every third load."""
     spec = MergeSpec.for_launch(rows=128, num_states=64, d=512, in_dtype="float32", out_dtype="bfloat16")
-    (kernel,) = sass.report(spec).kernels
+    (kernel,) = report_of(spec).kernels
     assert kernel.count("LDG.E.128") == 8
     assert kernel.registers >= 64
 
@@ -339,7 +339,7 @@ def test_eight_loads_are_in_flight():
 )
 def test_unusual_variants_compile(facts):
     spec = MergeSpec(**facts)
-    assert sass.report(spec).problems(spec.expected) == []
+    assert report_of(spec).problems(spec.expected) == []
 
 
 def test_shipped_specs_are_distinct():

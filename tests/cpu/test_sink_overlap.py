@@ -1,27 +1,18 @@
 """The order of instructions that makes the forward of sink attention fast; ptxas decides it. No GPU needed."""
 
-from pathlib import Path
-
 import pytest
 
-from cute_kernels.runtime.compile import compile_kernel
 from cute_kernels.sink.spec import SinkForwardSpec
-from cute_kernels.testing import sass
-
-
-def listing(spec: SinkForwardSpec, directory: Path) -> list[str]:
-    compile_kernel(spec, directory)
-    (cubin,) = directory.glob("*.cubin")
-    return sass._run("nvdisasm", "-c", str(cubin)).splitlines()
+from tests.support.reports import listing_of
 
 
 @pytest.mark.parametrize("ratio", [1, 8])
 @pytest.mark.parametrize("window", [None, 128, 4096])
 @pytest.mark.parametrize("d", [64, 128])
-def test_softmax_stands_between_the_two_waits(d: int, window: int | None, ratio: int, tmp_path: Path) -> None:
+def test_softmax_stands_between_the_two_waits(d: int, window: int | None, ratio: int) -> None:
     """After the wait that leaves PV in flight, all exponentials of a tile come before the wait for PV."""
     spec = SinkForwardSpec.for_launch("bfloat16", d, packed=False, window=window, ratio=ratio)
-    lines = listing(spec, tmp_path)
+    lines = listing_of(spec)
     start = next(i for i, line in enumerate(lines) if "DEPBAR.LE gsb0, 0x1" in line)
     end = next(i for i, line in enumerate(lines) if i > start and "DEPBAR.LE gsb0, 0x0" in line)
     between = lines[start:end]

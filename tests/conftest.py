@@ -8,6 +8,12 @@ import torch
 
 MOST_PROCESSES = 8  # each has torch and the DSL in memory, 1 to 2 GB
 
+from cute_kernels.runtime import arch
+
+# Some tests look at device code itself, whose modules import the DSL. It reads its target once, when it is imported, so
+# the target is pinned before the first of them, whichever that is.
+arch.pin()
+
 
 @pytest.fixture(scope="session")
 def root() -> pathlib.Path:

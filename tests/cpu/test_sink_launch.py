@@ -9,13 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from cute_kernels.runtime import arch, memory
+from cute_kernels.runtime import memory
 from cute_kernels.sink import backward_spec, launch, op, plan, spec
 from cute_kernels.sink.reference import reference_sink_attention, reference_sink_attention_backward
 from cute_kernels.testing.inputs import strided
 from cute_kernels.testing.sink import SinkCase, sink_case
 
-arch.pin()
 SMS = 132
 TORCH = {"BFloat16": torch.bfloat16, "Float16": torch.float16, "Float32": torch.float32, "Int32": torch.int32}
 RAGGED = [(1, 1), (130, 300), (0, 5), (64, 0), (3, 200), (70, 60)]

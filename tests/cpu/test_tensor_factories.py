@@ -79,6 +79,8 @@ def violations(source: str) -> Iterator[str]:
             yield f"{node.lineno}: torch.where of two numbers has the default dtype"
     for node in ast.walk(tree):
         name = of_torch(node)
+        if not isinstance(node, ast.Attribute):
+            continue
         if name in FACTORIES and node not in named:
             yield f"{node.lineno}: torch.{name}, called elsewhere, maybe without {' and '.join(sorted(NEEDS))}"
         elif name in DEFAULTS:
@@ -98,7 +100,8 @@ def test_all_that_follows_the_default_device_is_a_factory() -> None:
     """It is in a list of its own, under a private name."""
     from torch.utils._device import _device_constructors
 
-    of_torch_itself = {f.__name__ for f in _device_constructors() if getattr(torch, f.__name__, None) is f}
+    names = {getattr(f, "__name__", "") for f in _device_constructors()}
+    of_torch_itself = {name for name in names if hasattr(torch, name)}
     assert of_torch_itself <= FACTORIES
     assert {"empty", "full", "tensor", "arange", "randn"} <= of_torch_itself
 

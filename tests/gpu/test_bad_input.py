@@ -15,7 +15,13 @@ from cute_kernels.runtime import arch
 from cute_kernels.testing.gqa import gqa_case
 from cute_kernels.testing.inputs import DecodeCase, dense_case, sparse_case
 from fp8_mla import QK_DIM, TOKEN_BYTES
+from tests.support import specs
 from tests.support.bad_input import TABLES
+
+
+def kernel_specs() -> list[Any]:
+    """What right calls launch."""
+    return specs.of_tables()
 
 
 def decode(case: DecodeCase, **options: Any) -> Any:

@@ -1,14 +1,21 @@
 """Operators without a backward, and tensors that require gradients, as tests/cpu/test_gradients.py has it."""
 
+from typing import Any
+
 import pytest
 import torch
 
 from cute_kernels import sink_attention
-from tests.support import gradients
+from tests.support import gradients, specs
 from tests.support.bad_input_gqa import sink_call
 
 CANDIDATES = gradients.candidates("cpu")  # tests are collected where there is no GPU
 EVERY = pytest.mark.parametrize(("name", "argument"), CANDIDATES, ids=[", ".join(pair) for pair in CANDIDATES])
+
+
+def kernel_specs() -> list[Any]:
+    """What right calls launch."""
+    return specs.of_tables()
 
 
 @EVERY

@@ -144,12 +144,16 @@ def _flash_dense(device: str) -> dict[str, Any]:
 # ---- calls
 
 
+def _tensors(results: torch.Tensor | Tensors) -> Tensors:
+    return results if isinstance(results, tuple) else (results,)
+
+
 def _decode_mla(**call: Any) -> Tensors:
-    return mla_fp8_decode(**call, return_lse=True)
+    return _tensors(mla_fp8_decode(**call, return_lse=True))
 
 
 def _decode_mla_alone(**call: Any) -> Tensors:
-    return (mla_fp8_decode(**call, num_splits=3),)
+    return _tensors(mla_fp8_decode(**call, num_splits=3))
 
 
 def _append_mla(**call: Any) -> Tensors:
@@ -158,11 +162,11 @@ def _append_mla(**call: Any) -> Tensors:
 
 
 def _decode_gqa(**call: Any) -> Tensors:
-    return gqa_decode(**call, return_lse=True)
+    return _tensors(gqa_decode(**call, return_lse=True))
 
 
 def _decode_gqa_alone(**call: Any) -> Tensors:
-    return (gqa_decode(**call, num_splits=2),)
+    return _tensors(gqa_decode(**call, num_splits=2))
 
 
 def _append_kv(**call: Any) -> Tensors:
@@ -171,7 +175,7 @@ def _append_kv(**call: Any) -> Tensors:
 
 
 def _attend(d_out: torch.Tensor, **call: Any) -> Tensors:
-    return sink_attention(**call, return_lse=True)
+    return _tensors(sink_attention(**call, return_lse=True))
 
 
 def _attend_with_gradients(d_out: torch.Tensor, **call: Any) -> Tensors:

@@ -1,0 +1,189 @@
+"""Several GPUs: tensors say where a call runs, whatever device is current, and lie on one device."""
+
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from cute_kernels import mla_fp8_decode
+from cute_kernels.testing.inputs import sparse_case
+from tests.support import specs
+from tests.support.bad_input import TABLES
+from tests.support.samples import SAMPLES, copied
+
+OF_EACH = pytest.mark.parametrize("name", SAMPLES)
+two_gpus = pytest.mark.usefixtures("second_gpu")
+
+
+def kernel_specs() -> list[Any]:
+    """What the tests here launch."""
+    return [*specs.of_tables(), *specs.of_samples()]
+
+
+@pytest.fixture
+def second_gpu() -> None:
+    found = torch.cuda.device_count()
+    if found < 2:
+        pytest.skip(f"needs two GPUs; found {found}")
+
+
+@pytest.fixture(autouse=True)
+def device_0_is_current() -> Iterator[None]:
+    with torch.cuda.device(0):
+        yield
+
+
+@functools.cache
+def arguments(name: str) -> dict[str, Any]:
+    """Of a sample, on the CPU, from where each device gets the same."""
+    return SAMPLES[name].inputs("cpu")
+
+
+def on(name: str, device: str) -> dict[str, Any]:
+    """The same arguments on a device, strides kept."""
+    moved = {}
+    for key, value in copied(arguments(name)).items():
+        if isinstance(value, torch.Tensor):
+            storage = torch.empty(0, dtype=value.dtype, device=value.device).set_(value.untyped_storage())
+            value = storage.to(device).as_strided(value.shape, value.stride(), value.storage_offset())
+        moved[key] = value
+    return moved
+
+
+def run(name: str, device: str) -> list[torch.Tensor]:
+    """Results of a sample on a device, which they are checked to be on, moved to the CPU."""
+    results = SAMPLES[name].run(**on(name, device))
+    assert all(t.device == torch.device(device) for t in results)
+    return [t.cpu() for t in results]
+
+
+def require_same(got: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
+    for ours, want in zip(got, expected, strict=True):
+        assert torch.equal(ours.reshape(-1).view(torch.uint8), want.reshape(-1).view(torch.uint8))
+
+
+@two_gpus
+@OF_EACH
+def test_tensors_of_a_device_that_is_not_current(name):
+    expected = run(name, "cuda:0")
+    for _ in range(2):  # the first call plans, the second finds its plan
+        require_same(run(name, "cuda:1"), expected)
+        assert torch.cuda.current_device() == 0
+    require_same(run(name, "cuda:0"), expected)
+
+
+@two_gpus
+@OF_EACH
+def test_a_device_context_changes_nothing(name):
+    expected = run(name, "cuda:0")
+    with torch.cuda.device(1):
+        require_same(run(name, "cuda:0"), expected)
+        assert torch.cuda.current_device() == 1
+        require_same(run(name, "cuda:1"), expected)
+
+
+@OF_EACH
+def test_a_call_runs_on_the_current_stream_of_its_device(name):
+    """What that stream has before it is seen, and what comes behind it waits."""
+    expected = run(name, "cuda:0")
+    late = on(name, "cuda:0")
+    torch.cuda.synchronize()
+    tensors = {key: value for key, value in late.items() if isinstance(value, torch.Tensor)}
+    values = {key: value.clone() for key, value in tensors.items()}
+    for value in tensors.values():
+        value.zero_()
+    torch.cuda.synchronize()
+    stream = torch.cuda.Stream(0)
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(20_000_000)  # some 10 ms, in which a launch on any other stream would read zeros
+        for key, value in values.items():
+            tensors[key].copy_(value)
+        results = SAMPLES[name].run(**late)
+        got = [t.clone() for t in results]
+    stream.synchronize()
+    require_same([t.cpu() for t in got], expected)
+
+
+@two_gpus
+@OF_EACH
+def test_a_current_stream_of_another_device_is_not_used(name):
+    """`torch.cuda.stream` of device 1 makes that device current and leaves the stream of device 0 what it was."""
+    expected, call = run(name, "cuda:0"), on(name, "cuda:0")
+    busy = torch.cuda.Stream(1)
+    with torch.cuda.stream(busy):
+        assert torch.cuda.current_device() == 1
+        torch.cuda._sleep(500_000_000)  # some 300 ms
+        end = torch.cuda.Event()
+        end.record()
+        result = SAMPLES[name].run(**call)
+        torch.cuda.current_stream(0).synchronize()
+        assert not end.query(), "the call waited for a stream of another device"
+        require_same([t.cpu() for t in result], expected)
+    torch.cuda.synchronize(1)
+
+
+@two_gpus
+def test_workspaces_of_devices_are_apart():
+    """Split calls on two devices at once: each has partial results and counters of its own."""
+    cases = [sparse_case(batch=2, h_q=128, topk=2048, seed=1, device=f"cuda:{i}") for i in range(2)]
+    expected = [mla_fp8_decode(case.q, case.kv_cache, **case.options(), num_splits=8) for case in cases]
+    for _ in range(50):
+        got = [mla_fp8_decode(case.q, case.kv_cache, **case.options(), num_splits=8) for case in cases]
+    for i in range(2):
+        torch.cuda.synchronize(i)
+        assert torch.equal(got[i], expected[i])
+
+
+@two_gpus
+@OF_EACH
+def test_a_graph_on_another_device_than_the_first(name):
+    if SAMPLES[name].backward or "packed" in name:
+        return  # autograd and lengths that are read do not capture
+    expected = run(name, "cuda:1")
+    call = on(name, "cuda:1")
+    with torch.cuda.device(1):
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            SAMPLES[name].run(**call)
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            results = SAMPLES[name].run(**call)
+    for t in results:
+        t.zero_()
+    torch.cuda.synchronize(1)
+    with torch.cuda.device(1):
+        graph.replay()
+    torch.cuda.synchronize(1)
+    require_same([t.cpu() for t in results], expected)
+
+
+def mixed() -> list[tuple[str, str]]:
+    """Each table with each of its tensors but the first, which says where the call is."""
+    return [
+        (name, argument)
+        for name, table in TABLES.items()
+        for argument in [key for key, value in table.right("cpu").items() if isinstance(value, torch.Tensor)][1:]
+    ]
+
+
+@two_gpus
+@pytest.mark.parametrize(("name", "argument"), mixed(), ids=[", ".join(pair) for pair in mixed()])
+def test_tensors_of_two_gpus_are_refused(name, argument):
+    table = TABLES[name]
+    for prepared in (False, True):
+        if prepared:
+            table.function(**table.right("cuda:0"))
+        call = table.right("cuda:0")
+        call[argument] = call[argument].to("cuda:1")
+        with pytest.raises(ValueError) as error:
+            table.function(**call)
+        said = str(error.value)
+        assert "got a tensor on cuda:1; needs one on cuda:0, like the other arguments" in said
+        renamed = {"k_cache": "kv_cache", "attn_sink": "s_aux"} if name.startswith("flash_mla") else {}
+        assert said.startswith(f"{renamed.get(argument, argument)}: ")
+        torch.cuda.synchronize(0)
+        torch.cuda.synchronize(1)

@@ -1,0 +1,36 @@
+"""Specifications that the tables of bad input and the samples launch, so that tests/gpu compiles them side by side."""
+
+from typing import Any
+
+from cute_kernels.gqa import op
+from cute_kernels.gqa.append_spec import KvAppendSpec
+from tests.support.bad_input import TABLES
+from tests.support.samples import SAMPLES
+
+
+def of_tables() -> list[Any]:
+    """Of right calls; those of the other operators ship, or compile in a few seconds."""
+    calls = [table.right("cpu") for name, table in TABLES.items() if name.startswith("gqa_decode")]
+    per_head = dict.fromkeys(("k_scale", "v_scale"), "per_token_head")
+    append = KvAppendSpec.for_launch(dtype="bfloat16", d=64, h_kv=2, **per_head, scale_dtype="float32")
+    return [*map(_decoding, [*calls, _decoded(TABLES["sink_attention"].right("cpu"))]), append]
+
+
+def of_samples() -> list[Any]:
+    """Of samples, as above."""
+    calls = [sample.inputs("cpu") for name, sample in SAMPLES.items() if name.startswith("gqa_decode")]
+    # one of them is called with a number of splits, which decides the cluster
+    own = KvAppendSpec.for_launch(
+        dtype="bfloat16", d=64, h_kv=2, k_scale="per_token", v_scale="per_group_32", scale_dtype="float16"
+    )
+    return [*map(_decoding, calls), *(_decoding({**call, "num_splits": 2}) for call in calls), own]
+
+
+def _decoded(call: dict[str, Any]) -> dict[str, Any]:
+    """A call of `sink_attention` with few query tokens, as `gqa_decode` gets it."""
+    return {"q": call["q"], "k_cache": call["k"], "v_cache": call["v"], "s_aux": call["s_aux"], "layout": "BSNH"}
+
+
+def _decoding(call: dict[str, Any]) -> Any:
+    arguments = {**dict.fromkeys(op._Request._fields), "layout": "BNSH", "causal": True, **call}
+    return op.decode_spec(op._Request(*(arguments[name] for name in op._Request._fields)))

@@ -240,7 +240,7 @@ def bf16_yardstick(
         slots = slots_from_block_table(block_table, cache_seqlens, pages.shape[1], num_pages=pages.shape[0])
         slots = slots[:, : max(int(cache_seqlens.max()), 0)] if batch else slots
         ahead = torch.arange(s_q, device=q.device) - s_q + 1 if causal else torch.zeros(s_q, device=q.device)
-        limit = cache_seqlens.unsqueeze(1) + ahead
+        limit = cache_seqlens.long().clamp(0, block_table.shape[1] * pages.shape[1]).unsqueeze(1) + ahead
         positions = torch.arange(slots.shape[1], device=q.device)
         seen = (slots >= 0).unsqueeze(1) & (positions < limit.unsqueeze(-1))
     queries = q.bfloat16().float().reshape(slots.shape[0], seen.shape[1] * h_q, -1)

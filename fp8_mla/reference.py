@@ -49,10 +49,10 @@ def _dense_work(
 ) -> Iterator[_Work]:
     """One item a sequence: query j sees a prefix of its keys."""
     capacity = block_table.shape[1] * page_size
-    for row, seqlen in enumerate(cache_seqlens.tolist()):
-        table, length = block_table[row : row + 1], cache_seqlens[row : row + 1]
-        max_tokens = min(max(seqlen, 0), capacity)
-        slots = slots_from_block_table(table, length, page_size, num_pages=num_pages, max_tokens=max_tokens)[0]
+    for row, length in enumerate(cache_seqlens.tolist()):
+        seqlen = min(max(length, 0), capacity)  # before anything is subtracted, as kernels have 32 bits
+        table, known = block_table[row : row + 1], cache_seqlens[row : row + 1]
+        slots = slots_from_block_table(table, known, page_size, num_pages=num_pages, max_tokens=seqlen)[0]
         positions = torch.nonzero(slots >= 0).squeeze(1)
         limits = [seqlen - s_q + 1 + query if causal else seqlen for query in range(s_q)]
         counts = torch.searchsorted(positions, positions.new_tensor(limits)).tolist()
@@ -182,7 +182,7 @@ def reference_decode(
             twice.
         topk_length: (batch,) or (batch, s_q) int32 or int64: only that many leading indices count.
         block_table: (batch, max_pages) int32 or int64.
-        cache_seqlens: (batch,) int32 or int64, tokens.
+        cache_seqlens: (batch,) int32 or int64, tokens. Below 0 counts as 0, beyond the block table as all of it.
         causal: dense only: query j sees the first ``cache_seqlens - s_q + 1 + j`` keys. False: all see all.
         softmax_scale: default 576 ** -0.5.
         s_aux: (h_q,) floating point: a logit per head, natural log and not scaled, that joins the denominator alone.

@@ -20,6 +20,7 @@ INVALID_SLOT: Final = -1
 """What the translations write where there is no token."""
 
 INDEX_DTYPES: Final = (torch.int32, torch.int64)
+INT64_MAX: Final = 2**63 - 1
 
 
 def check_index_tensor(name: str, tensor: torch.Tensor, shape: tuple[int | None, ...]) -> None:
@@ -55,7 +56,8 @@ def slots_from_positions(
         block_table: (batch, max_pages) int32 or int64, any values.
         page_size: tokens of a page, at least 1.
         cache_seqlens: (batch,) int32 or int64: positions from there on are invalid. None: only the table limits them.
-        num_pages: pages of the cache: table entries from there on are invalid. None: only negative ones are.
+        num_pages: pages of the cache: table entries from there on are invalid. None: only negative ones are, and
+            those whose slots no int64 holds.
 
     Returns:
         int64 of the shape of `positions`; -1 where the position or its table entry is out of range.
@@ -82,7 +84,7 @@ def slots_from_positions(
     if cache_seqlens is not None:
         valid &= rows < cache_seqlens.unsqueeze(1)
     pages = block_table.long().gather(1, (rows // page_size).clamp(0, max_pages - 1))
-    valid &= pages >= 0
+    valid &= (pages >= 0) & (pages < INT64_MAX // page_size)  # beyond, the product would wrap around
     if num_pages is not None:
         valid &= pages < num_pages
     return torch.where(valid, pages * page_size + rows % page_size, INVALID_SLOT).view(positions.shape)

@@ -5,7 +5,7 @@ import cutlass.cute as cute
 from cutlass import AddressSpace, BFloat16, Float16, Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import warp
 
-from cute_kernels.device import operands, softmax
+from cute_kernels.device import operands, registers, softmax
 from cute_kernels.gqa.scale_kernel import load_scale
 from cute_kernels.gqa.spec import KEYS_PER_WARP as KEYS
 from cute_kernels.gqa.spec import GqaDecodeSpec
@@ -14,6 +14,14 @@ DTYPES = {"bfloat16": BFloat16, "float16": Float16, "float32": Float32}
 Q_EXPONENT = 14  # of the largest value of a row of Q in float16, whose largest is 15
 MAX_GROWTH = 8.0  # of scores over the running maximum, in units of log2, before P is made relative to a new one
 FACTOR, SINK, UNIT, FACTS = 0, 1, 2, 3
+# In a register of values: the bits that are all ones where a number is not finite (of e4m3: is NaN), the last of them,
+# which when added to them meets the sign, and the signs
+NOT_FINITE = {
+    "float8_e4m3fn": (0x7F7F7F7F, 0x01010101, 0x80808080),
+    "bfloat16": (0x7F807F80, 0x00800080, 0x80008000),
+    "float16": (0x7C007C00, 0x04000400, 0x80008000),
+}
+LOWEST_BITS = {1: 0x01010101, 2: 0x00010001}  # of the numbers in a register, by their bytes
 
 
 def column_facts(spec: GqaDecodeSpec, facts: cute.Pointer) -> cute.Tensor:
@@ -28,6 +36,9 @@ class TileConsumer:
     8 n + 2 t and 8 n + 2 t + 1; its accumulators are two rows of 16 of O^T for the same columns. So what belongs to a
     column (maximum, sum, factors) is in the thread that needs it.
 
+    A key that one query sees and another does not has P = 0 for the latter, and 0 x NaN is NaN. Several queries share
+    all but a few keys at both ends: where values or scales of such a block of 16 keys are not finite, the queries that
+    see them get NaN there and the products get zeros (`spread_nan`).
     """
 
     def __init__(self, spec: GqaDecodeSpec):
@@ -43,6 +54,7 @@ class TileConsumer:
         self.interleaved_d = spec.bytes_cache and not self.vllm
         self.row_chunks = spec.row_bytes // 16
         self.page_bytes = spec.d * spec.box_rows * spec.itemsize
+        self.has_nan = not self.is_int8 or self.v_groups > 0  # whether values, or scales of tokens, may be NaN
 
     # ---- what is where
 
@@ -266,6 +278,7 @@ class TileConsumer:
         seen_by_all = length - causal * (s_q - 1)
         if begin + KEYS > seen_by_all or begin < length - window or (valid & 0xFFFF) != 0xFFFF:
             lowest = length - s_q - window + 1  # that any query sees
+            sees = Int32(0)  # bit 2 i + k: the i-th column of this thread its key k
             for k in cutlass.range_constexpr(2):
                 exists = keys[k] < length and keys[k] >= lowest and ((valid >> (g + 8 * k)) & 1) == 1
                 for i in cutlass.range_constexpr(columns):
@@ -273,10 +286,16 @@ class TileConsumer:
                     end = cutlass.select_(causal == 1, cutlass.min(position + 1, length), length)
                     visible = exists and keys[k] < end and keys[k] > position - window
                     s[k, i] = cutlass.select_(visible, s[k, i], -Float32.inf)
+                    if const_expr(self.has_nan):
+                        sees |= cutlass.select_(visible, Int32(1 << 2 * i + k), Int32(0))
                 for group in cutlass.range_constexpr(self.v_groups):  # may be NaN where no token is
                     v_scale[k, group] = cutlass.select_(exists, v_scale[k, group], Float32(0.0))
             if const_expr(not self.is_int8):
                 self.mask_values(raw, begin, length, lowest, valid, lane)
+            if const_expr(self.has_nan):
+                if s_q > 1:
+                    if self.any_nan(raw, v_scale):
+                        self.spread_nan(acc_o, raw, v_scale, sees)
 
         # ---- softmax: P relative to a maximum that is at most MAX_GROWTH behind, so that few tiles move it
         grown = False
@@ -302,6 +321,81 @@ class TileConsumer:
                 s[k, i] = cute.math.exp2(s[k, i] - shift, fastmath=True)
             row_sum[i] += s[0, i] + s[1, i]
         self.values(acc_o, s, v_scale, raw)
+
+    # ---- values and scales that are not finite, of keys that not every query sees
+
+    @cute.jit
+    def any_nan(self, raw: cute.Tensor, v_scale: cute.Tensor):
+        """Whether a value or scale of the warp's keys is not finite."""
+        seen, outside = Int32(0), False
+        if const_expr(not self.is_int8):
+            for i in cutlass.range_constexpr(cute.size(raw)):
+                seen |= self._not_finite(raw[i])
+        for k in cutlass.range_constexpr(2):
+            for group in cutlass.range_constexpr(self.v_groups):
+                outside = outside or self._is_nan(v_scale[k, group])
+        return cute.arch.vote_any_sync(seen != 0 or outside)
+
+    @cute.jit
+    def spread_nan(self, acc_o, raw: cute.Tensor, v_scale: cute.Tensor, sees: Int32):
+        """NaN in O where a column sees a value or scale that is not finite, and zeros in place of these.
+
+        An infinity counts as NaN. Which numbers of a column: a product of what is not finite and of what is seen.
+        """
+        spec = self.spec
+        columns, blocks = const_expr(spec.columns // 4), spec.d // 16
+        for group in cutlass.range_constexpr(self.v_groups):
+            of_key = [self._is_nan(v_scale[k, group]) for k in range(2)]
+            keys = cutlass.select_(of_key[0], Int32(1), Int32(0)) | cutlass.select_(of_key[1], Int32(2), Int32(0))
+            for k in cutlass.range_constexpr(2):
+                v_scale[k, group] = cutlass.select_(of_key[k], Float32(0.0), v_scale[k, group])
+            for i in cutlass.range_constexpr(columns):
+                found = (sees >> 2 * i) & keys
+                for step in cutlass.range_constexpr(3):  # lanes with other keys, and the same columns
+                    found |= cute.arch.shuffle_sync_bfly(found, 4 << step)
+                for m in cutlass.range_constexpr(
+                    group * blocks // self.v_groups, (group + 1) * blocks // self.v_groups
+                ):
+                    for e in cutlass.range_constexpr(2):
+                        o = acc_o[m][i // 2][2 * e + i % 2]
+                        acc_o[m][i // 2][2 * e + i % 2] = cutlass.select_(found != 0, Float32(float("nan")), o)
+        if const_expr(not self.is_int8):
+            mma = self._mma(self.v_dtype)
+            b = [mma.make_fragment_B(mma.partition_shape_B((8, 16))) for _ in range(self.n_tiles)]
+            four = cute.make_rmem_tensor(4, Float32)
+            for n in cutlass.range_constexpr(self.n_tiles):
+                for k in cutlass.range_constexpr(2):
+                    for c in cutlass.range_constexpr(2):
+                        is_seen = (sees >> 2 * (2 * n + c) + k) & 1
+                        four[2 * k + c] = cutlass.select_(is_seen != 0, Float32(1.0), Float32(0.0))
+                self.store_p(four, b[n])
+            a = mma.make_fragment_A(mma.partition_shape_A((16, 16)))
+            product = mma.make_fragment_C(mma.partition_shape_C((16, 8)))
+            nothing = Int32(0)
+            for m in cutlass.range_constexpr(blocks):
+                # behind the block before, and not what `any_nan` has found: all at once d 256 would spill
+                found = [self._not_finite(registers.anew(raw[i] + nothing)) for i in self._registers(m)]
+                self.widen_values(a, [(x >> 1) & 0x7FFFFFFF for x in found])  # 2.0 in all three types
+                for n in cutlass.range_constexpr(self.n_tiles):
+                    product.fill(0.0)
+                    cute.gemm(mma, product, a[None, None, 0], b[n][None, None, 0], product)
+                    for e in cutlass.range_constexpr(4):
+                        o = acc_o[m][n][e]
+                        acc_o[m][n][e] = cutlass.select_(product[e] > 0.0, Float32(float("nan")), o)
+                nothing = product[0].bitcast(Int32) >> 31  # 0, for it is no negative number
+                for i in cutlass.range_constexpr(len(found)):
+                    lowest = (found[i] >> (8 * spec.itemsize - 1)) & LOWEST_BITS[spec.itemsize]
+                    r = self._registers(m)[i]
+                    raw[r] = raw[r] & ((found[i] | (found[i] - lowest)) ^ Int32(-1))
+
+    def _not_finite(self, x: Int32) -> Int32:
+        """The sign bits of the numbers in a register of values that are not finite."""
+        bits, last, signs = NOT_FINITE[self.spec.kv_dtype]
+        return ((x & Int32(bits)) + Int32(last)) & Int32(signs - (1 << 32))
+
+    def _is_nan(self, scale: Float32):
+        """Whether a scale is not finite."""
+        return (scale.bitcast(Int32) & 0x7F800000) == 0x7F800000
 
     @cute.jit
     def scores(self, k_scale: cute.Tensor, sQ: cute.Pointer, address: Int32, w: Int32, lane: Int32):
@@ -396,8 +490,6 @@ class TileConsumer:
         blocks = spec.d // 16
         shape_b, shape_a = mma.partition_shape_B((8, 16)), mma.partition_shape_A((16, 16))
         b = [[mma.make_fragment_B(shape_b) for _ in range(groups)] for _ in range(self.n_tiles)]
-        rounded = cute.make_rmem_tensor(4, self.v_dtype)
-        r = cute.recast_tensor(rounded, Int32)
         scaled = cute.make_rmem_tensor(4, Float32)
         for n in cutlass.range_constexpr(self.n_tiles):
             for group in cutlass.range_constexpr(groups):
@@ -406,30 +498,41 @@ class TileConsumer:
                         scaled[2 * k + c] = p[k, 2 * n + c]
                         if const_expr(self.v_groups > 0):
                             scaled[2 * k + c] *= v_scale[k, group]
-                rounded.store(scaled.load().to(self.v_dtype))
-                target = cute.recast_tensor(b[n][group], Int32)
-                target[0] = operands.transpose(r[0])
-                target[1] = operands.transpose(r[1])
+                self.store_p(scaled, b[n][group])
         a = mma.make_fragment_A(shape_a)
         for m in cutlass.range_constexpr(blocks):
-            self.widen_values(a, raw, m)
+            self.widen_values(a, [raw[i] for i in self._registers(m)])
             group = const_expr(m * groups // blocks)
             for n in cutlass.range_constexpr(self.n_tiles):
                 acc = acc_o[m][n]
                 cute.gemm(mma, acc, a[None, None, 0], b[n][group][None, None, 0], acc)
 
     @cute.jit
-    def widen_values(self, a: cute.Tensor, raw: cute.Tensor, m: cutlass.Constexpr):
-        """Rows 16 m .. 16 m + 15 of V^T as a fragment of A."""
+    def store_p(self, four: cute.Tensor, b: cute.Tensor):
+        """What a thread has of P^T for 8 columns, keys g and g + 8 of two columns, as a fragment of B."""
+        rounded = cute.make_rmem_tensor(4, self.v_dtype)
+        rounded.store(four.load().to(self.v_dtype))
+        r, target = cute.recast_tensor(rounded, Int32), cute.recast_tensor(b, Int32)
+        target[0] = operands.transpose(r[0])
+        target[1] = operands.transpose(r[1])
+
+    def _registers(self, m: int) -> range:
+        """Which registers of the raw values have rows 16 m .. 16 m + 15 of V^T."""
+        count = 2 * self.spec.itemsize
+        return range(count * m, count * (m + 1))
+
+    @cute.jit
+    def widen_values(self, a: cute.Tensor, raw: list):
+        """16 rows of V^T as a fragment of A."""
         if const_expr(self.spec.bytes_cache):
             if const_expr(self.vllm):
-                operands.widen_rows(a, raw[2 * m], raw[2 * m + 1], self.is_int8)
+                operands.widen_rows(a, raw[0], raw[1], self.is_int8)
             else:
-                operands.widen_columns(a, raw[2 * m], raw[2 * m + 1], self.is_int8)
+                operands.widen_columns(a, raw[0], raw[1], self.is_int8)
         elif const_expr(self.vllm):
-            operands.take(a, raw[4 * m], raw[4 * m + 1], raw[4 * m + 2], raw[4 * m + 3])
+            operands.take(a, raw[0], raw[1], raw[2], raw[3])
         else:
-            operands.take(a, raw[4 * m], raw[4 * m + 2], raw[4 * m + 1], raw[4 * m + 3])
+            operands.take(a, raw[0], raw[2], raw[1], raw[3])
 
     @cute.jit
     def load_values(self, address: Int32, w: Int32, lane: Int32) -> cute.Tensor:

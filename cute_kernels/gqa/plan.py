@@ -11,6 +11,8 @@ RANGE_TILES = 2.0
 """What a range costs beside its tiles (Q, the meeting of the warps, a state written and merged), in tiles."""
 
 
+INT32_MAX = 2**31 - 1
+
 SHORT = 8
 """Tiles that a CTA of a cluster can be given; above, more CTAs are worth the way through global memory."""
 
@@ -88,12 +90,14 @@ def plan_decode(
     if spec.cluster > 1:
         ranges, splits, units, shared, slots = 1, 0, batch * heads * spec.cluster, False, batch * heads * spec.cluster
     elif num_splits is not None:
-        splits = min(num_splits, tiles, MAX_RANGES)
+        splits = min(num_splits, tiles, MAX_RANGES, INT32_MAX // tiles)
         ranges, units, shared = 1, heads * splits * batch, splits > 1
+    elif tiles * batch > INT32_MAX:  # the device adds up the tiles of all sequences in 32 bits
+        ranges, splits, units, shared = 1, 1, heads * batch, False
     else:
         splits, total = 0, tiles * batch
         # the device computes range * tile in 32 bits
-        candidates = range(1, max(1, min(MAX_RANGES, total, (2**31 - 1) // total - 1)) + 1)
+        candidates = range(1, max(1, min(MAX_RANGES, total, INT32_MAX // total - 1)) + 1)
         ranges = min(candidates, key=lambda n: (_rounds(heads * n, slots) * (total / n + RANGE_TILES), n))
         units, shared = heads * ranges, ranges > 1
     return DecodePlan(

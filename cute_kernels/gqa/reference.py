@@ -179,7 +179,7 @@ def visible_keys(
         raise ValueError(f"block_table: got a tensor; layout {layout.name!r} takes none")
     table = None if block_table is None else block_table.cpu().long()
     capacity = sizes.rows if table is None else sizes.rows * table.shape[1]
-    lengths = [capacity] * batch if cache_seqlens is None else cache_seqlens.clamp(0, capacity).tolist()
+    lengths = [capacity] * batch if cache_seqlens is None else cache_seqlens.long().clamp(0, capacity).tolist()
     for row, length in enumerate(lengths):
         at = [length - s_q + query for query in range(s_q)]
         begins = [0 if window is None else min(max(own - window + 1, 0), length) for own in at]

@@ -9,7 +9,7 @@ import torch
 
 import fp8_mla
 from cute_kernels.mla.plan import MAX_SPLITS, plan_decode
-from cute_kernels.mla.spec import EXCHANGES, MASKED_SCALE, PARTIAL_FLOATS
+from cute_kernels.mla.spec import EXCHANGES, MASKED_SCALE, MAX_KEYS, PARTIAL_FLOATS
 from cute_kernels.runtime import memory, workspace
 from cute_kernels.runtime.arch import require_sm90
 from cute_kernels.runtime.checks import check_tensor, fail, refuse_gradients, require
@@ -76,9 +76,11 @@ def mla_fp8_decode(
             Rows contiguous and 16-byte aligned; pages may be strided.
         indices: sparse: (batch, s_q, topk) int32, each ``page * page_size + offset``. An index outside of the cache is
             masked, wherever it stands.
-        topk_length: (batch,) or (batch, s_q) int32: only that many leading indices count.
-        block_table: dense: (batch, max_pages) int32. Entries behind a request's last page may be anything.
-        cache_seqlens: dense: (batch,) int32, tokens; those beyond the block table do not exist.
+        topk_length: (batch,) or (batch, s_q) int32: only that many leading indices count. A negative one counts as 0.
+        block_table: dense: (batch, max_pages) int32. Entries behind a request's last page may be anything; the keys of
+            a page that does not exist are masked.
+        cache_seqlens: dense: (batch,) int32, tokens. A negative length counts as 0, one beyond the block table as all
+            of it.
         causal: dense, s_q > 1: query j sees the first ``cache_seqlens - s_q + 1 + j`` keys.
         softmax_scale: default 576 ** -0.5.
         s_aux: (h_q,) float32, a logit per head in natural-log units that joins the softmax denominator alone.
@@ -226,6 +228,7 @@ def _prepare(
     device = torch.device("cuda", device_index)
     require_sm90("q", device)
     _check_sizes(s_q, h_q, num_splits, exchange)
+    _check_width(sparse, width, page_size)
     constants, zero_row = memory.constants(device), _zero_row(device)
     kernel, splits, merge_ctas, max_ctas, blocks, partial_rows = None, 1, 1, 1, 1, 0
     if batch and width and any_page:
@@ -290,6 +293,12 @@ def _check_numbers(softmax_scale: float | None, num_splits: int | None, exchange
     require(exchange is None or exchange in EXCHANGES, "exchange", repr(exchange), f"None or one of {EXCHANGES}")
 
 
+def _check_width(sparse: bool, width: int, page_size: int) -> None:
+    """Positions of keys are 32-bit numbers."""
+    name, got = ("indices", f"topk {width}") if sparse else ("block_table", f"{width} pages of {page_size} tokens")
+    require((width if sparse else width * page_size) <= MAX_KEYS, name, got, f"at most {MAX_KEYS} keys of a query")
+
+
 def _check(request: _Request, out: torch.Tensor | None, lse: torch.Tensor | None) -> None:
     """Raises what is wrong with the arguments, by name."""
     q, kv_cache, indices, topk_length, block_table, cache_seqlens = request[:6]
@@ -309,6 +318,7 @@ def _check(request: _Request, out: torch.Tensor | None, lse: torch.Tensor | None
             fail("indices", "indices and dense arguments", _NEEDS_KEYS)
         shape: tuple[int | None, ...] = (batch, s_q, None)
         check_tensor("indices", indices, dtype=torch.int32, shape=shape, device=device, unit_last_stride=True)
+        _check_width(True, indices.shape[2], 1)
         if topk_length is not None:
             per_query = isinstance(topk_length, torch.Tensor) and topk_length.dim() == 2
             shape = (batch, s_q) if per_query else (batch,)
@@ -320,6 +330,7 @@ def _check(request: _Request, out: torch.Tensor | None, lse: torch.Tensor | None
             fail("indices", f"None, with {' and '.join(given) or 'nothing else'}", _NEEDS_KEYS)
         shape = (batch, None)
         check_tensor("block_table", block_table, dtype=torch.int32, shape=shape, device=device, unit_last_stride=True)
+        _check_width(False, block_table.shape[1], kv_cache.shape[1])
         check_tensor("cache_seqlens", cache_seqlens, dtype=torch.int32, shape=(batch,), device=device)
     if s_aux is not None:
         check_tensor("s_aux", s_aux, dtype=torch.float32, shape=(h_q,), device=device, unit_last_stride=True)

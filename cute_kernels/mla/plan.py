@@ -95,6 +95,7 @@ def plan_decode(
     blocks = spec.head_blocks(h_q)
     shares, items = num_sms // blocks, queries * blocks
     can_share = num_splits is None and spec.columns and 1 < queries <= MAX_BALANCED and shares > 1
+    can_share &= queries * (tiles + ITEM_TILES) < 2**31 - num_sms  # CTAs add up the tiles of all queries in 32 bits
     if can_share and (ragged or (best > 1 and items >= num_sms)):  # a share has fewer cuts than splits of all
         return _plan_shares(spec, queries, h_q, blocks, tiles, num_sms)
     # Many rows of few partials: a warp each, 16 rows at a time. Else a warpgroup each, 4 rows at a time, because loads

@@ -9,6 +9,7 @@ WIDE = 64  # heads of a CTA, at most
 NARROW = (8, 16, 32)  # and where there are few
 FEW = 16  # heads, at most, that leave registers for six warpgroups
 TOKENS_PER_TILE = 64
+MAX_KEYS = 2**31 - 2**15  # that a query can name: the end of the last of 256 equal parts still fits into 32 bits
 ITEM_TILES = 2  # what an item of work takes beside its tiles, in tiles, where shares of them are made
 CUT_TILES = 5  # and what it takes to cut a query in two: an item more, and a merge
 MERGE_LANES = (0, 32, 128)

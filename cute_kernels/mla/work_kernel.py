@@ -60,12 +60,15 @@ class WorkItems:
 
     @cute.jit
     def limit_of(self, work: tuple, length: Int32, table: tuple) -> Int32:
-        """The position at which the keys of a query end."""
+        """The position at which the keys of a query end; below 0 as 0.
+
+        A length may be any int32: it is clamped before anything is subtracted, for -2^31 would wrap around.
+        """
         mKV, mIndex, causal, query_divisor = table[0], table[INDEX], table[5], table[DIVISORS][3]
         if const_expr(self.sparse):
             return cutlass.min(length, mIndex.shape[2])
-        limit = length - causal * (query_divisor.divisor - 1 - work[2])
-        return cutlass.min(limit, mIndex.shape[1] * mKV.shape[1])
+        length = cutlass.min(cutlass.max(length, 0), mIndex.shape[1] * mKV.shape[1])
+        return length - causal * (query_divisor.divisor - 1 - work[2])
 
     @cute.jit
     def keys_of(self, item: Int32, work: tuple, length: Int32, table: tuple):

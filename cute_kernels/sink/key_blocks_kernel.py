@@ -114,8 +114,8 @@ class KeyBlocks:
             batch, block, head = schedule.item_of(item, spec.packed, mWork, divisors, Int32(0))
             start_q, start_k, s_q, s_k = Int32(0), Int32(0), max_q, max_k
             if const_expr(spec.packed):
-                start_q, start_k = mCuQ[batch], mCuK[batch]
-                s_q, s_k = mCuQ[batch + 1] - start_q, mCuK[batch + 1] - start_k
+                start_q, s_q = schedule.span(mCuQ, batch, max_q)
+                start_k, s_k = schedule.span(mCuK, batch, max_k)
             first = block * spec.keys  # of causal items the first blocks meet the most queries
             following = Int32(0)
             if const_expr(not spec.pair):

@@ -48,7 +48,8 @@ class SinkRequest(NamedTuple):
     s_aux           (h_q,) float32, last stride 1, or None; any value, infinities included, but NaN
     cu_seqlens_q    (batch + 1,) int32, contiguous, or None; both are None or neither is
     cu_seqlens_k    likewise. They begin with 0, never decrease and end with the number of tokens. The host has seen to
-                    that, but not of what a CUDA graph finds when it is replayed: there it is the caller's duty
+                    that, but not of what a CUDA graph finds when it is replayed: there it is the caller's duty. Kernels
+                    touch no memory but that of the tensors whatever they find, and rows of no sequence are not written
     causal          query j of a sequence, at position s_k - s_q + j, sees keys up to its own position
     window          None, or at least 1 and below s_k or tokens_k: it sees keys at positions > its own - window
     softmax_scale   a number, the default filled in
@@ -288,5 +289,6 @@ def _packed(
     listed, other = (sizes.s_k, sizes.s_q) if keys else (sizes.s_q, sizes.s_k)
     work = torch.empty((listed // rows + sizes.batch + 1, 2), dtype=torch.int32, device=cu_seqlens_q.device)
     window = NO_WINDOW if request.window is None else request.window
-    get_kernel(SinkWorkListSpec(keys))(cu_seqlens_q, cu_seqlens_k, work, rows, window, int(request.causal), other)
+    numbers = (rows, window, int(request.causal), listed, other)
+    get_kernel(SinkWorkListSpec(keys))(cu_seqlens_q, cu_seqlens_k, work, *numbers)
     return cu_seqlens_q, cu_seqlens_k, work

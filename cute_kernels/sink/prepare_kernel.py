@@ -114,8 +114,7 @@ class SinkPrepareKernel:
         start, s_q = Int32(0), max_q
         if const_expr(spec.packed):
             assert mCuQ is not None
-            start = mCuQ[batch]
-            s_q = mCuQ[batch + 1] - start
+            start, s_q = schedule.span(mCuQ, batch, mOut.shape[0])
         place = schedule.position(spec.packed, start, batch, s_q)
         first = block * ROWS
         padded = (s_q + QUERIES - 1) & -QUERIES
@@ -255,8 +254,7 @@ class SinkFinishKernel:
         start, s_q = Int32(0), max_q
         if const_expr(spec.packed):
             assert mCuQ is not None
-            start = mCuQ[batch]
-            s_q = mCuQ[batch + 1] - start
+            start, s_q = schedule.span(mCuQ, batch, mDQ.shape[0])
         first = block * QUERIES
         if first < s_q:
             if const_expr(spec.packed):

@@ -97,8 +97,8 @@ class QueryBlocks:
             batch, block, head = schedule.item_of(item, spec.packed, mWork, tuple(item_divisors), blocks)
             start_q, start_k, s_q, s_k = Int32(0), Int32(0), max_q, max_k
             if const_expr(spec.packed):
-                start_q, start_k = mCuQ[batch], mCuK[batch]
-                s_q, s_k = mCuQ[batch + 1] - start_q, mCuK[batch + 1] - start_k
+                start_q, s_q = schedule.span(mCuQ, batch, max_q)
+                start_k, s_k = schedule.span(mCuK, batch, max_k)
             else:
                 block = blocks - 1 - block  # a later block of rows sees more keys
             first = block * spec.rows

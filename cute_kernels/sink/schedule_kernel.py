@@ -68,6 +68,17 @@ def sequences(tokens, row):
     return (EDGE, EDGE + 1, tokens + 1), (row, TURN - row, row)
 
 
+@cute.jit
+def span(mCu: cute.Tensor, batch: Int32, tokens: Int32):
+    """(first row, number of rows) of a packed sequence, within `tokens` whatever the borders are.
+
+    The host looks at borders, but not at those that a CUDA graph finds when it is replayed: they may be any int32.
+    """
+    begin = cutlass.min(cutlass.max(mCu[batch], 0), tokens)
+    end = cutlass.min(cutlass.max(mCu[batch + 1], 0), tokens)
+    return begin, cutlass.max(end - begin, 0)
+
+
 def place(packed: bool, length: Int32, start: Int32, batch: Int32):
     """(coordinate of row 0 of a sequence, outer coordinate) in its view."""
     if const_expr(packed):

@@ -5,12 +5,15 @@ of equal width; within a bin the order is that in which threads come, which chan
 
 Roles (512 threads): a warp takes a sequence, its lanes the blocks. Three steps with __syncthreads between them: count
 the blocks of each bin; the first warp turns counts into first places, 32 bins a lane; every block takes its place.
+
+Borders may be any int32 when a CUDA graph is replayed. Sequences are cut off at the last token, and where they overlap,
+so that they have more tokens than there are, the list is empty: otherwise it has room for all of their blocks.
 """
 
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, const_expr
+from cutlass import Int32, Int64, const_expr
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 from cutlass.memory import SmemAllocator
 
@@ -19,6 +22,7 @@ from cute_kernels.sink.spec import SinkWorkListSpec
 
 THREADS, BINS = 512, 1024
 WARPS, PER_LANE = THREADS // 32, BINS // 32
+MANY = 1 << 30  # tokens, more than any call has
 
 
 class SinkWorkListKernel:
@@ -35,7 +39,7 @@ class SinkWorkListKernel:
         ends = cute.sym_int()
         cu_q, cu_k = (make_fake_tensor(Int32, (ends,), (1,), assumed_align=4) for _ in range(2))
         work = make_fake_tensor(Int32, (cute.sym_int(), 2), (2, 1), assumed_align=8)
-        return (cu_q, cu_k, work, *[Int32(1)] * 4, make_fake_stream(use_tvm_ffi_env_stream=True))
+        return (cu_q, cu_k, work, *[Int32(1)] * 5, make_fake_stream(use_tvm_ffi_env_stream=True))
 
     @cute.jit
     def __call__(
@@ -46,20 +50,22 @@ class SinkWorkListKernel:
         rows: Int32,
         window: Int32,
         causal: Int32,
-        longest: Int32,
+        listed: Int32,
+        other: Int32,
         stream: cuda.CUstream,
     ):
         """One launch of one CTA.
 
         mCuQ, mCuK  (batch + 1,) int32
-        mWork    (entries + 1, 2) int32; entries is at least tokens / rows + batch, tokens those of the listed side
+        mWork    (entries + 1, 2) int32; entries is at least listed / rows + batch
         rows     tokens of a block
         window   keys that a query sees at most, 2^30 where there is no window
         causal   1 or 0
-        longest  not below the longest sequence of the other side
+        listed   tokens of the listed side, of all sequences
+        other    those of the other side
         """
         reach = Int32(0) if causal != 0 else Int32(schedule.UNLIMITED)
-        self.kernel(mCuQ, mCuK, mWork, rows, window, reach, longest).launch(
+        self.kernel(mCuQ, mCuK, mWork, rows, window, reach, listed, other).launch(
             grid=[1, 1, 1], block=[THREADS, 1, 1], stream=stream
         )
 
@@ -72,25 +78,35 @@ class SinkWorkListKernel:
         rows: Int32,
         window: Int32,
         reach: Int32,
-        longest: Int32,
+        listed: Int32,
+        other: Int32,
     ):
         tidx, _, _ = cute.arch.thread_idx()
         lane, warp_idx = tidx % 32, tidx // 32
         bins = SmemAllocator().allocate_array(Int32, BINS, byte_alignment=16)
         sBins = cute.make_tensor(bins, cute.make_layout(BINS))
+        sTokens = SmemAllocator().allocate_tensor(Int32, cute.make_layout(WARPS))
         for i in cutlass.range(tidx, BINS, THREADS, unroll=1):
             sBins[i] = Int32(0)
         cute.arch.sync_threads()
-        shift = cutlass.max(22 - Int32(cute.arch.clz(longest)), 0)  # longest >> shift is below 1024
-        sequences = mCuQ.shape[0] - 1
+        shift = cutlass.max(22 - Int32(cute.arch.clz(other)), 0)  # other >> shift is below 1024
+        sequences, tokens = Int32(mCuQ.shape[0] - 1), Int32(0)
 
         for b in cutlass.range(warp_idx, sequences, WARPS, unroll=1):
-            facts = self.facts(mCuQ, mCuK, b)
+            facts = self.facts(mCuQ, mCuK, b, listed, other)
+            tokens = cutlass.min(tokens + facts[0], MANY)
             blocks = (facts[0] + rows - 1) // rows
             for block in cutlass.range(lane, blocks, 32, unroll=1):
                 at = self.bin_of(facts, block, rows, window, reach, shift)
                 cute.arch.atomic_add(bins + at, Int32(1), sem="relaxed", scope="cta")
+        if lane == 0:
+            sTokens[warp_idx] = tokens
         cute.arch.sync_threads()
+        of_all = Int64(0)
+        for w in cutlass.range_constexpr(WARPS):
+            of_all += Int64(sTokens[w])
+        if of_all > Int64(listed):
+            sequences = Int32(0)
 
         if warp_idx == 0:
             total = Int32(0)
@@ -102,7 +118,7 @@ class SinkWorkListKernel:
                 if lane >= 1 << step:
                     below += other
             if lane == 31:
-                mWork[0, 0] = below
+                mWork[0, 0] = cutlass.select_(sequences > 0, below, Int32(0))
                 mWork[0, 1] = Int32(0)
             first = below - total
             for i in cutlass.range(PER_LANE, unroll=1):
@@ -112,7 +128,7 @@ class SinkWorkListKernel:
         cute.arch.sync_threads()
 
         for b in cutlass.range(warp_idx, sequences, WARPS, unroll=1):
-            of_b = self.facts(mCuQ, mCuK, b)
+            of_b = self.facts(mCuQ, mCuK, b, listed, other)
             count_b = (of_b[0] + rows - 1) // rows
             for block in cutlass.range(lane, count_b, 32, unroll=1):
                 at = self.bin_of(of_b, block, rows, window, reach, shift)
@@ -122,12 +138,14 @@ class SinkWorkListKernel:
                     mWork[entry, 1] = block
 
     @cute.jit
-    def facts(self, mCuQ: cute.Tensor, mCuK: cute.Tensor, b: Int32):
+    def facts(self, mCuQ: cute.Tensor, mCuK: cute.Tensor, b: Int32, listed: Int32, other: Int32):
         """(tokens on the listed side, tokens on the other side) of a sequence."""
-        s_q, s_k = mCuQ[b + 1] - mCuQ[b], mCuK[b + 1] - mCuK[b]
+        of_listed, of_other = mCuQ, mCuK
         if const_expr(self.spec.keys):
-            return s_k, s_q
-        return s_q, s_k
+            of_listed, of_other = mCuK, mCuQ
+        _, mine = schedule.span(of_listed, b, listed)
+        _, others = schedule.span(of_other, b, other)
+        return mine, others
 
     @cute.jit
     def bin_of(self, facts: tuple, block: Int32, rows: Int32, window: Int32, reach: Int32, shift: Int32) -> Int32:

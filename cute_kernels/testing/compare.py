@@ -313,7 +313,7 @@ def bf16_yardstick(
         slots = slots_from_block_table(block_table, cache_seqlens, pages.shape[1], num_pages=pages.shape[0])
         slots = slots[:, : max(int(cache_seqlens.max()), 0)] if batch else slots
         ahead = torch.arange(1 - s_q, 1, dtype=torch.int64, device=q.device) if causal else cache_seqlens.new_zeros(s_q)
-        limit = cache_seqlens.unsqueeze(1) + ahead
+        limit = cache_seqlens.long().clamp(0, block_table.shape[1] * pages.shape[1]).unsqueeze(1) + ahead
         positions = torch.arange(slots.shape[1], dtype=torch.int64, device=q.device)
         seen = (slots >= 0).unsqueeze(1) & (positions < limit.unsqueeze(-1))
     queries = q.bfloat16().float().reshape(slots.shape[0], seen.shape[1] * h_q, -1)

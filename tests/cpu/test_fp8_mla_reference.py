@@ -38,7 +38,8 @@ def slots_seen(b, j, s_q, num_slots, page_size, indices, topk_length, block_tabl
             row = row[: max(length, 0)]
         return [slot for slot in row if 0 <= slot < num_slots]
     seen = []
-    limit = int(cache_seqlens[b]) - (s_q - 1 - j if causal else 0)
+    length = min(max(int(cache_seqlens[b]), 0), block_table.shape[1] * page_size)
+    limit = length - (s_q - 1 - j if causal else 0)
     for place, page in enumerate(block_table[b].tolist()):
         for offset in range(page_size):
             if place * page_size + offset < limit and 0 <= page < num_slots // page_size:

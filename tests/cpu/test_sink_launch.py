@@ -63,10 +63,10 @@ class Kernels:
         for target, result in zip((out, lse), reference_sink_attention(q, k, v, sink, **options), strict=True):
             target.copy_(result)
 
-    def WorkList(self, wanted, cu_q, cu_k, work, rows, window, causal, longest):
+    def WorkList(self, wanted, cu_q, cu_k, work, rows, window, causal, tokens, other_tokens):
         listed, other = (cu_k, cu_q) if wanted.keys else (cu_q, cu_k)
         blocks = [(b, i) for b, n in enumerate(listed.diff().tolist()) for i in range(-(-n // rows))]
-        assert longest >= other.diff().max() and longest > 0
+        assert (tokens, other_tokens) == (listed[-1], other[-1]) and tokens // rows + len(listed) <= len(work)
         work[: len(blocks) + 1] = torch.tensor([(len(blocks), 0), *blocks])
 
     def Prepare(self, wanted, out, d_out, lse, sink, stats, parts, cu_q, sums, max_q):

@@ -92,12 +92,12 @@ def longest(case: SinkCase) -> tuple[int, int]:
 def work_list(case: SinkCase, keys: bool, rows: int) -> torch.Tensor | None:
     if case.cu_seqlens_q is None or case.cu_seqlens_k is None:
         return None
-    total = int((case.cu_seqlens_k if keys else case.cu_seqlens_q)[-1])
+    tokens_q, tokens_k = int(case.cu_seqlens_q[-1]), int(case.cu_seqlens_k[-1])
+    total, other = (tokens_k, tokens_q) if keys else (tokens_q, tokens_k)
     work = torch.full((total // rows + len(case.lengths) + 1, 2), -7, dtype=torch.int32, device="cuda")
     window = NO_WINDOW if case.window is None else case.window
-    other = max(longest(case)[0 if keys else 1], 1)
     get_kernel(SinkWorkListSpec(keys))(
-        case.cu_seqlens_q, case.cu_seqlens_k, work, rows, window, int(case.causal), other
+        case.cu_seqlens_q, case.cu_seqlens_k, work, rows, window, int(case.causal), total, other
     )  # fmt: skip
     return work
 

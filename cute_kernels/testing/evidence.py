@@ -21,6 +21,7 @@ from typing import Any, Final
 import torch
 
 from cute_kernels.testing.compare import Comparison
+from cute_kernels.testing.timing import WrongReplay
 
 ROOT: Final = pathlib.Path(__file__).resolve().parents[2]
 SOURCE_PACKAGES: Final = ("cute_kernels", "fp8_mla")
@@ -69,7 +70,7 @@ def record_case(key: Mapping[str, Any], check: Comparison, measure: Callable[[],
     Args:
         key: what names the case: op, mode, sizes.
         check: the outcome of its correctness check.
-        measure: times it; called only when the check passed.
+        measure: times it; called only when the check passed. What it has timed may turn out to be wrong: WrongReplay.
 
     Returns:
         The key, the errors, and the speeds; or the key, the errors and "failed" with the reason.
@@ -77,7 +78,10 @@ def record_case(key: Mapping[str, Any], check: Comparison, measure: Callable[[],
     entry = {**key, "rel_err": _number(check.rel_err), "lse_err": _number(check.lse_err)}
     if not check:
         return {**entry, "failed": str(check)}
-    return {**entry, **measure()}
+    try:
+        return {**entry, **measure()}
+    except WrongReplay as error:
+        return {**entry, "failed": str(error)[:500]}
 
 
 def attained(must: Mapping[str, float], record: Mapping[str, Any]) -> bool:

@@ -4,9 +4,9 @@ Every case has 65,536 tokens in all, causal, in bfloat16, with sinks. It is chec
 and heads before it is timed, and what the timed graph writes has the bits of eager calls, in every set. One thing has
 not: dq of a backward that is not deterministic is a sum whose terms come in any order; of it the timed graph's relative
 error against an eager call is limited, as is that of sums over all queries against float64. cuDNN's attention (in
-torch), which has no sinks, runs over the same tensors in the same process. Where a case has a number that it must reach,
-the record holds it beside what was reached. FLOP are those of pairs that are not masked: 4 d a pair and head forward,
-10 d backward.
+torch), which has no sinks, runs over the same tensors in the same process. Where a case has a number that it must
+reach, the record holds it beside what was reached. FLOP are those of pairs that are not masked: 4 d a pair and head
+forward, 10 d backward.
 """
 
 from __future__ import annotations
@@ -382,9 +382,7 @@ def run_routing(bench: RoutingBench, ceilings: Mapping[str, float], device: str 
 
     def measure() -> dict[str, Any]:
         timings = {
-            name: time_graph(
-                calls, expected=Expected.of(("out", "lse"), calls[1:], checked=results[name]), clock=False
-            )
+            name: time_graph(calls, expected=Expected.of(("out", "lse"), calls[1:], checked=results[name]), clock=False)
             for name, calls in ways.items()
         }
         both = {f"{name}_us": round(timing.us, 3) for name, timing in timings.items()}

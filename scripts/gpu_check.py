@@ -453,6 +453,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     partial = partial or record["tests"]["passed"] is None or not record["cases"]
     out = options.out or (PARTIAL_RESULT if partial else ROOT / "results" / f"{card_slug(record['card'])}.json")
     evidence.write(record, out)  # before random calls may be refused
+    kernels_run.older_file(out).unlink(missing_ok=True)  # what just ran is built
     refused = ""
     if random_calls is not None:
         try:

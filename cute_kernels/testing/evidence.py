@@ -153,8 +153,8 @@ def add_reliability(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, Any
     """Two entries of random calls as one.
 
     An entry has counts "calls" (valid ones), "invalid_calls", "wrong" and "faults", "seconds", and "seeds", a list of
-    [first, last]. "toolchain" and "kernels" are those of a record. Of other counts, such as that of different shapes, the
-    larger one is kept, and of texts those that are the same.
+    [first, last]. "toolchain" and "kernels" are those of a record. Of other counts, such as that of different shapes,
+    the larger one is kept, and of texts those that are the same.
 
     Raises:
         EvidenceError: an entry is none, both hold the same seed, or they ran other machine code.

@@ -10,6 +10,7 @@ import ast
 import contextlib
 import functools
 import importlib
+import pathlib
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
@@ -173,3 +174,46 @@ def _spec_classes() -> dict[str, type]:
 
 def _ids_of(specs: Sequence[KernelSpec], digests: Digests) -> set[str]:
     return {kernel_id(digest.sass, digest.launch) for digest in digests(specs).values()}
+
+
+# ---- which of a record's kernels are older, kept beside it: pages depend on files alone, and not on a compiler
+
+MARK = " †"
+FOOTNOTE = "† Of machine code that is no longer built: what is built now was not measured."
+_HEADER = "# Of {}: machine code that is no longer built. Written by scripts/results_table.py --compare."
+
+
+def older_file(record: pathlib.Path) -> pathlib.Path:
+    """Where the ids of a record's older kernels are."""
+    return record.with_suffix(".older")
+
+
+def read_older(record: pathlib.Path) -> frozenset[str]:
+    """Ids of a record's older kernels; none where nothing says that there are any."""
+    path = older_file(record)
+    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    return frozenset(line.split()[0] for line in lines if line and not line.startswith("#"))
+
+
+def write_older(record: pathlib.Path, kernels: Mapping[str, Mapping[str, str]], older: Iterable[str]) -> None:
+    """Keeps the ids, with the specs beside them; no file where there are none."""
+    path, lines = older_file(record), [f"{name}  {kernels[name]['spec']}" for name in sorted(older)]
+    if lines:
+        path.write_text("\n".join([_HEADER.format(record.name), *lines, ""]), encoding="utf-8")
+    else:
+        path.unlink(missing_ok=True)
+
+
+def marked(record: Mapping[str, Any], older: Iterable[str]) -> dict[str, Any]:
+    """The record with "older" in each case that ran a kernel of these ids."""
+    ids_of_older = set(older)
+    cases = [
+        {**case, "older": True} if ids_of_older.intersection(case.get("kernels") or ()) else case
+        for case in record["cases"]
+    ]
+    return {**record, "cases": cases}
+
+
+def mark(case: Mapping[str, Any] | None) -> str:
+    """What stands behind the name of a case on a page."""
+    return MARK if case is not None and case.get("older") else ""

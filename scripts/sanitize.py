@@ -429,15 +429,14 @@ def _replay_graphs() -> None:
     import torch
 
     import cute_kernels
+    from cute_kernels.testing import timing
     from cute_kernels.testing.compare import check_decode
     from cute_kernels.testing.gqa import check_gqa, gqa_case
     from cute_kernels.testing.inputs import sparse_case
     from cute_kernels.testing.sink import SinkExpectation, sink_case
-    from cute_kernels.testing.timing import Expected, bits
 
     names = ("mla out", "mla lse", "gqa out", "gqa lse", "sink out", "sink lse")
-    graphs: list[tuple[torch.cuda.CUDAGraph, tuple[torch.Tensor, ...], Expected]] = []
-    stream = torch.cuda.Stream()
+    graphs: list[tuple[torch.cuda.CUDAGraph, list[Any], timing.Expected]] = []
     for seed in range(GRAPHS):
         # 130 keys in three splits, 300 in three: both merge, with counters that are 0 between launches
         mla = sparse_case(batch=2, h_q=64, topk=130, num_slots=256, sink="finite", padded=False, seed=seed)
@@ -456,23 +455,19 @@ def _replay_graphs() -> None:
                 *cute_kernels.sink_attention(**of[2], return_lse=True),
             )
 
-        expected = Expected.of(names, [calls])
+        expected = timing.Expected.of(names, [calls])
         out, lse, gqa_out, gqa_lse, sink_out, sink_lse = (t.cpu() for t in expected.results[0])
         check_decode(out, lse, name="mla_fp8_decode", **mla.arguments()).require()
         check_gqa(gqa_out, gqa_lse, gqa).require()
         SinkExpectation.of(sink).check_forward(sink_out, sink_lse, name="sink_attention").require()
-        graph = torch.cuda.CUDAGraph()
-        torch.cuda.synchronize()
-        with torch.cuda.graph(graph, stream=stream):
-            results = calls()
+        graph, results = timing.capture([calls])
         graphs.append((graph, results, expected))
 
     streams = [torch.cuda.Stream(), torch.cuda.Stream()]
     for first in range(GRAPHS):
         pair = [graphs[first], graphs[(first + 1 + first % 3) % GRAPHS]]
         for _, results, _ in pair:
-            for result in results:
-                bits(result).fill_(-1)
+            timing.poison(results[0])
         torch.cuda.synchronize()
         for _ in range(2):
             for (graph, _, _), own in zip(pair, streams, strict=True):
@@ -480,7 +475,7 @@ def _replay_graphs() -> None:
                     graph.replay()
         torch.cuda.synchronize()
         for _, results, expected in pair:
-            if problems := expected.problems([results]):
+            if problems := expected.problems(results):
                 raise AssertionError("; ".join(problems))
     print(f"{GRAPHS} graphs, replayed two at a time")
 

@@ -2,7 +2,6 @@
 
 import dataclasses
 from collections import Counter
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 

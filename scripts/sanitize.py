@@ -372,13 +372,13 @@ def worker(part: str, default_dtype: str = "float32") -> None:
         _replay_graphs()
 
     if part == "tma-stores":
-        # the forward stores its output by TMA; torch copies it, on the GPU and to the host
-        case = sink_case(lengths=[(200, 260)], padded=False, device="cpu")
-        moved = {
-            key: value.cuda() if isinstance(value, torch.Tensor) else value for key, value in case.arguments().items()
+        # the forward stores its output by TMA; a kernel of torch reads it
+        stored = sink_case(lengths=[(200, 260)], padded=False, device="cpu")
+        arguments: dict[str, Any] = {
+            key: value.cuda() if isinstance(value, torch.Tensor) else value for key, value in stored.arguments().items()
         }
-        out, lse = cute_kernels.sink_attention(**moved, return_lse=True)
-        print(SinkExpectation.of(case).check_forward((out + 0).cpu(), lse.cpu(), name="by TMA").require())
+        out, lse = cute_kernels.sink_attention(**arguments, return_lse=True)
+        print(SinkExpectation.of(stored).check_forward((out + 0).cpu(), lse.cpu(), name="stored by TMA").require())
 
     if part == "sink":
         # several blocks of rows and of keys, gradients added up in memory and apart, two heads to a head of the keys

@@ -78,7 +78,8 @@ def noting() -> Iterator[dict[KernelSpec, None]]:
     forgotten first. What captured graphs hold of it stays theirs to keep.
     """
     for name, module in list(sys.modules.items()):
-        if name.startswith("cute_kernels.") and hasattr(prepared := getattr(module, "_prepared", None), "clear"):
+        prepared: Any = getattr(module, "_prepared", None) if name.startswith("cute_kernels.") else None
+        if hasattr(prepared, "clear"):
             prepared.clear()
     asked: dict[KernelSpec, None] = {}
     before = compile._kernels

@@ -179,7 +179,7 @@ def test_a_timer_compares_what_its_graph_wrote(monkeypatch: pytest.MonkeyPatch) 
     """One of its many replays is a bit off, the last of the timed ones or that over poison."""
     results = [tensors(), tensors()]
     replays: list[int] = []
-    wrong_from = 10**9
+    wrong = SimpleNamespace(first=10**9)
 
     class Event:
         def elapsed_time(self, end: Any) -> float:
@@ -193,7 +193,7 @@ def test_a_timer_compares_what_its_graph_wrote(monkeypatch: pytest.MonkeyPatch) 
         for result in results:
             for old, new in zip(result, tensors(), strict=True):
                 old.copy_(new)
-        if len(replays) >= wrong_from:
+        if len(replays) >= wrong.first:
             results[1][1].view(torch.int32)[0] ^= 1
 
     monkeypatch.setattr(timing, "capture", lambda calls: (SimpleNamespace(replay=replay), results))
@@ -207,7 +207,7 @@ def test_a_timer_compares_what_its_graph_wrote(monkeypatch: pytest.MonkeyPatch) 
     replays.clear()
     timing.time_graph([tensors] * 2, expected=expected, **options)
     made = len(replays)
-    for wrong_from, differences in ((made - 1, 2), (made, 1)):
+    for wrong.first, differences in ((made - 1, 2), (made, 1)):
         replays.clear()
         with pytest.raises(WrongReplay) as found:
             timing.time_graph([tensors] * 2, expected=expected, **options)

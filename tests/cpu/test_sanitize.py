@@ -162,9 +162,13 @@ def on_cpu(monkeypatch):
 
 
 @pytest.mark.usefixtures("on_cpu")
-@pytest.mark.parametrize("part", ["mla", "gqa", "sink", "sample", "tma-stores"])
-def test_workers_call_and_check(part, capsys):
-    assert sanitize.main(["--worker", part]) == 0
+@pytest.mark.parametrize(
+    ("part", "dtype"),
+    [("mla", "float32"), ("gqa", "float32"), ("sink", "float32"), ("sample", "bfloat16"), ("tma-stores", "float32")],
+)
+def test_workers_call_and_check(part, dtype, capsys):
+    assert sanitize.main(["--worker", part, "--default-dtype", dtype]) == 0
+    assert torch.get_default_dtype() is torch.float32
     assert sanitize.WORKER_DONE in capsys.readouterr().out
 
 

@@ -1,8 +1,9 @@
 """The benchmarks of GQA decoding over INT8, FP8 and 16-bit caches, and of the INT8 append; run by `gpu_check.py`.
 
 Every case is checked against the oracle on a few batch rows before it is timed, over input sets that together outgrow
-the L2 cache. cuDNN's attention (in torch) runs over the same tokens in bfloat16, in the same process. Where a case has
-a number that it must reach, the record holds it beside what was reached.
+the L2 cache. What the timed graph writes has the bits of eager calls, in every set. cuDNN's attention (in torch) runs
+over the same tokens in bfloat16, in the same process. Where a case has a number that it must reach, the record holds it
+beside what was reached.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from cute_kernels.testing import evidence
 from cute_kernels.testing.compare import Comparison, relative_error
 from cute_kernels.testing.gqa import KV_DTYPES, SCALE_NAMES, GqaCase, check_gqa
 from cute_kernels.testing.inputs import generator
-from cute_kernels.testing.timing import host_time, sets_to_outgrow_l2, time_graph
+from cute_kernels.testing.timing import Expected, host_time, sets_to_outgrow_l2, time_graph
 
 CODE_SIZE = 40.0
 """Standard deviation of the INT8 codes: N(0,1) values quantized by the largest of 128 give 47 or so."""
@@ -340,20 +341,16 @@ def some_rows(case: GqaCase, scales: str) -> tuple[slice, GqaCase]:
 def run_decode(bench: GqaBench, pool: Pool, ceilings: Mapping[str, float]) -> dict[str, Any]:
     """Check, time and record one decode case."""
     inputs = decode_inputs(bench, pool)
-    outputs = [case.outputs() for case in inputs]
-    calls = [
-        functools.partial(cute_kernels.gqa_decode, **case.arguments(), out=out.tensor, lse=lse.tensor)
-        for case, (out, lse) in zip(inputs, outputs, strict=True)
-    ]
-    calls[0]()
-    out, lse = (buffer.tensor for buffer in outputs[0])
+    out, lse = decode_call(inputs[0])()
     rows, sample = some_rows(inputs[0], bench.scales)
     check = check_gqa(out[rows], lse[rows], sample, name=bench.name)
     if not (out.isfinite().all() and lse.isfinite().all()):
         check = dataclasses.replace(check, problems=(*check.problems, "not every element of the output is finite"))
 
     def measure() -> dict[str, Any]:
-        timing = time_graph(calls)
+        calls = [decode_call(case) for case in inputs]
+        expected = Expected.of(("out", "lse"), [decode_call(case) for case in inputs[1:]], checked=(out, lse))
+        timing = time_graph(calls, expected=expected)
         gb_per_s = bench.bytes_moved / timing.us / 1e3
         return {
             **timing.as_record(),
@@ -367,6 +364,12 @@ def run_decode(bench: GqaBench, pool: Pool, ceilings: Mapping[str, float]) -> di
     return evidence.with_must(evidence.record_case(bench.key, check, measure), bench.must)
 
 
+def decode_call(case: GqaCase) -> Callable[[], Any]:
+    """A call that writes to poisoned memory of its own, and returns out and lse."""
+    out, lse = (buffer.tensor for buffer in case.outputs())
+    return functools.partial(cute_kernels.gqa_decode, **case.arguments(), out=out, lse=lse, return_lse=True)
+
+
 def run_append(bench: AppendBench, device: str, ceilings: Mapping[str, float]) -> dict[str, Any]:
     """Check, time and record one append."""
     gen = generator(2, device)
@@ -374,13 +377,32 @@ def run_append(bench: AppendBench, device: str, ceilings: Mapping[str, float]) -
     check = check_append(bench, calls[0])
 
     def measure() -> dict[str, Any]:
-        appends = [functools.partial(cute_kernels.kv_int8_append, **call) for call in calls]
-        timing = time_graph(appends)
+        names = written(bench)
+        first = tuple(calls[0][name] for name in names)
+        expected = Expected.of(names, [append_call(call, names) for call in calls[1:]], checked=first)
+        timing = time_graph([append_call(call, names) for call in calls], expected=expected)
         gb_per_s = bench.bytes_moved / timing.us / 1e3
         speeds = {"GBps": round(gb_per_s, 1), "copy_fraction": round(gb_per_s / ceilings["copy_GBps"], 3)}
-        return {**timing.as_record(), **speeds, "host_us": round(host_time(appends[0]), 2)}
+        host_us = host_time(functools.partial(cute_kernels.kv_int8_append, **calls[0]))
+        return {**timing.as_record(), **speeds, "host_us": round(host_us, 2)}
 
     return evidence.with_must(evidence.record_case(bench.key, check, measure), bench.must)
+
+
+def written(bench: AppendBench) -> tuple[str, ...]:
+    """The arguments that an append writes whole: given scales are read."""
+    return ("k_cache", "v_cache", *(("k_scale", "v_scale") if of_tokens(bench.scales) else ()))
+
+
+def append_call(call: Mapping[str, Any], names: Sequence[str]) -> Callable[[], tuple[torch.Tensor, ...]]:
+    """An append to copies of the arguments of these names, which it returns."""
+    own = {name: call[name].clone() for name in names}
+
+    def run() -> tuple[torch.Tensor, ...]:
+        cute_kernels.kv_int8_append(**{**call, **own})
+        return tuple(own.values())
+
+    return run
 
 
 def append_inputs(bench: AppendBench, gen: torch.Generator) -> dict[str, Any]:

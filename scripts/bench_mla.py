@@ -1,7 +1,8 @@
 """The benchmarks of FP8 MLA decoding, of its append and of the merge; run by `gpu_check.py`.
 
 Every case is checked against the oracle on a few batch rows before it is timed, over input sets that together outgrow
-the L2 cache. Where FlashMLA can be imported it runs on the same tensors in the same process.
+the L2 cache. What the timed graph writes has the bits of eager calls, in every set. Where FlashMLA can be imported it
+runs on the same tensors in the same process.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ from cute_kernels.mla.plan import DecodePlan, plan_decode
 from cute_kernels.mla.spec import EXCHANGES, FEW, WIDE
 from cute_kernels.testing import evidence
 from cute_kernels.testing.compare import Comparison, check_decode, compare, relative_error
-from cute_kernels.testing.inputs import DecodeCase, PoisonedOutput, generator, latent_tokens
-from cute_kernels.testing.timing import host_time, sets_to_outgrow_l2, time_graph
+from cute_kernels.testing.inputs import DecodeCase, generator, latent_tokens
+from cute_kernels.testing.timing import Expected, host_time, sets_to_outgrow_l2, time_graph
 from fp8_mla import QK_DIM, TOKEN_BYTES, V_DIM, pack, reference_decode, unpack
 
 PAGE_SIZE = 64
@@ -39,6 +40,7 @@ PEER_SPARSE_HEADS = (64, 128)
 """What FlashMLA's FP8 kernel takes; its users pad."""
 PEER_LIMIT = 0.02
 """A peer whose relative error is above this computes something else: no ratio."""
+RESULTS = ("out", "lse")
 LOAD_SECONDS = 0.3
 """Replays before a sustained time is taken; the clock has settled after 0.1 s."""
 APPEND_TOKENS = 65536
@@ -199,8 +201,8 @@ def tokens_spread(bench: DecodeBench) -> int:
 class Caches:
     """The caches that all cases share, made when first asked for."""
 
-    def __init__(self, tokens: int) -> None:
-        self._pages = -(-tokens // PAGE_SIZE)
+    def __init__(self, tokens: int, device: str = "cuda") -> None:
+        self._pages, self._device = -(-tokens // PAGE_SIZE), device
         self._fp8: torch.Tensor | None = None
         self._bf16: torch.Tensor | None = None
 
@@ -208,7 +210,7 @@ class Caches:
     def fp8(self) -> torch.Tensor:
         """(pages, 64, 656) uint8 of N(0,1) latents."""
         if self._fp8 is None:
-            tokens = latent_tokens(self._pages * PAGE_SIZE, generator(1, "cuda"))
+            tokens = latent_tokens(self._pages * PAGE_SIZE, generator(1, self._device))
             self._fp8 = tokens.view(self._pages, PAGE_SIZE, TOKEN_BYTES)
         return self._fp8
 
@@ -216,7 +218,8 @@ class Caches:
     def bf16(self) -> torch.Tensor:
         """(pages, 64, 1, 576) bfloat16: the same tokens unpacked, for peers without an FP8 cache."""
         if self._bf16 is None:
-            self._bf16 = torch.empty((self._pages, PAGE_SIZE, 1, QK_DIM), dtype=torch.bfloat16, device="cuda")
+            shape = (self._pages, PAGE_SIZE, 1, QK_DIM)
+            self._bf16 = torch.empty(shape, dtype=torch.bfloat16, device=self._device)
             for start in range(0, self._pages, 4096):
                 self._bf16[start : start + 4096, :, 0] = unpack(self.fp8[start : start + 4096])
         return self._bf16
@@ -232,22 +235,23 @@ def import_peer() -> types.ModuleType | str:
 
 def decode_inputs(bench: DecodeBench, cache: torch.Tensor) -> list[DecodeCase]:
     """The rotated input sets of one case, over one cache."""
-    gen = generator(bench.batch * 1000 + bench.h_q + bench.s_q, "cuda")
+    device = str(cache.device)
+    gen = generator(bench.batch * 1000 + bench.h_q + bench.s_q, device)
     num_pages = cache.shape[0]
-    lengths = torch.tensor(bench.lengths, dtype=torch.int32, device="cuda")
+    lengths = torch.tensor(bench.lengths, dtype=torch.int32, device=device)
     cases = []
     for number in range(bench.sets):
-        q = torch.randn((bench.batch, bench.s_q, bench.h_q, QK_DIM), generator=gen, device="cuda").bfloat16()
+        q = torch.randn((bench.batch, bench.s_q, bench.h_q, QK_DIM), generator=gen, device=device).bfloat16()
         if bench.mode == "sparse":
             contexts = num_pages * PAGE_SIZE // CONTEXT
-            first = (torch.arange(bench.batch, device="cuda") + number * bench.batch) % contexts * CONTEXT
+            first = (torch.arange(bench.batch, device=device) + number * bench.batch) % contexts * CONTEXT
             # the leading places of a random order are keys without repetition, as an indexer picks them
-            order = torch.rand((bench.batch * bench.s_q, CONTEXT), generator=gen, device="cuda")
+            order = torch.rand((bench.batch * bench.s_q, CONTEXT), generator=gen, device=device)
             picked = order.topk(bench.keys, sorted=False).indices.view(bench.batch, bench.s_q, bench.keys)
             indices = (picked + first.view(-1, 1, 1)).int()
             cases.append(DecodeCase(q, cache, indices=indices, topk_length=lengths if bench.ragged else None))
             continue
-        pages = torch.randperm(num_pages, generator=gen, device="cuda")[: bench.batch * bench.keys // PAGE_SIZE]
+        pages = torch.randperm(num_pages, generator=gen, device=device)[: bench.batch * bench.keys // PAGE_SIZE]
         cases.append(DecodeCase(q, cache, block_table=pages.view(bench.batch, -1).int(), cache_seqlens=lengths))
     return cases
 
@@ -257,26 +261,19 @@ def run_decode(
 ) -> dict[str, Any]:
     """Check, time and record one decode case."""
     inputs = decode_inputs(bench, caches.fp8)
-    outputs = [case.outputs() for case in inputs]
-    first, (out, lse) = inputs[0], outputs[0]
-    cute_kernels.mla_fp8_decode(first.q, first.kv_cache, **first.options(), out=out.tensor, lse=lse.tensor)
+    first = inputs[0]
+    out, lse = decode_call(first)()
     rows = torch.linspace(0, bench.batch - 1, min(ROWS_CHECKED, bench.batch)).long().tolist()
     sample = first.rows(rows)
-    check = check_decode(out.tensor[rows], lse.tensor[rows], name=bench.name, **sample.arguments())
-    if not (out.tensor.isfinite().all() and lse.tensor.isfinite().all()):
+    expected, _ = reference_decode(**sample.arguments())
+    check = check_decode(out[rows], lse[rows], name=bench.name, **sample.arguments())
+    if not (out.isfinite().all() and lse.isfinite().all()):
         check = dataclasses.replace(check, problems=(*check.problems, "not every element of the output is finite"))
 
-    def calls_with(exchange: str | None) -> list[Callable[[], Any]]:
-        def call(case: DecodeCase, buffers: tuple[PoisonedOutput, PoisonedOutput]) -> Callable[[], Any]:
-            options: dict[str, Any] = {**case.options(), "exchange": exchange}
-            options |= {"out": buffers[0].tensor, "lse": buffers[1].tensor}
-            return functools.partial(cute_kernels.mla_fp8_decode, case.q, case.kv_cache, **options)
-
-        return [call(case, buffers) for case, buffers in zip(inputs, outputs, strict=True)]
-
     def measure() -> dict[str, Any]:
-        calls = calls_with(None)
-        timing = time_graph(calls)
+        calls = [decode_call(case) for case in inputs]
+        bits = Expected.of(RESULTS, [decode_call(case) for case in inputs[1:]], checked=(out, lse))
+        timing = time_graph(calls, expected=bits)
         gb_per_s = bench.bytes_moved / timing.us / 1e3
         return {
             **timing.as_record(),
@@ -286,62 +283,90 @@ def run_decode(
             "cycles_per_token": _cycles_per_token(bench, timing.us, timing.sm_mhz),
             **({} if bench.ragged else {"predicted_cycles_per_token": predicted_cycles(bench)}),
             **({"host_us": round(host_time(calls[0]), 2)} if bench.host else {}),
-            **({"sustained": time_graph(calls, load_seconds=LOAD_SECONDS).as_record()} if bench.sustained else {}),
-            **({"exchange_us": exchange_times(calls_with)} if bench.h_q > WIDE else {}),
+            **({"sustained": sustained(calls, bits)} if bench.sustained else {}),
+            **({"exchange_us": exchange_times(inputs)} if bench.h_q > WIDE else {}),
             "peers": _run_peer(bench, inputs, caches, timing.us, peer, rows, expected),
         }
 
     return evidence.with_must(evidence.record_case(bench.key, check, measure), bench.must)
 
 
-def exchange_times(calls_with: Callable[[str | None], list[Callable[[], Any]]]) -> dict[str, float]:
+def decode_call(case: DecodeCase, exchange: str | None = None) -> Callable[[], Any]:
+    """A call that writes to poisoned memory of its own, and returns out and lse."""
+    out, lse = case.outputs()
+    options: dict[str, Any] = {**case.options(), "exchange": exchange, "out": out.tensor, "lse": lse.tensor}
+    return functools.partial(cute_kernels.mla_fp8_decode, case.q, case.kv_cache, **options, return_lse=True)
+
+
+def sustained(calls: list[Callable[[], Any]], expected: Expected) -> dict[str, float | None]:
+    """The times of the same calls under load."""
+    return time_graph(calls, expected=expected, load_seconds=LOAD_SECONDS).as_record()
+
+
+def exchange_times(inputs: list[DecodeCase]) -> dict[str, float]:
     """Microseconds of a call with each exchange forced."""
-    return {name: round(time_graph(calls_with(name), clock=False).us, 3) for name in EXCHANGES}
+    times = {}
+    for name in EXCHANGES:
+        expected = Expected.of(RESULTS, [decode_call(case, name) for case in inputs])
+        timing = time_graph([decode_call(case, name) for case in inputs], expected=expected, clock=False)
+        times[name] = round(timing.us, 3)
+    return times
 
 
-def run_append(ceilings: Mapping[str, float]) -> dict[str, Any]:
+def run_append(ceilings: Mapping[str, float], device: str = "cuda") -> dict[str, Any]:
     """Check, time and record the append of 65,536 tokens to shuffled pages."""
     bytes_moved = APPEND_TOKENS * (2 * QK_DIM + TOKEN_BYTES + 8)
-    gen = generator(2, "cuda")
+    gen = generator(2, device)
     sets = []
     for _ in range(sets_to_outgrow_l2(bytes_moved)):
-        kv = torch.randn((APPEND_TOKENS, QK_DIM), generator=gen, device="cuda").bfloat16()
-        cache = torch.zeros((APPEND_TOKENS // PAGE_SIZE, PAGE_SIZE, TOKEN_BYTES), dtype=torch.uint8, device="cuda")
-        pages = torch.randperm(len(cache), generator=gen, device="cuda")
-        slots = (pages.unsqueeze(1) * PAGE_SIZE + torch.arange(PAGE_SIZE, device="cuda")).flatten()
+        kv = torch.randn((APPEND_TOKENS, QK_DIM), generator=gen, device=device).bfloat16()
+        cache = torch.zeros((APPEND_TOKENS // PAGE_SIZE, PAGE_SIZE, TOKEN_BYTES), dtype=torch.uint8, device=device)
+        pages = torch.randperm(len(cache), generator=gen, device=device)
+        slots = (pages.unsqueeze(1) * PAGE_SIZE + torch.arange(PAGE_SIZE, device=device)).flatten()
         sets.append((kv, cache, slots))
-    kv, cache, slots = sets[0]
-    cute_kernels.mla_fp8_append(kv, cache, slots)
+    kv, _, slots = sets[0]
+    cache = append_call(*sets[0])()
     wrong = (cache.view(-1, TOKEN_BYTES)[slots] != pack(kv)).any(dim=1).float().mean().item()
     problems = (f"{wrong:.2%} of the tokens differ from fp8_mla.pack",) if wrong else ()
     check = Comparison("mla_fp8_append", problems, rel_err=wrong, rel_err_baseline=0.0, worst=0.0, lse_err=0.0)
 
     def measure() -> dict[str, Any]:
-        calls = [functools.partial(cute_kernels.mla_fp8_append, *one) for one in sets]
-        timing = time_graph(calls)
+        expected = Expected.of(["kv_cache"], [append_call(*one) for one in sets[1:]], checked=(cache,))
+        timing = time_graph([append_call(*one) for one in sets], expected=expected)
         gb_per_s = bytes_moved / timing.us / 1e3
         speeds = {"GBps": round(gb_per_s, 1), "copy_fraction": round(gb_per_s / ceilings["copy_GBps"], 3)}
-        return {**timing.as_record(), **speeds, "host_us": round(host_time(calls[0]), 2)}
+        host_us = host_time(functools.partial(cute_kernels.mla_fp8_append, *sets[0]))
+        return {**timing.as_record(), **speeds, "host_us": round(host_us, 2)}
 
     return evidence.record_case({"op": "mla_fp8_append", "tokens": APPEND_TOKENS}, check, measure)
 
 
-def run_merge(ceilings: Mapping[str, float]) -> dict[str, Any]:
+def append_call(kv: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor) -> Callable[[], torch.Tensor]:
+    """An append to a copy of the cache, which it returns."""
+    own = cache.clone()
+
+    def call() -> torch.Tensor:
+        cute_kernels.mla_fp8_append(kv, own, slots)
+        return own
+
+    return call
+
+
+def run_merge(ceilings: Mapping[str, float], device: str = "cuda") -> dict[str, Any]:
     """Check, time and record the merge of 8 float32 partial results of 128 x 128 heads into a bfloat16 one."""
     splits, batch, s_q, h_q = 8, 128, 1, 128
     rows = batch * s_q * h_q
     bytes_moved = splits * rows * 4 * (V_DIM + 1) + rows * (2 * V_DIM + 4)
-    gen = generator(3, "cuda")
+    gen = generator(3, device)
     sets = [
         (
-            torch.randn((splits, batch, s_q, h_q, V_DIM), generator=gen, device="cuda"),
-            torch.randn((splits, batch, s_q, h_q), generator=gen, device="cuda"),
-            torch.full((batch, s_q, h_q, V_DIM), float("nan"), dtype=torch.bfloat16, device="cuda"),
+            torch.randn((splits, batch, s_q, h_q, V_DIM), generator=gen, device=device),
+            torch.randn((splits, batch, s_q, h_q), generator=gen, device=device),
         )
         for _ in range(sets_to_outgrow_l2(bytes_moved))
     ]
-    outs, lses, out = sets[0]
-    _, lse = cute_kernels.merge_states(outs, lses, out=out)
+    outs, lses = sets[0]
+    out, lse = merge_call(outs, lses)()
     weights = torch.softmax(lses.double(), dim=0)
     expected = torch.einsum("nbsh,nbshd->bshd", weights, outs.double())
     baseline = expected.bfloat16()
@@ -350,14 +375,21 @@ def run_merge(ceilings: Mapping[str, float]) -> dict[str, Any]:
     )
 
     def measure() -> dict[str, Any]:
-        calls = [functools.partial(cute_kernels.merge_states, outs, lses, out=out) for outs, lses, out in sets]
-        timing = time_graph(calls)
+        calls = [merge_call(*one) for one in sets]
+        expected = Expected.of(RESULTS, [merge_call(*one) for one in sets[1:]], checked=(out, lse))
+        timing = time_graph(calls, expected=expected)
         gb_per_s = bytes_moved / timing.us / 1e3
         speeds = {"GBps": round(gb_per_s, 1), "read_fraction": round(gb_per_s / ceilings["read_GBps"], 3)}
         return {**timing.as_record(), **speeds, "host_us": round(host_time(calls[0]), 2)}
 
     key = {"op": "merge_states", "splits": splits, "batch": batch, "h_q": h_q, "s_q": s_q, "d": V_DIM}
     return evidence.record_case(key, check, measure)
+
+
+def merge_call(outs: torch.Tensor, lses: torch.Tensor) -> Callable[[], Any]:
+    """A merge into poisoned bfloat16 memory of its own, which returns out and lse."""
+    out = torch.full(outs.shape[1:], float("nan"), dtype=torch.bfloat16, device=outs.device)
+    return functools.partial(cute_kernels.merge_states, outs, lses, out=out)
 
 
 def _cycles_per_token(bench: DecodeBench, us: float, sm_mhz: float | None) -> float | None:

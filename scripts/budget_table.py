@@ -20,6 +20,7 @@ from cute_kernels.budget.rates import H200, PUBLISHED_H800, Rates  # noqa: E402
 from cute_kernels.budget.variants import GQA_VARIANTS, MLA_VARIANTS, Unit  # noqa: E402
 from cute_kernels.testing import evidence  # noqa: E402
 from scripts import bench_gqa, bench_mla  # noqa: E402
+from scripts.bench.kernels_run import mark  # noqa: E402
 
 HEADS = 128
 READERS = HEADS // bench_mla.WIDE
@@ -80,7 +81,8 @@ def mla_errors(record: dict[str, Any]) -> Table:
         found = bench_mla.predict(bench)
         note = " (calibrated on it)" if bench.key in (LONG.key, SHORT.key) else ""
         spread = f"{_short(case['us_p10'])} .. {_short(case['us_p90'])}"
-        rows.append([f"{bench.mode} {_size(bench)}", str(bench.keys), _short(case["us"]), spread, _short(found.us)])
+        name = f"{bench.mode} {_size(bench)}{mark(case)}"
+        rows.append([name, str(bench.keys), _short(case["us"]), spread, _short(found.us)])
         rows[-1] += [f"{found.us / case['us'] - 1:+.1%}{note}", str(found.binds)]
     return rows
 
@@ -91,7 +93,7 @@ def gqa_errors(record: dict[str, Any]) -> Table:
     for bench in bench_gqa.DECODE_CASES:
         case = find_case(record, bench.key)
         if case is not None and "us" in case:
-            group = f"{bench.kv_dtype}, {'from 32' if bench.batch >= 32 else 'below 32'} sequences"
+            group = f"{bench.kv_dtype}, {'from 32' if bench.batch >= 32 else 'below 32'} sequences{mark(case)}"
             errors.setdefault(group, []).append(bench_gqa.predict(bench).us / case["us"] - 1)
     rows = [["`gqa_decode`", "cases", "error: lowest", "median", "highest"]]
     for group, found in errors.items():

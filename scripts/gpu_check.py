@@ -5,11 +5,14 @@
     python scripts/gpu_check.py --only 'dense 1'      benchmark cases whose name matches
     python scripts/gpu_check.py --skip-tests --skip-sanitizer
     python scripts/gpu_check.py --skip-benchmarks --keep build/gpu_check_partial.json      all, in two runs
+    python scripts/gpu_check.py --reliability build/fuzz_*.json     with what random calls have found
 
 Two steps: tests/gpu, with every kernel under compute-sanitizer beside them; the benchmarks, each with its own
 correctness check. A case whose check fails is recorded with its errors and without a speed. A run that leaves something
 out is written below build/, not over the record, unless --out says where, or another run on the same card with the same
-sources and versions has it (--keep). Exit status 1 when a test, a sanitizer or a check failed.
+machine code and versions has it (--keep). The record is written whatever was found; exit status 1 when a test or a
+check failed, a sanitizer found something or did not run, a case misses what it must reach, or the machine code is not
+known. The last lines say which, and what was left out.
 """
 
 from __future__ import annotations
@@ -37,15 +40,18 @@ import torch  # noqa: E402
 
 from cute_kernels.mla import spec as mla_spec  # noqa: E402
 from cute_kernels.runtime.arch import is_sm90  # noqa: E402
-from cute_kernels.runtime.compile import precompile  # noqa: E402
 from cute_kernels.testing import evidence  # noqa: E402
 from cute_kernels.testing.timing import measure_ceilings  # noqa: E402
 from scripts import bench_gqa, bench_mla, bench_sink, sanitize  # noqa: E402
+from scripts.bench import kernels_run  # noqa: E402
 
 TESTS_TIMEOUT_S = 540  # 260 s on a usual host, 400 on the slowest so far
 SHARDS = 14
 """Processes that share the tests: most of a test is work of the host. Their largest need 8 GB of the GPU each."""
 PARTIAL_RESULT = ROOT / "build" / "gpu_check_partial.json"
+LEFT_OUT = "left out of this run"
+KEPT_KEYS = ("card", "driver", "torch", "cutlass_dsl", *evidence.MORE_TEXT_KEYS)
+"""What two runs must have in common that share a record."""
 
 Bench = tuple[str, Callable[[dict[str, float]], dict[str, Any]]]
 
@@ -165,10 +171,11 @@ def count_tests(junit_xml: str | None) -> dict[str, int]:
 
 
 def sanitizer_record(findings: Sequence[sanitize.Finding]) -> dict[str, Any]:
-    """Counts by tool, and under "reasons" why a count is missing."""
+    """Counts by tool, under "reasons" why a count is missing, under "known" reports that are known to be false."""
     record: dict[str, Any] = {finding.tool: finding.errors for finding in findings}
     reasons = {finding.tool: finding.reason for finding in findings if finding.errors is None}
-    return {**record, "reasons": reasons} if reasons else record
+    known = {finding.tool: dict(finding.known) for finding in findings if finding.known}
+    return {**record, **({"reasons": reasons} if reasons else {}), **({"known": known} if known else {})}
 
 
 def select_benches(quick: bool, only: str | None) -> tuple[list[Bench], int]:
@@ -209,18 +216,45 @@ def select_benches(quick: bool, only: str | None) -> tuple[list[Bench], int]:
     return benches + [(name, run) for name, run in others if wanted(name)], tokens
 
 
-def run_benches(benches: Sequence[Bench], ceilings: dict[str, float], progress: Progress) -> list[dict[str, Any]]:
-    """Run each; one that raises is recorded as failed and the others go on."""
+def run_benches(
+    benches: Sequence[Bench],
+    ceilings: dict[str, float],
+    progress: Progress,
+    ran: list[list[Any]] | None = None,
+) -> list[dict[str, Any]]:
+    """Run each; one that raises is recorded as failed and the others go on.
+
+    To `ran` are added, for each case, the specs of the kernels that it asked for.
+    """
     cases = []
     for name, run in benches:
-        with progress.step(name):
+        with progress.step(name), kernels_run.noting() as asked:
             try:
                 cases.append(run(ceilings))
             except Exception as error:  # the record must say which case broke, whatever broke it
                 op, _, sizes = name.partition(" ")
                 cases.append({"op": op, "case": sizes, "failed": f"{type(error).__name__}: {error}"[:500]})
+        if ran is not None:
+            ran.append(list(asked))
         torch.cuda.empty_cache()
     return cases
+
+
+def name_kernels(
+    cases: Sequence[dict[str, Any]], ran: Sequence[Sequence[Any]], others: Sequence[Any], code: Any
+) -> dict[str, Any]:
+    """Puts into each case which kernels it ran, and returns the record's "kernels" and "toolchain".
+
+    Args:
+        cases: of the record.
+        ran: the specs of each.
+        others: specs that only tests ran.
+        code: `kernels_run.machine_code()`.
+    """
+    digests = code.digests_of_specs([*(spec for specs in ran for spec in specs), *others])
+    for case, specs in zip(cases, ran, strict=True):
+        case["kernels"] = kernels_run.ids(specs, digests)
+    return {"kernels": kernels_run.described(digests), "toolchain": dict(code.toolchain())}
 
 
 def table(cases: Sequence[dict[str, Any]]) -> str:
@@ -268,28 +302,93 @@ def card_slug(card: str) -> str:
     return (model.group() if model else card.replace(" ", "_")).lower()
 
 
-def require_same(kept: dict[str, Any], here: Mapping[str, Any]) -> None:
-    """Raises a ValueError where a record is of another card, or of other sources or versions, than this run."""
-    for key in ("source_digest", "card", "driver", "torch", "cutlass_dsl"):
-        if kept[key] != here[key]:
+def changed_code(kept: Mapping[str, Any]) -> list[str]:
+    """In words, what of a record's machine code is no longer built, or why that cannot be said. May compile."""
+    code = kernels_run.machine_code()
+    if reason := kernels_run.not_comparable(kept, code.toolchain()):
+        return [reason]
+    names = kernels_run.no_longer_built(kept["kernels"], code.digests_of_specs, kernels_run.shipped_specs)
+    return [f"{kept['kernels'][name]['spec']} is built to other code now" for name in names]
+
+
+def require_same(
+    kept: Mapping[str, Any],
+    here: Mapping[str, Any],
+    changed: Callable[[Mapping[str, Any]], Sequence[str]] = changed_code,
+) -> None:
+    """Raises a ValueError where a record is of another card, or of other machine code or versions, than this run.
+
+    Machine code is looked at where the sources are not the same; versions that the record does not name are not.
+    """
+    for key in KEPT_KEYS:
+        if key in kept and kept[key] != here[key]:
             raise ValueError(f"--keep: got {key} {kept[key]!r}, needs that of this run, {here[key]!r}")
+    if kept["source_digest"] != here["source_digest"] and (found := changed(kept)):
+        raise ValueError(f"--keep: got a record of other sources: {'; '.join(found)}")
 
 
 def completed(record: dict[str, Any], kept: dict[str, Any]) -> dict[str, Any]:
-    """A record with the tests, sanitizers or benchmarks that it lacks, as another one has them.
+    """A record with the tests, sanitizers, benchmarks or random calls that it lacks, as another one has them.
 
-    Raises:
-        ValueError: as `require_same`.
+    Args:
+        record: of this run.
+        kept: that `require_same` has passed.
     """
-    require_same(kept, record)
     tests = dict(kept["tests"] if record["tests"]["passed"] is None else record["tests"])
     sanitizers = [one["tests"]["sanitizer"] for one in (record, kept)]
     ran = any(sanitizers[0][tool] is not None for tool in evidence.SANITIZER_TOOLS)
     whole = {**record, "tests": {**tests, "sanitizer": sanitizers[0] if ran else sanitizers[1]}}
     if not record["cases"]:
         whole.update(cases=kept["cases"], ceilings=kept["ceilings"])
+    # cases name kernels of both: without those of one nothing is said of any
+    if "kernels" in record and "kernels" in kept:
+        whole["kernels"] = {**kept["kernels"], **record["kernels"]}
+        if "reliability" in kept:
+            whole["reliability"] = kept["reliability"]
+    else:
+        whole = {key: value for key, value in whole.items() if key not in ("kernels", "toolchain", "reliability")}
     evidence.validate(whole)
     return whole
+
+
+def shortcomings(record: Mapping[str, Any]) -> list[str]:
+    """In words, all that a record lacks for which `gpu_check` ends with status 1. What was left out is none of it."""
+    tests = record["tests"]
+    found = [f"{tests['failed']} tests failed"] if tests["failed"] else []
+    sanitizer = tests["sanitizer"]
+    reasons = sanitizer.get("reasons", {})
+    for tool in (*evidence.SANITIZER_TOOLS, *evidence.MORE_TOOLS):
+        if sanitizer.get(tool):
+            found.append(f"{tool}: {sanitizer[tool]} errors")
+        elif tool in sanitizer and sanitizer[tool] is None and reasons.get("all") != LEFT_OUT:
+            found.append(f"{tool} did not run: {reasons.get(tool, 'no reason is known')}")
+    for case in record["cases"]:
+        if "failed" in case:
+            found.append(f"{case_name(case)}: {case['failed'][:200]}")
+        elif case.get("met") is False:
+            must = ", ".join(f"{key} {limit}" for key, limit in case["must"].items())
+            found.append(f"{case_name(case)}: misses {must}")
+        elif "kernels" in record and not case["kernels"]:
+            found.append(f"{case_name(case)}: ran no kernel that is known")
+    if "kernels" not in record:
+        found.append("the machine code that ran is not known")
+    for key in ("wrong", "faults"):
+        if count := record.get("reliability", {}).get(key):
+            found.append(f"random calls: {count} {key}")
+    return found
+
+
+def left_out(record: Mapping[str, Any], some_cases: bool) -> list[str]:
+    """What the caller left out and no other run has."""
+    tests = record["tests"]
+    parts = {
+        "tests": tests["passed"] is None,
+        "compute-sanitizer": tests["sanitizer"].get("reasons", {}).get("all") == LEFT_OUT,
+        "benchmarks": not record["cases"],
+        "some benchmark cases": bool(record["cases"]) and some_cases,
+        "random calls": "reliability" not in record,
+    }
+    return [name for name, missing in parts.items() if missing]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -300,6 +399,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--skip-sanitizer", action="store_true")
     parser.add_argument("--skip-benchmarks", action="store_true")
     parser.add_argument("--keep", metavar="RECORD", type=pathlib.Path, help="which has what this run leaves out")
+    parser.add_argument(
+        "--reliability", metavar="FILE", type=pathlib.Path, nargs="+", help="what random calls have found, added up"
+    )
     parser.add_argument("--out", type=pathlib.Path, help="default: results/<card>.json, below build/ for a partial run")
     options = parser.parse_args(arguments)
 
@@ -311,39 +413,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     progress = Progress()
     digest = evidence.source_digest()
     kept = None if options.keep is None else evidence.read(options.keep)
+    random_calls = None if options.reliability is None else evidence.read_reliability(options.reliability)
     if kept is not None:  # now, and not when all has run
         require_same(kept, {**evidence.machine(), "source_digest": digest})
-    tests: dict[str, Any] = {"passed": None, "failed": None, "skipped": None}
-    sanitizer: dict[str, Any] = {**dict.fromkeys(evidence.SANITIZER_TOOLS), "reasons": {"all": "left out of this run"}}
-    findings: list[sanitize.Finding] = []
-
-    def run_sanitizer() -> None:
-        if not options.skip_sanitizer:
-            findings.extend(sanitize.run_tools())
-            progress.say("compute-sanitizer is done")
-
-    def beside_tests() -> None:
-        """What needs the host more than the GPU."""
-        with ThreadPoolExecutor(1) as pool:
-            specs: list[Any] = []
-            if not options.skip_benchmarks:
-                gqa = [bench.spec for bench in bench_gqa.DECODE_CASES]
-                specs = [*gqa, *bench_sink.specs(), *mla_spec.shipped_specs()]
-            processes = None if options.skip_tests else 4  # the tests have most of the cores
-            kernels = pool.submit(precompile, specs, processes)
-            run_sanitizer()
-            kernels.result()
-
-    progress.say("tests/gpu; beside them compute-sanitizer, kernels of the benchmarks")
-    if options.skip_tests:
-        beside_tests()
-    else:
-        tests = run_tests(beside=beside_tests)
-    for finding in findings:
-        if finding.errors != 0:
-            print(f"{finding.tool}: {finding.reason or finding.errors}\n{finding.output[-2000:]}", flush=True)
-    if findings:
-        sanitizer = sanitizer_record(findings)
+    code = kernels_run.machine_code()
+    tests, sanitizer = check(options, code, progress)
     if kept is not None and options.skip_benchmarks:
         ceilings = kept["ceilings"]  # those that its benchmarks are fractions of
     else:
@@ -353,7 +427,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     progress.say(
         f"{len(benches)} benchmark cases, MLA over a cache of {tokens * bench_mla.TOKEN_BYTES / 2**30:.1f} GiB"
     )
-    cases = run_benches(benches, ceilings, progress)
+    ran: list[list[Any]] = []
+    cases = run_benches(benches, ceilings, progress, ran)
+    facts: dict[str, Any] = {}
+    try:
+        with progress.step("digests of machine code"):
+            facts = name_kernels(cases, ran, [] if options.skip_tests else kernels_run.shipped_specs(), code)
+    except Exception as error:  # what was measured is recorded whatever a disassembler says
+        print(f"no digests of machine code: {type(error).__name__}: {error}", flush=True)
 
     if evidence.source_digest() != digest:
         print("the sources changed while this ran: nothing is recorded", file=sys.stderr)
@@ -364,22 +445,71 @@ def main(arguments: Sequence[str] | None = None) -> int:
         tests={**tests, "sanitizer": sanitizer},
         ceilings=ceilings,
         cases=cases,
+        **facts,
     )
     if kept is not None:
         record = completed(record, kept)
-    tests, cases = record["tests"], record["cases"]
-    sanitizer, ceilings = tests["sanitizer"], record["ceilings"]
     partial = options.quick or options.only is not None or (options.skip_sanitizer and kept is None)
-    partial = partial or tests["passed"] is None or not cases
+    partial = partial or record["tests"]["passed"] is None or not record["cases"]
     out = options.out or (PARTIAL_RESULT if partial else ROOT / "results" / f"{card_slug(record['card'])}.json")
-    evidence.write(record, out)
-
+    evidence.write(record, out)  # before random calls may be refused
+    kernels_run.older_file(out).unlink(missing_ok=True)  # what just ran is built
+    refused = ""
+    if random_calls is not None:
+        try:
+            record = evidence.with_reliability(record, random_calls)
+            evidence.write(record, out)
+        except evidence.EvidenceError as error:
+            refused = f"random calls are not in the record: {error}"
     progress.say(f"written to {out}; scripts/results_table.py puts results/h200.json into the pages")
-    print(table(cases))
+    return report(record, [refused] if refused else [], options.quick or options.only is not None)
+
+
+def check(options: argparse.Namespace, code: Any, progress: Progress) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Tests and sanitizers: the counts of both. Beside them the kernels of the benchmarks are compiled."""
+    tests: dict[str, Any] = {"passed": None, "failed": None, "skipped": None}
+    sanitizer: dict[str, Any] = {**dict.fromkeys(evidence.SANITIZER_TOOLS), "reasons": {"all": LEFT_OUT}}
+    findings: list[sanitize.Finding] = []
+
+    def beside_tests() -> None:
+        """What needs the host more than the GPU."""
+        with ThreadPoolExecutor(1) as pool:
+            specs: list[Any] = []
+            if not options.skip_benchmarks:
+                gqa = [bench.spec for bench in bench_gqa.DECODE_CASES]
+                specs = [*gqa, *bench_sink.specs(), *mla_spec.shipped_specs()]
+            processes = None if options.skip_tests else 4  # the tests have most of the cores
+            kernels = pool.submit(code.precompile, specs, processes=processes)
+            if not options.skip_sanitizer:
+                findings.extend(sanitize.run_tools())
+                progress.say("compute-sanitizer is done")
+            kernels.result()
+
+    progress.say("tests/gpu; beside them compute-sanitizer, kernels of the benchmarks")
+    if options.skip_tests:
+        beside_tests()
+    else:
+        code.precompile(kernels_run.shipped_specs())  # keeps their digests, which tests that compile do not
+        tests = run_tests(beside=beside_tests)
+    for finding in findings:
+        if finding.errors != 0:
+            print(f"{finding.tool}: {finding.reason or finding.errors}\n{finding.output[-2000:]}", flush=True)
+    return tests, sanitizer_record(findings) if findings else sanitizer
+
+
+def report(record: Mapping[str, Any], problems: Sequence[str], some_cases: bool) -> int:
+    """Prints the cases, the counts, what is left out and what is lacking; the exit status."""
+    tests = record["tests"]
+    print(table(record["cases"]))
     counts = ", ".join(f"{tests[key]} {key}" for key in ("passed", "failed", "skipped"))
-    print(f"tests: {counts}; sanitizer: {sanitizer}; ceilings: {ceilings}", flush=True)
-    findings_left = any(sanitizer[tool] for tool in evidence.SANITIZER_TOOLS)
-    return int(bool(tests["failed"]) or findings_left or any("failed" in case for case in cases))
+    print(f"tests: {counts}; sanitizer: {tests['sanitizer']}; ceilings: {record['ceilings']}")
+    if parts := left_out(record, some_cases):
+        print(f"left out: {', '.join(parts)}")
+    found = [*shortcomings(record), *problems]
+    for problem in found:
+        print(f"NOT GOOD: {problem}")
+    print(f"{len(found)} shortcomings" if found else "all that ran is good", flush=True)
+    return int(bool(found))
 
 
 if __name__ == "__main__":

@@ -2,6 +2,10 @@
 
     python scripts/results_table.py            rewrite what lies between the markers, and the plots in docs/img/
     python scripts/results_table.py --check    change nothing; exit status 1 when a page is out of date
+    python scripts/results_table.py --compare  first look which recorded machine code is still built; may compile
+
+Rows of machine code that is no longer built are marked. Which that is, --compare writes to results/h200.older. A record
+from before 2026-11-24 names no machine code: nothing of it is marked.
 
 A pair of markers, `<!-- results:mla:begin -->` and `<!-- results:mla:end -->`, names the part that it holds:
 
@@ -32,6 +36,8 @@ sys.path.insert(0, str(ROOT))  # runs from a checkout, installed or not
 
 from cute_kernels.testing import evidence  # noqa: E402
 from scripts import budget_table, plots  # noqa: E402
+from scripts.bench import kernels_run  # noqa: E402
+from scripts.bench.kernels_run import mark  # noqa: E402
 
 MARKER = re.compile(r"<!-- results:([a-z-]+):(begin|end) -->")
 NO_RESULTS = "No results are recorded yet: `make gpu-check` on an SM90 GPU writes them."
@@ -47,23 +53,43 @@ def render(record: Record | None, part: str) -> str:
     """The markdown that belongs between the markers of that name."""
     if record is None:
         return NO_RESULTS
-    return "\n".join(PARTS[part](record)) or NO_CASES
+    lines = PARTS[part](record)
+    if any(kernels_run.MARK in line for line in lines):
+        lines = [*lines, "", kernels_run.FOOTNOTE]
+    return "\n".join(lines) or NO_CASES
 
 
 def _run(record: Record) -> list[str]:
     tests, ceilings = record["tests"], record["ceilings"]
     sanitizer = ", ".join(
         f"{tool} {'not run' if tests['sanitizer'][tool] is None else tests['sanitizer'][tool]}"
-        for tool in evidence.SANITIZER_TOOLS
+        for tool in (*evidence.SANITIZER_TOOLS, *(more for more in evidence.MORE_TOOLS if more in tests["sanitizer"]))
     )
+    more = f"tvm-ffi {record['tvm_ffi']}, " if "tvm_ffi" in record else ""
     return [
         f"{record['card']}, driver {record['driver']}, torch {record['torch']}, CuTe DSL {record['cutlass_dsl']}, "
-        f"{record['date']}. Medians of CUDA-graph replays over rotated inputs larger than the L2 cache.",
+        f"{more}{record['date']}. Medians of CUDA-graph replays over rotated inputs larger than the L2 cache.",
         "",
         f"Tests on the GPU: {_plain(tests['passed'])} passed, {_plain(tests['failed'])} failed, "
         f"{_plain(tests['skipped'])} skipped; sanitizer errors: {sanitizer}. Ceilings of this card in the same run: "
         f"reads {ceilings['read_GBps']:.0f} GB/s, copies {ceilings['copy_GBps']:.0f} GB/s, bf16 matrix products "
         f"{ceilings['bf16_gemm_TFLOPs']:.0f} TFLOP/s.",
+        *_random_calls(record),
+    ]
+
+
+def _random_calls(record: Record) -> list[str]:
+    """What random calls found, where the record has them."""
+    entry = record.get("reliability")
+    if entry is None:
+        return []
+    shapes = f", {entry['shapes']:,} shapes" if "shapes" in entry else ""
+    seeds = ", ".join(f"{first} to {last}" for first, last in entry["seeds"])
+    return [
+        "",
+        f"Random calls of all operations, from many threads and in graphs: {entry['calls']:,} valid ones "
+        f"({len(entry['kernels'])} kernels{shapes}) and {entry['invalid_calls']:,} invalid ones in "
+        f"{entry['seconds']:,.0f} s; {entry['wrong']} wrong, {entry['faults']} faults. Seeds {seeds}.",
     ]
 
 
@@ -91,7 +117,7 @@ def _mla_sustained(record: Record) -> list[str]:
         under_load = f"{peer['sustained_us'] / loaded['us']:.2f}" if peer else MISSING
         clocks = [f"{mhz:.0f}" if mhz else MISSING for mhz in (case.get("sm_mhz"), loaded.get("sm_mhz"))]
         pairs = ([_short(case["us"]), _short(loaded["us"])], clocks, [_ratio(peer), under_load])
-        rows.append([_decode_name(case), *map(" / ".join, pairs)])
+        rows.append([_decode_name(case) + mark(case), *map(" / ".join, pairs)])
     return _markdown(["case", "us after a rest / under load", "MHz", "x FlashMLA"], rows) if rows else []
 
 
@@ -101,7 +127,7 @@ def _crossover(record: Record) -> list[str]:
         times = case.get("exchange_us")
         if times:
             shown = [_short(times[exchange]) for exchange in ("none", "codes", "values")]
-            rows.append([_decode_name(case), *shown, f"{times['none'] / times['values']:.2f}"])
+            rows.append([_decode_name(case) + mark(case), *shown, f"{times['none'] / times['values']:.2f}"])
     header = ["batch x heads x s_q", "each gathers all, us", "codes, us", "values, us", "gain of values"]
     return _markdown(header, rows)
 
@@ -138,14 +164,14 @@ def _sink(record: Record) -> list[str]:
     rows = []
     for case in _of_sink(record):
         if "failed" in case:
-            rows.append([_sink_name(case), _sink_size(case), "failed", *[MISSING] * (len(header) - 3)])
+            rows.append([_sink_name(case) + mark(case), _sink_size(case), "failed", *[MISSING] * (len(header) - 3)])
             continue
         spread = f"{_short(case['us_p10'])} .. {_short(case['us_p90'])}"
         needs = _must(case) + ("" if case.get("met", True) else " (missed)")
         peer: dict[str, Any] = next(iter((case.get("peers") or {}).values()), {})
         cells = [_short(case["us"]), spread, _short(case.get("TFLOPs")), _short(case.get("GBps")), needs]
         cells += [_short(peer.get("us")), _ratio(peer), _short(case.get("us_without_sinks"))]
-        rows.append([_sink_name(case), _sink_size(case), *cells, _scientific(case.get("rel_err"))])
+        rows.append([_sink_name(case) + mark(case), _sink_size(case), *cells, _scientific(case.get("rel_err"))])
     return _markdown(header, rows) if rows else []
 
 
@@ -158,7 +184,7 @@ def _sink_summary(record: Record) -> list[str]:
             continue
         reached = "check failed" if "failed" in case else f"{_short(case['us'])} us, {_short(case['TFLOPs'])} TFLOP/s"
         reached = reached if case.get("met") else f"**{reached}**"
-        rows.append([_sink_name(case), _sink_size(case), _must(case), reached, _ratios([case])])
+        rows.append([_sink_name(case) + mark(case), _sink_size(case), _must(case), reached, _ratios([case])])
     return _markdown(header, rows) if rows else []
 
 
@@ -184,7 +210,7 @@ def _both_routes(case: Case | None) -> str:
     if case is None or "failed" in case:
         return MISSING if case is None else "check failed"
     times = {name: f"{case[f'{name}_us']:.1f}" for name in ("decode", "prefill")}
-    return " / ".join(f"**{us}**" if name == case["route"] else us for name, us in times.items())
+    return " / ".join(f"**{us}**" if name == case["route"] else us for name, us in times.items()) + mark(case)
 
 
 def _of_sink(record: Record) -> list[Case]:
@@ -235,7 +261,7 @@ def _decode_table(mode: str, keys: str, cases: Iterable[dict[str, Any]]) -> list
     header += [f"{peer}, us", "its time / ours", "relative error", "lse error"]
     rows = []
     for case in cases:
-        name = _queries(case)
+        name = _queries(case) + mark(case)
         errors = [_scientific(case.get("rel_err")), _scientific(case.get("lse_err"))]
         if "failed" in case:
             rows.append([name, _keys(case), "check failed", *[MISSING] * 5, *errors])
@@ -274,7 +300,7 @@ def _gqa_table(cases: Iterable[Case]) -> list[str]:
         if "case" in case:  # it raised before it had a key
             rows.append([case["case"], MISSING, "failed", *[MISSING] * (len(header) - 3)])
             continue
-        name = _variant(case)
+        name = _variant(case) + mark(case)
         errors = [_scientific(case.get("rel_err")), _scientific(case.get("lse_err"))]
         if "failed" in case:
             rows.append([name, _size(case), "check failed", *[MISSING] * 7, *errors, MISSING])
@@ -323,9 +349,9 @@ def _reached(case: Case | None) -> str:
     if case is None:
         return MISSING
     if "failed" in case:
-        return "**check failed**"
+        return "**check failed**" + mark(case)
     text = f"{_short(case['us'])} us, {_fraction(case.get('read_fraction'))}"
-    return text if case.get("met", True) else f"**{text}**"
+    return (text if case.get("met", True) else f"**{text}**") + mark(case)
 
 
 def _ratios(cases: Iterable[Case]) -> str:
@@ -344,7 +370,7 @@ def _other_table(cases: Iterable[Case]) -> list[str]:
         sizes = [
             str(case[key]) if key in ("scales", "layout") else f"{key} {case[key]}" for key in named if key in case
         ]
-        name = f"`{case['op']}`: " + ", ".join(sizes)
+        name = f"`{case['op']}`: " + ", ".join(sizes) + mark(case)
         if "failed" in case:
             rows.append([name, "check failed", *[MISSING] * 3])
             continue
@@ -522,12 +548,30 @@ def _bytes_read(case: Case) -> float:
     return case["GBps"] * case["us"] * 1e3
 
 
+def compare(record: Record, path: pathlib.Path, code: Any) -> None:
+    """Writes down which of the machine code of a record's cases is no longer built, where that can be said."""
+    if reason := kernels_run.not_comparable(record, code.toolchain()):
+        print(f"{path.name}: not compared, {reason}")
+        return
+    kernels = kernels_run.of_cases(record)
+    older = kernels_run.no_longer_built(kernels, code.digests_of_specs, kernels_run.shipped_specs)
+    kernels_run.write_older(path, kernels, older)
+    cases = sum("older" in case for case in kernels_run.marked(record, older)["cases"])
+    print(f"{path.name}: {len(older)} of {len(kernels)} kernels are no longer built, which {cases} cases ran")
+
+
 def main(arguments: Sequence[str] | None = None, root: pathlib.Path = ROOT) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="only say whether the pages are up to date")
+    ways = parser.add_mutually_exclusive_group()
+    ways.add_argument("--check", action="store_true", help="only say whether the pages are up to date")
+    ways.add_argument("--compare", action="store_true", help="first look which machine code is still built")
     parser.add_argument("--results", type=pathlib.Path, default=root / "results" / "h200.json")
     options = parser.parse_args(arguments)
     record = evidence.read(options.results) if options.results.exists() else None
+    if record is not None and options.compare:
+        compare(record, options.results, kernels_run.machine_code())
+    if record is not None:
+        record = kernels_run.marked(record, kernels_run.read_older(options.results))
     stale = []
     for page in pages(root):
         name, old = page.relative_to(root), page.read_text(encoding="utf-8")

@@ -1,4 +1,7 @@
-"""Timers for an SM90 GPU: CUDA-graph replays over rotated inputs, host time of a call, and the card's own ceilings."""
+"""Timers for an SM90 GPU: CUDA-graph replays over rotated inputs, host time of a call, and the card's own ceilings.
+
+What a timed graph has written is compared with what eager calls of the same inputs wrote into other memory.
+"""
 
 from __future__ import annotations
 
@@ -7,13 +10,16 @@ import shutil
 import statistics
 import subprocess
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 import torch
 
+from cute_kernels.testing.compare import relative_error
+
 Call = Callable[[], Any]
+"""What it returns is kept as long as a graph of it: tensors, one alone or several; None if it returns nothing."""
 
 REPLAYS: Final = 40
 MAX_SECONDS: Final = 0.06
@@ -31,17 +37,102 @@ GEMM_SIZE: Final = 8192
 STREAM_BYTES: Final = 4 << 30
 
 
+class WrongReplay(Exception):
+    """A timed graph has written something else than an eager call of the same inputs; the message says where."""
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What the calls of a graph must write, bit by bit.
+
+    names    of the tensors that a call returns
+    results  of each call: made eagerly, in memory that no call of the graph knows
+    limits   by name, the relative error of tensors that are exempt from the comparison of bits: sums whose terms come
+             in any order
+    """
+
+    names: tuple[str, ...]
+    results: tuple[tuple[torch.Tensor, ...], ...]
+    limits: Mapping[str, float] = field(default_factory=dict)
+
+    @classmethod
+    def of(
+        cls,
+        names: Sequence[str],
+        eager: Sequence[Call],
+        *,
+        checked: Sequence[torch.Tensor] = (),
+        limits: Mapping[str, float] | None = None,
+    ) -> Expected:
+        """Makes the calls.
+
+        Args:
+            names: of what each of them returns.
+            eager: the calls of a graph, in its order, each into memory of its own. Not those whose results are
+                `checked`.
+            checked: what the first call gave when it was held to the oracle. A copy is kept.
+            limits: see the class.
+        """
+        first = [tuple(t.clone() for t in checked)] if checked else []
+        return cls(tuple(names), (*first, *(_tensors(call()) for call in eager)), limits or {})
+
+    def problems(self, results: Sequence[Any]) -> list[str]:
+        """In words, each tensor of each call that is not what it must be."""
+        if len(results) != len(self.results):
+            return [f"{len(results)} calls, {len(self.results)} expected results"]
+        found = []
+        for number, (got, expected) in enumerate(zip(map(_tensors, results), self.results, strict=True)):
+            if not len(got) == len(expected) == len(self.names):
+                found.append(f"set {number}: {len(got)} results, {len(expected)} expected, {len(self.names)} names")
+                continue
+            for name, own, other in zip(self.names, got, expected, strict=True):
+                if problem := self._problem(name, own, other):
+                    found.append(f"set {number}, {name}: {problem}")
+        return found
+
+    def _problem(self, name: str, got: torch.Tensor, expected: torch.Tensor) -> str:
+        if got.shape != expected.shape or got.dtype != expected.dtype:
+            return f"{got.dtype} {tuple(got.shape)}, not {expected.dtype} {tuple(expected.shape)}"
+        if got.numel() and got.data_ptr() == expected.data_ptr():
+            return "the expected result lies in the same memory"
+        if name in self.limits:
+            error = relative_error(got, expected)
+            return "" if error < self.limits[name] else f"relative error {error:.2g}, needs {self.limits[name]}"
+        different = bits(got) != bits(expected)
+        count = int(different.sum())
+        return f"{count} of {got.numel()} elements differ from those of an eager call" if count else ""
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor as integers of its size, over the same memory."""
+    return tensor.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()])
+
+
+def poison(results: Any) -> None:
+    """Sets every bit of what a call returned: NaN in each floating-point dtype, also those of FP8."""
+    for tensor in _tensors(results):
+        bits(tensor).fill_(255 if tensor.element_size() == 1 else -1)
+
+
+def _tensors(results: Any) -> tuple[torch.Tensor, ...]:
+    if results is None:
+        return ()
+    return (results,) if isinstance(results, torch.Tensor) else tuple(results)
+
+
 @dataclass(frozen=True)
 class Timing:
     """Microseconds of one call: median, 10th and 90th percentile over graph replays, and the SM clock meanwhile.
 
-    The percentiles are of the mean call of a replay: a replay makes one call per rotated input set.
+    The percentiles are of the mean call of a replay: a replay makes one call per rotated input set. `sets_compared`
+    says of how many of these sets the results were held to those of eager calls.
     """
 
     us: float
     us_p10: float
     us_p90: float
     sm_mhz: float | None = None
+    sets_compared: int = 0
 
     def as_record(self) -> dict[str, float | None]:
         """The keys of a results file."""
@@ -52,6 +143,8 @@ class Timing:
         }
         if self.sm_mhz is not None:
             record["sm_mhz"] = round(self.sm_mhz)
+        if self.sets_compared:
+            record["sets_compared"] = self.sets_compared
         return record
 
 
@@ -61,10 +154,11 @@ def sets_to_outgrow_l2(bytes_per_call: int, *, device: torch.device | str = "cud
     return max(2, min(most, -(-2 * l2_bytes // max(1, bytes_per_call))))
 
 
-def capture(calls: Sequence[Call]) -> torch.cuda.CUDAGraph:
-    """One graph that makes every call once, in order.
+def capture(calls: Sequence[Call]) -> tuple[torch.cuda.CUDAGraph, list[Any]]:
+    """One graph that makes every call once, in order, and what the captured calls returned.
 
-    Each is made twice before: to compile and plan, and on the side stream that capture needs.
+    Each is made twice before: to compile and plan, and on the side stream that capture needs. As long as the results
+    are kept, no call of the graph gets the memory of another one's.
     """
     for call in calls:
         call()
@@ -77,19 +171,24 @@ def capture(calls: Sequence[Call]) -> torch.cuda.CUDAGraph:
             call()
         stream.synchronize()
         with torch.cuda.graph(graph, stream=stream):
-            for call in calls:
-                call()
+            results = [call() for call in calls]
     torch.cuda.current_stream().wait_stream(stream)
-    return graph
+    return graph, results
 
 
 def time_graph(
-    calls: Sequence[Call], *, replays: int = REPLAYS, clock: bool = True, load_seconds: float = 0.0
+    calls: Sequence[Call],
+    *,
+    expected: Expected | None = None,
+    replays: int = REPLAYS,
+    clock: bool = True,
+    load_seconds: float = 0.0,
 ) -> Timing:
     """Device time of one call, host time left out.
 
     Args:
         calls: the same computation over rotated input sets that together outgrow the L2 cache.
+        expected: what each call must return: all that it writes. None for a peer, which is checked otherwise.
         replays: at most so many, each timed by a pair of events.
         clock: read the SM clock while further replays run.
         load_seconds: 0: time begins after a rest, at the clock that the card has then. Else after replays for so long,
@@ -97,10 +196,13 @@ def time_graph(
 
     Returns:
         `Timing`, in microseconds a call.
+
+    Raises:
+        WrongReplay: what the replays left, or one more replay after all results were poisoned, is not as expected.
     """
     if not calls:
         raise ValueError("calls: got none, needs at least one")
-    graph = capture(calls)
+    graph, results = capture(calls)
     spans: list[float] = []  # seconds of a replay
     left = 0.0  # of a burst, in seconds
     while len(spans) < replays and (len(spans) < MIN_REPLAYS or sum(spans) < MAX_SECONDS):
@@ -114,10 +216,33 @@ def time_graph(
         spans.append(begin.elapsed_time(end) * 1e-3)
         left -= spans[-1]
     us, p10, p90 = percentiles([span * 1e6 / len(calls) for span in spans])
-    if not clock:
-        return Timing(us, p10, p90)
-    _before_timing(graph.replay, load_seconds)
-    return Timing(us, p10, p90, sm_clock_under(graph.replay, us * len(calls)))
+    mhz = None
+    if clock:
+        _before_timing(graph.replay, load_seconds)
+        mhz = sm_clock_under(graph.replay, us * len(calls))
+    if expected is not None:
+        require_expected(graph.replay, results, expected)
+    return Timing(us, p10, p90, mhz, 0 if expected is None else len(calls))
+
+
+def require_expected(replay: Call, results: Sequence[Any], expected: Expected) -> None:
+    """Compares what replays have left, and once more what one replay writes over poison.
+
+    The first finds calls that disturb each other when they follow closely, the second what a replay does not write.
+
+    Raises:
+        WrongReplay: naming each difference.
+    """
+    torch.cuda.synchronize()
+    found = [f"after the timed replays: {problem}" for problem in expected.problems(results)]
+    for result in results:
+        poison(result)
+    replay()
+    torch.cuda.synchronize()
+    found += [f"a replay over poison: {problem}" for problem in expected.problems(results)]
+    if found:
+        more = f"; and {len(found) - 4} more" if len(found) > 4 else ""
+        raise WrongReplay("the timed graph: " + "; ".join(found[:4]) + more)
 
 
 def _before_timing(replay: Call, load_seconds: float) -> float:

@@ -2,7 +2,6 @@
 
 import dataclasses
 from collections import Counter
-from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,34 +13,25 @@ import cute_kernels
 from cute_kernels.gqa.reference import reference_append, reference_gqa_decode
 from cute_kernels.testing import evidence
 from cute_kernels.testing.gqa import SCALE_NAMES
-from cute_kernels.testing.timing import Timing
 from scripts import bench_gqa, gpu_check
 from scripts.bench_gqa import APPEND_CASES, DECODE_CASES, AppendBench, GqaBench
+from tests.support.replays import fake_time_graph
 
 CEILINGS = {"read_GBps": 4000.0, "copy_GBps": 4000.0}
 CASE_KEYS = {"op", "kv_dtype", "scales", "layout", "batch", "h_q", "h_kv", "d", "s_q", "s_k"}
 
 
-def decode(*, out: torch.Tensor, lse: torch.Tensor, **call: Any) -> torch.Tensor:
+def decode(*, out: torch.Tensor, lse: torch.Tensor, return_lse: bool, **call: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """As the kernel is called."""
+    assert return_lse
     result, result_lse = reference_gqa_decode(**call)
-    out.copy_(result)
-    lse.copy_(result_lse)
-    return out
+    return out.copy_(result), lse.copy_(result_lse)
 
 
 @pytest.fixture
 def timed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Calls that never reach a GPU; how many input sets each timing rotated."""
-    sets: list[int] = []
-
-    def time_graph(calls: Sequence[Callable[[], Any]], clock: bool = True) -> Timing:
-        for call in calls:
-            call()
-        sets.append(len(calls))
-        return Timing(2.0, 1.9, 2.1, 1980.0 if clock else None)
-
-    monkeypatch.setattr(bench_gqa, "time_graph", time_graph)
+    sets = fake_time_graph(monkeypatch, bench_gqa)
     monkeypatch.setattr(bench_gqa, "host_time", lambda call: 7.5)
     monkeypatch.setattr(bench_gqa, "sets_to_outgrow_l2", lambda bytes_moved, most=64: 3)
     monkeypatch.setattr(cute_kernels, "gqa_decode", decode, raising=False)
@@ -153,6 +143,7 @@ def test_a_case_is_checked_timed_and_recorded(bench: GqaBench, timed: list[int])
     assert timed == [3]
     assert entry.items() >= bench.key.items()
     assert entry["met"] is True
+    assert entry["sets_compared"] == 3
     assert entry["must"] == {"us": 2.0}
     assert entry["rel_err"] < 3e-3
     assert entry["GBps"] == round(bench.bytes_moved / 2e3, 1)
@@ -179,9 +170,10 @@ def test_input_sets_share_nothing(bench: GqaBench, timed: list[int]) -> None:
 
 
 def test_a_wrong_result_gets_no_speed(timed: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    def wrong(*, out: torch.Tensor, lse: torch.Tensor, **call: Any) -> None:
-        decode(out=out, lse=lse, **call)
-        out[-1] *= 1.1
+    def wrong(**call: Any) -> Any:
+        results = decode(**call)
+        call["out"][-1] *= 1.1
+        return results
 
     monkeypatch.setattr(cute_kernels, "gqa_decode", wrong, raising=False)
     bench = dataclasses.replace(SMALL["pages"], must={"us": 2.0})
@@ -192,10 +184,35 @@ def test_a_wrong_result_gets_no_speed(timed: list[int], monkeypatch: pytest.Monk
     assert timed == []
 
 
+@pytest.mark.parametrize("later", ["another bit", "nothing"])
+def test_a_graph_that_writes_something_else_gets_no_speed(
+    later: str, timed: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Five eager calls are right: the checked one, the two others of the rotation, and two of the graph."""
+    made = []
+
+    def wrong(**call: Any) -> Any:
+        made.append(call)
+        if len(made) <= 6:
+            return decode(**call)
+        if later == "another bit":
+            decode(**call)[1].view(torch.int32).view(-1)[-1] ^= 1
+        return call["out"], call["lse"]
+
+    monkeypatch.setattr(cute_kernels, "gqa_decode", wrong, raising=False)
+    bench = dataclasses.replace(SMALL["contiguous"], must={"us": 2.0}, host=False)
+    entry = bench_gqa.run_decode(bench, bench_gqa.Pool("cpu"), CEILINGS)
+    assert "the timed graph: a replay over poison: set 0" in entry["failed"]
+    assert ("out" in entry["failed"].replace("without", "")) == (later == "nothing")
+    assert entry["met"] is False
+    assert not set(entry) & {*evidence.SPEED_KEYS, "peers", "sets_compared"}
+
+
 def test_rows_that_were_not_compared_must_be_finite_at_least(timed: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    def partial(*, out: torch.Tensor, lse: torch.Tensor, **call: Any) -> None:
-        decode(out=out, lse=lse, **call)
-        out[0] = torch.nan
+    def partial(**call: Any) -> Any:
+        results = decode(**call)
+        call["out"][0] = torch.nan
+        return results
 
     monkeypatch.setattr(cute_kernels, "gqa_decode", partial, raising=False)
     bench = dataclasses.replace(SMALL["pages by head"], batch=10)
@@ -263,6 +280,7 @@ def test_an_append_is_checked_timed_and_recorded(
     assert entry["rel_err"] == 0
     assert entry["tokens"] == 8192
     assert entry["copy_fraction"] > 0
+    assert entry["sets_compared"] == 3
     assert entry.get("met") == (True if bench.must else None)
     assert timed == [3]
 

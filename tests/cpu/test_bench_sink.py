@@ -1,6 +1,6 @@
 """The benchmark of sink attention without a GPU: what a case is, what it has to reach, that checks guard speeds."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,28 +10,21 @@ from torch.nn.attention import SDPBackend
 import cute_kernels
 from cute_kernels.sink.op import sink_attention
 from cute_kernels.testing import evidence
-from cute_kernels.testing.timing import Timing
 from scripts import bench_sink, gpu_check
 from scripts.bench_sink import CASES, ROUTING_CASES, RoutingBench, SinkBench
+from tests.support.replays import fake_time_graph
 
 
 @pytest.fixture
 def timed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Calls that never reach a GPU; how many input sets each timing rotated."""
-    sets: list[int] = []
-
-    def time_graph(calls: Sequence[Callable[[], Any]], clock: bool = True) -> Timing:
-        for call in calls:
-            call()
-        sets.append(len(calls))
-        return Timing(2.0, 1.9, 2.1, 1980.0 if clock else None)
+    sets = fake_time_graph(monkeypatch, bench_sink)
 
     def time_eager(call: Callable[[], Any], repeats: int) -> float:
         call()
         return 3e-6
 
     monkeypatch.setattr(bench_sink, "TOKENS", 512)
-    monkeypatch.setattr(bench_sink, "time_graph", time_graph)
     monkeypatch.setattr(bench_sink, "time_eager", time_eager)
     monkeypatch.setattr(bench_sink, "sets_to_outgrow_l2", lambda bytes_moved, most: 2)
     monkeypatch.setattr(bench_sink, "SDPBackend", SimpleNamespace(CUDNN_ATTENTION=SDPBackend.MATH))
@@ -99,6 +92,42 @@ def test_a_wrong_gradient_gets_no_speed(part: int, row: int, timed: list[int], m
     entry = bench_sink.run(small(backward=True), {}, "cpu")
     assert bench_sink.NAMES[part] in entry["failed"]
     assert timed == []
+
+
+def later_off(right: Callable[..., Any], part: int, by: float) -> Callable[..., Any]:
+    """A function that returns tensors: those of its first four calls are right, later one of them is off."""
+    made = []
+
+    def wrong(*arguments: Any, **options: Any) -> Any:
+        results = right(*arguments, **options)
+        made.append(results)
+        if len(made) > 4:
+            results[part].mul_(1 + by)
+        return results
+
+    return wrong
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize(("part", "by"), [(0, 0.002), (0, 0.02), (1, 0.004), (3, 1e-6)])
+def test_a_graph_of_gradients_has_the_bits_of_eager_calls_but_dq(
+    part: int, by: float, deterministic: bool, timed: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wrong = later_off(bench_sink.OPS.sink_attention_backward.default, part, by)
+    monkeypatch.setattr(bench_sink, "OPS", SimpleNamespace(sink_attention_backward=SimpleNamespace(default=wrong)))
+    entry = bench_sink.run(small(backward=True, deterministic=deterministic), {}, "cpu")
+    if part == 0 and by < bench_sink.GRADIENTS_LIMIT and not deterministic:
+        assert entry["sets_compared"] == bench_sink.SETS
+        return
+    assert bench_sink.NAMES[part] in entry["failed"] and "a replay over poison" in entry["failed"]
+    assert not set(entry) & set(evidence.SPEED_KEYS)
+
+
+def test_graphs_of_both_routes_are_compared(timed: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    wrong = later_off(cute_kernels.gqa_decode, 1, 1e-6)
+    monkeypatch.setattr(cute_kernels, "gqa_decode", wrong, raising=False)
+    entry = bench_sink.run_routing(RoutingBench(2, 1, 300, 4, 2), {}, "cpu")
+    assert "set 0, lse" in entry["failed"] and "us" not in entry
 
 
 def test_a_peer_that_cannot_run_says_why(timed: list[int], monkeypatch: pytest.MonkeyPatch) -> None:

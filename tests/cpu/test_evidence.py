@@ -2,98 +2,15 @@
 
 import json
 import math
-import time
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 
 from cute_kernels.testing import evidence
-from cute_kernels.testing.compare import Comparison
-from scripts import gpu_check, results_table, sanitize
-from tests.gpu import conftest
-
-PASSED = Comparison("case", (), rel_err=0.0021, rel_err_baseline=0.0025, worst=0.4, lse_err=2e-5)
-FAILED = Comparison("case", ("out: 3 of 9 elements are wrong",), 0.5, 0.0025, 90.0, math.nan)
-SIZES = {"op": "mla_fp8_decode", "mode": "sparse", "batch": 128, "h_q": 128, "s_q": 2, "topk": 2048}
-GQA_SIZES = {"batch": 64, "h_q": 32, "h_kv": 8, "d": 128, "s_q": 1, "s_k": 8192}
-PER_TENSOR = {"op": "gqa_decode", "kv_dtype": "int8", "scales": "per_tensor", "layout": "BNSH", **GQA_SIZES}
-PER_HEAD = {**PER_TENSOR, "scales": "per_token_head", "layout": "paged_NHD", "page_size": 64}
-APPEND = {"op": "kv_int8_append", "tokens": 65536, "h_kv": 8, "d": 128, "scales": "per_tensor", "layout": "BNSH"}
-SPEED = {"us": 500.123, "us_p10": 499.0, "us_p90": 510.0, "TFLOPs": 292.1, "GBps": 900.0, "read_fraction": 0.2}
-
-
-def gqa_cases() -> list[dict[str, Any]]:
-    """Two variants at several sizes, one case that misses, two whose check failed, and an append."""
-
-    def case(
-        key: dict[str, Any], check: Comparison, must: dict[str, float], fraction: float = 0.95, **more: Any
-    ) -> dict[str, Any]:
-        entry = evidence.record_case(key, check, lambda: {**SPEED, "read_fraction": fraction, **more})
-        return evidence.with_must(entry, must)
-
-    peers = {"cudnn_bf16": {"us": 900.2, "ratio": 1.8, "rel_err": 0.003}}
-    ragged = {"batch": 32, "s_k": "512..16384"}
-    copied = {**SPEED, "copy_fraction": 0.85}
-    del copied["read_fraction"]
-    return [
-        case(PER_TENSOR, PASSED, {"read_fraction": 0.9, "ratio": 1.7}, peers=peers),
-        case({**PER_TENSOR, "batch": 1, "s_k": 32768}, PASSED, {"us": 26.0}, 0.2, us_p10=1.0, GBps=2000.0),
-        case({**PER_TENSOR, **ragged}, PASSED, {"read_fraction": 0.85}, GBps=700.0),
-        case(PER_HEAD, PASSED, {"read_fraction": 0.9}, GBps=902.0, host_us=7.5),
-        case({**PER_HEAD, **ragged}, FAILED, {"read_fraction": 0.85}),
-        case({**PER_TENSOR, "kv_dtype": "fp8", "s_q": 4, "window": 128}, FAILED, {"read_fraction": 0.85}),
-        evidence.with_must(evidence.record_case(APPEND, PASSED, lambda: copied), {"copy_fraction": 0.8}),
-    ]
-
-
-def sink_cases() -> list[dict[str, Any]]:
-    """A forward that is good enough, a backward that is not, a failed check, and both routes of two sizes."""
-    sizes = {"batch": 4, "h_q": 64, "h_kv": 8, "d": 64, "s_q": 16384, "s_k": 16384}
-    forward, backward = ({"op": "sink_attention", "pass": way, **sizes} for way in ("forward", "backward"))
-    peers = {"cudnn": {"us": 550.0, "ratio": 1.1, "rel_err": 0.002}}
-    routed = {"op": "sink_attention", "pass": "routing", "s_q": 1, "h_q": 64, "h_kv": 8, "d": 64, "batch": 1}
-    times = {"us": 5.0, "route": "decode", "decode_us": 5.04, "prefill_us": 9.96}
-    return [
-        evidence.with_must(evidence.record_case(forward, PASSED, lambda: {**SPEED, "peers": peers}), {"ratio": 1.05}),
-        evidence.with_must(
-            evidence.record_case({**backward, "window": 128}, PASSED, lambda: {**SPEED, "us_without_sinks": 497.0}),
-            {"us": 260.0},
-        ),
-        evidence.with_must(evidence.record_case({**backward, "deterministic": True}, FAILED, dict), {"TFLOPs": 1.0}),
-        *(evidence.record_case({**routed, "s_k": s_k}, PASSED, lambda: times) for s_k in (64, 8192)),
-    ]
-
-
-def some_record(**changes: Any) -> dict[str, Any]:
-    record = {
-        "card": "NVIDIA H200",
-        "driver": "580.1",
-        "torch": "2.11.0",
-        "cutlass_dsl": "4.8.1",
-        "date": "2026-01-02",
-        "source_digest": "0123456789abcdef" * 4,
-        "tests": {
-            "passed": 278,
-            "failed": 0,
-            "skipped": 0,
-            "sanitizer": {"memcheck": 0, "racecheck": None, "synccheck": 0},
-        },
-        "ceilings": {"read_GBps": 4323.0, "copy_GBps": 4277.0, "bf16_gemm_TFLOPs": 782.0},
-        "cases": [
-            evidence.record_case(
-                SIZES, PASSED, lambda: {**SPEED, "peers": {"flash_mla": {"us": 409.0, "ratio": 0.82}}}
-            ),
-            evidence.record_case({**SIZES, "batch": 16}, FAILED, dict),
-            evidence.record_case(
-                {"op": "mla_fp8_append", "tokens": 65536}, PASSED, lambda: {**SPEED, "copy_fraction": 0.85}
-            ),
-            *gqa_cases(),
-            *sink_cases(),
-        ],
-    }
-    return {**record, **changes}
+from cute_kernels.testing.timing import WrongReplay
+from scripts import add_reliability, results_table
+from scripts.bench import kernels_run
+from tests.support.records import FAILED, PASSED, SIZES, coded_record, kernel, random_calls, some_record
 
 
 def test_a_failed_check_is_recorded_without_a_speed():
@@ -107,10 +24,20 @@ def test_a_failed_check_is_recorded_without_a_speed():
     assert not set(entry) & set(evidence.SPEED_KEYS)
 
 
-def test_a_good_record_survives_the_disk(tmp_path):
+def test_a_wrong_replay_is_a_failed_check():
+    def measure() -> dict[str, float]:
+        raise WrongReplay("the timed graph: set 1, out: 3 of 9 elements differ")
+
+    entry = evidence.with_must(evidence.record_case(SIZES, PASSED, measure), {"us": 1.0})
+    assert entry["failed"].startswith("the timed graph: set 1") and entry["met"] is False
+    assert not set(entry) & set(evidence.SPEED_KEYS)
+
+
+@pytest.mark.parametrize("record", [some_record(), coded_record()], ids=["before", "with machine code"])
+def test_a_good_record_survives_the_disk(record, tmp_path):
     path = tmp_path / "results" / "h200.json"
-    evidence.write(some_record(), path)
-    assert evidence.read(path) == some_record()
+    evidence.write(record, path)
+    assert evidence.read(path) == record
     assert [file.name for file in path.parent.iterdir()] == ["h200.json"]
 
 
@@ -131,7 +58,35 @@ BAD_RECORDS: dict[str, dict[str, Any]] = {
     "no test counts": {"tests": {"sanitizer": dict.fromkeys(evidence.SANITIZER_TOOLS)}},
     "a tool left out": {"tests": {"passed": 1, "failed": 0, "skipped": 0, "sanitizer": {"memcheck": 0}}},
     "a ceiling left out": {"ceilings": {"read_GBps": 1.0, "copy_GBps": 1.0}},
+    "a version that is none": {"tvm_ffi": ""},
+    "no count of initcheck": {
+        "tests": {
+            **some_record()["tests"],
+            "sanitizer": {"memcheck": 0, "racecheck": 0, "synccheck": 0, "initcheck": -1},
+        }
+    },
 }
+CODED = coded_record()
+FIRST = CODED["cases"][0]
+BAD_CODE: dict[str, dict[str, Any]] = {
+    "no toolchain": {"toolchain": {}},
+    "kernels that are no object": {"kernels": []},
+    "a name that is not the kernel's": {"kernels": {**CODED["kernels"], "0123456789abcdef": kernel(0)[1]}},
+    "a kernel without a spec": {"kernels": {**CODED["kernels"], kernel(50)[0]: {**kernel(50)[1], "spec": ""}}},
+    "a case of a kernel that is not there": {"cases": [{**FIRST, "kernels": [kernel(50)[0]]}]},
+    "a case that says nothing of kernels": {"cases": [{k: v for k, v in FIRST.items() if k != "kernels"}]},
+    "what was timed was not compared": {"cases": [{k: v for k, v in FIRST.items() if k != "sets_compared"}]},
+    "random calls of another kernel": {"reliability": {**random_calls(0, 9), "kernels": [kernel(77)[0]]}},
+    "random calls without seeds": {"reliability": {**random_calls(0, 9), "kernels": [], "seeds": []}},
+    "random calls without a count": {"reliability": {**random_calls(0, 9), "kernels": [], "wrong": None}},
+    "seeds that end before they begin": {"reliability": {**random_calls(0, 9), "kernels": [], "seeds": [[3, 2]]}},
+}
+
+
+@pytest.mark.parametrize("changes", BAD_CODE.values(), ids=BAD_CODE)
+def test_a_record_that_says_too_much_of_machine_code_is_refused(changes):
+    with pytest.raises(evidence.EvidenceError):
+        evidence.validate(coded_record(**changes))
 
 
 @pytest.mark.parametrize("changes", BAD_RECORDS.values(), ids=BAD_RECORDS)
@@ -174,6 +129,76 @@ def test_the_digest_changes_with_names_and_contents(tmp_path):
 def test_the_digest_of_this_checkout(root):
     assert len(evidence.source_digest()) == 64
     assert evidence.source_digest() == evidence.source_digest(root)
+
+
+def test_every_version_that_decides_a_result_is_named(monkeypatch):
+    monkeypatch.setattr(evidence.torch.cuda, "get_device_name", lambda: "NVIDIA H200")
+    machine = evidence.machine()
+    assert set(machine) == {"card", "date", "driver", "torch", "cutlass_dsl", *evidence.MORE_TEXT_KEYS}
+    assert machine["tvm_ffi"].count(".") >= 2 and machine["python"].startswith("3.")
+
+
+# --- random calls
+
+
+def write(path, *entries):
+    files = []
+    for number, entry in enumerate(entries):
+        files.append(path / f"{number}.json")
+        files[-1].write_text(json.dumps(entry))
+    return files
+
+
+def test_random_calls_of_several_runs_are_added_up(tmp_path):
+    more = random_calls(100, 199, calls=1, faults=2, kernels=dict([kernel(0), kernel(78)]))
+    total = evidence.read_reliability(write(tmp_path, random_calls(200, 299), random_calls(5000, 6000), more))
+    assert [total[key] for key in evidence.RELIABILITY_COUNTS] == [120_001, 36_000, 0, 2]
+    assert total["seconds"] == 301.5 and total["seeds"] == [[100, 299], [5000, 6000]]
+    assert total["shapes"] == 5900, "shapes of several runs may be the same"
+    assert total["device"] == "NVIDIA H200" and "findings" not in total
+    assert set(total["kernels"]) == {kernel(n)[0] for n in (0, 77, 78)}
+    record = evidence.with_reliability(coded_record(), total)
+    assert record["reliability"]["kernels"] == list(total["kernels"])
+    assert set(record["kernels"]) == set(coded_record()["kernels"]) | set(total["kernels"])
+    assert evidence.reliability_of(record) == total
+
+
+OTHER = {kernel(5, kernel(0)[1]["spec"])[0]: kernel(5, kernel(0)[1]["spec"])[1]}
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "a seed of both": (random_calls(299, 400), "seeds: 299 is in both"),
+    "inside of the other": (random_calls(210, 220), "seeds: 210 is in both"),
+    "other machine code of the same spec": (random_calls(300, 400, kernels=OTHER), "ran other machine code"),
+    "another toolchain": (random_calls(300, 400, toolchain={"cuda": "cu12"}), "toolchain: got"),
+    "no machine code": ({k: v for k, v in random_calls(300, 400).items() if k != "kernels"}, "kernels: got"),
+    "no number of faults": (random_calls(300, 400, faults="none"), "faults: got 'none'"),
+}
+
+
+@pytest.mark.parametrize(("entry", "reason"), REFUSED.values(), ids=REFUSED)
+def test_random_calls_that_do_not_add_up_are_refused(entry, reason, tmp_path):
+    for pair in ((random_calls(200, 299), entry), (entry, random_calls(200, 299))):
+        with pytest.raises(evidence.EvidenceError):
+            evidence.add_reliability(*pair)
+    with pytest.raises(evidence.EvidenceError, match=reason):
+        evidence.read_reliability(write(tmp_path, random_calls(200, 299), entry))
+
+
+def test_random_calls_join_the_record_that_ran_the_same_code_alone(tmp_path, capsys):
+    path = tmp_path / "h200.json"
+    evidence.write(coded_record(), path)
+    files = write(tmp_path, random_calls(0, 99), random_calls(100, 199), random_calls(200, 299))
+    assert add_reliability.main([str(path), *map(str, files[:2])]) == 0
+    assert evidence.read(path)["reliability"]["seeds"] == [[0, 199]]
+    assert add_reliability.main([str(path), "--more", str(files[2])]) == 0
+    assert evidence.read(path)["reliability"]["seeds"] == [[0, 299]]
+    assert add_reliability.main([str(path), "--more", str(files[2])]) == 1
+    assert "200 is in both" in capsys.readouterr().err
+    for changes in ({"kernels": OTHER}, {"toolchain": {"cuda": "cu12"}}):
+        [bad] = write(tmp_path, random_calls(300, 399, **changes))
+        assert add_reliability.main([str(path), str(bad)]) == 1
+    assert evidence.read(path)["reliability"]["calls"] == 180_000
+    with pytest.raises(evidence.EvidenceError, match="needs that of the record, None"):
+        evidence.with_reliability(some_record(), random_calls(0, 9))
 
 
 # --- results_table
@@ -337,196 +362,68 @@ def test_the_plots_are_the_same_for_the_same_record(tmp_path):
     assert results_table.draw(some_record(cases=[]), tmp_path / "c") == []
 
 
-# --- gpu_check and sanitize
+def test_the_run_shows_random_calls_and_more_versions(checkout):
+    assert "Random calls" not in results_table.render(coded_record(), "run")
+    record = evidence.with_reliability(coded_record(), random_calls(0, 4799, calls=123_456))
+    record["tests"]["sanitizer"]["initcheck"] = 3
+    text = results_table.render(record, "run")
+    assert "123,456 valid ones (2 kernels, 900 shapes) and 12,000 invalid ones in 10" in text
+    assert "0 wrong, 0 faults. Seeds 0 to 4799." in text
+    assert "CuTe DSL 4.8.1, tvm-ffi 0.1.15, 2026" in text and "synccheck 0, initcheck 3." in text
 
 
-def test_a_record_may_come_from_two_runs():
-    whole = some_record()
-    tools = dict.fromkeys(evidence.SANITIZER_TOOLS)
-    nothing = {"passed": None, "failed": None, "skipped": None, "sanitizer": {**tools, "reasons": {"all": "left out"}}}
-    of_tests = {**whole, "cases": [], "ceilings": {**whole["ceilings"], "read_GBps": 1.0}, "date": "2026-01-03"}
-    of_benchmarks = {**whole, "tests": nothing}
-    assert gpu_check.completed(of_tests, of_benchmarks) == {**whole, "date": "2026-01-03"}
-    assert gpu_check.completed(of_benchmarks, of_tests) == whole
-    only_counts = {**of_tests, "tests": {**whole["tests"], "sanitizer": nothing["sanitizer"]}}
-    other_counts = {**whole, "tests": {**whole["tests"], "passed": 1}}
-    assert gpu_check.completed(only_counts, other_counts) == {**whole, "date": "2026-01-03"}
-    for key in ("source_digest", "card", "driver", "torch", "cutlass_dsl"):
-        with pytest.raises(ValueError, match=f"--keep: got {key} 'another'"):
-            gpu_check.completed(of_tests, {**of_benchmarks, key: "another"})
+def test_rows_of_machine_code_that_is_no_longer_built_are_marked(checkout, capsys):
+    path = checkout / "results" / "h200.json"
+    record = coded_record()
+    evidence.write(record, path)
+    assert results_table.main([], root=checkout) == 0
+    unmarked = (checkout / "README.md").read_text()
+    assert "†" not in unmarked
+    places = (0, 2, 3, 9)  # decode, its append, gqa_decode and kv_int8_append
+    older = [name for place in places for name in record["cases"][place]["kernels"]]
+    kernels_run.write_older(path, record["kernels"], older)
+    assert results_table.main(["--check"], root=checkout) == 1
+    assert results_table.main([], root=checkout) == 0
+    readme, gqa = (checkout / "README.md").read_text(), (checkout / "docs" / "gqa_decode.md").read_text()
+    for start, text in (
+        ("| 128 x 128 x 2 † | 2048 | 500 |", readme),
+        ("| `mla_fp8_append`: tokens 65536 † | 500 |", readme),
+        ("| 64 x 8192 | 0.90 of reads, 1.7 x cuDNN | 500 us, 0.95 † | 500 us, 0.95 |", readme),
+        ("| int8 per tensor, BNSH † | 64 x 8192 |", gqa),
+    ):
+        assert start in text
+    assert readme.count("† ") - readme.count("† |") == 2 == readme.count(kernels_run.FOOTNOTE), "a footnote a table"
+    assert "| 16 x 128 x 2 | 2048 | check failed |" in readme
+    kernels_run.write_older(path, record["kernels"], [])
+    assert results_table.main([], root=checkout) == 0
+    assert (checkout / "README.md").read_text() == unmarked
+    assert [file.name for file in path.parent.iterdir()] == ["h200.json"]
 
 
-def test_gpu_check_refuses_other_machines(monkeypatch, capsys):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert gpu_check.main([]) == 2
-    assert "needs an SM90 GPU" in capsys.readouterr().err
+def test_every_table_of_cases_can_mark_a_row():
+    record = coded_record()
+    sustained = {"sustained": {"us": 1.0}, "exchange_us": {"none": 2.0, "codes": 1.0, "values": 1.0}}
+    record["cases"][0] |= sustained
+    whole = kernels_run.marked(record, record["kernels"])
+    for part in ("mla", "mla-sustained", "crossover", "gqa", "gqa-summary", "sink", "sink-summary", "sink-routing"):
+        lines = [line for line in results_table.render(whole, part).splitlines() if line.startswith("| ")]
+        rules = sum(line.startswith("| --- |") for line in lines)
+        assert sum("†" in line for line in lines) == len(lines) - 2 * rules > 0, part
+    assert "†" in results_table.render(whole, "budget-errors")
 
 
-def test_junit_reports_are_counted():
-    report = '<testsuites><testsuite tests="9" failures="1" errors="2" skipped="3"/><testsuite tests="1"/></testsuites>'
-    assert gpu_check.count_tests(report) == {"passed": 4, "failed": 3, "skipped": 3}
-    nothing = {"passed": 0, "failed": 1, "skipped": 0}
-    assert gpu_check.count_tests(None) == nothing
-    assert gpu_check.count_tests('<testsuites><testsuite tests="0"/></testsuites>') == nothing
-
-
-JUNIT = '<testsuites><testsuite tests="{}" failures="{}" errors="0" skipped="0"/></testsuites>'
-PROCESSES: dict[str, tuple[int | None, str | None, int]] = {
-    "one test failed": (1, JUNIT.format(4, 1), 3),
-    "crashed before its report": (-11, None, 0),
-    "crashed behind its report": (-11, JUNIT.format(4, 0), 4),
-    "out of time": (None, None, 0),
-    "out of time behind its report": (None, JUNIT.format(4, 0), 0),
-    "nothing collected": (5, JUNIT.format(0, 0), 0),
-    "broken collection": (2, JUNIT.format(4, 0), 4),
-}
-
-
-@pytest.mark.parametrize(("status", "report", "passed"), PROCESSES.values(), ids=PROCESSES)
-def test_a_process_that_ended_badly_is_a_failure(status, report, passed):
-    good = (0, JUNIT.format(5, 0))
-    assert gpu_check.sum_counts([good, good]) == {"passed": 10, "failed": 0, "skipped": 0}
-    counts = gpu_check.sum_counts([good, (status, report), good])
-    assert counts == {"passed": 10 + passed, "failed": 1, "skipped": 0}
-
-
-def test_all_tests_run_once_and_only_behind_their_kernels(monkeypatch):
-    calls: list[list[list[str]]] = []
-
-    def run_pytest(selections, folder, deadline):
-        calls.append(selections)
-        return [(status, JUNIT.format(2, 0))] * len(selections)
-
-    monkeypatch.setattr(gpu_check, "run_pytest", run_pytest)
-    status = 0
-    assert gpu_check.run_tests(3) == {"passed": 8, "failed": 0, "skipped": 0}
-    rest = [["-m", "not alone", "--shard", part] for part in ("1/3", "2/3", "3/3")]
-    assert calls == [[["--compile-only"]], [["-m", "alone"]], rest]
-    status = 3
-    assert gpu_check.run_tests(3) == {"passed": 0, "failed": 1, "skipped": 0}
-    assert len(calls) == 4, "tests ran without kernels"
-
-
-def test_pytest_processes_run_side_by_side_and_not_for_ever(monkeypatch, tmp_path, capfd):
-    (tmp_path / "tests" / "gpu").mkdir(parents=True)
-    (tmp_path / "tests" / "gpu" / "test_some.py").write_text(
-        "import time\ndef test_a(): pass\ndef test_b(): assert 0, 'say so'\ndef test_c(): time.sleep(60)\n"
-    )
-    (tmp_path / "pytest.ini").write_text("[pytest]\n")
-    monkeypatch.setattr(gpu_check, "ROOT", tmp_path)
-    selections = [["-k", name] for name in ("test_a", "test_b", "test_c")]
-    done = gpu_check.run_pytest(selections, tmp_path, time.monotonic() + 8)
-    assert [status for status, _ in done] == [0, 1, None]
-    assert gpu_check.sum_counts(done) == {"passed": 1, "failed": 2, "skipped": 0}
-    said = capfd.readouterr().out
-    assert "say so" in said
-    assert "-k test_c: not done" in said
-
-
-def test_shards_are_a_partition():
-    items = list(range(103))
-    parts = []
-    for text in ("1/4", "2/4", "3/4", "4/4"):
-        part = conftest.shard(text)
-        config = SimpleNamespace(getoption=lambda name, default, part=part: part)
-        session: Any = SimpleNamespace(config=config, items=items[:])
-        conftest.pytest_collection_finish(session)
-        parts.append(session.items)
-    assert sorted(sum(parts, [])) == items
-    assert {len(part) for part in parts} == {25, 26}
-    for text in ("0/4", "5/4", "1", "a/b"):
-        with pytest.raises(ValueError):
-            conftest.shard(text)
-
-
-def test_the_table_shows_speeds_and_failures():
-    lines = gpu_check.table(some_record()["cases"]).splitlines()
-    assert len(lines) == 16
-    assert "128x128x2 topk 2048" in lines[1]
-    assert "500.123" in lines[1]
-    assert "0.82" in lines[1]
-    assert "FAILED" in lines[2]
-    assert "tokens 65536" in lines[3]
-    assert lines[4].startswith("gqa_decode int8 per_tensor BNSH 64x32x1 s_k 8192 d 128 ")
-    assert "read_fraction 0.9 ratio 1.7 met" in lines[4]
-    assert "us 26.0 MISSED" in lines[5]
-    assert lines[7].startswith("gqa_decode int8 per_token_head paged_NHD_64 64x32x1 s_k 8192 d 128 ")
-    assert "FAILED" in lines[9]
-    assert "window 128" in lines[9]
-    assert "copy_fraction 0.8 met" in lines[10]
-    assert lines[11].startswith("sink_attention forward 4x64x16384 s_k 16384 d 64 ")
-    assert "us 260.0 MISSED" in lines[12] and "deterministic" in lines[13] and "routing" in lines[14]
-
-
-def test_cards_name_their_files():
-    assert gpu_check.card_slug("NVIDIA H200") == "h200"
-    assert gpu_check.card_slug("NVIDIA H100 80GB HBM3") == "h100"
-    assert gpu_check.card_slug("NVIDIA Other Card") == "nvidia_other_card"
-
-
-def test_a_bench_that_raises_is_recorded_and_the_others_run():
-    def broken(ceilings: dict[str, float]) -> dict[str, Any]:
-        raise RuntimeError("illegal memory access")
-
-    cases = gpu_check.run_benches(
-        [("mla_fp8_decode sparse 1x128x1 topk 2048", broken), ("other", lambda ceilings: {"op": "other"})],
-        {},
-        gpu_check.Progress(),
-    )
-    assert cases[0]["failed"] == "RuntimeError: illegal memory access"
-    assert cases[1] == {"op": "other"}
-    evidence.validate(some_record(cases=cases[:1]))
-
-
-CLEAN = f"{sanitize.WORKER_DONE}\n========= ERROR SUMMARY: 0 errors\n"
-SANITIZER_OUTPUTS: dict[str, tuple[str, str, int, int | None]] = {
-    "clean": ("memcheck", CLEAN, 0, 0),
-    "errors": ("memcheck", f"{sanitize.WORKER_DONE}\n========= ERROR SUMMARY: 12 errors\n", 99, 12),
-    "clean races": (
-        "racecheck",
-        f"{sanitize.WORKER_DONE}\n========= RACECHECK SUMMARY: 0 hazards displayed (0 errors, 0 warnings)\n",
-        0,
-        0,
-    ),
-    "races": (
-        "racecheck",
-        f"{sanitize.WORKER_DONE}\n========= RACECHECK SUMMARY: 3 hazards displayed (1 error, 2 warnings)\n",
-        0,
-        3,
-    ),
-    "one error": ("synccheck", f"{sanitize.WORKER_DONE}\n========= ERROR SUMMARY: 1 error\n", 99, 1),
-    "an error without a summary": ("synccheck", "gone\n", 99, 1),
-    "a tool that refuses the device": ("memcheck", "========= Error: Device not supported\n", 1, None),
-    "a worker that did not finish": ("memcheck", "Traceback\n========= ERROR SUMMARY: 0 errors\n", 1, None),
-    "a tool that says nothing": ("memcheck", "", 0, None),
-    "only the worker": ("memcheck", f"{sanitize.WORKER_DONE}\n", 0, None),
-}
-
-
-@pytest.mark.parametrize(("tool", "output", "status", "errors"), SANITIZER_OUTPUTS.values(), ids=SANITIZER_OUTPUTS)
-def test_sanitizer_outputs(tool, output, status, errors):
-    finding = sanitize.parse(tool, output, status)
-    assert finding.errors == errors
-    assert bool(finding.reason) == (errors is None)
-
-
-def test_what_parts_of_the_calls_found_is_added_up():
-    found = [sanitize.Finding("racecheck", 2, output="a"), sanitize.Finding("racecheck", 0, output="b")]
-    assert sanitize.join("racecheck", found) == sanitize.Finding("racecheck", 2, output="a\nb")
-    unseen = sanitize.Finding("racecheck", None, "gqa: not done after 240 s")
-    assert sanitize.join("racecheck", [*found, unseen]).errors is None
-    assert sanitize.join("racecheck", [*found, unseen]).reason == "gqa: not done after 240 s"
-
-
-def test_a_missing_sanitizer_is_a_reason_and_no_zero(monkeypatch):
-    monkeypatch.setattr(sanitize, "find_sanitizer", lambda: None)
-    finding = sanitize.run_tool("memcheck", "mla")
-    assert finding.errors is None
-    record = gpu_check.sanitizer_record([finding, sanitize.Finding("racecheck", 0), sanitize.Finding("synccheck", 2)])
-    assert record == {
-        "memcheck": None,
-        "racecheck": 0,
-        "synccheck": 2,
-        "reasons": {"memcheck": "compute-sanitizer is not installed"},
-    }
-    json.dumps(record)
+def test_what_is_still_built_is_compared_or_the_reason_is_said(checkout, capsys, monkeypatch):
+    path = checkout / "results" / "h200.json"
+    evidence.write(coded_record(), path)
+    code: Any = type("Code", (), {"toolchain": staticmethod(lambda: {"cuda": "cu12"})})
+    monkeypatch.setattr(kernels_run, "machine_code", lambda: code)
+    assert results_table.main(["--compare"], root=checkout) == 0
+    assert "not compared, it is of another toolchain: " in capsys.readouterr().out
+    gone = coded_record()["cases"][0]["kernels"]
+    code.toolchain = staticmethod(lambda: coded_record()["toolchain"])
+    code.digests_of_specs = None
+    monkeypatch.setattr(kernels_run, "no_longer_built", lambda kernels, digests, known: gone)
+    assert results_table.main(["--compare"], root=checkout) == 0
+    assert "1 of 15 kernels are no longer built, which 1 cases ran" in capsys.readouterr().out
+    assert kernels_run.read_older(path) == set(gone)
+    assert "128 x 128 x 2 † | 2048" in (checkout / "README.md").read_text()

@@ -537,7 +537,7 @@ class Card:
 @pytest.mark.parametrize("milliseconds", [0.02, 1.0, 5.0, 9.0])
 def test_times_are_those_after_a_rest_unless_load_is_asked_for(monkeypatch, milliseconds):
     card = Card(milliseconds * 1e-3)
-    monkeypatch.setattr(timing, "capture", lambda calls: card)
+    monkeypatch.setattr(timing, "capture", lambda calls: (card, []))
     monkeypatch.setattr(timing, "time", SimpleNamespace(sleep=card.sleep, monotonic=lambda: card.now))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(torch.cuda, "Event", card.event)

@@ -1,0 +1,359 @@
+"""`gpu_check`: what it runs, what it keeps of another run, what it calls good."""
+
+import functools
+import json
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from cute_kernels.testing import evidence
+from cute_kernels.testing.evidence import kernel_id
+from scripts import gpu_check, sanitize
+from scripts.bench import kernels_run
+from tests.cpu.tiny_spec import TinySpec
+from tests.gpu import conftest
+from tests.support.records import PASSED, TOOLCHAIN, coded_record, random_calls, some_record
+
+
+@pytest.mark.parametrize("whole", [some_record(), coded_record()], ids=["before", "with machine code"])
+def test_a_record_may_come_from_two_runs(whole):
+    tools = dict.fromkeys(evidence.SANITIZER_TOOLS)
+    nothing = {"passed": None, "failed": None, "skipped": None, "sanitizer": {**tools, "reasons": {"all": "left out"}}}
+    of_tests = {**whole, "cases": [], "ceilings": {**whole["ceilings"], "read_GBps": 1.0}, "date": "2026-01-03"}
+    of_benchmarks = {**whole, "tests": nothing}
+    assert gpu_check.completed(of_tests, of_benchmarks) == {**whole, "date": "2026-01-03"}
+    assert gpu_check.completed(of_benchmarks, of_tests) == whole
+    only_counts = {**of_tests, "tests": {**whole["tests"], "sanitizer": nothing["sanitizer"]}}
+    other_counts = {**whole, "tests": {**whole["tests"], "passed": 1}}
+    assert gpu_check.completed(only_counts, other_counts) == {**whole, "date": "2026-01-03"}
+    if "kernels" in whole:
+        found = evidence.with_reliability(whole, random_calls(0, 9))
+        assert gpu_check.completed({**of_tests, "kernels": {}}, found)["kernels"] == found["kernels"]
+        assert gpu_check.completed(of_tests, found)["reliability"] == found["reliability"]
+        assert "kernels" not in gpu_check.completed({**some_record(), "cases": []}, found)
+
+
+def test_what_is_kept_is_of_the_same_machine_and_machine_code():
+    here = coded_record()
+    nothing_known: dict[str, Any] = {"changed": lambda kept: pytest.fail("the sources are the same")}
+    gpu_check.require_same(here, here, **nothing_known)
+    gpu_check.require_same(some_record(), here, **nothing_known)  # versions that it does not name
+    for key in ("card", "driver", "torch", "cutlass_dsl", "tvm_ffi", "cuda", "cudnn", "python"):
+        with pytest.raises(ValueError, match=f"--keep: got {key} 'another'"):
+            gpu_check.require_same({**here, key: "another"}, here, **nothing_known)
+    edited = {**here, "source_digest": "f" * 64}
+    gpu_check.require_same(edited, here, changed=lambda kept: [])
+    with pytest.raises(ValueError, match="of other sources: TinySpec"):
+        gpu_check.require_same(edited, here, changed=lambda kept: ["TinySpec() is built to other code now"])
+
+
+def test_machine_code_of_another_record_is_looked_at(monkeypatch):
+    code = SimpleNamespace(toolchain=lambda: TOOLCHAIN, digests_of_specs=None)
+    monkeypatch.setattr(kernels_run, "machine_code", lambda: code)
+    assert gpu_check.changed_code(some_record()) == ["it names no machine code"]
+    assert "another toolchain" in gpu_check.changed_code(coded_record(toolchain={"cuda": "cu12"}))[0]
+    record = coded_record()
+    first = next(iter(record["kernels"]))
+    monkeypatch.setattr(kernels_run, "no_longer_built", lambda kernels, digests, known: [first])
+    assert gpu_check.changed_code(record) == ["MlaAppendSpec(tokens_per_cta=0) is built to other code now"]
+
+
+def test_gpu_check_refuses_other_machines(monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert gpu_check.main([]) == 2
+    assert "needs an SM90 GPU" in capsys.readouterr().err
+
+
+def test_junit_reports_are_counted():
+    report = '<testsuites><testsuite tests="9" failures="1" errors="2" skipped="3"/><testsuite tests="1"/></testsuites>'
+    assert gpu_check.count_tests(report) == {"passed": 4, "failed": 3, "skipped": 3}
+    nothing = {"passed": 0, "failed": 1, "skipped": 0}
+    assert gpu_check.count_tests(None) == nothing
+    assert gpu_check.count_tests('<testsuites><testsuite tests="0"/></testsuites>') == nothing
+
+
+JUNIT = '<testsuites><testsuite tests="{}" failures="{}" errors="0" skipped="0"/></testsuites>'
+PROCESSES: dict[str, tuple[int | None, str | None, int]] = {
+    "one test failed": (1, JUNIT.format(4, 1), 3),
+    "crashed before its report": (-11, None, 0),
+    "crashed behind its report": (-11, JUNIT.format(4, 0), 4),
+    "out of time": (None, None, 0),
+    "out of time behind its report": (None, JUNIT.format(4, 0), 0),
+    "nothing collected": (5, JUNIT.format(0, 0), 0),
+    "broken collection": (2, JUNIT.format(4, 0), 4),
+}
+
+
+@pytest.mark.parametrize(("status", "report", "passed"), PROCESSES.values(), ids=PROCESSES)
+def test_a_process_that_ended_badly_is_a_failure(status, report, passed):
+    good = (0, JUNIT.format(5, 0))
+    assert gpu_check.sum_counts([good, good]) == {"passed": 10, "failed": 0, "skipped": 0}
+    counts = gpu_check.sum_counts([good, (status, report), good])
+    assert counts == {"passed": 10 + passed, "failed": 1, "skipped": 0}
+
+
+def test_all_tests_run_once_and_only_behind_their_kernels(monkeypatch):
+    calls: list[list[list[str]]] = []
+
+    def run_pytest(selections, folder, deadline):
+        calls.append(selections)
+        return [(status, JUNIT.format(2, 0))] * len(selections)
+
+    monkeypatch.setattr(gpu_check, "run_pytest", run_pytest)
+    status = 0
+    assert gpu_check.run_tests(3) == {"passed": 8, "failed": 0, "skipped": 0}
+    rest = [["-m", "not alone", "--shard", part] for part in ("1/3", "2/3", "3/3")]
+    assert calls == [[["--compile-only"]], [["-m", "alone"]], rest]
+    status = 3
+    assert gpu_check.run_tests(3) == {"passed": 0, "failed": 1, "skipped": 0}
+    assert len(calls) == 4, "tests ran without kernels"
+
+
+def test_pytest_processes_run_side_by_side_and_not_for_ever(monkeypatch, tmp_path, capfd):
+    (tmp_path / "tests" / "gpu").mkdir(parents=True)
+    (tmp_path / "tests" / "gpu" / "test_some.py").write_text(
+        "import time\ndef test_a(): pass\ndef test_b(): assert 0, 'say so'\ndef test_c(): time.sleep(60)\n"
+    )
+    (tmp_path / "pytest.ini").write_text("[pytest]\n")
+    monkeypatch.setattr(gpu_check, "ROOT", tmp_path)
+    selections = [["-k", name] for name in ("test_a", "test_b", "test_c")]
+    done = gpu_check.run_pytest(selections, tmp_path, time.monotonic() + 8)
+    assert [status for status, _ in done] == [0, 1, None]
+    assert gpu_check.sum_counts(done) == {"passed": 1, "failed": 2, "skipped": 0}
+    said = capfd.readouterr().out
+    assert "say so" in said
+    assert "-k test_c: not done" in said
+
+
+def test_shards_are_a_partition():
+    items = list(range(103))
+    parts = []
+    for text in ("1/4", "2/4", "3/4", "4/4"):
+        part = conftest.shard(text)
+        config = SimpleNamespace(getoption=lambda name, default, part=part: part)
+        session: Any = SimpleNamespace(config=config, items=items[:])
+        conftest.pytest_collection_finish(session)
+        parts.append(session.items)
+    assert sorted(sum(parts, [])) == items
+    assert {len(part) for part in parts} == {25, 26}
+    for text in ("0/4", "5/4", "1", "a/b"):
+        with pytest.raises(ValueError):
+            conftest.shard(text)
+
+
+def test_the_table_shows_speeds_and_failures():
+    lines = gpu_check.table(some_record()["cases"]).splitlines()
+    assert len(lines) == 16
+    assert "128x128x2 topk 2048" in lines[1]
+    assert "500.123" in lines[1]
+    assert "0.82" in lines[1]
+    assert "FAILED" in lines[2]
+    assert "tokens 65536" in lines[3]
+    assert lines[4].startswith("gqa_decode int8 per_tensor BNSH 64x32x1 s_k 8192 d 128 ")
+    assert "read_fraction 0.9 ratio 1.7 met" in lines[4]
+    assert "us 26.0 MISSED" in lines[5]
+    assert lines[7].startswith("gqa_decode int8 per_token_head paged_NHD_64 64x32x1 s_k 8192 d 128 ")
+    assert "FAILED" in lines[9]
+    assert "window 128" in lines[9]
+    assert "copy_fraction 0.8 met" in lines[10]
+    assert lines[11].startswith("sink_attention forward 4x64x16384 s_k 16384 d 64 ")
+    assert "us 260.0 MISSED" in lines[12] and "deterministic" in lines[13] and "routing" in lines[14]
+
+
+def test_cards_name_their_files():
+    assert gpu_check.card_slug("NVIDIA H200") == "h200"
+    assert gpu_check.card_slug("NVIDIA H100 80GB HBM3") == "h100"
+    assert gpu_check.card_slug("NVIDIA Other Card") == "nvidia_other_card"
+
+
+def test_a_bench_that_raises_is_recorded_and_the_others_run():
+    def broken(ceilings: dict[str, float]) -> dict[str, Any]:
+        raise RuntimeError("illegal memory access")
+
+    cases = gpu_check.run_benches(
+        [("mla_fp8_decode sparse 1x128x1 topk 2048", broken), ("other", lambda ceilings: {"op": "other"})],
+        {},
+        gpu_check.Progress(),
+    )
+    assert cases[0]["failed"] == "RuntimeError: illegal memory access"
+    assert cases[1] == {"op": "other"}
+    evidence.validate(some_record(cases=cases[:1]))
+
+
+# --- what is good
+
+
+def good_record(**changes: Any) -> dict[str, Any]:
+    """Of which nothing is lacking."""
+    record = coded_record()
+    cases = [case for case in record["cases"] if "failed" not in case and case.get("met", True)]
+    record["tests"]["sanitizer"] = {"memcheck": 0, "racecheck": 0, "synccheck": 0, "initcheck": 0}
+    return {**evidence.with_reliability({**record, "cases": cases}, random_calls(0, 9)), **changes}
+
+
+def with_tests(**counts: Any) -> dict[str, Any]:
+    return good_record(tests={**good_record()["tests"], **counts})
+
+
+def with_sanitizer(**counts: Any) -> dict[str, Any]:
+    return with_tests(sanitizer={**good_record()["tests"]["sanitizer"], **counts})
+
+
+MISSED = evidence.with_must({**good_record()["cases"][0]}, {"us": 26.0})
+FAILED = {"op": "merge_states", "splits": 8, "failed": "RuntimeError: no", "kernels": []}
+LACKING: dict[str, tuple[dict[str, Any], str]] = {
+    "a failed test": (with_tests(failed=3), "3 tests failed"),
+    "a finding": (with_sanitizer(racecheck=2), "racecheck: 2 errors"),
+    "a finding of initcheck": (with_sanitizer(initcheck=1), "initcheck: 1 errors"),
+    "a tool that did not run": (
+        with_sanitizer(memcheck=None, reasons={"memcheck": "gqa: not done after 240 s"}),
+        "memcheck did not run: gqa: not done after 240 s",
+    ),
+    "initcheck did not run": (with_sanitizer(initcheck=None, reasons={"initcheck": "no"}), "initcheck did not run: no"),
+    "a must that is missed": (
+        good_record(cases=[MISSED]),
+        "mla_fp8_decode sparse 128x128x2 topk 2048: misses us 26.0",
+    ),
+    "a failed case": (good_record(cases=[FAILED]), "merge_states splits 8: RuntimeError: no"),
+    "a case of unknown code": (
+        good_record(cases=[{**good_record()["cases"][0], "kernels": []}]),
+        "mla_fp8_decode sparse 128x128x2 topk 2048: ran no kernel that is known",
+    ),
+    "no machine code": (some_record(cases=[], tests=good_record()["tests"]), "the machine code that ran is not known"),
+    "a wrong random call": (
+        good_record(reliability={**good_record()["reliability"], "wrong": 1}),
+        "random calls: 1 wrong",
+    ),
+    "a fault": (good_record(reliability={**good_record()["reliability"], "faults": 2}), "random calls: 2 faults"),
+}
+
+
+@pytest.mark.parametrize(("record", "reason"), LACKING.values(), ids=LACKING)
+def test_what_is_lacking_is_said_and_ends_with_1(record, reason, capsys):
+    evidence.validate(record)
+    assert gpu_check.shortcomings(record) == [reason]
+    assert gpu_check.report(record, [], False) == 1
+    assert f"NOT GOOD: {reason}" in capsys.readouterr().out
+
+
+def test_what_was_left_out_is_named_and_no_shortcoming(capsys):
+    assert gpu_check.report(good_record(), [], False) == 0
+    assert "left out" not in capsys.readouterr().out
+    tools = {**dict.fromkeys(evidence.SANITIZER_TOOLS), "reasons": {"all": gpu_check.LEFT_OUT}}
+    tests = {"passed": None, "failed": None, "skipped": None, "sanitizer": tools}
+    record = {**good_record(tests=tests, cases=[])}
+    del record["reliability"]
+    assert gpu_check.report(record, [], False) == 0
+    assert "left out: tests, compute-sanitizer, benchmarks, random calls" in capsys.readouterr().out
+    assert gpu_check.report(good_record(), [], True) == 0
+    assert "left out: some benchmark cases" in capsys.readouterr().out
+    assert gpu_check.report(good_record(), ["random calls are not in the record: no"], False) == 1
+    # of a record from before initcheck
+    before = with_tests(sanitizer=dict.fromkeys(evidence.SANITIZER_TOOLS, 0))
+    assert gpu_check.shortcomings(before) == []
+
+
+# --- all of it, on a card that never was
+
+
+@pytest.fixture
+def card(monkeypatch, tmp_path):
+    """A machine whose parts can be told what to find."""
+    found = SimpleNamespace(tests={"passed": 5, "failed": 0, "skipped": 0}, us=1.0, kept=[], code_works=True)
+    found.findings = [sanitize.Finding(tool, 0) for tool in sanitize.TOOLS]
+
+    def digests_of_specs(specs):
+        if not found.code_works:
+            raise RuntimeError("no cubin")
+        return {spec: SimpleNamespace(sass=f"{spec.width:064x}", launch="0" * 64) for spec in specs}
+
+    def run_bench(ceilings):
+        kernels_run.compile.get_kernel(TinySpec())
+        entry = evidence.record_case({"op": "mla_fp8_append", "tokens": 1}, PASSED, lambda: {"us": found.us})
+        return evidence.with_must({**entry, "sets_compared": 2}, {"us": 2.0})
+
+    def run_tests(beside):
+        beside()
+        return found.tests
+
+    found.code = SimpleNamespace(
+        toolchain=lambda: TOOLCHAIN, digests_of_specs=digests_of_specs, precompile=lambda specs, processes=None: None
+    )
+    monkeypatch.setattr(gpu_check, "ROOT", tmp_path)
+    monkeypatch.setattr(gpu_check, "PARTIAL_RESULT", tmp_path / "build" / "partial.json")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
+    monkeypatch.setattr(gpu_check, "is_sm90", lambda device: True)
+    monkeypatch.setattr(gpu_check, "run_tests", run_tests)
+    monkeypatch.setattr(gpu_check, "measure_ceilings", lambda: some_record()["ceilings"])
+    monkeypatch.setattr(gpu_check, "select_benches", lambda quick, only: ([("mla_fp8_append", run_bench)], 0))
+    monkeypatch.setattr(sanitize, "run_tools", lambda: found.findings)
+    monkeypatch.setattr(kernels_run, "machine_code", lambda: found.code)
+    monkeypatch.setattr(kernels_run, "shipped_specs", lambda: [TinySpec(64)])
+    monkeypatch.setattr(kernels_run.compile, "_kernels", {TinySpec(): lambda: None})
+    found.path = tmp_path / "results" / "h200.json"
+    return found
+
+
+def test_a_good_run_is_recorded_with_its_machine_code(card, capsys, tmp_path):
+    card.path.parent.mkdir()
+    kernels_run.older_file(card.path).write_text("0123456789abcdef  a kernel of the record before\n")
+    assert gpu_check.main([]) == 0
+    record = evidence.read(card.path)
+    ran, tested = (kernel_id(f"{width:064x}", "0" * 64) for width in (128, 64))
+    assert record["cases"][0]["kernels"] == [ran]
+    assert set(record["kernels"]) == {ran, tested} and record["toolchain"] == TOOLCHAIN
+    assert record["kernels"][ran]["spec"] == "TinySpec(width=128, fault='')"
+    assert "all that ran is good" in capsys.readouterr().out
+    assert not kernels_run.older_file(card.path).exists()
+
+
+@pytest.mark.parametrize("what", ["a test", "a tool", "a must", "digests", "random calls"])
+def test_the_record_is_written_whatever_is_lacking(what, card, capsys, tmp_path):
+    options = []
+    if what == "a test":
+        card.tests["failed"] = 1
+    if what == "a tool":
+        card.findings[1] = sanitize.Finding("racecheck", None, "sink: not done after 240 s")
+    if what == "a must":
+        card.us = 2.5
+    if what == "digests":
+        card.code_works = False
+    if what == "random calls":
+        (tmp_path / "fuzz.json").write_text(json.dumps(random_calls(0, 9, toolchain={"cuda": "cu12"})))
+        options = ["--reliability", str(tmp_path / "fuzz.json")]
+    assert gpu_check.main(options) == 1
+    said = capsys.readouterr().out
+    reasons = {
+        "a test": "1 tests failed",
+        "a tool": "racecheck did not run: sink: not done after 240 s",
+        "a must": "mla_fp8_append tokens 1: misses us 2.0",
+        "digests": "the machine code that ran is not known",
+        "random calls": "random calls are not in the record: reliability.toolchain: got",
+    }
+    assert f"NOT GOOD: {reasons[what]}" in said and "1 shortcomings" in said
+    assert evidence.read(card.path)["tests"]["failed"] == (what == "a test")
+
+
+def test_random_calls_come_into_the_record(card, tmp_path):
+    files = []
+    for first in (0, 100):
+        files.append(tmp_path / f"{first}.json")
+        files[-1].write_text(json.dumps(random_calls(first, first + 99)))
+    assert gpu_check.main(["--reliability", *map(str, files)]) == 0
+    assert evidence.read(card.path)["reliability"]["seeds"] == [[0, 199]]
+
+
+def test_two_runs_with_other_sources_share_a_record_where_machine_code_is_the_same(card, monkeypatch, tmp_path):
+    assert gpu_check.main(["--skip-tests", "--skip-sanitizer"]) == 0
+    partial = tmp_path / "build" / "partial.json"
+    assert evidence.read(partial)["tests"]["passed"] is None and not card.path.exists()
+    monkeypatch.setattr(evidence, "source_digest", lambda: "e" * 64)
+    monkeypatch.setattr(gpu_check, "require_same", functools.partial(gpu_check.require_same, changed=lambda kept: []))
+    assert gpu_check.main(["--skip-benchmarks", "--keep", str(partial)]) == 0
+    record = evidence.read(card.path)
+    assert record["tests"]["passed"] == 5 and len(record["cases"]) == 1 and len(record["kernels"]) == 2

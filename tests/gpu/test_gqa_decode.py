@@ -1,7 +1,7 @@
 """`gqa_decode` on the GPU against the float64 oracle, under the tolerance rule of `cute_kernels.testing.compare`.
 
-`covering_cases` takes few combinations in which every pair of values of two factors meets. Kernels are compiled for
-many of the factors, a few seconds each, so that other tests keep to the variants of `usual`. `kernel_specs` names all.
+test_covering.py has the combinations of cache, scales, layout, sizes and modifiers. Kernels are compiled for many of
+these, so that the tests here keep to the variants of `usual`, which `kernel_specs` names.
 """
 
 import dataclasses
@@ -20,63 +20,12 @@ from cute_kernels.gqa.reference import reference_gqa_decode
 from cute_kernels.gqa.spec import GqaDecodeSpec
 from cute_kernels.testing.compare import relative_error
 from cute_kernels.testing.gqa import SCALE_NAMES, VALUES, GqaCase, GqaExpectation, gqa_case
-from cute_kernels.testing.inputs import covering_cases, generator, ragged_lengths
+from cute_kernels.testing.inputs import generator, ragged_lengths
 
 INF = math.inf
 INT32_MIN, INT32_MAX = -(2**31), 2**31 - 1
-RATIOS = (1, 4, 7, 8, 16, 64)
-PAGE_SIZES = (1, 16, 32, 64, 128)
-VLLM_PAGE_SIZES = {1: 8, 16: 16, 32: 32, 64: 16, 128: 32}
-WINDOWS = (None, 1, 64, 100)
 SM_COUNT = 132
 
-BYTES = covering_cases(
-    {
-        "k_scales": tuple(SCALE_NAMES),
-        "v_scales": tuple(SCALE_NAMES),
-        "ratio": RATIOS,
-        "page_size": PAGE_SIZES,
-        "layout": tuple(LAYOUTS),
-        "s_q": (1, 2, 3, 4, 8),
-        "values": VALUES,
-        "d": (128, 64, 256),
-        "scale_dtype": (torch.float32, torch.float16),
-        "kv_dtype": ("int8", "fp8"),
-        "q_dtype": (torch.bfloat16, torch.float16),
-        "h_kv": (2, 1, 3),
-        "longest": (130, 700, 2500),
-        "batch": (5, 1, 40),
-        "window": WINDOWS,
-        "softcap": (None, 15.0),
-        "alibi": ("none", "head", "batch"),
-        "sink": ("none", "finite", "inf"),
-        "causal": (True, False),
-        "bad_entries": (False, True),
-        "padded": (True, False),
-    },
-    seed=8,
-)
-WORDS = covering_cases(
-    {
-        "layout": tuple(LAYOUTS),
-        "page_size": (1, 16, 64),
-        "ratio": (1, 7, 8, 64),
-        "s_q": (1, 3, 8),
-        "values": VALUES,
-        "d": (128, 64, 256),
-        "kv_dtype": ("bf16", "fp16"),
-        "h_kv": (2, 1, 3),
-        "longest": (130, 700),
-        "batch": (5, 40),
-        "window": WINDOWS,
-        "softcap": (None, 15.0),
-        "alibi": ("none", "head"),
-        "sink": ("none", "finite", "inf"),
-        "causal": (True, False),
-        "padded": (True, False),
-    },
-    seed=4,
-)
 USUAL_LAYOUTS = ("BNSH", "BSNH", "paged_NHD")
 VARIANTS: tuple[dict[str, Any], ...] = (
     *({"layout": layout, "page_size": 16 if layout == "paged_vllm" else 64} for layout in LAYOUTS),
@@ -95,14 +44,11 @@ def kernel_specs() -> list[GqaDecodeSpec]:
     A cluster merges short sequences of small batches where the number of splits is not given.
     """
     specs: dict[GqaDecodeSpec, None] = {}
-    cases = [({**sizes, "batch": 1, "longest": 65}, sizes) for sizes in (*BYTES, *WORDS)]
-    smalls = [(sampled(small, 0, device="cpu"), sizes["batch"], sizes["longest"]) for small, sizes in cases]
-    smalls += [(usual(**options, device="cpu"), 3, 700) for options in VARIANTS]
-    for case, batch, longest in smalls:
+    for case in (usual(**options, device="cpu") for options in VARIANTS):
         spec = op.decode_spec(op._Request(**case.arguments(), num_splits=1))
         h_kv = case.k_cache.shape[2 if case.layout in ("BSNH", "paged_NHD") else 1]
         _, s_q, h_q, d = case.q.shape
-        cluster = cluster_for(batch, h_kv, h_q // h_kv * s_q, d, longest, SM_COUNT, spec.warps)
+        cluster = cluster_for(3, h_kv, h_q // h_kv * s_q, d, 700, SM_COUNT, spec.warps)
         specs |= {spec: None, dataclasses.replace(spec, cluster=cluster): None}
     return list(specs)
 
@@ -115,18 +61,6 @@ def case_of(**options: Any) -> Any:
 def usual(**options: Any) -> Any:
     """The variant that most tests share: int8, 4 query heads on each of 2, d 128, scales per token and head."""
     return case_of(**{"seqlens": [700, 1, 65], "h_q": 8, "h_kv": 2, "layout": "paged_NHD", **options})
-
-
-def sampled(sizes: dict[str, Any], seed: int, device: str = "cuda") -> Any:
-    """The case of one line of a covering list."""
-    sizes = dict(sizes)
-    if sizes["layout"] == "paged_vllm":
-        sizes["page_size"] = VLLM_PAGE_SIZES[sizes["page_size"]]
-    if sizes["kv_dtype"] in ("bf16", "fp16"):
-        sizes["q_dtype"] = torch.float16 if sizes["kv_dtype"] == "fp16" else torch.bfloat16
-    h_q = sizes["h_kv"] * sizes.pop("ratio")
-    seqlens = ragged_lengths(sizes.pop("batch"), sizes.pop("longest"), sizes["page_size"], seed)
-    return case_of(**sizes, h_q=h_q, seqlens=seqlens, seed=seed, device=device)
 
 
 def decode(case: GqaCase, **options: Any) -> Any:
@@ -146,25 +80,11 @@ def hold(case: GqaCase, *, splits: Sequence[int | None] = (None, 1, 3), padded: 
         lse.require_no_stray_writes()
 
 
-def label(sizes: dict[str, Any]) -> str:
-    return "-".join(f"{name}={value}" for name, value in sizes.items())
-
-
 @pytest.fixture(autouse=True)
 def free_memory() -> Iterator[None]:
     """Some cases fill gigabytes; the allocator would keep their blocks, of sizes that no other case asks for."""
     yield
     torch.cuda.empty_cache()
-
-
-@pytest.mark.parametrize("sizes", BYTES, ids=label)
-def test_one_byte_caches(sizes):
-    hold(sampled(sizes, BYTES.index(sizes)), splits=(None, 1, 3, 40), padded=sizes["padded"])
-
-
-@pytest.mark.parametrize("sizes", WORDS, ids=label)
-def test_16_bit_caches(sizes):
-    hold(sampled(sizes, WORDS.index(sizes)), splits=(None, 1, 3, 40), padded=sizes["padded"])
 
 
 @pytest.mark.parametrize("q_dtype", [torch.bfloat16, torch.float16])

@@ -1,0 +1,256 @@
+"""The covering arrays: nothing possible is left out, rows are calls that the ops take, and kernels stay few."""
+
+import dataclasses
+import itertools
+import random
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+
+from cute_kernels import gqa_decode, mla_fp8_decode
+from cute_kernels.gqa import op as gqa_op
+from cute_kernels.gqa.layout_plan import LAYOUTS, CacheSizes, scale_shapes
+from cute_kernels.gqa.plan import cluster_for
+from cute_kernels.mla import op as mla_op
+from cute_kernels.mla.spec import shipped_specs as shipped_mla_specs
+from cute_kernels.testing.gqa import KV_DTYPES, SCALE_NAMES
+from cute_kernels.testing.inputs import dense_case
+from tests.support import covering
+from tests.support.arrays import Model, Rule, cover, uncovered
+from tests.support.covering import GQA, GQA_ROWS, LONG, MLA, MLA_ROWS, NUM_SMS
+
+ARRAYS = {
+    "gqa": (GQA, [dataclasses.asdict(row) for row in GQA_ROWS]),
+    "mla": (MLA, [dataclasses.asdict(row) for row in MLA_ROWS]),
+}
+SMALL = Model(
+    factors={"a": (0, 1, 2), "b": ("x", "y"), "c": (None, 5), "d": (False, True), "e": (1, 2, 3)},
+    triples=("a", "b", "c", "d"),
+    pairs=("e",),
+    rules=(
+        Rule(("a", "b"), lambda a, b: a != 0 or b == "x"),
+        Rule(("b", "c", "e"), lambda b, c, e: c is None or e > 1),
+    ),
+)
+
+
+# ---- the search
+
+
+def test_a_search_covers_what_is_possible_and_no_more():
+    rows = cover(SMALL, seed=3)
+    assert rows == cover(SMALL, seed=3)
+    assert uncovered(SMALL, rows) == []
+    assert all(SMALL.keeps_rules(row) for row in rows)
+    assert 12 <= len(rows) <= 16  # a and two factors of two values make 12
+    possible = [
+        row
+        for values in itertools.product(*SMALL.factors.values())
+        if SMALL.keeps_rules(row := dict(zip(SMALL.factors, values, strict=True)))
+    ]
+    for group in SMALL.combinations():
+        assert {tuple(row[name] for name in group) for row in rows} == {
+            tuple(row[name] for name in group) for row in possible
+        }
+
+
+def test_rows_take_patterns_where_they_can():
+    patterns = [{"a": 1, "b": "x"}, {"a": 2, "b": "y"}]
+    rows = cover(SMALL, patterns=patterns)
+    assert uncovered(SMALL, rows) == []
+    kept = [row for row in rows if {"a": row["a"], "b": row["b"]} in patterns]
+    others = [row for row in rows if row not in kept]
+    assert kept and len(others) < len(rows)
+    assert all((row["a"], row["b"]) not in ((1, "x"), (2, "y")) for row in others)
+
+
+def test_what_is_missing_is_named():
+    rows = [row for row in cover(SMALL) if not (row["a"] == 2 and row["d"])]
+    assert {"a": 2, "b": "y", "d": True} in uncovered(SMALL, rows)
+    assert SMALL.complete({"a": 0, "b": "y"}) is None
+
+
+# ---- the arrays
+
+
+@pytest.mark.parametrize("name", ARRAYS)
+def test_every_possible_combination_occurs(name):
+    model, rows = ARRAYS[name]
+    assert set(model.factors) == {*model.triples, *model.pairs}
+    assert all(model.keeps_rules(row) for row in rows)
+    assert uncovered(model, rows) == []
+
+
+@pytest.mark.parametrize("name", ARRAYS)
+def test_every_row_is_needed(name):
+    model, rows = ARRAYS[name]
+    groups = model.combinations()
+
+    def combinations(row: dict[str, Any]) -> list[tuple[Any, ...]]:
+        return [(group, tuple(row[factor] for factor in group)) for group in groups]
+
+    count = Counter(itertools.chain.from_iterable(map(combinations, rows)))
+    spare = [row for row in rows if all(count[one] > 1 for one in combinations(row))]
+    assert spare == []
+    for place in random.Random(0).sample(range(len(rows)), 3):
+        assert uncovered(model, rows[:place] + rows[place + 1 :])
+
+
+def broken(model: Model, *names: str) -> list[tuple[Any, ...]]:
+    """The pairs of values that a model's rule about two factors forbids."""
+    [rule] = [rule for rule in model.rules if rule.names == names]
+    return [values for values in itertools.product(*(model.factors[name] for name in names)) if not rule.holds(*values)]
+
+
+def gqa_call(kv: str, q: str, k: str, v: str, layout: str = "BNSH", page: str = "none") -> dict[str, Any]:
+    """Arguments of any values, whether or not they go together."""
+    known, rows = LAYOUTS[layout], covering.PAGE_SIZES[page] or 32
+    dtype, sizes = KV_DTYPES[kv], CacheSizes(2, rows, 2, 64)
+    x = 16 // dtype.itemsize
+    size = {"b": 2, "p": 2, "h": 2, "s": rows, "t": rows, "d": 64, "c": 64 // x, "x": x}
+    caches = [
+        torch.zeros([size[axis] for axis in axes], dtype=dtype, device="cpu") for axes in (known.key, known.value)
+    ]
+    shapes = scale_shapes(known, sizes)
+    scales = [
+        None if name == "none" else torch.ones(shapes[SCALE_NAMES[name]], dtype=torch.float32, device="cpu")
+        for name in (k, v)
+    ]
+    return {
+        "q": torch.zeros((2, 1, 2, 64), dtype=covering.Q_DTYPES[q], device="cpu"),
+        "k_cache": caches[0],
+        "v_cache": caches[1],
+        "k_scale": scales[0],
+        "v_scale": scales[1],
+        "layout": layout,
+        "cache_seqlens": torch.full((2,), 9, dtype=torch.int32, device="cpu"),
+        "block_table": None if page == "none" else torch.zeros((2, 1), dtype=torch.int32, device="cpu"),
+    }
+
+
+def test_what_the_rules_of_gqa_leave_out_is_refused():
+    """So that no rule hides a call that users can make."""
+    scales = broken(GQA, "kv_dtype", "k_scales")
+    assert scales == broken(GQA, "kv_dtype", "v_scales") and len(scales) == 13
+    calls = [gqa_call(kv, kv if kv in covering.Q_DTYPES else "bf16", name, name) for kv, name in scales]
+    calls += [gqa_call(kv, q, "none", "none") for kv, q in broken(GQA, "kv_dtype", "q_dtype")]
+    calls += [gqa_call("fp8", "bf16", k, v) for k, v in broken(GQA, "k_scales", "v_scales")]
+    calls += [gqa_call("int8", "bf16", "per_head", "per_head", *place) for place in broken(GQA, "layout", "page")]
+    for call in calls:
+        with pytest.raises((TypeError, ValueError)):
+            gqa_decode(**call)
+    for layout, page in (("BNSH", "none"), ("paged_NHD", "smallest"), ("paged_vllm", "small")):
+        gqa_decode(**gqa_call("fp8", "fp16", "per_head", "per_token", layout, page))
+
+
+def test_what_the_rules_of_mla_leave_out_is_refused():
+    assert broken(MLA, "mode", "lengths") == [("dense", "query")]
+    case = dense_case(seqlens=[3, 4], h_q=2, s_q=2)
+    per_query = torch.ones((2, 2), dtype=torch.int32, device="cpu")
+    with pytest.raises(ValueError, match="cache_seqlens"):
+        mla_fp8_decode(case.q, case.kv_cache, block_table=case.block_table, cache_seqlens=per_query)
+
+
+def test_clusters_are_left_out_where_none_is_planned():
+    for splits, longest in broken(GQA, "splits", "longest"):
+        assert splits == "cluster"
+        assert cluster_for(1, 1, 1, 64, longest, NUM_SMS, 8) == 1
+
+
+# ---- rows
+
+
+@pytest.mark.parametrize("row", GQA_ROWS, ids=lambda row: str(row.seed))
+def test_gqa_rows_are_valid_calls_with_the_kernel_that_is_compiled(row):
+    case = row.call("cpu", short=True)
+    request = gqa_op._Request(**case.arguments(), num_splits=1)
+    out, lse = case.outputs(padded=row.padded)
+    gqa_op._check(request._replace(num_splits=row.num_splits), out.tensor, lse.tensor)
+    assert gqa_op.decode_spec(request) == dataclasses.replace(row.spec(), cluster=1)
+    assert row.spec().can_implement() == []
+    assert len(row.seqlens()) == row.batch and max(row.seqlens()) == row.longest
+
+
+def test_gqa_rows_get_the_plan_that_they_name():
+    for row in GQA_ROWS:
+        spec, plan, rows = row.spec(), row.plan(), row.ratio * row.s_q
+        if row.num_splits is None:
+            cluster = cluster_for(row.batch, row.h_kv, rows, row.d, row.capacity(), NUM_SMS, spec.warps)
+            assert spec.cluster == cluster
+            assert (plan.ranges > 1) == (row.splits == "ranges")
+        else:
+            assert spec.cluster == 1 and 1 <= plan.splits <= row.num_splits
+        assert 4 * plan.states * plan.state_floats <= 2**30, "a workspace is kept, and several processes have one"
+
+
+@pytest.mark.parametrize("row", MLA_ROWS, ids=lambda row: str(row.seed))
+def test_mla_rows_are_valid_calls(row):
+    case = row.call("cpu", short=True)
+    out, lse = case.outputs(padded=row.padded)
+    mla_op._check(
+        mla_op._Request(case.q, case.kv_cache, **case.options(), num_splits=row.splits, exchange=row.exchange),
+        out.tensor,
+        lse.tensor,
+    )
+
+
+def test_mla_rows_have_plans_that_fit():
+    shipped = set(shipped_mla_specs())
+    for row in MLA_ROWS:
+        plan = row.plan()
+        assert plan.spec in shipped
+        assert plan.partial_rows <= covering.MOST_PARTIALS
+        assert row.splits is None or plan.num_splits == row.splits
+        assert (row.batch * row.s_q > 1024) == (row.queries == "more")
+        assert plan.spec.balanced <= (row.splits is None and row.queries != "more")
+
+
+def test_sizes_at_the_ends_are_among_the_rows():
+    plans = [(row, row.plan()) for row in GQA_ROWS]
+    for num_splits in (64, 128, 256):
+        assert any(plan.splits == num_splits for _, plan in plans), "each of so many has tiles of its own"
+        assert any(row.splits == num_splits and row.keys == "long" and row.mode == "dense" for row in MLA_ROWS)
+    assert any(row.longest == LONG and row.s_q == 8 for row in GQA_ROWS)
+    assert any(row.queries == "more" and row.lengths == "query" for row in MLA_ROWS)
+    assert any(row.queries == "more" and row.lengths == "ragged" and row.mode == "dense" for row in MLA_ROWS)
+    balanced = [row for row in MLA_ROWS if row.plan().spec.balanced]
+    assert any(row.batch * row.s_q == 1024 for row in balanced)
+    assert {row.longest for row in MLA_ROWS} == {64, 333, 2048, 65_536, LONG}
+    assert any(row.longest == 65_536 and row.s_q == 8 for row in MLA_ROWS)
+
+
+def test_kernels_stay_few():
+    """Of `gqa_decode` 2.2 s of a core each; those of `mla_fp8_decode` ship anyway."""
+    specs = covering.all_specs()
+    assert len(set(specs)) == len(specs)
+    assert len(set(specs) - set(shipped_mla_specs())) <= 160
+
+
+@pytest.mark.parametrize("row", [*GQA_ROWS[::12], *MLA_ROWS[::12]], ids=lambda row: f"{type(row).__name__}{row.seed}")
+def test_rows_give_what_the_oracle_gives(row):
+    """As on a GPU, but with few keys; here both are the reference."""
+    row.check("cpu", short=True)
+
+
+def test_a_wrong_output_is_found(monkeypatch):
+    """One that is wrong in a head, and one that is not written where nothing is compared."""
+    row = next(row for row in MLA_ROWS if row.h_q == 8 and row.keys == "some" and row.sink == "none")
+
+    def zeroed(*args: Any, out: torch.Tensor, lse: torch.Tensor, **options: Any) -> None:
+        mla_fp8_decode(*args, **options, out=out, lse=lse)
+        out[:, :, 3] = 0
+
+    monkeypatch.setattr(covering, "mla_fp8_decode", zeroed)
+    with pytest.raises(AssertionError, match="out:"):
+        row.check("cpu", short=True)
+
+    def unwritten(*args: Any, out: torch.Tensor, lse: torch.Tensor, **options: Any) -> None:
+        mla_fp8_decode(*args, **options, out=out, lse=lse)
+        out[:, :, 3] = torch.nan
+
+    monkeypatch.setattr(covering, "mla_fp8_decode", unwritten)
+    monkeypatch.setattr(covering.MlaRow, "_sample", lambda row, case: ([0], [0, 1]))
+    with pytest.raises(AssertionError, match="was not written"):
+        row.check("cpu", short=True)

@@ -27,9 +27,9 @@ class Draw:
     large   whether this is one of the few large calls
     """
 
-    def __init__(self, seed: int, device: torch.device, start: int | None = None) -> None:
+    def __init__(self, seed: int, device: torch.device, attempt: int = 0) -> None:
         self.seed, self.device = seed, device
-        self.rng = random.Random(seed if start is None else start)
+        self.rng = random.Random(seed if not attempt else f"{seed} {attempt}")
         self.on_gpu = device.type == "cuda"
         self.large = self.rng.random() < LARGE_SHARE and self.on_gpu
         self.gen = generator(seed % 2**63, device)
@@ -45,7 +45,7 @@ class Draw:
     def batch(self) -> int:
         """Sequences: mostly few."""
         many = self.chance(0.15)
-        few = self.choice((1, 2, 3, 4, 5, 8))
+        few = self.choice((1, 2, 3, 4, 5, 8) if self.on_gpu else (1, 2, 3))
         number = self.choice((17, 40, 74, 150))
         return number if many and self.on_gpu else few
 

@@ -22,8 +22,6 @@ GENERATORS: Final[tuple[tuple[int, Callable[[Draw], Call]], ...]] = (
     (7, small.sink_call),
 )
 """Shares of the public ops, in percent, and what draws their calls."""
-REDRAW: Final = 2**80
-"""Added to a seed for another try; no seed is as large."""
 
 
 @functools.cache
@@ -37,10 +35,11 @@ def _known() -> frozenset[Any]:
     return frozenset(kernel_specs())
 
 
-def draw_call(seed: int, device: torch.device) -> Call:
+def draw_call(seed: int, device: torch.device, *, may_be_large: bool = True) -> Call:
     """The call that a seed names on a device: other sizes are drawn while they would take another kernel."""
     for attempt in range(1000):
-        draw = Draw(seed, device, seed + attempt * REDRAW)
+        draw = Draw(seed, device, attempt)
+        draw.large = draw.large and may_be_large
         shares, makers = zip(*GENERATORS, strict=True)
         call = draw.rng.choices(makers, shares)[0](draw)
         if _known().issuperset(call.specs):

@@ -184,7 +184,8 @@ def decode_call(draw: Draw) -> Call:
 
 def _vary(case: GqaCase, unit: int, longest: int, whole: bool, draw: Draw) -> GqaCase:
     """Lengths at their extremes, and the same in other words."""
-    if case.cache_seqlens is None:
+    given = case.cache_seqlens
+    if given is None:
         if draw.chance(0.5):
             lengths = torch.full((len(case.q),), longest, dtype=torch.int32, device=draw.device)
             case = dataclasses.replace(case, cache_seqlens=extreme_lengths(lengths, longest, draw))
@@ -196,7 +197,7 @@ def _vary(case: GqaCase, unit: int, longest: int, whole: bool, draw: Draw) -> Gq
                 table = table[:, : longest // unit]  # the longest sequence fills it
             capacity = table.shape[1] * unit
             case = dataclasses.replace(case, block_table=table)
-        case = dataclasses.replace(case, cache_seqlens=extreme_lengths(case.cache_seqlens, capacity, draw))
+        case = dataclasses.replace(case, cache_seqlens=extreme_lengths(given, capacity, draw))
     if case.block_table is not None and draw.chance(0.02):
         case = dataclasses.replace(case, block_table=case.block_table[:, :0])
     if case.softmax_scale is None and draw.chance(0.3):
@@ -315,9 +316,7 @@ def append_call(draw: Draw) -> Call:
     )
 
 
-def _append_targets(
-    layout: str, sizes: CacheSizes, options: Mapping[str, Any], draw: Draw
-) -> dict[str, torch.Tensor]:
+def _append_targets(layout: str, sizes: CacheSizes, options: Mapping[str, Any], draw: Draw) -> dict[str, torch.Tensor]:
     known = LAYOUTS[layout]
     size = dict.fromkeys("bp", sizes.outer) | dict.fromkeys("st", sizes.rows) | {"h": sizes.h_kv, "d": sizes.d}
     size |= {"c": sizes.d // 16, "x": 16}

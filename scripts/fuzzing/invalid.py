@@ -11,6 +11,7 @@ from typing import Any, Final, NamedTuple
 import torch
 
 from scripts.fuzzing.calls import Call, Mode, invoke
+from scripts.fuzzing.generate import draw_call
 
 FIRST: Final = 10**12
 """Of the seeds that name invalid calls; those of valid ones are below."""
@@ -251,13 +252,13 @@ def _wrong_together(call: Call, arguments: Mapping[str, Any]) -> Iterator[Wrong]
         yield Wrong("q without queries", ("q",), {"q": q[:, :0]})
         if call.op == "gqa_decode":
             yield Wrong("nine queries", ("q",), {"q": _fresh(q, (batch, 9, h_q, d), q.dtype)})
-            yield Wrong("1025 heads", ("q",), {"q": _fresh(q, (batch, s_q, 1025 * 24, d), q.dtype)})
+            yield Wrong("1025 heads", ("q",), {"q": q[:, :, :1].expand(batch, s_q, 1025 * 24, d)})
             scale = arguments["v_scale"]
             if scale is not None:
                 other = torch.float16 if scale.dtype == torch.float32 else torch.float32
                 yield Wrong("scales of two dtypes", ("v_scale", "k_scale"), {"v_scale": scale.to(other)})
         else:
-            yield Wrong("129 heads", ("q",), {"q": _fresh(q, (batch, s_q, 129, d), q.dtype)})
+            yield Wrong("129 heads", ("q",), {"q": q[:, :, :1].expand(batch, s_q, 129, d)})
     if call.op == "merge_states":
         outs = arguments["outs"]
         yield Wrong("no states", ("outs",), {"outs": outs[:0]})
@@ -306,14 +307,14 @@ def judge(call: Call, wrong: Wrong, given: Mapping[str, torch.Tensor]) -> str:
 
 
 def run_invalid(
-    first: int, last: int, draw: Callable[[int], Call], prepared: Callable[[int], bool] = lambda seed: seed % 2 == 0
+    first: int, last: int, device: torch.device, prepared: Callable[[int], bool] = lambda seed: seed % 2 == 0
 ) -> tuple[int, list[tuple[int, str]]]:
     """Makes the invalid calls of the seeds from `first` to before `last`.
 
     Args:
         first: not below `FIRST`.
         last: one beyond the last.
-        draw: gives the valid call of a seed.
+        device: to make them on.
         prepared: whether the valid call is made before the invalid one of a seed; else the op may not have seen its
             shapes yet.
 
@@ -324,7 +325,7 @@ def run_invalid(
     made = 0
     for base in range(first // PER_CALL, -(-last // PER_CALL)):
         seeds = range(max(first, base * PER_CALL), min(last, (base + 1) * PER_CALL))
-        call = draw(base)
+        call = draw_call(base, device, may_be_large=False)
         seeds_now = [seed for seed in seeds if not prepared(seed)]
         problems += _of_one_call(call, seeds_now)
         later = [seed for seed in seeds if prepared(seed)]

@@ -1,4 +1,4 @@
-"""Blocks of memory that hold what a call writes, with poison around each tensor: to be filled and compared as a whole."""
+"""Blocks of memory that hold what a call writes, poison around each: filled and compared as a whole."""
 
 from __future__ import annotations
 

@@ -95,8 +95,8 @@ def _sparse(draw: Draw) -> tuple[DecodeCase, dict[str, Any]]:
     if draw.large:
         topk = draw.choice(LARGE_TOPKS)
         batch = draw.choice((1, 16, 64, 148)) if topk < 16_384 else draw.choice((1, 8))
-    elif batch * s_q > 16:
-        topk = min(topk, 200)
+    elif batch * s_q > 16 or not draw.on_gpu:
+        topk = min(topk, 200 if draw.on_gpu else 129)
     case = sparse_case(
         batch=batch,
         h_q=h_q,
@@ -240,6 +240,5 @@ def slot_mapping(tokens: int, num_slots: int, draw: Draw) -> torch.Tensor:
     for place in range(tokens):
         if draw.chance(0.12):
             slots[place] = draw.choice(skips)
-    if draw.chance(0.3):
-        slots = torch.stack([slots, slots.flip(0)], dim=1)[:, 0]
-    return slots.to(draw.device)
+    slots = slots.to(draw.device)
+    return torch.stack([slots, slots.flip(0)], dim=1)[:, 0] if draw.chance(0.3) else slots

@@ -99,7 +99,7 @@ def run_round(work: Work, device: torch.device, marks: MutableSequence[int] | No
             checked.append(found)
     if work.invalid_last > work.invalid_first:
         marks[0] = work.invalid_first
-        made, problems = invalid.run_invalid(work.invalid_first, work.invalid_last, lambda seed: draw_call(seed, device))
+        made, problems = invalid.run_invalid(work.invalid_first, work.invalid_last, device)
         outcome.invalid_calls += made
         outcome.findings += [Finding(seed, said) for seed, said in problems]
         require_no_fault(device)
@@ -214,7 +214,6 @@ class Together:
         width = 1 + max(len(one.call.modes) for one in self.checked)
         size = (len(self.checked), width)
         self.counters = [torch.zeros(size, dtype=torch.int64, device=self.device) for _ in range(THREADS + 1)]
-        self._refresh()
         require_no_fault(self.device)
         threads = [threading.Thread(target=self._side_thread, args=(n,), daemon=True) for n in range(1, THREADS + 1)]
         for thread in threads:
@@ -226,18 +225,18 @@ class Together:
         outcome.calls += sum(self.made)
         for seed, error in self.errors:
             outcome.findings.append(Finding(seed, f"from a thread: {type(error).__name__}: {error}"))
-        for thread, counts in enumerate(self.counters):
+        for number, counts in enumerate(self.counters):
             for place, row in enumerate(counts.tolist()):
                 for column, count in enumerate(row):
                     if count:
-                        outcome.findings.append(Finding(*self._describe(place, column, count, thread)))
+                        outcome.findings.append(self._describe(place, column, count, number))
 
-    def _describe(self, place: int, column: int, count: int, thread: int) -> tuple[int, str]:
+    def _describe(self, place: int, column: int, count: int, thread: int) -> Finding:
         call = self.checked[place].call
         how = call.modes[column] if column < len(call.modes) else "replayed"
         beside = f"--seeds {self.work.first} {self.work.last}"
-        text = f"{call.op} {call.shape}: other bits than alone, {count} times in thread {thread}, {how}; beside {beside}"
-        return call.seed, text
+        where = f"{count} times in thread {thread}, {how}"
+        return Finding(call.seed, f"{call.op} {call.shape}: other bits than alone, {where}; beside {beside}")
 
     def _side_thread(self, thread: int) -> None:
         if not self.on_gpu:
@@ -256,13 +255,13 @@ class Together:
         """The turns of one thread; `between` is called now and then, outside of the gate."""
         rng = random.Random(f"{self.work.first} {thread}")
         counters = [list(row.unbind()) for row in self.counters[thread].unbind()]
-        pauses = {self.work.turns * n // (REFRESHES + 1) for n in range(1, REFRESHES + 1)}
+        pauses = {self.work.turns * n // (REFRESHES + 1) for n in range(REFRESHES + 1)}
         for turn in range(self.work.turns):
             if self.stop.is_set():
                 return
-            if between is not None and turn in pauses:
-                between()
             try:
+                if between is not None and turn in pauses:
+                    between()
                 with self.gate.inside():
                     if self.graphs[thread] and rng.random() < REPLAYS:
                         self._replay(thread, rng.choice(self.graphs[thread]), counters)

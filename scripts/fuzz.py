@@ -165,7 +165,11 @@ def progress(plan: Plan, show: bool) -> Iterator[Any]:
     try:
         from rich.progress import BarColumn, Progress, TextColumn
     except ImportError:
-        yield lambda total: print(said(total), flush=True)
+
+        def say(total: processes.Total) -> None:
+            print(said(total), flush=True)
+
+        yield say
         return
     with Progress(TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:>3.0f}%")) as bar:
         task = bar.add_task("starting", total=1.0)

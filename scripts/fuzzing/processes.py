@@ -91,24 +91,27 @@ class Worker:
 
     def answer(self) -> Outcome | str | None:
         """The outcome of its round, what went wrong instead, or None while it is at work."""
+        alive = self.process.is_alive()  # asked first: it may answer and die
         try:
             if self.connection.poll():
                 return self.connection.recv()
         except (EOFError, OSError):
             pass
-        if not self.process.is_alive():
+        if not alive:
             self.process.join()
             return f"it died with status {self.process.exitcode}"
         if time.monotonic() - self.since > HANG_S:
             return f"it did not answer for {HANG_S:.0f} s"
         return None
 
-    def end(self) -> None:
-        """Ends the process, kindly if it waits."""
-        with contextlib.suppress(OSError, ValueError):
-            if self.work is None:
-                self.connection.send(None)
-                self.process.join(10)
+    def dismiss(self) -> None:
+        """Lets a process end that waits for work."""
+        with contextlib.suppress(OSError):
+            self.connection.send(None)
+
+    def end(self, seconds: float = 0.0) -> None:
+        """Waits for so long, then ends the process whatever it does."""
+        self.process.join(seconds)
         if self.process.is_alive():
             self.process.kill()
         self.process.join()
@@ -143,16 +146,17 @@ def run_rounds(
             report(total)
         return total
     cores = max(1, (os.cpu_count() or 1) // workers)
-    idle, busy = [Worker(device, cores, run) for _ in range(workers)], []
+    idle: list[Worker] = []
+    busy: list[Worker] = []
+    more = True
     try:
-        more = True
         while True:
-            while more and idle:
+            while more and len(busy) < workers:
                 following = next(rounds, None)
                 if following is None:
                     more = False
                     break
-                worker = idle.pop()
+                worker = idle.pop() if idle else Worker(device, cores, run)
                 worker.give(following)
                 busy.append(worker)
             if not busy:
@@ -160,24 +164,23 @@ def run_rounds(
             wait([end for worker in busy for end in (worker.connection, worker.process.sentinel)], timeout=1.0)
             for worker in list(busy):
                 answer = worker.answer()
-                if answer is None:
+                if answer is None or worker.work is None:
                     continue
                 busy.remove(worker)
-                assert worker.work is not None
                 if isinstance(answer, Outcome):
                     total.add(worker.work, answer)
-                    worker.work = None
                     idle.append(worker)
                 else:
                     total.faults.append(_fault(worker.work, worker.marks, answer))
                     worker.end()
-                    if len(total.faults) < MAX_FAULTS:
-                        idle.append(Worker(device, cores, run))
-                    else:
-                        more = False
+                    more = more and len(total.faults) < MAX_FAULTS
                 report(total)
     finally:
-        for worker in (*idle, *busy):
+        for worker in idle:
+            worker.dismiss()
+        for worker in idle:
+            worker.end(10.0)
+        for worker in busy:
             worker.end()
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
 
@@ -307,7 +307,7 @@ def judge(call: Call, wrong: Wrong, given: Mapping[str, torch.Tensor]) -> str:
 
 
 def run_invalid(
-    first: int, last: int, device: torch.device, prepared: Callable[[int], bool] = lambda seed: seed % 2 == 0
+    first: int, last: int, device: torch.device, *, prepared: bool | None = None
 ) -> tuple[int, list[tuple[int, str]]]:
     """Makes the invalid calls of the seeds from `first` to before `last`.
 
@@ -315,8 +315,8 @@ def run_invalid(
         first: not below `FIRST`.
         last: one beyond the last.
         device: to make them on.
-        prepared: whether the valid call is made before the invalid one of a seed; else the op may not have seen its
-            shapes yet.
+        prepared: whether the valid call is made before an invalid one; else the op may not have seen its shapes yet.
+            None: before those of even seeds.
 
     Returns:
         How many were made, and seeds with what is wrong.
@@ -326,9 +326,8 @@ def run_invalid(
     for base in range(first // PER_CALL, -(-last // PER_CALL)):
         seeds = range(max(first, base * PER_CALL), min(last, (base + 1) * PER_CALL))
         call = draw_call(base, device, may_be_large=False)
-        seeds_now = [seed for seed in seeds if not prepared(seed)]
-        problems += _of_one_call(call, seeds_now)
-        later = [seed for seed in seeds if prepared(seed)]
+        later = [seed for seed in seeds if (seed % 2 == 0 if prepared is None else prepared)]
+        problems += _of_one_call(call, [seed for seed in seeds if seed not in later])
         if later:
             block = call.image.before.clone()
             call.run(call.modes[0], call.image.views(block, call.modes[0].given))

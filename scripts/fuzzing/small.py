@@ -65,7 +65,8 @@ def merge_call(draw: Draw) -> Call:
     in_dtype, out_dtype = getattr(torch, inner), getattr(torch, outer)
     outs = torch.randn((n, *leading, d), generator=draw.gen, device=draw.device).to(in_dtype)
     lses = draw.choice((1.0, 5.0, 5.0, 60.0)) * torch.randn((n, *leading), generator=draw.gen, device=draw.device)
-    lses += draw.choice((0.0, 0.0, 80.0, -1e4))
+    offset = draw.choice((0.0, 0.0, 80.0, -1e4))
+    lses += offset
     if draw.chance(0.7):
         drop = torch.rand((n, *leading), generator=draw.gen, device=draw.device) < 0.2
         drop.view(n, -1)[:, 1::11] = True
@@ -76,8 +77,8 @@ def merge_call(draw: Draw) -> Call:
         lses = _padded(lses.unsqueeze(-1), draw).squeeze(-1)
     sink = None
     if has_sink:
-        sink = 3 * torch.randn(leading[-1], generator=draw.gen, device=draw.device)
-        sink[:: draw.choice((2, 5))] = draw.choice((-torch.inf, torch.inf, 30.0))
+        sink = offset + 3 * torch.randn(leading[-1], generator=draw.gen, device=draw.device)
+        sink[1 :: draw.choice((2, 5))] = draw.choice((-torch.inf, torch.inf, 30.0))
     shape = (*leading, d)
     wide = len(leading) < 4 and draw.chance(0.5)
     stride = padded_stride(shape, 16 // out_dtype.itemsize, draw.rng) if wide else contiguous_stride(shape)
@@ -208,7 +209,7 @@ def sink_specs(case: SinkCase, differentiable: bool, deterministic: bool, sms: i
     kind: dict[str, Any] = {"dtype": case.dtype, "d": d, "packed": case.packed}
     sizes: dict[str, Any] = {"s_q": case.q.shape[-3], "h_q": h_q, "h_kv": h_kv}
     if plan.route(**kind, **sizes, differentiable=differentiable) == "decode":
-        read = {name: t for name, t in case.arguments().items() if "cu_seqlens" not in name and name not in "kv"}
+        read = {name: t for name, t in case.arguments().items() if "cu_seqlens" not in name and name not in ("k", "v")}
         missing: dict[str, Any] = dict.fromkeys(
             ("k_scale", "v_scale", "cache_seqlens", "block_table", "softcap", "alibi_slopes")
         )

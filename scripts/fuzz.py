@@ -43,6 +43,8 @@ SEEDS_OF_ROUND: Final = 48
 TURNS: Final = {"cuda": 300, "cpu": 3}
 """Of each of seven threads in a round: on a GPU about 50 calls for each seed, which is what the oracle costs there."""
 SHOWN: Final = 20
+LINE_S: Final = 10.0
+"""Between two lines of progress where there is no terminal."""
 RESULT: Final = ROOT / "build" / "fuzz.json"
 
 
@@ -162,13 +164,21 @@ def progress(plan: Plan, show: bool) -> Iterator[Any]:
     if not show:
         yield quiet
         return
-    try:
-        from rich.progress import BarColumn, Progress, TextColumn
-    except ImportError:
+    last = started
 
-        def say(total: processes.Total) -> None:
+    def say(total: processes.Total) -> None:
+        nonlocal last
+        if time.monotonic() - last > LINE_S:
+            last = time.monotonic()
             print(said(total), flush=True)
 
+    try:
+        from rich.console import Console
+        from rich.progress import BarColumn, Progress, TextColumn
+    except ImportError:
+        yield say
+        return
+    if not Console().is_terminal:
         yield say
         return
     with Progress(TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:>3.0f}%")) as bar:

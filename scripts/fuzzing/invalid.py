@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, MutableSequence
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
 
@@ -307,7 +307,12 @@ def judge(call: Call, wrong: Wrong, given: Mapping[str, torch.Tensor]) -> str:
 
 
 def run_invalid(
-    first: int, last: int, device: torch.device, *, prepared: bool | None = None
+    first: int,
+    last: int,
+    device: torch.device,
+    *,
+    prepared: bool | None = None,
+    marks: MutableSequence[int] | None = None,
 ) -> tuple[int, list[tuple[int, str]]]:
     """Makes the invalid calls of the seeds from `first` to before `last`.
 
@@ -317,30 +322,35 @@ def run_invalid(
         device: to make them on.
         prepared: whether the valid call is made before an invalid one; else the op may not have seen its shapes yet.
             None: before those of even seeds.
+        marks: its first item becomes each seed before its call is made.
 
     Returns:
         How many were made, and seeds with what is wrong.
     """
     problems: list[tuple[int, str]] = []
-    made = 0
+    made, marks = 0, [0] if marks is None else marks
     for base in range(first // PER_CALL, -(-last // PER_CALL)):
         seeds = range(max(first, base * PER_CALL), min(last, (base + 1) * PER_CALL))
         call = draw_call(base, device, may_be_large=False)
         later = [seed for seed in seeds if (seed % 2 == 0 if prepared is None else prepared)]
-        problems += _of_one_call(call, [seed for seed in seeds if seed not in later])
+        problems += _of_one_call(call, [seed for seed in seeds if seed not in later], marks)
         if later:
             block = call.image.before.clone()
-            call.run(call.modes[0], call.image.views(block, call.modes[0].given))
-            problems += _of_one_call(call, later)
+            try:
+                call.run(call.modes[0], call.image.views(block, call.modes[0].given))
+            except (TypeError, ValueError) as error:
+                problems.append((later[0], f"{call.op}: the valid call is refused: {error}"))
+            problems += _of_one_call(call, later, marks)
         made += len(seeds)
     return made, problems
 
 
-def _of_one_call(call: Call, seeds: list[int]) -> list[tuple[int, str]]:
+def _of_one_call(call: Call, seeds: list[int], marks: MutableSequence[int]) -> list[tuple[int, str]]:
     """What is wrong with the calls of some seeds, all in one block, which must stay as it is."""
     block, ways = wrong_calls(call)
     problems = []
     for seed in seeds:
+        marks[0] = seed
         said = judge(call, chosen(ways.ways, seed), ways.given)
         if said:
             problems.append((seed, f"{call.op}: {said}"))

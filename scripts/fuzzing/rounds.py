@@ -98,8 +98,7 @@ def run_round(work: Work, device: torch.device, marks: MutableSequence[int] | No
         if found is not None:
             checked.append(found)
     if work.invalid_last > work.invalid_first:
-        marks[0] = work.invalid_first
-        made, problems = invalid.run_invalid(work.invalid_first, work.invalid_last, device)
+        made, problems = invalid.run_invalid(work.invalid_first, work.invalid_last, device, marks=marks)
         outcome.invalid_calls += made
         outcome.findings += [Finding(seed, said) for seed, said in problems]
         require_no_fault(device)

@@ -6,9 +6,9 @@ import pathlib
 import pytest
 import torch
 
-MOST_PROCESSES = 8  # each has torch and the DSL in memory, 1 to 2 GB
-
 from cute_kernels.runtime import arch
+
+MOST_PROCESSES = 8  # each has torch and the DSL in memory, 1 to 2 GB
 
 # Some tests look at device code itself, whose modules import the DSL. It reads its target once, when it is imported, so
 # the target is pinned before the first of them, whichever that is.

@@ -1,0 +1,121 @@
+"""One call of a public op, whatever the op: what it is given, what it may write, and what it must give."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+
+import cute_kernels
+from scripts.fuzzing.memory import Image, bits
+
+Oracle = Callable[[Mapping[str, torch.Tensor]], list[str]]
+
+
+class Mode(NamedTuple):
+    """One way to make a call.
+
+    given    what the caller owns and the op writes to; the op allocates the rest
+    returns  what it returns, in order
+    """
+
+    given: tuple[str, ...] = ()
+    returns: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call with its arguments.
+
+    seed       that names it
+    op         name of the public function
+    arguments  by name, but for what it writes
+    image      what it may write and a caller may own: outputs full of poison, or caches
+    modes      ways to make the call; the first gives and returns all there is
+    oracle     what is wrong with values by name, in words
+    specs      the kernels that it takes
+    shape      what makes it a shape of its own
+    d_out      of differentiable calls: the gradient of the output
+    unstable   results whose bits may differ from call to call
+    capturable whether a CUDA graph can hold it
+    """
+
+    seed: int
+    op: str
+    arguments: dict[str, Any]
+    image: Image
+    modes: tuple[Mode, ...]
+    oracle: Oracle
+    specs: tuple[Any, ...]
+    shape: tuple[Hashable, ...]
+    d_out: torch.Tensor | None = None
+    unstable: frozenset[str] = field(default_factory=frozenset)
+    capturable: bool = True
+
+    def run(self, mode: Mode, views: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Makes the call into `views`, those that the mode gives, and returns all results by name.
+
+        Raises:
+            WrongResult: a given output did not come back as the result, or there are more results or fewer.
+        """
+        result = invoke(self.op, {**self.arguments, **views}, mode, self.d_out)
+        if len(result) != len(mode.returns):
+            raise WrongResult(f"{len(result)} results, needs {len(mode.returns)}")
+        values = dict(zip(mode.returns, result, strict=True))
+        for name, view in views.items():
+            if values.setdefault(name, view) is not view:
+                raise WrongResult(f"{name}: returned another tensor than the one that was given")
+        return values
+
+
+class WrongResult(Exception):
+    """A call came back with something that can be told to be wrong without a look at its numbers."""
+
+
+def invoke(op: str, arguments: Mapping[str, Any], mode: Mode, d_out: torch.Tensor | None = None) -> tuple[Any, ...]:
+    """Calls the public function and returns its results, a tuple whatever their number."""
+    function = getattr(cute_kernels, op)
+    options = dict(arguments)
+    if "lse" in mode.returns and op != "merge_states":
+        options["return_lse"] = True
+    if d_out is None:
+        result = function(**options)
+        return () if result is None else result if isinstance(result, tuple) else (result,)
+    leaves = [name for name in ("q", "k", "v", "s_aux") if options[name] is not None]
+    for name in leaves:
+        options[name] = options[name].detach().requires_grad_()
+    out = function(**options)
+    return (out.detach(), *torch.autograd.grad(out, [options[name] for name in leaves], d_out))
+
+
+class Expected:
+    """The bits of a call's results, as a serial run has left them.
+
+    values  by name, contiguous integers
+    """
+
+    def __init__(self, call: Call, values: Mapping[str, torch.Tensor]) -> None:
+        self._call = call
+        self.dtypes = {name: (t.dtype, t.shape) for name, t in values.items()}
+        self.values = {name: bits(t) for name, t in values.items()}
+        given = {mode.given for mode in call.modes}
+        self._blocks = {names: call.image.after({name: values[name] for name in names}) for names in given}
+
+    def count_wrong(
+        self, mode: Mode, block: torch.Tensor | None, values: Mapping[str, torch.Tensor], wrong: torch.Tensor
+    ) -> None:
+        """Adds to a counter on the device if a bit differs, in the results or around them. Does not wait.
+
+        Raises:
+            WrongResult: a dtype or a shape is wrong.
+        """
+        if block is not None:
+            wrong.add_((block != self._blocks[mode.given]).any())
+        for name, value in values.items():
+            if name in mode.given or name in self._call.unstable:
+                continue
+            if (value.dtype, value.shape) != self.dtypes[name]:
+                raise WrongResult(f"{name}: {value.dtype} {tuple(value.shape)}, needs {self.dtypes[name]}")
+            wrong.add_((bits(value) != self.values[name]).any())

@@ -1,0 +1,111 @@
+"""Blocks of memory that hold what a call writes, poison around each: filled and compared as a whole."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Final, NamedTuple
+
+import torch
+
+POISON: Final = -1
+"""Of int32 words: bytes 0xFF, a NaN in every floating-point dtype."""
+GAP: Final = 256
+"""Bytes before and behind every tensor, at least."""
+BITS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class Place(NamedTuple):
+    """Where a tensor lies in a block: all in elements of its dtype."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+
+def span(shape: Sequence[int], stride: Sequence[int]) -> int:
+    """Elements from the first to the last of a strided tensor."""
+    if 0 in shape:
+        return 0
+    return 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
+
+
+def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
+    """Strides of a dense tensor."""
+    return tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
+
+
+def padded_stride(shape: Sequence[int], unit: int, rng: random.Random) -> tuple[int, ...]:
+    """Strides of a tensor with gaps along some axes but the last, all multiples of `unit` elements."""
+    stride, step = [1] * len(shape), max(shape[-1], 1) if shape else 1
+    for axis in range(len(shape) - 2, -1, -1):
+        step = -(-step // unit) * unit + unit * rng.choice((0, 0, 1, 3))
+        stride[axis] = step
+        step *= max(shape[axis], 1)
+    return tuple(stride)
+
+
+class Image:
+    """Tensors that a call writes, as it finds them.
+
+    before   the block, int32 words; a call gets a copy of it
+    places   of the tensors, by name
+    """
+
+    def __init__(self, places: Mapping[str, Place], before: torch.Tensor) -> None:
+        self.places = dict(places)
+        self.before = before
+
+    @classmethod
+    def of_outputs(
+        cls,
+        outputs: Mapping[str, tuple[torch.dtype, Sequence[int], Sequence[int], int]],
+        device: torch.device,
+        rng: random.Random,
+    ) -> Image:
+        """A block full of poison, for outputs of a dtype, a shape and strides, aligned to so many bytes."""
+        places, end = {}, 0
+        for name, (dtype, shape, stride, align) in outputs.items():
+            start = end + GAP + align * rng.randrange(4)
+            start = -(-start // align) * align
+            places[name] = Place(dtype, tuple(shape), tuple(stride), start // dtype.itemsize)
+            end = start + span(shape, stride) * dtype.itemsize
+        words = -(-(end + GAP) // 16) * 4  # whole rows of 16 bytes, so that it can be seen as any dtype
+        return cls(places, torch.full((words,), POISON, dtype=torch.int32, device=device))
+
+    @classmethod
+    def of_tensors(cls, tensors: Mapping[str, torch.Tensor], rng: random.Random) -> Image:
+        """A block with copies of tensors, at multiples of 16 bytes, and poison in the gaps that their strides leave."""
+        device = next(iter(tensors.values())).device
+        sizes = {name: (t.dtype, t.shape, t.stride(), 16) for name, t in tensors.items()}
+        image = cls.of_outputs(sizes, device, rng)
+        for name, view in image.views(image.before).items():
+            view.copy_(tensors[name])
+        return image
+
+    def views(self, block: torch.Tensor, names: Iterable[str] | None = None) -> dict[str, torch.Tensor]:
+        """The tensors in a block of this form: all, or those of some names."""
+        chosen = self.places if names is None else names
+        result = {}
+        for name in chosen:
+            dtype, shape, stride, offset = self.places[name]
+            result[name] = block.view(dtype).as_strided(shape, stride, offset)
+        return result
+
+    def after(self, values: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """The block after some of the tensors have got values, and nothing else has changed."""
+        block = self.before.clone()
+        for name, view in self.views(block, values).items():
+            view.copy_(values[name])
+        return block
+
+    def strays(self, block: torch.Tensor) -> int:
+        """Words that were changed outside of the tensors."""
+        return int((block != self.after(self.views(block))).sum())
+
+
+def bits(t: torch.Tensor) -> torch.Tensor:
+    """The same memory as integers, which compare NaNs by their bits; a copy where it has gaps."""
+    return t.contiguous().view(BITS[t.element_size()])

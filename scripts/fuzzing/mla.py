@@ -1,0 +1,244 @@
+"""Calls of `mla_fp8_decode` and `mla_fp8_append`."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+import fp8_mla
+from cute_kernels.mla import append_spec, spec
+from cute_kernels.mla.plan import plan_decode
+from cute_kernels.mla.spec import EXCHANGES
+from cute_kernels.testing.compare import check_decode
+from cute_kernels.testing.inputs import SCALE_KINDS, DecodeCase, dense_case, sparse_case
+from scripts.fuzzing.calls import Call, Mode
+from scripts.fuzzing.draws import INT32_MAX, INT32_MIN, Draw, extreme_lengths, num_sms, problems_of
+from scripts.fuzzing.memory import Image, bits, contiguous_stride, padded_stride
+
+HEADS = (1, 2, 7, 8, 16, 17, 32, 33, 64, 65, 96, 100, 127, 128)
+TOPKS = (1, 2, 63, 64, 65, 127, 128, 129, 200, 576)
+LARGE_TOPKS = (2048, 4096, 16_384)
+PAGE_SIZES = (1, 2, 16, 61, 64, 576)
+SPLITS = (None, None, None, None, 1, 2, 3, 8, 32, 64, 128, 256)
+SINKS = ("none", "finite", "inf")
+DECODE_MODES = (
+    Mode(("out", "lse"), ("out", "lse")),
+    Mode(("out", "lse"), ("out",)),
+    Mode(("out",), ("out",)),
+    Mode(("out",), ("out", "lse")),
+    Mode(("lse",), ("out",)),
+    Mode((), ("out", "lse")),
+    Mode((), ("out",)),
+)
+
+
+def kernel_specs() -> list[Any]:
+    """Every kernel that these calls may take."""
+    return [*spec.shipped_specs(), *append_spec.shipped_specs()]
+
+
+def decode_call(draw: Draw) -> Call:
+    """A sparse or a dense decode."""
+    sparse = draw.chance(0.55)
+    case, forced = _sparse(draw) if sparse else _dense(draw)
+    case, changed = _vary(case, draw)
+    batch, s_q, h_q, _ = case.q.shape
+    index = case.indices if sparse else case.block_table
+    assert index is not None
+    width, page_size = index.shape[-1], case.kv_cache.shape[1]
+    specs: tuple[Any, ...] = ()
+    if batch and width and case.kv_cache.shape[0]:
+        plan = plan_decode(
+            sparse=sparse,
+            batch=batch,
+            s_q=s_q,
+            h_q=h_q,
+            max_keys=width if sparse else width * page_size,
+            num_sms=num_sms(draw.device),
+            ragged=(case.topk_length if sparse else case.cache_seqlens) is not None,
+            **forced,
+        )
+        specs = (plan.spec,)
+    shape = (batch, s_q, h_q, fp8_mla.V_DIM)
+    stride = padded_stride(shape, 8, draw.rng) if draw.chance(0.5) else contiguous_stride(shape)
+    outputs = {
+        "out": (torch.bfloat16, shape, stride, 16),
+        "lse": (torch.float32, shape[:3], padded_stride(shape[:3], 1, draw.rng), 4),
+    }
+    rows = draw.rows(batch, 2 if draw.large else 3)
+
+    def oracle(values: Mapping[str, torch.Tensor]) -> list[str]:
+        if not rows:
+            return []
+        picked = {name: value[rows] for name, value in values.items()}
+        return problems_of(check_decode(picked["out"], picked["lse"], **case.rows(rows).arguments()))
+
+    return Call(
+        seed=draw.seed,
+        op="mla_fp8_decode",
+        arguments={**case.arguments(), **forced, "kv_cache": changed},
+        image=Image.of_outputs(outputs, draw.device, draw.rng),
+        modes=DECODE_MODES,
+        oracle=oracle,
+        specs=specs,
+        shape=("mla", sparse, batch, s_q, h_q, width, page_size, *forced.values(), case.topk_length is None),
+    )
+
+
+def _sparse(draw: Draw) -> tuple[DecodeCase, dict[str, Any]]:
+    batch, s_q, h_q = draw.batch(), draw.choice((1, 1, 1, 2, 3, 5)), draw.choice(HEADS)
+    topk = draw.choice(TOPKS)
+    if draw.large:
+        topk = draw.choice(LARGE_TOPKS)
+        batch = draw.choice((1, 16, 64, 148)) if topk < 16_384 else draw.choice((1, 8))
+    elif batch * s_q > 16 or not draw.on_gpu:
+        topk = min(topk, 200 if draw.on_gpu else 129)
+    case = sparse_case(
+        batch=batch,
+        h_q=h_q,
+        s_q=s_q,
+        topk=topk,
+        page_size=draw.choice(PAGE_SIZES),
+        num_slots=20_000 if draw.large else 2000,
+        scales=draw.choice(SCALE_KINDS),
+        outliers=draw.chance(0.2),
+        invalid=draw.chance(0.7),
+        lengths=draw.choice(("none", "batch", "query")),
+        sink=draw.choice(SINKS),
+        padded=draw.chance(0.5),
+        seed=draw.seed,
+        device=draw.device,
+    )
+    if case.topk_length is not None:
+        flat = case.topk_length.view(-1)
+        for place in range(len(flat)):
+            if draw.chance(0.05):
+                # not where lists were cut: all of what a list holds may then be seen
+                flat[place] = draw.choice((INT32_MIN, 0, -1))
+        flat[flat >= topk] = draw.choice((topk, topk + 7, INT32_MAX))
+    return case, {"num_splits": draw.choice(SPLITS), "exchange": draw.choice((None, None, *EXCHANGES))}
+
+
+def _dense(draw: Draw) -> tuple[DecodeCase, dict[str, Any]]:
+    batch, page_size = draw.batch(), draw.choice(PAGE_SIZES)
+    longest = draw.choice((1, 63, 64, 130, 576)) if draw.on_gpu else draw.choice((1, 63, 130))
+    if draw.large:
+        longest = draw.choice((2500, 8192, 65_536))
+        batch = {2500: 74, 8192: 16, 65_536: 1}[longest]
+    elif batch > 16:
+        longest = min(longest, 130)
+    seqlens = draw.lengths(batch, longest, page_size)
+    seqlens[draw.rng.randrange(batch)] = longest
+    case = dense_case(
+        seqlens=seqlens,
+        h_q=draw.choice(HEADS),
+        s_q=draw.choice((1, 1, 2, 3, 4)),
+        page_size=page_size,
+        causal=draw.chance(0.7),
+        scales=draw.choice(SCALE_KINDS),
+        outliers=draw.chance(0.2),
+        sink=draw.choice(SINKS),
+        padded=draw.chance(0.5),
+        seed=draw.seed,
+        device=draw.device,
+    )
+    assert case.block_table is not None and case.cache_seqlens is not None
+    table = case.block_table
+    if longest % page_size == 0 and draw.chance(0.5):
+        table = table[:, : longest // page_size]  # the longest sequence fills it
+    lengths = extreme_lengths(case.cache_seqlens, table.shape[1] * page_size, draw)
+    case = dataclasses.replace(case, block_table=table, cache_seqlens=lengths)
+    return case, {"num_splits": draw.choice(SPLITS), "exchange": draw.choice((None, None, *EXCHANGES))}
+
+
+def _vary(case: DecodeCase, draw: Draw) -> tuple[DecodeCase, torch.Tensor]:
+    """Other forms of the same arguments, sometimes none of something. The second result is the cache as it is given."""
+    if draw.chance(0.02):
+        case = case.rows([])
+    elif draw.chance(0.02):
+        case = dataclasses.replace(case, kv_cache=case.kv_cache[:0])
+    elif draw.chance(0.02):
+        if case.indices is not None:
+            case = dataclasses.replace(case, indices=case.indices[..., :0])
+        elif case.block_table is not None:
+            case = dataclasses.replace(case, block_table=case.block_table[:, :0])
+    if draw.chance(0.3):
+        case = dataclasses.replace(case, softmax_scale=fp8_mla.QK_DIM**-0.5 * draw.choice((0.25, 0.5, 1.0)))
+    cache = case.kv_cache
+    if draw.chance(0.3):
+        cache = cache.unsqueeze(2)
+    if draw.chance(0.3):
+        cache = cache.view(torch.float8_e4m3fn)
+    return case, cache
+
+
+# ---- append
+
+
+def append_call(draw: Draw) -> Call:
+    """New tokens for a cache of random bytes."""
+    tokens = draw.choice((0, 1, 2, 7, 31, 64, 65, 200))
+    if draw.large:
+        tokens = draw.choice((1000, 5000))  # beyond 4224 a warp takes two
+    page_size = draw.choice(PAGE_SIZES)
+    num_pages = -(-(tokens + draw.choice((0, 1, 40))) // page_size)
+    shape = (num_pages, page_size, fp8_mla.TOKEN_BYTES)
+    stride = (page_size * fp8_mla.TOKEN_BYTES + draw.choice((0, 16, 656)), fp8_mla.TOKEN_BYTES, 1)
+    cache = torch.randint(256, shape, dtype=torch.uint8, generator=draw.gen, device=draw.device)
+    kv = special_values(torch.randn((tokens, fp8_mla.QK_DIM), generator=draw.gen, device=draw.device), draw)
+    if draw.chance(0.5):
+        wide = kv.new_full((tokens, fp8_mla.QK_DIM + 8 * draw.choice((1, 3))), torch.nan)
+        wide[:, : fp8_mla.QK_DIM] = kv
+        kv = wide[:, : fp8_mla.QK_DIM]
+    slots = slot_mapping(tokens, num_pages * page_size, draw)
+    spread = torch.empty_strided(shape, stride, dtype=torch.uint8, device=draw.device)
+    image = Image.of_tensors({"kv_cache": spread.copy_(cache)}, draw.rng)
+    if draw.chance(0.3):
+        place = image.places["kv_cache"]
+        image.places["kv_cache"] = place._replace(dtype=torch.float8_e4m3fn)
+
+    def oracle(values: Mapping[str, torch.Tensor]) -> list[str]:
+        expected, at = cache.cpu().clone(), slots.cpu()
+        keep = (at >= 0) & (at < num_pages * page_size)
+        expected[at[keep] // page_size, at[keep] % page_size] = fp8_mla.pack(kv.cpu()[keep])
+        differ = int((bits(values["kv_cache"]).cpu() != expected).sum())
+        return [f"kv_cache: {differ} bytes are not those of fp8_mla.pack"] if differ else []
+
+    return Call(
+        seed=draw.seed,
+        op="mla_fp8_append",
+        arguments={"kv": kv, "slot_mapping": slots},
+        image=image,
+        modes=(Mode(("kv_cache",)),),
+        oracle=oracle,
+        specs=(append_spec.MlaAppendSpec.for_launch(tokens),) if tokens and num_pages else (),
+        shape=("mla append", tokens, num_pages, page_size),
+    )
+
+
+def special_values(x: torch.Tensor, draw: Draw, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    """Tokens, some of which are of another size, zero, or have NaN and infinities among them."""
+    rng: random.Random = draw.rng
+    for row in range(len(x)):
+        if rng.random() < 0.1:
+            x[row] *= rng.choice((0.0, 2.0**-30, 2.0**-12, 300.0, 2.0**14))
+        elif rng.random() < 0.05:
+            x[row].view(-1)[:: rng.choice((1, 7, 64))] = rng.choice((torch.nan, torch.inf, -torch.inf))
+    return x.to(dtype)
+
+
+def slot_mapping(tokens: int, num_slots: int, draw: Draw) -> torch.Tensor:
+    """Different slots in random order; some tokens are skipped, by a slot below 0 or beyond the cache."""
+    slots = torch.full((tokens,), -1, dtype=torch.int64)
+    at = draw.rng.sample(range(num_slots), min(tokens, num_slots))
+    slots[: len(at)] = torch.tensor(at, dtype=torch.int64)
+    skips = (-1, -(2**63), num_slots, 2**31, 2**40, -(2**32), 2**63 - 1)
+    for place in range(tokens):
+        if draw.chance(0.12):
+            slots[place] = draw.choice(skips)
+    slots = slots.to(draw.device)
+    return torch.stack([slots, slots.flip(0)], dim=1)[:, 0] if draw.chance(0.3) else slots

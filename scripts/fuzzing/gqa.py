@@ -79,6 +79,13 @@ USUAL: Final[dict[str, Any]] = {
     "alibi": False,
     "softcap": False,
 }
+ALIKE: Final = {
+    "per_head": ("per_head", "per_tensor"),
+    "per_tensor": ("per_head", "per_tensor"),
+    "per_token_head": ("per_token_head", "per_token_head", "per_token"),
+    "per_token": ("per_token_head", "per_token"),
+}
+"""Scales that a kernel does not tell apart."""
 SPLITS = (None, None, None, None, 1, 2, 3, 8, 40, 256)
 WINDOWS = (None, None, None, None, 1, 2, 63, 64, 65, 100, 1000, INT32_MAX)
 
@@ -116,6 +123,10 @@ def decode_call(draw: Draw) -> Call:
     many, alibi, softcap = (options.pop(name) for name in ("many", "alibi", "softcap"))
     if options["kv_dtype"] in ("bf16", "fp16"):
         options["q_dtype"] = HALF if options["kv_dtype"] == "fp16" else torch.bfloat16
+    for name in ("k_scales", "v_scales"):
+        options[name] = draw.choice(ALIKE.get(options[name], (options[name],)))
+    if options["page_size"] == 1024:
+        options["page_size"] = draw.choice((128, 256, 1024))  # of which a copy brings 128 tokens
     if softcap:
         options["softcap"] = draw.choice((2.0, 15.0, 50.0))
     if alibi:

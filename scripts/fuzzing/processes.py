@@ -16,8 +16,10 @@ import torch
 
 from scripts.fuzzing.rounds import THREADS, Fault, Finding, Outcome, Work, run_round
 
-HANG_S: Final = 180.0
-"""For a round, which takes some seconds; the first one of a process also loads all kernels."""
+HANG_S: Final = 120.0
+"""For a round, which takes some seconds."""
+START_S: Final = 120.0
+"""More for the first one of a process, which imports torch and loads all kernels."""
 MAX_FAULTS: Final = 8
 """More say no more: the run ends."""
 
@@ -83,6 +85,7 @@ class Worker:
         theirs.close()
         self.work: Work | None = None
         self.since = 0.0
+        self.is_new = True
 
     def give(self, work: Work) -> None:
         """Starts a round."""
@@ -100,8 +103,9 @@ class Worker:
         if not alive:
             self.process.join()
             return f"it died with status {self.process.exitcode}"
-        if time.monotonic() - self.since > HANG_S:
-            return f"it did not answer for {HANG_S:.0f} s"
+        limit = HANG_S + (START_S if self.is_new else 0.0)
+        if time.monotonic() - self.since > limit:
+            return f"it did not answer for {limit:.0f} s"
         return None
 
     def dismiss(self) -> None:
@@ -169,6 +173,7 @@ def run_rounds(
                 busy.remove(worker)
                 if isinstance(answer, Outcome):
                     total.add(worker.work, answer)
+                    worker.is_new = False
                     idle.append(worker)
                 else:
                     total.faults.append(_fault(worker.work, worker.marks, answer))

@@ -419,3 +419,20 @@ def stale_cases(record: Mapping[str, Any], built: Iterable[CodeDigest]) -> list[
         for place, case in enumerate(record["cases"])
         if any(known.get(name) not in current for name in case.get("kernels") or ())
     ]
+
+
+def specs_named(texts: Iterable[str], classes: Iterable[type]) -> list[Any]:
+    """Specs by their reprs, without those that can no longer be made: of a class or with a field that is gone."""
+    known = {cls.__name__: cls for cls in classes}
+    specs = []
+    for text in texts:
+        with contextlib.suppress(SyntaxError, KeyError, TypeError, ValueError):
+            specs.append(_made(ast.parse(text, mode="eval").body, known))
+    return specs
+
+
+def _made(node: ast.expr, classes: Mapping[str, type]) -> Any:
+    if isinstance(node, ast.Call):
+        values = {keyword.arg or "": _made(keyword.value, classes) for keyword in node.keywords}
+        return classes[ast.unparse(node.func)](**values)
+    return ast.literal_eval(node)

@@ -1,0 +1,260 @@
+"""NaN and infinities where a query does not look: what decoding promises of every slot, and `sink_attention` of some.
+
+Several queries of a sequence share their tiles of keys. A key that one of them sees and another does not has the
+weight 0 for the latter, and 0 x NaN is NaN.
+"""
+
+import dataclasses
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from cute_kernels import gqa_decode, mla_fp8_decode, sink_attention
+from cute_kernels.gqa import op
+from cute_kernels.gqa.spec import CLUSTER, GqaDecodeSpec
+from cute_kernels.testing.gqa import GqaExpectation, gqa_case
+from cute_kernels.testing.inputs import generator, latent_tokens
+from cute_kernels.testing.sink import SinkCase, sink_case
+from fp8_mla import QK_DIM, ROPE_OFFSET, SCALE_OFFSET, TOKEN_BYTES, reference_decode
+
+LENGTHS = (130, 200, 16, 129)
+CACHES: dict[str, dict[str, Any]] = {
+    "bf16": {"kv_dtype": "bf16"},
+    "fp16, 256": {"kv_dtype": "fp16", "q_dtype": torch.float16, "d": 256, "layout": "paged_vllm", "page_size": 32},
+    "bf16 pages": {"kv_dtype": "bf16", "d": 64, "h_q": 16, "layout": "paged_NHD", "page_size": 1},
+    "fp8 per head": {"kv_dtype": "fp8", "k_scales": "per_head", "v_scales": "per_head"},
+    "fp8 per token": {
+        "kv_dtype": "fp8", "q_dtype": torch.float16, "scale_dtype": torch.float16, "d": 256, "layout": "paged_vllm",
+        "page_size": 16,
+    },
+    "int8 per token": {"scale_dtype": torch.float16},
+    "int8 per group": {"scale_dtype": torch.float16, "k_scales": "per_group_32", "v_scales": "per_group_32"},
+}  # fmt: skip
+
+
+def gqa(name: str, s_q: int = 2, device: str = "cuda", **options: Any) -> Any:
+    """A case of one of the kinds of code above, with one or two heads of the cache."""
+    settings: dict[str, Any] = {"seqlens": LENGTHS, "h_q": 4, "h_kv": 2, "layout": "BNSH", **CACHES[name], **options}
+    return gqa_case(**settings, s_q=s_q, device=device)
+
+
+def kernel_specs() -> list[GqaDecodeSpec]:
+    """Most of them ship; those of clusters, and of more columns, do not."""
+    specs: dict[GqaDecodeSpec, None] = {}
+    for name in CACHES:
+        for s_q in (2, 5):
+            spec = op.decode_spec(op._Request(**gqa(name, s_q, device="cpu").arguments(), num_splits=1))
+            specs |= {spec: None}
+            if spec.warps == 8:
+                specs |= {dataclasses.replace(spec, cluster=CLUSTER): None}
+    return list(specs)
+
+
+def place_of(case: Any, sequence: int, position: int) -> tuple[int, int]:
+    """(sequence or page, token in it)."""
+    if case.block_table is None:
+        return sequence, position
+    size = case.v_cache.shape[3] if case.layout == "paged_vllm" else case.v_cache.shape[1]
+    return int(case.block_table[sequence, position // size]), position % size
+
+
+def token_of(case: Any, name: str, sequence: int, position: int) -> torch.Tensor:
+    """All numbers of a token in a cache or in scales of tokens: a view."""
+    tensor = getattr(case, name)
+    outer, row = place_of(case, sequence, position)
+    if case.layout == "paged_NHD":
+        return tensor[outer, row]
+    if case.layout == "BNSH":
+        return tensor[outer, :, row]
+    return tensor[outer, :, :, row] if name == "k_cache" or tensor.dim() == 4 else tensor[outer, :, row]
+
+
+def poison(case: Any, name: str, positions: list[int], value: float) -> Any:
+    """The case with other numbers at positions of every sequence, negative ones counted from its end."""
+    tensor = getattr(case, name).clone(memory_format=torch.preserve_format)
+    case = dataclasses.replace(case, **{name: tensor})
+    for sequence, length in enumerate(case.cache_seqlens.tolist()):
+        for position in positions:
+            at = position + length if position < 0 else position
+            token = token_of(case, name, sequence, at)
+            if token.dtype == torch.float8_e4m3fn:
+                token.view(torch.uint8)[..., ::3] = 0x7F if at % 2 else 0xFF
+            else:
+                token[..., ::3] = value
+    return case
+
+
+def hold(case: Any, clean: Any, unharmed: list[int]) -> None:
+    """Against the oracle; and queries that do not look there have the bits of the clean case.
+
+    As long as scores are those of the clean case: a warp moves the maxima of all queries where that of one grows far.
+    """
+    same_scores = case.k_cache is clean.k_cache and case.k_scale is clean.k_scale
+    expectation = GqaExpectation.of(case)
+    assert expectation.out.isnan().any(), "nothing of it is seen"
+    for splits in (None, 1, 3):
+        out, lse = case.outputs(padded=True)
+        gqa_decode(**case.arguments(), num_splits=splits, out=out.tensor, lse=lse.tensor)
+        expectation.check(out.tensor, lse.tensor, name=f"num_splits {splits}").require()
+        assert out.tensor[:, unharmed].isfinite().all()
+        if same_scores:
+            without: Any = gqa_decode(**clean.arguments(), num_splits=splits, return_lse=True)
+            for got, want in zip((out.tensor, lse.tensor), without, strict=True):
+                assert torch.equal(got[:, unharmed], want[:, unharmed])
+
+
+def names_of(case: Any) -> list[str]:
+    """Caches that can hold a NaN, and scales of tokens."""
+    names = [] if case.k_cache.dtype == torch.int8 else ["k_cache", "v_cache"]
+    return names + [name for name in ("k_scale", "v_scale") if getattr(case, name) is not None and
+                    getattr(case, name).dim() > 1]  # fmt: skip
+
+
+@pytest.mark.parametrize("s_q", [2, 5])
+@pytest.mark.parametrize("name", CACHES)
+def test_tokens_behind_a_query(name, s_q):
+    """The last token is seen by the last query alone, the one before it by two."""
+    clean = gqa(name, s_q)
+    for part in names_of(clean):
+        hold(poison(clean, part, [-1], math.nan), clean, list(range(s_q - 1)))
+        hold(poison(clean, part, [-1, -2], math.nan), clean, list(range(s_q - 2)))
+
+
+@pytest.mark.parametrize("s_q", [2, 5])
+@pytest.mark.parametrize("name", CACHES)
+def test_tokens_before_the_window_of_a_query(name, s_q):
+    """The first token of all windows is seen by the first query alone."""
+    window = 9
+    clean = gqa(name, s_q, window=window)
+    for part in names_of(clean):
+        hold(poison(clean, part, [1 - s_q - window], math.nan), clean, list(range(1, s_q)))
+        both = poison(poison(clean, part, [1 - s_q - window], math.nan), part, [-1], math.nan)
+        hold(both, clean, list(range(1, s_q - 1)))
+
+
+@pytest.mark.parametrize("name", CACHES)
+def test_infinities_behind_a_query(name):
+    """What a query sees of them may be a NaN instead; others see nothing."""
+    s_q = 5
+    clean = gqa(name, s_q)
+    for part in names_of(clean):
+        if getattr(clean, part).dtype == torch.float8_e4m3fn:
+            continue
+        for value in (math.inf, -math.inf):
+            case = poison(clean, part, [-1], value)
+            for splits in (None, 1, 3):
+                out: Any = gqa_decode(**case.arguments(), num_splits=splits)
+                want: Any = gqa_decode(**clean.arguments(), num_splits=splits)
+                if part.startswith("v"):
+                    assert torch.equal(out[:, :-1], want[:, :-1])
+                    assert not out[:, -1].isfinite().all()
+                torch.testing.assert_close(out[:, :-1], want[:, :-1], rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("name", CACHES)
+def test_a_nan_that_all_queries_see(name):
+    """In the middle, in the first tile, and not causal."""
+    for causal, position in ((True, 3), (True, -9), (False, -1)):
+        clean = gqa(name, 5, causal=causal)
+        for part in names_of(clean):
+            hold(poison(clean, part, [position], math.nan), clean, [])
+
+
+# ---- mla_fp8_decode: every query is an item of its own
+
+FIELDS = {"code": (5, 6), "scale": (SCALE_OFFSET, ROPE_OFFSET), "rope": (ROPE_OFFSET, ROPE_OFFSET + 2)}
+WAYS: list[dict[str, Any]] = [
+    *({"h_q": h_q} for h_q in (8, 16, 32, 128)),
+    *({"h_q": 128, "exchange": way} for way in ("codes", "values")),
+]
+
+
+@pytest.mark.parametrize("field", FIELDS)
+@pytest.mark.parametrize("options", WAYS, ids=str)
+def test_mla_tokens_behind_a_query(options, field):
+    forced = dict(options)
+    s_q, h_q, page = 3, forced.pop("h_q"), 64
+    lengths = torch.tensor(LENGTHS, dtype=torch.int32, device="cuda")
+    pages = -(-max(LENGTHS) // page)
+    clean = latent_tokens(len(LENGTHS) * pages * page, generator(0, "cuda")).view(-1, page, TOKEN_BYTES)
+    table = torch.arange(len(clean), device="cuda").int().view(len(LENGTHS), pages)
+    q = torch.randn((len(LENGTHS), s_q, h_q, QK_DIM), generator=generator(1, "cuda"), device="cuda").bfloat16()
+    cache = clean.clone()
+    for sequence, length in enumerate(LENGTHS):
+        tokens = cache[table[sequence].long()].view(-1, TOKEN_BYTES)
+        tokens[length - 1, slice(*FIELDS[field])] = 0xFF
+        tokens[length:] = 0xFF
+        cache[table[sequence].long()] = tokens.view(-1, page, TOKEN_BYTES)
+    call: dict[str, Any] = {"block_table": table, "cache_seqlens": lengths}
+    expected, _ = reference_decode(q, cache, **call)
+    for splits in (1, 3) if forced else (None, 1, 3):
+        out, lse = mla_fp8_decode(q, cache, **call, **forced, num_splits=splits, return_lse=True)
+        want, want_lse = mla_fp8_decode(q, clean, **call, **forced, num_splits=splits, return_lse=True)
+        assert torch.equal(out[:, :-1], want[:, :-1]) and torch.equal(lse[:, :-1], want_lse[:, :-1])
+        assert torch.equal(out.isnan(), expected.isnan()) and out[:, -1].isnan().any()
+
+
+# ---- sink_attention: products over whole tiles
+
+REACH, REACH_OF_GRADIENTS = 190, 318
+"""Tokens between a key that a query sees and one that may still reach its output, and its gradient: a block of 64
+queries and a tile of 128 keys, of 64 queries and 256 keys. docs/sink_attention.md says 192 and 320."""
+
+
+def run(case: SinkCase, deterministic: bool = False) -> tuple[torch.Tensor, ...]:
+    """out, lse, dq, dk and dv."""
+    tensors = [t.detach().requires_grad_() for t in (case.q, case.k, case.v)]
+    named = dict(zip("qkv", tensors, strict=True))
+    result: Any = sink_attention(**{**case.arguments(), **named}, deterministic=deterministic, return_lse=True)
+    return (*(t.detach() for t in result), *torch.autograd.grad(result[0], tensors, case.d_out))
+
+
+def poisoned(case: SinkCase, rows: slice, value: float) -> SinkCase:
+    """The same with other keys and values in some places."""
+    k, v = case.k.clone(), case.v.clone()
+    k[:, rows], v[:, rows] = value, value
+    return dataclasses.replace(case, k=k, v=v)
+
+
+@pytest.mark.parametrize("deterministic", [True, False])
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize("d", [64, 128])
+def test_keys_far_behind_a_query_reach_nothing(d, value, deterministic):
+    clean = sink_case([(1000, 1000)], 4, 2, d, padded=False)
+    first = 700
+    want, got = run(clean, deterministic), run(poisoned(clean, slice(first, None), value), deterministic)
+    assert torch.equal(got[1][:, :first], want[1][:, :first]), "the log-sum-exp has only scores, which are masked"
+    assert torch.equal(got[0][:, : first - REACH], want[0][:, : first - REACH])
+    dq, want_dq = (t[2][:, : first - REACH_OF_GRADIENTS] for t in (got, want))
+    assert dq.isfinite().all() and (not deterministic or torch.equal(dq, want_dq))
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize(("h_q", "h_kv", "d"), [(4, 2, 64), (8, 1, 64), (4, 2, 128)])
+def test_keys_far_before_a_window_reach_nothing(h_q, h_kv, d, value):
+    """Neither outputs nor gradients: also of keys, none of whose queries is near."""
+    window, rows = 100, slice(1000, 1010)
+    clean = sink_case([(2400, 2400)], h_q, h_kv, d, window=window, padded=False)
+    want, got = run(clean), run(poisoned(clean, rows, value))
+    before, behind = rows.start - REACH, rows.stop - 1 + window + REACH
+    for name, one, other in zip(("out", "lse"), got, want, strict=False):
+        assert torch.equal(one[:, :before], other[:, :before]), name
+        assert torch.equal(one[:, behind:], other[:, behind:]), name
+    # delta of a query whose output is NaN reaches the keys of its tiles, and these its gradient
+    apart = window + REACH_OF_GRADIENTS
+    for one, other in zip(got[2:], want[2:], strict=True):
+        assert torch.equal(one[:, : before - apart], other[:, : before - apart])
+        assert torch.equal(one[:, behind + apart :], other[:, behind + apart :])
+
+
+@pytest.mark.parametrize("s_q", [2, 8])
+def test_few_queries_see_their_own_keys_alone(s_q):
+    """Without gradients they run the kernel of `gqa_decode`, whose promise is of every slot."""
+    clean = sink_case([(s_q, 700)] * 2, 8, 2, 64, padded=False)
+    case = dataclasses.replace(poisoned(clean, slice(699, None), math.nan), k=clean.k)
+    with torch.no_grad():
+        out: Any = sink_attention(**case.arguments())
+        want: Any = sink_attention(**clean.arguments())
+    assert torch.equal(out[:, :-1], want[:, :-1]) and out[:, -1].isnan().all()

@@ -34,7 +34,7 @@ sys.path.insert(0, str(ROOT))  # runs from a checkout, installed or not
 import torch  # noqa: E402
 
 from cute_kernels.runtime.arch import is_sm90  # noqa: E402
-from cute_kernels.runtime.compile import precompile  # noqa: E402
+from scripts.bench import kernels_run  # noqa: E402
 from scripts.fuzzing import invalid, processes  # noqa: E402
 from scripts.fuzzing.generate import MAX_SPECS, kernel_specs  # noqa: E402
 from scripts.fuzzing.rounds import THREADS, Finding, Work, run_round  # noqa: E402
@@ -98,12 +98,14 @@ def run(plan: Plan, device: torch.device, *, show: bool = True) -> dict[str, Any
     specs = kernel_specs()
     if len(specs) > MAX_SPECS:
         raise RuntimeError(f"{len(specs)} specifications; at most {MAX_SPECS}")
+    code = kernels_run.machine_code()
     if device.type == "cuda":
-        precompile(specs)
+        code.precompile(specs)
     started = time.monotonic()
     with progress(plan, show) as report:
         total = processes.run_rounds(rounds_of(plan, device), device, plan.workers, report=report)
     found = processes.first_findings(total, most=1000)
+    ran = kernels_run.machine_code_of(specs, code) if device.type == "cuda" else {}
     return {
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
         "calls": total.outcome.calls,
@@ -116,6 +118,7 @@ def run(plan: Plan, device: torch.device, *, show: bool = True) -> dict[str, Any
         "specifications": len(specs),
         "findings": [finding._asdict() for finding in found],
         "fault_reports": total.faults,
+        **ran,
     }
 
 

@@ -7,8 +7,8 @@
     python scripts/gpu_check.py --skip-benchmarks --keep build/gpu_check_partial.json      all, in two runs
     python scripts/gpu_check.py --reliability build/fuzz_*.json     with what random calls have found
 
-Two steps: tests/gpu, with every kernel under compute-sanitizer beside them; the benchmarks, each with its own
-correctness check. A case whose check fails is recorded with its errors and without a speed. A run that leaves something
+Three steps: tests/gpu, with every kernel under compute-sanitizer beside them; random calls, the short form of
+scripts/fuzz.py; the benchmarks, each with its own correctness check. A case whose check fails is recorded with its errors and without a speed. A run that leaves something
 out is written below build/, not over the record, unless --out says where, or another run on the same card with the same
 machine code and versions has it (--keep). The record is written whatever was found; exit status 1 when a test or a
 check failed, a sanitizer found something or did not run, a case misses what it must reach, or the machine code is not
@@ -42,12 +42,14 @@ from cute_kernels.mla import spec as mla_spec  # noqa: E402
 from cute_kernels.runtime.arch import is_sm90  # noqa: E402
 from cute_kernels.testing import evidence  # noqa: E402
 from cute_kernels.testing.timing import measure_ceilings  # noqa: E402
-from scripts import bench_gqa, bench_mla, bench_sink, sanitize  # noqa: E402
+from scripts import bench_gqa, bench_mla, bench_sink, fuzz, sanitize  # noqa: E402
 from scripts.bench import kernels_run  # noqa: E402
 
 TESTS_TIMEOUT_S = 540  # 260 s on a usual host, 400 on the slowest so far
 SHARDS = 14
 """Processes that share the tests: most of a test is work of the host. Their largest need 8 GB of the GPU each."""
+SHORT_FUZZ_SEED = 10**9
+"""Far from the seeds of recorded runs of `scripts/fuzz.py`, which begin at 0."""
 PARTIAL_RESULT = ROOT / "build" / "gpu_check_partial.json"
 LEFT_OUT = "left out of this run"
 KEPT_KEYS = ("card", "driver", "torch", "cutlass_dsl", *evidence.MORE_TEXT_KEYS)
@@ -418,6 +420,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         require_same(kept, {**evidence.machine(), "source_digest": digest})
     code = kernels_run.machine_code()
     tests, sanitizer = check(options, code, progress)
+    problems: list[str] = []
+    if not options.skip_tests:
+        with progress.step("random calls"):
+            fuzzed = fuzz.short(first_seed=SHORT_FUZZ_SEED)
+        fuzz.show_result(fuzzed)
+        if not fuzz.sound(fuzzed, fuzz.SHORT):
+            problems.append(f"random calls: {fuzzed['wrong']} wrong, {fuzzed['faults']} faults")
     if kept is not None and options.skip_benchmarks:
         ceilings = kept["ceilings"]  # those that its benchmarks are fractions of
     else:
@@ -454,15 +463,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     out = options.out or (PARTIAL_RESULT if partial else ROOT / "results" / f"{card_slug(record['card'])}.json")
     evidence.write(record, out)  # before random calls may be refused
     kernels_run.older_file(out).unlink(missing_ok=True)  # what just ran is built
-    refused = ""
     if random_calls is not None:
         try:
             record = evidence.with_reliability(record, random_calls)
             evidence.write(record, out)
         except evidence.EvidenceError as error:
-            refused = f"random calls are not in the record: {error}"
+            problems.append(f"random calls are not in the record: {error}")
     progress.say(f"written to {out}; scripts/results_table.py puts results/h200.json into the pages")
-    return report(record, [refused] if refused else [], options.quick or options.only is not None)
+    return report(record, problems, options.quick or options.only is not None)
 
 
 def check(options: argparse.Namespace, code: Any, progress: Progress) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -8,6 +8,7 @@ import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from cute_kernels.gqa.op import gqa_decode
+from cute_kernels.runtime import memory
 from cute_kernels.runtime.arch import require_sm90
 from cute_kernels.runtime.checks import check_tensor, fail, require
 from cute_kernels.runtime.ops import needs_grad, register_op
@@ -194,7 +195,7 @@ def _check_lengths(name: str, cu_seqlens: torch.Tensor, tokens: int) -> None:
     All layers of a model share their lengths, so that is one wait a step. Under capture it cannot be done. A tensor of
     inference mode has no version, so only its first contents are seen.
     """
-    if cu_seqlens.is_cuda and torch.cuda.is_current_stream_capturing():
+    if memory.is_capturing(cu_seqlens.device):
         return
     version = 0 if cu_seqlens.is_inference() else cu_seqlens._version
     if _checked_lengths.get(cu_seqlens, ())[:2] == (version, tokens):
@@ -214,7 +215,7 @@ def _check_lengths(name: str, cu_seqlens: torch.Tensor, tokens: int) -> None:
 
 def _longest(cu_seqlens: torch.Tensor, tokens: int) -> int:
     """No sequence is longer, now or when a graph is replayed. Of what was not looked at, or may change unseen, all."""
-    if cu_seqlens.is_inference() or (cu_seqlens.is_cuda and torch.cuda.is_current_stream_capturing()):
+    if cu_seqlens.is_inference() or memory.is_capturing(cu_seqlens.device):
         return tokens
     version, _, longest = _checked_lengths.get(cu_seqlens, (None, 0, tokens))
     return longest if version == cu_seqlens._version else tokens

@@ -8,11 +8,11 @@
     python scripts/gpu_check.py --reliability build/fuzz_*.json     with what random calls have found
 
 Three steps: tests/gpu, with every kernel under compute-sanitizer beside them; random calls, the short form of
-scripts/fuzz.py; the benchmarks, each with its own correctness check. A case whose check fails is recorded with its errors and without a speed. A run that leaves something
-out is written below build/, not over the record, unless --out says where, or another run on the same card with the same
-machine code and versions has it (--keep). The record is written whatever was found; exit status 1 when a test or a
-check failed, a sanitizer found something or did not run, a case misses what it must reach, or the machine code is not
-known. The last lines say which, and what was left out.
+scripts/fuzz.py; the benchmarks, each with its own correctness check. A case whose check fails is recorded with its
+errors and without a speed. A run that leaves something out is written below build/, not over the record, unless --out
+says where, or another run on the same card with the same machine code and versions has it (--keep). The record is
+written whatever was found; exit status 1 when a test or a check failed, a sanitizer found something or did not run, a
+case misses what it must reach, or the machine code is not known. The last lines say which, and what was left out.
 """
 
 from __future__ import annotations

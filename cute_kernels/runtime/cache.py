@@ -8,6 +8,8 @@ compiler. Where no C compiler links it, it is the object file `<class>-<digest>.
   does not match, or does not load, is removed and built again.
 - One lock file per entry makes the second of two builders wait for the first. The operating system drops the lock of a
   killed process; the next holder removes the scratch directory that it left.
+- An entry is code that runs in this process, so it is read, checked and loaded only where nobody but this user and root
+  can have put it (runtime/trust.py). It is read once, and what is loaded are the bytes that were checked.
 - Entries of other sources or versions are never looked at. Deleting the directory is always safe.
 """
 
@@ -30,7 +32,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
-from cute_kernels.runtime import arch
+from cute_kernels.runtime import arch, trust
 
 PACKAGE = Path(__file__).resolve().parents[1]
 _MARK = b"cutekrnl"
@@ -180,24 +182,43 @@ class DiskCache:
 
     def exists(self, name: str) -> bool:
         """Whether there is an entry, sound or not."""
-        return any((self.root / (name + suffix)).exists() for suffix in _LOADERS)
+        return any(os.path.lexists(self.root / (name + suffix)) for suffix in _LOADERS)
 
     def load(self, name: str) -> Callable[..., Any] | None:
-        """The kernel, or None when there is no entry, or none that is sound."""
-        for suffix, loader in _LOADERS.items():
-            path = self.root / (name + suffix)
-            try:
-                if _is_sealed(path.read_bytes()):
-                    return loader(path, _symbol(name))
-            except (OSError, RuntimeError, AttributeError, ValueError):
-                continue  # absent, unreadable, or refused by the loader
+        """The kernel, or None when there is no entry, none that is sound, or, said once, none that can be trusted."""
+        try:
+            trust.check_directory(self.root)
+            for suffix in _LOADERS:
+                kernel = self._load(name, suffix)
+                if kernel is not None:
+                    return kernel
+        except trust.Untrusted as refusal:
+            self._warn_untrusted(refusal)
+        except OSError:
+            pass  # no directory
         return None
 
+    def _load(self, name: str, suffix: str) -> Callable[..., Any] | None:
+        try:
+            with open(trust.open_file(self.root / (name + suffix), os.O_RDONLY), "rb") as file:
+                data = file.read()
+        except trust.Untrusted:
+            raise
+        except OSError:
+            return None  # absent, or unreadable
+        if not _is_sealed(data):
+            return None
+        try:
+            with trust.private_path(data, suffix, self.root) as path:
+                return _LOADERS[suffix](path, _symbol(name))
+        except (OSError, RuntimeError, AttributeError, ValueError):
+            return None  # refused by the loader
+
     def discard(self, name: str) -> None:
-        """Removes an entry that `load` refused. Call it with the lock held."""
+        """Removes an entry that is not sound. Call it with the lock held, which says that it may be removed."""
         for suffix in _LOADERS:
             path = self.root / (name + suffix)
-            if path.exists():
+            if os.path.lexists(path):
                 warnings.warn(f"{path} is damaged: removing it and compiling again", RuntimeWarning, stacklevel=2)
                 path.unlink(missing_ok=True)
 
@@ -205,13 +226,18 @@ class DiskCache:
     def lock(self, name: str) -> Iterator[bool]:
         """Holds the entry's lock, waiting for it if need be; True when entries can be stored.
 
-        Where they cannot (a read-only directory, no home), says so once and yields False.
+        Where they cannot (a read-only directory, no home, an entry or a lock that another user may have made), says so
+        once and yields False.
         """
         import fcntl  # Unix alone has it, and only those who compile need it
 
         try:
-            self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
-            handle = open(self.root / f"{name}.lock", "w")
+            trust.make_directory(self.root)
+            handle = open(trust.open_file(self.root / f"{name}.lock", os.O_RDWR | os.O_CREAT), "rb")
+        except trust.Untrusted as refusal:
+            self._warn_untrusted(refusal)
+            yield False
+            return
         except OSError as error:
             self._warn_unwritable(error)
             yield False
@@ -222,9 +248,27 @@ class DiskCache:
             except OSError:
                 pass  # a file system without locks: two may build the same entry, and the later one stays
             else:
-                for scratch in self.root.glob(f".{name}.*"):  # of a builder that was killed
-                    shutil.rmtree(scratch, ignore_errors=True)
-            yield True
+                self._remove_scratch(name)
+            yield self._may_replace(name)
+
+    def _remove_scratch(self, name: str) -> None:
+        for scratch in self.root.glob(f".{name}.*"):  # of a builder that was killed
+            if scratch.is_symlink():
+                scratch.unlink(missing_ok=True)
+            else:
+                shutil.rmtree(scratch, ignore_errors=True)  # which follows no links
+
+    def _may_replace(self, name: str) -> bool:
+        """Whether an entry, if there is one, is of this user or root: what others have put there stays as it is."""
+        for suffix in _LOADERS:
+            try:
+                os.close(trust.open_file(self.root / (name + suffix), os.O_RDONLY))
+            except trust.Untrusted as refusal:
+                self._warn_untrusted(refusal)
+                return False
+            except OSError:
+                continue  # absent, or unreadable
+        return True
 
     def store(self, name: str, export: Callable[[str, str], None]) -> bool:
         """Adds an entry; False, said once, when the directory takes none. Call it with the lock held.
@@ -240,6 +284,7 @@ class DiskCache:
                 built = _link(object_file) or object_file
                 data = built.read_bytes()
                 built.write_bytes(data + hashlib.sha256(data).digest() + _MARK)
+                built.chmod(0o644)  # a umask of 0 or 002 would make it one that is not trusted
                 os.replace(built, self.root / (name + built.suffix))
         except OSError as error:
             self._warn_unwritable(error)
@@ -247,14 +292,17 @@ class DiskCache:
         return True
 
     def _warn_unwritable(self, error: OSError) -> None:
+        self._warn(f"compiled kernels cannot be kept in {self.root} ({error}), so every process compiles its own")
+
+    def _warn_untrusted(self, refusal: trust.Untrusted) -> None:
+        remedy = f"; mend it with `{refusal.remedy}`" if refusal.remedy else ""
+        self._warn(f"{refusal}, so it is not used for compiled kernels, and every process compiles its own{remedy}")
+
+    def _warn(self, text: str) -> None:
         if self.root not in _warned_about:
             _warned_about.add(self.root)
-            warnings.warn(
-                f"compiled kernels cannot be kept in {self.root} ({error}), so every process compiles its own; "
-                "CUTE_KERNELS_CACHE_DIR names another directory",
-                RuntimeWarning,
-                stacklevel=2,
-            )
+            text += "; CUTE_KERNELS_CACHE_DIR names another directory"
+            warnings.warn(text, RuntimeWarning, stacklevel=3)
 
 
 def _symbol(name: str) -> str:

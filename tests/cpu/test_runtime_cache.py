@@ -6,8 +6,6 @@ import importlib.metadata
 import importlib.util
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 import warnings
@@ -20,8 +18,8 @@ import pytest
 from cute_kernels.runtime import arch, cache, compile
 from cute_kernels.runtime.cache import DiskCache, entry_name
 from tests.cpu.tiny_spec import TinySpec
+from tests.support.kernel_place import Place
 
-ROOT = Path(__file__).resolve().parents[2]
 SPEC = TinySpec()
 
 GET = """
@@ -38,44 +36,6 @@ class OptimizedSpec(TinySpec):
     """The same fields, other options."""
 
     compile_options: ClassVar[str] = "--opt-level 2"
-
-
-@dataclasses.dataclass
-class Place:
-    """A cache directory and a log of who compiled a tiny kernel."""
-
-    directory: Path
-    log: Path
-
-    def start(self, code: str, **environment: str) -> "subprocess.Popen[str]":
-        env = os.environ | {"CUTE_KERNELS_CACHE_DIR": str(self.directory), "TINY_KERNEL_LOG": str(self.log)}
-        env |= {"PYTHONPATH": str(ROOT)} | environment
-        return subprocess.Popen(
-            [sys.executable, "-c", code], env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-        )
-
-    def run(self, code: str, **environment: str) -> str:
-        process = self.start(code, **environment)
-        out, err = process.communicate(timeout=120)
-        assert process.returncode == 0, err
-        return out
-
-    def compilations(self) -> int:
-        return len(self.log.read_text().splitlines()) if self.log.exists() else 0
-
-    def files(self) -> list[str]:
-        return sorted(path.name for path in self.directory.iterdir() if path.suffix != ".lock")
-
-
-@pytest.fixture
-def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Place:
-    """An empty cache for this process and its children, and a process that remembers no kernel."""
-    here = Place(tmp_path / "cache", tmp_path / "log")
-    monkeypatch.setenv("CUTE_KERNELS_CACHE_DIR", str(here.directory))
-    monkeypatch.setenv("TINY_KERNEL_LOG", str(here.log))
-    monkeypatch.setattr(compile, "_kernels", {})
-    monkeypatch.setattr(cache, "_warned_about", set())
-    return here
 
 
 @pytest.fixture(scope="module")

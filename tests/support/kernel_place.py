@@ -1,0 +1,40 @@
+"""A cache directory of its own for a test and its child processes, and a count of what was compiled."""
+
+import dataclasses
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@dataclasses.dataclass
+class Place:
+    """A cache directory and a log of who compiled a tiny kernel."""
+
+    directory: Path
+    log: Path
+
+    def start(self, code: str, **environment: str) -> "subprocess.Popen[str]":
+        """A Python process that runs `code` with this cache."""
+        env = os.environ | {"CUTE_KERNELS_CACHE_DIR": str(self.directory), "TINY_KERNEL_LOG": str(self.log)}
+        env |= {"PYTHONPATH": str(ROOT)} | environment
+        return subprocess.Popen(
+            [sys.executable, "-c", code], env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+
+    def run(self, code: str, **environment: str) -> str:
+        """What such a process prints; it must succeed."""
+        process = self.start(code, **environment)
+        out, err = process.communicate(timeout=120)
+        assert process.returncode == 0, err
+        return out
+
+    def compilations(self) -> int:
+        """How many tiny kernels were compiled."""
+        return len(self.log.read_text().splitlines()) if self.log.exists() else 0
+
+    def files(self) -> list[str]:
+        """Names in the directory, other than those of locks."""
+        return sorted(path.name for path in self.directory.iterdir() if path.suffix != ".lock")

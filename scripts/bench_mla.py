@@ -24,7 +24,7 @@ from cute_kernels.budget.variants import MLA_BUILT, MLA_HALF, MLA_NARROW, TURNS,
 from cute_kernels.mla.plan import DecodePlan, plan_decode
 from cute_kernels.mla.spec import EXCHANGES, FEW, WIDE
 from cute_kernels.testing import evidence
-from cute_kernels.testing.compare import Comparison, check_decode, compare, relative_error
+from cute_kernels.testing.compare import Comparison, bf16_yardstick, compare, relative_error
 from cute_kernels.testing.inputs import DecodeCase, PoisonedOutput, generator, latent_tokens
 from cute_kernels.testing.timing import host_time, sets_to_outgrow_l2, time_graph
 from fp8_mla import QK_DIM, TOKEN_BYTES, V_DIM, pack, reference_decode, unpack
@@ -262,7 +262,10 @@ def run_decode(
     cute_kernels.mla_fp8_decode(first.q, first.kv_cache, **first.options(), out=out.tensor, lse=lse.tensor)
     rows = torch.linspace(0, bench.batch - 1, min(ROWS_CHECKED, bench.batch)).long().tolist()
     sample = first.rows(rows)
-    check = check_decode(out.tensor[rows], lse.tensor[rows], name=bench.name, **sample.arguments())
+    expected, expected_lse = reference_decode(**sample.arguments())
+    check = bf16_yardstick(**sample.arguments()).compare(
+        out.tensor[rows], expected, lse=lse.tensor[rows], expected_lse=expected_lse, name=bench.name
+    )
     if not (out.tensor.isfinite().all() and lse.tensor.isfinite().all()):
         check = dataclasses.replace(check, problems=(*check.problems, "not every element of the output is finite"))
 

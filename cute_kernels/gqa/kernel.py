@@ -455,7 +455,7 @@ class GqaDecodeKernel:
         row_sum = cute.make_rmem_tensor(columns, Float32)
         factor = cute.make_rmem_tensor(columns, Float32)
         slope = cute.make_rmem_tensor(columns if spec.alibi else 1, Float32)
-        shift = cute.make_rmem_tensor(columns if spec.alibi else 1, Float32)
+        positions = cute.make_rmem_tensor(columns if spec.alibi else 1, Int32)
         _, window, s_q, _ = limits
         stage, phase, turn = Int32(0), Int32(0), Int32(0)
         for unit in cutlass.range(cta, units, ctas, unroll=1):
@@ -467,7 +467,7 @@ class GqaDecodeKernel:
                 stage, phase = self.attend_range(
                     mQ, mSink, k_scale, k_strides, v_scale, v_strides, alibi, alibi_batch, softmax_scale, softcap,
                     window, causal, s_q, whose, origin + offset, origin + offset + left, keys, acc_o, row_max, row_sum,
-                    factor, slope, shift, tiles, sQ, facts, scales, valid, full, empty, stage, phase, warp_idx, lane,
+                    factor, slope, positions, tiles, sQ, facts, scales, valid, full, empty, stage, phase, warp_idx, lane,
                 )  # fmt: skip
                 self.finisher.meet(acc_o, row_max, row_sum, sums, stats, warp_idx, lane)
                 self.finisher.merge_cluster(sums, stats, mOut, mLse, facts, whose, s_q, tidx)
@@ -483,7 +483,7 @@ class GqaDecodeKernel:
                 stage, phase = self.attend_range(
                     mQ, mSink, k_scale, k_strides, v_scale, v_strides, alibi, alibi_batch, softmax_scale, softcap,
                     window, causal, s_q, place, first + offset, first + stop, length, acc_o, row_max,
-                    row_sum, factor, slope, shift, tiles, sQ, own_facts, scales, valid, full,
+                    row_sum, factor, slope, positions, tiles, sQ, own_facts, scales, valid, full,
                     empty, stage, phase, warp_idx, lane,
                 )  # fmt: skip
                 self.finisher.meet(acc_o, row_max, row_sum, sums, stats, warp_idx, lane)
@@ -531,7 +531,7 @@ class GqaDecodeKernel:
         row_sum: cute.Tensor,
         factor: cute.Tensor,
         slope: cute.Tensor,
-        shift: cute.Tensor,
+        positions: cute.Tensor,
         tiles: cute.Pointer,
         sQ: cute.Pointer,
         facts: cute.Pointer,
@@ -550,7 +550,7 @@ class GqaDecodeKernel:
         self.consumer.load_q(mQ, mSink, sQ, facts, k_scale, k_strides, v_scale, v_strides, place, s_q, warp_idx, lane)
         cute.arch.barrier(barrier_id=BAR_CONSUMERS, number_of_threads=self.consumers)
         self.consumer.start(
-            acc_o, row_max, row_sum, factor, slope, shift, facts, alibi, alibi_batch, softmax_scale, softcap, place,
+            acc_o, row_max, row_sum, factor, slope, positions, facts, alibi, alibi_batch, softmax_scale, softcap, place,
             length, s_q, lane,
         )  # fmt: skip
         if length > 0:
@@ -560,7 +560,7 @@ class GqaDecodeKernel:
                 own_scales = scales + stage * spec.scale_values
                 bits = self.consumer.valid_keys(valid + stage * spec.valid_words, warp_idx, lane)
                 self.consumer.attend(
-                    acc_o, row_max, row_sum, factor, slope, shift, own_scales, sQ, address, empty + stage, tile, bits,
+                    acc_o, row_max, row_sum, factor, slope, positions, own_scales, sQ, address, empty + stage, tile, bits,
                     length, window, causal, s_q, softcap, block, ratio_divisor, warp_idx, lane,
                 )  # fmt: skip
                 phase ^= cutlass.select_(stage + 1 == spec.stages, Int32(1), Int32(0))

@@ -83,9 +83,10 @@ class SinkWorkListKernel:
     ):
         tidx, _, _ = cute.arch.thread_idx()
         lane, warp_idx = tidx % 32, tidx // 32
-        bins = SmemAllocator().allocate_array(Int32, BINS, byte_alignment=16)
+        smem = SmemAllocator()  # one: each begins at the first byte
+        bins = smem.allocate_array(Int32, BINS, byte_alignment=16)
         sBins = cute.make_tensor(bins, cute.make_layout(BINS))
-        sTokens = SmemAllocator().allocate_tensor(Int32, cute.make_layout(WARPS))
+        sTokens = smem.allocate_tensor(Int32, cute.make_layout(WARPS))
         for i in cutlass.range(tidx, BINS, THREADS, unroll=1):
             sBins[i] = Int32(0)
         cute.arch.sync_threads()

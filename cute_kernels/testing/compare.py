@@ -23,24 +23,24 @@ have keys (rows have errors of their own), the root mean square of a channel's e
 of what is allowed at its element, must be at most twice that of sqrt(the emulation's error^2 + sigma^2).
 
 Gain. What all elements share, as a denominator that lacks a key or a factor of 1.0012, hides in each of them. The slope
-of the output over the oracle, fitted to each group g of each row r and averaged with weights that make it most certain,
+of the output over the oracle o, fitted to each group g of each row r and averaged with the weights of least variance,
 
-    gain - 1 = sum a_rg <error, oracle>_rg / sum a_rg |oracle|_rg^2,     a_rg = |oracle|_rg^2 / (sd of <error, oracle>_rg)^2
+    gain - 1 = sum_rg a_rg <error, o>_rg / sum_rg a_rg <o, o>_rg,     a_rg = <o, o>_rg / variance of <error, o>_rg
 
 must be within max(3e-4, 4 S) of 0. S is its standard deviation, made of what is rounded:
 
     P          channels of a row share P, so their errors may all have one sign: a row counts with
-               R_r = sum_g a_rg sum_c sigma_c |oracle_c|. Most rows have a P of their own: R_r add up in squares
+               R_r = sum_g a_rg sum_c sigma_c |o_c|. Most rows have a P of their own: R_r add up in squares
     keys       but where a P is 1 in several rows, or its scale is the better part of what is rounded, heads and queries
                of a sequence round one key alike. So each key once more, rows as they are, then keys in squares:
-               0.425 u sum_r sum_g a_rg P_rk <V_k, oracle_r>_g. Next to nothing unless a sequence has few keys
+               0.425 u sum_rg a_rg P_rk <V_k, o_r>_g. Next to nothing unless a sequence has few keys
     output     ulp / sqrt(12) at each element, in squares. Elements below the least normal number do not count, since
                all that are below half an ulp become 0
 
 S falls with the square root of the rows: 4 S is beyond 3e-4 below some 300 rows in bfloat16 and some 5 in float16. 3e-4
-is a quarter of the least error that is to be found, 1.2e-3, and above what kernels owe to float32: sums of 1000 products,
-each rounded towards 0, are short by 1.2e-4 at most. Four times S, because thousands of cases are compared: one in 16,000
-draws is beyond it, and S is an upper bound, as channels are seldom all of one sign.
+is a quarter of the least error that is to be found, 1.2e-3, and above what kernels owe to float32: sums of 1000
+products, each rounded towards 0, are short by 1.2e-4 at most. Four times S, because thousands of cases are compared:
+one in 16,000 draws is beyond it, and S is an upper bound, as channels are seldom all of one sign.
 
 Log-sum-exp. |error| <= 2e-5 + 1e-6 |oracle|, each. Kernels are within 3e-6 where logits are of usual size; the second
 part is 8 roundings of a float32 of the log-sum-exp's own size, for logits in the hundreds.
@@ -164,7 +164,7 @@ def rounding_noise(dtype: torch.dtype) -> float:
 def rounding_variance(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Variance of the error of rounding each value, of which those near 0 are rounded to a multiple of one number."""
     kind = torch.finfo(dtype)
-    step = torch.where(values == 0, 0.0, (kind.tiny * kind.eps) ** 2 / 12)
+    step = (values != 0).to(values.dtype) * ((kind.tiny * kind.eps) ** 2 / 12)
     return (rounding_noise(dtype) * values).square() + step
 
 
@@ -473,9 +473,9 @@ def _compare_channels(error: torch.Tensor, base_error: torch.Tensor, sigma: torc
     # a channel of exact numbers allows nothing, and 0 / 0 is no excess
     at = int(torch.where(beyond, found / limit, 0.0).argmax())
     return [
-        f"out: {int(beyond.sum())} of {len(found)} channels have an error beyond 2 x that of the yardstick over all rows, the "
-        f"worst is {at}: root mean square {found[at].item():.3g}, needs {limit[at].item():.3g}, in units of what is "
-        f"allowed at each element"
+        f"out: {int(beyond.sum())} of {len(found)} channels have an error beyond 2 x that of the yardstick over all "
+        f"rows, the worst is {at}: root mean square {found[at].item():.3g}, needs {limit[at].item():.3g}, in units of "
+        f"what is allowed at each element"
     ]
 
 

@@ -6,9 +6,9 @@ gradients of scores rounded to that dtype before their products, delta from the 
 the standard deviation that those roundings have at each element, are the yardsticks of `cute_kernels.testing.compare`.
 
 All results are held to ulps of their own dtype, ds_aux to those of float32. The mean gain is judged where rows have
-errors of their own: of out and dq, whose rows are queries, and of dv, whose rows are keys and which P alone reaches. Not
-of dk: the error of a query's delta is in all keys that it sees, so their errors do not add up in squares. Nor of ds_aux,
-one number a head, whose sign and size are what chance leaves of sums that cancel.
+errors of their own: of out and dq, whose rows are queries, and of dv, whose rows are keys and which P alone reaches.
+Not of dk: the error of a query's delta is in all keys that it sees, so their errors do not add up in squares. Nor of
+ds_aux, one number a head, whose sign and size are what chance leaves of sums that cancel.
 """
 
 from __future__ import annotations

@@ -519,7 +519,7 @@ def test_the_same_seed_gives_the_same_case():
 def test_the_rule_tells_right_from_wrong(values, v_scales):
     options = {"values": values, "v_scales": v_scales, "sink": "finite", "layout": "paged_HND"}
     case = gqa_case(seqlens=[200, 64, 90, 0] * 11, h_q=8, h_kv=2, s_q=2, **options)
-    out, lse, _ = gqa_yardstick(**case.arguments())
+    out, lse, *_ = gqa_yardstick(**case.arguments())
     expected, exact_lse = reference_gqa_decode(**case.arguments())
     check = check_gqa(expected.bfloat16(), exact_lse.float(), case).require()
     assert check.rel_err < 3e-3
@@ -529,7 +529,8 @@ def test_the_rule_tells_right_from_wrong(values, v_scales):
     small_groups = expected.clone()
     small_groups[..., 32:64] *= 1.05
     assert not check_gqa(small_groups.bfloat16(), exact_lse.float(), case)
-    assert not check_gqa(expected.bfloat16(), exact_lse.float() + 2e-3, case)
+    assert not check_gqa(expected.bfloat16(), exact_lse.float() + 9e-4, case)
+    assert not check_gqa(expected.bfloat16(), exact_lse.float() + 5e-5, case)
     assert not check_gqa(expected.bfloat16(), torch.zeros_like(exact_lse).float(), case)
 
 

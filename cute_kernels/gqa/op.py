@@ -117,7 +117,8 @@ def gqa_decode(
 
     Returns:
         out (batch, s_q, h_q, d) of q's dtype; with `return_lse` also lse (batch, s_q, h_q) float32, natural log,
-        without the sink. A query without keys has out 0 and lse -inf.
+        without the sink. A query without keys has out 0 and lse -inf. What a query does not see, NaN included, reaches
+        neither; an infinity in values or scales may reach those that see it as NaN.
 
     Raises:
         TypeError, ValueError: before any launch, naming the argument, what it got and what it needs.

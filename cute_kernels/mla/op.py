@@ -95,7 +95,7 @@ def mla_fp8_decode(
 
     Returns:
         out (batch, s_q, h_q, 512) bfloat16; with `return_lse` also lse (batch, s_q, h_q) float32, natural log, without
-        the sink. A query without keys has out 0 and lse -inf.
+        the sink. A query without keys has out 0 and lse -inf. What a query does not see, NaN included, reaches neither.
 
     Raises:
         TypeError, ValueError: before any launch, naming the argument, what it got and what it needs.

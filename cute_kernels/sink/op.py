@@ -68,6 +68,10 @@ def sink_attention(
     v are cast to its dtype and s_aux to float32. Calls without gradients and with few query tokens run the kernel of
     `gqa_decode`. CPU tensors run the reference, with float64 inside.
 
+    k and v are to be finite where a query sees a key less than 192 tokens from there, 320 with gradients: a NaN or
+    infinity in a tile reaches queries of the tile that do not see it. Other sequences, also packed ones, may hold
+    anything.
+
     Args:
         q: (batch, s_q, h_q, d) bfloat16 or float16, d 64 or 128; packed (tokens, h_q, d). Rows contiguous, addresses
             and all other strides multiples of 16 bytes.
@@ -81,7 +85,8 @@ def sink_attention(
         softmax_scale: default d ** -0.5.
         cu_seqlens_q: (batch + 1,) int32, contiguous: sequence i has the tokens from cu_seqlens_q[i] to before
             cu_seqlens_q[i + 1] of a packed q. Begins with 0, never decreases, ends with the number of tokens. What it
-            holds is read once for each tensor and change of it, which waits for the GPU; not under graph capture.
+            holds is read once for each tensor and change of it, which waits for the GPU; not under graph capture. A
+            graph that finds anything else when it is replayed touches no other memory, and its results mean nothing.
         cu_seqlens_k: the same for k and v.
         deterministic: gradients have the same bits in the same call; also where torch.use_deterministic_algorithms
             asks for it. The output always has.

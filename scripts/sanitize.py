@@ -437,6 +437,7 @@ def _replay_graphs() -> None:
 
     names = ("mla out", "mla lse", "gqa out", "gqa lse", "sink out", "sink lse")
     graphs: list[tuple[torch.cuda.CUDAGraph, list[Any], timing.Expected]] = []
+    inputs: list[Any] = []  # of living graphs, which have nothing but addresses
     for seed in range(GRAPHS):
         # 130 keys in three splits, 300 in three: both merge, with counters that are 0 between launches
         mla = sparse_case(batch=2, h_q=64, topk=130, num_slots=256, sink="finite", padded=False, seed=seed)
@@ -460,6 +461,7 @@ def _replay_graphs() -> None:
         check_decode(out, lse, name="mla_fp8_decode", **mla.arguments()).require()
         check_gqa(gqa_out, gqa_lse, gqa).require()
         SinkExpectation.of(sink).check_forward(sink_out, sink_lse, name="sink_attention").require()
+        inputs.append(arguments)
         graph, results = timing.capture([calls])
         graphs.append((graph, results, expected))
 

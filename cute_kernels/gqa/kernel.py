@@ -467,7 +467,8 @@ class GqaDecodeKernel:
                 stage, phase = self.attend_range(
                     mQ, mSink, k_scale, k_strides, v_scale, v_strides, alibi, alibi_batch, softmax_scale, softcap,
                     window, causal, s_q, whose, origin + offset, origin + offset + left, keys, acc_o, row_max, row_sum,
-                    factor, slope, positions, tiles, sQ, facts, scales, valid, full, empty, stage, phase, warp_idx, lane,
+                    factor, slope, positions, tiles, sQ, facts, scales, valid, full, empty, stage, phase, warp_idx,
+                    lane,
                 )  # fmt: skip
                 self.finisher.meet(acc_o, row_max, row_sum, sums, stats, warp_idx, lane)
                 self.finisher.merge_cluster(sums, stats, mOut, mLse, facts, whose, s_q, tidx)
@@ -560,8 +561,8 @@ class GqaDecodeKernel:
                 own_scales = scales + stage * spec.scale_values
                 bits = self.consumer.valid_keys(valid + stage * spec.valid_words, warp_idx, lane)
                 self.consumer.attend(
-                    acc_o, row_max, row_sum, factor, slope, positions, own_scales, sQ, address, empty + stage, tile, bits,
-                    length, window, causal, s_q, softcap, block, ratio_divisor, warp_idx, lane,
+                    acc_o, row_max, row_sum, factor, slope, positions, own_scales, sQ, address, empty + stage, tile,
+                    bits, length, window, causal, s_q, softcap, block, ratio_divisor, warp_idx, lane,
                 )  # fmt: skip
                 phase ^= cutlass.select_(stage + 1 == spec.stages, Int32(1), Int32(0))
                 stage = cutlass.select_(stage + 1 == spec.stages, Int32(0), stage + 1)

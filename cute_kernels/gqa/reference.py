@@ -75,6 +75,10 @@ class ScaledCache:
 
     def take(self, outer: torch.Tensor, rows: torch.Tensor, heads: slice, dtype: torch.dtype) -> torch.Tensor:
         """Dequantized tokens (n, heads, d) from places (n,), all of them valid."""
+        return _dequantize(*self.parts(outer, rows, heads), self.kind, dtype)
+
+    def parts(self, outer: torch.Tensor, rows: torch.Tensor, heads: slice) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Codes (n, heads, d) of tokens from places (n,), all of them valid, and their scales, token-major."""
         codes, scale = self.codes[:, :, heads], self.scale
         if codes.dtype == torch.float8_e4m3fn:  # not every device gathers it
             tokens = codes.view(torch.uint8)[outer, rows].view(torch.float8_e4m3fn)
@@ -87,7 +91,7 @@ class ScaledCache:
                 scale = scale[outer, rows]
             elif self.kind.granularity != "per_tensor":
                 scale = scale[:, :, heads][outer, rows]
-        return _dequantize(tokens.flatten(2), scale, self.kind, dtype)
+        return tokens.flatten(2), scale
 
     def put(self, outer: torch.Tensor, rows: torch.Tensor, codes: torch.Tensor) -> None:
         """Write codes (n, h_kv, d) to places (n,)."""

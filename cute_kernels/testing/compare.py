@@ -27,7 +27,7 @@ of the output over the oracle o, fitted to each group g of each row r and averag
 
     gain - 1 = sum_rg a_rg <error, o>_rg / sum_rg a_rg <o, o>_rg,     a_rg = <o, o>_rg / variance of <error, o>_rg
 
-must be within max(3e-4, 4 S) of 0. S is its standard deviation, made of what is rounded:
+must be within max(3e-4, 4 S, 2 |gain of the emulation - 1|) of 0. S is its standard deviation, made of what is rounded:
 
     P          channels of a row share P, so their errors may all have one sign: a row counts with
                R_r = sum_g a_rg sum_c sigma_c |o_c|. Most rows have a P of their own: R_r add up in squares
@@ -232,7 +232,10 @@ def compare(
         problems += _compare_channels(excess, base_error / allowed, sigma / allowed)
     found = _Gain(0.0, math.inf)
     if gain:
-        found = _mean_gain(Projections.of(clean, sigma, out.dtype, width), error, shared)
+        rows_of_gain = Projections.of(clean, sigma, out.dtype, width)
+        found = _mean_gain(rows_of_gain, error, shared)
+        of_base = _mean_gain(rows_of_gain, torch.where(base.isfinite() & finite, base - want, 0.0), shared)
+        found = found._replace(allowed=max(found.allowed, 2 * abs(of_base.deviation)))
     if abs(found.deviation) > found.allowed:
         problems.append(f"out: its mean gain is 1 {found.deviation:+.3g}, needs 1 +- {found.allowed:.2g}")
 

@@ -442,6 +442,9 @@ def gqa_yardstick(
 
     Keys and values dequantized to it, scores and sums in float32, probabilities (relative to the row's maximum) and the
     output rounded to it. The noise is in float64.
+
+    Where tokens have value scales of their own, codes stay as they are and probabilities are multiplied by the scale
+    before they are rounded; to bfloat16, also if q is float16, whose exponents do not hold a product with any float32.
     """
     known = LAYOUTS[layout]
     batch, s_q, h_q, d = q.shape
@@ -459,7 +462,10 @@ def gqa_yardstick(
     out = torch.zeros(queries.shape, dtype=q.dtype, device=q.device)
     lse = queries.new_full(queries.shape[:-1], -torch.inf)
     noise, shared = torch.zeros_like(queries, dtype=torch.float64), torch.zeros_like(lse, dtype=torch.float64)
-    width = d // value_groups(v_scale, known) if value_groups(v_scale, known) > 1 else default_width(d)
+    groups = value_groups(v_scale, known)
+    width = d // groups if groups > 1 else default_width(d)
+    of_tokens = values_of.kind is not None and values_of.kind.granularity in TOKEN_SCALES
+    operand = torch.bfloat16 if of_tokens else q.dtype  # what P is rounded to
     for work in visible_keys(
         batch,
         s_q,
@@ -474,8 +480,9 @@ def gqa_yardstick(
         of_keys = noise.new_zeros((sizes.h_kv, len(work.positions)))
         for heads in head_chunks(sizes.h_kv, len(work.positions), d):
             keys = keys_of.take(work.outer, work.rows, heads, q.dtype).float().permute(1, 2, 0)
-            values = values_of.take(work.outer, work.rows, heads, q.dtype).float().transpose(0, 1)
-            exact = values.double()
+            dtype = None if of_tokens else operand
+            values, scales = _value_operands(values_of, work.outer, work.rows, heads, groups, dtype)
+            exact = values.double() if scales is None else values.double() * spread_groups(scales.double(), d)
             for query, (seen, at) in enumerate(zip(work.seen, work.at, strict=True)):
                 if seen.start == seen.stop:
                     continue
@@ -490,16 +497,54 @@ def gqa_yardstick(
                 share = row_sum.reciprocal()
                 if sinks is not None:
                     share = share * torch.sigmoid(own_lse - sinks[heads])
-                result = weights.to(q.dtype).float() @ values[:, seen] * share
+                own_scales = None if scales is None else scales[:, seen]
+                result = _rounded_product(weights, values[:, seen], own_scales, operand) * share
                 out[place], lse[place] = result.to(q.dtype), own_lse.squeeze(-1)
                 p, own = weights.double() * share, exact[:, seen]
-                noise[place] = (rounding_variance(weights.double(), q.dtype) @ own.square()).sqrt() * share
+                noise[place] = (rounding_variance(weights.double(), operand) @ own.square()).sqrt() * share
                 of_rows = Projections.of(finite_or_zero(result.double()), finite_or_zero(noise[place]), q.dtype, width)
-                of_keys[heads, seen] += rounding_noise(q.dtype) * of_rows.of_keys(p, own).sum(dim=1)
+                of_keys[heads, seen] += rounding_noise(operand) * of_rows.of_keys(p, own).sum(dim=1)
         if values_of.kind is not None and values_of.kind.granularity == "per_token":
             of_keys = of_keys.sum(dim=0)  # what one scale does to a P of 1 is the same in all heads
         shared[work.row] = of_keys.square().sum() / shared[work.row].numel()
     return Yardstick(*(tensor.flatten(2, 3) for tensor in (out, lse, noise, shared)))
+
+
+TOKEN_SCALES: Final = ("per_token", "per_token_head", "per_group")
+"""Granularities of value scales that P is multiplied by before it meets codes; the others wait for the end."""
+
+
+def _value_operands(
+    cache: ScaledCache,
+    outer: torch.Tensor,
+    rows: torch.Tensor,
+    heads: slice,
+    groups: int,
+    dtype: torch.dtype | None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Values (heads, n, d) float32, rounded to a dtype; or, without one, codes and their scales (heads, n, groups)."""
+    if dtype is not None:
+        return cache.take(outer, rows, heads, dtype).float().transpose(0, 1), None
+    codes, scale = cache.parts(outer, rows, heads)
+    assert scale is not None and cache.kind is not None
+    spread = spread_scale(scale.float(), cache.kind).expand(*codes.shape[:2], -1)
+    return codes.float().transpose(0, 1), spread[..., :: max(1, spread.shape[-1] // groups)].transpose(0, 1)
+
+
+def spread_groups(scales: torch.Tensor, d: int) -> torch.Tensor:
+    """Scales (..., groups) as (..., d)."""
+    return scales.repeat_interleave(d // scales.shape[-1], dim=-1)
+
+
+def _rounded_product(
+    weights: torch.Tensor, values: torch.Tensor, scales: torch.Tensor | None, operand: torch.dtype
+) -> torch.Tensor:
+    """P V, (heads, rows, d) float32, with P, or P times the scale of each key and group, rounded to `operand`."""
+    if scales is None:
+        return weights.to(operand).float() @ values
+    parts = values.chunk(scales.shape[-1], dim=-1)
+    scaled = [(weights * scale.unsqueeze(-2)).to(operand).float() for scale in scales.unbind(-1)]
+    return torch.cat([one @ part for one, part in zip(scaled, parts, strict=True)], dim=-1)
 
 
 def value_groups(v_scale: torch.Tensor | None, layout: CacheLayout) -> int:

@@ -356,9 +356,11 @@ def test_host_time(name, record_property):
         "gqa append": lambda: kv_int8_append(k, v, *stores, slots, layout="BNSH"),
     }[name]
     us = host_time(call)
-    print(f"{name}: {us:.1f} us of host time a call")
+    one = torch.zeros(64, dtype=torch.float32, device="cuda")
+    plain = host_time(lambda: torch.add(one, one, out=one))
+    print(f"{name}: {us:.1f} us of host time a call, a sum of torch's {plain:.1f} us")
     record_property("host_us", us)
-    assert us <= HOST_US
+    assert us <= HOST_US, f"{us:.1f} us, where a sum of torch's takes {plain:.1f} us"
 
 
 WARM_START = """

@@ -115,9 +115,9 @@ class SinkWorkListKernel:
                 total += sBins[lane * PER_LANE + i]
             below = total
             for step in cutlass.range_constexpr(5):
-                other = cute.arch.shuffle_sync_up(below, 1 << step, mask_and_clamp=0)
+                of_lane_below = cute.arch.shuffle_sync_up(below, 1 << step, mask_and_clamp=0)
                 if lane >= 1 << step:
-                    below += other
+                    below += of_lane_below
             if lane == 31:
                 mWork[0, 0] = cutlass.select_(sequences > 0, below, Int32(0))
                 mWork[0, 1] = Int32(0)

@@ -66,9 +66,12 @@ VALUES: Final = ("normal", "channels", "tokens", "wild")
 normal    N(0,1), quantized with the scales that its absmax asks for
 channels  the same with some channels times 20, as trained models have them in K
 tokens    the same with one token in 50 times 20 in V and times 3 in K
-wild      codes of the whole range, scales of random size: between heads or groups from 1e-6 to 1e3 (1e-3 to 10 where q
-          or the scales are float16), between tokens up to 1e4 below that
+wild      codes of the whole range, scales of random size: between heads from 1e-6 to 1e3 (1e-3 to 10 where q or the
+          scales are float16), between groups of a head up to 1e6, between tokens up to 1e4 below that
 """
+GROUP_DECADES: Final = 6.0
+"""Queries are as much smaller as scales are larger, so that scores are of usual size. A row of Q is float16 in the
+kernel: 10^9 between two groups of a row left the smaller numbers so few bits that a log-sum-exp was off by 2e-4."""
 OUTLIER_TOKEN_SHARE: Final = 1 / 50
 FP8_MAX: Final = 448.0
 ELEMENTS_PER_CHUNK: Final = 1 << 26
@@ -318,7 +321,12 @@ def _wild_base(h_kv: int, d: int, kind: ScaleKind | None, narrow: bool, gen: tor
     heads = h_kv if kind is None or kind.granularity in ("per_head", "per_token_head", "per_group") else 1
     groups = d // kind.group_size if kind is not None and kind.group_size else 1
     low, high = (-3.0, 1.0) if narrow else (-6.0, 3.0)
-    exponent = low + (high - low) * torch.rand((heads, groups), generator=gen, dtype=torch.float32, device=gen.device)
+
+    def drawn(shape: tuple[int, int], decades: float) -> torch.Tensor:
+        return decades * torch.rand(shape, generator=gen, dtype=torch.float32, device=gen.device)
+
+    within = min(high - low, GROUP_DECADES) if groups > 1 else 0.0
+    exponent = low + drawn((heads, 1), high - low - within) + drawn((heads, groups), within)
     return torch.pow(10.0, exponent).repeat_interleave(d // groups, dim=1).expand(h_kv, d)
 
 
@@ -393,7 +401,8 @@ def _wild_tokens(
     if kind is not None and kind.granularity == "per_group":
         own = (n, h_kv, d // kind.group_size)
     depth = 8 * (torch.rand(own, generator=gen, dtype=torch.float32, device=gen.device) - 0.5).clamp_min(0)
-    drop = torch.pow(10.0, -depth)
+    jitter = 1 - 0.5 * torch.rand(own, generator=gen, dtype=torch.float32, device=gen.device)
+    drop = torch.pow(10.0, -depth) * jitter  # no two alike: bf16 would round them all by the same factor
     if kind is None or cache.scale is None:
         if dtype == torch.float8_e4m3fn:
             return codes, None

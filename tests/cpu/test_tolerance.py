@@ -22,17 +22,20 @@ BFLOAT16, FLOAT16 = torch.bfloat16, torch.float16
 MISTAKES = (1.0012, 0.9988)
 
 
-def decode_by_warps(case: Any, *, splits: int = 1, without: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+def decode_by_warps(
+    case: Any, *, splits: int = 1, without: int | None = None, operand: torch.dtype | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
     """A BNSH cache with scales of tokens and heads, or of heads, or none; `without` a key, where there is one.
 
     A warp has 16 keys in 128, a maximum of its own, and adds up in float32. P is rounded to q's dtype, with the scale
-    of a token, if there is one, to bfloat16; codes are exact.
+    of a token, if there is one, to bfloat16, or to `operand`; codes are exact.
     """
     batch, s_q, h_q, d = case.q.shape
     h_kv = case.k_cache.shape[1]
     q = case.q.float().unflatten(2, (h_kv, -1)) * (d**-0.5 if case.softmax_scale is None else case.softmax_scale)
     of_tokens = case.v_scale is not None and case.v_scale.numel() > h_kv
-    operand = BFLOAT16 if of_tokens else FLOAT16 if case.v_cache.element_size() == 1 else case.q.dtype
+    usual = BFLOAT16 if of_tokens else FLOAT16 if case.v_cache.element_size() == 1 else case.q.dtype
+    operand = operand or usual
     one = torch.ones((h_kv, 1))
     sinks = torch.full((h_q,), -math.inf) if case.s_aux is None else case.s_aux.float()
     out, lse = torch.zeros(q.shape), torch.full(q.shape[:-1], -math.inf)
@@ -136,6 +139,7 @@ def bnsh(seqlens: list[int], **options: Any) -> GqaCase:
 
 KINDS: dict[str, dict[str, Any]] = {
     "int8, scales of tokens": {"q_dtype": BFLOAT16},
+    "int8, scales of tokens, float16": {"q_dtype": FLOAT16},
     "int8, scales of heads": {"q_dtype": FLOAT16, "k_scales": "per_head", "v_scales": "per_head"},
     "fp8, none": {"q_dtype": FLOAT16, "kv_dtype": "fp8", "k_scales": None, "v_scales": None},
     "float16": {"q_dtype": FLOAT16, "kv_dtype": "fp16"},
@@ -174,14 +178,16 @@ def test_a_float16_output_is_held_to_float16(kind):
     expected, (out, lse) = GqaExpectation.of(case), decode_by_warps(case)
     check = expected.check((out * 1.012).half(), lse)
     assert any("elements are beyond" in problem for problem in check.problems), str(check)
-    assert expected.check((out * MISTAKES[0]).half(), lse).problems
-    assert expected.check(out.bfloat16().half(), lse).problems, "rounded to bfloat16 on its way"
+    if kind != "int8, scales of tokens, float16":  # whose P is in bfloat16: that takes more rows
+        assert expected.check((out * MISTAKES[0]).half(), lse).problems
+        assert expected.check(out.bfloat16().half(), lse).problems, "rounded to bfloat16 on its way"
 
 
-def test_p_in_bfloat16_is_no_float16():
-    """Scales of tokens: P times such a scale in bfloat16 is eight times as coarse as a float16 result asks for."""
-    case = bnsh([400, 333, 129, 250], q_dtype=FLOAT16)
-    out, lse = decode_by_warps(case)
+@pytest.mark.parametrize("kind", ["int8, scales of heads", "fp8, none", "float16"])
+def test_p_in_bfloat16_is_no_float16(kind):
+    """P in bfloat16 is eight times as coarse as a float16 result asks for. Scales of tokens alone excuse it."""
+    case = bnsh([400, 333, 129, 250], **KINDS[kind])
+    out, lse = decode_by_warps(case, operand=BFLOAT16)
     assert "elements are beyond" in str(GqaExpectation.of(case).check(out.half(), lse))
 
 
@@ -214,8 +220,9 @@ def test_heads_that_round_one_key_alike_are_one_draw_of_its_rounding():
         case = bnsh([1, 1], h_q=64, h_kv=1, seed=seed)
         expected, (out, lse) = GqaExpectation.of(case), decode_by_warps(case)
         check = expected.check(out.bfloat16(), lse).require()
-        no_keys = expected.yardstick._replace(shared=torch.zeros_like(expected.yardstick.shared))
-        beyond += not dataclasses.replace(expected, yardstick=no_keys).check(out.bfloat16(), lse)
+        # an emulation without error, or twice its gain would be allowed
+        no_keys = expected.yardstick._replace(shared=torch.zeros_like(expected.yardstick.shared), out=expected.out)
+        beyond += "mean gain" in str(dataclasses.replace(expected, yardstick=no_keys).check(out.bfloat16(), lse))
         assert check.gain_allowed > 4 * rounding_noise(BFLOAT16) / math.sqrt(2)
     assert beyond, "rows alone would have done: it shows nothing"
 

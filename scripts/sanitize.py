@@ -68,7 +68,8 @@ class Part:
 
 # initcheck asks for allocations of their own, and says nothing of dtypes
 PARTS = (
-    Part("sink"),  # the longest first
+    Part("sink", tools=TOOLS[:3]),  # the longest first
+    Part("few sinks", tools=TOOLS[3:]),  # initcheck takes minutes for what the others do in one
     Part("mla"),
     Part("gqa"),
     Part("graphs", caching=True, tools=TOOLS[:3]),
@@ -366,6 +367,10 @@ def worker(part: str, default_dtype: str = "float32") -> None:
         gqa("bfloat16, window", kv_dtype="bf16", window=100, sink="inf")
         append_gqa(("paged_NHD",))
         sink("whole", lengths=[(100, 160)])
+        sink("packed, window, deterministic", lengths=[(3, 70), (64, 64)], packed=True, window=40, deterministic=True)
+
+    if part == "few sinks":
+        sink("whole", lengths=[(70, 80)], h_q=2, h_kv=1)
         sink("packed, window, deterministic", lengths=[(3, 70), (64, 64)], packed=True, window=40, deterministic=True)
 
     if part == "graphs":

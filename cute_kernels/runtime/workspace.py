@@ -20,6 +20,7 @@ import torch
 from cute_kernels.runtime.counters import CounterSlab, slab
 from cute_kernels.runtime.memory import is_capturing, outside_pools
 
+STEP = 1 << 24  # float32 values, 64 MiB
 STREAMS = 32
 """Workspaces that a thread keeps for each device: as many as torch has streams of one priority."""
 
@@ -104,6 +105,11 @@ def _of_graph(need: Need) -> tuple[int, int]:
     return values.data_ptr(), counters
 
 
+def _rounded(n: int) -> int:
+    """Up to a power of two, so that it seldom grows; large ones to whole steps, or up to half would lie idle."""
+    return -(-n // STEP) * STEP if n > STEP else 1 << max(0, n - 1).bit_length()
+
+
 def _grow(need: Need, key: tuple[int | None, int]) -> Workspace:
     """A workspace that is large enough, in the place of a smaller one; also refills the counters of graphs."""
     if need.counters.is_low:
@@ -115,7 +121,7 @@ def _grow(need: Need, key: tuple[int | None, int]) -> Workspace:
         sizes = max(sizes[0], len(old.values)), max(sizes[1], len(old.counters))
         if sizes == (len(old.values), len(old.counters)):
             return old
-    size, num_counters = (1 << max(0, n - 1).bit_length() for n in sizes)  # powers of two: it seldom grows
+    size, num_counters = map(_rounded, sizes)
     device = need.device
 
     def make() -> tuple[torch.Tensor, torch.Tensor]:

@@ -123,10 +123,11 @@ def test_every_tool_looks_at_the_parts_that_it_can(monkeypatch):
     findings = sanitize.run_tools()
     assert [(finding.tool, finding.errors) for finding in findings] == [(tool, 0) for tool in sanitize.TOOLS]
     parts = {"mla", "gqa", "sink", "graphs", "sample"}
-    for tool in ("alone", "memcheck", "racecheck", "synccheck"):
+    for tool in ("memcheck", "racecheck", "synccheck"):
         assert {part for name, part in calls if name == tool} == parts
-    assert {part for name, part in calls if name == "initcheck"} == {"mla", "gqa", "sink"}
-    assert len(calls) == len(set(calls)) == 5 + 15 + 3
+    assert {part for name, part in calls if name == "alone"} == {*parts, "few sinks"}
+    assert {part for name, part in calls if name == "initcheck"} == {"mla", "gqa", "few sinks"}
+    assert len(calls) == len(set(calls)) == 6 + 15 + 3
     sample, graphs = (part for name in ("sample", "graphs") for part in sanitize.PARTS if part.name == name)
     assert sample.default_dtype == "bfloat16" and graphs.caching
 

@@ -179,7 +179,9 @@ class GqaBench:
 
 def predict(bench: GqaBench, rates: Rates = H200) -> model.Prediction:
     """What the cycle budget says of a case; see docs/budget.md."""
-    return model.predict_gqa(bench.bytes_moved, bench.spec.cluster > 1, rates)
+    spec = bench.spec
+    of_tokens = spec.v_scales not in ("none", "head")
+    return model.predict_gqa(bench.bytes_moved, spec.cluster > 1, rates, token_scales=of_tokens)
 
 
 def _cases() -> Iterator[GqaBench]:

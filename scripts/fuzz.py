@@ -13,7 +13,7 @@ calls of a round in random order and in all modes, eagerly and as replays of CUD
 the first call. Invalid calls have one argument wrong; they must raise ValueError or TypeError with its name and leave
 all outputs as they are. Kernels are compiled before, from a fixed list of specifications.
 
-Exit status 1 when anything was wrong, a worker died, or fewer calls were made than asked for.
+Exit status 1 when anything was wrong, a call found no memory, a worker died, or fewer calls were made than asked for.
 """
 
 from __future__ import annotations
@@ -105,12 +105,14 @@ def run(plan: Plan, device: torch.device, *, show: bool = True) -> dict[str, Any
     with progress(plan, show) as report:
         total = processes.run_rounds(rounds_of(plan, device), device, plan.workers, report=report)
     found = processes.first_findings(total, most=1000)
+    no_memory = sum(finding.no_memory for finding in total.outcome.findings)
     ran = kernels_run.machine_code_of(specs, code) if device.type == "cuda" else {}
     return {
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
         "calls": total.outcome.calls,
         "invalid_calls": total.outcome.invalid_calls,
-        "wrong": len(total.outcome.findings),
+        "wrong": len(total.outcome.findings) - no_memory,
+        "out_of_memory": no_memory,
         "faults": len(total.faults),
         "seconds": round(time.monotonic() - started, 1),
         "seeds": total.seeds(),
@@ -134,7 +136,7 @@ def sound(result: dict[str, Any], plan: Plan) -> bool:
     enough = plan.minutes is not None or (
         result["calls"] >= plan.calls and result["invalid_calls"] >= plan.invalid_calls
     )
-    return enough and not result["wrong"] and not result["faults"]
+    return enough and not any(result.get(name) for name in ("wrong", "faults", "out_of_memory"))
 
 
 def again(seed: int, device: torch.device) -> list[Finding]:
@@ -201,13 +203,24 @@ def quiet(total: processes.Total) -> None:
 
 def show_result(result: dict[str, Any]) -> None:
     """The counts as a table, and below it what was wrong with the commands that make it again."""
-    keys = ("device", "calls", "invalid_calls", "wrong", "faults", "shapes", "specifications", "seconds")
+    keys = (
+        "device",
+        "calls",
+        "invalid_calls",
+        "wrong",
+        "out_of_memory",
+        "faults",
+        "shapes",
+        "specifications",
+        "seconds",
+    )
     for key in keys:
         print(f"{key:>15}  {result[key]}")
     for first, last in result["seeds"]:
         print(f"{'seeds':>15}  {first} to {last}")
     for finding in result["findings"][:SHOWN]:
-        print(f"\nwrong: {finding['said']}\n  python scripts/fuzz.py --seed {finding['seed']}")
+        kind = "no memory" if finding["no_memory"] else "wrong"
+        print(f"\n{kind}: {finding['said']}\n  python scripts/fuzz.py --seed {finding['seed']}")
     for fault in result["fault_reports"]:
         print(f"\nfault: {fault}")
 

@@ -152,9 +152,10 @@ def assemble(
 def add_reliability(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, Any]:
     """Two entries of random calls as one.
 
-    An entry has counts "calls" (valid ones), "invalid_calls", "wrong" and "faults", "seconds", and "seeds", a list of
-    [first, last]. "toolchain" and "kernels" are those of a record. Of other counts, such as that of different shapes,
-    the larger one is kept, and of texts those that are the same.
+    An entry has counts "calls" (valid ones), "invalid_calls", "wrong", "faults" and "out_of_memory", calls that were
+    not made because the card's memory was full; "seconds", and "seeds", a list of [first, last]. "toolchain" and
+    "kernels" are those of a record. Of other counts, such as that of different shapes, the larger one is kept, and of
+    texts those that are the same.
 
     Raises:
         EvidenceError: an entry is none, both hold the same seed, or they ran other machine code.
@@ -180,6 +181,7 @@ def add_reliability(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, Any
         **same,
         **larger,
         **{name: a[name] + b[name] for name in RELIABILITY_COUNTS},
+        "out_of_memory": a.get("out_of_memory", 0) + b.get("out_of_memory", 0),
         "seconds": round(a["seconds"] + b["seconds"], 1),
         "seeds": joined,
         "kernels": {**a["kernels"], **b["kernels"]},

@@ -61,6 +61,10 @@ class Draw:
         return sorted(self.rng.sample(range(batch), min(number, batch)))
 
 
+MAX_SCRATCH = 1 << 26
+"""float32 values of partial results, 256 MiB: each of seven threads in twelve processes keeps as many."""
+
+
 def num_sms(device: torch.device) -> int:
     """That plans are made for; those of an H200 where there is no GPU."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else USUAL_SMS

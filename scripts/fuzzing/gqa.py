@@ -15,7 +15,7 @@ from cute_kernels.gqa.reference import reference_append
 from cute_kernels.gqa.spec import GqaDecodeSpec
 from cute_kernels.testing.gqa import SCALE_NAMES, VALUES, GqaCase, check_gqa, gqa_case
 from scripts.fuzzing.calls import Call, Mode
-from scripts.fuzzing.draws import INT32_MAX, Draw, extreme_lengths, name_of, num_sms, problems_of
+from scripts.fuzzing.draws import INT32_MAX, MAX_SCRATCH, Draw, extreme_lengths, name_of, num_sms, problems_of
 from scripts.fuzzing.memory import Image, bits, contiguous_stride, padded_stride
 from scripts.fuzzing.mla import DECODE_MODES, SINKS, slot_mapping, special_values
 
@@ -167,6 +167,8 @@ def decode_call(draw: Draw) -> Call:
     )
     case = _vary(case, options["page_size"] if paged else longest, longest, whole, draw)
     num_splits = draw.choice(SPLITS)
+    if (num_splits or 1) * batch * h_kv * max(8, s_q * ratio) * options["d"] > MAX_SCRATCH:
+        num_splits = None
     keys = case.k_cache.numel() and batch and (case.block_table is None or case.block_table.shape[1])
     shape = tuple(case.q.shape)
     stride = padded_stride(shape, 4, draw.rng) if draw.chance(0.5) else contiguous_stride(shape)

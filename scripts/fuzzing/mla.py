@@ -16,7 +16,7 @@ from cute_kernels.mla.spec import EXCHANGES
 from cute_kernels.testing.compare import check_decode
 from cute_kernels.testing.inputs import SCALE_KINDS, DecodeCase, dense_case, sparse_case
 from scripts.fuzzing.calls import Call, Mode
-from scripts.fuzzing.draws import INT32_MAX, INT32_MIN, Draw, extreme_lengths, num_sms, problems_of
+from scripts.fuzzing.draws import INT32_MAX, INT32_MIN, MAX_SCRATCH, Draw, extreme_lengths, num_sms, problems_of
 from scripts.fuzzing.memory import Image, bits, contiguous_stride, padded_stride
 
 HEADS = (1, 2, 7, 8, 16, 17, 32, 33, 64, 65, 96, 100, 127, 128)
@@ -51,6 +51,8 @@ def decode_call(draw: Draw) -> Call:
     assert index is not None
     width, page_size = index.shape[-1], case.kv_cache.shape[1]
     specs: tuple[Any, ...] = ()
+    if (forced["num_splits"] or 1) * batch * s_q * h_q * spec.PARTIAL_FLOATS > MAX_SCRATCH:
+        forced["num_splits"] = None
     if batch and width and case.kv_cache.shape[0]:
         plan = plan_decode(
             sparse=sparse,

@@ -46,10 +46,11 @@ class Work(NamedTuple):
 
 
 class Finding(NamedTuple):
-    """What is wrong, and the seed of the call."""
+    """What is wrong, and the seed of the call; or that the call was not made, for want of memory."""
 
     seed: int
     said: str
+    no_memory: bool = False
 
 
 @dataclass
@@ -223,7 +224,8 @@ class Together:
         require_no_fault(self.device)
         outcome.calls += sum(self.made)
         for seed, error in self.errors:
-            outcome.findings.append(Finding(seed, f"from a thread: {type(error).__name__}: {error}"))
+            said = f"from a thread: {type(error).__name__}: {error}"
+            outcome.findings.append(Finding(seed, said, isinstance(error, torch.OutOfMemoryError)))
         for number, counts in enumerate(self.counters):
             for place, row in enumerate(counts.tolist()):
                 for column, count in enumerate(row):

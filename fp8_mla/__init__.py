@@ -1,28 +1,31 @@
 """The 656-byte FP8 token format of multi-head latent attention caches: layout, packing, slots and a reference decode.
 
-Needs torch alone. Works on CPU and CUDA tensors; importing it touches no device.
+Needs torch alone. Works on CPU and CUDA tensors; importing it touches no device, and loads torch only with the first
+name that needs it: `fp8_mla.formats` is plain Python.
 """
 
-from fp8_mla.layout import (
-    CACHE_DTYPES,
-    CODE_OFFSET,
-    FP8_MAX,
-    FP8_NAN,
-    MIN_SCALE,
-    NOPE_DIM,
-    NUM_SCALES,
-    QK_DIM,
-    QUANT_TILE,
-    ROPE_DIM,
-    ROPE_OFFSET,
-    SCALE_OFFSET,
-    TOKEN_BYTES,
-    V_DIM,
-    as_pages,
-)
-from fp8_mla.pack import pack, unpack
-from fp8_mla.reference import reference_decode
-from fp8_mla.slots import INVALID_SLOT, slots_from_block_table, slots_from_positions, valid_slots
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from fp8_mla.formats import FP8_MAX, FP8_NAN, MIN_SCALE
+    from fp8_mla.layout import (
+        CACHE_DTYPES,
+        CODE_OFFSET,
+        NOPE_DIM,
+        NUM_SCALES,
+        QK_DIM,
+        QUANT_TILE,
+        ROPE_DIM,
+        ROPE_OFFSET,
+        SCALE_OFFSET,
+        TOKEN_BYTES,
+        V_DIM,
+        as_pages,
+    )
+    from fp8_mla.packing import pack, unpack
+    from fp8_mla.reference import reference_decode
+    from fp8_mla.slots import INVALID_SLOT, slots_from_block_table, slots_from_positions, valid_slots
 
 __all__ = [
     "CACHE_DTYPES",
@@ -48,3 +51,23 @@ __all__ = [
     "unpack",
     "valid_slots",
 ]
+
+_NAMES = {
+    "fp8_mla.formats": ("FP8_MAX", "FP8_NAN", "MIN_SCALE"),
+    "fp8_mla.packing": ("pack", "unpack"),
+    "fp8_mla.reference": ("reference_decode",),
+    "fp8_mla.slots": ("INVALID_SLOT", "slots_from_block_table", "slots_from_positions", "valid_slots"),
+}
+_MODULES = {name: module for module, names in _NAMES.items() for name in names}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(_MODULES.get(name, "fp8_mla.layout")), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

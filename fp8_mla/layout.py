@@ -1,13 +1,4 @@
-"""Where every byte of a token lies, and what counts as a cache tensor.
-
-One token of the multi-head latent attention cache takes 656 bytes::
-
-    byte 0            512        528            656
-         | 512 e4m3    | 4 scales | 64 bfloat16  |
-         | codes       | float32  | rope part    |
-
-`docs/format.md` has the format in words, with the quantization rule.
-"""
+"""The names that users have for the V3.2 format, and what counts as a cache tensor."""
 
 from __future__ import annotations
 
@@ -15,34 +6,29 @@ from typing import Final
 
 import torch
 
-NOPE_DIM: Final = 512
-"""Elements without position encoding, stored as float8 e4m3 codes. They are also the values."""
-ROPE_DIM: Final = 64
-"""Elements with rotary position encoding, stored as bfloat16."""
-QK_DIM: Final = NOPE_DIM + ROPE_DIM
+from fp8_mla.formats import V3_2
+
+NOPE_DIM: Final = V3_2.nope_dim
+"""Elements without position encoding, stored as float8 e4m3 codes: 512. They are also the values."""
+ROPE_DIM: Final = V3_2.rope_dim
+"""Elements with rotary position encoding, stored as bfloat16: 64."""
+QK_DIM: Final = V3_2.d_qk
 """Elements of a key (and of a query): 576."""
-V_DIM: Final = NOPE_DIM
+V_DIM: Final = V3_2.d_v
 """Elements of a value, the leading ones of its key: 512."""
-QUANT_TILE: Final = 128
-"""Consecutive elements of one token that share a scale."""
-NUM_SCALES: Final = NOPE_DIM // QUANT_TILE
+QUANT_TILE: Final = V3_2.quant_tile
+"""Consecutive elements of one token that share a scale: 128."""
+NUM_SCALES: Final = V3_2.num_scales
 """Scales of a token: 4."""
 
-CODE_OFFSET: Final = 0
+CODE_OFFSET: Final = V3_2.codes.offset
 """First byte of the e4m3 codes."""
-SCALE_OFFSET: Final = CODE_OFFSET + NOPE_DIM
+SCALE_OFFSET: Final = V3_2.scales.offset
 """First byte of the float32 scales: 512."""
-ROPE_OFFSET: Final = SCALE_OFFSET + 4 * NUM_SCALES
+ROPE_OFFSET: Final = V3_2.field("rope").offset
 """First byte of the bfloat16 rope part: 528."""
-TOKEN_BYTES: Final = ROPE_OFFSET + 2 * ROPE_DIM
+TOKEN_BYTES: Final = V3_2.token_bytes
 """Bytes of one token: 656."""
-
-FP8_MAX: Final = 448.0
-"""The largest finite e4m3 value."""
-FP8_NAN: Final = 0x7F
-"""The e4m3 code written for a NaN. (0xFF is the other one; e4m3 has no infinity.)"""
-MIN_SCALE: Final = 2.0**-126
-"""The smallest scale that `pack` writes: the smallest normal float32, so that its reciprocal is finite."""
 
 CACHE_DTYPES: Final = (torch.uint8, torch.float8_e4m3fn)
 """What a cache tensor may be typed as. Both mean raw bytes."""

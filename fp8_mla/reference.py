@@ -13,7 +13,7 @@ from typing import Final, NamedTuple
 import torch
 
 from fp8_mla.layout import QK_DIM, V_DIM, as_pages, check_same_device, describe
-from fp8_mla.pack import unpack
+from fp8_mla.packing import unpack
 from fp8_mla.slots import check_index_tensor, slots_from_block_table, valid_slots
 
 KEYS_PER_CHUNK: Final = 8192

@@ -11,10 +11,10 @@ from dataclasses import dataclass, replace
 from cute_kernels.budget.rates import Rates
 from cute_kernels.gqa.spec import ITEMSIZE, SCALES
 from cute_kernels.mla.spec import TOKENS_PER_TILE, WIDE
+from fp8_mla.formats import V3_2
 
-NOPE_DIM, ROPE_DIM = 512, 64
-QK_DIM = NOPE_DIM + ROPE_DIM
-TOKEN_BYTES = 656  # 512 fp8 codes, 4 float32 scales, 64 bf16 values
+NOPE_DIM, ROPE_DIM, QK_DIM = V3_2.nope_dim, V3_2.rope_dim, V3_2.d_qk
+TOKEN_BYTES = V3_2.token_bytes
 OPERAND_BYTES = 2 * QK_DIM  # of a token as bf16
 
 

@@ -16,9 +16,11 @@ import cutlass.cute as cute
 from cutlass import AddressSpace, BFloat16, Float8E4M3FN, Float16, Float32, Int32, Int64, Uint8, const_expr
 from cutlass.cute.nvgpu import CopyG2ROp
 
-ROW_BYTES = 656
-SCALE_OFFSET = 512
-ROPE_OFFSET = 528
+from fp8_mla.formats import V3_2
+
+ROW_BYTES = V3_2.token_bytes
+SCALE_OFFSET = V3_2.scales.offset
+ROPE_OFFSET = V3_2.field("rope").offset
 ROWS_PER_PASS = 16
 PIECES = 5  # 16-byte loads per lane and row: four of codes, one of the rope part
 
@@ -71,7 +73,7 @@ def store_and_gather(
 def _load_piece(row: cute.Pointer, segment: Int32, raw: cute.Tensor, piece: cutlass.Constexpr):
     """Pieces 0 to 3 are codes of that quantization tile, piece 4 is of the rope part."""
     load = cute.make_copy_atom(CopyG2ROp(), Uint8, num_bits_per_copy=128)
-    start = 128 * piece if const_expr(piece < 4) else ROPE_OFFSET
+    start = V3_2.quant_tile * piece if const_expr(piece < 4) else ROPE_OFFSET
     source = cute.make_tensor(row + cute.assume(segment + start, divby=16), cute.make_layout(16))
     cute.copy(load, source, raw[None, piece])
 

@@ -8,14 +8,13 @@ from cutlass.cute.nvgpu import CopyG2ROp
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
 from cute_kernels.mla.append_spec import MlaAppendSpec
+from fp8_mla.formats import FP8_MAX, MIN_SCALE, V3_2
 
-QK_DIM = 576
-NOPE_DIM = 512
-TOKEN_BYTES = 656
-SCALE_OFFSET = 512
-ROPE_OFFSET = 528
-FP8_MAX = 448.0
-MIN_SCALE = 2.0**-126
+QK_DIM = V3_2.d_qk
+NOPE_DIM = V3_2.nope_dim
+TOKEN_BYTES = V3_2.token_bytes
+SCALE_OFFSET = V3_2.scales.offset
+ROPE_OFFSET = V3_2.field("rope").offset
 BF16_MAX = 3.3895313892515355e38  # 0x7F7F
 
 LANES_PER_TILE = 8  # of a 1x128 quantization tile: 16 values a lane

@@ -11,10 +11,11 @@ from cute_kernels.device.trace import Tracer
 from cute_kernels.mla.find_kernel import KeyFinder
 from cute_kernels.mla.spec import EVENTS, ROLES, TOKENS_PER_TILE, MlaDecodeSpec
 from cute_kernels.mla.work_kernel import DIVISORS, OWN, WorkItems
+from fp8_mla.formats import V3_2
 
-NOPE, ROPE = 512, 64
-GROUP = 128  # columns of a quantization tile
-GROUPS = NOPE // GROUP
+NOPE, ROPE = V3_2.nope_dim, V3_2.rope_dim
+GROUP = V3_2.quant_tile  # columns of a quantization tile
+GROUPS = V3_2.num_scales
 STAGES = 2
 THREADS = 128
 WARP = 32

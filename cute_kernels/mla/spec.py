@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from cute_kernels.merge.spec import UNIT_VALUES
+from fp8_mla.formats import V3_2
 
 WIDE = 64  # heads of a CTA, at most
 NARROW = (8, 16, 32)  # and where there are few
@@ -17,7 +18,7 @@ EXCHANGES = ("none", "codes", "values")
 WEIGHT = 8.0  # scales from 2^-17 to 2^-2, of values up to 112, times this are normal float16 numbers below 2
 MASKED_SCALE = 2.0**-6  # of a masked key: within reach of both weights, or its tile would be added up the rare way
 # of a row of a split in scratch memory: 512 float16 numbers, units of 64 of them, a log-sum-exp
-PARTIAL_FLOATS = 512 // 2 + 512 // UNIT_VALUES + 1
+PARTIAL_FLOATS = V3_2.d_v // 2 + V3_2.d_v // UNIT_VALUES + 1
 COLUMN_WEIGHT = 2.0**7  # where heads are columns: scales from 2^-12 to 1, of values up to 448, are below 2^7 with it
 ROLES = ("keys", "scores", "values 0", "values 1")  # warpgroups, as a traced kernel numbers them
 # of a tile, for each of them; where heads are rows the scores make P as they hand it over

@@ -8,6 +8,7 @@ from cutlass.cute.nvgpu import CopyG2ROp
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 from cutlass.memory import SmemAllocator
 
+from fp8_mla.formats import V3_2
 from scripts.units import tile_map
 from scripts.units.spec import QK, ROLES, ROW_BYTES, TILE, TRACED_TILES, GatherSpec
 
@@ -162,7 +163,8 @@ class GatherKernel:
         # 64-bit: row x 656 passes 2^31
         address = mX.iterator.toint() + Int64(row) * ROW_BYTES
         pointer = cute.make_ptr(Uint8, address, AddressSpace.gmem, assumed_align=16)
-        places = (segment, segment + 128, segment + 256, segment + 384, segment + 528, Int32(512))
+        codes = [segment + V3_2.quant_tile * tile for tile in range(V3_2.num_scales)]
+        places = (*codes, segment + V3_2.field("rope").offset, Int32(V3_2.scales.offset))
         for j in cutlass.range_constexpr(6):
             piece = cute.make_tensor(pointer + cute.assume(places[j], divby=16), cute.make_layout(16))
             cute.copy(load, piece, raw[None, j])

@@ -3,10 +3,11 @@
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from fp8_mla.formats import V3_2
+
 TILE = 64  # tokens
-NOPE, ROPE = 512, 64
-QK = NOPE + ROPE
-ROW_BYTES = 656
+NOPE, ROPE, QK = V3_2.nope_dim, V3_2.rope_dim, V3_2.d_qk
+ROW_BYTES = V3_2.token_bytes
 HALF_BYTES = TILE // 2 * QK * 2  # half a tile as bf16: what a CTA of a cluster sends the other one for each tile
 CONVERSIONS = ("scaled", "exact")
 TRANSPORTS = ("async", "bulk")

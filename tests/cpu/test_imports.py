@@ -23,21 +23,22 @@ ROOM_FILES = ("kernel", "launch", "op", "plan", "reference", "spec")
 
 # What each layer may import of this project.
 PROJECT = {
-    "fp8_mla": {"fp8_mla"},
+    "fp8_mla": {"formats", "fp8_mla"},
+    "formats": set(),  # plain Python, for everyone
     "public": {"op"},  # cute_kernels itself: the names that users import
     "room": set(),
-    "spec": {"spec"},
-    "device": {"device"},
-    "kernel": {"device", "kernel", "spec"},
-    "plan": {"budget", "plan", "spec"},
-    "reference": {"fp8_mla", "plan", "reference"},
+    "spec": {"formats", "spec"},
+    "device": {"device", "formats"},
+    "kernel": {"device", "formats", "kernel", "spec"},
+    "plan": {"budget", "formats", "plan", "spec"},
+    "reference": {"formats", "fp8_mla", "plan", "reference"},
     "runtime": {"runtime"},
     "launch": {"reference", "launch", "plan", "runtime", "spec"},
-    "op": {"fp8_mla", "launch", "op", "plan", "reference", "runtime", "spec"},
-    "budget": {"budget", "spec"},
-    "compat": {"compat", "fp8_mla", "op", "plan", "public", "runtime", "spec"},
-    "integrations": {"compat", "fp8_mla", "integrations", "op", "plan", "public", "runtime", "spec"},
-    "testing": {"budget", "fp8_mla", "op", "plan", "public", "reference", "runtime", "spec", "testing"},
+    "op": {"formats", "fp8_mla", "launch", "op", "plan", "reference", "runtime", "spec"},
+    "budget": {"budget", "formats", "spec"},
+    "compat": {"compat", "formats", "fp8_mla", "op", "plan", "public", "runtime", "spec"},
+    "integrations": {"compat", "formats", "fp8_mla", "integrations", "op", "plan", "public", "runtime", "spec"},
+    "testing": {"budget", "formats", "fp8_mla", "op", "plan", "public", "reference", "runtime", "spec", "testing"},
 }
 # What each layer may import from outside, of the packages that cost something or need something.
 HEAVY = {"torch", "einops", "cutlass", "cuda", "tvm_ffi", "transformers", "vllm"}
@@ -61,7 +62,7 @@ def layer(module: str) -> str | None:
     """The layer of a module of this project; None for a file whose name says nothing."""
     package, _, rest = module.partition(".")
     if package == "fp8_mla":
-        return "fp8_mla"
+        return "formats" if rest == "formats" else "fp8_mla"
     directory, _, file = rest.partition(".")
     if not directory:
         return "public"
@@ -134,6 +135,10 @@ def test_every_layer_is_looked_at() -> None:
         ("cute_kernels.mla.kernel", "def f():\n    import torch"),
         ("cute_kernels.mla.kernel", "import torch.nn.functional as F"),
         ("cute_kernels.mla.kernel", "import fp8_mla"),
+        ("cute_kernels.mla.kernel", "from fp8_mla import V_DIM"),
+        ("cute_kernels.mla.spec", "from fp8_mla.layout import V_DIM"),
+        ("fp8_mla.formats", "from fp8_mla.layout import V_DIM"),
+        ("fp8_mla.formats", "import torch"),
         ("cute_kernels.mla.append_kernel", "from cute_kernels.runtime.compile import get_kernel"),
         ("cute_kernels.mla.append_kernel", "from ..mla.op import mla_fp8_decode"),
         ("cute_kernels.mla.op", "from cute_kernels.mla.kernel import MlaDecodeKernel"),
@@ -155,9 +160,9 @@ def test_every_layer_is_looked_at() -> None:
         ("cute_kernels.compat.flash_mla", "from cute_kernels.mla.kernel import MlaDecodeKernel"),
         ("cute_kernels.mla.helpers", ""),
         ("cute_kernels", "import cute_kernels.runtime.compile"),
-        ("fp8_mla.pack", "from cute_kernels.runtime.checks import require"),
-        ("fp8_mla.pack", "if True:\n    import cute_kernels"),
-        ("fp8_mla.pack", "import einops, cutlass"),
+        ("fp8_mla.packing", "from cute_kernels.runtime.checks import require"),
+        ("fp8_mla.packing", "if True:\n    import cute_kernels"),
+        ("fp8_mla.packing", "import einops, cutlass"),
     ],
 )
 def test_wrong_imports_are_seen(module: str, source: str) -> None:
@@ -165,9 +170,9 @@ def test_wrong_imports_are_seen(module: str, source: str) -> None:
 
 
 def test_relative_imports_of_a_package_are_resolved() -> None:
-    assert list(imports("fp8_mla", "from .layout import QK_DIM\nfrom . import pack", is_package=True)) == [
+    assert list(imports("fp8_mla", "from .layout import QK_DIM\nfrom . import packing", is_package=True)) == [
         "fp8_mla.layout",
-        "fp8_mla.pack",
+        "fp8_mla.packing",
     ]
 
 

@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import torch
 
+from fp8_mla.formats import FP8_MAX, FP8_NAN, MIN_SCALE
 from fp8_mla.layout import (
-    FP8_MAX,
-    FP8_NAN,
-    MIN_SCALE,
     NOPE_DIM,
     NUM_SCALES,
     QK_DIM,

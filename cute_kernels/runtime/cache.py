@@ -112,7 +112,7 @@ def sources(module: str) -> list[Path]:
     """Every source file that can reach the kernels of `module`.
 
     The compiling half of runtime/ and the module; for a room of this package also the rest of the room, device/ and
-    merge/, which other rooms' kernels launch.
+    merge/, which other rooms' kernels launch, and the token formats.
     """
     spec = importlib.util.find_spec(module)
     if spec is None or spec.origin is None:
@@ -122,6 +122,8 @@ def sources(module: str) -> list[Path]:
     if PACKAGE in origin.parents:
         rooms = (origin.parent, PACKAGE / "device", PACKAGE / "merge")
         files.update(file for room in rooms for file in room.rglob("*.py"))
+        formats = importlib.util.find_spec("fp8_mla.formats")
+        files.update([Path(formats.origin).resolve()] if formats and formats.origin else [])
     return sorted(files)
 
 

@@ -189,7 +189,7 @@ def append_call(draw: Draw) -> Call:
     page_size = draw.choice(PAGE_SIZES)
     num_pages = -(-(tokens + draw.choice((0, 1, 40))) // page_size)
     shape = (num_pages, page_size, fp8_mla.TOKEN_BYTES)
-    stride = (page_size * fp8_mla.TOKEN_BYTES + draw.choice((0, 16, 656)), fp8_mla.TOKEN_BYTES, 1)
+    stride = (page_size * fp8_mla.TOKEN_BYTES + draw.choice((0, 16, fp8_mla.TOKEN_BYTES)), fp8_mla.TOKEN_BYTES, 1)
     cache = torch.randint(256, shape, dtype=torch.uint8, generator=draw.gen, device=draw.device)
     kv = special_values(torch.randn((tokens, fp8_mla.QK_DIM), generator=draw.gen, device=draw.device), draw)
     if draw.chance(0.5):

@@ -264,6 +264,9 @@ def card(monkeypatch, tmp_path):
     """A machine whose parts can be told what to find."""
     found = SimpleNamespace(tests={"passed": 5, "failed": 0, "skipped": 0}, us=1.0, kept=[], code_works=True)
     found.findings = [sanitize.Finding(tool, 0) for tool in sanitize.TOOLS]
+    counts = dict.fromkeys(("wrong", "faults", "out_of_memory"), 0)
+    found.fuzzed = {**counts, "calls": 10**5, "invalid_calls": 10**4, "seconds": 1.0, "seeds": [[0, 9]]}
+    found.fuzzed |= {"device": "NVIDIA H200", "shapes": 5, "specifications": 1, "findings": [], "fault_reports": []}
 
     def digests_of_specs(specs):
         if not found.code_works:
@@ -292,6 +295,7 @@ def card(monkeypatch, tmp_path):
     monkeypatch.setattr(gpu_check, "measure_ceilings", lambda: some_record()["ceilings"])
     monkeypatch.setattr(gpu_check, "select_benches", lambda quick, only: ([("mla_fp8_append", run_bench)], 0))
     monkeypatch.setattr(sanitize, "run_tools", lambda: found.findings)
+    monkeypatch.setattr(gpu_check.fuzz, "short", lambda first_seed: found.fuzzed)
     monkeypatch.setattr(kernels_run, "machine_code", lambda: found.code)
     monkeypatch.setattr(kernels_run, "shipped_specs", lambda: [TinySpec(64)])
     monkeypatch.setattr(kernels_run.compile, "_kernels", {TinySpec(): lambda: None})
@@ -312,7 +316,7 @@ def test_a_good_run_is_recorded_with_its_machine_code(card, capsys, tmp_path):
     assert not kernels_run.older_file(card.path).exists()
 
 
-@pytest.mark.parametrize("what", ["a test", "a tool", "a must", "digests", "random calls"])
+@pytest.mark.parametrize("what", ["a test", "a tool", "a must", "digests", "random calls", "a wrong call"])
 def test_the_record_is_written_whatever_is_lacking(what, card, capsys, tmp_path):
     options = []
     if what == "a test":
@@ -323,6 +327,8 @@ def test_the_record_is_written_whatever_is_lacking(what, card, capsys, tmp_path)
         card.us = 2.5
     if what == "digests":
         card.code_works = False
+    if what == "a wrong call":
+        card.fuzzed["wrong"] = 1
     if what == "random calls":
         (tmp_path / "fuzz.json").write_text(json.dumps(random_calls(0, 9, toolchain={"cuda": "cu12"})))
         options = ["--reliability", str(tmp_path / "fuzz.json")]
@@ -334,6 +340,7 @@ def test_the_record_is_written_whatever_is_lacking(what, card, capsys, tmp_path)
         "a must": "mla_fp8_append tokens 1: misses us 2.0",
         "digests": "the machine code that ran is not known",
         "random calls": "random calls are not in the record: reliability.toolchain: got",
+        "a wrong call": "random calls: 1 wrong, 0 faults",
     }
     assert f"NOT GOOD: {reasons[what]}" in said and "1 shortcomings" in said
     assert evidence.read(card.path)["tests"]["failed"] == (what == "a test")

@@ -32,17 +32,6 @@ def load_matrices(address: Int32, transposed: cutlass.Constexpr):
 
 
 @cute.jit
-def store_matrices(address: Int32, words, transposed: cutlass.Constexpr):
-    """Stmatrix of two or four matrices, a word each; lanes 8i .. 8i + 7 give the row addresses of matrix i."""
-    kind = ".trans" if transposed else ""
-    registers = ", ".join(f"{{$r{i + 1}}}" for i in range(len(words)))
-    cute.arch.inline_ptx(
-        f"stmatrix.sync.aligned.m8n8.x{len(words)}{kind}.shared.b16 " + "[{$r0}], {" + registers + "};",
-        read_only_args=[address, *words],
-    )
-
-
-@cute.jit
 def load_word(address: Int32):
     """Four bytes of shared memory."""
     return cute.arch.inline_ptx("ld.shared.b32 {$w0}, [{$r0}];", write_only_types=[Int32], read_only_args=[address])

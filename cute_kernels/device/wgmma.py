@@ -24,19 +24,8 @@ def issue(tiled_mma: cute.TiledMma, acc: cute.Tensor, tA: cute.Tensor, tB: cute.
 @cute.jit
 def every_thread(value: Int32, barrier_id: Int32, threads: cutlass.Constexpr = 128) -> Int32:
     """1 if `value` is not 0 in all `threads` that call, else 0: the same in all, which wgmma in a branch needs."""
-    return _vote(value, barrier_id, "and", threads)
-
-
-@cute.jit
-def any_thread(value: Int32, barrier_id: Int32, threads: cutlass.Constexpr = 128) -> Int32:
-    """1 if `value` is not 0 in one of the `threads` that call at least, else 0."""
-    return _vote(value, barrier_id, "or", threads)
-
-
-@cute.jit
-def _vote(value: Int32, barrier_id: Int32, how: cutlass.Constexpr, threads: cutlass.Constexpr) -> Int32:
     return cute.arch.inline_ptx(
-        f"{{\n.reg .pred p, q;\nsetp.ne.b32 p, {{$r0}}, 0;\nbarrier.cta.red.{how}.pred q, {{$r1}}, {threads}, p;\n"
+        f"{{\n.reg .pred p, q;\nsetp.ne.b32 p, {{$r0}}, 0;\nbarrier.cta.red.and.pred q, {{$r1}}, {threads}, p;\n"
         "selp.b32 {$w0}, 1, 0, q;\n}",
         write_only_types=[Int32],
         read_only_args=[value, barrier_id],

@@ -177,8 +177,9 @@ class MlaDecodeKernel:
         Memory that no caller sees comes as addresses, which cost the host less than tensors. `scratch` has room for
         num_splits * batch * s_q * h_q rows of 512 float16, as many of 8 units, and as many log-sum-exps; balanced for
         (shares + batch * s_q) * h_q of them. `counters` has a word for each block of heads of each query, 0 before and
-        after the launch; `zero_row` is a row of zeros whose scales are 1. merge_ctas CTAs merge a block of heads.
-        max_ctas CTAs decode at most, each every max_ctas-th item of work, or a share. `trace` is where timestamps go.
+        after the launch; `zero_row` is a row of zeros whose scales are `MASKED_SCALE`. merge_ctas CTAs merge a block of
+        heads. max_ctas CTAs decode at most, each every max_ctas-th item of work, or a share. `trace` is where
+        timestamps go.
         """
         batch, s_q, h_q, _ = mQ.shape
         cluster = const_expr(self.spec.cluster)

@@ -1,22 +1,19 @@
-"""Digests of machine code outlive whatever changes no instruction, and nothing else; records are judged by them."""
+"""Digests of machine code outlive whatever changes no instruction, and nothing else."""
 
-import copy
 import functools
 import importlib
-import json
 import shutil
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 
 from scripts.bench import launch_code, machine_code
 from scripts.bench.cubin import _Elf, find_cubins, read_kernels
-from scripts.bench.machine_code import CodeDigest, Store, not_comparable, stale_cases
-from scripts.compare_machine_code import specs_of_tree
+from scripts.bench.machine_code import CodeDigest, Store
 from tests.cpu.tiny_spec import TinySpec
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -221,74 +218,3 @@ def test_old_cubins_go_and_digests_stay(tmp_path: Path) -> None:
     assert len(list(tmp_path.iterdir())) == 2
     store.prune(days=-1)
     assert [file.name.split(".")[1] for file in tmp_path.iterdir()] == ["digest"]
-
-
-# --- records
-
-BUILT = [CodeDigest("a" * 64, "1" * 64), CodeDigest("b" * 64, "2" * 64)]
-
-
-def made_up_record() -> dict[str, Any]:
-    digests = [*BUILT, CodeDigest("c" * 64, "1" * 64), CodeDigest("a" * 64, "3" * 64)]
-    kernels = {
-        digest.id: {"spec": f"Spec({n})", "sass": digest.sass, "launch": digest.launch}
-        for n, digest in enumerate(digests)
-    }
-    runs = [[0], [0, 1], [0, 2], [3], None, []]
-    cases = [{"op": "an op"} | ({} if run is None else {"kernels": [digests[n].id for n in run]}) for run in runs]
-    return {"toolchain": machine_code.toolchain(), "kernels": kernels, "cases": cases}
-
-
-def test_cases_of_code_that_is_no_longer_built_are_found() -> None:
-    record = made_up_record()
-    assert stale_cases(record, BUILT) == [2, 3]
-    assert stale_cases(record, BUILT[:1]) == [1, 2, 3]
-    renamed = copy.deepcopy(record)
-    for kernel in renamed["kernels"].values():
-        kernel["spec"] = "Renamed()"
-    assert stale_cases(renamed, BUILT) == [2, 3]
-    record["cases"][4]["kernels"] = ["no such kernel"]
-    assert stale_cases(record, BUILT) == [2, 3, 4]
-
-
-def test_records_that_say_nothing_are_not_compared() -> None:
-    record = made_up_record()
-    assert not_comparable(record) == ""
-    assert not_comparable({**record, "kernels": {}}) == "the record names no kernels"
-    assert not_comparable({"cases": []}) == "the record names no kernels"
-    older = {**record, "toolchain": {**record["toolchain"], "cuda": "cu99"}}
-    assert "cuda: cu99, here cu1" in not_comparable(older)
-    assert "another toolchain" in not_comparable({**record, "toolchain": None})
-
-
-@dataclass(frozen=True)
-class OtherSpec:
-    names: tuple[str, ...]
-    inner: TinySpec
-
-    kernel: ClassVar[str] = "nowhere:Kernel"
-
-
-def test_specs_are_made_again_from_what_a_record_calls_them() -> None:
-    classes = [TinySpec, OtherSpec]
-    specs = [TinySpec(64, fault="spill"), OtherSpec(("a", "b"), TinySpec())]
-    texts = [*map(repr, specs), "Gone(width=1)", "TinySpec(length=3)", "TinySpec(width=print())", "not python"]
-    assert machine_code.specs_named(texts, classes) == specs
-
-
-@pytest.mark.parametrize("path", sorted((ROOT / "results").glob("*.json")), ids=lambda path: path.stem)
-def test_recorded_cases_are_of_the_code_that_is_built(path: Path) -> None:
-    """Says which are not. A record stays valid, and its pages mark such rows as older."""
-    record = json.loads(path.read_text())
-    if reason := not_comparable(record):
-        pytest.skip(reason)
-    listed = specs_of_tree(ROOT)
-    texts = [kernel["spec"] for kernel in record["kernels"].values()]
-    built = {Store().digest(spec) for spec in machine_code.specs_named(texts, {type(spec) for spec in listed})}
-    stale = stale_cases(record, built)
-    if stale:  # of specs with another name, perhaps
-        stale = stale_cases(record, built | {Store().digest(spec) for spec in listed})
-    if stale:
-        cases = [record["cases"][place] for place in stale]
-        facts = [" ".join(f"{k}={v}" for k, v in case.items() if isinstance(v, str | int)) for case in cases]
-        pytest.xfail(f"{len(stale)} of {len(record['cases'])} cases are of older machine code: {'; '.join(facts)}")

@@ -497,7 +497,8 @@ def check(options: argparse.Namespace, code: Any, progress: Progress) -> tuple[d
     if options.skip_tests:
         beside_tests()
     else:
-        code.precompile(kernels_run.shipped_specs())  # keeps their digests, which tests that compile do not
+        # keeps their digests, which tests that compile do not: random calls would compile theirs once more
+        code.precompile([*kernels_run.shipped_specs(), *fuzz.kernel_specs()])
         tests = run_tests(beside=beside_tests)
     for finding in findings:
         if finding.errors != 0:

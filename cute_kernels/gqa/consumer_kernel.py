@@ -346,10 +346,10 @@ class TileConsumer:
         spec = self.spec
         columns, blocks = const_expr(spec.columns // 4), spec.d // 16
         for group in cutlass.range_constexpr(self.v_groups):
-            of_key = [self._is_nan(v_scale[k, group]) for k in range(2)]
-            keys = cutlass.select_(of_key[0], Int32(1), Int32(0)) | cutlass.select_(of_key[1], Int32(2), Int32(0))
+            nan_keys = [self._is_nan(v_scale[k, group]) for k in range(2)]
+            keys = cutlass.select_(nan_keys[0], Int32(1), Int32(0)) | cutlass.select_(nan_keys[1], Int32(2), Int32(0))
             for k in cutlass.range_constexpr(2):
-                v_scale[k, group] = cutlass.select_(of_key[k], Float32(0.0), v_scale[k, group])
+                v_scale[k, group] = cutlass.select_(nan_keys[k], Float32(0.0), v_scale[k, group])
             for i in cutlass.range_constexpr(columns):
                 found = (sees >> 2 * i) & keys
                 for step in cutlass.range_constexpr(3):  # lanes with other keys, and the same columns
@@ -374,7 +374,7 @@ class TileConsumer:
             product = mma.make_fragment_C(mma.partition_shape_C((16, 8)))
             nothing = Int32(0)
             for m in cutlass.range_constexpr(blocks):
-                # behind the block before, and not what `any_nan` has found: all at once d 256 would spill
+                # after the block before, instead of what `any_nan` has found: all at once, d 256 would spill
                 found = [self._not_finite(registers.anew(raw[i] + nothing)) for i in self._registers(m)]
                 self.widen_values(a, [(x >> 1) & 0x7FFFFFFF for x in found])  # 2.0 in all three types
                 for n in cutlass.range_constexpr(self.n_tiles):

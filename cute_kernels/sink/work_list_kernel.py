@@ -103,10 +103,10 @@ class SinkWorkListKernel:
         if lane == 0:
             sTokens[warp_idx] = tokens
         cute.arch.sync_threads()
-        of_all = Int64(0)
+        all_tokens = Int64(0)
         for w in cutlass.range_constexpr(WARPS):
-            of_all += Int64(sTokens[w])
-        if of_all > Int64(listed):
+            all_tokens += Int64(sTokens[w])
+        if all_tokens > Int64(listed):
             sequences = Int32(0)
 
         if warp_idx == 0:
@@ -115,9 +115,9 @@ class SinkWorkListKernel:
                 total += sBins[lane * PER_LANE + i]
             below = total
             for step in cutlass.range_constexpr(5):
-                of_lane_below = cute.arch.shuffle_sync_up(below, 1 << step, mask_and_clamp=0)
+                lower = cute.arch.shuffle_sync_up(below, 1 << step, mask_and_clamp=0)
                 if lane >= 1 << step:
-                    below += of_lane_below
+                    below += lower
             if lane == 31:
                 mWork[0, 0] = cutlass.select_(sequences > 0, below, Int32(0))
                 mWork[0, 1] = Int32(0)
@@ -129,10 +129,10 @@ class SinkWorkListKernel:
         cute.arch.sync_threads()
 
         for b in cutlass.range(warp_idx, sequences, WARPS, unroll=1):
-            of_b = self.facts(mCuQ, mCuK, b, listed, other)
-            count_b = (of_b[0] + rows - 1) // rows
+            again = self.facts(mCuQ, mCuK, b, listed, other)
+            count_b = (again[0] + rows - 1) // rows
             for block in cutlass.range(lane, count_b, 32, unroll=1):
-                at = self.bin_of(of_b, block, rows, window, reach, shift)
+                at = self.bin_of(again, block, rows, window, reach, shift)
                 entry = cute.arch.atomic_add(bins + at, Int32(1), sem="relaxed", scope="cta") + 1
                 if entry < mWork.shape[0]:
                     mWork[entry, 0] = b
@@ -141,11 +141,11 @@ class SinkWorkListKernel:
     @cute.jit
     def facts(self, mCuQ: cute.Tensor, mCuK: cute.Tensor, b: Int32, listed: Int32, other: Int32):
         """(tokens on the listed side, tokens on the other side) of a sequence."""
-        of_listed, of_other = mCuQ, mCuK
+        cu_listed, cu_other = mCuQ, mCuK
         if const_expr(self.spec.keys):
-            of_listed, of_other = mCuK, mCuQ
-        _, mine = schedule.span(of_listed, b, listed)
-        _, others = schedule.span(of_other, b, other)
+            cu_listed, cu_other = mCuK, mCuQ
+        _, mine = schedule.span(cu_listed, b, listed)
+        _, others = schedule.span(cu_other, b, other)
         return mine, others
 
     @cute.jit

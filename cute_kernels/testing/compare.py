@@ -234,8 +234,8 @@ def compare(
     if gain:
         rows_of_gain = Projections.of(clean, sigma, out.dtype, width)
         found = _mean_gain(rows_of_gain, error, shared)
-        of_base = _mean_gain(rows_of_gain, torch.where(base.isfinite() & finite, base - want, 0.0), shared)
-        found = found._replace(allowed=max(found.allowed, 2 * abs(of_base.deviation)))
+        base_gain = _mean_gain(rows_of_gain, torch.where(base.isfinite() & finite, base - want, 0.0), shared)
+        found = found._replace(allowed=max(found.allowed, 2 * abs(base_gain.deviation)))
     if abs(found.deviation) > found.allowed:
         problems.append(f"out: its mean gain is 1 {found.deviation:+.3g}, needs 1 +- {found.allowed:.2g}")
 

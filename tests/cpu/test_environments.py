@@ -3,8 +3,7 @@
 A model sets torch's default dtype, loads weights under a default device of meta, serves in inference mode and compiles.
 """
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -12,17 +11,8 @@ import pytest
 import torch
 
 import fp8_mla
+from scripts.sanitize import default_dtype
 from tests.support.samples import SAMPLES, Sample, copied
-
-
-@contextlib.contextmanager
-def default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(torch.float32)
-
 
 ENVIRONMENTS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     **{

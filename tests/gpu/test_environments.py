@@ -29,6 +29,7 @@ from cute_kernels.testing.gqa import gqa_case
 from cute_kernels.testing.inputs import dense_case, generator, sparse_case
 from cute_kernels.testing.sink import sink_case
 from fp8_mla import QK_DIM
+from scripts.sanitize import default_dtype
 
 Results = tuple[torch.Tensor, ...]
 
@@ -165,15 +166,6 @@ def require_same(samples: dict[str, Sample], where: str) -> None:
         for turn in ("first", "second"):
             for n, (got, want) in enumerate(zip(sample.call(), sample.expected, strict=True)):
                 assert same_bits(got, want), f"{where}: {name}, {turn} call, result {n}"
-
-
-@contextlib.contextmanager
-def default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(torch.float32)
 
 
 @contextlib.contextmanager

@@ -25,7 +25,7 @@ from cute_kernels.budget.variants import MLA_BUILT, MLA_HALF, MLA_NARROW, TURNS,
 from cute_kernels.mla.plan import DecodePlan, plan_decode
 from cute_kernels.mla.spec import EXCHANGES, FEW, WIDE
 from cute_kernels.testing import evidence
-from cute_kernels.testing.compare import Comparison, check_decode, compare, relative_error
+from cute_kernels.testing.compare import Comparison, bf16_yardstick, compare, relative_error
 from cute_kernels.testing.inputs import DecodeCase, generator, latent_tokens
 from cute_kernels.testing.timing import Expected, host_time, sets_to_outgrow_l2, time_graph
 from fp8_mla import QK_DIM, TOKEN_BYTES, V_DIM, pack, reference_decode, unpack
@@ -265,8 +265,10 @@ def run_decode(
     out, lse = decode_call(first)()
     rows = torch.linspace(0, bench.batch - 1, min(ROWS_CHECKED, bench.batch)).long().tolist()
     sample = first.rows(rows)
-    expected, _ = reference_decode(**sample.arguments())
-    check = check_decode(out[rows], lse[rows], name=bench.name, **sample.arguments())
+    expected, expected_lse = reference_decode(**sample.arguments())
+    check = bf16_yardstick(**sample.arguments()).compare(
+        out[rows], expected, lse=lse[rows], expected_lse=expected_lse, name=bench.name
+    )
     if not (out.isfinite().all() and lse.isfinite().all()):
         check = dataclasses.replace(check, problems=(*check.problems, "not every element of the output is finite"))
 

@@ -22,7 +22,7 @@ import torch
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # runs from a checkout, installed or not
 
-from cute_kernels.gqa.layout_plan import ScaleKind  # noqa: E402
+from cute_kernels.gqa.layouts import ScaleKind  # noqa: E402
 from cute_kernels.gqa.reference import quantize, reference_gqa_decode  # noqa: E402
 
 PAGE = pathlib.Path("docs", "gqa_decode.md")

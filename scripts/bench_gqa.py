@@ -22,14 +22,14 @@ import cute_kernels
 from cute_kernels.budget import model
 from cute_kernels.budget.rates import H200, Rates
 from cute_kernels.gqa import op
-from cute_kernels.gqa.layout_plan import CHUNK_BYTES, LAYOUTS, CacheSizes, scale_shapes
+from cute_kernels.gqa.layouts import CHUNK_BYTES, LAYOUTS, CacheSizes, scale_shapes
 from cute_kernels.gqa.reference import dequantize, reference_append, reference_gqa_decode
 from cute_kernels.gqa.spec import GqaDecodeSpec
-from cute_kernels.testing import evidence
-from cute_kernels.testing.compare import Comparison, relative_error
-from cute_kernels.testing.gqa import KV_DTYPES, SCALE_NAMES, GqaCase, check_gqa
-from cute_kernels.testing.inputs import generator
-from cute_kernels.testing.timing import Expected, host_time, sets_to_outgrow_l2, time_graph
+from scripts.bench import evidence
+from scripts.bench.timing import Expected, host_time, sets_to_outgrow_l2, time_graph
+from tests.support.compare import Comparison, relative_error
+from tests.support.gqa_cases import KV_DTYPES, SCALE_NAMES, GqaCase, check_gqa
+from tests.support.mla_cases import generator
 
 CODE_SIZE = 40.0
 """Standard deviation of the INT8 codes: N(0,1) values quantized by the largest of 128 give 47 or so."""

@@ -24,11 +24,11 @@ from cute_kernels.budget.rates import H200, Rates
 from cute_kernels.budget.variants import MLA_BUILT, MLA_HALF, MLA_NARROW, TURNS, MlaVariant
 from cute_kernels.mla.plan import DecodePlan, plan_decode
 from cute_kernels.mla.spec import EXCHANGES, FEW, WIDE
-from cute_kernels.testing import evidence
-from cute_kernels.testing.compare import Comparison, bf16_yardstick, compare, relative_error
-from cute_kernels.testing.inputs import DecodeCase, generator, latent_tokens
-from cute_kernels.testing.timing import Expected, host_time, sets_to_outgrow_l2, time_graph
 from fp8_mla import QK_DIM, TOKEN_BYTES, V_DIM, pack, reference_decode, unpack
+from scripts.bench import evidence
+from scripts.bench.timing import Expected, host_time, sets_to_outgrow_l2, time_graph
+from tests.support.compare import Comparison, bf16_yardstick, compare, relative_error
+from tests.support.mla_cases import DecodeCase, generator, latent_tokens
 
 PAGE_SIZE = 64
 CONTEXT = 32768

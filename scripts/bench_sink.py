@@ -26,10 +26,10 @@ from cute_kernels.gqa import op as gqa_op
 from cute_kernels.sink import backward_spec
 from cute_kernels.sink import spec as forward_spec
 from cute_kernels.sink.plan import route
-from cute_kernels.testing import evidence
-from cute_kernels.testing.compare import Comparison, relative_error
-from cute_kernels.testing.sink import GAINS, NAMES, Measure, SinkCase, SinkExpectation, sink_case
-from cute_kernels.testing.timing import Expected, sets_to_outgrow_l2, time_eager, time_graph
+from scripts.bench import evidence
+from scripts.bench.timing import Expected, sets_to_outgrow_l2, time_eager, time_graph
+from tests.support.compare import Comparison, relative_error
+from tests.support.sink_cases import GAINS, NAMES, Measure, SinkCase, SinkExpectation, sink_case
 
 TOKENS = 65536
 SETS = 2  # of inputs, each far larger than the L2 cache

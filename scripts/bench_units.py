@@ -15,8 +15,6 @@ from typing import Any
 import torch
 
 from cute_kernels.runtime.compile import compile_kernel
-from cute_kernels.testing.compare import relative_error
-from cute_kernels.testing.inputs import generator, latent_tokens
 from fp8_mla import NOPE_DIM, QK_DIM, ROPE_OFFSET, SCALE_OFFSET, TOKEN_BYTES
 from scripts.units.spec import (
     HALF_BYTES,
@@ -30,6 +28,8 @@ from scripts.units.spec import (
     WgmmaSpec,
     shipped_specs,
 )
+from tests.support.compare import relative_error
+from tests.support.mla_cases import generator, latent_tokens
 
 RUNS = 7
 CONVERT_TURNS, EXCHANGE_TURNS, GATHER_TURNS, WGMMA_TURNS = 2000, 2000, 256, 2000

@@ -18,8 +18,8 @@ sys.path.insert(0, str(ROOT))  # runs from a checkout, installed or not
 from cute_kernels.budget import model, variants  # noqa: E402
 from cute_kernels.budget.rates import H200, PUBLISHED_H800, Rates  # noqa: E402
 from cute_kernels.budget.variants import GQA_VARIANTS, MLA_VARIANTS, Unit  # noqa: E402
-from cute_kernels.testing import evidence  # noqa: E402
 from scripts import bench_gqa, bench_mla  # noqa: E402
+from scripts.bench import evidence  # noqa: E402
 from scripts.bench.kernels_run import mark  # noqa: E402
 
 HEADS = 128

@@ -40,10 +40,9 @@ import torch  # noqa: E402
 
 from cute_kernels.mla import spec as mla_spec  # noqa: E402
 from cute_kernels.runtime.arch import is_sm90  # noqa: E402
-from cute_kernels.testing import evidence  # noqa: E402
-from cute_kernels.testing.timing import measure_ceilings  # noqa: E402
 from scripts import bench_gqa, bench_mla, bench_sink, fuzz, sanitize  # noqa: E402
-from scripts.bench import kernels_run  # noqa: E402
+from scripts.bench import evidence, kernels_run  # noqa: E402
+from scripts.bench.timing import measure_ceilings  # noqa: E402
 
 TESTS_TIMEOUT_S = 540  # 260 s on a usual host, 400 on the slowest so far
 SHARDS = 14

@@ -33,9 +33,9 @@ from cute_kernels.budget import model  # noqa: E402
 from cute_kernels.budget.rates import H200, Rates  # noqa: E402
 from cute_kernels.runtime.arch import is_sm90  # noqa: E402
 from cute_kernels.runtime.compile import compile_kernel, precompile  # noqa: E402
-from cute_kernels.testing import evidence  # noqa: E402
-from cute_kernels.testing.timing import measure_ceilings  # noqa: E402
 from scripts import bench_gqa, bench_mla, bench_plots, bench_trace, bench_units, budget_table  # noqa: E402
+from scripts.bench import evidence  # noqa: E402
+from scripts.bench.timing import measure_ceilings  # noqa: E402
 from scripts.gpu_check import Bench, Progress, card_slug, case_name, run_benches  # noqa: E402
 from scripts.units.spec import EVENTS, ROLES, TRACED_TILES, GatherSpec  # noqa: E402
 

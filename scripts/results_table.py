@@ -34,9 +34,8 @@ from typing import Any
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # runs from a checkout, installed or not
 
-from cute_kernels.testing import evidence  # noqa: E402
 from scripts import budget_table, plots  # noqa: E402
-from scripts.bench import kernels_run  # noqa: E402
+from scripts.bench import evidence, kernels_run  # noqa: E402
 from scripts.bench.kernels_run import mark  # noqa: E402
 
 MARKER = re.compile(r"<!-- results:([a-z-]+):(begin|end) -->")

@@ -235,10 +235,10 @@ def worker(part: str, default_dtype: str = "float32") -> None:
     import fp8_mla
     from cute_kernels.gqa.reference import reference_append
     from cute_kernels.mla.spec import EXCHANGES
-    from cute_kernels.testing.compare import check_decode
-    from cute_kernels.testing.gqa import GqaCase, check_gqa, gqa_case
-    from cute_kernels.testing.inputs import DecodeCase, dense_case, generator, sparse_case, strided
-    from cute_kernels.testing.sink import SinkExpectation, sink_case
+    from tests.support.compare import check_decode
+    from tests.support.gqa_cases import GqaCase, check_gqa, gqa_case
+    from tests.support.mla_cases import DecodeCase, dense_case, generator, sparse_case, strided
+    from tests.support.sink_cases import SinkExpectation, sink_case
 
     ops = _Ops(getattr(torch, default_dtype))
 
@@ -434,11 +434,11 @@ def _replay_graphs() -> None:
     import torch
 
     import cute_kernels
-    from cute_kernels.testing import timing
-    from cute_kernels.testing.compare import check_decode
-    from cute_kernels.testing.gqa import check_gqa, gqa_case
-    from cute_kernels.testing.inputs import sparse_case
-    from cute_kernels.testing.sink import SinkExpectation, sink_case
+    from scripts.bench import timing
+    from tests.support.compare import check_decode
+    from tests.support.gqa_cases import check_gqa, gqa_case
+    from tests.support.mla_cases import sparse_case
+    from tests.support.sink_cases import SinkExpectation, sink_case
 
     names = ("mla out", "mla lse", "gqa out", "gqa lse", "sink out", "sink lse")
     graphs: list[tuple[torch.cuda.CUDAGraph, list[Any], timing.Expected]] = []

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from cute_kernels.gqa.append_spec import KvAppendSpec
-from cute_kernels.gqa.layout_plan import LAYOUTS, ScaleKind, cache_sizes, scale_kind
+from cute_kernels.gqa.layouts import LAYOUTS, ScaleKind, cache_sizes, scale_kind
 from cute_kernels.gqa.reference import reference_append
 from cute_kernels.runtime.arch import require_sm90
 from cute_kernels.runtime.checks import check_tensor, fail, refuse_gradients, require

@@ -16,7 +16,7 @@ HEAD_DIMS = (64, 128, 256)
 
 @dataclass(frozen=True)
 class KvAppendSpec:
-    """Compile-time facts of :class:`cute_kernels.gqa.append_kernel.KvAppendKernel`: constructor argument, cache key.
+    """Compile-time facts of :class:`cute_kernels.gqa.kernels.append.KvAppendKernel`: constructor argument, cache key.
 
     dtype        of the new keys and values: "bfloat16" or "float16"
     d            head dimension
@@ -40,7 +40,7 @@ class KvAppendSpec:
     held: int = 1
     warps: int = 8
 
-    kernel: ClassVar[str] = "cute_kernels.gqa.append_kernel:KvAppendKernel"
+    kernel: ClassVar[str] = "cute_kernels.gqa.kernels.append:KvAppendKernel"
 
     @classmethod
     def for_launch(

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from cute_kernels.gqa.layout_plan import LAYOUTS, CacheLayout, CacheSizes, ScaleKind, cache_sizes, scale_kind
+from cute_kernels.gqa.layouts import LAYOUTS, CacheLayout, CacheSizes, ScaleKind, cache_sizes, scale_kind
 from cute_kernels.gqa.plan import cluster_for, columns_for, plan_decode, warps_for
 from cute_kernels.gqa.reference import reference_gqa_decode
 from cute_kernels.gqa.spec import ITEMSIZE, KEYS_PER_WARP, MAX_RANGES, GqaDecodeSpec

@@ -12,7 +12,7 @@ from typing import Final, Literal, NamedTuple
 
 import torch
 
-from cute_kernels.gqa.layout_plan import LAYOUTS, CacheLayout, CacheSizes, ScaleKind, cache_sizes, scale_kind
+from cute_kernels.gqa.layouts import LAYOUTS, CacheLayout, CacheSizes, ScaleKind, cache_sizes, scale_kind
 
 INT8_MAX: Final = 127
 MIN_SCALE: Final = {torch.float32: 2.0**-126, torch.float16: 2.0**-14}

@@ -20,7 +20,7 @@ IN_FLIGHT = 131_072  # bytes of an SM; more only lengthens the queue of the memo
 
 @dataclass(frozen=True)
 class GqaDecodeSpec:
-    """Compile-time facts of :class:`cute_kernels.gqa.kernel.GqaDecodeKernel`; constructor argument and cache key.
+    """Compile-time facts of `kernels.decode.GqaDecodeKernel`; constructor argument and cache key.
 
     q_dtype    "bfloat16" or "float16", also of the output
     kv_dtype   "int8", "float8_e4m3fn" or q_dtype
@@ -53,7 +53,7 @@ class GqaDecodeSpec:
     warps: int = 8
     cluster: int = 1
 
-    kernel: ClassVar[str] = "cute_kernels.gqa.kernel:GqaDecodeKernel"
+    kernel: ClassVar[str] = "cute_kernels.gqa.kernels.decode:GqaDecodeKernel"
 
     def can_implement(self) -> list[str]:
         """Reasons, in words, why this kernel cannot be built; empty when it can."""

@@ -24,7 +24,7 @@ def _power_of_two_at_least(n: int) -> int:
 
 @dataclass(frozen=True)
 class MergeSpec:
-    """Compile-time facts of :class:`cute_kernels.merge.kernel.MergeKernel`; constructor argument and cache key.
+    """Compile-time facts of :class:`cute_kernels.merge.kernels.merge.MergeKernel`; constructor argument and cache key.
 
     d          values of a row, a multiple of 8 up to 512
     in_dtype   of the states, out_dtype of the result: "float32", "bfloat16" or "float16"
@@ -48,7 +48,7 @@ class MergeSpec:
     units: bool = False
     eager: bool = False
 
-    kernel: ClassVar[str] = "cute_kernels.merge.kernel:MergeKernel"
+    kernel: ClassVar[str] = "cute_kernels.merge.kernels.merge:MergeKernel"
 
     @classmethod
     def for_launch(

@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 @dataclass(frozen=True)
 class MlaAppendSpec:
-    """Compile-time facts of :class:`cute_kernels.mla.append_kernel.MlaAppendKernel`: constructor argument, cache key.
+    """Compile-time facts of :class:`cute_kernels.mla.kernels.append.MlaAppendKernel`: constructor argument, cache key.
 
     tokens_per_warp  tokens whose loads a warp issues together: 1, 2 or 4. More keep more bytes in flight, fewer spread
                      a short call over more SMs.
@@ -16,7 +16,7 @@ class MlaAppendSpec:
     tokens_per_warp: int = 2
     warps: int = 4
 
-    kernel: ClassVar[str] = "cute_kernels.mla.append_kernel:MlaAppendKernel"
+    kernel: ClassVar[str] = "cute_kernels.mla.kernels.append:MlaAppendKernel"
 
     @classmethod
     def for_launch(cls, tokens: int) -> "MlaAppendSpec":

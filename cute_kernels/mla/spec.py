@@ -27,7 +27,7 @@ EVENTS = (("wait", "fill", "softmax"), ("wait", "QK", "hand over"), ("wait", "PV
 
 @dataclass(frozen=True)
 class MlaDecodeSpec:
-    """Compile-time facts of :class:`cute_kernels.mla.kernel.MlaDecodeKernel`; constructor argument and cache key.
+    """Compile-time facts of `kernels.decode.MlaDecodeKernel`; constructor argument and cache key.
 
     sparse    keys come from a list of slots per query; otherwise from a block table and a length per request
     merge_lanes  several CTAs share the keys of a query: each writes a float16 partial, and CTAs behind them merge with
@@ -52,7 +52,7 @@ class MlaDecodeSpec:
     balanced: bool = False
     trace: bool = False
 
-    kernel: ClassVar[str] = "cute_kernels.mla.kernel:MlaDecodeKernel"
+    kernel: ClassVar[str] = "cute_kernels.mla.kernels.decode:MlaDecodeKernel"
 
     @property
     def compile_options(self) -> str:

@@ -33,6 +33,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
 from cute_kernels.runtime import arch, trust
+from cute_kernels.runtime.sources import sources
 
 PACKAGE = Path(__file__).resolve().parents[1]
 _MARK = b"cutekrnl"
@@ -95,43 +96,35 @@ def directory() -> Path:
 
 def entry_name(spec: KernelSpec) -> str:
     """File name of a spec's entry, without suffix: the kernel's class and a digest of all that its code depends on."""
-    module, _, class_name = spec.kernel.partition(":")
     facts = (
         repr(spec),
         spec.kernel,
         getattr(spec, "compile_options", ""),
         arch.ARCH,
-        source_digest(module),
+        source_digest(*kernel_modules(spec)),
         _toolchain(),
         sorted((k, v) for k, v in os.environ.items() if k.startswith("CUTE_DSL_") and k not in _HARMLESS_SETTINGS),
     )
-    return f"{class_name}-{hashlib.sha256(repr(facts).encode()).hexdigest()[:32]}"
+    return f"{spec.kernel.partition(':')[2]}-{hashlib.sha256(repr(facts).encode()).hexdigest()[:32]}"
 
 
-def sources(module: str) -> list[Path]:
-    """Every source file that can reach the kernels of `module`.
+def kernel_modules(spec: KernelSpec) -> tuple[str, ...]:
+    """The modules of a spec's kernel class and, where both are of one package, of the spec."""
+    module, own = spec.kernel.partition(":")[0], type(spec).__module__
+    return (module, own) if own.partition(".")[0] == module.partition(".")[0] else (module,)
 
-    The compiling half of runtime/ and the module; for a room of this package also the rest of the room, device/ and
-    merge/, which other rooms' kernels launch, and the token formats.
-    """
-    spec = importlib.util.find_spec(module)
-    if spec is None or spec.origin is None:
-        raise ValueError(f"kernel: got module {module}; needs one that can be imported from a source file")
-    origin = Path(spec.origin).resolve()
-    files = {origin, PACKAGE / "runtime" / "arch.py", PACKAGE / "runtime" / "compile.py"}
-    if PACKAGE in origin.parents:
-        rooms = (origin.parent, PACKAGE / "device", PACKAGE / "merge")
-        files.update(file for room in rooms for file in room.rglob("*.py"))
-        formats = importlib.util.find_spec("fp8_mla.formats")
-        files.update([Path(formats.origin).resolve()] if formats and formats.origin else [])
-    return sorted(files)
+
+def kernel_sources(*modules: str) -> list[Path]:
+    """Every source file that can reach the kernels of some modules: what these import, and what compiles it."""
+    files = {file for module in modules for file in sources(module)}
+    return sorted(files | {PACKAGE / "runtime" / "arch.py", PACKAGE / "runtime" / "compile.py"})
 
 
 @functools.cache
-def source_digest(module: str) -> str:
-    """SHA-256 over names and contents of `sources(module)`, read once per process."""
+def source_digest(*modules: str) -> str:
+    """SHA-256 over names and contents of `kernel_sources(*modules)`, read once per process."""
     digest = hashlib.sha256()
-    for file in sources(module):
+    for file in kernel_sources(*modules):
         name = file.relative_to(PACKAGE) if PACKAGE in file.parents else file.name
         digest.update(f"{name}\0".encode() + hashlib.sha256(file.read_bytes()).digest())
     return digest.hexdigest()

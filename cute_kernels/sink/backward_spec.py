@@ -20,7 +20,7 @@ from cute_kernels.sink.spec import DTYPES, ROWS, SMALL_WINDOW, SMEM_PER_CTA, gro
 
 QUERIES = 64  # rows of Q and dO of a tile in the kernel where keys stay
 FUSED: dict[int, dict[str, Any]] = {64: {"blocks": 2}, 128: {"pair": True}}  # by d, the fastest that was timed
-PADDING = 128  # positions between two sequences in the statistics: see prepare_kernel.py
+PADDING = 128  # positions between two sequences in the statistics: see prepare.py
 
 
 def _reasons(dtype: str, d: int) -> list[str]:
@@ -34,7 +34,7 @@ def _reasons(dtype: str, d: int) -> list[str]:
 
 @dataclass(frozen=True)
 class SinkBackwardSpec:
-    """Compile-time facts of :class:`cute_kernels.sink.backward_kernel.SinkBackwardKernel`, where keys stay.
+    """Compile-time facts of :class:`cute_kernels.sink.kernels.backward.SinkBackwardKernel`, where keys stay.
 
     dtype   "bfloat16" or "float16", of q, k, v, do, dk and dv
     d       head dimension: 64 or 128
@@ -65,7 +65,7 @@ class SinkBackwardSpec:
     pair: bool = False
     multicast: bool = False
 
-    kernel: ClassVar[str] = "cute_kernels.sink.backward_kernel:SinkBackwardKernel"
+    kernel: ClassVar[str] = "cute_kernels.sink.kernels.backward:SinkBackwardKernel"
     columns: ClassVar[int] = 64  # of dQ that are made together: 32 registers
     compile_options: ClassVar[str] = "--ptxas-options '--register-usage-level=0'"
 
@@ -199,7 +199,7 @@ class SinkBackwardSpec:
 
 @dataclass(frozen=True)
 class SinkQueryGradSpec:
-    """Compile-time facts of :class:`cute_kernels.sink.query_grad_kernel.SinkQueryGradKernel`, where queries stay.
+    """Compile-time facts of :class:`cute_kernels.sink.kernels.query_grad.SinkQueryGradKernel`, where queries stay.
 
     dtype, d, packed, window  as above
     grouped  as in the forward
@@ -211,7 +211,7 @@ class SinkQueryGradSpec:
     window: bool = False
     grouped: bool = False
 
-    kernel: ClassVar[str] = "cute_kernels.sink.query_grad_kernel:SinkQueryGradKernel"
+    kernel: ClassVar[str] = "cute_kernels.sink.kernels.query_grad:SinkQueryGradKernel"
     tile: ClassVar[int] = 64  # keys of a tile
     compile_options: ClassVar[str] = "--ptxas-options '--register-usage-level=0'"
 
@@ -276,7 +276,7 @@ class SinkQueryGradSpec:
 
 @dataclass(frozen=True)
 class SinkPrepareSpec:
-    """Compile-time facts of :class:`cute_kernels.sink.prepare_kernel.SinkPrepareKernel`.
+    """Compile-time facts of :class:`cute_kernels.sink.kernels.prepare.SinkPrepareKernel`.
 
     dtype, d, packed  as above
     fused   whether the float32 sums of dq are set to 0
@@ -287,7 +287,7 @@ class SinkPrepareSpec:
     packed: bool = False
     fused: bool = True
 
-    kernel: ClassVar[str] = "cute_kernels.sink.prepare_kernel:SinkPrepareKernel"
+    kernel: ClassVar[str] = "cute_kernels.sink.kernels.prepare:SinkPrepareKernel"
     rows: ClassVar[int] = 2 * ROWS  # of a CTA
 
     def can_implement(self) -> list[str]:
@@ -302,7 +302,7 @@ class SinkPrepareSpec:
 
 @dataclass(frozen=True)
 class SinkFinishSpec:
-    """Compile-time facts of :class:`cute_kernels.sink.prepare_kernel.SinkFinishKernel`, of the fused way.
+    """Compile-time facts of :class:`cute_kernels.sink.kernels.prepare.SinkFinishKernel`, of the fused way.
 
     dtype, d, packed  as above
     """
@@ -311,7 +311,7 @@ class SinkFinishSpec:
     d: int
     packed: bool = False
 
-    kernel: ClassVar[str] = "cute_kernels.sink.prepare_kernel:SinkFinishKernel"
+    kernel: ClassVar[str] = "cute_kernels.sink.kernels.prepare:SinkFinishKernel"
 
     def can_implement(self) -> list[str]:
         """Reasons, in words, why this kernel cannot be built; empty when it can."""

@@ -18,7 +18,7 @@ GROUPED_RATIO = 4  # query heads of a KV head from which each of four warpgroups
 
 @dataclass(frozen=True)
 class SinkForwardSpec:
-    """Compile-time facts of :class:`cute_kernels.sink.forward_kernel.SinkForwardKernel`; constructor argument and key.
+    """Compile-time facts of :class:`cute_kernels.sink.kernels.forward.SinkForwardKernel`; constructor argument and key.
 
     dtype       "bfloat16" or "float16", of q, k, v and out
     d           head dimension: 64 or 128
@@ -40,7 +40,7 @@ class SinkForwardSpec:
     turns: bool = True
     grouped: bool = False
 
-    kernel: ClassVar[str] = "cute_kernels.sink.forward_kernel:SinkForwardKernel"
+    kernel: ClassVar[str] = "cute_kernels.sink.kernels.forward:SinkForwardKernel"
     # with the default (5) ptxas serializes the products of d 128 with a window: an arrival lands in a divergent branch
     compile_options: ClassVar[str] = "--ptxas-options '--register-usage-level=0'"
 
@@ -127,14 +127,14 @@ class SinkForwardSpec:
 
 @dataclass(frozen=True)
 class SinkWorkListSpec:
-    """Compile-time facts of :class:`cute_kernels.sink.work_list_kernel.SinkWorkListKernel`.
+    """Compile-time facts of :class:`cute_kernels.sink.kernels.work_list.SinkWorkListKernel`.
 
     keys  whether blocks of keys are listed, for the backward; otherwise blocks of queries
     """
 
     keys: bool = False
 
-    kernel: ClassVar[str] = "cute_kernels.sink.work_list_kernel:SinkWorkListKernel"
+    kernel: ClassVar[str] = "cute_kernels.sink.kernels.work_list:SinkWorkListKernel"
 
     def can_implement(self) -> list[str]:
         """Reasons, in words, why this kernel cannot be built; empty when it can."""

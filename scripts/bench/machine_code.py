@@ -10,7 +10,6 @@ toolchain. What was compiled once, in whatever commit, is not compiled again.
 
 from __future__ import annotations
 
-import ast
 import base64
 import concurrent.futures
 import contextlib
@@ -123,60 +122,11 @@ def _sass(kernels: list[Kernel]) -> str:
 # ---- what a spec depends on
 
 
-def sources(module: str) -> list[Path]:
-    """The files that `module` imports, itself and those that they import among them, as far as they lie beside it.
-
-    Read off the syntax trees, imports inside of functions included, those for types alone not. Of packages
-    the `__init__.py` counts where the package itself is named.
-    """
-    spec = importlib.util.find_spec(module)
-    if spec is None or spec.origin is None:
-        raise ValueError(f"module: got {module}; needs one that can be imported from a source file")
-    file = Path(spec.origin).resolve()
-    root = file.parents[module.count(".")]
-    found: set[Path] = set()
-    todo = [module]
-    while todo:
-        name = todo.pop()
-        for file in _files(root, name):
-            if file not in found:
-                found.add(file)
-                todo += _imports(file, name)
-    return sorted(found)
-
-
-def _files(root: Path, module: str) -> list[Path]:
-    """A module's source, where it is below `root`."""
-    path = root.joinpath(*module.split("."))
-    return [file for file in (path.with_suffix(".py"), path / "__init__.py") if file.is_file()]
-
-
-def _imports(file: Path, module: str) -> list[str]:
-    """What a file names in imports; "from a import b" is a.b too, which may be a module."""
-    package = module.split(".") if file.name == "__init__.py" else module.split(".")[:-1]
-    names = []
-    todo: list[ast.AST] = [ast.parse(file.read_bytes())]
-    while todo:
-        node = todo.pop()
-        if isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING"):
-            todo += node.orelse
-        else:
-            todo += ast.iter_child_nodes(node)
-        if isinstance(node, ast.Import):
-            names += [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom):
-            above = package[: len(package) - node.level + 1] if node.level else []
-            base = ".".join([*above, *([node.module] if node.module else [])])
-            names += [base, *(f"{base}.{alias.name}" for alias in node.names)]
-    return names
-
-
 @functools.cache
-def _source_digest(module: str) -> str:
-    from cute_kernels.runtime import arch, compile
+def _source_digest(*modules: str) -> str:
+    from cute_kernels.runtime.cache import kernel_sources
 
-    files = [*sources(module), Path(arch.__file__), Path(compile.__file__)]
-    return hashlib.sha256("\n".join(sorted(map(_content_digest, files))).encode()).hexdigest()
+    return hashlib.sha256("\n".join(sorted(map(_content_digest, kernel_sources(*modules)))).encode()).hexdigest()
 
 
 @functools.cache
@@ -187,14 +137,15 @@ def _content_digest(file: Path) -> str:
 def store_key(spec: KernelSpec) -> str:
     """Name of a spec in the store: the kernel's class, and a digest of all that its code depends on."""
     from cute_kernels.runtime import arch
+    from cute_kernels.runtime.cache import kernel_modules
 
-    module, _, class_name = spec.kernel.partition(":")
+    class_name = spec.kernel.partition(":")[2]
     facts = (
         repr(spec),
         spec.kernel,
         getattr(spec, "compile_options", ""),
         arch.ARCH,
-        _source_digest(module),
+        _source_digest(*kernel_modules(spec)),
         sorted(toolchain().items()),
         sorted((k, v) for k, v in os.environ.items() if k.startswith("CUTE_DSL_") and k != "CUTE_DSL_ARCH"),
     )

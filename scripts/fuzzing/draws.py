@@ -8,7 +8,7 @@ from typing import Any, Final, TypeVar
 
 import torch
 
-from cute_kernels.testing.inputs import generator
+from tests.support.mla_cases import generator
 
 Value = TypeVar("Value")
 LARGE_SHARE: Final = 1 / 24

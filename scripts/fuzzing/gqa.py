@@ -10,14 +10,14 @@ import torch
 
 from cute_kernels.gqa import op
 from cute_kernels.gqa.append_spec import KvAppendSpec
-from cute_kernels.gqa.layout_plan import LAYOUTS, CacheSizes, scale_shapes
+from cute_kernels.gqa.layouts import LAYOUTS, CacheSizes, scale_shapes
 from cute_kernels.gqa.reference import reference_append
 from cute_kernels.gqa.spec import GqaDecodeSpec
-from cute_kernels.testing.gqa import SCALE_NAMES, VALUES, GqaCase, check_gqa, gqa_case
 from scripts.fuzzing.calls import Call, Mode
 from scripts.fuzzing.draws import INT32_MAX, MAX_SCRATCH, Draw, extreme_lengths, name_of, num_sms, problems_of
 from scripts.fuzzing.memory import Image, bits, contiguous_stride, padded_stride
 from scripts.fuzzing.mla import DECODE_MODES, SINKS, slot_mapping, special_values
+from tests.support.gqa_cases import SCALE_NAMES, VALUES, GqaCase, check_gqa, gqa_case
 
 FEW_ROWS: Final = 8
 """Query rows of a KV head that 8 columns hold; above, a kernel has 16."""

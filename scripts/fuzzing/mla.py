@@ -13,11 +13,11 @@ import fp8_mla
 from cute_kernels.mla import append_spec, spec
 from cute_kernels.mla.plan import plan_decode
 from cute_kernels.mla.spec import EXCHANGES
-from cute_kernels.testing.compare import check_decode
-from cute_kernels.testing.inputs import SCALE_KINDS, DecodeCase, dense_case, sparse_case
 from scripts.fuzzing.calls import Call, Mode
 from scripts.fuzzing.draws import INT32_MAX, INT32_MIN, MAX_SCRATCH, Draw, extreme_lengths, num_sms, problems_of
 from scripts.fuzzing.memory import Image, bits, contiguous_stride, padded_stride
+from tests.support.compare import check_decode
+from tests.support.mla_cases import SCALE_KINDS, DecodeCase, dense_case, sparse_case
 
 HEADS = (1, 2, 7, 8, 16, 17, 32, 33, 64, 65, 96, 100, 127, 128)
 TOPKS = (1, 2, 63, 64, 65, 127, 128, 129, 200, 576)

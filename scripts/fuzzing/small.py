@@ -12,10 +12,10 @@ from cute_kernels.gqa.op import _Request as GqaRequest
 from cute_kernels.gqa.op import decode_spec
 from cute_kernels.merge.spec import MergeSpec
 from cute_kernels.sink import backward_spec, plan, spec
-from cute_kernels.testing.sink import SINKS, SinkCase, SinkExpectation, sink_case
 from scripts.fuzzing.calls import Call, Mode
 from scripts.fuzzing.draws import Draw, num_sms, problems_of
 from scripts.fuzzing.memory import Image, contiguous_stride, padded_stride
+from tests.support.sink_cases import SINKS, SinkCase, SinkExpectation, sink_case
 
 MERGES: Final = (
     (512, "float32", "bfloat16", True),

@@ -11,10 +11,10 @@ from torch.nn.attention import SDPBackend
 
 import cute_kernels
 from cute_kernels.gqa.reference import reference_append, reference_gqa_decode
-from cute_kernels.testing import evidence
-from cute_kernels.testing.gqa import SCALE_NAMES
 from scripts import bench_gqa, gpu_check
+from scripts.bench import evidence
 from scripts.bench_gqa import APPEND_CASES, DECODE_CASES, AppendBench, GqaBench
+from tests.support.gqa_cases import SCALE_NAMES
 from tests.support.replays import fake_time_graph
 
 CEILINGS = {"read_GBps": 4000.0, "copy_GBps": 4000.0}

@@ -9,8 +9,8 @@ from torch.nn.attention import SDPBackend
 
 import cute_kernels
 from cute_kernels.sink.op import sink_attention
-from cute_kernels.testing import evidence
 from scripts import bench_sink, gpu_check
+from scripts.bench import evidence
 from scripts.bench_sink import CASES, ROUTING_CASES, RoutingBench, SinkBench
 from tests.support.replays import fake_time_graph
 

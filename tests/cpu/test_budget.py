@@ -15,8 +15,8 @@ from cute_kernels.budget import model, variants
 from cute_kernels.budget.model import SHARE_US, MlaLaunch, budget, calibrate, predict_gqa, predict_mla
 from cute_kernels.budget.rates import H200, PUBLISHED_H800, Rates
 from cute_kernels.budget.variants import GQA_VARIANTS, MLA_BUILT, MLA_VARIANTS, Exchange, GqaVariant, MlaVariant, Unit
-from cute_kernels.testing import evidence
 from scripts import bench_gqa, bench_mla, budget_table, results_table
+from scripts.bench import evidence
 
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT = 0.15

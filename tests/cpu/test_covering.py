@@ -11,15 +11,15 @@ import torch
 
 from cute_kernels import gqa_decode, mla_fp8_decode
 from cute_kernels.gqa import op as gqa_op
-from cute_kernels.gqa.layout_plan import LAYOUTS, CacheSizes, scale_shapes
+from cute_kernels.gqa.layouts import LAYOUTS, CacheSizes, scale_shapes
 from cute_kernels.gqa.plan import cluster_for
 from cute_kernels.mla import op as mla_op
 from cute_kernels.mla.spec import shipped_specs as shipped_mla_specs
-from cute_kernels.testing.gqa import KV_DTYPES, SCALE_NAMES
-from cute_kernels.testing.inputs import dense_case
 from tests.support import covering
 from tests.support.arrays import Model, Rule, cover, uncovered
 from tests.support.covering import GQA, GQA_ROWS, LONG, MLA, MLA_ROWS, NUM_SMS
+from tests.support.gqa_cases import KV_DTYPES, SCALE_NAMES
+from tests.support.mla_cases import dense_case
 
 ARRAYS = {
     "gqa": (GQA, [dataclasses.asdict(row) for row in GQA_ROWS]),

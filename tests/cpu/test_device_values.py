@@ -14,11 +14,11 @@ from cute_kernels.gqa.spec import MAX_RANGES, GqaDecodeSpec
 from cute_kernels.mla.plan import MAX_BALANCED
 from cute_kernels.mla.plan import plan_decode as plan_mla
 from cute_kernels.mla.spec import ITEM_TILES, MAX_KEYS, TOKENS_PER_TILE
-from cute_kernels.testing.compare import bf16_yardstick
-from cute_kernels.testing.gqa import gqa_case
-from cute_kernels.testing.inputs import generator, latent_tokens
 from fp8_mla import QK_DIM, TOKEN_BYTES
 from fp8_mla.slots import slots_from_positions
+from tests.support.compare import bf16_yardstick
+from tests.support.gqa_cases import gqa_case
+from tests.support.mla_cases import generator, latent_tokens
 
 INT32_MIN, INT32_MAX = -(2**31), 2**31 - 1
 CAPACITY, PAGE = 12, 4

@@ -6,10 +6,9 @@ from typing import Any
 
 import pytest
 
-from cute_kernels.testing import evidence
-from cute_kernels.testing.timing import WrongReplay
 from scripts import add_reliability, results_table
-from scripts.bench import kernels_run
+from scripts.bench import evidence, kernels_run
+from scripts.bench.timing import WrongReplay
 from tests.support.records import FAILED, PASSED, SIZES, coded_record, kernel, random_calls, some_record
 
 

@@ -50,7 +50,9 @@ def test_all_that_knows_the_format_takes_it_from_there() -> None:
 
     arch.pin()
     from cute_kernels.device import token_cache
-    from cute_kernels.mla import append_kernel, producer_kernel, spec
+    from cute_kernels.mla import spec
+    from cute_kernels.mla.crossover.kernels import load
+    from cute_kernels.mla.kernels import append
     from scripts.units import spec as units
 
     rope = V3_2.field("rope")
@@ -63,10 +65,10 @@ def test_all_that_knows_the_format_takes_it_from_there() -> None:
     assert (token_cache.SCALE_OFFSET, token_cache.ROPE_OFFSET, token_cache.ROW_BYTES) == (
         V3_2.scales.offset, rope.offset, V3_2.token_bytes
     )  # fmt: skip
-    assert (append_kernel.SCALE_OFFSET, append_kernel.ROPE_OFFSET, append_kernel.TOKEN_BYTES) == (
+    assert (append.SCALE_OFFSET, append.ROPE_OFFSET, append.TOKEN_BYTES) == (
         V3_2.scales.offset, rope.offset, V3_2.token_bytes
     )  # fmt: skip
-    assert (producer_kernel.NOPE, producer_kernel.ROPE, producer_kernel.GROUP) == (
+    assert (load.NOPE, load.ROPE, load.GROUP) == (
         V3_2.nope_dim, V3_2.rope_dim, V3_2.quant_tile
     )  # fmt: skip
     assert spec.PARTIAL_FLOATS == V3_2.d_v // 2 + V3_2.d_v // 64 + 1

@@ -9,10 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from cute_kernels.testing import evidence
-from cute_kernels.testing.evidence import kernel_id
 from scripts import gpu_check, sanitize
-from scripts.bench import kernels_run
+from scripts.bench import evidence, kernels_run
+from scripts.bench.evidence import kernel_id
 from tests.cpu.tiny_spec import TinySpec
 from tests.gpu import conftest
 from tests.support.records import PASSED, TOOLCHAIN, coded_record, random_calls, some_record

@@ -10,11 +10,11 @@ import torch
 from cute_kernels.gqa import append_op
 from cute_kernels.gqa.append_op import kv_int8_append
 from cute_kernels.gqa.append_spec import MAX_HELD, SCALES, KvAppendSpec, shipped_specs
-from cute_kernels.gqa.layout_plan import LAYOUTS, CacheSizes, scale_shapes
+from cute_kernels.gqa.layouts import LAYOUTS, CacheSizes, scale_shapes
 from cute_kernels.gqa.reference import quantize
 from cute_kernels.runtime.compile import compile_kernel
-from cute_kernels.testing.gqa import SCALE_NAMES as KINDS
-from cute_kernels.testing.inputs import generator
+from tests.support.gqa_cases import SCALE_NAMES as KINDS
+from tests.support.mla_cases import generator
 from tests.support.reports import report_of
 
 PAGES, ROWS, H_KV, D = 3, 8, 2, 64

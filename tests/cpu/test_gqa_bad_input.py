@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from cute_kernels import gqa_decode
-from cute_kernels.gqa.layout_plan import LAYOUTS
+from cute_kernels.gqa.layouts import LAYOUTS
 from tests.support import bad_input_gqa
 from tests.support.bad_input import ERROR
 from tests.support.bad_input_gqa import G_BATCH, G_S_Q, H_Q, D

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from cute_kernels.gqa.layout_plan import (
+from cute_kernels.gqa.layouts import (
     GRANULARITIES,
     GROUP_SIZES,
     HEAD_DIMS,

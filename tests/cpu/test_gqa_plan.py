@@ -1,4 +1,4 @@
-"""The work list of `gqa_decode`: pure Python, with the arithmetic of `work_kernel` written out.
+"""The work list of `gqa_decode`: pure Python, with the arithmetic of the scheduler written out.
 
 What a plan launches must be right for any lengths: only the device knows them.
 """
@@ -10,7 +10,7 @@ import pytest
 
 from cute_kernels.gqa.plan import columns_for, plan_decode, warps_for
 from cute_kernels.gqa.spec import MAX_RANGES, GqaDecodeSpec, shipped_specs
-from cute_kernels.testing.inputs import ragged_lengths
+from tests.support.mla_cases import ragged_lengths
 
 SMS = 132
 SPEC = GqaDecodeSpec("bfloat16", "int8", 128, 8, k_scales="head", v_scales="head")

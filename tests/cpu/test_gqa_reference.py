@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from cute_kernels.gqa import reference
-from cute_kernels.gqa.layout_plan import LAYOUTS, CacheSizes, ScaleKind, scale_shapes
+from cute_kernels.gqa.layouts import LAYOUTS, CacheSizes, ScaleKind, scale_shapes
 from cute_kernels.gqa.reference import (
     ScaledCache,
     dequantize,
@@ -16,8 +16,8 @@ from cute_kernels.gqa.reference import (
     reference_append,
     reference_gqa_decode,
 )
-from cute_kernels.testing.gqa import KV_DTYPES, SCALE_NAMES, VALUES, GqaCase, check_gqa, gqa_case, gqa_yardstick
-from cute_kernels.testing.inputs import covering_cases, generator
+from tests.support.gqa_cases import KV_DTYPES, SCALE_NAMES, VALUES, GqaCase, check_gqa, gqa_case, gqa_yardstick
+from tests.support.mla_cases import covering_cases, generator
 
 NAN, INF = math.nan, math.inf
 PAGED = [name for name, layout in LAYOUTS.items() if layout.paged]

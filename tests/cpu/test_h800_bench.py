@@ -13,7 +13,6 @@ import torch
 
 import fp8_mla
 from cute_kernels.budget.rates import H200
-from cute_kernels.testing.inputs import generator, latent_tokens
 from scripts import bench_gqa, bench_mla, bench_plots, bench_trace, bench_units, budget_table, h800_bench
 from scripts.bench_trace import Span
 from scripts.bench_units import UnitResult
@@ -28,6 +27,7 @@ from scripts.units.spec import (
     WgmmaSpec,
     shipped_specs,
 )
+from tests.support.mla_cases import generator, latent_tokens
 from tests.support.reports import report_of
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -17,9 +17,11 @@ MODULES = {
     for file in sorted((ROOT / package).rglob("*.py"))
 }
 # Directories of cute_kernels that are no rooms: one layer each.
-SHARED = ("budget", "compat", "device", "integrations", "runtime", "testing")
-# The files of a room, by name or by the end of it: append_kernel.py is a kernel.
-ROOM_FILES = ("kernel", "launch", "op", "plan", "reference", "spec")
+SHARED = ("budget", "compat", "device", "distributed", "integrations", "runtime")
+# The files of a room, by name or by the end of it: append_op.py is an op. Device code is what lies in its kernels/.
+ROOM_FILES = ("launch", "layouts", "op", "plan", "reference", "spec")
+# A design of its own inside of a room. It takes from the room's kernels; of the room its op alone knows it.
+CROSSOVER = "crossover"
 
 # What each layer may import of this project.
 PROJECT = {
@@ -27,18 +29,18 @@ PROJECT = {
     "formats": set(),  # plain Python, for everyone
     "public": {"op"},  # cute_kernels itself: the names that users import
     "room": set(),
-    "spec": {"formats", "spec"},
+    "spec": {"formats", "layouts", "spec"},
     "device": {"device", "formats"},
-    "kernel": {"device", "formats", "kernel", "spec"},
-    "plan": {"budget", "formats", "plan", "spec"},
-    "reference": {"formats", "fp8_mla", "plan", "reference"},
+    "kernels": {"device", "formats", "kernels", "layouts", "spec"},
+    "layouts": {"layouts"},
+    "plan": {"budget", "formats", "layouts", "plan", "spec"},
+    "reference": {"formats", "fp8_mla", "layouts", "plan", "reference"},
     "runtime": {"runtime"},
-    "launch": {"reference", "launch", "plan", "runtime", "spec"},
-    "op": {"formats", "fp8_mla", "launch", "op", "plan", "reference", "runtime", "spec"},
+    "launch": {"reference", "launch", "layouts", "plan", "runtime", "spec"},
+    "op": {"formats", "fp8_mla", "launch", "layouts", "op", "plan", "reference", "runtime", "spec"},
     "budget": {"budget", "formats", "spec"},
     "compat": {"compat", "formats", "fp8_mla", "op", "plan", "public", "runtime", "spec"},
     "integrations": {"compat", "formats", "fp8_mla", "integrations", "op", "plan", "public", "runtime", "spec"},
-    "testing": {"budget", "formats", "fp8_mla", "op", "plan", "public", "reference", "runtime", "spec", "testing"},
 }
 # What each layer may import from outside, of the packages that cost something or need something.
 HEAVY = {"torch", "einops", "cutlass", "cuda", "tvm_ffi", "transformers", "vllm"}
@@ -47,14 +49,13 @@ DSL = {"cutlass", "cuda"}
 OUTSIDE: dict[str, set[str]] = {
     "fp8_mla": TORCH,
     "device": DSL,
-    "kernel": DSL,
+    "kernels": DSL,
     "reference": TORCH,
     "runtime": TORCH | DSL | {"tvm_ffi"},
     "launch": TORCH,
     "op": TORCH,
     "compat": TORCH,
     "integrations": TORCH | {"transformers", "vllm"},
-    "testing": TORCH | {"transformers"},
 }
 
 
@@ -68,6 +69,9 @@ def layer(module: str) -> str | None:
         return "public"
     if directory in SHARED:
         return directory
+    file = file.removeprefix(CROSSOVER).lstrip(".")
+    if file.partition(".")[0] == "kernels":
+        return "kernels"
     return next((kind for kind in ROOM_FILES if file.split("_")[-1] == kind), None) if file else "room"
 
 
@@ -89,7 +93,7 @@ def violations(module: str, source: str, is_package: bool = False) -> list[str]:
     """In words, each import that goes against the direction."""
     here = layer(module)
     if here is None:
-        return [f"{module}: a file of a room is a {', a '.join(ROOM_FILES)}, or ends in _ and one of them"]
+        return [f"{module}: a room's file is in kernels/, or is one of {', '.join(ROOM_FILES)}, or ends in _ and one"]
     found = []
     for name in imports(module, source, is_package):
         top = name.partition(".")[0]
@@ -97,6 +101,8 @@ def violations(module: str, source: str, is_package: bool = False) -> list[str]:
             there = layer(name)
             if there not in PROJECT[here]:
                 found.append(f"{module} ({here}) imports {name} ({there})")
+            elif f".{CROSSOVER}." in name and f".{CROSSOVER}." not in module and here != "op":
+                found.append(f"{module} imports {name}, which is for the op of its room")
         elif top in HEAVY and top not in OUTSIDE.get(here, set()):
             found.append(f"{module} ({here}) imports {name}")
     return found
@@ -115,7 +121,8 @@ def test_every_layer_is_looked_at() -> None:
         "public",
         "room",
         "spec",
-        "kernel",
+        "kernels",
+        "layouts",
         "plan",
         "launch",
         "op",
@@ -128,28 +135,29 @@ def test_every_layer_is_looked_at() -> None:
 @pytest.mark.parametrize(
     "module, source",
     [
-        ("cute_kernels.mla.kernel", "from cute_kernels.mla.plan import plan_decode"),
-        ("cute_kernels.mla.kernel", "from cute_kernels.mla import plan"),
-        ("cute_kernels.mla.kernel", "from . import plan"),
-        ("cute_kernels.mla.kernel", "from .op import mla_fp8_decode"),
-        ("cute_kernels.mla.kernel", "def f():\n    import torch"),
-        ("cute_kernels.mla.kernel", "import torch.nn.functional as F"),
-        ("cute_kernels.mla.kernel", "import fp8_mla"),
-        ("cute_kernels.mla.kernel", "from fp8_mla import V_DIM"),
+        ("cute_kernels.mla.kernels.decode", "from cute_kernels.mla.plan import plan_decode"),
+        ("cute_kernels.mla.kernels.decode", "from cute_kernels.mla import plan"),
+        ("cute_kernels.mla.kernels.decode", "from .. import plan"),
+        ("cute_kernels.mla.kernels.decode", "from ..op import mla_fp8_decode"),
+        ("cute_kernels.mla.kernels.decode", "from cute_kernels.mla.crossover.kernels import load"),
+        ("cute_kernels.mla.plan", "from cute_kernels.mla.crossover.kernels import load"),
+        ("cute_kernels.mla.kernels.decode", "def f():\n    import torch"),
+        ("cute_kernels.mla.kernels.decode", "import torch.nn.functional as F"),
+        ("cute_kernels.mla.kernels.decode", "import fp8_mla"),
+        ("cute_kernels.mla.kernels.decode", "from fp8_mla import V_DIM"),
         ("cute_kernels.mla.spec", "from fp8_mla.layout import V_DIM"),
         ("fp8_mla.formats", "from fp8_mla.layout import V_DIM"),
         ("fp8_mla.formats", "import torch"),
-        ("cute_kernels.mla.append_kernel", "from cute_kernels.runtime.compile import get_kernel"),
-        ("cute_kernels.mla.append_kernel", "from ..mla.op import mla_fp8_decode"),
-        ("cute_kernels.mla.op", "from cute_kernels.mla.kernel import MlaDecodeKernel"),
+        ("cute_kernels.mla.kernels.append", "from cute_kernels.runtime.compile import get_kernel"),
+        ("cute_kernels.mla.kernels.append", "from ...mla.op import mla_fp8_decode"),
+        ("cute_kernels.mla.op", "from cute_kernels.mla.kernels.decode import MlaDecodeKernel"),
         ("cute_kernels.mla.op", "import cutlass"),
-        ("cute_kernels.mla.op", "from cute_kernels.testing import compare"),
         ("cute_kernels.mla.op", "from cute_kernels.compat import flash_mla"),
         ("cute_kernels.mla.op", "import cute_kernels"),
         ("cute_kernels.mla.plan", "from cute_kernels.mla.op import mla_fp8_decode"),
         ("cute_kernels.mla.plan", "import torch"),
         ("cute_kernels.sink.launch", "from cute_kernels.sink.op import sink_attention"),
-        ("cute_kernels.sink.launch", "from cute_kernels.sink.kernel import ForwardKernel"),
+        ("cute_kernels.sink.launch", "from cute_kernels.sink.kernels.forward import ForwardKernel"),
         ("cute_kernels.sink.plan", "from cute_kernels.sink.launch import SinkRequest"),
         ("cute_kernels.mla.spec", "from cute_kernels.mla.plan import plan_decode"),
         ("cute_kernels.mla.spec", "import cutlass"),
@@ -157,7 +165,7 @@ def test_every_layer_is_looked_at() -> None:
         ("cute_kernels.device.wgmma", "import torch"),
         ("cute_kernels.runtime.compile", "from cute_kernels.mla.spec import MlaDecodeSpec"),
         ("cute_kernels.runtime.checks", "from ..merge import spec"),
-        ("cute_kernels.compat.flash_mla", "from cute_kernels.mla.kernel import MlaDecodeKernel"),
+        ("cute_kernels.compat.flash_mla", "from cute_kernels.mla.kernels.decode import MlaDecodeKernel"),
         ("cute_kernels.mla.helpers", ""),
         ("cute_kernels", "import cute_kernels.runtime.compile"),
         ("fp8_mla.packing", "from cute_kernels.runtime.checks import require"),

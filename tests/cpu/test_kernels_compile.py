@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from cute_kernels.testing import sass
-from cute_kernels.testing.sass import KernelCode, SassReport, report
+from scripts.bench import sass
+from scripts.bench.sass import KernelCode, SassReport, report
 from tests.cpu.tiny_spec import TinySpec
 from tests.support.reports import report_of
 
@@ -160,7 +160,7 @@ def test_failing_tool_is_reported(tmp_path: Path) -> None:
 
 
 def test_report_from_the_command_line() -> None:
-    command = [sys.executable, "-m", "cute_kernels.testing.sass", "tests.cpu.tiny_spec"]
+    command = [sys.executable, "-m", "scripts.bench.sass", "tests.cpu.tiny_spec"]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert result.returncode == 0, result.stderr
     assert result.stdout.startswith("TinySpec(width=128, fault='')") and "as expected" in result.stdout

@@ -14,10 +14,9 @@ from cute_kernels.mla import append_op as mla_append_op
 from cute_kernels.mla import op as mla_op
 from cute_kernels.mla.append_spec import MlaAppendSpec
 from cute_kernels.runtime import compile
-from cute_kernels.testing import evidence
-from cute_kernels.testing.evidence import kernel_id
 from scripts import bench_gqa, bench_sink, gpu_check
-from scripts.bench import kernels_run
+from scripts.bench import evidence, kernels_run
+from scripts.bench.evidence import kernel_id
 from tests.cpu.tiny_spec import TinySpec
 from tests.support.records import TOOLCHAIN, coded_record, some_record
 

@@ -1,7 +1,6 @@
 """Digests of machine code outlive whatever changes no instruction, and nothing else."""
 
 import functools
-import importlib
 import shutil
 import sys
 from collections.abc import Iterator
@@ -155,35 +154,6 @@ def test_a_module_of_another_form_is_refused() -> None:
 
 
 # --- the store
-
-
-def test_a_comment_in_a_kernel_is_compiled_again_and_one_elsewhere_is_not(tmp_path: Path) -> None:
-    """Keys have the sources that a kernel imports, types alone left out, and no others."""
-    files = {
-        "room/__init__.py": "",
-        "room/kernel.py": "import math\nfrom room import part\nfrom typing import TYPE_CHECKING\n"
-        "if TYPE_CHECKING:\n    from room.op import f\n",
-        "room/part.py": "def g():\n    from . import late\n    return late\n",
-        "room/late.py": "X = 1\n",
-        "room/op.py": "def f(): ...\n",
-    }
-    for name, text in files.items():
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text(text)
-    sys.path.insert(0, str(tmp_path))
-    try:
-        importlib.invalidate_caches()
-        found = machine_code.sources("room.kernel")
-    finally:
-        sys.path.remove(str(tmp_path))
-        sys.modules.pop("room", None)
-    assert [file.name for file in found] == ["__init__.py", "kernel.py", "late.py", "part.py"]
-
-
-def test_sources_of_a_kernel_are_its_own_and_of_what_it_launches() -> None:
-    names = {"/".join(file.parts[-2:]) for file in machine_code.sources("cute_kernels.mla.kernel")}
-    assert {"mla/kernel.py", "mla/score_kernel.py", "device/wgmma.py", "merge/kernel.py", "mla/spec.py"} <= names
-    assert not {"mla/op.py", "mla/plan.py", "mla/append_kernel.py", "gqa/kernel.py"} & names
 
 
 def test_keys_name_spec_and_toolchain(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -141,7 +141,7 @@ def test_an_unknown_exchange_is_refused_in_words():
 
 def test_masked_keys_do_not_send_a_tile_the_rare_way():
     """The row of zeros that they read has a scale whose weights are within reach of float16."""
-    from cute_kernels.mla.column_softmax_kernel import LARGEST_WEIGHT, SMALLEST_WEIGHT
+    from cute_kernels.mla.kernels.softmax import LARGEST_WEIGHT, SMALLEST_WEIGHT
 
     assert SMALLEST_WEIGHT <= MASKED_SCALE * COLUMN_WEIGHT < LARGEST_WEIGHT
     assert 2.0**-14 <= MASKED_SCALE * WEIGHT < 2

@@ -8,9 +8,9 @@ import torch
 
 import cute_kernels
 from cute_kernels.mla.op import mla_fp8_decode
-from cute_kernels.testing import evidence, timing
-from cute_kernels.testing.timing import Expected, WrongReplay
 from scripts import bench_mla
+from scripts.bench import evidence, timing
+from scripts.bench.timing import Expected, WrongReplay
 from scripts.bench_mla import Caches, DecodeBench
 from tests.support.replays import fake_time_graph
 

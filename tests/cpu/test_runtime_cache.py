@@ -6,6 +6,7 @@ import importlib.metadata
 import importlib.util
 import os
 import signal
+import sys
 import threading
 import time
 import warnings
@@ -15,12 +16,14 @@ from typing import Any, ClassVar
 
 import pytest
 
+from cute_kernels.mla.spec import shipped_specs
 from cute_kernels.runtime import arch, cache, compile
 from cute_kernels.runtime.cache import DiskCache, entry_name
 from tests.cpu.tiny_spec import TinySpec
 from tests.support.kernel_place import Place
 
 SPEC = TinySpec()
+ROOT = cache.PACKAGE.parent
 
 GET = """
 import sys
@@ -326,19 +329,59 @@ def test_key_follows_the_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     assert cache.source_digest("edited_kernel") != before
 
 
-def test_sources_are_all_that_can_reach_a_kernel() -> None:
-    root = cache.PACKAGE.parent
-    found = [file.relative_to(root) for file in cache.sources("cute_kernels.mla.kernel")]
-    assert Path("fp8_mla/formats.py") in found, "kernels take the bytes of a token from there"
+ROOMS = {
+    "cute_kernels.mla.kernels.decode": ("mla/spec.py", "device/wgmma.py", "merge/kernels/merge.py"),
+    "cute_kernels.gqa.kernels.decode": ("gqa/spec.py", "gqa/kernels/scheduler.py"),
+    "cute_kernels.sink.kernels.backward": ("sink/backward_spec.py", "sink/kernels/schedule.py"),
+}
+
+
+@pytest.mark.parametrize("module", ROOMS)
+def test_sources_are_all_that_can_reach_a_kernel(module: str) -> None:
+    found = [file.relative_to(ROOT) for file in cache.kernel_sources(module)]
     names = {str(file.relative_to("cute_kernels")) for file in found if file.parts[0] == "cute_kernels"}
-    assert {"mla/kernel.py", "mla/spec.py", "merge/kernel.py", "merge/spec.py", "runtime/compile.py"} <= names
-    assert any(name.startswith("device/") for name in names)
-    assert not any(name.startswith(("compat/", "testing/")) for name in names)
+    assert {*ROOMS[module], "runtime/arch.py", "runtime/compile.py"} <= names
+    assert Path(*module.split(".")).with_suffix(".py") in found
+    assert not any(name.endswith(("op.py", "plan.py", "launch.py")) or name.startswith("compat/") for name in names)
+    assert (Path("fp8_mla/formats.py") in found) == (".mla." in module), "the bytes of a token"
 
 
-def test_sources_of_a_kernel_from_elsewhere() -> None:
-    names = [file.name for file in cache.sources("tests.cpu.tiny_kernel")]
-    assert sorted(names) == ["arch.py", "compile.py", "tiny_kernel.py"]
+def test_key_follows_each_source(monkeypatch: pytest.MonkeyPatch, fresh_facts: None) -> None:
+    """Each file of a kernel of the package is edited in turn, as far as the cache can tell."""
+    spec = shipped_specs()[0]
+    names = {entry_name(spec)}
+    files = cache.kernel_sources(*cache.kernel_modules(spec))
+    assert len(files) > 20
+    read = Path.read_bytes
+    for edited in files:
+        monkeypatch.setattr(Path, "read_bytes", lambda file, edited=edited: read(file) + b"\n#" * (file == edited))
+        cache.source_digest.cache_clear()
+        names.add(entry_name(spec))
+    assert len(names) == 1 + len(files)
+
+
+def test_sources_are_followed_from_import_to_import(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inside of functions too; those for types alone are left out."""
+    files = {
+        "room/__init__.py": "",
+        "room/kernel.py": "import math\nfrom room import part\nfrom typing import TYPE_CHECKING\n"
+        "if TYPE_CHECKING:\n    from room.op import f\n",
+        "room/part.py": "def g():\n    from . import late\n    return late\n",
+        "room/late.py": "X = 1\n",
+        "room/op.py": "def f(): ...\n",
+    }
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert [file.name for file in cache.sources("room.kernel")] == ["__init__.py", "kernel.py", "late.py", "part.py"]
+    sys.modules.pop("room", None)
+
+
+def test_a_spec_of_the_same_package_is_a_source() -> None:
+    assert cache.kernel_modules(SPEC) == ("tests.cpu.tiny_kernel", "tests.cpu.tiny_spec")
+    names = [file.name for file in cache.kernel_sources(*cache.kernel_modules(SPEC))]
+    assert sorted(names) == ["arch.py", "compile.py", "tiny_kernel.py", "tiny_spec.py"]
 
 
 def test_module_that_does_not_exist_is_named() -> None:

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from cute_kernels.testing import timing
 from scripts import gpu_check, sanitize
+from scripts.bench import timing
 from scripts.sanitize import Finding, Known, Part
 
 CLEAN = f"{sanitize.WORKER_DONE}\n========= ERROR SUMMARY: 0 errors\n"

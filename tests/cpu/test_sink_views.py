@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from cute_kernels.sink import schedule_kernel as schedule
+from cute_kernels.sink.kernels import schedule as schedule
 
 WIDTH = 2  # bytes of an element
 BOX = 192  # rows of the largest tile

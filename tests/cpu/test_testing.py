@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from cute_kernels.testing import timing
-from cute_kernels.testing.compare import (
+from fp8_mla import ROPE_OFFSET, SCALE_OFFSET, pack, reference_decode, slots_from_block_table, unpack
+from scripts.bench import timing
+from scripts.bench.timing import percentiles
+from tests.support.compare import (
     Comparison,
     bf16_yardstick,
     check_decode,
@@ -19,7 +21,7 @@ from cute_kernels.testing.compare import (
     relative_error,
     ulp,
 )
-from cute_kernels.testing.inputs import (
+from tests.support.mla_cases import (
     SCALE_KINDS,
     PoisonedOutput,
     covering_cases,
@@ -31,8 +33,6 @@ from cute_kernels.testing.inputs import (
     sparse_case,
     strided,
 )
-from cute_kernels.testing.timing import percentiles
-from fp8_mla import ROPE_OFFSET, SCALE_OFFSET, pack, reference_decode, slots_from_block_table, unpack
 
 # --- compare
 
@@ -42,7 +42,7 @@ def judge(case: Any, out: torch.Tensor, lse: torch.Tensor) -> Comparison:
 
 
 def decode_with_exact_keys(case: Any, *, draw: int = 0, factor: float = 1.0) -> tuple[torch.Tensor, torch.Tensor]:
-    """The arithmetic of `cute_kernels.mla.kernel`, sparse and without an online softmax: as good as the emulation.
+    """The arithmetic of `mla/kernels`, sparse and without an online softmax: as good as the emulation.
 
     Codes times powers of two stay exact; the rest of a scale, f, is applied in float32: to S in a chain over the
     tiles, to P before it is rounded to bf16. With a `draw` P of each row is rounded at a size of its own. The output is

@@ -12,11 +12,11 @@ from cute_kernels.gqa import op as gqa_op
 from cute_kernels.merge import op as merge_op
 from cute_kernels.mla import append_op, op
 from cute_kernels.runtime import arch
-from cute_kernels.testing.gqa import gqa_case
-from cute_kernels.testing.inputs import DecodeCase, dense_case, sparse_case
 from fp8_mla import QK_DIM, TOKEN_BYTES
 from tests.support import specs
 from tests.support.bad_input import TABLES
+from tests.support.gqa_cases import gqa_case
+from tests.support.mla_cases import DecodeCase, dense_case, sparse_case
 
 
 def kernel_specs() -> list[Any]:

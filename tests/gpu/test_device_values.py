@@ -17,11 +17,11 @@ from cute_kernels.gqa.spec import CLUSTER, GqaDecodeSpec, shipped_specs
 from cute_kernels.runtime.compile import get_kernel
 from cute_kernels.sink import op
 from cute_kernels.sink.spec import SinkWorkListSpec
-from cute_kernels.testing.gqa import GqaExpectation, check_gqa, gqa_case
-from cute_kernels.testing.inputs import DecodeCase, generator, latent_tokens
-from cute_kernels.testing.sink import SinkCase, SinkExpectation, sink_case
 from fp8_mla import QK_DIM, TOKEN_BYTES
 from tests.gpu.alone import alone
+from tests.support.gqa_cases import GqaExpectation, check_gqa, gqa_case
+from tests.support.mla_cases import DecodeCase, generator, latent_tokens
+from tests.support.sink_cases import SinkCase, SinkExpectation, sink_case
 
 INT32_MIN, INT32_MAX = -(2**31), 2**31 - 1
 PAGE, CAPACITY = 64, 320

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from cute_kernels import mla_fp8_decode
-from cute_kernels.testing.inputs import sparse_case
 from tests.support import specs
 from tests.support.bad_input import TABLES
+from tests.support.mla_cases import sparse_case
 from tests.support.samples import SAMPLES, copied
 
 OF_EACH = pytest.mark.parametrize("name", SAMPLES)

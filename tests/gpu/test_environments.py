@@ -25,11 +25,11 @@ from cute_kernels import gqa_decode, kv_int8_append, merge_states, mla_fp8_appen
 from cute_kernels.gqa import op
 from cute_kernels.gqa.append_spec import KvAppendSpec
 from cute_kernels.runtime import counters, launch, memory, workspace
-from cute_kernels.testing.gqa import gqa_case
-from cute_kernels.testing.inputs import dense_case, generator, sparse_case
-from cute_kernels.testing.sink import sink_case
 from fp8_mla import QK_DIM
 from scripts.sanitize import default_dtype
+from tests.support.gqa_cases import gqa_case
+from tests.support.mla_cases import dense_case, generator, sparse_case
+from tests.support.sink_cases import sink_case
 
 Results = tuple[torch.Tensor, ...]
 

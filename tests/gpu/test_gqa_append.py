@@ -9,10 +9,10 @@ import torch
 
 from cute_kernels.gqa.append_op import kv_int8_append
 from cute_kernels.gqa.append_spec import KvAppendSpec
-from cute_kernels.gqa.layout_plan import LAYOUTS, CacheSizes, scale_shapes
+from cute_kernels.gqa.layouts import LAYOUTS, CacheSizes, scale_shapes
 from cute_kernels.gqa.reference import reference_append
-from cute_kernels.testing.gqa import SCALE_NAMES as KINDS
-from cute_kernels.testing.inputs import covering_cases, generator
+from tests.support.gqa_cases import SCALE_NAMES as KINDS
+from tests.support.mla_cases import covering_cases, generator
 
 GIVEN = ("per_tensor", "per_head")
 WRITTEN = tuple(kind for kind in KINDS if kind not in GIVEN)

@@ -1,4 +1,4 @@
-"""`gqa_decode` on the GPU against the float64 oracle, under the tolerance rule of `cute_kernels.testing.compare`.
+"""`gqa_decode` on the GPU against the float64 oracle, under the tolerance rule of `tests.support.compare`.
 
 test_covering.py has the combinations of cache, scales, layout, sizes and modifiers. Kernels are compiled for many of
 these, so that the tests here keep to the variants of `usual`, which `kernel_specs` names.
@@ -14,13 +14,13 @@ import torch
 
 from cute_kernels import gqa_decode
 from cute_kernels.gqa import op
-from cute_kernels.gqa.layout_plan import LAYOUTS
+from cute_kernels.gqa.layouts import LAYOUTS
 from cute_kernels.gqa.plan import cluster_for
 from cute_kernels.gqa.reference import reference_gqa_decode
 from cute_kernels.gqa.spec import GqaDecodeSpec
-from cute_kernels.testing.compare import relative_error
-from cute_kernels.testing.gqa import SCALE_NAMES, VALUES, GqaCase, GqaExpectation, gqa_case
-from cute_kernels.testing.inputs import generator, ragged_lengths
+from tests.support.compare import relative_error
+from tests.support.gqa_cases import SCALE_NAMES, VALUES, GqaCase, GqaExpectation, gqa_case
+from tests.support.mla_cases import generator, ragged_lengths
 
 INF = math.inf
 INT32_MIN, INT32_MAX = -(2**31), 2**31 - 1

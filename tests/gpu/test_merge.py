@@ -8,7 +8,7 @@ import torch
 from cute_kernels import merge_states
 from cute_kernels.merge.spec import MergeSpec
 from cute_kernels.runtime.compile import precompile
-from cute_kernels.testing.inputs import generator
+from tests.support.mla_cases import generator
 
 HALF_ULP = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 """Largest relative error of rounding to a dtype."""

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from cute_kernels import mla_fp8_append
-from cute_kernels.testing.inputs import generator, strided
 from fp8_mla import FP8_MAX, NOPE_DIM, QK_DIM, QUANT_TILE, TOKEN_BYTES, pack
+from tests.support.mla_cases import generator, strided
 
 PAGE_SIZES = (1, 2, 61, 64, 576)
 

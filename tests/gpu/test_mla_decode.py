@@ -1,4 +1,4 @@
-"""`mla_fp8_decode` on the GPU against the float64 oracle, under the tolerance rule of `cute_kernels.testing.compare`.
+"""`mla_fp8_decode` on the GPU against the float64 oracle, under the tolerance rule of `tests.support.compare`.
 
 A full product of all sizes would be hundreds of thousands of calls; `covering_cases` takes few in which every pair of
 values of two factors meets.
@@ -16,8 +16,9 @@ import torch
 from cute_kernels import mla_fp8_decode
 from cute_kernels.mla.spec import EXCHANGES
 from cute_kernels.runtime import workspace
-from cute_kernels.testing.compare import emulate_bf16_decode, relative_error
-from cute_kernels.testing.inputs import (
+from fp8_mla import QK_DIM, ROPE_OFFSET, SCALE_OFFSET, TOKEN_BYTES, V_DIM, reference_decode
+from tests.support.compare import emulate_bf16_decode, relative_error
+from tests.support.mla_cases import (
     SCALE_KINDS,
     DecodeCase,
     covering_cases,
@@ -27,7 +28,6 @@ from cute_kernels.testing.inputs import (
     ragged_lengths,
     sparse_case,
 )
-from fp8_mla import QK_DIM, ROPE_OFFSET, SCALE_OFFSET, TOKEN_BYTES, V_DIM, reference_decode
 
 HEADS = (1, 8, 16, 32, 64, 96, 128)
 QUERIES = (1, 2, 3)

@@ -14,10 +14,10 @@ import torch
 from cute_kernels import gqa_decode, mla_fp8_decode, sink_attention
 from cute_kernels.gqa import op
 from cute_kernels.gqa.spec import CLUSTER, GqaDecodeSpec
-from cute_kernels.testing.gqa import GqaExpectation, gqa_case
-from cute_kernels.testing.inputs import generator, latent_tokens
-from cute_kernels.testing.sink import SinkCase, sink_case
 from fp8_mla import QK_DIM, ROPE_OFFSET, SCALE_OFFSET, TOKEN_BYTES, reference_decode
+from tests.support.gqa_cases import GqaExpectation, gqa_case
+from tests.support.mla_cases import generator, latent_tokens
+from tests.support.sink_cases import SinkCase, sink_case
 
 LENGTHS = (130, 200, 16, 129)
 CACHES: dict[str, dict[str, Any]] = {

@@ -12,11 +12,11 @@ import torch
 from cute_kernels import gqa_decode, kv_int8_append, merge_states, mla_fp8_append, mla_fp8_decode
 from cute_kernels.gqa import op
 from cute_kernels.gqa.append_spec import KvAppendSpec
-from cute_kernels.testing.compare import check_decode
-from cute_kernels.testing.gqa import GqaCase, check_gqa, gqa_case
-from cute_kernels.testing.inputs import DecodeCase, dense_case, generator, sparse_case
-from cute_kernels.testing.timing import host_time
 from fp8_mla import QK_DIM, TOKEN_BYTES, pack
+from scripts.bench.timing import host_time
+from tests.support.compare import check_decode
+from tests.support.gqa_cases import GqaCase, check_gqa, gqa_case
+from tests.support.mla_cases import DecodeCase, dense_case, generator, sparse_case
 
 HOST_US = 15.0
 """What one eager call with a cached plan may take on the host."""

@@ -1,4 +1,4 @@
-"""`sink_attention` on the GPU, forward and gradients, against the float64 oracle of `cute_kernels.testing.sink`.
+"""`sink_attention` on the GPU, forward and gradients, against the float64 oracle of `tests.support.sink_cases`.
 
 Every result is written over NaN. `covering_cases` takes few combinations in which every pair of values of two factors
 meets; `kernel_specs` names the kernels that these need beside those that ship.
@@ -18,10 +18,10 @@ from cute_kernels.gqa import op as gqa_op
 from cute_kernels.runtime.counters import CounterSlab
 from cute_kernels.sink import backward_spec, launch, op, plan, spec
 from cute_kernels.sink.reference import reference_sink_attention, reference_sink_attention_backward
-from cute_kernels.testing import gpt_oss
-from cute_kernels.testing.inputs import covering_cases, generator, strided
-from cute_kernels.testing.sink import SINKS, SinkCase, SinkExpectation, sink_case
 from tests.gpu.alone import alone
+from tests.support import gpt_oss
+from tests.support.mla_cases import covering_cases, generator, strided
+from tests.support.sink_cases import SINKS, SinkCase, SinkExpectation, sink_case
 
 OPS = torch.ops.cute_kernels
 LENGTHS = (

@@ -15,7 +15,7 @@ from cute_kernels.sink.backward_spec import (
     SinkQueryGradSpec,
 )
 from cute_kernels.sink.spec import GROUPED_RATIO, SinkForwardSpec, SinkWorkListSpec
-from cute_kernels.testing.sink import SinkCase, SinkExpectation, sink_case
+from tests.support.sink_cases import SinkCase, SinkExpectation, sink_case
 
 NO_WINDOW = 1 << 30
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}

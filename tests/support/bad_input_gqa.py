@@ -5,7 +5,7 @@ import math
 
 import torch
 
-from cute_kernels.gqa.layout_plan import LAYOUTS
+from cute_kernels.gqa.layouts import LAYOUTS
 from tests.support.bad_tensors import (
     F32,
     F64,

@@ -22,16 +22,16 @@ import torch
 
 from cute_kernels import gqa_decode, mla_fp8_decode
 from cute_kernels.gqa import plan as gqa_plan
-from cute_kernels.gqa.layout_plan import LAYOUTS
+from cute_kernels.gqa.layouts import LAYOUTS
 from cute_kernels.gqa.spec import CLUSTER, COLUMNS, KEYS_PER_WARP, MAX_ACCUMULATORS, GqaDecodeSpec
 from cute_kernels.gqa.spec import SCALES as SCALE_CLASSES
 from cute_kernels.mla import plan as mla_plan
 from cute_kernels.mla.spec import EXCHANGES, MlaDecodeSpec
-from cute_kernels.testing.compare import Comparison, check_decode
-from cute_kernels.testing.gqa import SCALE_NAMES, VALUES, GqaCase, check_gqa, gqa_case
-from cute_kernels.testing.inputs import SCALE_KINDS, DecodeCase, dense_case, ragged_lengths, sparse_case
 from fp8_mla import V_DIM
 from tests.support.arrays import Model, Row, Rule, cover
+from tests.support.compare import Comparison, check_decode
+from tests.support.gqa_cases import SCALE_NAMES, VALUES, GqaCase, check_gqa, gqa_case
+from tests.support.mla_cases import SCALE_KINDS, DecodeCase, dense_case, ragged_lengths, sparse_case
 
 NUM_SMS: Final = 132
 LONG: Final = 131_072

@@ -3,8 +3,8 @@
 import math
 from typing import Any
 
-from cute_kernels.testing import evidence
-from cute_kernels.testing.compare import Comparison
+from scripts.bench import evidence
+from tests.support.compare import Comparison
 
 PASSED = Comparison("case", (), rel_err=0.0021, rel_err_baseline=0.0025, worst=0.4, lse_err=2e-5)
 FAILED = Comparison("case", ("out: 3 of 9 elements are wrong",), 0.5, 0.0025, 90.0, math.nan)

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from cute_kernels.testing import timing
-from cute_kernels.testing.timing import Expected, Timing
+from scripts.bench import timing
+from scripts.bench.timing import Expected, Timing
 
 
 def fake_time_graph(monkeypatch: pytest.MonkeyPatch, module: Any) -> list[int]:

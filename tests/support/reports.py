@@ -8,14 +8,14 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from cute_kernels.testing import sass
-from cute_kernels.testing.sass import SassReport
+from scripts.bench import sass
 from scripts.bench.machine_code import Store
+from scripts.bench.sass import SassReport
 
 
 @functools.cache
 def report_of(spec: Any) -> SassReport:
-    """As `cute_kernels.testing.sass.report`."""
+    """As `scripts.bench.sass.report`."""
     compiled = Store().compiled(spec)
     kernels = []
     with tempfile.TemporaryDirectory() as folder:

@@ -1,6 +1,6 @@
 """A sample call of every public function, for tests of what surrounds a call: defaults, modes, compilers.
 
-Inputs are drawn on a device from a seed, and are as adversarial as those of `cute_kernels.testing`.
+Inputs are drawn on a device from a seed, and are as adversarial as those of `tests.support`.
 """
 
 import dataclasses
@@ -12,9 +12,9 @@ import torch
 import fp8_mla
 from cute_kernels import gqa_decode, kv_int8_append, merge_states, mla_fp8_append, mla_fp8_decode, sink_attention
 from cute_kernels.compat import flash_mla
-from cute_kernels.testing.gqa import gqa_case
-from cute_kernels.testing.inputs import dense_case, generator, latent_tokens, sparse_case
-from cute_kernels.testing.sink import sink_case
+from tests.support.gqa_cases import gqa_case
+from tests.support.mla_cases import dense_case, generator, latent_tokens, sparse_case
+from tests.support.sink_cases import sink_case
 
 Tensors = tuple[torch.Tensor, ...]
 

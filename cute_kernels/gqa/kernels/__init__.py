@@ -1,0 +1,1 @@
+"""Device code of GQA decoding and of the append."""

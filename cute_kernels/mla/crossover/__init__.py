@@ -1,0 +1,1 @@
+"""MLA decoding by clusters of two CTAs that exchange dequantized keys through distributed shared memory."""

@@ -1,0 +1,1 @@
+"""Device code of the crossover: its warp roles and what they share."""

@@ -1,0 +1,1 @@
+"""Device code of sink attention: forward, backward, and the launches that prepare them."""

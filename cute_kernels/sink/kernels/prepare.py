@@ -1,0 +1,283 @@
+"""Before and after the backward: statistics of rows, gradients of the sinks, and the rounding of dq.
+
+With L = log2(sum of 2^(score) and 2^(sink)) of a row, in units of log2:
+    P = 2^(score - L), O = P V, dP = dO V^T, delta = sum_j P_j dP_j = dO . O, dS = P (dP - delta)
+The sink takes part in L alone, with p = 2^(sink - L): dO . dO/dsink = - p delta, so d(sink) = - sum of p delta.
+A row that sees no key, or whose sink is +inf, has L = +inf here: its P are 0 and its O was.
+
+Positions. Row i of sequence b stands at ((first row of b + 128 b) rounded down to 64) + i in the statistics and sums
+of dq. So whole tiles of 64 rows, which start at multiples of 64 of the sequence, belong to one sequence; rows behind
+its end have L = +inf. There are (total rows + 128 x batch) positions, rounded up to 64.
+
+Sums of dq lie in the order of accumulators of m64n64k16, a tile of 64 rows being 64 x d float32: of columns 8j ..
+8j + 7, thread t of a warpgroup holds four, at (j, t, 4). Rows 16w + g and 16w + g + 8 of these columns are 64 bytes in
+a line.
+
+Roles (256 threads): a CTA has 128 rows (prepare) or 64 (finish) of a head; d / 8 lanes read a row in 16-byte pieces.
+"""
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+from cutlass import AddressSpace, Float32, Int32, Int64, const_expr
+from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
+from cutlass.memory import SmemAllocator
+
+from cute_kernels.device import softmax
+from cute_kernels.sink.backward_spec import QUERIES, SinkFinishSpec, SinkPrepareSpec
+from cute_kernels.sink.kernels import schedule as schedule
+
+THREADS = 256
+ROWS = SinkPrepareSpec.rows
+TOGETHER = 4  # rows of a thread that are read before the first is used
+
+
+class SinkPrepareKernel:
+    """See the module's docstring."""
+
+    def __init__(self, spec: SinkPrepareSpec):
+        reasons = spec.can_implement()
+        if reasons:
+            raise ValueError("; ".join(reasons))
+        self.spec = spec
+        self.dtype = schedule.DTYPES[spec.dtype]
+
+    def fake_arguments(self) -> tuple:
+        """Shapes, strides and alignments that the compiled callable accepts, in the order of `__call__`."""
+        spec = self.spec
+        sizes = batch, s_q, h_q = tuple(cute.sym_int() for _ in range(3))
+        out, d_out = (schedule.fake_rows(self.dtype, spec.packed, sizes, spec.d) for _ in range(2))
+        lse = schedule.fake_rows(Float32, spec.packed, (batch, s_q, h_q), None)
+        sink = make_fake_tensor(Float32, (h_q,), (1,), assumed_align=4)
+        parts = make_fake_tensor(Float32, (h_q, cute.sym_int()), (cute.sym_int64(), 1), assumed_align=4)
+        cu_q = make_fake_tensor(Int32, (cute.sym_int(),), (1,), assumed_align=4) if spec.packed else None
+        numbers = (Int64(0), Int32(1))
+        stream = make_fake_stream(use_tvm_ffi_env_stream=True)
+        return (out, d_out, lse, sink, schedule.fake_stats(h_q), parts, cu_q, *numbers, stream)
+
+    @cute.jit
+    def __call__(
+        self,
+        mOut: cute.Tensor,
+        mDOut: cute.Tensor,
+        mLse: cute.Tensor,
+        mSink: cute.Tensor,
+        mStats: cute.Tensor,
+        mParts: cute.Tensor,
+        mCuQ: cute.Tensor | None,
+        sums: Int64,
+        max_q: Int32,
+        stream: cuda.CUstream,
+    ):
+        """One launch of ceil(max_q / 128) x h_q x batch CTAs.
+
+        mOut, mDOut  (batch, s_q, h_q, d) or packed (tokens, h_q, d), strides as in the forward
+        mLse     (batch, s_q, h_q) or (tokens, h_q) float32, of the forward: without the sink
+        mSink    (h_q,) float32
+        mStats   (2, h_q, positions) float32, contiguous, 128-byte aligned: receives L and delta
+        mParts   (h_q, batch x ceil(max_q / 128)) float32: the sum over the last mode is the gradient of mSink
+        mCuQ     packed: (batch + 1,) int32; otherwise None
+        sums     fused: address of h_q x positions x d float32 that are set to 0; otherwise not read
+        max_q    packed: the longest sequence, or more; otherwise not read
+        """
+        spec = self.spec
+        heads = mOut.shape[1 if const_expr(spec.packed) else 2]
+        batch = mOut.shape[0]
+        if const_expr(spec.packed):
+            assert mCuQ is not None
+            batch = mCuQ.shape[0] - 1
+        else:
+            max_q = Int32(mOut.shape[1])
+        self.kernel(mOut, mDOut, mLse, mSink, mStats, mParts, mCuQ, sums, max_q).launch(
+            grid=[cute.ceil_div(max_q, ROWS), heads, batch], block=[THREADS, 1, 1], stream=stream
+        )
+
+    @cute.kernel
+    def kernel(
+        self,
+        mOut: cute.Tensor,
+        mDOut: cute.Tensor,
+        mLse: cute.Tensor,
+        mSink: cute.Tensor,
+        mStats: cute.Tensor,
+        mParts: cute.Tensor,
+        mCuQ: cute.Tensor | None,
+        sums: Int64,
+        max_q: Int32,
+    ):
+        spec = self.spec
+        lanes = spec.d // 8
+        tidx, _, _ = cute.arch.thread_idx()
+        block, head, batch = cute.arch.block_idx()
+        blocks, _, _ = cute.arch.grid_dim()
+        sPart = SmemAllocator().allocate_tensor(Float32, cute.make_layout(THREADS // 32))
+        start, s_q = Int32(0), max_q
+        if const_expr(spec.packed):
+            assert mCuQ is not None
+            start, s_q = schedule.span(mCuQ, batch, mOut.shape[0])
+        place = schedule.position(spec.packed, start, batch, s_q)
+        first = block * ROWS
+        padded = (s_q + QUERIES - 1) & -QUERIES
+        part = Float32(0.0)
+        if first < padded:
+            if const_expr(spec.packed):
+                gOut, gDOut = (cute.domain_offset((start, 0), t[None, head, None]) for t in (mOut, mDOut))
+                gLse = cute.domain_offset((start,), mLse[None, head])
+            else:
+                gOut, gDOut = (t[batch, None, head, None] for t in (mOut, mDOut))
+                gLse = mLse[batch, None, head]
+            sink = mSink[head] * softmax.LOG2_E
+            for group in cutlass.range_constexpr(ROWS * lanes // THREADS // TOGETHER):
+                rows = [first + (group * TOGETHER + i) * (THREADS // lanes) + tidx // lanes for i in range(TOGETHER)]
+                o, d_o = (cute.make_rmem_tensor((8, TOGETHER), self.dtype) for _ in range(2))
+                for i in cutlass.range_constexpr(TOGETHER):
+                    source = cutlass.min(rows[i], s_q - 1)
+                    cute.autovec_copy(cute.local_tile(gOut[source, None], (8,), (tidx % lanes,)), o[None, i])
+                    cute.autovec_copy(cute.local_tile(gDOut[source, None], (8,), (tidx % lanes,)), d_o[None, i])
+                for i in cutlass.range_constexpr(TOGETHER):
+                    delta = Float32(0.0)
+                    for c in cutlass.range_constexpr(8):
+                        delta += o[c, i].to(Float32) * d_o[c, i].to(Float32)
+                    delta = cute.arch.warp_reduction_sum(delta, threads_in_group=lanes)
+                    row = rows[i]
+                    if tidx % lanes == 0 and row < padded:
+                        total = Float32.inf
+                        if row < s_q:
+                            total = self.joined(gLse[row] * softmax.LOG2_E, sink)
+                            share = cute.math.exp2(sink - total, fastmath=True)
+                            if total == Float32.inf:  # delta is 0, and the share may be NaN
+                                share = Float32(0.0)
+                            part -= share * delta
+                        else:
+                            delta = Float32(0.0)
+                        mStats[0, head, place + row] = total
+                        mStats[1, head, place + row] = delta
+            if const_expr(spec.fused):
+                self.clear(sums, Int64(head) * mStats.shape[2] + place, first, padded, tidx)
+
+        part = cute.arch.warp_reduction_sum(part)
+        if tidx % 32 == 0:
+            sPart[tidx // 32] = part
+        cute.arch.sync_threads()
+        if tidx == 0:
+            sum_of_block = Float32(0.0)
+            for i in cutlass.range_constexpr(THREADS // 32):
+                sum_of_block += sPart[i]
+            mParts[head, batch * blocks + block] = sum_of_block
+
+    @cute.jit
+    def joined(self, lse: Float32, sink: Float32) -> Float32:
+        """log2(2^lse + 2^sink); +inf where no key is seen."""
+        top = cute.arch.fmax(lse, sink)
+        total = top + cute.math.log2(
+            cute.math.exp2(lse - top, fastmath=True) + cute.math.exp2(sink - top, fastmath=True), fastmath=True
+        )
+        if lse == -Float32.inf or sink == Float32.inf:
+            total = Float32.inf
+        return total
+
+    @cute.jit
+    def clear(self, sums: Int64, row: Int64, first: Int32, padded: Int32, tidx: Int32):
+        """Sets the sums of dq of rows `first` .. `first` + 127 (those below `padded`) to 0."""
+        d = self.spec.d
+        zeros = cute.make_rmem_tensor(4, Float32)
+        zeros.fill(0.0)
+        begin = sums + (row + first) * (4 * d)
+        pieces = cutlass.min(padded - first, ROWS) * (d // 4)
+        for i in cutlass.range(tidx, pieces, THREADS, unroll=1):
+            target = cute.make_ptr(Float32, begin + 16 * Int64(i), AddressSpace.gmem, assumed_align=16)
+            cute.autovec_copy(zeros, cute.make_tensor(target, cute.make_layout(4)))
+
+
+class SinkFinishKernel:
+    """See the module's docstring."""
+
+    def __init__(self, spec: SinkFinishSpec):
+        reasons = spec.can_implement()
+        if reasons:
+            raise ValueError("; ".join(reasons))
+        self.spec = spec
+        self.dtype = schedule.DTYPES[spec.dtype]
+
+    def fake_arguments(self) -> tuple:
+        """Shapes, strides and alignments that the compiled callable accepts, in the order of `__call__`."""
+        spec = self.spec
+        d_q = schedule.fake_rows(self.dtype, spec.packed, tuple(cute.sym_int() for _ in range(3)), spec.d)
+        cu_q = make_fake_tensor(Int32, (cute.sym_int(),), (1,), assumed_align=4) if spec.packed else None
+        numbers = (Int64(0), Int32(64), Float32(1.0), Int32(1))
+        return (d_q, cu_q, *numbers, make_fake_stream(use_tvm_ffi_env_stream=True))
+
+    @cute.jit
+    def __call__(
+        self,
+        mDQ: cute.Tensor,
+        mCuQ: cute.Tensor | None,
+        sums: Int64,
+        positions: Int32,
+        softmax_scale: Float32,
+        max_q: Int32,
+        stream: cuda.CUstream,
+    ):
+        """One launch of ceil(max_q / 64) x h_q x batch CTAs.
+
+        mDQ        (batch, s_q, h_q, d) or packed (tokens, h_q, d): every row is written
+        mCuQ       packed: (batch + 1,) int32; otherwise None
+        sums       address of h_q x positions x d float32 of SinkBackwardKernel
+        positions  mStats.shape[2] of the other kernels
+        max_q      packed: the longest sequence, or more; otherwise not read
+        """
+        spec = self.spec
+        heads = mDQ.shape[1 if const_expr(spec.packed) else 2]
+        batch = mDQ.shape[0]
+        if const_expr(spec.packed):
+            assert mCuQ is not None
+            batch = mCuQ.shape[0] - 1
+        else:
+            max_q = Int32(mDQ.shape[1])
+        self.kernel(mDQ, mCuQ, sums, positions, softmax_scale, max_q).launch(
+            grid=[cute.ceil_div(max_q, QUERIES), heads, batch], block=[THREADS, 1, 1], stream=stream
+        )
+
+    @cute.kernel
+    def kernel(
+        self,
+        mDQ: cute.Tensor,
+        mCuQ: cute.Tensor | None,
+        sums: Int64,
+        positions: Int32,
+        softmax_scale: Float32,
+        max_q: Int32,
+    ):
+        spec = self.spec
+        tidx, _, _ = cute.arch.thread_idx()
+        block, head, batch = cute.arch.block_idx()
+        start, s_q = Int32(0), max_q
+        if const_expr(spec.packed):
+            assert mCuQ is not None
+            start, s_q = schedule.span(mCuQ, batch, mDQ.shape[0])
+        first = block * QUERIES
+        if first < s_q:
+            if const_expr(spec.packed):
+                gDQ = cute.domain_offset((start, 0), mDQ[None, head, None])
+            else:
+                gDQ = mDQ[batch, None, head, None]
+            row = Int64(head) * positions + schedule.position(spec.packed, start, batch, s_q) + first
+            tile = sums + row * (4 * spec.d)
+            pieces = spec.d // 8  # of 8 columns
+            for i in cutlass.range_constexpr(QUERIES // 2 * pieces // THREADS):
+                unit = i * THREADS + tidx
+                j, pair = unit % pieces, unit // pieces  # pair 8w + g: rows 16w + g and 16w + g + 8
+                address = tile + 16 * (128 * j + 4 * pair)
+                source = cute.make_ptr(Float32, address, AddressSpace.gmem, assumed_align=16)
+                values = cute.make_rmem_tensor((2, 2, 4), Float32)  # column within two, row, lane
+                cute.autovec_copy(
+                    cute.make_tensor(source, cute.make_layout(16)),
+                    cute.make_tensor(values.iterator, cute.make_layout(16)),
+                )
+                for r in cutlass.range_constexpr(2):
+                    at = first + pair // 8 * 16 + pair % 8 + 8 * r
+                    rounded = cute.make_rmem_tensor(8, self.dtype)
+                    for c in cutlass.range_constexpr(8):
+                        rounded[c] = (values[c % 2, r, c // 2] * softmax_scale).to(self.dtype)
+                    if at < s_q:
+                        cute.autovec_copy(rounded, cute.local_tile(gDQ[at, None], (8,), (j,)))

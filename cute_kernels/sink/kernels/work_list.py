@@ -1,0 +1,166 @@
+"""The list of items of packed sequences: blocks of queries or of keys, those with most work first.
+
+One CTA sorts by counting. The work of a block is the number of tokens of the other side that it meets, in 1024 bins
+of equal width; within a bin the order is that in which threads come, which changes nothing but who computes what.
+
+Roles (512 threads): a warp takes a sequence, its lanes the blocks. Three steps with __syncthreads between them: count
+the blocks of each bin; the first warp turns counts into first places, 32 bins a lane; every block takes its place.
+
+Borders may be any int32 when a CUDA graph is replayed. Sequences are cut off at the last token, and where they overlap,
+so that they have more tokens than there are, the list is empty: otherwise it has room for all of their blocks.
+"""
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, Int64, const_expr
+from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
+from cutlass.memory import SmemAllocator
+
+from cute_kernels.sink.kernels import schedule as schedule
+from cute_kernels.sink.spec import SinkWorkListSpec
+
+THREADS, BINS = 512, 1024
+WARPS, PER_LANE = THREADS // 32, BINS // 32
+MANY = 1 << 30  # tokens, more than any call has
+
+
+class SinkWorkListKernel:
+    """See the module's docstring."""
+
+    def __init__(self, spec: SinkWorkListSpec):
+        reasons = spec.can_implement()
+        if reasons:
+            raise ValueError("; ".join(reasons))
+        self.spec = spec
+
+    def fake_arguments(self) -> tuple:
+        """Shapes, strides and alignments that the compiled callable accepts, in the order of `__call__`."""
+        ends = cute.sym_int()
+        cu_q, cu_k = (make_fake_tensor(Int32, (ends,), (1,), assumed_align=4) for _ in range(2))
+        work = make_fake_tensor(Int32, (cute.sym_int(), 2), (2, 1), assumed_align=8)
+        return (cu_q, cu_k, work, *[Int32(1)] * 5, make_fake_stream(use_tvm_ffi_env_stream=True))
+
+    @cute.jit
+    def __call__(
+        self,
+        mCuQ: cute.Tensor,
+        mCuK: cute.Tensor,
+        mWork: cute.Tensor,
+        rows: Int32,
+        window: Int32,
+        causal: Int32,
+        listed: Int32,
+        other: Int32,
+        stream: cuda.CUstream,
+    ):
+        """One launch of one CTA.
+
+        mCuQ, mCuK  (batch + 1,) int32
+        mWork    (entries + 1, 2) int32; entries is at least listed / rows + batch
+        rows     tokens of a block
+        window   keys that a query sees at most, 2^30 where there is no window
+        causal   1 or 0
+        listed   tokens of the listed side, of all sequences
+        other    those of the other side
+        """
+        reach = Int32(0) if causal != 0 else Int32(schedule.UNLIMITED)
+        self.kernel(mCuQ, mCuK, mWork, rows, window, reach, listed, other).launch(
+            grid=[1, 1, 1], block=[THREADS, 1, 1], stream=stream
+        )
+
+    @cute.kernel
+    def kernel(
+        self,
+        mCuQ: cute.Tensor,
+        mCuK: cute.Tensor,
+        mWork: cute.Tensor,
+        rows: Int32,
+        window: Int32,
+        reach: Int32,
+        listed: Int32,
+        other: Int32,
+    ):
+        tidx, _, _ = cute.arch.thread_idx()
+        lane, warp_idx = tidx % 32, tidx // 32
+        smem = SmemAllocator()  # one: each begins at the first byte
+        bins = smem.allocate_array(Int32, BINS, byte_alignment=16)
+        sBins = cute.make_tensor(bins, cute.make_layout(BINS))
+        sTokens = smem.allocate_tensor(Int32, cute.make_layout(WARPS))
+        for i in cutlass.range(tidx, BINS, THREADS, unroll=1):
+            sBins[i] = Int32(0)
+        cute.arch.sync_threads()
+        shift = cutlass.max(22 - Int32(cute.arch.clz(other)), 0)  # other >> shift is below 1024
+        sequences, tokens = Int32(mCuQ.shape[0] - 1), Int32(0)
+
+        for b in cutlass.range(warp_idx, sequences, WARPS, unroll=1):
+            facts = self.facts(mCuQ, mCuK, b, listed, other)
+            tokens = cutlass.min(tokens + facts[0], MANY)
+            blocks = (facts[0] + rows - 1) // rows
+            for block in cutlass.range(lane, blocks, 32, unroll=1):
+                at = self.bin_of(facts, block, rows, window, reach, shift)
+                cute.arch.atomic_add(bins + at, Int32(1), sem="relaxed", scope="cta")
+        if lane == 0:
+            sTokens[warp_idx] = tokens
+        cute.arch.sync_threads()
+        all_tokens = Int64(0)
+        for w in cutlass.range_constexpr(WARPS):
+            all_tokens += Int64(sTokens[w])
+        if all_tokens > Int64(listed):
+            sequences = Int32(0)
+
+        if warp_idx == 0:
+            total = Int32(0)
+            for i in cutlass.range(PER_LANE, unroll=1):
+                total += sBins[lane * PER_LANE + i]
+            below = total
+            for step in cutlass.range_constexpr(5):
+                lower = cute.arch.shuffle_sync_up(below, 1 << step, mask_and_clamp=0)
+                if lane >= 1 << step:
+                    below += lower
+            if lane == 31:
+                mWork[0, 0] = cutlass.select_(sequences > 0, below, Int32(0))
+                mWork[0, 1] = Int32(0)
+            first = below - total
+            for i in cutlass.range(PER_LANE, unroll=1):
+                count = sBins[lane * PER_LANE + i]
+                sBins[lane * PER_LANE + i] = first
+                first += count
+        cute.arch.sync_threads()
+
+        for b in cutlass.range(warp_idx, sequences, WARPS, unroll=1):
+            again = self.facts(mCuQ, mCuK, b, listed, other)
+            count_b = (again[0] + rows - 1) // rows
+            for block in cutlass.range(lane, count_b, 32, unroll=1):
+                at = self.bin_of(again, block, rows, window, reach, shift)
+                entry = cute.arch.atomic_add(bins + at, Int32(1), sem="relaxed", scope="cta") + 1
+                if entry < mWork.shape[0]:
+                    mWork[entry, 0] = b
+                    mWork[entry, 1] = block
+
+    @cute.jit
+    def facts(self, mCuQ: cute.Tensor, mCuK: cute.Tensor, b: Int32, listed: Int32, other: Int32):
+        """(tokens on the listed side, tokens on the other side) of a sequence."""
+        cu_listed, cu_other = mCuQ, mCuK
+        if const_expr(self.spec.keys):
+            cu_listed, cu_other = mCuK, mCuQ
+        _, mine = schedule.span(cu_listed, b, listed)
+        _, others = schedule.span(cu_other, b, other)
+        return mine, others
+
+    @cute.jit
+    def bin_of(self, facts: tuple, block: Int32, rows: Int32, window: Int32, reach: Int32, shift: Int32) -> Int32:
+        """Bin of a block: 0 has the most work."""
+        mine, other = facts
+        first = block * rows
+        last = cutlass.min(first + rows, mine) - 1
+        if const_expr(self.spec.keys):
+            offset = mine - other  # query i stands at key i + offset
+            begin = cutlass.max(first - offset - reach, 0)
+            end = cutlass.min(last - offset + window, other)
+        else:
+            offset = other - mine
+            begin = cutlass.max(first + offset - window + 1, 0)
+            end = cutlass.min(last + offset + 1 + reach, other)
+        work = cutlass.max(end - begin, 0) >> shift
+        return BINS - 1 - cutlass.min(work, BINS - 1)

@@ -33,7 +33,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
 from cute_kernels.runtime import arch, trust
-from cute_kernels.runtime.sources import sources
+from cute_kernels.runtime.sources import modules_of_kernel, sources
 
 PACKAGE = Path(__file__).resolve().parents[1]
 _MARK = b"cutekrnl"
@@ -101,17 +101,11 @@ def entry_name(spec: KernelSpec) -> str:
         spec.kernel,
         getattr(spec, "compile_options", ""),
         arch.ARCH,
-        source_digest(*kernel_modules(spec)),
+        source_digest(*modules_of_kernel(spec.kernel, type(spec).__module__)),
         _toolchain(),
         sorted((k, v) for k, v in os.environ.items() if k.startswith("CUTE_DSL_") and k not in _HARMLESS_SETTINGS),
     )
     return f"{spec.kernel.partition(':')[2]}-{hashlib.sha256(repr(facts).encode()).hexdigest()[:32]}"
-
-
-def kernel_modules(spec: KernelSpec) -> tuple[str, ...]:
-    """The modules of a spec's kernel class and, where both are of one package, of the spec."""
-    module, own = spec.kernel.partition(":")[0], type(spec).__module__
-    return (module, own) if own.partition(".")[0] == module.partition(".")[0] else (module,)
 
 
 def kernel_sources(*modules: str) -> list[Path]:

@@ -14,6 +14,12 @@ FORMATS_PACKAGE = "fp8_mla"
 """The one other package whose sources reach kernels: `fp8_mla.formats`."""
 
 
+def modules_of_kernel(kernel: str, spec_module: str) -> tuple[str, ...]:
+    """The module of a kernel class, "module:class", and, where both are of one package, that of its spec."""
+    module = kernel.partition(":")[0]
+    return (module, spec_module) if spec_module.partition(".")[0] == module.partition(".")[0] else (module,)
+
+
 def sources(module: str) -> list[Path]:
     """The files that `module` imports, itself and what they import in turn, as far as they are of its package.
 

@@ -5,7 +5,9 @@ words, resources, constants and launches, not over names or paths (`scripts.benc
 Another compiler makes other code of the same source, so digests of two toolchains say nothing about each other.
 
 The store holds digests by all that the code depends on: the spec, the sources that its kernel imports, and the
-toolchain. What was compiled once, in whatever commit, is not compiled again.
+toolchain. What was compiled once, in whatever commit, is not compiled again. Other sources may be traced to the same
+module, names and locations aside, and the same arguments: then the compiler is not asked either, which takes a third to
+a half of the time (`scripts.bench.traces`).
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from scripts.bench import launch_code
+from scripts.bench import launch_code, traces
 from scripts.bench.cubin import Kernel, find_cubins, read_kernels
 
 if TYPE_CHECKING:
@@ -122,11 +124,26 @@ def _sass(kernels: list[Kernel]) -> str:
 # ---- what a spec depends on
 
 
+def _sources_module() -> Any:
+    """This checkout's `cute_kernels.runtime.sources`, also where the package of another commit is imported."""
+    file = Path(__file__).resolve().parents[2] / "cute_kernels" / "runtime" / "sources.py"
+    spec = importlib.util.spec_from_file_location("_sources_of_kernels", file)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+_SOURCES: Final = _sources_module()
+
+
 @functools.cache
 def _source_digest(*modules: str) -> str:
-    from cute_kernels.runtime.cache import kernel_sources
+    from cute_kernels.runtime import arch, compile
 
-    return hashlib.sha256("\n".join(sorted(map(_content_digest, kernel_sources(*modules)))).encode()).hexdigest()
+    files = {file for module in modules for file in _SOURCES.sources(module)}
+    files |= {Path(arch.__file__), Path(compile.__file__)}
+    return hashlib.sha256("\n".join(sorted(map(_content_digest, files))).encode()).hexdigest()
 
 
 @functools.cache
@@ -137,7 +154,6 @@ def _content_digest(file: Path) -> str:
 def store_key(spec: KernelSpec) -> str:
     """Name of a spec in the store: the kernel's class, and a digest of all that its code depends on."""
     from cute_kernels.runtime import arch
-    from cute_kernels.runtime.cache import kernel_modules
 
     class_name = spec.kernel.partition(":")[2]
     facts = (
@@ -145,9 +161,9 @@ def store_key(spec: KernelSpec) -> str:
         spec.kernel,
         getattr(spec, "compile_options", ""),
         arch.ARCH,
-        _source_digest(*kernel_modules(spec)),
+        _source_digest(*_SOURCES.modules_of_kernel(spec.kernel, type(spec).__module__)),
         sorted(toolchain().items()),
-        sorted((k, v) for k, v in os.environ.items() if k.startswith("CUTE_DSL_") and k != "CUTE_DSL_ARCH"),
+        _settings(),
     )
     return f"{class_name}-{hashlib.sha256(repr(facts).encode()).hexdigest()[:32]}"
 
@@ -175,14 +191,28 @@ class Store:
 
     def digest(self, spec: KernelSpec) -> CodeDigest:
         """Digest of a spec; compiled first where nothing is known of it."""
-        facts = self._get(spec, "digest", lambda: asdict(self.compiled(spec).digest))
-        return CodeDigest(facts["sass"], facts["launch"])
+        return _digest(self._get(spec, "digest", lambda: asdict(self._digest_of_trace(spec))))
+
+    def _digest_of_trace(self, spec: KernelSpec) -> CodeDigest:
+        """As `digest`; traced at least, and compiled where no spec has left the same trace."""
+        try:
+            with traces.stopped_where(lambda key: self._trace_file(key).exists(), spec) as trace:
+                compiled = _compile(spec)[1]
+        except traces.Known as known:
+            return _digest(json.loads(self._trace_file(known.key).read_text(encoding="utf-8")))
+        self._put_file(self._trace_file(trace.key), spec, asdict(compiled.digest))
+        self._put(spec, "compiled", _facts(compiled))
+        return compiled.digest
+
+    def _trace_file(self, trace: str) -> Path:
+        key = hashlib.sha256(repr((trace, sorted(toolchain().items()), _settings())).encode()).hexdigest()[:32]
+        return self.root / f"trace-{key}.digest.json"
 
     def compiled(self, spec: KernelSpec) -> Compiled:
         """All that is kept of a spec; compiled first where that is not all there."""
         facts = self._get(spec, "compiled", lambda: _facts(_compile(spec)[1]))
         cubins = tuple(zlib.decompress(base64.b64decode(text)) for text in facts["cubins"])
-        return Compiled(CodeDigest(facts["sass"], facts["launch"]), cubins, facts["said"])
+        return Compiled(_digest(facts), cubins, facts["said"])
 
     def add(self, spec: KernelSpec, compiled: Compiled) -> None:
         """Keeps what a compilation has left."""
@@ -218,11 +248,22 @@ class Store:
         return known
 
     def _put(self, spec: KernelSpec, kind: str, facts: Mapping[str, Any]) -> None:
+        self._put_file(self._file(spec, kind), spec, facts)
+
+    def _put_file(self, file: Path, spec: KernelSpec, facts: Mapping[str, Any]) -> None:
         self.root.mkdir(parents=True, exist_ok=True)
-        file = self._file(spec, kind)
         draft = file.with_suffix(f".{os.getpid()}.tmp")
         draft.write_text(json.dumps({"spec": repr(spec), **facts}, indent=1) + "\n", encoding="utf-8")
         draft.replace(file)  # a reader sees all of it or none
+
+
+def _digest(facts: Mapping[str, Any]) -> CodeDigest:
+    return CodeDigest(facts["sass"], facts["launch"])
+
+
+def _settings() -> list[tuple[str, str]]:
+    """Settings of the DSL that may change what it compiles."""
+    return sorted((k, v) for k, v in os.environ.items() if k.startswith("CUTE_DSL_") and k != "CUTE_DSL_ARCH")
 
 
 def _facts(compiled: Compiled) -> dict[str, Any]:

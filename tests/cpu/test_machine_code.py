@@ -156,6 +156,17 @@ def test_a_module_of_another_form_is_refused() -> None:
 # --- the store
 
 
+def test_what_is_traced_alike_is_not_compiled_again(digest_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another name is; another number, and another demand on an argument, are not."""
+    known = digest_of(TINY)
+    monkeypatch.setattr(machine_code, "digest_of_module", lambda module: CodeDigest("compiled", "again"))
+    names = (("class TinyKernel", "class Renamed"), ("tid, _, _", "thread, _, _"), ("tid]", "thread]"))
+    assert digest_of(changed(*names, ("tid)", "thread)"), ("tid %", "thread %")), "Renamed") == known
+    assert digest_of(changed(("* alpha", "* alpha * 2.0"))).sass == "compiled"
+    assert digest_of(changed(("assumed_align=16", "assumed_align=32"))).sass == "compiled"
+    assert digest_of(changed(("for _ in range(2)", "for rows in (rows, cute.sym_int())"))).sass == "compiled"
+
+
 def test_keys_name_spec_and_toolchain(monkeypatch: pytest.MonkeyPatch) -> None:
     key = machine_code.store_key(TinySpec())
     assert key == machine_code.store_key(TinySpec()) != machine_code.store_key(TinySpec(64))

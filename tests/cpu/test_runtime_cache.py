@@ -19,6 +19,7 @@ import pytest
 from cute_kernels.mla.spec import shipped_specs
 from cute_kernels.runtime import arch, cache, compile
 from cute_kernels.runtime.cache import DiskCache, entry_name
+from cute_kernels.runtime.sources import modules_of_kernel
 from tests.cpu.tiny_spec import TinySpec
 from tests.support.kernel_place import Place
 
@@ -329,6 +330,10 @@ def test_key_follows_the_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     assert cache.source_digest("edited_kernel") != before
 
 
+def modules_of(spec: cache.KernelSpec) -> tuple[str, ...]:
+    return modules_of_kernel(spec.kernel, type(spec).__module__)
+
+
 ROOMS = {
     "cute_kernels.mla.kernels.decode": ("mla/spec.py", "device/wgmma.py", "merge/kernels/merge.py"),
     "cute_kernels.gqa.kernels.decode": ("gqa/spec.py", "gqa/kernels/scheduler.py"),
@@ -350,7 +355,7 @@ def test_key_follows_each_source(monkeypatch: pytest.MonkeyPatch, fresh_facts: N
     """Each file of a kernel of the package is edited in turn, as far as the cache can tell."""
     spec = shipped_specs()[0]
     names = {entry_name(spec)}
-    files = cache.kernel_sources(*cache.kernel_modules(spec))
+    files = cache.kernel_sources(*modules_of(spec))
     assert len(files) > 20
     read = Path.read_bytes
     for edited in files:
@@ -379,8 +384,8 @@ def test_sources_are_followed_from_import_to_import(tmp_path: Path, monkeypatch:
 
 
 def test_a_spec_of_the_same_package_is_a_source() -> None:
-    assert cache.kernel_modules(SPEC) == ("tests.cpu.tiny_kernel", "tests.cpu.tiny_spec")
-    names = [file.name for file in cache.kernel_sources(*cache.kernel_modules(SPEC))]
+    assert modules_of(SPEC) == ("tests.cpu.tiny_kernel", "tests.cpu.tiny_spec")
+    names = [file.name for file in cache.kernel_sources(*modules_of(SPEC))]
     assert sorted(names) == ["arch.py", "compile.py", "tiny_kernel.py", "tiny_spec.py"]
 
 

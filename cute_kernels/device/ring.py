@@ -1,0 +1,28 @@
+"""Places in shared memory that tiles take in turns, and the phases of their mbarriers."""
+
+from typing import NamedTuple
+
+from cutlass import Int32, Uint32
+
+
+class RingSlot(NamedTuple):
+    """Where a tile is: the stage, and the parity of the phase in which the stage's barriers complete for it."""
+
+    index: Int32
+    phase: Int32
+
+
+def ring_slot(tile: Int32, stages: int) -> RingSlot:
+    """The slot of the tile-th tile, counted from 0 since the kernel started, in a ring of `stages`.
+
+    A consumer waits for `phase` of the barrier that says full; a producer for `phase ^ 1` of the one that says empty,
+    which a fresh barrier passes at once. Unsigned: dividing a signed number takes twice the instructions, at the top of
+    each loop.
+    """
+    use = Uint32(tile) // stages
+    return RingSlot(Int32(Uint32(tile) - use * stages), Int32(use % 2))
+
+
+def ring_slot_pow2(tile: Int32, stages: int) -> RingSlot:
+    """As `ring_slot` for a power of two of stages: two instructions, of numbers with a sign too."""
+    return RingSlot(tile & (stages - 1), (tile >> (stages.bit_length() - 1)) & 1)

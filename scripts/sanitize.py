@@ -155,6 +155,15 @@ def known_reports(tool: str, output: str, part: str) -> dict[str, int]:
     return dict(found)
 
 
+def kinds(output: str) -> list[str]:
+    """What initcheck reports, most frequent first: what was read and by whom, without threads and addresses."""
+    found: Counter[str] = Counter()
+    for report in REPORT.findall(output):
+        lines = [line.removeprefix("=========").strip() for line in report.splitlines()[:2]]
+        found[re.sub(r"0x[0-9a-f]+", "...", ", ".join(lines))] += 1
+    return [f"{count} x {kind}" for kind, count in found.most_common()]
+
+
 def run_worker(under: Sequence[str], part: Part) -> subprocess.CompletedProcess[str]:
     """Run a part of the calls behind the words of `under`; its two output streams come back as one."""
     environment = {name: value for name, value in os.environ.items() if name != NO_CACHING}
@@ -525,6 +534,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"{finding.tool}: {finding.reason if finding.errors is None else f'{finding.errors} errors'}{known}")
         if finding.errors != 0:
             print(finding.output)
+            print("\n".join(kinds(finding.output)))
     return int(any(finding.errors != 0 for finding in findings))
 
 

@@ -123,6 +123,9 @@ def test_reads_back_of_what_tma_stored_are_known_and_kernels_that_read_it_are_fi
     found = sanitize.parse("initcheck", output, 99, "few sinks")
     assert (found.errors, found.known) == (1, {"host reads what TMA stored": 1})
     assert sanitize.parse("initcheck", output, 99, "mla").errors == 2
+    first, second = sanitize.kinds(output + output.replace("0x7f6c0294f720", "0x7f6c0294f740"))
+    assert first.startswith("2 x Host API memory access error at host access to ... of size 34,304 bytes, Uninit")
+    assert second.startswith("2 x Uninitialized __global__ memory read of size 16 bytes, at kernel_cutlass")
 
 
 def test_every_known_false_report_has_calls_that_show_it():

@@ -287,6 +287,7 @@ def worker(part: str, default_dtype: str = "float32") -> None:
         if part == "few sinks":
             for tensor in stored:
                 tensor.data.copy_(tensor.detach().cpu())
+            torch.cuda.synchronize()  # without, one of two runs had reports of the next kernel
 
     def sink(name: str, *, deterministic: bool = False, **options: Any) -> None:
         case = sink_case(**options, padded=False, device="cpu")

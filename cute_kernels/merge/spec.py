@@ -7,7 +7,7 @@ ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
 MAX_D = 512
 
 VECTOR_BYTES = 16  # of a load
-UNIT_VALUES = 64  # neighbours that share a unit, where states have units
+UNIT_VALUES = 64  # neighbours that share a block scale, where states have them
 LOADS_IN_FLIGHT = 8  # 16-byte loads of a thread: 32 registers
 MIN_THREADS = 128
 MAX_LANES = 128
@@ -24,7 +24,7 @@ def _power_of_two_at_least(n: int) -> int:
 
 @dataclass(frozen=True)
 class MergeSpec:
-    """Compile-time facts of :class:`cute_kernels.merge.kernels.merge.MergeKernel`; constructor argument and cache key.
+    """Compile-time facts of `kernels.merge.MergeKernel`: constructor argument and cache key.
 
     d          values of a row, a multiple of 8 up to 512
     in_dtype   of the states, out_dtype of the result: "float32", "bfloat16" or "float16"
@@ -33,7 +33,7 @@ class MergeSpec:
     lanes      threads across a row; a power of two up to 128
     groups     of such threads that share the states of one row among them; a power of two
     loads      16-byte loads that a thread has in flight
-    units      64 neighbouring values of a state are kept divided by a float32, their unit, so that float16 holds them
+    units      states have fp16 block scales: 64 neighbours are kept divided by a float32, so that float16 holds them
     eager      states are read before their log-sum-exps have come, empty ones as well
     """
 

@@ -1,9 +1,9 @@
-"""Merge attention states of disjoint key sets: a softmax over their log-sum-exps, then a weighted sum."""
+"""Merges attention states of disjoint key sets: a softmax over their log-sum-exps, then a weighted sum."""
 
 import itertools
 import math
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import cuda.bindings.driver as cuda
 import cutlass
@@ -19,6 +19,33 @@ LN_2 = math.log(2.0)
 DTYPES = {"float32": Float32, "bfloat16": BFloat16, "float16": Float16}
 
 
+class Strided(NamedTuple):
+    """Where a row's part of each state is: the address in the first state, and bytes from one state to the next."""
+
+    address: Int64
+    stride: Int64
+
+
+class MergeRow(NamedTuple):
+    """A row to merge.
+
+    outs   this thread's first vector of each state
+    lses   the row's log-sum-exp in each state
+    scales the row's fp16 block scales in each state, or None. A first one below 0 is, without its sign, that of all
+           values of its state; the others need not be written then
+    sink   of the row's head, or None
+    out    address of the result
+    lse    address of the merged log-sum-exp, or None
+    """
+
+    outs: Strided
+    lses: Strided
+    scales: Strided | None
+    sink: Any
+    out: Int64
+    lse: Any
+
+
 class MergeKernel:
     """outs (n, b, s, h, d), lses (n, b, s, h) -> out (b, s, h, d), lse (b, s, h), in one launch.
 
@@ -31,8 +58,8 @@ class MergeKernel:
        thread. A load whose weight is 0 is not issued, so that nothing of an empty state is read; or, `eager`, loads are
        issued before the log-sum-exps have come, and what an empty state holds counts as zeros.
 
-    At the end the groups' sums meet in shared memory and are added in the order of the groups. The order of all
-    additions is fixed by the specification: the same bits every time.
+    At the end the groups' sums meet in shared memory and are added in the order of the groups. The specification fixes
+    the order of all additions: the same bits every time.
 
     | shared memory | bytes                                                   | 64 states of 512 float32 |
     |---------------|---------------------------------------------------------|--------------------------|
@@ -74,7 +101,8 @@ class MergeKernel:
         """Launches the kernel; a kernel that writes the states calls this from its own host function.
 
         Every row of mOuts and mOut starts at a multiple of 16 bytes and has stride 1. mSink and mLse are None exactly
-        where the specification says so. States with units are for `merge_row`: what merges them has launched them.
+        where the specification says so. States with block scales are for `merge_row`: the kernel that writes them
+        merges them.
         """
         if const_expr(mOuts.element_type is not self.in_dtype or mOut.element_type is not self.out_dtype):
             raise TypeError(f"{self.spec} was given states {mOuts.element_type} and a result {mOut.element_type}")
@@ -106,25 +134,26 @@ class MergeKernel:
         tid, _, _ = cute.arch.thread_idx()
         cta, _, _ = cute.arch.block_idx()
         row_in_cta = tid // const_expr(spec.lanes * spec.groups)
-        of_all = cta * spec.rows_per_cta + row_in_cta
-        # the threads beyond the last row repeat it and store nothing: they must reach the barriers
-        batch_seq, head = divmod(cutlass.min(of_all, rows - 1), divisors[0])
-        batch, seq = divmod(batch_seq, divisors[1])
+        row_index = cta * spec.rows_per_cta + row_in_cta
+        head_divisor, seq_divisor = divisors
+        # threads past the last row repeat it and store nothing: they must reach the barriers
+        batch_seq, head = divmod(cutlass.min(row_index, rows - 1), head_divisor)
+        batch, seq = divmod(batch_seq, seq_divisor)
         smem = SmemAllocator()
         sums = None
         if const_expr(spec.groups > 1):
             sums = smem.allocate_array(Float32, math.prod(spec.sum_shape) * spec.rows_per_cta, byte_alignment=16)
         row = self.find_row(mOuts, mLses, mSink, mOut, mLse, (batch, seq, head), tid)
-        self.merge_row(row, sums, Int32(mLses.shape[0]), of_all < rows, tid, row_in_cta)
+        self.merge_row(row, sums, Int32(mLses.shape[0]), row_index < rows, tid, row_in_cta)
 
     def find_row(
         self, mOuts: cute.Tensor, mLses: cute.Tensor, mSink, mOut: cute.Tensor, mLse, place: tuple, tid: Int32
-    ):
-        """What `merge_row` takes as row, of states at `place` (batch, seq, head)."""
-        outs = (row_address(mOuts, 0, *place) + Int64(tid % self.spec.lanes) * VECTOR_BYTES, state_bytes(mOuts))
-        lses = (row_address(mLses, 0, *place), state_bytes(mLses))
+    ) -> MergeRow:
+        """The row of states at `place` (batch, seq, head)."""
+        outs = Strided(row_address(mOuts, 0, *place) + Int64(tid % self.spec.lanes) * VECTOR_BYTES, state_bytes(mOuts))
+        lses = Strided(row_address(mLses, 0, *place), state_bytes(mLses))
         sink = mSink[place[2]] if self.spec.has_sink else None
-        return (
+        return MergeRow(
             outs,
             lses,
             None,
@@ -134,17 +163,14 @@ class MergeKernel:
         )
 
     @cute.jit
-    def merge_row(self, row: tuple, sums, num_states: Int32, valid, tid: Int32, row_in_cta: Int32):
+    def merge_row(self, row: MergeRow, sums, num_states: Int32, valid, tid: Int32, row_in_cta: Int32):
         """Merges a row of `num_states` states, one at least, with `lanes` x `groups` threads; the whole CTA takes part.
 
-        row = (outs, lses, units, sink, out, lse): where its states are, each as (address in the first state, bytes to
-        the next one), outs for this thread's first vector; the sink; the addresses of the results. A first unit below
-        0 is, without its sign, that of all values of its state; the others need not be written then.
-        `sums` is shared memory for the groups' sums (None with one group).
-        Threads of a row that is not `valid` do the same for a row that exists and store nothing.
+        `sums` is shared memory for the groups' sums (None with one group). Threads of a row that is not `valid` do the
+        same for a row that exists and store nothing.
         """
         spec = self.spec
-        (outs_row, outs_stride), of_lses, of_units, sink, out_row, lse_row = row
+        (outs_row, outs_stride), lses_source, scales_source, sink, out_row, lse_row = row
         group = tid // spec.lanes % spec.groups
         lane = tid % spec.lanes
         weight_lane = tid % spec.weight_lanes
@@ -153,9 +179,9 @@ class MergeKernel:
         acc.fill(0.0)
         raw = cute.make_rmem_tensor((4, spec.vectors, spec.unroll), Int32)
         weights = cute.make_rmem_tensor((spec.weights,), Float32)  # of the states of a chunk that this lane weighs
-        units = cute.make_rmem_tensor((spec.weights,), Float32)  # their first ones
-        units.fill(-1.0)
-        shift, scale, rare = Float32(0.0), Float32(0.0), Int32(0)
+        first_scales = cute.make_rmem_tensor((spec.weights,), Float32)  # of the same states
+        first_scales.fill(-1.0)
+        shift, scale, special = Float32(0.0), Float32(0.0), Int32(0)
         for first in cutlass.range(0, num_states, spec.round, unroll=1):
             address = outs_row + Int64(first + group) * outs_stride
             if const_expr(spec.eager):
@@ -163,26 +189,26 @@ class MergeKernel:
                 self._load_states(raw, exists, address, outs_stride, lane)
             if first % spec.chunk == 0:
                 if const_expr(spec.units):
-                    self._load_floats(units, *of_units, first, num_states, weight_lane)
-                self._load_floats(weights, *of_lses, first, num_states, weight_lane)
+                    self._load_floats(first_scales, *scales_source, first, num_states, weight_lane)
+                self._load_floats(weights, *lses_source, first, num_states, weight_lane)
                 if first == 0:
                     stores = tid % const_expr(spec.lanes * spec.groups) == 0 and valid
-                    shift, scale = self._begin(weights, of_lses, num_states, sink, lse_row, stores, weight_lane)
-                rare = self._weigh(weights, units, shift, scale, num_states - first - weight_lane)
+                    shift, scale = self._begin(weights, lses_source, num_states, sink, lse_row, stores, weight_lane)
+                special = self._weigh(weights, first_scales, shift, scale, num_states - first - weight_lane)
             start = tid % 32 - weight_lane + first % spec.weight_lanes + group  # the lane that weighs the first state
             if const_expr(not spec.eager):
                 factors = list(self._spread(weights, start))
                 self._load_states(raw, [factor[0] != 0.0 for factor in factors], address, outs_stride, lane)
                 self._accumulate(acc, raw, factors)
-            elif rare == 0:
+            elif special == 0:
                 self._accumulate(acc, raw, self._spread(weights, start))
             else:
-                self._accumulate_apart(acc, raw, weights, units, of_units, start, first + group, lane)
+                self._accumulate_special(acc, raw, weights, first_scales, scales_source, start, first + group, lane)
 
         # ---- the groups' sums, in the order of the groups
         if const_expr(spec.groups > 1):
-            of_row = sums + row_in_cta * const_expr(math.prod(spec.sum_shape))
-            sSum = cute.make_tensor(of_row, cute.make_ordered_layout(spec.sum_shape, order=(0, 1, 2, 3)))
+            row_sums = sums + row_in_cta * const_expr(math.prod(spec.sum_shape))
+            sSum = cute.make_tensor(row_sums, cute.make_ordered_layout(spec.sum_shape, order=(0, 1, 2, 3)))
             self._sync()  # those of the row before have been read
             if group > 0:
                 cute.autovec_copy(acc, sSum[None, lane, None, group - 1])
@@ -196,12 +222,12 @@ class MergeKernel:
             self._store(acc, out_row, lane)
 
     @cute.jit
-    def _begin(self, lses: cute.Tensor, of_lses: tuple, num_states: Int32, sink, lse_row, stores, weight_lane: Int32):
-        """What makes weights of a row's log-sum-exps, exp(lse - shift) x scale; the thread that `stores` stores theirs.
+    def _begin(self, lses: cute.Tensor, source: Strided, num_states: Int32, sink, lse_row, stores, weight_lane: Int32):
+        """Shift and scale that make weights of a row's log-sum-exps: exp(lse - shift) x scale.
 
-        `lses` are this lane's of the first chunk.
+        The thread that `stores` stores the merged log-sum-exp. `lses` are this lane's of the first chunk.
         """
-        shift, total = self._softmax_statistics(lses, of_lses, num_states, weight_lane)
+        shift, total = self._softmax_statistics(lses, source, num_states, weight_lane)
         denominator = total
         if const_expr(self.spec.has_sink):
             # Relative to the states' maximum. A sink far above it (or +inf) makes this infinite and the weights 0.
@@ -215,25 +241,25 @@ class MergeKernel:
         return shift, cutlass.select_(total == 0.0, Float32(0.0), cute.arch.rcp_approx(denominator))
 
     @cute.jit
-    def _softmax_statistics(self, lses: cute.Tensor, of_lses: tuple, num_states: Int32, weight_lane: Int32):
-        """(maximum, or 0 without a state; sum of exp(lse - maximum)) of a row, in each of its threads.
+    def _softmax_statistics(self, lses: cute.Tensor, source: Strided, num_states: Int32, weight_lane: Int32):
+        """Maximum of a row, 0 without a state, and sum of exp(lse - maximum), in each of its threads.
 
         `lses` are this lane's of the first chunk.
         """
         spec = self.spec
-        peak, total = self._with(-Float32.inf, Float32(0.0), lses)
+        peak, total = self._include(-Float32.inf, Float32(0.0), lses)
         for first in cutlass.range(spec.chunk, num_states, spec.chunk, unroll=1):
             more = cute.make_rmem_tensor((spec.weights,), Float32)
-            self._load_floats(more, *of_lses, first, num_states, weight_lane)
-            peak, total = self._with(peak, total, more)
+            self._load_floats(more, *source, first, num_states, weight_lane)
+            peak, total = self._include(peak, total, more)
         row_peak = cute.arch.warp_reduction(peak, cute.arch.fmax, threads_in_group=spec.weight_lanes)
         shift = cutlass.select_(row_peak == -Float32.inf, Float32(0.0), row_peak)
         total *= cute.math.exp2((peak - shift) * LOG2_E, fastmath=True)
         return shift, cute.arch.warp_reduction_sum(total, threads_in_group=spec.weight_lanes)
 
     @cute.jit
-    def _with(self, peak: Float32, total: Float32, lses: cute.Tensor):
-        """(maximum, sum of exponentials relative to it), more log-sum-exps among them."""
+    def _include(self, peak: Float32, total: Float32, lses: cute.Tensor):
+        """Maximum, and sum of exponentials relative to it, after more log-sum-exps."""
         new_peak = peak
         for i in cutlass.range_constexpr(self.spec.weights):
             new_peak = cute.arch.fmax(new_peak, lses[i])
@@ -247,85 +273,91 @@ class MergeKernel:
     def _load_floats(
         self, floats: cute.Tensor, row: Int64, stride: Int64, first: Int32, num_states: Int32, weight_lane: Int32
     ):
-        """A number of each of this lane's states of the chunk that starts at `first`; -inf beyond the last state."""
+        """A number of each of this lane's states of the chunk that starts at `first`; -inf past the last state."""
         for i in cutlass.range_constexpr(self.spec.weights):
             state = first + weight_lane + i * self.spec.weight_lanes
             floats[i] = _load_or_minus_inf(row + Int64(state) * stride, state < num_states)
 
     @cute.jit
-    def _weigh(self, weights: cute.Tensor, units: cute.Tensor, shift: Float32, scale: Float32, left: Int32) -> Int32:
-        """Weights of log-sum-exps, in their place; times the unit of a state that has one for all values.
+    def _weigh(
+        self, weights: cute.Tensor, first_scales: cute.Tensor, shift: Float32, scale: Float32, left: Int32
+    ) -> Int32:
+        """Replaces log-sum-exps by weights; times the block scale of a state that has one for all values.
 
-        There are `left` states from this lane's first one on. Returns 1 where one of them is empty or has units that
-        differ, the same in all lanes.
+        There are `left` states from this lane's first one on. Returns 1 in all lanes where one of them is empty or has
+        block scales that differ.
         """
-        rare = False
+        special = False
         for i in cutlass.range_constexpr(self.spec.weights):
             weight = cute.math.exp2((weights[i] - shift) * LOG2_E, fastmath=True) * scale
             if const_expr(self.spec.units):
-                weight *= cutlass.select_(units[i] < 0.0, -units[i], Float32(1.0))
+                weight *= cutlass.select_(first_scales[i] < 0.0, -first_scales[i], Float32(1.0))
             # Exactly 0 even where another state's NaN made the scale NaN: there may be no such state to read.
             weights[i] = cutlass.select_(weights[i] == -Float32.inf, Float32(0.0), weight)
-            rare = rare or (i * self.spec.weight_lanes < left and (weights[i] == 0.0 or units[i] > 0.0))
-        return Int32(1) if cute.arch.vote_any_sync(rare) else Int32(0)
+            special = special or (i * self.spec.weight_lanes < left and (weights[i] == 0.0 or first_scales[i] > 0.0))
+        return Int32(1) if cute.arch.vote_any_sync(special) else Int32(0)
 
-    def _of(self, numbers: cute.Tensor, u: int, start: Int32) -> Float32:
-        """What the lane that weighs a thread's state u of a round has of it."""
+    def _from_weight_lane(self, numbers: cute.Tensor, u: int, start: Int32) -> Float32:
+        """The number of a thread's state u of a round, from the lane that weighs it."""
         place = u * self.spec.groups
         return cute.arch.shuffle_sync(numbers[place // self.spec.weight_lanes], start + place % self.spec.weight_lanes)
 
     def _spread(self, weights: cute.Tensor, start: Int32) -> Iterator[list[Float32]]:
         """The weight of each state that a thread adds in a round, for each of its vectors."""
         for u in range(self.spec.unroll):
-            yield [self._of(weights, u, start)] * self.spec.vectors
+            yield [self._from_weight_lane(weights, u, start)] * self.spec.vectors
 
     def _load_states(self, raw: cute.Tensor, wanted: list, address: Int64, stride: Int64, lane: Int32) -> None:
         """This lane's vectors of the states of a round, zeros of those not `wanted`; `address` is in the first one."""
         spec = self.spec
         for u, v in itertools.product(range(spec.unroll), range(spec.vectors)):
-            at = address + Int64(u * spec.groups) * stride + v * spec.lanes * VECTOR_BYTES
-            words = _load16_or_zero(at, self._and_in_row(wanted[u], lane, v))
+            source = address + Int64(u * spec.groups) * stride + v * spec.lanes * VECTOR_BYTES
+            words = _load16_or_zero(source, self._and_in_row(wanted[u], lane, v))
             for w in range(4):
                 raw[w, v, u] = words[w]
 
     def _accumulate(self, acc: cute.Tensor, raw: cute.Tensor, factors: Iterable[list[Float32]]) -> None:
         """Adds the values of the states of a round, times what their vectors are to be multiplied by."""
-        for u, of_vectors in enumerate(factors):
-            for v, factor in enumerate(of_vectors):
+        for u, state_factors in enumerate(factors):
+            for v, factor in enumerate(state_factors):
                 values = cute.recast_tensor(raw[None, v, u], self.in_dtype).load().to(Float32)
                 for i in range(self.spec.vector):
                     acc[i, v] = acc[i, v] + factor * values[i]
 
     @cute.jit
-    def _accumulate_apart(
+    def _accumulate_special(
         self,
         acc: cute.Tensor,
         raw: cute.Tensor,
         weights: cute.Tensor,
-        units: cute.Tensor,
-        of_units: tuple,
+        first_scales: cute.Tensor,
+        source: Strided,
         start: Int32,
         state: Int32,
         lane: Int32,
     ):
-        """The same where empty states may hold anything, and units of a state differ: float16 did not reach a scale."""
+        """As `_accumulate`, where empty states may hold anything, and block scales of a state differ.
+
+        They differ where one scale for all values of a state would leave the range of float16.
+        """
         spec = self.spec
-        row, stride = of_units
+        row, stride = source
         factors = cute.make_rmem_tensor((spec.vectors, spec.unroll), Float32)
         for u in cutlass.range_constexpr(spec.unroll):
-            weight, apart = self._of(weights, u, start), self._of(units, u, start) > 0.0
+            weight = self._from_weight_lane(weights, u, start)
+            differ = self._from_weight_lane(first_scales, u, start) > 0.0
             for v in cutlass.range_constexpr(spec.vectors):
                 block = (lane + v * spec.lanes) // (UNIT_VALUES // spec.vector)
-                at = row + Int64(state + u * spec.groups) * stride + Int64(block) * const_expr(Float32.width // 8)
-                unit = _load_or_minus_inf(at, apart and weight != 0.0)  # an empty one has none
-                factors[v, u] = cutlass.select_(apart and weight != 0.0, weight * unit, weight)
+                place = row + Int64(state + u * spec.groups) * stride + Int64(block) * const_expr(Float32.width // 8)
+                scale = _load_or_minus_inf(place, differ and weight != 0.0)  # an empty state has none
+                factors[v, u] = cutlass.select_(differ and weight != 0.0, weight * scale, weight)
                 for w in cutlass.range_constexpr(4):
                     raw[w, v, u] = cutlass.select_(weight == 0.0, Int32(0), raw[w, v, u])
         self._accumulate(acc, raw, [[factors[v, u] for v in range(spec.vectors)] for u in range(spec.unroll)])
 
     @cute.jit
     def _store(self, acc: cute.Tensor, out_row: Int64, lane: Int32):
-        """This lane's vectors, rounded to the result's type."""
+        """Stores this lane's vectors, rounded to the result's type."""
         spec = self.spec
         size = const_expr(spec.vector * self.out_dtype.width // 8)
         rounded = cute.make_rmem_tensor((spec.vector, spec.vectors), self.out_dtype)
@@ -337,7 +369,7 @@ class MergeKernel:
                 cute.autovec_copy(rounded[None, v], cute.make_tensor(pointer, cute.make_layout(spec.vector)))
 
     def _and_in_row(self, condition: Any, lane: Int32, v: int) -> Any:
-        """Whether that holds and this lane's v-th vector is in the row: of an uneven row the last one may not be."""
+        """`condition`, and this lane's v-th vector is in the row: the last one of an uneven row may not be."""
         count = self.spec.d // self.spec.vector
         return condition if (v + 1) * self.spec.lanes <= count else condition & (lane < count - v * self.spec.lanes)
 

@@ -12,18 +12,18 @@ from cute_kernels.budget.variants import MLA_BUILT, QK_DIM, MlaVariant, Unit
 from cute_kernels.mla.spec import PARTIAL_FLOATS, TOKENS_PER_TILE, WIDE
 
 MERGE_US = 1.0
-"""Of a call with splits, beside the bytes: counting, polling, two round trips to L2 (results/h200.json: the cases with
-splits and few tiles are within 9% with this)."""
+"""What a call with splits takes in addition to its bytes: counting, polling, two round trips to L2."""
 L2_BYTES, L2_SPEED = 30e6, 2.0
-"""Partial results up to so many bytes stay in L2 until they are merged, and move this much faster than a copy."""
+"""Partials of up to so many bytes stay in L2 until they are merged, and move this much faster than a copy."""
 SHARE_US = 11.0
-"""More where CTAs have shares: they find them first, and one CTA merges 64 rows in the end (dense 16 x 128 x 1)."""
+"""More for a balanced schedule: CTAs find their shares first, and one merges 64 rows at the end (dense 16 x 128)."""
 RANGES_US = 6.2
-"""Of a GQA call beside its bytes, where CTAs take ranges of the work list: 16 x 4096 takes 37.5 us, its bytes 31.1."""
+"""What a GQA call takes in addition to its bytes, where CTAs take ranges of the work list: 16 x 4096 takes 37.5 us, its
+bytes 31.1."""
 TOKEN_SCALES_US = 1.0
-"""More where tokens have scales, which come by loads of their own: with this all cases of the record are within 13%."""
+"""More where tokens have scales, which come by loads of their own: fitted, all recorded cases are within 13%."""
 CLUSTER_US = 4.9
-"""The same where a cluster shares a sequence: 1 x 1024 takes 5.35 us, its bytes 0.5."""
+"""Instead of `RANGES_US` where a cluster shares a sequence: 1 x 1024 takes 5.35 us, its bytes 0.5."""
 
 
 class Variant(Protocol):
@@ -62,12 +62,12 @@ class MlaLaunch:
     """How a call of `mla_fp8_decode` is cut: from its plan.
 
     ctas     that decode
-    tiles    of 64 tokens for each, at most
+    tiles    of 64 tokens, of each CTA at most
     splits   CTAs that share the keys of a query and leave partials
     rows     batch x s_q x h_q
     readers  CTAs that read the same row of the cache
-    shared   parts are shares of all tiles, not splits of each query
-    pages    tiles are parts of pages, not rows of a list
+    shared   the schedule is balanced: CTAs have shares of all tiles, not splits of each query
+    pages    tiles are ranges of a page, not rows of a list
     """
 
     ctas: int
@@ -101,7 +101,7 @@ class Prediction:
 
     us        all of it
     tiles_us  the tiles, in all waves
-    ctas_us   what each wave of CTAs takes beside them
+    ctas_us   what each wave of CTAs takes in addition
     merge_us  the merge of splits
     waves     of CTAs over the SMs
     cycles    per token of a busy SM
@@ -137,13 +137,13 @@ def predict_mla(launch: MlaLaunch, variant: MlaVariant = MLA_BUILT, rates: Rates
 
 
 def start_us(launch: MlaLaunch, variant: MlaVariant, rates: Rates = H200) -> float:
-    """Of a launch, beside its CTAs: what the variant says, and Q of the first wave, which all CTAs want at once."""
+    """What a launch takes before its tiles: the variant's own part, and Q of the first wave, read by all CTAs at once."""
     first_wave = min(launch.rows, rates.sms * variant.heads)
     return rates.us(variant.start_cycles) + rates.read_us(first_wave * 2 * QK_DIM)
 
 
 def predict_gqa(nbytes: float, clustered: bool, rates: Rates = H200, *, token_scales: bool = False) -> Prediction:
-    """Time of a call of `gqa_decode`: its bytes at the rate of a stream, and what a call takes beside them.
+    """Time of a call of `gqa_decode`: its bytes at the rate of a stream, and a fixed part.
 
     Args:
         nbytes: that the call has to move.

@@ -21,8 +21,7 @@ class Rates:
     copy_gbps        a copy within the card, bytes read plus bytes written, GB/s
     tensor_flops     bf16 FLOP per clock that wgmma issues at most
     smem_bytes       bytes per clock through the port of shared memory, reads and writes together
-    conversion       values per clock of each step that turns an fp8 code into a stored bf16 value; steps follow one
-                     another
+    conversion       values per clock of each step from an fp8 code to a stored bf16 value; the steps add up
     dsm_async_bytes  bytes per clock that a CTA sends into its peer's shared memory by st.async, both sending
     dsm_bulk_bytes   the same by bulk copies of 4 KB
     row_cycles       clocks from the loads of a random 656-byte row to its data, all SMs loading from HBM
@@ -107,14 +106,15 @@ class Rates:
         return nbytes / (self.copy_gbps * 1e3)
 
 
-# One H200, 132 SMs, driver 580. `scripts/run_h800_bench.sh` measures all of these but the two nominal ones again.
+# One H200, 132 SMs, driver 580. `scripts/run_h800_bench.sh` measures all but the two nominal ones again, and
+# results/h200.json has the ceilings of the card that it was recorded on; cards differ by 4%.
 H200 = Rates(
     card="NVIDIA H200",
     sms=132,
     sm_mhz=1980,  # what most cases of results/h200.json ran at; 1965 under light load
-    gemm_tflops=782,  # 8192^3 through torch. 774 in results/h200.json
-    read_gbps=4323,  # torch.sum over 4 GiB. 4174 in results/h200.json
-    copy_gbps=4277,  # device to device. 4246 in results/h200.json
+    gemm_tflops=782,  # 8192^3 through torch
+    read_gbps=4323,  # torch.sum over 4 GiB
+    copy_gbps=4277,  # device to device
     tensor_flops=4096,  # nominal: m64n64k16 in 32 clocks; loops of wgmma by two warpgroups reach 99% of it
     smem_bytes=128,  # nominal
     conversion=(512 / 21.4,),  # 21.4 clocks a token: fp8 -> f16 -> f32 -> bf16, x scale, st.shared, one warpgroup

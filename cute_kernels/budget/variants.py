@@ -49,13 +49,13 @@ class MlaVariant:
 
     name            as tables print it
     exchange        NOTHING: no cluster, every CTA gathers and converts all tokens of its tiles
-    rows_in_flight  rows that a CTA's producer has asked for and not yet received
+    rows_in_flight  rows that a CTA has asked for and not yet received
     latency_cycles  per token, that the tensor core waits because QK, softmax and PV of a tile follow one another, tile
                     after tile: calibrated. 0 where it never waits, which is a bound and no forecast
-    page_cycles     of these, what is not waited for where tiles are parts of pages: tensor copies bring dense keys
-    cta_cycles      of a CTA beside its tiles (first rows, Q, epilogue): calibrated
-    start_cycles    of a launch beside that and Q: what it takes to begin, and first rows that all CTAs ask for at once
-    columns         heads are columns of the products: keys go from raw rows to operands in registers, for both products
+    page_cycles     of these, what dense keys save: TMA brings tiles that are ranges of a page
+    cta_cycles      of a CTA in addition to its tiles (first rows, Q, epilogue): calibrated
+    start_cycles    of a launch before that and Q: what it takes to begin, and first rows that all CTAs ask for at once
+    swap_ab         S^T = K Q^T: keys go from raw rows to operands in registers, for both products
     built           whether this package has it: the others are predictions
     heads           of a CTA
     """
@@ -67,7 +67,7 @@ class MlaVariant:
     page_cycles: float = 0.0
     cta_cycles: float = 0.0
     start_cycles: float = 0.0
-    columns: bool = False
+    swap_ab: bool = False
     built: bool = False
     heads: int = WIDE
 
@@ -78,10 +78,10 @@ class MlaVariant:
 
     @property
     def chains(self) -> tuple[tuple[Unit, ...], ...]:
-        """Units whose times add up, because one role uses them one after the other. Chains run beside each other."""
+        """Units whose times add up, because one role uses them one after the other. Chains overlap."""
         # the producer's registers hold a row from its loads to its conversion, so the two do not overlap
         roles: tuple[tuple[Unit, ...], ...] = (Unit.TENSOR, Unit.LATENCY), (Unit.CONVERSION, Unit.GATHER)
-        if self.columns:  # rows are copied, and converted where they are multiplied
+        if self.swap_ab:  # rows are copied, and converted by those who multiply
             roles = (Unit.TENSOR, Unit.LATENCY), (Unit.CONVERSION,), (Unit.GATHER,)
         return (*roles, *((unit,) for unit in (Unit.POWER, Unit.SMEM, Unit.DSM, Unit.HBM)))
 
@@ -109,7 +109,7 @@ class MlaVariant:
             Unit.POWER: rates.sustained_cycles(flops),
             Unit.SMEM: rates.smem_cycles(self._smem_bytes()),
             # pairs of e4m3 at 64 values a clock, for each product
-            Unit.CONVERSION: 2 * NOPE_DIM / 64 if self.columns else rates.conversion_cycles(NOPE_DIM) * converted,
+            Unit.CONVERSION: 2 * NOPE_DIM / 64 if self.swap_ab else rates.conversion_cycles(NOPE_DIM) * converted,
             Unit.GATHER: rates.row_cycles / self.rows_in_flight * gathered,
             Unit.DSM: sent,
             Unit.HBM: rates.read_cycles(TOKEN_BYTES / readers),
@@ -118,7 +118,7 @@ class MlaVariant:
 
     def _smem_bytes(self) -> float:
         """Bytes of a token through the port of shared memory."""
-        if self.columns:  # the row written; codes read for both products; Q and P read once for 64 keys or values
+        if self.swap_ab:  # the row written; codes read for both products; Q and P read once for 64 keys or values
             read = 2 * NOPE_DIM + 2 * ROPE_DIM
             scores = 2 * 4 * self.heads  # float32, written by those who multiply, read by those who make P
             return TOKEN_BYTES + read + 2 * self.heads * (QK_DIM + NOPE_DIM) / TOKENS_PER_TILE + scores
@@ -141,14 +141,14 @@ class MlaVariant:
 # with the crossover of values.
 # START_CYCLES are between what a launch of one wave needs (64 x 128 x 1, topk 2048) and what batch 4 does.
 LATENCY_CYCLES, CTA_CYCLES, START_CYCLES = 29.8, 9_928.4, 8_000.0
-COLUMNS = MlaVariant(
+SWAP_AB = MlaVariant(
     "no cluster, keys made in registers",
     rows_in_flight=192,
     latency_cycles=LATENCY_CYCLES,
     page_cycles=1.5,
     cta_cycles=CTA_CYCLES,
     start_cycles=START_CYCLES,
-    columns=True,
+    swap_ab=True,
     built=True,
 )
 TURNS = MlaVariant(
@@ -165,16 +165,16 @@ CROSSOVER_ASYNC = MlaVariant("crossover of bf16 by st.async", Exchange.BF16_ASYN
 CROSSOVER_BULK = MlaVariant("crossover of bf16 by bulk copy", Exchange.BF16_BULK, 64, cta_cycles=CTA_CYCLES)
 CROSSOVER_RAW = MlaVariant("crossover of raw bytes by bulk copy", Exchange.RAW_BULK, 64, cta_cycles=CTA_CYCLES)
 
-MLA_VARIANTS = (COLUMNS, TURNS, OVERLAPPED_32, OVERLAPPED, CROSSOVER_ASYNC, CROSSOVER_BULK, CROSSOVER_RAW)
-MLA_BUILT = COLUMNS
+MLA_VARIANTS = (SWAP_AB, TURNS, OVERLAPPED_32, OVERLAPPED, CROSSOVER_ASYNC, CROSSOVER_BULK, CROSSOVER_RAW)
+MLA_BUILT = SWAP_AB
 """What `mla_fp8_decode` runs with 33 heads and more. `TURNS` has to be asked for."""
 
-MLA_HALF = replace(COLUMNS, name="32 heads", heads=32, latency_cycles=37.4, page_cycles=5.3, cta_cycles=7_950.0)
+MLA_HALF = replace(SWAP_AB, name="32 heads", heads=32, latency_cycles=37.4, page_cycles=5.3, cta_cycles=7_950.0)
 """What it runs with 17 to 32, and with more over few keys. Three numbers fit three cases within 3%: 128 x 32 x 1 with
 topk 2048 (65 us) and with 8192 dense keys (212 us), and 2 x 128 x 1 (13.7 us)."""
 
 MLA_NARROW = replace(
-    COLUMNS, name="16 heads", heads=16, rows_in_flight=256, latency_cycles=39.0, page_cycles=8.8, cta_cycles=9_100.0
+    SWAP_AB, name="16 heads", heads=16, rows_in_flight=256, latency_cycles=39.0, page_cycles=8.8, cta_cycles=9_100.0
 )
 """What it runs with fewer. `latency_cycles` fit 128 x 16 x 1 with topk 2048 (58 us); `page_cycles` are enough for HBM
 to bind with 8192 dense keys (176 us), and say no more."""

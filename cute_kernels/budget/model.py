@@ -137,7 +137,7 @@ def predict_mla(launch: MlaLaunch, variant: MlaVariant = MLA_BUILT, rates: Rates
 
 
 def start_us(launch: MlaLaunch, variant: MlaVariant, rates: Rates = H200) -> float:
-    """What a launch takes before its tiles: the variant's own part, and Q of the first wave, read by all CTAs at once."""
+    """What a launch takes before its tiles: the variant's own part, and Q of the first wave, which all CTAs read."""
     first_wave = min(launch.rows, rates.sms * variant.heads)
     return rates.us(variant.start_cycles) + rates.read_us(first_wave * 2 * QK_DIM)
 

@@ -22,8 +22,9 @@ import cute_kernels
 from cute_kernels.budget import model
 from cute_kernels.budget.rates import H200, Rates
 from cute_kernels.budget.variants import MLA_BUILT, MLA_HALF, MLA_NARROW, TURNS, MlaVariant
-from cute_kernels.mla.plan import DecodePlan, plan_decode
-from cute_kernels.mla.spec import EXCHANGES, FEW, WIDE
+from cute_kernels.mla.crossover.spec import MlaCrossoverSpec
+from cute_kernels.mla.plan import EXCHANGES, DecodePlan, plan_decode
+from cute_kernels.mla.spec import FEW, WIDE
 from fp8_mla import QK_DIM, TOKEN_BYTES, V_DIM, pack, reference_decode, unpack
 from scripts.bench import evidence
 from scripts.bench.timing import Expected, host_time, sets_to_outgrow_l2, time_graph
@@ -179,7 +180,7 @@ def built(bench: DecodeBench, sms: int) -> MlaVariant:
     spec = plan(bench, sms).spec
     if spec.heads < WIDE:
         return MLA_NARROW if spec.heads <= FEW else MLA_HALF
-    return MLA_BUILT if spec.exchange == "none" else TURNS
+    return TURNS if isinstance(spec, MlaCrossoverSpec) else MLA_BUILT
 
 
 def predict(bench: DecodeBench, variant: MlaVariant | None = None, rates: Rates = H200) -> model.Prediction:

@@ -39,6 +39,7 @@ sys.path.insert(0, str(ROOT))  # runs from a checkout, installed or not
 import torch  # noqa: E402
 
 from cute_kernels.mla import spec as mla_spec  # noqa: E402
+from cute_kernels.mla.crossover import spec as crossover_spec  # noqa: E402
 from cute_kernels.runtime.arch import is_sm90  # noqa: E402
 from scripts import bench_gqa, bench_mla, bench_sink, fuzz, sanitize  # noqa: E402
 from scripts.bench import evidence, kernels_run  # noqa: E402
@@ -484,7 +485,8 @@ def check(options: argparse.Namespace, code: Any, progress: Progress) -> tuple[d
             specs: list[Any] = []
             if not options.skip_benchmarks:
                 gqa = [bench.spec for bench in bench_gqa.DECODE_CASES]
-                specs = [*gqa, *bench_sink.specs(), *mla_spec.shipped_specs()]
+                mla = [*mla_spec.shipped_specs(), *crossover_spec.shipped_specs()]
+                specs = [*gqa, *bench_sink.specs(), *mla]
             processes = None if options.skip_tests else 4  # the tests have most of the cores
             kernels = pool.submit(code.precompile, specs, processes=processes)
             if not options.skip_sanitizer:

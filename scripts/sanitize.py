@@ -255,7 +255,7 @@ def worker(part: str, default_dtype: str = "float32") -> None:
     import cute_kernels
     import fp8_mla
     from cute_kernels.gqa.reference import reference_append
-    from cute_kernels.mla.spec import EXCHANGES
+    from cute_kernels.mla.plan import EXCHANGES
     from tests.support.compare import check_decode
     from tests.support.gqa_cases import GqaCase, check_gqa, gqa_case
     from tests.support.mla_cases import DecodeCase, dense_case, generator, sparse_case, strided

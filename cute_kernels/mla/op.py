@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import torch
 
 import fp8_mla
-from cute_kernels.mla.plan import MAX_SPLITS, plan_decode
-from cute_kernels.mla.spec import EXCHANGES, MASKED_SCALE, MAX_KEYS, PARTIAL_FLOATS
+from cute_kernels.mla.plan import EXCHANGES, MAX_SPLITS, plan_decode
+from cute_kernels.mla.spec import MASKED_SCALE, MAX_KEYS, PARTIAL_FLOATS
 from cute_kernels.runtime import memory, workspace
 from cute_kernels.runtime.arch import require_sm90
 from cute_kernels.runtime.checks import check_tensor, fail, refuse_gradients, require

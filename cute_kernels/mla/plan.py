@@ -7,16 +7,19 @@ import functools
 import itertools
 from dataclasses import dataclass, replace
 
+from cute_kernels.mla.crossover import spec as crossover
+from cute_kernels.mla.crossover.spec import MlaCrossoverSpec
 from cute_kernels.mla.spec import (
     CUT_TILES,
-    ITEM_TILES,
     NARROW,
     PARTIAL_FLOATS,
     TOKENS_PER_TILE,
     WIDE,
+    WORK_TILE_OVERHEAD,
     MlaDecodeSpec,
 )
 
+EXCHANGES = ("none", *crossover.EXCHANGES)  # what a call may ask for
 MAX_SPLITS = 256
 MAX_BALANCED = 1024  # queries: each may leave partial results, and every CTA looks at the lengths of all
 HALF = 32  # heads, into which 64 are cut where that is faster: over few keys, by up to 15%
@@ -36,7 +39,7 @@ class DecodePlan:
     as long as they can be.
     """
 
-    spec: MlaDecodeSpec
+    spec: MlaDecodeSpec | MlaCrossoverSpec
     num_splits: int
     merge_ctas: int  # that merge the partials of 64 heads of a query
     tiles_per_split: int
@@ -78,25 +81,29 @@ def plan_decode(
         heads: of a CTA, to force it.
     """
     if heads is None:
-        heads = WIDE if exchange not in (None, "none") else next((n for n in NARROW if n >= h_q), WIDE)
+        heads = next((n for n in NARROW if n >= h_q), WIDE)
         choices = (heads, HALF) if heads == WIDE and exchange is None else (heads,)
     else:
         choices = (heads,)
     queries = batch * s_q
     tiles = max(1, -(-max_keys // TOKENS_PER_TILE))
     candidates = [num_splits] if num_splits is not None else range(1, min(tiles, MAX_SPLITS) + 1)
-    specs = [MlaDecodeSpec(sparse=sparse, exchange=exchange or "none", heads=choice) for choice in choices]
+    specs: list[MlaDecodeSpec | MlaCrossoverSpec] = [MlaDecodeSpec(sparse=sparse, heads=choice) for choice in choices]
+    if exchange not in (None, "none"):
+        specs = [MlaCrossoverSpec(sparse=sparse, exchange=exchange)]
 
-    def estimate(spec: MlaDecodeSpec, n: int) -> float:
+    def estimate(spec: MlaDecodeSpec | MlaCrossoverSpec, n: int) -> float:
         items = queries * spec.head_blocks(h_q) * n
         return _estimate_us(spec.heads, items, -(-tiles // n), n, queries * h_q, num_sms)
 
     spec, best = min(itertools.product(specs, candidates), key=lambda choice: estimate(*choice))
     blocks = spec.head_blocks(h_q)
     shares, items = num_sms // blocks, queries * blocks
-    can_share = num_splits is None and spec.columns and 1 < queries <= MAX_BALANCED and shares > 1
-    can_share &= queries * (tiles + ITEM_TILES) < 2**31 - num_sms  # CTAs add up the tiles of all queries in 32 bits
-    if can_share and (ragged or (best > 1 and items >= num_sms)):  # a share has fewer cuts than splits of all
+    can_share = num_splits is None and 1 < queries <= MAX_BALANCED and shares > 1
+    # CTAs add up the tiles of all queries in 32 bits
+    can_share &= queries * (tiles + WORK_TILE_OVERHEAD) < 2**31 - num_sms
+    wants_shares = ragged or (best > 1 and items >= num_sms)  # a share has fewer cuts than splits of all
+    if isinstance(spec, MlaDecodeSpec) and can_share and wants_shares:
         return _plan_shares(spec, queries, h_q, blocks, tiles, num_sms)
     # Many rows of few partials: a warp each, 16 rows at a time. Else a warpgroup each, 4 rows at a time, because loads
     # of a row are then in flight together. And no more merging CTAs than SMs: each of them fills one.
@@ -119,8 +126,8 @@ def _plan_shares(spec: MlaDecodeSpec, queries: int, h_q: int, blocks: int, tiles
     merge_lanes = 32 if shares <= 8 * queries else 128
     of_share, parts = -(-queries // shares), max(shares // queries, 1)
     items, each = queries * parts, -(-tiles // parts)
-    spare = CUT_TILES if parts == 1 else 2 * ITEM_TILES
-    if of_share * (each + ITEM_TILES) > queries * (tiles + ITEM_TILES) // shares + spare:
+    spare = CUT_TILES if parts == 1 else 2 * WORK_TILE_OVERHEAD
+    if of_share * (each + WORK_TILE_OVERHEAD) > queries * (tiles + WORK_TILE_OVERHEAD) // shares + spare:
         items, parts = (of_share + 1) * shares, -(-(shares + queries) // queries)
         each = -(-queries * tiles // items)
     return DecodePlan(
@@ -135,7 +142,7 @@ def _plan_shares(spec: MlaDecodeSpec, queries: int, h_q: int, blocks: int, tiles
     )
 
 
-def _merge_ctas(spec: MlaDecodeSpec, h_q: int, merge_lanes: int, groups: int, num_sms: int) -> int:
+def _merge_ctas(spec: MlaDecodeSpec | MlaCrossoverSpec, h_q: int, merge_lanes: int, groups: int, num_sms: int) -> int:
     """CTAs that share the rows of a group, one for each head: as many as there are SMs for all, or turns of a CTA."""
     turns = max(1, -(-min(h_q, spec.heads) * merge_lanes // spec.threads))
     return -(-turns // max(1, -(-groups * turns // num_sms)))

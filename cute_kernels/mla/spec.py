@@ -1,4 +1,4 @@
-"""What is fixed at compile time in the MLA decoding kernel."""
+"""What is fixed at compile time in the MLA decoding kernel without an exchange."""
 
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -11,17 +11,15 @@ NARROW = (8, 16, 32)  # and where there are few
 FEW = 16  # heads, at most, that leave registers for six warpgroups
 TOKENS_PER_TILE = 64
 MAX_KEYS = 2**31 - 2**15  # that a query can name: the end of the last of 256 equal parts still fits into 32 bits
-ITEM_TILES = 2  # what an item of work takes beside its tiles, in tiles, where shares of them are made
-CUT_TILES = 5  # and what it takes to cut a query in two: an item more, and a merge
+WORK_TILE_OVERHEAD = 2  # key tiles that a work tile costs beside its own, in a balanced schedule
+CUT_TILES = 5  # key tiles that a cut through a query costs: a work tile more, and a merge
 MERGE_LANES = (0, 32, 128)
-EXCHANGES = ("none", "codes", "values")
-WEIGHT = 8.0  # scales from 2^-17 to 2^-2, of values up to 112, times this are normal float16 numbers below 2
 MASKED_SCALE = 2.0**-6  # of a masked key: within reach of both weights, or its tile would be added up the rare way
 # of a row of a split in scratch memory: 512 float16 numbers, units of 64 of them, a log-sum-exp
 PARTIAL_FLOATS = V3_2.d_v // 2 + V3_2.d_v // UNIT_VALUES + 1
 COLUMN_WEIGHT = 2.0**7  # where heads are columns: scales from 2^-12 to 1, of values up to 448, are below 2^7 with it
 ROLES = ("keys", "scores", "values 0", "values 1")  # warpgroups, as a traced kernel numbers them
-# of a tile, for each of them; where heads are rows the scores make P as they hand it over
+# of a tile, for each of them
 EVENTS = (("wait", "fill", "softmax"), ("wait", "QK", "hand over"), ("wait", "PV"), ("wait", "PV"))
 
 
@@ -32,10 +30,6 @@ class MlaDecodeSpec:
     sparse    keys come from a list of slots per query; otherwise from a block table and a length per request
     merge_lanes  several CTAs share the keys of a query: each writes a float16 partial, and CTAs behind them merge with
               this many threads a row. 0: one CTA has all keys
-    exchange  the crossover: two CTAs with 64 heads each gather half of the keys of every tile, and hand each other
-              "codes", rows as they come, which both widen, or "values", float16 numbers; "none": no cluster, and
-              heads are columns of the products instead of rows
-
     heads     of a CTA: 64, or as few as there are
     balanced  CTAs have equal shares of the tiles of all queries, by the lengths that they find there, instead of whole
               queries or equal parts of each: a query that is cut is merged
@@ -47,60 +41,42 @@ class MlaDecodeSpec:
 
     sparse: bool
     merge_lanes: int = 0
-    exchange: str = "none"
     heads: int = WIDE
     balanced: bool = False
     trace: bool = False
 
     kernel: ClassVar[str] = "cute_kernels.mla.kernels.decode:MlaDecodeKernel"
+    cluster: ClassVar[int] = 1  # CTAs that share the keys of a query token and split
 
     @property
     def compile_options(self) -> str:
         """Levels at which ptxas spills no register; what it makes of them differs by up to 6% (64 heads, 0 and 7)."""
-        level = 5
-        if self.columns:
-            level = 0 if self.few_heads else 7
-        return f"--ptxas-options '--register-usage-level={level}'"
+        return f"--ptxas-options '--register-usage-level={0 if self.few_heads else 7}'"
 
     def can_implement(self) -> list[str]:
         """Reasons, in words, why this kernel cannot be built; empty when it can."""
         reasons = []
-        if self.exchange not in EXCHANGES:
-            reasons.append(f"exchange is {self.exchange!r}; known are {EXCHANGES}")
         if self.heads != WIDE and self.heads not in NARROW:
             reasons.append(f"heads is {self.heads}; known are {NARROW} and {WIDE}")
-        if self.heads != WIDE and self.exchange != "none":
-            reasons.append(f"exchange is {self.exchange!r} with {self.heads} heads; few heads fit into one CTA")
         if self.merge_lanes not in MERGE_LANES:
             reasons.append(f"merge_lanes is {self.merge_lanes}; known are {MERGE_LANES}")
-        if self.balanced and (self.exchange != "none" or not self.split):
-            got = f"exchange {self.exchange!r} and merge_lanes {self.merge_lanes}"
-            reasons.append(f"balanced is True with {got}; shares need no exchange, and a merge")
+        if self.balanced and not self.split:
+            reasons.append(f"balanced is True with merge_lanes {self.merge_lanes}; shares need a merge")
         return reasons
 
-    @property
-    def cluster(self) -> int:
-        """CTAs that share the keys of a query token and split."""
-        return 1 if self.exchange == "none" else 2
-
     def head_blocks(self, h_q: int) -> int:
-        """CTAs for the heads of a query token: whole clusters."""
-        return -(-h_q // (self.heads * self.cluster)) * self.cluster
-
-    @property
-    def columns(self) -> bool:
-        """Whether heads are columns of the products, and keys their rows: wherever CTAs exchange nothing."""
-        return self.exchange == "none"
+        """CTAs for the heads of a query token."""
+        return -(-h_q // self.heads)
 
     @property
     def few_heads(self) -> bool:
         """Whether S and O leave registers for six warpgroups: copies and softmax are apart, and two score in turn."""
-        return self.columns and self.heads <= FEW
+        return self.heads <= FEW
 
     @property
     def offers(self) -> bool:
         """Whether values start copies of tiles that keys have found: values know first that there is room for them."""
-        return not self.sparse and self.columns and not self.few_heads
+        return not self.sparse and not self.few_heads
 
     @property
     def score_groups(self) -> int:
@@ -118,8 +94,6 @@ class MlaDecodeSpec:
 
         At launch all of 512 threads have 128, and all of 768 have 80.
         """
-        if not self.columns:
-            return (72, 104, 168, 0)
         if self.few_heads:
             return (32, 112, 96, 32)
         if self.heads < WIDE:
@@ -134,24 +108,22 @@ class MlaDecodeSpec:
     @property
     def expected(self) -> dict[str, Any]:
         """What the compiled kernel is held to."""
-        sends = {"none": (), "codes": ("STAS",), "values": ("UBLKCP",)}[self.exchange]
-        loads = "LDGSTS.E.BYPASS.128" if self.columns else "LDG.E.128"
-        # with codes the producers' loads and sends leave up to nine of 72 registers too few
-        stack = 32 if self.exchange == "codes" else 0
-        registers = 80 if self.few_heads else 128
-        instructions = ("HGMMA", "UTMALDG", "USETMAXREG", loads, *sends)
-        # Where ptxas takes a loop's counters for values of each thread, fewer than 75 are left: 10% of the time
-        uniform = {"USHF": 90 if self.columns else 75}
-        return {"registers": registers, "stack": stack, "instructions": instructions, "at_least": uniform}
+        # Where ptxas takes a loop's counters for values of each thread, fewer are left: 10% of the time
+        return {
+            "registers": 80 if self.few_heads else 128,
+            "stack": 0,
+            "instructions": ("HGMMA", "UTMALDG", "USETMAXREG", "LDGSTS.E.BYPASS.128"),
+            "at_least": {"USHF": 90},
+        }
 
 
 def shipped_specs() -> list[MlaDecodeSpec]:
     """Every specification that the planner can ask for."""
     return [
-        MlaDecodeSpec(sparse=sparse, merge_lanes=lanes, exchange=exchange, heads=heads)
+        MlaDecodeSpec(sparse=sparse, merge_lanes=lanes, heads=heads)
         for sparse in (True, False)
         for lanes in MERGE_LANES
-        for exchange, heads in (*((exchange, WIDE) for exchange in EXCHANGES), *(("none", heads) for heads in NARROW))
+        for heads in (*NARROW, WIDE)
     ] + [
         MlaDecodeSpec(sparse=sparse, merge_lanes=lanes, heads=heads, balanced=True)
         for sparse in (True, False)

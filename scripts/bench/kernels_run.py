@@ -22,6 +22,7 @@ from scripts.bench.evidence import kernel_id
 SPEC_MODULES = (
     "cute_kernels.mla.spec",
     "cute_kernels.mla.append_spec",
+    "cute_kernels.mla.crossover.spec",
     "cute_kernels.merge.spec",
     "cute_kernels.gqa.spec",
     "cute_kernels.gqa.append_spec",

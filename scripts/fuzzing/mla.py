@@ -11,8 +11,8 @@ import torch
 
 import fp8_mla
 from cute_kernels.mla import append_spec, spec
-from cute_kernels.mla.plan import plan_decode
-from cute_kernels.mla.spec import EXCHANGES
+from cute_kernels.mla.crossover import spec as crossover_spec
+from cute_kernels.mla.plan import EXCHANGES, plan_decode
 from scripts.fuzzing.calls import Call, Mode
 from scripts.fuzzing.draws import INT32_MAX, INT32_MIN, MAX_SCRATCH, Draw, extreme_lengths, num_sms, problems_of
 from scripts.fuzzing.memory import Image, bits, contiguous_stride, padded_stride
@@ -38,7 +38,7 @@ DECODE_MODES = (
 
 def kernel_specs() -> list[Any]:
     """Every kernel that these calls may take."""
-    return [*spec.shipped_specs(), *append_spec.shipped_specs()]
+    return [*spec.shipped_specs(), *crossover_spec.shipped_specs(), *append_spec.shipped_specs()]
 
 
 def decode_call(draw: Draw) -> Call:

@@ -14,6 +14,7 @@ from cute_kernels.gqa import op as gqa_op
 from cute_kernels.gqa.layouts import LAYOUTS, CacheSizes, scale_shapes
 from cute_kernels.gqa.plan import cluster_for
 from cute_kernels.mla import op as mla_op
+from cute_kernels.mla.crossover.spec import shipped_specs as shipped_crossover_specs
 from cute_kernels.mla.spec import shipped_specs as shipped_mla_specs
 from tests.support import covering
 from tests.support.arrays import Model, Rule, cover, uncovered
@@ -197,7 +198,7 @@ def test_mla_rows_are_valid_calls(row):
 
 
 def test_mla_rows_have_plans_that_fit():
-    shipped = set(shipped_mla_specs())
+    shipped = {*shipped_mla_specs(), *shipped_crossover_specs()}
     for row in MLA_ROWS:
         plan = row.plan()
         assert plan.spec in shipped
@@ -225,7 +226,7 @@ def test_kernels_stay_few():
     """Of `gqa_decode` 2.2 s of a core each; those of `mla_fp8_decode` ship anyway."""
     specs = covering.all_specs()
     assert len(set(specs)) == len(specs)
-    assert len(set(specs) - set(shipped_mla_specs())) <= 160
+    assert len(set(specs) - {*shipped_mla_specs(), *shipped_crossover_specs()}) <= 160
 
 
 @pytest.mark.parametrize("row", [*GQA_ROWS[::12], *MLA_ROWS[::12]], ids=lambda row: f"{type(row).__name__}{row.seed}")

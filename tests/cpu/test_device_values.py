@@ -13,7 +13,7 @@ from cute_kernels.gqa.plan import plan_decode as plan_gqa
 from cute_kernels.gqa.spec import MAX_RANGES, GqaDecodeSpec
 from cute_kernels.mla.plan import MAX_BALANCED
 from cute_kernels.mla.plan import plan_decode as plan_mla
-from cute_kernels.mla.spec import ITEM_TILES, MAX_KEYS, TOKENS_PER_TILE
+from cute_kernels.mla.spec import MAX_KEYS, TOKENS_PER_TILE, WORK_TILE_OVERHEAD
 from fp8_mla import QK_DIM, TOKEN_BYTES
 from fp8_mla.slots import slots_from_positions
 from tests.support.compare import bf16_yardstick
@@ -134,7 +134,7 @@ def test_slots_of_appends():
 @pytest.mark.parametrize("batch", [2, 100, MAX_BALANCED])
 def test_mla_shares_are_planned_where_32_bits_hold_their_sum(batch, max_keys):
     plan = plan_mla(sparse=False, batch=batch, s_q=1, h_q=16, max_keys=max_keys, num_sms=132, ragged=True)
-    total = batch * (-(-max_keys // TOKENS_PER_TILE) + ITEM_TILES)
+    total = batch * (-(-max_keys // TOKENS_PER_TILE) + WORK_TILE_OVERHEAD)
     assert plan.spec.balanced == (total < 2**31 - 132)
     assert plan.num_splits * plan.tiles_per_split * TOKENS_PER_TILE < 2**31
 

@@ -51,8 +51,7 @@ def test_all_that_knows_the_format_takes_it_from_there() -> None:
     arch.pin()
     from cute_kernels.device import token_cache
     from cute_kernels.mla import spec
-    from cute_kernels.mla.crossover.kernels import load
-    from cute_kernels.mla.kernels import append
+    from cute_kernels.mla.kernels import append, tile
     from scripts.units import spec as units
 
     rope = V3_2.field("rope")
@@ -68,7 +67,7 @@ def test_all_that_knows_the_format_takes_it_from_there() -> None:
     assert (append.SCALE_OFFSET, append.ROPE_OFFSET, append.TOKEN_BYTES) == (
         V3_2.scales.offset, rope.offset, V3_2.token_bytes
     )  # fmt: skip
-    assert (load.NOPE, load.ROPE, load.GROUP) == (
+    assert (tile.NOPE, tile.ROPE, tile.QUANT_TILE) == (
         V3_2.nope_dim, V3_2.rope_dim, V3_2.quant_tile
     )  # fmt: skip
     assert spec.PARTIAL_FLOATS == V3_2.d_v // 2 + V3_2.d_v // 64 + 1

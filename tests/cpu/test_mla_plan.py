@@ -2,13 +2,13 @@
 
 import pytest
 
-from cute_kernels.mla.plan import MAX_BALANCED, MAX_SPLITS, plan_decode
+from cute_kernels.mla.crossover.spec import WEIGHT, MlaCrossoverSpec
+from cute_kernels.mla.crossover.spec import shipped_specs as shipped_crossover_specs
+from cute_kernels.mla.plan import EXCHANGES, MAX_BALANCED, MAX_SPLITS, plan_decode
 from cute_kernels.mla.spec import (
     COLUMN_WEIGHT,
-    EXCHANGES,
     MASKED_SCALE,
     TOKENS_PER_TILE,
-    WEIGHT,
     WIDE,
     MlaDecodeSpec,
     shipped_specs,
@@ -78,10 +78,9 @@ def test_nothing_is_shared_where_it_cannot_be(forced):
     assert plan_decode(**sizes).spec.balanced
 
 
-@pytest.mark.parametrize("fact", [{"exchange": "values"}, {"merge_lanes": 0}], ids=str)
-def test_shares_need_a_merge_and_no_exchange(fact):
-    spec = MlaDecodeSpec(**{"sparse": True, "merge_lanes": 32, "balanced": True, **fact})
-    assert [reason.split(" with ")[0] for reason in spec.can_implement()] == ["balanced is True"]
+def test_shares_need_a_merge():
+    spec = MlaDecodeSpec(sparse=True, merge_lanes=0, balanced=True)
+    assert spec.can_implement() == ["balanced is True with merge_lanes 0; shares need a merge"]
 
 
 @pytest.mark.parametrize("num_splits", [1, 2, 7, 256])
@@ -101,7 +100,8 @@ def test_one_request_fills_the_card_and_many_are_not_split():
 def test_small_batches_get_what_was_measured_fastest(batch, heads, splits):
     """13.0, 13.7, 15.9, 20.9 and 29.9 us; clusters take 19 to 33% longer (docs/crossover.md)."""
     plan = plan_decode(sparse=True, batch=batch, s_q=1, h_q=128, max_keys=2048, num_sms=SMS)
-    assert (plan.spec.heads, plan.spec.exchange, plan.num_splits) == (heads, "none", splits)
+    assert isinstance(plan.spec, MlaDecodeSpec)
+    assert (plan.spec.heads, plan.num_splits) == (heads, splits)
     assert plan.spec.merge_lanes == (128 if batch <= 4 else 32)
 
 
@@ -128,15 +128,19 @@ def test_64_heads_are_cut_in_two_over_few_keys(blocks, keys, heads):
 @pytest.mark.parametrize("h_q", [1, 64, 65, 128])
 def test_a_forced_exchange_is_taken_by_whole_clusters(exchange, h_q):
     plan = plan_decode(sparse=True, batch=2, s_q=3, h_q=h_q, max_keys=512, num_sms=SMS, num_splits=2, exchange=exchange)
-    assert plan.spec.exchange == exchange
+    if exchange == "none":
+        assert isinstance(plan.spec, MlaDecodeSpec)
+    else:
+        assert isinstance(plan.spec, MlaCrossoverSpec) and plan.spec in shipped_crossover_specs()
+        assert plan.spec.exchange == exchange
     assert plan.ctas % plan.spec.cluster == 0
     assert plan.spec.head_blocks(h_q) >= -(-h_q // WIDE)
     assert plan.ctas == 2 * 3 * 2 * plan.spec.head_blocks(h_q)
 
 
 def test_an_unknown_exchange_is_refused_in_words():
-    spec = MlaDecodeSpec(sparse=True, exchange="keys")
-    assert spec.can_implement() == ["exchange is 'keys'; known are ('none', 'codes', 'values')"]
+    spec = MlaCrossoverSpec(sparse=True, exchange="keys")
+    assert spec.can_implement() == ["exchange is 'keys'; known are ('codes', 'values')"]
 
 
 def test_masked_keys_do_not_send_a_tile_the_rare_way():

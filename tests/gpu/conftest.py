@@ -21,6 +21,7 @@ from cute_kernels.gqa import spec as gqa_spec
 from cute_kernels.merge import spec as merge_spec
 from cute_kernels.mla import append_spec
 from cute_kernels.mla import spec as mla_spec
+from cute_kernels.mla.crossover import spec as crossover_spec
 from cute_kernels.runtime.arch import is_sm90
 from cute_kernels.runtime.compile import precompile
 from cute_kernels.sink import backward_spec as sink_backward_spec
@@ -88,6 +89,7 @@ def kernel_specs(session: pytest.Session) -> list[Any]:
     """What ships, and what the collected files name in a function `kernel_specs` of their own."""
     modules: tuple[Any, ...] = (
         mla_spec,
+        crossover_spec,
         append_spec,
         merge_spec,
         gqa_spec,

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from cute_kernels import mla_fp8_decode
-from cute_kernels.mla.spec import EXCHANGES
+from cute_kernels.mla.plan import EXCHANGES
 from cute_kernels.runtime import workspace
 from fp8_mla import QK_DIM, ROPE_OFFSET, SCALE_OFFSET, TOKEN_BYTES, V_DIM, reference_decode
 from tests.support.compare import emulate_bf16_decode, relative_error

@@ -26,7 +26,9 @@ from cute_kernels.gqa.layouts import LAYOUTS
 from cute_kernels.gqa.spec import CLUSTER, COLUMNS, KEYS_PER_WARP, MAX_ACCUMULATORS, GqaDecodeSpec
 from cute_kernels.gqa.spec import SCALES as SCALE_CLASSES
 from cute_kernels.mla import plan as mla_plan
-from cute_kernels.mla.spec import EXCHANGES, MlaDecodeSpec
+from cute_kernels.mla.crossover.spec import MlaCrossoverSpec
+from cute_kernels.mla.plan import EXCHANGES
+from cute_kernels.mla.spec import MlaDecodeSpec
 from fp8_mla import V_DIM
 from tests.support.arrays import Model, Row, Rule, cover
 from tests.support.compare import Comparison, check_decode
@@ -387,7 +389,7 @@ class MlaRow:
             exchange=self.exchange,
         )
 
-    def spec(self) -> MlaDecodeSpec:
+    def spec(self) -> MlaDecodeSpec | MlaCrossoverSpec:
         """The kernel."""
         return self.plan().spec
 
@@ -507,7 +509,7 @@ def _write(op: str, rows: list[Row]) -> None:
         writer.writerows({name: str(value) for name, value in row.items()} for row in rows)
 
 
-def all_specs() -> list[GqaDecodeSpec | MlaDecodeSpec]:
+def all_specs() -> list[GqaDecodeSpec | MlaDecodeSpec | MlaCrossoverSpec]:
     """The kernels of all rows, each once."""
     return list(dict.fromkeys([*(row.spec() for row in GQA_ROWS), *(row.spec() for row in MLA_ROWS)]))
 

@@ -82,23 +82,19 @@ rope parts: 131,072 and 24,576, q 36,864, s and p 8,192 each.
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
-from cutlass import AddressSpace, BFloat16, Float16, Float32, Int32, Int64, Uint8, const_expr
+from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import cpasync
-from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 from cutlass.memory import SmemAllocator
 
-from cute_kernels.device import registers, softmax, token_cache
+from cute_kernels.device import registers, softmax
 from cute_kernels.device.trace import Tracer
-from cute_kernels.merge.spec import UNIT_VALUES
-from cute_kernels.mla.crossover.kernels.load import NOPE, STAGES, KeyProducer
-from cute_kernels.mla.crossover.kernels.pv import ValueWarpgroups
-from cute_kernels.mla.crossover.kernels.qk import ScoreWarpgroup
-from cute_kernels.mla.crossover.kernels.smem import Q_COLUMNS, QK, chunks_of_q, shared_storage, start_q
+from cute_kernels.mla.kernels.arguments import Partials, balanced_partials, fake_arguments, uniform_partials
 from cute_kernels.mla.kernels.load import RowGatherer, parts_of_pages
+from cute_kernels.mla.kernels.load_q import make_q_tma, start_q
 from cute_kernels.mla.kernels.merge import PartialMerger
 from cute_kernels.mla.kernels.pv import ColumnValues
 from cute_kernels.mla.kernels.qk import ColumnScores
-from cute_kernels.mla.kernels.scheduler import WorkItems
+from cute_kernels.mla.kernels.scheduler import Divisors, Scheduler, Share, WorkTable
 from cute_kernels.mla.kernels.smem import BUFFERS, column_storage, rope_stages, stages
 from cute_kernels.mla.kernels.softmax import ColumnSoftmax
 from cute_kernels.mla.spec import ROLES, MlaDecodeSpec
@@ -112,43 +108,18 @@ class MlaDecodeKernel:
         if reasons:
             raise ValueError("; ".join(reasons))
         self.spec = spec
-        self.items = WorkItems(spec)
+        self.scheduler = Scheduler(spec)
         self.softmax = ColumnSoftmax(spec)
-        self.producer: ColumnSoftmax | KeyProducer | RowGatherer = self.softmax
-        if not spec.columns:
-            self.producer = KeyProducer(spec)
-        elif spec.few_heads:
-            self.producer = RowGatherer(spec)
+        self.producer: ColumnSoftmax | RowGatherer = RowGatherer(spec) if spec.few_heads else self.softmax
         self.tracer = Tracer(spec.trace, len(ROLES))
-        self.scores = ColumnScores(spec) if spec.columns else ScoreWarpgroup(spec)
-        self.values = ColumnValues(spec) if spec.columns else ValueWarpgroups(spec)
+        self.scores = ColumnScores(spec)
+        self.values = ColumnValues(spec)
         if spec.split:
             self.merger = PartialMerger(spec)
 
     def fake_arguments(self) -> tuple:
         """Shapes, strides and alignments that the compiled callable accepts, in the order of `__call__`."""
-        batch, s_q, h_q = (cute.sym_int() for _ in range(3))
-
-        def strided(dtype, shape, inner, align):
-            strides = [cute.sym_int64(divisibility=align // (dtype.width // 8)) for _ in shape[:-1]]
-            return make_fake_tensor(dtype, shape, (*strides, inner), assumed_align=align)
-
-        q = strided(BFloat16, (batch, s_q, h_q, QK), 1, 16)
-        kv = strided(Uint8, (cute.sym_int(), cute.sym_int(), token_cache.ROW_BYTES), 1, 16)
-        if self.spec.sparse:
-            index = strided(cutlass.Int32, (batch, s_q, cute.sym_int()), 1, 4)
-            length = make_fake_tensor(
-                cutlass.Int32, (batch, s_q), (cute.sym_int64(), cute.sym_int64()), assumed_align=4
-            )
-        else:
-            index = strided(cutlass.Int32, (batch, cute.sym_int()), 1, 4)
-            length = make_fake_tensor(cutlass.Int32, (batch,), (cute.sym_int64(),), assumed_align=4)
-        sink = make_fake_tensor(Float32, (h_q,), (1,), assumed_align=4)
-        out = strided(BFloat16, (batch, s_q, h_q, NOPE), 1, 16)
-        lse = make_fake_tensor(Float32, (batch, s_q, h_q), tuple(cute.sym_int64() for _ in range(3)), assumed_align=4)
-        tensors = (q, kv, index, length, sink, out, lse)
-        numbers = (Int64(0), Int64(0), Int64(0), Float32(1.0), Int32(1), Int32(1), Int32(1), Int32(1), Int64(0))
-        return (*tensors, *numbers, make_fake_stream(use_tvm_ffi_env_stream=True))
+        return fake_arguments(self.spec.sparse)
 
     @cute.jit
     def __call__(
@@ -181,37 +152,16 @@ class MlaDecodeKernel:
         timestamps go.
         """
         batch, s_q, h_q, _ = mQ.shape
-        cluster = const_expr(self.spec.cluster)
-        head_blocks = cute.ceil_div(h_q, self.spec.heads * cluster) * cluster
+        head_blocks = cute.ceil_div(h_q, self.spec.heads) * self.spec.cluster
         shares = max_ctas // head_blocks
-        mPartial = mPartialLse = mUnits = None
-        if const_expr(self.spec.split):
-            shape, per_query, per_request = (num_splits, batch, s_q, h_q), Int64(h_q), Int64(h_q) * s_q
-            rows = (per_request * batch, per_request, per_query, Int64(1))  # strides: a partial may exceed 2^31 values
-            if const_expr(self.spec.balanced):
-                num_splits = shares + batch * s_q  # places of partial results
-                shape, rows = (num_splits, batch, s_q, h_q), (per_query, Int64(0), Int64(0), Int64(1))
-            values, of_units = (
-                tuple(cute.assume(stride * n, divby=n) for stride in rows) for n in (NOPE, NOPE // UNIT_VALUES)
-            )
-            count = rows[0] * num_splits
-            of_partial = cute.make_ptr(Float16, scratch, AddressSpace.gmem, assumed_align=16)
-            mPartial = cute.make_tensor(of_partial, cute.make_layout((*shape, NOPE), stride=(*values, 1)))
-            end = scratch + count * (2 * NOPE)
-            first_unit = cute.make_ptr(Float32, end, AddressSpace.gmem, assumed_align=16)
-            layout = cute.make_layout((*shape, NOPE // UNIT_VALUES), stride=(*of_units, 1))
-            mUnits = cute.make_tensor(first_unit, layout)
-            end += count * (4 * (NOPE // UNIT_VALUES))
-            first_lse = cute.make_ptr(Float32, end, AddressSpace.gmem, assumed_align=16)
-            mPartialLse = cute.make_tensor(first_lse, cute.make_layout(shape, stride=rows))
-        # heads and columns first: TMA fills what lies beyond the last head
-        mQ_tile = cute.make_tensor(mQ.iterator, cute.select(mQ.layout, mode=[2, 3, 1, 0]))
-        of_chunk = cute.select(chunks_of_q(self.spec.heads), mode=[0, 1])
-        load_q, tQ = cpasync.make_tiled_tma_atom(
-            cpasync.CopyBulkTensorTileG2SOp(), mQ_tile, of_chunk, (self.spec.heads, Q_COLUMNS)
-        )
+        partials = Partials()
+        if const_expr(self.spec.balanced):
+            num_splits, partials = balanced_partials(scratch, shares, batch, s_q, h_q)
+        elif const_expr(self.spec.split):
+            partials = uniform_partials(scratch, num_splits, batch, s_q, h_q)
+        load_q, tQ = make_q_tma(mQ, self.spec.heads)
         load_rows = ()
-        if const_expr(self.spec.columns and not self.spec.sparse):
+        if const_expr(not self.spec.sparse):
             load_rows = parts_of_pages(mKV)
         sizes = (mKV.shape[1], head_blocks, num_splits, s_q, merge_ctas)
         divisors = tuple(cute.fast_divmod_create_divisor_v2(size) for size in sizes)
@@ -221,14 +171,13 @@ class MlaDecodeKernel:
             items, ctas = batch * s_q, shares * head_blocks
             groups = cutlass.min(items, shares - 1) * head_blocks
         self.kernel(
-            load_q, tQ, load_rows, mKV, mIndex, mLength, mSink, mOut, mLse, mPartial, mPartialLse, mUnits, counters,
+            load_q, tQ, load_rows, mKV, mIndex, mLength, mSink, mOut, mLse, *partials, counters,
             zero_row, softmax_scale * softmax.LOG2_E, num_splits, items, ctas, causal, trace, divisors,
         ).launch(
             grid=[ctas + (groups * merge_ctas if const_expr(self.spec.split) else 0), 1, 1],
             block=[self.spec.threads, 1, 1],
             stream=stream,
             min_blocks_per_mp=1,
-            cluster=[cluster, 1, 1] if const_expr(cluster > 1) else None,
             use_pdl=True,
         )  # fmt: skip
 
@@ -257,14 +206,12 @@ class MlaDecodeKernel:
         trace: Int64,
         divisors: tuple,
     ):
-        page_divisor, head_divisor, split_divisor, query_divisor, merge_divisor = divisors
+        _, head_divisor, split_divisor, query_divisor, merge_divisor = divisors
         tidx, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
         warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
 
-        columns = const_expr(self.spec.columns)
-        storage = column_storage(self.spec) if columns else shared_storage()
-        smem = SmemAllocator().allocate(storage)
+        smem = SmemAllocator().allocate(column_storage(self.spec))
         if tidx == 0:
             self.tracer.start(smem.trace.ptr, trace)
             self.init_barriers(smem)
@@ -278,28 +225,23 @@ class MlaDecodeKernel:
         # that merge find whom they wait for. It does not read, nor write, before all of this one is complete.
         cute.arch.griddepcontrol_launch_dependents()
         cute.arch.griddepcontrol_wait()  # what kernels before this one write: q, keys, lengths, the counters
-        rank = Int32(0)
-        if const_expr(self.spec.cluster > 1):
-            rank = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
-            cute.arch.cluster_arrive_relaxed()
-            cute.arch.cluster_wait()
 
-        of_items = (mKV, mIndex, mLength, zero_row, num_splits, causal, divisors[:4])
         zero, shares = Int32(0), decode_ctas // head_divisor.divisor
-        own = (block, items, decode_ctas, zero, zero, zero, zero)
+        own = Share(block, items, decode_ctas, zero, zero, zero, zero)
+        table = WorkTable(mKV, mIndex, mLength, zero_row, num_splits, causal, Divisors(*divisors[:4]), own)
         if const_expr(self.spec.balanced):
             share, own_block = divmod(block, head_divisor)
-            cuts, of_all = smem.cuts.data_ptr(), (shares, items, (*of_items, own), tidx % 32)
+            cuts, of_all = smem.cuts.data_ptr(), (shares, items, table, tidx % 32)
             if block >= decode_ctas:
                 if warp_idx == 0:
                     group, _ = divmod(block - decode_ctas, merge_divisor)
                     number, _ = divmod(group, head_divisor)
-                    self.items.find_merge(cuts, number, *of_all)
+                    self.scheduler.find_merge(cuts, number, *of_all)
             elif warp_idx < 2:
-                self.items.find_cut(cuts + 2 * warp_idx, share + warp_idx, *of_all)
+                self.scheduler.find_cut(cuts + 2 * warp_idx, share + warp_idx, *of_all)
             cute.arch.sync_threads()
-            own = self.items.own_share(cuts, share, own_block)
-        table = (*of_items, own)
+            own = self.scheduler.share_between(cuts, share, own_block)
+            table = table._replace(share=own)
         first_item, end, step = own[:3]
 
         of_producer, of_scores, of_values, of_softmax = self.spec.registers
@@ -322,14 +264,14 @@ class MlaDecodeKernel:
                     of_block = query * head_divisor.divisor + head_block
                     parts, states = (part, merge_divisor.divisor), (first_state, count)
                     tensors = ((mPartial, mUnits, mPartialLse), mSink, mOut, mLse)
-                    self.merger.run(smem, tensors, counters, of_block, states, place, parts)
+                    self.merger.run(smem.codes, tensors, counters, of_block, states, place, parts)
         elif warp_idx < 4:
             cute.arch.setmaxregister_decrease(of_producer)
-            self.producer.run(smem, table, load_rows, mSink, rank, self.kept(tidx))
+            self.producer.run(smem, table, load_rows, mSink, self.kept(tidx))
         elif makes_p:
             if const_expr(self.spec.few_heads):
                 cute.arch.setmaxregister_decrease(of_softmax)
-                self.softmax.run(smem, table, load_rows, mSink, rank, self.kept(tidx % 128))
+                self.softmax.run(smem, table, load_rows, mSink, self.kept(tidx % 128))
         elif scores:
             at_launch = self.spec.expected["registers"]
             if const_expr(of_scores < at_launch):
@@ -339,42 +281,35 @@ class MlaDecodeKernel:
             warp = warp_idx - 4
             if const_expr(self.spec.score_groups > 1):
                 warp = warp_idx % 4 + warp_idx // 20 * 4
-            work = self.items.locate(first_item, table)
+            work = self.scheduler.locate(first_item, table)
             if warp == 0 and first_item < end:
-                start_q(smem, load_q, tQ, work, self.spec.heads, unrolled=not columns)
+                start_q(smem, load_q, tQ, work, self.spec.heads)
             done, loads = Int32(0), Int32(0)
-            length = self.items.length_of(work, mLength)
+            length = self.scheduler.length(work, mLength)
             for item in cutlass.range(first_item, end, step, unroll=1):
-                work = self.items.locate(item, table)
-                begin, limit, count, _ = self.items.keys_of(item, work, length, table)
+                work = self.scheduler.locate(item, table)
+                _, _, count, _ = self.scheduler.keys(item, work, length, table)
                 following = item + step
                 has_next = following < end
                 last = cutlass.min(following, end - 1)
-                next_work = self.items.locate(last, table)
+                next_work = self.scheduler.locate(last, table)
                 scaled, loads = self.scores.prepare(smem, load_q, tQ, work, loads, warp, tidx % 128)
-                length = self.items.length_of(next_work, mLength)  # an item ahead: it takes some 1000 clocks to come
-                if const_expr(columns):
-                    following_item = (has_next, last, table)
-                    self.scores.score(
-                        smem, load_q, tQ, scale_log2, done, count, *following_item, scaled, warp, tidx % 128
-                    )
-                else:
-                    ahead = (has_next, next_work, scaled, warp, tidx % 128)
-                    of_keys = (mKV, zero_row, self.items.entries(work, mIndex), begin, limit, page_divisor)
-                    self.scores.score(smem, load_q, tQ, of_keys, scale_log2, done, count, *ahead)
+                length = self.scheduler.length(next_work, mLength)  # an item ahead: it takes some 1000 clocks to come
+                following_item = (has_next, last, table)
+                self.scores.score(smem, load_q, tQ, scale_log2, done, count, *following_item, scaled, warp, tidx % 128)
                 done += count
         else:
             cute.arch.setmaxregister_increase(of_values)
             done, of_wg = Int32(0), self.kept(tidx % 128)
             for item in cutlass.range(first_item, end, step, unroll=1):
-                work = self.items.locate(item, table)
-                length = self.items.length_of(work, mLength)
-                _, _, count, whole = self.items.keys_of(item, work, length, table)
+                work = self.scheduler.locate(item, table)
+                length = self.scheduler.length(work, mLength)
+                _, _, count, whole = self.scheduler.keys(item, work, length, table)
                 results = (mOut, mLse, (mPartial, mPartialLse, mUnits), mSink)
                 self.values.add(smem, *results, done, count, item, whole, table, load_rows, warp_idx // 4 - 2, of_wg)
                 if const_expr(self.spec.balanced):
                     if whole == 0:
-                        self.merger.count_partial(counters, item * head_divisor.divisor + own[6], tidx)
+                        self.merger.count_partial(counters, item * head_divisor.divisor + own.head_block, tidx)
                 elif const_expr(self.spec.split):
                     rest, head_block = divmod(item, head_divisor)
                     group = rest // split_divisor * head_divisor.divisor + head_block
@@ -382,9 +317,6 @@ class MlaDecodeKernel:
                 done += count
         if tidx == 256:
             self.tracer.anchor(smem.trace.ptr, 1)
-        if const_expr(self.spec.cluster > 1):  # nobody leaves while the other one reads or writes here
-            cute.arch.cluster_arrive_relaxed()
-            cute.arch.cluster_wait()
 
     def kept(self, tid: Int32) -> Int32:
         """The number of a thread, below 128, in a register where there are enough of them.
@@ -396,17 +328,13 @@ class MlaDecodeKernel:
 
     def init_barriers(self, smem):
         """Called by one thread; see the table for the counts."""
-        if self.spec.columns:
-            counts = {"full": 257 if self.spec.offers else 256, "empty": 256}
-            counts |= {"s_full": 128, "s_empty": 128, "p_full": 128, "p_empty": 256}
-            number = dict.fromkeys(("full", "empty"), stages(self.spec.heads))
-            if self.spec.offers:
-                counts["rope_empty"], number["rope_empty"] = 128, rope_stages(self.spec.heads)
-            number |= dict.fromkeys(("s_full", "s_empty"), self.spec.score_groups)
-            number |= dict.fromkeys(("p_full", "p_empty"), BUFFERS)
-        else:
-            counts = {"full": 128, "empty": 256, "p_full": 128, "peer_free": 1, "codes_full": 1}
-            number = dict.fromkeys(counts, STAGES)
+        counts = {"full": 257 if self.spec.offers else 256, "empty": 256}
+        counts |= {"s_full": 128, "s_empty": 128, "p_full": 128, "p_empty": 256}
+        number = dict.fromkeys(("full", "empty"), stages(self.spec.heads))
+        if self.spec.offers:
+            counts["rope_empty"], number["rope_empty"] = 128, rope_stages(self.spec.heads)
+        number |= dict.fromkeys(("s_full", "s_empty"), self.spec.score_groups)
+        number |= dict.fromkeys(("p_full", "p_empty"), BUFFERS)
         cute.arch.mbarrier_init(smem.q_full.ptr, 1)
         for name, count in counts.items():
             for i in range(number[name]):

@@ -5,13 +5,12 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64, const_expr
 
 from cute_kernels.device import token_cache
-from cute_kernels.mla.spec import MlaDecodeSpec
 
 
 class KeyFinder:
     """Device code for any thread. A position counts from the first key of a query, before splits."""
 
-    def __init__(self, spec: MlaDecodeSpec):
+    def __init__(self, spec):
         self.sparse = spec.sparse
 
     @cute.jit

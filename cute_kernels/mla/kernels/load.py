@@ -7,17 +7,17 @@ from cutlass.cute.nvgpu import cpasync
 
 from cute_kernels.device import token_cache
 from cute_kernels.device.trace import Tracer
-from cute_kernels.mla.crossover.kernels.load import GROUPS, NOPE
 from cute_kernels.mla.kernels.key_finder import KeyFinder
-from cute_kernels.mla.kernels.scheduler import DIVISORS, INDEX, LENGTH, OWN, WorkItems
+from cute_kernels.mla.kernels.scheduler import Scheduler, WorkTable
 from cute_kernels.mla.kernels.smem import LINE, OFFERS, WARPS, line_of, masks, rope_stages, stages, turn
+from cute_kernels.mla.kernels.tile import NOPE, QUANT_TILES
 from cute_kernels.mla.spec import EVENTS, ROLES, TOKENS_PER_TILE, MlaDecodeSpec
 
 ROWS = 4  # of a warp in one step, eight lanes each
 CHUNK = 16  # bytes of an asynchronous copy
-TILE_BYTES = TOKENS_PER_TILE * (NOPE + 4 * GROUPS + LINE)
+TILE_BYTES = TOKENS_PER_TILE * (NOPE + 4 * QUANT_TILES + LINE)
 # of a row, as tensor copies bring them: first byte, bytes of a line, lines
-PARTS = ((0, LINE, NOPE // LINE), (token_cache.ROPE_OFFSET, LINE, 1), (token_cache.SCALE_OFFSET, 4 * GROUPS, 1))
+PARTS = ((0, LINE, NOPE // LINE), (token_cache.ROPE_OFFSET, LINE, 1), (token_cache.SCALE_OFFSET, 4 * QUANT_TILES, 1))
 
 
 def tile_layout(columns: int, lines: int) -> cute.ComposedLayout:
@@ -55,7 +55,7 @@ def copy_tile(smem, copies: tuple, stage: Int32, of_rope: Int32, page: Int32, pl
     of_codes = cute.assume(stage * (TOKENS_PER_TILE * NOPE), divby=1024)
     at = cute.assume(of_rope * (TOKENS_PER_TILE * LINE), divby=1024)
     of_scales = cute.recast_ptr(smem.scale.data_ptr(), dtype=Uint8)
-    of_scales += cute.assume(stage * (TOKENS_PER_TILE * 4 * GROUPS), divby=1024)
+    of_scales += cute.assume(stage * (TOKENS_PER_TILE * 4 * QUANT_TILES), divby=1024)
     starts = (smem.codes.data_ptr() + of_codes, smem.rope.data_ptr() + at, of_scales)
     for i in cutlass.range_constexpr(len(PARTS)):
         _, columns, lines = PARTS[i]
@@ -77,52 +77,52 @@ class RowGatherer:
 
     `cursor` says what comes next: (item behind that of the next tile, tiles left of its own, position of this lane's
     key, last position, address of the item's entries, entry, length of the item behind, tiles copied so far). `table`
-    is that of WorkItems, and `copies` what `parts_of_pages` made, or (), where keys are sparse.
+    is that of Scheduler, and `copies` what `parts_of_pages` made, or (), where keys are sparse.
     """
 
     def __init__(self, spec: MlaDecodeSpec):
         self.keys = KeyFinder(spec)
         self.sparse, self.offers = spec.sparse, spec.offers
-        self.items = WorkItems(spec)
+        self.scheduler = Scheduler(spec)
         self.stages, self.ropes, self.masks = stages(spec.heads), rope_stages(spec.heads), masks(spec.heads)
         self.tracer = Tracer(spec.trace, len(ROLES))
 
     @cute.jit
-    def run(self, smem, table: tuple, copies: tuple, _mSink, _rank, tid: Int32):
+    def run(self, smem, table: WorkTable, copies: tuple, _mSink, tid: Int32):
         """Rows of all items of this CTA, where a warpgroup does nothing else."""
         cursor = self.start(table, tid)
         while cursor[1] > 0:
             cursor = self.step(smem, table, copies, cursor, tid)
 
     @cute.jit
-    def start(self, table: tuple, tid: Int32):
+    def start(self, table: WorkTable, tid: Int32):
         """The cursor at the first tile of this CTA."""
-        first = table[OWN][0]
-        length = self.items.length_of(self.items.locate(first, table), table[LENGTH])
+        first = table.share.first
+        length = self.scheduler.length(self.scheduler.locate(first, table), table.mLength)
         zero = Int32(0)
         return self.advance(table, (first, zero, zero, zero, Int64(0), zero, length, zero), tid)
 
     @cute.jit
-    def advance(self, table: tuple, cursor: tuple, tid: Int32):
+    def advance(self, table: WorkTable, cursor: tuple, tid: Int32):
         """Goes on to an item that has keys, if there is none left of this one, and starts to load the next entry."""
         item, left, position, last, address, entry, length, copied = cursor
-        _, items, step = table[OWN][:3]
+        _, items, step = table.share[:3]
         while left == 0 and item < items:
-            work = self.items.locate(item, table)
-            begin, limit, left, _ = self.items.keys_of(item, work, length, table)
-            address = self.items.entries(work, table[INDEX]).iterator.toint()
+            work = self.scheduler.locate(item, table)
+            begin, limit, left, _ = self.scheduler.keys(item, work, length, table)
+            address = self.scheduler.entries(work, table.mIndex).iterator.toint()
             position, last = begin + self.row(tid), limit - 1
             item += step
-            following = self.items.locate(cutlass.min(item, items - 1), table)
-            length = self.items.length_of(following, table[LENGTH])  # an item ahead: it takes some 1000 clocks to come
+            following = self.scheduler.locate(cutlass.min(item, items - 1), table)
+            length = self.scheduler.length(following, table.mLength)  # an item ahead: it takes some 1000 clocks to come
         if left > 0:
             pointer = cute.make_ptr(Int32, address, AddressSpace.gmem, assumed_align=4)
             entries = cute.make_tensor(pointer, cute.make_layout(1 << 30))  # more than there are
-            entry = self.keys.read_entry(entries, position, last, table[DIVISORS][0])
+            entry = self.keys.read_entry(entries, position, last, table.divisors.page_size)
         return item, left, position, last, address, entry, length, copied
 
     @cute.jit
-    def step(self, smem, table: tuple, copies: tuple, cursor: tuple, tid: Int32):
+    def step(self, smem, table: WorkTable, copies: tuple, cursor: tuple, tid: Int32):
         """Starts the copies of the next tile, if there is one, once its place is free; returns the new cursor."""
         item, left, position, last, entries, entry, length, copied = cursor
         if left > 0:
@@ -154,7 +154,7 @@ class RowGatherer:
         return self.advance(table, (item, left, position, last, entries, entry, length, copied), tid)
 
     @cute.jit
-    def offer(self, smem, table: tuple, cursor: tuple, t: Int32, tid: Int32):
+    def offer(self, smem, table: WorkTable, cursor: tuple, t: Int32, tid: Int32):
         """Tells the values which tile takes the place of tile t as soon as they have read that; the new cursor.
 
         If it is a part of a page; `set_valid` follows. Else, and where there is none, they are told -1, and it is left
@@ -174,16 +174,16 @@ class RowGatherer:
         return self.advance(table, (item, left, position, last, entries, entry, length, copied), tid)
 
     @cute.jit
-    def is_whole(self, table: tuple, position: Int32, last: Int32, entry: Int32, tid: Int32):
+    def is_whole(self, table: WorkTable, position: Int32, last: Int32, entry: Int32, tid: Int32):
         """Whether the next tile has 64 keys of one page; the same in all threads."""
-        page_size = table[DIVISORS][0].divisor
+        page_size = table.divisors.page_size.divisor
         last_of_tile = position + (TOKENS_PER_TILE - 1 - self.row(tid))
         in_page = page_size % TOKENS_PER_TILE == 0 and last_of_tile <= last
-        return cute.arch.vote_all_sync(in_page and entry >= 0 and entry < table[0].shape[0])
+        return cute.arch.vote_all_sync(in_page and entry >= 0 and entry < table.mKV.shape[0])
 
-    def place(self, table: tuple, position: Int32, tid: Int32):
+    def place(self, table: WorkTable, position: Int32, tid: Int32):
         """Of the next tile in its page, in tiles."""
-        _, offset = divmod(position - self.row(tid), table[DIVISORS][0])
+        _, offset = divmod(position - self.row(tid), table.divisors.page_size)
         return offset // TOKENS_PER_TILE
 
     def arrive(self, smem, stage: Int32):
@@ -207,9 +207,9 @@ class RowGatherer:
         return cute.recast_tensor(smem.valid.get_tensor(cute.make_layout(2 * self.masks)), Int16)
 
     @cute.jit
-    def copy_rows(self, smem, table: tuple, position: Int32, last: Int32, entry: Int32, copied: Int32, tid: Int32):
+    def copy_rows(self, smem, table: WorkTable, position: Int32, last: Int32, entry: Int32, copied: Int32, tid: Int32):
         """Starts the copies of rows of a tile, of which some may be masked."""
-        mKV, zero_row, page_divisor = table[0], table[3], table[DIVISORS][0]
+        mKV, zero_row, page_divisor = table.mKV, table.zero_row, table.divisors.page_size
         (stage, _), (of_rope, _) = turn(copied, self.stages), turn(copied, self.ropes)
         lane, warp_idx, sValid = tid % 32, tid // 32, self.valid(smem)
         first, chunk = 16 * warp_idx, lane % 8
@@ -222,7 +222,7 @@ class RowGatherer:
         codes, rope = smem.codes.data_ptr(), smem.rope.data_ptr()
         if lane < 16:
             scale = cute.recast_ptr(smem.scale.data_ptr(), dtype=Uint8)
-            at = cute.assume((stage * TOKENS_PER_TILE + first + lane) * (4 * GROUPS), divby=CHUNK)
+            at = cute.assume((stage * TOKENS_PER_TILE + first + lane) * (4 * QUANT_TILES), divby=CHUNK)
             self.copy_or_clear(address + token_cache.SCALE_OFFSET, scale + at, Int32(CHUNK))
         for i in cutlass.range_constexpr(16 // ROWS):
             of_row = ROWS * i + lane // 8

@@ -2,23 +2,23 @@
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import AddressSpace, Float32, Int32, Int64, const_expr
+from cutlass import AddressSpace, Float32, Int32, Int64
 
 from cute_kernels.merge.kernels.merge import MergeKernel, row_address
 from cute_kernels.merge.spec import VECTOR_BYTES, MergeSpec
-from cute_kernels.mla.crossover.kernels.load import NOPE
-from cute_kernels.mla.crossover.kernels.smem import BAR_STORED
-from cute_kernels.mla.spec import NARROW, MlaDecodeSpec
+from cute_kernels.mla.kernels.barriers import NamedBarrier
+from cute_kernels.mla.kernels.tile import NOPE
+from cute_kernels.mla.spec import NARROW
 
 
 class PartialMerger:
-    """Device code for all threads of a CTA, `merge_lanes` of them a row.
+    """Device code for all threads of a CTA, `merge_lanes` of them a row, of either kernel.
 
     The heads of a query's block share a counter: how many of its partial results are in global memory, then of its
     merges. The last of those leaves it at 0 for the next launch.
     """
 
-    def __init__(self, spec: MlaDecodeSpec):
+    def __init__(self, spec):
         self.spec = spec
         lanes = min(spec.merge_lanes, NOPE // 8)  # 16 bytes of a row each
         self.rows = MergeKernel(
@@ -47,7 +47,7 @@ class PartialMerger:
     @cute.jit
     def count_partial(self, counters: Int64, group: Int32, tidx: Int32):
         """Says that a partial result of this CTA is in global memory; called by both warpgroups of values."""
-        cute.arch.barrier(barrier_id=BAR_STORED, number_of_threads=256)
+        cute.arch.barrier(barrier_id=NamedBarrier.STORED, number_of_threads=256)
         if tidx == 256:
             cute.arch.atomic_add(self.counter(counters, group), Int32(1), sem="acq_rel", scope="gpu")
 
@@ -56,10 +56,19 @@ class PartialMerger:
         return cute.make_ptr(Int32, counters + 4 * Int64(group), AddressSpace.gmem, assumed_align=4)
 
     @cute.jit
-    def run(self, smem, tensors: tuple, counters: Int64, group: Int32, states: tuple, place: tuple, parts: tuple):
+    def run(
+        self,
+        free,
+        tensors: tuple,
+        counters: Int64,
+        group: Int32,
+        states: tuple,
+        place: tuple,
+        parts: tuple,
+    ):
         """Merges one of the `parts`, (which, how many), of a group, the heads at `place`.
 
-        That is (query, request, query of it, block of heads).
+        That is (query, request, query of it, block of heads). `free` is shared memory that nothing else needs.
 
         Waits for the CTAs that leave the `states`, (the first, how many). They have lower numbers, so they have been
         started before this one and need nothing from it.
@@ -71,7 +80,6 @@ class PartialMerger:
         tidx, _, _ = cute.arch.thread_idx()
         lanes, rows = self.spec.merge_lanes, self.spec.threads // self.spec.merge_lanes
         row_in_cta = cute.arch.make_warp_uniform(tidx // lanes)  # what follows from it takes no register of a thread
-        free = smem.codes if const_expr(self.spec.columns) else smem.nope
         sums = cute.recast_ptr(free.data_ptr(), dtype=Float32)
         heads = cutlass.min(mSink.shape[0] - head_block * self.spec.heads, self.spec.heads)
         begin = part * rows

@@ -7,10 +7,9 @@ from cutlass.cute.nvgpu import warpgroup
 
 from cute_kernels.device import registers, softmax, wgmma
 from cute_kernels.device.trace import Tracer
-from cute_kernels.mla.crossover.kernels.load import NOPE
-from cute_kernels.mla.crossover.kernels.smem import weights
+from cute_kernels.mla.kernels.barriers import NamedBarrier
 from cute_kernels.mla.kernels.load import TILE_BYTES, copy_tile
-from cute_kernels.mla.kernels.scheduler import WorkItems
+from cute_kernels.mla.kernels.scheduler import Scheduler, WorkTable, WorkTile
 from cute_kernels.mla.kernels.smem import (
     BUFFERS,
     LINE,
@@ -27,13 +26,14 @@ from cute_kernels.mla.kernels.smem import (
     scales_of,
     stages,
     turn,
+    weights,
 )
+from cute_kernels.mla.kernels.tile import NOPE
 from cute_kernels.mla.spec import COLUMN_WEIGHT, EVENTS, ROLES, TOKENS_PER_TILE, MlaDecodeSpec
 
 BLOCKS = 4  # of 64 rows of O^T that a warpgroup has, two of a thread's eight columns each
 KEY_BLOCKS = TOKENS_PER_TILE // 16
 EXACT_WEIGHT = 2.0**-8  # what takes the place of COLUMN_WEIGHT in bf16: P is up to 2^15, and O is to hold what V does
-BAR_VALUES = 5  # and 6: of one warpgroup of values
 PAIR_OF_CODES = (0x5140, 0x7362)  # PRMT: two columns of two rows, a pair of rows each
 
 
@@ -56,7 +56,7 @@ class ColumnValues:
         self.columns = spec.heads // 4  # of a thread
         self.stages, self.ropes = stages(spec.heads), rope_stages(spec.heads)
         self.pieces = 2 * BLOCKS if spec.few_heads else 2  # of V in registers: half of them is made beside products
-        self.items = WorkItems(spec)
+        self.scheduler = Scheduler(spec)
         self.tracer = Tracer(spec.trace, len(ROLES))
 
     @cute.jit
@@ -71,7 +71,7 @@ class ColumnValues:
         count: Int32,
         item: Int32,
         whole: Int32,
-        table: tuple,
+        table: WorkTable,
         copies: tuple,
         wg: Int32,
         tid: Int32,
@@ -127,7 +127,7 @@ class ColumnValues:
         for c in cutlass.range_constexpr(self.columns):
             share[c] *= weight
         # not before: every register counts beside O
-        work = self.items.locate(registers.anew(item), table)
+        work = self.scheduler.locate(registers.anew(item), table)
         h_q = mSink.shape[0]
         if const_expr(self.spec.balanced):
             if whole != 0:
@@ -274,7 +274,7 @@ class ColumnValues:
                 scale = sScale[2 * wg + of_group, stage * TOKENS_PER_TILE + key] * EXACT_WEIGHT
                 sFew[head, item % 16, wg] = (sP[head, key, buffer].to(Float32) * scale).to(BFloat16)
             cute.arch.fence_proxy("async.shared", space="cta")  # ordinary stores, read by wgmma
-            cute.arch.barrier(barrier_id=BAR_VALUES + wg, number_of_threads=128)
+            cute.arch.barrier(barrier_id=NamedBarrier.PV + wg, number_of_threads=128)
             self.load(smem, raw, stage, block, line)
             own = Float32(1.0) if tid // 64 == of_group else Float32(0.0)
             for m in cutlass.range_constexpr(BLOCKS):
@@ -285,7 +285,7 @@ class ColumnValues:
                 wgmma.issue(mma, acc_o[m], values, rFew, True, [(0, 0)])
                 warpgroup.commit_group()
                 warpgroup.wait_group(0)
-            cute.arch.barrier(barrier_id=BAR_VALUES + wg, number_of_threads=128)
+            cute.arch.barrier(barrier_id=NamedBarrier.PV + wg, number_of_threads=128)
 
     @cute.jit
     def store_result(
@@ -300,7 +300,16 @@ class ColumnValues:
 
     @cute.jit
     def store_partial(
-        self, acc_o, share: cute.Tensor, lse: Float32, exact: Int32, partials: tuple, h_q: Int32, work: tuple, wg, tid
+        self,
+        acc_o,
+        share: cute.Tensor,
+        lse: Float32,
+        exact: Int32,
+        partials: tuple,
+        h_q: Int32,
+        work: WorkTile,
+        wg,
+        tid,
     ):
         """The same for `merge`, with the units of the values.
 

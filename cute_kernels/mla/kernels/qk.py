@@ -7,10 +7,10 @@ from cutlass.cute.nvgpu import warpgroup
 
 from cute_kernels.device import softmax, wgmma
 from cute_kernels.device.trace import Tracer
-from cute_kernels.mla.crossover.kernels.load import COLUMNS, GROUP, GROUPS, NOPE, ROPE
-from cute_kernels.mla.crossover.kernels.qk import EXPONENTS, LARGEST, SMALLEST, max_magnitudes
-from cute_kernels.mla.crossover.kernels.smem import BAR_OWNER, prefetch_q, start_q
-from cute_kernels.mla.kernels.scheduler import WorkItems
+from cute_kernels.mla.kernels.barriers import NamedBarrier
+from cute_kernels.mla.kernels.convert_q import MAX_EXPONENT, MAX_PEAK, MIN_PEAK, max_magnitudes
+from cute_kernels.mla.kernels.load_q import prefetch_q, start_q
+from cute_kernels.mla.kernels.scheduler import Scheduler, WorkTable, WorkTile
 from cute_kernels.mla.kernels.smem import (
     LINE,
     WARPS,
@@ -25,10 +25,11 @@ from cute_kernels.mla.kernels.smem import (
     stages,
     turn,
 )
+from cute_kernels.mla.kernels.tile import BLOCK_COLUMNS, NOPE, QUANT_TILE, QUANT_TILES, ROPE
 from cute_kernels.mla.spec import EVENTS, ROLES, TOKENS_PER_TILE, MlaDecodeSpec
 
 AHEAD = 6  # tiles before the end of an item, when all CTAs at once want 73 KB of Q each, that L2 is asked for them
-CHUNKS = NOPE // COLUMNS  # of 64 columns: of each of a thread's rows 16 codes
+CHUNKS = NOPE // BLOCK_COLUMNS  # of 64 columns: of each of a thread's rows 16 codes
 USUAL = 2.0**40  # scales between 1 over this and this are usual: their ratios leave float32 room for what they multiply
 
 
@@ -68,7 +69,7 @@ class ColumnScores:
         self.groups = spec.score_groups
         self.offers = spec.offers
         self.threads = 128 * spec.score_groups
-        self.items = WorkItems(spec)
+        self.scheduler = Scheduler(spec)
         self.tracer = Tracer(spec.trace, len(ROLES))
 
     # ---- Q
@@ -79,7 +80,7 @@ class ColumnScores:
         smem,
         load_q: cute.CopyAtom,
         tQ: cute.Tensor,
-        work: tuple,
+        work: WorkTile,
         loads: Int32,
         warp_idx: Int32,
         tid: Int32,
@@ -88,7 +89,7 @@ class ColumnScores:
 
         Returns (whether S is to be multiplied by powers of Q, the new number of loads).
         """
-        sPower = cute.make_tensor(smem.q_power.data_ptr(), cute.make_layout((self.heads, GROUPS)))
+        sPower = cute.make_tensor(smem.q_power.data_ptr(), cute.make_layout((self.heads, QUANT_TILES)))
         first = tid
         if const_expr(self.groups > 1):
             first += 128 * (warp_idx // WARPS)
@@ -97,10 +98,10 @@ class ColumnScores:
             cute.arch.mbarrier_wait(smem.q_full.ptr, loads % 2)
             loads += 1
             fits = Int32(1)
-            for item in cutlass.range(first, self.heads * GROUPS, self.threads, unroll=1):
+            for item in cutlass.range(first, self.heads * QUANT_TILES, self.threads, unroll=1):
                 power = Float32(1.0)
                 if scaled != 0:
-                    exponent = cutlass.min(cutlass.max(self.exponent(smem, item), -EXPONENTS), EXPONENTS)
+                    exponent = cutlass.min(cutlass.max(self.exponent(smem, item), -MAX_EXPONENT), MAX_EXPONENT)
                     self.multiply_row(smem, item, softmax.power_of_two(-exponent))
                     power = softmax.power_of_two(exponent)
                 sPower[item % self.heads, item // self.heads] = power
@@ -108,20 +109,20 @@ class ColumnScores:
                     fits = Int32(0)
             for row in cutlass.range(first, self.heads, self.threads, unroll=1):
                 self.convert_rope(smem, row)
-            ready = scaled | wgmma.every_thread(fits, Int32(BAR_OWNER), self.threads)
+            ready = scaled | wgmma.every_thread(fits, Int32(NamedBarrier.QK), self.threads)
             if ready == 0:
                 scaled = Int32(1)
                 cute.arch.fence_proxy("async.shared", space="cta")  # ordinary stores, and then those of a copy
-                cute.arch.barrier(barrier_id=BAR_OWNER, number_of_threads=self.threads)
+                cute.arch.barrier(barrier_id=NamedBarrier.QK, number_of_threads=self.threads)
                 if warp_idx == 0:
                     start_q(smem, load_q, tQ, work, self.heads)
         cute.arch.fence_proxy("async.shared", space="cta")  # ordinary stores, read by wgmma
-        cute.arch.barrier(barrier_id=BAR_OWNER, number_of_threads=self.threads)
+        cute.arch.barrier(barrier_id=NamedBarrier.QK, number_of_threads=self.threads)
         return scaled, loads
 
     def chunk_of_q(self, smem, row: Int32, c):
         """Eight numbers of a row of Q, 8 c and on."""
-        start = c // 8 * (self.heads * COLUMNS) + row * COLUMNS + ((c % 8) ^ (row % 8)) * 8
+        start = c // 8 * (self.heads * BLOCK_COLUMNS) + row * BLOCK_COLUMNS + ((c % 8) ^ (row % 8)) * 8
         return cute.make_tensor(smem.q.data_ptr() + cute.assume(start, divby=8), cute.make_layout(8))
 
     @cute.jit
@@ -130,9 +131,9 @@ class ColumnScores:
 
         Of block i of 16 columns, pairs 2 i and 2 i + 1 of lane q's 16 codes are words q and q + 4.
         """
-        row, start = item % self.heads, item // self.heads * (GROUP // 8)
-        numbers = cute.make_rmem_tensor((8, GROUP // 8), BFloat16)
-        for c in cutlass.range_constexpr(GROUP // 8):
+        row, start = item % self.heads, item // self.heads * (QUANT_TILE // 8)
+        numbers = cute.make_rmem_tensor((8, QUANT_TILE // 8), BFloat16)
+        for c in cutlass.range_constexpr(QUANT_TILE // 8):
             cute.autovec_copy(self.chunk_of_q(smem, row, start + c), numbers[None, c])
         words, fits = cute.recast_tensor(numbers, Int32), Int32(1)
         for half in cutlass.range_constexpr(2):
@@ -151,10 +152,10 @@ class ColumnScores:
             pair[0] = largest
             found = cute.recast_tensor(pair, Float16)
             peak = cute.arch.fmax(found[0].to(Float32), found[1].to(Float32))
-            if seen & 0x7FFF7FFF != 0 and (peak < SMALLEST or peak > LARGEST):
+            if seen & 0x7FFF7FFF != 0 and (peak < MIN_PEAK or peak > MAX_PEAK):
                 fits = Int32(0)
         four = cute.make_rmem_tensor(4, Int32)
-        for c in cutlass.range_constexpr(GROUP // 8):
+        for c in cutlass.range_constexpr(QUANT_TILE // 8):
             for q in cutlass.range_constexpr(4):
                 four[q] = words[c % 4, 2 * chunk_of_codes(q, c // 8) + c % 8 // 4]
             cute.autovec_copy(cute.recast_tensor(four, BFloat16), self.chunk_of_q(smem, row, start + c))
@@ -181,7 +182,7 @@ class ColumnScores:
         """128 numbers of a row times a power of two, which bf16 holds."""
         eight = cute.make_rmem_tensor(8, BFloat16)
         for chunk in cutlass.range(16, unroll=1):
-            target = self.chunk_of_q(smem, item % self.heads, item // self.heads * (GROUP // 8) + chunk)
+            target = self.chunk_of_q(smem, item % self.heads, item // self.heads * (QUANT_TILE // 8) + chunk)
             cute.autovec_copy(target, eight)
             eight.store((eight.load().to(Float32) * power).to(BFloat16))
             cute.autovec_copy(eight, target)
@@ -191,7 +192,7 @@ class ColumnScores:
         """floor(log2) of the largest of 128 numbers of Q."""
         peak, eight = Float32(0.0), cute.make_rmem_tensor(8, BFloat16)
         for chunk in cutlass.range(16, unroll=1):
-            source = self.chunk_of_q(smem, item % self.heads, item // self.heads * (GROUP // 8) + chunk)
+            source = self.chunk_of_q(smem, item % self.heads, item // self.heads * (QUANT_TILE // 8) + chunk)
             cute.autovec_copy(source, eight)
             for i in cutlass.range_constexpr(8):
                 number = eight[i].to(Float32)
@@ -211,7 +212,7 @@ class ColumnScores:
         count: Int32,
         has_next,
         next_item: Int32,
-        table: tuple,
+        table: WorkTable,
         scaled: Int32,
         warp_idx: Int32,
         tid: Int32,
@@ -247,11 +248,12 @@ class ColumnScores:
             elif asked == 0:
                 asked = Int32(1)
                 if has_next and warp_idx == 0:
-                    prefetch_q(load_q, tQ, self.items.locate(next_item, table), self.heads)
+                    prefetch_q(load_q, tQ, self.scheduler.locate(next_item, table), self.heads)
         if has_next:
-            cute.arch.barrier(barrier_id=BAR_OWNER, number_of_threads=self.threads)  # nobody needs this Q any more
+            # nobody needs this Q any more
+            cute.arch.barrier(barrier_id=NamedBarrier.QK, number_of_threads=self.threads)
             if warp_idx == 0:
-                start_q(smem, load_q, tQ, self.items.locate(next_item, table), self.heads)
+                start_q(smem, load_q, tQ, self.scheduler.locate(next_item, table), self.heads)
 
     @cute.jit
     def score_tile(
@@ -279,7 +281,7 @@ class ColumnScores:
         self.stamp(smem, t, 0, 1, tid, True)
         mma = column_mmas(self.heads)[0]
         rQ = self.operands_of_q(smem, mma, tid, Float16)
-        codes = [mma.make_fragment_A(mma.partition_shape_A((TOKENS_PER_TILE, COLUMNS))) for _ in range(2)]
+        codes = [mma.make_fragment_A(mma.partition_shape_A((TOKENS_PER_TILE, BLOCK_COLUMNS))) for _ in range(2)]
         self.load_codes(smem, raw, stage, 0, tid)
         factors = ()
         for c in cutlass.range_constexpr(CHUNKS):
@@ -292,7 +294,7 @@ class ColumnScores:
             if const_expr(c + 1 < CHUNKS):
                 self.load_codes(smem, raw, stage, c + 1, tid)
             warpgroup.fence()
-            blocks = [(k, 4 * c + k) for k in range(COLUMNS // 16)]
+            blocks = [(k, 4 * c + k) for k in range(BLOCK_COLUMNS // 16)]
             wgmma.issue(mma, acc[group % 2], codes[c % 2], rQ, c % 2 == 1 or group > 1, blocks)
             warpgroup.commit_group()
             if const_expr(c % 2 == 1 and group > 0):
@@ -303,7 +305,7 @@ class ColumnScores:
         self.load_rope(smem, rope, t, tid)
         self.rope_product(smem, acc[0], rope, True, tid)
         # beside it
-        factors = self.ratios(smem, stage, GROUPS - 1, tid)
+        factors = self.ratios(smem, stage, QUANT_TILES - 1, tid)
         self.rescale(acc[1], tuple(factor * scale_log2 for factor in factors))
         apart = Int32(0)
         if scaled != 0 or not self.usual_scales(smem, stage, tid):
@@ -339,7 +341,7 @@ class ColumnScores:
         for r in cutlass.range_constexpr(2):
             token = stage * TOKENS_PER_TILE + key(tid, r)
             factor = sScale[group, token]
-            if const_expr(group + 2 < GROUPS):
+            if const_expr(group + 2 < QUANT_TILES):
                 factor = factor * cute.arch.rcp_approx(sScale[group + 2, token])
             factors.append(factor)
         return tuple(factors)
@@ -355,11 +357,11 @@ class ColumnScores:
     @cute.jit
     def usual_scales(self, smem, stage: Int32, tid: Int32):
         """Whether the ratios of all scales of a tile are far from the ends of float32; the same in all threads."""
-        lane, four = tid % 32, cute.make_rmem_tensor((GROUPS, 2), Float32)
+        lane, four = tid % 32, cute.make_rmem_tensor((QUANT_TILES, 2), Float32)
         for i in cutlass.range_constexpr(2):
             self.load_four(smem, four[None, i], stage, lane + 32 * i)
         least, most = four[0], four[0]
-        for i in cutlass.range_constexpr(1, 2 * GROUPS):
+        for i in cutlass.range_constexpr(1, 2 * QUANT_TILES):
             least, most = cute.arch.fmin(least, four[i]), cute.arch.fmax(most, four[i])
         return cute.arch.vote_all_sync(least >= 1.0 / USUAL and most <= USUAL)
 
@@ -370,9 +372,9 @@ class ColumnScores:
         rQ = self.operands_of_q(smem, mma, tid, Float16)
         result = cute.make_rmem_tensor_like(acc)
         total, of_chunk = wgmma.by_row(result), wgmma.by_row(acc)
-        codes = mma.make_fragment_A(mma.partition_shape_A((TOKENS_PER_TILE, COLUMNS)))
+        codes = mma.make_fragment_A(mma.partition_shape_A((TOKENS_PER_TILE, BLOCK_COLUMNS)))
         power = cute.make_rmem_tensor(self.columns, Float32)
-        sPower = smem.q_power.get_tensor(cute.make_layout(GROUPS * self.heads))
+        sPower = smem.q_power.get_tensor(cute.make_layout(QUANT_TILES * self.heads))
         sScale = scales_of(smem, self.heads)
         rope = self.operand_of_rope()
         self.load_rope(smem, rope, t, tid)
@@ -383,7 +385,7 @@ class ColumnScores:
             self.load_codes(smem, raw, stage, c, tid)
             self.widen(raw, codes)
             warpgroup.fence()
-            for k in cutlass.range_constexpr(COLUMNS // 16):
+            for k in cutlass.range_constexpr(BLOCK_COLUMNS // 16):
                 block = rQ[None, None, 4 * c + k]
                 one = cute.make_tensor(block.iterator, cute.append(block.layout, cute.make_layout(1), 3))
                 wgmma.issue(mma, acc, codes, one, k > 0, [(k, 0)])
@@ -446,8 +448,8 @@ class ColumnScores:
     @cute.jit
     def load_four(self, smem, scale: cute.Tensor, stage: Int32, row: Int32):
         """The scales of a row."""
-        pointer = smem.scale.data_ptr() + cute.assume((stage * TOKENS_PER_TILE + row) * GROUPS, divby=GROUPS)
-        cute.autovec_copy(cute.make_tensor(pointer, cute.make_layout(GROUPS)), scale)
+        pointer = smem.scale.data_ptr() + cute.assume((stage * TOKENS_PER_TILE + row) * QUANT_TILES, divby=QUANT_TILES)
+        cute.autovec_copy(cute.make_tensor(pointer, cute.make_layout(QUANT_TILES)), scale)
 
     @cute.jit
     def hand_over(self, smem, acc: tuple, scale_log2: Float32, t: Int32, tid: Int32):

@@ -6,8 +6,8 @@ from cutlass import BFloat16, Float16, Float32, Int32, Int64, Uint8, Uint32
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 from cutlass.tensor_utils import LayoutEnum
 
-from cute_kernels.mla.crossover.kernels.load import GROUPS, NOPE
-from cute_kernels.mla.crossover.kernels.smem import layouts
+from cute_kernels.mla.kernels.load_q import q_layout
+from cute_kernels.mla.kernels.tile import NOPE, QUANT_TILES
 from cute_kernels.mla.spec import FEW, TOKENS_PER_TILE, WIDE, MlaDecodeSpec
 
 SHARED_BYTES = 232_448  # that a CTA may have
@@ -49,7 +49,7 @@ def column_layouts(heads: int):
     row = LayoutEnum.ROW_MAJOR
     tile = (TOKENS_PER_TILE, heads, TOKENS_PER_TILE)
     return (
-        layouts(heads)[2],
+        q_layout(heads),
         sm90.make_smem_layout_b(row, tile, Float16, BUFFERS),
         sm90.make_smem_layout_b(row, (TOKENS_PER_TILE, heads, 16), BFloat16, 2),
     )
@@ -69,9 +69,9 @@ def column_storage(spec: MlaDecodeSpec):
         p: cute.struct.Align[cute.struct.MemRange[Float16, cute.cosize(layout_p)], 1024]
         s: cute.struct.Align[cute.struct.MemRange[Float32, of_scores * TOKENS_PER_TILE * heads], 1024]  # `scores_of`
         few: cute.struct.Align[cute.struct.MemRange[BFloat16, cute.cosize(layout_few)], 1024]
-        scale: cute.struct.Align[cute.struct.MemRange[Float32, count * TOKENS_PER_TILE * GROUPS], 128]
-        weight: cute.struct.Align[cute.struct.MemRange[Float16, BUFFERS * GROUPS * TOKENS_PER_TILE], 128]
-        q_power: cute.struct.MemRange[Float32, GROUPS * heads]
+        scale: cute.struct.Align[cute.struct.MemRange[Float32, count * TOKENS_PER_TILE * QUANT_TILES], 128]
+        weight: cute.struct.Align[cute.struct.MemRange[Float16, BUFFERS * QUANT_TILES * TOKENS_PER_TILE], 128]
+        q_power: cute.struct.MemRange[Float32, QUANT_TILES * heads]
         rescaling: cute.struct.MemRange[Float32, BUFFERS * heads]
         share: cute.struct.MemRange[Float32, BUFFERS * heads]  # 1 / sum of an item, there with its last tile
         lse: cute.struct.MemRange[Float32, BUFFERS * heads]
@@ -130,7 +130,22 @@ def scores_of(head: Int32, pair: Int32) -> Int32:
 
 def scales_of(smem, heads: int) -> cute.Tensor:
     """Scales of the keys of all stages: (quantization tile, key)."""
-    return smem.scale.get_tensor(cute.make_layout((GROUPS, TOKENS_PER_TILE * stages(heads))))
+    return smem.scale.get_tensor(cute.make_layout((QUANT_TILES, TOKENS_PER_TILE * stages(heads))))
+
+
+def weights(smem, stage: Int32, quant_tile, tid: Int32) -> cute.Tensor:
+    """Scales times a weight of a quant tile as float16, of 16 keys: (8, 2), each 8 of 32 keys.
+
+    Keys are ordered by the thread that needs them: 32 x half, 8 x (tid % 4), 4 x (block of 16), 2 x (block of 8), 1.
+    """
+    start = (stage * QUANT_TILES + quant_tile) * TOKENS_PER_TILE + tid % 4 * 8
+    pointer = smem.weight.data_ptr() + cute.assume(start, divby=8)
+    return cute.make_tensor(pointer, cute.make_layout((8, 2), stride=(1, TOKENS_PER_TILE // 2)))
+
+
+def place_of_weight(token):
+    """Where `weights` has that of a key of a tile."""
+    return token // 32 * 32 + token % 8 // 2 * 8 + token // 16 % 2 * 4 + token // 8 % 2 * 2 + token % 2
 
 
 def line_of(row: Int32, chunk):

@@ -6,10 +6,8 @@ from cutlass import AddressSpace, Float16, Float32, Int32, const_expr
 
 from cute_kernels.device import registers, softmax
 from cute_kernels.device.trace import Tracer
-from cute_kernels.mla.crossover.kernels.load import GROUPS
-from cute_kernels.mla.crossover.kernels.smem import place_of_weight
 from cute_kernels.mla.kernels.load import RowGatherer
-from cute_kernels.mla.kernels.scheduler import LENGTH, OWN, WorkItems
+from cute_kernels.mla.kernels.scheduler import Scheduler, WorkTable
 from cute_kernels.mla.kernels.smem import (
     BUFFERS,
     MAX_GROWTH,
@@ -18,12 +16,14 @@ from cute_kernels.mla.kernels.smem import (
     REACHED,
     WARPS,
     masks,
+    place_of_weight,
     rope_stages,
     scales_of,
     scores_of,
     stages,
     turn,
 )
+from cute_kernels.mla.kernels.tile import QUANT_TILES
 from cute_kernels.mla.spec import COLUMN_WEIGHT, EVENTS, ROLES, TOKENS_PER_TILE, MlaDecodeSpec
 
 SMALLEST_WEIGHT, LARGEST_WEIGHT = 2.0**-5, 2.0**7  # any code times a weight in between is a normal float16 number
@@ -48,12 +48,12 @@ class ColumnSoftmax:
         self.gathers, self.offers = not spec.few_heads, spec.offers
         self.score_groups = spec.score_groups
         self.gatherer = RowGatherer(spec)
-        self.items = WorkItems(spec)
+        self.scheduler = Scheduler(spec)
         self.tracer = Tracer(spec.trace, len(ROLES))
 
     @cute.jit
-    def run(self, smem, table: tuple, copies: tuple, mSink: cute.Tensor, _, tid: Int32):
-        """All items of this CTA; `table` as for WorkItems.
+    def run(self, smem, table: WorkTable, copies: tuple, mSink: cute.Tensor, tid: Int32):
+        """All items of this CTA; `table` as for Scheduler.
 
         Where this warpgroup copies rows as well, those of a tile start when P of one `ahead` of it has left: that their
         stage is free, so that the tile before has been multiplied, is then waited for while P of this one is. Where it
@@ -66,11 +66,11 @@ class ColumnSoftmax:
                 cursor = self.gatherer.step(smem, table, copies, cursor, tid)
         done = Int32(0)
         sSink = smem.sink.get_tensor(cute.make_layout(self.heads))
-        first_item, items, step = table[OWN][:3]
+        first_item, items, step = table.share[:3]
         for item in cutlass.range(first_item, items, step, unroll=1):
-            work = self.items.locate(item, table)
-            length = self.items.length_of(work, table[LENGTH])
-            _, _, count, whole = self.items.keys_of(item, work, length, table)
+            work = self.scheduler.locate(item, table)
+            length = self.scheduler.length(work, table.mLength)
+            _, _, count, whole = self.scheduler.keys(item, work, length, table)
             head = work[0] * self.heads + self.head(tid)
             if tid % 32 < 32 // self.parts:  # for want of a register; who has written it reads it
                 sSink[head - work[0] * self.heads] = mSink[cutlass.min(head, mSink.shape[0] - 1)] * softmax.LOG2_E
@@ -220,14 +220,14 @@ class ColumnSoftmax:
         """Scales x COLUMN_WEIGHT as float16, two of a key; REACHED if a code of this warp's keys times that is not."""
         token, group = tid // 2, 2 * (tid % 2)
         scale = cute.make_rmem_tensor(2, Float32)
-        sWeight = smem.weight.get_tensor(cute.make_layout((TOKENS_PER_TILE, 2 * GROUPS)))
-        at = (stage * TOKENS_PER_TILE + token) * GROUPS + group
+        sWeight = smem.weight.get_tensor(cute.make_layout((TOKENS_PER_TILE, 2 * QUANT_TILES)))
+        at = (stage * TOKENS_PER_TILE + token) * QUANT_TILES + group
         pointer = scales_of(smem, self.heads).iterator + cute.assume(at, divby=2)
         cute.autovec_copy(cute.make_tensor(pointer, cute.make_layout(2)), scale)
         outside = False
         for i in cutlass.range_constexpr(2):
             weight = scale[i] * COLUMN_WEIGHT
-            sWeight[place_of_weight(token), buffer * GROUPS + group + i] = weight.to(Float16)
+            sWeight[place_of_weight(token), buffer * QUANT_TILES + group + i] = weight.to(Float16)
             inside = weight == 0.0 or (weight >= SMALLEST_WEIGHT and weight < LARGEST_WEIGHT)
             outside = outside or not inside
         return Int32(REACHED) if cute.arch.vote_any_sync(outside) else Int32(0)

@@ -8,22 +8,19 @@ from cutlass.cute.nvgpu import cpasync
 
 from cute_kernels.device import cluster, token_cache
 from cute_kernels.device.trace import Tracer
+from cute_kernels.mla.crossover.kernels.barriers import NamedBarrier
+from cute_kernels.mla.crossover.spec import EVENTS, ROLES, MlaCrossoverSpec
 from cute_kernels.mla.kernels.key_finder import KeyFinder
-from cute_kernels.mla.kernels.scheduler import DIVISORS, OWN, WorkItems
-from cute_kernels.mla.spec import EVENTS, ROLES, TOKENS_PER_TILE, MlaDecodeSpec
-from fp8_mla.formats import V3_2
+from cute_kernels.mla.kernels.scheduler import Scheduler, WorkTable
+from cute_kernels.mla.kernels.tile import BLOCK_COLUMNS, NOPE, QUANT_TILES, ROPE
+from cute_kernels.mla.spec import TOKENS_PER_TILE
 
-NOPE, ROPE = V3_2.nope_dim, V3_2.rope_dim
-GROUP = V3_2.quant_tile  # columns of a quantization tile
-GROUPS = V3_2.num_scales
 STAGES = 2
 THREADS = 128
 WARP = 32
 ROWS = token_cache.ROWS_PER_PASS
-COLUMNS = 64  # of a block: 128 bytes, which the swizzle permutes
-BLOCK = TOKENS_PER_TILE * COLUMNS  # elements of it
-BLOCKS = NOPE // COLUMNS
-BAR_PRODUCER = 4
+BLOCK = TOKENS_PER_TILE * BLOCK_COLUMNS  # elements of it
+BLOCKS = NOPE // BLOCK_COLUMNS
 
 # What a CTA of a cluster hands to the other one of every tile, in bytes: each thread's pieces of 32 rows, or the rows
 # as wgmma reads them. Scales are brought by those who apply them, in both CTAs.
@@ -34,7 +31,7 @@ VALUES_BYTES = HALF * 2 * (NOPE + ROPE)
 
 
 class KeyProducer:
-    """Fills the stages of a cluster of `MlaDecodeKernel`; device code for 128 threads.
+    """Fills the stages of a cluster of `MlaCrossoverKernel`; device code for 128 threads.
 
     A CTA gathers the rows of a tile from 32 x its rank on, and gets the others:
 
@@ -47,25 +44,25 @@ class KeyProducer:
     A stage may be written to when the consumers of both CTAs have left it: each says so to the other.
     """
 
-    def __init__(self, spec: MlaDecodeSpec):
+    def __init__(self, spec: MlaCrossoverSpec):
         self.exchange = spec.exchange
         self.keys = KeyFinder(spec)
-        self.items = WorkItems(spec)
+        self.scheduler = Scheduler(spec)
         self.tracer = Tracer(spec.trace, len(ROLES))
 
     @cute.jit
-    def run(self, smem, table: tuple, _copies, _sink, rank: Int32, tid: Int32):
-        """Rows of all items of this CTA; `table` as for WorkItems."""
+    def run(self, smem, table: WorkTable, rank: Int32, tid: Int32):
+        """Rows of all items of this CTA; `table` as for Scheduler."""
         mKV, mIndex, mLength, zero_row = table[:4]
-        first_item, items, step = table[OWN][:3]
+        first_item, items, step = table.share[:3]
         done = Int32(0)  # tiles of the items before
         for item in cutlass.range(first_item, items, step, unroll=1):
-            work = self.items.locate(item, table)
-            length = self.items.length_of(work, mLength)
-            begin, limit, count, _ = self.items.keys_of(item, work, length, table)
+            work = self.scheduler.locate(item, table)
+            length = self.scheduler.length(work, mLength)
+            begin, limit, count, _ = self.scheduler.keys(item, work, length, table)
             if count > 0:
-                entries = self.items.entries(work, mIndex)
-                self.fill(smem, mKV, zero_row, entries, begin, limit, done, count, table[DIVISORS][0], rank, tid)
+                entries = self.scheduler.entries(work, mIndex)
+                self.fill(smem, mKV, zero_row, entries, begin, limit, done, count, table.divisors.page_size, rank, tid)
             done += count
 
     @cute.jit
@@ -178,19 +175,19 @@ class KeyProducer:
         quarter, odd_row, phase = lane % 4, lane // 4 % 2, lane // 8
         row, half = 4 * warp_idx + 2 * (phase // 2) + odd_row, (phase + odd_row) % 2
         x = row % 8
-        start = half * BLOCK + row * COLUMNS
+        start = half * BLOCK + row * BLOCK_COLUMNS
         even, odd = (start + ((2 * quarter + i) ^ x) * 8 for i in range(2))
-        return row, 64 * half + 16 * quarter, even, odd, row * COLUMNS + ((4 * half + quarter) ^ x) * 8
+        return row, 64 * half + 16 * quarter, even, odd, row * BLOCK_COLUMNS + ((4 * half + quarter) ^ x) * 8
 
     @cute.jit
     def targets(self, smem, place: tuple, stage: Int32, at: Int32):
-        """Where a thread's row of the pass that begins at row `at` goes: even and odd chunks (8, GROUPS), rope (8)."""
+        """Where a thread's row of the pass that begins at row `at` goes: even and odd chunks (8, 4), rope (8)."""
         _, _, even, odd, rope = place
-        nope, chunks = smem.nope.data_ptr(), cute.make_layout((8, GROUPS), stride=(1, 2 * BLOCK))
-        start = stage * (TOKENS_PER_TILE * NOPE) + at * COLUMNS
+        nope, chunks = smem.nope.data_ptr(), cute.make_layout((8, QUANT_TILES), stride=(1, 2 * BLOCK))
+        start = stage * (TOKENS_PER_TILE * NOPE) + at * BLOCK_COLUMNS
         sEven = cute.make_tensor(nope + cute.assume(start + even, divby=8), chunks)
         sOdd = cute.make_tensor(nope + cute.assume(start + odd, divby=8), chunks)
-        start = stage * (TOKENS_PER_TILE * ROPE) + at * COLUMNS
+        start = stage * (TOKENS_PER_TILE * ROPE) + at * BLOCK_COLUMNS
         sRope = cute.make_tensor(smem.rope.data_ptr() + cute.assume(start + rope, divby=8), cute.make_layout(8))
         return sEven, sOdd, sRope
 
@@ -212,7 +209,7 @@ class KeyProducer:
 
     def landing(self, smem, stage: Int32, at: Int32, block: int) -> cute.Pointer:
         """Where a stage has room for what comes of the pass that begins at row `at`: its own rows in a block, 2 KB."""
-        start = stage * (TOKENS_PER_TILE * NOPE) + block * BLOCK + at * COLUMNS
+        start = stage * (TOKENS_PER_TILE * NOPE) + block * BLOCK + at * BLOCK_COLUMNS
         return smem.nope.data_ptr() + cute.assume(start, divby=1024)
 
     @cute.jit
@@ -235,7 +232,7 @@ class KeyProducer:
             own = cute.make_tensor(start + cute.assume(tidx * 16, divby=16), cute.make_layout(16))
             cute.autovec_copy(own, raw[None, piece])
         # all have read what lies where the rows go
-        cute.arch.barrier(barrier_id=BAR_PRODUCER, number_of_threads=THREADS)
+        cute.arch.barrier(barrier_id=NamedBarrier.LOAD, number_of_threads=THREADS)
         even, odd, rope = self.targets(smem, place, stage, at)
         token_cache.store_and_gather(raw, even, odd, rope, None, Int32(0))
 
@@ -254,12 +251,12 @@ class KeyProducer:
         # copies count on the barrier that they name, which is to be the receiver's
         there = cluster.remote_address(smem.full.data_ptr() + stage, 1 - rank)
         barrier = cute.make_ptr(Int64, there, AddressSpace.smem, assumed_align=8)
-        cute.arch.barrier(barrier_id=BAR_PRODUCER, number_of_threads=THREADS)  # all of it is written
+        cute.arch.barrier(barrier_id=NamedBarrier.LOAD, number_of_threads=THREADS)  # all of it is written
         if tidx < WARP:
             cute.arch.fence_proxy("async.shared", space="cta")  # ordinary stores, read by bulk copies
             if tidx < BLOCKS:
                 copy = cute.make_copy_atom(cpasync.CopyBulkS2SOp(), Float16)
-                start = stage * (TOKENS_PER_TILE * NOPE) + tidx * BLOCK + at * COLUMNS
-                block = smem.nope.data_ptr() + cute.assume(start, divby=HALF * COLUMNS)
-                rows = cute.make_tensor(block, cute.make_layout(HALF * COLUMNS))
+                start = stage * (TOKENS_PER_TILE * NOPE) + tidx * BLOCK + at * BLOCK_COLUMNS
+                block = smem.nope.data_ptr() + cute.assume(start, divby=HALF * BLOCK_COLUMNS)
+                rows = cute.make_tensor(block, cute.make_layout(HALF * BLOCK_COLUMNS))
                 cute.copy(copy, rows, rows, mbar_ptr=barrier, cta_rank=1 - rank)

@@ -8,7 +8,7 @@ from cutlass.cute.nvgpu import warpgroup
 from cute_kernels.device import softmax, wgmma
 from cute_kernels.device.trace import Tracer
 from cute_kernels.merge.spec import UNIT_VALUES
-from cute_kernels.mla.crossover.kernels.load import GROUP, STAGES
+from cute_kernels.mla.crossover.kernels.load import STAGES
 from cute_kernels.mla.crossover.kernels.smem import (
     P_SHIFT,
     handed_over,
@@ -17,16 +17,18 @@ from cute_kernels.mla.crossover.kernels.smem import (
     scales,
     tiled_mmas,
     units,
-    weights,
 )
-from cute_kernels.mla.kernels.scheduler import WorkItems
-from cute_kernels.mla.spec import EVENTS, ROLES, TOKENS_PER_TILE, WEIGHT, WIDE, MlaDecodeSpec
+from cute_kernels.mla.crossover.spec import EVENTS, ROLES, WEIGHT, MlaCrossoverSpec
+from cute_kernels.mla.kernels.scheduler import Scheduler, WorkTable, WorkTile
+from cute_kernels.mla.kernels.smem import weights
+from cute_kernels.mla.kernels.tile import QUANT_TILE
+from cute_kernels.mla.spec import TOKENS_PER_TILE, WIDE
 
 KEY_BLOCKS = TOKENS_PER_TILE // 16
 IN_FLIGHT = 1  # blocks of 16 keys that are multiplied while P of the next one is prepared
 LOADED = 2  # whose P is on its way from shared memory, 200 clocks while others use it
 HALVES = 2  # quantization tiles of a warpgroup
-UNITS = GROUP // UNIT_VALUES  # of one, in partial results
+UNITS = QUANT_TILE // UNIT_VALUES  # of one, in partial results
 P_EXPONENT = 13  # of the largest P x scale x unit of a row, where float16 holds 2^16
 O_EXPONENT = 100  # up to here O may grow when its unit changes
 
@@ -41,9 +43,9 @@ class ValueWarpgroups:
     tile on to the end of the item each row chooses its own unit, a power of two, from tile to tile (`add_by_units`).
     """
 
-    def __init__(self, spec: MlaDecodeSpec):
+    def __init__(self, spec: MlaCrossoverSpec):
         self.spec = spec
-        self.items = WorkItems(spec)
+        self.scheduler = Scheduler(spec)
         self.tracer = Tracer(spec.trace, len(ROLES))
 
     @cute.jit
@@ -57,20 +59,18 @@ class ValueWarpgroups:
         done: Int32,
         count: Int32,
         item: Int32,
-        _,
-        table: tuple,
-        _copies: tuple,
+        table: WorkTable,
         wg: Int32,
         tid: Int32,
     ):
         """Adds up the `count` tiles of an item of work, the first of which is tile `done`, and stores what it gives."""
-        work = self.items.locate(item, table)
+        work = self.scheduler.locate(item, table)
         layout_nope, _, _ = layouts()
         _, _, mma = tiled_mmas()
         sNope = smem.nope.get_tensor(layout_nope.outer, swizzle=layout_nope.inner)
-        sV = cute.local_tile(wgmma.transposed(sNope), (GROUP, TOKENS_PER_TILE), (None, 0, None))
+        sV = cute.local_tile(wgmma.transposed(sNope), (QUANT_TILE, TOKENS_PER_TILE), (None, 0, None))
         rV = mma.make_fragment_B(mma.get_slice(tid).partition_B(sV))
-        shape = mma.partition_shape_C((WIDE, GROUP))
+        shape = mma.partition_shape_C((WIDE, QUANT_TILE))
         acc_o = [cute.make_rmem_tensor(shape, Float32) for _ in range(HALVES)]
         for half in cutlass.range_constexpr(HALVES):
             acc_o[half].fill(0.0)
@@ -225,7 +225,7 @@ class ValueWarpgroups:
         mSink: cute.Tensor,
         mOut: cute.Tensor,
         mLse: cute.Tensor,
-        work: tuple,
+        work: WorkTile,
         wg: Int32,
         tid: Int32,
     ):
@@ -254,7 +254,7 @@ class ValueWarpgroups:
         row_sum: cute.Tensor,
         mSink: cute.Tensor,
         partials: tuple,
-        work: tuple,
+        work: WorkTile,
         wg: Int32,
         tid: Int32,
     ):
@@ -306,7 +306,7 @@ class ValueWarpgroups:
             by_row = wgmma.by_row(rounded)
             for r in cutlass.range_constexpr(2):
                 head = head_block * WIDE + wgmma.row(tid, r)
-                self.store_row(by_row[r, None], heads, head, h_q, GROUP * (HALVES * wg + half), tid)
+                self.store_row(by_row[r, None], heads, head, h_q, QUANT_TILE * (HALVES * wg + half), tid)
 
     @cute.jit
     def store_row(self, pairs: cute.Tensor, heads: cute.Tensor, head: Int32, h_q: Int32, first: Int32, tid: Int32):

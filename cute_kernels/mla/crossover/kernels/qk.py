@@ -7,24 +7,26 @@ from cutlass.cute.nvgpu import warpgroup
 
 from cute_kernels.device import softmax, token_cache, wgmma
 from cute_kernels.device.trace import Tracer
-from cute_kernels.mla.crossover.kernels.load import BLOCK, COLUMNS, GROUP, GROUPS, NOPE, ROPE, STAGES
+from cute_kernels.mla.crossover.kernels.barriers import NamedBarrier
+from cute_kernels.mla.crossover.kernels.load import BLOCK, STAGES
 from cute_kernels.mla.crossover.kernels.smem import (
-    BAR_OWNER,
     P_SHIFT,
     handed_over,
     layouts,
-    place_of_weight,
     row_states,
     scales,
-    start_q,
     tiled_mmas,
 )
+from cute_kernels.mla.crossover.spec import EVENTS, ROLES, WEIGHT, MlaCrossoverSpec
+from cute_kernels.mla.kernels.convert_q import MAX_EXPONENT, MAX_PEAK, MIN_PEAK, max_magnitudes
 from cute_kernels.mla.kernels.key_finder import KeyFinder
-from cute_kernels.mla.spec import EVENTS, ROLES, TOKENS_PER_TILE, WEIGHT, WIDE, MlaDecodeSpec
+from cute_kernels.mla.kernels.load_q import start_q
+from cute_kernels.mla.kernels.scheduler import WorkTile
+from cute_kernels.mla.kernels.smem import place_of_weight
+from cute_kernels.mla.kernels.tile import BLOCK_COLUMNS, NOPE, QUANT_TILE, QUANT_TILES, ROPE
+from cute_kernels.mla.spec import TOKENS_PER_TILE, WIDE
 
-SMALLEST, LARGEST = 2.0**-8, 65504.0  # of the largest number of 128 that float16 holds as well as bf16 does
 CHUNKS = 8  # of eight numbers of Q that a thread converts together
-EXPONENTS = 120  # powers of two up to this size, and their inverses, are normal float32 numbers
 
 
 class ScoreWarpgroup:
@@ -38,14 +40,14 @@ class ScoreWarpgroup:
     Maxima (units of log2) and sums stay in registers from tile to tile, a thread's columns apart.
     """
 
-    def __init__(self, spec: MlaDecodeSpec):
+    def __init__(self, spec: MlaCrossoverSpec):
         self.spec = spec
         self.tracer = Tracer(spec.trace, len(ROLES))
         self.keys = KeyFinder(spec)
 
     @cute.jit
     def prepare(
-        self, smem, load_q: cute.CopyAtom, tQ: cute.Tensor, work: tuple, loads: Int32, warp_idx: Int32, tid: Int32
+        self, smem, load_q: cute.CopyAtom, tQ: cute.Tensor, work: WorkTile, loads: Int32, warp_idx: Int32, tid: Int32
     ):
         """Makes Q float16 but for its rope part, in place; `loads` loads of Q came before.
 
@@ -55,23 +57,25 @@ class ScoreWarpgroup:
         loads += 1
         fits = self.convert(smem, tid)
         scaled = Int32(0)
-        if wgmma.every_thread(fits, Int32(BAR_OWNER)) == 0:
+        if wgmma.every_thread(fits, Int32(NamedBarrier.QK)) == 0:
             scaled = Int32(1)
             cute.arch.fence_proxy("async.shared", space="cta")  # ordinary stores, and then those of a copy
-            cute.arch.barrier(barrier_id=BAR_OWNER, number_of_threads=128)
+            cute.arch.barrier(barrier_id=NamedBarrier.QK, number_of_threads=128)
             if warp_idx == 0:
                 start_q(smem, load_q, tQ, work, WIDE, unrolled=True)
             cute.arch.mbarrier_wait(smem.q_full.ptr, loads % 2)
             loads += 1
             self.convert_by_powers(smem, tid)
         cute.arch.fence_proxy("async.shared", space="cta")  # ordinary stores, read by wgmma
-        cute.arch.barrier(barrier_id=BAR_OWNER, number_of_threads=128)
+        cute.arch.barrier(barrier_id=NamedBarrier.QK, number_of_threads=128)
         return scaled, loads
 
     def chunk_of_q(self, smem, tid: Int32, j: Int32, c: Int32):
         """Chunk c of 16 in one of the two groups that a thread converts: 8 numbers of its row."""
-        row, group = tid % WIDE, tid // WIDE * (GROUPS // 2) + j
-        start = (group * (GROUP // COLUMNS) + c // 8) * BLOCK + row * COLUMNS + ((c % 8) ^ (row % 8)) * 8
+        row, group = tid % WIDE, tid // WIDE * (QUANT_TILES // 2) + j
+        start = (
+            (group * (QUANT_TILE // BLOCK_COLUMNS) + c // 8) * BLOCK + row * BLOCK_COLUMNS + ((c % 8) ^ (row % 8)) * 8
+        )
         pointer = smem.q.data_ptr() + cute.assume(start, divby=8)
         eight = cute.make_layout(8)
         return cute.make_tensor(pointer, eight), cute.make_tensor(cute.recast_ptr(pointer, dtype=Float16), eight)
@@ -80,11 +84,11 @@ class ScoreWarpgroup:
     def convert(self, smem, tid: Int32) -> Int32:
         """Q as float16; returns whether that holds all that it has to."""
         fits = Int32(1)
-        for j in cutlass.range(GROUPS // 2, unroll=1):
+        for j in cutlass.range(QUANT_TILES // 2, unroll=1):
             largest = cute.make_rmem_tensor(4, Int32)
             largest.fill(0)
             seen = Int32(0)
-            for first in cutlass.range(0, GROUP // 8, CHUNKS, unroll=1):
+            for first in cutlass.range(0, QUANT_TILE // 8, CHUNKS, unroll=1):
                 eights = cute.make_rmem_tensor((8, CHUNKS), BFloat16)  # loads in flight together
                 for i in cutlass.range_constexpr(CHUNKS):
                     old, _ = self.chunk_of_q(smem, tid, j, first + i)
@@ -104,31 +108,31 @@ class ScoreWarpgroup:
             pair[0] = both
             found = cute.recast_tensor(pair, Float16)
             peak = cute.arch.fmax(found[0].to(Float32), found[1].to(Float32))
-            if seen & 0x7FFF7FFF != 0 and (peak < SMALLEST or peak > LARGEST):
+            if seen & 0x7FFF7FFF != 0 and (peak < MIN_PEAK or peak > MAX_PEAK):
                 fits = Int32(0)
         return fits
 
     @cute.jit
     def convert_by_powers(self, smem, tid: Int32):
         """Q times a power of two for each row and group, as float16; stores the inverse powers."""
-        sPower = cute.make_tensor(smem.q_power.data_ptr(), cute.make_layout((WIDE, GROUPS)))
+        sPower = cute.make_tensor(smem.q_power.data_ptr(), cute.make_layout((WIDE, QUANT_TILES)))
         eight, half = cute.make_rmem_tensor(8, BFloat16), cute.make_rmem_tensor(8, Float16)
-        for j in cutlass.range(GROUPS // 2, unroll=1):
+        for j in cutlass.range(QUANT_TILES // 2, unroll=1):
             peak = Float32(0.0)
-            for c in cutlass.range(GROUP // 8, unroll=1):
+            for c in cutlass.range(QUANT_TILE // 8, unroll=1):
                 old, _ = self.chunk_of_q(smem, tid, j, c)
                 cute.autovec_copy(old, eight)
                 for i in cutlass.range_constexpr(8):
                     number = eight[i].to(Float32)
                     peak = cute.arch.fmax(peak, cute.arch.fmax(number, -number))
-            exponent = cutlass.min(cutlass.max(softmax.exponent(peak), -EXPONENTS), EXPONENTS)
+            exponent = cutlass.min(cutlass.max(softmax.exponent(peak), -MAX_EXPONENT), MAX_EXPONENT)
             power = softmax.power_of_two(-exponent)
-            for c in cutlass.range(GROUP // 8, unroll=1):
+            for c in cutlass.range(QUANT_TILE // 8, unroll=1):
                 old, new = self.chunk_of_q(smem, tid, j, c)
                 cute.autovec_copy(old, eight)
                 half.store((eight.load().to(Float32) * power).to(Float16))
                 cute.autovec_copy(half, new)
-            sPower[tid % WIDE, tid // WIDE * (GROUPS // 2) + j] = softmax.power_of_two(exponent)
+            sPower[tid % WIDE, tid // WIDE * (QUANT_TILES // 2) + j] = softmax.power_of_two(exponent)
 
     @cute.jit
     def score(
@@ -141,7 +145,7 @@ class ScoreWarpgroup:
         done: Int32,
         count: Int32,
         has_next,
-        next_work: tuple,
+        next_work: WorkTile,
         scaled: Int32,
         warp_idx: Int32,
         tid: Int32,
@@ -167,7 +171,8 @@ class ScoreWarpgroup:
         row_max.fill(-Float32.inf)
         row_sum.fill(0.0)
         if count == 0:
-            cute.arch.barrier(barrier_id=BAR_OWNER, number_of_threads=128)  # all have waited for the Q that is not used
+            # all have waited for the Q that is not used
+            cute.arch.barrier(barrier_id=NamedBarrier.QK, number_of_threads=128)
             if has_next and warp_idx == 0:
                 start_q(smem, load_q, tQ, next_work, WIDE, unrolled=True)
         for t in cutlass.range(done, done + count, unroll=1):
@@ -180,14 +185,14 @@ class ScoreWarpgroup:
             token_cache.load_scales(row, pair, scale_of_pair)
             position += TOKENS_PER_TILE
             entry = self.keys.read_entry(entries, position, last_position, page_divisor)
-            cute.arch.barrier(barrier_id=BAR_OWNER, number_of_threads=128)
+            cute.arch.barrier(barrier_id=NamedBarrier.QK, number_of_threads=128)
             cute.arch.mbarrier_wait(smem.full.data_ptr() + stage, t // STAGES % 2)
             # ordinary stores, read by wgmma: where they are made a fence would wait for loads that are on the way
             cute.arch.fence_proxy("async.shared", space="cta")
             self.stamp(smem, t, 0, 1, tid)
             self.stamp(smem, t, 1, 0, tid)
             acc_s = self.multiply(smem, stage, scaled, tid)
-            cute.arch.barrier(barrier_id=BAR_OWNER, number_of_threads=128)
+            cute.arch.barrier(barrier_id=NamedBarrier.QK, number_of_threads=128)
             self.stamp(smem, t, 1, 1, tid)
             if last and has_next and warp_idx == 0:
                 start_q(smem, load_q, tQ, next_work, WIDE, unrolled=True)
@@ -200,7 +205,7 @@ class ScoreWarpgroup:
     def store_scales(self, smem, found: cute.Tensor, valid: Int32, stage: Int32, tid: Int32):
         """Stores two scales of a key, their weights and, once, its mask."""
         token, pair = tid // 2, tid % 2
-        of_keys = cute.make_layout((TOKENS_PER_TILE, GROUPS, STAGES))
+        of_keys = cute.make_layout((TOKENS_PER_TILE, QUANT_TILES, STAGES))
         sScale = cute.make_tensor(smem.scale.data_ptr(), of_keys)
         sWeight = cute.make_tensor(smem.weight.data_ptr(), of_keys)
         place = place_of_weight(token)
@@ -234,13 +239,13 @@ class ScoreWarpgroup:
         of_keys = scales(smem, thr, stage)
         columns = cute.size(s, mode=[1])
         scale = cute.make_rmem_tensor(columns, Float32)
-        sPower = cute.make_tensor(smem.q_power.data_ptr(), cute.make_layout((WIDE, GROUPS)))
-        for j in cutlass.range_constexpr(GROUPS):
+        sPower = cute.make_tensor(smem.q_power.data_ptr(), cute.make_layout((WIDE, QUANT_TILES)))
+        for j in cutlass.range_constexpr(QUANT_TILES):
             warpgroup.fence()
             if const_expr(j == 0):
                 of_rope = [(NOPE // 16 + k, k) for k in range(ROPE // 16)]
                 wgmma.issue(mma_rope, acc_s, rQ_rope, rRope, False, of_rope)
-            k_blocks = [GROUP // 16 * j + k for k in range(GROUP // 16)]
+            k_blocks = [QUANT_TILE // 16 * j + k for k in range(QUANT_TILE // 16)]
             wgmma.issue(mma, acc, rQ, rNope, False, [(k, k) for k in k_blocks])
             warpgroup.commit_group()
             by_column = wgmma.by_row(of_keys[None, None, None, j])
@@ -309,13 +314,3 @@ class ScoreWarpgroup:
     def stamp(self, smem, t: Int32, event: cutlass.Constexpr, edge: cutlass.Constexpr, tid: Int32):
         """A timestamp of a tile."""
         self.tracer.stamp(smem.trace.ptr, 1, len(EVENTS[1]) * t + event, edge, tid == 0)
-
-
-@cute.jit
-def max_magnitudes(a: Int32, b: Int32) -> Int32:
-    """Of two pairs of float16 the larger ones, without signs; `a` has none."""
-    return cute.arch.inline_ptx(
-        "{\n.reg .b32 t;\nabs.f16x2 t, {$r1};\nmax.f16x2 {$w0}, {$r0}, t;\n}",
-        write_only_types=[Int32],
-        read_only_args=[a, b],
-    )

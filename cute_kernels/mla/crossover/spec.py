@@ -1,0 +1,82 @@
+"""What is fixed at compile time in the MLA decoding kernel whose CTAs exchange keys."""
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from cute_kernels.mla.spec import MERGE_LANES, WIDE
+
+EXCHANGES = ("codes", "values")
+WEIGHT = 8.0  # scales from 2^-17 to 2^-2, of values up to 112, times this are normal float16 numbers below 2
+ROLES = ("keys", "scores", "values 0", "values 1")  # warpgroups, as a traced kernel numbers them
+# of a tile, for each of them; the scores make P as they hand it over
+EVENTS = (("wait", "fill", "softmax"), ("wait", "QK", "hand over"), ("wait", "PV"), ("wait", "PV"))
+
+
+@dataclass(frozen=True)
+class MlaCrossoverSpec:
+    """Compile-time facts of `crossover.kernels.decode.MlaCrossoverKernel`; constructor argument and cache key.
+
+    sparse    keys come from a list of slots per query; otherwise from a block table and a length per request
+    merge_lanes  several CTAs share the keys of a query: each writes a float16 partial, and CTAs behind them merge with
+              this many threads a row. 0: one CTA has all keys
+    exchange  two CTAs with 64 heads each gather half of the keys of every tile, and hand each other "codes", rows as
+              they come, which both widen, or "values", float16 numbers
+    trace     the roles leave timestamps (device/trace.py)
+    """
+
+    sparse: bool
+    merge_lanes: int = 0
+    exchange: str = "values"
+    trace: bool = False
+
+    kernel: ClassVar[str] = "cute_kernels.mla.crossover.kernels.decode:MlaCrossoverKernel"
+    compile_options: ClassVar[str] = "--ptxas-options '--register-usage-level=5'"
+    """The level at which ptxas spills no register."""
+    cluster: ClassVar[int] = 2  # CTAs that share the keys of a query token and split
+    heads: ClassVar[int] = WIDE  # of a CTA
+    balanced: ClassVar[bool] = False
+    few_heads: ClassVar[bool] = False
+    threads: ClassVar[int] = 512  # of a CTA
+    registers: ClassVar[tuple[int, int, int]] = (72, 104, 168)
+    """Of a thread that brings keys, scores, adds values. At launch each has 128."""
+
+    def can_implement(self) -> list[str]:
+        """Reasons, in words, why this kernel cannot be built; empty when it can."""
+        reasons = []
+        if self.exchange not in EXCHANGES:
+            reasons.append(f"exchange is {self.exchange!r}; known are {EXCHANGES}")
+        if self.merge_lanes not in MERGE_LANES:
+            reasons.append(f"merge_lanes is {self.merge_lanes}; known are {MERGE_LANES}")
+        return reasons
+
+    def head_blocks(self, h_q: int) -> int:
+        """CTAs for the heads of a query token: whole clusters."""
+        return -(-h_q // (self.heads * self.cluster)) * self.cluster
+
+    @property
+    def split(self) -> bool:
+        """Whether several CTAs may share the keys of one query."""
+        return self.merge_lanes > 0
+
+    @property
+    def expected(self) -> dict[str, Any]:
+        """What the compiled kernel is held to."""
+        sends = {"codes": "STAS", "values": "UBLKCP"}[self.exchange]
+        return {
+            "registers": 128,
+            # with codes the producers' loads and sends leave up to nine of 72 registers too few
+            "stack": 32 if self.exchange == "codes" else 0,
+            "instructions": ("HGMMA", "UTMALDG", "USETMAXREG", "LDG.E.128", sends),
+            # Where ptxas takes a loop's counters for values of each thread, fewer are left: 10% of the time
+            "at_least": {"USHF": 75},
+        }
+
+
+def shipped_specs() -> list[MlaCrossoverSpec]:
+    """Every specification that a call can ask for."""
+    return [
+        MlaCrossoverSpec(sparse=sparse, merge_lanes=lanes, exchange=exchange)
+        for sparse in (True, False)
+        for lanes in MERGE_LANES
+        for exchange in EXCHANGES
+    ]

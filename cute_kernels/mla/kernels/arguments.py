@@ -1,0 +1,79 @@
+"""Arguments of a decode launch, of either kernel: what they are compiled from, and tensors over the scratch memory."""
+
+from typing import NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import AddressSpace, BFloat16, Float16, Float32, Int32, Int64, Uint8
+from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
+
+from cute_kernels.device import token_cache
+from cute_kernels.merge.spec import UNIT_VALUES
+from cute_kernels.mla.kernels.tile import NOPE, QK
+
+
+def fake_arguments(sparse: bool) -> tuple:
+    """Shapes, strides and alignments that a compiled kernel accepts, in the order of `__call__`."""
+    batch, s_q, h_q = (cute.sym_int() for _ in range(3))
+
+    def strided(dtype, shape, inner, align):
+        strides = [cute.sym_int64(divisibility=align // (dtype.width // 8)) for _ in shape[:-1]]
+        return make_fake_tensor(dtype, shape, (*strides, inner), assumed_align=align)
+
+    q = strided(BFloat16, (batch, s_q, h_q, QK), 1, 16)
+    kv = strided(Uint8, (cute.sym_int(), cute.sym_int(), token_cache.ROW_BYTES), 1, 16)
+    if sparse:
+        index = strided(cutlass.Int32, (batch, s_q, cute.sym_int()), 1, 4)
+        length = make_fake_tensor(cutlass.Int32, (batch, s_q), (cute.sym_int64(), cute.sym_int64()), assumed_align=4)
+    else:
+        index = strided(cutlass.Int32, (batch, cute.sym_int()), 1, 4)
+        length = make_fake_tensor(cutlass.Int32, (batch,), (cute.sym_int64(),), assumed_align=4)
+    sink = make_fake_tensor(Float32, (h_q,), (1,), assumed_align=4)
+    out = strided(BFloat16, (batch, s_q, h_q, NOPE), 1, 16)
+    lse = make_fake_tensor(Float32, (batch, s_q, h_q), tuple(cute.sym_int64() for _ in range(3)), assumed_align=4)
+    tensors = (q, kv, index, length, sink, out, lse)
+    numbers = (Int64(0), Int64(0), Int64(0), Float32(1.0), Int32(1), Int32(1), Int32(1), Int32(1), Int64(0))
+    return (*tensors, *numbers, make_fake_stream(use_tvm_ffi_env_stream=True))
+
+
+class Partials(NamedTuple):
+    """Partial results of all heads in scratch memory, by (split, request, query, head); all None without a merge.
+
+    out     float16, 512 of each
+    lse     float32
+    scales  float32, a power of two for each 64 values
+    """
+
+    out: cute.Tensor | None = None
+    lse: cute.Tensor | None = None
+    scales: cute.Tensor | None = None
+
+
+def uniform_partials(scratch: Int64, num_splits: Int32, batch, s_q, h_q) -> Partials:
+    """Partials of num_splits equal parts of each query."""
+    per_query, per_request = Int64(h_q), Int64(h_q) * s_q  # 64 bits: a partial may exceed 2^31 values
+    strides = (per_request * batch, per_request, per_query, Int64(1))
+    return _partials(scratch, (num_splits, batch, s_q, h_q), strides)
+
+
+def balanced_partials(scratch: Int64, shares: Int32, batch, s_q, h_q) -> tuple[Int32, Partials]:
+    """(places, partials) of a balanced schedule: the place is the sum of a share's and a query's number."""
+    per_place, places = Int64(h_q), shares + batch * s_q
+    return places, _partials(scratch, (places, batch, s_q, h_q), (per_place, Int64(0), Int64(0), Int64(1)))
+
+
+def _partials(scratch: Int64, shape: tuple, strides: tuple) -> Partials:
+    """Tensors of rows with these strides: all values, then all block scales, then all log-sum-exps."""
+    value_strides, scale_strides = (
+        tuple(cute.assume(stride * n, divby=n) for stride in strides) for n in (NOPE, NOPE // UNIT_VALUES)
+    )
+    rows = strides[0] * shape[0]
+    values = cute.make_ptr(Float16, scratch, AddressSpace.gmem, assumed_align=16)
+    out = cute.make_tensor(values, cute.make_layout((*shape, NOPE), stride=(*value_strides, 1)))
+    end = scratch + rows * (2 * NOPE)
+    first_scale = cute.make_ptr(Float32, end, AddressSpace.gmem, assumed_align=16)
+    layout = cute.make_layout((*shape, NOPE // UNIT_VALUES), stride=(*scale_strides, 1))
+    scales = cute.make_tensor(first_scale, layout)
+    end += rows * (4 * (NOPE // UNIT_VALUES))
+    first_lse = cute.make_ptr(Float32, end, AddressSpace.gmem, assumed_align=16)
+    return Partials(out, cute.make_tensor(first_lse, cute.make_layout(shape, stride=strides)), scales)

@@ -1,0 +1,72 @@
+"""TMA loads of Q: rows of a work tile into shared memory, or into L2."""
+
+import cutlass
+import cutlass.cute as cute
+import cutlass.utils.hopper_helpers as sm90
+from cutlass import AddressSpace, BFloat16, const_expr
+from cutlass.cute.nvgpu import cpasync
+from cutlass.tensor_utils import LayoutEnum
+
+from cute_kernels.mla.kernels.scheduler import WorkTile
+from cute_kernels.mla.kernels.tile import QK
+from cute_kernels.mla.spec import TOKENS_PER_TILE
+
+Q_COLUMNS = 64  # of a TMA copy: 128 bytes
+Q_CHUNKS = QK // Q_COLUMNS
+
+
+def q_layout(heads: int):
+    """Shared memory of Q: (heads, 576, 1)."""
+    return sm90.make_smem_layout_a(LayoutEnum.ROW_MAJOR, (heads, TOKENS_PER_TILE, QK), BFloat16, 1)
+
+
+def q_chunk_layout(heads: int):
+    """The same in chunks of 64 columns, each of which a TMA copy brings: (heads, 64, 9)."""
+    tile = (heads, TOKENS_PER_TILE, Q_COLUMNS)
+    return sm90.make_smem_layout_a(LayoutEnum.ROW_MAJOR, tile, BFloat16, Q_CHUNKS)
+
+
+def make_q_tma(mQ: cute.Tensor, heads: int):
+    """The TMA atom and the tensor that it reads. Heads and columns first: TMA zero-fills past the last head."""
+    mQ_tile = cute.make_tensor(mQ.iterator, cute.select(mQ.layout, mode=[2, 3, 1, 0]))
+    chunk = cute.select(q_chunk_layout(heads), mode=[0, 1])
+    return cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileG2SOp(), mQ_tile, chunk, (heads, Q_COLUMNS))
+
+
+@cute.jit
+def prefetch_q(load_q: cute.CopyAtom, tQ: cute.Tensor, work: WorkTile, heads: cutlass.Constexpr):
+    """Starts to bring rows of Q into L2. Called by one warp."""
+    sQ = cute.make_tensor(cute.make_ptr(BFloat16, 0, AddressSpace.smem, assumed_align=1024), q_chunk_layout(heads))
+    _, tQgQ = _partition_q(load_q, tQ, work, heads, sQ)
+    for c in cutlass.range(Q_CHUNKS, unroll=1):
+        cute.prefetch(load_q, tQgQ[None, c])
+
+
+@cute.jit
+def start_q(
+    smem,
+    load_q: cute.CopyAtom,
+    tQ: cute.Tensor,
+    work: WorkTile,
+    heads: cutlass.Constexpr,
+    unrolled: cutlass.Constexpr = False,
+):
+    """Starts the load of this CTA's rows of Q. Called by one warp. A loop takes fewer instructions and registers."""
+    layout = q_chunk_layout(heads)
+    sQ = smem.q.get_tensor(layout.outer, swizzle=layout.inner)
+    tQsQ, tQgQ = _partition_q(load_q, tQ, work, heads, sQ)
+    with cute.arch.elect_one():
+        cute.arch.mbarrier_arrive_and_expect_tx(smem.q_full.ptr, heads * QK * 2)
+    if const_expr(unrolled):
+        for c in cutlass.range_constexpr(Q_CHUNKS):
+            cute.copy(load_q, tQgQ[None, c], tQsQ[None, c], tma_bar_ptr=smem.q_full.ptr)
+    else:
+        for c in cutlass.range(Q_CHUNKS, unroll=1):
+            cute.copy(load_q, tQgQ[None, c], tQsQ[None, c], tma_bar_ptr=smem.q_full.ptr)
+
+
+@cute.jit
+def _partition_q(load_q: cute.CopyAtom, tQ: cute.Tensor, work: WorkTile, heads: cutlass.Constexpr, sQ: cute.Tensor):
+    """What TMA copies take, (copy, chunk): `sQ`, and a work tile's rows of Q in global memory."""
+    gQ = cute.local_tile(tQ, (heads, Q_COLUMNS), (work.head_block, None, work.query, work.request))
+    return cpasync.tma_partition(load_q, 0, cute.make_layout(1), cute.group_modes(sQ, 0, 2), cute.group_modes(gQ, 0, 2))

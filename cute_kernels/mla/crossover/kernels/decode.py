@@ -1,36 +1,37 @@
 """FP8 MLA decoding on SM90 with an exchange: two CTAs of a cluster gather half of the keys each and hand them over.
 
-One CTA serves 64 heads of one query token over a range of its keys, in tiles of 64 keys. S = Q K^T and O += P V from
+One CTA serves 64 heads of one query token over a range of its keys, in key tiles of 64. S = Q K^T and O += P V from
 shared memory, where codes lie as float16. The QK warpgroup makes P.
 
-Scales. Codes go to the tensor core as they are: e4m3 is exact in float16. Scales are float32 and applied there:
-    S = q_rope k_rope + sum_j scale_j (q_j code_j)     in float32, between products of quantization tiles j
+Scales. Codes go to the tensor core as they are: e4m3 is exact in float16. Scales are float32 and applied so:
+    S = q_rope k_rope + sum_j scale_j (q_j code_j)     in float32, between products of quant tiles j
     O_j += (P scale_j) code_j                          P scale_j rounded to float16
-Ranges that float16 does not hold are found and handled: of Q (`prepare` of the scores) and of P scale_j
-(`add_by_units`).
+Ranges that float16 does not hold are found and handled: of Q (`QkWarpgroup.prepare`) and of P scale_j
+(`PvWarpgroups.multiply_row_scaled`).
 
 Splits and their merge are those of mla/kernels/decode.py.
 
-Roles (512 threads)
-  warpgroup 0                 keys, 72: gathers codes two passes of 16 rows ahead, stores them as float16
-  warpgroup 1                 scores, 104: 32 of S, 32 of a group's, 16 scales; Q by TMA, scales a tile ahead
-  warpgroups 2, 3             values, 168: 128 of O
+Roles (512 threads), registers of a thread
+  warpgroup 0      load, 72: gathers codes two passes of 16 rows ahead, stores them as float16, exchanges them (load.py)
+  warpgroup 1      QK, 104: 32 of S, 32 of a quant tile's S, 16 scales; Q by TMA, scales a tile ahead (qk.py)
+  warpgroups 2, 3  PV, 168: 128 of O (pv.py)
 
-Barriers                      arrivals per phase
-  q_full                      1 + 1152 bytes a head of TMA
-  full[stage]                 128, and 36,864 bytes of the other CTA where values are exchanged
-  empty[stage]                256: values, after their last wgmma
-  p_full[2]                   128: scores: P, what rows have with the tile
-  peer_free[stage]            1: the other CTA has this stage free
-  codes_full[stage]           1 + 20,480 bytes: codes of the other CTA
-  named 1, 3, 4               barriers.py
-All threads arrive, not one for a warp: it costs nothing measurable, and racecheck can follow it.
+Mbarriers: name[copies], arrivals of a phase. exchange "values":
+  q_full              1 + 73,728 bytes  TMA: Q
+  full[2]           128 + 36,864 bytes  load warpgroup, and the other CTA's rows
+  empty[2]          256                 PV warpgroups, after their last wgmma
+  p_full[2]         128                 QK warpgroup: P, and the rows' rescaling, row_max, row_sum
+  peer_free[2]        1                 the other CTA has this stage free
+  codes_full[2]       1                 codes of the other CTA
+exchange "codes": full has no bytes, codes_full 20,480.
+Named barriers: 1 QK, 3 STORED, 4 LOAD (barriers.py). All threads arrive, not one for a warp: it costs nothing
+measurable, and racecheck can follow it.
 
 Shared memory, of 232,448
   rows, in lines of 128       2 x 64 x 1152 = 147,456; P takes the place of the tile's rope part
   q                           73,728: bf16 as it comes, then float16 but for the rope part
   scale                       2 x 64 x 16 = 2,048
-  rest                        6,144: weights, powers of Q, masks, maxima, sums and units of rows, barriers
+  rest                        6,144: weights, powers of Q, masks, row_max, row_sum and scales of rows, barriers
 """
 
 import cuda.bindings.driver as cuda
@@ -41,10 +42,13 @@ from cutlass.cute.nvgpu import cpasync
 from cutlass.memory import SmemAllocator
 
 from cute_kernels.device import softmax
+from cute_kernels.device.barriers import initialize
 from cute_kernels.device.trace import Tracer
-from cute_kernels.mla.crossover.kernels.load import STAGES, KeyProducer
-from cute_kernels.mla.crossover.kernels.pv import ValueWarpgroups
-from cute_kernels.mla.crossover.kernels.qk import ScoreWarpgroup
+from cute_kernels.mla.crossover.kernels.arguments import KeySource, QueryLoad, Results, TileRange
+from cute_kernels.mla.crossover.kernels.barriers import barriers
+from cute_kernels.mla.crossover.kernels.load import LoadWarpgroup
+from cute_kernels.mla.crossover.kernels.pv import PvWarpgroups
+from cute_kernels.mla.crossover.kernels.qk import QkWarpgroup
 from cute_kernels.mla.crossover.kernels.smem import shared_storage
 from cute_kernels.mla.crossover.spec import ROLES, MlaCrossoverSpec
 from cute_kernels.mla.kernels.arguments import Partials, fake_arguments, uniform_partials
@@ -62,10 +66,10 @@ class MlaCrossoverKernel:
             raise ValueError("; ".join(reasons))
         self.spec = spec
         self.scheduler = Scheduler(spec)
-        self.producer = KeyProducer(spec)
+        self.load = LoadWarpgroup(spec)
         self.tracer = Tracer(spec.trace, len(ROLES))
-        self.scores = ScoreWarpgroup(spec)
-        self.values = ValueWarpgroups(spec)
+        self.qk = QkWarpgroup(spec)
+        self.pv = PvWarpgroups(spec)
         if spec.split:
             self.merger = PartialMerger(spec)
 
@@ -94,7 +98,7 @@ class MlaCrossoverKernel:
         trace: Int64,
         stream: cuda.CUstream,
     ):
-        """One launch. Split specs have CTAs behind the others that merge what those leave in the scratch memory.
+        """One launch. Split specs have CTAs after the others that merge what those leave in the scratch memory.
 
         Memory that no caller sees comes as addresses, which cost the host less than tensors. `scratch` has room for
         num_splits * batch * s_q * h_q rows of 512 float16, as many of 8 block scales, and as many log-sum-exps.
@@ -112,10 +116,10 @@ class MlaCrossoverKernel:
         sizes = (mKV.shape[1], head_blocks, num_splits, s_q, merge_ctas)
         divisors = tuple(cute.fast_divmod_create_divisor_v2(size) for size in sizes)
         groups = batch * s_q * head_blocks
-        items, ctas = groups * num_splits, cutlass.min(groups * num_splits, max_ctas)
+        work_tiles, ctas = groups * num_splits, cutlass.min(groups * num_splits, max_ctas)
         self.kernel(
-            load_q, tQ, mKV, mIndex, mLength, mSink, mOut, mLse, *partials, counters, zero_row,
-            softmax_scale * softmax.LOG2_E, num_splits, items, ctas, causal, trace, divisors,
+            load_q, tQ, mKV, mIndex, mLength, mSink, mOut, mLse, partials, counters, zero_row,
+            softmax_scale * softmax.LOG2_E, num_splits, work_tiles, ctas, causal, trace, divisors,
         ).launch(
             grid=[ctas + (groups * merge_ctas if const_expr(self.spec.split) else 0), 1, 1],
             block=[self.spec.threads, 1, 1],
@@ -136,14 +140,12 @@ class MlaCrossoverKernel:
         mSink: cute.Tensor,
         mOut: cute.Tensor,
         mLse: cute.Tensor,
-        mPartial: cute.Tensor | None,
-        mPartialLse: cute.Tensor | None,
-        mUnits: cute.Tensor | None,
+        partials: Partials,
         counters: Int64,
         zero_row: Int64,
         scale_log2: Float32,
         num_splits: Int32,
-        items: Int32,
+        work_tiles: Int32,
         decode_ctas: Int32,
         causal: Int32,
         trace: Int64,
@@ -157,7 +159,7 @@ class MlaCrossoverKernel:
         smem = SmemAllocator().allocate(shared_storage())
         if tidx == 0:
             self.tracer.start(smem.trace.ptr, trace)
-            self.init_barriers(smem)
+            initialize(smem, barriers(self.spec))
         if warp_idx == 1:
             cpasync.prefetch_descriptor(load_q)
         cute.arch.mbarrier_init_fence()
@@ -171,11 +173,11 @@ class MlaCrossoverKernel:
         cute.arch.cluster_wait()
 
         zero = Int32(0)
-        share = Share(block, items, decode_ctas, zero, zero, zero, zero)
+        share = Share(block, work_tiles, decode_ctas, zero, zero, zero, zero)
         table = WorkTable(mKV, mIndex, mLength, zero_row, num_splits, causal, Divisors(*divisors[:4]), share)
-        first_item, end, step = share[:3]
+        q_load = QueryLoad(load_q, tQ)
 
-        of_producer, of_scores, of_values = self.spec.registers
+        load_registers, qk_registers, pv_registers = self.spec.registers
         merges = False
         if const_expr(self.spec.split):
             merges = block >= decode_ctas
@@ -189,55 +191,59 @@ class MlaCrossoverKernel:
                     place = (query, *divmod(query, query_divisor), head_block)
                     of_block = query * head_divisor.divisor + head_block
                     parts, states = (part, merge_divisor.divisor), (first_state, count)
-                    tensors = ((mPartial, mUnits, mPartialLse), mSink, mOut, mLse)
+                    tensors = ((partials.out, partials.scales, partials.lse), mSink, mOut, mLse)
                     self.merger.run(smem.nope, tensors, counters, of_block, states, place, parts)
         elif warp_idx < 4:
-            cute.arch.setmaxregister_decrease(of_producer)
-            self.producer.run(smem, table, rank, tidx)
+            cute.arch.setmaxregister_decrease(load_registers)
+            self.load.run(smem, table, rank, tidx)
         elif is_qk:
-            cute.arch.setmaxregister_decrease(of_scores)
-            warp = warp_idx - 4
-            work = self.scheduler.locate(first_item, table)
-            if warp == 0 and first_item < end:
-                start_q(smem, load_q, tQ, work, self.spec.heads, unrolled=True)
-            done, loads = Int32(0), Int32(0)
-            length = self.scheduler.length(work, mLength)
-            for item in cutlass.range(first_item, end, step, unroll=1):
-                work = self.scheduler.locate(item, table)
-                begin, limit, count, _ = self.scheduler.keys(item, work, length, table)
-                following = item + step
-                has_next = following < end
-                last = cutlass.min(following, end - 1)
-                next_work = self.scheduler.locate(last, table)
-                scaled, loads = self.scores.prepare(smem, load_q, tQ, work, loads, warp, tidx % 128)
-                length = self.scheduler.length(next_work, mLength)  # an item ahead: it takes some 1000 clocks to come
-                ahead = (has_next, next_work, scaled, warp, tidx % 128)
-                of_keys = (mKV, zero_row, self.scheduler.entries(work, mIndex), begin, limit, page_divisor)
-                self.scores.score(smem, load_q, tQ, of_keys, scale_log2, done, count, *ahead)
-                done += count
+            cute.arch.setmaxregister_decrease(qk_registers)
+            self.run_qk(smem, q_load, scale_log2, table, warp_idx - 4, tidx % 128)
         else:
-            cute.arch.setmaxregister_increase(of_values)
-            done, of_wg = Int32(0), tidx % 128
-            for item in cutlass.range(first_item, end, step, unroll=1):
-                work = self.scheduler.locate(item, table)
-                length = self.scheduler.length(work, mLength)
-                _, _, count, _ = self.scheduler.keys(item, work, length, table)
-                results = (mOut, mLse, (mPartial, mPartialLse, mUnits), mSink)
-                self.values.add(smem, *results, done, count, item, table, warp_idx // 4 - 2, of_wg)
-                if const_expr(self.spec.split):
-                    rest, head_block = divmod(item, head_divisor)
-                    group = rest // split_divisor * head_divisor.divisor + head_block
-                    self.merger.count_partial(counters, group, tidx)
-                done += count
+            cute.arch.setmaxregister_increase(pv_registers)
+            results = Results(mOut, mLse, partials, mSink)
+            self.run_pv(smem, results, table, counters, warp_idx, tidx)
         if tidx == 256:
             self.tracer.anchor(smem.trace.ptr, 1)
         cute.arch.cluster_arrive_relaxed()  # nobody leaves while the other one reads or writes here
         cute.arch.cluster_wait()
 
-    def init_barriers(self, smem):
-        """Called by one thread; see the table for the counts."""
-        counts = {"full": 128, "empty": 256, "p_full": 128, "peer_free": 1, "codes_full": 1}
-        cute.arch.mbarrier_init(smem.q_full.ptr, 1)
-        for name, count in counts.items():
-            for i in range(STAGES):
-                cute.arch.mbarrier_init(getattr(smem, name).data_ptr() + i, count)
+    @cute.jit
+    def run_qk(self, smem, q_load: QueryLoad, scale_log2: Float32, table: WorkTable, warp: Int32, tid: Int32):
+        """The QK warpgroup: all work tiles of this CTA, the next one's Q and length on the way."""
+        first, end, step = table.share.first, table.share.end, table.share.step
+        work = self.scheduler.locate(first, table)
+        if warp == 0 and first < end:
+            start_q(smem, *q_load, work, self.spec.heads, unrolled=True)
+        done, loads = Int32(0), Int32(0)
+        length = self.scheduler.length(work, table.mLength)
+        for number in cutlass.range(first, end, step, unroll=1):
+            work = self.scheduler.locate(number, table)
+            begin, limit, count, _ = self.scheduler.keys(number, work, length, table)
+            following = number + step
+            has_next = following < end
+            last = cutlass.min(following, end - 1)
+            next_work = self.scheduler.locate(last, table)
+            scaled, loads = self.qk.prepare(smem, q_load, work, loads, warp, tid)
+            length = self.scheduler.length(next_work, table.mLength)  # a work tile ahead: it takes some 1000 clocks
+            entries = self.scheduler.entries(work, table.mIndex)
+            source = KeySource(table.mKV, table.zero_row, entries, begin, limit, table.divisors.page_size)
+            tiles = TileRange(done, count)
+            self.qk.run(smem, q_load, source, scale_log2, tiles, has_next, next_work, scaled, warp, tid)
+            done += count
+
+    @cute.jit
+    def run_pv(self, smem, results: Results, table: WorkTable, counters: Int64, warp_idx: Int32, tidx: Int32):
+        """A PV warpgroup: all work tiles of this CTA."""
+        divisors = table.divisors
+        done, tid = Int32(0), tidx % 128
+        for number in cutlass.range(table.share.first, table.share.end, table.share.step, unroll=1):
+            work = self.scheduler.locate(number, table)
+            length = self.scheduler.length(work, table.mLength)
+            _, _, count, _ = self.scheduler.keys(number, work, length, table)
+            self.pv.run(smem, results, TileRange(done, count), number, table, warp_idx // 4 - 2, tid)
+            if const_expr(self.spec.split):
+                rest, head_block = divmod(number, divisors.head_blocks)
+                group = rest // divisors.splits * divisors.head_blocks.divisor + head_block
+                self.merger.count_partial(counters, group, tidx)
+            done += count

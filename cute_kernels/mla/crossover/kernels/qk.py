@@ -1,4 +1,4 @@
-"""The warpgroup of the MLA decode kernel that scores keys: QK and the softmax of every tile."""
+"""The QK warpgroup of the crossover: Q's conversion, QK and the softmax of every tile."""
 
 import cutlass
 import cutlass.cute as cute
@@ -7,16 +7,17 @@ from cutlass.cute.nvgpu import warpgroup
 
 from cute_kernels.device import softmax, token_cache, wgmma
 from cute_kernels.device.trace import Tracer
+from cute_kernels.mla.crossover.kernels.arguments import KeySource, QueryLoad, TileRange
 from cute_kernels.mla.crossover.kernels.barriers import NamedBarrier
-from cute_kernels.mla.crossover.kernels.load import BLOCK, STAGES
 from cute_kernels.mla.crossover.kernels.smem import (
     P_SHIFT,
-    handed_over,
     layouts,
+    p_fragment,
     row_states,
     scales,
     tiled_mmas,
 )
+from cute_kernels.mla.crossover.kernels.tile import BLOCK, STAGES
 from cute_kernels.mla.crossover.spec import EVENTS, ROLES, WEIGHT, MlaCrossoverSpec
 from cute_kernels.mla.kernels.convert_q import MAX_EXPONENT, MAX_PEAK, MIN_PEAK, max_magnitudes
 from cute_kernels.mla.kernels.key_finder import KeyFinder
@@ -29,15 +30,15 @@ from cute_kernels.mla.spec import TOKENS_PER_TILE, WIDE
 CHUNKS = 8  # of eight numbers of Q that a thread converts together
 
 
-class ScoreWarpgroup:
-    """Device code for 128 threads: S, P, maxima and sums of all tiles, which the two warpgroups of values then need.
+class QkWarpgroup:
+    """Device code for 128 threads: S, P, row_max and row_sum of all tiles, for the two PV warpgroups.
 
         S = q_rope k_rope + sum_j scale_j (q_j code_j)      scales in float32, products of float16 numbers
 
     Codes are exact as float16, and so is Q: numbers 2^-16 below the largest of the 128 that meet a scale lose bits, and
-    are too small there to matter. Where the largest itself is out of float16's reach, `powers` bring them all into it.
+    are too small to matter. Where float16 does not hold the largest, a power of two per row and quant tile scales them.
 
-    Maxima (units of log2) and sums stay in registers from tile to tile, a thread's columns apart.
+    row_max (in units of log2) and row_sum stay in registers from tile to tile; each thread sums its own columns.
     """
 
     def __init__(self, spec: MlaCrossoverSpec):
@@ -46,12 +47,10 @@ class ScoreWarpgroup:
         self.keys = KeyFinder(spec)
 
     @cute.jit
-    def prepare(
-        self, smem, load_q: cute.CopyAtom, tQ: cute.Tensor, work: WorkTile, loads: Int32, warp_idx: Int32, tid: Int32
-    ):
+    def prepare(self, smem, q_load: QueryLoad, work: WorkTile, loads: Int32, warp_idx: Int32, tid: Int32):
         """Makes Q float16 but for its rope part, in place; `loads` loads of Q came before.
 
-        Returns (whether S is to be multiplied by powers of Q, the new number of loads).
+        Returns whether S has to be multiplied by the powers of Q, and the new number of loads.
         """
         cute.arch.mbarrier_wait(smem.q_full.ptr, loads % 2)
         loads += 1
@@ -62,7 +61,7 @@ class ScoreWarpgroup:
             cute.arch.fence_proxy("async.shared", space="cta")  # ordinary stores, and then those of a copy
             cute.arch.barrier(barrier_id=NamedBarrier.QK, number_of_threads=128)
             if warp_idx == 0:
-                start_q(smem, load_q, tQ, work, WIDE, unrolled=True)
+                start_q(smem, *q_load, work, WIDE, unrolled=True)
             cute.arch.mbarrier_wait(smem.q_full.ptr, loads % 2)
             loads += 1
             self.convert_by_powers(smem, tid)
@@ -71,18 +70,17 @@ class ScoreWarpgroup:
         return scaled, loads
 
     def chunk_of_q(self, smem, tid: Int32, j: Int32, c: Int32):
-        """Chunk c of 16 in one of the two groups that a thread converts: 8 numbers of its row."""
-        row, group = tid % WIDE, tid // WIDE * (QUANT_TILES // 2) + j
-        start = (
-            (group * (QUANT_TILE // BLOCK_COLUMNS) + c // 8) * BLOCK + row * BLOCK_COLUMNS + ((c % 8) ^ (row % 8)) * 8
-        )
+        """Chunk c of 16 in one of the two quant tiles that a thread converts: 8 numbers of its row."""
+        row, quant_tile = tid % WIDE, tid // WIDE * (QUANT_TILES // 2) + j
+        block = quant_tile * (QUANT_TILE // BLOCK_COLUMNS) + c // 8
+        start = block * BLOCK + row * BLOCK_COLUMNS + ((c % 8) ^ (row % 8)) * 8
         pointer = smem.q.data_ptr() + cute.assume(start, divby=8)
         eight = cute.make_layout(8)
         return cute.make_tensor(pointer, eight), cute.make_tensor(cute.recast_ptr(pointer, dtype=Float16), eight)
 
     @cute.jit
     def convert(self, smem, tid: Int32) -> Int32:
-        """Q as float16; returns whether that holds all that it has to."""
+        """Stores Q as float16; returns whether float16 holds it."""
         fits = Int32(1)
         for j in cutlass.range(QUANT_TILES // 2, unroll=1):
             largest = cute.make_rmem_tensor(4, Int32)
@@ -114,7 +112,7 @@ class ScoreWarpgroup:
 
     @cute.jit
     def convert_by_powers(self, smem, tid: Int32):
-        """Q times a power of two for each row and group, as float16; stores the inverse powers."""
+        """Stores Q times a power of two for each row and quant tile, as float16; stores the inverse powers."""
         sPower = cute.make_tensor(smem.q_power.data_ptr(), cute.make_layout((WIDE, QUANT_TILES)))
         eight, half = cute.make_rmem_tensor(8, BFloat16), cute.make_rmem_tensor(8, Float16)
         for j in cutlass.range(QUANT_TILES // 2, unroll=1):
@@ -135,36 +133,34 @@ class ScoreWarpgroup:
             sPower[tid % WIDE, tid // WIDE * (QUANT_TILES // 2) + j] = softmax.power_of_two(exponent)
 
     @cute.jit
-    def score(
+    def run(
         self,
         smem,
-        load_q: cute.CopyAtom,
-        tQ: cute.Tensor,
-        keys: tuple,
+        q_load: QueryLoad,
+        source: KeySource,
         scale_log2: Float32,
-        done: Int32,
-        count: Int32,
+        tiles: TileRange,
         has_next,
         next_work: WorkTile,
         scaled: Int32,
         warp_idx: Int32,
         tid: Int32,
     ):
-        """Scores the `count` tiles of an item of work, the first of which is tile `done`; Q has come.
+        """Makes S and P of the key tiles of a work tile; Q has come.
 
-        As soon as nobody needs its Q any more, the load of the next item's is started. `keys` is what finds them, as
-        `KeyProducer.fill` has it: (cache, zero row, entries, first position, limit, divisor). The producers bring codes
-        alone; a pair of threads brings the scales of a key, a tile ahead, while this warpgroup would wait for codes.
+        As soon as nobody needs this Q, the load of the next work tile's is started. The load warpgroups bring codes
+        alone; a pair of threads here loads the scales of a key, a tile ahead, while the warpgroup waits for codes.
         """
-        mKV, zero_row, entries, begin, limit, page_divisor = keys
+        mKV, zero_row, entries, begin, limit, page_divisor = source
+        done, count = tiles
         token, pair = tid // 2, tid % 2
         position, last_position = begin + token, limit - 1
-        scale_of_pair = cute.make_rmem_tensor(2, Float32)
+        pair_scales = cute.make_rmem_tensor(2, Float32)
         valid, entry = Int32(0), Int32(0)
         if count > 0:
             entry = self.keys.read_entry(entries, position, last_position, page_divisor)
             valid, row = self.keys.locate(mKV, zero_row, entry, position, last_position, page_divisor)
-            token_cache.load_scales(row, pair, scale_of_pair)
+            token_cache.load_scales(row, pair, pair_scales)
             position += TOKENS_PER_TILE
             entry = self.keys.read_entry(entries, position, last_position, page_divisor)
         row_max, row_sum = cute.make_rmem_tensor(2, Float32), cute.make_rmem_tensor(2, Float32)
@@ -174,20 +170,20 @@ class ScoreWarpgroup:
             # all have waited for the Q that is not used
             cute.arch.barrier(barrier_id=NamedBarrier.QK, number_of_threads=128)
             if has_next and warp_idx == 0:
-                start_q(smem, load_q, tQ, next_work, WIDE, unrolled=True)
+                start_q(smem, *q_load, next_work, WIDE, unrolled=True)
         for t in cutlass.range(done, done + count, unroll=1):
             last = t == done + count - 1
             stage = t % STAGES
             self.stamp(smem, t, 0, 0, tid)
             cute.arch.mbarrier_wait(smem.empty.data_ptr() + stage, (t // STAGES + 1) % 2)
-            self.store_scales(smem, scale_of_pair, valid, stage, tid)
+            self.store_scales(smem, pair_scales, valid, stage, tid)
             valid, row = self.keys.locate(mKV, zero_row, entry, position, last_position, page_divisor)
-            token_cache.load_scales(row, pair, scale_of_pair)
+            token_cache.load_scales(row, pair, pair_scales)
             position += TOKENS_PER_TILE
             entry = self.keys.read_entry(entries, position, last_position, page_divisor)
             cute.arch.barrier(barrier_id=NamedBarrier.QK, number_of_threads=128)
             cute.arch.mbarrier_wait(smem.full.data_ptr() + stage, t // STAGES % 2)
-            # ordinary stores, read by wgmma: where they are made a fence would wait for loads that are on the way
+            # ordinary stores, read by wgmma. Where they are made a fence would wait for loads in flight
             cute.arch.fence_proxy("async.shared", space="cta")
             self.stamp(smem, t, 0, 1, tid)
             self.stamp(smem, t, 1, 0, tid)
@@ -195,7 +191,7 @@ class ScoreWarpgroup:
             cute.arch.barrier(barrier_id=NamedBarrier.QK, number_of_threads=128)
             self.stamp(smem, t, 1, 1, tid)
             if last and has_next and warp_idx == 0:
-                start_q(smem, load_q, tQ, next_work, WIDE, unrolled=True)
+                start_q(smem, *q_load, next_work, WIDE, unrolled=True)
             self.stamp(smem, t, 2, 0, tid)
             self.softmax(smem, acc_s, row_max, row_sum, scale_log2, stage, last, tid)
             cute.arch.mbarrier_arrive(smem.p_full.data_ptr() + stage)
@@ -205,9 +201,9 @@ class ScoreWarpgroup:
     def store_scales(self, smem, found: cute.Tensor, valid: Int32, stage: Int32, tid: Int32):
         """Stores two scales of a key, their weights and, once, its mask."""
         token, pair = tid // 2, tid % 2
-        of_keys = cute.make_layout((TOKENS_PER_TILE, QUANT_TILES, STAGES))
-        sScale = cute.make_tensor(smem.scale.data_ptr(), of_keys)
-        sWeight = cute.make_tensor(smem.weight.data_ptr(), of_keys)
+        layout = cute.make_layout((TOKENS_PER_TILE, QUANT_TILES, STAGES))
+        sScale = cute.make_tensor(smem.scale.data_ptr(), layout)
+        sWeight = cute.make_tensor(smem.weight.data_ptr(), layout)
         place = place_of_weight(token)
         for i in cutlass.range_constexpr(2):
             weight = found[i] * WEIGHT
@@ -221,7 +217,7 @@ class ScoreWarpgroup:
 
     @cute.jit
     def multiply(self, smem, stage: Int32, scaled: Int32, tid: Int32):
-        """S of a tile, complete."""
+        """S of a tile, scales and rope part included."""
         layout_nope, layout_rope, layout_q = layouts()
         mma, mma_rope, _ = tiled_mmas()
         thr, thr_rope = mma.get_slice(tid), mma_rope.get_slice(tid)
@@ -235,20 +231,20 @@ class ScoreWarpgroup:
         rRope = mma_rope.make_fragment_B(thr_rope.partition_B(sRope))[None, None, None, stage]
         shape = mma.partition_shape_C((WIDE, TOKENS_PER_TILE))
         acc_s, acc = cute.make_rmem_tensor(shape, Float32), cute.make_rmem_tensor(shape, Float32)
-        s, of_group = wgmma.by_row(acc_s), wgmma.by_row(acc)
-        of_keys = scales(smem, thr, stage)
+        s, partial_s = wgmma.by_row(acc_s), wgmma.by_row(acc)
+        key_scales = scales(smem, thr, stage)
         columns = cute.size(s, mode=[1])
         scale = cute.make_rmem_tensor(columns, Float32)
         sPower = cute.make_tensor(smem.q_power.data_ptr(), cute.make_layout((WIDE, QUANT_TILES)))
         for j in cutlass.range_constexpr(QUANT_TILES):
             warpgroup.fence()
             if const_expr(j == 0):
-                of_rope = [(NOPE // 16 + k, k) for k in range(ROPE // 16)]
-                wgmma.issue(mma_rope, acc_s, rQ_rope, rRope, False, of_rope)
+                rope_steps = [(NOPE // 16 + k, k) for k in range(ROPE // 16)]
+                wgmma.issue(mma_rope, acc_s, rQ_rope, rRope, False, rope_steps)
             k_blocks = [QUANT_TILE // 16 * j + k for k in range(QUANT_TILE // 16)]
             wgmma.issue(mma, acc, rQ, rNope, False, [(k, k) for k in k_blocks])
             warpgroup.commit_group()
-            by_column = wgmma.by_row(of_keys[None, None, None, j])
+            by_column = wgmma.by_row(key_scales[None, None, None, j])
             for c in cutlass.range_constexpr(columns):
                 scale[c] = by_column[0, c]
             warpgroup.wait_group(0)
@@ -256,10 +252,10 @@ class ScoreWarpgroup:
                 for r in cutlass.range_constexpr(2):
                     power = sPower[wgmma.row(tid, r), j]
                     for c in cutlass.range_constexpr(columns):
-                        of_group[r, c] *= power
+                        partial_s[r, c] *= power
             for c in cutlass.range_constexpr(columns):
                 for r in cutlass.range_constexpr(2):
-                    s[r, c] += of_group[r, c] * scale[c]
+                    s[r, c] += partial_s[r, c] * scale[c]
         return acc_s
 
     @cute.jit
@@ -274,10 +270,10 @@ class ScoreWarpgroup:
         last,
         tid: Int32,
     ):
-        """P of a tile where its rope part was, and what rows have with it: see `row_states`."""
+        """Stores P of a tile in place of its rope part, and the rows' rescaling, row_max and row_sum (`row_states`)."""
         thr = tiled_mmas()[0].get_slice(tid)
-        of_columns = cute.make_layout((WIDE, TOKENS_PER_TILE, STAGES), stride=(0, 1, TOKENS_PER_TILE))
-        mask = wgmma.by_row(thr.partition_C(smem.mask.get_tensor(of_columns)[None, None, stage]))
+        mask_layout = cute.make_layout((WIDE, TOKENS_PER_TILE, STAGES), stride=(0, 1, TOKENS_PER_TILE))
+        mask = wgmma.by_row(thr.partition_C(smem.mask.get_tensor(mask_layout)[None, None, stage]))
         s = wgmma.by_row(acc_s)
         columns = cute.size(s, mode=[1])
         for c in cutlass.range_constexpr(columns):
@@ -308,7 +304,7 @@ class ScoreWarpgroup:
                     sSum[r], sMax[r] = total, row_max[r]
         rP = cute.make_rmem_tensor((8, TOKENS_PER_TILE // 16), Float16)
         rP.store(acc_s.load().to(Float16).reshape(rP.shape))
-        cute.autovec_copy(rP, handed_over(smem, stage, tid))
+        cute.autovec_copy(rP, p_fragment(smem, stage, tid))
 
     @cute.jit
     def stamp(self, smem, t: Int32, event: cutlass.Constexpr, edge: cutlass.Constexpr, tid: Int32):

@@ -7,7 +7,8 @@ from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 from cutlass.tensor_utils import LayoutEnum
 
 from cute_kernels.device import wgmma
-from cute_kernels.mla.crossover.kernels.load import STAGES
+from cute_kernels.mla.crossover.kernels.arguments import RowStates
+from cute_kernels.mla.crossover.kernels.tile import STAGES
 from cute_kernels.mla.kernels.load_q import q_layout
 from cute_kernels.mla.kernels.tile import NOPE, QUANT_TILE, QUANT_TILES, ROPE
 from cute_kernels.mla.spec import TOKENS_PER_TILE, WIDE
@@ -26,7 +27,7 @@ def layouts():
 
 
 def shared_storage():
-    """The struct of all that lies in shared memory."""
+    """The struct of a CTA's shared memory."""
     layout_nope, layout_rope, layout_q = layouts()
     per_key = STAGES * QUANT_TILES * TOKENS_PER_TILE
 
@@ -42,7 +43,7 @@ def shared_storage():
             cute.struct.MemRange[Float32, STAGES * TOKENS_PER_TILE], 128
         ]  # 0 or -inf, added to the scores
         rescaling: cute.struct.MemRange[Float32, STAGES * WIDE]
-        units: cute.struct.MemRange[Float32, QUANT_TILES * WIDE]
+        row_scales: cute.struct.MemRange[Float32, QUANT_TILES * WIDE]
         row_max: cute.struct.MemRange[Float32, STAGES * WIDE]
         row_sum: cute.struct.MemRange[Float32, STAGES * WIDE]
         q_full: Int64
@@ -57,7 +58,7 @@ def shared_storage():
 
 
 def tiled_mmas():
-    """S of codes = Q K^T, S of the rope part, both from shared memory; O += P V of one group with P in registers."""
+    """S of codes = Q K^T, S of the rope part, both from shared memory; O += P V of a quant tile with P in registers."""
     k, mn, one = OperandMajorMode.K, OperandMajorMode.MN, (1, 1, 1)
     registers = warpgroup.OperandSource.RMEM
     tile = (WIDE, TOKENS_PER_TILE)
@@ -70,33 +71,30 @@ def tiled_mmas():
 
 @cute.jit
 def scales(smem, thr_qk, stage: Int32):
-    """The scales of the columns of a thread's fragment of S: (fragment, QUANT_TILES)."""
+    """Scales of the keys of a thread's fragment of S: (fragment, QUANT_TILES)."""
     layout = cute.make_layout((WIDE, TOKENS_PER_TILE, QUANT_TILES), stride=(0, 1, TOKENS_PER_TILE))
     start = cute.assume(stage * (QUANT_TILES * TOKENS_PER_TILE), divby=QUANT_TILES * TOKENS_PER_TILE)
     return thr_qk.partition_C(cute.make_tensor(smem.scale.data_ptr() + start, layout))
 
 
-def handed_over(smem, stage: Int32, tid: Int32) -> cute.Tensor:
-    """A thread's fragment of P of the tile in a stage, over its rope block: (8, 64 / 16) float16.
+def p_fragment(smem, stage: Int32, tid: Int32) -> cute.Tensor:
+    """A thread's fragment of P of the tile in a stage, in place of its rope block: (8, 64 / 16) float16.
 
-    Columns 16 k and on are piece k of 16 bytes.
+    Columns 16 k to 16 k + 15 are piece k of 16 bytes.
     """
     start = cute.assume(tid * 8 + stage * (TOKENS_PER_TILE * ROPE), divby=8)
     pointer = cute.recast_ptr(smem.rope.data_ptr(), dtype=Float16) + start
     return cute.make_tensor(pointer, cute.make_layout((8, TOKENS_PER_TILE // 16), stride=(1, 128 * 8)))
 
 
-def row_states(smem, stage: Int32, tid: Int32):
-    """What a thread's two rows (2) have with the tile in a stage: the factor of what came before, maxima, sums.
-
-    Maxima and sums are those of the item, there with its last tile.
-    """
+def row_states(smem, stage: Int32, tid: Int32) -> RowStates:
+    """A thread's two rows with the tile in a stage; row_max and row_sum are those of the work tile."""
     start, two = wgmma.row(tid, 0) + stage * WIDE, cute.make_layout(2, stride=8)
     arrays = (smem.rescaling, smem.row_max, smem.row_sum)
-    return tuple(cute.make_tensor(array.data_ptr() + start, two) for array in arrays)
+    return RowStates(*(cute.make_tensor(array.data_ptr() + start, two) for array in arrays))
 
 
-def units(smem, half, wg: Int32, tid: Int32) -> cute.Tensor:
-    """What O of a thread's two rows (2) is kept times where weights do not do."""
+def row_scales(smem, half, wg: Int32, tid: Int32) -> cute.Tensor:
+    """The power of two that O of a thread's two rows (2) is kept times, where weights do not hold the scales."""
     start, two = wgmma.row(tid, 0) + (2 * wg + half) * WIDE, cute.make_layout(2, stride=8)
-    return cute.make_tensor(smem.units.data_ptr() + start, two)
+    return cute.make_tensor(smem.row_scales.data_ptr() + start, two)

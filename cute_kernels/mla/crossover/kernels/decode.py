@@ -47,9 +47,9 @@ from cute_kernels.mla.crossover.kernels.pv import ValueWarpgroups
 from cute_kernels.mla.crossover.kernels.qk import ScoreWarpgroup
 from cute_kernels.mla.crossover.kernels.smem import shared_storage
 from cute_kernels.mla.crossover.spec import ROLES, MlaCrossoverSpec
-from cute_kernels.mla.kernels.arguments import Partials, fake_arguments, uniform_partials
+from cute_kernels.mla.kernels.arguments import Partials, Results, fake_arguments, uniform_partials
 from cute_kernels.mla.kernels.load_q import make_q_tma, start_q
-from cute_kernels.mla.kernels.merge import PartialMerger
+from cute_kernels.mla.kernels.merge import MergeTask, PartialMerger
 from cute_kernels.mla.kernels.scheduler import Divisors, Scheduler, Share, WorkTable
 
 
@@ -184,13 +184,14 @@ class MlaCrossoverKernel:
             if const_expr(self.spec.split):
                 group, part = divmod(block - decode_ctas, merge_divisor)
                 query, head_block = divmod(group, head_divisor)
-                first_state, count = Int32(0), num_splits
+                first_partial, count = Int32(0), num_splits
                 if count > 0:
-                    place = (query, *divmod(query, query_divisor), head_block)
-                    of_block = query * head_divisor.divisor + head_block
-                    parts, states = (part, merge_divisor.divisor), (first_state, count)
-                    tensors = ((mPartial, mUnits, mPartialLse), mSink, mOut, mLse)
-                    self.merger.run(smem.nope, tensors, counters, of_block, states, place, parts)
+                    request, query_of_request = divmod(query, query_divisor)
+                    head_group = query * head_divisor.divisor + head_block
+                    place = (query, request, query_of_request, head_block)
+                    task = MergeTask(*place, first_partial, count, part, merge_divisor.divisor)
+                    merged = Results(mSink, mOut, mLse, Partials(mPartial, mPartialLse, mUnits))
+                    self.merger.run(smem.nope, merged, counters, head_group, task)
         elif warp_idx < 4:
             cute.arch.setmaxregister_decrease(of_producer)
             self.producer.run(smem, table, rank, tidx)

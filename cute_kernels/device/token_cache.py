@@ -1,14 +1,14 @@
-"""Reading the 656-byte token format: rows into registers, their codes as 16-bit numbers into tiles that wgmma reads.
+"""Reading 656-byte tokens: rows into registers, their codes as 16-bit numbers into tiles that wgmma reads.
 
-One warpgroup handles 16 rows a pass, 4 a warp, 8 lanes a row. A lane holds a sixteenth of each 128-value quantization
-tile of its row (16 codes, four times) and an eighth of the rope part (8 bf16 values): five 16-byte loads, 20 registers.
+One warpgroup handles 16 rows a pass, 4 a warp, 8 lanes a row. A lane holds 16 codes of each of the four quant tiles of
+its row and 8 bf16 values of the rope part: five 16-byte loads, 20 registers.
 
-Codes are stored as float16, exactly; their scales are applied to products.
+Codes are stored as float16, exactly; scales are applied to products.
 
-Store map. In the 128-byte swizzle the 16-byte chunk c of row r sits at c ^ (r % 8), and 16 codes become an even and an
-odd chunk. The 8 lanes of one store phase hold four pieces of an even row and four of an odd row, so their chunks fall
-into all eight bank groups: no conflict. r % 8 does not depend on the pass, so a lane has three base addresses and all
-else is an immediate.
+Store map. In the 128-byte swizzle the 16-byte chunk c of row r lies at c ^ (r % 8), and 16 codes become an even and an
+odd chunk. The 8 lanes of a store phase hold four pieces of an even row and four of an odd row, so their chunks fall
+into all eight bank groups: no conflict. r % 8 is the same in each pass, so a lane has three base addresses, and all
+other offsets are immediates.
 """
 
 import cutlass
@@ -22,13 +22,13 @@ ROW_BYTES = V3_2.token_bytes
 SCALE_OFFSET = V3_2.scales.offset
 ROPE_OFFSET = V3_2.field("rope").offset
 ROWS_PER_PASS = 16
-PIECES = 5  # 16-byte loads per lane and row: four of codes, one of the rope part
+PIECES = V3_2.num_scales + 1  # 16-byte loads of a lane and row: one of each quant tile, one of the rope part
 
 
 @cute.jit
 def row_pointer(mKV: cute.Tensor, zero_row: Int64, valid, page: Int32, offset: Int32) -> cute.Pointer:
-    """One token's row, or the zeros at the address `zero_row`: a masked slot may hold NaN, and 0 x NaN is NaN."""
-    # 64-bit products: page * stride passes 2^31 bytes in a cache of 2 GiB
+    """A token's row, or the zeros at the address `zero_row`: a masked slot may hold NaN, and 0 x NaN is NaN."""
+    # 64 bits: a cache may have more than 2^31 bytes
     row = Int64(page) * Int64(mKV.stride[0]) + Int64(offset) * Int64(mKV.stride[1])
     address = cutlass.select_(valid, mKV.iterator.toint() + row, zero_row)
     return cute.make_ptr(Uint8, address, AddressSpace.gmem, assumed_align=16)
@@ -50,14 +50,14 @@ def store_and_gather(
     row: cute.Pointer | None,
     segment: Int32,
 ):
-    """Stores the row in `raw` and starts the loads of another `row`, if any, into the registers as they come free.
+    """Stores the row in `raw`, and loads another `row`, if any, into the registers as they become free.
 
     Codes go as float16 into the even and odd chunks (8, 4), the rope part goes into its chunk (8).
     """
-    cute.autovec_copy(cute.recast_tensor(raw[None, 4], BFloat16), rope)
+    cute.autovec_copy(cute.recast_tensor(raw[None, PIECES - 1], BFloat16), rope)
     if const_expr(row is not None):
-        _load_piece(row, segment, raw, 4)
-    for j in cutlass.range_constexpr(4):
+        _load_piece(row, segment, raw, PIECES - 1)
+    for j in cutlass.range_constexpr(PIECES - 1):
         out = cute.make_rmem_tensor((8, 2), Float16)
         codes = cute.recast_tensor(raw[None, j], Float8E4M3FN)
         for half in cutlass.range_constexpr(2):  # eight at a time: with sixteen live, ptxas spills
@@ -71,9 +71,9 @@ def store_and_gather(
 
 @cute.jit
 def _load_piece(row: cute.Pointer, segment: Int32, raw: cute.Tensor, piece: cutlass.Constexpr):
-    """Pieces 0 to 3 are codes of that quantization tile, piece 4 is of the rope part."""
+    """Each piece has codes of the quant tile of that number; the last one is of the rope part."""
     load = cute.make_copy_atom(CopyG2ROp(), Uint8, num_bits_per_copy=128)
-    start = V3_2.quant_tile * piece if const_expr(piece < 4) else ROPE_OFFSET
+    start = V3_2.quant_tile * piece if const_expr(piece < PIECES - 1) else ROPE_OFFSET
     source = cute.make_tensor(row + cute.assume(segment + start, divby=16), cute.make_layout(16))
     cute.copy(load, source, raw[None, piece])
 

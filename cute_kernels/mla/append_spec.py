@@ -9,7 +9,7 @@ class MlaAppendSpec:
     """Compile-time facts of :class:`cute_kernels.mla.kernels.append.MlaAppendKernel`: constructor argument, cache key.
 
     tokens_per_warp  tokens whose loads a warp issues together: 1, 2 or 4. More keep more bytes in flight, fewer spread
-                     a short call over more SMs.
+                     a short call over more SMs
     warps            warps of a CTA
     """
 
@@ -20,7 +20,7 @@ class MlaAppendSpec:
 
     @classmethod
     def for_launch(cls, tokens: int) -> "MlaAppendSpec":
-        """The variant for a call of `tokens` tokens: one per warp until there are 32 warps for each of 132 SMs."""
+        """The variant for a call: one token a warp up to 32 warps for each of 132 SMs, then two."""
         return cls(tokens_per_warp=1 if tokens <= 132 * 32 else 2)
 
     def can_implement(self) -> list[str]:

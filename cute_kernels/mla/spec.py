@@ -1,42 +1,49 @@
-"""What is fixed at compile time in the MLA decoding kernel without an exchange."""
+"""What is fixed at compile time in the MLA decode kernel."""
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 from cute_kernels.merge.spec import UNIT_VALUES
 from fp8_mla.formats import V3_2
 
 WIDE = 64  # heads of a CTA, at most
-NARROW = (8, 16, 32)  # and where there are few
-FEW = 16  # heads, at most, that leave registers for six warpgroups
+NARROW = (8, 16, 32)  # heads of a CTA for fewer of them
+FEW = 16  # up to here S and O leave registers for six warpgroups
 TOKENS_PER_TILE = 64
-MAX_KEYS = 2**31 - 2**15  # that a query can name: the end of the last of 256 equal parts still fits into 32 bits
+MAX_KEYS = 2**31 - 2**15  # of a query: the end of the last of 256 equal parts still fits into 32 bits
 WORK_TILE_OVERHEAD = 2  # key tiles that a work tile costs beside its own, in a balanced schedule
 CUT_TILES = 5  # key tiles that a cut through a query costs: a work tile more, and a merge
 MERGE_LANES = (0, 32, 128)
-MASKED_SCALE = 2.0**-6  # of a masked key: within reach of both weights, or its tile would be added up the rare way
-# of a row of a split in scratch memory: 512 float16 numbers, units of 64 of them, a log-sum-exp
-PARTIAL_FLOATS = V3_2.d_v // 2 + V3_2.d_v // UNIT_VALUES + 1
-COLUMN_WEIGHT = 2.0**7  # where heads are columns: scales from 2^-12 to 1, of values up to 448, are below 2^7 with it
-ROLES = ("keys", "scores", "values 0", "values 1")  # warpgroups, as a traced kernel numbers them
-# of a tile, for each of them
-EVENTS = (("wait", "fill", "softmax"), ("wait", "QK", "hand over"), ("wait", "PV"), ("wait", "PV"))
+MASKED_SCALE = 2.0**-6  # of a masked key: in range of the weights of both kernels, so its tile takes the fast path
+PARTIAL_FLOATS = V3_2.d_v // 2 + V3_2.d_v // UNIT_VALUES + 1  # float16 values, fp16 block scales, the LSE: in words
+V_WEIGHT = 2.0**7  # times a scale between 2^-12 and 1 (values up to 448), any code is a normal float16 number
+ROLES = ("load", "QK", "PV 0", "PV 1")  # warpgroups, as a traced kernel numbers them; load includes the softmax
+EVENTS = (("wait", "load", "softmax"), ("wait", "QK", "store S"), ("wait", "PV"), ("wait", "PV"))  # of a key tile
+
+
+class Registers(NamedTuple):
+    """Of a thread of each role. `softmax` is 0 where the load warpgroup makes P."""
+
+    load: int
+    qk: int
+    pv: int
+    softmax: int
 
 
 @dataclass(frozen=True)
 class MlaDecodeSpec:
     """Compile-time facts of `kernels.decode.MlaDecodeKernel`; constructor argument and cache key.
 
-    sparse    keys come from a list of slots per query; otherwise from a block table and a length per request
-    merge_lanes  several CTAs share the keys of a query: each writes a float16 partial, and CTAs behind them merge with
-              this many threads a row. 0: one CTA has all keys
-    heads     of a CTA: 64, or as few as there are
-    balanced  CTAs have equal shares of the tiles of all queries, by the lengths that they find there, instead of whole
-              queries or equal parts of each: a query that is cut is merged
-    trace     the roles leave timestamps (device/trace.py)
+    sparse       keys come from a list of slots per query; otherwise from a block table and a length per request
+    merge_lanes  threads that merge a row of partials: several CTAs share the keys of a query, each writes a float16
+                 partial, and CTAs with higher numbers merge. 0: one CTA has all keys
+    heads        of a CTA: 64, or 8, 16 or 32 where there are no more
+    balanced     CTAs have equal shares of the key tiles of all queries, by the lengths on the device, instead of whole
+                 queries or equal parts of each. A query that is cut is merged
+    trace        the roles store timestamps (device/trace.py)
 
     Sinks, lengths and the log-sum-exp are always there (a sink of -inf, a length of topk): they cost nothing
-    measurable, and every fact less halves the number of kernels to compile.
+    measurable, and each fact less halves the number of kernels.
     """
 
     sparse: bool
@@ -47,10 +54,12 @@ class MlaDecodeSpec:
 
     kernel: ClassVar[str] = "cute_kernels.mla.kernels.decode:MlaDecodeKernel"
     cluster: ClassVar[int] = 1  # CTAs that share the keys of a query token and split
+    p_stages: ClassVar[int] = 2  # of P, and of what the softmax stores with it
+    launch_registers: ClassVar[dict[int, int]] = {512: 128, 768: 80}  # of a thread, by threads of a CTA
 
     @property
     def compile_options(self) -> str:
-        """Levels at which ptxas spills no register; what it makes of them differs by up to 6% (64 heads, 0 and 7)."""
+        """Levels at which ptxas spills no register. Levels 0 and 7 differ by up to 6% in speed (64 heads)."""
         return f"--ptxas-options '--register-usage-level={0 if self.few_heads else 7}'"
 
     def can_implement(self) -> list[str]:
@@ -69,18 +78,23 @@ class MlaDecodeSpec:
         return -(-h_q // self.heads)
 
     @property
+    def split(self) -> bool:
+        """Whether several CTAs may share the keys of one query."""
+        return self.merge_lanes > 0
+
+    @property
     def few_heads(self) -> bool:
-        """Whether S and O leave registers for six warpgroups: copies and softmax are apart, and two score in turn."""
+        """Whether there are six warpgroups: load and softmax apart, and two for QK."""
         return self.heads <= FEW
 
     @property
-    def offers(self) -> bool:
-        """Whether values start copies of tiles that keys have found: values know first that there is room for them."""
+    def pv_issues_tma(self) -> bool:
+        """Whether PV warpgroups issue the TMA of whole key tiles of a page: they see the stage free first."""
         return not self.sparse and not self.few_heads
 
     @property
-    def score_groups(self) -> int:
-        """Warpgroups that score: tile t is scored by t modulo as many."""
+    def qk_warpgroups(self) -> int:
+        """Key tile t belongs to QK warpgroup t modulo as many."""
         return 2 if self.few_heads else 1
 
     @property
@@ -89,30 +103,41 @@ class MlaDecodeSpec:
         return 768 if self.few_heads else 512
 
     @property
-    def registers(self) -> tuple[int, int, int, int]:
-        """Of a thread that brings keys, scores (`score_groups`), adds values (two warpgroups), makes P if apart.
-
-        At launch all of 512 threads have 128, and all of 768 have 80.
-        """
+    def registers(self) -> Registers:
+        """Of each role, after the roles have exchanged registers."""
         if self.few_heads:
-            return (32, 112, 96, 32)
+            return Registers(load=32, qk=112, pv=96, softmax=32)
         if self.heads < WIDE:
-            return (48, 144, 160, 0)
-        return (32, 128, 176, 0)  # fewer for scores, and ptxas serializes products for want of registers
+            return Registers(load=48, qk=144, pv=160, softmax=0)
+        return Registers(load=32, qk=128, pv=176, softmax=0)  # with fewer for QK ptxas serializes its wgmma
 
     @property
-    def split(self) -> bool:
-        """Whether several CTAs may share the keys of one query."""
-        return self.merge_lanes > 0
+    def stages(self) -> int:
+        """Key tiles of codes in shared memory, 33,792 bytes each with their scales: as many as Q leaves room for."""
+        return 3 if self.heads == WIDE else 4
+
+    @property
+    def rope_stages(self) -> int:
+        """Key tiles of rope parts in shared memory, 8,192 bytes each.
+
+        With 32 and 64 heads one less than of codes, and loads are that many tiles ahead of the softmax: once P of a
+        tile is made, QK has read its rope part. With fewer heads each stage has both.
+        """
+        return self.stages if self.few_heads else self.stages - 1
+
+    @property
+    def mask_stages(self) -> int:
+        """Key tiles whose masks are kept: tile t + stages - 1 gets its mask while tile t - 1 may still be read."""
+        return 4 if self.heads == WIDE else 8
 
     @property
     def expected(self) -> dict[str, Any]:
         """What the compiled kernel is held to."""
-        # Where ptxas takes a loop's counters for values of each thread, fewer are left: 10% of the time
         return {
-            "registers": 80 if self.few_heads else 128,
+            "registers": self.launch_registers[self.threads],
             "stack": 0,
             "instructions": ("HGMMA", "UTMALDG", "USETMAXREG", "LDGSTS.E.BYPASS.128"),
+            # fewer where ptxas keeps loop counters in registers of each thread, which costs 10% of the time
             "at_least": {"USHF": 90},
         }
 

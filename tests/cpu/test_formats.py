@@ -64,9 +64,8 @@ def test_all_that_knows_the_format_takes_it_from_there() -> None:
     assert (token_cache.SCALE_OFFSET, token_cache.ROPE_OFFSET, token_cache.ROW_BYTES) == (
         V3_2.scales.offset, rope.offset, V3_2.token_bytes
     )  # fmt: skip
-    assert (append.SCALE_OFFSET, append.ROPE_OFFSET, append.TOKEN_BYTES) == (
-        V3_2.scales.offset, rope.offset, V3_2.token_bytes
-    )  # fmt: skip
+    assert append.ROPE_OFFSET == rope.offset
+    assert append.LANES_PER_TILE * append.VALUES_PER_LANE == V3_2.quant_tile
     assert (tile.NOPE, tile.ROPE, tile.QUANT_TILE) == (
         V3_2.nope_dim, V3_2.rope_dim, V3_2.quant_tile
     )  # fmt: skip

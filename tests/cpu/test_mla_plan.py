@@ -6,9 +6,9 @@ from cute_kernels.mla.crossover.spec import WEIGHT, MlaCrossoverSpec
 from cute_kernels.mla.crossover.spec import shipped_specs as shipped_crossover_specs
 from cute_kernels.mla.plan import EXCHANGES, MAX_BALANCED, MAX_SPLITS, plan_decode
 from cute_kernels.mla.spec import (
-    COLUMN_WEIGHT,
     MASKED_SCALE,
     TOKENS_PER_TILE,
+    V_WEIGHT,
     WIDE,
     MlaDecodeSpec,
     shipped_specs,
@@ -38,11 +38,11 @@ def test_plans_are_shipped_and_cover_the_keys(case):
     assert plan.spec.split == (plan.num_splits > 1)
     assert plan.num_splits <= min(tiles, MAX_SPLITS)
     assert plan.num_splits * plan.tiles_per_split >= tiles
-    items = case["batch"] * case["s_q"] * plan.spec.head_blocks(case["h_q"])
-    assert plan.ctas == items * plan.num_splits
+    work_tiles = case["batch"] * case["s_q"] * plan.spec.head_blocks(case["h_q"])
+    assert plan.ctas == work_tiles * plan.num_splits
     # a part of the merge has a row for each of its four warpgroups at least, and all parts run at once if they can
     assert 1 <= plan.merge_ctas <= -(-min(case["h_q"], WIDE) // 4)
-    assert plan.merge_ctas == 1 or items * plan.merge_ctas <= SMS + items
+    assert plan.merge_ctas == 1 or work_tiles * plan.merge_ctas <= SMS + work_tiles
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -66,7 +66,7 @@ def test_whole_queries_are_kept_where_a_cut_would_not_pay():
     assert plan_decode(**sizes, batch=64, h_q=128).num_splits == 1
     assert plan_decode(**sizes, batch=66, h_q=16).num_splits == 2  # equal parts: as many shares as halves
     assert plan_decode(**sizes, batch=100, h_q=16).num_splits == 3  # 99 instead of 130
-    assert plan_decode(**sizes, batch=16, h_q=128).num_splits == 4  # 34 instead of 31 and an item more
+    assert plan_decode(**sizes, batch=16, h_q=128).num_splits == 4  # 34 instead of 31 and a work tile more
 
 
 @pytest.mark.parametrize(
@@ -143,9 +143,9 @@ def test_an_unknown_exchange_is_refused_in_words():
     assert spec.can_implement() == ["exchange is 'keys'; known are ('codes', 'values')"]
 
 
-def test_masked_keys_do_not_send_a_tile_the_rare_way():
-    """The row of zeros that they read has a scale whose weights are within reach of float16."""
-    from cute_kernels.mla.kernels.softmax import LARGEST_WEIGHT, SMALLEST_WEIGHT
+def test_a_tile_with_masked_keys_takes_the_fast_path():
+    """The row of zeros that they read has scales whose weights float16 holds."""
+    from cute_kernels.mla.kernels.softmax import MAX_WEIGHT, MIN_WEIGHT
 
-    assert SMALLEST_WEIGHT <= MASKED_SCALE * COLUMN_WEIGHT < LARGEST_WEIGHT
+    assert MIN_WEIGHT <= MASKED_SCALE * V_WEIGHT < MAX_WEIGHT
     assert 2.0**-14 <= MASKED_SCALE * WEIGHT < 2

@@ -40,7 +40,7 @@ class MergeRow(NamedTuple):
 
     outs: Strided
     lses: Strided
-    scales: Strided | None
+    scales: Any
     sink: Any
     out: Int64
     lse: Any

@@ -10,35 +10,31 @@ from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 from cute_kernels.mla.append_spec import MlaAppendSpec
 from fp8_mla.formats import FP8_MAX, MIN_SCALE, V3_2
 
-QK_DIM = V3_2.d_qk
-NOPE_DIM = V3_2.nope_dim
-TOKEN_BYTES = V3_2.token_bytes
-SCALE_OFFSET = V3_2.scales.offset
-ROPE_OFFSET = V3_2.field("rope").offset
 BF16_MAX = 3.3895313892515355e38  # 0x7F7F
-
-LANES_PER_TILE = 8  # of a 1x128 quantization tile: 16 values a lane
-LANES_PER_ROPE = 8  # 64 bf16 values: 8 a lane
+VALUES_PER_LANE = V3_2.nope_dim // 32
+LANES_PER_TILE = V3_2.quant_tile // VALUES_PER_LANE
+LANES_PER_ROPE = V3_2.rope_dim // 8  # 16 bytes of bf16 a lane
+ROPE_OFFSET = V3_2.field("rope").offset
 
 
 class MlaAppendKernel:
-    """kv (tokens, 576) bf16 -> kv_cache (pages, page_size, 656) uint8 at slot_mapping (tokens,), one launch.
+    """kv (tokens, 576) bf16 -> kv_cache (pages, page_size, 656) uint8 at slot_mapping (tokens,), in one launch.
 
-    A warp handles `tokens_per_warp` tokens and issues all their loads before it uses any, the slots' among them:
+    A warp handles `tokens_per_warp` tokens and issues all their loads, slots included, before it uses any:
 
     | part             | per lane                                | per warp instruction       |
     |------------------|-----------------------------------------|----------------------------|
-    | latent, 1024 B   | 16 values of one tile, 2 loads of 16 B  | one token                  |
+    | latent, 1024 B   | 16 values of a quant tile, 2 loads      | one token                  |
     | rope, 128 B      | 8 values of token lane / 8              | all tokens                 |
     | codes, 512 B     | one store of 16 B                       | one token                  |
     | scales, 16 B     | lanes 0, 8, 16, 24 store 4 B            | one token                  |
 
-    No shared memory and no barriers: a tile's largest magnitude takes three shuffles among its 8 lanes. A token is 1152
-    bytes in and 656 out, so the kernel is bound by memory: at that speed its 170 instructions a token and warp take
-    less than half of the issue slots.
+    No shared memory and no barriers: the largest magnitude of a quant tile takes three shuffles among its 8 lanes. A
+    token is 1152 bytes in and 656 out, so memory binds: at its speed 170 instructions a token and warp take less than
+    half of the issue slots.
 
-    The rule is that of `fp8_mla.pack`, in float32 without flushing subnormals. cvt.rn.satfinite does its clamp and its
-    NaN: beyond 448 it gives 448, also for Inf, and NaN becomes 0x7F.
+    The rule is that of `fp8_mla.pack`, in float32 without flushing subnormals. cvt.rn.satfinite clamps, also Inf, to
+    448, and turns NaN into 0x7F.
     """
 
     def __init__(self, spec: MlaAppendSpec) -> None:
@@ -71,20 +67,22 @@ class MlaAppendKernel:
         load = cute.make_copy_atom(CopyG2ROp(), BFloat16, num_bits_per_copy=128)
 
         if first < tokens:
-            # lane / 8 is this lane's token in the rope part; spare lanes repeat the last one's loads and store nothing
+            # the token whose rope part this lane copies; spare lanes repeat the last one's loads and store nothing
             mine = lane // LANES_PER_ROPE
             rope_token = cutlass.min(first + cutlass.min(mine, count - 1), tokens - 1)
             slot = mSlots[rope_token]
             latent = cute.make_rmem_tensor((8, 2, count), BFloat16)
             rope = cute.make_rmem_tensor((8,), BFloat16)
             for t in cutlass.range_constexpr(count):
-                source = self._row(mKV, cutlass.min(first + t, tokens - 1)) + cute.assume(16 * lane, divby=16)
+                source = self._row(mKV, cutlass.min(first + t, tokens - 1)) + cute.assume(
+                    VALUES_PER_LANE * lane, divby=16
+                )
                 for half in cutlass.range_constexpr(2):
                     cute.copy(load, cute.make_tensor(source + 8 * half, cute.make_layout(8)), latent[None, half, t])
-            chunk = cute.assume(NOPE_DIM + 8 * (lane % LANES_PER_ROPE), divby=8)
+            chunk = cute.assume(V3_2.nope_dim + 8 * (lane % LANES_PER_ROPE), divby=8)
             cute.copy(load, cute.make_tensor(self._row(mKV, rope_token) + chunk, cute.make_layout(8)), rope)
 
-            destination = Int64(0)  # of token lane / 8; 0: nowhere
+            destination = Int64(0)  # the row of this lane's token; 0: nowhere
             num_slots = Int64(mCache.shape[0]) * Int64(mCache.shape[1])
             if mine < count and first + mine < tokens and slot >= 0 and slot < num_slots:
                 page, offset = divmod(Int32(slot), page_size)
@@ -95,30 +93,30 @@ class MlaAppendKernel:
                 codes, scale = self._quantize(latent[None, None, t])
                 target = self._shuffle64(destination, t * LANES_PER_ROPE)
                 if target != 0:
-                    cute.autovec_copy(codes, self._bytes(target, 16 * lane))
+                    cute.autovec_copy(codes, self._bytes(target, VALUES_PER_LANE * lane))
                     if lane % LANES_PER_TILE == 0:
-                        at = cute.recast_tensor(self._bytes(target, SCALE_OFFSET), Float32)
-                        at[lane // LANES_PER_TILE] = scale
+                        scales = cute.recast_tensor(self._bytes(target, V3_2.scales.offset), Float32)
+                        scales[lane // LANES_PER_TILE] = scale
             if destination != 0:
                 bytes16 = self._bytes(destination, ROPE_OFFSET + 16 * (lane % LANES_PER_ROPE))
                 cute.autovec_copy(cute.recast_tensor(rope, Uint8), bytes16)
 
     @cute.jit
     def _quantize(self, latent: cute.Tensor):
-        """This lane's 16 bf16 values of a tile -> (16 codes as bytes, the tile's scale)."""
+        """This lane's 16 bf16 values of a quant tile -> (16 codes as bytes, the scale)."""
         values = latent.load().to(Float32)
         magnitudes = abs(values)
         absmax = Float32(0.0)
-        for i in cutlass.range_constexpr(16):
-            absmax = cute.arch.fmax(absmax, magnitudes[i])  # the number, where the other is NaN
+        for i in cutlass.range_constexpr(VALUES_PER_LANE):
+            absmax = cute.arch.fmax(absmax, magnitudes[i])  # ignores NaN
         absmax = cute.arch.warp_reduction(absmax, cute.arch.fmax, threads_in_group=LANES_PER_TILE)
         absmax = cute.arch.fmin(absmax, BF16_MAX)  # an Inf counts as the largest finite value
-        # IEEE divisions: an approximation is off in the last bit now and then
+        # IEEE divisions: approximations differ from the oracle in the last bit now and then
         scale = cute.arch.fmax(absmax / Float32(FP8_MAX), MIN_SCALE)
         scale = cutlass.select_(absmax == 0.0, Float32(1.0), scale)
         inverse = Float32(1.0) / scale
-        codes = cute.make_rmem_tensor((16,), Float8E4M3FN)
-        codes.store((values * inverse).to(Float8E4M3FN).reshape((16,)))
+        codes = cute.make_rmem_tensor((VALUES_PER_LANE,), Float8E4M3FN)
+        codes.store((values * inverse).to(Float8E4M3FN).reshape((VALUES_PER_LANE,)))
         return cute.recast_tensor(codes, Uint8), scale
 
     @cute.jit
@@ -140,10 +138,10 @@ class MlaAppendKernel:
         return (Int64(high) << 32) | (Int64(low) & 0xFFFFFFFF)
 
     def fake_arguments(self) -> tuple:
-        """What `__call__` is compiled from: any strides but the last, in kv and the cache in steps of 16 bytes."""
+        """What `__call__` is compiled from: any strides, those of kv and the cache multiples of 16 bytes."""
         tokens = cute.sym_int()
-        mKV = make_fake_tensor(BFloat16, (tokens, QK_DIM), (cute.sym_int64(divisibility=8), 1), assumed_align=16)
+        mKV = make_fake_tensor(BFloat16, (tokens, V3_2.d_qk), (cute.sym_int64(divisibility=8), 1), assumed_align=16)
         strides = (cute.sym_int64(divisibility=16), cute.sym_int64(divisibility=16), 1)
-        mCache = make_fake_tensor(Uint8, (cute.sym_int(), cute.sym_int(), TOKEN_BYTES), strides, assumed_align=16)
+        mCache = make_fake_tensor(Uint8, (cute.sym_int(), cute.sym_int(), V3_2.token_bytes), strides, assumed_align=16)
         mSlots = make_fake_tensor(Int64, (tokens,), (cute.sym_int64(),), assumed_align=8)
         return mKV, mCache, mSlots, make_fake_stream(use_tvm_ffi_env_stream=True)

@@ -1,6 +1,6 @@
 """Arguments of a decode launch, of either kernel: what they are compiled from, and tensors over the scratch memory."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -44,9 +44,18 @@ class Partials(NamedTuple):
     scales  float32, a power of two for each 64 values
     """
 
-    out: cute.Tensor | None = None
-    lse: cute.Tensor | None = None
-    scales: cute.Tensor | None = None
+    out: Any = None
+    lse: Any = None
+    scales: Any = None
+
+
+class Results(NamedTuple):
+    """The sinks, which join the softmax last, and where results go: bf16 O and float32 log-sum-exp, or partials."""
+
+    mSink: cute.Tensor
+    mOut: cute.Tensor
+    mLse: cute.Tensor
+    partials: Partials
 
 
 def uniform_partials(scratch: Int64, num_splits: Int32, batch, s_q, h_q) -> Partials:

@@ -1,6 +1,11 @@
-"""Named barriers of the MLA decode kernel."""
+"""Barriers of the MLA decode kernel."""
 
 from enum import IntEnum
+
+from cute_kernels.device.barriers import MBarrier, Rings
+from cute_kernels.mla.kernels.load_q import QK_BYTES
+from cute_kernels.mla.kernels.tile import TILE_BYTES
+from cute_kernels.mla.spec import MlaDecodeSpec
 
 
 class NamedBarrier(IntEnum):
@@ -9,3 +14,21 @@ class NamedBarrier(IntEnum):
     QK = 1  # the QK warpgroups: votes on Q, and its hand-over
     STORED = 3  # both PV warpgroups: a partial is in global memory
     PV = 5  # and 6: one PV warpgroup, P x scale of 16 keys is complete
+
+
+def barriers(spec: MlaDecodeSpec) -> Rings:
+    """In the order of their initialization."""
+    load = 257 if spec.pv_issues_tma else 256  # load threads and their copies; one more announces the bytes of TMA
+    tma_bytes = 0 if spec.sparse else TILE_BYTES  # of a whole key tile of a page; others come by cp.async
+    rings = [
+        MBarrier("q_full", 1, bytes=spec.heads * QK_BYTES, says="Q is loaded"),
+        MBarrier("full", load, spec.stages, tma_bytes, says="a key tile is loaded, its mask set"),
+        MBarrier("empty", 256, spec.stages, says="PV has its codes in registers"),
+        MBarrier("s_full", 128, spec.qk_warpgroups, says="S is stored"),
+        MBarrier("s_empty", 128, spec.qk_warpgroups, says="the softmax has read S"),
+        MBarrier("p_full", 128, spec.p_stages, says="P, weights, flags and factors are stored"),
+        MBarrier("p_empty", 256, spec.p_stages, says="the last wgmma of PV has read P"),
+    ]
+    if spec.pv_issues_tma:
+        rings.append(MBarrier("rope_empty", 128, spec.rope_stages, says="QK has read the rope part"))
+    return [[ring] for ring in rings]

@@ -1,82 +1,75 @@
-"""FP8 MLA decoding on SM90: split-KV flash decoding of up to 64 query heads over 656-byte tokens.
+"""FP8 MLA decoding on SM90: split-KV flash decoding of up to 64 query heads a CTA over 656-byte tokens.
 
-One CTA serves 8, 16, 32 or 64 heads of one query token over a range of its keys, in tiles of 64 keys, and stays for
-several such items of work. One warpgroup scores, or two in turn, and two add up values, 256 of the 512 columns each, so
-QK of a tile needs nothing of PV of the tile before. There are two forms:
-
-Heads as columns (no exchange): S^T = K Q^T and O^T += V^T P^T, keys and values being made in registers from raw rows,
-    by those who multiply. Rows come by asynchronous copies, or by tensor copies where 64 dense keys are a part of a
-    page, and are read twice; nothing of them is written again. S goes as float32 through shared memory to the
-    warpgroup that makes P, and from there as P, float16, to the values.
-    (load.py, qk.py, softmax.py, pv.py)
-Heads as rows (with an exchange): S = Q K^T and O += P V from shared memory, where codes lie as float16. Two CTAs of a
-    cluster each gather half of the keys and hand it over. Who scores makes P. (crossover/)
+A CTA has work tiles: 8, 16, 32 or 64 heads of a query token times a range of its keys, in key tiles of 64. With
+`swap_ab` keys are the M side of both products: S^T = K Q^T and O^T += V^T P^T. Keys and values become wgmma operands
+in registers, by the warpgroups that multiply, from raw rows in shared memory; few heads waste no padding. Rows come by
+cp.async, or by TMA where a dense key tile is a part of one page, and are read twice. S goes as float32 through shared
+memory to the softmax, and P from there as float16 to PV. QK of a tile needs nothing of PV of the tile before.
 
 Scales. Codes go to the tensor core as they are: e4m3 is exact in float16, and one conversion makes two of them. Scales
 are float32 and applied there:
-    S = q_rope k_rope + sum_j scale_j (q_j code_j)     in float32, between products of quantization tiles j
-    O_j += P (scale_j code_j)   as columns             scale_j code_j rounded to float16
-    O_j += (P scale_j) code_j   as rows                P scale_j rounded to float16
-So scores are as exact as float32 sums are, whatever the scales. Ranges that float16 does not hold are found and
-handled: of Q (`prepare` of the scores) and of scale_j (`add_exactly`, `add_by_units`).
+    S = q_rope k_rope + sum_j scale_j (q_j code_j)     in float32, between the products of quant tiles j
+    O_j += P (scale_j code_j)                          scale_j code_j rounded to float16
+So scores are as exact as float32 sums are, whatever the scales. What float16 does not hold is found and handled: Q
+(`QConverter.prepare`), ratios of scales (`QkWarpgroups.slow_tile`), scale_j code_j (`PvWarpgroups.add_exactly`).
 
-Splits. Several CTAs may share the keys of a query. Each leaves a partial result in global memory and counts itself;
-CTAs with higher numbers wait for the count and merge with the code of `merge_states`, in the same launch. They wait
-only for CTAs that were started before them, so nobody waits in vain however few run at a time. Partial results are
-float16, which halves what is written and read again (float32 took 2 to 9 us more, batch 2 to 16); 64 neighbouring
-values share a float32, their unit, so what is lost is below 2^-38 of the largest of them. Queries are cut into equal
-parts; or, balanced, CTAs have equal shares of the tiles of all queries, which each of them finds in the lengths
-(scheduler.py), and a query has as many parts as shares meet in it, often one, which is the result.
+Splits. Several CTAs may share the keys of a query. Each leaves a partial in global memory and counts it; merge CTAs,
+with higher numbers in the same launch, wait for the count and merge with the code of `merge_states`. They wait only for
+CTAs that have started before them, so there is no deadlock however few run at a time. Partials are float16, which
+halves what is written and read (float32 took 2 to 9 us more, batch 2 to 16); 64 neighbouring values share a float32
+block scale, so what is lost is below 2^-38 of the largest of them. Queries are cut into equal parts; or, balanced, CTAs
+have equal shares of the key tiles of all queries (scheduler.py), and a query has as many partials as shares meet in it,
+often one, which is the result.
 
-Roles (512 threads)           64 heads as columns                          64 heads as rows
-  warpgroup 0                 keys, 32 registers: copies rows two tiles    keys, 72: gathers codes two passes of 16 rows
-                              ahead, or offers tiles of pages, makes P     ahead, stores them as float16
-                              of S
-  warpgroup 1                 scores, 128: 64 of S, 32 of K, 8 codes; Q    scores, 104: 32 of S, 32 of a group's,
-                              by TMA                                       16 scales; Q by TMA, scales a tile ahead
-  warpgroups 2, 3             values, 176: 128 of O, 8 of V, 16 codes;     values, 168: 128 of O
-                              copy tiles that are offered, three ahead
-With 8 and 16 heads there are 768 threads, and 80 registers of each at launch:
-  warpgroup 0                 keys, 32: copies rows up to four tiles ahead, waits for nothing but room
-  warpgroups 1, 5             scores, 112: even and odd tiles, counted through all items of a CTA. A tile takes one of
-                              them 3,400 clocks, which are waits for the most part, and memory 2,300. They share Q
-  warpgroups 2, 3             values, 96: 32 of O, or 16; V of 16 keys twice, 32, so they wait once for 16 keys, not
-                              four times
-  warpgroup 4                 softmax, 32: makes P of S
-With 32 heads there are the roles of 64, with 48, 144 and 160 registers, and copies are three tiles ahead, or four.
+Roles, 64 heads (512 threads, 128 registers each at launch)
+  warpgroup 0                 load and softmax, 32 registers: copies rows two tiles ahead, or announces tiles of pages;
+                              makes P of S
+  warpgroup 1                 QK, 128: 64 of S, 32 of K, 8 of codes; Q by TMA
+  warpgroups 2, 3             PV, 176: 128 of O, 8 of V, 16 of codes; issue the TMA of announced tiles, three ahead
+32 heads: the same roles with 48, 144 and 160 registers, and loads three tiles ahead, announced ones four.
+8 and 16 heads (768 threads, 80 registers each at launch)
+  warpgroup 0                 load, 32: copies rows up to four tiles ahead, waits for nothing but room
+  warpgroups 1, 5             QK, 112: every second tile each, counted through all work tiles of a CTA. A tile takes one
+                              of them 3,400 clocks, most of them waits, and memory 2,300. They share Q
+  warpgroups 2, 3             PV, 96: 32 of O, or 16; V of 16 keys twice, 32, so it waits once for 16 keys, not four
+                              times
+  warpgroup 4                 softmax, 32
 
-Barriers                      arrivals per phase: columns                  rows
-  q_full                      1 + 1152 bytes a head of TMA                 the same
-  full[stage]                 256: threads that copy, and their copies;    128, and 36,864 bytes of the other CTA
-                              1 more where values may: of 41,984 bytes     where values are exchanged
-  rope_empty[place]           128: scores, S of a dense tile has left      -
-  empty[stage]                256: values, codes are in registers          256: values, after their last wgmma
-  s_full[1 or 2]              128: scores of this tile: S                  -
-  s_empty[1 or 2]             128: P has been made of it                   -
-  p_full[2]                   128: P, weights, what heads have with it     128: scores: P, what rows have with the tile
-  p_empty[2]                  256: values, after their last wgmma          -
-  peer_free[stage]            -                                            1: the other CTA has this stage free
-  codes_full[stage]           -                                            1 + 20,480 bytes: codes of the other CTA
-  named 1     BAR_OWNER       128, or 256 where two groups score: votes    128: QK is done, P may overwrite its rope
-                              and hand-overs of Q
-  named 3     BAR_STORED      256: this CTA's partial is in global memory
-  named 4     BAR_PRODUCER    -                                            128: own or the other CTA's rows are complete
-  named 5, 6  BAR_VALUES      128: P x scale of 16 keys, out of reach      -
-All threads arrive, not one for a warp: it costs nothing measurable, and racecheck can follow it.
+Mbarriers of a dense call with 64 heads: arrivals and bytes that complete a phase
+  q_full              1 + 73,728 bytes  Q is loaded
+  full[3]           257 + 41,984 bytes  a key tile is loaded, its mask set
+  empty[3]          256                 PV has its codes in registers
+  s_full            128                 S is stored
+  s_empty           128                 the softmax has read S
+  p_full[2]         128                 P, weights, flags and factors are stored
+  p_empty[2]        256                 the last wgmma of PV has read P
+  rope_empty[2]     128                 QK has read the rope part
+Without pv_issues_tma (sparse keys, or up to 16 heads) full has 256 arrivals, and there is no rope_empty. full: arrivals
+of 128 threads and of their copies; bytes where TMA loads the tile.
 
-Shared memory, of 232,448     64 heads as columns                          64 heads as rows
-  rows, in lines of 128       3 x 64 x 512 = 98,304 raw codes, 2 x 64 x    2 x 64 x 1152 = 147,456; P takes the place of
-                              128 = 16,384 rope parts                      the tile's rope part
+Mbarriers of a sparse call with 16 heads
+  q_full              1 + 18,432 bytes  Q is loaded
+  full[4]           256                 a key tile is loaded, its mask set
+  empty[4]          256                 PV has its codes in registers
+  s_full[2]         128                 S is stored
+  s_empty[2]        128                 the softmax has read S
+  p_full[2]         128                 P, weights, flags and factors are stored
+  p_empty[2]        256                 the last wgmma of PV has read P
+Named barriers are in barriers.py. All threads of a role arrive, not one for each warp: it costs nothing measurable, and
+racecheck can follow it.
+
+Shared memory, of 232,448 bytes, with 64 heads
+  codes                       3 x 64 x 512 = 98,304
+  rope                        2 x 64 x 128 = 16,384
   q                           73,728: bf16 as it comes, then float16 but for the rope part
-  s                           64 x 64 x 4 = 16,384                         -
-  p                           2 x 64 x 64 x 2 = 16,384                     -
-  scale                       3 x 64 x 16 = 3,072                          2 x 64 x 16 = 2,048
-  rest                        8,192: P x scale out of reach 4,096,         6,144: weights, powers of Q, masks, maxima,
-                              weights, powers of Q, results, barriers      sums and units of rows, barriers
-A rope part has a place until S of its tile is complete, codes until PV has read them. With 8 and 16 heads there are
-four stages of codes and as many of rope parts, which both have a place until PV has read the codes, and two places of
-S: of 16 heads 131,072 and 32,768, q 18,432, s 8,192, p 4,096. With 32 heads there are four stages of codes and three of
-rope parts: 131,072 and 24,576, q 36,864, s and p 8,192 each.
+  s                           64 x 64 x 4 = 16,384
+  p                           2 x 64 x 64 x 2 = 16,384
+  scale                       3 x 64 x 16 = 3,072
+  rest                        8,192: scaled_p 4,096, weights, powers of Q, factors, barriers
+A rope part stays until S of its tile is complete, codes until PV has read them. With 8 and 16 heads there are four
+stages of both, which are free once PV has read the codes, and two stages of S. 16 heads: codes 131,072, rope 32,768, q
+18,432, s 8,192, p 4,096. 32 heads have four stages of codes and three of rope parts: 131,072 and 24,576, q 36,864, s
+and p 8,192 each.
 """
 
 import cuda.bindings.driver as cuda
@@ -86,17 +79,25 @@ from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import cpasync
 from cutlass.memory import SmemAllocator
 
+from cute_kernels.device import barriers as device_barriers
 from cute_kernels.device import registers, softmax
 from cute_kernels.device.trace import Tracer
-from cute_kernels.mla.kernels.arguments import Partials, balanced_partials, fake_arguments, uniform_partials
-from cute_kernels.mla.kernels.load import RowGatherer, parts_of_pages
-from cute_kernels.mla.kernels.load_q import make_q_tma, start_q
-from cute_kernels.mla.kernels.merge import PartialMerger
-from cute_kernels.mla.kernels.pv import ColumnValues
-from cute_kernels.mla.kernels.qk import ColumnScores
+from cute_kernels.mla.kernels.arguments import (
+    Partials,
+    Results,
+    balanced_partials,
+    fake_arguments,
+    uniform_partials,
+)
+from cute_kernels.mla.kernels.barriers import barriers
+from cute_kernels.mla.kernels.load import KeyLoader, make_page_tma
+from cute_kernels.mla.kernels.load_q import make_q_tma
+from cute_kernels.mla.kernels.merge import MergeTask, PartialMerger
+from cute_kernels.mla.kernels.pv import PvWarpgroups
+from cute_kernels.mla.kernels.qk import QkWarpgroups
 from cute_kernels.mla.kernels.scheduler import Divisors, Scheduler, Share, WorkTable
-from cute_kernels.mla.kernels.smem import BUFFERS, column_storage, rope_stages, stages
-from cute_kernels.mla.kernels.softmax import ColumnSoftmax
+from cute_kernels.mla.kernels.smem import shared_storage
+from cute_kernels.mla.kernels.softmax import SoftmaxWarpgroup
 from cute_kernels.mla.spec import ROLES, MlaDecodeSpec
 
 
@@ -109,11 +110,11 @@ class MlaDecodeKernel:
             raise ValueError("; ".join(reasons))
         self.spec = spec
         self.scheduler = Scheduler(spec)
-        self.softmax = ColumnSoftmax(spec)
-        self.producer: ColumnSoftmax | RowGatherer = RowGatherer(spec) if spec.few_heads else self.softmax
+        self.softmax = SoftmaxWarpgroup(spec)
+        self.load = KeyLoader(spec)
+        self.qk = QkWarpgroups(spec)
+        self.pv = PvWarpgroups(spec)
         self.tracer = Tracer(spec.trace, len(ROLES))
-        self.scores = ColumnScores(spec)
-        self.values = ColumnValues(spec)
         if spec.split:
             self.merger = PartialMerger(spec)
 
@@ -142,14 +143,17 @@ class MlaDecodeKernel:
         trace: Int64,
         stream: cuda.CUstream,
     ):
-        """One launch. Split specs have CTAs behind the others that merge what those leave in the scratch memory.
+        """One launch: decode CTAs, then merge CTAs where the spec splits.
 
-        Memory that no caller sees comes as addresses, which cost the host less than tensors. `scratch` has room for
-        num_splits * batch * s_q * h_q rows of 512 float16, as many of 8 units, and as many log-sum-exps; balanced for
-        (shares + batch * s_q) * h_q of them. `counters` has a word for each block of heads of each query, 0 before and
-        after the launch; `zero_row` is a row of zeros whose scales are `MASKED_SCALE`. merge_ctas CTAs merge a block of
-        heads. max_ctas CTAs decode at most, each every max_ctas-th item of work, or a share. `trace` is where
-        timestamps go.
+        Memory that no caller sees comes as addresses, which cost the host less than tensors.
+
+        scratch     partials: num_splits * batch * s_q * h_q rows of 512 float16, as many of 8 block scales, and as many
+                    log-sum-exps; balanced (shares + batch * s_q) * h_q of them
+        counters    a word for each block of heads of each query, 0 before and after the launch
+        zero_row    a row of zeros whose scales are `MASKED_SCALE`
+        merge_ctas  CTAs that merge a block of heads
+        max_ctas    CTAs that decode, at most: each has every max_ctas-th work tile, or a share
+        trace       where timestamps go
         """
         batch, s_q, h_q, _ = mQ.shape
         head_blocks = cute.ceil_div(h_q, self.spec.heads) * self.spec.cluster
@@ -160,19 +164,20 @@ class MlaDecodeKernel:
         elif const_expr(self.spec.split):
             partials = uniform_partials(scratch, num_splits, batch, s_q, h_q)
         load_q, tQ = make_q_tma(mQ, self.spec.heads)
-        load_rows = ()
+        page_tma: tuple = ()
         if const_expr(not self.spec.sparse):
-            load_rows = parts_of_pages(mKV)
+            page_tma = make_page_tma(mKV)
         sizes = (mKV.shape[1], head_blocks, num_splits, s_q, merge_ctas)
         divisors = tuple(cute.fast_divmod_create_divisor_v2(size) for size in sizes)
         groups = batch * s_q * head_blocks
-        items, ctas = groups * num_splits, cutlass.min(groups * num_splits, max_ctas)
+        work_tiles, ctas = groups * num_splits, cutlass.min(groups * num_splits, max_ctas)
         if const_expr(self.spec.balanced):
-            items, ctas = batch * s_q, shares * head_blocks
-            groups = cutlass.min(items, shares - 1) * head_blocks
+            work_tiles, ctas = batch * s_q, shares * head_blocks
+            groups = cutlass.min(work_tiles, shares - 1) * head_blocks
+        results = Results(mSink, mOut, mLse, partials)
         self.kernel(
-            load_q, tQ, load_rows, mKV, mIndex, mLength, mSink, mOut, mLse, *partials, counters,
-            zero_row, softmax_scale * softmax.LOG2_E, num_splits, items, ctas, causal, trace, divisors,
+            load_q, tQ, page_tma, mKV, mIndex, mLength, results, counters, zero_row, softmax_scale * softmax.LOG2_E,
+            num_splits, work_tiles, ctas, causal, trace, divisors,
         ).launch(
             grid=[ctas + (groups * merge_ctas if const_expr(self.spec.split) else 0), 1, 1],
             block=[self.spec.threads, 1, 1],
@@ -186,156 +191,129 @@ class MlaDecodeKernel:
         self,
         load_q: cute.CopyAtom,
         tQ: cute.Tensor,
-        load_rows: tuple,
+        page_tma: tuple,
         mKV: cute.Tensor,
         mIndex: cute.Tensor,
         mLength: cute.Tensor,
-        mSink: cute.Tensor,
-        mOut: cute.Tensor,
-        mLse: cute.Tensor,
-        mPartial: cute.Tensor | None,
-        mPartialLse: cute.Tensor | None,
-        mUnits: cute.Tensor | None,
+        results: Results,
         counters: Int64,
         zero_row: Int64,
         scale_log2: Float32,
         num_splits: Int32,
-        items: Int32,
+        work_tiles: Int32,
         decode_ctas: Int32,
         causal: Int32,
         trace: Int64,
         divisors: tuple,
     ):
-        _, head_divisor, split_divisor, query_divisor, merge_divisor = divisors
+        """Hands each warpgroup its role."""
         tidx, _, _ = cute.arch.thread_idx()
-        block, _, _ = cute.arch.block_idx()
+        cta, _, _ = cute.arch.block_idx()
         warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-
-        smem = SmemAllocator().allocate(column_storage(self.spec))
-        if tidx == 0:
-            self.tracer.start(smem.trace.ptr, trace)
-            self.init_barriers(smem)
-        if warp_idx == 1:
-            cpasync.prefetch_descriptor(load_q)
-            for load, _ in load_rows:
-                cpasync.prefetch_descriptor(load)
-        cute.arch.mbarrier_init_fence()
-        cute.arch.sync_threads()
-        # The next launch may begin where a CTA of this one has ended: all of them have been started by then, so those
-        # that merge find whom they wait for. It does not read, nor write, before all of this one is complete.
-        cute.arch.griddepcontrol_launch_dependents()
-        cute.arch.griddepcontrol_wait()  # what kernels before this one write: q, keys, lengths, the counters
-
-        zero, shares = Int32(0), decode_ctas // head_divisor.divisor
-        own = Share(block, items, decode_ctas, zero, zero, zero, zero)
-        table = WorkTable(mKV, mIndex, mLength, zero_row, num_splits, causal, Divisors(*divisors[:4]), own)
+        smem = SmemAllocator().allocate(shared_storage(self.spec))
+        self.start(smem, load_q, page_tma, trace, warp_idx, tidx)
+        zero = Int32(0)
+        table = WorkTable(
+            mKV, mIndex, mLength, zero_row, num_splits, causal, Divisors(*divisors[:4]),
+            Share(cta, work_tiles, decode_ctas, zero, zero, zero, zero),
+        )  # fmt: skip
         if const_expr(self.spec.balanced):
-            share, own_block = divmod(block, head_divisor)
-            cuts, of_all = smem.cuts.data_ptr(), (shares, items, table, tidx % 32)
-            if block >= decode_ctas:
-                if warp_idx == 0:
-                    group, _ = divmod(block - decode_ctas, merge_divisor)
-                    number, _ = divmod(group, head_divisor)
-                    self.scheduler.find_merge(cuts, number, *of_all)
-            elif warp_idx < 2:
-                self.scheduler.find_cut(cuts + 2 * warp_idx, share + warp_idx, *of_all)
-            cute.arch.sync_threads()
-            own = self.scheduler.share_between(cuts, share, own_block)
-            table = table._replace(share=own)
-        first_item, end, step = own[:3]
-
-        of_producer, of_scores, of_values, of_softmax = self.spec.registers
-        merges = False
+            table = table._replace(share=self.find_share(smem, table, divisors[4], warp_idx, tidx))
+        count, merges = self.spec.registers, False
         if const_expr(self.spec.split):
-            merges = block >= decode_ctas
-        makes_p, scores = False, warp_idx < 8
+            merges = cta >= decode_ctas
+        is_softmax, is_qk = False, warp_idx < 8
         if const_expr(self.spec.few_heads):
-            makes_p, scores = warp_idx // 4 == 4, scores or warp_idx >= 20
+            is_softmax, is_qk = warp_idx // 4 == 4, is_qk or warp_idx >= 20
         if merges:
             if const_expr(self.spec.split):
-                group, part = divmod(block - decode_ctas, merge_divisor)
-                query, head_block = divmod(group, head_divisor)
-                first_state, count = Int32(0), num_splits
-                if const_expr(self.spec.balanced):
-                    query, first, count = (cute.arch.make_warp_uniform(smem.cuts[i]) for i in range(3))
-                    first_state = first + query
-                if count > 0:
-                    place = (query, *divmod(query, query_divisor), head_block)
-                    of_block = query * head_divisor.divisor + head_block
-                    parts, states = (part, merge_divisor.divisor), (first_state, count)
-                    tensors = ((mPartial, mUnits, mPartialLse), mSink, mOut, mLse)
-                    self.merger.run(smem.codes, tensors, counters, of_block, states, place, parts)
+                self.merge(smem, results, counters, num_splits, cta - decode_ctas, divisors)
         elif warp_idx < 4:
-            cute.arch.setmaxregister_decrease(of_producer)
-            self.producer.run(smem, table, load_rows, mSink, self.kept(tidx))
-        elif makes_p:
+            cute.arch.setmaxregister_decrease(count.load)
             if const_expr(self.spec.few_heads):
-                cute.arch.setmaxregister_decrease(of_softmax)
-                self.softmax.run(smem, table, load_rows, mSink, self.kept(tidx % 128))
-        elif scores:
-            at_launch = self.spec.expected["registers"]
-            if const_expr(of_scores < at_launch):
-                cute.arch.setmaxregister_decrease(of_scores)
-            if const_expr(of_scores > at_launch):
-                cute.arch.setmaxregister_increase(of_scores)
-            warp = warp_idx - 4
-            if const_expr(self.spec.score_groups > 1):
-                warp = warp_idx % 4 + warp_idx // 20 * 4
-            work = self.scheduler.locate(first_item, table)
-            if warp == 0 and first_item < end:
-                start_q(smem, load_q, tQ, work, self.spec.heads)
-            done, loads = Int32(0), Int32(0)
-            length = self.scheduler.length(work, mLength)
-            for item in cutlass.range(first_item, end, step, unroll=1):
-                work = self.scheduler.locate(item, table)
-                _, _, count, _ = self.scheduler.keys(item, work, length, table)
-                following = item + step
-                has_next = following < end
-                last = cutlass.min(following, end - 1)
-                next_work = self.scheduler.locate(last, table)
-                scaled, loads = self.scores.prepare(smem, load_q, tQ, work, loads, warp, tidx % 128)
-                length = self.scheduler.length(next_work, mLength)  # an item ahead: it takes some 1000 clocks to come
-                following_item = (has_next, last, table)
-                self.scores.score(smem, load_q, tQ, scale_log2, done, count, *following_item, scaled, warp, tidx % 128)
-                done += count
+                self.load.run(smem, table, page_tma, self.kept(tidx))
+            else:
+                self.softmax.run(smem, table, page_tma, results.mSink, self.kept(tidx))
+        elif is_softmax:
+            if const_expr(self.spec.few_heads):
+                cute.arch.setmaxregister_decrease(count.softmax)
+                self.softmax.run(smem, table, page_tma, results.mSink, self.kept(tidx % 128))
+        elif is_qk:
+            at_launch = self.spec.launch_registers[self.spec.threads]
+            if const_expr(count.qk < at_launch):
+                cute.arch.setmaxregister_decrease(count.qk)
+            if const_expr(count.qk > at_launch):
+                cute.arch.setmaxregister_increase(count.qk)
+            qk_warp = warp_idx - 4
+            if const_expr(self.spec.qk_warpgroups > 1):
+                qk_warp = warp_idx % 4 + warp_idx // 20 * 4
+            self.qk.run(smem, load_q, tQ, scale_log2, table, qk_warp, tidx % 128)
         else:
-            cute.arch.setmaxregister_increase(of_values)
-            done, of_wg = Int32(0), self.kept(tidx % 128)
-            for item in cutlass.range(first_item, end, step, unroll=1):
-                work = self.scheduler.locate(item, table)
-                length = self.scheduler.length(work, mLength)
-                _, _, count, whole = self.scheduler.keys(item, work, length, table)
-                results = (mOut, mLse, (mPartial, mPartialLse, mUnits), mSink)
-                self.values.add(smem, *results, done, count, item, whole, table, load_rows, warp_idx // 4 - 2, of_wg)
-                if const_expr(self.spec.balanced):
-                    if whole == 0:
-                        self.merger.count_partial(counters, item * head_divisor.divisor + own.head_block, tidx)
-                elif const_expr(self.spec.split):
-                    rest, head_block = divmod(item, head_divisor)
-                    group = rest // split_divisor * head_divisor.divisor + head_block
-                    self.merger.count_partial(counters, group, tidx)
-                done += count
+            cute.arch.setmaxregister_increase(count.pv)
+            wg, tid = warp_idx // 4 - 2, self.kept(tidx % 128)
+            self.pv.run(smem, table, page_tma, results, counters, wg, tidx, tid)
         if tidx == 256:
             self.tracer.anchor(smem.trace.ptr, 1)
 
-    def kept(self, tid: Int32) -> Int32:
-        """The number of a thread, below 128, in a register where there are enough of them.
+    @cute.jit
+    def start(self, smem, load_q: cute.CopyAtom, page_tma: tuple, trace: Int64, warp_idx: Int32, tidx: Int32):
+        """Initializes barriers, and waits for the kernels before this one."""
+        if tidx == 0:
+            self.tracer.start(smem.trace.ptr, trace)
+            device_barriers.initialize(smem, barriers(self.spec))
+        if warp_idx == 1:
+            cpasync.prefetch_descriptor(load_q)
+            for tma in page_tma:
+                cpasync.prefetch_descriptor(tma.atom)
+        cute.arch.mbarrier_init_fence()
+        cute.arch.sync_threads()
+        # The next launch may begin where a CTA of this one has ended: all of them have started by then, so merge CTAs
+        # find those that they wait for. It neither reads nor writes before all of this one is complete.
+        cute.arch.griddepcontrol_launch_dependents()
+        cute.arch.griddepcontrol_wait()  # for what kernels before this one write: q, keys, lengths, the counters
 
-        Addresses follow from it. Made again behind each wait, from the register of the hardware, they cost dense
-        decoding with 16 heads 4%.
+    @cute.jit
+    def find_share(
+        self, smem, table: WorkTable, merge_divisor: cute.FastDivmodDivisorV2, warp_idx: Int32, tidx: Int32
+    ) -> Share:
+        """The share of a CTA of a balanced schedule. Of a merge CTA: leaves in `smem.cuts` what it merges."""
+        cta, queries, decode_ctas = table.share[:3]
+        head_divisor = table.divisors.head_blocks
+        shares = decode_ctas // head_divisor.divisor
+        number, head_block = divmod(cta, head_divisor)
+        cuts, lane = smem.cuts.data_ptr(), tidx % 32
+        if cta >= decode_ctas:
+            if warp_idx == 0:
+                head_group, _ = divmod(cta - decode_ctas, merge_divisor)
+                group, _ = divmod(head_group, head_divisor)
+                self.scheduler.find_merge(cuts, group, shares, queries, table, lane)
+        elif warp_idx < 2:
+            self.scheduler.find_cut(cuts + 2 * warp_idx, number + warp_idx, shares, queries, table, lane)
+        cute.arch.sync_threads()
+        return self.scheduler.share_between(cuts, number, head_block)
+
+    @cute.jit
+    def merge(self, smem, results: Results, counters: Int64, num_splits: Int32, merge_cta: Int32, divisors: tuple):
+        """The merge_cta-th merge CTA."""
+        _, head_divisor, _, query_divisor, merge_divisor = divisors
+        group, part = divmod(merge_cta, merge_divisor)
+        query, head_block = divmod(group, head_divisor)
+        first_partial, partials = Int32(0), num_splits
+        if const_expr(self.spec.balanced):
+            query, first_share, partials = (cute.arch.make_warp_uniform(smem.cuts[i]) for i in range(3))
+            first_partial = first_share + query
+        if partials > 0:
+            request, query_of_request = divmod(query, query_divisor)
+            head_group = query * head_divisor.divisor + head_block
+            task = MergeTask(
+                query, request, query_of_request, head_block, first_partial, partials, part, merge_divisor.divisor
+            )
+            self.merger.run(smem.codes, results, counters, head_group, task)
+
+    def kept(self, tid: Int32) -> Int32:
+        """The number of a thread, below 128, kept in a register where there are enough of them.
+
+        Addresses follow from it. Computed again after each wait, from the hardware's register, they cost dense decoding
+        with 16 heads 4%.
         """
         return registers.anew(tid) & 127 if self.spec.few_heads else tid
-
-    def init_barriers(self, smem):
-        """Called by one thread; see the table for the counts."""
-        counts = {"full": 257 if self.spec.offers else 256, "empty": 256}
-        counts |= {"s_full": 128, "s_empty": 128, "p_full": 128, "p_empty": 256}
-        number = dict.fromkeys(("full", "empty"), stages(self.spec.heads))
-        if self.spec.offers:
-            counts["rope_empty"], number["rope_empty"] = 128, rope_stages(self.spec.heads)
-        number |= dict.fromkeys(("s_full", "s_empty"), self.spec.score_groups)
-        number |= dict.fromkeys(("p_full", "p_empty"), BUFFERS)
-        cute.arch.mbarrier_init(smem.q_full.ptr, 1)
-        for name, count in counts.items():
-            for i in range(number[name]):
-                cute.arch.mbarrier_init(getattr(smem, name).data_ptr() + i, count)

@@ -1,4 +1,6 @@
-"""How the MLA decode kernel finds the row of a key: index or block table, and what masks it."""
+"""Where the row of a key is: index list or block table, and what masks it."""
+
+from typing import NamedTuple, Protocol
 
 import cutlass
 import cutlass.cute as cute
@@ -7,33 +9,47 @@ from cutlass import Int32, Int64, const_expr
 from cute_kernels.device import token_cache
 
 
-class KeyFinder:
-    """Device code for any thread. A position counts from the first key of a query, before splits."""
+class KeySource(Protocol):
+    """What finding keys needs of a spec."""
 
-    def __init__(self, spec):
+    @property
+    def sparse(self) -> bool: ...
+
+
+class KeyRow(NamedTuple):
+    """A key's row in the cache: (1, its address), or (0, that of a row of zeros) where the key is masked."""
+
+    valid: Int32
+    row: cute.Pointer
+
+
+class KeyFinder:
+    """Device code for any thread. A position counts from the first key of a query, over all splits."""
+
+    def __init__(self, spec: KeySource):
         self.sparse = spec.sparse
 
     @cute.jit
     def read_entry(self, entries: cute.Tensor, position: Int32, last: Int32, page_divisor):
-        """The index (sparse) or page number (dense) behind a position; beyond the last one, that of the last one."""
+        """The index (sparse) or page number (dense) of a position; past the last one, that of the last one."""
         position = cutlass.min(position, last)
         if const_expr(not self.sparse):
             position = position // page_divisor
         return entries[position]
 
     @cute.jit
-    def locate(self, mKV: cute.Tensor, zero_row: Int64, entry: Int32, position: Int32, last: Int32, page_divisor):
-        """(1, the address of the key's row), or (0, that of a row of zeros) where the position is masked."""
+    def locate(
+        self, mKV: cute.Tensor, zero_row: Int64, entry: Int32, position: Int32, last: Int32, page_divisor
+    ) -> KeyRow:
+        """The row of the key at a position, from its entry."""
         bound = mKV.shape[0]
         if const_expr(self.sparse):
             bound *= mKV.shape[1]
-        inside = cutlass.min(
-            cutlass.max(entry, 0), bound - 1
-        )  # one comparison less, and so a predicate, than two bounds
+        inside = cutlass.min(cutlass.max(entry, 0), bound - 1)  # one comparison, so one predicate less than two bounds
         valid = inside == entry and position <= last
         if const_expr(self.sparse):
             page, offset = divmod(inside, page_divisor)
         else:
             page, offset = inside, position % page_divisor
         row = token_cache.row_pointer(mKV, zero_row, valid, page, offset)
-        return (Int32(1) if valid else Int32(0)), row
+        return KeyRow(Int32(1) if valid else Int32(0), row)

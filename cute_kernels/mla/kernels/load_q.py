@@ -1,4 +1,4 @@
-"""TMA loads of Q: rows of a work tile into shared memory, or into L2."""
+"""TMA loads of Q: the rows of a work tile into shared memory, or into L2."""
 
 import cutlass
 import cutlass.cute as cute
@@ -13,6 +13,7 @@ from cute_kernels.mla.spec import TOKENS_PER_TILE
 
 Q_COLUMNS = 64  # of a TMA copy: 128 bytes
 Q_CHUNKS = QK // Q_COLUMNS
+QK_BYTES = 2 * QK  # of a row of Q
 
 
 def q_layout(heads: int):
@@ -56,7 +57,7 @@ def start_q(
     sQ = smem.q.get_tensor(layout.outer, swizzle=layout.inner)
     tQsQ, tQgQ = _partition_q(load_q, tQ, work, heads, sQ)
     with cute.arch.elect_one():
-        cute.arch.mbarrier_arrive_and_expect_tx(smem.q_full.ptr, heads * QK * 2)
+        cute.arch.mbarrier_arrive_and_expect_tx(smem.q_full.ptr, heads * QK_BYTES)
     if const_expr(unrolled):
         for c in cutlass.range_constexpr(Q_CHUNKS):
             cute.copy(load_q, tQgQ[None, c], tQsQ[None, c], tma_bar_ptr=smem.q_full.ptr)

@@ -1,4 +1,6 @@
-"""The CTAs of the MLA decode kernel that merge what splits and shares leave, and the counters that they wait for."""
+"""The merge CTAs of the MLA decode kernels: they wait for the partials of a query's heads and combine them."""
+
+from typing import NamedTuple, Protocol
 
 import cutlass
 import cutlass.cute as cute
@@ -6,19 +8,65 @@ from cutlass import AddressSpace, Float32, Int32, Int64
 
 from cute_kernels.merge.kernels.merge import MergeKernel, row_address
 from cute_kernels.merge.spec import VECTOR_BYTES, MergeSpec
+from cute_kernels.mla.kernels.arguments import Partials, Results
 from cute_kernels.mla.kernels.barriers import NamedBarrier
 from cute_kernels.mla.kernels.tile import NOPE
 from cute_kernels.mla.spec import NARROW
 
 
-class PartialMerger:
-    """Device code for all threads of a CTA, `merge_lanes` of them a row, of either kernel.
+class MergedSpec(Protocol):
+    """What the merge needs of a spec."""
 
-    The heads of a query's block share a counter: how many of its partial results are in global memory, then of its
-    merges. The last of those leaves it at 0 for the next launch.
+    @property
+    def merge_lanes(self) -> int: ...
+
+    @property
+    def heads(self) -> int: ...
+
+    @property
+    def threads(self) -> int: ...
+
+    @property
+    def few_heads(self) -> bool: ...
+
+    @property
+    def balanced(self) -> bool: ...
+
+
+class MergeTask(NamedTuple):
+    """What one merge CTA does: part `part` of `parts` of the merge of a block of heads of a query.
+
+    query             counted through all requests; request and query_of_request say the same
+    first_partial     the first split, or the first place of a balanced schedule
+    partials          how many there are
     """
 
-    def __init__(self, spec):
+    query: Int32
+    request: Int32
+    query_of_request: Int32
+    head_block: Int32
+    first_partial: Int32
+    partials: Int32
+    part: Int32
+    parts: Int32
+
+
+class PartialRows(NamedTuple):
+    """Partials of a row as `merge_row` takes them: (address of the first, bytes to the next) of each array."""
+
+    out: tuple[Int64, Int64]
+    lse: tuple[Int64, Int64]
+    scales: tuple[Int64, Int64]
+
+
+class PartialMerger:
+    """Device code for all threads of a CTA, `merge_lanes` of them a row.
+
+    A group, the heads of a query's block, has a counter: how many of its partials are in global memory, then how many
+    of its merge CTAs have seen that. The last one sets it to 0 for the next launch.
+    """
+
+    def __init__(self, spec: MergedSpec):
         self.spec = spec
         lanes = min(spec.merge_lanes, NOPE // 8)  # 16 bytes of a row each
         self.rows = MergeKernel(
@@ -37,7 +85,7 @@ class PartialMerger:
         )
 
     def loads(self, lanes: int) -> int:
-        """As many as registers at launch hold, 80 or 128; with more lanes than a warp has 16 are slower by 2%."""
+        """As many as registers at launch hold, 80 or 128. With more lanes than a warp 16 loads are slower by 2%."""
         if lanes > 32:
             return 8
         if not self.spec.few_heads:
@@ -46,76 +94,60 @@ class PartialMerger:
 
     @cute.jit
     def count_partial(self, counters: Int64, group: Int32, tidx: Int32):
-        """Says that a partial result of this CTA is in global memory; called by both warpgroups of values."""
+        """Counts a partial of this CTA, which is in global memory; called by both PV warpgroups."""
         cute.arch.barrier(barrier_id=NamedBarrier.STORED, number_of_threads=256)
         if tidx == 256:
             cute.arch.atomic_add(self.counter(counters, group), Int32(1), sem="acq_rel", scope="gpu")
 
     def counter(self, counters: Int64, group: Int32) -> cute.Pointer:
-        """That of a `group`: a block of heads of a query."""
+        """The counter of a group."""
         return cute.make_ptr(Int32, counters + 4 * Int64(group), AddressSpace.gmem, assumed_align=4)
 
     @cute.jit
-    def run(
-        self,
-        free,
-        tensors: tuple,
-        counters: Int64,
-        group: Int32,
-        states: tuple,
-        place: tuple,
-        parts: tuple,
-    ):
-        """Merges one of the `parts`, (which, how many), of a group, the heads at `place`.
+    def run(self, free, results: Results, counters: Int64, group: Int32, task: MergeTask):
+        """Waits for the partials of a group and merges some rows of it. `free` is unused shared memory.
 
-        That is (query, request, query of it, block of heads). `free` is shared memory that nothing else needs.
-
-        Waits for the CTAs that leave the `states`, (the first, how many). They have lower numbers, so they have been
-        started before this one and need nothing from it.
+        The CTAs that it waits for have lower numbers, so they have started before this one and need nothing from it.
         """
-        partials, mSink, mOut, mLse = tensors
-        query, batch_idx, query_idx, head_block = place
-        part, num_parts = parts
-        first_state, count = states
         tidx, _, _ = cute.arch.thread_idx()
         lanes, rows = self.spec.merge_lanes, self.spec.threads // self.spec.merge_lanes
-        row_in_cta = cute.arch.make_warp_uniform(tidx // lanes)  # what follows from it takes no register of a thread
+        row_in_cta = cute.arch.make_warp_uniform(tidx // lanes)  # what follows from it takes uniform registers
         sums = cute.recast_ptr(free.data_ptr(), dtype=Float32)
-        heads = cutlass.min(mSink.shape[0] - head_block * self.spec.heads, self.spec.heads)
-        begin = part * rows
-        for first in cutlass.range(begin, cutlass.max(heads, begin + 1), num_parts * rows, unroll=1):  # all parts count
+        mSink = results.mSink
+        heads = cutlass.min(mSink.shape[0] - task.head_block * self.spec.heads, self.spec.heads)
+        begin = task.part * rows
+        # one round at least: all parts count
+        for first in cutlass.range(begin, cutlass.max(heads, begin + 1), task.parts * rows, unroll=1):
             valid, tid = first + row_in_cta < heads, tidx % lanes
-            head = head_block * self.spec.heads + cutlass.min(first + row_in_cta, heads - 1)
-            of_result = (row_address(mOut, batch_idx, query_idx, head), row_address(mLse, batch_idx, query_idx, head))
-            row = (*self.states_of(partials, first_state, query, head, tid), mSink[head], *of_result)
-            if first == begin:  # addresses take some 1000 clocks of a CTA that has just begun
-                self.await_partials(self.counter(counters, group), count, num_parts, tidx)
-            self.rows.merge_row(row, sums, count, valid, tid, row_in_cta)
+            head = task.head_block * self.spec.heads + cutlass.min(first + row_in_cta, heads - 1)
+            out_row = row_address(results.mOut, task.request, task.query_of_request, head)
+            lse_row = row_address(results.mLse, task.request, task.query_of_request, head)
+            partials = self.partial_rows(results.partials, task.first_partial, task.query, head, tid)
+            row = (*partials, mSink[head], out_row, lse_row)
+            if first == begin:  # after the addresses, which take some 1000 clocks in a CTA that has just begun
+                self.await_partials(self.counter(counters, group), task.partials, task.parts, tidx)
+            self.rows.merge_row(row, sums, task.partials, valid, tid, row_in_cta)
 
-    def states_of(self, partials: tuple, first_state: Int32, query: Int32, head: Int32, tid: Int32) -> tuple:
-        """Where partial results of a row are, and their log-sum-exps and units: as `merge_row` takes them.
-
-        Rows of all of them are one behind the other: of a query, or of all queries, those of a state.
-        """
-        mPartial, mUnits, mPartialLse = partials
-        of_state, heads = Int32(mPartialLse.stride[0]), mPartialLse.shape[3]
-        row = Int64(first_state * of_state + head + (0 if self.spec.balanced else query * heads))
-        places = []
-        for tensor in (mPartial, mPartialLse, mUnits):
+    def partial_rows(self, partials: Partials, first: Int32, query: Int32, head: Int32, tid: Int32) -> PartialRows:
+        """Where the partials of a row lie."""
+        rows_apart, heads = Int32(partials.lse.stride[0]), partials.lse.shape[3]
+        row = Int64(first * rows_apart + head + (0 if self.spec.balanced else query * heads))
+        arrays = []
+        for tensor in (partials.out, partials.lse, partials.scales):
             size = (tensor.shape[4] if cute.rank(tensor) > 4 else 1) * tensor.element_type.width // 8
-            places.append((tensor.iterator.toint() + row * size, Int64(of_state) * size))
-        (address, stride), of_lses, of_units = places
-        return (address + Int64(tid % self.rows.spec.lanes) * VECTOR_BYTES, stride), of_lses, of_units
+            arrays.append((tensor.iterator.toint() + row * size, Int64(rows_apart) * size))
+        (address, stride), lses, scales = arrays
+        return PartialRows((address + Int64(tid % self.rows.spec.lanes) * VECTOR_BYTES, stride), lses, scales)
 
     @cute.jit
-    def await_partials(self, counter: cute.Pointer, count: Int32, num_parts: Int32, tidx: Int32):
-        """Waits until `count` partial results are in global memory; called by all threads of `num_parts` CTAs."""
+    def await_partials(self, counter: cute.Pointer, partials: Int32, parts: Int32, tidx: Int32):
+        """Waits until `partials` partials are in global memory; called by all threads of `parts` CTAs."""
         if tidx == 0:
-            while cute.arch.load(counter, Int32, sem="acquire", scope="gpu") < count:
+            while cute.arch.load(counter, Int32, sem="acquire", scope="gpu") < partials:
                 pass
-            # counts this part; the last one leaves 0, as all have seen `count` by then
+            # counts this part; the last one sets 0: all have seen the partials by then
             cute.arch.inline_ptx(
                 "red.relaxed.gpu.global.inc.u32 [{$r0}], {$r1};",
-                read_only_args=[Int64(counter.toint()), count + num_parts - 1],
+                read_only_args=[Int64(counter.toint()), partials + parts - 1],
             )
         cute.arch.sync_threads()

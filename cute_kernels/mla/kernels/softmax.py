@@ -1,256 +1,259 @@
-"""The warpgroup of the MLA decode kernel that makes P of S, and may copy rows, where heads are columns."""
+"""The softmax of the MLA decode kernel: P of S. With 32 and 64 heads its warpgroup also loads key tiles."""
+
+from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import AddressSpace, Float16, Float32, Int32, const_expr
 
 from cute_kernels.device import registers, softmax
+from cute_kernels.device.ring import ring_slot
 from cute_kernels.device.trace import Tracer
-from cute_kernels.mla.kernels.load import RowGatherer
+from cute_kernels.mla.kernels.load import KeyLoader
 from cute_kernels.mla.kernels.scheduler import Scheduler, WorkTable
 from cute_kernels.mla.kernels.smem import (
-    BUFFERS,
-    MAX_GROWTH,
-    P_SHIFT,
-    RAISED,
-    REACHED,
+    OUT_OF_RANGE,
+    P_EXPONENT,
+    RESCALE_O,
+    RESCALE_THRESHOLD,
     WARPS,
-    masks,
     place_of_weight,
-    rope_stages,
-    scales_of,
-    scores_of,
-    stages,
-    turn,
+    s_offset,
+    scale_tensor,
 )
 from cute_kernels.mla.kernels.tile import QUANT_TILES
-from cute_kernels.mla.spec import COLUMN_WEIGHT, EVENTS, ROLES, TOKENS_PER_TILE, MlaDecodeSpec
+from cute_kernels.mla.spec import EVENTS, ROLES, TOKENS_PER_TILE, V_WEIGHT, MlaDecodeSpec
 
-SMALLEST_WEIGHT, LARGEST_WEIGHT = 2.0**-5, 2.0**7  # any code times a weight in between is a normal float16 number
+MIN_WEIGHT, MAX_WEIGHT = 2.0**-5, 2.0**7  # any code times a weight in between is a normal float16 number
+NO_ROW_MAX = -3.0e38  # before the first key: any score is far above it, and -inf below
 
-UNSET = -3.0e38  # the base before a key has been met: any score is far above it, and -inf below
+
+class Addresses(NamedTuple):
+    """Where a thread reads S and stores P: shared memory addresses of its first key in a stage."""
+
+    s: Int32
+    p: Int32
 
 
-class ColumnSoftmax:
-    """Device code for 128 threads: P^T = exp2(S^T - base) of all tiles, and but with few heads copies of later rows.
+class SoftmaxWarpgroup:
+    """Device code for 128 threads: P^T = exp2(S^T - row_max) of all tiles, and of what PV needs with it.
 
-    A thread has a head and 32, 16, 8 or 4 keys of a tile, and the lanes of a head are neighbours, so that no warp waits
-    for another. Scores are relative to the base of their head, 2^7 below the largest score that was met when it was
-    set; the base moves only when a score exceeds it by MAX_GROWTH more, because O moves with it.
+    A thread has a head and 32, 16, 8 or 4 keys of a tile; lanes of a head are neighbours, so no warp waits for another.
+
+    Lazy rescaling: row_max is 2^7 below the largest score (P_EXPONENT) when it is set, and moves only when a score
+    exceeds that by RESCALE_THRESHOLD more, because O moves with it.
     """
 
     def __init__(self, spec: MlaDecodeSpec):
-        self.heads, self.split, self.balanced = spec.heads, spec.split, spec.balanced
+        self.spec = spec
+        self.heads = spec.heads
         self.keys = spec.heads // 2  # of a thread
-        self.parts = TOKENS_PER_TILE // self.keys  # lanes of a head
-        self.stages = stages(spec.heads)
-        self.ahead = rope_stages(spec.heads)  # tiles, of copies that are made here
-        self.gathers, self.offers = not spec.few_heads, spec.offers
-        self.score_groups = spec.score_groups
-        self.gatherer = RowGatherer(spec)
+        self.lanes = TOKENS_PER_TILE // self.keys  # of a head
+        self.loads = not spec.few_heads
+        self.loader = KeyLoader(spec)
         self.scheduler = Scheduler(spec)
         self.tracer = Tracer(spec.trace, len(ROLES))
 
     @cute.jit
-    def run(self, smem, table: WorkTable, copies: tuple, mSink: cute.Tensor, tid: Int32):
-        """All items of this CTA; `table` as for Scheduler.
+    def run(self, smem, table: WorkTable, page_tma: tuple, mSink: cute.Tensor, tid: Int32):
+        """The softmax of all work tiles of this CTA.
 
-        Where this warpgroup copies rows as well, those of a tile start when P of one `ahead` of it has left: that their
-        stage is free, so that the tile before has been multiplied, is then waited for while P of this one is. Where it
-        offers tiles to the values, which start their copies some 2,000 clocks earlier, it does so before S is there,
-        and copies what they cannot: tiles with masked keys or from several pages, and the first ones.
+        Where this warpgroup loads, it does so `rope_stages` tiles ahead, after P of the current tile is stored: the
+        stage is free then, or becomes free while P is multiplied. Where PV issues TMA, tiles are announced before S is
+        there, and PV issues the loads some 2,000 clocks earlier. This warpgroup then loads the others: tiles with
+        masked keys, tiles of several pages, and the first ones.
         """
-        if const_expr(self.gathers):
-            cursor = self.gatherer.start(table, tid)
-            for _ in cutlass.range(self.ahead, unroll=1):
-                cursor = self.gatherer.step(smem, table, copies, cursor, tid)
+        if const_expr(self.loads):
+            cursor = self.loader.start(table, tid)
+            for _ in cutlass.range(self.spec.rope_stages, unroll=1):
+                cursor = self.loader.step(smem, table, page_tma, cursor, tid)
         done = Int32(0)
         sSink = smem.sink.get_tensor(cute.make_layout(self.heads))
-        first_item, items, step = table.share[:3]
-        for item in cutlass.range(first_item, items, step, unroll=1):
-            work = self.scheduler.locate(item, table)
+        first_work, end_work, step = table.share[:3]
+        for index in cutlass.range(first_work, end_work, step, unroll=1):
+            work = self.scheduler.locate(index, table)
             length = self.scheduler.length(work, table.mLength)
-            _, _, count, whole = self.scheduler.keys(item, work, length, table)
-            head = work[0] * self.heads + self.head(tid)
-            if tid % 32 < 32 // self.parts:  # for want of a register; who has written it reads it
-                sSink[head - work[0] * self.heads] = mSink[cutlass.min(head, mSink.shape[0] - 1)] * softmax.LOG2_E
-            base, total = Float32(UNSET), Float32(0.0)
-            places = self.places(smem, tid)
-            for t in cutlass.range(done, done + count, unroll=1):
-                if const_expr(self.offers):
-                    last = t + self.stages - 1  # of the tiles that have a stage
-                    has_been_offered = Int32(1) if cursor[-1] > last else Int32(0)
-                    if has_been_offered == 0:
-                        cursor = self.gatherer.step(smem, table, copies, cursor, tid)
-                    self.await_room(smem, t)
-                    if has_been_offered != 0:  # and all have read what was there: P of tile t - 2 has been multiplied
-                        self.gatherer.set_valid(smem, last, tid)
-                    cursor = self.gatherer.offer(smem, table, cursor, t, tid)
+            _, _, tiles, is_whole = self.scheduler.keys(index, work, length, table)
+            head = work.head_block * self.heads + self.head(tid)
+            if tid % 32 < 32 // self.lanes:  # in shared memory to save a register; the writer reads it
+                sSink[head - work.head_block * self.heads] = (
+                    mSink[cutlass.min(head, mSink.shape[0] - 1)] * softmax.LOG2_E
+                )
+            row_max, row_sum = Float32(NO_ROW_MAX), Float32(0.0)
+            addresses = self.addresses(smem, tid)
+            for tile in cutlass.range(done, done + tiles, unroll=1):
+                if const_expr(self.spec.pv_issues_tma):
+                    newest = tile + self.spec.stages - 1  # of the tiles that have a stage
+                    was_announced = Int32(1) if cursor.loaded > newest else Int32(0)
+                    if was_announced == 0:
+                        cursor = self.loader.step(smem, table, page_tma, cursor, tid)
+                    self.await_stages(smem, tile)
+                    if was_announced != 0:  # P of tile - 2 is multiplied, so nobody reads the mask that this replaces
+                        self.loader.clear_mask(smem, newest, tid)
+                    cursor = self.loader.announce(smem, table, cursor, tile, tid)
                 else:
-                    self.await_room(smem, t)
-                base, total = self.tile(smem, base, total, places, t, tid)
-                if t == done + count - 1:
-                    self.finish(smem, base, total, whole, t % 2, tid)
+                    self.await_stages(smem, tile)
+                row_max, row_sum = self.softmax_tile(smem, row_max, row_sum, addresses, tile, tid)
+                if tile == done + tiles - 1:
+                    self.finish(smem, row_max, row_sum, is_whole, tile % 2, tid)
                 cute.arch.fence_proxy("async.shared", space="cta")  # ordinary stores of P, read by wgmma
-                cute.arch.mbarrier_arrive(smem.p_full.data_ptr() + t % 2)
-                self.stamp(smem, t, 1, tid)
-                if const_expr(self.gathers and not self.offers):
-                    cursor = self.gatherer.step(smem, table, copies, cursor, tid)
-            done += count
+                cute.arch.mbarrier_arrive(smem.p_full.data_ptr() + tile % 2)
+                self.stamp(smem, tile, 1, tid)
+                if const_expr(self.loads and not self.spec.pv_issues_tma):
+                    cursor = self.loader.step(smem, table, page_tma, cursor, tid)
+            done += tiles
 
     def head(self, tid: Int32):
-        """Of a thread: neighbouring lanes have neighbouring heads, and the same keys."""
-        return tid // 32 * (32 // self.parts) + tid % (32 // self.parts)
+        """The head of a thread: neighbouring lanes have neighbouring heads and the same keys."""
+        return tid // 32 * (32 // self.lanes) + tid % (32 // self.lanes)
 
-    def places(self, smem, tid: Int32) -> tuple:
-        """Addresses in shared memory of a thread's first scores, and of its first probabilities, in the first places.
-
-        What is 16 bytes on, of either, differs in one bit of the address: the order of `scores_of`, and the swizzle.
-        """
-        head, first = self.head(tid), self.keys * (tid % 32 // (32 // self.parts))
+    def addresses(self, smem, tid: Int32) -> Addresses:
+        """In the first stages. 16 bytes further, of either, is one bit of the address: see `s_offset`, the swizzle."""
+        head, first = self.head(tid), self.keys * (tid % 32 // (32 // self.lanes))
         chunk = (first // 8) ^ (head % 8)
-        scores, p = smem.s.data_ptr() + scores_of(head, first // 2), smem.p.data_ptr() + head * TOKENS_PER_TILE
-        # kept, or ptxas makes them again behind each wait for S, from the number of the thread
-        return registers.anew(Int32(scores.toint())), registers.anew(Int32((p + chunk * 8 + first % 8).toint()))
+        s, p = smem.s.data_ptr() + s_offset(head, first // 2), smem.p.data_ptr() + head * TOKENS_PER_TILE
+        # kept in registers: ptxas would compute them again from the thread number after each wait for S
+        return Addresses(registers.anew(Int32(s.toint())), registers.anew(Int32((p + chunk * 8 + first % 8).toint())))
 
     @cute.jit
-    def await_room(self, smem, t: Int32):
-        """Waits for what a tile needs but for S: each wait takes some 100 clocks."""
-        stage, phase = turn(t, self.stages)
+    def await_stages(self, smem, tile: Int32):
+        """Waits for all that a tile needs but S, before S: each wait takes some 100 clocks."""
+        stage, phase = ring_slot(tile, self.spec.stages)
         cute.arch.mbarrier_wait(smem.full.data_ptr() + stage, phase)
-        buffer, phase = turn(t, BUFFERS)
-        cute.arch.mbarrier_wait(smem.p_empty.data_ptr() + buffer, phase ^ 1)
+        p_stage, phase = ring_slot(tile, self.spec.p_stages)
+        cute.arch.mbarrier_wait(smem.p_empty.data_ptr() + p_stage, phase ^ 1)
 
     @cute.jit
-    def tile(self, smem, base: Float32, total: Float32, places: tuple, t: Int32, tid: Int32):
-        """P^T of a tile, and what goes with it; (base, sum of this thread) after it."""
-        (stage, _), (buffer, _) = turn(t, self.stages), turn(t, BUFFERS)
-        lane, part, head = tid % 32, tid % 32 // (32 // self.parts), self.head(tid)
-        sValid = smem.valid.get_tensor(cute.make_layout(2 * masks(self.heads)))
-        of_scores, phase = turn(t, self.score_groups)  # where S is
-        pointer = smem.s.data_ptr() + cute.assume(of_scores * (TOKENS_PER_TILE * self.heads), divby=TOKENS_PER_TILE)
-        sScores = cute.make_tensor(pointer, cute.make_layout(TOKENS_PER_TILE * self.heads))
+    def softmax_tile(self, smem, row_max: Float32, row_sum: Float32, addresses: Addresses, tile: Int32, tid: Int32):
+        """P^T of a tile and what PV needs with it; returns the new row_max and this thread's part of row_sum."""
+        stage, _ = ring_slot(tile, self.spec.stages)
+        p_stage, _ = ring_slot(tile, self.spec.p_stages)
+        lane, part, head = tid % 32, tid % 32 // (32 // self.lanes), self.head(tid)
+        sMask = smem.mask.get_tensor(cute.make_layout(2 * self.spec.mask_stages))
+        s_stage, phase = ring_slot(tile, self.spec.qk_warpgroups)
+        pointer = smem.s.data_ptr() + cute.assume(s_stage * (TOKENS_PER_TILE * self.heads), divby=TOKENS_PER_TILE)
+        sS = cute.make_tensor(pointer, cute.make_layout(TOKENS_PER_TILE * self.heads))
         first = self.keys * part
-        everything = Int32(-1 if self.keys == 32 else (1 << self.keys) - 1)
-        valid = (sValid[2 * (t % masks(self.heads)) + first // 32] >> (first % 32)) & everything
-        sState = smem.state.get_tensor(cute.make_layout((WARPS, 2)))
-        state = self.store_weights(smem, stage, buffer, tid)  # needs no S
+        all_keys = Int32(-1 if self.keys == 32 else (1 << self.keys) - 1)
+        mask = (sMask[2 * (tile % self.spec.mask_stages) + first // 32] >> (first % 32)) & all_keys
+        sFlags = smem.flags.get_tensor(cute.make_layout((WARPS, 2)))
+        flags = self.store_weights(smem, stage, p_stage, tid)  # before S is there
         if lane == 0:
-            sState[tid // 32, buffer] = state
-        cute.arch.mbarrier_wait(smem.s_full.data_ptr() + of_scores, phase)
-        self.stamp(smem, t, 0, tid)
-        if cute.arch.vote_any_sync(valid != everything):
+            sFlags[tid // 32, p_stage] = flags
+        cute.arch.mbarrier_wait(smem.s_full.data_ptr() + s_stage, phase)
+        self.stamp(smem, tile, 0, tid)
+        if cute.arch.vote_any_sync(mask != all_keys):
             for k in cutlass.range(self.keys, unroll=1):
-                if (valid >> k) & 1 == 0:
-                    sScores[scores_of(head, (first + k) // 2) + k % 2] = -Float32.inf
-        factor = Float32(1.0)  # of what was added before
-        places = (
-            places[0] + of_scores * (4 * TOKENS_PER_TILE * self.heads),
-            places[1] + buffer * (2 * TOKENS_PER_TILE * self.heads),
+                if (mask >> k) & 1 == 0:
+                    sS[s_offset(head, (first + k) // 2) + k % 2] = -Float32.inf
+        rescaling = Float32(1.0)
+        addresses = Addresses(
+            addresses.s + s_stage * (4 * TOKENS_PER_TILE * self.heads),
+            addresses.p + p_stage * (2 * TOKENS_PER_TILE * self.heads),
         )
-        largest, added = self.probabilities(base, places, True)
-        if cute.arch.vote_any_sync(largest > base + (P_SHIFT + MAX_GROWTH)):
-            # with the first tile of an item, and hardly later
-            if largest > base + (P_SHIFT + MAX_GROWTH):
-                factor = cute.math.exp2(base - (largest - P_SHIFT), fastmath=True)
-                base = largest - P_SHIFT
-            _, added = self.probabilities(base, places, False)
-        cute.arch.mbarrier_arrive(smem.s_empty.data_ptr() + of_scores)
-        total = total * factor + added
+        largest, tile_sum = self.exp_tile(row_max, addresses, True)
+        if cute.arch.vote_any_sync(largest > row_max + (P_EXPONENT + RESCALE_THRESHOLD)):
+            # the first tile of a work tile, and hardly later
+            if largest > row_max + (P_EXPONENT + RESCALE_THRESHOLD):
+                rescaling = cute.math.exp2(row_max - (largest - P_EXPONENT), fastmath=True)
+                row_max = largest - P_EXPONENT
+            _, tile_sum = self.exp_tile(row_max, addresses, False)
+        cute.arch.mbarrier_arrive(smem.s_empty.data_ptr() + s_stage)
+        row_sum = row_sum * rescaling + tile_sum
 
         sRescaling = smem.rescaling.get_tensor(cute.make_layout((self.heads, 2)))
         if part == 0:
-            sRescaling[head, buffer] = factor
-        if cute.arch.vote_any_sync(factor != 1.0):
+            sRescaling[head, p_stage] = rescaling
+        if cute.arch.vote_any_sync(rescaling != 1.0):
             if lane == 0:
-                sState[tid // 32, buffer] |= RAISED
-        return base, total
+                sFlags[tid // 32, p_stage] |= RESCALE_O
+        return row_max, row_sum
 
     @cute.jit
-    def probabilities(self, base: Float32, places: tuple, usual: cutlass.Constexpr):
-        """P^T of this thread; (the largest score of its head, the sum of its own probabilities).
+    def exp_tile(self, row_max: Float32, addresses: Addresses, is_hot: cutlass.Constexpr):
+        """Stores P^T of this thread; returns (largest score of its head, sum of its own P).
 
-        Where it is not the `usual` way its loop stays one: who passes it by has less to pass.
+        The rare second call keeps its loop rolled: the hot path then jumps over fewer instructions.
         """
-        tops, sums = cute.make_rmem_tensor(1, Float32), cute.make_rmem_tensor(1, Float32)
-        tops.fill(-Float32.inf)
-        sums.fill(0.0)
+        thread_max, thread_sum = cute.make_rmem_tensor(1, Float32), cute.make_rmem_tensor(1, Float32)
+        thread_max.fill(-Float32.inf)
+        thread_sum.fill(0.0)
         at_once = min(8, self.keys)
-        if const_expr(usual):
-            following = self.scores(places, 0)
+        if const_expr(is_hot):
+            following = self.load_s(addresses, 0)
             for i in cutlass.range_constexpr(self.keys // at_once):
                 s = following
                 if const_expr(i + 1 < self.keys // at_once):
-                    following = self.scores(places, i + 1)  # before P is stored: it might be there, for all ptxas knows
-                self.some(base, places, s, i, tops, sums)
+                    following = self.load_s(addresses, i + 1)  # before P is stored: ptxas assumes that they may alias
+                self.exp_and_store_p(row_max, addresses, s, i, thread_max, thread_sum)
         else:
             for i in cutlass.range(self.keys // at_once, unroll=1):
-                self.some(base, places, self.scores(places, i), i, tops, sums)
-        largest = tops[0]
-        for step in cutlass.range_constexpr(self.parts.bit_length() - 1):
-            largest = cute.arch.fmax(largest, cute.arch.shuffle_sync_bfly(largest, 32 // self.parts << step))
-        return largest, sums[0]
+                self.exp_and_store_p(row_max, addresses, self.load_s(addresses, i), i, thread_max, thread_sum)
+        largest = thread_max[0]
+        for step in cutlass.range_constexpr(self.lanes.bit_length() - 1):
+            largest = cute.arch.fmax(largest, cute.arch.shuffle_sync_bfly(largest, 32 // self.lanes << step))
+        return largest, thread_sum[0]
 
     @cute.jit
-    def scores(self, places: tuple, i) -> cute.Tensor:
-        """Those of a thread's i-th keys, eight or fewer."""
+    def load_s(self, addresses: Addresses, i) -> cute.Tensor:
+        """S of a thread's i-th keys, eight or fewer."""
         pairs = min(8, self.keys) // 2
         s = cute.make_rmem_tensor((2, pairs), Float32)
         for j in cutlass.range_constexpr(pairs):
-            pair = cute.make_ptr(Float32, places[0] ^ 16 * (pairs * i + j), AddressSpace.smem, assumed_align=8)
+            pair = cute.make_ptr(Float32, addresses.s ^ 16 * (pairs * i + j), AddressSpace.smem, assumed_align=8)
             cute.autovec_copy(cute.make_tensor(pair, cute.make_layout(2)), s[None, j])
         return s
 
     @cute.jit
-    def some(self, base: Float32, places: tuple, s: cute.Tensor, i, tops, sums):
-        """P^T of their keys, which counts in a thread's largest score (1) and in its sum (1)."""
+    def exp_and_store_p(self, row_max: Float32, addresses: Addresses, s: cute.Tensor, i, thread_max, thread_sum):
+        """Exponentiate up to 8 scores, store P as float16, update this thread's max and sum."""
         at_once = min(8, self.keys)
-        rounded = cute.make_rmem_tensor(at_once, Float16)
+        p = cute.make_rmem_tensor(at_once, Float16)
         for j in cutlass.range_constexpr(at_once // 2):
             for k in cutlass.range_constexpr(2):
-                tops[0] = cute.arch.fmax(tops[0], s[k, j])
-                s[k, j] = cute.math.exp2(s[k, j] - base, fastmath=True)
-                sums[0] += s[k, j]
-        rounded.store(s.load().to(Float16).reshape(rounded.shape))
-        chunk = cute.make_ptr(Float16, places[1] ^ 16 * i, AddressSpace.smem, assumed_align=2 * at_once)
-        cute.autovec_copy(rounded, cute.make_tensor(chunk, cute.make_layout(at_once)))
+                thread_max[0] = cute.arch.fmax(thread_max[0], s[k, j])
+                s[k, j] = cute.math.exp2(s[k, j] - row_max, fastmath=True)
+                thread_sum[0] += s[k, j]
+        p.store(s.load().to(Float16).reshape(p.shape))
+        chunk = cute.make_ptr(Float16, addresses.p ^ 16 * i, AddressSpace.smem, assumed_align=2 * at_once)
+        cute.autovec_copy(p, cute.make_tensor(chunk, cute.make_layout(at_once)))
 
     @cute.jit
-    def store_weights(self, smem, stage: Int32, buffer: Int32, tid: Int32) -> Int32:
-        """Scales x COLUMN_WEIGHT as float16, two of a key; REACHED if a code of this warp's keys times that is not."""
-        token, group = tid // 2, 2 * (tid % 2)
+    def store_weights(self, smem, stage: Int32, p_stage: Int32, tid: Int32) -> Int32:
+        """Scales x V_WEIGHT as float16, two of a key; OUT_OF_RANGE if a code of this warp's keys times one is not."""
+        token, quant_tile = tid // 2, 2 * (tid % 2)
         scale = cute.make_rmem_tensor(2, Float32)
         sWeight = smem.weight.get_tensor(cute.make_layout((TOKENS_PER_TILE, 2 * QUANT_TILES)))
-        at = (stage * TOKENS_PER_TILE + token) * QUANT_TILES + group
-        pointer = scales_of(smem, self.heads).iterator + cute.assume(at, divby=2)
+        start = (stage * TOKENS_PER_TILE + token) * QUANT_TILES + quant_tile
+        pointer = scale_tensor(smem, self.spec.stages).iterator + cute.assume(start, divby=2)
         cute.autovec_copy(cute.make_tensor(pointer, cute.make_layout(2)), scale)
         outside = False
         for i in cutlass.range_constexpr(2):
-            weight = scale[i] * COLUMN_WEIGHT
-            sWeight[place_of_weight(token), buffer * QUANT_TILES + group + i] = weight.to(Float16)
-            inside = weight == 0.0 or (weight >= SMALLEST_WEIGHT and weight < LARGEST_WEIGHT)
+            weight = scale[i] * V_WEIGHT
+            sWeight[place_of_weight(token), p_stage * QUANT_TILES + quant_tile + i] = weight.to(Float16)
+            inside = weight == 0.0 or (weight >= MIN_WEIGHT and weight < MAX_WEIGHT)
             outside = outside or not inside
-        return Int32(REACHED) if cute.arch.vote_any_sync(outside) else Int32(0)
+        return Int32(OUT_OF_RANGE) if cute.arch.vote_any_sync(outside) else Int32(0)
 
     @cute.jit
-    def finish(self, smem, base: Float32, total: Float32, whole: Int32, buffer: Int32, tid: Int32):
-        """Of each head the log-sum-exp, and 1 / (its sum, of a whole query with the sink), 0 without keys."""
-        for step in cutlass.range_constexpr(self.parts.bit_length() - 1):
-            total += cute.arch.shuffle_sync_bfly(total, 32 // self.parts << step)
-        sShare = smem.share.get_tensor(cute.make_layout((self.heads, 2)))
+    def finish(self, smem, row_max: Float32, row_sum: Float32, is_whole: Int32, p_stage: Int32, tid: Int32):
+        """Stores the log-sum-exp of each head, and 1 / row_sum: 0 without keys, the sink included in a final result."""
+        for step in cutlass.range_constexpr(self.lanes.bit_length() - 1):
+            row_sum += cute.arch.shuffle_sync_bfly(row_sum, 32 // self.lanes << step)
+        sInverseSum = smem.inverse_sum.get_tensor(cute.make_layout((self.heads, 2)))
         sLse = smem.lse.get_tensor(cute.make_layout((self.heads, 2)))
         sSink = smem.sink.get_tensor(cute.make_layout(self.heads))
-        if tid % 32 < 32 // self.parts:
-            denominator, head = total, self.head(tid)
-            if const_expr(self.balanced):
-                if whole != 0:
-                    denominator += cute.math.exp2(sSink[head] - base, fastmath=True)
-            elif const_expr(not self.split):
-                denominator += cute.math.exp2(sSink[head] - base, fastmath=True)
-            sShare[head, buffer] = Float32(cutlass.select_(total == 0.0, Float32(0.0), 1.0 / denominator))
-            sLse[head, buffer] = softmax.log_sum_exp(base, total)
+        if tid % 32 < 32 // self.lanes:
+            denominator, head = row_sum, self.head(tid)
+            if const_expr(self.spec.balanced):
+                if is_whole != 0:
+                    denominator += cute.math.exp2(sSink[head] - row_max, fastmath=True)
+            elif const_expr(not self.spec.split):
+                denominator += cute.math.exp2(sSink[head] - row_max, fastmath=True)
+            sInverseSum[head, p_stage] = Float32(cutlass.select_(row_sum == 0.0, Float32(0.0), 1.0 / denominator))
+            sLse[head, p_stage] = softmax.log_sum_exp(row_max, row_sum)
 
     @cute.jit
-    def stamp(self, smem, t: Int32, edge: cutlass.Constexpr, tid: Int32):
-        """A timestamp of a tile."""
-        self.tracer.stamp(smem.trace.ptr, 0, len(EVENTS[0]) * t + 2, edge, tid == 0)
+    def stamp(self, smem, tile: Int32, edge: cutlass.Constexpr, tid: Int32):
+        """A timestamp of a key tile."""
+        self.tracer.stamp(smem.trace.ptr, 0, len(EVENTS[0]) * tile + 2, edge, tid == 0)

@@ -5,8 +5,6 @@ from typing import Any, NamedTuple
 import cutlass.cute as cute
 from cutlass import Int32, Int64
 
-from cute_kernels.mla.kernels.arguments import Partials
-
 
 class QueryLoad(NamedTuple):
     """The TMA load of Q: atom, and Q as (heads, columns, query, request)."""
@@ -38,15 +36,6 @@ class TileRange(NamedTuple):
 
     first: Int32
     count: Int32
-
-
-class Results(NamedTuple):
-    """Where results go: out (batch, s_q, h_q, 512), lse (batch, s_q, h_q), partials; and the sink (h_q,)."""
-
-    out: cute.Tensor
-    lse: cute.Tensor
-    partials: Partials
-    sink: cute.Tensor
 
 
 class PassPlace(NamedTuple):

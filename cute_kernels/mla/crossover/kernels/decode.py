@@ -44,16 +44,16 @@ from cutlass.memory import SmemAllocator
 from cute_kernels.device import softmax
 from cute_kernels.device.barriers import initialize
 from cute_kernels.device.trace import Tracer
-from cute_kernels.mla.crossover.kernels.arguments import KeySource, QueryLoad, Results, TileRange
+from cute_kernels.mla.crossover.kernels.arguments import KeySource, QueryLoad, TileRange
 from cute_kernels.mla.crossover.kernels.barriers import barriers
 from cute_kernels.mla.crossover.kernels.load import LoadWarpgroup
 from cute_kernels.mla.crossover.kernels.pv import PvWarpgroups
 from cute_kernels.mla.crossover.kernels.qk import QkWarpgroup
 from cute_kernels.mla.crossover.kernels.smem import shared_storage
 from cute_kernels.mla.crossover.spec import ROLES, MlaCrossoverSpec
-from cute_kernels.mla.kernels.arguments import Partials, fake_arguments, uniform_partials
+from cute_kernels.mla.kernels.arguments import Partials, Results, fake_arguments, uniform_partials
 from cute_kernels.mla.kernels.load_q import make_q_tma, start_q
-from cute_kernels.mla.kernels.merge import PartialMerger
+from cute_kernels.mla.kernels.merge import MergeTask, PartialMerger
 from cute_kernels.mla.kernels.scheduler import Divisors, Scheduler, Share, WorkTable
 
 
@@ -186,13 +186,14 @@ class MlaCrossoverKernel:
             if const_expr(self.spec.split):
                 group, part = divmod(block - decode_ctas, merge_divisor)
                 query, head_block = divmod(group, head_divisor)
-                first_state, count = Int32(0), num_splits
+                first_partial, count = Int32(0), num_splits
                 if count > 0:
-                    place = (query, *divmod(query, query_divisor), head_block)
-                    of_block = query * head_divisor.divisor + head_block
-                    parts, states = (part, merge_divisor.divisor), (first_state, count)
-                    tensors = ((partials.out, partials.scales, partials.lse), mSink, mOut, mLse)
-                    self.merger.run(smem.nope, tensors, counters, of_block, states, place, parts)
+                    request, query_of_request = divmod(query, query_divisor)
+                    head_group = query * head_divisor.divisor + head_block
+                    place = (query, request, query_of_request, head_block)
+                    task = MergeTask(*place, first_partial, count, part, merge_divisor.divisor)
+                    merged = Results(mSink, mOut, mLse, partials)
+                    self.merger.run(smem.nope, merged, counters, head_group, task)
         elif warp_idx < 4:
             cute.arch.setmaxregister_decrease(load_registers)
             self.load.run(smem, table, rank, tidx)
@@ -201,7 +202,7 @@ class MlaCrossoverKernel:
             self.run_qk(smem, q_load, scale_log2, table, warp_idx - 4, tidx % 128)
         else:
             cute.arch.setmaxregister_increase(pv_registers)
-            results = Results(mOut, mLse, partials, mSink)
+            results = Results(mSink, mOut, mLse, partials)
             self.run_pv(smem, results, table, counters, warp_idx, tidx)
         if tidx == 256:
             self.tracer.anchor(smem.trace.ptr, 1)

@@ -1,5 +1,7 @@
 """The two PV warpgroups of the crossover, 256 of the 512 columns each: O += P V, and the results."""
 
+from typing import Any
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float16, Float32, Int32, const_expr
@@ -8,7 +10,7 @@ from cutlass.cute.nvgpu import warpgroup
 from cute_kernels.device import softmax, wgmma
 from cute_kernels.device.trace import Tracer
 from cute_kernels.merge.spec import UNIT_VALUES
-from cute_kernels.mla.crossover.kernels.arguments import Results, TileRange
+from cute_kernels.mla.crossover.kernels.arguments import TileRange
 from cute_kernels.mla.crossover.kernels.smem import (
     P_SHIFT,
     layouts,
@@ -20,6 +22,7 @@ from cute_kernels.mla.crossover.kernels.smem import (
 )
 from cute_kernels.mla.crossover.kernels.tile import STAGES
 from cute_kernels.mla.crossover.spec import EVENTS, ROLES, WEIGHT, MlaCrossoverSpec
+from cute_kernels.mla.kernels.arguments import Results
 from cute_kernels.mla.kernels.scheduler import Scheduler, WorkTable, WorkTile
 from cute_kernels.mla.kernels.smem import weights
 from cute_kernels.mla.kernels.tile import QUANT_TILE
@@ -231,7 +234,7 @@ class PvWarpgroups:
 
         From registers: the next work tile needs all of shared memory, and its Q is on the way.
         """
-        mOut, mLse, _, mSink = results
+        mSink, mOut, mLse, _ = results
         head_block, _, query_idx, batch_idx = work
         denominator = cute.make_rmem_tensor(2, Float32)
         for r in cutlass.range_constexpr(2):
@@ -260,7 +263,8 @@ class PvWarpgroups:
 
         The 128 numbers of a row that four lanes have share a block scale, which is stored for each 64.
         """
-        _, _, partials, mSink = results
+        partials: Any = results.partials
+        mSink = results.mSink
         head_block, split_idx, query_idx, batch_idx = work
         denominator = cute.make_rmem_tensor(2, Float32)
         for r in cutlass.range_constexpr(2):

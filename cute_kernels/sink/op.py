@@ -347,7 +347,7 @@ def _run_backward(
     dout: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, *arguments: Any
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """The backward operator: dq, dk, dv and ds_aux, the last without elements where there is no sink."""
-    request = _Request(*arguments, True)
+    request = _Request._make((*arguments, True, True))  # differentiable, return_lse
     _check(*request)
     q = request.q
     for name, t in (("dout", dout), ("out", out)):

@@ -1,7 +1,7 @@
 """The 656-byte FP8 token format of multi-head latent attention caches: layout, packing, slots and a reference decode.
 
-Needs torch alone. Works on CPU and CUDA tensors; importing it touches no device, and loads torch only with the first
-name that needs it: `fp8_mla.formats` is plain Python.
+It needs torch and nothing else, and works on CPU and CUDA tensors. Importing it touches no device; torch is loaded with
+the first name that needs it. `fp8_mla.formats` is plain Python.
 """
 
 import importlib

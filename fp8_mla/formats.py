@@ -1,4 +1,4 @@
-"""Formats of a token in a latent cache: which bytes hold what. Plain Python: needs neither torch nor a GPU.
+"""Formats of a token in a latent cache: what each byte holds. Plain Python, without torch and without a GPU.
 
 One token of the V3.2 format takes 656 bytes::
 
@@ -6,8 +6,8 @@ One token of the V3.2 format takes 656 bytes::
          | 512 e4m3    | 4 scales | 64 bfloat16  |
          | codes       | float32  | rope part    |
 
-`docs/format.md` has the format in words, with the quantization rule. Whoever needs a number of a format, kernels
-included, takes it from here.
+`docs/format.md` has the format in words, with the quantization rule. All code that needs a number of a format takes it
+from here, kernels, budget, tests and benchmarks included. A new format is one more `TokenFormat` in `FORMATS`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ MIN_SCALE: Final = 2.0**-126
 
 @dataclass(frozen=True)
 class Field:
-    """Neighbouring elements of one dtype in a token.
+    """Adjacent elements of one dtype in a token.
 
     name    "codes", "scales" or "rope"
     dtype   a key of `ITEMSIZE`
@@ -55,10 +55,10 @@ class Field:
 
 @dataclass(frozen=True)
 class TokenFormat:
-    """How a latent cache keeps one token.
+    """How a latent cache stores one token.
 
     name        as `cache_format=` spells it
-    d_qk        elements of a query, and of the key that it meets
+    d_qk        elements of a query and of a key
     d_v         elements of a value, the leading ones of the key
     fields      all of a token, in the order of their bytes
     quant_tile  consecutive codes that share a scale
@@ -101,12 +101,12 @@ class TokenFormat:
 
     @property
     def codes(self) -> Field:
-        """Quantized elements, without position encoding."""
+        """The quantized elements, those without position encoding."""
         return self.field("codes")
 
     @property
     def scales(self) -> Field:
-        """What codes are multiplied by, one for each quant tile."""
+        """The factors of the codes, one for each quant tile."""
         return self.field("scales")
 
     @property

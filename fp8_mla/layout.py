@@ -1,4 +1,4 @@
-"""The names that users have for the V3.2 format, and what counts as a cache tensor."""
+"""The numbers of the V3.2 format under the names that users import, and the checks of a cache tensor."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from typing import Final
 
 import torch
 
-from fp8_mla.formats import V3_2
+from fp8_mla.formats import V3_2, TokenFormat
 
 NOPE_DIM: Final = V3_2.nope_dim
-"""Elements without position encoding, stored as float8 e4m3 codes: 512. They are also the values."""
+"""Elements without position encoding, stored as float8 e4m3 codes: 512. They are also the value."""
 ROPE_DIM: Final = V3_2.rope_dim
 """Elements with rotary position encoding, stored as bfloat16: 64."""
 QK_DIM: Final = V3_2.d_qk
@@ -31,7 +31,7 @@ TOKEN_BYTES: Final = V3_2.token_bytes
 """Bytes of one token: 656."""
 
 CACHE_DTYPES: Final = (torch.uint8, torch.float8_e4m3fn)
-"""What a cache tensor may be typed as. Both mean raw bytes."""
+"""The dtypes that a cache tensor may have. Both mean raw bytes."""
 
 
 def describe(value: object) -> str:
@@ -47,36 +47,50 @@ def check_same_device(name: str, tensor: torch.Tensor | None, device: torch.devi
         raise ValueError(f"{name}: got {describe(tensor)}; needs to be on {device} like q")
 
 
-def token_bytes(cache: torch.Tensor, name: str = "cache") -> torch.Tensor:
+def require_one_row(token_format: TokenFormat) -> None:
+    """Raise ValueError if the format splits a token into rows at different places of a page."""
+    if len(token_format.row_bytes) != 1:
+        raise ValueError(f"token_format: got {token_format.name}; needs a format with one row a token")
+
+
+def token_bytes(cache: torch.Tensor, name: str = "cache", *, token_format: TokenFormat = V3_2) -> torch.Tensor:
     """View a (..., 656) uint8 or float8_e4m3fn tensor as uint8.
+
+    Args:
+        cache: bytes of tokens, each in one row.
+        name: of the argument, for messages.
+        token_format: how many bytes a token has; 656 by default.
 
     Raises:
         TypeError: `cache` is not a tensor of one of these dtypes.
-        ValueError: its last dimension is not 656.
+        ValueError: its last dimension is not 656, or a token of the format has several rows.
     """
+    require_one_row(token_format)
     if not isinstance(cache, torch.Tensor) or cache.dtype not in CACHE_DTYPES:
         raise TypeError(f"{name}: got {describe(cache)}; needs a tensor of uint8 or float8_e4m3fn")
-    if cache.ndim == 0 or cache.shape[-1] != TOKEN_BYTES:
-        raise ValueError(f"{name}: got {describe(cache)}; needs {TOKEN_BYTES} bytes in the last dimension")
+    if cache.ndim == 0 or cache.shape[-1] != token_format.token_bytes:
+        raise ValueError(f"{name}: got {describe(cache)}; needs {token_format.token_bytes} bytes in the last dimension")
     return cache.view(torch.uint8)
 
 
-def as_pages(kv_cache: torch.Tensor) -> torch.Tensor:
-    """View a paged cache as (num_pages, page_size, 656) uint8, without copying.
+def as_pages(kv_cache: torch.Tensor, *, token_format: TokenFormat = V3_2) -> torch.Tensor:
+    """View a paged cache as (num_pages, page_size, 656) uint8, without a copy.
 
     Args:
-        kv_cache: (num_pages, page_size, 656) or (num_pages, page_size, 1, 656), uint8 or float8_e4m3fn, with the 656
-            bytes of a token next to each other. Tokens and pages may be strided. `num_pages` may be 0.
+        kv_cache: (num_pages, page_size, 656) or (num_pages, page_size, 1, 656), uint8 or float8_e4m3fn. The 656 bytes
+            of a token are adjacent. Tokens and pages may be strided. `num_pages` may be 0.
+        token_format: how many bytes a token has; 656 by default.
 
     Raises:
         TypeError: `kv_cache` is not a tensor of one of these dtypes.
         ValueError: it has another shape, or bytes of a token that are not adjacent.
     """
-    pages = token_bytes(kv_cache, "kv_cache")
+    pages = token_bytes(kv_cache, "kv_cache", token_format=token_format)
     if pages.ndim == 4 and pages.shape[2] == 1:
         pages = pages.squeeze(2)
     if pages.ndim != 3 or pages.shape[1] == 0:
-        needs = f"(num_pages, page_size, {TOKEN_BYTES}) or (num_pages, page_size, 1, {TOKEN_BYTES}), page_size >= 1"
+        size = token_format.token_bytes
+        needs = f"(num_pages, page_size, {size}) or (num_pages, page_size, 1, {size}), page_size >= 1"
         raise ValueError(f"kv_cache: got {describe(kv_cache)}; needs {needs}")
     if pages.stride(-1) != 1:
         raise ValueError(f"kv_cache: got strides {kv_cache.stride()}; needs a last stride of 1")

@@ -1,8 +1,8 @@
-"""Decoding attention over the 656-byte cache in plain torch.
+"""Decoding attention over a latent cache in plain torch.
 
-This is the oracle that the kernels are compared with (float64 over the dequantized cache) and what `mla_fp8_decode`
-runs on a CPU. It is written for being right: the keys that a query may see are listed first, and only their bytes are
-read. Nothing is ever masked by adding to or multiplying a score, so a NaN in any other slot has no way to the output.
+It is the oracle of the kernels (float64 over the dequantized cache), and what `mla_fp8_decode` runs on a CPU. It is
+simple rather than fast: it first lists the keys that a query sees, and reads only their bytes. It never masks by adding
+to a score or multiplying one, so a NaN in any other slot cannot reach the output.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ from typing import Final, NamedTuple
 
 import torch
 
-from fp8_mla.layout import QK_DIM, V_DIM, as_pages, check_same_device, describe
+from fp8_mla.formats import V3_2, TokenFormat
+from fp8_mla.layout import as_pages, check_same_device, describe
 from fp8_mla.packing import unpack
 from fp8_mla.slots import check_index_tensor, slots_from_block_table, valid_slots
 
@@ -20,7 +21,7 @@ KEYS_PER_CHUNK: Final = 8192
 """Keys dequantized at a time: 38 MB as float64, plus 8 MB of scores at 128 heads, however long the sequence is."""
 
 
-class _Work(NamedTuple):
+class _WorkItem(NamedTuple):
     """Queries of one sequence that share a list of keys."""
 
     row: int
@@ -31,8 +32,8 @@ class _Work(NamedTuple):
     """For each query, how many of the leading slots it sees."""
 
 
-def _sparse_work(indices: torch.Tensor, topk_length: torch.Tensor | None, num_slots: int) -> Iterator[_Work]:
-    """One item a query: each has its own list."""
+def _sparse_work(indices: torch.Tensor, topk_length: torch.Tensor | None, num_slots: int) -> Iterator[_WorkItem]:
+    """One item per query: each query has its own list of keys."""
     batch, s_q, topk = indices.shape
     seen = valid_slots(indices, num_slots)
     if topk_length is not None:
@@ -41,51 +42,57 @@ def _sparse_work(indices: torch.Tensor, topk_length: torch.Tensor | None, num_sl
     for row in range(batch):
         for query in range(s_q):
             slots = indices[row, query][seen[row, query]].long()
-            yield _Work(row, slice(query, query + 1), slots, [len(slots)])
+            yield _WorkItem(row, slice(query, query + 1), slots, [len(slots)])
 
 
 def _dense_work(
     block_table: torch.Tensor, cache_seqlens: torch.Tensor, causal: bool, s_q: int, page_size: int, num_pages: int
-) -> Iterator[_Work]:
-    """One item a sequence: query j sees a prefix of its keys."""
+) -> Iterator[_WorkItem]:
+    """One item per sequence: query j sees a prefix of its keys."""
     capacity = block_table.shape[1] * page_size
     for row, length in enumerate(cache_seqlens.tolist()):
-        seqlen = min(max(length, 0), capacity)  # before anything is subtracted, as kernels have 32 bits
+        seqlen = min(max(length, 0), capacity)  # before any subtraction: kernels have 32 bits
         table, known = block_table[row : row + 1], cache_seqlens[row : row + 1]
         slots = slots_from_block_table(table, known, page_size, num_pages=num_pages, max_tokens=seqlen)[0]
         positions = torch.nonzero(slots >= 0).squeeze(1)
         limits = [seqlen - s_q + 1 + query if causal else seqlen for query in range(s_q)]
         counts = torch.searchsorted(positions, positions.new_tensor(limits)).tolist()
-        yield _Work(row, slice(0, s_q), slots[positions], counts)
+        yield _WorkItem(row, slice(0, s_q), slots[positions], counts)
 
 
 def _attend(
-    q: torch.Tensor, pages: torch.Tensor, slots: torch.Tensor, counts: list[int], softmax_scale: float
+    q: torch.Tensor,
+    pages: torch.Tensor,
+    slots: torch.Tensor,
+    counts: list[int],
+    softmax_scale: float,
+    token_format: TokenFormat,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Softmax attention of (queries, h_q, 576) over gathered keys, chunk by chunk.
 
     Returns out (queries, h_q, 512) and lse (queries, h_q); 0 and -inf where a query has no key.
     """
-    page_size = pages.shape[1]
+    page_size, d_v = pages.shape[1], token_format.d_v
     row_max = q.new_full(q.shape[:-1], -torch.inf)
     row_sum = q.new_zeros(q.shape[:-1])
-    acc = q.new_zeros((*q.shape[:-1], V_DIM))
+    acc = q.new_zeros((*q.shape[:-1], d_v))
     for start in range(0, max(counts, default=0), KEYS_PER_CHUNK):
         chunk = slots[start : start + KEYS_PER_CHUNK]
         # The product of code and scale is exact in float64; a float32 caller gets it rounded once.
-        keys = unpack(pages[chunk // page_size, chunk % page_size], torch.float64).to(q.dtype)
+        keys = unpack(pages[chunk // page_size, chunk % page_size], torch.float64, token_format=token_format)
+        keys = keys.to(q.dtype)
         for query, count in enumerate(counts):
             if count <= start:
                 continue
             seen = keys[: count - start]
             scores = (q[query] @ seen.T) * softmax_scale
             new_max = torch.maximum(row_max[query], scores.amax(dim=-1))
-            # A row whose scores are all -inf has no weight to share out: shift it by 0, not by -inf, and its sum is 0.
+            # A row whose scores are all -inf is shifted by 0, since -inf minus -inf is NaN; its sum is then 0.
             shift = torch.where(new_max == -torch.inf, 0.0, new_max)
             weights = torch.exp(scores - shift.unsqueeze(-1))
             decay = torch.exp(row_max[query] - shift)
             row_sum[query] = row_sum[query] * decay + weights.sum(dim=-1)
-            acc[query] = acc[query] * decay.unsqueeze(-1) + weights @ seen[:, :V_DIM]
+            acc[query] = acc[query] * decay.unsqueeze(-1) + weights @ seen[:, :d_v]
             row_max[query] = new_max
     empty = row_sum == 0
     out = torch.where(empty.unsqueeze(-1), 0.0, acc / row_sum.unsqueeze(-1))
@@ -93,18 +100,18 @@ def _attend(
 
 
 def _apply_sink(out: torch.Tensor, lse: torch.Tensor, s_aux: torch.Tensor) -> torch.Tensor:
-    """Let the sink join the denominator: exp(lse) / (exp(lse) + exp(s_aux)). Rows without keys stay 0."""
-    share = torch.sigmoid(lse - s_aux.to(lse.dtype))
-    return torch.where((lse == -torch.inf).unsqueeze(-1), out, out * share.unsqueeze(-1))
+    """Add the sink to the denominator: multiply by exp(lse) / (exp(lse) + exp(s_aux)). Rows without keys stay 0."""
+    factor = torch.sigmoid(lse - s_aux.to(lse.dtype))
+    return torch.where((lse == -torch.inf).unsqueeze(-1), out, out * factor.unsqueeze(-1))
 
 
-def _check_query(q: torch.Tensor, dtype: torch.dtype) -> None:
+def _check_query(q: torch.Tensor, dtype: torch.dtype, d_qk: int) -> None:
     if dtype not in (torch.float64, torch.float32):
         raise TypeError(f"dtype: got {dtype}; needs torch.float64 or torch.float32")
     if not isinstance(q, torch.Tensor) or not q.dtype.is_floating_point:
         raise TypeError(f"q: got {describe(q)}; needs a floating-point tensor")
-    if q.ndim != 4 or q.shape[-1] != QK_DIM or 0 in q.shape[1:]:
-        raise ValueError(f"q: got {describe(q)}; needs (batch, s_q, h_q, {QK_DIM}) with s_q >= 1 and h_q >= 1")
+    if q.ndim != 4 or q.shape[-1] != d_qk or 0 in q.shape[1:]:
+        raise ValueError(f"q: got {describe(q)}; needs (batch, s_q, h_q, {d_qk}) with s_q >= 1 and h_q >= 1")
 
 
 def _list_work(
@@ -115,8 +122,8 @@ def _list_work(
     block_table: torch.Tensor | None,
     cache_seqlens: torch.Tensor | None,
     causal: bool,
-) -> Iterator[_Work]:
-    """Check that the keys are named in exactly one of the two ways, and list them."""
+) -> Iterator[_WorkItem]:
+    """Check that keys are given either by indices or by a block table, and list them."""
     batch, s_q = q.shape[:2]
     num_pages, page_size, _ = pages.shape
     named = {
@@ -165,15 +172,16 @@ def reference_decode(
     softmax_scale: float | None = None,
     s_aux: torch.Tensor | None = None,
     dtype: torch.dtype = torch.float64,
+    token_format: TokenFormat = V3_2,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention of a few queries over a paged 656-byte cache, sparse or dense.
+    """Attention of a few queries over a paged cache of 656-byte tokens, sparse or dense.
 
     Sparse: `indices` names the keys of each query. Dense: `block_table` and `cache_seqlens` name the keys of each
-    sequence. Keys that do not exist are left out and their bytes never matter: an index that is negative or not below
+    sequence. Keys that do not exist are skipped and their bytes never matter: an index that is negative or not below
     ``num_pages * page_size``, one at or past `topk_length`, a position at or past `cache_seqlens` or the block table's
-    capacity, a table entry outside the cache. A NaN in a key that does exist makes NaN of the queries that see it.
+    capacity, a table entry outside the cache. A NaN in a key that exists makes the output of queries that see it NaN.
 
-    Memory beyond inputs and outputs: one sequence's slots and queries, and `KEYS_PER_CHUNK` dequantized keys.
+    Memory beyond inputs and outputs: the slots and queries of one sequence, and `KEYS_PER_CHUNK` dequantized keys.
 
     Args:
         q: (batch, s_q, h_q, 576), any floating-point dtype, h_q >= 1, s_q >= 1.
@@ -187,7 +195,8 @@ def reference_decode(
         softmax_scale: default 576 ** -0.5.
         s_aux: (h_q,) floating point: a logit per head, natural log and not scaled, that joins the denominator alone.
             -inf is no sink, +inf makes the output 0.
-        dtype: torch.float64 or torch.float32, what is computed in and returned.
+        dtype: torch.float64 or torch.float32, of the computation and the results.
+        token_format: of the cache; one row a token. Numbers here are those of the default.
 
     Returns:
         out (batch, s_q, h_q, 512) and lse (batch, s_q, h_q), both in `dtype`. The lse is in natural log and without the
@@ -198,17 +207,18 @@ def reference_decode(
         ValueError: a shape does not fit, tensors are on different devices, or neither or both of the sparse and the
             dense arguments are given.
     """
-    _check_query(q, dtype)
-    pages = as_pages(kv_cache)
+    _check_query(q, dtype, token_format.d_qk)
+    pages = as_pages(kv_cache, token_format=token_format)
     check_same_device("kv_cache", kv_cache, q.device)
     work = _list_work(q, pages, indices, topk_length, block_table, cache_seqlens, causal)
     _check_sink(q, s_aux)
 
-    scale = QK_DIM**-0.5 if softmax_scale is None else softmax_scale
-    out = torch.empty((*q.shape[:-1], V_DIM), dtype=dtype, device=q.device)
+    scale = token_format.d_qk**-0.5 if softmax_scale is None else softmax_scale
+    out = torch.empty((*q.shape[:-1], token_format.d_v), dtype=dtype, device=q.device)
     lse = torch.empty(q.shape[:-1], dtype=dtype, device=q.device)
     for row, queries, slots, counts in work:
-        out[row, queries], lse[row, queries] = _attend(q[row, queries].to(dtype), pages, slots, counts, scale)
+        some = q[row, queries].to(dtype)
+        out[row, queries], lse[row, queries] = _attend(some, pages, slots, counts, scale, token_format)
     if s_aux is not None:
         out = _apply_sink(out, lse, s_aux)
     return out, lse

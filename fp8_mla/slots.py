@@ -4,8 +4,8 @@ A *position* counts the tokens of one sequence from 0. A *slot* counts the token
 ``slot = page * page_size + offset``. A sequence's row of the block table names its pages in order, so position ``p`` is
 found on page ``block_table[row, p // page_size]`` at offset ``p % page_size``.
 
-A slot is **invalid** when it is negative or not below ``num_pages * page_size``. Invalid slots may stand anywhere in
-an index tensor; what reads the cache skips them and never looks at the bytes. The functions here write -1 for them.
+A slot is **invalid** when it is negative or not below ``num_pages * page_size``. Invalid slots may be anywhere in an
+index tensor; whatever reads the cache skips them and never reads their bytes. The functions here write -1 for them.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ import torch
 from fp8_mla.layout import describe
 
 INVALID_SLOT: Final = -1
-"""What the translations write where there is no token."""
+"""The slot that the functions here write where there is no token."""
 
 INDEX_DTYPES: Final = (torch.int32, torch.int64)
 INT64_MAX: Final = 2**63 - 1
 
 
 def check_index_tensor(name: str, tensor: torch.Tensor, shape: tuple[int | None, ...]) -> None:
-    """Raise unless `tensor` is int32 or int64 of `shape`, where None stands for any size."""
+    """Raise unless `tensor` is int32 or int64 of `shape`, where None means any size."""
     if not isinstance(tensor, torch.Tensor) or tensor.dtype not in INDEX_DTYPES:
         raise TypeError(f"{name}: got {describe(tensor)}; needs a tensor of int32 or int64")
     if tensor.ndim != len(shape) or any(
@@ -35,7 +35,7 @@ def check_index_tensor(name: str, tensor: torch.Tensor, shape: tuple[int | None,
 
 
 def valid_slots(slots: torch.Tensor, num_slots: int) -> torch.Tensor:
-    """Mask of the slots that a cache of ``num_slots = num_pages * page_size`` tokens has; bool, of the same shape."""
+    """Mask of the slots that are valid in a cache of ``num_slots = num_pages * page_size`` tokens; bool, same shape."""
     return (slots >= 0) & (slots < num_slots)
 
 
@@ -55,9 +55,9 @@ def slots_from_positions(
         positions: (batch, ...) int32 or int64, any values.
         block_table: (batch, max_pages) int32 or int64, any values.
         page_size: tokens of a page, at least 1.
-        cache_seqlens: (batch,) int32 or int64: positions from there on are invalid. None: only the table limits them.
-        num_pages: pages of the cache: table entries from there on are invalid. None: only negative ones are, and
-            those whose slots no int64 holds.
+        cache_seqlens: (batch,) int32 or int64: positions not below it are invalid. None: only the table limits them.
+        num_pages: pages of the cache: table entries not below it are invalid. None: only negative entries are, and
+            those whose slots do not fit into int64.
 
     Returns:
         int64 of the shape of `positions`; -1 where the position or its table entry is out of range.
@@ -84,7 +84,7 @@ def slots_from_positions(
     if cache_seqlens is not None:
         valid &= rows < cache_seqlens.unsqueeze(1)
     pages = block_table.long().gather(1, (rows // page_size).clamp(0, max_pages - 1))
-    valid &= (pages >= 0) & (pages < INT64_MAX // page_size)  # beyond, the product would wrap around
+    valid &= (pages >= 0) & (pages < INT64_MAX // page_size)  # a larger product would overflow
     if num_pages is not None:
         valid &= pages < num_pages
     return torch.where(valid, pages * page_size + rows % page_size, INVALID_SLOT).view(positions.shape)
@@ -102,14 +102,14 @@ def slots_from_block_table(
 
     Args:
         block_table: (batch, max_pages) int32 or int64, any values.
-        cache_seqlens: (batch,) int32 or int64: tokens of each sequence. Negative counts as 0, and what lies beyond the
-            table's capacity of ``max_pages * page_size`` does not exist.
+        cache_seqlens: (batch,) int32 or int64: tokens of each sequence. Negative counts as 0; tokens past the table's
+            capacity of ``max_pages * page_size`` do not exist.
         page_size: tokens of a page, at least 1.
-        num_pages: pages of the cache: table entries from there on are invalid. None: only negative ones are.
+        num_pages: pages of the cache: table entries not below it are invalid. None: only negative ones are.
         max_tokens: columns of the result. None: the table's capacity.
 
     Returns:
-        (batch, max_tokens) int64, -1 beyond a sequence's end and where its table entry is out of range.
+        (batch, max_tokens) int64, -1 past a sequence's end and where its table entry is out of range.
 
     Raises:
         TypeError: a tensor is not of an integer type named above.

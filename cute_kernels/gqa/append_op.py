@@ -13,7 +13,7 @@ from cute_kernels.gqa.reference import reference_append
 from cute_kernels.runtime.arch import require_sm90
 from cute_kernels.runtime.checks import check_tensor, fail, refuse_gradients, require
 from cute_kernels.runtime.compile import get_kernel
-from cute_kernels.runtime.launch import optimistic, remember
+from cute_kernels.runtime.launch import PreparedLaunches, launch_or_explain
 from cute_kernels.runtime.ops import register_op
 
 _ALIGN = 16  # bytes: every access of the kernel to a row
@@ -71,76 +71,17 @@ def kv_int8_append(
     _append(k, v, k_cache, v_cache, k_scale, v_scale, slot_mapping, layout)
 
 
-class _Prepared(NamedTuple):
-    """A compiled kernel and what of its arguments the layout decides."""
+class PreparedLaunch(NamedTuple):
+    """A compiled kernel, and whether a token's heads lie a row apart (1) or next to each other (0)."""
 
     kernel: Callable[..., None]
     heads_first: int
 
-    def launch(
-        self,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        k_cache: torch.Tensor,
-        v_cache: torch.Tensor,
-        k_scale: torch.Tensor,
-        v_scale: torch.Tensor,
-        slot_mapping: torch.Tensor,
-    ) -> None:
-        if k_scale.dim() == 0:
-            k_scale = k_scale.view(1)
-        if v_scale.dim() == 0:
-            v_scale = v_scale.view(1)
-        self.kernel(k, v, k_cache, v_cache, k_scale, v_scale, slot_mapping, self.heads_first)
+
+_prepared: PreparedLaunches[tuple[Any, ...], PreparedLaunch] = PreparedLaunches()
 
 
-_prepared: dict[tuple[Any, ...], _Prepared] = {}
-
-
-def _key(
-    k: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    k_scale: torch.Tensor,
-    v_scale: torch.Tensor,
-    slot_mapping: torch.Tensor,
-    layout: str,
-) -> tuple[Any, ...]:
-    """What the choice of a kernel depends on, and what the kernel does not check itself."""
-    return (
-        k.get_device(),
-        k.dtype,
-        k.shape,
-        k_cache.dtype,
-        k_cache.shape,
-        v_cache.dtype,
-        v_cache.shape,
-        k_scale.dtype,
-        k_scale.shape,
-        v_scale.shape,
-        slot_mapping.dtype,
-        layout,
-    )
-
-
-def _launch_prepared(
-    k: torch.Tensor,
-    v: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    k_scale: torch.Tensor,
-    v_scale: torch.Tensor,
-    slot_mapping: torch.Tensor,
-    layout: str,
-) -> bool:
-    prepared = _prepared.get(_key(k, k_cache, v_cache, k_scale, v_scale, slot_mapping, layout))
-    if prepared is None:
-        return False
-    prepared.launch(k, v, k_cache, v_cache, k_scale, v_scale, slot_mapping)
-    return True
-
-
-def _checked(
+def _launch(
     k: torch.Tensor,
     v: torch.Tensor,
     k_cache: torch.Tensor,
@@ -150,6 +91,65 @@ def _checked(
     slot_mapping: torch.Tensor,
     layout: str,
 ) -> None:
+    key = (
+        k.get_device(), k.dtype, k.shape, k_cache.dtype, k_cache.shape, v_cache.dtype, v_cache.shape, k_scale.dtype,
+        k_scale.shape, v_scale.shape, slot_mapping.dtype, layout,
+    )  # fmt: skip
+    prepared = _prepared.get(key) or _prepare(key, k, v, k_cache, v_cache, k_scale, v_scale, slot_mapping, layout)
+    if k_scale.dim() == 0:
+        k_scale = k_scale.view(1)
+    if v_scale.dim() == 0:
+        v_scale = v_scale.view(1)
+    prepared.kernel(k, v, k_cache, v_cache, k_scale, v_scale, slot_mapping, prepared.heads_first)
+
+
+def _prepare(
+    key: tuple[Any, ...],
+    k: torch.Tensor,
+    v: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    k_scale: torch.Tensor,
+    v_scale: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    layout: str,
+) -> PreparedLaunch:
+    """Loads the kernel after all checks.
+
+    On a CPU, or without rows, another function replaces it. That one checks nothing, so it is not kept.
+    """
+    _check(k, v, k_cache, v_cache, k_scale, v_scale, slot_mapping, layout)
+    if k.device.type == "cpu":
+        return PreparedLaunch(lambda *tensors_and_flag: reference_append(*tensors_and_flag[:-1], layout=layout), 0)
+    known = LAYOUTS[layout]
+    sizes = cache_sizes(known, tuple(k_cache.shape), tuple(v_cache.shape), 1)
+    if not k.shape[0] * sizes.h_kv or not sizes.outer * sizes.rows:
+        return PreparedLaunch(lambda *tensors_and_flag: None, 0)
+    k_kind = scale_kind("k_scale", tuple(k_scale.shape), known, sizes)
+    v_kind = scale_kind("v_scale", tuple(v_scale.shape), known, sizes)
+    spec = KvAppendSpec.for_launch(
+        dtype=_NAMES[k.dtype],
+        d=sizes.d,
+        h_kv=sizes.h_kv,
+        k_scale=_sharing(k_kind),
+        v_scale=_sharing(v_kind),
+        scale_dtype=_NAMES[k_scale.dtype],
+        vllm=layout == "paged_vllm",
+    )
+    return _prepared.keep(key, PreparedLaunch(get_kernel(spec), int(layout in _HEADS_FIRST)), k.device)
+
+
+def _check(
+    k: torch.Tensor,
+    v: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    k_scale: torch.Tensor,
+    v_scale: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    layout: str,
+) -> None:
+    """Raises what is wrong with the arguments, by name."""
     require(isinstance(layout, str), "layout", type(layout).__name__, "a str", TypeError)
     known = LAYOUTS.get(layout)
     if known is None:
@@ -163,33 +163,16 @@ def _checked(
         check_tensor("v_cache", v_cache, align=_ALIGN, unit_last_stride=True)
     check_tensor("k", k, shape=(None, sizes.h_kv, sizes.d), align=_ALIGN, unit_last_stride=True)
     check_tensor("v", v, dtype=k.dtype, shape=tuple(k.shape), device=k.device, align=_ALIGN, unit_last_stride=True)
-    kinds = []
     for name, scale, dtype in (("k_scale", k_scale, _SCALE_DTYPES), ("v_scale", v_scale, None)):
         # both have the same dtype
         check_tensor(name, scale, dtype=dtype or k_scale.dtype, device=k.device)
-        kinds.append(scale_kind(name, tuple(scale.shape), known, sizes))
+        scale_kind(name, tuple(scale.shape), known, sizes)  # raises where no granularity fits, or several
     check_tensor("slot_mapping", slot_mapping, dtype=torch.int64, shape=(k.shape[0],), device=k.device)
     num_slots, rows = sizes.outer * sizes.rows, k.shape[0] * sizes.h_kv
     require(num_slots < 2**31, "k_cache", f"{num_slots} slots", "fewer than 2^31")
     require(rows < 2**30, "k", f"{rows} tokens times heads", "fewer than 2^30")
-    if k.device.type == "cpu":
-        reference_append(k, v, k_cache, v_cache, k_scale, v_scale, slot_mapping, layout=layout)
-        return
-    require_sm90("k", k.device)
-    if not rows or not num_slots:
-        return
-    spec = KvAppendSpec.for_launch(
-        dtype=_NAMES[k.dtype],
-        d=sizes.d,
-        h_kv=sizes.h_kv,
-        k_scale=_sharing(kinds[0]),
-        v_scale=_sharing(kinds[1]),
-        scale_dtype=_NAMES[k_scale.dtype],
-        vllm=layout == "paged_vllm",
-    )
-    prepared = _Prepared(get_kernel(spec), int(layout in _HEADS_FIRST))
-    prepared.launch(k, v, k_cache, v_cache, k_scale, v_scale, slot_mapping)
-    remember(_prepared, _key(k, k_cache, v_cache, k_scale, v_scale, slot_mapping, layout), prepared)
+    if k.device.type != "cpu":
+        require_sm90("k", k.device)
 
 
 def _sharing(kind: ScaleKind) -> str:
@@ -203,6 +186,6 @@ _append = register_op(
     "kv_int8_append",
     "(Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor(c!) k_scale, Tensor(d!) v_scale, "
     "Tensor slot_mapping, str layout) -> ()",
-    optimistic(_launch_prepared, _checked),
+    launch_or_explain(_launch, _check),
     lambda k, v, k_cache, v_cache, k_scale, v_scale, slot_mapping, layout: None,
 )

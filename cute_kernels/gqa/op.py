@@ -15,7 +15,7 @@ from cute_kernels.runtime import memory, workspace
 from cute_kernels.runtime.arch import require_sm90
 from cute_kernels.runtime.checks import check_tensor, fail, refuse_gradients, require
 from cute_kernels.runtime.compile import get_kernel
-from cute_kernels.runtime.launch import remember
+from cute_kernels.runtime.launch import PreparedLaunches, launch_or_explain
 from cute_kernels.runtime.memory import MAX_HEADS
 from cute_kernels.runtime.ops import register_op
 
@@ -29,7 +29,7 @@ _NAMES = {dtype: str(dtype).removeprefix("torch.") for dtype in (*CACHE_DTYPES, 
 _LAYOUT_FACTS = {"BNSH": "heads_first", "paged_HND": "heads_first", "BSNH": "tokens_first", "paged_NHD": "tokens_first"}
 _CLASS_OF = {"per_tensor": "head", "per_head": "head", "per_token": "token", "per_token_head": "token"}
 
-_INTS, _FLOATS = (int, type(None)), (float, type(None))
+_INTS, _FLOATS, _INF = (int, type(None)), (float, type(None)), float("inf")
 _TENSORS = (
     "q", "k_cache", "v_cache", "k_scale", "v_scale", "cache_seqlens", "block_table", "alibi_slopes", "s_aux", "out",
     "lse",
@@ -37,7 +37,7 @@ _TENSORS = (
 
 
 class _Request(NamedTuple):
-    """The arguments of one call, without its outputs."""
+    """The arguments of one call, those of the operator first, in its order. `return_lse` is an eager call's."""
 
     q: torch.Tensor
     k_cache: torch.Tensor
@@ -54,6 +54,9 @@ class _Request(NamedTuple):
     s_aux: torch.Tensor | None
     softmax_scale: float | None
     num_splits: int | None
+    out: torch.Tensor | None = None
+    lse: torch.Tensor | None = None
+    return_lse: bool = True
 
 
 def gqa_decode(
@@ -129,102 +132,25 @@ def gqa_decode(
             "gqa_decode", _TENSORS, q, k_cache, v_cache, k_scale, v_scale, cache_seqlens, block_table, alibi_slopes,
             s_aux, out, lse,
         )  # fmt: skip
-    request = _Request(
+    arguments = (
         q, k_cache, v_cache, k_scale, v_scale, layout, cache_seqlens, block_table, causal, window, softcap,
         alibi_slopes, s_aux, softmax_scale, num_splits,
     )  # fmt: skip
     if isinstance(q, torch.Tensor) and q.is_cuda and not torch.compiler.is_compiling():
-        try:
-            if not _numbers_are_plain(request):
-                _check_numbers(request)
-            out, lse = _launch(request, out, lse, return_lse)
-        except Exception:
-            _check(request, out, lse)
-            raise
+        out, lse = _decode_on_gpu(*arguments, out, lse, return_lse)
         return (out, lse) if return_lse else out
     if not isinstance(q, torch.Tensor) or q.dim() != 4:
-        _check(request, out, lse)
+        _check(*arguments, out, lse)
     if out is None:
         out = q.new_empty(q.shape)
     if lse is None:
         lse = q.new_empty(q.shape[:3], dtype=torch.float32)
-    _decode_into(*request, out, lse)
+    _decode_into(*arguments, out, lse)
     return (out, lse) if return_lse else out
 
 
-def _signature(t: torch.Tensor | None) -> tuple[Any, ...] | None:
-    """What a compiled kernel does not check of a tensor that it gets as an address."""
-    return None if t is None else (t.shape, t.stride(), t.dtype, t.get_device())
-
-
-def _launch(
-    request: _Request, out: torch.Tensor | None, lse: torch.Tensor | None, wants_lse: bool = True
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Launches without checks of its own, or raises before any launch; then `_check` says why.
-
-    Checks in Python take longer than a launch. The compiled kernel compares what it gets as tensors with what it was
-    compiled for, in C++; what it cannot know is in the key of the prepared call.
-    """
-    (
-        q, k_cache, v_cache, k_scale, v_scale, layout, cache_seqlens, block_table, causal, window, softcap,
-        alibi_slopes, s_aux, softmax_scale, num_splits,
-    ) = request  # fmt: skip
-    key = (
-        q.shape, q.dtype, k_cache.shape, k_cache.dtype, layout, _signature(k_scale), _signature(v_scale),
-        None if block_table is None else block_table.shape[-1], softcap is None, _signature(alibi_slopes), num_splits,
-        q.get_device(),
-    )  # fmt: skip
-    call = _prepared.get(key) or _prepare(key, request)
-    if out is None:
-        out = torch.empty_like(q, memory_format=torch.contiguous_format)
-    if lse is None:
-        lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device) if wants_lse else call.unread_lse
-    if call.kernel is None:
-        _check(request, out, lse)
-        out.zero_()
-        lse.fill_(-torch.inf)
-        return out, lse
-    lengths = call.no_length if cache_seqlens is None else cache_seqlens
-    # the compiled kernel takes unsigned integers for signed ones
-    if lengths.dtype is not torch.int32 or (block_table is not None and block_table.dtype is not torch.int32):
-        fail("cache_seqlens", lengths.dtype, "int32", TypeError)
-    if v_cache.dtype is not k_cache.dtype or (block_table is None) != (call.paged is False):
-        fail("v_cache", v_cache.dtype, "k_cache's")
-    if (call.paged and cache_seqlens is None) or (window is not None and window < 1):
-        fail("cache_seqlens", None, "lengths")
-    if softcap is not None and not softcap > 0:
-        fail("softcap", softcap, "a positive number")
-    scratch, counters = workspace.addresses(call.need)
-    call.kernel(  # on the current stream of the tensors' device
-        q,
-        k_cache,
-        v_cache,
-        block_table,
-        lengths,
-        call.no_sink if s_aux is None else s_aux,
-        out,
-        lse,
-        0 if k_scale is None else k_scale.data_ptr(),
-        *call.k_strides,
-        0 if v_scale is None else v_scale.data_ptr(),
-        *call.v_strides,
-        0 if alibi_slopes is None else alibi_slopes.data_ptr(),
-        call.alibi_batch,
-        call.default_scale if softmax_scale is None else softmax_scale,
-        1.0 if softcap is None else softcap,
-        NO_WINDOW if window is None else min(window, NO_WINDOW),
-        1 if causal else 0,
-        call.ranges,
-        call.splits,
-        call.ctas,
-        scratch,
-        counters,
-    )
-    return out, lse
-
-
-class _Call(NamedTuple):
-    """A planned call: all that does not change while shapes stay the same. `kernel` is None if no key exists."""
+class PreparedLaunch(NamedTuple):
+    """All that stays the same while the shapes of a call do. `kernel` is None if there is no key."""
 
     kernel: Callable[..., Any] | None
     paged: bool
@@ -241,12 +167,85 @@ class _Call(NamedTuple):
     unread_lse: torch.Tensor  # for calls whose caller wants no lse
 
 
-_prepared: dict[tuple[Any, ...], _Call] = {}
+_prepared: PreparedLaunches[tuple[Any, ...], PreparedLaunch] = PreparedLaunches()
 
 
-def _prepare(key: tuple[Any, ...], request: _Request) -> _Call:
+def _signature(t: torch.Tensor | None) -> tuple[Any, ...] | None:
+    """What a compiled kernel does not check of a tensor that it gets as an address."""
+    return None if t is None else (t.shape, t.stride(), t.dtype, t.get_device())
+
+
+def _launch(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Launches for the arguments of a `_Request`, or raises before any launch."""
+    (
+        q, k_cache, v_cache, k_scale, v_scale, layout, cache_seqlens, block_table, causal, window, softcap,
+        alibi_slopes, s_aux, softmax_scale, num_splits, out, lse, return_lse,
+    ) = arguments  # fmt: skip
+    # a kernel takes True for 1, and 1.0 finds what 1 has prepared
+    if not (
+        type(window) in _INTS
+        and type(num_splits) in _INTS
+        and type(softmax_scale) in _FLOATS
+        and (softcap is None or (type(softcap) is float and 0 < softcap < _INF))
+    ):
+        _check_numbers(_Request(*arguments))
+    key = (
+        q.shape, q.dtype, k_cache.shape, k_cache.dtype, layout, _signature(k_scale), _signature(v_scale),
+        None if block_table is None else block_table.shape[-1], softcap is None, _signature(alibi_slopes), num_splits,
+        q.get_device(),
+    )  # fmt: skip
+    prepared = _prepared.get(key) or _prepare(key, _Request(*arguments))
+    if out is None:
+        out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    if lse is None:
+        lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device) if return_lse else prepared.unread_lse
+    if prepared.kernel is None:
+        _check(*arguments)
+        out.zero_()
+        lse.fill_(-torch.inf)
+        return out, lse
+    lengths = prepared.no_length if cache_seqlens is None else cache_seqlens
+    # the compiled kernel takes unsigned integers for signed ones
+    if lengths.dtype is not torch.int32 or (block_table is not None and block_table.dtype is not torch.int32):
+        fail("cache_seqlens", lengths.dtype, "int32", TypeError)
+    if v_cache.dtype is not k_cache.dtype or (block_table is None) != (prepared.paged is False):
+        fail("v_cache", v_cache.dtype, "k_cache's")
+    if (prepared.paged and cache_seqlens is None) or (window is not None and window < 1):
+        fail("cache_seqlens", None, "lengths")
+    if softcap is not None and not softcap > 0:
+        fail("softcap", softcap, "a positive number")
+    scratch, counters = workspace.addresses(prepared.need)
+    prepared.kernel(  # on the current stream of the tensors' device
+        q,
+        k_cache,
+        v_cache,
+        block_table,
+        lengths,
+        prepared.no_sink if s_aux is None else s_aux,
+        out,
+        lse,
+        0 if k_scale is None else k_scale.data_ptr(),
+        *prepared.k_strides,
+        0 if v_scale is None else v_scale.data_ptr(),
+        *prepared.v_strides,
+        0 if alibi_slopes is None else alibi_slopes.data_ptr(),
+        prepared.alibi_batch,
+        prepared.default_scale if softmax_scale is None else softmax_scale,
+        1.0 if softcap is None else softcap,
+        NO_WINDOW if window is None else min(window, NO_WINDOW),
+        1 if causal else 0,
+        prepared.ranges,
+        prepared.splits,
+        prepared.ctas,
+        scratch,
+        counters,
+    )
+    return out, lse
+
+
+def _prepare(key: tuple[Any, ...], request: _Request) -> PreparedLaunch:
     """Plans a call and loads its kernel, after all checks."""
-    _check(request, None, None)
+    _check(*request)
     q = request.q
     layout = LAYOUTS[request.layout]
     sizes = _sizes(request, layout)
@@ -269,7 +268,7 @@ def _prepare(key: tuple[Any, ...], request: _Request) -> _Call:
         )
         kernel, size, counters = get_kernel(spec), plan.states * plan.state_floats, plan.counters
     slopes = request.alibi_slopes
-    call = _Call(
+    prepared = PreparedLaunch(
         kernel,
         layout.paged,
         plan.ranges if plan else 1,
@@ -284,9 +283,7 @@ def _prepare(key: tuple[Any, ...], request: _Request) -> _Call:
         constants.no_length.expand(batch),
         memory.unread((batch, s_q, h_q), device),
     )
-    if not memory.is_capturing(device):  # tensors of a graph's pool must not outlive the capture
-        remember(_prepared, key, call)
-    return call
+    return _prepared.keep(key, prepared, device)
 
 
 def decode_spec(request: _Request, num_sms: int = 132) -> GqaDecodeSpec:
@@ -362,9 +359,10 @@ def _kinds(request: _Request, layout: CacheLayout, sizes: CacheSizes) -> tuple[S
     return k, v
 
 
-def _check(request: _Request, out: torch.Tensor | None, lse: torch.Tensor | None) -> None:
-    """Raises what is wrong with the arguments, by name."""
-    q, k_cache, v_cache = request.q, request.k_cache, request.v_cache
+def _check(*arguments: Any) -> None:
+    """Raises what is wrong with the arguments of a `_Request`, by name."""
+    request = _Request(*arguments)
+    q, k_cache, v_cache, out, lse = request.q, request.k_cache, request.v_cache, request.out, request.lse
     check_tensor("q", q, dtype=Q_DTYPES, ndim=4, align=8, unit_last_stride=True)
     device = q.device
     batch, s_q, h_q, d = q.shape
@@ -444,17 +442,6 @@ def _check_scales(request: _Request, layout: CacheLayout, sizes: CacheSizes) -> 
         require(same, "v_scale", request.v_scale.dtype, f"{request.k_scale.dtype}, that of k_scale", TypeError)
 
 
-def _numbers_are_plain(request: _Request) -> bool:
-    """Whether the numbers need no check of their own; a kernel takes True for 1, and 1.0 finds what 1 has prepared."""
-    window, softcap, softmax_scale, num_splits = request.window, request.softcap, request.softmax_scale, request[-1]
-    return (
-        type(window) in _INTS
-        and type(num_splits) in _INTS
-        and type(softmax_scale) in _FLOATS
-        and (softcap is None or (type(softcap) is float and 0 < softcap < float("inf")))
-    )
-
-
 def _check_numbers(request: _Request) -> None:
     for name, value, least, most in (
         ("window", request.window, 1, None),
@@ -471,21 +458,26 @@ def _check_numbers(request: _Request) -> None:
             is_number = isinstance(number, (int, float)) and not isinstance(number, bool)
             require(is_number, name, type(number).__name__, "a number", TypeError)
     if request.softcap is not None:
-        require(0 < request.softcap < float("inf"), "softcap", request.softcap, "a positive number")
+        require(0 < request.softcap < _INF, "softcap", request.softcap, "a positive number")
+
+
+_decode_on_gpu = launch_or_explain(_launch, _check)
 
 
 def _run(*arguments: Any) -> None:
     """The operator: what torch.compile calls, and CPU tensors."""
-    request, out, lse = _Request(*arguments[:-2]), arguments[-2], arguments[-1]
-    _check(request, out, lse)
+    request = _Request(*arguments)
     if request.q.is_cuda:
-        _launch(request, out, lse)
+        _decode_on_gpu(*request)
         return
-    options = request._asdict()
-    del options["num_splits"]
-    result, result_lse = reference_gqa_decode(**options)
-    out.copy_(result)
-    lse.copy_(result_lse)
+    _check(*request)
+    given = request._asdict()
+    for name in ("num_splits", "out", "lse", "return_lse"):
+        del given[name]
+    result, result_lse = reference_gqa_decode(**given)
+    assert request.out is not None and request.lse is not None  # the operator's are
+    request.out.copy_(result)
+    request.lse.copy_(result_lse)
 
 
 _decode_into = register_op(

@@ -13,7 +13,7 @@ from cute_kernels.merge.spec import MAX_D, VECTOR_BYTES, MergeSpec
 from cute_kernels.runtime.arch import require_sm90
 from cute_kernels.runtime.checks import check_tensor, refuse_gradients, require
 from cute_kernels.runtime.compile import get_kernel
-from cute_kernels.runtime.launch import optimistic, remember
+from cute_kernels.runtime.launch import PreparedLaunches, launch_or_explain
 from cute_kernels.runtime.ops import register_op
 
 _DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
@@ -66,27 +66,75 @@ def merge_states(
     return out, lse
 
 
-_prepared: dict[tuple[Any, ...], Callable[..., None]] = {}
+_Kernel = Callable[[torch.Tensor, torch.Tensor, "torch.Tensor | None", torch.Tensor, torch.Tensor], None]
+_prepared: PreparedLaunches[tuple[Any, ...], _Kernel] = PreparedLaunches()
+"""Kernels by what they are chosen by, and what they do not check themselves."""
+_MAX_DIMS = 5  # n, batch, s, heads, d: what the kernel takes
 
 
-def _key(outs: torch.Tensor, s_aux: torch.Tensor | None, out: torch.Tensor) -> tuple[Any, ...]:
-    """What the choice of a kernel depends on, and what the kernel does not check itself."""
-    return outs.get_device(), outs.shape, outs.dtype, out.dtype, s_aux is None
-
-
-def _launch_prepared(
-    outs: torch.Tensor, lses: torch.Tensor, s_aux: torch.Tensor | None, out: torch.Tensor, lse: torch.Tensor
-) -> bool:
-    kernel = _prepared.get(_key(outs, s_aux, out))
-    if kernel is None:
-        return False
-    _launch(kernel, outs, lses, s_aux, out, lse)
-    return True
-
-
-def _checked(
+def _launch(
     outs: torch.Tensor, lses: torch.Tensor, s_aux: torch.Tensor | None, out: torch.Tensor, lse: torch.Tensor
 ) -> None:
+    """Calls the kernel with three leading dimensions: (batch, s, heads), the last one kept apart for `s_aux`."""
+    key = (outs.get_device(), outs.shape, outs.dtype, out.dtype, s_aux is None)
+    kernel = _prepared.get(key) or _prepare(key, outs, lses, s_aux, out, lse)
+    dims = outs.dim()
+    for _ in range(dims, _MAX_DIMS):
+        outs, lses, out, lse = outs.unsqueeze(1), lses.unsqueeze(1), out.unsqueeze(0), lse.unsqueeze(0)
+    if dims > _MAX_DIMS:
+        out, lse = _views(out, lse)
+        n = outs.shape[0]
+        outs, lses = outs.reshape(n, *out.shape), lses.reshape(n, *lse.shape)
+    kernel(outs, lses, s_aux, out, lse)
+
+
+def _prepare(
+    key: tuple[Any, ...],
+    outs: torch.Tensor,
+    lses: torch.Tensor,
+    s_aux: torch.Tensor | None,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+) -> _Kernel:
+    """Loads the kernel after all checks.
+
+    On a CPU, or without rows, another function replaces it. That one checks nothing, so it is not kept.
+    """
+    _check(outs, lses, s_aux, out, lse)
+    rows, shape = lse.numel(), outs.shape
+    if outs.device.type == "cpu":
+        return _merge_on_cpu
+    if not rows:
+        return _merge_nothing
+    spec = MergeSpec.for_launch(
+        rows=rows,
+        num_states=shape[0],
+        d=shape[-1],
+        in_dtype=_DTYPES[outs.dtype],
+        out_dtype=_DTYPES[out.dtype],
+        has_sink=s_aux is not None,
+    )
+    kernel = get_kernel(spec)
+    # of more dimensions the kernel sees views and cannot tell whether the shapes agree: each call is checked
+    return kernel if len(shape) > _MAX_DIMS else _prepared.keep(key, kernel, outs.device)
+
+
+def _merge_on_cpu(
+    outs: torch.Tensor, lses: torch.Tensor, s_aux: torch.Tensor | None, out: torch.Tensor, lse: torch.Tensor
+) -> None:
+    merged, merged_lse = merge_states_reference(outs, lses, s_aux)
+    out.copy_(merged)
+    lse.copy_(merged_lse)
+
+
+def _merge_nothing(*tensors: torch.Tensor | None) -> None:
+    pass
+
+
+def _check(
+    outs: torch.Tensor, lses: torch.Tensor, s_aux: torch.Tensor | None, out: torch.Tensor, lse: torch.Tensor
+) -> None:
+    """Raises what is wrong with the arguments, by name."""
     _check_outs(outs)
     check_tensor("outs", outs, align=VECTOR_BYTES, unit_last_stride=True)
     shape, device = tuple(outs.shape), outs.device
@@ -97,30 +145,11 @@ def _checked(
     check_tensor("out", out, dtype=tuple(_DTYPES), shape=shape[1:], device=device, align=VECTOR_BYTES,
                  unit_last_stride=True)  # fmt: skip
     check_tensor("lse", lse, dtype=torch.float32, shape=shape[1:-1], device=device)
-    rows = lse.numel()
-    require(rows < 2**31, "outs", f"shape {shape}", "fewer than 2^31 rows")
-    if len(shape) > 5:
+    require(lse.numel() < 2**31, "outs", f"shape {shape}", "fewer than 2^31 rows")
+    if len(shape) > _MAX_DIMS:
         _views(out, lse)  # the kernel's, which raise where there are none, on a CPU too
-    if device.type == "cpu":
-        merged, merged_lse = merge_states_reference(outs, lses, s_aux)
-        out.copy_(merged)
-        lse.copy_(merged_lse)
-        return
-    require_sm90("outs", device)
-    if rows == 0:
-        return
-    spec = MergeSpec.for_launch(
-        rows=rows,
-        num_states=shape[0],
-        d=shape[-1],
-        in_dtype=_DTYPES[outs.dtype],
-        out_dtype=_DTYPES[out.dtype],
-        has_sink=s_aux is not None,
-    )
-    kernel = get_kernel(spec)
-    _launch(kernel, outs, lses, s_aux, out, lse)
-    if len(shape) <= 5:  # beyond, the kernel sees views, so it cannot tell whether the shapes were right
-        remember(_prepared, _key(outs, s_aux, out), kernel)
+    if device.type != "cpu":
+        require_sm90("outs", device)
 
 
 def _check_outs(outs: torch.Tensor) -> None:
@@ -131,25 +160,6 @@ def _check_outs(outs: torch.Tensor) -> None:
     require(
         shape[-1] % 8 == 0 and 8 <= shape[-1] <= MAX_D, "outs", f"d = {shape[-1]}", f"a multiple of 8 up to {MAX_D}"
     )
-
-
-def _launch(
-    kernel: Callable[..., None],
-    outs: torch.Tensor,
-    lses: torch.Tensor,
-    s_aux: torch.Tensor | None,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-) -> None:
-    """Calls the kernel with three leading dimensions: (batch, s, heads), the last one kept apart for `s_aux`."""
-    dims = outs.dim()
-    for _ in range(dims, 5):
-        outs, lses, out, lse = outs.unsqueeze(1), lses.unsqueeze(1), out.unsqueeze(0), lse.unsqueeze(0)
-    if dims > 5:
-        out, lse = _views(out, lse)
-        n = outs.shape[0]
-        outs, lses = outs.reshape(n, *out.shape), lses.reshape(n, *lse.shape)
-    kernel(outs, lses, s_aux, out, lse)
 
 
 def _views(out: torch.Tensor, lse: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -171,6 +181,6 @@ def _view(name: str, t: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
 _merge_states = register_op(
     "merge_states",
     "(Tensor outs, Tensor lses, Tensor? s_aux, Tensor(a!) out, Tensor(b!) lse) -> ()",
-    optimistic(_launch_prepared, _checked),
+    launch_or_explain(_launch, _check),
     lambda outs, lses, s_aux, out, lse: None,
 )

@@ -11,7 +11,7 @@ from cute_kernels.mla.append_spec import MlaAppendSpec
 from cute_kernels.runtime.arch import require_sm90
 from cute_kernels.runtime.checks import check_tensor, refuse_gradients, require
 from cute_kernels.runtime.compile import get_kernel
-from cute_kernels.runtime.launch import optimistic, remember
+from cute_kernels.runtime.launch import PreparedLaunches, launch_or_explain
 from cute_kernels.runtime.ops import register_op
 from fp8_mla import QK_DIM, as_pages, pack, valid_slots
 
@@ -45,43 +45,50 @@ def mla_fp8_append(kv: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch
     _append(kv, kv_cache, slot_mapping)
 
 
-_prepared: dict[tuple[Any, ...], Callable[..., None]] = {}
+_Kernel = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
+_prepared: PreparedLaunches[tuple[Any, ...], _Kernel] = PreparedLaunches()
+"""Kernels by what they are chosen by, and what they do not check themselves."""
 
 
-def _key(kv: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor) -> tuple[Any, ...]:
-    """What the choice of a kernel depends on, and what the kernel does not check itself."""
-    return kv.get_device(), kv.shape, kv_cache.shape, kv_cache.dtype, slot_mapping.dtype
-
-
-def _launch_prepared(kv: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor) -> bool:
-    kernel = _prepared.get(_key(kv, kv_cache, slot_mapping))
-    if kernel is None:
-        return False
-    # as_pages without its checks, which the key's shape and dtype have passed
+def _launch(kv: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor) -> None:
+    key = (kv.get_device(), kv.shape, kv_cache.shape, kv_cache.dtype, slot_mapping.dtype)
+    kernel = _prepared.get(key) or _prepare(key, kv, kv_cache, slot_mapping)
+    # as_pages without its checks: shape and dtype of the key have passed them
     if kv_cache.dtype is not torch.uint8:
         kv_cache = kv_cache.view(torch.uint8)
     if kv_cache.dim() == 4:
         kv_cache = kv_cache.squeeze(2)
     kernel(kv, kv_cache, slot_mapping)
-    return True
 
 
-def _checked(kv: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor) -> None:
+def _prepare(key: tuple[Any, ...], kv: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor) -> _Kernel:
+    """Loads the kernel after all checks.
+
+    On a CPU, or without tokens, another function replaces it. That one checks nothing, so it is not kept.
+    """
+    _check(kv, kv_cache, slot_mapping)
+    if kv.device.type == "cpu":
+        return _append_reference
+    tokens = kv.shape[0]
+    if not tokens or not kv_cache.shape[0]:
+        return _append_nothing
+    return _prepared.keep(key, get_kernel(MlaAppendSpec.for_launch(tokens)), kv.device)
+
+
+def _check(kv: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor) -> None:
+    """Raises what is wrong with the arguments, by name."""
     check_tensor("kv", kv, dtype=torch.bfloat16, shape=(None, QK_DIM), align=_ALIGN, unit_last_stride=True)
     pages = as_pages(kv_cache)
     check_tensor("kv_cache", pages, device=kv.device, align=_ALIGN)
     check_tensor("slot_mapping", slot_mapping, dtype=torch.int64, shape=(kv.shape[0],), device=kv.device)
     num_slots = pages.shape[0] * pages.shape[1]
     require(num_slots < 2**31, "kv_cache", f"{num_slots} slots", "fewer than 2^31")
-    if kv.device.type == "cpu":
-        _append_reference(kv, pages, slot_mapping)
-        return
-    require_sm90("kv", kv.device)
-    tokens = kv.shape[0]
-    if tokens and num_slots:
-        kernel = get_kernel(MlaAppendSpec.for_launch(tokens))
-        kernel(kv, pages, slot_mapping)
-        remember(_prepared, _key(kv, kv_cache, slot_mapping), kernel)
+    if kv.device.type != "cpu":
+        require_sm90("kv", kv.device)
+
+
+def _append_nothing(kv: torch.Tensor, pages: torch.Tensor, slot_mapping: torch.Tensor) -> None:
+    pass
 
 
 def _append_reference(kv: torch.Tensor, pages: torch.Tensor, slot_mapping: torch.Tensor) -> None:
@@ -94,6 +101,6 @@ def _append_reference(kv: torch.Tensor, pages: torch.Tensor, slot_mapping: torch
 _append = register_op(
     "mla_fp8_append",
     "(Tensor kv, Tensor(a!) kv_cache, Tensor slot_mapping) -> ()",
-    optimistic(_launch_prepared, _checked),
+    launch_or_explain(_launch, _check),
     lambda kv, kv_cache, slot_mapping: None,
 )

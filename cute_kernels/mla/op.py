@@ -14,7 +14,7 @@ from cute_kernels.runtime import memory, workspace
 from cute_kernels.runtime.arch import require_sm90
 from cute_kernels.runtime.checks import check_tensor, fail, refuse_gradients, require
 from cute_kernels.runtime.compile import get_kernel
-from cute_kernels.runtime.launch import remember
+from cute_kernels.runtime.launch import PreparedLaunches, launch_or_explain
 from cute_kernels.runtime.ops import register_op
 
 MAX_HEADS = 128
@@ -23,11 +23,12 @@ MAX_SLOTS = 2**31
 DEFAULT_SCALE = fp8_mla.QK_DIM**-0.5
 _INTS, _FLOATS = (int, type(None)), (float, type(None))
 
+_OF_REFERENCE = ("indices", "topk_length", "block_table", "cache_seqlens", "causal", "softmax_scale", "s_aux")
 _TENSORS = ("q", "kv_cache", "indices", "topk_length", "block_table", "cache_seqlens", "s_aux", "out", "lse")
 
 
 class _Request(NamedTuple):
-    """The arguments of one call, without its outputs."""
+    """The arguments of one call, those of the operator first, in its order. `return_lse` is an eager call's."""
 
     q: torch.Tensor
     kv_cache: torch.Tensor
@@ -40,6 +41,9 @@ class _Request(NamedTuple):
     s_aux: torch.Tensor | None
     num_splits: int | None
     exchange: str | None
+    out: torch.Tensor | None = None
+    lse: torch.Tensor | None = None
+    return_lse: bool = True
 
 
 _NEEDS_KEYS = "either indices (sparse; topk_length is optional), or block_table and cache_seqlens (dense)"
@@ -105,50 +109,49 @@ def mla_fp8_decode(
         refuse_gradients(
             "mla_fp8_decode", _TENSORS, q, kv_cache, indices, topk_length, block_table, cache_seqlens, s_aux, out, lse
         )
-    request = _Request(
-        q,
-        kv_cache,
-        indices,
-        topk_length,
-        block_table,
-        cache_seqlens,
-        causal,
-        softmax_scale,
-        s_aux,
-        num_splits,
+    arguments = (
+        q, kv_cache, indices, topk_length, block_table, cache_seqlens, causal, softmax_scale, s_aux, num_splits,
         exchange,
-    )
+    )  # fmt: skip
     if isinstance(q, torch.Tensor) and q.is_cuda and not torch.compiler.is_compiling():
-        try:
-            # a kernel takes True for 1, and 1.0 finds what 1 has prepared
-            if type(num_splits) not in _INTS or type(softmax_scale) not in _FLOATS:
-                _check_numbers(softmax_scale, num_splits, exchange)
-            out, lse = _launch(request, out, lse, return_lse)
-        except Exception:
-            _check(request, out, lse)
-            raise
+        out, lse = _decode_on_gpu(*arguments, out, lse, return_lse)
         return (out, lse) if return_lse else out
     if not isinstance(q, torch.Tensor) or q.dim() != 4:
-        _check(request, out, lse)
+        _check(*arguments, out, lse)
     if out is None:
         out = q.new_empty((*q.shape[:3], fp8_mla.V_DIM), dtype=torch.bfloat16)
     if lse is None:
         lse = q.new_empty(q.shape[:3], dtype=torch.float32)
-    _decode_into(*request, out, lse)
+    _decode_into(*arguments, out, lse)
     return (out, lse) if return_lse else out
 
 
-def _launch(
-    request: _Request, out: torch.Tensor | None, lse: torch.Tensor | None, wants_lse: bool = True
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Launches without checks of its own, or raises before any launch; then `_check` says why.
+class PreparedLaunch(NamedTuple):
+    """All that stays the same while the shapes of a call do. `kernel` is None if there is no key."""
 
-    Checks in Python take longer than a launch. The compiled kernel compares dtypes, sizes, strides, alignments and
-    devices with what it was compiled for, in C++; what it cannot know is in the key of the prepared call.
-    """
+    kernel: Callable[..., Any] | None
+    num_splits: int
+    merge_ctas: int
+    max_ctas: int
+    need: workspace.Need
+    zero_row: int  # the address of what a masked key reads
+    no_sink: torch.Tensor
+    no_length: torch.Tensor
+    unread_lse: torch.Tensor  # for calls whose caller wants no lse
+
+
+_prepared: PreparedLaunches[tuple[Any, ...], PreparedLaunch] = PreparedLaunches()
+
+
+def _launch(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Launches for the arguments of a `_Request`, or raises before any launch."""
     (
-        q, pages, indices, topk_length, block_table, cache_seqlens, causal, softmax_scale, s_aux, num_splits, exchange
-    ) = request  # fmt: skip
+        q, pages, indices, topk_length, block_table, cache_seqlens, causal, softmax_scale, s_aux, num_splits, exchange,
+        out, lse, return_lse,
+    ) = arguments  # fmt: skip
+    # a kernel takes True for 1, and 1.0 finds what 1 has prepared
+    if type(num_splits) not in _INTS or type(softmax_scale) not in _FLOATS:
+        _check_numbers(softmax_scale, num_splits, exchange)
     batch, s_q, h_q, _ = q.shape
     if pages.dtype is not torch.uint8:
         if pages.dtype is not torch.float8_e4m3fn:
@@ -167,17 +170,17 @@ def _launch(
     given_length = topk_length if sparse else cache_seqlens
     ragged = given_length is not None
     key = (device, sparse, batch, s_q, h_q, index.shape[-1], num_pages > 0, page_size, ragged, num_splits, exchange)
-    call = _prepared.get(key) or _prepare(*key)
+    prepared = _prepared.get(key) or _prepare(*key)
     if out is None:
         out = torch.empty((batch, s_q, h_q, fp8_mla.V_DIM), dtype=torch.bfloat16, device=q.device)
     if lse is None:
-        lse = torch.empty((batch, s_q, h_q), dtype=torch.float32, device=q.device) if wants_lse else call.unread_lse
-    if call.kernel is None:
-        _check(request, out, lse)
+        lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device) if return_lse else prepared.unread_lse
+    if prepared.kernel is None:
+        _check(*arguments)
         out.zero_()
         lse.fill_(-torch.inf)
         return out, lse
-    length = call.no_length if given_length is None else given_length
+    length = prepared.no_length if given_length is None else given_length
     # the compiled kernel takes unsigned integers for signed ones
     if index.dtype is not torch.int32 or length.dtype is not torch.int32:
         fail("indices", f"{index.dtype}, lengths {length.dtype}", "int32", TypeError)
@@ -185,30 +188,13 @@ def _launch(
         if length.shape[0] != batch:
             fail("topk_length", f"shape {tuple(length.shape)}", f"({batch},)")
         length = length.unsqueeze(1).expand(batch, s_q)
-    scratch, counters = workspace.addresses(call.need)
-    call.kernel(  # on the current stream of the tensors' device
-        q, pages, index, length, call.no_sink if s_aux is None else s_aux, out, lse, scratch, counters, call.zero_row,
-        DEFAULT_SCALE if softmax_scale is None else softmax_scale, call.num_splits, call.merge_ctas,
-        call.max_ctas, 1 if causal else 0, 0,
+    scratch, counters = workspace.addresses(prepared.need)
+    prepared.kernel(  # on the current stream of the tensors' device
+        q, pages, index, length, prepared.no_sink if s_aux is None else s_aux, out, lse, scratch, counters,
+        prepared.zero_row, DEFAULT_SCALE if softmax_scale is None else softmax_scale, prepared.num_splits,
+        prepared.merge_ctas, prepared.max_ctas, 1 if causal else 0, 0,
     )  # fmt: skip
     return out, lse
-
-
-class _Call(NamedTuple):
-    """A planned call: all that does not change while the shapes stay the same. `kernel` is None if no key exists."""
-
-    kernel: Callable[..., Any] | None
-    num_splits: int
-    merge_ctas: int
-    max_ctas: int
-    need: workspace.Need
-    zero_row: int  # the address of what a masked key reads
-    no_sink: torch.Tensor
-    no_length: torch.Tensor
-    unread_lse: torch.Tensor  # for calls whose caller wants no lse
-
-
-_prepared: dict[tuple[Any, ...], _Call] = {}
 
 
 def _prepare(
@@ -223,7 +209,7 @@ def _prepare(
     ragged: bool,
     num_splits: int | None,
     exchange: str | None,
-) -> _Call:
+) -> PreparedLaunch:
     """Plans a call and loads its kernel; the arguments are the key that `_launch` looks up."""
     device = torch.device("cuda", device_index)
     require_sm90("q", device)
@@ -245,7 +231,7 @@ def _prepare(
         )
         kernel, splits, merge_ctas = get_kernel(plan.spec), plan.num_splits, plan.merge_ctas
         blocks, max_ctas, partial_rows = plan.spec.head_blocks(h_q), plan.max_ctas, plan.partial_rows
-    call = _Call(
+    prepared = PreparedLaunch(
         kernel,
         splits,
         merge_ctas,
@@ -256,10 +242,8 @@ def _prepare(
         constants.no_length.expand(batch, s_q),
         memory.unread((batch, s_q, h_q), device),
     )
-    if not memory.is_capturing(device):  # tensors of a graph's pool must not outlive the capture
-        key = (device_index, sparse, batch, s_q, h_q, width, any_page, page_size, ragged, num_splits, exchange)
-        remember(_prepared, key, call)
-    return call
+    key = (device_index, sparse, batch, s_q, h_q, width, any_page, page_size, ragged, num_splits, exchange)
+    return _prepared.keep(key, prepared, device)
 
 
 @memory.once_per_device
@@ -299,10 +283,11 @@ def _check_width(sparse: bool, width: int, page_size: int) -> None:
     require((width if sparse else width * page_size) <= MAX_KEYS, name, got, f"at most {MAX_KEYS} keys of a query")
 
 
-def _check(request: _Request, out: torch.Tensor | None, lse: torch.Tensor | None) -> None:
-    """Raises what is wrong with the arguments, by name."""
+def _check(*arguments: Any) -> None:
+    """Raises what is wrong with the arguments of a `_Request`, by name."""
+    request = _Request(*arguments)
     q, kv_cache, indices, topk_length, block_table, cache_seqlens = request[:6]
-    softmax_scale, s_aux = request.softmax_scale, request.s_aux
+    softmax_scale, s_aux, out, lse = request.softmax_scale, request.s_aux, request.out, request.lse
     check_tensor(
         "q", q, dtype=torch.bfloat16, shape=(None, None, None, fp8_mla.QK_DIM), align=16, unit_last_stride=True
     )
@@ -344,19 +329,21 @@ def _check(request: _Request, out: torch.Tensor | None, lse: torch.Tensor | None
         require_sm90("q", device)
 
 
+_decode_on_gpu = launch_or_explain(_launch, _check)
+
+
 def _run(*arguments: Any) -> None:
     """The operator: what torch.compile calls, and CPU tensors."""
-    request, out, lse = _Request(*arguments[:-2]), arguments[-2], arguments[-1]
-    _check(request, out, lse)
+    request = _Request(*arguments)
     if request.q.is_cuda:
-        _launch(request, out, lse)
+        _decode_on_gpu(*request)
         return
-    options = request._asdict()
-    for name in ("q", "kv_cache", "num_splits", "exchange"):
-        del options[name]
-    result, result_lse = fp8_mla.reference_decode(request.q, fp8_mla.as_pages(request.kv_cache), **options)
-    out.copy_(result)
-    lse.copy_(result_lse)
+    _check(*request)
+    given = {name: getattr(request, name) for name in _OF_REFERENCE}
+    result, result_lse = fp8_mla.reference_decode(request.q, fp8_mla.as_pages(request.kv_cache), **given)
+    assert request.out is not None and request.lse is not None  # the operator's are
+    request.out.copy_(result)
+    request.lse.copy_(result_lse)
 
 
 _decode_into = register_op(

@@ -1,49 +1,71 @@
-"""Eager calls at little cost: launch what an earlier call prepared, and check the arguments where that does not work.
+"""The one way in which ops launch and refuse: launch first, check the arguments only where the launch is refused.
 
-A compiled kernel checks its own arguments before it launches anything: that they are tensors, their ranks, dtypes,
-static sizes, strides and alignments, that sizes agree between them, and that they are on one CUDA device, which it
-makes the current one for the launch. That takes 3 us for six tensors. The checks of `runtime.checks` say more precisely
-what is wrong, but take 2.6 us a tensor on the hosts of the H200, so they run only before the first launch of a kind and
-after a refused one.
+A *prepared launch* is all that stays the same while the shapes do: the plan, the compiled kernel and small constants.
+The first call of a kind prepares it; later calls look it up by key, launch, and check nothing in Python.
 
-What a kernel does not check belongs into the key of the prepared launch: that the device is an SM90, limits such as
-2^31 slots, and the sign of integers, which it takes for one another (int8 for uint8, uint64 for int64).
+A compiled kernel checks its own arguments before it launches: that they are tensors, their ranks, dtypes, static sizes,
+strides and alignments, that sizes agree between tensors, and that all are on one CUDA device, which it makes current.
+That takes 3 us for six tensors. The checks of `runtime.checks` name the argument, but take 2.6 us a tensor on the hosts
+of the H200, so they run only while a launch is prepared and after one is refused.
+
+Whatever a kernel does not check belongs in the key: that the device is an SM90, limits such as 2^31 slots, and the sign
+of integers (a kernel takes int8 for uint8, and uint64 for int64).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from typing import TypeVar
+from typing import Any, TypeVar
 
+import torch
+
+from cute_kernels.runtime import memory
+
+Result = TypeVar("Result")
 Key = TypeVar("Key", bound=Hashable)
-Value = TypeVar("Value")
+Prepared = TypeVar("Prepared")
 
 MAX_PREPARED = 4096  # about 1 MB of keys
 
 
-def optimistic(launch: Callable[..., bool], checked: Callable[..., None]) -> Callable[..., None]:
-    """The function that tries `launch` and falls back on `checked`, with the same arguments, all positional.
+def launch_or_explain(launch: Callable[..., Result], check: Callable[..., None]) -> Callable[..., Result]:
+    """The function that launches, and says what is wrong with the arguments if the launch is refused.
+
+    All three take the same arguments, by position.
 
     Args:
-        launch: launches what was prepared for arguments of this kind and returns True, or returns False. May raise
-            anything for arguments that are wrong, as long as nothing was launched; the error is not shown.
-        checked: raises what the caller is to see if an argument is wrong. Otherwise it does the whole work, and
-            prepares later launches; an error of the kernel itself comes up here again.
+        launch: looks up the prepared launch, or prepares it, and launches it. It checks nothing that the kernel checks
+            itself, and may raise anything for wrong arguments as long as nothing was launched: the caller does not see
+            that error.
+        check: raises the error that the caller sees, which names the argument. If it finds nothing wrong, the error of
+            `launch` is the kernel's own, or one of memory, and is raised as it is.
     """
 
-    def run(*arguments: object) -> None:
+    def run(*arguments: Any) -> Result:
         try:
-            if launch(*arguments):
-                return
-        except Exception:
-            pass  # `checked` names the argument
-        checked(*arguments)
+            return launch(*arguments)
+        except Exception as error:
+            refusal = error
+        # outside of `except`: the user reads one error, not two
+        try:
+            check(*arguments)
+            raise refusal
+        finally:
+            del refusal  # its traceback holds this frame, and with it the caller's tensors
 
     return run
 
 
-def remember(prepared: dict[Key, Value], key: Key, value: Value) -> None:
-    """Adds an entry to a dictionary of prepared launches, which starts over when it has `MAX_PREPARED`."""
-    if len(prepared) >= MAX_PREPARED:
-        prepared.clear()
-    prepared[key] = value
+class PreparedLaunches(dict[Key, Prepared]):
+    """The prepared launches of one op, by key. It starts over when it has `MAX_PREPARED`."""
+
+    def keep(self, key: Key, prepared: Prepared, device: torch.device) -> Prepared:
+        """Adds a prepared launch and returns it. Under graph capture it is not added.
+
+        A tensor that is made under capture is of the graph's memory pool and must not outlive the capture.
+        """
+        if not memory.is_capturing(device):
+            if len(self) >= MAX_PREPARED:
+                self.clear()
+            self[key] = prepared
+        return prepared

@@ -221,10 +221,10 @@ def launch_backward(
         torch.sum(parts, -1, out=ds_aux)
 
 
-def reference_arguments(call: NamedTuple) -> dict[str, Any]:
-    """What plain torch takes of a call, by name; it is deterministic anyway."""
-    unread = ("deterministic", "differentiable", "longest_q")
-    return {name: value for name, value in call._asdict().items() if name not in unread}
+def reference_arguments(request: NamedTuple) -> dict[str, Any]:
+    """What plain torch takes of a request, by name; it is deterministic anyway."""
+    unread = ("deterministic", "differentiable", "longest_q", "return_lse")
+    return {name: value for name, value in request._asdict().items() if name not in unread}
 
 
 # ---- arguments of kernels

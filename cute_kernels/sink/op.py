@@ -11,6 +11,7 @@ from cute_kernels.gqa.op import gqa_decode
 from cute_kernels.runtime import memory
 from cute_kernels.runtime.arch import require_sm90
 from cute_kernels.runtime.checks import check_tensor, fail, require
+from cute_kernels.runtime.launch import launch_or_explain
 from cute_kernels.runtime.ops import needs_grad, register_op
 from cute_kernels.sink.launch import SinkRequest, launch_backward, launch_forward, reference_arguments
 from cute_kernels.sink.plan import route
@@ -29,8 +30,8 @@ _CODES = tuple(
 _AUTOCAST = (torch.float32, *DTYPES)
 
 
-class _Call(NamedTuple):
-    """The arguments of one call, as the forward operator takes them."""
+class _Request(NamedTuple):
+    """The arguments of one call, those of the forward operator first, in its order. `return_lse` is an eager call's."""
 
     q: torch.Tensor
     k: torch.Tensor
@@ -43,6 +44,7 @@ class _Call(NamedTuple):
     softmax_scale: float | None
     deterministic: bool
     differentiable: bool
+    return_lse: bool = True
 
 
 def sink_attention(
@@ -108,21 +110,17 @@ def sink_attention(
     if deterministic is False:
         deterministic = torch.are_deterministic_algorithms_enabled()
     differentiable = needs_grad(q, k, v, s_aux)
-    call = _Call(
+    arguments = (
         q, k, v, s_aux, cu_seqlens_q, cu_seqlens_k, causal, window, softmax_scale, deterministic, differentiable
     )  # fmt: skip
     if not torch.compiler.is_compiling():
         if differentiable:  # or the dispatcher would speak first, and of types alone
-            _check(call)
+            _check(*arguments)
         elif isinstance(q, torch.Tensor) and q.is_cuda:
-            try:
-                if _decodes(call) and _fits_prefill(call):
-                    _check_numbers(call)
-                    return _decode(call, return_lse)
-            except Exception:  # checks in Python take as long as the call, so they say why and not whether
-                _check(call)
-                raise
-    out, lse = _forward(*call)
+            decoded = _decode_or_explain(*arguments, return_lse)
+            if decoded is not None:
+                return decoded
+    out, lse = _forward(*arguments)
     return (out, lse) if return_lse else out
 
 
@@ -133,9 +131,10 @@ def _cast(t: Any, dtype: torch.dtype) -> Any:
 # ---- checks
 
 
-def _check(call: _Call) -> None:
-    """Raises what is wrong with the arguments, by name."""
-    q, k, v, s_aux, cu_seqlens_q, cu_seqlens_k, *_ = call
+def _check(*arguments: Any) -> None:
+    """Raises what is wrong with the arguments of a `_Request`, by name."""
+    request = _Request(*arguments)
+    q, k, v, s_aux, cu_seqlens_q, cu_seqlens_k = request[:6]
     lengths = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
     packed = any(t is not None for t in lengths.values())
     ndim = 3 if packed else 4
@@ -162,7 +161,7 @@ def _check(call: _Call) -> None:
         require(tokens < MAX_TOKENS, name, f"{tokens} tokens", f"fewer than {MAX_TOKENS}")
     if s_aux is not None:
         check_tensor("s_aux", s_aux, dtype=torch.float32, shape=(h_q,), device=device, unit_last_stride=True)
-    _check_numbers(call)
+    _check_numbers(request)
     if packed:
         for name, cu_seqlens in lengths.items():
             needs = "a tensor: sequences of queries and of keys are packed, or neither"
@@ -177,10 +176,10 @@ def _check(call: _Call) -> None:
         _check_lengths("cu_seqlens_k", cu_seqlens_k, k.shape[0])
 
 
-def _check_numbers(call: _Call) -> None:
-    for name, flag in (("causal", call.causal), ("deterministic", call.deterministic)):
+def _check_numbers(request: _Request) -> None:
+    for name, flag in (("causal", request.causal), ("deterministic", request.deterministic)):
         require(isinstance(flag, bool), name, type(flag).__name__, "a bool", TypeError)
-    window, scale = call.window, call.softmax_scale
+    window, scale = request.window, request.softmax_scale
     if window is not None:
         is_int = isinstance(window, int) and not isinstance(window, bool)
         require(is_int, "window", type(window).__name__, "an int", TypeError)
@@ -229,9 +228,9 @@ def _longest(cu_seqlens: torch.Tensor, tokens: int) -> int:
 # ---- decoding
 
 
-def _decodes(call: _Call) -> bool:
+def _decodes(request: _Request) -> bool:
     """Whether the call goes to `gqa_decode`, whose results are deterministic."""
-    q, k = call.q, call.k
+    q, k = request.q, request.k
     if q.dim() != 4 or k.dim() != 4:
         return False
     chosen = route(
@@ -240,35 +239,47 @@ def _decodes(call: _Call) -> bool:
         h_kv=k.shape[2],
         d=q.shape[3],
         dtype=str(q.dtype).removeprefix("torch."),
-        packed=call.cu_seqlens_q is not None or call.cu_seqlens_k is not None,
-        differentiable=call.differentiable,
+        packed=request.cu_seqlens_q is not None or request.cu_seqlens_k is not None,
+        differentiable=request.differentiable,
     )
     return chosen == "decode"
 
 
-def _fits_prefill(call: _Call) -> bool:
+def _fits_prefill(request: _Request) -> bool:
     """Whether q and k pass where `gqa_decode` is less strict: rows of q 16-byte aligned, and no codes.
 
     Other calls go to `_check`, which refuses them as it does on a CPU and with more query tokens.
     """
-    q, row = call.q, ALIGN // call.q.element_size()
-    if q.data_ptr() % ALIGN or call.k.dtype is not q.dtype:
+    q, row = request.q, ALIGN // request.q.element_size()
+    if q.data_ptr() % ALIGN or request.k.dtype is not q.dtype:
         return False
     return q.is_contiguous() or all(n <= 1 or step % row == 0 for n, step in zip(q.shape[:3], q.stride(), strict=False))
 
 
-def _decode(call: _Call, return_lse: bool) -> Any:
+def _decode(request: _Request) -> Any:
     return gqa_decode(
-        call.q,
-        call.k,
-        call.v,
+        request.q,
+        request.k,
+        request.v,
         layout="BSNH",
-        causal=call.causal,
-        window=call.window,
-        s_aux=call.s_aux,
-        softmax_scale=call.softmax_scale,
-        return_lse=return_lse,
+        causal=request.causal,
+        window=request.window,
+        s_aux=request.s_aux,
+        softmax_scale=request.softmax_scale,
+        return_lse=request.return_lse,
     )
+
+
+def _decode_if_few(*arguments: Any) -> Any:
+    """The result of `gqa_decode` where it is the faster one; None where the forward kernel is to run."""
+    request = _Request(*arguments)
+    if not (_decodes(request) and _fits_prefill(request)):
+        return None
+    _check_numbers(request)
+    return _decode(request)
+
+
+_decode_or_explain = launch_or_explain(_decode_if_few, _check)
 
 
 # ---- operators
@@ -276,22 +287,22 @@ def _decode(call: _Call, return_lse: bool) -> Any:
 
 def _run_forward(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """The forward operator."""
-    call = _Call(*arguments)
-    _check(call)
-    if call.q.is_cuda:
-        return _forward_on_gpu(call)
-    out, lse = reference_sink_attention(**reference_arguments(call))
-    return out.to(call.q.dtype), lse.float()
+    request = _Request(*arguments)
+    _check(*request)
+    if request.q.is_cuda:
+        return _forward_on_gpu(request)
+    out, lse = reference_sink_attention(**reference_arguments(request))
+    return out.to(request.q.dtype), lse.float()
 
 
-def _forward_on_gpu(call: _Call) -> tuple[torch.Tensor, torch.Tensor]:
+def _forward_on_gpu(request: _Request) -> tuple[torch.Tensor, torch.Tensor]:
     """Launches, after all checks."""
-    if _decodes(call):
-        out, lse = _decode(call, True)
+    if _decodes(request):
+        out, lse = _decode(request)
         return out, lse
-    out, lse = _fake_forward(*call)
-    if call.q.numel() and call.k.numel():
-        launch_forward(_request(call), out, lse)
+    out, lse = _fake_forward(*request)
+    if request.q.numel() and request.k.numel():
+        launch_forward(_launchable(request), out, lse)
     else:
         out.zero_()
         lse.fill_(-torch.inf)
@@ -302,19 +313,20 @@ def _fake_forward(q: torch.Tensor, *arguments: Any) -> tuple[torch.Tensor, torch
     return q.new_empty(q.shape), q.new_empty(q.shape[:-1], dtype=torch.float32)
 
 
-def _request(call: _Call) -> SinkRequest:
-    tokens, cu_seqlens_q, window = call.q.shape[-3], call.cu_seqlens_q, call.window
+def _launchable(request: _Request) -> SinkRequest:
+    """The request as launches take it: defaults filled in, rows that kernels can read."""
+    tokens, cu_seqlens_q, window = request.q.shape[-3], request.cu_seqlens_q, request.window
     return SinkRequest(
-        _plain(call.q),
-        _plain(call.k),
-        _plain(call.v),
-        call.s_aux,
-        call.cu_seqlens_q,
-        call.cu_seqlens_k,
-        call.causal,
-        None if window is None or window >= call.k.shape[-3] else window,  # which hides nothing
-        call.q.shape[-1] ** -0.5 if call.softmax_scale is None else float(call.softmax_scale),
-        call.deterministic,
+        _plain(request.q),
+        _plain(request.k),
+        _plain(request.v),
+        request.s_aux,
+        request.cu_seqlens_q,
+        request.cu_seqlens_k,
+        request.causal,
+        None if window is None or window >= request.k.shape[-3] else window,  # which hides nothing
+        request.q.shape[-1] ** -0.5 if request.softmax_scale is None else float(request.softmax_scale),
+        request.deterministic,
         tokens if cu_seqlens_q is None else _longest(cu_seqlens_q, tokens),
     )
 
@@ -335,28 +347,28 @@ def _run_backward(
     dout: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, *arguments: Any
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """The backward operator: dq, dk, dv and ds_aux, the last without elements where there is no sink."""
-    call = _Call._make((*arguments, True))
-    _check(call)
-    q = call.q
+    request = _Request._make((*arguments, True, True))  # differentiable, return_lse
+    _check(*request)
+    q = request.q
     for name, t in (("dout", dout), ("out", out)):
         check_tensor(name, t, dtype=q.dtype, shape=tuple(q.shape), device=q.device)
     check_tensor("lse", lse, dtype=torch.float32, shape=tuple(q.shape[:-1]), device=q.device)
     if q.is_cuda:
-        return _backward_on_gpu(dout, out, lse, call)
-    dq, dk, dv, ds_aux = reference_sink_attention_backward(dout, **reference_arguments(call))
+        return _backward_on_gpu(dout, out, lse, request)
+    dq, dk, dv, ds_aux = reference_sink_attention_backward(dout, **reference_arguments(request))
     sink = q.new_empty(0, dtype=torch.float32) if ds_aux is None else ds_aux.float()
     return dq.to(q.dtype), dk.to(q.dtype), dv.to(q.dtype), sink
 
 
 def _backward_on_gpu(
-    dout: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, call: _Call
+    dout: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, request: _Request
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Launches, after all checks."""
-    gradients = _fake_backward(dout, out, lse, *call)
-    if call.q.numel() and call.k.numel():
+    gradients = _fake_backward(dout, out, lse, *request)
+    if request.q.numel() and request.k.numel():
         dq, dk, dv, ds_aux = gradients
-        sink = None if call.s_aux is None else ds_aux
-        launch_backward(_request(call), out.contiguous(), lse.contiguous(), _plain(dout), dq, dk, dv, sink)
+        sink = None if request.s_aux is None else ds_aux
+        launch_backward(_launchable(request), out.contiguous(), lse.contiguous(), _plain(dout), dq, dk, dv, sink)
     else:
         for t in gradients:
             t.zero_()

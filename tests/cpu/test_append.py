@@ -6,7 +6,9 @@ import torch
 from cute_kernels.mla import append_op
 from cute_kernels.mla.append_op import mla_fp8_append
 from cute_kernels.mla.append_spec import MlaAppendSpec, shipped_specs
+from cute_kernels.runtime.launch import PreparedLaunches
 from fp8_mla import pack
+from tests.support.prepared import prepare
 from tests.support.reports import report_of
 
 PAGES, PAGE_SIZE = 5, 7
@@ -140,7 +142,8 @@ class Kernel:
 def prepared(monkeypatch: pytest.MonkeyPatch, *caches: torch.Tensor) -> Kernel:
     """A kernel that is there for KV, SLOT and these caches, as if an earlier call on a GPU had prepared it."""
     kernel = Kernel()
-    monkeypatch.setattr(append_op, "_prepared", {append_op._key(KV, cache, SLOT): kernel for cache in caches})
+    prepare(monkeypatch, append_op, kernel, *((KV, cache, SLOT) for cache in caches))
+    kernel.calls.clear()
     return kernel
 
 
@@ -180,7 +183,7 @@ def test_other_shapes_are_not_what_was_prepared(monkeypatch):
 
 def test_the_first_launch_prepares_the_others(monkeypatch):
     kernel, cache = Kernel("meta"), poisoned_cache(PAGES, PAGE_SIZE, 1, 656)
-    monkeypatch.setattr(append_op, "_prepared", {})
+    monkeypatch.setattr(append_op, "_prepared", PreparedLaunches())
     monkeypatch.setattr(append_op, "require_sm90", lambda name, device: None)
     monkeypatch.setattr(append_op, "get_kernel", lambda spec: kernel)
     meta = [t.to("meta") for t in (KV, cache, SLOT)]  # any device but the CPU

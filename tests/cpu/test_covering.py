@@ -168,7 +168,7 @@ def test_gqa_rows_are_valid_calls_with_the_kernel_that_is_compiled(row):
     case = row.call("cpu", short=True)
     request = gqa_op._Request(**case.arguments(), num_splits=1)
     out, lse = case.outputs(padded=row.padded)
-    gqa_op._check(request._replace(num_splits=row.num_splits), out.tensor, lse.tensor)
+    gqa_op._check(*request._replace(num_splits=row.num_splits, out=out.tensor, lse=lse.tensor))
     assert gqa_op.decode_spec(request) == dataclasses.replace(row.spec(), cluster=1)
     assert row.spec().can_implement() == []
     assert len(row.seqlens()) == row.batch and max(row.seqlens()) == row.longest
@@ -190,11 +190,11 @@ def test_gqa_rows_get_the_plan_that_they_name():
 def test_mla_rows_are_valid_calls(row):
     case = row.call("cpu", short=True)
     out, lse = case.outputs(padded=row.padded)
-    mla_op._check(
-        mla_op._Request(case.q, case.kv_cache, **case.options(), num_splits=row.splits, exchange=row.exchange),
-        out.tensor,
-        lse.tensor,
-    )
+    request = mla_op._Request(
+        case.q, case.kv_cache, **case.options(), num_splits=row.splits, exchange=row.exchange, out=out.tensor,
+        lse=lse.tensor,
+    )  # fmt: skip
+    mla_op._check(*request)
 
 
 def test_mla_rows_have_plans_that_fit():

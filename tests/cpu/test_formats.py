@@ -44,33 +44,97 @@ def test_bytes_of_a_packed_token_lie_where_the_format_says() -> None:
     assert torch.equal(fp8_mla.unpack(packed, torch.float32), expected)
 
 
+MADE_UP = TokenFormat(
+    name="made up",
+    d_qk=288,
+    d_v=192,
+    fields=(
+        Field("scales", "float32", 4, 0),
+        Field("rope", "bfloat16", 32, 16),
+        Field("codes", "float8_e4m3fn", 256, 80),
+    ),
+    quant_tile=64,
+    row_bytes=(352,),
+)
+"""Another order of fields, other counts, a value shorter than the codes, and 16 bytes that no field has."""
+
+
+def test_a_made_up_format_packs_and_decodes() -> None:
+    """By hand from the bytes, and by the functions that take a format."""
+    generator = torch.Generator().manual_seed(0)
+    kv = torch.randn((6, MADE_UP.d_qk), dtype=torch.float32, generator=generator).bfloat16()
+    packed = fp8_mla.pack(kv, token_format=MADE_UP)
+    assert packed.shape == (6, 352) and not packed[:, 336:].any()
+    scales, rope = packed[:, :16].contiguous().view(torch.float32), packed[:, 16:80].contiguous().view(torch.bfloat16)
+    codes = packed[:, 80:336].contiguous().view(torch.float8_e4m3fn)
+    assert torch.equal(rope, kv[:, 256:])
+    assert torch.equal(scales, kv[:, :256].float().view(6, 4, 64).abs().amax(-1) / 448)
+    keys = torch.cat([codes.double() * scales.double().repeat_interleave(64, 1), rope.double()], 1)
+    assert torch.equal(fp8_mla.unpack(packed, torch.float64, token_format=MADE_UP), keys)
+    q = torch.randn((1, 1, 2, MADE_UP.d_qk), dtype=torch.float64, generator=generator)
+    out, lse = fp8_mla.reference_decode(
+        q, packed.view(3, 2, 352), indices=torch.tensor([[[4, -1, 0, 6]]]), token_format=MADE_UP
+    )
+    scores = q[0, 0] @ keys[[4, 0]].T * MADE_UP.d_qk**-0.5
+    torch.testing.assert_close(out[0, 0], scores.softmax(-1) @ keys[[4, 0], : MADE_UP.d_v])
+    torch.testing.assert_close(lse[0, 0], scores.logsumexp(-1))
+
+
+def test_a_token_of_several_rows_has_no_packing_yet() -> None:
+    fields = (*MADE_UP.fields[1:], Field("scales", "float32", 4, 0, row=1))
+    planar = dataclasses.replace(MADE_UP, name="planar", row_bytes=(336, 16), fields=fields)
+    with pytest.raises(ValueError, match="token_format: got planar; needs a format with one row a token"):
+        fp8_mla.unpack(torch.zeros(1, 352, dtype=torch.uint8), token_format=planar)
+    with pytest.raises(ValueError, match="token_format: got planar; needs a format with one row a token"):
+        fp8_mla.pack(torch.zeros(1, 288), token_format=planar)
+
+
 def test_all_that_knows_the_format_takes_it_from_there() -> None:
-    from cute_kernels.budget import variants
-    from cute_kernels.runtime import arch
+    """With the made-up format in the place of V3.2, every number of the packages is one of the made-up format."""
+    code = f"""
+import fp8_mla.formats as formats
+from fp8_mla.formats import Field, TokenFormat
 
-    arch.pin()
-    from cute_kernels.device import token_cache
-    from cute_kernels.mla import spec
-    from cute_kernels.mla.kernels import append, tile
-    from scripts.units import spec as units
+formats.V3_2 = made = {MADE_UP!r}
 
-    rope = V3_2.field("rope")
-    assert (fp8_mla.NOPE_DIM, fp8_mla.ROPE_DIM, fp8_mla.QK_DIM, fp8_mla.V_DIM) == (
-        V3_2.nope_dim, V3_2.rope_dim, V3_2.d_qk, V3_2.d_v
-    )  # fmt: skip
-    assert (fp8_mla.SCALE_OFFSET, fp8_mla.ROPE_OFFSET, fp8_mla.TOKEN_BYTES) == (
-        V3_2.scales.offset, rope.offset, V3_2.token_bytes
-    )  # fmt: skip
-    assert (token_cache.SCALE_OFFSET, token_cache.ROPE_OFFSET, token_cache.ROW_BYTES) == (
-        V3_2.scales.offset, rope.offset, V3_2.token_bytes
-    )  # fmt: skip
-    assert append.ROPE_OFFSET == rope.offset
-    assert append.LANES_PER_TILE * append.VALUES_PER_LANE == V3_2.quant_tile
-    assert (tile.NOPE, tile.ROPE, tile.QUANT_TILE) == (
-        V3_2.nope_dim, V3_2.rope_dim, V3_2.quant_tile
-    )  # fmt: skip
-    assert spec.PARTIAL_FLOATS == V3_2.d_v // 2 + V3_2.d_v // 64 + 1
-    assert variants.TOKEN_BYTES == units.ROW_BYTES == V3_2.token_bytes
+import torch, fp8_mla
+from cute_kernels import mla_fp8_append, mla_fp8_decode
+from cute_kernels.budget import variants
+from cute_kernels.runtime import arch
+
+arch.pin()
+from cute_kernels.device import token_cache
+from cute_kernels.mla import spec
+from cute_kernels.mla.kernels import append, tile
+from scripts.units import spec as units
+
+def equal(*numbers):
+    assert len(set(numbers)) == 1, numbers
+
+nope, rope, d_qk, d_v, size = 256, 32, 288, 192, 352
+equal(size, fp8_mla.TOKEN_BYTES, token_cache.ROW_BYTES, variants.TOKEN_BYTES, units.ROW_BYTES)
+equal(0, fp8_mla.SCALE_OFFSET, token_cache.SCALE_OFFSET)
+equal(16, fp8_mla.ROPE_OFFSET, token_cache.ROPE_OFFSET, append.ROPE_OFFSET)
+equal(nope, fp8_mla.NOPE_DIM, tile.NOPE, variants.NOPE_DIM, units.NOPE)
+equal(rope, fp8_mla.ROPE_DIM, tile.ROPE, variants.ROPE_DIM, units.ROPE)
+equal(d_qk, fp8_mla.QK_DIM, tile.QK, variants.QK_DIM, units.QK)
+equal(64, fp8_mla.QUANT_TILE, tile.QUANT_TILE, append.LANES_PER_TILE * append.VALUES_PER_LANE)
+equal(80, fp8_mla.CODE_OFFSET)
+equal(d_v, fp8_mla.V_DIM)
+equal(d_v // 2 + d_v // 64 + 1, spec.PARTIAL_FLOATS)
+
+# the public operators, on a CPU
+cache = torch.zeros(2, 4, size, dtype=torch.uint8)
+kv = torch.randn(3, d_qk).bfloat16()
+mla_fp8_append(kv, cache, torch.tensor([5, 0, 2]))
+assert torch.equal(cache.view(8, size)[[5, 0, 2]], fp8_mla.pack(kv, token_format=made))
+q = torch.randn(1, 1, 2, d_qk).bfloat16()
+out = mla_fp8_decode(q, cache, indices=torch.tensor([[[5, 2]]], dtype=torch.int32))
+expected = fp8_mla.reference_decode(q, cache, indices=torch.tensor([[[5, 2]]]), token_format=made)[0]
+assert torch.equal(out, expected.bfloat16()) and out.shape == (1, 1, 2, d_v)
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
 
 
 def test_no_other_file_writes_its_numbers_again() -> None:

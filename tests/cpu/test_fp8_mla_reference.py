@@ -320,9 +320,9 @@ def test_takes_strided_arguments_and_both_forms_of_cache():
 def test_only_the_named_tokens_are_gathered(monkeypatch):
     unpacked = []
 
-    def counting_unpack(tokens, dtype):
+    def counting_unpack(tokens, dtype, **options):
         unpacked.append(len(tokens))
-        return fp8_mla.unpack(tokens, dtype)
+        return fp8_mla.unpack(tokens, dtype, **options)
 
     monkeypatch.setattr(reference, "unpack", counting_unpack)
     monkeypatch.setattr(reference, "KEYS_PER_CHUNK", 16)

@@ -13,8 +13,10 @@ from cute_kernels.gqa.append_spec import MAX_HELD, SCALES, KvAppendSpec, shipped
 from cute_kernels.gqa.layouts import LAYOUTS, CacheSizes, scale_shapes
 from cute_kernels.gqa.reference import quantize
 from cute_kernels.runtime.compile import compile_kernel
+from cute_kernels.runtime.launch import PreparedLaunches
 from tests.support.gqa_cases import SCALE_NAMES as KINDS
 from tests.support.mla_cases import generator
+from tests.support.prepared import prepare
 from tests.support.reports import report_of
 
 PAGES, ROWS, H_KV, D = 3, 8, 2, 64
@@ -247,15 +249,11 @@ class Kernel:
         self.calls.append(arguments)
 
 
-def key(arguments: dict[str, Any]) -> tuple[Any, ...]:
-    names = ("k", "k_cache", "v_cache", "k_scale", "v_scale", "slot_mapping", "layout")
-    return append_op._key(*(arguments[name] for name in names))
-
-
 def prepared(monkeypatch: pytest.MonkeyPatch) -> Kernel:
     """A kernel that is there for `C`, as if an earlier call on a GPU had prepared it."""
     kernel = Kernel()
-    monkeypatch.setattr(append_op, "_prepared", {key(C): append_op._Prepared(kernel, 1)})
+    prepare(monkeypatch, append_op, append_op.PreparedLaunch(kernel, 1), tuple(C.values()))
+    kernel.calls.clear()
     return kernel
 
 
@@ -280,7 +278,7 @@ def test_bad_input_of_a_prepared_launch(case: str, monkeypatch: pytest.MonkeyPat
 def test_the_first_launch_prepares_the_others(layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
     specs: list[KvAppendSpec] = []
     calls: list[tuple[Any, ...]] = []
-    monkeypatch.setattr(append_op, "_prepared", {})
+    monkeypatch.setattr(append_op, "_prepared", PreparedLaunches())
     monkeypatch.setattr(append_op, "require_sm90", lambda name, device: None)
 
     def get_kernel(spec: KvAppendSpec) -> Callable[..., None]:

@@ -9,6 +9,8 @@ from cute_kernels.merge import op as merge_op
 from cute_kernels.merge.op import merge_states
 from cute_kernels.merge.reference import merge_states_reference
 from cute_kernels.merge.spec import ITEMSIZE, MergeSpec, shipped_specs
+from cute_kernels.runtime.launch import PreparedLaunches
+from tests.support.prepared import prepare
 from tests.support.reports import report_of
 
 INF, NAN = math.inf, math.nan
@@ -185,9 +187,11 @@ class Kernel:
 
 def prepared(monkeypatch: pytest.MonkeyPatch, outs: torch.Tensor, out_dtype: torch.dtype = torch.float32) -> Kernel:
     """A kernel that is there for such states, with and without a sink, as if an earlier call had prepared it."""
-    kernel, out = Kernel(), torch.empty(0, dtype=out_dtype)
-    keys = [merge_op._key(outs, sink, out) for sink in (None, torch.empty(0))]
-    monkeypatch.setattr(merge_op, "_prepared", dict.fromkeys(keys, kernel))
+    kernel, shape = Kernel(), outs.shape
+    out, lse = torch.empty(shape[1:], dtype=out_dtype), torch.empty(shape[1:-1])
+    sinks = (None, torch.zeros(shape[-2:-1])) if len(shape) > 2 else (None,)
+    prepare(monkeypatch, merge_op, kernel, *((outs, torch.zeros(shape[:-1]), sink, out, lse) for sink in sinks))
+    kernel.calls = 0
     return kernel
 
 
@@ -232,7 +236,7 @@ def test_bad_input_of_a_prepared_launch(case, dims, monkeypatch):
 def test_more_dimensions_than_the_kernel_takes(transposed, monkeypatch):
     """Every call is checked: the kernel sees views, in which shapes of as many elements are alike."""
     seen: list[tuple[torch.Tensor | None, ...]] = []
-    monkeypatch.setattr(merge_op, "_prepared", {})
+    monkeypatch.setattr(merge_op, "_prepared", PreparedLaunches())
     monkeypatch.setattr(merge_op, "require_sm90", lambda name, device: None)
     monkeypatch.setattr(merge_op, "get_kernel", lambda spec: lambda *arguments: seen.append(arguments))
     outs, lses = (torch.randn(3, 4, 2, 3, 5, *d, device="meta") for d in ((8,), ()))
@@ -253,7 +257,7 @@ def test_more_dimensions_than_the_kernel_takes(transposed, monkeypatch):
 
 def test_the_first_launch_prepares_the_others(monkeypatch):
     calls: list[tuple[Any, ...]] = []
-    monkeypatch.setattr(merge_op, "_prepared", {})
+    monkeypatch.setattr(merge_op, "_prepared", PreparedLaunches())
     monkeypatch.setattr(merge_op, "require_sm90", lambda name, device: None)
     monkeypatch.setattr(merge_op, "get_kernel", lambda spec: lambda *arguments: calls.append((spec, *arguments)))
     outs, lses = OUTS.to("meta"), LSES.to("meta")  # any device but the CPU

@@ -1,48 +1,51 @@
-"""Optimistic calls: what they try, what they hide and what they do not."""
+"""The one way to launch: what is tried, which error the caller sees, and what is kept prepared."""
 
+import gc
+import weakref
 from typing import NoReturn
 
 import pytest
+import torch
 
 from cute_kernels.runtime import launch
+from cute_kernels.runtime.launch import PreparedLaunches, launch_or_explain
+
+CPU = torch.device("cpu")
 
 
-def test_a_prepared_call_is_not_checked() -> None:
+def test_a_launch_that_works_is_not_checked() -> None:
     calls = []
 
-    def prepared(*arguments: object) -> bool:
+    def prepared(*arguments: object) -> str:
         calls.append(arguments)
-        return True
+        return "launched"
 
-    launch.optimistic(prepared, pytest.fail)(1, "two")
-    assert calls == [(1, "two")]
-
-
-def test_what_is_not_prepared_is_checked() -> None:
-    calls = []
-    launch.optimistic(lambda *_: False, lambda *arguments: calls.append(arguments))(1, "two")
+    assert launch_or_explain(prepared, pytest.fail)(1, "two") == "launched"
     assert calls == [(1, "two")]
 
 
 @pytest.mark.parametrize("refusal", [ValueError, TypeError, AttributeError, RuntimeError])
 def test_the_checks_word_the_error(refusal: type[Exception]) -> None:
-    def refuse(value: int) -> bool:
+    def refuse(value: int) -> None:
         raise refusal("Mismatched")
 
     def check(value: int) -> None:
         raise ValueError(f"value: got {value}; needs another")
 
     with pytest.raises(ValueError, match="value: got 3") as raised:
-        launch.optimistic(refuse, check)(3)
+        launch_or_explain(refuse, check)(3)
     assert raised.value.__context__ is None, "the user would read two errors"
 
 
 def test_an_error_of_the_kernel_itself_is_seen() -> None:
-    def kernel() -> NoReturn:
+    checked: list[int] = []
+
+    def kernel(value: int) -> NoReturn:
         raise RuntimeError("CUDA error: launch failed")
 
-    with pytest.raises(RuntimeError, match="launch failed"):
-        launch.optimistic(kernel, kernel)()
+    with pytest.raises(RuntimeError, match="launch failed") as raised:
+        launch_or_explain(kernel, checked.append)(3)
+    assert checked == [3] and raised.value.__context__ is None
 
 
 def test_an_interrupt_is_not_swallowed() -> None:
@@ -50,12 +53,43 @@ def test_an_interrupt_is_not_swallowed() -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        launch.optimistic(interrupted, pytest.fail)()
+        launch_or_explain(interrupted, pytest.fail)()
+
+
+@pytest.mark.parametrize("explained", [False, True])
+def test_a_refusal_keeps_no_argument_alive(explained: bool) -> None:
+    """Its traceback holds frames, and these the tensors: a cycle would keep gigabytes until the next collection."""
+
+    def refuse(tensor: torch.Tensor) -> None:
+        raise RuntimeError("Mismatched")
+
+    def check(tensor: torch.Tensor) -> None:
+        if explained:
+            raise ValueError("tensor: got one; needs another")
+
+    tensor = torch.empty(1)
+    seen = weakref.ref(tensor)
+    gc.disable()
+    try:
+        try:
+            launch_or_explain(refuse, check)(tensor)
+        except (RuntimeError, ValueError):
+            pass
+        del tensor
+        assert seen() is None
+    finally:
+        gc.enable()
 
 
 def test_prepared_launches_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "MAX_PREPARED", 3)
-    prepared: dict[int, str] = {}
+    prepared: PreparedLaunches[int, str] = PreparedLaunches()
     for key in range(10):
-        launch.remember(prepared, key, str(key))
+        assert prepared.keep(key, str(key), CPU) == str(key)
         assert len(prepared) <= 3 and prepared[key] == str(key)
+
+
+def test_nothing_is_kept_under_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch.memory, "is_capturing", lambda device: True)
+    prepared: PreparedLaunches[int, str] = PreparedLaunches()
+    assert prepared.keep(1, "one", CPU) == "one" and not prepared

@@ -324,7 +324,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
 def test_launches_get_what_they_need_and_nothing_more(tensors, options, launches):
     names = ("cu_seqlens_q", "cu_seqlens_k")
     numbers = {"causal": True, "window": None, "softmax_scale": None, "deterministic": False, **options}
-    call = op._Call(*(tensors.get(name) for name in (*TENSORS, *names)), *numbers.values(), True)
+    call = op._Request(*(tensors.get(name) for name in (*TENSORS, *names)), *numbers.values(), True)
     expected, expected_lse, expected_gradients = oracle(tensors, options)
     with torch.no_grad():
         out, lse = op._forward_on_gpu(call)
@@ -351,7 +351,7 @@ def test_launches_get_rows_that_can_be_copied(launches):
     """Neither expanded nor off alignment; what is fine as it is, is not copied."""
     tensors = inputs(grad=False)
     one = tensors["k"][:, :, :1]
-    shown = op._Call(tensors["q"], one.expand(-1, -1, 4, -1), strided(tensors["v"][:, :, :1].expand(-1, -1, 4, -1)),
+    shown = op._Request(tensors["q"], one.expand(-1, -1, 4, -1), strided(tensors["v"][:, :, :1].expand(-1, -1, 4, -1)),
                      None, None, None, True, 2**40, None, False, True)  # fmt: skip
     out, lse = op._forward_on_gpu(shown)
     wide = torch.ones(2, 5, 4, 68, dtype=torch.bfloat16)
@@ -384,7 +384,7 @@ def test_few_queries_without_gradients_are_decoded(launches, return_lse):
 def test_the_operator_decodes_as_well(launches):
     """Compiled inference comes this way."""
     tensors = inputs(2, 1, 4, 64, s_k=300, grad=False)
-    call = op._Call(*tensors.values(), None, None, True, None, None, False, False)
+    call = op._Request(*tensors.values(), None, None, True, None, None, False, False)
     out, lse = op._forward_on_gpu(call)
     assert launches.decoded and not launches.requests
     expected, expected_lse, _ = oracle(tensors, {})
@@ -419,7 +419,7 @@ def test_torch_can_ask_for_deterministic_gradients(asked, everywhere, monkeypatc
     seen: list[Any] = []
 
     def forward(*arguments: Any) -> tuple[None, None]:
-        seen.append(op._Call(*arguments))
+        seen.append(op._Request(*arguments))
         return None, None
 
     monkeypatch.setattr(op, "_forward", forward)

@@ -149,9 +149,9 @@ def require_accepted(wanted: Any, arguments: tuple[Any, ...]) -> None:
 
 
 def request_of(case: SinkCase, deterministic: bool = False) -> launch.SinkRequest:
-    call = op._Call(**case.arguments(), deterministic=deterministic, differentiable=True)
-    op._check(call)
-    return op._request(call)
+    call = op._Request(**case.arguments(), deterministic=deterministic, differentiable=True)
+    op._check(*call)
+    return op._launchable(call)
 
 
 def run(case: SinkCase, deterministic: bool = False) -> tuple[torch.Tensor, ...]:
@@ -232,14 +232,14 @@ def test_more_heads_than_constants(kernels, monkeypatch):
 def test_the_longest_sequence_bounds_the_grids_unless_it_may_change(kernels, monkeypatch):
     case = sink_case(RAGGED, packed=True, device="cpu")
     assert request_of(case).longest_q == 130
-    call = op._Call(**case.arguments(), deterministic=False, differentiable=True)
+    call = op._Request(**case.arguments(), deterministic=False, differentiable=True)
     assert case.cu_seqlens_q is not None
     case.cu_seqlens_q.add_(0)  # a new version, which nobody has looked at
-    assert op._request(call).longest_q == len(case.q)
+    assert op._launchable(call).longest_q == len(case.q)
     with torch.inference_mode():
         unseen = call._replace(cu_seqlens_q=case.cu_seqlens_q.clone())
-        op._check(unseen)
-        assert op._request(unseen).longest_q == len(case.q)
+        op._check(*unseen)
+        assert op._launchable(unseen).longest_q == len(case.q)
 
 
 def test_every_variant_of_bfloat16_is_shipped(kernels):

@@ -12,6 +12,7 @@ from cute_kernels.gqa import op as gqa_op
 from cute_kernels.merge import op as merge_op
 from cute_kernels.mla import append_op, op
 from cute_kernels.runtime import arch
+from cute_kernels.runtime.launch import PreparedLaunches
 from fp8_mla import QK_DIM, TOKEN_BYTES
 from tests.support import specs
 from tests.support.bad_input import TABLES
@@ -75,7 +76,7 @@ def test_merge_tensors_on_different_devices():
 
 def test_another_gpu_is_named(monkeypatch):
     monkeypatch.setattr(arch, "device_capability", lambda device: (8, 0))
-    monkeypatch.setattr(op, "_prepared", {})  # calls that this GPU was already found fit for
+    monkeypatch.setattr(op, "_prepared", PreparedLaunches())  # calls that this GPU was already found fit for
     for case in cases():
         with pytest.raises(ValueError, match=r"^q: got .*compute capability 8\.0.*; needs an SM90 GPU"):
             decode(case)
@@ -128,7 +129,7 @@ def moved(call: dict[str, Any], name: str) -> dict[str, Any]:
     ],
 )  # fmt: skip
 def test_gqa_tensors_on_different_devices(name, before, monkeypatch):
-    monkeypatch.setattr(gqa_op, "_prepared", {})
+    monkeypatch.setattr(gqa_op, "_prepared", PreparedLaunches())
     call = gqa_call(layout="BNSH", alibi="head", softcap=2.0) if name == "alibi_slopes" else gqa_call()
     if before:
         gqa_decode(**call)
@@ -182,7 +183,7 @@ def test_gqa_calls_are_refused_before_a_launch(before, monkeypatch):
     expected = gqa_decode(**{**good, "out": None, "lse": None})
     for label, (name, value) in other_gqa_arguments().items():
         if not before:
-            monkeypatch.setattr(gqa_op, "_prepared", {})
+            monkeypatch.setattr(gqa_op, "_prepared", PreparedLaunches())
         call = {**gqa_call(), name: value}
         if label == "k_cache of FP8":
             name = "v_cache"  # which no longer fits
@@ -196,7 +197,7 @@ def test_gqa_calls_are_refused_before_a_launch(before, monkeypatch):
 @pytest.mark.parametrize(("name", "bytes_"), [("q", 4), ("k_cache", 8), ("v_cache", 8), ("out", 4)])
 @pytest.mark.parametrize("before", [False, True], ids=["first call", "prepared"])
 def test_misaligned_gqa_addresses(name, bytes_, before, monkeypatch):
-    monkeypatch.setattr(gqa_op, "_prepared", {})
+    monkeypatch.setattr(gqa_op, "_prepared", PreparedLaunches())
     call = gqa_call()
     if before:
         gqa_decode(**call)
@@ -211,7 +212,7 @@ def test_misaligned_gqa_addresses(name, bytes_, before, monkeypatch):
 
 def test_another_gpu_is_named_by_gqa(monkeypatch):
     monkeypatch.setattr(arch, "device_capability", lambda device: (8, 0))
-    monkeypatch.setattr(gqa_op, "_prepared", {})
+    monkeypatch.setattr(gqa_op, "_prepared", PreparedLaunches())
     require_refusal(gqa_call(), "q", r".*compute capability 8\.0.*; needs an SM90 GPU")
 
 
@@ -265,7 +266,7 @@ def words(name: str, label: str, device: str) -> str:
 def test_a_gpu_refuses_in_the_words_of_a_cpu(name, prepared, monkeypatch):
     table, device = TABLES[name], f"cuda:{torch.cuda.current_device()}"
     for module in (op, gqa_op, append_op, kv_append_op, merge_op):
-        monkeypatch.setattr(module, "_prepared", {})
+        monkeypatch.setattr(module, "_prepared", PreparedLaunches())
     if prepared:
         table.function(**table.right(device))
     different = {}

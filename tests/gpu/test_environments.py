@@ -25,6 +25,7 @@ from cute_kernels import gqa_decode, kv_int8_append, merge_states, mla_fp8_appen
 from cute_kernels.gqa import op
 from cute_kernels.gqa.append_spec import KvAppendSpec
 from cute_kernels.runtime import counters, launch, memory, workspace
+from cute_kernels.runtime.launch import PreparedLaunches
 from fp8_mla import QK_DIM
 from scripts.sanitize import default_dtype
 from tests.support.gqa_cases import gqa_case
@@ -61,7 +62,7 @@ def cold(monkeypatch: pytest.MonkeyPatch) -> None:
     """The package as it is right after its import, compiled kernels aside; what graphs hold is still kept."""
     ops = (cute_kernels.mla.op, cute_kernels.mla.append_op, cute_kernels.gqa.op, cute_kernels.gqa.append_op)
     for one in (*ops, cute_kernels.merge.op):
-        monkeypatch.setattr(one, "_prepared", {})
+        monkeypatch.setattr(one, "_prepared", PreparedLaunches())
     for module, name in (
         (memory, "constants"),
         (cute_kernels.mla.op, "_zero_row"),

@@ -1,0 +1,70 @@
+"""What users install: the names in the wheel and in the sdist, and a syntax that the oldest Python reads."""
+
+import ast
+import shutil
+import subprocess
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGES = ("cute_kernels", "fp8_mla")
+OLDEST = (3, 10)
+SOURCES = sorted(file for package in PACKAGES for file in (ROOT / package).rglob("*.py"))
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with the wheel and the sdist, built from a copy of the checkout without a look at the network."""
+    pytest.importorskip("hatchling")
+    copy = tmp_path_factory.mktemp("checkout")
+    for package in PACKAGES:
+        shutil.copytree(ROOT / package, copy / package)  # byte code too, if tests have left any
+    for name in ("pyproject.toml", "README.md", "CHANGELOG.md", "LICENSE", ".gitignore", "CONTRIBUTING.md", "Makefile"):
+        shutil.copy(ROOT / name, copy / name)
+    for name in ("docs/page.md", "results/h200.json", "scripts/run.py", "tests/cpu/test.py", "build/left.py"):
+        (copy / name).parent.mkdir(parents=True, exist_ok=True)
+        (copy / name).write_text("")
+    (copy / "cute_kernels" / "__pycache__").mkdir(exist_ok=True)
+    (copy / "cute_kernels" / "__pycache__" / "left.pyc").write_bytes(b"")
+    command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-t", "sdist", "-d", "dist"]
+    done = subprocess.run(command, cwd=copy, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return copy / "dist"
+
+
+def files_of_packages() -> set[str]:
+    found = (file.relative_to(ROOT) for package in PACKAGES for file in (ROOT / package).rglob("*") if file.is_file())
+    return {str(file) for file in found if "__pycache__" not in file.parts}
+
+
+def test_the_wheel_has_the_packages_and_the_licence_only(built: Path) -> None:
+    (wheel,) = built.glob("*.whl")
+    names = set(zipfile.ZipFile(wheel).namelist())
+    info = f"{'-'.join(wheel.name.split('-')[:2])}.dist-info"
+    assert names - files_of_packages() == {
+        f"{info}/METADATA", f"{info}/WHEEL", f"{info}/RECORD", f"{info}/licenses/LICENSE"
+    }  # fmt: skip
+    assert files_of_packages() <= names
+    assert zipfile.ZipFile(wheel).read(f"{info}/licenses/LICENSE") == (ROOT / "LICENSE").read_bytes()
+
+
+def test_the_sdist_has_what_builds_and_explains_it_beside_them(built: Path) -> None:
+    (sdist,) = built.glob("*.tar.gz")
+    with tarfile.open(sdist) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    beside = {"README.md", "CHANGELOG.md", "LICENSE", "pyproject.toml", "PKG-INFO"}
+    # hatchling adds .gitignore to every sdist, so that a build from it ignores the same files; no option prevents it
+    assert names == files_of_packages() | beside | {".gitignore"}
+
+
+@pytest.mark.parametrize("file", SOURCES, ids=lambda file: str(file.relative_to(ROOT)))
+def test_the_oldest_python_reads_every_source(file: Path) -> None:
+    ast.parse(file.read_bytes(), filename=str(file), feature_version=OLDEST)
+
+
+def test_the_oldest_python_is_the_one_that_the_project_names() -> None:
+    assert f'requires-python = ">={OLDEST[0]}.{OLDEST[1]},' in (ROOT / "pyproject.toml").read_text(encoding="utf-8")

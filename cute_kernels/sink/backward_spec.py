@@ -1,13 +1,14 @@
 """What is fixed at compile time in the kernels of the backward of sink attention.
 
-Two ways lead to the gradients, both after `prepare`, which makes delta and the log-sum-exps with sinks:
-  fused     keys stay, queries stream past: dk and dv in registers, dq added to float32 in global memory, which
-            `finish` rounds. 5 products of a tile. The order of the additions is free, so dq is not deterministic
-  apart     the same without dq, and a kernel where queries stay and keys stream past: S and dP are computed twice, 7
-            products of a tile, and nothing passes through float32 in global memory. Deterministic
+All backwards start with `prepare`, which makes delta and the log-sum-exps with sinks. The gradients come in two ways:
+  fused     one key-stationary kernel: dk and dv in registers, dq added to float32 in global memory, which `finish`
+            rounds. 5 products of a tile. The additions have no fixed order, so dq is not deterministic
+  separate  a key-stationary kernel without dq, and a query-stationary one for dq: both compute S and dP, 7 products of
+            a tile, and nothing passes through float32 in global memory. Deterministic
+
 Bytes decide for small windows. With a window of 128, 64 heads and d 64, a block of 128 keys meets 4 tiles of 64
-queries: the fused way adds 4 x 64 x 64 float32 to memory for 128 x 64 x 4 x 64 x 10 FLOP, 64 KB for 21 MFLOP, which is
-4.3 GB of additions at 65,536 tokens, and 1 GB each to clear and 1 GB to read them: some 2.5 ms of memory time. The two
+queries: the fused kernel adds 4 x 64 x 64 float32 to memory for 128 x 64 x 4 x 64 x 10 FLOP, 64 KB for 21 MFLOP. At
+65,536 tokens that is 4.3 GB of additions, 1 GB to clear and 1 GB to read: some 2.5 ms of memory time. The separate
 kernels do 7 / 5 of the products, 0.4 ms of the tensor core, and read q and do once more, 1 GB, 0.25 ms.
 """
 
@@ -18,9 +19,8 @@ from typing import Any, ClassVar
 
 from cute_kernels.sink.spec import DTYPES, ROWS, SMALL_WINDOW, SMEM_PER_CTA, groups, variants
 
-QUERIES = 64  # rows of Q and dO of a tile in the kernel where keys stay
-FUSED: dict[int, dict[str, Any]] = {64: {"blocks": 2}, 128: {"pair": True}}  # by d, the fastest that was timed
-PADDING = 128  # positions between two sequences in the statistics: see prepare.py
+QUERIES = 64  # rows of a tile of Q and dO in the key-stationary kernel
+PADDING = 128  # positions between two sequences in the statistics: see kernels/views.py
 
 
 def _reasons(dtype: str, d: int) -> list[str]:
@@ -38,18 +38,20 @@ class SinkBackwardSpec:
 
     dtype   "bfloat16" or "float16", of q, k, v, do, dk and dv
     d       head dimension: 64 or 128
-    packed  sequences of different lengths lie one behind the other
+    packed  sequences of different lengths, concatenated; otherwise a batch of sequences of one length
     window  whether there is a left window
-    fused   whether dq is added up in global memory as well, by copies from shared memory. But for a helper, warpgroups
-            make it in turns, each that of the tile before, so that none waits for the dS of another
-    helper  fused: whether a warpgroup of its own makes dq
-    ahead   whether S of the next tile is issued before dK of this one is waited for
-    skips   not fused: whether a warpgroup passes over tiles none of whose queries sees its keys
-    warpgroups  that have keys: 2, or 3 at d 64 where they make dq in turns
-    blocks      of 64 keys that each of them has: 1, or 2 at d 64, likewise
-    pair        whether two CTAs of a cluster have neighbouring keys, at d 128 where warpgroups make dq in turns: each
-                hands its dS to the other and makes half of the columns of dq, over the keys of both
-    multicast   whether each of a pair loads half of every tile of Q and dO, for both
+    fused   whether this kernel also adds dq up in global memory
+    skips   d 64 with a window, not fused: each consumer warpgroup skips the query tiles that see none of its keys
+
+    The other choices follow from these: `key_blocks`, `pair` and `ahead`. Milliseconds of the kernel for 65,536 tokens,
+    the fastest first (docs/journal/sink_attention.md has all variants that were timed; the slower ones are gone):
+
+        64 and 8 heads of 64     s_k 16384, fused               key_blocks 2: 46.1; 192 keys a CTA: 46.7;
+                                                                a warpgroup of its own for dq, 128 keys: 49.4
+                                 s_k 16384, not fused           ahead: 32.3
+                                 s_k 16384, window 128          not fused, skips: 0.98; not fused: 1.27
+        32 and 8 heads of 128    s_k 16384, fused               pair: 40.6; pair that multicasts Q and dO: 41.3;
+                                                                one CTA: 43.9
     """
 
     dtype: str
@@ -57,129 +59,101 @@ class SinkBackwardSpec:
     packed: bool = False
     window: bool = False
     fused: bool = True
-    helper: bool = False
-    ahead: bool = False
     skips: bool = False
-    warpgroups: int = 2
-    blocks: int = 1
-    pair: bool = False
-    multicast: bool = False
 
     kernel: ClassVar[str] = "cute_kernels.sink.kernels.backward:SinkBackwardKernel"
-    columns: ClassVar[int] = 64  # of dQ that are made together: 32 registers
+    warpgroups: ClassVar[int] = 2  # of consumers
+    columns: ClassVar[int] = 64  # of dQ made together: 32 registers of a thread
     compile_options: ClassVar[str] = "--ptxas-options '--register-usage-level=0'"
 
     @classmethod
     def for_launch(
         cls, dtype: str, d: int, *, packed: bool, window: int | None, deterministic: bool
     ) -> SinkBackwardSpec:
-        """The fastest variant for a call; only those that are not fused give the same bits in the same call.
+        """The fastest variant for a call. Only those that are not fused give the same bits in the same call.
 
-        Small windows are not fused: at first 64 and 8 heads of 64 with a window of 128 took 2664 us fused and 2337
-        apart. The fused way is ahead where more is multiplied for each sum in memory: 473 / 446 TFLOP/s with 32 and 8
-        heads of 128 and a window of 4096, 465 / 437 without a window. The border between is not measured.
-
-        Milliseconds of the kernel, of 65,536 tokens; in turns: 128 keys and no helper.
-
-            64 and 8 heads of 64     s_k 16384                 256 keys 46.1, 192 keys 46.7, helper and ahead 49.4
-                                     s_k 16384, apart          ahead 32.3
-                                     s_k 16384, window 128     apart, skips 0.98, apart 1.27
-            32 and 8 heads of 128    s_k 16384                 pair 40.6, multicast 41.3, turns 43.9
+        Small windows are not fused: when this was decided, 64 and 8 heads of 64 with a window of 128 took 2664 us fused
+        and 2337 us with two kernels. The fused kernel wins where each sum in memory takes more products: 473 against
+        446 TFLOP/s with 32 and 8 heads of 128 and a window of 4096, 465 against 437 without a window. Windows between
+        128 and 4096 are not measured.
 
         Args:
             dtype: of q, k and v, without "torch.".
             d: head dimension.
             packed: whether sequences are packed by cu_seqlens.
             window: of the call, where it hides a key.
-            deterministic: whether the same bits are asked for.
+            deterministic: whether the same call has to give the same bits.
         """
         small = window is not None and window <= SMALL_WINDOW
         mask = (dtype, d, packed, window is not None)
         if deterministic or small:
-            return cls(*mask, fused=False, ahead=d == 64 and not small, skips=d == 64 and small)
-        return cls(*mask, **FUSED[d])
+            return cls(*mask, fused=False, skips=d == 64 and small)
+        return cls(*mask)
 
     def can_implement(self) -> list[str]:
         """Reasons, in words, why this kernel cannot be built; empty when it can."""
         reasons = _reasons(self.dtype, self.d)
-        if self.helper and not self.fused:
-            reasons.append("a helper makes dq, which only the fused way does")
-        if self.helper and self.d == 128:
-            reasons.append("beside a helper, registers are left for d 64 only")
-        if self.helper and not self.ahead:
-            reasons.append("beside a helper, warpgroups look ahead")
-        if self.ahead and self.warpgroups == 3:
-            reasons.append("looking ahead leaves no registers for three warpgroups")
-        if self.skips and (self.fused or self.ahead):
-            reasons.append("tiles are passed over where no dq is made, and none is looked ahead to")
-        if (self.warpgroups, self.blocks) not in ((2, 1), (3, 1), (2, 2)):
-            reasons.append(f"{self.warpgroups} warpgroups of {self.blocks} blocks; known are 2 of 1 or 2, and 3 of 1")
-        elif self.keys_of_cta > 128 and not (self.d == 64 and self.late):
-            reasons.append("more than 128 keys are for d 64, where warpgroups make dq in turns")
-        if self.pair and not (self.d == 128 and self.late):
-            reasons.append("pairs of CTAs are for d 128, where warpgroups make dq in turns")
-        if self.multicast and not self.pair:
-            reasons.append("a pair of CTAs loads for both")
+        if self.skips and (self.fused or self.d != 64 or not self.window):
+            reasons.append("tiles are skipped at d 64 with a window, where the kernel makes no dq")
         return reasons
 
     @property
-    def late(self) -> bool:
-        """Whether warpgroups make dq in turns."""
-        return self.fused and not self.helper
+    def key_blocks(self) -> int:
+        """Blocks of 64 keys of a consumer warpgroup: two halve the additions to dq at d 64."""
+        return 2 if self.fused and self.d == 64 else 1
+
+    @property
+    def pair(self) -> bool:
+        """Whether two CTAs of a cluster take neighbouring keys, which halves the additions to dq at d 128.
+
+        Each CTA sends its dS to the other and makes half of the columns of dq, over the keys of both.
+        """
+        return self.fused and self.d == 128
+
+    @property
+    def ahead(self) -> bool:
+        """Whether S of the next tile is issued before the products of this one are complete."""
+        return self.d == 64 and not self.fused and not self.skips
 
     @property
     def keys_of_cta(self) -> int:
         """Keys of a CTA."""
-        return ROWS * self.blocks * self.warpgroups
+        return ROWS * self.key_blocks * self.warpgroups
 
     @property
     def keys(self) -> int:
-        """Of an item: of a CTA, or of a pair of them."""
+        """Keys of a work tile, which one CTA or a pair of them takes."""
         return self.keys_of_cta * (2 if self.pair else 1)
 
     @property
     def consumers(self) -> int:
-        """Threads of the warpgroups that have keys."""
+        """Threads of the consumer warpgroups."""
         return 128 * self.warpgroups
 
     @property
     def threads(self) -> int:
-        """Of a CTA: the producer's warpgroup, those that have keys, and the helper."""
-        return 128 + self.consumers + (128 if self.helper else 0)
+        """Of a CTA: the load warpgroup and the consumer warpgroups."""
+        return 128 + self.consumers
 
     @property
-    def producer_registers(self) -> int:
-        """Of a thread after the roles have parted.
-
-        24 + 2 x 240 = 40 + 2 x 232 = 3 x 168 of 384 threads, 32 + 3 x 160 = 4 x 128 of 512.
-        """
-        if self.warpgroups == 3:
-            return 32
-        return 24 if self.fused or (self.ahead and self.d == 128) else 40
+    def load_registers(self) -> int:
+        """Of a thread of the load warpgroup, which spills with 24 where the kernel is not fused."""
+        return 24 if self.fused else 40
 
     @property
     def consumer_registers(self) -> int:
-        """With 232 ptxas serializes the products of d 128, fused; with 24 the producer spills where not fused."""
-        if self.helper:
-            return 200
-        if self.warpgroups == 3:
-            return 160
-        return 232 if self.producer_registers == 40 else 240
-
-    @property
-    def helper_registers(self) -> int:
-        """What is left: 24 + 2 x 200 + 88 = 4 x 128 of 512 threads."""
-        return 88
+        """24 + 2 x 240 = 40 + 2 x 232 = 3 x 168 of 384 threads; fused at d 128, ptxas serializes products with 232."""
+        return 240 if self.fused else 232
 
     @property
     def bytes_of_keys(self) -> int:
-        """Of K and V of a CTA, and of a pair's other K."""
+        """Of K and V of a CTA and, in a pair, of half of the columns of the other CTA's K."""
         return 2 * self.keys_of_cta * (2 * self.d + (self.columns if self.pair else 0))
 
     @property
     def reuses(self) -> bool:
-        """Whether dK and dV leave through the place of K and V."""
-        return self.fused and (self.d == 128 or self.keys_of_cta > 128)
+        """Whether dK and dV are staged for their stores in the shared memory of K and V: there is no other left."""
+        return self.fused
 
     @property
     def stages(self) -> int:
@@ -190,19 +164,15 @@ class SinkBackwardSpec:
     def expected(self) -> dict[str, Any]:
         """What the compiled kernel is held to."""
         added = (("UBLKRED", "UBLKCP.S.S") if self.pair else ("UBLKRED",)) if self.fused else ()
-        registers = 128 if self.threads == 512 else 168
-        return {
-            "registers": registers,
-            "instructions": ("HGMMA", "UTMALDG", "UTMASTG", "USETMAXREG", "MUFU.EX2", *added),
-        }
+        return {"registers": 168, "instructions": ("HGMMA", "UTMALDG", "UTMASTG", "USETMAXREG", "MUFU.EX2", *added)}
 
 
 @dataclass(frozen=True)
 class SinkQueryGradSpec:
-    """Compile-time facts of :class:`cute_kernels.sink.kernels.query_grad.SinkQueryGradKernel`, where queries stay.
+    """Compile-time facts of :class:`cute_kernels.sink.kernels.query_grad.SinkQueryGradKernel`: dq, query-stationary.
 
-    dtype, d, packed, window  as above
-    grouped  as in the forward
+    dtype, d, packed, window  as in SinkBackwardSpec
+    grouped  as in SinkForwardSpec
     """
 
     dtype: str
@@ -219,7 +189,7 @@ class SinkQueryGradSpec:
     def for_launch(cls, dtype: str, d: int, *, packed: bool, window: int | None, ratio: int) -> SinkQueryGradSpec:
         """The fastest variant for a call; arguments as in the forward.
 
-        64 and 8 heads of 64 with a window of 128, grouped, take 0.71 ms, else 0.80.
+        64 and 8 heads of 64 with a window of 128 take 0.71 ms grouped, 0.80 ms otherwise.
         """
         return cls(dtype, d, packed, window is not None, grouped=groups(d, window, ratio))
 
@@ -232,16 +202,16 @@ class SinkQueryGradSpec:
 
     @property
     def warpgroups(self) -> int:
-        """Of consumers: three where shared memory and registers allow it."""
+        """Of consumers: three where shared memory and registers suffice."""
         return 3 if self.d == 64 else 2
 
     @property
     def rows(self) -> int:
-        """Query rows of an item."""
+        """Query rows of a work tile."""
         return ROWS if self.grouped else ROWS * self.warpgroups
 
     @property
-    def slots(self) -> int:
+    def q_stages(self) -> int:
         """Blocks of 64 rows of Q, and of dO, in shared memory."""
         return 2 * self.warpgroups if self.grouped and self.d == 64 else self.warpgroups
 
@@ -251,8 +221,8 @@ class SinkQueryGradSpec:
         return 128 * (self.warpgroups + 1)
 
     @property
-    def producer_registers(self) -> int:
-        """Of a thread after the roles have parted."""
+    def load_registers(self) -> int:
+        """Of a thread of the load warpgroup."""
         return 40 if self.warpgroups == 2 else 32
 
     @property
@@ -262,8 +232,8 @@ class SinkQueryGradSpec:
 
     @property
     def stages(self) -> int:
-        """Tiles of K, and as many of V, in flight: a power of two."""
-        room = min(SMEM_PER_CTA - (2 * self.slots + self.warpgroups) * ROWS * self.d * 2 - 1024, 131_072)
+        """Tiles of K, and as many of V, in flight: a power of two, at most 128 KB together."""
+        room = min(SMEM_PER_CTA - (2 * self.q_stages + self.warpgroups) * ROWS * self.d * 2 - 1024, 131_072)
         fit = room // (4 * self.tile * self.d)
         return 1 << (fit.bit_length() - 1) if fit else 0
 
@@ -278,8 +248,8 @@ class SinkQueryGradSpec:
 class SinkPrepareSpec:
     """Compile-time facts of :class:`cute_kernels.sink.kernels.prepare.SinkPrepareKernel`.
 
-    dtype, d, packed  as above
-    fused   whether the float32 sums of dq are set to 0
+    dtype, d, packed  as in SinkBackwardSpec
+    fused   whether it sets the float32 sums of dq to 0
     """
 
     dtype: str
@@ -302,16 +272,16 @@ class SinkPrepareSpec:
 
 @dataclass(frozen=True)
 class SinkFinishSpec:
-    """Compile-time facts of :class:`cute_kernels.sink.kernels.prepare.SinkFinishKernel`, of the fused way.
+    """Compile-time facts of :class:`cute_kernels.sink.kernels.finish.SinkFinishKernel`, which follows a fused backward.
 
-    dtype, d, packed  as above
+    dtype, d, packed  as in SinkBackwardSpec
     """
 
     dtype: str
     d: int
     packed: bool = False
 
-    kernel: ClassVar[str] = "cute_kernels.sink.kernels.prepare:SinkFinishKernel"
+    kernel: ClassVar[str] = "cute_kernels.sink.kernels.finish:SinkFinishKernel"
 
     def can_implement(self) -> list[str]:
         """Reasons, in words, why this kernel cannot be built; empty when it can."""
@@ -321,25 +291,6 @@ class SinkFinishSpec:
     def expected(self) -> dict[str, Any]:
         """What the compiled kernel is held to."""
         return {"registers": 64, "instructions": ("LDG.E.128", "STG.E.128")}
-
-
-def candidate_specs() -> list[Any]:
-    """Variants that no launch asks for: more keys that share an addition to dq. They compile as those that ship do."""
-    layouts = [(packed, window) for packed in (False, True) for window in (False, True)]
-    more: list[dict[str, Any]] = [{"warpgroups": 3}, {"blocks": 2}, {"blocks": 2, "ahead": True}]
-    return [
-        *[SinkBackwardSpec("bfloat16", 64, *layout, **keys) for keys in more for layout in layouts],
-        *[
-            SinkBackwardSpec("bfloat16", 128, *layout, ahead=ahead, pair=pair, multicast=multicast)
-            for ahead, pair, multicast in (
-                (True, False, False),
-                (False, True, False),
-                (True, True, False),
-                (True, True, True),
-            )
-            for layout in layouts
-        ],
-    ]
 
 
 def launched_specs(dtype: str) -> list[Any]:
@@ -362,6 +313,6 @@ def launched_specs(dtype: str) -> list[Any]:
 
 
 def shipped_specs() -> list[Any]:
-    """Those of bfloat16 and one of float16, whose others are compiled when first asked for."""
+    """All of bfloat16 and one of float16; the other ones of float16 compile at their first call."""
     float16 = SinkBackwardSpec.for_launch("float16", 64, packed=False, window=None, deterministic=False)
     return [*launched_specs("bfloat16"), float16]

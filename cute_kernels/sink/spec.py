@@ -87,7 +87,7 @@ class SinkForwardSpec:
         return ROWS if self.grouped else ROWS * self.warpgroups
 
     @property
-    def slots(self) -> int:
+    def q_stages(self) -> int:
         """Blocks of 64 rows of Q in shared memory."""
         return 2 * self.warpgroups if self.grouped else self.warpgroups
 
@@ -97,7 +97,7 @@ class SinkForwardSpec:
         return 128 * (self.warpgroups + 1)
 
     @property
-    def producer_registers(self) -> int:
+    def load_registers(self) -> int:
         """Of a thread after the roles have parted."""
         return {2: 40, 3: 32, 4: 24}[self.warpgroups]
 
@@ -114,7 +114,7 @@ class SinkForwardSpec:
     @property
     def stages(self) -> int:
         """Tiles of K, and as many of V, in flight: a power of two, at most 128 KB."""
-        room = min(SMEM_PER_CTA - (self.slots + self.warpgroups) * ROWS * self.d * 2 - 1024, 131_072)
+        room = min(SMEM_PER_CTA - (self.q_stages + self.warpgroups) * ROWS * self.d * 2 - 1024, 131_072)
         fit = room // (4 * self.tile * self.d)
         return 1 << (fit.bit_length() - 1) if fit else 0
 

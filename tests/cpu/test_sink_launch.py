@@ -179,9 +179,9 @@ def test_kernels_get_what_they_were_compiled_for(options, deterministic, kernels
     case = sink_case(**options, device="cpu")
     require_right(case, run(case, deterministic))
     kinds = [type(one) for one in kernels.launched]
-    apart = deterministic or (case.window or 1000) <= spec.SMALL_WINDOW
-    assert (backward_spec.SinkQueryGradSpec in kinds) == apart and (backward_spec.SinkFinishSpec in kinds) != apart
-    assert kinds.count(spec.SinkWorkListSpec) == (0 if not case.packed else 3 if apart else 2)
+    separate = deterministic or (case.window or 1000) <= spec.SMALL_WINDOW
+    assert (backward_spec.SinkQueryGradSpec in kinds) == separate and (backward_spec.SinkFinishSpec in kinds) != separate
+    assert kinds.count(spec.SinkWorkListSpec) == (0 if not case.packed else 3 if separate else 2)
     assert all(one.window == (case.window is not None) for one in kernels.launched if hasattr(one, "window"))
 
 
@@ -280,7 +280,7 @@ def test_sections_are_the_best_that_were_measured():
     assert plan.backward_section(batch=4, s_k=16384, h_kv=8, d=128, window=4096) == 1
 
 
-def test_gradients_of_small_windows_are_made_apart():
+def test_gradients_of_small_windows_take_two_kernels():
     for window, deterministic, fused in (
         (128, False, False),
         (spec.SMALL_WINDOW + 1, False, True),

@@ -61,21 +61,12 @@ GROUPED = [
     for dtype, packed in [("bfloat16", False), ("bfloat16", True), ("float16", False)]
 ]
 QUERY_GRADS: dict[str, dict[str, Any]] = {
-    "apart skips": {"grouped": True},
+    "separate skips": {"grouped": True},
 }
 WAYS: dict[str, dict[str, Any]] = {
     "fused": {},
-    "fused ahead": {"ahead": True},
-    "192 keys": {"warpgroups": 3},
-    "256 keys": {"blocks": 2},
-    "256 keys ahead": {"blocks": 2, "ahead": True},
-    "pair": {"pair": True},
-    "pair ahead": {"pair": True, "ahead": True},
-    "pair multicast": {"pair": True, "ahead": True, "multicast": True},
-    "helper": {"helper": True, "ahead": True},
-    "apart": {"fused": False},
-    "apart ahead": {"fused": False, "ahead": True},
-    "apart skips": {"fused": False, "skips": True},
+    "separate": {"fused": False},
+    "separate skips": {"fused": False, "skips": True},
 }
 
 
@@ -305,7 +296,7 @@ def run_backward(
 
 
 def check_backward(case: SinkCase, way: str, ctas: int | None = None, small: bool = False) -> None:
-    if SinkBackwardSpec(case.dtype, case.q.shape[-1], **WAYS[way]).can_implement():
+    if SinkBackwardSpec(case.dtype, case.q.shape[-1], window=case.window is not None, **WAYS[way]).can_implement():
         return  # there is no such kernel
     expected = SinkExpectation.of(case)
     expected.require_gradients(*run_backward(case, expected, way, ctas, small))
@@ -370,10 +361,10 @@ def test_backward_with_few_ctas(way, ctas):
     check_backward(sink_case([(400, 900), (0, 9), (70, 70)], 6, 3, 64, packed=True), way, ctas)
 
 
-def test_backward_apart_gives_the_same_bits():
+def test_separate_backward_gives_the_same_bits():
     case = sink_case([(1000, 1000)] * 2, 8, 2, 64)
     expected = SinkExpectation.of(case)
-    first = run_backward(case, expected, "apart")
+    first = run_backward(case, expected, "separate")
     for _ in range(10):
-        again = run_backward(case, expected, "apart")
+        again = run_backward(case, expected, "separate")
         assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))

@@ -161,13 +161,10 @@ class SinkBackwardKernel:
 
         layout_kv, layout_q, _, layout_stats = self.tiles.layouts()
         load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
-        load_shared, ctas_of_q = load, 1
-        if const_expr(spec.multicast):
-            load_shared, ctas_of_q = cpasync.CopyBulkTensorTileG2SMulticastOp(), 2
         box_q, box_kv = (QUERIES, spec.d), (spec.keys_of_cta, spec.d)
         (load_q, tQ), (load_do, tDO) = (
             cpasync.make_tiled_tma_atom(
-                load_shared, schedule.rows_view(t, spec.packed), cute.select(layout_q, mode=[0, 1]), box_q, ctas_of_q
+                load, schedule.rows_view(t, spec.packed), cute.select(layout_q, mode=[0, 1]), box_q
             )
             for t in (mQ, mDOut)
         )
@@ -260,10 +257,9 @@ class SinkBackwardKernel:
                 cute.arch.mbarrier_init(smem.ds_empty.data_ptr() + i, 128 + (4 if spec.pair else 0))
             if const_expr(spec.pair):
                 cute.arch.mbarrier_init(smem.added_empty.ptr, 128)
-            of_other = spec.consumers // 32 if const_expr(spec.multicast) else 0  # a lane of each warp
             for i in cutlass.range_constexpr(spec.stages):
                 cute.arch.mbarrier_init(smem.q_full.data_ptr() + i, 1)
-                cute.arch.mbarrier_init(smem.q_empty.data_ptr() + i, spec.consumers + of_other)
+                cute.arch.mbarrier_init(smem.q_empty.data_ptr() + i, spec.consumers)
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
         rank = Int32(0)
@@ -273,7 +269,7 @@ class SinkBackwardKernel:
             cute.arch.cluster_wait()
 
         if warp_idx < 4:
-            cute.arch.setmaxregister_decrease(spec.producer_registers)
+            cute.arch.setmaxregister_decrease(spec.load_registers)
             if warp_idx == 0:
                 layout_kv, layout_q, _, layout_stats = self.tiles.layouts()
                 sK, sV = (t.get_tensor(layout_kv.outer, swizzle=layout_kv.inner) for t in (smem.k, smem.v))
@@ -291,22 +287,11 @@ class SinkBackwardKernel:
                 )  # fmt: skip
         else:
             wg, tid = warp_idx // 4 - 1, tidx % 128
-            if const_expr(spec.helper):
-                if wg == 2:
-                    cute.arch.setmaxregister_decrease(spec.helper_registers)
-                    self.dq.help(smem, sums, positions, window, reach, ratio, tid)
-                else:
-                    cute.arch.setmaxregister_increase(spec.consumer_registers)
-                    self.consume(
-                        smem, store_dk, tDK, store_dv, tDV, sums, positions, softmax_scale, window, reach,
-                        ratio, rank, wg, tid,
-                    )  # fmt: skip
-            else:
-                cute.arch.setmaxregister_increase(spec.consumer_registers)
-                self.consume(
-                    smem, store_dk, tDK, store_dv, tDV, sums, positions, softmax_scale, window, reach, ratio,
-                    rank, wg, tid,
-                )  # fmt: skip
+            cute.arch.setmaxregister_increase(spec.consumer_registers)
+            self.consume(
+                smem, store_dk, tDK, store_dv, tDV, sums, positions, softmax_scale, window, reach, ratio,
+                rank, wg, tid,
+            )  # fmt: skip
         if const_expr(spec.pair):  # nobody leaves while the other one reads or writes here
             cute.arch.cluster_arrive()
             cute.arch.cluster_wait()
@@ -335,7 +320,9 @@ class SinkBackwardKernel:
         sWork = smem.work.get_tensor(cute.make_layout((schedule.RECORD, schedule.SLOTS)))
         acc_s = cute.make_rmem_tensor(mma_s.partition_shape_C((ROWS, QUERIES)), Float32)
         shape = mma_kv.partition_shape_C((ROWS, spec.d))
-        acc_dk, acc_dv = (tuple(cute.make_rmem_tensor(shape, Float32) for _ in range(spec.blocks)) for _ in range(2))
+        acc_dk, acc_dv = (
+            tuple(cute.make_rmem_tensor(shape, Float32) for _ in range(spec.key_blocks)) for _ in range(2)
+        )
         turn, use, running = Int32(0), Int32(0), Int32(1)
         while running == 1:
             slot = turn % schedule.SLOTS
@@ -346,16 +333,16 @@ class SinkBackwardKernel:
                 running = Int32(0)
             else:
                 begin, tiles = self.blocks.extent(first, s_q, s_k, window, reach)
-                mine = first + rank * spec.keys_of_cta + ROWS * spec.blocks * wg
+                mine = first + rank * spec.keys_of_cta + ROWS * spec.key_blocks * wg
                 edges = tuple(
-                    self.blocks.edges(mine + ROWS * b, s_q, s_k, window, reach, tid) for b in range(spec.blocks)
+                    self.blocks.edges(mine + ROWS * b, s_q, s_k, window, reach, tid) for b in range(spec.key_blocks)
                 )
-                for b in cutlass.range_constexpr(spec.blocks):
+                for b in cutlass.range_constexpr(spec.key_blocks):
                     acc_dk[b].fill(0.0)
                     acc_dv[b].fill(0.0)
                 cute.arch.mbarrier_wait(smem.kv_full.ptr, turn % 2)
                 rK, rV = (
-                    tuple(self.tiles.mine_of(t, wg * spec.blocks + b, tid) for b in range(spec.blocks))
+                    tuple(self.tiles.mine_of(t, wg * spec.key_blocks + b, tid) for b in range(spec.key_blocks))
                     for t in (smem.k, smem.v)
                 )
                 scale_log2 = softmax_scale * softmax.LOG2_E
@@ -366,8 +353,6 @@ class SinkBackwardKernel:
                     target = sums + (Int64(head * ratio) * positions + position) * (4 * spec.d)
                     if count > 0:
                         self.tiles.scores(smem, acc_s, rK[0], use, tid)
-                        if const_expr(spec.late):  # or ptxas waits here itself, and says so
-                            warpgroup.wait_group(0)
                         for i in cutlass.range(count, unroll=1):
                             # behind the last tile S of the same one is made again, for nothing: a branch
                             # there would serialize the products
@@ -379,10 +364,6 @@ class SinkBackwardKernel:
                             )  # fmt: skip
                             use += 1
                             t = cutlass.select_(t == tiles - 1, Int32(0), t + 1)
-                            if const_expr(spec.late):
-                                before = target
-                                rows = cutlass.select_(t == 0, positions - QUERIES * (tiles - 1), Int32(QUERIES))
-                                target += Int64(rows) * (4 * spec.d)
                         warpgroup.wait_group(0)
                 else:
                     seen_from, seen_to = self.blocks.seeing(first + ROWS * wg, s_q, s_k, window, reach)
@@ -410,7 +391,7 @@ class SinkBackwardKernel:
                                 )  # fmt: skip
                                 before = target
                             use += 1
-                if const_expr(spec.late):
+                if const_expr(spec.fused):
                     buffer = (use - 1) % 2
                     if before != 0 and (use - 1) % spec.warpgroups == wg:
                         cute.arch.mbarrier_wait(smem.ds_full.data_ptr() + buffer, (use - 1) // 2 % 2)
@@ -455,7 +436,7 @@ class SinkBackwardKernel:
     ):
         """Adds a tile of 64 queries from `query` on to dK / softmax_scale and to dV.
 
-        If spec.late, dQ of the tile before is made here where it is this warpgroup's turn, and added to the sums at
+        If spec.fused, dQ of the tile before is made here where it is this warpgroup's turn, and added to the sums at
         `target`, or 0 where there is none.
 
         Its S^T is in flight; if spec.ahead, that of the `following` tile is in the end.
@@ -475,8 +456,8 @@ class SinkBackwardKernel:
         of_thread = smem.stats.data_ptr() + cute.assume(stage * 2 * QUERIES + 2 * (tid % 4), divby=2)
 
         buffer = use % 2
-        for b in cutlass.range_constexpr(spec.blocks):
-            last = b == spec.blocks - 1
+        for b in cutlass.range_constexpr(spec.key_blocks):
+            last = b == spec.key_blocks - 1
             if const_expr(b > 0 or spec.ahead):
                 warpgroup.wait_group(0)
                 warpgroup.fence()
@@ -518,7 +499,7 @@ class SinkBackwardKernel:
                 to_smem = cute.make_tiled_copy_C(store_ds, mma_s)
                 thr_copy = to_smem.get_slice(tid)
                 own = 2 * buffer if const_expr(spec.pair) else buffer
-                mine = cute.local_tile(sDS[None, None, own], (ROWS, QUERIES), (wg * spec.blocks + b, 0))
+                mine = cute.local_tile(sDS[None, None, own], (ROWS, QUERIES), (wg * spec.key_blocks + b, 0))
                 fragment = cute.make_tensor(rDS.iterator, acc_s.layout)
                 cute.copy(to_smem, thr_copy.retile(fragment), thr_copy.partition_D(mine))
                 if const_expr(last):
@@ -527,18 +508,13 @@ class SinkBackwardKernel:
                         self.dq.send(smem, buffer, rank, wg, tid)
                     else:
                         cute.arch.mbarrier_arrive(smem.ds_full.data_ptr() + buffer)
-        if const_expr(spec.late):
+        if const_expr(spec.fused):
             if target != 0 and (use - 1) % spec.warpgroups == wg:
                 earlier = buffer ^ 1
                 cute.arch.mbarrier_wait(smem.ds_full.data_ptr() + earlier, (use - 1) // 2 % 2)
-                if const_expr(spec.ahead):  # in the registers of dP, or ptxas finds none beside S
-                    warpgroup.wait_group(1)
-                    self.tiles.give_back(smem, stage, rank, tid)
-                    self.dq.add_dq(smem, target, acc_dp, None, earlier, wg, rank, tid)
-                else:
-                    self.dq.add_dq(smem, target, None, stage, earlier, wg, rank, tid)
+                self.dq.add_dq(smem, target, None, stage, earlier, wg, rank, tid)
             else:
-                warpgroup.wait_group(1 if spec.ahead else 0)
+                warpgroup.wait_group(0)
                 self.tiles.give_back(smem, stage, rank, tid)
         else:
             warpgroup.wait_group(1 if spec.ahead else 0)
@@ -573,10 +549,10 @@ class SinkBackwardKernel:
         results = ((acc_dk, softmax_scale, sDK), (acc_dv, Float32(1.0), sDV))
         for i in cutlass.range_constexpr(2):
             acc, factor, staged = results[i]
-            for b in cutlass.range_constexpr(spec.blocks):
+            for b in cutlass.range_constexpr(spec.key_blocks):
                 rounded = cute.make_rmem_tensor(acc[b].shape, self.dtype)
                 rounded.store((acc[b].load() * factor).to(self.dtype))
-                mine = cute.local_tile(staged[None, None, 0], (ROWS, spec.d), (wg * spec.blocks + b, 0))
+                mine = cute.local_tile(staged[None, None, 0], (ROWS, spec.d), (wg * spec.key_blocks + b, 0))
                 cute.copy(to_smem, thr_copy.retile(rounded), thr_copy.partition_D(mine))
         cute.arch.fence_proxy("async.shared", space="cta")  # ordinary stores, read by the copy engine
         cute.arch.barrier(barrier_id=BAR_ITEM, number_of_threads=spec.consumers)

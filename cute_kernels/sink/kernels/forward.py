@@ -93,7 +93,7 @@ class SinkForwardKernel:
         spec, row = self.spec, LayoutEnum.ROW_MAJOR
         tiler = (ROWS, spec.tile, spec.d)
         return (
-            sm90.make_smem_layout_a(row, tiler, self.dtype, spec.slots),
+            sm90.make_smem_layout_a(row, tiler, self.dtype, spec.q_stages),
             sm90.make_smem_layout_epi(self.dtype, row, (ROWS, spec.d), spec.warpgroups),
             sm90.make_smem_layout_b(row, tiler, self.dtype, spec.stages),
         )
@@ -121,8 +121,8 @@ class SinkForwardKernel:
             work: cute.struct.MemRange[Int32, schedule.RECORD * schedule.SLOTS]
             work_full: cute.struct.MemRange[Int64, schedule.SLOTS]
             work_empty: cute.struct.MemRange[Int64, schedule.SLOTS]
-            q_full: cute.struct.MemRange[Int64, spec.slots]
-            q_empty: cute.struct.MemRange[Int64, spec.slots]
+            q_full: cute.struct.MemRange[Int64, spec.q_stages]
+            q_empty: cute.struct.MemRange[Int64, spec.q_stages]
             k_full: cute.struct.MemRange[Int64, spec.stages]
             k_empty: cute.struct.MemRange[Int64, spec.stages]
             v_full: cute.struct.MemRange[Int64, spec.stages]
@@ -242,7 +242,7 @@ class SinkForwardKernel:
         self.blocks.init_barriers(smem, tidx)
 
         if warp_idx < 4:
-            cute.arch.setmaxregister_decrease(spec.producer_registers)
+            cute.arch.setmaxregister_decrease(spec.load_registers)
             if warp_idx == 0:
                 layout_q, _, layout_kv = self.layouts()
                 sQ = smem.q.get_tensor(layout_q.outer, swizzle=layout_q.inner)
@@ -304,8 +304,8 @@ class SinkForwardKernel:
                         sink = mSink[head]
                         nth = turn * ratio + number
                         self.attend(
-                            smem, acc_o, reference, row_sum, scale_log2, low, high, tiles, edges, nth % spec.slots,
-                            nth // spec.slots % 2, use, kept, wg, tid,
+                            smem, acc_o, reference, row_sum, scale_log2, low, high, tiles, edges, nth % spec.q_stages,
+                            nth // spec.q_stages % 2, use, kept, wg, tid,
                         )  # fmt: skip
                         gOut, gLse = self.targets(tOut, mLse, first, s_q, start_q, head, batch)
                         self.store(

@@ -5,7 +5,7 @@ See backward.py for the barriers.
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int16, Int32, Int64, const_expr
+from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import cpasync
 
 from cute_kernels.device import wgmma
@@ -188,13 +188,8 @@ class KeyBlocks:
                             (None, 0, q_head, outer_q),
                         )
                         whole = cute.group_modes(sQ, 0, 2), cute.group_modes(gQ, 0, 2)
-                        if const_expr(spec.multicast):
-                            tQsQ, tQgQ = cpasync.tma_partition(load_q, rank, cute.make_layout(2), *whole)
-                            target = tQsQ[None, stage]
-                            cute.copy(load_q, tQgQ[None, t], target, tma_bar_ptr=full + stage, mcast_mask=Int16(3))
-                        else:
-                            tQsQ, tQgQ = cpasync.tma_partition(load_q, 0, one, *whole)
-                            cute.copy(load_q, tQgQ[None, t], tQsQ[None, stage], tma_bar_ptr=full + stage)
+                        tQsQ, tQgQ = cpasync.tma_partition(load_q, 0, one, *whole)
+                        cute.copy(load_q, tQgQ[None, t], tQsQ[None, stage], tma_bar_ptr=full + stage)
                     cute.copy(load_stats, tXgX[None, t], tXsX[None, stage], tma_bar_ptr=full + stage)
             item = items if const_expr(spec.pair) else ctas + cute.arch.shuffle_sync(following, 0)
             turn += 1

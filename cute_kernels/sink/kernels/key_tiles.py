@@ -5,8 +5,7 @@ See backward.py, which is made of this, of key_blocks.py and of query_sums.py.
 
 import cutlass.cute as cute
 import cutlass.utils.hopper_helpers as sm90
-from cutlass import Float32, Int32, Int64, const_expr
-from cutlass._mlir.dialects.nvvm import MemScopeKind
+from cutlass import Float32, Int32, Int64
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 from cutlass.tensor_utils import LayoutEnum
 
@@ -111,9 +110,6 @@ class KeyTiles:
         """Products have read a tile of Q and dO: the next may come, from here and, if it is shared, from the other."""
         empty = smem.q_empty.data_ptr() + stage
         cute.arch.mbarrier_arrive(empty)
-        if const_expr(self.spec.multicast):
-            if tid % 32 == 0:
-                cute.arch.mbarrier_arrive(empty, 1 - rank, scope=MemScopeKind.CLUSTER, relaxed=True)
 
     @cute.jit
     def scores(self, smem, acc_s: cute.Tensor, rK: cute.Tensor, use: Int32, tid: Int32):
@@ -126,8 +122,6 @@ class KeyTiles:
     def of_columns(self, source: cute.Pointer) -> cute.Tensor:
         """L or delta of this thread's columns, (2, 8): in registers, or where they are if registers are short."""
         layout = cute.make_layout((2, QUERIES // 8), stride=(1, 8))
-        if self.spec.warpgroups == 3:
-            return cute.make_tensor(source, layout)
         values = cute.make_rmem_tensor((2, QUERIES // 8), Float32)
         cute.autovec_copy(cute.make_tensor(source, layout), values)
         return values

@@ -29,7 +29,7 @@ class QueryBlocks:
             for i in cutlass.range_constexpr(schedule.SLOTS):
                 cute.arch.mbarrier_init(smem.work_full.data_ptr() + i, 32)
                 cute.arch.mbarrier_init(smem.work_empty.data_ptr() + i, 128 * spec.warpgroups)
-            for i in cutlass.range_constexpr(spec.slots):
+            for i in cutlass.range_constexpr(spec.q_stages):
                 cute.arch.mbarrier_init(smem.q_full.data_ptr() + i, 1)
                 cute.arch.mbarrier_init(smem.q_empty.data_ptr() + i, 128)
             for i in cutlass.range_constexpr(spec.stages):
@@ -140,7 +140,9 @@ class QueryBlocks:
                         if number + w < ratio.divisor:
                             nth = turn * ratio.divisor + number + w
                             q_head = head * ratio.divisor + number + w
-                            self.load_rows(smem, queries, rows, 0, q_head, nth % spec.slots, nth // spec.slots % 2)
+                            self.load_rows(
+                                smem, queries, rows, 0, q_head, nth % spec.q_stages, nth // spec.q_stages % 2
+                            )
                     if fresh:
                         self.load_others(load_k, tKgK, tKsK, load_v, tVgV, tVsV, smem, tiles, use)
                         use += tiles

@@ -59,7 +59,7 @@ class SinkQueryGradKernel:
         spec, row = self.spec, LayoutEnum.ROW_MAJOR
         tiler = (ROWS, spec.tile, spec.d)
         return (
-            sm90.make_smem_layout_a(row, tiler, self.dtype, spec.slots),
+            sm90.make_smem_layout_a(row, tiler, self.dtype, spec.q_stages),
             sm90.make_smem_layout_epi(self.dtype, row, (ROWS, spec.d), spec.warpgroups),
             sm90.make_smem_layout_b(row, tiler, self.dtype, spec.stages),
         )
@@ -88,8 +88,8 @@ class SinkQueryGradKernel:
             work: cute.struct.MemRange[Int32, schedule.RECORD * schedule.SLOTS]
             work_full: cute.struct.MemRange[Int64, schedule.SLOTS]
             work_empty: cute.struct.MemRange[Int64, schedule.SLOTS]
-            q_full: cute.struct.MemRange[Int64, spec.slots]
-            q_empty: cute.struct.MemRange[Int64, spec.slots]
+            q_full: cute.struct.MemRange[Int64, spec.q_stages]
+            q_empty: cute.struct.MemRange[Int64, spec.q_stages]
             k_full: cute.struct.MemRange[Int64, spec.stages]
             k_empty: cute.struct.MemRange[Int64, spec.stages]
             v_full: cute.struct.MemRange[Int64, spec.stages]
@@ -206,7 +206,7 @@ class SinkQueryGradKernel:
         self.blocks.init_barriers(smem, tidx)
         layout_q, _, layout_kv = self.layouts()
         if warp_idx < 4:
-            cute.arch.setmaxregister_decrease(spec.producer_registers)
+            cute.arch.setmaxregister_decrease(spec.load_registers)
             if warp_idx == 0:
                 sQ = smem.q.get_tensor(layout_q.outer, swizzle=layout_q.inner)
                 sDO = smem.d_out.get_tensor(layout_q.outer, swizzle=layout_q.inner)
@@ -272,8 +272,8 @@ class SinkQueryGradKernel:
                                 self.statistics(mStats, of_head, position, s_q - mine, of_next, tid)
                             nth = turn * ratio + number
                             self.differentiate(
-                                smem, acc_dq, total, delta, scale_log2, low, high, tiles, edges, nth % spec.slots,
-                                nth // spec.slots % 2, use, kept, tid,
+                                smem, acc_dq, total, delta, scale_log2, low, high, tiles, edges, nth % spec.q_stages,
+                                nth // spec.q_stages % 2, use, kept, tid,
                             )  # fmt: skip
                             gDQ = self.target(tDQ, mine, s_q, start_q, q_head, batch)
                             self.store(smem, acc_dq, softmax_scale, store_dq, gDQ, wg, tid)

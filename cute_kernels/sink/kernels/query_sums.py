@@ -28,46 +28,6 @@ class QuerySums:
         self.tiles = KeyTiles(spec)
 
     @cute.jit
-    def help(
-        self,
-        smem,
-        sums: Int64,
-        positions: Int32,
-        window: Int32,
-        reach: Int32,
-        ratio: Int32,
-        tid: Int32,
-    ):
-        """The helper: dQ of every tile, once both warpgroups with keys have stored their dS."""
-        spec = self.spec
-        sWork = smem.work.get_tensor(cute.make_layout((schedule.RECORD, schedule.SLOTS)))
-        turn, use, running = Int32(0), Int32(0), Int32(1)
-        while running == 1:
-            slot = turn % schedule.SLOTS
-            cute.arch.mbarrier_wait(smem.work_full.data_ptr() + slot, turn // schedule.SLOTS % 2)
-            first, head, batch = sWork[0, slot], sWork[1, slot], sWork[2, slot]
-            s_q, s_k, start_q = sWork[3, slot], sWork[4, slot], sWork[5, slot]
-            if first < 0:
-                running = Int32(0)
-            else:
-                cute.arch.mbarrier_arrive(smem.work_empty.data_ptr() + slot)
-                begin, tiles = self.blocks.extent(first, s_q, s_k, window, reach)
-                cute.arch.mbarrier_wait(smem.kv_full.ptr, turn % 2)
-                position = schedule.position(spec.packed, start_q, batch, s_q) + begin
-                for g in cutlass.range(ratio, unroll=1):
-                    row = Int64(head * ratio + g) * positions + position  # of the first tile in the sums of dq
-                    for t in cutlass.range(tiles, unroll=1):
-                        buffer = use % 2
-                        cute.arch.mbarrier_wait(smem.ds_full.data_ptr() + buffer, use // 2 % 2)
-                        target = sums + (row + QUERIES * t) * (4 * spec.d)
-                        self.add_dq(smem, target, None, None, buffer, buffer, Int32(0), tid)
-                        use += 1
-                cute.arch.mbarrier_arrive(smem.kv_empty.ptr)
-                turn += 1
-        if tid // 32 == 0:
-            cute.arch.cp_async_bulk_wait_group(0, read=True)
-
-    @cute.jit
     def send(self, smem, buffer: Int32, rank: Int32, wg: Int32, tid: Int32):
         """Copies this warpgroup's dS to the other CTA of the pair, and says here that it is stored."""
         spec = self.spec
@@ -75,7 +35,7 @@ class QuerySums:
         full = smem.ds_full.data_ptr() + buffer
         cute.arch.barrier(barrier_id=BAR_ADD + wg, number_of_threads=128)
         if tid == 0:
-            part = spec.blocks * ROWS * QUERIES
+            part = spec.key_blocks * ROWS * QUERIES
             source = smem.d_s.data_ptr() + cute.assume(2 * buffer * size + wg * part, divby=part)
             target = cluster.remote_address(source + size, 1 - rank)
             cute.arch.inline_ptx(
@@ -151,13 +111,11 @@ class QuerySums:
         Element 4j + i of a thread is added at (128 j + thread, i).
         """
         spec = self.spec
-        barrier = BAR_ADD if const_expr(spec.helper) else BAR_ADD + place
+        barrier = BAR_ADD + place
         staged = smem.added.data_ptr() + cute.assume(part * (QUERIES * spec.columns), divby=QUERIES * spec.columns)
         if const_expr(not spec.pair):
             if tid == 0:  # who issues the copies: that before from this place has been read
-                cute.arch.cp_async_bulk_wait_group(
-                    2 * spec.d // spec.columns // (1 if spec.helper else 2) - 1, read=True
-                )
+                cute.arch.cp_async_bulk_wait_group(spec.d // spec.columns - 1, read=True)
             cute.arch.barrier(barrier_id=barrier, number_of_threads=128)
         for j in cutlass.range_constexpr(cute.size(acc_dq) // 4):
             four = cute.make_rmem_tensor(4, Float32)

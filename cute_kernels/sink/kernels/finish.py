@@ -1,0 +1,106 @@
+"""x"""
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+from cutlass import AddressSpace, Float32, Int32, Int64, const_expr
+from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
+
+from cute_kernels.sink.backward_spec import QUERIES, SinkFinishSpec
+from cute_kernels.sink.kernels import schedule as schedule
+
+THREADS = 256
+
+
+class SinkFinishKernel:
+    """See the module's docstring."""
+
+    def __init__(self, spec: SinkFinishSpec):
+        reasons = spec.can_implement()
+        if reasons:
+            raise ValueError("; ".join(reasons))
+        self.spec = spec
+        self.dtype = schedule.DTYPES[spec.dtype]
+
+    def fake_arguments(self) -> tuple:
+        """Shapes, strides and alignments that the compiled callable accepts, in the order of `__call__`."""
+        spec = self.spec
+        d_q = schedule.fake_rows(self.dtype, spec.packed, tuple(cute.sym_int() for _ in range(3)), spec.d)
+        cu_q = make_fake_tensor(Int32, (cute.sym_int(),), (1,), assumed_align=4) if spec.packed else None
+        numbers = (Int64(0), Int32(64), Float32(1.0), Int32(1))
+        return (d_q, cu_q, *numbers, make_fake_stream(use_tvm_ffi_env_stream=True))
+
+    @cute.jit
+    def __call__(
+        self,
+        mDQ: cute.Tensor,
+        mCuQ: cute.Tensor | None,
+        sums: Int64,
+        positions: Int32,
+        softmax_scale: Float32,
+        max_q: Int32,
+        stream: cuda.CUstream,
+    ):
+        """One launch of ceil(max_q / 64) x h_q x batch CTAs.
+
+        mDQ        (batch, s_q, h_q, d) or packed (tokens, h_q, d): every row is written
+        mCuQ       packed: (batch + 1,) int32; otherwise None
+        sums       address of h_q x positions x d float32 of SinkBackwardKernel
+        positions  mStats.shape[2] of the other kernels
+        max_q      packed: the longest sequence, or more; otherwise not read
+        """
+        spec = self.spec
+        heads = mDQ.shape[1 if const_expr(spec.packed) else 2]
+        batch = mDQ.shape[0]
+        if const_expr(spec.packed):
+            assert mCuQ is not None
+            batch = mCuQ.shape[0] - 1
+        else:
+            max_q = Int32(mDQ.shape[1])
+        self.kernel(mDQ, mCuQ, sums, positions, softmax_scale, max_q).launch(
+            grid=[cute.ceil_div(max_q, QUERIES), heads, batch], block=[THREADS, 1, 1], stream=stream
+        )
+
+    @cute.kernel
+    def kernel(
+        self,
+        mDQ: cute.Tensor,
+        mCuQ: cute.Tensor | None,
+        sums: Int64,
+        positions: Int32,
+        softmax_scale: Float32,
+        max_q: Int32,
+    ):
+        spec = self.spec
+        tidx, _, _ = cute.arch.thread_idx()
+        block, head, batch = cute.arch.block_idx()
+        start, s_q = Int32(0), max_q
+        if const_expr(spec.packed):
+            assert mCuQ is not None
+            start, s_q = schedule.span(mCuQ, batch, mDQ.shape[0])
+        first = block * QUERIES
+        if first < s_q:
+            if const_expr(spec.packed):
+                gDQ = cute.domain_offset((start, 0), mDQ[None, head, None])
+            else:
+                gDQ = mDQ[batch, None, head, None]
+            row = Int64(head) * positions + schedule.position(spec.packed, start, batch, s_q) + first
+            tile = sums + row * (4 * spec.d)
+            pieces = spec.d // 8  # of 8 columns
+            for i in cutlass.range_constexpr(QUERIES // 2 * pieces // THREADS):
+                unit = i * THREADS + tidx
+                j, pair = unit % pieces, unit // pieces  # pair 8w + g: rows 16w + g and 16w + g + 8
+                address = tile + 16 * (128 * j + 4 * pair)
+                source = cute.make_ptr(Float32, address, AddressSpace.gmem, assumed_align=16)
+                values = cute.make_rmem_tensor((2, 2, 4), Float32)  # column within two, row, lane
+                cute.autovec_copy(
+                    cute.make_tensor(source, cute.make_layout(16)),
+                    cute.make_tensor(values.iterator, cute.make_layout(16)),
+                )
+                for r in cutlass.range_constexpr(2):
+                    at = first + pair // 8 * 16 + pair % 8 + 8 * r
+                    rounded = cute.make_rmem_tensor(8, self.dtype)
+                    for c in cutlass.range_constexpr(8):
+                        rounded[c] = (values[c % 2, r, c // 2] * softmax_scale).to(self.dtype)
+                    if at < s_q:
+                        cute.autovec_copy(rounded, cute.local_tile(gDQ[at, None], (8,), (j,)))

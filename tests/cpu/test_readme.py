@@ -69,14 +69,18 @@ def test_a_page_stays_short(page: Path, limit: int) -> None:
 @pytest.mark.parametrize("page", PAGES, ids=[str(page.relative_to(ROOT)) for page in PAGES])
 def test_links_lead_somewhere(page: Path) -> None:
     broken = []
-    for link in re.findall(r"\]\(([^)\s]+)\)", _prose(page)):
+    prose = _prose(page)
+    links = re.findall(r"\]\(([^)\s]+)\)", prose) + re.findall(r"^\[[^\]]+\]: (\S+)$", prose, re.MULTILINE)
+    for link in links:
         if "://" in link:
             continue
         path, _, anchor = link.partition("#")
         target = (page.parent / path).resolve() if path else page
         if not target.exists() or (anchor and anchor not in _anchors(target)):
             broken.append(link)
-    assert not broken
+    labels = set(re.findall(r"^\[([^\]]+)\]: ", prose, re.MULTILINE))
+    used = set(re.findall(r"\]\[([\w-]+)\]", prose)) if labels else set()
+    assert not broken and used == labels
 
 
 def test_paths_that_contributing_names_exist() -> None:

@@ -6,28 +6,11 @@ from pathlib import Path
 import pytest
 import torch
 
-ROOT = Path(__file__).resolve().parents[2]
-README, CONTRIBUTING = ROOT / "README.md", ROOT / "CONTRIBUTING.md"
-USERS = sorted((ROOT / "docs" / "users").glob("*.md"))
+from tests.support import examples
+from tests.support.examples import EXAMPLES, README, ROOT, USERS
+
+CONTRIBUTING = ROOT / "CONTRIBUTING.md"
 PAGES = [README, CONTRIBUTING, *sorted((ROOT / "docs").rglob("*.md"))]
-EXAMPLES = {
-    f"{page.stem}-{number}": (page, example)
-    for page in [README, *USERS]
-    for number, example in enumerate(re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL))
-}
-LIMITS = {
-    # README and docs/users print these words and a number. One rounding to bfloat16 is 1.7e-3.
-    "relative error": 3e-3,
-    "merged against whole, relative error": 5e-3,
-    "with a sink, relative error": 5e-3,
-    "sparse against dense, relative error": 3e-3,
-    "sink of 0, relative error": 5e-3,
-    "BNSH against pages, relative error": 3e-3,
-    "INT8 against bfloat16, relative error": 2e-2,  # quantization, scales per token and head
-    "656 bytes against bfloat16, relative error": 4e-2,  # half an ulp of e4m3 is up to 6e-2
-    "chunk against whole": 2**-6,  # a bit of bfloat16, should a sum round differently
-    "packed against batch": 2**-6,
-}
 OPERATIONS = {
     "mla_fp8_decode",
     "mla_fp8_append",
@@ -39,20 +22,9 @@ OPERATIONS = {
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
-def test_an_example_can_be_pasted(
-    name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    page, example = EXAMPLES[name]
+def test_an_example_can_be_pasted(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    torch.manual_seed(0)
-    names: dict[str, object] = {}
-    exec(compile(example, str(page), "exec"), names)
-    for line in capsys.readouterr().out.splitlines():
-        what, _, value = line.rpartition(": ")
-        assert float(value) < LIMITS[what], line
-    for tensor in names.values():
-        if isinstance(tensor, torch.Tensor) and tensor.is_leaf and tensor.requires_grad:
-            assert tensor.grad is not None and tensor.grad.abs().max() > 0
+    examples.run(name)
 
 
 @pytest.mark.parametrize("pages", [[README], USERS], ids=["README", "users"])

@@ -6,7 +6,7 @@ One token of the V3.2 format takes 656 bytes::
          | 512 e4m3    | 4 scales | 64 bfloat16  |
          | codes       | float32  | rope part    |
 
-`docs/users/formats.md` has the format in words, with the quantization rule. Whoever needs a number of a format, kernels
+`docs/format.md` has the format in words, with the quantization rule. Whoever needs a number of a format, kernels
 included, takes it from here.
 """
 

@@ -1,7 +1,7 @@
 """Quantize latent vectors into the 656-byte format, and read them back.
 
-`pack` defines the format's quantization rule bit by bit: the append kernel is tested for equal bytes. The
-rule in words: `docs/users/formats.md`.
+`pack` defines the format's quantization rule bit by bit: the append kernel is tested for equal bytes. `docs/format.md`
+states the rule in words.
 """
 
 from __future__ import annotations

@@ -64,6 +64,16 @@ def test_paths_that_contributing_names_exist() -> None:
     assert not {name for name in missing if not name.startswith(made)}
 
 
+def test_pages_that_sources_name_exist() -> None:
+    sources = [
+        file for folder in ("cute_kernels", "fp8_mla", "scripts", "tests") for file in (ROOT / folder).rglob("*.py")
+    ]
+    named = {
+        (page, file) for file in sources for page in re.findall(r"docs/[\w/]+\.md", file.read_text(encoding="utf-8"))
+    }
+    assert not [f"{file.relative_to(ROOT)}: {page}" for page, file in sorted(named) if not (ROOT / page).exists()]
+
+
 def _prose(page: Path) -> str:
     """A page without its blocks of code."""
     return re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)

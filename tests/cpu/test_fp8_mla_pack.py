@@ -37,7 +37,7 @@ def nearest_code(value: float) -> int:
 
 
 def packed_by_the_rule(row: np.ndarray) -> tuple[list[int], list[np.float32]]:
-    """The rule of docs/format.md for 512 float32 values, one value at a time."""
+    """The rule of docs/users/formats.md for 512 float32 values, one value at a time."""
     codes, scales = [], []
     with np.errstate(all="ignore"):
         for tile in row.reshape(4, 128):

@@ -76,7 +76,7 @@ def test_example():
 
 
 def test_example_of_the_format_page_runs():
-    page = Path(__file__).parents[2] / "docs" / "format.md"
+    page = Path(__file__).parents[2] / "docs" / "users" / "formats.md"
     blocks = re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
     names: dict = {}
     for block in blocks:

@@ -200,7 +200,7 @@ def test_mla_tokens_behind_a_query(options, field):
 
 REACH, REACH_OF_GRADIENTS = 190, 318
 """Tokens between a key that a query sees and one that may still reach its output, and its gradient: a block of 64
-queries and a tile of 128 keys, of 64 queries and 256 keys. docs/sink_attention.md says 192 and 320."""
+queries and a tile of 128 keys, of 64 queries and 256 keys. docs/users/sink_attention.md says 192 and 320."""
 
 
 def run(case: SinkCase, deterministic: bool = False) -> tuple[torch.Tensor, ...]:

@@ -1,0 +1,54 @@
+"""Python examples of README and docs/users: each block runs as pasted, on a CPU and on a GPU.
+
+A line that an example prints is `what: number`; the number has to stay below `LIMITS[what]`. What requires gradients at
+the end of an example has one.
+"""
+
+import contextlib
+import io
+import re
+from pathlib import Path
+from typing import Final
+
+import torch
+
+ROOT: Final = Path(__file__).resolve().parents[2]
+README: Final = ROOT / "README.md"
+USERS: Final = sorted((ROOT / "docs" / "users").glob("*.md"))
+EXAMPLES: Final = {
+    f"{page.stem}-{number}": (page, example)
+    for page in [README, *USERS]
+    for number, example in enumerate(re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL))
+}
+LIMITS: Final = {
+    # one rounding to bfloat16 is 1.7e-3; two results that were rounded apart differ by up to 2.6e-3
+    "relative error": 3e-3,
+    "merged against whole, relative error": 5e-3,
+    "with a sink, relative error": 5e-3,
+    "sparse against dense, relative error": 5e-3,
+    "sink of 0, relative error": 5e-3,
+    "BNSH against pages, relative error": 5e-3,
+    "INT8 against bfloat16, relative error": 2e-2,  # quantization, scales per token and head
+    "656 bytes against bfloat16, relative error": 4e-2,  # an e4m3 number is off by up to 6e-2
+    "chunk against whole": 2**-6,  # a bit of bfloat16, should a sum round differently
+    "packed against batch": 2**-6,
+}
+
+
+def run(name: str) -> None:
+    """Runs one example.
+
+    Raises:
+        AssertionError: a printed number is too large, or a gradient is missing or zero.
+    """
+    page, example = EXAMPLES[name]
+    torch.manual_seed(0)
+    names: dict[str, object] = {}
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        exec(compile(example, str(page), "exec"), names)
+    for line in printed.getvalue().splitlines():
+        what, _, value = line.rpartition(": ")
+        assert float(value) < LIMITS[what], line
+    for tensor in names.values():
+        if isinstance(tensor, torch.Tensor) and tensor.is_leaf and tensor.requires_grad:
+            assert tensor.grad is not None and tensor.grad.abs().max() > 0

@@ -40,8 +40,11 @@ import torch  # noqa: E402
 
 from cute_kernels.mla import spec as mla_spec  # noqa: E402
 from cute_kernels.runtime.arch import is_sm90  # noqa: E402
-from scripts import bench_gqa, bench_mla, bench_sink, fuzz, sanitize  # noqa: E402
-from scripts.bench import evidence, kernels_run  # noqa: E402
+from scripts import fuzz, sanitize  # noqa: E402
+from scripts.bench import gqa as bench_gqa  # noqa: E402
+from scripts.bench import kernels_run, records  # noqa: E402
+from scripts.bench import mla as bench_mla  # noqa: E402
+from scripts.bench import sink as bench_sink  # noqa: E402
 from scripts.bench.timing import measure_ceilings  # noqa: E402
 
 TESTS_TIMEOUT_S = 540  # 260 s on a usual host, 400 on the slowest so far
@@ -51,7 +54,7 @@ SHORT_FUZZ_SEED = 10**9
 """Far from the seeds of recorded runs of `scripts/fuzz.py`, which begin at 0."""
 PARTIAL_RESULT = ROOT / "build" / "gpu_check_partial.json"
 LEFT_OUT = "left out of this run"
-KEPT_KEYS = ("card", "driver", "torch", "cutlass_dsl", *evidence.MORE_TEXT_KEYS)
+KEPT_KEYS = ("card", "driver", "torch", "cutlass_dsl", *records.MORE_TEXT_KEYS)
 """What two runs must have in common that share a record."""
 
 Bench = tuple[str, Callable[[dict[str, float]], dict[str, Any]]]
@@ -337,7 +340,7 @@ def completed(record: dict[str, Any], kept: dict[str, Any]) -> dict[str, Any]:
     """
     tests = dict(kept["tests"] if record["tests"]["passed"] is None else record["tests"])
     sanitizers = [one["tests"]["sanitizer"] for one in (record, kept)]
-    ran = any(sanitizers[0][tool] is not None for tool in evidence.SANITIZER_TOOLS)
+    ran = any(sanitizers[0][tool] is not None for tool in records.SANITIZER_TOOLS)
     whole = {**record, "tests": {**tests, "sanitizer": sanitizers[0] if ran else sanitizers[1]}}
     if not record["cases"]:
         whole.update(cases=kept["cases"], ceilings=kept["ceilings"])
@@ -348,7 +351,7 @@ def completed(record: dict[str, Any], kept: dict[str, Any]) -> dict[str, Any]:
             whole["reliability"] = kept["reliability"]
     else:
         whole = {key: value for key, value in whole.items() if key not in ("kernels", "toolchain", "reliability")}
-    evidence.validate(whole)
+    records.validate(whole)
     return whole
 
 
@@ -358,7 +361,7 @@ def shortcomings(record: Mapping[str, Any]) -> list[str]:
     found = [f"{tests['failed']} tests failed"] if tests["failed"] else []
     sanitizer = tests["sanitizer"]
     reasons = sanitizer.get("reasons", {})
-    for tool in (*evidence.SANITIZER_TOOLS, *evidence.MORE_TOOLS):
+    for tool in (*records.SANITIZER_TOOLS, *records.MORE_TOOLS):
         if sanitizer.get(tool):
             found.append(f"{tool}: {sanitizer[tool]} errors")
         elif tool in sanitizer and sanitizer[tool] is None and reasons.get("all") != LEFT_OUT:
@@ -412,11 +415,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
 
     progress = Progress()
-    digest = evidence.source_digest()
-    kept = None if options.keep is None else evidence.read(options.keep)
-    random_calls = None if options.reliability is None else evidence.read_reliability(options.reliability)
+    digest = records.source_digest()
+    kept = None if options.keep is None else records.read(options.keep)
+    random_calls = None if options.reliability is None else records.read_reliability(options.reliability)
     if kept is not None:  # now, and not when all has run
-        require_same(kept, {**evidence.machine(), "source_digest": digest})
+        require_same(kept, {**records.machine(), "source_digest": digest})
     code = kernels_run.machine_code()
     tests, sanitizer = check(options, code, progress)
     problems: list[str] = []
@@ -444,11 +447,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except Exception as error:  # what was measured is recorded whatever a disassembler says
         print(f"no digests of machine code: {type(error).__name__}: {error}", flush=True)
 
-    if evidence.source_digest() != digest:
+    if records.source_digest() != digest:
         print("the sources changed while this ran: nothing is recorded", file=sys.stderr)
         return 1
-    record = evidence.assemble(
-        machine=evidence.machine(),
+    record = records.assemble(
+        machine=records.machine(),
         digest=digest,
         tests={**tests, "sanitizer": sanitizer},
         ceilings=ceilings,
@@ -460,13 +463,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     partial = options.quick or options.only is not None or (options.skip_sanitizer and kept is None)
     partial = partial or record["tests"]["passed"] is None or not record["cases"]
     out = options.out or (PARTIAL_RESULT if partial else ROOT / "results" / f"{card_slug(record['card'])}.json")
-    evidence.write(record, out)  # before random calls may be refused
+    records.write(record, out)  # before random calls may be refused
     kernels_run.older_file(out).unlink(missing_ok=True)  # what just ran is built
     if random_calls is not None:
         try:
-            record = evidence.with_reliability(record, random_calls)
-            evidence.write(record, out)
-        except evidence.EvidenceError as error:
+            record = records.with_reliability(record, random_calls)
+            records.write(record, out)
+        except records.RecordError as error:
             problems.append(f"random calls are not in the record: {error}")
     progress.say(f"written to {out}; scripts/results_table.py puts results/h200.json into the pages")
     return report(record, problems, options.quick or options.only is not None)
@@ -475,7 +478,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def check(options: argparse.Namespace, code: Any, progress: Progress) -> tuple[dict[str, Any], dict[str, Any]]:
     """Tests and sanitizers: the counts of both. Beside them the kernels of the benchmarks are compiled."""
     tests: dict[str, Any] = {"passed": None, "failed": None, "skipped": None}
-    sanitizer: dict[str, Any] = {**dict.fromkeys(evidence.SANITIZER_TOOLS), "reasons": {"all": LEFT_OUT}}
+    sanitizer: dict[str, Any] = {**dict.fromkeys(records.SANITIZER_TOOLS), "reasons": {"all": LEFT_OUT}}
     findings: list[sanitize.Finding] = []
 
     def beside_tests() -> None:

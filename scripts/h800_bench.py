@@ -33,11 +33,18 @@ from cute_kernels.budget import model  # noqa: E402
 from cute_kernels.budget.rates import H200, Rates  # noqa: E402
 from cute_kernels.runtime.arch import is_sm90  # noqa: E402
 from cute_kernels.runtime.compile import compile_kernel, precompile  # noqa: E402
-from scripts import bench_gqa, bench_mla, bench_plots, bench_trace, bench_units, budget_table  # noqa: E402
-from scripts.bench import evidence  # noqa: E402
+from scripts import budget_table  # noqa: E402
+from scripts.bench import (
+    card_plots,  # noqa: E402
+    records,  # noqa: E402
+    timeline,  # noqa: E402
+    unit_rates,  # noqa: E402
+)
+from scripts.bench import gqa as bench_gqa  # noqa: E402
+from scripts.bench import mla as bench_mla  # noqa: E402
 from scripts.bench.timing import measure_ceilings  # noqa: E402
+from scripts.bench.units.spec import EVENTS, ROLES, TRACED_TILES, GatherSpec  # noqa: E402
 from scripts.gpu_check import Bench, Progress, card_slug, case_name, run_benches  # noqa: E402
-from scripts.units.spec import EVENTS, ROLES, TRACED_TILES, GatherSpec  # noqa: E402
 
 NO_GPU = "No SM90 GPU was found (Hopper, compute capability 9.0): nothing was measured, these are predictions."
 # Beside the cases of gpu_check: the published one at other topk, 32768 among them.
@@ -118,7 +125,7 @@ def write(record: dict[str, Any], path: pathlib.Path) -> None:
     draft.replace(path)
 
 
-def trace(folder: pathlib.Path, card: str, say: Callable[[str], None]) -> list[bench_trace.Span]:
+def trace(folder: pathlib.Path, card: str, say: Callable[[str], None]) -> list[timeline.Span]:
     """Time the roles of the kernel that gathers and converts, and draw one CTA of it.
 
     The decode kernel leaves no timestamps; of what it does, this kernel does the producer's part.
@@ -126,17 +133,17 @@ def trace(folder: pathlib.Path, card: str, say: Callable[[str], None]) -> list[b
     spec = GatherSpec(trace=True)
     ctas = torch.cuda.get_device_properties("cuda").multi_processor_count // 2 * 2
     times = torch.zeros((ctas, len(ROLES) + 1, 2 * TRACED_TILES, 2), dtype=torch.int64, device="cuda")
-    run, out, _, expected = bench_units.gather_call(spec, compile_kernel(spec), bench_units.FAR_ROWS, "cuda", times)
+    run, out, _, expected = unit_rates.gather_call(spec, compile_kernel(spec), unit_rates.FAR_ROWS, "cuda", times)
     for _ in range(3):
         run()
     torch.cuda.synchronize()
     if not torch.equal(out, expected):
         say("trace: the kernel's result is wrong, nothing is drawn")
         return []
-    found = bench_trace.spans(times.tolist(), 0, ROLES, EVENTS)
-    title = f"One CTA that gathers and converts rows (scripts/units/gather_kernel.py), on {card}"
-    drawn = bench_trace.draw(found, folder / "trace.svg", title)
-    for (role, event), ns in bench_trace.busy(found).items():
+    found = timeline.spans(times.tolist(), 0, ROLES, EVENTS)
+    title = f"One CTA that gathers and converts rows (scripts/bench/units/gather.py), on {card}"
+    drawn = timeline.draw(found, folder / "trace.svg", title)
+    for (role, event), ns in timeline.busy(found).items():
         say(f"trace: {role}, {event}: {ns:.0f} ns in the first {TRACED_TILES} tiles")
     say(f"trace: {folder / 'trace.svg' if drawn else 'matplotlib is missing, nothing is drawn'}")
     return found
@@ -145,7 +152,7 @@ def trace(folder: pathlib.Path, card: str, say: Callable[[str], None]) -> list[b
 def measure(options: argparse.Namespace) -> int:
     """Everything that needs a GPU."""
     progress = Progress()
-    machine = evidence.machine()
+    machine = records.machine()
     card = machine["card"]
     partial = options.quick or options.only is not None or options.no_units
     place = ROOT / ("build" if partial else "results") / f"bench_{card_slug(card)}"
@@ -157,10 +164,10 @@ def measure(options: argparse.Namespace) -> int:
     progress.say(", ".join(f"{name} {value:.0f}" for name, value in ceilings.items()))
     units: list[Any] = []
     if not options.no_units:
-        chosen = bench_units.selected(lambda name: options.only is None or re.search(options.only, name) is not None)
-        units = bench_units.run_units(chosen, progress.say)
+        chosen = unit_rates.selected(lambda name: options.only is None or re.search(options.only, name) is not None)
+        units = unit_rates.run_units(chosen, progress.say)
     figures = {"card": card, "sms": torch.cuda.get_device_properties("cuda").multi_processor_count}
-    figures |= bench_units.figures_from(units, ceilings)
+    figures |= unit_rates.figures_from(units, ceilings)
     rates = H200.measured(figures)
     kept = sorted({field.name for field in dataclasses.fields(Rates)} - set(figures) - {"sm_mhz"})
     progress.say(f"rates taken from an H200, not measured here: {', '.join(kept) or 'none'}")
@@ -185,7 +192,7 @@ def measure(options: argparse.Namespace) -> int:
 
     record = {
         **machine,
-        "source_digest": evidence.source_digest(),
+        "source_digest": records.source_digest(),
         "ceilings": ceilings,
         "units": [unit.as_record() for unit in units],
         "rates": dataclasses.asdict(rates),
@@ -195,7 +202,7 @@ def measure(options: argparse.Namespace) -> int:
         "trace": [dataclasses.asdict(span) for span in traced],
     }
     write(record, folder / "bench.json")
-    drawn = bench_plots.draw(cases, rates, folder)
+    drawn = card_plots.draw(cases, rates, folder)
     for line in budget_table.plain(case_table(cases)):
         print(line)
     errors = [abs(case["model_error"]) for case in cases if "model_error" in case]

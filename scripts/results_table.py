@@ -35,7 +35,7 @@ ROOT = pathlib.Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # runs from a checkout, installed or not
 
 from scripts import budget_table, plots  # noqa: E402
-from scripts.bench import evidence, kernels_run  # noqa: E402
+from scripts.bench import kernels_run, records  # noqa: E402
 from scripts.bench.kernels_run import mark  # noqa: E402
 
 MARKER = re.compile(r"<!-- results:([a-z-]+):(begin|end) -->")
@@ -62,7 +62,7 @@ def _run(record: Record) -> list[str]:
     tests, ceilings = record["tests"], record["ceilings"]
     sanitizer = ", ".join(
         f"{tool} {'not run' if tests['sanitizer'][tool] is None else tests['sanitizer'][tool]}"
-        for tool in (*evidence.SANITIZER_TOOLS, *(more for more in evidence.MORE_TOOLS if more in tests["sanitizer"]))
+        for tool in (*records.SANITIZER_TOOLS, *(more for more in records.MORE_TOOLS if more in tests["sanitizer"]))
     )
     more = f"tvm-ffi {record['tvm_ffi']}, " if "tvm_ffi" in record else ""
     return [
@@ -567,7 +567,7 @@ def main(arguments: Sequence[str] | None = None, root: pathlib.Path = ROOT) -> i
     ways.add_argument("--compare", action="store_true", help="first look which machine code is still built")
     parser.add_argument("--results", type=pathlib.Path, default=root / "results" / "h200.json")
     options = parser.parse_args(arguments)
-    record = evidence.read(options.results) if options.results.exists() else None
+    record = records.read(options.results) if options.results.exists() else None
     if record is not None and options.compare:
         compare(record, options.results, kernels_run.machine_code())
     if record is not None:

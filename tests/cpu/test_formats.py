@@ -53,7 +53,7 @@ def test_all_that_knows_the_format_takes_it_from_there() -> None:
     from cute_kernels.mla import spec
     from cute_kernels.mla.crossover.kernels import load
     from cute_kernels.mla.kernels import append
-    from scripts.units import spec as units
+    from scripts.bench.units import spec as units
 
     rope = V3_2.field("rope")
     assert (fp8_mla.NOPE_DIM, fp8_mla.ROPE_DIM, fp8_mla.QK_DIM, fp8_mla.V_DIM) == (

@@ -14,11 +14,13 @@ from cute_kernels.mla import append_op as mla_append_op
 from cute_kernels.mla import op as mla_op
 from cute_kernels.mla.append_spec import MlaAppendSpec
 from cute_kernels.runtime import compile
-from scripts import bench_gqa, bench_sink, gpu_check
-from scripts.bench import evidence, kernels_run
-from scripts.bench.evidence import kernel_id
+from scripts import gpu_check
+from scripts.bench import gqa as bench_gqa
+from scripts.bench import kernels_run, records
+from scripts.bench import sink as bench_sink
+from scripts.bench.records import kernel_id
 from tests.cpu.tiny_spec import TinySpec
-from tests.support.records import TOOLCHAIN, coded_record, some_record
+from tests.support.made_up_records import TOOLCHAIN, coded_record, some_record
 
 OPS: tuple[Any, ...] = (mla_op, mla_append_op, gqa_op, gqa_append_op, merge_op)
 
@@ -157,7 +159,7 @@ def test_comparisons_need_machine_code_of_the_same_toolchain():
 def test_the_pages_know_which_recorded_machine_code_is_no_longer_built(root):
     """Says which recorded cases are of other code than what is built now, and that the pages must mark them."""
     path = root / "results" / "h200.json"
-    record = evidence.read(path)
+    record = records.read(path)
     if not record.get("kernels"):
         pytest.skip("results/h200.json names no machine code: of what it ran nothing is known")
     code = kernels_run.machine_code()

@@ -11,9 +11,9 @@ from torch.nn.attention import SDPBackend
 
 import cute_kernels
 from cute_kernels.gqa.reference import reference_append, reference_gqa_decode
-from scripts import gpu_check
 from scripts.bench import gqa as bench_gqa
 from scripts.bench import records
+from scripts.bench.cases import select_benches
 from scripts.bench.gqa import APPEND_CASES, DECODE_CASES, AppendBench, GqaBench
 from tests.support.gqa_cases import SCALE_NAMES
 from tests.support.replays import fake_time_graph
@@ -71,7 +71,7 @@ MUST: dict[str, tuple[str, int, dict[str, float]]] = {
 
 @pytest.mark.parametrize("only, count, must", MUST.values(), ids=MUST)
 def test_what_must_be_reached(only: str, count: int, must: dict[str, float]) -> None:
-    benches, _ = gpu_check.select_benches(quick=False, only=only)
+    benches, _ = select_benches(quick=False, only=only)
     names = [name for name, _ in benches if name.startswith("gqa_decode")]
     assert len(names) == count
     assert all(case.must == must for case in DECODE_CASES if case.name in names)
@@ -83,7 +83,7 @@ def test_no_case_is_without_a_line_above() -> None:
 
 
 def test_quick_runs_few() -> None:
-    names = [name for name, _ in gpu_check.select_benches(quick=True, only="^gqa|^kv_int8")[0]]
+    names = [name for name, _ in select_benches(quick=True, only="^gqa|^kv_int8")[0]]
     assert 4 <= len(names) <= 8
     assert any("bf16" in name for name in names)
     assert any("paged" in name for name in names)

@@ -9,9 +9,9 @@ from torch.nn.attention import SDPBackend
 
 import cute_kernels
 from cute_kernels.sink.op import sink_attention
-from scripts import gpu_check
 from scripts.bench import records
 from scripts.bench import sink as bench_sink
+from scripts.bench.cases import select_benches
 from scripts.bench.sink import CASES, ROUTING_CASES, RoutingBench, SinkBench
 from tests.support.replays import fake_time_graph
 
@@ -167,7 +167,7 @@ MUST: dict[str, tuple[str, dict[str, float]]] = {
 
 @pytest.mark.parametrize(("only", "must"), MUST.values(), ids=MUST)
 def test_what_must_be_reached(only: str, must: dict[str, float]) -> None:
-    [(name, _)], _ = gpu_check.select_benches(quick=False, only=only)
+    [(name, _)], _ = select_benches(quick=False, only=only)
     (case,) = (case for case in CASES if case.name == name)
     assert case.must == must
     assert case.peer or "ratio" not in must

@@ -11,6 +11,8 @@ import torch
 
 from scripts import gpu_check, sanitize
 from scripts.bench import kernels_run, records
+from scripts.bench.cases import card_slug, run_benches, table
+from scripts.bench.progress import Progress
 from scripts.bench.records import kernel_id
 from tests.cpu.tiny_spec import TinySpec
 from tests.gpu import conftest
@@ -144,7 +146,7 @@ def test_shards_are_a_partition():
 
 
 def test_the_table_shows_speeds_and_failures():
-    lines = gpu_check.table(some_record()["cases"]).splitlines()
+    lines = table(some_record()["cases"]).splitlines()
     assert len(lines) == 16
     assert "128x128x2 topk 2048" in lines[1]
     assert "500.123" in lines[1]
@@ -163,19 +165,19 @@ def test_the_table_shows_speeds_and_failures():
 
 
 def test_cards_name_their_files():
-    assert gpu_check.card_slug("NVIDIA H200") == "h200"
-    assert gpu_check.card_slug("NVIDIA H100 80GB HBM3") == "h100"
-    assert gpu_check.card_slug("NVIDIA Other Card") == "nvidia_other_card"
+    assert card_slug("NVIDIA H200") == "h200"
+    assert card_slug("NVIDIA H100 80GB HBM3") == "h100"
+    assert card_slug("NVIDIA Other Card") == "nvidia_other_card"
 
 
 def test_a_bench_that_raises_is_recorded_and_the_others_run():
     def broken(ceilings: dict[str, float]) -> dict[str, Any]:
         raise RuntimeError("illegal memory access")
 
-    cases = gpu_check.run_benches(
+    cases = run_benches(
         [("mla_fp8_decode sparse 1x128x1 topk 2048", broken), ("other", lambda ceilings: {"op": "other"})],
         {},
-        gpu_check.Progress(),
+        Progress(),
     )
     assert cases[0]["failed"] == "RuntimeError: illegal memory access"
     assert cases[1] == {"op": "other"}

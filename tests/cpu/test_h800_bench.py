@@ -14,7 +14,7 @@ import torch
 import fp8_mla
 from cute_kernels.budget.rates import H200
 from scripts import budget_table, h800_bench
-from scripts.bench import card_plots, timeline, unit_rates
+from scripts.bench import card, card_plots, timeline, unit_rates
 from scripts.bench import gqa as bench_gqa
 from scripts.bench import mla as bench_mla
 from scripts.bench.timeline import Span
@@ -211,24 +211,24 @@ def test_names_select_units() -> None:
 
 
 def test_the_published_cases_are_there() -> None:
-    sparse = {(b.batch, b.h_q, b.s_q, b.keys) for b in h800_bench.MLA_CASES if b.mode == "sparse"}
+    sparse = {(b.batch, b.h_q, b.s_q, b.keys) for b in card.MLA_CASES if b.mode == "sparse"}
     assert {(128, 128, 2, 2048), (128, 128, 2, 32768), (1, 128, 1, 2048), (128, 64, 1, 2048)} <= sparse
-    assert any(bench.mode == "dense" for bench in h800_bench.MLA_CASES)
-    assert len({bench.name for bench in h800_bench.MLA_CASES}) == len(h800_bench.MLA_CASES)
-    assert len(h800_bench.GQA_CASES) > 30 and {bench.kv_dtype for bench in h800_bench.GQA_CASES} == {"int8"}
+    assert any(bench.mode == "dense" for bench in card.MLA_CASES)
+    assert len({bench.name for bench in card.MLA_CASES}) == len(card.MLA_CASES)
+    assert len(card.GQA_CASES) > 30 and {bench.kv_dtype for bench in card.GQA_CASES} == {"int8"}
 
 
 def test_cases_are_selected() -> None:
-    mla, gqa = h800_bench.select(quick=True, only=None)
-    assert 0 < len(mla) < len(h800_bench.MLA_CASES) and 0 < len(gqa) < len(h800_bench.GQA_CASES)
-    mla, gqa = h800_bench.select(quick=False, only="topk 32768")
+    mla, gqa = card.select(quick=True, only=None)
+    assert 0 < len(mla) < len(card.MLA_CASES) and 0 < len(gqa) < len(card.GQA_CASES)
+    mla, gqa = card.select(quick=False, only="topk 32768")
     assert [bench.keys for bench in mla] == [32768] and gqa == []
 
 
 def some_cases() -> tuple[list[dict[str, Any]], list[Any], list[Any]]:
     """Every selected case as if it took 10% longer than predicted; one failed."""
-    mla = [bench for bench in h800_bench.MLA_CASES if bench.batch != 4]
-    gqa = [bench for bench in h800_bench.GQA_CASES if bench.batch == 64]
+    mla = [bench for bench in card.MLA_CASES if bench.batch != 4]
+    gqa = [bench for bench in card.GQA_CASES if bench.batch == 64]
     cases: list[dict[str, Any]] = []
     benches: list[Any] = [*mla, *gqa]
     for bench in benches:
@@ -243,25 +243,25 @@ def some_cases() -> tuple[list[dict[str, Any]], list[Any], list[Any]]:
 
 def test_predictions_stand_beside_cases() -> None:
     cases, mla, gqa = some_cases()
-    found: list[dict[str, Any]] = h800_bench.predicted(cases, mla, gqa, H200)
+    found: list[dict[str, Any]] = card.predicted(cases, mla, gqa, H200)
     assert found[2] == cases[2], "a failed case has no time and gets none"
     for case in (*found[:2], *found[3:]):
         assert case["model_error"] == pytest.approx(1 / 1.1 - 1, abs=1e-3)
         assert case["binds"]
     assert found[0]["predicted_cycles_per_token"] == bench_mla.predicted_cycles(mla[0])
-    table = h800_bench.case_table(found)
+    table = card.case_table(found)
     assert len(table) == len(found) + 1 and {len(row) for row in table} == {len(table[0])}
     assert table[3][1] == "FAILED" and table[1][-3:] == ["-9.1%", "latency", "0.9"]
     assert table[-1][-2] == "HBM"
     with pytest.raises(ValueError):
-        h800_bench.predicted(cases[1:], mla, gqa, H200)
+        card.predicted(cases[1:], mla, gqa, H200)
 
 
 def test_the_clock_is_that_of_the_run() -> None:
     clocks: list[dict[str, Any]] = [{"op": "mla_fp8_decode", "sm_mhz": mhz} for mhz in (1700, 1980, 1800)]
     others: list[dict[str, Any]] = [{"op": "gqa_decode", "sm_mhz": 1000}, {"op": "mla_fp8_decode", "failed": "wrong"}]
-    assert h800_bench.at_clock_of(H200, [*clocks, *others]).sm_mhz == 1800
-    assert h800_bench.at_clock_of(H200, others) == H200
+    assert card.at_clock_of(H200, [*clocks, *others]).sm_mhz == 1800
+    assert card.at_clock_of(H200, others) == H200
 
 
 # --- the script
@@ -305,19 +305,19 @@ def test_output_goes_where_it_belongs(monkeypatch: pytest.MonkeyPatch, tmp_path:
     cases, mla, gqa = some_cases()
     machine = {"card": "NVIDIA H100 80GB HBM3", "driver": "1", "torch": "2", "cutlass_dsl": "4", "date": "2026-01-01"}
     ceilings = {"read_GBps": 3000.0, "copy_GBps": 2900.0, "bf16_gemm_TFLOPs": 700.0}
-    monkeypatch.setattr(h800_bench.records, "machine", lambda: machine)
-    monkeypatch.setattr(h800_bench, "measure_ceilings", lambda: ceilings)
-    monkeypatch.setattr(h800_bench.unit_rates, "run_units", lambda specs, say: [UnitResult("u", {"x": 1.0})])
-    monkeypatch.setattr(h800_bench, "select", lambda quick, only: (mla, gqa))
-    monkeypatch.setattr(h800_bench, "precompile", lambda specs: None)
-    monkeypatch.setattr(h800_bench, "run_benches", lambda benches, ceilings, progress: cases)
-    monkeypatch.setattr(h800_bench.bench_mla, "import_peer", lambda: "none here")
-    monkeypatch.setattr(h800_bench, "ROOT", tmp_path)
+    monkeypatch.setattr(card.records, "machine", lambda: machine)
+    monkeypatch.setattr(card, "measure_ceilings", lambda: ceilings)
+    monkeypatch.setattr(card.unit_rates, "run_units", lambda specs, say: [UnitResult("u", {"x": 1.0})])
+    monkeypatch.setattr(card, "select", lambda quick, only: (mla, gqa))
+    monkeypatch.setattr(card, "precompile", lambda specs: None)
+    monkeypatch.setattr(card, "run_benches", lambda benches, ceilings, progress: cases)
+    monkeypatch.setattr(card.bench_mla, "import_peer", lambda: "none here")
+    monkeypatch.setattr(card, "ROOT", tmp_path)
     sizes = SimpleNamespace(multi_processor_count=132, L2_cache_size=60 << 20)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: sizes)
     options: dict[str, Any] = {"quick": False, "only": None, "no_units": False, "trace": False, "out": None}
     for changed, place in (({}, "results"), ({"quick": True}, "build"), ({"no_units": True}, "build")):
-        status = h800_bench.measure(SimpleNamespace(**{**options, **changed}))
+        status = card.measure(SimpleNamespace(**{**options, **changed}))
         assert status == 1, "a case failed"
         record = json.loads((tmp_path / place / "bench_h100" / "bench.json").read_text())
         assert record["card"] == record["rates"]["card"] == machine["card"]
@@ -332,7 +332,7 @@ def test_output_goes_where_it_belongs(monkeypatch: pytest.MonkeyPatch, tmp_path:
 def test_plots_are_drawn_and_the_same_twice(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     cases, mla, gqa = some_cases()
-    cases = h800_bench.predicted(cases, mla, gqa, H200)
+    cases = card.predicted(cases, mla, gqa, H200)
     names = ["roofline.svg", "budget.svg", "speed.svg"]
     for folder in ("a", "b"):
         assert card_plots.draw(cases, H200, tmp_path / folder) == names

@@ -14,10 +14,10 @@ from cute_kernels.mla import append_op as mla_append_op
 from cute_kernels.mla import op as mla_op
 from cute_kernels.mla.append_spec import MlaAppendSpec
 from cute_kernels.runtime import compile
-from scripts import gpu_check
 from scripts.bench import gqa as bench_gqa
 from scripts.bench import kernels_run, records
 from scripts.bench import sink as bench_sink
+from scripts.bench.cases import case_name, name_kernels
 from scripts.bench.records import kernel_id
 from tests.cpu.tiny_spec import TinySpec
 from tests.support.made_up_records import TOOLCHAIN, coded_record, some_record
@@ -63,7 +63,7 @@ def test_cases_name_their_kernels():
     specs = [TinySpec(32), TinySpec(64), TinySpec(96)]
     code = SimpleNamespace(digests_of_specs=digests, toolchain=lambda: TOOLCHAIN)
     cases: list[dict[str, Any]] = [{"op": "a"}, {"op": "b", "failed": "no"}, {"op": "c"}]
-    facts = gpu_check.name_kernels(cases, [specs[:2], specs[:1], []], specs[2:], code)
+    facts = name_kernels(cases, [specs[:2], specs[:1], []], specs[2:], code)
     names = [kernel_id(digest(spec).sass, digest(spec).launch) for spec in specs]
     assert [case["kernels"] for case in cases] == [names[:2], names[:1], []]
     assert list(facts["kernels"]) == names and facts["toolchain"] == TOOLCHAIN
@@ -171,7 +171,7 @@ def test_the_pages_know_which_recorded_machine_code_is_no_longer_built(root):
         return {spec: code.digest_of_spec(spec) for spec in specs}
 
     older = kernels_run.no_longer_built(kernels, of_specs, kernels_run.shipped_specs)
-    cases = [gpu_check.case_name(case) for case in kernels_run.marked(record, older)["cases"] if "older" in case]
+    cases = [case_name(case) for case in kernels_run.marked(record, older)["cases"] if "older" in case]
     said = "; ".join(cases) or "none"
     assert kernels_run.read_older(path) & set(kernels) == set(older), (
         f"cases of machine code that is no longer built: {said}. Run python scripts/results_table.py --compare"

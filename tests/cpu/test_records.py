@@ -8,6 +8,7 @@ import pytest
 
 from scripts import add_reliability, results_table
 from scripts.bench import kernels_run, records
+from scripts.bench.report import pages, plots
 from scripts.bench.timing import WrongReplay
 from tests.support.made_up_records import FAILED, PASSED, SIZES, coded_record, kernel, random_calls, some_record
 
@@ -258,7 +259,7 @@ def test_the_pages_are_filled_and_checked(checkout, capsys):
 
 def test_without_results_the_page_says_so(checkout):
     assert results_table.main([], root=checkout) == 0
-    assert results_table.NO_RESULTS in (checkout / "README.md").read_text()
+    assert pages.NO_RESULTS in (checkout / "README.md").read_text()
     assert results_table.main(["--check"], root=checkout) == 0
 
 
@@ -289,7 +290,8 @@ def test_markers_that_are_no_pair_are_an_error(text, checkout, capsys):
 
 def test_a_record_without_such_cases_says_so():
     record = some_record(cases=[])
-    assert [part for part in results_table.PARTS if results_table.render(record, part) == results_table.NO_CASES] == [
+    assert [part for part in pages.PARTS if pages.render(record, part) == pages.NO_CASES] == [
+        "headlines",
         "mla",
         "mla-sustained",
         "gqa",
@@ -301,9 +303,27 @@ def test_a_record_without_such_cases_says_so():
     ]
 
 
+def test_headlines_name_their_conditions():
+    (line,) = (line for line in pages.render(some_record(), "headlines").splitlines() if "sparse" in line)
+    assert line == (
+        "| `mla_fp8_decode`, sparse | 128 requests x 2 tokens, 128 heads, topk 2048 | 500 | 0.82 x FlashMLA | 2.1e-03 |"
+    )
+    (line,) = (line for line in pages.render(some_record(), "headlines").splitlines() if "forward" in line)
+    assert "4 x 16384 tokens, 64/8 heads of 64, causal, with sinks | 500 | 1.10 x cuDNN without sinks" in line
+    failed = pages.render(some_record(cases=[records.record_case(SIZES, FAILED, dict)]), "headlines")
+    assert "topk 2048 | check failed | – | 5.0e-01 |" in failed
+
+
+def test_every_block_has_a_page(root):
+    """A page that is rewritten without its markers would lose a table that nothing else shows."""
+    text = "".join(path.read_text(encoding="utf-8") for path in pages.pages(root))
+    lost = {part for part in pages.PARTS if f"<!-- results:{part}:begin -->" not in text}
+    assert lost <= {"headlines", "sink-summary"}, "the README has one of these, and a table for users the rest"
+
+
 def test_every_op_has_a_place():
     """A benchmark that no part shows would be in the record and on no page."""
-    text = "\n".join(results_table.render(some_record(), part) for part in results_table.PARTS)
+    text = "\n".join(pages.render(some_record(), part) for part in pages.PARTS)
     for op in {case["op"] for case in some_record()["cases"]}:
         assert f"`{op}`" in text
 
@@ -315,12 +335,12 @@ def test_a_case_that_raised_is_in_the_tables():
     ]
     record = some_record(cases=[*some_record()["cases"], *raised])
     for part in ("mla", "gqa", "sink"):
-        (line,) = (line for line in results_table.render(record, part).splitlines() if "int8 64x32x1" in line)
+        (line,) = (line for line in pages.render(record, part).splitlines() if "int8 64x32x1" in line)
         assert "failed" in line
 
 
 def test_the_summary_of_gqa_shows_what_is_needed_and_missed():
-    lines = results_table.render(some_record(), "gqa-summary").splitlines()
+    lines = pages.render(some_record(), "gqa-summary").splitlines()
     columns = ["int8 per tensor, BNSH", "int8 per token head, paged_NHD 64"]
     assert (
         lines[0] == f"| `gqa_decode`: batch x s_k | needs | {' | '.join(columns)} | cuDNN over bf16: its time / ours |"
@@ -335,7 +355,7 @@ def test_the_summary_of_gqa_shows_what_is_needed_and_missed():
 
 def test_the_tables_of_sink_attention():
     whole, summary, routing = (
-        results_table.render(some_record(), part).splitlines() for part in ("sink", "sink-summary", "sink-routing")
+        pages.render(some_record(), part).splitlines() for part in ("sink", "sink-summary", "sink-routing")
     )
     name, size = "forward, 64/8 of 64", "4 x 16384"
     assert whole[2].startswith(f"| {name} | {size} | 500 | 499 .. 510 | 292 | 900 | 1.05 x cuDNN | 550 | 1.10 |")
@@ -353,19 +373,19 @@ def test_the_plots_are_the_same_for_the_same_record(tmp_path):
     pytest.importorskip("matplotlib")
     names = ["mla_speed.svg", "gqa_speed.svg", "sink_speed.svg"]
     for folder in ("a", "b"):
-        assert results_table.draw(some_record(), tmp_path / folder) == names
+        assert plots.draw(some_record(), tmp_path / folder) == names
     for name in names:
         assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
     for text in ("read ceiling", "cuDNN", "int8 per tensor, BNSH", "64 x 8192"):
         assert text in (tmp_path / "a" / "gqa_speed.svg").read_text()
-    assert results_table.draw(some_record(cases=[]), tmp_path / "c") == []
+    assert plots.draw(some_record(cases=[]), tmp_path / "c") == []
 
 
 def test_the_run_shows_random_calls_and_more_versions(checkout):
-    assert "Random calls" not in results_table.render(coded_record(), "run")
+    assert "Random calls" not in pages.render(coded_record(), "run")
     record = records.with_reliability(coded_record(), random_calls(0, 4799, calls=123_456))
     record["tests"]["sanitizer"]["initcheck"] = 3
-    text = results_table.render(record, "run")
+    text = pages.render(record, "run")
     assert "123,456 valid ones (2 kernels, 900 shapes) and 12,000 invalid ones in 10" in text
     assert "0 wrong, 0 faults. Seeds 0 to 4799." in text
     assert "CuTe DSL 4.8.1, tvm-ffi 0.1.15, 2026" in text and "synccheck 0, initcheck 3." in text
@@ -405,10 +425,10 @@ def test_every_table_of_cases_can_mark_a_row():
     record["cases"][0] |= sustained
     whole = kernels_run.marked(record, record["kernels"])
     for part in ("mla", "mla-sustained", "crossover", "gqa", "gqa-summary", "sink", "sink-summary", "sink-routing"):
-        lines = [line for line in results_table.render(whole, part).splitlines() if line.startswith("| ")]
+        lines = [line for line in pages.render(whole, part).splitlines() if line.startswith("| ")]
         rules = sum(line.startswith("| --- |") for line in lines)
         assert sum("†" in line for line in lines) == len(lines) - 2 * rules > 0, part
-    assert "†" in results_table.render(whole, "budget-errors")
+    assert "†" in pages.render(whole, "budget-errors")
 
 
 def test_what_is_still_built_is_compared_or_the_reason_is_said(checkout, capsys, monkeypatch):

@@ -1,4 +1,4 @@
-"""What INT8 costs in accuracy, by granularity of the scales: put the table between the markers in docs/gqa_decode.md.
+"""What INT8 costs in accuracy, by granularity of the scales: put the table between the markers in docs/users/gqa_decode.md.
 
     python scripts/accuracy_gqa.py            compute, and rewrite what lies between the markers
     python scripts/accuracy_gqa.py --check    compute, change nothing; exit status 1 when the page is out of date
@@ -25,7 +25,7 @@ sys.path.insert(0, str(ROOT))  # runs from a checkout, installed or not
 from cute_kernels.gqa.layouts import ScaleKind  # noqa: E402
 from cute_kernels.gqa.reference import quantize, reference_gqa_decode  # noqa: E402
 
-PAGE = pathlib.Path("docs", "gqa_decode.md")
+PAGE = pathlib.Path("docs", "users", "gqa_decode.md")
 BEGIN, END = "<!-- accuracy:begin -->", "<!-- accuracy:end -->"
 NUMBER = re.compile(r"\d+(?:\.\d+)?(?:e[+-]?\d+)?")
 ROUNDING = 0.1

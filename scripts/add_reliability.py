@@ -16,7 +16,7 @@ from collections.abc import Sequence
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # runs from a checkout, installed or not
 
-from scripts.bench import evidence  # noqa: E402
+from scripts.bench import records  # noqa: E402
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -26,15 +26,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--more", action="store_true", help="beside what the record has, not in its place")
     options = parser.parse_args(arguments)
     try:
-        record = evidence.read(options.record)
-        entry = evidence.read_reliability(options.files)
+        record = records.read(options.record)
+        entry = records.read_reliability(options.files)
         if options.more and "reliability" in record:
-            entry = evidence.add_reliability(evidence.reliability_of(record), entry)
-        evidence.write(evidence.with_reliability(record, entry), options.record)
-    except evidence.EvidenceError as error:
+            entry = records.add_reliability(records.reliability_of(record), entry)
+        records.write(records.with_reliability(record, entry), options.record)
+    except records.RecordError as error:
         print(error, file=sys.stderr)
         return 1
-    print(", ".join(f"{entry[key]} {key}" for key in evidence.RELIABILITY_COUNTS))
+    print(", ".join(f"{entry[key]} {key}" for key in records.RELIABILITY_COUNTS))
     return 0
 
 

@@ -1,4 +1,4 @@
-"""The tables of docs/budget.md, which scripts/results_table.py puts there; and the constants of the built kernel.
+"""The tables of docs/maintainers/budget.md, which scripts/results_table.py puts there; and the constants of the built kernel.
 
 python scripts/budget_table.py                print the tables
 python scripts/budget_table.py --calibrate    what results/h200.json says of LATENCY_CYCLES and CTA_CYCLES
@@ -18,8 +18,9 @@ sys.path.insert(0, str(ROOT))  # runs from a checkout, installed or not
 from cute_kernels.budget import model, variants  # noqa: E402
 from cute_kernels.budget.rates import H200, PUBLISHED_H800, Rates  # noqa: E402
 from cute_kernels.budget.variants import GQA_VARIANTS, MLA_VARIANTS, Unit  # noqa: E402
-from scripts import bench_gqa, bench_mla  # noqa: E402
-from scripts.bench import evidence  # noqa: E402
+from scripts.bench import gqa as bench_gqa  # noqa: E402
+from scripts.bench import mla as bench_mla  # noqa: E402
+from scripts.bench import records  # noqa: E402
 from scripts.bench.kernels_run import mark  # noqa: E402
 
 HEADS = 128
@@ -190,7 +191,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--calibrate", action="store_true", help="only the two constants of the built kernel")
     parser.add_argument("--results", type=pathlib.Path, default=ROOT / "results" / "h200.json")
     options = parser.parse_args(arguments)
-    record = evidence.read(options.results)
+    record = records.read(options.results)
     if options.calibrate:
         latency, cta = calibrated(record)
         print(f"LATENCY_CYCLES, CTA_CYCLES = {latency:.1f}, {cta:_.1f}  # in cute_kernels/budget/variants.py")

@@ -18,17 +18,14 @@ case misses what it must reach, or the machine code is not known. The last lines
 from __future__ import annotations
 
 import argparse
-import contextlib
-import functools
 import os
 import pathlib
-import re
 import shlex
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 from xml.etree import ElementTree
@@ -41,8 +38,13 @@ import torch  # noqa: E402
 from cute_kernels.mla import spec as mla_spec  # noqa: E402
 from cute_kernels.mla.crossover import spec as crossover_spec  # noqa: E402
 from cute_kernels.runtime.arch import is_sm90  # noqa: E402
-from scripts import bench_gqa, bench_mla, bench_sink, fuzz, sanitize  # noqa: E402
-from scripts.bench import evidence, kernels_run  # noqa: E402
+from scripts import fuzz, sanitize  # noqa: E402
+from scripts.bench import gqa as bench_gqa  # noqa: E402
+from scripts.bench import kernels_run, records  # noqa: E402
+from scripts.bench import mla as bench_mla  # noqa: E402
+from scripts.bench import sink as bench_sink  # noqa: E402
+from scripts.bench.cases import card_slug, case_name, name_kernels, run_benches, select_benches, table  # noqa: E402
+from scripts.bench.progress import Progress  # noqa: E402
 from scripts.bench.timing import measure_ceilings  # noqa: E402
 
 TESTS_TIMEOUT_S = 540  # 260 s on a usual host, 400 on the slowest so far
@@ -52,41 +54,8 @@ SHORT_FUZZ_SEED = 10**9
 """Far from the seeds of recorded runs of `scripts/fuzz.py`, which begin at 0."""
 PARTIAL_RESULT = ROOT / "build" / "gpu_check_partial.json"
 LEFT_OUT = "left out of this run"
-KEPT_KEYS = ("card", "driver", "torch", "cutlass_dsl", *evidence.MORE_TEXT_KEYS)
+KEPT_KEYS = ("card", "driver", "torch", "cutlass_dsl", *records.MORE_TEXT_KEYS)
 """What two runs must have in common that share a record."""
-
-Bench = tuple[str, Callable[[dict[str, float]], dict[str, Any]]]
-
-
-class Progress:
-    """Says what is going on and for how long it took: a live line where rich is installed, plain lines elsewhere."""
-
-    def __init__(self) -> None:
-        self._started = time.monotonic()
-        self._console: Any = None
-        with contextlib.suppress(ImportError):
-            from rich.console import Console
-
-            self._console = Console(highlight=False)
-
-    def say(self, text: str) -> None:
-        """One line with the time since the start."""
-        line = f"{time.monotonic() - self._started:6.1f} s  {text}"
-        if self._console is None:
-            print(line, flush=True)
-        else:
-            self._console.print(line, markup=False)
-
-    @contextlib.contextmanager
-    def step(self, text: str) -> Iterator[None]:
-        """Show `text` while the block runs."""
-        if self._console is None or not self._console.is_terminal:
-            self.say(text)
-            yield
-            return
-        with self._console.status(text):
-            yield
-        self.say(text)
 
 
 def run_tests(shards: int = SHARDS, beside: Callable[[], Any] | None = None) -> dict[str, int]:
@@ -180,130 +149,6 @@ def sanitizer_record(findings: Sequence[sanitize.Finding]) -> dict[str, Any]:
     return {**record, **({"reasons": reasons} if reasons else {}), **({"known": known} if known else {})}
 
 
-def select_benches(quick: bool, only: str | None) -> tuple[list[Bench], int]:
-    """The benchmarks to run, and the tokens of the FP8 cache that those of MLA share."""
-    peer = bench_mla.import_peer()
-    if isinstance(peer, str):
-        print(f"no peer to compare with: {peer}", flush=True)
-
-    def wanted(name: str) -> bool:
-        return only is None or re.search(only, name) is not None
-
-    decode = [bench for bench in bench_mla.DECODE_CASES if (bench.quick or not quick) and wanted(bench.name)]
-    tokens = max((bench.cache_tokens for bench in decode), default=0)
-    caches = bench_mla.Caches(tokens)
-    benches: list[Bench] = [
-        (bench.name, functools.partial(bench_mla.run_decode, bench, caches, peer)) for bench in decode
-    ]
-    others: list[Bench] = [("mla_fp8_append", bench_mla.run_append), ("merge_states", bench_mla.run_merge)]
-    pool = bench_gqa.Pool()
-    others += [
-        (gqa.name, functools.partial(bench_gqa.run_decode, gqa, pool))
-        for gqa in bench_gqa.DECODE_CASES
-        if gqa.quick or not quick
-    ]
-    others += [
-        (append.name, functools.partial(bench_gqa.run_append, append, pool.device))
-        for append in bench_gqa.APPEND_CASES
-        if append.quick or not quick
-    ]
-    others += [
-        (sink.name, functools.partial(bench_sink.run, sink)) for sink in bench_sink.CASES if sink.quick or not quick
-    ]
-    others += [
-        (routing.name, functools.partial(bench_sink.run_routing, routing))
-        for routing in bench_sink.ROUTING_CASES
-        if routing.quick or not quick
-    ]
-    return benches + [(name, run) for name, run in others if wanted(name)], tokens
-
-
-def run_benches(
-    benches: Sequence[Bench],
-    ceilings: dict[str, float],
-    progress: Progress,
-    ran: list[list[Any]] | None = None,
-) -> list[dict[str, Any]]:
-    """Run each; one that raises is recorded as failed and the others go on.
-
-    To `ran` are added, for each case, the specs of the kernels that it asked for.
-    """
-    cases = []
-    for name, run in benches:
-        with progress.step(name), kernels_run.noting() as asked:
-            try:
-                cases.append(run(ceilings))
-            except Exception as error:  # the record must say which case broke, whatever broke it
-                op, _, sizes = name.partition(" ")
-                cases.append({"op": op, "case": sizes, "failed": f"{type(error).__name__}: {error}"[:500]})
-        if ran is not None:
-            ran.append(list(asked))
-        torch.cuda.empty_cache()
-    return cases
-
-
-def name_kernels(
-    cases: Sequence[dict[str, Any]], ran: Sequence[Sequence[Any]], others: Sequence[Any], code: Any
-) -> dict[str, Any]:
-    """Puts into each case which kernels it ran, and returns the record's "kernels" and "toolchain".
-
-    Args:
-        cases: of the record.
-        ran: the specs of each.
-        others: specs that only tests ran.
-        code: `kernels_run.machine_code()`.
-    """
-    digests = code.digests_of_specs([*(spec for specs in ran for spec in specs), *others])
-    for case, specs in zip(cases, ran, strict=True):
-        case["kernels"] = kernels_run.ids(specs, digests)
-    return {"kernels": kernels_run.described(digests), "toolchain": dict(code.toolchain())}
-
-
-def table(cases: Sequence[dict[str, Any]]) -> str:
-    """One line a case: what it was, time, rates, whether that is enough, the peer's time over ours, errors."""
-    header = ("case", "us", "TFLOP/s", "GB/s", "of ceiling", "must", "cyc/token", "peer/ours", "rel err", "lse err")
-    rows: list[tuple[str, ...]] = [(*header, "host us")]
-    for case in cases:
-        name = case_name(case)
-        if "failed" in case:
-            rows.append((name, "FAILED", case["failed"], *[""] * (len(rows[0]) - 3)))
-            continue
-        peers = " ".join(str(peer.get("ratio", "failed")) for peer in (case.get("peers") or {}).values())
-        must = " ".join(f"{key} {limit}" for key, limit in (case.get("must") or {}).items())
-        must += {True: " met", False: " MISSED", None: ""}[case.get("met")]
-        figures = [case.get(key) for key in ("us", "TFLOPs", "GBps")]
-        fraction = case.get("read_fraction", case.get("copy_fraction"))
-        errors = [case.get(key) for key in ("rel_err", "lse_err", "host_us")]
-        figures += [fraction, must, case.get("cycles_per_token"), peers]
-        rows.append((name, *("" if value is None else str(value) for value in (*figures, *errors))))
-    columns = range(len(header) + 1)
-    widths = [max(len(row[column]) for row in rows if row[1] != "FAILED" or column < 2) for column in columns]
-    return "\n".join(
-        "  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip() for row in rows
-    )
-
-
-def case_name(case: dict[str, Any]) -> str:
-    """What a case of the record was, in one line."""
-    named = [str(case[key]) for key in ("op", "mode", "pass", "case", "kv_dtype", "scales", "layout") if case.get(key)]
-    if "page_size" in case:
-        named[-1] += f"_{case['page_size']}"
-    if "batch" in case:
-        named.append(f"{case['batch']}x{case['h_q']}x{case['s_q']}")
-    sizes = [
-        f"{key} {case[key]}"
-        for key in ("topk", "s_k", "ragged", "d", "tokens", "splits", "window", "deterministic")
-        if key in case
-    ]
-    return " ".join([*named, *sizes])
-
-
-def card_slug(card: str) -> str:
-    """File name for a card: "NVIDIA H200" -> "h200", "NVIDIA H100 80GB HBM3" -> "h100"."""
-    model = re.search(r"\b[A-Z]+\d+\b", card)
-    return (model.group() if model else card.replace(" ", "_")).lower()
-
-
 def changed_code(kept: Mapping[str, Any]) -> list[str]:
     """In words, what of a record's machine code is no longer built, or why that cannot be said. May compile."""
     code = kernels_run.machine_code()
@@ -338,7 +183,7 @@ def completed(record: dict[str, Any], kept: dict[str, Any]) -> dict[str, Any]:
     """
     tests = dict(kept["tests"] if record["tests"]["passed"] is None else record["tests"])
     sanitizers = [one["tests"]["sanitizer"] for one in (record, kept)]
-    ran = any(sanitizers[0][tool] is not None for tool in evidence.SANITIZER_TOOLS)
+    ran = any(sanitizers[0][tool] is not None for tool in records.SANITIZER_TOOLS)
     whole = {**record, "tests": {**tests, "sanitizer": sanitizers[0] if ran else sanitizers[1]}}
     if not record["cases"]:
         whole.update(cases=kept["cases"], ceilings=kept["ceilings"])
@@ -349,7 +194,7 @@ def completed(record: dict[str, Any], kept: dict[str, Any]) -> dict[str, Any]:
             whole["reliability"] = kept["reliability"]
     else:
         whole = {key: value for key, value in whole.items() if key not in ("kernels", "toolchain", "reliability")}
-    evidence.validate(whole)
+    records.validate(whole)
     return whole
 
 
@@ -359,7 +204,7 @@ def shortcomings(record: Mapping[str, Any]) -> list[str]:
     found = [f"{tests['failed']} tests failed"] if tests["failed"] else []
     sanitizer = tests["sanitizer"]
     reasons = sanitizer.get("reasons", {})
-    for tool in (*evidence.SANITIZER_TOOLS, *evidence.MORE_TOOLS):
+    for tool in (*records.SANITIZER_TOOLS, *records.MORE_TOOLS):
         if sanitizer.get(tool):
             found.append(f"{tool}: {sanitizer[tool]} errors")
         elif tool in sanitizer and sanitizer[tool] is None and reasons.get("all") != LEFT_OUT:
@@ -413,11 +258,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
 
     progress = Progress()
-    digest = evidence.source_digest()
-    kept = None if options.keep is None else evidence.read(options.keep)
-    random_calls = None if options.reliability is None else evidence.read_reliability(options.reliability)
+    digest = records.source_digest()
+    kept = None if options.keep is None else records.read(options.keep)
+    random_calls = None if options.reliability is None else records.read_reliability(options.reliability)
     if kept is not None:  # now, and not when all has run
-        require_same(kept, {**evidence.machine(), "source_digest": digest})
+        require_same(kept, {**records.machine(), "source_digest": digest})
     code = kernels_run.machine_code()
     tests, sanitizer = check(options, code, progress)
     problems: list[str] = []
@@ -445,11 +290,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except Exception as error:  # what was measured is recorded whatever a disassembler says
         print(f"no digests of machine code: {type(error).__name__}: {error}", flush=True)
 
-    if evidence.source_digest() != digest:
+    if records.source_digest() != digest:
         print("the sources changed while this ran: nothing is recorded", file=sys.stderr)
         return 1
-    record = evidence.assemble(
-        machine=evidence.machine(),
+    record = records.assemble(
+        machine=records.machine(),
         digest=digest,
         tests={**tests, "sanitizer": sanitizer},
         ceilings=ceilings,
@@ -461,13 +306,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     partial = options.quick or options.only is not None or (options.skip_sanitizer and kept is None)
     partial = partial or record["tests"]["passed"] is None or not record["cases"]
     out = options.out or (PARTIAL_RESULT if partial else ROOT / "results" / f"{card_slug(record['card'])}.json")
-    evidence.write(record, out)  # before random calls may be refused
+    records.write(record, out)  # before random calls may be refused
     kernels_run.older_file(out).unlink(missing_ok=True)  # what just ran is built
     if random_calls is not None:
         try:
-            record = evidence.with_reliability(record, random_calls)
-            evidence.write(record, out)
-        except evidence.EvidenceError as error:
+            record = records.with_reliability(record, random_calls)
+            records.write(record, out)
+        except records.RecordError as error:
             problems.append(f"random calls are not in the record: {error}")
     progress.say(f"written to {out}; scripts/results_table.py puts results/h200.json into the pages")
     return report(record, problems, options.quick or options.only is not None)
@@ -476,7 +321,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def check(options: argparse.Namespace, code: Any, progress: Progress) -> tuple[dict[str, Any], dict[str, Any]]:
     """Tests and sanitizers: the counts of both. Beside them the kernels of the benchmarks are compiled."""
     tests: dict[str, Any] = {"passed": None, "failed": None, "skipped": None}
-    sanitizer: dict[str, Any] = {**dict.fromkeys(evidence.SANITIZER_TOOLS), "reasons": {"all": LEFT_OUT}}
+    sanitizer: dict[str, Any] = {**dict.fromkeys(records.SANITIZER_TOOLS), "reasons": {"all": LEFT_OUT}}
     findings: list[sanitize.Finding] = []
 
     def beside_tests() -> None:

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 from cute_kernels.runtime import compile
 from cute_kernels.runtime.cache import KernelSpec
-from scripts.bench.evidence import kernel_id
+from scripts.bench.records import kernel_id
 
 SPEC_MODULES = (
     "cute_kernels.mla.spec",

@@ -11,9 +11,10 @@ from torch.nn.attention import SDPBackend
 
 import cute_kernels
 from cute_kernels.gqa.reference import reference_append, reference_gqa_decode
-from scripts import bench_gqa, gpu_check
-from scripts.bench import evidence
-from scripts.bench_gqa import APPEND_CASES, DECODE_CASES, AppendBench, GqaBench
+from scripts.bench import gqa as bench_gqa
+from scripts.bench import records
+from scripts.bench.cases import select_benches
+from scripts.bench.gqa import APPEND_CASES, DECODE_CASES, AppendBench, GqaBench
 from tests.support.gqa_cases import SCALE_NAMES
 from tests.support.replays import fake_time_graph
 
@@ -70,7 +71,7 @@ MUST: dict[str, tuple[str, int, dict[str, float]]] = {
 
 @pytest.mark.parametrize("only, count, must", MUST.values(), ids=MUST)
 def test_what_must_be_reached(only: str, count: int, must: dict[str, float]) -> None:
-    benches, _ = gpu_check.select_benches(quick=False, only=only)
+    benches, _ = select_benches(quick=False, only=only)
     names = [name for name, _ in benches if name.startswith("gqa_decode")]
     assert len(names) == count
     assert all(case.must == must for case in DECODE_CASES if case.name in names)
@@ -82,7 +83,7 @@ def test_no_case_is_without_a_line_above() -> None:
 
 
 def test_quick_runs_few() -> None:
-    names = [name for name, _ in gpu_check.select_benches(quick=True, only="^gqa|^kv_int8")[0]]
+    names = [name for name, _ in select_benches(quick=True, only="^gqa|^kv_int8")[0]]
     assert 4 <= len(names) <= 8
     assert any("bf16" in name for name in names)
     assert any("paged" in name for name in names)
@@ -148,7 +149,7 @@ def test_a_case_is_checked_timed_and_recorded(bench: GqaBench, timed: list[int])
     assert entry["rel_err"] < 3e-3
     assert entry["GBps"] == round(bench.bytes_moved / 2e3, 1)
     assert ("host_us" in entry) == bench.host
-    assert not [problem for problem in evidence._case_problems(entry)]
+    assert not [problem for problem in records._case_problems(entry)]
 
 
 @pytest.mark.parametrize("bench", SMALL.values(), ids=SMALL)
@@ -180,7 +181,7 @@ def test_a_wrong_result_gets_no_speed(timed: list[int], monkeypatch: pytest.Monk
     entry = bench_gqa.run_decode(bench, bench_gqa.Pool("cpu"), CEILINGS)
     assert "elements are beyond" in entry["failed"]
     assert entry["met"] is False
-    assert not set(entry) & set(evidence.SPEED_KEYS)
+    assert not set(entry) & set(records.SPEED_KEYS)
     assert timed == []
 
 
@@ -205,7 +206,7 @@ def test_a_graph_that_writes_something_else_gets_no_speed(
     assert "the timed graph: a replay over poison: set 0" in entry["failed"]
     assert ("out" in entry["failed"].replace("without", "")) == (later == "nothing")
     assert entry["met"] is False
-    assert not set(entry) & {*evidence.SPEED_KEYS, "peers", "sets_compared"}
+    assert not set(entry) & {*records.SPEED_KEYS, "peers", "sets_compared"}
 
 
 def test_rows_that_were_not_compared_must_be_finite_at_least(timed: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -238,7 +239,7 @@ def test_a_peer_that_cannot_run_says_why(timed: list[int]) -> None:
     entry = bench_gqa.run_decode(bench, bench_gqa.Pool("cpu"), CEILINGS)
     assert "RuntimeError" in entry["peers"]["cudnn_bf16"]["failed"]
     assert entry["met"] is False
-    assert evidence._case_problems(entry) == []
+    assert records._case_problems(entry) == []
 
 
 ATTAINED: list[tuple[dict[str, float], dict[str, Any], bool]] = [
@@ -257,7 +258,7 @@ ATTAINED: list[tuple[dict[str, float], dict[str, Any], bool]] = [
 
 @pytest.mark.parametrize("must, record, expected", ATTAINED)
 def test_attained(must: dict[str, float], record: dict[str, Any], expected: bool) -> None:
-    assert evidence.attained(must, record) is expected
+    assert records.attained(must, record) is expected
 
 
 def test_the_pool_grows_and_is_shared(timed: list[int]) -> None:

@@ -9,9 +9,10 @@ from torch.nn.attention import SDPBackend
 
 import cute_kernels
 from cute_kernels.sink.op import sink_attention
-from scripts import bench_sink, gpu_check
-from scripts.bench import evidence
-from scripts.bench_sink import CASES, ROUTING_CASES, RoutingBench, SinkBench
+from scripts.bench import records
+from scripts.bench import sink as bench_sink
+from scripts.bench.cases import select_benches
+from scripts.bench.sink import CASES, ROUTING_CASES, RoutingBench, SinkBench
 from tests.support.replays import fake_time_graph
 
 
@@ -54,7 +55,7 @@ def test_a_case_is_checked_timed_and_recorded(options: dict[str, Any], timed: li
     assert 0 < entry["rel_err"] < 5e-3
     assert entry["TFLOPs"] == round(bench.flops / 2e6, 1)
     assert ("us_without_sinks" in entry) == bench.sink_cost
-    assert evidence._case_problems(entry) == []
+    assert records._case_problems(entry) == []
     if bench.peer:
         assert entry["peers"]["cudnn"]["ratio"] == (1.5 if bench.backward else 1.0)
         assert 0 < entry["peers"]["cudnn"]["rel_err"] < 0.01
@@ -78,7 +79,7 @@ def test_a_wrong_output_gets_no_speed(
     monkeypatch.setattr(cute_kernels, "sink_attention", off(sink_attention, 0, sequence, row), raising=False)
     entry = bench_sink.run(small(must={"us": 2.0}), {}, "cpu")
     assert "beyond" in entry["failed"] and entry["met"] is False
-    assert timed == [] and not set(entry) & set(evidence.SPEED_KEYS)
+    assert timed == [] and not set(entry) & set(records.SPEED_KEYS)
 
 
 @pytest.mark.parametrize(
@@ -120,7 +121,7 @@ def test_a_graph_of_gradients_has_the_bits_of_eager_calls_but_dq(
         assert entry["sets_compared"] == bench_sink.SETS
         return
     assert bench_sink.NAMES[part] in entry["failed"] and "a replay over poison" in entry["failed"]
-    assert not set(entry) & set(evidence.SPEED_KEYS)
+    assert not set(entry) & set(records.SPEED_KEYS)
 
 
 def test_graphs_of_both_routes_are_compared(timed: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -134,7 +135,7 @@ def test_a_peer_that_cannot_run_says_why(timed: list[int], monkeypatch: pytest.M
     monkeypatch.setattr(bench_sink, "SDPBackend", SDPBackend)  # cuDNN on a CPU
     entry = bench_sink.run(small(peer=True, must={"ratio": 1.0}), {}, "cpu")
     assert "RuntimeError" in entry["peers"]["cudnn"]["failed"] and entry["met"] is False
-    assert evidence._case_problems(entry) == []
+    assert records._case_problems(entry) == []
 
 
 @pytest.mark.parametrize("s_q", [1, 8])
@@ -143,7 +144,7 @@ def test_both_routes_are_checked_and_timed(s_q: int, timed: list[int]) -> None:
     entry = bench_sink.run_routing(bench, {}, "cpu")
     assert entry.items() >= {**bench.key, "route": "decode", "decode_us": 2.0, "prefill_us": 2.0}.items()
     assert timed == [2, 2]
-    assert evidence._case_problems(entry) == []
+    assert records._case_problems(entry) == []
 
 
 def test_every_case_has_a_name_and_a_key_of_its_own() -> None:
@@ -166,7 +167,7 @@ MUST: dict[str, tuple[str, dict[str, float]]] = {
 
 @pytest.mark.parametrize(("only", "must"), MUST.values(), ids=MUST)
 def test_what_must_be_reached(only: str, must: dict[str, float]) -> None:
-    [(name, _)], _ = gpu_check.select_benches(quick=False, only=only)
+    [(name, _)], _ = select_benches(quick=False, only=only)
     (case,) = (case for case in CASES if case.name == name)
     assert case.must == must
     assert case.peer or "ratio" not in must

@@ -15,8 +15,11 @@ from cute_kernels.budget import model, variants
 from cute_kernels.budget.model import SHARE_US, MlaLaunch, budget, calibrate, predict_gqa, predict_mla
 from cute_kernels.budget.rates import H200, PUBLISHED_H800, Rates
 from cute_kernels.budget.variants import GQA_VARIANTS, MLA_BUILT, MLA_VARIANTS, Exchange, GqaVariant, MlaVariant, Unit
-from scripts import bench_gqa, bench_mla, budget_table, results_table
-from scripts.bench import evidence
+from scripts import budget_table
+from scripts.bench import gqa as bench_gqa
+from scripts.bench import mla as bench_mla
+from scripts.bench import records
+from scripts.bench.report import pages
 
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT = 0.15
@@ -25,7 +28,7 @@ LIMIT = 0.15
 
 @pytest.fixture(scope="module")
 def record() -> dict[str, Any]:
-    return evidence.read(ROOT / "results" / "h200.json")
+    return records.read(ROOT / "results" / "h200.json")
 
 
 # --- the published estimate: 34 cycles of products, 50 of conversion, 25 with the crossover
@@ -298,7 +301,7 @@ def test_every_recorded_mla_case_is_predicted(record: dict[str, Any]) -> None:
 
 def test_the_page_is_up_to_date(record: dict[str, Any]) -> None:
     page = (ROOT / "docs" / "maintainers" / "budget.md").read_text(encoding="utf-8")
-    assert results_table.fill(page, record) == page, "run python scripts/results_table.py"
+    assert pages.fill(page, record) == page, "run python scripts/results_table.py"
     for part in budget_table.PARTS:
         assert f"<!-- results:{part}:begin -->" in page
 

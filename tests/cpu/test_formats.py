@@ -106,7 +106,7 @@ arch.pin()
 from cute_kernels.device import token_cache
 from cute_kernels.mla import spec
 from cute_kernels.mla.kernels import append, tile
-from scripts.units import spec as units
+from scripts.bench.units import spec as units
 
 def equal(*numbers):
     assert len(set(numbers)) == 1, numbers

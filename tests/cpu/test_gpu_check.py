@@ -10,16 +10,18 @@ import pytest
 import torch
 
 from scripts import gpu_check, sanitize
-from scripts.bench import evidence, kernels_run
-from scripts.bench.evidence import kernel_id
+from scripts.bench import kernels_run, records
+from scripts.bench.cases import card_slug, run_benches, table
+from scripts.bench.progress import Progress
+from scripts.bench.records import kernel_id
 from tests.cpu.tiny_spec import TinySpec
 from tests.gpu import conftest
-from tests.support.records import PASSED, TOOLCHAIN, coded_record, random_calls, some_record
+from tests.support.made_up_records import PASSED, TOOLCHAIN, coded_record, random_calls, some_record
 
 
 @pytest.mark.parametrize("whole", [some_record(), coded_record()], ids=["before", "with machine code"])
 def test_a_record_may_come_from_two_runs(whole):
-    tools = dict.fromkeys(evidence.SANITIZER_TOOLS)
+    tools = dict.fromkeys(records.SANITIZER_TOOLS)
     nothing = {"passed": None, "failed": None, "skipped": None, "sanitizer": {**tools, "reasons": {"all": "left out"}}}
     of_tests = {**whole, "cases": [], "ceilings": {**whole["ceilings"], "read_GBps": 1.0}, "date": "2026-01-03"}
     of_benchmarks = {**whole, "tests": nothing}
@@ -29,7 +31,7 @@ def test_a_record_may_come_from_two_runs(whole):
     other_counts = {**whole, "tests": {**whole["tests"], "passed": 1}}
     assert gpu_check.completed(only_counts, other_counts) == {**whole, "date": "2026-01-03"}
     if "kernels" in whole:
-        found = evidence.with_reliability(whole, random_calls(0, 9))
+        found = records.with_reliability(whole, random_calls(0, 9))
         assert gpu_check.completed({**of_tests, "kernels": {}}, found)["kernels"] == found["kernels"]
         assert gpu_check.completed(of_tests, found)["reliability"] == found["reliability"]
         assert "kernels" not in gpu_check.completed({**some_record(), "cases": []}, found)
@@ -144,7 +146,7 @@ def test_shards_are_a_partition():
 
 
 def test_the_table_shows_speeds_and_failures():
-    lines = gpu_check.table(some_record()["cases"]).splitlines()
+    lines = table(some_record()["cases"]).splitlines()
     assert len(lines) == 16
     assert "128x128x2 topk 2048" in lines[1]
     assert "500.123" in lines[1]
@@ -163,23 +165,23 @@ def test_the_table_shows_speeds_and_failures():
 
 
 def test_cards_name_their_files():
-    assert gpu_check.card_slug("NVIDIA H200") == "h200"
-    assert gpu_check.card_slug("NVIDIA H100 80GB HBM3") == "h100"
-    assert gpu_check.card_slug("NVIDIA Other Card") == "nvidia_other_card"
+    assert card_slug("NVIDIA H200") == "h200"
+    assert card_slug("NVIDIA H100 80GB HBM3") == "h100"
+    assert card_slug("NVIDIA Other Card") == "nvidia_other_card"
 
 
 def test_a_bench_that_raises_is_recorded_and_the_others_run():
     def broken(ceilings: dict[str, float]) -> dict[str, Any]:
         raise RuntimeError("illegal memory access")
 
-    cases = gpu_check.run_benches(
+    cases = run_benches(
         [("mla_fp8_decode sparse 1x128x1 topk 2048", broken), ("other", lambda ceilings: {"op": "other"})],
         {},
-        gpu_check.Progress(),
+        Progress(),
     )
     assert cases[0]["failed"] == "RuntimeError: illegal memory access"
     assert cases[1] == {"op": "other"}
-    evidence.validate(some_record(cases=cases[:1]))
+    records.validate(some_record(cases=cases[:1]))
 
 
 # --- what is good
@@ -190,7 +192,7 @@ def good_record(**changes: Any) -> dict[str, Any]:
     record = coded_record()
     cases = [case for case in record["cases"] if "failed" not in case and case.get("met", True)]
     record["tests"]["sanitizer"] = {"memcheck": 0, "racecheck": 0, "synccheck": 0, "initcheck": 0}
-    return {**evidence.with_reliability({**record, "cases": cases}, random_calls(0, 9)), **changes}
+    return {**records.with_reliability({**record, "cases": cases}, random_calls(0, 9)), **changes}
 
 
 def with_tests(**counts: Any) -> dict[str, Any]:
@@ -201,7 +203,7 @@ def with_sanitizer(**counts: Any) -> dict[str, Any]:
     return with_tests(sanitizer={**good_record()["tests"]["sanitizer"], **counts})
 
 
-MISSED = evidence.with_must({**good_record()["cases"][0]}, {"us": 26.0})
+MISSED = records.with_must({**good_record()["cases"][0]}, {"us": 26.0})
 FAILED = {"op": "merge_states", "splits": 8, "failed": "RuntimeError: no", "kernels": []}
 LACKING: dict[str, tuple[dict[str, Any], str]] = {
     "a failed test": (with_tests(failed=3), "3 tests failed"),
@@ -232,7 +234,7 @@ LACKING: dict[str, tuple[dict[str, Any], str]] = {
 
 @pytest.mark.parametrize(("record", "reason"), LACKING.values(), ids=LACKING)
 def test_what_is_lacking_is_said_and_ends_with_1(record, reason, capsys):
-    evidence.validate(record)
+    records.validate(record)
     assert gpu_check.shortcomings(record) == [reason]
     assert gpu_check.report(record, [], False) == 1
     assert f"NOT GOOD: {reason}" in capsys.readouterr().out
@@ -241,7 +243,7 @@ def test_what_is_lacking_is_said_and_ends_with_1(record, reason, capsys):
 def test_what_was_left_out_is_named_and_no_shortcoming(capsys):
     assert gpu_check.report(good_record(), [], False) == 0
     assert "left out" not in capsys.readouterr().out
-    tools = {**dict.fromkeys(evidence.SANITIZER_TOOLS), "reasons": {"all": gpu_check.LEFT_OUT}}
+    tools = {**dict.fromkeys(records.SANITIZER_TOOLS), "reasons": {"all": gpu_check.LEFT_OUT}}
     tests = {"passed": None, "failed": None, "skipped": None, "sanitizer": tools}
     record = {**good_record(tests=tests, cases=[])}
     del record["reliability"]
@@ -251,7 +253,7 @@ def test_what_was_left_out_is_named_and_no_shortcoming(capsys):
     assert "left out: some benchmark cases" in capsys.readouterr().out
     assert gpu_check.report(good_record(), ["random calls are not in the record: no"], False) == 1
     # of a record from before initcheck
-    before = with_tests(sanitizer=dict.fromkeys(evidence.SANITIZER_TOOLS, 0))
+    before = with_tests(sanitizer=dict.fromkeys(records.SANITIZER_TOOLS, 0))
     assert gpu_check.shortcomings(before) == []
 
 
@@ -274,8 +276,8 @@ def card(monkeypatch, tmp_path):
 
     def run_bench(ceilings):
         kernels_run.compile.get_kernel(TinySpec())
-        entry = evidence.record_case({"op": "mla_fp8_append", "tokens": 1}, PASSED, lambda: {"us": found.us})
-        return evidence.with_must({**entry, "sets_compared": 2}, {"us": 2.0})
+        entry = records.record_case({"op": "mla_fp8_append", "tokens": 1}, PASSED, lambda: {"us": found.us})
+        return records.with_must({**entry, "sets_compared": 2}, {"us": 2.0})
 
     def run_tests(beside):
         beside()
@@ -306,7 +308,7 @@ def test_a_good_run_is_recorded_with_its_machine_code(card, capsys, tmp_path):
     card.path.parent.mkdir()
     kernels_run.older_file(card.path).write_text("0123456789abcdef  a kernel of the record before\n")
     assert gpu_check.main([]) == 0
-    record = evidence.read(card.path)
+    record = records.read(card.path)
     ran, tested = (kernel_id(f"{width:064x}", "0" * 64) for width in (128, 64))
     assert record["cases"][0]["kernels"] == [ran]
     assert set(record["kernels"]) == {ran, tested} and record["toolchain"] == TOOLCHAIN
@@ -342,7 +344,7 @@ def test_the_record_is_written_whatever_is_lacking(what, card, capsys, tmp_path)
         "a wrong call": "random calls: 1 wrong, 0 faults",
     }
     assert f"NOT GOOD: {reasons[what]}" in said and "1 shortcomings" in said
-    assert evidence.read(card.path)["tests"]["failed"] == (what == "a test")
+    assert records.read(card.path)["tests"]["failed"] == (what == "a test")
 
 
 def test_random_calls_come_into_the_record(card, tmp_path):
@@ -351,15 +353,15 @@ def test_random_calls_come_into_the_record(card, tmp_path):
         files.append(tmp_path / f"{first}.json")
         files[-1].write_text(json.dumps(random_calls(first, first + 99)))
     assert gpu_check.main(["--reliability", *map(str, files)]) == 0
-    assert evidence.read(card.path)["reliability"]["seeds"] == [[0, 199]]
+    assert records.read(card.path)["reliability"]["seeds"] == [[0, 199]]
 
 
 def test_two_runs_with_other_sources_share_a_record_where_machine_code_is_the_same(card, monkeypatch, tmp_path):
     assert gpu_check.main(["--skip-tests", "--skip-sanitizer"]) == 0
     partial = tmp_path / "build" / "partial.json"
-    assert evidence.read(partial)["tests"]["passed"] is None and not card.path.exists()
-    monkeypatch.setattr(evidence, "source_digest", lambda: "e" * 64)
+    assert records.read(partial)["tests"]["passed"] is None and not card.path.exists()
+    monkeypatch.setattr(records, "source_digest", lambda: "e" * 64)
     monkeypatch.setattr(gpu_check, "require_same", functools.partial(gpu_check.require_same, changed=lambda kept: []))
     assert gpu_check.main(["--skip-benchmarks", "--keep", str(partial)]) == 0
-    record = evidence.read(card.path)
+    record = records.read(card.path)
     assert record["tests"]["passed"] == 5 and len(record["cases"]) == 1 and len(record["kernels"]) == 2

@@ -13,10 +13,13 @@ import torch
 
 import fp8_mla
 from cute_kernels.budget.rates import H200
-from scripts import bench_gqa, bench_mla, bench_plots, bench_trace, bench_units, budget_table, h800_bench
-from scripts.bench_trace import Span
-from scripts.bench_units import UnitResult
-from scripts.units.spec import (
+from scripts import budget_table, h800_bench
+from scripts.bench import card, card_plots, timeline, unit_rates
+from scripts.bench import gqa as bench_gqa
+from scripts.bench import mla as bench_mla
+from scripts.bench.timeline import Span
+from scripts.bench.unit_rates import UnitResult
+from scripts.bench.units.spec import (
     EVENTS,
     HALF_BYTES,
     ROLES,
@@ -31,7 +34,7 @@ from tests.support.mla_cases import generator, latent_tokens
 from tests.support.reports import report_of
 
 ROOT = Path(__file__).resolve().parents[2]
-WORK = {name: value for name, value in vars(bench_units).items() if name.endswith("_TURNS")}
+WORK = {name: value for name, value in vars(unit_rates).items() if name.endswith("_TURNS")}
 
 
 # --- the kernels that measure units
@@ -128,7 +131,7 @@ def wgmma_kernel(spec: WgmmaSpec) -> Any:
 @pytest.fixture
 def short_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {**WORK, "GATHER_TURNS": 4}.items():
-        monkeypatch.setattr(bench_units, name, value)
+        monkeypatch.setattr(unit_rates, name, value)
 
 
 def right_results() -> list[UnitResult]:
@@ -138,7 +141,7 @@ def right_results() -> list[UnitResult]:
         *((spec, gather_kernel(spec)) for spec in (GatherSpec(64), GatherSpec(32), GatherSpec(32, 2))),
         *((spec, wgmma_kernel(spec)) for spec in (WgmmaSpec("qk", 1), WgmmaSpec("pv", 2), WgmmaSpec("seesaw", 2))),
     ]
-    return [bench_units.measure(spec, kernel, "cpu") for spec, kernel in kernels]
+    return [unit_rates.measure(spec, kernel, "cpu") for spec, kernel in kernels]
 
 
 @pytest.mark.usefixtures("short_turns")
@@ -146,7 +149,7 @@ def test_right_results_become_rates() -> None:
     results = right_results()
     assert [result.problem for result in results] == [""] * len(results)
     ceilings = {"read_GBps": 4000.0, "copy_GBps": 4100.0, "bf16_gemm_TFLOPs": 700.0}
-    rates = H200.measured(bench_units.figures_from(results, ceilings))
+    rates = H200.measured(unit_rates.figures_from(results, ceilings))
     assert rates.conversion_cycles(512) == pytest.approx(21.4, rel=1e-3)
     assert rates.dsm_async_bytes == rates.dsm_bulk_bytes == pytest.approx(16.0)
     assert rates.tensor_flops == pytest.approx(4096)
@@ -183,49 +186,49 @@ def spoil(kernel: Any, place: int) -> Any:
     ],
 )
 def test_a_wrong_result_gives_no_rate(spec: Any, kernel: Any, place: int | None) -> None:
-    found = bench_units.measure(spec, kernel if place is None else spoil(kernel, place), "cpu")
+    found = unit_rates.measure(spec, kernel if place is None else spoil(kernel, place), "cpu")
     assert found.problem and "WRONG" in str(found)
-    assert bench_units.figures_from([found], {}) == {}
+    assert unit_rates.figures_from([found], {}) == {}
     assert "figures" not in found.as_record()
 
 
 def test_what_a_conversion_must_give() -> None:
     rows = latent_tokens(100, generator(3), scales="arbitrary")
-    assert torch.equal(bench_units.converted(rows), fp8_mla.unpack(rows))
+    assert torch.equal(unit_rates.converted(rows), fp8_mla.unpack(rows))
     powers = latent_tokens(100, generator(3), scales="power_of_two")
-    assert torch.equal(bench_units.converted(powers, "exact"), bench_units.converted(powers))
-    assert not torch.equal(bench_units.converted(rows, "exact"), bench_units.converted(rows))
+    assert torch.equal(unit_rates.converted(powers, "exact"), unit_rates.converted(powers))
+    assert not torch.equal(unit_rates.converted(rows, "exact"), unit_rates.converted(rows))
 
 
 def test_names_select_units() -> None:
-    specs = bench_units.selected(lambda name: True)
-    names = [bench_units.name_of(spec) for spec in specs]
+    specs = unit_rates.selected(lambda name: True)
+    names = [unit_rates.name_of(spec) for spec in specs]
     assert len(set(names)) == len(names) == len(shipped_specs()) - 1, "all but the traced one, each by its own name"
-    assert bench_units.selected(lambda name: "exchange" in name) == [ExchangeSpec("async"), ExchangeSpec("bulk")]
+    assert unit_rates.selected(lambda name: "exchange" in name) == [ExchangeSpec("async"), ExchangeSpec("bulk")]
 
 
 # --- cases
 
 
 def test_the_published_cases_are_there() -> None:
-    sparse = {(b.batch, b.h_q, b.s_q, b.keys) for b in h800_bench.MLA_CASES if b.mode == "sparse"}
+    sparse = {(b.batch, b.h_q, b.s_q, b.keys) for b in card.MLA_CASES if b.mode == "sparse"}
     assert {(128, 128, 2, 2048), (128, 128, 2, 32768), (1, 128, 1, 2048), (128, 64, 1, 2048)} <= sparse
-    assert any(bench.mode == "dense" for bench in h800_bench.MLA_CASES)
-    assert len({bench.name for bench in h800_bench.MLA_CASES}) == len(h800_bench.MLA_CASES)
-    assert len(h800_bench.GQA_CASES) > 30 and {bench.kv_dtype for bench in h800_bench.GQA_CASES} == {"int8"}
+    assert any(bench.mode == "dense" for bench in card.MLA_CASES)
+    assert len({bench.name for bench in card.MLA_CASES}) == len(card.MLA_CASES)
+    assert len(card.GQA_CASES) > 30 and {bench.kv_dtype for bench in card.GQA_CASES} == {"int8"}
 
 
 def test_cases_are_selected() -> None:
-    mla, gqa = h800_bench.select(quick=True, only=None)
-    assert 0 < len(mla) < len(h800_bench.MLA_CASES) and 0 < len(gqa) < len(h800_bench.GQA_CASES)
-    mla, gqa = h800_bench.select(quick=False, only="topk 32768")
+    mla, gqa = card.select(quick=True, only=None)
+    assert 0 < len(mla) < len(card.MLA_CASES) and 0 < len(gqa) < len(card.GQA_CASES)
+    mla, gqa = card.select(quick=False, only="topk 32768")
     assert [bench.keys for bench in mla] == [32768] and gqa == []
 
 
 def some_cases() -> tuple[list[dict[str, Any]], list[Any], list[Any]]:
     """Every selected case as if it took 10% longer than predicted; one failed."""
-    mla = [bench for bench in h800_bench.MLA_CASES if bench.batch != 4]
-    gqa = [bench for bench in h800_bench.GQA_CASES if bench.batch == 64]
+    mla = [bench for bench in card.MLA_CASES if bench.batch != 4]
+    gqa = [bench for bench in card.GQA_CASES if bench.batch == 64]
     cases: list[dict[str, Any]] = []
     benches: list[Any] = [*mla, *gqa]
     for bench in benches:
@@ -240,25 +243,25 @@ def some_cases() -> tuple[list[dict[str, Any]], list[Any], list[Any]]:
 
 def test_predictions_stand_beside_cases() -> None:
     cases, mla, gqa = some_cases()
-    found: list[dict[str, Any]] = h800_bench.predicted(cases, mla, gqa, H200)
+    found: list[dict[str, Any]] = card.predicted(cases, mla, gqa, H200)
     assert found[2] == cases[2], "a failed case has no time and gets none"
     for case in (*found[:2], *found[3:]):
         assert case["model_error"] == pytest.approx(1 / 1.1 - 1, abs=1e-3)
         assert case["binds"]
     assert found[0]["predicted_cycles_per_token"] == bench_mla.predicted_cycles(mla[0])
-    table = h800_bench.case_table(found)
+    table = card.case_table(found)
     assert len(table) == len(found) + 1 and {len(row) for row in table} == {len(table[0])}
     assert table[3][1] == "FAILED" and table[1][-3:] == ["-9.1%", "latency", "0.9"]
     assert table[-1][-2] == "HBM"
     with pytest.raises(ValueError):
-        h800_bench.predicted(cases[1:], mla, gqa, H200)
+        card.predicted(cases[1:], mla, gqa, H200)
 
 
 def test_the_clock_is_that_of_the_run() -> None:
     clocks: list[dict[str, Any]] = [{"op": "mla_fp8_decode", "sm_mhz": mhz} for mhz in (1700, 1980, 1800)]
     others: list[dict[str, Any]] = [{"op": "gqa_decode", "sm_mhz": 1000}, {"op": "mla_fp8_decode", "failed": "wrong"}]
-    assert h800_bench.at_clock_of(H200, [*clocks, *others]).sm_mhz == 1800
-    assert h800_bench.at_clock_of(H200, others) == H200
+    assert card.at_clock_of(H200, [*clocks, *others]).sm_mhz == 1800
+    assert card.at_clock_of(H200, others) == H200
 
 
 # --- the script
@@ -302,19 +305,19 @@ def test_output_goes_where_it_belongs(monkeypatch: pytest.MonkeyPatch, tmp_path:
     cases, mla, gqa = some_cases()
     machine = {"card": "NVIDIA H100 80GB HBM3", "driver": "1", "torch": "2", "cutlass_dsl": "4", "date": "2026-01-01"}
     ceilings = {"read_GBps": 3000.0, "copy_GBps": 2900.0, "bf16_gemm_TFLOPs": 700.0}
-    monkeypatch.setattr(h800_bench.evidence, "machine", lambda: machine)
-    monkeypatch.setattr(h800_bench, "measure_ceilings", lambda: ceilings)
-    monkeypatch.setattr(h800_bench.bench_units, "run_units", lambda specs, say: [UnitResult("u", {"x": 1.0})])
-    monkeypatch.setattr(h800_bench, "select", lambda quick, only: (mla, gqa))
-    monkeypatch.setattr(h800_bench, "precompile", lambda specs: None)
-    monkeypatch.setattr(h800_bench, "run_benches", lambda benches, ceilings, progress: cases)
-    monkeypatch.setattr(h800_bench.bench_mla, "import_peer", lambda: "none here")
-    monkeypatch.setattr(h800_bench, "ROOT", tmp_path)
+    monkeypatch.setattr(card.records, "machine", lambda: machine)
+    monkeypatch.setattr(card, "measure_ceilings", lambda: ceilings)
+    monkeypatch.setattr(card.unit_rates, "run_units", lambda specs, say: [UnitResult("u", {"x": 1.0})])
+    monkeypatch.setattr(card, "select", lambda quick, only: (mla, gqa))
+    monkeypatch.setattr(card, "precompile", lambda specs: None)
+    monkeypatch.setattr(card, "run_benches", lambda benches, ceilings, progress: cases)
+    monkeypatch.setattr(card.bench_mla, "import_peer", lambda: "none here")
+    monkeypatch.setattr(card, "ROOT", tmp_path)
     sizes = SimpleNamespace(multi_processor_count=132, L2_cache_size=60 << 20)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: sizes)
     options: dict[str, Any] = {"quick": False, "only": None, "no_units": False, "trace": False, "out": None}
     for changed, place in (({}, "results"), ({"quick": True}, "build"), ({"no_units": True}, "build")):
-        status = h800_bench.measure(SimpleNamespace(**{**options, **changed}))
+        status = card.measure(SimpleNamespace(**{**options, **changed}))
         assert status == 1, "a case failed"
         record = json.loads((tmp_path / place / "bench_h100" / "bench.json").read_text())
         assert record["card"] == record["rates"]["card"] == machine["card"]
@@ -329,10 +332,10 @@ def test_output_goes_where_it_belongs(monkeypatch: pytest.MonkeyPatch, tmp_path:
 def test_plots_are_drawn_and_the_same_twice(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     cases, mla, gqa = some_cases()
-    cases = h800_bench.predicted(cases, mla, gqa, H200)
+    cases = card.predicted(cases, mla, gqa, H200)
     names = ["roofline.svg", "budget.svg", "speed.svg"]
     for folder in ("a", "b"):
-        assert bench_plots.draw(cases, H200, tmp_path / folder) == names
+        assert card_plots.draw(cases, H200, tmp_path / folder) == names
     for name in names:
         assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
         assert "NVIDIA H200" in (tmp_path / "a" / name).read_text()
@@ -341,7 +344,7 @@ def test_plots_are_drawn_and_the_same_twice(tmp_path: Path) -> None:
         assert unit in text
     assert "FlashMLA" in (tmp_path / "a" / "speed.svg").read_text()
     # a failed run has nothing but the budget to show
-    assert bench_plots.draw([{**mla[0].key, "failed": "wrong"}], H200, tmp_path / "c") == ["budget.svg"]
+    assert card_plots.draw([{**mla[0].key, "failed": "wrong"}], H200, tmp_path / "c") == ["budget.svg"]
 
 
 # --- the timeline
@@ -355,12 +358,12 @@ def some_times() -> list[Any]:
 
 
 def test_timestamps_become_spans() -> None:
-    found = bench_trace.spans(some_times(), 0, ROLES, EVENTS)
+    found = timeline.spans(some_times(), 0, ROLES, EVENTS)
     assert len(found) == 7, "a step without timestamps is none"
     assert found[0] == Span("producer", "wait for a stage", 0.0, 50.0)
     assert Span("consumer", "release", 200.0, 205.0) in found
     assert [span.start_ns for span in found] == sorted(span.start_ns for span in found)
-    assert bench_trace.busy(found)["producer", "gather and convert"] == pytest.approx(290)
+    assert timeline.busy(found)["producer", "gather and convert"] == pytest.approx(290)
 
 
 @pytest.mark.parametrize(
@@ -375,17 +378,17 @@ def test_timestamps_that_cannot_be_are_refused(role: int, step: int, value: list
     times = some_times()
     times[0][role][step] = value
     with pytest.raises(ValueError, match=said):
-        bench_trace.spans(times, 0, ROLES, EVENTS)
+        timeline.spans(times, 0, ROLES, EVENTS)
 
 
 def test_the_timeline_is_drawn(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    found = bench_trace.spans(some_times(), 0, ROLES, EVENTS)
-    assert bench_trace.draw(found, tmp_path / "trace.svg", "One CTA")
+    found = timeline.spans(some_times(), 0, ROLES, EVENTS)
+    assert timeline.draw(found, tmp_path / "trace.svg", "One CTA")
     text = (tmp_path / "trace.svg").read_text()
     for name in (*ROLES, *(event for events in EVENTS for event in events), "One CTA", "ns since"):
         assert name in text
-    assert not bench_trace.draw([], tmp_path / "none.svg", "") and not (tmp_path / "none.svg").exists()
+    assert not timeline.draw([], tmp_path / "none.svg", "") and not (tmp_path / "none.svg").exists()
 
 
 # --- the tables

@@ -14,11 +14,13 @@ from cute_kernels.mla import append_op as mla_append_op
 from cute_kernels.mla import op as mla_op
 from cute_kernels.mla.append_spec import MlaAppendSpec
 from cute_kernels.runtime import compile
-from scripts import bench_gqa, bench_sink, gpu_check
-from scripts.bench import evidence, kernels_run
-from scripts.bench.evidence import kernel_id
+from scripts.bench import gqa as bench_gqa
+from scripts.bench import kernels_run, records
+from scripts.bench import sink as bench_sink
+from scripts.bench.cases import case_name, name_kernels
+from scripts.bench.records import kernel_id
 from tests.cpu.tiny_spec import TinySpec
-from tests.support.records import TOOLCHAIN, coded_record, some_record
+from tests.support.made_up_records import TOOLCHAIN, coded_record, some_record
 
 OPS: tuple[Any, ...] = (mla_op, mla_append_op, gqa_op, gqa_append_op, merge_op)
 
@@ -61,7 +63,7 @@ def test_cases_name_their_kernels():
     specs = [TinySpec(32), TinySpec(64), TinySpec(96)]
     code = SimpleNamespace(digests_of_specs=digests, toolchain=lambda: TOOLCHAIN)
     cases: list[dict[str, Any]] = [{"op": "a"}, {"op": "b", "failed": "no"}, {"op": "c"}]
-    facts = gpu_check.name_kernels(cases, [specs[:2], specs[:1], []], specs[2:], code)
+    facts = name_kernels(cases, [specs[:2], specs[:1], []], specs[2:], code)
     names = [kernel_id(digest(spec).sass, digest(spec).launch) for spec in specs]
     assert [case["kernels"] for case in cases] == [names[:2], names[:1], []]
     assert list(facts["kernels"]) == names and facts["toolchain"] == TOOLCHAIN
@@ -157,7 +159,7 @@ def test_comparisons_need_machine_code_of_the_same_toolchain():
 def test_the_pages_know_which_recorded_machine_code_is_no_longer_built(root):
     """Says which recorded cases are of other code than what is built now, and that the pages must mark them."""
     path = root / "results" / "h200.json"
-    record = evidence.read(path)
+    record = records.read(path)
     if not record.get("kernels"):
         pytest.skip("results/h200.json names no machine code: of what it ran nothing is known")
     code = kernels_run.machine_code()
@@ -169,7 +171,7 @@ def test_the_pages_know_which_recorded_machine_code_is_no_longer_built(root):
         return {spec: code.digest_of_spec(spec) for spec in specs}
 
     older = kernels_run.no_longer_built(kernels, of_specs, kernels_run.shipped_specs)
-    cases = [gpu_check.case_name(case) for case in kernels_run.marked(record, older)["cases"] if "older" in case]
+    cases = [case_name(case) for case in kernels_run.marked(record, older)["cases"] if "older" in case]
     said = "; ".join(cases) or "none"
     assert kernels_run.read_older(path) & set(kernels) == set(older), (
         f"cases of machine code that is no longer built: {said}. Run python scripts/results_table.py --compare"

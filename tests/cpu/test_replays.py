@@ -8,10 +8,10 @@ import torch
 
 import cute_kernels
 from cute_kernels.mla.op import mla_fp8_decode
-from scripts import bench_mla
-from scripts.bench import evidence, timing
+from scripts.bench import mla as bench_mla
+from scripts.bench import records, timing
+from scripts.bench.mla import Caches, DecodeBench
 from scripts.bench.timing import Expected, WrongReplay
-from scripts.bench_mla import Caches, DecodeBench
 from tests.support.replays import fake_time_graph
 
 CEILINGS = {"read_GBps": 4000.0, "copy_GBps": 4000.0}
@@ -44,7 +44,7 @@ def test_all_sets_of_all_graphs_are_compared(bench: DecodeBench, timed: list[int
     assert "failed" not in entry and entry["sets_compared"] == 3
     assert timed == [3] * (1 + bench.sustained + 3 * (bench.h_q > 64))
     assert ("sustained" in entry, "exchange_us" in entry) == (bench.sustained, bench.h_q > 64)
-    assert evidence._case_problems(entry) == []
+    assert records._case_problems(entry) == []
 
 
 WRONG = {
@@ -71,7 +71,7 @@ def test_one_bit_of_one_set_costs_the_speed(
     monkeypatch.setattr(cute_kernels, "mla_fp8_decode", wrong, raising=False)
     entry = run(SMALL["sparse"])
     assert f"{reason}, out: 1 of 131072 elements differ" in entry["failed"] and entry["met"] is False
-    assert not set(entry) & {*evidence.SPEED_KEYS, "peers", "exchange_us", "sets_compared"}
+    assert not set(entry) & {*records.SPEED_KEYS, "peers", "exchange_us", "sets_compared"}
 
 
 @pytest.mark.parametrize("name", ["mla_fp8_append", "merge_states"])

@@ -9,8 +9,8 @@ from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 from cutlass.memory import SmemAllocator
 
 from fp8_mla.formats import V3_2
-from scripts.units import tile_map
-from scripts.units.spec import QK, ROLES, ROW_BYTES, TILE, TRACED_TILES, GatherSpec
+from scripts.bench.units import tile_map
+from scripts.bench.units.spec import QK, ROLES, ROW_BYTES, TILE, TRACED_TILES, GatherSpec
 
 STAGES = 2
 ANCHORS = len(ROLES)  # row of the timestamps that holds (globaltimer, clock64) at the start and at the end of a CTA

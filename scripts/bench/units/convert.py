@@ -7,8 +7,8 @@ from cutlass import BFloat16, Int32, Int64, Uint8
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 from cutlass.memory import SmemAllocator
 
-from scripts.units import tile_map
-from scripts.units.spec import NOPE, QK, ROPE, ROW_BYTES, TILE, ConvertSpec
+from scripts.bench.units import tile_map
+from scripts.bench.units.spec import NOPE, QK, ROPE, ROW_BYTES, TILE, ConvertSpec
 
 STAGES, PASSES = 2, 4
 ROPE_AT, SCALE_AT, RAW_BYTES = TILE * NOPE, TILE * (NOPE + 2 * ROPE), TILE * ROW_BYTES

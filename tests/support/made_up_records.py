@@ -3,7 +3,7 @@
 import math
 from typing import Any
 
-from scripts.bench import evidence
+from scripts.bench import records
 from tests.support.compare import Comparison
 
 PASSED = Comparison("case", (), rel_err=0.0021, rel_err_baseline=0.0025, worst=0.4, lse_err=2e-5)
@@ -22,8 +22,8 @@ def gqa_cases() -> list[dict[str, Any]]:
     def case(
         key: dict[str, Any], check: Comparison, must: dict[str, float], fraction: float = 0.95, **more: Any
     ) -> dict[str, Any]:
-        entry = evidence.record_case(key, check, lambda: {**SPEED, "read_fraction": fraction, **more})
-        return evidence.with_must(entry, must)
+        entry = records.record_case(key, check, lambda: {**SPEED, "read_fraction": fraction, **more})
+        return records.with_must(entry, must)
 
     peers = {"cudnn_bf16": {"us": 900.2, "ratio": 1.8, "rel_err": 0.003}}
     ragged = {"batch": 32, "s_k": "512..16384"}
@@ -36,7 +36,7 @@ def gqa_cases() -> list[dict[str, Any]]:
         case(PER_HEAD, PASSED, {"read_fraction": 0.9}, GBps=902.0, host_us=7.5),
         case({**PER_HEAD, **ragged}, FAILED, {"read_fraction": 0.85}),
         case({**PER_TENSOR, "kv_dtype": "fp8", "s_q": 4, "window": 128}, FAILED, {"read_fraction": 0.85}),
-        evidence.with_must(evidence.record_case(APPEND, PASSED, lambda: copied), {"copy_fraction": 0.8}),
+        records.with_must(records.record_case(APPEND, PASSED, lambda: copied), {"copy_fraction": 0.8}),
     ]
 
 
@@ -48,13 +48,13 @@ def sink_cases() -> list[dict[str, Any]]:
     routed = {"op": "sink_attention", "pass": "routing", "s_q": 1, "h_q": 64, "h_kv": 8, "d": 64, "batch": 1}
     times = {"us": 5.0, "route": "decode", "decode_us": 5.04, "prefill_us": 9.96}
     return [
-        evidence.with_must(evidence.record_case(forward, PASSED, lambda: {**SPEED, "peers": peers}), {"ratio": 1.05}),
-        evidence.with_must(
-            evidence.record_case({**backward, "window": 128}, PASSED, lambda: {**SPEED, "us_without_sinks": 497.0}),
+        records.with_must(records.record_case(forward, PASSED, lambda: {**SPEED, "peers": peers}), {"ratio": 1.05}),
+        records.with_must(
+            records.record_case({**backward, "window": 128}, PASSED, lambda: {**SPEED, "us_without_sinks": 497.0}),
             {"us": 260.0},
         ),
-        evidence.with_must(evidence.record_case({**backward, "deterministic": True}, FAILED, dict), {"TFLOPs": 1.0}),
-        *(evidence.record_case({**routed, "s_k": s_k}, PASSED, lambda: times) for s_k in (64, 8192)),
+        records.with_must(records.record_case({**backward, "deterministic": True}, FAILED, dict), {"TFLOPs": 1.0}),
+        *(records.record_case({**routed, "s_k": s_k}, PASSED, lambda: times) for s_k in (64, 8192)),
     ]
 
 
@@ -74,11 +74,9 @@ def some_record(**changes: Any) -> dict[str, Any]:
         },
         "ceilings": {"read_GBps": 4323.0, "copy_GBps": 4277.0, "bf16_gemm_TFLOPs": 782.0},
         "cases": [
-            evidence.record_case(
-                SIZES, PASSED, lambda: {**SPEED, "peers": {"flash_mla": {"us": 409.0, "ratio": 0.82}}}
-            ),
-            evidence.record_case({**SIZES, "batch": 16}, FAILED, dict),
-            evidence.record_case(
+            records.record_case(SIZES, PASSED, lambda: {**SPEED, "peers": {"flash_mla": {"us": 409.0, "ratio": 0.82}}}),
+            records.record_case({**SIZES, "batch": 16}, FAILED, dict),
+            records.record_case(
                 {"op": "mla_fp8_append", "tokens": 65536}, PASSED, lambda: {**SPEED, "copy_fraction": 0.85}
             ),
             *gqa_cases(),
@@ -95,7 +93,7 @@ REPR = "MlaAppendSpec(tokens_per_cta={})"
 def kernel(number: int, spec: str = "") -> tuple[str, dict[str, str]]:
     """Name and facts of a kernel that never was."""
     facts = {"spec": spec or REPR.format(number), "sass": f"{number:064x}", "launch": f"{number + 1:064x}"}
-    return evidence.kernel_id(facts["sass"], facts["launch"]), facts
+    return records.kernel_id(facts["sass"], facts["launch"]), facts
 
 
 def coded_record(**changes: Any) -> dict[str, Any]:

@@ -45,7 +45,7 @@ AT_MOST: Final = ("us",)
 """Figures of which less is better; of all others that a case must reach, more is."""
 
 
-class EvidenceError(ValueError):
+class RecordError(ValueError):
     """A record that says more than was checked, or lacks what readers of it rely on."""
 
 
@@ -140,7 +140,7 @@ def assemble(
         toolchain: what compiled it; comparisons need it to be the same.
 
     Raises:
-        EvidenceError: as `validate`.
+        RecordError: as `validate`.
     """
     record = {**machine, "source_digest": digest, "tests": dict(tests), "ceilings": dict(ceilings), "cases": cases}
     if kernels is not None and toolchain is not None:
@@ -158,19 +158,19 @@ def add_reliability(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, Any
     texts those that are the same.
 
     Raises:
-        EvidenceError: an entry is none, both hold the same seed, or they ran other machine code.
+        RecordError: an entry is none, both hold the same seed, or they ran other machine code.
     """
     problems = [*_reliability_problems(a), *_reliability_problems(b)]
     problems += [f"reliability.kernels: {name} ran other machine code" for name in other_code(a, b)]
     if a.get("toolchain") != b.get("toolchain"):
         problems.append(f"reliability.toolchain: got {b.get('toolchain')!r}, needs {a.get('toolchain')!r}")
     if problems:
-        raise EvidenceError("; ".join(problems))
+        raise RecordError("; ".join(problems))
     seeds = sorted([*map(list, a["seeds"]), *map(list, b["seeds"])])
     joined: list[list[int]] = []
     for first, last in seeds:
         if joined and first <= joined[-1][1]:
-            raise EvidenceError(f"reliability.seeds: {first} is in both, {joined[-1]} and {[first, last]}")
+            raise RecordError(f"reliability.seeds: {first} is in both, {joined[-1]} and {[first, last]}")
         if joined and first == joined[-1][1] + 1:
             joined[-1][1] = last
         else:
@@ -192,16 +192,16 @@ def read_reliability(paths: Sequence[pathlib.Path]) -> dict[str, Any]:
     """The entries of some files of random calls, added up. A file holds one entry, see `add_reliability`.
 
     Raises:
-        EvidenceError: a file has no such entry, or as `add_reliability`.
+        RecordError: a file has no such entry, or as `add_reliability`.
     """
     entries = []
     for path in paths:
         try:
             entry = json.loads(path.read_text(encoding="utf-8"))
         except json.JSONDecodeError as error:
-            raise EvidenceError(f"{path}: {error}") from error
+            raise RecordError(f"{path}: {error}") from error
         if problems := _reliability_problems(entry):
-            raise EvidenceError(f"{path}: {'; '.join(problems)}")
+            raise RecordError(f"{path}: {'; '.join(problems)}")
         entries.append(
             {
                 name: value
@@ -222,7 +222,7 @@ def with_reliability(record: Mapping[str, Any], entry: Mapping[str, Any]) -> dic
     """The record with an entry of random calls, whose kernels join those of the record.
 
     Raises:
-        EvidenceError: the entry is none, or it ran other machine code than the record, or it cannot be told.
+        RecordError: the entry is none, or it ran other machine code than the record, or it cannot be told.
     """
     problems = _reliability_problems(entry)
     problems += [f"reliability.kernels: {name} ran other machine code" for name in other_code(record, entry)]
@@ -230,7 +230,7 @@ def with_reliability(record: Mapping[str, Any], entry: Mapping[str, Any]) -> dic
         got, needed = entry.get("toolchain"), record.get("toolchain")
         problems.append(f"reliability.toolchain: got {got!r}, needs that of the record, {needed!r}")
     if problems:
-        raise EvidenceError("; ".join(problems))
+        raise RecordError("; ".join(problems))
     kept = {name: value for name, value in entry.items() if name != "toolchain"}
     whole = {
         **record,
@@ -252,7 +252,7 @@ def validate(record: Mapping[str, Any]) -> None:
     """Check the keys that readers rely on, and that no speed stands without a passed check.
 
     Raises:
-        EvidenceError: naming all that is wrong.
+        RecordError: naming all that is wrong.
     """
     problems = [f"{key}: got {record.get(key)!r}, needs a text" for key in TEXT_KEYS if not _is_text(record.get(key))]
     digest = record.get("source_digest")
@@ -277,14 +277,14 @@ def validate(record: Mapping[str, Any]) -> None:
     if "kernels" in record or "toolchain" in record:
         problems += _code_problems(record, [case for case in cases if isinstance(case, Mapping)])
     if problems:
-        raise EvidenceError("; ".join(problems))
+        raise RecordError("; ".join(problems))
 
 
 def write(record: Mapping[str, Any], path: pathlib.Path) -> None:
     """Validate, then write as JSON, whole or not at all: a reader never sees half a file.
 
     Raises:
-        EvidenceError: as `validate`; the old file stays.
+        RecordError: as `validate`; the old file stays.
     """
     validate(record)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -297,12 +297,12 @@ def read(path: pathlib.Path) -> dict[str, Any]:
     """Load a record and validate it.
 
     Raises:
-        EvidenceError: it is not JSON, or as `validate`.
+        RecordError: it is not JSON, or as `validate`.
     """
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
     except json.JSONDecodeError as error:
-        raise EvidenceError(f"{path}: {error}") from error
+        raise RecordError(f"{path}: {error}") from error
     validate(record)
     return record
 

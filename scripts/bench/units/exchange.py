@@ -9,7 +9,7 @@ from cutlass.cute.nvgpu import cpasync
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 from cutlass.memory import SmemAllocator
 
-from scripts.units.spec import HALF_BYTES, ExchangeSpec
+from scripts.bench.units.spec import HALF_BYTES, ExchangeSpec
 
 STAGES = 4
 VALUES = HALF_BYTES // 2  # bf16 values of half a tile

@@ -7,36 +7,37 @@ from typing import Any
 import pytest
 
 from scripts import add_reliability, results_table
-from scripts.bench import evidence, kernels_run
+from scripts.bench import kernels_run, records
+from scripts.bench.report import pages, plots
 from scripts.bench.timing import WrongReplay
-from tests.support.records import FAILED, PASSED, SIZES, coded_record, kernel, random_calls, some_record
+from tests.support.made_up_records import FAILED, PASSED, SIZES, coded_record, kernel, random_calls, some_record
 
 
 def test_a_failed_check_is_recorded_without_a_speed():
     def measure() -> dict[str, float]:
         raise AssertionError("timed although the check failed")
 
-    entry = evidence.record_case(SIZES, FAILED, measure)
+    entry = records.record_case(SIZES, FAILED, measure)
     assert entry["rel_err"] == 0.5
     assert entry["lse_err"] is None
     assert "3 of 9 elements" in entry["failed"]
-    assert not set(entry) & set(evidence.SPEED_KEYS)
+    assert not set(entry) & set(records.SPEED_KEYS)
 
 
 def test_a_wrong_replay_is_a_failed_check():
     def measure() -> dict[str, float]:
         raise WrongReplay("the timed graph: set 1, out: 3 of 9 elements differ")
 
-    entry = evidence.with_must(evidence.record_case(SIZES, PASSED, measure), {"us": 1.0})
+    entry = records.with_must(records.record_case(SIZES, PASSED, measure), {"us": 1.0})
     assert entry["failed"].startswith("the timed graph: set 1") and entry["met"] is False
-    assert not set(entry) & set(evidence.SPEED_KEYS)
+    assert not set(entry) & set(records.SPEED_KEYS)
 
 
 @pytest.mark.parametrize("record", [some_record(), coded_record()], ids=["before", "with machine code"])
 def test_a_good_record_survives_the_disk(record, tmp_path):
     path = tmp_path / "results" / "h200.json"
-    evidence.write(record, path)
-    assert evidence.read(path) == record
+    records.write(record, path)
+    assert records.read(path) == record
     assert [file.name for file in path.parent.iterdir()] == ["h200.json"]
 
 
@@ -54,7 +55,7 @@ BAD_RECORDS: dict[str, dict[str, Any]] = {
     "cases that are no list": {"cases": {}},
     "no card": {"card": ""},
     "a digest that is none": {"source_digest": "abc"},
-    "no test counts": {"tests": {"sanitizer": dict.fromkeys(evidence.SANITIZER_TOOLS)}},
+    "no test counts": {"tests": {"sanitizer": dict.fromkeys(records.SANITIZER_TOOLS)}},
     "a tool left out": {"tests": {"passed": 1, "failed": 0, "skipped": 0, "sanitizer": {"memcheck": 0}}},
     "a ceiling left out": {"ceilings": {"read_GBps": 1.0, "copy_GBps": 1.0}},
     "a version that is none": {"tvm_ffi": ""},
@@ -84,34 +85,34 @@ BAD_CODE: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("changes", BAD_CODE.values(), ids=BAD_CODE)
 def test_a_record_that_says_too_much_of_machine_code_is_refused(changes):
-    with pytest.raises(evidence.EvidenceError):
-        evidence.validate(coded_record(**changes))
+    with pytest.raises(records.RecordError):
+        records.validate(coded_record(**changes))
 
 
 @pytest.mark.parametrize("changes", BAD_RECORDS.values(), ids=BAD_RECORDS)
 def test_a_bad_record_is_refused_and_the_old_file_stays(changes, tmp_path):
     path = tmp_path / "h200.json"
-    evidence.write(some_record(), path)
-    with pytest.raises(evidence.EvidenceError):
-        evidence.write(some_record(**changes), path)
-    assert evidence.read(path) == some_record()
+    records.write(some_record(), path)
+    with pytest.raises(records.RecordError):
+        records.write(some_record(**changes), path)
+    assert records.read(path) == some_record()
 
 
 def test_a_file_that_is_no_json_is_refused(tmp_path):
     path = tmp_path / "h200.json"
     path.write_text("{")
-    with pytest.raises(evidence.EvidenceError, match="h200.json"):
-        evidence.read(path)
+    with pytest.raises(records.RecordError, match="h200.json"):
+        records.read(path)
 
 
 def test_the_digest_changes_with_names_and_contents(tmp_path):
-    for package in evidence.SOURCE_PACKAGES:
+    for package in records.SOURCE_PACKAGES:
         (tmp_path / package / "room").mkdir(parents=True)
         (tmp_path / package / "room" / "op.py").write_text("a = 1\n")
-    digests = [evidence.source_digest(tmp_path)]
+    digests = [records.source_digest(tmp_path)]
 
     def changed() -> bool:
-        digests.append(evidence.source_digest(tmp_path))
+        digests.append(records.source_digest(tmp_path))
         return digests[-1] not in digests[:-1]
 
     op = tmp_path / "cute_kernels" / "room" / "op.py"
@@ -126,14 +127,14 @@ def test_the_digest_changes_with_names_and_contents(tmp_path):
 
 
 def test_the_digest_of_this_checkout(root):
-    assert len(evidence.source_digest()) == 64
-    assert evidence.source_digest() == evidence.source_digest(root)
+    assert len(records.source_digest()) == 64
+    assert records.source_digest() == records.source_digest(root)
 
 
 def test_every_version_that_decides_a_result_is_named(monkeypatch):
-    monkeypatch.setattr(evidence.torch.cuda, "get_device_name", lambda: "NVIDIA H200")
-    machine = evidence.machine()
-    assert set(machine) == {"card", "date", "driver", "torch", "cutlass_dsl", *evidence.MORE_TEXT_KEYS}
+    monkeypatch.setattr(records.torch.cuda, "get_device_name", lambda: "NVIDIA H200")
+    machine = records.machine()
+    assert set(machine) == {"card", "date", "driver", "torch", "cutlass_dsl", *records.MORE_TEXT_KEYS}
     assert machine["tvm_ffi"].count(".") >= 2 and machine["python"].startswith("3.")
 
 
@@ -150,16 +151,16 @@ def write(path, *entries):
 
 def test_random_calls_of_several_runs_are_added_up(tmp_path):
     more = random_calls(100, 199, calls=1, faults=2, kernels=dict([kernel(0), kernel(78)]))
-    total = evidence.read_reliability(write(tmp_path, random_calls(200, 299), random_calls(5000, 6000), more))
-    assert [total[key] for key in evidence.RELIABILITY_COUNTS] == [120_001, 36_000, 0, 2]
+    total = records.read_reliability(write(tmp_path, random_calls(200, 299), random_calls(5000, 6000), more))
+    assert [total[key] for key in records.RELIABILITY_COUNTS] == [120_001, 36_000, 0, 2]
     assert total["seconds"] == 301.5 and total["seeds"] == [[100, 299], [5000, 6000]]
     assert total["shapes"] == 5900, "shapes of several runs may be the same"
     assert total["device"] == "NVIDIA H200" and "findings" not in total
     assert set(total["kernels"]) == {kernel(n)[0] for n in (0, 77, 78)}
-    record = evidence.with_reliability(coded_record(), total)
+    record = records.with_reliability(coded_record(), total)
     assert record["reliability"]["kernels"] == list(total["kernels"])
     assert set(record["kernels"]) == set(coded_record()["kernels"]) | set(total["kernels"])
-    assert evidence.reliability_of(record) == total
+    assert records.reliability_of(record) == total
 
 
 OTHER = {kernel(5, kernel(0)[1]["spec"])[0]: kernel(5, kernel(0)[1]["spec"])[1]}
@@ -176,28 +177,28 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 @pytest.mark.parametrize(("entry", "reason"), REFUSED.values(), ids=REFUSED)
 def test_random_calls_that_do_not_add_up_are_refused(entry, reason, tmp_path):
     for pair in ((random_calls(200, 299), entry), (entry, random_calls(200, 299))):
-        with pytest.raises(evidence.EvidenceError):
-            evidence.add_reliability(*pair)
-    with pytest.raises(evidence.EvidenceError, match=reason):
-        evidence.read_reliability(write(tmp_path, random_calls(200, 299), entry))
+        with pytest.raises(records.RecordError):
+            records.add_reliability(*pair)
+    with pytest.raises(records.RecordError, match=reason):
+        records.read_reliability(write(tmp_path, random_calls(200, 299), entry))
 
 
 def test_random_calls_join_the_record_that_ran_the_same_code_alone(tmp_path, capsys):
     path = tmp_path / "h200.json"
-    evidence.write(coded_record(), path)
+    records.write(coded_record(), path)
     files = write(tmp_path, random_calls(0, 99), random_calls(100, 199), random_calls(200, 299))
     assert add_reliability.main([str(path), *map(str, files[:2])]) == 0
-    assert evidence.read(path)["reliability"]["seeds"] == [[0, 199]]
+    assert records.read(path)["reliability"]["seeds"] == [[0, 199]]
     assert add_reliability.main([str(path), "--more", str(files[2])]) == 0
-    assert evidence.read(path)["reliability"]["seeds"] == [[0, 299]]
+    assert records.read(path)["reliability"]["seeds"] == [[0, 299]]
     assert add_reliability.main([str(path), "--more", str(files[2])]) == 1
     assert "200 is in both" in capsys.readouterr().err
     for changes in ({"kernels": OTHER}, {"toolchain": {"cuda": "cu12"}}):
         [bad] = write(tmp_path, random_calls(300, 399, **changes))
         assert add_reliability.main([str(path), str(bad)]) == 1
-    assert evidence.read(path)["reliability"]["calls"] == 180_000
-    with pytest.raises(evidence.EvidenceError, match="needs that of the record, None"):
-        evidence.with_reliability(some_record(), random_calls(0, 9))
+    assert records.read(path)["reliability"]["calls"] == 180_000
+    with pytest.raises(records.RecordError, match="needs that of the record, None"):
+        records.with_reliability(some_record(), random_calls(0, 9))
 
 
 # --- results_table
@@ -223,7 +224,7 @@ def checkout(tmp_path):
 
 
 def test_the_pages_are_filled_and_checked(checkout, capsys):
-    evidence.write(some_record(), checkout / "results" / "h200.json")
+    records.write(some_record(), checkout / "results" / "h200.json")
     assert results_table.main(["--check"], root=checkout) == 1
     assert "README.md is out of date" in capsys.readouterr().err
     assert (checkout / "README.md").read_text() == README, "--check changes nothing"
@@ -252,13 +253,13 @@ def test_the_pages_are_filled_and_checked(checkout, capsys):
     assert "kv_int8_append" not in readme
     assert (checkout / "docs" / "other.md").read_text() == "# No results here\n"
 
-    evidence.write(some_record(date="2026-02-03"), checkout / "results" / "h200.json")
+    records.write(some_record(date="2026-02-03"), checkout / "results" / "h200.json")
     assert results_table.main(["--check"], root=checkout) == 1
 
 
 def test_without_results_the_page_says_so(checkout):
     assert results_table.main([], root=checkout) == 0
-    assert results_table.NO_RESULTS in (checkout / "README.md").read_text()
+    assert pages.NO_RESULTS in (checkout / "README.md").read_text()
     assert results_table.main(["--check"], root=checkout) == 0
 
 
@@ -289,7 +290,8 @@ def test_markers_that_are_no_pair_are_an_error(text, checkout, capsys):
 
 def test_a_record_without_such_cases_says_so():
     record = some_record(cases=[])
-    assert [part for part in results_table.PARTS if results_table.render(record, part) == results_table.NO_CASES] == [
+    assert [part for part in pages.PARTS if pages.render(record, part) == pages.NO_CASES] == [
+        "headlines",
         "mla",
         "mla-sustained",
         "gqa",
@@ -301,9 +303,27 @@ def test_a_record_without_such_cases_says_so():
     ]
 
 
+def test_headlines_name_their_conditions():
+    (line,) = (line for line in pages.render(some_record(), "headlines").splitlines() if "sparse" in line)
+    assert line == (
+        "| `mla_fp8_decode`, sparse | 128 requests x 2 tokens, 128 heads, topk 2048 | 500 | 0.82 x FlashMLA | 2.1e-03 |"
+    )
+    (line,) = (line for line in pages.render(some_record(), "headlines").splitlines() if "forward" in line)
+    assert "4 x 16384 tokens, 64/8 heads of 64, causal, with sinks | 500 | 1.10 x cuDNN without sinks" in line
+    failed = pages.render(some_record(cases=[records.record_case(SIZES, FAILED, dict)]), "headlines")
+    assert "topk 2048 | check failed | – | 5.0e-01 |" in failed
+
+
+def test_every_block_has_a_page(root):
+    """A page that is rewritten without its markers would lose a table that nothing else shows."""
+    text = "".join(path.read_text(encoding="utf-8") for path in pages.pages(root))
+    lost = {part for part in pages.PARTS if f"<!-- results:{part}:begin -->" not in text}
+    assert lost <= {"headlines", "sink-summary"}, "the README has one of these, and a table for users the rest"
+
+
 def test_every_op_has_a_place():
     """A benchmark that no part shows would be in the record and on no page."""
-    text = "\n".join(results_table.render(some_record(), part) for part in results_table.PARTS)
+    text = "\n".join(pages.render(some_record(), part) for part in pages.PARTS)
     for op in {case["op"] for case in some_record()["cases"]}:
         assert f"`{op}`" in text
 
@@ -315,12 +335,12 @@ def test_a_case_that_raised_is_in_the_tables():
     ]
     record = some_record(cases=[*some_record()["cases"], *raised])
     for part in ("mla", "gqa", "sink"):
-        (line,) = (line for line in results_table.render(record, part).splitlines() if "int8 64x32x1" in line)
+        (line,) = (line for line in pages.render(record, part).splitlines() if "int8 64x32x1" in line)
         assert "failed" in line
 
 
 def test_the_summary_of_gqa_shows_what_is_needed_and_missed():
-    lines = results_table.render(some_record(), "gqa-summary").splitlines()
+    lines = pages.render(some_record(), "gqa-summary").splitlines()
     columns = ["int8 per tensor, BNSH", "int8 per token head, paged_NHD 64"]
     assert (
         lines[0] == f"| `gqa_decode`: batch x s_k | needs | {' | '.join(columns)} | cuDNN over bf16: its time / ours |"
@@ -335,7 +355,7 @@ def test_the_summary_of_gqa_shows_what_is_needed_and_missed():
 
 def test_the_tables_of_sink_attention():
     whole, summary, routing = (
-        results_table.render(some_record(), part).splitlines() for part in ("sink", "sink-summary", "sink-routing")
+        pages.render(some_record(), part).splitlines() for part in ("sink", "sink-summary", "sink-routing")
     )
     name, size = "forward, 64/8 of 64", "4 x 16384"
     assert whole[2].startswith(f"| {name} | {size} | 500 | 499 .. 510 | 292 | 900 | 1.05 x cuDNN | 550 | 1.10 |")
@@ -353,19 +373,19 @@ def test_the_plots_are_the_same_for_the_same_record(tmp_path):
     pytest.importorskip("matplotlib")
     names = ["mla_speed.svg", "gqa_speed.svg", "sink_speed.svg"]
     for folder in ("a", "b"):
-        assert results_table.draw(some_record(), tmp_path / folder) == names
+        assert plots.draw(some_record(), tmp_path / folder) == names
     for name in names:
         assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
     for text in ("read ceiling", "cuDNN", "int8 per tensor, BNSH", "64 x 8192"):
         assert text in (tmp_path / "a" / "gqa_speed.svg").read_text()
-    assert results_table.draw(some_record(cases=[]), tmp_path / "c") == []
+    assert plots.draw(some_record(cases=[]), tmp_path / "c") == []
 
 
 def test_the_run_shows_random_calls_and_more_versions(checkout):
-    assert "Random calls" not in results_table.render(coded_record(), "run")
-    record = evidence.with_reliability(coded_record(), random_calls(0, 4799, calls=123_456))
+    assert "Random calls" not in pages.render(coded_record(), "run")
+    record = records.with_reliability(coded_record(), random_calls(0, 4799, calls=123_456))
     record["tests"]["sanitizer"]["initcheck"] = 3
-    text = results_table.render(record, "run")
+    text = pages.render(record, "run")
     assert "123,456 valid ones (2 kernels, 900 shapes) and 12,000 invalid ones in 10" in text
     assert "0 wrong, 0 faults. Seeds 0 to 4799." in text
     assert "CuTe DSL 4.8.1, tvm-ffi 0.1.15, 2026" in text and "synccheck 0, initcheck 3." in text
@@ -374,7 +394,7 @@ def test_the_run_shows_random_calls_and_more_versions(checkout):
 def test_rows_of_machine_code_that_is_no_longer_built_are_marked(checkout, capsys):
     path = checkout / "results" / "h200.json"
     record = coded_record()
-    evidence.write(record, path)
+    records.write(record, path)
     assert results_table.main([], root=checkout) == 0
     unmarked = (checkout / "README.md").read_text()
     assert "†" not in unmarked
@@ -405,15 +425,15 @@ def test_every_table_of_cases_can_mark_a_row():
     record["cases"][0] |= sustained
     whole = kernels_run.marked(record, record["kernels"])
     for part in ("mla", "mla-sustained", "crossover", "gqa", "gqa-summary", "sink", "sink-summary", "sink-routing"):
-        lines = [line for line in results_table.render(whole, part).splitlines() if line.startswith("| ")]
+        lines = [line for line in pages.render(whole, part).splitlines() if line.startswith("| ")]
         rules = sum(line.startswith("| --- |") for line in lines)
         assert sum("†" in line for line in lines) == len(lines) - 2 * rules > 0, part
-    assert "†" in results_table.render(whole, "budget-errors")
+    assert "†" in pages.render(whole, "budget-errors")
 
 
 def test_what_is_still_built_is_compared_or_the_reason_is_said(checkout, capsys, monkeypatch):
     path = checkout / "results" / "h200.json"
-    evidence.write(coded_record(), path)
+    records.write(coded_record(), path)
     code: Any = type("Code", (), {"toolchain": staticmethod(lambda: {"cuda": "cu12"})})
     monkeypatch.setattr(kernels_run, "machine_code", lambda: code)
     assert results_table.main(["--compare"], root=checkout) == 0

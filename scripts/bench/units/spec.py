@@ -27,7 +27,7 @@ class ConvertSpec:
 
     how: str = "scaled"
 
-    kernel: ClassVar[str] = "scripts.units.convert_kernel:ConvertKernel"
+    kernel: ClassVar[str] = "scripts.bench.units.convert:ConvertKernel"
 
     def can_implement(self) -> list[str]:
         """Reasons, in words, why this kernel cannot be built; empty when it can."""
@@ -48,7 +48,7 @@ class ExchangeSpec:
 
     how: str = "async"
 
-    kernel: ClassVar[str] = "scripts.units.exchange_kernel:ExchangeKernel"
+    kernel: ClassVar[str] = "scripts.bench.units.exchange:ExchangeKernel"
 
     def can_implement(self) -> list[str]:
         """Reasons, in words, why this kernel cannot be built; empty when it can."""
@@ -73,7 +73,7 @@ class GatherSpec:
     depth: int = 1
     trace: bool = False
 
-    kernel: ClassVar[str] = "scripts.units.gather_kernel:GatherKernel"
+    kernel: ClassVar[str] = "scripts.bench.units.gather:GatherKernel"
 
     def can_implement(self) -> list[str]:
         """Reasons, in words, why this kernel cannot be built; empty when it can."""
@@ -106,7 +106,7 @@ class WgmmaSpec:
     warpgroups: int = 2
     storing: bool = False
 
-    kernel: ClassVar[str] = "scripts.units.wgmma_kernel:WgmmaKernel"
+    kernel: ClassVar[str] = "scripts.bench.units.wgmma:WgmmaKernel"
     # as the decode kernel: with the default ptxas spills
     compile_options: ClassVar[str] = "--ptxas-options '--register-usage-level=0'"
 
@@ -132,7 +132,7 @@ class WgmmaSpec:
 
 
 def shipped_specs() -> list[Any]:
-    """All that scripts/bench_units.py runs."""
+    """All that scripts/bench/unit_rates.py runs."""
     return [
         *(ConvertSpec(how) for how in CONVERSIONS),
         *(ExchangeSpec(how) for how in TRANSPORTS),

@@ -6,7 +6,7 @@ import cutlass.utils.hopper_helpers as sm90
 from cutlass import BFloat16, Float8E4M3FN, Float32, Int32, const_expr
 from cutlass.tensor_utils import LayoutEnum
 
-from scripts.units.spec import QK, TILE
+from scripts.bench.units.spec import QK, TILE
 
 
 def tile_layout(rows: int, stages: int):

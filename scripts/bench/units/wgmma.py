@@ -11,7 +11,7 @@ from cutlass.memory import SmemAllocator
 from cutlass.tensor_utils import LayoutEnum
 
 from cute_kernels.device import wgmma
-from scripts.units.spec import NOPE, QK, ROPE, TILE, WgmmaSpec
+from scripts.bench.units.spec import NOPE, QK, ROPE, TILE, WgmmaSpec
 
 COLUMNS = NOPE // 2  # of O, of one warpgroup
 THREADS = 384

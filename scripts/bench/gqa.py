@@ -25,7 +25,7 @@ from cute_kernels.gqa import op
 from cute_kernels.gqa.layouts import CHUNK_BYTES, LAYOUTS, CacheSizes, scale_shapes
 from cute_kernels.gqa.reference import dequantize, reference_append, reference_gqa_decode
 from cute_kernels.gqa.spec import GqaDecodeSpec
-from scripts.bench import evidence
+from scripts.bench import records
 from scripts.bench.timing import Expected, host_time, sets_to_outgrow_l2, time_graph
 from tests.support.compare import Comparison, relative_error
 from tests.support.gqa_cases import KV_DTYPES, SCALE_NAMES, GqaCase, check_gqa
@@ -178,7 +178,7 @@ class GqaBench:
 
 
 def predict(bench: GqaBench, rates: Rates = H200) -> model.Prediction:
-    """What the cycle budget says of a case; see docs/budget.md."""
+    """What the cycle budget says of a case; see docs/maintainers/budget.md."""
     spec = bench.spec
     of_tokens = spec.v_scales not in ("none", "head")
     return model.predict_gqa(bench.bytes_moved, spec.cluster > 1, rates, token_scales=of_tokens)
@@ -363,7 +363,7 @@ def run_decode(bench: GqaBench, pool: Pool, ceilings: Mapping[str, float]) -> di
             "peers": run_peer(bench, inputs, timing.us) if bench.peer else {},
         }
 
-    return evidence.with_must(evidence.record_case(bench.key, check, measure), bench.must)
+    return records.with_must(records.record_case(bench.key, check, measure), bench.must)
 
 
 def decode_call(case: GqaCase) -> Callable[[], Any]:
@@ -388,7 +388,7 @@ def run_append(bench: AppendBench, device: str, ceilings: Mapping[str, float]) -
         host_us = host_time(functools.partial(cute_kernels.kv_int8_append, **calls[0]))
         return {**timing.as_record(), **speeds, "host_us": round(host_us, 2)}
 
-    return evidence.with_must(evidence.record_case(bench.key, check, measure), bench.must)
+    return records.with_must(records.record_case(bench.key, check, measure), bench.must)
 
 
 def written(bench: AppendBench) -> tuple[str, ...]:

@@ -10,7 +10,7 @@ from typing import Any
 from cute_kernels.budget import model
 from cute_kernels.budget.rates import Rates
 from cute_kernels.budget.variants import MLA_VARIANTS, Unit
-from scripts import plots
+from scripts.bench import svg
 
 Case = dict[str, Any]
 OURS, THEIRS, ROOF = "#2b6cb0", "#a0aec0", "#4a5568"
@@ -30,7 +30,7 @@ def draw(cases: Sequence[Case], rates: Rates, folder: pathlib.Path) -> list[str]
     """Write the plots there is something for, and return their names: none where matplotlib is missing."""
     timed = [case for case in cases if case.get("us") and "failed" not in case]
     made = {"roofline.svg": _roofline, "budget.svg": _budget, "speed.svg": _speed}
-    return plots.write({name: functools.partial(plot, timed, rates) for name, plot in made.items()}, folder)
+    return svg.write({name: functools.partial(plot, timed, rates) for name, plot in made.items()}, folder)
 
 
 def _roofline(cases: Sequence[Case], rates: Rates, plt: Any) -> Any:

@@ -26,7 +26,7 @@ from cute_kernels.mla.crossover.spec import MlaCrossoverSpec
 from cute_kernels.mla.plan import EXCHANGES, DecodePlan, plan_decode
 from cute_kernels.mla.spec import FEW, WIDE
 from fp8_mla import QK_DIM, TOKEN_BYTES, V_DIM, pack, reference_decode, unpack
-from scripts.bench import evidence
+from scripts.bench import records
 from scripts.bench.timing import Expected, host_time, sets_to_outgrow_l2, time_graph
 from tests.support.compare import Comparison, bf16_yardstick, compare, relative_error
 from tests.support.mla_cases import DecodeCase, generator, latent_tokens
@@ -184,7 +184,7 @@ def built(bench: DecodeBench, sms: int) -> MlaVariant:
 
 
 def predict(bench: DecodeBench, variant: MlaVariant | None = None, rates: Rates = H200) -> model.Prediction:
-    """What the cycle budget says of a case; see docs/budget.md."""
+    """What the cycle budget says of a case; see docs/maintainers/budget.md."""
     variant = variant or built(bench, rates.sms)
     return model.predict_mla(launch(bench, rates.sms), variant, rates)
 
@@ -291,7 +291,7 @@ def run_decode(
             "peers": _run_peer(bench, inputs, caches, timing.us, peer, rows, expected),
         }
 
-    return evidence.with_must(evidence.record_case(bench.key, check, measure), bench.must)
+    return records.with_must(records.record_case(bench.key, check, measure), bench.must)
 
 
 def decode_call(case: DecodeCase, exchange: str | None = None) -> Callable[[], Any]:
@@ -341,7 +341,7 @@ def run_append(ceilings: Mapping[str, float], device: str = "cuda") -> dict[str,
         host_us = host_time(functools.partial(cute_kernels.mla_fp8_append, *sets[0]))
         return {**timing.as_record(), **speeds, "host_us": round(host_us, 2)}
 
-    return evidence.record_case({"op": "mla_fp8_append", "tokens": APPEND_TOKENS}, check, measure)
+    return records.record_case({"op": "mla_fp8_append", "tokens": APPEND_TOKENS}, check, measure)
 
 
 def append_call(kv: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor) -> Callable[[], torch.Tensor]:
@@ -386,7 +386,7 @@ def run_merge(ceilings: Mapping[str, float], device: str = "cuda") -> dict[str, 
         return {**timing.as_record(), **speeds, "host_us": round(host_time(calls[0]), 2)}
 
     key = {"op": "merge_states", "splits": splits, "batch": batch, "h_q": h_q, "s_q": s_q, "d": V_DIM}
-    return evidence.record_case(key, check, measure)
+    return records.record_case(key, check, measure)
 
 
 def merge_call(outs: torch.Tensor, lses: torch.Tensor) -> Callable[[], Any]:

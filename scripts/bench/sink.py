@@ -26,7 +26,7 @@ from cute_kernels.gqa import op as gqa_op
 from cute_kernels.sink import backward_spec
 from cute_kernels.sink import spec as forward_spec
 from cute_kernels.sink.plan import route
-from scripts.bench import evidence
+from scripts.bench import records
 from scripts.bench.timing import Expected, sets_to_outgrow_l2, time_eager, time_graph
 from tests.support.compare import Comparison, relative_error
 from tests.support.sink_cases import GAINS, NAMES, Measure, SinkCase, SinkExpectation, sink_case
@@ -199,7 +199,7 @@ def run(bench: SinkBench, ceilings: Mapping[str, float], device: str = "cuda") -
             speeds["us_without_sinks"] = round(timed.us, 3)
         return {**timing.as_record(), **speeds, "peers": run_peer(bench, cases, timing.us) if bench.peer else {}}
 
-    return evidence.with_must(evidence.record_case(bench.key, check, measure), bench.must)
+    return records.with_must(records.record_case(bench.key, check, measure), bench.must)
 
 
 def expect(bench: SinkBench, calls: Sequence[Callable[[], Any]], first: Sequence[torch.Tensor]) -> Expected:
@@ -390,7 +390,7 @@ def run_routing(bench: RoutingBench, ceilings: Mapping[str, float], device: str 
         return {**timings[chosen].as_record(), "route": chosen, **both}
 
     worst = max(checks, key=lambda check: (not check, check.worst))
-    return evidence.record_case(bench.key, worst, measure)
+    return records.record_case(bench.key, worst, measure)
 
 
 def _routed(case: SinkCase, name: str) -> Callable[[], Any]:

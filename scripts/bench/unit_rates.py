@@ -1,4 +1,4 @@
-"""A card's unit rates: runs the kernels of scripts/units, checks what they computed, and makes a `Rates` of it.
+"""A card's unit rates: runs the kernels of scripts/bench/units, checks what they computed, and makes a `Rates` of it.
 
 Each kernel fills every SM with one CTA and counts clock64 around its loop; a figure is the median over CTAs and runs.
 A kernel whose result is wrong gives no rate.
@@ -16,7 +16,7 @@ import torch
 
 from cute_kernels.runtime.compile import compile_kernel
 from fp8_mla import NOPE_DIM, QK_DIM, ROPE_OFFSET, SCALE_OFFSET, TOKEN_BYTES
-from scripts.units.spec import (
+from scripts.bench.units.spec import (
     HALF_BYTES,
     NOPE,
     ROLES,
@@ -91,7 +91,7 @@ def measure(spec: Any, kernel: Callable[..., Any] | None = None, device: str = "
     for kind, how in MEASURES.items():
         if isinstance(spec, kind):
             return how(spec, run, device)
-    raise TypeError(f"spec: got {type(spec).__name__}, needs one of scripts.units.spec")
+    raise TypeError(f"spec: got {type(spec).__name__}, needs one of scripts.bench.units.spec")
 
 
 def figures_from(results: Sequence[UnitResult], ceilings: Mapping[str, float]) -> dict[str, Any]:

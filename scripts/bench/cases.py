@@ -1,0 +1,143 @@
+"""The cases of all operations: which ones run, running them, their names and their table for a terminal."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from scripts.bench import gqa as bench_gqa
+from scripts.bench import kernels_run
+from scripts.bench import mla as bench_mla
+from scripts.bench import sink as bench_sink
+from scripts.bench.progress import Progress
+
+Bench = tuple[str, Callable[[dict[str, float]], dict[str, Any]]]
+"""A case's name, and what runs it with the ceilings of the card."""
+
+
+def select_benches(quick: bool, only: str | None) -> tuple[list[Bench], int]:
+    """The benchmarks to run, and the tokens of the FP8 cache that those of MLA share."""
+    peer = bench_mla.import_peer()
+    if isinstance(peer, str):
+        print(f"no peer to compare with: {peer}", flush=True)
+
+    def wanted(name: str) -> bool:
+        return only is None or re.search(only, name) is not None
+
+    decode = [bench for bench in bench_mla.DECODE_CASES if (bench.quick or not quick) and wanted(bench.name)]
+    tokens = max((bench.cache_tokens for bench in decode), default=0)
+    caches = bench_mla.Caches(tokens)
+    benches: list[Bench] = [
+        (bench.name, functools.partial(bench_mla.run_decode, bench, caches, peer)) for bench in decode
+    ]
+    others: list[Bench] = [("mla_fp8_append", bench_mla.run_append), ("merge_states", bench_mla.run_merge)]
+    pool = bench_gqa.Pool()
+    others += [
+        (gqa.name, functools.partial(bench_gqa.run_decode, gqa, pool))
+        for gqa in bench_gqa.DECODE_CASES
+        if gqa.quick or not quick
+    ]
+    others += [
+        (append.name, functools.partial(bench_gqa.run_append, append, pool.device))
+        for append in bench_gqa.APPEND_CASES
+        if append.quick or not quick
+    ]
+    others += [
+        (sink.name, functools.partial(bench_sink.run, sink)) for sink in bench_sink.CASES if sink.quick or not quick
+    ]
+    others += [
+        (routing.name, functools.partial(bench_sink.run_routing, routing))
+        for routing in bench_sink.ROUTING_CASES
+        if routing.quick or not quick
+    ]
+    return benches + [(name, run) for name, run in others if wanted(name)], tokens
+
+
+def run_benches(
+    benches: Sequence[Bench],
+    ceilings: dict[str, float],
+    progress: Progress,
+    ran: list[list[Any]] | None = None,
+) -> list[dict[str, Any]]:
+    """Run each; one that raises is recorded as failed and the others go on.
+
+    To `ran` are added, for each case, the specs of the kernels that it asked for.
+    """
+    cases = []
+    for name, run in benches:
+        with progress.step(name), kernels_run.noting() as asked:
+            try:
+                cases.append(run(ceilings))
+            except Exception as error:  # the record must say which case broke, whatever broke it
+                op, _, sizes = name.partition(" ")
+                cases.append({"op": op, "case": sizes, "failed": f"{type(error).__name__}: {error}"[:500]})
+        if ran is not None:
+            ran.append(list(asked))
+        torch.cuda.empty_cache()
+    return cases
+
+
+def name_kernels(
+    cases: Sequence[dict[str, Any]], ran: Sequence[Sequence[Any]], others: Sequence[Any], code: Any
+) -> dict[str, Any]:
+    """Puts into each case which kernels it ran, and returns the record's "kernels" and "toolchain".
+
+    Args:
+        cases: of the record.
+        ran: the specs of each.
+        others: specs that only tests ran.
+        code: `kernels_run.machine_code()`.
+    """
+    digests = code.digests_of_specs([*(spec for specs in ran for spec in specs), *others])
+    for case, specs in zip(cases, ran, strict=True):
+        case["kernels"] = kernels_run.ids(specs, digests)
+    return {"kernels": kernels_run.described(digests), "toolchain": dict(code.toolchain())}
+
+
+def table(cases: Sequence[dict[str, Any]]) -> str:
+    """One line a case: what it was, time, rates, whether that is enough, the peer's time over ours, errors."""
+    header = ("case", "us", "TFLOP/s", "GB/s", "of ceiling", "must", "cyc/token", "peer/ours", "rel err", "lse err")
+    rows: list[tuple[str, ...]] = [(*header, "host us")]
+    for case in cases:
+        name = case_name(case)
+        if "failed" in case:
+            rows.append((name, "FAILED", case["failed"], *[""] * (len(rows[0]) - 3)))
+            continue
+        peers = " ".join(str(peer.get("ratio", "failed")) for peer in (case.get("peers") or {}).values())
+        must = " ".join(f"{key} {limit}" for key, limit in (case.get("must") or {}).items())
+        must += {True: " met", False: " MISSED", None: ""}[case.get("met")]
+        figures = [case.get(key) for key in ("us", "TFLOPs", "GBps")]
+        fraction = case.get("read_fraction", case.get("copy_fraction"))
+        errors = [case.get(key) for key in ("rel_err", "lse_err", "host_us")]
+        figures += [fraction, must, case.get("cycles_per_token"), peers]
+        rows.append((name, *("" if value is None else str(value) for value in (*figures, *errors))))
+    columns = range(len(header) + 1)
+    widths = [max(len(row[column]) for row in rows if row[1] != "FAILED" or column < 2) for column in columns]
+    return "\n".join(
+        "  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip() for row in rows
+    )
+
+
+def case_name(case: dict[str, Any]) -> str:
+    """What a case of the record was, in one line."""
+    named = [str(case[key]) for key in ("op", "mode", "pass", "case", "kv_dtype", "scales", "layout") if case.get(key)]
+    if "page_size" in case:
+        named[-1] += f"_{case['page_size']}"
+    if "batch" in case:
+        named.append(f"{case['batch']}x{case['h_q']}x{case['s_q']}")
+    sizes = [
+        f"{key} {case[key]}"
+        for key in ("topk", "s_k", "ragged", "d", "tokens", "splits", "window", "deterministic")
+        if key in case
+    ]
+    return " ".join([*named, *sizes])
+
+
+def card_slug(card: str) -> str:
+    """File name for a card: "NVIDIA H200" -> "h200", "NVIDIA H100 80GB HBM3" -> "h100"."""
+    model = re.search(r"\b[A-Z]+\d+\b", card)
+    return (model.group() if model else card.replace(" ", "_")).lower()

@@ -1,0 +1,89 @@
+"""The part "headlines": one case an operation, with its conditions in words, for the README."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from fp8_mla.formats import V3_2
+from scripts.bench.kernels_run import mark
+from scripts.bench.report import markdown
+from scripts.bench.report.cases import Case, Record, peer_of
+from scripts.bench.report.markdown import scientific, short
+
+HEADER = ("call", "conditions", "us", "speed", "error against float64")
+GQA = {"op": "gqa_decode", "kv_dtype": "int8", "scales": "per_token_head", "layout": "BNSH", "batch": 64, "s_k": 8192}
+SINK = {"op": "sink_attention", "batch": 4, "h_q": 64, "h_kv": 8, "d": 64, "s_k": 16384}
+BF16_BYTES = 2 * V3_2.d_qk
+"""Of a token in the cache that FlashMLA reads in dense decoding."""
+SINK_CONDITIONS = "{batch} x {s_k} tokens, {h_q}/{h_kv} heads of {d}, causal, with sinks"
+
+
+class Headline(NamedTuple):
+    """A row of the table.
+
+    call        what is called
+    conditions  with names of the case's keys in braces
+    key         names the case: it has these values, and no window, ragged lengths or order of sums
+    speed       of the case, in words
+    """
+
+    call: str
+    conditions: str
+    key: Mapping[str, Any]
+    speed: Callable[[Case], str]
+
+
+def _times(peer: str) -> Callable[[Case], str]:
+    """How many times as long the peer takes."""
+
+    def speed(case: Case) -> str:
+        found = peer_of(case)
+        return f"{found['ratio']:.2f} x {peer}" if "ratio" in found else markdown.MISSING
+
+    return speed
+
+
+def _gqa_speed(case: Case) -> str:
+    return f"{_times('cuDNN over a bf16 cache')(case)}, {case['read_fraction']:.2f} of a plain read"
+
+
+WITHOUT_SINKS = _times("cuDNN without sinks")
+HEADLINES = (
+    Headline(
+        "`mla_fp8_decode`, sparse",
+        "{batch} requests x {s_q} tokens, {h_q} heads, topk {topk}",
+        {"op": "mla_fp8_decode", "mode": "sparse", "batch": 128, "h_q": 128, "s_q": 2, "topk": 2048},
+        _times("FlashMLA"),
+    ),
+    Headline(
+        "`mla_fp8_decode`, dense",
+        "{batch} requests, {h_q} heads, {s_k} keys",
+        {"op": "mla_fp8_decode", "mode": "dense", "batch": 64, "h_q": 128, "s_q": 1, "s_k": 8192},
+        _times(f"FlashMLA over a bf16 cache ({BF16_BYTES / V3_2.token_bytes:.2f} x the bytes)"),
+    ),
+    Headline(
+        "`gqa_decode`",
+        "{batch} requests, {h_q}/{h_kv} heads of {d}, {s_k} tokens, INT8 {scales}, {layout}",
+        {**GQA, "h_q": 32, "s_q": 1},
+        _gqa_speed,
+    ),
+    Headline("`sink_attention`, forward", SINK_CONDITIONS, {**SINK, "pass": "forward"}, WITHOUT_SINKS),
+    Headline("`sink_attention`, backward", SINK_CONDITIONS, {**SINK, "pass": "backward"}, WITHOUT_SINKS),
+)
+UNUSUAL = ("window", "ragged", "deterministic")
+
+
+def headlines(record: Record) -> list[str]:
+    """The table, a row for each headline that the record has a case of."""
+    rows = []
+    for headline in HEADLINES:
+        for case in record["cases"]:
+            if any(key in case for key in UNUSUAL) or any(case.get(k) != v for k, v in headline.key.items()):
+                continue
+            figures = ["check failed", markdown.MISSING]
+            if "failed" not in case:
+                figures = [short(case["us"]), headline.speed(case)]
+            conditions = headline.conditions.format(**case) + mark(case)
+            rows.append([headline.call, conditions, *figures, scientific(case.get("rel_err"))])
+    return markdown.table(HEADER, rows) if rows else []

@@ -49,6 +49,23 @@ class Partials(NamedTuple):
     scales: Any = None
 
 
+class Keys(NamedTuple):
+    """Where keys are: the pages of the cache, indices or block tables, and lengths."""
+
+    mKV: cute.Tensor
+    mIndex: cute.Tensor
+    mLength: cute.Tensor
+
+
+class Sizes(NamedTuple):
+    """Numbers of a launch. num_splits of a balanced schedule: places of partials. causal: 0 or 1."""
+
+    num_splits: Int32
+    work_tiles: Int32
+    decode_ctas: Int32
+    causal: Int32
+
+
 class Results(NamedTuple):
     """The sinks, which join the softmax last, and where results go: bf16 O and float32 log-sum-exp, or partials."""
 

@@ -8,7 +8,7 @@ from cutlass import BFloat16, Float16, Float32, Int32, const_expr
 
 from cute_kernels.device import softmax, wgmma
 from cute_kernels.mla.kernels.barriers import NamedBarrier
-from cute_kernels.mla.kernels.load_q import start_q
+from cute_kernels.mla.kernels.load_q import QTma, start_q
 from cute_kernels.mla.kernels.scheduler import WorkTile
 from cute_kernels.mla.kernels.smem import WARPS
 from cute_kernels.mla.kernels.tile import BLOCK_COLUMNS, NOPE, QUANT_TILE, QUANT_TILES
@@ -63,8 +63,7 @@ class QConverter:
     def prepare(
         self,
         smem,
-        load_q: cute.CopyAtom,
-        tQ: cute.Tensor,
+        q_tma: QTma,
         work: WorkTile,
         loads: Int32,
         warp_idx: Int32,
@@ -97,7 +96,7 @@ class QConverter:
                 cute.arch.fence_proxy("async.shared", space="cta")  # ordinary stores, then those of TMA
                 cute.arch.barrier(barrier_id=NamedBarrier.QK, number_of_threads=self.threads)
                 if warp_idx == 0:
-                    start_q(smem, load_q, tQ, work, self.heads)
+                    start_q(smem, *q_tma, work, self.heads)
         cute.arch.fence_proxy("async.shared", space="cta")  # ordinary stores, read by wgmma
         cute.arch.barrier(barrier_id=NamedBarrier.QK, number_of_threads=self.threads)
         return PreparedQ(q_scaled, loads)

@@ -44,8 +44,8 @@ Mbarriers of a dense call with 64 heads: arrivals and bytes that complete a phas
   p_full[2]         128                 P, weights, flags and factors are stored
   p_empty[2]        256                 the last wgmma of PV has read P
   rope_empty[2]     128                 QK has read the rope part
-Without pv_issues_tma (sparse keys, or up to 16 heads) full has 256 arrivals, and there is no rope_empty. full: arrivals
-of 128 threads and of their copies; bytes where TMA loads the tile.
+full counts 128 threads and their cp.async, and one arrival that announces the bytes of TMA, if any. Where the load
+warpgroup issues all loads (sparse keys, or up to 16 heads) it has 256 arrivals, and there is no rope_empty.
 
 Mbarriers of a sparse call with 16 heads
   q_full              1 + 18,432 bytes  Q is loaded
@@ -83,15 +83,17 @@ from cute_kernels.device import barriers as device_barriers
 from cute_kernels.device import registers, softmax
 from cute_kernels.device.trace import Tracer
 from cute_kernels.mla.kernels.arguments import (
+    Keys,
     Partials,
     Results,
+    Sizes,
     balanced_partials,
     fake_arguments,
     uniform_partials,
 )
 from cute_kernels.mla.kernels.barriers import barriers
 from cute_kernels.mla.kernels.load import KeyLoader, make_page_tma
-from cute_kernels.mla.kernels.load_q import make_q_tma
+from cute_kernels.mla.kernels.load_q import QTma, make_q_tma
 from cute_kernels.mla.kernels.merge import MergeTask, PartialMerger
 from cute_kernels.mla.kernels.pv import PvWarpgroups
 from cute_kernels.mla.kernels.qk import QkWarpgroups
@@ -163,21 +165,20 @@ class MlaDecodeKernel:
             num_splits, partials = balanced_partials(scratch, shares, batch, s_q, h_q)
         elif const_expr(self.spec.split):
             partials = uniform_partials(scratch, num_splits, batch, s_q, h_q)
-        load_q, tQ = make_q_tma(mQ, self.spec.heads)
+        q_tma = make_q_tma(mQ, self.spec.heads)
         page_tma: tuple = ()
         if const_expr(not self.spec.sparse):
             page_tma = make_page_tma(mKV)
         sizes = (mKV.shape[1], head_blocks, num_splits, s_q, merge_ctas)
-        divisors = tuple(cute.fast_divmod_create_divisor_v2(size) for size in sizes)
+        divisors = Divisors(*(cute.fast_divmod_create_divisor_v2(size) for size in sizes))
         groups = batch * s_q * head_blocks
         work_tiles, ctas = groups * num_splits, cutlass.min(groups * num_splits, max_ctas)
         if const_expr(self.spec.balanced):
             work_tiles, ctas = batch * s_q, shares * head_blocks
             groups = cutlass.min(work_tiles, shares - 1) * head_blocks
-        results = Results(mSink, mOut, mLse, partials)
         self.kernel(
-            load_q, tQ, page_tma, mKV, mIndex, mLength, results, counters, zero_row, softmax_scale * softmax.LOG2_E,
-            num_splits, work_tiles, ctas, causal, trace, divisors,
+            q_tma, page_tma, Keys(mKV, mIndex, mLength), Results(mSink, mOut, mLse, partials), counters, zero_row,
+            softmax_scale * softmax.LOG2_E, Sizes(num_splits, work_tiles, ctas, causal), trace, divisors,
         ).launch(
             grid=[ctas + (groups * merge_ctas if const_expr(self.spec.split) else 0), 1, 1],
             block=[self.spec.threads, 1, 1],
@@ -189,80 +190,68 @@ class MlaDecodeKernel:
     @cute.kernel
     def kernel(
         self,
-        load_q: cute.CopyAtom,
-        tQ: cute.Tensor,
+        q_tma: QTma,
         page_tma: tuple,
-        mKV: cute.Tensor,
-        mIndex: cute.Tensor,
-        mLength: cute.Tensor,
+        keys: Keys,
         results: Results,
         counters: Int64,
         zero_row: Int64,
         scale_log2: Float32,
-        num_splits: Int32,
-        work_tiles: Int32,
-        decode_ctas: Int32,
-        causal: Int32,
+        sizes: Sizes,
         trace: Int64,
-        divisors: tuple,
+        divisors: Divisors,
     ):
         """Hands each warpgroup its role."""
         tidx, _, _ = cute.arch.thread_idx()
         cta, _, _ = cute.arch.block_idx()
         warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         smem = SmemAllocator().allocate(shared_storage(self.spec))
-        self.start(smem, load_q, page_tma, trace, warp_idx, tidx)
+        self.start(smem, q_tma, page_tma, trace, warp_idx, tidx)
         zero = Int32(0)
-        table = WorkTable(
-            mKV, mIndex, mLength, zero_row, num_splits, causal, Divisors(*divisors[:4]),
-            Share(cta, work_tiles, decode_ctas, zero, zero, zero, zero),
-        )  # fmt: skip
+        share = Share(cta, sizes.work_tiles, sizes.decode_ctas, zero, zero, zero, zero)
+        table = WorkTable(*keys, zero_row, sizes.num_splits, sizes.causal, divisors, share)
         if const_expr(self.spec.balanced):
-            table = table._replace(share=self.find_share(smem, table, divisors[4], warp_idx, tidx))
+            table = table._replace(share=self.find_share(smem, table, warp_idx, tidx))
         count, merges = self.spec.registers, False
         if const_expr(self.spec.split):
-            merges = cta >= decode_ctas
+            merges = cta >= sizes.decode_ctas
         is_softmax, is_qk = False, warp_idx < 8
         if const_expr(self.spec.few_heads):
             is_softmax, is_qk = warp_idx // 4 == 4, is_qk or warp_idx >= 20
         if merges:
             if const_expr(self.spec.split):
-                self.merge(smem, results, counters, num_splits, cta - decode_ctas, divisors)
+                self.merge(smem, results, counters, sizes, cta, divisors)
         elif warp_idx < 4:
-            cute.arch.setmaxregister_decrease(count.load)
+            self.claim_registers(count.load)
             if const_expr(self.spec.few_heads):
                 self.load.run(smem, table, page_tma, self.kept(tidx))
             else:
                 self.softmax.run(smem, table, page_tma, results.mSink, self.kept(tidx))
         elif is_softmax:
             if const_expr(self.spec.few_heads):
-                cute.arch.setmaxregister_decrease(count.softmax)
+                self.claim_registers(count.softmax)
                 self.softmax.run(smem, table, page_tma, results.mSink, self.kept(tidx % 128))
         elif is_qk:
-            at_launch = self.spec.launch_registers[self.spec.threads]
-            if const_expr(count.qk < at_launch):
-                cute.arch.setmaxregister_decrease(count.qk)
-            if const_expr(count.qk > at_launch):
-                cute.arch.setmaxregister_increase(count.qk)
+            self.claim_registers(count.qk)
             qk_warp = warp_idx - 4
             if const_expr(self.spec.qk_warpgroups > 1):
                 qk_warp = warp_idx % 4 + warp_idx // 20 * 4
-            self.qk.run(smem, load_q, tQ, scale_log2, table, qk_warp, tidx % 128)
+            self.qk.run(smem, q_tma, scale_log2, table, qk_warp, tidx)
         else:
-            cute.arch.setmaxregister_increase(count.pv)
+            self.claim_registers(count.pv)
             wg, tid = warp_idx // 4 - 2, self.kept(tidx % 128)
             self.pv.run(smem, table, page_tma, results, counters, wg, tidx, tid)
         if tidx == 256:
             self.tracer.anchor(smem.trace.ptr, 1)
 
     @cute.jit
-    def start(self, smem, load_q: cute.CopyAtom, page_tma: tuple, trace: Int64, warp_idx: Int32, tidx: Int32):
+    def start(self, smem, q_tma: QTma, page_tma: tuple, trace: Int64, warp_idx: Int32, tidx: Int32):
         """Initializes barriers, and waits for the kernels before this one."""
         if tidx == 0:
             self.tracer.start(smem.trace.ptr, trace)
             device_barriers.initialize(smem, barriers(self.spec))
         if warp_idx == 1:
-            cpasync.prefetch_descriptor(load_q)
+            cpasync.prefetch_descriptor(q_tma.atom)
             for tma in page_tma:
                 cpasync.prefetch_descriptor(tma.atom)
         cute.arch.mbarrier_init_fence()
@@ -273,19 +262,17 @@ class MlaDecodeKernel:
         cute.arch.griddepcontrol_wait()  # for what kernels before this one write: q, keys, lengths, the counters
 
     @cute.jit
-    def find_share(
-        self, smem, table: WorkTable, merge_divisor: cute.FastDivmodDivisorV2, warp_idx: Int32, tidx: Int32
-    ) -> Share:
+    def find_share(self, smem, table: WorkTable, warp_idx: Int32, tidx: Int32) -> Share:
         """The share of a CTA of a balanced schedule. Of a merge CTA: leaves in `smem.cuts` what it merges."""
         cta, queries, decode_ctas = table.share[:3]
-        head_divisor = table.divisors.head_blocks
-        shares = decode_ctas // head_divisor.divisor
-        number, head_block = divmod(cta, head_divisor)
+        divisors = table.divisors
+        shares = decode_ctas // divisors.head_blocks.divisor
+        number, head_block = divmod(cta, divisors.head_blocks)
         cuts, lane = smem.cuts.data_ptr(), tidx % 32
         if cta >= decode_ctas:
             if warp_idx == 0:
-                head_group, _ = divmod(cta - decode_ctas, merge_divisor)
-                group, _ = divmod(head_group, head_divisor)
+                head_group, _ = divmod(cta - decode_ctas, divisors.merge_ctas)
+                group, _ = divmod(head_group, divisors.head_blocks)
                 self.scheduler.find_merge(cuts, group, shares, queries, table, lane)
         elif warp_idx < 2:
             self.scheduler.find_cut(cuts + 2 * warp_idx, number + warp_idx, shares, queries, table, lane)
@@ -293,22 +280,29 @@ class MlaDecodeKernel:
         return self.scheduler.share_between(cuts, number, head_block)
 
     @cute.jit
-    def merge(self, smem, results: Results, counters: Int64, num_splits: Int32, merge_cta: Int32, divisors: tuple):
-        """The merge_cta-th merge CTA."""
-        _, head_divisor, _, query_divisor, merge_divisor = divisors
-        group, part = divmod(merge_cta, merge_divisor)
-        query, head_block = divmod(group, head_divisor)
-        first_partial, partials = Int32(0), num_splits
+    def merge(self, smem, results: Results, counters: Int64, sizes: Sizes, cta: Int32, divisors: Divisors):
+        """What a merge CTA does."""
+        group, part = divmod(cta - sizes.decode_ctas, divisors.merge_ctas)
+        query, head_block = divmod(group, divisors.head_blocks)
+        first_partial, partials = Int32(0), sizes.num_splits
         if const_expr(self.spec.balanced):
             query, first_share, partials = (cute.arch.make_warp_uniform(smem.cuts[i]) for i in range(3))
             first_partial = first_share + query
         if partials > 0:
-            request, query_of_request = divmod(query, query_divisor)
-            head_group = query * head_divisor.divisor + head_block
+            request, query_of_request = divmod(query, divisors.s_q)
+            head_group = query * divisors.head_blocks.divisor + head_block
             task = MergeTask(
-                query, request, query_of_request, head_block, first_partial, partials, part, merge_divisor.divisor
+                query, request, query_of_request, head_block, first_partial, partials, part, divisors.merge_ctas.divisor
             )
             self.merger.run(smem.codes, results, counters, head_group, task)
+
+    def claim_registers(self, count: int) -> None:
+        """Takes or releases registers of each thread; called by a whole warpgroup."""
+        at_launch = self.spec.launch_registers[self.spec.threads]
+        if count < at_launch:
+            cute.arch.setmaxregister_decrease(count)
+        elif count > at_launch:
+            cute.arch.setmaxregister_increase(count)
 
     def kept(self, tid: Int32) -> Int32:
         """The number of a thread, below 128, kept in a register where there are enough of them.

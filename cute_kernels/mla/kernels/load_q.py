@@ -1,5 +1,7 @@
 """TMA loads of Q: the rows of a work tile into shared memory, or into L2."""
 
+from typing import NamedTuple
+
 import cutlass
 import cutlass.cute as cute
 import cutlass.utils.hopper_helpers as sm90
@@ -11,7 +13,7 @@ from cute_kernels.mla.kernels.scheduler import WorkTile
 from cute_kernels.mla.kernels.tile import QK
 from cute_kernels.mla.spec import TOKENS_PER_TILE
 
-Q_COLUMNS = 64  # of a TMA copy: 128 bytes
+Q_COLUMNS = 64  # of a TMA load: 128 bytes
 Q_CHUNKS = QK // Q_COLUMNS
 QK_BYTES = 2 * QK  # of a row of Q
 
@@ -22,21 +24,29 @@ def q_layout(heads: int):
 
 
 def q_chunk_layout(heads: int):
-    """The same in chunks of 64 columns, each of which a TMA copy brings: (heads, 64, 9)."""
+    """The same in chunks of 64 columns, one for each TMA load: (heads, 64, 9)."""
     tile = (heads, TOKENS_PER_TILE, Q_COLUMNS)
     return sm90.make_smem_layout_a(LayoutEnum.ROW_MAJOR, tile, BFloat16, Q_CHUNKS)
 
 
-def make_q_tma(mQ: cute.Tensor, heads: int):
-    """The TMA atom and the tensor that it reads. Heads and columns first: TMA zero-fills past the last head."""
+class QTma(NamedTuple):
+    """The TMA load of Q: the atom, and a tensor (heads, columns, queries, requests)."""
+
+    atom: cute.CopyAtom
+    tensor: cute.Tensor
+
+
+def make_q_tma(mQ: cute.Tensor, heads: int) -> QTma:
+    """Heads and columns first: TMA zero-fills past the last head."""
     mQ_tile = cute.make_tensor(mQ.iterator, cute.select(mQ.layout, mode=[2, 3, 1, 0]))
     chunk = cute.select(q_chunk_layout(heads), mode=[0, 1])
-    return cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileG2SOp(), mQ_tile, chunk, (heads, Q_COLUMNS))
+    operation = cpasync.CopyBulkTensorTileG2SOp()
+    return QTma(*cpasync.make_tiled_tma_atom(operation, mQ_tile, chunk, (heads, Q_COLUMNS)))
 
 
 @cute.jit
 def prefetch_q(load_q: cute.CopyAtom, tQ: cute.Tensor, work: WorkTile, heads: cutlass.Constexpr):
-    """Starts to bring rows of Q into L2. Called by one warp."""
+    """Starts to load rows of Q into L2. Called by one warp."""
     sQ = cute.make_tensor(cute.make_ptr(BFloat16, 0, AddressSpace.smem, assumed_align=1024), q_chunk_layout(heads))
     _, tQgQ = _partition_q(load_q, tQ, work, heads, sQ)
     for c in cutlass.range(Q_CHUNKS, unroll=1):
@@ -52,7 +62,7 @@ def start_q(
     heads: cutlass.Constexpr,
     unrolled: cutlass.Constexpr = False,
 ):
-    """Starts the load of this CTA's rows of Q. Called by one warp. A loop takes fewer instructions and registers."""
+    """Starts the load of this CTA's rows of Q. Called by one warp. Unrolled it takes more registers."""
     layout = q_chunk_layout(heads)
     sQ = smem.q.get_tensor(layout.outer, swizzle=layout.inner)
     tQsQ, tQgQ = _partition_q(load_q, tQ, work, heads, sQ)
@@ -68,6 +78,6 @@ def start_q(
 
 @cute.jit
 def _partition_q(load_q: cute.CopyAtom, tQ: cute.Tensor, work: WorkTile, heads: cutlass.Constexpr, sQ: cute.Tensor):
-    """What TMA copies take, (copy, chunk): `sQ`, and a work tile's rows of Q in global memory."""
+    """What TMA loads take, (load, chunk): `sQ`, and the rows of Q of a work tile in global memory."""
     gQ = cute.local_tile(tQ, (heads, Q_COLUMNS), (work.head_block, None, work.query, work.request))
     return cpasync.tma_partition(load_q, 0, cute.make_layout(1), cute.group_modes(sQ, 0, 2), cute.group_modes(gQ, 0, 2))

@@ -331,10 +331,10 @@ class PvWarpgroups:
     @cute.jit
     def store_result(self, epilogue: Epilogue, results: Results, work: WorkTile, wg: Int32, tid: Int32):
         """Stores the final O and its log-sum-exp."""
-        h_q = results.mSink.shape[0]
+        h_q, mLse = results.mSink.shape[0], results.mLse
         head = work.head_block * self.heads + tid
         if wg == 0 and tid < self.heads and head < h_q:
-            results.mLse[work.request, work.query, head] = epilogue.lse
+            mLse[work.request, work.query, head] = epilogue.lse
         rows = results.mOut[work.request, work.query, None, None]
         self.store(epilogue, rows, None, h_q, work.head_block, wg, tid)
 
@@ -345,15 +345,16 @@ class PvWarpgroups:
         Where scales are in range, O is a mean of numbers that float16 held as V, so 1 / V_WEIGHT is the block scale of
         all. Else each 64 values, those of a warp, have their own.
         """
-        partials, h_q = results.partials, results.mSink.shape[0]
+        mPartial, mPartialLse, mScales = results.partials
+        h_q = results.mSink.shape[0]
         head_block, split, query, request = work
         head = head_block * self.heads + tid
         if wg == 0 and tid < self.heads and head < h_q:
-            partials.lse[split, request, query, head] = epilogue.lse
+            mPartialLse[split, request, query, head] = epilogue.lse
             if epilogue.is_exact == 0:  # negative: the block scale of all values
-                partials.scales[split, request, query, head, 0] = Float32(-1.0 / V_WEIGHT)
-        rows = partials.out[split, request, query, None, None]
-        scales = partials.scales[split, request, query, None, 4 * wg + tid // 32]
+                mScales[split, request, query, head, 0] = Float32(-1.0 / V_WEIGHT)
+        rows = mPartial[split, request, query, None, None]
+        scales = mScales[split, request, query, None, 4 * wg + tid // 32]
         self.store(epilogue, rows, scales, h_q, head_block, wg, tid)
 
     @cute.jit

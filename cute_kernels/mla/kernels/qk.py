@@ -10,7 +10,7 @@ from cute_kernels.device.ring import ring_slot
 from cute_kernels.device.trace import Tracer
 from cute_kernels.mla.kernels.barriers import NamedBarrier
 from cute_kernels.mla.kernels.convert_q import QConverter, code_chunk
-from cute_kernels.mla.kernels.load_q import prefetch_q, q_layout, start_q
+from cute_kernels.mla.kernels.load_q import QTma, prefetch_q, q_layout, start_q
 from cute_kernels.mla.kernels.scheduler import Scheduler, WorkTable
 from cute_kernels.mla.kernels.smem import (
     CODES_BYTES,
@@ -61,12 +61,12 @@ class QkWarpgroups:
         self.tracer = Tracer(spec.trace, len(ROLES))
 
     @cute.jit
-    def run(self, smem, load_q: cute.CopyAtom, tQ: cute.Tensor, scale_log2: Float32, table: WorkTable, warp_idx, tid):
+    def run(self, smem, q_tma: QTma, scale_log2: Float32, table: WorkTable, warp_idx: Int32, tidx: Int32):
         """S of all work tiles of this CTA."""
         first_work, end_work, step = table.share[:3]
         work = self.scheduler.locate(first_work, table)
         if warp_idx == 0 and first_work < end_work:
-            start_q(smem, load_q, tQ, work, self.heads)
+            start_q(smem, *q_tma, work, self.heads)
         done, loads = Int32(0), Int32(0)
         length = self.scheduler.length(work, table.mLength)
         for index in cutlass.range(first_work, end_work, step, unroll=1):
@@ -76,19 +76,17 @@ class QkWarpgroups:
             has_next = following < end_work
             last = cutlass.min(following, end_work - 1)
             next_work = self.scheduler.locate(last, table)
-            q_scaled, loads = self.q.prepare(smem, load_q, tQ, work, loads, warp_idx, tid)
+            tid = tidx % 128  # in the loop: ptxas generates other code for 32 heads if it is computed before
+            q_scaled, loads = self.q.prepare(smem, q_tma, work, loads, warp_idx, tid)
             length = self.scheduler.length(next_work, table.mLength)  # a work tile ahead: it takes some 1000 clocks
-            self.qk_work_tile(
-                smem, load_q, tQ, scale_log2, done, keys.tiles, has_next, last, table, q_scaled, warp_idx, tid
-            )
+            self.qk_work_tile(smem, q_tma, scale_log2, done, keys.tiles, has_next, last, table, q_scaled, warp_idx, tid)
             done += keys.tiles
 
     @cute.jit
     def qk_work_tile(
         self,
         smem,
-        load_q: cute.CopyAtom,
-        tQ: cute.Tensor,
+        q_tma: QTma,
         scale_log2: Float32,
         done: Int32,
         tiles: Int32,
@@ -128,12 +126,12 @@ class QkWarpgroups:
             elif prefetched == 0:
                 prefetched = Int32(1)
                 if has_next and warp_idx == 0:
-                    prefetch_q(load_q, tQ, self.scheduler.locate(next_work, table), self.heads)
+                    prefetch_q(*q_tma, self.scheduler.locate(next_work, table), self.heads)
         if has_next:
             # all have read this Q
             cute.arch.barrier(barrier_id=NamedBarrier.QK, number_of_threads=self.threads)
             if warp_idx == 0:
-                start_q(smem, load_q, tQ, self.scheduler.locate(next_work, table), self.heads)
+                start_q(smem, *q_tma, self.scheduler.locate(next_work, table), self.heads)
 
     @cute.jit
     def fast_tile(

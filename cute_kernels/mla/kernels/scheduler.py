@@ -1,6 +1,6 @@
 """Which work tiles a CTA has, and which keys: some heads of a query over all of its keys, or over a range of them."""
 
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import cutlass
 import cutlass.cute as cute
@@ -32,6 +32,7 @@ class Divisors(NamedTuple):
     head_blocks: cute.FastDivmodDivisorV2
     splits: cute.FastDivmodDivisorV2
     s_q: cute.FastDivmodDivisorV2
+    merge_ctas: Any = None  # of a group
 
 
 class Share(NamedTuple):

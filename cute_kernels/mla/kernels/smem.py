@@ -15,8 +15,8 @@ LINE_BYTES = 128  # codes of a quant tile of a row, or its rope part: one row of
 CODES_BYTES = TOKENS_PER_TILE * NOPE  # of a stage
 ROPE_BYTES = TOKENS_PER_TILE * LINE_BYTES
 WARPS = 4  # of a warpgroup
-P_EXPONENT = 7.0  # P is 2^7 for a key whose score is row_max, so float16 holds what is above 2^-31 of that
-RESCALE_THRESHOLD = 8.0  # log2 units: row_max moves when a score exceeds it by more, so P stays below 2^15
+P_EXPONENT = 7.0  # row_max is set 7 below the largest score: P of that is 2^7, and float16 holds P down to 2^-31 of it
+RESCALE_THRESHOLD = 8.0  # log2 of the growth of the largest score that moves row_max: P stays below 2^15
 RESCALE_O, OUT_OF_RANGE = 1, 2  # flags of a tile: O times `rescaling` first; a scale is out of range of its weight
 
 

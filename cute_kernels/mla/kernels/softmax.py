@@ -40,8 +40,8 @@ class SoftmaxWarpgroup:
 
     A thread has a head and 32, 16, 8 or 4 keys of a tile; lanes of a head are neighbours, so no warp waits for another.
 
-    Lazy rescaling: row_max is 2^7 below the largest score (P_EXPONENT) when it is set, and moves only when a score
-    exceeds that by RESCALE_THRESHOLD more, because O moves with it.
+    Scores are in units of log2. Lazy rescaling: row_max is set P_EXPONENT below the largest score, and moves only when
+    a score exceeds that one by RESCALE_THRESHOLD, because O moves with it.
     """
 
     def __init__(self, spec: MlaDecodeSpec):

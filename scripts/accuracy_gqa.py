@@ -1,4 +1,4 @@
-"""What INT8 costs in accuracy, by granularity of the scales: put the table between the markers in docs/users/gqa_decode.md.
+"""What INT8 costs in accuracy, by granularity of the scales: the table of docs/users/gqa_decode.md.
 
     python scripts/accuracy_gqa.py            compute, and rewrite what lies between the markers
     python scripts/accuracy_gqa.py --check    compute, change nothing; exit status 1 when the page is out of date

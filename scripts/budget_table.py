@@ -1,4 +1,4 @@
-"""The tables of docs/maintainers/budget.md, which scripts/results_table.py puts there; and the constants of the built kernel.
+"""The tables of docs/maintainers/budget.md, which scripts/results_table.py writes; the constants of the built kernel.
 
 python scripts/budget_table.py                print the tables
 python scripts/budget_table.py --calibrate    what results/h200.json says of LATENCY_CYCLES and CTA_CYCLES

@@ -7,7 +7,7 @@
     from cute_kernels import sink_attention   # prefill and training with sinks and a sliding window, differentiable
     from cute_kernels import merge_states     # combine (out, lse) pairs of disjoint key sets
 
-Importing this package needs no GPU, no CUDA library and no cutlass: names are loaded when they are first used.
+Importing this package needs no GPU, no CUDA library and no cutlass: a name is loaded when it is first used.
 """
 
 import importlib

@@ -1,1 +1,1 @@
-"""Other projects' entry points, translated to this package's own."""
+"""Interfaces of other libraries over the operators of this package."""

@@ -1,10 +1,10 @@
 """FlashMLA's decoding interface over `mla_fp8_decode`, for the 656-byte FP8 cache.
 
 Replace ``import flash_mla`` with ``import cute_kernels.compat.flash_mla as flash_mla``. Signatures, shapes and meaning
-are FlashMLA's (github.com/deepseek-ai/FlashMLA); what goes beyond it: dense decoding over the FP8 cache, any number of
-query heads from 1 to 128, any topk, any page size, `topk_length` with this format, `attn_sink` in dense mode.
+are FlashMLA's (github.com/deepseek-ai/FlashMLA). Supported beyond FlashMLA: dense decoding over the FP8 cache, any
+number of query heads from 1 to 128, any topk, any page size, `topk_length` with this format, `attn_sink` in dense mode.
 
-Not supported, and refused in a sentence: bfloat16 caches, the other FP8 layouts, a second cache (`extra_k_cache`).
+Not supported, with an error that says so: bfloat16 caches, the other FP8 layouts, a second cache (`extra_k_cache`).
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ import torch
 from fp8_mla import CACHE_DTYPES, TOKEN_BYTES, V_DIM
 
 _OLD_METADATA_INTS = 8
-"""Integers of one row of the schedule that FlashMLA's older interface returned."""
+"""Integers in a row of the schedule that FlashMLA's older interface returns."""
 
 
 @dataclasses.dataclass
 class FlashMLASchedMeta:
-    """Stands where FlashMLA keeps its tile schedule. Always empty: `mla_fp8_decode` plans by itself in every call."""
+    """Replaces FlashMLA's tile schedule. Always empty: `mla_fp8_decode` plans each call by itself."""
 
     tile_scheduler_metadata: torch.Tensor | None = None
     num_splits: torch.Tensor | None = None
 
 
 def get_mla_metadata(*args: Any, **kwargs: Any) -> tuple[FlashMLASchedMeta | torch.Tensor, torch.Tensor | None]:
-    """What FlashMLA's users fetch before they decode. Nothing in it is used here.
+    """The metadata that FlashMLA's users request before they decode. Nothing in it is used here.
 
     Code for the newer interface calls it without arguments and gets an object and None. Code for the older one passes
-    `cache_seqlens` first, and may copy what it gets into buffers of its own (for a CUDA graph): it gets tensors.
+    `cache_seqlens` first and gets tensors, which it may copy into its own buffers (for a CUDA graph).
 
     Args:
         *args: nothing, or the older interface's ``cache_seqlens, num_q_tokens_per_head_k, num_heads_k, ...``.
@@ -40,7 +40,7 @@ def get_mla_metadata(*args: Any, **kwargs: Any) -> tuple[FlashMLASchedMeta | tor
 
     Returns:
         (`FlashMLASchedMeta`, None); or, where `cache_seqlens` (batch,) is given, int32 tensors on its device of shapes
-        (1, 8) and (batch + 1,): a schedule of one part, and one split a sequence.
+        (1, 8) and (batch + 1,): a schedule with one row, and one split per sequence.
     """
     cache_seqlens = args[0] if args else kwargs.get("cache_seqlens")
     if not isinstance(cache_seqlens, torch.Tensor):
@@ -73,15 +73,15 @@ def flash_mla_with_kvcache(
     Args:
         q: (batch, s_q, h_q, 576) bfloat16.
         k_cache: (num_pages, page_size, 1, 656) uint8 or float8_e4m3fn.
-        block_table: (batch, max_pages) int32. Not looked at in sparse mode.
-        cache_seqlens: (batch,) int32. Not looked at in sparse mode.
+        block_table: (batch, max_pages) int32. Not read in sparse mode.
+        cache_seqlens: (batch,) int32. Not read in sparse mode.
         head_dim_v: 512.
-        tile_scheduler_metadata: what `get_mla_metadata` returned first; not used.
-        num_splits: what it returned second; not used.
+        tile_scheduler_metadata: the first result of `get_mla_metadata`; not used.
+        num_splits: its second result; not used.
         softmax_scale: default 576 ** -0.5.
         causal: dense only: query j sees the first ``cache_seqlens - s_q + 1 + j`` keys.
         is_fp8_kvcache: True.
-        indices: (batch, s_q, topk) int32, ``page * page_size + offset``; anything outside the cache is skipped.
+        indices: (batch, s_q, topk) int32, ``page * page_size + offset``; an index outside of the cache is skipped.
         attn_sink: (h_q,) float32: a logit that joins the denominator; +inf makes the output 0.
         extra_k_cache: None.
         extra_indices_in_kvcache: None.
@@ -95,10 +95,10 @@ def flash_mla_with_kvcache(
 
     Raises:
         TypeError: a wrong dtype, a bfloat16 `k_cache` among them.
-        ValueError: anything else that is wrong or not supported. `mla_fp8_decode` checks what is only passed on; in its
-            messages `k_cache` is called kv_cache and `attn_sink` s_aux.
+        ValueError: anything else that is wrong or not supported. `mla_fp8_decode` checks the arguments that are only
+            passed on; in its messages `k_cache` is called kv_cache and `attn_sink` s_aux.
     """
-    # Here, so that importing this module needs no kernel.
+    # imported here, so that importing this module loads no kernel
     from cute_kernels.mla.op import mla_fp8_decode
 
     _refuse_unsupported(
@@ -112,7 +112,7 @@ def flash_mla_with_kvcache(
         k_cache,
         indices=indices,
         topk_length=topk_length,
-        # Users of FlashMLA pass these in sparse mode too, where they mean nothing.
+        # users of FlashMLA pass these in sparse mode too, where they have no meaning
         block_table=None if sparse else block_table,
         cache_seqlens=None if sparse else cache_seqlens,
         causal=causal,
@@ -127,7 +127,7 @@ def flash_mla_with_kvcache(
 def _refuse_unsupported(
     k_cache: torch.Tensor, head_dim_v: int, is_fp8_kvcache: bool, extra: tuple[torch.Tensor | None, ...]
 ) -> None:
-    """Raise on what FlashMLA has and this package does not."""
+    """Raise for features that FlashMLA has and this package does not."""
     if not isinstance(k_cache, torch.Tensor) or k_cache.dtype not in CACHE_DTYPES:
         got = k_cache.dtype if isinstance(k_cache, torch.Tensor) else repr(k_cache)
         raise TypeError(

@@ -39,13 +39,13 @@ def kv_int8_append(
     """Quantize keys and values to INT8 and store each token in its slot of the caches, in place and in one launch.
 
     Codes are symmetric: ``x / scale`` in float32, rounded half to even, within [-127, 127]. A scale is absmax / 127 of
-    what shares it, at least 2^-126 (float32) or 2^-14 (float16) and rounded to its dtype; of zeros it is 1. NaN counts
-    as 0, Inf as the largest number of its dtype. `cute_kernels.gqa.reference.quantize` is the rule, and the stored
-    bytes are the same.
+    the elements that share it, at least 2^-126 (float32) or 2^-14 (float16), rounded to its dtype; it is 1 for zeros.
+    NaN counts as 0, Inf as the largest number of its dtype. `cute_kernels.gqa.reference.quantize` defines the rule; the
+    stored bytes are equal.
 
     Args:
-        k: (tokens, h_kv, d) bfloat16 or float16, d 64, 128 or 256. Rows of d values are contiguous and start at
-            multiples of 16 bytes; the distances of tokens and heads are free.
+        k: (tokens, h_kv, d) bfloat16 or float16, d 64, 128 or 256. Rows of d elements are contiguous and start at
+            multiples of 16 bytes; any distance between tokens and between heads.
         v: like k.
         k_cache: int8, of the shape that `layout` says; see `gqa_decode`. The innermost axis is contiguous, and all
             strides are multiples of 16 bytes.
@@ -54,8 +54,8 @@ def kv_int8_append(
             follows from the shape. per_tensor () or (1,) and per_head (h_kv,): read; positive and finite.
         v_scale: likewise, of the same dtype. Its granularity may be another.
         slot_mapping: (tokens,) int64: ``page * page_size + offset``, without pages ``sequence * s + position``. A token
-            whose slot is negative or beyond the cache is skipped. Slots must differ: where two tokens name the same
-            one, it may hold a mixture of both.
+            whose slot is negative or past the cache is skipped. Slots must differ: if two tokens have the same one, it
+            may hold a mixture of both.
         layout: "BNSH", "BSNH", "paged_NHD", "paged_HND" or "paged_vllm".
 
     Raises:
@@ -176,7 +176,7 @@ def _check(
 
 
 def _sharing(kind: ScaleKind) -> str:
-    """A granularity as the specification calls it."""
+    """The name of a granularity in the spec."""
     if kind.granularity in _GIVEN:
         return "given"
     return f"per_group_{kind.group_size}" if kind.group_size else kind.granularity

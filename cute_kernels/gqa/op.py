@@ -1,4 +1,4 @@
-"""`gqa_decode`: plan, launch, and checks where a launch is refused."""
+"""`gqa_decode`: launch what is prepared, prepare what is new, explain what is refused."""
 
 from __future__ import annotations
 
@@ -80,13 +80,14 @@ def gqa_decode(
     lse: torch.Tensor | None = None,
     return_lse: bool = False,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """Attention of one to eight query tokens over a KV cache of int8, FP8 or 16-bit numbers; MHA, GQA and MQA.
+    """Attention of one to eight query tokens over a KV cache of int8, FP8 or 16-bit elements; MHA, GQA and MQA.
 
     Query head h reads head ``h // (h_q // h_kv)`` of the cache. The queries are the last tokens of their sequence:
-    query j stands at position ``cache_seqlens - s_q + j``.
+    query j is at position ``cache_seqlens - s_q + j``.
 
     Runs on the current stream, captures into a CUDA graph after one eager call with the same shapes (lengths and tables
-    may change between replays), and traces under torch.compile. CPU tensors run the reference, with float64 inside.
+    may change between replays), and traces under torch.compile. CPU tensors run the reference, which computes in
+    float64.
 
     Args:
         q: (batch, s_q, h_q, d) bfloat16 or float16, 1 <= s_q <= 8, d 64, 128 or 256, h_q a multiple of h_kv. Rows
@@ -94,38 +95,38 @@ def gqa_decode(
         k_cache: int8, float8_e4m3fn, or q's dtype, as `layout` says; rows contiguous, all strides multiples of 16
             bytes.
         v_cache: the same dtype and sizes.
-        k_scale: what the numbers of k_cache are multiplied with: float16 or float32, of one of these shapes:
+        k_scale: the factors of k_cache's elements: float16 or float32, of one of these shapes:
             per_tensor () or (1,); per_head (h_kv,); per_token, the cache's shape without heads and d; per_token_head,
             the cache's shape without d; per_group, the cache's shape with d / 32 or d / 64 instead of d. In paged_vllm
             these are (pages, page_size), (pages, h_kv, page_size) and (pages, h_kv, groups, page_size). Required with
             int8; optional, both or none, with float8_e4m3fn; None with 16-bit caches.
-        v_scale: of any granularity as well; k_scale's dtype.
+        v_scale: k_scale's dtype, of any granularity.
         layout: "BNSH" (batch, h_kv, s, d) · "BSNH" (batch, s, h_kv, d) · "paged_NHD" (pages, page_size, h_kv, d) ·
             "paged_HND" (pages, h_kv, page_size, d), page sizes powers of two · "paged_vllm" K (pages, h_kv, d / x,
             page_size, x) with x = 16 bytes, V (pages, h_kv, d, page_size), page sizes 8, 16, 32.
-        cache_seqlens: (batch,) int32, tokens, those of the queries included; default: all of a contiguous cache. A
-            negative length counts as 0, one beyond the cache as all of it.
-        block_table: (batch, max_pages) int32, with paged layouts. Entries behind a sequence's last page may be
-            anything; the keys of a page that does not exist are masked.
-        causal: a query does not see tokens behind its own.
-        window: so many tokens, its own included, are seen at most; tiles outside of every window are not read.
+        cache_seqlens: (batch,) int32, tokens, those of the queries included; default: all of a contiguous cache.
+            Negative counts as 0; a length past the cache's capacity counts as that capacity.
+        block_table: (batch, max_pages) int32, with paged layouts. Entries past a sequence's last page may be anything;
+            the keys of a page that does not exist are masked.
+        causal: a query does not see tokens after its own.
+        window: a query sees at most so many tokens, its own included; tiles outside of every window are not read.
         softcap: c > 0: scores become ``c * tanh(score / c)``.
         alibi_slopes: (h_q,) or (batch, h_q) float32; ``slope * (key - own position)`` is added to scores.
         s_aux: (h_q,) float32, a logit per head in natural-log units that joins the softmax denominator alone.
         softmax_scale: default d ** -0.5.
-        num_splits: parts of each sequence; default: planned over the whole batch.
+        num_splits: splits of each sequence; default: planned over the whole batch.
         out: (batch, s_q, h_q, d), q's dtype, to write to; rows contiguous and 8-byte aligned.
         lse: (batch, s_q, h_q) float32 to write to.
         return_lse: also return the log-sum-exp.
 
     Returns:
         out (batch, s_q, h_q, d) of q's dtype; with `return_lse` also lse (batch, s_q, h_q) float32, natural log,
-        without the sink. A query without keys has out 0 and lse -inf. What a query does not see, NaN included, reaches
-        neither; an infinity in values or scales may reach those that see it as NaN.
+        without the sink. A query without keys has out 0 and lse -inf. Tokens that a query does not see, NaN included,
+        change neither; an infinity in values or scales may become NaN for queries that see it.
 
     Raises:
         TypeError, ValueError: before any launch, naming the argument, what it got and what it needs.
-            Among others where gradients are enabled and a tensor requires them: there is no backward.
+            Also if gradients are enabled and a tensor requires them: there is no backward.
     """
     if torch.is_grad_enabled():
         refuse_gradients(
@@ -164,14 +165,14 @@ class PreparedLaunch(NamedTuple):
     need: workspace.Need
     no_sink: torch.Tensor
     no_length: torch.Tensor
-    unread_lse: torch.Tensor  # for calls whose caller wants no lse
+    unread_lse: torch.Tensor  # for callers that want no lse
 
 
 _prepared: PreparedLaunches[tuple[Any, ...], PreparedLaunch] = PreparedLaunches()
 
 
 def _signature(t: torch.Tensor | None) -> tuple[Any, ...] | None:
-    """What a compiled kernel does not check of a tensor that it gets as an address."""
+    """The facts that a compiled kernel does not check of a tensor that it gets as an address."""
     return None if t is None else (t.shape, t.stride(), t.dtype, t.get_device())
 
 
@@ -181,7 +182,7 @@ def _launch(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
         q, k_cache, v_cache, k_scale, v_scale, layout, cache_seqlens, block_table, causal, window, softcap,
         alibi_slopes, s_aux, softmax_scale, num_splits, out, lse, return_lse,
     ) = arguments  # fmt: skip
-    # a kernel takes True for 1, and 1.0 finds what 1 has prepared
+    # a kernel takes True for 1, and 1.0 finds the launch that 1 prepared
     if not (
         type(window) in _INTS
         and type(num_splits) in _INTS
@@ -327,7 +328,7 @@ def _scale_class(kind: ScaleKind | None) -> str:
 def _scale_strides(
     scale: torch.Tensor | None, kind: ScaleKind | None, layout: CacheLayout
 ) -> tuple[int, int, int, int]:
-    """Strides of (outer, head, row, group); 0 along what shares a scale."""
+    """Strides of (outer, head, row, group); 0 along axes that share a scale."""
     if scale is None or kind is None or kind.granularity == "per_tensor":
         return (0, 0, 0, 0)
     if kind.granularity == "per_head":
@@ -401,8 +402,10 @@ def _check(*arguments: Any) -> None:
     if request.alibi_slopes is not None:
         slopes = request.alibi_slopes
         per_sequence = isinstance(slopes, torch.Tensor) and slopes.dim() == 2
-        of_slopes = (batch, h_q) if per_sequence else (h_q,)
-        check_tensor("alibi_slopes", slopes, dtype=torch.float32, shape=of_slopes, device=device, unit_last_stride=True)
+        slopes_shape = (batch, h_q) if per_sequence else (h_q,)
+        check_tensor(
+            "alibi_slopes", slopes, dtype=torch.float32, shape=slopes_shape, device=device, unit_last_stride=True
+        )
     if request.s_aux is not None:
         check_tensor("s_aux", request.s_aux, dtype=torch.float32, shape=(h_q,), device=device, unit_last_stride=True)
     if out is not None:
@@ -414,7 +417,7 @@ def _check(*arguments: Any) -> None:
 
 
 def _check_rows(name: str, cache: torch.Tensor, layout: CacheLayout) -> None:
-    """What TMA asks for, on a CPU too: what runs there must run on a GPU."""
+    """The requirements of TMA, on a CPU too: a call that works there must work on a GPU."""
     if layout.name != "paged_vllm":
         check_tensor(name, cache, align=16, unit_last_stride=True)
         return
@@ -465,7 +468,7 @@ _decode_on_gpu = launch_or_explain(_launch, _check)
 
 
 def _run(*arguments: Any) -> None:
-    """The operator: what torch.compile calls, and CPU tensors."""
+    """The operator, for torch.compile and CPU tensors."""
     request = _Request(*arguments)
     if request.q.is_cuda:
         _decode_on_gpu(*request)
@@ -475,7 +478,7 @@ def _run(*arguments: Any) -> None:
     for name in ("num_splits", "out", "lse", "return_lse"):
         del given[name]
     result, result_lse = reference_gqa_decode(**given)
-    assert request.out is not None and request.lse is not None  # the operator's are
+    assert request.out is not None and request.lse is not None  # the schema requires both
     request.out.copy_(result)
     request.lse.copy_(result_lse)
 

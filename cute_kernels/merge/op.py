@@ -30,22 +30,22 @@ def merge_states(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Combine the (out, lse) pairs of `n` disjoint sets of keys into those of their union.
 
-    A pair is what attention over one set gives: its output, and the natural logarithm of its softmax denominator.
-    Splits of one long sequence, levels of a shared prefix (a cascade) and the ranks of context parallelism are such
-    sets. The sums are float32, and their order does not depend on the data: the same call gives the same bits.
+    A pair is the result of attention over one set: its output, and the natural logarithm of its softmax denominator.
+    Such sets are the splits of one long sequence, the levels of a shared prefix (a cascade) and the ranks of context
+    parallelism. The sums are float32, in an order that does not depend on the data: the same call gives the same bits.
 
     Args:
         outs: (n, ..., d) float32, bfloat16 or float16, n >= 1, d a multiple of 8 up to 512; often
             (n, batch, s_q, heads, d). Rows are contiguous and start at multiples of 16 bytes.
-        lses: (n, ...) float32. -inf marks a state without keys: its output is not read and may hold anything.
-        s_aux: (heads,) float32, where heads is the last of the dimensions "...": sink logits that join the denominator,
-            once. The states must not contain them already. -inf is no sink, +inf makes the output 0.
+        lses: (n, ...) float32. -inf marks a pair without keys: its output is not read and may hold anything.
+        s_aux: (heads,) float32, where heads is the last of the dimensions "...": sink logits that join the denominator
+            once. The pairs must not contain them already. -inf is no sink, +inf makes the output 0.
         out: (..., d) float32, bfloat16 or float16: where to write the output, rows as those of `outs`.
         lse: (...) float32: where to write the log-sum-exp.
 
     Returns:
-        out (..., d), of the dtype of `outs` unless given, and lse (...) float32, which leaves `s_aux` out. A row whose
-        states are all empty has out 0 and lse -inf.
+        out (..., d), of the dtype of `outs` unless given, and lse (...) float32, without `s_aux`. A row whose pairs
+        are all empty has out 0 and lse -inf.
 
     Raises:
         TypeError: an argument is no tensor, or of another dtype.
@@ -68,14 +68,14 @@ def merge_states(
 
 _Kernel = Callable[[torch.Tensor, torch.Tensor, "torch.Tensor | None", torch.Tensor, torch.Tensor], None]
 _prepared: PreparedLaunches[tuple[Any, ...], _Kernel] = PreparedLaunches()
-"""Kernels by what they are chosen by, and what they do not check themselves."""
+"""Kernels; the key is all that they are chosen by and all that they do not check themselves."""
 _MAX_DIMS = 5  # n, batch, s, heads, d: what the kernel takes
 
 
 def _launch(
     outs: torch.Tensor, lses: torch.Tensor, s_aux: torch.Tensor | None, out: torch.Tensor, lse: torch.Tensor
 ) -> None:
-    """Calls the kernel with three leading dimensions: (batch, s, heads), the last one kept apart for `s_aux`."""
+    """Calls the kernel with leading dimensions (batch, s, heads): heads stay apart for `s_aux`."""
     key = (outs.get_device(), outs.shape, outs.dtype, out.dtype, s_aux is None)
     kernel = _prepared.get(key) or _prepare(key, outs, lses, s_aux, out, lse)
     dims = outs.dim()
@@ -147,7 +147,7 @@ def _check(
     check_tensor("lse", lse, dtype=torch.float32, shape=shape[1:-1], device=device)
     require(lse.numel() < 2**31, "outs", f"shape {shape}", "fewer than 2^31 rows")
     if len(shape) > _MAX_DIMS:
-        _views(out, lse)  # the kernel's, which raise where there are none, on a CPU too
+        _views(out, lse)  # raises where the kernel's views do not exist, on a CPU too
     if device.type != "cpu":
         require_sm90("outs", device)
 
@@ -170,7 +170,7 @@ def _views(out: torch.Tensor, lse: torch.Tensor) -> tuple[torch.Tensor, torch.Te
 
 
 def _view(name: str, t: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
-    """`t` in another shape, without a copy: it is written."""
+    """`t` in another shape, without a copy, because it is written."""
     try:
         return t.view(shape)
     except RuntimeError:

@@ -22,16 +22,16 @@ _TENSORS = ("kv", "kv_cache", "slot_mapping")
 def mla_fp8_append(kv: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor) -> None:
     """Quantize latent key/value vectors and store each in its slot of a paged FP8 cache, in place.
 
-    The stored bytes are those of `fp8_mla.pack`, whose docstring has the rule; `docs/users/formats.md` has the format.
+    The stored bytes equal those of `fp8_mla.pack`, whose docstring has the rule; `docs/users/formats.md` has the format.
 
     Args:
         kv: (tokens, 576) bfloat16: 512 latent elements, then 64 with rotary encoding. Rows are contiguous and start at
-            multiples of 16 bytes; their distance is free.
+            multiples of 16 bytes; any distance between rows.
         kv_cache: (num_pages, page_size, 656) or (num_pages, page_size, 1, 656) uint8 or float8_e4m3fn, any page size.
-            The 656 bytes of a slot are contiguous and start at a multiple of 16; the distances of slots and pages are
-            free.
-        slot_mapping: (tokens,) int64, ``page * page_size + offset``. A token whose slot is negative or beyond the cache
-            is skipped. Slots must differ: where two tokens name the same one, its bytes may be a mixture of both.
+            The 656 bytes of a slot are contiguous and start at a multiple of 16; any distance between slots and
+            between pages.
+        slot_mapping: (tokens,) int64, ``page * page_size + offset``. A token whose slot is negative or past the cache
+            is skipped. Slots must differ: if two tokens have the same one, its bytes may be a mixture of both.
 
     Raises:
         TypeError: an argument is no tensor, or of another dtype.
@@ -47,13 +47,13 @@ def mla_fp8_append(kv: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch
 
 _Kernel = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
 _prepared: PreparedLaunches[tuple[Any, ...], _Kernel] = PreparedLaunches()
-"""Kernels by what they are chosen by, and what they do not check themselves."""
+"""Kernels; the key is all that they are chosen by and all that they do not check themselves."""
 
 
 def _launch(kv: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor) -> None:
     key = (kv.get_device(), kv.shape, kv_cache.shape, kv_cache.dtype, slot_mapping.dtype)
     kernel = _prepared.get(key) or _prepare(key, kv, kv_cache, slot_mapping)
-    # as_pages without its checks: shape and dtype of the key have passed them
+    # as_pages without its checks: the key's shape and dtype passed them
     if kv_cache.dtype is not torch.uint8:
         kv_cache = kv_cache.view(torch.uint8)
     if kv_cache.dim() == 4:

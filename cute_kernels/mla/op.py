@@ -1,4 +1,4 @@
-"""`mla_fp8_decode`: plan, launch, and checks where a launch is refused."""
+"""`mla_fp8_decode`: launch what is prepared, prepare what is new, explain what is refused."""
 
 from __future__ import annotations
 
@@ -68,42 +68,43 @@ def mla_fp8_decode(
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Multi-head latent attention of a few query tokens over a paged cache of 656-byte FP8 tokens, sparse or dense.
 
-    The attention is DeepSeek's absorbed form: one key of 576 values for all heads, the first 512 of which are also the
-    value. The cache format is that of DeepSeek-V3.2 (docs/users/formats.md); every scale is used as it is, float32.
+    The attention is DeepSeek's absorbed form: all heads share one key of 576 elements, whose first 512 are also the
+    value. The cache format is that of DeepSeek-V3.2 (docs/users/formats.md); scales are used as the float32 that they are.
 
     Runs on the current stream, captures into a CUDA graph after one eager call with the same shapes, and traces under
-    torch.compile. CPU tensors run the reference, with float64 inside.
+    torch.compile. CPU tensors run the reference, which computes in float64.
 
     Args:
         q: (batch, s_q, h_q, 576) bfloat16, 1 <= h_q <= 128, s_q >= 1. Rows contiguous and 16-byte aligned.
         kv_cache: (num_pages, page_size, 656) or (num_pages, page_size, 1, 656), uint8 or float8_e4m3fn, any page size.
             Rows contiguous and 16-byte aligned; pages may be strided.
-        indices: sparse: (batch, s_q, topk) int32, each ``page * page_size + offset``. An index outside of the cache is
-            masked, wherever it stands.
-        topk_length: (batch,) or (batch, s_q) int32: only that many leading indices count. A negative one counts as 0.
-        block_table: dense: (batch, max_pages) int32. Entries behind a request's last page may be anything; the keys of
-            a page that does not exist are masked.
-        cache_seqlens: dense: (batch,) int32, tokens. A negative length counts as 0, one beyond the block table as all
-            of it.
+        indices: sparse: (batch, s_q, topk) int32, each ``page * page_size + offset``. Indices outside of the cache are
+            masked, at any position.
+        topk_length: (batch,) or (batch, s_q) int32: only that many leading indices count. Negative counts as 0.
+        block_table: dense: (batch, max_pages) int32. Entries past a sequence's last page may be anything; the keys of a
+            page that does not exist are masked.
+        cache_seqlens: dense: (batch,) int32, tokens. Negative counts as 0; a length past the block table's capacity
+            counts as that capacity.
         causal: dense, s_q > 1: query j sees the first ``cache_seqlens - s_q + 1 + j`` keys.
         softmax_scale: default 576 ** -0.5.
         s_aux: (h_q,) float32, a logit per head in natural-log units that joins the softmax denominator alone.
-        num_splits: CTAs that share the keys of one query; default: planned from the shapes. Where lengths are given
-            for several queries, planned CTAs have equal shares of all their keys instead.
-        exchange: what two CTAs with 64 heads each hand each other of every key that one of them has gathered: "codes",
-            its 656 bytes, "values", 16-bit numbers, or "none": each gathers all. Default: planned. With more
-            than 64 heads and a given number of splits no bit of a result depends on it.
+        num_splits: splits of each query's keys, one CTA each; default: planned from the shapes. A plan for several
+            queries with lengths is a balanced schedule instead: each CTA gets an equal share of all their keys.
+        exchange: what two CTAs with 64 heads each send each other of every key that one of them has gathered: "codes",
+            its 656 bytes; "values", 16-bit numbers; or "none": each CTA gathers all keys. Default: planned. With more
+            than 64 heads and a given number of splits, results are equal bit for bit.
         out: (batch, s_q, h_q, 512) bfloat16 to write to; rows contiguous and 16-byte aligned.
         lse: (batch, s_q, h_q) float32 to write to.
         return_lse: also return the log-sum-exp.
 
     Returns:
         out (batch, s_q, h_q, 512) bfloat16; with `return_lse` also lse (batch, s_q, h_q) float32, natural log, without
-        the sink. A query without keys has out 0 and lse -inf. What a query does not see, NaN included, reaches neither.
+        the sink. A query without keys has out 0 and lse -inf. Tokens that a query does not see, NaN included, change
+        neither.
 
     Raises:
         TypeError, ValueError: before any launch, naming the argument, what it got and what it needs.
-            Among others where gradients are enabled and a tensor requires them: there is no backward.
+            Also if gradients are enabled and a tensor requires them: there is no backward.
     """
     if torch.is_grad_enabled():
         refuse_gradients(
@@ -134,10 +135,10 @@ class PreparedLaunch(NamedTuple):
     merge_ctas: int
     max_ctas: int
     need: workspace.Need
-    zero_row: int  # the address of what a masked key reads
+    zero_row: int  # address of the token that masked keys read
     no_sink: torch.Tensor
     no_length: torch.Tensor
-    unread_lse: torch.Tensor  # for calls whose caller wants no lse
+    unread_lse: torch.Tensor  # for callers that want no lse
 
 
 _prepared: PreparedLaunches[tuple[Any, ...], PreparedLaunch] = PreparedLaunches()
@@ -149,7 +150,7 @@ def _launch(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
         q, pages, indices, topk_length, block_table, cache_seqlens, causal, softmax_scale, s_aux, num_splits, exchange,
         out, lse, return_lse,
     ) = arguments  # fmt: skip
-    # a kernel takes True for 1, and 1.0 finds what 1 has prepared
+    # a kernel takes True for 1, and 1.0 finds the launch that 1 prepared
     if type(num_splits) not in _INTS or type(softmax_scale) not in _FLOATS:
         _check_numbers(softmax_scale, num_splits, exchange)
     batch, s_q, h_q, _ = q.shape
@@ -248,12 +249,12 @@ def _prepare(
 
 @memory.once_per_device
 def _zero_row(device: torch.device) -> torch.Tensor:
-    """(656,) uint8, the token that a masked key reads; kept as long as the process: graphs hold its address."""
+    """(656,) uint8, the token that masked keys read; kept as long as the process: graphs hold its address."""
     memory.require_not_capturing(device)
 
     def make() -> torch.Tensor:
         row = torch.zeros(fp8_mla.TOKEN_BYTES, dtype=torch.uint8, device=device)
-        # its scales are as usual as those of keys: the kernel divides by them
+        # scales in the range of real keys: the kernel divides by them
         row[fp8_mla.SCALE_OFFSET : fp8_mla.ROPE_OFFSET].view(torch.float32).fill_(MASKED_SCALE)
         return row
 
@@ -278,7 +279,7 @@ def _check_numbers(softmax_scale: float | None, num_splits: int | None, exchange
 
 
 def _check_width(sparse: bool, width: int, page_size: int) -> None:
-    """Positions of keys are 32-bit numbers."""
+    """Key positions are 32-bit numbers."""
     name, got = ("indices", f"topk {width}") if sparse else ("block_table", f"{width} pages of {page_size} tokens")
     require((width if sparse else width * page_size) <= MAX_KEYS, name, got, f"at most {MAX_KEYS} keys of a query")
 
@@ -333,7 +334,7 @@ _decode_on_gpu = launch_or_explain(_launch, _check)
 
 
 def _run(*arguments: Any) -> None:
-    """The operator: what torch.compile calls, and CPU tensors."""
+    """The operator, for torch.compile and CPU tensors."""
     request = _Request(*arguments)
     if request.q.is_cuda:
         _decode_on_gpu(*request)
@@ -341,7 +342,7 @@ def _run(*arguments: Any) -> None:
     _check(*request)
     given = {name: getattr(request, name) for name in _OF_REFERENCE}
     result, result_lse = fp8_mla.reference_decode(request.q, fp8_mla.as_pages(request.kv_cache), **given)
-    assert request.out is not None and request.lse is not None  # the operator's are
+    assert request.out is not None and request.lse is not None  # the schema requires both
     request.out.copy_(result)
     request.lse.copy_(result_lse)
 

@@ -1,4 +1,4 @@
-"""The one target, sm_90a: pinned before `import cutlass`, and looked for on the devices that tensors come from."""
+"""The one target, sm_90a: set before `import cutlass`, and required of the devices that tensors are on."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ if TYPE_CHECKING:
     import torch
 
 ARCH = "sm_90a"
-CAPABILITY = (9, 0)  # code for sm_90a runs on this compute capability alone
+CAPABILITY = (9, 0)  # code for sm_90a runs on this compute capability only
 
 
 def pin() -> None:
     """Makes sm_90a the target of the DSL.
 
-    The DSL reads its environment once, when it is imported; on a machine without a GPU it would silently choose another
-    target, and wgmma operations built outside of `cute.compile` see no other setting.
+    The DSL reads its environment once, when it is imported. Without this setting it silently chooses another target on
+    a machine without a GPU, and wgmma operations built outside of `cute.compile` see no other setting.
 
     Raises:
-        RuntimeError: cutlass is imported already, for another target.
+        RuntimeError: cutlass is already imported for another target.
     """
     if "cutlass" not in sys.modules:
         os.environ["CUTE_DSL_ARCH"] = ARCH
@@ -37,7 +37,7 @@ def pin() -> None:
 
 
 def device_capability(device: torch.device | int) -> tuple[int, int]:
-    """Compute capability (major, minor) of a CUDA device. Asked of the driver once per device."""
+    """Compute capability (major, minor) of a CUDA device. The driver is asked once per device."""
     import torch
 
     device = torch.device("cuda", device) if isinstance(device, int) else device
@@ -50,10 +50,10 @@ def is_sm90(device: torch.device) -> bool:
 
 
 def require_sm90(name: str, device: torch.device) -> None:
-    """Checks that the tensor argument `name` lies on a GPU that runs this package's kernels.
+    """Checks that the tensor argument `name` is on a GPU that runs this package's kernels.
 
     Raises:
-        ValueError: names the device that was found.
+        ValueError: it is not; the message names its device.
     """
     if is_sm90(device):
         return

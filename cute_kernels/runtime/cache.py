@@ -1,16 +1,21 @@
-"""Compiled kernels on disk: what names them, and how processes share a directory of them without trusting each other.
+"""Compiled kernels on disk: their names, and how processes share a directory of them without trusting each other.
 
-An entry is one file, `<class>-<digest>.so`, self-contained and free of Python: loading it needs neither cutlass nor a
-compiler. Where no C compiler links it, it is the object file `<class>-<digest>.o`, whose load imports cutlass.
+An entry is one file, `<class>-<digest>.so`. It is self-contained and has no Python in it: loading it needs neither
+cutlass nor a compiler. Where no C compiler can link it, it is the object file `<class>-<digest>.o`, and loading that
+imports cutlass.
 
-- A writer works in a scratch directory and renames the finished file, so a reader sees all of it or nothing.
-- The last 40 bytes are a SHA-256 digest of the rest and a mark (an ELF file may be followed by anything). An entry that
-  does not match, or does not load, is removed and built again.
-- One lock file per entry makes the second of two builders wait for the first. The operating system drops the lock of a
-  killed process; the next holder removes the scratch directory that it left.
-- An entry is code that runs in this process, so it is read, checked and loaded only where nobody but this user and root
-  can have put it (runtime/trust.py). It is read once, and what is loaded are the bytes that were checked.
-- Entries of other sources or versions are never looked at. Deleting the directory is always safe.
+- A writer works in a scratch directory and renames the finished file, so a reader sees a whole file or none.
+- The last 40 bytes are a SHA-256 digest of the rest and a mark (any bytes may follow an ELF file). An entry that does
+  not match its digest, or does not load, is removed and built again.
+- Each entry has a lock file, so the second of two builders waits for the first. The operating system drops the lock of
+  a killed process; the next holder removes the scratch directory that it left.
+- An entry is code that runs in this process. It is read, checked and loaded only where nobody but this user and root
+  can have written it (runtime/trust.py). It is read once; the bytes that are checked are the bytes that are loaded.
+- Entries of other sources or versions are never read. Deleting the directory is always safe.
+
+The lock is `fcntl.flock` on a file that runtime/trust.py has opened, not the package filelock. `FileLock` of filelock
+4.2 opens the path itself and accepts a lock file of another user outside of sticky directories; its `lock_descriptor`
+takes an open file, but replaces this one call alone and polls every 50 ms, where flock wakes at once.
 """
 
 from __future__ import annotations
@@ -38,7 +43,7 @@ from cute_kernels.runtime.sources import modules_of_kernel, sources
 PACKAGE = Path(__file__).resolve().parents[1]
 _MARK = b"cutekrnl"
 
-# Settings of the DSL that change what it prints, keeps or where it looks, but not the code. All others enter the key.
+# Settings of the DSL that change what it prints or keeps, or where it looks, but not the code. The key has all others.
 _HARMLESS_SETTINGS = {
     "CUTE_DSL_" + name
     for name in (
@@ -70,16 +75,16 @@ _warned_about: set[Path] = set()
 
 
 class KernelSpec(Protocol):
-    """What is fixed at compile time: a frozen dataclass whose repr names every field, with these two members.
+    """All that is fixed at compile time: a frozen dataclass whose repr names every field, with these two members.
 
     It may also have `compile_options: str`, further options of `cute.compile`.
     """
 
     kernel: ClassVar[str]
-    """The kernel class as "module:class"; imported when it is compiled."""
+    """The kernel class as "module:class". It is imported only to compile it."""
 
     def can_implement(self) -> list[str]:
-        """Reasons, in words, why this kernel cannot be built; empty when it can."""
+        """The reasons, in words, why this kernel cannot be built; empty when it can."""
 
 
 def directory() -> Path:
@@ -89,13 +94,13 @@ def directory() -> Path:
     base = os.environ.get("XDG_CACHE_HOME", "")
     if not os.path.isabs(base):
         base = os.path.expanduser("~/.cache")
-    if not os.path.isabs(base):  # a user without a home: nothing can be kept below this, which the cache then says
+    if not os.path.isabs(base):  # a user without a home: nothing can be stored below /dev/null, and the cache says so
         base = os.devnull
     return Path(base) / "cute_kernels"
 
 
 def entry_name(spec: KernelSpec) -> str:
-    """File name of a spec's entry, without suffix: the kernel's class and a digest of all that its code depends on."""
+    """File name of a spec's entry, without suffix: the kernel class and a digest of all that its code depends on."""
     facts = (
         repr(spec),
         spec.kernel,
@@ -109,14 +114,14 @@ def entry_name(spec: KernelSpec) -> str:
 
 
 def kernel_sources(*modules: str) -> list[Path]:
-    """Every source file that can reach the kernels of some modules: what these import, and what compiles it."""
+    """All source files that can change the kernels of some modules: what these import, and what compiles them."""
     files = {file for module in modules for file in sources(module)}
     return sorted(files | {PACKAGE / "runtime" / "arch.py", PACKAGE / "runtime" / "compile.py"})
 
 
 @functools.cache
 def source_digest(*modules: str) -> str:
-    """SHA-256 over names and contents of `kernel_sources(*modules)`, read once per process."""
+    """SHA-256 of names and contents of `kernel_sources(*modules)`, read once per process."""
     digest = hashlib.sha256()
     for file in kernel_sources(*modules):
         name = file.relative_to(PACKAGE) if PACKAGE in file.parents else file.name
@@ -132,7 +137,7 @@ def _toolchain() -> tuple[str, ...]:
             versions.append(f"{package} {importlib.metadata.version(package)}")
         except importlib.metadata.PackageNotFoundError:
             raise RuntimeError(f"kernels need the package {package}, which is not installed") from None
-    # cu12 and cu13 bring different versions of ptxas; the rest of the object is code for this machine
+    # cu12 and cu13 have different versions of ptxas; the rest of the object is code for this machine's processor
     return (*versions, runtime_library().parents[1].name, sysconfig.get_platform())
 
 
@@ -150,7 +155,7 @@ def runtime_library() -> Path:
         raise RuntimeError(f"libcute_dsl_runtime.so of nvidia-cutlass-dsl was not found below {roots or 'sys.path'}")
     if len(found) == 1:
         return next(iter(found.values()))
-    newest = _driver_cuda_major()  # as the DSL does: the newest that the driver can run
+    newest = _driver_cuda_major()  # the DSL's rule: the newest that the driver can run
     return found[max((major for major in found if newest is None or major <= newest), default=min(found))]
 
 
@@ -170,11 +175,11 @@ class DiskCache:
     root: Path
 
     def exists(self, name: str) -> bool:
-        """Whether there is an entry, sound or not."""
+        """Whether there is an entry, intact or not."""
         return any(os.path.lexists(self.root / (name + suffix)) for suffix in _LOADERS)
 
     def load(self, name: str) -> Callable[..., Any] | None:
-        """The kernel, or None when there is no entry, none that is sound, or, said once, none that can be trusted."""
+        """The kernel; None without an intact entry, and, with one warning, where none can be trusted."""
         try:
             trust.check_directory(self.root)
             for suffix in _LOADERS:
@@ -204,7 +209,7 @@ class DiskCache:
             return None  # refused by the loader
 
     def discard(self, name: str) -> None:
-        """Removes an entry that is not sound. Call it with the lock held, which says that it may be removed."""
+        """Removes a damaged entry. Call it with the lock held, and only if the lock yielded True."""
         for suffix in _LOADERS:
             path = self.root / (name + suffix)
             if os.path.lexists(path):
@@ -213,12 +218,12 @@ class DiskCache:
 
     @contextlib.contextmanager
     def lock(self, name: str) -> Iterator[bool]:
-        """Holds the entry's lock, waiting for it if need be; True when entries can be stored.
+        """Holds the entry's lock, after waiting for it if necessary. Yields whether entries can be stored.
 
-        Where they cannot (a read-only directory, no home, an entry or a lock that another user may have made), says so
+        Where they cannot (a read-only directory, no home, an entry or a lock that another user may have made), it warns
         once and yields False.
         """
-        import fcntl  # Unix alone has it, and only those who compile need it
+        import fcntl  # only Unix has it, and only a process that compiles needs it
 
         try:
             trust.make_directory(self.root)
@@ -235,7 +240,7 @@ class DiskCache:
             try:
                 fcntl.flock(handle, fcntl.LOCK_EX)
             except OSError:
-                pass  # a file system without locks: two may build the same entry, and the later one stays
+                pass  # a file system without locks: two processes may build one entry, and the later one stays
             else:
                 self._remove_scratch(name)
             yield self._may_replace(name)
@@ -248,7 +253,7 @@ class DiskCache:
                 shutil.rmtree(scratch, ignore_errors=True)  # which follows no links
 
     def _may_replace(self, name: str) -> bool:
-        """Whether an entry, if there is one, is of this user or root: what others have put there stays as it is."""
+        """Whether the entry, if there is one, is of this user or root. An entry of another user is left as it is."""
         for suffix in _LOADERS:
             try:
                 os.close(trust.open_file(self.root / (name + suffix), os.O_RDONLY))
@@ -260,7 +265,7 @@ class DiskCache:
         return True
 
     def store(self, name: str, export: Callable[[str, str], None]) -> bool:
-        """Adds an entry; False, said once, when the directory takes none. Call it with the lock held.
+        """Adds an entry; False, with one warning, when the directory cannot be written. Call it with the lock held.
 
         Args:
             name: of the entry.
@@ -273,7 +278,7 @@ class DiskCache:
                 built = _link(object_file) or object_file
                 data = built.read_bytes()
                 built.write_bytes(data + hashlib.sha256(data).digest() + _MARK)
-                built.chmod(0o644)  # a umask of 0 or 002 would make it one that is not trusted
+                built.chmod(0o644)  # with a umask of 0 or 002 it would not be trusted
                 os.replace(built, self.root / (name + built.suffix))
         except OSError as error:
             self._warn_unwritable(error)
@@ -295,7 +300,7 @@ class DiskCache:
 
 
 def _symbol(name: str) -> str:
-    return name.replace("-", "_")  # distinct for each entry: a file under another's name does not load
+    return name.replace("-", "_")  # distinct for each entry: a file under another name does not load
 
 
 def _is_sealed(data: bytes) -> bool:
@@ -304,7 +309,7 @@ def _is_sealed(data: bytes) -> bool:
 
 
 def _link(object_file: Path) -> Path | None:
-    """A shared library of the object file, next to it; None without a C compiler that does it."""
+    """A shared library made from the object file, beside it; None without a working C compiler."""
     compiler = shutil.which("cc") or shutil.which("gcc")
     if compiler is None:
         return None
@@ -332,7 +337,7 @@ def _load_object(path: Path, symbol: str) -> Callable[..., Any]:
 
 @functools.cache
 def _load_runtime_library() -> ctypes.CDLL:
-    # an entry names this library by its SONAME, which the loader resolves to a copy that is there already
+    # an entry names this library by its SONAME, which the loader resolves to a copy that is already loaded
     return ctypes.CDLL(str(runtime_library()), mode=ctypes.RTLD_GLOBAL)
 
 

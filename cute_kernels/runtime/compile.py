@@ -1,7 +1,7 @@
 """From a spec to a callable kernel: memory, then disk, then the compiler.
 
-Nothing else in the package imports cutlass, other than the kernel modules that this module imports, and the cache for
-entries that are object files. A process that finds all its kernels on disk as shared libraries never pays that import.
+Only this module, the kernel modules that it imports, and the cache (for entries that are object files) import cutlass.
+A process that finds all its kernels on disk as shared libraries never pays for that import.
 """
 
 from __future__ import annotations
@@ -19,18 +19,17 @@ from cute_kernels.runtime import arch
 from cute_kernels.runtime.cache import DiskCache, KernelSpec, directory, entry_name
 
 _kernels: dict[KernelSpec, Callable[..., Any]] = {}
-_building = threading.RLock()  # the DSL keeps its state in one place, so a process compiles one kernel at a time
+_building = threading.RLock()  # the DSL's state is global, so a process compiles one kernel at a time
 
 
 def get_kernel(spec: KernelSpec) -> Callable[..., Any]:
     """The compiled kernel of a spec.
 
-    It takes torch tensors and Python numbers, positionally and in the order of the kernel class's `__call__` without
-    the stream, an absent tensor as None; it checks them against what was compiled and launches on torch's current
-    stream.
+    It takes torch tensors (an absent one is None) and Python numbers by position, in the order of the kernel class's
+    `__call__` without the stream. It checks them against what was compiled, then launches on torch's current stream.
 
-    The first call in a process loads it from disk (some ms), or compiles it (some seconds) and keeps it on disk for
-    other processes. Threads and processes that ask for the same kernel at the same time compile it once.
+    The first call in a process loads it from disk (some ms), or compiles it (some seconds) and stores it on disk for
+    other processes. Threads and processes that need the same kernel at the same time compile it once.
 
     Raises:
         ValueError: the spec cannot be built; the message has its reasons.
@@ -47,11 +46,11 @@ def get_kernel(spec: KernelSpec) -> Callable[..., Any]:
 
 
 def compile_kernel(spec: KernelSpec, dump_dir: str | os.PathLike[str] | None = None) -> Any:
-    """Compiles a spec for sm_90a from its fake arguments, which needs no GPU, without a look at any cache.
+    """Compiles a spec for sm_90a from its fake arguments. Needs no GPU and reads no cache.
 
     Args:
-        spec: what to compile.
-        dump_dir: an existing directory that receives the PTX and the cubin; what ptxas says then goes to sys.stderr.
+        spec: the kernel to compile.
+        dump_dir: an existing directory that receives the PTX and the cubin; the remarks of ptxas then go to sys.stderr.
 
     Returns:
         The DSL's compiled object: callable like the result of `get_kernel`, with `export_to_c`.
@@ -83,22 +82,22 @@ def compile_kernel(spec: KernelSpec, dump_dir: str | os.PathLike[str] | None = N
 def precompile(specs: Iterable[KernelSpec], processes: int | None = None) -> None:
     """Fills the disk cache with the kernels of `specs`, several at a time.
 
-    Starts new interpreters, so a script calls it under `if __name__ == "__main__"`. Costs nothing where all are on
-    disk, and does nothing but warn where the cache cannot be written.
+    It starts new interpreters, so a script calls it under `if __name__ == "__main__"`. It returns at once where all
+    are on disk, and only warns where the cache cannot be written.
 
     Args:
         specs: kernels to compile; those with an entry on disk are skipped.
         processes: how many at a time; by default one per CPU core.
 
     Raises:
-        ValueError, RuntimeError: as `get_kernel`, of the first spec that failed.
+        ValueError, RuntimeError: as `get_kernel`, for the first spec that fails.
     """
     disk = DiskCache(directory())
     missing = [spec for spec in dict.fromkeys(specs) if not disk.exists(entry_name(spec))]
     if not missing:
         return
     with disk.lock(entry_name(missing[0])) as writable:
-        if not writable:  # which was said once, by this process: workers could only compile and forget
+        if not writable:  # this process has warned; workers could only compile and discard
             return
     workers = min(processes or os.cpu_count() or 1, len(missing))
     # fork would copy the locks and threads of torch and the DSL
@@ -109,7 +108,7 @@ def precompile(specs: Iterable[KernelSpec], processes: int | None = None) -> Non
 
 
 def _fill(spec: KernelSpec) -> None:
-    get_kernel(spec)  # a kernel is no picklable result
+    get_kernel(spec)  # returns nothing: a kernel cannot be pickled
 
 
 def _load_or_compile(spec: KernelSpec) -> Callable[..., Any]:
@@ -118,13 +117,13 @@ def _load_or_compile(spec: KernelSpec) -> Callable[..., Any]:
     if kernel is not None:
         return kernel
     with disk.lock(name) as writable:
-        kernel = disk.load(name)  # whoever held the lock before may have built it
+        kernel = disk.load(name)  # the previous holder of the lock may have built it
         if kernel is not None:
             return kernel
         if writable:
             disk.discard(name)
         compiled = compile_kernel(spec)
         if writable and disk.store(name, lambda path, symbol: compiled.export_to_c(path, function_name=symbol)):
-            # the loaded one is what later processes will have, and is called without a layer of Python
+            # the loaded kernel is the one that later processes run, and its call has no layer of Python
             return disk.load(name) or compiled
         return compiled

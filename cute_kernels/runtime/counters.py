@@ -1,8 +1,8 @@
 """Counters that are 0 between launches, for launches under graph capture: each graph borrows its own.
 
-Filling counters under capture would record a memset before each launch, which then cannot overlap with the launch
-before. So they come from a slab that is filled outside of capture, and go back to it when the graph is destroyed: every
-launch leaves its counters at 0.
+To fill counters under capture would record a memset before each launch, and the launch could then not overlap with the
+one before. So counters come from a slab that is filled outside of capture. Every launch leaves its counters at 0, and
+they return to the slab when the graph is destroyed.
 """
 
 from __future__ import annotations
@@ -16,41 +16,41 @@ from cute_kernels.runtime.graphs import GraphLife, graph_under_capture
 from cute_kernels.runtime.memory import for_all_streams, is_capturing, once_per_device
 
 LAUNCHES = 128
-"""Launches of one call that a graph finds counters for: 61 layers of DeepSeek-V3.2, 126 of Llama-3.1-405B."""
+"""Launches of one kind that a graph has counters for: DeepSeek-V3.2 has 61 layers, Llama-3.1-405B 126."""
 SLAB_COUNTERS = 1 << 18  # 1 MiB
-_SMALLEST = 32  # counters, 128 bytes: no two launches share a line of the L2 cache
+_SMALLEST = 32  # counters, 128 bytes: no two launches share an L2 cache line
 _ITEMSIZE = 4
 
 
 class _Borrowed:
-    """The places that one graph holds. `life` is None where the driver does not tell when it ends: never, then."""
+    """The blocks of one graph. `life` is None where the driver does not report its end: it then keeps them for good."""
 
     def __init__(self, life: GraphLife | None) -> None:
         self.life = life
-        self.places: list[tuple[int, int]] = []  # counters, address
+        self.blocks: list[tuple[int, int]] = []  # counters, address
 
 
 class CounterSlab:
-    """Counters of one device. Sizes are powers of two; a place that comes back is used again for the same size."""
+    """Counters of one device, in blocks of powers of two. A block that returns is used again for the same size."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.is_low = False
-        """Whether `refill` has something to do. Eager calls look here, so it is a plain attribute."""
+        """Whether `refill` has something to do. Eager calls read it, so it is a plain attribute."""
         self._lock = threading.Lock()
         self._slabs: list[torch.Tensor] = []  # kept alive: graphs hold addresses
-        self._next = self._end = 0  # addresses of what is left of the last slab
+        self._next = self._end = 0  # addresses of the rest of the last slab
         self._free: dict[int, list[int]] = {}
         self._graphs: dict[int, _Borrowed] = {}
-        self._largest = _SMALLEST  # place that was asked for
+        self._largest = _SMALLEST  # block that was requested
 
     def refill(self, num_counters: int = 0) -> None:
-        """Makes room for `LAUNCHES` places of that size, or of the largest so far. Does nothing under capture."""
+        """Makes room for `LAUNCHES` blocks of that size, or of the largest so far. Does nothing under capture."""
         if is_capturing(self.device):
             return
         with self._lock:
             self._collect()
-            self._largest = max(self._largest, _place_size(num_counters))
+            self._largest = max(self._largest, _block_size(num_counters))
             if self._room() < LAUNCHES:
                 self._retire()
                 size = max(SLAB_COUNTERS, LAUNCHES * self._largest)
@@ -62,21 +62,21 @@ class CounterSlab:
 
     def borrow(self, num_counters: int) -> int | None:
         """Address of counters for one launch of the graph under capture; None where none are left."""
-        size = _place_size(num_counters)
+        size = _block_size(num_counters)
         with self._lock:
             graph = self._graph()
             address = self._take(size)
             self._largest = max(self._largest, size)
             self.is_low = self._room() < LAUNCHES
             if address is not None:
-                graph.places.append((size, address))
+                graph.blocks.append((size, address))
             return address
 
     def borrowed(self) -> int:
         """Counters that living graphs hold."""
         with self._lock:
             self._collect()
-            return sum(size for graph in self._graphs.values() for size, _ in graph.places)
+            return sum(size for graph in self._graphs.values() for size, _ in graph.blocks)
 
     def _graph(self) -> _Borrowed:
         try:
@@ -98,29 +98,29 @@ class CounterSlab:
         return address
 
     def _collect(self) -> None:
-        """Takes back what ended graphs had."""
+        """Takes back the blocks of graphs that have ended."""
         ended = [number for number, graph in self._graphs.items() if graph.life is not None and graph.life.has_ended()]
         for number in ended:
-            for size, address in self._graphs.pop(number).places:
+            for size, address in self._graphs.pop(number).blocks:
                 self._free.setdefault(size, []).append(address)
 
     def _retire(self) -> None:
-        """Keeps the rest of a slab, in places of the usual sizes."""
+        """Splits the rest of a slab into free blocks."""
         while (left := self._left()) >= _SMALLEST:
             size = 1 << (left.bit_length() - 1)
             self._free.setdefault(size, []).append(self._next)
             self._next += size * _ITEMSIZE
 
     def _room(self) -> int:
-        """Places of the largest size so far."""
+        """Free blocks of the largest size so far."""
         return self._left() // self._largest + len(self._free.get(self._largest, ()))
 
     def _left(self) -> int:
-        """Counters of the last slab that nobody has had."""
+        """Counters of the last slab that were never lent."""
         return (self._end - self._next) // _ITEMSIZE
 
 
-def _place_size(num_counters: int) -> int:
+def _block_size(num_counters: int) -> int:
     return max(_SMALLEST, 1 << max(0, num_counters - 1).bit_length())
 
 

@@ -1,4 +1,4 @@
-"""How long a CUDA graph lives: what a launch under capture borrows goes back when the graph is destroyed."""
+"""The lifetime of a CUDA graph: memory that a launch under capture borrows returns when the graph is destroyed."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ _MOVE = 1  # CU_GRAPH_USER_OBJECT_MOVE: the graph takes over the one reference
 
 
 class GraphLife:
-    """Whether a graph, and every executable instance of it, is destroyed and done.
+    """Whether a graph and every executable instance of it are destroyed and have finished.
 
-    A CUDA user object posts a semaphore then. The callback is libc's `sem_post` itself, so no Python runs in a thread
-    of the driver, not even when a graph outlives the interpreter. For the same reason the semaphore is memory of
-    malloc's, which is freed only after it was posted.
+    A CUDA user object then posts a semaphore. Its callback is `sem_post` of libc, so no Python runs in a thread of the
+    driver, not even when a graph outlives the interpreter. For the same reason the semaphore is memory from malloc,
+    freed only after it is posted.
     """
 
     def __init__(self, graph: int) -> None:
@@ -38,7 +38,7 @@ class GraphLife:
         self._semaphore = semaphore
 
     def has_ended(self) -> bool:
-        """True once; then the semaphore is gone and this object must not be asked again."""
+        """True once; this frees the semaphore, so the method must not be called again."""
         if _libc().sem_trywait(self._semaphore):
             return False
         _libc().free(self._semaphore)
@@ -46,10 +46,10 @@ class GraphLife:
 
 
 def graph_under_capture(device: torch.device) -> tuple[int, int]:
-    """(number of the capture, which no other in this process has; handle of the graph) of the current stream.
+    """(number of the capture, unique in this process; handle of the graph) of the current stream.
 
     Raises:
-        OSError: there is no driver, it refused, or nothing is captured.
+        OSError: there is no driver, it refused, or no graph is under capture.
     """
     status, number, graph = ctypes.c_int(), ctypes.c_uint64(), ctypes.c_void_p()
     stream = torch._C._cuda_getCurrentRawStream(device.index)
@@ -81,7 +81,7 @@ def _libc() -> Any:
 
 @functools.cache
 def _cuda() -> Any:
-    """The driver, with the argument types of what is called here; version 12.0 has all of it."""
+    """The driver, with the argument types of the functions used here; version 12.0 has all of them."""
     cuda = ctypes.CDLL("libcuda.so.1")
     pointer, number = ctypes.c_void_p, ctypes.c_uint
     cuda.cuStreamGetCaptureInfo_v2.argtypes = [pointer] * 6

@@ -1,8 +1,8 @@
 """Memory that is kept between calls: allocated outside of every private pool, and never under graph capture.
 
-torch can send the allocations of a thread to a private pool: `torch.cuda.use_mem_pool`, and `torch.compile` with mode
-"reduce-overhead" while it warms up. Such a pool is somebody else's: CUDA-graph trees refuse to go on when a tensor in
-theirs outlives the call. A pool is chosen by thread, so what this package keeps is allocated by a thread of its own.
+torch can send the allocations of a thread to a private pool: `torch.cuda.use_mem_pool` does, and `torch.compile` with
+mode "reduce-overhead" during warm-up. Such a pool belongs to somebody else: CUDA-graph trees fail when a tensor in it
+outlives the call. The pool is a property of the thread, so this package allocates what it keeps in a new thread.
 """
 
 from __future__ import annotations
@@ -29,13 +29,14 @@ def is_capturing(device: torch.device) -> bool:
 
 
 def outside_pools(device: torch.device, make: Callable[[], Made]) -> Made:
-    """What `make` returns, its tensors allocated for the caller's current stream, outside of every private pool.
+    """The result of `make`, its tensors allocated for the caller's current stream, outside of every private pool.
 
-    The new thread also leaves behind what else goes by thread: inference mode, a default device, dispatch modes.
+    `make` runs in a new thread, so other settings of the caller's thread do not apply either: inference mode, a default
+    device, dispatch modes.
 
     Args:
-        device: of the tensors, with an index. Not under graph capture.
-        make: allocates, and may fill what it has allocated: later work on the caller's stream sees it.
+        device: of the tensors, with an index. Its current stream is not under graph capture.
+        make: allocates tensors, and may fill them: later work on the caller's stream sees the values.
     """
     if device.type != "cuda":
         return make()
@@ -47,7 +48,7 @@ def outside_pools(device: torch.device, make: Callable[[], Made]) -> Made:
         try:
             with torch.cuda.device(device), torch.cuda.stream(stream):
                 made.append(make())
-        except BaseException as error:  # raised again below, in the caller's thread
+        except BaseException as error:  # raised below, in the caller's thread
             errors.append(error)
 
     thread = threading.Thread(target=run, name="cute_kernels-allocate")
@@ -59,7 +60,7 @@ def outside_pools(device: torch.device, make: Callable[[], Made]) -> Made:
 
 
 def for_all_streams(device: torch.device, make: Callable[[], Made]) -> Made:
-    """As `outside_pools`, for tensors that every stream may read at once: waits until they are filled."""
+    """As `outside_pools`, for tensors that every stream may read immediately: waits until they are filled."""
     made = outside_pools(device, make)
     if device.type == "cuda":
         torch.cuda.current_stream(device).synchronize()
@@ -67,9 +68,9 @@ def for_all_streams(device: torch.device, make: Callable[[], Made]) -> Made:
 
 
 def once_per_device(make: Callable[[torch.device], Made]) -> Callable[[torch.device], Made]:
-    """The function that makes something for each device once, whatever threads ask, and keeps it for good.
+    """The function that makes something once for each device, in whichever thread asks first, and keeps it for good.
 
-    `functools.cache` would let two threads make one each; the one that is dropped may be in a graph already.
+    With `functools.cache` two threads could make one each; a graph may already use the one that is dropped.
     """
     made: dict[torch.device, Made] = {}
     making = threading.RLock()
@@ -86,7 +87,7 @@ def once_per_device(make: Callable[[torch.device], Made]) -> Callable[[torch.dev
 
 
 class Constants(NamedTuple):
-    """What launches need to know of a device, and small tensors on it that stand for absent arguments.
+    """What launches need of a device: a number, and small tensors that replace absent arguments.
 
     num_sms     streaming multiprocessors
     no_sink     (1024,) float32, -inf: sink logits that change nothing
@@ -99,15 +100,15 @@ class Constants(NamedTuple):
 
 
 MAX_HEADS = 1024
-"""Heads that `Constants.no_sink` has a place for."""
+"""Elements of `Constants.no_sink`."""
 
 
 @once_per_device
 def constants(device: torch.device) -> Constants:
-    """Of a CUDA device, made once and kept as long as the process: graphs hold their addresses.
+    """The constants of a CUDA device, made once and kept as long as the process: graphs hold their addresses.
 
     Raises:
-        RuntimeError: they are first asked for under graph capture.
+        RuntimeError: the first call is under graph capture.
     """
     require_not_capturing(device)
 
@@ -128,10 +129,10 @@ def require_not_capturing(device: torch.device) -> None:
 
 
 class _Unread:
-    """One buffer of a device for results that nobody asked for; grows, and what it had before is kept.
+    """One buffer per device for results that nobody reads. It grows; smaller buffers from before are kept.
 
-    A captured graph writes to it at each replay, so no part may ever be freed. Sizes double: all together are less than
-    twice the largest.
+    A captured graph writes to its buffer at each replay, so none may ever be freed. Sizes double, so all together are
+    less than twice the largest.
     """
 
     def __init__(self) -> None:
@@ -147,7 +148,7 @@ class _Unread:
                     return torch.empty(shape, dtype=torch.float32, device=device)
                 elements = 1 << max(16, (size - 1).bit_length())
                 empty = functools.partial(torch.empty, elements, dtype=torch.float32, device=device)
-                # written by any stream, read by none: there is no order to keep
+                # every stream may write it and none reads it: no order between streams is needed
                 buffers.append(outside_pools(device, empty))
             return buffers[-1][:size].view(shape)
 
@@ -156,8 +157,8 @@ _unread = _Unread()
 
 
 def unread(shape: tuple[int, ...], device: torch.device) -> torch.Tensor:
-    """A float32 tensor that a kernel may write and nobody reads, kept as long as the process.
+    """A float32 tensor that kernels may write and nobody reads, kept as long as the process.
 
-    Under graph capture it belongs to the graph, if the buffer is not large enough already.
+    Under graph capture, if the buffer is too small, it is a tensor of the graph instead.
     """
     return _unread.get(shape, device)

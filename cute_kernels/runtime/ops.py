@@ -1,4 +1,4 @@
-"""Registration of operators with torch, so that they trace under torch.compile without a graph break."""
+"""Registration of operators with torch: they trace under torch.compile without a graph break."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ def register_op(
     backward: Callable[..., Any] | None = None,
     setup_context: Callable[..., None] | None = None,
 ) -> Callable[..., Any]:
-    """Registers `torch.ops.cute_kernels.<name>` for CPU and CUDA tensors and returns what callers use.
+    """Registers `torch.ops.cute_kernels.<name>` for CPU and CUDA tensors and returns the function that callers use.
 
-    The returned function takes the operator's arguments, all positional if it is differentiable. It calls the
-    implementation itself in eager mode, which saves the 7 us of torch's dispatcher, and the operator while
-    torch.compile or torch.export traces, or where autograd has to see the call.
+    That function takes the operator's arguments, all by position if the operator is differentiable. In eager mode it
+    calls the implementation directly, which saves the 7 us of torch's dispatcher. It calls the operator while
+    torch.compile or torch.export traces, and where autograd must record the call.
 
     Args:
         name: the operator's name, without namespace.
-        schema: argument and return types, such as "(Tensor q, Tensor(a!) out, float scale) -> ()". Tensors that are
-            written carry an alias mark, else torch.compile drops or reorders the call. An output must not be an input.
-        implementation: runs it. Called with real tensors.
-        fake: the same signature; returns empty tensors of the right shape and dtype, or None for "-> ()".
+        schema: argument and return types, such as "(Tensor q, Tensor(a!) out, float scale) -> ()". A tensor that is
+            written needs an alias mark, else torch.compile drops or reorders the call. An output must not be an input.
+        implementation: the operator itself, called with real tensors.
+        fake: has the same signature; returns empty tensors of the right shape and dtype, or None for "-> ()".
         backward: backward(ctx, *gradients of the results) returns a gradient, or None, for each argument. It is traced
-            as well, so it calls operators (`torch.ops`) and no implementation. Not for operators that write to tensors.
-        setup_context: setup_context(ctx, inputs, output) keeps what `backward` needs.
+            too, so it calls operators (`torch.ops`), never an implementation. Not for operators that write to tensors.
+        setup_context: setup_context(ctx, inputs, output) saves what `backward` needs.
     """
     _library.define(f"{name}{schema}", tags=(torch.Tag.pt2_compliant_tag,))
     for key in ("CPU", "CUDA"):

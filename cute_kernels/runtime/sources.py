@@ -1,7 +1,7 @@
-"""Which source files a kernel is made of: those that its module imports, followed from file to file.
+"""The source files of a kernel: its module and all that it imports, directly or through other modules.
 
-The cache of compiled kernels and the record of machine code both ask this, so a file that moves, or a new one, is part
-of a key as soon as a kernel imports it.
+The keys of the cache of compiled kernels and of the record of machine code are made from this list. A file that is new
+or moved is part of a key as soon as a kernel imports it.
 """
 
 from __future__ import annotations
@@ -11,20 +11,20 @@ import importlib.util
 from pathlib import Path
 
 FORMATS_PACKAGE = "fp8_mla"
-"""The one other package whose sources reach kernels: `fp8_mla.formats`."""
+"""The only other package whose sources change kernels, by `fp8_mla.formats`."""
 
 
 def modules_of_kernel(kernel: str, spec_module: str) -> tuple[str, ...]:
-    """The module of a kernel class, "module:class", and, where both are of one package, that of its spec."""
+    """The module of a kernel class, "module:class", and that of its spec if both are in one package."""
     module = kernel.partition(":")[0]
     return (module, spec_module) if spec_module.partition(".")[0] == module.partition(".")[0] else (module,)
 
 
 def sources(module: str) -> list[Path]:
-    """The files that `module` imports, itself and what they import in turn, as far as they are of its package.
+    """The file of `module` and all files that it imports, directly or not, of its package and `FORMATS_PACKAGE`.
 
-    Read off the syntax trees, imports inside of functions included, those for types alone not. The `__init__.py` of
-    a package counts where the package itself is named.
+    They are read from the syntax trees: imports inside of functions count, those under TYPE_CHECKING do not. The
+    `__init__.py` of a package counts where the package itself is imported.
 
     Raises:
         ValueError: there is no such module, or it has no source file.
@@ -50,13 +50,13 @@ def sources(module: str) -> list[Path]:
 
 
 def _files(root: Path, module: str) -> list[Path]:
-    """A module's source, where it is below `root`."""
+    """The source file of a module below `root`, as a list; empty if there is none."""
     path = root.joinpath(*module.split("."))
     return [file for file in (path.with_suffix(".py"), path / "__init__.py") if file.is_file()]
 
 
 def _imports(file: Path, module: str) -> list[str]:
-    """What a file names in imports; "from a import b" is a.b too, which may be a module."""
+    """The names that a file imports; "from a import b" gives a and a.b, which may be a module."""
     package = module.split(".") if file.name == "__init__.py" else module.split(".")[:-1]
     names = []
     to_visit: list[ast.AST] = [ast.parse(file.read_bytes())]

@@ -1,7 +1,7 @@
-"""Which files code may be loaded from: those that nobody but this user and root can write or replace.
+"""The files that code may be loaded from: those that nobody but this user and root can write or replace.
 
-What is checked is a file that is open, not a name: a name may mean another file a moment later. Directories are checked
-by name, for who could give one of these names another meaning is refused with it.
+A file is checked after it is opened, not by name: a name may mean another file a moment later. Directories are checked
+by name, since the same check refuses every user who could make these names mean something else.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-_SHARED_MEMORY = "/dev/shm"  # a directory is made and removed there in 0.02 ms, on ext4 in 4
-_MOST_LINKS = 40  # on one path, as Linux has it
+_SHARED_MEMORY = "/dev/shm"  # to make and remove a directory takes 0.02 ms there, 4 ms on ext4
+_MOST_LINKS = 40  # on one path: the limit of Linux
 _MFD_CLOEXEC, _MFD_NOEXEC_SEAL = 1, 8
 
 
@@ -25,7 +25,7 @@ class Untrusted(OSError):
     """A file or directory that another user could have written or replaced.
 
     Attributes:
-        remedy: a command that mends it, or "" where that is not this user's to do.
+        remedy: a command that repairs it, or "" where this user cannot.
     """
 
     def __init__(self, reason: str, remedy: str = "") -> None:
@@ -34,7 +34,7 @@ class Untrusted(OSError):
 
 
 def check_directory(path: Path) -> None:
-    """Checks that nobody but this user and root can write a directory, or put another one in its place.
+    """Checks that nobody but this user and root can write a directory or replace it.
 
     Raises:
         Untrusted: somebody else can.
@@ -46,15 +46,15 @@ def check_directory(path: Path) -> None:
         raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), real)
     _check_owner(real, found, {0, os.geteuid()})
     if found.st_mode & 0o022:
-        # a sticky directory is shared on purpose, as /tmp: its mode is right, only entries do not belong into it
+        # a sticky directory such as /tmp is shared on purpose: its mode is right, but it is no place for entries
         raise _writable(real, found, "" if found.st_mode & stat.S_ISVTX else f"chmod go-w {shlex.quote(real)}")
 
 
 def check_path(path: Path) -> str:
-    """Checks every directory and link that leads to `path`, and `path` itself as one that leads further.
+    """Checks every directory and link on the way to `path`, and `path` itself like those.
 
-    Each must belong to this user or root. Others may write a directory only where it is sticky, so that they cannot
-    rename what is not theirs, and a group only where this user is its one member.
+    Each must belong to this user or root. Others may write a directory only if it is sticky, so that they cannot rename
+    files of this user; a group may only if this user is its one member.
 
     Returns:
         The path without links.
@@ -63,10 +63,10 @@ def check_path(path: Path) -> str:
         Untrusted: another user could replace what is on the path.
         OSError: there is no such path.
     """
-    root = os.lstat("/").st_uid  # root of the host has another number in a user namespace; who owns / owns all below
+    root = os.lstat("/").st_uid  # the host's root has another number in a user namespace; the owner of / owns all below
     owners = {0, root, os.geteuid()}
     here, links = "/", 0
-    absolute = path if path.is_absolute() else Path.cwd() / path  # a process may have lost the directory it is in
+    absolute = path if path.is_absolute() else Path.cwd() / path  # fails if the current directory was removed
     todo = list(reversed(absolute.parts))
     while todo:
         part = todo.pop()
@@ -87,7 +87,7 @@ def check_path(path: Path) -> str:
 
 
 def make_directory(path: Path) -> None:
-    """Makes a directory and those above it that are missing, for this user alone, and checks it.
+    """Makes a directory and its missing parents, with access for this user only, and checks it.
 
     Raises:
         Untrusted: as `check_directory`; nothing is made below a directory that others may write.
@@ -100,28 +100,28 @@ def make_directory(path: Path) -> None:
         found = found.parent
     check_path(found)
     for directory in reversed(missing):
-        with contextlib.suppress(FileExistsError):  # another process was faster
+        with contextlib.suppress(FileExistsError):  # another process has just made it
             directory.mkdir(mode=0o700)
     check_directory(path)
 
 
 def open_file(path: Path, flags: int) -> int:
-    """Opens a regular file that nobody but this user and root can write; a link is none.
+    """Opens a regular file, not a link, that nobody but this user and root can write.
 
     Args:
         path: in a directory that `check_directory` accepts.
-        flags: as of `os.open`; a file that is made has mode 0600.
+        flags: those of `os.open`; a new file has mode 0600.
 
     Returns:
-        The file descriptor, to be closed by the caller.
+        The file descriptor, which the caller closes.
 
     Raises:
-        Untrusted: it is something else, or somebody else can write it.
+        Untrusted: it is not a regular file, or somebody else can write it.
         OSError: it cannot be opened.
     """
     remedy = f"rm -r {shlex.quote(str(path))}"
     try:
-        # O_NONBLOCK: the opening of a pipe would wait for its other end
+        # O_NONBLOCK: to open a pipe would wait for its other end
         descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK, 0o600)
     except OSError as error:
         if error.errno in (errno.ELOOP, errno.EISDIR, errno.ENXIO):  # a link, a directory, a socket
@@ -142,16 +142,16 @@ def open_file(path: Path, flags: int) -> int:
 
 @contextlib.contextmanager
 def private_path(data: bytes, suffix: str, *spare: Path) -> Iterator[Path]:
-    """A path whose file is `data`, which only this process can reach, and which no file had before. It is gone at exit.
+    """A new path to a file with content `data` that only this process can reach. Both are gone at exit.
 
-    The data is in memory, so that a temporary directory without execution (noexec) serves too. The path is that of a
-    link in a fresh directory: dlopen takes a path of a name that it has seen for the library that it has, without a
-    look at the file, and /proc/self/fd/N is seen again as soon as N is, with another file behind it.
+    The data is in memory, so a temporary directory that forbids execution (noexec) works too. The path is a link in a
+    new directory, because dlopen does not read a file whose path it knows: it returns the library that it has loaded
+    from there. /proc/self/fd/N would be such a path as soon as N is used again for another file.
 
     Args:
         data: content of the file.
         suffix: of its name.
-        spare: directories for the link, should /dev/shm and that of temporary files not do.
+        spare: directories for the link if neither /dev/shm nor the directory of temporary files can be used.
 
     Raises:
         Untrusted: others could replace any directory that there is for the link.
@@ -181,9 +181,9 @@ def _private_directory(*spare: Path) -> tempfile.TemporaryDirectory[str]:
 
 
 def _memory_file() -> int:
-    # by the C library, which has it since glibc 2.27: Pythons that are built with an older one lack os.memfd_create
+    # from the C library, which has it since glibc 2.27: a Python built with an older one lacks os.memfd_create
     library = ctypes.CDLL(None, use_errno=True)
-    # the seal keeps exec from it, not dlopen; a Linux may insist on it (vm.memfd_noexec), and before 6.3 knows no such
+    # the seal forbids exec, not dlopen; Linux may require it (vm.memfd_noexec), and before 6.3 it does not know it
     for flags in (_MFD_CLOEXEC | _MFD_NOEXEC_SEAL, _MFD_CLOEXEC):
         descriptor = library.memfd_create(b"cute_kernels", flags)
         if descriptor >= 0:
@@ -211,15 +211,15 @@ def _writable(path: str, found: os.stat_result, remedy: str) -> Untrusted:
 
 
 def _has_access_list(path: str) -> bool:
-    # where there is one, the bits of the group are those of whoever it names
+    # where there is one, the group's bits apply to all users that it names
     try:
         return "system.posix_acl_access" in os.listxattr(path)
     except OSError:
-        return False  # a file system without
+        return False  # a file system without access lists
 
 
 def _is_group_of_this_user(found: os.stat_result) -> bool:
-    """Whether its group is this user's alone, as many systems make one for each user and then set umask 002."""
+    """Whether this user is the group's only member: many systems make a group for each user and set umask 002."""
     import grp
     import pwd
 
@@ -227,6 +227,6 @@ def _is_group_of_this_user(found: os.stat_result) -> bool:
         user, group = pwd.getpwuid(os.geteuid()), grp.getgrgid(found.st_gid)
     except KeyError:
         return False
-    # containers run users of any number in group 0, and no database lists them
+    # group 0 never counts: containers run users of any number in it, and no database lists them
     own = found.st_gid != 0 and found.st_gid == user.pw_gid and group.gr_name == user.pw_name
     return own and set(group.gr_mem) <= {user.pw_name}

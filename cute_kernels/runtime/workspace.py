@@ -1,13 +1,13 @@
-"""Scratch memory of launches: float32 values for partial results, and counters that are 0 between launches.
+"""Scratch memory of launches: float32 values for partials, and counters that are 0 between launches.
 
-- An eager launch uses the workspace of its thread and stream: allocating takes as long as a launch. Launches of one
-  stream follow each other, so each finds the values that the one before it is done with. Threads have their own: one
-  that grows a workspace must not free what another is about to launch with.
-- A launch under graph capture gets values of the graph's pool and counters of its own, since graphs may be replayed on
-  any stream, at the same time.
+- An eager launch uses the workspace of its thread and stream, since an allocation takes as long as a launch. Launches
+  on one stream run one after another, so they can share values. Each thread has its own workspaces: a thread that grows
+  one must not free memory that another thread is about to launch with.
+- A launch under graph capture gets values from the graph's pool and counters of its own, since several graphs may be
+  replayed at the same time, on any streams.
 
-A workspace is freed with its thread, or when the thread has used `STREAMS` other streams since. Its memory belongs to
-the stream that it was made for, so what is freed is used again only after the launches before.
+A workspace is freed with its thread, or after the thread has used `STREAMS` other streams. Its memory belongs to the
+stream that it was made for, so freed memory is used again only after earlier launches on that stream.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from cute_kernels.runtime.memory import is_capturing, outside_pools
 
 STEP = 1 << 24  # float32 values, 64 MiB
 STREAMS = 32
-"""Workspaces that a thread keeps for each device: as many as torch has streams of one priority."""
+"""Workspaces that a thread keeps per device: the number of streams that torch has of one priority."""
 
 
 class Need(NamedTuple):
-    """What the launches of one prepared call need; made by `reserve`."""
+    """The workspace that a prepared launch needs; made by `reserve`."""
 
     device: torch.device
     size: int  # float32 values
@@ -44,21 +44,21 @@ class Workspace(NamedTuple):
     addresses: tuple[int, int]  # of both
 
 
-class _OfThread(threading.local):
+class _ThreadWorkspaces(threading.local):
     """The workspaces of this thread, by device and stream; they go when it ends."""
 
     def __init__(self) -> None:
         self.workspaces: dict[tuple[int | None, int], Workspace] = {}
 
 
-_this_thread = _OfThread()
+_this_thread = _ThreadWorkspaces()
 
 
 def reserve(device: torch.device, size: int, num_counters: int) -> Need:
-    """Says what a call will need, and sees to counters for graphs to come: they cannot be filled under capture.
+    """Describes the workspace of a launch, and fills counters for later graphs: under capture they cannot be filled.
 
     Args:
-        device: of the call, with an index.
+        device: of the launch, with an index.
         size: float32 values.
         num_counters: int32 counters; 0 where a launch leaves them alone.
     """
@@ -69,14 +69,14 @@ def reserve(device: torch.device, size: int, num_counters: int) -> Need:
 
 
 def addresses(need: Need) -> tuple[int, int]:
-    """Addresses of room for the partial results of one launch, and of counters that are 0; (0, 0) where it needs none.
+    """Addresses of values for the partials of one launch, and of counters that are 0; (0, 0) if it needs neither.
 
     A launch leaves its counters at 0.
     """
     if not (need.size or need.num_counters):
         return 0, 0
     if is_capturing(need.device):
-        return _of_graph(need)
+        return _graph_addresses(need)
     index = need.device.index
     # torch.cuda.current_stream() takes 5 us
     key = (index, torch._C._cuda_getCurrentRawStream(index))
@@ -96,24 +96,24 @@ def kept() -> list[Workspace]:
     return list(_this_thread.workspaces.values())
 
 
-def _of_graph(need: Need) -> tuple[int, int]:
+def _graph_addresses(need: Need) -> tuple[int, int]:
     values = torch.empty(need.size, dtype=torch.float32, device=need.device)  # of the graph's pool
     if not need.num_counters:
         return values.data_ptr(), 0
     counters = need.counters.borrow(need.num_counters)
-    if counters is None:  # more launches than the slab is made for: this one records a memset
+    if counters is None:  # more launches than the slab has counters for: this one records a memset
         zeros = torch.zeros(need.num_counters, dtype=torch.int32, device=need.device)
         return values.data_ptr(), zeros.data_ptr()
     return values.data_ptr(), counters
 
 
 def _rounded(n: int) -> int:
-    """Up to a power of two, so that it seldom grows; large ones to whole steps, or up to half would lie idle."""
+    """Up to a power of two, so that it seldom grows; large sizes to whole steps, else up to half would be unused."""
     return -(-n // STEP) * STEP if n > STEP else 1 << max(0, n - 1).bit_length()
 
 
 def _grow(need: Need, key: tuple[int | None, int]) -> Workspace:
-    """A workspace that is large enough, in the place of a smaller one; also refills the counters of graphs."""
+    """Replaces the workspace by one that is large enough; also refills the counters of graphs."""
     if need.counters.is_low:
         need.counters.refill()
     workspaces = _this_thread.workspaces

@@ -64,15 +64,14 @@ def sink_attention(
     """Attention for prefill and training, with a learned sink per head and a sliding window; MHA, GQA and MQA.
 
     Query head h reads head ``h // (h_q // h_kv)`` of k and v, which are not copied. The queries are the last tokens of
-    their sequence: query j stands at position ``s_k - s_q + j``.
+    their sequence: query j is at position ``s_k - s_q + j``.
 
     Differentiable in q, k, v and s_aux, once. Traces under torch.compile without a graph break. Under autocast q, k and
     v are cast to its dtype and s_aux to float32. Calls without gradients and with few query tokens run the kernel of
-    `gqa_decode`. CPU tensors run the reference, with float64 inside.
+    `gqa_decode`. CPU tensors run the reference, which computes in float64.
 
-    k and v are to be finite where a query sees a key less than 192 tokens from there, 320 with gradients: a NaN or
-    infinity in a tile reaches queries of the tile that do not see it. Other sequences, also packed ones, may hold
-    anything.
+    k and v must be finite wherever a query sees a key less than 192 tokens away, 320 with gradients: a NaN or infinity
+    in a key tile reaches queries of that tile that do not see it. Other sequences, also packed ones, may hold anything.
 
     Args:
         q: (batch, s_q, h_q, d) bfloat16 or float16, d 64 or 128; packed (tokens, h_q, d). Rows contiguous, addresses
@@ -81,9 +80,9 @@ def sink_attention(
         v: the same shape and dtype; strides may differ.
         s_aux: (h_q,) float32, a logit per head in natural-log units that joins the softmax denominator alone and is not
             multiplied by softmax_scale. -inf is no sink, +inf makes the output 0.
-        causal: a query does not see tokens behind its own. With s_q > s_k the first queries see none.
-        window: so many tokens up to and with its own are seen at most; at least 1. Without `causal` it hides nothing
-            behind the query.
+        causal: a query does not see tokens after its own. With s_q > s_k the first queries see none.
+        window: a query sees at most so many tokens up to its own, which counts; at least 1. Without `causal` it hides
+            no token after the query.
         softmax_scale: default d ** -0.5.
         cu_seqlens_q: (batch + 1,) int32, contiguous: sequence i has the tokens from cu_seqlens_q[i] to before
             cu_seqlens_q[i + 1] of a packed q. Begins with 0, never decreases, ends with the number of tokens. What it
@@ -114,7 +113,7 @@ def sink_attention(
         q, k, v, s_aux, cu_seqlens_q, cu_seqlens_k, causal, window, softmax_scale, deterministic, differentiable
     )  # fmt: skip
     if not torch.compiler.is_compiling():
-        if differentiable:  # or the dispatcher would speak first, and of types alone
+        if differentiable:  # else torch's dispatcher raises first, and names types only
             _check(*arguments)
         elif isinstance(q, torch.Tensor) and q.is_cuda:
             decoded = _decode_or_explain(*arguments, return_lse)
@@ -190,14 +189,14 @@ def _check_numbers(request: _Request) -> None:
 
 
 _checked_lengths: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-"""Tensors whose contents were looked at: their version then, the tokens they add up to, and those of the longest."""
+"""Tensors whose contents were checked: their version then, their sum of tokens, and their longest sequence."""
 
 
 def _check_lengths(name: str, cu_seqlens: torch.Tensor, tokens: int) -> None:
-    """Looks at the contents, which are on the device: once for each tensor and version of it.
+    """Checks the contents, which are on the device, once for each tensor and version of it.
 
-    All layers of a model share their lengths, so that is one wait a step. Under capture it cannot be done. A tensor of
-    inference mode has no version, so only its first contents are seen.
+    All layers of a model share their lengths, so that is one wait a step. It is impossible under capture. A tensor of
+    inference mode has no version, so only its first contents are checked.
     """
     if memory.is_capturing(cu_seqlens.device):
         return
@@ -218,7 +217,7 @@ def _check_lengths(name: str, cu_seqlens: torch.Tensor, tokens: int) -> None:
 
 
 def _longest(cu_seqlens: torch.Tensor, tokens: int) -> int:
-    """No sequence is longer, now or when a graph is replayed. Of what was not looked at, or may change unseen, all."""
+    """No sequence is longer, now or when a graph is replayed: `tokens` if the contents are unchecked or may change."""
     if cu_seqlens.is_inference() or memory.is_capturing(cu_seqlens.device):
         return tokens
     version, _, longest = _checked_lengths.get(cu_seqlens, (None, 0, tokens))
@@ -229,7 +228,7 @@ def _longest(cu_seqlens: torch.Tensor, tokens: int) -> int:
 
 
 def _decodes(request: _Request) -> bool:
-    """Whether the call goes to `gqa_decode`, whose results are deterministic."""
+    """Whether `gqa_decode` answers the call; its results are deterministic."""
     q, k = request.q, request.k
     if q.dim() != 4 or k.dim() != 4:
         return False
@@ -246,7 +245,7 @@ def _decodes(request: _Request) -> bool:
 
 
 def _fits_prefill(request: _Request) -> bool:
-    """Whether q and k pass where `gqa_decode` is less strict: rows of q 16-byte aligned, and no codes.
+    """Whether q and k pass the checks that `gqa_decode` does not make: rows of q 16-byte aligned, no codes.
 
     Other calls go to `_check`, which refuses them as it does on a CPU and with more query tokens.
     """
@@ -334,7 +333,7 @@ def _launchable(request: _Request) -> SinkRequest:
 def _plain(t: torch.Tensor) -> torch.Tensor:
     """The tensor, or a contiguous copy where rows are expanded, apart or not aligned.
 
-    q, k and v have been checked but for the first; a gradient comes as autograd made it, expanded by a sum for one.
+    q, k and v are checked for all but expanded rows; a gradient is as autograd made it, for example expanded by a sum.
     """
     stride, size, row = t.stride(), t.shape, ALIGN // t.element_size()
     good = t.data_ptr() % ALIGN == 0 and stride[-1] == 1

@@ -41,7 +41,7 @@ def fakes(monkeypatch: pytest.MonkeyPatch) -> Iterator[Fakes]:
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: fake.stream, raising=False)
     monkeypatch.setattr(counters, "graph_under_capture", lambda device: (fake.graph, fake.graph))
     monkeypatch.setattr(counters, "GraphLife", fake.life)
-    monkeypatch.setattr(workspace, "_this_thread", workspace._OfThread())
+    monkeypatch.setattr(workspace, "_this_thread", workspace._ThreadWorkspaces())
     yield fake
 
 

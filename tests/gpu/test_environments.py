@@ -71,7 +71,7 @@ def cold(monkeypatch: pytest.MonkeyPatch) -> None:
         make: Any = getattr(module, name)
         monkeypatch.setattr(module, name, memory.once_per_device(make.__wrapped__))
     monkeypatch.setattr(workspace, "slab", memory.once_per_device(counters.CounterSlab))
-    monkeypatch.setattr(workspace, "_this_thread", workspace._OfThread())
+    monkeypatch.setattr(workspace, "_this_thread", workspace._ThreadWorkspaces())
     monkeypatch.setattr(memory, "_unread", memory._Unread())
 
 

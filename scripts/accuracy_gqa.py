@@ -1,197 +1,74 @@
-"""What INT8 costs in accuracy, by granularity of the scales: the table of docs/users/gqa_decode.md.
+"""What INT8 costs in accuracy, by granularity of the scales: put the table between the markers of a page.
 
     python scripts/accuracy_gqa.py            compute, and rewrite what lies between the markers
-    python scripts/accuracy_gqa.py --check    compute, change nothing; exit status 1 when the page is out of date
+    python scripts/accuracy_gqa.py --check    compute, change nothing; exit status 1 when a page is out of date
 
-Keys and values are quantized as `kv_int8_append` does it. Attention is in float64, over the numbers as they were and
-over the dequantized ones, so that quantization is all that differs. CPU, seeded, well under a minute. The markers
-are `<!-- accuracy:begin -->` and `<!-- accuracy:end -->`.
+CPU, under a minute. The markers are `<!-- accuracy:begin -->` and `<!-- accuracy:end -->`; every page below docs/ that
+has one is looked at.
 """
 
 from __future__ import annotations
 
 import argparse
 import pathlib
-import re
 import sys
 from collections.abc import Sequence
-from typing import NamedTuple
-
-import torch
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # runs from a checkout, installed or not
 
-from cute_kernels.gqa.layouts import ScaleKind  # noqa: E402
-from cute_kernels.gqa.reference import quantize, reference_gqa_decode  # noqa: E402
+from scripts.bench import gqa_accuracy  # noqa: E402
 
-PAGE = pathlib.Path("docs", "users", "gqa_decode.md")
 BEGIN, END = "<!-- accuracy:begin -->", "<!-- accuracy:end -->"
-NUMBER = re.compile(r"\d+(?:\.\d+)?(?:e[+-]?\d+)?")
-ROUNDING = 0.1
-"""Two significant digits differ by so much at most when one of them is rounded the other way."""
-
-LAYOUT = "BSNH"
-BATCH, TOKENS, H_Q, H_KV, D = 8, 1024, 32, 8, 128
-LOGITS = 3.0
-"""Standard deviation of the scores, at which the softmax is as peaked as in trained models."""
-FACTOR = 20.0
-"""Of outliers."""
-TOKEN_SHARE = 1 / 50
-SETS = ("normal", "channels", "tokens")
-KINDS = {
-    "per_tensor": ScaleKind("per_tensor"),
-    "per_head": ScaleKind("per_head"),
-    "per_token": ScaleKind("per_token"),
-    "per_token_head": ScaleKind("per_token_head"),
-    "per_group, 64": ScaleKind("per_group", 64),
-    "per_group, 32": ScaleKind("per_group", 32),
-}
-PLAIN = {"none, float8_e4m3fn": torch.float8_e4m3fn, "none, bfloat16": torch.bfloat16}
-"""Caches without scales, to compare with."""
 
 
-class Data(NamedTuple):
-    """Unquantized q (batch, 1, h_q, d), k and v (batch, tokens, h_kv, d), float32."""
-
-    q: torch.Tensor
-    k: torch.Tensor
-    v: torch.Tensor
-
-
-class Error(NamedTuple):
-    """Against attention over the unquantized numbers, means over all query heads.
-
-    out   norm of the difference / norm
-    lse   size of the difference
-    """
-
-    out: float
-    lse: float
-
-
-def draw(name: str, seed: int = 0) -> Data:
-    """One data set.
-
-    normal    N(0,1)
-    channels  in every other head four channels of K (two rotary pairs, d / 2 apart) times 20; q is smaller there, so
-              that every channel has the same part in the scores
-    tokens    one token in 50 of V and, independently, one in 50 of K times 20; in K only across the queries, so that
-              scores stay as they were
-    """
-    if name not in SETS:
-        raise ValueError(f"name: got {name!r}, needs one of {', '.join(SETS)}")
-    gen = torch.Generator().manual_seed(seed)
-    q = torch.randn((BATCH, H_KV, H_Q // H_KV, D), generator=gen) * LOGITS
-    k, v = (torch.randn((BATCH, TOKENS, H_KV, D), generator=gen) for _ in "kv")
-    if name == "channels":
-        size = torch.ones((H_KV, D))
-        for head in range(0, H_KV, 2):
-            pairs = torch.randperm(D // 2, generator=gen)[:2]
-            size[head, torch.cat([pairs, pairs + D // 2])] = FACTOR
-        k *= size
-        q /= size.unsqueeze(1)
-    elif name == "tokens":
-        large_k, large_v = torch.rand((2, BATCH, TOKENS, 1, 1), generator=gen) < TOKEN_SHARE
-        basis = torch.linalg.qr(q.mT).Q  # of what the queries of a head see
-        along = torch.einsum("bshd,bhdr,bher->bshe", k, basis, basis)
-        k, v = torch.where(large_k, along + FACTOR * (k - along), k), torch.where(large_v, v * FACTOR, v)
-    return Data(q.flatten(1, 2).unsqueeze(1), k, v)
-
-
-def errors(data: Data, scale_dtype: torch.dtype = torch.float16) -> dict[str, Error]:
-    """By granularity, and for caches without scales."""
-    want = _attend(data.q, data.k, data.v)
-    found = {}
-    for name, kind in KINDS.items():
-        (k, k_scale), (v, v_scale) = (quantize(x, kind, scale_dtype) for x in (data.k, data.v))
-        found[name] = _compare(_attend(data.q, k, v, k_scale, v_scale), want)
-    for name, dtype in PLAIN.items():
-        found[name] = _compare(_attend(data.q, data.k.to(dtype), data.v.to(dtype)), want)
-    return found
-
-
-def scale_bytes(kind: ScaleKind, scale_dtype: torch.dtype = torch.float16) -> int:
-    """Of a token's keys and values, all heads."""
-    _, scale = quantize(torch.zeros((1, H_KV, D)), kind, scale_dtype)
-    own = kind.granularity not in ("per_tensor", "per_head")
-    return 2 * scale.numel() * scale.element_size() if own else 0
-
-
-def _attend(q: torch.Tensor, *cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    return reference_gqa_decode(q, *cache, layout=LAYOUT, dtype=torch.float64)
-
-
-def _compare(got: tuple[torch.Tensor, torch.Tensor], want: tuple[torch.Tensor, torch.Tensor]) -> Error:
-    (out, lse), (want_out, want_lse) = got, want
-    return Error(
-        ((out - want_out).norm(dim=-1) / want_out.norm(dim=-1)).mean().item(),
-        (lse - want_lse).abs().mean().item(),
-    )
-
-
-def table(found: dict[str, dict[str, Error]]) -> str:
-    """Markdown of the errors of each data set."""
-    titles = {"normal": "normal", "channels": "outlier channels", "tokens": "outlier tokens"}
-    header = ["scales", "their bytes per token", *(f"{titles[name]}: output, lse" for name in found)]
-    rows = [[f"`{name}`", _overhead(scale_bytes(kind))] for name, kind in KINDS.items()]
-    rows += [[name.replace("none, ", "none, `") + "`", _overhead(0)] for name in PLAIN]
-    for row, name in zip(rows, (*KINDS, *PLAIN), strict=True):
-        row += [f"{_digits(100 * of_set[name].out)}%, {_digits(of_set[name].lse)}" for of_set in found.values()]
-    rule = ["---", *["---:"] * (len(header) - 1)]
-    return "\n".join(f"| {' | '.join(row)} |" for row in (header, rule, *rows))
-
-
-def _digits(value: float) -> str:
-    """Two significant ones."""
-    return f"{value:#.2g}".rstrip(".")
-
-
-def _overhead(scales: int) -> str:
-    return f"{scales} ({scales / (2 * H_KV * D):.1%})" if scales else "0"
-
-
-def same(one: str, other: str) -> bool:
-    """Whether two tables say the same, but for how their last digits were rounded."""
-    if NUMBER.sub("#", one) != NUMBER.sub("#", other):
-        return False
-    pairs = zip(map(float, NUMBER.findall(one)), map(float, NUMBER.findall(other)), strict=True)
-    return all(abs(a - b) <= ROUNDING * max(a, b) * (1 + 1e-6) for a, b in pairs)
+def pages(root: pathlib.Path = ROOT) -> list[pathlib.Path]:
+    """The pages that have a marker."""
+    found = ((page, page.read_text(encoding="utf-8")) for page in sorted((root / "docs").rglob("*.md")))
+    return [page for page, text in found if BEGIN in text or END in text]
 
 
 def split(text: str) -> tuple[str, str, str]:
-    """What stands before, between and behind the markers.
+    """The text up to the first marker, between both, and from the second on.
 
     Raises:
-        ValueError: they are not there, once each and in order.
+        ValueError: a marker is missing, occurs twice, or they are in the wrong order.
     """
     if text.count(BEGIN) != 1 or text.count(END) != 1 or text.index(END) < text.index(BEGIN):
         raise ValueError(f"needs {BEGIN} and then {END}, once each")
     before, rest = text.split(BEGIN)
-    between, behind = rest.split(END)
-    return before + BEGIN, between.strip("\n"), END + behind
+    between, after = rest.split(END)
+    return before + BEGIN, between.strip("\n"), END + after
 
 
 def main(arguments: Sequence[str] | None = None, root: pathlib.Path = ROOT) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="only say whether the page is up to date")
     options = parser.parse_args(arguments)
-    page = root / PAGE
-    try:
-        before, old, behind = split(page.read_text(encoding="utf-8"))
-    except ValueError as error:
-        print(f"{PAGE}: {error}", file=sys.stderr)
+    found = pages(root)
+    if not found:
+        print(f"no page below docs/ has {BEGIN}", file=sys.stderr)
         return 1
-    new = table({name: errors(draw(name)) for name in SETS})
-    if same(old, new):
-        print(f"{PAGE} is up to date")
-        return 0
-    if options.check:
-        print(f"{PAGE} is out of date: run python scripts/accuracy_gqa.py", file=sys.stderr)
-        return 1
-    page.write_text(f"{before}\n{new}\n{behind}", encoding="utf-8")
-    print(f"rewritten: {PAGE}")
-    return 0
+    blocks = {}
+    for page in found:
+        try:
+            blocks[page] = split(page.read_text(encoding="utf-8"))
+        except ValueError as error:
+            print(f"{page.relative_to(root)}: {error}", file=sys.stderr)
+            return 1
+    new = gqa_accuracy.table({name: gqa_accuracy.errors(gqa_accuracy.draw(name)) for name in gqa_accuracy.SETS})
+    stale = False
+    for page, (before, old, after) in blocks.items():
+        name = page.relative_to(root)
+        if gqa_accuracy.same(old, new):
+            print(f"{name} is up to date")
+        elif options.check:
+            print(f"{name} is out of date: run python scripts/accuracy_gqa.py", file=sys.stderr)
+            stale = True
+        else:
+            page.write_text(f"{before}\n{new}\n{after}", encoding="utf-8")
+            print(f"rewritten: {name}")
+    return int(stale)
 
 
 if __name__ == "__main__":

@@ -104,7 +104,7 @@ class Expected:
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor as integers of its size, over the same memory."""
+    """The tensor as integers of its size, over the same memory: they compare NaNs by their bits."""
     return tensor.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()])
 
 

@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 import torch
 
 import cute_kernels
-from scripts.fuzzing.memory import Image, bits
+from scripts.bench.timing import bits
+from scripts.fuzzing.memory import Image
 
 Oracle = Callable[[Mapping[str, torch.Tensor]], list[str]]
 
@@ -99,7 +100,7 @@ class Expected:
     def __init__(self, call: Call, values: Mapping[str, torch.Tensor]) -> None:
         self._call = call
         self.dtypes = {name: (t.dtype, t.shape) for name, t in values.items()}
-        self.values = {name: bits(t) for name, t in values.items()}
+        self.values = {name: bits(t).contiguous() for name, t in values.items()}
         given = {mode.given for mode in call.modes}
         self._blocks = {names: call.image.after({name: values[name] for name in names}) for names in given}
 

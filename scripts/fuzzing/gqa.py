@@ -13,9 +13,10 @@ from cute_kernels.gqa.append_spec import KvAppendSpec
 from cute_kernels.gqa.layouts import LAYOUTS, CacheSizes, scale_shapes
 from cute_kernels.gqa.reference import reference_append
 from cute_kernels.gqa.spec import GqaDecodeSpec
+from scripts.bench.timing import bits
 from scripts.fuzzing.calls import Call, Mode
 from scripts.fuzzing.draws import INT32_MAX, MAX_SCRATCH, Draw, extreme_lengths, name_of, num_sms, problems_of
-from scripts.fuzzing.memory import Image, bits, contiguous_stride, padded_stride
+from scripts.fuzzing.memory import Image, contiguous_stride, padded_stride
 from scripts.fuzzing.mla import DECODE_MODES, SINKS, slot_mapping, special_values
 from tests.support.gqa_cases import SCALE_NAMES, VALUES, GqaCase, check_gqa, gqa_case
 

@@ -12,8 +12,7 @@ import torch
 POISON: Final = -1
 """Of int32 words: bytes 0xFF, a NaN in every floating-point dtype."""
 GAP: Final = 256
-"""Bytes before and behind every tensor, at least."""
-BITS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""Bytes before and after every tensor, at least."""
 
 
 class Place(NamedTuple):
@@ -102,10 +101,5 @@ class Image:
         return block
 
     def strays(self, block: torch.Tensor) -> int:
-        """Words that were changed outside of the tensors."""
+        """How many words outside of the tensors were changed."""
         return int((block != self.after(self.views(block))).sum())
-
-
-def bits(t: torch.Tensor) -> torch.Tensor:
-    """The same memory as integers, which compare NaNs by their bits; a copy where it has gaps."""
-    return t.contiguous().view(BITS[t.element_size()])

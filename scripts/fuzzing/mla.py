@@ -13,9 +13,10 @@ import fp8_mla
 from cute_kernels.mla import append_spec, spec
 from cute_kernels.mla.crossover import spec as crossover_spec
 from cute_kernels.mla.plan import EXCHANGES, plan_decode
+from scripts.bench.timing import bits
 from scripts.fuzzing.calls import Call, Mode
 from scripts.fuzzing.draws import INT32_MAX, INT32_MIN, MAX_SCRATCH, Draw, extreme_lengths, num_sms, problems_of
-from scripts.fuzzing.memory import Image, bits, contiguous_stride, padded_stride
+from scripts.fuzzing.memory import Image, contiguous_stride, padded_stride
 from tests.support.compare import check_decode
 from tests.support.mla_cases import SCALE_KINDS, DecodeCase, dense_case, sparse_case
 

@@ -1,10 +1,16 @@
 """The accuracy table of docs/users/gqa_decode.md: up to date, and the granularities of scales are in their order."""
 
+from pathlib import Path
+
 import pytest
 import torch
 
 from scripts import accuracy_gqa
-from scripts.accuracy_gqa import BEGIN, END, KINDS, PAGE, PLAIN, ROOT, SETS
+from scripts.accuracy_gqa import BEGIN, END
+from scripts.bench import gqa_accuracy
+from scripts.bench.gqa_accuracy import KINDS, PLAIN, SETS
+
+PAGE = Path("docs", "users", "gqa_decode.md")
 
 SHARED = ("per_tensor", "per_head")
 OF_TOKENS = [name for name in KINDS if name not in SHARED]
@@ -12,18 +18,21 @@ OF_TOKENS = [name for name in KINDS if name not in SHARED]
 
 @pytest.fixture(scope="module")
 def found():
-    return {name: accuracy_gqa.errors(accuracy_gqa.draw(name)) for name in SETS}
+    return {name: gqa_accuracy.errors(gqa_accuracy.draw(name)) for name in SETS}
 
 
 def test_the_page_is_up_to_date(found):
-    _, recorded, _ = accuracy_gqa.split((ROOT / PAGE).read_text(encoding="utf-8"))
-    fresh = accuracy_gqa.table(found)
-    assert accuracy_gqa.same(recorded, fresh), f"run python scripts/accuracy_gqa.py; now it is\n{fresh}"
+    fresh = gqa_accuracy.table(found)
+    pages = accuracy_gqa.pages()
+    assert pages
+    for page in pages:
+        _, recorded, _ = accuracy_gqa.split(page.read_text(encoding="utf-8"))
+        assert gqa_accuracy.same(recorded, fresh), f"run python scripts/accuracy_gqa.py; {page.name} is now\n{fresh}"
 
 
 @pytest.mark.parametrize("name", SETS)
 def test_a_scale_that_covers_less_loses_less(found, name):
-    """All of these cover parts of what the one before covers. Where nothing is gained there is 5% of chance."""
+    """In each chain a scale covers a part of what the one before covers. 5% is for noise where nothing is gained."""
     errors = found[name]
     for chain in (
         ("per_tensor", "per_head", "per_token_head", "per_group, 64", "per_group, 32", "none, bfloat16"),
@@ -54,29 +63,29 @@ def test_outlier_tokens_need_scales_of_tokens(found):
 
 @pytest.mark.parametrize("name", SETS)
 def test_float32_scales_are_no_better(found, name):
-    errors = accuracy_gqa.errors(accuracy_gqa.draw(name), torch.float32)
+    errors = gqa_accuracy.errors(gqa_accuracy.draw(name), torch.float32)
     for kind in KINDS:
         assert errors[kind].out == pytest.approx(found[name][kind].out, rel=0.1)
         assert errors[kind].lse == pytest.approx(found[name][kind].lse, rel=0.1)
 
 
 def test_bytes_of_the_scales():
-    sizes = {name: accuracy_gqa.scale_bytes(kind) for name, kind in KINDS.items()}
+    sizes = {name: gqa_accuracy.scale_bytes(kind) for name, kind in KINDS.items()}
     assert list(sizes.values()) == [0, 0, 2 * 2, 2 * 8 * 2, 2 * 8 * 2 * 2, 2 * 8 * 4 * 2]
-    assert accuracy_gqa.scale_bytes(KINDS["per_token_head"], torch.float32) == 2 * 8 * 4
+    assert gqa_accuracy.scale_bytes(KINDS["per_token_head"], torch.float32) == 2 * 8 * 4
 
 
 def test_tables_that_differ_in_rounding_are_the_same():
     table = "| `per_group, 32` | 128 (6.2%) | 1.4%, 0.0041 |"
-    assert accuracy_gqa.same(table, table.replace("1.4%", "1.5%").replace("0.0041", "0.0040"))
-    assert not accuracy_gqa.same(table, table.replace("1.4%", "1.7%"))
-    assert not accuracy_gqa.same(table, table.replace("group", "token"))
-    assert not accuracy_gqa.same(table, table + "\n" + table)
+    assert gqa_accuracy.same(table, table.replace("1.4%", "1.5%").replace("0.0041", "0.0040"))
+    assert not gqa_accuracy.same(table, table.replace("1.4%", "1.7%"))
+    assert not gqa_accuracy.same(table, table.replace("group", "token"))
+    assert not gqa_accuracy.same(table, table + "\n" + table)
 
 
 def test_an_unknown_data_set_is_an_error():
     with pytest.raises(ValueError, match="name: got 'wild', needs one of normal"):
-        accuracy_gqa.draw("wild")
+        gqa_accuracy.draw("wild")
 
 
 # --- the page
@@ -84,8 +93,8 @@ def test_an_unknown_data_set_is_an_error():
 
 @pytest.fixture
 def checkout(tmp_path, monkeypatch):
-    error = accuracy_gqa.Error(0.5, 0.25)
-    monkeypatch.setattr(accuracy_gqa, "errors", lambda data: dict.fromkeys((*KINDS, *PLAIN), error))
+    error = gqa_accuracy.Error(0.5, 0.25)
+    monkeypatch.setattr(gqa_accuracy, "errors", lambda data: dict.fromkeys((*KINDS, *PLAIN), error))
     page = tmp_path / PAGE
     page.parent.mkdir(parents=True)
     page.write_text(f"Before.\n\n{BEGIN}\nold\n{END}\n\nAfter.\n")
@@ -109,9 +118,15 @@ def test_the_page_is_rewritten_and_checked(checkout, capsys):
     assert "52%" in page.read_text(), "a difference of rounding alone is none"
 
 
-@pytest.mark.parametrize("text", ["none\n", BEGIN, f"{END}{BEGIN}", f"{BEGIN}{BEGIN}{END}"])
+@pytest.mark.parametrize("text", [BEGIN, f"{END}{BEGIN}", f"{BEGIN}{BEGIN}{END}"])
 def test_a_page_without_the_markers_is_an_error(text, checkout, capsys):
     (checkout / PAGE).write_text(text)
     assert accuracy_gqa.main([], root=checkout) == 1
     assert f"{PAGE}: needs {BEGIN}" in capsys.readouterr().err
     assert (checkout / PAGE).read_text() == text
+
+
+def test_no_page_is_an_error(tmp_path, capsys):
+    (tmp_path / "docs").mkdir()
+    assert accuracy_gqa.main([], root=tmp_path) == 1
+    assert f"no page below docs/ has {BEGIN}" in capsys.readouterr().err

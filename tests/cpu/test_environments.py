@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import fp8_mla
-from scripts.sanitize import default_dtype
+from scripts.sanitizing.calls import default_dtype
 from tests.support.samples import SAMPLES, Sample, copied
 
 ENVIRONMENTS: dict[str, Callable[[], AbstractContextManager[Any]]] = {

@@ -13,10 +13,11 @@ import torch
 import cute_kernels
 from cute_kernels.runtime.cache import KernelSpec
 from scripts import fuzz
+from scripts.bench.timing import bits
 from scripts.fuzzing import invalid, processes
 from scripts.fuzzing.calls import Call, Expected, Mode, WrongResult
 from scripts.fuzzing.generate import GENERATORS, MAX_SPECS, draw_call, kernel_specs
-from scripts.fuzzing.memory import Image, Place, bits, contiguous_stride, padded_stride
+from scripts.fuzzing.memory import Image, Place, contiguous_stride, padded_stride
 from scripts.fuzzing.rounds import Fault, Gate, Outcome, Work, run_round
 from tests.support import fuzz_workers
 

@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from scripts import gpu_check, sanitize
+from scripts import gpu_check
 from scripts.bench import kernels_run, records
 from scripts.bench.cases import card_slug, run_benches, table
 from scripts.bench.progress import Progress
 from scripts.bench.records import kernel_id
+from scripts.sanitizing import tools as sanitize
 from tests.cpu.tiny_spec import TinySpec
 from tests.gpu import conftest
 from tests.support.made_up_records import PASSED, TOOLCHAIN, coded_record, random_calls, some_record

@@ -9,53 +9,54 @@ import torch
 
 from scripts import gpu_check, sanitize
 from scripts.bench import timing
-from scripts.sanitize import Finding, Known, Part
+from scripts.sanitizing import calls, tools
+from scripts.sanitizing.tools import Finding, Known, Part
 
-CLEAN = f"{sanitize.WORKER_DONE}\n========= ERROR SUMMARY: 0 errors\n"
+CLEAN = f"{tools.WORKER_DONE}\n========= ERROR SUMMARY: 0 errors\n"
 SANITIZER_OUTPUTS: dict[str, tuple[str, str, int, int | None]] = {
     "clean": ("memcheck", CLEAN, 0, 0),
-    "errors": ("memcheck", f"{sanitize.WORKER_DONE}\n========= ERROR SUMMARY: 12 errors\n", 99, 12),
+    "errors": ("memcheck", f"{tools.WORKER_DONE}\n========= ERROR SUMMARY: 12 errors\n", 99, 12),
     "clean races": (
         "racecheck",
-        f"{sanitize.WORKER_DONE}\n========= RACECHECK SUMMARY: 0 hazards displayed (0 errors, 0 warnings)\n",
+        f"{tools.WORKER_DONE}\n========= RACECHECK SUMMARY: 0 hazards displayed (0 errors, 0 warnings)\n",
         0,
         0,
     ),
     "races": (
         "racecheck",
-        f"{sanitize.WORKER_DONE}\n========= RACECHECK SUMMARY: 3 hazards displayed (1 error, 2 warnings)\n",
+        f"{tools.WORKER_DONE}\n========= RACECHECK SUMMARY: 3 hazards displayed (1 error, 2 warnings)\n",
         0,
         3,
     ),
-    "one error": ("synccheck", f"{sanitize.WORKER_DONE}\n========= ERROR SUMMARY: 1 error\n", 99, 1),
+    "one error": ("synccheck", f"{tools.WORKER_DONE}\n========= ERROR SUMMARY: 1 error\n", 99, 1),
     "an error without a summary": ("synccheck", "gone\n", 99, 1),
     "a tool that refuses the device": ("memcheck", "========= Error: Device not supported\n", 1, None),
     "a worker that did not finish": ("memcheck", "Traceback\n========= ERROR SUMMARY: 0 errors\n", 1, None),
     "a tool that says nothing": ("memcheck", "", 0, None),
-    "only the worker": ("memcheck", f"{sanitize.WORKER_DONE}\n", 0, None),
+    "only the worker": ("memcheck", f"{tools.WORKER_DONE}\n", 0, None),
 }
 
 
 @pytest.mark.parametrize(("tool", "output", "status", "errors"), SANITIZER_OUTPUTS.values(), ids=SANITIZER_OUTPUTS)
 def test_sanitizer_outputs(tool, output, status, errors):
-    finding = sanitize.parse(tool, output, status)
+    finding = tools.parse(tool, output, status)
     assert finding.errors == errors
     assert bool(finding.reason) == (errors is None)
 
 
 def test_what_parts_of_the_calls_found_is_added_up():
-    found = [sanitize.Finding("racecheck", 2, output="a"), sanitize.Finding("racecheck", 0, output="b")]
-    assert sanitize.join("racecheck", found) == sanitize.Finding("racecheck", 2, output="a\nb")
-    unseen = sanitize.Finding("racecheck", None, "gqa: not done after 240 s")
-    assert sanitize.join("racecheck", [*found, unseen]).errors is None
-    assert sanitize.join("racecheck", [*found, unseen]).reason == "gqa: not done after 240 s"
+    found = [tools.Finding("racecheck", 2, output="a"), tools.Finding("racecheck", 0, output="b")]
+    assert tools.join("racecheck", found) == tools.Finding("racecheck", 2, output="a\nb")
+    unseen = tools.Finding("racecheck", None, "gqa: not done after 240 s")
+    assert tools.join("racecheck", [*found, unseen]).errors is None
+    assert tools.join("racecheck", [*found, unseen]).reason == "gqa: not done after 240 s"
 
 
 def test_a_missing_sanitizer_is_a_reason_and_no_zero(monkeypatch):
-    monkeypatch.setattr(sanitize, "find_sanitizer", lambda: None)
-    finding = sanitize.run_tool("memcheck", Part("mla"))
+    monkeypatch.setattr(tools, "find_sanitizer", lambda: None)
+    finding = tools.run_tool("memcheck", Part("mla"))
     assert finding.errors is None
-    record = gpu_check.sanitizer_record([finding, sanitize.Finding("racecheck", 0), sanitize.Finding("synccheck", 2)])
+    record = gpu_check.sanitizer_record([finding, tools.Finding("racecheck", 0), tools.Finding("synccheck", 2)])
     assert record == {
         "memcheck": None,
         "racecheck": 0,
@@ -86,20 +87,20 @@ COPIES = {"copies": Known("initcheck", r"at void at::native::copy_kernel", "writ
 
 
 def test_false_reports_that_are_listed_are_counted_apart(monkeypatch):
-    output = INITCHECK.format(done=sanitize.WORKER_DONE)
-    assert sanitize.parse("initcheck", output, 99).errors == 3
-    monkeypatch.setattr(sanitize, "KNOWN", COPIES)
-    found = sanitize.parse("initcheck", output, 99, "mla")
+    output = INITCHECK.format(done=tools.WORKER_DONE)
+    assert tools.parse("initcheck", output, 99).errors == 3
+    monkeypatch.setattr(tools, "KNOWN", COPIES)
+    found = tools.parse("initcheck", output, 99, "mla")
     assert (found.errors, found.known) == (1, {"copies": 2})
-    assert sanitize.parse("initcheck", output, 99, "gqa").errors == 3, "known of the calls of another part"
-    assert sanitize.parse("memcheck", output, 99, "mla") == Finding("memcheck", 3, output=output)
+    assert tools.parse("initcheck", output, 99, "gqa").errors == 3, "known of the calls of another part"
+    assert tools.parse("memcheck", output, 99, "mla") == Finding("memcheck", 3, output=output)
     every = {**COPIES, "all": Known("initcheck", "kernel_of_torch", "", "tma-stores", ("mla",))}
-    monkeypatch.setattr(sanitize, "KNOWN", every)
-    clean = sanitize.parse("initcheck", output, 99, "mla")
+    monkeypatch.setattr(tools, "KNOWN", every)
+    clean = tools.parse("initcheck", output, 99, "mla")
     assert (clean.errors, clean.known) == (0, {"copies": 2, "all": 1})
-    unfinished = sanitize.parse("initcheck", INITCHECK.format(done=""), 99, "mla")
+    unfinished = tools.parse("initcheck", INITCHECK.format(done=""), 99, "mla")
     assert unfinished.errors == 1, "a worker that did not finish is not clean"
-    both = sanitize.join("initcheck", [found, clean, Finding("initcheck", 0)])
+    both = tools.join("initcheck", [found, clean, Finding("initcheck", 0)])
     assert (both.errors, both.known) == (1, {"copies": 4, "all": 1})
     record = gpu_check.sanitizer_record([both, Finding("memcheck", 0)])
     assert record == {"initcheck": 1, "memcheck": 0, "known": {"initcheck": {"copies": 4, "all": 1}}}
@@ -119,41 +120,41 @@ READ_BACK = """========= Host API memory access error at host access to 0x7f6c02
 
 
 def test_reads_back_of_what_tma_stored_are_known_and_kernels_that_read_it_are_findings():
-    output = READ_BACK.format(done=sanitize.WORKER_DONE)
-    found = sanitize.parse("initcheck", output, 99, "few sinks")
+    output = READ_BACK.format(done=tools.WORKER_DONE)
+    found = tools.parse("initcheck", output, 99, "few sinks")
     assert (found.errors, found.known) == (1, {"host reads what TMA stored": 1})
-    assert sanitize.parse("initcheck", output, 99, "mla").errors == 2
-    first, second = sanitize.kinds(output + output.replace("0x7f6c0294f720", "0x7f6c0294f740"))
+    assert tools.parse("initcheck", output, 99, "mla").errors == 2
+    first, second = tools.kinds(output + output.replace("0x7f6c0294f720", "0x7f6c0294f740"))
     assert first.startswith("2 x Host API memory access error at host access to ... of size 34,304 bytes, Uninit")
     assert second.startswith("2 x Uninitialized __global__ memory read of size 16 bytes, at kernel_cutlass")
 
 
 def test_every_known_false_report_has_calls_that_show_it():
-    names = {part.name for part in sanitize.PARTS} | set(sanitize.SHOWS)
-    for name, entry in sanitize.KNOWN.items():
-        assert entry.show in sanitize.SHOWS and entry.tool in sanitize.TOOLS and entry.why, name
+    names = {part.name for part in tools.PARTS} | set(tools.SHOWS)
+    for name, entry in tools.KNOWN.items():
+        assert entry.show in tools.SHOWS and entry.tool in tools.TOOLS and entry.why, name
         assert entry.show in entry.parts and set(entry.parts) <= names
 
 
 def test_every_tool_looks_at_the_parts_that_it_can(monkeypatch):
     """The three that the record must have look at everything, graphs and another default dtype among them."""
-    calls = []
+    made = []
 
     def run_worker(under, part):
-        calls.append((under[2] if under else "alone", part.name))
+        made.append((under[2] if under else "alone", part.name))
         return SimpleNamespace(stdout=CLEAN, returncode=0)
 
-    monkeypatch.setattr(sanitize, "find_sanitizer", lambda: "/bin/compute-sanitizer")
-    monkeypatch.setattr(sanitize, "run_worker", run_worker)
-    findings = sanitize.run_tools()
-    assert [(finding.tool, finding.errors) for finding in findings] == [(tool, 0) for tool in sanitize.TOOLS]
+    monkeypatch.setattr(tools, "find_sanitizer", lambda: "/bin/compute-sanitizer")
+    monkeypatch.setattr(tools, "run_worker", run_worker)
+    findings = tools.run_tools()
+    assert [(finding.tool, finding.errors) for finding in findings] == [(tool, 0) for tool in tools.TOOLS]
     parts = {"mla", "gqa", "sink", "graphs", "sample"}
     for tool in ("memcheck", "racecheck", "synccheck"):
-        assert {part for name, part in calls if name == tool} == parts
-    assert {part for name, part in calls if name == "alone"} == {*parts, "few sinks"}
-    assert {part for name, part in calls if name == "initcheck"} == {"mla", "gqa", "few sinks"}
-    assert len(calls) == len(set(calls)) == 6 + 15 + 3
-    sample, graphs = (part for name in ("sample", "graphs") for part in sanitize.PARTS if part.name == name)
+        assert {part for name, part in made if name == tool} == parts
+    assert {part for name, part in made if name == "alone"} == {*parts, "few sinks"}
+    assert {part for name, part in made if name == "initcheck"} == {"mla", "gqa", "few sinks"}
+    assert len(made) == len(set(made)) == 6 + 15 + 3
+    sample, graphs = (part for name in ("sample", "graphs") for part in tools.PARTS if part.name == name)
     assert sample.default_dtype == "bfloat16" and graphs.caching
 
 
@@ -161,23 +162,23 @@ def test_a_part_that_fails_by_itself_leaves_no_number(monkeypatch):
     def run_worker(under, part):
         return SimpleNamespace(stdout="RuntimeError: no" if part.name == "sample" else CLEAN, returncode=1)
 
-    monkeypatch.setattr(sanitize, "find_sanitizer", lambda: "/bin/compute-sanitizer")
-    monkeypatch.setattr(sanitize, "run_worker", run_worker)
-    found = {finding.tool: finding for finding in sanitize.run_tools()}
+    monkeypatch.setattr(tools, "find_sanitizer", lambda: "/bin/compute-sanitizer")
+    monkeypatch.setattr(tools, "run_worker", run_worker)
+    found = {finding.tool: finding for finding in tools.run_tools()}
     assert found["memcheck"].reason == "sample fails by itself: RuntimeError: no"
     assert found["initcheck"].errors == 0, "it does not look at that part"
 
 
 def test_a_worker_is_told_its_dtype_and_allocator(monkeypatch):
     ran = []
-    monkeypatch.setattr(sanitize.subprocess, "run", lambda command, **options: ran.append((command, options["env"])))
-    monkeypatch.setenv(sanitize.NO_CACHING, "1")
+    monkeypatch.setattr(tools.subprocess, "run", lambda command, **options: ran.append((command, options["env"])))
+    monkeypatch.setenv(tools.NO_CACHING, "1")
     for part in (Part("sample", "bfloat16"), Part("graphs", caching=True)):
-        sanitize.run_worker(["under"], part)
+        tools.run_worker(["under"], part)
     (sample, one), (graphs, other) = ran
     assert sample[0] == "under" and sample[-4:] == ["--worker", "sample", "--default-dtype", "bfloat16"]
     assert graphs[-4:] == ["--worker", "graphs", "--default-dtype", "float32"]
-    assert one[sanitize.NO_CACHING] == "1" and sanitize.NO_CACHING not in other
+    assert one[tools.NO_CACHING] == "1" and tools.NO_CACHING not in other
 
 
 @pytest.fixture
@@ -196,7 +197,7 @@ def on_cpu(monkeypatch):
 def test_workers_call_and_check(part, dtype, capsys):
     assert sanitize.main(["--worker", part, "--default-dtype", dtype]) == 0
     assert torch.get_default_dtype() is torch.float32
-    assert sanitize.WORKER_DONE in capsys.readouterr().out
+    assert tools.WORKER_DONE in capsys.readouterr().out
 
 
 @pytest.mark.usefixtures("on_cpu")
@@ -212,9 +213,9 @@ def test_ops_are_called_under_the_default_dtype_and_nothing_else_is(monkeypatch)
     monkeypatch.setattr(cute_kernels, "merge_states", merge, raising=False)
     monkeypatch.setattr(cute_kernels, "mla_fp8_decode", lambda **call: (_ for _ in ()).throw(KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
-        sanitize.worker("sample", "bfloat16")
+        calls.worker("sample", "bfloat16")
     assert torch.get_default_dtype() is torch.float32
-    ops = sanitize._Ops(torch.bfloat16)
+    ops = calls.Calls("sample", torch.bfloat16)
     with pytest.raises(KeyboardInterrupt):
         ops.call(merge, torch.zeros(1, dtype=torch.float32), None)
     assert seen == [(torch.bfloat16, torch.float32)] and torch.get_default_dtype() is torch.float32
@@ -245,8 +246,8 @@ def test_what_two_graphs_leave_is_compared_with_eager_calls(replays, monkeypatch
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
     if replays != "right":
         with pytest.raises(AssertionError, match="mla out: .* elements differ"):
-            sanitize.worker("graphs")
+            calls.worker("graphs")
         return
-    sanitize.worker("graphs")
-    assert len(captured) == sanitize.GRAPHS >= 8
-    assert sanitize.WORKER_DONE in capsys.readouterr().out
+    calls.worker("graphs")
+    assert len(captured) == calls.GRAPHS >= 8
+    assert tools.WORKER_DONE in capsys.readouterr().out

@@ -27,7 +27,7 @@ from cute_kernels.gqa.append_spec import KvAppendSpec
 from cute_kernels.runtime import counters, launch, memory, workspace
 from cute_kernels.runtime.launch import PreparedLaunches
 from fp8_mla import QK_DIM
-from scripts.sanitize import default_dtype
+from scripts.sanitizing.calls import default_dtype
 from tests.support.gqa_cases import gqa_case
 from tests.support.mla_cases import dense_case, generator, sparse_case
 from tests.support.sink_cases import sink_case

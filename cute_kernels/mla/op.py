@@ -65,7 +65,7 @@ def mla_fp8_decode(
     """Multi-head latent attention of a few query tokens over a paged cache of 656-byte FP8 tokens, sparse or dense.
 
     The attention is DeepSeek's absorbed form: one key of 576 values for all heads, the first 512 of which are also the
-    value. The cache format is that of DeepSeek-V3.2 (docs/users/formats.md); every scale is used as it is, float32.
+    value. The cache format is that of DeepSeek-V3.2 (docs/format.md); every scale is used as the float32 that it is.
 
     Runs on the current stream, captures into a CUDA graph after one eager call with the same shapes, and traces under
     torch.compile. CPU tensors run the reference, with float64 inside.

@@ -16,7 +16,7 @@ import torch
 import cute_kernels
 import fp8_mla
 from cute_kernels.gqa.reference import reference_append
-from cute_kernels.mla.spec import EXCHANGES
+from cute_kernels.mla.plan import EXCHANGES
 from scripts.bench import timing
 from scripts.sanitizing.tools import WORKER_DONE
 from tests.support.compare import check_decode

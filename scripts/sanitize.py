@@ -26,7 +26,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, get_args
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # runs from a checkout, installed or not
@@ -233,6 +233,7 @@ def worker(part: str, default_dtype: str = "float32") -> None:
 
     import cute_kernels
     import fp8_mla
+    from cute_kernels.gqa.layouts import LAYOUTS, CacheSizes, ScaleKind, Which, scale_shapes
     from cute_kernels.gqa.reference import reference_append
     from cute_kernels.mla.spec import EXCHANGES
     from tests.support.compare import check_decode
@@ -300,17 +301,18 @@ def worker(part: str, default_dtype: str = "float32") -> None:
         slots = torch.randperm(32, generator=gen)[:21]
         slots[::5] = -1
         slots[1] = 2**40
-        shapes: dict[str, list[tuple[int, ...]]] = {
-            "paged_vllm": [(4, 3, 4, 8, 16), (4, 3, 64, 8), (4, 3, 8), (4, 3, 2, 8)],
-            "paged_NHD": [(4, 8, 3, 64), (4, 8, 3, 64), (4, 8), (3,)],
-            "BNSH": [(4, 3, 8, 64), (4, 3, 8, 64), (), (4, 3, 8)],
+        sizes = CacheSizes(outer=4, rows=8, h_kv=3, d=64)
+        kinds = {
+            "paged_vllm": (ScaleKind("per_token_head"), ScaleKind("per_group", 32)),
+            "paged_NHD": (ScaleKind("per_token"), ScaleKind("per_head")),
+            "BNSH": (ScaleKind("per_tensor"), ScaleKind("per_token_head")),
         }
         names = ("k_cache", "v_cache", "k_scale", "v_scale")
         for layout in layouts:
-            host: dict[str, Any] = {
-                name: torch.zeros(shape, dtype=torch.int8) if name.endswith("cache") else torch.full(shape, 0.02)
-                for name, shape in zip(names, shapes[layout], strict=True)
-            }
+            known = LAYOUTS[layout]
+            caches = [torch.zeros(known.shape(which, sizes, 1), dtype=torch.int8) for which in get_args(Which)]
+            scales = [torch.full(scale_shapes(known, sizes)[kind], 0.02) for kind in kinds[layout]]
+            host: dict[str, Any] = dict(zip(names, (*caches, *scales), strict=True))
             gpu: dict[str, Any] = {name: tensor.cuda() for name, tensor in host.items()}
             append: Callable[..., Any] = cute_kernels.kv_int8_append
             ops.call(append, k.cuda(), v.cuda(), **gpu, slot_mapping=slots.cuda(), layout=layout)

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from cute_kernels.gqa.append_spec import KvAppendSpec
-from cute_kernels.gqa.layouts import LAYOUTS, ScaleKind, cache_sizes, scale_kind
+from cute_kernels.gqa.layouts import ALIGNMENT, LAYOUTS, CacheLayout, ScaleKind, cache_sizes, scale_kind, token_major
 from cute_kernels.gqa.reference import reference_append
 from cute_kernels.runtime.arch import require_sm90
 from cute_kernels.runtime.checks import check_tensor, fail, refuse_gradients, require
@@ -16,12 +16,10 @@ from cute_kernels.runtime.compile import get_kernel
 from cute_kernels.runtime.launch import optimistic, remember
 from cute_kernels.runtime.ops import register_op
 
-_ALIGN = 16  # bytes: every access of the kernel to a row
 _DTYPES = (torch.bfloat16, torch.float16)
 _SCALE_DTYPES = (torch.float32, torch.float16)
 _GIVEN = ("per_tensor", "per_head")
 _NAMES = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
-_HEADS_FIRST = ("BNSH", "paged_HND")
 _TENSORS = ("k", "v", "k_cache", "v_cache", "k_scale", "v_scale", "slot_mapping")
 
 
@@ -56,7 +54,7 @@ def kv_int8_append(
         slot_mapping: (tokens,) int64: ``page * page_size + offset``, without pages ``sequence * s + position``. A token
             whose slot is negative or beyond the cache is skipped. Slots must differ: where two tokens name the same
             one, it may hold a mixture of both.
-        layout: "BNSH", "BSNH", "paged_NHD", "paged_HND" or "paged_vllm".
+        layout: "BNSH", "BSNH", "paged_NHD", "paged_HND" or "paged_vllm"; any name in `gqa.layouts.LAYOUTS`.
 
     Raises:
         TypeError: an argument is no tensor, or of another dtype.
@@ -72,10 +70,14 @@ def kv_int8_append(
 
 
 class _Prepared(NamedTuple):
-    """A compiled kernel and what of its arguments the layout decides."""
+    """A compiled kernel and what of its arguments the layout decides.
+
+    views: axes in which the kernel gets k_cache, v_cache, k_scale and v_scale; None: as the caller has them.
+    """
 
     kernel: Callable[..., None]
     heads_first: int
+    views: tuple[tuple[int, ...], ...] | None = None
 
     def launch(
         self,
@@ -91,6 +93,9 @@ class _Prepared(NamedTuple):
             k_scale = k_scale.view(1)
         if v_scale.dim() == 0:
             v_scale = v_scale.view(1)
+        if self.views is not None:
+            tensors = (k_cache, v_cache, k_scale, v_scale)
+            k_cache, v_cache, k_scale, v_scale = (t.permute(axes) for t, axes in zip(tensors, self.views, strict=True))
         self.kernel(k, v, k_cache, v_cache, k_scale, v_scale, slot_mapping, self.heads_first)
 
 
@@ -158,18 +163,18 @@ def _checked(
     check_tensor("k_cache", k_cache, dtype=torch.int8, device=k.device)
     check_tensor("v_cache", v_cache, dtype=torch.int8, device=k.device)
     sizes = cache_sizes(known, tuple(k_cache.shape), tuple(v_cache.shape), 1)
-    check_tensor("k_cache", k_cache, align=_ALIGN, unit_last_stride=True)
-    if layout != "paged_vllm":
-        check_tensor("v_cache", v_cache, align=_ALIGN, unit_last_stride=True)
-    check_tensor("k", k, shape=(None, sizes.h_kv, sizes.d), align=_ALIGN, unit_last_stride=True)
-    check_tensor("v", v, dtype=k.dtype, shape=tuple(k.shape), device=k.device, align=_ALIGN, unit_last_stride=True)
+    check_tensor("k_cache", k_cache, align=ALIGNMENT, unit_last_stride=True)
+    if not known.packed:  # the kernel stores packed values byte by byte
+        check_tensor("v_cache", v_cache, align=ALIGNMENT, unit_last_stride=True)
+    check_tensor("k", k, shape=(None, sizes.h_kv, sizes.d), align=ALIGNMENT, unit_last_stride=True)
+    check_tensor("v", v, dtype=k.dtype, shape=tuple(k.shape), device=k.device, align=ALIGNMENT, unit_last_stride=True)
     kinds = []
     for name, scale, dtype in (("k_scale", k_scale, _SCALE_DTYPES), ("v_scale", v_scale, None)):
         # both have the same dtype
         check_tensor(name, scale, dtype=dtype or k_scale.dtype, device=k.device)
         kinds.append(scale_kind(name, tuple(scale.shape), known, sizes))
     check_tensor("slot_mapping", slot_mapping, dtype=torch.int64, shape=(k.shape[0],), device=k.device)
-    num_slots, rows = sizes.outer * sizes.rows, k.shape[0] * sizes.h_kv
+    num_slots, rows = sizes.num_slots, k.shape[0] * sizes.h_kv
     require(num_slots < 2**31, "k_cache", f"{num_slots} slots", "fewer than 2^31")
     require(rows < 2**30, "k", f"{rows} tokens times heads", "fewer than 2^30")
     if k.device.type == "cpu":
@@ -185,11 +190,19 @@ def _checked(
         k_scale=_sharing(kinds[0]),
         v_scale=_sharing(kinds[1]),
         scale_dtype=_NAMES[k_scale.dtype],
-        vllm=layout == "paged_vllm",
+        vllm=known.packed,
     )
-    prepared = _Prepared(get_kernel(spec), int(layout in _HEADS_FIRST))
+    prepared = _Prepared(get_kernel(spec), int(known.kernel_layout == "heads_first"), _views(known, kinds))
     prepared.launch(k, v, k_cache, v_cache, k_scale, v_scale, slot_mapping)
     remember(_prepared, _key(k, k_cache, v_cache, k_scale, v_scale, slot_mapping, layout), prepared)
+
+
+def _views(layout: CacheLayout, kinds: list[ScaleKind]) -> tuple[tuple[int, ...], ...] | None:
+    """What `_Prepared.views` holds: the kernel takes any strides, but the outer axis must come first."""
+    if layout.key[0] == layout.outer:
+        return None
+    scales = (token_major(layout.scale_axes(kind.granularity)) or (0,) for kind in kinds)
+    return (token_major(layout.key), token_major(layout.value), *scales)
 
 
 def _sharing(kind: ScaleKind) -> str:

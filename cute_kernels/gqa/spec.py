@@ -3,11 +3,12 @@
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
+from cute_kernels.gqa.layouts import HEAD_DIMS, KERNEL_LAYOUTS, PACKED, is_kernel_layout, kernel_axes
+
 KEYS_PER_WARP = 16
 ITEMSIZE = {"int8": 1, "float8_e4m3fn": 1, "bfloat16": 2, "float16": 2}
 BYTE_TYPES = ("int8", "float8_e4m3fn")
 SCALES = {"none": 0, "head": 0, "token": 1, "group32": 32, "group64": 64}
-LAYOUTS = ("heads_first", "tokens_first", "vllm")
 COLUMNS = (8, 16)
 MAX_ACCUMULATORS = 2048  # columns x d of a warp: 64 registers of O; twice as many spill
 MAX_RANGES = 256
@@ -29,7 +30,8 @@ class GqaDecodeSpec:
     k_scales   "none"; "head": one or one per head; "token": per token, or token and head; "group32", "group64"
     v_scales   the same
     scale_dtype "float16" or "float32", of both scales
-    layout     "heads_first" (BNSH, paged_HND), "tokens_first" (BSNH, paged_NHD) or "vllm" (paged_vllm)
+    layout     `CacheLayout.kernel_layout`: "heads_first" (BNSH, paged_HND), "tokens_first" (BSNH, paged_NHD), "vllm"
+               (paged_vllm), or the axes of a plain layout of another order, such as "rohd"
     paged      whether there is a block table
     box_rows   tokens that one TMA copy brings: those of a tile, or the page size where that is smaller
     alibi      whether there are slopes
@@ -62,8 +64,8 @@ class GqaDecodeSpec:
             reasons.append(f"q_dtype is {self.q_dtype}; it is bfloat16 or float16")
         if self.kv_dtype not in (*BYTE_TYPES, self.q_dtype):
             reasons.append(f"kv_dtype is {self.kv_dtype}; it is {', '.join(BYTE_TYPES)} or that of q, {self.q_dtype}")
-        if self.d not in (64, 128, 256):
-            reasons.append(f"d is {self.d}; it is 64, 128 or 256")
+        if self.d not in HEAD_DIMS:
+            reasons.append(f"d is {self.d}; it is one of {HEAD_DIMS}")
         if self.columns not in COLUMNS or self.columns * self.d > MAX_ACCUMULATORS:
             reasons.append(
                 f"{self.columns} columns of {self.d}; a warp has room for 8 or 16 of {MAX_ACCUMULATORS} values"
@@ -75,8 +77,8 @@ class GqaDecodeSpec:
                 reasons.append(f"{name} is {scales}; a cache of 16-bit numbers has none")
         if self.scale_dtype not in ("float16", "float32"):
             reasons.append(f"scale_dtype is {self.scale_dtype}; it is float16 or float32")
-        if self.layout not in LAYOUTS:
-            reasons.append(f"layout is {self.layout}; known are {', '.join(LAYOUTS)}")
+        if not is_kernel_layout(self.layout):
+            reasons.append(f"layout is {self.layout}; known are {KERNEL_LAYOUTS}")
         if self.warps not in (4, 8) or (self.warps == 4 and self.bytes_cache):
             reasons.append(f"{self.warps} consumer warps; there are 8, or 4 without scales of tokens")
         if self.cluster not in (1, CLUSTER) or (self.cluster > 1 and self.warps != 8):
@@ -85,9 +87,22 @@ class GqaDecodeSpec:
             reasons.append(f"box_rows is {self.box_rows}; it is a power of two up to {self.keys_per_tile}")
         elif self.box_rows < self.keys_per_tile and not self.paged:
             reasons.append(f"box_rows is {self.box_rows}; without pages it is {self.keys_per_tile}")
-        if self.layout == "vllm" and (not self.paged or self.box_rows not in (8, 16, 32)):
-            reasons.append(f"layout is vllm with box_rows {self.box_rows}; its pages have 8, 16 or 32 tokens")
+        if self.packed and (not self.paged or not PACKED.accepts_page_size(self.box_rows)):
+            sizes = PACKED.accepted_page_sizes
+            reasons.append(f"layout is {self.layout} with box_rows {self.box_rows}; its page size is {sizes}")
         return reasons
+
+    # ---- the layout of the caches
+
+    @property
+    def packed(self) -> bool:
+        """Whether keys come in chunks of 16 bytes, and values transposed."""
+        return self.layout == PACKED.kernel_layout
+
+    @property
+    def cache_axes(self) -> str:
+        """Axes of k_cache, outermost first: o sequences or pages, r tokens, h heads, d (c, x where packed)."""
+        return kernel_axes(self.layout)
 
     # ---- types of the products' operands
 

@@ -49,7 +49,7 @@ class TileConsumer:
         self.is_int8 = spec.kv_dtype == "int8"
         self.k_dtype, self.v_dtype = DTYPES[spec.k_operand], DTYPES[spec.v_operand]
         self.scale_dtype = DTYPES[spec.scale_dtype]
-        self.vllm = spec.layout == "vllm"
+        self.vllm = spec.packed
         self.pairs_of_tokens = self.vllm and spec.bytes_cache  # see `key_row`
         self.interleaved_d = spec.bytes_cache and not self.vllm
         self.row_chunks = spec.row_bytes // 16

@@ -51,7 +51,6 @@ from cute_kernels.gqa.spec import GqaDecodeSpec
 DTYPES = {"int8": Int8, "float8_e4m3fn": Float8E4M3FN, "bfloat16": BFloat16, "float16": Float16, "float32": Float32}
 BAR_CONSUMERS = 1
 PRODUCER_REGISTERS, CONSUMER_REGISTERS = 104, 200  # 104 + 2 * 200 = 504 = 3 * 168, what 384 threads get at launch
-CACHE_MODES = {"heads_first": (2, 3, 1, 0), "tokens_first": (1, 3, 2, 0)}  # to (rows, d, heads, outer)
 
 
 class GqaDecodeKernel:
@@ -84,7 +83,7 @@ class GqaDecodeKernel:
         q = strided(q_dtype, (batch, s_q, h_q, spec.d), 8)
         out = strided(q_dtype, (batch, s_q, h_q, spec.d), 8)
         lse = make_fake_tensor(Float32, (batch, s_q, h_q), tuple(cute.sym_int64() for _ in range(3)), assumed_align=4)
-        if spec.layout == "vllm":
+        if spec.packed:
             x, page = 16 // spec.itemsize, spec.box_rows
             lead = [cute.sym_int64(divisibility=x) for _ in range(4)]
             k = make_fake_tensor(
@@ -92,7 +91,8 @@ class GqaDecodeKernel:
             )
             v = make_fake_tensor(self.dtype, (outer, h_kv, spec.d, page), (*lead[2:], page, 1), assumed_align=16)
         else:
-            shape = (outer, h_kv, rows, spec.d) if spec.layout == "heads_first" else (outer, rows, h_kv, spec.d)
+            size = {"o": outer, "r": rows, "h": h_kv, "d": spec.d}
+            shape = tuple(size[axis] for axis in spec.cache_axes)
             k, v = strided(self.dtype, shape, 16), strided(self.dtype, shape, 16)
         table = strided(Int32, (batch, cute.sym_int()), 4) if spec.paged else None
         lengths = make_fake_tensor(Int32, (batch,), (cute.sym_int64(),), assumed_align=4)
@@ -147,17 +147,17 @@ class GqaDecodeKernel:
         """
         spec = self.spec
         batch, s_q, h_q, _ = mQ.shape
-        h_kv = mK.shape[1 if const_expr(spec.layout != "tokens_first") else 2]
+        h_kv = mK.shape[spec.cache_axes.index("h")]
         ratio = h_q // h_kv
         blocks = cute.ceil_div(ratio * s_q, spec.columns)
         tiles = []
         for t in (mK, mV):
-            if const_expr(spec.layout == "vllm"):
+            if const_expr(spec.packed):
                 rows, columns = box_shape(spec)
                 strides = (columns, 1, t.stride[1], t.stride[0])
                 view = cute.make_layout((rows, columns, t.shape[1], t.shape[0]), stride=strides)
             else:
-                view = cute.select(t.layout, mode=list(CACHE_MODES[spec.layout]))
+                view = cute.select(t.layout, mode=[spec.cache_axes.index(axis) for axis in "rdho"])
             tiles.append(
                 cpasync.make_tiled_tma_atom(
                     cpasync.CopyBulkTensorTileG2SOp(),
@@ -168,8 +168,8 @@ class GqaDecodeKernel:
             )
         (load_k, tK), (load_v, tV) = tiles
         page_size = Int32(spec.box_rows)
-        capacity = Int32(mK.shape[2 if const_expr(spec.layout == "heads_first") else 1])
-        num_pages = Int32(mK.shape[0])
+        capacity = Int32(mK.shape[spec.cache_axes.index("r")])
+        num_pages = Int32(mK.shape[spec.cache_axes.index("o")])
         if const_expr(spec.paged):
             if const_expr(spec.box_rows == spec.keys_per_tile):
                 page_size = capacity

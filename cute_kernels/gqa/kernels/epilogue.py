@@ -27,7 +27,7 @@ class Finisher:
         self.vectors = spec.d // 4  # of a column
         self.turns = -(-spec.columns * self.vectors // self.threads)
         self.state = spec.columns * (spec.d + 2)
-        self.interleaved_d = spec.bytes_cache and spec.layout != "vllm"
+        self.interleaved_d = spec.bytes_cache and not spec.packed
 
     @cute.jit
     def meet(

@@ -93,7 +93,7 @@ def tile_layout(spec: GqaDecodeSpec):
     """Shared memory of one box: (rows, columns), swizzled unless the bytes come as vLLM packs them."""
     shape = box_shape(spec)
     plain = cute.make_ordered_layout(shape, order=(1, 0))
-    if spec.layout == "vllm":
+    if spec.packed:
         return plain
     bits = 3 if shape[1] * spec.itemsize == 128 else 2
     return cute.make_composed_layout(cute.make_swizzle(bits, 4, 3), 0, plain)
@@ -101,7 +101,7 @@ def tile_layout(spec: GqaDecodeSpec):
 
 def box_shape(spec: GqaDecodeSpec) -> tuple[int, int]:
     """(rows, columns) of one TMA copy. The bytes of a vLLM page and head are contiguous: rows of 128 of them."""
-    if spec.layout == "vllm":
+    if spec.packed:
         columns = 128 // spec.itemsize
         return spec.d * spec.box_rows // columns, columns
     return spec.box_rows, spec.row_bytes // spec.itemsize
@@ -110,15 +110,15 @@ def box_shape(spec: GqaDecodeSpec) -> tuple[int, int]:
 def partition(spec: GqaDecodeSpec, load: cute.CopyAtom, tensor: cute.Tensor, smem: cute.Pointer, dtype):
     """(source (box, row, column block, head, outer), target (box, box of the tile, column block, stage)) of a copy."""
     box = box_shape(spec)
-    blocks = 1 if spec.layout == "vllm" else spec.d // box[1]
+    blocks = 1 if spec.packed else spec.d // box[1]
     boxes = spec.keys_per_tile // spec.box_rows
     # column blocks outermost, so that the rows of a block are those of the tile
-    of_box = box[0] * box[1] if spec.layout == "vllm" else box[0] * spec.row_pitch // spec.itemsize
+    of_box = box[0] * box[1] if spec.packed else box[0] * spec.row_pitch // spec.itemsize
     stage = 2 * spec.tile_bytes // spec.itemsize
     stride = (box[1], 1, of_box, boxes * of_box, stage)
     shape = cute.make_layout((*box, boxes, blocks, spec.stages), stride=stride)
     pointer = smem
-    if spec.layout != "vllm":
+    if not spec.packed:
         pointer = cute.recast_ptr(smem, tile_layout(spec).inner, dtype)
     sTile = cute.make_tensor(pointer, shape)
     gTile = cute.local_tile(tensor, box, (None, None, None, None))

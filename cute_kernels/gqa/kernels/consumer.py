@@ -162,7 +162,7 @@ class ConsumerWarp:
         """
         spec, sizes = self.spec, call.sizes
         scales = smem.scales + stage * spec.scale_values
-        exists = self.softmax.existing_keys(smem.page_exists + stage * spec.valid_words, thread)
+        exists = self.softmax.existing_keys(smem.page_exists + stage * spec.page_words, thread)
         empty = smem.empty + stage
         g = thread.lane // 4
         k_scale, v_scale = self._token_scales(scales, thread.warp, g)

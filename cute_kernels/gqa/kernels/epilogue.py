@@ -109,7 +109,7 @@ class Epilogue(Fragments):
         acc, other = cute.make_rmem_tensor(4, Float32), cute.make_rmem_tensor(4, Float32)
         acc.fill(0.0)
         for w in cutlass.range(warps, unroll=spec.warps):
-            source = smem.warp_o + cute.assume((w * spec.columns + n) * spec.sums_stride + 4 * vector, divby=4)
+            source = smem.warp_o + cute.assume((w * spec.columns + n) * spec.warp_o_stride + 4 * vector, divby=4)
             cute.autovec_copy(cute.make_tensor(source, cute.make_layout(4)), other)
             for c in cutlass.range_constexpr(4):
                 acc[c] += other[c]

@@ -78,7 +78,7 @@ class LoadWarp:
         pages_next = cute.make_rmem_tensor(self.entries, Int32)
         exists = cute.make_rmem_tensor(self.entries, Int32)
         batch = const_expr(self.batch)
-        sExists = cute.make_tensor(smem.page_exists, cute.make_layout((spec.valid_words, spec.stages)))
+        sExists = cute.make_tensor(smem.page_exists, cute.make_layout((spec.page_words, spec.stages)))
         stage, phase = Int32(0), Int32(0)
         for index in cutlass.range(cta, work_list.work.num_work_tiles, ctas, unroll=1):
             work_tile = self.scheduler.work_tile(work_list, index)

@@ -213,7 +213,7 @@ class Merge(Epilogue):
             own = i * at_once + tidx // cluster
             index = rank * cta_vectors + cutlass.min(own, cta_vectors - 1)
             n, vector = index // self.vectors, index % self.vectors
-            values = cluster_shared.remote_vector(smem.warp_o + n * spec.sums_stride + 4 * vector, other)
+            values = cluster_shared.remote_vector(smem.warp_o + n * spec.warp_o_stride + 4 * vector, other)
             row_max = cluster_shared.remote_value(smem.warp_softmax + n, other)
             row_sum = cluster_shared.remote_value(smem.warp_softmax + n + spec.columns * spec.warps, other)
             final_max = cute.arch.warp_reduction(row_max, cute.arch.fmax, threads_in_group=cluster)

@@ -45,11 +45,11 @@ def allocate(spec: GqaDecodeSpec) -> SmemViews:
     dtype, q_dtype = DTYPES[spec.kv_dtype], DTYPES[spec.k_operand]
     tiles = array(dtype, 2 * spec.stages * spec.tile_bytes // spec.itemsize, byte_alignment=1024)
     q = array(q_dtype, spec.columns * spec.d, byte_alignment=16)
-    warp_o = array(Float32, spec.warps * spec.columns * spec.sums_stride, byte_alignment=16)
+    warp_o = array(Float32, spec.warps * spec.columns * spec.warp_o_stride, byte_alignment=16)
     warp_softmax = array(Float32, 2 * spec.warps * spec.columns, byte_alignment=16)
     constants = array(Float32, 2 * NUM_CONSTANTS * spec.columns, byte_alignment=16)
     scales = array(Float32, max(spec.stages * spec.scale_values, 1), byte_alignment=16)
-    page_exists = array(Int32, spec.stages * spec.valid_words, byte_alignment=4)
+    page_exists = array(Int32, spec.stages * spec.page_words, byte_alignment=4)
     mbarriers = array(Int64, 2 * spec.stages, byte_alignment=8)
     arrived = array(Int32, 1, byte_alignment=4)
     return SmemViews(
@@ -73,7 +73,7 @@ def column_constants(spec: GqaDecodeSpec, constants: cute.Pointer) -> cute.Tenso
 
 def warp_o_tensor(spec: GqaDecodeSpec, smem: SmemViews) -> cute.Tensor:
     """O of each warp: (d, column, warp)."""
-    stride = (1, spec.sums_stride, spec.sums_stride * spec.columns)
+    stride = (1, spec.warp_o_stride, spec.warp_o_stride * spec.columns)
     return cute.make_tensor(smem.warp_o, cute.make_layout((spec.d, spec.columns, spec.warps), stride=stride))
 
 

@@ -61,7 +61,7 @@ class Softmax(Fragments):
         bits = Int32(-1)
         if const_expr(self.spec.paged):
             box = (thread.warp * KEYS + self.key_row(thread.lane % 16)) // self.spec.box_rows
-            word = cute.make_tensor(page_exists, cute.make_layout(self.spec.valid_words))[box // 32]
+            word = cute.make_tensor(page_exists, cute.make_layout(self.spec.page_words))[box // 32]
             bits = cute.arch.vote_ballot_sync(((word >> (box % 32)) & 1) == 1)
         return bits
 

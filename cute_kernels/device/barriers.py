@@ -40,8 +40,10 @@ def initialize(smem: Any, rings: Rings) -> None:
 
 
 def pointer(smem: Any, barrier: MBarrier) -> Any:
-    """The first word of a barrier's field, which is a number or, with stages, a range."""
+    """The first word of a barrier's field, which is a pointer, a number or, with stages, a range."""
     field = getattr(smem, barrier.name)
+    if isinstance(field, cute.Pointer):
+        return field
     return field.data_ptr() if hasattr(field, "data_ptr") else field.ptr
 
 

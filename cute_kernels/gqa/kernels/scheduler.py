@@ -1,111 +1,192 @@
-"""The work list of the decode kernel: which tiles of which sequences a range of CTAs reads, from the lengths alone.
+"""The balanced schedule of the decode kernel: which key tiles of which sequences a work tile has, from lengths alone.
 
-The tiles of all sequences form a line; a sequence without visible keys counts one tile, since its result must be
-written. The line is cut into `ranges` of equal length (to a tile), each decoded by one CTA per head, so a CTA reads a
-part of one sequence, then whole ones, then a part. Where `splits` > 0 each sequence is cut into so many ranges instead.
+The key tiles of all sequences form a line. A sequence without visible keys counts one tile, since its result must be
+written. The line is cut into `ranges` of equal length (to a tile); a CTA decodes one range for one block of query rows:
+the end of one sequence, then whole sequences, then the beginning of another. Where `splits` > 0 the schedule is uniform
+instead: each sequence is cut into so many ranges. A cluster shares one sequence evenly.
 
-Nothing is prepared on the host and nothing is kept: a warp reads the lengths when it starts, so a captured launch
+The host prepares nothing and the device keeps nothing: each warp reads the lengths when it starts, so a captured launch
 follows lengths that change between replays.
 """
 
+from typing import NamedTuple
+
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32
+from cutlass import Int32, const_expr
+
+from cute_kernels.gqa.kernels.arguments import Divisors, Sizes, Work
+from cute_kernels.gqa.spec import GqaDecodeSpec
 
 WARP = 32
 
 
-@cute.jit
-def extent(mLengths: cute.Tensor, b: Int32, limits: tuple):
-    """(keys, first tile with a key in a window, tiles from there on) of sequence b.
+class WorkList(NamedTuple):
+    """All that the schedule follows from."""
 
-    limits: (capacity, window, s_q, keys of a tile, a Python number).
+    mLengths: cute.Tensor
+    sizes: Sizes
+    work: Work
+    divisors: Divisors
+
+
+class Extent(NamedTuple):
+    """A sequence: its keys, the first tile with a key in a window, and the tiles from there on."""
+
+    keys: Int32
+    first: Int32
+    tiles: Int32
+
+
+class Survey(NamedTuple):
+    """What a lane knows of the line: tiles before those of its sequences, those of its sequences, and all tiles."""
+
+    before: Int32
+    own: Int32
+    total: Int32
+
+
+class WorkTile(NamedTuple):
+    """A range of the line for one block of query rows.
+
+    kv_head     head of the cache
+    block       block of its query rows
+    head_block  both as one number
+    range       of the line; with splits or clusters, of a sequence: sequence x splits + split
     """
-    capacity, window, s_q, keys = limits
-    length = cutlass.min(cutlass.max(mLengths[b], 0), capacity)
-    first = cutlass.max(length - s_q - window + 1, 0) // keys
-    tiles = cutlass.max(cute.ceil_div(length, keys) - first, 1)
-    return length, first, tiles
+
+    kv_head: Int32
+    block: Int32
+    head_block: Int32
+    range: Int32
 
 
-@cute.jit
-def survey(mLengths: cute.Tensor, limits: tuple, lane: Int32):
-    """(tiles before those of this lane's sequences, those of its sequences, all tiles).
+class Assignment(NamedTuple):
+    """Where a range begins: `offset` tiles into a sequence, whose first tile is at `line` of the line; `tiles` long."""
 
-    Lane i has the i-th of 32 parts of the batch.
-    """
-    batch = Int32(mLengths.shape[0])
-    part = cute.ceil_div(batch, WARP)
-    mine = Int32(0)
-    for i in cutlass.range(part, unroll=2):
-        b = lane * part + i
-        _, _, tiles = extent(mLengths, cutlass.min(b, batch - 1), limits)
-        mine += cutlass.select_(b < batch, tiles, Int32(0))
-    sum_to_here = mine
-    for step in cutlass.range_constexpr(5):
-        other = cute.arch.shuffle_sync_up(sum_to_here, 1 << step)
-        sum_to_here += cutlass.select_(lane >= (1 << step), other, Int32(0))
-    return sum_to_here - mine, mine, cute.arch.shuffle_sync(sum_to_here, WARP - 1)
+    sequence: Int32
+    offset: Int32
+    tiles: Int32
+    line: Int32
+
+
+class Sharers(NamedTuple):
+    """The ranges that share a sequence: the first, and how many."""
+
+    first: Int32
+    count: Int32
+
+
+class Scheduler:
+    """Device code that every role of `GqaDecodeKernel` runs by itself, so that all agree without talking."""
+
+    def __init__(self, spec: GqaDecodeSpec):
+        self.spec = spec
+
+    @cute.jit
+    def work_tile(self, work_list: WorkList, index: Int32) -> WorkTile:
+        """The index-th work tile.
+
+        Neighbouring CTAs read the heads of the same tokens, or are the cluster that shares a sequence and head.
+        """
+        divisors = work_list.divisors
+        if const_expr(self.spec.cluster > 1):
+            b, head_block = divmod(index // self.spec.cluster, divisors.head_blocks)
+            r = b * self.spec.cluster + index % self.spec.cluster
+        else:
+            r, head_block = divmod(index, divisors.head_blocks)
+        kv_head, block = divmod(head_block, divisors.blocks)
+        return WorkTile(kv_head, block, head_block, r)
+
+    @cute.jit
+    def extent(self, work_list: WorkList, b: Int32) -> Extent:
+        """Extent of sequence b."""
+        sizes, keys = work_list.sizes, self.spec.keys_per_tile
+        length = cutlass.min(cutlass.max(work_list.mLengths[b], 0), sizes.capacity)
+        first = cutlass.max(length - sizes.s_q - sizes.window + 1, 0) // keys
+        tiles = cutlass.max(cute.ceil_div(length, keys) - first, 1)
+        return Extent(length, first, tiles)
+
+    @cute.jit
+    def survey(self, work_list: WorkList, lane: Int32) -> Survey:
+        """Adds up all sequences, lane i the i-th of 32 parts of the batch; zeros with clusters, which need no sums."""
+        if const_expr(self.spec.cluster > 1):
+            return Survey(Int32(0), Int32(0), Int32(0))
+        batch = Int32(work_list.mLengths.shape[0])
+        per_lane = cute.ceil_div(batch, WARP)
+        own = Int32(0)
+        for i in cutlass.range(per_lane, unroll=2):
+            b = lane * per_lane + i
+            _, _, tiles = self.extent(work_list, cutlass.min(b, batch - 1))
+            own += cutlass.select_(b < batch, tiles, Int32(0))
+        prefix_sum = own
+        for step in cutlass.range_constexpr(5):
+            other = cute.arch.shuffle_sync_up(prefix_sum, 1 << step)
+            prefix_sum += cutlass.select_(lane >= (1 << step), other, Int32(0))
+        return Survey(prefix_sum - own, own, cute.arch.shuffle_sync(prefix_sum, WARP - 1))
+
+    @cute.jit
+    def assignment(self, work_list: WorkList, survey: Survey, r: Int32) -> Assignment:
+        """What range r has; 0 tiles where there are fewer tiles than ranges."""
+        if const_expr(self.spec.cluster > 1):
+            b, rank = r // self.spec.cluster, r % self.spec.cluster
+            _, _, tiles = self.extent(work_list, b)
+            offset = tiles * rank // self.spec.cluster
+            return Assignment(b, offset, tiles * (rank + 1) // self.spec.cluster - offset, Int32(0))
+        return self._range_of_line(work_list, survey, r)
+
+    @cute.jit
+    def _range_of_line(self, work_list: WorkList, survey: Survey, r: Int32) -> Assignment:
+        """As `assignment`, without clusters."""
+        work, divisors = work_list.work, work_list.divisors
+        b, offset, count, line = Int32(0), Int32(0), Int32(0), Int32(0)
+        if work.splits > 0:
+            b, split = divmod(r, divisors.splits)
+            _, _, tiles = self.extent(work_list, b)
+            offset = range_start(split, tiles, work.splits, divisors.splits)
+            count = range_start(split + 1, tiles, work.splits, divisors.splits) - offset
+        else:
+            begin = range_start(r, survey.total, work.ranges, divisors.ranges)
+            count = range_start(r + 1, survey.total, work.ranges, divisors.ranges) - begin
+            if count > 0:
+                b, line = self._locate(work_list, survey, begin)
+                offset = begin - line
+        return Assignment(b, offset, count, line)
+
+    @cute.jit
+    def _locate(self, work_list: WorkList, survey: Survey, position: Int32):
+        """(sequence, its first tile in the line) of a tile of the line."""
+        per_lane = cute.ceil_div(Int32(work_list.mLengths.shape[0]), WARP)
+        owner = cute.arch.popc(cute.arch.vote_ballot_sync(survey.before <= position)) - 1
+        start = cute.arch.shuffle_sync(survey.before, owner)
+        tiles = cute.arch.shuffle_sync(survey.own, owner)
+        b = owner * per_lane
+        if per_lane > 1:
+            _, _, tiles = self.extent(work_list, b)
+        while start + tiles <= position:
+            start += tiles
+            b += 1
+            _, _, tiles = self.extent(work_list, b)
+        return b, start
+
+    @cute.jit
+    def sharers(self, work_list: WorkList, b: Int32, line: Int32, tiles: Int32, total: Int32) -> Sharers:
+        """The ranges that share sequence b, which has `tiles` tiles from `line` of the line on, of `total`."""
+        ranges, splits = work_list.work.ranges, work_list.work.splits
+        first, count = b * splits, cutlass.min(splits, tiles)
+        if splits == 0:
+            used = cutlass.min(ranges, total)
+            first = ((line + 1) * used - 1) // total
+            count = ((line + tiles) * used - 1) // total - first + 1
+        return Sharers(first, count)
 
 
 @cute.jit
 def range_start(r: Int32, total: Int32, ranges: Int32, divisor) -> Int32:
-    """Where range r begins: r * total // ranges; one tile for each where there are fewer tiles. `divisor` is ranges.
+    """Where range r begins: r * total // ranges; one tile for each range where there are fewer tiles than ranges.
 
-    The host keeps ranges * total below 2^31. A division by what only the device knows takes 100 cycles.
+    `divisor` is that of ranges: a division by a number that only the device knows takes 100 cycles. The host keeps
+    ranges * total below 2^31.
     """
     start, _ = divmod(r * total, divisor)
     return cutlass.select_(total < ranges, cutlass.min(r, total), start)
-
-
-@cute.jit
-def locate(mLengths: cute.Tensor, limits: tuple, known: tuple, position: Int32):
-    """(sequence, its first tile in the line) of a tile of the line; `known` is what `survey` said."""
-    before, mine, _ = known
-    part = cute.ceil_div(Int32(mLengths.shape[0]), WARP)
-    owner = cute.arch.popc(cute.arch.vote_ballot_sync(before <= position)) - 1
-    start = cute.arch.shuffle_sync(before, owner)
-    tiles = cute.arch.shuffle_sync(mine, owner)
-    b = owner * part
-    if part > 1:
-        _, _, tiles = extent(mLengths, b, limits)
-    while start + tiles <= position:
-        start += tiles
-        b += 1
-        _, _, tiles = extent(mLengths, b, limits)
-    return b, start
-
-
-@cute.jit
-def assignment(mLengths: cute.Tensor, limits: tuple, known: tuple, r: Int32, cut: tuple):
-    """(sequence, tile in it, tiles to do, tile of the line at which the sequence begins) of range r.
-
-    0 tiles where there are fewer tiles than ranges.
-    """
-    ranges, splits, range_divisor, split_divisor = cut
-    b, offset, count, line = Int32(0), Int32(0), Int32(0), Int32(0)
-    if splits > 0:
-        b, part = divmod(r, split_divisor)
-        _, _, tiles = extent(mLengths, b, limits)
-        offset = range_start(part, tiles, splits, split_divisor)
-        count = range_start(part + 1, tiles, splits, split_divisor) - offset
-    else:
-        _, _, total = known
-        begin = range_start(r, total, ranges, range_divisor)
-        count = range_start(r + 1, total, ranges, range_divisor) - begin
-        if count > 0:
-            b, line = locate(mLengths, limits, known, begin)
-            offset = begin - line
-    return b, offset, count, line
-
-
-@cute.jit
-def sharers(b: Int32, line: Int32, tiles: Int32, total: Int32, cut: tuple):
-    """(first range, how many) that share sequence b, whose tiles begin at `line` of the line."""
-    ranges, splits, _, _ = cut
-    first, count = b * splits, cutlass.min(splits, tiles)
-    if splits == 0:
-        used = cutlass.min(ranges, total)
-        first = ((line + 1) * used - 1) // total
-        count = ((line + tiles) * used - 1) // total - first + 1
-    return first, count

@@ -1,0 +1,117 @@
+"""What the roles of the decode kernel are given: arguments of the launch, and what each role makes of them, by name."""
+
+from typing import Any, NamedTuple
+
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64
+
+
+class Tensors(NamedTuple):
+    """Tensors of the call, except the cache, which TMA reads. `mTable` is None without pages."""
+
+    mQ: cute.Tensor
+    mTable: cute.Tensor | None
+    mLengths: cute.Tensor
+    mSink: cute.Tensor
+    mOut: cute.Tensor
+    mLse: cute.Tensor
+
+
+class Scales(NamedTuple):
+    """Scales of K or of V in global memory: their address, and strides in elements."""
+
+    address: Int64
+    outer: Int64
+    head: Int64
+    row: Int64
+    group: Int64
+
+
+class Scoring(NamedTuple):
+    """What turns q k into a score: the address and batch stride of the ALiBi slopes, the softmax scale, the softcap."""
+
+    alibi: Int64
+    alibi_batch: Int64
+    softmax_scale: Float32
+    softcap: Float32
+
+
+class Sizes(NamedTuple):
+    """Sizes and masks of the call.
+
+    capacity  tokens that a sequence can have
+    window    keys that a query sees; below 2^30
+    causal    1 or 0
+    """
+
+    capacity: Int32
+    window: Int32
+    s_q: Int32
+    causal: Int32
+
+
+class Call(NamedTuple):
+    """What a consumer warp needs to know of the call."""
+
+    tensors: Tensors
+    k_scales: Scales
+    v_scales: Scales
+    scoring: Scoring
+    sizes: Sizes
+
+
+class Work(NamedTuple):
+    """How the work is cut: the line of all tiles into `ranges`, or each sequence into `splits` where that is not 0."""
+
+    ranges: Int32
+    splits: Int32
+    num_work_tiles: Int32
+
+
+class Scratch(NamedTuple):
+    """Addresses of the partials, and of the counters of finished ones."""
+
+    partials: Int64
+    counters: Int64
+
+
+class Divisors(NamedTuple):
+    """Divisors with precomputed reciprocals.
+
+    head_blocks  KV heads x blocks of query rows
+    blocks       of query rows of a KV head
+    ratio        query heads of a KV head
+    """
+
+    head_blocks: Any
+    blocks: Any
+    ratio: Any
+    ranges: Any
+    splits: Any
+
+
+class PageTable(NamedTuple):
+    """The block table, and what page numbers are checked and divided by. `shift` is log2 of the page size."""
+
+    mTable: cute.Tensor | None
+    shift: Int32
+    page_size: Int32
+    num_pages: Int32
+
+
+class KeyRange(NamedTuple):
+    """Key tiles `start` to `stop` of a sequence of `length` keys."""
+
+    start: Int32
+    stop: Int32
+    length: Int32
+
+
+class QueryBlock(NamedTuple):
+    """The query rows of a CTA: rows columns * block ... of s_q x ratio (tokens x heads) of one KV head."""
+
+    sequence: Int32
+    kv_head: Int32
+    block: Int32
+    ratio: Any  # divisor
+    s_q: Int32

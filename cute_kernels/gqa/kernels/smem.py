@@ -1,0 +1,82 @@
+"""Shared memory of the GQA decode kernel: what lies in it, in order, and tensors over it."""
+
+from typing import NamedTuple
+
+import cutlass.cute as cute
+from cutlass import BFloat16, Float8E4M3FN, Float16, Float32, Int8, Int32, Int64
+from cutlass.memory import SmemAllocator
+
+from cute_kernels.gqa.spec import GqaDecodeSpec
+
+DTYPES = {"int8": Int8, "float8_e4m3fn": Float8E4M3FN, "bfloat16": BFloat16, "float16": Float16, "float32": Float32}
+S_SCALE, SINK, O_SCALE, NUM_CONSTANTS = 0, 1, 2, 3  # of a column: see `column_constants`
+
+
+class SmemViews(NamedTuple):
+    """Pointers to the first element of each part.
+
+    tiles         stages x (K, V) x keys x d x itemsize: rows of 128 bytes (or 64), swizzled; pages of paged_vllm as
+                  they lie in global memory
+    q             columns x d as fragments of B: a lane's 16 bytes of two k steps are neighbours
+    warp_o        warps x columns x (d + 4) float32: O of each warp
+    warp_softmax  2 x warps x columns float32: row_max and row_sum of each warp
+    constants     2 buffers x columns x 3 float32: see `column_constants`
+    scales        stages x keys x scales of a token, float32
+    page_exists   a bit for each TMA copy of a stage: its page exists
+    full, empty   mbarriers of the stages: see `barriers`
+    arrived       what this CTA's count of a partial returned
+    """
+
+    tiles: cute.Pointer
+    q: cute.Pointer
+    warp_o: cute.Pointer
+    warp_softmax: cute.Pointer
+    constants: cute.Pointer
+    scales: cute.Pointer
+    page_exists: cute.Pointer
+    full: cute.Pointer
+    empty: cute.Pointer
+    arrived: cute.Pointer
+
+
+def allocate(spec: GqaDecodeSpec) -> SmemViews:
+    """Lays out the shared memory of a CTA."""
+    array = SmemAllocator().allocate_array
+    dtype, q_dtype = DTYPES[spec.kv_dtype], DTYPES[spec.k_operand]
+    tiles = array(dtype, 2 * spec.stages * spec.tile_bytes // spec.itemsize, byte_alignment=1024)
+    q = array(q_dtype, spec.columns * spec.d, byte_alignment=16)
+    warp_o = array(Float32, spec.warps * spec.columns * spec.warp_o_stride, byte_alignment=16)
+    warp_softmax = array(Float32, 2 * spec.warps * spec.columns, byte_alignment=16)
+    constants = array(Float32, 2 * NUM_CONSTANTS * spec.columns, byte_alignment=16)
+    scales = array(Float32, max(spec.stages * spec.scale_values, 1), byte_alignment=16)
+    page_exists = array(Int32, spec.stages * spec.page_words, byte_alignment=4)
+    mbarriers = array(Int64, 2 * spec.stages, byte_alignment=8)
+    arrived = array(Int32, 1, byte_alignment=4)
+    return SmemViews(
+        tiles=tiles,
+        q=q,
+        warp_o=warp_o,
+        warp_softmax=warp_softmax,
+        constants=constants,
+        scales=scales,
+        page_exists=page_exists,
+        full=mbarriers,
+        empty=mbarriers + spec.stages,
+        arrived=arrived,
+    )
+
+
+def column_constants(spec: GqaDecodeSpec, constants: cute.Pointer) -> cute.Tensor:
+    """(column, S_SCALE | SINK | O_SCALE): S's factor besides the softmax scale, the sink, and O's factor."""
+    return cute.make_tensor(constants, cute.make_layout((spec.columns, NUM_CONSTANTS)))
+
+
+def warp_o_tensor(spec: GqaDecodeSpec, smem: SmemViews) -> cute.Tensor:
+    """O of each warp: (d, column, warp)."""
+    stride = (1, spec.warp_o_stride, spec.warp_o_stride * spec.columns)
+    return cute.make_tensor(smem.warp_o, cute.make_layout((spec.d, spec.columns, spec.warps), stride=stride))
+
+
+def warp_softmax_tensor(spec: GqaDecodeSpec, smem: SmemViews) -> cute.Tensor:
+    """(column, warp, 0 for row_max or 1 for row_sum)."""
+    return cute.make_tensor(smem.warp_softmax, cute.make_layout((spec.columns, spec.warps, 2)))

@@ -1,0 +1,148 @@
+"""Softmax of a consumer warp: from S to P, and row_max, row_sum and O as P demands."""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import AddressSpace, Float32, Int32, Int64, const_expr
+
+from cute_kernels.device import softmax
+from cute_kernels.gqa.kernels.arguments import QueryBlock, Scoring, Sizes
+from cute_kernels.gqa.kernels.fragments import Fragments, ScoreTerms, SoftmaxState, Thread, TileKeys
+from cute_kernels.gqa.kernels.smem import S_SCALE, column_constants
+from cute_kernels.gqa.spec import KEYS_PER_WARP as KEYS
+from cute_kernels.gqa.spec import GqaDecodeSpec
+
+RESCALE_THRESHOLD = 8.0  # growth of a score over row_max, in units of log2, that moves row_max
+
+
+class Softmax(Fragments):
+    """Device code for one consumer warp."""
+
+    def __init__(self, spec: GqaDecodeSpec):
+        super().__init__(spec)
+        self.has_nan = not self.is_int8 or self.v_groups > 0  # whether values, or scales of tokens, may be NaN
+
+    @cute.jit
+    def start(
+        self,
+        state: SoftmaxState,
+        terms: ScoreTerms,
+        constants: cute.Pointer,
+        scoring: Scoring,
+        query: QueryBlock,
+        length: Int32,
+        lane: Int32,
+    ):
+        """Clears the state; loads what the scores of each column are multiplied by, and its ALiBi line."""
+        spec = self.spec
+        b, kv_head, block, ratio, s_q = query
+        for m in cutlass.range_constexpr(spec.d // 16):
+            for n in cutlass.range_constexpr(self.n_tiles):
+                state.acc_o[m][n].fill(0.0)
+        state.row_max.fill(-Float32.inf)
+        state.row_sum.fill(0.0)
+        sConstants = column_constants(spec, constants)
+        scale = scoring.softmax_scale * softmax.LOG2_E
+        if const_expr(spec.softcap):
+            scale = scoring.softmax_scale * (2.0 * softmax.LOG2_E) * cute.arch.rcp_approx(scoring.softcap)
+        for i in cutlass.range_constexpr(self.thread_columns):
+            n = self.column(i, lane)
+            terms.factor[i] = sConstants[n, S_SCALE] * scale
+            if const_expr(spec.alibi):
+                row = cutlass.min(block * spec.columns + n, ratio.divisor * s_q - 1)
+                token, r = divmod(row, ratio)
+                head = Int64(b) * scoring.alibi_batch + Int64(kv_head * ratio.divisor + r)
+                pointer = cute.make_ptr(Float32, scoring.alibi + 4 * head, AddressSpace.gmem, assumed_align=4)
+                terms.slope[i] = cute.make_tensor(pointer, cute.make_layout(1))[0] * softmax.LOG2_E
+                terms.position[i] = length - s_q + token
+
+    @cute.jit
+    def existing_keys(self, page_exists: cute.Pointer, thread: Thread) -> Int32:
+        """Bit i: row i of S has a page that exists; `page_exists` has a bit for each TMA copy of the tile."""
+        bits = Int32(-1)
+        if const_expr(self.spec.paged):
+            box = (thread.warp * KEYS + self.key_row(thread.lane % 16)) // self.spec.box_rows
+            word = cute.make_tensor(page_exists, cute.make_layout(self.spec.page_words))[box // 32]
+            bits = cute.arch.vote_ballot_sync(((word >> (box % 32)) & 1) == 1)
+        return bits
+
+    @cute.jit
+    def scaled_scores(self, acc_s: list, terms: ScoreTerms, keys: TileKeys, softcap: Float32) -> cute.Tensor:
+        """Scores in units of log2, softcap and ALiBi included: (key, column) of this thread."""
+        s = cute.make_rmem_tensor((2, self.thread_columns), Float32)
+        for i in cutlass.range_constexpr(self.thread_columns):
+            for k in cutlass.range_constexpr(2):
+                x = acc_s[i // 2][2 * k + i % 2] * terms.factor[i]
+                if const_expr(self.spec.softcap):
+                    # c tanh(y) = c - 2 c / (1 + e^(2 y)), in units of log2
+                    cap = softcap * softmax.LOG2_E
+                    x = cap - 2.0 * cap * cute.arch.rcp_approx(1.0 + cute.math.exp2(x, fastmath=True))
+                if const_expr(self.spec.alibi):
+                    # the distance first: slope x key and slope x position lose 2^-8 each at 100,000 tokens
+                    x += terms.slope[i] * Float32(keys.own[k] - terms.position[i])
+                s[k, i] = x
+        return s
+
+    @cute.jit
+    def mask(
+        self,
+        s: cute.Tensor,
+        v_scale: cute.Tensor,
+        keys: TileKeys,
+        lowest: Int32,
+        query: QueryBlock,
+        sizes: Sizes,
+        lane: Int32,
+        g: Int32,
+    ):
+        """-inf for scores of keys that a query does not see; 0 for scales of keys that none sees: they may be NaN.
+
+        lowest: the first key that any query sees.
+        Returns s, v_scale and bits: bit 2 i + k, the i-th column of this thread sees its key k; 0 where nothing can be
+        NaN.
+        """
+        length, s_q = keys.length, query.s_q
+        sees = Int32(0)
+        for k in cutlass.range_constexpr(2):
+            key = keys.own[k]
+            exists = key < length and key >= lowest and ((keys.exists >> (g + 8 * k)) & 1) == 1
+            for i in cutlass.range_constexpr(self.thread_columns):
+                position = length - s_q + (query.block * self.spec.columns + self.column(i, lane)) // query.ratio
+                end = cutlass.select_(sizes.causal == 1, cutlass.min(position + 1, length), length)
+                visible = exists and key < end and key > position - sizes.window
+                s[k, i] = cutlass.select_(visible, s[k, i], -Float32.inf)
+                if const_expr(self.has_nan):
+                    sees |= cutlass.select_(visible, Int32(1 << 2 * i + k), Int32(0))
+            for group in cutlass.range_constexpr(self.v_groups):
+                v_scale[k, group] = cutlass.select_(exists, v_scale[k, group], Float32(0.0))
+        return s, v_scale, sees
+
+    @cute.jit
+    def update(self, state: SoftmaxState, s: cute.Tensor) -> list:
+        """Turns S into P, adds it to row_sum; where a score is RESCALE_THRESHOLD above row_max, row_max moves first.
+
+        So few tiles need shuffles and a rescaling of O: P grows up to 2^8. Returns O as P demands it.
+        """
+        acc_o, row_max, row_sum = state
+        exceeds = False
+        for i in cutlass.range_constexpr(self.thread_columns):
+            exceeds = exceeds or cute.arch.fmax(s[0, i], s[1, i]) > row_max[i] + RESCALE_THRESHOLD
+        if cute.arch.vote_any_sync(exceeds):
+            alpha = cute.make_rmem_tensor(self.thread_columns, Float32)
+            for i in cutlass.range_constexpr(self.thread_columns):
+                new_max = cute.arch.fmax(s[0, i], s[1, i])
+                for step in cutlass.range_constexpr(3):
+                    new_max = cute.arch.fmax(new_max, cute.arch.shuffle_sync_bfly(new_max, 4 << step))
+                new_max = cute.arch.fmax(new_max, row_max[i])
+                alpha[i] = softmax.rescaling(row_max[i], new_max)
+                row_max[i] = new_max
+                row_sum[i] *= alpha[i]
+            for m in cutlass.range_constexpr(self.spec.d // 16):
+                for n in cutlass.range_constexpr(self.n_tiles):
+                    for e in cutlass.range_constexpr(4):
+                        acc_o[m][n][e] *= alpha[2 * n + e % 2]
+        for i in cutlass.range_constexpr(self.thread_columns):
+            shift = softmax.finite(row_max[i])
+            for k in cutlass.range_constexpr(2):
+                s[k, i] = cute.math.exp2(s[k, i] - shift, fastmath=True)
+            row_sum[i] += s[0, i] + s[1, i]
+        return acc_o

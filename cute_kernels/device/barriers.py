@@ -40,7 +40,7 @@ def initialize(smem: Any, rings: Rings) -> None:
 
 
 def pointer(smem: Any, barrier: MBarrier) -> Any:
-    """The first word of a barrier: a field of a cute.struct, one number or a range, or a pointer by that name."""
+    """The first word of a barrier's field, which is a pointer, a number or, with stages, a range."""
     field = getattr(smem, barrier.name)
     if isinstance(field, cute.Pointer):
         return field

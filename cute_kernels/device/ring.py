@@ -2,6 +2,7 @@
 
 from typing import NamedTuple
 
+import cutlass
 from cutlass import Int32, Uint32
 
 
@@ -26,3 +27,9 @@ def ring_slot(tile: Int32, stages: int) -> RingSlot:
 def ring_slot_pow2(tile: Int32, stages: int) -> RingSlot:
     """As `ring_slot` for a power of two of stages: two instructions, of numbers with a sign too."""
     return RingSlot(tile & (stages - 1), (tile >> (stages.bit_length() - 1)) & 1)
+
+
+def advance(phase: Int32, stage: Int32, stages: int) -> tuple[Int32, Int32]:
+    """(phase, stage) of the next tile, without a division: for loops that carry both along."""
+    phase = phase ^ cutlass.select_(stage + 1 == stages, Int32(1), Int32(0))
+    return phase, cutlass.select_(stage + 1 == stages, Int32(0), stage + 1)

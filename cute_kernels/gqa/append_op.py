@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from cute_kernels.gqa.append_spec import KvAppendSpec
-from cute_kernels.gqa.layouts import LAYOUTS, ScaleKind, cache_sizes, scale_kind
+from cute_kernels.gqa.layouts import ALIGNMENT, LAYOUTS, CacheLayout, ScaleKind, cache_sizes, scale_kind, token_major
 from cute_kernels.gqa.reference import reference_append
 from cute_kernels.runtime.arch import require_sm90
 from cute_kernels.runtime.checks import check_tensor, fail, refuse_gradients, require
@@ -16,12 +16,10 @@ from cute_kernels.runtime.compile import get_kernel
 from cute_kernels.runtime.launch import PreparedLaunches, launch_or_explain
 from cute_kernels.runtime.ops import register_op
 
-_ALIGN = 16  # bytes: every access of the kernel to a row
 _DTYPES = (torch.bfloat16, torch.float16)
 _SCALE_DTYPES = (torch.float32, torch.float16)
 _GIVEN = ("per_tensor", "per_head")
 _NAMES = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
-_HEADS_FIRST = ("BNSH", "paged_HND")
 _TENSORS = ("k", "v", "k_cache", "v_cache", "k_scale", "v_scale", "slot_mapping")
 
 
@@ -54,9 +52,9 @@ def kv_int8_append(
             follows from the shape. per_tensor () or (1,) and per_head (h_kv,): read; positive and finite.
         v_scale: likewise, of the same dtype. Its granularity may be another.
         slot_mapping: (tokens,) int64: ``page * page_size + offset``, without pages ``sequence * s + position``. A token
-            whose slot is negative or past the cache is skipped. Slots must differ: if two tokens have the same one, it
-            may hold a mixture of both.
-        layout: "BNSH", "BSNH", "paged_NHD", "paged_HND" or "paged_vllm".
+            whose slot is negative or beyond the cache is skipped. Slots must differ: where two tokens name the same
+            one, it may hold a mixture of both.
+        layout: "BNSH", "BSNH", "paged_NHD", "paged_HND" or "paged_vllm"; any name in `gqa.layouts.LAYOUTS`.
 
     Raises:
         TypeError: an argument is no tensor, or of another dtype.
@@ -71,14 +69,34 @@ def kv_int8_append(
     _append(k, v, k_cache, v_cache, k_scale, v_scale, slot_mapping, layout)
 
 
-class PreparedLaunch(NamedTuple):
-    """A compiled kernel, and whether a token's heads lie a row apart (1) or next to each other (0)."""
+class _Prepared(NamedTuple):
+    """A compiled kernel and what of its arguments the layout decides.
+
+    views: axes in which the kernel gets k_cache, v_cache, k_scale and v_scale; None: as the caller has them.
+    """
 
     kernel: Callable[..., None]
     heads_first: int
+    views: tuple[tuple[int, ...], ...] | None = None
 
-
-_prepared: PreparedLaunches[tuple[Any, ...], PreparedLaunch] = PreparedLaunches()
+    def launch(
+        self,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        k_scale: torch.Tensor,
+        v_scale: torch.Tensor,
+        slot_mapping: torch.Tensor,
+    ) -> None:
+        if k_scale.dim() == 0:
+            k_scale = k_scale.view(1)
+        if v_scale.dim() == 0:
+            v_scale = v_scale.view(1)
+        if self.views is not None:
+            tensors = (k_cache, v_cache, k_scale, v_scale)
+            k_cache, v_cache, k_scale, v_scale = (t.permute(axes) for t, axes in zip(tensors, self.views, strict=True))
+        self.kernel(k, v, k_cache, v_cache, k_scale, v_scale, slot_mapping, self.heads_first)
 
 
 def _launch(
@@ -158,21 +176,46 @@ def _check(
     check_tensor("k_cache", k_cache, dtype=torch.int8, device=k.device)
     check_tensor("v_cache", v_cache, dtype=torch.int8, device=k.device)
     sizes = cache_sizes(known, tuple(k_cache.shape), tuple(v_cache.shape), 1)
-    check_tensor("k_cache", k_cache, align=_ALIGN, unit_last_stride=True)
-    if layout != "paged_vllm":
-        check_tensor("v_cache", v_cache, align=_ALIGN, unit_last_stride=True)
-    check_tensor("k", k, shape=(None, sizes.h_kv, sizes.d), align=_ALIGN, unit_last_stride=True)
-    check_tensor("v", v, dtype=k.dtype, shape=tuple(k.shape), device=k.device, align=_ALIGN, unit_last_stride=True)
+    check_tensor("k_cache", k_cache, align=ALIGNMENT, unit_last_stride=True)
+    if not known.packed:  # the kernel stores packed values byte by byte
+        check_tensor("v_cache", v_cache, align=ALIGNMENT, unit_last_stride=True)
+    check_tensor("k", k, shape=(None, sizes.h_kv, sizes.d), align=ALIGNMENT, unit_last_stride=True)
+    check_tensor("v", v, dtype=k.dtype, shape=tuple(k.shape), device=k.device, align=ALIGNMENT, unit_last_stride=True)
+    kinds = []
     for name, scale, dtype in (("k_scale", k_scale, _SCALE_DTYPES), ("v_scale", v_scale, None)):
         # both have the same dtype
         check_tensor(name, scale, dtype=dtype or k_scale.dtype, device=k.device)
         scale_kind(name, tuple(scale.shape), known, sizes)  # raises where no granularity fits, or several
     check_tensor("slot_mapping", slot_mapping, dtype=torch.int64, shape=(k.shape[0],), device=k.device)
-    num_slots, rows = sizes.outer * sizes.rows, k.shape[0] * sizes.h_kv
+    num_slots, rows = sizes.num_slots, k.shape[0] * sizes.h_kv
     require(num_slots < 2**31, "k_cache", f"{num_slots} slots", "fewer than 2^31")
     require(rows < 2**30, "k", f"{rows} tokens times heads", "fewer than 2^30")
-    if k.device.type != "cpu":
-        require_sm90("k", k.device)
+    if k.device.type == "cpu":
+        reference_append(k, v, k_cache, v_cache, k_scale, v_scale, slot_mapping, layout=layout)
+        return
+    require_sm90("k", k.device)
+    if not rows or not num_slots:
+        return
+    spec = KvAppendSpec.for_launch(
+        dtype=_NAMES[k.dtype],
+        d=sizes.d,
+        h_kv=sizes.h_kv,
+        k_scale=_sharing(kinds[0]),
+        v_scale=_sharing(kinds[1]),
+        scale_dtype=_NAMES[k_scale.dtype],
+        vllm=known.packed,
+    )
+    prepared = _Prepared(get_kernel(spec), int(known.kernel_layout == "heads_first"), _views(known, kinds))
+    prepared.launch(k, v, k_cache, v_cache, k_scale, v_scale, slot_mapping)
+    remember(_prepared, _key(k, k_cache, v_cache, k_scale, v_scale, slot_mapping, layout), prepared)
+
+
+def _views(layout: CacheLayout, kinds: list[ScaleKind]) -> tuple[tuple[int, ...], ...] | None:
+    """What `_Prepared.views` holds: the kernel takes any strides, but the outer axis must come first."""
+    if layout.key[0] == layout.outer:
+        return None
+    scales = (token_major(layout.scale_axes(kind.granularity)) or (0,) for kind in kinds)
+    return (token_major(layout.key), token_major(layout.value), *scales)
 
 
 def _sharing(kind: ScaleKind) -> str:

@@ -1,62 +1,31 @@
-"""Names and shapes of KV caches and of their scales: what an argument means follows from its shape alone.
+"""KV cache layouts: one frozen `CacheLayout` says all that kernels, append, reference and ops know of each.
 
-Pure Python over tuples of sizes, so that the kernels' host side, the references and the tests share one understanding.
+Pure Python over sizes and names of axes. To add a layout whose tokens are rows of d numbers, add it to `LAYOUTS`; see
+docs/maintainers/extend.md.
+
 Axes: b sequences, p pages, h heads of the cache, s tokens of a sequence, t tokens of a page, d head dimension, c chunks
-of x values (16 bytes), g groups of d.
+of x values (16 bytes), g groups of d that share a scale. Kernels do not tell b from p, nor s from t: they call the
+outer axis o and the tokens r (rows).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final, NamedTuple
+from typing import Any, Final, Literal, NamedTuple
 
 HEAD_DIMS: Final = (64, 128, 256)
 GROUP_SIZES: Final = (32, 64)
 CHUNK_BYTES: Final = 16
-"""paged_vllm packs the keys of a page in chunks of so many bytes of each token."""
-VLLM_PAGE_SIZES: Final = (8, 16, 32)
-GRANULARITIES: Final = ("per_tensor", "per_head", "per_token", "per_token_head", "per_group")
+"""A packed cache splits the head dimension of keys into chunks of so many bytes."""
+ALIGNMENT: Final = 16
+"""TMA, and the 16-byte accesses of the append kernel, need base addresses and strides in multiples of so many bytes."""
 
+Which = Literal["k", "v"]
 
-@dataclass(frozen=True)
-class CacheLayout:
-    """One way to store a cache.
-
-    name    as callers spell it
-    key     the axes of k_cache, outermost first
-    value   those of v_cache
-    """
-
-    name: str
-    key: str
-    value: str
-
-    @property
-    def paged(self) -> bool:
-        """Whether a block table says where a sequence's tokens are."""
-        return "p" in self.key
-
-    @property
-    def token_axes(self) -> str:
-        """Axes of a per_token_head scale: those of the cache without d, tokens innermost where d was split."""
-        return "pht" if self.name == "paged_vllm" else self.key.replace("d", "")
-
-    @property
-    def group_axes(self) -> str:
-        """Axes of a per_group scale: g stands where d does; in paged_vllm that is before the tokens."""
-        return "phgt" if self.name == "paged_vllm" else self.key.replace("d", "g")
-
-
-LAYOUTS: Final = {
-    layout.name: layout
-    for layout in (
-        CacheLayout("BNSH", "bhsd", "bhsd"),
-        CacheLayout("BSNH", "bshd", "bshd"),
-        CacheLayout("paged_NHD", "pthd", "pthd"),
-        CacheLayout("paged_HND", "phtd", "phtd"),
-        CacheLayout("paged_vllm", "phctx", "phdt"),
-    )
-}
+_KERNEL_NAMES: Final = {"ohrd": "heads_first", "orhd": "tokens_first"}
+_PACKED_KERNEL_NAME: Final = "vllm"
+_TOKEN_MAJOR: Final = "bpsthcxdg"
+"""Token-major: sequences or pages, tokens, heads, what is left of d."""
 
 
 class CacheSizes(NamedTuple):
@@ -67,12 +36,159 @@ class CacheSizes(NamedTuple):
     h_kv: int
     d: int
 
+    @property
+    def num_slots(self) -> int:
+        """Tokens that the cache has room for."""
+        return self.outer * self.rows
+
+    def place(self, slot: Any) -> tuple[Any, Any]:
+        """(outer, row) of a valid slot: ``page * page_size + offset``, or ``sequence * capacity + position``.
+
+        `slot` is an int or a tensor of integers.
+        """
+        return slot // self.rows, slot % self.rows
+
 
 class ScaleKind(NamedTuple):
     """What a scale tensor means. `group_size` is 0 unless the granularity is per_group."""
 
     granularity: str
     group_size: int = 0
+
+
+@dataclass(frozen=True)
+class CacheLayout:
+    """One way to store a cache.
+
+    name        as callers spell it
+    key         axes of k_cache, outermost first
+    value       axes of v_cache
+    page_sizes  tokens of a page that the kernels accept; empty: every power of two. Not used without pages
+
+    A *plain* layout stores d innermost in both caches; its other axes may stand in any order and have any strides in
+    multiples of 16 bytes. A *packed* layout splits the d of keys into chunks of x values, tokens between the chunks,
+    and stores values transposed, d before the tokens.
+    """
+
+    name: str
+    key: str
+    value: str
+    page_sizes: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        outer_rows = "pt" if self.paged else "bs"
+        if self.packed:
+            known, needs = (self.key, self.value) == ("phctx", "phdt"), "phctx and phdt"
+        else:
+            known = self.key == self.value and sorted(self.key) == sorted(outer_rows + "hd") and self.key[-1] == "d"
+            needs = f"{', '.join(outer_rows)} and h in any order, then d, the same for both caches"
+        if not known:
+            raise ValueError(f"layout {self.name!r}: got axes {self.key} and {self.value}; needs {needs}")
+
+    # ---- what it is
+
+    @property
+    def paged(self) -> bool:
+        """Whether a block table says where a sequence's tokens are."""
+        return "p" in self.key
+
+    @property
+    def packed(self) -> bool:
+        """Whether keys are chunks of 16 bytes, and values are transposed (d before the tokens)."""
+        return "x" in self.key
+
+    @property
+    def outer(self) -> str:
+        """The axis of sequences or pages."""
+        return "p" if self.paged else "b"
+
+    @property
+    def rows(self) -> str:
+        """The axis of the tokens of a sequence or page."""
+        return "t" if self.paged else "s"
+
+    @property
+    def kernel_layout(self) -> str:
+        """What `GqaDecodeSpec.layout` calls it: a layout with pages and one without share the kernel's name."""
+        axes = self.kernel_words(self.key)
+        return _PACKED_KERNEL_NAME if self.packed else _KERNEL_NAMES.get(axes, axes)
+
+    # ---- axes and shapes
+
+    def axes(self, which: Which) -> str:
+        """Axes of k_cache or v_cache."""
+        return self.key if which == "k" else self.value
+
+    def shape(self, which: Which, sizes: CacheSizes, itemsize: int) -> tuple[int, ...]:
+        """The shape of k_cache or v_cache."""
+        x = CHUNK_BYTES // itemsize
+        size = {
+            self.outer: sizes.outer,
+            self.rows: sizes.rows,
+            "h": sizes.h_kv,
+            "d": sizes.d,
+            "c": sizes.d // x,
+            "x": x,
+        }
+        return tuple(size[axis] for axis in self.axes(which))
+
+    def scale_axes(self, granularity: str) -> str:
+        """Axes of a scale: those of v_cache less what shares the scale; g stands where d does."""
+        if granularity == "per_tensor":
+            return ""
+        shared = {"per_head": self.outer + self.rows + "d", "per_token": "hd", "per_token_head": "d", "per_group": ""}
+        return "".join(axis for axis in self.value if axis not in shared[granularity]).replace("d", "g")
+
+    def kernel_words(self, axes: str) -> str:
+        """`axes` as kernels call them: o for sequences or pages, r for tokens."""
+        return axes.replace(self.outer, "o").replace(self.rows, "r")
+
+    @property
+    def accepted_page_sizes(self) -> str:
+        """In words."""
+        return f"one of {self.page_sizes}" if self.page_sizes else "a power of two"
+
+    def accepts_page_size(self, rows: int) -> bool:
+        """Whether the kernels take pages of so many tokens."""
+        power_of_two = rows >= 1 and rows & (rows - 1) == 0
+        return power_of_two and (not self.page_sizes or rows in self.page_sizes)
+
+
+LAYOUTS: Final = {
+    layout.name: layout
+    for layout in (
+        CacheLayout("BNSH", "bhsd", "bhsd"),
+        CacheLayout("BSNH", "bshd", "bshd"),
+        CacheLayout("paged_NHD", "pthd", "pthd"),
+        CacheLayout("paged_HND", "phtd", "phtd"),
+        CacheLayout("paged_vllm", "phctx", "phdt", page_sizes=(8, 16, 32)),
+    )
+}
+PACKED: Final = LAYOUTS["paged_vllm"]
+"""The only packed layout: kernels that are built for it take their axes from here."""
+
+
+KERNEL_LAYOUTS: Final = ", ".join((*_KERNEL_NAMES.values(), _PACKED_KERNEL_NAME, "orders of o, r, h that end in d"))
+"""What `GqaDecodeSpec.layout` may be, in words."""
+
+
+def kernel_axes(kernel_layout: str) -> str:
+    """Axes of k_cache for a `GqaDecodeSpec.layout`, in the words of kernels: o, r, h, d (c, x where packed)."""
+    if kernel_layout == _PACKED_KERNEL_NAME:
+        return PACKED.kernel_words(PACKED.key)
+    return {name: axes for axes, name in _KERNEL_NAMES.items()}.get(kernel_layout, kernel_layout)
+
+
+def is_kernel_layout(kernel_layout: str) -> bool:
+    """Whether some `CacheLayout` has this kernel_layout. An order that has a name goes by the name alone."""
+    axes = kernel_axes(kernel_layout)
+    plain = sorted(axes) == sorted("ohrd") and axes[-1] == "d"
+    return kernel_layout == _PACKED_KERNEL_NAME or (plain and _KERNEL_NAMES.get(axes, axes) == kernel_layout)
+
+
+def token_major(axes: str) -> tuple[int, ...]:
+    """The permutation that orders axes as sequences or pages, tokens, heads, what is left of d."""
+    return tuple(axes.index(axis) for axis in sorted(axes, key=_TOKEN_MAJOR.index))
 
 
 def cache_sizes(layout: CacheLayout, k_shape: tuple[int, ...], v_shape: tuple[int, ...], itemsize: int) -> CacheSizes:
@@ -92,45 +208,35 @@ def cache_sizes(layout: CacheLayout, k_shape: tuple[int, ...], v_shape: tuple[in
         key["d"] = key["c"] * x
     if any(key[axis] != size for axis, size in value.items()):
         raise ValueError(f"v_cache: got shape {tuple(v_shape)}; needs the sizes of k_cache, {tuple(k_shape)}")
-    outer, rows = ("p", "t") if layout.paged else ("b", "s")
-    sizes = CacheSizes(key[outer], key[rows], key["h"], key["d"])
+    sizes = CacheSizes(key[layout.outer], key[layout.rows], key["h"], key["d"])
     if sizes.d not in HEAD_DIMS:
         raise ValueError(f"k_cache: got head dimension {sizes.d}; needs one of {HEAD_DIMS}")
-    if layout.paged:
-        known = VLLM_PAGE_SIZES if layout.name == "paged_vllm" else None
-        if (known and sizes.rows not in known) or sizes.rows < 1 or sizes.rows & (sizes.rows - 1):
-            needs = f"one of {known}" if known else "a power of two"
-            raise ValueError(f"k_cache: got page size {sizes.rows}; layout {layout.name!r} needs {needs}")
+    if layout.paged and not layout.accepts_page_size(sizes.rows):
+        needs = layout.accepted_page_sizes
+        raise ValueError(f"k_cache: got page size {sizes.rows}; layout {layout.name!r} needs {needs}")
     return sizes
 
 
 def scale_shapes(layout: CacheLayout, sizes: CacheSizes) -> dict[ScaleKind, tuple[int, ...]]:
     """The shape of each kind of scale for a cache. per_tensor may also be ()."""
-    outer, rows = ("p", "t") if layout.paged else ("b", "s")
-    size = {outer: sizes.outer, rows: sizes.rows, "h": sizes.h_kv}
-
-    def shape(axes: str, groups: int = 0) -> tuple[int, ...]:
-        return tuple(groups if axis == "g" else size[axis] for axis in axes)
-
-    shapes = {
-        ScaleKind("per_tensor"): (1,),
-        ScaleKind("per_head"): shape("h"),
-        ScaleKind("per_token"): shape(layout.token_axes.replace("h", "")),
-        ScaleKind("per_token_head"): shape(layout.token_axes),
-    }
-    for group_size in GROUP_SIZES:
-        shapes[ScaleKind("per_group", group_size)] = shape(layout.group_axes, sizes.d // group_size)
+    size = {layout.outer: sizes.outer, layout.rows: sizes.rows, "h": sizes.h_kv}
+    kinds = [ScaleKind(granularity) for granularity in ("per_head", "per_token", "per_token_head")]
+    kinds += [ScaleKind("per_group", group_size) for group_size in GROUP_SIZES]
+    shapes: dict[ScaleKind, tuple[int, ...]] = {ScaleKind("per_tensor"): (1,)}
+    for kind in kinds:
+        groups = {"g": sizes.d // kind.group_size} if kind.group_size else {}
+        shapes[kind] = tuple({**size, **groups}[axis] for axis in layout.scale_axes(kind.granularity))
     return shapes
 
 
 def scale_kind(name: str, shape: tuple[int, ...], layout: CacheLayout, sizes: CacheSizes) -> ScaleKind:
     """What a scale of this shape means.
 
-    A scale of one element is per_tensor, which a cache of one head does not distinguish from per_head.
+    A scale of one element is per_tensor: a cache of one head does not distinguish it from per_head.
 
     Raises:
-        ValueError: no granularity has this shape, or several do (BNSH, per_token against per_head, cannot be: their
-            ranks differ; a rank-4 shape fits one group size only).
+        ValueError: no granularity has this shape, or several have it. Several cannot have it in today's layouts: ranks
+            tell granularities apart, and a shape of rank 4 fits one group size.
     """
     if tuple(shape) in ((), (1,)):
         return ScaleKind("per_tensor")

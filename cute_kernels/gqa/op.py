@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from cute_kernels.gqa.layouts import LAYOUTS, CacheLayout, CacheSizes, ScaleKind, cache_sizes, scale_kind
+from cute_kernels.gqa.layouts import ALIGNMENT, LAYOUTS, CacheLayout, CacheSizes, ScaleKind, cache_sizes, scale_kind
 from cute_kernels.gqa.plan import cluster_for, columns_for, plan_decode, warps_for
 from cute_kernels.gqa.reference import reference_gqa_decode
 from cute_kernels.gqa.spec import ITEMSIZE, KEYS_PER_WARP, MAX_RANGES, GqaDecodeSpec
@@ -26,7 +26,6 @@ Q_DTYPES = (torch.bfloat16, torch.float16)
 CACHE_DTYPES = (torch.int8, torch.float8_e4m3fn, torch.bfloat16, torch.float16)
 SCALE_DTYPES = (torch.float16, torch.float32)
 _NAMES = {dtype: str(dtype).removeprefix("torch.") for dtype in (*CACHE_DTYPES, torch.float32)}
-_LAYOUT_FACTS = {"BNSH": "heads_first", "paged_HND": "heads_first", "BSNH": "tokens_first", "paged_NHD": "tokens_first"}
 _CLASS_OF = {"per_tensor": "head", "per_head": "head", "per_token": "token", "per_token_head": "token"}
 
 _INTS, _FLOATS, _INF = (int, type(None)), (float, type(None)), float("inf")
@@ -309,7 +308,7 @@ def decode_spec(request: _Request, num_sms: int = 132) -> GqaDecodeSpec:
         k_scales=_scale_class(k_kind),
         v_scales=_scale_class(v_kind),
         scale_dtype="float32" if scale is None else _NAMES[scale.dtype],
-        layout=_LAYOUT_FACTS.get(layout.name, "vllm"),
+        layout=layout.kernel_layout,
         paged=layout.paged,
         box_rows=min(sizes.rows, tile) if layout.paged else tile,
         alibi=request.alibi_slopes is not None,
@@ -331,14 +330,8 @@ def _scale_strides(
     """Strides of (outer, head, row, group); 0 along axes that share a scale."""
     if scale is None or kind is None or kind.granularity == "per_tensor":
         return (0, 0, 0, 0)
-    if kind.granularity == "per_head":
-        return (0, scale.stride(0), 0, 0)
-    axes = layout.group_axes if kind.granularity == "per_group" else layout.token_axes
-    if kind.granularity == "per_token":
-        axes = axes.replace("h", "")
-    stride = dict(zip(axes, scale.stride(), strict=True))
-    outer, row = ("p", "t") if layout.paged else ("b", "s")
-    return stride[outer], stride.get("h", 0), stride[row], stride.get("g", 0)
+    stride = dict(zip(layout.scale_axes(kind.granularity), scale.stride(), strict=True))
+    return stride.get(layout.outer, 0), stride.get("h", 0), stride.get(layout.rows, 0), stride.get("g", 0)
 
 
 def _sizes(request: _Request, layout: CacheLayout) -> CacheSizes:
@@ -417,13 +410,13 @@ def _check(*arguments: Any) -> None:
 
 
 def _check_rows(name: str, cache: torch.Tensor, layout: CacheLayout) -> None:
-    """The requirements of TMA, on a CPU too: a call that works there must work on a GPU."""
-    if layout.name != "paged_vllm":
-        check_tensor(name, cache, align=16, unit_last_stride=True)
+    """What TMA asks for, on a CPU too: what runs there must run on a GPU."""
+    if not layout.packed:
+        check_tensor(name, cache, align=ALIGNMENT, unit_last_stride=True)
         return
-    # a page of a head as one row of bytes
+    # the kernel copies a page of a head as one row of bytes
     rows = cache.as_strided((*cache.shape[:2], 1), (*cache.stride()[:2], 1))
-    check_tensor(name, rows, align=16)
+    check_tensor(name, rows, align=ALIGNMENT)
     whole = cache.numel() == 0 or cache[0, 0].is_contiguous()
     require(whole, name, f"strides {cache.stride()}", "contiguous bytes of each page and head")
 

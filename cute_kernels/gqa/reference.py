@@ -8,34 +8,26 @@ by adding to or multiplying a score, so a NaN in any other slot has no way to th
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Final, Literal, NamedTuple
+from typing import Final, NamedTuple
 
 import torch
 
-from cute_kernels.gqa.layouts import LAYOUTS, CacheLayout, CacheSizes, ScaleKind, cache_sizes, scale_kind
+from cute_kernels.gqa.layouts import (
+    LAYOUTS,
+    CacheLayout,
+    CacheSizes,
+    ScaleKind,
+    Which,
+    cache_sizes,
+    scale_kind,
+    token_major,
+)
 
 INT8_MAX: Final = 127
 MIN_SCALE: Final = {torch.float32: 2.0**-126, torch.float16: 2.0**-14}
 """The smallest scale that quantization stores: the smallest normal number."""
 ELEMENTS_PER_CHUNK: Final = 1 << 25
 """Elements of a cache dequantized at a time: 268 MB as float64, 8 heads of 32,768 keys of 128."""
-
-Which = Literal["k", "v"]
-
-
-def _token_major(tensor: torch.Tensor, axes: str) -> torch.Tensor:
-    """A view with the axes in the order sequences or pages, tokens, heads, what is left of d."""
-    return tensor.permute([axes.index(axis) for axis in sorted(axes, key="bpsthcxdg".index)])
-
-
-def _scale_axes(kind: ScaleKind, layout: CacheLayout) -> str:
-    return {
-        "per_tensor": "",
-        "per_head": "h",
-        "per_token": layout.token_axes.replace("h", ""),
-        "per_token_head": layout.token_axes,
-        "per_group": layout.group_axes,
-    }[kind.granularity]
 
 
 def spread_scale(scale: torch.Tensor, kind: ScaleKind) -> torch.Tensor:
@@ -68,10 +60,10 @@ class ScaledCache:
     ) -> None:
         self.which = which
         self.kind = None if scale is None else scale_kind(f"{which}_scale", tuple(scale.shape), layout, sizes)
-        self.codes = _token_major(codes, layout.key if which == "k" else layout.value)
+        self.codes = codes.permute(token_major(layout.axes(which)))
         self.scale = scale
         if scale is not None and self.kind is not None and self.kind.granularity != "per_tensor":
-            self.scale = _token_major(scale, _scale_axes(self.kind, layout))
+            self.scale = scale.permute(token_major(layout.scale_axes(self.kind.granularity)))
 
     def take(self, outer: torch.Tensor, rows: torch.Tensor, heads: slice, dtype: torch.dtype) -> torch.Tensor:
         """Dequantized tokens (n, heads, d) from places (n,), all of them valid."""
@@ -134,10 +126,10 @@ def dequantize(
         (sequences or pages, tokens, h_kv, d).
     """
     known = LAYOUTS[layout]
-    axes = dict(zip(known.key if which == "k" else known.value, codes.shape, strict=True))
+    axes = dict(zip(known.axes(which), codes.shape, strict=True))
     head_dim = axes["d"] if "d" in axes else axes["c"] * axes["x"]
-    outer, rows = ("p", "t") if known.paged else ("b", "s")
-    cache = ScaledCache(codes, scale, known, which, CacheSizes(axes[outer], axes[rows], axes["h"], head_dim))
+    sizes = CacheSizes(axes[known.outer], axes[known.rows], axes["h"], head_dim)
+    cache = ScaledCache(codes, scale, known, which, sizes)
     return _dequantize(cache.codes.flatten(3), cache.scale, cache.kind, dtype)
 
 
@@ -390,9 +382,8 @@ def reference_append(
     """
     known = LAYOUTS[layout]
     sizes = cache_sizes(known, tuple(k_cache.shape), tuple(v_cache.shape), k_cache.element_size())
-    keep = (slot_mapping >= 0) & (slot_mapping < sizes.outer * sizes.rows)
-    slots = slot_mapping[keep].long()
-    outer, rows = slots // sizes.rows, slots % sizes.rows
+    keep = (slot_mapping >= 0) & (slot_mapping < sizes.num_slots)
+    outer, rows = sizes.place(slot_mapping[keep].long())
     given_both: dict[Which, tuple[torch.Tensor, ...]] = {"k": (k, k_cache, k_scale), "v": (v, v_cache, v_scale)}
     for which, (x, codes, scale) in given_both.items():
         cache = ScaledCache(codes, scale, known, which, sizes)

@@ -3,19 +3,20 @@
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
+from cute_kernels.gqa.layouts import HEAD_DIMS, KERNEL_LAYOUTS, PACKED, is_kernel_layout, kernel_axes
+
 KEYS_PER_WARP = 16
 ITEMSIZE = {"int8": 1, "float8_e4m3fn": 1, "bfloat16": 2, "float16": 2}
 BYTE_TYPES = ("int8", "float8_e4m3fn")
 SCALES = {"none": 0, "head": 0, "token": 1, "group32": 32, "group64": 64}
-LAYOUTS = ("heads_first", "tokens_first", "vllm")
 COLUMNS = (8, 16)
 MAX_ACCUMULATORS = 2048  # columns x d of a warp: 64 registers of O; twice as many spill
 MAX_RANGES = 256
-CLUSTER = 8  # CTAs; more are not portable
+CLUSTER = 8  # CTAs; larger clusters are not portable
 BOX_ROWS = (1, 2, 4, 8, 16, 32, 64, 128)
 
 SMEM_PER_CTA = 232_448
-IN_FLIGHT = 131_072  # bytes of an SM; more only lengthens the queue of the memory
+BYTES_IN_FLIGHT = 131_072  # of an SM; more lengthens the queue of the memory and gains nothing
 
 
 @dataclass(frozen=True)
@@ -25,17 +26,18 @@ class GqaDecodeSpec:
     q_dtype    "bfloat16" or "float16", also of the output
     kv_dtype   "int8", "float8_e4m3fn" or q_dtype
     d          head dimension: 64, 128 or 256
-    columns    query rows (tokens x heads of one KV head) of a CTA: 8 or 16
+    columns    query rows (tokens x heads of one KV head) of a CTA, which are columns of S^T and O^T: 8 or 16
     k_scales   "none"; "head": one or one per head; "token": per token, or token and head; "group32", "group64"
     v_scales   the same
     scale_dtype "float16" or "float32", of both scales
-    layout     "heads_first" (BNSH, paged_HND), "tokens_first" (BSNH, paged_NHD) or "vllm" (paged_vllm)
+    layout     `CacheLayout.kernel_layout`: "heads_first" (BNSH, paged_HND), "tokens_first" (BSNH, paged_NHD), "vllm"
+               (paged_vllm), or the axes of a plain layout of another order, such as "rohd"
     paged      whether there is a block table
-    box_rows   tokens that one TMA copy brings: those of a tile, or the page size where that is smaller
-    alibi      whether there are slopes
+    box_rows   tokens of one TMA copy: those of a tile, or the page size where that is smaller
+    alibi      whether there are ALiBi slopes
     softcap    whether scores are capped
     warps      consumer warps of a CTA, 16 keys of a tile each: 4 or 8
-    cluster    1: ranges of the work list; 8: each sequence and head is shared by the CTAs of one cluster
+    cluster    1: CTAs take ranges of the line of tiles; 8: the CTAs of a cluster share a sequence and KV head
     """
 
     q_dtype: str
@@ -62,8 +64,8 @@ class GqaDecodeSpec:
             reasons.append(f"q_dtype is {self.q_dtype}; it is bfloat16 or float16")
         if self.kv_dtype not in (*BYTE_TYPES, self.q_dtype):
             reasons.append(f"kv_dtype is {self.kv_dtype}; it is {', '.join(BYTE_TYPES)} or that of q, {self.q_dtype}")
-        if self.d not in (64, 128, 256):
-            reasons.append(f"d is {self.d}; it is 64, 128 or 256")
+        if self.d not in HEAD_DIMS:
+            reasons.append(f"d is {self.d}; it is one of {HEAD_DIMS}")
         if self.columns not in COLUMNS or self.columns * self.d > MAX_ACCUMULATORS:
             reasons.append(
                 f"{self.columns} columns of {self.d}; a warp has room for 8 or 16 of {MAX_ACCUMULATORS} values"
@@ -75,8 +77,8 @@ class GqaDecodeSpec:
                 reasons.append(f"{name} is {scales}; a cache of 16-bit numbers has none")
         if self.scale_dtype not in ("float16", "float32"):
             reasons.append(f"scale_dtype is {self.scale_dtype}; it is float16 or float32")
-        if self.layout not in LAYOUTS:
-            reasons.append(f"layout is {self.layout}; known are {', '.join(LAYOUTS)}")
+        if not is_kernel_layout(self.layout):
+            reasons.append(f"layout is {self.layout}; known are {KERNEL_LAYOUTS}")
         if self.warps not in (4, 8) or (self.warps == 4 and self.bytes_cache):
             reasons.append(f"{self.warps} consumer warps; there are 8, or 4 without scales of tokens")
         if self.cluster not in (1, CLUSTER) or (self.cluster > 1 and self.warps != 8):
@@ -85,15 +87,28 @@ class GqaDecodeSpec:
             reasons.append(f"box_rows is {self.box_rows}; it is a power of two up to {self.keys_per_tile}")
         elif self.box_rows < self.keys_per_tile and not self.paged:
             reasons.append(f"box_rows is {self.box_rows}; without pages it is {self.keys_per_tile}")
-        if self.layout == "vllm" and (not self.paged or self.box_rows not in (8, 16, 32)):
-            reasons.append(f"layout is vllm with box_rows {self.box_rows}; its pages have 8, 16 or 32 tokens")
+        if self.packed and (not self.paged or not PACKED.accepts_page_size(self.box_rows)):
+            sizes = PACKED.accepted_page_sizes
+            reasons.append(f"layout is {self.layout} with box_rows {self.box_rows}; its page size is {sizes}")
         return reasons
+
+    # ---- the layout of the caches
+
+    @property
+    def packed(self) -> bool:
+        """Whether keys come in chunks of 16 bytes, and values transposed."""
+        return self.layout == PACKED.kernel_layout
+
+    @property
+    def cache_axes(self) -> str:
+        """Axes of k_cache, outermost first: o sequences or pages, r tokens, h heads, d (c, x where packed)."""
+        return kernel_axes(self.layout)
 
     # ---- types of the products' operands
 
     @property
     def bytes_cache(self) -> bool:
-        """Whether the cache holds bytes, to be widened."""
+        """Whether the cache holds bytes, which are widened in registers."""
         return self.kv_dtype in BYTE_TYPES
 
     @property
@@ -109,7 +124,7 @@ class GqaDecodeSpec:
         return "float16" if self.v_scales in ("none", "head") else "bfloat16"
 
     def scale_groups(self, scales: str) -> int:
-        """Scales of a token that S or P are multiplied with: 0 where the scale is one of the whole head."""
+        """Scales of a token that S or P are multiplied by: 0 where a scale is that of the whole head."""
         size = SCALES[scales]
         return self.d // size if size > 1 else size
 
@@ -122,42 +137,42 @@ class GqaDecodeSpec:
 
     @property
     def keys_per_tile(self) -> int:
-        """Of a CTA."""
+        """Keys of a tile, 16 for each consumer warp."""
         return KEYS_PER_WARP * self.warps
 
     @property
     def row_bytes(self) -> int:
-        """Of a token in one block of columns: what one TMA copy brings of each row."""
+        """Bytes of a token in one row segment: what one TMA copy brings of each row."""
         return min(self.d * self.itemsize, 128)
 
     @property
     def row_pitch(self) -> int:
-        """From one row of a block to the next: TMA writes to multiples of 128 bytes, also a copy of a single row."""
+        """Bytes from a row of a segment to the next: TMA writes to multiples of 128 bytes, also for a single row."""
         return 128 if self.box_rows == 1 else self.row_bytes
 
     @property
     def tile_bytes(self) -> int:
-        """Of the keys of a tile in shared memory, and as many of its values."""
+        """Bytes of K of a tile in shared memory; V has as many."""
         return self.keys_per_tile * (self.d * self.itemsize // self.row_bytes) * self.row_pitch
 
     @property
     def copied_bytes(self) -> int:
-        """What the copies of a tile bring, keys and values."""
+        """Bytes that the TMA copies of a tile bring, of K and V."""
         return 2 * self.keys_per_tile * self.d * self.itemsize
 
     @property
-    def sums_stride(self) -> int:
-        """float32 values from one row of the warps' sums to the next: d + 4, so that stores spread over the banks."""
+    def warp_o_stride(self) -> int:
+        """float32 values from a column of a warp's O to the next: d + 4, so that stores spread over the banks."""
         return self.d + 4
 
     @property
     def fixed_bytes(self) -> int:
-        """What a CTA needs beside the stages: Q, the warps' sums, their maxima, barriers; generously."""
-        return self.columns * self.d * 2 + self.warps * self.columns * self.sums_stride * 4 + 3072
+        """Upper bound of the bytes besides the stages: Q, O of the warps, their row_max and row_sum, barriers."""
+        return self.columns * self.d * 2 + self.warps * self.columns * self.warp_o_stride * 4 + 3072
 
     @property
     def scale_warps(self) -> int:
-        """Warps that bring scales of tokens: one for those of K, one for those of V."""
+        """Warps that load scales of tokens: one for those of K, one for those of V."""
         return sum(self.scale_groups(scales) > 0 for scales in (self.k_scales, self.v_scales))
 
     @property
@@ -166,19 +181,19 @@ class GqaDecodeSpec:
         return self.keys_per_tile * (self.scale_groups(self.k_scales) + self.scale_groups(self.v_scales))
 
     @property
-    def valid_words(self) -> int:
-        """32-bit words of a stage that say which of its pages exist."""
+    def page_words(self) -> int:
+        """32-bit words of a stage with a bit for each TMA copy: its page exists."""
         return max(self.keys_per_tile // self.box_rows // 32, 1)
 
     @property
     def stages(self) -> int:
-        """Tiles in flight."""
-        stage = 2 * self.tile_bytes + 4 * (self.scale_values + self.valid_words)
-        return min((SMEM_PER_CTA - self.fixed_bytes) // stage, max(-(-IN_FLIGHT // (2 * self.tile_bytes)), 2))
+        """Stages of the ring: as many as fit, and as BYTES_IN_FLIGHT asks for."""
+        stage = 2 * self.tile_bytes + 4 * (self.scale_values + self.page_words)
+        return min((SMEM_PER_CTA - self.fixed_bytes) // stage, max(-(-BYTES_IN_FLIGHT // (2 * self.tile_bytes)), 2))
 
     @property
     def registers(self) -> int:
-        """Of a thread at launch."""
+        """Registers of a thread at launch."""
         return 255 if self.warps == 4 else 168
 
     @property
@@ -188,7 +203,7 @@ class GqaDecodeSpec:
 
 
 def shipped_specs() -> list[GqaDecodeSpec]:
-    """The variants of the benchmark, and one of each kind of code; others are compiled when first asked for."""
+    """The variants of the benchmark, and one of each kind of code; others are compiled at their first call."""
     head = GqaDecodeSpec("bfloat16", "int8", 128, 8, k_scales="head", v_scales="head")
     token = replace(head, k_scales="token", v_scales="token", scale_dtype="float16")
     group = replace(token, k_scales="group32", v_scales="group32")

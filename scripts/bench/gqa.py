@@ -22,7 +22,7 @@ import cute_kernels
 from cute_kernels.budget import model
 from cute_kernels.budget.rates import H200, Rates
 from cute_kernels.gqa import op
-from cute_kernels.gqa.layouts import CHUNK_BYTES, LAYOUTS, CacheSizes, scale_shapes
+from cute_kernels.gqa.layouts import LAYOUTS, CacheSizes, scale_shapes
 from cute_kernels.gqa.reference import dequantize, reference_append, reference_gqa_decode
 from cute_kernels.gqa.spec import GqaDecodeSpec
 from scripts.bench import records
@@ -61,11 +61,8 @@ def scales_of_token(scales: str, h_kv: int, d: int) -> int:
 
 def cache_shapes(layout: str, sizes: CacheSizes, itemsize: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Shapes of k_cache and v_cache."""
-    x = CHUNK_BYTES // itemsize
-    axes = {"b": sizes.outer, "p": sizes.outer, "s": sizes.rows, "t": sizes.rows, "h": sizes.h_kv, "d": sizes.d}
-    axes |= {"c": sizes.d // x, "x": x}
     named = LAYOUTS[layout]
-    return tuple(axes[axis] for axis in named.key), tuple(axes[axis] for axis in named.value)
+    return named.shape("k", sizes, itemsize), named.shape("v", sizes, itemsize)
 
 
 @dataclass(frozen=True)

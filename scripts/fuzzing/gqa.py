@@ -10,7 +10,7 @@ import torch
 
 from cute_kernels.gqa import op
 from cute_kernels.gqa.append_spec import KvAppendSpec
-from cute_kernels.gqa.layouts import LAYOUTS, CacheSizes, scale_shapes
+from cute_kernels.gqa.layouts import LAYOUTS, PACKED, CacheSizes, scale_shapes
 from cute_kernels.gqa.reference import reference_append
 from cute_kernels.gqa.spec import GqaDecodeSpec
 from scripts.bench.timing import bits
@@ -32,7 +32,7 @@ def _same(scales: str) -> dict[str, Any]:
 
 VARIANTS: Final[tuple[dict[str, Any], ...]] = (
     # int8, d 128, scales per token and head: every layout and page size
-    *({"layout": layout, "page_size": 16 if layout == "paged_vllm" else 64} for layout in LAYOUTS),
+    *({"layout": layout, "page_size": 16 if LAYOUTS[layout].packed else 64} for layout in LAYOUTS),
     *({"layout": "paged_NHD", "page_size": page_size} for page_size in (1, 2, 16, 1024)),
     {"layout": "paged_NHD", "page_size": 64, "many": True},
     {"layout": "BNSH", "many": True},
@@ -242,6 +242,7 @@ def rows_of(case: GqaCase, rows: Sequence[int]) -> GqaCase:
 # ---- append
 
 GIVEN = ("per_tensor", "per_head")
+PLAIN_LAYOUTS: Final = tuple(name for name, layout in LAYOUTS.items() if not layout.packed)
 APPEND_USUAL: Final[dict[str, Any]] = {
     "dtype": torch.bfloat16,
     "d": 128,
@@ -289,8 +290,8 @@ def append_call(draw: Draw) -> Call:
     if "per_token" not in (options["k_scales"], options["v_scales"]):
         options["h_kv"] = draw.choice((1, 2, 3, 8))  # which the kernel does not depend on
     h_kv, d = options["h_kv"], options["d"]
-    layout = "paged_vllm" if options["vllm"] else draw.choice(("BNSH", "BSNH", "paged_NHD", "paged_HND"))
-    rows = draw.choice((8, 16, 32)) if options["vllm"] else draw.choice((1, 16, 64, 128))
+    layout = PACKED.name if options["vllm"] else draw.choice(PLAIN_LAYOUTS)
+    rows = draw.choice(LAYOUTS[layout].page_sizes or (1, 16, 64, 128))
     tokens = draw.choice((0, 1, 7, 33, 130))
     if draw.large:
         tokens = 2000

@@ -10,6 +10,7 @@ from typing import Any, Final, NamedTuple
 
 import torch
 
+from cute_kernels.gqa.layouts import LAYOUTS
 from scripts.fuzzing.calls import Call, Mode, invoke
 from scripts.fuzzing.generate import draw_call
 
@@ -182,9 +183,9 @@ def _wrong_tensors(name: str, t: torch.Tensor, rule: Rule, call: Call, rng: rand
 
 
 def _has_rows(op: str, name: str, arguments: Mapping[str, Any]) -> bool:
-    """Whether the last axis of an argument must be dense: values of paged_vllm are judged as pages of bytes."""
-    vllm = arguments.get("layout") == "paged_vllm"
-    return not (vllm and name in ("k_cache", "v_cache"))
+    """Whether the last axis of an argument must be dense: packed caches are judged as pages of bytes."""
+    layout = LAYOUTS.get(arguments.get("layout", ""))
+    return not (layout is not None and layout.packed and name in ("k_cache", "v_cache"))
 
 
 def _decided(op: str, name: str, axis: int, arguments: Mapping[str, Any]) -> bool:

@@ -4,14 +4,14 @@ import dataclasses
 import itertools
 import random
 from collections import Counter
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
 
 from cute_kernels import gqa_decode, mla_fp8_decode
 from cute_kernels.gqa import op as gqa_op
-from cute_kernels.gqa.layouts import LAYOUTS, CacheSizes, scale_shapes
+from cute_kernels.gqa.layouts import LAYOUTS, CacheSizes, Which, scale_shapes
 from cute_kernels.gqa.plan import cluster_for
 from cute_kernels.mla import op as mla_op
 from cute_kernels.mla.crossover.spec import shipped_specs as shipped_crossover_specs
@@ -109,10 +109,8 @@ def gqa_call(kv: str, q: str, k: str, v: str, layout: str = "BNSH", page: str = 
     """Arguments of any values, whether or not they go together."""
     known, rows = LAYOUTS[layout], covering.PAGE_SIZES[page] or 32
     dtype, sizes = KV_DTYPES[kv], CacheSizes(2, rows, 2, 64)
-    x = 16 // dtype.itemsize
-    size = {"b": 2, "p": 2, "h": 2, "s": rows, "t": rows, "d": 64, "c": 64 // x, "x": x}
     caches = [
-        torch.zeros([size[axis] for axis in axes], dtype=dtype, device="cpu") for axes in (known.key, known.value)
+        torch.zeros(known.shape(which, sizes, dtype.itemsize), dtype=dtype, device="cpu") for which in get_args(Which)
     ]
     shapes = scale_shapes(known, sizes)
     scales = [

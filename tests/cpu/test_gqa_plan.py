@@ -1,6 +1,6 @@
-"""The work list of `gqa_decode`: pure Python, with the arithmetic of the scheduler written out.
+"""Plans and schedule of `gqa_decode` in pure Python: the arithmetic of the scheduler is written out here.
 
-What a plan launches must be right for any lengths: only the device knows them.
+A plan must be right for any lengths: only the device knows them.
 """
 
 import itertools
@@ -19,7 +19,7 @@ INT32_MAX, NO_WINDOW = 2**31 - 1, 2**30
 
 
 def int32(value: int) -> int:
-    """What the device computes must not overflow there."""
+    """A result of 32-bit arithmetic on the device: it must not overflow."""
     assert -(2**31) <= value <= INT32_MAX, "overflow"
     return value
 
@@ -88,7 +88,7 @@ LENGTHS = {
 @pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
 @pytest.mark.parametrize("window", [NO_WINDOW, 1, 300])
 def test_each_tile_is_in_one_range(lengths, window):
-    """And those that share a sequence agree on who they are, so that one of them merges."""
+    """Ranges that share a sequence agree on which they are, so that exactly one CTA merges."""
     for ranges, splits in ((1, 0), (2, 0), (16, 0), (132, 0), (256, 0), (1, 1), (1, 2), (1, 40), (1, 256)):
         done = pieces(lengths, ranges, splits, window=window, s_q=2)
         tiles = [extent(length, 10**6, window, 2)[2] for length in lengths]
@@ -105,8 +105,8 @@ def test_each_tile_is_in_one_range(lengths, window):
 
 
 @pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
-def test_a_range_has_two_partial_results_at_most(lengths):
-    """One sequence that began before it, one that goes on behind it: they have different places in the scratch."""
+def test_a_range_has_two_partials_at_most(lengths):
+    """One of a sequence that begins before the range, one of a sequence that ends after it: in different slots."""
     for ranges, splits in ((2, 0), (16, 0), (132, 0), (256, 0), (1, 3), (1, 256)):
         places: Counter[tuple[int, bool]] = Counter()
         for r, b, start, stop, _, count in pieces(lengths, ranges, splits):
@@ -157,15 +157,15 @@ def test_plans_are_complete(num_splits):
             assert plan.state_floats == spec.columns * (spec.d + 2)
             if num_splits is None:
                 assert plan.splits == 0 and 1 <= plan.ranges <= min(MAX_RANGES, tiles * shape["batch"])
-                units, shared = heads * plan.ranges, plan.ranges > 1
+                work_tiles, shared = heads * plan.ranges, plan.ranges > 1
             else:
                 assert plan.splits == min(num_splits, tiles)
-                units, shared = heads * plan.splits * shape["batch"], plan.splits > 1
-            assert plan.ctas == min(units, SMS), "one for each SM"
-            assert plan.states >= (2 * units if shared else 0)
+                work_tiles, shared = heads * plan.splits * shape["batch"], plan.splits > 1
+            assert plan.ctas == min(work_tiles, SMS), "one for each SM"
+            assert plan.states >= (2 * work_tiles if shared else 0)
             # what the device multiplies in 32 bits
             total = tiles * shape["batch"]
-            assert max(units, plan.ranges * total, plan.splits * tiles) <= INT32_MAX
+            assert max(work_tiles, plan.ranges * total, plan.splits * tiles) <= INT32_MAX
 
 
 @pytest.mark.parametrize(
@@ -197,9 +197,9 @@ def test_the_same_shapes_give_the_same_plan():
 def test_the_card_is_full(batch, max_keys, h_kv):
     plan = plan_decode(SPEC, batch=batch, h_kv=h_kv, rows=4, max_keys=max_keys, num_sms=SMS)
     assert 0.9 * SMS <= plan.ctas <= SMS
-    # in one round, or so many that the gap of the last does not count
-    units = plan.ranges * h_kv
-    assert units <= SMS or units % SMS == 0 or units > 8 * SMS
+    # in one round, or in so many that idle SMs of the last one do not matter
+    work_tiles = plan.ranges * h_kv
+    assert work_tiles <= SMS or work_tiles % SMS == 0 or work_tiles > 8 * SMS
 
 
 def test_a_short_sequence_is_not_cut_below_its_tiles():

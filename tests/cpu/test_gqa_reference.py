@@ -2,13 +2,13 @@
 
 import dataclasses
 import math
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
 
 from cute_kernels.gqa import reference
-from cute_kernels.gqa.layouts import LAYOUTS, CacheSizes, ScaleKind, scale_shapes
+from cute_kernels.gqa.layouts import LAYOUTS, CacheSizes, ScaleKind, Which, scale_shapes
 from cute_kernels.gqa.reference import (
     ScaledCache,
     dequantize,
@@ -16,7 +16,16 @@ from cute_kernels.gqa.reference import (
     reference_append,
     reference_gqa_decode,
 )
-from tests.support.gqa_cases import KV_DTYPES, SCALE_NAMES, VALUES, GqaCase, check_gqa, gqa_case, gqa_yardstick
+from tests.support.gqa_cases import (
+    KV_DTYPES,
+    SCALE_NAMES,
+    VALUES,
+    GqaCase,
+    check_gqa,
+    gqa_case,
+    gqa_yardstick,
+    token_index,
+)
 from tests.support.mla_cases import covering_cases, generator
 
 NAN, INF = math.nan, math.inf
@@ -27,15 +36,10 @@ KINDS = list(SCALE_NAMES.values())
 # ---- the loop
 
 
-def token_of(cache: Any, layout: str, which: str, outer: int, row: int, head: int) -> torch.Tensor:
-    """(d,) codes of one token and head, by the words of the contract."""
-    if layout in ("BNSH", "paged_HND"):
-        return cache[outer, head, row]
-    if layout in ("BSNH", "paged_NHD"):
-        return cache[outer, row, head]
-    if which == "k":
-        return torch.stack([cache[outer, head, chunk, row] for chunk in range(cache.shape[2])]).flatten()
-    return cache[outer, head, :, row]
+def token_of(cache: Any, layout: str, which: Which, outer: int, row: int, head: int) -> torch.Tensor:
+    """(d,) codes of one token and head."""
+    known = LAYOUTS[layout]
+    return cache[token_index(known, known.axes(which), outer, row, head)].flatten()
 
 
 def scale_of(scale: Any, layout: str, outer: int, row: int, head: int, d: int) -> torch.Tensor:
@@ -48,23 +52,18 @@ def scale_of(scale: Any, layout: str, outer: int, row: int, head: int, d: int) -
         return scale[head].expand(d)
     if scale.ndim == 2:
         return scale[outer, row].expand(d)
-    if layout in ("BSNH", "paged_NHD"):
-        own = scale[outer, row, head]
-    elif scale.ndim == 4 and layout == "paged_vllm":
-        own = scale[outer, head, :, row]
-    else:
-        own = scale[outer, head, row]
+    known = LAYOUTS[layout]
+    axes = known.scale_axes("per_token_head" if scale.ndim == 3 else "per_group")
+    own = scale[token_index(known, axes, outer, row, head)]
     return own.expand(d) if scale.ndim == 3 else torch.stack([own[i * len(own) // d] for i in range(d)])
 
 
 def naive_decode(case: GqaCase) -> tuple[torch.Tensor, torch.Tensor]:
     """One query head at a time; the sink is one more key with a value of zeros."""
     batch, s_q, h_q, d = case.q.shape
-    paged = case.layout.startswith("paged")
-    heads_axis = {"BSNH": 2, "paged_NHD": 2}.get(case.layout, 1)
-    h_kv = case.k_cache.shape[heads_axis]
-    rows_axis = {"BSNH": 1, "paged_NHD": 1, "paged_vllm": 3}.get(case.layout, 2)
-    rows = (case.v_cache if case.layout == "paged_vllm" else case.k_cache).shape[rows_axis]
+    layout = LAYOUTS[case.layout]
+    h_kv, rows = (case.v_cache.shape[layout.value.index(axis)] for axis in ("h", layout.rows))
+    num_outer = case.v_cache.shape[layout.value.index(layout.outer)]
     capacity = rows * (case.block_table.shape[1] if case.block_table is not None else 1)
     scale = 1 / math.sqrt(d) if case.softmax_scale is None else case.softmax_scale
     out = torch.zeros(batch, s_q, h_q, d, dtype=torch.float64)
@@ -78,7 +77,7 @@ def naive_decode(case: GqaCase) -> tuple[torch.Tensor, torch.Tensor]:
                 outer = int(case.block_table[b, key // rows]) if case.block_table is not None else b
                 hidden = case.causal and key > position
                 hidden |= case.window is not None and key <= position - case.window
-                if not hidden and (not paged or 0 <= outer < case.k_cache.shape[0]):
+                if not hidden and 0 <= outer < num_outer:
                     seen.append((key, outer, key % rows))
             for h in range(h_q) if seen else ():
                 head = h // (h_q // h_kv)
@@ -87,9 +86,8 @@ def naive_decode(case: GqaCase) -> tuple[torch.Tensor, torch.Tensor]:
                     token = [
                         token_of(cache, case.layout, which, outer, row, head).double()
                         * scale_of(scales, case.layout, outer, row, head, d).double()
-                        for which, cache, scales in (
-                            ("k", case.k_cache, case.k_scale),
-                            ("v", case.v_cache, case.v_scale),
+                        for which, cache, scales in zip(
+                            get_args(Which), (case.k_cache, case.v_cache), (case.k_scale, case.v_scale), strict=True
                         )
                     ]
                     score = float(case.q[b, j, h].double() @ token[0]) * scale
@@ -334,24 +332,21 @@ def test_all_layouts_agree():
 
 def empty(layout: Any, which: Any, sizes: CacheSizes, kind: ScaleKind, scale_dtype: torch.dtype = torch.float32) -> Any:
     """int8 cache of 99s and a scale of 7s."""
-    size = {"b": sizes.outer, "p": sizes.outer, "s": sizes.rows, "t": sizes.rows, "h": sizes.h_kv, "d": sizes.d}
-    size |= {"c": sizes.d // 16, "x": 16}
-    shape = [size[axis] for axis in (layout.key if which == "k" else layout.value)]
     scale = torch.full(scale_shapes(layout, sizes)[kind], 7.0, dtype=scale_dtype)
-    return torch.full(shape, 99, dtype=torch.int8), scale
+    return torch.full(layout.shape(which, sizes, 1), 99, dtype=torch.int8), scale
 
 
 def filled(x: Any, which: Any, layout: Any, sizes: CacheSizes, kind: ScaleKind) -> Any:
     """A cache with tokens (n, h_kv, d) in the order of their slots, and its scale."""
     cache, scale = empty(layout, which, sizes, kind)
     codes, own = quantize(x, kind)
-    slots = torch.arange(len(x))
+    places = sizes.place(torch.arange(len(x)))
     view = ScaledCache(cache, scale, layout, which, sizes)
-    view.put(slots // sizes.rows, slots % sizes.rows, codes)
+    view.put(*places, codes)
     if kind.granularity in ("per_tensor", "per_head"):
         scale.copy_(own)
     else:
-        view.put_scale(slots // sizes.rows, slots % sizes.rows, own)
+        view.put_scale(*places, own)
     back = dequantize(cache, scale, layout.name, which).flatten(0, 1)
     assert torch.equal(back, dequantized(codes, own, kind))
     return cache, scale

@@ -28,7 +28,7 @@ SM_COUNT = 132
 
 USUAL_LAYOUTS = ("BNSH", "BSNH", "paged_NHD")
 VARIANTS: tuple[dict[str, Any], ...] = (
-    *({"layout": layout, "page_size": 16 if layout == "paged_vllm" else 64} for layout in LAYOUTS),
+    *({"layout": layout, "page_size": 16 if LAYOUTS[layout].packed else 64} for layout in LAYOUTS),
     *({"page_size": page_size} for page_size in (1, 2, 16, 1024)),
     *({"kv_dtype": "fp8", "k_scales": None, "v_scales": None, "q_dtype": q} for q in (torch.bfloat16, torch.float16)),
     {"kv_dtype": "fp8"},
@@ -46,7 +46,7 @@ def kernel_specs() -> list[GqaDecodeSpec]:
     specs: dict[GqaDecodeSpec, None] = {}
     for case in (usual(**options, device="cpu") for options in VARIANTS):
         spec = op.decode_spec(op._Request(**case.arguments(), num_splits=1))
-        h_kv = case.k_cache.shape[2 if case.layout in ("BSNH", "paged_NHD") else 1]
+        h_kv = case.k_cache.shape[LAYOUTS[case.layout].key.index("h")]
         _, s_q, h_q, d = case.q.shape
         cluster = cluster_for(3, h_kv, h_q // h_kv * s_q, d, 700, SM_COUNT, spec.warps)
         specs |= {spec: None, dataclasses.replace(spec, cluster=cluster): None}
@@ -431,7 +431,7 @@ def test_scales_of_very_different_size(k_scales):
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_views_give_the_same_bits(layout):
-    case = usual(layout=layout, page_size=16 if layout == "paged_vllm" else 64)
+    case = usual(layout=layout, page_size=16 if LAYOUTS[layout].packed else 64)
     dense = {
         name: value.contiguous() if isinstance(value, torch.Tensor) else value
         for name, value in case.arguments().items()

@@ -13,9 +13,10 @@ import torch
 
 from cute_kernels import gqa_decode, mla_fp8_decode, sink_attention
 from cute_kernels.gqa import op
+from cute_kernels.gqa.layouts import LAYOUTS
 from cute_kernels.gqa.spec import CLUSTER, GqaDecodeSpec
 from fp8_mla import QK_DIM, ROPE_OFFSET, SCALE_OFFSET, TOKEN_BYTES, reference_decode
-from tests.support.gqa_cases import GqaExpectation, gqa_case
+from tests.support.gqa_cases import GqaExpectation, gqa_case, token_index
 from tests.support.mla_cases import generator, latent_tokens
 from tests.support.sink_cases import SinkCase, sink_case
 
@@ -56,7 +57,8 @@ def place_of(case: Any, sequence: int, position: int) -> tuple[int, int]:
     """(sequence or page, token in it)."""
     if case.block_table is None:
         return sequence, position
-    size = case.v_cache.shape[3] if case.layout == "paged_vllm" else case.v_cache.shape[1]
+    layout = LAYOUTS[case.layout]
+    size = case.v_cache.shape[layout.value.index(layout.rows)]
     return int(case.block_table[sequence, position // size]), position % size
 
 
@@ -64,11 +66,13 @@ def token_of(case: Any, name: str, sequence: int, position: int) -> torch.Tensor
     """All numbers of a token in a cache or in scales of tokens: a view."""
     tensor = getattr(case, name)
     outer, row = place_of(case, sequence, position)
-    if case.layout == "paged_NHD":
-        return tensor[outer, row]
-    if case.layout == "BNSH":
-        return tensor[outer, :, row]
-    return tensor[outer, :, :, row] if name == "k_cache" or tensor.dim() == 4 else tensor[outer, :, row]
+    layout = LAYOUTS[case.layout]
+    axes = {"k_cache": layout.key, "v_cache": layout.value}.get(name) or {
+        2: layout.scale_axes("per_token"),
+        3: layout.scale_axes("per_token_head"),
+        4: layout.scale_axes("per_group"),
+    }[tensor.dim()]
+    return tensor[token_index(layout, axes, outer, row)]
 
 
 def poison(case: Any, name: str, positions: list[int], value: float) -> Any:

@@ -5,7 +5,7 @@ import math
 
 import torch
 
-from cute_kernels.gqa.layouts import LAYOUTS
+from cute_kernels.gqa.layouts import LAYOUTS, Which
 from tests.support.bad_tensors import (
     F32,
     F64,
@@ -35,18 +35,19 @@ G_BATCH, G_S_Q, H_Q, H_KV, D, G_ROWS = 2, 3, 6, 2, 64, 16
 SIZES = {"b": G_BATCH, "p": 5, "h": H_KV, "s": G_ROWS, "t": G_ROWS, "d": D}
 
 
-def cache(device: str, layout: str, which: str = "k", dtype: torch.dtype = I8, **sizes: int) -> torch.Tensor:
+def cache(device: str, layout: str, which: Which = "k", dtype: torch.dtype = I8, **sizes: int) -> torch.Tensor:
     """A cache of zeros, with some sizes of its axes changed."""
     x = 16 // dtype.itemsize
     size = {**SIZES, **sizes}
     size |= {"x": x, "c": size["d"] // x, **sizes}
-    axes = LAYOUTS[layout].key if which == "k" else LAYOUTS[layout].value
-    return zeros(device, *(size[axis] for axis in axes), dtype=dtype)
+    return zeros(device, *(size[axis] for axis in LAYOUTS[layout].axes(which)), dtype=dtype)
 
 
 def scale(device: str, layout: str, dtype: torch.dtype = F32) -> torch.Tensor:
     """Per token and head."""
-    return torch.ones([SIZES[axis] for axis in LAYOUTS[layout].token_axes], dtype=dtype, device=device)
+    return torch.ones(
+        [SIZES[axis] for axis in LAYOUTS[layout].scale_axes("per_token_head")], dtype=dtype, device=device
+    )
 
 
 def gqa_call(device: str, layout: str = "BNSH", dtype: torch.dtype = I8) -> Call:

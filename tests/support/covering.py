@@ -22,7 +22,7 @@ import torch
 
 from cute_kernels import gqa_decode, mla_fp8_decode
 from cute_kernels.gqa import plan as gqa_plan
-from cute_kernels.gqa.layouts import LAYOUTS
+from cute_kernels.gqa.layouts import LAYOUTS, PACKED
 from cute_kernels.gqa.spec import CLUSTER, COLUMNS, KEYS_PER_WARP, MAX_ACCUMULATORS, GqaDecodeSpec
 from cute_kernels.gqa.spec import SCALES as SCALE_CLASSES
 from cute_kernels.mla import plan as mla_plan
@@ -43,7 +43,7 @@ SINKS: Final = ("none", "finite", "inf")
 Q_DTYPES: Final = {"bf16": torch.bfloat16, "fp16": torch.float16}
 SCALE_DTYPES: Final = {"float32": torch.float32, "float16": torch.float16}
 PAGE_SIZES: Final = {"none": 0, "smallest": 1, "small": 16, "large": 64, "tiles": 256}
-VLLM_PAGE_SIZES: Final = {"smallest": 8, "small": 16, "large": 32}
+PACKED_PAGE_SIZES: Final = dict(zip(("smallest", "small", "large"), PACKED.page_sizes, strict=True))
 """Tokens of a page. A copy brings a page or a tile of 128, whichever is smaller; "tiles" has several in a page."""
 
 
@@ -60,7 +60,7 @@ class GqaRow:
     """One row of the array of `gqa_decode`.
 
     k_scales, v_scales, scale_dtype  "none" where there are none
-    page       one of `PAGE_SIZES`; paged_vllm has its own
+    page       one of `PAGE_SIZES`; packed layouts have their own
     ratio      query heads of each head of the cache
     splits     "cluster" and "ranges": planned, with sizes for which the plan is that; else `num_splits`
     longest    tokens of the longest sequence
@@ -91,7 +91,7 @@ class GqaRow:
     @property
     def page_size(self) -> int:
         """Tokens of a page, 0 without pages."""
-        return (VLLM_PAGE_SIZES if self.layout == "paged_vllm" else PAGE_SIZES)[self.page]
+        return (PACKED_PAGE_SIZES if LAYOUTS[self.layout].packed else PAGE_SIZES)[self.page]
 
     @property
     def num_splits(self) -> int | None:
@@ -136,7 +136,7 @@ class GqaRow:
             k_scales=_SCALES_OF_SPEC[self.k_scales],
             v_scales=_SCALES_OF_SPEC[self.v_scales],
             scale_dtype="float32" if self.scale_dtype == "none" else self.scale_dtype,
-            layout=_LAYOUTS_OF_SPEC.get(self.layout, "heads_first"),
+            layout=LAYOUTS[self.layout].kernel_layout,
             paged=self.page_size > 0,
             box_rows=min(self.page_size or tile, tile),
             alibi=self.alibi != "none",
@@ -206,7 +206,6 @@ _SCALES_OF_SPEC: Final = {
     "per_group_64": "group64",
 }
 _DTYPES_OF_SPEC: Final = {"int8": "int8", "fp8": "float8_e4m3fn", "bf16": "bfloat16", "fp16": "float16"}
-_LAYOUTS_OF_SPEC: Final = {"BSNH": "tokens_first", "paged_NHD": "tokens_first", "paged_vllm": "vllm"}
 
 
 def _warps(kv_dtype: str, d: int) -> int:
@@ -214,7 +213,7 @@ def _warps(kv_dtype: str, d: int) -> int:
 
 
 def _page_exists(layout: str, page: str) -> bool:
-    return (page == "none") != LAYOUTS[layout].paged and (layout != "paged_vllm" or page != "tiles")
+    return (page == "none") != LAYOUTS[layout].paged and (not LAYOUTS[layout].packed or page != "tiles")
 
 
 def _cache_has_scales(kv_dtype: str, scales: str) -> bool:

@@ -15,10 +15,9 @@ from typing import Any, Final
 
 import torch
 
-from cute_kernels.gqa.layouts import CHUNK_BYTES, LAYOUTS, CacheLayout, CacheSizes, ScaleKind, scale_shapes
+from cute_kernels.gqa.layouts import ALIGNMENT, LAYOUTS, CacheLayout, CacheSizes, ScaleKind, Which, scale_shapes
 from cute_kernels.gqa.reference import (
     ScaledCache,
-    Which,
     head_chunks,
     modify_scores,
     quantize,
@@ -283,19 +282,24 @@ def _apart(shape: tuple[int, ...], itemsize: int, padded: bool) -> tuple[int, tu
     """Elements and strides of a tensor whose outermost items lie 16 bytes further apart than they must if padded."""
     strides = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
     if padded and len(shape) > 1:
-        unit = CHUNK_BYTES // itemsize
+        unit = ALIGNMENT // itemsize
         strides[0] = -(-strides[0] // unit) * unit + unit
     return shape[0] * strides[0] if shape else 1, tuple(strides)
+
+
+def token_index(
+    layout: CacheLayout, axes: str, outer: int, row: int, head: int | slice = slice(None)
+) -> tuple[int | slice, ...]:
+    """Index of all that a tensor with these axes, a cache or its scales, has of one token, or of one of its heads."""
+    places: dict[str, int | slice] = {layout.outer: outer, layout.rows: row, "h": head}
+    return tuple(places.get(axis, slice(None)) for axis in axes)
 
 
 def _empty_cache(
     sizes: CacheSizes, layout: CacheLayout, which: Which, dtype: torch.dtype, padded: bool, gen: torch.Generator
 ) -> torch.Tensor:
     """A cache of poison: NaN, or random codes of int8."""
-    x = CHUNK_BYTES // dtype.itemsize
-    size = {"h": sizes.h_kv, "d": sizes.d, "c": sizes.d // x, "x": x}
-    size |= {"b": sizes.outer, "p": sizes.outer, "s": sizes.rows, "t": sizes.rows}
-    shape = tuple(size[axis] for axis in (layout.key if which == "k" else layout.value))
+    shape = layout.shape(which, sizes, dtype.itemsize)
     elements, strides = _apart(shape, dtype.itemsize, padded)
     if dtype == torch.int8:
         storage = torch.randint(-128, 128, (elements,), dtype=dtype, generator=gen, device=gen.device)
@@ -457,9 +461,8 @@ def gqa_yardstick(
     """
     known = LAYOUTS[layout]
     batch, s_q, h_q, d = q.shape
-    outer_axis, rows_axis = ("p", "t") if known.paged else ("b", "s")
     axes = dict(zip(known.value, v_cache.shape, strict=True))
-    sizes = CacheSizes(axes[outer_axis], axes[rows_axis], axes["h"], d)
+    sizes = CacheSizes(axes[known.outer], axes[known.rows], axes["h"], d)
     keys_of = ScaledCache(k_cache, k_scale, known, "k", sizes)
     values_of = ScaledCache(v_cache, v_scale, known, "v", sizes)
     scale = d**-0.5 if softmax_scale is None else softmax_scale
@@ -558,7 +561,7 @@ def _rounded_product(
 
 def value_groups(v_scale: torch.Tensor | None, layout: CacheLayout) -> int:
     """Groups of d that have value scales of their own, 1 if none have."""
-    return v_scale.shape[layout.group_axes.index("g")] if v_scale is not None and v_scale.ndim == 4 else 1
+    return v_scale.shape[layout.scale_axes("per_group").index("g")] if v_scale is not None and v_scale.ndim == 4 else 1
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""What the roles of one GQA decode launch share, by name. All fields are values that the whole launch agrees on."""
+"""What the roles of the decode kernel are given: arguments of the launch, and what each role makes of them, by name."""
 
 from typing import Any, NamedTuple
 
@@ -6,36 +6,19 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
 
-class TmaCopies(NamedTuple):
-    """The TMA copies of K and V: an atom, and the cache as (rows, columns, heads, outer) for each."""
-
-    k_atom: cute.CopyAtom
-    k: cute.Tensor
-    v_atom: cute.CopyAtom
-    v: cute.Tensor
-
-
 class Tensors(NamedTuple):
-    """Tensors of the call that are read or written without TMA.
+    """Tensors of the call, except the cache, which TMA reads. `mTable` is None without pages."""
 
-    q        (batch, s_q, h_q, d)
-    table    (batch, pages of a sequence) int32, or None without pages
-    lengths  (batch,) int32
-    sink     (h_q,) float32
-    out      as q
-    lse      (batch, s_q, h_q) float32
-    """
-
-    q: cute.Tensor
-    table: cute.Tensor | None
-    lengths: cute.Tensor
-    sink: cute.Tensor
-    out: cute.Tensor
-    lse: cute.Tensor
+    mQ: cute.Tensor
+    mTable: cute.Tensor | None
+    mLengths: cute.Tensor
+    mSink: cute.Tensor
+    mOut: cute.Tensor
+    mLse: cute.Tensor
 
 
-class ScaleSource(NamedTuple):
-    """Scales of K or of V in global memory: address, and strides in elements, 0 along what shares a scale."""
+class Scales(NamedTuple):
+    """Scales of K or of V in global memory: their address, and strides in elements."""
 
     address: Int64
     outer: Int64
@@ -44,59 +27,60 @@ class ScaleSource(NamedTuple):
     group: Int64
 
 
-class AlibiSlopes(NamedTuple):
-    """Slopes in global memory: address, and the stride from one sequence to the next in elements."""
+class Scoring(NamedTuple):
+    """What turns q k into a score: the address and batch stride of the ALiBi slopes, the softmax scale, the softcap."""
 
-    address: Int64
-    batch_stride: Int64
-
-
-class Request(NamedTuple):
-    """What the call asks for beside its tensors.
-
-    capacity  tokens that a sequence can have
-    window    keys that a query sees, itself included; NO_WINDOW for all
-    causal    1: a query sees no later token of its own sequence; 0: all
-    """
-
+    alibi: Int64
+    alibi_batch: Int64
     softmax_scale: Float32
     softcap: Float32
+
+
+class Sizes(NamedTuple):
+    """Sizes and masks of the call.
+
+    capacity  tokens that a sequence can have
+    window    keys that a query sees; below 2^30
+    causal    1 or 0
+    """
+
     capacity: Int32
     window: Int32
     s_q: Int32
     causal: Int32
 
 
-class PageFacts(NamedTuple):
-    """Tokens of a page, and pages of the cache."""
+class Call(NamedTuple):
+    """What a consumer warp needs to know of the call."""
 
-    size: Int32
-    count: Int32
+    tensors: Tensors
+    k_scales: Scales
+    v_scales: Scales
+    scoring: Scoring
+    sizes: Sizes
 
 
-class GridFacts(NamedTuple):
-    """How the work list is cut: into `ranges`, or each sequence into `splits` where that is not 0; all work tiles."""
+class Work(NamedTuple):
+    """How the work is cut: the line of all tiles into `ranges`, or each sequence into `splits` where that is not 0."""
 
     ranges: Int32
     splits: Int32
-    work_tiles: Int32
+    num_work_tiles: Int32
 
 
-class ScratchMemory(NamedTuple):
-    """Addresses of the partials and of the counters of finished ones."""
+class Scratch(NamedTuple):
+    """Addresses of the partials, and of the counters of finished ones."""
 
     partials: Int64
     counters: Int64
 
 
 class Divisors(NamedTuple):
-    """Fast divisors of the launch: a division by what only the device knows takes 100 cycles.
+    """Divisors with precomputed reciprocals.
 
-    head_blocks  heads of the cache times blocks of query rows
-    blocks       blocks of query rows of a head of the cache
-    ratio        query heads of a head of the cache
-    ranges       of the work list
-    splits       of a sequence, at least 1
+    head_blocks  KV heads x blocks of query rows
+    blocks       of query rows of a KV head
+    ratio        query heads of a KV head
     """
 
     head_blocks: Any
@@ -106,18 +90,28 @@ class Divisors(NamedTuple):
     splits: Any
 
 
-class RowBlock(NamedTuple):
-    """Whose rows a CTA decodes: a sequence, a head of the cache, a block of its query rows (tokens x heads)."""
+class PageTable(NamedTuple):
+    """The block table, and what page numbers are checked and divided by. `shift` is log2 of the page size."""
 
-    batch_idx: Int32
-    kv_head: Int32
-    block: Int32
-    ratio: Any
+    mTable: cute.Tensor | None
+    shift: Int32
+    page_size: Int32
+    num_pages: Int32
 
 
 class KeyRange(NamedTuple):
-    """Tiles `start` to `stop` of a sequence of `length` keys."""
+    """Key tiles `start` to `stop` of a sequence of `length` keys."""
 
     start: Int32
     stop: Int32
     length: Int32
+
+
+class QueryBlock(NamedTuple):
+    """The query rows of a CTA: rows columns * block ... of s_q x ratio (tokens x heads) of one KV head."""
+
+    sequence: Int32
+    kv_head: Int32
+    block: Int32
+    ratio: Any  # divisor
+    s_q: Int32

@@ -7,17 +7,18 @@ from cute_kernels.gqa.spec import GqaDecodeSpec
 
 
 class NamedBarrier(IntEnum):
-    """Hardware barriers of a CTA; 0 is `sync_threads`."""
+    """Barrier 0 is that of all threads of the CTA."""
 
-    CONSUMERS = 1  # 32 x warps: where Q, and where the warps' results, change hands
+    CONSUMERS = 1  # all consumer warps: Q, or results of the warps, change hands
 
 
 def barriers(spec: GqaDecodeSpec) -> Rings:
-    """Mbarriers, in the order of initialization."""
-    stages = spec.stages
+    """One ring: the stages of K, V and their scales."""
+    loads = 1 + 32 * spec.scale_warps
+    what = "K, V and their scales are in the stage" if spec.scale_warps else "K and V are in the stage"
     return [
         [
-            MBarrier("full", 1 + 32 * spec.scale_warps, stages, spec.copied_bytes, "K and V of a tile, and its scales"),
-            MBarrier("empty", 32 * spec.warps, stages, says="consumers have K and V in registers"),
+            MBarrier("full", loads, spec.stages, spec.copied_bytes, what),
+            MBarrier("empty", 32 * spec.warps, spec.stages, 0, "consumers have K and V in registers"),
         ]
     ]

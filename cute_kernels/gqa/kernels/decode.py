@@ -1,37 +1,39 @@
 """GQA decoding on SM90 over a cache of int8, e4m3 or 16-bit numbers: persistent split-KV flash decoding.
 
-A CTA decodes the query rows (tokens x heads) of one KV head over a range of the work list (scheduler.py), in tiles of
-128 keys. Keys are the M side of the products and query rows the N side (`swap_ab`): S^T = K Q^T, O^T = V^T P^T with
-mma.sync m16n8k16, so that 8 query rows fill an instruction, and a byte of K or V is widened in the registers of the one
-warp that uses it (device/operands.py). Each consumer warp has 16 keys of every tile and its own row_max, row_sum and
-accumulators: warps meet only where a sequence ends.
+A CTA decodes a block of query rows (tokens x heads) of one KV head over a range of the line of key tiles (see
+scheduler.py), in tiles of 128 keys. Operands are swapped (swap_ab): keys are rows of the matrix products and query rows
+their columns, S^T = K Q^T, O^T = V^T P^T with mma.sync m16n8k16. So 8 query rows fill an instruction, and a byte of K
+or V is widened in the registers of the one warp that uses it (device/operands.py). Each consumer warp has 16 keys of
+every tile, and its own row_max, row_sum and O: warps meet only where a sequence ends.
 
-Scales of whole heads join the softmax scale and the result. Those of tokens multiply S, and P before it is rounded;
-those of groups multiply partial sums of S, and P once a group. So dequantization costs a few instructions a key.
+Scales of whole heads join the softmax scale and the result. Scales of tokens multiply S, and P before it is rounded.
+Scales of groups multiply partial sums of S, and P once a group. So dequantization costs a few instructions a key.
 
 Q is scaled by a power of two per row, so that float16 holds it whatever its size; S is scaled back in float32.
 
-Roles (384 threads; 160 without warps 9..11 and with tiles of 64 keys where a token has 512 bytes)
-  warp 0..7   consumers, 200 registers: QK, softmax and PV of 16 keys of each tile (consumer.py, query.py, qk.py,
-              softmax.py, pv.py, nonfinite.py), then the results (epilogue.py)
+Roles (384 threads; 160 without warps 9 to 11 and with tiles of 64 keys where a token has 512 bytes)
+  warp 0..7   consumers, 200 registers: 16 keys of each tile (consumer.py: load_q.py, qk.py, softmax.py, pv.py,
+              spread_nan.py), then the results (epilogue.py, merge.py)
   warp 8      load, 104 registers: TMA copies of K and V, `stages` tiles ahead (load.py)
-  warp 9, 10  scales of tokens, of K and of V, where there are any (scales.py); warp 11 idles
+  warp 9, 10  scales of tokens, of K and of V, where there are any (scales.py); warp 11 is idle
 
-Mbarriers: name[copies], arrivals of a phase. int8, d 128, scales of tokens:
-  full[4]            65 + 32,768 bytes  K and V of a tile, and its scales
+Barriers (barriers.py): arrivals and bytes per phase
+int8, d 128, scales of tokens
+  full[4]            65 + 32,768 bytes  K, V and their scales are in the stage
   empty[4]          256                 consumers have K and V in registers
-Named barrier 1, CONSUMERS: 256 threads, where Q and where the warps' results change hands.
+bfloat16, d 128
+  full[2]             1 + 65,536 bytes  K and V are in the stage
+  empty[2]          256                 consumers have K and V in registers
+Named barrier CONSUMERS: all consumers, where Q and where the warps' results change hands.
 
-Shared memory (d 128, int8, 8 query rows, scales of tokens: 4 stages, 176 KB)
-  tiles      stages x 2 x 128 x d x itemsize  rows of 128 bytes (or 64), swizzled; pages of paged_vllm as they are
-  scales     stages x 128 x scales of a token x 4; bits of existing pages, a word or more for each stage
-  q          rows x d x 2                  as fragments of B: a lane's 16 bytes of two k steps lie together
-  sums       warps x rows x (d + 4) x 4    O of each warp
-  stats      2 x warps x rows x 4;  row_terms 2 x 3 x rows x 4
+Shared memory is listed in smem.py; with int8, d 128, 8 columns and scales of tokens: 4 stages, 176 KB.
 
-A sequence that several CTAs share is merged by the last of them: each writes O, maximum and sum in float32, counts
-itself, and whoever sees the full count adds them up in order. Nobody waits, and the order of additions is fixed. Short
-sequences of small batches are shared by a cluster of eight instead, whose CTAs read each other's shared memory.
+Timeline of a stage: `empty` completes; the load warp starts its copies and the scale warps store their scales; `full`
+completes; consumers do QK, load V into registers and arrive on `empty`; softmax and PV overlap with the next copies.
+
+The last CTA of a sequence that several CTAs share merges it: each writes O, row_max and row_sum in float32 and counts
+itself, and the one that sees the full count adds them up in order. No CTA waits, and the order of additions is fixed.
+Short sequences of small batches are shared by a cluster of eight CTAs instead, which read each other's shared memory.
 """
 
 import cuda.bindings.driver as cuda
@@ -43,15 +45,15 @@ from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
 from cute_kernels.device.barriers import initialize
 from cute_kernels.gqa.kernels.arguments import (
-    AlibiSlopes,
+    Call,
     Divisors,
-    GridFacts,
-    PageFacts,
-    Request,
-    ScaleSource,
-    ScratchMemory,
+    PageTable,
+    Scales,
+    Scoring,
+    Scratch,
+    Sizes,
     Tensors,
-    TmaCopies,
+    Work,
 )
 from cute_kernels.gqa.kernels.barriers import barriers
 from cute_kernels.gqa.kernels.consumer import ConsumerWarp
@@ -62,7 +64,6 @@ from cute_kernels.gqa.kernels.smem import DTYPES, allocate
 from cute_kernels.gqa.spec import GqaDecodeSpec
 
 LOAD_REGISTERS, CONSUMER_REGISTERS = 104, 200  # 104 + 2 * 200 = 504 = 3 * 168, what 384 threads get at launch
-CACHE_MODES = {"heads_first": (2, 3, 1, 0), "tokens_first": (1, 3, 2, 0)}  # to (rows, d, heads, outer)
 
 
 class GqaDecodeKernel:
@@ -74,7 +75,7 @@ class GqaDecodeKernel:
             raise ValueError("; ".join(reasons))
         self.spec = spec
         self.dtype = DTYPES[spec.kv_dtype]
-        # eight consumer warps can take registers from a warpgroup that loads
+        # eight consumer warps can take registers from a warpgroup of load and scale warps
         self.threads = 32 * spec.warps + (128 if spec.warps == 8 else 32)
         self.load = LoadWarp(spec)
         self.scales = ScaleWarp(spec)
@@ -93,7 +94,7 @@ class GqaDecodeKernel:
         q = strided(q_dtype, (batch, s_q, h_q, spec.d), 8)
         out = strided(q_dtype, (batch, s_q, h_q, spec.d), 8)
         lse = make_fake_tensor(Float32, (batch, s_q, h_q), tuple(cute.sym_int64() for _ in range(3)), assumed_align=4)
-        if spec.layout == "vllm":
+        if spec.packed:
             x, page = 16 // spec.itemsize, spec.box_rows
             lead = [cute.sym_int64(divisibility=x) for _ in range(4)]
             k = make_fake_tensor(
@@ -101,7 +102,8 @@ class GqaDecodeKernel:
             )
             v = make_fake_tensor(self.dtype, (outer, h_kv, spec.d, page), (*lead[2:], page, 1), assumed_align=16)
         else:
-            shape = (outer, h_kv, rows, spec.d) if spec.layout == "heads_first" else (outer, rows, h_kv, spec.d)
+            size = {"o": outer, "r": rows, "h": h_kv, "d": spec.d}
+            shape = tuple(size[axis] for axis in spec.cache_axes)
             k, v = strided(self.dtype, shape, 16), strided(self.dtype, shape, 16)
         table = strided(Int32, (batch, cute.sym_int()), 4) if spec.paged else None
         lengths = make_fake_tensor(Int32, (batch,), (cute.sym_int64(),), assumed_align=4)
@@ -148,45 +150,32 @@ class GqaDecodeKernel:
     ):
         """One launch of `ctas` CTAs.
 
-        Scales, slopes and what no caller sees come as addresses, which cost the host less than tensors; the strides of
-        scales (outer, head, row, group) and of slopes are in elements. `window` is below 2^30. The work list is cut
-        into `ranges`, or each sequence into `splits` where that is not 0. `scratch` has room for 2 x ranges x heads of
-        the cache x blocks of query rows (or splits x batch instead of ranges) partials of rows x (d + 2) float32;
+        Scales, slopes, scratch and counters come as addresses, which cost the host less than tensors; the strides of
+        scales (outer, head, row, group) and of slopes are in elements. `window` is below 2^30. The line of key tiles is
+        cut into `ranges`, or each sequence into `splits` where that is not 0. `scratch` has room for 2 x ranges x heads
+        of the cache x blocks of query rows (or splits x batch instead of ranges) partials of columns x (d + 2) float32;
         `counters` has a word for each sequence, head of the cache and block of query rows, 0 before and after.
         """
         spec = self.spec
         batch, s_q, h_q, _ = mQ.shape
-        h_kv = mK.shape[1 if const_expr(spec.layout != "tokens_first") else 2]
+        h_kv = mK.shape[spec.cache_axes.index("h")]
         ratio = h_q // h_kv
         blocks = cute.ceil_div(ratio * s_q, spec.columns)
-        copies = []
-        for t in (mK, mV):
-            if const_expr(spec.layout == "vllm"):
-                rows, width = box_shape(spec)
-                strides = (width, 1, t.stride[1], t.stride[0])
-                view = cute.make_layout((rows, width, t.shape[1], t.shape[0]), stride=strides)
-            else:
-                view = cute.select(t.layout, mode=list(CACHE_MODES[spec.layout]))
-            copies += cpasync.make_tiled_tma_atom(
-                cpasync.CopyBulkTensorTileG2SOp(),
-                cute.make_tensor(t.iterator, view),
-                tile_layout(spec),
-                box_shape(spec),
-            )
+        (load_k, tK), (load_v, tV) = (self.tma_copy(t) for t in (mK, mV))
         page_size = Int32(spec.box_rows)
-        capacity = Int32(mK.shape[2 if const_expr(spec.layout == "heads_first") else 1])
-        num_pages = Int32(mK.shape[0])
+        capacity = Int32(mK.shape[spec.cache_axes.index("r")])
+        num_pages = Int32(mK.shape[spec.cache_axes.index("o")])
         if const_expr(spec.paged):
             if const_expr(spec.box_rows == spec.keys_per_tile):
                 page_size = capacity
             assert mTable is not None
             capacity = page_size * Int32(mTable.shape[1])
         head_blocks = h_kv * blocks
-        work_tiles = head_blocks * ranges
+        num_work_tiles = head_blocks * ranges
         if splits > 0:
-            work_tiles = head_blocks * splits * batch
+            num_work_tiles = head_blocks * splits * batch
         if const_expr(spec.cluster > 1):
-            work_tiles = head_blocks * spec.cluster * batch
+            num_work_tiles = head_blocks * spec.cluster * batch
         divisors = Divisors(
             *(
                 cute.fast_divmod_create_divisor_v2(Int32(n))
@@ -194,15 +183,19 @@ class GqaDecodeKernel:
             )
         )
         self.kernel(
-            TmaCopies(*copies),
+            load_k,
+            tK,
+            load_v,
+            tV,
             Tensors(mQ, mTable, mLengths, mSink, mOut, mLse),
-            ScaleSource(k_scale, k_scale_outer, k_scale_head, k_scale_row, k_scale_group),
-            ScaleSource(v_scale, v_scale_outer, v_scale_head, v_scale_row, v_scale_group),
-            AlibiSlopes(alibi, alibi_batch),
-            Request(softmax_scale, softcap, capacity, window, Int32(s_q), causal),
-            PageFacts(page_size, num_pages),
-            GridFacts(ranges, splits, work_tiles),
-            ScratchMemory(scratch, counters),
+            Scales(k_scale, k_scale_outer, k_scale_head, k_scale_row, k_scale_group),
+            Scales(v_scale, v_scale_outer, v_scale_head, v_scale_row, v_scale_group),
+            Scoring(alibi, alibi_batch, softmax_scale, softcap),
+            Sizes(capacity, window, Int32(s_q), causal),
+            page_size,
+            num_pages,
+            Work(ranges, splits, num_work_tiles),
+            Scratch(scratch, counters),
             divisors,
         ).launch(
             grid=[ctas, 1, 1],
@@ -213,24 +206,43 @@ class GqaDecodeKernel:
             use_pdl=True,
         )
 
+    def tma_copy(self, cache: cute.Tensor):
+        """(copy atom, coordinates) of the TMA copies of K or V, whose modes become (rows, width, heads, outer)."""
+        spec = self.spec
+        if spec.packed:
+            rows, width = box_shape(spec)
+            strides = (width, 1, cache.stride[1], cache.stride[0])
+            view = cute.make_layout((rows, width, cache.shape[1], cache.shape[0]), stride=strides)
+        else:
+            view = cute.select(cache.layout, mode=[spec.cache_axes.index(axis) for axis in "rdho"])
+        return cpasync.make_tiled_tma_atom(
+            cpasync.CopyBulkTensorTileG2SOp(),
+            cute.make_tensor(cache.iterator, view),
+            tile_layout(spec),
+            box_shape(spec),
+        )
+
     @cute.kernel
     def kernel(
         self,
-        copies: TmaCopies,
+        load_k: cute.CopyAtom,
+        tK: cute.Tensor,
+        load_v: cute.CopyAtom,
+        tV: cute.Tensor,
         tensors: Tensors,
-        k_scale: ScaleSource,
-        v_scale: ScaleSource,
-        alibi: AlibiSlopes,
-        request: Request,
-        paging: PageFacts,
-        grid: GridFacts,
-        scratch: ScratchMemory,
+        k_scales: Scales,
+        v_scales: Scales,
+        scoring: Scoring,
+        sizes: Sizes,
+        page_size: Int32,
+        num_pages: Int32,
+        work: Work,
+        scratch: Scratch,
         divisors: Divisors,
     ):
+        """Dispatches the roles."""
         spec = self.spec
         tidx, _, _ = cute.arch.thread_idx()
-        cta, _, _ = cute.arch.block_idx()
-        ctas, _, _ = cute.arch.grid_dim()
         warp_idx, lane = cute.arch.make_warp_uniform(cute.arch.warp_idx()), tidx % 32
         if warp_idx == spec.warps:
             cpasync.prefetch_descriptor(copies.k_atom)
@@ -244,30 +256,19 @@ class GqaDecodeKernel:
         cute.arch.griddepcontrol_launch_dependents()
         cute.arch.griddepcontrol_wait()  # what kernels before this one write: q, lengths, new tokens, the counters
 
-        work = WorkList(
-            tensors.lengths,
-            request.capacity,
-            request.window,
-            request.s_q,
-            grid,
-            divisors.head_blocks,
-            divisors.blocks,
-            divisors.ranges,
-            divisors.splits,
-        )
-        page_shift = 31 - Int32(cute.arch.clz(paging.size)) if const_expr(spec.paged) else Int32(0)
-
+        work_list = WorkList(tensors.mLengths, sizes, work, divisors)
+        page_shift = 31 - Int32(cute.arch.clz(page_size)) if const_expr(spec.paged) else Int32(0)
+        page_table = PageTable(tensors.mTable, page_shift, page_size, num_pages)
         if warp_idx >= spec.warps:
             if const_expr(spec.warps == 8):
                 cute.arch.setmaxregister_decrease(LOAD_REGISTERS)
             if warp_idx == spec.warps:
-                self.load.run(copies, tensors.table, work, paging, page_shift, smem, lane)
+                self.load.run(load_k, tK, load_v, tV, work_list, page_table, smem, lane)
             elif warp_idx <= spec.warps + spec.scale_warps:
                 if const_expr(spec.scale_warps > 0):
-                    self.scales.run(k_scale, v_scale, tensors.table, work, paging, page_shift, smem, warp_idx, lane)
+                    self.scales.run(k_scales, v_scales, work_list, page_table, smem, warp_idx, lane)
         else:
             if const_expr(spec.warps == 8):
                 cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
-            self.consumer.run(
-                tensors, k_scale, v_scale, alibi, request, work, divisors.ratio, scratch, smem, warp_idx, lane
-            )
+            call = Call(tensors, k_scales, v_scales, scoring, sizes)
+            self.consumer.run(call, work_list, scratch, smem, warp_idx, lane)

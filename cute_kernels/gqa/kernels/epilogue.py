@@ -1,353 +1,131 @@
-"""The end of a sequence in GQA decoding: the warps of a CTA meet, and CTAs that share a sequence are merged."""
-
-from typing import NamedTuple
+"""The epilogue of the decode kernel: the warps of a CTA add up what they have, and a whole sequence is stored."""
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import AddressSpace, BFloat16, Float16, Float32, Int32, Int64, const_expr
+from cutlass import Float32, Int32, const_expr
 
-from cute_kernels.device import cluster as cluster_shared
 from cute_kernels.device import softmax
-from cute_kernels.gqa.kernels.arguments import RowBlock
+from cute_kernels.gqa.kernels.arguments import QueryBlock, Tensors
 from cute_kernels.gqa.kernels.barriers import NamedBarrier
-from cute_kernels.gqa.kernels.smem import OUT_FACTOR, SINK, SharedMemory, row_terms_tensor
-from cute_kernels.gqa.kernels.softmax import SoftmaxState
+from cute_kernels.gqa.kernels.fragments import Fragments, SoftmaxState, Thread
+from cute_kernels.gqa.kernels.smem import (
+    DTYPES,
+    O_SCALE,
+    SINK,
+    SmemViews,
+    column_constants,
+    warp_o_tensor,
+    warp_softmax_tensor,
+)
 from cute_kernels.gqa.spec import GqaDecodeSpec
 
-OUTPUTS = {"bfloat16": BFloat16, "float16": Float16}
-AT_ONCE = 8  # partials that a thread reads at a time while it merges
 
-
-class Results(NamedTuple):
-    """Where the results of a block of query rows go, and what they are multiplied with.
-
-    out, lse   (batch, s_q, h_q, d) and (batch, s_q, h_q)
-    row_terms  of the block, in shared memory
-    rows, s_q  which rows these are
-    """
-
-    out: cute.Tensor
-    lse: cute.Tensor
-    row_terms: cute.Pointer
-    rows: RowBlock
-    s_q: Int32
-
-
-class Epilogue:
-    """Device code for the consumer threads of `GqaDecodeKernel`.
-
-    A thread has four neighbours of d of some query rows. A partial in scratch memory is columns x d values of O, then
-    (maximum, sum) of each query row, all float32; values are relative to the maximum, in units of log2.
-    """
+class Epilogue(Fragments):
+    """Device code for all consumer threads; a thread has four neighbours of d (a vector) of some columns."""
 
     def __init__(self, spec: GqaDecodeSpec):
-        self.spec = spec
+        super().__init__(spec)
         self.threads = 32 * spec.warps
-        self.vectors = spec.d // 4  # of a query row
-        self.turns = -(-spec.columns * self.vectors // self.threads)
-        self.partial_floats = spec.columns * (spec.d + 2)
-        self.interleaved_d = spec.bytes_cache and spec.layout != "vllm"
+        self.vectors = spec.d // 4  # of a column
+        self.rounds = -(-spec.columns * self.vectors // self.threads)
 
     @cute.jit
-    def meet(
-        self,
-        state: SoftmaxState,
-        smem: SharedMemory,
-        w: Int32,
-        lane: Int32,
-    ):
-        """Stores every warp's O, relative to the maxima of all, and its own maxima and sums, in shared memory."""
+    def gather_warps(self, state: SoftmaxState, smem: SmemViews, thread: Thread):
+        """Every warp's O, relative to the maxima of all warps, and its own row_max and row_sum, into shared memory."""
         spec = self.spec
+        w, lane, _ = thread
+        acc_o, row_max, row_sum = state
         g, t = lane // 4, lane % 4
-        sStats = self._stats(smem.stats)
-        for i in cutlass.range_constexpr(spec.columns // 4):
+        sSoftmax = warp_softmax_tensor(spec, smem)
+        for i in cutlass.range_constexpr(self.thread_columns):
             for step in cutlass.range_constexpr(3):
                 state.row_sum[i] += cute.arch.shuffle_sync_bfly(state.row_sum[i], 4 << step)
             if g == 0:
                 n = 8 * (i // 2) + 2 * t + i % 2
-                sStats[n, w, 0] = state.row_max[i]
-                sStats[n, w, 1] = state.row_sum[i]
-        self._sync()
-        sSums = self._sums(smem.sums)
-        for i in cutlass.range_constexpr(spec.columns // 4):
+                sSoftmax[n, w, 0] = row_max[i]
+                sSoftmax[n, w, 1] = row_sum[i]
+        self.sync()
+        sO = warp_o_tensor(spec, smem)
+        for i in cutlass.range_constexpr(self.thread_columns):
             n = 8 * (i // 2) + 2 * t + i % 2
-            factor = softmax.rescaling(state.row_max[i], self._peak(sStats, n))
+            factor = softmax.rescaling(row_max[i], self._column_max(sSoftmax, n))
             for m in cutlass.range_constexpr(spec.d // 16):
                 for e in cutlass.range_constexpr(2):
                     d = 16 * m + (2 * g + e if const_expr(self.interleaved_d) else g + 8 * e)
-                    sSums[d, n, w] = state.acc_o[m][i // 2][2 * e + i % 2] * factor
-        self._sync()
+                    sO[d, n, w] = acc_o[m][i // 2][2 * e + i % 2] * factor
+        self.sync()
 
     @cute.jit
-    def store(self, smem: SharedMemory, results: Results, tidx: Int32):
-        """Writes the result of a sequence that this CTA has read alone."""
+    def store(self, smem: SmemViews, tensors: Tensors, constants: cute.Pointer, query: QueryBlock, tidx: Int32):
+        """The result of a sequence that this CTA has read alone."""
         spec = self.spec
-        b, kv_head, block, ratio = results.rows
-        sStats = self._stats(smem.stats)
-        sTerms = row_terms_tensor(spec, results.row_terms)
-        for turn in cutlass.range_constexpr(self.turns):
-            n, vector = self._row_and_vector(tidx, turn)
+        b, kv_head, block, ratio, s_q = query
+        mOut, mLse = tensors.mOut, tensors.mLse
+        sSoftmax = warp_softmax_tensor(spec, smem)
+        sConstants = column_constants(spec, constants)
+        for i in cutlass.range_constexpr(self.rounds):
+            n, vector = self.vector_of(tidx, i)
             row = block * spec.columns + n
             if n < spec.columns and row < ratio.divisor * results.s_q:
                 token, r = divmod(row, ratio)
                 head = kv_head * ratio.divisor + r
-                peak, total = self._totals(sStats, n)
-                acc = self._added(smem.sums, n, vector, spec.warps)
-                factor = self._normalizer(peak, total, sTerms[n, SINK]) * sTerms[n, OUT_FACTOR]
-                self._write(results.out[b, token, head, None], acc, factor, vector)
+                row_max, row_sum = self.column_softmax(sSoftmax, n)
+                acc = self.sum_of_warps(smem, n, vector, spec.warps)
+                factor = self.normalization(row_max, row_sum, sConstants[n, SINK]) * sConstants[n, O_SCALE]
+                self.write(mOut[b, token, head, None], acc, factor, vector)
                 if vector == 0:
-                    results.lse[b, token, head] = softmax.log_sum_exp(peak, total)
+                    mLse[b, token, head] = softmax.log_sum_exp(row_max, row_sum)
 
-    @cute.jit
-    def store_partial(self, smem: SharedMemory, partials: Int64, slot: Int32, results: Results, tidx: Int32):
-        """Writes the partial of a part of a sequence into scratch memory."""
-        spec = self.spec
-        _, _, block, ratio = results.rows
-        sStats = self._stats(smem.stats)
-        values, totals = self._partial(partials, slot)
-        for turn in cutlass.range_constexpr(self.turns):
-            n, vector = self._row_and_vector(tidx, turn)
-            if n < spec.columns and block * spec.columns + n < ratio.divisor * results.s_q:
-                acc = self._added(smem.sums, n, vector, spec.warps)
-                cute.autovec_copy(acc, values[None, vector, n, 0])
-                if vector == 0:
-                    peak, total = self._totals(sStats, n)
-                    totals[0, n, 0] = peak
-                    totals[1, n, 0] = total
+    # ---- what storing and merging share
 
-    @cute.jit
-    def count(self, counter: Int64, sharing: Int32, arrived: cute.Pointer, tidx: Int32):
-        """Counts this CTA's partial as written. True for the last of `sharing`, which then sees all of them.
+    def sync(self):
+        """All consumer threads meet."""
+        cute.arch.barrier(barrier_id=NamedBarrier.CONSUMERS, number_of_threads=self.threads)
 
-        acq_rel: what the barrier has collected is visible before the count, and what others counted after it.
-        """
-        sArrived = cute.make_tensor(arrived, cute.make_layout(1))
-        self._sync()
-        if tidx == 0:
-            pointer = cute.make_ptr(Int32, counter, AddressSpace.gmem, assumed_align=4)
-            before = cute.arch.atomic_add(pointer, Int32(1), sem="acq_rel", scope="gpu")
-            sArrived[0] = before
-            if before == sharing - 1:
-                cute.arch.store(pointer, Int32(0))
-        self._sync()
-        return sArrived[0] == sharing - 1
-
-    @cute.jit
-    def merge(
-        self,
-        smem: SharedMemory,
-        partials: Int64,
-        first: Int32,
-        distance: Int32,
-        sharing: Int32,
-        results: Results,
-        tidx: Int32,
-    ):
-        """Merges `sharing` partials: the opening one in slot first + 1, the i-th of the others in first + i * distance.
-
-        A warp takes the i-th, (i + parts)-th, ... partials of a query row; few rows leave several warps to each. All
-        loads of a turn are started before the first is waited for, then the parts are added in shared memory.
-        """
-        spec = self.spec
-        b, kv_head, block, ratio = results.rows
-        w, lane = tidx // 32, tidx % 32
-        sTerms = row_terms_tensor(spec, results.row_terms)
-        rows = cutlass.min(ratio.divisor * results.s_q - block * spec.columns, spec.columns)
-        shared = cutlass.min(rows, spec.warps)  # query rows at a time
-        parts = spec.warps // shared
-        part = w // shared
-        per_lane = const_expr(max(self.vectors // 32, 1))
-        raw = cute.make_rmem_tensor((4, per_lane, AT_ONCE), Float32)
-        peaks = cute.make_rmem_tensor(AT_ONCE, Float32)
-        others = cute.make_rmem_tensor((2, 2), Float32)
-        acc = cute.make_rmem_tensor((4, per_lane), Float32)
-        sSums = self._sums(smem.sums)
-        for turn in cutlass.range_constexpr(max(spec.columns // spec.warps, 1)):
-            n = w % shared + turn * spec.warps
-            if n < rows and part < parts:
-                # of this warp's partials: `running`, the maximum that acc is relative to; of all partials, a part of
-                # them in each lane: maximum and sum
-                running, peak, total = -Float32.inf, -Float32.inf, Float32(0.0)
-                acc.fill(0.0)
-                step = AT_ONCE * parts  # up to 64 partials, so two in each lane
-                for i in cutlass.range(0, sharing, step, unroll=1):
-                    for j in cutlass.range_constexpr(AT_ONCE):
-                        nth = cutlass.min(i + part + j * parts, sharing - 1)
-                        values, totals = self._partial(partials, self._slot(first, distance, nth))
-                        peaks[j] = totals[0, n, 0]
-                        for v in cutlass.range_constexpr(per_lane):
-                            vector = cutlass.min(lane + 32 * v, self.vectors - 1)
-                            cute.autovec_copy(values[None, vector, n, 0], raw[None, v, j])
-                    for j in cutlass.range_constexpr(2):
-                        nth = cutlass.min(i + lane + 32 * j, sharing - 1)
-                        _, totals = self._partial(partials, self._slot(first, distance, nth))
-                        cute.autovec_copy(totals[None, n, 0], others[None, j])
-                    for j in cutlass.range_constexpr(2):
-                        inside = lane + 32 * j < step and i + lane + 32 * j < sharing
-                        new_peak = cute.arch.fmax(peak, cutlass.select_(inside, others[0, j], -Float32.inf))
-                        weight = softmax.rescaling(others[0, j], new_peak)
-                        total = total * softmax.rescaling(peak, new_peak)
-                        total += cutlass.select_(inside, weight * others[1, j], Float32(0.0))
-                        peak = new_peak
-                    new_running = running
-                    for j in cutlass.range_constexpr(AT_ONCE):
-                        new_running = cute.arch.fmax(new_running, peaks[j])
-                    for c in cutlass.range_constexpr(4 * per_lane):
-                        acc[c] *= softmax.rescaling(running, new_running)
-                    running = new_running
-                    for j in cutlass.range_constexpr(AT_ONCE):
-                        inside = i + part + j * parts < sharing
-                        weight = cutlass.select_(inside, softmax.rescaling(peaks[j], running), Float32(0.0))
-                        for v in cutlass.range_constexpr(per_lane):
-                            for c in cutlass.range_constexpr(4):
-                                acc[c, v] += weight * raw[c, v, j]
-                all_peak = cute.arch.warp_reduction(peak, cute.arch.fmax)
-                total = cute.arch.warp_reduction_sum(total * softmax.rescaling(peak, all_peak))
-                factor = self._normalizer(all_peak, total, sTerms[n, SINK]) * sTerms[n, OUT_FACTOR]
-                factor *= softmax.rescaling(running, all_peak)
-                if part == 0 and lane == 0:
-                    token, r = divmod(block * spec.columns + n, ratio)
-                    results.lse[b, token, kv_head * ratio.divisor + r] = softmax.log_sum_exp(all_peak, total)
-                for v in cutlass.range_constexpr(per_lane):
-                    vector = lane + 32 * v
-                    if vector < self.vectors:
-                        for c in cutlass.range_constexpr(4):
-                            sSums[4 * vector + c, n, part] = acc[c, v] * factor
-        self._sync()
-        # ---- the parts of each query row
-        for turn in cutlass.range_constexpr(self.turns):
-            n, vector = self._row_and_vector(tidx, turn)
-            if n < rows:
-                token, r = divmod(block * spec.columns + n, ratio)
-                self._write(
-                    results.out[b, token, kv_head * ratio.divisor + r, None],
-                    self._added(smem.sums, n, vector, parts),
-                    Float32(1.0),
-                    vector,
-                )
-
-    @cute.jit
-    def merge_cluster(self, smem: SharedMemory, results: Results, tidx: Int32):
-        """Merges the partials of a cluster: every CTA leaves its own in shared memory and merges an eighth of O.
-
-        Eight neighbouring threads read the same four values of the eight CTAs and add them up by shuffles.
-        """
-        spec = self.spec
-        cluster = spec.cluster
-        b, kv_head, block, ratio = results.rows
-        sStats, sSums = self._stats(smem.stats), self._sums(smem.sums)
-        sTerms = row_terms_tensor(spec, results.row_terms)
-        for turn in cutlass.range_constexpr(self.turns):
-            n, vector = self._row_and_vector(tidx, turn)
-            if n < spec.columns:
-                acc = self._added(smem.sums, n, vector, spec.warps)
-                for c in cutlass.range_constexpr(4):
-                    sSums[4 * vector + c, n, 0] = acc[c]
-                if vector == 0:
-                    peak, total = self._totals(sStats, n)
-                    sStats[n, 0, 0] = peak
-                    sStats[n, 0, 1] = total
-        cute.arch.cluster_arrive()
-        cute.arch.cluster_wait()
-        own_vectors = const_expr(spec.columns * self.vectors // cluster)  # of this CTA
-        at_once = const_expr(self.threads // cluster)
-        rank, other = cute.arch.block_idx_in_cluster(), tidx % cluster
-        for turn in cutlass.range_constexpr(-(-own_vectors // at_once)):
-            own = turn * at_once + tidx // cluster
-            index = rank * own_vectors + cutlass.min(own, own_vectors - 1)
-            n, vector = index // self.vectors, index % self.vectors
-            values = cluster_shared.remote_vector(smem.sums + n * spec.sums_stride + 4 * vector, other)
-            peak = cluster_shared.remote_value(smem.stats + n, other)
-            total = cluster_shared.remote_value(smem.stats + n + spec.columns * spec.warps, other)
-            all_peak = cute.arch.warp_reduction(peak, cute.arch.fmax, threads_in_group=cluster)
-            weight = softmax.rescaling(peak, all_peak)
-            total = cute.arch.warp_reduction_sum(total * weight, threads_in_group=cluster)
-            acc = cute.make_rmem_tensor(4, Float32)
-            for c in cutlass.range_constexpr(4):
-                acc[c] = cute.arch.warp_reduction_sum(values[c] * weight, threads_in_group=cluster)
-            row = block * spec.columns + n
-            if other == 0 and own < own_vectors and row < ratio.divisor * results.s_q:
-                token, r = divmod(row, ratio)
-                head = kv_head * ratio.divisor + r
-                factor = self._normalizer(all_peak, total, sTerms[n, SINK]) * sTerms[n, OUT_FACTOR]
-                self._write(results.out[b, token, head, None], acc, factor, vector)
-                if vector == 0:
-                    results.lse[b, token, head] = softmax.log_sum_exp(all_peak, total)
-        # no CTA may leave while another reads its shared memory
-        cute.arch.cluster_arrive()
-        cute.arch.cluster_wait()
-
-    # ---- views and small steps
-
-    def _sync(self):
-        cute.arch.barrier(barrier_id=int(NamedBarrier.CONSUMERS), number_of_threads=self.threads)
-
-    def _stats(self, stats: cute.Pointer) -> cute.Tensor:
-        """(query row, warp, maximum or sum)."""
-        return cute.make_tensor(stats, cute.make_layout((self.spec.columns, self.spec.warps, 2)))
-
-    def _sums(self, sums: cute.Pointer) -> cute.Tensor:
-        """(d, query row, warp)."""
-        spec = self.spec
-        stride = (1, spec.sums_stride, spec.sums_stride * spec.columns)
-        return cute.make_tensor(sums, cute.make_layout((spec.d, spec.columns, self.spec.warps), stride=stride))
-
-    def _row_and_vector(self, tidx, turn: int):
-        """The query row of a thread, and the vector of four values in it."""
-        index = tidx + turn * self.threads
+    def vector_of(self, tidx, i: int):
+        """(column, vector of it) that a thread has in round i."""
+        index = tidx + i * self.threads
         return index // self.vectors, index % self.vectors
 
-    def _slot(self, first, distance, i):
-        """The slot of the i-th partial of a sequence; a CTA has two, for the sequence that it ends and one it opens."""
-        return first + i * distance + cutlass.select_(i == 0, Int32(1), Int32(0))
-
-    def _partial(self, partials: Int64, slot: Int32):
-        """O (4, vector, query row, 1) and (maximum or sum, query row, 1) of the partial in a slot."""
-        spec = self.spec
-        address = partials + Int64(slot) * (4 * self.partial_floats)
-        pointer = cute.make_ptr(Float32, address, AddressSpace.gmem, assumed_align=16)
-        shape = (4, self.vectors, spec.columns, 1)
-        values = cute.make_tensor(pointer, cute.make_ordered_layout(shape, order=(0, 1, 2, 3)))
-        shape = cute.make_layout((2, spec.columns, 1), stride=(1, 2, 2 * spec.columns))
-        return values, cute.make_tensor(pointer + spec.columns * spec.d, shape)
-
     @cute.jit
-    def _peak(self, sStats: cute.Tensor, n: Int32) -> Float32:
-        peak = sStats[n, 0, 0]
+    def _column_max(self, sSoftmax: cute.Tensor, n: Int32) -> Float32:
+        row_max = sSoftmax[n, 0, 0]
         for w in cutlass.range_constexpr(1, self.spec.warps):
-            peak = cute.arch.fmax(peak, sStats[n, w, 0])
-        return peak
+            row_max = cute.arch.fmax(row_max, sSoftmax[n, w, 0])
+        return row_max
 
     @cute.jit
-    def _totals(self, sStats: cute.Tensor, n: Int32):
-        """Maximum and sum of a query row over all warps."""
-        peak, total = self._peak(sStats, n), Float32(0.0)
+    def column_softmax(self, sSoftmax: cute.Tensor, n: Int32):
+        """(row_max, row_sum) of a column over all warps."""
+        row_max, row_sum = self._column_max(sSoftmax, n), Float32(0.0)
         for w in cutlass.range_constexpr(self.spec.warps):
-            total += sStats[n, w, 1] * softmax.rescaling(sStats[n, w, 0], peak)
-        return peak, total
+            row_sum += sSoftmax[n, w, 1] * softmax.rescaling(sSoftmax[n, w, 0], row_max)
+        return row_max, row_sum
 
     @cute.jit
-    def _added(self, sums: cute.Pointer, n: Int32, vector: Int32, parts) -> cute.Tensor:
-        """Four values of O of a query row, added up over the first `parts` warps."""
+    def sum_of_warps(self, smem: SmemViews, n: Int32, vector: Int32, warps) -> cute.Tensor:
+        """A vector of O of a column, added up over the first `warps` warps."""
         spec = self.spec
         acc, other = cute.make_rmem_tensor(4, Float32), cute.make_rmem_tensor(4, Float32)
         acc.fill(0.0)
-        for w in cutlass.range(parts, unroll=spec.warps):
-            source = sums + cute.assume((w * spec.columns + n) * spec.sums_stride + 4 * vector, divby=4)
+        for w in cutlass.range(warps, unroll=spec.warps):
+            source = smem.warp_o + cute.assume((w * spec.columns + n) * spec.warp_o_stride + 4 * vector, divby=4)
             cute.autovec_copy(cute.make_tensor(source, cute.make_layout(4)), other)
             for c in cutlass.range_constexpr(4):
                 acc[c] += other[c]
         return acc
 
     @cute.jit
-    def _normalizer(self, peak: Float32, total: Float32, sink: Float32) -> Float32:
+    def normalization(self, row_max: Float32, row_sum: Float32, sink: Float32) -> Float32:
         """1 / the denominator, sink included; 0 without keys."""
-        joined = total + cute.math.exp2(sink * softmax.LOG2_E - softmax.finite(peak), fastmath=True)
-        return cutlass.select_(total == 0.0, Float32(0.0), cute.arch.rcp_approx(joined))
+        denominator = row_sum + cute.math.exp2(sink * softmax.LOG2_E - softmax.finite(row_max), fastmath=True)
+        return cutlass.select_(row_sum == 0.0, Float32(0.0), cute.arch.rcp_approx(denominator))
 
     @cute.jit
-    def _write(self, row: cute.Tensor, acc: cute.Tensor, factor: Float32, vector: Int32):
-        rounded = cute.make_rmem_tensor(4, OUTPUTS[self.spec.q_dtype])
-        rounded.store((acc.load() * factor).to(OUTPUTS[self.spec.q_dtype]))
+    def write(self, row: cute.Tensor, acc: cute.Tensor, factor: Float32, vector: Int32):
+        """A vector times a factor into a row of the output."""
+        dtype = DTYPES[self.spec.q_dtype]
+        rounded = cute.make_rmem_tensor(4, dtype)
+        rounded.store((acc.load() * factor).to(dtype))
         pointer = row.iterator + cute.assume(4 * vector, divby=4)
         cute.autovec_copy(rounded, cute.make_tensor(pointer, cute.make_layout(4)))

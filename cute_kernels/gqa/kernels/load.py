@@ -1,4 +1,4 @@
-"""The load warp of GQA decoding: streams tiles of K and V into shared memory by TMA."""
+"""The load warp of the decode kernel: streams key tiles of K and V into shared memory by TMA."""
 
 from typing import NamedTuple
 
@@ -7,42 +7,43 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64, const_expr
 from cutlass.cute.nvgpu import cpasync
 
-from cute_kernels.gqa.kernels.arguments import PageFacts, TmaCopies
+from cute_kernels.device.ring import advance
+from cute_kernels.gqa.kernels.arguments import PageTable
 from cute_kernels.gqa.kernels.scheduler import Scheduler, WorkList
-from cute_kernels.gqa.kernels.smem import DTYPES, SharedMemory
+from cute_kernels.gqa.kernels.smem import DTYPES, SmemViews
 from cute_kernels.gqa.spec import GqaDecodeSpec
 
 WARP = 32
 LINE_ENTRIES = 32  # page numbers in a line of the L2 cache
 
 
-class TilePartition(NamedTuple):
-    """The copies of K and V cut into boxes.
+class TileCopy(NamedTuple):
+    """The TMA copies of K or of V.
 
-    k, v    source (box, row, column block, head, outer)
-    sK, sV  target (box, box of the tile, column block, stage)
+    gTile  (box, row, row segment, head, outer) in global memory
+    sTile  (box, box of the tile, row segment, stage) in shared memory
     """
 
-    k: cute.Tensor
-    sK: cute.Tensor
-    v: cute.Tensor
-    sV: cute.Tensor
+    load: cute.CopyAtom
+    gTile: cute.Tensor
+    sTile: cute.Tensor
 
 
-class PageCursor(NamedTuple):
-    """Page numbers in registers, `entries` a lane: of the tiles at hand, of the next ones, and which of them exist."""
+class TileBox(NamedTuple):
+    """A tile in global memory: KV head, sequence, key tile of it, and its number in the batch of page numbers."""
 
-    pages: cute.Tensor
-    pages_next: cute.Tensor
-    exists: cute.Tensor
+    kv_head: Int32
+    sequence: Int32
+    tile: Int32
+    in_batch: Int32
 
 
 class LoadWarp:
-    """Device code for one warp.
+    """Fills the stages of :class:`cute_kernels.gqa.kernels.decode.GqaDecodeKernel`; device code for one warp.
 
     A tile is `boxes` TMA copies for each 128 bytes of a row, all on the barrier of its stage. Page numbers come 32 at a
-    time, one a lane, a batch ahead of the tiles that need them: waiting for a page number in every tile would take
-    longer than the tile.
+    time, one a lane, a batch ahead of the tiles that need them: waiting for such a load in every tile would take longer
+    than the tile.
     """
 
     def __init__(self, spec: GqaDecodeSpec):
@@ -51,165 +52,148 @@ class LoadWarp:
         self.keys = spec.keys_per_tile
         self.boxes = self.keys // spec.box_rows
         self.batch = max(WARP // self.boxes, 1)  # tiles whose page numbers are read together
-        self.entries = max(self.boxes // WARP, 1)  # of them in a lane
+        self.entries = max(self.boxes // WARP, 1)  # page numbers of a batch in a lane
 
     @cute.jit
     def run(
-        self, copies: TmaCopies, mTable, work: WorkList, paging: PageFacts, page_shift: Int32, smem: SharedMemory,
+        self,
+        load_k: cute.CopyAtom,
+        tK: cute.Tensor,
+        load_v: cute.CopyAtom,
+        tV: cute.Tensor,
+        work_list: WorkList,
+        page_table: PageTable,
+        smem: SmemViews,
         lane: Int32,
-    ):  # fmt: skip
-        """Copies the tiles of all work tiles of this CTA, in order."""
+    ):
+        """Loads the tiles of all work tiles of this CTA, in order."""
         spec = self.spec
         cta, _, _ = cute.arch.block_idx()
         ctas, _, _ = cute.arch.grid_dim()
-        survey = self.scheduler.survey(work, lane)
-        tiles = self.partition_tiles(copies, smem)
-        cursor = PageCursor(*(cute.make_rmem_tensor(self.entries, Int32) for _ in range(3)))
-        sValid = cute.make_tensor(smem.valid, cute.make_layout((spec.valid_words, spec.stages)))
+        survey = self.scheduler.survey(work_list, lane)
+        gK, sK = partition(spec, load_k, tK, smem.tiles)
+        gV, sV = partition(spec, load_v, tV, smem.tiles + spec.tile_bytes // spec.itemsize)
+        copies = (TileCopy(load_k, gK, sK), TileCopy(load_v, gV, sV))
+        pages = cute.make_rmem_tensor(self.entries, Int32)
+        pages_next = cute.make_rmem_tensor(self.entries, Int32)
+        exists = cute.make_rmem_tensor(self.entries, Int32)
+        batch = const_expr(self.batch)
+        sExists = cute.make_tensor(smem.page_exists, cute.make_layout((spec.page_words, spec.stages)))
         stage, phase = Int32(0), Int32(0)
-        for number in cutlass.range(cta, work.grid.work_tiles, ctas, unroll=1):
-            work_tile = self.scheduler.work_tile(number, work)
+        for index in cutlass.range(cta, work_list.work.num_work_tiles, ctas, unroll=1):
+            work_tile = self.scheduler.work_tile(work_list, index)
             if const_expr(spec.cluster > 1 and spec.paged):
-                self.prefetch_pages(mTable, work_tile.range_idx // spec.cluster, lane)
-            b, offset, left, _ = self.scheduler.range_start(work, survey, work_tile.range_idx)
+                self.prefetch_pages(page_table, work_tile.range // spec.cluster, lane)
+            b, offset, left, _ = self.scheduler.assignment(work_list, survey, work_tile.range)
             while left > 0:
-                length, first, count = self.scheduler.extent(work, b)
-                stop = cutlass.min(offset + left, count)
+                length, first, tiles = self.scheduler.extent(work_list, b)
+                stop = cutlass.min(offset + left, tiles)
                 left -= stop - offset
                 if length > 0:
-                    slot = Int32(0)
+                    in_batch = Int32(0)  # number of a tile in its batch of page numbers
                     if const_expr(spec.paged):
-                        self.read_pages(cursor.pages_next, mTable, b, first + offset, length, page_shift, lane)
+                        self.read_pages(pages_next, page_table, b, first + offset, length, lane)
                     for tile in cutlass.range(first + offset, first + stop, unroll=1):
                         if const_expr(spec.paged):
-                            if slot == 0:
-                                self.turn_pages(cursor, paging)
-                                ahead = tile + self.batch
-                                self.read_pages(cursor.pages_next, mTable, b, ahead, length, page_shift, lane)
+                            if in_batch == 0:
+                                for e in cutlass.range_constexpr(self.entries):
+                                    pages[e] = pages_next[e]
+                                    inside = cutlass.min(cutlass.max(pages[e], 0), page_table.num_pages - 1)
+                                    exists[e] = cute.arch.vote_ballot_sync(inside == pages[e])
+                                self.read_pages(pages_next, page_table, b, tile + batch, length, lane)
                         cute.arch.mbarrier_wait(smem.empty + stage, phase ^ 1)
                         with cute.arch.elect_one():
                             if const_expr(spec.paged):
                                 for e in cutlass.range_constexpr(self.entries):
-                                    sValid[e, stage] = cursor.exists[e] >> (slot * self.boxes % 32)
+                                    sExists[e, stage] = exists[e] >> (in_batch * self.boxes % 32)
                             cute.arch.mbarrier_arrive_and_expect_tx(smem.full + stage, spec.copied_bytes)
-                        self.fill_tile(
-                            copies, tiles, smem.full, stage, work_tile.kv_head, b, tile, slot, cursor.pages, page_shift
-                        )
-                        slot = cutlass.select_(slot + 1 == self.batch, Int32(0), slot + 1)
-                        phase ^= cutlass.select_(stage + 1 == spec.stages, Int32(1), Int32(0))
-                        stage = cutlass.select_(stage + 1 == spec.stages, Int32(0), stage + 1)
+                        box = TileBox(work_tile.kv_head, b, tile, in_batch)
+                        self.copy_tile(copies, page_table, pages, smem.full, stage, box)
+                        in_batch = cutlass.select_(in_batch + 1 == batch, Int32(0), in_batch + 1)
+                        phase, stage = advance(phase, stage, spec.stages)
                 offset = Int32(0)
                 b += 1
 
-    # ---- page numbers
-
     @cute.jit
-    def prefetch_pages(self, mTable, b: Int32, lane: Int32):
-        """Brings the first 1024 page numbers of a sequence into the L2 cache, while its length is still on the way."""
+    def prefetch_pages(self, page_table: PageTable, b: Int32, lane: Int32):
+        """Brings the first 1024 page numbers of a sequence into the L2 cache while its length is being loaded."""
+        mTable = page_table.mTable
         entry = cutlass.min(lane * LINE_ENTRIES, Int32(mTable.shape[1]) - 1)
         address = mTable[b, None].iterator.toint() + 4 * Int64(entry)
         cute.arch.inline_ptx("prefetch.global.L2 [{$r0}];", read_only_args=[address])
 
     @cute.jit
-    def read_pages(
-        self,
-        pages: cute.Tensor,
-        mTable: cute.Tensor,
-        b: Int32,
-        tile: Int32,
-        length: Int32,
-        page_shift: Int32,
-        lane: Int32,
-    ):
-        """Puts the page of box l % boxes of tile l / boxes, counted from `tile`, into lane l; boxes > 32: several each.
+    def read_pages(self, pages: cute.Tensor, page_table: PageTable, b: Int32, tile: Int32, length: Int32, lane: Int32):
+        """The page of box l % boxes of tile l / boxes, counted from `tile`, into lane l; boxes > 32: several each.
 
         Boxes past the last token repeat its page, so no entry past it is read.
         """
         for e in cutlass.range_constexpr(self.entries):
             key = (tile + lane // self.boxes) * self.keys + (lane % self.boxes + e * WARP) * self.spec.box_rows
-            pages[e] = mTable[b, cutlass.max(cutlass.min(key, length - 1), 0) >> page_shift]
+            pages[e] = page_table.mTable[b, cutlass.max(cutlass.min(key, length - 1), 0) >> page_table.shift]
 
     @cute.jit
-    def turn_pages(self, cursor: PageCursor, paging: PageFacts):
-        """Makes the next page numbers those at hand, and finds out which of them exist."""
-        for e in cutlass.range_constexpr(self.entries):
-            cursor.pages[e] = cursor.pages_next[e]
-            inside = cutlass.min(cutlass.max(cursor.pages[e], 0), paging.count - 1)
-            cursor.exists[e] = cute.arch.vote_ballot_sync(inside == cursor.pages[e])
-
-    # ---- a tile
-
-    @cute.jit
-    def fill_tile(
+    def copy_tile(
         self,
-        copies: TmaCopies,
-        tiles: TilePartition,
+        copies: tuple[TileCopy, TileCopy],
+        page_table: PageTable,
+        pages: cute.Tensor,
         full: cute.Pointer,
         stage: Int32,
-        head: Int32,
-        b: Int32,
-        tile: Int32,
-        slot: Int32,
-        pages: cute.Tensor,
-        page_shift: Int32,
+        box: TileBox,
     ):
-        """Starts all copies of one tile; `slot` is its number in the batch of page numbers."""
+        """Starts all copies of one tile."""
+        head, b, tile, in_batch = box
         row, outer = tile, b
         if const_expr(self.spec.paged):
-            # which part of a page as large as a tile or larger; smaller ones have one box
+            # which part of a page as large as a tile or larger; a smaller page is one box
             row = Int32(0)
             if const_expr(self.boxes == 1):
-                row = tile & ((Int32(1) << (page_shift - self.keys.bit_length() + 1)) - 1)
+                row = tile & ((Int32(1) << (page_table.shift - self.keys.bit_length() + 1)) - 1)
         unroll = 4 if const_expr(self.spec.d < 256) else 1  # ptxas spills an address of d 256 otherwise
         for i in cutlass.range(self.boxes, unroll=min(self.boxes, unroll)):
             if const_expr(self.spec.paged):
                 entry = pages[0]
                 for e in cutlass.range_constexpr(1, self.entries):
                     entry = cutlass.select_(i >= e * WARP, pages[e], entry)
-                outer = cute.arch.shuffle_sync(entry, (slot * self.boxes + i) % WARP)
-            for c in cutlass.range_constexpr(cute.size(tiles.sK, mode=[2])):
-                source, target = (None, row, c, head, outer), (None, i, c, stage)
-                cute.copy(copies.k_atom, tiles.k[source], tiles.sK[target], tma_bar_ptr=full + stage)
-                cute.copy(copies.v_atom, tiles.v[source], tiles.sV[target], tma_bar_ptr=full + stage)
-
-    def partition_tiles(self, copies: TmaCopies, smem: SharedMemory) -> TilePartition:
-        """K and V of the cache and of the stages, cut into boxes."""
-        spec = self.spec
-        k, sK = partition(spec, copies.k_atom, copies.k, smem.tiles)
-        v, sV = partition(spec, copies.v_atom, copies.v, smem.tiles + spec.tile_bytes // spec.itemsize)
-        return TilePartition(k, sK, v, sV)
+                outer = cute.arch.shuffle_sync(entry, (in_batch * self.boxes + i) % WARP)
+            for c in cutlass.range_constexpr(cute.size(copies[0].sTile, mode=[2])):
+                for load, gTile, sTile in copies:
+                    cute.copy(
+                        load, gTile[None, row, c, head, outer], sTile[None, i, c, stage], tma_bar_ptr=full + stage
+                    )
 
 
 def tile_layout(spec: GqaDecodeSpec):
-    """Shared memory of one box: (rows, columns), swizzled unless the bytes come as vLLM packs them."""
+    """Shared memory of one box: (rows, width), swizzled unless the bytes come as vLLM packs them."""
     shape = box_shape(spec)
     plain = cute.make_ordered_layout(shape, order=(1, 0))
-    if spec.layout == "vllm":
+    if spec.packed:
         return plain
     bits = 3 if shape[1] * spec.itemsize == 128 else 2
     return cute.make_composed_layout(cute.make_swizzle(bits, 4, 3), 0, plain)
 
 
 def box_shape(spec: GqaDecodeSpec) -> tuple[int, int]:
-    """(rows, columns) of one TMA copy. The bytes of a vLLM page and head are contiguous: rows of 128 of them."""
-    if spec.layout == "vllm":
-        columns = 128 // spec.itemsize
-        return spec.d * spec.box_rows // columns, columns
+    """(rows, width) of one TMA copy. The bytes of a vLLM page and head are contiguous: rows of 128 of them."""
+    if spec.packed:
+        width = 128 // spec.itemsize
+        return spec.d * spec.box_rows // width, width
     return spec.box_rows, spec.row_bytes // spec.itemsize
 
 
 def partition(spec: GqaDecodeSpec, load: cute.CopyAtom, tensor: cute.Tensor, smem: cute.Pointer):
-    """(source (box, row, column block, head, outer), target (box, box of the tile, column block, stage)) of a copy."""
+    """`gTile` and `sTile` of a `TileCopy`, whose stage 0 begins at `smem`."""
     box = box_shape(spec)
-    blocks = 1 if spec.layout == "vllm" else spec.d // box[1]
+    segments = 1 if spec.packed else spec.d // box[1]
     boxes = spec.keys_per_tile // spec.box_rows
-    # column blocks outermost, so that the rows of a block are those of the tile
-    box_stride = box[0] * box[1] if spec.layout == "vllm" else box[0] * spec.row_pitch // spec.itemsize
-    stage = 2 * spec.tile_bytes // spec.itemsize
-    stride = (box[1], 1, box_stride, boxes * box_stride, stage)
-    shape = cute.make_layout((*box, boxes, blocks, spec.stages), stride=stride)
+    # row segments outermost, so that the rows of a segment are those of the tile
+    box_size = box[0] * box[1] if spec.packed else box[0] * spec.row_pitch // spec.itemsize
+    stage_size = 2 * spec.tile_bytes // spec.itemsize
+    stride = (box[1], 1, box_size, boxes * box_size, stage_size)
+    shape = cute.make_layout((*box, boxes, segments, spec.stages), stride=stride)
     pointer = smem
-    if spec.layout != "vllm":
+    if not spec.packed:
         pointer = cute.recast_ptr(smem, tile_layout(spec).inner, DTYPES[spec.kv_dtype])
     sTile = cute.make_tensor(pointer, shape)
     gTile = cute.local_tile(tensor, box, (None, None, None, None))

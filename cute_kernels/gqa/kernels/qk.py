@@ -1,25 +1,29 @@
-"""QK of GQA decoding: S^T of a warp's 16 keys, from bytes in shared memory."""
+"""QK of a consumer warp: S^T = K Q^T for 16 keys of a tile."""
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, const_expr
 
 from cute_kernels.device import operands
-from cute_kernels.gqa.kernels.fragments import Fragments
+from cute_kernels.gqa.kernels.fragments import Fragments, Thread
 from cute_kernels.gqa.spec import KEYS_PER_WARP as KEYS
 
 
-class ScoreMma(Fragments):
-    """Device code for a consumer warp."""
+class QK(Fragments):
+    """Device code for one consumer warp."""
 
     @cute.jit
-    def scores(self, k_scale: cute.Tensor, sQ: cute.Pointer, address: Int32, w: Int32, lane: Int32):
-        """S^T of the warp's keys, scales of tokens and groups included: a fragment for each 8 query rows."""
+    def scores(self, k_scale: cute.Tensor, sQ: cute.Pointer, address: Int32, thread: Thread):
+        """S^T of the warp's keys, scales of tokens and groups included: a fragment for each 8 columns.
+
+        address: of K of the tile in shared memory.
+        """
         spec = self.spec
+        w, lane, _ = thread
         mma = self.mma(self.k_dtype)
         shape = mma.partition_shape_C((16, 8))
-        # Two sums for each 8 query rows: a chain of products waits 33 cycles for each of its links.
-        part = [[mma.make_fragment_C(shape) for _ in range(self.n_tiles)] for _ in range(2)]
+        # Two sums for each 8 columns: in a chain of products each waits 33 cycles for the one before it.
+        chains = [[mma.make_fragment_C(shape) for _ in range(self.n_tiles)] for _ in range(2)]
         acc_s = [mma.make_fragment_C(shape) for _ in range(self.n_tiles)]
         steps = spec.d // 16
         group_steps = steps // max(self.k_groups, 1)
@@ -45,13 +49,13 @@ class ScoreMma(Fragments):
                 cute.autovec_copy(words[None, lane, pair, n], b_words)
                 for i in cutlass.range_constexpr(2):
                     if const_expr(2 * pair % group_steps == 0):
-                        part[i][n].fill(0.0)
-                    cute.gemm(mma, part[i][n], a[None, None, i], b[None, None, i], part[i][n])
+                        chains[i][n].fill(0.0)
+                    cute.gemm(mma, chains[i][n], a[None, None, i], b[None, None, i], chains[i][n])
             if const_expr(2 * (pair + 1) % group_steps == 0):
                 group = const_expr(2 * pair // group_steps)
                 for n in cutlass.range_constexpr(self.n_tiles):
                     for e in cutlass.range_constexpr(4):
-                        x = part[0][n][e] + part[1][n][e]
+                        x = chains[0][n][e] + chains[1][n][e]
                         if const_expr(self.k_groups > 0):
                             x *= k_scale[e // 2, group]
                         acc_s[n][e] = x if const_expr(group == 0) else acc_s[n][e] + x

@@ -1,76 +1,70 @@
-"""The work list of GQA decoding: which tiles of which sequences a range reads, from the lengths alone.
+"""The balanced schedule of the decode kernel: which key tiles of which sequences a work tile has, from lengths alone.
 
-The tiles of all sequences form a line; a sequence without visible keys counts one tile, since its result must be
-written. The line is cut into `ranges` of equal length (to a tile), each decoded by one CTA per head and block of query
-rows, so a CTA reads a part of one sequence, then whole ones, then a part. Where `splits` > 0 each sequence is cut into
-so many ranges instead. A cluster shares one sequence evenly.
+The key tiles of all sequences form a line. A sequence without visible keys counts one tile, since its result must be
+written. The line is cut into `ranges` of equal length (to a tile); a CTA decodes one range for one block of query rows:
+the end of one sequence, then whole sequences, then the beginning of another. Where `splits` > 0 the schedule is uniform
+instead: each sequence is cut into so many ranges. A cluster shares one sequence evenly.
 
-Nothing is prepared on the host and nothing is kept: a warp reads the lengths when it starts, so a captured launch
+The host prepares nothing and the device keeps nothing: each warp reads the lengths when it starts, so a captured launch
 follows lengths that change between replays.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, const_expr
 
-from cute_kernels.gqa.kernels.arguments import GridFacts
+from cute_kernels.gqa.kernels.arguments import Divisors, Sizes, Work
 from cute_kernels.gqa.spec import GqaDecodeSpec
 
 WARP = 32
 
 
 class WorkList(NamedTuple):
-    """What the scheduler needs of a launch.
+    """All that the schedule follows from."""
 
-    lengths      (batch,) int32, any value: clamped before it is used
-    capacity     tokens that a sequence can have
-    window, s_q  of the call
-    grid         how the line is cut
-    head_blocks, blocks, ranges, splits   fast divisors, see `Divisors`
-    """
-
-    lengths: cute.Tensor
-    capacity: Int32
-    window: Int32
-    s_q: Int32
-    grid: GridFacts
-    head_blocks: Any
-    blocks: Any
-    ranges: Any
-    splits: Any
-
-
-class WorkTile(NamedTuple):
-    """A head of the cache, a block of its query rows, both as one number, and a range of the line."""
-
-    kv_head: Int32
-    block: Int32
-    head_block: Int32
-    range_idx: Int32
+    mLengths: cute.Tensor
+    sizes: Sizes
+    work: Work
+    divisors: Divisors
 
 
 class Extent(NamedTuple):
-    """Of a sequence: keys, the first tile with a key in a window, tiles from there on."""
+    """A sequence: its keys, the first tile with a key in a window, and the tiles from there on."""
 
-    length: Int32
-    first_tile: Int32
+    keys: Int32
+    first: Int32
     tiles: Int32
 
 
 class Survey(NamedTuple):
-    """What a lane knows of the line: tiles before its sequences, tiles of its sequences, all tiles."""
+    """What a lane knows of the line: tiles before those of its sequences, those of its sequences, and all tiles."""
 
-    tiles_before: Int32
-    own_tiles: Int32
-    all_tiles: Int32
+    before: Int32
+    own: Int32
+    total: Int32
 
 
-class RangeStart(NamedTuple):
-    """Where a range begins: sequence, tile in it, tiles to do, and the sequence's first tile in the line."""
+class WorkTile(NamedTuple):
+    """A range of the line for one block of query rows.
 
-    batch_idx: Int32
+    kv_head     head of the cache
+    block       block of its query rows
+    head_block  both as one number
+    range       of the line; with splits or clusters, of a sequence: sequence x splits + split
+    """
+
+    kv_head: Int32
+    block: Int32
+    head_block: Int32
+    range: Int32
+
+
+class Assignment(NamedTuple):
+    """Where a range begins: `offset` tiles into a sequence, whose first tile is at `line` of the line; `tiles` long."""
+
+    sequence: Int32
     offset: Int32
     tiles: Int32
     line: Int32
@@ -79,112 +73,120 @@ class RangeStart(NamedTuple):
 class Sharers(NamedTuple):
     """The ranges that share a sequence: the first, and how many."""
 
-    first_range: Int32
+    first: Int32
     count: Int32
 
 
 class Scheduler:
-    """Device code for any warp."""
+    """Device code that every role of `GqaDecodeKernel` runs by itself, so that all agree without talking."""
 
     def __init__(self, spec: GqaDecodeSpec):
-        self.tile_keys = spec.keys_per_tile
-        self.cluster = spec.cluster
+        self.spec = spec
 
     @cute.jit
-    def work_tile(self, number: Int32, work: WorkList) -> WorkTile:
-        """Work tile `number`.
+    def work_tile(self, work_list: WorkList, index: Int32) -> WorkTile:
+        """The index-th work tile.
 
         Neighbouring CTAs read the heads of the same tokens, or are the cluster that shares a sequence and head.
         """
-        if const_expr(self.cluster > 1):
-            b, head_block = divmod(number // self.cluster, work.head_blocks)
-            range_idx = b * self.cluster + number % self.cluster
+        divisors = work_list.divisors
+        if const_expr(self.spec.cluster > 1):
+            b, head_block = divmod(index // self.spec.cluster, divisors.head_blocks)
+            r = b * self.spec.cluster + index % self.spec.cluster
         else:
-            range_idx, head_block = divmod(number, work.head_blocks)
-        kv_head, block = divmod(head_block, work.blocks)
-        return WorkTile(kv_head, block, head_block, range_idx)
+            r, head_block = divmod(index, divisors.head_blocks)
+        kv_head, block = divmod(head_block, divisors.blocks)
+        return WorkTile(kv_head, block, head_block, r)
 
     @cute.jit
-    def extent(self, work: WorkList, b: Int32) -> Extent:
-        """Which tiles of sequence b are read."""
-        length = cutlass.min(cutlass.max(work.lengths[b], 0), work.capacity)
-        first = cutlass.max(length - work.s_q - work.window + 1, 0) // self.tile_keys
-        tiles = cutlass.max(cute.ceil_div(length, self.tile_keys) - first, 1)
+    def extent(self, work_list: WorkList, b: Int32) -> Extent:
+        """Extent of sequence b."""
+        sizes, keys = work_list.sizes, self.spec.keys_per_tile
+        length = cutlass.min(cutlass.max(work_list.mLengths[b], 0), sizes.capacity)
+        first = cutlass.max(length - sizes.s_q - sizes.window + 1, 0) // keys
+        tiles = cutlass.max(cute.ceil_div(length, keys) - first, 1)
         return Extent(length, first, tiles)
 
     @cute.jit
-    def survey(self, work: WorkList, lane: Int32) -> Survey:
-        """Sums up the line, lane i the i-th of 32 parts of the batch. A cluster has one sequence and needs no sum."""
-        if const_expr(self.cluster > 1):
+    def survey(self, work_list: WorkList, lane: Int32) -> Survey:
+        """Adds up all sequences, lane i the i-th of 32 parts of the batch; zeros with clusters, which need no sums."""
+        if const_expr(self.spec.cluster > 1):
             return Survey(Int32(0), Int32(0), Int32(0))
-        batch = Int32(work.lengths.shape[0])
-        part = cute.ceil_div(batch, WARP)
-        mine = Int32(0)
-        for i in cutlass.range(part, unroll=2):
-            b = lane * part + i
-            tiles = self.extent(work, cutlass.min(b, batch - 1)).tiles
-            mine += cutlass.select_(b < batch, tiles, Int32(0))
-        sum_to_here = mine
+        batch = Int32(work_list.mLengths.shape[0])
+        per_lane = cute.ceil_div(batch, WARP)
+        own = Int32(0)
+        for i in cutlass.range(per_lane, unroll=2):
+            b = lane * per_lane + i
+            _, _, tiles = self.extent(work_list, cutlass.min(b, batch - 1))
+            own += cutlass.select_(b < batch, tiles, Int32(0))
+        prefix_sum = own
         for step in cutlass.range_constexpr(5):
-            other = cute.arch.shuffle_sync_up(sum_to_here, 1 << step)
-            sum_to_here += cutlass.select_(lane >= (1 << step), other, Int32(0))
-        return Survey(sum_to_here - mine, mine, cute.arch.shuffle_sync(sum_to_here, WARP - 1))
+            other = cute.arch.shuffle_sync_up(prefix_sum, 1 << step)
+            prefix_sum += cutlass.select_(lane >= (1 << step), other, Int32(0))
+        return Survey(prefix_sum - own, own, cute.arch.shuffle_sync(prefix_sum, WARP - 1))
 
     @cute.jit
-    def start_of_part(self, part: Int32, total: Int32, parts: Int32, divisor) -> Int32:
-        """Where a part of `total` tiles begins: part * total // parts; one tile for each where there are fewer tiles.
-
-        `divisor` is that of `parts`. The host keeps parts * total below 2^31.
-        """
-        start, _ = divmod(part * total, divisor)
-        return cutlass.select_(total < parts, cutlass.min(part, total), start)
+    def assignment(self, work_list: WorkList, survey: Survey, r: Int32) -> Assignment:
+        """What range r has; 0 tiles where there are fewer tiles than ranges."""
+        if const_expr(self.spec.cluster > 1):
+            b, rank = r // self.spec.cluster, r % self.spec.cluster
+            _, _, tiles = self.extent(work_list, b)
+            offset = tiles * rank // self.spec.cluster
+            return Assignment(b, offset, tiles * (rank + 1) // self.spec.cluster - offset, Int32(0))
+        return self._range_of_line(work_list, survey, r)
 
     @cute.jit
-    def locate(self, work: WorkList, survey: Survey, position: Int32):
-        """The sequence that has a tile of the line, and the sequence's first tile in the line."""
-        part = cute.ceil_div(Int32(work.lengths.shape[0]), WARP)
-        owner = cute.arch.popc(cute.arch.vote_ballot_sync(survey.tiles_before <= position)) - 1
-        start = cute.arch.shuffle_sync(survey.tiles_before, owner)
-        tiles = cute.arch.shuffle_sync(survey.own_tiles, owner)
-        b = owner * part
-        if part > 1:
-            tiles = self.extent(work, b).tiles
+    def _range_of_line(self, work_list: WorkList, survey: Survey, r: Int32) -> Assignment:
+        """As `assignment`, without clusters."""
+        work, divisors = work_list.work, work_list.divisors
+        b, offset, count, line = Int32(0), Int32(0), Int32(0), Int32(0)
+        if work.splits > 0:
+            b, split = divmod(r, divisors.splits)
+            _, _, tiles = self.extent(work_list, b)
+            offset = range_start(split, tiles, work.splits, divisors.splits)
+            count = range_start(split + 1, tiles, work.splits, divisors.splits) - offset
+        else:
+            begin = range_start(r, survey.total, work.ranges, divisors.ranges)
+            count = range_start(r + 1, survey.total, work.ranges, divisors.ranges) - begin
+            if count > 0:
+                b, line = self._locate(work_list, survey, begin)
+                offset = begin - line
+        return Assignment(b, offset, count, line)
+
+    @cute.jit
+    def _locate(self, work_list: WorkList, survey: Survey, position: Int32):
+        """(sequence, its first tile in the line) of a tile of the line."""
+        per_lane = cute.ceil_div(Int32(work_list.mLengths.shape[0]), WARP)
+        owner = cute.arch.popc(cute.arch.vote_ballot_sync(survey.before <= position)) - 1
+        start = cute.arch.shuffle_sync(survey.before, owner)
+        tiles = cute.arch.shuffle_sync(survey.own, owner)
+        b = owner * per_lane
+        if per_lane > 1:
+            _, _, tiles = self.extent(work_list, b)
         while start + tiles <= position:
             start += tiles
             b += 1
-            tiles = self.extent(work, b).tiles
+            _, _, tiles = self.extent(work_list, b)
         return b, start
 
     @cute.jit
-    def range_start(self, work: WorkList, survey: Survey, range_idx: Int32) -> RangeStart:
-        """Where a range begins and how many tiles it has: 0 where there are fewer tiles than ranges."""
-        if const_expr(self.cluster > 1):
-            sequence, rank = range_idx // self.cluster, range_idx % self.cluster
-            all_tiles = self.extent(work, sequence).tiles
-            first = all_tiles * rank // self.cluster
-            return RangeStart(sequence, first, all_tiles * (rank + 1) // self.cluster - first, Int32(0))
-        grid = work.grid
-        b, offset, count, line = Int32(0), Int32(0), Int32(0), Int32(0)
-        if grid.splits > 0:
-            b, part = divmod(range_idx, work.splits)
-            tiles = self.extent(work, b).tiles
-            offset = self.start_of_part(part, tiles, grid.splits, work.splits)
-            count = self.start_of_part(part + 1, tiles, grid.splits, work.splits) - offset
-        else:
-            begin = self.start_of_part(range_idx, survey.all_tiles, grid.ranges, work.ranges)
-            count = self.start_of_part(range_idx + 1, survey.all_tiles, grid.ranges, work.ranges) - begin
-            if count > 0:
-                b, line = self.locate(work, survey, begin)
-                offset = begin - line
-        return RangeStart(b, offset, count, line)
-
-    @cute.jit
-    def sharers(self, work: WorkList, survey: Survey, b: Int32, line: Int32, tiles: Int32) -> Sharers:
-        """The ranges that share sequence b, whose tiles begin at `line` of the line."""
-        grid = work.grid
-        first, count = b * grid.splits, cutlass.min(grid.splits, tiles)
-        if grid.splits == 0:
-            used = cutlass.min(grid.ranges, survey.all_tiles)
-            first = ((line + 1) * used - 1) // survey.all_tiles
-            count = ((line + tiles) * used - 1) // survey.all_tiles - first + 1
+    def sharers(self, work_list: WorkList, b: Int32, line: Int32, tiles: Int32, total: Int32) -> Sharers:
+        """The ranges that share sequence b, which has `tiles` tiles from `line` of the line on, of `total`."""
+        ranges, splits = work_list.work.ranges, work_list.work.splits
+        first, count = b * splits, cutlass.min(splits, tiles)
+        if splits == 0:
+            used = cutlass.min(ranges, total)
+            first = ((line + 1) * used - 1) // total
+            count = ((line + tiles) * used - 1) // total - first + 1
         return Sharers(first, count)
+
+
+@cute.jit
+def range_start(r: Int32, total: Int32, ranges: Int32, divisor) -> Int32:
+    """Where range r begins: r * total // ranges; one tile for each range where there are fewer tiles than ranges.
+
+    `divisor` is that of ranges: a division by a number that only the device knows takes 100 cycles. The host keeps
+    ranges * total below 2^31.
+    """
+    start, _ = divmod(r * total, divisor)
+    return cutlass.select_(total < ranges, cutlass.min(r, total), start)

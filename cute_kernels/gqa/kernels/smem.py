@@ -1,4 +1,4 @@
-"""Shared memory of the GQA decode kernel."""
+"""Shared memory of the GQA decode kernel: what lies in it, in order, and tensors over it."""
 
 from typing import NamedTuple
 
@@ -9,54 +9,74 @@ from cutlass.memory import SmemAllocator
 from cute_kernels.gqa.spec import GqaDecodeSpec
 
 DTYPES = {"int8": Int8, "float8_e4m3fn": Float8E4M3FN, "bfloat16": BFloat16, "float16": Float16, "float32": Float32}
-QK_FACTOR, SINK, OUT_FACTOR, ROW_TERMS = 0, 1, 2, 3
-"""Terms of a query row: the factor of S but for the softmax scale, the sink, the factor of O; and how many."""
+S_SCALE, SINK, O_SCALE, NUM_CONSTANTS = 0, 1, 2, 3  # of a column: see `column_constants`
 
 
-class SharedMemory(NamedTuple):
-    """Pointers to the parts of a CTA's shared memory.
+class SmemViews(NamedTuple):
+    """Pointers to the first element of each part.
 
-    tiles      stages x (K, V) of a tile, as TMA writes them
-    q          Q as fragments of B: a lane's 16 bytes of two k steps lie together
-    sums       O of each warp: (d, query row, warp) float32, rows padded to d + 4
-    stats      (query row, warp, maximum or sum) float32
-    row_terms  two sets of (query row, term) float32, used in turns
-    scales     stages x (key, scale of the token) float32
-    valid      stages x a bit for each box of a tile: its page exists
-    full       mbarriers, one a stage; see barriers.py
-    empty      the same
-    arrived    how many CTAs had finished a sequence before this one
+    tiles         stages x (K, V) x keys x d x itemsize: rows of 128 bytes (or 64), swizzled; pages of paged_vllm as
+                  they lie in global memory
+    q             columns x d as fragments of B: a lane's 16 bytes of two k steps are neighbours
+    warp_o        warps x columns x (d + 4) float32: O of each warp
+    warp_softmax  2 x warps x columns float32: row_max and row_sum of each warp
+    constants     2 buffers x columns x 3 float32: see `column_constants`
+    scales        stages x keys x scales of a token, float32
+    page_exists   a bit for each TMA copy of a stage: its page exists
+    full, empty   mbarriers of the stages: see `barriers`
+    arrived       what this CTA's count of a partial returned
     """
 
     tiles: cute.Pointer
     q: cute.Pointer
-    sums: cute.Pointer
-    stats: cute.Pointer
-    row_terms: cute.Pointer
+    warp_o: cute.Pointer
+    warp_softmax: cute.Pointer
+    constants: cute.Pointer
     scales: cute.Pointer
-    valid: cute.Pointer
+    page_exists: cute.Pointer
     full: cute.Pointer
     empty: cute.Pointer
     arrived: cute.Pointer
 
 
-def allocate(spec: GqaDecodeSpec) -> SharedMemory:
+def allocate(spec: GqaDecodeSpec) -> SmemViews:
     """Lays out the shared memory of a CTA."""
-    smem = SmemAllocator()
-    rows, stages = spec.columns, spec.stages
-    tile_values = 2 * stages * spec.tile_bytes // spec.itemsize
-    tiles = smem.allocate_array(DTYPES[spec.kv_dtype], tile_values, byte_alignment=1024)
-    q = smem.allocate_array(DTYPES[spec.k_operand], rows * spec.d, byte_alignment=16)
-    sums = smem.allocate_array(Float32, spec.warps * rows * spec.sums_stride, byte_alignment=16)
-    stats = smem.allocate_array(Float32, 2 * spec.warps * rows, byte_alignment=16)
-    row_terms = smem.allocate_array(Float32, 2 * ROW_TERMS * rows, byte_alignment=16)
-    scales = smem.allocate_array(Float32, max(stages * spec.scale_values, 1), byte_alignment=16)
-    valid = smem.allocate_array(Int32, stages * spec.valid_words, byte_alignment=4)
-    full = smem.allocate_array(Int64, 2 * stages, byte_alignment=8)
-    arrived = smem.allocate_array(Int32, 1, byte_alignment=4)
-    return SharedMemory(tiles, q, sums, stats, row_terms, scales, valid, full, full + stages, arrived)
+    array = SmemAllocator().allocate_array
+    dtype, q_dtype = DTYPES[spec.kv_dtype], DTYPES[spec.k_operand]
+    tiles = array(dtype, 2 * spec.stages * spec.tile_bytes // spec.itemsize, byte_alignment=1024)
+    q = array(q_dtype, spec.columns * spec.d, byte_alignment=16)
+    warp_o = array(Float32, spec.warps * spec.columns * spec.warp_o_stride, byte_alignment=16)
+    warp_softmax = array(Float32, 2 * spec.warps * spec.columns, byte_alignment=16)
+    constants = array(Float32, 2 * NUM_CONSTANTS * spec.columns, byte_alignment=16)
+    scales = array(Float32, max(spec.stages * spec.scale_values, 1), byte_alignment=16)
+    page_exists = array(Int32, spec.stages * spec.page_words, byte_alignment=4)
+    mbarriers = array(Int64, 2 * spec.stages, byte_alignment=8)
+    arrived = array(Int32, 1, byte_alignment=4)
+    return SmemViews(
+        tiles=tiles,
+        q=q,
+        warp_o=warp_o,
+        warp_softmax=warp_softmax,
+        constants=constants,
+        scales=scales,
+        page_exists=page_exists,
+        full=mbarriers,
+        empty=mbarriers + spec.stages,
+        arrived=arrived,
+    )
 
 
-def row_terms_tensor(spec: GqaDecodeSpec, row_terms: cute.Pointer) -> cute.Tensor:
-    """One set of row terms as (query row, term)."""
-    return cute.make_tensor(row_terms, cute.make_layout((spec.columns, ROW_TERMS)))
+def column_constants(spec: GqaDecodeSpec, constants: cute.Pointer) -> cute.Tensor:
+    """(column, S_SCALE | SINK | O_SCALE): S's factor besides the softmax scale, the sink, and O's factor."""
+    return cute.make_tensor(constants, cute.make_layout((spec.columns, NUM_CONSTANTS)))
+
+
+def warp_o_tensor(spec: GqaDecodeSpec, smem: SmemViews) -> cute.Tensor:
+    """O of each warp: (d, column, warp)."""
+    stride = (1, spec.warp_o_stride, spec.warp_o_stride * spec.columns)
+    return cute.make_tensor(smem.warp_o, cute.make_layout((spec.d, spec.columns, spec.warps), stride=stride))
+
+
+def warp_softmax_tensor(spec: GqaDecodeSpec, smem: SmemViews) -> cute.Tensor:
+    """(column, warp, 0 for row_max or 1 for row_sum)."""
+    return cute.make_tensor(smem.warp_softmax, cute.make_layout((spec.columns, spec.warps, 2)))

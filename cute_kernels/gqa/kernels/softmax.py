@@ -1,178 +1,148 @@
-"""Scores to probabilities in GQA decoding: soft cap, ALiBi, masks, and the online softmax of a warp."""
-
-from typing import NamedTuple
+"""Softmax of a consumer warp: from S to P, and row_max, row_sum and O as P demands."""
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import AddressSpace, Float32, Int32, Int64, const_expr
 
 from cute_kernels.device import softmax
-from cute_kernels.gqa.kernels.arguments import AlibiSlopes, Request, RowBlock
-from cute_kernels.gqa.kernels.fragments import Fragments
-from cute_kernels.gqa.kernels.smem import QK_FACTOR, row_terms_tensor
+from cute_kernels.gqa.kernels.arguments import QueryBlock, Scoring, Sizes
+from cute_kernels.gqa.kernels.fragments import Fragments, ScoreTerms, SoftmaxState, Thread, TileKeys
+from cute_kernels.gqa.kernels.smem import S_SCALE, column_constants
 from cute_kernels.gqa.spec import KEYS_PER_WARP as KEYS
+from cute_kernels.gqa.spec import GqaDecodeSpec
 
-RESCALE_THRESHOLD = 8.0
-"""Growth of scores over row_max, in units of log2, that moves it: P is at most 2^8, and few tiles rescale O."""
-
-
-class SoftmaxState(NamedTuple):
-    """What a thread keeps while it reads a sequence.
-
-    acc_o      O^T, a fragment for each 16 rows of d and 8 query rows
-    row_max    of its query rows, in units of log2: P is relative to it
-    row_sum    sum of P of its own keys
-    factor     what S of a query row is multiplied with
-    slope      ALiBi slope of a query row, in units of log2
-    positions  of the query rows' tokens, where there are slopes
-    """
-
-    acc_o: list
-    row_max: cute.Tensor
-    row_sum: cute.Tensor
-    factor: cute.Tensor
-    slope: cute.Tensor
-    positions: cute.Tensor
+RESCALE_THRESHOLD = 8.0  # growth of a score over row_max, in units of log2, that moves row_max
 
 
-class TileKeys(NamedTuple):
-    """A warp's keys of a tile.
+class Softmax(Fragments):
+    """Device code for one consumer warp."""
 
-    begin   the first of the 16
-    keys    the two that this thread has, rows g and g + 8 of S
-    valid   bit i: row i of S has a page that exists
-    length  of the sequence
-    """
-
-    begin: Int32
-    keys: tuple
-    valid: Int32
-    length: Int32
-
-
-class OnlineSoftmax(Fragments):
-    """Device code for a consumer warp."""
-
-    def state(self) -> SoftmaxState:
-        """Registers of one thread, not yet filled."""
-        acc_o = self.accumulators()
-        row_max, row_sum, factor = (cute.make_rmem_tensor(self.thread_rows, Float32) for _ in range(3))
-        lines = self.thread_rows if self.spec.alibi else 1
-        slope, positions = cute.make_rmem_tensor(lines, Float32), cute.make_rmem_tensor(lines, Int32)
-        return SoftmaxState(acc_o, row_max, row_sum, factor, slope, positions)
+    def __init__(self, spec: GqaDecodeSpec):
+        super().__init__(spec)
+        self.has_nan = not self.is_int8 or self.v_groups > 0  # whether values, or scales of tokens, may be NaN
 
     @cute.jit
     def start(
         self,
         state: SoftmaxState,
-        row_terms: cute.Pointer,
-        alibi: AlibiSlopes,
-        request: Request,
-        rows: RowBlock,
+        terms: ScoreTerms,
+        constants: cute.Pointer,
+        scoring: Scoring,
+        query: QueryBlock,
         length: Int32,
         lane: Int32,
     ):
-        """Empties the state for a sequence; gets the factors of its scores and its ALiBi lines."""
+        """Clears the state; loads what the scores of each column are multiplied by, and its ALiBi line."""
         spec = self.spec
-        b, kv_head, block, ratio = rows
+        b, kv_head, block, ratio, s_q = query
         for m in cutlass.range_constexpr(spec.d // 16):
             for n in cutlass.range_constexpr(self.n_tiles):
                 state.acc_o[m][n].fill(0.0)
         state.row_max.fill(-Float32.inf)
         state.row_sum.fill(0.0)
-        sTerms = row_terms_tensor(spec, row_terms)
-        scale = request.softmax_scale * softmax.LOG2_E
+        sConstants = column_constants(spec, constants)
+        scale = scoring.softmax_scale * softmax.LOG2_E
         if const_expr(spec.softcap):
-            scale = request.softmax_scale * (2.0 * softmax.LOG2_E) * cute.arch.rcp_approx(request.softcap)
-        for i in cutlass.range_constexpr(self.thread_rows):
-            n = self.query_row(i, lane)
-            state.factor[i] = sTerms[n, QK_FACTOR] * scale
+            scale = scoring.softmax_scale * (2.0 * softmax.LOG2_E) * cute.arch.rcp_approx(scoring.softcap)
+        for i in cutlass.range_constexpr(self.thread_columns):
+            n = self.column(i, lane)
+            terms.factor[i] = sConstants[n, S_SCALE] * scale
             if const_expr(spec.alibi):
-                row = cutlass.min(block * spec.columns + n, ratio.divisor * request.s_q - 1)
+                row = cutlass.min(block * spec.columns + n, ratio.divisor * s_q - 1)
                 token, r = divmod(row, ratio)
-                head = Int64(b) * alibi.batch_stride + Int64(kv_head * ratio.divisor + r)
-                pointer = cute.make_ptr(Float32, alibi.address + 4 * head, AddressSpace.gmem, assumed_align=4)
-                state.slope[i] = cute.make_tensor(pointer, cute.make_layout(1))[0] * softmax.LOG2_E
-                state.positions[i] = length - request.s_q + token
+                head = Int64(b) * scoring.alibi_batch + Int64(kv_head * ratio.divisor + r)
+                pointer = cute.make_ptr(Float32, scoring.alibi + 4 * head, AddressSpace.gmem, assumed_align=4)
+                terms.slope[i] = cute.make_tensor(pointer, cute.make_layout(1))[0] * softmax.LOG2_E
+                terms.position[i] = length - s_q + token
 
     @cute.jit
-    def scale_scores(self, state: SoftmaxState, acc_s, keys: tuple, softcap: Float32) -> cute.Tensor:
-        """S as (key, query row) in units of log2, soft cap and ALiBi applied."""
-        s = cute.make_rmem_tensor((2, self.thread_rows), Float32)
-        for i in cutlass.range_constexpr(self.thread_rows):
+    def existing_keys(self, page_exists: cute.Pointer, thread: Thread) -> Int32:
+        """Bit i: row i of S has a page that exists; `page_exists` has a bit for each TMA copy of the tile."""
+        bits = Int32(-1)
+        if const_expr(self.spec.paged):
+            box = (thread.warp * KEYS + self.key_row(thread.lane % 16)) // self.spec.box_rows
+            word = cute.make_tensor(page_exists, cute.make_layout(self.spec.page_words))[box // 32]
+            bits = cute.arch.vote_ballot_sync(((word >> (box % 32)) & 1) == 1)
+        return bits
+
+    @cute.jit
+    def scaled_scores(self, acc_s: list, terms: ScoreTerms, keys: TileKeys, softcap: Float32) -> cute.Tensor:
+        """Scores in units of log2, softcap and ALiBi included: (key, column) of this thread."""
+        s = cute.make_rmem_tensor((2, self.thread_columns), Float32)
+        for i in cutlass.range_constexpr(self.thread_columns):
             for k in cutlass.range_constexpr(2):
-                x = acc_s[i // 2][2 * k + i % 2] * state.factor[i]
+                x = acc_s[i // 2][2 * k + i % 2] * terms.factor[i]
                 if const_expr(self.spec.softcap):
                     # c tanh(y) = c - 2 c / (1 + e^(2 y)), in units of log2
                     cap = softcap * softmax.LOG2_E
                     x = cap - 2.0 * cap * cute.arch.rcp_approx(1.0 + cute.math.exp2(x, fastmath=True))
                 if const_expr(self.spec.alibi):
                     # the distance first: slope x key and slope x position lose 2^-8 each at 100,000 tokens
-                    x += state.slope[i] * Float32(keys[k] - state.positions[i])
+                    x += terms.slope[i] * Float32(keys.own[k] - terms.position[i])
                 s[k, i] = x
         return s
-
-    @cute.jit
-    def needs_mask(self, tile: TileKeys, request: Request):
-        """Whether some query does not see some key of the warp."""
-        seen_by_all = tile.length - request.causal * (request.s_q - 1)
-        begin = tile.begin
-        return begin + KEYS > seen_by_all or begin < tile.length - request.window or (tile.valid & 0xFFFF) != 0xFFFF
 
     @cute.jit
     def mask(
         self,
         s: cute.Tensor,
         v_scale: cute.Tensor,
-        tile: TileKeys,
+        keys: TileKeys,
         lowest: Int32,
-        request: Request,
-        rows: RowBlock,
+        query: QueryBlock,
+        sizes: Sizes,
         lane: Int32,
-    ) -> Int32:
-        """Puts -inf where a query row does not see a key, and 0 into scales of keys that do not exist.
+        g: Int32,
+    ):
+        """-inf for scores of keys that a query does not see; 0 for scales of keys that none sees: they may be NaN.
 
-        `lowest` is the first key that any query sees. Returns bit 2 i + k: the thread's query row i sees its key k.
+        lowest: the first key that any query sees.
+        Returns s, v_scale and bits: bit 2 i + k, the i-th column of this thread sees its key k; 0 where nothing can be
+        NaN.
         """
+        length, s_q = keys.length, query.s_q
         sees = Int32(0)
         for k in cutlass.range_constexpr(2):
-            key = tile.keys[k]
-            exists = key < tile.length and key >= lowest and ((tile.valid >> (lane // 4 + 8 * k)) & 1) == 1
-            for i in cutlass.range_constexpr(self.thread_rows):
-                row = rows.block * self.spec.columns + self.query_row(i, lane)
-                position = tile.length - request.s_q + row // rows.ratio
-                end = cutlass.select_(request.causal == 1, cutlass.min(position + 1, tile.length), tile.length)
-                visible = exists and key < end and key > position - request.window
+            key = keys.own[k]
+            exists = key < length and key >= lowest and ((keys.exists >> (g + 8 * k)) & 1) == 1
+            for i in cutlass.range_constexpr(self.thread_columns):
+                position = length - s_q + (query.block * self.spec.columns + self.column(i, lane)) // query.ratio
+                end = cutlass.select_(sizes.causal == 1, cutlass.min(position + 1, length), length)
+                visible = exists and key < end and key > position - sizes.window
                 s[k, i] = cutlass.select_(visible, s[k, i], -Float32.inf)
                 if const_expr(self.has_nan):
                     sees |= cutlass.select_(visible, Int32(1 << 2 * i + k), Int32(0))
-            for group in cutlass.range_constexpr(self.v_groups):  # may be NaN where no token is
+            for group in cutlass.range_constexpr(self.v_groups):
                 v_scale[k, group] = cutlass.select_(exists, v_scale[k, group], Float32(0.0))
-        return sees
+        return s, v_scale, sees
 
     @cute.jit
-    def exponentiate(self, state: SoftmaxState, s: cute.Tensor):
-        """Turns S into P relative to row_max, and adds it to row_sum; rescales O where row_max moves."""
-        spec = self.spec
-        grown = False
-        for i in cutlass.range_constexpr(self.thread_rows):
-            grown = grown or cute.arch.fmax(s[0, i], s[1, i]) > state.row_max[i] + RESCALE_THRESHOLD
-        if cute.arch.vote_any_sync(grown):
-            alpha = cute.make_rmem_tensor(self.thread_rows, Float32)
-            for i in cutlass.range_constexpr(self.thread_rows):
-                peak = cute.arch.fmax(s[0, i], s[1, i])
+    def update(self, state: SoftmaxState, s: cute.Tensor) -> list:
+        """Turns S into P, adds it to row_sum; where a score is RESCALE_THRESHOLD above row_max, row_max moves first.
+
+        So few tiles need shuffles and a rescaling of O: P grows up to 2^8. Returns O as P demands it.
+        """
+        acc_o, row_max, row_sum = state
+        exceeds = False
+        for i in cutlass.range_constexpr(self.thread_columns):
+            exceeds = exceeds or cute.arch.fmax(s[0, i], s[1, i]) > row_max[i] + RESCALE_THRESHOLD
+        if cute.arch.vote_any_sync(exceeds):
+            alpha = cute.make_rmem_tensor(self.thread_columns, Float32)
+            for i in cutlass.range_constexpr(self.thread_columns):
+                new_max = cute.arch.fmax(s[0, i], s[1, i])
                 for step in cutlass.range_constexpr(3):
-                    peak = cute.arch.fmax(peak, cute.arch.shuffle_sync_bfly(peak, 4 << step))
-                peak = cute.arch.fmax(peak, state.row_max[i])
-                alpha[i] = softmax.rescaling(state.row_max[i], peak)
-                state.row_max[i] = peak
-                state.row_sum[i] *= alpha[i]
-            for m in cutlass.range_constexpr(spec.d // 16):
+                    new_max = cute.arch.fmax(new_max, cute.arch.shuffle_sync_bfly(new_max, 4 << step))
+                new_max = cute.arch.fmax(new_max, row_max[i])
+                alpha[i] = softmax.rescaling(row_max[i], new_max)
+                row_max[i] = new_max
+                row_sum[i] *= alpha[i]
+            for m in cutlass.range_constexpr(self.spec.d // 16):
                 for n in cutlass.range_constexpr(self.n_tiles):
                     for e in cutlass.range_constexpr(4):
-                        state.acc_o[m][n][e] *= alpha[2 * n + e % 2]
-        for i in cutlass.range_constexpr(self.thread_rows):
-            shift = softmax.finite(state.row_max[i])
+                        acc_o[m][n][e] *= alpha[2 * n + e % 2]
+        for i in cutlass.range_constexpr(self.thread_columns):
+            shift = softmax.finite(row_max[i])
             for k in cutlass.range_constexpr(2):
                 s[k, i] = cute.math.exp2(s[k, i] - shift, fastmath=True)
-            state.row_sum[i] += s[0, i] + s[1, i]
+            row_sum[i] += s[0, i] + s[1, i]
+        return acc_o

@@ -245,8 +245,8 @@ class GqaDecodeKernel:
         tidx, _, _ = cute.arch.thread_idx()
         warp_idx, lane = cute.arch.make_warp_uniform(cute.arch.warp_idx()), tidx % 32
         if warp_idx == spec.warps:
-            cpasync.prefetch_descriptor(copies.k_atom)
-            cpasync.prefetch_descriptor(copies.v_atom)
+            cpasync.prefetch_descriptor(load_k)
+            cpasync.prefetch_descriptor(load_v)
 
         smem = allocate(spec)
         if tidx == 0:

@@ -39,7 +39,7 @@ class Epilogue(Fragments):
         sSoftmax = warp_softmax_tensor(spec, smem)
         for i in cutlass.range_constexpr(self.thread_columns):
             for step in cutlass.range_constexpr(3):
-                state.row_sum[i] += cute.arch.shuffle_sync_bfly(state.row_sum[i], 4 << step)
+                row_sum[i] += cute.arch.shuffle_sync_bfly(row_sum[i], 4 << step)
             if g == 0:
                 n = 8 * (i // 2) + 2 * t + i % 2
                 sSoftmax[n, w, 0] = row_max[i]
@@ -66,7 +66,7 @@ class Epilogue(Fragments):
         for i in cutlass.range_constexpr(self.rounds):
             n, vector = self.vector_of(tidx, i)
             row = block * spec.columns + n
-            if n < spec.columns and row < ratio.divisor * results.s_q:
+            if n < spec.columns and row < ratio.divisor * s_q:
                 token, r = divmod(row, ratio)
                 head = kv_head * ratio.divisor + r
                 row_max, row_sum = self.column_softmax(sSoftmax, n)

@@ -1,6 +1,4 @@
-"""The scale warps of GQA decoding: scales of tokens, from wherever they lie, into shared memory as float32."""
-
-from typing import NamedTuple
+"""The scale warps of the decode kernel: scales of tokens, from wherever they lie, into shared memory as float32."""
 
 import cutlass
 import cutlass.cute as cute

@@ -52,8 +52,8 @@ def kv_int8_append(
             follows from the shape. per_tensor () or (1,) and per_head (h_kv,): read; positive and finite.
         v_scale: likewise, of the same dtype. Its granularity may be another.
         slot_mapping: (tokens,) int64: ``page * page_size + offset``, without pages ``sequence * s + position``. A token
-            whose slot is negative or beyond the cache is skipped. Slots must differ: where two tokens name the same
-            one, it may hold a mixture of both.
+            whose slot is negative or past the cache is skipped. Slots must differ: if two tokens have the same one, it
+            may hold a mixture of both.
         layout: "BNSH", "BSNH", "paged_NHD", "paged_HND" or "paged_vllm"; any name in `gqa.layouts.LAYOUTS`.
 
     Raises:
@@ -69,34 +69,19 @@ def kv_int8_append(
     _append(k, v, k_cache, v_cache, k_scale, v_scale, slot_mapping, layout)
 
 
-class _Prepared(NamedTuple):
-    """A compiled kernel and what of its arguments the layout decides.
+class PreparedLaunch(NamedTuple):
+    """A compiled kernel and what the layout decides of its arguments.
 
-    views: axes in which the kernel gets k_cache, v_cache, k_scale and v_scale; None: as the caller has them.
+    heads_first  whether a token's heads lie a row apart (1) or next to each other (0)
+    views        axes in which the kernel gets k_cache, v_cache, k_scale and v_scale; None: as the caller has them
     """
 
     kernel: Callable[..., None]
-    heads_first: int
+    heads_first: int = 0
     views: tuple[tuple[int, ...], ...] | None = None
 
-    def launch(
-        self,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        k_cache: torch.Tensor,
-        v_cache: torch.Tensor,
-        k_scale: torch.Tensor,
-        v_scale: torch.Tensor,
-        slot_mapping: torch.Tensor,
-    ) -> None:
-        if k_scale.dim() == 0:
-            k_scale = k_scale.view(1)
-        if v_scale.dim() == 0:
-            v_scale = v_scale.view(1)
-        if self.views is not None:
-            tensors = (k_cache, v_cache, k_scale, v_scale)
-            k_cache, v_cache, k_scale, v_scale = (t.permute(axes) for t, axes in zip(tensors, self.views, strict=True))
-        self.kernel(k, v, k_cache, v_cache, k_scale, v_scale, slot_mapping, self.heads_first)
+
+_prepared: PreparedLaunches[tuple[Any, ...], PreparedLaunch] = PreparedLaunches()
 
 
 def _launch(
@@ -118,6 +103,9 @@ def _launch(
         k_scale = k_scale.view(1)
     if v_scale.dim() == 0:
         v_scale = v_scale.view(1)
+    if prepared.views is not None:
+        tensors = (k_cache, v_cache, k_scale, v_scale)
+        k_cache, v_cache, k_scale, v_scale = (t.permute(axes) for t, axes in zip(tensors, prepared.views, strict=True))
     prepared.kernel(k, v, k_cache, v_cache, k_scale, v_scale, slot_mapping, prepared.heads_first)
 
 
@@ -138,11 +126,11 @@ def _prepare(
     """
     _check(k, v, k_cache, v_cache, k_scale, v_scale, slot_mapping, layout)
     if k.device.type == "cpu":
-        return PreparedLaunch(lambda *tensors_and_flag: reference_append(*tensors_and_flag[:-1], layout=layout), 0)
+        return PreparedLaunch(lambda *tensors_and_flag: reference_append(*tensors_and_flag[:-1], layout=layout))
     known = LAYOUTS[layout]
     sizes = cache_sizes(known, tuple(k_cache.shape), tuple(v_cache.shape), 1)
-    if not k.shape[0] * sizes.h_kv or not sizes.outer * sizes.rows:
-        return PreparedLaunch(lambda *tensors_and_flag: None, 0)
+    if not k.shape[0] * sizes.h_kv or not sizes.num_slots:
+        return PreparedLaunch(lambda *tensors_and_flag: None)
     k_kind = scale_kind("k_scale", tuple(k_scale.shape), known, sizes)
     v_kind = scale_kind("v_scale", tuple(v_scale.shape), known, sizes)
     spec = KvAppendSpec.for_launch(
@@ -152,9 +140,10 @@ def _prepare(
         k_scale=_sharing(k_kind),
         v_scale=_sharing(v_kind),
         scale_dtype=_NAMES[k_scale.dtype],
-        vllm=layout == "paged_vllm",
+        vllm=known.packed,
     )
-    return _prepared.keep(key, PreparedLaunch(get_kernel(spec), int(layout in _HEADS_FIRST)), k.device)
+    heads_first = int(known.kernel_layout == "heads_first")
+    return _prepared.keep(key, PreparedLaunch(get_kernel(spec), heads_first, _views(known, k_kind, v_kind)), k.device)
 
 
 def _check(
@@ -181,7 +170,6 @@ def _check(
         check_tensor("v_cache", v_cache, align=ALIGNMENT, unit_last_stride=True)
     check_tensor("k", k, shape=(None, sizes.h_kv, sizes.d), align=ALIGNMENT, unit_last_stride=True)
     check_tensor("v", v, dtype=k.dtype, shape=tuple(k.shape), device=k.device, align=ALIGNMENT, unit_last_stride=True)
-    kinds = []
     for name, scale, dtype in (("k_scale", k_scale, _SCALE_DTYPES), ("v_scale", v_scale, None)):
         # both have the same dtype
         check_tensor(name, scale, dtype=dtype or k_scale.dtype, device=k.device)
@@ -190,28 +178,12 @@ def _check(
     num_slots, rows = sizes.num_slots, k.shape[0] * sizes.h_kv
     require(num_slots < 2**31, "k_cache", f"{num_slots} slots", "fewer than 2^31")
     require(rows < 2**30, "k", f"{rows} tokens times heads", "fewer than 2^30")
-    if k.device.type == "cpu":
-        reference_append(k, v, k_cache, v_cache, k_scale, v_scale, slot_mapping, layout=layout)
-        return
-    require_sm90("k", k.device)
-    if not rows or not num_slots:
-        return
-    spec = KvAppendSpec.for_launch(
-        dtype=_NAMES[k.dtype],
-        d=sizes.d,
-        h_kv=sizes.h_kv,
-        k_scale=_sharing(kinds[0]),
-        v_scale=_sharing(kinds[1]),
-        scale_dtype=_NAMES[k_scale.dtype],
-        vllm=known.packed,
-    )
-    prepared = _Prepared(get_kernel(spec), int(known.kernel_layout == "heads_first"), _views(known, kinds))
-    prepared.launch(k, v, k_cache, v_cache, k_scale, v_scale, slot_mapping)
-    remember(_prepared, _key(k, k_cache, v_cache, k_scale, v_scale, slot_mapping, layout), prepared)
+    if k.device.type != "cpu":
+        require_sm90("k", k.device)
 
 
-def _views(layout: CacheLayout, kinds: list[ScaleKind]) -> tuple[tuple[int, ...], ...] | None:
-    """What `_Prepared.views` holds: the kernel takes any strides, but the outer axis must come first."""
+def _views(layout: CacheLayout, *kinds: ScaleKind) -> tuple[tuple[int, ...], ...] | None:
+    """What `PreparedLaunch.views` holds: the kernel takes any strides, but the outer axis must come first."""
     if layout.key[0] == layout.outer:
         return None
     scales = (token_major(layout.scale_axes(kind.granularity)) or (0,) for kind in kinds)

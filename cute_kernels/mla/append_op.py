@@ -22,7 +22,7 @@ _TENSORS = ("kv", "kv_cache", "slot_mapping")
 def mla_fp8_append(kv: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor) -> None:
     """Quantize latent key/value vectors and store each in its slot of a paged FP8 cache, in place.
 
-    The stored bytes equal those of `fp8_mla.pack`, whose docstring has the rule; `docs/users/formats.md` has the format.
+    The stored bytes equal those of `fp8_mla.pack`, whose docstring has the rule; docs/users/formats.md has the format.
 
     Args:
         kv: (tokens, 576) bfloat16: 512 latent elements, then 64 with rotary encoding. Rows are contiguous and start at

@@ -69,7 +69,7 @@ def mla_fp8_decode(
     """Multi-head latent attention of a few query tokens over a paged cache of 656-byte FP8 tokens, sparse or dense.
 
     The attention is DeepSeek's absorbed form: all heads share one key of 576 elements, whose first 512 are also the
-    value. The cache format is that of DeepSeek-V3.2 (docs/users/formats.md); scales are used as the float32 that they are.
+    value. The cache format is that of DeepSeek-V3.2 (docs/users/formats.md); scales are used as they are, in float32.
 
     Runs on the current stream, captures into a CUDA graph after one eager call with the same shapes, and traces under
     torch.compile. CPU tensors run the reference, which computes in float64.

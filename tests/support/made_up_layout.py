@@ -1,0 +1,8 @@
+"""A layout that nobody ships: proof that one `CacheLayout` adds a plain layout to reference, append and kernels."""
+
+from typing import Final
+
+from cute_kernels.gqa.layouts import CacheLayout
+
+SBNH: Final = CacheLayout("SBNH", "sbhd", "sbhd")
+"""Tokens, batch, heads, d. Tests add it to `LAYOUTS`, and to nothing else."""

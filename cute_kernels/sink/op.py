@@ -27,6 +27,7 @@ _CODES = tuple(
     for name in ("int8", "uint8", "int16", "int32", "int64", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz",
                  "float8_e5m2fnuz", "float8_e8m0fnu", "float4_e2m1fn_x2")
 )  # fmt: skip
+_NAMES = {dtype: str(dtype).removeprefix("torch.") for dtype in DTYPES}
 _AUTOCAST = (torch.float32, *DTYPES)
 
 
@@ -177,7 +178,8 @@ def _check(*arguments: Any) -> None:
 
 def _check_numbers(request: _Request) -> None:
     for name, flag in (("causal", request.causal), ("deterministic", request.deterministic)):
-        require(isinstance(flag, bool), name, type(flag).__name__, "a bool", TypeError)
+        if not isinstance(flag, bool):
+            fail(name, type(flag).__name__, "a bool", TypeError)
     window, scale = request.window, request.softmax_scale
     if window is not None:
         is_int = isinstance(window, int) and not isinstance(window, bool)
@@ -237,7 +239,7 @@ def _decodes(request: _Request) -> bool:
         h_q=q.shape[2],
         h_kv=k.shape[2],
         d=q.shape[3],
-        dtype=str(q.dtype).removeprefix("torch."),
+        dtype=_NAMES.get(q.dtype, "other"),
         packed=request.cu_seqlens_q is not None or request.cu_seqlens_k is not None,
         differentiable=request.differentiable,
     )

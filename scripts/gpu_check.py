@@ -501,7 +501,8 @@ def check(options: argparse.Namespace, code: Any, progress: Progress) -> tuple[d
         tests = run_tests(beside=beside_tests)
     for finding in findings:
         if finding.errors != 0:
-            print(f"{finding.tool}: {finding.reason or finding.errors}\n{finding.output[-2000:]}", flush=True)
+            said = "\n".join((finding.output[-2000:], *sanitize.kinds(finding.output)))
+            print(f"{finding.tool}: {finding.reason or finding.errors}\n{said}", flush=True)
     return tests, sanitizer_record(findings) if findings else sanitizer
 
 

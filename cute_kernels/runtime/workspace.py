@@ -39,6 +39,8 @@ class Workspace(NamedTuple):
 
     values: torch.Tensor  # float32
     counters: torch.Tensor  # int32
+    size: int  # len(values), which takes 1 us to ask of a tensor
+    num_counters: int
     addresses: tuple[int, int]  # of both
 
 
@@ -81,8 +83,8 @@ def addresses(need: Need) -> tuple[int, int]:
     workspace = _this_thread.workspaces.get(key)
     if (
         workspace is None
-        or len(workspace.values) < need.size
-        or len(workspace.counters) < need.num_counters
+        or workspace.size < need.size
+        or workspace.num_counters < need.num_counters
         or need.counters.is_low
     ):
         workspace = _grow(need, key)
@@ -118,8 +120,8 @@ def _grow(need: Need, key: tuple[int | None, int]) -> Workspace:
     old = workspaces.get(key)
     sizes = (need.size, need.num_counters)
     if old is not None:
-        sizes = max(sizes[0], len(old.values)), max(sizes[1], len(old.counters))
-        if sizes == (len(old.values), len(old.counters)):
+        sizes = max(sizes[0], old.size), max(sizes[1], old.num_counters)
+        if sizes == (old.size, old.num_counters):
             return old
     size, num_counters = map(_rounded, sizes)
     device = need.device
@@ -132,5 +134,6 @@ def _grow(need: Need, key: tuple[int | None, int]) -> Workspace:
     workspaces.pop(key, None)
     for oldest in [other for other in workspaces if other[0] == key[0]][: -(STREAMS - 1)]:
         del workspaces[oldest]
-    made = workspaces[key] = Workspace(values, counters, (values.data_ptr(), counters.data_ptr()))
+    pointers = (values.data_ptr(), counters.data_ptr())
+    made = workspaces[key] = Workspace(values, counters, size, num_counters, pointers)
     return made

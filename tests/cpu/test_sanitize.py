@@ -82,21 +82,22 @@ INITCHECK = """========= COMPUTE-SANITIZER
 {done}
 ========= ERROR SUMMARY: 3 errors
 """
-COPIES = {"copies": Known("initcheck", r"at void at::native::copy_kernel", "written by TMA", "tma-stores")}
+COPIES = {"copies": Known("initcheck", r"at void at::native::copy_kernel", "written by TMA", "tma-stores", ("mla",))}
 
 
 def test_false_reports_that_are_listed_are_counted_apart(monkeypatch):
     output = INITCHECK.format(done=sanitize.WORKER_DONE)
     assert sanitize.parse("initcheck", output, 99).errors == 3
     monkeypatch.setattr(sanitize, "KNOWN", COPIES)
-    found = sanitize.parse("initcheck", output, 99)
+    found = sanitize.parse("initcheck", output, 99, "mla")
     assert (found.errors, found.known) == (1, {"copies": 2})
-    assert sanitize.parse("memcheck", output, 99) == Finding("memcheck", 3, output=output)
-    every = {**COPIES, "all": Known("initcheck", "kernel_of_torch", "", "tma-stores")}
+    assert sanitize.parse("initcheck", output, 99, "gqa").errors == 3, "known of the calls of another part"
+    assert sanitize.parse("memcheck", output, 99, "mla") == Finding("memcheck", 3, output=output)
+    every = {**COPIES, "all": Known("initcheck", "kernel_of_torch", "", "tma-stores", ("mla",))}
     monkeypatch.setattr(sanitize, "KNOWN", every)
-    clean = sanitize.parse("initcheck", output, 99)
+    clean = sanitize.parse("initcheck", output, 99, "mla")
     assert (clean.errors, clean.known) == (0, {"copies": 2, "all": 1})
-    unfinished = sanitize.parse("initcheck", INITCHECK.format(done=""), 99)
+    unfinished = sanitize.parse("initcheck", INITCHECK.format(done=""), 99, "mla")
     assert unfinished.errors == 1, "a worker that did not finish is not clean"
     both = sanitize.join("initcheck", [found, clean, Finding("initcheck", 0)])
     assert (both.errors, both.known) == (1, {"copies": 4, "all": 1})
@@ -105,9 +106,33 @@ def test_false_reports_that_are_listed_are_counted_apart(monkeypatch):
     json.dumps(record)
 
 
+READ_BACK = """========= Host API memory access error at host access to 0x7f6c02947200 of size 34,304 bytes
+=========     Uninitialized access to 0x7f6c0294f720 on access by cudaMemcpy source
+========= 
+========= Uninitialized __global__ memory read of size 16 bytes
+=========     at kernel_cutlass_kernel_cute_kernelssinkkernelsprepareSinkPrepareKernel_object_at+0x360
+=========     by thread (96,0,0) in block (0,0,0)
+========= 
+{done}
+========= ERROR SUMMARY: 2 errors
+"""  # noqa: W291
+
+
+def test_reads_back_of_what_tma_stored_are_known_and_kernels_that_read_it_are_findings():
+    output = READ_BACK.format(done=sanitize.WORKER_DONE)
+    found = sanitize.parse("initcheck", output, 99, "few sinks")
+    assert (found.errors, found.known) == (1, {"host reads what TMA stored": 1})
+    assert sanitize.parse("initcheck", output, 99, "mla").errors == 2
+    first, second = sanitize.kinds(output + output.replace("0x7f6c0294f720", "0x7f6c0294f740"))
+    assert first.startswith("2 x Host API memory access error at host access to ... of size 34,304 bytes, Uninit")
+    assert second.startswith("2 x Uninitialized __global__ memory read of size 16 bytes, at kernel_cutlass")
+
+
 def test_every_known_false_report_has_calls_that_show_it():
+    names = {part.name for part in sanitize.PARTS} | set(sanitize.SHOWS)
     for name, entry in sanitize.KNOWN.items():
         assert entry.show in sanitize.SHOWS and entry.tool in sanitize.TOOLS and entry.why, name
+        assert entry.show in entry.parts and set(entry.parts) <= names
 
 
 def test_every_tool_looks_at_the_parts_that_it_can(monkeypatch):
@@ -165,7 +190,8 @@ def on_cpu(monkeypatch):
 @pytest.mark.usefixtures("on_cpu")
 @pytest.mark.parametrize(
     ("part", "dtype"),
-    [("mla", "float32"), ("gqa", "float32"), ("sink", "float32"), ("sample", "bfloat16"), ("tma-stores", "float32")],
+    [("mla", "float32"), ("gqa", "float32"), ("sink", "float32"), ("sample", "bfloat16"), ("tma-stores", "float32")]
+    + [("few sinks", "float32")],
 )
 def test_workers_call_and_check(part, dtype, capsys):
     assert sanitize.main(["--worker", part, "--default-dtype", dtype]) == 0

@@ -19,7 +19,9 @@ from tests.support.gqa_cases import GqaCase, check_gqa, gqa_case
 from tests.support.mla_cases import DecodeCase, dense_case, generator, sparse_case
 
 HOST_US = 15.0
-"""What one eager call with a cached plan may take on the host."""
+"""What one eager call with a cached plan may take on a host where a sum of torch's takes `SUM_US`."""
+SUM_US = 5.5
+"""On the hosts of H200s 5.5 to 9 us were seen, and calls slow down as sums do."""
 
 
 def decode_case(case: DecodeCase, **options: Any) -> Any:
@@ -356,12 +358,12 @@ def test_host_time(name, record_property):
         "gqa append": lambda: kv_int8_append(k, v, *stores, slots, layout="BNSH"),
     }[name]
     with torch.inference_mode():  # as what serves a model calls them
-        us = host_time(call)
+        us = min(host_time(call) for _ in range(3))
     one = torch.zeros(64, dtype=torch.float32, device="cuda")
-    plain = host_time(lambda: torch.add(one, one, out=one))
+    plain = min(host_time(lambda: torch.add(one, one, out=one)) for _ in range(3))
     print(f"{name}: {us:.1f} us of host time a call, a sum of torch's {plain:.1f} us")
     record_property("host_us", us)
-    assert us <= HOST_US, f"{us:.1f} us, where a sum of torch's takes {plain:.1f} us"
+    assert us <= HOST_US * max(1.0, plain / SUM_US), f"{us:.1f} us, where a sum of torch's takes {plain:.1f} us"
 
 
 WARM_START = """

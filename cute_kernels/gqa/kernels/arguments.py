@@ -7,10 +7,10 @@ from cutlass import Float32, Int32, Int64
 
 
 class Tensors(NamedTuple):
-    """Tensors of the call, except the cache, which TMA reads. `mTable` is None without pages."""
+    """Tensors of the call, except the cache, which TMA reads."""
 
     mQ: cute.Tensor
-    mTable: cute.Tensor | None
+    mTable: Any  # a tensor, or None without pages
     mLengths: cute.Tensor
     mSink: cute.Tensor
     mOut: cute.Tensor
@@ -93,7 +93,7 @@ class Divisors(NamedTuple):
 class PageTable(NamedTuple):
     """The block table, and what page numbers are checked and divided by. `shift` is log2 of the page size."""
 
-    mTable: cute.Tensor | None
+    mTable: Any  # a tensor, or None without pages
     shift: Int32
     page_size: Int32
     num_pages: Int32

@@ -180,7 +180,9 @@ def test_kernels_get_what_they_were_compiled_for(options, deterministic, kernels
     require_right(case, run(case, deterministic))
     kinds = [type(one) for one in kernels.launched]
     separate = deterministic or (case.window or 1000) <= spec.SMALL_WINDOW
-    assert (backward_spec.SinkQueryGradSpec in kinds) == separate and (backward_spec.SinkFinishSpec in kinds) != separate
+    assert (backward_spec.SinkQueryGradSpec in kinds) == separate and (
+        backward_spec.SinkFinishSpec in kinds
+    ) != separate
     assert kinds.count(spec.SinkWorkListSpec) == (0 if not case.packed else 3 if separate else 2)
     assert all(one.window == (case.window is not None) for one in kernels.launched if hasattr(one, "window"))
 

@@ -182,6 +182,7 @@ class SinkQueryGradSpec:
     grouped: bool = False
 
     kernel: ClassVar[str] = "cute_kernels.sink.kernels.query_grad:SinkQueryGradKernel"
+    row_operands: ClassVar[int] = 2  # loaded once for the rows of a block: Q and dO
     tile: ClassVar[int] = 64  # keys of a tile
     compile_options: ClassVar[str] = "--ptxas-options '--register-usage-level=0'"
 

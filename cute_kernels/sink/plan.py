@@ -1,8 +1,8 @@
 """Which kernels answer a call of `sink_attention`, and in which order they work: pure Python, from shapes alone.
 
-One query token has no second query to share a tile of keys with, so a prefill kernel would walk over all keys of a head
-in one CTA. `gqa_decode` divides the keys among all CTAs instead and merges their results. From some number of queries
-on a tile of them is full, and prefill reads keys once for all of it.
+One query token leaves a query tile of the prefill kernel nearly empty, and one CTA would read all keys of a head.
+`gqa_decode` splits the keys among all CTAs instead and merges their partials. With enough queries a query tile is full,
+and prefill reads keys once for all of it.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def route(
     return "prefill" if s_q > FEW_QUERIES else "decode"
 
 
-# ---- the order of work, by what one H200 took for 65,536 causal bfloat16 tokens
+# ---- the order of work, by times of one H200 for 65,536 causal bfloat16 tokens
 
 LONG_KEYS: Final = 8192
 """Between the lengths that were measured, 4096 and 16384, where orders change places."""
@@ -92,9 +92,9 @@ PAIRS_OF_LONG_KEYS: Final = {64: 16, 128: 4}
 
 
 def forward_section(*, batch: int, s_k: int, h_q: int, h_kv: int, d: int, window: int | None) -> int:
-    """How many pairs of a sequence and a query head are worked on together, where queries stay and keys stream past.
+    """Pairs of a sequence and a query head that CTAs work on together in the query-stationary kernels.
 
-    Fewer pairs share what is in the 50 MB of L2; more give every CTA a long block before the short ones come.
+    Fewer pairs find their keys in the 50 MB of L2; more give every CTA a long block before the short ones come.
     TFLOP/s, with all pairs at a time / those of one sequence / those of one KV head:
 
         64 and 8 heads of 64     s_k 16384                 499 / 508 / 508
@@ -123,16 +123,16 @@ def forward_section(*, batch: int, s_k: int, h_q: int, h_kv: int, d: int, window
 
 
 def backward_section(*, batch: int, s_k: int, h_kv: int, d: int, window: int | None) -> int:
-    """How many pairs of a sequence and a KV head are worked on together, where keys stay and queries stream past.
+    """Pairs of a sequence and a KV head that CTAs work on together in the key-stationary kernel.
 
-    A pair at a time reads its queries from L2, but all CTAs add to the same sums of dq then. Milliseconds of the kernel
+    One pair at a time reads its queries from L2, but then all CTAs add to the same sums of dq. Milliseconds of it
     with 128 pairs at a time / 32 / 16 / 8 / 1 (of 16384 keys there are 32), by blocks of 128 keys and no pairs of CTAs:
 
         64 and 8 heads of 64     s_k 16384                    -  / 54.3 / 52.5 / 49.6 /  -
-                                 s_k 16384, apart             -  / 32.6 / 32.4 / 32.3 /  -
+                                 s_k 16384, separate             -  / 32.6 / 32.4 / 32.3 /  -
                                  s_k 16384, window 128        -  / 1.04 /  -   / 1.01 / 0.98
                                  s_k 4096                   15.8 / 13.3 / 12.6 / 13.1 / 13.3
-                                 s_k 4096, apart            8.95 / 8.40 / 8.26 / 8.41 / 8.66
+                                 s_k 4096, separate            8.95 / 8.40 / 8.26 / 8.41 / 8.66
         32 and 8 heads of 128    s_k 16384                    -  / 45.1 / 44.3 / 44.2 /  -
                                  s_k 4096                   15.1 / 11.7 / 11.6 / 11.9 / 12.2
 

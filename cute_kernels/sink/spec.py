@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 SMEM_PER_CTA = 232_448
-ROWS = 64  # of a wgmma, and so of a consumer warpgroup
+ROWS = 64  # of a wgmma, and of a block of queries or keys
 DTYPES = ("bfloat16", "float16")
 WARPGROUPS = (2, 3, 4)
 TILES = (64, 96, 128, 160, 192)
-SMALL_WINDOW = 512  # up to here most tiles are boundary tiles, and smaller ones waste less
+SMALL_WINDOW = 512  # up to here most key tiles need a mask, and smaller ones waste less
 GROUPED_RATIO = 4  # query heads of a KV head from which each of four warpgroups has one; measured with 8
 
 
@@ -22,13 +22,14 @@ class SinkForwardSpec:
 
     dtype       "bfloat16" or "float16", of q, k, v and out
     d           head dimension: 64 or 128
-    packed      sequences of different lengths lie one behind the other; otherwise batches of one length
+    packed      sequences of different lengths, concatenated; otherwise a batch of sequences of one length
     window      whether there is a left window; without one its comparisons are not compiled
     warpgroups  consumer warpgroups of a CTA, 64 rows each: 2 to 4
-    tile        keys of a tile
-    turns       whether the warpgroups issue their products in turns, so that one's softmax meets another's products
-    grouped     whether a CTA takes 64 rows of all query heads of a KV head, a warpgroup every warpgroups-th head, and
-                loads their keys once, where all tiles fit into shared memory; otherwise 64 rows a warpgroup of one head
+    tile        keys of a key tile
+    turns       whether the warpgroups issue products in turns, so that one's softmax overlaps with another's products
+    grouped     whether a work tile is 64 rows of all query heads of a KV head, a warpgroup taking every warpgroups-th
+                head, so that keys that fit into shared memory are loaded once; otherwise 64 rows a warpgroup of one
+                head
     """
 
     dtype: str
@@ -41,12 +42,13 @@ class SinkForwardSpec:
     grouped: bool = False
 
     kernel: ClassVar[str] = "cute_kernels.sink.kernels.forward:SinkForwardKernel"
+    row_operands: ClassVar[int] = 1  # loaded once for the rows of a block: Q
     # with the default (5) ptxas serializes the products of d 128 with a window: an arrival lands in a divergent branch
     compile_options: ClassVar[str] = "--ptxas-options '--register-usage-level=0'"
 
     @classmethod
     def for_launch(cls, dtype: str, d: int, *, packed: bool, window: int | None, ratio: int) -> SinkForwardSpec:
-        """The fastest variant for a call: 64 and 8 heads of 64 with a window of 128, grouped, take 625 us, else 763.
+        """The fastest variant for a call: 64 and 8 heads of 64 with a window of 128 take 625 us grouped, 763 otherwise.
 
         Args:
             dtype: of q, k and v, without "torch.".
@@ -83,7 +85,7 @@ class SinkForwardSpec:
 
     @property
     def rows(self) -> int:
-        """Query rows of an item."""
+        """Query rows of a work tile."""
         return ROWS if self.grouped else ROWS * self.warpgroups
 
     @property
@@ -93,12 +95,12 @@ class SinkForwardSpec:
 
     @property
     def threads(self) -> int:
-        """Of a CTA: the producer's warpgroup and the consumers'."""
+        """Of a CTA: the load warpgroup and the consumer warpgroups."""
         return 128 * (self.warpgroups + 1)
 
     @property
     def load_registers(self) -> int:
-        """Of a thread after the roles have parted."""
+        """Of a thread of the load warpgroup."""
         return {2: 40, 3: 32, 4: 24}[self.warpgroups]
 
     @property
@@ -113,7 +115,7 @@ class SinkForwardSpec:
 
     @property
     def stages(self) -> int:
-        """Tiles of K, and as many of V, in flight: a power of two, at most 128 KB."""
+        """Tiles of K, and as many of V, in flight: a power of two, at most 128 KB together."""
         room = min(SMEM_PER_CTA - (self.q_stages + self.warpgroups) * ROWS * self.d * 2 - 1024, 131_072)
         fit = room // (4 * self.tile * self.d)
         return 1 << (fit.bit_length() - 1) if fit else 0
@@ -129,7 +131,7 @@ class SinkForwardSpec:
 class SinkWorkListSpec:
     """Compile-time facts of :class:`cute_kernels.sink.kernels.work_list.SinkWorkListKernel`.
 
-    keys  whether blocks of keys are listed, for the backward; otherwise blocks of queries
+    keys  whether it lists blocks of keys, for the key-stationary backward; otherwise blocks of queries
     """
 
     keys: bool = False
@@ -147,12 +149,12 @@ class SinkWorkListSpec:
 
 
 def groups(d: int, window: int | None, ratio: int) -> bool:
-    """Whether kernels where queries stay take the query heads of a KV head together; see `SinkForwardSpec.grouped`."""
+    """Whether query-stationary kernels take the query heads of a KV head together; see `SinkForwardSpec.grouped`."""
     return d == 64 and window is not None and window <= SMALL_WINDOW and ratio >= GROUPED_RATIO
 
 
 def variants(dtype: str) -> Iterator[dict[str, Any]]:
-    """Arguments of `for_launch`: calls of all kinds that it tells apart."""
+    """Arguments of `for_launch`: one call of each kind that it distinguishes."""
     for d, packed, window in itertools.product((64, 128), (False, True), (None, SMALL_WINDOW, SMALL_WINDOW + 1)):
         for ratio in (1, GROUPED_RATIO):
             yield {"dtype": dtype, "d": d, "packed": packed, "window": window, "ratio": ratio}
@@ -164,6 +166,6 @@ def launched_specs(dtype: str) -> list[SinkForwardSpec]:
 
 
 def shipped_specs() -> list[SinkForwardSpec | SinkWorkListSpec]:
-    """Those of bfloat16 and one of float16, whose others are compiled when first asked for."""
+    """All of bfloat16 and one of float16; the other ones of float16 compile at their first call."""
     float16 = SinkForwardSpec.for_launch("float16", 64, packed=False, window=None, ratio=1)
     return [*launched_specs("bfloat16"), float16, SinkWorkListSpec(), SinkWorkListSpec(keys=True)]

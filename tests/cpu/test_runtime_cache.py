@@ -338,7 +338,7 @@ ROOMS = {
     "cute_kernels.mla.kernels.decode": ("mla/spec.py", "device/wgmma.py", "merge/kernels/merge.py"),
     "cute_kernels.mla.crossover.kernels.decode": ("mla/crossover/spec.py", "mla/kernels/scheduler.py"),
     "cute_kernels.gqa.kernels.decode": ("gqa/spec.py", "gqa/kernels/scheduler.py"),
-    "cute_kernels.sink.kernels.backward": ("sink/backward_spec.py", "sink/kernels/schedule.py"),
+    "cute_kernels.sink.kernels.backward": ("sink/backward_spec.py", "sink/kernels/scheduler.py"),
 }
 
 

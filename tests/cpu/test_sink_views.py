@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from cute_kernels.sink.kernels import schedule as schedule
+from cute_kernels.sink.kernels import views
 
 WIDTH = 2  # bytes of an element
 BOX = 192  # rows of the largest tile
@@ -21,9 +21,9 @@ def address(place: tuple[int, ...], strides: tuple[int, ...]) -> int:
 )
 def test_rows_of_a_sequence_are_those_of_the_tensor_and_no_others(lengths, row):
     """The view begins with the tensor: TMA reads there where it fills with zeros, so there has to be memory."""
-    sizes, strides = schedule.sequences(sum(lengths), row)
+    sizes, strides = views.packed_modes(sum(lengths), row)
     for length, end in zip(lengths, itertools.accumulate(lengths), strict=True):
-        first, outer = schedule.place(True, length, end - length, 0)
+        first, outer = views.origin(True, length, end - length, 0)
         for i in {0, 1, length // 2, length - 1, length, length + BOX}:
             place = (first + i, *outer)
             assert all(0 <= c < 2**31 for c in place)
@@ -36,7 +36,7 @@ def test_rows_of_a_sequence_are_those_of_the_tensor_and_no_others(lengths, row):
 @pytest.mark.parametrize("row", [64, 72, 128 * 128 + 8])
 @pytest.mark.parametrize("tokens", [1, 63, 65536, 2**30 - 1])
 def test_a_descriptor_spans_the_tensor(tokens, row):
-    sizes, strides = schedule.sequences(tokens, row)
+    sizes, strides = views.packed_modes(tokens, row)
     assert address(tuple(size - 1 for size in sizes), strides) == (tokens - 1) * row * WIDTH
     assert all(0 < s * WIDTH < 2**40 and s * WIDTH % 16 == 0 for s in strides)  # what TMA takes
     assert all(size <= 2**32 for size in sizes)

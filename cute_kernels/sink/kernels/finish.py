@@ -1,4 +1,11 @@
-"""x"""
+"""The end of a fused backward: rounds the float32 sums of dq.
+
+Sums of dq lie in the order of accumulators of m64n64k16, a tile of 64 rows being 64 x d float32: of columns 8j to
+8j + 7, thread t of a warpgroup holds four, at (j, t, 4). Rows 16w + g and 16w + g + 8 of these columns are 64 bytes in
+a line.
+
+Roles (256 threads): a CTA has 64 rows of a head; d / 8 lanes write a row in 16-byte pieces.
+"""
 
 import cuda.bindings.driver as cuda
 import cutlass
@@ -7,7 +14,7 @@ from cutlass import AddressSpace, Float32, Int32, Int64, const_expr
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
 from cute_kernels.sink.backward_spec import QUERIES, SinkFinishSpec
-from cute_kernels.sink.kernels import schedule as schedule
+from cute_kernels.sink.kernels import views
 
 THREADS = 256
 
@@ -20,12 +27,12 @@ class SinkFinishKernel:
         if reasons:
             raise ValueError("; ".join(reasons))
         self.spec = spec
-        self.dtype = schedule.DTYPES[spec.dtype]
+        self.dtype = views.DTYPES[spec.dtype]
 
     def fake_arguments(self) -> tuple:
         """Shapes, strides and alignments that the compiled callable accepts, in the order of `__call__`."""
         spec = self.spec
-        d_q = schedule.fake_rows(self.dtype, spec.packed, tuple(cute.sym_int() for _ in range(3)), spec.d)
+        d_q = views.fake_rows(self.dtype, spec.packed, tuple(cute.sym_int() for _ in range(3)), spec.d)
         cu_q = make_fake_tensor(Int32, (cute.sym_int(),), (1,), assumed_align=4) if spec.packed else None
         numbers = (Int64(0), Int32(64), Float32(1.0), Int32(1))
         return (d_q, cu_q, *numbers, make_fake_stream(use_tvm_ffi_env_stream=True))
@@ -77,14 +84,14 @@ class SinkFinishKernel:
         start, s_q = Int32(0), max_q
         if const_expr(spec.packed):
             assert mCuQ is not None
-            start, s_q = schedule.span(mCuQ, batch, mDQ.shape[0])
+            start, s_q = views.span(mCuQ, batch, mDQ.shape[0])
         first = block * QUERIES
         if first < s_q:
             if const_expr(spec.packed):
                 gDQ = cute.domain_offset((start, 0), mDQ[None, head, None])
             else:
                 gDQ = mDQ[batch, None, head, None]
-            row = Int64(head) * positions + schedule.position(spec.packed, start, batch, s_q) + first
+            row = Int64(head) * positions + views.position(spec.packed, start, batch, s_q) + first
             tile = sums + row * (4 * spec.d)
             pieces = spec.d // 8  # of 8 columns
             for i in cutlass.range_constexpr(QUERIES // 2 * pieces // THREADS):
@@ -98,9 +105,9 @@ class SinkFinishKernel:
                     cute.make_tensor(values.iterator, cute.make_layout(16)),
                 )
                 for r in cutlass.range_constexpr(2):
-                    at = first + pair // 8 * 16 + pair % 8 + 8 * r
+                    row_of_pair = first + pair // 8 * 16 + pair % 8 + 8 * r
                     rounded = cute.make_rmem_tensor(8, self.dtype)
                     for c in cutlass.range_constexpr(8):
                         rounded[c] = (values[c % 2, r, c // 2] * softmax_scale).to(self.dtype)
-                    if at < s_q:
-                        cute.autovec_copy(rounded, cute.local_tile(gDQ[at, None], (8,), (j,)))
+                    if row_of_pair < s_q:
+                        cute.autovec_copy(rounded, cute.local_tile(gDQ[row_of_pair, None], (8,), (j,)))

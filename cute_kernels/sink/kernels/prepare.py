@@ -1,19 +1,12 @@
-"""Before and after the backward: statistics of rows, gradients of the sinks, and the rounding of dq.
+"""The begin of a backward: statistics of rows, and gradients of the sinks.
 
 With L = log2(sum of 2^(score) and 2^(sink)) of a row, in units of log2:
     P = 2^(score - L), O = P V, dP = dO V^T, delta = sum_j P_j dP_j = dO . O, dS = P (dP - delta)
 The sink takes part in L alone, with p = 2^(sink - L): dO . dO/dsink = - p delta, so d(sink) = - sum of p delta.
-A row that sees no key, or whose sink is +inf, has L = +inf here: its P are 0 and its O was.
+A row that sees no key, or whose sink is +inf, has L = +inf here: its P are 0, as its O was. So have the positions
+between the last row of a sequence and the end of its last tile of 64 (views.py says where rows stand).
 
-Positions. Row i of sequence b stands at ((first row of b + 128 b) rounded down to 64) + i in the statistics and sums
-of dq. So whole tiles of 64 rows, which start at multiples of 64 of the sequence, belong to one sequence; rows behind
-its end have L = +inf. There are (total rows + 128 x batch) positions, rounded up to 64.
-
-Sums of dq lie in the order of accumulators of m64n64k16, a tile of 64 rows being 64 x d float32: of columns 8j ..
-8j + 7, thread t of a warpgroup holds four, at (j, t, 4). Rows 16w + g and 16w + g + 8 of these columns are 64 bytes in
-a line.
-
-Roles (256 threads): a CTA has 128 rows (prepare) or 64 (finish) of a head; d / 8 lanes read a row in 16-byte pieces.
+Roles (256 threads): a CTA has 128 rows of a head; d / 8 lanes read a row in 16-byte pieces.
 """
 
 import cuda.bindings.driver as cuda
@@ -25,7 +18,7 @@ from cutlass.memory import SmemAllocator
 
 from cute_kernels.device import softmax
 from cute_kernels.sink.backward_spec import QUERIES, SinkPrepareSpec
-from cute_kernels.sink.kernels import schedule as schedule
+from cute_kernels.sink.kernels import views
 
 THREADS = 256
 ROWS = SinkPrepareSpec.rows
@@ -40,20 +33,20 @@ class SinkPrepareKernel:
         if reasons:
             raise ValueError("; ".join(reasons))
         self.spec = spec
-        self.dtype = schedule.DTYPES[spec.dtype]
+        self.dtype = views.DTYPES[spec.dtype]
 
     def fake_arguments(self) -> tuple:
         """Shapes, strides and alignments that the compiled callable accepts, in the order of `__call__`."""
         spec = self.spec
         sizes = batch, s_q, h_q = tuple(cute.sym_int() for _ in range(3))
-        out, d_out = (schedule.fake_rows(self.dtype, spec.packed, sizes, spec.d) for _ in range(2))
-        lse = schedule.fake_rows(Float32, spec.packed, (batch, s_q, h_q), None)
+        out, d_out = (views.fake_rows(self.dtype, spec.packed, sizes, spec.d) for _ in range(2))
+        lse = views.fake_rows(Float32, spec.packed, (batch, s_q, h_q), None)
         sink = make_fake_tensor(Float32, (h_q,), (1,), assumed_align=4)
         parts = make_fake_tensor(Float32, (h_q, cute.sym_int()), (cute.sym_int64(), 1), assumed_align=4)
         cu_q = make_fake_tensor(Int32, (cute.sym_int(),), (1,), assumed_align=4) if spec.packed else None
         numbers = (Int64(0), Int32(1))
         stream = make_fake_stream(use_tvm_ffi_env_stream=True)
-        return (out, d_out, lse, sink, schedule.fake_stats(h_q), parts, cu_q, *numbers, stream)
+        return (out, d_out, lse, sink, views.fake_stats(h_q), parts, cu_q, *numbers, stream)
 
     @cute.jit
     def __call__(
@@ -114,8 +107,8 @@ class SinkPrepareKernel:
         start, s_q = Int32(0), max_q
         if const_expr(spec.packed):
             assert mCuQ is not None
-            start, s_q = schedule.span(mCuQ, batch, mOut.shape[0])
-        place = schedule.position(spec.packed, start, batch, s_q)
+            start, s_q = views.span(mCuQ, batch, mOut.shape[0])
+        place = views.position(spec.packed, start, batch, s_q)
         first = block * ROWS
         padded = (s_q + QUERIES - 1) & -QUERIES
         part = Float32(0.0)

@@ -1,7 +1,14 @@
-"""dq where keys stay: dQ = dS K of a tile of queries, added up in global memory.
+"""dq where keys stay: dQ = dS K of a query tile, added up in global memory by the copy engine.
 
-See backward.py for the barriers and for what a helper and a pair are.
+Warpgroups make dQ of query tiles in turn, each that of the tile before. So no warpgroup waits for the dS of another,
+and they may be half a tile apart: one's softmax then overlaps with another's products. In turns, because half of the
+columns each would read shared memory at 192 or 128 bytes a cycle where m64n64k16 reads 128, and half of the keys each
+would add twice as much. dQ goes to shared memory, 16 KB at a time, from where one thread has the copy engine add it.
+
+Sums of dq are laid out as accumulators are: see finish.py.
 """
+
+from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -11,12 +18,16 @@ from cutlass.cute.nvgpu import warpgroup
 
 from cute_kernels.device import cluster, wgmma
 from cute_kernels.sink.backward_spec import QUERIES
-from cute_kernels.sink.kernels import schedule as schedule
-from cute_kernels.sink.kernels.key_blocks import KeyBlocks
-from cute_kernels.sink.kernels.key_tiles import KeyTiles
+from cute_kernels.sink.kernels.barriers import KeyGradNamedBarrier
+from cute_kernels.sink.kernels.smem import key_layouts, key_mmas, peer_k_layout, view
 from cute_kernels.sink.spec import ROWS
 
-BAR_ADD = 4
+
+class Sums(NamedTuple):
+    """Float32 sums of dq in global memory, and the positions of a head in them."""
+
+    address: Int64
+    positions: Int32
 
 
 class QuerySums:
@@ -24,16 +35,14 @@ class QuerySums:
 
     def __init__(self, spec):
         self.spec = spec
-        self.blocks = KeyBlocks(spec)
-        self.tiles = KeyTiles(spec)
 
     @cute.jit
     def send(self, smem, buffer: Int32, rank: Int32, wg: Int32, tid: Int32):
-        """Copies this warpgroup's dS to the other CTA of the pair, and says here that it is stored."""
+        """Copies this warpgroup's dS to the other CTA of the pair, and arrives at ds_full of both."""
         spec = self.spec
-        size = spec.keys_of_cta * QUERIES  # of dS of a CTA
+        size = spec.keys_of_cta * QUERIES  # elements of a CTA's dS
         full = smem.ds_full.data_ptr() + buffer
-        cute.arch.barrier(barrier_id=BAR_ADD + wg, number_of_threads=128)
+        cute.arch.barrier(barrier_id=KeyGradNamedBarrier.ADD + wg, number_of_threads=128)
         if tid == 0:
             part = spec.key_blocks * ROWS * QUERIES
             source = smem.d_s.data_ptr() + cute.assume(2 * buffer * size + wg * part, divby=part)
@@ -49,81 +58,75 @@ class QuerySums:
                 ],
             )
         if wg == 0 and tid == 0:
-            cute.arch.mbarrier_arrive_and_expect_tx(full, 2 * size)  # what comes from the other one
+            cute.arch.mbarrier_arrive_and_expect_tx(full, 2 * size)  # what the other CTA sends
         else:
             cute.arch.mbarrier_arrive(full)
 
     @cute.jit
-    def add_dq(self, smem, target: Int64, acc, stage, buffer: Int32, place: Int32, rank: Int32, tid: Int32):
-        """Makes dQ of the tile whose dS is in `buffer`, and adds it to the sums at `target`.
+    def add_dq(self, smem, target: Int64, stage, buffer: Int32, rank: Int32, wg: Int32, tid: Int32):
+        """Makes dQ of the query tile whose dS is in `buffer`, and adds it to the sums at `target`.
 
-        `acc` are registers for dQ, or None; `place` says where it is staged: the number of the warpgroup, or, of a
-        helper, 0 and 1 in turn. Of a pair, a CTA makes columns 64 `rank` to 64 `rank` + 63.
-        Gives back `stage`, unless None, when products issued before are complete, and arrives at ds_empty when dS has
-        been read.
+        In a pair, a CTA makes columns 64 `rank` to 64 `rank` + 63. Releases `stage`, unless None, when products issued
+        before are complete, and arrives at ds_empty when dS has been read.
         """
         spec = self.spec
-        layout_kv, _, layout_ds, _ = self.tiles.layouts()
-        _, _, mma_dq = self.tiles.tiled_mmas()
+        layouts, mma_dq = key_layouts(spec), key_mmas(spec).dq
         thr_dq = mma_dq.get_slice(tid)
-        of_keys = [(k, k) for k in range(spec.keys_of_cta // 16)]
-        sK = smem.k.get_tensor(layout_kv.outer, swizzle=layout_kv.inner)
-        sDS = smem.d_s.get_tensor(layout_ds.outer, swizzle=layout_ds.inner)
+        key_blocks = [(k, k) for k in range(spec.keys_of_cta // 16)]
+        sK = view(smem.k, layouts.kv)
+        sDS = view(smem.d_s, layouts.d_s)
         own = 2 * buffer if const_expr(spec.pair) else buffer
         rDSt = mma_dq.make_fragment_A(thr_dq.partition_A(wgmma.transposed(sDS)))
         parts = cute.local_tile(wgmma.transposed(sK)[None, None, 0], (spec.columns, spec.keys_of_cta), (None, 0))
         rKt = mma_dq.make_fragment_B(thr_dq.partition_B(parts))
         for i in cutlass.range_constexpr(1 if spec.pair else spec.d // spec.columns):
             part = rank if const_expr(spec.pair) else i
-            acc_dq = acc
-            if const_expr(acc is None):
-                acc_dq = cute.make_rmem_tensor(mma_dq.partition_shape_C((QUERIES, spec.columns)), Float32)
+            acc_dq = cute.make_rmem_tensor(mma_dq.partition_shape_C((QUERIES, spec.columns)), Float32)
             warpgroup.fence()
-            wgmma.issue(mma_dq, acc_dq, rDSt[None, None, None, own], rKt[None, None, None, part], False, of_keys)
+            wgmma.issue(mma_dq, acc_dq, rDSt[None, None, None, own], rKt[None, None, None, part], False, key_blocks)
             if const_expr(spec.pair):
-                layout = self.tiles.layout_others()
-                sOthers = smem.others.get_tensor(layout.outer, swizzle=layout.inner)
-                rOthers = mma_dq.make_fragment_B(thr_dq.partition_B(wgmma.transposed(sOthers)))
+                sPeer = view(smem.peer_k, peer_k_layout(spec))
+                rPeer = mma_dq.make_fragment_B(thr_dq.partition_B(wgmma.transposed(sPeer)))
                 wgmma.issue(
-                    mma_dq, acc_dq, rDSt[None, None, None, own + 1], rOthers[None, None, None, 0], True, of_keys
+                    mma_dq, acc_dq, rDSt[None, None, None, own + 1], rPeer[None, None, None, 0], True, key_blocks
                 )
             warpgroup.commit_group()
             warpgroup.wait_group(0)
             if const_expr(i == 0 and stage is not None):
-                self.tiles.give_back(smem, stage, rank, tid)
+                cute.arch.mbarrier_arrive(smem.q_empty.data_ptr() + stage)
             if const_expr(spec.pair or i == spec.d // spec.columns - 1):
                 ds_empty = smem.ds_empty.data_ptr() + buffer
                 cute.arch.mbarrier_arrive(ds_empty)
                 if const_expr(spec.pair):
                     if tid % 32 == 0:
                         cute.arch.mbarrier_arrive(ds_empty, 1 - rank, scope=MemScopeKind.CLUSTER, relaxed=True)
-            at = target + part * (4 * QUERIES * spec.columns)
+            part_target = target + part * (4 * QUERIES * spec.columns)
             if const_expr(spec.pair):
-                cute.arch.mbarrier_wait(smem.added_empty.ptr, buffer ^ 1)  # tiles are even and odd in turn
-                self.add(smem, acc_dq, at, Int32(0), place, tid)
+                cute.arch.mbarrier_wait(smem.added_empty.ptr, buffer ^ 1)  # tiles alternate between even and odd
+                self.add(smem, acc_dq, part_target, Int32(0), wg, tid)
             else:
-                self.add(smem, acc_dq, at, place * (spec.d // spec.columns) + i, place, tid)
+                self.add(smem, acc_dq, part_target, wg * (spec.d // spec.columns) + i, wg, tid)
 
     @cute.jit
-    def add(self, smem, acc_dq: cute.Tensor, target: Int64, part: Int32, place: Int32, tid: Int32):
+    def add(self, smem, acc_dq: cute.Tensor, target: Int64, part: Int32, wg: Int32, tid: Int32):
         """Adds dQ of a tile, or `part` of it, to the sums by one copy from shared memory.
 
         Element 4j + i of a thread is added at (128 j + thread, i).
         """
         spec = self.spec
-        barrier = BAR_ADD + place
+        barrier = KeyGradNamedBarrier.ADD + wg
         staged = smem.added.data_ptr() + cute.assume(part * (QUERIES * spec.columns), divby=QUERIES * spec.columns)
         if const_expr(not spec.pair):
-            if tid == 0:  # who issues the copies: that before from this place has been read
+            if tid == 0:  # the thread that issues the copies waits until the one before from here is read
                 cute.arch.cp_async_bulk_wait_group(spec.d // spec.columns - 1, read=True)
             cute.arch.barrier(barrier_id=barrier, number_of_threads=128)
         for j in cutlass.range_constexpr(cute.size(acc_dq) // 4):
             four = cute.make_rmem_tensor(4, Float32)
             for i in cutlass.range_constexpr(4):
                 four[i] = acc_dq[4 * j + i]
-            to = staged + cute.assume(512 * j + 4 * tid, divby=4)
-            cute.autovec_copy(four, cute.make_tensor(to, cute.make_layout(4)))
-        cute.arch.fence_proxy("async.shared", space="cta")  # ordinary stores, read by the copy engine
+            chunk = staged + cute.assume(512 * j + 4 * tid, divby=4)
+            cute.autovec_copy(four, cute.make_tensor(chunk, cute.make_layout(4)))
+        cute.arch.fence_proxy("async.shared", space="cta")  # makes ordinary stores visible to the copy engine
         cute.arch.barrier(barrier_id=barrier, number_of_threads=128)
         if tid == 0:
             cute.arch.inline_ptx(
@@ -133,5 +136,5 @@ class QuerySums:
             cute.arch.cp_async_bulk_commit_group()
             if const_expr(spec.pair):
                 cute.arch.cp_async_bulk_wait_group(0, read=True)
-        if const_expr(spec.pair):  # the other warpgroup is next to use the place
+        if const_expr(spec.pair):  # the other warpgroup uses the place next
             cute.arch.mbarrier_arrive(smem.added_empty.ptr)

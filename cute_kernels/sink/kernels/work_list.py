@@ -17,7 +17,7 @@ from cutlass import Int32, Int64, const_expr
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 from cutlass.memory import SmemAllocator
 
-from cute_kernels.sink.kernels import schedule as schedule
+from cute_kernels.sink.kernels import masks, views
 from cute_kernels.sink.spec import SinkWorkListSpec
 
 THREADS, BINS = 512, 1024
@@ -64,7 +64,7 @@ class SinkWorkListKernel:
         listed   tokens of the listed side, of all sequences
         other    those of the other side
         """
-        reach = Int32(0) if causal != 0 else Int32(schedule.UNLIMITED)
+        reach = Int32(0) if causal != 0 else Int32(masks.UNLIMITED)
         self.kernel(mCuQ, mCuK, mWork, rows, window, reach, listed, other).launch(
             grid=[1, 1, 1], block=[THREADS, 1, 1], stream=stream
         )
@@ -144,8 +144,8 @@ class SinkWorkListKernel:
         cu_listed, cu_other = mCuQ, mCuK
         if const_expr(self.spec.keys):
             cu_listed, cu_other = mCuK, mCuQ
-        _, mine = schedule.span(cu_listed, b, listed)
-        _, others = schedule.span(cu_other, b, other)
+        _, mine = views.span(cu_listed, b, listed)
+        _, others = views.span(cu_other, b, other)
         return mine, others
 
     @cute.jit

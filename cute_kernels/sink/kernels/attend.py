@@ -1,0 +1,302 @@
+"""The consumer warpgroups of the forward: QK, softmax and PV of 64 rows, and their epilogue.
+
+Of one tile, with S of the next in flight ('):
+    turn     S' = Q K'^T issued, O += P V issued, turn given to the next warpgroup
+    wait 1   S' is complete: K' is released; row_max, P' = exp2(S' scale - row_max), row_sum
+    wait 0   O is complete: V is released; O is rescaled where a row_max has moved; P' is rounded to the operand P
+So the softmax of a tile overlaps with PV of the tile before, and with the products of other warpgroups.
+"""
+
+from typing import NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, const_expr
+from cutlass.cute.nvgpu import warpgroup
+
+from cute_kernels.device import softmax, wgmma
+from cute_kernels.device.ring import RingSlot, ring_slot_pow2
+from cute_kernels.sink.kernels import scheduler
+from cute_kernels.sink.kernels import softmax as row_softmax
+from cute_kernels.sink.kernels.barriers import ForwardNamedBarrier
+from cute_kernels.sink.kernels.epilogue import RowStore
+from cute_kernels.sink.kernels.key_ring import KeyRing
+from cute_kernels.sink.kernels.masks import QueryLimits, QueryMasks, Visibility
+from cute_kernels.sink.kernels.smem import query_layouts, query_mmas, view
+from cute_kernels.sink.kernels.views import DTYPES, Tma
+from cute_kernels.sink.spec import ROWS
+
+
+class RowState(NamedTuple):
+    """Of this thread's two rows: O, the maximum that P is relative to, and the sum of P over its columns."""
+
+    o: cute.Tensor
+    row_max: cute.Tensor
+    row_sum: cute.Tensor
+
+
+class Results(NamedTuple):
+    """Where the forward's results go, and what the epilogue needs of its arguments."""
+
+    out: Tma
+    lse: cute.Tensor
+    sink: cute.Tensor
+
+
+class Targets(NamedTuple):
+    """Where the results of 64 rows go: a TMA store and its target, and the log-sum-exps of the sequence."""
+
+    store: Tma
+    out: cute.Tensor
+    lse: cute.Tensor
+
+
+class Attend:
+    """Device code of a consumer warpgroup."""
+
+    def __init__(self, spec):
+        self.spec = spec
+        self.dtype = DTYPES[spec.dtype]
+        self.masks = QueryMasks(spec)
+        self.ring = KeyRing(spec)
+        self.rows = RowStore(spec, ForwardNamedBarrier.STORE)
+
+    @cute.jit
+    def run(
+        self, smem, results: Results, scale_log2: Float32, visible: Visibility, ratio: Int32, wg: Int32, tid: Int32
+    ):
+        """The warpgroup, from its first work tile to the record that ends the kernel: its 64 rows, or its heads."""
+        spec = self.spec
+        acc_o = cute.make_rmem_tensor(query_mmas(spec).pv.partition_shape_C((ROWS, spec.d)), Float32)
+        state = RowState(acc_o, cute.make_rmem_tensor(2, Float32), cute.make_rmem_tensor(2, Float32))
+        words = scheduler.records(smem)
+        if const_expr(spec.turns):
+            if wg == spec.warpgroups - 1:  # gives the first turn
+                cute.arch.barrier_arrive(barrier_id=ForwardNamedBarrier.TURN, number_of_threads=256)
+
+        count, ring_tile, running = Int32(0), Int32(0), Int32(1)
+        first_head = Int32(wg)  # of the work tile's heads, the first that is this warpgroup's
+        while running == 1:
+            stage = count % scheduler.WORK_STAGES
+            cute.arch.mbarrier_wait(smem.work_full.data_ptr() + stage, count // scheduler.WORK_STAGES % 2)
+            work = scheduler.WorkRecord(words, stage)
+            if work.first < 0:
+                running = Int32(0)
+            elif const_expr(spec.grouped):
+                ring_tile = self.attend_heads(
+                    smem, state, results, work, scale_log2, visible, ratio, count, first_head, ring_tile, wg, tid
+                )
+                first_head = (first_head + (spec.warpgroups - ratio % spec.warpgroups)) % spec.warpgroups
+                count += 1
+            else:
+                first, s_q, s_k = work.first + ROWS * wg, work.s_q, work.s_k
+                keys = self.masks.key_range(work.first, s_q, s_k, visible)
+                limits = self.masks.limits(first, s_q, s_k, keys, visible, tid)
+                ring_tile = self.attend(
+                    smem, state, scale_log2, keys.tiles, limits, RingSlot(wg, count % 2), ring_tile, False, wg, tid
+                )
+                # read again instead of kept: registers are short while P, S and O are alive
+                rows = scheduler.WorkTile(work.first + ROWS * wg, work.head, work.batch, work.s_q, None, work.start_q)
+                cute.arch.mbarrier_arrive(smem.work_empty.data_ptr() + stage)
+                targets = self.targets(results, rows, rows.head)
+                self.store(smem, state, targets, scale_log2, results.sink[rows.head], rows, wg, tid)
+                count += 1
+        if tid // 32 == 0:
+            cute.arch.cp_async_bulk_wait_group(0, read=True)
+
+    @cute.jit
+    def attend_heads(
+        self,
+        smem,
+        state: RowState,
+        results: Results,
+        record: scheduler.WorkRecord,
+        scale_log2: Float32,
+        visible: Visibility,
+        ratio: Int32,
+        count: Int32,
+        first_head: Int32,
+        ring_tile: Int32,
+        wg: Int32,
+        tid: Int32,
+    ) -> Int32:
+        """Every warpgroups-th head of a grouped work tile; the next tile of the ring.
+
+        Head h of the count-th work tile has number count x ratio + h; its Q lies in slot number % q_stages.
+        """
+        spec = self.spec
+        work = scheduler.read(record)
+        cute.arch.mbarrier_arrive(smem.work_empty.data_ptr() + record.stage)
+        keys = self.masks.key_range(work.first, work.s_q, work.s_k, visible)
+        limits = self.masks.limits(work.first, work.s_q, work.s_k, keys, visible, tid)
+        streamed = keys.tiles > spec.stages
+        for number in cutlass.range(first_head, first_head + ratio, spec.warpgroups, unroll=1):
+            kept = number - first_head + spec.warpgroups < ratio and not streamed
+            if number < ratio:
+                head = work.head * ratio + number
+                sink = results.sink[head]
+                q_slot = scheduler.slot(count * ratio + number, spec.q_stages)
+                self.attend(smem, state, scale_log2, keys.tiles, limits, q_slot, ring_tile, kept, wg, tid)
+                targets = self.targets(results, work, head)
+                self.store(smem, state, targets, scale_log2, sink, work, wg, tid)
+            elif not kept:
+                for i in cutlass.range(keys.tiles, unroll=1):
+                    self.skip(smem, ring_tile + i, wg)
+            if not kept:
+                ring_tile += keys.tiles
+        return ring_tile
+
+    @cute.jit
+    def attend(
+        self,
+        smem,
+        state: RowState,
+        scale_log2: Float32,
+        tiles: Int32,
+        limits: QueryLimits,
+        q_slot: RingSlot,
+        ring_tile: Int32,
+        kept,
+        wg: Int32,
+        tid: Int32,
+    ) -> Int32:
+        """O, row_max and row_sum (of this thread's columns) of the rows in a slot; the next tile of the ring.
+
+        `ring_tile` counts tiles since the kernel started. Tiles that are `kept` are needed again and not released.
+        """
+        spec = self.spec
+        layouts, mmas = query_layouts(spec), query_mmas(spec)
+        thr_qk, thr_pv = mmas.qk.get_slice(tid), mmas.pv.get_slice(tid)
+        sQ, sK, sV = view(smem.q, layouts.q), view(smem.k, layouts.kv), view(smem.v, layouts.kv)
+        rQ = mmas.qk.make_fragment_A(thr_qk.partition_A(sQ))[None, None, None, q_slot.index]
+        rK = mmas.qk.make_fragment_B(thr_qk.partition_B(sK))
+        rV = mmas.pv.make_fragment_B(thr_pv.partition_B(wgmma.transposed(sV)))
+        rP = mmas.pv.make_fragment_A(mmas.pv.partition_shape_A((ROWS, spec.tile)))
+        acc_s = cute.make_rmem_tensor(mmas.qk.partition_shape_C((ROWS, spec.tile)), Float32)
+        alpha = cute.make_rmem_tensor(2, Float32)
+        qk_blocks = [(k, k) for k in range(spec.d // 16)]
+        pv_blocks = [(k, k) for k in range(spec.tile // 16)]
+        k_full, k_empty = smem.k_full.data_ptr(), smem.k_empty.data_ptr()
+        v_full, v_empty = smem.v_full.data_ptr(), smem.v_empty.data_ptr()
+
+        first_tile, end_tile = limits.first_tile, limits.end_tile
+        if const_expr(spec.grouped):
+            first_tile, end_tile = Int32(0), tiles  # all warpgroups have the same rows
+        for _ in cutlass.range(tiles - end_tile, unroll=1):
+            self.skip(smem, ring_tile, wg)
+            ring_tile += 1
+
+        state.o.fill(0.0)
+        first = ring_slot_pow2(ring_tile, spec.stages)
+        cute.arch.mbarrier_wait(smem.q_full.data_ptr() + q_slot.index, q_slot.phase)
+        cute.arch.mbarrier_wait(k_full + first.index, first.phase)
+        warpgroup.fence()
+        wgmma.issue(mmas.qk, acc_s, rQ, rK[None, None, None, first.index], False, qk_blocks)
+        warpgroup.commit_group()
+        warpgroup.wait_group(0)
+        self.ring.release(smem, k_empty, first.index, kept)
+        tile = end_tile - 1
+        self.masks.mask(acc_s, tile, limits)
+        for r in cutlass.range_constexpr(2):
+            state.row_max[r] = -Float32.inf
+            state.row_sum[r] = Float32(0.0)
+        row_softmax.exponentiate(acc_s, state.row_max, state.row_sum, alpha, scale_log2)
+
+        while tile > first_tile:
+            tile -= 1
+            # here, not where P is computed: carried around the loop, ptxas counts P twice and serializes the products
+            rP.store(acc_s.load().to(self.dtype).reshape(rP.shape))
+            current = ring_slot_pow2(ring_tile, spec.stages)
+            ring_tile += 1
+            following = ring_slot_pow2(ring_tile, spec.stages)
+            cute.arch.mbarrier_wait(k_full + following.index, following.phase)
+            self.await_turn(wg)
+            warpgroup.fence()
+            wgmma.issue(mmas.qk, acc_s, rQ, rK[None, None, None, following.index], False, qk_blocks)
+            warpgroup.commit_group()
+            cute.arch.mbarrier_wait(v_full + current.index, current.phase)
+            warpgroup.fence()
+            wgmma.issue(mmas.pv, state.o, rP, rV[None, None, None, current.index], True, pv_blocks)
+            warpgroup.commit_group()
+            self.give_turn(wg)
+            warpgroup.wait_group(1)
+            self.ring.release(smem, k_empty, following.index, kept)
+            self.masks.mask(acc_s, tile, limits)
+            row_softmax.exponentiate(acc_s, state.row_max, state.row_sum, alpha, scale_log2)
+            row_softmax.keep_before_wait(state.row_sum)
+            warpgroup.wait_group(0)
+            self.ring.release(smem, v_empty, current.index, kept)
+            softmax.rescale([state.o], alpha)
+
+        cute.arch.mbarrier_arrive(smem.q_empty.data_ptr() + q_slot.index)
+        rP.store(acc_s.load().to(self.dtype).reshape(rP.shape))
+        last = ring_slot_pow2(ring_tile, spec.stages)
+        cute.arch.mbarrier_wait(v_full + last.index, last.phase)
+        warpgroup.fence()
+        wgmma.issue(mmas.pv, state.o, rP, rV[None, None, None, last.index], True, pv_blocks)
+        warpgroup.commit_group()
+        warpgroup.wait_group(0)
+        self.ring.release(smem, v_empty, last.index, kept)
+        ring_tile += 1
+        for _ in cutlass.range(first_tile, unroll=1):
+            self.skip(smem, ring_tile, wg)
+            ring_tile += 1
+        return ring_tile
+
+    @cute.jit
+    def skip(self, smem, ring_tile: Int32, wg: Int32):
+        """Releases a tile that none of these rows sees, and takes the turn of its products, so that counts agree."""
+        slot = ring_slot_pow2(ring_tile, self.spec.stages)
+        self.await_turn(wg)
+        self.give_turn(wg)
+        self.ring.skip(smem, slot)
+
+    @cute.jit
+    def await_turn(self, wg: Int32):
+        """Waits until the warpgroup before this one has issued its products."""
+        if const_expr(self.spec.turns):
+            cute.arch.barrier(barrier_id=ForwardNamedBarrier.TURN + wg, number_of_threads=256)
+
+    @cute.jit
+    def give_turn(self, wg: Int32):
+        """Lets the warpgroup after this one issue its products."""
+        if const_expr(self.spec.turns):
+            following = cutlass.select_(wg == self.spec.warpgroups - 1, Int32(0), wg + 1)
+            cute.arch.barrier_arrive(barrier_id=ForwardNamedBarrier.TURN + following, number_of_threads=256)
+
+    @cute.jit
+    def targets(self, results: Results, rows: scheduler.WorkTile, head: Int32) -> Targets:
+        """Where 64 rows from rows.first on of a head go, and the log-sum-exps of all rows of the sequence."""
+        out = self.rows.target(results.out, rows.first, head, rows)
+        if const_expr(self.spec.packed):
+            lse = cute.domain_offset((rows.start_q,), results.lse[None, head])
+        else:
+            lse = results.lse[rows.batch, None, head]
+        return Targets(results.out, out, lse)
+
+    @cute.jit
+    def store(
+        self,
+        smem,
+        state: RowState,
+        targets: Targets,
+        scale_log2: Float32,
+        sink: Float32,
+        rows: scheduler.WorkTile,
+        wg: Int32,
+        tid: Int32,
+    ):
+        """Normalizes O, sink included, and stores 64 rows from rows.first on; stores their LSE without the sink."""
+        factor = cute.make_rmem_tensor(2, Float32)
+        row_sum = state.row_sum
+        for r in cutlass.range_constexpr(2):
+            row_sum[r] = cute.arch.warp_reduction_sum(row_sum[r], threads_in_group=4)
+            top = softmax.finite(state.row_max[r]) * scale_log2
+            denominator = row_sum[r] + cute.math.exp2(sink * softmax.LOG2_E - top, fastmath=True)
+            # rcp.approx is within one unit of the last place; an IEEE division would call a slow path
+            factor[r] = cutlass.select_(row_sum[r] == 0.0, Float32(0.0), cute.arch.rcp_approx(denominator))
+            row = rows.first + wgmma.row(tid, r)
+            if tid % 4 == 0 and row < rows.s_q:
+                targets.lse[row] = softmax.log_sum_exp(top, row_sum[r])
+        softmax.multiply_rows([state.o], factor)
+        self.rows.store(smem, state.o, None, targets.store, targets.out, wg, tid)

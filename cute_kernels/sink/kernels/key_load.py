@@ -1,0 +1,167 @@
+"""The load warp of the key-stationary kernel: takes work tiles, loads K and V, and streams Q, dO and statistics."""
+
+from typing import NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, const_expr
+
+from cute_kernels.device.ring import ring_slot_pow2
+from cute_kernels.sink.backward_spec import QUERIES
+from cute_kernels.sink.kernels import scheduler, views
+from cute_kernels.sink.kernels.masks import KeyMasks, Visibility
+from cute_kernels.sink.kernels.scheduler import KeySchedule, WorkTile
+from cute_kernels.sink.kernels.views import Packed, Tma
+
+
+class KeyTmas(NamedTuple):
+    """TMA copies of the key-stationary kernel."""
+
+    q: Tma
+    d_out: Tma
+    k: Tma
+    v: Tma
+    stats: Tma
+    d_k: Tma
+    d_v: Tma
+
+
+class KeyViews(NamedTuple):
+    """What the load warp fills."""
+
+    k: cute.Tensor
+    v: cute.Tensor
+    q: cute.Tensor
+    d_out: cute.Tensor
+    stats: cute.Tensor
+
+
+class KeyLoad:
+    """Device code; `spec` is a SinkBackwardSpec."""
+
+    def __init__(self, spec):
+        self.spec = spec
+        self.masks = KeyMasks(spec)
+
+    @cute.jit
+    def run(
+        self,
+        smem,
+        staged: KeyViews,
+        tmas: KeyTmas,
+        peer: tuple,
+        packed: Packed,
+        visible: Visibility,
+        schedule: KeySchedule,
+        rank: Int32,
+        lane: Int32,
+    ):
+        """The load warp, from its first work tile to the record that ends the kernel.
+
+        Of a pair, `peer` has the TMA and the place of half of the columns of the other CTA's K.
+        """
+        spec = self.spec
+        cta, _, _ = cute.arch.block_idx()
+        ctas, _, _ = cute.arch.grid_dim()
+        words = scheduler.records(smem)
+        work_tiles = schedule.work_tiles
+        if const_expr(spec.packed):
+            work_tiles = packed.work_list[0, 0] * schedule.divisors.heads.divisor
+
+        number, count, ring_tile = Int32(cta // 2 if const_expr(spec.pair) else cta), Int32(0), Int32(0)
+        while number < work_tiles:
+            block = scheduler.block_at(number, spec.packed, packed.work_list, schedule.divisors, Int32(0))
+            # of causal work tiles the first blocks of keys meet the most queries
+            work = scheduler.work_tile(block, block.number, spec.keys, spec.packed, packed, schedule)
+            following = Int32(0)
+            if const_expr(not spec.pair):
+                following = scheduler.claim(schedule.counters, lane)  # long before it is needed
+            scheduler.publish(smem.work_full.data_ptr(), smem.work_empty.data_ptr(), words, count, work, lane)
+            self.load_keys(smem, staged, tmas, peer, work, count, rank)
+            ring_tile = self.load_queries(smem, staged, tmas, work, visible, schedule.ratio, ring_tile)
+            number = work_tiles if const_expr(spec.pair) else ctas + cute.arch.shuffle_sync(following, 0)
+            count += 1
+
+        scheduler.publish_end(
+            smem.work_full.data_ptr(),
+            smem.work_empty.data_ptr(),
+            words,
+            count,
+            not spec.pair,
+            schedule.counters,
+            ctas,
+            lane,
+        )
+
+    @cute.jit
+    def load_keys(self, smem, staged: KeyViews, tmas: KeyTmas, peer: tuple, work: WorkTile, count: Int32, rank: Int32):
+        """Starts the copies of K and V, and of a pair's other K, once their place is free."""
+        spec = self.spec
+        origin = views.origin(spec.packed, work.s_k, work.start_k, work.batch)
+        cute.arch.mbarrier_wait(smem.kv_empty.ptr, (count + 1) % 2)
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive_and_expect_tx(smem.kv_full.ptr, spec.bytes_of_keys)
+        copies = ((tmas.k, staged.k), (tmas.v, staged.v))
+        for x in cutlass.range_constexpr(2):
+            tma, place = copies[x]
+            keys = cute.local_tile(
+                cute.domain_offset((origin.row + work.first + rank * spec.keys_of_cta, 0, 0, 0), tma.tensor),
+                (spec.keys_of_cta, spec.d),
+                (0, 0, work.head, origin.outer),
+            )
+            target, source = views.partition(tma, place, keys)
+            cute.copy(tma.atom, source, target[None, 0], tma_bar_ptr=smem.kv_full.ptr)
+        if const_expr(spec.pair):
+            tma, place = peer
+            keys = cute.local_tile(
+                cute.domain_offset((origin.row + work.first + (1 - rank) * spec.keys_of_cta, 0, 0, 0), tma.tensor),
+                (spec.keys_of_cta, spec.columns),
+                (0, rank, work.head, origin.outer),
+            )
+            target, source = views.partition(tma, place, keys)
+            cute.copy(tma.atom, source, target[None, 0], tma_bar_ptr=smem.kv_full.ptr)
+
+    @cute.jit
+    def load_queries(
+        self,
+        smem,
+        staged: KeyViews,
+        tmas: KeyTmas,
+        work: WorkTile,
+        visible: Visibility,
+        ratio: Int32,
+        ring_tile: Int32,
+    ) -> Int32:
+        """Starts the copies of all query tiles of all query heads; the next tile of the ring."""
+        spec = self.spec
+        full, empty = smem.q_full.data_ptr(), smem.q_empty.data_ptr()
+        origin = views.origin(spec.packed, work.s_q, work.start_q, work.batch)
+        queries = self.masks.query_range(work.first, work.s_q, work.s_k, visible)
+        position = views.position(spec.packed, work.start_q, work.batch, work.s_q) + queries.begin
+        for g in cutlass.range(ratio, unroll=1):
+            q_head = work.head * ratio + g
+            stats = cute.local_tile(
+                cute.domain_offset((position, 0, 0), tmas.stats.tensor), (QUERIES, 1, 2), (None, q_head, 0)
+            )
+            stats_target, stats_source = cute.nvgpu.cpasync.tma_partition(
+                tmas.stats.atom, 0, cute.make_layout(1),
+                cute.group_modes(staged.stats, 0, 3), cute.group_modes(stats, 0, 3),
+            )  # fmt: skip
+            for t in cutlass.range(queries.tiles, unroll=1):
+                stage, phase = ring_slot_pow2(ring_tile, spec.stages)
+                ring_tile += 1
+                cute.arch.mbarrier_wait(empty + stage, phase ^ 1)
+                with cute.arch.elect_one():
+                    cute.arch.mbarrier_arrive_and_expect_tx(full + stage, 2 * QUERIES * spec.d * 2 + 2 * QUERIES * 4)
+                copies = ((tmas.q, staged.q), (tmas.d_out, staged.d_out))
+                for x in cutlass.range_constexpr(2):
+                    tma, place = copies[x]
+                    tiles = cute.local_tile(
+                        cute.domain_offset((origin.row + queries.begin, 0, 0, 0), tma.tensor),
+                        (QUERIES, spec.d),
+                        (None, 0, q_head, origin.outer),
+                    )
+                    target, source = views.partition(tma, place, tiles)
+                    cute.copy(tma.atom, source[None, t], target[None, stage], tma_bar_ptr=full + stage)
+                cute.copy(tmas.stats.atom, stats_source[None, t], stats_target[None, stage], tma_bar_ptr=full + stage)
+        return ring_tile

@@ -1,0 +1,206 @@
+"""The consumer warpgroups of the query-stationary dq.
+
+Of one tile:
+    S = Q K^T and dP = dO V^T issued    wait 1: P = exp2(S scale - L), masked
+                                        wait 0: V is released; dS = P (dP - delta), rounded
+    dQ += dS K issued                   wait 0: K is released
+The statistics L and delta of a row come from prepare.py: L is the log2-sum-exp2 with the sink.
+"""
+
+from typing import NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, const_expr
+from cutlass.cute.nvgpu import warpgroup
+
+from cute_kernels.device import softmax, wgmma
+from cute_kernels.device.ring import RingSlot, ring_slot_pow2
+from cute_kernels.sink.kernels import scheduler, views
+from cute_kernels.sink.kernels.barriers import QueryGradNamedBarrier
+from cute_kernels.sink.kernels.epilogue import RowStore
+from cute_kernels.sink.kernels.key_ring import KeyRing
+from cute_kernels.sink.kernels.masks import QueryLimits, QueryMasks, Visibility
+from cute_kernels.sink.kernels.smem import query_layouts, query_mmas, view
+from cute_kernels.sink.kernels.views import DTYPES, Tma
+from cute_kernels.sink.spec import ROWS
+
+
+class RowGrads(NamedTuple):
+    """Of this thread's two rows: dQ / softmax_scale, and the statistics L and delta."""
+
+    d_q: cute.Tensor
+    lse: cute.Tensor
+    delta: cute.Tensor
+
+
+class QueryGrad:
+    """Device code of a consumer warpgroup."""
+
+    def __init__(self, spec):
+        self.spec = spec
+        self.dtype = DTYPES[spec.dtype]
+        self.masks = QueryMasks(spec)
+        self.ring = KeyRing(spec)
+        self.rows = RowStore(spec, QueryGradNamedBarrier.STORE)
+
+    @cute.jit
+    def run(
+        self,
+        smem,
+        out: Tma,
+        mStats: cute.Tensor,
+        softmax_scale: Float32,
+        visible: Visibility,
+        ratio: Int32,
+        wg: Int32,
+        tid: Int32,
+    ):
+        """The warpgroup, from its first work tile to the record that ends the kernel: its 64 rows, or its heads."""
+        spec = self.spec
+        words = scheduler.records(smem)
+        acc_dq = cute.make_rmem_tensor(query_mmas(spec).pv.partition_shape_C((ROWS, spec.d)), Float32)
+        lse, delta, next_stats = (cute.make_rmem_tensor(n, Float32) for n in (2, 2, 4))
+        grads = RowGrads(acc_dq, lse, delta)
+        scale_log2 = softmax_scale * softmax.LOG2_E
+        count, ring_tile, running = Int32(0), Int32(0), Int32(1)
+        first_head = Int32(wg)  # of the work tile's heads, the first that is this warpgroup's
+        while running == 1:
+            stage = count % scheduler.WORK_STAGES
+            cute.arch.mbarrier_wait(smem.work_full.data_ptr() + stage, count // scheduler.WORK_STAGES % 2)
+            record = scheduler.WorkRecord(words, stage)
+            if record.first < 0:
+                running = Int32(0)
+            else:
+                work = scheduler.read(record)
+                cute.arch.mbarrier_arrive(smem.work_empty.data_ptr() + stage)
+                keys = self.masks.key_range(work.first, work.s_q, work.s_k, visible)
+                first = work.first if const_expr(spec.grouped) else work.first + ROWS * wg
+                limits = self.masks.limits(first, work.s_q, work.s_k, keys, visible, tid)
+                position = views.position(spec.packed, work.start_q, work.batch, work.s_q) + first
+                if const_expr(spec.grouped):
+                    streamed = keys.tiles > spec.stages
+                    if first_head < ratio:
+                        head = work.head * ratio + first_head
+                        self.statistics(mStats, head, position, work.s_q - first, next_stats, tid)
+                    for number in cutlass.range(first_head, first_head + ratio, spec.warpgroups, unroll=1):
+                        following = number + spec.warpgroups
+                        kept = following - first_head < ratio and not streamed
+                        if number < ratio:
+                            for r in cutlass.range_constexpr(2):
+                                lse[r], delta[r] = next_stats[r], next_stats[2 + r]
+                            q_head = work.head * ratio + number
+                            if following < ratio:
+                                next_head = q_head + spec.warpgroups
+                                self.statistics(mStats, next_head, position, work.s_q - first, next_stats, tid)
+                            q_slot = scheduler.slot(count * ratio + number, spec.q_stages)
+                            self.differentiate(
+                                smem, grads, scale_log2, keys.tiles, limits, q_slot, ring_tile, kept, tid
+                            )
+                            target = self.rows.target(out, first, q_head, work)
+                            self.rows.store(smem, acc_dq, softmax_scale, out, target, wg, tid)
+                        elif not kept:
+                            for i in cutlass.range(keys.tiles, unroll=1):
+                                self.ring.skip(smem, ring_slot_pow2(ring_tile + i, spec.stages))
+                        if not kept:
+                            ring_tile += keys.tiles
+                    first_head = (first_head + (spec.warpgroups - ratio % spec.warpgroups)) % spec.warpgroups
+                else:
+                    self.statistics(mStats, work.head, position, work.s_q - first, next_stats, tid)
+                    for r in cutlass.range_constexpr(2):
+                        lse[r], delta[r] = next_stats[r], next_stats[2 + r]
+                    q_slot = RingSlot(wg, count % 2)
+                    ring_tile = self.differentiate(
+                        smem, grads, scale_log2, keys.tiles, limits, q_slot, ring_tile, False, tid
+                    )
+                    target = self.rows.target(out, first, work.head, work)
+                    self.rows.store(smem, acc_dq, softmax_scale, out, target, wg, tid)
+                count += 1
+        if tid // 32 == 0:
+            cute.arch.cp_async_bulk_wait_group(0, read=True)
+
+    @cute.jit
+    def statistics(
+        self, mStats: cute.Tensor, head: Int32, position: Int32, rows: Int32, values: cute.Tensor, tid: Int32
+    ):
+        """L and delta of this thread's two rows, the first of 64 at `position`, of which `rows` are of the sequence."""
+        for r in cutlass.range_constexpr(2):
+            row = wgmma.row(tid, r)
+            values[r], values[2 + r] = Float32.inf, Float32(0.0)  # P is 0 in rows past the last
+            if row < rows:
+                values[r] = mStats[0, head, position + row]
+                values[2 + r] = mStats[1, head, position + row]
+
+    @cute.jit
+    def differentiate(
+        self,
+        smem,
+        grads: RowGrads,
+        scale_log2: Float32,
+        tiles: Int32,
+        limits: QueryLimits,
+        q_slot: RingSlot,
+        ring_tile: Int32,
+        kept,
+        tid: Int32,
+    ) -> Int32:
+        """DQ / softmax_scale of the rows in a slot; the next tile of the ring. Tiles may be `kept` for more heads."""
+        spec = self.spec
+        layouts, (mma_s, mma_dq) = query_layouts(spec), query_mmas(spec)
+        thr_s, thr_dq = mma_s.get_slice(tid), mma_dq.get_slice(tid)
+        sQ, sDO = view(smem.q, layouts.q), view(smem.d_out, layouts.q)
+        sK, sV = view(smem.k, layouts.kv), view(smem.v, layouts.kv)
+        rQ, rDO = (mma_s.make_fragment_A(thr_s.partition_A(t))[None, None, None, q_slot.index] for t in (sQ, sDO))
+        rK, rV = (mma_s.make_fragment_B(thr_s.partition_B(t)) for t in (sK, sV))
+        rKt = mma_dq.make_fragment_B(thr_dq.partition_B(wgmma.transposed(sK)))
+        acc_s, acc_dp = (cute.make_rmem_tensor(mma_s.partition_shape_C((ROWS, spec.tile)), Float32) for _ in range(2))
+        s, dp = wgmma.by_row(acc_s), wgmma.by_row(acc_dp)
+        qk_blocks = [(k, k) for k in range(spec.d // 16)]
+        key_blocks = [(k, k) for k in range(spec.tile // 16)]
+        k_full, k_empty = smem.k_full.data_ptr(), smem.k_empty.data_ptr()
+        v_full, v_empty = smem.v_full.data_ptr(), smem.v_empty.data_ptr()
+
+        first_tile, end_tile = limits.first_tile, limits.end_tile
+        if const_expr(spec.grouped):
+            first_tile, end_tile = Int32(0), tiles  # all warpgroups have the same rows
+        for _ in cutlass.range(tiles - end_tile, unroll=1):
+            self.ring.skip(smem, ring_slot_pow2(ring_tile, spec.stages))
+            ring_tile += 1
+
+        grads.d_q.fill(0.0)
+        cute.arch.mbarrier_wait(smem.q_full.data_ptr() + q_slot.index, q_slot.phase)
+        tile = end_tile
+        while tile > first_tile:
+            tile -= 1
+            stage, phase = ring_slot_pow2(ring_tile, spec.stages)
+            ring_tile += 1
+            cute.arch.mbarrier_wait(k_full + stage, phase)
+            warpgroup.fence()
+            wgmma.issue(mma_s, acc_s, rQ, rK[None, None, None, stage], False, qk_blocks)
+            warpgroup.commit_group()
+            cute.arch.mbarrier_wait(v_full + stage, phase)
+            wgmma.issue(mma_s, acc_dp, rDO, rV[None, None, None, stage], False, qk_blocks)
+            warpgroup.commit_group()
+            warpgroup.wait_group(1)
+            self.masks.mask(acc_s, tile, limits)
+            for r in cutlass.range_constexpr(2):
+                for c in cutlass.range_constexpr(cute.size(s, mode=[1])):
+                    s[r, c] = cute.math.exp2(s[r, c] * scale_log2 - grads.lse[r], fastmath=True)
+            warpgroup.wait_group(0)
+            self.ring.release(smem, v_empty, stage, kept)
+            for r in cutlass.range_constexpr(2):
+                for c in cutlass.range_constexpr(cute.size(s, mode=[1])):
+                    s[r, c] *= dp[r, c] - grads.delta[r]
+            rDS = mma_dq.make_fragment_A(mma_dq.partition_shape_A((ROWS, spec.tile)))
+            rDS.store(acc_s.load().to(self.dtype).reshape(rDS.shape))
+            warpgroup.fence()
+            wgmma.issue(mma_dq, grads.d_q, rDS, rKt[None, None, None, stage], True, key_blocks)
+            warpgroup.commit_group()
+            warpgroup.wait_group(0)
+            self.ring.release(smem, k_empty, stage, kept)
+
+        cute.arch.mbarrier_arrive(smem.q_empty.data_ptr() + q_slot.index)
+        for _ in cutlass.range(first_tile, unroll=1):
+            self.ring.skip(smem, ring_slot_pow2(ring_tile, spec.stages))
+            ring_tile += 1
+        return ring_tile

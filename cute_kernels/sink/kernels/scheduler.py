@@ -1,0 +1,219 @@
+"""The scheduler: which work tile a CTA takes next, and how its load warp tells the consumer warpgroups.
+
+A work tile is a block of rows (or of keys) of one head. CTA c starts with work tile c and takes further ones from a
+counter in the order of the list, long ones first; so a CTA that got long ones takes fewer. Batches of one length need
+no list: work tile numbers are divided. Packed sequences have a list in global memory, row 0 (number of entries, 0),
+then (sequence, block), sorted by length (work_list.py).
+
+Behind the counter is the number of CTAs that have finished; the last one sets both back to 0 for the next launch.
+
+In shared memory a work tile is a record of 8 words; -1 as its first word ends the kernel.
+"""
+
+from typing import Any, NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import AddressSpace, Int32, Int64, const_expr
+
+from cute_kernels.device.ring import RingSlot
+from cute_kernels.sink.kernels import views
+from cute_kernels.sink.kernels.masks import Visibility, visibility
+
+RECORD = 8  # words of a work tile in shared memory
+WORK_STAGES = 2  # work tiles that the load warp may be ahead
+
+
+class WorkTile(NamedTuple):
+    """Rows from `first` on of a head of sequence `batch`: queries where queries stay, else keys.
+
+    The sequence has s_q queries and s_k keys, which start at tokens start_q and start_k where packed.
+    """
+
+    first: Int32
+    head: Int32
+    batch: Int32
+    s_q: Int32
+    s_k: Int32
+    start_q: Int32
+    start_k: Any = None
+
+
+class Divisors(NamedTuple):
+    """What work tile numbers are divided by."""
+
+    section_tiles: Any  # work tiles of a section
+    section: Any  # pairs of a sequence and a head in a section
+    heads: Any
+
+
+class QuerySchedule(NamedTuple):
+    """The work of a query-stationary kernel."""
+
+    max_q: Int32  # packed: tokens of all sequences
+    max_k: Int32
+    blocks: Int32  # not packed: blocks of queries of a sequence
+    work_tiles: Int32  # not packed
+    counters: Int64  # address
+    divisors: Divisors
+    ratio: Any  # query heads of a KV head, as a divisor
+
+
+class KeySchedule(NamedTuple):
+    """The work of the key-stationary kernel."""
+
+    max_q: Int32  # packed: tokens of all sequences
+    max_k: Int32
+    ratio: Int32  # query heads of a KV head
+    work_tiles: Int32  # not packed
+    counters: Int64  # address
+    divisors: Divisors
+
+
+@cute.jit
+def query_work(
+    spec, mQ: cute.Tensor, mK: cute.Tensor, window: Int32, causal: Int32, section: Int32, counters: Int64
+) -> tuple[QuerySchedule, Visibility]:
+    """The work of a query-stationary kernel, from the arguments of its launch."""
+    heads = mQ.shape[1 if const_expr(spec.packed) else 2]
+    ratio = heads // mK.shape[1 if const_expr(spec.packed) else 2]
+    if const_expr(spec.grouped):
+        heads, section = heads // ratio, section // ratio
+    blocks, work_tiles, pairs = Int32(1), Int32(0), Int32(1)
+    max_q, max_k = (Int32(t.shape[0 if const_expr(spec.packed) else 1]) for t in (mQ, mK))
+    if const_expr(not spec.packed):
+        blocks = cute.ceil_div(max_q, spec.rows)
+        pairs = section
+        work_tiles = blocks * heads * mQ.shape[0]
+    visible = visibility(window, causal)
+    *divisors, ratio = (cute.fast_divmod_create_divisor_v2(Int32(n)) for n in (pairs * blocks, pairs, heads, ratio))
+    return QuerySchedule(max_q, max_k, blocks, work_tiles, counters, Divisors(*divisors), ratio), visible
+
+
+class Block(NamedTuple):
+    """A work tile by number: block `number` of a sequence and a head."""
+
+    batch: Int32
+    number: Int32
+    head: Int32
+
+
+class WorkRecord:
+    """A work tile in shared memory. Each use of a field reads it: registers are short while accumulators are alive."""
+
+    def __init__(self, words: cute.Tensor, stage: Int32) -> None:
+        self.words, self.stage = words, stage
+
+    def __getattr__(self, name: str) -> Int32:
+        if name not in WorkTile._fields:
+            raise AttributeError(name)
+        return self.words[WorkTile._fields.index(name), self.stage]
+
+    def write(self, fields: tuple) -> None:
+        """Writes the first fields."""
+        for i, value in enumerate(fields):
+            self.words[i, self.stage] = value
+
+
+def read(record: WorkRecord) -> WorkTile:
+    """All fields but start_k, in registers."""
+    return WorkTile(*(record.words[i, record.stage] for i in range(6)))
+
+
+def records(smem) -> cute.Tensor:
+    """Words of the records, by stage."""
+    return smem.work.get_tensor(cute.make_layout((RECORD, WORK_STAGES)))
+
+
+def slot(number: Int32, stages: int) -> RingSlot:
+    """As `ring_slot`, with signed arithmetic, for what comes once a work tile: these kernels were measured with it."""
+    return RingSlot(number % stages, number // stages % 2)
+
+
+@cute.jit
+def block_at(number: Int32, packed: cutlass.Constexpr, work_list, divisors: Divisors, blocks: Int32) -> Block:
+    """The block of a work tile; where not packed, blocks of a section are numbered from the last one on."""
+    if const_expr(packed):
+        entry, head = divmod(number, divisors.heads)
+        batch, block = work_list[entry + 1, 0], work_list[entry + 1, 1]
+        return Block(batch, block, head)
+    section, rest = divmod(number, divisors.section_tiles)
+    rank, pair = divmod(rest, divisors.section)
+    batch, head = divmod(section * divisors.section.divisor + pair, divisors.heads)
+    return Block(batch, rank, head)
+
+
+@cute.jit
+def work_tile(
+    block: Block, index: Int32, size: int, packed: cutlass.Constexpr, tensors: views.Packed, schedule
+) -> WorkTile:
+    """The work tile of rows (or keys) from index x size on in its block's sequence."""
+    start_q, start_k, s_q, s_k = Int32(0), Int32(0), schedule.max_q, schedule.max_k
+    if const_expr(packed):
+        start_q, s_q = views.span(tensors.cu_q, block.batch, schedule.max_q)
+        start_k, s_k = views.span(tensors.cu_k, block.batch, schedule.max_k)
+    return WorkTile(index * size, block.head, block.batch, s_q, s_k, start_q, start_k)
+
+
+@cute.jit
+def publish(full: cute.Pointer, empty: cute.Pointer, words: cute.Tensor, count: Int32, fields: tuple, lane: Int32):
+    """Writes the record of the count-th work tile once its stage is free; called by one warp."""
+    stage = await_stage(empty, count)
+    if lane == 0:
+        WorkRecord(words, stage).write(fields)
+    cute.arch.mbarrier_arrive(full + stage)
+
+
+@cute.jit
+def publish_end(
+    full: cute.Pointer,
+    empty: cute.Pointer,
+    words: cute.Tensor,
+    count: Int32,
+    retires: cutlass.Constexpr,
+    counters: Int64,
+    ctas: Int32,
+    lane: Int32,
+):
+    """Writes the record that ends the kernel; if it `retires`, the CTA takes no more from the counter."""
+    stage = await_stage(empty, count)
+    if lane == 0:
+        WorkRecord(words, stage).write((Int32(-1),))
+        if const_expr(retires):
+            retire(counters, ctas)
+    cute.arch.mbarrier_arrive(full + stage)
+
+
+@cute.jit
+def await_stage(empty: cute.Pointer, count: Int32) -> Int32:
+    """The stage of the count-th work tile's record, once it is free."""
+    stage = count % WORK_STAGES
+    # waiting for the phase before the first returns at once, so the first waits for an empty stage pass
+    cute.arch.mbarrier_wait(empty + stage, (count // WORK_STAGES + 1) % 2)
+    return stage
+
+
+@cute.jit
+def claim(counters: Int64, lane: Int32) -> Int32:
+    """The next number of the counter, in lane 0; called by one warp.
+
+    shuffle_sync brings it to the other lanes where it is needed: that waits for the counter, some 700 cycles.
+    """
+    got = Int32(0)
+    if lane == 0:
+        got = cute.arch.atomic_add(counter(counters, 0), Int32(1), sem="relaxed", scope="gpu")
+    return got
+
+
+@cute.jit
+def retire(counters: Int64, ctas: Int32):
+    """Called by one thread of a CTA that takes no more work tiles."""
+    done = cute.arch.atomic_add(counter(counters, 1), Int32(1), sem="acq_rel", scope="gpu")
+    if done == ctas - 1:
+        cute.arch.store(counter(counters, 0), Int32(0))
+        cute.arch.store(counter(counters, 1), Int32(0))
+
+
+def counter(counters: Int64, i: int) -> cute.Pointer:
+    """Word i of the counters."""
+    return cute.make_ptr(Int32, counters + 4 * i, AddressSpace.gmem, assumed_align=4)

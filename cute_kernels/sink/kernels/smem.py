@@ -1,0 +1,180 @@
+"""Shared memory and tiled MMAs of the kernels of sink attention."""
+
+from typing import Any, NamedTuple
+
+import cutlass.cute as cute
+import cutlass.utils.hopper_helpers as sm90
+from cutlass import Float32, Int32, Int64
+from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
+from cutlass.tensor_utils import LayoutEnum
+
+from cute_kernels.sink.backward_spec import QUERIES, SinkBackwardSpec, SinkQueryGradSpec
+from cute_kernels.sink.kernels.scheduler import RECORD, WORK_STAGES
+from cute_kernels.sink.kernels.views import DTYPES
+from cute_kernels.sink.spec import ROWS, SinkForwardSpec
+
+QuerySpec = SinkForwardSpec | SinkQueryGradSpec
+
+
+def view(field, layout) -> cute.Tensor:
+    """A field of shared memory as a tensor."""
+    return field.get_tensor(layout.outer, swizzle=layout.inner)
+
+
+# ---- query-stationary kernels: the forward, and dq
+
+
+class QueryLayouts(NamedTuple):
+    """Layouts in shared memory."""
+
+    q: Any  # Q, and dO: (64, d, q_stages)
+    out: Any  # O or dQ: (64, d, warpgroups)
+    kv: Any  # K, and V: (tile, d, stages)
+
+
+class QueryMmas(NamedTuple):
+    """Tiled MMAs of a consumer warpgroup."""
+
+    qk: Any  # S = Q K^T, and dP = dO V^T: both operands in shared memory
+    pv: Any  # O += P V, and dQ += dS K: P or dS in registers
+
+
+def query_layouts(spec: QuerySpec) -> QueryLayouts:
+    """Of a spec."""
+    row, dtype = LayoutEnum.ROW_MAJOR, DTYPES[spec.dtype]
+    tiler = (ROWS, spec.tile, spec.d)
+    return QueryLayouts(
+        sm90.make_smem_layout_a(row, tiler, dtype, spec.q_stages),
+        sm90.make_smem_layout_epi(dtype, row, (ROWS, spec.d), spec.warpgroups),
+        sm90.make_smem_layout_b(row, tiler, dtype, spec.stages),
+    )
+
+
+def query_mmas(spec: QuerySpec) -> QueryMmas:
+    """Of a spec."""
+    k, mn, one, t = OperandMajorMode.K, OperandMajorMode.MN, (1, 1, 1), DTYPES[spec.dtype]
+    registers = warpgroup.OperandSource.RMEM
+    return QueryMmas(
+        sm90.make_trivial_tiled_mma(t, t, k, k, Float32, one, (ROWS, spec.tile)),
+        sm90.make_trivial_tiled_mma(t, t, k, mn, Float32, one, (ROWS, spec.d), registers),
+    )
+
+
+def query_storage(spec: QuerySpec):
+    """The struct in shared memory."""
+    layouts, dtype = query_layouts(spec), DTYPES[spec.dtype]
+    d_out_size = cute.cosize(layouts.q) if spec.row_operands == 2 else 0
+
+    @cute.struct
+    class Shared:
+        q: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(layouts.q)], 1024]
+        d_out: cute.struct.Align[cute.struct.MemRange[dtype, d_out_size], 1024]
+        out: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(layouts.out)], 1024]
+        k: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(layouts.kv)], 1024]
+        v: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(layouts.kv)], 1024]
+        work: cute.struct.MemRange[Int32, RECORD * WORK_STAGES]
+        work_full: cute.struct.MemRange[Int64, WORK_STAGES]
+        work_empty: cute.struct.MemRange[Int64, WORK_STAGES]
+        q_full: cute.struct.MemRange[Int64, spec.q_stages]
+        q_empty: cute.struct.MemRange[Int64, spec.q_stages]
+        k_full: cute.struct.MemRange[Int64, spec.stages]
+        k_empty: cute.struct.MemRange[Int64, spec.stages]
+        v_full: cute.struct.MemRange[Int64, spec.stages]
+        v_empty: cute.struct.MemRange[Int64, spec.stages]
+        kept: Int64
+
+    return Shared
+
+
+class QueryViews(NamedTuple):
+    """What the load warp fills; d_out is None in the forward."""
+
+    q: cute.Tensor
+    d_out: Any
+    k: cute.Tensor
+    v: cute.Tensor
+
+
+# ---- the key-stationary kernel
+
+
+class KeyLayouts(NamedTuple):
+    """Layouts in shared memory."""
+
+    kv: Any  # K, and V: (keys of the CTA, d, 1)
+    q: Any  # Q, and dO: (64, d, stages)
+    d_s: Any  # dS^T: (keys of the CTA, 64, 2); of a pair 4: own and other's of two query tiles
+    stats: Any  # L and delta: (64, 1, 2, stages)
+
+
+class KeyMmas(NamedTuple):
+    """Tiled MMAs of a consumer warpgroup."""
+
+    qk: Any  # S^T = K Q^T and dP^T = V dO^T: both operands in shared memory
+    kv: Any  # dV += P^T dO and dK += dS^T Q: P^T and dS^T in registers
+    dq: Any  # dQ = dS K: dS read by columns from shared memory
+
+
+def key_layouts(spec: SinkBackwardSpec) -> KeyLayouts:
+    """Of a spec."""
+    row, dtype = LayoutEnum.ROW_MAJOR, DTYPES[spec.dtype]
+    ds_tiles = (4 if spec.pair else 2) if spec.fused else 1
+    return KeyLayouts(
+        sm90.make_smem_layout_b(row, (ROWS, spec.keys_of_cta, spec.d), dtype, 1),
+        sm90.make_smem_layout_b(row, (ROWS, QUERIES, spec.d), dtype, spec.stages),
+        sm90.make_smem_layout_b(row, (ROWS, spec.keys_of_cta, QUERIES), dtype, ds_tiles),
+        cute.make_layout((QUERIES, 1, 2, spec.stages), stride=(1, QUERIES, QUERIES, 2 * QUERIES)),
+    )
+
+
+def peer_k_layout(spec: SinkBackwardSpec):
+    """Of a pair: half of the columns of the other CTA's K, (keys of the CTA, 64, 1)."""
+    shape = (ROWS, spec.keys_of_cta, spec.columns)
+    return sm90.make_smem_layout_b(LayoutEnum.ROW_MAJOR, shape, DTYPES[spec.dtype], 1)
+
+
+def key_mmas(spec: SinkBackwardSpec) -> KeyMmas:
+    """Of a spec."""
+    k, mn, one, t = OperandMajorMode.K, OperandMajorMode.MN, (1, 1, 1), DTYPES[spec.dtype]
+    registers = warpgroup.OperandSource.RMEM
+    return KeyMmas(
+        sm90.make_trivial_tiled_mma(t, t, k, k, Float32, one, (ROWS, QUERIES)),
+        sm90.make_trivial_tiled_mma(t, t, k, mn, Float32, one, (ROWS, spec.d), registers),
+        sm90.make_trivial_tiled_mma(t, t, mn, mn, Float32, one, (QUERIES, spec.columns)),
+    )
+
+
+def key_storage(spec: SinkBackwardSpec):
+    """The struct in shared memory: 225 KB fused at d 128, 226 KB fused at d 64, of 227 KB."""
+    layouts, dtype = key_layouts(spec), DTYPES[spec.dtype]
+    ds_size = cute.cosize(layouts.d_s) if spec.fused else 64
+    dkv_size = 0 if spec.reuses else cute.cosize(layouts.kv)
+    added_size = spec.warpgroups * QUERIES * spec.d if spec.fused else 32
+    peer_k_size = 0
+    if spec.pair:
+        peer_k_size, added_size = cute.cosize(peer_k_layout(spec)), QUERIES * spec.columns
+
+    @cute.struct
+    class Shared:
+        k: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(layouts.kv)], 1024]
+        v: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(layouts.kv)], 1024]
+        d_k: cute.struct.Align[cute.struct.MemRange[dtype, dkv_size], 1024]
+        d_v: cute.struct.Align[cute.struct.MemRange[dtype, dkv_size], 1024]
+        peer_k: cute.struct.Align[cute.struct.MemRange[dtype, peer_k_size], 1024]
+        q: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(layouts.q)], 1024]
+        d_out: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(layouts.q)], 1024]
+        d_s: cute.struct.Align[cute.struct.MemRange[dtype, ds_size], 1024]
+        added: cute.struct.Align[cute.struct.MemRange[Float32, added_size], 128]
+        stats: cute.struct.Align[cute.struct.MemRange[Float32, cute.cosize(layouts.stats)], 128]
+        work: cute.struct.MemRange[Int32, RECORD * WORK_STAGES]
+        work_full: cute.struct.MemRange[Int64, WORK_STAGES]
+        work_empty: cute.struct.MemRange[Int64, WORK_STAGES]
+        kv_full: Int64
+        kv_empty: Int64
+        q_full: cute.struct.MemRange[Int64, spec.stages]
+        q_empty: cute.struct.MemRange[Int64, spec.stages]
+        ds_full: cute.struct.MemRange[Int64, 2]
+        ds_empty: cute.struct.MemRange[Int64, 2]
+        added_empty: Int64
+
+    return Shared

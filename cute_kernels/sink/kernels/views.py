@@ -1,0 +1,139 @@
+"""Sequences as TMA and the statistics see them: a batch of one length, or packed sequences of any lengths.
+
+TMA clips at the edge of a tensor, not at the end of a sequence that others follow. Kernels therefore see a packed
+tensor (tokens, heads, d) as (rows, d, heads, (turns, ends)), where rows and ends have the stride of a token: row i of a
+sequence of n rows that ends at token e is at (EDGE - n + i, d, head, (EDGE, e)). Rows past the end have coordinates of
+EDGE and more, which TMA fills with zeros or does not store. The stride of `turns` is 2^34 elements minus that of a
+token: EDGE rows and EDGE turns together are EDGE x 2^35 bytes = 2^65, a multiple of 2^64, so the address wraps around
+to token e - n + i. The view begins where the tensor does. A view that began EDGE tokens earlier and had no turns would
+give the same addresses, but TMA reads at the beginning of a view where it fills with zeros, so memory has to exist
+there. The last coordinates of all modes together are those of the last row, so a descriptor spans exactly the tensor.
+
+A batch of one length is the plain view (rows, d, heads, batch). Both views have one rank and one kind of coordinates.
+
+Statistics and float32 sums of dq have no view: row i of sequence b stands at position
+((first row of b + 128 b) rounded down to 64) + i. So a tile of 64 rows, which starts at a multiple of 64 of its
+sequence, meets no other sequence. There are (total rows + 128 x batch) positions, rounded up to 64.
+"""
+
+from typing import Any, NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import BFloat16, Float16, Float32, Int32, const_expr
+from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_tensor
+
+from cute_kernels.sink.backward_spec import PADDING
+
+DTYPES = {"bfloat16": BFloat16, "float16": Float16}
+EDGE = 1 << 30  # rows of a packed view: where TMA clips
+TURN = 1 << 34  # elements of 16 bits; EDGE of them are 2^65 bytes
+
+
+class Tma(NamedTuple):
+    """A TMA copy, and the tensor of coordinates that goes with it."""
+
+    atom: cute.CopyAtom
+    tensor: cute.Tensor
+
+
+class Packed(NamedTuple):
+    """cu_seqlens of queries and of keys, and the list of work tiles; three times None unless sequences are packed."""
+
+    cu_q: Any
+    cu_k: Any
+    work_list: Any
+
+
+class Span(NamedTuple):
+    """First row of a sequence in a packed tensor, and its number of rows."""
+
+    start: Int32
+    length: Int32
+
+
+class Origin(NamedTuple):
+    """Where a sequence begins in its view: coordinate of its row 0, and the outer coordinate."""
+
+    row: Int32
+    outer: Any
+
+
+def fake_packed(packed: bool) -> Packed:
+    """Arguments for the compiler."""
+    if not packed:
+        return Packed(None, None, None)
+    ends = cute.sym_int()
+    cu_q, cu_k = (make_fake_tensor(Int32, (ends,), (1,), assumed_align=4) for _ in range(2))
+    return Packed(cu_q, cu_k, make_fake_tensor(Int32, (cute.sym_int(), 2), (2, 1), assumed_align=8))
+
+
+def fake_rows(dtype, packed: bool, sizes: tuple, d: int | None):
+    """(batch, s, heads[, d]) or (tokens, heads[, d]), any strides but that of d; `sizes` are those before d."""
+    inner = () if d is None else (1,)
+    shape = (*sizes[1:], d) if packed else (*sizes, d)
+    shape = tuple(size for size in shape if size is not None)
+    align = 4 if d is None else 16
+    lead = tuple(cute.sym_int64(divisibility=align * 8 // dtype.width) for _ in range(len(shape) - len(inner)))
+    return make_fake_tensor(dtype, shape, (*lead, *inner), assumed_align=align)
+
+
+def fake_stats(h_q):
+    """(2, h_q, positions) float32, contiguous: log2-sum-exp2 with the sink, and delta; see prepare.py."""
+    positions = cute.sym_int(divisibility=64)
+    return make_fake_compact_tensor(Float32, (2, h_q, positions), stride_order=(2, 1, 0), assumed_align=128)
+
+
+def rows_view(t: cute.Tensor, packed: bool):
+    """The tensor as (rows, d, heads, outer); see the module's docstring."""
+    if const_expr(not packed):
+        return cute.make_tensor(t.iterator, cute.select(t.layout, mode=[1, 3, 2, 0]))
+    (rows, *outer), (row, turn, end) = packed_modes(t.shape[0], t.stride[0])
+    layout = cute.make_layout(
+        (rows, t.shape[2], t.shape[1], tuple(outer)), stride=(row, 1, t.stride[1], (cute.assume(turn, divby=8), end))
+    )
+    return cute.make_tensor(t.iterator, layout)
+
+
+def packed_modes(tokens, row):
+    """Sizes and strides of (rows, turns, ends) of a packed view; `row` is the stride of a token, in elements."""
+    return (EDGE, EDGE + 1, tokens + 1), (row, TURN - row, row)
+
+
+def tma(op, t: cute.Tensor, packed: bool, layout, box: tuple) -> Tma:
+    """A TMA copy between boxes of the tensor's view and one stage of a shared memory layout."""
+    return Tma(*cute.nvgpu.cpasync.make_tiled_tma_atom(op, rows_view(t, packed), cute.select(layout, mode=[0, 1]), box))
+
+
+def partition(tma: Tma, staged: cute.Tensor, boxes: cute.Tensor):
+    """Boxes in shared memory and in global memory, as the copy takes them."""
+    return cute.nvgpu.cpasync.tma_partition(
+        tma.atom, 0, cute.make_layout(1), cute.group_modes(staged, 0, 2), cute.group_modes(boxes, 0, 2)
+    )
+
+
+@cute.jit
+def span(cu_seqlens: cute.Tensor, batch: Int32, tokens: Int32) -> Span:
+    """A packed sequence, within `tokens` whatever the borders are.
+
+    The host checks borders, but not those that a CUDA graph finds at its replay: they may be any int32.
+    """
+    begin = cutlass.min(cutlass.max(cu_seqlens[batch], 0), tokens)
+    end = cutlass.min(cutlass.max(cu_seqlens[batch + 1], 0), tokens)
+    return Span(begin, cutlass.max(end - begin, 0))
+
+
+def origin(packed: bool, length: Int32, start: Int32, batch: Int32) -> Origin:
+    """Where a sequence begins in its view."""
+    if const_expr(packed):
+        return Origin(EDGE - length, (EDGE, start + length))
+    return Origin(Int32(0), batch)
+
+
+def position(packed: bool, start: Int32, batch: Int32, length: Int32) -> Int32:
+    """Where row 0 of a sequence stands in the statistics, a multiple of 64.
+
+    The next sequence begins at least 65 positions after the last row, so whole tiles of 64 never meet it.
+    """
+    first = start if const_expr(packed) else batch * length
+    return (first + PADDING * batch) & -64

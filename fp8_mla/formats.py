@@ -6,8 +6,8 @@ One token of the V3.2 format takes 656 bytes::
          | 512 e4m3    | 4 scales | 64 bfloat16  |
          | codes       | float32  | rope part    |
 
-`docs/format.md` has the format in words, with the quantization rule. All code that needs a number of a format takes it
-from here, kernels, budget, tests and benchmarks included. A new format is one more `TokenFormat` in `FORMATS`.
+`docs/users/formats.md` has the format and the quantization rule in words. All code that needs a number of a format
+takes it from here, kernels, budget, tests and benchmarks included. A new format is one more `TokenFormat` in `FORMATS`.
 """
 
 from __future__ import annotations

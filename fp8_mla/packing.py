@@ -1,7 +1,7 @@
 """Quantize latent vectors into tokens of a cache, 656 bytes each in the V3.2 format, and read them back.
 
-`pack` defines the quantization rule bit by bit: the append kernel must write equal bytes. `docs/format.md` states the
-rule in words.
+`pack` defines the quantization rule bit by bit: the append kernel must write equal bytes. The rule in
+words: `docs/users/formats.md`.
 """
 
 from __future__ import annotations

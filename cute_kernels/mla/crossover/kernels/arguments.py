@@ -1,0 +1,59 @@
+"""What the roles of one crossover launch share, by name."""
+
+from typing import Any, NamedTuple
+
+import cutlass.cute as cute
+from cutlass import Int32, Int64
+
+from cute_kernels.mla.kernels.arguments import Partials
+
+
+class QTma(NamedTuple):
+    """The TMA load of Q: the copy atom, and Q as the tensor that it reads."""
+
+    atom: cute.CopyAtom
+    tensor: cute.Tensor
+
+
+class KeyTensors(NamedTuple):
+    """The cache, the indices (sparse) or the block table (dense), and how many keys a query or a request has."""
+
+    mKV: cute.Tensor
+    mIndex: cute.Tensor
+    mLength: cute.Tensor
+
+
+class Results(NamedTuple):
+    """The sinks, which join the softmax last, and where results go: bf16 O and float32 LSE, or partials."""
+
+    mSink: cute.Tensor
+    mOut: cute.Tensor
+    mLse: cute.Tensor
+    partials: Partials
+
+
+class Grid(NamedTuple):
+    """How a launch is cut: splits of a query, work tiles of all CTAs, CTAs that decode (merge CTAs follow)."""
+
+    num_splits: Int32
+    work_tiles: Int32
+    decode_ctas: Int32
+
+
+class KeySource(NamedTuple):
+    """Where the rows of a work tile's keys are found.
+
+    mKV        the cache
+    zero_row   address of the row that a masked key reads
+    entries    indices of the query, or block table of the request
+    begin      position of the first key
+    limit      keys at this position and beyond are masked
+    page_size  fast divisor
+    """
+
+    mKV: cute.Tensor
+    zero_row: Int64
+    entries: cute.Tensor
+    begin: Int32
+    limit: Int32
+    page_size: Any

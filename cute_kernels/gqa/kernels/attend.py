@@ -375,7 +375,7 @@ class TileConsumer:
             nothing = Int32(0)
             for m in cutlass.range_constexpr(blocks):
                 # after the block before, instead of what `any_nan` has found: all at once, d 256 would spill
-                found = [self._not_finite(registers.anew(raw[i] + nothing)) for i in self._registers(m)]
+                found = [self._not_finite(registers.opaque(raw[i] + nothing)) for i in self._registers(m)]
                 self.widen_values(a, [(x >> 1) & 0x7FFFFFFF for x in found])  # 2.0 in all three types
                 for n in cutlass.range_constexpr(self.n_tiles):
                     product.fill(0.0)

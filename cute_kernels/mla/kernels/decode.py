@@ -324,7 +324,7 @@ class MlaDecodeKernel:
         Addresses follow from it. Made again behind each wait, from the register of the hardware, they cost dense
         decoding with 16 heads 4%.
         """
-        return registers.anew(tid) & 127 if self.spec.few_heads else tid
+        return registers.opaque(tid) & 127 if self.spec.few_heads else tid
 
     def init_barriers(self, smem):
         """Called by one thread; see the table for the counts."""

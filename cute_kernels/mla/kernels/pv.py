@@ -127,7 +127,7 @@ class ColumnValues:
         for c in cutlass.range_constexpr(self.columns):
             share[c] *= weight
         # not before: every register counts beside O
-        work = self.scheduler.locate(registers.anew(item), table)
+        work = self.scheduler.locate(registers.opaque(item), table)
         h_q = mSink.shape[0]
         if const_expr(self.spec.balanced):
             if whole != 0:
@@ -186,7 +186,7 @@ class ColumnValues:
         group, chunk = 2 * wg + warp_idx // 2, 4 * (warp_idx % 2) + g // 2
         line = group * (TOKENS_PER_TILE * LINE) + line_of(2 * q, chunk) + g % 2 * 8
         # kept: made again behind each wait for a tile, it costs 2% of one
-        return registers.anew(line) if const_expr(self.spec.few_heads) else line
+        return registers.opaque(line) if const_expr(self.spec.few_heads) else line
 
     @cute.jit
     def load(self, smem, raw: cute.Tensor, stage: Int32, block, line: Int32):
@@ -359,7 +359,7 @@ class ColumnValues:
             peak = cute.arch.fmax(peak, cute.arch.fmax(eight[i], -eight[i]))
         for step in cutlass.range_constexpr(3):
             peak = cute.arch.fmax(peak, cute.arch.shuffle_sync_bfly(peak, 4 << step))
-        unit = softmax.unit(peak)
+        unit = softmax.block_scale(peak)
         eight.store(eight.load() * (1.0 / unit))
         return unit
 

@@ -111,7 +111,7 @@ class ColumnSoftmax:
         chunk = (first // 8) ^ (head % 8)
         scores, p = smem.s.data_ptr() + scores_of(head, first // 2), smem.p.data_ptr() + head * TOKENS_PER_TILE
         # kept, or ptxas makes them again behind each wait for S, from the number of the thread
-        return registers.anew(Int32(scores.toint())), registers.anew(Int32((p + chunk * 8 + first % 8).toint()))
+        return registers.opaque(Int32(scores.toint())), registers.opaque(Int32((p + chunk * 8 + first % 8).toint()))
 
     @cute.jit
     def await_room(self, smem, t: Int32):

@@ -67,7 +67,7 @@ class Epilogue:
                     peak = cute.arch.fmax(peak, cute.arch.fmax(o[r, c], -o[r, c]))
                 for step in cutlass.range_constexpr(2):
                     peak = cute.arch.fmax(peak, cute.arch.shuffle_sync_bfly(peak, 1 << step))
-                block_scale = softmax.unit(peak)
+                block_scale = softmax.block_scale(peak)
                 inverse[r] = 1.0 / block_scale
                 head = head_block * WIDE + wgmma.row(tid, r)
                 if head < mSink.shape[0] and tid % 4 < BLOCK_SCALES:

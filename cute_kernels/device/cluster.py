@@ -1,4 +1,4 @@
-"""Shared memory of the other CTAs of a cluster."""
+"""Distributed shared memory: reads and writes in other CTAs of the cluster."""
 
 import cutlass.cute as cute
 from cutlass import Float32, Int32
@@ -6,7 +6,7 @@ from cutlass import Float32, Int32
 
 @cute.jit
 def remote_address(pointer: cute.Pointer, rank: Int32):
-    """Where the same shared memory lies in another CTA of the cluster."""
+    """The address of the same variable in the shared memory of CTA `rank` of the cluster."""
     return cute.arch.inline_ptx(
         "mapa.shared::cluster.u32 {$w0}, {$r0}, {$r1};",
         write_only_types=[Int32],
@@ -16,7 +16,7 @@ def remote_address(pointer: cute.Pointer, rank: Int32):
 
 @cute.jit
 def remote_value(pointer: cute.Pointer, rank: Int32):
-    """A float32 of another CTA's shared memory."""
+    """Loads a float32 from the shared memory of CTA `rank`."""
     return cute.arch.inline_ptx(
         "ld.shared::cluster.f32 {$w0}, [{$r0}];",
         write_only_types=[Float32],
@@ -26,7 +26,7 @@ def remote_value(pointer: cute.Pointer, rank: Int32):
 
 @cute.jit
 def remote_vector(pointer: cute.Pointer, rank: Int32):
-    """Four float32 of another CTA's shared memory."""
+    """Loads four float32 from the shared memory of CTA `rank`."""
     return cute.arch.inline_ptx(
         "ld.shared::cluster.v4.f32 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];",
         write_only_types=[Float32] * 4,
@@ -36,7 +36,7 @@ def remote_vector(pointer: cute.Pointer, rank: Int32):
 
 @cute.jit
 def send_words(address: Int32, words: tuple, barrier: Int32):
-    """Stores four or two words in another CTA, asynchronously; their bytes count on a barrier there.
+    """Stores four or two words in another CTA asynchronously; their bytes count on a barrier of that CTA.
 
     address, barrier: from `remote_address`.
     """

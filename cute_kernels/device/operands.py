@@ -1,15 +1,14 @@
-"""Bytes of a tile in shared memory -> 16-bit operands of mma.sync m16n8k16, without a detour through shared memory.
+"""Bytes of a tile in shared memory -> 16-bit operands of mma.sync m16n8k16, in registers.
 
-In the fragments of A (16 x 16), with g = lane / 4 and t = lane % 4, a lane's four registers are the pairs
-    (row g, k 2t)   (row g + 8, k 2t)   (row g, k 2t + 8)   (row g + 8, k 2t + 8)      each with its neighbour in k.
+In a fragment of A (16 x 16), with g = lane / 4 and t = lane % 4, a lane's four registers are pairs
+    (row g, k 2t)   (row g + 8, k 2t)   (row g, k 2t + 8)   (row g + 8, k 2t + 8)      each with the next k.
 
-ldmatrix moves 16-bit units. Of bytes it gives a lane four neighbours, x = b0 b1 b2 b3, and these become two registers,
-(b0, b2) and (b1, b3), by masks alone:
+ldmatrix moves 16-bit units, so a lane gets four neighbouring bytes, x = b0 b1 b2 b3. Masks alone split them into two
+registers, (b0, b2) and (b1, b3):
  * rows are rows of A (K, or V stored transposed): b0..b3 are columns 4t .. 4t + 3. Since the order of k is free,
-   (b0, b2) stand at k = 2t and (b1, b3) at 2t + 8; the other operand is permuted the same way: of 16, first the even
-   ones.
+   (b0, b2) stand at k = 2t and (b1, b3) at 2t + 8. The other operand is permuted alike: even k of 16 first.
  * rows are columns of A (V, with .trans): b0, b1 are neighbours of token 2t, b2, b3 those of token 2t + 1. (b0, b2) is
-   a pair of tokens of row 2g, (b1, b3) of row 2g + 1: rows of A are permuted, first the even ones.
+   a pair of tokens of row 2g, (b1, b3) of row 2g + 1: rows of A are permuted, even ones first.
 """
 
 import cutlass
@@ -22,7 +21,7 @@ EVEN_THEN_ODD = 0x3120  # PRMT: b0 b2 b1 b3
 
 @cute.jit
 def load_matrices(address: Int32, transposed: cutlass.Constexpr):
-    """ldmatrix.x4: four 8 x 8 matrices of 16-bit units; lanes 8i .. 8i + 7 give the row addresses of matrix i."""
+    """ldmatrix.x4: four 8 x 8 matrices of 16-bit units. Lanes 8i to 8i + 7 have the row addresses of matrix i."""
     kind = ".trans" if transposed else ""
     return cute.arch.inline_ptx(
         "ldmatrix.sync.aligned.m8n8.x4" + kind + ".shared.b16 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];",
@@ -33,13 +32,13 @@ def load_matrices(address: Int32, transposed: cutlass.Constexpr):
 
 @cute.jit
 def load_word(address: Int32):
-    """Four bytes of shared memory."""
+    """Loads four bytes of shared memory."""
     return cute.arch.inline_ptx("ld.shared.b32 {$w0}, [{$r0}];", write_only_types=[Int32], read_only_args=[address])
 
 
 @cute.jit
 def transpose(x: Int32):
-    """An 8 x 8 matrix of 16-bit units between the layouts of C and of B."""
+    """Transposes an 8 x 8 matrix of 16-bit units: from the layout of C to that of B, or back."""
     return cute.arch.inline_ptx(
         "movmatrix.sync.aligned.m8n8.trans.b16 {$w0}, {$r0};", write_only_types=[Int32], read_only_args=[x]
     )
@@ -47,10 +46,10 @@ def transpose(x: Int32):
 
 @cute.jit
 def widen_int8(a: cute.Tensor, x0: Int32, x1: Int32, x2: Int32, x3: Int32):
-    """Bytes 0 and 2 of each register as a pair of 16-bit numbers, exactly; a is one fragment of A.
+    """Converts bytes 0 and 2 of each register to a pair of 16-bit numbers, exactly; `a` is one fragment of A.
 
-    float16: the byte under 0x64 with its sign bit flipped is 1024 + 128 + x, and 1152 is subtracted. bfloat16 has 7
-    bits of fraction: (128 + low 7 bits) - (128, or 256 below 0).
+    float16: 0x64 above the byte with its sign bit flipped reads as 1024 + 128 + x; subtract 1152. bfloat16 has 7 bits
+    of fraction: (128 + low 7 bits) - (128, or 256 if x < 0).
     """
     source = (x0, x1, x2, x3)
     r = cute.recast_tensor(a, Int32)
@@ -69,7 +68,7 @@ def widen_int8(a: cute.Tensor, x0: Int32, x1: Int32, x2: Int32, x3: Int32):
 
 @cute.jit
 def widen_e4m3(a: cute.Tensor, i: cutlass.Constexpr, j: cutlass.Constexpr, x: Int32):
-    """Bytes (0, 2) of x into register i of the fragment a, bytes (1, 3) into register j, exactly."""
+    """Converts bytes (0, 2) of x to register i of the fragment `a`, bytes (1, 3) to register j, exactly."""
     ordered = Int32(cute.arch.prmt(x, Int32(0), Int32(EVEN_THEN_ODD)))
     codes, pair = cute.make_rmem_tensor(4, Float8E4M3FN), cute.make_rmem_tensor(4, Float16)
     words = cute.recast_tensor(codes, Int32)
@@ -88,7 +87,7 @@ def widen_e4m3(a: cute.Tensor, i: cutlass.Constexpr, j: cutlass.Constexpr, x: In
 
 @cute.jit
 def widen_rows(a: cute.Tensor, x0: Int32, x1: Int32, is_int8: cutlass.Constexpr):
-    """A fragment of A from the bytes of its rows g (x0) and g + 8 (x1)."""
+    """Makes a fragment of A from the bytes of its rows g (x0) and g + 8 (x1)."""
     if const_expr(is_int8):
         widen_int8(a, x0, x1, x0 >> 8, x1 >> 8)
     else:
@@ -98,7 +97,7 @@ def widen_rows(a: cute.Tensor, x0: Int32, x1: Int32, is_int8: cutlass.Constexpr)
 
 @cute.jit
 def widen_columns(a: cute.Tensor, x0: Int32, x1: Int32, is_int8: cutlass.Constexpr):
-    """A fragment of A from the bytes of its columns k 0..7 (x0) and 8..15 (x1), loaded transposed."""
+    """Makes a fragment of A from the bytes of its columns k 0..7 (x0) and 8..15 (x1), loaded transposed."""
     if const_expr(is_int8):
         widen_int8(a, x0, x0 >> 8, x1, x1 >> 8)
     else:
@@ -108,6 +107,6 @@ def widen_columns(a: cute.Tensor, x0: Int32, x1: Int32, is_int8: cutlass.Constex
 
 @cute.jit
 def take(a: cute.Tensor, x0: Int32, x1: Int32, x2: Int32, x3: Int32):
-    """A fragment of A from registers that hold 16-bit numbers already."""
+    """Makes a fragment of A from registers that hold 16-bit numbers."""
     r = cute.recast_tensor(a, Int32)
     r[0], r[1], r[2], r[3] = x0, x1, x2, x3

@@ -1,14 +1,14 @@
-"""What is kept in a register, and what is made again: the compiler's choice, where it does not choose well."""
+"""Register allocation: how to keep ptxas from rematerializing a value where that costs more than a register."""
 
 import cutlass.cute as cute
 from cutlass import Int32
 
 
 @cute.jit
-def anew(value: Int32) -> Int32:
-    """`value`, of which the compiler knows nothing.
+def opaque(value: Int32) -> Int32:
+    """Hide the value's origin so that ptxas keeps it in a register instead of rematerializing it.
 
-    It cannot make the result again, so it keeps it; and it does not make what follows from it where what follows from
-    `value` itself is made, so it keeps nothing of that until then.
+    It also delays what is derived from the result: ptxas cannot compute that where `value` itself is computed, so it
+    takes no registers until it is used.
     """
     return cute.arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Int32], read_only_args=[value])

@@ -1,4 +1,4 @@
-"""Online softmax in units of log2: maxima, sums and the rescaling of accumulators by rows."""
+"""Online softmax in units of log2: row_max, row_sum and the rescaling of accumulators by rows."""
 
 import cutlass
 import cutlass.cute as cute
@@ -12,26 +12,26 @@ LN_2 = 0.6931471805599453
 
 @cute.jit
 def finite(x: Float32) -> Float32:
-    """x, or 0 where no key has been seen: exp2(-inf - 0) is 0, exp2(-inf - -inf) would be NaN."""
+    """x, or 0 for the -inf of a row without keys so far: exp2(-inf - 0) is 0, exp2(-inf - -inf) would be NaN."""
     return cutlass.select_(x == -Float32.inf, Float32(0.0), x)
 
 
 @cute.jit
 def rescaling(old_max: Float32, new_max: Float32) -> Float32:
-    """What O and the sum of a row are multiplied by when its maximum moves."""
+    """The factor of O and row_sum of a row when its row_max moves."""
     return cute.math.exp2(old_max - finite(new_max), fastmath=True)
 
 
 @cute.jit
 def log_sum_exp(row_max: Float32, row_sum: Float32) -> Float32:
-    """Natural logarithm of row_sum * 2^row_max; -inf without keys."""
+    """Natural logarithm of row_sum * 2^row_max; -inf for a row without keys."""
     lse = (row_max + cute.math.log2(row_sum, fastmath=True)) * LN_2
     return cutlass.select_(row_sum == 0.0, -Float32.inf, lse)
 
 
 @cute.jit
 def multiply_rows(accumulators, factor: cute.Tensor):
-    """Every accumulator times `factor` (2), one for each row that a thread holds."""
+    """Multiplies all accumulators by `factor` (2), one for each of a thread's two rows."""
     for i in cutlass.range_constexpr(len(accumulators)):
         o = wgmma.by_row(accumulators[i])
         for r in cutlass.range_constexpr(2):
@@ -41,30 +41,30 @@ def multiply_rows(accumulators, factor: cute.Tensor):
 
 @cute.jit
 def rescale(accumulators, alpha: cute.Tensor):
-    """As `multiply_rows`, skipped when no row of the warp has a new maximum."""
+    """`multiply_rows`, skipped if no row_max of the warp has moved."""
     if not cute.arch.vote_all_sync(alpha[0] == 1.0 and alpha[1] == 1.0):
         multiply_rows(accumulators, alpha)
 
 
 @cute.jit
 def normalize(accumulators, row_sum: cute.Tensor, denominator: cute.Tensor):
-    """Accumulators / denominator by rows; 0 where there is no key, which is where row_sum is 0."""
+    """Divides accumulators by `denominator` (2), row by row; a row without keys, whose row_sum is 0, becomes 0."""
     for r in cutlass.range_constexpr(2):
         denominator[r] = cutlass.select_(row_sum[r] == 0.0, Float32(0.0), 1.0 / denominator[r])
     multiply_rows(accumulators, denominator)
 
 
 def exponent(x: Float32) -> Int32:
-    """Of a number without sign: floor(log2(x)); -127 for 0 and what is near it, 128 for Inf and NaN."""
+    """floor(log2(x)) of x >= 0; -127 for 0 and subnormal numbers, 128 for Inf and NaN."""
     return (x.bitcast(Int32) >> 23) - 127
 
 
 @cute.jit
-def unit(peak: Float32) -> Float32:
-    """What numbers up to `peak` are kept times as float16: a power of two, that divides them to below 2^15."""
+def block_scale(peak: Float32) -> Float32:
+    """The fp16 block scale of values up to `peak`: a power of two that divides them to below 2^15."""
     return power_of_two(cutlass.min(cutlass.max(exponent(peak), -112), 127) - 14)
 
 
 def power_of_two(n: Int32) -> Float32:
-    """2^n for n from -126 to 127."""
+    """2^n, n from -126 to 127."""
     return ((n + 127) << 23).bitcast(Float32)

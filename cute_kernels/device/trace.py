@@ -1,17 +1,17 @@
-"""Timestamps of a kernel's roles, for a timeline; nothing of it is left in a kernel that is not traced."""
+"""Timestamps of a kernel's roles, for a timeline. A kernel that is not traced has no instruction of it."""
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import AddressSpace, Int32, Int64, const_expr
 
-STEPS = 64  # of a role that are kept
+STEPS = 64  # of each role: later ones are not stored
 
 
 class Tracer:
     """Stores clocks into an int64 tensor (ctas, roles + 1, STEPS, 2): before [0] and after [1] each step of a role.
 
     Row `roles` holds (globaltimer, clock64) at the start [0] and at the end [1] of the CTA. One thread of a role calls
-    with `leads`. A wgmma or a copy is only issued at its instruction: its end shows in the wait behind it.
+    with `leads`. A wgmma or a copy is asynchronous: its end shows in the wait after it.
     """
 
     def __init__(self, on: bool, roles: int):
@@ -20,11 +20,11 @@ class Tracer:
 
     @cute.jit
     def start(self, base: cute.Pointer, trace: Int64):
-        """Says where timestamps of this CTA go: into the tensor at `trace`. Called by one thread, before all others."""
+        """Stores where timestamps of this CTA go, in the tensor at `trace`; called by one thread, before all others."""
         if const_expr(self.on):
             cta, _, _ = cute.arch.block_idx()
-            of_cta = (self.roles + 1) * STEPS * 16
-            cute.make_tensor(base, cute.make_layout(1))[0] = trace + Int64(cta) * of_cta
+            cta_bytes = (self.roles + 1) * STEPS * 16
+            cute.make_tensor(base, cute.make_layout(1))[0] = trace + Int64(cta) * cta_bytes
             self.anchor(base, 0)
 
     @cute.jit
@@ -35,27 +35,29 @@ class Tracer:
         step: Int32,
         edge: cutlass.Constexpr,
         leads,
-        goes_on: cutlass.Constexpr = False,
+        starts_next: cutlass.Constexpr = False,
     ):
-        """The clock at an edge of a step, and at the begin of the next one where the role `goes_on` with that.
+        """Stores the clock at an edge of a step; with `starts_next` also as the begin of the next step.
 
-        `base` points to what `start` has stored in shared memory.
+        `base` points to the address that `start` stored in shared memory.
 
-        One block of PTX: what it needs is made here each time, so nothing of it takes a register between two stamps.
+        One block of PTX computes all it needs, so no register is occupied between two stamps.
         """
         if const_expr(self.on):
-            kept = cutlass.select_(leads and step + int(goes_on) < STEPS, Int32(1), Int32(0))
+            kept = cutlass.select_(leads and step + int(starts_next) < STEPS, Int32(1), Int32(0))
             cute.arch.inline_ptx(
                 "{\n.reg .pred p;\n.reg .b64 place;\nsetp.ne.b32 p, {$r2}, 0;\n"
                 "ld.volatile.shared.b64 place, [{$r0}];\nmad.wide.s32 place, {$r1}, 16, place;\n"
-                + "".join(f"@p st.global.b64 [place + {8 * e}], {{$r3}};\n" for e in range(edge, edge + 1 + goes_on))
+                + "".join(
+                    f"@p st.global.b64 [place + {8 * e}], {{$r3}};\n" for e in range(edge, edge + 1 + starts_next)
+                )
                 + "}",
                 read_only_args=[Int32(base.toint()), step + role * STEPS, kept, cute.arch.clock64()],
             )
 
     @cute.jit
     def anchor(self, base: cute.Pointer, edge: cutlass.Constexpr):
-        """Time and clock at the start (0) or at the end (1) of the CTA; called by one thread."""
+        """Stores time and clock at the start (0) or end (1) of the CTA; called by one thread."""
         if const_expr(self.on):
             address = cute.make_tensor(base, cute.make_layout(1))[0] + 16 * (self.roles * STEPS + edge)
             pointer = cute.make_ptr(Int64, address, AddressSpace.gmem, assumed_align=8)

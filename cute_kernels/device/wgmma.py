@@ -8,9 +8,9 @@ from cutlass.cute.nvgpu import warpgroup
 
 @cute.jit
 def issue(tiled_mma: cute.TiledMma, acc: cute.Tensor, tA: cute.Tensor, tB: cute.Tensor, accumulate, k_blocks):
-    """Issues acc (+)= A B^T for pairs of k blocks, one of tA (MMA, M, K) and one of tB (MMA, N, K) each.
+    """Issues acc = A B^T, or acc += A B^T, for pairs of k blocks: of tA (MMA, M, K) and of tB (MMA, N, K).
 
-    Asynchronous: the caller fences before, commits and waits after.
+    Asynchronous: the caller fences first, commits and waits afterwards.
     """
     # the atom is made where it is used: .set() on an atom from outside a dynamic branch does not dominate its use
     mma = cute.make_mma_atom(tiled_mma.op)
@@ -23,7 +23,7 @@ def issue(tiled_mma: cute.TiledMma, acc: cute.Tensor, tA: cute.Tensor, tB: cute.
 
 @cute.jit
 def every_thread(value: Int32, barrier_id: Int32, threads: cutlass.Constexpr = 128) -> Int32:
-    """1 if `value` is not 0 in all `threads` that call, else 0: the same in all, which wgmma in a branch needs."""
+    """1 if `value` is nonzero in each of the `threads` that call, else 0. Uniform, as wgmma in a branch requires."""
     return cute.arch.inline_ptx(
         f"{{\n.reg .pred p, q;\nsetp.ne.b32 p, {{$r0}}, 0;\nbarrier.cta.red.and.pred q, {{$r1}}, {threads}, p;\n"
         "selp.b32 {$w0}, 1, 0, q;\n}",
@@ -42,7 +42,7 @@ def by_row(acc: cute.Tensor) -> cute.Tensor:
 
 
 def row(tid, r: int):
-    """Row of the 64 that thread `tid` of a warpgroup holds as its r-th."""
+    """The r-th of the two rows, of 64, that thread `tid` of a warpgroup holds."""
     return tid // 32 * 16 + tid % 32 // 4 + 8 * r
 
 

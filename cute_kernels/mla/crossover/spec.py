@@ -1,27 +1,35 @@
-"""What is fixed at compile time in the MLA decoding kernel whose CTAs exchange keys."""
+"""What is fixed at compile time in the MLA decode kernel whose CTAs exchange keys."""
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 from cute_kernels.mla.spec import MERGE_LANES, WIDE
 
 EXCHANGES = ("codes", "values")
-WEIGHT = 8.0  # scales from 2^-17 to 2^-2, of values up to 112, times this are normal float16 numbers below 2
-ROLES = ("keys", "scores", "values 0", "values 1")  # warpgroups, as a traced kernel numbers them
-# of a tile, for each of them; the scores make P as they hand it over
-EVENTS = (("wait", "fill", "softmax"), ("wait", "QK", "hand over"), ("wait", "PV"), ("wait", "PV"))
+WEIGHT = 8.0  # times a scale between 2^-17 and 2^-2 (values up to 112): a normal float16 number below 2
+ROLES = ("load", "QK", "PV 0", "PV 1")  # warpgroups, as a traced kernel numbers them; QK includes the softmax
+# of a key tile, for each of them; load has no softmax here, the name keeps the numbering of steps
+EVENTS = (("wait", "load", "softmax"), ("wait", "QK", "store P"), ("wait", "PV"), ("wait", "PV"))
+
+
+class Registers(NamedTuple):
+    """Of a thread of each role, after the roles have exchanged registers."""
+
+    load: int
+    qk: int
+    pv: int
 
 
 @dataclass(frozen=True)
 class MlaCrossoverSpec:
     """Compile-time facts of `crossover.kernels.decode.MlaCrossoverKernel`; constructor argument and cache key.
 
-    sparse    keys come from a list of slots per query; otherwise from a block table and a length per request
-    merge_lanes  several CTAs share the keys of a query: each writes a float16 partial, and CTAs behind them merge with
-              this many threads a row. 0: one CTA has all keys
-    exchange  two CTAs with 64 heads each gather half of the keys of every tile, and hand each other "codes", rows as
-              they come, which both widen, or "values", float16 numbers
-    trace     the roles leave timestamps (device/trace.py)
+    sparse       keys come from a list of slots per query; otherwise from a block table and a length per request
+    merge_lanes  threads that merge a row of partials: several CTAs share the keys of a query, each writes a float16
+                 partial, and CTAs with higher numbers merge. 0: one CTA has all keys
+    exchange     two CTAs with 64 heads each gather half of each key tile and hand each other "codes", rows as gathered,
+                 which both convert, or "values", float16 numbers
+    trace        the roles store timestamps (device/trace.py)
     """
 
     sparse: bool
@@ -37,8 +45,8 @@ class MlaCrossoverSpec:
     balanced: ClassVar[bool] = False
     few_heads: ClassVar[bool] = False
     threads: ClassVar[int] = 512  # of a CTA
-    registers: ClassVar[tuple[int, int, int]] = (72, 104, 168)
-    """Of a thread that brings keys, scores, adds values. At launch each has 128."""
+    registers: ClassVar[Registers] = Registers(load=72, qk=104, pv=168)
+    """At launch each thread has 128."""
 
     def can_implement(self) -> list[str]:
         """Reasons, in words, why this kernel cannot be built; empty when it can."""
@@ -64,10 +72,10 @@ class MlaCrossoverSpec:
         sends = {"codes": "STAS", "values": "UBLKCP"}[self.exchange]
         return {
             "registers": 128,
-            # with codes the producers' loads and sends leave up to nine of 72 registers too few
+            # with codes the loads and sends of the load warpgroup need up to nine registers more than its 72
             "stack": 32 if self.exchange == "codes" else 0,
             "instructions": ("HGMMA", "UTMALDG", "USETMAXREG", "LDG.E.128", sends),
-            # Where ptxas takes a loop's counters for values of each thread, fewer are left: 10% of the time
+            # fewer where ptxas keeps loop counters in registers of each thread, which costs 10% of the time
             "at_least": {"USHF": 75},
         }
 

@@ -310,4 +310,4 @@ class MlaDecodeKernel:
         Addresses follow from it. Computed again after each wait, from the hardware's register, they cost dense decoding
         with 16 heads 4%.
         """
-        return registers.anew(tid) & 127 if self.spec.few_heads else tid
+        return registers.opaque(tid) & 127 if self.spec.few_heads else tid

@@ -164,7 +164,7 @@ class PvWarpgroups:
         for c in cutlass.range_constexpr(self.columns):
             factor[c] *= weight
         # located again, not kept: each register counts while O is held
-        work = self.scheduler.locate(registers.anew(index), table)
+        work = self.scheduler.locate(registers.opaque(index), table)
         epilogue = Epilogue(acc_o, factor, lse, is_exact)
         if const_expr(self.spec.balanced):
             if is_whole != 0:
@@ -224,7 +224,7 @@ class PvWarpgroups:
         quant_tile, chunk = 2 * wg + warp_idx // 2, 4 * (warp_idx % 2) + g // 2
         line = quant_tile * (TOKENS_PER_TILE * LINE_BYTES) + line_offset(2 * q, chunk) + g % 2 * 8
         # kept in a register: computed again after each wait for a tile, it costs 2% of the tile
-        return registers.anew(line) if const_expr(self.spec.few_heads) else line
+        return registers.opaque(line) if const_expr(self.spec.few_heads) else line
 
     @cute.jit
     def load_codes(self, smem, raw: cute.Tensor, stage: Int32, block, line: Int32):
@@ -389,7 +389,7 @@ class PvWarpgroups:
             peak = cute.arch.fmax(peak, cute.arch.fmax(eight[i], -eight[i]))
         for step in cutlass.range_constexpr(3):
             peak = cute.arch.fmax(peak, cute.arch.shuffle_sync_bfly(peak, 4 << step))
-        scale = softmax.unit(peak)
+        scale = softmax.block_scale(peak)
         eight.store(eight.load() * (1.0 / scale))
         return scale
 

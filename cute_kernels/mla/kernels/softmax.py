@@ -113,7 +113,9 @@ class SoftmaxWarpgroup:
         chunk = (first // 8) ^ (head % 8)
         s, p = smem.s.data_ptr() + s_offset(head, first // 2), smem.p.data_ptr() + head * TOKENS_PER_TILE
         # kept in registers: ptxas would compute them again from the thread number after each wait for S
-        return Addresses(registers.anew(Int32(s.toint())), registers.anew(Int32((p + chunk * 8 + first % 8).toint())))
+        return Addresses(
+            registers.opaque(Int32(s.toint())), registers.opaque(Int32((p + chunk * 8 + first % 8).toint()))
+        )
 
     @cute.jit
     def await_stages(self, smem, tile: Int32):

@@ -1,4 +1,4 @@
-"""Bundles that the roles of the crossover kernel hand to each other."""
+"""What the roles of one crossover launch share, by name."""
 
 from typing import Any, NamedTuple
 
@@ -6,65 +6,43 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64
 
 
-class QueryLoad(NamedTuple):
-    """The TMA load of Q: atom, and Q as (heads, columns, query, request)."""
+class QTma(NamedTuple):
+    """The TMA load of Q: the copy atom, and Q as the tensor that it reads."""
 
     atom: cute.CopyAtom
     tensor: cute.Tensor
 
 
-class KeySource(NamedTuple):
-    """The keys of a work tile.
+class KeyTensors(NamedTuple):
+    """The cache, the indices (sparse) or the block table (dense), and how many keys a query or a request has."""
 
-    cache         (pages, page size, 656) uint8
-    zero_row      address of a row that masked keys are read from
-    entries       slots of the query, or page numbers of the request
-    begin, limit  positions of the first key, and past the last one; those from `limit` on are masked
-    page_size     fast divisor
+    mKV: cute.Tensor
+    mIndex: cute.Tensor
+    mLength: cute.Tensor
+
+
+class Grid(NamedTuple):
+    """How a launch is cut: splits of a query, work tiles of all CTAs, CTAs that decode (merge CTAs follow)."""
+
+    num_splits: Int32
+    work_tiles: Int32
+    decode_ctas: Int32
+
+
+class KeySource(NamedTuple):
+    """Where the rows of a work tile's keys are found.
+
+    mKV        the cache
+    zero_row   address of the row that a masked key reads
+    entries    indices of the query, or block table of the request
+    begin      position of the first key
+    limit      keys at this position and beyond are masked
+    page_size  fast divisor
     """
 
-    cache: cute.Tensor
+    mKV: cute.Tensor
     zero_row: Int64
     entries: cute.Tensor
     begin: Int32
     limit: Int32
     page_size: Any
-
-
-class TileRange(NamedTuple):
-    """Key tiles of a work tile, counted through all tiles of the CTA: `count` from tile `first` on."""
-
-    first: Int32
-    count: Int32
-
-
-class PassPlace(NamedTuple):
-    """What a thread of the load warpgroup has of a pass of 16 rows, the same in every pass.
-
-    row      of 16
-    segment  first of its 16 columns in a quant tile
-    even, odd, rope  where its even and odd chunks and its chunk of the rope part go, in elements from the pass's first
-             row on
-    """
-
-    row: Int32
-    segment: Int32
-    even: Int32
-    odd: Int32
-    rope: Int32
-
-
-class PassTargets(NamedTuple):
-    """Where a thread's row of a pass goes in shared memory: even and odd chunks (8, 4), rope (8)."""
-
-    even: cute.Tensor
-    odd: cute.Tensor
-    rope: cute.Tensor
-
-
-class RowStates(NamedTuple):
-    """A thread's two rows (2) at a tile: the factor of O before it, and with the last tile row_max and row_sum."""
-
-    rescaling: cute.Tensor
-    row_max: cute.Tensor
-    row_sum: cute.Tensor

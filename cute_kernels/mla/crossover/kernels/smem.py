@@ -1,4 +1,6 @@
-"""Shared memory of the crossover kernel, its matrix products, and what its warpgroups agree on."""
+"""Shared memory of the crossover kernel, its matrix products, and how its warpgroups read what they share."""
+
+from typing import NamedTuple
 
 import cutlass.cute as cute
 import cutlass.utils.hopper_helpers as sm90
@@ -7,19 +9,54 @@ from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 from cutlass.tensor_utils import LayoutEnum
 
 from cute_kernels.device import wgmma
-from cute_kernels.mla.crossover.kernels.arguments import RowStates
 from cute_kernels.mla.crossover.kernels.tile import STAGES
 from cute_kernels.mla.kernels.load_q import q_layout
 from cute_kernels.mla.kernels.tile import NOPE, QUANT_TILE, QUANT_TILES, ROPE
 from cute_kernels.mla.spec import TOKENS_PER_TILE, WIDE
 
-P_SHIFT = 8.0  # P is up to 2^8, so that float16 holds what is above 2^-33 of the largest
+P_SHIFT = 8.0  # P is at most 2^8, so float16 holds what is above 2^-33 of the largest
 
 
-def layouts():
-    """Shared memory: codes (64, 512, stages), rope (64, 64, stages), Q (64, 576, 1)."""
+class Layouts(NamedTuple):
+    """Layouts in shared memory: codes (64, 512, stages), rope part (64, 64, stages), Q (64, 576, 1)."""
+
+    nope: cute.ComposedLayout
+    rope: cute.ComposedLayout
+    q: cute.ComposedLayout
+
+
+class TiledMmas(NamedTuple):
+    """S += Q K^T of codes, S = Q K^T of the rope part, O += P V of one quant tile with P in registers."""
+
+    qk: cute.TiledMma
+    qk_rope: cute.TiledMma
+    pv: cute.TiledMma
+
+
+class RowState(NamedTuple):
+    """row_max (2, in units of log2) and row_sum (2) of the two rows of a thread, in registers."""
+
+    row_max: cute.Tensor
+    row_sum: cute.Tensor
+
+
+class SharedRowState(NamedTuple):
+    """What the QK warpgroup says about a thread's two rows with a key tile.
+
+    rescaling  factor of the O so far
+    row_max    of the work tile, valid with its last key tile
+    row_sum    the same
+    """
+
+    rescaling: cute.Tensor
+    row_max: cute.Tensor
+    row_sum: cute.Tensor
+
+
+def layouts() -> Layouts:
+    """Layouts of the operands of wgmma in shared memory."""
     row, tile = LayoutEnum.ROW_MAJOR, (WIDE, TOKENS_PER_TILE)
-    return (
+    return Layouts(
         sm90.make_smem_layout_b(row, (*tile, NOPE), BFloat16, STAGES),
         sm90.make_smem_layout_b(row, (*tile, ROPE), BFloat16, STAGES),
         q_layout(WIDE),
@@ -27,23 +64,21 @@ def layouts():
 
 
 def shared_storage():
-    """The struct of a CTA's shared memory."""
-    layout_nope, layout_rope, layout_q = layouts()
-    per_key = STAGES * QUANT_TILES * TOKENS_PER_TILE
+    """The struct of all shared memory."""
+    layout = layouts()
+    scales = STAGES * QUANT_TILES * TOKENS_PER_TILE
 
     @cute.struct
     class Shared:
-        nope: cute.struct.Align[cute.struct.MemRange[Float16, cute.cosize(layout_nope)], 1024]
-        rope: cute.struct.Align[cute.struct.MemRange[BFloat16, cute.cosize(layout_rope)], 1024]
-        q: cute.struct.Align[cute.struct.MemRange[BFloat16, cute.cosize(layout_q)], 1024]
-        scale: cute.struct.Align[cute.struct.MemRange[Float32, per_key], 128]
-        weight: cute.struct.Align[cute.struct.MemRange[Float16, per_key], 128]  # see mla/kernels/smem.py
-        q_power: cute.struct.MemRange[Float32, QUANT_TILES * WIDE]
-        mask: cute.struct.Align[
-            cute.struct.MemRange[Float32, STAGES * TOKENS_PER_TILE], 128
-        ]  # 0 or -inf, added to the scores
+        nope: cute.struct.Align[cute.struct.MemRange[Float16, cute.cosize(layout.nope)], 1024]
+        rope: cute.struct.Align[cute.struct.MemRange[BFloat16, cute.cosize(layout.rope)], 1024]
+        q: cute.struct.Align[cute.struct.MemRange[BFloat16, cute.cosize(layout.q)], 1024]
+        scale: cute.struct.Align[cute.struct.MemRange[Float32, scales], 128]
+        weight: cute.struct.Align[cute.struct.MemRange[Float16, scales], 128]  # see `weights` in mla/kernels/smem.py
+        q_power: cute.struct.MemRange[Float32, QUANT_TILES * WIDE]  # factor of S where Q was out of float16's range
+        mask: cute.struct.Align[cute.struct.MemRange[Float32, STAGES * TOKENS_PER_TILE], 128]  # 0 or -inf, added to S
         rescaling: cute.struct.MemRange[Float32, STAGES * WIDE]
-        row_scales: cute.struct.MemRange[Float32, QUANT_TILES * WIDE]
+        o_power: cute.struct.MemRange[Float32, QUANT_TILES * WIDE]  # see `o_powers`
         row_max: cute.struct.MemRange[Float32, STAGES * WIDE]
         row_sum: cute.struct.MemRange[Float32, STAGES * WIDE]
         q_full: Int64
@@ -57,12 +92,12 @@ def shared_storage():
     return Shared
 
 
-def tiled_mmas():
-    """S of codes = Q K^T, S of the rope part, both from shared memory; O += P V of a quant tile with P in registers."""
+def tiled_mmas() -> TiledMmas:
+    """The three products of a key tile."""
     k, mn, one = OperandMajorMode.K, OperandMajorMode.MN, (1, 1, 1)
     registers = warpgroup.OperandSource.RMEM
     tile = (WIDE, TOKENS_PER_TILE)
-    return (
+    return TiledMmas(
         sm90.make_trivial_tiled_mma(Float16, Float16, k, k, Float32, one, tile),
         sm90.make_trivial_tiled_mma(BFloat16, BFloat16, k, k, Float32, one, tile),
         sm90.make_trivial_tiled_mma(Float16, Float16, k, mn, Float32, one, (WIDE, QUANT_TILE), registers),
@@ -70,31 +105,34 @@ def tiled_mmas():
 
 
 @cute.jit
-def scales(smem, thr_qk, stage: Int32):
-    """Scales of the keys of a thread's fragment of S: (fragment, QUANT_TILES)."""
+def key_scales(smem, thr_qk, stage: Int32):
+    """Scales of the keys in the columns of a thread's fragment of S: (fragment, quant tiles)."""
     layout = cute.make_layout((WIDE, TOKENS_PER_TILE, QUANT_TILES), stride=(0, 1, TOKENS_PER_TILE))
     start = cute.assume(stage * (QUANT_TILES * TOKENS_PER_TILE), divby=QUANT_TILES * TOKENS_PER_TILE)
     return thr_qk.partition_C(cute.make_tensor(smem.scale.data_ptr() + start, layout))
 
 
 def p_fragment(smem, stage: Int32, tid: Int32) -> cute.Tensor:
-    """A thread's fragment of P of the tile in a stage, in place of its rope block: (8, 64 / 16) float16.
+    """A thread's fragment of P of the key tile in a stage, over its rope part: (8, 64 / 16) float16.
 
-    Columns 16 k to 16 k + 15 are piece k of 16 bytes.
+    Piece k of 16 bytes has columns 16 k to 16 k + 15.
     """
     start = cute.assume(tid * 8 + stage * (TOKENS_PER_TILE * ROPE), divby=8)
     pointer = cute.recast_ptr(smem.rope.data_ptr(), dtype=Float16) + start
     return cute.make_tensor(pointer, cute.make_layout((8, TOKENS_PER_TILE // 16), stride=(1, 128 * 8)))
 
 
-def row_states(smem, stage: Int32, tid: Int32) -> RowStates:
-    """A thread's two rows with the tile in a stage; row_max and row_sum are those of the work tile."""
+def shared_row_state(smem, stage: Int32, tid: Int32) -> SharedRowState:
+    """The state of a thread's two rows with the key tile in a stage: (2) each."""
     start, two = wgmma.row(tid, 0) + stage * WIDE, cute.make_layout(2, stride=8)
     arrays = (smem.rescaling, smem.row_max, smem.row_sum)
-    return RowStates(*(cute.make_tensor(array.data_ptr() + start, two) for array in arrays))
+    return SharedRowState(*(cute.make_tensor(array.data_ptr() + start, two) for array in arrays))
 
 
-def row_scales(smem, half, wg: Int32, tid: Int32) -> cute.Tensor:
-    """The power of two that O of a thread's two rows (2) is kept times, where weights do not hold the scales."""
+def o_powers(smem, half, wg: Int32, tid: Int32) -> cute.Tensor:
+    """The power of two that O of a thread's two rows (2) is multiplied by, in a half of PV warpgroup `wg`'s columns.
+
+    Used where weights are out of range; otherwise that factor is WEIGHT.
+    """
     start, two = wgmma.row(tid, 0) + (2 * wg + half) * WIDE, cute.make_layout(2, stride=8)
-    return cute.make_tensor(smem.row_scales.data_ptr() + start, two)
+    return cute.make_tensor(smem.o_power.data_ptr() + start, two)

@@ -5,7 +5,7 @@ tile does not wait for the rows. The first tile of keys starts at the first key 
 the tile: with a window of 128 and tiles of 64, a warpgroup needs 3 tiles wherever its rows lie.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -24,7 +24,7 @@ class QueryTmas(NamedTuple):
     """TMA copies of a query-stationary kernel; d_out is None in the forward."""
 
     q: Tma
-    d_out: Tma | None
+    d_out: Any  # Tma, or None
     k: Tma
     v: Tma
     out: Tma  # O or dQ

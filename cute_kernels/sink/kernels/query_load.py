@@ -24,7 +24,7 @@ class QueryTmas(NamedTuple):
     """TMA copies of a query-stationary kernel; d_out is None in the forward."""
 
     q: Tma
-    d_out: Any
+    d_out: Any  # Tma, or None
     k: Tma
     v: Tma
     out: Tma  # O or dQ

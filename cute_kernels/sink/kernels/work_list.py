@@ -1,14 +1,16 @@
-"""The list of items of packed sequences: blocks of queries or of keys, those with most work first.
+"""The list of work tiles of packed sequences: blocks of queries or of keys, those with most work first.
 
 One CTA sorts by counting. The work of a block is the number of tokens of the other side that it meets, in 1024 bins
-of equal width; within a bin the order is that in which threads come, which changes nothing but who computes what.
+of equal width; within a bin the order is that in which threads arrive, which changes only which CTA computes what.
 
 Roles (512 threads): a warp takes a sequence, its lanes the blocks. Three steps with __syncthreads between them: count
 the blocks of each bin; the first warp turns counts into first places, 32 bins a lane; every block takes its place.
 
-Borders may be any int32 when a CUDA graph is replayed. Sequences are cut off at the last token, and where they overlap,
-so that they have more tokens than there are, the list is empty: otherwise it has room for all of their blocks.
+Borders may be any int32 when a CUDA graph is replayed. Sequences end at the last token at most. Where they overlap, so
+that they add up to more tokens than there are, the list is empty: it has room for all of their blocks otherwise.
 """
+
+from typing import NamedTuple
 
 import cuda.bindings.driver as cuda
 import cutlass
@@ -23,6 +25,13 @@ from cute_kernels.sink.spec import SinkWorkListSpec
 THREADS, BINS = 512, 1024
 WARPS, PER_LANE = THREADS // 32, BINS // 32
 MANY = 1 << 30  # tokens, more than any call has
+
+
+class Tokens(NamedTuple):
+    """Of a sequence: on the listed side, and on the other side."""
+
+    listed: Int32
+    other: Int32
 
 
 class SinkWorkListKernel:
@@ -94,12 +103,12 @@ class SinkWorkListKernel:
         sequences, tokens = Int32(mCuQ.shape[0] - 1), Int32(0)
 
         for b in cutlass.range(warp_idx, sequences, WARPS, unroll=1):
-            facts = self.facts(mCuQ, mCuK, b, listed, other)
-            tokens = cutlass.min(tokens + facts[0], MANY)
-            blocks = (facts[0] + rows - 1) // rows
+            sequence = self.tokens(mCuQ, mCuK, b, listed, other)
+            tokens = cutlass.min(tokens + sequence.listed, MANY)
+            blocks = (sequence.listed + rows - 1) // rows
             for block in cutlass.range(lane, blocks, 32, unroll=1):
-                at = self.bin_of(facts, block, rows, window, reach, shift)
-                cute.arch.atomic_add(bins + at, Int32(1), sem="relaxed", scope="cta")
+                bin_index = self.bin_of(sequence, block, rows, window, reach, shift)
+                cute.arch.atomic_add(bins + bin_index, Int32(1), sem="relaxed", scope="cta")
         if lane == 0:
             sTokens[warp_idx] = tokens
         cute.arch.sync_threads()
@@ -129,29 +138,29 @@ class SinkWorkListKernel:
         cute.arch.sync_threads()
 
         for b in cutlass.range(warp_idx, sequences, WARPS, unroll=1):
-            again = self.facts(mCuQ, mCuK, b, listed, other)
-            count_b = (again[0] + rows - 1) // rows
+            again = self.tokens(mCuQ, mCuK, b, listed, other)
+            count_b = (again.listed + rows - 1) // rows
             for block in cutlass.range(lane, count_b, 32, unroll=1):
-                at = self.bin_of(again, block, rows, window, reach, shift)
-                entry = cute.arch.atomic_add(bins + at, Int32(1), sem="relaxed", scope="cta") + 1
+                bin_index = self.bin_of(again, block, rows, window, reach, shift)
+                entry = cute.arch.atomic_add(bins + bin_index, Int32(1), sem="relaxed", scope="cta") + 1
                 if entry < mWork.shape[0]:
                     mWork[entry, 0] = b
                     mWork[entry, 1] = block
 
     @cute.jit
-    def facts(self, mCuQ: cute.Tensor, mCuK: cute.Tensor, b: Int32, listed: Int32, other: Int32):
-        """(tokens on the listed side, tokens on the other side) of a sequence."""
+    def tokens(self, mCuQ: cute.Tensor, mCuK: cute.Tensor, b: Int32, listed: Int32, other: Int32):
+        """Of sequence `b`."""
         cu_listed, cu_other = mCuQ, mCuK
         if const_expr(self.spec.keys):
             cu_listed, cu_other = mCuK, mCuQ
         _, mine = views.span(cu_listed, b, listed)
         _, others = views.span(cu_other, b, other)
-        return mine, others
+        return Tokens(mine, others)
 
     @cute.jit
-    def bin_of(self, facts: tuple, block: Int32, rows: Int32, window: Int32, reach: Int32, shift: Int32) -> Int32:
+    def bin_of(self, tokens: Tokens, block: Int32, rows: Int32, window: Int32, reach: Int32, shift: Int32) -> Int32:
         """Bin of a block: 0 has the most work."""
-        mine, other = facts
+        mine, other = tokens
         first = block * rows
         last = cutlass.min(first + rows, mine) - 1
         if const_expr(self.spec.keys):

@@ -24,7 +24,6 @@ from tests.support.gqa_cases import (
     check_gqa,
     gqa_case,
     gqa_yardstick,
-    token_index,
 )
 from tests.support.mla_cases import covering_cases, generator
 
@@ -37,9 +36,14 @@ KINDS = list(SCALE_NAMES.values())
 
 
 def token_of(cache: Any, layout: str, which: Which, outer: int, row: int, head: int) -> torch.Tensor:
-    """(d,) codes of one token and head."""
-    known = LAYOUTS[layout]
-    return cache[token_index(known, known.axes(which), outer, row, head)].flatten()
+    """(d,) codes of one token and head, by the words of the contract: nothing here asks a `CacheLayout`."""
+    if layout in ("BNSH", "paged_HND"):
+        return cache[outer, head, row]
+    if layout in ("BSNH", "paged_NHD"):
+        return cache[outer, row, head]
+    if which == "k":
+        return torch.stack([cache[outer, head, chunk, row] for chunk in range(cache.shape[2])]).flatten()
+    return cache[outer, head, :, row]
 
 
 def scale_of(scale: Any, layout: str, outer: int, row: int, head: int, d: int) -> torch.Tensor:
@@ -52,18 +56,21 @@ def scale_of(scale: Any, layout: str, outer: int, row: int, head: int, d: int) -
         return scale[head].expand(d)
     if scale.ndim == 2:
         return scale[outer, row].expand(d)
-    known = LAYOUTS[layout]
-    axes = known.scale_axes("per_token_head" if scale.ndim == 3 else "per_group")
-    own = scale[token_index(known, axes, outer, row, head)]
+    if layout in ("BSNH", "paged_NHD"):
+        own = scale[outer, row, head]
+    elif scale.ndim == 4 and layout == "paged_vllm":
+        own = scale[outer, head, :, row]
+    else:
+        own = scale[outer, head, row]
     return own.expand(d) if scale.ndim == 3 else torch.stack([own[i * len(own) // d] for i in range(d)])
 
 
 def naive_decode(case: GqaCase) -> tuple[torch.Tensor, torch.Tensor]:
     """One query head at a time; the sink is one more key with a value of zeros."""
     batch, s_q, h_q, d = case.q.shape
-    layout = LAYOUTS[case.layout]
-    h_kv, rows = (case.v_cache.shape[layout.value.index(axis)] for axis in ("h", layout.rows))
-    num_outer = case.v_cache.shape[layout.value.index(layout.outer)]
+    heads_axis = {"BSNH": 2, "paged_NHD": 2}.get(case.layout, 1)
+    rows_axis = {"BSNH": 1, "paged_NHD": 1, "paged_vllm": 3}.get(case.layout, 2)
+    num_outer, h_kv, rows = (case.v_cache.shape[axis] for axis in (0, heads_axis, rows_axis))
     capacity = rows * (case.block_table.shape[1] if case.block_table is not None else 1)
     scale = 1 / math.sqrt(d) if case.softmax_scale is None else case.softmax_scale
     out = torch.zeros(batch, s_q, h_q, d, dtype=torch.float64)

@@ -11,7 +11,7 @@ from cute_kernels.sink.backward_spec import QUERIES
 from cute_kernels.sink.kernels import scheduler, views
 from cute_kernels.sink.kernels.masks import KeyMasks, Visibility
 from cute_kernels.sink.kernels.scheduler import KeySchedule, WorkTile
-from cute_kernels.sink.kernels.views import Packed, Tma
+from cute_kernels.sink.kernels.views import Origin, Packed, Tma
 
 
 class KeyTmas(NamedTuple):
@@ -77,8 +77,9 @@ class KeyLoad:
             if const_expr(not spec.pair):
                 following = scheduler.claim(schedule.counters, lane)  # long before it is needed
             scheduler.publish(smem.work_full.data_ptr(), smem.work_empty.data_ptr(), words, count, work, lane)
+            q_origin = views.origin(spec.packed, work.s_q, work.start_q, work.batch)
             self.load_keys(smem, staged, tmas, peer, work, count, rank)
-            ring_tile = self.load_queries(smem, staged, tmas, work, visible, schedule.ratio, ring_tile)
+            ring_tile = self.load_queries(smem, staged, tmas, work, q_origin, visible, schedule.ratio, ring_tile)
             number = work_tiles if const_expr(spec.pair) else ctas + cute.arch.shuffle_sync(following, 0)
             count += 1
 
@@ -128,6 +129,7 @@ class KeyLoad:
         staged: KeyViews,
         tmas: KeyTmas,
         work: WorkTile,
+        origin: Origin,
         visible: Visibility,
         ratio: Int32,
         ring_tile: Int32,
@@ -135,7 +137,6 @@ class KeyLoad:
         """Starts the copies of all query tiles of all query heads; the next tile of the ring."""
         spec = self.spec
         full, empty = smem.q_full.data_ptr(), smem.q_empty.data_ptr()
-        origin = views.origin(spec.packed, work.s_q, work.start_q, work.batch)
         queries = self.masks.query_range(work.first, work.s_q, work.s_k, visible)
         position = views.position(spec.packed, work.start_q, work.batch, work.s_q) + queries.begin
         for g in cutlass.range(ratio, unroll=1):

@@ -1,4 +1,4 @@
-"""The accuracy table of docs/gqa_decode.md: up to date, and the granularities of scales are in their order."""
+"""The accuracy table of docs/users/gqa_decode.md: up to date, and the granularities of scales are in their order."""
 
 from pathlib import Path
 
@@ -96,7 +96,7 @@ def checkout(tmp_path, monkeypatch):
     error = gqa_accuracy.Error(0.5, 0.25)
     monkeypatch.setattr(gqa_accuracy, "errors", lambda data: dict.fromkeys((*KINDS, *PLAIN), error))
     page = tmp_path / PAGE
-    page.parent.mkdir()
+    page.parent.mkdir(parents=True)
     page.write_text(f"Before.\n\n{BEGIN}\nold\n{END}\n\nAfter.\n")
     return tmp_path
 

@@ -12,6 +12,7 @@ from cute_kernels.gqa.append_spec import KvAppendSpec
 from cute_kernels.gqa.layouts import LAYOUTS, CacheLayout, CacheSizes, Which, is_kernel_layout, scale_shapes
 from cute_kernels.gqa.op import gqa_decode
 from cute_kernels.gqa.reference import reference_append, reference_gqa_decode
+from cute_kernels.runtime.launch import PreparedLaunches
 from tests.support.gqa_cases import SCALE_NAMES, gqa_case
 from tests.support.made_up_layout import SBNH
 from tests.support.mla_cases import generator
@@ -80,7 +81,7 @@ def test_what_the_append_kernel_gets(scales: str, monkeypatch: pytest.MonkeyPatc
         assert spec.can_implement() == []
         return lambda *arguments: calls.append(arguments)
 
-    monkeypatch.setattr(append_op, "_prepared", {})
+    monkeypatch.setattr(append_op, "_prepared", PreparedLaunches())
     monkeypatch.setattr(append_op, "require_sm90", lambda name, device: None)
     monkeypatch.setattr(append_op, "get_kernel", get_kernel)
     cache = {name: tensor.to("meta") for name, tensor in empty_cache(SBNH, scales, "per_tensor").items()}

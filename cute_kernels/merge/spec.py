@@ -7,7 +7,7 @@ ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
 MAX_D = 512
 
 VECTOR_BYTES = 16  # of a load
-UNIT_VALUES = 64  # neighbours that share a block scale, where states have them
+BLOCK_SCALE_VALUES = 64  # neighbours that share a block scale, where states have them
 LOADS_IN_FLIGHT = 8  # 16-byte loads of a thread: 32 registers
 MIN_THREADS = 128
 MAX_LANES = 128
@@ -33,7 +33,7 @@ class MergeSpec:
     lanes      threads across a row; a power of two up to 128
     groups     of such threads that share the states of one row among them; a power of two
     loads      16-byte loads that a thread has in flight
-    units      states have fp16 block scales: 64 neighbours are kept divided by a float32, so that float16 holds them
+    block_scales  64 neighbouring values of a state are kept divided by a float32, so that float16 holds them
     eager      states are read before their log-sum-exps have come, empty ones as well
     """
 
@@ -45,7 +45,7 @@ class MergeSpec:
     lanes: int
     groups: int = 1
     loads: int = LOADS_IN_FLIGHT
-    units: bool = False
+    block_scales: bool = False
     eager: bool = False
 
     kernel: ClassVar[str] = "cute_kernels.merge.kernels.merge:MergeKernel"
@@ -100,8 +100,8 @@ class MergeSpec:
         for name, value, limit in (("lanes", self.lanes, MAX_LANES), ("groups", self.groups, MAX_GROUPS)):
             if not 1 <= value <= limit or value & (value - 1):
                 reasons.append(f"{name} is {value}; it is a power of two up to {limit}")
-        if self.units and self.d % (4 * UNIT_VALUES):
-            reasons.append(f"d is {self.d}; with units it is a multiple of {4 * UNIT_VALUES}")
+        if self.block_scales and self.d % (4 * BLOCK_SCALE_VALUES):
+            reasons.append(f"d is {self.d}; with block scales it is a multiple of {4 * BLOCK_SCALE_VALUES}")
         if not reasons and self.vectors > self.loads:
             reasons.append(f"{self.lanes} lanes leave {self.vectors} vectors to each; {self.loads} are in flight")
         return reasons

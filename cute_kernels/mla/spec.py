@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
-from cute_kernels.merge.spec import UNIT_VALUES
+from cute_kernels.merge.spec import BLOCK_SCALE_VALUES
 from fp8_mla.formats import V3_2
 
 WIDE = 64  # heads of a CTA, at most
@@ -15,7 +15,7 @@ WORK_TILE_OVERHEAD = 2  # key tiles that a work tile costs beside its own, in a 
 CUT_TILES = 5  # key tiles that a cut through a query costs: a work tile more, and a merge
 MERGE_LANES = (0, 32, 128)
 MASKED_SCALE = 2.0**-6  # of a masked key: in range of the weights of both kernels, so its tile takes the fast path
-PARTIAL_FLOATS = V3_2.d_v // 2 + V3_2.d_v // UNIT_VALUES + 1  # float16 values, fp16 block scales, the LSE: in words
+PARTIAL_FLOATS = V3_2.d_v // 2 + V3_2.d_v // BLOCK_SCALE_VALUES + 1  # float16 O, block scales, LSE
 V_WEIGHT = 2.0**7  # times a scale between 2^-12 and 1 (values up to 448), any code is a normal float16 number
 ROLES = ("load", "QK", "PV 0", "PV 1")  # warpgroups, as a traced kernel numbers them; load includes the softmax
 EVENTS = (("wait", "load", "softmax"), ("wait", "QK", "store S"), ("wait", "PV"), ("wait", "PV"))  # of a key tile

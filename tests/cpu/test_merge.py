@@ -313,7 +313,7 @@ def test_every_launch_has_a_variant_that_fits_the_machine():
         ({"lanes": 24}, "lanes is 24"),
         ({"groups": 16}, "groups is 16"),
         ({"lanes": 8}, "8 lanes leave 16 vectors"),
-        ({"d": 320, "units": True}, "d is 320; with units it is a multiple of 256"),
+        ({"d": 320, "block_scales": True}, "d is 320; with block scales it is a multiple of 256"),
     ],
 )
 def test_a_spec_says_what_it_cannot_do(change, reason):

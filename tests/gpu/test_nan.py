@@ -16,7 +16,7 @@ from cute_kernels.gqa import op
 from cute_kernels.gqa.layouts import LAYOUTS
 from cute_kernels.gqa.spec import CLUSTER, GqaDecodeSpec
 from fp8_mla import QK_DIM, ROPE_OFFSET, SCALE_OFFSET, TOKEN_BYTES, reference_decode
-from tests.support.gqa_cases import GqaExpectation, gqa_case, token_index
+from tests.support.gqa_cases import GqaExpectation, gqa_case
 from tests.support.mla_cases import generator, latent_tokens
 from tests.support.sink_cases import SinkCase, sink_case
 
@@ -72,7 +72,8 @@ def token_of(case: Any, name: str, sequence: int, position: int) -> torch.Tensor
         3: layout.scale_axes("per_token_head"),
         4: layout.scale_axes("per_group"),
     }[tensor.dim()]
-    return tensor[token_index(layout, axes, outer, row)]
+    places: dict[str, int] = {layout.outer: outer, layout.rows: row}
+    return tensor[tuple(places.get(axis, slice(None)) for axis in axes)]
 
 
 def poison(case: Any, name: str, positions: list[int], value: float) -> Any:

@@ -287,14 +287,6 @@ def _apart(shape: tuple[int, ...], itemsize: int, padded: bool) -> tuple[int, tu
     return shape[0] * strides[0] if shape else 1, tuple(strides)
 
 
-def token_index(
-    layout: CacheLayout, axes: str, outer: int, row: int, head: int | slice = slice(None)
-) -> tuple[int | slice, ...]:
-    """Index of all that a tensor with these axes, a cache or its scales, has of one token, or of one of its heads."""
-    places: dict[str, int | slice] = {layout.outer: outer, layout.rows: row, "h": head}
-    return tuple(places.get(axis, slice(None)) for axis in axes)
-
-
 def _empty_cache(
     sizes: CacheSizes, layout: CacheLayout, which: Which, dtype: torch.dtype, padded: bool, gen: torch.Generator
 ) -> torch.Tensor:

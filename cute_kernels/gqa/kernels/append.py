@@ -1,5 +1,7 @@
 """Append to an INT8 cache: quantize new keys and values and store each token in its slot."""
 
+from typing import NamedTuple
+
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
@@ -14,7 +16,77 @@ LARGEST = {"bfloat16": 3.3895313892515355e38, "float16": 65504.0}  # 0x7F7F, 0x7
 MIN_SCALE = {"float16": 2.0**-14, "float32": 2.0**-126}
 CODE_MAX = 127.0
 TOKENS_TOGETHER = 16  # paged_vllm: of one head, in neighbouring teams, so that their bytes meet in a sector
-FAR = 2.0**64  # scales beyond it, or below its inverse, are divided by in another power of two
+FAR = 2.0**64  # division by a scale above it, or below its inverse, takes another power of two
+
+
+class RowStrides(NamedTuple):
+    """Of new keys or values, in elements."""
+
+    token: Int64
+    head: Int64
+
+
+class CacheStrides(NamedTuple):
+    """Of a cache, in bytes: sequence or page, token, head, and from one piece of a row to the next (of V packed: d)."""
+
+    outer: Int64
+    row: Int64
+    head: Int64
+    piece: Int64
+
+
+class ScaleStrides(NamedTuple):
+    """Of scales, in elements; 0 along what shares a scale."""
+
+    outer: Int64
+    row: Int64
+    head: Int64
+    group: Int64
+
+
+class Pointers(NamedTuple):
+    """New keys and values, caches, scales."""
+
+    k: cute.Pointer
+    v: cute.Pointer
+    k_cache: cute.Pointer
+    v_cache: cute.Pointer
+    k_scale: cute.Pointer
+    v_scale: cute.Pointer
+
+
+class Strides(NamedTuple):
+    """Of the same."""
+
+    k: RowStrides
+    v: RowStrides
+    k_cache: CacheStrides
+    v_cache: CacheStrides
+    k_scale: ScaleStrides
+    v_scale: ScaleStrides
+
+
+class Operand(NamedTuple):
+    """Keys or values: where new ones are, where codes and scales go, and how values share a scale."""
+
+    is_v: bool
+    scale_kind: str
+    rows: cute.Pointer
+    row_strides: RowStrides
+    cache: cute.Pointer
+    cache_strides: CacheStrides
+    scale: cute.Pointer
+    scale_strides: ScaleStrides
+
+
+class Place(NamedTuple):
+    """Where a piece is stored: page and token of it, the task's first head, the piece; and whether it is."""
+
+    page: Int32
+    offset: Int32
+    first_head: Int32
+    piece: Int32
+    stored: object
 
 
 @cute.jit
@@ -26,8 +98,8 @@ def _times(index: Int32, stride: Int64) -> Int64:
 class KvAppendKernel:
     """k, v (tokens, h_kv, d) -> codes and scales in the slots of slot_mapping (tokens,), one launch.
 
-    A team of lanes takes a unit, K and V of it: a head of a token, or a token with all its heads where they share a
-    scale. A lane has pieces of 16 values, lane, lane + team, ... of the unit:
+    A team of lanes has a task, K and V of a head of a token, or of a token with all its heads where they share a scale.
+    A lane has pieces of 16 values, lane, lane + team, ... of the task:
 
     | part        | per lane and piece                        | a warp's instruction, d 128, a head a team  |
     |-------------|-------------------------------------------|---------------------------------------------|
@@ -37,12 +109,12 @@ class KvAppendKernel:
     | scales      | 1 store by the first lane that shares it  | 4 scales                                    |
 
     No shared memory, no barriers: absmax is a packed maximum over a lane's values, then shuffles among the lanes that
-    share a scale. Threads behind the last unit or piece repeat the last one, and store nothing. Where a token does not
-    fit into the registers of a warp (held 0), a second pass reads it again, from L1 or L2.
+    share a scale. Threads past the last task or piece repeat the last one, and store nothing. Where a token does not
+    fit into the registers of a warp (held 0), a second pass reads it from L1 or L2.
 
     The codes are those of an IEEE division x / scale, rounded half to even; it takes three instructions a value
-    (`_divide`). With d 128, a head a team and computed scales, 13 instructions a value are issued in all: at the speed
-    of the memory, 5.2 values per clock and SM, half of the issue slots.
+    (`_divide`). With d 128, a head a team and computed scales, a value takes 13 instructions: at the speed of the
+    memory, 5.2 values per clock and SM, half of the issue slots.
     """
 
     def __init__(self, spec: KvAppendSpec) -> None:
@@ -79,30 +151,32 @@ class KvAppendKernel:
         outer = Int32(mKCache.shape[0])
         if const_expr(spec.vllm):
             rows = Int32(mKCache.shape[3])
-            k_strides = self._wide(mKCache, (0, 3, 1, 2))
-            v_strides = self._wide(mVCache, (0, 3, 1, 2))
+            k_strides = CacheStrides(*self._wide(mKCache, (0, 3, 1, 2)))
+            v_strides = CacheStrides(*self._wide(mVCache, (0, 3, 1, 2)))
         else:
             rows = cutlass.select_(heads_first != 0, Int32(mKCache.shape[2]), Int32(mKCache.shape[1]))
-            k_strides = (*self._places(mKCache, heads_first), Int64(VALUES))
-            v_strides = (*self._places(mVCache, heads_first), Int64(VALUES))
-        strides = (
-            (Int64(mK.stride[0]), Int64(mK.stride[1])),
-            (Int64(mV.stride[0]), Int64(mV.stride[1])),
+            k_outer, k_row, k_head = self._places(mKCache, heads_first)
+            v_outer, v_row, v_head = self._places(mVCache, heads_first)
+            k_strides = CacheStrides(k_outer, k_row, k_head, Int64(VALUES))
+            v_strides = CacheStrides(v_outer, v_row, v_head, Int64(VALUES))
+        strides = Strides(
+            RowStrides(Int64(mK.stride[0]), Int64(mK.stride[1])),
+            RowStrides(Int64(mV.stride[0]), Int64(mV.stride[1])),
             k_strides,
             v_strides,
             self._scale_strides(mKScale, spec.k_scale, heads_first),
             self._scale_strides(mVScale, spec.v_scale, heads_first),
         )
-        units = tokens
+        tasks = tokens
         if const_expr(not spec.by_token):
-            units = tokens * h_kv
+            tasks = tokens * h_kv
             if const_expr(spec.vllm):
-                units = cute.ceil_div(tokens, TOKENS_TOGETHER) * TOKENS_TOGETHER * h_kv
+                tasks = cute.ceil_div(tokens, TOKENS_TOGETHER) * TOKENS_TOGETHER * h_kv
         divisors = (cute.fast_divmod_create_divisor_v2(h_kv), cute.fast_divmod_create_divisor_v2(rows))
-        pointers = (mK.iterator, mV.iterator, mKCache.iterator, mVCache.iterator, mKScale.iterator, mVScale.iterator)
+        pointers = Pointers(*(tensor.iterator for tensor in (mK, mV, mKCache, mVCache, mKScale, mVScale)))
         num_slots = Int64(outer) * Int64(rows)
-        self._kernel(pointers, strides, mSlots, tokens, h_kv, units, num_slots, divisors).launch(
-            grid=[cute.ceil_div(units, self.teams), 1, 1], block=[self.threads, 1, 1], stream=stream
+        self._kernel(pointers, strides, mSlots, tokens, h_kv, tasks, num_slots, divisors).launch(
+            grid=[cute.ceil_div(tasks, self.teams), 1, 1], block=[self.threads, 1, 1], stream=stream
         )
 
     def _sharing(self, kind: str) -> int:
@@ -122,14 +196,13 @@ class KvAppendKernel:
         return Int64(mX.stride[0]), cutlass.select_(swap, two, one), cutlass.select_(swap, one, two)
 
     @cute.jit
-    def _scale_strides(self, mScale: cute.Tensor, kind: str, heads_first: Int32):
-        """Strides of (outer, row, head, group)."""
+    def _scale_strides(self, mScale: cute.Tensor, kind: str, heads_first: Int32) -> ScaleStrides:
         none = Int64(0)
         strides = (none, none, none, none)
         if const_expr(kind == GIVEN):
             # one scale for all heads: (1,)
-            of_head = cutlass.select_(Int32(mScale.shape[0]) == 1, none, Int64(mScale.stride[0]))
-            strides = (none, none, of_head, none)
+            head_stride = cutlass.select_(Int32(mScale.shape[0]) == 1, none, Int64(mScale.stride[0]))
+            strides = (none, none, head_stride, none)
         elif const_expr(kind == PER_TOKEN):
             strides = (Int64(mScale.stride[0]), Int64(mScale.stride[1]), none, none)
         elif const_expr(self.spec.vllm and kind == PER_TOKEN_HEAD):
@@ -140,35 +213,37 @@ class KvAppendKernel:
             strides = (*self._places(mScale, heads_first), none)
         else:
             strides = (*self._places(mScale, heads_first), Int64(mScale.stride[3]))
-        return strides
+        return ScaleStrides(*strides)
 
     @cute.kernel
     def _kernel(
         self,
-        pointers: tuple,
-        strides: tuple,
+        pointers: Pointers,
+        strides: Strides,
         mSlots: cute.Tensor,
         tokens: Int32,
         h_kv: Int32,
-        units: Int32,
+        tasks: Int32,
         num_slots: Int64,
         divisors: tuple,
     ) -> None:
         spec = self.spec
         tid, _, _ = cute.arch.thread_idx()
         cta, _, _ = cute.arch.block_idx()
-        unit = cta * self.teams + tid // spec.team
+        head_divisor, row_divisor = divisors
+        k, v = self._operands(pointers, strides)
+        task = cta * self.teams + tid // spec.team
         lane = tid % spec.team
-        inside = unit < units
-        unit = cutlass.min(unit, units - 1)
-        token, first_head = unit, Int32(0)
+        inside = task < tasks
+        task = cutlass.min(task, tasks - 1)
+        token, first_head = task, Int32(0)
         if const_expr(not spec.by_token and spec.vllm):
-            block, first_head = divmod(unit // TOKENS_TOGETHER, divisors[0])
-            token = block * TOKENS_TOGETHER + unit % TOKENS_TOGETHER
+            block, first_head = divmod(task // TOKENS_TOGETHER, head_divisor)
+            token = block * TOKENS_TOGETHER + task % TOKENS_TOGETHER
             inside = inside and token < tokens
             token = cutlass.min(token, tokens - 1)
         elif const_expr(not spec.by_token):
-            token, first_head = divmod(unit, divisors[0])
+            token, first_head = divmod(task, head_divisor)
         slot = mSlots[token]
         pieces = self.lanes
         if const_expr(spec.by_token):
@@ -181,8 +256,8 @@ class KvAppendKernel:
                 piece = lane + spec.team * i
                 if const_expr(spec.by_token):
                     piece = cutlass.min(piece, pieces - 1)
-                self._load(pointers[0], strides[0], token, first_head, piece, rK[None, i])
-                self._load(pointers[1], strides[1], token, first_head, piece, rV[None, i])
+                self._load(k, token, first_head, piece, rK[None, i])
+                self._load(v, token, first_head, piece, rV[None, i])
             k_absmax, v_absmax = Float32(0.0), Float32(0.0)
             if const_expr(spec.k_scale == PER_TOKEN):
                 for i in cutlass.range_constexpr(spec.held):
@@ -191,15 +266,15 @@ class KvAppendKernel:
                 for i in cutlass.range_constexpr(spec.held):
                     v_absmax = cute.arch.fmax(v_absmax, self._absmax(rV[None, i]))
             k_absmax, v_absmax = self._over_team(k_absmax, v_absmax)
-            page, offset, stored = self._place(slot, num_slots, divisors[1], inside)
+            page, offset, stored = self._place(slot, num_slots, row_divisor, inside)
             for i in cutlass.range_constexpr(spec.held):
                 piece = lane + spec.team * i
                 exists = stored
                 if const_expr(spec.by_token):
                     exists = stored and piece < pieces
-                place = (page, offset, first_head, piece, exists)
-                self._append(pointers, strides, 0, rK[None, i], k_absmax, place)
-                self._append(pointers, strides, 1, rV[None, i], v_absmax, place)
+                place = Place(page, offset, first_head, piece, exists)
+                self._append(k, rK[None, i], k_absmax, place)
+                self._append(v, rV[None, i], v_absmax, place)
         else:
             turns = cute.ceil_div(pieces, spec.team)
             rK = cute.make_rmem_tensor((VALUES,), self.dtype)
@@ -208,36 +283,43 @@ class KvAppendKernel:
             for i in cutlass.range(turns, unroll=2):
                 piece = cutlass.min(lane + spec.team * i, pieces - 1)
                 if const_expr(spec.k_scale == PER_TOKEN):
-                    self._load(pointers[0], strides[0], token, first_head, piece, rK)
+                    self._load(k, token, first_head, piece, rK)
                     k_absmax = cute.arch.fmax(k_absmax, self._absmax(rK))
                 if const_expr(spec.v_scale == PER_TOKEN):
-                    self._load(pointers[1], strides[1], token, first_head, piece, rV)
+                    self._load(v, token, first_head, piece, rV)
                     v_absmax = cute.arch.fmax(v_absmax, self._absmax(rV))
             k_absmax, v_absmax = self._over_team(k_absmax, v_absmax)
-            page, offset, stored = self._place(slot, num_slots, divisors[1], inside)
+            page, offset, stored = self._place(slot, num_slots, row_divisor, inside)
             for i in cutlass.range(turns, unroll=1):
                 piece = lane + spec.team * i
-                self._load(pointers[0], strides[0], token, first_head, cutlass.min(piece, pieces - 1), rK)
-                self._load(pointers[1], strides[1], token, first_head, cutlass.min(piece, pieces - 1), rV)
-                place = (page, offset, first_head, piece, stored and piece < pieces)
-                self._append(pointers, strides, 0, rK, k_absmax, place)
-                self._append(pointers, strides, 1, rV, v_absmax, place)
+                self._load(k, token, first_head, cutlass.min(piece, pieces - 1), rK)
+                self._load(v, token, first_head, cutlass.min(piece, pieces - 1), rV)
+                place = Place(page, offset, first_head, piece, stored and piece < pieces)
+                self._append(k, rK, k_absmax, place)
+                self._append(v, rV, v_absmax, place)
+
+    def _operands(self, pointers: Pointers, strides: Strides) -> tuple[Operand, Operand]:
+        """Keys, and values."""
+        k = (pointers.k, strides.k, pointers.k_cache, strides.k_cache, pointers.k_scale, strides.k_scale)
+        v = (pointers.v, strides.v, pointers.v_cache, strides.v_cache, pointers.v_scale, strides.v_scale)
+        return Operand(False, self.spec.k_scale, *k), Operand(True, self.spec.v_scale, *v)
 
     @cute.jit
-    def _load(self, base: cute.Pointer, strides: tuple, token: Int32, first_head: Int32, piece: Int32, rX: cute.Tensor):
+    def _load(self, operand: Operand, token: Int32, first_head: Int32, piece: Int32, rX: cute.Tensor):
         """Starts the loads of a piece. The products are 64-bit: k and v may have more than 2^31 elements."""
         head, part = self._split(first_head, piece)
-        row = _times(token, strides[0]) + _times(head, strides[1]) + Int64(VALUES * part)
+        strides = operand.row_strides
+        row = _times(token, strides.token) + _times(head, strides.head) + Int64(VALUES * part)
         atom = cute.make_copy_atom(CopyG2ROp(), self.dtype, num_bits_per_copy=128)
         for half in cutlass.range_constexpr(2):
-            address = base.toint() + 2 * (row + 8 * half)
+            address = operand.rows.toint() + 2 * (row + 8 * half)
             source = cute.make_ptr(self.dtype, address, AddressSpace.gmem, assumed_align=16)
             target = cute.make_tensor(rX.iterator + 8 * half, cute.make_layout(8))
             cute.copy(atom, cute.make_tensor(source, cute.make_layout(8)), target)
 
     @cute.jit
     def _split(self, first_head: Int32, piece: Int32):
-        """(head, which piece of it). Shifts: division of a signed number takes five instructions."""
+        """The head of a piece, and which piece of it. Shifts: dividing a signed number takes five instructions."""
         head, part = first_head, piece
         if const_expr(self.spec.by_token):
             head, part = piece >> (self.lanes.bit_length() - 1), piece & (self.lanes - 1)
@@ -245,7 +327,7 @@ class KvAppendKernel:
 
     @cute.jit
     def _place(self, slot: Int64, num_slots: Int64, rows: cute.FastDivmodDivisorV2, inside):
-        """(page, offset, whether there is such a slot)."""
+        """Page and offset of a slot, and whether there is such a slot."""
         exists = inside and slot >= 0 and slot < num_slots
         page, offset = divmod(cutlass.select_(exists, Int32(slot), Int32(0)), rows)
         return page, offset, exists
@@ -279,20 +361,20 @@ class KvAppendKernel:
         return k_absmax, v_absmax
 
     @cute.jit
-    def _append(self, pointers: tuple, strides: tuple, which: int, rX: cute.Tensor, absmax: Float32, place: tuple):
-        """Quantizes a piece of K (which 0) or V (1) and stores it. absmax is that of the token, or not looked at."""
+    def _append(self, operand: Operand, rX: cute.Tensor, absmax: Float32, place: Place):
+        """Quantizes a piece and stores it. `absmax` is that of the token, read only where a token has one scale."""
         spec = self.spec
-        kind = const_expr((spec.k_scale, spec.v_scale)[which])
+        kind = operand.scale_kind
         page, offset, first_head, piece, stored = place
         head, part = self._split(first_head, piece)
-        s_scale = strides[4 + which]
-        scales = cute.make_tensor(pointers[4 + which], cute.make_layout(1))
+        scale_strides = operand.scale_strides
+        scales = cute.make_tensor(operand.scale, cute.make_layout(1))
         if const_expr(kind == GIVEN):
-            # a head behind the last repeats it
-            at = _times(head, s_scale[2])
+            # a head past the last one repeats it
+            index = _times(head, scale_strides.head)
             if const_expr(spec.by_token):
-                at = cutlass.select_(stored, at, Int64(0))
-            scale = Float32((scales.iterator + at).load())
+                index = cutlass.select_(stored, index, Int64(0))
+            scale = Float32((scales.iterator + index).load())
         else:
             sharing = const_expr(self._sharing(kind))
             if const_expr(kind != PER_TOKEN):
@@ -303,27 +385,27 @@ class KvAppendKernel:
             if const_expr(kind == PER_TOKEN):
                 first = piece == 0
             if stored and first:
-                at = _times(page, s_scale[0]) + _times(offset, s_scale[1])
+                own = _times(page, scale_strides.outer) + _times(offset, scale_strides.row)
                 if const_expr(kind != PER_TOKEN):
-                    at += _times(head, s_scale[2])
+                    own += _times(head, scale_strides.head)
                 if const_expr(kind in GROUPS):
-                    at += _times(part // sharing, s_scale[3])
-                (scales.iterator + at).store(self.scale_dtype(scale))
+                    own += _times(part // sharing, scale_strides.group)
+                (scales.iterator + own).store(self.scale_dtype(scale))
 
         codes = self._quantize(rX, absmax, scale, kind)
-        s_cache = strides[2 + which]
-        address = pointers[2 + which].toint()
-        address += _times(page, s_cache[0]) + _times(offset, s_cache[1]) + _times(head, s_cache[2])
+        strides = operand.cache_strides
+        address = operand.cache.toint()
+        address += _times(page, strides.outer) + _times(offset, strides.row) + _times(head, strides.head)
         if stored:
-            if const_expr(spec.vllm and which == 1):
-                address += _times(VALUES * part, s_cache[3])
+            if const_expr(spec.vllm and operand.is_v):
+                address += _times(VALUES * part, strides.piece)
                 bytes16 = cute.recast_tensor(codes, Int8)
                 for i in cutlass.range_constexpr(VALUES):
                     target = cute.make_ptr(Int8, address, AddressSpace.gmem, assumed_align=1)
                     cute.make_tensor(target, cute.make_layout(1))[0] = bytes16[i]
-                    address += s_cache[3]
+                    address += strides.piece
             else:
-                address += _times(part, s_cache[3])
+                address += _times(part, strides.piece)
                 target = cute.make_ptr(Int32, address, AddressSpace.gmem, assumed_align=16)
                 cute.autovec_copy(codes, cute.make_tensor(target, cute.make_layout(4)))
 
@@ -343,8 +425,8 @@ class KvAppendKernel:
     def _quantize(self, rX: cute.Tensor, absmax: Float32, scale: Float32, kind: str) -> cute.Tensor:
         """16 codes in 4 words.
 
-        What would overflow or underflow in the division is clamped, or multiplied by a power of two together with its
-        scale. For a computed scale that is rare and happens in the packed values; a given one can be anything.
+        A value that overflows or underflows in the division is clamped, or multiplied by a power of two together with
+        its scale. With a computed scale that is rare and happens in the packed values; a given scale may be anything.
         """
         spec = self.spec
         bound, power = Float32(LARGEST[spec.dtype]), Float32(1.0)

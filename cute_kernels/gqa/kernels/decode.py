@@ -56,8 +56,9 @@ from cute_kernels.gqa.kernels.arguments import (
     Work,
 )
 from cute_kernels.gqa.kernels.barriers import barriers
+from cute_kernels.gqa.kernels.cache_tiles import fake_caches, tma_copy
 from cute_kernels.gqa.kernels.consumer import ConsumerWarp
-from cute_kernels.gqa.kernels.load import LoadWarp, box_shape, tile_layout
+from cute_kernels.gqa.kernels.load import LoadWarp
 from cute_kernels.gqa.kernels.scales import ScaleWarp
 from cute_kernels.gqa.kernels.scheduler import WorkList
 from cute_kernels.gqa.kernels.smem import DTYPES, allocate
@@ -94,17 +95,7 @@ class GqaDecodeKernel:
         q = strided(q_dtype, (batch, s_q, h_q, spec.d), 8)
         out = strided(q_dtype, (batch, s_q, h_q, spec.d), 8)
         lse = make_fake_tensor(Float32, (batch, s_q, h_q), tuple(cute.sym_int64() for _ in range(3)), assumed_align=4)
-        if spec.packed:
-            x, page = 16 // spec.itemsize, spec.box_rows
-            lead = [cute.sym_int64(divisibility=x) for _ in range(4)]
-            k = make_fake_tensor(
-                self.dtype, (outer, h_kv, spec.d // x, page, x), (*lead[:2], page * x, x, 1), assumed_align=16
-            )
-            v = make_fake_tensor(self.dtype, (outer, h_kv, spec.d, page), (*lead[2:], page, 1), assumed_align=16)
-        else:
-            size = {"o": outer, "r": rows, "h": h_kv, "d": spec.d}
-            shape = tuple(size[axis] for axis in spec.cache_axes)
-            k, v = strided(self.dtype, shape, 16), strided(self.dtype, shape, 16)
+        k, v = fake_caches(spec, {"o": outer, "r": rows, "h": h_kv, "d": spec.d})
         table = strided(Int32, (batch, cute.sym_int()), 4) if spec.paged else None
         lengths = make_fake_tensor(Int32, (batch,), (cute.sym_int64(),), assumed_align=4)
         sink = make_fake_tensor(Float32, (h_q,), (1,), assumed_align=4)
@@ -161,7 +152,7 @@ class GqaDecodeKernel:
         h_kv = mK.shape[spec.cache_axes.index("h")]
         ratio = h_q // h_kv
         blocks = cute.ceil_div(ratio * s_q, spec.columns)
-        (load_k, tK), (load_v, tV) = (self.tma_copy(t) for t in (mK, mV))
+        (load_k, tK), (load_v, tV) = (tma_copy(spec, t) for t in (mK, mV))
         page_size = Int32(spec.box_rows)
         capacity = Int32(mK.shape[spec.cache_axes.index("r")])
         num_pages = Int32(mK.shape[spec.cache_axes.index("o")])
@@ -204,22 +195,6 @@ class GqaDecodeKernel:
             min_blocks_per_mp=1,
             cluster=[spec.cluster, 1, 1] if const_expr(spec.cluster > 1) else None,
             use_pdl=True,
-        )
-
-    def tma_copy(self, cache: cute.Tensor):
-        """(copy atom, coordinates) of the TMA copies of K or V, whose modes become (rows, width, heads, outer)."""
-        spec = self.spec
-        if spec.packed:
-            rows, width = box_shape(spec)
-            strides = (width, 1, cache.stride[1], cache.stride[0])
-            view = cute.make_layout((rows, width, cache.shape[1], cache.shape[0]), stride=strides)
-        else:
-            view = cute.select(cache.layout, mode=[spec.cache_axes.index(axis) for axis in "rdho"])
-        return cpasync.make_tiled_tma_atom(
-            cpasync.CopyBulkTensorTileG2SOp(),
-            cute.make_tensor(cache.iterator, view),
-            tile_layout(spec),
-            box_shape(spec),
         )
 
     @cute.kernel

@@ -1,12 +1,18 @@
-"""Which keys, columns and bytes a thread of a consumer warp has, in fragments of mma.sync m16n8k16."""
+"""Which keys, columns and bytes a thread of a consumer warp has, in fragments of mma.sync m16n8k16.
+
+What the layout of a cache means to registers is all here; what it means to TMA is in cache_tiles.py.
+"""
 
 from typing import NamedTuple
 
+import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32
+from cutlass import Float32, Int32, const_expr
 from cutlass.cute.nvgpu import warp
 
+from cute_kernels.device import operands
 from cute_kernels.gqa.kernels.smem import DTYPES
+from cute_kernels.gqa.spec import KEYS_PER_WARP as KEYS
 from cute_kernels.gqa.spec import GqaDecodeSpec
 
 
@@ -114,3 +120,75 @@ class Fragments:
         segment, inner = chunk // self.row_chunks, chunk % self.row_chunks
         base = tile + row * spec.row_pitch + segment * (spec.keys_per_tile * spec.row_pitch)
         return base + ((inner << 4) ^ ((half ^ swizzle) << 4))
+
+    # ---- V from shared memory, as the cache stores it, in registers `raw`
+
+    @cute.jit
+    def load_v(self, address: Int32, thread: Thread) -> cute.Tensor:
+        """The warp's keys of V: 2 registers for each 16 rows of V^T, 4 of 16-bit numbers.
+
+        address: of V of the tile in shared memory.
+        """
+        spec = self.spec
+        w, lane, _ = thread
+        page = spec.box_rows
+        loads = const_expr(spec.d * spec.itemsize // 32)
+        raw = cute.make_rmem_tensor(4 * loads, Int32)
+        for i in cutlass.range_constexpr(loads):
+            if const_expr(not self.vllm):
+                row = w * KEYS + lane % 16
+                x = operands.load_matrices(self.chunk_address(address, row, 2 * i, lane // 16), True)
+            elif const_expr(not spec.bytes_cache):
+                first = w * KEYS + lane // 16 * 8
+                start = address + first // page * self.page_bytes + first % page * 2
+                x = operands.load_matrices(start + (16 * i + lane % 16) * (page * 2), False)
+            elif const_expr(page > 8):
+                first = w * KEYS
+                start = address + first // page * self.page_bytes + first % page
+                x = operands.load_matrices(start + (32 * i + lane) * page, False)
+            else:
+                g, t = lane // 4, lane % 4
+                start = address + (2 * w + t // 2) * self.page_bytes + 4 * (t % 2) + (32 * i + g) * page
+                x = tuple(operands.load_word(start + 8 * j * page) for j in range(4))
+            for j in cutlass.range_constexpr(4):
+                raw[4 * i + j] = x[j]
+        return raw
+
+    @cute.jit
+    def mask_v(self, raw: cute.Tensor, keys: TileKeys, lowest: Int32, lane: Int32):
+        """Zeros for tokens that no query sees: they may be NaN, and 0 x NaN is NaN."""
+        t = lane % 4
+        mask = cute.make_rmem_tensor(2, Int32)  # of registers with keys k 0..7 of a fragment, and with 8..15
+        # bytes of paged_vllm: a register has four tokens; otherwise two, and others in the second register
+        tokens = const_expr(4 if self.pairs_of_tokens else 2)
+        for k in cutlass.range_constexpr(2):
+            bits = Int32(0)
+            for i in cutlass.range_constexpr(tokens):
+                token = 4 * t + i if const_expr(tokens == 4) else 2 * t + 8 * k + i
+                row = token // 2 + token % 2 * 8 if const_expr(tokens == 4) else token
+                key = keys.first + token
+                seen = key < keys.length and key >= lowest and ((keys.exists >> row) & 1) == 1
+                bits |= cutlass.select_(seen, Int32((1 << (32 // tokens)) - 1), Int32(0)) << (32 // tokens * i)
+            mask[k] = bits
+        for i in cutlass.range_constexpr(cute.size(raw)):
+            raw[i] = raw[i] & mask[self._half(i)]
+
+    def _half(self, i: int) -> int:
+        """Whether register i of the raw values has keys k 0..7 or 8..15 of a fragment."""
+        if self.pairs_of_tokens:
+            return 0
+        # as ldmatrix gives them: rows are tokens, 8 at a time; in paged_vllm rows are d and a chunk has 8 tokens
+        return i % 4 // 2 if self.vllm else i % 2
+
+    @cute.jit
+    def widen_v(self, a: cute.Tensor, raw: list):
+        """16 rows of V^T as a fragment of A."""
+        if const_expr(self.spec.bytes_cache):
+            if const_expr(self.vllm):
+                operands.widen_rows(a, raw[0], raw[1], self.is_int8)
+            else:
+                operands.widen_columns(a, raw[0], raw[1], self.is_int8)
+        elif const_expr(self.vllm):
+            operands.take(a, raw[0], raw[1], raw[2], raw[3])
+        else:
+            operands.take(a, raw[0], raw[2], raw[1], raw[3])

@@ -5,12 +5,12 @@ from typing import NamedTuple
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64, const_expr
-from cutlass.cute.nvgpu import cpasync
 
 from cute_kernels.device.ring import advance
 from cute_kernels.gqa.kernels.arguments import PageTable
+from cute_kernels.gqa.kernels.cache_tiles import partition
 from cute_kernels.gqa.kernels.scheduler import Scheduler, WorkList
-from cute_kernels.gqa.kernels.smem import DTYPES, SmemViews
+from cute_kernels.gqa.kernels.smem import SmemViews
 from cute_kernels.gqa.spec import GqaDecodeSpec
 
 WARP = 32
@@ -162,42 +162,3 @@ class LoadWarp:
                     cute.copy(
                         load, gTile[None, row, c, head, outer], sTile[None, i, c, stage], tma_bar_ptr=full + stage
                     )
-
-
-def tile_layout(spec: GqaDecodeSpec):
-    """Shared memory of one box: (rows, width), swizzled unless the bytes come as vLLM packs them."""
-    shape = box_shape(spec)
-    plain = cute.make_ordered_layout(shape, order=(1, 0))
-    if spec.packed:
-        return plain
-    bits = 3 if shape[1] * spec.itemsize == 128 else 2
-    return cute.make_composed_layout(cute.make_swizzle(bits, 4, 3), 0, plain)
-
-
-def box_shape(spec: GqaDecodeSpec) -> tuple[int, int]:
-    """(rows, width) of one TMA copy. The bytes of a vLLM page and head are contiguous: rows of 128 of them."""
-    if spec.packed:
-        width = 128 // spec.itemsize
-        return spec.d * spec.box_rows // width, width
-    return spec.box_rows, spec.row_bytes // spec.itemsize
-
-
-def partition(spec: GqaDecodeSpec, load: cute.CopyAtom, tensor: cute.Tensor, smem: cute.Pointer):
-    """`gTile` and `sTile` of a `TileCopy`, whose stage 0 begins at `smem`."""
-    box = box_shape(spec)
-    segments = 1 if spec.packed else spec.d // box[1]
-    boxes = spec.keys_per_tile // spec.box_rows
-    # row segments outermost, so that the rows of a segment are those of the tile
-    box_size = box[0] * box[1] if spec.packed else box[0] * spec.row_pitch // spec.itemsize
-    stage_size = 2 * spec.tile_bytes // spec.itemsize
-    stride = (box[1], 1, box_size, boxes * box_size, stage_size)
-    shape = cute.make_layout((*box, boxes, segments, spec.stages), stride=stride)
-    pointer = smem
-    if not spec.packed:
-        pointer = cute.recast_ptr(smem, tile_layout(spec).inner, DTYPES[spec.kv_dtype])
-    sTile = cute.make_tensor(pointer, shape)
-    gTile = cute.local_tile(tensor, box, (None, None, None, None))
-    target, source = cpasync.tma_partition(
-        load, 0, cute.make_layout(1), cute.group_modes(sTile, 0, 2), cute.group_modes(gTile, 0, 2)
-    )
-    return source, target

@@ -12,7 +12,7 @@ from cutlass import AddressSpace, BFloat16, Boolean, Float16, Float32, Int32, In
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 from cutlass.memory import SmemAllocator
 
-from cute_kernels.merge.spec import UNIT_VALUES, VECTOR_BYTES, MergeSpec
+from cute_kernels.merge.spec import BLOCK_SCALE_VALUES, VECTOR_BYTES, MergeSpec
 
 LOG2_E = math.log2(math.e)
 LN_2 = math.log(2.0)
@@ -188,7 +188,7 @@ class MergeKernel:
                 exists = [first + group + u * spec.groups < num_states for u in range(spec.unroll)]
                 self._load_states(raw, exists, address, outs_stride, lane)
             if first % spec.chunk == 0:
-                if const_expr(spec.units):
+                if const_expr(spec.block_scales):
                     self._load_floats(first_scales, *scales_source, first, num_states, weight_lane)
                 self._load_floats(weights, *lses_source, first, num_states, weight_lane)
                 if first == 0:
@@ -290,7 +290,7 @@ class MergeKernel:
         special = False
         for i in cutlass.range_constexpr(self.spec.weights):
             weight = cute.math.exp2((weights[i] - shift) * LOG2_E, fastmath=True) * scale
-            if const_expr(self.spec.units):
+            if const_expr(self.spec.block_scales):
                 weight *= cutlass.select_(first_scales[i] < 0.0, -first_scales[i], Float32(1.0))
             # Exactly 0 even where another state's NaN made the scale NaN: there may be no such state to read.
             weights[i] = cutlass.select_(weights[i] == -Float32.inf, Float32(0.0), weight)
@@ -347,7 +347,7 @@ class MergeKernel:
             weight = self._from_weight_lane(weights, u, start)
             differ = self._from_weight_lane(first_scales, u, start) > 0.0
             for v in cutlass.range_constexpr(spec.vectors):
-                block = (lane + v * spec.lanes) // (UNIT_VALUES // spec.vector)
+                block = (lane + v * spec.lanes) // (BLOCK_SCALE_VALUES // spec.vector)
                 place = row + Int64(state + u * spec.groups) * stride + Int64(block) * const_expr(Float32.width // 8)
                 scale = _load_or_minus_inf(place, differ and weight != 0.0)  # an empty state has none
                 factors[v, u] = cutlass.select_(differ and weight != 0.0, weight * scale, weight)

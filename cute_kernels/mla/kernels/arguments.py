@@ -8,7 +8,7 @@ from cutlass import AddressSpace, BFloat16, Float16, Float32, Int32, Int64, Uint
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
 from cute_kernels.device import token_cache
-from cute_kernels.merge.spec import UNIT_VALUES
+from cute_kernels.merge.spec import BLOCK_SCALE_VALUES
 from cute_kernels.mla.kernels.tile import NOPE, QK
 
 
@@ -91,15 +91,15 @@ def balanced_partials(scratch: Int64, shares: Int32, batch, s_q, h_q) -> tuple[I
 def _partials(scratch: Int64, shape: tuple, strides: tuple) -> Partials:
     """Tensors of rows with these strides: all values, then all block scales, then all log-sum-exps."""
     value_strides, scale_strides = (
-        tuple(cute.assume(stride * n, divby=n) for stride in strides) for n in (NOPE, NOPE // UNIT_VALUES)
+        tuple(cute.assume(stride * n, divby=n) for stride in strides) for n in (NOPE, NOPE // BLOCK_SCALE_VALUES)
     )
     rows = strides[0] * shape[0]
     values = cute.make_ptr(Float16, scratch, AddressSpace.gmem, assumed_align=16)
     out = cute.make_tensor(values, cute.make_layout((*shape, NOPE), stride=(*value_strides, 1)))
     end = scratch + rows * (2 * NOPE)
     first_scale = cute.make_ptr(Float32, end, AddressSpace.gmem, assumed_align=16)
-    layout = cute.make_layout((*shape, NOPE // UNIT_VALUES), stride=(*scale_strides, 1))
+    layout = cute.make_layout((*shape, NOPE // BLOCK_SCALE_VALUES), stride=(*scale_strides, 1))
     scales = cute.make_tensor(first_scale, layout)
-    end += rows * (4 * (NOPE // UNIT_VALUES))
+    end += rows * (4 * (NOPE // BLOCK_SCALE_VALUES))
     first_lse = cute.make_ptr(Float32, end, AddressSpace.gmem, assumed_align=16)
     return Partials(out, cute.make_tensor(first_lse, cute.make_layout(shape, stride=strides)), scales)

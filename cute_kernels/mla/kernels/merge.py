@@ -79,7 +79,7 @@ class PartialMerger:
                 lanes=lanes,
                 groups=spec.merge_lanes // lanes,
                 loads=self.loads(lanes),
-                units=True,
+                block_scales=True,
                 eager=True,
             )
         )

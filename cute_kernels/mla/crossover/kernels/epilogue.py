@@ -5,7 +5,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 
 from cute_kernels.device import softmax, wgmma
-from cute_kernels.merge.spec import UNIT_VALUES
+from cute_kernels.merge.spec import BLOCK_SCALE_VALUES
 from cute_kernels.mla.crossover.kernels.smem import P_SHIFT, RowState
 from cute_kernels.mla.crossover.spec import WEIGHT
 from cute_kernels.mla.kernels.arguments import Results
@@ -14,7 +14,7 @@ from cute_kernels.mla.kernels.tile import QUANT_TILE
 from cute_kernels.mla.spec import WIDE
 
 HALVES = 2  # quant tiles of a PV warpgroup: each has 256 of the 512 columns
-BLOCK_SCALES = QUANT_TILE // UNIT_VALUES  # fp16 block scales of a quant tile in a partial
+BLOCK_SCALES = QUANT_TILE // BLOCK_SCALE_VALUES  # fp16 block scales of a quant tile in a partial
 
 
 class Epilogue:

@@ -23,7 +23,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("record", type=pathlib.Path)
     parser.add_argument("files", type=pathlib.Path, nargs="+", help="as scripts/fuzz.py writes them")
-    parser.add_argument("--more", action="store_true", help="beside what the record has, not in its place")
+    parser.add_argument("--more", action="store_true", help="in addition to what the record has, not in its place")
     options = parser.parse_args(arguments)
     try:
         record = records.read(options.record)

@@ -73,7 +73,7 @@ def speed_table(rates: Rates = H200) -> Table:
 
 
 def mla_errors(record: dict[str, Any]) -> Table:
-    """Every MLA case of a record beside its prediction."""
+    """Every MLA case of a record with its prediction."""
     rows = [["`mla_fp8_decode`", "keys", "us", "p10 .. p90", "predicted, us", "error", "binds"]]
     for bench in bench_mla.PREDICTED_CASES:
         case = find_case(record, bench.key)
@@ -89,7 +89,7 @@ def mla_errors(record: dict[str, Any]) -> Table:
 
 
 def gqa_errors(record: dict[str, Any]) -> Table:
-    """The GQA cases of a record beside their predictions: how many, and how far off."""
+    """The GQA cases of a record with their predictions: how many, and how far off."""
     errors: dict[str, list[float]] = {}
     for bench in bench_gqa.DECODE_CASES:
         case = find_case(record, bench.key)

@@ -3,6 +3,7 @@
     python scripts/compare_machine_code.py              with HEAD: what have changes that are not committed done?
     python scripts/compare_machine_code.py COMMIT       with another one
     python scripts/compare_machine_code.py --only mla   of specifications whose text has "mla" in it, and no plans
+    python scripts/compare_machine_code.py COMMIT --dropped us    plans have lost the field "us", which decides nothing
 
 Takes all specifications that a room ships or has as candidates, and those of the covering arrays of the tests. Prints
 "machine code unchanged: N specifications, M plans", or what differs. Exit status 1 where anything does, 2 where
@@ -24,7 +25,7 @@ import sys
 import tarfile
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -64,12 +65,30 @@ class Difference:
         return 2 if self.unreadable else 1 if self.specs or self.plans else 0
 
 
-def compare(before: Tree, after: Tree) -> Difference:
-    """Everything in which two trees differ.
+def plans_by_code(tree: Tree, dropped: Sequence[str] = ()) -> dict[str, Any]:
+    """The plans of a tree with the machine code of each specification in the place of its repr.
+
+    A specification whose field has another name is then the same plan. Fields of plans that are `dropped` are left out.
+    """
+    ids = {spec: f"code {digest.id}" for spec, digest in tree.digests.items()}
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, Mapping):
+            return {key: plain(one) for key, one in value.items() if key not in dropped}
+        if isinstance(value, list):
+            return [plain(one) for one in value]
+        return ids.get(value, value) if isinstance(value, str) else value
+
+    return {name: plain(plan) for name, plan in tree.plans.items()}
+
+
+def compare(before: Tree, after: Tree, dropped: Sequence[str] = ()) -> Difference:
+    """Everything in which two trees differ, but for `dropped` fields of plans.
 
     Specifications that one tree alone has are paired by their machine code: a field with another name changes the repr
     of each.
     """
+    before, after = (Tree(tree.digests, plans_by_code(tree, dropped)) for tree in (before, after))
     specs = [
         f"{spec}: {_changed(before.digests[spec], digest)}"
         for spec, digest in after.digests.items()
@@ -201,6 +220,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("commit", nargs="?", default="HEAD")
     parser.add_argument("--only", default="", metavar="TEXT", help="specifications whose text has this, and no plans")
+    parser.add_argument("--dropped", nargs="*", default=(), metavar="FIELD", help="fields that plans have lost")
     parser.add_argument("--look", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--title", default="", help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path, help=argparse.SUPPRESS)
@@ -218,7 +238,7 @@ def main() -> int:
     except RuntimeError as error:
         print(error, file=sys.stderr)
         return 2
-    difference = compare(before, after)
+    difference = compare(before, after, given.dropped)
     print(tell(difference, before, after))
     return difference.exit_status
 

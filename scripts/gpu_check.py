@@ -7,7 +7,7 @@
     python scripts/gpu_check.py --skip-benchmarks --keep build/gpu_check_partial.json      all, in two runs
     python scripts/gpu_check.py --reliability build/fuzz_*.json     with what random calls have found
 
-Three steps: tests/gpu, with every kernel under compute-sanitizer beside them; random calls, the short form of
+Three steps: tests/gpu, and every kernel under compute-sanitizer at the same time; random calls, the short form of
 scripts/fuzz.py; the benchmarks, each with its own correctness check. A case whose check fails is recorded with its
 errors and without a speed. A run that leaves something out is written below build/, not over the record, unless --out
 says where, or another run on the same card with the same machine code and versions has it (--keep). The record is
@@ -59,10 +59,10 @@ KEPT_KEYS = ("card", "driver", "torch", "cutlass_dsl", *records.MORE_TEXT_KEYS)
 """What two runs must have in common that share a record."""
 
 
-def run_tests(shards: int = SHARDS, beside: Callable[[], Any] | None = None) -> dict[str, int]:
+def run_tests(shards: int = SHARDS, meanwhile: Callable[[], Any] | None = None) -> dict[str, int]:
     """Run tests/gpu and count: one process compiles, one runs tests that measure time, then several share the rest.
 
-    `beside` is called while those run.
+    `meanwhile` is called while those run.
     """
     deadline = time.monotonic() + TESTS_TIMEOUT_S
     parts = [["-m", "not alone", "--shard", f"{i}/{shards}"] for i in range(1, shards + 1)]
@@ -72,7 +72,7 @@ def run_tests(shards: int = SHARDS, beside: Callable[[], Any] | None = None) -> 
         if status != 0:
             return count_tests(None)
         done = run_pytest([["-m", "alone"]], folder, deadline)
-        other = pool.submit(beside or (lambda: None))
+        other = pool.submit(meanwhile or (lambda: None))
         done += run_pytest(parts, folder, deadline)
         other.result()
     return sum_counts(done)
@@ -325,7 +325,7 @@ def check(options: argparse.Namespace, code: Any, progress: Progress) -> tuple[d
     sanitizer: dict[str, Any] = {**dict.fromkeys(records.SANITIZER_TOOLS), "reasons": {"all": LEFT_OUT}}
     findings: list[sanitize.Finding] = []
 
-    def beside_tests() -> None:
+    def during_tests() -> None:
         """What needs the host more than the GPU."""
         with ThreadPoolExecutor(1) as pool:
             specs: list[Any] = []
@@ -340,13 +340,13 @@ def check(options: argparse.Namespace, code: Any, progress: Progress) -> tuple[d
                 progress.say("compute-sanitizer is done")
             kernels.result()
 
-    progress.say("tests/gpu; beside them compute-sanitizer, kernels of the benchmarks")
+    progress.say("tests/gpu; meanwhile compute-sanitizer, kernels of the benchmarks")
     if options.skip_tests:
-        beside_tests()
+        during_tests()
     else:
         # keeps their digests, which tests that compile do not: random calls would compile theirs once more
         code.precompile([*kernels_run.shipped_specs(), *fuzz.kernel_specs()])
-        tests = run_tests(beside=beside_tests)
+        tests = run_tests(meanwhile=during_tests)
     for finding in findings:
         if finding.errors != 0:
             said = "\n".join((finding.output[-2000:], *sanitize.kinds(finding.output)))

@@ -23,7 +23,7 @@ def root() -> pathlib.Path:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers() -> int:
-    """One for each core; none beside a GPU, whose memory and time the tests of one process have to themselves."""
+    """One for each core; none where there is a GPU: one process then has its memory and time to itself."""
     return 0 if torch.cuda.is_available() else min(len(os.sched_getaffinity(0)), MOST_PROCESSES)
 
 

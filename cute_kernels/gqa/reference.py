@@ -177,9 +177,9 @@ def visible_keys(
     capacity = sizes.rows if table is None else sizes.rows * table.shape[1]
     lengths = [capacity] * batch if cache_seqlens is None else cache_seqlens.long().clamp(0, capacity).tolist()
     for row, length in enumerate(lengths):
-        at = [length - s_q + query for query in range(s_q)]
-        begins = [0 if window is None else min(max(own - window + 1, 0), length) for own in at]
-        ends = [min(max(own + 1, 0), length) if causal else length for own in at]
+        own_positions = [length - s_q + query for query in range(s_q)]
+        begins = [0 if window is None else min(max(own - window + 1, 0), length) for own in own_positions]
+        ends = [min(max(own + 1, 0), length) if causal else length for own in own_positions]
         positions = torch.arange(min(begins), max(ends), dtype=torch.int64, device="cpu")
         if table is None:
             outer, rows = torch.full_like(positions, row), positions
@@ -190,7 +190,7 @@ def visible_keys(
             rows = positions % sizes.rows
         borders = torch.searchsorted(positions, positions.new_tensor([begins, ends])).tolist()
         seen = [slice(begin, max(begin, end)) for begin, end in zip(*borders, strict=True)]
-        yield VisibleKeys(row, outer.to(device), rows.to(device), positions.to(device), seen, at)
+        yield VisibleKeys(row, outer.to(device), rows.to(device), positions.to(device), seen, own_positions)
 
 
 def head_chunks(h_kv: int, keys: int, d: int) -> Iterator[slice]:

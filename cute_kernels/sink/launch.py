@@ -1,4 +1,4 @@
-"""The launches behind `sink_attention` on a GPU: what they are given, and what they leave behind.
+"""The launches of `sink_attention` on a GPU: their arguments, their scratch memory, and what they leave in it.
 
 `op.py` has checked all arguments, allocated all outputs and answered the calls without any query or key itself.
 

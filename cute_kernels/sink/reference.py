@@ -72,11 +72,11 @@ def _blocks(sequences: _Sequences, causal: bool, window: int | None) -> Iterator
         end = min(offset + stop, s_k) if causal else s_k
         if begin >= end:
             continue
-        at = torch.arange(offset + start, offset + stop, dtype=torch.int64, device=device).unsqueeze(1)
+        query = torch.arange(offset + start, offset + stop, dtype=torch.int64, device=device).unsqueeze(1)
         key = torch.arange(begin, end, dtype=torch.int64, device=device)
-        seen = key <= at if causal else torch.ones_like(key <= at)
+        seen = key <= query if causal else torch.ones_like(key <= query)
         if window is not None:
-            seen &= key > at - window
+            seen &= key > query - window
         yield _Block(slice(start, stop), slice(begin, end), seen)
 
 
@@ -118,7 +118,7 @@ def reference_sink_attention(
         k: (batch, s_k, h_kv, d), or packed; query head h reads head ``h // (h_q // h_kv)``.
         v: likewise.
         s_aux: (h_q,): a logit per head that joins the denominator alone. -inf is no sink, +inf makes the output 0.
-        causal: query j, at position ``s_k - s_q + j``, sees no key behind its own position.
+        causal: query j, at position ``s_k - s_q + j``, sees no key past its own position.
         window: a query sees keys whose position is above its own less this; at least 1.
         softmax_scale: default d ** -0.5.
         cu_seqlens_q: (batch + 1,) integers, where each packed sequence begins and the last one ends.
@@ -217,15 +217,15 @@ def reference_sink_attention_backward(
             t.unflatten(2, (h_kv, -1)).permute(0, 2, 3, 1).unsqueeze(-1) for t in (delta_rows, lse_rows, share_rows)
         )
         for block in _blocks(finite, causal, window):
-            at = block.queries
-            row_lse = lses[..., at, :]
-            weights = torch.exp(_scores(grouped, keys, block, scale) - row_lse) * shares[..., at, :]
+            own = block.queries
+            row_lse = lses[..., own, :]
+            weights = torch.exp(_scores(grouped, keys, block, scale) - row_lse) * shares[..., own, :]
             weights = torch.where(row_lse == -torch.inf, 0.0, weights)
-            dweights = torch.einsum("bsgrd,btgd->bgrst", douts[:, at], values[:, block.keys])
-            dscores = torch.where(block.seen, weights * (dweights - deltas[..., at, :]), 0.0) * scale
-            dq_rows[:, at] = torch.einsum("bgrst,btgd->bsgrd", dscores, keys[:, block.keys]).flatten(2, 3)
-            dk_rows[:, block.keys] += torch.einsum("bgrst,bsgrd->btgd", dscores, grouped[:, at])
-            dv_rows[:, block.keys] += torch.einsum("bgrst,bsgrd->btgd", weights, douts[:, at])
+            dweights = torch.einsum("bsgrd,btgd->bgrst", douts[:, own], values[:, block.keys])
+            dscores = torch.where(block.seen, weights * (dweights - deltas[..., own, :]), 0.0) * scale
+            dq_rows[:, own] = torch.einsum("bgrst,btgd->bsgrd", dscores, keys[:, block.keys]).flatten(2, 3)
+            dk_rows[:, block.keys] += torch.einsum("bgrst,bsgrd->btgd", dscores, grouped[:, own])
+            dv_rows[:, block.keys] += torch.einsum("bgrst,bsgrd->btgd", weights, douts[:, own])
     if s_aux is None:
         return dq, dk, dv, None
     sink_share = torch.where(lse == -torch.inf, 0.0, torch.sigmoid(s_aux.to(dtype) - lse))

@@ -1,4 +1,4 @@
-"""A Hopper card beside its prediction: measure its units, predict the cases, run them, compare, draw.
+"""A Hopper card and its prediction: measure its units, predict the cases, run them, compare, draw.
 
 scripts/run_h800_bench.sh runs this and says what the options mean.
 """

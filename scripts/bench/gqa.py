@@ -74,7 +74,7 @@ class GqaBench:
     scales      one of `SCALE_NAMES`; "none" for caches without
     page_size   0 for contiguous layouts
     must        figures of the record that the case has to reach
-    peer        run cuDNN beside it
+    peer        run cuDNN as well
     host        time the eager call as well
     """
 

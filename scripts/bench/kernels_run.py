@@ -198,7 +198,7 @@ def read_older(record: pathlib.Path) -> frozenset[str]:
 
 
 def write_older(record: pathlib.Path, kernels: Mapping[str, Mapping[str, str]], older: Iterable[str]) -> None:
-    """Keeps the ids, with the specs beside them; no file where there are none."""
+    """Keeps the ids, with their specs; no file where there are none."""
     path, lines = older_file(record), [f"{name}  {kernels[name]['spec']}" for name in sorted(older)]
     if lines:
         path.write_text("\n".join([_HEADER.format(record.name), *lines, ""]), encoding="utf-8")
@@ -217,5 +217,5 @@ def marked(record: Mapping[str, Any], older: Iterable[str]) -> dict[str, Any]:
 
 
 def mark(case: Mapping[str, Any] | None) -> str:
-    """What stands behind the name of a case on a page."""
+    """What follows the name of a case on a page."""
     return MARK if case is not None and case.get("older") else ""

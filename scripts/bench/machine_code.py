@@ -63,7 +63,7 @@ class CodeDigest:
 
 @functools.cache
 def toolchain() -> dict[str, str]:
-    """What decides the machine code of a source beside the source: comparisons need it to be equal.
+    """What decides the machine code of a source in addition to the source: comparisons need it to be equal.
 
     "cutlass_dsl" is the version of the DSL, "cuda" its flavour (cu12, cu13), "compilers" the versions of NVVM and ptxas
     in it, "normal_form" that of these digests.

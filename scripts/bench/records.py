@@ -1,6 +1,6 @@
 """The record of a GPU run: results/<card>.json.
 
-A speed enters the record only beside a correctness check that passed in the same run. `record_case` is the one way to
+A speed enters the record only with a correctness check that passed in the same run. `record_case` is the one way to
 make an entry and enforces that; `validate` refuses a file in which anyone got around it.
 
 A record names the machine code that it ran, so that changes which leave that alone leave the record valid. Records
@@ -31,7 +31,7 @@ from tests.support.compare import Comparison
 ROOT: Final = pathlib.Path(__file__).resolve().parents[2]
 SOURCE_PACKAGES: Final = ("cute_kernels", "fp8_mla")
 SPEED_KEYS: Final = ("us", "us_p10", "us_p90", "TFLOPs", "GBps", "read_fraction", "copy_fraction", "cycles_per_token")
-"""What may not stand beside a failed check."""
+"""What may not stand with a failed check."""
 CEILING_KEYS: Final = ("read_GBps", "copy_GBps", "bf16_gemm_TFLOPs")
 SANITIZER_TOOLS: Final = ("memcheck", "racecheck", "synccheck")
 MORE_TOOLS: Final = ("initcheck",)

@@ -5,7 +5,7 @@ and heads before it is timed, and what the timed graph writes has the bits of ea
 not: dq of a backward that is not deterministic is a sum whose terms come in any order; of it the timed graph's relative
 error against an eager call is limited, as is that of sums over all queries against float64. cuDNN's attention (in
 torch), which has no sinks, runs over the same tensors in the same process. Where a case has a number that it must
-reach, the record holds it beside what was reached. FLOP are those of pairs that are not masked: 4 d a pair and head
+reach, the record holds it with what was reached. FLOP are those of pairs that are not masked: 4 d a pair and head
 forward, 10 d backward.
 """
 
@@ -50,7 +50,7 @@ class SinkBench:
     s              tokens of each sequence
     deterministic  gradients with the same bits in the same call
     must           figures of the record that the case has to reach
-    peer           run cuDNN beside it
+    peer           run cuDNN as well
     sink_cost      time it without sinks as well
     """
 

@@ -36,7 +36,7 @@ REPORT = re.compile(
 
 @dataclass(frozen=True)
 class Part:
-    """Calls that run in a process of their own, beside the others: most of a run is work of the host.
+    """Calls that run in a process of their own, at the same time as the others: most of a run is work of the host.
 
     name           of the calls
     default_dtype  of torch while the ops are called
@@ -91,7 +91,7 @@ KNOWN: Mapping[str, Known] = {
         ("few sinks", "tma-stores"),
     ),
 }
-"""By name. An entry belongs here when `--show` has shown the report beside right results, and not before."""
+"""By name. An entry belongs here when `--show` has shown the report together with right results, and not before."""
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,16 @@ def test_nothing_differs() -> None:
     assert tell(found, tree, tree) == "machine code unchanged: 2 specifications, 1 plans"
 
 
+def test_plans_name_machine_code_and_lose_fields_that_are_dropped() -> None:
+    """A specification of another text is the same plan where its code is the same, and another plan where it is not."""
+    before = Tree({"A(x=1)": ONE}, {"mla batch=1": [{"spec": "A(x=1)", "ctas": 1, "us": 2.0}]})
+    after = Tree({"A()": ONE}, {"mla batch=1": [{"spec": "A()", "ctas": 1}]})
+    assert compare(before, after, ["us"]).exit_status == 0
+    assert len(compare(before, after).plans) == 1, "us is a difference unless it is named"
+    other = Tree({"A()": TWO}, after.plans)
+    assert len(compare(before, other, ["us"]).plans) == 1
+
+
 def test_each_difference_is_named() -> None:
     before = Tree({"A()": ONE, "B()": TWO, "Gone()": TWO}, {"mla batch=1": {"ctas": 1}, "mla batch=2": {"ctas": 2}})
     after = Tree({"A()": CodeDigest(ONE.sass, "4" * 64), "B()": THREE}, {"mla batch=1": {"ctas": 3}})

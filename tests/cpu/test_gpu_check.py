@@ -280,8 +280,8 @@ def card(monkeypatch, tmp_path):
         entry = records.record_case({"op": "mla_fp8_append", "tokens": 1}, PASSED, lambda: {"us": found.us})
         return records.with_must({**entry, "sets_compared": 2}, {"us": 2.0})
 
-    def run_tests(beside):
-        beside()
+    def run_tests(meanwhile):
+        meanwhile()
         return found.tests
 
     found.code = SimpleNamespace(

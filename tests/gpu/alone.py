@@ -1,4 +1,4 @@
-"""Tensors with nothing before and behind them: what a kernel touches there is an illegal memory access.
+"""Tensors with nothing before and after them: what a kernel touches there is an illegal memory access.
 
 Memory of torch's allocator lies among other memory of the process, where stray reads go unseen.
 """

@@ -344,7 +344,7 @@ def test_borders_that_a_replay_finds(d, window, deterministic):
 @pytest.mark.parametrize("last", [False, True])
 @pytest.mark.parametrize("deterministic", [True, False])
 def test_no_borders_reach_beyond_the_tensors(deterministic, last, unchecked, monkeypatch):
-    """All of them lie alone in memory: what is read or written before or behind them is a fault."""
+    """All of them lie alone in memory: what is read or written before or after them is a fault."""
     for name in ("_fake_forward", "_fake_backward"):
         allocate: Callable[..., Any] = getattr(op, name)
         monkeypatch.setattr(op, name, lambda *a, allocate=allocate: tuple(alone(t, last=last) for t in allocate(*a)))

@@ -86,7 +86,7 @@ def test_a_device_context_changes_nothing(name):
 
 @OF_EACH
 def test_a_call_runs_on_the_current_stream_of_its_device(name):
-    """What that stream has before it is seen, and what comes behind it waits."""
+    """What that stream has before it is seen, and what comes after it waits."""
     expected = run(name, "cuda:0")
     late = on(name, "cuda:0")
     torch.cuda.synchronize()

@@ -1,7 +1,7 @@
 """`sink_attention` on the GPU, forward and gradients, against the float64 oracle of `tests.support.sink_cases`.
 
 Every result is written over NaN. `covering_cases` takes few combinations in which every pair of values of two factors
-meets; `kernel_specs` names the kernels that these need beside those that ship.
+meets; `kernel_specs` names the kernels that these need in addition to those that ship.
 """
 
 import dataclasses

@@ -22,7 +22,7 @@ DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def kernel_specs() -> list:
-    """What the tests here need beside the shipped specs: other tiles and float16."""
+    """What the tests here need in addition to the shipped specs: other tiles and float16."""
     forward = [forward_spec("float16", *variant) for variant in PLAIN]
     layouts = [("float16", False, False), *[("bfloat16", *layout) for layout in LAYOUTS]]
     ways = [
@@ -124,7 +124,7 @@ def check_forward(
     SinkExpectation.of(case).check_forward(*run_forward(case, spec, ctas, small)).require()
 
 
-# --- forward, the simplest first: a failure of an early one explains those behind it
+# --- forward, the simplest first: a failure of an early one explains those after it
 
 
 @pytest.mark.parametrize("d", [64, 128])

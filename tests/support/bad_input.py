@@ -1,7 +1,7 @@
 """Calls that are right in everything, and what makes each of them wrong: one table for CPU and GPU tests.
 
 The tables are functions of a device, since the same arguments are refused in the same words on every device. Nothing in
-them follows torch's defaults. "Another device" is meta, which both a CPU and a GPU have beside them.
+them follows torch's defaults. "Another device" is meta, which both a CPU and a GPU process have.
 """
 
 import dataclasses

@@ -1,7 +1,7 @@
 """Inputs for grouped-query decoding, ordinary and adversarial, and the tolerance rule for its results.
 
 Everything is drawn from a `torch.Generator` on the device it is made for, so a seed and a device name an input exactly.
-A slot that no query may see, behind a sequence's end, before its window or in a page of nobody, has NaN scales and NaN
+A slot that no query may see, past a sequence's end, before its window or in a page of nobody, has NaN scales and NaN
 codes where the dtypes have NaN, and random codes where they do not.
 """
 

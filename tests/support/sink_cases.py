@@ -53,7 +53,7 @@ class SinkCase:
 
     @property
     def packed(self) -> bool:
-        """Whether the sequences lie one behind the other."""
+        """Whether the sequences lie one after the other."""
         return self.cu_seqlens_q is not None
 
     @property
@@ -114,7 +114,7 @@ def sink_case(
         dtype: torch.bfloat16 or torch.float16.
         causal: as the call takes it.
         window: as the call takes it.
-        packed: sequences one behind the other; otherwise a batch.
+        packed: sequences one after the other; otherwise a batch.
         sinks: one of `SINKS`.
         padded: tensors not contiguous, NaN between their rows.
         seed: of the generator.

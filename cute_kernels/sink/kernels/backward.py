@@ -12,8 +12,8 @@ Instructions of a score outside the products: FFMA, MUFU.EX2, FADD, FMUL and one
 
 In a pair, two CTAs of a cluster have neighbouring blocks of 128 keys and the same query tiles. Each copies its dS to
 the other, 16 KB a tile, and makes half of the columns of dQ over the keys of both: as many products, half of the
-additions. It keeps these columns of the other's K beside its own K and V. A cluster takes one work tile; there are as
-many clusters as work tiles may be, and the counters are left alone.
+additions. It keeps these columns of the other's K in addition to its own K and V. A cluster takes one work tile; there
+are as many clusters as work tiles may be, and the counters are left alone.
 """
 
 import cuda.bindings.driver as cuda

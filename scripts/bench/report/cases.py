@@ -17,7 +17,7 @@ def cases_of(record: Record, *ops: str) -> list[Case]:
 
 
 def peer_of(case: Case) -> dict[str, Any]:
-    """The other library that ran beside the case; empty where none did."""
+    """The other library that ran the same case; empty where none did."""
     return next(iter((case.get("peers") or {}).values()), {})
 
 

@@ -76,7 +76,7 @@ class ExchangeKernel:
         cute.arch.cluster_arrive()
         cute.arch.cluster_wait()
 
-        # one warp where it copies: warps that send nothing could fall two uses of a slot behind, and wait forever
+        # one warp where it copies: warps that send nothing could lag by two uses of a slot, and wait forever
         if warp_idx < const_expr(1 if self.bulk else 4):
             pieces = cute.make_layout((8, PIECES), stride=(1, 8 * 128))
             own = cute.assume(8 * tidx, divby=8)
@@ -115,7 +115,7 @@ class ExchangeKernel:
                 if tidx == 128:
                     cute.arch.mbarrier_arrive_and_expect_tx(full + s, HALF_BYTES)
                 cute.arch.mbarrier_wait(full + s, use % 2)
-                cute.arch.sync_warp()  # no lane may fall a use of the slot behind the one that frees it
+                cute.arch.sync_warp()  # no lane may lag by a use of the slot after the one that frees it
                 if tidx == 128:
                     # frees a slot and publishes nothing: a relaxed arrival does, .release costs a fence of the card
                     cute.arch.mbarrier_arrive(empty + s, peer, scope=MemScopeKind.CLUSTER, relaxed=True)

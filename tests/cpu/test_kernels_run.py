@@ -167,10 +167,7 @@ def test_the_pages_know_which_recorded_machine_code_is_no_longer_built(root):
         pytest.skip(f"results/h200.json: {reason}")
     kernels = kernels_run.of_cases(record)
 
-    def of_specs(specs: Any) -> dict[Any, Any]:
-        return {spec: code.digest_of_spec(spec) for spec in specs}
-
-    older = kernels_run.no_longer_built(kernels, of_specs, kernels_run.shipped_specs)
+    older = kernels_run.no_longer_built(kernels, code.digests_of_specs, kernels_run.shipped_specs)
     cases = [case_name(case) for case in kernels_run.marked(record, older)["cases"] if "older" in case]
     said = "; ".join(cases) or "none"
     assert kernels_run.read_older(path) & set(kernels) == set(older), (

@@ -22,6 +22,7 @@ from scripts.bench import gqa as bench_gqa  # noqa: E402
 from scripts.bench import mla as bench_mla  # noqa: E402
 from scripts.bench import records  # noqa: E402
 from scripts.bench.kernels_run import mark  # noqa: E402
+from scripts.bench.report import markdown as report_markdown  # noqa: E402
 
 HEADS = 128
 READERS = HEADS // bench_mla.WIDE
@@ -130,8 +131,7 @@ def calibrated(record: dict[str, Any]) -> tuple[float, float]:
 
 def markdown(rows: Table) -> list[str]:
     """A table for a page."""
-    rule = ["---"] + ["---:"] * (len(rows[0]) - 1)
-    return [f"| {' | '.join(row)} |" for row in (rows[0], rule, *rows[1:])]
+    return report_markdown.table(rows[0], rows[1:])
 
 
 def plain(rows: Table) -> list[str]:

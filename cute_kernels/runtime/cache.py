@@ -115,8 +115,7 @@ def entry_name(spec: KernelSpec) -> str:
 
 def kernel_sources(*modules: str) -> list[Path]:
     """All source files that can change the kernels of some modules: what these import, and what compiles them."""
-    files = {file for module in modules for file in sources(module)}
-    return sorted(files | {PACKAGE / "runtime" / "arch.py", PACKAGE / "runtime" / "compile.py"})
+    return sorted({*sources(*modules), PACKAGE / "runtime" / "arch.py", PACKAGE / "runtime" / "compile.py"})
 
 
 @functools.cache

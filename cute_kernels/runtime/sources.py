@@ -20,8 +20,8 @@ def modules_of_kernel(kernel: str, spec_module: str) -> tuple[str, ...]:
     return (module, spec_module) if spec_module.partition(".")[0] == module.partition(".")[0] else (module,)
 
 
-def sources(module: str) -> list[Path]:
-    """The file of `module` and all files that it imports, directly or not, of its package and `FORMATS_PACKAGE`.
+def sources(*modules: str) -> list[Path]:
+    """The files of modules of one package and all that they import, directly or not, of it and `FORMATS_PACKAGE`.
 
     They are read from the syntax trees: imports inside of functions count, those under TYPE_CHECKING do not. The
     `__init__.py` of a package counts where the package itself is imported.
@@ -29,16 +29,17 @@ def sources(module: str) -> list[Path]:
     Raises:
         ValueError: there is no such module, or it has no source file.
     """
-    spec = importlib.util.find_spec(module)
-    if spec is None or spec.origin is None:
-        raise ValueError(f"kernel: got module {module}; needs one that can be imported from a source file")
-    origin = Path(spec.origin).resolve()
-    roots = {module.partition(".")[0]: origin.parents[module.count(".")]}
+    roots: dict[str, Path] = {}
+    for module in modules:
+        spec = importlib.util.find_spec(module)
+        if spec is None or spec.origin is None:
+            raise ValueError(f"kernel: got module {module}; needs one that can be imported from a source file")
+        roots[module.partition(".")[0]] = Path(spec.origin).resolve().parents[module.count(".")]
     formats = importlib.util.find_spec(FORMATS_PACKAGE)
     if formats is not None and formats.origin:
         roots.setdefault(FORMATS_PACKAGE, Path(formats.origin).resolve().parents[1])
     found: set[Path] = set()
-    to_read = [module]
+    to_read = list(modules)
     while to_read:
         name = to_read.pop()
         root = roots.get(name.partition(".")[0])
@@ -62,10 +63,11 @@ def _imports(file: Path, module: str) -> list[str]:
     to_visit: list[ast.AST] = [ast.parse(file.read_bytes())]
     while to_visit:
         node = to_visit.pop()
-        if isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING"):
+        if isinstance(node, ast.If) and _name(node.test) == "TYPE_CHECKING":
             to_visit += node.orelse
         else:
-            to_visit += ast.iter_child_nodes(node)
+            # imports are statements, so expressions are left out
+            to_visit += (child for child in ast.iter_child_nodes(node) if not isinstance(child, ast.expr))
         if isinstance(node, ast.Import):
             names += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
@@ -73,3 +75,8 @@ def _imports(file: Path, module: str) -> list[str]:
             base = ".".join([*above, *([node.module] if node.module else [])])
             names += [base, *(f"{base}.{alias.name}" for alias in node.names)]
     return names
+
+
+def _name(test: ast.expr) -> str | None:
+    """The last part of a dotted name; None for other expressions."""
+    return test.attr if isinstance(test, ast.Attribute) else test.id if isinstance(test, ast.Name) else None

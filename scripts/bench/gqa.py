@@ -46,14 +46,14 @@ APPEND_TOKENS = 65536
 APPEND_HEADS, APPEND_DIM = 8, 128
 
 
-def of_tokens(scales: str) -> bool:
+def has_token_scales(scales: str) -> bool:
     """Whether tokens have scales of their own, which then lie as the cache does."""
     return scales in SCALE_NAMES and SCALE_NAMES[scales].granularity not in ("per_tensor", "per_head")
 
 
 def scales_of_token(scales: str, h_kv: int, d: int) -> int:
     """How many scales of one cache a token has for itself."""
-    if not of_tokens(scales):
+    if not has_token_scales(scales):
         return 0
     kind = SCALE_NAMES[scales]
     return {"per_token": 1, "per_token_head": h_kv, "per_group": h_kv * d // max(1, kind.group_size)}[kind.granularity]
@@ -177,8 +177,8 @@ class GqaBench:
 def predict(bench: GqaBench, rates: Rates = H200) -> model.Prediction:
     """What the cycle budget says of a case; see docs/maintainers/budget.md."""
     spec = bench.spec
-    of_tokens = spec.v_scales not in ("none", "head")
-    return model.predict_gqa(bench.bytes_moved, spec.cluster > 1, rates, token_scales=of_tokens)
+    token_scales = spec.scale_groups(spec.v_scales) > 0
+    return model.predict_gqa(bench.bytes_moved, spec.cluster > 1, rates, token_scales=token_scales)
 
 
 def _cases() -> Iterator[GqaBench]:
@@ -305,7 +305,7 @@ def decode_inputs(bench: GqaBench, pool: Pool) -> list[GqaCase]:
             scale_shapes(LAYOUTS[bench.layout], sizes)[SCALE_NAMES[bench.scales]], generator=gen, device=gen.device
         )
         caches[f"{which}_scale"] = ((scale + 0.5) / (CODE_SIZE if bench.kv_dtype == "int8" else 1)).half()
-    own = [name for name in caches if name.endswith("cache") or of_tokens(bench.scales)]
+    own = [name for name in caches if name.endswith("cache") or has_token_scales(bench.scales)]
     pages = torch.randperm(sizes.outer, generator=gen, device=gen.device).int().view(bench.sets, bench.batch, -1)
     cases = []
     for number in range(bench.sets):
@@ -333,7 +333,7 @@ def some_rows(case: GqaCase, scales: str) -> tuple[slice, GqaCase]:
     if case.block_table is not None:
         per_row.append("block_table")
     else:
-        per_row += ["k_cache", "v_cache", *(["k_scale", "v_scale"] if of_tokens(scales) else [])]
+        per_row += ["k_cache", "v_cache", *(["k_scale", "v_scale"] if has_token_scales(scales) else [])]
     return rows, dataclasses.replace(case, **{name: getattr(case, name)[rows] for name in per_row})
 
 
@@ -390,7 +390,7 @@ def run_append(bench: AppendBench, device: str, ceilings: Mapping[str, float]) -
 
 def written(bench: AppendBench) -> tuple[str, ...]:
     """The arguments that an append writes whole: given scales are read."""
-    return ("k_cache", "v_cache", *(("k_scale", "v_scale") if of_tokens(bench.scales) else ()))
+    return ("k_cache", "v_cache", *(("k_scale", "v_scale") if has_token_scales(bench.scales) else ()))
 
 
 def append_call(call: Mapping[str, Any], names: Sequence[str]) -> Callable[[], tuple[torch.Tensor, ...]]:
@@ -411,7 +411,7 @@ def append_inputs(bench: AppendBench, gen: torch.Generator) -> dict[str, Any]:
     call = dict(zip("kv", (values.bfloat16() for values in new), strict=True))
     shape = scale_shapes(LAYOUTS[bench.layout], sizes)[SCALE_NAMES[bench.scales]]
     # given scales: 4 standard deviations are the largest code, so that some values are clamped
-    first = 0.0 if of_tokens(bench.scales) else 4 / 127
+    first = 0.0 if has_token_scales(bench.scales) else 4 / 127
     for name, cache_shape in zip("kv", cache_shapes(bench.layout, sizes, 1), strict=True):
         call[f"{name}_cache"] = torch.zeros(cache_shape, dtype=torch.int8, device=device)
         call[f"{name}_scale"] = torch.full(shape, first, dtype=torch.float16, device=device)

@@ -141,8 +141,7 @@ _SOURCES: Final = _sources_module()
 def _source_digest(*modules: str) -> str:
     from cute_kernels.runtime import arch, compile
 
-    files = {file for module in modules for file in _SOURCES.sources(module)}
-    files |= {Path(arch.__file__), Path(compile.__file__)}
+    files = {*_SOURCES.sources(*modules), Path(arch.__file__), Path(compile.__file__)}
     return hashlib.sha256("\n".join(sorted(map(_content_digest, files))).encode()).hexdigest()
 
 
@@ -194,15 +193,17 @@ class Store:
         return _digest(self._get(spec, "digest", lambda: asdict(self._digest_of_trace(spec))))
 
     def _digest_of_trace(self, spec: KernelSpec) -> CodeDigest:
-        """As `digest`; traced at least, and compiled where no spec has left the same trace."""
+        """As `digest`: of what is compiled already, or of an equal trace; compiled where there is neither."""
+        if (kept := _read(self._file(spec, "compiled"))) is not None:
+            return _digest(kept)
         try:
             with traces.stopped_where(lambda key: self._trace_file(key).exists(), spec) as trace:
-                compiled = _compile(spec)[1]
+                digest = self.compiled(spec).digest
         except traces.Known as known:
             return _digest(json.loads(self._trace_file(known.key).read_text(encoding="utf-8")))
-        self._put_file(self._trace_file(trace.key), spec, asdict(compiled.digest))
-        self._put(spec, "compiled", _facts(compiled))
-        return compiled.digest
+        if trace.key:  # empty where another process has compiled it meanwhile
+            self._put_file(self._trace_file(trace.key), spec, asdict(digest))
+        return digest
 
     def _trace_file(self, trace: str) -> Path:
         key = hashlib.sha256(repr((trace, sorted(toolchain().items()), _settings())).encode()).hexdigest()[:32]

@@ -156,6 +156,15 @@ def test_a_module_of_another_form_is_refused() -> None:
 # --- the store
 
 
+def test_what_is_compiled_is_not_compiled_again_for_its_digest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reports compile, and the record asks for digests: in one store that is one compilation."""
+    store = Store(tmp_path / "store")
+    compiled = store.compiled(TinySpec())
+    monkeypatch.setattr(machine_code, "_compile", lambda spec: pytest.fail("compiled again"))
+    assert not store.knows(TinySpec())
+    assert store.digest(TinySpec()) == compiled.digest and store.knows(TinySpec())
+
+
 def test_what_is_traced_alike_is_not_compiled_again(digest_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another name is; another number, and another demand on an argument, are not."""
     known = digest_of(TINY)

@@ -6,7 +6,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import AddressSpace, Float32, Int32, Int64
 
-from cute_kernels.merge.kernels.merge import MergeKernel, row_address
+from cute_kernels.merge.kernels.merge import MergeKernel, MergeRow, Strided, row_address
 from cute_kernels.merge.spec import VECTOR_BYTES, MergeSpec
 from cute_kernels.mla.kernels.arguments import Partials, Results
 from cute_kernels.mla.kernels.barriers import NamedBarrier
@@ -49,14 +49,6 @@ class MergeTask(NamedTuple):
     partials: Int32
     part: Int32
     parts: Int32
-
-
-class PartialRows(NamedTuple):
-    """Partials of a row as `merge_row` takes them: (address of the first, bytes to the next) of each array."""
-
-    out: tuple[Int64, Int64]
-    lse: tuple[Int64, Int64]
-    scales: tuple[Int64, Int64]
 
 
 class PartialMerger:
@@ -123,21 +115,23 @@ class PartialMerger:
             out_row = row_address(results.mOut, task.request, task.query_of_request, head)
             lse_row = row_address(results.mLse, task.request, task.query_of_request, head)
             partials = self.partial_rows(results.partials, task.first_partial, task.query, head, tid)
-            row = (*partials, mSink[head], out_row, lse_row)
+            row = MergeRow(*partials, mSink[head], out_row, lse_row)
             if first == begin:  # after the addresses, which take some 1000 clocks in a CTA that has just begun
                 self.await_partials(self.counter(counters, group), task.partials, task.parts, tidx)
             self.rows.merge_row(row, sums, task.partials, valid, tid, row_in_cta)
 
-    def partial_rows(self, partials: Partials, first: Int32, query: Int32, head: Int32, tid: Int32) -> PartialRows:
-        """Where the partials of a row lie."""
+    def partial_rows(
+        self, partials: Partials, first: Int32, query: Int32, head: Int32, tid: Int32
+    ) -> tuple[Strided, Strided, Strided]:
+        """Where the partials of a row lie: values, LSE and block scales, each a `Strided`."""
         rows_apart, heads = Int32(partials.lse.stride[0]), partials.lse.shape[3]
         row = Int64(first * rows_apart + head + (0 if self.spec.balanced else query * heads))
         arrays = []
         for tensor in (partials.out, partials.lse, partials.scales):
             size = (tensor.shape[4] if cute.rank(tensor) > 4 else 1) * tensor.element_type.width // 8
-            arrays.append((tensor.iterator.toint() + row * size, Int64(rows_apart) * size))
+            arrays.append(Strided(tensor.iterator.toint() + row * size, Int64(rows_apart) * size))
         (address, stride), lses, scales = arrays
-        return PartialRows((address + Int64(tid % self.rows.spec.lanes) * VECTOR_BYTES, stride), lses, scales)
+        return Strided(address + Int64(tid % self.rows.spec.lanes) * VECTOR_BYTES, stride), lses, scales
 
     @cute.jit
     def await_partials(self, counter: cute.Pointer, partials: Int32, parts: Int32, tidx: Int32):

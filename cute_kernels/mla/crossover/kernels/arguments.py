@@ -6,13 +6,6 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64
 
 
-class QTma(NamedTuple):
-    """The TMA load of Q: the copy atom, and Q as the tensor that it reads."""
-
-    atom: cute.CopyAtom
-    tensor: cute.Tensor
-
-
 class KeyTensors(NamedTuple):
     """The cache, the indices (sparse) or the block table (dense), and how many keys a query or a request has."""
 

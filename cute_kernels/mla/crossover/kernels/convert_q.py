@@ -7,11 +7,10 @@ import cutlass.cute as cute
 from cutlass import BFloat16, Float16, Float32, Int32
 
 from cute_kernels.device import softmax, wgmma
-from cute_kernels.mla.crossover.kernels.arguments import QTma
 from cute_kernels.mla.crossover.kernels.barriers import NamedBarrier
 from cute_kernels.mla.crossover.kernels.tile import BLOCK, THREADS
 from cute_kernels.mla.kernels.convert_q import MAX_EXPONENT, MAX_PEAK, MIN_PEAK, max_magnitudes
-from cute_kernels.mla.kernels.load_q import start_q
+from cute_kernels.mla.kernels.load_q import QTma, start_q
 from cute_kernels.mla.kernels.scheduler import WorkTile
 from cute_kernels.mla.kernels.tile import BLOCK_COLUMNS, QUANT_TILE, QUANT_TILES
 from cute_kernels.mla.spec import WIDE

@@ -45,7 +45,7 @@ from cutlass.memory import SmemAllocator
 from cute_kernels.device import softmax
 from cute_kernels.device.barriers import initialize
 from cute_kernels.device.trace import Tracer
-from cute_kernels.mla.crossover.kernels.arguments import Grid, KeyTensors, QTma
+from cute_kernels.mla.crossover.kernels.arguments import Grid, KeyTensors
 from cute_kernels.mla.crossover.kernels.barriers import barriers
 from cute_kernels.mla.crossover.kernels.load import LoadWarpgroup
 from cute_kernels.mla.crossover.kernels.pv import PvWarpgroups
@@ -53,7 +53,7 @@ from cute_kernels.mla.crossover.kernels.qk import QkWarpgroup
 from cute_kernels.mla.crossover.kernels.smem import shared_storage
 from cute_kernels.mla.crossover.spec import ROLES, MlaCrossoverSpec
 from cute_kernels.mla.kernels.arguments import Partials, Results, fake_arguments, uniform_partials
-from cute_kernels.mla.kernels.load_q import make_q_tma
+from cute_kernels.mla.kernels.load_q import QTma, make_q_tma
 from cute_kernels.mla.kernels.merge import MergeTask, PartialMerger
 from cute_kernels.mla.kernels.scheduler import Divisors, Share, WorkTable
 
@@ -112,7 +112,7 @@ class MlaCrossoverKernel:
         partials = Partials()
         if const_expr(self.spec.split):
             partials = uniform_partials(scratch, num_splits, batch, s_q, h_q)
-        q = QTma(*make_q_tma(mQ, self.spec.heads))
+        q = make_q_tma(mQ, self.spec.heads)
         sizes = (mKV.shape[1], head_blocks, num_splits, s_q, merge_ctas)
         *divisors, merge_divisor = (cute.fast_divmod_create_divisor_v2(size) for size in sizes)
         head_groups = batch * s_q * head_blocks

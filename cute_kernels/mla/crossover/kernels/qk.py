@@ -9,7 +9,7 @@ from cutlass.cute.nvgpu import warpgroup
 
 from cute_kernels.device import token_cache, wgmma
 from cute_kernels.device.trace import Tracer
-from cute_kernels.mla.crossover.kernels.arguments import KeySource, QTma
+from cute_kernels.mla.crossover.kernels.arguments import KeySource
 from cute_kernels.mla.crossover.kernels.barriers import NamedBarrier
 from cute_kernels.mla.crossover.kernels.convert_q import QConverter
 from cute_kernels.mla.crossover.kernels.ring import empty_phase, full_phase, stage_of
@@ -18,7 +18,7 @@ from cute_kernels.mla.crossover.kernels.softmax import store_p
 from cute_kernels.mla.crossover.kernels.tile import STAGES, THREADS
 from cute_kernels.mla.crossover.spec import EVENTS, ROLES, WEIGHT, MlaCrossoverSpec
 from cute_kernels.mla.kernels.key_finder import KeyFinder
-from cute_kernels.mla.kernels.load_q import start_q
+from cute_kernels.mla.kernels.load_q import QTma, start_q
 from cute_kernels.mla.kernels.scheduler import Scheduler, WorkTable, WorkTile
 from cute_kernels.mla.kernels.smem import place_of_weight
 from cute_kernels.mla.kernels.tile import NOPE, QUANT_TILE, QUANT_TILES, ROPE

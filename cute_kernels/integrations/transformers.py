@@ -1,0 +1,242 @@
+"""Hugging Face transformers: `attn_implementation="cute"`, and an INT8 cache. Tested with 5.17 and 5.23.
+
+    import cute_kernels.integrations.transformers as cute
+    model = AutoModelForCausalLM.from_pretrained(..., dtype=torch.bfloat16, attn_implementation="cute")
+    model.generate(**inputs, past_key_values=cute.CuteInt8Cache(model.config))    # without the cache: bfloat16 keys
+
+Importing this module registers the attention and its masks. It serves models that pass their window and sinks to the
+attention function, as all that support flash attention do: Llama, Qwen, Mistral, Gemma, gpt-oss. What no kernel of
+this package computes runs in plain torch, after one warning that says why.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from typing import Any, NamedTuple
+
+import torch
+
+from cute_kernels.gqa.op import MAX_S_Q, gqa_decode
+from cute_kernels.runtime.arch import is_sm90
+from cute_kernels.runtime.ops import needs_grad
+from cute_kernels.sink.op import sink_attention
+
+try:
+    from transformers import AttentionInterface
+    from transformers.masking_utils import AttentionMaskInterface, eager_mask
+
+    from cute_kernels.integrations.transformers_cache import LAYER, NAME, CuteInt8Cache
+except ImportError as error:
+    raise ImportError(f"cute_kernels.integrations.transformers needs transformers 5.17 or later: {error}") from error
+
+__all__ = ["NAME", "CuteInt8Cache", "cute_attention", "cute_mask"]
+
+DECODE_HEAD_DIMS, PREFILL_HEAD_DIMS = (64, 128, 256), (64, 128)
+
+
+# ---- attention
+
+
+class _Call(NamedTuple):
+    """One call of the attention function; q, k, v as transformers has them, (batch, heads, tokens, d)."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    mask: torch.Tensor | None
+    scaling: float
+    causal: bool
+    window: int | None
+    softcap: float | None
+    s_aux: torch.Tensor | None
+    dropout: float
+
+    @property
+    def decodes(self) -> bool:
+        """Whether `gqa_decode` may take it."""
+        return self.q.shape[2] <= MAX_S_Q and not needs_grad(self.q, self.k, self.v, self.s_aux)
+
+
+def cute_attention(
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    is_causal: bool | None = None,
+    cache: Any = None,
+    **unused: Any,
+) -> tuple[torch.Tensor, None]:
+    """The attention function of "cute": a few query tokens by `gqa_decode`, more by `sink_attention`.
+
+    Args:
+        module: the attention layer.
+        query: (batch, heads, s_q, d). The queries are the last tokens of their sequence.
+        key: (batch, kv_heads, s_k, d), or what a `CuteInt8Cache` returns.
+        value: likewise.
+        attention_mask: what `cute_mask` returns: None, or (batch, 1, s_q, s_k), which plain torch applies.
+        scaling: default d ** -0.5.
+        dropout: of attention weights; where it is not 0, plain torch runs.
+        sliding_window: a query sees at most so many tokens, its own included.
+        softcap: scores become softcap * tanh(score / softcap).
+        s_aux: (heads,), a sink logit per head.
+        is_causal: default that of the module.
+        cache: a paged cache of continuous batching, which is refused.
+        unused: what other implementations need.
+
+    Returns:
+        (batch, s_q, heads, d), and None: no attention weights.
+
+    Raises:
+        ValueError: a paged cache; a layer with a window that is not passed on; INT8 codes without their scales.
+    """
+    if cache is not None:
+        raise ValueError(f'cache: got {type(cache).__name__}; needs None: "{NAME}" has no continuous batching')
+    causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
+    _check_window(module, attention_mask, sliding_window)
+    layer = getattr(key, LAYER, None)
+    if layer is None and key.dtype is torch.int8:
+        raise ValueError("key: got int8 codes without scales; needs those that CuteInt8Cache returned, as they were")
+    s_aux = None if s_aux is None else s_aux.float()
+    scaling = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
+    softcap = float(softcap) if softcap else None
+    call = _Call(
+        query, key, value, attention_mask, scaling, causal, sliding_window, softcap, s_aux, float(dropout)
+    )  # fmt: skip
+    reason = refusal(call)
+    if reason is not None:
+        _say_once(reason)
+        if layer is not None:
+            call = call._replace(k=layer.dense_keys(query.dtype), v=layer.dense_values(query.dtype))
+        return plain_attention(call), None
+    options: dict[str, Any] = {"causal": causal, "window": sliding_window, "s_aux": s_aux, "softmax_scale": scaling}
+    q = query.transpose(1, 2)
+    out: Any
+    if layer is not None:
+        caches = (layer.keys, layer.values, layer.key_scales, layer.value_scales)
+        out = gqa_decode(q, *caches, cache_seqlens=layer.lengths(), softcap=softcap, **options)
+    elif call.decodes:
+        out = gqa_decode(q, _rows(key), _rows(value), softcap=softcap, **options)
+    else:
+        out = sink_attention(q, key.transpose(1, 2), value.transpose(1, 2), **options)
+    return out, None
+
+
+def refusal(call: _Call) -> str | None:
+    """Why no kernel takes a call, in words; None where one does."""
+    q, d = call.q, call.q.shape[-1]
+    if call.mask is not None:
+        return "attention_mask: padding, packed sequences or a mask that is neither causal nor a window"
+    if call.dropout:
+        return f"dropout {call.dropout}: there is none in the kernels"
+    if q.dtype not in (torch.bfloat16, torch.float16):
+        return f"queries of {q.dtype}: kernels take bfloat16 and float16"
+    if q.device.type not in ("cpu", "cuda") or (q.device.type == "cuda" and not is_sm90(q.device)):
+        return f"device {q.device}: kernels need an SM90 GPU (H100, H200)"
+    if call.v.shape[-1] != d or d not in (DECODE_HEAD_DIMS if call.decodes else PREFILL_HEAD_DIMS):
+        known = DECODE_HEAD_DIMS if call.decodes else PREFILL_HEAD_DIMS
+        return f"head dimensions {d} and {call.v.shape[-1]} with {q.shape[2]} query tokens: kernels take {known}"
+    if call.softcap is not None and not call.decodes:
+        return f"softcap with {q.shape[2]} query tokens, or with gradients: it is there for up to {MAX_S_Q} without"
+    return None
+
+
+def plain_attention(call: _Call) -> torch.Tensor:
+    """Attention in plain torch, which holds all scores: (batch, s_q, heads, d).
+
+    A mask says all that a query sees; without one, `causal` and `window` do.
+    """
+    mask = call.mask
+    if mask is None and (call.causal or call.window is not None):
+        s_q, s_k = call.q.shape[2], call.k.shape[2]
+        position = torch.arange(s_k - s_q, s_k, dtype=torch.int64, device=call.q.device).unsqueeze(1)
+        key = torch.arange(s_k, dtype=torch.int64, device=call.q.device)
+        mask = key <= position if call.causal else torch.ones_like(key <= position)
+        if call.window is not None:
+            mask &= key > position - call.window
+    if call.s_aux is None and call.softcap is None:
+        out = torch.nn.functional.scaled_dot_product_attention(
+            call.q, call.k, call.v, attn_mask=mask, dropout_p=call.dropout, scale=call.scaling, enable_gqa=True
+        )
+        return out.transpose(1, 2).contiguous()
+    ratio = call.q.shape[1] // call.k.shape[1]
+    k, v = (t.repeat_interleave(ratio, dim=1) for t in (call.k, call.v))
+    scores = (call.q @ k.transpose(2, 3)).float() * call.scaling
+    if call.softcap is not None:
+        scores = call.softcap * torch.tanh(scores / call.softcap)
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype is torch.bool else scores + mask
+    if call.s_aux is not None:
+        sinks = call.s_aux.view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
+        scores = torch.cat([scores, sinks], dim=-1)
+    weights = scores.softmax(dim=-1)[..., : k.shape[2]]
+    weights = torch.nn.functional.dropout(weights, call.dropout, training=call.dropout > 0)
+    return (weights.to(v.dtype) @ v).transpose(1, 2).contiguous()
+
+
+def _check_window(module: Any, mask: torch.Tensor | None, sliding_window: int | None) -> None:
+    """A model with windows that keeps them to itself relies on masks, and `cute_mask` makes none for a window."""
+    index = getattr(module, "layer_idx", None)
+    types = getattr(getattr(module, "config", None), "layer_types", None)
+    if mask is not None or sliding_window is not None or index is None or not types or index >= len(types):
+        return
+    if types[index] == "sliding_attention":
+        name = type(module).__name__
+        raise ValueError(f'sliding_window: got None from layer {index}, {name}; needs its window: "{NAME}" has no mask')
+
+
+def _rows(t: torch.Tensor) -> torch.Tensor:
+    """A cache in layout BNSH that TMA can read: rows contiguous, strides and address multiples of 16 bytes."""
+    step = 16 // t.element_size()
+    good = t.stride(-1) == 1 and not any(n > 1 and s % step for n, s in zip(t.shape[:3], t.stride(), strict=False))
+    return t if good and t.data_ptr() % 16 == 0 else t.contiguous()
+
+
+@functools.cache
+def _say_once(reason: str) -> None:
+    warnings.warn(f'"{NAME}" attention runs in plain torch for {reason}', UserWarning, stacklevel=4)
+
+
+def cute_mask(
+    *,
+    q_length: int,
+    kv_length: int,
+    q_offset: Any = 0,
+    kv_offset: Any = 0,
+    mask_function: Any = None,
+    attention_mask: torch.Tensor | None = None,
+    allow_is_causal_skip: bool = False,
+    local_size: int | None = None,
+    **others: Any,
+) -> torch.Tensor | None:
+    """The mask function of "cute": None where `causal` and `sliding_window` say it all, else what "eager" would get.
+
+    Takes the keyword arguments that transformers calls mask functions with.
+    """
+    plain = allow_is_causal_skip and isinstance(q_offset, int) and q_offset + q_length == kv_offset + kv_length
+    if plain and attention_mask is not None:
+        visible = attention_mask[:, -kv_length:]
+        plain = visible.shape[1] == kv_length and bool(visible.all())
+    if plain and local_size is not None:
+        plain = _is_window(mask_function, local_size)
+    if plain:
+        return None
+    given = {"q_offset": q_offset, "kv_offset": kv_offset, "mask_function": mask_function} | others
+    return eager_mask(q_length=q_length, kv_length=kv_length, attention_mask=attention_mask, **given)
+
+
+def _is_window(mask_function: Any, size: int) -> bool:
+    """Whether a mask function is that of a window, and not of chunks of `size`: token `size` sees token 1."""
+    zero, query, key = (torch.tensor(n, dtype=torch.int64, device="cpu") for n in (0, size, 1))
+    return bool(mask_function(zero, zero, query, key))
+
+
+AttentionInterface.register(NAME, cute_attention)
+AttentionMaskInterface.register(NAME, cute_mask)

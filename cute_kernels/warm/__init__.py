@@ -1,0 +1,136 @@
+"""Compile the kernels of a model before it is served: in parallel, into the disk cache that all processes share.
+
+    import cute_kernels
+    cute_kernels.warm(cute_kernels.warm.MlaShape(heads=128))        # this module can be called: it is `warm` below
+    python -m cute_kernels.warm --heads 128 --mla                   # the same from a shell
+
+Needs no GPU: what is compiled, and the name of its entry, follow from shapes, sources and the versions of the compiler.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import time
+import types
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from cute_kernels.runtime.cache import KernelSpec, directory
+from cute_kernels.runtime.compile import missing, precompile
+from cute_kernels.warm.shapes import H100_SMS, GqaShape, MlaShape, PrefillShape, Shape
+
+__all__ = ["GqaShape", "MlaShape", "PrefillShape", "WarmReport", "kernel_specs", "warm"]
+
+BATCH_SIZES = range(1, 257)
+
+
+@dataclass(frozen=True)
+class WarmReport:
+    """What a warm start did; `print` it.
+
+    specs      the kernels that the calls need, each once
+    compiled   those of them that were compiled now
+    missing    those of them that are not on disk afterwards: the cache cannot be written, and a warning said so
+    seconds    that it took
+    directory  where entries lie
+    """
+
+    specs: tuple[KernelSpec, ...]
+    compiled: tuple[KernelSpec, ...]
+    missing: tuple[KernelSpec, ...]
+    seconds: float
+    directory: Path
+
+    def __str__(self) -> str:
+        found = len(self.specs) - len(self.compiled) - len(self.missing)
+        text = f"{len(self.specs)} kernels in {self.directory}: {len(self.compiled)} compiled in {self.seconds:.1f} s"
+        text += f", {found} found"
+        return f"{text}, {len(self.missing)} could not be kept" if self.missing else text
+
+
+def kernel_specs(
+    *shapes: Shape,
+    batch_sizes: Iterable[int] = BATCH_SIZES,
+    query_tokens: Iterable[int] = (1,),
+    num_sms: int = H100_SMS,
+) -> list[KernelSpec]:
+    """The kernels that calls of these shapes ask for, each once; arguments as those of `warm`."""
+    batches, tokens = tuple(batch_sizes), tuple(query_tokens)
+    for name, numbers in (("batch_sizes", batches), ("query_tokens", tokens), ("num_sms", (num_sms,))):
+        if not numbers or any(n < 1 for n in numbers):
+            raise ValueError(f"{name}: got {list(numbers) or 'nothing'}; needs numbers from 1 on")
+    specs = dict.fromkeys(spec for shape in shapes for spec in shape.specs(batches, tokens, num_sms))
+    for spec in specs:
+        if reasons := spec.can_implement():
+            raise ValueError(f"shapes: got one that no kernel takes: {'; '.join(reasons)}")
+    return list(specs)
+
+
+def warm(
+    *shapes: Shape,
+    batch_sizes: Iterable[int] = BATCH_SIZES,
+    query_tokens: Iterable[int] = (1,),
+    num_sms: int = H100_SMS,
+    processes: int | None = None,
+    progress: bool = True,
+) -> WarmReport:
+    """Compile what calls of these shapes will ask for, unless it is on disk.
+
+    It starts new interpreters, so a script calls it under `if __name__ == "__main__"`.
+
+    Args:
+        shapes: `MlaShape`, `GqaShape` and `PrefillShape`: what stays the same in all calls of a model.
+        batch_sizes: of its decode calls; default 1 to 256.
+        query_tokens: of each request in a decode call: 1, and more for speculative decoding.
+        num_sms: streaming multiprocessors of the GPU that will run it. Plans depend on them: with another number a
+            call may ask for a kernel that is not there, and compiles it.
+        processes: that compile at a time; default one per CPU core.
+        progress: whether to show a progress bar on stderr, where rich is installed.
+
+    Returns:
+        What was needed, what was compiled, how long it took, and where entries lie.
+
+    Raises:
+        ValueError: no kernel has such a shape; the message says why.
+        RuntimeError: the compiler is not installed.
+    """
+    start = time.perf_counter()
+    specs = kernel_specs(*shapes, batch_sizes=batch_sizes, query_tokens=query_tokens, num_sms=num_sms)
+    with _progress_bar(len(missing(specs)), progress) as advance:
+        compiled = precompile(specs, processes, advance)
+    seconds = time.perf_counter() - start
+    return WarmReport(tuple(specs), tuple(compiled), tuple(missing(specs)), seconds, directory())
+
+
+@contextlib.contextmanager
+def _progress_bar(total: int, wanted: bool) -> Iterator[Callable[[KernelSpec], None]]:
+    """A function that counts a compiled kernel; without rich, or with nothing to compile, it does nothing."""
+    try:
+        if not (wanted and total):
+            raise ImportError
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+    except ImportError:
+        yield lambda spec: None
+        return
+    columns = (TextColumn("compiling kernels"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(file=sys.stderr)) as bar:
+        task = bar.add_task("", total=total)
+        yield lambda spec: bar.advance(task)
+
+
+class _CallableModule(types.ModuleType):
+    """A module that is called as its function `warm`.
+
+    `cute_kernels.warm` names this module once anything imports it, so the module itself must be what users call.
+    """
+
+    def __call__(self, *args: Any, **kwargs: Any) -> WarmReport:
+        """`warm(*args, **kwargs)`."""
+        return warm(*args, **kwargs)
+
+
+sys.modules[__name__].__class__ = _CallableModule

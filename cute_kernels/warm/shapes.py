@@ -1,0 +1,197 @@
+"""Which kernels the decode and prefill calls of a model ask for: pure Python, by the planners that the ops ask.
+
+A shape says what stays the same in all calls of a model on one GPU; batch sizes and query tokens vary. Whether two
+batch sizes share a kernel is the planners' affair, so they are asked for each: 256 batch sizes take up to 0.1 s.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from cute_kernels.gqa.append_spec import KvAppendSpec, sharing
+from cute_kernels.gqa.layouts import GROUP_SIZES, LAYOUTS, CacheSizes, ScaleKind
+from cute_kernels.gqa.plan import choose_spec
+from cute_kernels.gqa.spec import BYTE_TYPES
+from cute_kernels.mla.append_spec import MlaAppendSpec
+from cute_kernels.mla.plan import plan_decode
+from cute_kernels.runtime.cache import KernelSpec
+from cute_kernels.sink.spec import SinkForwardSpec, SinkWorkListSpec
+
+H100_SMS = 132
+"""Streaming multiprocessors of an H100 SXM, H200 or H800; an H100 PCIe has 114. Plans depend on them."""
+MAX_MLA_HEADS = 128
+APPENDED_TOKENS = (1, 65536)
+"""Tokens of an append in decoding and in prefill."""
+SCALES = {
+    **{name: ScaleKind(name) for name in ("per_tensor", "per_head", "per_token", "per_token_head")},
+    **{f"per_group_{size}": ScaleKind("per_group", size) for size in GROUP_SIZES},
+}
+
+
+@dataclass(frozen=True)
+class MlaShape:
+    """`mla_fp8_decode` and `mla_fp8_append` of a model.
+
+    heads       query heads of one GPU, 1 to 128
+    topk        keys of a query's list; None: dense, by block tables
+    lengths     sparse: whether calls have a `topk_length`
+    max_tokens  dense: tokens that a block table can name, its width times the page size
+    append      whether the model fills its cache with `mla_fp8_append`
+    scores      as calls have it
+    """
+
+    heads: int
+    topk: int | None = 2048
+    lengths: bool = False
+    max_tokens: int = 131_072
+    append: bool = True
+    scores: str | None = None
+
+    def __post_init__(self) -> None:
+        """Raises ValueError for heads that no kernel takes."""
+        if not 1 <= self.heads <= MAX_MLA_HEADS:
+            raise ValueError(f"heads: got {self.heads}; needs 1 to {MAX_MLA_HEADS}")
+
+    def specs(self, batch_sizes: Iterable[int], query_tokens: Iterable[int], num_sms: int) -> Iterator[KernelSpec]:
+        """The kernel of each call, in the order of the batch sizes; the same one may come often."""
+        sparse = self.topk is not None
+        for s_q in query_tokens:
+            for batch in batch_sizes:
+                yield plan_decode(
+                    sparse=sparse,
+                    batch=batch,
+                    s_q=s_q,
+                    h_q=self.heads,
+                    max_keys=self.max_tokens if self.topk is None else self.topk,
+                    num_sms=num_sms,
+                    ragged=self.lengths or not sparse,
+                    scores=self.scores,
+                ).spec
+        if self.append:
+            yield from map(MlaAppendSpec.for_launch, APPENDED_TOKENS)
+
+
+@dataclass(frozen=True)
+class GqaShape:
+    """`gqa_decode` and, of an INT8 cache, `kv_int8_append` of a model.
+
+    heads        query heads of one GPU
+    kv_heads     heads of its cache
+    head_dim     64, 128 or 256
+    dtype        of queries, outputs and new tokens: "bfloat16" or "float16"
+    kv_dtype     "int8", "float8_e4m3fn" or `dtype`
+    scales       of K and V: "per_tensor", "per_head", "per_token", "per_token_head", "per_group_32", "per_group_64";
+                 None: FP8 without scales. Not looked at with a cache of 16-bit numbers
+    scale_dtype  "float32" or "float16"
+    layout       of the cache: "BNSH", "BSNH", "paged_NHD", "paged_HND", "paged_vllm"
+    page_size    tokens of a page; not looked at without pages
+    max_tokens   that a sequence can have: the size of the cache, or the width of the block table times the page size
+    softcap      whether scores are capped
+    alibi        whether there are ALiBi slopes
+    append       whether the model fills its INT8 cache with `kv_int8_append`
+    """
+
+    heads: int
+    kv_heads: int
+    head_dim: int = 128
+    dtype: str = "bfloat16"
+    kv_dtype: str = "int8"
+    scales: str | None = "per_token_head"
+    scale_dtype: str = "float32"
+    layout: str = "paged_NHD"
+    page_size: int = 64
+    max_tokens: int = 131_072
+    softcap: bool = False
+    alibi: bool = False
+    append: bool = True
+
+    def __post_init__(self) -> None:
+        """Raises ValueError for what only `gqa_decode` would see, before a spec is made."""
+        _check_heads(self.heads, self.kv_heads)
+        layout = LAYOUTS.get(self.layout)
+        if layout is None:
+            raise ValueError(f"layout: got {self.layout!r}; needs one of {', '.join(LAYOUTS)}")
+        if layout.paged and not layout.accepts_page_size(self.page_size):
+            raise ValueError(
+                f"page_size: got {self.page_size}; layout {layout.name} needs {layout.accepted_page_sizes}"
+            )
+        if self.scales is not None and self.scales not in SCALES:
+            raise ValueError(f"scales: got {self.scales!r}; needs None or one of {', '.join(SCALES)}")
+        if self.scales is None and self.kv_dtype == "int8":
+            raise ValueError(f"scales: got None; an int8 cache needs one of {', '.join(SCALES)}")
+
+    def specs(self, batch_sizes: Iterable[int], query_tokens: Iterable[int], num_sms: int) -> Iterator[KernelSpec]:
+        """The kernel of each call, in the order of the batch sizes; the same one may come often."""
+        layout = LAYOUTS[self.layout]
+        kind = SCALES[self.scales] if self.scales and self.kv_dtype in BYTE_TYPES else None
+        scale_dtype = self.scale_dtype if kind else "float32"
+        for s_q in query_tokens:
+            for batch in batch_sizes:
+                rows = self.page_size if layout.paged else self.max_tokens
+                yield choose_spec(
+                    layout,
+                    CacheSizes(batch, rows, self.kv_heads, self.head_dim),
+                    q_shape=(batch, s_q, self.heads),
+                    q_dtype=self.dtype,
+                    kv_dtype=self.kv_dtype,
+                    kinds=(kind, kind),
+                    scale_dtype=scale_dtype,
+                    max_keys=self.max_tokens,
+                    num_sms=num_sms,
+                    alibi=self.alibi,
+                    softcap=self.softcap,
+                )
+        if self.append and self.kv_dtype == "int8" and kind is not None:
+            yield KvAppendSpec.for_launch(
+                dtype=self.dtype,
+                d=self.head_dim,
+                h_kv=self.kv_heads,
+                k_scale=sharing(kind),
+                v_scale=sharing(kind),
+                scale_dtype=scale_dtype,
+                vllm=layout.packed,
+            )
+
+
+@dataclass(frozen=True)
+class PrefillShape:
+    """`sink_attention` of a model without gradients, over more query tokens than are decoded.
+
+    heads     query heads of one GPU
+    kv_heads  heads of keys and values
+    head_dim  64 or 128
+    dtype     "bfloat16" or "float16"
+    windows   of the layers; None: a layer without
+    packed    whether sequences are packed by cu_seqlens
+    """
+
+    heads: int
+    kv_heads: int
+    head_dim: int = 128
+    dtype: str = "bfloat16"
+    windows: tuple[int | None, ...] = (None,)
+    packed: bool = False
+
+    def __post_init__(self) -> None:
+        """Raises ValueError for heads that no kernel shares out."""
+        _check_heads(self.heads, self.kv_heads)
+
+    def specs(self, batch_sizes: Iterable[int], query_tokens: Iterable[int], num_sms: int) -> Iterator[KernelSpec]:
+        """The kernels of the calls, which batch sizes and query tokens do not change.
+
+        A window that hides no key of a short prompt counts as None there, so that kernel is among them.
+        """
+        ratio = self.heads // self.kv_heads
+        for window in dict.fromkeys((*self.windows, None)):
+            yield SinkForwardSpec.for_launch(self.dtype, self.head_dim, packed=self.packed, window=window, ratio=ratio)
+        if self.packed:
+            yield SinkWorkListSpec()
+
+
+def _check_heads(heads: int, kv_heads: int) -> None:
+    if kv_heads < 1 or heads < 1 or heads % kv_heads:
+        raise ValueError(f"heads: got {heads} over {kv_heads} kv_heads; needs a multiple of them, at least one")
+
+
+Shape = MlaShape | GqaShape | PrefillShape

@@ -1,0 +1,370 @@
+"""FlashAttention's interface: against torch's attention, against the ops, and what is refused, by name."""
+
+import inspect
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from cute_kernels import gqa_decode, sink_attention
+from cute_kernels.compat import flash_attn
+from cute_kernels.compat.flash_attn import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
+
+ROOT = Path(__file__).resolve().parents[2]
+B, H_Q, H_KV, D, S_K = 3, 8, 2, 64, 40
+LENGTHS = (40, 17, 5)
+
+
+def draw(*shape: int) -> torch.Tensor:
+    return torch.randn(shape).bfloat16()
+
+
+@pytest.fixture(autouse=True)
+def seed() -> None:
+    torch.manual_seed(0)
+
+
+def oracle(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    causal: bool = False,
+    left: int = -1,
+    sinks: torch.Tensor | None = None,
+    softcap: float = 0.0,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """One sequence, (s, h, d) each, in float64; the mask as FlashAttention's documentation draws it."""
+    ratio = q.shape[1] // k.shape[1]
+    q, k, v = (t.double().transpose(0, 1) for t in (q, k, v))
+    k, v = (t.repeat_interleave(ratio, 0) for t in (k, v))
+    s_q, s_k = q.shape[1], k.shape[1]
+    i, j = torch.arange(s_q).unsqueeze(1) + s_k - s_q, torch.arange(s_k)
+    seen = torch.ones(s_q, s_k, dtype=torch.bool)
+    if causal:
+        seen &= j <= i
+    if left >= 0:
+        seen &= j >= i - left
+    scores = q @ k.transpose(1, 2) * q.shape[-1] ** -0.5
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
+    scores = scores.masked_fill(~seen, -torch.inf)
+    lse = scores.logsumexp(-1)
+    total = lse if sinks is None else torch.logaddexp(lse, sinks.double().unsqueeze(1))
+    weights = torch.where(seen.any(-1)[:, None], (scores - total.unsqueeze(-1)).exp(), 0.0)
+    return (weights @ v).transpose(0, 1), lse  # (s_q, h, d), (h, s_q)
+
+
+def close(found: torch.Tensor, expected: torch.Tensor) -> None:
+    torch.testing.assert_close(found.double(), expected, rtol=2**-8, atol=2**-8)
+
+
+def exact(found: torch.Tensor, expected: torch.Tensor) -> None:
+    torch.testing.assert_close(found.double(), expected, rtol=1e-6, atol=2e-5)
+
+
+# ---- flash_attn_func
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("s_q", [1, 5, 20])
+def test_a_batch_is_what_torch_computes(s_q: int, causal: bool) -> None:
+    q, k, v = draw(B, s_q, H_Q, D), draw(B, S_K, H_KV, D), draw(B, S_K, H_KV, D)
+    out, lse = flash_attn_func(q, k, v, causal=causal, return_attn_probs=True)
+    mask = torch.ones(s_q, S_K, dtype=torch.bool).tril(S_K - s_q) if causal else None
+    expected = torch.nn.functional.scaled_dot_product_attention(
+        *(t.transpose(1, 2).double() for t in (q, k, v)), attn_mask=mask, enable_gqa=True
+    )
+    close(out, expected.transpose(1, 2))
+    assert out.dtype is torch.bfloat16 and lse.shape == (B, H_Q, s_q) and lse.dtype is torch.float32
+    assert torch.equal(flash_attn_func(q, k, v, causal=causal), out)
+    for i in range(B):
+        exact(lse[i], oracle(q[i], k[i], v[i], causal=causal)[1])
+
+
+@pytest.mark.parametrize("window_size, causal, left", [((7, 0), False, 7), ((7, -1), True, 7), ((3, 9), True, 3)])
+@pytest.mark.parametrize("s_q", [4, 20])
+def test_windows_count_from_the_token_before(window_size: tuple[int, int], causal: bool, left: int, s_q: int) -> None:
+    q, k, v, sinks = draw(B, s_q, H_Q, D), draw(B, S_K, H_KV, D), draw(B, S_K, H_KV, D), draw(H_Q)
+    out = flash_attn_func(q, k, v, None, causal, window_size=window_size, s_aux=sinks)
+    for i in range(B):
+        close(out[i], oracle(q[i], k[i], v[i], causal=True, left=left, sinks=sinks.float())[0])
+
+
+def test_a_left_limit_alone_shows_later_tokens() -> None:
+    q, k, v = draw(1, 20, H_Q, D), draw(1, S_K, H_KV, D), draw(1, S_K, H_KV, D)
+    close(flash_attn_func(q, k, v, window_size=(4, -1))[0], oracle(q[0], k[0], v[0], left=4)[0])
+
+
+@pytest.mark.parametrize("d", [64, 256])
+def test_softcap_and_wide_heads_with_few_queries(d: int) -> None:
+    q, k, v = 3 * draw(B, 4, H_Q, d), draw(B, S_K, H_KV, d), draw(B, S_K, H_KV, d)
+    sinks = draw(H_Q)
+    out, lse = flash_attn_func(q, k, v, causal=True, softcap=2.0, return_softmax_lse=True, learnable_sink=sinks)
+    for i in range(B):
+        expected, expected_lse = oracle(q[i], k[i], v[i], causal=True, softcap=2.0, sinks=sinks.float())
+        close(out[i], expected)
+        exact(lse[i], expected_lse)  # without the sink
+
+
+def test_gradients_are_those_of_sink_attention() -> None:
+    tensors = [draw(2, 12, H_Q, D), draw(2, 12, H_KV, D), draw(2, 12, H_KV, D), torch.randn(H_Q)]
+    gradients = []
+    out: Any
+    for through_flash in (True, False):
+        q, k, v, sinks = (t.clone().requires_grad_() for t in tensors)
+        if through_flash:
+            out = flash_attn_func(q, k, v, causal=True, window_size=(4, 0), s_aux=sinks)
+        else:
+            out = sink_attention(q, k, v, sinks, window=5)
+        out.float().square().sum().backward()
+        gradients.append([q.grad, k.grad, v.grad, sinks.grad])
+    for found, expected in zip(*gradients, strict=True):
+        assert torch.equal(found, expected) and expected.abs().sum() > 0
+
+
+# ---- flash_attn_varlen_func
+
+
+@pytest.mark.parametrize("left", [-1, 6])
+def test_packed_sequences(left: int) -> None:
+    q_lengths = (12, 1, 5)
+    q, k, v = draw(sum(q_lengths), H_Q, D), draw(sum(LENGTHS), H_KV, D), draw(sum(LENGTHS), H_KV, D)
+    cu_q, cu_k = (torch.tensor([0, *torch.tensor(n).cumsum(0)], dtype=torch.int32) for n in (q_lengths, LENGTHS))
+    out = torch.empty_like(q)
+    result, lse = flash_attn_varlen_func(
+        q, k, v, cu_q, cu_k, max(q_lengths), max(LENGTHS), causal=True, window_size=[left, -1], out=out,
+        return_softmax_lse=True,
+    )  # fmt: skip
+    assert result is out and lse.shape == (H_Q, q.shape[0])
+    for i in range(B):
+        rows, keys = slice(*cu_q[i : i + 2]), slice(*cu_k[i : i + 2])
+        expected, expected_lse = oracle(q[rows], k[keys], v[keys], causal=True, left=left)
+        close(out[rows], expected)
+        exact(lse[:, rows], expected_lse)
+
+
+def paged(k: torch.Tensor, v: torch.Tensor, page_size: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Caches (batch, s, h, d) as pages in a random order, and their table."""
+    per_sequence = -(-k.shape[1] // page_size)
+    table = torch.randperm(k.shape[0] * per_sequence).view(k.shape[0], per_sequence).int()
+    pages = []
+    for cache in (k, v):
+        padded = torch.nn.functional.pad(cache, (0, 0, 0, 0, 0, per_sequence * page_size - cache.shape[1]))
+        page = torch.empty(table.numel(), page_size, *cache.shape[2:], dtype=cache.dtype)
+        page[table.long()] = padded.unflatten(1, (per_sequence, page_size))
+        pages.append(page)
+    return pages[0], pages[1], table
+
+
+@pytest.mark.parametrize("name", ["block_table", "page_table"])
+@pytest.mark.parametrize("s_q", [1, 4])
+def test_packed_decoding_over_pages(s_q: int, name: str) -> None:
+    q, k, v, sinks = draw(B * s_q, H_Q, D), draw(B, S_K, H_KV, D), draw(B, S_K, H_KV, D), draw(H_Q)
+    k_pages, v_pages, table = paged(k, v, 16)
+    cu_q = torch.arange(0, B * s_q + 1, s_q, dtype=torch.int32)
+    tables: dict[str, Any] = {name: table}
+    out, lse = flash_attn_varlen_func(
+        q, k_pages, v_pages, cu_q, max_seqlen_q=s_q, max_seqlen_k=S_K, seqused_k=torch.tensor(LENGTHS).int(),
+        causal=True, window_size=(9, -1), s_aux=sinks, softcap=5.0, return_softmax_lse=True, **tables,
+    )  # fmt: skip
+    assert out.shape == q.shape and lse.shape == (H_Q, B * s_q)
+    for i, length in enumerate(LENGTHS):
+        rows = slice(i * s_q, i * s_q + s_q)
+        expected, expected_lse = oracle(
+            q[rows], k[i, :length], v[i, :length], causal=True, left=9, sinks=sinks.float(), softcap=5.0
+        )
+        close(out[rows], expected)
+        exact(lse[:, rows], expected_lse)
+
+
+# ---- flash_attn_with_kvcache
+
+
+@pytest.mark.parametrize("pages", [None, 8])
+@pytest.mark.parametrize("s_q", [1, 3])
+def test_decoding_over_a_cache(s_q: int, pages: int | None) -> None:
+    q, k, v = draw(B, s_q, H_Q, D), draw(B, S_K, H_KV, D), draw(B, S_K, H_KV, D)
+    caches: tuple[Any, ...] = (k, v, None) if pages is None else paged(k, v, pages)
+    for splits in (0, 2):
+        out, lse = flash_attn_with_kvcache(
+            q, *caches[:2], cache_seqlens=torch.tensor(LENGTHS).int(), page_table=caches[2], causal=True,
+            num_splits=splits, return_softmax_lse=True,
+        )  # fmt: skip
+        assert lse.shape == (B, H_Q, s_q)
+        for i, length in enumerate(LENGTHS):
+            expected, expected_lse = oracle(q[i], k[i, :length], v[i, :length], causal=True)
+            close(out[i], expected)
+            exact(lse[i], expected_lse)
+
+
+def test_lengths_may_be_a_number_or_all_of_the_cache() -> None:
+    q, k, v = draw(B, 1, H_Q, D), draw(B, S_K, H_KV, D), draw(B, S_K, H_KV, D)
+    short = flash_attn_with_kvcache(q, k[:, :9], v[:, :9])
+    assert torch.equal(flash_attn_with_kvcache(q, k, v, cache_seqlens=9), short)
+    close(short[0], oracle(q[0], k[0, :9], v[0, :9])[0])
+    out = torch.empty_like(q)
+    assert flash_attn_with_kvcache(q, k, v, cache_seqlens=9, out=out) is out and torch.equal(out, short)
+
+
+def test_alibi_falls_with_the_distance() -> None:
+    q, k, v, slopes = draw(B, 2, H_Q, D), draw(B, S_K, H_KV, D), draw(B, S_K, H_KV, D), torch.rand(H_Q)
+    out = flash_attn_with_kvcache(q, k, v, causal=True, alibi_slopes=slopes)
+    position = torch.arange(S_K - 2, S_K).unsqueeze(1)
+    bias = -slopes.double()[:, None, None] * (position - torch.arange(S_K)).abs()
+    bias = bias.masked_fill(torch.arange(S_K) > position, -torch.inf)
+    expected = torch.nn.functional.scaled_dot_product_attention(
+        *(t.transpose(1, 2).double() for t in (q, k, v)), attn_mask=bias.expand(B, -1, -1, -1), enable_gqa=True
+    )
+    close(out, expected.transpose(1, 2))
+
+
+@pytest.mark.parametrize("pages", [None, 16])
+def test_new_tokens_are_stored_and_seen(pages: int | None) -> None:
+    q, k, v = draw(B, 2, H_Q, D), draw(B, S_K, H_KV, D), draw(B, S_K, H_KV, D)
+    new_k, new_v = draw(B, 2, H_KV, D), draw(B, 2, H_KV, D)
+    lengths = torch.tensor([38, 15, 0]).int()
+    k_cache, v_cache, table = (k.clone(), v.clone(), None) if pages is None else paged(k, v, pages)
+    out = flash_attn_with_kvcache(
+        q, k_cache, v_cache, new_k, new_v, cache_seqlens=lengths, block_table=table, causal=True
+    )
+    assert lengths.tolist() == [38, 15, 0]
+    for i, length in enumerate(lengths.tolist()):
+        keys, values = torch.cat([k[i, :length], new_k[i]]), torch.cat([v[i, :length], new_v[i]])
+        close(out[i], oracle(q[i], keys, values, causal=True)[0])
+        stored = k_cache[i] if table is None else k_cache[table[i].long()].flatten(0, 1)
+        assert torch.equal(stored[: length + 2], keys)
+        assert torch.equal(stored[length + 2 : S_K], k[i, length + 2 :]), "another slot was written"
+
+
+def test_a_token_without_room_is_dropped() -> None:
+    """Sequences that are full by one, by all, with a length below 0, and with a page that does not exist."""
+    k, v = draw(4, 8, H_KV, D), draw(4, 8, H_KV, D)
+    new = draw(4, 2, H_KV, D)
+    k_cache, v_cache = k.clone(), v.clone()
+    flash_attn_with_kvcache(
+        draw(4, 1, H_Q, D), k_cache, v_cache, new, new, cache_seqlens=torch.tensor([7, 8, -3, 2]).int()
+    )
+    expected = k.clone()
+    expected[0, 7], expected[2, :2], expected[3, 2:4] = new[0, 0], new[2], new[3]
+    assert torch.equal(k_cache, expected)
+    pages, values = k.clone(), v.clone()
+    table = torch.tensor([[-1], [3], [9], [0]], dtype=torch.int32)
+    lengths = torch.tensor([0, 7, 0, 1]).int()
+    flash_attn_with_kvcache(draw(4, 1, H_Q, D), pages, values, new, new, cache_seqlens=lengths, block_table=table)
+    expected = k.clone()
+    expected[3, 7], expected[0, 1:3] = new[1, 0], new[3]
+    assert torch.equal(pages, expected)
+    pages = k.clone()
+    full = torch.full((4,), 8, dtype=torch.int32)
+    flash_attn_with_kvcache(draw(4, 1, H_Q, D), pages, v.clone(), new, new, cache_seqlens=full)
+    assert torch.equal(pages, k)
+
+
+def test_a_sequence_without_keys_has_output_0() -> None:
+    q, k = draw(1, 1, H_Q, D), draw(1, 8, H_KV, D)
+    out, lse = flash_attn_with_kvcache(q, k, k, cache_seqlens=0, return_softmax_lse=True)
+    assert not out.any() and (lse == -torch.inf).all()
+
+
+# ---- refusals
+
+
+T = torch.ones(1)
+CACHE: dict[str, Any] = {
+    "qv": T, "rotary_cos": T, "rotary_sin": T, "rotary_seqlens": T, "cache_batch_idx": T, "cache_leftpad": T,
+    "cu_seqlens_k_new": T, "q_descale": T, "k_descale": T, "v_descale": T, "attention_chunk": 4, "sm_margin": 2,
+    "window_size": (-1, 3), "alibi_slopes": torch.ones(H_Q),
+}  # fmt: skip
+BATCH: dict[str, Any] = {
+    "qv": T, "q_descale": T, "k_descale": T, "v_descale": T, "attention_chunk": 4, "sm_margin": 2, "dropout_p": 0.1,
+    "window_size": (4, 3), "softcap": 30.0, "alibi_slopes": torch.ones(H_Q),
+}  # fmt: skip
+PACKED = BATCH | {"seqused_q": T, "seqused_k": T, "q_v": T}
+NOT_READ = {"scheduler_metadata", "pack_gqa", "fa_version", "rotary_interleaved", "max_seqlen_k"}
+HONOURED = {
+    "q", "k", "v", "k_cache", "v_cache", "cache_seqlens", "page_table", "block_table", "cu_seqlens_q", "cu_seqlens_k",
+    "max_seqlen_q", "softmax_scale", "causal", "num_splits", "return_softmax_lse", "return_attn_probs", "s_aux",
+    "learnable_sink", "out", "deterministic", "softcap",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CACHE)
+def test_a_cache_refuses_by_name(name: str) -> None:
+    q, k = draw(B, 2, H_Q, D), draw(B, S_K, H_KV, D)
+    with pytest.raises(NotImplementedError, match=f"^{name}: got .*; needs "):
+        flash_attn_with_kvcache(q, k, k, **{name: CACHE[name]})
+
+
+@pytest.mark.parametrize("name", BATCH)
+def test_a_batch_refuses_by_name(name: str) -> None:
+    q, k = draw(B, 9, H_Q, D), draw(B, S_K, H_KV, D)
+    with pytest.raises(NotImplementedError, match=f"^{name}: got .*; needs "):
+        flash_attn_func(q, k, k, **{name: BATCH[name]})
+
+
+@pytest.mark.parametrize("name", PACKED)
+def test_packed_sequences_refuse_by_name(name: str) -> None:
+    q, k, cu = draw(9, H_Q, D), draw(9, H_KV, D), torch.tensor([0, 9]).int()
+    with pytest.raises(NotImplementedError, match=f"^{name}: got .*; needs "):
+        flash_attn_varlen_func(q, k, k, cu, cu, 9, 9, **{name: PACKED[name]})
+
+
+@pytest.mark.parametrize(
+    "function, refused",
+    [(flash_attn_with_kvcache, CACHE), (flash_attn_func, BATCH), (flash_attn_varlen_func, PACKED)],
+)
+def test_every_argument_is_honoured_or_refused(function: Any, refused: dict[str, Any]) -> None:
+    assert set(inspect.signature(function).parameters) <= {*refused} | HONOURED | NOT_READ
+
+
+@pytest.mark.parametrize(
+    "changes, words",
+    [
+        ({"max_seqlen_q": 9}, "cu_seqlens_q: got 3 sequences of up to 9 with 6 query tokens"),
+        ({"cu_seqlens_k": torch.zeros(4).int()}, "cu_seqlens_k: got a tensor with a block_table"),
+        ({"max_seqlen_q": 9, "q": draw(27, H_Q, D)}, "max_seqlen_q: got 9"),
+    ],
+)
+def test_pages_are_decoded_alone(changes: dict[str, Any], words: str) -> None:
+    k, v, table = paged(draw(B, S_K, H_KV, D), draw(B, S_K, H_KV, D), 16)
+    call = {"q": draw(6, H_Q, D), "max_seqlen_q": 2, "seqused_k": torch.tensor(LENGTHS).int()} | changes
+    with pytest.raises(NotImplementedError, match=words):
+        flash_attn_varlen_func(k=k, v=v, cu_seqlens_q=torch.arange(4).int(), block_table=table, **call)
+
+
+def test_what_is_wrong_is_a_value_error() -> None:
+    q, k, cu = draw(B, 1, H_Q, D), draw(B, S_K, H_KV, D), torch.tensor([0, B]).int()
+    with pytest.raises(ValueError, match="softmax_scale: got 0"):
+        flash_attn_func(q, k, k, 0.0)
+    with pytest.raises(ValueError, match="s_aux, learnable_sink: got both"):
+        flash_attn_func(q, k, k, s_aux=draw(H_Q), learnable_sink=draw(H_Q))
+    with pytest.raises(ValueError, match="^v: got None"):
+        flash_attn_with_kvcache(q, k, k, draw(B, 1, H_KV, D), cache_seqlens=3)
+    with pytest.raises(ValueError, match="cache_seqlens: got None with k and v"):
+        flash_attn_with_kvcache(q, k, k, draw(B, 1, H_KV, D), draw(B, 1, H_KV, D))
+    with pytest.raises(ValueError, match="s_q = 9"):
+        flash_attn_with_kvcache(draw(B, 9, H_Q, D), k, k)
+    with pytest.raises(ValueError, match="page size 40"):
+        flash_attn_with_kvcache(q, k, k, cache_seqlens=3, block_table=torch.zeros(B, 1).int())
+    with pytest.raises(ValueError, match="cu_seqlens_k: got None; needs a tensor"):
+        flash_attn_varlen_func(q[:, 0], k[:, 0], k[:, 0], cu)
+    with pytest.raises(ValueError, match="seqused_k: got None with a block_table"):
+        flash_attn_varlen_func(q[:, 0], k, k, cu, max_seqlen_q=1, block_table=torch.zeros(B, 1).int())
+
+
+def test_what_is_not_looked_at_changes_nothing() -> None:
+    q, k, v = draw(B, 1, H_Q, D), draw(B, S_K, H_KV, D), draw(B, S_K, H_KV, D)
+    planned: Any = flash_attn.get_scheduler_metadata
+    metadata = planned(B, 1, S_K, H_Q, H_KV, D, cache_seqlens=torch.zeros(B))
+    found = flash_attn_with_kvcache(q, k, v, scheduler_metadata=metadata, pack_gqa=True, fa_version=3)
+    assert torch.equal(found, gqa_decode(q, k, v, layout="BSNH"))
+
+
+def test_importing_it_loads_no_kernel() -> None:
+    code = "import sys, cute_kernels.compat.flash_attn; print([m for m in sys.modules if m.endswith('.op')])"
+    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert result.stdout.strip() == "[]", result.stderr

@@ -1,0 +1,536 @@
+"""`attn_implementation="cute"` and `CuteInt8Cache` in models of transformers: the same tokens as eager attention."""
+
+import ast
+import inspect
+import re
+import subprocess
+import sys
+import textwrap
+import types
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("transformers", minversion="5.17", reason="needs transformers 5.17 or later")
+
+import transformers
+from transformers import cache_utils, masking_utils
+from transformers.models.gpt_oss import modeling_gpt_oss
+from transformers.models.llama import modeling_llama
+
+from cute_kernels.gqa.reference import reference_gqa_decode
+from cute_kernels.integrations import transformers as cute
+from cute_kernels.integrations import transformers_cache
+from tests.support import tiny_models
+
+ROOT = Path(__file__).resolve().parents[2]
+NEW = 12  # tokens that are generated
+
+
+def accuracy_of_table() -> float:
+    """What INT8 with a scale per token and head costs an output, from the table of docs/users/gqa_decode.md."""
+    page = (ROOT / "docs" / "users" / "gqa_decode.md").read_text(encoding="utf-8")
+    row = re.search(r"^\| `per_token_head` \|[^|]*\| ([\d.]+)%", page, re.MULTILINE)
+    assert row
+    return float(row[1]) / 100
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    """Threads of torch wait for each other in models as small as these, for minutes where cores are busy."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Why plain torch ran."""
+    reasons: list[str] = []
+    monkeypatch.setattr(cute, "_say_once", reasons.append)
+    return reasons
+
+
+@pytest.fixture
+def kernels(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
+    """How often the ops were called."""
+    calls: dict[str, int] = {}
+
+    def counted(name: str, op: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            calls[name] = calls.get(name, 0) + 1
+            return op(*args, **kwargs)
+
+        return call
+
+    for name in ("gqa_decode", "sink_attention"):
+        monkeypatch.setattr(cute, name, counted(name, getattr(cute, name)))
+    append = counted("kv_int8_append", transformers_cache.kv_int8_append)
+    monkeypatch.setattr(transformers_cache, "kv_int8_append", append)
+    return calls
+
+
+def generate(model: Any, attention: str, ids: torch.Tensor, cache: Any = None, **options: Any) -> Any:
+    """Greedy tokens and their logits, (batch, NEW) and (batch, NEW, vocabulary)."""
+    model.set_attn_implementation(attention)
+    mask = options.pop("attention_mask", torch.ones_like(ids))
+    try:
+        result = model.generate(
+            ids, attention_mask=mask, past_key_values=cache, max_new_tokens=NEW, do_sample=False, eos_token_id=None,
+            pad_token_id=0, return_dict_in_generate=True, output_logits=True, **options,
+        )  # fmt: skip
+    finally:
+        model.set_attn_implementation("eager")
+    return result.sequences[:, ids.shape[1] :], torch.stack(result.logits, 1).float()
+
+
+def counted_on(ids: torch.Tensor) -> torch.Tensor:
+    """What a model that counts says next."""
+    step = ids[:, -1:] - ids[:, -2:-1]
+    return (ids[:, -1:] + step * torch.arange(1, NEW + 1)) % tiny_models.VOCABULARY
+
+
+# ---- the same tokens
+
+
+@pytest.mark.parametrize("int8", [False, True], ids=["bfloat16", "int8"])
+@pytest.mark.parametrize("tokens", [5, 12, 30])
+@pytest.mark.parametrize("name", ["llama", "gpt_oss"])
+def test_tokens_are_those_of_eager_attention(
+    name: str, tokens: int, int8: bool, said: list[str], kernels: dict[str, int]
+) -> None:
+    model, ids = tiny_models.trained(name), tiny_models.sequences(1000 + tokens, 4, tokens)
+    expected, expected_logits = generate(model, "eager", ids)
+    assert torch.equal(expected, counted_on(ids)), "the model has learned nothing to compare"
+    assert kernels == {} and said == []
+    cache = cute.CuteInt8Cache(model.config) if int8 else None
+    found, logits = generate(model, "cute", ids, cache)
+    assert torch.equal(found, expected)
+    assert said == [], "plain torch ran"
+    layers = model.config.num_hidden_layers
+    prefill = "gqa_decode" if tokens <= 8 else "sink_attention"
+    assert kernels.pop("kv_int8_append", 0) == (layers * NEW if int8 else 0)
+    assert kernels.pop(prefill) + kernels.pop("gqa_decode", 0) == layers * NEW and kernels == {}
+    assert (logits - expected_logits).norm() < accuracy_of_table() * expected_logits.norm()
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "mistral", "gemma2", "gpt_oss"])
+def test_logits_are_as_exact_as_those_of_eager_attention(name: str, said: list[str]) -> None:
+    """Float32 is the oracle; what bfloat16 costs eager attention is the measure. Prompt, then token by token."""
+    exact, rounded = tiny_models.untrained(name).eval(), tiny_models.untrained(name).bfloat16().eval()
+    exact.load_state_dict(rounded.state_dict())
+    ids = tiny_models.sequences(3, 2, 40)
+
+    def logits(model: Any, attention: str) -> torch.Tensor:
+        model.set_attn_implementation(attention)
+        cache = cache_utils.DynamicCache(config=model.config)
+        with torch.no_grad():
+            parts = [model(ids[:, :20], past_key_values=cache).logits]
+            parts += [model(ids[:, i : i + 1], past_key_values=cache).logits for i in range(20, 36)]
+            parts += [model(ids[:, 36:], past_key_values=cache).logits]
+        return torch.cat(parts, 1).float()
+
+    oracle = logits(exact, "eager")
+    allowed = 1.5 * (logits(rounded, "eager") - oracle).norm()
+    assert 0 < allowed < 0.1 * oracle.norm()
+    assert (logits(rounded, "cute") - oracle).norm() <= allowed
+    reasons = {reason.partition(" ")[0] for reason in said}
+    assert reasons == ({"softcap"} if name == "gemma2" else set())  # of Gemma's prompt
+
+
+def test_gradients_are_as_exact_as_those_of_eager_attention(said: list[str]) -> None:
+    ids = tiny_models.sequences(5, 2, 24)
+
+    def gradients(attention: str, dtype: torch.dtype) -> list[torch.Tensor]:
+        model = tiny_models.untrained("gpt_oss").bfloat16().to(dtype).train()
+        model.set_attn_implementation(attention)
+        model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+        layer = model.model.layers[0].self_attn
+        return [t.grad.float() for t in (layer.q_proj.weight, layer.k_proj.weight, layer.sinks)]
+
+    oracle, rounded = gradients("eager", torch.float32), gradients("eager", torch.bfloat16)
+    for found, near, exact in zip(gradients("cute", torch.bfloat16), rounded, oracle, strict=True):
+        assert 0 < (near - exact).norm() < 0.2 * exact.norm()
+        assert (found - exact).norm() <= 1.5 * (near - exact).norm()
+    assert said == []
+
+
+def test_turns_of_a_conversation_over_one_int8_cache(said: list[str]) -> None:
+    """A prompt, then 12 tokens at once (all keys dequantized), 5 at once, and one by one."""
+    model = tiny_models.trained("gpt_oss")
+    ids = tiny_models.sequences(7, 3, 40)
+    model.set_attn_implementation("cute")
+    try:
+        cache = cute.CuteInt8Cache(model.config)
+        with torch.no_grad():
+            parts = [model(part, past_key_values=cache).logits for part in ids.split([15, 12, 5, 1, 1, 6], dim=1)]
+            model.set_attn_implementation("eager")
+            expected = model(ids).logits.float()
+    finally:
+        model.set_attn_implementation("eager")
+    found = torch.cat(parts, 1).float()
+    assert (found - expected).norm() < accuracy_of_table() * expected.norm()
+    assert cache.get_seq_length() == 40 and said == []
+
+
+def test_int8_costs_what_the_table_says() -> None:
+    """Attention over the layer's codes against attention over what was stored, with scores of standard deviation 3."""
+    torch.manual_seed(0)
+    config = type("Config", (), {"_attn_implementation": "cute"})()
+    layer = transformers_cache.CuteInt8Layer(config, transformers_cache._Positions())
+    k, v = torch.randn(2, 2, 8, 300, 128).bfloat16()
+    q = 3 * torch.randn(2, 32, 1, 128).bfloat16()
+    layer.update(k[:, :, :299], v[:, :, :299])
+    codes, values = layer.update(k[:, :, 299:], v[:, :, 299:])
+    assert codes.dtype is torch.int8
+    out, _ = cute.cute_attention(torch.nn.Module(), q, codes, values, None)
+    exact, _ = reference_gqa_decode(
+        q.transpose(1, 2).double(), k.double(), v.double(), None, None, layout="BNSH", cache_seqlens=None,
+        block_table=None, causal=True, window=None, softcap=None, alibi_slopes=None, s_aux=None, softmax_scale=None,
+    )  # fmt: skip
+    error = ((out.double() - exact).norm() / exact.norm()).item()
+    assert 0.2 * accuracy_of_table() < error < 1.1 * accuracy_of_table()
+
+
+# ---- what no kernel computes
+
+
+@pytest.mark.parametrize("int8", [False, True], ids=["bfloat16", "int8"])
+@pytest.mark.parametrize("name", ["llama", "gpt_oss"])
+def test_padding_runs_in_plain_torch(name: str, int8: bool, said: list[str]) -> None:
+    model, ids = tiny_models.trained(name), tiny_models.sequences(11, 3, 20)
+    mask = torch.ones_like(ids)
+    mask[0, :6] = 0
+    expected, expected_logits = generate(model, "eager", ids, attention_mask=mask)
+    cache = cute.CuteInt8Cache(model.config) if int8 else None
+    found, logits = generate(model, "cute", ids, cache, attention_mask=mask)
+    assert torch.equal(found, expected) and torch.equal(found, counted_on(ids))
+    assert {reason.partition(":")[0] for reason in said} == {"attention_mask"}
+    assert (logits - expected_logits).norm() < accuracy_of_table() * expected_logits.norm()
+
+
+def test_a_static_cache_runs_in_plain_torch(said: list[str]) -> None:
+    model, ids = tiny_models.trained("gpt_oss"), tiny_models.sequences(12, 2, 20)
+    expected, _ = generate(model, "eager", ids)
+    cache = cache_utils.StaticCache(config=model.config, max_cache_len=64)
+    found, _ = generate(model, "cute", ids, cache, disable_compile=True)
+    assert torch.equal(found, expected) and said
+
+
+def call(**changes: Any) -> cute._Call:
+    """A call that kernels take, but for what changes."""
+    torch.manual_seed(0)
+    s_q, d = changes.pop("s_q", 3), changes.pop("d", 64)
+    dtype = changes.pop("dtype", torch.bfloat16)
+    q = torch.randn(2, 4, s_q, d).to(dtype)
+    k, v = torch.randn(2, 2, 2, 20, d).to(dtype)
+    given = cute._Call(q, k, v, None, d**-0.5, True, None, None, None, 0.0)
+    return given._replace(**changes)
+
+
+@pytest.mark.parametrize(
+    "changes, words",
+    [
+        ({"mask": torch.zeros(2, 1, 3, 20)}, "attention_mask: padding"),
+        ({"dropout": 0.1}, "dropout 0.1"),
+        ({"dtype": torch.float32}, "queries of torch.float32"),
+        ({"d": 80}, "head dimensions 80 and 80 with 3 query tokens"),
+        ({"d": 256, "s_q": 9}, "head dimensions 256 and 256 with 9 query tokens"),
+        ({"softcap": 30.0, "s_q": 9}, "softcap with 9 query tokens"),
+        ({"q": torch.empty(2, 4, 3, 64, dtype=torch.bfloat16, device="meta")}, "device meta"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_reason_says_what_no_kernel_takes(changes: dict[str, Any], words: str) -> None:
+    reason = cute.refusal(call(**changes))
+    assert reason is not None and reason.startswith(words)
+
+
+@pytest.mark.parametrize("changes", [{}, {"d": 256}, {"softcap": 30.0}, {"d": 128, "s_q": 9}])
+def test_kernels_take_the_rest(changes: dict[str, Any]) -> None:
+    assert cute.refusal(call(**changes)) is None
+
+
+@pytest.mark.parametrize("softcap", [None, 1.5])
+@pytest.mark.parametrize("sinks", [False, True])
+@pytest.mark.parametrize("causal, window", [(True, None), (True, 4), (False, None)])
+def test_plain_torch_computes_what_kernels_do(
+    causal: bool, window: int | None, sinks: bool, softcap: float | None
+) -> None:
+    s_aux = torch.tensor([0.5, -1.0, 2.0, -torch.inf]) if sinks else None
+    given = call(causal=causal, window=window, softcap=softcap, s_aux=s_aux, dtype=torch.float32)
+    expected, _ = reference_gqa_decode(
+        given.q.transpose(1, 2), given.k, given.v, None, None, layout="BNSH", cache_seqlens=None, block_table=None,
+        causal=causal, window=window, softcap=softcap, alibi_slopes=None, s_aux=s_aux, softmax_scale=given.scaling,
+    )  # fmt: skip
+    torch.testing.assert_close(cute.plain_attention(given), expected.float(), rtol=1e-5, atol=1e-5)
+
+
+def test_a_warning_comes_once() -> None:
+    cute._say_once.cache_clear()
+    module = torch.nn.Module()
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        for _ in range(3):
+            given = call(dtype=torch.float32)
+            out, weights = cute.cute_attention(module, given.q, given.k, given.v, None)
+    assert [str(w.message) for w in seen] == [
+        '"cute" attention runs in plain torch for queries of torch.float32: kernels take bfloat16 and float16'
+    ]
+    assert out.shape == (2, 3, 4, 64) and weights is None
+
+
+def test_refusals_in_words() -> None:
+    given, module = call(), types.SimpleNamespace()
+    with pytest.raises(ValueError, match="cache: got object"):
+        cute.cute_attention(module, given.q, given.k, given.v, None, cache=object())
+    with pytest.raises(ValueError, match="key: got int8 codes without scales"):
+        cute.cute_attention(module, given.q, given.k.to(torch.int8), given.v, None)
+    module.layer_idx = 1
+    module.config = types.SimpleNamespace(layer_types=["full_attention", "sliding_attention"])
+    with pytest.raises(ValueError, match="sliding_window: got None from layer 1"):
+        cute.cute_attention(module, given.q, given.k, given.v, None)
+    cute.cute_attention(module, given.q, given.k, given.v, None, sliding_window=4)
+
+
+# ---- masks
+
+
+def mask_of(**changes: Any) -> torch.Tensor | None:
+    """The mask for the last 3 of 12 tokens, called as transformers does."""
+    given = {
+        "batch_size": 2, "q_length": 3, "kv_length": 12, "q_offset": 9, "kv_offset": 0,
+        "mask_function": masking_utils.causal_mask_function, "attention_mask": None, "allow_is_causal_skip": True,
+        "dtype": torch.float32, "use_vmap": False, "device": "cpu",
+    } | changes  # fmt: skip
+    return cute.cute_mask(**given)
+
+
+WINDOW_OF_4 = {"mask_function": masking_utils.sliding_window_causal_mask_function(4), "local_size": 4}
+CHUNKS_OF_4 = {"mask_function": masking_utils.chunked_causal_mask_function(4, torch.zeros(2)), "local_size": 4}
+PADDED = torch.ones(2, 12, dtype=torch.bool)
+PADDED[0, :2] = False
+
+
+@pytest.mark.parametrize("changes", [{}, WINDOW_OF_4, {"attention_mask": torch.ones(2, 12, dtype=torch.bool)}])
+def test_there_is_no_mask_for_causal_and_for_windows(changes: dict[str, Any]) -> None:
+    assert mask_of(**changes) is None
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        CHUNKS_OF_4,
+        {"attention_mask": PADDED},
+        {**WINDOW_OF_4, "attention_mask": PADDED},
+        {"allow_is_causal_skip": False},
+        {"q_offset": 5},
+        {"q_offset": torch.tensor(9)},
+    ],
+)
+def test_other_masks_are_those_of_eager_attention(changes: dict[str, Any]) -> None:
+    found = mask_of(**changes)
+    given = {"q_offset": 9, "kv_offset": 0, "mask_function": masking_utils.causal_mask_function} | changes
+    expected = masking_utils.eager_mask(batch_size=2, q_length=3, kv_length=12, **given)
+    assert found is not None and torch.equal(found, expected)
+
+
+# ---- the cache
+
+
+@pytest.mark.parametrize("options", [{"max_length": 64}, {"scale_dtype": torch.float16}, {}], ids=str)
+def test_a_cache_grows_or_has_its_length(
+    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch, said: list[str]
+) -> None:
+    monkeypatch.setattr(transformers_cache, "FIRST_CAPACITY", 4)
+    model, ids = tiny_models.trained("llama"), tiny_models.sequences(21, 2, 20)
+    cache = cute.CuteInt8Cache(model.config, **options)
+    assert torch.equal(generate(model, "cute", ids, cache)[0], counted_on(ids))
+    layer = cache.layers[0]
+    assert cache.get_seq_length() == 31 and layer.keys.shape[2] == (64 if "max_length" in options else 32)
+    assert cache.get_max_length() == options.get("max_length", -1)
+    assert layer.key_scales.dtype is options.get("scale_dtype", torch.float32) and said == []
+
+
+def test_a_full_cache_says_so() -> None:
+    model, ids = tiny_models.trained("llama"), tiny_models.sequences(22, 1, 20)
+    with pytest.raises(ValueError, match="max_length: got 24; needs 25"):
+        generate(model, "cute", ids, cute.CuteInt8Cache(model.config, max_length=24))
+
+
+def test_another_attention_reads_the_int8_cache(kernels: dict[str, int]) -> None:
+    model, ids = tiny_models.trained("gpt_oss"), tiny_models.sequences(23, 2, 20)
+    found, _ = generate(model, "eager", ids, cute.CuteInt8Cache(model.config))
+    assert torch.equal(found, counted_on(ids)) and "gqa_decode" not in kernels
+
+
+@pytest.mark.parametrize("options", [{"num_beams": 3}, {"prompt_lookup_num_tokens": 4}], ids=str)
+def test_beams_and_speculation_over_int8(options: dict[str, Any], said: list[str]) -> None:
+    """Beams reorder the cache, and tokens that were guessed wrong are cropped."""
+    model, ids = tiny_models.trained("gpt_oss"), tiny_models.sequences(24, 1, 20)
+    expected, _ = generate(model, "eager", ids, **options)
+    found, _ = generate(model, "cute", ids, cute.CuteInt8Cache(model.config), **options)
+    assert torch.equal(found, expected) and said == []
+
+
+def filled_layer() -> Any:
+    config = type("Config", (), {"_attn_implementation": "cute"})()
+    layer = transformers_cache.CuteInt8Layer(config, transformers_cache._Positions())
+    torch.manual_seed(0)
+    layer.update(*torch.randn(2, 3, 2, 10, 64).bfloat16())
+    return layer
+
+
+def test_sequences_are_chosen_and_tokens_forgotten() -> None:
+    layer = filled_layer()
+    before = layer.dense_keys(torch.float32)
+    layer.batch_repeat_interleave(2)
+    assert torch.equal(layer.dense_keys(torch.float32), before.repeat_interleave(2, 0))
+    layer.reorder_cache(torch.tensor([5, 0, 2]))
+    assert torch.equal(layer.dense_keys(torch.float32), before[[2, 0, 1]])
+    assert layer.lengths().tolist() == [10, 10, 10] and layer.get_mask_sizes(3) == (13, 0)
+    layer.crop(torch.tensor(-4))
+    assert type(layer.get_seq_length()) is int
+    assert torch.equal(layer.dense_keys(torch.float32), before[[2, 0, 1], :, :6])
+    new = torch.randn(2, 3, 2, 2, 64).bfloat16()
+    layer.update(*new)
+    assert layer.lengths().tolist() == [8, 8, 8]
+    assert (layer.dense_values(torch.float32)[:, :, 6:] - new[1].float()).abs().max() < 0.02
+    with pytest.raises(ValueError, match="tokens_to_remove: got 2"):
+        layer.crop(2)
+    layer.reset()
+    assert layer.get_seq_length() == 0 and layer.lengths().tolist() == [0, 0, 0]
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [({"max_length": 0}, "max_length: got 0"), ({"scale_dtype": torch.bfloat16}, "scale_dtype: got torch.bfloat16")],
+)
+def test_a_cache_says_what_it_needs(arguments: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        cute.CuteInt8Cache(tiny_models.untrained("llama").config, **arguments)
+
+
+def test_layers_of_other_kinds_are_refused() -> None:
+    config = transformers.Qwen3NextConfig(num_hidden_layers=4)
+    with pytest.raises(ValueError, match="config: got layers of .'linear_attention'."):
+        cute.CuteInt8Cache(config)
+
+
+# ---- what transformers calls, and is called with
+
+
+def moved(function: Callable[..., Any], expected: tuple[str, ...]) -> list[str]:
+    """In words, each parameter that a function of the installed version no longer has at its place."""
+    found = [name for name in inspect.signature(function).parameters if name != "self"]
+    name = getattr(function, "__qualname__", str(function))
+    return [
+        f"{name}: parameter {i} is {found[i] if i < len(found) else 'gone'}, was {want}"
+        for i, want in enumerate(expected)
+        if i >= len(found) or found[i] != want
+    ]
+
+
+def keywords_of_calls(function: Callable[..., Any], called: str) -> Iterator[tuple[int, set[str]]]:
+    """Of each call of a name within a function: positional arguments, and names of the others."""
+    for node in ast.walk(ast.parse(textwrap.dedent(inspect.getsource(function)))):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == called:
+            yield len(node.args), {keyword.arg for keyword in node.keywords if keyword.arg}
+
+
+UPSTREAM: list[tuple[Callable[..., Any], tuple[str, ...]]] = [
+    (transformers.AttentionInterface.register, ("key", "value")),
+    (masking_utils.AttentionMaskInterface.register, ("key", "value")),
+    (
+        masking_utils.eager_mask,
+        ("batch_size", "q_length", "kv_length", "q_offset", "kv_offset", "mask_function", "attention_mask", "dtype"),
+    ),
+    (cache_utils.Cache.__init__, ("layers",)),
+    (cache_utils.Cache.update, ("key_states", "value_states", "layer_idx")),
+    (cache_utils.CacheLayerMixin.lazy_initialization, ("key_states", "value_states")),
+    (cache_utils.CacheLayerMixin.update, ("key_states", "value_states", "args", "kwargs")),
+    (cache_utils.CacheLayerMixin.get_mask_sizes, ("query_length",)),
+    (cache_utils.CacheLayerMixin.get_seq_length, ()),
+    (cache_utils.CacheLayerMixin.get_max_length, ()),
+    (cache_utils.CacheLayerMixin.reset, ()),
+    (cache_utils.CacheLayerMixin.reorder_cache, ("beam_idx",)),
+    (cache_utils.DynamicLayer.crop, ("tokens_to_remove",)),
+    (cache_utils.DynamicLayer.batch_repeat_interleave, ("repeats",)),
+    (cache_utils.DynamicLayer.batch_select_indices, ("indices",)),
+]
+
+
+@pytest.mark.parametrize("function, parameters", UPSTREAM, ids=lambda value: getattr(value, "__qualname__", ""))
+def test_functions_of_transformers_are_where_they_were(function: Any, parameters: tuple[str, ...]) -> None:
+    assert moved(function, parameters) == [], f"transformers {transformers.__version__}"
+
+
+def test_our_layer_has_all_that_layers_have() -> None:
+    """Nothing abstract is left, and no parameter has another name than upstream's."""
+    assert not getattr(transformers_cache.CuteInt8Layer, "__abstractmethods__", None)
+    for base in (cache_utils.CacheLayerMixin, cache_utils.DynamicLayer):
+        for name in ("lazy_initialization", "update", "get_mask_sizes", "get_seq_length", "get_max_length", "reset"):
+            theirs = tuple(inspect.signature(getattr(base, name)).parameters)[1:]
+            assert moved(getattr(transformers_cache.CuteInt8Layer, name), theirs) == []
+
+
+@pytest.mark.parametrize(
+    "attention, keywords",
+    [
+        (modeling_llama.LlamaAttention, {"dropout", "scaling"}),
+        (modeling_gpt_oss.GptOssAttention, {"dropout", "scaling", "sliding_window", "s_aux"}),
+    ],
+)
+def test_models_call_attention_as_they_did(attention: Any, keywords: set[str]) -> None:
+    known = set(inspect.signature(cute.cute_attention).parameters)
+    assert keywords <= known
+    calls = list(keywords_of_calls(attention.forward, "attention_interface"))
+    version = transformers.__version__
+    assert calls and all(args == 5 for args, _ in calls), f"transformers {version}: module, query, key, value, mask"
+    for _, given in calls:
+        assert keywords <= given, f"transformers {version} no longer passes {sorted(keywords - given)}"
+        assert given <= known, f"transformers {version} passes {sorted(given - known)}, which cute_attention ignores"
+
+
+def test_masks_are_asked_for_as_they_were() -> None:
+    ours = {p.name for p in inspect.signature(cute.cute_mask).parameters.values() if p.kind is p.KEYWORD_ONLY}
+    for function in (masking_utils.create_causal_mask, masking_utils.create_sliding_window_causal_mask):
+        calls = list(keywords_of_calls(function, "mask_interface"))
+        assert calls
+        for args, given in calls:
+            missing = ours - given - ({"local_size"} if function is masking_utils.create_causal_mask else set())
+            assert args == 0 and not missing, f"transformers {transformers.__version__} no longer passes {missing}"
+
+
+def test_a_moved_argument_is_named() -> None:
+    def register(cls: Any, name: str) -> None: ...
+
+    assert moved(register, ("cls", "key", "value")) == [
+        f"{register.__qualname__}: parameter 1 is name, was key",
+        f"{register.__qualname__}: parameter 2 is gone, was value",
+    ]
+
+
+# ---- importing
+
+
+def test_the_package_does_not_load_transformers() -> None:
+    code = "import sys, cute_kernels, cute_kernels.integrations; print('transformers' in sys.modules)"
+    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert result.stdout.strip() == "False", result.stderr
+
+
+def test_without_transformers_the_error_says_what_is_missing() -> None:
+    code = "import sys; sys.modules['transformers'] = None; import cute_kernels.integrations.transformers"
+    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert "ImportError: cute_kernels.integrations.transformers needs transformers 5.17 or later" in result.stderr
+
+
+@pytest.mark.parametrize("module", [cute, transformers_cache])
+def test_an_adapter_is_short(module: Any) -> None:
+    assert len(inspect.getsource(module).splitlines()) < 400

@@ -1,0 +1,313 @@
+"""Warm start: which kernels a model needs, as its ops would ask for them, and that they are on disk afterwards."""
+
+import dataclasses
+import inspect
+import os
+import subprocess
+import sys
+import types
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import cute_kernels
+from cute_kernels.gqa import append_op as gqa_append_op
+from cute_kernels.gqa import op as gqa_op
+from cute_kernels.mla import append_op as mla_append_op
+from cute_kernels.mla import op as mla_op
+from cute_kernels.runtime import compile
+from cute_kernels.runtime.cache import KernelSpec, entry_name
+from cute_kernels.sink import launch as sink_launch
+from cute_kernels.warm import GqaShape, MlaShape, PrefillShape, kernel_specs, warm
+from cute_kernels.warm.__main__ import main, numbers
+from tests.cpu.tiny_spec import TinySpec
+from tests.support.kernel_place import ROOT, Place
+
+SMS = 132
+BATCHES = (1, 2, 3, 5, 8, 16, 31, 32, 64, 100, 133, 200, 256)
+
+
+class Asked(list[Any]):
+    """Specs that ops ask for, on a machine without a GPU."""
+
+    def kernel(self, spec: Any) -> Any:
+        """Replaces `get_kernel`."""
+        self.append(spec)
+        return lambda *arguments: None
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> Asked:
+    """Ops that believe to have a GPU with `SMS` multiprocessors, and keep nothing that they prepare."""
+    found = Asked()
+    constants = types.SimpleNamespace(
+        num_sms=SMS, no_sink=torch.empty(1024, device="meta"), no_length=torch.empty(1, device="meta")
+    )
+    keeps_nothing = types.SimpleNamespace(keep=lambda key, prepared, device: prepared)
+    for op in (mla_op, mla_append_op, gqa_op, gqa_append_op):
+        monkeypatch.setattr(op, "require_sm90", lambda name, device: None)
+        monkeypatch.setattr(op, "get_kernel", found.kernel)
+        monkeypatch.setattr(op, "_prepared", keeps_nothing)
+    monkeypatch.setattr(sink_launch, "get_kernel", found.kernel)
+    monkeypatch.setattr(sink_launch, "_counters", lambda device: 0)
+    monkeypatch.setattr(mla_op, "_zero_row", lambda device: torch.empty(1))
+    monkeypatch.setattr("cute_kernels.runtime.memory.constants", lambda device: constants)
+    monkeypatch.setattr("cute_kernels.runtime.memory.unread", lambda shape, device: None)
+    monkeypatch.setattr("cute_kernels.runtime.workspace.reserve", lambda device, floats, counters: None)
+    return found
+
+
+def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+# ---- the specs are those that the ops ask for
+
+
+@pytest.mark.parametrize("heads, tokens", [(8, 1), (16, 2), (64, 1), (128, 1), (128, 2)])
+@pytest.mark.parametrize("shape", [{"topk": 2048}, {"topk": 512, "lengths": True}, {"topk": None, "max_tokens": 8192}])
+def test_mla_shapes_name_what_the_op_prepares(asked: Asked, heads: int, tokens: int, shape: dict[str, Any]) -> None:
+    sparse = shape["topk"] is not None
+    unset = dict.fromkeys(inspect.signature(mla_op._prepare).parameters)
+    for batch in BATCHES:
+        call = {
+            "device_index": 0,
+            "sparse": sparse,
+            "batch": batch,
+            "s_q": tokens,
+            "h_q": heads,
+            "width": shape["topk"] if sparse else shape["max_tokens"] // 64,
+            "any_page": True,
+            "page_size": 64,
+            "ragged": shape.get("lengths", False) or not sparse,
+        }
+        mla_op._prepare(**{**unset, **call})
+    for appended in (1, 100_000):
+        kv, cache = meta(appended, 576), meta(2048, 64, 656, dtype=torch.uint8)
+        mla_append_op._prepare((), kv, cache, meta(appended, dtype=torch.int64))
+    named = kernel_specs(MlaShape(heads, **shape), batch_sizes=BATCHES, query_tokens=(tokens,))
+    assert named == list(dict.fromkeys(asked))
+    assert len(named) >= 4  # two of the append, and more than one schedule
+
+
+def gqa_calls(shape: GqaShape, tokens: int) -> Iterator[tuple[Any, ...]]:
+    """Arguments of `gqa_decode` on tensors without memory."""
+    dtypes = {"q": getattr(torch, shape.dtype), "kv": getattr(torch, shape.kv_dtype)}
+    paged = shape.layout.startswith("paged")
+    for batch in BATCHES:
+        if paged:
+            cache = meta(40, shape.page_size, shape.kv_heads, shape.head_dim, dtype=dtypes["kv"])
+            table = meta(batch, shape.max_tokens // shape.page_size, dtype=torch.int32)
+        else:
+            cache, table = meta(batch, shape.kv_heads, shape.max_tokens, shape.head_dim, dtype=dtypes["kv"]), None
+        scale = None
+        if shape.kv_dtype == "int8":
+            scales = {"per_token_head": cache.shape[:3], "per_tensor": (1,)}[shape.scales or ""]
+            scale = meta(*scales, dtype=getattr(torch, shape.scale_dtype))
+        q = meta(batch, tokens, shape.heads, shape.head_dim, dtype=dtypes["q"])
+        lengths = meta(batch, dtype=torch.int32)
+        cap = 30.0 if shape.softcap else None
+        slopes = meta(shape.heads, dtype=torch.float32) if shape.alibi else None
+        yield (q, cache, cache, scale, scale, shape.layout, lengths, table, True, None, cap, slopes, None, None, None)
+
+
+@pytest.mark.parametrize("tokens", [1, 4])
+@pytest.mark.parametrize(
+    "shape",
+    [
+        GqaShape(32, 8),
+        GqaShape(32, 8, scale_dtype="float16", max_tokens=4096, page_size=16),
+        GqaShape(64, 8, 64, kv_dtype="bfloat16", page_size=16, max_tokens=4096),
+        GqaShape(16, 16, 256, dtype="float16", kv_dtype="float16", layout="BNSH", max_tokens=2048),
+        GqaShape(32, 8, scales="per_tensor", layout="BNSH", max_tokens=2048, softcap=True, alibi=True),
+    ],
+    ids=str,
+)
+def test_gqa_shapes_name_what_the_op_prepares(asked: Asked, shape: GqaShape, tokens: int) -> None:
+    for arguments in gqa_calls(shape, tokens):
+        gqa_op._prepare((), gqa_op._Request(*arguments))
+        if shape.kv_dtype == "int8":
+            new = meta(7, shape.kv_heads, shape.head_dim, dtype=getattr(torch, shape.dtype))
+            slots = meta(7, dtype=torch.int64)
+            gqa_append_op._prepare((), new, new, *arguments[1:5], slots, shape.layout)
+    named = kernel_specs(shape, batch_sizes=BATCHES, query_tokens=(tokens,))
+    assert len(named) == len(set(named)) and set(named) == set(asked)
+
+
+def test_small_batches_of_short_sequences_take_a_kernel_of_their_own() -> None:
+    """So the test above compares more than one decode kernel."""
+    named = kernel_specs(GqaShape(32, 8, max_tokens=4096), batch_sizes=BATCHES)
+    assert [getattr(spec, "cluster", None) for spec in named] == [8, 1, None]
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_prefill_shapes_name_what_the_op_launches(asked: Asked, packed: bool) -> None:
+    lengths = meta(3, dtype=torch.int32) if packed else None
+    q, k = (meta(2, 4096, heads, 64)[0 if packed else slice(None)] for heads in (64, 8))
+    for window in (None, 128, 4096):
+        request = sink_launch.SinkRequest(q, k, k, None, lengths, lengths, True, window, 0.125, False, 4096)
+        sink_launch.launch_forward(request, meta(*q.shape), meta(*q.shape[:-1], dtype=torch.float32))
+    named = kernel_specs(PrefillShape(64, 8, 64, windows=(None, 128, 4096), packed=packed))
+    assert set(named) == set(asked) and len(named) == (4 if packed else 3)
+
+
+def test_the_number_of_multiprocessors_changes_plans() -> None:
+    shape = MlaShape(128, append=False)
+    assert kernel_specs(shape, num_sms=20) != kernel_specs(shape, num_sms=SMS)
+
+
+# ---- what no kernel takes
+
+
+@pytest.mark.parametrize(
+    "shape, arguments, word",
+    [
+        (MlaShape, {"heads": 129}, "heads: got 129"),
+        (GqaShape, {"heads": 30, "kv_heads": 8}, "heads: got 30 over 8"),
+        (GqaShape, {"heads": 32, "kv_heads": 8, "layout": "NHD"}, "layout: got 'NHD'"),
+        (GqaShape, {"heads": 32, "kv_heads": 8, "scales": "per_row"}, "scales: got 'per_row'"),
+        (GqaShape, {"heads": 32, "kv_heads": 8, "scales": None}, "scales: got None"),
+        (GqaShape, {"heads": 32, "kv_heads": 8, "page_size": 48}, "page_size: got 48"),
+        (PrefillShape, {"heads": 3, "kv_heads": 2}, "heads: got 3 over 2"),
+    ],
+)
+def test_shapes_say_what_is_wrong(shape: Any, arguments: dict[str, Any], word: str) -> None:
+    with pytest.raises(ValueError, match=word):
+        shape(**arguments)
+
+
+@pytest.mark.parametrize(
+    "arguments, word",
+    [
+        ({"batch_sizes": ()}, "batch_sizes: got nothing"),
+        ({"batch_sizes": (4, 0)}, r"batch_sizes: got \[4, 0\]"),
+        ({"query_tokens": (-1,)}, "query_tokens"),
+        ({"num_sms": 0}, "num_sms"),
+    ],
+)
+def test_numbers_of_calls_are_checked(arguments: dict[str, Any], word: str) -> None:
+    with pytest.raises(ValueError, match=word):
+        kernel_specs(MlaShape(128), **arguments)
+
+
+def test_a_shape_without_a_kernel_compiles_nothing(place: Place) -> None:
+    with pytest.raises(ValueError, match="d is 96"):
+        warm(GqaShape(32, 8, 96))
+    assert not place.directory.exists()
+
+
+# ---- the module and the function
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "import cute_kernels",
+        "import cute_kernels.warm",
+        "from cute_kernels import warm",
+        "from cute_kernels.warm import warm",
+    ],
+)
+def test_every_import_gives_something_to_call(statement: str) -> None:
+    name = "warm" if statement.startswith("from") else "cute_kernels.warm"
+    code = f"{statement}\nimport sys\nprint(callable({name}), 'torch' in sys.modules)"
+    run = [sys.executable, "-c", code]
+    result = subprocess.run(run, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert result.stdout.split() == ["True", "False"], result.stderr
+
+
+# ---- on disk
+
+
+@dataclasses.dataclass(frozen=True)
+class TinyShape:
+    """A model that needs two tiny kernels, one of them twice."""
+
+    widths: tuple[int, ...] = (32, 64, 32)
+
+    def specs(self, batch_sizes: Iterable[int], query_tokens: Iterable[int], num_sms: int) -> Iterator[KernelSpec]:
+        yield from map(TinySpec, self.widths)
+
+
+def test_two_kernels_in_two_processes_and_nothing_again(place: Place, capsys: pytest.CaptureFixture[str]) -> None:
+    first = cute_kernels.warm(TinyShape(), processes=2)
+    assert len(first.specs) == len(first.compiled) == place.compilations() == 2
+    assert place.files() == sorted(f"{entry_name(spec)}.so" for spec in first.specs)
+    assert first.directory == place.directory and first.missing == ()
+    assert "2/2" in capsys.readouterr().err, "the progress bar"
+    assert str(first) == f"2 kernels in {place.directory}: 2 compiled in {first.seconds:.1f} s, 0 found"
+    again = cute_kernels.warm(TinyShape(), processes=2)
+    assert again.compiled == () and place.compilations() == 2 and again.seconds < first.seconds
+    for spec in first.specs:
+        compile.get_kernel(spec)
+    assert place.compilations() == 2
+    more = warm(TinyShape((32, 96)), processes=2, progress=False)
+    assert more.compiled == (TinySpec(96),) and place.compilations() == 3
+    assert capsys.readouterr().err == ""
+
+
+def test_without_rich_there_is_no_bar(
+    place: Place, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "rich.progress", None)
+    assert len(warm(TinyShape((32,))).compiled) == 1
+    assert capsys.readouterr().err == ""
+
+
+def test_a_daemonic_process_compiles_by_itself(place: Place) -> None:
+    """Servers start their workers as daemons, which may have no children."""
+    code = """
+import multiprocessing
+from tests.cpu.test_warm import TinyShape
+from cute_kernels.warm import warm
+def work(queue):
+    queue.put(len(warm(TinyShape(), progress=False).compiled))
+if __name__ == "__main__":
+    context = multiprocessing.get_context("fork")
+    queue = context.Queue()
+    process = context.Process(target=work, args=(queue,), daemon=True)
+    process.start()
+    print(queue.get(timeout=100))
+"""
+    assert place.run(code).split() == ["2"]
+    assert place.compilations() == 2
+
+
+def test_a_cache_that_cannot_be_written_is_reported(place: Place) -> None:
+    place.directory.write_text("a file where the directory should be")
+    with pytest.warns(RuntimeWarning, match="cannot be kept|not used"):
+        report = warm(TinyShape(), progress=False)
+    assert report.compiled == () and len(report.missing) == 2 and "2 could not be kept" in str(report)
+
+
+def test_the_command_warms_a_model(place: Place) -> None:
+    """Two kernels: decoding of batch 64 over INT8, and its append."""
+    command = [sys.executable, "-m", "cute_kernels.warm", "--heads", "32", "--kv-heads", "8", "--batch-sizes", "64"]
+    env = os.environ | {"CUTE_KERNELS_CACHE_DIR": str(place.directory), "PYTHONPATH": str(ROOT)}
+
+    def run(*more: str) -> "subprocess.CompletedProcess[str]":
+        return subprocess.run([*command, *more], env=env, capture_output=True, text=True, timeout=300)
+
+    listed = run("--list")
+    assert listed.returncode == 1 and listed.stdout.count("to compile") == 2 and not place.directory.exists()
+    first = run("--processes", "2")
+    assert first.returncode == 0, first.stderr
+    assert f"2 kernels in {place.directory}: 2 compiled in" in first.stdout
+    assert len(place.files()) == 2
+    again = run("--processes", "2")
+    assert again.returncode == 0 and "0 compiled" in again.stdout and "2 found" in again.stdout
+    assert run("--list").returncode == 0
+
+
+@pytest.mark.parametrize("arguments", [["--heads", "128"], ["--heads", "128", "--mla", "--kv-heads", "8"], ["--mla"]])
+def test_the_command_explains_itself(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit:
+        main(arguments)
+    assert exit.value.code == 2 and "--" in capsys.readouterr().err
+
+
+def test_numbers_and_ranges() -> None:
+    assert numbers("1,2,8-10") == (1, 2, 8, 9, 10)
+    assert numbers("5") == (5,)

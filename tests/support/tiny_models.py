@@ -1,0 +1,79 @@
+"""Small models of transformers that have learned to count, so that their tokens leave no doubt.
+
+A sequence counts in steps of 1 to 5, modulo `VOCABULARY`: only attention knows the step. After training the best token
+is several units of logits ahead of the next, a hundred times what rounding to bfloat16 changes. All experts of gpt-oss
+take part, so that rounding has no choice to flip.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, Final
+
+import torch
+
+VOCABULARY: Final = 32
+TOKENS: Final = 48
+STEPS: Final = 120
+WINDOW: Final = 8
+SIZES: Final = {
+    "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 64, "vocab_size": VOCABULARY, "max_position_embeddings": 512,
+    "initializer_range": 0.1,
+}  # fmt: skip
+
+
+def sequences(seed: int, batch: int, tokens: int) -> torch.Tensor:
+    """(batch, tokens) sequences that count."""
+    gen = torch.Generator(device="cpu").manual_seed(seed)
+    begin, step = (
+        torch.randint(*bounds, (batch, 1), generator=gen, dtype=torch.int64, device="cpu")
+        for bounds in ((0, VOCABULARY), (1, 6))
+    )
+    return (begin + step * torch.arange(tokens, dtype=torch.int64, device="cpu")) % VOCABULARY
+
+
+def untrained(name: str, **more: Any) -> Any:
+    """A model with random weights: "llama", "qwen2", "qwen3", "mistral", "gemma2" or "gpt_oss"."""
+    import transformers
+
+    classes: dict[str, tuple[str, dict[str, Any]]] = {
+        "llama": ("Llama", {}),
+        "qwen2": ("Qwen2", {}),
+        "qwen3": ("Qwen3", {}),
+        "mistral": ("Mistral", {"sliding_window": WINDOW}),
+        "gemma2": ("Gemma2", {"sliding_window": WINDOW, "query_pre_attn_scalar": 64, "attn_logit_softcapping": 2.0}),
+        "gpt_oss": (
+            "GptOss",
+            {
+                "sliding_window": WINDOW,
+                "num_local_experts": 4,
+                "num_experts_per_tok": 4,
+                "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+            },
+        ),
+    }
+    prefix, options = classes[name]
+    config = getattr(transformers, f"{prefix}Config")(**{**SIZES, **options, **more})
+    config._attn_implementation = "eager"
+    torch.manual_seed(0)
+    return getattr(transformers, f"{prefix}ForCausalLM")(config)
+
+
+@functools.cache
+def trained(name: str) -> Any:
+    """A bfloat16 model that counts, with eager attention; the caller sets another one and sets it back."""
+    model = untrained(name).train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # several wait for each other: minutes instead of seconds where cores are busy
+    try:
+        for step in range(STEPS):
+            tokens = sequences(step, 16, TOKENS)
+            loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    finally:
+        torch.set_num_threads(threads)
+    return model.bfloat16().eval()

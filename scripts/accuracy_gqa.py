@@ -36,9 +36,9 @@ def split(text: str) -> tuple[str, str, str]:
     """
     if text.count(BEGIN) != 1 or text.count(END) != 1 or text.index(END) < text.index(BEGIN):
         raise ValueError(f"needs {BEGIN} and then {END}, once each")
-    before, rest = text.split(BEGIN)
-    between, after = rest.split(END)
-    return before + BEGIN, between.strip("\n"), END + after
+    head, rest = text.split(BEGIN)
+    body, tail = rest.split(END)
+    return head + BEGIN, body.strip("\n"), END + tail
 
 
 def main(arguments: Sequence[str] | None = None, root: pathlib.Path = ROOT) -> int:
@@ -58,7 +58,7 @@ def main(arguments: Sequence[str] | None = None, root: pathlib.Path = ROOT) -> i
             return 1
     new = gqa_accuracy.table({name: gqa_accuracy.errors(gqa_accuracy.draw(name)) for name in gqa_accuracy.SETS})
     stale = False
-    for page, (before, old, after) in blocks.items():
+    for page, (head, old, tail) in blocks.items():
         name = page.relative_to(root)
         if gqa_accuracy.same(old, new):
             print(f"{name} is up to date")
@@ -66,7 +66,7 @@ def main(arguments: Sequence[str] | None = None, root: pathlib.Path = ROOT) -> i
             print(f"{name} is out of date: run python scripts/accuracy_gqa.py", file=sys.stderr)
             stale = True
         else:
-            page.write_text(f"{before}\n{new}\n{after}", encoding="utf-8")
+            page.write_text(f"{head}\n{new}\n{tail}", encoding="utf-8")
             print(f"rewritten: {name}")
     return int(stale)
 

@@ -82,8 +82,8 @@ def default_plan(short: bool, device: torch.device) -> Plan:
 def rounds_of(plan: Plan, device: torch.device) -> Iterator[Work]:
     """The rounds of a plan, which have at least its calls together; with `minutes`, rounds until they are over."""
     started, turns = time.monotonic(), TURNS[device.type]
-    of_round = SEEDS_OF_ROUND + turns * (THREADS + 1)  # a replay is one call at least
-    rounds = max(1, -(-plan.calls // of_round))
+    calls_of_round = SEEDS_OF_ROUND + turns * (THREADS + 1)  # a replay is one call at least
+    rounds = max(1, -(-plan.calls // calls_of_round))
     wrong = min(-(-plan.invalid_calls // rounds), SEEDS_OF_ROUND * invalid.PER_CALL)
     number = 0
     while number < rounds if plan.minutes is None else time.monotonic() - started < plan.minutes * 60:

@@ -13,6 +13,7 @@ A pair of markers, `<!-- results:mla:begin -->` and `<!-- results:mla:end -->`, 
     run           the card, the versions, tests and ceilings
     mla           FP8 MLA decoding, its append, the merge
     mla-sustained the cases that are timed under load as well
+    mla-scores    its cases with exact and with fp8 scores forced
     crossover     its cases with each exchange forced
     gqa           every case of GQA decoding and of its append
     gqa-summary   those cases of GQA decoding that have to reach a number

@@ -9,7 +9,7 @@ import torch
 
 import fp8_mla
 from cute_kernels.mla.plan import EXCHANGES, MAX_SPLITS, plan_decode
-from cute_kernels.mla.spec import MASKED_SCALE, MAX_KEYS, PARTIAL_FLOATS
+from cute_kernels.mla.spec import MASKED_SCALE, MAX_KEYS, PARTIAL_FLOATS, SCORES
 from cute_kernels.runtime import memory, workspace
 from cute_kernels.runtime.arch import require_sm90
 from cute_kernels.runtime.checks import check_tensor, fail, refuse_gradients, require
@@ -41,6 +41,7 @@ class _Request(NamedTuple):
     s_aux: torch.Tensor | None
     num_splits: int | None
     exchange: str | None
+    scores: str | None
     out: torch.Tensor | None = None
     lse: torch.Tensor | None = None
     return_lse: bool = True
@@ -62,6 +63,7 @@ def mla_fp8_decode(
     s_aux: torch.Tensor | None = None,
     num_splits: int | None = None,
     exchange: str | None = None,
+    scores: str | None = None,
     out: torch.Tensor | None = None,
     lse: torch.Tensor | None = None,
     return_lse: bool = False,
@@ -93,6 +95,10 @@ def mla_fp8_decode(
         exchange: what two CTAs with 64 heads each send each other of every key that one of them has gathered: "codes",
             its 656 bytes; "values", 16-bit numbers; or "none": each CTA gathers all keys. Default: planned. With more
             than 64 heads and a given number of splits, results are equal bit for bit.
+        scores: how exact S = Q K^T is. "exact": a float32 sum of exact products; the log-sum-exp is within 2e-5.
+            "fp8": codes meet Q as two e4m3 numbers, hi + lo, on the FP8 tensor core, whose sums are off by some 3e-4 of
+            their rms; the log-sum-exp is off by at most half of what keys rounded to bf16 cost. Default: planned.
+            "fp8" goes with no exchange.
         out: (batch, s_q, h_q, 512) bfloat16 to write to; rows contiguous and 16-byte aligned.
         lse: (batch, s_q, h_q) float32 to write to.
         return_lse: also return the log-sum-exp.
@@ -112,7 +118,7 @@ def mla_fp8_decode(
         )
     arguments = (
         q, kv_cache, indices, topk_length, block_table, cache_seqlens, causal, softmax_scale, s_aux, num_splits,
-        exchange,
+        exchange, scores,
     )  # fmt: skip
     if isinstance(q, torch.Tensor) and q.is_cuda and not torch.compiler.is_compiling():
         out, lse = _decode_on_gpu(*arguments, out, lse, return_lse)
@@ -148,11 +154,11 @@ def _launch(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """Launches for the arguments of a `_Request`, or raises before any launch."""
     (
         q, pages, indices, topk_length, block_table, cache_seqlens, causal, softmax_scale, s_aux, num_splits, exchange,
-        out, lse, return_lse,
+        scores, out, lse, return_lse,
     ) = arguments  # fmt: skip
     # a kernel takes True for 1, and 1.0 finds the launch that 1 prepared
     if type(num_splits) not in _INTS or type(softmax_scale) not in _FLOATS:
-        _check_numbers(softmax_scale, num_splits, exchange)
+        _check_options(softmax_scale, num_splits, exchange, scores)
     batch, s_q, h_q, _ = q.shape
     if pages.dtype is not torch.uint8:
         if pages.dtype is not torch.float8_e4m3fn:
@@ -170,7 +176,10 @@ def _launch(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
     device = q.get_device()
     given_length = topk_length if sparse else cache_seqlens
     ragged = given_length is not None
-    key = (device, sparse, batch, s_q, h_q, index.shape[-1], num_pages > 0, page_size, ragged, num_splits, exchange)
+    key = (
+        device, sparse, batch, s_q, h_q, index.shape[-1], num_pages > 0, page_size, ragged, num_splits, exchange,
+        scores,
+    )  # fmt: skip
     prepared = _prepared.get(key) or _prepare(*key)
     if out is None:
         out = torch.empty((batch, s_q, h_q, fp8_mla.V_DIM), dtype=torch.bfloat16, device=q.device)
@@ -210,11 +219,13 @@ def _prepare(
     ragged: bool,
     num_splits: int | None,
     exchange: str | None,
+    scores: str | None,
 ) -> PreparedLaunch:
     """Plans a call and loads its kernel; the arguments are the key that `_launch` looks up."""
     device = torch.device("cuda", device_index)
     require_sm90("q", device)
-    _check_sizes(s_q, h_q, num_splits, exchange)
+    _check_sizes(s_q, h_q)
+    _check_options(None, num_splits, exchange, scores)
     _check_width(sparse, width, page_size)
     constants, zero_row = memory.constants(device), _zero_row(device)
     kernel, splits, merge_ctas, max_ctas, blocks, partial_rows = None, 1, 1, 1, 1, 0
@@ -229,6 +240,7 @@ def _prepare(
             ragged=ragged,
             num_splits=num_splits,
             exchange=exchange,
+            scores=scores,
         )
         kernel, splits, merge_ctas = get_kernel(plan.spec), plan.num_splits, plan.merge_ctas
         blocks, max_ctas, partial_rows = plan.spec.head_blocks(h_q), plan.max_ctas, plan.partial_rows
@@ -243,7 +255,7 @@ def _prepare(
         constants.no_length.expand(batch, s_q),
         memory.unread((batch, s_q, h_q), device),
     )
-    key = (device_index, sparse, batch, s_q, h_q, width, any_page, page_size, ragged, num_splits, exchange)
+    key = (device_index, sparse, batch, s_q, h_q, width, any_page, page_size, ragged, num_splits, exchange, scores)
     return _prepared.keep(key, prepared, device)
 
 
@@ -261,13 +273,14 @@ def _zero_row(device: torch.device) -> torch.Tensor:
     return memory.for_all_streams(device, make)
 
 
-def _check_sizes(s_q: int, h_q: int, num_splits: int | None, exchange: str | None) -> None:
+def _check_sizes(s_q: int, h_q: int) -> None:
     require(1 <= h_q <= MAX_HEADS, "q", f"{h_q} heads", f"1 to {MAX_HEADS} heads")
     require(s_q >= 1, "q", f"s_q = {s_q}", "at least one query token")
-    _check_numbers(None, num_splits, exchange)
 
 
-def _check_numbers(softmax_scale: float | None, num_splits: int | None, exchange: str | None) -> None:
+def _check_options(
+    softmax_scale: float | None, num_splits: int | None, exchange: str | None, scores: str | None
+) -> None:
     if softmax_scale is not None:
         is_number = isinstance(softmax_scale, (int, float)) and not isinstance(softmax_scale, bool)
         require(is_number, "softmax_scale", type(softmax_scale).__name__, "a number", TypeError)
@@ -276,6 +289,9 @@ def _check_numbers(softmax_scale: float | None, num_splits: int | None, exchange
         require(is_int, "num_splits", type(num_splits).__name__, "an int", TypeError)
         require(1 <= num_splits <= MAX_SPLITS, "num_splits", num_splits, f"1 to {MAX_SPLITS}")
     require(exchange is None or exchange in EXCHANGES, "exchange", repr(exchange), f"None or one of {EXCHANGES}")
+    require(scores is None or scores in SCORES, "scores", repr(scores), f"None or one of {SCORES}")
+    if scores == "fp8" and exchange not in (None, "none"):
+        fail("scores", f"'fp8' with exchange {exchange!r}", "exchange None or 'none', or scores None or 'exact'")
 
 
 def _check_width(sparse: bool, width: int, page_size: int) -> None:
@@ -294,7 +310,7 @@ def _check(*arguments: Any) -> None:
     )
     device = q.device
     batch, s_q, h_q, _ = q.shape
-    _check_sizes(s_q, h_q, request.num_splits, request.exchange)
+    _check_sizes(s_q, h_q)
     check_tensor("kv_cache", kv_cache, dtype=fp8_mla.CACHE_DTYPES, device=device, align=16, unit_last_stride=True)
     num_pages, page_size, _ = fp8_mla.as_pages(kv_cache).shape
     num_slots = num_pages * page_size
@@ -320,7 +336,7 @@ def _check(*arguments: Any) -> None:
         check_tensor("cache_seqlens", cache_seqlens, dtype=torch.int32, shape=(batch,), device=device)
     if s_aux is not None:
         check_tensor("s_aux", s_aux, dtype=torch.float32, shape=(h_q,), device=device, unit_last_stride=True)
-    _check_numbers(softmax_scale, request.num_splits, request.exchange)
+    _check_options(softmax_scale, request.num_splits, request.exchange, request.scores)
     if out is not None:
         shape = (batch, s_q, h_q, fp8_mla.V_DIM)
         check_tensor("out", out, dtype=torch.bfloat16, shape=shape, device=device, align=16, unit_last_stride=True)
@@ -350,8 +366,8 @@ def _run(*arguments: Any) -> None:
 _decode_into = register_op(
     "mla_fp8_decode",
     "(Tensor q, Tensor kv_cache, Tensor? indices, Tensor? topk_length, Tensor? block_table, Tensor? cache_seqlens, "
-    "bool causal, float? softmax_scale, Tensor? s_aux, int? num_splits, str? exchange, Tensor(a!) out, "
-    "Tensor(b!) lse) -> ()",
+    "bool causal, float? softmax_scale, Tensor? s_aux, int? num_splits, str? exchange, str? scores, "
+    "Tensor(a!) out, Tensor(b!) lse) -> ()",
     _run,
     lambda *args: None,
 )

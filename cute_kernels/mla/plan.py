@@ -11,6 +11,7 @@ from cute_kernels.mla.crossover import spec as crossover
 from cute_kernels.mla.crossover.spec import MlaCrossoverSpec
 from cute_kernels.mla.spec import (
     CUT_TILES,
+    HALF,
     NARROW,
     PARTIAL_FLOATS,
     TOKENS_PER_TILE,
@@ -22,7 +23,6 @@ from cute_kernels.mla.spec import (
 EXCHANGES = ("none", *crossover.EXCHANGES)  # what a call may ask for
 MAX_SPLITS = 256
 MAX_BALANCED = 1024  # queries: each may leave partials, and every CTA reads the lengths of all
-HALF = 32  # heads: two CTAs of 32 take up to 15% less than one of 64 over few keys
 START_US = {8: 4.3, 16: 4.3, HALF: 4.1, WIDE: 5.6}  # of a call, by the heads of a CTA
 TILE_US = {8: 1.45, 16: 1.45, HALF: 1.85, WIDE: 2.15}  # a key tile in steady state
 WORK_TILE_US = 5.0  # first load, Q, epilogue
@@ -62,6 +62,7 @@ def plan_decode(
     ragged: bool = False,
     num_splits: int | None = None,
     exchange: str | None = None,
+    scores: str | None = None,
     heads: int | None = None,
 ) -> DecodePlan:
     """Choose the kernel, the heads of a CTA and the number of splits.
@@ -78,17 +79,21 @@ def plan_decode(
             forced. They also do where splits would otherwise fill the last of several waves.
         num_splits: to force it; at most MAX_SPLITS. With more than there are key tiles some CTAs have no work.
         exchange: to force it.
+        scores: to force them.
         heads: of a CTA, to force it.
     """
     if heads is None:
         heads = next((n for n in NARROW if n >= h_q), WIDE)
+        if scores == "fp8":
+            heads = max(heads, HALF)
+        # two CTAs of 32 take up to 15% less than one of 64 over few keys
         choices = (heads, HALF) if heads == WIDE and exchange is None else (heads,)
     else:
         choices = (heads,)
     queries = batch * s_q
     tiles = max(1, -(-max_keys // TOKENS_PER_TILE))
     candidates = [num_splits] if num_splits is not None else range(1, min(tiles, MAX_SPLITS) + 1)
-    specs: list[Spec] = [MlaDecodeSpec(sparse=sparse, heads=choice) for choice in choices]
+    specs: list[Spec] = [MlaDecodeSpec(sparse=sparse, heads=choice, scores=scores or "exact") for choice in choices]
     if exchange not in (None, "none"):
         specs = [MlaCrossoverSpec(sparse=sparse, exchange=exchange)]
 

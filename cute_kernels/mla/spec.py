@@ -8,12 +8,14 @@ from fp8_mla.formats import V3_2
 
 WIDE = 64  # heads of a CTA, at most
 NARROW = (8, 16, 32)  # heads of a CTA for fewer of them
+HALF = 32
 FEW = 16  # up to here S and O leave registers for six warpgroups
 TOKENS_PER_TILE = 64
 MAX_KEYS = 2**31 - 2**15  # of a query: the end of the last of 256 equal parts still fits into 32 bits
 WORK_TILE_OVERHEAD = 2  # key tiles that a work tile costs in addition to its own, in a balanced schedule
 CUT_TILES = 5  # key tiles that a cut through a query costs: a work tile more, and a merge
 MERGE_LANES = (0, 32, 128)
+SCORES = ("exact", "fp8")
 MASKED_SCALE = 2.0**-6  # of a masked key: in range of the weights of both kernels, so its tile takes the fast path
 PARTIAL_FLOATS = V3_2.d_v // 2 + V3_2.d_v // BLOCK_SCALE_VALUES + 1  # float16 O, block scales, LSE
 V_WEIGHT = 2.0**7  # times a scale between 2^-12 and 1 (values up to 448), any code is a normal float16 number
@@ -40,6 +42,8 @@ class MlaDecodeSpec:
     heads        of a CTA: 64, or 8, 16 or 32 where there are no more
     balanced     CTAs have equal shares of the key tiles of all queries, by the lengths on the device, instead of whole
                  queries or equal parts of each. A query that is cut is merged
+    scores       "exact": codes times Q in float16, scales in float32. "fp8": codes as they lie times Q in two e4m3
+                 numbers, on the FP8 tensor core; 32 or 64 heads
     trace        the roles store timestamps (device/trace.py)
 
     Sinks, lengths and the log-sum-exp are always there (a sink of -inf, a length of topk): they cost nothing
@@ -50,6 +54,7 @@ class MlaDecodeSpec:
     merge_lanes: int = 0
     heads: int = WIDE
     balanced: bool = False
+    scores: str = "exact"
     trace: bool = False
 
     kernel: ClassVar[str] = "cute_kernels.mla.kernels.decode:MlaDecodeKernel"
@@ -71,7 +76,16 @@ class MlaDecodeSpec:
             reasons.append(f"merge_lanes is {self.merge_lanes}; known are {MERGE_LANES}")
         if self.balanced and not self.split:
             reasons.append(f"balanced is True with merge_lanes {self.merge_lanes}; shares need a merge")
+        if self.scores not in SCORES:
+            reasons.append(f"scores is {self.scores!r}; known are {SCORES}")
+        if self.fp8_scores and self.few_heads:
+            reasons.append(f"scores is 'fp8' with {self.heads} heads; it has kernels of {HALF} and {WIDE}")
         return reasons
+
+    @property
+    def fp8_scores(self) -> bool:
+        """Whether QK runs on the FP8 tensor core."""
+        return self.scores == "fp8"
 
     def head_blocks(self, h_q: int) -> int:
         """CTAs for the heads of a query token."""
@@ -136,7 +150,10 @@ class MlaDecodeSpec:
         return {
             "registers": self.launch_registers[self.threads],
             "stack": 0,
-            "instructions": ("HGMMA", "UTMALDG", "USETMAXREG", "LDGSTS.E.BYPASS.128"),
+            "instructions": (
+                *("HGMMA", "UTMALDG", "USETMAXREG", "LDGSTS.E.BYPASS.128"),
+                *(("QGMMA",) if self.fp8_scores else ()),
+            ),
             # fewer where ptxas keeps loop counters in registers of each thread, which costs 10% of the time
             "at_least": {"USHF": 90},
         }
@@ -145,13 +162,11 @@ class MlaDecodeSpec:
 def shipped_specs() -> list[MlaDecodeSpec]:
     """Every specification that the planner can ask for."""
     return [
-        MlaDecodeSpec(sparse=sparse, merge_lanes=lanes, heads=heads)
+        MlaDecodeSpec(sparse=sparse, merge_lanes=lanes, heads=heads, balanced=balanced, scores=scores)
+        for scores in SCORES
+        for balanced in (False, True)
         for sparse in (True, False)
         for lanes in MERGE_LANES
         for heads in (*NARROW, WIDE)
-    ] + [
-        MlaDecodeSpec(sparse=sparse, merge_lanes=lanes, heads=heads, balanced=True)
-        for sparse in (True, False)
-        for lanes in MERGE_LANES[1:]
-        for heads in (*NARROW, WIDE)
+        if (lanes or not balanced) and (scores == "exact" or heads > FEW)
     ]

@@ -109,7 +109,7 @@ def _is_big(case: Case) -> bool:
 
 
 def _speed(cases: Sequence[Case], rates: Rates, plt: Any) -> Any:
-    """Sparse TFLOP/s over topk (batch 128, s_q 2) and over batch (s_q 1, topk 2048), 128 heads; FlashMLA's beside."""
+    """Sparse TFLOP/s over topk (batch 128, s_q 2) and over batch (s_q 1, topk 2048), 128 heads; with FlashMLA's."""
     sparse = [c for c in cases if c["op"] == "mla_fp8_decode" and c.get("mode") == "sparse" and c["h_q"] == 128]
     panels = (
         ("topk", "batch 128, s_q 2", [c for c in sparse if (c["batch"], c["s_q"]) == (128, 2)]),
@@ -119,15 +119,15 @@ def _speed(cases: Sequence[Case], rates: Rates, plt: Any) -> Any:
     if not shown:
         return None
     figure, axes = plt.subplots(1, len(shown), figsize=(5 * len(shown), 4), sharey=True, squeeze=False)
-    for axis, (over, fixed, of_panel) in zip(axes[0], shown, strict=True):
-        ordered = sorted(of_panel, key=lambda case: case[over])
-        places = [case[over] for case in ordered]
+    for axis, (x_key, fixed, drawn) in zip(axes[0], shown, strict=True):
+        ordered = sorted(drawn, key=lambda case: case[x_key])
+        places = [case[x_key] for case in ordered]
         axis.plot(places, [case["TFLOPs"] for case in ordered], "o-", color=OURS, markersize=4, label="cute_kernels")
         predicted = [case["TFLOPs"] * case["us"] / case["predicted_us"] for case in ordered if case.get("predicted_us")]
         if len(predicted) == len(ordered):
             axis.plot(places, predicted, "--", color=OURS, linewidth=1, label="predicted")
         theirs = [
-            (case[over], case["TFLOPs"] / peer["ratio"])
+            (case[x_key], case["TFLOPs"] / peer["ratio"])
             for case in ordered
             for peer in (case.get("peers") or {}).values()
             if "ratio" in peer
@@ -137,7 +137,7 @@ def _speed(cases: Sequence[Case], rates: Rates, plt: Any) -> Any:
         axis.set_xscale("log", base=2)
         axis.set_xticks(places, list(map(str, places)), fontsize=8)
         axis.set_ylim(bottom=0)
-        axis.set_xlabel(over)
+        axis.set_xlabel(x_key)
         axis.set_title(f"{fixed}, 128 heads", fontsize=9)
         axis.spines[["top", "right"]].set_visible(False)
         axis.legend(frameon=False, fontsize=8)

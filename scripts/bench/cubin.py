@@ -25,7 +25,7 @@ _MAGIC = b"\x7fELF"
 _SHT_NOBITS, _SHT_SYMTAB, _SHT_REL, _SHT_RELA = 8, 2, 9, 4
 
 # Attributes in .nv.info whose values are the kernel's own, by NVIDIA's number of them.
-_OF_KERNEL = {
+_KERNEL_ATTRIBUTES = {
     0x05: "max threads of a block",
     0x10: "threads of a block",
     0x17: "parameter",
@@ -35,7 +35,7 @@ _OF_KERNEL = {
     0x3E: "explicit cluster",
 }
 # Attributes of the whole cubin: pairs of a function's symbol and a value.
-_OF_FUNCTION = {0x11: "frame bytes", 0x12: "least stack bytes", 0x2F: "registers"}
+_FUNCTION_ATTRIBUTES = {0x11: "frame bytes", 0x12: "least stack bytes", 0x2F: "registers"}
 
 
 @dataclass(frozen=True)
@@ -148,12 +148,12 @@ def _normal_form(elf: _Elf, name: str) -> list[str]:
             lines += _relocations(elf, elf.sections.index(section), name)
     if own := elf.section(f".nv.info.{name}"):
         for attribute, value in _attributes(own.data):
-            if attribute in _OF_KERNEL:
-                lines.append(f"{_OF_KERNEL[attribute]} {value.hex()}")
+            if attribute in _KERNEL_ATTRIBUTES:
+                lines.append(f"{_KERNEL_ATTRIBUTES[attribute]} {value.hex()}")
     if common := elf.section(".nv.info"):
         for attribute, value in _attributes(common.data):
-            if attribute in _OF_FUNCTION and elf.symbols[struct.unpack_from("<I", value)[0]].name == name:
-                lines.append(f"{_OF_FUNCTION[attribute]} {value[4:].hex()}")
+            if attribute in _FUNCTION_ATTRIBUTES and elf.symbols[struct.unpack_from("<I", value)[0]].name == name:
+                lines.append(f"{_FUNCTION_ATTRIBUTES[attribute]} {value[4:].hex()}")
     return sorted(lines)
 
 

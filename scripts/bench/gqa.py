@@ -1,9 +1,8 @@
 """The benchmarks of GQA decoding over INT8, FP8 and 16-bit caches, and of the INT8 append; run by `gpu_check.py`.
 
-Every case is checked against the oracle on a few batch rows before it is timed, over input sets that together outgrow
-the L2 cache. What the timed graph writes has the bits of eager calls, in every set. cuDNN's attention (in torch) runs
-over the same tokens in bfloat16, in the same process. Where a case has a number that it must reach, the record holds it
-beside what was reached.
+The oracle checks a few batch rows of every case before it is timed, over input sets that together exceed the L2 cache.
+The timed graph must write the bits of eager calls, in every set. cuDNN's attention (in torch) runs over the same tokens
+in bfloat16, in the same process. A figure that a case must reach is in the record with the figure that it reached.
 """
 
 from __future__ import annotations
@@ -37,22 +36,22 @@ SCALE_BYTES = 2
 ROWS_CHECKED = 8
 PEER = "cudnn_bf16"
 PEER_LIMIT = 0.02
-"""A peer whose relative error is above this computes something else: no ratio."""
+"""Relative error above which a peer computes something else, and gets no ratio."""
 ELEMENTS_PER_CHUNK = 1 << 27
 """Numbers drawn or dequantized at a time: 512 MiB of float32."""
 LENGTHS = tuple(512 + 15872 * (13 * row % 32) // 31 for row in range(32))
-"""The ragged batch: 32 lengths from 512 to 16384, evenly spread, in mixed order; few are multiples of a tile."""
+"""Lengths of the ragged batch: 32 from 512 to 16384, evenly spaced, in mixed order; few are multiples of a tile."""
 APPEND_TOKENS = 65536
 APPEND_HEADS, APPEND_DIM = 8, 128
 
 
 def has_token_scales(scales: str) -> bool:
-    """Whether tokens have scales of their own, which then lie as the cache does."""
+    """Whether each token has scales of its own, which then have the axes of the cache."""
     return scales in SCALE_NAMES and SCALE_NAMES[scales].granularity not in ("per_tensor", "per_head")
 
 
 def scales_of_token(scales: str, h_kv: int, d: int) -> int:
-    """How many scales of one cache a token has for itself."""
+    """How many scales of its own a token has, in one cache."""
     if not has_token_scales(scales):
         return 0
     kind = SCALE_NAMES[scales]
@@ -71,11 +70,11 @@ class GqaBench:
 
     s_k         tokens of every sequence; with `lengths`, the capacity
     lengths     tokens of each sequence of a ragged batch, `batch` of them
-    scales      one of `SCALE_NAMES`; "none" for caches without
+    scales      one of `SCALE_NAMES`; "none" for caches without scales
     page_size   0 for contiguous layouts
-    must        figures of the record that the case has to reach
-    peer        run cuDNN as well
-    host        time the eager call as well
+    must        figures of the record that the case must reach
+    peer        whether cuDNN runs too
+    host        whether to time the eager call too
     """
 
     batch: int
@@ -97,12 +96,12 @@ class GqaBench:
 
     @property
     def keys(self) -> int | str:
-        """Tokens of a sequence as the record has them."""
+        """Tokens of a sequence, as in the record: a number, or "shortest..longest"."""
         return f"{min(self.lengths)}..{max(self.lengths)}" if self.lengths else self.s_k
 
     @property
     def name(self) -> str:
-        """As `--only` matches it and the table prints it."""
+        """The name that `--only` matches and the table prints."""
         layout = f"{self.layout}_{self.page_size}" if self.page_size else self.layout
         window = "" if self.window is None else f" window {self.window}"
         sizes = f"{self.batch}x{self.h_q}x{self.s_q} s_k {self.keys} d {self.d}"
@@ -110,7 +109,7 @@ class GqaBench:
 
     @property
     def key(self) -> dict[str, Any]:
-        """What names the case in a results file."""
+        """The fields that name the case in a results file."""
         key: dict[str, Any] = {"op": "gqa_decode", "kv_dtype": self.kv_dtype}
         key |= {"scales": self.scales, "layout": self.layout}
         if self.page_size:
@@ -149,11 +148,11 @@ class GqaBench:
 
     @property
     def sets(self) -> int:
-        """Input sets to rotate. Twice what outgrows the L2 cache, for its replacement is not that of the oldest."""
+        """Number of rotated input sets: twice what exceeds the L2 cache, which does not evict the oldest line first."""
         return sets_to_outgrow_l2(self.bytes_moved // 2, most=128)
 
     def sizes(self, sets: int) -> CacheSizes:
-        """Sizes of the cache that so many input sets share."""
+        """Sizes of the one cache that all input sets share."""
         sequences = sets * self.batch
         if self.page_size:
             return CacheSizes(sequences * -(-self.s_k // self.page_size), self.page_size, self.h_kv, self.d)
@@ -161,7 +160,7 @@ class GqaBench:
 
     @property
     def spec(self) -> GqaDecodeSpec:
-        """The kernel, found from shapes alone."""
+        """The kernel, planned from shapes alone."""
         sizes, dtype = self.sizes(1), KV_DTYPES[self.kv_dtype]
         shapes = dict(zip(("k_cache", "v_cache"), cache_shapes(self.layout, sizes, dtype.itemsize), strict=True))
         given: dict[str, Any] = {name: torch.empty(shape, dtype=dtype, device="meta") for name, shape in shapes.items()}
@@ -175,21 +174,21 @@ class GqaBench:
 
 
 def predict(bench: GqaBench, rates: Rates = H200) -> model.Prediction:
-    """What the cycle budget says of a case; see docs/maintainers/budget.md."""
+    """The time that the cycle budget predicts for a case; see docs/maintainers/budget.md."""
     spec = bench.spec
     token_scales = spec.scale_groups(spec.v_scales) > 0
     return model.predict_gqa(bench.bytes_moved, spec.cluster > 1, rates, token_scales=token_scales)
 
 
 def _cases() -> Iterator[GqaBench]:
-    """All decode cases; what they must reach is the project's goal."""
+    """All decode cases; `must` is the project's goal."""
     paged = {"layout": "paged_NHD", "page_size": 64}
     variants: list[dict[str, Any]] = [
         {"scales": scales, **layout} for layout in ({}, paged) for scales in ("per_tensor", "per_token_head")
     ]
     for variant in variants:
         token_head, contiguous = variant["scales"] == "per_token_head", "layout" not in variant
-        # of the four, the two that serving engines have most
+        # two of the four variants: those that serving engines use most
         shown = contiguous != token_head
         ratio = {"ratio": 1.7} if contiguous else {}
         case: Callable[..., GqaBench] = functools.partial(GqaBench, **variant)
@@ -231,27 +230,27 @@ class AppendBench:
 
     @property
     def name(self) -> str:
-        """As `--only` matches it and the table prints it."""
+        """The name that `--only` matches and the table prints."""
         layout = f"{self.layout}_{self.page_size}" if self.page_size else self.layout
         return f"kv_int8_append {self.scales} {layout} tokens {APPEND_TOKENS}"
 
     @property
     def key(self) -> dict[str, Any]:
-        """What names the case in a results file."""
+        """The fields that name the case in a results file."""
         key: dict[str, Any] = {"op": "kv_int8_append", "tokens": APPEND_TOKENS}
         key |= {"h_kv": APPEND_HEADS, "d": APPEND_DIM, "scales": self.scales, "layout": self.layout}
         return {**key, "page_size": self.page_size} if self.page_size else key
 
     @property
     def bytes_moved(self) -> int:
-        """New tokens read; codes, and those scales that are not given, written; slots read."""
+        """Bytes of an append: reads new tokens and slots, writes codes and the scales that it computes."""
         values = APPEND_HEADS * APPEND_DIM
         scales = scales_of_token(self.scales, APPEND_HEADS, APPEND_DIM)
         return APPEND_TOKENS * (2 * (2 * values + values + SCALE_BYTES * scales) + 8)
 
     @property
     def sizes(self) -> CacheSizes:
-        """Sizes of the cache, which the tokens fill: 8192 to a sequence where there are no pages."""
+        """Sizes of the cache, which the tokens fill; without pages, 8192 tokens a sequence."""
         rows = self.page_size or 8192
         return CacheSizes(APPEND_TOKENS // rows, rows, APPEND_HEADS, APPEND_DIM)
 
@@ -266,7 +265,7 @@ APPEND_CASES = (
 
 
 class Pool:
-    """Random codes that the caches of all cases are views of, made when first asked for, larger when that is needed."""
+    """Random codes; caches of all cases are views of them. Made at the first request, remade when a case needs more."""
 
     def __init__(self, device: str = "cuda") -> None:
         self.device = device
@@ -277,7 +276,7 @@ class Pool:
         wanted = math.prod(shape)
         known = self._codes.pop((which, kv_dtype), None)
         if known is None or known.numel() < wanted:
-            del known  # before the larger one is made
+            del known  # frees it before the larger one is allocated
             known = _random_codes(wanted, kv_dtype, generator(ord(which), self.device))
         self._codes[which, kv_dtype] = known
         return known[:wanted].view(shape)
@@ -325,7 +324,7 @@ def decode_inputs(bench: GqaBench, pool: Pool) -> list[GqaCase]:
 
 
 def some_rows(case: GqaCase, scales: str) -> tuple[slice, GqaCase]:
-    """Every few batch rows, the last among them, and the same call for them alone."""
+    """Evenly spaced batch rows, the last one included, and the call for these rows alone."""
     batch = len(case.q)
     step = -(-batch // ROWS_CHECKED)
     rows = slice((batch - 1) % step, None, step)
@@ -364,7 +363,7 @@ def run_decode(bench: GqaBench, pool: Pool, ceilings: Mapping[str, float]) -> di
 
 
 def decode_call(case: GqaCase) -> Callable[[], Any]:
-    """A call that writes to poisoned memory of its own, and returns out and lse."""
+    """A call that allocates out and lse full of poison, writes them, and returns them."""
     out, lse = (buffer.tensor for buffer in case.outputs())
     return functools.partial(cute_kernels.gqa_decode, **case.arguments(), out=out, lse=lse, return_lse=True)
 
@@ -389,12 +388,12 @@ def run_append(bench: AppendBench, device: str, ceilings: Mapping[str, float]) -
 
 
 def written(bench: AppendBench) -> tuple[str, ...]:
-    """The arguments that an append writes whole: given scales are read."""
+    """The arguments that an append overwrites: caches, and scales that it computes."""
     return ("k_cache", "v_cache", *(("k_scale", "v_scale") if has_token_scales(bench.scales) else ()))
 
 
 def append_call(call: Mapping[str, Any], names: Sequence[str]) -> Callable[[], tuple[torch.Tensor, ...]]:
-    """An append to copies of the arguments of these names, which it returns."""
+    """An append to copies of the named arguments; it returns the copies."""
     own = {name: call[name].clone() for name in names}
 
     def run() -> tuple[torch.Tensor, ...]:
@@ -410,12 +409,12 @@ def append_inputs(bench: AppendBench, gen: torch.Generator) -> dict[str, Any]:
     new = (torch.randn((APPEND_TOKENS, APPEND_HEADS, APPEND_DIM), generator=gen, device=device) for _ in "kv")
     call = dict(zip("kv", (values.bfloat16() for values in new), strict=True))
     shape = scale_shapes(LAYOUTS[bench.layout], sizes)[SCALE_NAMES[bench.scales]]
-    # given scales: 4 standard deviations are the largest code, so that some values are clamped
+    # given scales: the largest code is 4 standard deviations, so that some values are clamped
     first = 0.0 if has_token_scales(bench.scales) else 4 / 127
     for name, cache_shape in zip("kv", cache_shapes(bench.layout, sizes, 1), strict=True):
         call[f"{name}_cache"] = torch.zeros(cache_shape, dtype=torch.int8, device=device)
         call[f"{name}_scale"] = torch.full(shape, first, dtype=torch.float16, device=device)
-    # whole sequences in order, as a prefill writes them; or pages wherever there was one free
+    # without pages, sequences in order, as a prefill writes them; with pages, shuffled pages
     starts = torch.arange(sizes.outer, device=device)
     if bench.page_size:
         starts = torch.randperm(sizes.outer, generator=gen, device=device)
@@ -424,7 +423,7 @@ def append_inputs(bench: AppendBench, gen: torch.Generator) -> dict[str, Any]:
 
 
 def check_append(bench: AppendBench, call: Mapping[str, Any]) -> Comparison:
-    """Append and compare the caches and scales with those of the reference, bit for bit."""
+    """Appends, then compares caches and scales with those of the reference, bit for bit."""
     written = ("k_cache", "v_cache", "k_scale", "v_scale")
     expected = {**call, **{name: call[name].clone() for name in written}}
     cute_kernels.kv_int8_append(**call)
@@ -435,7 +434,7 @@ def check_append(bench: AppendBench, call: Mapping[str, Any]) -> Comparison:
 
 
 def run_peer(bench: GqaBench, inputs: Sequence[GqaCase], us: float) -> dict[str, Any]:
-    """The entry of "peers": cuDNN's attention in torch over the same tokens as bfloat16."""
+    """The entry in "peers": cuDNN's attention in torch over the same tokens in bfloat16."""
     try:
         with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
             calls = [_peer_call(case) for case in inputs]
@@ -444,13 +443,13 @@ def run_peer(bench: GqaBench, inputs: Sequence[GqaCase], us: float) -> dict[str,
             if not rel_err < PEER_LIMIT:
                 return {PEER: {"failed": f"relative error {rel_err:.3g}"}}
             peer_us = time_graph(calls, clock=False).us
-    except Exception as error:  # whatever a peer does not support must not stop the run; the reason is recorded
+    except Exception as error:  # a peer that does not support a case must not stop the run; the record gets the reason
         return {PEER: {"failed": f"{type(error).__name__}: {error}".splitlines()[0][:200]}}
     return {PEER: {"us": round(peer_us, 3), "ratio": round(peer_us / us, 3), "rel_err": float(f"{rel_err:.3g}")}}
 
 
 def _peer_call(case: GqaCase) -> Callable[[], torch.Tensor]:
-    """Attention of torch over a contiguous BNSH cache, unpacked: every sequence is as long as the cache."""
+    """Torch's attention over a contiguous BNSH cache of bfloat16; every sequence fills the cache."""
     k, v = unpacked(case.k_cache, case.k_scale), unpacked(case.v_cache, case.v_scale)
     attention = torch.nn.functional.scaled_dot_product_attention
     return functools.partial(attention, case.q.transpose(1, 2), k, v, enable_gqa=True)

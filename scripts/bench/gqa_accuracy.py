@@ -82,8 +82,8 @@ def draw(name: str, seed: int = 0) -> Data:
     elif name == "tokens":
         large_k, large_v = torch.rand((2, BATCH, TOKENS, 1, 1), generator=gen) < OUTLIER_TOKENS
         basis = torch.linalg.qr(q.mT).Q  # spans the queries of a head
-        along = torch.einsum("bshd,bhdr,bher->bshe", k, basis, basis)
-        k, v = torch.where(large_k, along + OUTLIER * (k - along), k), torch.where(large_v, v * OUTLIER, v)
+        projection = torch.einsum("bshd,bhdr,bher->bshe", k, basis, basis)
+        k, v = torch.where(large_k, projection + OUTLIER * (k - projection), k), torch.where(large_v, v * OUTLIER, v)
     return Data(q.flatten(1, 2).unsqueeze(1), k, v)
 
 

@@ -83,13 +83,13 @@ def noting() -> Iterator[dict[KernelSpec, None]]:
         if hasattr(prepared, "clear"):
             prepared.clear()
     asked: dict[KernelSpec, None] = {}
-    before = compile._kernels
-    compile._kernels = noted = _Noting(before, asked)
+    compiled = compile._kernels
+    compile._kernels = noted = _Noting(compiled, asked)
     try:
         yield asked
     finally:
-        before.update(noted)
-        compile._kernels = before
+        compiled.update(noted)
+        compile._kernels = compiled
 
 
 def machine_code_of(specs: Sequence[KernelSpec], code: Any) -> dict[str, Any]:

@@ -12,7 +12,7 @@ import functools
 import importlib
 import random
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,7 +24,7 @@ from cute_kernels.budget.rates import H200, Rates
 from cute_kernels.budget.variants import MLA_BUILT, MLA_HALF, MLA_NARROW, TURNS, MlaVariant
 from cute_kernels.mla.crossover.spec import MlaCrossoverSpec
 from cute_kernels.mla.plan import EXCHANGES, DecodePlan, plan_decode
-from cute_kernels.mla.spec import FEW, WIDE
+from cute_kernels.mla.spec import FEW, SCORES, WIDE
 from fp8_mla import QK_DIM, TOKEN_BYTES, V_DIM, pack, reference_decode, unpack
 from scripts.bench import records
 from scripts.bench.timing import Expected, host_time, sets_to_outgrow_l2, time_graph
@@ -287,17 +287,18 @@ def run_decode(
             **({} if bench.ragged else {"predicted_cycles_per_token": predicted_cycles(bench)}),
             **({"host_us": round(host_time(calls[0]), 2)} if bench.host else {}),
             **({"sustained": sustained(calls, bits)} if bench.sustained else {}),
-            **({"exchange_us": exchange_times(inputs)} if bench.h_q > WIDE else {}),
+            **({"exchange_us": forced_times(inputs, "exchange", EXCHANGES)} if bench.h_q > WIDE else {}),
+            **({"scores_us": forced_times(inputs, "scores", SCORES)} if bench.h_q > FEW else {}),
             "peers": _run_peer(bench, inputs, caches, timing.us, peer, rows, expected),
         }
 
     return records.with_must(records.record_case(bench.key, check, measure), bench.must)
 
 
-def decode_call(case: DecodeCase, exchange: str | None = None) -> Callable[[], Any]:
+def decode_call(case: DecodeCase, **forced: str) -> Callable[[], Any]:
     """A call that writes to poisoned memory of its own, and returns out and lse."""
     out, lse = case.outputs()
-    options: dict[str, Any] = {**case.options(), "exchange": exchange, "out": out.tensor, "lse": lse.tensor}
+    options: dict[str, Any] = {**case.options(), **forced, "out": out.tensor, "lse": lse.tensor}
     return functools.partial(cute_kernels.mla_fp8_decode, case.q, case.kv_cache, **options, return_lse=True)
 
 
@@ -306,13 +307,14 @@ def sustained(calls: list[Callable[[], Any]], expected: Expected) -> dict[str, f
     return time_graph(calls, expected=expected, load_seconds=LOAD_SECONDS).as_record()
 
 
-def exchange_times(inputs: list[DecodeCase]) -> dict[str, float]:
-    """Microseconds of a call with each exchange forced."""
+def forced_times(inputs: list[DecodeCase], argument: str, choices: Sequence[str]) -> dict[str, float]:
+    """Microseconds of a call with each choice of an argument forced."""
     times = {}
-    for name in EXCHANGES:
-        expected = Expected.of(RESULTS, [decode_call(case, name) for case in inputs])
-        timing = time_graph([decode_call(case, name) for case in inputs], expected=expected, clock=False)
-        times[name] = round(timing.us, 3)
+    for choice in choices:
+        forced = {argument: choice}
+        expected = Expected.of(RESULTS, [decode_call(case, **forced) for case in inputs])
+        timing = time_graph([decode_call(case, **forced) for case in inputs], expected=expected, clock=False)
+        times[choice] = round(timing.us, 3)
     return times
 
 

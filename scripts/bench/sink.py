@@ -36,9 +36,9 @@ SETS = 2  # of inputs, each far larger than the L2 cache
 BLOCK = 64  # rows, or keys, that are checked together
 PEER = "cudnn"
 PEER_LIMIT = 0.02
-"""A peer whose relative error is above this computes something else: no ratio."""
+"""Relative error above which a peer computes something else, and gets no ratio."""
 GRADIENTS_LIMIT = 5e-3
-"""Relative norm that sums over all queries are off by at most: twice what rounding P and dS to bfloat16 costs."""
+"""Largest relative error of sums over all queries: twice the error of rounding P and dS to bfloat16."""
 PEER_REPEATS = 10
 OPS = torch.ops.cute_kernels
 
@@ -73,7 +73,7 @@ class SinkBench:
 
     @property
     def key(self) -> dict[str, Any]:
-        """What names the case in a results file."""
+        """The fields that name the case in a results file."""
         key: dict[str, Any] = {"op": "sink_attention", "pass": "backward" if self.backward else "forward"}
         key |= {"batch": self.batch, "h_q": self.h_q, "h_kv": self.h_kv, "d": self.d, "s_q": self.s, "s_k": self.s}
         key |= {} if self.window is None else {"window": self.window}
@@ -81,7 +81,7 @@ class SinkBench:
 
     @property
     def name(self) -> str:
-        """As `--only` matches it and the table prints it."""
+        """The name that `--only` matches and the table prints."""
         key = self.key
         window = "" if self.window is None else f" window {self.window}"
         same = " deterministic" if self.deterministic else ""
@@ -89,7 +89,7 @@ class SinkBench:
 
     @property
     def pairs(self) -> int:
-        """Of a query and a key that it sees, in all sequences, of one head."""
+        """Number of (query, key) pairs that are not masked, over all sequences, for one head."""
         seen = min(self.s, self.window or self.s)
         return self.batch * (seen * (seen + 1) // 2 + (self.s - seen) * seen)
 
@@ -107,7 +107,7 @@ class SinkBench:
 
 
 def _cases() -> tuple[SinkBench, ...]:
-    """What must be reached is the project's goal."""
+    """All cases; `must` is the project's goal."""
     small: dict[str, Any] = {"h_q": 64, "h_kv": 8, "d": 64}
     wide: dict[str, Any] = {"h_q": 32, "h_kv": 8, "d": 128}
     long = functools.partial(SinkBench, 16384)
@@ -131,7 +131,7 @@ CASES = _cases()
 
 @dataclass(frozen=True)
 class RoutingBench:
-    """Few queries over a cache, decoded and prefilled."""
+    """One benchmark of few queries over a cache: the same call as a decode and as a prefill."""
 
     batch: int
     s_q: int
@@ -143,17 +143,17 @@ class RoutingBench:
 
     @property
     def key(self) -> dict[str, Any]:
-        """What names the case in a results file."""
+        """The fields that name the case in a results file."""
         return {"op": "sink_attention", "pass": "routing", **self.sizes, "s_k": self.s_k, "batch": self.batch}
 
     @property
     def sizes(self) -> dict[str, Any]:
-        """As `route` takes them."""
+        """The arguments of `route`."""
         return {"s_q": self.s_q, "h_q": self.h_q, "h_kv": self.h_kv, "d": self.d}
 
     @property
     def name(self) -> str:
-        """As `--only` matches it."""
+        """The name that `--only` matches."""
         return f"sink_attention routing {self.batch}x{self.h_q} s_q {self.s_q} s_k {self.s_k} d {self.d}"
 
     def case(self, device: str, seed: int = 0) -> SinkCase:
@@ -194,8 +194,8 @@ def run(bench: SinkBench, ceilings: Mapping[str, float], device: str = "cuda") -
         speeds = {"TFLOPs": round(bench.flops / timing.us / 1e6, 1)}
         speeds["GBps"] = round(bench.bytes_moved / timing.us / 1e3, 1)
         if bench.sink_cost:
-            without = [_call(bench, dataclasses.replace(case, s_aux=None)) for case in cases]
-            timed = time_graph(without, expected=expect(bench, without, without[0]()), clock=False)
+            sinkless = [_call(bench, dataclasses.replace(case, s_aux=None)) for case in cases]
+            timed = time_graph(sinkless, expected=expect(bench, sinkless, sinkless[0]()), clock=False)
             speeds["us_without_sinks"] = round(timed.us, 3)
         return {**timing.as_record(), **speeds, "peers": run_peer(bench, cases, timing.us) if bench.peer else {}}
 
@@ -203,7 +203,7 @@ def run(bench: SinkBench, ceilings: Mapping[str, float], device: str = "cuda") -
 
 
 def expect(bench: SinkBench, calls: Sequence[Callable[[], Any]], first: Sequence[torch.Tensor]) -> Expected:
-    """What a graph of these calls must write, of which the first one gave `first`. Every call allocates its results."""
+    """What a graph of these calls must write; `first` is the result of the first. Every call allocates its results."""
     if not bench.backward:
         return Expected.of(("out", "lse"), calls[1:], checked=first)
     limits = {} if bench.deterministic else {"dq": GRADIENTS_LIMIT}
@@ -217,7 +217,7 @@ def _inputs(bench: SinkBench, seed: int, device: str) -> SinkCase:
 
 
 def _call(bench: SinkBench, case: SinkCase) -> functools.partial[Any]:
-    """What is timed: the public forward, or the operator that autograd calls, after a forward of its own."""
+    """The call to time: the public forward, or the backward operator that autograd calls, over a forward made here."""
     if not bench.backward:
         return functools.partial(cute_kernels.sink_attention, **case.arguments(), return_lse=True)
     out, lse = cute_kernels.sink_attention(**case.arguments(), return_lse=True)
@@ -232,8 +232,8 @@ def _call(bench: SinkBench, case: SinkCase) -> functools.partial[Any]:
 def check_call(
     bench: SinkBench, case: SinkCase, call: functools.partial[Any], results: Sequence[torch.Tensor]
 ) -> Comparison:
-    """Holds what a call gave to float64: first, middle and last rows of the first and last head of keys."""
-    forward = call.args[1:3]  # what a backward was given: out and lse
+    """Compares results with float64: first, middle and last rows, of the first and the last KV head."""
+    forward = call.args[1:3]  # arguments of a backward: out and lse
     checks = []
     for sequence, head in dict.fromkeys([(0, 0), (bench.batch - 1, bench.h_kv - 1)]):
         for first in dict.fromkeys([0, bench.s // 2, bench.s - BLOCK]):
@@ -245,7 +245,7 @@ def check_call(
                 continue
             dq, dk, dv, _ = results
             checks.append(expected.gradients[0].compare(some.queries(dq), f"dq from {first}"))
-            if first == bench.s - BLOCK:  # other queries do not see these keys
+            if first == bench.s - BLOCK:  # no earlier query sees these keys
                 for name, measure, got in zip(NAMES[1:], expected.gradients[1:3], (dk, dv), strict=False):
                     last = Measure(*(t[:, first:] for t in measure))
                     part = some.keys(got)[:, first:]
@@ -267,7 +267,7 @@ def check_call(
 
 
 class _Part:
-    """Some queries of a sequence, those of one head of keys, with all keys up to the last of them."""
+    """Some queries of a sequence, of the heads of one KV head, with all keys up to the last of these queries."""
 
     def __init__(self, whole: SinkCase, sequence: int, head: int, first: int, rows: int = BLOCK) -> None:
         ratio = whole.q.shape[2] // whole.k.shape[2]
@@ -284,26 +284,26 @@ class _Part:
         )
 
     def queries(self, t: torch.Tensor) -> torch.Tensor:
-        """Those of a tensor that has a row for each query."""
+        """The rows of these queries in a tensor that has a row for each query."""
         return t[self.sequence : self.sequence + 1, self.rows, self.group]
 
     def keys(self, t: torch.Tensor) -> torch.Tensor:
-        """Those of a tensor that has a row for each key."""
+        """The rows of these keys in a tensor that has a row for each key."""
         return t[self.sequence : self.sequence + 1, : self.end, self.head : self.head + 1]
 
 
 def _check_keys(part: _Part, forward: Sequence[torch.Tensor], results: Sequence[torch.Tensor]) -> list[Comparison]:
-    """Gradients of the first keys of a sequence, to which all its queries add.
+    """Compares gradients of the first keys of a sequence, which are sums over all its queries.
 
-    In float64, from the output and log-sum-exp that the backward was given.
+    Expected values are in float64, from the output and log-sum-exp that the backward gets.
     """
     case = part.case
-    q, d_out, of_rows, log_sum = (t[0].double() for t in (case.q, case.d_out, *map(part.queries, forward)))
+    q, d_out, rows_out, log_sum = (t[0].double() for t in (case.q, case.d_out, *map(part.queries, forward)))
     k, v = (t[0, :BLOCK, 0].double() for t in (case.k, case.v))
     total = log_sum if case.s_aux is None else torch.logaddexp(log_sum, case.s_aux.double())
     scores = torch.einsum("qrd,kd->qrk", q, k) * case.softmax_scale
     p = torch.exp(scores - total[..., None]).masked_fill_(~case.mask(0)[:, None, :BLOCK], 0.0)
-    delta = (of_rows * d_out).sum(-1)
+    delta = (rows_out * d_out).sum(-1)
     ds = p * (torch.einsum("qrd,kd->qrk", d_out, v) - delta[..., None]) * case.softmax_scale
     expected = (torch.einsum("qrk,qrd->kd", ds, q), torch.einsum("qrk,qrd->kd", p, d_out))
     return [
@@ -313,12 +313,12 @@ def _check_keys(part: _Part, forward: Sequence[torch.Tensor], results: Sequence[
 
 
 def _check_sinks(case: SinkCase, forward: Sequence[torch.Tensor], ds_aux: torch.Tensor) -> list[Comparison]:
-    """Their gradients, which are sums over all tokens."""
+    """Compares gradients of the sinks, which are sums over all tokens."""
     if case.s_aux is None:
         return []
     expected = torch.zeros_like(case.s_aux, dtype=torch.float64)
-    for of_rows, d_out, log_sum in zip(forward[0], case.d_out, forward[1], strict=True):
-        delta = (of_rows.double() * d_out.double()).sum(-1)
+    for rows_out, d_out, log_sum in zip(forward[0], case.d_out, forward[1], strict=True):
+        delta = (rows_out.double() * d_out.double()).sum(-1)
         expected -= (torch.sigmoid(case.s_aux.double() - log_sum.double()) * delta).sum(0)
     return [_within("ds_aux", ds_aux, expected)]
 
@@ -333,7 +333,7 @@ def _within(name: str, got: torch.Tensor, expected: torch.Tensor) -> Comparison:
 
 
 def run_peer(bench: SinkBench, cases: Sequence[SinkCase], us: float) -> dict[str, Any]:
-    """The entry of "peers": cuDNN's attention in torch over the same tensors, without sinks."""
+    """The entry in "peers": cuDNN's attention in torch over the same tensors, without sinks."""
     part = _Part(dataclasses.replace(cases[0], s_aux=None), 0, 0, bench.s - BLOCK)
     expected = SinkExpectation.of(part.case)
     try:
@@ -345,18 +345,18 @@ def run_peer(bench: SinkBench, cases: Sequence[SinkCase], us: float) -> dict[str
             if not rel_err < PEER_LIMIT:
                 return {PEER: {"failed": f"relative error {rel_err:.3g}"}}
             turns = itertools.cycle(calls)
-            # autograd runs on the stream of the forward, so a graph on another one cannot hold it
+            # autograd runs on the stream of the forward, so a graph on another stream cannot capture it
             if bench.backward:
                 peer_us = time_eager(lambda: next(turns)(), PEER_REPEATS) * 1e6
             else:
                 peer_us = time_graph(calls, clock=False).us
-    except Exception as error:  # whatever a peer does not support must not stop the run; the reason is recorded
+    except Exception as error:  # a peer that does not support a case must not stop the run; the record gets the reason
         return {PEER: {"failed": f"{type(error).__name__}: {error}".splitlines()[0][:200]}}
     return {PEER: {"us": round(peer_us, 3), "ratio": round(peer_us / us, 3), "rel_err": float(f"{rel_err:.3g}")}}
 
 
 def _peer_call(bench: SinkBench, case: SinkCase) -> Callable[[], Any]:
-    """Attention of torch, or its gradients from one forward that is kept."""
+    """Torch's attention, or its gradients from one forward whose graph is kept."""
     options: dict[str, Any] = {"is_causal": True, "scale": case.softmax_scale, "enable_gqa": True}
     q, k, v = (t.transpose(1, 2).detach().requires_grad_(bench.backward) for t in (case.q, case.k, case.v))
     attention = functools.partial(torch.nn.functional.scaled_dot_product_attention, q, k, v, **options)
@@ -370,7 +370,7 @@ def _peer_call(bench: SinkBench, case: SinkCase) -> Callable[[], Any]:
 
 
 def run_routing(bench: RoutingBench, ceilings: Mapping[str, float], device: str = "cuda") -> dict[str, Any]:
-    """Check and time both routes of one size; the time of the record is that of the route that is taken."""
+    """Checks and times both routes of one size; "us" in the record is the time of the route that a call takes."""
     moved = 4 * bench.batch * bench.d * (bench.s_q * bench.h_q + bench.s_k * bench.h_kv)
     cases = [bench.case(device, seed) for seed in range(sets_to_outgrow_l2(moved, most=32))]
     ways = {name: [_routed(case, name) for case in cases] for name in ("decode", "prefill")}
@@ -398,5 +398,5 @@ def _routed(case: SinkCase, name: str) -> Callable[[], Any]:
         options: dict[str, Any] = {"s_aux": case.s_aux, "softmax_scale": case.softmax_scale, "return_lse": True}
         return functools.partial(cute_kernels.gqa_decode, case.q, case.k, case.v, layout="BSNH", **options)
     tensors = (case.q, case.k, case.v, case.s_aux, None, None)
-    # a call that could be differentiated is never decoded
+    # a differentiable call is never decoded
     return functools.partial(OPS.sink_attention.default, *tensors, True, None, case.softmax_scale, False, True)

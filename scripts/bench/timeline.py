@@ -38,20 +38,20 @@ def spans(times: Sequence[Any], cta: int, roles: Sequence[str], events: Sequence
     Raises:
         ValueError: the anchors are missing, or a step ends before it starts.
     """
-    of_cta = times[cta]
-    (start_ns, start_clock), (end_ns, end_clock) = of_cta[len(roles)][0], of_cta[len(roles)][1]
+    cta_times = times[cta]
+    (start_ns, start_clock), (end_ns, end_clock) = cta_times[len(roles)][0], cta_times[len(roles)][1]
     if not (end_clock > start_clock and end_ns > start_ns > 0):
-        raise ValueError(f"times: CTA {cta} has no anchors: {of_cta[len(roles)][:2]}")
+        raise ValueError(f"times: CTA {cta} has no anchors: {cta_times[len(roles)][:2]}")
     ns_per_clock = (end_ns - start_ns) / (end_clock - start_clock)
     found = []
-    for role, steps, names in zip(roles, of_cta, events, strict=False):
-        for place, (before, after) in enumerate(steps):
-            if before == 0 and after == 0:
+    for role, steps, names in zip(roles, cta_times, events, strict=False):
+        for place, (begin, end) in enumerate(steps):
+            if begin == 0 and end == 0:
                 continue
-            if not start_clock <= before <= after <= end_clock:
-                raise ValueError(f"times: step {place} of {role} is from {before} to {after}, its CTA from "
+            if not start_clock <= begin <= end <= end_clock:
+                raise ValueError(f"times: step {place} of {role} is from {begin} to {end}, its CTA from "
                                  f"{start_clock} to {end_clock}")  # fmt: skip
-            first, last = ((clock - start_clock) * ns_per_clock for clock in (before, after))
+            first, last = ((clock - start_clock) * ns_per_clock for clock in (begin, end))
             found.append(Span(role, names[place % len(names)], first, last))
     return sorted(found, key=lambda span: (span.start_ns, span.end_ns))
 

@@ -1,6 +1,6 @@
-"""Timers for an SM90 GPU: CUDA-graph replays over rotated inputs, host time of a call, and the card's own ceilings.
+"""Timers for an SM90 GPU: CUDA-graph replays over rotated inputs, host time of a call, and ceilings of the card.
 
-What a timed graph has written is compared with what eager calls of the same inputs wrote into other memory.
+The results of a timed graph are compared with those that eager calls of the same inputs wrote to other memory.
 """
 
 from __future__ import annotations
@@ -19,36 +19,36 @@ import torch
 from tests.support.compare import relative_error
 
 Call = Callable[[], Any]
-"""What it returns is kept as long as a graph of it: tensors, one alone or several; None if it returns nothing."""
+"""Returns one tensor, several, or None. The results are kept as long as a graph of the call."""
 
 REPLAYS: Final = 40
 MAX_SECONDS: Final = 0.06
 """Replays of one measurement stop after this long, but not before `MIN_REPLAYS`."""
 MIN_REPLAYS: Final = 8
 REST_SECONDS: Final = 0.1
-"""Idle time before a measurement, or it starts at the clock that the one before has left."""
+"""Idle time before a measurement; without it, the clock still depends on the measurement before."""
 BURST_SECONDS: Final = 0.04
-"""How long replays follow each other after a rest, uncounted ones among them: what draws 700 W runs for 50 ms before
-the card lowers its clock (MLA, topk 16384: 20 calls of 2,495 us, then all of 2,850). A measurement that takes longer
-has more rests; but where a burst holds less than four replays, these follow each other at the clock that is left."""
+"""Seconds of back-to-back replays after a rest, uncounted ones included. Work that draws 700 W runs for 50 ms before
+the card lowers its clock (MLA, topk 16384: 20 calls take 2,495 us each, all later ones 2,850). A longer measurement has
+several rests. Where a burst has room for fewer than four replays, there is one rest, and the clock falls."""
 HOST_ROUNDS, HOST_CALLS = 9, 100
-"""More than about 1000 launches in flight would time the launch queue instead of the host."""
+"""More than about 1000 launches in flight would fill the launch queue, and the host would wait for the GPU."""
 GEMM_SIZE: Final = 8192
 STREAM_BYTES: Final = 4 << 30
 
 
 class WrongReplay(Exception):
-    """A timed graph has written something else than an eager call of the same inputs; the message says where."""
+    """A timed graph has written other results than an eager call of the same inputs; the message says where."""
 
 
 @dataclass(frozen=True)
 class Expected:
-    """What the calls of a graph must write, bit by bit.
+    """The bits that the calls of a graph must write.
 
     names    of the tensors that a call returns
-    results  of each call: made eagerly, in memory that no call of the graph knows
-    limits   by name, the relative error of tensors that are exempt from the comparison of bits: sums whose terms come
-             in any order
+    results  of each call, made eagerly, in memory that the graph does not use
+    limits   by name, the largest relative error of tensors whose bits are not compared: sums whose terms come in any
+             order
     """
 
     names: tuple[str, ...]
@@ -67,17 +67,17 @@ class Expected:
         """Makes the calls.
 
         Args:
-            names: of what each of them returns.
-            eager: the calls of a graph, in its order, each into memory of its own. Not those whose results are
-                `checked`.
-            checked: what the first call gave when it was held to the oracle. A copy is kept.
+            names: of the tensors that each call returns.
+            eager: the calls of the graph in its order, without the first one if its results are `checked`; each
+                allocates its results.
+            checked: results of the first call, which the oracle has passed. A copy is kept.
             limits: see the class.
         """
         first = [tuple(t.clone() for t in checked)] if checked else []
         return cls(tuple(names), (*first, *(_tensors(call()) for call in eager)), limits or {})
 
     def problems(self, results: Sequence[Any]) -> list[str]:
-        """In words, each tensor of each call that is not what it must be."""
+        """In words, each tensor of each call that differs from its expected result."""
         if len(results) != len(self.results):
             return [f"{len(results)} calls, {len(self.results)} expected results"]
         found = []
@@ -104,12 +104,12 @@ class Expected:
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor as integers of its size, over the same memory: they compare NaNs by their bits."""
+    """A view of the tensor as integers of the same size, in which NaNs compare by their bits."""
     return tensor.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()])
 
 
 def poison(results: Any) -> None:
-    """Sets every bit of what a call returned: NaN in each floating-point dtype, also those of FP8."""
+    """Sets every bit of a call's results: NaN in each floating-point dtype, FP8 included."""
     for tensor in _tensors(results):
         bits(tensor).fill_(255 if tensor.element_size() == 1 else -1)
 
@@ -122,10 +122,10 @@ def _tensors(results: Any) -> tuple[torch.Tensor, ...]:
 
 @dataclass(frozen=True)
 class Timing:
-    """Microseconds of one call: median, 10th and 90th percentile over graph replays, and the SM clock meanwhile.
+    """Microseconds of one call: median, 10th and 90th percentile over graph replays, and the SM clock during replays.
 
-    The percentiles are of the mean call of a replay: a replay makes one call per rotated input set. `sets_compared`
-    says of how many of these sets the results were held to those of eager calls.
+    A replay makes one call per rotated input set; percentiles are over replays, of the mean of these calls.
+    `sets_compared` is the number of input sets whose results were compared with those of eager calls.
     """
 
     us: float
@@ -149,7 +149,7 @@ class Timing:
 
 
 def sets_to_outgrow_l2(bytes_per_call: int, *, device: torch.device | str = "cuda", most: int = 64) -> int:
-    """How many input sets of that size pass twice the L2 cache; at least 2, at most `most`."""
+    """How many input sets of that size exceed twice the L2 cache; at least 2, at most `most`."""
     l2_bytes = torch.cuda.get_device_properties(device).L2_cache_size
     return max(2, min(most, -(-2 * l2_bytes // max(1, bytes_per_call))))
 
@@ -157,8 +157,8 @@ def sets_to_outgrow_l2(bytes_per_call: int, *, device: torch.device | str = "cud
 def capture(calls: Sequence[Call]) -> tuple[torch.cuda.CUDAGraph, list[Any]]:
     """One graph that makes every call once, in order, and what the captured calls returned.
 
-    Each is made twice before: to compile and plan, and on the side stream that capture needs. As long as the results
-    are kept, no call of the graph gets the memory of another one's.
+    Each call is made twice before capture: once to compile and plan, once on the side stream that capture needs. While
+    the results are kept, no two calls of the graph share memory for results.
     """
     for call in calls:
         call()
@@ -184,27 +184,27 @@ def time_graph(
     clock: bool = True,
     load_seconds: float = 0.0,
 ) -> Timing:
-    """Device time of one call, host time left out.
+    """Device time of one call, without host time.
 
     Args:
         calls: the same computation over rotated input sets that together outgrow the L2 cache.
-        expected: what each call must return: all that it writes. None for a peer, which is checked otherwise.
-        replays: at most so many, each timed by a pair of events.
-        clock: read the SM clock while further replays run.
-        load_seconds: 0: time begins after a rest, at the clock that the card has then. Else after replays for so long,
-            at the clock that the limit of its power leaves.
+        expected: the results of each call, everything that it writes. None for a peer, which its caller checks.
+        replays: largest number of replays, each timed by a pair of events.
+        clock: whether to read the SM clock, during further replays.
+        load_seconds: 0: timing starts after a rest, at the clock of a rested card. Otherwise it starts after replays
+            for so many seconds, at the clock that the power limit allows.
 
     Returns:
         `Timing`, in microseconds a call.
 
     Raises:
-        WrongReplay: what the replays left, or one more replay after all results were poisoned, is not as expected.
+        WrongReplay: results of the timed replays, or of one more replay over poison, differ from `expected`.
     """
     if not calls:
         raise ValueError("calls: got none, needs at least one")
     graph, results = capture(calls)
     spans: list[float] = []  # seconds of a replay
-    left = 0.0  # of a burst, in seconds
+    left = 0.0  # seconds of the burst
     while len(spans) < replays and (len(spans) < MIN_REPLAYS or sum(spans) < MAX_SECONDS):
         if not spans or (load_seconds == 0 and left < spans[-1] <= BURST_SECONDS / 4):
             left = BURST_SECONDS - _before_timing(graph.replay, load_seconds)
@@ -226,9 +226,9 @@ def time_graph(
 
 
 def require_expected(replay: Call, results: Sequence[Any], expected: Expected) -> None:
-    """Compares what replays have left, and once more what one replay writes over poison.
+    """Compares the results of the timed replays, then those of one more replay over poison.
 
-    The first finds calls that disturb each other when they follow closely, the second what a replay does not write.
+    The first finds back-to-back calls that overwrite each other, the second results that a replay does not write.
 
     Raises:
         WrongReplay: naming each difference.
@@ -246,7 +246,7 @@ def require_expected(replay: Call, results: Sequence[Any], expected: Expected) -
 
 
 def _before_timing(replay: Call, load_seconds: float) -> float:
-    """Rests, and makes three replays, or replays for `load_seconds`; returns the seconds of replays."""
+    """Rests, then makes three replays; or replays for `load_seconds` without a rest. Returns the seconds of replays."""
     torch.cuda.synchronize()
     if load_seconds == 0:
         time.sleep(REST_SECONDS)
@@ -266,9 +266,9 @@ def percentiles(samples: Sequence[float]) -> tuple[float, float, float]:
 
 
 def host_time(call: Call) -> float:
-    """Host microseconds of one eager call with a cached plan: median of 9 rounds of 100, the queue drained between.
+    """Host microseconds of one eager call with a cached plan: median of 9 rounds of 100 calls.
 
-    In rounds of 400 calls that take the GPU 250 us each the queue was full, and the host waited for it.
+    The queue is empty before each round. Rounds of 400 calls of 250 us each filled it, and the host waited for the GPU.
     """
     for _ in range(20):
         call()
@@ -284,18 +284,18 @@ def host_time(call: Call) -> float:
 
 
 def sm_clock_under(replay: Call, us: float, *, seconds: float = BURST_SECONDS) -> float | None:
-    """SM clock in MHz while the GPU is kept busy: the median of a few readings; None where none can be taken.
+    """SM clock in MHz while the GPU is busy: the median of up to five readings; None where none can be taken.
 
     Args:
         replay: enqueues work without waiting for it.
-        us: how long that work takes.
-        seconds: for how long to keep the GPU busy.
+        us: microseconds that this work takes.
+        seconds: how long to keep the GPU busy.
     """
     for _ in range(max(1, min(1000, round(seconds * 1e6 / max(us, 1.0))))):
         replay()
     busy = torch.cuda.Event()
     busy.record()
-    # Readings are only good while work is queued; the clock needs some milliseconds to settle.
+    # A reading counts only while work is queued; the clock takes some milliseconds to settle.
     time.sleep(seconds / 4)
     readings: list[float] = []
     while not busy.query() and len(readings) < 5:
@@ -311,7 +311,7 @@ def sm_clock_under(replay: Call, us: float, *, seconds: float = BURST_SECONDS) -
 def _read_sm_clock() -> float | None:
     try:
         return float(torch.cuda.clock_rate())
-    except Exception:  # NVML's Python binding is missing or refuses: what it raises varies with its version
+    except Exception:  # NVML's Python binding is missing or fails; what it raises varies with its version
         return _clock_of_nvidia_smi()
 
 
@@ -328,7 +328,7 @@ def _clock_of_nvidia_smi() -> float | None:
 
 
 def time_eager(call: Call, repeats: int) -> float:
-    """Seconds of one call, median over event-timed repeats after two warm-ups. For calls of a millisecond and more."""
+    """Seconds of one call of a millisecond or more: median over event-timed repeats, after two warm-up calls."""
     call()
     call()
     spans = []
@@ -343,11 +343,11 @@ def time_eager(call: Call, repeats: int) -> float:
 
 
 def measure_ceilings(*, stream_bytes: int = STREAM_BYTES, gemm_size: int = GEMM_SIZE) -> dict[str, float]:
-    """What this card reaches today, in the units of a results file.
+    """Measures the ceilings of this card, in the units of a results file.
 
     Returns:
         read_GBps: torch.sum over 4 GiB of float32. copy_GBps: device-to-device copy, bytes read plus bytes written.
-        bf16_gemm_TFLOPs: an 8192^3 matrix product of random numbers (of zeros it would run faster).
+        bf16_gemm_TFLOPs: an 8192^3 matrix product of random numbers (zeros would run faster).
     """
     data = torch.rand(stream_bytes // 4, dtype=torch.float32, device="cuda")
     read = stream_bytes / time_eager(data.sum, 10)

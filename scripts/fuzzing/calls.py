@@ -1,4 +1,4 @@
-"""One call of a public op, whatever the op: what it is given, what it may write, and what it must give."""
+"""One call of any public op: its arguments, the memory that it may write, and what its results must be."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ Oracle = Callable[[Mapping[str, torch.Tensor]], list[str]]
 class Mode(NamedTuple):
     """One way to make a call.
 
-    given    what the caller owns and the op writes to; the op allocates the rest
-    returns  what it returns, in order
+    given    outputs that the caller passes in; the op allocates the others
+    returns  results that it returns, in order
     """
 
     given: tuple[str, ...] = ()
@@ -30,17 +30,17 @@ class Mode(NamedTuple):
 class Call:
     """A call with its arguments.
 
-    seed       that names it
+    seed       names the call
     op         name of the public function
-    arguments  by name, but for what it writes
-    image      what it may write and a caller may own: outputs full of poison, or caches
-    modes      ways to make the call; the first gives and returns all there is
-    oracle     what is wrong with values by name, in words
-    specs      the kernels that it takes
-    shape      what makes it a shape of its own
-    d_out      of differentiable calls: the gradient of the output
+    arguments  by name, without outputs and caches
+    image      memory of outputs (poisoned) or caches that a caller may pass in
+    modes      ways to make the call; the first passes in and returns every result
+    oracle     takes results by name, returns what is wrong with them in words
+    specs      the kernels that the call launches
+    shape      what a plan depends on; calls of one shape are counted once
+    d_out      gradient of the output, of differentiable calls
     unstable   results whose bits may differ from call to call
-    capturable whether a CUDA graph can hold it
+    capturable whether a CUDA graph can hold the call
     """
 
     seed: int
@@ -56,10 +56,10 @@ class Call:
     capturable: bool = True
 
     def run(self, mode: Mode, views: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Makes the call into `views`, those that the mode gives, and returns all results by name.
+        """Makes the call with `views` as the outputs that the mode passes in, and returns all results by name.
 
         Raises:
-            WrongResult: a given output did not come back as the result, or there are more results or fewer.
+            WrongResult: the op returned another tensor than the output that it got, or another number of results.
         """
         result = invoke(self.op, {**self.arguments, **views}, mode, self.d_out)
         if len(result) != len(mode.returns):
@@ -72,7 +72,7 @@ class Call:
 
 
 class WrongResult(Exception):
-    """A call came back with something that can be told to be wrong without a look at its numbers."""
+    """A result is wrong whatever its numbers: another tensor, another dtype or shape, too many or too few."""
 
 
 def invoke(op: str, arguments: Mapping[str, Any], mode: Mode, d_out: torch.Tensor | None = None) -> tuple[Any, ...]:
@@ -92,7 +92,7 @@ def invoke(op: str, arguments: Mapping[str, Any], mode: Mode, d_out: torch.Tenso
 
 
 class Expected:
-    """The bits of a call's results, as a serial run has left them.
+    """The bits that a call's results must have: those of a run without other threads.
 
     values  by name, contiguous integers
     """
@@ -107,7 +107,7 @@ class Expected:
     def count_wrong(
         self, mode: Mode, block: torch.Tensor | None, values: Mapping[str, torch.Tensor], wrong: torch.Tensor
     ) -> None:
-        """Adds to a counter on the device if a bit differs, in the results or around them. Does not wait.
+        """Adds 1 to a counter on the device if a bit differs, in the results or around them. Does not synchronize.
 
         Raises:
             WrongResult: a dtype or a shape is wrong.

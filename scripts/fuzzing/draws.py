@@ -1,4 +1,4 @@
-"""What all generators of calls draw with: a seed names a call exactly, on one kind of device."""
+"""Random choices of all generators of calls. A seed and a kind of device (CPU, GPU) name a call exactly."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from tests.support.mla_cases import generator
 
 Value = TypeVar("Value")
 LARGE_SHARE: Final = 1 / 24
-"""Of calls on a GPU: they take as much time as all others."""
+"""Share of large calls on a GPU: they take as much time as all others together."""
 USUAL_SMS: Final = 132
 INT32_MIN, INT32_MAX = -(2**31), 2**31 - 1
 NEGATIVE: Final = (0, -1, -5, INT32_MIN)
-"""Lengths that stand for no token."""
+"""Lengths that mean no token."""
 
 
 class Draw:
     """Random choices of one call.
 
-    rng     of sizes and options
-    gen     of numbers, on the device
+    rng     draws sizes and options
+    gen     draws the numbers of tensors, on the device
     large   whether this is one of the few large calls
     """
 
@@ -39,39 +39,39 @@ class Draw:
         return self.rng.choice(values)
 
     def chance(self, share: float) -> bool:
-        """True in that share of draws."""
+        """True with this probability."""
         return self.rng.random() < share
 
     def batch(self) -> int:
-        """Sequences: mostly few."""
+        """A batch size: 1 to 8, or in 15% of draws on a GPU up to 150."""
         many = self.chance(0.15)
         few = self.choice((1, 2, 3, 4, 5, 8) if self.on_gpu else (1, 2, 3))
         number = self.choice((17, 40, 74, 150))
         return number if many and self.on_gpu else few
 
     def lengths(self, batch: int, longest: int, unit: int) -> list[int]:
-        """Of sequences: some at borders of tiles and pages, some of nothing."""
+        """A length for each sequence; 40% are at borders: 0, 1, 2, the longest, the end of a tile or page +- 1."""
         borders = [0, 1, 2, longest]
         borders += [edge + step for edge in (64, 128, unit, 2 * unit) for step in (-1, 0, 1)]
         borders = [length for length in borders if 0 <= length <= longest]
         return [self.choice(borders) if self.chance(0.4) else self.rng.randint(0, longest) for _ in range(batch)]
 
     def rows(self, batch: int, number: int = 3) -> list[int]:
-        """Rows to hold to the oracle."""
+        """Batch rows that the oracle checks."""
         return sorted(self.rng.sample(range(batch), min(number, batch)))
 
 
 MAX_SCRATCH = 1 << 26
-"""float32 values of partial results, 256 MiB: each of seven threads in twelve processes keeps as many."""
+"""Limit of float32 values of partials, 256 MiB: each of seven threads in twelve processes may keep that much."""
 
 
 def num_sms(device: torch.device) -> int:
-    """That plans are made for; those of an H200 where there is no GPU."""
+    """SMs that plans are made for: those of the GPU, or of an H200 without one."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else USUAL_SMS
 
 
 def extreme_lengths(lengths: torch.Tensor, capacity: int, draw: Draw) -> torch.Tensor:
-    """The same lengths, where those of nothing may be negative and those of all that there is may be anything above."""
+    """The same lengths in extreme values: 0 may become negative, the capacity may become any larger number."""
     values = []
     for length in lengths.tolist():
         if length == 0:
@@ -83,10 +83,10 @@ def extreme_lengths(lengths: torch.Tensor, capacity: int, draw: Draw) -> torch.T
 
 
 def name_of(dtype: torch.dtype) -> str:
-    """As specifications have it."""
+    """The name of a dtype in a specification."""
     return str(dtype).removeprefix("torch.")
 
 
 def problems_of(comparison: Any) -> list[str]:
-    """What a `Comparison` found."""
+    """The problems of a `Comparison`, each with its name."""
     return [f"{comparison.name}: {problem}" for problem in comparison.problems]

@@ -1,4 +1,4 @@
-"""From a seed to a call, within a fixed list of kernels."""
+"""Makes the call that a seed names, out of a fixed list of kernels."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ GENERATORS: Final[tuple[tuple[int, Callable[[Draw], Call]], ...]] = (
     (7, small.merge_call),
     (7, small.sink_call),
 )
-"""Shares of the public ops, in percent, and what draws their calls."""
+"""Share of each public op in percent, and the function that draws its calls."""
 
 
 @functools.cache
 def kernel_specs() -> tuple[Any, ...]:
-    """All kernels that a call may take. Compiled first, so that calls are made and not waited for."""
+    """All kernels that calls may launch. They are compiled first, so that no call waits for the compiler."""
     return tuple(dict.fromkeys([*mla.kernel_specs(), *gqa.kernel_specs(), *small.kernel_specs()]))
 
 
@@ -36,7 +36,7 @@ def _known() -> frozenset[Any]:
 
 
 def draw_call(seed: int, device: torch.device, *, may_be_large: bool = True) -> Call:
-    """The call that a seed names on a device: other sizes are drawn while they would take another kernel."""
+    """The call that a seed names on a device. Draws again, up to 1000 times, while a kernel is not in the list."""
     for attempt in range(1000):
         draw = Draw(seed, device, attempt)
         draw.large = draw.large and may_be_large

@@ -21,7 +21,7 @@ from scripts.fuzzing.mla import DECODE_MODES, SINKS, slot_mapping, special_value
 from tests.support.gqa_cases import SCALE_NAMES, VALUES, GqaCase, check_gqa, gqa_case
 
 FEW_ROWS: Final = 8
-"""Query rows of a KV head that 8 columns hold; above, a kernel has 16."""
+"""Query rows of a KV head up to which a kernel has 8 columns; above it has 16."""
 PLAIN: Final = {"k_scales": None, "v_scales": None}
 HALF = torch.float16
 
@@ -86,13 +86,13 @@ ALIKE: Final = {
     "per_token_head": ("per_token_head", "per_token_head", "per_token"),
     "per_token": ("per_token_head", "per_token"),
 }
-"""Scales that a kernel does not tell apart."""
+"""Granularities that run the same kernel."""
 SPLITS = (None, None, None, None, 1, 2, 3, 8, 40, 256)
 WINDOWS = (None, None, None, None, 1, 2, 63, 64, 65, 100, 1000, INT32_MAX)
 
 
 def kernel_specs() -> list[Any]:
-    """Every kernel that these calls may take: of each variant with and without a cluster, found with small cases."""
+    """Every kernel that these calls may launch, found by planning small cases: each with and without a cluster."""
     specs: dict[Any, None] = {}
     for variant in VARIANTS:
         case = _small_case(variant)
@@ -104,7 +104,7 @@ def kernel_specs() -> list[Any]:
 
 
 def decode_specs(case: GqaCase, num_splits: int | None, device: torch.device) -> tuple[GqaDecodeSpec, ...]:
-    """What a call launches if there is any key."""
+    """The kernels that a call launches if there is a key."""
     request = op._Request(**case.arguments(), num_splits=num_splits)
     return (op.decode_spec(request, num_sms(device)),)
 
@@ -127,7 +127,7 @@ def decode_call(draw: Draw) -> Call:
     for name in ("k_scales", "v_scales"):
         options[name] = draw.choice(ALIKE.get(options[name], (options[name],)))
     if options["page_size"] == 1024:
-        options["page_size"] = draw.choice((128, 256, 1024))  # of which a copy brings 128 tokens
+        options["page_size"] = draw.choice((128, 256, 1024))  # a TMA copy brings 128 tokens of any of them
     if softcap:
         options["softcap"] = draw.choice((2.0, 15.0, 50.0))
     if alibi:
@@ -197,7 +197,7 @@ def decode_call(draw: Draw) -> Call:
 
 
 def _vary(case: GqaCase, unit: int, longest: int, whole: bool, draw: Draw) -> GqaCase:
-    """Lengths at their extremes, and the same in other words."""
+    """The case with extreme lengths, or with the same meaning passed in another way (lengths, table, scale)."""
     given = case.cache_seqlens
     if given is None:
         if draw.chance(0.5):
@@ -220,10 +220,10 @@ def _vary(case: GqaCase, unit: int, longest: int, whole: bool, draw: Draw) -> Gq
 
 
 def rows_of(case: GqaCase, rows: Sequence[int]) -> GqaCase:
-    """The same call for some of the sequences only."""
+    """The call for some of its sequences."""
     names = ["q", "block_table", "cache_seqlens"]
     if case.block_table is None:
-        # of scales, those of several axes have one for the sequences
+        # scales with several axes have one for the sequences
         names += ["k_cache", "v_cache"]
         names += [name for name in ("k_scale", "v_scale") if getattr(case, name) is not None]
         names = [name for name in names if "scale" not in name or getattr(case, name).dim() > 1]
@@ -234,7 +234,7 @@ def rows_of(case: GqaCase, rows: Sequence[int]) -> GqaCase:
         t = getattr(case, name)
         if t is None:
             continue
-        narrow = t.view(torch.uint8) if t.dtype == torch.float8_e4m3fn else t  # no device gathers codes of FP8
+        narrow = t.view(torch.uint8) if t.dtype == torch.float8_e4m3fn else t  # torch cannot index FP8
         picked[name] = narrow[list(rows)].view(t.dtype)
     return dataclasses.replace(case, **picked)
 
@@ -285,10 +285,10 @@ def _append_spec(
 
 
 def append_call(draw: Draw) -> Call:
-    """New keys and values for caches of random codes."""
+    """Appends new keys and values to caches of random codes."""
     options = {**APPEND_USUAL, **draw.choice(APPEND_VARIANTS)}
     if "per_token" not in (options["k_scales"], options["v_scales"]):
-        options["h_kv"] = draw.choice((1, 2, 3, 8))  # which the kernel does not depend on
+        options["h_kv"] = draw.choice((1, 2, 3, 8))  # the kernel does not depend on it
     h_kv, d = options["h_kv"], options["d"]
     layout = PACKED.name if options["vllm"] else draw.choice(PLAIN_LAYOUTS)
     rows = draw.choice(LAYOUTS[layout].page_sizes or (1, 16, 64, 128))
@@ -341,14 +341,14 @@ def _append_targets(layout: str, sizes: CacheSizes, options: Mapping[str, Any], 
         codes = torch.randint(-128, 128, shape, dtype=torch.int8, generator=draw.gen, device=draw.device)
         tensors[name] = _apart(codes, 16, draw)
     for name, kind in (("k_scale", options["k_scales"]), ("v_scale", options["v_scales"])):
-        # read in part, and written in part: positive and finite
+        # some granularities are read, others written: all positive and finite
         values = torch.rand(scale_shapes(known, sizes)[SCALE_NAMES[kind]], generator=draw.gen, device=draw.device)
         tensors[name] = _apart((0.002 + 0.03 * values).to(options["scale_dtype"]), 1, draw)
     return tensors
 
 
 def _apart(values: torch.Tensor, unit: int, draw: Draw) -> torch.Tensor:
-    """The same values, whose outermost items may lie further apart than they must."""
+    """The same values; in half of the draws the outermost stride is larger than it needs to be."""
     stride = list(values.stride())
     if values.dim() > 1 and draw.chance(0.5):
         stride[0] += unit * draw.choice((1, 5))

@@ -1,4 +1,4 @@
-"""Calls in which one argument is wrong, and what must become of them: an error that names it, and nothing written."""
+"""Calls with one wrong argument. Each must raise an error that names the argument, and write nothing."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from scripts.fuzzing.calls import Call, Mode, invoke
 from scripts.fuzzing.generate import draw_call
 
 FIRST: Final = 10**12
-"""Of the seeds that name invalid calls; those of valid ones are below."""
+"""First seed of invalid calls; seeds of valid calls are below."""
 PER_CALL: Final = 64
-"""Neighbouring seeds that change one argument each of the same call."""
+"""Neighbouring seeds that each change one argument of the same valid call."""
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 OTHERS = (torch.bool, torch.int16, torch.int32, torch.int64, torch.uint8, torch.complex64)
 
@@ -25,9 +25,9 @@ OTHERS = (torch.bool, torch.int16, torch.int32, torch.int64, torch.uint8, torch.
 class Wrong(NamedTuple):
     """One argument made wrong.
 
-    label   says how
-    names   one of these is in the message, as a word
-    change  the arguments that are others
+    label   how it is wrong, in words
+    names   the message must have one of these as a word
+    change  the changed arguments, by name
     """
 
     label: str
@@ -39,11 +39,11 @@ class Wrong(NamedTuple):
 class Rule:
     """What a tensor argument of an op has to be.
 
-    dtypes  that are right, or may be
-    grow    axes whose size other arguments or the op decide: one more of them is wrong
-    also    who else may be named where a shape or a dtype is wrong
+    dtypes  that the op takes, in this call or in another; empty: the tensor's own
+    grow    axes whose size other arguments or the op fix, so that a larger size is wrong
+    also    other arguments that the error may name where a shape or a dtype is wrong
     unit    whether the last stride must be 1
-    align   bytes that rows and the address lie at multiples of; 0: any
+    align   alignment of rows and the address in bytes; 0: any
     needed  whether None is an error
     """
 
@@ -124,16 +124,16 @@ NO_GRADIENT: Final = {
     "mla_fp8_append": ("kv",),
     "kv_int8_append": ("k", "v"),
 }
-"""Arguments of ops without a backward, which refuse those that require gradients."""
+"""By op without a backward: arguments that it refuses when they require gradients."""
 
 
 def wrong_ways(call: Call, given: Mapping[str, torch.Tensor], rng: random.Random) -> list[Wrong]:
-    """All kinds of wrong calls that begin with a right one.
+    """Every way to make one argument of a valid call wrong.
 
     Args:
-        call: the right one.
-        given: what it is given to write to.
-        rng: decides among dtypes and numbers of a kind.
+        call: the valid call.
+        given: its outputs.
+        rng: chooses among dtypes that are all wrong.
     """
     arguments = {**call.arguments, **given}
     ways: list[Wrong] = []
@@ -157,7 +157,7 @@ def _wrong_tensors(name: str, t: torch.Tensor, rule: Rule, call: Call, rng: rand
     if op == "gqa_decode" and name == "cache_seqlens":
         needed = arguments.get("block_table") is not None
     if needed:
-        # of two ways to name keys, both are needed where one is
+        # keys are named by lengths and a table: without one, the error may name the other
         yield Wrong(f"{name} is None", (*anywhere, "cache_seqlens", "block_table"), {name: None})
     right = rule.dtypes or (t.dtype,)
     for dtype in rng.sample([dtype for dtype in (*FLOATS, *OTHERS) if dtype not in right], 2):
@@ -165,7 +165,7 @@ def _wrong_tensors(name: str, t: torch.Tensor, rule: Rule, call: Call, rng: rand
     if t.dtype.itemsize in (4, 8) and not t.is_floating_point():
         unsigned = torch.uint32 if t.dtype.itemsize == 4 else torch.uint64
         yield Wrong(f"{name} of {unsigned}", anywhere, {name: _fresh(t, t.shape, unsigned)})
-    # the first argument decides the device, so that any other one may be named
+    # the first argument fixes the device, so the error may name any other
     yield Wrong(f"{name} elsewhere", tuple(RULES[op]), {name: _elsewhere(t)})
     for axis in rule.grow:
         if -t.dim() <= axis < t.dim() and _decided(op, name, axis % t.dim(), arguments):
@@ -183,13 +183,13 @@ def _wrong_tensors(name: str, t: torch.Tensor, rule: Rule, call: Call, rng: rand
 
 
 def _has_rows(op: str, name: str, arguments: Mapping[str, Any]) -> bool:
-    """Whether the last axis of an argument must be dense: packed caches are judged as pages of bytes."""
+    """Whether the last axis of an argument must be dense; in packed caches whole pages must be."""
     layout = LAYOUTS.get(arguments.get("layout", ""))
     return not (layout is not None and layout.packed and name in ("k_cache", "v_cache"))
 
 
 def _decided(op: str, name: str, axis: int, arguments: Mapping[str, Any]) -> bool:
-    """Whether the size along an axis is decided elsewhere."""
+    """Whether another argument or the op fixes the size along an axis."""
     contiguous = arguments.get("layout") in ("BNSH", "BSNH")
     if op == "gqa_decode" and name == "k_cache" and axis == 0:
         return contiguous
@@ -198,17 +198,17 @@ def _decided(op: str, name: str, axis: int, arguments: Mapping[str, Any]) -> boo
 
 def _misaligned(name: str, t: torch.Tensor, rule: Rule, names: tuple[str, ...]) -> Iterator[Wrong]:
     size, itemsize = t.numel(), t.element_size()
-    off = rule.align // 2 // itemsize or 1
+    step = rule.align // 2 // itemsize or 1
     memory = torch.zeros(size + rule.align, dtype=t.dtype, device=t.device)
-    yield Wrong(f"{name} at an odd address", names, {name: memory[off : off + size].view(t.shape)})
+    yield Wrong(f"{name} at an odd address", names, {name: memory[step : step + size].view(t.shape)})
     if t.dim() > 1 and t.shape[-2] > 1:
-        wide = torch.zeros((*t.shape[:-1], t.shape[-1] + off), dtype=t.dtype, device=t.device)
-        if (t.shape[-1] + off) * itemsize % rule.align:
+        wide = torch.zeros((*t.shape[:-1], t.shape[-1] + step), dtype=t.dtype, device=t.device)
+        if (t.shape[-1] + step) * itemsize % rule.align:
             yield Wrong(f"{name} with odd rows", names, {name: wide[..., : t.shape[-1]]})
 
 
 def _unwanted(name: str, call: Call, arguments: Mapping[str, Any]) -> Iterator[Wrong]:
-    """A tensor where there must be none."""
+    """Calls with a tensor where the call must have None."""
     table = torch.zeros((1, 1), dtype=torch.int32, device=call.image.before.device)
     if call.op == "gqa_decode" and name == "block_table":
         yield Wrong("block_table without pages", (name,), {name: table})
@@ -220,7 +220,7 @@ def _unwanted(name: str, call: Call, arguments: Mapping[str, Any]) -> Iterator[W
         batch, s_q = arguments["q"].shape[:2]
         shape = {"indices": (batch, s_q, 4), "block_table": (batch, 4), "cache_seqlens": (batch,)}[name]
         both = torch.zeros(shape, dtype=torch.int32, device=table.device)
-        yield Wrong(f"{name} beside the other kind", ("indices", "block_table"), {name: both})
+        yield Wrong(f"{name} with the other kind", ("indices", "block_table"), {name: both})
     if call.op == "sink_attention" and name.startswith("cu_seqlens"):
         yield Wrong(f"{name} alone", ("q", "cu_seqlens_q", "cu_seqlens_k"), {name: table[0]})
 
@@ -231,6 +231,7 @@ def _wrong_numbers(call: Call, arguments: Mapping[str, Any]) -> Iterator[Wrong]:
         numbers = {"num_splits": (0, -1, 257, 2**40, 1.5, True, "2"), "softmax_scale": ("1", [1.0], 1j)}
     if call.op == "mla_fp8_decode":
         numbers["exchange"] = ("value", 1, "Codes", "")
+        numbers["scores"] = ("fp16", 1, "FP8", "")
     if call.op == "gqa_decode":
         numbers |= {"window": (0, -1, -(2**31), 1.5, True, "1"), "layout": ("NHD", "bnsh", None, 3)}
         numbers["softcap"] = (0.0, -1.0, float("inf"), float("nan"), "2", True)
@@ -245,7 +246,7 @@ def _wrong_numbers(call: Call, arguments: Mapping[str, Any]) -> Iterator[Wrong]:
 
 
 def _wrong_together(call: Call, arguments: Mapping[str, Any]) -> Iterator[Wrong]:
-    """What only several arguments, or the sizes of one, make wrong."""
+    """Calls that are wrong by sizes: of one argument, or of several together."""
     q = arguments.get("q")
     if call.op in DECODES and q is not None:
         batch, s_q, h_q, d = q.shape
@@ -294,7 +295,7 @@ def _elsewhere(t: torch.Tensor) -> torch.Tensor:
 
 
 def judge(call: Call, wrong: Wrong, given: Mapping[str, torch.Tensor]) -> str:
-    """Makes a wrong call: what is amiss with how it was refused, in words; empty if nothing is."""
+    """Makes a wrong call; returns what is wrong with its refusal in words, or an empty string."""
     try:
         invoke(call.op, {**call.arguments, **given, **wrong.change}, Mode())
     except (ValueError, TypeError) as error:
@@ -319,14 +320,14 @@ def run_invalid(
 
     Args:
         first: not below `FIRST`.
-        last: one beyond the last.
+        last: the first seed that is not made.
         device: to make them on.
-        prepared: whether the valid call is made before an invalid one; else the op may not have seen its shapes yet.
-            None: before those of even seeds.
-        marks: its first item becomes each seed before its call is made.
+        prepared: whether the valid call runs first, so that the op has a prepared launch for its shapes; None: before
+            even seeds.
+        marks: its first item is set to each seed before its call.
 
     Returns:
-        How many were made, and seeds with what is wrong.
+        How many were made, and pairs of a seed and what is wrong.
     """
     problems: list[tuple[int, str]] = []
     made, marks = 0, [0] if marks is None else marks
@@ -347,7 +348,7 @@ def run_invalid(
 
 
 def _of_one_call(call: Call, seeds: list[int], marks: MutableSequence[int]) -> list[tuple[int, str]]:
-    """What is wrong with the calls of some seeds, all in one block, which must stay as it is."""
+    """What is wrong with the calls of some seeds. All outputs lie in one block, which must not change."""
     block, ways = wrong_calls(call)
     problems = []
     for seed in seeds:
@@ -357,7 +358,7 @@ def _of_one_call(call: Call, seeds: list[int], marks: MutableSequence[int]) -> l
             problems.append((seed, f"{call.op}: {said}"))
     if torch.equal(block, call.image.before):
         return problems
-    for seed in seeds:  # one at a time, to see which of them wrote
+    for seed in seeds:  # one at a time, to find which call wrote
         block, ways = wrong_calls(call)
         wrong = chosen(ways.ways, seed)
         judge(call, wrong, ways.given)
@@ -367,19 +368,19 @@ def _of_one_call(call: Call, seeds: list[int], marks: MutableSequence[int]) -> l
 
 
 class WrongCalls(NamedTuple):
-    """Wrong calls that differ from one right call, and what that is given to write to."""
+    """Wrong calls that differ from one valid call, and the outputs of that call."""
 
     ways: list[Wrong]
     given: dict[str, torch.Tensor]
 
 
 def wrong_calls(call: Call) -> tuple[torch.Tensor, WrongCalls]:
-    """A block of the call, as it must stay, and all wrong calls that are given tensors in it."""
+    """A block with the outputs of the call, which must not change, and all wrong calls with these outputs."""
     block = call.image.before.clone()
     given = call.image.views(block)
     return block, WrongCalls(wrong_ways(call, given, random.Random(call.seed)), given)
 
 
 def chosen(ways: list[Wrong], seed: int) -> Wrong:
-    """The one that a seed names."""
+    """The way that a seed names."""
     return random.Random(seed).choice(ways)

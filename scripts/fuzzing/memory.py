@@ -1,4 +1,4 @@
-"""Blocks of memory that hold what a call writes, poison around each: filled and compared as a whole."""
+"""Blocks of memory with everything that a call writes and poison around it; filled and compared as a whole."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import Final, NamedTuple
 import torch
 
 POISON: Final = -1
-"""Of int32 words: bytes 0xFF, a NaN in every floating-point dtype."""
+"""An int32 word of bytes 0xFF, which are NaN in every floating-point dtype."""
 GAP: Final = 256
-"""Bytes before and after every tensor, at least."""
+"""Least number of bytes before and after every tensor."""
 
 
 class Place(NamedTuple):
@@ -25,7 +25,7 @@ class Place(NamedTuple):
 
 
 def span(shape: Sequence[int], stride: Sequence[int]) -> int:
-    """Elements from the first to the last of a strided tensor."""
+    """Elements of memory from the first element of a strided tensor to its last, both included."""
     if 0 in shape:
         return 0
     return 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
@@ -37,7 +37,7 @@ def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def padded_stride(shape: Sequence[int], unit: int, rng: random.Random) -> tuple[int, ...]:
-    """Strides of a tensor with gaps along some axes but the last, all multiples of `unit` elements."""
+    """Strides with gaps along some axes, never the last; all strides are multiples of `unit` elements."""
     stride, step = [1] * len(shape), max(shape[-1], 1) if shape else 1
     for axis in range(len(shape) - 2, -1, -1):
         step = -(-step // unit) * unit + unit * rng.choice((0, 0, 1, 3))
@@ -47,10 +47,10 @@ def padded_stride(shape: Sequence[int], unit: int, rng: random.Random) -> tuple[
 
 
 class Image:
-    """Tensors that a call writes, as it finds them.
+    """The tensors that a call writes, in one block of memory.
 
-    before   the block, int32 words; a call gets a copy of it
-    places   of the tensors, by name
+    before   the block before a call, int32 words; each call gets a copy
+    places   of the tensors in it, by name
     """
 
     def __init__(self, places: Mapping[str, Place], before: torch.Tensor) -> None:
@@ -64,19 +64,19 @@ class Image:
         device: torch.device,
         rng: random.Random,
     ) -> Image:
-        """A block full of poison, for outputs of a dtype, a shape and strides, aligned to so many bytes."""
+        """A block full of poison for outputs: (dtype, shape, strides, alignment in bytes) by name."""
         places, end = {}, 0
         for name, (dtype, shape, stride, align) in outputs.items():
             start = end + GAP + align * rng.randrange(4)
             start = -(-start // align) * align
             places[name] = Place(dtype, tuple(shape), tuple(stride), start // dtype.itemsize)
             end = start + span(shape, stride) * dtype.itemsize
-        words = -(-(end + GAP) // 16) * 4  # whole rows of 16 bytes, so that it can be seen as any dtype
+        words = -(-(end + GAP) // 16) * 4  # a multiple of 16 bytes, so that it can be viewed as any dtype
         return cls(places, torch.full((words,), POISON, dtype=torch.int32, device=device))
 
     @classmethod
     def of_tensors(cls, tensors: Mapping[str, torch.Tensor], rng: random.Random) -> Image:
-        """A block with copies of tensors, at multiples of 16 bytes, and poison in the gaps that their strides leave."""
+        """A block with copies of tensors at multiples of 16 bytes; their strides stay, and gaps hold poison."""
         device = next(iter(tensors.values())).device
         sizes = {name: (t.dtype, t.shape, t.stride(), 16) for name, t in tensors.items()}
         image = cls.of_outputs(sizes, device, rng)
@@ -85,7 +85,7 @@ class Image:
         return image
 
     def views(self, block: torch.Tensor, names: Iterable[str] | None = None) -> dict[str, torch.Tensor]:
-        """The tensors in a block of this form: all, or those of some names."""
+        """The tensors in a block laid out like this image: all, or those of some names."""
         chosen = self.places if names is None else names
         result = {}
         for name in chosen:
@@ -94,12 +94,12 @@ class Image:
         return result
 
     def after(self, values: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """The block after some of the tensors have got values, and nothing else has changed."""
+        """The block after a call that writes these values and nothing else."""
         block = self.before.clone()
         for name, view in self.views(block, values).items():
             view.copy_(values[name])
         return block
 
     def strays(self, block: torch.Tensor) -> int:
-        """How many words outside of the tensors were changed."""
+        """How many words outside the tensors have changed."""
         return int((block != self.after(self.views(block))).sum())

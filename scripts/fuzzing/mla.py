@@ -78,7 +78,8 @@ def decode_call(draw: Draw) -> Call:
         if not rows:
             return []
         picked = {name: value[rows] for name, value in values.items()}
-        return problems_of(check_decode(picked["out"], picked["lse"], **case.rows(rows).arguments()))
+        some = case.rows(rows).arguments()
+        return problems_of(check_decode(picked["out"], picked["lse"], scores=forced["scores"], **some))
 
     return Call(
         seed=draw.seed,
@@ -123,7 +124,7 @@ def _sparse(draw: Draw) -> tuple[DecodeCase, dict[str, Any]]:
                 # not where lists were cut: all of what a list holds may then be seen
                 flat[place] = draw.choice((INT32_MIN, 0, -1))
         flat[flat >= topk] = draw.choice((topk, topk + 7, INT32_MAX))
-    return case, {"num_splits": draw.choice(SPLITS), "exchange": draw.choice((None, None, *EXCHANGES))}
+    return case, _forced(draw)
 
 
 def _dense(draw: Draw) -> tuple[DecodeCase, dict[str, Any]]:
@@ -155,7 +156,14 @@ def _dense(draw: Draw) -> tuple[DecodeCase, dict[str, Any]]:
         table = table[:, : longest // page_size]  # the longest sequence fills it
     lengths = extreme_lengths(case.cache_seqlens, table.shape[1] * page_size, draw)
     case = dataclasses.replace(case, block_table=table, cache_seqlens=lengths)
-    return case, {"num_splits": draw.choice(SPLITS), "exchange": draw.choice((None, None, *EXCHANGES))}
+    return case, _forced(draw)
+
+
+def _forced(draw: Draw) -> dict[str, Any]:
+    """Choices that are left to the planner, or made."""
+    scores = draw.choice((None, "exact", "fp8"))
+    exchange = draw.choice((None, None, *EXCHANGES) if scores != "fp8" else (None, "none"))
+    return {"num_splits": draw.choice(SPLITS), "exchange": exchange, "scores": scores}
 
 
 def _vary(case: DecodeCase, draw: Draw) -> tuple[DecodeCase, torch.Tensor]:

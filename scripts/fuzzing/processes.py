@@ -1,4 +1,4 @@
-"""Rounds in several processes at once, each with a device context of its own; one that dies is counted and replaced."""
+"""Rounds in several processes, each with its own device context. A process that dies is counted and replaced."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ import torch
 from scripts.fuzzing.rounds import THREADS, Fault, Finding, Outcome, Work, run_round
 
 HANG_S: Final = 120.0
-"""For a round, which takes some seconds."""
+"""Seconds after which a round counts as hung; it takes a few."""
 START_S: Final = 120.0
-"""More for the first one of a process, which imports torch and loads all kernels."""
+"""Seconds in addition for the first round of a process, which imports torch and loads all kernels."""
 MAX_FAULTS: Final = 8
-"""More say no more: the run ends."""
+"""The run ends after this many faults: more would tell nothing new."""
 
 RunRound = Callable[[Work, torch.device, MutableSequence[int]], Outcome]
 
 
 @dataclass
 class Total:
-    """All rounds together.
+    """The sum of all rounds.
 
-    outcome  sums of those that came to their end
-    done     their seeds: valid and invalid ones
-    faults   what became of the others, in words
+    outcome  of the rounds that ended
+    done     (first, last) of their seeds, of valid and of invalid calls
+    faults   of the rounds that did not end, in words
     """
 
     outcome: Outcome = field(default_factory=Outcome)
@@ -40,7 +40,7 @@ class Total:
     faults: list[str] = field(default_factory=list)
 
     def add(self, work: Work, outcome: Outcome) -> None:
-        """One more round."""
+        """Adds a round that ended."""
         self.outcome.calls += outcome.calls
         self.outcome.invalid_calls += outcome.invalid_calls
         self.outcome.findings += outcome.findings
@@ -48,7 +48,7 @@ class Total:
         self.done += [(work.first, work.last), (work.invalid_first, work.invalid_last)]
 
     def seeds(self) -> list[list[int]]:
-        """First and last of all ranges of seeds that were made, neighbours together."""
+        """[first seed, last seed] of all ranges that were made; adjacent ranges are merged."""
         merged: list[list[int]] = []
         for first, end in sorted(pair for pair in self.done if pair[1] > pair[0]):
             if merged and merged[-1][1] == first - 1:
@@ -59,7 +59,7 @@ class Total:
 
 
 def serve(connection: Connection, marks: Any, device: str, cores: int, run: RunRound) -> None:
-    """What a worker does: a round for each message, until None comes. A fault ends it."""
+    """The main function of a worker: one round for each message, until it gets None. A fault ends the process."""
     torch.set_num_threads(cores)
     with contextlib.suppress(KeyboardInterrupt, EOFError):
         while (work := connection.recv()) is not None:
@@ -67,14 +67,14 @@ def serve(connection: Connection, marks: Any, device: str, cores: int, run: RunR
                 connection.send(run(work, torch.device(device), marks))
             except Fault as fault:
                 connection.send(f"the device failed: {fault}")
-                os._exit(1)  # nothing can be cleaned up
+                os._exit(1)  # a failed device allows no cleanup
             except Exception:
                 connection.send(traceback.format_exc())
                 os._exit(1)
 
 
 class Worker:
-    """A process and the round that it is at."""
+    """A worker process and the round that it makes now."""
 
     def __init__(self, device: torch.device, cores: int, run: RunRound) -> None:
         context = multiprocessing.get_context("spawn")  # fork would copy the locks and threads of torch
@@ -93,8 +93,8 @@ class Worker:
         self.connection.send(work)
 
     def answer(self) -> Outcome | str | None:
-        """The outcome of its round, what went wrong instead, or None while it is at work."""
-        alive = self.process.is_alive()  # asked first: it may answer and die
+        """The outcome of its round, or what went wrong in words, or None while it works."""
+        alive = self.process.is_alive()  # read before its answer: a process may answer and die
         try:
             if self.connection.poll():
                 return self.connection.recv()
@@ -109,12 +109,12 @@ class Worker:
         return None
 
     def dismiss(self) -> None:
-        """Lets a process end that waits for work."""
+        """Tells a process that waits for work to end."""
         with contextlib.suppress(OSError):
             self.connection.send(None)
 
     def end(self, seconds: float = 0.0) -> None:
-        """Waits for so long, then ends the process whatever it does."""
+        """Waits up to `seconds` for the process to end, then kills it."""
         self.process.join(seconds)
         if self.process.is_alive():
             self.process.kill()
@@ -130,14 +130,14 @@ def run_rounds(
     run: RunRound = run_round,
     report: Callable[[Total], None] = lambda total: None,
 ) -> Total:
-    """Makes rounds in worker processes, or in this one where `workers` is 0, until there are no more.
+    """Makes all rounds in worker processes, or in this one if `workers` is 0.
 
     Args:
-        rounds: asked for the next one when a worker is free.
+        rounds: yields the next round whenever a worker is free.
         device: to make the calls on.
-        workers: processes.
-        run: makes a round; importable, for other processes.
-        report: called after each round, and each fault.
+        workers: number of processes.
+        run: makes a round; other processes must be able to import it.
+        report: called after each round and each fault.
     """
     total = Total()
     if workers == 0:
@@ -190,10 +190,10 @@ def run_rounds(
 
 
 def _fault(work: Work, marks: MutableSequence[int], said: str) -> str:
-    at = ", ".join(str(seed) for seed in marks)
-    return f"seeds {work.first} to {work.last - 1}, threads at [{at}]: {said}"
+    seed_list = ", ".join(str(seed) for seed in marks)
+    return f"seeds {work.first} to {work.last - 1}, threads at [{seed_list}]: {said}"
 
 
 def first_findings(total: Total, most: int) -> list[Finding]:
-    """Some of what was wrong, each seed once."""
+    """The first `most` findings, each seed once."""
     return list({finding.seed: finding for finding in reversed(total.outcome.findings)}.values())[::-1][:most]

@@ -1,8 +1,8 @@
-"""One round: some calls held to the oracle one after another, then all of them many times from seven threads at once.
+"""One round: the oracle checks some calls one after another; then seven threads make all of them again, many times.
 
-Bits of every later call are compared with those of the checked one, on the GPU: a call adds to a counter there, which
-is read when the round ends. Threads have streams of their own, make calls of alternating shapes in every mode, and
-replay graphs that the main thread has captured, and goes on to capture and to drop in between.
+The GPU compares the bits of every later call with those of the checked one and counts differences; the counters are
+read when the round ends. Each thread has a stream of its own. It makes calls of changing shapes in every mode, and
+replays graphs. The main thread captures these graphs, and drops and replaces some while the other threads run.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from scripts.fuzzing.calls import Call, Expected, Mode, WrongResult
 from scripts.fuzzing.generate import draw_call
 
 THREADS: Final = 6
-"""Beside the main one."""
+"""Threads in addition to the main thread."""
 REPLAYS: Final = 0.35
-"""Share of a thread's turns that replay a graph."""
+"""Share of a thread's turns that replay a graph; the others make a call."""
 GRAPHS_OF_THREAD: Final = 2
 REFRESHES: Final = 3
-"""Times that graphs are dropped and others captured while threads run."""
+"""How often a round replaces graphs after it has captured the first ones."""
 CALLS_OF_GRAPH: Final = (1, 1, 2, 3, 4)
 RESERVED: Final = 3 << 30
-"""Bytes that the allocator may keep from one round to the next."""
+"""Bytes that torch's allocator may keep from one round to the next."""
 
 
 class Work(NamedTuple):
-    """What a round has to do: seeds from `first` to before `last`, invalid calls likewise.
+    """The work of a round: seeds first <= seed < last of valid calls, and likewise of invalid ones.
 
-    turns  of each thread; each is one call, or a replay of several
+    turns  of each thread; a turn is one call, or one replay of several
     """
 
     first: int
@@ -46,7 +46,7 @@ class Work(NamedTuple):
 
 
 class Finding(NamedTuple):
-    """What is wrong, and the seed of the call; or that the call was not made, for want of memory."""
+    """What is wrong with the call of a seed. `no_memory`: the call was not made because memory ran out."""
 
     seed: int
     said: str
@@ -55,12 +55,12 @@ class Finding(NamedTuple):
 
 @dataclass
 class Outcome:
-    """What a round has made and found.
+    """What a round did and found.
 
-    calls          made and compared
-    invalid_calls  made
+    calls          number of valid calls made and compared
+    invalid_calls  number of invalid calls made
     findings       what was wrong
-    shapes         of valid calls, those of the same shape once
+    shapes         distinct shapes of the valid calls
     """
 
     calls: int = 0
@@ -70,11 +70,11 @@ class Outcome:
 
 
 class Fault(Exception):
-    """The device no longer works: this process can make no more calls."""
+    """The device has failed: this process can make no more calls."""
 
 
 class Checked(NamedTuple):
-    """A call that was right, and the bits that it gave."""
+    """A call that the oracle passed, and the bits of its results."""
 
     call: Call
     expected: Expected
@@ -84,12 +84,12 @@ def run_round(work: Work, device: torch.device, marks: MutableSequence[int] | No
     """Makes all calls of a round.
 
     Args:
-        work: which.
+        work: its seeds and turns.
         device: to make them on.
-        marks: gets the seed that each thread is at, the main one's first.
+        marks: item t is set to the seed that thread t works on; the main thread is 0.
 
     Raises:
-        Fault: see there.
+        Fault: the device has failed.
     """
     marks = [0] * (THREADS + 1) if marks is None else marks
     outcome, checked = Outcome(), []
@@ -112,7 +112,7 @@ def run_round(work: Work, device: torch.device, marks: MutableSequence[int] | No
 
 
 def check(seed: int, device: torch.device, outcome: Outcome) -> Checked | None:
-    """Makes the call of a seed, alone and with all outputs given, and holds it to the oracle."""
+    """Makes the call of a seed while no other runs, all outputs passed in, and checks it against the oracle."""
     call = draw_call(seed, device)
     outcome.shapes.add((call.op, *call.shape))
     mode = call.modes[0]
@@ -125,7 +125,7 @@ def check(seed: int, device: torch.device, outcome: Outcome) -> Checked | None:
         problems = [str(error)]
     except Fault:
         raise
-    except Exception as error:  # a valid call is refused, or the oracle is not made for it
+    except Exception as error:  # the op refused a valid call, or the oracle failed
         require_no_fault(device)
         problems = [f"raised {type(error).__name__}: {error}"]
     else:
@@ -140,7 +140,7 @@ def check(seed: int, device: torch.device, outcome: Outcome) -> Checked | None:
 
 
 def require_no_fault(device: torch.device) -> None:
-    """Waits for the device.
+    """Synchronizes with the device.
 
     Raises:
         Fault: it reports an error.
@@ -154,7 +154,7 @@ def require_no_fault(device: torch.device) -> None:
 
 
 class Gate:
-    """Lets threads pass, but for while it is closed: then none is inside."""
+    """Threads may be inside while it is open; while it is closed, none is."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -210,7 +210,7 @@ class Together:
         self.capture_stream = torch.cuda.Stream(device) if self.on_gpu else None
 
     def run(self, outcome: Outcome) -> None:
-        """Runs all threads to their end and adds what they found."""
+        """Runs all threads to their end and adds their findings to `outcome`."""
         width = 1 + max(len(one.call.modes) for one in self.checked)
         size = (len(self.checked), width)
         self.counters = [torch.zeros(size, dtype=torch.int64, device=self.device) for _ in range(THREADS + 1)]
@@ -235,9 +235,11 @@ class Together:
     def _describe(self, place: int, column: int, count: int, thread: int) -> Finding:
         call = self.checked[place].call
         how = call.modes[column] if column < len(call.modes) else "replayed"
-        beside = f"--seeds {self.work.first} {self.work.last}"
+        again = f"--seeds {self.work.first} {self.work.last}"
         where = f"{count} times in thread {thread}, {how}"
-        return Finding(call.seed, f"{call.op} {call.shape}: other bits than alone, {where}; beside {beside}")
+        return Finding(
+            call.seed, f"{call.op} {call.shape}: other bits than alone, {where}; all calls of the round: {again}"
+        )
 
     def _side_thread(self, thread: int) -> None:
         if not self.on_gpu:
@@ -252,8 +254,8 @@ class Together:
             except RuntimeError as error:
                 self.errors.append((self.marks[thread], error))
 
-    def _turns(self, thread: int, between: Any = None) -> None:
-        """The turns of one thread; `between` is called now and then, outside of the gate."""
+    def _turns(self, thread: int, pause: Any = None) -> None:
+        """The turns of one thread; calls `pause`, if given, four times, outside of the gate."""
         rng = random.Random(f"{self.work.first} {thread}")
         counters = [list(row.unbind()) for row in self.counters[thread].unbind()]
         pauses = {self.work.turns * n // (REFRESHES + 1) for n in range(REFRESHES + 1)}
@@ -261,14 +263,14 @@ class Together:
             if self.stop.is_set():
                 return
             try:
-                if between is not None and turn in pauses:
-                    between()
+                if pause is not None and turn in pauses:
+                    pause()
                 with self.gate.inside():
                     if self.graphs[thread] and rng.random() < REPLAYS:
                         self._replay(thread, rng.choice(self.graphs[thread]), counters)
                     else:
                         self._call(thread, rng.randrange(len(self.checked)), rng, counters)
-            except Exception as error:  # one is enough, and the device may be lost
+            except Exception as error:  # one error is enough, and the device may have failed
                 self.errors.append((self.marks[thread], error))
                 self.stop.set()
                 return
@@ -282,7 +284,7 @@ class Together:
         views = {} if block is None else call.image.views(block, mode.given)
         for name in mode.returns:
             if name not in views:
-                torch.full_like(expected.values[name], -1)  # poison for memory that the op may be given next
+                torch.full_like(expected.values[name], -1)  # poison in memory that the op may get next
         values = call.run(mode, views)
         expected.count_wrong(mode, block, values, counters[place][column])
         self.made[thread] += 1
@@ -302,11 +304,11 @@ class Together:
         self.made[thread] += len(recorded.items)
 
     def _refresh(self) -> None:
-        """Drops a graph of each thread that has enough of them, and captures others, while all threads wait."""
+        """Drops one graph of each thread that has its full number, and captures new ones, while all threads wait."""
         if not self.on_gpu:
             return
         with self.gate.closed():
-            torch.cuda.synchronize(self.device)  # what is dropped may still be replayed
+            torch.cuda.synchronize(self.device)  # a graph that is dropped may still be running
             for graphs in self.graphs:
                 if len(graphs) >= GRAPHS_OF_THREAD:
                     graphs.pop(self.rng.randrange(len(graphs)))
@@ -329,7 +331,7 @@ class Together:
             prepared.append((place, mode, call.image.before.clone() if mode.given else None))
         torch.cuda.synchronize(self.device)
         items = []
-        # torch.cuda.graph would also collect garbage and give back all memory, 100 ms each time
+        # torch.cuda.graph would also collect garbage and return cached memory, 100 ms each time
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.stream(self.capture_stream):
             graph.capture_begin(capture_error_mode="thread_local")

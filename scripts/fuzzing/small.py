@@ -28,17 +28,17 @@ MERGES: Final = (
     (72, "bfloat16", "bfloat16", True),
     (8, "float16", "float16", False),
 )
-"""d, dtypes of the states and of the output, whether there are sinks."""
+"""d, dtype of the states, dtype of the output, whether there are sinks."""
 MERGE_SIZES: Final = ((8, 2), (40, 20), (2048, 3))
-"""Rows and states, of which each takes a variant of its own."""
+"""(rows, states): each runs another variant of the kernel."""
 HALF_ULP: Final = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 SUM_ERROR: Final = 4e-6
-"""Of float32 weights and sums, relative to the sum of magnitudes."""
+"""Error of float32 weights and sums, relative to the sum of magnitudes."""
 MERGE_MODES = tuple(Mode(given, ("out", "lse")) for given in (("out", "lse"), ("out",), ("lse",), ()))
 
 
 def kernel_specs() -> list[Any]:
-    """Every kernel that these calls may take, but for those of `gqa_decode`."""
+    """Every kernel that these calls may launch, except those of `gqa_decode`."""
     merges = [
         MergeSpec.for_launch(rows=rows, num_states=n, d=d, in_dtype=inner, out_dtype=outer, has_sink=sink)
         for d, inner, outer, sink in MERGES
@@ -51,7 +51,7 @@ def kernel_specs() -> list[Any]:
 
 
 def merge_call(draw: Draw) -> Call:
-    """States of disjoint sets of keys, some of them empty."""
+    """Merges states of disjoint sets of keys, some of them empty."""
     d, inner, outer, has_sink = draw.choice(MERGES)
     leading, n = draw.choice(
         (
@@ -118,7 +118,7 @@ def _padded(values: torch.Tensor, draw: Draw) -> torch.Tensor:
 def merge_problems(
     out: torch.Tensor, lse: torch.Tensor, outs: torch.Tensor, lses: torch.Tensor, sink: torch.Tensor | None
 ) -> list[str]:
-    """What is wrong with merged states, beside float64."""
+    """What is wrong with merged states, compared with float64."""
     values = torch.where((lses == -torch.inf).unsqueeze(-1), 0.0, outs.double())
     total = torch.logsumexp(lses.double(), dim=0)
     weights = torch.where(total == -torch.inf, 0.0, torch.exp(lses.double() - total))
@@ -126,13 +126,13 @@ def merge_problems(
         weights = weights * torch.where(total == -torch.inf, 0.0, torch.sigmoid(total - sink.double()))
     expected = (weights.unsqueeze(-1) * values).sum(0)
     size = (weights.unsqueeze(-1) * values.abs()).sum(0)
-    # a log-sum-exp far from 0 is known to some ulps only, which the weights of float32 inherit
+    # float32 holds a log-sum-exp far from 0 to a few ulps, and the weights inherit that error
     known = SUM_ERROR + 2.0**-23 * lses.masked_fill(lses == -torch.inf, 0.0).abs().amax(0).double().unsqueeze(-1)
     allowed = HALF_ULP[out.dtype] * expected.abs() + known * size + torch.finfo(out.dtype).tiny
     wrong = ~((out.double() - expected).abs() <= allowed)
     problems = [f"out: {int(wrong.sum())} of {wrong.numel()} elements are off"] if wrong.any() else []
-    off = (lse != total.float()) & ~((lse.double() - total).abs() <= 1e-6 + 1e-6 * total.abs())
-    return problems + ([f"lse: {int(off.sum())} of {off.numel()} are off"] if off.any() else [])
+    inexact = (lse != total.float()) & ~((lse.double() - total).abs() <= 1e-6 + 1e-6 * total.abs())
+    return problems + ([f"lse: {int(inexact.sum())} of {inexact.numel()} are off"] if inexact.any() else [])
 
 
 # ---- sink attention
@@ -143,7 +143,7 @@ WINDOWS = (None, None, 1, 2, 63, 70, 128, 300, 600)
 
 
 def sink_call(draw: Draw) -> Call:
-    """A forward, or a forward with its gradients."""
+    """Draws a forward, or a forward with its gradients."""
     differentiable = draw.chance(0.3)
     half = not differentiable and draw.chance(0.2)
     d = 64 if half else draw.choice((64, 128))
@@ -188,7 +188,7 @@ def sink_call(draw: Draw) -> Call:
 
 
 def _lengths(draw: Draw, longest: int, packed: bool, decodes: bool) -> list[tuple[int, int]]:
-    """(queries, keys) of each sequence; those that `gqa_decode` answers have up to eight queries."""
+    """(queries, keys) of each sequence; 1 to 8 queries where `gqa_decode` may answer."""
     number = draw.choice((1, 1, 2, 3, 5) if draw.on_gpu else (1, 2))
 
     def pair() -> tuple[int, int]:
@@ -202,7 +202,7 @@ def _lengths(draw: Draw, longest: int, packed: bool, decodes: bool) -> list[tupl
 
 
 def sink_specs(case: SinkCase, differentiable: bool, deterministic: bool, sms: int) -> tuple[Any, ...]:
-    """The kernels of a call."""
+    """The kernels that a call launches."""
     if not case.q.numel() or not case.k.numel():
         return ()
     (h_q, d), h_kv = case.q.shape[-2:], case.k.shape[-2]
@@ -234,7 +234,11 @@ def sink_specs(case: SinkCase, differentiable: bool, deterministic: bool, sms: i
 
 
 def sink_problems(case: SinkCase, values: Mapping[str, torch.Tensor], draw: Draw) -> list[str]:
-    """What is wrong, beside float64; of large calls in one sequence and one KV head, and without the sum over all."""
+    """What is wrong, compared with float64.
+
+    Of large calls (more than 2^21 scores) only one sequence and one KV head are compared, and ds_aux, a sum over all
+    tokens, is not.
+    """
     work = sum(queries * keys for queries, keys in case.lengths) * case.q.shape[-2]
     sequence, heads = None, slice(None)
     if work > 1 << 21:

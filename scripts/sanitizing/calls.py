@@ -41,12 +41,12 @@ def worker(part: str, default_dtype: str = "float32") -> None:
 @contextlib.contextmanager
 def default_dtype(dtype: Any) -> Iterator[None]:
     """Inside the block torch makes floating-point tensors of this dtype where none is named."""
-    before = torch.get_default_dtype()
+    default = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
         yield
     finally:
-        torch.set_default_dtype(before)
+        torch.set_default_dtype(default)
 
 
 def _on_gpu(case: DecodeCase | GqaCase | SinkCase) -> dict[str, Any]:
@@ -83,12 +83,13 @@ class Calls:
             return op(*arguments, **options)
 
     def decode(self, case: DecodeCase, name: str, num_splits: int | None) -> None:
-        """Decode over the latent cache with every exchange, against the oracle."""
-        for exchange in EXCHANGES if num_splits else ("none",):  # shares, where no splits are asked for
-            forced: dict[str, Any] = {"num_splits": num_splits, "exchange": exchange}
+        """Decode over the latent cache with every exchange and all scores, against the oracle."""
+        exchanges = EXCHANGES if num_splits else ("none",)  # shares, where no splits are asked for
+        for exchange, scores in (*((exchange, "exact") for exchange in exchanges), (None, "fp8")):
+            forced: dict[str, Any] = {"num_splits": num_splits, "exchange": exchange, "scores": scores}
             out, lse = self.call(cute_kernels.mla_fp8_decode, **_on_gpu(case), **forced, return_lse=True)
-            form = f"{name}, {num_splits or 'no'} splits, exchange of {exchange}"
-            print(check_decode(out.cpu(), lse.cpu(), name=form, **case.arguments()).require())
+            form = f"{name}, {num_splits or 'no'} splits, exchange of {exchange}, scores {scores}"
+            print(check_decode(out.cpu(), lse.cpu(), name=form, scores=scores, **case.arguments()).require())
 
     def gqa(self, name: str, *, splits: Sequence[int | None] = (None, 1), **options: Any) -> None:
         """Decode over a K and V cache, against the oracle."""

@@ -148,15 +148,15 @@ def kinds(output: str) -> list[str]:
     return [f"{count} x {kind}" for kind, count in found.most_common()]
 
 
-def run_worker(under: Sequence[str], part: Part) -> subprocess.CompletedProcess[str]:
-    """Run a part of the calls as a command that `under` begins; stdout and stderr come back as one."""
+def run_worker(tool_command: Sequence[str], part: Part) -> subprocess.CompletedProcess[str]:
+    """Run a part of the calls as a command that `tool_command` begins; stdout and stderr come back as one."""
     environment = {name: value for name, value in os.environ.items() if name != NO_CACHING}
     # oracles on the CPU; all parts and tools run side by side
     environment["OMP_NUM_THREADS"] = "2"
     if not part.caching:
         environment[NO_CACHING] = "1"
     return subprocess.run(
-        [*under, sys.executable, str(SCRIPT), "--worker", part.name, "--default-dtype", part.default_dtype],
+        [*tool_command, sys.executable, str(SCRIPT), "--worker", part.name, "--default-dtype", part.default_dtype],
         env=environment,
         cwd=ROOT,
         stdout=subprocess.PIPE,
@@ -171,9 +171,9 @@ def run_tool(tool: str, part: Part) -> Finding:
     sanitizer = find_sanitizer()
     if sanitizer is None:
         return Finding(tool, None, "compute-sanitizer is not installed")
-    under = [sanitizer, "--tool", tool, *OPTIONS.get(tool, ()), "--error-exitcode", str(FINDINGS_EXIT)]
+    tool_command = [sanitizer, "--tool", tool, *OPTIONS.get(tool, ()), "--error-exitcode", str(FINDINGS_EXIT)]
     try:
-        done = run_worker(under, part)
+        done = run_worker(tool_command, part)
     except subprocess.TimeoutExpired:
         return Finding(tool, None, f"{part.name}: not done after {TIMEOUT_S} s")
     return parse(tool, done.stdout, done.returncode, part.name)

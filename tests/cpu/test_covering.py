@@ -1,4 +1,4 @@
-"""The covering arrays: nothing possible is left out, rows are calls that the ops take, and kernels stay few."""
+"""The covering arrays: no possible combination is missing, every row is a valid call, and kernels stay few."""
 
 import dataclasses
 import itertools
@@ -130,7 +130,7 @@ def gqa_call(kv: str, q: str, k: str, v: str, layout: str = "BNSH", page: str = 
 
 
 def test_what_the_rules_of_gqa_leave_out_is_refused():
-    """So that no rule hides a call that users can make."""
+    """No rule excludes a call that users can make."""
     scales = broken(GQA, "kv_dtype", "k_scales")
     assert scales == broken(GQA, "kv_dtype", "v_scales") and len(scales) == 13
     calls = [gqa_call(kv, kv if kv in covering.Q_DTYPES else "bf16", name, name) for kv, name in scales]
@@ -189,8 +189,8 @@ def test_mla_rows_are_valid_calls(row):
     case = row.call("cpu", short=True)
     out, lse = case.outputs(padded=row.padded)
     request = mla_op._Request(
-        case.q, case.kv_cache, **case.options(), num_splits=row.splits, exchange=row.exchange, out=out.tensor,
-        lse=lse.tensor,
+        case.q, case.kv_cache, **case.options(), num_splits=row.splits, exchange=row.exchange, scores=None,
+        out=out.tensor, lse=lse.tensor,
     )  # fmt: skip
     mla_op._check(*request)
 
@@ -221,7 +221,7 @@ def test_sizes_at_the_ends_are_among_the_rows():
 
 
 def test_kernels_stay_few():
-    """Of `gqa_decode` 2.2 s of a core each; those of `mla_fp8_decode` ship anyway."""
+    """Each kernel of `gqa_decode` compiles for 2.2 s; those of `mla_fp8_decode` ship anyway."""
     specs = covering.all_specs()
     assert len(set(specs)) == len(specs)
     assert len(set(specs) - {*shipped_mla_specs(), *shipped_crossover_specs()}) <= 160
@@ -229,12 +229,12 @@ def test_kernels_stay_few():
 
 @pytest.mark.parametrize("row", [*GQA_ROWS[::12], *MLA_ROWS[::12]], ids=lambda row: f"{type(row).__name__}{row.seed}")
 def test_rows_give_what_the_oracle_gives(row):
-    """As on a GPU, but with few keys; here both are the reference."""
+    """The check of the GPU tests, with few keys; on a CPU both sides are the reference."""
     row.check("cpu", short=True)
 
 
 def test_a_wrong_output_is_found(monkeypatch):
-    """One that is wrong in a head, and one that is not written where nothing is compared."""
+    """Results that are wrong in one head, and results with unwritten values outside the compared sample."""
     row = next(row for row in MLA_ROWS if row.h_q == 8 and row.keys == "some" and row.sink == "none")
 
     def zeroed(*args: Any, out: torch.Tensor, lse: torch.Tensor, **options: Any) -> None:

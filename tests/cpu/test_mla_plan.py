@@ -6,6 +6,7 @@ from cute_kernels.mla.crossover.spec import WEIGHT, MlaCrossoverSpec
 from cute_kernels.mla.crossover.spec import shipped_specs as shipped_crossover_specs
 from cute_kernels.mla.plan import EXCHANGES, MAX_BALANCED, MAX_SPLITS, plan_decode
 from cute_kernels.mla.spec import (
+    HALF,
     MASKED_SCALE,
     TOKENS_PER_TILE,
     V_WEIGHT,
@@ -136,6 +137,24 @@ def test_a_forced_exchange_is_taken_by_whole_clusters(exchange, h_q):
     assert plan.ctas % plan.spec.cluster == 0
     assert plan.spec.head_blocks(h_q) >= -(-h_q // WIDE)
     assert plan.ctas == 2 * 3 * 2 * plan.spec.head_blocks(h_q)
+
+
+@pytest.mark.parametrize("h_q", [1, 16, 32, 33, 64, 128])
+def test_fp8_scores_are_a_choice(h_q):
+    sizes = {"sparse": True, "batch": 64, "s_q": 1, "h_q": h_q, "max_keys": 2048, "num_sms": SMS}
+    planned = plan_decode(**sizes)
+    assert isinstance(planned.spec, MlaDecodeSpec)
+    assert planned.spec.scores == "exact"  # fp8 is nowhere 5% faster (docs/journal/mla_decode.md)
+    assert plan_decode(**sizes, scores="exact") == planned
+    spec = plan_decode(**sizes, scores="fp8").spec
+    assert isinstance(spec, MlaDecodeSpec) and spec in shipped_specs()
+    assert spec.scores == "fp8" and spec.can_implement() == [] and spec.heads >= HALF
+
+
+def test_fp8_scores_need_32_heads_of_a_cta():
+    spec = MlaDecodeSpec(sparse=True, heads=16, scores="fp8")
+    assert spec.can_implement() == ["scores is 'fp8' with 16 heads; it has kernels of 32 and 64"]
+    assert MlaDecodeSpec(sparse=True, scores="bf16").can_implement() == ["scores is 'bf16'; known are ('exact', 'fp8')"]
 
 
 def test_an_unknown_exchange_is_refused_in_words():

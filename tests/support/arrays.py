@@ -51,7 +51,7 @@ class Model:
     usual: tuple[tuple[str, Any], ...] = ()
 
     def combinations(self) -> list[tuple[str, ...]]:
-        """The groups of factors whose values all have to meet."""
+        """The groups of factors whose combinations of values all have to occur."""
         pairs = itertools.combinations([*self.triples, *self.pairs], 2)
         return [*itertools.combinations(self.triples, 3), *(pair for pair in pairs if pair[1] in self.pairs)]
 
@@ -197,10 +197,10 @@ def cover(
 
 def _without_spare(rows: list[Row], places: _Places) -> list[Row]:
     """The rows without those whose combinations all occur elsewhere."""
-    at = places.of(rows)
-    count = torch.bincount(at.flatten(), minlength=places.count)
+    combination_numbers = places.of(rows)
+    count = torch.bincount(combination_numbers.flatten(), minlength=places.count)
     kept = []
-    for row, own in zip(reversed(rows), at.flip(0), strict=True):
+    for row, own in zip(reversed(rows), combination_numbers.flip(0), strict=True):
         if int(count[own].min()) > 1:
             count[own] -= 1
         else:

@@ -1,4 +1,4 @@
-"""Calls that are right in everything, and what makes each of them wrong: one table for CPU and GPU tests.
+"""Valid calls, and changes that make each of them wrong: one table for CPU and GPU tests.
 
 The tables are functions of a device, since the same arguments are refused in the same words on every device. Nothing in
 them follows torch's defaults. "Another device" is meta, which both a CPU and a GPU process have.
@@ -44,7 +44,7 @@ ERROR = r"(?s)^[\w, ]*\b{}\b[\w, ]*: got .+[,;] (needs|known are|layout .+ needs
 
 @dataclasses.dataclass(frozen=True)
 class Table:
-    """A public function, a right call of it on a device, and what makes that call wrong there.
+    """A public function, a valid call of it on a device, and changes that make the call wrong there.
 
     outputs  arguments that hold NaN, or the number 7, before a call and must hold it after a refused one
     """
@@ -60,7 +60,7 @@ class Table:
         return name, self.right(device) | (value if isinstance(value, dict) else {name: value})
 
     def refusal(self, label: str, device: str) -> Exception:
-        """What a wrong call raises.
+        """The error that a wrong call raises.
 
         Raises:
             AssertionError: it raises nothing, or something else than a TypeError or ValueError, or writes an output.
@@ -70,7 +70,7 @@ class Table:
         try:
             self.function(**arguments)
         except (TypeError, ValueError) as error:
-            if any(not torch.equal(_bits(arguments[key]), before) for key, before in kept.items()):
+            if any(not torch.equal(_bits(arguments[key]), original) for key, original in kept.items()):
                 raise AssertionError(f"{label}: an output was written before the arguments were checked") from error
             return error
         raise AssertionError(f"{label}: {name} was not refused")
@@ -173,6 +173,9 @@ def sparse_wrong(device: str) -> Wrong:
         "softmax_scale a tensor": ("softmax_scale", floats(device)),
         "exchange unknown": ("exchange", "keys"),
         "exchange of another type": ("exchange", 2),
+        "scores unknown": ("scores", "bf16"),
+        "scores of another type": ("scores", 8),
+        "fp8 scores with an exchange": ("scores", {"scores": "fp8", "exchange": "codes"}),
         **elsewhere(call, "kv_cache", "indices", "topk_length", "s_aux", "out", "lse"),
         "everything on another device": ("q", all_elsewhere(call)),
         "neither kind of keys": ("indices", {"indices": None, "topk_length": None}),

@@ -368,7 +368,7 @@ def sink_packed_wrong(device: str) -> Wrong:
             "of float32": borders(0, 3, 3, total, dtype=F32),
             "of rank 2": borders(0, 3, 3, total)[None],
             "with a stride of 2": borders(0, 0, 3, 0, 3, 0, total, 0)[::2],
-            "that begin behind 0": borders(1, 3, 3, total),
+            "that begin after 0": borders(1, 3, 3, total),
             "that begin before 0": borders(-1, 3, 3, total),
             "that decrease": borders(0, 4, 3, total),
             "that decrease below 0": borders(0, -2, 3, total),

@@ -496,7 +496,7 @@ def _file(op: str) -> Path:
 
 
 def _read(op: str, model: Model) -> list[Row]:
-    values = {name: {str(value): value for value in among} for name, among in model.factors.items()}
+    values = {name: {str(value): value for value in choices} for name, choices in model.factors.items()}
     with _file(op).open(newline="", encoding="utf-8") as stream:
         return [{name: values[name][text] for name, text in line.items()} for line in csv.DictReader(stream)]
 

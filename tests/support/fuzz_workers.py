@@ -1,4 +1,4 @@
-"""Rounds that fail, for worker processes: those can import them."""
+"""Rounds that fail, in a module that worker processes can import."""
 
 import os
 import time
@@ -8,7 +8,7 @@ from scripts.fuzzing.rounds import Fault, Finding, Outcome, Work
 
 
 def count(work: Work, *others: Any) -> Outcome:
-    """Makes nothing and says that it made a call for each seed, one of which was wrong."""
+    """Makes no call, and reports one for each seed, of which one was wrong."""
     outcome = Outcome(calls=work.last - work.first, invalid_calls=1, shapes={("shape", work.first)})
     if work.first == 20:
         outcome.findings.append(Finding(23, "wrong"))
@@ -33,7 +33,7 @@ def fail(work: Work, device: Any, marks: Any) -> Outcome:
 
 
 def hang(work: Work, device: Any, marks: Any) -> Outcome:
-    """The second round does not end."""
+    """The second round never ends."""
     if work.first == 10:
         time.sleep(1000)
     return count(work)

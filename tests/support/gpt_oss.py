@@ -39,7 +39,7 @@ def attend(
     sliding_window: int | None,
     **options: Any,
 ) -> tuple[Any, None]:
-    """`sink_attention` as transformers calls it: heads before tokens, and no mask for an attention it does not know."""
+    """`sink_attention` with transformers' arguments: heads before tokens, no mask for an attention not built in."""
     if attention_mask is not None or options["dropout"]:
         raise ValueError("attention_mask, dropout: got one, needs none")
     q, k, v = (t.transpose(1, 2) for t in (query, key, value))
@@ -77,7 +77,7 @@ def train(attention: str, bfloat16: bool, device: str) -> Trained:
         torch.manual_seed(seed)
         model = modeling.GptOssForCausalLM(config).train().to(device)
         sinks = [layer.self_attn.sinks for layer in model.model.layers]
-        before = torch.stack([t.detach().clone() for t in sinks])
+        initial = torch.stack([t.detach().clone() for t in sinks])
         optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
         gen = torch.Generator(device="cpu").manual_seed(seed)
         for _ in range(STEPS):
@@ -88,7 +88,7 @@ def train(attention: str, bfloat16: bool, device: str) -> Trained:
             loss.backward()
             optimizer.step()
             losses.append(loss.item())
-        moved.append((torch.stack([t.detach() for t in sinks]) - before).cpu())
+        moved.append((torch.stack([t.detach() for t in sinks]) - initial).cpu())
     every_loss = torch.tensor(losses, dtype=torch.float32, device="cpu")
     return Trained(every_loss.view(len(SEEDS), STEPS), torch.stack(moved))
 
@@ -112,7 +112,7 @@ def excess(attention: Callable[..., Any], device: str) -> tuple[float, float]:
     """Distance to eager float32, of the losses and of the sinks' way, in units of that of eager bfloat16."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-    ALL_ATTENTION_FUNCTIONS.register(NAME, attention)  # in place of one that was there
+    ALL_ATTENTION_FUNCTIONS.register(NAME, attention)  # replaces an attention of the same name
     run, exact, rounded = train(NAME, True, device), eager(False, device), eager(True, device)
     loss = (run.losses - exact.losses).abs().mean() / (rounded.losses - exact.losses).abs().mean()
     sinks = (run.sinks - exact.sinks).norm() / (rounded.sinks - exact.sinks).norm()

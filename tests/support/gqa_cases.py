@@ -97,7 +97,7 @@ class GqaCase:
     softmax_scale: float | None = None
 
     def arguments(self) -> dict[str, Any]:
-        """All arguments by name, as the decode, the oracle and the emulation take them."""
+        """All arguments by name, for the decode, the oracle and the emulation."""
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
 
     def outputs(self, *, padded: bool = False) -> tuple[PoisonedOutput, PoisonedOutput]:
@@ -239,18 +239,18 @@ def _block_table(
     needed, spare = int(pages_of.sum()), 3
     num_pages, width = needed + spare, (int(pages_of.max()) if len(lengths) else 0) + 2
     shuffled = torch.randperm(num_pages, generator=gen, dtype=torch.int64, device=gen.device).cpu()
-    outside = torch.tensor([-1, -(2**31), num_pages, num_pages + 1, INT32_MAX], dtype=torch.int64, device="cpu")
-    garbage = torch.cat([outside, shuffled[[0, -1]]])
+    out_of_range = torch.tensor([-1, -(2**31), num_pages, num_pages + 1, INT32_MAX], dtype=torch.int64, device="cpu")
+    garbage = torch.cat([out_of_range, shuffled[[0, -1]]])
 
-    def choice(among: torch.Tensor) -> torch.Tensor:
-        places = torch.randint(len(among), (len(lengths), width), generator=gen, dtype=torch.int64, device=gen.device)
-        return among[places.cpu()]
+    def choice(entries: torch.Tensor) -> torch.Tensor:
+        places = torch.randint(len(entries), (len(lengths), width), generator=gen, dtype=torch.int64, device=gen.device)
+        return entries[places.cpu()]
 
     table = choice(garbage)
     table[torch.arange(width, dtype=torch.int64, device="cpu") < pages_of.unsqueeze(1)] = shuffled[:needed]
     if bad_entries:
         bad = torch.rand(table.shape, generator=gen, dtype=torch.float32, device=gen.device).cpu() < 0.1
-        table = torch.where(bad, choice(outside), table)
+        table = torch.where(bad, choice(out_of_range), table)
     return table, num_pages
 
 
@@ -264,7 +264,7 @@ def _used_slots(
     window: int | None,
     device: torch.device,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sequence or page, and place there, of every key that some query sees."""
+    """(sequence or page, row in it) of every key that some query sees."""
     capacity = sizes.rows if table is None else table.shape[1] * sizes.rows
     positions = torch.arange(capacity, dtype=torch.int64, device="cpu")
     seen = positions < lengths.unsqueeze(1)
@@ -304,7 +304,7 @@ def _empty_cache(
 def _empty_scale(
     sizes: CacheSizes, layout: CacheLayout, kind: ScaleKind, dtype: torch.dtype, padded: bool, gen: torch.Generator
 ) -> torch.Tensor:
-    """NaN scales; per_tensor is () or (1,), as chance has it."""
+    """NaN scales; the shape of per_tensor is () or (1,), drawn."""
     shape = scale_shapes(layout, sizes)[kind]
     if kind.granularity == "per_tensor" and torch.rand((), generator=gen, dtype=torch.float32, device=gen.device) < 0.5:
         shape = ()
@@ -321,8 +321,8 @@ def _wild_base(h_kv: int, d: int, kind: ScaleKind | None, narrow: bool, gen: tor
     def drawn(shape: tuple[int, int], decades: float) -> torch.Tensor:
         return decades * torch.rand(shape, generator=gen, dtype=torch.float32, device=gen.device)
 
-    within = min(high - low, GROUP_DECADES) if groups > 1 else 0.0
-    exponent = low + drawn((heads, 1), high - low - within) + drawn((heads, groups), within)
+    group_decades = min(high - low, GROUP_DECADES) if groups > 1 else 0.0
+    exponent = low + drawn((heads, 1), high - low - group_decades) + drawn((heads, groups), group_decades)
     return torch.pow(10.0, exponent).repeat_interleave(d // groups, dim=1).expand(h_kv, d)
 
 
@@ -343,22 +343,22 @@ def _fill(
     shared: torch.Tensor | None = None
     step = max(1, ELEMENTS_PER_CHUNK // (sizes.h_kv * sizes.d))
     for start in range(0, max(1, len(outer)), step):
-        at = outer[start : start + step], rows[start : start + step]
-        shape = (len(at[0]), sizes.h_kv, sizes.d)
+        slots = outer[start : start + step], rows[start : start + step]
+        shape = (len(slots[0]), sizes.h_kv, sizes.d)
         if base is None:
             codes, scale = _quantized(
                 torch.randn(shape, generator=gen, dtype=torch.float32, device=gen.device), cache, values, shared, gen
             )
         else:
             codes, scale = _wild_tokens(shape, cache, base, gen)
-        cache.put(*at, codes)
+        cache.put(*slots, codes)
         if scale is None or cache.scale is None or cache.kind is None:
             continue
         if cache.kind.granularity in ("per_tensor", "per_head"):
             shared = scale
             cache.scale.copy_(scale.reshape(cache.scale.shape))
         else:
-            cache.put_scale(*at, scale)
+            cache.put_scale(*slots, scale)
 
 
 def _quantized(
@@ -398,7 +398,7 @@ def _wild_tokens(
         own = (n, h_kv, d // kind.group_size)
     depth = 8 * (torch.rand(own, generator=gen, dtype=torch.float32, device=gen.device) - 0.5).clamp_min(0)
     jitter = 1 - 0.5 * torch.rand(own, generator=gen, dtype=torch.float32, device=gen.device)
-    drop = torch.pow(10.0, -depth) * jitter  # no two alike: bf16 would round them all by the same factor
+    drop = torch.pow(10.0, -depth) * jitter  # all different: bf16 would round equal ones by the same factor
     if kind is None or cache.scale is None:
         if dtype == torch.float8_e4m3fn:
             return codes, None
@@ -418,7 +418,7 @@ def _wild_tokens(
 
 
 def _strided_int(values: torch.Tensor) -> torch.Tensor:
-    """The same int32 values with a row stride of their own."""
+    """The same int32 values in a tensor with a larger row stride."""
     wide = values.new_full((*values.shape[:-1], values.shape[-1] + 3), INT32_MAX)
     view = wide[..., : values.shape[-1]]
     view.copy_(values)
@@ -468,8 +468,8 @@ def gqa_yardstick(
     noise, shared = torch.zeros_like(queries, dtype=torch.float64), torch.zeros_like(lse, dtype=torch.float64)
     groups = value_groups(v_scale, known)
     width = d // groups if groups > 1 else default_width(d)
-    of_tokens = values_of.kind is not None and values_of.kind.granularity in TOKEN_SCALES
-    operand = torch.bfloat16 if of_tokens else q.dtype  # what P is rounded to
+    token_scales = values_of.kind is not None and values_of.kind.granularity in TOKEN_SCALES
+    operand = torch.bfloat16 if token_scales else q.dtype  # what P is rounded to
     for work in visible_keys(
         batch,
         s_q,
@@ -481,19 +481,19 @@ def gqa_yardstick(
         window=window,
         device=q.device,
     ):
-        of_keys = noise.new_zeros((sizes.h_kv, len(work.positions)))
+        key_errors = noise.new_zeros((sizes.h_kv, len(work.positions)))
         for heads in head_chunks(sizes.h_kv, len(work.positions), d):
             keys = keys_of.take(work.outer, work.rows, heads, q.dtype).float().permute(1, 2, 0)
-            dtype = None if of_tokens else operand
+            dtype = None if token_scales else operand
             values, scales = _value_operands(values_of, work.outer, work.rows, heads, groups, dtype)
             exact = values.double() if scales is None else values.double() * spread_groups(scales.double(), d)
-            for query, (seen, at) in enumerate(zip(work.seen, work.at, strict=True)):
+            for query, (seen, own_position) in enumerate(zip(work.seen, work.own_positions, strict=True)):
                 if seen.start == seen.stop:
                     continue
                 place = work.row, query, heads
                 row_slopes = None if slopes is None else slopes[work.row, heads]
                 scores = queries[place] @ keys[..., seen] * scale
-                scores = modify_scores(scores, work.positions[seen] - at, softcap, row_slopes)
+                scores = modify_scores(scores, work.positions[seen] - own_position, softcap, row_slopes)
                 row_max = scores.amax(dim=-1, keepdim=True)
                 weights = torch.exp(scores - row_max)
                 row_sum = weights.sum(dim=-1, keepdim=True)
@@ -506,11 +506,13 @@ def gqa_yardstick(
                 out[place], lse[place] = result.to(q.dtype), own_lse.squeeze(-1)
                 p, own = weights.double() * share, exact[:, seen]
                 noise[place] = (rounding_variance(weights.double(), operand) @ own.square()).sqrt() * share
-                of_rows = Projections.of(finite_or_zero(result.double()), finite_or_zero(noise[place]), q.dtype, width)
-                of_keys[heads, seen] += rounding_noise(operand) * of_rows.of_keys(p, own).sum(dim=1)
+                projections = Projections.of(
+                    finite_or_zero(result.double()), finite_or_zero(noise[place]), q.dtype, width
+                )
+                key_errors[heads, seen] += rounding_noise(operand) * projections.of_keys(p, own).sum(dim=1)
         if values_of.kind is not None and values_of.kind.granularity == "per_token":
-            of_keys = of_keys.sum(dim=0)  # what one scale does to a P of 1 is the same in all heads
-        shared[work.row] = of_keys.square().sum() / shared[work.row].numel()
+            key_errors = key_errors.sum(dim=0)  # what one scale does to a P of 1 is the same in all heads
+        shared[work.row] = key_errors.square().sum() / shared[work.row].numel()
     return Yardstick(*(tensor.flatten(2, 3) for tensor in (out, lse, noise, shared)))
 
 
@@ -543,7 +545,7 @@ def spread_groups(scales: torch.Tensor, d: int) -> torch.Tensor:
 def _rounded_product(
     weights: torch.Tensor, values: torch.Tensor, scales: torch.Tensor | None, operand: torch.dtype
 ) -> torch.Tensor:
-    """P V, (heads, rows, d) float32, with P, or P times the scale of each key and group, rounded to `operand`."""
+    """P V, (heads, rows, d) float32. P, or P times the scale of each key and group, is rounded to `operand` first."""
     if scales is None:
         return weights.to(operand).float() @ values
     parts = values.chunk(scales.shape[-1], dim=-1)
@@ -558,7 +560,7 @@ def value_groups(v_scale: torch.Tensor | None, layout: CacheLayout) -> int:
 
 @dataclass(frozen=True)
 class GqaExpectation:
-    """What a call must give: the oracle's results, and how far from them is allowed.
+    """The expected results of a call: the oracle's, and the allowed error.
 
     out        (batch, s_q, h_q, d) float64
     lse        (batch, s_q, h_q) float64
@@ -573,12 +575,12 @@ class GqaExpectation:
 
     @classmethod
     def of(cls, case: GqaCase) -> GqaExpectation:
-        """Of one call."""
+        """The expectation of one call."""
         arguments, groups = case.arguments(), value_groups(case.v_scale, LAYOUTS[case.layout])
         return cls(*reference_gqa_decode(**arguments), gqa_yardstick(**arguments), groups)
 
     def check(self, out: torch.Tensor, lse: torch.Tensor | None, *, name: str = "gqa_decode") -> Comparison:
-        """Compare results with it; arguments as in `check_gqa`."""
+        """Compares results with the expectation; arguments as in `check_gqa`."""
         width = self.out.shape[-1] // self.groups if self.groups > 1 else None
         return self.yardstick.compare(out, self.out, width=width, lse=lse, expected_lse=self.lse, name=name)
 

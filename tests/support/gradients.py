@@ -1,4 +1,4 @@
-"""What must hold for tensors that require gradients in operators that have none, whatever the device."""
+"""Checks of operators without a backward, over tensors that require gradients, on any device."""
 
 from typing import Any
 
@@ -23,7 +23,7 @@ def candidates(device: str) -> list[tuple[str, str]]:
 
 
 def expected_words(name: str, argument: str) -> str:
-    """The message of a refusal."""
+    """The message of the error that a call raises."""
     operator = OPERATOR.get(name, name.partition(",")[0])
     said = RENAMED.get(argument, argument) if name in OPERATOR else argument
     return (
@@ -33,19 +33,19 @@ def expected_words(name: str, argument: str) -> str:
 
 
 def require_refused(name: str, argument: str, device: str) -> None:
-    """With gradients enabled the call is an error that says so, and nothing is written."""
+    """With gradients enabled, the call raises an error that says so, and writes nothing."""
     table, call = TABLES[name], TABLES[name].right(device)
     call[argument] = call[argument].requires_grad_()
-    before = {key: call[key].detach().clone() for key in table.outputs if isinstance(call.get(key), torch.Tensor)}
+    originals = {key: call[key].detach().clone() for key in table.outputs if isinstance(call.get(key), torch.Tensor)}
     with pytest.raises(ValueError) as error:
         table.function(**call)
     assert str(error.value) == expected_words(name, argument)
-    for key, was in before.items():
+    for key, was in originals.items():
         assert torch.equal(call[key].detach().view(torch.uint8), was.view(torch.uint8)), "something was written"
 
 
 def require_taken(name: str, argument: str, device: str) -> None:
-    """A parameter is an input like any other where gradients are disabled, as in serving."""
+    """With gradients disabled, as in serving, a tensor that requires gradients is an input like any other."""
     for mode in (torch.no_grad(), torch.inference_mode()):
         plain, call = TABLES[name].right(device), TABLES[name].right(device)
         call[argument] = call[argument].requires_grad_()
@@ -56,7 +56,7 @@ def require_taken(name: str, argument: str, device: str) -> None:
 
 
 def _results(name: str, call: dict[str, Any]) -> list[torch.Tensor]:
-    """Outputs of a call as detached tensors, results and what was written alike."""
+    """All outputs of a call as detached tensors: what it returns and what it writes."""
     result = TABLES[name].function(**call)
     returned = result if isinstance(result, tuple) else (result,)
     written = [call[key] for key in TABLES[name].outputs if isinstance(call.get(key), torch.Tensor)]

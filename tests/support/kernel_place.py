@@ -25,7 +25,7 @@ class Place:
         )
 
     def run(self, code: str, **environment: str) -> str:
-        """What such a process prints; it must succeed."""
+        """Runs such a process, which must succeed, and returns what it prints."""
         process = self.start(code, **environment)
         out, err = process.communicate(timeout=120)
         assert process.returncode == 0, err

@@ -1,4 +1,4 @@
-"""A layout that nobody ships: proof that one `CacheLayout` adds a plain layout to reference, append and kernels."""
+"""A layout that does not ship. It shows that one `CacheLayout` adds a plain layout to reference, append and kernels."""
 
 from typing import Final
 

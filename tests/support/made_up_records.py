@@ -1,4 +1,4 @@
-"""Records of a GPU run that never was, for tests of what is made from them."""
+"""Invented records of GPU runs, for tests of reports and tables."""
 
 import math
 from typing import Any
@@ -91,7 +91,7 @@ REPR = "MlaAppendSpec(tokens_per_cta={})"
 
 
 def kernel(number: int, spec: str = "") -> tuple[str, dict[str, str]]:
-    """Name and facts of a kernel that never was."""
+    """Name and facts of an invented kernel."""
     facts = {"spec": spec or REPR.format(number), "sass": f"{number:064x}", "launch": f"{number + 1:064x}"}
     return records.kernel_id(facts["sass"], facts["launch"]), facts
 
@@ -110,7 +110,7 @@ def coded_record(**changes: Any) -> dict[str, Any]:
 
 
 def random_calls(first: int, last: int, **changes: Any) -> dict[str, Any]:
-    """What a run of random calls writes."""
+    """The file that a run of random calls writes."""
     entry: dict[str, Any] = {
         "device": "NVIDIA H200",
         "calls": 60_000,

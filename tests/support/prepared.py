@@ -8,7 +8,7 @@ from cute_kernels.runtime.launch import PreparedLaunches
 
 
 class _Learning(dict[Any, Any]):
-    """Has the same value for every key that it is asked for, and keeps the keys."""
+    """Returns the same value for every key, and records the keys."""
 
     def __init__(self, value: Any) -> None:
         super().__init__()
@@ -20,7 +20,7 @@ class _Learning(dict[Any, Any]):
 
 
 def prepare(monkeypatch: pytest.MonkeyPatch, op: Any, launch: Any, *calls: tuple[Any, ...]) -> None:
-    """Prepares `launch` for the arguments of some calls, and nothing else, in the module of an op.
+    """Prepares `launch` in the module of an op, for the arguments of some calls and for no others.
 
     Launches it once for each call, from which it learns the key.
     """

@@ -1,4 +1,4 @@
-"""A graph without a GPU: its replays make the calls again and copy what they return to where the first ones wrote."""
+"""A graph without a GPU: a replay makes the calls again and copies their results into those of the first calls."""
 
 from collections.abc import Callable, Sequence
 from typing import Any

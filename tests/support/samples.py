@@ -1,4 +1,4 @@
-"""A sample call of every public function, for tests of what surrounds a call: defaults, modes, compilers.
+"""A sample call of every public function, for tests of environments: defaults, modes, compilers.
 
 Inputs are drawn on a device from a seed, and are as adversarial as those of `tests.support`.
 """
@@ -34,7 +34,7 @@ class Sample:
 
 
 def copied(arguments: dict[str, Any]) -> dict[str, Any]:
-    """The arguments with tensors of their own, strides kept, so that a call can write to them."""
+    """A copy of the arguments, strides included, so that a call can write to its tensors."""
     return {name: _copy(value) if isinstance(value, torch.Tensor) else value for name, value in arguments.items()}
 
 

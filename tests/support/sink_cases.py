@@ -53,12 +53,12 @@ class SinkCase:
 
     @property
     def packed(self) -> bool:
-        """Whether the sequences lie one after the other."""
+        """Whether sequences are packed, one after the other."""
         return self.cu_seqlens_q is not None
 
     @property
     def dtype(self) -> str:
-        """Of q, as specs have it."""
+        """The dtype of q by its name in a spec."""
         return str(self.q.dtype).removeprefix("torch.")
 
     def arguments(self) -> dict[str, Any]:
@@ -158,7 +158,7 @@ def _sinks(kind: str, drawn: torch.Tensor) -> torch.Tensor | None:
 
 
 class Measure(NamedTuple):
-    """What a result is compared with.
+    """The values that a result is compared with.
 
     exact     float64, the oracle
     emulated  the same from a computation in q's dtype
@@ -277,7 +277,7 @@ def _weights(t: _Operands, mask: torch.Tensor, scale: float) -> _Weights:
 
 
 class _Products(NamedTuple):
-    """All results of one precision."""
+    """All results in one precision."""
 
     out: torch.Tensor
     dq: torch.Tensor
@@ -294,7 +294,7 @@ def _products(t: _Operands, weights: _Weights, scale: float, rounded: torch.dtyp
         return values if rounded is None else values.to(rounded).to(values.dtype)
 
     p = weights.p
-    # rounded relative to the largest of a row, as kernels do
+    # rounded relative to the largest of a row, as in kernels
     largest = p.amax(-1, keepdim=True)
     largest = torch.where(largest == 0, 1.0, largest)
     out = short(torch.einsum("rqk,kd->qrd", short(p / largest) * largest, t.v))
@@ -321,18 +321,18 @@ def _one_head(t: _Operands, mask: torch.Tensor, case: SinkCase) -> _Head:
     # variances of what is rounded: P relative to the largest of a row, P itself, dS, and delta, which has the rounding
     # of the output and that of the P in it
     largest = weights.p.amax(-1, keepdim=True)
-    of_p = rounding_variance(weights.p / torch.where(largest == 0, 1.0, largest), dtype) * largest.square()
-    of_ds = rounding_variance(exact.ds, dtype)
-    of_delta = torch.einsum("qrd,qrd->rq", t.d_out.square(), exact.out.square()) * rounding_noise(dtype) ** 2
-    of_delta += torch.einsum("rqk,rqk->rq", of_p, torch.einsum("qrd,kd->rqk", t.d_out, t.v).square())
-    of_out = torch.einsum("rqk,kd->qrd", of_p, t.v.square())
-    # the errors of delta are the same along a row: they add up in dq
-    of_dq = torch.einsum("rqk,kd->qrd", of_ds, t.k.square())
-    of_dq += torch.einsum("rqk,kd->qrd", weights.p, t.k).square() * of_delta.T[..., None]
-    of_scores = of_ds + weights.p.square() * of_delta[..., None]
-    of_dk = torch.einsum("rqk,qrd->kd", of_scores, t.q.square())
-    of_dv = torch.einsum("rqk,qrd->kd", rounding_variance(weights.p, dtype), t.d_out.square())
-    of_sinks = (weights.p_sink.square() * of_delta).sum(-1)
-    noise = (of_out.sqrt(), of_dq.sqrt() * scale, of_dk.sqrt() * scale, of_dv.sqrt(), of_sinks.sqrt())
+    var_p = rounding_variance(weights.p / torch.where(largest == 0, 1.0, largest), dtype) * largest.square()
+    var_ds = rounding_variance(exact.ds, dtype)
+    var_delta = torch.einsum("qrd,qrd->rq", t.d_out.square(), exact.out.square()) * rounding_noise(dtype) ** 2
+    var_delta += torch.einsum("rqk,rqk->rq", var_p, torch.einsum("qrd,kd->rqk", t.d_out, t.v).square())
+    var_out = torch.einsum("rqk,kd->qrd", var_p, t.v.square())
+    # an error of delta is the same along a row, so in dq these errors add up
+    var_dq = torch.einsum("rqk,kd->qrd", var_ds, t.k.square())
+    var_dq += torch.einsum("rqk,kd->qrd", weights.p, t.k).square() * var_delta.T[..., None]
+    var_scores = var_ds + weights.p.square() * var_delta[..., None]
+    var_dk = torch.einsum("rqk,qrd->kd", var_scores, t.q.square())
+    var_dv = torch.einsum("rqk,qrd->kd", rounding_variance(weights.p, dtype), t.d_out.square())
+    var_sinks = (weights.p_sink.square() * var_delta).sum(-1)
+    noise = (var_out.sqrt(), var_dq.sqrt() * scale, var_dk.sqrt() * scale, var_dv.sqrt(), var_sinks.sqrt())
     out, dq, dk, dv, ds_aux = map(Measure, exact[:5], emulated[:5], noise)
     return _Head(out, weights.lse.T, dq, dk, dv, ds_aux)

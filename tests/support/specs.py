@@ -9,7 +9,7 @@ from tests.support.samples import SAMPLES
 
 
 def of_tables() -> list[Any]:
-    """Of right calls; those of the other operators ship, or compile in a few seconds."""
+    """Kernels of valid calls; those of the other operators ship, or compile in a few seconds."""
     calls = [table.right("cpu") for name, table in TABLES.items() if name.startswith("gqa_decode")]
     per_head = dict.fromkeys(("k_scale", "v_scale"), "per_token_head")
     append = KvAppendSpec.for_launch(dtype="bfloat16", d=64, h_kv=2, **per_head, scale_dtype="float32")
@@ -17,9 +17,9 @@ def of_tables() -> list[Any]:
 
 
 def of_samples() -> list[Any]:
-    """Of samples, as above."""
+    """Kernels of samples, likewise."""
     calls = [sample.inputs("cpu") for name, sample in SAMPLES.items() if name.startswith("gqa_decode")]
-    # one of them is called with a number of splits, which decides the cluster
+    # one sample gives the number of splits, which decides whether there is a cluster
     own = KvAppendSpec.for_launch(
         dtype="bfloat16", d=64, h_kv=2, k_scale="per_token", v_scale="per_group_32", scale_dtype="float16"
     )
@@ -27,7 +27,7 @@ def of_samples() -> list[Any]:
 
 
 def _decoded(call: dict[str, Any]) -> dict[str, Any]:
-    """A call of `sink_attention` with few query tokens, as `gqa_decode` gets it."""
+    """The request of `gqa_decode` for a call of `sink_attention` with few query tokens."""
     return {"q": call["q"], "k_cache": call["k"], "v_cache": call["v"], "s_aux": call["s_aux"], "layout": "BSNH"}
 
 

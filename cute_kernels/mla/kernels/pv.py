@@ -23,10 +23,12 @@ from cute_kernels.mla.kernels.smem import (
     WARPS,
     copy_columns,
     head_of_column,
+    key_of_position,
     line_offset,
     p_layout,
     scale_tensor,
     scaled_p_layout,
+    swap_odd_halves,
     tiled_mmas,
     weights,
 )
@@ -222,7 +224,8 @@ class PvWarpgroups:
         """Offset of a thread's codes of its first key in a stage."""
         warp_idx, g, q = tid // 32, tid % 32 // 4, tid % 4
         quant_tile, chunk = 2 * wg + warp_idx // 2, 4 * (warp_idx % 2) + g // 2
-        line = quant_tile * (TOKENS_PER_TILE * LINE_BYTES) + line_offset(2 * q, chunk) + g % 2 * 8
+        first = swap_odd_halves(q) if self.spec.fp8_scores else 2 * q
+        line = quant_tile * (TOKENS_PER_TILE * LINE_BYTES) + line_offset(first, chunk) + g % 2 * 8
         # kept in a register: computed again after each wait for a tile, it costs 2% of the tile
         return registers.opaque(line) if const_expr(self.spec.few_heads) else line
 
@@ -231,7 +234,10 @@ class PvWarpgroups:
         """Codes of a block of 16 keys: of the keys of a thread's four columns of A (4), eight values each (8)."""
         start = stage * CODES_BYTES + block * (16 * LINE_BYTES)
         for i in cutlass.range_constexpr(4):
-            key = (line ^ (16 * (i % 2))) + LINE_BYTES * (i % 2 + 8 * (i // 2))  # of a neighbour chunks are swapped
+            if const_expr(self.spec.fp8_scores):  # rows e, e + 8, e ^ 4, (e ^ 4) + 8: of e ^ 4 chunks are swapped
+                key = (line ^ (4 * (LINE_BYTES + 16) * (i // 2))) + 8 * LINE_BYTES * (i % 2)
+            else:
+                key = (line ^ (16 * (i % 2))) + LINE_BYTES * (i % 2 + 8 * (i // 2))  # of a neighbour chunks are swapped
             pointer = smem.codes.data_ptr() + cute.assume(start + key, divby=8)
             source = cute.make_tensor(cute.recast_ptr(pointer, dtype=Int32), cute.make_layout(2))
             cute.autovec_copy(source, raw[None, i])
@@ -309,9 +315,10 @@ class PvWarpgroups:
         for step in cutlass.range(2 * KEY_BLOCKS, unroll=1):
             block, quant_tile = step // 2, step % 2
             for i in cutlass.range(tid, 16 * self.heads, 128, unroll=1):
-                head, key = i // 16, 16 * block + i % 16
-                scale = sScale[2 * wg + quant_tile, stage * TOKENS_PER_TILE + key] * EXACT_WEIGHT
-                sScaledP[head, i % 16, wg] = (sP[head, key, p_stage].to(Float32) * scale).to(BFloat16)
+                head, position = i // 16, 16 * block + i % 16
+                key = stage * TOKENS_PER_TILE + key_of_position(self.spec, position)
+                scale = sScale[2 * wg + quant_tile, key] * EXACT_WEIGHT
+                sScaledP[head, i % 16, wg] = (sP[head, position, p_stage].to(Float32) * scale).to(BFloat16)
             cute.arch.fence_proxy("async.shared", space="cta")  # ordinary stores, read by wgmma
             cute.arch.barrier(barrier_id=NamedBarrier.PV + wg, number_of_threads=128)
             self.load_codes(smem, raw, stage, block, line)

@@ -17,7 +17,9 @@ from cute_kernels.mla.kernels.smem import (
     RESCALE_O,
     RESCALE_THRESHOLD,
     WARPS,
+    key_of_position,
     place_of_weight,
+    position_of_key,
     s_offset,
     scale_tensor,
 )
@@ -146,7 +148,7 @@ class SoftmaxWarpgroup:
         self.stamp(smem, tile, 0, tid)
         if cute.arch.vote_any_sync(mask != all_keys):
             for k in cutlass.range(self.keys, unroll=1):
-                if (mask >> k) & 1 == 0:
+                if (mask >> key_of_position(self.spec, k)) & 1 == 0:
                     sS[s_offset(head, (first + k) // 2) + k % 2] = -Float32.inf
         rescaling = Float32(1.0)
         addresses = Addresses(
@@ -232,7 +234,8 @@ class SoftmaxWarpgroup:
         outside = False
         for i in cutlass.range_constexpr(2):
             weight = scale[i] * V_WEIGHT
-            sWeight[place_of_weight(token), p_stage * QUANT_TILES + quant_tile + i] = weight.to(Float16)
+            place = place_of_weight(position_of_key(self.spec, token))
+            sWeight[place, p_stage * QUANT_TILES + quant_tile + i] = weight.to(Float16)
             inside = weight == 0.0 or (weight >= MIN_WEIGHT and weight < MAX_WEIGHT)
             outside = outside or not inside
         return Int32(OUT_OF_RANGE) if cute.arch.vote_any_sync(outside) else Int32(0)

@@ -1,4 +1,4 @@
-"""Tables of FP8 MLA decoding: parts "mla", "mla-sustained" and "crossover"."""
+"""Tables of FP8 MLA decoding: parts "mla", "mla-sustained", "mla-scores" and "crossover"."""
 
 from __future__ import annotations
 
@@ -41,6 +41,17 @@ def sustained(record: Record) -> list[str]:
         ratios = [hundredths(peer.get("ratio")), under_load]
         rows.append([case_name(case) + mark(case), *map(" / ".join, (times, clocks, ratios))])
     return markdown.table(["case", "us after a rest / under load", "MHz", "x FlashMLA"], rows) if rows else []
+
+
+def scores(record: Record) -> list[str]:
+    """The cases that are timed with exact and with fp8 scores forced."""
+    rows = []
+    for case in cases_of(record, OP):
+        times = case.get("scores_us")
+        if times:
+            shown = [short(times[choice]) for choice in ("exact", "fp8")]
+            rows.append([case_name(case) + mark(case), *shown, f"{times['exact'] / times['fp8']:.2f}"])
+    return markdown.table(["case", "exact, us", "fp8, us", "gain of fp8"], rows) if rows else []
 
 
 def crossover(record: Record) -> list[str]:

@@ -23,6 +23,7 @@ PARTS: dict[str, Callable[[Record], list[str]]] = {
     "run": run.run,
     "mla": mla.decode_append_merge,
     "mla-sustained": mla.sustained,
+    "mla-scores": mla.scores,
     "gqa": gqa.decode_append,
     "gqa-summary": gqa.summary,
     "sink": sink.forward_backward,

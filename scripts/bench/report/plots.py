@@ -22,7 +22,7 @@ def draw(record: Record, folder: pathlib.Path) -> list[str]:
 
 
 def mla_speed(record: Record, plt: Any) -> Any:
-    """Bars of TFLOP/s beside FlashMLA's, a panel for sparse and one for dense."""
+    """Bars of TFLOP/s with FlashMLA's, a panel for sparse and one for dense."""
     decode = [case for case in cases_of(record, "mla_fp8_decode") if case.get("TFLOPs")]
     panels = [(mode, [case for case in decode if case["mode"] == mode]) for mode in ("sparse", "dense")]
     panels = [(mode, cases) for mode, cases in panels if cases]
@@ -82,7 +82,7 @@ def gqa_speed(record: Record, plt: Any) -> Any:
 
 
 def sink_speed(record: Record, plt: Any) -> Any:
-    """Bars of TFLOP/s beside cuDNN's without sinks, a panel for the forward and one for the backward."""
+    """Bars of TFLOP/s with cuDNN's, which has no sinks, a panel for the forward and one for the backward."""
     timed = [case for case in sink.passes(record) if case.get("TFLOPs")]
     panels = [(way, [case for case in timed if case["pass"] == way]) for way in ("forward", "backward")]
     panels = [(way, cases) for way, cases in panels if cases]
@@ -106,7 +106,7 @@ def _panels(plt: Any, widths: Sequence[int]) -> tuple[Any, Sequence[Any]]:
 
 
 def _bars(axis: Any, cases: Sequence[Case], peer: str, labels: Sequence[str]) -> None:
-    """TFLOP/s of each case beside those of its peer."""
+    """TFLOP/s of each case with those of its peer."""
     ours = [case["TFLOPs"] for case in cases]
     peer_ratios = [next(iter(ratios(case)), None) for case in cases]
     theirs = [rate / ratio if ratio else 0.0 for rate, ratio in zip(ours, peer_ratios, strict=True)]

@@ -64,12 +64,12 @@ class ConvertKernel:
         for i in cutlass.range(tidx, TILE * ROW_BYTES, 128):
             row, byte = i // ROW_BYTES, i % ROW_BYTES
             # codes, rope parts and scales of all rows apart: pitches that are multiples of all banks
-            at = row * NOPE + byte
+            place = row * NOPE + byte
             if byte >= NOPE:
-                at = SCALE_AT + row * 16 + byte - NOPE
+                place = SCALE_AT + row * 16 + byte - NOPE
             if byte >= NOPE + 16:
-                at = ROPE_AT + row * 2 * ROPE + byte - NOPE - 16
-            sRaw[at] = mRaw[row, byte]
+                place = ROPE_AT + row * 2 * ROPE + byte - NOPE - 16
+            sRaw[place] = mRaw[row, byte]
         cute.arch.sync_threads()
 
         row, half, quarter = tile_map.lanes(tidx)
@@ -85,8 +85,8 @@ class ConvertKernel:
                 for j in cutlass.range_constexpr(5):
                     cute.autovec_copy(self.bytes16(smem.raw.data_ptr(), places[j]), raw[None, j])
                 cute.autovec_copy(self.bytes16(smem.raw.data_ptr(), SCALE_AT + r * 16), raw[None, 5])
-                to = [target[None, None, p, stage] for target in (even, odd, rope)]
-                tile_map.convert(raw, to[0], to[1], to[2][None, 0], self.exact)
+                parts = [target[None, None, p, stage] for target in (even, odd, rope)]
+                tile_map.convert(raw, parts[0], parts[1], parts[2][None, 0], self.exact)
             cute.arch.fence_proxy("async.shared", space="cta")
             cute.arch.sync_threads()
         if tidx == 0:

@@ -91,10 +91,10 @@ class ExchangeKernel:
                 if const_expr(self.bulk):
                     if tidx < COPIES:
                         copy = cute.make_copy_atom(cpasync.CopyBulkS2SOp(), BFloat16)
-                        at = cute.assume(tidx * COPY_VALUES, divby=2048)
+                        element = cute.assume(tidx * COPY_VALUES, divby=2048)
                         chunk = cute.make_layout(COPY_VALUES)
-                        source = cute.make_tensor(smem.source.data_ptr() + at, chunk)
-                        target = cute.make_tensor(slot + at, chunk)
+                        source = cute.make_tensor(smem.source.data_ptr() + element, chunk)
+                        target = cute.make_tensor(slot + element, chunk)
                         cute.copy(copy, source, target, mbar_ptr=full + s, cta_rank=peer)
                     cute.arch.sync_warp()
                 else:

@@ -129,8 +129,8 @@ class GatherKernel:
                     self.stamp(mTimes, cta, tidx, 0, 2 * t, 1)
                     self.stamp(mTimes, cta, tidx, 0, 2 * t + 1, 0)
                     for p in cutlass.range_constexpr(passes):
-                        to = [target[None, None, p, stage] for target in (even, odd, rope)]
-                        tile_map.convert(raw[None, None, p, d], to[0], to[1], to[2][None, 0], False)
+                        parts = [target[None, None, p, stage] for target in (even, odd, rope)]
+                        tile_map.convert(raw[None, None, p, d], parts[0], parts[1], parts[2][None, 0], False)
                         self.gather(mX, index[p, d], segment, raw[None, None, p, d])
                         index[p, d] = entries[(t + 2 * depth) * TILE + first + 16 * p]
                     cute.arch.fence_proxy("async.shared", space="cta")  # as for wgmma

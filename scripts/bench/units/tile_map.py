@@ -28,10 +28,10 @@ def targets(pointer: cute.Pointer, tidx, rows: int, passes: int, stages: int):
     of an odd row fill all eight groups of banks.
     """
     row, half, quarter = lanes(tidx)
-    x, at = row % 8, half * rows * 64 + row * 64
+    x, row_start = row % 8, half * rows * 64 + row * 64
     places = (
-        at + ((2 * quarter) ^ x) * 8,
-        at + ((2 * quarter + 1) ^ x) * 8,
+        row_start + ((2 * quarter) ^ x) * 8,
+        row_start + ((2 * quarter + 1) ^ x) * 8,
         8 * rows * 64 + row * 64 + ((4 * half + quarter) ^ x) * 8,
     )
     layout = cute.make_layout((8, 4, passes, stages), stride=(1, 2 * rows * 64, 16 * 64, rows * QK))

@@ -158,21 +158,21 @@ class WgmmaKernel:
         acc_s.fill(0.0)
         acc_o.fill(0.0)
         rP.fill(p.to(BFloat16))
-        of_rope = [(NOPE // 16 + k, k) for k in range(ROPE // 16)]
-        of_nope = [(k, k) for k in range(NOPE // 16)]
-        of_keys = [(k, k) for k in range(TILE // 16)]
+        rope_blocks = [(NOPE // 16 + k, k) for k in range(ROPE // 16)]
+        nope_blocks = [(k, k) for k in range(NOPE // 16)]
+        key_blocks = [(k, k) for k in range(TILE // 16)]
 
         start = cute.arch.clock64()
         for _ in cutlass.range(turns, unroll=1):
             warpgroup.fence()
             if const_expr(self.spec.schedule != "pv"):
-                wgmma.issue(mma_qk, acc_s, rQ, rRope[None, None, None, wg], False, of_rope)
-                wgmma.issue(mma_qk, acc_s, rQ, rNope[None, None, None, wg], True, of_nope)
+                wgmma.issue(mma_qk, acc_s, rQ, rRope[None, None, None, wg], False, rope_blocks)
+                wgmma.issue(mma_qk, acc_s, rQ, rNope[None, None, None, wg], True, nope_blocks)
                 warpgroup.commit_group()
             if const_expr(self.spec.schedule != "qk"):
                 # the two warpgroups begin with different tiles, as they would with their own P
-                wgmma.issue(mma_pv, acc_o, rP, rV[None, None, None, wg], True, of_keys)
-                wgmma.issue(mma_pv, acc_o, rP, rV[None, None, None, 1 - wg], True, of_keys)
+                wgmma.issue(mma_pv, acc_o, rP, rV[None, None, None, wg], True, key_blocks)
+                wgmma.issue(mma_pv, acc_o, rP, rV[None, None, None, 1 - wg], True, key_blocks)
                 warpgroup.commit_group()
             warpgroup.wait_group(0)
         if tid == 0:
@@ -189,10 +189,10 @@ class WgmmaKernel:
         are the same and one of them, read before, is stored everywhere.
         """
         first = cute.assume(8 * tid, divby=8)
-        of_nope = cute.make_layout((8, PIECES, 2), stride=(1, 8 * 128, TILE * NOPE))
-        of_rope = cute.make_layout((8, ROPE_PIECES, 2), stride=(1, 8 * 128, TILE * ROPE))
-        nope = cute.make_tensor(smem.nope.data_ptr() + first, of_nope)
-        rope = cute.make_tensor(smem.rope.data_ptr() + first, of_rope)
+        nope_blocks = cute.make_layout((8, PIECES, 2), stride=(1, 8 * 128, TILE * NOPE))
+        rope_blocks = cute.make_layout((8, ROPE_PIECES, 2), stride=(1, 8 * 128, TILE * ROPE))
+        nope = cute.make_tensor(smem.nope.data_ptr() + first, nope_blocks)
+        rope = cute.make_tensor(smem.rope.data_ptr() + first, rope_blocks)
         piece = cute.make_rmem_tensor(8, BFloat16)
         cute.autovec_copy(nope[None, 0, 0], piece)
         for _ in cutlass.range(turns, unroll=1):

@@ -6,6 +6,7 @@
     from cute_kernels import kv_int8_append   # quantize new K and V and write them to their slots
     from cute_kernels import sink_attention   # prefill and training with sinks and a sliding window, differentiable
     from cute_kernels import merge_states     # combine (out, lse) pairs of disjoint key sets
+    from cute_kernels import warm             # compile a model's kernels before it is served
 
 Importing this package needs no GPU, no CUDA library and no cutlass: a name is loaded when it is first used.
 """
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from cute_kernels.mla.append_op import mla_fp8_append
     from cute_kernels.mla.op import mla_fp8_decode
     from cute_kernels.sink.op import sink_attention
+    from cute_kernels.warm import warm as warm
 
 __all__ = ["gqa_decode", "kv_int8_append", "merge_states", "mla_fp8_append", "mla_fp8_decode", "sink_attention"]
 __version__ = "0.1.1"
@@ -35,6 +37,8 @@ _MODULES = {
 
 
 def __getattr__(name: str) -> Any:
+    if name == "warm":  # a module that can be called
+        return importlib.import_module("cute_kernels.warm")
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(importlib.import_module(_MODULES[name]), name)
@@ -43,4 +47,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted({*globals(), *__all__, "warm"})

@@ -121,9 +121,9 @@ def predict_mla(launch: MlaLaunch, variant: MlaVariant = MLA_BUILT, rates: Rates
     """Time of one call: waves of CTAs, each its fixed part and its tiles, and then the merge."""
     if launch.pages:
         variant = replace(variant, latency_cycles=variant.latency_cycles - variant.page_cycles)
-    of_token = budget(variant, rates, launch.readers)
+    token = budget(variant, rates, launch.readers)
     waves = math.ceil(launch.ctas / rates.sms)
-    tiles_us = waves * rates.us(launch.tiles * TOKENS_PER_TILE * of_token.cycles)
+    tiles_us = waves * rates.us(launch.tiles * TOKENS_PER_TILE * token.cycles)
     ctas_us = rates.us(waves * variant.cta_cycles) + start_us(launch, variant, rates)
     merge_us = 0.0
     if launch.splits > 1:  # partials are written once and read once
@@ -131,9 +131,9 @@ def predict_mla(launch: MlaLaunch, variant: MlaVariant = MLA_BUILT, rates: Rates
         merge_us = MERGE_US + rates.copy_us(moved) / (L2_SPEED if moved <= L2_BYTES else 1.0)
         if launch.shared:
             merge_us += SHARE_US
-    binds = of_token.binds if tiles_us >= ctas_us + merge_us else Unit.LATENCY
+    binds = token.binds if tiles_us >= ctas_us + merge_us else Unit.LATENCY
     us = tiles_us + ctas_us + merge_us
-    return Prediction(us, tiles_us, ctas_us, merge_us, waves, of_token.cycles, binds)
+    return Prediction(us, tiles_us, ctas_us, merge_us, waves, token.cycles, binds)
 
 
 def start_us(launch: MlaLaunch, variant: MlaVariant, rates: Rates = H200) -> float:

@@ -29,6 +29,16 @@ def ring_slot_pow2(tile: Int32, stages: int) -> RingSlot:
     return RingSlot(tile & (stages - 1), (tile >> (stages.bit_length() - 1)) & 1)
 
 
+def ring_slot_signed(tile: Int32, stages: int) -> RingSlot:
+    """As `ring_slot` by signed division: for rings that sink attention advances once a work tile, measured with it."""
+    return RingSlot(tile % stages, tile // stages % 2)
+
+
+def use_phase(use: Int32) -> Int32:
+    """The phase of the use-th use of a place, counted from 0; a producer waits for that of use + 1."""
+    return use % 2
+
+
 def advance(phase: Int32, stage: Int32, stages: int) -> tuple[Int32, Int32]:
     """(phase, stage) of the next tile, without a division: for loops that carry both along."""
     phase = phase ^ cutlass.select_(stage + 1 == stages, Int32(1), Int32(0))

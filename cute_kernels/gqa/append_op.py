@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from cute_kernels.gqa.append_spec import KvAppendSpec
+from cute_kernels.gqa.append_spec import KvAppendSpec, sharing
 from cute_kernels.gqa.layouts import ALIGNMENT, LAYOUTS, CacheLayout, ScaleKind, cache_sizes, scale_kind, token_major
 from cute_kernels.gqa.reference import reference_append
 from cute_kernels.runtime.arch import require_sm90
@@ -18,7 +18,6 @@ from cute_kernels.runtime.ops import register_op
 
 _DTYPES = (torch.bfloat16, torch.float16)
 _SCALE_DTYPES = (torch.float32, torch.float16)
-_GIVEN = ("per_tensor", "per_head")
 _NAMES = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
 _TENSORS = ("k", "v", "k_cache", "v_cache", "k_scale", "v_scale", "slot_mapping")
 
@@ -137,8 +136,8 @@ def _prepare(
         dtype=_NAMES[k.dtype],
         d=sizes.d,
         h_kv=sizes.h_kv,
-        k_scale=_sharing(k_kind),
-        v_scale=_sharing(v_kind),
+        k_scale=sharing(k_kind),
+        v_scale=sharing(v_kind),
         scale_dtype=_NAMES[k_scale.dtype],
         vllm=known.packed,
     )
@@ -188,13 +187,6 @@ def _views(layout: CacheLayout, *kinds: ScaleKind) -> tuple[tuple[int, ...], ...
         return None
     scales = (token_major(layout.scale_axes(kind.granularity)) or (0,) for kind in kinds)
     return (token_major(layout.key), token_major(layout.value), *scales)
-
-
-def _sharing(kind: ScaleKind) -> str:
-    """The name of a granularity in the spec."""
-    if kind.granularity in _GIVEN:
-        return "given"
-    return f"per_group_{kind.group_size}" if kind.group_size else kind.granularity
 
 
 _append = register_op(

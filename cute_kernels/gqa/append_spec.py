@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from cute_kernels.gqa.layouts import ScaleKind
+
 WARP = 32
 VALUES = 16  # of a lane's piece of a row: two 16-byte loads, one 16-byte store
 MAX_HELD = 4  # pieces of K, and as many of V, that a lane keeps in registers: 16 registers each pair
@@ -90,6 +92,13 @@ class KvAppendSpec:
         """What the compiled kernel is held to."""
         registers = {0: 48, 1: 48, 2: 64, 3: 80, 4: 112}[self.held]
         return {"registers": registers, "instructions": ("LDG.E.128", "STG.E.128", "F2IP.S8")}
+
+
+def sharing(kind: ScaleKind) -> str:
+    """The name of a granularity in the spec."""
+    if kind.granularity in ("per_tensor", "per_head"):
+        return GIVEN
+    return f"per_group_{kind.group_size}" if kind.group_size else kind.granularity
 
 
 def shipped_specs() -> list[KvAppendSpec]:

@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 import torch
 
 from cute_kernels.gqa.layouts import ALIGNMENT, LAYOUTS, CacheLayout, CacheSizes, ScaleKind, cache_sizes, scale_kind
-from cute_kernels.gqa.plan import cluster_for, columns_for, plan_decode, warps_for
+from cute_kernels.gqa.plan import choose_spec, plan_decode
 from cute_kernels.gqa.reference import reference_gqa_decode
-from cute_kernels.gqa.spec import ITEMSIZE, KEYS_PER_WARP, MAX_RANGES, GqaDecodeSpec
+from cute_kernels.gqa.spec import ITEMSIZE, MAX_RANGES, GqaDecodeSpec
 from cute_kernels.runtime import memory, workspace
 from cute_kernels.runtime.arch import require_sm90
 from cute_kernels.runtime.checks import check_tensor, fail, refuse_gradients, require
@@ -26,7 +26,6 @@ Q_DTYPES = (torch.bfloat16, torch.float16)
 CACHE_DTYPES = (torch.int8, torch.float8_e4m3fn, torch.bfloat16, torch.float16)
 SCALE_DTYPES = (torch.float16, torch.float32)
 _NAMES = {dtype: str(dtype).removeprefix("torch.") for dtype in (*CACHE_DTYPES, torch.float32)}
-_CLASS_OF = {"per_tensor": "head", "per_head": "head", "per_token": "token", "per_token_head": "token"}
 
 _INTS, _FLOATS, _INF = (int, type(None)), (float, type(None)), float("inf")
 _TENSORS = (
@@ -290,38 +289,22 @@ def decode_spec(request: _Request, num_sms: int = 132) -> GqaDecodeSpec:
     """The kernel for checked arguments."""
     layout = LAYOUTS[request.layout]
     sizes = _sizes(request, layout)
-    k_kind, v_kind = _kinds(request, layout, sizes)
-    batch, s_q, h_q, d = request.q.shape
-    rows = h_q // sizes.h_kv * s_q
+    batch, s_q, h_q, _ = request.q.shape
     scale = request.k_scale
-    warps = warps_for(d, request.k_cache.element_size())
-    tile = KEYS_PER_WARP * warps
-    capacity = _capacity(request, layout, sizes)
-    cluster = 1
-    if request.num_splits is None:
-        cluster = cluster_for(batch, sizes.h_kv, rows, d, capacity, num_sms, warps)
-    return GqaDecodeSpec(
+    return choose_spec(
+        layout,
+        sizes,
+        q_shape=(batch, s_q, h_q),
         q_dtype=_NAMES[request.q.dtype],
         kv_dtype=_NAMES[request.k_cache.dtype],
-        d=d,
-        columns=columns_for(rows, d),
-        k_scales=_scale_class(k_kind),
-        v_scales=_scale_class(v_kind),
+        kinds=_kinds(request, layout, sizes),
         scale_dtype="float32" if scale is None else _NAMES[scale.dtype],
-        layout=layout.kernel_layout,
-        paged=layout.paged,
-        box_rows=min(sizes.rows, tile) if layout.paged else tile,
+        max_keys=_capacity(request, layout, sizes),
+        num_sms=num_sms,
+        num_splits=request.num_splits,
         alibi=request.alibi_slopes is not None,
         softcap=request.softcap is not None,
-        warps=warps,
-        cluster=cluster,
     )
-
-
-def _scale_class(kind: ScaleKind | None) -> str:
-    if kind is None:
-        return "none"
-    return _CLASS_OF.get(kind.granularity) or f"group{kind.group_size}"
 
 
 def _scale_strides(
@@ -447,8 +430,8 @@ def _check_numbers(request: _Request) -> None:
             continue
         is_int = isinstance(value, int) and not isinstance(value, bool)
         require(is_int, name, type(value).__name__, "an int", TypeError)
-        inside = value >= least and (most is None or value <= most)
-        require(inside, name, value, f"at least {least}" if most is None else f"{least} to {most}")
+        allowed = value >= least and (most is None or value <= most)
+        require(allowed, name, value, f"at least {least}" if most is None else f"{least} to {most}")
     for name, number in (("softcap", request.softcap), ("softmax_scale", request.softmax_scale)):
         if number is not None:
             is_number = isinstance(number, (int, float)) and not isinstance(number, bool)

@@ -5,7 +5,16 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass
 
-from cute_kernels.gqa.spec import CLUSTER, COLUMNS, KEYS_PER_WARP, MAX_ACCUMULATORS, MAX_RANGES, GqaDecodeSpec
+from cute_kernels.gqa.layouts import CacheLayout, CacheSizes, ScaleKind
+from cute_kernels.gqa.spec import (
+    CLUSTER,
+    COLUMNS,
+    ITEMSIZE,
+    KEYS_PER_WARP,
+    MAX_ACCUMULATORS,
+    MAX_RANGES,
+    GqaDecodeSpec,
+)
 
 RANGE_OVERHEAD = 2.0
 """What a range costs besides its key tiles (load Q, add up the warps, write and merge a partial), in key tiles."""
@@ -55,6 +64,72 @@ def cluster_for(batch: int, h_kv: int, rows: int, d: int, max_keys: int, num_sms
     ctas = batch * h_kv * -(-rows // columns_for(rows, d)) * CLUSTER
     short = max_keys <= CLUSTER_TILES * CLUSTER * KEYS_PER_WARP * warps
     return CLUSTER if warps == 8 and short and ctas <= num_sms * 31 // 32 else 1
+
+
+_CLASS_OF = {"per_tensor": "head", "per_head": "head", "per_token": "token", "per_token_head": "token"}
+
+
+def choose_spec(
+    layout: CacheLayout,
+    sizes: CacheSizes,
+    *,
+    q_shape: tuple[int, int, int],
+    q_dtype: str,
+    kv_dtype: str,
+    kinds: tuple[ScaleKind | None, ScaleKind | None],
+    scale_dtype: str,
+    max_keys: int,
+    num_sms: int,
+    num_splits: int | None = None,
+    alibi: bool = False,
+    softcap: bool = False,
+) -> GqaDecodeSpec:
+    """The kernel of a call.
+
+    Args:
+        layout: of the caches.
+        sizes: of the caches.
+        q_shape: batch, query tokens and heads of q.
+        q_dtype: of q, without "torch.".
+        kv_dtype: of the caches.
+        kinds: what a scale of K and of V means; None without scales.
+        scale_dtype: of both scales; "float32" without scales.
+        max_keys: tokens that a sequence can have.
+        num_sms: of the device.
+        num_splits: splits of each sequence, where the caller asks for them.
+        alibi: whether there are ALiBi slopes.
+        softcap: whether scores are capped.
+    """
+    batch, s_q, h_q = q_shape
+    d, rows = sizes.d, h_q // sizes.h_kv * s_q
+    warps = warps_for(d, ITEMSIZE[kv_dtype])
+    tile = KEYS_PER_WARP * warps
+    cluster = 1
+    if num_splits is None:
+        cluster = cluster_for(batch, sizes.h_kv, rows, d, max_keys, num_sms, warps)
+    return GqaDecodeSpec(
+        q_dtype=q_dtype,
+        kv_dtype=kv_dtype,
+        d=d,
+        columns=columns_for(rows, d),
+        k_scales=_scale_class(kinds[0]),
+        v_scales=_scale_class(kinds[1]),
+        scale_dtype=scale_dtype,
+        layout=layout.kernel_layout,
+        paged=layout.paged,
+        box_rows=min(sizes.rows, tile) if layout.paged else tile,
+        alibi=alibi,
+        softcap=softcap,
+        warps=warps,
+        cluster=cluster,
+    )
+
+
+def _scale_class(kind: ScaleKind | None) -> str:
+    """What a spec calls a granularity."""
+    if kind is None:
+        return "none"
+    return _CLASS_OF.get(kind.granularity) or f"group{kind.group_size}"
 
 
 @functools.lru_cache(maxsize=4096)

@@ -137,11 +137,11 @@ class VisibleKeys(NamedTuple):
     """The keys that the queries of one sequence see.
 
     row        of the batch
-    outer      (n,) int64, sequence or page of each key
-    rows       (n,) int64, its place there
-    positions  (n,) int64, its position in the sequence, ascending
-    seen       for each query, which of the n keys it sees
-    at         for each query, its own position; negative if the sequence is shorter than the queries
+    outer          (n,) int64, sequence or page of each key
+    rows           (n,) int64, its place there
+    positions      (n,) int64, its position in the sequence, ascending
+    seen           for each query, which of the n keys it sees
+    own_positions  for each query, its own position; negative if the sequence is shorter than the queries
     """
 
     row: int
@@ -149,7 +149,7 @@ class VisibleKeys(NamedTuple):
     rows: torch.Tensor
     positions: torch.Tensor
     seen: list[slice]
-    at: list[int]
+    own_positions: list[int]
 
 
 def visible_keys(
@@ -292,12 +292,12 @@ def reference_gqa_decode(
         for heads in head_chunks(sizes.h_kv, len(work.positions), d):
             keys = keys_of.take(work.outer, work.rows, heads, dtype).permute(1, 2, 0)
             values = values_of.take(work.outer, work.rows, heads, dtype).transpose(0, 1)
-            for query, (seen, at) in enumerate(zip(work.seen, work.at, strict=True)):
+            for query, (seen, own_position) in enumerate(zip(work.seen, work.own_positions, strict=True)):
                 if seen.start == seen.stop:
                     continue
                 scores = grouped[work.row, query, heads] @ keys[..., seen] * scale
                 row_slopes = None if slopes is None else slopes[work.row, heads]
-                scores = modify_scores(scores, work.positions[seen] - at, softcap, row_slopes)
+                scores = modify_scores(scores, work.positions[seen] - own_position, softcap, row_slopes)
                 row_max = scores.amax(dim=-1, keepdim=True)
                 # A row whose scores are all -inf has no weight to share out: shift it by 0, and its sum is 0.
                 shift = torch.where(row_max == -torch.inf, 0.0, row_max)

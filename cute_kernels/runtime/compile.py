@@ -79,32 +79,55 @@ def compile_kernel(spec: KernelSpec, dump_dir: str | os.PathLike[str] | None = N
         return cute.compile(kernel, *kernel.fake_arguments(), options=" ".join(options))
 
 
-def precompile(specs: Iterable[KernelSpec], processes: int | None = None) -> None:
+def missing(specs: Iterable[KernelSpec]) -> list[KernelSpec]:
+    """The specs without an entry on disk, each once. Needs no GPU and no cutlass."""
+    disk = DiskCache(directory())
+    return [spec for spec in dict.fromkeys(specs) if not disk.exists(entry_name(spec))]
+
+
+def precompile(
+    specs: Iterable[KernelSpec],
+    processes: int | None = None,
+    on_done: Callable[[KernelSpec], None] | None = None,
+) -> list[KernelSpec]:
     """Fills the disk cache with the kernels of `specs`, several at a time.
 
-    It starts new interpreters, so a script calls it under `if __name__ == "__main__"`. It returns at once where all
-    are on disk, and only warns where the cache cannot be written.
+    It starts new interpreters, so a script calls it under `if __name__ == "__main__"`; a daemonic process, which may
+    start none, compiles them itself. It returns at once where all are on disk, and only warns where the cache cannot be
+    written.
 
     Args:
         specs: kernels to compile; those with an entry on disk are skipped.
         processes: how many at a time; by default one per CPU core.
+        on_done: called in this process with each spec that is compiled, as soon as it is.
+
+    Returns:
+        The specs that were compiled.
 
     Raises:
         ValueError, RuntimeError: as `get_kernel`, for the first spec that fails.
     """
-    disk = DiskCache(directory())
-    missing = [spec for spec in dict.fromkeys(specs) if not disk.exists(entry_name(spec))]
-    if not missing:
-        return
-    with disk.lock(entry_name(missing[0])) as writable:
+    todo = missing(specs)
+    if not todo:
+        return []
+    with DiskCache(directory()).lock(entry_name(todo[0])) as writable:
         if not writable:  # this process has warned; workers could only compile and discard
-            return
-    workers = min(processes or os.cpu_count() or 1, len(missing))
+            return []
+    on_done = on_done or (lambda spec: None)
+    if multiprocessing.current_process().daemon:
+        for spec in todo:
+            _fill(spec)
+            on_done(spec)
+        return todo
+    workers = min(processes or os.cpu_count() or 1, len(todo))
     # fork would copy the locks and threads of torch and the DSL
     context = multiprocessing.get_context("spawn")
     with concurrent.futures.ProcessPoolExecutor(workers, mp_context=context) as pool:
-        for done in [pool.submit(_fill, spec) for spec in missing]:
+        running = {pool.submit(_fill, spec): spec for spec in todo}
+        for done in concurrent.futures.as_completed(running):
             done.result()
+            on_done(running[done])
+    return todo
 
 
 def _fill(spec: KernelSpec) -> None:

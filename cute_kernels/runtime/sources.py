@@ -71,8 +71,8 @@ def _imports(file: Path, module: str) -> list[str]:
         if isinstance(node, ast.Import):
             names += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
-            above = package[: len(package) - node.level + 1] if node.level else []
-            base = ".".join([*above, *([node.module] if node.module else [])])
+            package_parts = package[: len(package) - node.level + 1] if node.level else []
+            base = ".".join([*package_parts, *([node.module] if node.module else [])])
             names += [base, *(f"{base}.{alias.name}" for alias in node.names)]
     return names
 

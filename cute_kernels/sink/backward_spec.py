@@ -20,6 +20,7 @@ from typing import Any, ClassVar
 from cute_kernels.sink.spec import DTYPES, ROWS, SMALL_WINDOW, SMEM_PER_CTA, groups, variants
 
 QUERIES = 64  # rows of a tile of Q and dO in the key-stationary kernel
+DS_STAGES = 2  # query tiles with dS in shared memory: one is stored while dQ of the one before it is made
 PADDING = 128  # positions between two sequences in the statistics: see kernels/views.py
 
 

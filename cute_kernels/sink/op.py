@@ -1,4 +1,4 @@
-"""`sink_attention`: checks, the choice of a kernel, and the operators that torch differentiates and traces."""
+"""`sink_attention`: checks, choice of the kernel, and the operators that torch differentiates and traces."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from cute_kernels.sink.reference import reference_sink_attention, reference_sink
 
 DTYPES = (torch.bfloat16, torch.float16)
 HEAD_DIMS = (64, 128)
-ALIGN = 16  # bytes, of rows and addresses: what TMA asks for
+ALIGN = 16  # bytes, of rows and addresses: TMA requires it
 MAX_TOKENS = 2**30
-"""Fewer than these, so that differences of positions fit into 32 bits."""
+"""Tokens are fewer than this, so that differences of positions fit into 32 bits."""
 _CODES = tuple(
     getattr(torch, name)
     for name in ("int8", "uint8", "int16", "int32", "int64", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz",
@@ -32,7 +32,7 @@ _AUTOCAST = (torch.float32, *DTYPES)
 
 
 class _Request(NamedTuple):
-    """The arguments of one call, those of the forward operator first, in its order. `return_lse` is an eager call's."""
+    """The arguments of one call: first those of the forward operator, in its order; `return_lse` is for eager calls."""
 
     q: torch.Tensor
     k: torch.Tensor
@@ -82,22 +82,22 @@ def sink_attention(
         s_aux: (h_q,) float32, a logit per head in natural-log units that joins the softmax denominator alone and is not
             multiplied by softmax_scale. -inf is no sink, +inf makes the output 0.
         causal: a query does not see tokens after its own. With s_q > s_k the first queries see none.
-        window: a query sees at most so many tokens up to its own, which counts; at least 1. Without `causal` it hides
-            no token after the query.
+        window: number of tokens up to and including its own that a query sees, at least 1. Without `causal` a query
+            also sees all tokens after its own.
         softmax_scale: default d ** -0.5.
-        cu_seqlens_q: (batch + 1,) int32, contiguous: sequence i has the tokens from cu_seqlens_q[i] to before
-            cu_seqlens_q[i + 1] of a packed q. Begins with 0, never decreases, ends with the number of tokens. What it
-            holds is read once for each tensor and change of it, which waits for the GPU; not under graph capture. A
-            graph that finds anything else when it is replayed touches no other memory, and its results mean nothing.
+        cu_seqlens_q: (batch + 1,) int32, contiguous: sequence i has tokens cu_seqlens_q[i] to cu_seqlens_q[i + 1] - 1
+            of a packed q. Begins with 0, never decreases, ends with the number of tokens. The host reads and checks the
+            contents once for each tensor and each change of it, which waits for the GPU; not under graph capture. If a
+            replay finds contents that break these rules, its results are undefined, but it stays within its tensors.
         cu_seqlens_k: the same for k and v.
-        deterministic: gradients have the same bits in the same call; also where torch.use_deterministic_algorithms
-            asks for it. The output always has.
+        deterministic: the same call gives gradients with the same bits; torch.use_deterministic_algorithms also turns
+            it on. The bits of the output are always the same.
         return_lse: also return the log-sum-exp.
 
     Returns:
         out of q's shape and dtype; with `return_lse` also lse, (batch, s_q, h_q) or packed (tokens, h_q), float32,
-        natural log, without the sink. No gradient goes through lse: it never requires one, so that a loss of lse alone
-        is torch's error, and lse in a loss is a constant. A query without keys has out 0, lse -inf and gradient 0.
+        natural log, without the sink. lse never requires a gradient: in a loss it is a constant, and torch raises for a
+        loss of lse alone. A query without keys has out 0, lse -inf and gradient 0.
 
     Raises:
         TypeError, ValueError: before any launch, naming the argument, what it got and what it needs.
@@ -114,7 +114,7 @@ def sink_attention(
         q, k, v, s_aux, cu_seqlens_q, cu_seqlens_k, causal, window, softmax_scale, deterministic, differentiable
     )  # fmt: skip
     if not torch.compiler.is_compiling():
-        if differentiable:  # else torch's dispatcher raises first, and names types only
+        if differentiable:  # otherwise torch's dispatcher raises first, and its message has types only
             _check(*arguments)
         elif isinstance(q, torch.Tensor) and q.is_cuda:
             decoded = _decode_or_explain(*arguments, return_lse)
@@ -132,7 +132,7 @@ def _cast(t: Any, dtype: torch.dtype) -> Any:
 
 
 def _check(*arguments: Any) -> None:
-    """Raises what is wrong with the arguments of a `_Request`, by name."""
+    """Raises an error that names the argument, if any argument of a `_Request` is wrong."""
     request = _Request(*arguments)
     q, k, v, s_aux, cu_seqlens_q, cu_seqlens_k = request[:6]
     lengths = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
@@ -191,14 +191,14 @@ def _check_numbers(request: _Request) -> None:
 
 
 _checked_lengths: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-"""Tensors whose contents were checked: their version then, their sum of tokens, and their longest sequence."""
+"""For each checked tensor: its version at that time, its number of tokens, and its longest sequence."""
 
 
 def _check_lengths(name: str, cu_seqlens: torch.Tensor, tokens: int) -> None:
-    """Checks the contents, which are on the device, once for each tensor and version of it.
+    """Checks contents on the device, once for each tensor and each version of it.
 
-    All layers of a model share their lengths, so that is one wait a step. It is impossible under capture. A tensor of
-    inference mode has no version, so only its first contents are checked.
+    All layers of a model share their lengths, so a step waits once. Capture forbids the wait. An inference-mode tensor
+    has no version, so only its first contents are checked.
     """
     if memory.is_capturing(cu_seqlens.device):
         return
@@ -212,14 +212,14 @@ def _check_lengths(name: str, cu_seqlens: torch.Tensor, tokens: int) -> None:
     longest = 0
     for i in range(1, len(borders)):
         if borders[i] < borders[i - 1]:
-            fail(name, f"{borders[i]} behind {borders[i - 1]} at index {i}", needs)
+            fail(name, f"{borders[i]} after {borders[i - 1]} at index {i}", needs)
         longest = max(longest, borders[i] - borders[i - 1])
     require(borders[-1] == tokens, name, f"{borders[-1]} last", needs)
     _checked_lengths[cu_seqlens] = (version, tokens, longest)
 
 
 def _longest(cu_seqlens: torch.Tensor, tokens: int) -> int:
-    """No sequence is longer, now or when a graph is replayed: `tokens` if the contents are unchecked or may change."""
+    """Upper bound of the longest sequence, valid for replays too: `tokens` if contents are unchecked or may change."""
     if cu_seqlens.is_inference() or memory.is_capturing(cu_seqlens.device):
         return tokens
     version, _, longest = _checked_lengths.get(cu_seqlens, (None, 0, tokens))
@@ -230,7 +230,7 @@ def _longest(cu_seqlens: torch.Tensor, tokens: int) -> int:
 
 
 def _decodes(request: _Request) -> bool:
-    """Whether `gqa_decode` answers the call; its results are deterministic."""
+    """Whether the call runs the kernel of `gqa_decode`, whose results are deterministic."""
     q, k = request.q, request.k
     if q.dim() != 4 or k.dim() != 4:
         return False
@@ -247,9 +247,9 @@ def _decodes(request: _Request) -> bool:
 
 
 def _fits_prefill(request: _Request) -> bool:
-    """Whether q and k pass the checks that `gqa_decode` does not make: rows of q 16-byte aligned, no codes.
+    """Whether q and k pass the two checks that `gqa_decode` lacks: rows of q are 16-byte aligned, and k has q's dtype.
 
-    Other calls go to `_check`, which refuses them as it does on a CPU and with more query tokens.
+    A call that fails them goes to `_check`, which refuses it in the same words as on a CPU and with more query tokens.
     """
     q, row = request.q, ALIGN // request.q.element_size()
     if q.data_ptr() % ALIGN or request.k.dtype is not q.dtype:
@@ -272,7 +272,7 @@ def _decode(request: _Request) -> Any:
 
 
 def _decode_if_few(*arguments: Any) -> Any:
-    """The result of `gqa_decode` where it is the faster one; None where the forward kernel is to run."""
+    """The result of `gqa_decode` where that is faster; None where the forward kernel must run."""
     request = _Request(*arguments)
     if not (_decodes(request) and _fits_prefill(request)):
         return None
@@ -297,7 +297,7 @@ def _run_forward(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _forward_on_gpu(request: _Request) -> tuple[torch.Tensor, torch.Tensor]:
-    """Launches, after all checks."""
+    """Launches; the arguments are checked."""
     if _decodes(request):
         out, lse = _decode(request)
         return out, lse
@@ -315,7 +315,7 @@ def _fake_forward(q: torch.Tensor, *arguments: Any) -> tuple[torch.Tensor, torch
 
 
 def _launchable(request: _Request) -> SinkRequest:
-    """The request as launches take it: defaults filled in, rows that kernels can read."""
+    """The request for a launch: defaults filled in, and copies of tensors whose rows kernels cannot read."""
     tokens, cu_seqlens_q, window = request.q.shape[-3], request.cu_seqlens_q, request.window
     return SinkRequest(
         _plain(request.q),
@@ -325,7 +325,7 @@ def _launchable(request: _Request) -> SinkRequest:
         request.cu_seqlens_q,
         request.cu_seqlens_k,
         request.causal,
-        None if window is None or window >= request.k.shape[-3] else window,  # which hides nothing
+        None if window is None or window >= request.k.shape[-3] else window,  # a window that hides nothing
         request.q.shape[-1] ** -0.5 if request.softmax_scale is None else float(request.softmax_scale),
         request.deterministic,
         tokens if cu_seqlens_q is None else _longest(cu_seqlens_q, tokens),
@@ -333,9 +333,10 @@ def _launchable(request: _Request) -> SinkRequest:
 
 
 def _plain(t: torch.Tensor) -> torch.Tensor:
-    """The tensor, or a contiguous copy where rows are expanded, apart or not aligned.
+    """The tensor, or a contiguous copy where rows are expanded, not contiguous or not aligned.
 
-    q, k and v are checked for all but expanded rows; a gradient is as autograd made it, for example expanded by a sum.
+    Of q, k and v only expanded rows are left after the checks. A gradient comes as autograd made it, for example
+    expanded by a sum.
     """
     stride, size, row = t.stride(), t.shape, ALIGN // t.element_size()
     good = t.data_ptr() % ALIGN == 0 and stride[-1] == 1
@@ -347,7 +348,7 @@ def _plain(t: torch.Tensor) -> torch.Tensor:
 def _run_backward(
     dout: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, *arguments: Any
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The backward operator: dq, dk, dv and ds_aux, the last without elements where there is no sink."""
+    """The backward operator: dq, dk, dv and ds_aux, ds_aux has no elements without a sink."""
     request = _Request._make((*arguments, True, True))  # differentiable, return_lse
     _check(*request)
     q = request.q
@@ -364,7 +365,7 @@ def _run_backward(
 def _backward_on_gpu(
     dout: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, request: _Request
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Launches, after all checks."""
+    """Launches; the arguments are checked."""
     gradients = _fake_backward(dout, out, lse, *request)
     if request.q.numel() and request.k.numel():
         dq, dk, dv, ds_aux = gradients

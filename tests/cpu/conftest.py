@@ -1,4 +1,4 @@
-"""What tests of compiled kernels share."""
+"""Fixtures of tests that compile kernels."""
 
 import os
 from collections.abc import Iterator
@@ -11,7 +11,7 @@ from tests.support.kernel_place import Place
 
 @pytest.fixture
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
-    """An empty cache for this process and its children, and a process that remembers no kernel."""
+    """An empty disk cache for this process and its children; this process forgets the kernels that it has loaded."""
     from cute_kernels.runtime import cache, compile
 
     here = Place(tmp_path / "cache", tmp_path / "log")
@@ -19,6 +19,6 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
     monkeypatch.setenv("TINY_KERNEL_LOG", str(here.log))
     monkeypatch.setattr(compile, "_kernels", {})
     monkeypatch.setattr(cache, "_warned_about", set())
-    before = os.umask(0o022)  # under 002, files that a test makes would be ones that a group may write
+    old_umask = os.umask(0o022)  # under umask 002 a group could write the files of a test
     yield here
-    os.umask(before)
+    os.umask(old_umask)

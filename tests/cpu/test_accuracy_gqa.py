@@ -13,7 +13,7 @@ from scripts.bench.gqa_accuracy import KINDS, PLAIN, SETS
 PAGE = Path("docs", "users", "gqa_decode.md")
 
 SHARED = ("per_tensor", "per_head")
-OF_TOKENS = [name for name in KINDS if name not in SHARED]
+TOKEN_SCALES = [name for name in KINDS if name not in SHARED]
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +32,7 @@ def test_the_page_is_up_to_date(found):
 
 @pytest.mark.parametrize("name", SETS)
 def test_a_scale_that_covers_less_loses_less(found, name):
-    """In each chain a scale covers a part of what the one before covers. 5% is for noise where nothing is gained."""
+    """In each chain a scale covers part of what the previous one covers. 5% allows for noise of equal errors."""
     errors = found[name]
     for chain in (
         ("per_tensor", "per_head", "per_token_head", "per_group, 64", "per_group, 32", "none, bfloat16"),
@@ -58,7 +58,7 @@ def test_outlier_tokens_need_scales_of_tokens(found):
     errors = found["tokens"]
     for field in ("out", "lse"):
         coarse = min(getattr(errors[name], field) for name in SHARED)
-        assert max(getattr(errors[name], field) for name in OF_TOKENS) < coarse / 10
+        assert max(getattr(errors[name], field) for name in TOKEN_SCALES) < coarse / 10
 
 
 @pytest.mark.parametrize("name", SETS)

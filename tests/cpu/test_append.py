@@ -24,7 +24,7 @@ def poisoned_cache(*shape: int) -> torch.Tensor:
 
 
 def expected_cache(kv: torch.Tensor, slots: list[int]) -> torch.Tensor:
-    """Token by token, on the flat cache."""
+    """The expected append, token by token, on the flat cache."""
     flat = poisoned_cache(PAGES * PAGE_SIZE, 656)
     for row, slot in zip(kv, slots, strict=True):
         if 0 <= slot < PAGES * PAGE_SIZE:
@@ -122,14 +122,14 @@ def test_more_slots_than_an_int32_counts():
 
 
 class Kernel:
-    """Stands for a compiled one: takes what it does by its signature, refuses all else."""
+    """Stands for a compiled kernel: accepts the arguments of its signature, refuses all others."""
 
     def __init__(self, device: str = "cpu") -> None:
         self.device = device
         self.calls: list[tuple[torch.Tensor, ...]] = []
 
     def __call__(self, kv: torch.Tensor, pages: torch.Tensor, slots: torch.Tensor) -> None:
-        # as the compiled one: int8 is uint8, uint64 is int64
+        # as a compiled kernel does: int8 passes for uint8, uint64 for int64
         pages_fit = pages.dim() == 3 and pages.shape[2] == 656 and pages.dtype in (torch.uint8, torch.int8)
         slots_fit = slots.shape == kv.shape[:1] and slots.dtype in (torch.int64, torch.uint64)
         aligned = not (kv.data_ptr() % 16 or pages.data_ptr() % 16 or kv.stride(0) % 8 or pages.stride(1) % 16)
@@ -140,7 +140,7 @@ class Kernel:
 
 
 def prepared(monkeypatch: pytest.MonkeyPatch, *caches: torch.Tensor) -> Kernel:
-    """A kernel that is there for KV, SLOT and these caches, as if an earlier call on a GPU had prepared it."""
+    """A prepared launch for KV, SLOT and these caches, as an earlier call on a GPU would leave it."""
     kernel = Kernel()
     prepare(monkeypatch, append_op, kernel, *((KV, cache, SLOT) for cache in caches))
     kernel.calls.clear()
@@ -162,7 +162,7 @@ def test_a_prepared_launch_checks_nothing_in_python(cache, monkeypatch):
 
 @pytest.mark.parametrize("case", BAD)
 def test_bad_input_of_a_prepared_launch(case, monkeypatch):
-    """Whatever the kernel does not see itself keeps its call from being found."""
+    """A difference that the kernel cannot see is in the key of the prepared launch."""
     kernel = prepared(monkeypatch, *CACHES)
     test_bad_input(case)
     assert kernel.calls == []

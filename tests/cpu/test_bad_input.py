@@ -1,7 +1,7 @@
 """Bad input to the public functions: a TypeError or ValueError that names the argument, what it got and what it needs.
 
 The checks come before any work and do not depend on the device: tests/gpu/test_bad_input.py takes the same tables and
-compares the words. The outputs of every call are poisoned before it and must be after it.
+compares the words. The outputs of every call are poisoned before it and must still be after it.
 """
 
 import math
@@ -14,10 +14,10 @@ from cute_kernels import merge_states, mla_fp8_append, mla_fp8_decode
 from tests.support.bad_input import ERROR, TABLES
 
 WRONG = [(name, label) for name, table in TABLES.items() for label in table.wrong("cpu")]
-OF_EACH = pytest.mark.parametrize("name", TABLES)
+EACH_TABLE = pytest.mark.parametrize("name", TABLES)
 
 
-@OF_EACH
+@EACH_TABLE
 def test_the_calls_that_the_others_break_are_right(name: str) -> None:
     TABLES[name].function(**TABLES[name].right("cpu"))
 
@@ -37,7 +37,7 @@ def default_dtype(request: pytest.FixtureRequest) -> Iterator[torch.dtype]:
     torch.set_default_dtype(torch.float32)
 
 
-@OF_EACH
+@EACH_TABLE
 def test_another_default_dtype_changes_no_word(name: str, default_dtype: torch.dtype) -> None:
     table = TABLES[name]
     labels = list(table.wrong("cpu"))[::4]
@@ -47,7 +47,7 @@ def test_another_default_dtype_changes_no_word(name: str, default_dtype: torch.d
     assert said == [str(table.refusal(label, "cpu")) for label in labels]
 
 
-@OF_EACH
+@EACH_TABLE
 def test_a_default_device_changes_no_word(name: str) -> None:
     table = TABLES[name]
     labels = list(table.wrong("cpu"))[::4]
@@ -56,9 +56,9 @@ def test_a_default_device_changes_no_word(name: str) -> None:
         assert [str(table.refusal(label, "cpu")) for label in labels] == expected
 
 
-@OF_EACH
+@EACH_TABLE
 def test_a_device_that_is_no_sm90_is_named(name: str) -> None:
-    """Neither a CPU nor an SM90 GPU: the message says what was found."""
+    """A device that is neither a CPU nor an SM90 GPU is named in the message."""
     if "everything on another device" in TABLES[name].wrong("cpu"):
         error = TABLES[name].refusal("everything on another device", "cpu")
         assert isinstance(error, ValueError)
@@ -66,7 +66,7 @@ def test_a_device_that_is_no_sm90_is_named(name: str) -> None:
 
 
 def test_both_kinds_of_states_that_cannot_be_viewed() -> None:
-    """More than five dimensions are merged as five, which not all strides allow; the kernel writes no copy."""
+    """More than five dimensions are viewed as five. Strides that do not allow it are refused, not copied."""
     outs, lses = torch.zeros((2, 2, 3, 2, 4, 64)), torch.zeros((2, 2, 3, 2, 4))
     out, lse = torch.full((2, 3, 2, 4, 64), math.nan), torch.full((2, 3, 2, 4), math.nan)
     merge_states(outs, lses, out=out, lse=lse)
@@ -76,7 +76,7 @@ def test_both_kinds_of_states_that_cannot_be_viewed() -> None:
 
 
 def test_strides_of_dimensions_of_one_element_are_free() -> None:
-    """Torch leaves them open, and slices of wider tensors have odd ones."""
+    """Axes of size 1 may have any stride: torch leaves it open, and slices of wider tensors have odd ones."""
     call = TABLES["mla_fp8_decode, sparse"].right("cpu")
     one = {name: call[name][:1, :1, :1].clone() for name in ("q", "out", "lse")}
     one["q"] = one["q"].as_strided(one["q"].shape, (577, 577, 577, 1))

@@ -1,4 +1,4 @@
-"""The benchmark of GQA decoding without a GPU: what a case is, what it has to reach, that checks guard speeds."""
+"""The benchmark of GQA decoding without a GPU: cases, what they must reach, and no speed without a passed check."""
 
 import dataclasses
 from collections import Counter
@@ -31,7 +31,7 @@ def decode(*, out: torch.Tensor, lse: torch.Tensor, return_lse: bool, **call: An
 
 @pytest.fixture
 def timed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Calls that never reach a GPU; how many input sets each timing rotated."""
+    """Replaces GPU timing; returns how many input sets each timing rotated."""
     sets = fake_time_graph(monkeypatch, bench_gqa)
     monkeypatch.setattr(bench_gqa, "host_time", lambda call: 7.5)
     monkeypatch.setattr(bench_gqa, "sets_to_outgrow_l2", lambda bytes_moved, most=64: 3)
@@ -189,7 +189,7 @@ def test_a_wrong_result_gets_no_speed(timed: list[int], monkeypatch: pytest.Monk
 def test_a_graph_that_writes_something_else_gets_no_speed(
     later: str, timed: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Five eager calls are right: the checked one, the two others of the rotation, and two of the graph."""
+    """The first five eager calls are right: the checked one, the other two of the rotation, and two of the graph."""
     made = []
 
     def wrong(**call: Any) -> Any:

@@ -1,4 +1,4 @@
-"""The benchmark of sink attention without a GPU: what a case is, what it has to reach, that checks guard speeds."""
+"""The benchmark of sink attention without a GPU: cases, what they must reach, and no speed without a passed check."""
 
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -18,7 +18,7 @@ from tests.support.replays import fake_time_graph
 
 @pytest.fixture
 def timed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Calls that never reach a GPU; how many input sets each timing rotated."""
+    """Replaces GPU timing; returns how many input sets each timing rotated."""
     sets = fake_time_graph(monkeypatch, bench_sink)
 
     def time_eager(call: Callable[[], Any], repeats: int) -> float:
@@ -95,29 +95,29 @@ def test_a_wrong_gradient_gets_no_speed(part: int, row: int, timed: list[int], m
     assert timed == []
 
 
-def later_off(right: Callable[..., Any], part: int, by: float) -> Callable[..., Any]:
-    """A function that returns tensors: those of its first four calls are right, later one of them is off."""
+def later_off(right: Callable[..., Any], part: int, error: float) -> Callable[..., Any]:
+    """A function whose first four calls return right tensors; later calls return one wrong tensor."""
     made = []
 
     def wrong(*arguments: Any, **options: Any) -> Any:
         results = right(*arguments, **options)
         made.append(results)
         if len(made) > 4:
-            results[part].mul_(1 + by)
+            results[part].mul_(1 + error)
         return results
 
     return wrong
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
-@pytest.mark.parametrize(("part", "by"), [(0, 0.002), (0, 0.02), (1, 0.004), (3, 1e-6)])
+@pytest.mark.parametrize(("part", "error"), [(0, 0.002), (0, 0.02), (1, 0.004), (3, 1e-6)])
 def test_a_graph_of_gradients_has_the_bits_of_eager_calls_but_dq(
-    part: int, by: float, deterministic: bool, timed: list[int], monkeypatch: pytest.MonkeyPatch
+    part: int, error: float, deterministic: bool, timed: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    wrong = later_off(bench_sink.OPS.sink_attention_backward.default, part, by)
+    wrong = later_off(bench_sink.OPS.sink_attention_backward.default, part, error)
     monkeypatch.setattr(bench_sink, "OPS", SimpleNamespace(sink_attention_backward=SimpleNamespace(default=wrong)))
     entry = bench_sink.run(small(backward=True, deterministic=deterministic), {}, "cpu")
-    if part == 0 and by < bench_sink.GRADIENTS_LIMIT and not deterministic:
+    if part == 0 and error < bench_sink.GRADIENTS_LIMIT and not deterministic:
         assert entry["sets_compared"] == bench_sink.SETS
         return
     assert bench_sink.NAMES[part] in entry["failed"] and "a replay over poison" in entry["failed"]

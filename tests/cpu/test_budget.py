@@ -70,8 +70,8 @@ def test_measured_limits() -> None:
     assert plain[Unit.HBM] == pytest.approx(39, abs=1)
     # a producer alone: 63.4 clocks a row with 32 rows in flight, 42.9 with 64
     for rows_in_flight, cycles in ((32, 63.4), (64, 42.9)):
-        of = dataclasses.replace(variants.TURNS, rows_in_flight=rows_in_flight).demands(H200)
-        assert of[Unit.CONVERSION] + of[Unit.GATHER] == pytest.approx(cycles, rel=0.03)
+        demand = dataclasses.replace(variants.TURNS, rows_in_flight=rows_in_flight).demands(H200)
+        assert demand[Unit.CONVERSION] + demand[Unit.GATHER] == pytest.approx(cycles, rel=0.03)
 
 
 def test_the_format_is_the_package_s() -> None:
@@ -217,7 +217,7 @@ def test_calibration_finds_what_a_prediction_was_made_from() -> None:
 
 
 def test_the_constants_are_what_the_named_cases_give() -> None:
-    """The two cases of the run of 2026-11-23, as they stand in the comment beside the constants."""
+    """The two cases of the run of 2026-11-23, as the comment on the constants has them."""
     long, short = MlaLaunch(512, 32, 1, 128 * 2 * 128, 2), MlaLaunch(1024, 8, 1, 128 * 4 * 128, 2)
     given = calibrate((long, 290.128), (short, 178.296))
     assert given == pytest.approx((variants.LATENCY_CYCLES, variants.CTA_CYCLES), rel=5e-3)
@@ -241,8 +241,8 @@ def test_partial_results_in_l2_are_merged_sooner() -> None:
 def test_a_launch_begins_with_q_of_its_first_wave() -> None:
     """1,152 bytes a row from HBM, and no more rows than all SMs have heads."""
     one, wave = dataclasses.replace(LAUNCH, rows=1), dataclasses.replace(LAUNCH, rows=132 * 64)
-    of_q = 132 * 64 * 1152 / (H200.read_gbps * 1e3)
-    assert model.start_us(wave, MLA_BUILT) - model.start_us(one, MLA_BUILT) == pytest.approx(of_q, rel=1e-3)
+    q_us = 132 * 64 * 1152 / (H200.read_gbps * 1e3)
+    assert model.start_us(wave, MLA_BUILT) - model.start_us(one, MLA_BUILT) == pytest.approx(q_us, rel=1e-3)
     assert model.start_us(dataclasses.replace(wave, rows=10**6), MLA_BUILT) == model.start_us(wave, MLA_BUILT)
 
 

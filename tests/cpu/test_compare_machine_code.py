@@ -23,7 +23,7 @@ def test_nothing_differs() -> None:
 
 
 def test_plans_name_machine_code_and_lose_fields_that_are_dropped() -> None:
-    """A specification of another text is the same plan where its code is the same, and another plan where it is not."""
+    """Plans with specifications of different text are equal where the machine code is equal, and only there."""
     before = Tree({"A(x=1)": ONE}, {"mla batch=1": [{"spec": "A(x=1)", "ctas": 1, "us": 2.0}]})
     after = Tree({"A()": ONE}, {"mla batch=1": [{"spec": "A()", "ctas": 1}]})
     assert compare(before, after, ["us"]).exit_status == 0

@@ -1,6 +1,6 @@
-"""Lengths, indices, tables and slots of any size, on the CPU: as if they had been clamped before. No GPU.
+"""Lengths, indices, tables and slots of any size, on the CPU: results are those of clamped values. No GPU.
 
-What kernels make of the same values is in tests/gpu/test_device_values.py.
+tests/gpu/test_device_values.py does the same for kernels.
 """
 
 from typing import Any
@@ -110,7 +110,7 @@ def test_gqa_lengths(layout, s_q, window, causal):
 
 
 SLOTS = [-(2**63), -(2**32) + 1, INT32_MIN, -1, 2, 2**31 + 3, 2**32 + 1, 2**40, 2**63 - 1]
-"""One of them is a slot; the low 32 bits of others name one."""
+"""Of these numbers one is a valid slot; the low 32 bits of some others are a valid slot too."""
 
 
 def test_slots_of_appends():

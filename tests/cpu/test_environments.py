@@ -1,4 +1,4 @@
-"""A call of every function on CPU tensors, in processes as real programs set them up: no bit depends on that.
+"""A call of every function on CPU tensors, in the environments of real programs: no bit depends on them.
 
 A model sets torch's default dtype, loads weights under a default device of meta, serves in inference mode and compiles.
 """
@@ -23,7 +23,7 @@ ENVIRONMENTS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "no_grad": torch.no_grad,
 }
 EVERYWHERE = pytest.mark.parametrize("environment", ENVIRONMENTS)
-OF_EACH = pytest.mark.parametrize("name", SAMPLES)
+EACH_SAMPLE = pytest.mark.parametrize("name", SAMPLES)
 _clean: dict[str, tuple[dict[str, Any], tuple[torch.Tensor, ...]]] = {}
 
 
@@ -36,7 +36,7 @@ def clean(name: str) -> tuple[dict[str, Any], tuple[torch.Tensor, ...]]:
 
 
 def differences(got: Any, expected: Any) -> list[str]:
-    """What is not the same, bit by bit, in words."""
+    """In words, which results differ in a bit."""
     found = []
     for i, (ours, want) in enumerate(zip(got, expected, strict=True)):
         kinds = [(t.dtype, t.device, t.shape) for t in (ours, want)]
@@ -52,7 +52,7 @@ def skipped(sample: Sample, environment: str) -> bool:
 
 
 @EVERYWHERE
-@OF_EACH
+@EACH_SAMPLE
 def test_results_are_the_same(name: str, environment: str) -> None:
     if skipped(SAMPLES[name], environment):
         return  # gradients are switched off there
@@ -67,7 +67,7 @@ def test_results_are_the_same(name: str, environment: str) -> None:
 
 
 @EVERYWHERE
-@OF_EACH
+@EACH_SAMPLE
 def test_inputs_are_the_same(name: str, environment: str) -> None:
     """Those of tests and benchmarks, which run in the same environments."""
     arguments, _ = clean(name)
@@ -80,12 +80,12 @@ def test_inputs_are_the_same(name: str, environment: str) -> None:
 
 
 @pytest.mark.parametrize(("dynamic", "environment"), [(None, "torch.float64"), (True, "meta")])
-@OF_EACH
+@EACH_SAMPLE
 def test_compiled_calls_are_the_same(name: str, dynamic: bool | None, environment: str) -> None:
     torch._dynamo.reset()
     sample = SAMPLES[name]
     arguments, expected = clean(name)
-    # autograd.grad is not traced: a graph break there is torch's, and none of ours
+    # torch.compile does not trace autograd.grad: that graph break comes from torch
     compiled = torch.compile(sample.run, fullgraph=not sample.backward, dynamic=dynamic, backend="aot_eager")
     with ENVIRONMENTS[environment]():
         assert differences(compiled(**copied(arguments)), expected) == []

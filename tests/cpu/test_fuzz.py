@@ -1,4 +1,4 @@
-"""Random calls: what they find when something is planted, and that they find nothing otherwise."""
+"""Random calls find each planted fault, and find nothing without one."""
 
 import functools
 import itertools
@@ -38,7 +38,7 @@ def seeds_of(op: str, number: int = 1) -> list[int]:
 
 
 def plant(monkeypatch: pytest.MonkeyPatch, op: str, change: Any) -> None:
-    """Replaces an op by one that is given the real one first."""
+    """Replaces an op by a function whose first argument is the real op."""
     real = getattr(cute_kernels, op)
     monkeypatch.setattr(cute_kernels, op, lambda *args, **kwargs: change(real, *args, **kwargs))
 
@@ -82,9 +82,9 @@ def test_calls_stay_within_the_specifications_and_take_many_of_them():
 
 @pytest.mark.parametrize("op", OPS)
 def test_valid_and_invalid_calls_of_every_op(op):
-    """Nothing is found; appends and merges are quick, so that there may be more of them."""
+    """Nothing is found. Appends and merges are quick, so more of them run."""
     (seed,) = seeds_of(op)
-    base = seed * invalid.PER_CALL  # the valid call that these change is that of the seed
+    base = seed * invalid.PER_CALL  # each invalid call changes the valid call of this seed
     made, problems = invalid.run_invalid(base, base + invalid.PER_CALL, CPU)
     assert problems == []
     assert made == invalid.PER_CALL
@@ -112,7 +112,7 @@ def test_every_kind_of_wrong_argument_is_among_the_invalid_calls():
 
 
 def test_a_wrong_result_is_reported_with_its_seed(monkeypatch, capsys, tmp_path):
-    """By a fifth, which the oracle sees; the command says which seed it was and how to make it again."""
+    """The oracle sees an error of a fifth; the command prints the seed and how to repeat it."""
 
     def change(real: Any, *args: Any, **kwargs: Any) -> Any:
         result = real(*args, **kwargs)
@@ -354,7 +354,7 @@ def test_rounds_have_all_calls_of_a_plan_and_no_seed_twice(plan):
         (first, last), (invalid_first, invalid_last) = total.seeds()
         assert last - first + 1 == sum(work.last - work.first for work in rounds)
         assert invalid_first == invalid.FIRST
-        # so that a run with other seeds for valid calls has others for invalid ones
+        # other seeds of valid calls also give other invalid calls
         assert invalid_last < invalid.FIRST + (last + 1) * invalid.PER_CALL
 
 

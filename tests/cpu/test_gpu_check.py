@@ -1,4 +1,4 @@
-"""`gpu_check`: what it runs, what it keeps of another run, what it calls good."""
+"""`gpu_check`: what it runs, what it keeps of an earlier run, and when it reports success."""
 
 import functools
 import json
@@ -24,17 +24,17 @@ from tests.support.made_up_records import PASSED, TOOLCHAIN, coded_record, rando
 def test_a_record_may_come_from_two_runs(whole):
     tools = dict.fromkeys(records.SANITIZER_TOOLS)
     nothing = {"passed": None, "failed": None, "skipped": None, "sanitizer": {**tools, "reasons": {"all": "left out"}}}
-    of_tests = {**whole, "cases": [], "ceilings": {**whole["ceilings"], "read_GBps": 1.0}, "date": "2026-01-03"}
-    of_benchmarks = {**whole, "tests": nothing}
-    assert gpu_check.completed(of_tests, of_benchmarks) == {**whole, "date": "2026-01-03"}
-    assert gpu_check.completed(of_benchmarks, of_tests) == whole
-    only_counts = {**of_tests, "tests": {**whole["tests"], "sanitizer": nothing["sanitizer"]}}
+    tests_run = {**whole, "cases": [], "ceilings": {**whole["ceilings"], "read_GBps": 1.0}, "date": "2026-01-03"}
+    benchmark_run = {**whole, "tests": nothing}
+    assert gpu_check.completed(tests_run, benchmark_run) == {**whole, "date": "2026-01-03"}
+    assert gpu_check.completed(benchmark_run, tests_run) == whole
+    only_counts = {**tests_run, "tests": {**whole["tests"], "sanitizer": nothing["sanitizer"]}}
     other_counts = {**whole, "tests": {**whole["tests"], "passed": 1}}
     assert gpu_check.completed(only_counts, other_counts) == {**whole, "date": "2026-01-03"}
     if "kernels" in whole:
         found = records.with_reliability(whole, random_calls(0, 9))
-        assert gpu_check.completed({**of_tests, "kernels": {}}, found)["kernels"] == found["kernels"]
-        assert gpu_check.completed(of_tests, found)["reliability"] == found["reliability"]
+        assert gpu_check.completed({**tests_run, "kernels": {}}, found)["kernels"] == found["kernels"]
+        assert gpu_check.completed(tests_run, found)["reliability"] == found["reliability"]
         assert "kernels" not in gpu_check.completed({**some_record(), "cases": []}, found)
 
 
@@ -81,9 +81,9 @@ JUNIT = '<testsuites><testsuite tests="{}" failures="{}" errors="0" skipped="0"/
 PROCESSES: dict[str, tuple[int | None, str | None, int]] = {
     "one test failed": (1, JUNIT.format(4, 1), 3),
     "crashed before its report": (-11, None, 0),
-    "crashed behind its report": (-11, JUNIT.format(4, 0), 4),
+    "crashed after its report": (-11, JUNIT.format(4, 0), 4),
     "out of time": (None, None, 0),
-    "out of time behind its report": (None, JUNIT.format(4, 0), 0),
+    "out of time after its report": (None, JUNIT.format(4, 0), 0),
     "nothing collected": (5, JUNIT.format(0, 0), 0),
     "broken collection": (2, JUNIT.format(4, 0), 4),
 }
@@ -97,7 +97,7 @@ def test_a_process_that_ended_badly_is_a_failure(status, report, passed):
     assert counts == {"passed": 10 + passed, "failed": 1, "skipped": 0}
 
 
-def test_all_tests_run_once_and_only_behind_their_kernels(monkeypatch):
+def test_all_tests_run_once_and_only_after_their_kernels(monkeypatch):
     calls: list[list[list[str]]] = []
 
     def run_pytest(selections, folder, deadline):
@@ -189,7 +189,7 @@ def test_a_bench_that_raises_is_recorded_and_the_others_run():
 
 
 def good_record(**changes: Any) -> dict[str, Any]:
-    """Of which nothing is lacking."""
+    """A record that lacks nothing."""
     record = coded_record()
     cases = [case for case in record["cases"] if "failed" not in case and case.get("met", True)]
     record["tests"]["sanitizer"] = {"memcheck": 0, "racecheck": 0, "synccheck": 0, "initcheck": 0}
@@ -253,17 +253,17 @@ def test_what_was_left_out_is_named_and_no_shortcoming(capsys):
     assert gpu_check.report(good_record(), [], True) == 0
     assert "left out: some benchmark cases" in capsys.readouterr().out
     assert gpu_check.report(good_record(), ["random calls are not in the record: no"], False) == 1
-    # of a record from before initcheck
-    before = with_tests(sanitizer=dict.fromkeys(records.SANITIZER_TOOLS, 0))
-    assert gpu_check.shortcomings(before) == []
+    # a record older than initcheck
+    old = with_tests(sanitizer=dict.fromkeys(records.SANITIZER_TOOLS, 0))
+    assert gpu_check.shortcomings(old) == []
 
 
-# --- all of it, on a card that never was
+# --- a whole run, on an invented card
 
 
 @pytest.fixture
 def card(monkeypatch, tmp_path):
-    """A machine whose parts can be told what to find."""
+    """A machine whose parts return what a test sets."""
     found = SimpleNamespace(tests={"passed": 5, "failed": 0, "skipped": 0}, us=1.0, kept=[], code_works=True)
     found.findings = [sanitize.Finding(tool, 0) for tool in sanitize.TOOLS]
     counts = dict.fromkeys(("wrong", "faults", "out_of_memory"), 0)

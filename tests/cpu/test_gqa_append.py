@@ -43,7 +43,7 @@ def make_tokens(n: int, seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> t
 
 
 def code_place(layout: str, page: int, offset: int, head: int) -> tuple[Any, ...]:
-    """Where the d codes of one token and head are, by the words of the contract: nothing here asks a `CacheLayout`."""
+    """Where the d codes of one token and head are, as the documentation says: this uses no `CacheLayout`."""
     if layout in ("BNSH", "paged_HND"):
         return page, head, offset
     if layout in ("BSNH", "paged_NHD"):
@@ -127,9 +127,9 @@ def misaligned(t: torch.Tensor) -> torch.Tensor:
     return torch.empty(t.numel() + 1, dtype=t.dtype)[1:].view(t.shape).copy_(t)
 
 
-def rows_apart(t: torch.Tensor, by: int) -> torch.Tensor:
-    """The same shape, with `by` elements between rows."""
-    return torch.zeros(*t.shape[:-1], t.shape[-1] + by, dtype=t.dtype)[..., : t.shape[-1]]
+def rows_apart(t: torch.Tensor, gap: int) -> torch.Tensor:
+    """The same shape, with `gap` elements between rows."""
+    return torch.zeros(*t.shape[:-1], t.shape[-1] + gap, dtype=t.dtype)[..., : t.shape[-1]]
 
 
 C = call()
@@ -227,7 +227,7 @@ def test_more_slots_than_an_int32_counts() -> None:
 
 
 class Kernel:
-    """Stands for a compiled one: takes what it does by its signature, refuses all else."""
+    """Stands for a compiled kernel: accepts the arguments of its signature, refuses all others."""
 
     def __init__(self, device: str = "cpu") -> None:
         self.device = device
@@ -235,7 +235,7 @@ class Kernel:
 
     def __call__(self, *arguments: Any) -> None:
         k, v, k_cache, v_cache, k_scale, v_scale, slots, heads_first = arguments
-        # as the compiled one: uint8 is int8, uint64 is int64
+        # as a compiled kernel does: uint8 passes for int8, uint64 for int64
         bytes8, ints64 = (torch.int8, torch.uint8), (torch.int64, torch.uint64)
         fit = k.shape == v.shape and slots.shape == k.shape[:1] and slots.dtype in ints64
         fit &= k.dtype == v.dtype == torch.bfloat16 and k_scale.dtype == v_scale.dtype == torch.float32
@@ -249,7 +249,7 @@ class Kernel:
 
 
 def prepared(monkeypatch: pytest.MonkeyPatch) -> Kernel:
-    """A kernel that is there for `C`, as if an earlier call on a GPU had prepared it."""
+    """A prepared launch for `C`, as an earlier call on a GPU would leave it."""
     kernel = Kernel()
     prepare(monkeypatch, append_op, append_op.PreparedLaunch(kernel, 1), tuple(C.values()))
     kernel.calls.clear()
@@ -267,7 +267,7 @@ def test_a_prepared_launch_checks_nothing_in_python(monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize("case", BAD)
 def test_bad_input_of_a_prepared_launch(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever the kernel does not see itself keeps its call from being found."""
+    """A difference that the kernel cannot see is in the key of the prepared launch."""
     kernel = prepared(monkeypatch)
     test_bad_input(case)
     assert kernel.calls == []
@@ -349,7 +349,7 @@ def test_quotients_near_a_tie_round_as_ieee_ones(significant_bits: int) -> None:
 
 
 def test_quotients_are_within_a_unit() -> None:
-    """So those that are not within 6 units of a tie round as they should, too."""
+    """So values further than 6 units from a tie round right, too."""
     gen = generator(3)
     x = torch.randn(1 << 20, generator=gen).half().float()
     scales = torch.rand(1 << 20, generator=gen) + 2.0**-10

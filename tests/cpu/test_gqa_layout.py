@@ -89,12 +89,16 @@ def test_head_dimensions(d):
 def test_page_sizes(name):
     def of_rows(rows):
         return sizes_of(
-            name, *(tuple(rows if s == 16 and i == at else s for i, s in enumerate(shape)) for shape, at in at_rows)
+            name,
+            *(
+                tuple(rows if s == 16 and i == rows_at else s for i, s in enumerate(shape))
+                for shape, rows_at in rows_axes
+            ),
         )
 
     k_shape, v_shape = SHAPES[name][:2]
     rows_axis = "t" if LAYOUTS[name].paged else "s"
-    at_rows = [(k_shape, LAYOUTS[name].key.index(rows_axis)), (v_shape, LAYOUTS[name].value.index(rows_axis))]
+    rows_axes = [(k_shape, LAYOUTS[name].key.index(rows_axis)), (v_shape, LAYOUTS[name].value.index(rows_axis))]
     for rows in (0, 1, 2, 7, 8, 12, 16, 32, 48, 64, 128, 1024):
         power = rows > 0 and rows & (rows - 1) == 0
         if not LAYOUTS[name].paged or (rows in (8, 16, 32) if name == "paged_vllm" else power):

@@ -1,6 +1,6 @@
 """Plans and schedule of `gqa_decode` in pure Python: the arithmetic of the scheduler is written out here.
 
-A plan must be right for any lengths: only the device knows them.
+A plan must be right for any lengths, because only the device knows them.
 """
 
 import itertools
@@ -106,7 +106,7 @@ def test_each_tile_is_in_one_range(lengths, window):
 
 @pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
 def test_a_range_has_two_partials_at_most(lengths):
-    """One of a sequence that begins before the range, one of a sequence that ends after it: in different slots."""
+    """The partials of a sequence that begins before the range and of one that ends after it are in different slots."""
     for ranges, splits in ((2, 0), (16, 0), (132, 0), (256, 0), (1, 3), (1, 256)):
         places: Counter[tuple[int, bool]] = Counter()
         for r, b, start, stop, _, count in pieces(lengths, ranges, splits):

@@ -36,7 +36,7 @@ KINDS = list(SCALE_NAMES.values())
 
 
 def token_of(cache: Any, layout: str, which: Which, outer: int, row: int, head: int) -> torch.Tensor:
-    """(d,) codes of one token and head, by the words of the contract: nothing here asks a `CacheLayout`."""
+    """(d,) codes of one token and head, as the documentation says: this uses no `CacheLayout`."""
     if layout in ("BNSH", "paged_HND"):
         return cache[outer, head, row]
     if layout in ("BSNH", "paged_NHD"):
@@ -234,7 +234,7 @@ def test_against_torch(causal, ratio):
 
 
 def numbered(s_k: int, s_q: int = 1, h_q: int = 1) -> dict[str, Any]:
-    """Keys that all score 0, and a value that says in channel k whether it is that of key k."""
+    """Keys with logit 0; channel k of the value is 1 for key k and 0 for others."""
     v = torch.eye(s_k, 64).view(1, 1, s_k, 64)
     return {"q": torch.ones(1, s_q, h_q, 64), "k_cache": torch.zeros_like(v), "v_cache": v}
 
@@ -487,7 +487,7 @@ def test_append_of_nothing(layout):
 @pytest.mark.parametrize("values", VALUES)
 @pytest.mark.parametrize("kv_dtype", KV_DTYPES)
 def test_logits_are_of_usual_size(values, kv_dtype):
-    """Neither all alike nor one key for all: the same in every head, whatever the size of its keys."""
+    """Softmax weights are neither all equal nor one-hot, to the same degree in every head, whatever its keys' size."""
     q_dtype = torch.float16 if kv_dtype == "fp16" else torch.bfloat16
     for name in SCALE_NAMES:
         options = {"kv_dtype": kv_dtype, "values": values, "q_dtype": q_dtype, "k_scales": name, "seed": 7}

@@ -79,7 +79,7 @@ def _with_parameter(name: str, argument: str, call: dict[str, Any]) -> Any:
 
 
 def test_results_never_require_gradients() -> None:
-    """Eager and compiled alike; merge_states on a CPU is plain torch, which would record."""
+    """Both eager and compiled. merge_states on a CPU is plain torch, which autograd would record."""
     outs, lses = torch.randn(2, 3, 4, 64, requires_grad=True), torch.randn(2, 3, 4)
     compiled = torch.compile(merge_states, fullgraph=True, backend="aot_eager")
     for merge in (merge_states, compiled):

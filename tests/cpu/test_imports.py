@@ -17,7 +17,7 @@ MODULES = {
     for file in sorted((ROOT / package).rglob("*.py"))
 }
 # Directories of cute_kernels that are no rooms: one layer each.
-SHARED = ("budget", "compat", "device", "distributed", "integrations", "runtime")
+SHARED = ("budget", "compat", "device", "distributed", "integrations", "runtime", "warm")
 # The files of a room, by name or by the end of it: append_op.py is an op. Device code is what lies in its kernels/.
 ROOM_FILES = ("launch", "layouts", "op", "plan", "reference", "spec")
 # A design of its own inside of a room. It takes from the room's kernels; of the room its op alone knows it, and its
@@ -28,7 +28,7 @@ CROSSOVER = "crossover"
 PROJECT = {
     "fp8_mla": {"formats", "fp8_mla"},
     "formats": set(),  # plain Python, for everyone
-    "public": {"op"},  # cute_kernels itself: the names that users import
+    "public": {"op", "warm"},  # cute_kernels itself: the names that users import
     "room": set(),
     "spec": {"formats", "layouts", "spec"},
     "device": {"device", "formats"},
@@ -40,8 +40,9 @@ PROJECT = {
     "launch": {"reference", "launch", "layouts", "plan", "runtime", "spec"},
     "op": {"formats", "fp8_mla", "launch", "layouts", "op", "plan", "reference", "runtime", "spec"},
     "budget": {"budget", "formats", "spec"},
+    "warm": {"layouts", "plan", "runtime", "spec", "warm"},
     "compat": {"compat", "formats", "fp8_mla", "op", "plan", "public", "runtime", "spec"},
-    "integrations": {"compat", "formats", "fp8_mla", "integrations", "op", "plan", "public", "runtime", "spec"},
+    "integrations": {"compat", "formats", "fp8_mla", "integrations", "op", "plan", "public", "runtime", "spec", "warm"},
 }
 # What each layer may import from outside, of the packages that cost something or need something.
 HEAVY = {"torch", "einops", "cutlass", "cuda", "tvm_ffi", "transformers", "vllm"}
@@ -131,6 +132,7 @@ def test_every_layer_is_looked_at() -> None:
         "device",
         "runtime",
         "compat",
+        "warm",
     } <= layers
 
 
@@ -168,6 +170,8 @@ def test_every_layer_is_looked_at() -> None:
         ("cute_kernels.runtime.compile", "from cute_kernels.mla.spec import MlaDecodeSpec"),
         ("cute_kernels.runtime.checks", "from ..merge import spec"),
         ("cute_kernels.compat.flash_mla", "from cute_kernels.mla.kernels.decode import MlaDecodeKernel"),
+        ("cute_kernels.warm.shapes", "from cute_kernels.mla.op import mla_fp8_decode"),
+        ("cute_kernels.warm", "import torch"),
         ("cute_kernels.mla.helpers", ""),
         ("cute_kernels", "import cute_kernels.runtime.compile"),
         ("fp8_mla.packing", "from cute_kernels.runtime.checks import require"),
@@ -192,6 +196,7 @@ def test_relative_imports_of_a_package_are_resolved() -> None:
         "import cute_kernels, fp8_mla",
         "import cute_kernels; [getattr(cute_kernels, name) for name in cute_kernels.__all__]",
         "import cute_kernels.compat.flash_mla",
+        "import cute_kernels.warm",
     ],
 )
 def test_importing_loads_no_dsl_and_touches_no_gpu(statement: str) -> None:
@@ -221,7 +226,7 @@ def test_tests_run_in_any_order() -> None:
 
 @pytest.mark.parametrize("package", ["cute_kernels", "fp8_mla"])
 def test_packages_say_that_they_have_types(package: str) -> None:
-    """Without the marker a type checker takes everything of an installed package for Any."""
+    """Without the marker, type checkers treat everything in an installed package as Any."""
     assert resources.files(package).joinpath("py.typed").is_file()
     ignored = subprocess.run(["git", "check-ignore", "-q", f"{package}/py.typed"], cwd=ROOT).returncode
     assert ignored != 0, "a wheel has no files that git ignores"

@@ -64,7 +64,7 @@ def test_specs_name_what_makes_a_kernel_fast() -> None:
         assert spec.expected["instructions"]
 
 
-# --- the tools themselves: each fault is seen
+# --- the tools themselves find each fault
 
 
 def test_report_of_a_kernel_without_faults() -> None:

@@ -1,4 +1,4 @@
-"""Which machine code a case ran, and which of a record's is no longer built."""
+"""Which machine code a case has run, and which machine code in a record is no longer built."""
 
 import sys
 from dataclasses import dataclass
@@ -46,7 +46,7 @@ def test_what_a_case_asks_for_is_noted_although_it_was_prepared_before(monkeypat
             compile.get_kernel(TinySpec(128))
     assert list(asked) == [TinySpec(64), TinySpec(128)]
     compile.get_kernel(TinySpec(32))
-    assert list(asked) == [TinySpec(64), TinySpec(128)], "noted behind the block"
+    assert list(asked) == [TinySpec(64), TinySpec(128)], "noted after the block"
     assert compile._kernels is loaded and TinySpec(128) in loaded, "what was loaded in the block stays loaded"
 
 

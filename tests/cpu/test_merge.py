@@ -162,7 +162,7 @@ def test_bad_input_leaves_the_outputs_alone():
 
 
 class Kernel:
-    """Stands for a compiled one: compares shapes, dtypes and alignments, then merges by torch."""
+    """Stands for a compiled kernel: checks shapes, dtypes and alignments, then merges with torch."""
 
     def __init__(self) -> None:
         self.calls = 0
@@ -186,7 +186,7 @@ class Kernel:
 
 
 def prepared(monkeypatch: pytest.MonkeyPatch, outs: torch.Tensor, out_dtype: torch.dtype = torch.float32) -> Kernel:
-    """A kernel that is there for such states, with and without a sink, as if an earlier call had prepared it."""
+    """A prepared launch for such states, with and without a sink, as an earlier call would leave it."""
     kernel, shape = Kernel(), outs.shape
     out, lse = torch.empty(shape[1:], dtype=out_dtype), torch.empty(shape[1:-1])
     sinks = (None, torch.zeros(shape[-2:-1])) if len(shape) > 2 else (None,)
@@ -234,7 +234,7 @@ def test_bad_input_of_a_prepared_launch(case, dims, monkeypatch):
 
 @pytest.mark.parametrize("transposed", [False, True], ids=["views", "copies"])
 def test_more_dimensions_than_the_kernel_takes(transposed, monkeypatch):
-    """Every call is checked: the kernel sees views, in which shapes of as many elements are alike."""
+    """Every call is checked, since the kernel gets views, in which different shapes with equal sizes look the same."""
     seen: list[tuple[torch.Tensor | None, ...]] = []
     monkeypatch.setattr(merge_op, "_prepared", PreparedLaunches())
     monkeypatch.setattr(merge_op, "require_sm90", lambda name, device: None)
@@ -299,7 +299,7 @@ def test_every_launch_has_a_variant_that_fits_the_machine():
         assert spec.lanes * spec.vectors * spec.vector >= d
         # a chunk is loaded in whole rounds, and each weight lane makes as many of its weights
         assert spec.chunk % (spec.unroll * spec.groups) == 0 and spec.chunk % spec.weight_lanes == 0
-        # the row's weight lanes are one warp's
+        # all weight lanes of a row are in one warp
         assert spec.weight_lanes <= 32 and 32 % spec.weight_lanes == 0
 
 

@@ -18,7 +18,7 @@ SOURCES = sorted(file for package in PACKAGES for file in (ROOT / package).rglob
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory with the wheel and the sdist, built from a copy of the checkout without a look at the network."""
+    """A directory with the wheel and the sdist, built from a copy of the checkout without network access."""
     pytest.importorskip("hatchling")
     copy = tmp_path_factory.mktemp("checkout")
     for package in PACKAGES:
@@ -56,9 +56,9 @@ def test_the_sdist_has_what_builds_and_explains_it_beside_them(built: Path) -> N
     (sdist,) = built.glob("*.tar.gz")
     with tarfile.open(sdist) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
-    beside = {"README.md", "CHANGELOG.md", "LICENSE", "pyproject.toml", "PKG-INFO"}
+    metadata = {"README.md", "CHANGELOG.md", "LICENSE", "pyproject.toml", "PKG-INFO"}
     # hatchling adds .gitignore to every sdist, so that a build from it ignores the same files; no option prevents it
-    assert names == files_of_packages() | beside | {".gitignore"}
+    assert names == files_of_packages() | metadata | {".gitignore"}
 
 
 @pytest.mark.parametrize("file", SOURCES, ids=lambda file: str(file.relative_to(ROOT)))

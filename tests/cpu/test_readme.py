@@ -1,4 +1,4 @@
-"""Pages keep their word: examples run as pasted, links and named paths exist, and README fits on a few screens."""
+"""Documentation holds: examples run as pasted, links and named paths exist, README has a limited length."""
 
 import re
 from pathlib import Path
@@ -78,6 +78,6 @@ def _prose(page: Path) -> str:
 
 
 def _anchors(page: Path) -> set[str]:
-    """What GitHub calls the headings of a page."""
+    """The anchors that GitHub gives to the headings of a page."""
     headings = re.findall(r"^#+ (.*)$", _prose(page), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}

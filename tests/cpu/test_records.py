@@ -1,4 +1,4 @@
-"""The record of a GPU run and what is made from it: it must not say more than was checked."""
+"""The record of a GPU run and what is made from it: they must not claim more than was checked."""
 
 import json
 import math
@@ -42,10 +42,8 @@ def test_a_good_record_survives_the_disk(record, tmp_path):
 
 
 BAD_RECORDS: dict[str, dict[str, Any]] = {
-    "a speed beside a failed check": {"cases": [{**SIZES, "failed": "out: wrong", "us": 5.0}]},
-    "peers beside a failed check": {
-        "cases": [{**SIZES, "failed": "out: wrong", "peers": {"p": {"us": 1, "ratio": 1}}}]
-    },
+    "a speed with a failed check": {"cases": [{**SIZES, "failed": "out: wrong", "us": 5.0}]},
+    "peers with a failed check": {"cases": [{**SIZES, "failed": "out: wrong", "peers": {"p": {"us": 1, "ratio": 1}}}]},
     "a speed without a check": {"cases": [{**SIZES, "us": 5.0}]},
     "an error that is no number": {"cases": [{**SIZES, "us": 5.0, "rel_err": math.nan}]},
     "neither a speed nor a reason": {"cases": [{**SIZES, "rel_err": 0.002}]},
@@ -294,6 +292,7 @@ def test_a_record_without_such_cases_says_so():
         "headlines",
         "mla",
         "mla-sustained",
+        "mla-scores",
         "gqa",
         "gqa-summary",
         "sink",
@@ -422,9 +421,11 @@ def test_rows_of_machine_code_that_is_no_longer_built_are_marked(checkout, capsy
 def test_every_table_of_cases_can_mark_a_row():
     record = coded_record()
     sustained = {"sustained": {"us": 1.0}, "exchange_us": {"none": 2.0, "codes": 1.0, "values": 1.0}}
+    sustained["scores_us"] = {"exact": 2.0, "fp8": 2.0}
     record["cases"][0] |= sustained
     whole = kernels_run.marked(record, record["kernels"])
-    for part in ("mla", "mla-sustained", "crossover", "gqa", "gqa-summary", "sink", "sink-summary", "sink-routing"):
+    parts = ("mla", "mla-sustained", "mla-scores", "crossover", "gqa", "gqa-summary")
+    for part in (*parts, "sink", "sink-summary", "sink-routing"):
         lines = [line for line in pages.render(whole, part).splitlines() if line.startswith("| ")]
         rules = sum(line.startswith("| --- |") for line in lines)
         assert sum("†" in line for line in lines) == len(lines) - 2 * rules > 0, part

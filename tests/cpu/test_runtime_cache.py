@@ -1,4 +1,4 @@
-"""The compiler and its disk cache: one compilation per kernel, whoever asks, whatever happened to the files."""
+"""The compiler and its disk cache: one compilation per kernel, whichever process asks, even with damaged files."""
 
 import dataclasses
 import importlib.machinery
@@ -180,7 +180,7 @@ def test_damaged_entry_is_replaced(place: Place, filled: Place) -> None:
 
 
 def test_sound_file_that_is_no_kernel_is_replaced(place: Place) -> None:
-    """The checksum holds and the loader refuses: a library of another system, say."""
+    """The checksum is right, yet the loader refuses the file, for example a library of another system."""
 
     def export(path: str, symbol: str) -> None:
         Path(path).write_bytes(b"no ELF file")
@@ -295,18 +295,18 @@ def test_key_follows_spec_and_options() -> None:
     ],
 )
 def test_key_follows_settings_that_change_code(variable: str, changes: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    before = entry_name(SPEC)
+    original = entry_name(SPEC)
     monkeypatch.setenv(variable, os.environ.get(variable, "") + "1")
-    assert (entry_name(SPEC) != before) == changes
+    assert (entry_name(SPEC) != original) == changes
 
 
 @pytest.mark.parametrize("package", ["nvidia-cutlass-dsl", "apache-tvm-ffi"])
 def test_key_follows_versions(package: str, monkeypatch: pytest.MonkeyPatch, fresh_facts: None) -> None:
-    before = entry_name(SPEC)
+    original = entry_name(SPEC)
     real = importlib.metadata.version
     monkeypatch.setattr(importlib.metadata, "version", lambda name: "99" if name == package else real(name))
     cache._toolchain.cache_clear()
-    assert entry_name(SPEC) != before
+    assert entry_name(SPEC) != original
 
 
 def test_missing_package_is_named(monkeypatch: pytest.MonkeyPatch, fresh_facts: None) -> None:
@@ -322,12 +322,12 @@ def test_key_follows_the_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     source = tmp_path / "edited_kernel.py"
     source.write_text("one = 1\n")
     monkeypatch.syspath_prepend(str(tmp_path))
-    before = cache.source_digest("edited_kernel")
+    original = cache.source_digest("edited_kernel")
     cache.source_digest.cache_clear()
-    assert cache.source_digest("edited_kernel") == before
+    assert cache.source_digest("edited_kernel") == original
     source.write_text("one = 2\n")
     cache.source_digest.cache_clear()
-    assert cache.source_digest("edited_kernel") != before
+    assert cache.source_digest("edited_kernel") != original
 
 
 def modules_of(spec: cache.KernelSpec) -> tuple[str, ...]:

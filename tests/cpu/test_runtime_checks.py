@@ -69,7 +69,7 @@ def test_bad_tensors_are_named(case: str) -> None:
 
 @pytest.mark.parametrize("condition", EVERYTHING)
 def test_each_condition_is_looked_at_alone(condition: str) -> None:
-    """A tensor that breaks all of them passes when none is asked for, and fails each by itself."""
+    """A tensor that breaks every requirement passes without any, and fails each one alone."""
     t = torch.zeros(3, 9, dtype=torch.int64, device="meta")[:, ::2]
     check_tensor("q", t)
     if condition != "align":  # its address is 0

@@ -1,4 +1,4 @@
-"""The one way to launch: what is tried, which error the caller sees, and what is kept prepared."""
+"""Launching: what is tried, which error the caller sees, and which launches stay prepared."""
 
 import gc
 import weakref

@@ -198,7 +198,7 @@ def test_counters_are_lent_for_good_where_the_driver_does_not_tell(
 
 
 def test_the_life_of_a_graph_is_told_by_a_semaphore(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The driver's part is played here: it keeps callback and argument, and calls one with the other in the end."""
+    """The test plays the driver, which keeps callback and argument, and calls the callback when the graph ends."""
     import ctypes
 
     kept: list[int] = []

@@ -100,7 +100,7 @@ def test_function_with_a_result_compiles() -> None:
 
 
 def test_the_raw_implementation_would_break_the_graph() -> None:
-    """So the tests above do hold something."""
+    """A control: the tests above can fail."""
     with pytest.raises(Exception, match="[Dd]ata-dependent"):
         torch.compile(halved, fullgraph=True, backend="aot_eager")(torch.randn(3))
 

@@ -173,13 +173,13 @@ def test_directory_below_a_sticky_one_loads(nested: Place, sound: bytes) -> None
     loads(nested)
 
 
-def test_directory_behind_a_link_loads(place: Place, sound: bytes, tmp_path: Path) -> None:
+def test_directory_through_a_link_loads(place: Place, sound: bytes, tmp_path: Path) -> None:
     plant(tmp_path / "elsewhere", sound)
     place.directory.symlink_to("elsewhere/../elsewhere")
     loads(place)
 
 
-def test_directory_behind_a_link_that_others_could_replace_is_refused(
+def test_directory_through_a_link_that_others_could_replace_is_refused(
     place: Place, sound: bytes, tmp_path: Path
 ) -> None:
     """Both ends are sound, and the link on the way between them is not."""
@@ -192,7 +192,7 @@ def test_directory_behind_a_link_that_others_could_replace_is_refused(
 
 
 @as_root
-def test_directory_behind_a_link_of_another_user_is_refused(place: Place, sound: bytes, tmp_path: Path) -> None:
+def test_directory_through_a_link_of_another_user_is_refused(place: Place, sound: bytes, tmp_path: Path) -> None:
     """In a sticky directory its owner can replace the link, wherever it leads now."""
     plant(tmp_path / "sound", sound)
     (tmp_path / "sticky").mkdir()
@@ -321,7 +321,7 @@ def test_entry_that_is_a_link_is_refused(place: Place, sound: bytes, tmp_path: P
     assert entry.is_symlink()
 
 
-def test_damaged_entry_behind_a_link_is_neither_removed_nor_written(place: Place, tmp_path: Path) -> None:
+def test_damaged_entry_through_a_link_is_neither_removed_nor_written(place: Place, tmp_path: Path) -> None:
     target = plant(tmp_path / "elsewhere", b"not an entry")
     place.directory.mkdir(mode=0o700)
     (place.directory / target.name).symlink_to(target)

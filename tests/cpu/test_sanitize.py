@@ -140,8 +140,8 @@ def test_every_tool_looks_at_the_parts_that_it_can(monkeypatch):
     """The three that the record must have look at everything, graphs and another default dtype among them."""
     made = []
 
-    def run_worker(under, part):
-        made.append((under[2] if under else "alone", part.name))
+    def run_worker(tool_command, part):
+        made.append((tool_command[2] if tool_command else "alone", part.name))
         return SimpleNamespace(stdout=CLEAN, returncode=0)
 
     monkeypatch.setattr(tools, "find_sanitizer", lambda: "/bin/compute-sanitizer")
@@ -159,7 +159,7 @@ def test_every_tool_looks_at_the_parts_that_it_can(monkeypatch):
 
 
 def test_a_part_that_fails_by_itself_leaves_no_number(monkeypatch):
-    def run_worker(under, part):
+    def run_worker(tool_command, part):
         return SimpleNamespace(stdout="RuntimeError: no" if part.name == "sample" else CLEAN, returncode=1)
 
     monkeypatch.setattr(tools, "find_sanitizer", lambda: "/bin/compute-sanitizer")

@@ -254,7 +254,7 @@ def test_operators_are_registered_as_torch_wants_it(tensors, options):
 
 
 def test_operators_check_what_they_get():
-    """A compiled graph calls them, and whoever likes."""
+    """The operators can be called directly; a compiled graph does it."""
     tensors = inputs(grad=False)
     rest = (None, None, True, None, None, False)
     out, lse = OPS.sink_attention(*tensors.values(), *rest, False)
@@ -269,7 +269,7 @@ def test_operators_check_what_they_get():
 
 
 class OnGpu(torch.Tensor):
-    """Says that it is on a GPU."""
+    """A CPU tensor whose `is_cuda` is true."""
 
     is_cuda = True
 
@@ -279,7 +279,7 @@ def elsewhere(tensors: dict[str, Any]) -> dict[str, Any]:
 
 
 class Launches:
-    """Stands for the kernels: keeps what it is given, and answers with the reference."""
+    """Stands for the kernels: records its arguments, and returns results of the reference."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.requests: list[SinkRequest] = []
@@ -348,7 +348,7 @@ def test_launches_get_what_they_need_and_nothing_more(tensors, options, launches
 
 
 def test_launches_get_rows_that_can_be_copied(launches):
-    """Neither expanded nor off alignment; what is fine as it is, is not copied."""
+    """Expanded or misaligned tensors are copied; others are not."""
     tensors = inputs(grad=False)
     one = tensors["k"][:, :, :1]
     shown = op._Request(tensors["q"], one.expand(-1, -1, 4, -1), strided(tensors["v"][:, :, :1].expand(-1, -1, 4, -1)),
@@ -382,7 +382,7 @@ def test_few_queries_without_gradients_are_decoded(launches, return_lse):
 
 
 def test_the_operator_decodes_as_well(launches):
-    """Compiled inference comes this way."""
+    """Compiled inference calls the operator directly."""
     tensors = inputs(2, 1, 4, 64, s_k=300, grad=False)
     call = op._Request(*tensors.values(), None, None, True, None, None, False, False)
     out, lse = op._forward_on_gpu(call)

@@ -1,4 +1,4 @@
-"""Bad input to `sink_attention` beside the tables of tests/support/bad_input_gqa.py, and all of it with gradients.
+"""Bad input to `sink_attention`: what tests/support/bad_input_gqa.py lacks, and all its tables with gradients.
 
 The ways to the checks differ with gradients and without.
 """

@@ -1,4 +1,4 @@
-"""What the launches of sink attention hand to kernels, with kernels that run the reference in their place. No GPU."""
+"""Arguments that launches of sink attention pass to kernels; stand-ins for kernels run the reference. No GPU."""
 
 import ctypes
 import importlib
@@ -33,7 +33,7 @@ EVERY = pytest.mark.parametrize("options", CASES.values(), ids=CASES)
 
 
 class Kernels:
-    """Stands for compiled kernels: compares arguments with those that were compiled for, and runs the reference."""
+    """Stands for compiled kernels: compares arguments with those of the compilation, and runs the reference."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.launched: list[Any] = []
@@ -127,7 +127,7 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> Kernels:
 def require_accepted(wanted: Any, arguments: tuple[Any, ...]) -> None:
     """What a compiled kernel checks: kinds, dtypes, sizes and those that are equal, strides, alignments."""
     module, _, name = wanted.kernel.partition(":")
-    declared = getattr(importlib.import_module(module), name)(wanted).fake_arguments()[:-1]  # but the stream
+    declared = getattr(importlib.import_module(module), name)(wanted).fake_arguments()[:-1]  # all except the stream
     assert len(arguments) == len(declared)
     sizes: dict[int, int] = {}
     for place, (got, fake) in enumerate(zip(arguments, declared, strict=True)):
@@ -235,7 +235,7 @@ def test_the_longest_sequence_bounds_the_grids_unless_it_may_change(kernels, mon
     assert request_of(case).longest_q == 130
     call = op._Request(**case.arguments(), deterministic=False, differentiable=True)
     assert case.cu_seqlens_q is not None
-    case.cu_seqlens_q.add_(0)  # a new version, which nobody has looked at
+    case.cu_seqlens_q.add_(0)  # a new version, not yet checked
     assert op._launchable(call).longest_q == len(case.q)
     with torch.inference_mode():
         unseen = call._replace(cu_seqlens_q=case.cu_seqlens_q.clone())

@@ -15,8 +15,8 @@ def test_softmax_stands_between_the_two_waits(d: int, window: int | None, ratio:
     lines = listing_of(spec)
     start = next(i for i, line in enumerate(lines) if "DEPBAR.LE gsb0, 0x1" in line)
     end = next(i for i, line in enumerate(lines) if i > start and "DEPBAR.LE gsb0, 0x0" in line)
-    between = lines[start:end]
-    assert sum("MUFU.EX2" in line for line in between) >= spec.tile // 2
-    assert not any("HGMMA" in line for line in between)
+    overlapped = lines[start:end]
+    assert sum("MUFU.EX2" in line for line in overlapped) >= spec.tile // 2
+    assert not any("HGMMA" in line for line in overlapped)
     # the first tile, the loop, and two for the sink: no copy that the compiler made of a tile's exponentials
     assert sum("MUFU.EX2" in line for line in lines) <= 2 * (spec.tile // 2 + 2) + 2

@@ -36,7 +36,7 @@ def inputs(
     sink: str = "finite",
     seed: int = 0,
 ) -> dict[str, Any]:
-    """Arguments in float64. A batch that is not packed has the first lengths."""
+    """Arguments in float64. All sequences of a batch that is not packed have the first lengths."""
     gen = generator(seed)
     shape_q: tuple[int, ...] = (2, lengths[0][0])
     shape_k: tuple[int, ...] = (2, lengths[0][1])
@@ -60,7 +60,7 @@ def inputs(
 
 
 def loop(q: Any, k: Any, v: Any, s_aux: Any, window: int | None, causal: bool, scale: float | None) -> Any:
-    """One sequence, one query and head at a time, in words of the contract; autograd knows its derivative."""
+    """One sequence, query and head at a time, as the documentation says; autograd differentiates it."""
     s_q, h_q, d = q.shape
     s_k, h_kv, _ = k.shape
     scale = 1 / math.sqrt(d) if scale is None else scale
@@ -232,7 +232,7 @@ def test_against_gpt_oss(window, s_q, s_k, sink):
 
 
 def numbered(s_q: int, s_k: int) -> dict[str, Any]:
-    """Keys that all score 0, and a value that says in channel k whether it is that of key k."""
+    """Keys with logit 0; channel k of the value is 1 for key k and 0 for others."""
     return {"q": torch.ones(1, s_q, 1, 8), "k": torch.zeros(1, s_k, 1, 8), "v": torch.eye(s_k, 8).view(1, s_k, 1, 8)}
 
 
@@ -252,7 +252,7 @@ def test_causal_and_window_by_hand():
 
 
 def test_the_sink_by_hand():
-    """A logit of log 3 beside keys of 0: as much as three keys that have no value. It is not scaled, and not in lse."""
+    """A sink of log 3 weighs as much as three keys with logit 0 and no value. It is not scaled, and lse excludes it."""
     sink = torch.tensor([math.log(3.0)])
     assert shares(2, 2, s_aux=sink, softmax_scale=10.0) == [[0.25, 0], [0.2, 0.2]]
     assert shares(2, 2, s_aux=torch.tensor([-INF])) == shares(2, 2)

@@ -1,6 +1,6 @@
 """A small gpt-oss model learns with `sink_attention` what it learns with eager attention of transformers.
 
-Wrong attention is shown to be told apart. See `tests.support.gpt_oss` for the measure.
+Wrong attention is found. See `tests.support.gpt_oss` for the measure.
 """
 
 from collections.abc import Iterator

@@ -101,9 +101,9 @@ def test_all_that_follows_the_default_device_is_a_factory() -> None:
     from torch.utils._device import _device_constructors
 
     names = {getattr(f, "__name__", "") for f in _device_constructors()}
-    of_torch_itself = {name for name in names if hasattr(torch, name)}
-    assert of_torch_itself <= FACTORIES
-    assert {"empty", "full", "tensor", "arange", "randn"} <= of_torch_itself
+    known_to_torch = {name for name in names if hasattr(torch, name)}
+    assert known_to_torch <= FACTORIES
+    assert {"empty", "full", "tensor", "arange", "randn"} <= known_to_torch
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The tools that judge the kernels: a comparison must be able to fail, and inputs must be as nasty as they say."""
+"""The tools that judge the kernels: a comparison must be able to fail, and inputs must be as bad as they say."""
 
 import dataclasses
 import math
@@ -52,34 +52,34 @@ def decode_with_exact_keys(case: Any, *, draw: int = 0, factor: float = 1.0) -> 
     tokens = case.kv_cache.flatten(0, 1)
     out = torch.zeros((*case.q.shape[:3], 512), dtype=torch.bfloat16)
     lse = torch.full(case.q.shape[:3], -torch.inf)
-    for at in product(*map(range, case.q.shape[:2])):
-        slots = case.indices[at]
+    for query in product(*map(range, case.q.shape[:2])):
+        slots = case.indices[query]
         if case.topk_length is not None:
             slots = slots[
-                : max(0, int(case.topk_length.view(len(out), -1)[at[0], at[1] % case.topk_length[0].numel()]))
+                : max(0, int(case.topk_length.view(len(out), -1)[query[0], query[1] % case.topk_length[0].numel()]))
             ]
         slots = slots[(slots >= 0) & (slots < len(tokens))].long()
         if len(slots) == 0:
             continue
-        keys, q = tokens[slots], case.q[at].float()
+        keys, q = tokens[slots], case.q[query].float()
         mantissa, exponent = torch.frexp(keys[:, SCALE_OFFSET:ROPE_OFFSET].clone().view(torch.float32))
         f, power = 2 * mantissa, torch.exp2((exponent - 1).double()).float()
         codes = keys[:, :SCALE_OFFSET].view(torch.float8_e4m3fn).float().view(-1, 4, 128)
         tiles = (codes * power.unsqueeze(-1)).bfloat16().float().unbind(dim=1)
         scores = q[:, 512:] @ keys[:, ROPE_OFFSET:].clone().view(torch.bfloat16).float().T
-        before = torch.ones(len(slots))
+        previous = torch.ones(len(slots))
         for j, tile in enumerate(tiles):
-            scores = scores * (before / f[:, j]) + q[:, 128 * j : 128 * (j + 1)] @ tile.T
-            before = f[:, j]
-        scores *= before * 576**-0.5
+            scores = scores * (previous / f[:, j]) + q[:, 128 * j : 128 * (j + 1)] @ tile.T
+            previous = f[:, j]
+        scores *= previous * 576**-0.5
         row_max = scores.amax(dim=-1, keepdim=True)
         weights = torch.exp(scores - row_max)
         row_sum = weights.sum(dim=-1, keepdim=True)
-        lse[at] = (row_max + row_sum.log()).squeeze(-1)
+        lse[query] = (row_max + row_sum.log()).squeeze(-1)
         round_p = torch.exp2(torch.rand((len(q), 1), generator=gen)) if draw else 1.0
         acc = [(weights * round_p * f[:, j]).bfloat16().float() @ tile for j, tile in enumerate(tiles)]
-        share = 1 / row_sum if case.s_aux is None else torch.sigmoid(lse[at] - case.s_aux).unsqueeze(-1) / row_sum
-        out[at] = (torch.cat(acc, dim=-1) / round_p * share * factor).bfloat16()
+        share = 1 / row_sum if case.s_aux is None else torch.sigmoid(lse[query] - case.s_aux).unsqueeze(-1) / row_sum
+        out[query] = (torch.cat(acc, dim=-1) / round_p * share * factor).bfloat16()
     return out, lse
 
 
@@ -327,7 +327,7 @@ def test_a_wrong_scale_of_one_tile_is_found():
 
 
 def test_a_small_group_is_held_to_its_own_size():
-    """An error that would vanish beside a group of large values is found in a group of small ones."""
+    """An error in a group of small values is found, although it is tiny next to a group of large values."""
     expected = torch.cat([torch.full((1, 128), 1e30), torch.full((1, 128), 1e-30)], dim=1).double()
     damaged = expected.clone()
     damaged[0, 200] *= 1.1
@@ -491,8 +491,8 @@ def test_poisoned_outputs_find_what_was_written_beside_them(padded):
     output.poison()
     assert output.tensor.isnan().all()
     if padded:
-        beside = output.tensor.as_strided((1,), (1,), output.tensor.storage_offset() + 512)
-        beside.zero_()
+        neighbour = output.tensor.as_strided((1,), (1,), output.tensor.storage_offset() + 512)
+        neighbour.zero_()
         with pytest.raises(AssertionError, match="2 bytes around"):
             output.require_no_stray_writes()
 

@@ -1,4 +1,4 @@
-"""The tolerance rule against computations as good as a kernel's, which must pass, and errors that must not.
+"""The tolerance rule passes computations as good as a kernel's, and refuses errors.
 
 `decode_by_warps` and `attend_by_tiles` round where `cute_kernels.gqa` and `cute_kernels.sink` do. Their results come in
 float32, so that an error can be planted before the last rounding.
@@ -23,9 +23,9 @@ MISTAKES = (1.0012, 0.9988)
 
 
 def decode_by_warps(
-    case: Any, *, splits: int = 1, without: int | None = None, operand: torch.dtype | None = None
+    case: Any, *, splits: int = 1, dropped: int | None = None, operand: torch.dtype | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """A BNSH cache with scales of tokens and heads, or of heads, or none; `without` a key, where there is one.
+    """A BNSH cache with scales of tokens and heads, or of heads, or none; without key `dropped`, where there is one.
 
     A warp has 16 keys in 128, a maximum of its own, and adds up in float32. P is rounded to q's dtype, with the scale
     of a token, if there is one, to bfloat16, or to `operand`; codes are exact.
@@ -33,8 +33,8 @@ def decode_by_warps(
     batch, s_q, h_q, d = case.q.shape
     h_kv = case.k_cache.shape[1]
     q = case.q.float().unflatten(2, (h_kv, -1)) * (d**-0.5 if case.softmax_scale is None else case.softmax_scale)
-    of_tokens = case.v_scale is not None and case.v_scale.numel() > h_kv
-    usual = BFLOAT16 if of_tokens else FLOAT16 if case.v_cache.element_size() == 1 else case.q.dtype
+    token_scales = case.v_scale is not None and case.v_scale.numel() > h_kv
+    usual = BFLOAT16 if token_scales else FLOAT16 if case.v_cache.element_size() == 1 else case.q.dtype
     operand = operand or usual
     one = torch.ones((h_kv, 1))
     sinks = torch.full((h_q,), -math.inf) if case.s_aux is None else case.s_aux.float()
@@ -42,28 +42,28 @@ def decode_by_warps(
     for b, length in enumerate(case.cache_seqlens.tolist()):
         keys, codes = (cache[b, :, :length].float() for cache in (case.k_cache, case.v_cache))
         k_scale, v_scale = (
-            one if scale is None else scale[b, :, :length].float() if of_tokens else scale.float().view(-1, 1)
+            one if scale is None else scale[b, :, :length].float() if token_scales else scale.float().view(-1, 1)
             for scale in (case.k_scale, case.v_scale)
         )
         position = torch.arange(length)
         for s in range(s_q):
             seen = position <= length - s_q + s
-            if without is not None:
-                seen &= position != without
+            if dropped is not None:
+                seen &= position != dropped
             if not seen.any():
                 continue
             scores = (q[b, s] @ keys.mT * k_scale[:, None]).masked_fill(~seen, -math.inf) * LOG2_E
             states = []
             for part in (position * splits // length) * 8 + position // 16 % 8 == torch.arange(8 * splits)[:, None]:
                 if part.any():
-                    states.append(of_warp(scores, codes, v_scale if of_tokens else None, operand, position[part]))
+                    states.append(of_warp(scores, codes, v_scale if token_scales else None, operand, position[part]))
             peaks, sums = torch.stack([state.peak for state in states]), torch.stack([state.total for state in states])
             peak = peaks.amax(dim=0)
             weights = torch.exp2(peaks - peak)
             total = (weights * sums).sum(dim=0)
             acc = sum((weight[..., None] * state.acc for weight, state in zip(weights, states, strict=True)), start=0.0)
             share = 1 / (total + torch.exp2(sinks.view(h_kv, -1) * LOG2_E - peak))
-            out[b, s] = acc * (share * (1.0 if of_tokens else v_scale))[..., None]
+            out[b, s] = acc * (share * (1.0 if token_scales else v_scale))[..., None]
             lse[b, s] = (peak + torch.log2(total)) * LN_2
     return out.flatten(2, 3), lse.flatten(2)
 
@@ -208,23 +208,23 @@ def test_a_log_sum_exp_is_held_to_2e_5():
 def test_a_key_that_is_missing_is_found(kind):
     """One of 500, in a softmax of usual size: the log-sum-exp shows it, and the output by itself."""
     case = bnsh([500, 450], query_size=1.0, **KINDS[kind])
-    expected, (out, lse) = GqaExpectation.of(case), decode_by_warps(case, without=77)
+    expected, (out, lse) = GqaExpectation.of(case), decode_by_warps(case, dropped=77)
     problems = expected.check(out.to(case.q.dtype), lse).problems
     assert problems[0].startswith("out: ") and problems[-1].startswith("lse: ")
 
 
 def test_heads_that_round_one_key_alike_are_one_draw_of_its_rounding():
     """Sequences of one key: P is 1 in all 64 heads, and its scale is what is rounded."""
-    beyond = 0
+    refused = 0
     for seed in range(8):
         case = bnsh([1, 1], h_q=64, h_kv=1, seed=seed)
         expected, (out, lse) = GqaExpectation.of(case), decode_by_warps(case)
         check = expected.check(out.bfloat16(), lse).require()
         # an emulation without error, or twice its gain would be allowed
         no_keys = expected.yardstick._replace(shared=torch.zeros_like(expected.yardstick.shared), out=expected.out)
-        beyond += "mean gain" in str(dataclasses.replace(expected, yardstick=no_keys).check(out.bfloat16(), lse))
+        refused += "mean gain" in str(dataclasses.replace(expected, yardstick=no_keys).check(out.bfloat16(), lse))
         assert check.gain_allowed > 4 * rounding_noise(BFLOAT16) / math.sqrt(2)
-    assert beyond, "rows alone would have done: it shows nothing"
+    assert refused, "rows alone would have done: it shows nothing"
 
 
 def test_rounding_variance_is_that_of_rounding():

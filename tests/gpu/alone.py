@@ -1,6 +1,6 @@
-"""Tensors with nothing before and after them: what a kernel touches there is an illegal memory access.
+"""Tensors with unmapped memory before and after them, where any access of a kernel is an illegal one.
 
-Memory of torch's allocator lies among other memory of the process, where stray reads go unseen.
+In memory of torch's allocator, stray reads go unseen.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ import torch
 
 
 class _Memory:
-    """Pages of the current device in a reserved range of addresses, of which those around them stay unmapped."""
+    """Pages of the current device in a reserved range of addresses; the pages around them stay unmapped."""
 
     def __init__(self, size: int) -> None:
-        from cuda.bindings import driver  # which only tests on a GPU have to have
+        from cuda.bindings import driver  # only tests on a GPU need it
 
         self.driver = driver
         properties = driver.CUmemAllocationProp()
@@ -47,7 +47,7 @@ class _Memory:
     def __del__(self) -> None:
         if not hasattr(self, "pages"):
             return
-        self.driver.cuCtxSynchronize()  # a kernel may still read them
+        self.driver.cuCtxSynchronize()  # a kernel may still be reading them
         self.driver.cuMemUnmap(self.first, self.size)
         self.driver.cuMemRelease(self.pages)
         self.driver.cuMemAddressFree(self.base, self.reserved)

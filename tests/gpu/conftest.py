@@ -36,7 +36,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def shard(text: str) -> tuple[int, int]:
-    """(i, n) of "i/n", 1 <= i <= n."""
+    """(i, n) from "i/n"; 1 <= i <= n."""
     part, _, parts = text.partition("/")
     i, n = int(part), int(parts)
     if not 1 <= i <= n:
@@ -55,7 +55,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Takes a shard of what -m and -k leave; neighbours, which are often alike, are in different ones."""
+    """Takes one shard of the tests that -m and -k leave: every n-th, because neighbouring tests are often alike."""
     part = session.config.getoption("shard", None)
     if part is not None:
         i, n = part
@@ -67,11 +67,11 @@ def pytest_runtestloop(session: pytest.Session) -> bool | None:
         return None
     if not other_than_sm90():
         precompile(kernel_specs(session))
-    return True  # there is no more to do
+    return True  # the kernels are compiled
 
 
 def pytest_runtest_setup() -> None:
-    # skipped from here, not from a fixture: all tests then share one place and one line of the summary
+    # skipped here, not in a fixture, so that the summary has one line for all tests
     found = other_than_sm90()
     if found:
         pytest.skip(f"needs an SM90 GPU (Hopper, compute capability 9.0); found {found}")
@@ -79,14 +79,14 @@ def pytest_runtest_setup() -> None:
 
 @functools.cache
 def other_than_sm90() -> str:
-    """What this machine has instead of an SM90 GPU; empty if it has one."""
+    """Why this machine cannot run the tests; empty if it has an SM90 GPU."""
     if not torch.cuda.is_available():
         return "no CUDA device"
     return "" if is_sm90(torch.device("cuda")) else torch.cuda.get_device_name()
 
 
 def kernel_specs(session: pytest.Session) -> list[Any]:
-    """What ships, and what the collected files name in a function `kernel_specs` of their own."""
+    """All shipped specs, and those that `kernel_specs` of each collected file returns."""
     modules: tuple[Any, ...] = (
         mla_spec,
         crossover_spec,
@@ -104,7 +104,7 @@ def kernel_specs(session: pytest.Session) -> list[Any]:
 
 @pytest.fixture(scope="session", autouse=True)
 def compiled(request: pytest.FixtureRequest) -> None:
-    """All kernels that are not on disk yet, one per core at a time."""
+    """Compiles all kernels that are not on disk, one per core at a time."""
     precompile(kernel_specs(request.session))
 
 
@@ -113,15 +113,20 @@ RunDecode = Callable[..., Comparison]
 
 @pytest.fixture(scope="session")
 def run_decode() -> RunDecode:
-    """Run one case into poisoned outputs and hold it to the tolerance rule."""
+    """Runs one case into poisoned outputs and applies the tolerance rule."""
 
     def run(
-        case: DecodeCase, *, num_splits: int | None = None, exchange: str | None = None, padded: bool = True
+        case: DecodeCase,
+        *,
+        num_splits: int | None = None,
+        exchange: str | None = None,
+        scores: str | None = None,
+        padded: bool = True,
     ) -> Comparison:
         out, lse = case.outputs(padded=padded)
-        forced: dict[str, Any] = {"num_splits": num_splits, "exchange": exchange}
+        forced: dict[str, Any] = {"num_splits": num_splits, "exchange": exchange, "scores": scores}
         mla_fp8_decode(case.q, case.kv_cache, **case.options(), **forced, out=out.tensor, lse=lse.tensor)
-        check = check_decode(out.tensor, lse.tensor, **case.arguments()).require()
+        check = check_decode(out.tensor, lse.tensor, scores=scores, **case.arguments()).require()
         out.require_no_stray_writes()
         lse.require_no_stray_writes()
         return check

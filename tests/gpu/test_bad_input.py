@@ -1,4 +1,4 @@
-"""Bad input on a CUDA device: the words of the CPU for the tables of tests/support, and what only a GPU can show."""
+"""Bad input on a CUDA device: same messages as on a CPU for the tables of tests/support, and GPU-only checks."""
 
 import dataclasses
 from typing import Any
@@ -21,7 +21,7 @@ from tests.support.mla_cases import DecodeCase, dense_case, sparse_case
 
 
 def kernel_specs() -> list[Any]:
-    """What right calls launch."""
+    """The kernels that valid calls launch."""
     return specs.of_tables()
 
 
@@ -76,7 +76,7 @@ def test_merge_tensors_on_different_devices():
 
 def test_another_gpu_is_named(monkeypatch):
     monkeypatch.setattr(arch, "device_capability", lambda device: (8, 0))
-    monkeypatch.setattr(op, "_prepared", PreparedLaunches())  # calls that this GPU was already found fit for
+    monkeypatch.setattr(op, "_prepared", PreparedLaunches())  # forgets that this GPU has passed the check
     for case in cases():
         with pytest.raises(ValueError, match=r"^q: got .*compute capability 8\.0.*; needs an SM90 GPU"):
             decode(case)
@@ -99,7 +99,7 @@ def test_misaligned_addresses():
 
 
 def gqa_call(**options: Any) -> dict[str, Any]:
-    """A call that is right in everything, into NaN."""
+    """A valid call whose outputs are full of NaN."""
     usual = {"seqlens": [70, 3], "h_q": 8, "h_kv": 2, "layout": "paged_NHD", "sink": "finite", "padded": False}
     case = gqa_case(**{**usual, **options}, device="cuda")
     out, lse = case.outputs()
@@ -107,7 +107,7 @@ def gqa_call(**options: Any) -> dict[str, Any]:
 
 
 def require_refusal(call: dict[str, Any], name: str, message: str = ".+") -> None:
-    """An error that names the argument; nothing launched, and a device that still works."""
+    """The call raises an error that names the argument, launches nothing, and the device still works."""
     with pytest.raises((TypeError, ValueError), match=rf"(?s)^{name}: got {message}"):
         gqa_decode(**call)
     torch.cuda.synchronize()
@@ -120,7 +120,7 @@ def moved(call: dict[str, Any], name: str) -> dict[str, Any]:
     return {**call, name: call[name].cpu()}
 
 
-@pytest.mark.parametrize("before", [False, True], ids=["first call", "prepared"])
+@pytest.mark.parametrize("prepared", [False, True], ids=["first call", "prepared"])
 @pytest.mark.parametrize(
     "name",
     [
@@ -128,10 +128,10 @@ def moved(call: dict[str, Any], name: str) -> dict[str, Any]:
         "out", "lse",
     ],
 )  # fmt: skip
-def test_gqa_tensors_on_different_devices(name, before, monkeypatch):
+def test_gqa_tensors_on_different_devices(name, prepared, monkeypatch):
     monkeypatch.setattr(gqa_op, "_prepared", PreparedLaunches())
     call = gqa_call(layout="BNSH", alibi="head", softcap=2.0) if name == "alibi_slopes" else gqa_call()
-    if before:
+    if prepared:
         gqa_decode(**call)
         call["out"].fill_(float("nan"))
         call["lse"].fill_(float("nan"))
@@ -139,7 +139,7 @@ def test_gqa_tensors_on_different_devices(name, before, monkeypatch):
 
 
 def other_gqa_arguments() -> dict[str, tuple[str, Any]]:
-    """What a call with a prepared plan must still refuse: none of it has a shape of its own."""
+    """Calls that a prepared launch must still refuse: their shapes are those of a valid call."""
     call = gqa_call()
     table = call["block_table"]
     return {
@@ -177,16 +177,16 @@ def other_gqa_arguments() -> dict[str, tuple[str, Any]]:
     }
 
 
-@pytest.mark.parametrize("before", [False, True], ids=["first call", "prepared"])
-def test_gqa_calls_are_refused_before_a_launch(before, monkeypatch):
+@pytest.mark.parametrize("prepared", [False, True], ids=["first call", "prepared"])
+def test_gqa_calls_are_refused_before_a_launch(prepared, monkeypatch):
     good = gqa_call()
     expected = gqa_decode(**{**good, "out": None, "lse": None})
     for label, (name, value) in other_gqa_arguments().items():
-        if not before:
+        if not prepared:
             monkeypatch.setattr(gqa_op, "_prepared", PreparedLaunches())
         call = {**gqa_call(), name: value}
         if label == "k_cache of FP8":
-            name = "v_cache"  # which no longer fits
+            name = "v_cache"  # the prepared launch no longer fits
         try:
             require_refusal(call, name)
         except pytest.fail.Exception as error:
@@ -195,11 +195,11 @@ def test_gqa_calls_are_refused_before_a_launch(before, monkeypatch):
 
 
 @pytest.mark.parametrize(("name", "bytes_"), [("q", 4), ("k_cache", 8), ("v_cache", 8), ("out", 4)])
-@pytest.mark.parametrize("before", [False, True], ids=["first call", "prepared"])
-def test_misaligned_gqa_addresses(name, bytes_, before, monkeypatch):
+@pytest.mark.parametrize("prepared", [False, True], ids=["first call", "prepared"])
+def test_misaligned_gqa_addresses(name, bytes_, prepared, monkeypatch):
     monkeypatch.setattr(gqa_op, "_prepared", PreparedLaunches())
     call = gqa_call()
-    if before:
+    if prepared:
         gqa_decode(**call)
         call["out"].fill_(float("nan"))
         call["lse"].fill_(float("nan"))
@@ -253,10 +253,10 @@ def test_kv_append_is_refused_before_a_launch():
 
 
 def words(name: str, label: str, device: str) -> str:
-    """The type and message of a refusal, without the name of the device; or what happened instead."""
+    """Type and message of the error, without the device's name; or what happened instead of an error."""
     try:
         error = TABLES[name].refusal(label, device)
-    except Exception as other:  # all labels are tried before any fails
+    except Exception as other:  # the test fails after it has tried all labels
         return f"not refused, but {type(other).__name__}: {other}"
     return f"{type(error).__name__}: {error}".replace(device, "here")
 
@@ -274,14 +274,14 @@ def test_a_gpu_refuses_in_the_words_of_a_cpu(name, prepared, monkeypatch):
         got, expected = words(name, label, device), words(name, label, "cpu")
         if got != expected:
             different[label] = (got, expected)
-        torch.cuda.synchronize()  # nothing was launched that fails
+        torch.cuda.synchronize()  # no launch has failed
     assert different == {}
     table.function(**table.right(device))
     torch.cuda.synchronize()
 
 
 def test_strides_of_dimensions_of_one_element_are_free():
-    """As on a CPU: torch leaves them open, and slices of wider tensors have odd ones."""
+    """Axes of size 1 may have any stride: torch leaves it open, and slices of wider tensors have odd ones."""
     call = TABLES["mla_fp8_decode, sparse"].right("cuda")
     one = {name: call[name][:1, :1, :1].clone() for name in ("q", "out", "lse")}
     one["q"] = one["q"].as_strided(one["q"].shape, (577, 577, 577, 1))

@@ -1,6 +1,6 @@
 """Three-way covering arrays of `gqa_decode` and `mla_fp8_decode` on the GPU: `tests.support.covering` has the rows.
 
-Each row is one call with inputs of its own, over poisoned outputs and among poisoned slots, against the float64 oracle.
+Each row is one call with its own inputs, poisoned outputs and poisoned unused slots, against the float64 oracle.
 tests/cpu/test_covering.py shows that every possible combination of three values occurs in a row.
 """
 
@@ -16,7 +16,7 @@ KEPT_BYTES = 2**31
 
 
 def kernel_specs() -> list[Any]:
-    """The kernels of this file."""
+    """The kernels that this file runs."""
     return all_specs()
 
 
@@ -26,7 +26,7 @@ def label(row: GqaRow | MlaRow) -> str:
 
 @pytest.fixture(autouse=True)
 def free_memory() -> Iterator[None]:
-    """After a large row: other processes have the same GPU."""
+    """Frees memory after a large row: other processes use the same GPU."""
     yield
     if torch.cuda.memory_reserved() > KEPT_BYTES:
         torch.cuda.empty_cache()

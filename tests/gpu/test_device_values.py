@@ -1,7 +1,7 @@
 """Values that only the device knows, of any size: lengths, indices, tables, slots and borders of packed sequences.
 
-A result has the bits of that with clamped values. Lengths and borders change between replays of a graph, and nobody
-looks at them again.
+A result has the same bits as with clamped values. Lengths and borders change between replays of a graph, when no check
+reads them again.
 """
 
 import dataclasses
@@ -26,13 +26,13 @@ from tests.support.sink_cases import SinkCase, SinkExpectation, sink_case
 INT32_MIN, INT32_MAX = -(2**31), 2**31 - 1
 PAGE, CAPACITY = 64, 320
 LENGTHS = [INT32_MIN, INT32_MIN + 1, -(2**30), -1, 0, 1, 65, CAPACITY - 1, CAPACITY, CAPACITY + 1, 2**30, INT32_MAX]
-EMPTY = 5  # of these, the first
+EMPTY = 5  # the first of them
 OUTSIDE = [INT32_MIN, INT32_MIN + 1, -(2**30), -1, 2**30, INT32_MAX]
 LISTED = SinkWorkListSpec(), SinkWorkListSpec(keys=True)
 
 
 def kernel_specs() -> list[GqaDecodeSpec]:
-    """Kernels of a cluster, which do not ship."""
+    """Kernels with clusters, which do not ship."""
     paged = [spec for spec in shipped_specs() if spec.paged and spec.box_rows == 64]
     words = [spec for spec in shipped_specs() if spec.kv_dtype == spec.q_dtype and spec.d == 128]
     return [dataclasses.replace(spec, cluster=CLUSTER) for spec in (*paged, *words)]
@@ -61,7 +61,7 @@ WAYS: list[dict[str, Any]] = [
 
 
 def mla_case(h_q: int, s_q: int, batch: int) -> Any:
-    """Every request has all of the cache."""
+    """The block table of every request has all pages of the cache."""
     cache = latent_tokens(CAPACITY, generator(3, "cuda")).view(-1, PAGE, TOKEN_BYTES)
     q = torch.randn((batch, s_q, h_q, QK_DIM), generator=generator(s_q, "cuda"), device="cuda").bfloat16() * 3
     table = torch.arange(CAPACITY // PAGE, device="cuda").int().repeat(batch, 1)
@@ -147,7 +147,7 @@ def test_mla_table_entries(run_decode):
 
 
 def variant(name: str, s_q: int, batch: int, **options: Any) -> Any:
-    """A call of a kernel that ships, or of its cluster: every sequence has all of its cache, or of its pages."""
+    """A call of a shipped kernel or of its cluster variant; every sequence fills its cache or its pages."""
     token = {"scale_dtype": torch.float16}
     kinds: dict[str, dict[str, Any]] = {
         "tokens": {"layout": "BNSH", "h_q": 1, "h_kv": 1, **token},
@@ -188,7 +188,7 @@ def test_gqa_lengths(name, s_q, causal):
 
 @pytest.mark.parametrize("name", ["tokens", "pages"])
 def test_gqa_lengths_of_many_sequences(name):
-    """More than a cluster for each: ranges of the line of all tiles."""
+    """A batch too large for one cluster a sequence: the line of all tiles is cut into ranges."""
     lengths = int32(LENGTHS * 4)
     case = variant(name, 2, len(lengths), cache_seqlens=lengths)
     got = gqa(case)
@@ -212,7 +212,7 @@ def test_gqa_table_entries():
 # ---- appends
 
 SLOTS = [-(2**63), -(2**32) + 1, INT32_MIN, -1, 2, 2**31 + 3, 2**32 + 1, 2**40, 2**63 - 1]
-"""One of them is a slot; the low 32 bits of others name one."""
+"""Of these numbers one is a valid slot; the low 32 bits of some others are a valid slot too."""
 
 
 def test_slots_of_appends():
@@ -238,7 +238,7 @@ SAME: dict[str, Callable[[list[int], int], list[int]]] = {
     "before the beginning": lambda ends, total: [INT32_MIN, -1, -(2**30), *ends[3:]],
     "zeros at the end": lambda ends, total: [*ends[:3], total, 0, INT32_MIN],
 }
-"""Borders, and what they are when clamped: sequences that end before they begin are empty."""
+"""Borders and their clamped values: a sequence that ends before it begins is empty."""
 OVERLAPPING: dict[str, list[int]] = {
     "up and down": [0, INT32_MAX, 0, INT32_MAX, INT32_MIN, INT32_MAX],
     "one more": [0, 100, 99, 200, 250, INT32_MAX],
@@ -249,7 +249,7 @@ OVERLAPPING: dict[str, list[int]] = {
 
 @pytest.fixture
 def unchecked(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Calls that do not look at borders, as replays do not."""
+    """Turns off the check of borders, as in a replay."""
     monkeypatch.setattr(op, "_check_lengths", lambda *a: None)
     yield
     torch.cuda.synchronize()
@@ -260,7 +260,7 @@ def packed(d: int, window: int | None) -> SinkCase:
 
 
 def call_operators(case: SinkCase, deterministic: bool) -> tuple[torch.Tensor, ...]:
-    """Forward and backward."""
+    """Results of a forward and a backward."""
     tensors = (case.q, case.k, case.v, case.s_aux, case.cu_seqlens_q, case.cu_seqlens_k)
     numbers = (case.causal, case.window, case.softmax_scale, deterministic)
     out, lse = torch.ops.cute_kernels.sink_attention(*tensors, *numbers, True)
@@ -270,14 +270,14 @@ def call_operators(case: SinkCase, deterministic: bool) -> tuple[torch.Tensor, .
 
 def clamped(ends: list[int], total: int) -> list[int]:
     """Borders that never decrease, of the same sequences as long as these do not overlap."""
-    within = [min(max(end, 0), total) for end in ends]
-    return [max(within[: i + 1]) for i in range(len(within))]
+    clamped_ends = [min(max(end, 0), total) for end in ends]
+    return [max(clamped_ends[: i + 1]) for i in range(len(clamped_ends))]
 
 
-def set_borders(case: SinkCase, of_q: list[int], of_k: list[int]) -> None:
+def set_borders(case: SinkCase, q_borders: list[int], k_borders: list[int]) -> None:
     assert case.cu_seqlens_q is not None and case.cu_seqlens_k is not None
-    case.cu_seqlens_q.copy_(torch.tensor(of_q))
-    case.cu_seqlens_k.copy_(torch.tensor(of_k))
+    case.cu_seqlens_q.copy_(torch.tensor(q_borders))
+    case.cu_seqlens_k.copy_(torch.tensor(k_borders))
 
 
 def ends_of(side: int) -> list[int]:
@@ -287,7 +287,7 @@ def ends_of(side: int) -> list[int]:
 @pytest.mark.parametrize("keys", [False, True])
 @pytest.mark.parametrize("borders", [*SAME, *OVERLAPPING])
 def test_work_list_of_any_borders(borders, keys):
-    """It has the blocks of sequences that do not overlap, and no more than there is room for."""
+    """The work list has all blocks, or none where sequences overlap, and writes nothing past its last entry."""
     rows, total = 64, TOTAL[int(keys)]
     given = SAME[borders](ends_of(int(keys)), total) if borders in SAME else OVERLAPPING[borders]
     lists = [int32(given), int32([0] * len(given))]
@@ -295,8 +295,8 @@ def test_work_list_of_any_borders(borders, keys):
     work = room[:-8]
     cu_q, cu_k = lists[::-1] if keys else lists
     get_kernel(LISTED[int(keys)])(cu_q, cu_k, work, rows, 2**30, 1, total, TOTAL[1 - int(keys)])
-    within = [min(max(end, 0), total) for end in given]
-    spans = [max(end - begin, 0) for begin, end in zip(within, within[1:], strict=False)]
+    clamped_ends = [min(max(end, 0), total) for end in given]
+    spans = [max(end - begin, 0) for begin, end in zip(clamped_ends, clamped_ends[1:], strict=False)]
     blocks = [(b, i) for b, n in enumerate(spans) for i in range(-(-n // rows))] if sum(spans) <= total else []
     count, *listed = work.tolist()
     assert count == [len(blocks), 0]
@@ -308,7 +308,7 @@ def test_work_list_of_any_borders(borders, keys):
 @pytest.mark.parametrize("window", [None, 100])
 @pytest.mark.parametrize("d", [64, 128])
 def test_borders_that_a_replay_finds(d, window, deterministic):
-    """As if clamped; and where sequences overlap nothing else is harmed: the next replay is right again."""
+    """Results are those of clamped borders. Overlapping sequences harm no other memory: the next replay is right."""
     case = packed(d, window)
     right = [ends_of(0), ends_of(1)]
     with torch.no_grad():
@@ -330,9 +330,9 @@ def test_borders_that_a_replay_finds(d, window, deterministic):
             for pair in (out, lse, *others, *([dq] if deterministic or window else [])):
                 require_same(*([t] for t in pair))
             assert not any(t.isnan().any() for t in replays[0]), "rows of the tensors are rows of a sequence"
-        for of_q in OVERLAPPING.values():
-            for of_k in (*OVERLAPPING.values(), right[1]):
-                set_borders(case, of_q, of_k)
+        for q_borders in OVERLAPPING.values():
+            for k_borders in (*OVERLAPPING.values(), right[1]):
+                set_borders(case, q_borders, k_borders)
                 graph.replay()
         set_borders(case, *right)
         graph.replay()
@@ -344,7 +344,7 @@ def test_borders_that_a_replay_finds(d, window, deterministic):
 @pytest.mark.parametrize("last", [False, True])
 @pytest.mark.parametrize("deterministic", [True, False])
 def test_no_borders_reach_beyond_the_tensors(deterministic, last, unchecked, monkeypatch):
-    """All of them lie alone in memory: what is read or written before or after them is a fault."""
+    """All tensors lie alone in memory: an access before or after one is a fault."""
     for name in ("_fake_forward", "_fake_backward"):
         allocate: Callable[..., Any] = getattr(op, name)
         monkeypatch.setattr(op, name, lambda *a, allocate=allocate: tuple(alone(t, last=last) for t in allocate(*a)))

@@ -1,4 +1,4 @@
-"""Several GPUs: tensors say where a call runs, whatever device is current, and lie on one device."""
+"""Several GPUs: a call runs on the device of its tensors, whichever is current; all its tensors must be there."""
 
 import functools
 from collections.abc import Iterator
@@ -13,12 +13,12 @@ from tests.support.bad_input import TABLES
 from tests.support.mla_cases import sparse_case
 from tests.support.samples import SAMPLES, copied
 
-OF_EACH = pytest.mark.parametrize("name", SAMPLES)
+EACH_SAMPLE = pytest.mark.parametrize("name", SAMPLES)
 two_gpus = pytest.mark.usefixtures("second_gpu")
 
 
 def kernel_specs() -> list[Any]:
-    """What the tests here launch."""
+    """The kernels that these tests launch."""
     return [*specs.of_tables(), *specs.of_samples()]
 
 
@@ -37,7 +37,7 @@ def device_0_is_current() -> Iterator[None]:
 
 @functools.cache
 def arguments(name: str) -> dict[str, Any]:
-    """Of a sample, on the CPU, from where each device gets the same."""
+    """Arguments of a sample, on the CPU; each device gets a copy of the same numbers."""
     return SAMPLES[name].inputs("cpu")
 
 
@@ -53,7 +53,7 @@ def on(name: str, device: str) -> dict[str, Any]:
 
 
 def run(name: str, device: str) -> list[torch.Tensor]:
-    """Results of a sample on a device, which they are checked to be on, moved to the CPU."""
+    """Results of a sample, checked to be on `device`, then moved to the CPU."""
     results = SAMPLES[name].run(**on(name, device))
     assert all(t.device == torch.device(device) for t in results)
     return [t.cpu() for t in results]
@@ -65,17 +65,17 @@ def require_same(got: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
 
 
 @two_gpus
-@OF_EACH
+@EACH_SAMPLE
 def test_tensors_of_a_device_that_is_not_current(name):
     expected = run(name, "cuda:0")
-    for _ in range(2):  # the first call plans, the second finds its plan
+    for _ in range(2):  # the first call plans, the second uses its plan
         require_same(run(name, "cuda:1"), expected)
         assert torch.cuda.current_device() == 0
     require_same(run(name, "cuda:0"), expected)
 
 
 @two_gpus
-@OF_EACH
+@EACH_SAMPLE
 def test_a_device_context_changes_nothing(name):
     expected = run(name, "cuda:0")
     with torch.cuda.device(1):
@@ -84,9 +84,9 @@ def test_a_device_context_changes_nothing(name):
         require_same(run(name, "cuda:1"), expected)
 
 
-@OF_EACH
+@EACH_SAMPLE
 def test_a_call_runs_on_the_current_stream_of_its_device(name):
-    """What that stream has before it is seen, and what comes after it waits."""
+    """The call sees results of earlier work on that stream, and later work on it waits for the call."""
     expected = run(name, "cuda:0")
     late = on(name, "cuda:0")
     torch.cuda.synchronize()
@@ -107,9 +107,9 @@ def test_a_call_runs_on_the_current_stream_of_its_device(name):
 
 
 @two_gpus
-@OF_EACH
+@EACH_SAMPLE
 def test_a_current_stream_of_another_device_is_not_used(name):
-    """`torch.cuda.stream` of device 1 makes that device current and leaves the stream of device 0 what it was."""
+    """`torch.cuda.stream` with a stream of device 1 makes device 1 current; the stream of device 0 stays."""
     expected, call = run(name, "cuda:0"), on(name, "cuda:0")
     busy = torch.cuda.Stream(1)
     with torch.cuda.stream(busy):
@@ -126,7 +126,7 @@ def test_a_current_stream_of_another_device_is_not_used(name):
 
 @two_gpus
 def test_workspaces_of_devices_are_apart():
-    """Split calls on two devices at once: each has partial results and counters of its own."""
+    """Split calls on two devices at once: each device has its own partials and counters."""
     cases = [sparse_case(batch=2, h_q=128, topk=2048, seed=1, device=f"cuda:{i}") for i in range(2)]
     expected = [mla_fp8_decode(case.q, case.kv_cache, **case.options(), num_splits=8) for case in cases]
     for _ in range(50):
@@ -137,10 +137,10 @@ def test_workspaces_of_devices_are_apart():
 
 
 @two_gpus
-@OF_EACH
+@EACH_SAMPLE
 def test_a_graph_on_another_device_than_the_first(name):
     if SAMPLES[name].backward or "packed" in name:
-        return  # autograd and lengths that are read do not capture
+        return  # autograd, and a check that reads lengths, cannot be captured
     expected = run(name, "cuda:1")
     call = on(name, "cuda:1")
     with torch.cuda.device(1):
@@ -162,7 +162,7 @@ def test_a_graph_on_another_device_than_the_first(name):
 
 
 def mixed() -> list[tuple[str, str]]:
-    """Each table with each of its tensors but the first, which says where the call is."""
+    """Each table with each of its tensors except the first, which fixes the device of the call."""
     return [
         (name, argument)
         for name, table in TABLES.items()

@@ -1,7 +1,7 @@
-"""Every op in the process of a real program: other defaults of torch, pools, inference mode, torch.compile, graphs.
+"""Every op in environments of real programs: other defaults of torch, pools, inference mode, torch.compile, graphs.
 
-A sample of every op and split form gives the same bits there as in a plain process, and also where the package meets
-that environment first: nothing is prepared, no constant made.
+A sample of every op and split form gives the same bits as in a plain process, also when the package runs there first,
+with no launch prepared and no constant made.
 """
 
 import contextlib
@@ -36,7 +36,7 @@ Results = tuple[torch.Tensor, ...]
 
 
 class Sample(NamedTuple):
-    """A call over fixed inputs, and what it gives in a plain process."""
+    """A call over fixed inputs, and its results in a plain process."""
 
     call: Callable[[], Results]
     expected: Results
@@ -49,7 +49,7 @@ def kernel_specs() -> list[Any]:
     cases = [gqa_case(**usual, seqlens=[700, 3, 64, 300], sink="finite"), gqa_case(**paged, seqlens=[70] * 40)]
     cases += [gqa_case(**paged, seqlens=[700, 3, 64, 300][:batch]) for batch in (4, 2)]
     requests = [op._Request(**case.arguments(), num_splits=num_splits) for case in cases for num_splits in (None, 3)]
-    for batch in (4, 2):  # of one query token, `sink_attention` runs this kernel
+    for batch in (4, 2):  # `sink_attention` runs this kernel for one query token
         sink = sink_case([(1, 260)] * batch, padded=False, device="cpu")
         given = {"q": sink.q, "k_cache": sink.k, "v_cache": sink.v, "layout": "BSNH", "causal": True}
         requests.append(op._Request(**{**dict.fromkeys(op._Request._fields), **given}))
@@ -59,7 +59,7 @@ def kernel_specs() -> list[Any]:
 
 
 def cold(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The package as it is right after its import, compiled kernels aside; what graphs hold is still kept."""
+    """Puts the package into its state right after import, except compiled kernels and memory that graphs hold."""
     ops = (cute_kernels.mla.op, cute_kernels.mla.append_op, cute_kernels.gqa.op, cute_kernels.gqa.append_op)
     for one in (*ops, cute_kernels.merge.op):
         monkeypatch.setattr(one, "_prepared", PreparedLaunches())
@@ -76,7 +76,7 @@ def cold(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Equal bits, those of NaNs included."""
+    """Whether all bits are equal, those of NaNs included."""
     as_bytes = [t.contiguous().reshape(-1).view(torch.uint8) for t in (one, other)]
     return one.dtype is other.dtype and one.shape == other.shape and torch.equal(*as_bytes)
 
@@ -162,7 +162,7 @@ def samples() -> dict[str, Sample]:
 
 
 def require_same(samples: dict[str, Sample], where: str) -> None:
-    """Twice each: the first call prepares, the second finds what the first has left."""
+    """Makes each call twice: the first one prepares the launch, the second one uses it."""
     for name, sample in samples.items():
         for turn in ("first", "second"):
             for n, (got, want) in enumerate(zip(sample.call(), sample.expected, strict=True)):
@@ -200,7 +200,7 @@ ENVIRONMENTS: dict[str, Callable[[], Any]] = {
 
 @pytest.mark.parametrize("name", ENVIRONMENTS)
 def test_the_same_bits_in(name, samples, monkeypatch):
-    """And in a plain process after it, with what was prepared there."""
+    """Also afterwards, in the plain environment, with launches prepared in the other one."""
     cold(monkeypatch)
     with ENVIRONMENTS[name]():
         require_same(samples, name)
@@ -216,14 +216,14 @@ def test_what_is_kept_lies_outside_of_a_private_pool(samples, monkeypatch):
     with torch.cuda.use_mem_pool(pool):
         for sample in samples.values():
             sample.call()
-        inside = torch.empty(1, dtype=torch.float32, device="cuda")
+        probe = torch.empty(1, dtype=torch.float32, device="cuda")
     torch.cuda.synchronize()
     ranges = [(one["address"], one["address"] + one["total_size"]) for one in pool.snapshot()]
 
     def in_pool(address: int) -> bool:
         return any(first <= address < end for first, end in ranges)
 
-    assert in_pool(inside.data_ptr()), "the test looks at the wrong pool"
+    assert in_pool(probe.data_ptr()), "the test looks at the wrong pool"
     device = torch.device("cuda", torch.cuda.current_device())
     constants = memory.constants(device)
     kept = [constants.no_sink, constants.no_length, cute_kernels.mla.op._zero_row(device)]
@@ -274,7 +274,7 @@ def compiled_functions() -> dict[str, tuple[Callable[..., Any], Callable[[int], 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", ["mla", "gqa", "sink"])
 def test_torch_compile(name, mode, dynamic, monkeypatch):
-    """CUDA-graph trees warm up, record and replay within four calls of a shape; the package is met cold."""
+    """CUDA-graph trees warm up, record and replay within four calls of a shape; nothing of the package is prepared."""
     function, arguments = compiled_functions()[name]
     sets = [arguments(batch) for batch in ((4, 2) if dynamic else (4,))]
     expected = [[t.clone() for t in function(*one)] for one in sets]
@@ -400,7 +400,7 @@ def test_graphs_record_kernels_alone_and_give_their_counters_back():
 
 
 def test_a_graph_without_lse_writes_to_nothing_of_others(monkeypatch):
-    """Prepared calls are forgotten after so many shapes; the graph still writes the LSE that it was captured with."""
+    """Other shapes evict the prepared launch; the graph still writes the LSE that it was captured with."""
     cold(monkeypatch)
     monkeypatch.setattr(launch, "MAX_PREPARED", 4)
     case: Any = dense_case(seqlens=[70] * 40, h_q=64, padded=False, device="cuda")
@@ -422,7 +422,7 @@ def test_a_graph_without_lse_writes_to_nothing_of_others(monkeypatch):
         gqa_decode(**options)
     gc.collect()
     torch.cuda.synchronize()
-    # what the package had freed would be handed out again, to tensors of this size
+    # the allocator would give memory that the package had freed to tensors of this size
     sizes = [40 * 64, 40 * 8, 40 * 64 * 2]
     victims = [torch.full((n,), 7.0, dtype=torch.float32, device="cuda") for n in sizes for _ in range(300)]
     graph.replay()
@@ -440,7 +440,7 @@ def test_the_first_call_under_capture_is_refused_in_words(monkeypatch):
 
 
 def test_a_new_shape_under_capture_belongs_to_the_graph(monkeypatch):
-    """The kernel is there, the shape is new: what it needs is the graph's, and nothing of it is kept."""
+    """The kernel is compiled, the shape is new: memory of the call belongs to the graph, and none of it is kept."""
     cold(monkeypatch)
     case: Any = mla_layer(5)
     want: Any = mla_fp8_decode(case.q, case.kv_cache, **case.options())
@@ -477,7 +477,7 @@ def test_memory_of_threads_that_have_ended_is_freed():
 
 
 def test_threads_that_meet_the_package_cold(samples, monkeypatch):
-    """Six at once, each on a stream of its own, all ops, nothing prepared."""
+    """Six threads at once, each on its own stream, run all ops with nothing prepared."""
     cold(monkeypatch)
     names = [name for name in samples if "gradients" not in name]
     wrong: list[str] = []

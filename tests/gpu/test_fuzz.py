@@ -1,4 +1,4 @@
-"""A round of random calls on the GPU, and what it finds when a wrong bit is planted."""
+"""A round of random calls on the GPU finds nothing, and finds a wrong bit when one is planted."""
 
 import itertools
 import threading
@@ -18,7 +18,7 @@ FIRST = 10_000
 
 
 def kernel_specs() -> list[Any]:
-    """All that random calls may take, in order to compile them several at a time."""
+    """All kernels that random calls may launch, so that they compile several at a time."""
     return list(generate.kernel_specs())
 
 

@@ -1,4 +1,4 @@
-"""`kv_int8_append` on the GPU: codes and scales of the reference on the CPU bit for bit, and not a byte elsewhere."""
+"""`kv_int8_append` on the GPU: codes and scales equal the CPU reference bit for bit; no other byte changes."""
 
 import math
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ SCALE_DTYPES = {"f32": torch.float32, "f16": torch.float16}
 
 @dataclass(frozen=True)
 class Target:
-    """Caches and scales on the GPU; those that are written hold random bytes."""
+    """Caches and scales on the GPU; those that the append writes hold random bytes before."""
 
     layout: str
     k_cache: torch.Tensor
@@ -51,7 +51,7 @@ class Target:
         return [self.k_cache, self.v_cache, self.k_scale, self.v_scale]
 
     def expect(self, k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor) -> list[torch.Tensor]:
-        """What the tensors must become, computed on the CPU."""
+        """The tensors after the append, computed on the CPU."""
         expected = [t.cpu().clone() for t in self.tensors()]
         reference_append(k.cpu(), v.cpu(), *expected, slots.cpu(), layout=self.layout)
         return expected
@@ -75,7 +75,7 @@ class Target:
 
 
 def random_tokens(n: int, h_kv: int, d: int, dtype: torch.dtype, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """N(0,1), some channels and some tokens much larger, some heads zero."""
+    """N(0,1) values with some much larger channels and tokens, and some heads of zeros."""
     gen = generator(seed)
     k, v = torch.randn((2, n, h_kv, d), generator=gen).unbind()
     k[..., :: d // 4] *= 20
@@ -86,7 +86,7 @@ def random_tokens(n: int, h_kv: int, d: int, dtype: torch.dtype, seed: int) -> t
 
 
 def slots_for(tokens: int, num_slots: int, seed: int, in_order: bool = False) -> torch.Tensor:
-    """Different slots; every seventh token is skipped by a negative slot or one beyond the cache."""
+    """Distinct slots; every seventh one is negative or past the cache, so that the token is skipped."""
     slots = torch.arange(num_slots) if in_order else torch.randperm(num_slots, generator=generator(seed))
     slots = slots[:tokens].clone()
     skip = torch.tensor([-1, -(2**63), num_slots, 2**40, -(2**32), 2**63 - 1])
@@ -124,7 +124,7 @@ OVER_HEADS = (("per_token", "per_token"), ("per_token_head", "per_token"), ("per
 
 
 def kernel_specs() -> list[KvAppendSpec]:
-    """Most kernels of this file, in order to compile them several at a time; others compile when they are called."""
+    """Most kernels of this file, so that they compile several at a time; others compile at their call."""
 
     def spec(kinds: tuple[str, str], **others: Any) -> KvAppendSpec:
         k_scale, v_scale = ("given" if kind in GIVEN else kind for kind in kinds)
@@ -176,7 +176,7 @@ def test_token_counts(layout: str, tokens: int) -> None:
 @pytest.mark.parametrize("layout", ["BSNH", "paged_vllm"])
 @pytest.mark.parametrize("h_kv, d", HEADS_AND_DIMS)
 def test_a_scale_per_token_over_any_number_of_heads(h_kv: int, d: int, layout: str) -> None:
-    """In registers up to 2048 values, else in two passes; K of another granularity goes along."""
+    """The kernel keeps up to 2048 values in registers and reads more twice; K and V differ in granularity."""
     sizes = sizes_for(layout, 16, 45, h_kv, d)
     for kinds in OVER_HEADS:
         target = Target.make(layout, sizes, kinds, torch.float32)
@@ -187,7 +187,7 @@ def test_a_scale_per_token_over_any_number_of_heads(h_kv: int, d: int, layout: s
 
 
 def patterns(dtype: torch.dtype) -> torch.Tensor:
-    """All 65,536 bit patterns as 512 rows of 128: in order, so that rows have about one exponent, and shuffled."""
+    """All 65,536 bit patterns as 512 rows of 128: in order, where a row has about one exponent, and shuffled."""
     every = torch.arange(65536, dtype=torch.int32).short().view(dtype)
     shuffled = every[torch.randperm(65536, generator=generator(5))]
     return torch.cat((every, shuffled)).view(128, 8, 128)
@@ -205,7 +205,7 @@ def test_every_bit_pattern(kind: str, dtype: str, scale_dtype: str) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_every_bit_pattern_with_given_scales(dtype: str) -> None:
-    """Among them subnormal ones, and such that all or nothing is beyond 127 of them."""
+    """Given scales include subnormal ones, and scales with which all values or none exceed 127 codes."""
     k = patterns(DTYPES[dtype])
     target = Target.make("BSNH", CacheSizes(2, 64, 8, 128), ("per_head", "per_head"), torch.float32)
     target.k_scale.copy_(torch.tensor([2.0**-149, 3e-39, 2.0**-126, 1e-20, 2.0**-64, 0.01, 1.0, 7.3]))
@@ -277,14 +277,14 @@ def test_strided_tensors(layout: str, kinds: tuple[str, str]) -> None:
     slots = torch.full((2 * tokens,), 3, device="cuda")[::2]
     slots.copy_(slots_for(tokens, sizes.outer * sizes.rows, 8))
     expected = target.expect(k, v, slots)
-    outside = [big.clone() for big in whole]
+    untouched = [big.clone() for big in whole]
     target.append(k, v, slots)
     target.require(expected)
-    for view, big, before in zip(spread, whole, outside, strict=True):
+    for view, big, before in zip(spread, whole, untouched, strict=True):
         view.fill_(1)
-        inside = torch.zeros_like(big)
-        inside.as_strided(view.shape, view.stride(), view.storage_offset()).fill_(1)
-        assert torch.equal(big[inside == 0], before[inside == 0])
+        covered = torch.zeros_like(big)
+        covered.as_strided(view.shape, view.stride(), view.storage_offset()).fill_(1)
+        assert torch.equal(big[covered == 0], before[covered == 0])
 
 
 def test_all_tokens_skipped() -> None:
@@ -314,7 +314,7 @@ def test_beyond_2_gib(layout: str) -> None:
     k, v = random_tokens(tokens, h_kv, d, torch.bfloat16, 10)
     slots = sizes.outer * sizes.rows - 1 - torch.arange(tokens)
     target.append(k.cuda(), v.cuda(), slots.cuda())
-    # the last tokens of it all, as a cache of their own
+    # a cache of its own: the last tokens of the large one
     last = [t[:, :, -64:] if layout == "BNSH" else t[-4:] for t in target.tensors()]
     if layout == "BNSH":
         first_slot = rows - 64
@@ -329,7 +329,7 @@ def test_beyond_2_gib(layout: str) -> None:
 
 
 def test_tokens_beyond_2_gib() -> None:
-    step = 2**30 + 8  # elements between tokens: the third is beyond 2^31
+    step = 2**30 + 8  # elements between tokens: the third token lies past 2^31
     buffer = torch.empty(2 * step + 4096, dtype=torch.bfloat16, device="cuda")
     k = buffer.as_strided((3, 2, 128), (step, 128, 1))
     v = buffer.as_strided((3, 2, 128), (step, 128, 1), 1024)
@@ -361,14 +361,14 @@ def test_captures_into_a_graph() -> None:
 
 
 @pytest.mark.parametrize("name", ["v", "k_cache", "v_cache", "k_scale", "v_scale", "slot_mapping"])
-@pytest.mark.parametrize("before", [False, True], ids=["first call", "prepared"])
-def test_tensors_on_different_devices(name: str, before: bool) -> None:
+@pytest.mark.parametrize("prepared", [False, True], ids=["first call", "prepared"])
+def test_tensors_on_different_devices(name: str, prepared: bool) -> None:
     target = Target.make("BNSH", CacheSizes(2, 8, 2, 64), ("per_token_head", "per_head"), torch.float32)
     names = ("k_cache", "v_cache", "k_scale", "v_scale")
     arguments = dict(zip(names, target.tensors(), strict=True))
     k, v = (t.cuda() for t in random_tokens(3, 2, 64, torch.bfloat16, 12))
     arguments |= {"k": k, "v": v, "slot_mapping": torch.arange(3, device="cuda")}
-    if before:
+    if prepared:
         kv_int8_append(**arguments, layout="BNSH")
     arguments[name] = arguments[name].cpu()
     with pytest.raises(ValueError, match=rf"^{name}: got .*cpu.*; needs .*cuda"):
@@ -388,7 +388,7 @@ def test_misaligned_addresses() -> None:
 
 
 def test_the_same_shapes_with_other_dtypes() -> None:
-    """One prepared launch does not stand for another dtype's."""
+    """A prepared launch is not used for another dtype."""
     for _ in range(2):
         for dtype in DTYPES.values():
             for scale_dtype in SCALE_DTYPES.values():

@@ -35,13 +35,13 @@ VARIANTS: tuple[dict[str, Any], ...] = (
     *({"layout": "BNSH", "alibi": "head", "softcap": softcap} for softcap in (None, 2.0)),
     *({"layout": "BNSH", "k_scales": scales, "v_scales": scales} for scales in SCALE_NAMES),
 )
-"""Options of `usual` that need kernels of their own."""
+"""Options of `usual` that need other kernels."""
 
 
 def kernel_specs() -> list[GqaDecodeSpec]:
-    """The kernels of this file, in order to compile them several at a time: found with small cases on the CPU.
+    """The kernels of this file, found with small cases on the CPU, so that they compile several at a time.
 
-    A cluster merges short sequences of small batches where the number of splits is not given.
+    Where the number of splits is not given, a cluster merges short sequences of small batches.
     """
     specs: dict[GqaDecodeSpec, None] = {}
     for case in (usual(**options, device="cpu") for options in VARIANTS):
@@ -54,12 +54,12 @@ def kernel_specs() -> list[GqaDecodeSpec]:
 
 
 def case_of(**options: Any) -> Any:
-    """A `GqaCase` on the GPU. (Typed Any here and below: which tensors are None is plain from the call.)"""
+    """A `GqaCase` on the GPU. Typed Any here and below, because each call makes plain which tensors are None."""
     return gqa_case(**{"device": "cuda", **options})
 
 
 def usual(**options: Any) -> Any:
-    """The variant that most tests share: int8, 4 query heads on each of 2, d 128, scales per token and head."""
+    """The variant that most tests share: int8, 8 query heads, 2 KV heads, d 128, scales per token and head."""
     return case_of(**{"seqlens": [700, 1, 65], "h_q": 8, "h_kv": 2, "layout": "paged_NHD", **options})
 
 
@@ -68,7 +68,7 @@ def decode(case: GqaCase, **options: Any) -> Any:
 
 
 def hold(case: GqaCase, *, splits: Sequence[int | None] = (None, 1, 3), padded: bool = True) -> None:
-    """Run a case into poisoned outputs, with each number of splits, and hold all results to the tolerance rule."""
+    """Runs a case into poisoned outputs with each number of splits, and applies the tolerance rule to each result."""
     expectation = GqaExpectation.of(case)
     out, lse = case.outputs(padded=padded)
     for num_splits in splits:
@@ -82,7 +82,7 @@ def hold(case: GqaCase, *, splits: Sequence[int | None] = (None, 1, 3), padded: 
 
 @pytest.fixture(autouse=True)
 def free_memory() -> Iterator[None]:
-    """Some cases fill gigabytes; the allocator would keep their blocks, of sizes that no other case asks for."""
+    """Frees cached memory: some cases fill gigabytes, in blocks of sizes that no other case needs."""
     yield
     torch.cuda.empty_cache()
 
@@ -106,14 +106,14 @@ def test_every_length_around_tiles_and_pages(layout, causal):
 
 @pytest.mark.parametrize("page_size", [1, 2, 16, 64, 1024])
 def test_lengths_around_pages(page_size):
-    around = {k * page_size + step for k in (1, 2, 3) for step in (-1, 0, 1)}
-    hold(usual(seqlens=sorted(around), page_size=page_size))
+    edge_lengths = {k * page_size + step for k in (1, 2, 3) for step in (-1, 0, 1)}
+    hold(usual(seqlens=sorted(edge_lengths), page_size=page_size))
 
 
 @pytest.mark.parametrize("layout", USUAL_LAYOUTS)
 @pytest.mark.parametrize("causal", [True, False])
 def test_windows_around_tiles(layout, causal):
-    """What lies before the windows of all queries is poison."""
+    """All tokens before the windows of all queries are poison."""
     for window in (1, 2, 63, 64, 65, 127, 128, 129, 1000, INT32_MAX):
         lengths = [0, 1, 2, 63, 64, 65, 127, 128, 129, 191, 192, 193, 1100, 2049]
         hold(usual(seqlens=lengths, layout=layout, s_q=2, window=window, causal=causal, seed=window % 97))
@@ -183,13 +183,13 @@ def test_rows_without_keys_are_zero_and_minus_infinity(kind):
 
 
 def without_outer(case: Any, lengths: torch.Tensor) -> Any:
-    """A cache of no pages, to which the table still points."""
+    """A cache without pages, to which the table still points."""
     cut = {name: getattr(case, name)[:0] for name in ("k_cache", "v_cache", "k_scale", "v_scale")}
     return dataclasses.replace(case, **cut, block_table=torch.zeros_like(case.block_table), cache_seqlens=lengths)
 
 
 def without_rows(case: Any, lengths: torch.Tensor) -> Any:
-    """BNSH with room for no token."""
+    """BNSH with a capacity of 0 tokens."""
     cut = {name: getattr(case, name)[:, :, :0] for name in ("k_cache", "v_cache", "k_scale", "v_scale")}
     return dataclasses.replace(case, **cut, cache_seqlens=lengths)
 
@@ -219,7 +219,7 @@ def test_one_long_sequence_beside_short_ones():
 
 @pytest.mark.parametrize("layout", USUAL_LAYOUTS)
 def test_cache_beyond_2_gib(layout):
-    """More than 2^31 elements in K and in V; what is used lies at both ends, NaN scales between."""
+    """More than 2^31 elements in K and in V: the pages in use are at both ends, all others have NaN scales."""
     case = usual(seqlens=[300, 129, 300], layout=layout, padded=False)
     rows = 2 if layout == "BNSH" else 1
     if layout == "paged_NHD":
@@ -227,9 +227,9 @@ def test_cache_beyond_2_gib(layout):
         spread = torch.arange(used, device="cuda")
         spread[used // 2 :] += num_pages - used
         table = case.block_table.long()
-        inside = (table >= 0) & (table < used)
+        valid = (table >= 0) & (table < used)
         case = dataclasses.replace(
-            case, block_table=torch.where(inside, spread[table.clamp(0, used - 1)], INT32_MAX).int()
+            case, block_table=torch.where(valid, spread[table.clamp(0, used - 1)], INT32_MAX).int()
         )
     else:
         num_rows, used = (2**30 + 2**27) // (2 * 128), case.k_cache.shape[rows]
@@ -253,7 +253,7 @@ def test_cache_beyond_2_gib(layout):
 @pytest.mark.parametrize("layout", USUAL_LAYOUTS)
 @pytest.mark.parametrize("values", ["normal", "wild"])
 def test_forced_splits_agree(layout, values):
-    """Within rounding: twice the 2.7e-3 that one result may be off, and each under the rule by itself."""
+    """Split results differ by rounding: by at most twice the 2.7e-3 that one may be off. Each also passes the rule."""
     case = usual(seqlens=[1, 0, 700, 65, 2048], layout=layout, values=values, sink="finite", s_q=2)
     splits = (1, 2, 3, 7, 32, 200)
     hold(case, splits=splits)
@@ -285,7 +285,7 @@ def test_the_same_bits_on_20_runs(num_splits):
 @pytest.mark.parametrize("layout", USUAL_LAYOUTS)
 @pytest.mark.parametrize("num_splits", [None, 1, 4])
 def test_graph_whose_lengths_change_between_replays(layout, num_splits):
-    """Captured with the lengths of one case, replayed with the tensors of others written over its own."""
+    """A graph captured with one case is replayed with the tensors of others copied over its own."""
     cases = [
         usual(seqlens=lengths, layout=layout, whole=False, sink="finite", seed=seed, padded=False)
         for seed, lengths in enumerate([[2000] * 6, [0, 1, 64, 2000, 65, 700], [0] * 5 + [2000], [2000, 0, 0, 3, 0, 1]])
@@ -313,7 +313,7 @@ def test_graph_whose_lengths_change_between_replays(layout, num_splits):
 
 
 def fitting(case: Any, outer: int) -> Any:
-    """The same call with so many pages; contiguous caches have the same shape anyway."""
+    """The same call with this number of pages; contiguous caches already have one shape."""
     if case.block_table is None:
         return dataclasses.replace(case)
     grown: dict[str, Any] = {}
@@ -338,9 +338,9 @@ def test_sinks_at_infinity(num_splits):
         return decode(case, s_aux=s_aux, num_splits=num_splits, return_lse=True)
 
     out, lse = decode(case, num_splits=num_splits, return_lse=True)
-    without, without_lse = with_sink(-INF)
-    assert torch.equal(out, without)
-    assert torch.equal(lse, without_lse)
+    minus_inf, minus_inf_lse = with_sink(-INF)
+    assert torch.equal(out, minus_inf)
+    assert torch.equal(lse, minus_inf_lse)
     nothing, same_lse = with_sink(INF)
     assert (nothing == 0).all()
     assert torch.equal(lse, same_lse), "the log-sum-exp leaves the sink out"
@@ -372,16 +372,15 @@ def test_a_nan_or_inf_in_one_query_head_stays_there(value):
     for num_splits in (None, 1, 2):
         out, lse = decode(case, num_splits=num_splits, return_lse=True)
         assert out[1, 0, 6].isnan().all()
+        parts = [tensor[:, :, others] for tensor in expectation.yardstick if tensor is not None]
         trimmed = GqaExpectation(
-            expectation.out[:, :, others],
-            expectation.lse[:, :, others],
-            type(expectation.yardstick)(*(tensor[:, :, others] for tensor in expectation.yardstick)),
+            expectation.out[:, :, others], expectation.lse[:, :, others], type(expectation.yardstick)(*parts)
         )
         trimmed.check(out[:, :, others], lse[:, :, others]).require()
 
 
 def test_queries_far_from_usual_size():
-    """Logits are of usual size, q is not: large, tiny, and both from head to head."""
+    """Logits have the usual size, q has not: it is large, tiny, or differs from head to head."""
     case = usual(padded=False)
     for exponent in (40, -40):
         scale = 128**-0.5 * 2.0**-exponent

@@ -1,4 +1,4 @@
-"""Operators without a backward, and tensors that require gradients, as tests/cpu/test_gradients.py has it."""
+"""Operators without a backward refuse tensors that require gradients: the checks of tests/cpu/test_gradients.py."""
 
 from typing import Any
 
@@ -9,12 +9,12 @@ from cute_kernels import sink_attention
 from tests.support import gradients, specs
 from tests.support.bad_input_gqa import sink_call
 
-CANDIDATES = gradients.candidates("cpu")  # tests are collected where there is no GPU
+CANDIDATES = gradients.candidates("cpu")  # collection must work without a GPU
 EVERY = pytest.mark.parametrize(("name", "argument"), CANDIDATES, ids=[", ".join(pair) for pair in CANDIDATES])
 
 
 def kernel_specs() -> list[Any]:
-    """What right calls launch."""
+    """The kernels that valid calls launch."""
     return specs.of_tables()
 
 

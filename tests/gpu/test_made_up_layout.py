@@ -12,7 +12,7 @@ from tests.support.made_up_layout import SBNH
 
 @pytest.fixture(autouse=True)
 def registered(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The one place that says the layout."""
+    """Adds the layout: its only definition."""
     monkeypatch.setitem(LAYOUTS, SBNH.name, SBNH)
 
 

@@ -11,15 +11,15 @@ from cute_kernels.runtime.compile import precompile
 from tests.support.mla_cases import generator
 
 HALF_ULP = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
-"""Largest relative error of rounding to a dtype."""
+"""Largest relative error of rounding to each dtype."""
 WIDTHS = (8, 64, 72, 128, 512)
 SUM_ERROR = 4e-6
-"""Of the float32 weights and sums, relative to the sum of magnitudes."""
+"""Error of float32 weights and sums, relative to the sum of magnitudes."""
 
 
 @pytest.fixture(scope="module", autouse=True)
 def compiled_for_all_dtypes(compiled: None) -> None:
-    """The variants of `test_dtypes_and_sizes`, compiled side by side: one after another they take most of a minute."""
+    """Compiles the variants of `test_dtypes_and_sizes` in parallel; one after another they take almost a minute."""
     names = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
     precompile(
         MergeSpec.for_launch(rows=54, num_states=5, d=d, in_dtype=names[dtype], out_dtype=names[dtype])
@@ -30,7 +30,7 @@ def compiled_for_all_dtypes(compiled: None) -> None:
 def states(
     shape: tuple[int, ...], d: int, dtype: torch.dtype, seed: int = 0, empty: bool = True
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(n, ...) log-sum-exps and (n, ..., d) outputs; a fifth of the states is empty and then full of NaN."""
+    """(n, ...) log-sum-exps and (n, ..., d) outputs; a fifth of the states is empty, with outputs full of NaN."""
     gen = generator(seed, "cuda")
     outs = torch.randn((*shape, d), generator=gen, device="cuda").to(dtype)
     lses = 5 * torch.randn(shape, generator=gen, device="cuda")

@@ -36,13 +36,13 @@ CACHES: dict[str, dict[str, Any]] = {
 
 
 def gqa(name: str, s_q: int = 2, device: str = "cuda", **options: Any) -> Any:
-    """A case of one of the kinds of code above, with one or two heads of the cache."""
+    """A case with one of the kinds of codes above, and one or two KV heads."""
     settings: dict[str, Any] = {"seqlens": LENGTHS, "h_q": 4, "h_kv": 2, "layout": "BNSH", **CACHES[name], **options}
     return gqa_case(**settings, s_q=s_q, device=device)
 
 
 def kernel_specs() -> list[GqaDecodeSpec]:
-    """Most of them ship; those of clusters, and of more columns, do not."""
+    """The kernels of this file: most ship, except those with clusters or with more columns."""
     specs: dict[GqaDecodeSpec, None] = {}
     for name in CACHES:
         for s_q in (2, 5):
@@ -54,7 +54,7 @@ def kernel_specs() -> list[GqaDecodeSpec]:
 
 
 def place_of(case: Any, sequence: int, position: int) -> tuple[int, int]:
-    """(sequence or page, token in it)."""
+    """(sequence or page, row in it) of a token."""
     if case.block_table is None:
         return sequence, position
     layout = LAYOUTS[case.layout]
@@ -63,7 +63,7 @@ def place_of(case: Any, sequence: int, position: int) -> tuple[int, int]:
 
 
 def token_of(case: Any, name: str, sequence: int, position: int) -> torch.Tensor:
-    """All numbers of a token in a cache or in scales of tokens: a view."""
+    """A view of all numbers of a token, in a cache or in token scales."""
     tensor = getattr(case, name)
     outer, row = place_of(case, sequence, position)
     layout = LAYOUTS[case.layout]
@@ -77,15 +77,15 @@ def token_of(case: Any, name: str, sequence: int, position: int) -> torch.Tensor
 
 
 def poison(case: Any, name: str, positions: list[int], value: float) -> Any:
-    """The case with other numbers at positions of every sequence, negative ones counted from its end."""
+    """The case with other numbers at some positions of every sequence; negative positions count from its end."""
     tensor = getattr(case, name).clone(memory_format=torch.preserve_format)
     case = dataclasses.replace(case, **{name: tensor})
     for sequence, length in enumerate(case.cache_seqlens.tolist()):
         for position in positions:
-            at = position + length if position < 0 else position
-            token = token_of(case, name, sequence, at)
+            token_index = position + length if position < 0 else position
+            token = token_of(case, name, sequence, token_index)
             if token.dtype == torch.float8_e4m3fn:
-                token.view(torch.uint8)[..., ::3] = 0x7F if at % 2 else 0xFF
+                token.view(torch.uint8)[..., ::3] = 0x7F if token_index % 2 else 0xFF
             else:
                 token[..., ::3] = value
     return case
@@ -105,13 +105,13 @@ def hold(case: Any, clean: Any, unharmed: list[int]) -> None:
         expectation.check(out.tensor, lse.tensor, name=f"num_splits {splits}").require()
         assert out.tensor[:, unharmed].isfinite().all()
         if same_scores:
-            without: Any = gqa_decode(**clean.arguments(), num_splits=splits, return_lse=True)
-            for got, want in zip((out.tensor, lse.tensor), without, strict=True):
+            clean_results: Any = gqa_decode(**clean.arguments(), num_splits=splits, return_lse=True)
+            for got, want in zip((out.tensor, lse.tensor), clean_results, strict=True):
                 assert torch.equal(got[:, unharmed], want[:, unharmed])
 
 
 def names_of(case: Any) -> list[str]:
-    """Caches that can hold a NaN, and scales of tokens."""
+    """Names of tensors that can hold a NaN: caches of floating-point codes, and token scales."""
     names = [] if case.k_cache.dtype == torch.int8 else ["k_cache", "v_cache"]
     return names + [name for name in ("k_scale", "v_scale") if getattr(case, name) is not None and
                     getattr(case, name).dim() > 1]  # fmt: skip
@@ -119,8 +119,8 @@ def names_of(case: Any) -> list[str]:
 
 @pytest.mark.parametrize("s_q", [2, 5])
 @pytest.mark.parametrize("name", CACHES)
-def test_tokens_behind_a_query(name, s_q):
-    """The last token is seen by the last query alone, the one before it by two."""
+def test_tokens_after_a_query(name, s_q):
+    """The last query alone sees the last token; the last two see the token before it."""
     clean = gqa(name, s_q)
     for part in names_of(clean):
         hold(poison(clean, part, [-1], math.nan), clean, list(range(s_q - 1)))
@@ -130,7 +130,7 @@ def test_tokens_behind_a_query(name, s_q):
 @pytest.mark.parametrize("s_q", [2, 5])
 @pytest.mark.parametrize("name", CACHES)
 def test_tokens_before_the_window_of_a_query(name, s_q):
-    """The first token of all windows is seen by the first query alone."""
+    """The first query alone sees the first token of all windows."""
     window = 9
     clean = gqa(name, s_q, window=window)
     for part in names_of(clean):
@@ -140,8 +140,8 @@ def test_tokens_before_the_window_of_a_query(name, s_q):
 
 
 @pytest.mark.parametrize("name", CACHES)
-def test_infinities_behind_a_query(name):
-    """What a query sees of them may be a NaN instead; others see nothing."""
+def test_infinities_after_a_query(name):
+    """A query that sees an infinity may return NaN for it; other queries are not affected."""
     s_q = 5
     clean = gqa(name, s_q)
     for part in names_of(clean):
@@ -167,7 +167,7 @@ def test_a_nan_that_all_queries_see(name):
             hold(poison(clean, part, [position], math.nan), clean, [])
 
 
-# ---- mla_fp8_decode: every query is an item of its own
+# ---- mla_fp8_decode: every query is a work tile of its own
 
 FIELDS = {"code": (5, 6), "scale": (SCALE_OFFSET, ROPE_OFFSET), "rope": (ROPE_OFFSET, ROPE_OFFSET + 2)}
 WAYS: list[dict[str, Any]] = [
@@ -178,7 +178,7 @@ WAYS: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("field", FIELDS)
 @pytest.mark.parametrize("options", WAYS, ids=str)
-def test_mla_tokens_behind_a_query(options, field):
+def test_mla_tokens_after_a_query(options, field):
     forced = dict(options)
     s_q, h_q, page = 3, forced.pop("h_q"), 64
     lengths = torch.tensor(LENGTHS, dtype=torch.int32, device="cuda")
@@ -217,7 +217,7 @@ def run(case: SinkCase, deterministic: bool = False) -> tuple[torch.Tensor, ...]
 
 
 def poisoned(case: SinkCase, rows: slice, value: float) -> SinkCase:
-    """The same with other keys and values in some places."""
+    """The case with other keys and values at some places."""
     k, v = case.k.clone(), case.v.clone()
     k[:, rows], v[:, rows] = value, value
     return dataclasses.replace(case, k=k, v=v)
@@ -226,7 +226,7 @@ def poisoned(case: SinkCase, rows: slice, value: float) -> SinkCase:
 @pytest.mark.parametrize("deterministic", [True, False])
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 @pytest.mark.parametrize("d", [64, 128])
-def test_keys_far_behind_a_query_reach_nothing(d, value, deterministic):
+def test_keys_far_after_a_query_reach_nothing(d, value, deterministic):
     clean = sink_case([(1000, 1000)], 4, 2, d, padded=False)
     first = 700
     want, got = run(clean, deterministic), run(poisoned(clean, slice(first, None), value), deterministic)
@@ -243,20 +243,20 @@ def test_keys_far_before_a_window_reach_nothing(h_q, h_kv, d, value):
     window, rows = 100, slice(1000, 1010)
     clean = sink_case([(2400, 2400)], h_q, h_kv, d, window=window, padded=False)
     want, got = run(clean), run(poisoned(clean, rows, value))
-    before, behind = rows.start - REACH, rows.stop - 1 + window + REACH
+    first_harmed, end_harmed = rows.start - REACH, rows.stop - 1 + window + REACH
     for name, one, other in zip(("out", "lse"), got, want, strict=False):
-        assert torch.equal(one[:, :before], other[:, :before]), name
-        assert torch.equal(one[:, behind:], other[:, behind:]), name
+        assert torch.equal(one[:, :first_harmed], other[:, :first_harmed]), name
+        assert torch.equal(one[:, end_harmed:], other[:, end_harmed:]), name
     # delta of a query whose output is NaN reaches the keys of its tiles, and these its gradient
     apart = window + REACH_OF_GRADIENTS
     for one, other in zip(got[2:], want[2:], strict=True):
-        assert torch.equal(one[:, : before - apart], other[:, : before - apart])
-        assert torch.equal(one[:, behind + apart :], other[:, behind + apart :])
+        assert torch.equal(one[:, : first_harmed - apart], other[:, : first_harmed - apart])
+        assert torch.equal(one[:, end_harmed + apart :], other[:, end_harmed + apart :])
 
 
 @pytest.mark.parametrize("s_q", [2, 8])
 def test_few_queries_see_their_own_keys_alone(s_q):
-    """Without gradients they run the kernel of `gqa_decode`, whose promise is of every slot."""
+    """Few queries without gradients run the kernel of `gqa_decode`, which tolerates a NaN in any slot not seen."""
     clean = sink_case([(s_q, 700)] * 2, 8, 2, 64, padded=False)
     case = dataclasses.replace(poisoned(clean, slice(699, None), math.nan), k=clean.k)
     with torch.no_grad():

@@ -19,9 +19,9 @@ from tests.support.gqa_cases import GqaCase, check_gqa, gqa_case
 from tests.support.mla_cases import DecodeCase, dense_case, generator, sparse_case
 
 HOST_US = 15.0
-"""What one eager call with a cached plan may take on a host where a sum of torch's takes `SUM_US`."""
+"""Host microseconds that an eager call with a cached plan may take, on a host where `torch.sum` takes `SUM_US`."""
 SUM_US = 5.5
-"""On the hosts of H200s 5.5 to 9 us were seen, and calls slow down as sums do."""
+"""Measured on hosts of H200s: 5.5 to 9 us; calls and sums slow down by the same factor."""
 
 
 def decode_case(case: DecodeCase, **options: Any) -> Any:
@@ -29,7 +29,7 @@ def decode_case(case: DecodeCase, **options: Any) -> Any:
 
 
 def usual_gqa(**options: Any) -> Any:
-    """Of the kernel variants that test_gqa_decode.py shares."""
+    """A call of the kernel variants that test_gqa_decode.py runs."""
     usual = {"seqlens": [700, 3, 64, 300], "h_q": 8, "h_kv": 2, "layout": "paged_NHD", "padded": False}
     return gqa_case(**{"device": "cuda", **usual, **options})
 
@@ -50,7 +50,7 @@ def kernel_specs() -> list[Any]:
 
 @pytest.mark.parametrize("num_splits", [None, 1, 4])
 def test_graph_replays_with_other_sequences(num_splits):
-    """Lengths, tables and queries change in place between replays; the plan was made for other ones."""
+    """Lengths, tables and queries change in place between replays, so the plan is for other values."""
     case: Any = dense_case(seqlens=[700, 3, 64, 300], h_q=64, s_q=2, padded=False, device="cuda")
     out, lse = case.outputs()
 
@@ -135,13 +135,13 @@ def test_gqa_graph_replays_append_and_decode(layout):
             slots.copy_(rows * capacity + last)
         else:
             slots.copy_(case.block_table[rows, last // 64] * 64 + last % 64)
-        before = [tensor.clone() for tensor in stores]
+        originals = [tensor.clone() for tensor in stores]
         out.poison()
         lse.poison()
         graph.replay()
         check_gqa(out.tensor, lse.tensor, case, name=f"replay {seed}").require()
-        kv_int8_append(fresh[0], fresh[1], *before, slots, layout=layout)
-        for got, want in zip(stores, before, strict=True):
+        kv_int8_append(fresh[0], fresh[1], *originals, slots, layout=layout)
+        for got, want in zip(stores, originals, strict=True):
             torch.testing.assert_close(got, want, rtol=0, atol=0, equal_nan=True)
 
 
@@ -229,7 +229,7 @@ def test_torch_compile_without_a_graph_break(backend):
 
 @pytest.mark.parametrize("name", ["mla", "mla split", "mla shares", "gqa"])
 def test_a_call_reads_what_the_one_before_it_has_written(name):
-    """Launches may begin before the one before has ended: results are queries of the next call."""
+    """A launch may begin before the previous one ends: here results of a call are queries of the next."""
     if name == "gqa":
         gqa = usual_gqa(seqlens=[700, 3, 64, 300] * 16)
         queries = [gqa.q.clone() for _ in range(2)]
@@ -357,7 +357,7 @@ def test_host_time(name, record_property):
         "gqa bf16": lambda: gqa(words, None),
         "gqa append": lambda: kv_int8_append(k, v, *stores, slots, layout="BNSH"),
     }[name]
-    with torch.inference_mode():  # as what serves a model calls them
+    with torch.inference_mode():  # in the way that a serving stack calls them
         us = min(host_time(call) for _ in range(3))
     one = torch.zeros(64, dtype=torch.float32, device="cuda")
     plain = min(host_time(lambda: torch.add(one, one, out=one)) for _ in range(3))
@@ -398,7 +398,7 @@ def test_warm_start_compiles_nothing(root):
 
 
 def test_merging_ctas_of_several_streams_do_not_wait_for_each_other():
-    """More CTAs than the card holds, on three streams: merging ones spin, and none may starve a decoding one."""
+    """More CTAs than the card holds, on three streams: merge CTAs spin, and must not starve a decoding CTA."""
     cases = [
         sparse_case(batch=batch, h_q=128, topk=2048, num_slots=8192, padded=False, seed=batch, device="cuda")
         for batch in (1, 8, 16)

@@ -49,7 +49,7 @@ CASES = covering_cases(
 
 
 def kernel_specs() -> list[Any]:
-    """Those of float16, which are not shipped, and those of decoding."""
+    """Kernels that do not ship: those of float16, and those of `gqa_decode` for few queries."""
     specs: list[Any] = [*spec.launched_specs("float16"), *backward_spec.launched_specs("float16")]
     for case in (decoded(*few, device="cpu") for few in FEW):
         given: dict[str, Any] = {"q": case.q, "k_cache": case.k, "v_cache": case.v, "layout": "BSNH"}
@@ -60,7 +60,7 @@ def kernel_specs() -> list[Any]:
 
 @pytest.fixture(autouse=True)
 def poisoned(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Results lie where NaN was; and the allocator's blocks are given back, which no other case asks for."""
+    """Fills results with NaN before a launch; frees cached blocks afterwards, whose sizes no other case needs."""
     for name in ("_fake_forward", "_fake_backward"):
         allocate: Callable[..., Any] = getattr(op, name)
         monkeypatch.setattr(op, name, lambda *a, allocate=allocate: tuple(t.fill_(math.nan) for t in allocate(*a)))
@@ -169,12 +169,12 @@ def test_other_sequences_may_hold_anything():
         case.of_keys(t, 1).fill_(math.inf)
     got = run(case)
     for b in (0, 2):
-        for of_one, old, new in (
+        for rows_of, old, new in (
             (case.of_queries, expected[0], got[0]),
             (case.of_keys, expected[2][1], got[2][1]),
             (case.of_keys, expected[2][2], got[2][2]),
         ):
-            assert torch.equal(of_one(old, b), of_one(new, b))
+            assert torch.equal(rows_of(old, b), rows_of(new, b))
         assert case.of_queries(got[2][0], b).isfinite().all()
 
 
@@ -206,7 +206,7 @@ def test_expanded_tensors_and_dimensions_of_one():
     out: Any = sink_attention(**{**one.arguments(), **tensors})
     got = torch.autograd.grad(out.sum(), list(tensors.values()))
     expected = run(dataclasses.replace(one, d_out=torch.ones_like(one.q)), deterministic=False)[2]
-    for a, b in zip(got[1:], expected[1:], strict=True):  # dq is a sum in any order
+    for a, b in zip(got[1:], expected[1:], strict=True):  # dq is a sum whose terms come in any order
         assert torch.equal(a, b)
     single = sink_case([(1, 1)], 1, 1, padded=False)
     single.q, single.k, single.v, single.d_out = (
@@ -219,7 +219,7 @@ def test_expanded_tensors_and_dimensions_of_one():
 @pytest.mark.parametrize("last", [False, True])
 @pytest.mark.parametrize("deterministic", [True, False])
 @pytest.mark.parametrize("packed", [False, True])
-def test_nothing_before_or_behind_a_tensor_is_read(packed, deterministic, last, monkeypatch):
+def test_nothing_before_or_after_a_tensor_is_read(packed, deterministic, last, monkeypatch):
     for name in ("_fake_forward", "_fake_backward"):
         allocate: Callable[..., Any] = getattr(op, name)
         monkeypatch.setattr(
@@ -266,7 +266,7 @@ def test_deterministic_gradients_have_the_same_bits(options):
 
 @pytest.mark.parametrize("options", REPEATED.values(), ids=REPEATED)
 def test_only_dq_may_differ_by_default(options):
-    """And by no more than float32 sums that come in another order."""
+    """Only dq differs from call to call, and by no more than float32 sums in another order."""
     case = sink_case(**options)
     first, largest = run(case)[2], 0.0
     for _ in range(10):
@@ -410,7 +410,7 @@ def test_calls_on_several_streams_do_not_share_counters():
 
 
 def test_runs_on_the_current_stream():
-    """Queries arrive late on a side stream; a launch on any other would read the NaNs before it."""
+    """Queries arrive late on a side stream; a launch on any other stream would read the NaNs that precede them."""
     case = sink_case([(300, 300)], padded=False)
     expected = run(case, deterministic=True)
     late = dataclasses.replace(case, q=torch.full_like(case.q, math.nan))
@@ -430,7 +430,7 @@ def test_runs_on_the_current_stream():
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 @pytest.mark.parametrize("options", GRAPHED.values(), ids=GRAPHED)
 def test_torch_compile_without_a_graph_break(options, backend):
-    torch._dynamo.reset()  # which gives up after so many compilations of one function
+    torch._dynamo.reset()  # torch.compile gives up after a number of compilations of one function
     case = sink_case(**options, padded=False)
 
     def attend(arguments: dict[str, Any]) -> torch.Tensor:
@@ -502,7 +502,7 @@ def test_scales_that_are_not_positive(scale):
 
 @pytest.mark.parametrize("packed", [False, True])
 def test_more_sequences_than_a_grid_holds(packed):
-    """Each of one token: its weight is that of the sink's rival alone."""
+    """Sequences of one token, whose only rival in the softmax is the sink."""
     count = launch.MAX_GRID + 10
     s_aux: Any = sink_case([(1, 1)], 1, 1).s_aux
     gen = generator(0, "cuda")

@@ -22,7 +22,7 @@ DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def kernel_specs() -> list:
-    """What the tests here need in addition to the shipped specs: other tiles and float16."""
+    """Specs of this file that do not ship: other tiles, and float16."""
     forward = [forward_spec("float16", *variant) for variant in PLAIN]
     layouts = [("float16", False, False), *[("bfloat16", *layout) for layout in LAYOUTS]]
     ways = [
@@ -94,7 +94,7 @@ def work_list(case: SinkCase, keys: bool, rows: int) -> torch.Tensor | None:
 
 
 def some_sink(case: SinkCase) -> torch.Tensor:
-    assert case.s_aux is not None  # "absent" is not for kernels
+    assert case.s_aux is not None  # kernels always get a tensor of sinks
     return case.s_aux
 
 
@@ -124,7 +124,7 @@ def check_forward(
     SinkExpectation.of(case).check_forward(*run_forward(case, spec, ctas, small)).require()
 
 
-# --- forward, the simplest first: a failure of an early one explains those after it
+# --- forward, the simplest test first: its failure explains later ones
 
 
 @pytest.mark.parametrize("d", [64, 128])
@@ -184,7 +184,7 @@ def test_forward_other_tiles(spec):
 @pytest.mark.parametrize("window", [1, 64, 127, 128, 129, 250, 600])
 @pytest.mark.parametrize("causal", [False, True])
 def test_forward_grouped(spec, window, causal):
-    """Tiles that fit into shared memory, and more of them: wide windows, or none to the right."""
+    """Work tiles whose key tiles fit into shared memory, and larger ones: wide windows, or not causal."""
     cases = [[(700, 1300)] * 2, [(333, 333)] * 3, [(300, 90)], [(65, 1000)]]
     if spec.packed:
         cases = [[(1, 1), (130, 700), (0, 5), (257, 257), (64, 0), (3, 2000), (191, 64), (0, 0), (640, 641)]]
@@ -204,7 +204,7 @@ def test_forward_grouped_ratios(spec, ctas, h_q, h_kv):
 
 @pytest.mark.parametrize("ctas", [1, 2, 7])
 def test_forward_with_few_ctas(ctas):
-    """Many items a CTA: stages, slots and turns go round."""
+    """Many work tiles a CTA: stages, slots and turns wrap around."""
     check_forward(sink_case([(400, 900)] * 3, 6, 3, 64), ctas=ctas)
     check_forward(sink_case([(400, 900)] * 3, 6, 3, 128), ctas=ctas)
     check_forward(sink_case([(400, 900)] * 3, 6, 3, 64, window=90), ctas=ctas)
@@ -253,7 +253,7 @@ def test_work_list_has_each_block_once(keys):
 def run_backward(
     case: SinkCase, expected: SinkExpectation, way: str, ctas: int | None = None, small: bool = False
 ) -> tuple[torch.Tensor, ...]:
-    """(dq, dk, dv, d(sink)) of the kernels from a forward in float64; outputs and scratch memory poisoned before."""
+    """(dq, dk, dv, d(sink)) of the kernels, from a forward in float64; outputs and scratch memory start poisoned."""
     dtype, packed, window = case.dtype, case.packed, case.window is not None
     keys = SinkBackwardSpec(dtype, case.q.shape[-1], packed, window, **WAYS[way])
     fused = keys.fused

@@ -234,13 +234,13 @@ class KvAppendKernel:
         k, v = self._operands(pointers, strides)
         task = cta * self.teams + tid // spec.team
         lane = tid % spec.team
-        inside = task < tasks
+        valid = task < tasks
         task = cutlass.min(task, tasks - 1)
         token, first_head = task, Int32(0)
         if const_expr(not spec.by_token and spec.vllm):
             block, first_head = divmod(task // TOKENS_TOGETHER, head_divisor)
             token = block * TOKENS_TOGETHER + task % TOKENS_TOGETHER
-            inside = inside and token < tokens
+            valid = valid and token < tokens
             token = cutlass.min(token, tokens - 1)
         elif const_expr(not spec.by_token):
             token, first_head = divmod(task, head_divisor)
@@ -266,7 +266,7 @@ class KvAppendKernel:
                 for i in cutlass.range_constexpr(spec.held):
                     v_absmax = cute.arch.fmax(v_absmax, self._absmax(rV[None, i]))
             k_absmax, v_absmax = self._over_team(k_absmax, v_absmax)
-            page, offset, stored = self._place(slot, num_slots, row_divisor, inside)
+            page, offset, stored = self._place(slot, num_slots, row_divisor, valid)
             for i in cutlass.range_constexpr(spec.held):
                 piece = lane + spec.team * i
                 exists = stored
@@ -289,7 +289,7 @@ class KvAppendKernel:
                     self._load(v, token, first_head, piece, rV)
                     v_absmax = cute.arch.fmax(v_absmax, self._absmax(rV))
             k_absmax, v_absmax = self._over_team(k_absmax, v_absmax)
-            page, offset, stored = self._place(slot, num_slots, row_divisor, inside)
+            page, offset, stored = self._place(slot, num_slots, row_divisor, valid)
             for i in cutlass.range(turns, unroll=1):
                 piece = lane + spec.team * i
                 self._load(k, token, first_head, cutlass.min(piece, pieces - 1), rK)
@@ -326,9 +326,9 @@ class KvAppendKernel:
         return head, part
 
     @cute.jit
-    def _place(self, slot: Int64, num_slots: Int64, rows: cute.FastDivmodDivisorV2, inside):
+    def _place(self, slot: Int64, num_slots: Int64, rows: cute.FastDivmodDivisorV2, valid):
         """Page and offset of a slot, and whether there is such a slot."""
-        exists = inside and slot >= 0 and slot < num_slots
+        exists = valid and slot >= 0 and slot < num_slots
         page, offset = divmod(cutlass.select_(exists, Int32(slot), Int32(0)), rows)
         return page, offset, exists
 

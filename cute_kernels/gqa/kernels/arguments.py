@@ -17,6 +17,13 @@ class Tensors(NamedTuple):
     mLse: cute.Tensor
 
 
+class Tma(NamedTuple):
+    """The TMA copy of K or of V, and the tensor of coordinates that goes with it."""
+
+    atom: cute.CopyAtom
+    tensor: cute.Tensor
+
+
 class Scales(NamedTuple):
     """Scales of K or of V in global memory: their address, and strides in elements."""
 
@@ -51,7 +58,7 @@ class Sizes(NamedTuple):
 
 
 class Call(NamedTuple):
-    """What a consumer warp needs to know of the call."""
+    """Arguments of the call, except the cache and the scratch memory."""
 
     tensors: Tensors
     k_scales: Scales

@@ -8,6 +8,7 @@ import cutlass.cute as cute
 from cutlass.cute.nvgpu import cpasync
 from cutlass.cute.runtime import make_fake_tensor
 
+from cute_kernels.gqa.kernels.arguments import Tma
 from cute_kernels.gqa.kernels.smem import DTYPES
 from cute_kernels.gqa.spec import GqaDecodeSpec
 
@@ -29,20 +30,21 @@ def fake_caches(spec: GqaDecodeSpec, sizes: dict) -> list:
     return [make_fake_tensor(dtype, shape, strides, assumed_align=16) for shape, strides in shapes]
 
 
-def tma_copy(spec: GqaDecodeSpec, cache: cute.Tensor):
-    """(copy atom, coordinates) of the TMA copies of K or V, whose modes become (rows, width, heads, outer)."""
+def tma_copy(spec: GqaDecodeSpec, cache: cute.Tensor) -> Tma:
+    """The TMA copy of K or V; the modes of its coordinates are (rows, width, heads, outer)."""
     if spec.packed:
         rows, width = box_shape(spec)
         strides = (width, 1, cache.stride[1], cache.stride[0])
         view = cute.make_layout((rows, width, cache.shape[1], cache.shape[0]), stride=strides)
     else:
         view = cute.select(cache.layout, mode=[spec.cache_axes.index(axis) for axis in "rdho"])
-    return cpasync.make_tiled_tma_atom(
+    atom, tensor = cpasync.make_tiled_tma_atom(
         cpasync.CopyBulkTensorTileG2SOp(),
         cute.make_tensor(cache.iterator, view),
         tile_layout(spec),
         box_shape(spec),
     )
+    return Tma(atom, tensor)
 
 
 def tile_layout(spec: GqaDecodeSpec):
@@ -63,7 +65,7 @@ def box_shape(spec: GqaDecodeSpec) -> tuple[int, int]:
     return spec.box_rows, spec.row_bytes // spec.itemsize
 
 
-def partition(spec: GqaDecodeSpec, load: cute.CopyAtom, tensor: cute.Tensor, smem: cute.Pointer):
+def partition(spec: GqaDecodeSpec, tma: Tma, smem: cute.Pointer):
     """`gTile` and `sTile` of a `TileCopy`, whose stage 0 begins at `smem`."""
     box = box_shape(spec)
     segments = 1 if spec.packed else spec.d // box[1]
@@ -77,8 +79,8 @@ def partition(spec: GqaDecodeSpec, load: cute.CopyAtom, tensor: cute.Tensor, sme
     if not spec.packed:
         pointer = cute.recast_ptr(smem, tile_layout(spec).inner, DTYPES[spec.kv_dtype])
     sTile = cute.make_tensor(pointer, shape)
-    gTile = cute.local_tile(tensor, box, (None, None, None, None))
+    gTile = cute.local_tile(tma.tensor, box, (None, None, None, None))
     target, source = cpasync.tma_partition(
-        load, 0, cute.make_layout(1), cute.group_modes(sTile, 0, 2), cute.group_modes(gTile, 0, 2)
+        tma.atom, 0, cute.make_layout(1), cute.group_modes(sTile, 0, 2), cute.group_modes(gTile, 0, 2)
     )
     return source, target

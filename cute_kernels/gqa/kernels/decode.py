@@ -53,6 +53,7 @@ from cute_kernels.gqa.kernels.arguments import (
     Scratch,
     Sizes,
     Tensors,
+    Tma,
     Work,
 )
 from cute_kernels.gqa.kernels.barriers import barriers
@@ -152,7 +153,7 @@ class GqaDecodeKernel:
         h_kv = mK.shape[spec.cache_axes.index("h")]
         ratio = h_q // h_kv
         blocks = cute.ceil_div(ratio * s_q, spec.columns)
-        (load_k, tK), (load_v, tV) = (tma_copy(spec, t) for t in (mK, mV))
+        k_tma, v_tma = (tma_copy(spec, t) for t in (mK, mV))
         page_size = Int32(spec.box_rows)
         capacity = Int32(mK.shape[spec.cache_axes.index("r")])
         num_pages = Int32(mK.shape[spec.cache_axes.index("o")])
@@ -173,16 +174,17 @@ class GqaDecodeKernel:
                 for n in (head_blocks, blocks, ratio, ranges, cutlass.max(splits, 1))
             )
         )
-        self.kernel(
-            load_k,
-            tK,
-            load_v,
-            tV,
+        call = Call(
             Tensors(mQ, mTable, mLengths, mSink, mOut, mLse),
             Scales(k_scale, k_scale_outer, k_scale_head, k_scale_row, k_scale_group),
             Scales(v_scale, v_scale_outer, v_scale_head, v_scale_row, v_scale_group),
             Scoring(alibi, alibi_batch, softmax_scale, softcap),
             Sizes(capacity, window, Int32(s_q), causal),
+        )
+        self.kernel(
+            k_tma,
+            v_tma,
+            call,
             page_size,
             num_pages,
             Work(ranges, splits, num_work_tiles),
@@ -200,15 +202,9 @@ class GqaDecodeKernel:
     @cute.kernel
     def kernel(
         self,
-        load_k: cute.CopyAtom,
-        tK: cute.Tensor,
-        load_v: cute.CopyAtom,
-        tV: cute.Tensor,
-        tensors: Tensors,
-        k_scales: Scales,
-        v_scales: Scales,
-        scoring: Scoring,
-        sizes: Sizes,
+        k_tma: Tma,
+        v_tma: Tma,
+        call: Call,
         page_size: Int32,
         num_pages: Int32,
         work: Work,
@@ -220,8 +216,8 @@ class GqaDecodeKernel:
         tidx, _, _ = cute.arch.thread_idx()
         warp_idx, lane = cute.arch.make_warp_uniform(cute.arch.warp_idx()), tidx % 32
         if warp_idx == spec.warps:
-            cpasync.prefetch_descriptor(load_k)
-            cpasync.prefetch_descriptor(load_v)
+            cpasync.prefetch_descriptor(k_tma.atom)
+            cpasync.prefetch_descriptor(v_tma.atom)
 
         smem = allocate(spec)
         if tidx == 0:
@@ -231,19 +227,18 @@ class GqaDecodeKernel:
         cute.arch.griddepcontrol_launch_dependents()
         cute.arch.griddepcontrol_wait()  # what kernels before this one write: q, lengths, new tokens, the counters
 
-        work_list = WorkList(tensors.mLengths, sizes, work, divisors)
+        work_list = WorkList(call.tensors.mLengths, call.sizes, work, divisors)
         page_shift = 31 - Int32(cute.arch.clz(page_size)) if const_expr(spec.paged) else Int32(0)
-        page_table = PageTable(tensors.mTable, page_shift, page_size, num_pages)
+        page_table = PageTable(call.tensors.mTable, page_shift, page_size, num_pages)
         if warp_idx >= spec.warps:
             if const_expr(spec.warps == 8):
                 cute.arch.setmaxregister_decrease(LOAD_REGISTERS)
             if warp_idx == spec.warps:
-                self.load.run(load_k, tK, load_v, tV, work_list, page_table, smem, lane)
+                self.load.run(k_tma, v_tma, work_list, page_table, smem, lane)
             elif warp_idx <= spec.warps + spec.scale_warps:
                 if const_expr(spec.scale_warps > 0):
-                    self.scales.run(k_scales, v_scales, work_list, page_table, smem, warp_idx, lane)
+                    self.scales.run(call.k_scales, call.v_scales, work_list, page_table, smem, warp_idx, lane)
         else:
             if const_expr(spec.warps == 8):
                 cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
-            call = Call(tensors, k_scales, v_scales, scoring, sizes)
             self.consumer.run(call, work_list, scratch, smem, warp_idx, lane)

@@ -7,7 +7,7 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64, const_expr
 
 from cute_kernels.device.ring import advance
-from cute_kernels.gqa.kernels.arguments import PageTable
+from cute_kernels.gqa.kernels.arguments import PageTable, Tma
 from cute_kernels.gqa.kernels.cache_tiles import partition
 from cute_kernels.gqa.kernels.scheduler import Scheduler, WorkList
 from cute_kernels.gqa.kernels.smem import SmemViews
@@ -55,25 +55,15 @@ class LoadWarp:
         self.entries = max(self.boxes // WARP, 1)  # page numbers of a batch in a lane
 
     @cute.jit
-    def run(
-        self,
-        load_k: cute.CopyAtom,
-        tK: cute.Tensor,
-        load_v: cute.CopyAtom,
-        tV: cute.Tensor,
-        work_list: WorkList,
-        page_table: PageTable,
-        smem: SmemViews,
-        lane: Int32,
-    ):
+    def run(self, k_tma: Tma, v_tma: Tma, work_list: WorkList, page_table: PageTable, smem: SmemViews, lane: Int32):
         """Loads the tiles of all work tiles of this CTA, in order."""
         spec = self.spec
         cta, _, _ = cute.arch.block_idx()
         ctas, _, _ = cute.arch.grid_dim()
         survey = self.scheduler.survey(work_list, lane)
-        gK, sK = partition(spec, load_k, tK, smem.tiles)
-        gV, sV = partition(spec, load_v, tV, smem.tiles + spec.tile_bytes // spec.itemsize)
-        copies = (TileCopy(load_k, gK, sK), TileCopy(load_v, gV, sV))
+        gK, sK = partition(spec, k_tma, smem.tiles)
+        gV, sV = partition(spec, v_tma, smem.tiles + spec.tile_bytes // spec.itemsize)
+        copies = (TileCopy(k_tma.atom, gK, sK), TileCopy(v_tma.atom, gV, sV))
         pages = cute.make_rmem_tensor(self.entries, Int32)
         pages_next = cute.make_rmem_tensor(self.entries, Int32)
         exists = cute.make_rmem_tensor(self.entries, Int32)
@@ -98,8 +88,8 @@ class LoadWarp:
                             if in_batch == 0:
                                 for e in cutlass.range_constexpr(self.entries):
                                     pages[e] = pages_next[e]
-                                    inside = cutlass.min(cutlass.max(pages[e], 0), page_table.num_pages - 1)
-                                    exists[e] = cute.arch.vote_ballot_sync(inside == pages[e])
+                                    clamped = cutlass.min(cutlass.max(pages[e], 0), page_table.num_pages - 1)
+                                    exists[e] = cute.arch.vote_ballot_sync(clamped == pages[e])
                                 self.read_pages(pages_next, page_table, b, tile + batch, length, lane)
                         cute.arch.mbarrier_wait(smem.empty + stage, phase ^ 1)
                         with cute.arch.elect_one():

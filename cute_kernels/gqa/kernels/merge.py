@@ -25,7 +25,7 @@ from cute_kernels.gqa.kernels.smem import (
 )
 from cute_kernels.gqa.spec import GqaDecodeSpec
 
-AT_ONCE = 8  # partials that a thread loads at a time while it merges
+PARTIALS_IN_FLIGHT = 8  # partials that a thread loads at a time while it merges
 
 
 class SharedSequence(NamedTuple):
@@ -75,9 +75,9 @@ class Merge(Epilogue):
         self.sync()
         if tidx == 0:
             pointer = cute.make_ptr(Int32, counter, AddressSpace.gmem, assumed_align=4)
-            before = cute.arch.atomic_add(pointer, Int32(1), sem="acq_rel", scope="gpu")
-            sArrived[0] = before
-            if before == sharers - 1:
+            earlier = cute.arch.atomic_add(pointer, Int32(1), sem="acq_rel", scope="gpu")
+            sArrived[0] = earlier
+            if earlier == sharers - 1:
                 cute.arch.store(pointer, Int32(0))
         self.sync()
         return sArrived[0] == sharers - 1
@@ -109,8 +109,8 @@ class Merge(Epilogue):
         column_warps = spec.warps // columns_at_once
         rank = w // columns_at_once  # of this warp among those of a column
         per_lane = const_expr(max(self.vectors // 32, 1))
-        raw = cute.make_rmem_tensor((4, per_lane, AT_ONCE), Float32)
-        maxima = cute.make_rmem_tensor(AT_ONCE, Float32)
+        raw = cute.make_rmem_tensor((4, per_lane, PARTIALS_IN_FLIGHT), Float32)
+        maxima = cute.make_rmem_tensor(PARTIALS_IN_FLIGHT, Float32)
         others = cute.make_rmem_tensor((2, 2), Float32)
         acc = cute.make_rmem_tensor((4, per_lane), Float32)
         sO = warp_o_tensor(spec, smem)
@@ -121,9 +121,9 @@ class Merge(Epilogue):
                 # row_max, row_sum: of all partials, some of them in each lane
                 acc_max, row_max, row_sum = -Float32.inf, -Float32.inf, Float32(0.0)
                 acc.fill(0.0)
-                step = AT_ONCE * column_warps  # up to 64 partials, so two in each lane
+                step = PARTIALS_IN_FLIGHT * column_warps  # up to 64 partials, so two in each lane
                 for i in cutlass.range(0, count, step, unroll=1):
-                    for j in cutlass.range_constexpr(AT_ONCE):
+                    for j in cutlass.range_constexpr(PARTIALS_IN_FLIGHT):
                         index = i + rank + j * column_warps
                         slot = slot_of_partial(shared, cutlass.min(index, count - 1))
                         values, stats = self._partial(address, slot)
@@ -136,21 +136,21 @@ class Merge(Epilogue):
                         _, stats = self._partial(address, slot_of_partial(shared, index))
                         cute.autovec_copy(stats[None, n, 0], others[None, j])
                     for j in cutlass.range_constexpr(2):
-                        inside = lane + 32 * j < step and i + lane + 32 * j < count
-                        new_max = cute.arch.fmax(row_max, cutlass.select_(inside, others[0, j], -Float32.inf))
+                        is_partial = lane + 32 * j < step and i + lane + 32 * j < count
+                        new_max = cute.arch.fmax(row_max, cutlass.select_(is_partial, others[0, j], -Float32.inf))
                         weight = softmax.rescaling(others[0, j], new_max)
                         row_sum = row_sum * softmax.rescaling(row_max, new_max)
-                        row_sum += cutlass.select_(inside, weight * others[1, j], Float32(0.0))
+                        row_sum += cutlass.select_(is_partial, weight * others[1, j], Float32(0.0))
                         row_max = new_max
                     new_acc_max = acc_max
-                    for j in cutlass.range_constexpr(AT_ONCE):
+                    for j in cutlass.range_constexpr(PARTIALS_IN_FLIGHT):
                         new_acc_max = cute.arch.fmax(new_acc_max, maxima[j])
                     for c in cutlass.range_constexpr(4 * per_lane):
                         acc[c] *= softmax.rescaling(acc_max, new_acc_max)
                     acc_max = new_acc_max
-                    for j in cutlass.range_constexpr(AT_ONCE):
-                        inside = i + rank + j * column_warps < count
-                        weight = cutlass.select_(inside, softmax.rescaling(maxima[j], acc_max), Float32(0.0))
+                    for j in cutlass.range_constexpr(PARTIALS_IN_FLIGHT):
+                        is_partial = i + rank + j * column_warps < count
+                        weight = cutlass.select_(is_partial, softmax.rescaling(maxima[j], acc_max), Float32(0.0))
                         for v in cutlass.range_constexpr(per_lane):
                             for c in cutlass.range_constexpr(4):
                                 acc[c, v] += weight * raw[c, v, j]
@@ -207,10 +207,10 @@ class Merge(Epilogue):
         cute.arch.cluster_arrive()
         cute.arch.cluster_wait()
         cta_vectors = const_expr(spec.columns * self.vectors // cluster)  # that this CTA merges
-        at_once = const_expr(self.threads // cluster)
+        vectors_per_pass = const_expr(self.threads // cluster)
         rank, other = cute.arch.block_idx_in_cluster(), tidx % cluster
-        for i in cutlass.range_constexpr(-(-cta_vectors // at_once)):
-            own = i * at_once + tidx // cluster
+        for i in cutlass.range_constexpr(-(-cta_vectors // vectors_per_pass)):
+            own = i * vectors_per_pass + tidx // cluster
             index = rank * cta_vectors + cutlass.min(own, cta_vectors - 1)
             n, vector = index // self.vectors, index % self.vectors
             values = cluster_shared.remote_vector(smem.warp_o + n * spec.warp_o_stride + 4 * vector, other)

@@ -41,7 +41,7 @@ class Extent(NamedTuple):
 class Survey(NamedTuple):
     """What a lane knows of the line: tiles before those of its sequences, those of its sequences, and all tiles."""
 
-    before: Int32
+    preceding: Int32
     own: Int32
     total: Int32
 
@@ -157,8 +157,8 @@ class Scheduler:
     def _locate(self, work_list: WorkList, survey: Survey, position: Int32):
         """(sequence, its first tile in the line) of a tile of the line."""
         per_lane = cute.ceil_div(Int32(work_list.mLengths.shape[0]), WARP)
-        owner = cute.arch.popc(cute.arch.vote_ballot_sync(survey.before <= position)) - 1
-        start = cute.arch.shuffle_sync(survey.before, owner)
+        owner = cute.arch.popc(cute.arch.vote_ballot_sync(survey.preceding <= position)) - 1
+        start = cute.arch.shuffle_sync(survey.preceding, owner)
         tiles = cute.arch.shuffle_sync(survey.own, owner)
         b = owner * per_lane
         if per_lane > 1:

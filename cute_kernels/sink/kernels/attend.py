@@ -15,7 +15,7 @@ from cutlass import Float32, Int32, const_expr
 from cutlass.cute.nvgpu import warpgroup
 
 from cute_kernels.device import softmax, wgmma
-from cute_kernels.device.ring import RingSlot, ring_slot_pow2
+from cute_kernels.device.ring import RingSlot, ring_slot_pow2, ring_slot_signed, use_phase
 from cute_kernels.sink.kernels import scheduler
 from cute_kernels.sink.kernels import softmax as row_softmax
 from cute_kernels.sink.kernels.barriers import ForwardNamedBarrier
@@ -41,6 +41,13 @@ class Results(NamedTuple):
     out: Tma
     lse: cute.Tensor
     sink: cute.Tensor
+
+
+class HeadGroup(NamedTuple):
+    """The query heads of a KV head, and the first of them that this warpgroup takes of a grouped work tile."""
+
+    ratio: Int32
+    first: Int32
 
 
 class Targets(NamedTuple):
@@ -77,14 +84,15 @@ class Attend:
         count, ring_tile, running = Int32(0), Int32(0), Int32(1)
         first_head = Int32(wg)  # of the work tile's heads, the first that is this warpgroup's
         while running == 1:
-            stage = count % scheduler.WORK_STAGES
-            cute.arch.mbarrier_wait(smem.work_full.data_ptr() + stage, count // scheduler.WORK_STAGES % 2)
+            stage, phase = ring_slot_signed(count, scheduler.WORK_STAGES)
+            cute.arch.mbarrier_wait(smem.work_full.data_ptr() + stage, phase)
             work = scheduler.WorkRecord(words, stage)
             if work.first < 0:
                 running = Int32(0)
             elif const_expr(spec.grouped):
+                heads = HeadGroup(ratio, first_head)
                 ring_tile = self.attend_heads(
-                    smem, state, results, work, scale_log2, visible, ratio, count, first_head, ring_tile, wg, tid
+                    smem, state, results, work, scale_log2, visible, heads, count, ring_tile, wg, tid
                 )
                 first_head = (first_head + (spec.warpgroups - ratio % spec.warpgroups)) % spec.warpgroups
                 count += 1
@@ -92,9 +100,8 @@ class Attend:
                 first, s_q, s_k = work.first + ROWS * wg, work.s_q, work.s_k
                 keys = self.masks.key_range(work.first, s_q, s_k, visible)
                 limits = self.masks.limits(first, s_q, s_k, keys, visible, tid)
-                ring_tile = self.attend(
-                    smem, state, scale_log2, keys.tiles, limits, RingSlot(wg, count % 2), ring_tile, False, wg, tid
-                )
+                q_slot = RingSlot(wg, use_phase(count))
+                ring_tile = self.attend(smem, state, scale_log2, keys.tiles, limits, q_slot, ring_tile, False, wg, tid)
                 # read again instead of kept: registers are short while P, S and O are alive
                 rows = scheduler.WorkTile(work.first + ROWS * wg, work.head, work.batch, work.s_q, None, work.start_q)
                 cute.arch.mbarrier_arrive(smem.work_empty.data_ptr() + stage)
@@ -113,18 +120,17 @@ class Attend:
         record: scheduler.WorkRecord,
         scale_log2: Float32,
         visible: Visibility,
-        ratio: Int32,
+        heads: HeadGroup,
         count: Int32,
-        first_head: Int32,
         ring_tile: Int32,
         wg: Int32,
         tid: Int32,
     ) -> Int32:
-        """Every warpgroups-th head of a grouped work tile; the next tile of the ring.
+        """Every warpgroups-th head of a grouped work tile, from `heads.first` on; the next tile of the ring.
 
         Head h of the count-th work tile has number count x ratio + h; its Q lies in slot number % q_stages.
         """
-        spec = self.spec
+        spec, (ratio, first_head) = self.spec, heads
         work = scheduler.read(record)
         cute.arch.mbarrier_arrive(smem.work_empty.data_ptr() + record.stage)
         keys = self.masks.key_range(work.first, work.s_q, work.s_k, visible)
@@ -135,7 +141,7 @@ class Attend:
             if number < ratio:
                 head = work.head * ratio + number
                 sink = results.sink[head]
-                q_slot = scheduler.slot(count * ratio + number, spec.q_stages)
+                q_slot = ring_slot_signed(count * ratio + number, spec.q_stages)
                 self.attend(smem, state, scale_log2, keys.tiles, limits, q_slot, ring_tile, kept, wg, tid)
                 targets = self.targets(results, work, head)
                 self.store(smem, state, targets, scale_log2, sink, work, wg, tid)

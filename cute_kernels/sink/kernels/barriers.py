@@ -3,29 +3,43 @@
 from enum import IntEnum
 
 from cute_kernels.device.barriers import MBarrier, Rings
-from cute_kernels.sink.backward_spec import QUERIES, SinkBackwardSpec, SinkQueryGradSpec
+from cute_kernels.sink.backward_spec import DS_STAGES, QUERIES, SinkBackwardSpec, SinkQueryGradSpec
 from cute_kernels.sink.kernels.scheduler import WORK_STAGES
 from cute_kernels.sink.spec import ROWS, SinkForwardSpec
 
 
 class ForwardNamedBarrier(IntEnum):
-    """Barrier 0 is that of all threads of the CTA. Consumer warpgroup w has TURN + w and STORE + w."""
+    """Hardware barriers of a CTA; 0 is `sync_threads`. Consumer warpgroup w of at most 4 has TURN + w and STORE + w.
 
-    TURN = 1  # 256 threads: w, which waits for its turn to issue products, and the warpgroup before it, which gives it
-    STORE = 5  # w: O in shared memory may be overwritten, or is complete
+    A store waits at STORE + w twice, before it writes shared memory and after. One id serves both: the same 128 threads
+    wait, in the same order. TURN + w needs its own: the warpgroup before w arrives there without waiting, while w may
+    be at its store.
+    """
+
+    TURN = 1  # 256, to 4: w waits for its turn to issue products, the warpgroup before it arrives
+    STORE = 5  # 128, to 8: the TMA store before has read O in shared memory; O of this one is in shared memory
 
 
 class QueryGradNamedBarrier(IntEnum):
-    """Barrier 0 is that of all threads of the CTA. Consumer warpgroup w has STORE + w."""
+    """Hardware barriers of a CTA; 0 is `sync_threads`. Consumer warpgroup w has STORE + w.
 
-    STORE = 1  # w: dQ in shared memory may be overwritten, or is complete
+    A store waits there twice, before it writes shared memory and after. One id serves both: the same 128 threads wait,
+    in the same order.
+    """
+
+    STORE = 1  # 128, to 3: the TMA store before has read dQ in shared memory; dQ of this one is in shared memory
 
 
 class KeyGradNamedBarrier(IntEnum):
-    """Barrier 0 is that of all threads of the CTA. Consumer warpgroup w has ADD + w."""
+    """Hardware barriers of a CTA; 0 is `sync_threads`. Consumer warpgroup w, of two, has ADD + w.
 
-    STORE = 3  # all consumers: dK and dV in shared memory may be overwritten, or are complete
-    ADD = 4  # w: its dQ in shared memory may be overwritten, or is complete; in a pair also: its dS is stored
+    Each id serves two waits, because the same threads wait at both, in the same order: STORE before and after dK and dV
+    are written to shared memory, ADD + w before and after dQ is. A pair waits at ADD + w for its dS instead of before
+    dQ: an mbarrier, `added_empty`, says there that the place of dQ is free, because both warpgroups use that place.
+    """
+
+    STORE = 3  # 256, all consumers: the TMA stores before have read dK and dV; dK and dV of this work tile are there
+    ADD = 4  # 128, and 5: the copy before has read dQ (a pair: dS is in shared memory); dQ is in shared memory
 
 
 def query_barriers(spec: SinkForwardSpec | SinkQueryGradSpec) -> Rings:
@@ -53,7 +67,7 @@ def query_barriers(spec: SinkForwardSpec | SinkQueryGradSpec) -> Rings:
 
 def key_barriers(spec: SinkBackwardSpec) -> Rings:
     """Of the key-stationary kernel, in the order of their initialization."""
-    consumers = spec.consumers
+    consumers, ds = spec.consumers, DS_STAGES
     q_bytes = 2 * QUERIES * spec.d * 2 + 2 * QUERIES * 4
     kv_empty = (
         MBarrier("kv_empty", 32, 1, 0, "the warp that stores dK and dV from their place is done")
@@ -66,8 +80,8 @@ def key_barriers(spec: SinkBackwardSpec) -> Rings:
         _work(consumers),
         [MBarrier("kv_full", 1, 1, spec.bytes_of_keys, "K and V are loaded"), kv_empty],
         [
-            MBarrier("ds_full", consumers, 2, ds_bytes, "dS of a query tile is stored, by the pair's other CTA too"),
-            MBarrier("ds_empty", 128 + remote, 2, 0, "whoever made dQ of it has read dS, in both CTAs of a pair"),
+            MBarrier("ds_full", consumers, ds, ds_bytes, "dS of a query tile is stored, by the pair's other CTA too"),
+            MBarrier("ds_empty", 128 + remote, ds, 0, "whoever made dQ of it has read dS, in both CTAs of a pair"),
         ],
         *([[MBarrier("added_empty", 128, 1, 0, "the copy engine has read the staged dQ")]] if spec.pair else []),
         [

@@ -23,8 +23,8 @@ from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import warp, warpgroup
 
 from cute_kernels.device import softmax, wgmma
-from cute_kernels.device.ring import ring_slot_pow2
-from cute_kernels.sink.backward_spec import QUERIES
+from cute_kernels.device.ring import ring_slot_pow2, ring_slot_signed, use_phase
+from cute_kernels.sink.backward_spec import DS_STAGES, QUERIES
 from cute_kernels.sink.kernels import scheduler, views
 from cute_kernels.sink.kernels.epilogue import KeyGrads, KeyStore
 from cute_kernels.sink.kernels.masks import KeyMasks, Visibility
@@ -85,8 +85,8 @@ class KeyGrad:
         grads = KeyGrads(acc_dk, acc_dv)
         count, ring_tile, running = Int32(0), Int32(0), Int32(1)
         while running == 1:
-            stage = count % scheduler.WORK_STAGES
-            cute.arch.mbarrier_wait(smem.work_full.data_ptr() + stage, count // scheduler.WORK_STAGES % 2)
+            stage, phase = ring_slot_signed(count, scheduler.WORK_STAGES)
+            cute.arch.mbarrier_wait(smem.work_full.data_ptr() + stage, phase)
             record = scheduler.WorkRecord(words, stage)
             work = scheduler.read(record)
             if work.first < 0:
@@ -101,7 +101,7 @@ class KeyGrad:
                 for b in cutlass.range_constexpr(spec.key_blocks):
                     acc_dk[b].fill(0.0)
                     acc_dv[b].fill(0.0)
-                cute.arch.mbarrier_wait(smem.kv_full.ptr, count % 2)
+                cute.arch.mbarrier_wait(smem.kv_full.ptr, use_phase(count))
                 rK, rV = (
                     tuple(self.key_operand(t, wg * spec.key_blocks + b, tid) for b in range(spec.key_blocks))
                     for t in (smem.k, smem.v)
@@ -109,7 +109,7 @@ class KeyGrad:
                 operands = KeyOperands(rK, rV)
                 scale_log2 = softmax_scale * softmax.LOG2_E
                 position = views.position(spec.packed, work.start_q, work.batch, work.s_q) + begin
-                before = Int64(0)
+                previous = Int64(0)
                 if const_expr(spec.ahead):
                     total, t = ratio * tiles, Int32(0)
                     if total > 0:
@@ -121,7 +121,7 @@ class KeyGrad:
                             query = begin + QUERIES * t
                             tile = QueryTile(query, ring_tile, following)
                             self.differentiate(
-                                smem, acc_s, grads, operands, before, scale_log2, tile, limits, rank, wg, tid
+                                smem, acc_s, grads, operands, previous, scale_log2, tile, limits, rank, wg, tid
                             )
                             ring_tile += 1
                             t = cutlass.select_(t == tiles - 1, Int32(0), t + 1)
@@ -151,15 +151,26 @@ class KeyGrad:
                                 target = sums.address + (row + QUERIES * t) * (4 * spec.d)
                                 tile = QueryTile(query, ring_tile, ring_tile)
                                 self.differentiate(
-                                    smem, acc_s, grads, operands, before, scale_log2, tile, limits, rank, wg, tid
+                                    smem,
+                                    acc_s,
+                                    grads,
+                                    operands,
+                                    previous,
+                                    scale_log2,
+                                    tile,
+                                    limits,
+                                    rank,
+                                    wg,
+                                    tid,
                                 )
-                                before = target
+                                previous = target
                             ring_tile += 1
                 if const_expr(spec.fused):
-                    buffer = (ring_tile - 1) % 2
-                    if before != 0 and (ring_tile - 1) % spec.warpgroups == wg:
-                        cute.arch.mbarrier_wait(smem.ds_full.data_ptr() + buffer, (ring_tile - 1) // 2 % 2)
-                        self.dq.add_dq(smem, before, None, buffer, rank, wg, tid)
+                    buffer = (ring_tile - 1) % DS_STAGES
+                    if previous != 0 and (ring_tile - 1) % spec.warpgroups == wg:
+                        ds_phase = use_phase((ring_tile - 1) // DS_STAGES)
+                        cute.arch.mbarrier_wait(smem.ds_full.data_ptr() + buffer, ds_phase)
+                        self.dq.add_dq(smem, previous, None, buffer, rank, wg, tid)
                 # read again instead of kept: registers are short while dK, dV, S and dP are alive
                 targets = self.epilogue.targets(d_k, d_v, record, rank)
                 cute.arch.mbarrier_arrive(smem.work_empty.data_ptr() + stage)
@@ -204,7 +215,7 @@ class KeyGrad:
         # L and delta of this thread's columns: column 8j + 2 (lane % 4) + c is element (c, j)
         thread_stats = smem.stats.data_ptr() + cute.assume(stage * 2 * QUERIES + 2 * (tid % 4), divby=2)
 
-        buffer = ring_tile % 2
+        buffer = ring_tile % DS_STAGES
         for b in cutlass.range_constexpr(spec.key_blocks):
             last = b == spec.key_blocks - 1
             if const_expr(b > 0 or spec.ahead):
@@ -242,7 +253,7 @@ class KeyGrad:
                 self.issue_scores(smem, acc_s, operands.k[0], tile.following, tid)
             if const_expr(spec.fused):
                 if const_expr(b == 0):
-                    cute.arch.mbarrier_wait(smem.ds_empty.data_ptr() + buffer, ring_tile // 2 % 2 ^ 1)
+                    cute.arch.mbarrier_wait(smem.ds_empty.data_ptr() + buffer, use_phase(ring_tile // DS_STAGES) ^ 1)
                 sDS = view(smem.d_s, layouts.d_s)
                 store_ds = cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), self.dtype)
                 to_smem = cute.make_tiled_copy_C(store_ds, mma_s)
@@ -260,7 +271,7 @@ class KeyGrad:
         if const_expr(spec.fused):
             if target != 0 and (ring_tile - 1) % spec.warpgroups == wg:
                 earlier = buffer ^ 1
-                cute.arch.mbarrier_wait(smem.ds_full.data_ptr() + earlier, (ring_tile - 1) // 2 % 2)
+                cute.arch.mbarrier_wait(smem.ds_full.data_ptr() + earlier, use_phase((ring_tile - 1) // DS_STAGES))
                 self.dq.add_dq(smem, target, stage, earlier, rank, wg, tid)
             else:
                 warpgroup.wait_group(0)

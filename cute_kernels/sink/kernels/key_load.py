@@ -6,7 +6,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, const_expr
 
-from cute_kernels.device.ring import ring_slot_pow2
+from cute_kernels.device.ring import ring_slot_pow2, use_phase
 from cute_kernels.sink.backward_spec import QUERIES
 from cute_kernels.sink.kernels import scheduler, views
 from cute_kernels.sink.kernels.masks import KeyMasks, Visibility
@@ -99,7 +99,7 @@ class KeyLoad:
         """Starts the copies of K and V, and of a pair's other K, once their place is free."""
         spec = self.spec
         origin = views.origin(spec.packed, work.s_k, work.start_k, work.batch)
-        cute.arch.mbarrier_wait(smem.kv_empty.ptr, (count + 1) % 2)
+        cute.arch.mbarrier_wait(smem.kv_empty.ptr, use_phase(count + 1))
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive_and_expect_tx(smem.kv_full.ptr, spec.bytes_of_keys)
         copies = ((tmas.k, staged.k), (tmas.v, staged.v))

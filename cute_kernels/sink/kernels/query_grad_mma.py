@@ -15,7 +15,7 @@ from cutlass import Float32, Int32, const_expr
 from cutlass.cute.nvgpu import warpgroup
 
 from cute_kernels.device import softmax, wgmma
-from cute_kernels.device.ring import RingSlot, ring_slot_pow2
+from cute_kernels.device.ring import RingSlot, ring_slot_pow2, ring_slot_signed, use_phase
 from cute_kernels.sink.kernels import scheduler, views
 from cute_kernels.sink.kernels.barriers import QueryGradNamedBarrier
 from cute_kernels.sink.kernels.epilogue import RowStore
@@ -66,8 +66,8 @@ class QueryGrad:
         count, ring_tile, running = Int32(0), Int32(0), Int32(1)
         first_head = Int32(wg)  # of the work tile's heads, the first that is this warpgroup's
         while running == 1:
-            stage = count % scheduler.WORK_STAGES
-            cute.arch.mbarrier_wait(smem.work_full.data_ptr() + stage, count // scheduler.WORK_STAGES % 2)
+            stage, phase = ring_slot_signed(count, scheduler.WORK_STAGES)
+            cute.arch.mbarrier_wait(smem.work_full.data_ptr() + stage, phase)
             record = scheduler.WorkRecord(words, stage)
             if record.first < 0:
                 running = Int32(0)
@@ -93,7 +93,7 @@ class QueryGrad:
                             if following < ratio:
                                 next_head = q_head + spec.warpgroups
                                 self.statistics(mStats, next_head, position, work.s_q - first, next_stats, tid)
-                            q_slot = scheduler.slot(count * ratio + number, spec.q_stages)
+                            q_slot = ring_slot_signed(count * ratio + number, spec.q_stages)
                             self.differentiate(
                                 smem, grads, scale_log2, keys.tiles, limits, q_slot, ring_tile, kept, tid
                             )
@@ -109,7 +109,7 @@ class QueryGrad:
                     self.statistics(mStats, work.head, position, work.s_q - first, next_stats, tid)
                     for r in cutlass.range_constexpr(2):
                         lse[r], delta[r] = next_stats[r], next_stats[2 + r]
-                    q_slot = RingSlot(wg, count % 2)
+                    q_slot = RingSlot(wg, use_phase(count))
                     ring_tile = self.differentiate(
                         smem, grads, scale_log2, keys.tiles, limits, q_slot, ring_tile, False, tid
                     )

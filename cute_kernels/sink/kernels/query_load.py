@@ -11,7 +11,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, const_expr
 
-from cute_kernels.device.ring import RingSlot, ring_slot_pow2
+from cute_kernels.device.ring import RingSlot, ring_slot_pow2, ring_slot_signed, use_phase
 from cute_kernels.sink.kernels import scheduler, views
 from cute_kernels.sink.kernels.masks import QueryMasks, Visibility
 from cute_kernels.sink.kernels.scheduler import QuerySchedule, WorkTile
@@ -112,7 +112,7 @@ class QueryLoad:
                     self.load_tile(k, tiles - 1, ring_tile)
                 for w in cutlass.range_constexpr(spec.warpgroups):
                     if number + w < ratio.divisor:
-                        slot = scheduler.slot(count * ratio.divisor + number + w, spec.q_stages)
+                        slot = ring_slot_signed(count * ratio.divisor + number + w, spec.q_stages)
                         self.load_rows(smem, staged, tmas, rows, 0, work.head * ratio.divisor + number + w, slot)
                 if fresh:
                     self.load_remaining_tiles(k, v, tiles, ring_tile)
@@ -120,7 +120,7 @@ class QueryLoad:
         else:
             self.load_tile(k, tiles - 1, ring_tile)
             for w in cutlass.range_constexpr(spec.warpgroups):
-                self.load_rows(smem, staged, tmas, rows, w, work.head, RingSlot(w, count % 2))
+                self.load_rows(smem, staged, tmas, rows, w, work.head, RingSlot(w, use_phase(count)))
             self.load_remaining_tiles(k, v, tiles, ring_tile)
             ring_tile += tiles
         return ring_tile

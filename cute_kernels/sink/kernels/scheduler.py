@@ -5,7 +5,7 @@ counter in the order of the list, long ones first; so a CTA that got long ones t
 no list: work tile numbers are divided. Packed sequences have a list in global memory, row 0 (number of entries, 0),
 then (sequence, block), sorted by length (work_list.py).
 
-Behind the counter is the number of CTAs that have finished; the last one sets both back to 0 for the next launch.
+After the counter comes the number of CTAs that have finished; the last CTA sets both to 0 for the next launch.
 
 In shared memory a work tile is a record of 8 words; -1 as its first word ends the kernel.
 """
@@ -16,7 +16,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import AddressSpace, Int32, Int64, const_expr
 
-from cute_kernels.device.ring import RingSlot
+from cute_kernels.device.ring import use_phase
 from cute_kernels.sink.kernels import views
 from cute_kernels.sink.kernels.masks import Visibility, visibility
 
@@ -125,11 +125,6 @@ def records(smem) -> cute.Tensor:
     return smem.work.get_tensor(cute.make_layout((RECORD, WORK_STAGES)))
 
 
-def slot(number: Int32, stages: int) -> RingSlot:
-    """As `ring_slot`, with signed arithmetic, for what comes once a work tile: these kernels were measured with it."""
-    return RingSlot(number % stages, number // stages % 2)
-
-
 @cute.jit
 def block_at(number: Int32, packed: cutlass.Constexpr, work_list, divisors: Divisors, blocks: Int32) -> Block:
     """The block of a work tile; where not packed, blocks of a section are numbered from the last one on."""
@@ -189,7 +184,7 @@ def await_stage(empty: cute.Pointer, count: Int32) -> Int32:
     """The stage of the count-th work tile's record, once it is free."""
     stage = count % WORK_STAGES
     # waiting for the phase before the first returns at once, so the first waits for an empty stage pass
-    cute.arch.mbarrier_wait(empty + stage, (count // WORK_STAGES + 1) % 2)
+    cute.arch.mbarrier_wait(empty + stage, use_phase(count // WORK_STAGES + 1))
     return stage
 
 

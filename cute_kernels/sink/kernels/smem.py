@@ -8,7 +8,7 @@ from cutlass import Float32, Int32, Int64
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 from cutlass.tensor_utils import LayoutEnum
 
-from cute_kernels.sink.backward_spec import QUERIES, SinkBackwardSpec, SinkQueryGradSpec
+from cute_kernels.sink.backward_spec import DS_STAGES, QUERIES, SinkBackwardSpec, SinkQueryGradSpec
 from cute_kernels.sink.kernels.scheduler import RECORD, WORK_STAGES
 from cute_kernels.sink.kernels.views import DTYPES
 from cute_kernels.sink.spec import ROWS, SinkForwardSpec
@@ -118,7 +118,7 @@ class KeyMmas(NamedTuple):
 def key_layouts(spec: SinkBackwardSpec) -> KeyLayouts:
     """Of a spec."""
     row, dtype = LayoutEnum.ROW_MAJOR, DTYPES[spec.dtype]
-    ds_tiles = (4 if spec.pair else 2) if spec.fused else 1
+    ds_tiles = DS_STAGES * (2 if spec.pair else 1) if spec.fused else 1
     return KeyLayouts(
         sm90.make_smem_layout_b(row, (ROWS, spec.keys_of_cta, spec.d), dtype, 1),
         sm90.make_smem_layout_b(row, (ROWS, QUERIES, spec.d), dtype, spec.stages),
@@ -173,8 +173,8 @@ def key_storage(spec: SinkBackwardSpec):
         kv_empty: Int64
         q_full: cute.struct.MemRange[Int64, spec.stages]
         q_empty: cute.struct.MemRange[Int64, spec.stages]
-        ds_full: cute.struct.MemRange[Int64, 2]
-        ds_empty: cute.struct.MemRange[Int64, 2]
+        ds_full: cute.struct.MemRange[Int64, DS_STAGES]
+        ds_empty: cute.struct.MemRange[Int64, DS_STAGES]
         added_empty: Int64
 
     return Shared

@@ -122,15 +122,15 @@ class SinkWorkListKernel:
             total = Int32(0)
             for i in cutlass.range(PER_LANE, unroll=1):
                 total += sBins[lane * PER_LANE + i]
-            below = total
+            entries = total
             for step in cutlass.range_constexpr(5):
-                lower = cute.arch.shuffle_sync_up(below, 1 << step, mask_and_clamp=0)
+                lower = cute.arch.shuffle_sync_up(entries, 1 << step, mask_and_clamp=0)
                 if lane >= 1 << step:
-                    below += lower
+                    entries += lower
             if lane == 31:
-                mWork[0, 0] = cutlass.select_(sequences > 0, below, Int32(0))
+                mWork[0, 0] = cutlass.select_(sequences > 0, entries, Int32(0))
                 mWork[0, 1] = Int32(0)
-            first = below - total
+            first = entries - total
             for i in cutlass.range(PER_LANE, unroll=1):
                 count = sBins[lane * PER_LANE + i]
                 sBins[lane * PER_LANE + i] = first

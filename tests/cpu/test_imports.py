@@ -37,7 +37,7 @@ PROJECT = {
     "plan": {"budget", "formats", "layouts", "plan", "spec"},
     "reference": {"formats", "fp8_mla", "layouts", "plan", "reference"},
     "runtime": {"runtime"},
-    "launch": {"reference", "launch", "layouts", "plan", "runtime", "spec"},
+    "launch": {"formats", "launch", "layouts", "plan", "reference", "runtime", "spec"},
     "op": {"formats", "fp8_mla", "launch", "layouts", "op", "plan", "reference", "runtime", "spec"},
     "budget": {"budget", "formats", "spec"},
     "warm": {"layouts", "plan", "runtime", "spec", "warm"},

@@ -84,6 +84,9 @@ def oracle(q, parts, sink, scale):
     return out, lse
 
 def check(name, b, s, h, topk, fmt="v4", extra=None, extra_topk=0, page=64, epage=64, ragged=False, num_splits=None, seed=0, lo=115, hi=124, nan=False):
+    if DRY:
+        SPECS.append(plan_decode(sparse=True, batch=b, s_q=s, h_q=h, max_keys=topk, num_sms=132, ragged=ragged, num_splits=num_splits, cache_format=fmt, extra_format=extra or "", extra_keys=extra_topk).spec)
+        return
     g = torch.Generator(DEV).manual_seed(seed)
     scale = 512 ** -0.5
     q = torch.randn((b, s, h, 512), device=DEV, generator=g).bfloat16()
@@ -110,6 +113,9 @@ def check(name, b, s, h, topk, fmt="v4", extra=None, extra_topk=0, page=64, epag
     return good
 
 def bench(name, b, s, h, topk, fmt="v4", extra=None, extra_topk=0, page=64, ragged=False, **kw):
+    if DRY:
+        SPECS.append(plan_decode(sparse=True, batch=b, s_q=s, h_q=h, max_keys=topk, num_sms=132, ragged=ragged, cache_format=fmt, extra_format=extra or "", extra_keys=extra_topk, **kw).spec)
+        return
     g = torch.Generator(DEV).manual_seed(0)
     scale = 512 ** -0.5
     sets = []
@@ -140,8 +146,10 @@ def bench(name, b, s, h, topk, fmt="v4", extra=None, extra_topk=0, page=64, ragg
         ts.append(a.elapsed_time(z) * 1e3 / n)
     print(f"time {name}: {sorted(ts)[2]:.1f} us heads {plan.spec.heads} splits {plan.num_splits} bal {plan.spec.balanced}", flush=True)
 
-if __name__ == "__main__":
-    what = sys.argv[1:]
+SPECS = []
+DRY = False
+
+def main(what):
     if "check" in what:
         check("one tile", 1, 1, 64, 64)
         for h in (64, 16, 8, 32, 128, 24):
@@ -167,3 +175,15 @@ if __name__ == "__main__":
         bench("128x16 128+1024", 128, 1, 16, 128, extra="v4", extra_topk=1024)
         bench("128x128x2 topk 2048", 128, 2, 128, 2048)
         bench("v4.1 128x128x2 128+1024", 128, 2, 128, 128, fmt="v4.1", extra="v4.1", extra_topk=1024)
+        bench("128x128x2 v4.1 topk 2048", 128, 2, 128, 2048, fmt="v4.1")
+        bench("64x16 window + 8192", 64, 1, 16, 128, extra="v4", extra_topk=8192)
+
+
+if __name__ == "__main__":
+    DRY = True
+    main(sys.argv[1:])
+    from cute_kernels.runtime.compile import precompile
+    t = time.time()
+    print(len(precompile(SPECS, 15)), "compiled in", time.time() - t, flush=True)
+    DRY = False
+    main(sys.argv[1:])

@@ -16,7 +16,8 @@ def fake_arguments(sparse: bool) -> tuple:
     """Shapes, strides and alignments that a compiled kernel accepts, in the order of `__call__`."""
     sizes = tuple(cute.sym_int() for _ in range(3))
     q = fake_strided(BFloat16, (*sizes, QK), 16)
-    tensors = (q, *fake_cache(sparse, sizes, token_cache.ROW_BYTES), *fake_results(sizes))
+    kv = fake_strided(Uint8, (cute.sym_int(), cute.sym_int(), token_cache.ROW_BYTES), 16)
+    tensors = (q, kv, *fake_keys(sparse, sizes), *fake_results(sizes))
     numbers = (Int64(0), Int64(0), Int64(0), Float32(1.0), Int32(1), Int32(1), Int32(1), Int32(1), Int64(0))
     return (*tensors, *numbers, make_fake_stream(use_tvm_ffi_env_stream=True))
 
@@ -27,17 +28,16 @@ def fake_strided(dtype, shape: tuple, align: int) -> Any:
     return make_fake_tensor(dtype, shape, (*strides, 1), assumed_align=align)
 
 
-def fake_cache(sparse: bool, sizes: tuple, token_bytes: Any) -> tuple:
-    """Pages, indices or block table, and lengths, of a call with (batch, s_q, h_q) `sizes`."""
+def fake_keys(sparse: bool, sizes: tuple) -> tuple:
+    """Indices or block table, and lengths, of a call with (batch, s_q, h_q) `sizes`."""
     batch, s_q, _ = sizes
-    kv = fake_strided(Uint8, (cute.sym_int(), cute.sym_int(), token_bytes), 16)
     if sparse:
         index = fake_strided(cutlass.Int32, (batch, s_q, cute.sym_int()), 4)
         length = make_fake_tensor(cutlass.Int32, (batch, s_q), (cute.sym_int64(), cute.sym_int64()), assumed_align=4)
     else:
         index = fake_strided(cutlass.Int32, (batch, cute.sym_int()), 4)
         length = make_fake_tensor(cutlass.Int32, (batch,), (cute.sym_int64(),), assumed_align=4)
-    return kv, index, length
+    return index, length
 
 
 def fake_results(sizes: tuple) -> tuple:

@@ -32,9 +32,7 @@ def widen_odd(word: Int32) -> Int32:
 @cute.jit
 def multiply(a: Int32, b: Int32) -> Int32:
     """Products of two pairs of bfloat16, subnormal numbers included."""
-    return cute.arch.inline_ptx(
-        "mul.rn.bf16x2 {$w0}, {$r0}, {$r1};", write_only_types=[Int32], read_only_args=[a, b]
-    )
+    return cute.arch.inline_ptx("mul.rn.bf16x2 {$w0}, {$r0}, {$r1};", write_only_types=[Int32], read_only_args=[a, b])
 
 
 @cute.jit

@@ -45,8 +45,8 @@ Shared memory of V4, of 232,448 bytes, with 64 heads
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
-from cutlass import BFloat16, Float32, Int32, Int64, const_expr
-from cutlass.cute.runtime import make_fake_stream
+from cutlass import BFloat16, Float32, Int32, Int64, Uint8, const_expr
+from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 from cutlass.memory import SmemAllocator
 
 from cute_kernels.device import softmax
@@ -56,7 +56,7 @@ from cute_kernels.mla.kernels.arguments import (
     Results,
     Sizes,
     balanced_partials,
-    fake_cache,
+    fake_keys,
     fake_results,
     fake_strided,
     uniform_partials,
@@ -73,7 +73,6 @@ from cute_kernels.mla.latent.kernels.smem import shared_storage
 from cute_kernels.mla.latent.kernels.softmax import LatentSoftmaxWarpgroup
 from cute_kernels.mla.latent.spec import LatentDecodeSpec
 from cute_kernels.mla.spec import ROLES
-from fp8_mla.formats import FORMATS
 
 
 class LatentDecodeKernel(MlaDecodeKernel):
@@ -100,9 +99,11 @@ class LatentDecodeKernel(MlaDecodeKernel):
         sizes = tuple(cute.sym_int() for _ in range(3))
         numbers = (Int32(1), Int32(1), Int32(1))
         caches = []
-        for name in filter(None, (self.spec.cache_format, self.spec.extra_format)):
-            # pages are read by address; their view need not say where rows are, and may have any strides
-            caches += [*fake_cache(self.spec.sparse, sizes, FORMATS[name].token_bytes), *numbers]
+        for _ in range(2 if self.spec.has_extra else 1):
+            # pages are read by address and first stride: a view of a planar page does not say where rows are
+            strides = (cute.sym_int64(divisibility=16), cute.sym_int64(), 1)
+            kv = make_fake_tensor(Uint8, tuple(cute.sym_int() for _ in range(3)), strides, assumed_align=16)
+            caches += [kv, *fake_keys(self.spec.sparse, sizes), *numbers]
         if not self.spec.has_extra:
             caches += [None] * 6
         launch = (Int64(0), Int64(0), Float32(1.0), Int32(1), Int32(1), Int32(1), Int32(1), Int64(0))
@@ -202,9 +203,7 @@ class LatentDecodeKernel(MlaDecodeKernel):
         self.start(smem, q_tma, (), trace, warp_idx, tidx)
         zero = Int32(0)
         share = Share(cta, sizes.work_tiles, sizes.decode_ctas, zero, zero, zero, zero)
-        table = WorkTable(
-            sources[0].mKV, mIndex, mLength, Int64(0), sizes.num_splits, sizes.causal, divisors, share
-        )
+        table = WorkTable(sources[0].mKV, mIndex, mLength, Int64(0), sizes.num_splits, sizes.causal, divisors, share)
         if const_expr(self.spec.balanced):
             table = table._replace(share=self.find_share(smem, table, warp_idx, tidx))
         count, merges = self.spec.registers, False

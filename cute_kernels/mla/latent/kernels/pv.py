@@ -27,7 +27,10 @@ from cute_kernels.mla.latent.kernels.smem import codes_bytes, weights
 from cute_kernels.mla.latent.spec import LINE_BYTES, LatentDecodeSpec
 from cute_kernels.mla.spec import TOKENS_PER_TILE
 
-BYTE_PAIRS = (0x5410, 0x7632)  # PRMT: two values of two keys, which `codes.widen_even` and `widen_odd` take, m even and odd
+BYTE_PAIRS = (
+    0x5410,
+    0x7632,
+)  # PRMT: two values of two keys, m even and odd
 VALUES_PER_WARP = 64
 
 

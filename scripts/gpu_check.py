@@ -44,8 +44,8 @@ from scripts.bench import kernels_run, records  # noqa: E402
 from scripts.bench import mla as bench_mla  # noqa: E402
 from scripts.bench import sink as bench_sink  # noqa: E402
 from scripts.bench.cases import card_slug, case_name, name_kernels, run_benches, select_benches, table  # noqa: E402
+from scripts.bench.ceilings import measure_ceilings  # noqa: E402
 from scripts.bench.progress import Progress  # noqa: E402
-from scripts.bench.timing import measure_ceilings  # noqa: E402
 from scripts.sanitizing import tools as sanitize  # noqa: E402
 
 TESTS_TIMEOUT_S = 540  # 260 s on a usual host, 400 on the slowest so far

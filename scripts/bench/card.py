@@ -25,8 +25,8 @@ from scripts.bench import card_plots, records, timeline, unit_rates
 from scripts.bench import gqa as bench_gqa
 from scripts.bench import mla as bench_mla
 from scripts.bench.cases import Bench, card_slug, case_name, run_benches
+from scripts.bench.ceilings import measure_ceilings
 from scripts.bench.progress import Progress
-from scripts.bench.timing import measure_ceilings
 from scripts.bench.units.spec import EVENTS, ROLES, TRACED_TILES, GatherSpec
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -61,8 +61,9 @@ def with_prediction(case: dict[str, Any], found: model.Prediction, cycles: float
 
 
 def at_clock_of(rates: Rates, cases: Sequence[dict[str, Any]]) -> Rates:
-    """The rates with the SM clock that the MLA cases ran at, the median of what was read."""
-    clocks = [case["sm_mhz"] for case in cases if case["op"] == "mla_fp8_decode" and case.get("sm_mhz")]
+    """The rates with the SM clock of the MLA cases after a rest, the median of what was read."""
+    mla = (case for case in cases if case["op"] == "mla_fp8_decode")
+    clocks = [case["sm_mhz_rested"] for case in mla if case.get("sm_mhz_rested")]
     return dataclasses.replace(rates, sm_mhz=statistics.median(clocks)) if clocks else rates
 
 

@@ -258,8 +258,11 @@ def test_predictions_stand_beside_cases() -> None:
 
 
 def test_the_clock_is_that_of_the_run() -> None:
-    clocks: list[dict[str, Any]] = [{"op": "mla_fp8_decode", "sm_mhz": mhz} for mhz in (1700, 1980, 1800)]
-    others: list[dict[str, Any]] = [{"op": "gqa_decode", "sm_mhz": 1000}, {"op": "mla_fp8_decode", "failed": "wrong"}]
+    clocks: list[dict[str, Any]] = [{"op": "mla_fp8_decode", "sm_mhz_rested": mhz} for mhz in (1700, 1980, 1800)]
+    others: list[dict[str, Any]] = [
+        {"op": "gqa_decode", "sm_mhz_rested": 1000},
+        {"op": "mla_fp8_decode", "failed": "wrong"},
+    ]
     assert card.at_clock_of(H200, [*clocks, *others]).sm_mhz == 1800
     assert card.at_clock_of(H200, others) == H200
 

@@ -13,20 +13,29 @@ from scripts.bench import gqa as bench_gqa
 from scripts.bench import kernels_run
 from scripts.bench import mla as bench_mla
 from scripts.bench import sink as bench_sink
+from scripts.bench.parts import OPS
 from scripts.bench.progress import Progress
 
+FORMATS = ("cache_format", "extra_cache_format", "extra_topk")
 Bench = tuple[str, Callable[[dict[str, float]], dict[str, Any]]]
 """A case's name, and what runs it with the ceilings of the card."""
 
 
-def select_benches(quick: bool, only: str | None) -> tuple[list[Bench], int]:
-    """The benchmarks to run, and the tokens of the FP8 cache that those of MLA share."""
-    peer = bench_mla.import_peer()
-    if isinstance(peer, str):
+def select_benches(quick: bool, only: str | None, sections: Sequence[str] = tuple(OPS)) -> tuple[list[Bench], int]:
+    """The benchmarks to run, and the tokens of the FP8 cache that those of MLA share.
+
+    Args:
+        quick: few.
+        only: a pattern of their names.
+        sections: those of `parts.OPS` to take them from.
+    """
+    ops = {op for name in sections for op in OPS.get(name, ())}
+    peer = bench_mla.import_peer() if "mla" in sections else ""
+    if isinstance(peer, str) and peer:
         print(f"no peer to compare with: {peer}", flush=True)
 
     def wanted(name: str) -> bool:
-        return only is None or re.search(only, name) is not None
+        return name.partition(" ")[0] in ops and (only is None or re.search(only, name) is not None)
 
     decode = [bench for bench in bench_mla.DECODE_CASES if (bench.quick or not quick) and wanted(bench.name)]
     tokens = max((bench.cache_tokens for bench in decode), default=0)
@@ -100,20 +109,25 @@ def name_kernels(
 
 def table(cases: Sequence[dict[str, Any]]) -> str:
     """One line a case: what it was, time, rates, whether that is enough, the peer's time over ours, errors."""
-    header = ("case", "us", "TFLOP/s", "GB/s", "of ceiling", "must", "cyc/token", "peer/ours", "rel err", "lse err")
+    header = ("case", "us", "alone", "loaded", "MHz", "TFLOP/s", "GB/s", "of ceiling", "must", "cyc/token", "peer/ours")
+    header = (*header, "loaded", "rel err", "lse err")
     rows: list[tuple[str, ...]] = [(*header, "host us")]
     for case in cases:
         name = case_name(case)
         if "failed" in case:
             rows.append((name, "FAILED", case["failed"], *[""] * (len(rows[0]) - 3)))
             continue
-        peers = " ".join(str(peer.get("ratio", "failed")) for peer in (case.get("peers") or {}).values())
+        peers, loaded = (
+            " ".join(str(peer.get(ratio, "failed")) for peer in (case.get("peers") or {}).values())
+            for ratio in ("ratio", "ratio_sustained")
+        )
         must = " ".join(f"{key} {limit}" for key, limit in (case.get("must") or {}).items())
         must += {True: " met", False: " MISSED", None: ""}[case.get("met")]
-        figures = [case.get(key) for key in ("us", "TFLOPs", "GBps")]
+        times = ("us", "us_back_to_back", "us_sustained", "sm_mhz")
+        figures = [case.get(key) for key in (*times, "TFLOPs", "GBps")]
         fraction = case.get("read_fraction", case.get("copy_fraction"))
         errors = [case.get(key) for key in ("rel_err", "lse_err", "host_us")]
-        figures += [fraction, must, case.get("cycles_per_token"), peers]
+        figures += [fraction, must, case.get("cycles_per_token"), peers, loaded]
         rows.append((name, *("" if value is None else str(value) for value in (*figures, *errors))))
     columns = range(len(header) + 1)
     widths = [max(len(row[column]) for row in rows if row[1] != "FAILED" or column < 2) for column in columns]
@@ -131,7 +145,7 @@ def case_name(case: dict[str, Any]) -> str:
         named.append(f"{case['batch']}x{case['h_q']}x{case['s_q']}")
     sizes = [
         f"{key} {case[key]}"
-        for key in ("topk", "s_k", "ragged", "d", "tokens", "splits", "window", "deterministic")
+        for key in ("topk", "s_k", "ragged", "d", "tokens", "splits", "window", "deterministic", "scores", *FORMATS)
         if key in case
     ]
     return " ".join([*named, *sizes])

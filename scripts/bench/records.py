@@ -56,6 +56,14 @@ AT_MOST: Final = ("us", "us_sustained")
 """Figures of which less is better; of all others that a case must reach, more is."""
 
 
+IDENTITY: Final = (
+    *("op", "mode", "pass", "case", "kv_dtype", "scales", "layout", "page_size", "batch", "h_q", "h_kv", "s_q", "d"),
+    *("topk", "s_k", "ragged", "tokens", "splits", "window", "deterministic", "scores"),
+    *("cache_format", "cache_layout", "extra_cache_format", "extra_topk"),
+)
+"""Fields of which a case has some, and by which it is told from all others."""
+
+
 class RecordError(ValueError):
     """A record that says more than was checked, or lacks what readers of it rely on."""
 
@@ -112,6 +120,11 @@ def record_case(key: Mapping[str, Any], check: Comparison, measure: Callable[[],
         return {**entry, **measure()}
     except WrongReplay as error:
         return {**entry, "failed": str(error)[:500]}
+
+
+def identity(case: Mapping[str, Any]) -> tuple[Any, ...]:
+    """What tells a case from all others, the same in every record."""
+    return tuple(case.get(key) for key in IDENTITY)
 
 
 def attained(must: Mapping[str, float], record: Mapping[str, Any]) -> bool:

@@ -16,7 +16,7 @@ import torch
 
 from cute_kernels.runtime.compile import compile_kernel
 from fp8_mla import NOPE_DIM, QK_DIM, ROPE_OFFSET, SCALE_OFFSET, TOKEN_BYTES
-from scripts.bench import ceilings, timing
+from scripts.bench import accumulator, ceilings, timing
 from scripts.bench.units.spec import (
     HALF_BYTES,
     NOPE,
@@ -24,6 +24,7 @@ from scripts.bench.units.spec import (
     STREAM_WORDS,
     TILE,
     TRACED_TILES,
+    AccumulatorSpec,
     ConvertSpec,
     ExchangeSpec,
     GatherSpec,
@@ -80,6 +81,8 @@ def name_of(spec: Any) -> str:
         return f"unit gather, {spec.rows} rows of a tile, {spec.in_flight} in flight"
     if isinstance(spec, StreamSpec):
         return "unit stream, read by TMA"
+    if isinstance(spec, AccumulatorSpec):
+        return "unit accumulator, e4m3"
     storing = ", a third one storing" if spec.storing else ""
     return f"unit wgmma, {spec.schedule}, {spec.warpgroups} warpgroup{'s' * (spec.warpgroups > 1)}{storing}"
 
@@ -260,11 +263,18 @@ def _stream(spec: StreamSpec, kernel: Callable[..., Any], device: str) -> UnitRe
     return UnitResult(name_of(spec), {"GB per second": data.nbytes / timing.time_eager(call, RUNS) / 1e9})
 
 
+def _accumulator(spec: AccumulatorSpec, kernel: Callable[..., Any], device: str) -> UnitResult:
+    found = accumulator.probe(accumulator.on_card(device, kernel))
+    bits = {name: float(value) for name, value in found.items() if name.startswith("bits_")}
+    return UnitResult(name_of(spec), bits, found.get("problem", ""))
+
+
 MEASURES: dict[type, Callable[..., UnitResult]] = {
     ConvertSpec: _convert,
     ExchangeSpec: _exchange,
     GatherSpec: _gather,
     StreamSpec: _stream,
+    AccumulatorSpec: _accumulator,
     WgmmaSpec: _wgmma,
 }
 

@@ -24,9 +24,11 @@ from scripts.bench.units.spec import (
     HALF_BYTES,
     ROLES,
     TILE,
+    AccumulatorSpec,
     ConvertSpec,
     ExchangeSpec,
     GatherSpec,
+    StreamSpec,
     WgmmaSpec,
     shipped_specs,
 )
@@ -128,10 +130,20 @@ def wgmma_kernel(spec: WgmmaSpec) -> Any:
     return run
 
 
+def stream_kernel(tiles: torch.Tensor, sums: torch.Tensor) -> None:
+    sums.zero_()
+    sums[1, 5] = int(tiles.sum(dtype=torch.int64).add(2**31) % 2**32 - 2**31)
+
+
+def accumulator_kernel(a: torch.Tensor, b: torch.Tensor, sums: torch.Tensor) -> None:
+    sums.copy_(a.view(torch.float8_e4m3fn).double() @ b.view(torch.float8_e4m3fn).double().T)
+
+
 @pytest.fixture
 def short_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {**WORK, "GATHER_TURNS": 4}.items():
         monkeypatch.setattr(unit_rates, name, value)
+    monkeypatch.setattr(unit_rates.timing, "time_eager", lambda call, runs: call() or 1e-6)
 
 
 def right_results() -> list[UnitResult]:
@@ -140,6 +152,8 @@ def right_results() -> list[UnitResult]:
         *((ExchangeSpec(how), exchange_kernel) for how in ("async", "bulk")),
         *((spec, gather_kernel(spec)) for spec in (GatherSpec(64), GatherSpec(32), GatherSpec(32, 2))),
         *((spec, wgmma_kernel(spec)) for spec in (WgmmaSpec("qk", 1), WgmmaSpec("pv", 2), WgmmaSpec("seesaw", 2))),
+        (StreamSpec(), stream_kernel),
+        (AccumulatorSpec(), accumulator_kernel),
     ]
     return [unit_rates.measure(spec, kernel, "cpu") for spec, kernel in kernels]
 
@@ -183,6 +197,10 @@ def spoil(kernel: Any, place: int) -> Any:
         (WgmmaSpec(), wgmma_kernel(WgmmaSpec(warpgroups=1)), None),
         (WgmmaSpec(), lambda *arguments: None, None),
         (ExchangeSpec(), lambda *arguments: None, None),
+        (StreamSpec(), stream_kernel, 1),
+        (StreamSpec(), lambda *arguments: None, None),
+        (AccumulatorSpec(), accumulator_kernel, 2),
+        (AccumulatorSpec(), lambda *arguments: None, None),
     ],
 )
 def test_a_wrong_result_gives_no_rate(spec: Any, kernel: Any, place: int | None) -> None:

@@ -15,6 +15,7 @@ from scripts.bench import mla as bench_mla
 from scripts.bench import sink as bench_sink
 from scripts.bench.parts import OPS
 from scripts.bench.progress import Progress
+from scripts.bench.records import card_slug as card_slug
 
 FORMATS = ("cache_format", "extra_cache_format", "extra_topk")
 Bench = tuple[str, Callable[[dict[str, float]], dict[str, Any]]]
@@ -149,9 +150,3 @@ def case_name(case: dict[str, Any]) -> str:
         if key in case
     ]
     return " ".join([*named, *sizes])
-
-
-def card_slug(card: str) -> str:
-    """File name for a card: "NVIDIA H200" -> "h200", "NVIDIA H100 80GB HBM3" -> "h100"."""
-    model = re.search(r"\b[A-Z]+\d+\b", card)
-    return (model.group() if model else card.replace(" ", "_")).lower()

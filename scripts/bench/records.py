@@ -18,6 +18,7 @@ import math
 import os
 import pathlib
 import platform
+import re
 import shutil
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
@@ -120,6 +121,12 @@ def record_case(key: Mapping[str, Any], check: Comparison, measure: Callable[[],
         return {**entry, **measure()}
     except WrongReplay as error:
         return {**entry, "failed": str(error)[:500]}
+
+
+def card_slug(card: str) -> str:
+    """File name for a card: "NVIDIA H200" -> "h200", "NVIDIA H100 80GB HBM3" -> "h100"."""
+    model = re.search(r"\b[A-Z]+\d+\b", card)
+    return (model.group() if model else card.replace(" ", "_")).lower()
 
 
 def identity(case: Mapping[str, Any]) -> tuple[Any, ...]:

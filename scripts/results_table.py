@@ -15,6 +15,7 @@ A pair of markers, `<!-- results:mla:begin -->` and `<!-- results:mla:end -->`, 
     mla           FP8 MLA decoding, its append, the merge
     mla-sustained the cases whose power under load is measured
     mla-scores    its cases with exact and with fp8 scores forced
+    mla-formats   its cases over other formats than that of 656 bytes, with one cache and with two
     mla-accuracy  errors of both, of bf16 keys and of FlashMLA
     accumulator   what the FP8 tensor core keeps of a sum
     crossover     its cases with each exchange forced

@@ -12,6 +12,7 @@ import torch
 from scripts.bench import gqa as bench_gqa
 from scripts.bench import kernels_run
 from scripts.bench import mla as bench_mla
+from scripts.bench import mla_formats as bench_mla_formats
 from scripts.bench import sink as bench_sink
 from scripts.bench.parts import OPS
 from scripts.bench.progress import Progress
@@ -44,7 +45,13 @@ def select_benches(quick: bool, only: str | None, sections: Sequence[str] = tupl
     benches: list[Bench] = [
         (bench.name, functools.partial(bench_mla.run_decode, bench, caches, peer)) for bench in decode
     ]
-    others: list[Bench] = [("mla_fp8_append", bench_mla.run_append), ("merge_states", bench_mla.run_merge)]
+    formats = bench_mla_formats.FormatCaches()
+    others: list[Bench] = [
+        (bench.name, functools.partial(bench_mla_formats.run, bench, formats, peer))
+        for bench in bench_mla_formats.CASES
+        if bench.quick or not quick
+    ]
+    others += [("mla_fp8_append", bench_mla.run_append), ("merge_states", bench_mla.run_merge)]
     pool = bench_gqa.Pool()
     others += [
         (gqa.name, functools.partial(bench_gqa.run_decode, gqa, pool))

@@ -306,6 +306,7 @@ def test_a_record_without_such_cases_says_so():
         "mla",
         "mla-sustained",
         "mla-scores",
+        "mla-formats",
         "mla-accuracy",
         "accumulator",
         "gqa",
@@ -396,6 +397,20 @@ def test_the_budget_of_another_card_has_its_ceilings_and_is_calibrated_on_none()
     assert budget_table.rates_of(h100).read_gbps == h100["ceilings"]["read_GBps"]
     assert "(calibrated on it)" in pages.render(h200, "budget-errors")
     assert "(calibrated on it)" not in pages.render(h100, "budget-errors")
+
+
+def test_cases_of_other_formats_have_a_table_of_their_own():
+    two = timed_case(cache_format="v4", extra_cache_format="v4", topk=128, extra_topk=1024, must={"ratio": 1.35})
+    cases = [two, timed_case(cache_format="v3.2_nope"), {**two, "ragged": True, "failed": "no", "us": None}]
+    record = some_record(cases=cases)
+    lines = pages.render(record, "mla-formats").splitlines()
+    assert lines[2].startswith("| v4 + v4 | 128 x 128 x 2 | 128 + 1024 | 300 | 299 .. 303 | 296 | 340 | 1650 |")
+    assert lines[2].endswith("| 1.35 x FlashMLA | 420 | 1.40 | 1.25 | 2.1e-03 | 2.0e-05 |")
+    assert lines[3].startswith("| v3.2_nope | 128 x 128 x 2 | 2048 | 300 |")
+    assert lines[4].startswith("| v4 + v4 | 128 x 128 x 2 | 128 + up to 1024 | check failed |")
+    assert len({line.count("|") for line in lines}) == 1
+    assert pages.render(record, "mla") == pages.render(record, "headlines") == pages.NO_CASES
+    assert len({records.identity(case) for case in cases}) == 3
 
 
 def test_the_table_of_accuracy():

@@ -72,7 +72,7 @@ def must(case: Case) -> str:
         "copy_fraction": "{:.2f} of copies",
         "us": "{:g} us",
         "TFLOPs": "{:g} TFLOP/s",
-        "ratio": "{:g} x cuDNN",
+        "ratio": f"{{:g}} x {'FlashMLA' if case['op'].startswith('mla') else 'cuDNN'}",
         "ratio_sustained": "{:g} x under load",
         "us_sustained": "{:g} us under load",
     }

@@ -14,6 +14,7 @@ from scripts.bench.report.cases import (
     cases_of,
     has_three_times,
     loaded,
+    must_and_missed,
     peer_of,
     peer_ratio,
     peer_ratios,
@@ -32,8 +33,9 @@ def decode_append_merge(record: Record) -> list[str]:
     decode = cases_of(record, OP)
     # a case that raised has no mode, and must be seen all the same
     raised = [case for case in decode if "mode" not in case]
+    usual = [case for case in decode if "cache_format" not in case]
     return markdown.paragraphs(
-        *(_decode_table(mode, [case for case in decode if case.get("mode") == mode]) for mode in KEYS),
+        *(_decode_table(mode, [case for case in usual if case.get("mode") == mode]) for mode in KEYS),
         append_merge.table([*raised, *cases_of(record, "mla_fp8_append", "merge_states")]),
     )
 
@@ -76,6 +78,28 @@ def _sustained_before(cases: Sequence[Case]) -> list[str]:
         ratios = [hundredths(peer.get("ratio")), under_load]
         rows.append([case_name(case) + mark(case), *map(" / ".join, (times, clocks, ratios))])
     return markdown.table(["case", "us after a rest / under load", "MHz", "x FlashMLA"], rows) if rows else []
+
+
+def formats(record: Record) -> list[str]:
+    """The cases over other formats than that of 656 bytes."""
+    cases = [case for case in cases_of(record, OP) if "cache_format" in case]
+    header = ["formats", "batch x heads x s_q", "keys", "us", "p10 .. p90", *LOADED_HEADER, "TFLOP/s", "GB/s"]
+    header += ["needs", "FlashMLA, us", "its time / ours", "under load", "relative error", "lse error"]
+    rows = []
+    for case in cases:
+        both = [case["cache_format"], *([case["extra_cache_format"]] if "extra_topk" in case else [])]
+        keys = f"{case['topk']} + {'up to ' * bool(case.get('ragged'))}{case['extra_topk']}" if len(both) > 1 else ""
+        named = [" + ".join(both) + mark(case), _queries(case), keys or str(case["topk"])]
+        errors = [scientific(case.get("rel_err")), scientific(case.get("lse_err"))]
+        if "failed" in case:
+            rows.append([*named, "check failed", *[MISSING] * (len(header) - 6), *errors])
+            continue
+        peer = peer_of(case)
+        note = f" ({peer['note']})" if peer.get("note") else ""
+        cells = [short(case["us"]), spread(case), *loaded(case), short(case.get("TFLOPs")), short(case.get("GBps"))]
+        cells += [must_and_missed(case), short(peer.get("us")) + note, *peer_ratios(case)]
+        rows.append([*named, *cells, *errors])
+    return markdown.table(header, rows) if rows else []
 
 
 WAYS = {"exact": "exact", "fp8": "fp8", "bf16 keys": "keys in bf16", "flash_mla": "FlashMLA"}

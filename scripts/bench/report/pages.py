@@ -24,6 +24,7 @@ PARTS: dict[str, Callable[[Record], list[str]]] = {
     "mla": mla.decode_append_merge,
     "mla-sustained": mla.sustained,
     "mla-scores": mla.scores,
+    "mla-formats": mla.formats,
     "mla-accuracy": mla.accuracy,
     "accumulator": mla.accumulator,
     "gqa": gqa.decode_append,

@@ -85,8 +85,8 @@ def run_benches(
     To `ran` are added, for each case, the specs of the kernels that it asked for.
     """
     cases = []
-    for name, run in benches:
-        with progress.step(name), kernels_run.noting() as asked:
+    for number, (name, run) in enumerate(benches):
+        with progress.step(name, number, len(benches)), kernels_run.noting() as asked:
             try:
                 cases.append(run(ceilings))
             except Exception as error:  # the record must say which case broke, whatever broke it

@@ -41,6 +41,8 @@ ELEMENTS_PER_CHUNK = 1 << 27
 """Numbers drawn or dequantized at a time: 512 MiB of float32."""
 LENGTHS = tuple(512 + 15872 * (13 * row % 32) // 31 for row in range(32))
 """Lengths of the ragged batch: 32 from 512 to 16384, evenly spaced, in mixed order; few are multiples of a tile."""
+LONG_LENGTHS = tuple(1024 + 31744 * (7 * row % 24) // 23 for row in range(24))
+"""Of another ragged batch: 24 from 1024 to 32768, of which the longest ones decide where CTAs take whole sequences."""
 APPEND_TOKENS = 65536
 APPEND_HEADS, APPEND_DIM = 8, 128
 
@@ -190,10 +192,10 @@ def _cases() -> Iterator[GqaBench]:
         token_head, contiguous = variant["scales"] == "per_token_head", "layout" not in variant
         # two of the four variants: those that serving engines use most
         shown = contiguous != token_head
-        ratio = {"ratio": 1.7} if contiguous else {}
+        most = {"read_fraction": 0.92, "ratio": 1.7} if contiguous else {"read_fraction": 0.96}
         case: Callable[..., GqaBench] = functools.partial(GqaBench, **variant)
         yield case(128, 8192, must={"read_fraction": 0.92}, peer=contiguous)
-        yield case(64, 8192, must={"read_fraction": 0.92, **ratio}, peer=contiguous, quick=shown, host=shown)
+        yield case(64, 8192, must=most, peer=contiguous, quick=shown, host=shown)
         yield case(16, 4096, must={"read_fraction": 0.78}, peer=contiguous)
         yield case(1, 131072, must={"read_fraction": 0.80}, peer=contiguous)
         yield case(1, 32768, must={"us": 26.0}, peer=contiguous, quick=shown, host=shown)
@@ -208,6 +210,12 @@ def _cases() -> Iterator[GqaBench]:
     for layout, page_size in (("BNSH", 0), ("paged_NHD", 64)):
         yield GqaBench(64, 8192, "none", layout, page_size, "bf16", must={"read_fraction": 0.95}, quick=not page_size)
         yield GqaBench(64, 8192, "per_tensor", layout, page_size, "fp8", must={"read_fraction": 0.95})
+    token_head: Callable[..., GqaBench] = functools.partial(GqaBench, scales="per_token_head", **paged)
+    yield token_head(24, max(LONG_LENGTHS), lengths=LONG_LENGTHS, must={"read_fraction": 0.88})
+    yield token_head(256, 512, must={"read_fraction": 0.90})
+    yield token_head(8, 4096, h_q=28, h_kv=4, must={"read_fraction": 0.62})
+    yield token_head(64, 8192, h_q=64, d=64, must={"read_fraction": 0.94})
+    yield token_head(64, 8192, h_q=16, h_kv=2, d=256, must={"read_fraction": 0.94})
     yield GqaBench(64, 8192, "per_group_32")
     yield GqaBench(64, 8192, "per_token")
     yield GqaBench(32, 8192, "per_token_head", "paged_NHD", 64, window=128)

@@ -214,9 +214,10 @@ def launch(bench: DecodeBench, sms: int) -> model.MlaLaunch:
 def built(bench: DecodeBench, sms: int) -> MlaVariant:
     """The variant of the kernel that the planner asks for."""
     spec = plan(bench, sms).spec
-    if spec.heads < WIDE:
-        return MLA_NARROW if spec.heads <= FEW else MLA_HALF
-    return TURNS if isinstance(spec, MlaCrossoverSpec) else MLA_BUILT
+    if isinstance(spec, MlaCrossoverSpec):
+        return TURNS
+    variant = MLA_BUILT if spec.heads == WIDE else MLA_NARROW if spec.heads <= FEW else MLA_HALF
+    return dataclasses.replace(variant, fp8_scores=True) if spec.scores == "fp8" else variant
 
 
 def predict(bench: DecodeBench, variant: MlaVariant | None = None, rates: Rates = H200) -> model.Prediction:

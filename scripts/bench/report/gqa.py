@@ -83,7 +83,7 @@ def variant(case: Case) -> str:
 
 def size(case: Case) -> str:
     """Batch and length, and what else is not as in most cases."""
-    usual = {"h_q": 32, "d": 128, "s_q": 1, "window": None}
+    usual = {"h_q": 32, "h_kv": 8, "d": 128, "s_q": 1, "window": None}
     unusual = [f"{key} {case[key]}" for key, value in usual.items() if case.get(key, value) != value]
     return ", ".join([f"{case['batch']} x {case['s_k']}", *unusual])
 

@@ -33,9 +33,10 @@ def mla_speed(record: Record, plt: Any) -> Any:
         keys = "topk" if mode == "sparse" else "s_k"
         labels = [
             f"{case['batch']}x{case['h_q']}x{case['s_q']}\n{'to ' if case.get('ragged') else ''}{case[keys]}"
-            + "\nfp8" * (case.get("scores") == "fp8")
             for case in cases
         ]
+        fp8 = [case.get("scores") == "fp8" for case in cases]
+        labels = [f"{label}\nfp8" if is_fp8 else label for label, is_fp8 in zip(labels, fp8, strict=True)]
         _bars(axis, cases, "FlashMLA" if mode == "sparse" else "FlashMLA, bf16 cache", labels)
         axis.set_title(f"{mode}: batch x heads x s_q, {keys}", fontsize=9)
     figure.suptitle(f"mla_fp8_decode on {record['card']}, {record['date']}", fontsize=10)

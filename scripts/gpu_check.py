@@ -316,7 +316,7 @@ def check(options: argparse.Namespace, code: Any, progress: Progress) -> tuple[d
                 progress.say("compute-sanitizer is done")
             kernels.result()
 
-    progress.say(f"{', '.join(options.sections)}; first tests/gpu, compute-sanitizer, kernels of the benchmarks")
+    progress.say(f"sections: {', '.join(options.sections)}; kernels are compiled first")
     if "tests" not in options.sections:
         during_tests()
     else:

@@ -136,7 +136,8 @@ def _errors(got: tuple[torch.Tensor, torch.Tensor], expected: tuple[torch.Tensor
 
 
 def _ours(case: DecodeCase, scores: str) -> tuple[torch.Tensor, torch.Tensor]:
-    return cute_kernels.mla_fp8_decode(case.q, case.kv_cache, **case.options(), scores=scores, return_lse=True)
+    out, lse = cute_kernels.mla_fp8_decode(case.q, case.kv_cache, **case.options(), scores=scores, return_lse=True)
+    return out, lse
 
 
 def _flash_mla(case: DecodeCase, peer: types.ModuleType) -> tuple[torch.Tensor, torch.Tensor]:

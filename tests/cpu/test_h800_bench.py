@@ -344,7 +344,7 @@ def test_ten_lines_say_what_to_expect() -> None:
 
 
 def test_standard_cases_are_cases_that_run() -> None:
-    keys = [bench.key for bench in (*card.MLA_CASES, *card.GQA_CASES)]
+    keys = [*(bench.key for bench in card.MLA_CASES), *(bench.key for bench in card.GQA_CASES)]
     names = [name for name, _ in card.others(None)]
     assert len(names) == 4 and card.others("nothing") == []
     for standard in card_summary.STANDARD[:3]:

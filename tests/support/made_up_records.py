@@ -96,7 +96,7 @@ def kernel(number: int, spec: str = "") -> tuple[str, dict[str, str]]:
     return records.kernel_id(facts["sass"], facts["launch"]), facts
 
 
-ACCUMULATOR = {"bits_same": 13, "bits_after": 13, "bits_before": 13, "lost_together": 0.0}
+ACCUMULATOR: dict[str, Any] = {"bits_same": 13, "bits_after": 13, "bits_before": 13, "lost_together": 0.0}
 ACCUMULATOR |= {"positive": "truncated", "negative": "truncated"}
 
 

@@ -1,6 +1,6 @@
 """Check and measure everything on an SM90 GPU, and write the record to results/<card>.json.
 
-    python scripts/gpu_check.py                       all of it, about 12 minutes on an H200
+    python scripts/gpu_check.py                       all of it in one run
     python scripts/gpu_check.py --sections mla        some sections; each run writes what it has
     python scripts/gpu_check.py --quick               few benchmark cases
     python scripts/gpu_check.py --only 'dense 1'      benchmark cases whose name matches

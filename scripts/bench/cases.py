@@ -51,6 +51,11 @@ def select_benches(quick: bool, only: str | None, sections: Sequence[str] = tupl
         for bench in bench_mla_formats.CASES
         if bench.quick or not quick
     ]
+    others += [
+        (f"mla_fp8_append {name}", functools.partial(bench_mla_formats.run_append, name))
+        for name in bench_mla_formats.APPEND_FORMATS
+        if not quick
+    ]
     others += [("mla_fp8_append", bench_mla.run_append), ("merge_states", bench_mla.run_merge)]
     pool = bench_gqa.Pool()
     others += [

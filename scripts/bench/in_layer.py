@@ -14,7 +14,7 @@ import functools
 import itertools
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -199,12 +199,14 @@ def time_calls(calls: Sequence[Call], *, expected: Expected | None = None, susta
     return time_together({"": prepare(calls, expected=expected)}, sustained=sustained)[""]
 
 
-def time_together(ways: Mapping[str, Graphs], *, sustained: bool = True, power: bool = False) -> dict[str, Timing]:
+def time_together(
+    ways: Mapping[str, Graphs], *, sustained: bool | Collection[str] = True, power: bool = False
+) -> dict[str, Timing]:
     """Device times of computations that are to be compared, by their names.
 
     Args:
         ways: the computations.
-        sustained: whether to time them under load too; takes half a second each.
+        sustained: whether to time them under load too, or which of them; takes half a second each.
         power: whether to measure the power under load; takes a second more.
 
     Raises:
@@ -216,9 +218,10 @@ def time_together(ways: Mapping[str, Graphs], *, sustained: bool = True, power: 
     bases = {graphs.calls: _small_graph(graphs.calls) for graphs in ways.values()}
     rested, rested_mhz, costs = _rested(ways, bases)
     loaded: dict[str, list[_Loaded]] = {name: [] for name in ways}
-    order = [*ways, next(iter(ways))] if len(ways) > 1 else list(ways)
-    for place, name in enumerate(order if sustained else ()):
-        graphs, again = ways[name], place == len(ways)
+    names = [name for name in ways if (sustained if isinstance(sustained, bool) else name in sustained)]
+    order = [*names, *names[:1]] if len(names) > 1 else names
+    for place, name in enumerate(order):
+        graphs, again = ways[name], place == len(names)
         load = AGAIN_SECONDS if again else LOAD_SECONDS
         loaded[name].append(_sustained(graphs, bases[graphs.calls], costs[name], load, power and not again))
     timings = {}

@@ -105,6 +105,15 @@ def test_what_a_case_costs(card: Card) -> None:
     assert card.host - started < 0.8
 
 
+def test_load_may_be_asked_of_some(card: Card) -> None:
+    ways = {name: prepare([Work(50.0)] * 2) for name in "abc"}
+    started = card.host
+    found = time_together(ways, sustained=["b"])
+    assert [found[name].us_sustained is not None for name in "abc"] == [False, True, False]
+    assert card.host - started < 0.8
+    assert [timing.us for timing in found.values()] == pytest.approx([50.0] * 3)
+
+
 def test_a_fast_computation_is_rested_beside_a_slow_one(card: Card) -> None:
     """2.5 ms a call, as MLA over 16384 keys: replays of several computations do not add up to a load."""
     ways = {"ours": prepare([Work(2500.0, hungry=True)] * 2), "peer": prepare([Work(3500.0, hungry=True)] * 2)}

@@ -7,18 +7,15 @@ import pytest
 import torch
 
 from cute_kernels import mla_fp8_decode
+from cute_kernels.runtime.compile import compile_kernel
 from scripts.bench import accumulator, ceilings, nvml
 from scripts.bench.in_layer import prepare, small_kernel, time_calls, time_together
-from scripts.bench.units.spec import AccumulatorSpec, StreamSpec
+from scripts.bench.units.spec import StreamSpec
 from tests.support.mla_cases import sparse_case
 
 pytestmark = pytest.mark.alone
 SPINS = (40_000, 400_000, 8_000_000)
 """Clocks of a kernel that only waits: some 20 us, 200 us and 4 ms."""
-
-
-def kernel_specs() -> list[Any]:
-    return [AccumulatorSpec(), StreamSpec()]
 
 
 def spin(clocks: int) -> Any:
@@ -100,8 +97,6 @@ def test_nvml_knows_this_gpu() -> None:
 
 
 def test_the_plain_reader_reads_all_words() -> None:
-    from cute_kernels.runtime.compile import compile_kernel
-
     data = torch.rand(4096 * 1000 + 77, dtype=torch.float32, device="cuda")
     kernel = compile_kernel(StreamSpec())
     ceilings.reader_call(data, kernel)

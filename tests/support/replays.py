@@ -28,7 +28,7 @@ def fake_time_graph(monkeypatch: pytest.MonkeyPatch, module: Any) -> list[int]:
         sets.append(len(calls))
         return SimpleNamespace(replay=replay, results=results, expected=expected)
 
-    def time_together(ways: Mapping[str, Any], *, sustained: bool = True, power: bool = False) -> dict[str, Timing]:
+    def time_together(ways: Mapping[str, Any], *, sustained: Any = True, power: bool = False) -> dict[str, Timing]:
         for way in ways.values():
             if way.expected is not None:
                 timing.require_expected(way.replay, way.results, way.expected)

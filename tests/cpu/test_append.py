@@ -3,11 +3,12 @@ from typing import Any
 import pytest
 import torch
 
-from cute_kernels.mla import append_op
+from cute_kernels.mla import append_launch, append_op
 from cute_kernels.mla.append_op import mla_fp8_append
 from cute_kernels.mla.append_spec import MlaAppendSpec, shipped_specs
 from cute_kernels.runtime.launch import PreparedLaunches
 from fp8_mla import pack
+from fp8_mla.formats import FORMATS, V3_2, V4
 from tests.support.prepared import prepare
 from tests.support.reports import report_of
 
@@ -212,16 +213,35 @@ def test_a_spec_says_what_it_cannot_do():
     assert all(spec.can_implement() == [] for spec in shipped_specs())
     assert "tokens_per_warp is 3" in MlaAppendSpec(tokens_per_warp=3).can_implement()[0]
     assert "warps is 33" in MlaAppendSpec(warps=33).can_implement()[0]
+    assert "cache_format is 'v5'" in MlaAppendSpec(cache_format="v5").can_implement()[0]
 
 
 def test_a_long_call_keeps_more_bytes_in_flight():
-    short, long = MlaAppendSpec.for_launch(1), MlaAppendSpec.for_launch(65536)
-    assert short.tokens_per_warp < long.tokens_per_warp
-    assert {short, long} == set(shipped_specs())
+    shipped = set()
+    for name in FORMATS:
+        short, long = MlaAppendSpec.for_launch(1, name), MlaAppendSpec.for_launch(65536, name)
+        assert short.tokens_per_warp < long.tokens_per_warp
+        shipped |= {short, long}
+    assert shipped == set(shipped_specs())
 
 
-def test_four_tokens_per_warp_compile():
-    spec = MlaAppendSpec(tokens_per_warp=4, warps=8)
+@pytest.mark.parametrize("name", FORMATS)
+def test_four_tokens_per_warp_compile(name):
+    spec = MlaAppendSpec(tokens_per_warp=4, warps=8, cache_format=name)
     code = report_of(spec)
     assert code.problems(spec.expected) == []
-    assert code.count("LDG.E.128") == 9  # two of each token's latent, one of all rope parts
+    rope_parts = name == "v3.2"  # of all tokens together
+    assert code.count("LDG.E.128") == 8 + rope_parts, "two of each token's latent"
+
+
+def test_the_launch_tells_the_kernel_where_rows_are(monkeypatch):
+    """Of V3.2 the strides of the cache say it, of other formats the layout of a page."""
+    asked, calls = [], []
+    monkeypatch.setattr(append_launch, "get_kernel", lambda spec: asked.append(spec) or (lambda *a: calls.append(a)))
+    kv, pages, slots = torch.zeros(5000, 576), CACHE, torch.zeros(5000)
+    append_launch.launch_append(kv, pages, slots, V3_2, V3_2.page_layout(PAGE_SIZE))
+    append_launch.launch_append(kv[:1], pages, slots, V4, V4.page_layout(64))
+    assert asked == [MlaAppendSpec.for_launch(5000), MlaAppendSpec.for_launch(1, "v4")]
+    (first, second) = calls
+    assert first[0] is kv and first[1] is pages and first[2] is slots and len(first) == 3
+    assert second[1] is pages and second[3:] == (576, 64 * 576, 8)

@@ -100,6 +100,7 @@ class TokenFormat:
     row_bytes       bytes of each row that a token has. One: a page holds token after token. Two, of data and of scales:
                     a page holds the data row of every token, then the scale row of every token (planar)
     may_interleave  a page may instead hold token after token, each a data row and a scale row
+    wider_bytes     sizes that a cache's tokens may have instead: the rest of them is not read
     """
 
     name: str
@@ -109,6 +110,7 @@ class TokenFormat:
     quant_tile: int
     row_bytes: tuple[int, ...]
     may_interleave: bool = False
+    wider_bytes: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         for row, size in enumerate(self.row_bytes):
@@ -172,6 +174,11 @@ class TokenFormat:
         return sum(self.row_bytes)
 
     @property
+    def cache_bytes(self) -> tuple[int, ...]:
+        """Sizes that the tokens of a cache may have: what its last dimension says."""
+        return (self.token_bytes, *self.wider_bytes)
+
+    @property
     def cache_layouts(self) -> tuple[str, ...]:
         """Those of `CACHE_LAYOUTS` that the format has; the first is what a caller who names none gets."""
         if len(self.row_bytes) == 1:
@@ -190,7 +197,7 @@ class TokenFormat:
         Args:
             page_size: tokens of a page, at least 1.
             cache_layout: "planar" or "interleaved"; None: the first of `cache_layouts`.
-            token_stride: interleaved only: bytes from token to token, `token_bytes` at least and by default.
+            token_stride: interleaved only: bytes from token to token, by default `token_bytes`.
 
         Raises:
             ValueError: the format does not have the layout, or a number does not fit.
@@ -206,8 +213,6 @@ class TokenFormat:
             data, scale = self.row_bytes
             return PageLayout(layout, data, page_size * data + self.scales.offset, scale, page_size * (data + scale))
         stride = self.token_bytes if token_stride is None else token_stride
-        if stride < self.token_bytes and page_size > 1:
-            raise ValueError(f"token_stride: got {stride}; needs at least {self.token_bytes}")
         page_bytes = (page_size - 1) * stride + self.token_bytes
         return PageLayout(layout, stride, self.start(self.scales), stride, page_bytes)
 
@@ -261,6 +266,7 @@ V3_2_NOPE: Final = TokenFormat(
     ),
     quant_tile=128,
     row_bytes=(528,),
+    wider_bytes=(V3_2.token_bytes,),
 )
 """V3.2's codes and scales without a rope part, for models whose cache has none. A token of V3.2 is one too."""
 
@@ -317,3 +323,77 @@ PAIRS: Final = (
     (V4_1.name, V4_1_FP4.name),
 )
 """Formats of two caches that one call may attend to, the first cache's first."""
+
+
+def as_format(token_format: TokenFormat | str, name: str = "token_format") -> TokenFormat:
+    """The format itself, or the one of that name.
+
+    Args:
+        token_format: a format or a key of `FORMATS`.
+        name: of the argument, for messages.
+
+    Raises:
+        ValueError: there is no such format.
+    """
+    if isinstance(token_format, TokenFormat):
+        return token_format
+    if not isinstance(token_format, str) or token_format not in FORMATS:
+        raise ValueError(f"{name}: got {token_format!r}; needs {_either(tuple(FORMATS))}")
+    return FORMATS[token_format]
+
+
+def format_of_cache(num_bytes: int, d_qk: int) -> TokenFormat:
+    """The format of a cache whose caller names none.
+
+    Args:
+        num_bytes: of a token, the last dimension of the cache.
+        d_qk: columns of the queries, which tell V3.2 with a rope part from V3.2 without.
+
+    Raises:
+        ValueError: no format has so many bytes, or several have.
+    """
+    if num_bytes == V3_2.token_bytes:
+        return V3_2_NOPE if d_qk == V3_2_NOPE.d_qk else V3_2
+    found = [token_format for token_format in FORMATS.values() if token_format.token_bytes == num_bytes]
+    if not found:
+        sizes = sorted({token_format.token_bytes for token_format in (*FORMATS.values(), V3_2)}, reverse=True)
+        raise ValueError(f"kv_cache: got tokens of {num_bytes} bytes; needs {_list(sizes)}")
+    if len(found) > 1:
+        names = _either(tuple(token_format.name for token_format in found))
+        raise ValueError(f"cache_format: got None for tokens of {num_bytes} bytes; needs {names}: both have as many")
+    return found[0]
+
+
+def format_of_extra_cache(first: TokenFormat, num_bytes: int, extra_format: str | None) -> TokenFormat:
+    """The format of a second cache that a call attends to.
+
+    Args:
+        first: the format of the first cache.
+        num_bytes: of a token of the second.
+        extra_format: its name; None: the one of `PAIRS` that has as many bytes.
+
+    Raises:
+        ValueError: no pair of caches is like this.
+    """
+    partners = [FORMATS[second] for name, second in PAIRS if name == first.name]
+    if not partners:
+        raise ValueError(f"extra_kv_cache: got a second cache; needs None with a first cache of {first.name}")
+    if extra_format is not None:
+        found = as_format(extra_format, "extra_cache_format")
+        if found not in partners:
+            needs = _either(tuple(partner.name for partner in partners))
+            raise ValueError(
+                f"extra_cache_format: got {extra_format!r}; needs {needs} with a first cache of {first.name}"
+            )
+        return found
+    fitting = [partner for partner in partners if num_bytes in partner.cache_bytes]
+    if not fitting:
+        sizes = _list(sorted({size for partner in partners for size in partner.cache_bytes}, reverse=True))
+        raise ValueError(
+            f"extra_kv_cache: got tokens of {num_bytes} bytes; needs {sizes} with a first cache of {first.name}"
+        )
+    return fitting[0]
+
+
+def _list(sizes: list[int]) -> str:
+    return " or ".join(str(size) for size in sizes)

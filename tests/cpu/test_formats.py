@@ -90,7 +90,6 @@ def test_where_the_rows_of_a_page_are() -> None:
         (V4_1, {"cache_layout": "rows"}, "cache_layout: got 'rows'; needs 'planar' or 'interleaved' for v4.1"),
         (V4_1, {"page_size": 0}, "page_size: got 0; needs at least 1"),
         (V4_1, {"token_stride": 528}, "token_stride: got 528; needs None"),
-        (V3_2, {"token_stride": 640}, "token_stride: got 640; needs at least 656"),
     ],
 )
 def test_page_layouts_that_do_not_exist(token_format: TokenFormat, arguments: dict[str, object], message: str) -> None:
@@ -146,20 +145,41 @@ def test_a_made_up_format_packs_and_decodes() -> None:
     assert torch.equal(fp8_mla.unpack(packed, torch.float64, token_format=MADE_UP), keys)
     q = torch.randn((1, 1, 2, MADE_UP.d_qk), dtype=torch.float64, generator=generator)
     out, lse = fp8_mla.reference_decode(
-        q, packed.view(3, 2, 352), indices=torch.tensor([[[4, -1, 0, 6]]]), token_format=MADE_UP
+        q, packed.view(3, 2, 352), indices=torch.tensor([[[4, -1, 0, 6]]]), cache_format=MADE_UP
     )
     scores = q[0, 0] @ keys[[4, 0]].T * MADE_UP.d_qk**-0.5
     torch.testing.assert_close(out[0, 0], scores.softmax(-1) @ keys[[4, 0], : MADE_UP.d_v])
     torch.testing.assert_close(lse[0, 0], scores.logsumexp(-1))
 
 
-def test_a_token_of_several_rows_has_no_packing_yet() -> None:
-    fields = (*MADE_UP.fields[1:], Field("scales", "float32", 4, 0, row=1))
-    planar = dataclasses.replace(MADE_UP, name="planar", row_bytes=(336, 16), fields=fields)
-    with pytest.raises(ValueError, match="token_format: got planar; needs a format with one row a token"):
-        fp8_mla.unpack(torch.zeros(1, 352, dtype=torch.uint8), token_format=planar)
-    with pytest.raises(ValueError, match="token_format: got planar; needs a format with one row a token"):
-        fp8_mla.pack(torch.zeros(1, 288), token_format=planar)
+def test_a_made_up_format_of_two_rows() -> None:
+    """The same tokens as in one row, with the scales in a row of their own, planar and interleaved."""
+    fields = (
+        Field("codes", "float8_e4m3fn", 256, 0),
+        Field("rope", "bfloat16", 32, 256),
+        Field("scales", "float32", 4, 16, row=1),
+    )
+    two_rows = dataclasses.replace(MADE_UP, name="two", row_bytes=(320, 40), fields=fields, may_interleave=True)
+    generator = torch.Generator().manual_seed(0)
+    kv = torch.randn((6, MADE_UP.d_qk), dtype=torch.float32, generator=generator).bfloat16()
+    packed, one_row = fp8_mla.pack(kv, token_format=two_rows), fp8_mla.pack(kv, token_format=MADE_UP)
+    for start, other, count in ((0, 80, 256), (256, 16, 64), (320 + 16, 0, 16)):
+        assert torch.equal(packed[:, start : start + count], one_row[:, other : other + count])
+    assert not packed[:, 320:336].any() and not packed[:, 352:].any()
+    assert torch.equal(fp8_mla.unpack(packed, token_format=two_rows), fp8_mla.unpack(one_row, token_format=MADE_UP))
+    slots, q = torch.tensor([5, 0, 3, 1, 2, 4]), torch.randn((1, 1, 2, MADE_UP.d_qk), generator=generator)
+    expected = fp8_mla.reference_decode(
+        q, one_row.view(3, 2, 352), indices=torch.tensor([[[4, -1, 0, 6]]]), cache_format=MADE_UP
+    )
+    for cache_layout in CACHE_LAYOUTS:
+        cache = torch.zeros((3, 2, 360), dtype=torch.uint8)
+        where = {"token_format": two_rows, "cache_layout": cache_layout}
+        fp8_mla.write_pages(cache, slots, packed, **where)
+        assert torch.equal(fp8_mla.read_pages(cache, slots, **where), packed)
+        got = fp8_mla.reference_decode(
+            q, cache, indices=slots[[4, 0]].view(1, 1, 2), cache_format=two_rows, cache_layout=cache_layout
+        )
+        assert torch.equal(got[0], expected[0]) and torch.equal(got[1], expected[1])
 
 
 def test_all_that_knows_the_format_takes_it_from_there() -> None:
@@ -203,7 +223,7 @@ mla_fp8_append(kv, cache, torch.tensor([5, 0, 2]))
 assert torch.equal(cache.view(8, size)[[5, 0, 2]], fp8_mla.pack(kv, token_format=made))
 q = torch.randn(1, 1, 2, d_qk).bfloat16()
 out = mla_fp8_decode(q, cache, indices=torch.tensor([[[5, 2]]], dtype=torch.int32))
-expected = fp8_mla.reference_decode(q, cache, indices=torch.tensor([[[5, 2]]]), token_format=made)[0]
+expected = fp8_mla.reference_decode(q, cache, indices=torch.tensor([[[5, 2]]]), cache_format=made)[0]
 assert torch.equal(out, expected.bfloat16()) and out.shape == (1, 1, 2, d_v)
 """
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)

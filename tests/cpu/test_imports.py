@@ -18,8 +18,8 @@ MODULES = {
 }
 # Directories of cute_kernels that are no rooms: one layer each.
 SHARED = ("budget", "compat", "device", "distributed", "integrations", "runtime", "warm")
-# The files of a room, by name or by the end of it: append_op.py is an op. Device code is what lies in its kernels/.
-ROOM_FILES = ("launch", "layouts", "op", "plan", "reference", "spec")
+# The files of a room, by name or by the end of it: append_op.py is an op. launch_*.py is a launch. Device code is what lies in its kernels/.
+ROOM_FILES = ("checks", "launch", "layouts", "op", "plan", "reference", "spec")
 # A design of its own inside of a room. It takes from the room's kernels; of the room its op alone knows it, and its
 # plan the spec.
 CROSSOVER = "crossover"
@@ -37,8 +37,9 @@ PROJECT = {
     "plan": {"budget", "formats", "layouts", "plan", "spec"},
     "reference": {"formats", "fp8_mla", "layouts", "plan", "reference"},
     "runtime": {"runtime"},
-    "launch": {"formats", "launch", "layouts", "plan", "reference", "runtime", "spec"},
-    "op": {"formats", "fp8_mla", "launch", "layouts", "op", "plan", "reference", "runtime", "spec"},
+    "checks": {"formats", "fp8_mla", "plan", "runtime", "spec"},
+    "launch": {"checks", "formats", "reference", "launch", "layouts", "plan", "runtime", "spec"},
+    "op": {"checks", "formats", "fp8_mla", "launch", "layouts", "op", "plan", "reference", "runtime", "spec"},
     "budget": {"budget", "formats", "spec"},
     "warm": {"layouts", "plan", "runtime", "spec", "warm"},
     "compat": {"compat", "formats", "fp8_mla", "op", "plan", "public", "runtime", "spec"},
@@ -54,6 +55,7 @@ OUTSIDE: dict[str, set[str]] = {
     "kernels": DSL,
     "reference": TORCH,
     "runtime": TORCH | DSL | {"tvm_ffi"},
+    "checks": TORCH,
     "launch": TORCH,
     "op": TORCH,
     "compat": TORCH,
@@ -74,6 +76,8 @@ def layer(module: str) -> str | None:
     file = file.removeprefix(CROSSOVER).lstrip(".")
     if file.partition(".")[0] == "kernels":
         return "kernels"
+    if file.startswith("launch_"):
+        return "launch"
     return next((kind for kind in ROOM_FILES if file.split("_")[-1] == kind), None) if file else "room"
 
 

@@ -15,6 +15,7 @@ from cute_kernels import gqa_decode, kv_int8_append, merge_states, mla_fp8_appen
 from cute_kernels.compat.flash_mla import flash_mla_with_kvcache
 from fp8_mla import QK_DIM, TOKEN_BYTES, V_DIM
 from tests.support import bad_input_gqa as gqa
+from tests.support import bad_input_latent as latent
 from tests.support.bad_tensors import (
     BF16,
     F32,
@@ -119,7 +120,7 @@ def sparse_wrong(device: str) -> Wrong:
         "q no tensor": ("q", [[0.0]]),
         "q None": ("q", None),
         "q of rank 3": ("q", new(BATCH, HEADS, QK_DIM)),
-        "q of another head dimension": ("q", new(*ROWS, V_DIM)),
+        "q of another head dimension": ("q", new(*ROWS, 544)),
         "q without heads": ("q", new(BATCH, S_Q, 0, QK_DIM)),
         "q of 129 heads": ("q", new(BATCH, S_Q, 129, QK_DIM)),
         "q without queries": ("q", new(BATCH, 0, HEADS, QK_DIM)),
@@ -345,6 +346,8 @@ CACHES = ("k_cache", "v_cache", "k_scale", "v_scale")
 TABLES = {
     "mla_fp8_decode, sparse": Table(mla_fp8_decode, sparse_call, sparse_wrong),
     "mla_fp8_decode, dense": Table(mla_fp8_decode, dense_call, dense_wrong),
+    "mla_fp8_decode, planar pages": Table(mla_fp8_decode, latent.planar_call, latent.planar_wrong),
+    "mla_fp8_decode, two caches": Table(mla_fp8_decode, latent.two_caches_call, latent.two_caches_wrong),
     "mla_fp8_append": Table(mla_fp8_append, append_call, append_wrong, ("kv_cache",)),
     "merge_states": Table(merge_states, merge_call, merge_wrong),
     "gqa_decode": Table(gqa_decode, gqa.gqa_call, gqa.gqa_wrong),

@@ -25,7 +25,7 @@ from cute_kernels.budget.variants import MLA_BUILT, MLA_HALF, MLA_NARROW, TURNS,
 from cute_kernels.mla.crossover.spec import MlaCrossoverSpec
 from cute_kernels.mla.plan import EXCHANGES, DecodePlan, plan_decode
 from cute_kernels.mla.spec import FEW, SCORES, WIDE
-from fp8_mla import QK_DIM, TOKEN_BYTES, V_DIM, pack, reference_decode, unpack
+from fp8_mla import QK_DIM, TOKEN_BYTES, V_DIM, pack, read_pages, reference_decode, unpack
 from fp8_mla.formats import V3_2, TokenFormat
 from scripts.bench import records
 from scripts.bench.timing import Expected, host_time, sets_to_outgrow_l2, time_graph
@@ -336,7 +336,7 @@ def run_append(ceilings: Mapping[str, float], device: str = "cuda", token_format
     options: dict[str, Any] = {} if token_format == V3_2 else {"cache_format": token_format.name}
     cache = append_call(*sets[0], **options)()
     packed = pack(kv, token_format=token_format)
-    wrong = (tokens_of(cache, token_format)[slots] != packed).any(dim=1).float().mean().item()
+    wrong = (read_pages(cache, slots, token_format=token_format) != packed).any(dim=1).float().mean().item()
     problems = (f"{wrong:.2%} of the tokens differ from fp8_mla.pack",) if wrong else ()
     check = Comparison("mla_fp8_append", problems, rel_err=wrong, rel_err_baseline=0.0, worst=0.0, lse_err=0.0)
 
@@ -350,13 +350,6 @@ def run_append(ceilings: Mapping[str, float], device: str = "cuda", token_format
 
     key = {"op": "mla_fp8_append", "tokens": APPEND_TOKENS, **options}
     return records.with_must(records.record_case(key, check, measure), APPEND_MUST)
-
-
-def tokens_of(cache: torch.Tensor, token_format: TokenFormat) -> torch.Tensor:
-    """(pages, page_size, bytes), planar if tokens have two rows -> (pages * page_size, bytes) as `pack` has them."""
-    rows = [cache.shape[1] * size for size in token_format.row_bytes]
-    parts = cache.flatten(1).split(rows, dim=1)
-    return torch.cat([part.reshape(-1, size) for part, size in zip(parts, token_format.row_bytes, strict=True)], dim=1)
 
 
 def append_call(

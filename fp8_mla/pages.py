@@ -81,7 +81,8 @@ def check_pages(
     num_pages, page_size, _ = pages.shape
     chosen = token_format.cache_layouts[0] if cache_layout is None else cache_layout
     if chosen != "planar":
-        return pages, token_format.page_layout(page_size, chosen, token_stride=pages.stride(1))
+        token_stride = pages.stride(1) if page_size > 1 else None  # of a single token torch leaves it open
+        return pages, token_format.page_layout(page_size, chosen, token_stride=token_stride)
     layout = token_format.page_layout(page_size, chosen)
     needed, apart = layout.page_bytes, pages.stride(0)
     if num_pages > 1 and apart < needed:

@@ -85,16 +85,16 @@ def check(*arguments: Any) -> None:
     """Raises what is wrong with the arguments of a `Request`, by name."""
     request = Request(*arguments)
     q, out, lse = request.q, request.out, request.lse
-    check_tensor("q", q, dtype=torch.bfloat16, ndim=4, align=_ALIGN, unit_last_stride=True)
+    check_tensor("q", q, dtype=torch.bfloat16, shape=(None, None, None, None), align=_ALIGN, unit_last_stride=True)
     device = q.device
     batch, s_q, h_q, d_qk = q.shape
     check_sizes(s_q, h_q)
-    _check_names("cache_format", request.cache_format, tuple(FORMATS))
-    _check_names("extra_cache_format", request.extra_cache_format, tuple(FORMATS))
-    _check_names("cache_layout", request.cache_layout, CACHE_LAYOUTS)
+    check_names("cache_format", request.cache_format, tuple(FORMATS))
+    check_names("extra_cache_format", request.extra_cache_format, tuple(FORMATS))
+    check_names("cache_layout", request.cache_layout, CACHE_LAYOUTS)
     _check_cache_tensor("kv_cache", request.kv_cache, device)
     first = _first_format(request)
-    layout = _check_cache("kv_cache", request.kv_cache, first, request.cache_layout)
+    layout = check_cache("kv_cache", request.kv_cache, first, request.cache_layout)
     require(d_qk == first.d_qk, "q", f"{d_qk} columns", f"{first.d_qk} for a cache of {first.name}")
     _check_keys(request)
     extra = _check_extra(request, layout)
@@ -143,8 +143,22 @@ def check_width(sparse: bool, width: int, page_size: int, extra_width: int = 0) 
     require(keys <= MAX_KEYS, name, got, f"at most {MAX_KEYS} keys of a query")
 
 
-def _check_names(name: str, asked: object, known: tuple[str, ...]) -> None:
+def check_names(name: str, asked: object, known: tuple[str, ...]) -> None:
+    """Raises unless `asked` is None or one of the names."""
     require(asked is None or (isinstance(asked, str) and asked in known), name, repr(asked), f"None or one of {known}")
+
+
+def check_cache(name: str, cache: torch.Tensor, token_format: TokenFormat, cache_layout: str | None) -> PageLayout:
+    """Raises unless kernels can read and write a cache of this format; returns the layout of its pages.
+
+    A planar cache says nothing by the strides within its pages.
+    """
+    pages, layout = check_pages(cache, token_format, cache_layout, name=name)
+    rows = pages if layout.cache_layout == "interleaved" else pages[:, 0]
+    check_tensor(name, rows, align=_ALIGN)
+    num_slots = pages.shape[0] * pages.shape[1]
+    require(num_slots < MAX_SLOTS, name, f"{num_slots} slots", "fewer than 2^31")
+    return layout
 
 
 def _check_options_of_formats(formats: Formats, exchange: str | None, scores: str | None) -> None:
@@ -161,16 +175,6 @@ def _check_cache_tensor(name: str, cache: torch.Tensor, device: torch.device) ->
     shape = tuple(cache.shape)
     if cache.dim() not in (3, 4) or (cache.dim() == 4 and shape[2] != 1):
         fail(name, f"shape {shape}", "(num_pages, page_size, bytes) or (num_pages, page_size, 1, bytes)")
-
-
-def _check_cache(name: str, cache: torch.Tensor, token_format: TokenFormat, cache_layout: str | None) -> PageLayout:
-    """What a cache of this format has to be. A planar cache says nothing by the strides within its pages."""
-    pages, layout = check_pages(cache, token_format, cache_layout, name=name)
-    rows = pages if layout.cache_layout == "interleaved" else pages[:, 0]
-    check_tensor(name, rows, align=_ALIGN)
-    num_slots = pages.shape[0] * pages.shape[1]
-    require(num_slots < MAX_SLOTS, name, f"{num_slots} slots", "fewer than 2^31")
-    return layout
 
 
 def _check_keys(request: Request) -> None:
@@ -217,7 +221,7 @@ def _check_extra(request: Request, layout: PageLayout) -> TokenFormat | None:
     _check_cache_tensor("extra_kv_cache", cache, request.q.device)
     extra = formats_of(request).extra
     assert extra is not None
-    _check_cache("extra_kv_cache", cache, extra, layout.cache_layout)
+    check_cache("extra_kv_cache", cache, extra, layout.cache_layout)
     if request.indices is None:
         fail("extra_kv_cache", "a second cache and a block_table", "indices and extra_indices: sparse calls alone")
     if indices is None:

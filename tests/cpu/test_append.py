@@ -87,7 +87,7 @@ KV, CACHE, SLOT = tokens(3), poisoned_cache(PAGES, PAGE_SIZE, 656), torch.tensor
 BAD: dict[str, tuple[type[Exception], str, Any, torch.Tensor, torch.Tensor]] = {
     "kv float32": (TypeError, "kv: got dtype torch.float32", KV.float(), CACHE, SLOT),
     "kv is None": (TypeError, "kv: got NoneType", None, CACHE, SLOT),
-    "kv of 512": (ValueError, r"kv: got shape \(3, 512\)", KV[:, :512], CACHE, SLOT),
+    "kv of 544": (ValueError, r"kv: got shape \(3, 544\)", KV[:, :544], CACHE, SLOT),
     "kv 3-d": (ValueError, r"kv: got shape \(3, 1, 576\)", KV[:, None], CACHE, SLOT),
     "kv transposed": (ValueError, "kv: got last stride 3", KV.T.contiguous().T, CACHE, SLOT),
     "kv misaligned": (ValueError, "kv: .*16-byte", misaligned(KV), CACHE, SLOT),
@@ -186,7 +186,7 @@ def test_the_first_launch_prepares_the_others(monkeypatch):
     kernel, cache = Kernel("meta"), poisoned_cache(PAGES, PAGE_SIZE, 1, 656)
     monkeypatch.setattr(append_op, "_prepared", PreparedLaunches())
     monkeypatch.setattr(append_op, "require_sm90", lambda name, device: None)
-    monkeypatch.setattr(append_op, "get_kernel", lambda spec: kernel)
+    monkeypatch.setattr(append_launch, "get_kernel", lambda spec: kernel)
     meta = [t.to("meta") for t in (KV, cache, SLOT)]  # any device but the CPU
     for launches in (1, 2, 3):
         mla_fp8_append(*meta)

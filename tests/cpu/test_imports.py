@@ -18,7 +18,8 @@ MODULES = {
 }
 # Directories of cute_kernels that are no rooms: one layer each.
 SHARED = ("budget", "compat", "device", "distributed", "integrations", "runtime", "warm")
-# The files of a room, by name or by the end of it: append_op.py is an op. launch_*.py is a launch. Device code is what lies in its kernels/.
+# The files of a room, by name or by the end of it: append_op.py is an op. launch_*.py is a launch. Device code is what
+# lies in kernels/.
 ROOM_FILES = ("checks", "launch", "layouts", "op", "plan", "reference", "spec")
 # A design of its own inside of a room. It takes from the room's kernels; of the room its op alone knows it, and its
 # plan the spec.
@@ -38,7 +39,7 @@ PROJECT = {
     "reference": {"formats", "fp8_mla", "layouts", "plan", "reference"},
     "runtime": {"runtime"},
     "checks": {"formats", "fp8_mla", "plan", "runtime", "spec"},
-    "launch": {"checks", "formats", "reference", "launch", "layouts", "plan", "runtime", "spec"},
+    "launch": {"checks", "formats", "launch", "layouts", "plan", "reference", "runtime", "spec"},
     "op": {"checks", "formats", "fp8_mla", "launch", "layouts", "op", "plan", "reference", "runtime", "spec"},
     "budget": {"budget", "formats", "spec"},
     "warm": {"layouts", "plan", "runtime", "spec", "warm"},

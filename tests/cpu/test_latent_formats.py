@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import fp8_mla
-from cute_kernels import mla_fp8_decode
+from cute_kernels import mla_fp8_append, mla_fp8_decode
 from fp8_mla.formats import FORMATS, PAIRS, TokenFormat
 
 POISON = 0xFF
@@ -236,6 +236,32 @@ def test_v3_2_pages_are_read_without_their_rope_part() -> None:
         q, tokens[:, :528].view(4, 3, 528), indices=indices, cache_format="v3.2_nope", return_lse=True
     )
     assert torch.equal(got[0], alone[0]) and torch.equal(got[1], alone[1])
+
+
+@EACH_LAYOUT
+def test_appends_write_what_pack_returns(token_format: TokenFormat, layout: str) -> None:
+    cache = flash_mla_view(4, 5, token_format.token_bytes, padding=32)
+    expected = cache.as_strided((4, cache.stride(0)), (cache.stride(0), 1)).clone()
+    expected = expected.as_strided(cache.shape, cache.stride())
+    kv = torch.randn((7, token_format.d_qk), generator=torch.Generator().manual_seed(17)).bfloat16()
+    slots = torch.tensor([3, -1, 19, 0, 20, 11, 2**40])
+    where: Any = {"token_format": token_format, "cache_layout": layout}
+    fp8_mla.write_pages(expected, slots, fp8_mla.pack(kv, token_format=token_format), **where)
+    mla_fp8_append(kv, cache.view(torch.float8_e4m3fn), slots, cache_format=token_format.name, cache_layout=layout)
+    assert torch.equal(
+        cache.as_strided((4, cache.stride(0)), (cache.stride(0), 1)),
+        expected.as_strided((4, cache.stride(0)), (cache.stride(0), 1)),
+    )
+    assert not fp8_mla.read_pages(cache, slots[[1]], **where).any()
+
+
+def test_an_append_without_rope_leaves_the_rope_bytes_alone() -> None:
+    cache = torch.full((2, 4, 656), POISON, dtype=torch.uint8)
+    kv = torch.randn((2, 512), generator=torch.Generator().manual_seed(18)).bfloat16()
+    mla_fp8_append(kv, cache, torch.tensor([6, 1]))
+    tokens = cache.view(8, 656)
+    assert torch.equal(tokens[[6, 1], :528], fp8_mla.pack(kv, token_format="v3.2_nope"))
+    assert (tokens[:, 528:] == POISON).all() and (tokens[[0, 2, 3, 4, 5, 7]] == POISON).all()
 
 
 # ---- attention

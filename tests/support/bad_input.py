@@ -223,7 +223,7 @@ def append_wrong(device: str) -> Wrong:
     return {
         "kv of float32": ("kv", floats(device, 3, QK_DIM)),
         "kv of rank 3": ("kv", new(3, 1, QK_DIM)),
-        "kv of another width": ("kv", new(3, V_DIM)),
+        "kv of another width": ("kv", new(3, 544)),
         "kv with a last stride of 2": ("kv", every_second(call["kv"])),
         "kv 2 bytes off": ("kv", off_by(2, call["kv"])),
         "kv with rows 8 bytes off": ("kv", rows_apart(call["kv"], 4)),
@@ -349,6 +349,7 @@ TABLES = {
     "mla_fp8_decode, planar pages": Table(mla_fp8_decode, latent.planar_call, latent.planar_wrong),
     "mla_fp8_decode, two caches": Table(mla_fp8_decode, latent.two_caches_call, latent.two_caches_wrong),
     "mla_fp8_append": Table(mla_fp8_append, append_call, append_wrong, ("kv_cache",)),
+    "mla_fp8_append, planar pages": Table(mla_fp8_append, latent.append_call, latent.append_wrong, ("kv_cache",)),
     "merge_states": Table(merge_states, merge_call, merge_wrong),
     "gqa_decode": Table(gqa_decode, gqa.gqa_call, gqa.gqa_wrong),
     "gqa_decode, paged": Table(gqa_decode, gqa.gqa_paged_call, gqa.gqa_paged_wrong),

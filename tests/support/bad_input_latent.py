@@ -12,12 +12,15 @@ from tests.support.bad_tensors import (
     U8,
     Call,
     Wrong,
+    all_elsewhere,
     elsewhere,
     every_second,
     floats,
     ints,
     nans,
+    numbers,
     off_by,
+    sevens,
     zeros,
 )  # fmt: skip
 
@@ -138,4 +141,40 @@ def two_caches_wrong(device: str) -> Wrong:
         "fp8 scores of 4-bit codes": ("scores", "fp8"),
         "an exchange": ("exchange", "values"),
         **elsewhere(call, "kv_cache", "extra_kv_cache", "extra_indices", "extra_topk_length"),
+    }  # fmt: skip
+
+
+def append_call(device: str) -> Call:
+    """An append to a planar cache of V4.1's fp4."""
+    return {
+        "kv": zeros(device, 3, V4_1_FP4.d_qk),
+        "kv_cache": sevens(device, PAGES, PAGE_SIZE, V4_1_FP4.token_bytes, dtype=U8),
+        "slot_mapping": numbers(device, 1, 2, 3, dtype=I64),
+    }
+
+
+def append_wrong(device: str) -> Wrong:
+    call, shape = append_call(device), (PAGES, PAGE_SIZE, V4_1_FP4.token_bytes)
+    page_bytes = PAGE_SIZE * V4_1_FP4.token_bytes
+    return {
+        "kv of V3.2": ("kv", zeros(device, 3, V3_2.d_qk)),
+        "kv of float32": ("kv", floats(device, 3, V4_1_FP4.d_qk)),
+        "kv_cache of bytes that no format has": ("kv_cache", call["kv_cache"][..., :256]),
+        "kv_cache of two heads": ("kv_cache", sevens(device, *shape[:2], 2, shape[2], dtype=U8)),
+        "kv_cache with pages 8 bytes off": ("kv_cache", pages_apart(device, shape, page_bytes + 8)),
+        "scale rows cut off by the next page": ("kv_cache", pages_apart(device, shape, page_bytes - 32)),
+        "every page the same": ("kv_cache", sevens(device, 1, *shape[1:], dtype=U8).expand(shape)),
+        "cache_format of other bytes": ("kv_cache", {"cache_format": V4.name}),
+        "cache_format unknown": ("cache_format", "fp4"),
+        "cache_format of another type": ("cache_format", 4),
+        "cache_format that 528 bytes leave open": (
+            "cache_format", {"kv_cache": sevens(device, PAGES, PAGE_SIZE, 528, dtype=U8)},
+        ),
+        "cache_layout unknown": ("cache_layout", "rows"),
+        "cache_layout that V4 lacks": (
+            "cache_layout",
+            {"cache_layout": "interleaved", "kv_cache": sevens(device, PAGES, PAGE_SIZE, V4.token_bytes, dtype=U8)},
+        ),
+        **elsewhere(call, "kv_cache", "slot_mapping"),
+        "everything on another device": ("kv", all_elsewhere(call)),
     }  # fmt: skip

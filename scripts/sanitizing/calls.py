@@ -125,7 +125,7 @@ class Calls:
         if not torch.equal(on_gpu_cache.cpu(), cache):
             raise AssertionError("mla_fp8_append: the cache differs from fp8_mla.pack")
         for cache_format, cache_layout in FORMS:
-            pages = AppendPages.random(cache_format, cache_layout, (8, 16))
+            pages = AppendPages.random(cache_format, cache_layout, (8, 16), device="cpu").cuda()
             kv = strided(torch.randn((100, 512), generator=self.generator).bfloat16())
             slots = slots_for(100, pages.num_slots, seed=1)
             expected = pages.expected(kv, slots)

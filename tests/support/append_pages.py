@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,6 +60,10 @@ class AppendPages:
         size = shape[0] * page_stride + 32
         buffer = torch.randint(256, (size,), dtype=torch.uint8, generator=gen, device=device)
         return cls(token_format, layout, shape, page_stride, buffer)
+
+    def cuda(self) -> AppendPages:
+        """The same pages in memory of the GPU."""
+        return dataclasses.replace(self, buffer=self.buffer.cuda())
 
     @property
     def num_slots(self) -> int:

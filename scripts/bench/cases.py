@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from fp8_mla.formats import FORMATS as TOKEN_FORMATS
 from scripts.bench import gqa as bench_gqa
 from scripts.bench import kernels_run
 from scripts.bench import mla as bench_mla
@@ -52,11 +53,11 @@ def select_benches(quick: bool, only: str | None, sections: Sequence[str] = tupl
         if bench.quick or not quick
     ]
     others += [
-        (f"mla_fp8_append {name}", functools.partial(bench_mla_formats.run_append, name))
-        for name in bench_mla_formats.APPEND_FORMATS
-        if not quick
+        (f"mla_fp8_append {name}", functools.partial(bench_mla.run_append, token_format=token_format))
+        for name, token_format in TOKEN_FORMATS.items()
+        if not quick or name == "v3.2"
     ]
-    others += [("mla_fp8_append", bench_mla.run_append), ("merge_states", bench_mla.run_merge)]
+    others.append(("merge_states", bench_mla.run_merge))
     pool = bench_gqa.Pool()
     others += [
         (gqa.name, functools.partial(bench_gqa.run_decode, gqa, pool))
@@ -151,7 +152,8 @@ def table(cases: Sequence[dict[str, Any]]) -> str:
 
 def case_name(case: dict[str, Any]) -> str:
     """What a case of the record was, in one line."""
-    named = [str(case[key]) for key in ("op", "mode", "pass", "case", "kv_dtype", "scales", "layout") if case.get(key)]
+    keys = ("op", "mode", "pass", "case", "cache_format", "kv_dtype", "scales", "layout")
+    named = [str(case[key]) for key in keys if case.get(key)]
     if "page_size" in case:
         named[-1] += f"_{case['page_size']}"
     if "batch" in case:

@@ -21,7 +21,7 @@ import torch
 import cute_kernels
 from fp8_mla import FORMATS, TokenFormat, pack, read_pages, reference_decode, unpack, write_pages
 from scripts.bench import records
-from scripts.bench.in_layer import prepare, time_calls, time_together
+from scripts.bench.in_layer import prepare, time_together
 from scripts.bench.peers import OURS, Peer, entries, ready, ways
 from scripts.bench.timing import Expected, sets_to_outgrow_l2
 from tests.support.compare import Comparison, compare, relative_error, rounding_noise
@@ -40,9 +40,6 @@ ROWS_CHECKED: Final = 6
 PEER_FORMAT, PEER_HEADS = "v4", (64, 128)
 """What FlashMLA has a Hopper kernel of."""
 RESULTS: Final = ("out", "lse")
-APPEND_TOKENS: Final = 65536
-APPEND_FORMATS: Final = ("v3.2_nope", "v4", "v4.1", "v4.1_fp4")
-APPEND_MUST: Final[Mapping[str, float]] = {"copy_fraction": 0.8}
 
 
 @dataclass(frozen=True)
@@ -348,46 +345,3 @@ def _as_flash_mla(cache: torch.Tensor) -> torch.Tensor:
 
 
 # ---- appends
-
-
-def run_append(name: str, ceilings: Mapping[str, float], device: str = "cuda") -> dict[str, Any]:
-    """Check, time and record the append of 65,536 tokens of a format to shuffled pages."""
-    token_format, page_size = FORMATS[name], 64
-    moved = APPEND_TOKENS * (2 * token_format.d_qk + token_format.token_bytes + 8)
-    gen = generator(2, device)
-    sets = []
-    for _ in range(sets_to_outgrow_l2(moved)):
-        kv = torch.randn((APPEND_TOKENS, token_format.d_qk), generator=gen, dtype=torch.float32, device=device)
-        pages = torch.randperm(APPEND_TOKENS // page_size, generator=gen, device=device)
-        slots = (pages.unsqueeze(1) * page_size + torch.arange(page_size, device=device)).flatten()
-        sets.append((kv.bfloat16(), slots))
-    kv, slots = sets[0]
-    cache = append_call(token_format, kv, slots, page_size)()
-    wrong = read_pages(cache, slots, token_format=name) != pack(kv, token_format=token_format)
-    part = wrong.any(dim=1).float().mean().item()
-    problems = (f"{part:.2%} of the tokens differ from fp8_mla.pack",) if part else ()
-    check = Comparison("mla_fp8_append", problems, rel_err=part, rel_err_baseline=0.0, worst=0.0, lse_err=0.0)
-
-    def measure() -> dict[str, Any]:
-        calls = [append_call(token_format, *one, page_size) for one in sets]
-        others = [append_call(token_format, *one, page_size) for one in sets[1:]]
-        timing = time_calls(calls, expected=Expected.of(["kv_cache"], others, checked=(cache,)))
-        gb_per_s = moved / timing.us / 1e3
-        copied = round(gb_per_s / ceilings["copy_GBps"], 3)
-        return {**timing.as_record(), "GBps": round(gb_per_s, 1), "copy_fraction": copied}
-
-    key = {"op": "mla_fp8_append", "tokens": APPEND_TOKENS, "cache_format": name}
-    return records.with_must(records.record_case(key, check, measure), APPEND_MUST)
-
-
-def append_call(
-    token_format: TokenFormat, kv: torch.Tensor, slots: torch.Tensor, page_size: int
-) -> Callable[[], torch.Tensor]:
-    """An append to a cache of its own, which it returns."""
-    own = empty_cache(token_format, len(kv), page_size, str(kv.device))
-
-    def call() -> torch.Tensor:
-        cute_kernels.mla_fp8_append(kv, own, slots, cache_format=token_format.name)
-        return own
-
-    return call

@@ -13,10 +13,12 @@ import fp8_mla
 from cute_kernels.mla import append_spec, spec
 from cute_kernels.mla.crossover import spec as crossover_spec
 from cute_kernels.mla.plan import EXCHANGES, plan_decode
+from fp8_mla.formats import FORMATS, V3_2
 from scripts.bench.timing import bits
 from scripts.fuzzing.calls import Call, Mode
 from scripts.fuzzing.draws import INT32_MAX, INT32_MIN, MAX_SCRATCH, Draw, extreme_lengths, num_sms, problems_of
 from scripts.fuzzing.memory import Image, contiguous_stride, padded_stride
+from tests.support.append_pages import FORMS, append_to
 from tests.support.compare import check_decode
 from tests.support.mla_cases import SCALE_KINDS, DecodeCase, dense_case, sparse_case
 
@@ -197,14 +199,17 @@ def append_call(draw: Draw) -> Call:
         tokens = draw.choice((1000, 5000))  # beyond 4224 a warp takes two
     page_size = draw.choice(PAGE_SIZES)
     num_pages = -(-(tokens + draw.choice((0, 1, 40))) // page_size)
-    shape = (num_pages, page_size, fp8_mla.TOKEN_BYTES)
-    stride = (page_size * fp8_mla.TOKEN_BYTES + draw.choice((0, 16, fp8_mla.TOKEN_BYTES)), fp8_mla.TOKEN_BYTES, 1)
+    cache_format, cache_layout = draw.choice(((V3_2.name, None), *FORMS))
+    token_format = FORMATS[cache_format]
+    layout, width, size = token_format.page_layout(page_size, cache_layout), token_format.d_qk, token_format.token_bytes
+    shape = (num_pages, page_size, size)
+    stride = (-(-page_size * size // 16) * 16 + 16 * draw.choice((0, 1, size // 8)), size, 1)
     cache = torch.randint(256, shape, dtype=torch.uint8, generator=draw.gen, device=draw.device)
-    kv = special_values(torch.randn((tokens, fp8_mla.QK_DIM), generator=draw.gen, device=draw.device), draw)
+    kv = special_values(torch.randn((tokens, width), generator=draw.gen, device=draw.device), draw)
     if draw.chance(0.5):
-        wide = kv.new_full((tokens, fp8_mla.QK_DIM + 8 * draw.choice((1, 3))), torch.nan)
-        wide[:, : fp8_mla.QK_DIM] = kv
-        kv = wide[:, : fp8_mla.QK_DIM]
+        wide = kv.new_full((tokens, width + 8 * draw.choice((1, 3))), torch.nan)
+        wide[:, :width] = kv
+        kv = wide[:, :width]
     slots = slot_mapping(tokens, num_pages * page_size, draw)
     spread = torch.empty_strided(shape, stride, dtype=torch.uint8, device=draw.device)
     image = Image.of_tensors({"kv_cache": spread.copy_(cache)}, draw.rng)
@@ -213,21 +218,20 @@ def append_call(draw: Draw) -> Call:
         image.places["kv_cache"] = place._replace(dtype=torch.float8_e4m3fn)
 
     def oracle(values: Mapping[str, torch.Tensor]) -> list[str]:
-        expected, at = cache.cpu().clone(), slots.cpu()
-        keep = (at >= 0) & (at < num_pages * page_size)
-        expected[at[keep] // page_size, at[keep] % page_size] = fp8_mla.pack(kv.cpu()[keep])
+        expected = cache.cpu().clone()
+        append_to(expected.flatten(1), kv.cpu(), slots.cpu(), page_size, token_format, layout)
         differ = int((bits(values["kv_cache"]).cpu() != expected).sum())
         return [f"kv_cache: {differ} bytes are not those of fp8_mla.pack"] if differ else []
 
     return Call(
         seed=draw.seed,
         op="mla_fp8_append",
-        arguments={"kv": kv, "slot_mapping": slots},
+        arguments={"kv": kv, "slot_mapping": slots, "cache_format": cache_format, "cache_layout": cache_layout},
         image=image,
         modes=(Mode(("kv_cache",)),),
         oracle=oracle,
-        specs=(append_spec.MlaAppendSpec.for_launch(tokens),) if tokens and num_pages else (),
-        shape=("mla append", tokens, num_pages, page_size),
+        specs=(append_spec.MlaAppendSpec.for_launch(tokens, cache_format),) if tokens and num_pages else (),
+        shape=("mla append", cache_format, layout.cache_layout, tokens, num_pages, page_size),
     )
 
 

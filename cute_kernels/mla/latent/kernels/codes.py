@@ -79,7 +79,7 @@ def multiply_bf16(a: Int32, b: Int32) -> Int32:
 
 
 def multiplier_pair(byte: Int32) -> tuple[Int32, Int32]:
-    """Two bfloat16 numbers whose product is 2^120 times any scale, the second one NaN for 0xFF; each twice in a word."""
+    """Two bfloat16 numbers whose product is 2^120 times a scale, the second NaN for 0xFF; each twice in a word."""
     first = (cutlass.min(byte, 134) + 120) * 0x00800080
     exponent = cutlass.select_(byte > 134, (byte - 7) * 0x00800080, Int32(127 * 0x00800080))
     return first, Int32(cutlass.select_(byte == NAN_BYTE, Int32(0x7FFF7FFF), exponent))

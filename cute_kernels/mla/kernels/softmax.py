@@ -164,7 +164,7 @@ class SoftmaxWarpgroup:
                 rescaling = cute.math.exp2(row_max - (largest - P_EXPONENT), fastmath=True)
                 row_max = largest - P_EXPONENT
             _, tile_sum = self.exp_tile(row_max, addresses, False)
-        late_flags = self.late_flags(smem, s_stage, tid)
+        late_flags = self.late_flags(smem, stage, tid)
         cute.arch.mbarrier_arrive(smem.s_empty.data_ptr() + s_stage)
         row_sum = row_sum * rescaling + tile_sum
 
@@ -179,7 +179,7 @@ class SoftmaxWarpgroup:
                 sFlags[tid // 32, p_stage] |= late_flags
         return row_max, row_sum
 
-    def late_flags(self, smem, s_stage: Int32, tid: Int32) -> Any:
+    def late_flags(self, smem, stage: Int32, tid: Int32) -> Any:
         """Flags of a warp that are known with S: None here."""
         return None
 

@@ -26,7 +26,7 @@ class LatentDecodeSpec(MlaDecodeSpec):
     @property
     def compile_options(self) -> str:
         """Levels at which ptxas spills no register."""
-        return f"--ptxas-options '--register-usage-level={0 if self.few_heads else 5}'"
+        return f"--ptxas-options '--register-usage-level={0 if self.few_heads else 7}'"
 
     def can_implement(self) -> list[str]:
         """Reasons, in words, why this kernel cannot be built; empty when it can."""
@@ -89,7 +89,7 @@ class LatentDecodeSpec(MlaDecodeSpec):
             return Registers(load=40, qk=112, pv=88, softmax=40)
         if self.heads < WIDE:
             return Registers(load=56, qk=120, pv=168, softmax=0)
-        return Registers(load=48, qk=112, pv=176, softmax=0)
+        return Registers(load=40, qk=120, pv=176, softmax=0)
 
     @property
     def stages(self) -> int:

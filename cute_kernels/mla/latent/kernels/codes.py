@@ -12,7 +12,7 @@ x scale, which has 4 significant bits: bfloat16 holds it for bytes 3 to 246. A N
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32
+from cutlass import BFloat16, Float16, Float32, Int32
 
 WEIGHT = 2.0**8  # of float16 keys
 MIN_BYTE, MAX_BYTE = 105, 126  # scale bytes for which float16 holds any code times WEIGHT times the scale
@@ -85,11 +85,37 @@ def multiplier_pair(byte: Int32) -> tuple[Int32, Int32]:
     return first, Int32(cutlass.select_(byte == NAN_BYTE, Int32(0x7FFF7FFF), exponent))
 
 
+# ---- rope parts
+
+
 @cute.jit
-def weigh_rope(word: Int32) -> Int32:
-    """WEIGHT times a pair of bfloat16. A constant operand: `mul` takes registers alone."""
+def max_magnitudes(a: Int32, b: Int32) -> Int32:
+    """The larger magnitudes of two pairs of bfloat16; `a` has no signs."""
     return cute.arch.inline_ptx(
+        "{\n.reg .b32 t;\nabs.bf16x2 t, {$r1};\nmax.bf16x2 {$w0}, {$r0}, t;\n}",
+        write_only_types=[Int32],
+        read_only_args=[a, b],
+    )
+
+
+@cute.jit
+def rope_to_float16(word: Int32) -> Int32:
+    """WEIGHT times a pair of bfloat16, as float16."""
+    weighted = cute.arch.inline_ptx(  # `mul` takes registers alone: 2^8, twice
         "{\n.reg .b32 t;\nmov.b32 t, 0x43804380;\nmul.rn.bf16x2 {$w0}, {$r0}, t;\n}",
         write_only_types=[Int32],
         read_only_args=[word],
     )
+    bits, pair = cute.make_rmem_tensor(2, Int32), cute.make_rmem_tensor(2, Float16)
+    bits[0], bits[1] = weighted << 16, weighted & -0x10000
+    pair.store(cute.recast_tensor(bits, Float32).load().to(Float16))
+    return cute.recast_tensor(pair, Int32)[0]
+
+
+@cute.jit
+def rope_to_bfloat16(word: Int32) -> Int32:
+    """The inverse of `rope_to_float16`."""
+    pair, numbers = cute.make_rmem_tensor(2, Float16), cute.make_rmem_tensor(2, BFloat16)
+    cute.recast_tensor(pair, Int32)[0] = word
+    numbers.store((pair.load().to(Float32) * (1.0 / WEIGHT)).to(BFloat16))
+    return cute.recast_tensor(numbers, Int32)[0]

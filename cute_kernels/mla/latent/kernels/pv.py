@@ -76,6 +76,9 @@ class ScaledKeyPvWarpgroups(PvWarpgroups):
             cute.arch.mbarrier_wait(smem.full.data_ptr() + stage, phase)  # completed long ago
             self.load_values(smem, raw[0], stage, 0, 0, line, wg, tid)  # overlapped with the wait for P
             cute.arch.mbarrier_wait(smem.p_full.data_ptr() + p_stage, p_phase)
+            if const_expr(self.spec.has_rope):
+                if self.has_rope(wg, tid):  # QK has replaced it
+                    self.load_values(smem, raw[0], stage, 0, 0, line, wg, tid)
             self.stamp(smem, tile, 0, 1, wg, tid)
             self.stamp(smem, tile, 1, 0, wg, tid)
             flags = self.flags(smem, p_stage)
@@ -162,17 +165,11 @@ class ScaledKeyPvWarpgroups(PvWarpgroups):
             operand[i] = codes.multiply(words[i], multipliers[i // 2])
 
     @cute.jit
-    def widen_rope(self, raw: cute.Tensor, m: cutlass.Constexpr, operand: cute.Tensor):
-        """The same from numbers of a rope part, those of its half m // 2."""
-        for i in cutlass.range_constexpr(2):
-            a, b = (codes.weigh_rope(raw[m % 2, 2 * i + e]) for e in range(2))
-            for odd in cutlass.range_constexpr(2):
-                bits, two = cute.make_rmem_tensor(2, Int32), cute.make_rmem_tensor(2, Float16)
-                for e in cutlass.range_constexpr(2):
-                    word = (a, b)[e]
-                    bits[e] = word & -0x10000 if const_expr(odd == 1) else word << 16
-                two.store(cute.recast_tensor(bits, Float32).load().to(Float16))
-                operand[2 * i + odd] = cute.recast_tensor(two, Int32)[0]
+    def order_rope(self, raw: cute.Tensor, m: cutlass.Constexpr, operand: cute.Tensor):
+        """The same from numbers of a rope part, those of its half m // 2, as QK has left them."""
+        for i in cutlass.range_constexpr(4):
+            a, b = raw[m % 2, i // 2 * 2], raw[m % 2, i // 2 * 2 + 1]
+            operand[i] = Int32(cute.arch.prmt(a, b, Int32(ODD if i % 2 else EVEN)))
 
     def quant_tile(self, wg: Int32, tid: Int32):
         """The quant tile of a thread's eight values."""
@@ -214,7 +211,7 @@ class ScaledKeyPvWarpgroups(PvWarpgroups):
                             self.load_values(smem, raw[1], stage, block, 1, line, wg, tid)
                         if const_expr(m == 2 and block + 1 < KEY_BLOCKS):
                             self.load_values(smem, raw[0], stage, block + 1, 0, line, wg, tid)
-                        self.widen_rope(raw[m // 2], m, operand)
+                        self.order_rope(raw[m // 2], m, operand)
                     else:
                         if const_expr(m == 0 and block + 1 < KEY_BLOCKS):
                             self.load_values(smem, raw[(block + 1) % 2], stage, block + 1, 0, line, wg, tid)
@@ -246,19 +243,26 @@ class ScaledKeyPvWarpgroups(PvWarpgroups):
         is_rope = False
         if const_expr(self.spec.has_rope):
             is_rope = self.has_rope(wg, tid)
-        for block in cutlass.range(KEY_BLOCKS, unroll=1):
+        sFlags = smem.rope_flags.get_tensor(cute.make_layout((WARPS, self.spec.stages)))
+        for step in cutlass.range(2 * KEY_BLOCKS, unroll=1):
+            block, rest = step // 2, step % 2
             for i in cutlass.range(tid, 16 * self.heads, 128, unroll=1):
                 head, position = i // 16, 16 * block + i % 16
-                sScaledP[head, i % 16, wg] = (sP[head, position, p_stage].to(Float32) * codes.WEIGHT).to(BFloat16)
+                p = sP[head, position, p_stage].to(Float32) * codes.WEIGHT
+                upper = p.to(BFloat16)
+                if rest == 1:  # P is the sum of two bfloat16 numbers
+                    upper = (p - upper.to(Float32)).to(BFloat16)
+                sScaledP[head, i % 16, wg] = upper
             cute.arch.fence_proxy("async.shared", space="cta")  # ordinary stores, read by wgmma
             cute.arch.barrier(barrier_id=NamedBarrier.PV + wg, number_of_threads=128)
             self.load_multiplier_pairs(smem, stage, block, wg, tid, first, second)
             for m in cutlass.range_constexpr(ROW_BLOCKS):
                 self.load_values(smem, raw, stage, block, m // 2, line, wg, tid)
                 if is_rope:
-                    for i in cutlass.range_constexpr(4):
-                        a, b = raw[m % 2, i // 2 * 2], raw[m % 2, i // 2 * 2 + 1]
-                        operand[i] = Int32(cute.arch.prmt(a, b, Int32(ODD if i % 2 else EVEN)))
+                    self.order_rope(raw, m, operand)
+                    if sFlags[block, stage] == 0:
+                        for i in cutlass.range_constexpr(4):
+                            operand[i] = codes.rope_to_bfloat16(operand[i])
                 else:
                     for i in cutlass.range_constexpr(2):
                         a, b = raw[m // 2, 2 * i], raw[m // 2, 2 * i + 1]

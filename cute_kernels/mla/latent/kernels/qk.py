@@ -2,13 +2,21 @@
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float16, Float32, Int32, const_expr
+from cutlass import BFloat16, Float16, Float32, Int32, const_expr
 from cutlass.cute.nvgpu import warpgroup
 
 from cute_kernels.device import wgmma
 from cute_kernels.device.ring import ring_slot
 from cute_kernels.mla.kernels.qk import QkWarpgroups
-from cute_kernels.mla.kernels.smem import OUT_OF_RANGE, WARPS, copy_columns, key_of_row, s_offset, tiled_mmas
+from cute_kernels.mla.kernels.smem import (
+    OUT_OF_RANGE,
+    ROPE_BYTES,
+    WARPS,
+    copy_columns,
+    key_of_row,
+    s_offset,
+    tiled_mmas,
+)
 from cute_kernels.mla.kernels.tile import BLOCK_COLUMNS
 from cute_kernels.mla.latent.kernels import codes
 from cute_kernels.mla.latent.kernels.convert_q import LatentQConverter
@@ -18,7 +26,7 @@ from cute_kernels.mla.latent.spec import LINE_BYTES, LatentDecodeSpec
 from cute_kernels.mla.spec import TOKENS_PER_TILE
 
 CHUNKS_PER_LINE = LINE_BYTES // BLOCK_COLUMNS  # 64 columns: 16 codes of each of a thread's rows
-MAX_ROPE = 0x437F  # 255 as bfloat16: times codes.WEIGHT a rope part up to that is a float16 number
+MIN_ROPE, MAX_ROPE = 0x3780, 0x437F  # 2^-16 and 255 as bfloat16: codes.WEIGHT times these is in range of float16
 
 
 class ScaledKeyQkWarpgroups(QkWarpgroups):
@@ -53,30 +61,25 @@ class ScaledKeyQkWarpgroups(QkWarpgroups):
         rQ = self.q_operands(smem, mma, tid, Float16)
         shape = mma.partition_shape_A((TOKENS_PER_TILE, BLOCK_COLUMNS))
         operands = [mma.make_fragment_A(shape) for _ in range(2)]
+        if const_expr(self.spec.has_rope):
+            self.multiply_rope(smem, acc[0], operands[1], tile, tid)
         self.load_codes(smem, raw, stage, 0, tid)
         scales = [self.load_row_scales(smem, stage, r, tid) for r in range(2)]
-        flags = Int32(0)
+        first = 0 if self.spec.has_rope else 1  # chunk whose operand is in use already
         for c in cutlass.range_constexpr(self.chunks):
-            if const_expr(c > 1):
-                warpgroup.wait_group(1)  # products of chunk c - 2 have read the registers that are written here
+            if const_expr(c > first):
+                warpgroup.wait_group(1)  # products of two groups before have read the registers that are written here
             multipliers = [codes.multiplier(self.scale_pair(scales[r], c, tid)) for r in range(2)]
             self.widen_scaled(raw, operands[c % 2], multipliers)
             if const_expr(c + 1 < self.chunks):
                 self.load_codes(smem, raw, stage, c + 1, tid)
             warpgroup.fence()
             blocks = [(k, 4 * c + k) for k in range(BLOCK_COLUMNS // 16)]
-            wgmma.issue(mma, acc[0], operands[c % 2], rQ, c > 0, blocks)
+            wgmma.issue(mma, acc[0], operands[c % 2], rQ, c > 0 or self.spec.has_rope, blocks)
             warpgroup.commit_group()
-        if const_expr(self.spec.has_rope):
-            warpgroup.wait_group(1)
-            flags = self.multiply_rope(smem, acc[0], True, tile, tid)
         is_slow = q_scaled | self.has_other_scale(smem, stage, tid)  # overlapped with the last products
         s_stage, phase = ring_slot(tile, self.warpgroups)
         cute.arch.mbarrier_wait(smem.s_empty.data_ptr() + s_stage, phase ^ 1)
-        if const_expr(self.spec.has_rope):
-            if tid % 32 == 0:
-                sFlags = smem.rope_flags.get_tensor(cute.make_layout((WARPS, self.warpgroups)))
-                sFlags[tid // 32, s_stage] = flags
         warpgroup.wait_group(0)
         self.stamp(smem, tile, 1, 1, tid, True)
         if is_slow == 0:
@@ -84,17 +87,41 @@ class ScaledKeyQkWarpgroups(QkWarpgroups):
         return is_slow
 
     @cute.jit
-    def multiply_rope(self, smem, acc: cute.Tensor, accumulate: cutlass.Constexpr, tile: Int32, tid: Int32) -> Int32:
-        """Starts S^T of the rope part of a tile; OUT_OF_RANGE where float16 does not hold that of this warp's keys."""
-        rope = self.rope_operand()
+    def multiply_rope(self, smem, acc: cute.Tensor, rope: cute.Tensor, tile: Int32, tid: Int32):
+        """Starts S^T of the rope part of a tile, whose operand is `rope`; makes it float16 where it lies, for PV.
+
+        Not where float16 does not hold that of this warp's 16 keys: then `rope_flags` has OUT_OF_RANGE.
+        """
+        rope = cute.make_tensor(cute.recast_ptr(rope.iterator, dtype=BFloat16), rope.layout)
         self.load_rope(smem, rope, tile, tid)
-        self.issue_rope(smem, acc, rope, accumulate, tid)
-        words, below = cute.recast_tensor(rope, Int32), Int32(0)
-        for i in cutlass.range_constexpr(cute.size(words)):
-            # magnitudes from MAX_ROPE, in the upper half of a word: negative if larger, as a NaN is
-            below |= (MAX_ROPE << 16) - (words[i] & 0x7FFF0000)
-            below |= (MAX_ROPE << 16) - ((words[i] & 0x7FFF) << 16)
-        return Int32(OUT_OF_RANGE) if cute.arch.vote_any_sync(below < 0) else Int32(0)
+        self.issue_rope(smem, acc, rope, False, tid)
+        words, outside = cute.recast_tensor(rope, Int32), Int32(0)
+        for r in cutlass.range_constexpr(2):
+            peak = words[r] & 0x7FFF7FFF
+            for i in cutlass.range_constexpr(1, cute.size(words) // 2):
+                peak = codes.max_magnitudes(peak, words[2 * i + r])
+            largest = cutlass.max(peak & -0x10000, peak << 16)
+            if largest != 0:
+                outside |= (MAX_ROPE << 16) - largest | largest - (MIN_ROPE << 16)
+        flag = Int32(OUT_OF_RANGE) if cute.arch.vote_any_sync(outside < 0) else Int32(0)
+        stage = self.rope_stage(tile)
+        sFlags = smem.rope_flags.get_tensor(cute.make_layout((WARPS, self.spec.stages)))
+        if tid % 32 == 0:
+            sFlags[tid // 32, stage] = flag
+        if flag == 0:
+            self.store_rope(smem, words, stage, tid)
+
+    @cute.jit
+    def store_rope(self, smem, words: cute.Tensor, stage: Int32, tid: Int32):
+        """Stores a thread's rope numbers as float16 where `load_rope` has read them."""
+        line, four = self.line(tid), cute.make_rmem_tensor(4, Int32)
+        for r in cutlass.range_constexpr(2):
+            for half in cutlass.range_constexpr(2):
+                for i in cutlass.range_constexpr(4):
+                    four[i] = codes.rope_to_float16(words[8 * half + 4 * (i // 2) + 2 * (i % 2) + r])
+                row = (line ^ (32 * half) ^ (16 * r)) + LINE_BYTES * r
+                place = smem.rope.data_ptr() + cute.assume(stage * ROPE_BYTES + row, divby=16)
+                cute.autovec_copy(four, cute.make_tensor(cute.recast_ptr(place, dtype=Int32), cute.make_layout(4)))
 
     @cute.jit
     def widen_scaled(self, raw: cute.Tensor, operand: cute.Tensor, multipliers: list):
@@ -120,7 +147,14 @@ class ScaledKeyQkWarpgroups(QkWarpgroups):
         power = cute.make_rmem_tensor(self.columns, Float32)
         sPower = smem.q_power.get_tensor(cute.make_layout(self.q.blocks * self.heads))
         if const_expr(self.spec.has_rope):
-            self.multiply_rope(smem, acc, False, tile, tid)
+            rope = self.rope_operand()
+            self.load_rope(smem, rope, tile, tid)
+            numbers = cute.recast_tensor(rope, Int32)
+            sFlags = smem.rope_flags.get_tensor(cute.make_layout((WARPS, self.spec.stages)))
+            if sFlags[tid // 32, stage] == 0:
+                for i in cutlass.range_constexpr(cute.size(numbers)):
+                    numbers[i] = codes.rope_to_bfloat16(numbers[i])
+            self.issue_rope(smem, acc, rope, False, tid)
             warpgroup.wait_group(0)
             result.store(acc.load())
         else:

@@ -35,7 +35,7 @@ def shared_storage(spec: LatentDecodeSpec):
         inverse_sum: cute.struct.MemRange[Float32, p_stages * heads]  # 1 / row_sum, with the last tile of a work tile
         lse: cute.struct.MemRange[Float32, p_stages * heads]
         flags: cute.struct.Align[cute.struct.MemRange[Int32, p_stages * WARPS], 16]  # of a tile, by warp
-        rope_flags: cute.struct.MemRange[Int32, s_stages * WARPS]  # by warp: 1 if float16 does not hold a rope part
+        rope_flags: cute.struct.MemRange[Int32, stages * WARPS]  # of 16 keys: OUT_OF_RANGE, or 0: their rope is float16
         sink: cute.struct.MemRange[Float32, heads]  # times log2(e)
         mask: cute.struct.MemRange[Int32, 2 * spec.mask_stages]  # a bit for each key: 1 if it counts
         q_full: Int64

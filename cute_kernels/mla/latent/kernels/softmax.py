@@ -49,8 +49,8 @@ class LatentSoftmaxWarpgroup(SoftmaxWarpgroup):
                 sWeight[place, p_stage * self.spec.scale_bytes + first + 4 * i + j] = number
         return Int32(OUT_OF_RANGE) if cute.arch.vote_any_sync(found != 0) else Int32(0)
 
-    def late_flags(self, smem, s_stage: Int32, tid: Int32) -> Any:
+    def late_flags(self, smem, stage: Int32, tid: Int32) -> Any:
         """OUT_OF_RANGE where float16 does not hold the rope parts of a warp's keys, which QK finds."""
         if not self.spec.has_rope:
             return None
-        return smem.rope_flags.get_tensor(cute.make_layout((WARPS, self.spec.qk_warpgroups)))[tid // 32, s_stage]
+        return smem.rope_flags.get_tensor(cute.make_layout((WARPS, self.spec.stages)))[tid // 32, stage]

@@ -89,7 +89,7 @@ class QConverter:
                 if self.convert(smem, index) == 0:
                     fits = Int32(0)
             for row in cutlass.range(first, self.heads, self.threads, unroll=1):
-                self.reorder_rope(smem, row)
+                self.reorder_rope(smem, row, NOPE // 8)
             ready = q_scaled | wgmma.every_thread(fits, Int32(NamedBarrier.QK), self.threads)
             if ready == 0:
                 q_scaled = Int32(1)
@@ -143,20 +143,20 @@ class QConverter:
         return fits
 
     @cute.jit
-    def reorder_rope(self, smem, row: Int32):
-        """Puts the rope part of a row, bf16, into the order in which lanes read keys: chunks of eight numbers.
+    def reorder_rope(self, smem, row: Int32, start: cutlass.Constexpr):
+        """Puts the rope part of a row, bf16, from chunk `start` of eight on, into the order in which lanes read keys.
 
         Of block i of 16 columns in a half, words 2 i and 2 i + 1 of a lane's chunk are words lane and lane + 4.
         """
         words = cute.make_rmem_tensor((4, 8), Int32)
         for c in cutlass.range_constexpr(8):
-            source = self.chunk(smem, row, NOPE // 8 + c)
+            source = self.chunk(smem, row, start + c)
             cute.autovec_copy(cute.recast_tensor(source, Int32), words[None, c])
         four = cute.make_rmem_tensor(4, Int32)
         for c in cutlass.range_constexpr(8):
             for lane in cutlass.range_constexpr(4):
                 four[lane] = words[c % 4, code_chunk(lane, c // 4)]
-            cute.autovec_copy(cute.recast_tensor(four, BFloat16), self.chunk(smem, row, NOPE // 8 + c))
+            cute.autovec_copy(cute.recast_tensor(four, BFloat16), self.chunk(smem, row, start + c))
 
     @cute.jit
     def multiply(self, smem, index: Int32, power: Float32):

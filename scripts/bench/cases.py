@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from fp8_mla.formats import FORMATS
 from scripts.bench import gqa as bench_gqa
 from scripts.bench import kernels_run
 from scripts.bench import mla as bench_mla
@@ -34,7 +35,11 @@ def select_benches(quick: bool, only: str | None) -> tuple[list[Bench], int]:
     benches: list[Bench] = [
         (bench.name, functools.partial(bench_mla.run_decode, bench, caches, peer)) for bench in decode
     ]
-    others: list[Bench] = [("mla_fp8_append", bench_mla.run_append), ("merge_states", bench_mla.run_merge)]
+    others: list[Bench] = [
+        (f"mla_fp8_append {name}", functools.partial(bench_mla.run_append, token_format=token_format))
+        for name, token_format in FORMATS.items()
+    ]
+    others.append(("merge_states", bench_mla.run_merge))
     pool = bench_gqa.Pool()
     others += [
         (gqa.name, functools.partial(bench_gqa.run_decode, gqa, pool))
@@ -124,7 +129,8 @@ def table(cases: Sequence[dict[str, Any]]) -> str:
 
 def case_name(case: dict[str, Any]) -> str:
     """What a case of the record was, in one line."""
-    named = [str(case[key]) for key in ("op", "mode", "pass", "case", "kv_dtype", "scales", "layout") if case.get(key)]
+    keys = ("op", "mode", "pass", "case", "cache_format", "kv_dtype", "scales", "layout")
+    named = [str(case[key]) for key in keys if case.get(key)]
     if "page_size" in case:
         named[-1] += f"_{case['page_size']}"
     if "batch" in case:

@@ -25,7 +25,8 @@ from cute_kernels.budget.variants import MLA_BUILT, MLA_HALF, MLA_NARROW, TURNS,
 from cute_kernels.mla.crossover.spec import MlaCrossoverSpec
 from cute_kernels.mla.plan import EXCHANGES, DecodePlan, plan_decode
 from cute_kernels.mla.spec import FEW, SCORES, WIDE
-from fp8_mla import QK_DIM, TOKEN_BYTES, V_DIM, pack, reference_decode, unpack
+from fp8_mla import QK_DIM, TOKEN_BYTES, V_DIM, pack, read_pages, reference_decode, unpack
+from fp8_mla.formats import V3_2, TokenFormat
 from scripts.bench import records
 from scripts.bench.timing import Expected, host_time, sets_to_outgrow_l2, time_graph
 from tests.support.compare import Comparison, bf16_yardstick, compare, relative_error
@@ -45,6 +46,7 @@ RESULTS = ("out", "lse")
 LOAD_SECONDS = 0.3
 """Replays before a sustained time is taken; the clock has settled after 0.1 s."""
 APPEND_TOKENS = 65536
+APPEND_MUST = {"copy_fraction": 0.8}
 FLOPS_PER_PAIR = 2 * (QK_DIM + V_DIM)
 
 
@@ -318,40 +320,46 @@ def forced_times(inputs: list[DecodeCase], argument: str, choices: Sequence[str]
     return times
 
 
-def run_append(ceilings: Mapping[str, float], device: str = "cuda") -> dict[str, Any]:
-    """Check, time and record the append of 65,536 tokens to shuffled pages."""
-    bytes_moved = APPEND_TOKENS * (2 * QK_DIM + TOKEN_BYTES + 8)
+def run_append(ceilings: Mapping[str, float], device: str = "cuda", token_format: TokenFormat = V3_2) -> dict[str, Any]:
+    """Check, time and record the append of 65,536 tokens to shuffled pages, planar ones where a format has them."""
+    width, token_bytes = token_format.d_qk, token_format.token_bytes
+    bytes_moved = APPEND_TOKENS * (2 * width + token_bytes + 8)
     gen = generator(2, device)
     sets = []
     for _ in range(sets_to_outgrow_l2(bytes_moved)):
-        kv = torch.randn((APPEND_TOKENS, QK_DIM), generator=gen, device=device).bfloat16()
-        cache = torch.zeros((APPEND_TOKENS // PAGE_SIZE, PAGE_SIZE, TOKEN_BYTES), dtype=torch.uint8, device=device)
+        kv = torch.randn((APPEND_TOKENS, width), generator=gen, device=device).bfloat16()
+        cache = torch.zeros((APPEND_TOKENS // PAGE_SIZE, PAGE_SIZE, token_bytes), dtype=torch.uint8, device=device)
         pages = torch.randperm(len(cache), generator=gen, device=device)
         slots = (pages.unsqueeze(1) * PAGE_SIZE + torch.arange(PAGE_SIZE, device=device)).flatten()
         sets.append((kv, cache, slots))
     kv, _, slots = sets[0]
-    cache = append_call(*sets[0])()
-    wrong = (cache.view(-1, TOKEN_BYTES)[slots] != pack(kv)).any(dim=1).float().mean().item()
+    options: dict[str, Any] = {} if token_format == V3_2 else {"cache_format": token_format.name}
+    cache = append_call(*sets[0], **options)()
+    packed = pack(kv, token_format=token_format)
+    wrong = (read_pages(cache, slots, token_format=token_format) != packed).any(dim=1).float().mean().item()
     problems = (f"{wrong:.2%} of the tokens differ from fp8_mla.pack",) if wrong else ()
     check = Comparison("mla_fp8_append", problems, rel_err=wrong, rel_err_baseline=0.0, worst=0.0, lse_err=0.0)
 
     def measure() -> dict[str, Any]:
-        expected = Expected.of(["kv_cache"], [append_call(*one) for one in sets[1:]], checked=(cache,))
-        timing = time_graph([append_call(*one) for one in sets], expected=expected)
+        expected = Expected.of(["kv_cache"], [append_call(*one, **options) for one in sets[1:]], checked=(cache,))
+        timing = time_graph([append_call(*one, **options) for one in sets], expected=expected)
         gb_per_s = bytes_moved / timing.us / 1e3
         speeds = {"GBps": round(gb_per_s, 1), "copy_fraction": round(gb_per_s / ceilings["copy_GBps"], 3)}
-        host_us = host_time(functools.partial(cute_kernels.mla_fp8_append, *sets[0]))
+        host_us = host_time(functools.partial(cute_kernels.mla_fp8_append, *sets[0], **options))
         return {**timing.as_record(), **speeds, "host_us": round(host_us, 2)}
 
-    return records.record_case({"op": "mla_fp8_append", "tokens": APPEND_TOKENS}, check, measure)
+    key = {"op": "mla_fp8_append", "tokens": APPEND_TOKENS, **options}
+    return records.with_must(records.record_case(key, check, measure), APPEND_MUST)
 
 
-def append_call(kv: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor) -> Callable[[], torch.Tensor]:
+def append_call(
+    kv: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor, **options: Any
+) -> Callable[[], torch.Tensor]:
     """An append to a copy of the cache, which it returns."""
     own = cache.clone()
 
     def call() -> torch.Tensor:
-        cute_kernels.mla_fp8_append(kv, own, slots)
+        cute_kernels.mla_fp8_append(kv, own, slots, **options)
         return own
 
     return call

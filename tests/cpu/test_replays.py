@@ -8,6 +8,7 @@ import torch
 
 import cute_kernels
 from cute_kernels.mla.op import mla_fp8_decode
+from fp8_mla.formats import FORMATS
 from scripts.bench import mla as bench_mla
 from scripts.bench import records, timing
 from scripts.bench.mla import Caches, DecodeBench
@@ -75,11 +76,12 @@ def test_one_bit_of_one_set_costs_the_speed(
     assert not set(entry) & {*records.SPEED_KEYS, "peers", "exchange_us", "scores_us", "sets_compared"}
 
 
-@pytest.mark.parametrize("name", ["mla_fp8_append", "merge_states"])
+@pytest.mark.parametrize("case", ["v3.2", "v4", "v4.1_fp4", "merge_states"])
 @pytest.mark.parametrize("wrong", [False, True])
 def test_append_and_merge_are_compared(
-    name: str, wrong: bool, timed: list[int], monkeypatch: pytest.MonkeyPatch
+    case: str, wrong: bool, timed: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    name = case if case == "merge_states" else "mla_fp8_append"
     right, made = getattr(cute_kernels, name), []
 
     def op(*arguments: Any, **options: Any) -> Any:
@@ -90,10 +92,12 @@ def test_append_and_merge_are_compared(
         return results
 
     monkeypatch.setattr(cute_kernels, name, op, raising=False)
-    runs = {"mla_fp8_append": bench_mla.run_append, "merge_states": bench_mla.run_merge}
     if name == "merge_states":
         monkeypatch.setattr(bench_mla, "V_DIM", 8)
-    entry = runs[name](CEILINGS, "cpu")
+        entry = bench_mla.run_merge(CEILINGS, "cpu")
+    else:
+        entry = bench_mla.run_append(CEILINGS, "cpu", FORMATS[case])
+        assert entry.get("cache_format", "v3.2") == case
     if wrong:
         assert "after the timed replays: set 2" in entry["failed"] and "us" not in entry
     else:

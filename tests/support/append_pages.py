@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,6 +61,10 @@ class AppendPages:
         buffer = torch.randint(256, (size,), dtype=torch.uint8, generator=gen, device=device)
         return cls(token_format, layout, shape, page_stride, buffer)
 
+    def cuda(self) -> AppendPages:
+        """The same pages in memory of the GPU."""
+        return dataclasses.replace(self, buffer=self.buffer.cuda())
+
     @property
     def num_slots(self) -> int:
         """Tokens of all pages."""
@@ -80,17 +85,28 @@ class AppendPages:
     def expected(self, kv: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
         """All bytes of the buffer after an append, on the CPU; the bytes of a token are those of `fp8_mla.pack`."""
         result = self.buffer.cpu().clone()
-        keep = (slots >= 0) & (slots < self.num_slots)
-        packed = pack(kv.cpu()[keep], token_format=self.token_format)
-        page, offset = slots[keep] // self.shape[1], slots[keep] % self.shape[1]
-        starts = [16 + page * self.page_stride + offset * self.layout.data_stride]
-        if len(self.token_format.row_bytes) == 2:
-            first = self.layout.scale_offset - self.token_format.scales.offset
-            starts.append(16 + page * self.page_stride + first + offset * self.layout.scale_stride)
-        rows = packed.split(self.token_format.row_bytes, dim=-1)
-        for start, row in zip(starts, rows, strict=True):
-            result[start.unsqueeze(1) + torch.arange(row.shape[1])] = row
+        pages = result[16:-16].view(-1, self.page_stride)
+        append_to(pages, kv.cpu(), slots.cpu(), self.shape[1], self.token_format, self.layout)
         return result
+
+
+def append_to(
+    pages: torch.Tensor,
+    kv: torch.Tensor,
+    slots: torch.Tensor,
+    page_size: int,
+    token_format: TokenFormat,
+    layout: PageLayout,
+) -> None:
+    """Writes the rows that `fp8_mla.pack` makes of new tokens, on the CPU; pages (num_pages, page bytes or more)."""
+    keep = (slots >= 0) & (slots < len(pages) * page_size)
+    packed = pack(kv[keep], token_format=token_format)
+    page, offset = (slots[keep] // page_size).unsqueeze(1), (slots[keep] % page_size).unsqueeze(1)
+    starts = [offset * layout.data_stride]
+    if len(token_format.row_bytes) == 2:
+        starts.append(layout.scale_offset - token_format.scales.offset + offset * layout.scale_stride)
+    for start, row in zip(starts, packed.split(token_format.row_bytes, dim=-1), strict=True):
+        pages[page, start + torch.arange(row.shape[1])] = row
 
 
 def slots_for(tokens: int, num_slots: int, seed: int) -> torch.Tensor:

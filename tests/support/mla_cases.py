@@ -311,8 +311,8 @@ def index_lists(
         indices = torch.where(drop, out_of_range[choice], indices)
     topk_length = None
     if lengths != "none":
-        shape = {"batch": (batch,), "query": (batch, s_q)}[lengths]
-        topk_length = torch.randint(0, topk + 1, shape, generator=gen, dtype=torch.int64, device=gen.device).int()
+        rows = {"batch": (batch,), "query": (batch, s_q)}[lengths]
+        topk_length = torch.randint(0, topk + 1, rows, generator=gen, dtype=torch.int64, device=gen.device).int()
         boundaries = torch.tensor([topk, 0, 1, topk + 5, -3, topk - 1], dtype=torch.int32, device=gen.device)
         flat = topk_length.view(-1)
         flat[: len(boundaries)] = boundaries[: len(flat)]

@@ -164,6 +164,7 @@ class SoftmaxWarpgroup:
                 rescaling = cute.math.exp2(row_max - (largest - P_EXPONENT), fastmath=True)
                 row_max = largest - P_EXPONENT
             _, tile_sum = self.exp_tile(row_max, addresses, False)
+        late_flags = self.late_flags(smem, s_stage, tid)
         cute.arch.mbarrier_arrive(smem.s_empty.data_ptr() + s_stage)
         row_sum = row_sum * rescaling + tile_sum
 
@@ -173,7 +174,14 @@ class SoftmaxWarpgroup:
         if cute.arch.vote_any_sync(rescaling != 1.0):
             if lane == 0:
                 sFlags[tid // 32, p_stage] |= RESCALE_O
+        if const_expr(late_flags is not None):
+            if lane == 0:
+                sFlags[tid // 32, p_stage] |= late_flags
         return row_max, row_sum
+
+    def late_flags(self, smem, s_stage: Int32, tid: Int32) -> Any:
+        """Flags of a warp that are known with S: None here."""
+        return None
 
     @cute.jit
     def exp_tile(self, row_max: Float32, addresses: Addresses, is_hot: cutlass.Constexpr):

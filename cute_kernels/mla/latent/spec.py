@@ -25,8 +25,8 @@ class LatentDecodeSpec(MlaDecodeSpec):
 
     @property
     def compile_options(self) -> str:
-        """The level at which ptxas spills no register."""
-        return "--ptxas-options '--register-usage-level=5'"
+        """Levels at which ptxas spills no register."""
+        return f"--ptxas-options '--register-usage-level={0 if self.few_heads else 5}'"
 
     def can_implement(self) -> list[str]:
         """Reasons, in words, why this kernel cannot be built; empty when it can."""
@@ -86,7 +86,7 @@ class LatentDecodeSpec(MlaDecodeSpec):
     def registers(self) -> Registers:
         """Of each role, after the roles have exchanged registers."""
         if self.few_heads:
-            return Registers(load=48, qk=96, pv=96, softmax=48)
+            return Registers(load=40, qk=112, pv=88, softmax=40)
         if self.heads < WIDE:
             return Registers(load=56, qk=120, pv=168, softmax=0)
         return Registers(load=48, qk=112, pv=176, softmax=0)

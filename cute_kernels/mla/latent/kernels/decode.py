@@ -66,8 +66,8 @@ from cute_kernels.mla.kernels.load_q import QTma, make_q_tma
 from cute_kernels.mla.kernels.merge import PartialMerger
 from cute_kernels.mla.kernels.scheduler import Divisors, Share, WorkTable
 from cute_kernels.mla.latent.kernels.load import LatentLoader
-from cute_kernels.mla.latent.kernels.pv import Bf16PvWarpgroups
-from cute_kernels.mla.latent.kernels.qk import Bf16QkWarpgroups
+from cute_kernels.mla.latent.kernels.pv import ScaledKeyPvWarpgroups
+from cute_kernels.mla.latent.kernels.qk import ScaledKeyQkWarpgroups
 from cute_kernels.mla.latent.kernels.scheduler import LatentScheduler, Source
 from cute_kernels.mla.latent.kernels.smem import shared_storage
 from cute_kernels.mla.latent.kernels.softmax import LatentSoftmaxWarpgroup
@@ -88,8 +88,8 @@ class LatentDecodeKernel(MlaDecodeKernel):
         self.scheduler = LatentScheduler(spec)
         self.softmax = LatentSoftmaxWarpgroup(spec)
         self.load = LatentLoader(spec)
-        self.qk = Bf16QkWarpgroups(spec)
-        self.pv = Bf16PvWarpgroups(spec)
+        self.qk = ScaledKeyQkWarpgroups(spec)
+        self.pv = ScaledKeyPvWarpgroups(spec)
         self.tracer = Tracer(spec.trace, len(ROLES))
         if spec.split:
             self.merger = PartialMerger(spec)

@@ -10,6 +10,7 @@ from cute_kernels.device.ring import ring_slot
 from cute_kernels.mla.kernels.load import CHUNK_BYTES, ROWS_PER_STEP, KeyLoader
 from cute_kernels.mla.kernels.scheduler import WorkTable
 from cute_kernels.mla.kernels.smem import ROPE_BYTES, WARPS, line_offset
+from cute_kernels.mla.latent.kernels import codes
 from cute_kernels.mla.latent.kernels.scheduler import LatentScheduler, Source, tiles_of
 from cute_kernels.mla.latent.kernels.smem import codes_bytes
 from cute_kernels.mla.latent.spec import LINE_BYTES, LatentDecodeSpec
@@ -155,7 +156,7 @@ class LatentLoader(KeyLoader):
             sMask[loaded % self.spec.mask_stages * WARPS + warp_idx] = Int16(bits)
         if lane < 16:
             self.copy_scales(smem, row, (stage * TOKENS_PER_TILE + first + lane) * self.spec.scale_bytes)
-        codes, rope = smem.codes.data_ptr(), None
+        sCodes, rope = smem.codes.data_ptr(), None
         if const_expr(self.spec.has_rope):
             rope = smem.rope.data_ptr()
         code_bytes = self.spec.token_format.codes.num_bytes
@@ -167,14 +168,14 @@ class LatentLoader(KeyLoader):
             size = (bits >> copied & 1) * CHUNK_BYTES
             line = line_offset(first + copied, chunk)
             start = stage * codes_bytes(self.spec)
-            target = codes + cute.assume(start + line, divby=CHUNK_BYTES)
+            target = sCodes + cute.assume(start + line, divby=CHUNK_BYTES)
             for j in cutlass.range_constexpr(code_bytes // LINE_BYTES):
                 self.copy_or_clear(source + LINE_BYTES * j, target + TOKENS_PER_TILE * LINE_BYTES * j, size)
             if const_expr(code_bytes % LINE_BYTES != 0):  # half a line: its chunks 0 to 3 lie where QK reads 0, 1, 4, 5
                 if chunk < 4:
                     begin = start + TOKENS_PER_TILE * LINE_BYTES * (code_bytes // LINE_BYTES)
                     offset = line_offset(first + copied, half_line_chunk(chunk))
-                    place = codes + cute.assume(begin + offset, divby=CHUNK_BYTES)
+                    place = sCodes + cute.assume(begin + offset, divby=CHUNK_BYTES)
                     self.copy_or_clear(source + code_bytes // LINE_BYTES * LINE_BYTES, place, size)
             if const_expr(self.spec.has_rope):
                 place = rope + cute.assume(stage * ROPE_BYTES + line, divby=CHUNK_BYTES)
@@ -182,15 +183,22 @@ class LatentLoader(KeyLoader):
 
     @cute.jit
     def copy_scales(self, smem, row: Row, start: Int32):
-        """Starts the copy of a key's scales."""
+        """Starts the copy of a key's scales. Those of a masked key are stored, in range: its codes are zeros."""
         size = min(self.spec.scale_bytes, CHUNK_BYTES)
         for i in cutlass.range_constexpr(self.spec.scale_bytes // size):
             place = smem.scale.data_ptr() + cute.assume(start + size * i, divby=size)
-            operation = "cp.async.cg" if const_expr(size == CHUNK_BYTES) else "cp.async.ca"
-            cute.arch.inline_ptx(
-                f"{operation}.shared.global [{{$r0}}], [{{$r1}}], {size}, {{$r2}};",
-                read_only_args=[Int32(place.toint()), row.scales + size * i, row.valid * size],
-            )
+            if row.valid != 0:
+                operation = "cp.async.cg" if const_expr(size == CHUNK_BYTES) else "cp.async.ca"
+                cute.arch.inline_ptx(
+                    f"{operation}.shared.global [{{$r0}}], [{{$r1}}], {size};",
+                    read_only_args=[Int32(place.toint()), row.scales + size * i],
+                )
+            else:
+                words = cute.make_rmem_tensor(size // 4, Int32)
+                words.fill(codes.MASKED_BYTES)
+                cute.autovec_copy(
+                    words, cute.make_tensor(cute.recast_ptr(place, dtype=Int32), cute.make_layout(size // 4))
+                )
 
 
 def half_line_chunk(chunk):

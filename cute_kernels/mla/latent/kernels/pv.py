@@ -1,13 +1,14 @@
-"""The two PV warpgroups of the latent decode kernel: O^T += V^T P^T in bfloat16, and the epilogue."""
+"""The two PV warpgroups of the latent decode kernel: O^T += V^T P^T, and the epilogue."""
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import AddressSpace, BFloat16, Float32, Int32, const_expr
+from cutlass import AddressSpace, BFloat16, Float16, Float32, Int32, const_expr
 from cutlass.cute.nvgpu import warpgroup
 
 from cute_kernels.device import registers, wgmma
 from cute_kernels.device.ring import ring_slot
 from cute_kernels.mla.kernels.arguments import Results
+from cute_kernels.mla.kernels.barriers import NamedBarrier
 from cute_kernels.mla.kernels.pv import KEY_BLOCKS, ROW_BLOCKS, Epilogue, PvWarpgroups
 from cute_kernels.mla.kernels.scheduler import WorkTable
 from cute_kernels.mla.kernels.smem import (
@@ -20,26 +21,24 @@ from cute_kernels.mla.kernels.smem import (
     tiled_mmas,
 )
 from cute_kernels.mla.latent.kernels import codes
-from cute_kernels.mla.latent.kernels.convert_q import EVEN, ODD
 from cute_kernels.mla.latent.kernels.load import half_line_chunk
 from cute_kernels.mla.latent.kernels.scheduler import LatentScheduler
 from cute_kernels.mla.latent.kernels.smem import codes_bytes, weights
 from cute_kernels.mla.latent.spec import LINE_BYTES, LatentDecodeSpec
 from cute_kernels.mla.spec import TOKENS_PER_TILE
 
-BYTE_PAIRS = (
-    0x5410,
-    0x7632,
-)  # PRMT: two values of two keys, m even and odd
+EXACT_BYTE_PAIRS = (0x5410, 0x7632)  # PRMT: two values of two keys as `codes.widen_even` and `widen_odd` take them
+EVEN, ODD = 0x5410, 0x7632  # PRMT: the lower halves of two words, the upper ones
 VALUES_PER_WARP = 64
 
 
-class Bf16PvWarpgroups(PvWarpgroups):
+class ScaledKeyPvWarpgroups(PvWarpgroups):
     """Device code for 2 x 128 threads; see `PvWarpgroups` for which values and keys a thread has.
 
-        O += (scale code) P      an exact bfloat16 number times P as bfloat16, summed in float32
+        O WEIGHT += (WEIGHT scale code) P      an exact float16 number times P as float16, summed in float32
 
-    A rope part is the last 64 values, those of one warp: they are bfloat16 as they lie.
+    A rope part is the last 64 values, those of one warp, and becomes float16 too. A tile with a scale or a rope part
+    out of range of float16 is added in bfloat16 (`add_exactly`).
     """
 
     spec: LatentDecodeSpec
@@ -63,7 +62,7 @@ class Bf16PvWarpgroups(PvWarpgroups):
         tid: Int32,
     ):
         """O of the key tiles done, done + 1, ... of a work tile, and its epilogue."""
-        mma = tiled_mmas(self.heads)[1]
+        mma, mma_exact = tiled_mmas(self.heads)
         shape = mma.partition_shape_C((TOKENS_PER_TILE, self.heads))
         acc_o = [cute.make_rmem_tensor(shape, Float32) for _ in range(ROW_BLOCKS)]
         for m in cutlass.range_constexpr(ROW_BLOCKS):
@@ -83,7 +82,7 @@ class Bf16PvWarpgroups(PvWarpgroups):
             if flags & RESCALE_O != 0 and tile > done:
                 self.rescale(smem, acc_o, p_stage, tid)
             if flags & OUT_OF_RANGE != 0:
-                self.add_slowly(smem, mma, acc_o, tile, line, wg, tid)
+                self.add_exactly(smem, mma_exact, acc_o, stage, p_stage, line, wg, tid)
                 cute.arch.mbarrier_arrive(smem.empty.data_ptr() + stage)
             else:
                 self.add_values(smem, mma, acc_o, raw, tile, line, wg, tid)
@@ -100,6 +99,8 @@ class Bf16PvWarpgroups(PvWarpgroups):
             if tid < self.heads:
                 lse = sLse[tid, p_stage]
             cute.arch.mbarrier_arrive(smem.p_empty.data_ptr() + p_stage)
+        for c in cutlass.range_constexpr(self.columns):
+            factor[c] *= 1.0 / codes.WEIGHT
         # located again, not kept: each register counts while O is held
         work = self.scheduler.locate(registers.opaque(index), table)
         epilogue = Epilogue(acc_o, factor, lse, Int32(1))
@@ -154,18 +155,24 @@ class Bf16PvWarpgroups(PvWarpgroups):
     @cute.jit
     def widen_codes(self, raw: cute.Tensor, m: cutlass.Constexpr, operand: cute.Tensor, multipliers: cute.Tensor):
         """A of row block m, from codes of four keys: rows g and g + 8, keys 2 q and on and 2 q + 8 and on."""
-        for i in cutlass.range_constexpr(2):
-            word = Int32(cute.arch.prmt(raw[m // 2, 2 * i], raw[m // 2, 2 * i + 1], Int32(BYTE_PAIRS[m % 2])))
-            operand[2 * i] = codes.multiply(codes.widen_even(word), multipliers[i])
-            operand[2 * i + 1] = codes.multiply(codes.widen_odd(word), multipliers[i])
+        half = cute.make_rmem_tensor(8, Float16)
+        self.widen(raw, m, half)
+        words = cute.recast_tensor(half, Int32)
+        for i in cutlass.range_constexpr(4):
+            operand[i] = codes.multiply(words[i], multipliers[i // 2])
 
     @cute.jit
-    def order_rope(self, raw: cute.Tensor, m: cutlass.Constexpr, operand: cute.Tensor):
+    def widen_rope(self, raw: cute.Tensor, m: cutlass.Constexpr, operand: cute.Tensor):
         """The same from numbers of a rope part, those of its half m // 2."""
         for i in cutlass.range_constexpr(2):
-            a, b = raw[m % 2, 2 * i], raw[m % 2, 2 * i + 1]
-            operand[2 * i] = Int32(cute.arch.prmt(a, b, Int32(EVEN)))
-            operand[2 * i + 1] = Int32(cute.arch.prmt(a, b, Int32(ODD)))
+            a, b = (codes.weigh_rope(raw[m % 2, 2 * i + e]) for e in range(2))
+            for odd in cutlass.range_constexpr(2):
+                bits, two = cute.make_rmem_tensor(2, Int32), cute.make_rmem_tensor(2, Float16)
+                for e in cutlass.range_constexpr(2):
+                    word = (a, b)[e]
+                    bits[e] = word & -0x10000 if const_expr(odd == 1) else word << 16
+                two.store(cute.recast_tensor(bits, Float32).load().to(Float16))
+                operand[2 * i + odd] = cute.recast_tensor(two, Int32)[0]
 
     def quant_tile(self, wg: Int32, tid: Int32):
         """The quant tile of a thread's eight values."""
@@ -177,7 +184,7 @@ class Bf16PvWarpgroups(PvWarpgroups):
     def load_multipliers(self, smem, p_stage: Int32, block: cutlass.Constexpr, wg: Int32, tid: Int32) -> cute.Tensor:
         """Multipliers of a thread's four keys of a block, two in a word."""
         words = cute.make_rmem_tensor(2, Int32)
-        numbers = cute.recast_tensor(words, BFloat16)
+        numbers = cute.recast_tensor(words, Float16)
         start = weights(smem, self.spec, p_stage, self.quant_tile(wg, tid), tid)[None, block // 2].iterator
         cute.autovec_copy(cute.make_tensor(start + block % 2 * 4, cute.make_layout(4)), numbers)
         return words
@@ -207,7 +214,7 @@ class Bf16PvWarpgroups(PvWarpgroups):
                             self.load_values(smem, raw[1], stage, block, 1, line, wg, tid)
                         if const_expr(m == 2 and block + 1 < KEY_BLOCKS):
                             self.load_values(smem, raw[0], stage, block + 1, 0, line, wg, tid)
-                        self.order_rope(raw[m // 2], m, operand)
+                        self.widen_rope(raw[m // 2], m, operand)
                     else:
                         if const_expr(m == 0 and block + 1 < KEY_BLOCKS):
                             self.load_values(smem, raw[(block + 1) % 2], stage, block + 1, 0, line, wg, tid)
@@ -228,34 +235,42 @@ class Bf16PvWarpgroups(PvWarpgroups):
                         warpgroup.wait_group(1)
 
     @cute.jit
-    def add_slowly(self, smem, mma: cute.TiledMma, acc_o, tile: Int32, line: Int32, wg: Int32, tid: Int32):
-        """O^T += V^T P^T with any scales: rare, so without overlap."""
-        stage, _ = ring_slot(tile, self.spec.stages)
-        p_stage, _ = ring_slot(tile, self.spec.p_stages)
-        rP = self.p_operands(smem, mma, tid)[None, None, None, p_stage]
+    def add_exactly(self, smem, mma: cute.TiledMma, acc_o, stage: Int32, p_stage: Int32, line: Int32, wg, tid):
+        """O^T += V^T (P WEIGHT)^T in bf16, whose range is that of float32: rare, so without overlap."""
+        sScaledP, sP = self.exact_p(smem)
+        rScaledP = mma.make_fragment_B(mma.get_slice(tid).partition_B(sScaledP))[None, None, None, wg]
         fragment = mma.make_fragment_A(mma.partition_shape_A((TOKENS_PER_TILE, 16)))
         operand = cute.recast_tensor(fragment, Int32)
         raw = cute.make_rmem_tensor((2, 4), Int32)
         first, second = cute.make_rmem_tensor(2, Int32), cute.make_rmem_tensor(2, Int32)
+        is_rope = False
+        if const_expr(self.spec.has_rope):
+            is_rope = self.has_rope(wg, tid)
         for block in cutlass.range(KEY_BLOCKS, unroll=1):
+            for i in cutlass.range(tid, 16 * self.heads, 128, unroll=1):
+                head, position = i // 16, 16 * block + i % 16
+                sScaledP[head, i % 16, wg] = (sP[head, position, p_stage].to(Float32) * codes.WEIGHT).to(BFloat16)
+            cute.arch.fence_proxy("async.shared", space="cta")  # ordinary stores, read by wgmma
+            cute.arch.barrier(barrier_id=NamedBarrier.PV + wg, number_of_threads=128)
             self.load_multiplier_pairs(smem, stage, block, wg, tid, first, second)
             for m in cutlass.range_constexpr(ROW_BLOCKS):
-                is_rope = False
-                if const_expr(self.spec.has_rope):
-                    is_rope = self.has_rope(wg, tid)
                 self.load_values(smem, raw, stage, block, m // 2, line, wg, tid)
                 if is_rope:
-                    self.order_rope(raw, m, operand)
-                else:
-                    self.widen_codes(raw, m, operand, first)
                     for i in cutlass.range_constexpr(4):
-                        operand[i] = codes.multiply(operand[i], second[i // 2])
+                        a, b = raw[m % 2, i // 2 * 2], raw[m % 2, i // 2 * 2 + 1]
+                        operand[i] = Int32(cute.arch.prmt(a, b, Int32(ODD if i % 2 else EVEN)))
+                else:
+                    for i in cutlass.range_constexpr(2):
+                        a, b = raw[m // 2, 2 * i], raw[m // 2, 2 * i + 1]
+                        word = Int32(cute.arch.prmt(a, b, Int32(EXACT_BYTE_PAIRS[m % 2])))
+                        for odd, numbers in ((0, codes.widen_even(word)), (1, codes.widen_odd(word))):
+                            scaled = codes.multiply_bf16(numbers, first[i])
+                            operand[2 * i + odd] = codes.multiply_bf16(scaled, second[i])
                 warpgroup.fence()
-                block_p = rP[None, None, block]
-                one = cute.make_tensor(block_p.iterator, cute.append(block_p.layout, cute.make_layout(1), 3))
-                wgmma.issue(mma, acc_o[m], fragment, one, True, [(0, 0)])
+                wgmma.issue(mma, acc_o[m], fragment, rScaledP, True, [(0, 0)])
                 warpgroup.commit_group()
                 warpgroup.wait_group(0)
+            cute.arch.barrier(barrier_id=NamedBarrier.PV + wg, number_of_threads=128)
 
     @cute.jit
     def load_multiplier_pairs(self, smem, stage: Int32, block: Int32, wg: Int32, tid: Int32, first, second):
@@ -266,5 +281,5 @@ class Bf16PvWarpgroups(PvWarpgroups):
                 key = 16 * block + 2 * (tid % 4) + 8 * i + e
                 start = (stage * TOKENS_PER_TILE + key) * self.spec.scale_bytes + self.quant_tile(wg, tid)
                 pairs.append(codes.multiplier_pair(Int32((smem.scale.data_ptr() + start).load()) & 0xFF))
-            for which, target in ((0, first), (1, second)):
-                target[i] = Int32(cute.arch.prmt(pairs[0][which], pairs[1][which], Int32(EVEN)))
+            first[i] = Int32(cute.arch.prmt(pairs[0][0], pairs[1][0], Int32(EVEN)))
+            second[i] = Int32(cute.arch.prmt(pairs[0][1], pairs[1][1], Int32(EVEN)))

@@ -1,10 +1,11 @@
 """Shared memory of the latent decode kernel, and where scales and their multipliers lie in it."""
 
 import cutlass.cute as cute
-from cutlass import BFloat16, Float32, Int32, Int64, Uint8
+from cutlass import BFloat16, Float16, Float32, Int32, Int64, Uint8
 
 from cute_kernels.mla.kernels.load_q import q_layout
-from cute_kernels.mla.kernels.smem import ROPE_BYTES, SHARED_BYTES, WARPS, p_layout
+from cute_kernels.mla.kernels.smem import ROPE_BYTES, SHARED_BYTES, WARPS, p_layout, scaled_p_layout
+from cute_kernels.mla.kernels.tile import QUANT_TILE as BLOCK
 from cute_kernels.mla.latent.spec import LINE_BYTES, LatentDecodeSpec
 from cute_kernels.mla.spec import TOKENS_PER_TILE
 
@@ -24,14 +25,17 @@ def shared_storage(spec: LatentDecodeSpec):
         codes: cute.struct.Align[cute.struct.MemRange[Uint8, stages * codes_bytes(spec)], 1024]
         rope: cute.struct.Align[cute.struct.MemRange[Uint8, rope_bytes], 1024]
         q: cute.struct.Align[cute.struct.MemRange[BFloat16, cute.cosize(q_layout(heads, spec.d_qk))], 1024]
-        p: cute.struct.Align[cute.struct.MemRange[BFloat16, cute.cosize(p_layout(heads))], 1024]
+        p: cute.struct.Align[cute.struct.MemRange[Float16, cute.cosize(p_layout(heads))], 1024]
         s: cute.struct.Align[cute.struct.MemRange[Float32, s_stages * TOKENS_PER_TILE * heads], 1024]
+        scaled_p: cute.struct.Align[cute.struct.MemRange[BFloat16, cute.cosize(scaled_p_layout(heads))], 1024]
         scale: cute.struct.Align[cute.struct.MemRange[Uint8, stages * TOKENS_PER_TILE * spec.scale_bytes], 128]
-        weight: cute.struct.Align[cute.struct.MemRange[BFloat16, p_stages * TOKENS_PER_TILE * spec.scale_bytes], 128]
+        weight: cute.struct.Align[cute.struct.MemRange[Float16, p_stages * TOKENS_PER_TILE * spec.scale_bytes], 128]
+        q_power: cute.struct.MemRange[Float32, spec.d_qk // BLOCK * heads]
         rescaling: cute.struct.MemRange[Float32, p_stages * heads]  # factor of O, by head
         inverse_sum: cute.struct.MemRange[Float32, p_stages * heads]  # 1 / row_sum, with the last tile of a work tile
         lse: cute.struct.MemRange[Float32, p_stages * heads]
         flags: cute.struct.Align[cute.struct.MemRange[Int32, p_stages * WARPS], 16]  # of a tile, by warp
+        rope_flags: cute.struct.MemRange[Int32, s_stages * WARPS]  # by warp: 1 if float16 does not hold a rope part
         sink: cute.struct.MemRange[Float32, heads]  # times log2(e)
         mask: cute.struct.MemRange[Int32, 2 * spec.mask_stages]  # a bit for each key: 1 if it counts
         q_full: Int64

@@ -25,6 +25,7 @@ class CacheKey(NamedTuple):
     name: str
     page_size: int
     width: int
+    page_stride: int  # not checked by the kernel: a page must hold its scale rows
     token_stride: int
     has_pages: bool
 
@@ -136,7 +137,7 @@ def _pages(cache: torch.Tensor) -> torch.Tensor:
 
 def _cache_key(pages: torch.Tensor, name: str, index: torch.Tensor) -> CacheKey:
     num_pages, page_size, _ = pages.shape
-    return CacheKey(name, page_size, index.shape[-1], pages.stride(1), num_pages > 0)
+    return CacheKey(name, page_size, index.shape[-1], pages.stride(0), pages.stride(1), num_pages > 0)
 
 
 def _prepare(

@@ -237,7 +237,12 @@ def test_four_tokens_per_warp_compile(name):
 def test_the_launch_tells_the_kernel_where_rows_are(monkeypatch):
     """Of V3.2 the strides of the cache say it, of other formats the layout of a page."""
     asked, calls = [], []
-    monkeypatch.setattr(append_launch, "get_kernel", lambda spec: asked.append(spec) or (lambda *a: calls.append(a)))
+
+    def get_kernel(spec):
+        asked.append(spec)
+        return lambda *arguments: calls.append(arguments)
+
+    monkeypatch.setattr(append_launch, "get_kernel", get_kernel)
     kv, pages, slots = torch.zeros(5000, 576), CACHE, torch.zeros(5000)
     append_launch.launch_append(kv, pages, slots, V3_2, V3_2.page_layout(PAGE_SIZE))
     append_launch.launch_append(kv[:1], pages, slots, V4, V4.page_layout(64))

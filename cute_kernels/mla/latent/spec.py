@@ -3,11 +3,12 @@
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from cute_kernels.mla.spec import MERGE_LANES, NARROW, TOKENS_PER_TILE, WIDE, MlaDecodeSpec, Registers
+from cute_kernels.mla.spec import MERGE_LANES, NARROW, WIDE, MlaDecodeSpec, Registers
 from fp8_mla.formats import FORMATS, PAIRS, TokenFormat
 
+FP4_LINES = 2  # of a key with 4-bit codes
 LINE_BYTES = 128  # of a key's row in shared memory: one row of the 128-byte swizzle
-POWER_OF_TWO_SCALES = ("v4", "v4.1")  # formats whose codes times scales are exact in bfloat16
+SCALED_KEY_FORMATS = ("v4", "v4.1", "v4.1_fp4")  # whose codes times scales have few bits: keys are scaled as operands
 
 
 @dataclass(frozen=True)
@@ -31,8 +32,8 @@ class LatentDecodeSpec(MlaDecodeSpec):
     def can_implement(self) -> list[str]:
         """Reasons, in words, why this kernel cannot be built; empty when it can."""
         reasons = super().can_implement()
-        if self.cache_format not in POWER_OF_TWO_SCALES:
-            reasons.append(f"cache_format is {self.cache_format!r}; known are {POWER_OF_TWO_SCALES}")
+        if self.cache_format not in SCALED_KEY_FORMATS:
+            reasons.append(f"cache_format is {self.cache_format!r}; known are {SCALED_KEY_FORMATS}")
         if self.extra_format and (self.cache_format, self.extra_format) not in PAIRS:
             reasons.append(f"extra_format is {self.extra_format!r} with {self.cache_format!r}; known pairs are {PAIRS}")
         if self.extra_format and not self.sparse:
@@ -45,6 +46,13 @@ class LatentDecodeSpec(MlaDecodeSpec):
     def token_format(self) -> TokenFormat:
         """The format of the cache."""
         return FORMATS[self.cache_format]
+
+    @property
+    def kinds(self) -> tuple[TokenFormat, ...]:
+        """The formats that key tiles have: one, or that of the cache and that of the second one."""
+        if self.extra_format in ("", self.cache_format):
+            return (self.token_format,)
+        return (self.token_format, FORMATS[self.extra_format])
 
     @property
     def has_extra(self) -> bool:
@@ -64,18 +72,12 @@ class LatentDecodeSpec(MlaDecodeSpec):
     @property
     def code_lines(self) -> int:
         """Lines of `LINE_BYTES` that a key's codes take in a stage."""
-        return -(-self.token_format.codes.num_bytes // LINE_BYTES)
+        return max(-(-kind.codes.num_bytes // LINE_BYTES) for kind in self.kinds)
 
     @property
     def scale_bytes(self) -> int:
         """Of a key in a stage."""
-        return self.token_format.row_bytes[1]
-
-    @property
-    def stage_bytes(self) -> int:
-        """Shared memory of a key tile: codes, rope parts and scales."""
-        lines = self.code_lines + (1 if self.has_rope else 0)
-        return TOKENS_PER_TILE * (lines * LINE_BYTES + self.scale_bytes)
+        return max(kind.row_bytes[1] for kind in self.kinds)
 
     @property
     def pv_issues_tma(self) -> bool:
@@ -94,7 +96,12 @@ class LatentDecodeSpec(MlaDecodeSpec):
     @property
     def stages(self) -> int:
         """Key tiles in shared memory: as many as Q leaves room for."""
-        return 3 if self.heads == WIDE else 4
+        return 3 if self.heads == WIDE and self.code_lines > FP4_LINES else 4
+
+    @property
+    def mask_stages(self) -> int:
+        """Key tiles whose masks are kept: more than stages."""
+        return 4 if self.stages == 3 else 8
 
     @property
     def rope_stages(self) -> int:
@@ -113,12 +120,12 @@ class LatentDecodeSpec(MlaDecodeSpec):
 
 def shipped_specs() -> list[LatentDecodeSpec]:
     """Every specification that the planner can ask for."""
-    pairs = [(name, extra) for name, extra in PAIRS if name in POWER_OF_TWO_SCALES and extra in POWER_OF_TWO_SCALES]
+    pairs = [(name, extra) for name, extra in PAIRS if name in SCALED_KEY_FORMATS and extra in SCALED_KEY_FORMATS]
     return [
         LatentDecodeSpec(
             sparse=sparse, merge_lanes=lanes, heads=heads, balanced=balanced, cache_format=name, extra_format=extra
         )
-        for name, extra in [*((name, "") for name in POWER_OF_TWO_SCALES), *pairs]
+        for name, extra in [*((name, "") for name in SCALED_KEY_FORMATS), *pairs]
         for balanced in (False, True)
         for sparse in (True, False)
         for lanes in MERGE_LANES

@@ -1,26 +1,39 @@
-"""e4m3 codes and ue8m0 scales as 16-bit numbers, exactly: in registers, two at a time.
+"""Codes and scales as float16 numbers, exactly: in registers, two at a time.
 
-A scale byte e means 2^(e - 127).
+A key is code x scale x WEIGHT. float16 holds that for any code where the scale is in range, and the products then need
+nothing between them. One conversion makes two numbers of two e4m3 codes; four e2m1 codes are four bytes of a table.
 
-*float16*, the fast way: one conversion makes two numbers of two codes, and code x 2^8 scale is exact in float16 for
-bytes 105 to 126, that is for tiles whose largest value is up to 224. 105 is the smallest byte that quantizers write.
+    scale        in range                              that is
+    ue8m0        bytes 105 to 126, 2^-22 to 1/2        as small as quantizers write; values up to 224
+    e4m3 (fp4)   magnitudes up to 40                   values up to 240
 
-*bfloat16*, for any scale: moved four bits right, below its sign, the upper byte of a 16-bit word with a code becomes a
-bfloat16 number that is 2^120 too small, subnormal codes included. Two multiplications by powers of two bring it to code
-x scale, which has 4 significant bits: bfloat16 holds it for bytes 3 to 246. A NaN code becomes 480 instead.
+Other scales, NaN among them, take slow paths in float32 and bfloat16.
 """
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import BFloat16, Float16, Float32, Int32
+from cutlass import BFloat16, Float8E4M3FN, Float16, Float32, Int32, const_expr
 
-WEIGHT = 2.0**8  # of float16 keys
-MIN_BYTE, MAX_BYTE = 105, 126  # scale bytes for which float16 holds any code times WEIGHT times the scale
-NAN_BYTE = 255  # the scale byte that means NaN
-MASKED_BYTES = 0x76767676  # scales of a masked key, in range
-MULTIPLIER = -(104 << 10) * 0x00010001 % 2**32  # exponent field of WEIGHT times a scale, less the byte; twice
-MAGNITUDES = 0x07F007F0  # the seven bits of two codes, as bfloat16
-SIGNS = -0x7FFF8000  # 0x80008000
+from fp8_mla.formats import TokenFormat
+
+WEIGHT = 2.0**8
+WEIGHTS = 0x5C005C00  # as two float16 numbers
+MIN_BYTE, MAX_BYTE = 105, 126  # ue8m0 scales in range
+MAX_FP4_BYTE = 0x62  # the largest e4m3 scale in range, 40
+NAN_BYTE = 255  # the ue8m0 byte that means NaN
+MULTIPLIER = -(104 << 10) * 0x00010001 % 2**32  # exponent field of WEIGHT times a ue8m0 scale, less the byte; twice
+LOW_VALUES, HIGH_VALUES = 0x3E3C3800, 0x46444240  # upper bytes of the float16 numbers 0, 0.5, 1, 1.5; 2, 3, 4, 6
+TOP_BITS = -0x7F7F7F80  # 0x80808080
+
+
+def is_fp4(kind: TokenFormat) -> bool:
+    """Whether codes are e2m1 and scales e4m3."""
+    return kind.codes.bits == 4
+
+
+def masked_scales(kind: TokenFormat) -> int:
+    """Four scales in range, for a masked key, whose codes are zeros."""
+    return 0x38383838 if is_fp4(kind) else 0x76767676
 
 
 @cute.jit
@@ -29,60 +42,76 @@ def multiply(a: Int32, b: Int32) -> Int32:
     return cute.arch.inline_ptx("mul.rn.f16x2 {$w0}, {$r0}, {$r1};", write_only_types=[Int32], read_only_args=[a, b])
 
 
-def selector(byte) -> Int32:
-    """Of `byte_pair`: which byte of a word."""
-    return Int32(0x4040) + byte * 0x0101
+@cute.jit
+def weigh(a: Int32) -> Int32:
+    """WEIGHT times a pair of float16. `mul` takes registers alone."""
+    return cute.arch.inline_ptx(
+        f"{{\n.reg .b32 t;\nmov.b32 t, {WEIGHTS};\nmul.rn.f16x2 {{$w0}}, {{$r0}}, t;\n}}",
+        write_only_types=[Int32],
+        read_only_args=[a],
+    )
 
 
-def byte_pair(word: Int32, chosen: Int32) -> Int32:
+# ---- e2m1
+
+
+def fp4_bytes(nibbles: Int32) -> Int32:
+    """Upper bytes of the float16 numbers of the four codes in the lower half of a word; their lower bytes are 0."""
+    magnitudes = Int32(cute.arch.prmt(Int32(LOW_VALUES), Int32(HIGH_VALUES), nibbles & 0x7777))
+    return magnitudes | Int32(cute.arch.prmt(Int32(0), Int32(TOP_BITS), (nibbles >> 1) & 0x4444))
+
+
+def fp4_pair(upper: Int32, first: int, second: int) -> Int32:
+    """Two of the four numbers of `fp4_bytes`."""
+    return Int32(cute.arch.prmt(upper, Int32(0), Int32(second << 12 | 4 << 8 | first << 4 | 4)))
+
+
+# ---- scales
+
+
+def byte_pair(word: Int32, byte) -> Int32:
     """A byte of a word as two 16-bit numbers."""
-    return Int32(cute.arch.prmt(word, Int32(0), chosen))
+    return Int32(cute.arch.prmt(word, Int32(0), Int32(0x4040) + byte * 0x0101))
 
 
-def multiplier(pair: Int32) -> Int32:
-    """WEIGHT times a scale as two float16 numbers, from the `byte_pair` of a byte in range."""
-    return pair * 1024 + MULTIPLIER
+def e4m3_pairs(word: Int32) -> tuple[Int32, Int32]:
+    """Four e4m3 numbers as two pairs of float16."""
+    numbers, wide = cute.make_rmem_tensor(4, Float8E4M3FN), cute.make_rmem_tensor(4, Float16)
+    cute.recast_tensor(numbers, Int32)[0] = word
+    wide.store(numbers.load().to(Float16))
+    pairs = cute.recast_tensor(wide, Int32)
+    return pairs[0], pairs[1]
 
 
-def out_of_range(word: Int32) -> Int32:
-    """Not 0 if one of the four bytes of a word is not in MIN_BYTE to MAX_BYTE."""
+def multiplier(kind: TokenFormat, word: Int32, byte) -> Int32:
+    """WEIGHT times the scale in a byte of a word, in range, as two float16 numbers."""
+    if not is_fp4(kind):
+        return byte_pair(word, byte) * 1024 + MULTIPLIER
+    return weigh(e4m3_pairs(Int32(cute.arch.prmt(word, Int32(0), byte * 0x1111)))[0])
+
+
+def out_of_range(kind: TokenFormat, word: Int32) -> Int32:
+    """Not 0 if one of the four scales of a word is out of range."""
     low = word & 0x7F7F7F7F
+    if is_fp4(kind):
+        return (low + 0x01010101 * (127 - MAX_FP4_BYTE)) & TOP_BITS
     above, not_below = low + 0x01010101 * (127 - MAX_BYTE), low + 0x01010101 * (128 - MIN_BYTE)
-    return (above | word | (not_below ^ -1)) & -0x7F7F7F80
-
-
-def scale_of(byte: Int32) -> Float32:
-    """The scale that a byte means: NaN for 255."""
-    bits = cutlass.select_(byte == 0, Int32(1 << 22), byte << 23)
-    word = cute.make_rmem_tensor(1, Int32)
-    word[0] = Int32(cutlass.select_(byte == NAN_BYTE, Int32(0x7FFFFFFF), bits))
-    return cute.recast_tensor(word, Float32)[0]
-
-
-# ---- bfloat16
-
-
-def widen_even(word: Int32) -> Int32:
-    """Codes 0 and 2 of a word of four, as bfloat16, 2^120 too small."""
-    return ((word << 4) & MAGNITUDES) | ((word << 8) & SIGNS)
-
-
-def widen_odd(word: Int32) -> Int32:
-    """Codes 1 and 3 of a word of four, as bfloat16, 2^120 too small."""
-    return ((word >> 4) & MAGNITUDES) | (word & SIGNS)
+    return (above | word | (not_below ^ -1)) & TOP_BITS
 
 
 @cute.jit
-def multiply_bf16(a: Int32, b: Int32) -> Int32:
-    """Products of two pairs of bfloat16, subnormal numbers included."""
-    return cute.arch.inline_ptx("mul.rn.bf16x2 {$w0}, {$r0}, {$r1};", write_only_types=[Int32], read_only_args=[a, b])
-
-
-def multiplier_pair(byte: Int32) -> tuple[Int32, Int32]:
-    """Two bfloat16 numbers whose product is 2^120 times a scale, the second NaN for 0xFF; each twice in a word."""
-    first = (cutlass.min(byte, 134) + 120) * 0x00800080
-    exponent = cutlass.select_(byte > 134, (byte - 7) * 0x00800080, Int32(127 * 0x00800080))
-    return first, Int32(cutlass.select_(byte == NAN_BYTE, Int32(0x7FFF7FFF), exponent))
+def scale_of(kind: cutlass.Constexpr, byte: Int32) -> Float32:
+    """The scale that a byte means."""
+    word, result = cute.make_rmem_tensor(1, Int32), Float32(0.0)
+    if const_expr(is_fp4(kind)):
+        numbers = cute.make_rmem_tensor(4, Float8E4M3FN)
+        cute.recast_tensor(numbers, Int32)[0] = byte
+        result = numbers.load().to(Float32)[0]
+    else:
+        bits = cutlass.select_(byte == 0, Int32(1 << 22), byte << 23)
+        word[0] = Int32(cutlass.select_(byte == NAN_BYTE, Int32(0x7FFFFFFF), bits))
+        result = cute.recast_tensor(word, Float32)[0]
+    return result
 
 
 # ---- rope parts
@@ -118,4 +147,15 @@ def rope_to_bfloat16(word: Int32) -> Int32:
     pair, numbers = cute.make_rmem_tensor(2, Float16), cute.make_rmem_tensor(2, BFloat16)
     cute.recast_tensor(pair, Int32)[0] = word
     numbers.store((pair.load().to(Float32) * (1.0 / WEIGHT)).to(BFloat16))
+    return cute.recast_tensor(numbers, Int32)[0]
+
+
+@cute.jit
+def scale_to_bfloat16(pair: Int32, first: Float32, second: Float32) -> Int32:
+    """A pair of float16 times a scale each, as bfloat16: exact for codes and their scales, within its range."""
+    codes, numbers = cute.make_rmem_tensor(2, Float16), cute.make_rmem_tensor(2, BFloat16)
+    cute.recast_tensor(codes, Int32)[0] = pair
+    scaled = cute.make_rmem_tensor(2, Float32)
+    scaled[0], scaled[1] = codes[0].to(Float32) * first, codes[1].to(Float32) * second
+    numbers.store(scaled.load().to(BFloat16))
     return cute.recast_tensor(numbers, Int32)[0]

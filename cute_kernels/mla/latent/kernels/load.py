@@ -120,7 +120,18 @@ class LatentLoader(KeyLoader):
             if const_expr(self.spec.has_extra):
                 if position >= extra_begin:
                     valid, data, scales = self.find_row(page_tma[1], entry, position - extra_begin, extra.last)
-            self.copy_tile(smem, Row(valid, data, scales), loaded, tid)
+            row, kinds = Row(valid, data, scales), self.spec.kinds
+            if const_expr(len(kinds) > 1):
+                sKinds = smem.kinds.get_tensor(cute.make_layout(self.spec.stages))
+                kind = Int32(1) if position - self.row(tid) >= extra_begin else Int32(0)
+                if tid == 0:
+                    sKinds[stage] = kind
+                if kind == 0:
+                    self.copy_tile(smem, kinds[0], row, loaded, tid)
+                else:
+                    self.copy_tile(smem, kinds[1], row, loaded, tid)
+            else:
+                self.copy_tile(smem, kinds[0], row, loaded, tid)
             self.arrive(smem, stage)
             self.stamp(smem, loaded, 1, 1, tid)
             tiles_left, position, loaded = tiles_left - 1, position + TOKENS_PER_TILE, loaded + 1
@@ -145,7 +156,7 @@ class LatentLoader(KeyLoader):
         return Row(valid, data, begin + (Int64(source.scale_offset) + Int64(offset) * Int64(source.scale_stride)))
 
     @cute.jit
-    def copy_tile(self, smem, row: Row, loaded: Int32, tid: Int32):
+    def copy_tile(self, smem, kind: cutlass.Constexpr, row: Row, loaded: Int32, tid: Int32):
         """Starts the copies of the rows of a tile, some of which may be masked: their bytes become 0."""
         stage, _ = ring_slot(loaded, self.spec.stages)
         lane, warp_idx, sMask = tid % 32, tid // 32, self.mask(smem)
@@ -155,11 +166,11 @@ class LatentLoader(KeyLoader):
         if lane == 0:
             sMask[loaded % self.spec.mask_stages * WARPS + warp_idx] = Int16(bits)
         if lane < 16:
-            self.copy_scales(smem, row, (stage * TOKENS_PER_TILE + first + lane) * self.spec.scale_bytes)
+            self.copy_scales(smem, kind, row, (stage * TOKENS_PER_TILE + first + lane) * self.spec.scale_bytes)
         sCodes, rope = smem.codes.data_ptr(), None
         if const_expr(self.spec.has_rope):
             rope = smem.rope.data_ptr()
-        code_bytes = self.spec.token_format.codes.num_bytes
+        code_bytes = kind.codes.num_bytes
         for i in cutlass.range_constexpr(16 // ROWS_PER_STEP):
             copied = ROWS_PER_STEP * i + lane // 8  # row of the warp's 16
             upper = Int64(cute.arch.shuffle_sync(high, copied)) << 32
@@ -177,15 +188,15 @@ class LatentLoader(KeyLoader):
                     offset = line_offset(first + copied, half_line_chunk(chunk))
                     place = sCodes + cute.assume(begin + offset, divby=CHUNK_BYTES)
                     self.copy_or_clear(source + code_bytes // LINE_BYTES * LINE_BYTES, place, size)
-            if const_expr(self.spec.has_rope):
+            if const_expr(kind.rope is not None):
                 place = rope + cute.assume(stage * ROPE_BYTES + line, divby=CHUNK_BYTES)
-                self.copy_or_clear(source + self.spec.token_format.field("rope").offset, place, size)
+                self.copy_or_clear(source + kind.field("rope").offset, place, size)
 
     @cute.jit
-    def copy_scales(self, smem, row: Row, start: Int32):
+    def copy_scales(self, smem, kind: cutlass.Constexpr, row: Row, start: Int32):
         """Starts the copy of a key's scales. Those of a masked key are stored, in range: its codes are zeros."""
-        size = min(self.spec.scale_bytes, CHUNK_BYTES)
-        for i in cutlass.range_constexpr(self.spec.scale_bytes // size):
+        size = min(kind.row_bytes[1], CHUNK_BYTES)
+        for i in cutlass.range_constexpr(kind.row_bytes[1] // size):
             place = smem.scale.data_ptr() + cute.assume(start + size * i, divby=size)
             if row.valid != 0:
                 operation = "cp.async.cg" if const_expr(size == CHUNK_BYTES) else "cp.async.ca"
@@ -195,7 +206,7 @@ class LatentLoader(KeyLoader):
                 )
             else:
                 words = cute.make_rmem_tensor(size // 4, Int32)
-                words.fill(codes.MASKED_BYTES)
+                words.fill(codes.masked_scales(kind))
                 cute.autovec_copy(
                     words, cute.make_tensor(cute.recast_ptr(place, dtype=Int32), cute.make_layout(size // 4))
                 )

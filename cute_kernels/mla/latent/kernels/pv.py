@@ -26,8 +26,8 @@ from cute_kernels.mla.latent.kernels.scheduler import LatentScheduler
 from cute_kernels.mla.latent.kernels.smem import codes_bytes, weights
 from cute_kernels.mla.latent.spec import LINE_BYTES, LatentDecodeSpec
 from cute_kernels.mla.spec import TOKENS_PER_TILE
+from fp8_mla.formats import TokenFormat
 
-EXACT_BYTE_PAIRS = (0x5410, 0x7632)  # PRMT: two values of two keys as `codes.widen_even` and `widen_odd` take them
 EVEN, ODD = 0x5410, 0x7632  # PRMT: the lower halves of two words, the upper ones
 VALUES_PER_WARP = 64
 
@@ -62,7 +62,7 @@ class ScaledKeyPvWarpgroups(PvWarpgroups):
         tid: Int32,
     ):
         """O of the key tiles done, done + 1, ... of a work tile, and its epilogue."""
-        mma, mma_exact = tiled_mmas(self.heads)
+        mma = tiled_mmas(self.heads)[0]
         shape = mma.partition_shape_C((TOKENS_PER_TILE, self.heads))
         acc_o = [cute.make_rmem_tensor(shape, Float32) for _ in range(ROW_BLOCKS)]
         for m in cutlass.range_constexpr(ROW_BLOCKS):
@@ -74,21 +74,25 @@ class ScaledKeyPvWarpgroups(PvWarpgroups):
             p_stage, p_phase = ring_slot(tile, self.spec.p_stages)
             self.stamp(smem, tile, 0, 0, wg, tid)
             cute.arch.mbarrier_wait(smem.full.data_ptr() + stage, phase)  # completed long ago
-            self.load_values(smem, raw[0], stage, 0, 0, line, wg, tid)  # overlapped with the wait for P
+            if const_expr(len(self.spec.kinds) == 1):  # overlapped with the wait for P
+                self.load_values(smem, self.spec.kinds[0], raw[0], stage, 0, 0, line, wg, tid)
             cute.arch.mbarrier_wait(smem.p_full.data_ptr() + p_stage, p_phase)
             if const_expr(self.spec.has_rope):
                 if self.has_rope(wg, tid):  # QK has replaced it
-                    self.load_values(smem, raw[0], stage, 0, 0, line, wg, tid)
+                    self.load_values(smem, self.spec.kinds[0], raw[0], stage, 0, 0, line, wg, tid)
             self.stamp(smem, tile, 0, 1, wg, tid)
             self.stamp(smem, tile, 1, 0, wg, tid)
             flags = self.flags(smem, p_stage)
             if flags & RESCALE_O != 0 and tile > done:
                 self.rescale(smem, acc_o, p_stage, tid)
-            if flags & OUT_OF_RANGE != 0:
-                self.add_exactly(smem, mma_exact, acc_o, stage, p_stage, line, wg, tid)
-                cute.arch.mbarrier_arrive(smem.empty.data_ptr() + stage)
+            kinds = self.spec.kinds
+            if const_expr(len(kinds) > 1):
+                if smem.kinds.get_tensor(cute.make_layout(self.spec.stages))[stage] == 0:
+                    self.add_tile_of(smem, kinds[0], acc_o, raw, flags, tile, line, wg, tid)
+                else:
+                    self.add_tile_of(smem, kinds[1], acc_o, raw, flags, tile, line, wg, tid)
             else:
-                self.add_values(smem, mma, acc_o, raw, tile, line, wg, tid)
+                self.add_tile_of(smem, kinds[0], acc_o, raw, flags, tile, line, wg, tid)
             if tile < done + tiles - 1:
                 cute.arch.mbarrier_arrive(smem.p_empty.data_ptr() + p_stage)
             self.stamp(smem, tile, 1, 1, wg, tid)
@@ -120,6 +124,21 @@ class ScaledKeyPvWarpgroups(PvWarpgroups):
     # ---- values of a tile
 
     @cute.jit
+    def add_tile_of(
+        self, smem, kind: cutlass.Constexpr, acc_o, raw, flags: Int32, tile: Int32, line: Int32, wg: Int32, tid: Int32
+    ):
+        """O^T += V^T P^T of a tile of that format."""
+        mma, mma_exact = tiled_mmas(self.heads)
+        stage = ring_slot(tile, self.spec.stages).index
+        if flags & OUT_OF_RANGE != 0:
+            self.add_exactly(smem, kind, mma_exact, acc_o, tile, line, wg, tid)
+            cute.arch.mbarrier_arrive(smem.empty.data_ptr() + stage)
+        else:
+            if const_expr(len(self.spec.kinds) > 1):
+                self.load_values(smem, kind, raw[0], stage, 0, 0, line, wg, tid)
+            self.add_values(smem, kind, mma, acc_o, raw, tile, line, wg, tid)
+
+    @cute.jit
     def has_rope(self, wg: Int32, tid: Int32):
         """Whether a warp has the rope part."""
         return wg == 1 and tid // 32 == WARPS - 1
@@ -138,31 +157,48 @@ class ScaledKeyPvWarpgroups(PvWarpgroups):
         return registers.opaque(Int32(line))
 
     @cute.jit
-    def load_values(self, smem, raw: cute.Tensor, stage: Int32, block, half, line: Int32, wg: Int32, tid: Int32):
-        """Of the keys of a thread's four columns of A in a block of 16 keys (4): eight codes, or four rope numbers (8).
+    def load_values(
+        self, smem, kind: cutlass.Constexpr, raw: cute.Tensor, stage: Int32, block, half, line: Int32, wg: Int32, tid
+    ):
+        """Of the keys of a thread's four columns of A in a block of 16 keys (4): eight codes, or four rope numbers.
 
         `half` says which four.
         """
-        base = Int32(smem.codes.data_ptr().toint()) + stage * codes_bytes(self.spec)
-        if const_expr(self.spec.has_rope):
+        base, size = Int32(smem.codes.data_ptr().toint()) + stage * codes_bytes(self.spec), 8
+        if const_expr(kind.rope is not None):
             if self.has_rope(wg, tid):
                 base = Int32(smem.rope.data_ptr().toint()) + stage * ROPE_BYTES + 8 * half
+        if const_expr(codes.is_fp4(kind)):  # a line of 256 codes for each warpgroup
+            size, warp_idx, g = 4, tid // 32, tid % 32 // 4
+            place = line_offset(2 * (tid % 4), 2 * warp_idx + g // 4) + g % 4 * 4
+            line = wg * (TOKENS_PER_TILE * LINE_BYTES) + place
         for i in cutlass.range_constexpr(4):
             key = (line ^ (16 * (i % 2))) + LINE_BYTES * (i % 2 + 8 * (i // 2))  # of a neighbour chunks are swapped
             address = base + block * (16 * LINE_BYTES) + key
-            source = cute.make_tensor(
-                cute.make_ptr(Int32, address, AddressSpace.smem, assumed_align=8), cute.make_layout(2)
-            )
-            cute.autovec_copy(source, raw[None, i])
+            pointer = cute.make_ptr(Int32, address, AddressSpace.smem, assumed_align=size)
+            layout = cute.make_layout(size // 4)
+            cute.autovec_copy(cute.make_tensor(pointer, layout), cute.make_tensor(raw[None, i].iterator, layout))
 
     @cute.jit
-    def widen_codes(self, raw: cute.Tensor, m: cutlass.Constexpr, operand: cute.Tensor, multipliers: cute.Tensor):
+    def widen_codes(self, kind: cutlass.Constexpr, raw: cute.Tensor, m: cutlass.Constexpr, operand: cute.Tensor):
         """A of row block m, from codes of four keys: rows g and g + 8, keys 2 q and on and 2 q + 8 and on."""
-        half = cute.make_rmem_tensor(8, Float16)
-        self.widen(raw, m, half)
-        words = cute.recast_tensor(half, Int32)
+        if const_expr(codes.is_fp4(kind)):
+            for i in cutlass.range_constexpr(2):  # byte m of two keys: the lower codes are of row g
+                both = Int32(cute.arch.prmt(raw[0, 2 * i], raw[0, 2 * i + 1], Int32(m | (4 + m) << 4)))
+                upper = codes.fp4_bytes(both)
+                operand[2 * i], operand[2 * i + 1] = codes.fp4_pair(upper, 0, 2), codes.fp4_pair(upper, 1, 3)
+        else:
+            half = cute.make_rmem_tensor(8, Float16)
+            self.widen(raw, m, half)
+            words = cute.recast_tensor(half, Int32)
+            for i in cutlass.range_constexpr(4):
+                operand[i] = words[i]
+
+    @cute.jit
+    def scale_operand(self, operand: cute.Tensor, multipliers: cute.Tensor):
+        """Multiplies A by the weights of its keys."""
         for i in cutlass.range_constexpr(4):
-            operand[i] = codes.multiply(words[i], multipliers[i // 2])
+            operand[i] = codes.multiply(operand[i], multipliers[i // 2])
 
     @cute.jit
     def order_rope(self, raw: cute.Tensor, m: cutlass.Constexpr, operand: cute.Tensor):
@@ -171,23 +207,27 @@ class ScaledKeyPvWarpgroups(PvWarpgroups):
             a, b = raw[m % 2, i // 2 * 2], raw[m % 2, i // 2 * 2 + 1]
             operand[i] = Int32(cute.arch.prmt(a, b, Int32(ODD if i % 2 else EVEN)))
 
-    def quant_tile(self, wg: Int32, tid: Int32):
+    def quant_tile(self, kind: TokenFormat, wg: Int32, tid: Int32):
         """The quant tile of a thread's eight values."""
         warp = WARPS * wg + tid // 32
-        per_warp = VALUES_PER_WARP // self.spec.token_format.quant_tile
+        per_warp = VALUES_PER_WARP // kind.quant_tile
         return warp if per_warp == 1 else per_warp * warp + tid % 32 // 4 // (8 // per_warp)
 
     @cute.jit
-    def load_multipliers(self, smem, p_stage: Int32, block: cutlass.Constexpr, wg: Int32, tid: Int32) -> cute.Tensor:
+    def load_multipliers(
+        self, smem, kind: cutlass.Constexpr, p_stage: Int32, block: cutlass.Constexpr, wg: Int32, tid: Int32
+    ) -> cute.Tensor:
         """Multipliers of a thread's four keys of a block, two in a word."""
         words = cute.make_rmem_tensor(2, Int32)
         numbers = cute.recast_tensor(words, Float16)
-        start = weights(smem, self.spec, p_stage, self.quant_tile(wg, tid), tid)[None, block // 2].iterator
+        start = weights(smem, self.spec, p_stage, self.quant_tile(kind, wg, tid), tid)[None, block // 2].iterator
         cute.autovec_copy(cute.make_tensor(start + block % 2 * 4, cute.make_layout(4)), numbers)
         return words
 
     @cute.jit
-    def add_values(self, smem, mma: cute.TiledMma, acc_o, raw, tile: Int32, line: Int32, wg: Int32, tid: Int32):
+    def add_values(
+        self, smem, kind: cutlass.Constexpr, mma: cute.TiledMma, acc_o, raw, tile: Int32, line: Int32, wg: Int32, tid
+    ):
         """O^T += V^T P^T. Converts the next row blocks while wgmma reads the current ones.
 
         `raw` has the codes of the first 16 keys, or the first half of their rope part.
@@ -201,25 +241,27 @@ class ScaledKeyPvWarpgroups(PvWarpgroups):
         if const_expr(self.spec.has_rope):
             is_rope = self.has_rope(wg, tid)
         for block in cutlass.range_constexpr(KEY_BLOCKS):
-            multipliers = self.load_multipliers(smem, p_stage, block, wg, tid)
+            multipliers = self.load_multipliers(smem, kind, p_stage, block, wg, tid)
             for m in cutlass.range_constexpr(ROW_BLOCKS):
                 fragment = fragments[(ROW_BLOCKS * block + m) % self.v_fragments]
                 operand = cute.recast_tensor(fragment, Int32)
                 if const_expr(self.spec.has_rope):
                     if is_rope:
                         if const_expr(m == 0):
-                            self.load_values(smem, raw[1], stage, block, 1, line, wg, tid)
+                            self.load_values(smem, kind, raw[1], stage, block, 1, line, wg, tid)
                         if const_expr(m == 2 and block + 1 < KEY_BLOCKS):
-                            self.load_values(smem, raw[0], stage, block + 1, 0, line, wg, tid)
+                            self.load_values(smem, kind, raw[0], stage, block + 1, 0, line, wg, tid)
                         self.order_rope(raw[m // 2], m, operand)
                     else:
                         if const_expr(m == 0 and block + 1 < KEY_BLOCKS):
-                            self.load_values(smem, raw[(block + 1) % 2], stage, block + 1, 0, line, wg, tid)
-                        self.widen_codes(raw[block % 2], m, operand, multipliers)
+                            self.load_values(smem, kind, raw[(block + 1) % 2], stage, block + 1, 0, line, wg, tid)
+                        self.widen_codes(kind, raw[block % 2], m, operand)
+                        self.scale_operand(operand, multipliers)
                 else:
                     if const_expr(m == 0 and block + 1 < KEY_BLOCKS):
-                        self.load_values(smem, raw[(block + 1) % 2], stage, block + 1, 0, line, wg, tid)
-                    self.widen_codes(raw[block % 2], m, operand, multipliers)
+                        self.load_values(smem, kind, raw[(block + 1) % 2], stage, block + 1, 0, line, wg, tid)
+                    self.widen_codes(kind, raw[block % 2], m, operand)
+                    self.scale_operand(operand, multipliers)
                 warpgroup.fence()
                 wgmma.issue(mma, acc_o[m], fragment, rP, True, [(0, block)])
                 if const_expr(block + 1 == KEY_BLOCKS and m == 2):  # all values of the tile are in registers
@@ -232,16 +274,21 @@ class ScaledKeyPvWarpgroups(PvWarpgroups):
                         warpgroup.wait_group(1)
 
     @cute.jit
-    def add_exactly(self, smem, mma: cute.TiledMma, acc_o, stage: Int32, p_stage: Int32, line: Int32, wg, tid):
-        """O^T += V^T (P WEIGHT)^T in bf16, whose range is that of float32: rare, so without overlap."""
+    def add_exactly(
+        self, smem, kind: cutlass.Constexpr, mma: cute.TiledMma, acc_o, tile: Int32, line: Int32, wg: Int32, tid: Int32
+    ):
+        """O^T += V^T (P WEIGHT)^T in bf16, whose range is that of float32: rare, so without overlap.
+
+        P is the sum of two bfloat16 numbers.
+        """
+        stage, p_stage = ring_slot(tile, self.spec.stages).index, ring_slot(tile, self.spec.p_stages).index
         sScaledP, sP = self.exact_p(smem)
         rScaledP = mma.make_fragment_B(mma.get_slice(tid).partition_B(sScaledP))[None, None, None, wg]
         fragment = mma.make_fragment_A(mma.partition_shape_A((TOKENS_PER_TILE, 16)))
         operand = cute.recast_tensor(fragment, Int32)
-        raw = cute.make_rmem_tensor((2, 4), Int32)
-        first, second = cute.make_rmem_tensor(2, Int32), cute.make_rmem_tensor(2, Int32)
+        raw, scales = cute.make_rmem_tensor((2, 4), Int32), cute.make_rmem_tensor(4, Float32)
         is_rope = False
-        if const_expr(self.spec.has_rope):
+        if const_expr(kind.rope is not None):
             is_rope = self.has_rope(wg, tid)
         sFlags = smem.rope_flags.get_tensor(cute.make_layout((WARPS, self.spec.stages)))
         for step in cutlass.range(2 * KEY_BLOCKS, unroll=1):
@@ -249,41 +296,30 @@ class ScaledKeyPvWarpgroups(PvWarpgroups):
             for i in cutlass.range(tid, 16 * self.heads, 128, unroll=1):
                 head, position = i // 16, 16 * block + i % 16
                 p = sP[head, position, p_stage].to(Float32) * codes.WEIGHT
-                upper = p.to(BFloat16)
-                if rest == 1:  # P is the sum of two bfloat16 numbers
-                    upper = (p - upper.to(Float32)).to(BFloat16)
-                sScaledP[head, i % 16, wg] = upper
+                rounded = p.to(BFloat16)
+                if rest == 1:
+                    rounded = (p - rounded.to(Float32)).to(BFloat16)
+                sScaledP[head, i % 16, wg] = rounded
             cute.arch.fence_proxy("async.shared", space="cta")  # ordinary stores, read by wgmma
             cute.arch.barrier(barrier_id=NamedBarrier.PV + wg, number_of_threads=128)
-            self.load_multiplier_pairs(smem, stage, block, wg, tid, first, second)
+            for i in cutlass.range_constexpr(4):
+                key = stage * TOKENS_PER_TILE + 16 * block + 2 * (tid % 4) + i % 2 + 8 * (i // 2)
+                byte = smem.scale.data_ptr() + (key * self.spec.scale_bytes + self.quant_tile(kind, wg, tid))
+                scales[i] = codes.scale_of(kind, Int32(byte.load()) & 0xFF)
             for m in cutlass.range_constexpr(ROW_BLOCKS):
-                self.load_values(smem, raw, stage, block, m // 2, line, wg, tid)
+                self.load_values(smem, kind, raw, stage, block, m // 2, line, wg, tid)
                 if is_rope:
                     self.order_rope(raw, m, operand)
                     if sFlags[block, stage] == 0:
                         for i in cutlass.range_constexpr(4):
                             operand[i] = codes.rope_to_bfloat16(operand[i])
                 else:
-                    for i in cutlass.range_constexpr(2):
-                        a, b = raw[m // 2, 2 * i], raw[m // 2, 2 * i + 1]
-                        word = Int32(cute.arch.prmt(a, b, Int32(EXACT_BYTE_PAIRS[m % 2])))
-                        for odd, numbers in ((0, codes.widen_even(word)), (1, codes.widen_odd(word))):
-                            scaled = codes.multiply_bf16(numbers, first[i])
-                            operand[2 * i + odd] = codes.multiply_bf16(scaled, second[i])
+                    self.widen_codes(kind, raw, m, operand)
+                    for i in cutlass.range_constexpr(4):
+                        first = i // 2 * 2
+                        operand[i] = codes.scale_to_bfloat16(operand[i], scales[first], scales[first + 1])
                 warpgroup.fence()
                 wgmma.issue(mma, acc_o[m], fragment, rScaledP, True, [(0, 0)])
                 warpgroup.commit_group()
                 warpgroup.wait_group(0)
             cute.arch.barrier(barrier_id=NamedBarrier.PV + wg, number_of_threads=128)
-
-    @cute.jit
-    def load_multiplier_pairs(self, smem, stage: Int32, block: Int32, wg: Int32, tid: Int32, first, second):
-        """Two multipliers of each of a thread's four keys of a block, by pairs of keys."""
-        for i in cutlass.range_constexpr(2):
-            pairs = []
-            for e in cutlass.range_constexpr(2):
-                key = 16 * block + 2 * (tid % 4) + 8 * i + e
-                start = (stage * TOKENS_PER_TILE + key) * self.spec.scale_bytes + self.quant_tile(wg, tid)
-                pairs.append(codes.multiplier_pair(Int32((smem.scale.data_ptr() + start).load()) & 0xFF))
-            first[i] = Int32(cute.arch.prmt(pairs[0][0], pairs[1][0], Int32(EVEN)))
-            second[i] = Int32(cute.arch.prmt(pairs[0][1], pairs[1][1], Int32(EVEN)))

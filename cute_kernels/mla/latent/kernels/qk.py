@@ -1,5 +1,7 @@
 """QK of the latent decode kernel for keys whose scales are powers of two: S^T = K Q^T."""
 
+from typing import Any
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import BFloat16, Float16, Float32, Int32, const_expr
@@ -7,6 +9,7 @@ from cutlass.cute.nvgpu import warpgroup
 
 from cute_kernels.device import wgmma
 from cute_kernels.device.ring import ring_slot
+from cute_kernels.mla.kernels.convert_q import code_chunk
 from cute_kernels.mla.kernels.qk import QkWarpgroups
 from cute_kernels.mla.kernels.smem import (
     OUT_OF_RANGE,
@@ -24,6 +27,7 @@ from cute_kernels.mla.latent.kernels.scheduler import LatentScheduler
 from cute_kernels.mla.latent.kernels.smem import codes_bytes, scale_words
 from cute_kernels.mla.latent.spec import LINE_BYTES, LatentDecodeSpec
 from cute_kernels.mla.spec import TOKENS_PER_TILE
+from fp8_mla.formats import TokenFormat
 
 CHUNKS_PER_LINE = LINE_BYTES // BLOCK_COLUMNS  # 64 columns: 16 codes of each of a thread's rows
 MIN_ROPE, MAX_ROPE = 0x3780, 0x437F  # 2^-16 and 255 as bfloat16: codes.WEIGHT times these is in range of float16
@@ -58,26 +62,19 @@ class ScaledKeyQkWarpgroups(QkWarpgroups):
         cute.arch.mbarrier_wait(smem.full.data_ptr() + stage, phase)
         self.stamp(smem, tile, 0, 1, tid, True)
         mma = tiled_mmas(self.heads)[0]
-        rQ = self.q_operands(smem, mma, tid, Float16)
         shape = mma.partition_shape_A((TOKENS_PER_TILE, BLOCK_COLUMNS))
         operands = [mma.make_fragment_A(shape) for _ in range(2)]
         if const_expr(self.spec.has_rope):
             self.multiply_rope(smem, acc[0], operands[1], tile, tid)
-        self.load_codes(smem, raw, stage, 0, tid)
-        scales = [self.load_row_scales(smem, stage, r, tid) for r in range(2)]
-        first = 0 if self.spec.has_rope else 1  # chunk whose operand is in use already
-        for c in cutlass.range_constexpr(self.chunks):
-            if const_expr(c > first):
-                warpgroup.wait_group(1)  # products of two groups before have read the registers that are written here
-            multipliers = [codes.multiplier(self.scale_pair(scales[r], c, tid)) for r in range(2)]
-            self.widen_scaled(raw, operands[c % 2], multipliers)
-            if const_expr(c + 1 < self.chunks):
-                self.load_codes(smem, raw, stage, c + 1, tid)
-            warpgroup.fence()
-            blocks = [(k, 4 * c + k) for k in range(BLOCK_COLUMNS // 16)]
-            wgmma.issue(mma, acc[0], operands[c % 2], rQ, c > 0 or self.spec.has_rope, blocks)
-            warpgroup.commit_group()
-        is_slow = q_scaled | self.has_other_scale(smem, stage, tid)  # overlapped with the last products
+        kinds, is_slow = self.spec.kinds, Int32(0)
+        if const_expr(len(kinds) > 1):
+            if smem.kinds.get_tensor(cute.make_layout(self.spec.stages))[stage] == 0:
+                is_slow = self.multiply_codes(smem, kinds[0], acc[0], raw, operands, stage, tid)
+            else:
+                is_slow = self.multiply_codes(smem, kinds[1], acc[0], raw, operands, stage, tid)
+        else:
+            is_slow = self.multiply_codes(smem, kinds[0], acc[0], raw, operands, stage, tid)
+        is_slow |= q_scaled
         s_stage, phase = ring_slot(tile, self.warpgroups)
         cute.arch.mbarrier_wait(smem.s_empty.data_ptr() + s_stage, phase ^ 1)
         warpgroup.wait_group(0)
@@ -85,6 +82,33 @@ class ScaledKeyQkWarpgroups(QkWarpgroups):
         if is_slow == 0:
             self.store_s(smem, acc, scale_log2, tile, tid)
         return is_slow
+
+    @cute.jit
+    def multiply_codes(
+        self, smem, kind: cutlass.Constexpr, acc: cute.Tensor, raw: cute.Tensor, operands, stage: Int32, tid: Int32
+    ) -> Int32:
+        """Starts the products of a tile of that format with Q; 1 if one of its scales is out of range, else 0."""
+        mma = tiled_mmas(self.heads)[0]
+        rQ = self.q_operands(smem, mma, tid, Float16)
+        self.load_chunk(smem, kind, raw, stage, 0, tid)
+        scales = [self.load_row_scales(smem, kind, stage, r, tid) for r in range(2)]
+        first = 0 if self.spec.has_rope else 1  # chunk whose operand is in use already
+        for c in cutlass.range_constexpr(self.chunks):
+            if const_expr(c > first):
+                warpgroup.wait_group(1)  # products of two groups before have read the registers that are written here
+            self.widen_chunk(kind, raw, operands[c % 2])
+            words = cute.recast_tensor(operands[c % 2], Int32)
+            for r in cutlass.range_constexpr(2):
+                multiplier = self.multiplier(kind, scales[r], c, tid)
+                for k in cutlass.range_constexpr(8):
+                    words[2 * k + r] = codes.multiply(words[2 * k + r], multiplier)
+            if const_expr(c + 1 < self.chunks):
+                self.load_chunk(smem, kind, raw, stage, c + 1, tid)
+            warpgroup.fence()
+            blocks = [(k, 4 * c + k) for k in range(BLOCK_COLUMNS // 16)]
+            wgmma.issue(mma, acc, operands[c % 2], rQ, c > 0 or self.spec.has_rope, blocks)
+            warpgroup.commit_group()
+        return self.has_other_scale(smem, kind, stage, tid)  # overlapped with the last products
 
     @cute.jit
     def multiply_rope(self, smem, acc: cute.Tensor, rope: cute.Tensor, tile: Int32, tid: Int32):
@@ -124,28 +148,21 @@ class ScaledKeyQkWarpgroups(QkWarpgroups):
                 cute.autovec_copy(four, cute.make_tensor(cute.recast_ptr(place, dtype=Int32), cute.make_layout(4)))
 
     @cute.jit
-    def widen_scaled(self, raw: cute.Tensor, operand: cute.Tensor, multipliers: list):
-        """Four blocks of 16 columns of A, from 16 codes of each of two rows and their scale."""
-        self.widen(raw, operand)
-        words = cute.recast_tensor(operand, Int32)
-        for k in cutlass.range_constexpr(8):
+    def widen_chunk(self, kind: cutlass.Constexpr, raw: cute.Tensor, operand: cute.Tensor):
+        """Four blocks of 16 columns of A, from 16 codes of each of two rows."""
+        if const_expr(codes.is_fp4(kind)):
+            words, rows = cute.recast_tensor(operand, Int32), cute.recast_tensor(raw, Int32)
             for r in cutlass.range_constexpr(2):
-                words[2 * k + r] = codes.multiply(words[2 * k + r], multipliers[r])
+                for k in cutlass.range_constexpr(4):
+                    upper = codes.fp4_bytes(rows[k // 2, r] >> (16 * (k % 2)))
+                    words[4 * k + r], words[4 * k + 2 + r] = codes.fp4_pair(upper, 0, 1), codes.fp4_pair(upper, 2, 3)
+        else:
+            self.widen(raw, operand)
 
     @cute.jit
     def slow_tile(self, smem, acc: cute.Tensor, raw: cute.Tensor, tile: Int32, tid: Int32):
-        """S^T of a tile, products of codes times scale and power of Q in float32: rare, so without overlap.
-
-        Codes of a chunk that share a scale are those of two lanes of four: the others count as zeros.
-        """
-        stage, mma = tile % self.spec.stages, tiled_mmas(self.heads)[0]
-        rQ = self.q_operands(smem, mma, tid, Float16)
-        result = cute.make_rmem_tensor_like(acc)
-        total, part = wgmma.by_row(result), wgmma.by_row(acc)
-        operand = mma.make_fragment_A(mma.partition_shape_A((TOKENS_PER_TILE, BLOCK_COLUMNS)))
-        words = cute.recast_tensor(operand, Int32)
-        power = cute.make_rmem_tensor(self.columns, Float32)
-        sPower = smem.q_power.get_tensor(cute.make_layout(self.q.blocks * self.heads))
+        """S^T of a tile, products of codes times scale and power of Q in float32: rare, so without overlap."""
+        stage, result = tile % self.spec.stages, cute.make_rmem_tensor_like(acc)
         if const_expr(self.spec.has_rope):
             rope = self.rope_operand()
             self.load_rope(smem, rope, tile, tid)
@@ -159,11 +176,33 @@ class ScaledKeyQkWarpgroups(QkWarpgroups):
             result.store(acc.load())
         else:
             result.fill(0.0)
-        for step in cutlass.range(2 * self.chunks, unroll=1):
-            c, upper = step // 2, step % 2
-            self.load_codes(smem, raw, stage, c, tid)
-            self.widen(raw, operand)
-            if tid % 4 // 2 != upper:
+        kinds = self.spec.kinds
+        if const_expr(len(kinds) > 1):
+            if smem.kinds.get_tensor(cute.make_layout(self.spec.stages))[stage] == 0:
+                self.add_slowly(smem, kinds[0], acc, result, raw, stage, tid)
+            else:
+                self.add_slowly(smem, kinds[1], acc, result, raw, stage, tid)
+        else:
+            self.add_slowly(smem, kinds[0], acc, result, raw, stage, tid)
+        acc.store(result.load())
+
+    @cute.jit
+    def add_slowly(
+        self, smem, kind: cutlass.Constexpr, acc: cute.Tensor, result: cute.Tensor, raw: cute.Tensor, stage: Int32, tid
+    ):
+        """Adds products of codes of one lane of four times scale and power of Q, in float32, lane after lane."""
+        mma = tiled_mmas(self.heads)[0]
+        rQ = self.q_operands(smem, mma, tid, Float16)
+        total, part = wgmma.by_row(result), wgmma.by_row(acc)
+        operand = mma.make_fragment_A(mma.partition_shape_A((TOKENS_PER_TILE, BLOCK_COLUMNS)))
+        words = cute.recast_tensor(operand, Int32)
+        power = cute.make_rmem_tensor(self.columns, Float32)
+        sPower = smem.q_power.get_tensor(cute.make_layout(self.q.blocks * self.heads))
+        for step in cutlass.range(4 * self.chunks, unroll=1):
+            c, owner = step // 4, step % 4
+            self.load_chunk(smem, kind, raw, stage, c, tid)
+            self.widen_chunk(kind, raw, operand)
+            if tid % 4 != owner:
                 for i in cutlass.range_constexpr(cute.size(words)):
                     words[i] = 0
             warpgroup.fence()
@@ -175,70 +214,85 @@ class ScaledKeyQkWarpgroups(QkWarpgroups):
             warpgroup.wait_group(0)
             copy_columns(sPower, tid, c // CHUNKS_PER_LINE * self.heads, power)
             for r in cutlass.range_constexpr(2):
-                factor = codes.scale_of(self.scale_byte(smem, stage, c, upper, r, tid)) * codes.WEIGHT
+                start = (stage * TOKENS_PER_TILE + key_of_row(tid, r)) * self.spec.scale_bytes
+                byte = smem.scale.data_ptr() + (start + self.scale_index(kind, c, owner))
+                factor = codes.scale_of(kind, Int32(byte.load()) & 0xFF) * codes.WEIGHT
                 for i in cutlass.range_constexpr(self.columns):
                     total[r, i] += part[r, i] * power[i] * factor
-        acc.store(result.load())
 
     # ---- scales
 
-    def is_half_line(self, c: int) -> bool:
+    def is_half_line(self, kind: TokenFormat, c: int) -> bool:
         """Whether chunk c is the 64 codes of half a line."""
-        return self.chunks % CHUNKS_PER_LINE != 0 and c + 1 == self.chunks
+        return kind.codes.count % LINE_BYTES != 0 and c + 1 == self.chunks
 
-    def load_row_scales(self, smem, stage: Int32, r: int, tid: Int32) -> cute.Tensor:
-        """All scale bytes of a row, four in a word."""
-        words = cute.make_rmem_tensor(self.spec.scale_bytes // 4, Int32)
-        scale_words(smem, self.spec, stage, key_of_row(tid, r), 0, words)
+    def scale_index(self, kind: TokenFormat, c: Int32, lane: Int32) -> Any:
+        """Which scale of a row the 16 codes have that a lane of four has in chunk c.
+
+        Lanes have pieces 0, 1, 4, 5 of 16 codes of 128 for even c, 2, 3, 6, 7 for odd c; those of half a line 0 to 3.
+        """
+        piece = c // 2 * 8 + code_chunk(lane, c % 2)
+        index = piece // (kind.quant_tile // 16)
+        return cutlass.min(index, kind.num_scales - 1) if kind.codes.count % LINE_BYTES else index
+
+    @cute.jit
+    def load_row_scales(self, smem, kind: cutlass.Constexpr, stage: Int32, r: cutlass.Constexpr, tid: Int32):
+        """Scales of a row, four bytes in a word: all; or, of the 8 for each 128 codes, the 4 that a lane needs."""
+        words = cute.make_rmem_tensor(min(kind.row_bytes[1] // 4, 4), Int32)
+        if const_expr(codes.is_fp4(kind)):
+            one = cute.make_rmem_tensor(1, Int32)
+            for j in cutlass.range_constexpr(4):
+                scale_words(smem, self.spec, stage, key_of_row(tid, r), 8 * j + tid % 4 // 2 * 4, one)
+                words[j] = one[0]
+        else:
+            scale_words(smem, self.spec, stage, key_of_row(tid, r), 0, words)
         return words
 
-    def scale_pair(self, words: cute.Tensor, c: int, tid: Int32) -> Int32:
-        """The scale byte of a thread's codes in chunk c, twice.
-
-        Its 16-byte chunks of a line are 0, 1, 4, 5 for even c and 2, 3, 6, 7 for odd c; those of half a line share one.
-        """
-        least, upper = c // 2 * 2, tid % 4 // 2  # of a format with a scale for 64 codes
-        if self.spec.scale_bytes == 8:
-            if self.is_half_line(c):
-                return codes.byte_pair(words[(self.chunks - 1) // 4], codes.selector((self.chunks - 1) % 4))
-            return codes.byte_pair(words[least // 4], codes.selector(least % 4 + upper))
-        return codes.byte_pair(words[c // 2], codes.selector(2 * upper + c % 2))
-
-    @cute.jit
-    def scale_byte(self, smem, stage: Int32, c: Int32, upper: Int32, r: cutlass.Constexpr, tid: Int32) -> Int32:
-        """The scale byte of a thread's row in chunk c, of the codes of the lower or the upper two lanes of four."""
-        index = c // 2 * 4 + 2 * upper + c % 2
-        if const_expr(self.spec.scale_bytes == 8):
-            index = cutlass.min(c // 2 * 2 + upper, self.chunks - 1)
-        start = (stage * TOKENS_PER_TILE + key_of_row(tid, r)) * self.spec.scale_bytes
-        return Int32((smem.scale.data_ptr() + start + index).load()) & 0xFF
+    def multiplier(self, kind: TokenFormat, words: cute.Tensor, c: int, tid: Int32) -> Int32:
+        """That of a thread's codes in chunk c; see `scale_index`."""
+        upper, odd = tid % 4 // 2, tid % 2
+        if codes.is_fp4(kind):
+            return codes.multiplier(kind, words[c // 2], odd + 2 * (c % 2))
+        if self.is_half_line(kind, c):
+            last = kind.num_scales - 1
+            return codes.multiplier(kind, words[last // 4], Int32(last % 4))
+        if kind.quant_tile == 64:
+            return codes.multiplier(kind, words[c // 2 * 2 // 4], c // 2 * 2 % 4 + upper)
+        return codes.multiplier(kind, words[c // 2], 2 * upper + c % 2)
 
     @cute.jit
-    def has_other_scale(self, smem, stage: Int32, tid: Int32) -> Int32:
+    def has_other_scale(self, smem, kind: cutlass.Constexpr, stage: Int32, tid: Int32) -> Int32:
         """1 if a scale of the tile is out of range of float16; the same in all threads."""
-        found = Int32(0)
+        found, four = Int32(0), cute.make_rmem_tensor(min(kind.row_bytes[1] // 4, 4), Int32)
         for i in cutlass.range_constexpr(2):
-            words = cute.make_rmem_tensor(self.spec.scale_bytes // 4, Int32)
-            scale_words(smem, self.spec, stage, tid % 32 + 32 * i, 0, words)
-            for j in cutlass.range_constexpr(self.spec.scale_bytes // 4):
-                outside = codes.out_of_range(words[j])
-                if const_expr(self.spec.token_format.num_scales <= 4 * j + 3):
-                    outside &= 0x00FFFFFF  # the last byte is padding
-                found |= outside
+            for part in cutlass.range_constexpr(kind.row_bytes[1] // 4 // cute.size(four)):
+                scale_words(smem, self.spec, stage, tid % 32 + 32 * i, 4 * cute.size(four) * part, four)
+                for j in cutlass.range_constexpr(cute.size(four)):
+                    outside = codes.out_of_range(kind, four[j])
+                    if const_expr(kind.num_scales <= 4 * j + 3):
+                        outside &= 0x00FFFFFF  # the last byte is padding
+                    found |= outside
         return Int32(1) if cute.arch.vote_any_sync(found != 0) else Int32(0)
 
     # ---- shared memory
 
     @cute.jit
-    def load_codes(self, smem, raw: cute.Tensor, stage: Int32, c, tid: Int32):
+    def load_chunk(self, smem, kind: cutlass.Constexpr, raw: cute.Tensor, stage: Int32, c, tid: Int32):
         """16 codes of each of a thread's two rows, in chunk c of 64 columns."""
-        line = self.line(tid)
-        start = stage * codes_bytes(self.spec) + c // CHUNKS_PER_LINE * (TOKENS_PER_TILE * LINE_BYTES)
+        start = stage * codes_bytes(self.spec)
+        if const_expr(codes.is_fp4(kind)):  # 8 bytes, in a line of 256 codes
+            piece = tid % 4 // 2 * 2
+            line = line_offset(key_of_row(tid, 0), piece) + tid % 2 * 8
+            line = line ^ (64 * (c // 2 % 2)) ^ (16 * (c % 2))
+            start += c // 4 * (TOKENS_PER_TILE * LINE_BYTES)
+        else:
+            line = self.line(tid) ^ (32 * (c % 2))
+            start += c // CHUNKS_PER_LINE * (TOKENS_PER_TILE * LINE_BYTES)
+        size = 8 if const_expr(codes.is_fp4(kind)) else 16
         for r in cutlass.range_constexpr(2):
-            row = (line ^ (32 * (c % 2)) ^ (16 * r)) + LINE_BYTES * r
-            pointer = smem.codes.data_ptr() + cute.assume(start + row, divby=16)
-            source = cute.make_tensor(cute.recast_ptr(pointer, dtype=raw.element_type), cute.make_layout(16))
-            cute.autovec_copy(source, raw[None, r])
+            pointer = smem.codes.data_ptr() + cute.assume(start + (line ^ (16 * r)) + LINE_BYTES * r, divby=size)
+            source = cute.make_tensor(cute.recast_ptr(pointer, dtype=raw.element_type), cute.make_layout(size))
+            cute.autovec_copy(source, cute.make_tensor(raw[None, r].iterator, cute.make_layout(size)))
 
     def rope_stage(self, tile: Int32) -> Int32:
         """Where the rope part of a tile lies: with its codes."""

@@ -36,6 +36,7 @@ def shared_storage(spec: LatentDecodeSpec):
         lse: cute.struct.MemRange[Float32, p_stages * heads]
         flags: cute.struct.Align[cute.struct.MemRange[Int32, p_stages * WARPS], 16]  # of a tile, by warp
         rope_flags: cute.struct.MemRange[Int32, stages * WARPS]  # of 16 keys: OUT_OF_RANGE, or 0: their rope is float16
+        kinds: cute.struct.MemRange[Int32, stages]  # of key tiles: an index of `spec.kinds`
         sink: cute.struct.MemRange[Float32, heads]  # times log2(e)
         mask: cute.struct.MemRange[Int32, 2 * spec.mask_stages]  # a bit for each key: 1 if it counts
         q_full: Int64

@@ -29,7 +29,20 @@ class LatentSoftmaxWarpgroup(SoftmaxWarpgroup):
     @cute.jit
     def store_weights(self, smem, stage: Int32, p_stage: Int32, tid: Int32) -> Int32:
         """Scales x codes.WEIGHT as float16, half of a key's; OUT_OF_RANGE if one of this warp's keys is not."""
-        key, count = tid // 2, self.spec.scale_bytes // 2
+        kinds, found = self.spec.kinds, Int32(0)
+        if const_expr(len(kinds) > 1):
+            if smem.kinds.get_tensor(cute.make_layout(self.spec.stages))[stage] == 0:
+                found = self.store_weights_of(smem, kinds[0], stage, p_stage, tid)
+            else:
+                found = self.store_weights_of(smem, kinds[1], stage, p_stage, tid)
+        else:
+            found = self.store_weights_of(smem, kinds[0], stage, p_stage, tid)
+        return Int32(OUT_OF_RANGE) if cute.arch.vote_any_sync(found != 0) else Int32(0)
+
+    @cute.jit
+    def store_weights_of(self, smem, kind: cutlass.Constexpr, stage: Int32, p_stage: Int32, tid: Int32) -> Int32:
+        """The same for a tile of that format; not 0 if a scale of this thread is out of range."""
+        key, count = tid // 2, kind.row_bytes[1] // 2
         first = count * (tid % 2)
         words = cute.make_rmem_tensor(count // 4, Int32)
         scale_words(smem, self.spec, stage, key, first, words)
@@ -38,16 +51,15 @@ class LatentSoftmaxWarpgroup(SoftmaxWarpgroup):
         place, found = place_of_weight(key), Int32(0)
         for i in cutlass.range_constexpr(count // 4):
             word = words[i]
-            outside = codes.out_of_range(word)
-            if const_expr(self.spec.token_format.num_scales < self.spec.scale_bytes):
+            outside = codes.out_of_range(kind, word)
+            if const_expr(kind.num_scales < kind.row_bytes[1]):
                 outside &= cutlass.select_(tid % 2 == 1, Int32(0x00FFFFFF), Int32(-1))  # the last byte is padding
             found |= outside
             for j in cutlass.range_constexpr(4):
-                pair = cute.make_rmem_tensor(1, Int32)
-                pair[0] = codes.multiplier(codes.byte_pair(word, codes.selector(j)))
-                number = cute.recast_tensor(pair, Float16)[0]
-                sWeight[place, p_stage * self.spec.scale_bytes + first + 4 * i + j] = number
-        return Int32(OUT_OF_RANGE) if cute.arch.vote_any_sync(found != 0) else Int32(0)
+                pair = cute.make_rmem_tensor(2, Float16)
+                cute.recast_tensor(pair, Int32)[0] = codes.multiplier(kind, word, Int32(j))
+                sWeight[place, p_stage * self.spec.scale_bytes + first + 4 * i + j] = pair[0]
+        return found
 
     def late_flags(self, smem, stage: Int32, tid: Int32) -> Any:
         """OUT_OF_RANGE where float16 does not hold the rope parts of a warp's keys, which QK finds."""

@@ -247,8 +247,14 @@ def test_all_loads_are_issued_before_anything_is_quantized(spec):
 
 def test_the_launch_tells_the_kernel_where_rows_are(monkeypatch):
     """Of V3.2 the strides of the cache say it, of other formats the layout of a page."""
-    asked, calls = [], []
-    monkeypatch.setattr(append_launch, "get_kernel", lambda spec: asked.append(spec) or (lambda *a: calls.append(a)))
+    asked: list[Any] = []
+    calls: list[Any] = []
+
+    def get_kernel(spec: Any) -> Any:
+        asked.append(spec)
+        return lambda *arguments: calls.append(arguments)
+
+    monkeypatch.setattr(append_launch, "get_kernel", get_kernel)
     kv, pages, slots = torch.zeros(5000, 576), CACHE, torch.zeros(5000)
     append_launch.launch_append(kv, pages, slots, V3_2, V3_2.page_layout(PAGE_SIZE))
     append_launch.launch_append(kv[:1], pages, slots, V4, V4.page_layout(64))

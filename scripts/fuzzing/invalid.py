@@ -69,6 +69,11 @@ RULES: Final[dict[str, dict[str, Rule]]] = {
         "block_table": Rule(INT32, (0,), unit=True, needed=True),
         "cache_seqlens": Rule(INT32, (0,), needed=True),
         "s_aux": Rule(FLOAT32, (0,), unit=True),
+        "extra_kv_cache": Rule(
+            (torch.uint8, torch.float8_e4m3fn), (-1,), ("extra_indices",), unit=True, align=16, needed=True
+        ),
+        "extra_indices": Rule(INT32, (0, 1), unit=True, needed=True),
+        "extra_topk_length": Rule(INT32, (0, 1)),
         "out": Rule((torch.bfloat16,), (0, 1, 2, 3), unit=True, align=16),
         "lse": Rule(FLOAT32, (0, 1, 2)),
     },
@@ -178,7 +183,7 @@ def _wrong_tensors(name: str, t: torch.Tensor, rule: Rule, call: Call, rng: rand
     if t.numel() > 1 and rule.unit and t.shape[-1] > 1 and _has_rows(op, name, arguments):
         yield Wrong(f"{name} with a last stride of 2", anywhere, {name: torch.stack([t, t], -1)[..., 0]})
     if t.numel() and rule.align > t.element_size() and _has_rows(op, name, arguments):
-        yield from _misaligned(name, t, rule, anywhere, name == "kv_cache" and _is_planar(arguments))
+        yield from _misaligned(name, t, rule, anywhere, _is_planar(name, arguments))
     if name in NO_GRADIENT.get(op, ()) and t.is_floating_point() and t.dtype.itemsize > 1:
         yield Wrong(f"{name} requires gradients", anywhere, {name: t.detach().clone().requires_grad_()})
 
@@ -194,12 +199,14 @@ def _decided(op: str, name: str, axis: int, arguments: Mapping[str, Any]) -> boo
     contiguous = arguments.get("layout") in ("BNSH", "BSNH")
     if op == "gqa_decode" and name == "k_cache" and axis == 0:
         return contiguous
-    return not (op == "mla_fp8_decode" and name == "topk_length" and axis == 1 and arguments["topk_length"].dim() < 2)
+    return not (op == "mla_fp8_decode" and name.endswith("topk_length") and axis == 1 and arguments[name].dim() < 2)
 
 
-def _is_planar(arguments: Mapping[str, Any]) -> bool:
-    """Whether the strides within a page of a latent cache mean nothing."""
-    token_format = FORMATS[arguments.get("cache_format") or V3_2.name]
+def _is_planar(name: str, arguments: Mapping[str, Any]) -> bool:
+    """Whether an argument is a latent cache in whose pages strides mean nothing."""
+    if not name.endswith("kv_cache"):
+        return False
+    token_format = FORMATS[arguments.get(name.replace("kv_cache", "cache_format")) or V3_2.name]
     return token_format.page_layout(1, arguments.get("cache_layout")).cache_layout == "planar"
 
 
@@ -241,6 +248,8 @@ def _wrong_numbers(call: Call, arguments: Mapping[str, Any]) -> Iterator[Wrong]:
     if call.op == "mla_fp8_decode":
         numbers["exchange"] = ("value", 1, "Codes", "")
         numbers["scores"] = ("fp16", 1, "FP8", "")
+        numbers |= {"cache_format": ("v3", 1, "", ["v4"]), "cache_layout": ("rows", 1, "Planar")}
+        numbers["extra_cache_format"] = ("v4 ", 2) if arguments.get("extra_kv_cache") is not None else ("v4",)
     if call.op == "mla_fp8_append":
         numbers = {"cache_format": ("v3", 1, ""), "cache_layout": ("rows", 1, "Planar")}
     if call.op == "gqa_decode":

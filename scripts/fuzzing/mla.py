@@ -12,6 +12,7 @@ import torch
 import fp8_mla
 from cute_kernels.mla import append_spec, spec
 from cute_kernels.mla.crossover import spec as crossover_spec
+from cute_kernels.mla.latent import spec as latent_spec
 from cute_kernels.mla.plan import EXCHANGES, plan_decode
 from fp8_mla.formats import FORMATS, V3_2
 from scripts.bench.timing import bits
@@ -20,6 +21,8 @@ from scripts.fuzzing.draws import INT32_MAX, INT32_MIN, MAX_SCRATCH, Draw, extre
 from scripts.fuzzing.memory import Image, contiguous_stride, padded_stride
 from tests.support.append_pages import FORMS, append_to
 from tests.support.compare import check_decode
+from tests.support.latent_cases import FORMS as LATENT_FORMS
+from tests.support.latent_cases import SIZE_KINDS, latent_case, latent_dense_case
 from tests.support.mla_cases import SCALE_KINDS, DecodeCase, dense_case, sparse_case
 
 HEADS = (1, 2, 7, 8, 16, 17, 32, 33, 64, 65, 96, 100, 127, 128)
@@ -28,6 +31,7 @@ LARGE_TOPKS = (2048, 4096, 16_384)
 PAGE_SIZES = (1, 2, 16, 61, 64, 576)
 SPLITS = (None, None, None, None, 1, 2, 3, 8, 32, 64, 128, 256)
 SINKS = ("none", "finite", "inf")
+LATENT_HEADS = (16, spec.WIDE)  # of a CTA: with more the list of kernels would double
 DECODE_MODES = (
     Mode(("out", "lse"), ("out", "lse")),
     Mode(("out", "lse"), ("out",)),
@@ -41,13 +45,19 @@ DECODE_MODES = (
 
 def kernel_specs() -> list[Any]:
     """Every kernel that these calls may take."""
-    return [*spec.shipped_specs(), *crossover_spec.shipped_specs(), *append_spec.shipped_specs()]
+    latent = [one for one in latent_spec.shipped_specs() if one.heads in LATENT_HEADS]
+    return [*spec.shipped_specs(), *crossover_spec.shipped_specs(), *latent, *append_spec.shipped_specs()]
 
 
 def decode_call(draw: Draw) -> Call:
-    """A sparse or a dense decode."""
-    sparse = draw.chance(0.55)
-    case, forced = _sparse(draw) if sparse else _dense(draw)
+    """A sparse or a dense decode over one cache, or a sparse one over two."""
+    latent = draw.chance(0.35)
+    formats, layout = draw.choice(LATENT_FORMS)
+    sparse = draw.chance(0.55) or (latent and len(formats) > 1)
+    if latent:
+        case, forced = _latent_sparse(draw, formats, layout) if sparse else _latent_dense(draw, formats[0], layout)
+    else:
+        case, forced = _sparse(draw) if sparse else _dense(draw)
     case, changed = _vary(case, draw)
     batch, s_q, h_q, _ = case.q.shape
     index = case.indices if sparse else case.block_table
@@ -56,15 +66,23 @@ def decode_call(draw: Draw) -> Call:
     specs: tuple[Any, ...] = ()
     if (forced["num_splits"] or 1) * batch * s_q * h_q * spec.PARTIAL_FLOATS > MAX_SCRATCH:
         forced["num_splits"] = None
-    if batch and width and case.kv_cache.shape[0]:
+    sides = [(case.cache_format or "v3.2", width if sparse else width * page_size, case.kv_cache)]
+    if case.extra_kv_cache is not None:
+        assert case.extra_indices is not None and case.extra_cache_format is not None
+        sides.append((case.extra_cache_format, case.extra_indices.shape[-1], case.extra_kv_cache))
+    sides = [(name, keys, cache) for name, keys, cache in sides if keys and cache.shape[0]]
+    if batch and sides:
         plan = plan_decode(
             sparse=sparse,
             batch=batch,
             s_q=s_q,
             h_q=h_q,
-            max_keys=width if sparse else width * page_size,
+            max_keys=sides[0][1],
             num_sms=num_sms(draw.device),
             ragged=(case.topk_length if sparse else case.cache_seqlens) is not None,
+            cache_format=sides[0][0],
+            extra_format=sides[1][0] if len(sides) > 1 else "",
+            extra_keys=sides[1][1] if len(sides) > 1 else 0,
             **forced,
         )
         specs = (plan.spec,)
@@ -91,7 +109,20 @@ def decode_call(draw: Draw) -> Call:
         modes=DECODE_MODES,
         oracle=oracle,
         specs=specs,
-        shape=("mla", sparse, batch, s_q, h_q, width, page_size, *forced.values(), case.topk_length is None),
+        shape=(
+            "mla",
+            sparse,
+            batch,
+            s_q,
+            h_q,
+            width,
+            page_size,
+            *forced.values(),
+            case.topk_length is None,
+            case.cache_format,
+            case.extra_cache_format,
+            case.cache_layout,
+        ),
     )
 
 
@@ -161,6 +192,57 @@ def _dense(draw: Draw) -> tuple[DecodeCase, dict[str, Any]]:
     return case, _forced(draw)
 
 
+def _latent_sparse(draw: Draw, formats: tuple[str, ...], layout: str | None) -> tuple[DecodeCase, dict[str, Any]]:
+    batch, s_q = draw.batch(), draw.choice((1, 1, 1, 2, 3, 5))
+    topks = [draw.choice(LARGE_TOPKS[:1] if draw.large else TOPKS) for _ in range(2)]
+    if not draw.large and (batch * s_q > 16 or not draw.on_gpu):
+        topks = [min(topk, 200 if draw.on_gpu else 65) for topk in topks]
+    case = latent_case(
+        formats=formats,
+        cache_layout=layout,
+        batch=batch,
+        h_q=draw.choice(HEADS),
+        s_q=s_q,
+        topk=topks[0],
+        extra_topk=topks[1],
+        page_size=draw.choice(PAGE_SIZES),
+        extra_page_size=draw.choice(PAGE_SIZES),
+        num_slots=10_000 if draw.large else 1000,
+        sizes=draw.choice(SIZE_KINDS),
+        invalid=draw.chance(0.7),
+        lengths=draw.choice(("none", "batch", "query")),
+        sink=draw.choice(SINKS),
+        padded=draw.chance(0.5),
+        seed=draw.seed,
+        device=draw.device,
+    )
+    if draw.chance(0.1) and case.extra_indices is not None:
+        case = dataclasses.replace(case, extra_indices=case.extra_indices[..., :0])
+    return case, {"num_splits": draw.choice(SPLITS), "scores": None}
+
+
+def _latent_dense(draw: Draw, cache_format: str, layout: str | None) -> tuple[DecodeCase, dict[str, Any]]:
+    batch, page_size = draw.batch(), draw.choice(PAGE_SIZES)
+    longest = draw.choice((1, 63, 64, 130, 576)) if draw.on_gpu and batch <= 16 else draw.choice((1, 63, 130))
+    case = latent_dense_case(
+        cache_format=cache_format,
+        cache_layout=layout,
+        seqlens=draw.lengths(batch, longest, page_size),
+        h_q=draw.choice(HEADS),
+        s_q=draw.choice((1, 1, 2, 3, 4)),
+        page_size=page_size,
+        causal=draw.chance(0.7),
+        sizes=draw.choice(SIZE_KINDS),
+        sink=draw.choice(SINKS),
+        padded=draw.chance(0.5),
+        seed=draw.seed,
+        device=draw.device,
+    )
+    assert case.block_table is not None and case.cache_seqlens is not None
+    lengths = extreme_lengths(case.cache_seqlens, case.block_table.shape[1] * page_size, draw)
+    return dataclasses.replace(case, cache_seqlens=lengths), {"num_splits": draw.choice(SPLITS), "scores": None}
+
+
 def _forced(draw: Draw) -> dict[str, Any]:
     """Choices that are left to the planner, or made."""
     scores = draw.choice((None, "exact", "fp8"))
@@ -180,7 +262,7 @@ def _vary(case: DecodeCase, draw: Draw) -> tuple[DecodeCase, torch.Tensor]:
         elif case.block_table is not None:
             case = dataclasses.replace(case, block_table=case.block_table[:, :0])
     if draw.chance(0.3):
-        case = dataclasses.replace(case, softmax_scale=fp8_mla.QK_DIM**-0.5 * draw.choice((0.25, 0.5, 1.0)))
+        case = dataclasses.replace(case, softmax_scale=case.q.shape[-1] ** -0.5 * draw.choice((0.25, 0.5, 1.0)))
     cache = case.kv_cache
     if draw.chance(0.3):
         cache = cache.unsqueeze(2)

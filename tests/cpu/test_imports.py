@@ -21,9 +21,9 @@ SHARED = ("budget", "compat", "device", "distributed", "integrations", "runtime"
 # The files of a room, by name or by the end of it: append_op.py is an op. launch_*.py is a launch. Device code is what
 # lies in kernels/.
 ROOM_FILES = ("checks", "launch", "layouts", "op", "plan", "reference", "spec")
-# A design of its own inside of a room. It takes from the room's kernels; of the room its op alone knows it, and its
-# plan the spec.
-CROSSOVER = "crossover"
+# Designs of their own inside of a room. They take from the room's kernels; of the room its op and launches alone know
+# them, and its plan the spec.
+DESIGNS = ("crossover", "latent")
 
 # What each layer may import of this project.
 PROJECT = {
@@ -39,7 +39,7 @@ PROJECT = {
     "reference": {"formats", "fp8_mla", "layouts", "plan", "reference"},
     "runtime": {"runtime"},
     "checks": {"formats", "fp8_mla", "plan", "runtime", "spec"},
-    "launch": {"checks", "formats", "launch", "layouts", "plan", "reference", "runtime", "spec"},
+    "launch": {"checks", "formats", "fp8_mla", "launch", "layouts", "plan", "reference", "runtime", "spec"},
     "op": {"checks", "formats", "fp8_mla", "launch", "layouts", "op", "plan", "reference", "runtime", "spec"},
     "budget": {"budget", "formats", "spec"},
     "warm": {"layouts", "plan", "runtime", "spec", "warm"},
@@ -74,7 +74,8 @@ def layer(module: str) -> str | None:
         return "public"
     if directory in SHARED:
         return directory
-    file = file.removeprefix(CROSSOVER).lstrip(".")
+    first, _, others = file.partition(".")
+    file = others if first in DESIGNS else file
     if file.partition(".")[0] == "kernels":
         return "kernels"
     if file.startswith("launch_"):
@@ -108,8 +109,8 @@ def violations(module: str, source: str, is_package: bool = False) -> list[str]:
             there = layer(name)
             if there not in PROJECT[here]:
                 found.append(f"{module} ({here}) imports {name} ({there})")
-            elif f".{CROSSOVER}." in name and f".{CROSSOVER}." not in module:
-                if here != "op" and (here, there) != ("plan", "spec"):
+            elif any(f".{design}." in name and f".{design}." not in module for design in DESIGNS):
+                if here not in ("op", "launch") and (here, there) != ("plan", "spec"):
                     found.append(f"{module} imports {name}, which is for the op and the plan of its room")
         elif top in HEAVY and top not in OUTSIDE.get(here, set()):
             found.append(f"{module} ({here}) imports {name}")

@@ -106,14 +106,14 @@ def append_to(
     if len(token_format.row_bytes) == 2:
         starts.append(layout.scale_offset - token_format.scales.offset + offset * layout.scale_stride)
     for start, row in zip(starts, packed.split(token_format.row_bytes, dim=-1), strict=True):
-        pages[page, start + torch.arange(row.shape[1])] = row
+        pages[page, start + torch.arange(row.shape[1], dtype=torch.int64, device="cpu")] = row
 
 
 def slots_for(tokens: int, num_slots: int, seed: int) -> torch.Tensor:
     """Different slots in random order; every seventh token is skipped by a negative slot or one beyond the cache."""
-    slots = torch.randperm(num_slots, generator=generator(seed))[:tokens]
-    skip = torch.tensor([-1, -(2**63), num_slots, 2**40, -(2**32), 2**63 - 1])
-    slots[::7] = skip[torch.arange(len(slots[::7])) % len(skip)]
+    slots = torch.randperm(num_slots, generator=generator(seed), dtype=torch.int64, device="cpu")[:tokens]
+    skip = torch.tensor([-1, -(2**63), num_slots, 2**40, -(2**32), 2**63 - 1], dtype=torch.int64, device="cpu")
+    slots[::7] = skip[torch.arange(len(slots[::7]), dtype=torch.int64, device="cpu") % len(skip)]
     return slots
 
 
@@ -121,48 +121,60 @@ def special_rows(tile: int) -> torch.Tensor:
     """Tokens that every rule of a quantization with tiles of `tile` elements touches, (n, 512) bfloat16."""
     gen = generator(11)
     largest, smallest = torch.finfo(torch.bfloat16).max, 2.0**-133
-    rows = [torch.zeros(512), -torch.zeros(512), torch.full((512,), largest), torch.full((512,), smallest)]
+    rows = [
+        torch.zeros(512, dtype=torch.float32, device="cpu"),
+        -torch.zeros(512, dtype=torch.float32, device="cpu"),
+        torch.full((512,), largest, dtype=torch.float32, device="cpu"),
+        torch.full((512,), smallest, dtype=torch.float32, device="cpu"),
+    ]
     for exponent in range(-140, 128, 3):  # from below the smallest scale to the top, subnormals in between
-        rows.append(torch.randn(512, generator=gen) * 2.0 ** min(exponent, 124))
+        rows.append(torch.randn(512, generator=gen, dtype=torch.float32, device="cpu") * 2.0 ** min(exponent, 124))
     for value in (float("nan"), -float("nan"), float("inf"), -float("inf")):
-        one = torch.randn(512, generator=gen)
+        one = torch.randn(512, generator=gen, dtype=torch.float32, device="cpu")
         one[[0, tile - 1, tile, 130, 300, 447, 448, 511]] = value
-        whole = torch.randn(512, generator=gen)
+        whole = torch.randn(512, generator=gen, dtype=torch.float32, device="cpu")
         whole[tile : 2 * tile] = value
-        mixed = torch.randn(512, generator=gen)
+        mixed = torch.randn(512, generator=gen, dtype=torch.float32, device="cpu")
         mixed[0], mixed[1] = value, float("nan")
         mixed[tile], mixed[tile + 1] = float("inf"), float("nan")
-        rows += [one, whole, mixed, torch.full((512,), value)]
-    jumps = torch.randn(512, generator=gen)
+        rows += [one, whole, mixed, torch.full((512,), value, dtype=torch.float32, device="cpu")]
+    jumps = torch.randn(512, generator=gen, dtype=torch.float32, device="cpu")
     jumps[tile : 2 * tile] = 0
     jumps[2 * tile] = largest
     jumps[3 * tile : 4 * tile] *= 2.0**-60
     rows.append(jumps)
     # ties of the codes: with a largest magnitude of 448 or 6 the scale is 1
-    codes = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
-    ties = torch.cat([(codes[:-1] + codes[1:]) / 2, torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0])])
+    codes = torch.arange(127, dtype=torch.uint8, device="cpu").view(torch.float8_e4m3fn).float()
+    ties = torch.cat(
+        [
+            (codes[:-1] + codes[1:]) / 2,
+            torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0], dtype=torch.float32, device="cpu"),
+        ]
+    )
     for peak in (448.0, 6.0):
         fitting = ties[ties <= peak]
         count = -(-len(fitting) // (tile - 1))
-        spread = torch.zeros(count * tile).view(count, tile)
-        padded = torch.zeros(count * (tile - 1))
+        spread = torch.zeros(count * tile, dtype=torch.float32, device="cpu").view(count, tile)
+        padded = torch.zeros(count * (tile - 1), dtype=torch.float32, device="cpu")
         padded[: len(fitting)] = fitting
         spread[:, 1:], spread[:, 0] = padded.view(count, tile - 1), peak
-        flat = torch.zeros(-(-count * tile // 512) * 512)
+        flat = torch.zeros(-(-count * tile // 512) * 512, dtype=torch.float32, device="cpu")
         flat[: count * tile] = spread.flatten()
         rows += [*flat.view(-1, 512), *(-flat).view(-1, 512)]
     # both sides of every step of a scale that is a power of two: 448 x 2^k and the next number
-    steps = torch.zeros(512)
-    steps[::tile] = torch.tensor([448.0 * 2.0**k for k in range(512 // tile)][: 512 // tile])
-    above = torch.zeros(512)
-    above[::tile] = torch.tensor([450.0 * 2.0**k for k in range(512 // tile)])
+    steps = torch.zeros(512, dtype=torch.float32, device="cpu")
+    steps[::tile] = torch.tensor(
+        [448.0 * 2.0**k for k in range(512 // tile)][: 512 // tile], dtype=torch.float32, device="cpu"
+    )
+    above = torch.zeros(512, dtype=torch.float32, device="cpu")
+    above[::tile] = torch.tensor([450.0 * 2.0**k for k in range(512 // tile)], dtype=torch.float32, device="cpu")
     return torch.stack([*rows, steps, above, steps * 2.0**-30, above * 2.0**-30]).bfloat16()
 
 
 def every_pattern() -> torch.Tensor:
     """(256, 512) bfloat16: all 65,536 bit patterns, in tiles of almost equal exponent, then in tiles of everything."""
-    patterns = torch.arange(65536, dtype=torch.int32).short().view(torch.bfloat16)
-    shuffled = patterns[torch.randperm(65536, generator=generator(2))]
+    patterns = torch.arange(65536, dtype=torch.int32, device="cpu").short().view(torch.bfloat16)
+    shuffled = patterns[torch.randperm(65536, generator=generator(2), dtype=torch.int64, device="cpu")]
     return torch.cat([patterns.view(128, 512), shuffled.view(128, 512)])
 
 
@@ -171,20 +183,20 @@ def every_magnitude_with_every_e4m3_scale() -> torch.Tensor:
 
     Of a scale, 6 times itself stands in each of its tiles, and in one of them every magnitude from 1/64 of it up.
     """
-    scales = torch.arange(1, 127, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
-    bits = torch.arange(0x7F80, dtype=torch.int32).short().view(torch.bfloat16).float()
+    scales = torch.arange(1, 127, dtype=torch.uint8, device="cpu").view(torch.float8_e4m3fn).float()
+    bits = torch.arange(0x7F80, dtype=torch.int32, device="cpu").short().view(torch.bfloat16).float()
     tiles = []
     for scale in scales.tolist():
         inside = bits[(bits <= 6 * scale) & (bits >= scale / 64)]
-        inside = inside * torch.where(torch.arange(len(inside)) % 2 == 0, 1, -1)
+        inside[1::2] *= -1
         count = -(-len(inside) // 15)
-        tile = torch.zeros(count, 16)
+        tile = torch.zeros(count, 16, dtype=torch.float32, device="cpu")
         tile[:, 15] = 6 * scale
-        padded = torch.zeros(count * 15)
+        padded = torch.zeros(count * 15, dtype=torch.float32, device="cpu")
         padded[: len(inside)] = inside
         tile[:, :15] = padded.view(count, 15)
         tiles.append(tile)
     flat = torch.cat(tiles).flatten()
-    rows = torch.zeros(-(-len(flat) // 512) * 512)
+    rows = torch.zeros(-(-len(flat) // 512) * 512, dtype=torch.float32, device="cpu")
     rows[: len(flat)] = flat
     return rows.view(-1, 512).bfloat16()

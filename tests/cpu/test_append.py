@@ -1,3 +1,4 @@
+import re
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from cute_kernels.runtime.launch import PreparedLaunches
 from fp8_mla import pack
 from fp8_mla.formats import FORMATS, V3_2, V4
 from tests.support.prepared import prepare
-from tests.support.reports import report_of
+from tests.support.reports import listing_of, report_of
 
 PAGES, PAGE_SIZE = 5, 7
 POISON = 0xA5
@@ -234,11 +235,22 @@ def test_four_tokens_per_warp_compile(name):
     assert code.count("LDG.E.128") == 8 + rope_parts, "two of each token's latent"
 
 
+@pytest.mark.parametrize("spec", shipped_specs(), ids=repr)
+def test_all_loads_are_issued_before_anything_is_quantized(spec):
+    """Else a warp has half of its bytes in flight; where ptxas puts them is its own affair."""
+    opcodes = [found[1] for line in listing_of(spec) if (found := re.search(r"\*/\s+(?:@!?U?P\d+ )?([A-Z]\S*)", line))]
+    loads = [place for place, opcode in enumerate(opcodes) if opcode.startswith("LDG")]
+    maxima = [place for place, opcode in enumerate(opcodes) if opcode.startswith(("FMNMX", "VHMNMX"))]
+    assert len(loads) == 1 + 2 * spec.tokens_per_warp + (spec.cache_format == "v3.2"), "slots, latents, rope parts"
+    assert loads[-1] < maxima[0]
+
+
 def test_the_launch_tells_the_kernel_where_rows_are(monkeypatch):
     """Of V3.2 the strides of the cache say it, of other formats the layout of a page."""
-    asked, calls = [], []
+    asked: list[Any] = []
+    calls: list[Any] = []
 
-    def get_kernel(spec):
+    def get_kernel(spec: Any) -> Any:
         asked.append(spec)
         return lambda *arguments: calls.append(arguments)
 

@@ -68,6 +68,7 @@ class MlaAppend512Kernel:
             grid=[cute.ceil_div(tokens, self.tokens_per_warp * self.warps), 1, 1],
             block=[WARP * self.warps, 1, 1],
             stream=stream,
+            use_pdl=True,
         )
 
     @cute.kernel
@@ -86,6 +87,10 @@ class MlaAppend512Kernel:
         tokens = Int32(mKV.shape[0])
         first = (cta * self.warps + tid // WARP) * count
         load = cute.make_copy_atom(CopyG2ROp(), BFloat16, num_bits_per_copy=128)
+        # As decoding does: the next launch may begin once all CTAs of this one have started. Every thread waits for the
+        # kernels before this one, which write kv and slots or read the cache.
+        cute.arch.griddepcontrol_launch_dependents()
+        cute.arch.griddepcontrol_wait()
 
         if first < tokens:
             mine = lane % count  # the token whose rows this lane finds
@@ -98,14 +103,19 @@ class MlaAppend512Kernel:
                 for half in cutlass.range_constexpr(2):
                     cute.copy(load, cute.make_tensor(source + 8 * half, cute.make_layout(8)), latent[None, half, t])
 
-            data_stride, scale_offset, scale_stride = rows
-            data, scales = Int64(0), Int64(0)  # addresses of the token's rows; 0: nowhere
+            if const_expr(self.lanes_per_tile == 1 and count > 1):
+                # With no shuffle in the way ptxas quantizes a token before it issues the loads of the next one.
+                cute.arch.fence_acq_rel_cta()
+
+            # No branch: ptxas moves loads of other tokens past it, where they wait for the slot.
             num_slots = Int64(mCache.shape[0]) * Int64(mCache.shape[1])
-            if first + mine < tokens and slot >= 0 and slot < num_slots:
-                page, offset = divmod(Int32(slot), page_size)
-                page_start = mCache.iterator.toint() + Int64(page) * Int64(mCache.stride[0])
-                data = page_start + Int64(offset) * Int64(data_stride)
-                scales = page_start + Int64(scale_offset) + Int64(offset) * Int64(scale_stride)
+            exists = first + mine < tokens and slot >= 0 and slot < num_slots
+            page, offset = divmod(cutlass.select_(exists, Int32(slot), Int32(0)), page_size)
+            page_start = mCache.iterator.toint() + Int64(page) * Int64(mCache.stride[0])
+            data_stride, scale_offset, scale_stride = rows
+            data = page_start + Int64(offset) * Int64(data_stride)
+            data = cutlass.select_(exists, data, Int64(0))  # the address of the token's data row; 0: nowhere
+            scales = page_start + Int64(scale_offset) + Int64(offset) * Int64(scale_stride)
 
             for t in cutlass.range_constexpr(count):
                 codes, scale = self._quantize(latent[None, None, t])

@@ -17,6 +17,7 @@ from cute_kernels.mla.kernels.smem import (
     WARPS,
     copy_columns,
     key_of_row,
+    line_offset,
     s_offset,
     tiled_mmas,
 )

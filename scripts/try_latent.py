@@ -177,6 +177,11 @@ def main(what):
         bench("v4.1 128x128x2 128+1024", 128, 2, 128, 128, fmt="v4.1", extra="v4.1", extra_topk=1024)
         bench("128x128x2 v4.1 topk 2048", 128, 2, 128, 2048, fmt="v4.1")
         bench("64x16 window + 8192", 64, 1, 16, 128, extra="v4", extra_topk=8192)
+        bench("v4.1+fp4 128x128x2 128+1024", 128, 2, 128, 128, fmt="v4.1", extra="v4.1_fp4", extra_topk=1024)
+        bench("v4.1+fp4 128x64 128+1024", 128, 1, 64, 128, fmt="v4.1", extra="v4.1_fp4", extra_topk=1024)
+        bench("v4.1+fp4 128x16 128+1024", 128, 1, 16, 128, fmt="v4.1", extra="v4.1_fp4", extra_topk=1024)
+        bench("fp4 128x16 2048", 128, 1, 16, 2048, fmt="v4.1_fp4")
+        bench("v4 32h x 128 128+1024", 128, 1, 32, 128, extra="v4", extra_topk=1024)
 
 
 if __name__ == "__main__":

@@ -16,8 +16,8 @@ from fp8_mla.pages import write_pages
 pytestmark = pytest.mark.gpu
 
 MAX_ERROR, MAX_LSE_ERROR = 2.2e-3, 2e-5
-SINGLE = ("v4", "v4.1")
-PAIRS = (("v4", "v4"), ("v4.1", "v4.1"))
+SINGLE = ("v4", "v4.1", "v4.1_fp4")
+PAIRS = (("v4", "v4"), ("v4.1", "v4.1"), ("v4.1", "v4.1_fp4"))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,7 +38,7 @@ def make_pages(
     memory = torch.randint(0, 256, (num_pages, stride), dtype=torch.uint8, device="cuda", generator=generator)
     shape = (num_pages, page_size, token_format.token_bytes)
     pages = memory.as_strided(shape, (stride, token_format.token_bytes, 1))
-    kv = torch.randn((num_pages * page_size, token_format.d_qk), device="cuda", generator=generator) * scale
+    kv = torch.randn((num_pages * page_size, token_format.d_qk), device="cuda", generator=generator)
     slots = torch.arange(num_pages * page_size, device="cuda")
     tokens = fp8_mla.pack(kv.bfloat16(), token_format=token_format)
     write_pages(pages, slots, tokens, token_format=token_format, cache_layout=layout)
@@ -148,12 +148,29 @@ def test_interleaved_pages() -> None:
 @pytest.mark.parametrize("heads", [16, 64])
 @pytest.mark.parametrize("name", SINGLE)
 def test_any_scale(name: str, heads: int) -> None:
-    """Scale bytes of 3 to 246 in one tile: keys are exact in bfloat16."""
+    """Random codes and scale bytes of every range: keys are exact."""
     generator = torch.Generator("cuda").manual_seed(heads)
-    for low, high in ((-20, 9), (-100, -80), (20, 60)):
-        exponents = torch.randint(low, high, (192, 1), device="cuda", generator=generator)
-        cache = make_cache(name, 1, 1, 90, 64, False, generator, scale=torch.exp2(exponents.float()))
-        check(make_q(1, 1, heads, generator), cache, name, softmax_scale=2.0**-high / 8)
+    token_format, count = FORMATS[name], 192
+    is_fp4 = token_format.codes.bits == 4
+    for low, high in ((1, 0x63), (0x40, 0x7F)) if is_fp4 else ((3, 40), (90, 127), (100, 140), (150, 200)):
+        pages = make_pages(name, 3, 64, generator)
+        codes = torch.randint(0, 256, (count, token_format.codes.num_bytes), device="cuda", generator=generator)
+        if not is_fp4:
+            codes[(codes & 0x7F) == 0x7F] = 0x11
+        scales = torch.randint(low, high, (count, token_format.scales.count), device="cuda", generator=generator)
+        tokens = torch.zeros((count, token_format.token_bytes), dtype=torch.uint8, device="cuda")
+        tokens[:, : codes.shape[1]] = codes.to(torch.uint8)
+        start = token_format.start(token_format.scales)
+        tokens[:, start : start + scales.shape[1]] = scales.to(torch.uint8)
+        if token_format.rope is not None:
+            rope = torch.randn((count, 64), device="cuda", generator=generator) * 2.0 ** (0.5 * (low + high) - 127 + 8)
+            start = token_format.start(token_format.rope)
+            tokens[:, start : start + 128] = rope.bfloat16().view(torch.uint8)
+        write_pages(pages, torch.arange(count, device="cuda"), tokens, token_format=token_format)
+        indices = torch.randint(0, count, (1, 1, 90), dtype=torch.int32, device="cuda", generator=generator)
+        size = fp8_mla.unpack(tokens, torch.float32, token_format=token_format).abs().max().item()
+        cache = Cache(pages, indices, None)
+        check(make_q(1, 1, heads, generator), cache, name, softmax_scale=1.0 / (8 * size))
 
 
 @pytest.mark.parametrize("name", SINGLE)
@@ -167,7 +184,10 @@ def test_nan(name: str) -> None:
         clean, clean_lse = check(q, cache, name)
         data = FORMATS[name].page_layout(64)
         memory = cache.pages.as_strided((cache.pages.stride(0),), (1,))
-        for place, value in ((0, 0x7F), (300, 0xFF), (data.scale_offset, 0xFF)):
+        is_fp4 = FORMATS[name].codes.bits == 4
+        for place, value in (
+            ((data.scale_offset, 0x7F),) if is_fp4 else ((0, 0x7F), (300, 0xFF), (data.scale_offset, 0xFF))
+        ):
             before = memory[place].clone()
             memory[place] = value  # of slot 0, which no query sees
             out, lse = mla_fp8_decode(q, cache.pages, indices=cache.indices, cache_format=name, return_lse=True)

@@ -74,10 +74,10 @@ def _inside(module: str) -> str:
     return module.removeprefix("cute_kernels") if _top(module) == "cute_kernels" else f".{module}"
 
 
-def _relative(module: str, is_package: bool, to: str) -> str:
+def _relative(module: str, is_package: bool, target: str) -> str:
     """What stands after `from` in a module for an import from another."""
     depth = (_inside(module) + "." * is_package).count(".")
-    return "." * depth + _inside(to).removeprefix(".")
+    return "." * depth + _inside(target).removeprefix(".")
 
 
 def _replaced(source: str, edits: list[tuple[ast.stmt | ast.expr, str]]) -> str:
@@ -123,7 +123,8 @@ def public_names() -> str:
         "",
     ]
     for module in sorted(set(modules.values())):
-        lines.append(f"from {module} import {', '.join(sorted(name for name, of in modules.items() if of == module))}")
+        names = ", ".join(sorted(name for name, place in modules.items() if place == module))
+        lines.append(f"from {module} import {names}")
     lines += ["", "__all__ = [", *(f'    "{name}",' for name in sorted(modules)), "]"]
     return "\n".join(lines) + f'\n__version__ = "{cute_kernels.__version__}"\n'
 
@@ -139,7 +140,7 @@ def build_toml(version: int, repo_id: str | None) -> str:
 
 
 def metadata(backend: str, version: int, unique: str) -> dict[str, object]:
-    """What kernel-builder writes beside a variant, without digests."""
+    """What kernel-builder writes into a variant, without digests."""
     archs = {"archs": ["9.0"]} if backend == "cuda" else {}
     return {
         "name": NAME,

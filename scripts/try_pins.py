@@ -45,30 +45,30 @@ def ranges(pyproject: str) -> dict[str, tuple[str, str]]:
     return found
 
 
-def constraints(end: str, of: Mapping[str, tuple[str, str]]) -> dict[str, str]:
+def constraints(end: str, bounds: Mapping[str, tuple[str, str]]) -> dict[str, str]:
     """The version of each dependency but torch that an end asks for, as pip's specifiers."""
-    names = [name for name in of if name != "torch"]
-    return {name: f"=={of[name][0]}" if end == "lowest" else f"<{of[name][1]}" for name in names}
+    names = [name for name in bounds if name != "torch"]
+    return {name: f"=={bounds[name][0]}" if end == "lowest" else f"<{bounds[name][1]}" for name in names}
 
 
-def make_environment(end: str, folder: Path, of: Mapping[str, tuple[str, str]]) -> None:
+def make_environment(end: str, folder: Path, bounds: Mapping[str, tuple[str, str]]) -> None:
     """Makes an environment by scripts/bootstrap.sh, which asks pip and so takes the highest version that it may."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     file = folder.parent / f"{end}.txt"
-    file.write_text("".join(f"{name}{wanted}\n" for name, wanted in constraints(end, of).items()), encoding="utf-8")
+    file.write_text("".join(f"{name}{wanted}\n" for name, wanted in constraints(end, bounds).items()), encoding="utf-8")
     command = ["bash", str(ROOT / "scripts" / "bootstrap.sh"), str(folder), sys.executable]
     subprocess.run(command, check=True, env={**os.environ, "PIP_CONSTRAINT": str(file)})
 
 
-def misfits(end: str, of: Mapping[str, tuple[str, str]], installed: Mapping[str, str]) -> list[str]:
+def misfits(end: str, bounds: Mapping[str, tuple[str, str]], installed: Mapping[str, str]) -> list[str]:
     """The dependencies that an environment has in another version than an end asks for, in words.
 
     The highest version is what pip took; here it is held to the range alone.
     """
     wrong = []
-    for name, wanted in constraints(end, of).items():
-        have, bound = (_numbers(text) for text in (installed[name], wanted.lstrip("=<")))
-        if (have != bound) if end == "lowest" else (have >= bound):
+    for name, wanted in constraints(end, bounds).items():
+        have, limit = (_numbers(text) for text in (installed[name], wanted.lstrip("=<")))
+        if (have != limit) if end == "lowest" else (have >= limit):
             wrong.append(f"{name}: got {installed[name]}; needs {wanted}")
     return wrong
 
@@ -82,14 +82,14 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 def try_end(end: str, venv: Path | None) -> int:
     """Runs the tests at one end: 0, 1 where one fails, 2 where the versions are others."""
-    of = ranges((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    bounds = ranges((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     folder = venv or ROOT / "build" / "pins" / end
     if venv is None:
-        make_environment(end, folder, of)
+        make_environment(end, folder, bounds)
     python = str(folder / "bin" / "python")
-    installed = json.loads(subprocess.run([python, "-c", VERSIONS, *of], check=True, capture_output=True).stdout)
+    installed = json.loads(subprocess.run([python, "-c", VERSIONS, *bounds], check=True, capture_output=True).stdout)
     print(f"{end}: " + ", ".join(f"{name} {version}" for name, version in installed.items()), flush=True)
-    if wrong := misfits(end, of, installed):
+    if wrong := misfits(end, bounds, installed):
         print("\n".join(wrong), file=sys.stderr)
         return 2
     kernels = ROOT / "build" / "pins" / f"kernels-{end}"

@@ -213,9 +213,9 @@ def append_call(draw: Draw) -> Call:
         image.places["kv_cache"] = place._replace(dtype=torch.float8_e4m3fn)
 
     def oracle(values: Mapping[str, torch.Tensor]) -> list[str]:
-        expected, at = cache.cpu().clone(), slots.cpu()
-        keep = (at >= 0) & (at < num_pages * page_size)
-        expected[at[keep] // page_size, at[keep] % page_size] = fp8_mla.pack(kv.cpu()[keep])
+        expected, written = cache.cpu().clone(), slots.cpu()
+        keep = (written >= 0) & (written < num_pages * page_size)
+        expected[written[keep] // page_size, written[keep] % page_size] = fp8_mla.pack(kv.cpu()[keep])
         differ = int((bits(values["kv_cache"]).cpu() != expected).sum())
         return [f"kv_cache: {differ} bytes are not those of fp8_mla.pack"] if differ else []
 
@@ -245,8 +245,8 @@ def special_values(x: torch.Tensor, draw: Draw, dtype: torch.dtype = torch.bfloa
 def slot_mapping(tokens: int, num_slots: int, draw: Draw) -> torch.Tensor:
     """Different slots in random order; some tokens are skipped, by a slot below 0 or beyond the cache."""
     slots = torch.full((tokens,), -1, dtype=torch.int64)
-    at = draw.rng.sample(range(num_slots), min(tokens, num_slots))
-    slots[: len(at)] = torch.tensor(at, dtype=torch.int64)
+    chosen = draw.rng.sample(range(num_slots), min(tokens, num_slots))
+    slots[: len(chosen)] = torch.tensor(chosen, dtype=torch.int64)
     skips = (-1, -(2**63), num_slots, 2**31, 2**40, -(2**32), 2**63 - 1)
     for place in range(tokens):
         if draw.chance(0.12):

@@ -289,11 +289,11 @@ def sparse_case(
         limit = topk_length.view(batch, -1, 1)
         bad = _complement(good, num_slots)
         if len(bad):
-            past = torch.arange(topk, dtype=torch.int64, device=gen.device) >= limit
+            is_past_end = torch.arange(topk, dtype=torch.int64, device=gen.device) >= limit
             lure = bad[
                 torch.randint(len(bad), indices.shape, generator=gen, dtype=torch.int64, device=gen.device)
             ].int()
-            indices = torch.where(past, lure, indices)
+            indices = torch.where(is_past_end, lure, indices)
     q = _query((batch, s_q, h_q, QK_DIM), gen, scales, query_size, padded)
     return DecodeCase(
         q=q,

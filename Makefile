@@ -11,12 +11,13 @@ READY := $(if $(VENV),$(VENV)/.ready)
 # Where pytest-xdist is installed, tests are spread over all cores; tests/conftest.py says how many processes that are.
 SPREAD := from importlib.util import find_spec; print("-n auto --dist loadgroup" if find_spec("xdist") else "")
 
-.PHONY: help demo test lint fuzz gpu-check clean
+.PHONY: help demo test test-pins lint fuzz gpu-check clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo 'make demo       decode the tokens of a DeepSeek-V3.2 attention layer from an FP8 cache'
 	@echo 'make test       all tests that need no GPU; on an SM90 GPU also those that do'
+	@echo 'make test-pins  tests of compiled kernels with the lowest and the highest versions of the dependencies'
 	@echo 'make lint       ruff and mypy'
 	@echo 'make fuzz       random calls of all operators, from many threads on an SM90 GPU; writes build/fuzz.json'
 	@echo 'make gpu-check  on an SM90 GPU: tests/gpu, compute-sanitizer, benchmark; writes results/*.json'
@@ -27,6 +28,10 @@ demo: $(READY)
 
 test: $(READY)
 	$(RUN) -m pytest $$($(RUN) -c '$(SPREAD)')
+
+# Makes environments of its own in build/pins.
+test-pins:
+	$(PYTHON) scripts/try_pins.py
 
 lint: $(READY)
 	$(RUN) -m ruff check .

@@ -224,7 +224,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"now: {variants.LATENCY_CYCLES}, {variants.CTA_CYCLES:_}")
         return 0
     print_predictions()
-    print(f"Beside {record['card']}, {record['date']}")
+    print(f"Against {record['card']}, {record['date']}")
     _say(plain(mla_errors(record)), print)
     _say(plain(gqa_errors(record)), print)
     return 0

@@ -301,7 +301,7 @@ def finish(
 
 
 def check(options: argparse.Namespace, code: Any, progress: Progress) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Tests and sanitizers: the counts of both. Beside them the kernels of the benchmarks are compiled."""
+    """Tests and sanitizers: the counts of both. Meanwhile the kernels of the benchmarks are compiled."""
     tests: dict[str, Any] = {"passed": None, "failed": None, "skipped": None}
     sanitizer: dict[str, Any] = {**dict.fromkeys(records.SANITIZER_TOOLS), "reasons": {"all": LEFT_OUT}}
     findings: list[sanitize.Finding] = []

@@ -32,7 +32,7 @@ from scripts.bench.progress import Progress
 from scripts.bench.units.spec import EVENTS, ROLES, TRACED_TILES, GatherSpec
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
-# Beside the cases of gpu_check: the published one at other topk, 32768 among them.
+# In addition to the cases of gpu_check: the published one at other topk, 32768 among them.
 SWEEP = tuple(bench_mla.DecodeBench("sparse", 128, 128, 2, topk) for topk in (512, 8192, 32768))
 MLA_CASES = (*bench_mla.PREDICTED_CASES, *SWEEP)
 GQA_CASES = tuple(bench for bench in bench_gqa.DECODE_CASES if bench.kv_dtype == "int8")

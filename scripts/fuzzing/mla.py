@@ -331,8 +331,8 @@ def special_values(x: torch.Tensor, draw: Draw, dtype: torch.dtype = torch.bfloa
 def slot_mapping(tokens: int, num_slots: int, draw: Draw) -> torch.Tensor:
     """Different slots in random order; some tokens are skipped, by a slot below 0 or beyond the cache."""
     slots = torch.full((tokens,), -1, dtype=torch.int64)
-    at = draw.rng.sample(range(num_slots), min(tokens, num_slots))
-    slots[: len(at)] = torch.tensor(at, dtype=torch.int64)
+    chosen = draw.rng.sample(range(num_slots), min(tokens, num_slots))
+    slots[: len(chosen)] = torch.tensor(chosen, dtype=torch.int64)
     skips = (-1, -(2**63), num_slots, 2**31, 2**40, -(2**32), 2**63 - 1)
     for place in range(tokens):
         if draw.chance(0.12):

@@ -47,7 +47,7 @@ PROJECT = {
     "integrations": {"compat", "formats", "fp8_mla", "integrations", "op", "plan", "public", "runtime", "spec", "warm"},
 }
 # What each layer may import from outside, of the packages that cost something or need something.
-HEAVY = {"torch", "einops", "cutlass", "cuda", "tvm_ffi", "transformers", "vllm"}
+HEAVY = {"torch", "einops", "cutlass", "cuda", "tvm_ffi", "sglang", "transformers", "vllm"}
 TORCH = {"torch", "einops"}
 DSL = {"cutlass", "cuda"}
 OUTSIDE: dict[str, set[str]] = {
@@ -60,7 +60,7 @@ OUTSIDE: dict[str, set[str]] = {
     "launch": TORCH,
     "op": TORCH,
     "compat": TORCH,
-    "integrations": TORCH | {"transformers", "vllm"},
+    "integrations": TORCH | {"sglang", "transformers", "vllm"},
 }
 
 

@@ -222,14 +222,14 @@ def test_a_static_cache_runs_in_plain_torch(said: list[str]) -> None:
     assert torch.equal(found, expected) and said
 
 
-def call(**changes: Any) -> cute._Call:
+def call(**changes: Any) -> cute._Request:
     """A call that kernels take, but for what changes."""
     torch.manual_seed(0)
     s_q, d = changes.pop("s_q", 3), changes.pop("d", 64)
     dtype = changes.pop("dtype", torch.bfloat16)
     q = torch.randn(2, 4, s_q, d).to(dtype)
     k, v = torch.randn(2, 2, 2, 20, d).to(dtype)
-    given = cute._Call(q, k, v, None, d**-0.5, True, None, None, None, 0.0)
+    given = cute._Request(q, k, v, None, d**-0.5, True, None, None, None, 0.0)
     return given._replace(**changes)
 
 

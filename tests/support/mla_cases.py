@@ -319,11 +319,11 @@ def index_lists(
         limit = topk_length.view(batch, -1, 1)
         bad = _complement(good, num_slots)
         if len(bad):
-            past = torch.arange(topk, dtype=torch.int64, device=gen.device) >= limit
+            is_past_end = torch.arange(topk, dtype=torch.int64, device=gen.device) >= limit
             lure = bad[
                 torch.randint(len(bad), indices.shape, generator=gen, dtype=torch.int64, device=gen.device)
             ].int()
-            indices = torch.where(past, lure, indices)
+            indices = torch.where(is_past_end, lure, indices)
     return indices, topk_length
 
 

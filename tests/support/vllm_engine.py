@@ -81,6 +81,7 @@ def define_operators() -> None:
             "(Tensor starts, Tensor positions, Tensor table, Tensor! out, int block_size) -> ()",
             slots,
         ),
+        "greedy_argmax": ("(Tensor logits) -> Tensor", lambda logits: logits.argmax(-1)),  # 0.33
         "silu_and_mul": ("(Tensor! out, Tensor x) -> ()", None),
         "rms_norm": ("(Tensor! out, Tensor x, Tensor w, float eps) -> ()", None),
         "fused_add_rms_norm": ("(Tensor! x, Tensor! r, Tensor w, float eps) -> ()", None),

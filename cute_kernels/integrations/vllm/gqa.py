@@ -64,14 +64,16 @@ class CuteAttentionMetadataBuilder(TritonAttentionMetadataBuilder):
                 self.reorder_batch_threshold, MAX_QUERIES,
             )  # fmt: skip
             self.reorder_batch_threshold = 1
+        self.supports_draft_decode_metadata_update = False  # 0.33: where decoding ends may move from draft to draft
         if device.type == "cuda":
             _warm(self, kv_cache_spec, vllm_config, device)
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
         """Graphs of uniform batches, unless speculation gives a request more tokens than `gqa_decode` takes."""
-        speculative = getattr(vllm_config, "speculative_config", None)
-        tokens = 1 + (getattr(speculative, "num_speculative_tokens", None) or 0)
+        speculative = vllm_config.speculative_config
+        drafts = (speculative.num_speculative_tokens or 0) if speculative is not None else 0
+        tokens = 1 + drafts * (2 if drafts and speculative.parallel_drafting else 1)  # as vLLM's threshold counts them
         return cls._cudagraph_support if tokens <= MAX_QUERIES else AttentionCGSupport.NEVER
 
     def build(

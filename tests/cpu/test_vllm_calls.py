@@ -50,7 +50,7 @@ def test_an_int8_page_has_the_bytes_of_vllms(tokens: int) -> None:
 
 
 def test_pages_at_a_distance() -> None:
-    """vLLM pads pages, and lays out those of several layers in turns."""
+    """VLLM pads pages, and lays out those of several layers in turns."""
     elements = 16 * calls.int8_page_elements(2, 64)
     padded = torch.zeros(4, elements + 512, dtype=torch.int8)
     views = calls.int8_views(padded[:, :elements].view(4, 1, 16, -1), 2, 64)
@@ -197,7 +197,9 @@ def test_sparse_mla_as_flashmla_is_called(batch: int, s_q: int, heads: int) -> N
 # ---- warm start
 
 
-@pytest.mark.parametrize("cache_dtype, kv_dtype", [("auto", "bfloat16"), ("fp8", "float8_e4m3fn"), (calls.INT8, "int8")])
+@pytest.mark.parametrize(
+    "cache_dtype, kv_dtype", [("auto", "bfloat16"), ("fp8", "float8_e4m3fn"), (calls.INT8, "int8")]
+)
 def test_a_layer_says_what_it_will_ask_for(cache_dtype: str, kv_dtype: str) -> None:
     layer = GqaCalls(32, 8, 128, 0.1, cache_dtype, window=64)
     decode, prefill = layer.shapes(torch.bfloat16, 16, 4096)
@@ -261,7 +263,7 @@ class FakePlace:
 
 @pytest.fixture
 def registry(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """vLLM's registry of backends, and nothing else of vLLM."""
+    """VLLM's registry of backends, and nothing else of vLLM."""
     places = types.SimpleNamespace(CUSTOM=FakePlace("CUSTOM"), FLASHMLA_SPARSE=FakePlace("FLASHMLA_SPARSE"))
     name = "vllm.v1.attention.backends.registry"
     module: Any = types.ModuleType(name)

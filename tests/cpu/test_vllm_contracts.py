@@ -22,7 +22,8 @@ from vllm.v1.attention.backends.mla import flashmla_sparse
 import fp8_mla
 from cute_kernels.integrations import vllm as cute_vllm
 from cute_kernels.integrations.vllm import calls, gqa, sparse_mla
-from tests.support.vllm_batches import HEADS, KV_HEADS, Batch, draw_batch, stock_cache
+from tests.support.vllm_batches import HEADS, KV_HEADS, draw_batch, empty_cache
+from tests.support.vllm_fakes import builder, common, global_indices, sparse_mla_layer
 
 NEW_CACHES = not hasattr(theirs.AttentionBackend, "get_kv_cache_shape")
 """Whether this vLLM asks for `customize_spec` (0.33), or for shapes of caches (0.26)."""
@@ -218,40 +219,6 @@ def test_specifications_of_caches() -> None:
 # ---- metadata
 
 
-def common(batch: Batch, padded_requests: int = 0, **changes: Any) -> Any:
-    """A batch as vLLM's runner hands it to builders; padded as for a graph."""
-    starts = torch.cat([batch.starts, batch.starts[-1:].expand(padded_requests)])
-    lengths = torch.cat([batch.seq_lens, torch.zeros(padded_requests, dtype=torch.int32)])
-    table = torch.cat([batch.block_table, torch.zeros(padded_requests, batch.block_table.shape[1], dtype=torch.int32)])
-    given = {
-        "query_start_loc": starts, "query_start_loc_cpu": starts, "seq_lens": lengths,
-        "num_reqs": len(lengths), "num_actual_tokens": batch.query.shape[0],
-        "max_query_len": int(batch.starts.diff().max()), "max_seq_len": int(lengths.max()),
-        "block_table_tensor": table, "slot_mapping": batch.slots, "seq_lens_cpu_upper_bound": lengths,
-    } | changes  # fmt: skip
-    return theirs.CommonAttentionMetadata(**given)
-
-
-def builder(drafts: int = 0) -> gqa.CuteAttentionMetadataBuilder:
-    """A builder for a model of one layer, made by vLLM's constructor."""
-    speculative = types.SimpleNamespace(num_speculative_tokens=drafts, parallel_drafting=False) if drafts else None
-    layer = types.SimpleNamespace(impl=types.SimpleNamespace(num_heads=HEADS))
-    config = types.SimpleNamespace(
-        model_config=types.SimpleNamespace(
-            get_num_attention_heads=lambda parallel: HEADS, get_num_kv_heads=lambda parallel: KV_HEADS,
-            get_head_size=lambda: 64, rswa_window=None, max_model_len=512,
-        ),
-        parallel_config=types.SimpleNamespace(decode_context_parallel_size=1),
-        compilation_config=types.SimpleNamespace(
-            cudagraph_mode=None, cudagraph_capture_sizes=[1, 8], static_forward_context={"layer": layer}
-        ),
-        scheduler_config=types.SimpleNamespace(max_num_seqs=8),
-        speculative_config=speculative,
-    )  # fmt: skip
-    spec = types.SimpleNamespace(block_size=16, kv_quant_mode=None)
-    return gqa.CuteAttentionMetadataBuilder(spec, ["layer"], config, torch.device("cpu"))
-
-
 def test_a_batch_that_decodes() -> None:
     batch = draw_batch([40, 17, 9], [1, 1, 1], 16)
     m = builder().build(0, common(batch))
@@ -330,11 +297,7 @@ def test_a_layer_attends(
     impl.process_weights_after_loading(torch.bfloat16)
     assert not impl.supports_quant_query_input
     layer = types.SimpleNamespace(_k_scale=torch.tensor(1.0), _v_scale=torch.tensor(1.0))
-    if kv_cache_dtype == calls.INT8:
-        kv_cache = torch.zeros(batch.pages, 1, 16, calls.int8_page_elements(KV_HEADS, 64), dtype=torch.int8)
-    else:
-        dtype = torch.bfloat16 if kv_cache_dtype == "auto" else torch.uint8
-        kv_cache = stock_cache(batch.pages, KV_HEADS, 16, 64, dtype, "NHD")
+    kv_cache = empty_cache(batch.pages, 16, kv_cache_dtype)
     before = ~torch.isin(batch.all_slots, batch.slots)
     impl.do_kv_cache_update(layer, batch.keys[before], batch.values[before], kv_cache, batch.all_slots[before])
     new = torch.isin(batch.all_slots, batch.slots)
@@ -412,51 +375,17 @@ def test_a_layer_says_once_whether_it_is_ours(monkeypatch: pytest.MonkeyPatch) -
     ]
 
 
-def global_indices(req_id: torch.Tensor, block_table: torch.Tensor, indices: torch.Tensor, **options: Any) -> Any:
-    """vLLM's Triton kernel that makes slots of positions, in plain torch."""
-    size = options["BLOCK_SIZE"]
-    page = block_table[req_id.long().unsqueeze(1), (indices.clamp(min=0) // size).long()]
-    slots = torch.where(indices < 0, -1, page * size + indices % size)
-    return (slots, (slots >= 0).sum(-1).int()) if options.get("return_valid_counts") else slots
-
-
 @pytest.mark.parametrize("heads", [8, 16, 20, 128])
 def test_vllms_metadata_drives_sparse_mla(heads: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM's own forward over the 656 bytes: below 32 heads all tokens as one sequence, else two tokens a request."""
+    """VLLM's own forward over the 656 bytes: below 32 heads all tokens as one sequence, else two tokens a request."""
     monkeypatch.setattr(flashmla_sparse, "triton_convert_req_index_to_global_index", global_indices)
-    torch.manual_seed(0)
-    impl: Any = object.__new__(sparse_mla.CuteFlashMLASparseImpl)
-    impl.softmax_scale, impl.num_heads, impl.kv_cache_dtype = 0.1, heads, "fp8_ds_mla"
-    impl.dcp_world_size, impl.need_to_return_lse_for_decode, impl.kv_lora_rank = 1, True, 512
-    impl.topk_indices_buffer = torch.randint(-1, 100, (8, 128), dtype=torch.int32)
-    impl._convert_logical_to_physical_topk = lambda indices, m, **options: global_indices(
-        m.req_id_per_token, m.block_table, indices, BLOCK_SIZE=64, **options
+    layer = sparse_mla_layer(sparse_mla.CuteFlashMLASparseImpl, heads)
+    out, lse = layer.forward()
+    indices = global_indices(
+        layer.metadata.req_id_per_token, layer.metadata.block_table, layer.impl.topk_indices_buffer, BLOCK_SIZE=64
     )
-    cache = fp8_mla.pack(torch.randn(9, 64, 576).bfloat16())
-    metadata_cls = flashmla_sparse.FlashMLASparseMetadata
-    kernel = metadata_cls.FP8KernelMetadata(None, torch.zeros(4, 1), torch.zeros(4))
-    mixed = heads < flashmla_sparse.MIN_HEADS_FOR_BF16_PREFILL
-    separate = metadata_cls.FP8SeparatePrefillDecode
-    fields = {field.name for field in dataclasses.fields(metadata_cls)}
-    given = {
-        "num_reqs": 4, "max_query_len": 2, "max_seq_len": 100, "num_actual_tokens": 8, "num_decodes": 4,
-        "query_start_loc": torch.arange(0, 10, 2), "slot_mapping": torch.arange(8), "num_decode_tokens": 8,
-        "block_table": torch.randperm(8, dtype=torch.int32).view(4, 2) + 1, "topk_tokens": 128,
-        "req_id_per_token": torch.arange(8, dtype=torch.int32) // 2, "fp8_use_mixed_batch": mixed,
-        "fp8_extra_metadata": kernel if mixed else separate(
-            num_decodes=4, num_decode_tokens=8, decode=separate.Decode(
-                **{"kernel_metadata": kernel, "decode_query_len": 2, "seq_lens": None}
-            ),
-        ),
-    }  # fmt: skip
-    metadata = metadata_cls(**{name: value for name, value in given.items() if name in fields})
-    q = torch.randn(8, heads, 576).bfloat16()
-    forward = impl._forward_fp8_kv_mixed_batch if mixed else impl._forward_fp8_kv_separate_prefill_decode
-    out = forward(q, cache, impl.topk_indices_buffer, metadata)
-    out, lse = out if isinstance(out, tuple) else (out, None)
-    indices = global_indices(metadata.req_id_per_token, metadata.block_table, impl.topk_indices_buffer, BLOCK_SIZE=64)
     expected, expected_lse = fp8_mla.reference_decode(
-        q.unsqueeze(1), cache, indices=indices.unsqueeze(1), softmax_scale=0.1
+        layer.q.unsqueeze(1), layer.cache, indices=indices.unsqueeze(1), softmax_scale=0.1
     )
     torch.testing.assert_close(out.double(), expected[:, 0].double(), rtol=2**-7, atol=2**-7)
     if lse is not None:  # 0.33, for context parallelism

@@ -36,7 +36,7 @@ class CacheViews(NamedTuple):
     layout: str
 
     def tokens_first(self) -> tuple[torch.Tensor, ...]:
-        """Codes (pages, tokens, kv_heads, d) and scales (pages, tokens, kv_heads), as vLLM's Triton kernels take them."""
+        """Codes (pages, tokens, kv_heads, d), scales (pages, tokens, kv_heads), as vLLM's Triton kernels take them."""
         given = [t for t in self[:4] if t is not None]
         return tuple(given if self.layout == "paged_NHD" else (t.transpose(1, 2) for t in given))
 

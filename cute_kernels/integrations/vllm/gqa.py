@@ -81,12 +81,11 @@ class CuteAttentionMetadataBuilder(TritonAttentionMetadataBuilder):
     ) -> CuteAttentionMetadata:
         """Splits a batch into decoding and the rest."""
         whole = super().build(common_prefix_len, common_attn_metadata, fast_build)
-        decodes, rest, decode_tokens, rest_tokens = split_decodes_and_prefills(
+        decodes, rest, decode_tokens, _ = split_decodes_and_prefills(
             common_attn_metadata, decode_threshold=self.reorder_batch_threshold, require_uniform=True
         )
         if common_attn_metadata.causal is not True:
-            decodes, rest = 0, common_attn_metadata.num_reqs
-            decode_tokens, rest_tokens = 0, common_attn_metadata.num_actual_tokens
+            decodes, rest, decode_tokens = 0, common_attn_metadata.num_reqs, 0
         prefill, fresh = None, False
         if rest:
             part = common_attn_metadata

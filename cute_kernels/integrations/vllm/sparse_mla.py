@@ -55,7 +55,7 @@ class CuteFlashMLASparseImpl(FlashMLASparseImpl):
     def _fp8_flash_mla_kernel(
         self, q: torch.Tensor, kv_c_and_k_pe_cache: torch.Tensor, topk_indices: torch.Tensor, kernel_metadata: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Attention of q (b, s, heads, 576) over `topk_indices` (b, s, topk): out (b, s, heads, 512), lse (b, heads, s).
+        """Attention of q (b, s, heads, 576) over slots (b, s, topk): out (b, s, heads, 512), lse (b, heads, s).
 
         Only called over the 656 bytes; `CuteFlashMLASparseBackend` hands out this class on SM90 alone.
         """

@@ -46,9 +46,11 @@ def test_the_wheel_has_the_packages_and_the_licence_only(built: Path) -> None:
     names = set(zipfile.ZipFile(wheel).namelist())
     info = f"{'-'.join(wheel.name.split('-')[:2])}.dist-info"
     assert names - files_of_packages() == {
-        f"{info}/METADATA", f"{info}/WHEEL", f"{info}/RECORD", f"{info}/licenses/LICENSE"
+        f"{info}/METADATA", f"{info}/WHEEL", f"{info}/RECORD", f"{info}/licenses/LICENSE", f"{info}/entry_points.txt"
     }  # fmt: skip
     assert files_of_packages() <= names
+    plugin = b"[vllm.general_plugins]\ncute_kernels = cute_kernels.integrations.vllm:register"
+    assert zipfile.ZipFile(wheel).read(f"{info}/entry_points.txt").strip() == plugin
     assert zipfile.ZipFile(wheel).read(f"{info}/licenses/LICENSE") == (ROOT / "LICENSE").read_bytes()
 
 

@@ -2,8 +2,9 @@
 
 import dataclasses
 import importlib
+import importlib.metadata
 import inspect
-import sys
+import math
 import types
 from collections.abc import Callable
 from typing import Any
@@ -147,6 +148,18 @@ def test_the_plugin_registers_both_backends(places: Any) -> None:
     assert registry.AttentionBackendEnum[sparse.get_class().get_name()] is sparse
 
 
+def test_vllm_finds_the_plugin(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By its entry point, which there is where the project is installed, as `make test-vllm` does."""
+    names = {point.name for point in importlib.metadata.entry_points(group="vllm.general_plugins")}
+    if "cute_kernels" not in names:
+        pytest.skip("the project is not installed")
+    monkeypatch.delenv("VLLM_PLUGINS", raising=False)
+    load = importlib.import_module("vllm.plugins").load_plugins_by_group
+    assert load("vllm.general_plugins")["cute_kernels"] is cute_vllm.register
+    monkeypatch.setenv("VLLM_PLUGINS", "")
+    assert load("vllm.general_plugins") == {}
+
+
 def wrong(**changes: Any) -> list[str]:
     """Why vLLM does not select our GQA backend for a layer that it could serve but for `changes`."""
     given = {
@@ -198,9 +211,7 @@ def test_shapes_of_caches() -> None:
     stock = triton_attn.TritonAttentionBackend.get_kv_cache_shape
     for dtype in ("auto", "fp8"):
         assert shape(10, 32, 8, 128, dtype) == stock(10, 32, 8, 128, dtype)
-    from math import prod
-
-    assert prod(shape(10, 32, 8, 128, calls.INT8)) == prod(stock(10, 32, 8, 128, calls.INT8))
+    assert math.prod(shape(10, 32, 8, 128, calls.INT8)) == math.prod(stock(10, 32, 8, 128, calls.INT8))
 
 
 @pytest.mark.skipif(not NEW_CACHES, reason="this vLLM asks for shapes of caches")
@@ -390,12 +401,3 @@ def test_vllms_metadata_drives_sparse_mla(heads: int, monkeypatch: pytest.Monkey
     torch.testing.assert_close(out.double(), expected[:, 0].double(), rtol=2**-7, atol=2**-7)
     if lse is not None:  # 0.33, for context parallelism
         torch.testing.assert_close(lse.double(), expected_lse[:, 0].double(), rtol=1e-5, atol=1e-5)
-
-
-def test_models_of_vllm_name_the_class_that_is_replaced() -> None:
-    """A model that has a FlashMLA class of its own, as HY-V4 in 0.33, is not reached; the page says so."""
-    assert flashmla_sparse.FlashMLASparseBackend.get_name() == "FLASHMLA_SPARSE"
-    path = registry.AttentionBackendEnum.FLASHMLA_SPARSE.value
-    module, _, name = path.rpartition(".")
-    assert getattr(importlib.import_module(module), name) is flashmla_sparse.FlashMLASparseBackend
-    assert sys.modules[module] is flashmla_sparse

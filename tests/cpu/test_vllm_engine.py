@@ -15,6 +15,7 @@ pytest.importorskip("vllm", reason="needs vLLM: make test-vllm")
 pytest.importorskip("transformers", minversion="5.17", reason="needs transformers 5.17 or later")
 
 from cute_kernels.integrations import transformers as cute
+from scripts.bench import vllm_models
 from tests.support import tiny_models
 from tests.support.accuracy_table import int8_error
 
@@ -37,20 +38,6 @@ def prompts() -> list[list[int]]:
     return [tiny_models.sequences(50 + n, 1, n)[0].tolist() for n in LENGTHS]
 
 
-def save(name: str, folder: Path) -> str:
-    """A model that counts, as vLLM loads it: its gpt-oss insists on YaRN, which does nothing at a factor of 1."""
-    tiny_models.trained(name).save_pretrained(folder)
-    if name == "gpt_oss":
-        file = folder / "config.json"
-        config = json.loads(file.read_text())
-        config["rope_parameters"] = {
-            "rope_type": "yarn", "rope_theta": 10000.0, "factor": 1.0, "beta_fast": 32.0, "beta_slow": 1.0,
-            "original_max_position_embeddings": config["max_position_embeddings"], "truncate": False,
-        }  # fmt: skip
-        file.write_text(json.dumps(config))
-    return str(folder)
-
-
 JOBS: dict[str, dict[str, Any]] = {
     "llama-auto": {},
     f"llama-{INT8}": {"kv_cache_dtype": INT8},
@@ -67,7 +54,9 @@ JOBS: dict[str, dict[str, Any]] = {
 def served(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What each engine generated, all of them in one process: importing vLLM takes longer than serving."""
     folder = tmp_path_factory.mktemp("vllm")
-    models = {name: save(name, folder / name) for name in ("llama", "gpt_oss")}
+    models = {name: str(folder / name) for name in ("llama", "gpt_oss")}
+    for name, path in models.items():
+        vllm_models.save(tiny_models.trained(name), Path(path))
     jobs = []
     for name, options in JOBS.items():
         rounds = [prompts()]
@@ -103,11 +92,6 @@ def of_transformers(name: str, int8: bool, prompt: list[int]) -> tuple[list[int]
     return result.sequences[0, len(prompt) :].tolist(), torch.stack(result.logits, 1)[0].float()
 
 
-def counted_on(prompt: list[int]) -> list[int]:
-    """What a model that counts says next."""
-    return [(prompt[-1] + (prompt[-1] - prompt[-2]) * i) % tiny_models.VOCABULARY for i in range(1, NEW + 1)]
-
-
 def log_probabilities(request: dict[str, Any]) -> torch.Tensor:
     """(NEW, vocabulary) of a request that was served."""
     return torch.tensor([[step[str(t)] for t in range(tiny_models.VOCABULARY)] for step in request["logprobs"]])
@@ -119,7 +103,7 @@ def test_tokens_and_logits_are_those_of_transformers(kind: str, served: dict[str
     int8 = JOBS[kind].get("kv_cache_dtype") == INT8
     for prompt, request in zip(prompts(), served[kind]["requests"], strict=True):
         tokens, logits = of_transformers(name, int8, prompt)
-        assert tokens == counted_on(prompt), "the model has learned nothing to compare"
+        assert tokens == vllm_models.counted_on(prompt, NEW), "the model has learned nothing to compare"
         assert request["tokens"] == tokens
         exact = logits.log_softmax(-1)
         error = (log_probabilities(request) - exact).norm() / exact.norm()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -50,35 +51,23 @@ def prompts() -> list[dict[str, Any]]:
             "block_table": table, "softcap": 0.0, "q_descale": None,
         }  # fmt: skip
 
-        def triton(
-            *caches: torch.Tensor, common: dict[str, Any] = common, scale: Any = scale, **more: Any
-        ) -> None:  # fmt: skip
-            unified_attention(
-                k=caches[0], v=caches[1], k_descale=None if more else scale, v_descale=None if more else scale,
-                **common, **more,
-            )  # fmt: skip
-
+        ones = {"k_descale": scale, "v_descale": scale}
         int8 = {
-            "kv_quant_mode": KVQuantMode.INT8_PER_TOKEN_HEAD, "k_scale_cache": scales[0], "v_scale_cache": scales[1]
+            "k_descale": None, "v_descale": None, "kv_quant_mode": KVQuantMode.INT8_PER_TOKEN_HEAD,
+            "k_scale_cache": scales[0], "v_scale_cache": scales[1],
         }  # fmt: skip
-        flash = {
+        flash: dict[str, Any] = {
             "max_seqlen_q": tokens, "cu_seqlens_q": starts, "max_seqlen_k": tokens, "cu_seqlens_k": starts,
             "softmax_scale": HEAD_DIM**-0.5, "causal": True, "fa_version": 3, "out": out,
         }  # fmt: skip
-        cases.append(
-            {
-                "requests": requests,
-                "tokens": tokens,
-                "sink_attention_us": _microseconds(
-                    lambda q=q, k=k, v=v, s=starts: sink_attention(q, k, v, cu_seqlens_q=s, cu_seqlens_k=s)
-                ),
-                "flash_attention_3_us": _microseconds(
-                    lambda q=q, k=k, v=v, flash=flash: flash_attn_varlen_func(q, k, v, **flash)
-                ),
-                "triton_bf16_us": _microseconds(lambda paged=paged, triton=triton: triton(*paged)),
-                "triton_int8_us": _microseconds(lambda codes=codes, triton=triton, int8=int8: triton(*codes, **int8)),
-            }
-        )
+        calls: dict[str, Callable[[], Any]] = {
+            "sink_attention": partial(sink_attention, q, k, v, cu_seqlens_q=starts, cu_seqlens_k=starts),
+            "flash_attention_3": partial(flash_attn_varlen_func, q, k, v, **flash),
+            "triton_bf16": partial(unified_attention, k=paged[0], v=paged[1], **common, **ones),
+            "triton_int8": partial(unified_attention, k=codes[0], v=codes[1], **common, **int8),
+        }
+        case: dict[str, Any] = {"requests": requests, "tokens": tokens}
+        cases.append(case | {f"{name}_us": _microseconds(call) for name, call in calls.items()})
         print(cases[-1], flush=True)
     return cases
 

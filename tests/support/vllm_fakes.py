@@ -92,6 +92,7 @@ def sparse_mla_layer(
     impl.softmax_scale, impl.num_heads, impl.kv_cache_dtype = 0.1, heads, "fp8_ds_mla"
     impl.dcp_world_size, impl.need_to_return_lse_for_decode, impl.kv_lora_rank = 1, True, 512
     impl.fp8_decode_padded_heads = 64 if heads <= 64 else 128
+    impl.index_group, impl.pcp_dcp_kv_gather = None, False  # 0.33
     count, pages = 2 * requests, -(-tokens // 64)
     positions = torch.randint(0, tokens, (count, topk), generator=gen, dtype=torch.int32, device="cpu")
     positions[torch.rand(positions.shape, generator=gen, dtype=torch.float32, device="cpu") < 0.01] = -1

@@ -54,6 +54,7 @@ class CuteAttentionMetadataBuilder(TritonAttentionMetadataBuilder):
     """Makes `CuteAttentionMetadata`, and compiles the kernels of its layers when it is made."""
 
     _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_BATCH
+    reorder_batch_threshold: int
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
@@ -263,7 +264,7 @@ class CuteAttentionImpl(TritonAttentionImpl):
         key: torch.Tensor,
         value: torch.Tensor,
         kv_cache: torch.Tensor,
-        attn_metadata: CuteAttentionMetadata,
+        attn_metadata: CuteAttentionMetadata | None,
         output: torch.Tensor,
         output_scale: torch.Tensor | None = None,
         output_block_scale: torch.Tensor | None = None,
@@ -335,6 +336,6 @@ def _warm(builder: CuteAttentionMetadataBuilder, spec: Any, config: Any, device:
     for call in calls:
         shapes.update(dict.fromkeys(call.shapes(config.model_config.dtype, page, max_tokens)))
     batches = range(1, min(config.scheduler_config.max_num_seqs, WARM_BATCH_SIZES) + 1)
-    tokens = sorted({1, builder.reorder_batch_threshold or 1})
+    tokens = sorted({1, builder.reorder_batch_threshold})
     num_sms = torch.cuda.get_device_properties(device).multi_processor_count
     compile_shapes(tuple(shapes), tuple(batches), tuple(tokens), num_sms)

@@ -1,6 +1,6 @@
 """Check and measure our backends in vLLM's engine on an SM90 GPU, and write build/vllm_check.json.
 
-    python scripts/vllm_check.py                              all parts, under 6 minutes with 16 cores
+    python scripts/vllm_check.py                              all parts; each takes one to three minutes
     python scripts/vllm_check.py --parts layers,tokens
     python scripts/vllm_check.py --parts speed --backends cute-int8,triton-int8 --contexts 1024,8192
 
@@ -50,7 +50,7 @@ TOKENS = 512
 PROMPT_TOKENS = (5, 30, 100)
 REFERENCE_TOKENS = 64  # of transformers; the rest must go on counting
 ENGINE_SECONDS = 240
-AT_A_TIME = 4  # engines that check tokens; those that are timed run alone
+AT_A_TIME = 6  # engines that check tokens; those that are timed run alone
 
 
 def child(arguments: list[str], seconds: float) -> subprocess.CompletedProcess[str]:

@@ -270,6 +270,7 @@ def test_prompts_alone() -> None:
     m = builder().build(0, common(batch))
     assert (m.num_decodes, m.num_decode_tokens, m.prefill, m.fresh) == (0, 0, None, True)
     assert not builder().build(0, common(batch, seq_lens_cpu_upper_bound=None)).fresh
+    assert not builder().build(0, common(batch, num_actual_tokens=64)).fresh  # padded
 
 
 def test_speculation_beyond_the_kernel_is_prefill() -> None:

@@ -123,7 +123,8 @@ def _is_fresh(common: Any) -> bool:
     if lengths is None:
         return False
     starts = common.query_start_loc_cpu
-    return torch.equal(starts[1:] - starts[:-1], lengths[: common.num_reqs].to(starts.dtype))
+    padded = int(starts[-1]) != common.num_actual_tokens
+    return not padded and torch.equal(starts[1:] - starts[:-1], lengths[: common.num_reqs].to(starts.dtype))
 
 
 class CuteAttentionBackend(TritonAttentionBackend):

@@ -38,7 +38,7 @@ pip=("$venv/bin/python" -m pip install --quiet --disable-pip-version-check --no-
 "${pip[@]}" --no-deps "vllm==$vllm" compressed-tensors==0.17.0 depyf==0.20.0
 "${pip[@]}" "transformers==$transformers" \
   aiohttp astor blake3 cachetools cbor2 cloudpickle dill 'fastapi>=0.133,<0.137' frozendict gguf jsonschema lark \
-  'llguidance>=1.7,<1.8' loguru msgspec openai openai-harmony partial-json-parser pillow prometheus_client protobuf \
+  'llguidance>=1.7,<1.8' loguru msgspec numba==0.65.0 openai openai-harmony partial-json-parser pillow prometheus_client protobuf \
   psutil py-cpuinfo pybase64 pydantic python-json-logger pyyaml pyzmq regex requests sentencepiece setproctitle \
   'setuptools<81' tiktoken uvloop watchfiles 'xgrammar>=0.2.1,<1'
 "${pip[@]}" 'hypothesis>=6.100' 'pytest>=8.3' 'pytest-xdist>=3.6,<4'

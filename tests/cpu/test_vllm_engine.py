@@ -46,8 +46,21 @@ JOBS: dict[str, dict[str, Any]] = {
     f"gpt_oss-{INT8}": {"kv_cache_dtype": INT8},
     "llama-pages-of-256": {"kv_cache_dtype": INT8, "block_size": 256},
     "llama-pages-of-48": {"kv_cache_dtype": INT8, "block_size": 48},  # three kernel pages of 16
+    "llama-speculative": {
+        "kv_cache_dtype": INT8,
+        "speculative_config": {
+            "method": "ngram",
+            "num_speculative_tokens": 3,
+            "prompt_lookup_max": 3,
+            "prompt_lookup_min": 2,
+        },
+    },
     "llama-prefix": {"kv_cache_dtype": INT8, "enable_prefix_caching": True},
 }
+
+
+REPEATING = [tiny_models.sequences(50 + n, 1, n)[0].tolist() for n in (40, 45)]
+"""Prompts longer than the vocabulary, from which vLLM drafts."""
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +73,9 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     jobs = []
     for name, options in JOBS.items():
         rounds = [prompts()]
-        if name == "llama-prefix":
+        if name == "llama-speculative":
+            rounds = [REPEATING]
+        elif name == "llama-prefix":
             whole = tiny_models.sequences(90, 1, 100)[0].tolist()
             rounds = [[whole[:36]], [whole[:40], whole[:36]]]
         given = {"model": models[name.split("-")[0]], "max_num_batched_tokens": 32, "max_num_seqs": 4, **options}
@@ -97,7 +112,7 @@ def log_probabilities(request: dict[str, Any]) -> torch.Tensor:
     return torch.tensor([[step[str(t)] for t in range(tiny_models.VOCABULARY)] for step in request["logprobs"]])
 
 
-@pytest.mark.parametrize("kind", [name for name in JOBS if name != "llama-prefix"])
+@pytest.mark.parametrize("kind", [name for name in JOBS if name not in ("llama-prefix", "llama-speculative")])
 def test_tokens_and_logits_are_those_of_transformers(kind: str, served: dict[str, Any]) -> None:
     name, _, cache = kind.partition("-")
     int8 = JOBS[kind].get("kv_cache_dtype") == INT8
@@ -118,6 +133,16 @@ def test_our_operators_served_them(kind: str, served: dict[str, Any]) -> None:
     assert calls.pop("append_int8" if int8 else "append_plain") > 0
     assert calls.pop("decode") > calls.pop("prefill_in_pieces") > 0
     assert calls.pop("prefill_fresh") > 0 and calls == {}
+
+
+def test_drafts_are_decoded_together(served: dict[str, Any]) -> None:
+    """Prompts that repeat themselves give drafts of three tokens, which take fewer steps than tokens."""
+    found = served["llama-speculative"]
+    for prompt, request in zip(REPEATING, found["requests"], strict=True):
+        assert request["tokens"] == vllm_models.counted_on(prompt, NEW) == of_transformers("llama", True, prompt)[0]
+    layers = 2
+    drafted = found["query_tokens"]["4"] // layers
+    assert NEW / 4 <= drafted < NEW and "4" not in served[f"llama-{INT8}"]["query_tokens"]
 
 
 def test_a_prefix_is_served_from_the_cache(served: dict[str, Any]) -> None:

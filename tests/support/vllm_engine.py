@@ -73,6 +73,27 @@ def slots(starts: Any, positions: Any, table: Any, out: torch.Tensor, block_size
         out[first:last] = page * block_size + position % block_size
 
 
+def accept_greedily(
+    out: torch.Tensor, ends: Any, drafts: Any, best: Any, bonus: Any, is_greedy: Any, most: int
+) -> None:
+    """Speculation: the best token after each draft, up to the first draft that is not the best; then one more."""
+    first, flat = 0, out.view(-1, most + 1)
+    for request, last in enumerate(ends.tolist()):
+        row = flat[request]
+        right = (drafts[first:last] == best[first:last]).int().cumprod(0).sum().item()
+        kept = min(right + 1, last - first)
+        row[:kept] = best[first : first + kept]
+        if right == last - first:
+            row[kept] = bonus.view(-1)[request]
+        first = last
+
+
+def expand(out: torch.Tensor, value: Any, ends: Any, replace_from: int, replace_to: int) -> None:
+    """Each request's value, once for each of its tokens."""
+    counts = torch.diff(ends, prepend=ends.new_zeros(1))
+    out.copy_(torch.where(value == replace_from, replace_to, value).repeat_interleave(counts))
+
+
 def define_operators() -> None:
     """The compiled operators that a worker on a CPU calls; those of layers exist, and are not called."""
     operators: dict[str, tuple[str, Any]] = {
@@ -80,6 +101,21 @@ def define_operators() -> None:
         "compute_slot_mapping_kernel_impl": (
             "(Tensor starts, Tensor positions, Tensor table, Tensor! out, int block_size) -> ()",
             slots,
+        ),
+        "rejection_greedy_sample_kernel_impl": (
+            "(Tensor! out, Tensor ends, Tensor drafts, Tensor best, Tensor bonus, Tensor? greedy, int most) -> ()",
+            accept_greedily,
+        ),
+        "expand_kernel_impl": ("(Tensor! out, Tensor value, Tensor ends, int replace_from, int to) -> ()", expand),
+        # vLLM samples at random where it measures memory; greedy requests do not
+        "rejection_random_sample_kernel_impl": (
+            "(Tensor! out, Tensor ends, Tensor drafts, Tensor? p, Tensor q, Tensor bonus, Tensor recovered, Tensor u, "
+            "Tensor? greedy, int most, int vocabulary, bool no_p) -> ()",
+            lambda *arguments: None,
+        ),
+        "sample_recovered_tokens_kernel_impl": (
+            "(Tensor! out, Tensor ends, Tensor drafts, Tensor? p, Tensor q, Tensor u, int vocabulary, bool no_p) -> ()",
+            lambda *arguments: None,
         ),
         "greedy_argmax": ("(Tensor logits) -> Tensor", lambda logits: logits.argmax(-1)),  # 0.33
         "silu_and_mul": ("(Tensor! out, Tensor x) -> ()", None),
@@ -124,15 +160,18 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
             requests.append(
                 {"tokens": list(done.token_ids), "logprobs": scores, "cached": output.num_cached_tokens}
             )  # fmt: skip
-    calls = dict(CALLS)
+    found = {"requests": requests, "calls": dict(CALLS), "query_tokens": dict(QUERY_TOKENS)}
     CALLS.clear()
+    QUERY_TOKENS.clear()
     del llm
     cleanup_dist_env_and_memory()
-    return {"requests": requests, "calls": calls}
+    return found
 
 
 CALLS: dict[str, int] = {}
 """How often the layers called each method of `GqaCalls`."""
+QUERY_TOKENS: dict[str, int] = {}
+"""How often `GqaCalls.decode` had so many query tokens a request."""
 
 
 def count_calls() -> None:
@@ -141,6 +180,10 @@ def count_calls() -> None:
     def counted(name: str, method: Any) -> Any:
         def call(self: Any, *args: Any) -> Any:
             CALLS[name] = CALLS.get(name, 0) + 1
+            if name == "decode":
+                query, _, seq_lens = args[:3]
+                tokens = str(query.shape[0] // seq_lens.shape[0])
+                QUERY_TOKENS[tokens] = QUERY_TOKENS.get(tokens, 0) + 1
             return method(self, *args)
 
         return call

@@ -140,7 +140,8 @@ class GqaCalls:
             new = new[:tokens][valid]
             if self.cache_dtype in FP8:
                 new = (new.float() / scale.to(new.device)).clamp(-FP8_MAX, FP8_MAX)
-            cache[page, row] = new.to(cache.dtype)
+                new, cache = new.to(cache.dtype).view(torch.uint8), cache.view(torch.uint8)
+            cache[page, row] = new
 
     def decode(
         self, query: torch.Tensor, kv_cache: torch.Tensor, seq_lens: torch.Tensor, block_table: torch.Tensor,

@@ -52,6 +52,9 @@ def test_the_wheel_has_the_packages_and_the_licence_only(built: Path) -> None:
         f"{info}/METADATA", f"{info}/WHEEL", f"{info}/RECORD", f"{info}/entry_points.txt", f"{info}/licenses/LICENSE"
     }  # fmt: skip
     assert files_of_packages() <= names
+    entry_points = zipfile.ZipFile(wheel).read(f"{info}/entry_points.txt").decode()
+    for group, module in (("vllm.general_plugins", "vllm"), ("sglang.srt.plugins", "sglang")):
+        assert f"[{group}]\ncute_kernels = cute_kernels.integrations.{module}:register\n" in entry_points + "\n"
     assert zipfile.ZipFile(wheel).read(f"{info}/licenses/LICENSE") == (ROOT / "LICENSE").read_bytes()
 
 

@@ -173,6 +173,7 @@ def _prepare(
             cache_format=first.name,
             extra_format=keys[1].name if len(read) > 1 else "",
             extra_keys=keys[1].width if len(read) > 1 else 0,
+            latent=True,
         )
         kernel, splits, merge_ctas = get_kernel(plan.spec), plan.num_splits, plan.merge_ctas
         blocks, max_ctas, partial_rows = plan.spec.head_blocks(h_q), plan.max_ctas, plan.partial_rows

@@ -69,6 +69,7 @@ def plan_decode(
     cache_format: str = V3_2.name,
     extra_format: str = "",
     extra_keys: int = 0,
+    latent: bool = False,
 ) -> DecodePlan:
     """Choose the kernel, the heads of a CTA and the number of splits.
 
@@ -89,6 +90,7 @@ def plan_decode(
         cache_format: of the cache.
         extra_format: of a second cache that joins the softmax; "" where there is none.
         extra_keys: topk of the second cache.
+        latent: take the kernel of all formats for one cache of V3.2 as well.
     """
     if heads is None:
         heads = next((n for n in NARROW if n >= h_q), WIDE)
@@ -102,7 +104,7 @@ def plan_decode(
     tiles = max(1, -(-max_keys // TOKENS_PER_TILE) + -(-extra_keys // TOKENS_PER_TILE))  # no tile has keys of both
     candidates = [num_splits] if num_splits is not None else range(1, min(tiles, MAX_SPLITS) + 1)
     specs: list[Spec] = [MlaDecodeSpec(sparse=sparse, heads=choice, scores=scores or "exact") for choice in choices]
-    if cache_format != V3_2.name or extra_format:
+    if latent or cache_format != V3_2.name or extra_format:
         specs = [
             LatentDecodeSpec(
                 sparse=sparse,

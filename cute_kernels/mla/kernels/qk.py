@@ -56,6 +56,7 @@ class QkWarpgroups:
         self.columns = spec.heads // 4  # of a thread
         self.warpgroups = spec.qk_warpgroups
         self.threads = 128 * spec.qk_warpgroups
+        self.has_rope = True
         self.q = QConverter(spec)
         self.scheduler = Scheduler(spec)
         self.tracer = Tracer(spec.trace, len(ROLES))
@@ -177,9 +178,10 @@ class QkWarpgroups:
                 factors = self.scale_ratios(smem, stage, quant_tile - 1, tid)
         self.multiply_rows(acc[0], factors)
         warpgroup.wait_group(0)
-        rope = self.rope_operand()
-        self.load_rope(smem, rope, tile, tid)
-        self.issue_rope(smem, acc[0], rope, True, tid)
+        if const_expr(self.has_rope):
+            rope = self.rope_operand()
+            self.load_rope(smem, rope, tile, tid)
+            self.issue_rope(smem, acc[0], rope, True, tid)
         # overlapped with it
         factors = self.scale_ratios(smem, stage, QUANT_TILES - 1, tid)
         self.multiply_rows(acc[1], tuple(factor * scale_log2 for factor in factors))
@@ -253,11 +255,14 @@ class QkWarpgroups:
         power = cute.make_rmem_tensor(self.columns, Float32)
         sPower = smem.q_power.get_tensor(cute.make_layout(QUANT_TILES * self.heads))
         sScale = scale_tensor(smem, self.spec.stages)
-        rope = self.rope_operand()
-        self.load_rope(smem, rope, tile, tid)
-        self.issue_rope(smem, acc, rope, False, tid)
-        warpgroup.wait_group(0)
-        result.store(acc.load())
+        if const_expr(self.has_rope):
+            rope = self.rope_operand()
+            self.load_rope(smem, rope, tile, tid)
+            self.issue_rope(smem, acc, rope, False, tid)
+            warpgroup.wait_group(0)
+            result.store(acc.load())
+        else:
+            result.fill(0.0)
         for c in cutlass.range(CHUNKS, unroll=1):
             self.load_codes(smem, raw, stage, c, tid)
             self.widen(raw, codes)

@@ -4,11 +4,15 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from cute_kernels.mla.spec import MERGE_LANES, NARROW, WIDE, MlaDecodeSpec, Registers
-from fp8_mla.formats import FORMATS, PAIRS, TokenFormat
+from fp8_mla.formats import FORMATS, PAIRS, V3_2, TokenFormat
 
 FP4_LINES = 2  # of a key with 4-bit codes
 LINE_BYTES = 128  # of a key's row in shared memory: one row of the 128-byte swizzle
-SCALED_KEY_FORMATS = ("v4", "v4.1", "v4.1_fp4")  # whose codes times scales have few bits: keys are scaled as operands
+
+
+def scale_row(kind: TokenFormat) -> int:
+    """Bytes of a key's scales in a stage: its scale row, or its scales where there is one row a token."""
+    return kind.row_bytes[1] if len(kind.row_bytes) > 1 else kind.scales.num_bytes
 
 
 @dataclass(frozen=True)
@@ -32,8 +36,8 @@ class LatentDecodeSpec(MlaDecodeSpec):
     def can_implement(self) -> list[str]:
         """Reasons, in words, why this kernel cannot be built; empty when it can."""
         reasons = super().can_implement()
-        if self.cache_format not in SCALED_KEY_FORMATS:
-            reasons.append(f"cache_format is {self.cache_format!r}; known are {SCALED_KEY_FORMATS}")
+        if self.cache_format not in FORMATS:
+            reasons.append(f"cache_format is {self.cache_format!r}; known are {tuple(FORMATS)}")
         if self.extra_format and (self.cache_format, self.extra_format) not in PAIRS:
             reasons.append(f"extra_format is {self.extra_format!r} with {self.cache_format!r}; known pairs are {PAIRS}")
         if self.extra_format and not self.sparse:
@@ -65,9 +69,26 @@ class LatentDecodeSpec(MlaDecodeSpec):
         return self.token_format.d_qk
 
     @property
+    def float_scales(self) -> bool:
+        """Whether scales are float32: products of codes are scaled then, else keys are, which is exact."""
+        return self.token_format.scales.dtype == "float32"
+
+    @property
     def has_rope(self) -> bool:
-        """Whether a token has a rope part, which is a value too."""
+        """Whether a token has a rope part."""
         return self.token_format.rope is not None
+
+    @property
+    def rope_is_value(self) -> bool:
+        """Whether a rope part is a value too, so that it stays in its stage until PV has read it."""
+        return self.has_rope and self.d_qk == self.token_format.d_v
+
+    @property
+    def rope_slots(self) -> int:
+        """Key tiles of rope parts in shared memory."""
+        if not self.has_rope:
+            return 0
+        return self.stages if self.rope_is_value else self.rope_stages
 
     @property
     def code_lines(self) -> int:
@@ -77,7 +98,7 @@ class LatentDecodeSpec(MlaDecodeSpec):
     @property
     def scale_bytes(self) -> int:
         """Of a key in a stage."""
-        return max(kind.row_bytes[1] for kind in self.kinds)
+        return max(scale_row(kind) for kind in self.kinds)
 
     @property
     def pv_issues_tma(self) -> bool:
@@ -87,6 +108,8 @@ class LatentDecodeSpec(MlaDecodeSpec):
     @property
     def registers(self) -> Registers:
         """Of each role, after the roles have exchanged registers."""
+        if self.float_scales:
+            return super().registers
         if self.few_heads:
             return Registers(load=40, qk=112, pv=88, softmax=40)
         if self.heads < WIDE:
@@ -120,15 +143,14 @@ class LatentDecodeSpec(MlaDecodeSpec):
 
 def shipped_specs() -> list[LatentDecodeSpec]:
     """Every specification that the planner can ask for."""
-    pairs = [(name, extra) for name, extra in PAIRS if name in SCALED_KEY_FORMATS and extra in SCALED_KEY_FORMATS]
     return [
         LatentDecodeSpec(
             sparse=sparse, merge_lanes=lanes, heads=heads, balanced=balanced, cache_format=name, extra_format=extra
         )
-        for name, extra in [*((name, "") for name in SCALED_KEY_FORMATS), *pairs]
+        for name, extra in [*((name, "") for name in FORMATS), *PAIRS]
         for balanced in (False, True)
         for sparse in (True, False)
         for lanes in MERGE_LANES
         for heads in (*NARROW, WIDE)
-        if (lanes or not balanced) and (sparse or not extra)
+        if (lanes or not balanced) and (sparse or not (extra or name == V3_2.name))
     ]

@@ -20,6 +20,7 @@ WEIGHT = 2.0**8
 WEIGHTS = 0x5C005C00  # as two float16 numbers
 MIN_BYTE, MAX_BYTE = 105, 126  # ue8m0 scales in range
 MAX_FP4_BYTE = 0x62  # the largest e4m3 scale in range, 40
+MASKED_FLOAT = (127 - 6) << 23  # MASKED_SCALE of mla.spec, as bits
 NAN_BYTE = 255  # the ue8m0 byte that means NaN
 MULTIPLIER = -(104 << 10) * 0x00010001 % 2**32  # exponent field of WEIGHT times a ue8m0 scale, less the byte; twice
 LOW_VALUES, HIGH_VALUES = 0x3E3C3800, 0x46444240  # upper bytes of the float16 numbers 0, 0.5, 1, 1.5; 2, 3, 4, 6
@@ -32,7 +33,9 @@ def is_fp4(kind: TokenFormat) -> bool:
 
 
 def masked_scales(kind: TokenFormat) -> int:
-    """Four scales in range, for a masked key, whose codes are zeros."""
+    """A word of scales in range, for a masked key, whose codes are zeros."""
+    if kind.scales.dtype == "float32":
+        return MASKED_FLOAT
     return 0x38383838 if is_fp4(kind) else 0x76767676
 
 

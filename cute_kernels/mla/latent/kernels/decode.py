@@ -64,7 +64,15 @@ from cute_kernels.mla.kernels.arguments import (
 from cute_kernels.mla.kernels.decode import MlaDecodeKernel
 from cute_kernels.mla.kernels.load_q import QTma, make_q_tma
 from cute_kernels.mla.kernels.merge import PartialMerger
+from cute_kernels.mla.kernels.pv import PvWarpgroups
+from cute_kernels.mla.kernels.qk import QkWarpgroups
 from cute_kernels.mla.kernels.scheduler import Divisors, Share, WorkTable
+from cute_kernels.mla.kernels.softmax import SoftmaxWarpgroup
+from cute_kernels.mla.latent.kernels.float_scales import (
+    FloatScalePvWarpgroups,
+    FloatScaleQkWarpgroups,
+    FloatScaleSoftmaxWarpgroup,
+)
 from cute_kernels.mla.latent.kernels.load import LatentLoader
 from cute_kernels.mla.latent.kernels.pv import ScaledKeyPvWarpgroups
 from cute_kernels.mla.latent.kernels.qk import ScaledKeyQkWarpgroups
@@ -86,10 +94,16 @@ class LatentDecodeKernel(MlaDecodeKernel):
             raise ValueError("; ".join(reasons))
         self.spec = spec
         self.scheduler = LatentScheduler(spec)
-        self.softmax = LatentSoftmaxWarpgroup(spec)
         self.load = LatentLoader(spec)
-        self.qk = ScaledKeyQkWarpgroups(spec)
-        self.pv = ScaledKeyPvWarpgroups(spec)
+        self.softmax: SoftmaxWarpgroup
+        self.qk: QkWarpgroups
+        self.pv: PvWarpgroups
+        if spec.float_scales:
+            self.softmax = FloatScaleSoftmaxWarpgroup(spec)
+            self.qk, self.pv = FloatScaleQkWarpgroups(spec), FloatScalePvWarpgroups(spec)
+        else:
+            self.softmax = LatentSoftmaxWarpgroup(spec)
+            self.qk, self.pv = ScaledKeyQkWarpgroups(spec), ScaledKeyPvWarpgroups(spec)
         self.tracer = Tracer(spec.trace, len(ROLES))
         if spec.split:
             self.merger = PartialMerger(spec)

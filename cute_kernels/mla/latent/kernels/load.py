@@ -4,7 +4,7 @@ from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import AddressSpace, Int16, Int32, Int64, const_expr
+from cutlass import AddressSpace, Int16, Int32, Int64, Uint8, const_expr
 
 from cute_kernels.device.ring import ring_slot
 from cute_kernels.mla.kernels.load import CHUNK_BYTES, ROWS_PER_STEP, KeyLoader
@@ -13,7 +13,7 @@ from cute_kernels.mla.kernels.smem import ROPE_BYTES, WARPS, line_offset
 from cute_kernels.mla.latent.kernels import codes
 from cute_kernels.mla.latent.kernels.scheduler import LatentScheduler, Source, tiles_of
 from cute_kernels.mla.latent.kernels.smem import codes_bytes
-from cute_kernels.mla.latent.spec import LINE_BYTES, LatentDecodeSpec
+from cute_kernels.mla.latent.spec import LINE_BYTES, LatentDecodeSpec, scale_row
 from cute_kernels.mla.spec import TOKENS_PER_TILE
 
 
@@ -167,9 +167,9 @@ class LatentLoader(KeyLoader):
             sMask[loaded % self.spec.mask_stages * WARPS + warp_idx] = Int16(bits)
         if lane < 16:
             self.copy_scales(smem, kind, row, (stage * TOKENS_PER_TILE + first + lane) * self.spec.scale_bytes)
-        sCodes, rope = smem.codes.data_ptr(), None
+        sCodes, rope, rope_slot = smem.codes.data_ptr(), None, Int32(0)
         if const_expr(self.spec.has_rope):
-            rope = smem.rope.data_ptr()
+            rope, rope_slot = smem.rope.data_ptr(), ring_slot(loaded, self.spec.rope_slots).index
         code_bytes = kind.codes.num_bytes
         for i in cutlass.range_constexpr(16 // ROWS_PER_STEP):
             copied = ROWS_PER_STEP * i + lane // 8  # row of the warp's 16
@@ -189,15 +189,15 @@ class LatentLoader(KeyLoader):
                     place = sCodes + cute.assume(begin + offset, divby=CHUNK_BYTES)
                     self.copy_or_clear(source + code_bytes // LINE_BYTES * LINE_BYTES, place, size)
             if const_expr(kind.rope is not None):
-                place = rope + cute.assume(stage * ROPE_BYTES + line, divby=CHUNK_BYTES)
+                place = rope + cute.assume(rope_slot * ROPE_BYTES + line, divby=CHUNK_BYTES)
                 self.copy_or_clear(source + kind.field("rope").offset, place, size)
 
     @cute.jit
     def copy_scales(self, smem, kind: cutlass.Constexpr, row: Row, start: Int32):
         """Starts the copy of a key's scales. Those of a masked key are stored, in range: its codes are zeros."""
-        size = min(kind.row_bytes[1], CHUNK_BYTES)
-        for i in cutlass.range_constexpr(kind.row_bytes[1] // size):
-            place = smem.scale.data_ptr() + cute.assume(start + size * i, divby=size)
+        size, scales = min(scale_row(kind), CHUNK_BYTES), cute.recast_ptr(smem.scale.data_ptr(), dtype=Uint8)
+        for i in cutlass.range_constexpr(scale_row(kind) // size):
+            place = scales + cute.assume(start + size * i, divby=size)
             if row.valid != 0:
                 operation = "cp.async.cg" if const_expr(size == CHUNK_BYTES) else "cp.async.ca"
                 cute.arch.inline_ptx(

@@ -26,7 +26,7 @@ from cute_kernels.mla.latent.kernels import codes
 from cute_kernels.mla.latent.kernels.convert_q import LatentQConverter
 from cute_kernels.mla.latent.kernels.scheduler import LatentScheduler
 from cute_kernels.mla.latent.kernels.smem import codes_bytes, scale_words
-from cute_kernels.mla.latent.spec import LINE_BYTES, LatentDecodeSpec
+from cute_kernels.mla.latent.spec import LINE_BYTES, LatentDecodeSpec, scale_row
 from cute_kernels.mla.spec import TOKENS_PER_TILE
 from fp8_mla.formats import TokenFormat
 
@@ -239,7 +239,7 @@ class ScaledKeyQkWarpgroups(QkWarpgroups):
     @cute.jit
     def load_row_scales(self, smem, kind: cutlass.Constexpr, stage: Int32, r: cutlass.Constexpr, tid: Int32):
         """Scales of a row, four bytes in a word: all; or, of the 8 for each 128 codes, the 4 that a lane needs."""
-        words = cute.make_rmem_tensor(min(kind.row_bytes[1] // 4, 4), Int32)
+        words = cute.make_rmem_tensor(min(scale_row(kind) // 4, 4), Int32)
         if const_expr(codes.is_fp4(kind)):
             one = cute.make_rmem_tensor(1, Int32)
             for j in cutlass.range_constexpr(4):
@@ -264,9 +264,9 @@ class ScaledKeyQkWarpgroups(QkWarpgroups):
     @cute.jit
     def has_other_scale(self, smem, kind: cutlass.Constexpr, stage: Int32, tid: Int32) -> Int32:
         """1 if a scale of the tile is out of range of float16; the same in all threads."""
-        found, four = Int32(0), cute.make_rmem_tensor(min(kind.row_bytes[1] // 4, 4), Int32)
+        found, four = Int32(0), cute.make_rmem_tensor(min(scale_row(kind) // 4, 4), Int32)
         for i in cutlass.range_constexpr(2):
-            for part in cutlass.range_constexpr(kind.row_bytes[1] // 4 // cute.size(four)):
+            for part in cutlass.range_constexpr(scale_row(kind) // 4 // cute.size(four)):
                 scale_words(smem, self.spec, stage, tid % 32 + 32 * i, 4 * cute.size(four) * part, four)
                 for j in cutlass.range_constexpr(cute.size(four)):
                     outside = codes.out_of_range(kind, four[j])

@@ -18,18 +18,20 @@ def codes_bytes(spec: LatentDecodeSpec) -> int:
 def shared_storage(spec: LatentDecodeSpec):
     """The struct of all shared memory. Fields have the names of `mla.kernels.smem`, so roles are shared."""
     heads, stages, p_stages, s_stages = spec.heads, spec.stages, spec.p_stages, spec.qk_warpgroups
-    rope_bytes = stages * ROPE_BYTES if spec.has_rope else 0
+    scale_dtype, scales, weights = Uint8, spec.scale_bytes, spec.scale_bytes  # of a key
+    if spec.float_scales:
+        scale_dtype, scales, weights = Float32, spec.token_format.num_scales, spec.token_format.num_scales
 
     @cute.struct
     class Shared:
         codes: cute.struct.Align[cute.struct.MemRange[Uint8, stages * codes_bytes(spec)], 1024]
-        rope: cute.struct.Align[cute.struct.MemRange[Uint8, rope_bytes], 1024]
+        rope: cute.struct.Align[cute.struct.MemRange[Uint8, spec.rope_slots * ROPE_BYTES], 1024]
         q: cute.struct.Align[cute.struct.MemRange[BFloat16, cute.cosize(q_layout(heads, spec.d_qk))], 1024]
         p: cute.struct.Align[cute.struct.MemRange[Float16, cute.cosize(p_layout(heads))], 1024]
         s: cute.struct.Align[cute.struct.MemRange[Float32, s_stages * TOKENS_PER_TILE * heads], 1024]
         scaled_p: cute.struct.Align[cute.struct.MemRange[BFloat16, cute.cosize(scaled_p_layout(heads))], 1024]
-        scale: cute.struct.Align[cute.struct.MemRange[Uint8, stages * TOKENS_PER_TILE * spec.scale_bytes], 128]
-        weight: cute.struct.Align[cute.struct.MemRange[Float16, p_stages * TOKENS_PER_TILE * spec.scale_bytes], 128]
+        scale: cute.struct.Align[cute.struct.MemRange[scale_dtype, stages * TOKENS_PER_TILE * scales], 128]
+        weight: cute.struct.Align[cute.struct.MemRange[Float16, p_stages * TOKENS_PER_TILE * weights], 128]
         q_power: cute.struct.MemRange[Float32, spec.d_qk // BLOCK * heads]
         rescaling: cute.struct.MemRange[Float32, p_stages * heads]  # factor of O, by head
         inverse_sum: cute.struct.MemRange[Float32, p_stages * heads]  # 1 / row_sum, with the last tile of a work tile

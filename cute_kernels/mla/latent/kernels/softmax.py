@@ -12,7 +12,7 @@ from cute_kernels.mla.latent.kernels import codes
 from cute_kernels.mla.latent.kernels.load import LatentLoader
 from cute_kernels.mla.latent.kernels.scheduler import LatentScheduler
 from cute_kernels.mla.latent.kernels.smem import scale_words
-from cute_kernels.mla.latent.spec import LatentDecodeSpec
+from cute_kernels.mla.latent.spec import LatentDecodeSpec, scale_row
 from cute_kernels.mla.spec import TOKENS_PER_TILE
 
 
@@ -42,7 +42,7 @@ class LatentSoftmaxWarpgroup(SoftmaxWarpgroup):
     @cute.jit
     def store_weights_of(self, smem, kind: cutlass.Constexpr, stage: Int32, p_stage: Int32, tid: Int32) -> Int32:
         """The same for a tile of that format; not 0 if a scale of this thread is out of range."""
-        key, count = tid // 2, kind.row_bytes[1] // 2
+        key, count = tid // 2, scale_row(kind) // 2
         first = count * (tid % 2)
         words = cute.make_rmem_tensor(count // 4, Int32)
         scale_words(smem, self.spec, stage, key, first, words)
@@ -52,7 +52,7 @@ class LatentSoftmaxWarpgroup(SoftmaxWarpgroup):
         for i in cutlass.range_constexpr(count // 4):
             word = words[i]
             outside = codes.out_of_range(kind, word)
-            if const_expr(kind.num_scales < kind.row_bytes[1]):
+            if const_expr(kind.num_scales < scale_row(kind)):
                 outside &= cutlass.select_(tid % 2 == 1, Int32(0x00FFFFFF), Int32(-1))  # the last byte is padding
             found |= outside
             for j in cutlass.range_constexpr(4):

@@ -146,13 +146,18 @@ def combine(what: str, rows: Rows, member: Member, target: Target) -> tuple[torc
     world_size, sent = member.world_size, rows.bytes
     if target.heads == "gather":
         received = sent.new_empty((world_size, *sent.shape))
-        member.exchange(what, dist.all_gather_into_tensor, received, sent)
+        member.exchange(what, all_gather(), received, sent)
     else:
         sent = heads_first(sent, world_size)
         received = torch.empty_like(sent)
         member.exchange(what, dist.all_to_all_single, received, sent)
     states = Rows.view(received, rows.out.shape[-1], rows.out.dtype)
     return merge_states(states.out, states.lse, s_aux=target.s_aux, out=target.out, lse=target.lse)
+
+
+def all_gather() -> Callable[..., object]:
+    """Torch's all-gather into one tensor: torch 2.13 renames it, and warns of the name that older versions have."""
+    return getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 def heads_first(rows: torch.Tensor, world_size: int) -> torch.Tensor:
@@ -172,5 +177,5 @@ def gather_heads(what: str, q: torch.Tensor, member: Member) -> torch.Tensor:
     """
     sent = q.contiguous().view(torch.uint8)
     received = sent.new_empty((member.world_size, *sent.shape))
-    member.exchange(what, dist.all_gather_into_tensor, received, sent)
+    member.exchange(what, all_gather(), received, sent)
     return received.movedim(0, -3).flatten(-3, -2).view(q.dtype)

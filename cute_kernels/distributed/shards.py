@@ -179,7 +179,7 @@ def shard_block_table(
     rounds = -(-width // (run * world_size))
     padded = block_table.new_full((batch, rounds, world_size, run), NOT_HERE)
     padded.view(batch, rounds * world_size * run)[:, :width] = block_table
-    return padded[:, :, rank].reshape(batch, rounds * run)
+    return padded[:, :, rank].reshape(batch, rounds * run).contiguous()  # runs of one page are a strided view
 
 
 def shard_indices(

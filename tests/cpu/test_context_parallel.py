@@ -4,7 +4,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
+from cute_kernels import mla_fp8_decode
+from cute_kernels.distributed import context_parallel_decode
 from tests.support import context_workers
 from tests.support.context_workers import CASES, SHORT, WORLD
 
@@ -29,3 +32,9 @@ def test_ranks_do_not_wait_for_ever(task: str, tmp_path: Path) -> None:
         message, seconds = found[rank]["error"]
         assert message.startswith(f"context_parallel_decode: rank {rank} of {WORLD} waited for the others in vain")
         assert seconds < 2 * SHORT
+
+
+def test_no_group() -> None:
+    assert not dist.is_initialized()
+    with pytest.raises(ValueError, match="group: got None; needs a torch.distributed group: call"):
+        context_parallel_decode(mla_fp8_decode)

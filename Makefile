@@ -2,8 +2,12 @@
 #
 #   PYTHON  the interpreter that the virtual environment is made with, 3.10 to 3.13
 #   VENV    where it goes. Empty (`make test VENV=`): run $(PYTHON) as it is and install nothing
+#
+# `make test-vllm` sets up another one in $(VENV_VLLM), with Python 3.12, which it looks for unless $(PYTHON_VLLM) says.
 PYTHON ?= python3
 VENV ?= .venv
+PYTHON_VLLM ?=
+VENV_VLLM ?= .venv-vllm
 
 RUN := $(if $(VENV),$(VENV)/bin/python,$(PYTHON))
 READY := $(if $(VENV),$(VENV)/.ready)
@@ -11,12 +15,14 @@ READY := $(if $(VENV),$(VENV)/.ready)
 # Where pytest-xdist is installed, tests are spread over all cores; tests/conftest.py says how many processes that are.
 SPREAD := from importlib.util import find_spec; print("-n auto --dist loadgroup" if find_spec("xdist") else "")
 
-.PHONY: help demo test lint fuzz gpu-check clean
+.PHONY: help demo test test-pins test-vllm lint fuzz gpu-check clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo 'make demo       decode the tokens of a DeepSeek-V3.2 attention layer from an FP8 cache'
 	@echo 'make test       all tests that need no GPU; on an SM90 GPU also those that do'
+	@echo 'make test-pins  tests of compiled kernels with the lowest and the highest versions of the dependencies'
+	@echo 'make test-vllm  the tests of vLLM integration, in an environment of their own (8 GB)'
 	@echo 'make lint       ruff and mypy'
 	@echo 'make fuzz       random calls of all operators, from many threads on an SM90 GPU; writes build/fuzz.json'
 	@echo 'make gpu-check  on an SM90 GPU: tests/gpu, compute-sanitizer, benchmark; writes results/*.json'
@@ -27,6 +33,13 @@ demo: $(READY)
 
 test: $(READY)
 	$(RUN) -m pytest $$($(RUN) -c '$(SPREAD)')
+
+# Makes environments of its own in build/pins.
+test-pins:
+	$(PYTHON) scripts/try_pins.py
+
+test-vllm: $(VENV_VLLM)/.ready
+	$(VENV_VLLM)/bin/python -m pytest tests/cpu/test_vllm_calls.py tests/cpu/test_vllm_contracts.py tests/cpu/test_vllm_engine.py
 
 lint: $(READY)
 	$(RUN) -m ruff check .
@@ -40,7 +53,7 @@ gpu-check: $(READY)
 	$(RUN) scripts/gpu_check.py
 
 clean:
-	rm -rf .venv build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf .venv .venv-vllm build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find cute_kernels fp8_mla scripts tests -name __pycache__ -prune -exec rm -rf {} +
 
 ifeq ($(VENV),)
@@ -51,3 +64,7 @@ $(READY): pyproject.toml scripts/bootstrap.sh
 	bash scripts/bootstrap.sh $(VENV) $(PYTHON)
 	@touch $@
 endif
+
+$(VENV_VLLM)/.ready: pyproject.toml scripts/bootstrap_vllm.sh
+	bash scripts/bootstrap_vllm.sh $(VENV_VLLM) $(PYTHON_VLLM)
+	@touch $@

@@ -1,4 +1,4 @@
-"""The 656-byte FP8 token format of multi-head latent attention caches: layout, packing, slots and a reference decode.
+"""Token formats of quantized multi-head latent attention caches: bytes, packing, pages, slots and a reference decode.
 
 It needs torch and nothing else, and works on CPU and CUDA tensors. Importing it touches no device; torch is loaded with
 the first name that needs it. `fp8_mla.formats` is plain Python.
@@ -8,7 +8,21 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from fp8_mla.formats import FP8_MAX, FP8_NAN, MIN_SCALE
+    from fp8_mla.formats import (
+        CACHE_LAYOUTS,
+        FORMATS,
+        FP8_MAX,
+        FP8_NAN,
+        MIN_SCALE,
+        PAIRS,
+        V3_2,
+        V3_2_NOPE,
+        V4,
+        V4_1,
+        V4_1_FP4,
+        PageLayout,
+        TokenFormat,
+    )
     from fp8_mla.layout import (
         CACHE_DTYPES,
         CODE_OFFSET,
@@ -24,37 +38,66 @@ if TYPE_CHECKING:
         as_pages,
     )
     from fp8_mla.packing import pack, unpack
+    from fp8_mla.pages import read_pages, row_views, write_pages
     from fp8_mla.reference import reference_decode
     from fp8_mla.slots import INVALID_SLOT, slots_from_block_table, slots_from_positions, valid_slots
 
 __all__ = [
     "CACHE_DTYPES",
+    "CACHE_LAYOUTS",
     "CODE_OFFSET",
+    "FORMATS",
     "FP8_MAX",
     "FP8_NAN",
     "INVALID_SLOT",
     "MIN_SCALE",
     "NOPE_DIM",
     "NUM_SCALES",
+    "PAIRS",
+    "PageLayout",
     "QK_DIM",
     "QUANT_TILE",
     "ROPE_DIM",
     "ROPE_OFFSET",
     "SCALE_OFFSET",
     "TOKEN_BYTES",
+    "TokenFormat",
+    "V3_2",
+    "V3_2_NOPE",
+    "V4",
+    "V4_1",
+    "V4_1_FP4",
     "V_DIM",
     "as_pages",
     "pack",
+    "read_pages",
     "reference_decode",
+    "row_views",
     "slots_from_block_table",
     "slots_from_positions",
     "unpack",
     "valid_slots",
+    "write_pages",
 ]
 
 _NAMES = {
-    "fp8_mla.formats": ("FP8_MAX", "FP8_NAN", "MIN_SCALE"),
+    "fp8_mla.formats": (
+        "CACHE_LAYOUTS",
+        "FORMATS",
+        "FP8_MAX",
+        "FP8_NAN",
+        "MIN_SCALE",
+        "PAIRS",
+        "V3_2",
+        "V3_2_NOPE",
+        "V4",
+        "V4_1",
+        "V4_1_FP4",
+        "PageLayout",
+        "TokenFormat",
+    ),
     "fp8_mla.packing": ("pack", "unpack"),
+    "fp8_mla.pages": ("read_pages", "row_views", "write_pages"),
     "fp8_mla.reference": ("reference_decode",),
     "fp8_mla.slots": ("INVALID_SLOT", "slots_from_block_table", "slots_from_positions", "valid_slots"),
 }

@@ -47,25 +47,18 @@ def check_same_device(name: str, tensor: torch.Tensor | None, device: torch.devi
         raise ValueError(f"{name}: got {describe(tensor)}; needs to be on {device} like q")
 
 
-def require_one_row(token_format: TokenFormat) -> None:
-    """Raise ValueError if the format splits a token into rows at different places of a page."""
-    if len(token_format.row_bytes) != 1:
-        raise ValueError(f"token_format: got {token_format.name}; needs a format with one row a token")
-
-
 def token_bytes(cache: torch.Tensor, name: str = "cache", *, token_format: TokenFormat = V3_2) -> torch.Tensor:
     """View a (..., 656) uint8 or float8_e4m3fn tensor as uint8.
 
     Args:
-        cache: bytes of tokens, each in one row.
+        cache: bytes of tokens, each all rows of a token one after the other.
         name: of the argument, for messages.
         token_format: how many bytes a token has; 656 by default.
 
     Raises:
         TypeError: `cache` is not a tensor of one of these dtypes.
-        ValueError: its last dimension is not 656, or a token of the format has several rows.
+        ValueError: its last dimension is not 656.
     """
-    require_one_row(token_format)
     if not isinstance(cache, torch.Tensor) or cache.dtype not in CACHE_DTYPES:
         raise TypeError(f"{name}: got {describe(cache)}; needs a tensor of uint8 or float8_e4m3fn")
     if cache.ndim == 0 or cache.shape[-1] != token_format.token_bytes:
@@ -74,7 +67,9 @@ def token_bytes(cache: torch.Tensor, name: str = "cache", *, token_format: Token
 
 
 def as_pages(kv_cache: torch.Tensor, *, token_format: TokenFormat = V3_2) -> torch.Tensor:
-    """View a paged cache as (num_pages, page_size, 656) uint8, without a copy.
+    """View a paged cache of one row a token as (num_pages, page_size, 656) uint8, without a copy.
+
+    `fp8_mla.row_views` has views of every format.
 
     Args:
         kv_cache: (num_pages, page_size, 656) or (num_pages, page_size, 1, 656), uint8 or float8_e4m3fn. The 656 bytes
@@ -83,8 +78,10 @@ def as_pages(kv_cache: torch.Tensor, *, token_format: TokenFormat = V3_2) -> tor
 
     Raises:
         TypeError: `kv_cache` is not a tensor of one of these dtypes.
-        ValueError: it has another shape, or bytes of a token that are not adjacent.
+        ValueError: it has another shape, bytes of a token that are not adjacent, or a format of two rows a token.
     """
+    if len(token_format.row_bytes) != 1:
+        raise ValueError(f"token_format: got {token_format.name}; needs a format with one row a token")
     pages = token_bytes(kv_cache, "kv_cache", token_format=token_format)
     if pages.ndim == 4 and pages.shape[2] == 1:
         pages = pages.squeeze(2)

@@ -23,7 +23,7 @@ try:
 except ImportError:
     sys.exit(1)
 version = tuple(int(part) for part in torch.__version__.split(".")[:2])
-sys.exit(not (torch.cuda.is_available() and (2, 11) <= version < (2, 14)))
+sys.exit(not (torch.cuda.is_available() and (2, 11) <= version < (2, 15)))
 '
 if [ -e "$venv" ] && [ ! -e "$venv/pyvenv.cfg" ]; then
   echo "$venv is there and is no virtual environment; name another folder." >&2

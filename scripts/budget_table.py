@@ -73,17 +73,32 @@ def speed_table(rates: Rates = H200) -> Table:
     return rows
 
 
+def rates_of(record: dict[str, Any]) -> Rates:
+    """The rates of a record's card: of another one than an H200 with the ceilings that were measured on it.
+
+    The constants of the kernels are those of the H200's record, so errors on another card are of a forecast.
+    """
+    if H200.card in record["card"]:
+        return H200
+    ceilings = record["ceilings"]
+    names = {"read_gbps": "read_GBps", "copy_gbps": "copy_GBps", "gemm_tflops": "bf16_gemm_TFLOPs"}
+    return H200.measured({"card": record["card"], **{rate: ceilings[name] for rate, name in names.items()}})
+
+
 def mla_errors(record: dict[str, Any]) -> Table:
     """Every MLA case of a record with its prediction."""
+    rates = rates_of(record)
     rows = [["`mla_fp8_decode`", "keys", "us", "p10 .. p90", "predicted, us", "error", "binds"]]
     for bench in bench_mla.PREDICTED_CASES:
         case = find_case(record, bench.key)
         if case is None or "us" not in case:
             continue
-        found = bench_mla.predict(bench)
-        note = " (calibrated on it)" if bench.key in (LONG.key, SHORT.key) else ""
+        found = bench_mla.predict(bench, rates=rates)
+        fitted = rates is H200 and any(is_case_of(bench.key, one.key) for one in (LONG, SHORT))
+        note = " (calibrated on it)" if fitted else ""
         spread = f"{_short(case['us_p10'])} .. {_short(case['us_p90'])}"
-        name = f"{bench.mode} {_size(bench)}{mark(case)}"
+        scores = ", fp8 scores" if bench.scores == "fp8" else ""
+        name = f"{bench.mode} {_size(bench)}{scores}{mark(case)}"
         rows.append([name, str(bench.keys), _short(case["us"]), spread, _short(found.us)])
         rows[-1] += [f"{found.us / case['us'] - 1:+.1%}{note}", str(found.binds)]
     return rows
@@ -91,12 +106,12 @@ def mla_errors(record: dict[str, Any]) -> Table:
 
 def gqa_errors(record: dict[str, Any]) -> Table:
     """The GQA cases of a record with their predictions: how many, and how far off."""
-    errors: dict[str, list[float]] = {}
+    errors, rates = dict[str, list[float]](), rates_of(record)
     for bench in bench_gqa.DECODE_CASES:
         case = find_case(record, bench.key)
         if case is not None and "us" in case:
             group = f"{bench.kv_dtype}, {'from 32' if bench.batch >= 32 else 'below 32'} sequences{mark(case)}"
-            errors.setdefault(group, []).append(bench_gqa.predict(bench).us / case["us"] - 1)
+            errors.setdefault(group, []).append(bench_gqa.predict(bench, rates).us / case["us"] - 1)
     rows = [["`gqa_decode`", "cases", "error: lowest", "median", "highest"]]
     for group, found in errors.items():
         ordered = sorted(found)
@@ -105,13 +120,24 @@ def gqa_errors(record: dict[str, Any]) -> Table:
     return rows
 
 
+OPTIONAL = ("page_size", "window", "ragged", "cache_format")
+"""Keys that a case has only where it is unlike most."""
+
+
 def find_case(record: dict[str, Any], key: dict[str, Any]) -> dict[str, Any] | None:
-    """The case that has this key, and no page size, window or ragged lengths where the key has none."""
-    for case in record["cases"]:
-        optional = {name for name in ("page_size", "window", "ragged") if name in case}
-        if key.items() <= case.items() and optional <= set(key):
-            return case
-    return None
+    """The case that has this key, and no page size, window, ragged lengths or format where the key has none.
+
+    Scores that are not named are exact.
+    """
+    return next((case for case in record["cases"] if is_case_of(case, key)), None)
+
+
+def is_case_of(case: dict[str, Any], key: dict[str, Any]) -> bool:
+    """Whether a case has this key; see `find_case`."""
+    if case.get("scores", "exact") != key.get("scores", "exact"):
+        return False
+    named = {name: value for name, value in key.items() if name != "scores"}
+    return named.items() <= case.items() and {name for name in OPTIONAL if name in case} <= set(key)
 
 
 def calibrated(record: dict[str, Any]) -> tuple[float, float]:
@@ -198,7 +224,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"now: {variants.LATENCY_CYCLES}, {variants.CTA_CYCLES:_}")
         return 0
     print_predictions()
-    print(f"Beside {record['card']}, {record['date']}")
+    print(f"Against {record['card']}, {record['date']}")
     _say(plain(mla_errors(record)), print)
     _say(plain(gqa_errors(record)), print)
     return 0

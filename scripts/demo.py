@@ -12,15 +12,11 @@ from __future__ import annotations
 import argparse
 import math
 import sys
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from torch.nn.utils.rnn import pad_sequence
 from transformers import DeepseekV32Config
 from transformers.models.deepseek_v32.modeling_deepseek_v32 import (
     DeepseekV32Attention,
@@ -32,8 +28,18 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # runs from a checkout, installed or not
 
 import fp8_mla  # noqa: E402
-from cute_kernels import mla_fp8_append, mla_fp8_decode  # noqa: E402
+from cute_kernels import mla_fp8_decode  # noqa: E402
 from cute_kernels.runtime.arch import is_sm90  # noqa: E402
+from scripts.demo_parts import (  # noqa: E402
+    EXACT_LIMIT,
+    PagedCache,
+    byte_tables,
+    embed,
+    milliseconds,
+    outputs_of,
+    print_table,
+    relative_error,
+)
 
 DEFAULT_PROMPT = ROOT / "LICENSE"
 MODEL_HEADS, MODEL_TOPK = 128, 2048
@@ -49,8 +55,6 @@ ROPE = {
     "mscale": 1.0,
     "mscale_all_dim": 1.0,
 }
-# Float32 sums of up to 512 x 128 products: a wrong absorption is off by the order of 1.
-EXACT_LIMIT = 2e-5
 
 
 @dataclass(frozen=True)
@@ -153,8 +157,7 @@ class Layer:
         with torch.device(device):
             self.attention = DeepseekV32Attention(config, layer_idx=0).eval().requires_grad_(False)
             self.rotary = DeepseekV32RotaryEmbedding(config)
-            # A token is its byte and the three before it, so that the same letter is not the same key everywhere.
-            self.embedding = torch.randn(4, 256, size.hidden, generator=generator) / 2
+            self.embedding = byte_tables(size.hidden, generator)
         for name, parameter in self.attention.named_parameters():
             if parameter.ndim == 2:  # unit variance in, unit variance out: scores spread by about 2, far from uniform
                 parameter.normal_(0.0, parameter.shape[1] ** -0.5, generator=generator)
@@ -168,9 +171,8 @@ class Layer:
 
     def __call__(self, text: bytes, *, sparse: bool) -> Trace:
         """Run `text` through the layer; not `sparse` makes its indexer pick every token."""
-        tokens = torch.tensor(list(text), device=self.embedding.device)
-        history = torch.nn.functional.pad(tokens, (len(self.embedding) - 1, 0)).unfold(0, len(self.embedding), 1)
-        hidden = sum(table[column] for table, column in zip(self.embedding, history.T, strict=True)).unsqueeze(0)
+        hidden = embed(text, self.embedding)
+        tokens = hidden[0]
         positions = torch.arange(len(tokens), device=tokens.device).unsqueeze(0)
         rope = self.rotary(hidden, positions)
         mask = torch.full((len(tokens), len(tokens)), torch.finfo(torch.float32).min, device=tokens.device).triu(1)
@@ -205,73 +207,6 @@ class Layer:
         return self.attention.o_proj(values.flatten(1))
 
 
-@contextmanager
-def outputs_of(module: torch.nn.Module, *names: str) -> Iterator[dict[str, torch.Tensor]]:
-    """Collect what the named submodules return while the context is open."""
-    seen: dict[str, torch.Tensor] = {}
-
-    def keep(name: str) -> Callable[..., None]:
-        return lambda _module, _args, output: seen.update({name: output})
-
-    handles = [module.get_submodule(name).register_forward_hook(keep(name)) for name in names]
-    try:
-        yield seen
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-@dataclass(frozen=True)
-class PagedCache:
-    """Sequences in a shuffled paged cache of 656 bytes a token. Unused slots hold NaN, as a careless server's might."""
-
-    pages: torch.Tensor
-    block_table: torch.Tensor
-    seqlens: torch.Tensor
-
-    @classmethod
-    def of(cls, sequences: list[torch.Tensor], page_size: int, appended: int) -> PagedCache:
-        """Pack sequences of (s, 576) latents; the last `appended` tokens of each go through `mla_fp8_append`."""
-        device = sequences[0].device
-        lengths = [len(latents) for latents in sequences]
-        page_counts = [-(-length // page_size) for length in lengths]
-        shuffled = torch.randperm(sum(page_counts), generator=torch.Generator().manual_seed(0))
-        block_table = torch.full((len(lengths), max(page_counts)), fp8_mla.INVALID_SLOT, dtype=torch.int32)
-        for row, own in enumerate(shuffled.split(page_counts)):
-            block_table[row, : len(own)] = own
-        cache = cls(
-            pages=torch.full(
-                (sum(page_counts), page_size, fp8_mla.TOKEN_BYTES), 0xFF, dtype=torch.uint8, device=device
-            ),
-            block_table=block_table.to(device),
-            seqlens=torch.tensor(lengths, dtype=torch.int32, device=device),
-        )
-        slots = fp8_mla.slots_from_block_table(cache.block_table, cache.seqlens, page_size)
-        flat = cache.pages.view(-1, fp8_mla.TOKEN_BYTES)
-        for row, latents in enumerate(sequences):
-            prompt, new = latents.bfloat16().tensor_split([len(latents) - appended])
-            own = slots[row, : len(latents)]
-            flat[own[: len(prompt)]] = fp8_mla.pack(prompt)
-            mla_fp8_append(new, cache.pages, own[len(prompt) :])
-        return cache
-
-    def slots_of(self, picked_by_row: list[torch.Tensor]) -> torch.Tensor:
-        """Slots (batch, n, topk) int32 of the positions (n, topk) that the indexer picked for each row's last n tokens.
-
-        Where it has fewer tokens to choose from than it must pick, it also names ones that lie ahead: those become -1.
-        """
-        # Transposed, because padding goes to the first dimension.
-        picked = pad_sequence([row.T for row in picked_by_row], True, fp8_mla.INVALID_SLOT).mT
-        newest = (
-            self.seqlens.view(-1, 1, 1) - picked.shape[1] + torch.arange(picked.shape[1], device=picked.device)[:, None]
-        )
-        positions = torch.where(picked <= newest, picked, fp8_mla.INVALID_SLOT)
-        slots = fp8_mla.slots_from_positions(
-            positions, self.block_table, self.pages.shape[1], cache_seqlens=self.seqlens, num_pages=len(self.pages)
-        )
-        return slots.int()
-
-
 def attend(
     query: torch.Tensor, latents: torch.Tensor, picked: torch.Tensor | None, softmax_scale: float
 ) -> torch.Tensor:
@@ -291,31 +226,6 @@ def attend(
     scores = torch.einsum("nhc,sc->nhs", query.float(), keys) * softmax_scale
     weights = scores.masked_fill(~seen[:, None], -torch.inf).softmax(dim=-1)
     return weights @ keys[:, : fp8_mla.V_DIM]
-
-
-def relative_error(got: torch.Tensor, want: torch.Tensor) -> float:
-    """Norm of the difference over the norm of `want`."""
-    return float((got - want).norm() / want.norm())
-
-
-def milliseconds(call: Callable[[], object], device: torch.device) -> float:
-    """Time of one call: on a GPU the mean of 20 in a row after 3 others, on a CPU the best of 3."""
-    if device.type == "cuda":
-        for _ in range(3):
-            call()
-        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        for _ in range(20):
-            call()
-        stop.record()
-        stop.synchronize()
-        return start.elapsed_time(stop) / 20
-    times = []
-    for _ in range(3):
-        begin = time.perf_counter()
-        call()
-        times.append(time.perf_counter() - begin)
-    return 1e3 * min(times)
 
 
 def measure(layer: Layer, traces: list[Trace], cache: PagedCache, *, sparse: bool) -> list[Cell]:
@@ -398,7 +308,7 @@ def choose_size() -> tuple[Size, torch.device, str]:
 
 
 def show(report: Report) -> None:
-    """Print the table, with rich if it is there."""
+    """Print the table."""
     title = "Error against the layer's own output, and time of the attention alone"
     header = ["latents kept as", "bytes/token", "sparse", "ms", "dense", "ms"]
     ways = {
@@ -411,22 +321,17 @@ def show(report: Report) -> None:
         [name, str(size)] + [text for cell in row for text in (f"{cell.error:.1e}", f"{cell.ms:.2f}")]
         for name, (size, row) in ways.items()
     ]
+    print_table(title, header, body)
+
+
+def second_page(size: Size, text: bytes, device: torch.device) -> list[str]:
+    """Two caches in one softmax, where this version of transformers has DeepSeek-V4; what is wrong, in words."""
     try:
-        from rich import box
-        from rich.console import Console
-        from rich.table import Table
-    except ImportError:
-        print(title)
-        widths = [max(len(line[column]) for line in [header, *body]) for column in range(len(header))]
-        for name, *numbers in [header, *body]:
-            print(name.ljust(widths[0]), *(text.rjust(w + 1) for text, w in zip(numbers, widths[1:], strict=True)))
-        return
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
-    for column, name in enumerate(header):
-        table.add_column(name, justify="right" if column else "left")
-    for line in body:
-        table.add_row(*line)
-    Console().print(table)
+        from scripts import demo_v4
+    except ImportError as error:
+        print(f"\nDeepSeek-V4: no second page, as transformers has no such model ({error}).")
+        return []
+    return demo_v4.page(demo_v4.FULL if size == FULL else demo_v4.CPU, text, device)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -459,7 +364,7 @@ def main(arguments: list[str] | None = None) -> int:
     print("        3 mantissa bits round a value by 2.6% rms, and random weights average nothing out.")
     if device.type == "cpu":
         print("Time:   of plain torch on this CPU; it says nothing about the kernel.")
-    failures = report.failures()
+    failures = report.failures() + second_page(size, text, device)
     for failure in failures:
         print(f"WRONG:  {failure}.")
     return 1 if failures else 0

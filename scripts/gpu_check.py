@@ -1,18 +1,20 @@
 """Check and measure everything on an SM90 GPU, and write the record to results/<card>.json.
 
-    python scripts/gpu_check.py                       all of it, under 8 minutes on an H200
+    python scripts/gpu_check.py                       all of it in one run
+    python scripts/gpu_check.py --sections mla        some sections; each run writes what it has
     python scripts/gpu_check.py --quick               few benchmark cases
     python scripts/gpu_check.py --only 'dense 1'      benchmark cases whose name matches
-    python scripts/gpu_check.py --skip-tests --skip-sanitizer
-    python scripts/gpu_check.py --skip-benchmarks --keep build/gpu_check_partial.json      all, in two runs
-    python scripts/gpu_check.py --reliability build/fuzz_*.json     with what random calls have found
+    python scripts/gpu_check.py --skip-benchmarks --keep build/part.json       with what other runs have
+    python scripts/gpu_check.py --merge build/gpu_check_*.json                 one record of such parts; needs no GPU
+    python scripts/gpu_check.py --reliability build/fuzz_*.json                with what random calls have found
 
-Three steps: tests/gpu, and every kernel under compute-sanitizer at the same time; random calls, the short form of
-scripts/fuzz.py; the benchmarks, each with its own correctness check. A case whose check fails is recorded with its
-errors and without a speed. A run that leaves something out is written below build/, not over the record, unless --out
-says where, or another run on the same card with the same machine code and versions has it (--keep). The record is
-written whatever was found; exit status 1 when a test or a check failed, a sanitizer found something or did not run, a
-case misses what it must reach, or the machine code is not known. The last lines say which, and what was left out.
+Sections: tests/gpu, and every kernel under compute-sanitizer at the same time; random calls, the short form of
+scripts/fuzz.py; the benchmarks of each system, each case with its own correctness check; the table of accuracy. A case
+whose check fails is recorded with its errors and without a speed. A run that leaves something out is written below
+build/, not over the record, unless --out says where, or other runs on the same card with the same machine code and
+versions have it (--keep, --merge). The record is written whatever was found; exit status 1 when a test or a check
+failed, a sanitizer found something or did not run, a case misses what it must reach, or the machine code is not known.
+The last lines say which, and what was left out.
 """
 
 from __future__ import annotations
@@ -39,13 +41,15 @@ from cute_kernels.mla import spec as mla_spec  # noqa: E402
 from cute_kernels.mla.crossover import spec as crossover_spec  # noqa: E402
 from cute_kernels.runtime.arch import is_sm90  # noqa: E402
 from scripts import fuzz  # noqa: E402
+from scripts.bench import accuracy, kernels_run, records  # noqa: E402
 from scripts.bench import gqa as bench_gqa  # noqa: E402
-from scripts.bench import kernels_run, records  # noqa: E402
 from scripts.bench import mla as bench_mla  # noqa: E402
 from scripts.bench import sink as bench_sink  # noqa: E402
 from scripts.bench.cases import card_slug, case_name, name_kernels, run_benches, select_benches, table  # noqa: E402
+from scripts.bench.ceilings import measure_ceilings  # noqa: E402
+from scripts.bench.parts import LEFT_OUT, SECTIONS, completed, left_out, merged, partial, require_same  # noqa: E402
+from scripts.bench.peers import versions  # noqa: E402
 from scripts.bench.progress import Progress  # noqa: E402
-from scripts.bench.timing import measure_ceilings  # noqa: E402
 from scripts.sanitizing import tools as sanitize  # noqa: E402
 
 TESTS_TIMEOUT_S = 540  # 260 s on a usual host, 400 on the slowest so far
@@ -54,9 +58,6 @@ SHARDS = 14
 SHORT_FUZZ_SEED = 10**9
 """Far from the seeds of recorded runs of `scripts/fuzz.py`, which begin at 0."""
 PARTIAL_RESULT = ROOT / "build" / "gpu_check_partial.json"
-LEFT_OUT = "left out of this run"
-KEPT_KEYS = ("card", "driver", "torch", "cutlass_dsl", *records.MORE_TEXT_KEYS)
-"""What two runs must have in common that share a record."""
 
 
 def run_tests(shards: int = SHARDS, meanwhile: Callable[[], Any] | None = None) -> dict[str, int]:
@@ -150,55 +151,6 @@ def sanitizer_record(findings: Sequence[sanitize.Finding]) -> dict[str, Any]:
     return {**record, **({"reasons": reasons} if reasons else {}), **({"known": known} if known else {})}
 
 
-def changed_code(kept: Mapping[str, Any]) -> list[str]:
-    """In words, what of a record's machine code is no longer built, or why that cannot be said. May compile."""
-    code = kernels_run.machine_code()
-    if reason := kernels_run.not_comparable(kept, code.toolchain()):
-        return [reason]
-    names = kernels_run.no_longer_built(kept["kernels"], code.digests_of_specs, kernels_run.shipped_specs)
-    return [f"{kept['kernels'][name]['spec']} is built to other code now" for name in names]
-
-
-def require_same(
-    kept: Mapping[str, Any],
-    here: Mapping[str, Any],
-    changed: Callable[[Mapping[str, Any]], Sequence[str]] = changed_code,
-) -> None:
-    """Raises a ValueError where a record is of another card, or of other machine code or versions, than this run.
-
-    Machine code is looked at where the sources are not the same; versions that the record does not name are not.
-    """
-    for key in KEPT_KEYS:
-        if key in kept and kept[key] != here[key]:
-            raise ValueError(f"--keep: got {key} {kept[key]!r}, needs that of this run, {here[key]!r}")
-    if kept["source_digest"] != here["source_digest"] and (found := changed(kept)):
-        raise ValueError(f"--keep: got a record of other sources: {'; '.join(found)}")
-
-
-def completed(record: dict[str, Any], kept: dict[str, Any]) -> dict[str, Any]:
-    """A record with the tests, sanitizers, benchmarks or random calls that it lacks, as another one has them.
-
-    Args:
-        record: of this run.
-        kept: that `require_same` has passed.
-    """
-    tests = dict(kept["tests"] if record["tests"]["passed"] is None else record["tests"])
-    sanitizers = [one["tests"]["sanitizer"] for one in (record, kept)]
-    ran = any(sanitizers[0][tool] is not None for tool in records.SANITIZER_TOOLS)
-    whole = {**record, "tests": {**tests, "sanitizer": sanitizers[0] if ran else sanitizers[1]}}
-    if not record["cases"]:
-        whole.update(cases=kept["cases"], ceilings=kept["ceilings"])
-    # cases name kernels of both: without those of one nothing is said of any
-    if "kernels" in record and "kernels" in kept:
-        whole["kernels"] = {**kept["kernels"], **record["kernels"]}
-        if "reliability" in kept:
-            whole["reliability"] = kept["reliability"]
-    else:
-        whole = {key: value for key, value in whole.items() if key not in ("kernels", "toolchain", "reliability")}
-    records.validate(whole)
-    return whole
-
-
 def shortcomings(record: Mapping[str, Any]) -> list[str]:
     """In words, all that a record lacks for which `gpu_check` ends with status 1. What was left out is none of it."""
     tests = record["tests"]
@@ -226,33 +178,10 @@ def shortcomings(record: Mapping[str, Any]) -> list[str]:
     return found
 
 
-def left_out(record: Mapping[str, Any], some_cases: bool) -> list[str]:
-    """What the caller left out and no other run has."""
-    tests = record["tests"]
-    parts = {
-        "tests": tests["passed"] is None,
-        "compute-sanitizer": tests["sanitizer"].get("reasons", {}).get("all") == LEFT_OUT,
-        "benchmarks": not record["cases"],
-        "some benchmark cases": bool(record["cases"]) and some_cases,
-        "random calls": "reliability" not in record,
-    }
-    return [name for name, missing in parts.items() if missing]
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="few benchmark cases")
-    parser.add_argument("--only", metavar="REGEX", help="benchmark cases whose name matches")
-    parser.add_argument("--skip-tests", action="store_true")
-    parser.add_argument("--skip-sanitizer", action="store_true")
-    parser.add_argument("--skip-benchmarks", action="store_true")
-    parser.add_argument("--keep", metavar="RECORD", type=pathlib.Path, help="which has what this run leaves out")
-    parser.add_argument(
-        "--reliability", metavar="FILE", type=pathlib.Path, nargs="+", help="what random calls have found, added up"
-    )
-    parser.add_argument("--out", type=pathlib.Path, help="default: results/<card>.json, below build/ for a partial run")
-    options = parser.parse_args(arguments)
-
+    options = parse(arguments)
+    if options.merge:
+        return merge(options)
     if not torch.cuda.is_available() or not is_sm90(torch.device("cuda")):
         found = torch.cuda.get_device_name() if torch.cuda.is_available() else "no CUDA device"
         print(f"gpu_check needs an SM90 GPU (Hopper, compute capability 9.0); found {found}", file=sys.stderr)
@@ -260,25 +189,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     progress = Progress()
     digest = records.source_digest()
-    kept = None if options.keep is None else records.read(options.keep)
+    kept = [records.read(path) for path in options.keep]
     random_calls = None if options.reliability is None else records.read_reliability(options.reliability)
-    if kept is not None:  # now, and not when all has run
-        require_same(kept, {**records.machine(), "source_digest": digest})
+    peers = versions()
+    for other in kept:  # now, and not when all has run
+        require_same(other, {**records.machine(), "source_digest": digest, "peers": peers})
     code = kernels_run.machine_code()
     tests, sanitizer = check(options, code, progress)
     problems: list[str] = []
-    if not options.skip_tests:
+    if "random" in options.sections:
         with progress.step("random calls"):
             fuzzed = fuzz.short(first_seed=SHORT_FUZZ_SEED)
         fuzz.show_result(fuzzed)
         if not fuzz.sound(fuzzed, fuzz.SHORT):
             problems.append(f"random calls: {fuzzed['wrong']} wrong, {fuzzed['faults']} faults")
-    if kept is not None and options.skip_benchmarks:
-        ceilings = kept["ceilings"]  # those that its benchmarks are fractions of
-    else:
-        with progress.step("ceilings"):
-            ceilings = measure_ceilings()
-    benches, tokens = ([], 0) if options.skip_benchmarks else select_benches(options.quick, options.only)
+    with progress.step("ceilings"):
+        ceilings = measure_ceilings()
+    more: dict[str, Any] = {}
+    if "accuracy" in options.sections:
+        with progress.step("accuracy of scores, accumulator of the FP8 tensor core"):
+            more, wrong = accuracy.measure()
+        problems += wrong
+    benches, tokens = select_benches(options.quick, options.only, options.sections)
     progress.say(
         f"{len(benches)} benchmark cases, MLA over a cache of {tokens * bench_mla.TOKEN_BYTES / 2**30:.1f} GiB"
     )
@@ -287,7 +219,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     facts: dict[str, Any] = {}
     try:
         with progress.step("digests of machine code"):
-            facts = name_kernels(cases, ran, [] if options.skip_tests else kernels_run.shipped_specs(), code)
+            shipped = kernels_run.shipped_specs() if "tests" in options.sections else []
+            facts = name_kernels(cases, ran, shipped, code)
     except Exception as error:  # what was measured is recorded whatever a disassembler says
         print(f"no digests of machine code: {type(error).__name__}: {error}", flush=True)
 
@@ -300,13 +233,61 @@ def main(arguments: Sequence[str] | None = None) -> int:
         tests={**tests, "sanitizer": sanitizer},
         ceilings=ceilings,
         cases=cases,
+        peers=peers,
+        more=more,
         **facts,
     )
-    if kept is not None:
-        record = completed(record, kept)
-    partial = options.quick or options.only is not None or (options.skip_sanitizer and kept is None)
-    partial = partial or record["tests"]["passed"] is None or not record["cases"]
-    out = options.out or (PARTIAL_RESULT if partial else ROOT / "results" / f"{card_slug(record['card'])}.json")
+    for other in kept:
+        record = completed(record, other)
+    return finish(record, options, problems, random_calls)
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """The options; `sections` are those that run, in order."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    known = "; ".join(f"{name}: {what}" for name, what in SECTIONS.items())
+    parser.add_argument("--sections", metavar="NAME", nargs="+", choices=list(SECTIONS), help=known)
+    parser.add_argument("--quick", action="store_true", help="few benchmark cases")
+    parser.add_argument("--only", metavar="REGEX", help="benchmark cases whose name matches")
+    parser.add_argument("--skip-tests", action="store_true", help="nor random calls")
+    parser.add_argument("--skip-sanitizer", action="store_true")
+    parser.add_argument("--skip-benchmarks", action="store_true", help="nor accuracy")
+    parser.add_argument(
+        "--keep", metavar="RECORD", type=pathlib.Path, nargs="+", default=[], help="which have what this run leaves out"
+    )
+    parser.add_argument("--merge", metavar="RECORD", type=pathlib.Path, nargs="+", help="parts of one record; no GPU")
+    parser.add_argument(
+        "--reliability", metavar="FILE", type=pathlib.Path, nargs="+", help="what random calls have found, added up"
+    )
+    parser.add_argument("--out", type=pathlib.Path, help="default: results/<card>.json, below build/ for a partial run")
+    options = parser.parse_args(arguments)
+    options.part = "_".join(options.sections or ())
+    skipped = {
+        *(("tests", "random") if options.skip_tests else ()),
+        *(("sanitizer",) if options.skip_sanitizer else ()),
+        *(("mla", "gqa", "sink", "accuracy") if options.skip_benchmarks else ()),
+    }
+    options.sections = [name for name in options.sections or SECTIONS if name not in skipped]
+    return options
+
+
+def merge(options: argparse.Namespace) -> int:
+    """One record of several parts."""
+    random_calls = None if options.reliability is None else records.read_reliability(options.reliability)
+    record = merged([records.read(path) for path in options.merge])
+    return finish(record, options, [], random_calls)
+
+
+def finish(
+    record: dict[str, Any], options: argparse.Namespace, problems: list[str], random_calls: dict[str, Any] | None
+) -> int:
+    """Writes the record where it belongs, and reports; the exit status."""
+    some_cases = options.quick or options.only is not None
+    out = options.out
+    if out is None and partial(record, some_cases):
+        out = PARTIAL_RESULT.with_name(f"gpu_check_{options.part}.json") if options.part else PARTIAL_RESULT
+    elif out is None:
+        out = ROOT / "results" / f"{card_slug(record['card'])}.json"
     records.write(record, out)  # before random calls may be refused
     kernels_run.older_file(out).unlink(missing_ok=True)  # what just ran is built
     if random_calls is not None:
@@ -315,12 +296,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
             records.write(record, out)
         except records.RecordError as error:
             problems.append(f"random calls are not in the record: {error}")
-    progress.say(f"written to {out}; scripts/results_table.py puts results/h200.json into the pages")
-    return report(record, problems, options.quick or options.only is not None)
+    print(f"written to {out}; scripts/results_table.py puts the records of results/ into the pages", flush=True)
+    return report(record, problems, some_cases)
 
 
 def check(options: argparse.Namespace, code: Any, progress: Progress) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Tests and sanitizers: the counts of both. Beside them the kernels of the benchmarks are compiled."""
+    """Tests and sanitizers: the counts of both. Meanwhile the kernels of the benchmarks are compiled."""
     tests: dict[str, Any] = {"passed": None, "failed": None, "skipped": None}
     sanitizer: dict[str, Any] = {**dict.fromkeys(records.SANITIZER_TOOLS), "reasons": {"all": LEFT_OUT}}
     findings: list[sanitize.Finding] = []
@@ -328,20 +309,15 @@ def check(options: argparse.Namespace, code: Any, progress: Progress) -> tuple[d
     def during_tests() -> None:
         """What needs the host more than the GPU."""
         with ThreadPoolExecutor(1) as pool:
-            specs: list[Any] = []
-            if not options.skip_benchmarks:
-                gqa = [bench.spec for bench in bench_gqa.DECODE_CASES]
-                mla = [*mla_spec.shipped_specs(), *crossover_spec.shipped_specs()]
-                specs = [*gqa, *bench_sink.specs(), *mla]
-            processes = None if options.skip_tests else 4  # the tests have most of the cores
-            kernels = pool.submit(code.precompile, specs, processes=processes)
-            if not options.skip_sanitizer:
+            processes = 4 if "tests" in options.sections else None  # the tests have most of the cores
+            kernels = pool.submit(code.precompile, benchmark_specs(options.sections), processes=processes)
+            if "sanitizer" in options.sections:
                 findings.extend(sanitize.run_tools())
                 progress.say("compute-sanitizer is done")
             kernels.result()
 
-    progress.say("tests/gpu; meanwhile compute-sanitizer, kernels of the benchmarks")
-    if options.skip_tests:
+    progress.say(f"sections: {', '.join(options.sections)}; kernels are compiled first")
+    if "tests" not in options.sections:
         during_tests()
     else:
         # keeps their digests, which tests that compile do not: random calls would compile theirs once more
@@ -352,6 +328,17 @@ def check(options: argparse.Namespace, code: Any, progress: Progress) -> tuple[d
             said = "\n".join((finding.output[-2000:], *sanitize.kinds(finding.output)))
             print(f"{finding.tool}: {finding.reason or finding.errors}\n{said}", flush=True)
     return tests, sanitizer_record(findings) if findings else sanitizer
+
+
+def benchmark_specs(sections: Sequence[str]) -> list[Any]:
+    """The kernels of the benchmarks of these sections."""
+    made: dict[str, Callable[[], list[Any]]] = {
+        "mla": lambda: [*mla_spec.shipped_specs(), *crossover_spec.shipped_specs()],
+        "gqa": lambda: [bench.spec for bench in bench_gqa.DECODE_CASES],
+        "sink": lambda: list(bench_sink.specs()),
+        "accuracy": accuracy.kernel_specs,
+    }
+    return list(dict.fromkeys(spec for name, specs in made.items() if name in sections for spec in specs()))
 
 
 def report(record: Mapping[str, Any], problems: Sequence[str], some_cases: bool) -> int:

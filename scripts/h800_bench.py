@@ -6,6 +6,9 @@
     bash scripts/run_h800_bench.sh --no-units         with the rates of an H200 instead of this card's
     bash scripts/run_h800_bench.sh --trace            a CTA's timeline by warp role as well
 
+Ten lines come first: the card, its ceilings, its clock under load, and the standard case of each operation with what it
+reaches and what binds it. Details follow. Progress goes to standard error.
+
 Writes bench.json, roofline.svg, budget.svg, speed.svg and with --trace trace.svg into results/bench_<card>/; a run that
 leaves something out into build/bench_<card>/, unless --out says where. Without an SM90 GPU it prints the predictions.
 The name does not choose a card: everything printed and written names the one that it ran on.

@@ -1,19 +1,23 @@
-"""Put the tables of results/h200.json between the markers in README.md and docs/, and draw its speeds.
+"""Put the tables of the records in results/ between the markers in README.md and docs/, and draw the first's speeds.
 
     python scripts/results_table.py            rewrite what lies between the markers, and the plots in docs/img/
     python scripts/results_table.py --check    change nothing; exit status 1 when a page is out of date
     python scripts/results_table.py --compare  first look which recorded machine code is still built; may compile
 
-Rows of machine code that is no longer built are marked. `--compare` writes which that is to results/h200.older. A
-record from before 2026-11-24 names no machine code, so no row of it is marked.
+Each card has a record; an H200's comes first. Rows of machine code that is no longer built are marked. `--compare`
+writes which that is to results/<card>.older. A record from before 2026-11-24 names no machine code, so no row of it is
+marked.
 
 A pair of markers, `<!-- results:mla:begin -->` and `<!-- results:mla:end -->`, names the part that it holds:
 
     headlines     one case an operation, for the README
     run           the card, the versions, tests and ceilings
     mla           FP8 MLA decoding, its append, the merge
-    mla-sustained the cases that are timed under load as well
+    mla-sustained the cases whose power under load is measured
     mla-scores    its cases with exact and with fp8 scores forced
+    mla-formats   its cases over other formats than that of 656 bytes, with one cache and with two
+    mla-accuracy  errors of both, of bf16 keys and of FlashMLA
+    accumulator   what the FP8 tensor core keeps of a sum
     crossover     its cases with each exchange forced
     gqa           every case of GQA decoding and of its append
     gqa-summary   those cases of GQA decoding that have to reach a number
@@ -51,23 +55,32 @@ def compare(record: Record, path: pathlib.Path, code: Any) -> None:
     print(f"{path.name}: {len(older)} of {len(kernels)} kernels are no longer built, which {cases} cases ran")
 
 
+FIRST = "h200.json"
+
+
+def record_files(root: pathlib.Path) -> list[pathlib.Path]:
+    """The records of a checkout, in the order in which pages show them."""
+    return sorted((root / "results").glob("*.json"), key=lambda path: (path.name != FIRST, path.name))
+
+
 def main(arguments: Sequence[str] | None = None, root: pathlib.Path = ROOT) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     ways = parser.add_mutually_exclusive_group()
     ways.add_argument("--check", action="store_true", help="only say whether the pages are up to date")
     ways.add_argument("--compare", action="store_true", help="first look which machine code is still built")
-    parser.add_argument("--results", type=pathlib.Path, default=root / "results" / "h200.json")
+    parser.add_argument("--results", type=pathlib.Path, nargs="+", help="default: all of results/*.json")
     options = parser.parse_args(arguments)
-    record = records.read(options.results) if options.results.exists() else None
-    if record is not None and options.compare:
-        compare(record, options.results, kernels_run.machine_code())
-    if record is not None:
-        record = kernels_run.marked(record, kernels_run.read_older(options.results))
+    found = []
+    for path in record_files(root) if options.results is None else options.results:
+        record = records.read(path)
+        if options.compare:
+            compare(record, path, kernels_run.machine_code())
+        found.append(kernels_run.marked(record, kernels_run.read_older(path)))
     stale = []
     for page in pages.pages(root):
         name, old = page.relative_to(root), page.read_text(encoding="utf-8")
         try:
-            new = pages.fill(old, record)
+            new = pages.fill(old, found)
         except ValueError as error:
             print(f"{name}: {error}", file=sys.stderr)
             return 1
@@ -81,8 +94,8 @@ def main(arguments: Sequence[str] | None = None, root: pathlib.Path = ROOT) -> i
             print(f"{name} is out of date: run python scripts/results_table.py", file=sys.stderr)
         return int(bool(stale))
     print(f"rewritten: {', '.join(map(str, stale)) or 'nothing, all up to date'}")
-    if record is not None:
-        drawn = plots.draw(record, root / "docs" / "img")
+    if found:
+        drawn = plots.draw(found[0], root / "docs" / "img")
         print(f"drawn: {', '.join(drawn) or 'nothing, for matplotlib is not installed or no decode case has a speed'}")
     return 0
 

@@ -68,7 +68,7 @@ def flash_attn_with_kvcache(
         q: (batch, s_q, h_q, d) bfloat16 or float16, d 64, 128 or 256; (batch * s_q, h_q, d) with `cu_seqlens_q`.
         k_cache: (batch, s_k, h_kv, d) of q's dtype; with a table (pages, page_size, h_kv, d), page sizes powers of two.
         v_cache: likewise.
-        k: (batch, s_new, h_kv, d) to be stored in `k_cache` behind `cache_seqlens` tokens before attention, in place.
+        k: (batch, s_new, h_kv, d), stored in `k_cache` after its first `cache_seqlens` tokens before attention.
             A token for which there is no room, or no page, is dropped.
         v: likewise.
         cache_seqlens: (batch,) int32 or a number: tokens in the cache, without those of `k`; default: all of it.
@@ -372,7 +372,7 @@ def _batched(q: torch.Tensor, cu_seqlens_q: torch.Tensor | None, max_seqlen_q: i
 def _store(
     pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], cache_seqlens: torch.Tensor, table: torch.Tensor | None
 ) -> None:
-    """Writes new tokens behind those of their sequences, and none for which there is no room or page.
+    """Writes new tokens after those of their sequences, and none for which there is no room or page.
 
     Under graph capture too: nothing here asks the device. A token to drop is written as the first one that is kept,
     to the same place, so no two writes differ; where none is kept, a place gets what it had.

@@ -38,7 +38,7 @@ DECODE_HEAD_DIMS, PREFILL_HEAD_DIMS = (64, 128, 256), (64, 128)
 # ---- attention
 
 
-class _Call(NamedTuple):
+class _Request(NamedTuple):
     """One call of the attention function; q, k, v as transformers has them, (batch, heads, tokens, d)."""
 
     q: torch.Tensor
@@ -107,7 +107,7 @@ def cute_attention(
     s_aux = None if s_aux is None else s_aux.float()
     scaling = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
     softcap = float(softcap) if softcap else None
-    call = _Call(
+    call = _Request(
         query, key, value, attention_mask, scaling, causal, sliding_window, softcap, s_aux, float(dropout)
     )  # fmt: skip
     reason = refusal(call)
@@ -129,7 +129,7 @@ def cute_attention(
     return out, None
 
 
-def refusal(call: _Call) -> str | None:
+def refusal(call: _Request) -> str | None:
     """Why no kernel takes a call, in words; None where one does."""
     q, d = call.q, call.q.shape[-1]
     if call.mask is not None:
@@ -148,7 +148,7 @@ def refusal(call: _Call) -> str | None:
     return None
 
 
-def plain_attention(call: _Call) -> torch.Tensor:
+def plain_attention(call: _Request) -> torch.Tensor:
     """Attention in plain torch, which holds all scores: (batch, s_q, heads, d).
 
     A mask says all that a query sees; without one, `causal` and `window` do.

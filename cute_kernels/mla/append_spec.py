@@ -1,48 +1,70 @@
-"""What is fixed at compile time in the append kernel."""
+"""What is fixed at compile time in the append kernels."""
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
+
+from fp8_mla.formats import FORMATS, V3_2, V3_2_NOPE, V4, V4_1, V4_1_FP4
+
+E4M3_INSTRUCTIONS = ("LDG.E.128", "STG.E.128", "SATFINITE.E4M3")
+UE8M0_INSTRUCTIONS = (*E4M3_INSTRUCTIONS, "STG.E.U8", "VHMNMX.BF16_V2")
+E2M1_INSTRUCTIONS = ("LDG.E.128", "STG.E.64", "STG.E.U8", "VHMNMX.BF16_V2.NAN", "HSET2.BF16_V2", "HFMA2.BF16_V2")
+E4M3_REGISTERS = {1: 40, 2: 48, 4: 64}
+UE8M0_REGISTERS = {1: 32, 2: 40, 4: 64}
+E2M1_REGISTERS = {1: 40, 2: 56, 4: 72}
+BUDGETS = {
+    V3_2.name: (E4M3_REGISTERS, E4M3_INSTRUCTIONS),
+    V3_2_NOPE.name: (E4M3_REGISTERS, E4M3_INSTRUCTIONS),
+    V4.name: (UE8M0_REGISTERS, UE8M0_INSTRUCTIONS),
+    V4_1.name: (UE8M0_REGISTERS, UE8M0_INSTRUCTIONS),
+    V4_1_FP4.name: (E2M1_REGISTERS, E2M1_INSTRUCTIONS),
+}
+"""Of each format: registers of a thread by tokens a warp, and the instructions that make its kernel fast."""
 
 
 @dataclass(frozen=True)
 class MlaAppendSpec:
-    """Compile-time facts of :class:`cute_kernels.mla.kernels.append.MlaAppendKernel`: constructor argument, cache key.
+    """Compile-time facts of the append kernels: constructor argument, cache key.
 
     tokens_per_warp  tokens whose loads a warp issues together: 1, 2 or 4. More keep more bytes in flight, fewer spread
                      a short call over more SMs
     warps            warps of a CTA
+    cache_format     a key of `FORMATS`. Whether pages are planar or interleaved is said at run time
     """
 
     tokens_per_warp: int = 2
     warps: int = 4
+    cache_format: str = V3_2.name
 
-    kernel: ClassVar[str] = "cute_kernels.mla.kernels.append:MlaAppendKernel"
+    @property
+    def kernel(self) -> str:
+        """Where the kernel class is."""
+        if self.cache_format == V3_2.name:
+            return "cute_kernels.mla.kernels.append:MlaAppendKernel"
+        return "cute_kernels.mla.kernels.append_512:MlaAppend512Kernel"
 
     @classmethod
-    def for_launch(cls, tokens: int) -> "MlaAppendSpec":
+    def for_launch(cls, tokens: int, cache_format: str = V3_2.name) -> "MlaAppendSpec":
         """The variant for a call: one token a warp up to 32 warps for each of 132 SMs, then two."""
-        return cls(tokens_per_warp=1 if tokens <= 132 * 32 else 2)
+        return cls(tokens_per_warp=1 if tokens <= 132 * 32 else 2, cache_format=cache_format)
 
     def can_implement(self) -> list[str]:
         """Reasons, in words, why this kernel cannot be built; empty when it can."""
         reasons = []
         if self.tokens_per_warp not in (1, 2, 4):
-            reasons.append(
-                f"tokens_per_warp is {self.tokens_per_warp}; a warp copies the rope parts of 1, 2 or 4 tokens"
-            )
+            reasons.append(f"tokens_per_warp is {self.tokens_per_warp}; a warp takes 1, 2 or 4 tokens")
         if not 1 <= self.warps <= 32:
             reasons.append(f"warps is {self.warps}; a CTA has 1 to 32")
+        if self.cache_format not in FORMATS:
+            reasons.append(f"cache_format is {self.cache_format!r}; known are {tuple(FORMATS)}")
         return reasons
 
     @property
     def expected(self) -> dict[str, Any]:
         """What the compiled kernel is held to."""
-        return {
-            "registers": {1: 40, 2: 48, 4: 64}[self.tokens_per_warp],
-            "instructions": ("LDG.E.128", "STG.E.128", "SATFINITE.E4M3"),
-        }
+        registers, instructions = BUDGETS[self.cache_format]
+        return {"registers": registers[self.tokens_per_warp], "instructions": instructions}
 
 
 def shipped_specs() -> list[MlaAppendSpec]:
     """Every specification that a call can ask for."""
-    return [MlaAppendSpec.for_launch(tokens) for tokens in (1, 65536)]
+    return [MlaAppendSpec.for_launch(tokens, name) for name in FORMATS for tokens in (1, 65536)]

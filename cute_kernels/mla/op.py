@@ -8,46 +8,43 @@ from typing import Any, NamedTuple
 import torch
 
 import fp8_mla
-from cute_kernels.mla.plan import EXCHANGES, MAX_SPLITS, plan_decode
-from cute_kernels.mla.spec import MASKED_SCALE, MAX_KEYS, PARTIAL_FLOATS, SCORES
+from cute_kernels.mla.checks import MAX_SLOTS, NEEDS_KEYS, check_options, check_sizes, check_width
+from cute_kernels.mla.checks import Request as _Request
+from cute_kernels.mla.checks import check as _check
+from cute_kernels.mla.launch_latent import launch_latent
+from cute_kernels.mla.plan import plan_decode
+from cute_kernels.mla.spec import MASKED_SCALE, PARTIAL_FLOATS
 from cute_kernels.runtime import memory, workspace
 from cute_kernels.runtime.arch import require_sm90
-from cute_kernels.runtime.checks import check_tensor, fail, refuse_gradients, require
+from cute_kernels.runtime.checks import fail, refuse_gradients
 from cute_kernels.runtime.compile import get_kernel
 from cute_kernels.runtime.launch import PreparedLaunches, launch_or_explain
 from cute_kernels.runtime.ops import register_op
+from fp8_mla.formats import V3_2
 
-MAX_HEADS = 128
-MAX_SLOTS = 2**31
-"""Fewer than these: indices are int32."""
 DEFAULT_SCALE = fp8_mla.QK_DIM**-0.5
+_D_QK, _TOKEN_BYTES = fp8_mla.QK_DIM, fp8_mla.TOKEN_BYTES
 _INTS, _FLOATS = (int, type(None)), (float, type(None))
 
-_OF_REFERENCE = ("indices", "topk_length", "block_table", "cache_seqlens", "causal", "softmax_scale", "s_aux")
-_TENSORS = ("q", "kv_cache", "indices", "topk_length", "block_table", "cache_seqlens", "s_aux", "out", "lse")
-
-
-class _Request(NamedTuple):
-    """The arguments of one call, those of the operator first, in its order. `return_lse` is an eager call's."""
-
-    q: torch.Tensor
-    kv_cache: torch.Tensor
-    indices: torch.Tensor | None
-    topk_length: torch.Tensor | None
-    block_table: torch.Tensor | None
-    cache_seqlens: torch.Tensor | None
-    causal: bool
-    softmax_scale: float | None
-    s_aux: torch.Tensor | None
-    num_splits: int | None
-    exchange: str | None
-    scores: str | None
-    out: torch.Tensor | None = None
-    lse: torch.Tensor | None = None
-    return_lse: bool = True
-
-
-_NEEDS_KEYS = "either indices (sparse; topk_length is optional), or block_table and cache_seqlens (dense)"
+_OF_REFERENCE = (
+    "indices",
+    "topk_length",
+    "block_table",
+    "cache_seqlens",
+    "causal",
+    "softmax_scale",
+    "s_aux",
+    "cache_format",
+    "cache_layout",
+    "extra_kv_cache",
+    "extra_indices",
+    "extra_topk_length",
+    "extra_cache_format",
+)
+_TENSORS = (
+    "q", "kv_cache", "indices", "topk_length", "block_table", "cache_seqlens", "s_aux", "out", "lse",
+    "extra_kv_cache", "extra_indices", "extra_topk_length",
+)  # fmt: skip
 
 
 def mla_fp8_decode(
@@ -64,22 +61,34 @@ def mla_fp8_decode(
     num_splits: int | None = None,
     exchange: str | None = None,
     scores: str | None = None,
+    cache_format: str | None = None,
+    cache_layout: str | None = None,
+    extra_kv_cache: torch.Tensor | None = None,
+    extra_indices: torch.Tensor | None = None,
+    extra_topk_length: torch.Tensor | None = None,
+    extra_cache_format: str | None = None,
     out: torch.Tensor | None = None,
     lse: torch.Tensor | None = None,
     return_lse: bool = False,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """Multi-head latent attention of a few query tokens over a paged cache of 656-byte FP8 tokens, sparse or dense.
+    """Multi-head latent attention of a few query tokens over a paged cache of quantized tokens, sparse or dense.
 
-    The attention is DeepSeek's absorbed form: all heads share one key of 576 elements, whose first 512 are also the
-    value. The cache format is that of DeepSeek-V3.2 (docs/users/formats.md); scales are used as they are, in float32.
+    The attention is DeepSeek's absorbed form: all heads share one key of d_qk elements, 576 or 512, whose first 512 are
+    also the value. docs/users/formats.md has the formats of a token; scales are used as they are.
+
+    A sparse call may have two caches, such as a window and a compressed one: one softmax goes over the keys that
+    `indices` names in `kv_cache` and those that `extra_indices` names in `extra_kv_cache`.
 
     Runs on the current stream, captures into a CUDA graph after one eager call with the same shapes, and traces under
     torch.compile. CPU tensors run the reference, which computes in float64.
 
     Args:
-        q: (batch, s_q, h_q, 576) bfloat16, 1 <= h_q <= 128, s_q >= 1. Rows contiguous and 16-byte aligned.
-        kv_cache: (num_pages, page_size, 656) or (num_pages, page_size, 1, 656), uint8 or float8_e4m3fn, any page size.
-            Rows contiguous and 16-byte aligned; pages may be strided.
+        q: (batch, s_q, h_q, d_qk) bfloat16, 1 <= h_q <= 128, s_q >= 1. Rows contiguous and 16-byte aligned. d_qk is 576
+            for "v3.2", 512 for the other formats.
+        kv_cache: (num_pages, page_size, bytes) or (num_pages, page_size, 1, bytes), uint8 or float8_e4m3fn, any page
+            size. Rows contiguous and 16-byte aligned; pages may be strided. Of a planar cache only the address, the
+            shape and the distance of two pages count, a multiple of 16 bytes: each page has all its data rows, then all
+            its scale rows.
         indices: sparse: (batch, s_q, topk) int32, each ``page * page_size + offset``. Indices outside of the cache are
             masked, at any position.
         topk_length: (batch,) or (batch, s_q) int32: only that many leading indices count. Negative counts as 0.
@@ -88,7 +97,7 @@ def mla_fp8_decode(
         cache_seqlens: dense: (batch,) int32, tokens. Negative counts as 0; a length past the block table's capacity
             counts as that capacity.
         causal: dense, s_q > 1: query j sees the first ``cache_seqlens - s_q + 1 + j`` keys.
-        softmax_scale: default 576 ** -0.5.
+        softmax_scale: default d_qk ** -0.5.
         s_aux: (h_q,) float32, a logit per head in natural-log units that joins the softmax denominator alone.
         num_splits: splits of each query's keys, one CTA each; default: planned from the shapes. A plan for several
             queries with lengths is a balanced schedule instead: each CTA gets an equal share of all their keys.
@@ -98,7 +107,17 @@ def mla_fp8_decode(
         scores: how exact S = Q K^T is. "exact": a float32 sum of exact products; the log-sum-exp is within 2e-5.
             "fp8": codes meet Q as two e4m3 numbers, hi + lo, on the FP8 tensor core, whose sums are off by some 3e-4 of
             their rms; the log-sum-exp is off by at most half of what keys rounded to bf16 cost. Default: planned.
-            "fp8" goes with no exchange.
+            "fp8" goes with no exchange, and with 8-bit codes alone.
+        cache_format: "v3.2", "v3.2_nope", "v4", "v4.1" or "v4.1_fp4". Default: "v3.2" for 656 bytes a token with 576
+            columns of q, "v3.2_nope" with 512; "v4" for 584; "v4.1_fp4" for 288. 528 bytes need it: "v3.2_nope" and
+            "v4.1" both have as many.
+        cache_layout: "planar" or "interleaved", for both caches: "v4.1" and "v4.1_fp4" exist in both, with the same
+            shapes. Default: planar. "v4" is planar, "v3.2" and "v3.2_nope" are interleaved.
+        extra_kv_cache: a second cache, as `kv_cache`, with a page size of its own. Pairs of formats: one format twice,
+            or ("v4.1", "v4.1_fp4"); not "v4.1_fp4" twice.
+        extra_indices: (batch, s_q, extra_topk) int32, as `indices`: slots of the second cache.
+        extra_topk_length: as `topk_length`, for `extra_indices`.
+        extra_cache_format: as `cache_format`. Default: what pairs with the first and has as many bytes.
         out: (batch, s_q, h_q, 512) bfloat16 to write to; rows contiguous and 16-byte aligned.
         lse: (batch, s_q, h_q) float32 to write to.
         return_lse: also return the log-sum-exp.
@@ -114,11 +133,13 @@ def mla_fp8_decode(
     """
     if torch.is_grad_enabled():
         refuse_gradients(
-            "mla_fp8_decode", _TENSORS, q, kv_cache, indices, topk_length, block_table, cache_seqlens, s_aux, out, lse
-        )
+            "mla_fp8_decode", _TENSORS, q, kv_cache, indices, topk_length, block_table, cache_seqlens, s_aux, out, lse,
+            extra_kv_cache, extra_indices, extra_topk_length,
+        )  # fmt: skip
     arguments = (
         q, kv_cache, indices, topk_length, block_table, cache_seqlens, causal, softmax_scale, s_aux, num_splits,
-        exchange, scores,
+        exchange, scores, cache_format, cache_layout, extra_kv_cache, extra_indices, extra_topk_length,
+        extra_cache_format,
     )  # fmt: skip
     if isinstance(q, torch.Tensor) and q.is_cuda and not torch.compiler.is_compiling():
         out, lse = _decode_on_gpu(*arguments, out, lse, return_lse)
@@ -154,25 +175,30 @@ def _launch(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """Launches for the arguments of a `_Request`, or raises before any launch."""
     (
         q, pages, indices, topk_length, block_table, cache_seqlens, causal, softmax_scale, s_aux, num_splits, exchange,
-        scores, out, lse, return_lse,
+        scores, cache_format, cache_layout, extra_cache, extra_indices, extra_topk_length, extra_format, out, lse,
+        return_lse,
     ) = arguments  # fmt: skip
     # a kernel takes True for 1, and 1.0 finds the launch that 1 prepared
     if type(num_splits) not in _INTS or type(softmax_scale) not in _FLOATS:
-        _check_options(softmax_scale, num_splits, exchange, scores)
-    batch, s_q, h_q, _ = q.shape
+        check_options(softmax_scale, num_splits, exchange, scores)
+    batch, s_q, h_q, d_qk = q.shape
     if pages.dtype is not torch.uint8:
         if pages.dtype is not torch.float8_e4m3fn:
             fail("kv_cache", pages.dtype, "uint8 or float8_e4m3fn", TypeError)
         pages = pages.view(torch.uint8)
     if pages.dim() == 4:
         pages = pages.squeeze(2)
-    num_pages, page_size, _ = pages.shape
+    num_pages, page_size, token_bytes = pages.shape
+    # one chain of comparisons for the usual call: a name costs 20 ns
+    usual = cache_format is cache_layout is extra_cache is extra_indices is extra_topk_length is extra_format is None
+    if d_qk != _D_QK or token_bytes != _TOKEN_BYTES or not (usual or _is_v3_2_alone(*arguments[12:18])):
+        return launch_latent(_Request(*arguments))
     if not page_size or num_pages * page_size >= MAX_SLOTS:
         fail("kv_cache", f"{num_pages} pages of {page_size}", "slots that 31 bits count")
     sparse = indices is not None
     index = indices if sparse else block_table
     if index is None or sparse != (cache_seqlens is None) or (block_table if sparse else topk_length) is not None:
-        fail("indices", "neither or both kinds of arguments", _NEEDS_KEYS)
+        fail("indices", "neither or both kinds of arguments", NEEDS_KEYS)
     device = q.get_device()
     given_length = topk_length if sparse else cache_seqlens
     ragged = given_length is not None
@@ -207,6 +233,12 @@ def _launch(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
     return out, lse
 
 
+def _is_v3_2_alone(cache_format: str | None, cache_layout: str | None, *extra: Any) -> bool:
+    """Whether a call that names a format, a layout or a second cache is still one over a single cache of V3.2."""
+    named = cache_format is None or cache_format == V3_2.name
+    return named and cache_layout != "planar" and all(argument is None for argument in extra)
+
+
 def _prepare(
     device_index: int,
     sparse: bool,
@@ -224,9 +256,9 @@ def _prepare(
     """Plans a call and loads its kernel; the arguments are the key that `_launch` looks up."""
     device = torch.device("cuda", device_index)
     require_sm90("q", device)
-    _check_sizes(s_q, h_q)
-    _check_options(None, num_splits, exchange, scores)
-    _check_width(sparse, width, page_size)
+    check_sizes(s_q, h_q)
+    check_options(None, num_splits, exchange, scores)
+    check_width(sparse, width, page_size)
     constants, zero_row = memory.constants(device), _zero_row(device)
     kernel, splits, merge_ctas, max_ctas, blocks, partial_rows = None, 1, 1, 1, 1, 0
     if batch and width and any_page:
@@ -273,79 +305,6 @@ def _zero_row(device: torch.device) -> torch.Tensor:
     return memory.for_all_streams(device, make)
 
 
-def _check_sizes(s_q: int, h_q: int) -> None:
-    require(1 <= h_q <= MAX_HEADS, "q", f"{h_q} heads", f"1 to {MAX_HEADS} heads")
-    require(s_q >= 1, "q", f"s_q = {s_q}", "at least one query token")
-
-
-def _check_options(
-    softmax_scale: float | None, num_splits: int | None, exchange: str | None, scores: str | None
-) -> None:
-    if softmax_scale is not None:
-        is_number = isinstance(softmax_scale, (int, float)) and not isinstance(softmax_scale, bool)
-        require(is_number, "softmax_scale", type(softmax_scale).__name__, "a number", TypeError)
-    if num_splits is not None:
-        is_int = isinstance(num_splits, int) and not isinstance(num_splits, bool)
-        require(is_int, "num_splits", type(num_splits).__name__, "an int", TypeError)
-        require(1 <= num_splits <= MAX_SPLITS, "num_splits", num_splits, f"1 to {MAX_SPLITS}")
-    require(exchange is None or exchange in EXCHANGES, "exchange", repr(exchange), f"None or one of {EXCHANGES}")
-    require(scores is None or scores in SCORES, "scores", repr(scores), f"None or one of {SCORES}")
-    if scores == "fp8" and exchange not in (None, "none"):
-        fail("scores", f"'fp8' with exchange {exchange!r}", "exchange None or 'none', or scores None or 'exact'")
-
-
-def _check_width(sparse: bool, width: int, page_size: int) -> None:
-    """Key positions are 32-bit numbers."""
-    name, got = ("indices", f"topk {width}") if sparse else ("block_table", f"{width} pages of {page_size} tokens")
-    require((width if sparse else width * page_size) <= MAX_KEYS, name, got, f"at most {MAX_KEYS} keys of a query")
-
-
-def _check(*arguments: Any) -> None:
-    """Raises what is wrong with the arguments of a `_Request`, by name."""
-    request = _Request(*arguments)
-    q, kv_cache, indices, topk_length, block_table, cache_seqlens = request[:6]
-    softmax_scale, s_aux, out, lse = request.softmax_scale, request.s_aux, request.out, request.lse
-    check_tensor(
-        "q", q, dtype=torch.bfloat16, shape=(None, None, None, fp8_mla.QK_DIM), align=16, unit_last_stride=True
-    )
-    device = q.device
-    batch, s_q, h_q, _ = q.shape
-    _check_sizes(s_q, h_q)
-    check_tensor("kv_cache", kv_cache, dtype=fp8_mla.CACHE_DTYPES, device=device, align=16, unit_last_stride=True)
-    num_pages, page_size, _ = fp8_mla.as_pages(kv_cache).shape
-    num_slots = num_pages * page_size
-    require(num_slots < MAX_SLOTS, "kv_cache", f"{num_slots} slots", "fewer than 2^31")
-    if indices is not None:
-        if block_table is not None or cache_seqlens is not None:
-            fail("indices", "indices and dense arguments", _NEEDS_KEYS)
-        shape: tuple[int | None, ...] = (batch, s_q, None)
-        check_tensor("indices", indices, dtype=torch.int32, shape=shape, device=device, unit_last_stride=True)
-        _check_width(True, indices.shape[2], 1)
-        if topk_length is not None:
-            per_query = isinstance(topk_length, torch.Tensor) and topk_length.dim() == 2
-            shape = (batch, s_q) if per_query else (batch,)
-            check_tensor("topk_length", topk_length, dtype=torch.int32, shape=shape, device=device)
-    else:
-        if block_table is None or cache_seqlens is None or topk_length is not None:
-            names = ("topk_length", "block_table", "cache_seqlens")
-            given = [n for n, t in zip(names, (topk_length, block_table, cache_seqlens), strict=True) if t is not None]
-            fail("indices", f"None, with {' and '.join(given) or 'nothing else'}", _NEEDS_KEYS)
-        shape = (batch, None)
-        check_tensor("block_table", block_table, dtype=torch.int32, shape=shape, device=device, unit_last_stride=True)
-        _check_width(False, block_table.shape[1], kv_cache.shape[1])
-        check_tensor("cache_seqlens", cache_seqlens, dtype=torch.int32, shape=(batch,), device=device)
-    if s_aux is not None:
-        check_tensor("s_aux", s_aux, dtype=torch.float32, shape=(h_q,), device=device, unit_last_stride=True)
-    _check_options(softmax_scale, request.num_splits, request.exchange, request.scores)
-    if out is not None:
-        shape = (batch, s_q, h_q, fp8_mla.V_DIM)
-        check_tensor("out", out, dtype=torch.bfloat16, shape=shape, device=device, align=16, unit_last_stride=True)
-    if lse is not None:
-        check_tensor("lse", lse, dtype=torch.float32, shape=(batch, s_q, h_q), device=device)
-    if device.type != "cpu":
-        require_sm90("q", device)
-
-
 _decode_on_gpu = launch_or_explain(_launch, _check)
 
 
@@ -357,7 +316,7 @@ def _run(*arguments: Any) -> None:
         return
     _check(*request)
     given = {name: getattr(request, name) for name in _OF_REFERENCE}
-    result, result_lse = fp8_mla.reference_decode(request.q, fp8_mla.as_pages(request.kv_cache), **given)
+    result, result_lse = fp8_mla.reference_decode(request.q, request.kv_cache, **given)
     assert request.out is not None and request.lse is not None  # the schema requires both
     request.out.copy_(result)
     request.lse.copy_(result_lse)
@@ -367,6 +326,8 @@ _decode_into = register_op(
     "mla_fp8_decode",
     "(Tensor q, Tensor kv_cache, Tensor? indices, Tensor? topk_length, Tensor? block_table, Tensor? cache_seqlens, "
     "bool causal, float? softmax_scale, Tensor? s_aux, int? num_splits, str? exchange, str? scores, "
+    "str? cache_format, str? cache_layout, Tensor? extra_kv_cache, Tensor? extra_indices, Tensor? extra_topk_length, "
+    "str? extra_cache_format, "
     "Tensor(a!) out, Tensor(b!) lse) -> ()",
     _run,
     lambda *args: None,

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 
 from cute_kernels.mla.crossover import spec as crossover
 from cute_kernels.mla.crossover.spec import MlaCrossoverSpec
+from cute_kernels.mla.latent.spec import LatentDecodeSpec
 from cute_kernels.mla.spec import (
     CUT_TILES,
     HALF,
@@ -19,6 +20,7 @@ from cute_kernels.mla.spec import (
     WORK_TILE_OVERHEAD,
     MlaDecodeSpec,
 )
+from fp8_mla.formats import V3_2
 
 EXCHANGES = ("none", *crossover.EXCHANGES)  # what a call may ask for
 MAX_SPLITS = 256
@@ -64,6 +66,10 @@ def plan_decode(
     exchange: str | None = None,
     scores: str | None = None,
     heads: int | None = None,
+    cache_format: str = V3_2.name,
+    extra_format: str = "",
+    extra_keys: int = 0,
+    latent: bool = False,
 ) -> DecodePlan:
     """Choose the kernel, the heads of a CTA and the number of splits.
 
@@ -81,6 +87,10 @@ def plan_decode(
         exchange: to force it.
         scores: to force them.
         heads: of a CTA, to force it.
+        cache_format: of the cache.
+        extra_format: of a second cache that joins the softmax; "" where there is none.
+        extra_keys: topk of the second cache.
+        latent: take the kernel of all formats for one cache of V3.2 as well.
     """
     if heads is None:
         heads = next((n for n in NARROW if n >= h_q), WIDE)
@@ -91,10 +101,21 @@ def plan_decode(
     else:
         choices = (heads,)
     queries = batch * s_q
-    tiles = max(1, -(-max_keys // TOKENS_PER_TILE))
+    tiles = max(1, -(-max_keys // TOKENS_PER_TILE) + -(-extra_keys // TOKENS_PER_TILE))  # no tile has keys of both
     candidates = [num_splits] if num_splits is not None else range(1, min(tiles, MAX_SPLITS) + 1)
     specs: list[Spec] = [MlaDecodeSpec(sparse=sparse, heads=choice, scores=scores or "exact") for choice in choices]
-    if exchange not in (None, "none"):
+    if latent or cache_format != V3_2.name or extra_format:
+        specs = [
+            LatentDecodeSpec(
+                sparse=sparse,
+                heads=choice,
+                scores=scores or "exact",
+                cache_format=cache_format,
+                extra_format=extra_format,
+            )
+            for choice in choices
+        ]
+    elif exchange not in (None, "none"):
         specs = [MlaCrossoverSpec(sparse=sparse, exchange=exchange)]
 
     def estimate(spec: Spec, n: int) -> float:

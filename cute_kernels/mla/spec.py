@@ -86,6 +86,11 @@ class MlaDecodeSpec:
         return reasons
 
     @property
+    def d_qk(self) -> int:
+        """Columns of Q."""
+        return V3_2.d_qk
+
+    @property
     def fp8_scores(self) -> bool:
         """Whether QK runs on the FP8 tensor core."""
         return self.scores == "fp8"

@@ -35,7 +35,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import Any, Protocol
 
 from cute_kernels.runtime import arch, trust
 from cute_kernels.runtime.sources import modules_of_kernel, sources
@@ -80,8 +80,9 @@ class KernelSpec(Protocol):
     It may also have `compile_options: str`, further options of `cute.compile`.
     """
 
-    kernel: ClassVar[str]
-    """The kernel class as "module:class". It is imported only to compile it."""
+    @property
+    def kernel(self) -> str:
+        """The kernel class as "module:class", of the class or of the object. It is imported only to compile it."""
 
     def can_implement(self) -> list[str]:
         """The reasons, in words, why this kernel cannot be built; empty when it can."""

@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-NAMESPACE = "cute_kernels"
+NAMESPACE = __name__.partition(".")[0]
+"""The package's name: cute_kernels, or what a loader of kernels has called a copy of it."""
 _library = torch.library.Library(NAMESPACE, "FRAGMENT")
 
 

@@ -29,31 +29,39 @@ def sources(*modules: str) -> list[Path]:
     Raises:
         ValueError: there is no such module, or it has no source file.
     """
-    roots: dict[str, Path] = {}
+    places: dict[str, Path] = {}  # of top-level packages: a directory need not have the package's name
     for module in modules:
         spec = importlib.util.find_spec(module)
         if spec is None or spec.origin is None:
             raise ValueError(f"kernel: got module {module}; needs one that can be imported from a source file")
-        roots[module.partition(".")[0]] = Path(spec.origin).resolve().parents[module.count(".")]
+        places[module.partition(".")[0]] = _place(Path(spec.origin).resolve(), module)
     formats = importlib.util.find_spec(FORMATS_PACKAGE)
     if formats is not None and formats.origin:
-        roots.setdefault(FORMATS_PACKAGE, Path(formats.origin).resolve().parents[1])
+        places.setdefault(FORMATS_PACKAGE, Path(formats.origin).resolve().parent)
     found: set[Path] = set()
     to_read = list(modules)
     while to_read:
         name = to_read.pop()
-        root = roots.get(name.partition(".")[0])
-        for file in _files(root, name) if root else ():
+        place = places.get(name.partition(".")[0])
+        for file in _files(place, name) if place else ():
             if file not in found:
                 found.add(file)
                 to_read += _imports(file, name)
     return sorted(found)
 
 
-def _files(root: Path, module: str) -> list[Path]:
-    """The source file of a module below `root`, as a list; empty if there is none."""
-    path = root.joinpath(*module.split("."))
-    return [file for file in (path.with_suffix(".py"), path / "__init__.py") if file.is_file()]
+def _place(file: Path, module: str) -> Path:
+    """The directory of a module's top-level package; of a module without one, its file without suffix."""
+    parts = module.split(".")[1:]
+    if parts:
+        return file.parents[len(parts) - 1]
+    return file.parent if file.name == "__init__.py" else file.with_suffix("")
+
+
+def _files(place: Path, module: str) -> list[Path]:
+    """The source file of a module of the package at `place`, as a list; empty if there is none."""
+    path = place.joinpath(*module.split(".")[1:])
+    return [file for file in (path.parent / f"{path.name}.py", path / "__init__.py") if file.is_file()]
 
 
 def _imports(file: Path, module: str) -> list[str]:

@@ -12,7 +12,7 @@ from cute_kernels.runtime import memory
 from cute_kernels.runtime.arch import require_sm90
 from cute_kernels.runtime.checks import check_tensor, fail, require
 from cute_kernels.runtime.launch import launch_or_explain
-from cute_kernels.runtime.ops import needs_grad, register_op
+from cute_kernels.runtime.ops import NAMESPACE, needs_grad, register_op
 from cute_kernels.sink.launch import SinkRequest, launch_backward, launch_forward, reference_arguments
 from cute_kernels.sink.plan import route
 from cute_kernels.sink.reference import reference_sink_attention, reference_sink_attention_backward
@@ -404,7 +404,7 @@ def _differentiate(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | Non
     if dout is None:
         return (None,) * 4 + rest
     out, lse, *tensors = ctx.saved_tensors
-    backward = torch.ops.cute_kernels.sink_attention_backward.default
+    backward = getattr(torch.ops, NAMESPACE).sink_attention_backward.default
     dq, dk, dv, ds_aux = backward(dout, out, lse, *tensors, *ctx.numbers)
     return (dq, dk, dv, None if tensors[3] is None else ds_aux, *rest)
 

@@ -24,13 +24,15 @@ from scripts import budget_table
 from scripts.bench import card_plots, records, timeline, unit_rates
 from scripts.bench import gqa as bench_gqa
 from scripts.bench import mla as bench_mla
+from scripts.bench import sink as bench_sink
+from scripts.bench.card_summary import STANDARD, summary
 from scripts.bench.cases import Bench, card_slug, case_name, run_benches
+from scripts.bench.ceilings import measure_ceilings
 from scripts.bench.progress import Progress
-from scripts.bench.timing import measure_ceilings
 from scripts.bench.units.spec import EVENTS, ROLES, TRACED_TILES, GatherSpec
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
-# Beside the cases of gpu_check: the published one at other topk, 32768 among them.
+# In addition to the cases of gpu_check: the published one at other topk, 32768 among them.
 SWEEP = tuple(bench_mla.DecodeBench("sparse", 128, 128, 2, topk) for topk in (512, 8192, 32768))
 MLA_CASES = (*bench_mla.PREDICTED_CASES, *SWEEP)
 GQA_CASES = tuple(bench for bench in bench_gqa.DECODE_CASES if bench.kv_dtype == "int8")
@@ -61,8 +63,9 @@ def with_prediction(case: dict[str, Any], found: model.Prediction, cycles: float
 
 
 def at_clock_of(rates: Rates, cases: Sequence[dict[str, Any]]) -> Rates:
-    """The rates with the SM clock that the MLA cases ran at, the median of what was read."""
-    clocks = [case["sm_mhz"] for case in cases if case["op"] == "mla_fp8_decode" and case.get("sm_mhz")]
+    """The rates with the SM clock of the MLA cases after a rest, the median of what was read."""
+    mla = (case for case in cases if case["op"] == "mla_fp8_decode")
+    clocks = [case["sm_mhz_rested"] for case in mla if case.get("sm_mhz_rested")]
     return dataclasses.replace(rates, sm_mhz=statistics.median(clocks)) if clocks else rates
 
 
@@ -142,24 +145,26 @@ def measure(options: argparse.Namespace) -> int:
     folder = options.out or place
     progress.say(f"{card}, driver {machine['driver']}, torch {machine['torch']}; output goes to {folder}")
 
+    details: list[str] = []
     with progress.step("ceilings: matrix product, read, copy"):
         ceilings = measure_ceilings()
-    progress.say(", ".join(f"{name} {value:.0f}" for name, value in ceilings.items()))
+    details.append(", ".join(f"{name} {value:.0f}" for name, value in ceilings.items()))
     units: list[Any] = []
     if not options.no_units:
         chosen = unit_rates.selected(lambda name: options.only is None or re.search(options.only, name) is not None)
-        units = unit_rates.run_units(chosen, progress.say)
+        progress.say(f"{len(chosen)} units of the card")
+        units = unit_rates.run_units(chosen, details.append)
     figures = {"card": card, "sms": torch.cuda.get_device_properties("cuda").multi_processor_count}
     figures |= unit_rates.figures_from(units, ceilings)
     rates = H200.measured(figures)
     kept = sorted({field.name for field in dataclasses.fields(Rates)} - set(figures) - {"sm_mhz"})
-    progress.say(f"rates taken from an H200, not measured here: {', '.join(kept) or 'none'}")
-    budget_table.print_predictions(rates)
+    details.append(f"rates taken from an H200, not measured here: {', '.join(kept) or 'none'}")
+    budget_table.print_predictions(rates, details.append)
 
     mla, gqa = select(options.quick, options.only)
     peer = bench_mla.import_peer()
     if isinstance(peer, str):
-        progress.say(f"no peer to compare with: {peer}")
+        details.append(f"no peer to compare with: {peer}")
     caches = bench_mla.Caches(max((bench.cache_tokens for bench in mla), default=0))
     pool = bench_gqa.Pool()
     with progress.step("kernels of the benchmarks"):
@@ -168,10 +173,13 @@ def measure(options: argparse.Namespace) -> int:
         *((bench.name, functools.partial(bench_mla.run_decode, bench, caches, peer)) for bench in mla),
         *((bench.name, functools.partial(bench_gqa.run_decode, bench, pool)) for bench in gqa),
     ]
-    cases = run_benches(benches, ceilings, progress)
+    predictable = len(benches)
+    benches += others(options.only)
+    found = run_benches(benches, ceilings, progress)
+    cases, unpredicted = found[:predictable], found[predictable:]
     rates = at_clock_of(rates, cases)
     cases = predicted(cases, mla, gqa, rates)
-    traced = trace(folder, card, progress.say) if options.trace else []
+    traced = trace(folder, card, details.append) if options.trace else []
 
     record = {
         **machine,
@@ -181,18 +189,28 @@ def measure(options: argparse.Namespace) -> int:
         "rates": dataclasses.asdict(rates),
         "rates_not_measured": kept,
         "budget": budget_table.mla_table(rates),
-        "cases": cases,
+        "cases": [*cases, *unpredicted],
         "trace": [dataclasses.asdict(span) for span in traced],
     }
     write(record, folder / "bench.json")
     drawn = card_plots.draw(cases, rates, folder)
+    errors = [abs(case["model_error"]) for case in cases if "model_error" in case]
+    print("\n".join([*summary(machine, ceilings, [*cases, *unpredicted]), "", *details]))
     for line in budget_table.plain(case_table(cases)):
         print(line)
-    errors = [abs(case["model_error"]) for case in cases if "model_error" in case]
     if errors:
         far = sum(error > 0.15 for error in errors)
-        progress.say(
-            f"the budget is off by {statistics.median(errors):.1%} in the median, by more than 15% in {far} cases"
-        )
-    progress.say(f"on {card}: {folder / 'bench.json'}, {', '.join(drawn) or 'no plots, for matplotlib is missing'}")
-    return int(any("failed" in case for case in cases) or any(unit.problem for unit in units))
+        print(f"the budget is off by {statistics.median(errors):.1%} in the median, by more than 15% in {far} cases")
+    print(f"on {card}: {folder / 'bench.json'}, {', '.join(drawn) or 'no plots, for matplotlib is missing'}")
+    return int(any("failed" in case for case in found) or any(unit.problem for unit in units))
+
+
+def others(only: str | None) -> list[Bench]:
+    """The standard cases of the operations that the budget has no prediction of."""
+    benches: list[Bench] = [("mla_fp8_append", bench_mla.run_append)]
+    append = bench_gqa.APPEND_CASES[0]
+    benches.append((append.name, functools.partial(bench_gqa.run_append, append, "cuda")))
+    for key in (standard.key for standard in STANDARD if standard.key["op"] == "sink_attention"):
+        sink = next(bench for bench in bench_sink.CASES if key.items() <= bench.key.items() and bench.peer)
+        benches.append((sink.name, functools.partial(bench_sink.run, sink)))
+    return [(name, run) for name, run in benches if only is None or re.search(only, name) is not None]

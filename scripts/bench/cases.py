@@ -9,24 +9,36 @@ from typing import Any
 
 import torch
 
+from fp8_mla.formats import FORMATS as TOKEN_FORMATS
 from scripts.bench import gqa as bench_gqa
 from scripts.bench import kernels_run
 from scripts.bench import mla as bench_mla
+from scripts.bench import mla_formats as bench_mla_formats
 from scripts.bench import sink as bench_sink
+from scripts.bench.parts import OPS
 from scripts.bench.progress import Progress
+from scripts.bench.records import card_slug as card_slug
 
+FORMATS = ("cache_format", "extra_cache_format", "extra_topk")
 Bench = tuple[str, Callable[[dict[str, float]], dict[str, Any]]]
 """A case's name, and what runs it with the ceilings of the card."""
 
 
-def select_benches(quick: bool, only: str | None) -> tuple[list[Bench], int]:
-    """The benchmarks to run, and the tokens of the FP8 cache that those of MLA share."""
-    peer = bench_mla.import_peer()
-    if isinstance(peer, str):
+def select_benches(quick: bool, only: str | None, sections: Sequence[str] = tuple(OPS)) -> tuple[list[Bench], int]:
+    """The benchmarks to run, and the tokens of the FP8 cache that those of MLA share.
+
+    Args:
+        quick: few.
+        only: a pattern of their names.
+        sections: those of `parts.OPS` to take them from.
+    """
+    ops = {op for name in sections for op in OPS.get(name, ())}
+    peer = bench_mla.import_peer() if "mla" in sections else ""
+    if isinstance(peer, str) and peer:
         print(f"no peer to compare with: {peer}", flush=True)
 
     def wanted(name: str) -> bool:
-        return only is None or re.search(only, name) is not None
+        return name.partition(" ")[0] in ops and (only is None or re.search(only, name) is not None)
 
     decode = [bench for bench in bench_mla.DECODE_CASES if (bench.quick or not quick) and wanted(bench.name)]
     tokens = max((bench.cache_tokens for bench in decode), default=0)
@@ -34,7 +46,18 @@ def select_benches(quick: bool, only: str | None) -> tuple[list[Bench], int]:
     benches: list[Bench] = [
         (bench.name, functools.partial(bench_mla.run_decode, bench, caches, peer)) for bench in decode
     ]
-    others: list[Bench] = [("mla_fp8_append", bench_mla.run_append), ("merge_states", bench_mla.run_merge)]
+    formats = bench_mla_formats.FormatCaches()
+    others: list[Bench] = [
+        (bench.name, functools.partial(bench_mla_formats.run, bench, formats, peer))
+        for bench in bench_mla_formats.CASES
+        if bench.quick or not quick
+    ]
+    others += [
+        (f"mla_fp8_append {name}", functools.partial(bench_mla.run_append, token_format=token_format))
+        for name, token_format in TOKEN_FORMATS.items()
+        if not quick or name == "v3.2"
+    ]
+    others.append(("merge_states", bench_mla.run_merge))
     pool = bench_gqa.Pool()
     others += [
         (gqa.name, functools.partial(bench_gqa.run_decode, gqa, pool))
@@ -68,8 +91,8 @@ def run_benches(
     To `ran` are added, for each case, the specs of the kernels that it asked for.
     """
     cases = []
-    for name, run in benches:
-        with progress.step(name), kernels_run.noting() as asked:
+    for number, (name, run) in enumerate(benches):
+        with progress.step(name, number, len(benches)), kernels_run.noting() as asked:
             try:
                 cases.append(run(ceilings))
             except Exception as error:  # the record must say which case broke, whatever broke it
@@ -100,20 +123,25 @@ def name_kernels(
 
 def table(cases: Sequence[dict[str, Any]]) -> str:
     """One line a case: what it was, time, rates, whether that is enough, the peer's time over ours, errors."""
-    header = ("case", "us", "TFLOP/s", "GB/s", "of ceiling", "must", "cyc/token", "peer/ours", "rel err", "lse err")
+    header: tuple[str, ...] = ("case", "us", "alone", "loaded", "MHz", "TFLOP/s", "GB/s", "of ceiling", "must")
+    header += ("cyc/token", "peer/ours", "loaded", "rel err", "lse err")
     rows: list[tuple[str, ...]] = [(*header, "host us")]
     for case in cases:
         name = case_name(case)
         if "failed" in case:
             rows.append((name, "FAILED", case["failed"], *[""] * (len(rows[0]) - 3)))
             continue
-        peers = " ".join(str(peer.get("ratio", "failed")) for peer in (case.get("peers") or {}).values())
+        peers, loaded = (
+            " ".join(str(peer.get(ratio, "failed")) for peer in (case.get("peers") or {}).values())
+            for ratio in ("ratio", "ratio_sustained")
+        )
         must = " ".join(f"{key} {limit}" for key, limit in (case.get("must") or {}).items())
         must += {True: " met", False: " MISSED", None: ""}[case.get("met")]
-        figures = [case.get(key) for key in ("us", "TFLOPs", "GBps")]
+        times = ("us", "us_back_to_back", "us_sustained", "sm_mhz")
+        figures = [case.get(key) for key in (*times, "TFLOPs", "GBps")]
         fraction = case.get("read_fraction", case.get("copy_fraction"))
         errors = [case.get(key) for key in ("rel_err", "lse_err", "host_us")]
-        figures += [fraction, must, case.get("cycles_per_token"), peers]
+        figures += [fraction, must, case.get("cycles_per_token"), peers, loaded]
         rows.append((name, *("" if value is None else str(value) for value in (*figures, *errors))))
     columns = range(len(header) + 1)
     widths = [max(len(row[column]) for row in rows if row[1] != "FAILED" or column < 2) for column in columns]
@@ -124,20 +152,15 @@ def table(cases: Sequence[dict[str, Any]]) -> str:
 
 def case_name(case: dict[str, Any]) -> str:
     """What a case of the record was, in one line."""
-    named = [str(case[key]) for key in ("op", "mode", "pass", "case", "kv_dtype", "scales", "layout") if case.get(key)]
+    keys = ("op", "mode", "pass", "case", "cache_format", "kv_dtype", "scales", "layout")
+    named = [str(case[key]) for key in keys if case.get(key)]
     if "page_size" in case:
         named[-1] += f"_{case['page_size']}"
     if "batch" in case:
         named.append(f"{case['batch']}x{case['h_q']}x{case['s_q']}")
     sizes = [
         f"{key} {case[key]}"
-        for key in ("topk", "s_k", "ragged", "d", "tokens", "splits", "window", "deterministic")
+        for key in ("topk", "s_k", "ragged", "d", "tokens", "splits", "window", "deterministic", "scores", *FORMATS)
         if key in case
     ]
     return " ".join([*named, *sizes])
-
-
-def card_slug(card: str) -> str:
-    """File name for a card: "NVIDIA H200" -> "h200", "NVIDIA H100 80GB HBM3" -> "h100"."""
-    model = re.search(r"\b[A-Z]+\d+\b", card)
-    return (model.group() if model else card.replace(" ", "_")).lower()

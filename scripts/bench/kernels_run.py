@@ -178,7 +178,7 @@ def _ids_of(specs: Sequence[KernelSpec], digests: Digests) -> set[str]:
     return {kernel_id(digest.sass, digest.launch) for digest in digests(specs).values()}
 
 
-# ---- which of a record's kernels are older, kept beside it: pages depend on files alone, and not on a compiler
+# ---- which of a record's kernels are older, in a file next to it: pages depend on files alone, and not on a compiler
 
 MARK = " †"
 FOOTNOTE = "† Of machine code that is no longer built: what is built now was not measured."

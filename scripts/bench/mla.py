@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import importlib
 import random
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,10 +24,13 @@ from cute_kernels.budget.variants import MLA_BUILT, MLA_HALF, MLA_NARROW, TURNS,
 from cute_kernels.mla.crossover.spec import MlaCrossoverSpec
 from cute_kernels.mla.plan import EXCHANGES, DecodePlan, plan_decode
 from cute_kernels.mla.spec import FEW, SCORES, WIDE
-from fp8_mla import QK_DIM, TOKEN_BYTES, V_DIM, pack, reference_decode, unpack
+from fp8_mla import QK_DIM, TOKEN_BYTES, V_DIM, pack, read_pages, reference_decode, unpack
+from fp8_mla.formats import V3_2, TokenFormat
 from scripts.bench import records
-from scripts.bench.timing import Expected, host_time, sets_to_outgrow_l2, time_graph
-from tests.support.compare import Comparison, bf16_yardstick, compare, relative_error
+from scripts.bench.in_layer import prepare, time_calls, time_together
+from scripts.bench.peers import OURS, Peer, entries, load, ready, ways
+from scripts.bench.timing import Expected, host_time, sets_to_outgrow_l2
+from tests.support.compare import Comparison, check_decode, compare, relative_error
 from tests.support.mla_cases import DecodeCase, generator, latent_tokens
 
 PAGE_SIZE = 64
@@ -39,20 +41,22 @@ SPARSE_CONTEXTS = 64
 ROWS_CHECKED = 6
 PEER_SPARSE_HEADS = (64, 128)
 """What FlashMLA's FP8 kernel takes; its users pad."""
-PEER_LIMIT = 0.02
-"""A peer whose relative error is above this computes something else: no ratio."""
 RESULTS = ("out", "lse")
-LOAD_SECONDS = 0.3
-"""Replays before a sustained time is taken; the clock has settled after 0.1 s."""
 APPEND_TOKENS = 65536
+APPEND_MUST = {"copy_fraction": 0.8}
 FLOPS_PER_PAIR = 2 * (QK_DIM + V_DIM)
 
 
 @dataclass(frozen=True)
 class DecodeBench:
-    """One decode benchmark; `keys` is topk or the sequence length, `must` the figures that the record has to reach.
+    """One decode benchmark.
 
-    Ragged: requests have 1 to `keys` of them, all numbers equally likely. Sustained: it is timed under load as well.
+    keys    topk, or the sequence length
+    ragged  requests have 1 to `keys` of them, all numbers equally likely
+    scores  forced; None: as planned
+    power   whether the power under load is measured too
+    host    whether to time the eager call too
+    must    figures that the record has to reach
     """
 
     mode: str
@@ -63,7 +67,8 @@ class DecodeBench:
     quick: bool = False
     host: bool = False
     ragged: bool = False
-    sustained: bool = False
+    scores: str | None = None
+    power: bool = False
     must: Mapping[str, float] = field(default_factory=dict)
 
     @property
@@ -71,7 +76,7 @@ class DecodeBench:
         """As `--only` matches it and the table prints it."""
         keys = "topk" if self.mode == "sparse" else "s_k"
         name = f"mla_fp8_decode {self.mode} {self.batch}x{self.h_q}x{self.s_q} {keys} {self.keys}"
-        return f"{name} ragged" if self.ragged else name
+        return name + " ragged" * self.ragged + (f" scores {self.scores}" if self.scores else "")
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -83,7 +88,22 @@ class DecodeBench:
         """What names the case in a results file."""
         keys = "topk" if self.mode == "sparse" else "s_k"
         ragged = {"ragged": True} if self.ragged else {}
-        return {"op": "mla_fp8_decode", "mode": self.mode, **self.sizes, keys: self.keys, **ragged}
+        return {"op": "mla_fp8_decode", "mode": self.mode, **self.sizes, keys: self.keys, **ragged, **self.forced}
+
+    @property
+    def forced(self) -> dict[str, str]:
+        """Arguments that are not left to the planner."""
+        return {"scores": self.scores} if self.scores else {}
+
+    @property
+    def exchanges(self) -> bool:
+        """Whether each exchange is timed too: of the heads that have one."""
+        return self.h_q > WIDE and self.scores != "fp8"
+
+    @property
+    def both_scores(self) -> bool:
+        """Whether exact and fp8 scores are timed in turns."""
+        return self.h_q > FEW and self.scores != "fp8"
 
     @property
     def lengths(self) -> list[int]:
@@ -127,26 +147,45 @@ class DecodeBench:
         return self.sets * self.batch * self.keys
 
 
+def _scored() -> Iterator[DecodeBench]:
+    """The cases that show what fp8 scores bring: with both, each with its power. `must` is the project's goal."""
+    cases: list[tuple[tuple[str, int, int, int, int], dict[str, float], dict[str, float]]] = [
+        (("sparse", 8, 128, 1, 2048), {"ratio": 1.4}, {"ratio": 1.45}),
+        (("sparse", 16, 128, 1, 2048), {"ratio": 1.4}, {"ratio": 1.45}),
+        (("sparse", 64, 128, 1, 2048), {"ratio": 1.25}, {"ratio": 1.55}),
+        (("sparse", 128, 128, 2, 2048), {"ratio": 1.3}, {"ratio": 1.65, "ratio_sustained": 1.4}),
+        (("sparse", 128, 64, 1, 2048), {"ratio": 1.25}, {"ratio": 1.55}),
+        (("sparse", 148, 128, 2, 16384), {"ratio": 1.35}, {"ratio": 1.65, "ratio_sustained": 1.4}),
+        (("sparse", 128, 128, 4, 512), {"ratio": 1.25}, {"ratio": 1.55}),
+        (("dense", 64, 128, 1, 8192), {"ratio": 1.0}, {"ratio": 1.08, "ratio_sustained": 1.05}),
+    ]
+    for sizes, exact, fp8 in cases:
+        quick = sizes[1:3] in ((128, 128), (64, 128)) and sizes[4] > 512
+        yield DecodeBench(*sizes, scores="exact", power=True, quick=quick, host=sizes[0] == "dense", must=exact)
+        yield DecodeBench(*sizes, scores="fp8", power=True, must=fp8)
+
+
 DECODE_CASES = (
-    DecodeBench("sparse", 1, 128, 1, quick=True, host=True, must={"ratio": 1.1}),
-    *(DecodeBench("sparse", batch, 128, 1, must={"ratio": 1.1}) for batch in (2, 4, 8, 16)),
-    DecodeBench("sparse", 64, 128, 1, must={"ratio": 1.25}),
+    DecodeBench("sparse", 1, 128, 1, quick=True, host=True, must={"ratio": 1.4}),
+    *(DecodeBench("sparse", batch, 128, 1, must={"ratio": 1.4}) for batch in (2, 4)),
+    *_scored(),
     DecodeBench("sparse", 128, 128, 1),
     DecodeBench("sparse", 2, 128, 2),
-    DecodeBench("sparse", 128, 128, 2, quick=True, sustained=True, must={"ratio": 1.3}),
-    DecodeBench("sparse", 128, 64, 1, must={"ratio": 1.25}),
+    DecodeBench("sparse", 74, 128, 3, 1152),
     DecodeBench("sparse", 128, 128, 2, ragged=True),
-    DecodeBench("sparse", 128, 32, 1),
-    DecodeBench("sparse", 128, 16, 1),
-    DecodeBench("sparse", 148, 128, 2, 16384, sustained=True, must={"ratio": 1.35}),
-    DecodeBench("sparse", 128, 128, 4, 512, must={"ratio": 1.25}),
+    *(DecodeBench("sparse", 128, heads, 1, must={"us": 55.0}) for heads in (32, 24)),
+    *(DecodeBench("sparse", 128, heads, 1, must={"read_fraction": 0.82}) for heads in (16, 8)),
+    *(DecodeBench("sparse", 8, heads, 1, must={"us": 13.0}) for heads in (16, 8)),
     DecodeBench("dense", 1, 128, 1, 131072, must={"ratio": 1.0}),
-    DecodeBench("dense", 64, 128, 1, 8192, quick=True, host=True, sustained=True, must={"ratio": 1.0}),
     DecodeBench("dense", 128, 128, 2, 8192),
     DecodeBench("dense", 128, 64, 1, 8192),
-    DecodeBench("dense", 128, 16, 1, 8192, sustained=True, must={"read_fraction": 0.8}),
+    DecodeBench("dense", 128, 16, 1, 8192, power=True, must={"read_fraction": 0.8}),
     DecodeBench("dense", 128, 32, 1, 8192),
     DecodeBench("dense", 16, 128, 1, 8192),
+    DecodeBench("dense", 32, 128, 1, 4096),
+    DecodeBench("dense", 32, 16, 1, 8192, must={"read_fraction": 0.85}),
+    DecodeBench("dense", 8, 16, 1, 32768, must={"read_fraction": 0.85}),
+    DecodeBench("dense", 1, 16, 1, 131072, must={"read_fraction": 0.62}),
     DecodeBench("dense", 64, 128, 1, 8192, ragged=True),
     DecodeBench("dense", 128, 16, 1, 8192, ragged=True),
 )
@@ -157,9 +196,8 @@ PREDICTED_CASES = tuple(bench for bench in DECODE_CASES if not bench.ragged)
 def plan(bench: DecodeBench, sms: int) -> DecodePlan:
     """How the planner cuts a case on a card with so many SMs."""
     sparse = bench.mode == "sparse"
-    return plan_decode(
-        sparse=sparse, max_keys=bench.keys, num_sms=sms, ragged=bench.ragged or not sparse, **bench.sizes
-    )
+    forced = {"scores": bench.scores, **bench.sizes}
+    return plan_decode(sparse=sparse, max_keys=bench.keys, num_sms=sms, ragged=bench.ragged or not sparse, **forced)
 
 
 def launch(bench: DecodeBench, sms: int) -> model.MlaLaunch:
@@ -178,9 +216,10 @@ def launch(bench: DecodeBench, sms: int) -> model.MlaLaunch:
 def built(bench: DecodeBench, sms: int) -> MlaVariant:
     """The variant of the kernel that the planner asks for."""
     spec = plan(bench, sms).spec
-    if spec.heads < WIDE:
-        return MLA_NARROW if spec.heads <= FEW else MLA_HALF
-    return TURNS if isinstance(spec, MlaCrossoverSpec) else MLA_BUILT
+    if isinstance(spec, MlaCrossoverSpec):
+        return TURNS
+    variant = MLA_BUILT if spec.heads == WIDE else MLA_NARROW if spec.heads <= FEW else MLA_HALF
+    return dataclasses.replace(variant, fp8_scores=True) if spec.scores == "fp8" else variant
 
 
 def predict(bench: DecodeBench, variant: MlaVariant | None = None, rates: Rates = H200) -> model.Prediction:
@@ -228,10 +267,7 @@ class Caches:
 
 def import_peer() -> types.ModuleType | str:
     """FlashMLA's module, or why there is none."""
-    try:
-        return importlib.import_module("flash_mla")
-    except (ImportError, OSError, RuntimeError) as error:  # a library built for another torch raises any of them
-        return f"flash_mla cannot be imported: {error}"
+    return load("flash_mla")
 
 
 def decode_inputs(bench: DecodeBench, cache: torch.Tensor) -> list[DecodeCase]:
@@ -263,36 +299,43 @@ def run_decode(
     """Check, time and record one decode case."""
     inputs = decode_inputs(bench, caches.fp8)
     first = inputs[0]
-    out, lse = decode_call(first)()
+    out, lse = decode_call(first, **bench.forced)()
     rows = torch.linspace(0, bench.batch - 1, min(ROWS_CHECKED, bench.batch)).long().tolist()
     sample = first.rows(rows)
-    expected, expected_lse = reference_decode(**sample.arguments())
-    check = bf16_yardstick(**sample.arguments()).compare(
-        out[rows], expected, lse=lse[rows], expected_lse=expected_lse, name=bench.name
-    )
+    scores = _scores(bench, out.device)
+    check = check_decode(out[rows], lse[rows], name=bench.name, scores=scores, **sample.arguments())
     if not (out.isfinite().all() and lse.isfinite().all()):
         check = dataclasses.replace(check, problems=(*check.problems, "not every element of the output is finite"))
 
     def measure() -> dict[str, Any]:
-        calls = [decode_call(case) for case in inputs]
-        bits = Expected.of(RESULTS, [decode_call(case) for case in inputs[1:]], checked=(out, lse))
-        timing = time_graph(calls, expected=bits)
+        calls = [decode_call(case, **bench.forced) for case in inputs]
+        bits = Expected.of(RESULTS, [decode_call(case, **bench.forced) for case in inputs[1:]], checked=(out, lse))
+        peers = _peers(bench, inputs, caches, peer, rows)
+        timings = time_together(ways(prepare(calls, expected=bits), peers), power=bench.power)
+        timing = timings[OURS]
         gb_per_s = bench.bytes_moved / timing.us / 1e3
         return {
             **timing.as_record(),
             "TFLOPs": round(bench.flops / timing.us / 1e6, 1),
             "GBps": round(gb_per_s, 1),
             "read_fraction": round(gb_per_s / ceilings["read_GBps"], 3),
-            "cycles_per_token": _cycles_per_token(bench, timing.us, timing.sm_mhz),
+            "cycles_per_token": _cycles_per_token(bench, timing.us, timing.sm_mhz_rested),
             **({} if bench.ragged else {"predicted_cycles_per_token": predicted_cycles(bench)}),
             **({"host_us": round(host_time(calls[0]), 2)} if bench.host else {}),
-            **({"sustained": sustained(calls, bits)} if bench.sustained else {}),
-            **({"exchange_us": forced_times(inputs, "exchange", EXCHANGES)} if bench.h_q > WIDE else {}),
-            **({"scores_us": forced_times(inputs, "scores", SCORES)} if bench.h_q > FEW else {}),
-            "peers": _run_peer(bench, inputs, caches, timing.us, peer, rows, expected),
+            **({"exchange_us": forced_times(inputs, "exchange", EXCHANGES)} if bench.exchanges else {}),
+            **({"scores_us": forced_times(inputs, "scores", SCORES)} if bench.both_scores else {}),
+            "peers": entries(peers, timings),
         }
 
     return records.with_must(records.record_case(bench.key, check, measure), bench.must)
+
+
+def _scores(bench: DecodeBench, device: torch.device) -> str:
+    """How a call scores: as forced, or as planned for this card."""
+    if bench.scores is not None or device.type != "cuda":
+        return bench.scores or "exact"
+    sms = torch.cuda.get_device_properties(device).multi_processor_count
+    return getattr(plan(bench, sms).spec, "scores", "exact")
 
 
 def decode_call(case: DecodeCase, **forced: str) -> Callable[[], Any]:
@@ -302,56 +345,56 @@ def decode_call(case: DecodeCase, **forced: str) -> Callable[[], Any]:
     return functools.partial(cute_kernels.mla_fp8_decode, case.q, case.kv_cache, **options, return_lse=True)
 
 
-def sustained(calls: list[Callable[[], Any]], expected: Expected) -> dict[str, float | None]:
-    """The times of the same calls under load."""
-    return time_graph(calls, expected=expected, load_seconds=LOAD_SECONDS).as_record()
-
-
 def forced_times(inputs: list[DecodeCase], argument: str, choices: Sequence[str]) -> dict[str, float]:
-    """Microseconds of a call with each choice of an argument forced."""
-    times = {}
+    """Microseconds of a call in-layer with each choice of an argument forced, in turns."""
+    graphs = {}
     for choice in choices:
         forced = {argument: choice}
         expected = Expected.of(RESULTS, [decode_call(case, **forced) for case in inputs])
-        timing = time_graph([decode_call(case, **forced) for case in inputs], expected=expected, clock=False)
-        times[choice] = round(timing.us, 3)
-    return times
+        graphs[choice] = prepare([decode_call(case, **forced) for case in inputs], expected=expected)
+    return {choice: round(timing.us, 3) for choice, timing in time_together(graphs, sustained=False).items()}
 
 
-def run_append(ceilings: Mapping[str, float], device: str = "cuda") -> dict[str, Any]:
-    """Check, time and record the append of 65,536 tokens to shuffled pages."""
-    bytes_moved = APPEND_TOKENS * (2 * QK_DIM + TOKEN_BYTES + 8)
+def run_append(ceilings: Mapping[str, float], device: str = "cuda", token_format: TokenFormat = V3_2) -> dict[str, Any]:
+    """Check, time and record the append of 65,536 tokens to shuffled pages, planar ones where a format has them."""
+    width, token_bytes = token_format.d_qk, token_format.token_bytes
+    bytes_moved = APPEND_TOKENS * (2 * width + token_bytes + 8)
     gen = generator(2, device)
     sets = []
     for _ in range(sets_to_outgrow_l2(bytes_moved)):
-        kv = torch.randn((APPEND_TOKENS, QK_DIM), generator=gen, device=device).bfloat16()
-        cache = torch.zeros((APPEND_TOKENS // PAGE_SIZE, PAGE_SIZE, TOKEN_BYTES), dtype=torch.uint8, device=device)
+        kv = torch.randn((APPEND_TOKENS, width), generator=gen, device=device).bfloat16()
+        cache = torch.zeros((APPEND_TOKENS // PAGE_SIZE, PAGE_SIZE, token_bytes), dtype=torch.uint8, device=device)
         pages = torch.randperm(len(cache), generator=gen, device=device)
         slots = (pages.unsqueeze(1) * PAGE_SIZE + torch.arange(PAGE_SIZE, device=device)).flatten()
         sets.append((kv, cache, slots))
     kv, _, slots = sets[0]
-    cache = append_call(*sets[0])()
-    wrong = (cache.view(-1, TOKEN_BYTES)[slots] != pack(kv)).any(dim=1).float().mean().item()
+    options: dict[str, Any] = {} if token_format == V3_2 else {"cache_format": token_format.name}
+    cache = append_call(*sets[0], **options)()
+    packed = pack(kv, token_format=token_format)
+    wrong = (read_pages(cache, slots, token_format=token_format) != packed).any(dim=1).float().mean().item()
     problems = (f"{wrong:.2%} of the tokens differ from fp8_mla.pack",) if wrong else ()
     check = Comparison("mla_fp8_append", problems, rel_err=wrong, rel_err_baseline=0.0, worst=0.0, lse_err=0.0)
 
     def measure() -> dict[str, Any]:
-        expected = Expected.of(["kv_cache"], [append_call(*one) for one in sets[1:]], checked=(cache,))
-        timing = time_graph([append_call(*one) for one in sets], expected=expected)
+        expected = Expected.of(["kv_cache"], [append_call(*one, **options) for one in sets[1:]], checked=(cache,))
+        timing = time_calls([append_call(*one, **options) for one in sets], expected=expected)
         gb_per_s = bytes_moved / timing.us / 1e3
         speeds = {"GBps": round(gb_per_s, 1), "copy_fraction": round(gb_per_s / ceilings["copy_GBps"], 3)}
-        host_us = host_time(functools.partial(cute_kernels.mla_fp8_append, *sets[0]))
+        host_us = host_time(functools.partial(cute_kernels.mla_fp8_append, *sets[0], **options))
         return {**timing.as_record(), **speeds, "host_us": round(host_us, 2)}
 
-    return records.record_case({"op": "mla_fp8_append", "tokens": APPEND_TOKENS}, check, measure)
+    key = {"op": "mla_fp8_append", "tokens": APPEND_TOKENS, **options}
+    return records.with_must(records.record_case(key, check, measure), APPEND_MUST)
 
 
-def append_call(kv: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor) -> Callable[[], torch.Tensor]:
+def append_call(
+    kv: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor, **options: Any
+) -> Callable[[], torch.Tensor]:
     """An append to a copy of the cache, which it returns."""
     own = cache.clone()
 
     def call() -> torch.Tensor:
-        cute_kernels.mla_fp8_append(kv, own, slots)
+        cute_kernels.mla_fp8_append(kv, own, slots, **options)
         return own
 
     return call
@@ -382,7 +425,7 @@ def run_merge(ceilings: Mapping[str, float], device: str = "cuda") -> dict[str, 
     def measure() -> dict[str, Any]:
         calls = [merge_call(*one) for one in sets]
         expected = Expected.of(RESULTS, [merge_call(*one) for one in sets[1:]], checked=(out, lse))
-        timing = time_graph(calls, expected=expected)
+        timing = time_calls(calls, expected=expected)
         gb_per_s = bytes_moved / timing.us / 1e3
         speeds = {"GBps": round(gb_per_s, 1), "read_fraction": round(gb_per_s / ceilings["read_GBps"], 3)}
         return {**timing.as_record(), **speeds, "host_us": round(host_time(calls[0]), 2)}
@@ -408,33 +451,24 @@ def _cycles_per_token(bench: DecodeBench, us: float, sm_mhz: float | None) -> fl
     return round(model.spread_cycles(us, sm_mhz, tokens_spread(bench), sms), 1)
 
 
-def _run_peer(
+def _peers(
     bench: DecodeBench,
     inputs: list[DecodeCase],
     caches: Caches,
-    us: float,
     peer: types.ModuleType | str,
     rows: list[int],
-    expected: torch.Tensor,
-) -> dict[str, Any]:
-    """The entry of "peers": FlashMLA's FP8 kernel for sparse cases, its bf16 kernel for dense ones."""
+) -> dict[str, Peer]:
+    """FlashMLA's FP8 kernel for sparse cases, its bf16 kernel for dense ones."""
     if isinstance(peer, str):
         return {}
-    name = "flash_mla" if bench.mode == "sparse" else "flash_mla_bf16"
-    try:
+
+    def make() -> Peer:
         calls, note = _peer_calls(bench, inputs, caches, peer)
         out = calls[0]()[0][:, :, : bench.h_q]
-        rel_err = relative_error(out[rows], expected)
-        if not rel_err < PEER_LIMIT:
-            return {name: {"failed": f"relative error {rel_err:.3g}"}}
-        peer_us = time_graph(calls, clock=False).us
-        sustained_us = time_graph(calls, clock=False, load_seconds=LOAD_SECONDS).us if bench.sustained else None
-    except Exception as error:  # whatever a peer does not support must not stop the run; the reason is recorded
-        return {name: {"failed": f"{type(error).__name__}: {error}".splitlines()[0][:200]}}
-    entry = {"us": round(peer_us, 3), "ratio": round(peer_us / us, 3), "rel_err": float(f"{rel_err:.3g}")}
-    if sustained_us is not None:
-        entry["sustained_us"] = round(sustained_us, 3)
-    return {name: {**entry, "note": note} if note else entry}
+        expected, _ = reference_decode(**inputs[0].rows(rows).arguments())
+        return Peer(prepare(calls), relative_error(out[rows], expected), note)
+
+    return {"flash_mla" if bench.mode == "sparse" else "flash_mla_bf16": ready(make)}
 
 
 def _peer_calls(

@@ -1,11 +1,20 @@
-"""What a long run is doing, and for how long it took."""
+"""What a long run is doing, how far it is, and for how long it took: on standard error, results go elsewhere."""
 
 from __future__ import annotations
 
 import contextlib
+import sys
 import time
 from collections.abc import Iterator
 from typing import Any
+
+BAR = 24  # characters
+
+
+def bar(done: int, total: int) -> str:
+    """How far a run is, as a bar and in numbers."""
+    filled = BAR * done // max(1, total)
+    return f"[{'#' * filled}{'.' * (BAR - filled)}] {done}/{total}"
 
 
 class Progress:
@@ -17,23 +26,24 @@ class Progress:
         with contextlib.suppress(ImportError):
             from rich.console import Console
 
-            self._console = Console(highlight=False)
+            self._console = Console(highlight=False, stderr=True)
 
     def say(self, text: str) -> None:
         """One line with the time since the start."""
         line = f"{time.monotonic() - self._started:6.1f} s  {text}"
         if self._console is None:
-            print(line, flush=True)
+            print(line, file=sys.stderr, flush=True)
         else:
             self._console.print(line, markup=False)
 
     @contextlib.contextmanager
-    def step(self, text: str) -> Iterator[None]:
-        """Show `text` while the block runs."""
+    def step(self, text: str, done: int | None = None, total: int = 0) -> Iterator[None]:
+        """Show `text` while the block runs, with a bar where it is one of several."""
+        shown = text if done is None else f"{bar(done, total)}  {text}"
         if self._console is None or not self._console.is_terminal:
-            self.say(text)
+            self.say(shown)
             yield
             return
-        with self._console.status(text):
+        with self._console.status(shown.replace("[", "\\[")):
             yield
         self.say(text)

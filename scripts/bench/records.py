@@ -18,6 +18,7 @@ import math
 import os
 import pathlib
 import platform
+import re
 import shutil
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
@@ -30,7 +31,18 @@ from tests.support.compare import Comparison
 
 ROOT: Final = pathlib.Path(__file__).resolve().parents[2]
 SOURCE_PACKAGES: Final = ("cute_kernels", "fp8_mla")
-SPEED_KEYS: Final = ("us", "us_p10", "us_p90", "TFLOPs", "GBps", "read_fraction", "copy_fraction", "cycles_per_token")
+SPEED_KEYS: Final = (
+    "us",
+    "us_p10",
+    "us_p90",
+    "us_back_to_back",
+    "us_sustained",
+    "TFLOPs",
+    "GBps",
+    "read_fraction",
+    "copy_fraction",
+    "cycles_per_token",
+)
 """What may not stand with a failed check."""
 CEILING_KEYS: Final = ("read_GBps", "copy_GBps", "bf16_gemm_TFLOPs")
 SANITIZER_TOOLS: Final = ("memcheck", "racecheck", "synccheck")
@@ -41,8 +53,16 @@ MORE_TEXT_KEYS: Final = ("tvm_ffi", "cuda", "cudnn", "python")
 """Versions that records from before 2026-11-24 lack."""
 RELIABILITY_COUNTS: Final = ("calls", "invalid_calls", "wrong", "faults")
 UNKNOWN: Final = "unknown"
-AT_MOST: Final = ("us",)
+AT_MOST: Final = ("us", "us_sustained")
 """Figures of which less is better; of all others that a case must reach, more is."""
+
+
+IDENTITY: Final = (
+    *("op", "mode", "pass", "case", "kv_dtype", "scales", "layout", "page_size", "batch", "h_q", "h_kv", "s_q", "d"),
+    *("topk", "s_k", "ragged", "tokens", "splits", "window", "deterministic", "scores"),
+    *("cache_format", "cache_layout", "extra_cache_format", "extra_topk"),
+)
+"""Fields of which a case has some, and by which it is told from all others."""
 
 
 class RecordError(ValueError):
@@ -103,10 +123,25 @@ def record_case(key: Mapping[str, Any], check: Comparison, measure: Callable[[],
         return {**entry, "failed": str(error)[:500]}
 
 
+def card_slug(card: str) -> str:
+    """File name for a card: "NVIDIA H200" -> "h200", "NVIDIA H100 80GB HBM3" -> "h100"."""
+    model = re.search(r"\b[A-Z]+\d+\b", card)
+    return (model.group() if model else card.replace(" ", "_")).lower()
+
+
+def identity(case: Mapping[str, Any]) -> tuple[Any, ...]:
+    """What tells a case from all others, the same in every record."""
+    return tuple(case.get(key) for key in IDENTITY)
+
+
 def attained(must: Mapping[str, float], record: Mapping[str, Any]) -> bool:
-    """Whether a record has every figure that it must; "ratio" is that of the peer. What was not measured is missed."""
-    ratios = [peer["ratio"] for peer in (record.get("peers") or {}).values() if "ratio" in peer]
-    figures = {**record, "ratio": min(ratios, default=None)}
+    """Whether a record has every figure that it must. What was not measured is missed.
+
+    "ratio" and "ratio_sustained" are those of the fastest peer.
+    """
+    peers = (record.get("peers") or {}).values()
+    ratios = {name: [peer[name] for peer in peers if name in peer] for name in ("ratio", "ratio_sustained")}
+    figures = {**record, **{name: min(found, default=None) for name, found in ratios.items()}}
     return all(
         figures.get(name) is not None and (figures[name] <= limit if name in AT_MOST else figures[name] >= limit)
         for name, limit in must.items()
@@ -127,6 +162,8 @@ def assemble(
     cases: list[dict[str, Any]],
     kernels: Mapping[str, Mapping[str, str]] | None = None,
     toolchain: Mapping[str, str] | None = None,
+    peers: Mapping[str, str] | None = None,
+    more: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """The whole record, validated.
 
@@ -138,11 +175,14 @@ def assemble(
         cases: as `record_case` gives them.
         kernels: the machine code that tests and cases ran, by `kernel_id`. None where it is not known.
         toolchain: what compiled it; comparisons need it to be the same.
+        peers: versions of other libraries.
+        more: entries of sections that not every run has, by name.
 
     Raises:
         RecordError: as `validate`.
     """
     record = {**machine, "source_digest": digest, "tests": dict(tests), "ceilings": dict(ceilings), "cases": cases}
+    record |= {**({} if peers is None else {"peers": dict(peers)}), **(more or {})}
     if kernels is not None and toolchain is not None:
         record |= {"toolchain": dict(toolchain), "kernels": {name: dict(facts) for name, facts in kernels.items()}}
     validate(record)
@@ -263,6 +303,9 @@ def validate(record: Mapping[str, Any]) -> None:
         for key in MORE_TEXT_KEYS
         if key in record and not _is_text(record[key])
     ]
+    peers = record.get("peers", {})
+    if not isinstance(peers, Mapping) or not all(map(_is_text, peers.values())):
+        problems.append(f"peers: got {peers!r}, needs a text for each library")
     problems += _test_problems(record.get("tests"))
     ceilings = record.get("ceilings")
     for key in CEILING_KEYS:

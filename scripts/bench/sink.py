@@ -11,10 +11,10 @@ forward, 10 d backward.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
-import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,7 +27,9 @@ from cute_kernels.sink import backward_spec
 from cute_kernels.sink import spec as forward_spec
 from cute_kernels.sink.plan import route
 from scripts.bench import records
-from scripts.bench.timing import Expected, sets_to_outgrow_l2, time_eager, time_graph
+from scripts.bench.in_layer import prepare, prepare_eager, time_together
+from scripts.bench.peers import OURS, Peer, entries, ready, ways
+from scripts.bench.timing import Expected, capture_stream, sets_to_outgrow_l2
 from tests.support.compare import Comparison, relative_error
 from tests.support.sink_cases import GAINS, NAMES, Measure, SinkCase, SinkExpectation, sink_case
 
@@ -35,11 +37,9 @@ TOKENS = 65536
 SETS = 2  # of inputs, each far larger than the L2 cache
 BLOCK = 64  # rows, or keys, that are checked together
 PEER = "cudnn"
-PEER_LIMIT = 0.02
-"""Relative error above which a peer computes something else, and gets no ratio."""
 GRADIENTS_LIMIT = 5e-3
 """Largest relative error of sums over all queries: twice the error of rounding P and dS to bfloat16."""
-PEER_REPEATS = 10
+SINKLESS = "without sinks"
 OPS = torch.ops.cute_kernels
 
 
@@ -190,14 +190,19 @@ def run(bench: SinkBench, ceilings: Mapping[str, float], device: str = "cuda") -
     check = check_call(bench, cases[0], calls[0], results)
 
     def measure() -> dict[str, Any]:
-        timing = time_graph(calls, expected=expect(bench, calls, results))
+        peers = run_peer(bench, cases) if bench.peer else {}
+        ours = {OURS: prepare(calls, expected=expect(bench, calls, results))}
+        if bench.sink_cost:
+            sinkless = [_call(bench, dataclasses.replace(case, s_aux=None)) for case in cases]
+            ours[SINKLESS] = prepare(sinkless, expected=expect(bench, sinkless, sinkless[0]()))
+        timed = {**ours, **ways(ours[OURS], peers)}
+        timings = time_together(timed, sustained=set(timed) - {SINKLESS})
+        timing = timings[OURS]
         speeds = {"TFLOPs": round(bench.flops / timing.us / 1e6, 1)}
         speeds["GBps"] = round(bench.bytes_moved / timing.us / 1e3, 1)
         if bench.sink_cost:
-            sinkless = [_call(bench, dataclasses.replace(case, s_aux=None)) for case in cases]
-            timed = time_graph(sinkless, expected=expect(bench, sinkless, sinkless[0]()), clock=False)
-            speeds["us_without_sinks"] = round(timed.us, 3)
-        return {**timing.as_record(), **speeds, "peers": run_peer(bench, cases, timing.us) if bench.peer else {}}
+            speeds["us_without_sinks"] = round(timings[SINKLESS].us, 3)
+        return {**timing.as_record(), **speeds, "peers": entries(peers, timings)}
 
     return records.with_must(records.record_case(bench.key, check, measure), bench.must)
 
@@ -332,27 +337,42 @@ def _within(name: str, got: torch.Tensor, expected: torch.Tensor) -> Comparison:
 # ---- cuDNN
 
 
-def run_peer(bench: SinkBench, cases: Sequence[SinkCase], us: float) -> dict[str, Any]:
-    """The entry in "peers": cuDNN's attention in torch over the same tensors, without sinks."""
+def run_peer(bench: SinkBench, cases: Sequence[SinkCase]) -> dict[str, Peer]:
+    """CuDNN's attention in torch over the same tensors, without sinks."""
     part = _Part(dataclasses.replace(cases[0], s_aux=None), 0, 0, bench.s - BLOCK)
     expected = SinkExpectation.of(part.case)
-    try:
-        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+
+    def make() -> Peer:
+        # a backward runs on the stream of its forward, and is captured on this one
+        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION), _on_capture_stream(cases[0].q.device):
             calls = [_peer_call(bench, case) for case in cases]
             first = calls[0]()
             got, exact = (first[0], expected.gradients[0]) if bench.backward else (first, expected.out)
             rel_err = relative_error(part.queries(got.transpose(1, 2)), exact.exact)
-            if not rel_err < PEER_LIMIT:
-                return {PEER: {"failed": f"relative error {rel_err:.3g}"}}
-            turns = itertools.cycle(calls)
-            # autograd runs on the stream of the forward, so a graph on another stream cannot capture it
-            if bench.backward:
-                peer_us = time_eager(lambda: next(turns)(), PEER_REPEATS) * 1e6
-            else:
-                peer_us = time_graph(calls, clock=False).us
-    except Exception as error:  # a peer that does not support a case must not stop the run; the record gets the reason
-        return {PEER: {"failed": f"{type(error).__name__}: {error}".splitlines()[0][:200]}}
-    return {PEER: {"us": round(peer_us, 3), "ratio": round(peer_us / us, 3), "rel_err": float(f"{rel_err:.3g}")}}
+        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+            try:
+                return Peer(prepare(calls), rel_err)
+            except RuntimeError as error:
+                if not bench.backward:
+                    raise
+                reason = f"{type(error).__name__}: {error}".splitlines()[0][:120]
+                return Peer(prepare_eager(calls), rel_err, f"eager, not captured: {reason}")
+
+    return {PEER: ready(make)}
+
+
+def _on_capture_stream(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """The stream of captures within the block, in order with what the caller's stream has before and after."""
+    return _joined_stream() if device.type == "cuda" else contextlib.nullcontext()
+
+
+@contextlib.contextmanager
+def _joined_stream() -> Iterator[None]:
+    own, outer = capture_stream(), torch.cuda.current_stream()
+    own.wait_stream(outer)
+    with torch.cuda.stream(own):
+        yield
+    outer.wait_stream(own)
 
 
 def _peer_call(bench: SinkBench, case: SinkCase) -> Callable[[], Any]:
@@ -373,19 +393,20 @@ def run_routing(bench: RoutingBench, ceilings: Mapping[str, float], device: str 
     """Checks and times both routes of one size; "us" in the record is the time of the route that a call takes."""
     moved = 4 * bench.batch * bench.d * (bench.s_q * bench.h_q + bench.s_k * bench.h_kv)
     cases = [bench.case(device, seed) for seed in range(sets_to_outgrow_l2(moved, most=32))]
-    ways = {name: [_routed(case, name) for case in cases] for name in ("decode", "prefill")}
+    routes = {name: [_routed(case, name) for case in cases] for name in ("decode", "prefill")}
     expected = SinkExpectation.of(cases[0])
     checks, results = [], {}
-    for name, calls in ways.items():
+    for name, calls in routes.items():
         results[name] = out, lse = calls[0]()
         checks.append(expected.check_forward(out, lse, name=name))
     chosen = route(**bench.sizes, dtype="bfloat16")
 
     def measure() -> dict[str, Any]:
-        timings = {
-            name: time_graph(calls, expected=Expected.of(("out", "lse"), calls[1:], checked=results[name]), clock=False)
-            for name, calls in ways.items()
+        graphs = {
+            name: prepare(calls, expected=Expected.of(("out", "lse"), calls[1:], checked=results[name]))
+            for name, calls in routes.items()
         }
+        timings = time_together(graphs, sustained=[chosen])
         both = {f"{name}_us": round(timing.us, 3) for name, timing in timings.items()}
         return {**timings[chosen].as_record(), "route": chosen, **both}
 

@@ -16,15 +16,19 @@ import torch
 
 from cute_kernels.runtime.compile import compile_kernel
 from fp8_mla import NOPE_DIM, QK_DIM, ROPE_OFFSET, SCALE_OFFSET, TOKEN_BYTES
+from scripts.bench import accumulator, ceilings, timing
 from scripts.bench.units.spec import (
     HALF_BYTES,
     NOPE,
     ROLES,
+    STREAM_WORDS,
     TILE,
     TRACED_TILES,
+    AccumulatorSpec,
     ConvertSpec,
     ExchangeSpec,
     GatherSpec,
+    StreamSpec,
     WgmmaSpec,
     shipped_specs,
 )
@@ -75,6 +79,10 @@ def name_of(spec: Any) -> str:
         return f"unit exchange, {'st.async' if spec.how == 'async' else 'bulk copy'}"
     if isinstance(spec, GatherSpec):
         return f"unit gather, {spec.rows} rows of a tile, {spec.in_flight} in flight"
+    if isinstance(spec, StreamSpec):
+        return "unit stream, read by TMA"
+    if isinstance(spec, AccumulatorSpec):
+        return "unit accumulator, e4m3"
     storing = ", a third one storing" if spec.storing else ""
     return f"unit wgmma, {spec.schedule}, {spec.warpgroups} warpgroup{'s' * (spec.warpgroups > 1)}{storing}"
 
@@ -94,14 +102,14 @@ def measure(spec: Any, kernel: Callable[..., Any] | None = None, device: str = "
     raise TypeError(f"spec: got {type(spec).__name__}, needs one of scripts.bench.units.spec")
 
 
-def figures_from(results: Sequence[UnitResult], ceilings: Mapping[str, float]) -> dict[str, Any]:
+def figures_from(results: Sequence[UnitResult], found: Mapping[str, float]) -> dict[str, Any]:
     """What was measured, by fields of `Rates`: for `Rates.measured`. Wrong results and what was left out give none."""
     figures: dict[str, Any] = {}
     for result in results:
         if not result.problem:
             figures |= result.rates
     names = {"read_GBps": "read_gbps", "copy_GBps": "copy_gbps", "bf16_gemm_TFLOPs": "gemm_tflops"}
-    figures |= {field: ceilings[name] for name, field in names.items() if name in ceilings}
+    figures |= {field: found[name] for name, field in names.items() if name in found}
     # two numbers of rows in flight: what does not depend on them is conversion, the rest is waiting for rows
     clocks = {
         result.figures["rows in flight"]: result.figures["cycles per row, HBM"]
@@ -246,10 +254,27 @@ def _wgmma(spec: WgmmaSpec, kernel: Callable[..., Any], device: str) -> UnitResu
     return UnitResult(name_of(spec), figures, problem, {"tensor_flops": rate} if best and rate else {})
 
 
+def _stream(spec: StreamSpec, kernel: Callable[..., Any], device: str) -> UnitResult:
+    data = torch.rand(STREAM_WORDS * (1 << 16 if device != "cpu" else 5), dtype=torch.float32, device=device)
+    try:
+        call = ceilings.reader_call(data, kernel)
+    except ValueError as error:
+        return UnitResult(name_of(spec), {}, str(error))
+    return UnitResult(name_of(spec), {"GB per second": data.nbytes / timing.time_eager(call, RUNS) / 1e9})
+
+
+def _accumulator(spec: AccumulatorSpec, kernel: Callable[..., Any], device: str) -> UnitResult:
+    found = accumulator.probe(accumulator.on_card(device, kernel))
+    bits = {name: float(value) for name, value in found.items() if name.startswith("bits_")}
+    return UnitResult(name_of(spec), bits, found.get("problem", ""))
+
+
 MEASURES: dict[type, Callable[..., UnitResult]] = {
     ConvertSpec: _convert,
     ExchangeSpec: _exchange,
     GatherSpec: _gather,
+    StreamSpec: _stream,
+    AccumulatorSpec: _accumulator,
     WgmmaSpec: _wgmma,
 }
 

@@ -12,7 +12,7 @@ from scripts.fuzzing import gqa, mla, small
 from scripts.fuzzing.calls import Call
 from scripts.fuzzing.draws import Draw
 
-MAX_SPECS: Final = 300
+MAX_SPECS: Final = 450
 GENERATORS: Final[tuple[tuple[int, Callable[[Draw], Call]], ...]] = (
     (36, mla.decode_call),
     (8, mla.append_call),

@@ -11,6 +11,7 @@ from typing import Any, Final, NamedTuple
 import torch
 
 from cute_kernels.gqa.layouts import LAYOUTS
+from fp8_mla.formats import FORMATS, V3_2
 from scripts.fuzzing.calls import Call, Mode, invoke
 from scripts.fuzzing.generate import draw_call
 
@@ -68,6 +69,11 @@ RULES: Final[dict[str, dict[str, Rule]]] = {
         "block_table": Rule(INT32, (0,), unit=True, needed=True),
         "cache_seqlens": Rule(INT32, (0,), needed=True),
         "s_aux": Rule(FLOAT32, (0,), unit=True),
+        "extra_kv_cache": Rule(
+            (torch.uint8, torch.float8_e4m3fn), (-1,), ("extra_indices",), unit=True, align=16, needed=True
+        ),
+        "extra_indices": Rule(INT32, (0, 1), unit=True, needed=True),
+        "extra_topk_length": Rule(INT32, (0, 1)),
         "out": Rule((torch.bfloat16,), (0, 1, 2, 3), unit=True, align=16),
         "lse": Rule(FLOAT32, (0, 1, 2)),
     },
@@ -177,7 +183,7 @@ def _wrong_tensors(name: str, t: torch.Tensor, rule: Rule, call: Call, rng: rand
     if t.numel() > 1 and rule.unit and t.shape[-1] > 1 and _has_rows(op, name, arguments):
         yield Wrong(f"{name} with a last stride of 2", anywhere, {name: torch.stack([t, t], -1)[..., 0]})
     if t.numel() and rule.align > t.element_size() and _has_rows(op, name, arguments):
-        yield from _misaligned(name, t, rule, anywhere)
+        yield from _misaligned(name, t, rule, anywhere, _is_planar(name, arguments))
     if name in NO_GRADIENT.get(op, ()) and t.is_floating_point() and t.dtype.itemsize > 1:
         yield Wrong(f"{name} requires gradients", anywhere, {name: t.detach().clone().requires_grad_()})
 
@@ -193,18 +199,28 @@ def _decided(op: str, name: str, axis: int, arguments: Mapping[str, Any]) -> boo
     contiguous = arguments.get("layout") in ("BNSH", "BSNH")
     if op == "gqa_decode" and name == "k_cache" and axis == 0:
         return contiguous
-    return not (op == "mla_fp8_decode" and name == "topk_length" and axis == 1 and arguments["topk_length"].dim() < 2)
+    return not (op == "mla_fp8_decode" and name.endswith("topk_length") and axis == 1 and arguments[name].dim() < 2)
 
 
-def _misaligned(name: str, t: torch.Tensor, rule: Rule, names: tuple[str, ...]) -> Iterator[Wrong]:
+def _is_planar(name: str, arguments: Mapping[str, Any]) -> bool:
+    """Whether an argument is a latent cache in whose pages strides mean nothing."""
+    if not name.endswith("kv_cache"):
+        return False
+    token_format = FORMATS[arguments.get(name.replace("kv_cache", "cache_format")) or V3_2.name]
+    return token_format.page_layout(1, arguments.get("cache_layout")).cache_layout == "planar"
+
+
+def _misaligned(
+    name: str, t: torch.Tensor, rule: Rule, names: tuple[str, ...], only_pages: bool = False
+) -> Iterator[Wrong]:
     size, itemsize = t.numel(), t.element_size()
     step = rule.align // 2 // itemsize or 1
     memory = torch.zeros(size + rule.align, dtype=t.dtype, device=t.device)
     yield Wrong(f"{name} at an odd address", names, {name: memory[step : step + size].view(t.shape)})
     if t.dim() > 1 and t.shape[-2] > 1:
-        wide = torch.zeros((*t.shape[:-1], t.shape[-1] + step), dtype=t.dtype, device=t.device)
-        if (t.shape[-1] + step) * itemsize % rule.align:
-            yield Wrong(f"{name} with odd rows", names, {name: wide[..., : t.shape[-1]]})
+        rows = torch.zeros((*t.shape[:-1], t.shape[-1] + step), dtype=t.dtype, device=t.device)[..., : t.shape[-1]]
+        if rows.stride(0 if only_pages else -2) * itemsize % rule.align and (not only_pages or len(t) > 1):
+            yield Wrong(f"{name} with odd rows", names, {name: rows})
 
 
 def _unwanted(name: str, call: Call, arguments: Mapping[str, Any]) -> Iterator[Wrong]:
@@ -232,6 +248,10 @@ def _wrong_numbers(call: Call, arguments: Mapping[str, Any]) -> Iterator[Wrong]:
     if call.op == "mla_fp8_decode":
         numbers["exchange"] = ("value", 1, "Codes", "")
         numbers["scores"] = ("fp16", 1, "FP8", "")
+        numbers |= {"cache_format": ("v3", 1, "", ["v4"]), "cache_layout": ("rows", 1, "Planar")}
+        numbers["extra_cache_format"] = ("v4 ", 2) if arguments.get("extra_kv_cache") is not None else ("v4",)
+    if call.op == "mla_fp8_append":
+        numbers = {"cache_format": ("v3", 1, ""), "cache_layout": ("rows", 1, "Planar")}
     if call.op == "gqa_decode":
         numbers |= {"window": (0, -1, -(2**31), 1.5, True, "1"), "layout": ("NHD", "bnsh", None, 3)}
         numbers["softcap"] = (0.0, -1.0, float("inf"), float("nan"), "2", True)

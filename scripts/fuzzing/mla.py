@@ -12,12 +12,17 @@ import torch
 import fp8_mla
 from cute_kernels.mla import append_spec, spec
 from cute_kernels.mla.crossover import spec as crossover_spec
+from cute_kernels.mla.latent import spec as latent_spec
 from cute_kernels.mla.plan import EXCHANGES, plan_decode
+from fp8_mla.formats import FORMATS, V3_2
 from scripts.bench.timing import bits
 from scripts.fuzzing.calls import Call, Mode
 from scripts.fuzzing.draws import INT32_MAX, INT32_MIN, MAX_SCRATCH, Draw, extreme_lengths, num_sms, problems_of
 from scripts.fuzzing.memory import Image, contiguous_stride, padded_stride
+from tests.support.append_pages import FORMS, append_to
 from tests.support.compare import check_decode
+from tests.support.latent_cases import FORMS as LATENT_FORMS
+from tests.support.latent_cases import SIZE_KINDS, latent_case, latent_dense_case
 from tests.support.mla_cases import SCALE_KINDS, DecodeCase, dense_case, sparse_case
 
 HEADS = (1, 2, 7, 8, 16, 17, 32, 33, 64, 65, 96, 100, 127, 128)
@@ -26,6 +31,7 @@ LARGE_TOPKS = (2048, 4096, 16_384)
 PAGE_SIZES = (1, 2, 16, 61, 64, 576)
 SPLITS = (None, None, None, None, 1, 2, 3, 8, 32, 64, 128, 256)
 SINKS = ("none", "finite", "inf")
+LATENT_HEADS = (16, spec.WIDE)  # of a CTA: with more the list of kernels would double
 DECODE_MODES = (
     Mode(("out", "lse"), ("out", "lse")),
     Mode(("out", "lse"), ("out",)),
@@ -39,13 +45,19 @@ DECODE_MODES = (
 
 def kernel_specs() -> list[Any]:
     """Every kernel that these calls may take."""
-    return [*spec.shipped_specs(), *crossover_spec.shipped_specs(), *append_spec.shipped_specs()]
+    latent = [one for one in latent_spec.shipped_specs() if one.heads in LATENT_HEADS]
+    return [*spec.shipped_specs(), *crossover_spec.shipped_specs(), *latent, *append_spec.shipped_specs()]
 
 
 def decode_call(draw: Draw) -> Call:
-    """A sparse or a dense decode."""
-    sparse = draw.chance(0.55)
-    case, forced = _sparse(draw) if sparse else _dense(draw)
+    """A sparse or a dense decode over one cache, or a sparse one over two."""
+    latent = draw.chance(0.35)
+    formats, layout = draw.choice(LATENT_FORMS)
+    sparse = draw.chance(0.55) or (latent and len(formats) > 1)
+    if latent:
+        case, forced = _latent_sparse(draw, formats, layout) if sparse else _latent_dense(draw, formats[0], layout)
+    else:
+        case, forced = _sparse(draw) if sparse else _dense(draw)
     case, changed = _vary(case, draw)
     batch, s_q, h_q, _ = case.q.shape
     index = case.indices if sparse else case.block_table
@@ -54,15 +66,23 @@ def decode_call(draw: Draw) -> Call:
     specs: tuple[Any, ...] = ()
     if (forced["num_splits"] or 1) * batch * s_q * h_q * spec.PARTIAL_FLOATS > MAX_SCRATCH:
         forced["num_splits"] = None
-    if batch and width and case.kv_cache.shape[0]:
+    sides = [(case.cache_format or "v3.2", width if sparse else width * page_size, case.kv_cache)]
+    if case.extra_kv_cache is not None:
+        assert case.extra_indices is not None and case.extra_cache_format is not None
+        sides.append((case.extra_cache_format, case.extra_indices.shape[-1], case.extra_kv_cache))
+    sides = [(name, keys, cache) for name, keys, cache in sides if keys and cache.shape[0]]
+    if batch and sides:
         plan = plan_decode(
             sparse=sparse,
             batch=batch,
             s_q=s_q,
             h_q=h_q,
-            max_keys=width if sparse else width * page_size,
+            max_keys=sides[0][1],
             num_sms=num_sms(draw.device),
             ragged=(case.topk_length if sparse else case.cache_seqlens) is not None,
+            cache_format=sides[0][0],
+            extra_format=sides[1][0] if len(sides) > 1 else "",
+            extra_keys=sides[1][1] if len(sides) > 1 else 0,
             **forced,
         )
         specs = (plan.spec,)
@@ -89,7 +109,20 @@ def decode_call(draw: Draw) -> Call:
         modes=DECODE_MODES,
         oracle=oracle,
         specs=specs,
-        shape=("mla", sparse, batch, s_q, h_q, width, page_size, *forced.values(), case.topk_length is None),
+        shape=(
+            "mla",
+            sparse,
+            batch,
+            s_q,
+            h_q,
+            width,
+            page_size,
+            *forced.values(),
+            case.topk_length is None,
+            case.cache_format,
+            case.extra_cache_format,
+            case.cache_layout,
+        ),
     )
 
 
@@ -159,6 +192,57 @@ def _dense(draw: Draw) -> tuple[DecodeCase, dict[str, Any]]:
     return case, _forced(draw)
 
 
+def _latent_sparse(draw: Draw, formats: tuple[str, ...], layout: str | None) -> tuple[DecodeCase, dict[str, Any]]:
+    batch, s_q = draw.batch(), draw.choice((1, 1, 1, 2, 3, 5))
+    topks = [draw.choice(LARGE_TOPKS[:1] if draw.large else TOPKS) for _ in range(2)]
+    if not draw.large and (batch * s_q > 16 or not draw.on_gpu):
+        topks = [min(topk, 200 if draw.on_gpu else 65) for topk in topks]
+    case = latent_case(
+        formats=formats,
+        cache_layout=layout,
+        batch=batch,
+        h_q=draw.choice(HEADS),
+        s_q=s_q,
+        topk=topks[0],
+        extra_topk=topks[1],
+        page_size=draw.choice(PAGE_SIZES),
+        extra_page_size=draw.choice(PAGE_SIZES),
+        num_slots=10_000 if draw.large else 1000,
+        sizes=draw.choice(SIZE_KINDS),
+        invalid=draw.chance(0.7),
+        lengths=draw.choice(("none", "batch", "query")),
+        sink=draw.choice(SINKS),
+        padded=draw.chance(0.5),
+        seed=draw.seed,
+        device=draw.device,
+    )
+    if draw.chance(0.1) and case.extra_indices is not None:
+        case = dataclasses.replace(case, extra_indices=case.extra_indices[..., :0])
+    return case, {"num_splits": draw.choice(SPLITS), "scores": None}
+
+
+def _latent_dense(draw: Draw, cache_format: str, layout: str | None) -> tuple[DecodeCase, dict[str, Any]]:
+    batch, page_size = draw.batch(), draw.choice(PAGE_SIZES)
+    longest = draw.choice((1, 63, 64, 130, 576)) if draw.on_gpu and batch <= 16 else draw.choice((1, 63, 130))
+    case = latent_dense_case(
+        cache_format=cache_format,
+        cache_layout=layout,
+        seqlens=draw.lengths(batch, longest, page_size),
+        h_q=draw.choice(HEADS),
+        s_q=draw.choice((1, 1, 2, 3, 4)),
+        page_size=page_size,
+        causal=draw.chance(0.7),
+        sizes=draw.choice(SIZE_KINDS),
+        sink=draw.choice(SINKS),
+        padded=draw.chance(0.5),
+        seed=draw.seed,
+        device=draw.device,
+    )
+    assert case.block_table is not None and case.cache_seqlens is not None
+    lengths = extreme_lengths(case.cache_seqlens, case.block_table.shape[1] * page_size, draw)
+    return dataclasses.replace(case, cache_seqlens=lengths), {"num_splits": draw.choice(SPLITS), "scores": None}
+
+
 def _forced(draw: Draw) -> dict[str, Any]:
     """Choices that are left to the planner, or made."""
     scores = draw.choice((None, "exact", "fp8"))
@@ -178,7 +262,7 @@ def _vary(case: DecodeCase, draw: Draw) -> tuple[DecodeCase, torch.Tensor]:
         elif case.block_table is not None:
             case = dataclasses.replace(case, block_table=case.block_table[:, :0])
     if draw.chance(0.3):
-        case = dataclasses.replace(case, softmax_scale=fp8_mla.QK_DIM**-0.5 * draw.choice((0.25, 0.5, 1.0)))
+        case = dataclasses.replace(case, softmax_scale=case.q.shape[-1] ** -0.5 * draw.choice((0.25, 0.5, 1.0)))
     cache = case.kv_cache
     if draw.chance(0.3):
         cache = cache.unsqueeze(2)
@@ -197,14 +281,17 @@ def append_call(draw: Draw) -> Call:
         tokens = draw.choice((1000, 5000))  # beyond 4224 a warp takes two
     page_size = draw.choice(PAGE_SIZES)
     num_pages = -(-(tokens + draw.choice((0, 1, 40))) // page_size)
-    shape = (num_pages, page_size, fp8_mla.TOKEN_BYTES)
-    stride = (page_size * fp8_mla.TOKEN_BYTES + draw.choice((0, 16, fp8_mla.TOKEN_BYTES)), fp8_mla.TOKEN_BYTES, 1)
+    cache_format, cache_layout = draw.choice(((V3_2.name, None), *FORMS))
+    token_format = FORMATS[cache_format]
+    layout, width, size = token_format.page_layout(page_size, cache_layout), token_format.d_qk, token_format.token_bytes
+    shape = (num_pages, page_size, size)
+    stride = (-(-page_size * size // 16) * 16 + 16 * draw.choice((0, 1, size // 8)), size, 1)
     cache = torch.randint(256, shape, dtype=torch.uint8, generator=draw.gen, device=draw.device)
-    kv = special_values(torch.randn((tokens, fp8_mla.QK_DIM), generator=draw.gen, device=draw.device), draw)
+    kv = special_values(torch.randn((tokens, width), generator=draw.gen, device=draw.device), draw)
     if draw.chance(0.5):
-        wide = kv.new_full((tokens, fp8_mla.QK_DIM + 8 * draw.choice((1, 3))), torch.nan)
-        wide[:, : fp8_mla.QK_DIM] = kv
-        kv = wide[:, : fp8_mla.QK_DIM]
+        wide = kv.new_full((tokens, width + 8 * draw.choice((1, 3))), torch.nan)
+        wide[:, :width] = kv
+        kv = wide[:, :width]
     slots = slot_mapping(tokens, num_pages * page_size, draw)
     spread = torch.empty_strided(shape, stride, dtype=torch.uint8, device=draw.device)
     image = Image.of_tensors({"kv_cache": spread.copy_(cache)}, draw.rng)
@@ -213,21 +300,20 @@ def append_call(draw: Draw) -> Call:
         image.places["kv_cache"] = place._replace(dtype=torch.float8_e4m3fn)
 
     def oracle(values: Mapping[str, torch.Tensor]) -> list[str]:
-        expected, at = cache.cpu().clone(), slots.cpu()
-        keep = (at >= 0) & (at < num_pages * page_size)
-        expected[at[keep] // page_size, at[keep] % page_size] = fp8_mla.pack(kv.cpu()[keep])
+        expected = cache.cpu().clone()
+        append_to(expected.flatten(1), kv.cpu(), slots.cpu(), page_size, token_format, layout)
         differ = int((bits(values["kv_cache"]).cpu() != expected).sum())
         return [f"kv_cache: {differ} bytes are not those of fp8_mla.pack"] if differ else []
 
     return Call(
         seed=draw.seed,
         op="mla_fp8_append",
-        arguments={"kv": kv, "slot_mapping": slots},
+        arguments={"kv": kv, "slot_mapping": slots, "cache_format": cache_format, "cache_layout": cache_layout},
         image=image,
         modes=(Mode(("kv_cache",)),),
         oracle=oracle,
-        specs=(append_spec.MlaAppendSpec.for_launch(tokens),) if tokens and num_pages else (),
-        shape=("mla append", tokens, num_pages, page_size),
+        specs=(append_spec.MlaAppendSpec.for_launch(tokens, cache_format),) if tokens and num_pages else (),
+        shape=("mla append", cache_format, layout.cache_layout, tokens, num_pages, page_size),
     )
 
 
@@ -245,8 +331,8 @@ def special_values(x: torch.Tensor, draw: Draw, dtype: torch.dtype = torch.bfloa
 def slot_mapping(tokens: int, num_slots: int, draw: Draw) -> torch.Tensor:
     """Different slots in random order; some tokens are skipped, by a slot below 0 or beyond the cache."""
     slots = torch.full((tokens,), -1, dtype=torch.int64)
-    at = draw.rng.sample(range(num_slots), min(tokens, num_slots))
-    slots[: len(at)] = torch.tensor(at, dtype=torch.int64)
+    chosen = draw.rng.sample(range(num_slots), min(tokens, num_slots))
+    slots[: len(chosen)] = torch.tensor(chosen, dtype=torch.int64)
     skips = (-1, -(2**63), num_slots, 2**31, 2**40, -(2**32), 2**63 - 1)
     for place in range(tokens):
         if draw.chance(0.12):

@@ -21,6 +21,7 @@ from cute_kernels.mla.plan import EXCHANGES
 from cute_kernels.runtime import workspace
 from scripts.bench import timing
 from scripts.sanitizing.tools import WORKER_DONE
+from tests.support.append_pages import FORMS, AppendPages, slots_for
 from tests.support.compare import check_decode
 from tests.support.gqa_cases import GqaCase, check_gqa, gqa_case
 from tests.support.mla_cases import DecodeCase, dense_case, generator, sparse_case, strided
@@ -123,6 +124,14 @@ class Calls:
         cache.view(128, -1)[slots[slots >= 0]] = fp8_mla.pack(kv[slots >= 0])
         if not torch.equal(on_gpu_cache.cpu(), cache):
             raise AssertionError("mla_fp8_append: the cache differs from fp8_mla.pack")
+        for cache_format, cache_layout in FORMS:
+            pages = AppendPages.random(cache_format, cache_layout, (8, 16), device="cpu").cuda()
+            kv = strided(torch.randn((100, 512), generator=self.generator).bfloat16())
+            slots = slots_for(100, pages.num_slots, seed=1)
+            expected = pages.expected(kv, slots)
+            self.call(cute_kernels.mla_fp8_append, kv.cuda(), pages.view, slots.cuda(), **pages.options)
+            if not torch.equal(pages.buffer.cpu(), expected):
+                raise AssertionError(f"mla_fp8_append, {cache_format}, {cache_layout}: differs from fp8_mla.pack")
 
     def merge(self) -> None:
         """Merge three partials, some of them empty."""

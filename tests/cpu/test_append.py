@@ -1,15 +1,17 @@
+import re
 from typing import Any
 
 import pytest
 import torch
 
-from cute_kernels.mla import append_op
+from cute_kernels.mla import append_launch, append_op
 from cute_kernels.mla.append_op import mla_fp8_append
 from cute_kernels.mla.append_spec import MlaAppendSpec, shipped_specs
 from cute_kernels.runtime.launch import PreparedLaunches
 from fp8_mla import pack
+from fp8_mla.formats import FORMATS, V3_2, V4
 from tests.support.prepared import prepare
-from tests.support.reports import report_of
+from tests.support.reports import listing_of, report_of
 
 PAGES, PAGE_SIZE = 5, 7
 POISON = 0xA5
@@ -86,7 +88,7 @@ KV, CACHE, SLOT = tokens(3), poisoned_cache(PAGES, PAGE_SIZE, 656), torch.tensor
 BAD: dict[str, tuple[type[Exception], str, Any, torch.Tensor, torch.Tensor]] = {
     "kv float32": (TypeError, "kv: got dtype torch.float32", KV.float(), CACHE, SLOT),
     "kv is None": (TypeError, "kv: got NoneType", None, CACHE, SLOT),
-    "kv of 512": (ValueError, r"kv: got shape \(3, 512\)", KV[:, :512], CACHE, SLOT),
+    "kv of 544": (ValueError, r"kv: got shape \(3, 544\)", KV[:, :544], CACHE, SLOT),
     "kv 3-d": (ValueError, r"kv: got shape \(3, 1, 576\)", KV[:, None], CACHE, SLOT),
     "kv transposed": (ValueError, "kv: got last stride 3", KV.T.contiguous().T, CACHE, SLOT),
     "kv misaligned": (ValueError, "kv: .*16-byte", misaligned(KV), CACHE, SLOT),
@@ -185,7 +187,7 @@ def test_the_first_launch_prepares_the_others(monkeypatch):
     kernel, cache = Kernel("meta"), poisoned_cache(PAGES, PAGE_SIZE, 1, 656)
     monkeypatch.setattr(append_op, "_prepared", PreparedLaunches())
     monkeypatch.setattr(append_op, "require_sm90", lambda name, device: None)
-    monkeypatch.setattr(append_op, "get_kernel", lambda spec: kernel)
+    monkeypatch.setattr(append_launch, "get_kernel", lambda spec: kernel)
     meta = [t.to("meta") for t in (KV, cache, SLOT)]  # any device but the CPU
     for launches in (1, 2, 3):
         mla_fp8_append(*meta)
@@ -212,16 +214,51 @@ def test_a_spec_says_what_it_cannot_do():
     assert all(spec.can_implement() == [] for spec in shipped_specs())
     assert "tokens_per_warp is 3" in MlaAppendSpec(tokens_per_warp=3).can_implement()[0]
     assert "warps is 33" in MlaAppendSpec(warps=33).can_implement()[0]
+    assert "cache_format is 'v5'" in MlaAppendSpec(cache_format="v5").can_implement()[0]
 
 
 def test_a_long_call_keeps_more_bytes_in_flight():
-    short, long = MlaAppendSpec.for_launch(1), MlaAppendSpec.for_launch(65536)
-    assert short.tokens_per_warp < long.tokens_per_warp
-    assert {short, long} == set(shipped_specs())
+    shipped = set()
+    for name in FORMATS:
+        short, long = MlaAppendSpec.for_launch(1, name), MlaAppendSpec.for_launch(65536, name)
+        assert short.tokens_per_warp < long.tokens_per_warp
+        shipped |= {short, long}
+    assert shipped == set(shipped_specs())
 
 
-def test_four_tokens_per_warp_compile():
-    spec = MlaAppendSpec(tokens_per_warp=4, warps=8)
+@pytest.mark.parametrize("name", FORMATS)
+def test_four_tokens_per_warp_compile(name):
+    spec = MlaAppendSpec(tokens_per_warp=4, warps=8, cache_format=name)
     code = report_of(spec)
     assert code.problems(spec.expected) == []
-    assert code.count("LDG.E.128") == 9  # two of each token's latent, one of all rope parts
+    rope_parts = name == "v3.2"  # of all tokens together
+    assert code.count("LDG.E.128") == 8 + rope_parts, "two of each token's latent"
+
+
+@pytest.mark.parametrize("spec", shipped_specs(), ids=repr)
+def test_all_loads_are_issued_before_anything_is_quantized(spec):
+    """Else a warp has half of its bytes in flight; where ptxas puts them is its own affair."""
+    opcodes = [found[1] for line in listing_of(spec) if (found := re.search(r"\*/\s+(?:@!?U?P\d+ )?([A-Z]\S*)", line))]
+    loads = [place for place, opcode in enumerate(opcodes) if opcode.startswith("LDG")]
+    maxima = [place for place, opcode in enumerate(opcodes) if opcode.startswith(("FMNMX", "VHMNMX"))]
+    assert len(loads) == 1 + 2 * spec.tokens_per_warp + (spec.cache_format == "v3.2"), "slots, latents, rope parts"
+    assert loads[-1] < maxima[0]
+
+
+def test_the_launch_tells_the_kernel_where_rows_are(monkeypatch):
+    """Of V3.2 the strides of the cache say it, of other formats the layout of a page."""
+    asked: list[Any] = []
+    calls: list[Any] = []
+
+    def get_kernel(spec: Any) -> Any:
+        asked.append(spec)
+        return lambda *arguments: calls.append(arguments)
+
+    monkeypatch.setattr(append_launch, "get_kernel", get_kernel)
+    kv, pages, slots = torch.zeros(5000, 576), CACHE, torch.zeros(5000)
+    append_launch.launch_append(kv, pages, slots, V3_2, V3_2.page_layout(PAGE_SIZE))
+    append_launch.launch_append(kv[:1], pages, slots, V4, V4.page_layout(64))
+    assert asked == [MlaAppendSpec.for_launch(5000), MlaAppendSpec.for_launch(1, "v4")]
+    (first, second) = calls
+    assert first[0] is kv and first[1] is pages and first[2] is slots and len(first) == 3
+    assert second[1] is pages and second[3:] == (576, 64 * 576, 8)

@@ -54,18 +54,22 @@ def test_every_case_has_a_name_and_a_key_of_its_own() -> None:
 
 MUST: dict[str, tuple[str, int, dict[str, float]]] = {
     "128 x 8192": (r"int8 \S+ (BNSH|paged_NHD_64) 128x32x1 s_k 8192", 4, {"read_fraction": 0.92}),
-    "64 x 8192, pages": (r"int8 \S+ paged_NHD_64 64x32x1 s_k 8192", 2, {"read_fraction": 0.92}),
+    "64 x 8192, pages": (r"int8 \S+ paged_NHD_64 64x32x1 s_k 8192", 2, {"read_fraction": 0.96}),
+    "ragged, long": (r"24x32x1 s_k 1024\.\.32768", 1, {"read_fraction": 0.88}),
+    "256 short ones": (r"256x32x1", 1, {"read_fraction": 0.90}),
+    "few heads": (r"8x28x1", 1, {"read_fraction": 0.62}),
+    "other head dimensions": (r"int8 .* (64x64x1 s_k 8192 d 64|64x16x1 s_k 8192 d 256)", 2, {"read_fraction": 0.94}),
     "64 x 8192": (r"int8 per_t\S+(or|head) BNSH 64x32x1 s_k 8192", 2, {"read_fraction": 0.92, "ratio": 1.7}),
     "16 x 4096": (r"16x32x1 s_k 4096", 4, {"read_fraction": 0.78}),
     "1 x 131072": (r" 1x32x1 s_k 131072", 4, {"read_fraction": 0.80}),
     "1 x 32768": (r" 1x32x1 s_k 32768", 4, {"us": 26}),
     "1 x 1024": (r" 1x32x1 s_k 1024", 4, {"us": 6}),
     "ragged": (r"32x32x1 s_k 512\.\.16384", 4, {"read_fraction": 0.85}),
-    "64 heads": (r"int8 .* 64x64x1", 4, {"read_fraction": 0.90}),
+    "64 heads": (r"int8 .* 64x64x1 s_k 8192 d 128", 4, {"read_fraction": 0.90}),
     "layouts": (r"(BSNH|NHD_16|NHD_128|HND_64) 64x32x1", 8, {"read_fraction": 0.90}),
     "bf16 and fp8": (r"(bf16|fp8) .* 64x32x1", 4, {"read_fraction": 0.95}),
     "4 queries": (r"64x32x4", 4, {"read_fraction": 0.85}),
-    "for information": (r"vllm|per_group|per_token BNSH|window|d 64", 7, {}),
+    "for information": (r"vllm|per_group|per_token BNSH|window|bf16 .* d 64", 7, {}),
 }
 
 

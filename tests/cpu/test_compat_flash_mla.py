@@ -3,7 +3,7 @@
 import inspect
 import math
 import sys
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -39,11 +39,12 @@ def calls(monkeypatch):
     """Puts a recorder in the place of `mla_fp8_decode`, so that a test sees exactly what is passed on."""
     recorded = []
 
-    def recorder(q, kv_cache, *, return_lse=False, out=None, **arguments):
-        recorded.append({"q": q, "kv_cache": kv_cache, "return_lse": return_lse, "out": out, **arguments})
-        result, lse = fp8_mla.reference_decode(q, kv_cache, **arguments)
+    def recorder(q, kv_cache, *, return_lse=False, out=None, lse, num_splits, exchange, **arguments):
+        of_plan = {"num_splits": num_splits, "exchange": exchange}
+        recorded.append({"q": q, "kv_cache": kv_cache, "return_lse": return_lse, "out": out, **of_plan, **arguments})
+        result, result_lse = fp8_mla.reference_decode(q, kv_cache, **arguments)
         out = torch.empty_like(result, dtype=torch.bfloat16) if out is None else out
-        return out.copy_(result), lse.float()
+        return out.copy_(result), lse.copy_(result_lse)
 
     module = ModuleType("cute_kernels.mla.op")
     vars(module)["mla_fp8_decode"] = recorder
@@ -81,6 +82,21 @@ def test_signature_is_flash_mlas():
         "topk_length",
         "extra_topk_length",
         "out",
+        # of vLLM, then of SGLang
+        "enable_batch_invariant",
+        "kv_format",
+        "use_legacy",
+        "descale_q",
+        "descale_k",
+    ]
+    assert list(inspect.signature(flash_mla.flash_mla_sparse_fwd).parameters) == [
+        "q",
+        "kv",
+        "indices",
+        "sm_scale",
+        "d_v",
+        "attn_sink",
+        "topk_length",
     ]
 
 
@@ -190,15 +206,20 @@ SOME_INDICES = torch.zeros(BATCH, S_Q, 7, dtype=torch.int32)
         ),
         ({"k_cache": None}, TypeError, "k_cache: got None; needs"),
         ({"is_fp8_kvcache": False}, ValueError, "is_fp8_kvcache: got False; needs True: bfloat16 .* not supported"),
-        ({"k_cache": SOME_CACHE[..., :584]}, ValueError, "k_cache: got .*584.* other FP8 layouts are not supported"),
+        ({"k_cache": SOME_CACHE[..., :592]}, ValueError, "kv_cache: got tokens of 592 bytes; needs 656 or 584 or"),
         ({"head_dim_v": 576}, ValueError, "head_dim_v: got 576; needs 512"),
         ({"causal": True}, ValueError, "causal: got True with indices; needs False"),
-        ({"extra_k_cache": SOME_CACHE}, ValueError, "extra_k_cache.*two caches is not supported"),
-        ({"extra_indices_in_kvcache": SOME_INDICES}, ValueError, "extra_indices_in_kvcache.* is not supported"),
-        ({"extra_topk_length": SOME_INDICES[:, 0, 0]}, ValueError, "extra_topk_length.* is not supported"),
+        ({"extra_k_cache": SOME_CACHE}, ValueError, "extra_indices: got None"),
+        ({"extra_k_cache": SOME_CACHE[..., :584]}, ValueError, "extra_kv_cache: got tokens of 584 bytes; needs 656"),
+        ({"extra_indices_in_kvcache": SOME_INDICES}, ValueError, "extra_indices: got a value without extra_kv_cache"),
+        ({"extra_topk_length": SOME_INDICES[:, 0, 0]}, ValueError, "extra_topk_length: got a value without"),
+        ({"descale_q": torch.ones(1)}, ValueError, "descale_q: got a value; needs None: queries are bfloat16"),
+        ({"descale_k": torch.ones(1)}, ValueError, "descale_k: got a value; needs None"),
+        ({"kv_format": "V5"}, ValueError, "kv_format: got 'V5'; needs one of V32"),
+        ({"kv_format": "V41"}, ValueError, "k_cache: got tokens of 656 bytes with kv_format 'V41'; needs 528 or 288"),
     ],
 )
-def test_refusals(calls, case, change, error, message):
+def test_refusals(case, change, error, message):
     arguments = {
         "q": case[0],
         "k_cache": SOME_CACHE,
@@ -212,4 +233,60 @@ def test_refusals(calls, case, change, error, message):
     }
     with pytest.raises(error, match=message):
         flash_mla.flash_mla_with_kvcache(**arguments)
-    assert not calls
+
+
+def test_sparse_prefill_is_refused_in_a_sentence():
+    with pytest.raises(NotImplementedError, match="flash_mla_sparse_fwd: got bfloat16 keys; needs FlashMLA itself"):
+        flash_mla.flash_mla_sparse_fwd(torch.zeros(2, 64, 576), torch.zeros(9, 1, 576), SOME_INDICES[0, :, None], 0.1)
+
+
+FORMS = [  # first and second format, their layout, and kv_format
+    ("v3.2", "v3.2", "interleaved", (None, "V32")),
+    ("v3.2_nope", "v3.2_nope", "interleaved", ("v3.2_nope",)),
+    ("v4", "v4", "planar", (None, "MODEL1", "V4")),
+    ("v4.1", "v4.1", "planar", (None, "V41")),
+    ("v4.1", "v4.1_fp4", "planar", (None, "V41_FP4")),
+    ("v4.1", "v4.1_fp4", "interleaved", ("V41_NEW", "V41_FP4_NEW", SimpleNamespace(name="V41_FP4_NEW"))),
+]
+
+
+@pytest.mark.parametrize(("first", "second", "layout", "kv_formats"), FORMS, ids=str)
+def test_two_caches_of_every_format(first, second, layout, kv_formats):
+    generator = torch.Generator().manual_seed(2)
+    caches = []
+    for name, pages, page_size in ((first, 3, 4), (second, 10, 2)):
+        token_format = fp8_mla.FORMATS[name]
+        # as FlashMLA's users make them: pages are padded, and the last dimension does not say where rows are
+        memory = torch.full((pages, page_size * token_format.token_bytes + 64), 0xFF, dtype=torch.uint8)
+        cache = memory[:, : page_size * token_format.token_bytes].view(pages, page_size, 1, token_format.token_bytes)
+        tokens = fp8_mla.pack(torch.randn(pages * page_size, token_format.d_qk, generator=generator), token_format=name)
+        fp8_mla.write_pages(cache, torch.arange(pages * page_size), tokens, token_format=name, cache_layout=layout)
+        caches.append(cache.view(torch.float8_e4m3fn))
+    q = torch.randn(2, 1, 3, fp8_mla.FORMATS[first].d_qk, generator=generator).bfloat16()
+    indices = torch.tensor([[[0, 11, -1, 3]], [[-1, -1, -1, -1]]], dtype=torch.int32)
+    extra = {
+        "extra_indices": torch.tensor([[[19, 0, 4]], [[7, 8, 9]]], dtype=torch.int32),
+        "extra_topk_length": torch.tensor([3, 0], dtype=torch.int32),
+    }
+    sink = torch.tensor([0.5, -math.inf, math.inf])
+    for kv_format in kv_formats:
+        got = flash_mla.flash_mla_with_kvcache(
+            q, caches[0], None, None, 512, None, is_fp8_kvcache=True, indices=indices, attn_sink=sink,
+            extra_k_cache=caches[1], extra_indices_in_kvcache=extra["extra_indices"],
+            extra_topk_length=extra["extra_topk_length"], kv_format=kv_format, use_legacy=True,
+        )  # fmt: skip
+        assert_flash_mla_result(
+            got, q, caches[0], indices=indices, s_aux=sink, cache_format=first, cache_layout=layout,
+            extra_kv_cache=caches[1], extra_cache_format=second, **extra,
+        )  # fmt: skip
+        assert (got[1][1] == math.inf).all() and (got[0][1] == 0).all()
+
+
+def test_batch_invariance_is_a_plan_that_no_batch_changes(calls, case, indices):
+    q, k_cache, *_ = case
+    arguments = (None, None, 512, None)
+    for asked, plan in ((True, (1, "none")), (False, (None, None))):
+        flash_mla.flash_mla_with_kvcache(
+            q, k_cache, *arguments, is_fp8_kvcache=True, indices=indices, enable_batch_invariant=asked
+        )
+        assert (calls[-1]["num_splits"], calls[-1]["exchange"]) == plan

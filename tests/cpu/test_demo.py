@@ -111,6 +111,8 @@ def test_the_command(
     if not has_rich:
         monkeypatch.setattr(builtins, "__import__", no_rich)
     monkeypatch.setattr(demo, "run", lambda size, text, device: report)
+    wrong: list[str] = []
+    monkeypatch.setattr(demo, "second_page", lambda size, text, device: wrong)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert demo.main([]) == 0
     printed = capsys.readouterr().out
@@ -121,3 +123,8 @@ def test_the_command(
     monkeypatch.setattr(demo.Report, "failures", lambda self: ["dense: off"])
     assert demo.main([]) == 1
     assert "WRONG" in capsys.readouterr().out
+
+    monkeypatch.setattr(demo.Report, "failures", lambda self: [])
+    wrong.append("V4: off")
+    assert demo.main([]) == 1
+    assert "WRONG:  V4: off" in capsys.readouterr().out

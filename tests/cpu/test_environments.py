@@ -95,7 +95,7 @@ def test_compiled_calls_are_the_same(name: str, dynamic: bool | None, environmen
 
 @EVERYWHERE
 def test_the_token_format(environment: str) -> None:
-    """What `fp8_mla` has beside the oracle."""
+    """What `fp8_mla` has besides the oracle."""
 
     def results() -> list[torch.Tensor]:
         gen = torch.Generator(device="cpu").manual_seed(0)

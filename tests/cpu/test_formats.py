@@ -10,19 +10,91 @@ import pytest
 import torch
 
 import fp8_mla
-from fp8_mla.formats import FORMATS, ITEMSIZE, V3_2, Field, TokenFormat
+from fp8_mla.formats import (
+    CACHE_LAYOUTS,
+    FORMATS,
+    ITEMSIZE,
+    PAIRS,
+    V3_2,
+    V3_2_NOPE,
+    V4,
+    V4_1,
+    V4_1_FP4,
+    Field,
+    PageLayout,
+    TokenFormat,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_the_656_bytes() -> None:
-    assert FORMATS == {"v3.2": V3_2}
     assert [(field.name, field.offset, field.end) for field in V3_2.fields] == [
         ("codes", 0, 512),
         ("scales", 512, 528),
         ("rope", 528, 656),
     ]
     assert (V3_2.nope_dim, V3_2.rope_dim, V3_2.num_scales, V3_2.token_bytes) == (512, 64, 4, 656)
+
+
+# The bytes of the other formats said a second time: (name, row, offset, end) of each field.
+OTHERS = {
+    V3_2_NOPE: [("codes", 0, 0, 512), ("scales", 0, 512, 528)],
+    V4: [("codes", 0, 0, 448), ("rope", 0, 448, 576), ("scales", 1, 0, 7)],
+    V4_1: [("codes", 0, 0, 512), ("scales", 1, 0, 16)],
+    V4_1_FP4: [("codes", 0, 0, 256), ("scales", 1, 0, 32)],
+}
+BYTES = {"v3.2": (656,), "v3.2_nope": (528,), "v4": (576, 8), "v4.1": (512, 16), "v4.1_fp4": (256, 32)}
+
+
+def test_bytes_of_the_other_formats() -> None:
+    for token_format, fields in OTHERS.items():
+        assert [(field.name, field.row, field.offset, field.end) for field in token_format.fields] == fields
+        assert (token_format.d_qk, token_format.d_v) == (512, 512)
+    assert {name: token_format.row_bytes for name, token_format in FORMATS.items()} == BYTES
+    assert [token_format.quant_tile for token_format in FORMATS.values()] == [128, 128, 64, 32, 16]
+    assert all(name == token_format.name for name, token_format in FORMATS.items())
+    assert {name for pair in PAIRS for name in pair} == set(FORMATS)
+
+
+PLANAR, INTERLEAVED = CACHE_LAYOUTS
+SEVEN_TOKENS = [
+    (V3_2, INTERLEAVED, (656, 512, 656, 7 * 656)),
+    (V3_2_NOPE, INTERLEAVED, (528, 512, 528, 7 * 528)),
+    (V4, PLANAR, (576, 7 * 576, 8, 7 * 584)),
+    (V4_1, PLANAR, (512, 7 * 512, 16, 7 * 528)),
+    (V4_1, INTERLEAVED, (528, 512, 528, 7 * 528)),
+    (V4_1_FP4, PLANAR, (256, 7 * 256, 32, 7 * 288)),
+    (V4_1_FP4, INTERLEAVED, (288, 256, 288, 7 * 288)),
+]
+
+
+def test_where_the_rows_of_a_page_are() -> None:
+    for token_format, cache_layout, expected in SEVEN_TOKENS:
+        layout = token_format.page_layout(7, cache_layout)
+        assert dataclasses.astuple(layout) == (cache_layout, *expected)
+        if cache_layout == token_format.cache_layouts[0]:
+            assert token_format.page_layout(7) == layout
+    assert {(f.name, name) for f in FORMATS.values() for name in f.cache_layouts} == {
+        (token_format.name, cache_layout) for token_format, cache_layout, _ in SEVEN_TOKENS
+    }
+    # the codes and scales of V3.2's tokens, whose rope part nobody reads
+    assert V3_2_NOPE.page_layout(7, token_stride=656) == PageLayout(INTERLEAVED, 656, 512, 656, 6 * 656 + 528)
+
+
+@pytest.mark.parametrize(
+    ("token_format", "arguments", "message"),
+    [
+        (V4, {"cache_layout": INTERLEAVED}, "cache_layout: got 'interleaved'; needs 'planar' for v4"),
+        (V3_2, {"cache_layout": PLANAR}, "cache_layout: got 'planar'; needs 'interleaved' for v3.2"),
+        (V4_1, {"cache_layout": "rows"}, "cache_layout: got 'rows'; needs 'planar' or 'interleaved' for v4.1"),
+        (V4_1, {"page_size": 0}, "page_size: got 0; needs at least 1"),
+        (V4_1, {"token_stride": 528}, "token_stride: got 528; needs None"),
+    ],
+)
+def test_page_layouts_that_do_not_exist(token_format: TokenFormat, arguments: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        token_format.page_layout(**{"page_size": 64, **arguments})
 
 
 def test_dtypes_are_those_of_torch() -> None:
@@ -73,20 +145,41 @@ def test_a_made_up_format_packs_and_decodes() -> None:
     assert torch.equal(fp8_mla.unpack(packed, torch.float64, token_format=MADE_UP), keys)
     q = torch.randn((1, 1, 2, MADE_UP.d_qk), dtype=torch.float64, generator=generator)
     out, lse = fp8_mla.reference_decode(
-        q, packed.view(3, 2, 352), indices=torch.tensor([[[4, -1, 0, 6]]]), token_format=MADE_UP
+        q, packed.view(3, 2, 352), indices=torch.tensor([[[4, -1, 0, 6]]]), cache_format=MADE_UP
     )
     scores = q[0, 0] @ keys[[4, 0]].T * MADE_UP.d_qk**-0.5
     torch.testing.assert_close(out[0, 0], scores.softmax(-1) @ keys[[4, 0], : MADE_UP.d_v])
     torch.testing.assert_close(lse[0, 0], scores.logsumexp(-1))
 
 
-def test_a_token_of_several_rows_has_no_packing_yet() -> None:
-    fields = (*MADE_UP.fields[1:], Field("scales", "float32", 4, 0, row=1))
-    planar = dataclasses.replace(MADE_UP, name="planar", row_bytes=(336, 16), fields=fields)
-    with pytest.raises(ValueError, match="token_format: got planar; needs a format with one row a token"):
-        fp8_mla.unpack(torch.zeros(1, 352, dtype=torch.uint8), token_format=planar)
-    with pytest.raises(ValueError, match="token_format: got planar; needs a format with one row a token"):
-        fp8_mla.pack(torch.zeros(1, 288), token_format=planar)
+def test_a_made_up_format_of_two_rows() -> None:
+    """The same tokens as in one row, with the scales in a row of their own, planar and interleaved."""
+    fields = (
+        Field("codes", "float8_e4m3fn", 256, 0),
+        Field("rope", "bfloat16", 32, 256),
+        Field("scales", "float32", 4, 16, row=1),
+    )
+    two_rows = dataclasses.replace(MADE_UP, name="two", row_bytes=(320, 40), fields=fields, may_interleave=True)
+    generator = torch.Generator().manual_seed(0)
+    kv = torch.randn((6, MADE_UP.d_qk), dtype=torch.float32, generator=generator).bfloat16()
+    packed, one_row = fp8_mla.pack(kv, token_format=two_rows), fp8_mla.pack(kv, token_format=MADE_UP)
+    for start, other, count in ((0, 80, 256), (256, 16, 64), (320 + 16, 0, 16)):
+        assert torch.equal(packed[:, start : start + count], one_row[:, other : other + count])
+    assert not packed[:, 320:336].any() and not packed[:, 352:].any()
+    assert torch.equal(fp8_mla.unpack(packed, token_format=two_rows), fp8_mla.unpack(one_row, token_format=MADE_UP))
+    slots, q = torch.tensor([5, 0, 3, 1, 2, 4]), torch.randn((1, 1, 2, MADE_UP.d_qk), generator=generator)
+    expected = fp8_mla.reference_decode(
+        q, one_row.view(3, 2, 352), indices=torch.tensor([[[4, -1, 0, 6]]]), cache_format=MADE_UP
+    )
+    for cache_layout in CACHE_LAYOUTS:
+        cache = torch.zeros((3, 2, 360), dtype=torch.uint8)
+        where = {"token_format": two_rows, "cache_layout": cache_layout}
+        fp8_mla.write_pages(cache, slots, packed, **where)
+        assert torch.equal(fp8_mla.read_pages(cache, slots, **where), packed)
+        got = fp8_mla.reference_decode(
+            q, cache, indices=slots[[4, 0]].view(1, 1, 2), cache_format=two_rows, cache_layout=cache_layout
+        )
+        assert torch.equal(got[0], expected[0]) and torch.equal(got[1], expected[1])
 
 
 def test_all_that_knows_the_format_takes_it_from_there() -> None:
@@ -130,7 +223,7 @@ mla_fp8_append(kv, cache, torch.tensor([5, 0, 2]))
 assert torch.equal(cache.view(8, size)[[5, 0, 2]], fp8_mla.pack(kv, token_format=made))
 q = torch.randn(1, 1, 2, d_qk).bfloat16()
 out = mla_fp8_decode(q, cache, indices=torch.tensor([[[5, 2]]], dtype=torch.int32))
-expected = fp8_mla.reference_decode(q, cache, indices=torch.tensor([[[5, 2]]]), token_format=made)[0]
+expected = fp8_mla.reference_decode(q, cache, indices=torch.tensor([[[5, 2]]]), cache_format=made)[0]
 assert torch.equal(out, expected.bfloat16()) and out.shape == (1, 1, 2, d_v)
 """
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)

@@ -378,7 +378,7 @@ TABLE, SEQLENS = torch.zeros(2, 3, dtype=torch.int32), torch.zeros(2, dtype=torc
         ({"indices": INDICES, "s_aux": SEQLENS}, TypeError, "s_aux: got .*int32"),
         ({"indices": INDICES, "dtype": torch.bfloat16}, TypeError, "dtype: got torch.bfloat16; needs"),
         ({"indices": INDICES, "q": GOOD_Q[0]}, ValueError, r"q: got \(1, 3, 576\)"),
-        ({"indices": INDICES, "q": GOOD_Q[..., :512]}, ValueError, r"q: got \(2, 1, 3, 512\)"),
+        ({"indices": INDICES, "q": GOOD_Q[..., :544]}, ValueError, r"q: got \(2, 1, 3, 544\)"),
         ({"indices": INDICES, "q": GOOD_Q[:, :, :0]}, ValueError, r"q: got \(2, 1, 0, 576\)"),
         ({"indices": INDICES, "q": GOOD_Q.int()}, TypeError, "q: got .*int32"),
         ({"indices": INDICES, "kv_cache": GOOD_CACHE[0]}, ValueError, r"kv_cache: got \(4, 656\)"),

@@ -10,14 +10,22 @@ import pytest
 import torch
 
 from scripts import gpu_check
-from scripts.bench import kernels_run, records
+from scripts.bench import kernels_run, parts, records
 from scripts.bench.cases import card_slug, run_benches, table
 from scripts.bench.progress import Progress
 from scripts.bench.records import kernel_id
 from scripts.sanitizing import tools as sanitize
 from tests.cpu.tiny_spec import TinySpec
 from tests.gpu import conftest
-from tests.support.made_up_records import PASSED, TOOLCHAIN, coded_record, random_calls, some_record
+from tests.support.made_up_records import (
+    ACCUMULATOR,
+    PASSED,
+    TOOLCHAIN,
+    accuracy_rows,
+    coded_record,
+    random_calls,
+    some_record,
+)
 
 
 @pytest.mark.parametrize("whole", [some_record(), coded_record()], ids=["before", "with machine code"])
@@ -26,41 +34,41 @@ def test_a_record_may_come_from_two_runs(whole):
     nothing = {"passed": None, "failed": None, "skipped": None, "sanitizer": {**tools, "reasons": {"all": "left out"}}}
     tests_run = {**whole, "cases": [], "ceilings": {**whole["ceilings"], "read_GBps": 1.0}, "date": "2026-01-03"}
     benchmark_run = {**whole, "tests": nothing}
-    assert gpu_check.completed(tests_run, benchmark_run) == {**whole, "date": "2026-01-03"}
-    assert gpu_check.completed(benchmark_run, tests_run) == whole
+    assert parts.completed(tests_run, benchmark_run) == {**whole, "date": "2026-01-03"}
+    assert parts.completed(benchmark_run, tests_run) == whole
     only_counts = {**tests_run, "tests": {**whole["tests"], "sanitizer": nothing["sanitizer"]}}
     other_counts = {**whole, "tests": {**whole["tests"], "passed": 1}}
-    assert gpu_check.completed(only_counts, other_counts) == {**whole, "date": "2026-01-03"}
+    assert parts.completed(only_counts, other_counts) == {**whole, "date": "2026-01-03"}
     if "kernels" in whole:
         found = records.with_reliability(whole, random_calls(0, 9))
-        assert gpu_check.completed({**tests_run, "kernels": {}}, found)["kernels"] == found["kernels"]
-        assert gpu_check.completed(tests_run, found)["reliability"] == found["reliability"]
-        assert "kernels" not in gpu_check.completed({**some_record(), "cases": []}, found)
+        assert parts.completed({**tests_run, "kernels": {}}, found)["kernels"] == found["kernels"]
+        assert parts.completed(tests_run, found)["reliability"] == found["reliability"]
+        assert "kernels" not in parts.completed({**some_record(), "cases": []}, found)
 
 
 def test_what_is_kept_is_of_the_same_machine_and_machine_code():
     here = coded_record()
     nothing_known: dict[str, Any] = {"changed": lambda kept: pytest.fail("the sources are the same")}
-    gpu_check.require_same(here, here, **nothing_known)
-    gpu_check.require_same(some_record(), here, **nothing_known)  # versions that it does not name
+    parts.require_same(here, here, **nothing_known)
+    parts.require_same(some_record(), here, **nothing_known)  # versions that it does not name
     for key in ("card", "driver", "torch", "cutlass_dsl", "tvm_ffi", "cuda", "cudnn", "python"):
         with pytest.raises(ValueError, match=f"--keep: got {key} 'another'"):
-            gpu_check.require_same({**here, key: "another"}, here, **nothing_known)
+            parts.require_same({**here, key: "another"}, here, **nothing_known)
     edited = {**here, "source_digest": "f" * 64}
-    gpu_check.require_same(edited, here, changed=lambda kept: [])
+    parts.require_same(edited, here, changed=lambda kept: [])
     with pytest.raises(ValueError, match="of other sources: TinySpec"):
-        gpu_check.require_same(edited, here, changed=lambda kept: ["TinySpec() is built to other code now"])
+        parts.require_same(edited, here, changed=lambda kept: ["TinySpec() is built to other code now"])
 
 
 def test_machine_code_of_another_record_is_looked_at(monkeypatch):
     code = SimpleNamespace(toolchain=lambda: TOOLCHAIN, digests_of_specs=None)
     monkeypatch.setattr(kernels_run, "machine_code", lambda: code)
-    assert gpu_check.changed_code(some_record()) == ["it names no machine code"]
-    assert "another toolchain" in gpu_check.changed_code(coded_record(toolchain={"cuda": "cu12"}))[0]
+    assert parts.changed_code(some_record()) == ["it names no machine code"]
+    assert "another toolchain" in parts.changed_code(coded_record(toolchain={"cuda": "cu12"}))[0]
     record = coded_record()
     first = next(iter(record["kernels"]))
     monkeypatch.setattr(kernels_run, "no_longer_built", lambda kernels, digests, known: [first])
-    assert gpu_check.changed_code(record) == ["MlaAppendSpec(tokens_per_cta=0) is built to other code now"]
+    assert parts.changed_code(record) == ["MlaAppendSpec(tokens_per_cta=0) is built to other code now"]
 
 
 def test_gpu_check_refuses_other_machines(monkeypatch, capsys):
@@ -193,7 +201,8 @@ def good_record(**changes: Any) -> dict[str, Any]:
     record = coded_record()
     cases = [case for case in record["cases"] if "failed" not in case and case.get("met", True)]
     record["tests"]["sanitizer"] = {"memcheck": 0, "racecheck": 0, "synccheck": 0, "initcheck": 0}
-    return {**records.with_reliability({**record, "cases": cases}, random_calls(0, 9)), **changes}
+    record |= {"cases": cases, "accuracy": accuracy_rows(), "accumulator": ACCUMULATOR}
+    return {**records.with_reliability(record, random_calls(0, 9)), **changes}
 
 
 def with_tests(**counts: Any) -> dict[str, Any]:
@@ -244,12 +253,15 @@ def test_what_is_lacking_is_said_and_ends_with_1(record, reason, capsys):
 def test_what_was_left_out_is_named_and_no_shortcoming(capsys):
     assert gpu_check.report(good_record(), [], False) == 0
     assert "left out" not in capsys.readouterr().out
-    tools = {**dict.fromkeys(records.SANITIZER_TOOLS), "reasons": {"all": gpu_check.LEFT_OUT}}
+    tools = {**dict.fromkeys(records.SANITIZER_TOOLS), "reasons": {"all": parts.LEFT_OUT}}
     tests = {"passed": None, "failed": None, "skipped": None, "sanitizer": tools}
     record = {**good_record(tests=tests, cases=[])}
-    del record["reliability"]
+    del record["reliability"], record["accumulator"]
     assert gpu_check.report(record, [], False) == 0
-    assert "left out: tests, compute-sanitizer, benchmarks, random calls" in capsys.readouterr().out
+    assert "left out: tests, compute-sanitizer, benchmarks, random calls, accuracy\n" in capsys.readouterr().out
+    without_gqa = [case for case in good_record()["cases"] if case["op"] not in parts.OPS["gqa"]]
+    assert gpu_check.report(good_record(cases=without_gqa), [], False) == 0
+    assert "left out: benchmarks of gqa\n" in capsys.readouterr().out
     assert gpu_check.report(good_record(), [], True) == 0
     assert "left out: some benchmark cases" in capsys.readouterr().out
     assert gpu_check.report(good_record(), ["random calls are not in the record: no"], False) == 1
@@ -265,6 +277,7 @@ def test_what_was_left_out_is_named_and_no_shortcoming(capsys):
 def card(monkeypatch, tmp_path):
     """A machine whose parts return what a test sets."""
     found = SimpleNamespace(tests={"passed": 5, "failed": 0, "skipped": 0}, us=1.0, kept=[], code_works=True)
+    found.peers, found.inaccurate, found.ceilings = {"flash_mla": "1"}, [], some_record()["ceilings"]
     found.findings = [sanitize.Finding(tool, 0) for tool in sanitize.TOOLS]
     counts = dict.fromkeys(("wrong", "faults", "out_of_memory"), 0)
     found.fuzzed = {**counts, "calls": 10**5, "invalid_calls": 10**4, "seconds": 1.0, "seeds": [[0, 9]]}
@@ -275,10 +288,16 @@ def card(monkeypatch, tmp_path):
             raise RuntimeError("no cubin")
         return {spec: SimpleNamespace(sass=f"{spec.width:064x}", launch="0" * 64) for spec in specs}
 
-    def run_bench(ceilings):
+    def run_bench(op, ceilings):
         kernels_run.compile.get_kernel(TinySpec())
-        entry = records.record_case({"op": "mla_fp8_append", "tokens": 1}, PASSED, lambda: {"us": found.us})
+        speeds = {"us": found.us, "GBps": 2000.0, "read_fraction": round(2000.0 / ceilings["read_GBps"], 3)}
+        entry = records.record_case({"op": op, "tokens": 1}, PASSED, lambda: speeds)
         return records.with_must({**entry, "sets_compared": 2}, {"us": 2.0})
+
+    def select(quick, only, sections):
+        ops = {"mla": "mla_fp8_append", "gqa": "gqa_decode", "sink": "sink_attention"}
+        chosen = [ops[name] for name in ops if name in sections]
+        return [(op, functools.partial(run_bench, op)) for op in chosen], 0
 
     def run_tests(meanwhile):
         meanwhile()
@@ -294,8 +313,11 @@ def card(monkeypatch, tmp_path):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
     monkeypatch.setattr(gpu_check, "is_sm90", lambda device: True)
     monkeypatch.setattr(gpu_check, "run_tests", run_tests)
-    monkeypatch.setattr(gpu_check, "measure_ceilings", lambda: some_record()["ceilings"])
-    monkeypatch.setattr(gpu_check, "select_benches", lambda quick, only: ([("mla_fp8_append", run_bench)], 0))
+    monkeypatch.setattr(gpu_check, "measure_ceilings", lambda: found.ceilings)
+    monkeypatch.setattr(gpu_check, "select_benches", select)
+    monkeypatch.setattr(gpu_check, "versions", lambda: found.peers)
+    more = {"accuracy": accuracy_rows(), "accumulator": ACCUMULATOR}
+    monkeypatch.setattr(gpu_check.accuracy, "measure", lambda: (more, found.inaccurate))
     monkeypatch.setattr(sanitize, "run_tools", lambda: found.findings)
     monkeypatch.setattr(gpu_check.fuzz, "short", lambda first_seed: found.fuzzed)
     monkeypatch.setattr(kernels_run, "machine_code", lambda: found.code)
@@ -318,7 +340,7 @@ def test_a_good_run_is_recorded_with_its_machine_code(card, capsys, tmp_path):
     assert not kernels_run.older_file(card.path).exists()
 
 
-@pytest.mark.parametrize("what", ["a test", "a tool", "a must", "digests", "random calls", "a wrong call"])
+@pytest.mark.parametrize("what", ["a test", "a tool", "a must", "digests", "random calls", "a wrong call", "accuracy"])
 def test_the_record_is_written_whatever_is_lacking(what, card, capsys, tmp_path):
     options = []
     if what == "a test":
@@ -327,6 +349,8 @@ def test_the_record_is_written_whatever_is_lacking(what, card, capsys, tmp_path)
         card.findings[1] = sanitize.Finding("racecheck", None, "sink: not done after 240 s")
     if what == "a must":
         card.us = 2.5
+    if what == "accuracy":
+        card.inaccurate = ["accuracy, N(0,1): fp8 scores: no"]
     if what == "digests":
         card.code_works = False
     if what == "a wrong call":
@@ -340,11 +364,12 @@ def test_the_record_is_written_whatever_is_lacking(what, card, capsys, tmp_path)
         "a test": "1 tests failed",
         "a tool": "racecheck did not run: sink: not done after 240 s",
         "a must": "mla_fp8_append tokens 1: misses us 2.0",
+        "accuracy": "accuracy, N(0,1): fp8 scores: no",
         "digests": "the machine code that ran is not known",
         "random calls": "random calls are not in the record: reliability.toolchain: got",
         "a wrong call": "random calls: 1 wrong, 0 faults",
     }
-    assert f"NOT GOOD: {reasons[what]}" in said and "1 shortcomings" in said
+    assert f"NOT GOOD: {reasons[what]}" in said and f"{3 if what == 'a must' else 1} shortcomings" in said
     assert records.read(card.path)["tests"]["failed"] == (what == "a test")
 
 
@@ -365,4 +390,71 @@ def test_two_runs_with_other_sources_share_a_record_where_machine_code_is_the_sa
     monkeypatch.setattr(gpu_check, "require_same", functools.partial(gpu_check.require_same, changed=lambda kept: []))
     assert gpu_check.main(["--skip-benchmarks", "--keep", str(partial)]) == 0
     record = records.read(card.path)
-    assert record["tests"]["passed"] == 5 and len(record["cases"]) == 1 and len(record["kernels"]) == 2
+    assert record["tests"]["passed"] == 5 and len(record["cases"]) == 3 and len(record["kernels"]) == 2
+
+
+SECTIONS_OF_CALLS = (["tests", "sanitizer", "random"], ["mla", "accuracy"], ["gqa", "sink"])
+
+
+def run_sections(card: Any, folder: Any) -> list[str]:
+    """A whole run in three calls; each writes its part."""
+    paths = []
+    for number, sections in enumerate(SECTIONS_OF_CALLS):
+        card.ceilings = {**some_record()["ceilings"], "read_GBps": 4000.0 + 500 * number}
+        paths.append(str(folder / f"{number}.json"))
+        assert gpu_check.main(["--sections", *sections, "--out", paths[-1]]) == 0
+    return paths
+
+
+def test_sections_are_run_one_by_one_and_merged_without_a_gpu(card, monkeypatch, capsys, tmp_path):
+    paths = run_sections(card, tmp_path)
+    tests, mla, others = (records.read(tmp_path / f"{number}.json") for number in range(3))
+    assert tests["cases"] == [] and tests["tests"]["passed"] == 5 and "accuracy" not in tests
+    assert [case["op"] for case in mla["cases"]] == ["mla_fp8_append"] and mla["tests"]["passed"] is None
+    assert mla["accumulator"] == ACCUMULATOR and "accuracy" not in others
+    assert [case["op"] for case in others["cases"]] == ["gqa_decode", "sink_attention"]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    capsys.readouterr()
+    for order in ([0, 1, 2], [2, 1, 0]):
+        card.path.unlink(missing_ok=True)
+        assert gpu_check.main(["--merge", *(paths[number] for number in order)]) == 0
+        whole = records.read(card.path)
+        assert [case["op"] for case in whole["cases"]] == ["mla_fp8_append", "gqa_decode", "sink_attention"]
+        assert whole["tests"] == tests["tests"] and whole["accumulator"] == ACCUMULATOR
+        assert whole["ceilings"]["read_GBps"] == 5000 and whole["peers"] == {"flash_mla": "1"}
+        assert [case["read_fraction"] for case in whole["cases"]] == [0.4, 0.4, 0.4], "all of the same ceiling"
+        assert "left out: random calls" in capsys.readouterr().out
+
+
+def test_merging_some_parts_is_a_part(card, capsys, tmp_path):
+    paths = run_sections(card, tmp_path)
+    assert gpu_check.main(["--merge", *paths[:2]]) == 0
+    assert not card.path.exists() and "left out: benchmarks of gqa, benchmarks of sink" in capsys.readouterr().out
+    assert len(records.read(tmp_path / "build" / "partial.json")["cases"]) == 1
+    assert gpu_check.main(["--sections", "sink"]) == 0
+    assert (tmp_path / "build" / "gpu_check_sink.json").exists()
+
+
+def test_parts_of_other_peers_or_cards_are_no_record(card, tmp_path):
+    paths = run_sections(card, tmp_path)
+    for change in ({"peers": {"flash_mla": "2"}}, {"card": "NVIDIA H100"}):
+        records.write({**records.read(tmp_path / "1.json"), **change}, tmp_path / "other.json")
+        with pytest.raises(ValueError, match="--keep: got (flash_mla '2'|card 'NVIDIA H100')"):
+            gpu_check.main(["--merge", paths[0], str(tmp_path / "other.json")])
+    missing = {**records.read(tmp_path / "1.json"), "peers": {"flash_mla": "missing: no such module"}}
+    for pair in ((records.read(tmp_path / "0.json"), missing), (missing, records.read(tmp_path / "0.json"))):
+        assert parts.merged(pair)["peers"] == {"flash_mla": "1"}
+
+
+def test_fractions_follow_the_better_ceiling_and_musts_follow_fractions():
+    case = {"op": "gqa_decode", "us": 1.0, "rel_err": 0.0, "read_fraction": 0.9, "must": {"read_fraction": 0.85}}
+    case["met"] = True
+    assert parts.rescaled(case, {"read_GBps": 4000.0}, {"read_GBps": 4000.0}) is case
+    found = parts.rescaled(case, {"read_GBps": 4000.0}, {"read_GBps": 4400.0})
+    assert (found["read_fraction"], found["met"]) == (0.818, False)
+
+
+def test_every_section_has_kernels_that_are_compiled_first():
+    for name in ("mla", "gqa", "sink", "accuracy"):
+        assert gpu_check.benchmark_specs([name])
+    assert gpu_check.benchmark_specs(["tests", "random"]) == []

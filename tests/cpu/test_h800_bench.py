@@ -14,9 +14,10 @@ import torch
 import fp8_mla
 from cute_kernels.budget.rates import H200
 from scripts import budget_table, h800_bench
-from scripts.bench import card, card_plots, timeline, unit_rates
+from scripts.bench import card, card_plots, card_summary, timeline, unit_rates
 from scripts.bench import gqa as bench_gqa
 from scripts.bench import mla as bench_mla
+from scripts.bench.progress import Progress, bar
 from scripts.bench.timeline import Span
 from scripts.bench.unit_rates import UnitResult
 from scripts.bench.units.spec import (
@@ -24,9 +25,11 @@ from scripts.bench.units.spec import (
     HALF_BYTES,
     ROLES,
     TILE,
+    AccumulatorSpec,
     ConvertSpec,
     ExchangeSpec,
     GatherSpec,
+    StreamSpec,
     WgmmaSpec,
     shipped_specs,
 )
@@ -128,10 +131,20 @@ def wgmma_kernel(spec: WgmmaSpec) -> Any:
     return run
 
 
+def stream_kernel(tiles: torch.Tensor, sums: torch.Tensor) -> None:
+    sums.zero_()
+    sums[1, 5] = int(tiles.sum(dtype=torch.int64).add(2**31) % 2**32 - 2**31)
+
+
+def accumulator_kernel(a: torch.Tensor, b: torch.Tensor, sums: torch.Tensor) -> None:
+    sums.copy_(a.view(torch.float8_e4m3fn).double() @ b.view(torch.float8_e4m3fn).double().T)
+
+
 @pytest.fixture
 def short_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {**WORK, "GATHER_TURNS": 4}.items():
         monkeypatch.setattr(unit_rates, name, value)
+    monkeypatch.setattr(unit_rates.timing, "time_eager", lambda call, runs: call() or 1e-6)
 
 
 def right_results() -> list[UnitResult]:
@@ -140,6 +153,8 @@ def right_results() -> list[UnitResult]:
         *((ExchangeSpec(how), exchange_kernel) for how in ("async", "bulk")),
         *((spec, gather_kernel(spec)) for spec in (GatherSpec(64), GatherSpec(32), GatherSpec(32, 2))),
         *((spec, wgmma_kernel(spec)) for spec in (WgmmaSpec("qk", 1), WgmmaSpec("pv", 2), WgmmaSpec("seesaw", 2))),
+        (StreamSpec(), stream_kernel),
+        (AccumulatorSpec(), accumulator_kernel),
     ]
     return [unit_rates.measure(spec, kernel, "cpu") for spec, kernel in kernels]
 
@@ -183,6 +198,10 @@ def spoil(kernel: Any, place: int) -> Any:
         (WgmmaSpec(), wgmma_kernel(WgmmaSpec(warpgroups=1)), None),
         (WgmmaSpec(), lambda *arguments: None, None),
         (ExchangeSpec(), lambda *arguments: None, None),
+        (StreamSpec(), stream_kernel, 1),
+        (StreamSpec(), lambda *arguments: None, None),
+        (AccumulatorSpec(), accumulator_kernel, 2),
+        (AccumulatorSpec(), lambda *arguments: None, None),
     ],
 )
 def test_a_wrong_result_gives_no_rate(spec: Any, kernel: Any, place: int | None) -> None:
@@ -258,8 +277,11 @@ def test_predictions_stand_beside_cases() -> None:
 
 
 def test_the_clock_is_that_of_the_run() -> None:
-    clocks: list[dict[str, Any]] = [{"op": "mla_fp8_decode", "sm_mhz": mhz} for mhz in (1700, 1980, 1800)]
-    others: list[dict[str, Any]] = [{"op": "gqa_decode", "sm_mhz": 1000}, {"op": "mla_fp8_decode", "failed": "wrong"}]
+    clocks: list[dict[str, Any]] = [{"op": "mla_fp8_decode", "sm_mhz_rested": mhz} for mhz in (1700, 1980, 1800)]
+    others: list[dict[str, Any]] = [
+        {"op": "gqa_decode", "sm_mhz_rested": 1000},
+        {"op": "mla_fp8_decode", "failed": "wrong"},
+    ]
     assert card.at_clock_of(H200, [*clocks, *others]).sm_mhz == 1800
     assert card.at_clock_of(H200, others) == H200
 
@@ -300,7 +322,46 @@ def test_the_script_says_what_is_missing(tmp_path: Path) -> None:
     assert "No Python with torch and einops was found" in done.stderr
 
 
-def test_output_goes_where_it_belongs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_ten_lines_say_what_to_expect() -> None:
+    machine = {"card": "NVIDIA H100", "driver": "1", "torch": "2", "cutlass_dsl": "4"}
+    ceilings = {"read_GBps": 3000.0, "sum_GBps": 2900.0, "tma_GBps": 3000.0, "copy_GBps": 2800.0}
+    ceilings["bf16_gemm_TFLOPs"] = 700.0
+    mla = {"op": "mla_fp8_decode", "mode": "sparse", "batch": 128, "h_q": 128, "s_q": 2, "topk": 2048}
+    times = {"us": 300.0, "us_sustained": 340.0, "sm_mhz": 1650, "sm_mhz_rested": 1980, "watts": 698}
+    peers = {"flash_mla": {"us": 420.0, "ratio": 1.4}}
+    first = {**mla, **times, "TFLOPs": 490.0, "GBps": 1400.0, "binds": "tensor core", "peers": peers}
+    failed = {"op": "gqa_decode", "kv_dtype": "int8", "batch": 64, "s_k": 8192, "failed": "wrong"}
+    lines = card_summary.summary(machine, ceilings, [first, failed])
+    assert len(lines) == 10
+    assert lines[1] == "ceilings: reads 3000 GB/s (torch.sum 2900, TMA 3000, copy 2800), bf16 products 700 TFLOP/s"
+    assert lines[2].startswith("clock: 1980 MHz after a rest; under load 1650 MHz and 698 W at least (mla_fp8_decode)")
+    assert lines[3] == (
+        "MLA sparse, 128 x 128 x 2, topk 2048: 300 us, 340 under load; 70% of products; tensor core binds; "
+        "FlashMLA takes 1.40 x"
+    )
+    assert lines[4].endswith("did not run") and lines[5] == "GQA INT8, 64 x 8192: FAILED, wrong"
+    assert "not known" in card_summary.summary(machine, ceilings, [])[2]
+
+
+def test_standard_cases_are_cases_that_run() -> None:
+    keys = [*(bench.key for bench in card.MLA_CASES), *(bench.key for bench in card.GQA_CASES)]
+    names = [name for name, _ in card.others(None)]
+    assert len(names) == 4 and card.others("nothing") == []
+    for standard in card_summary.STANDARD[:3]:
+        assert card_summary.find(standard, keys) is not None, standard.name
+
+
+def test_progress_is_a_bar_with_numbers(capsys: pytest.CaptureFixture[str]) -> None:
+    assert bar(0, 4) == "[........................] 0/4" and bar(3, 4) == "[##################......] 3/4"
+    with Progress().step("a case", 1, 2):
+        pass
+    said = capsys.readouterr()
+    assert said.out == "" and "[############............] 1/2  a case" in said.err
+
+
+def test_output_goes_where_it_belongs(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """A run on another card says so, and a partial one does not overwrite a whole one."""
     cases, mla, gqa = some_cases()
     machine = {"card": "NVIDIA H100 80GB HBM3", "driver": "1", "torch": "2", "cutlass_dsl": "4", "date": "2026-01-01"}
@@ -310,7 +371,9 @@ def test_output_goes_where_it_belongs(monkeypatch: pytest.MonkeyPatch, tmp_path:
     monkeypatch.setattr(card.unit_rates, "run_units", lambda specs, say: [UnitResult("u", {"x": 1.0})])
     monkeypatch.setattr(card, "select", lambda quick, only: (mla, gqa))
     monkeypatch.setattr(card, "precompile", lambda specs: None)
-    monkeypatch.setattr(card, "run_benches", lambda benches, ceilings, progress: cases)
+    unpredicted = [{"op": "mla_fp8_append", "tokens": 65536, "us": 33.0, "copy_fraction": 0.84}]
+    monkeypatch.setattr(card, "others", lambda only: [("mla_fp8_append", None)])
+    monkeypatch.setattr(card, "run_benches", lambda benches, ceilings, progress: [*cases, *unpredicted])
     monkeypatch.setattr(card.bench_mla, "import_peer", lambda: "none here")
     monkeypatch.setattr(card, "ROOT", tmp_path)
     sizes = SimpleNamespace(multi_processor_count=132, L2_cache_size=60 << 20)
@@ -322,7 +385,10 @@ def test_output_goes_where_it_belongs(monkeypatch: pytest.MonkeyPatch, tmp_path:
         record = json.loads((tmp_path / place / "bench_h100" / "bench.json").read_text())
         assert record["card"] == record["rates"]["card"] == machine["card"]
         assert record["rates"]["read_gbps"] == 3000 and "conversion" in record["rates_not_measured"]
-        assert len(record["cases"]) == len(cases)
+        assert len(record["cases"]) == len(cases) + 1
+        lines = capsys.readouterr().out.splitlines()
+        assert lines[0].startswith("NVIDIA H100") and lines[10] == "" and "Cycles per token" in "\n".join(lines[11:])
+        assert lines[6] == "MLA append, 65,536 tokens: 33 us; 84% of copies; HBM binds"
         assert record["units"] == ([] if changed.get("no_units") else [{"name": "u", "figures": {"x": 1.0}}])
 
 
@@ -397,7 +463,7 @@ def test_the_timeline_is_drawn(tmp_path: Path) -> None:
 def test_the_tables_tell_predictions_from_what_is_built() -> None:
     rows = budget_table.mla_table()
     states = {row[0]: row[1] for row in rows[1:]}
-    assert list(states.values()).count("built") == 2
+    assert list(states.values()).count("built") == 3
     assert {name for name, state in states.items() if state == "prediction"} >= {
         "crossover of bf16 by st.async",
         "crossover of bf16 by bulk copy",

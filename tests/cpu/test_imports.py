@@ -18,11 +18,12 @@ MODULES = {
 }
 # Directories of cute_kernels that are no rooms: one layer each.
 SHARED = ("budget", "compat", "device", "distributed", "integrations", "runtime", "warm")
-# The files of a room, by name or by the end of it: append_op.py is an op. Device code is what lies in its kernels/.
-ROOM_FILES = ("launch", "layouts", "op", "plan", "reference", "spec")
-# A design of its own inside of a room. It takes from the room's kernels; of the room its op alone knows it, and its
-# plan the spec.
-CROSSOVER = "crossover"
+# The files of a room, by name or by the end of it: append_op.py is an op. launch_*.py is a launch. Device code is what
+# lies in kernels/.
+ROOM_FILES = ("checks", "launch", "layouts", "op", "plan", "reference", "spec")
+# Designs of their own inside of a room. They take from the room's kernels; of the room its op and launches alone know
+# them, and its plan the spec.
+DESIGNS = ("crossover", "latent")
 
 # What each layer may import of this project.
 PROJECT = {
@@ -37,8 +38,9 @@ PROJECT = {
     "plan": {"budget", "formats", "layouts", "plan", "spec"},
     "reference": {"formats", "fp8_mla", "layouts", "plan", "reference"},
     "runtime": {"runtime"},
-    "launch": {"reference", "launch", "layouts", "plan", "runtime", "spec"},
-    "op": {"formats", "fp8_mla", "launch", "layouts", "op", "plan", "reference", "runtime", "spec"},
+    "checks": {"formats", "fp8_mla", "plan", "runtime", "spec"},
+    "launch": {"checks", "formats", "fp8_mla", "launch", "layouts", "plan", "reference", "runtime", "spec"},
+    "op": {"checks", "formats", "fp8_mla", "launch", "layouts", "op", "plan", "reference", "runtime", "spec"},
     "budget": {"budget", "formats", "spec"},
     "warm": {"layouts", "plan", "runtime", "spec", "warm"},
     "distributed": {"distributed", "fp8_mla", "layouts", "op", "runtime"},
@@ -46,7 +48,7 @@ PROJECT = {
     "integrations": {"compat", "formats", "fp8_mla", "integrations", "op", "plan", "public", "runtime", "spec", "warm"},
 }
 # What each layer may import from outside, of the packages that cost something or need something.
-HEAVY = {"torch", "einops", "cutlass", "cuda", "tvm_ffi", "transformers", "vllm"}
+HEAVY = {"torch", "einops", "cutlass", "cuda", "tvm_ffi", "sglang", "transformers", "vllm"}
 TORCH = {"torch", "einops"}
 DSL = {"cutlass", "cuda"}
 OUTSIDE: dict[str, set[str]] = {
@@ -55,11 +57,12 @@ OUTSIDE: dict[str, set[str]] = {
     "kernels": DSL,
     "reference": TORCH,
     "runtime": TORCH | DSL | {"tvm_ffi"},
+    "checks": TORCH,
     "launch": TORCH,
     "op": TORCH,
     "compat": TORCH,
     "distributed": TORCH,
-    "integrations": TORCH | {"transformers", "vllm"},
+    "integrations": TORCH | {"sglang", "transformers", "vllm"},
 }
 
 
@@ -73,9 +76,12 @@ def layer(module: str) -> str | None:
         return "public"
     if directory in SHARED:
         return directory
-    file = file.removeprefix(CROSSOVER).lstrip(".")
+    first, _, others = file.partition(".")
+    file = others if first in DESIGNS else file
     if file.partition(".")[0] == "kernels":
         return "kernels"
+    if file.startswith("launch_"):
+        return "launch"
     return next((kind for kind in ROOM_FILES if file.split("_")[-1] == kind), None) if file else "room"
 
 
@@ -105,8 +111,8 @@ def violations(module: str, source: str, is_package: bool = False) -> list[str]:
             there = layer(name)
             if there not in PROJECT[here]:
                 found.append(f"{module} ({here}) imports {name} ({there})")
-            elif f".{CROSSOVER}." in name and f".{CROSSOVER}." not in module:
-                if here != "op" and (here, there) != ("plan", "spec"):
+            elif any(f".{design}." in name and f".{design}." not in module for design in DESIGNS):
+                if here not in ("op", "launch") and (here, there) != ("plan", "spec"):
                     found.append(f"{module} imports {name}, which is for the op and the plan of its room")
         elif top in HEAVY and top not in OUTSIDE.get(here, set()):
             found.append(f"{module} ({here}) imports {name}")

@@ -1,6 +1,7 @@
-"""What users install: the names in the wheel and in the sdist, and a syntax that the oldest Python reads."""
+"""What users install: files of wheel and sdist, a syntax that the oldest Python reads, the ranges of dependencies."""
 
 import ast
+import re
 import shutil
 import subprocess
 import sys
@@ -9,6 +10,8 @@ import zipfile
 from pathlib import Path
 
 import pytest
+
+from scripts import try_pins
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("cute_kernels", "fp8_mla")
@@ -46,9 +49,12 @@ def test_the_wheel_has_the_packages_and_the_licence_only(built: Path) -> None:
     names = set(zipfile.ZipFile(wheel).namelist())
     info = f"{'-'.join(wheel.name.split('-')[:2])}.dist-info"
     assert names - files_of_packages() == {
-        f"{info}/METADATA", f"{info}/WHEEL", f"{info}/RECORD", f"{info}/licenses/LICENSE"
+        f"{info}/METADATA", f"{info}/WHEEL", f"{info}/RECORD", f"{info}/entry_points.txt", f"{info}/licenses/LICENSE"
     }  # fmt: skip
     assert files_of_packages() <= names
+    entry_points = zipfile.ZipFile(wheel).read(f"{info}/entry_points.txt").decode()
+    for group, module in (("vllm.general_plugins", "vllm"), ("sglang.srt.plugins", "sglang")):
+        assert f"[{group}]\ncute_kernels = cute_kernels.integrations.{module}:register\n" in entry_points + "\n"
     assert zipfile.ZipFile(wheel).read(f"{info}/licenses/LICENSE") == (ROOT / "LICENSE").read_bytes()
 
 
@@ -68,3 +74,42 @@ def test_the_oldest_python_reads_every_source(file: Path) -> None:
 
 def test_the_oldest_python_is_the_one_that_the_project_names() -> None:
     assert f'requires-python = ">={OLDEST[0]}.{OLDEST[1]},' in (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+
+
+# ---- ranges of dependencies
+
+
+RANGES = try_pins.ranges((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+
+
+def test_both_ends_of_every_range_but_torch_are_asked_for() -> None:
+    assert set(RANGES) == {"torch", "nvidia-cutlass-dsl", "apache-tvm-ffi", "einops"}
+    lowest, highest = (try_pins.constraints(end, RANGES) for end in try_pins.ENDS)
+    assert set(lowest) == set(highest) == set(RANGES) - {"torch"}
+    assert lowest["nvidia-cutlass-dsl"] == "==4.8.0" and highest["nvidia-cutlass-dsl"] == "<4.9"
+
+
+def test_an_environment_with_other_versions_is_found_out() -> None:
+    lowest = {"torch": "2.13.0+cpu", "nvidia-cutlass-dsl": "4.8.0", "apache-tvm-ffi": "0.1.11", "einops": "0.8.0"}
+    assert try_pins.misfits("lowest", RANGES, lowest) == []
+    later = {**lowest, "apache-tvm-ffi": "0.1.15.post2"}
+    assert try_pins.misfits("lowest", RANGES, later) == ["apache-tvm-ffi: got 0.1.15.post2; needs ==0.1.11"]
+    assert try_pins.misfits("highest", RANGES, later) == []
+    assert try_pins.misfits("highest", RANGES, {**later, "einops": "0.9.0"}) == ["einops: got 0.9.0; needs <0.9"]
+
+
+def test_a_dependency_without_a_range_is_refused() -> None:
+    with pytest.raises(ValueError, match="einops"):
+        try_pins.ranges('dependencies = [\n    "torch>=2.11,<2.15",\n    "einops",\n]\n')
+
+
+def test_the_script_that_makes_environments_takes_torch_from_the_same_range() -> None:
+    script = (ROOT / "scripts" / "bootstrap.sh").read_text(encoding="utf-8")
+    low, high = (tuple(map(int, version.split("."))) for version in RANGES["torch"])
+    assert f"{low} <= version < {high}" in script
+    pinned = re.search(r'torch_pin="torch==([0-9]+)\.([0-9]+)\.', script)
+    assert pinned is not None and low <= (int(pinned[1]), int(pinned[2])) < high
+
+
+def test_what_is_run_at_both_ends_is_there() -> None:
+    assert all((ROOT / file).is_file() for file in try_pins.TESTS)

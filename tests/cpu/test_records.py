@@ -6,11 +6,23 @@ from typing import Any
 
 import pytest
 
-from scripts import add_reliability, results_table
+from cute_kernels.budget.rates import H200
+from scripts import add_reliability, budget_table, results_table
 from scripts.bench import kernels_run, records
 from scripts.bench.report import pages, plots
 from scripts.bench.timing import WrongReplay
-from tests.support.made_up_records import FAILED, PASSED, SIZES, coded_record, kernel, random_calls, some_record
+from tests.support.made_up_records import (
+    ACCUMULATOR,
+    FAILED,
+    PASSED,
+    SIZES,
+    accuracy_rows,
+    coded_record,
+    kernel,
+    random_calls,
+    some_record,
+    timed_case,
+)
 
 
 def test_a_failed_check_is_recorded_without_a_speed():
@@ -57,6 +69,7 @@ BAD_RECORDS: dict[str, dict[str, Any]] = {
     "a tool left out": {"tests": {"passed": 1, "failed": 0, "skipped": 0, "sanitizer": {"memcheck": 0}}},
     "a ceiling left out": {"ceilings": {"read_GBps": 1.0, "copy_GBps": 1.0}},
     "a version that is none": {"tvm_ffi": ""},
+    "a peer of no version": {"peers": {"flash_mla": None}},
     "no count of initcheck": {
         "tests": {
             **some_record()["tests"],
@@ -293,6 +306,9 @@ def test_a_record_without_such_cases_says_so():
         "mla",
         "mla-sustained",
         "mla-scores",
+        "mla-formats",
+        "mla-accuracy",
+        "accumulator",
         "gqa",
         "gqa-summary",
         "sink",
@@ -311,6 +327,111 @@ def test_headlines_name_their_conditions():
     assert "4 x 16384 tokens, 64/8 heads of 64, causal, with sinks | 500 | 1.10 x cuDNN without sinks" in line
     failed = pages.render(some_record(cases=[records.record_case(SIZES, FAILED, dict)]), "headlines")
     assert "topk 2048 | check failed | – | 5.0e-01 |" in failed
+
+
+# --- three times, two cards
+
+
+def test_a_case_has_three_times_and_so_has_its_peer():
+    record = coded_record(cases=[timed_case(kernels=[], sets_compared=2)])
+    records.validate(record)
+    header, _, line = pages.render(record, "mla").splitlines()
+    assert "| us | p10 .. p90 | back to back, us | under load, us | at MHz |" in header
+    assert "| 128 x 128 x 2 | 2048 | 300 | 299 .. 303 | 296 | 340 | 1650 | 486 | 1400 | 420 | 1.40 | 1.25 |" in line
+    assert "in-layer: a small kernel before each call" in pages.render(record, "run")
+    power = pages.render(record, "mla-sustained").splitlines()[-1]
+    assert "| 300 | 340 | 1650 | 698 | 237 | 1.40 / 1.25 | 420 | 425 | 1950 | 610 | 259 |" in power
+    assert pages.render(record, "headlines").splitlines()[-1].count("1.40 x FlashMLA (1.25 under load)") == 1
+    for case in (timed_case(us_sustained=0.0), timed_case(us_back_to_back=-1.0)):
+        with pytest.raises(records.RecordError, match="needs a positive number"):
+            records.validate(some_record(cases=[case]))
+    assert "back to back, us" not in pages.render(some_record(), "mla"), "an older record"
+    assert "calls back to back. Tests" in pages.render(some_record(), "run")
+
+
+def test_a_must_under_load():
+    case = timed_case()
+    assert records.attained({"ratio": 1.4, "ratio_sustained": 1.25, "us_sustained": 340.0}, case)
+    assert not records.attained({"ratio_sustained": 1.26}, case)
+    assert not records.attained({"us_sustained": 339.0}, case)
+    assert not records.attained({"ratio_sustained": 1.0}, {**case, "peers": {"a": {"us": 1.0, "ratio": 2.0}}})
+
+
+def test_exact_and_fp8_scores_stand_side_by_side():
+    exact, fp8 = timed_case(scores="exact"), timed_case(scores="fp8", us=250.0)
+    assert records.identity(exact) != records.identity(fp8)
+    text = pages.render(some_record(cases=[exact, fp8]), "headlines")
+    assert "| exact scores: 300; fp8 scores: 250 |" in text
+    names = [line.split(" | ")[0] for line in pages.render(some_record(cases=[exact, fp8]), "mla").splitlines()[2:]]
+    assert names == ["| 128 x 128 x 2", "| 128 x 128 x 2, fp8 scores"]
+
+
+def test_pages_show_both_cards(checkout, capsys):
+    (checkout / "README.md").write_text(page("headlines", "run", "mla", "budget-mla", "budget-errors"))
+    records.write(some_record(), checkout / "results" / "h200.json")
+    assert results_table.main([], root=checkout) == 0
+    one = (checkout / "README.md").read_text()
+    assert "NVIDIA H200:" not in one
+    other = some_record(card="NVIDIA H100 80GB HBM3", cases=[timed_case()])
+    records.write(other, checkout / "results" / "h100.json")
+    assert results_table.main(["--check"], root=checkout) == 1
+    assert results_table.main([], root=checkout) == 0
+    text = (checkout / "README.md").read_text()
+    assert "| call | conditions | H200: us | H200: speed | H100: us | H100: speed | error against float64 |" in text
+    assert "| 500 | 0.82 x FlashMLA | 300 | 1.40 x FlashMLA (1.25 under load) | 2.1e-03 |" in text
+    assert "| 500 | 1.10 x cuDNN without sinks | – | – |" in text
+    for title in ("NVIDIA H200:", "NVIDIA H100 80GB HBM3:"):
+        assert text.count(f"{title}\n\n| `mla_fp8_decode`, sparse") == 1
+    assert text.index("NVIDIA H200:") < text.index("NVIDIA H100 80GB HBM3:")
+    assert text.count("tensor core, sustained") == one.count("tensor core, sustained"), "what no card changes, once"
+    assert "NVIDIA H200, driver 580.1" in text and "NVIDIA H100 80GB HBM3, driver 580.1" in text
+    only_h100 = ["--results", str(checkout / "results" / "h100.json")]
+    assert results_table.main(only_h100, root=checkout) == 0
+    assert "H200" not in (checkout / "README.md").read_text().split("budget-mla")[0]
+
+
+def test_the_budget_of_another_card_has_its_ceilings_and_is_calibrated_on_none():
+    cases = [timed_case(scores="exact")]
+    h200, h100 = (some_record(card=card, cases=cases) for card in ("NVIDIA H200", "NVIDIA H100 80GB HBM3"))
+    assert budget_table.rates_of(h200) == H200
+    assert budget_table.rates_of(h100).read_gbps == h100["ceilings"]["read_GBps"]
+    assert "(calibrated on it)" in pages.render(h200, "budget-errors")
+    assert "(calibrated on it)" not in pages.render(h100, "budget-errors")
+
+
+def test_cases_of_other_formats_have_a_table_of_their_own():
+    two = timed_case(cache_format="v4", extra_cache_format="v4", topk=128, extra_topk=1024, must={"ratio": 1.35})
+    cases = [two, timed_case(cache_format="v3.2_nope"), {**two, "ragged": True, "failed": "no", "us": None}]
+    record = some_record(cases=cases)
+    lines = pages.render(record, "mla-formats").splitlines()
+    assert lines[2].startswith("| v4 + v4 | 128 x 128 x 2 | 128 + 1024 | 300 | 299 .. 303 | 296 | 340 | 1650 |")
+    assert lines[2].endswith("| 1.35 x FlashMLA | 420 | 1.40 | 1.25 | 2.1e-03 | 2.0e-05 |")
+    assert lines[3].startswith("| v3.2_nope | 128 x 128 x 2 | 2048 | 300 |")
+    assert lines[4].startswith("| v4 + v4 | 128 x 128 x 2 | 128 + up to 1024 | check failed |")
+    assert len({line.count("|") for line in lines}) == 1
+    assert pages.render(record, "mla") == pages.render(record, "headlines") == pages.NO_CASES
+    assert len({records.identity(case) for case in cases}) == 3
+
+
+def test_the_table_of_accuracy():
+    lines = pages.render(some_record(accuracy=accuracy_rows()), "mla-accuracy").splitlines()
+    assert lines[0].startswith("| inputs | scales | exact: out, log-sum-exp | fp8: out, log-sum-exp |")
+    assert lines[2] == ("| N(0,1) | arbitrary | 1.7e-03, 1.0e-06 | 1.7e-03, 6.0e-05 | 2.9e-03, 3.0e-04 | –, – |"), (
+        "FlashMLA failed"
+    )
+    assert lines[3].startswith("| N(0,1) | powers of two |") and lines[3].endswith("| 3.1e-03, 2.0e-04 |")
+    assert len(lines) == 6
+
+
+def test_the_sentence_on_the_accumulator():
+    text = pages.render(some_record(accumulator=ACCUMULATOR), "accumulator")
+    assert text.startswith("Measured on NVIDIA H200: of a product, 13 bits below the largest product")
+    assert text.endswith("What is smaller is truncated; 31 products of half the last bit together are lost.")
+    found = {**ACCUMULATOR, "negative": "rounded", "lost_together": 15.0}
+    text = pages.render(some_record(accumulator=found), "accumulator")
+    assert "truncated where it is positive, rounded where it is negative; " in text
+    assert text.endswith("together leave 15 of 15.5 such bits.")
+    assert "failed" in pages.render(some_record(accumulator={"problem": "no"}), "accumulator")
 
 
 def test_every_block_has_a_page(root):

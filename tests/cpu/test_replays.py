@@ -1,6 +1,5 @@
 """A timed graph must write what eager calls write: for MLA, its append and the merge, and the rule itself."""
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -8,6 +7,7 @@ import torch
 
 import cute_kernels
 from cute_kernels.mla.op import mla_fp8_decode
+from fp8_mla.formats import FORMATS
 from scripts.bench import mla as bench_mla
 from scripts.bench import records, timing
 from scripts.bench.mla import Caches, DecodeBench
@@ -17,7 +17,7 @@ from tests.support.replays import fake_time_graph
 CEILINGS = {"read_GBps": 4000.0, "copy_GBps": 4000.0}
 SMALL = {
     "sparse": DecodeBench("sparse", 2, 128, 1, 40, must={"us": 2.0}),
-    "sparse, ragged": DecodeBench("sparse", 2, 16, 2, 40, ragged=True, sustained=True),
+    "sparse, ragged": DecodeBench("sparse", 2, 16, 2, 40, ragged=True, power=True),
     "dense": DecodeBench("dense", 2, 16, 1, 128, host=True),
 }
 
@@ -42,8 +42,9 @@ def run(bench: DecodeBench) -> dict[str, Any]:
 def test_all_sets_of_all_graphs_are_compared(bench: DecodeBench, timed: list[int]) -> None:
     entry = run(bench)
     assert "failed" not in entry and entry["sets_compared"] == 3
-    assert timed == [3] * (1 + bench.sustained + 3 * (bench.h_q > 64) + 2 * (bench.h_q > 16))
-    assert ("sustained" in entry, "exchange_us" in entry) == (bench.sustained, bench.h_q > 64)
+    assert timed == [3] * (1 + 3 * (bench.h_q > 64) + 2 * (bench.h_q > 16))
+    assert (entry["us_back_to_back"], entry["us_sustained"], entry["sm_mhz"]) == (1.8, 2.2, 1700)
+    assert ("watts" in entry, "exchange_us" in entry) == (bench.power, bench.h_q > 64)
     assert ("scores_us" in entry) == (bench.h_q > 16)
     assert records._case_problems(entry) == []
 
@@ -75,11 +76,12 @@ def test_one_bit_of_one_set_costs_the_speed(
     assert not set(entry) & {*records.SPEED_KEYS, "peers", "exchange_us", "scores_us", "sets_compared"}
 
 
-@pytest.mark.parametrize("name", ["mla_fp8_append", "merge_states"])
+@pytest.mark.parametrize("case", ["v3.2", "v4", "v4.1_fp4", "merge_states"])
 @pytest.mark.parametrize("wrong", [False, True])
 def test_append_and_merge_are_compared(
-    name: str, wrong: bool, timed: list[int], monkeypatch: pytest.MonkeyPatch
+    case: str, wrong: bool, timed: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    name = case if case == "merge_states" else "mla_fp8_append"
     right, made = getattr(cute_kernels, name), []
 
     def op(*arguments: Any, **options: Any) -> Any:
@@ -90,10 +92,12 @@ def test_append_and_merge_are_compared(
         return results
 
     monkeypatch.setattr(cute_kernels, name, op, raising=False)
-    runs = {"mla_fp8_append": bench_mla.run_append, "merge_states": bench_mla.run_merge}
     if name == "merge_states":
         monkeypatch.setattr(bench_mla, "V_DIM", 8)
-    entry = runs[name](CEILINGS, "cpu")
+        entry = bench_mla.run_merge(CEILINGS, "cpu")
+    else:
+        entry = bench_mla.run_append(CEILINGS, "cpu", FORMATS[case])
+        assert entry.get("cache_format", "v3.2") == case
     if wrong:
         assert "after the timed replays: set 2" in entry["failed"] and "us" not in entry
     else:
@@ -174,42 +178,3 @@ def test_a_replay_that_writes_nothing_or_too_late_is_found(monkeypatch: pytest.M
     with pytest.raises(WrongReplay, match="after the timed replays: set 0, lse: 1 of 1") as found:
         timing.require_expected(right, [results], expected)
     assert "poison" not in str(found.value)
-
-
-def test_a_timer_compares_what_its_graph_wrote(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One replay of many differs in a bit: the last timed one, or the one over poison."""
-    results = [tensors(), tensors()]
-    replays: list[int] = []
-    wrong = SimpleNamespace(first=10**9)
-
-    class Event:
-        def elapsed_time(self, end: Any) -> float:
-            return 1.0
-
-        def record(self) -> None: ...
-        def synchronize(self) -> None: ...
-
-    def replay() -> None:
-        replays.append(1)
-        for result in results:
-            for old, new in zip(result, tensors(), strict=True):
-                old.copy_(new)
-        if len(replays) >= wrong.first:
-            results[1][1].view(torch.int32)[0] ^= 1
-
-    monkeypatch.setattr(timing, "capture", lambda calls: (SimpleNamespace(replay=replay), results))
-    monkeypatch.setattr(timing, "REST_SECONDS", 0.0)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    monkeypatch.setattr(torch.cuda, "Event", lambda enable_timing: Event())
-    options: dict[str, Any] = {"clock": False}
-    expected = Expected.of(NAMES, [tensors, tensors])
-    assert timing.time_graph([tensors] * 2, expected=expected, **options).as_record()["sets_compared"] == 2
-    assert "sets_compared" not in timing.time_graph([tensors] * 2, **options).as_record()
-    replays.clear()
-    timing.time_graph([tensors] * 2, expected=expected, **options)
-    made = len(replays)
-    for wrong.first, differences in ((made - 1, 2), (made, 1)):
-        replays.clear()
-        with pytest.raises(WrongReplay) as found:
-            timing.time_graph([tensors] * 2, expected=expected, **options)
-        assert str(found.value).count("set 1, lse: 1 of 1 elements differ") == differences

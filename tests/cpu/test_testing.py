@@ -3,14 +3,12 @@
 import dataclasses
 import math
 from itertools import combinations, product
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from fp8_mla import ROPE_OFFSET, SCALE_OFFSET, pack, reference_decode, slots_from_block_table, unpack
-from scripts.bench import timing
 from scripts.bench.timing import percentiles
 from tests.support.compare import (
     Comparison,
@@ -530,49 +528,3 @@ def test_ragged_lengths_hold_the_boundaries():
 def test_percentiles():
     assert percentiles([3.0]) == (3.0, 3.0, 3.0)
     assert percentiles([float(n) for n in range(101)]) == (50.0, 10.0, 90.0)
-
-
-class Card:
-    """A card whose clock falls after 50 ms without a rest of 0.1 s, and a graph of it: `seconds` long at first."""
-
-    def __init__(self, seconds: float):
-        self.seconds, self.now, self.busy = seconds, 0.0, 0.0
-
-    def replay(self) -> None:
-        self.now += self.seconds * (1.15 if self.busy >= 0.05 else 1.0)
-        self.busy += self.seconds
-
-    def sleep(self, seconds: float) -> None:
-        self.now += seconds
-        if seconds >= 0.1:
-            self.busy = 0.0
-
-    def event(self, enable_timing: bool) -> "Card.Event":
-        return Card.Event(self)
-
-    class Event:
-        def __init__(self, card: "Card"):
-            self.card, self.at = card, 0.0
-
-        def record(self) -> None:
-            self.at = self.card.now
-
-        def synchronize(self) -> None:
-            pass
-
-        def elapsed_time(self, end: "Card.Event") -> float:
-            return (end.at - self.at) * 1e3
-
-
-@pytest.mark.parametrize("milliseconds", [0.02, 1.0, 5.0, 9.0])
-def test_times_are_those_after_a_rest_unless_load_is_asked_for(monkeypatch, milliseconds):
-    card = Card(milliseconds * 1e-3)
-    monkeypatch.setattr(timing, "capture", lambda calls: (card, []))
-    monkeypatch.setattr(timing, "time", SimpleNamespace(sleep=card.sleep, monotonic=lambda: card.now))
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    monkeypatch.setattr(torch.cuda, "Event", card.event)
-    rested = timing.time_graph([lambda: None] * 2, clock=False)
-    assert rested.us == pytest.approx(milliseconds * 500)
-    assert rested.us_p90 == pytest.approx(milliseconds * 500)
-    loaded = timing.time_graph([lambda: None] * 2, clock=False, load_seconds=0.3)
-    assert loaded.us == pytest.approx(milliseconds * 500 * 1.15)

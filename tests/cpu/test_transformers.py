@@ -2,7 +2,6 @@
 
 import ast
 import inspect
-import re
 import subprocess
 import sys
 import textwrap
@@ -26,17 +25,10 @@ from cute_kernels.gqa.reference import reference_gqa_decode
 from cute_kernels.integrations import transformers as cute
 from cute_kernels.integrations import transformers_cache
 from tests.support import tiny_models
+from tests.support.accuracy_table import int8_error
 
 ROOT = Path(__file__).resolve().parents[2]
 NEW = 12  # tokens that are generated
-
-
-def accuracy_of_table() -> float:
-    """What INT8 with a scale per token and head costs an output, from the table of docs/users/gqa_decode.md."""
-    page = (ROOT / "docs" / "users" / "gqa_decode.md").read_text(encoding="utf-8")
-    row = re.search(r"^\| `per_token_head` \|[^|]*\| ([\d.]+)%", page, re.MULTILINE)
-    assert row
-    return float(row[1]) / 100
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -116,7 +108,7 @@ def test_tokens_are_those_of_eager_attention(
     prefill = "gqa_decode" if tokens <= 8 else "sink_attention"
     assert kernels.pop("kv_int8_append", 0) == (layers * NEW if int8 else 0)
     assert kernels.pop(prefill) + kernels.pop("gqa_decode", 0) == layers * NEW and kernels == {}
-    assert (logits - expected_logits).norm() < accuracy_of_table() * expected_logits.norm()
+    assert (logits - expected_logits).norm() < int8_error() * expected_logits.norm()
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "mistral", "gemma2", "gpt_oss"])
@@ -174,7 +166,7 @@ def test_turns_of_a_conversation_over_one_int8_cache(said: list[str]) -> None:
     finally:
         model.set_attn_implementation("eager")
     found = torch.cat(parts, 1).float()
-    assert (found - expected).norm() < accuracy_of_table() * expected.norm()
+    assert (found - expected).norm() < int8_error() * expected.norm()
     assert cache.get_seq_length() == 40 and said == []
 
 
@@ -194,7 +186,7 @@ def test_int8_costs_what_the_table_says() -> None:
         block_table=None, causal=True, window=None, softcap=None, alibi_slopes=None, s_aux=None, softmax_scale=None,
     )  # fmt: skip
     error = ((out.double() - exact).norm() / exact.norm()).item()
-    assert 0.2 * accuracy_of_table() < error < 1.1 * accuracy_of_table()
+    assert 0.2 * int8_error() < error < 1.1 * int8_error()
 
 
 # ---- what no kernel computes
@@ -211,7 +203,7 @@ def test_padding_runs_in_plain_torch(name: str, int8: bool, said: list[str]) -> 
     found, logits = generate(model, "cute", ids, cache, attention_mask=mask)
     assert torch.equal(found, expected) and torch.equal(found, counted_on(ids))
     assert {reason.partition(":")[0] for reason in said} == {"attention_mask"}
-    assert (logits - expected_logits).norm() < accuracy_of_table() * expected_logits.norm()
+    assert (logits - expected_logits).norm() < int8_error() * expected_logits.norm()
 
 
 def test_a_static_cache_runs_in_plain_torch(said: list[str]) -> None:
@@ -222,14 +214,14 @@ def test_a_static_cache_runs_in_plain_torch(said: list[str]) -> None:
     assert torch.equal(found, expected) and said
 
 
-def call(**changes: Any) -> cute._Call:
+def call(**changes: Any) -> cute._Request:
     """A call that kernels take, but for what changes."""
     torch.manual_seed(0)
     s_q, d = changes.pop("s_q", 3), changes.pop("d", 64)
     dtype = changes.pop("dtype", torch.bfloat16)
     q = torch.randn(2, 4, s_q, d).to(dtype)
     k, v = torch.randn(2, 2, 2, 20, d).to(dtype)
-    given = cute._Call(q, k, v, None, d**-0.5, True, None, None, None, 0.0)
+    given = cute._Request(q, k, v, None, d**-0.5, True, None, None, None, 0.0)
     return given._replace(**changes)
 
 

@@ -15,6 +15,7 @@ import torch
 import cute_kernels
 from cute_kernels.gqa import append_op as gqa_append_op
 from cute_kernels.gqa import op as gqa_op
+from cute_kernels.mla import append_launch as mla_append_launch
 from cute_kernels.mla import append_op as mla_append_op
 from cute_kernels.mla import op as mla_op
 from cute_kernels.runtime import compile
@@ -48,7 +49,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> Asked:
     keeps_nothing = types.SimpleNamespace(keep=lambda key, prepared, device: prepared)
     for op in (mla_op, mla_append_op, gqa_op, gqa_append_op):
         monkeypatch.setattr(op, "require_sm90", lambda name, device: None)
-        monkeypatch.setattr(op, "get_kernel", found.kernel)
+        monkeypatch.setattr(mla_append_launch if op is mla_append_op else op, "get_kernel", found.kernel)
         monkeypatch.setattr(op, "_prepared", keeps_nothing)
     monkeypatch.setattr(sink_launch, "get_kernel", found.kernel)
     monkeypatch.setattr(sink_launch, "_counters", lambda device: 0)

@@ -385,8 +385,8 @@ def test_what_empty_splits_leave_in_scratch_memory_does_not_show(run_decode, h_q
     """Merging CTAs read partial results before they know which of them have keys."""
     case = sparse(batch=3, h_q=h_q, topk=2048, lengths="query", seed=3)
     run_decode(case, num_splits=num_splits)
-    for of_stream in workspace.kept():
-        of_stream.values.fill_(float("nan"))
+    for scratch in workspace.kept():
+        scratch.values.fill_(float("nan"))
     run_decode(case, num_splits=num_splits)
     few = dense(seqlens=[1, 0, 65, 130], h_q=h_q, sink="finite")
     run_decode(few, num_splits=num_splits)
@@ -472,8 +472,8 @@ def test_10000_launches_of_one_shape(exchange):
     out, lse = case.outputs()
     expected, expected_lse = case.outputs()
 
-    def call(to: Any, lse_to: Any) -> None:
-        mla_fp8_decode(case.q, case.kv_cache, **case.options(), **forced, out=to.tensor, lse=lse_to.tensor)
+    def call(out: Any, lse: Any) -> None:
+        mla_fp8_decode(case.q, case.kv_cache, **case.options(), **forced, out=out.tensor, lse=lse.tensor)
 
     call(expected, expected_lse)
     torch.cuda.synchronize()

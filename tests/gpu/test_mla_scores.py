@@ -68,10 +68,10 @@ def at_most_bf16(case: DecodeCase) -> None:
     emulation = bf16_yardstick(**case.arguments())
     assert relative_error(out.tensor, expected) <= 1.02 * relative_error(emulation.out, expected)
     has_keys = expected_lse.isfinite()
-    of_bf16, of_fp8 = (
+    bf16_off, fp8_off = (
         (found.double() - expected_lse)[has_keys].square().mean().sqrt() for found in (emulation.lse, lse.tensor)
     )
-    assert of_fp8 <= 0.5 * of_bf16 + 2e-5, f"log-sum-exp off by {of_fp8:.1e}, with keys in bf16 by {of_bf16:.1e}"
+    assert fp8_off <= 0.5 * bf16_off + 2e-5, f"log-sum-exp off by {fp8_off:.1e}, with keys in bf16 by {bf16_off:.1e}"
 
 
 @pytest.mark.parametrize("query_size", [0.3, 1.0, 3.0, 18.0])

@@ -15,6 +15,7 @@ from cute_kernels import gqa_decode, kv_int8_append, merge_states, mla_fp8_appen
 from cute_kernels.compat.flash_mla import flash_mla_with_kvcache
 from fp8_mla import QK_DIM, TOKEN_BYTES, V_DIM
 from tests.support import bad_input_gqa as gqa
+from tests.support import bad_input_latent as latent
 from tests.support.bad_tensors import (
     BF16,
     F32,
@@ -119,7 +120,7 @@ def sparse_wrong(device: str) -> Wrong:
         "q no tensor": ("q", [[0.0]]),
         "q None": ("q", None),
         "q of rank 3": ("q", new(BATCH, HEADS, QK_DIM)),
-        "q of another head dimension": ("q", new(*ROWS, V_DIM)),
+        "q of another head dimension": ("q", new(*ROWS, 544)),
         "q without heads": ("q", new(BATCH, S_Q, 0, QK_DIM)),
         "q of 129 heads": ("q", new(BATCH, S_Q, 129, QK_DIM)),
         "q without queries": ("q", new(BATCH, 0, HEADS, QK_DIM)),
@@ -222,7 +223,7 @@ def append_wrong(device: str) -> Wrong:
     return {
         "kv of float32": ("kv", floats(device, 3, QK_DIM)),
         "kv of rank 3": ("kv", new(3, 1, QK_DIM)),
-        "kv of another width": ("kv", new(3, V_DIM)),
+        "kv of another width": ("kv", new(3, 544)),
         "kv with a last stride of 2": ("kv", every_second(call["kv"])),
         "kv 2 bytes off": ("kv", off_by(2, call["kv"])),
         "kv with rows 8 bytes off": ("kv", rows_apart(call["kv"], 4)),
@@ -321,15 +322,21 @@ def flash_wrong(device: str) -> Wrong:
         "q of rank 3": ("q", call["q"][0]),
         "k_cache of bfloat16": ("k_cache", zeros(device, PAGES, PAGE_SIZE, 1, QK_DIM)),
         "k_cache None": ("k_cache", None),
-        "k_cache of other tokens": ("k_cache", k_cache[..., :592]),
+        "k_cache of other tokens": ("kv_cache", {"k_cache": k_cache[..., :592]}),
         "k_cache 8 bytes off": ("kv_cache", {"k_cache": off_by(8, k_cache)}),
         "k_cache on another device": ("kv_cache", {"k_cache": k_cache.to("meta")}),
         "is_fp8_kvcache left out": ("is_fp8_kvcache", False),
         "head_dim_v 576": ("head_dim_v", QK_DIM),
         "causal with indices": ("causal", True),
-        "a second cache": ("extra_k_cache", k_cache),
-        "indices of a second cache": ("extra_indices_in_kvcache", call["indices"]),
+        "a second cache without indices": ("extra_indices", {"extra_k_cache": k_cache}),
+        "a second cache of V4": ("extra_kv_cache", {"extra_k_cache": zeros(device, 2, 2, 1, 584, dtype=U8)}),
+        "indices of a second cache": ("extra_indices", {"extra_indices_in_kvcache": call["indices"]}),
         "lengths of a second cache": ("extra_topk_length", call["topk_length"]),
+        "kv_format unknown": ("kv_format", "V5"),
+        "kv_format of another type": ("kv_format", 4),
+        "kv_format of other bytes": ("k_cache", {"kv_format": "MODEL1"}),
+        "descale_q": ("descale_q", floats(device, 1)),
+        "descale_k": ("descale_k", floats(device, 1)),
         "indices of int64": ("indices", call["indices"].long()),
         "indices missing": ("indices", None),
         "attn_sink of bfloat16": ("s_aux", {"attn_sink": call["attn_sink"].bfloat16()}),
@@ -345,7 +352,10 @@ CACHES = ("k_cache", "v_cache", "k_scale", "v_scale")
 TABLES = {
     "mla_fp8_decode, sparse": Table(mla_fp8_decode, sparse_call, sparse_wrong),
     "mla_fp8_decode, dense": Table(mla_fp8_decode, dense_call, dense_wrong),
+    "mla_fp8_decode, planar pages": Table(mla_fp8_decode, latent.planar_call, latent.planar_wrong),
+    "mla_fp8_decode, two caches": Table(mla_fp8_decode, latent.two_caches_call, latent.two_caches_wrong),
     "mla_fp8_append": Table(mla_fp8_append, append_call, append_wrong, ("kv_cache",)),
+    "mla_fp8_append, planar pages": Table(mla_fp8_append, latent.append_call, latent.append_wrong, ("kv_cache",)),
     "merge_states": Table(merge_states, merge_call, merge_wrong),
     "gqa_decode": Table(gqa_decode, gqa.gqa_call, gqa.gqa_wrong),
     "gqa_decode, paged": Table(gqa_decode, gqa.gqa_paged_call, gqa.gqa_paged_wrong),

@@ -61,7 +61,10 @@ from typing import Any, Final, NamedTuple
 
 import torch
 
-from fp8_mla import QUANT_TILE, V_DIM, as_pages, reference_decode, slots_from_block_table, unpack, valid_slots
+from fp8_mla import FORMATS, QUANT_TILE, V_DIM, TokenFormat, reference_decode, row_views, slots_from_block_table, unpack
+from fp8_mla.formats import format_of_cache, format_of_extra_cache
+from fp8_mla.pages import gather
+from fp8_mla.slots import valid_slots
 
 LSE_ATOL: Final = 2e-5
 LSE_RTOL: Final = 1e-6
@@ -315,6 +318,12 @@ def bf16_yardstick(
     causal: bool = True,
     softmax_scale: float | None = None,
     s_aux: torch.Tensor | None = None,
+    cache_format: str | None = None,
+    cache_layout: str | None = None,
+    extra_kv_cache: torch.Tensor | None = None,
+    extra_indices: torch.Tensor | None = None,
+    extra_topk_length: torch.Tensor | None = None,
+    extra_cache_format: str | None = None,
 ) -> Yardstick:
     """The decode in plain bf16, to measure what that precision costs; arguments as in `fp8_mla.reference_decode`.
 
@@ -322,25 +331,30 @@ def bf16_yardstick(
     rounded to bf16 for the second product, output rounded to bf16. The noise of each element is computed in float64,
     where the square of a value of 1e38 is no overflow.
     """
-    pages = as_pages(kv_cache)
+    token_format = FORMATS[cache_format] if cache_format else format_of_cache(kv_cache.shape[-1], q.shape[-1])
+    rows_of = row_views(kv_cache, token_format, cache_layout)
+    num_pages, page_size, _ = rows_of[0].shape
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
     batch, s_q, h_q, _ = q.shape
-    num_slots = pages.shape[0] * pages.shape[1]
+    second = None
     # Each entry is a row of slots, and for each query that shares the row, the slots that it sees.
     if indices is not None:
-        slots = indices.reshape(batch * s_q, -1).long()
-        seen = valid_slots(slots, num_slots)
-        if topk_length is not None:
-            length = topk_length if topk_length.ndim == 2 else topk_length.unsqueeze(1).expand(batch, s_q)
-            seen &= torch.arange(slots.shape[1], dtype=torch.int64, device=q.device) < length.reshape(-1, 1)
-        seen = seen.unsqueeze(1)
+        slots, seen = _listed(indices, topk_length, num_pages * page_size)
+        if extra_kv_cache is not None:
+            assert extra_indices is not None
+            extra_format = format_of_extra_cache(token_format, extra_kv_cache.shape[-1], extra_cache_format)
+            extra_rows = row_views(extra_kv_cache, extra_format, cache_layout)
+            num_slots = extra_rows[0].shape[0] * extra_rows[0].shape[1]
+            extra_slots, extra_seen = _listed(extra_indices, extra_topk_length, num_slots)
+            second = _Side(extra_format, extra_rows, extra_slots)
+            seen = torch.cat([seen, extra_seen], dim=-1)
     else:
         if block_table is None or cache_seqlens is None:
             raise ValueError("block_table, cache_seqlens: got None, needs both where there are no indices")
-        slots = slots_from_block_table(block_table, cache_seqlens, pages.shape[1], num_pages=pages.shape[0])
+        slots = slots_from_block_table(block_table, cache_seqlens, page_size, num_pages=num_pages)
         slots = slots[:, : max(int(cache_seqlens.max()), 0)] if batch else slots
         ahead = torch.arange(1 - s_q, 1, dtype=torch.int64, device=q.device) if causal else cache_seqlens.new_zeros(s_q)
-        limit = cache_seqlens.long().clamp(0, block_table.shape[1] * pages.shape[1]).unsqueeze(1) + ahead
+        limit = cache_seqlens.long().clamp(0, block_table.shape[1] * page_size).unsqueeze(1) + ahead
         positions = torch.arange(slots.shape[1], dtype=torch.int64, device=q.device)
         seen = (slots >= 0).unsqueeze(1) & (positions < limit.unsqueeze(-1))
     queries = q.bfloat16().float().reshape(slots.shape[0], seen.shape[1] * h_q, -1)
@@ -350,31 +364,54 @@ def bf16_yardstick(
     shared, size = (torch.empty(lse.shape, dtype=torch.float64, device=q.device) for _ in range(2))
     whole = (out, lse, noise, shared, size)
     sink = None if s_aux is None else s_aux.float().repeat(seen.shape[1])
-    for rows in _chunks(slots.shape[0], max(1, KEYS_PER_CHUNK // max(1, slots.shape[1]))):
+    sides = [_Side(token_format, rows_of, slots)] + ([second] if second is not None else [])
+    for rows in _chunks(slots.shape[0], max(1, KEYS_PER_CHUNK // max(1, seen.shape[2]))):
+        keys = torch.cat([side.keys(rows) for side in sides], dim=1)
         mask = seen[rows].repeat_interleave(h_q, dim=1)
-        for tensor, part in zip(
-            whole, _bf16_attention(queries[rows], pages, slots[rows], mask, scale, sink), strict=True
-        ):
+        for tensor, part in zip(whole, _bf16_attention(queries[rows], keys, mask, scale, sink), strict=True):
             assert part is not None
             tensor[rows] = part
     return Yardstick(*(tensor.view(batch, s_q, h_q, *tensor.shape[2:]) for tensor in whole))
 
 
+class _Side(NamedTuple):
+    """One of the caches of a call: slots (rows, n), of which some are invalid."""
+
+    token_format: TokenFormat
+    rows: tuple[torch.Tensor, ...]
+    slots: torch.Tensor
+
+    def keys(self, rows: slice) -> torch.Tensor:
+        """(rows, n, d_qk) float32, rounded to bf16; zeros where a slot is invalid."""
+        slots = self.slots[rows]
+        valid = valid_slots(slots, self.rows[0].shape[0] * self.rows[0].shape[1])
+        tokens = gather(self.rows, slots[valid])
+        keys = torch.zeros((*slots.shape, self.token_format.d_qk), dtype=torch.float32, device=slots.device)
+        keys[valid] = unpack(tokens, torch.bfloat16, token_format=self.token_format).float()
+        return keys
+
+
+def _listed(
+    indices: torch.Tensor, topk_length: torch.Tensor | None, num_slots: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The slots of each query (batch * s_q, n), and which of them it sees (batch * s_q, 1, n)."""
+    batch, s_q, topk = indices.shape
+    slots = indices.reshape(batch * s_q, topk).long()
+    seen = valid_slots(slots, num_slots)
+    if topk_length is not None:
+        length = topk_length if topk_length.ndim == 2 else topk_length.unsqueeze(1).expand(batch, s_q)
+        seen &= torch.arange(topk, dtype=torch.int64, device=indices.device) < length.reshape(-1, 1)
+    return slots, seen.unsqueeze(1)
+
+
 def _bf16_attention(
-    q: torch.Tensor,
-    pages: torch.Tensor,
-    slots: torch.Tensor,
-    seen: torch.Tensor,
-    scale: float,
-    sink: torch.Tensor | None,
+    q: torch.Tensor, keys: torch.Tensor, seen: torch.Tensor, scale: float, sink: torch.Tensor | None
 ) -> Yardstick:
-    """Attend with q (rows, m, 576) to slots (rows, n) where seen (rows, m, n); results are (rows, m, ...)."""
-    safe = torch.where(seen.any(dim=1), slots, 0)
-    if pages.shape[0] == 0 or slots.shape[1] == 0:
+    """Attend with q (rows, m, d_qk) to keys (rows, n, d_qk) where seen (rows, m, n); results are (rows, m, ...)."""
+    if keys.shape[1] == 0:
         zeros = q.new_zeros((*q.shape[:-1], V_DIM))
         no_lse = q.new_full(q.shape[:-1], -torch.inf)
         return Yardstick(zeros.bfloat16(), no_lse, zeros.double(), zeros[..., 0].double(), zeros[..., 0].double())
-    keys = unpack(pages[safe // pages.shape[1], safe % pages.shape[1]], torch.bfloat16).float()
     # 0 x NaN is NaN, so keys that no query may see become zeros first.
     keys = torch.where(seen.any(dim=1).unsqueeze(-1), keys, 0.0)
     scores = torch.where(seen, q @ keys.mT * scale, -torch.inf)

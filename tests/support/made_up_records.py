@@ -96,6 +96,35 @@ def kernel(number: int, spec: str = "") -> tuple[str, dict[str, str]]:
     return records.kernel_id(facts["sass"], facts["launch"]), facts
 
 
+ACCUMULATOR: dict[str, Any] = {"bits_same": 13, "bits_after": 13, "bits_before": 13, "lost_together": 0.0}
+ACCUMULATOR |= {"positive": "truncated", "negative": "truncated"}
+
+
+def accuracy_rows() -> list[dict[str, Any]]:
+    """The entry "accuracy" of a record."""
+
+    def errors(out: float, lse: float) -> dict[str, float]:
+        return {"out": out, "lse": lse, "lse_rms": lse / 4, "lse_size": 9.0}
+
+    found = {"exact": errors(1.7e-3, 1e-6), "fp8": errors(1.7e-3, 6e-5), "bf16 keys": errors(2.9e-3, 3e-4)}
+    peers = ({"failed": "RuntimeError: no"}, errors(3.1e-3, 2e-4))
+    return [
+        {"inputs": name, "scales": scales, "errors": {**found, "flash_mla": peer}}
+        for name in ("N(0,1)", "outlier channels in k")
+        for scales, peer in zip(("arbitrary", "power_of_two"), peers, strict=True)
+    ]
+
+
+def timed_case(**changes: Any) -> dict[str, Any]:
+    """A case as they are since each has three times."""
+    times = {"us": 300.0, "us_p10": 299.0, "us_p90": 303.0, "us_back_to_back": 296.0, "us_sustained": 340.0}
+    clocks = {"sm_mhz": 1650, "sm_mhz_rested": 1980, "watts": 698, "TFLOPs": 486.0, "GBps": 1400.0}
+    peer = {"us": 420.0, "ratio": 1.4, "us_back_to_back": 413.0, "ratio_back_to_back": 1.395, "us_sustained": 425.0}
+    peer |= {"ratio_sustained": 1.25, "sm_mhz": 1950, "watts": 610, "rel_err": 0.003}
+    entry = records.record_case(SIZES, PASSED, lambda: {**times, **clocks, "peers": {"flash_mla": peer}})
+    return {**entry, **changes}
+
+
 def coded_record(**changes: Any) -> dict[str, Any]:
     """A record as they are since they name machine code: each case has a kernel of its own."""
     record = some_record()

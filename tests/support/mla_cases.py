@@ -200,6 +200,12 @@ class DecodeCase:
     causal: bool = True
     softmax_scale: float | None = None
     s_aux: torch.Tensor | None = None
+    cache_format: str | None = None
+    cache_layout: str | None = None
+    extra_kv_cache: torch.Tensor | None = None
+    extra_indices: torch.Tensor | None = None
+    extra_topk_length: torch.Tensor | None = None
+    extra_cache_format: str | None = None
 
     def arguments(self) -> dict[str, Any]:
         """All arguments by name, as the decode, the oracle and the emulation take them."""
@@ -212,7 +218,9 @@ class DecodeCase:
     def rows(self, rows: Sequence[int]) -> DecodeCase:
         """The same call for some of the batch rows only, over the same cache."""
         pick = torch.tensor(list(rows), dtype=torch.long, device=self.q.device)
-        per_row = ("q", "indices", "topk_length", "block_table", "cache_seqlens")
+        per_row = (
+            "q", "indices", "topk_length", "block_table", "cache_seqlens", "extra_indices", "extra_topk_length",
+        )  # fmt: skip
         chosen = {name: getattr(self, name)[pick] for name in per_row if getattr(self, name) is not None}
         return dataclasses.replace(self, **chosen)
 
@@ -269,6 +277,28 @@ def sparse_case(
     num_slots = num_pages * page_size
     good = torch.randperm(num_slots, generator=gen, dtype=torch.int64, device=gen.device)[: max(1, num_slots * 3 // 4)]
     cache = _cache(num_pages, page_size, good, gen, scales=scales, outliers=outliers, padded=padded)
+    indices, topk_length = index_lists(good, num_slots, (batch, s_q, topk), gen, invalid=invalid, lengths=lengths)
+    q = _query((batch, s_q, h_q, QK_DIM), gen, scales, query_size, padded)
+    return DecodeCase(
+        q=q,
+        kv_cache=cache,
+        indices=strided_int(indices) if padded else indices,
+        topk_length=topk_length,
+        s_aux=sink_logits(h_q, sink, gen),
+    )
+
+
+def index_lists(
+    good: torch.Tensor,
+    num_slots: int,
+    shape: tuple[int, int, int],
+    gen: torch.Generator,
+    *,
+    invalid: bool,
+    lengths: str,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Indices (batch, s_q, topk) and `topk_length` or None, as `sparse_case` says; `good` slots are not poisoned."""
+    batch, s_q, topk = shape
     indices = good[
         torch.randint(len(good), (batch, s_q, topk), generator=gen, dtype=torch.int64, device=gen.device)
     ].int()
@@ -281,27 +311,20 @@ def sparse_case(
         indices = torch.where(drop, out_of_range[choice], indices)
     topk_length = None
     if lengths != "none":
-        shape = {"batch": (batch,), "query": (batch, s_q)}[lengths]
-        topk_length = torch.randint(0, topk + 1, shape, generator=gen, dtype=torch.int64, device=gen.device).int()
+        rows = {"batch": (batch,), "query": (batch, s_q)}[lengths]
+        topk_length = torch.randint(0, topk + 1, rows, generator=gen, dtype=torch.int64, device=gen.device).int()
         boundaries = torch.tensor([topk, 0, 1, topk + 5, -3, topk - 1], dtype=torch.int32, device=gen.device)
         flat = topk_length.view(-1)
         flat[: len(boundaries)] = boundaries[: len(flat)]
         limit = topk_length.view(batch, -1, 1)
         bad = _complement(good, num_slots)
         if len(bad):
-            past = torch.arange(topk, dtype=torch.int64, device=gen.device) >= limit
+            is_past_end = torch.arange(topk, dtype=torch.int64, device=gen.device) >= limit
             lure = bad[
                 torch.randint(len(bad), indices.shape, generator=gen, dtype=torch.int64, device=gen.device)
             ].int()
-            indices = torch.where(past, lure, indices)
-    q = _query((batch, s_q, h_q, QK_DIM), gen, scales, query_size, padded)
-    return DecodeCase(
-        q=q,
-        kv_cache=cache,
-        indices=_strided_int(indices) if padded else indices,
-        topk_length=topk_length,
-        s_aux=sink_logits(h_q, sink, gen),
-    )
+            indices = torch.where(is_past_end, lure, indices)
+    return indices, topk_length
 
 
 def dense_case(
@@ -356,7 +379,7 @@ def dense_case(
     return DecodeCase(
         q=_query((batch, s_q, h_q, QK_DIM), gen, scales, query_size, padded),
         kv_cache=cache,
-        block_table=_strided_int(table.int()) if padded else table.int(),
+        block_table=strided_int(table.int()) if padded else table.int(),
         cache_seqlens=lengths.int(),
         causal=causal,
         s_aux=sink_logits(h_q, sink, gen),
@@ -445,7 +468,7 @@ def _complement(chosen: torch.Tensor, size: int) -> torch.Tensor:
     return rest.nonzero().squeeze(1)
 
 
-def _strided_int(values: torch.Tensor) -> torch.Tensor:
+def strided_int(values: torch.Tensor) -> torch.Tensor:
     """The same int32 values with a row stride of their own; what lies between would be a wild slot."""
     wide = values.new_full((*values.shape[:-1], values.shape[-1] + 3), INT32_MAX)
     view = wide[..., : values.shape[-1]]

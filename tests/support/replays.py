@@ -1,26 +1,22 @@
 """A graph without a GPU: a replay makes the calls again and copies their results into those of the first calls."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from scripts.bench import timing
-from scripts.bench.timing import Expected, Timing
+from scripts.bench.in_layer import Timing
+from scripts.bench.timing import Expected
 
 
 def fake_time_graph(monkeypatch: pytest.MonkeyPatch, module: Any) -> list[int]:
-    """Puts a `time_graph` that needs no GPU into a module; returns how many input sets each timing rotated."""
+    """Puts timers that need no GPU into a module; returns how many input sets each of its graphs rotates."""
     sets: list[int] = []
 
-    def time_graph(
-        calls: Sequence[Callable[[], Any]],
-        *,
-        expected: Expected | None = None,
-        clock: bool = True,
-        load_seconds: float = 0.0,
-    ) -> Timing:
+    def prepare(calls: Sequence[Callable[[], Any]], *, expected: Expected | None = None) -> Any:
         results = [call() for call in calls]
 
         def replay() -> None:
@@ -30,10 +26,24 @@ def fake_time_graph(monkeypatch: pytest.MonkeyPatch, module: Any) -> list[int]:
                         old.copy_(new)
 
         sets.append(len(calls))
-        if expected is not None:
-            timing.require_expected(replay, results, expected)
-        return Timing(2.0, 1.9, 2.1, 1980.0 if clock else None, 0 if expected is None else len(calls))
+        return SimpleNamespace(replay=replay, results=results, expected=expected)
 
+    def time_together(ways: Mapping[str, Any], *, sustained: Any = True, power: bool = False) -> dict[str, Timing]:
+        for way in ways.values():
+            if way.expected is not None:
+                timing.require_expected(way.replay, way.results, way.expected)
+        loaded = (2.2, 1700.0, 1980.0, 650.0 if power else None) if sustained else (None, None, 1980.0, None)
+        return {
+            name: Timing(2.0, 1.9, 2.1, 1.8, *loaded, 0 if way.expected is None else len(way.results))
+            for name, way in ways.items()
+        }
+
+    def time_calls(calls: Sequence[Callable[[], Any]], *, expected: Expected | None = None) -> Timing:
+        return time_together({"": prepare(calls, expected=expected)})[""]
+
+    fakes = {"prepare": prepare, "prepare_eager": prepare, "time_together": time_together, "time_calls": time_calls}
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    monkeypatch.setattr(module, "time_graph", time_graph)
+    for name, fake in fakes.items():
+        if hasattr(module, name):
+            monkeypatch.setattr(module, name, fake)
     return sets

@@ -1,7 +1,7 @@
 """Cases of sink attention, and the tolerance rule for its output and gradients.
 
 The oracle is written here once more, for whole sequences in float64, so that it shares nothing with the reference of
-the package. Beside it runs the computation of a kernel in q's dtype: scores and sums in float32, probabilities and
+the package. The same is computed as a kernel does, in q's dtype: scores and sums in float32, probabilities and
 gradients of scores rounded to that dtype before their products, delta from the rounded output. What that is off by, and
 the standard deviation that those roundings have at each element, are the yardsticks of `tests.support.compare`.
 

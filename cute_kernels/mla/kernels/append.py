@@ -3,15 +3,14 @@
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
-from cutlass import AddressSpace, BFloat16, Float8E4M3FN, Float32, Int32, Int64, Uint8, const_expr
+from cutlass import AddressSpace, BFloat16, Float32, Int32, Int64, Uint8, const_expr
 from cutlass.cute.nvgpu import CopyG2ROp
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
 from cute_kernels.mla.append_spec import MlaAppendSpec
-from fp8_mla.formats import FP8_MAX, MIN_SCALE, V3_2
+from cute_kernels.mla.kernels.quantize import VALUES_PER_LANE, quantize_float32
+from fp8_mla.formats import V3_2
 
-BF16_MAX = 3.3895313892515355e38  # 0x7F7F
-VALUES_PER_LANE = V3_2.nope_dim // 32
 LANES_PER_TILE = V3_2.quant_tile // VALUES_PER_LANE
 LANES_PER_ROPE = V3_2.rope_dim // 8  # 16 bytes of bf16 a lane
 ROPE_OFFSET = V3_2.field("rope").offset
@@ -90,7 +89,7 @@ class MlaAppendKernel:
                 destination = mCache.iterator.toint() + row
 
             for t in cutlass.range_constexpr(count):
-                codes, scale = self._quantize(latent[None, None, t])
+                codes, scale = quantize_float32(latent[None, None, t], LANES_PER_TILE)
                 target = self._shuffle64(destination, t * LANES_PER_ROPE)
                 if target != 0:
                     cute.autovec_copy(codes, self._bytes(target, VALUES_PER_LANE * lane))
@@ -100,24 +99,6 @@ class MlaAppendKernel:
             if destination != 0:
                 bytes16 = self._bytes(destination, ROPE_OFFSET + 16 * (lane % LANES_PER_ROPE))
                 cute.autovec_copy(cute.recast_tensor(rope, Uint8), bytes16)
-
-    @cute.jit
-    def _quantize(self, latent: cute.Tensor):
-        """This lane's 16 bf16 values of a quant tile -> (16 codes as bytes, the scale)."""
-        values = latent.load().to(Float32)
-        magnitudes = abs(values)
-        absmax = Float32(0.0)
-        for i in cutlass.range_constexpr(VALUES_PER_LANE):
-            absmax = cute.arch.fmax(absmax, magnitudes[i])  # ignores NaN
-        absmax = cute.arch.warp_reduction(absmax, cute.arch.fmax, threads_in_group=LANES_PER_TILE)
-        absmax = cute.arch.fmin(absmax, BF16_MAX)  # an Inf counts as the largest finite value
-        # IEEE divisions: approximations differ from the oracle in the last bit now and then
-        scale = cute.arch.fmax(absmax / Float32(FP8_MAX), MIN_SCALE)
-        scale = cutlass.select_(absmax == 0.0, Float32(1.0), scale)
-        inverse = Float32(1.0) / scale
-        codes = cute.make_rmem_tensor((VALUES_PER_LANE,), Float8E4M3FN)
-        codes.store((values * inverse).to(Float8E4M3FN).reshape((VALUES_PER_LANE,)))
-        return cute.recast_tensor(codes, Uint8), scale
 
     @cute.jit
     def _row(self, mKV: cute.Tensor, token: Int32) -> cute.Pointer:

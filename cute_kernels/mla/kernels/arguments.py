@@ -14,26 +14,38 @@ from cute_kernels.mla.kernels.tile import NOPE, QK
 
 def fake_arguments(sparse: bool) -> tuple:
     """Shapes, strides and alignments that a compiled kernel accepts, in the order of `__call__`."""
-    batch, s_q, h_q = (cute.sym_int() for _ in range(3))
-
-    def strided(dtype, shape, inner, align):
-        strides = [cute.sym_int64(divisibility=align // (dtype.width // 8)) for _ in shape[:-1]]
-        return make_fake_tensor(dtype, shape, (*strides, inner), assumed_align=align)
-
-    q = strided(BFloat16, (batch, s_q, h_q, QK), 1, 16)
-    kv = strided(Uint8, (cute.sym_int(), cute.sym_int(), token_cache.ROW_BYTES), 1, 16)
-    if sparse:
-        index = strided(cutlass.Int32, (batch, s_q, cute.sym_int()), 1, 4)
-        length = make_fake_tensor(cutlass.Int32, (batch, s_q), (cute.sym_int64(), cute.sym_int64()), assumed_align=4)
-    else:
-        index = strided(cutlass.Int32, (batch, cute.sym_int()), 1, 4)
-        length = make_fake_tensor(cutlass.Int32, (batch,), (cute.sym_int64(),), assumed_align=4)
-    sink = make_fake_tensor(Float32, (h_q,), (1,), assumed_align=4)
-    out = strided(BFloat16, (batch, s_q, h_q, NOPE), 1, 16)
-    lse = make_fake_tensor(Float32, (batch, s_q, h_q), tuple(cute.sym_int64() for _ in range(3)), assumed_align=4)
-    tensors = (q, kv, index, length, sink, out, lse)
+    sizes = tuple(cute.sym_int() for _ in range(3))
+    q = fake_strided(BFloat16, (*sizes, QK), 16)
+    kv = fake_strided(Uint8, (cute.sym_int(), cute.sym_int(), token_cache.ROW_BYTES), 16)
+    tensors = (q, kv, *fake_keys(sparse, sizes), *fake_results(sizes))
     numbers = (Int64(0), Int64(0), Int64(0), Float32(1.0), Int32(1), Int32(1), Int32(1), Int32(1), Int64(0))
     return (*tensors, *numbers, make_fake_stream(use_tvm_ffi_env_stream=True))
+
+
+def fake_strided(dtype, shape: tuple, align: int) -> Any:
+    """A tensor of any strides whose last dimension is contiguous; rows are aligned to `align` bytes."""
+    strides = [cute.sym_int64(divisibility=align // (dtype.width // 8)) for _ in shape[:-1]]
+    return make_fake_tensor(dtype, shape, (*strides, 1), assumed_align=align)
+
+
+def fake_keys(sparse: bool, sizes: tuple) -> tuple:
+    """Indices or block table, and lengths, of a call with (batch, s_q, h_q) `sizes`."""
+    batch, s_q, _ = sizes
+    if sparse:
+        index = fake_strided(cutlass.Int32, (batch, s_q, cute.sym_int()), 4)
+        length = make_fake_tensor(cutlass.Int32, (batch, s_q), (cute.sym_int64(), cute.sym_int64()), assumed_align=4)
+    else:
+        index = fake_strided(cutlass.Int32, (batch, cute.sym_int()), 4)
+        length = make_fake_tensor(cutlass.Int32, (batch,), (cute.sym_int64(),), assumed_align=4)
+    return index, length
+
+
+def fake_results(sizes: tuple) -> tuple:
+    """Sinks, out and log-sum-exp of a call with (batch, s_q, h_q) `sizes`."""
+    sink = make_fake_tensor(Float32, sizes[2:], (1,), assumed_align=4)
+    out = fake_strided(BFloat16, (*sizes, NOPE), 16)
+    lse = make_fake_tensor(Float32, sizes, tuple(cute.sym_int64() for _ in range(3)), assumed_align=4)
+    return sink, out, lse
 
 
 class Partials(NamedTuple):

@@ -3,7 +3,6 @@
 from enum import IntEnum
 
 from cute_kernels.device.barriers import MBarrier, Rings
-from cute_kernels.mla.kernels.load_q import QK_BYTES
 from cute_kernels.mla.kernels.tile import TILE_BYTES
 from cute_kernels.mla.spec import MlaDecodeSpec
 
@@ -21,7 +20,7 @@ def barriers(spec: MlaDecodeSpec) -> Rings:
     load = 257 if spec.pv_issues_tma else 256  # load threads and their copies; one more announces the bytes of TMA
     tma_bytes = 0 if spec.sparse else TILE_BYTES  # of a whole key tile of a page; others come by cp.async
     rings = [
-        MBarrier("q_full", 1, bytes=spec.heads * QK_BYTES, says="Q is loaded"),
+        MBarrier("q_full", 1, bytes=2 * spec.heads * spec.d_qk, says="Q is loaded"),
         MBarrier("full", load, spec.stages, tma_bytes, says="a key tile is loaded, its mask set"),
         MBarrier("empty", 256, spec.stages, says="PV has its codes in registers"),
         MBarrier("s_full", 128, spec.qk_warpgroups, says="S is stored"),

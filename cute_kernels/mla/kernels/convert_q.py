@@ -1,6 +1,6 @@
 """Q as float16, in place and in the order in which a thread reads keys."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -58,6 +58,7 @@ class QConverter:
         self.heads = spec.heads
         self.warpgroups = spec.qk_warpgroups
         self.threads = 128 * spec.qk_warpgroups
+        self.blocks = QUANT_TILES  # of 128 columns
 
     @cute.jit
     def prepare(
@@ -70,7 +71,7 @@ class QConverter:
         tid: Int32,
     ):
         """Converts the Q of a work tile, after `loads` loads of Q; no QK is under way."""
-        sPower = cute.make_tensor(smem.q_power.data_ptr(), cute.make_layout((self.heads, QUANT_TILES)))
+        sPower = cute.make_tensor(smem.q_power.data_ptr(), cute.make_layout((self.heads, self.blocks)))
         first = tid
         if const_expr(self.warpgroups > 1):
             first += 128 * (warp_idx // WARPS)
@@ -79,7 +80,7 @@ class QConverter:
             cute.arch.mbarrier_wait(smem.q_full.ptr, loads % 2)
             loads += 1
             fits = Int32(1)
-            for index in cutlass.range(first, self.heads * QUANT_TILES, self.threads, unroll=1):
+            for index in cutlass.range(first, self.heads * self.blocks, self.threads, unroll=1):
                 power = Float32(1.0)
                 if q_scaled != 0:
                     exponent = cutlass.min(cutlass.max(self.exponent(smem, index), -MAX_EXPONENT), MAX_EXPONENT)
@@ -89,7 +90,7 @@ class QConverter:
                 if self.convert(smem, index) == 0:
                     fits = Int32(0)
             for row in cutlass.range(first, self.heads, self.threads, unroll=1):
-                self.reorder_rope(smem, row)
+                self.reorder_rope(smem, row, NOPE // 8)
             ready = q_scaled | wgmma.every_thread(fits, Int32(NamedBarrier.QK), self.threads)
             if ready == 0:
                 q_scaled = Int32(1)
@@ -100,6 +101,10 @@ class QConverter:
         cute.arch.fence_proxy("async.shared", space="cta")  # ordinary stores, read by wgmma
         cute.arch.barrier(barrier_id=NamedBarrier.QK, number_of_threads=self.threads)
         return PreparedQ(q_scaled, loads)
+
+    def block_chunks(self, block: Int32) -> Any:
+        """Chunks of eight numbers of a block of 128 columns."""
+        return QUANT_TILE // 8
 
     def chunk(self, smem, row: Int32, c):
         """Eight numbers of a row of Q, 8 c and on."""
@@ -116,8 +121,20 @@ class QConverter:
         numbers = cute.make_rmem_tensor((8, QUANT_TILE // 8), BFloat16)
         for c in cutlass.range_constexpr(QUANT_TILE // 8):
             cute.autovec_copy(self.chunk(smem, row, start + c), numbers[None, c])
-        words, fits = cute.recast_tensor(numbers, Int32), Int32(1)
-        for half in cutlass.range_constexpr(2):
+        words = cute.recast_tensor(numbers, Int32)
+        fits = self.to_float16(numbers, words)
+        four = cute.make_rmem_tensor(4, Int32)
+        for c in cutlass.range_constexpr(QUANT_TILE // 8):
+            for lane in cutlass.range_constexpr(4):
+                four[lane] = words[c % 4, 2 * code_chunk(lane, c // 8) + c % 8 // 4]
+            cute.autovec_copy(cute.recast_tensor(four, BFloat16), self.chunk(smem, row, start + c))
+        return fits
+
+    @cute.jit
+    def to_float16(self, numbers: cute.Tensor, words: cute.Tensor) -> Int32:
+        """Converts 64 or 128 numbers, in `words`; returns whether float16 holds them as well as bfloat16 does."""
+        fits = Int32(1)
+        for half in cutlass.range_constexpr(cute.size(numbers) // 64):
             largest, seen = Int32(0), Int32(0)
             for c in cutlass.range_constexpr(8 * half, 8 * half + 8):
                 converted = cute.make_rmem_tensor(8, Float16)
@@ -135,34 +152,29 @@ class QConverter:
             peak = cute.arch.fmax(magnitudes[0].to(Float32), magnitudes[1].to(Float32))
             if seen & 0x7FFF7FFF != 0 and (peak < MIN_PEAK or peak > MAX_PEAK):
                 fits = Int32(0)
-        four = cute.make_rmem_tensor(4, Int32)
-        for c in cutlass.range_constexpr(QUANT_TILE // 8):
-            for lane in cutlass.range_constexpr(4):
-                four[lane] = words[c % 4, 2 * code_chunk(lane, c // 8) + c % 8 // 4]
-            cute.autovec_copy(cute.recast_tensor(four, BFloat16), self.chunk(smem, row, start + c))
         return fits
 
     @cute.jit
-    def reorder_rope(self, smem, row: Int32):
-        """Puts the rope part of a row, bf16, into the order in which lanes read keys: chunks of eight numbers.
+    def reorder_rope(self, smem, row: Int32, start: cutlass.Constexpr):
+        """Puts the rope part of a row, bf16, from chunk `start` of eight on, into the order in which lanes read keys.
 
         Of block i of 16 columns in a half, words 2 i and 2 i + 1 of a lane's chunk are words lane and lane + 4.
         """
         words = cute.make_rmem_tensor((4, 8), Int32)
         for c in cutlass.range_constexpr(8):
-            source = self.chunk(smem, row, NOPE // 8 + c)
+            source = self.chunk(smem, row, start + c)
             cute.autovec_copy(cute.recast_tensor(source, Int32), words[None, c])
         four = cute.make_rmem_tensor(4, Int32)
         for c in cutlass.range_constexpr(8):
             for lane in cutlass.range_constexpr(4):
                 four[lane] = words[c % 4, code_chunk(lane, c // 4)]
-            cute.autovec_copy(cute.recast_tensor(four, BFloat16), self.chunk(smem, row, NOPE // 8 + c))
+            cute.autovec_copy(cute.recast_tensor(four, BFloat16), self.chunk(smem, row, start + c))
 
     @cute.jit
     def multiply(self, smem, index: Int32, power: Float32):
         """Multiplies the index-th row of 128 numbers by a power of two, which bf16 holds."""
         eight = cute.make_rmem_tensor(8, BFloat16)
-        for c in cutlass.range(16, unroll=1):
+        for c in cutlass.range(self.block_chunks(index // self.heads), unroll=1):
             target = self.chunk(smem, index % self.heads, index // self.heads * (QUANT_TILE // 8) + c)
             cute.autovec_copy(target, eight)
             eight.store((eight.load().to(Float32) * power).to(BFloat16))
@@ -172,7 +184,7 @@ class QConverter:
     def exponent(self, smem, index: Int32) -> Int32:
         """floor(log2) of the largest magnitude in the index-th row of 128 numbers."""
         peak, eight = Float32(0.0), cute.make_rmem_tensor(8, BFloat16)
-        for c in cutlass.range(16, unroll=1):
+        for c in cutlass.range(self.block_chunks(index // self.heads), unroll=1):
             source = self.chunk(smem, index % self.heads, index // self.heads * (QUANT_TILE // 8) + c)
             cute.autovec_copy(source, eight)
             for i in cutlass.range_constexpr(8):

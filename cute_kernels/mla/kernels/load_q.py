@@ -14,19 +14,17 @@ from cute_kernels.mla.kernels.tile import QK
 from cute_kernels.mla.spec import TOKENS_PER_TILE
 
 Q_COLUMNS = 64  # of a TMA load: 128 bytes
-Q_CHUNKS = QK // Q_COLUMNS
-QK_BYTES = 2 * QK  # of a row of Q
 
 
-def q_layout(heads: int):
-    """Shared memory of Q: (heads, 576, 1)."""
-    return sm90.make_smem_layout_a(LayoutEnum.ROW_MAJOR, (heads, TOKENS_PER_TILE, QK), BFloat16, 1)
+def q_layout(heads: int, columns: int = QK):
+    """Shared memory of Q: (heads, columns, 1)."""
+    return sm90.make_smem_layout_a(LayoutEnum.ROW_MAJOR, (heads, TOKENS_PER_TILE, columns), BFloat16, 1)
 
 
-def q_chunk_layout(heads: int):
-    """The same in chunks of 64 columns, one for each TMA load: (heads, 64, 9)."""
+def q_chunk_layout(heads: int, columns: int):
+    """The same in chunks of 64 columns, one for each TMA load: (heads, 64, chunks)."""
     tile = (heads, TOKENS_PER_TILE, Q_COLUMNS)
-    return sm90.make_smem_layout_a(LayoutEnum.ROW_MAJOR, tile, BFloat16, Q_CHUNKS)
+    return sm90.make_smem_layout_a(LayoutEnum.ROW_MAJOR, tile, BFloat16, columns // Q_COLUMNS)
 
 
 class QTma(NamedTuple):
@@ -39,7 +37,7 @@ class QTma(NamedTuple):
 def make_q_tma(mQ: cute.Tensor, heads: int) -> QTma:
     """Heads and columns first: TMA zero-fills past the last head."""
     mQ_tile = cute.make_tensor(mQ.iterator, cute.select(mQ.layout, mode=[2, 3, 1, 0]))
-    chunk = cute.select(q_chunk_layout(heads), mode=[0, 1])
+    chunk = cute.select(q_chunk_layout(heads, mQ.shape[3]), mode=[0, 1])
     operation = cpasync.CopyBulkTensorTileG2SOp()
     return QTma(*cpasync.make_tiled_tma_atom(operation, mQ_tile, chunk, (heads, Q_COLUMNS)))
 
@@ -47,9 +45,10 @@ def make_q_tma(mQ: cute.Tensor, heads: int) -> QTma:
 @cute.jit
 def prefetch_q(load_q: cute.CopyAtom, tQ: cute.Tensor, work: WorkTile, heads: cutlass.Constexpr):
     """Starts to load rows of Q into L2. Called by one warp."""
-    sQ = cute.make_tensor(cute.make_ptr(BFloat16, 0, AddressSpace.smem, assumed_align=1024), q_chunk_layout(heads))
+    layout = q_chunk_layout(heads, tQ.shape[1])
+    sQ = cute.make_tensor(cute.make_ptr(BFloat16, 0, AddressSpace.smem, assumed_align=1024), layout)
     _, tQgQ = _partition_q(load_q, tQ, work, heads, sQ)
-    for c in cutlass.range(Q_CHUNKS, unroll=1):
+    for c in cutlass.range(tQ.shape[1] // Q_COLUMNS, unroll=1):
         cute.prefetch(load_q, tQgQ[None, c])
 
 
@@ -63,16 +62,17 @@ def start_q(
     unrolled: cutlass.Constexpr = False,
 ):
     """Starts the load of this CTA's rows of Q. Called by one warp. Unrolled it takes more registers."""
-    layout = q_chunk_layout(heads)
+    columns = const_expr(tQ.shape[1])
+    layout = q_chunk_layout(heads, columns)
     sQ = smem.q.get_tensor(layout.outer, swizzle=layout.inner)
     tQsQ, tQgQ = _partition_q(load_q, tQ, work, heads, sQ)
     with cute.arch.elect_one():
-        cute.arch.mbarrier_arrive_and_expect_tx(smem.q_full.ptr, heads * QK_BYTES)
+        cute.arch.mbarrier_arrive_and_expect_tx(smem.q_full.ptr, heads * columns * 2)
     if const_expr(unrolled):
-        for c in cutlass.range_constexpr(Q_CHUNKS):
+        for c in cutlass.range_constexpr(columns // Q_COLUMNS):
             cute.copy(load_q, tQgQ[None, c], tQsQ[None, c], tma_bar_ptr=smem.q_full.ptr)
     else:
-        for c in cutlass.range(Q_CHUNKS, unroll=1):
+        for c in cutlass.range(columns // Q_COLUMNS, unroll=1):
             cute.copy(load_q, tQgQ[None, c], tQsQ[None, c], tma_bar_ptr=smem.q_full.ptr)
 
 

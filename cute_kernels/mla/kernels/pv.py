@@ -302,11 +302,8 @@ class PvWarpgroups:
 
         Each of the two quant tiles of a warpgroup has its own P; codes of the other one count as zeros.
         """
-        layout = scaled_p_layout(self.heads)
-        sScaledP = smem.scaled_p.get_tensor(layout.outer, swizzle=layout.inner)
+        sScaledP, sP = self.exact_p(smem)
         rScaledP = mma.make_fragment_B(mma.get_slice(tid).partition_B(sScaledP))[None, None, None, wg]
-        layout = p_layout(self.heads)
-        sP = smem.p.get_tensor(layout.outer, swizzle=layout.inner)
         sScale = scale_tensor(smem, self.spec.stages)
         shape = mma.partition_shape_A((TOKENS_PER_TILE, 16))
         fragment = mma.make_fragment_A(shape)
@@ -332,6 +329,12 @@ class PvWarpgroups:
                 warpgroup.commit_group()
                 warpgroup.wait_group(0)
             cute.arch.barrier(barrier_id=NamedBarrier.PV + wg, number_of_threads=128)
+
+    def exact_p(self, smem) -> tuple[cute.Tensor, cute.Tensor]:
+        """Where P in bf16 of 16 keys goes, by warpgroup, and P."""
+        layout, p = scaled_p_layout(self.heads), p_layout(self.heads)
+        sScaledP = smem.scaled_p.get_tensor(layout.outer, swizzle=layout.inner)
+        return sScaledP, smem.p.get_tensor(p.outer, swizzle=p.inner)
 
     # ---- epilogue
 

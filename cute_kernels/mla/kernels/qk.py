@@ -56,6 +56,7 @@ class QkWarpgroups:
         self.columns = spec.heads // 4  # of a thread
         self.warpgroups = spec.qk_warpgroups
         self.threads = 128 * spec.qk_warpgroups
+        self.has_rope = True
         self.q = QConverter(spec)
         self.scheduler = Scheduler(spec)
         self.tracer = Tracer(spec.trace, len(ROLES))
@@ -177,9 +178,10 @@ class QkWarpgroups:
                 factors = self.scale_ratios(smem, stage, quant_tile - 1, tid)
         self.multiply_rows(acc[0], factors)
         warpgroup.wait_group(0)
-        rope = self.rope_operand()
-        self.load_rope(smem, rope, tile, tid)
-        self.issue_rope(smem, acc[0], rope, True, tid)
+        if const_expr(self.has_rope):
+            rope = self.rope_operand()
+            self.load_rope(smem, rope, tile, tid)
+            self.issue_rope(smem, acc[0], rope, True, tid)
         # overlapped with it
         factors = self.scale_ratios(smem, stage, QUANT_TILES - 1, tid)
         self.multiply_rows(acc[1], tuple(factor * scale_log2 for factor in factors))
@@ -196,7 +198,7 @@ class QkWarpgroups:
 
     def q_operands(self, smem, mma: cute.TiledMma, tid: Int32, dtype) -> cute.Tensor:
         """Q as the second operand: (.., block of 16 columns)."""
-        layout = q_layout(self.heads)
+        layout = q_layout(self.heads, self.spec.d_qk)
         sQ = smem.q.get_tensor(layout.outer, swizzle=layout.inner, dtype=dtype)
         return mma.make_fragment_B(mma.get_slice(tid).partition_B(sQ))[None, None, None, 0]
 
@@ -206,7 +208,8 @@ class QkWarpgroups:
         mma = tiled_mmas(self.heads)[1]
         rQ = self.q_operands(smem, mma, tid, BFloat16)
         warpgroup.fence()
-        wgmma.issue(mma, acc, rope, rQ, accumulate, [(k, NOPE // 16 + k) for k in range(ROPE // 16)])
+        first = (self.spec.d_qk - ROPE) // 16
+        wgmma.issue(mma, acc, rope, rQ, accumulate, [(k, first + k) for k in range(ROPE // 16)])
         warpgroup.commit_group()
 
     @cute.jit
@@ -252,11 +255,14 @@ class QkWarpgroups:
         power = cute.make_rmem_tensor(self.columns, Float32)
         sPower = smem.q_power.get_tensor(cute.make_layout(QUANT_TILES * self.heads))
         sScale = scale_tensor(smem, self.spec.stages)
-        rope = self.rope_operand()
-        self.load_rope(smem, rope, tile, tid)
-        self.issue_rope(smem, acc, rope, False, tid)
-        warpgroup.wait_group(0)
-        result.store(acc.load())
+        if const_expr(self.has_rope):
+            rope = self.rope_operand()
+            self.load_rope(smem, rope, tile, tid)
+            self.issue_rope(smem, acc, rope, False, tid)
+            warpgroup.wait_group(0)
+            result.store(acc.load())
+        else:
+            result.fill(0.0)
         for c in cutlass.range(CHUNKS, unroll=1):
             self.load_codes(smem, raw, stage, c, tid)
             self.widen(raw, codes)
@@ -295,6 +301,10 @@ class QkWarpgroups:
         mma = tiled_mmas(self.heads)[1]
         return mma.make_fragment_A(mma.partition_shape_A((TOKENS_PER_TILE, ROPE)))
 
+    def rope_stage(self, tile: Int32) -> Int32:
+        """Where the rope part of a tile lies."""
+        return ring_slot(tile, self.spec.rope_stages).index
+
     @cute.jit
     def load_rope(self, smem, rope: cute.Tensor, tile: Int32, tid: Int32):
         """A quarter of the rope part of each of a thread's two rows, eight numbers of either half of it.
@@ -302,7 +312,7 @@ class QkWarpgroups:
         Into registers: wgmma would read rows from shared memory in another order than that of `key_of_row`.
         """
         words, four = cute.recast_tensor(rope, Int32), cute.make_rmem_tensor(4, Int32)
-        line, start = self.line(tid), ring_slot(tile, self.spec.rope_stages).index * ROPE_BYTES
+        line, start = self.line(tid), self.rope_stage(tile) * ROPE_BYTES
         for r in cutlass.range_constexpr(2):
             for half in cutlass.range_constexpr(2):
                 row = (line ^ (32 * half) ^ (16 * r)) + LINE_BYTES * r

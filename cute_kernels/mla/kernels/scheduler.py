@@ -156,6 +156,11 @@ class Scheduler:
         """The keys of a work tile."""
         limit = self.key_limit(work, length, table)
         tiles = cute.ceil_div(cutlass.max(limit, 0), TOKENS_PER_TILE)
+        return self.part(index, work, limit, tiles, table)
+
+    @cute.jit
+    def part(self, index: Int32, work: WorkTile, limit: Int32, tiles: Int32, table: WorkTable) -> KeyRange:
+        """The part of a query's `tiles` key tiles that a work tile has."""
         if const_expr(self.balanced):
             share = table.share
             first_tile = Int32(cutlass.select_(index == share.first, share.first_tile, Int32(0)))

@@ -1,6 +1,6 @@
 """The softmax of the MLA decode kernel: P of S. With 32 and 64 heads its warpgroup also loads key tiles."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -45,6 +45,8 @@ class SoftmaxWarpgroup:
     Scores are in units of log2. Lazy rescaling: row_max is set P_EXPONENT below the largest score, and moves only when
     a score exceeds that one by RESCALE_THRESHOLD, because O moves with it.
     """
+
+    p_dtype: Any = Float16
 
     def __init__(self, spec: MlaDecodeSpec):
         self.spec = spec
@@ -162,6 +164,7 @@ class SoftmaxWarpgroup:
                 rescaling = cute.math.exp2(row_max - (largest - P_EXPONENT), fastmath=True)
                 row_max = largest - P_EXPONENT
             _, tile_sum = self.exp_tile(row_max, addresses, False)
+        late_flags = self.late_flags(smem, stage, tid)
         cute.arch.mbarrier_arrive(smem.s_empty.data_ptr() + s_stage)
         row_sum = row_sum * rescaling + tile_sum
 
@@ -171,7 +174,14 @@ class SoftmaxWarpgroup:
         if cute.arch.vote_any_sync(rescaling != 1.0):
             if lane == 0:
                 sFlags[tid // 32, p_stage] |= RESCALE_O
+        if const_expr(late_flags is not None):
+            if lane == 0:
+                sFlags[tid // 32, p_stage] |= late_flags
         return row_max, row_sum
+
+    def late_flags(self, smem, stage: Int32, tid: Int32) -> Any:
+        """Flags of a warp that are known with S: None here."""
+        return None
 
     @cute.jit
     def exp_tile(self, row_max: Float32, addresses: Addresses, is_hot: cutlass.Constexpr):
@@ -210,16 +220,16 @@ class SoftmaxWarpgroup:
 
     @cute.jit
     def exp_and_store_p(self, row_max: Float32, addresses: Addresses, s: cute.Tensor, i, thread_max, thread_sum):
-        """Exponentiate up to 8 scores, store P as float16, update this thread's max and sum."""
+        """Exponentiate up to 8 scores, store P, update this thread's max and sum."""
         at_once = min(8, self.keys)
-        p = cute.make_rmem_tensor(at_once, Float16)
+        p = cute.make_rmem_tensor(at_once, self.p_dtype)
         for j in cutlass.range_constexpr(at_once // 2):
             for k in cutlass.range_constexpr(2):
                 thread_max[0] = cute.arch.fmax(thread_max[0], s[k, j])
                 s[k, j] = cute.math.exp2(s[k, j] - row_max, fastmath=True)
                 thread_sum[0] += s[k, j]
-        p.store(s.load().to(Float16).reshape(p.shape))
-        chunk = cute.make_ptr(Float16, addresses.p ^ 16 * i, AddressSpace.smem, assumed_align=2 * at_once)
+        p.store(s.load().to(self.p_dtype).reshape(p.shape))
+        chunk = cute.make_ptr(self.p_dtype, addresses.p ^ 16 * i, AddressSpace.smem, assumed_align=2 * at_once)
         cute.autovec_copy(p, cute.make_tensor(chunk, cute.make_layout(at_once)))
 
     @cute.jit

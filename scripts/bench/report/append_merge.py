@@ -11,7 +11,7 @@ from scripts.bench.report.markdown import MISSING, short
 
 HEADER = ("operation", "us", "GB/s", "of the ceiling for", "host time of a call, us")
 FRACTIONS = {"copy_fraction": "copies", "read_fraction": "reads"}
-WITHOUT_KEY = ("scales", "layout")
+WITHOUT_KEY = ("cache_format", "scales", "layout")
 """Keys whose value says by itself what it is."""
 WITH_KEY = ("page_size", "tokens", "splits", "batch", "h_q", "h_kv", "s_q", "d", "case")
 

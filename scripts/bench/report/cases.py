@@ -45,6 +45,26 @@ def spread(case: Case) -> str:
     return f"{short(case['us_p10'])} .. {short(case['us_p90'])}"
 
 
+def has_three_times(cases: Iterable[Case]) -> bool:
+    """Whether times are in-layer, with those back to back and under load; in older records they are back to back."""
+    return any("us_back_to_back" in case for case in cases)
+
+
+LOADED_HEADER = ("back to back, us", "under load, us", "at MHz")
+
+
+def loaded(case: Case) -> list[str]:
+    """Cells below `LOADED_HEADER`."""
+    mhz = case.get("sm_mhz")
+    times = [short(case.get("us_back_to_back")), short(case.get("us_sustained"))]
+    return [*times, MISSING if mhz is None else f"{mhz:.0f}"]
+
+
+def peer_ratios(case: Case) -> list[str]:
+    """The peer's time over ours, in-layer and under load."""
+    return [hundredths(peer_of(case).get(name)) for name in ("ratio", "ratio_sustained")]
+
+
 def must(case: Case) -> str:
     """What a case has to reach, in words."""
     words = {
@@ -52,7 +72,9 @@ def must(case: Case) -> str:
         "copy_fraction": "{:.2f} of copies",
         "us": "{:g} us",
         "TFLOPs": "{:g} TFLOP/s",
-        "ratio": "{:g} x cuDNN",
+        "ratio": f"{{:g}} x {'FlashMLA' if case['op'].startswith('mla') else 'cuDNN'}",
+        "ratio_sustained": "{:g} x under load",
+        "us_sustained": "{:g} us under load",
     }
     return ", ".join(words[key].format(limit) for key, limit in (case.get("must") or {}).items()) or MISSING
 

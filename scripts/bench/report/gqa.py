@@ -5,13 +5,16 @@ from __future__ import annotations
 from scripts.bench.kernels_run import mark
 from scripts.bench.report import append_merge, markdown
 from scripts.bench.report.cases import (
+    LOADED_HEADER,
     Case,
     Record,
     cases_of,
+    has_three_times,
+    loaded,
     must,
     must_and_missed,
     peer_of,
-    peer_ratio,
+    peer_ratios,
     ratio_range,
     spread,
 )
@@ -23,23 +26,27 @@ HEADER = (
     "batch x s_k",
     "us",
     "p10 .. p90",
+    *LOADED_HEADER,
     "GB/s",
     "of reads",
     "needs",
     "TFLOP/s",
     "cuDNN over bf16, us",
     "its time / ours",
+    "under load",
     "relative error",
     "lse error",
     "host, us",
 )
+OF_THREE_TIMES = (*LOADED_HEADER, "under load")
+"""Columns of records in which each case has three times."""
 
 
 def decode_append(record: Record) -> list[str]:
     """Every case of decoding, and of the append."""
     decode = cases_of(record, OP)
     return markdown.paragraphs(
-        markdown.table(HEADER, map(_decode_row, decode)) if decode else [],
+        markdown.table(*_decode_table(decode)) if decode else [],
         append_merge.table(cases_of(record, "kv_int8_append")),
     )
 
@@ -76,9 +83,16 @@ def variant(case: Case) -> str:
 
 def size(case: Case) -> str:
     """Batch and length, and what else is not as in most cases."""
-    usual = {"h_q": 32, "d": 128, "s_q": 1, "window": None}
+    usual = {"h_q": 32, "h_kv": 8, "d": 128, "s_q": 1, "window": None}
     unusual = [f"{key} {case[key]}" for key, value in usual.items() if case.get(key, value) != value]
     return ", ".join([f"{case['batch']} x {case['s_k']}", *unusual])
+
+
+def _decode_table(cases: list[Case]) -> tuple[list[str], list[list[str]]]:
+    """Header and rows, without the columns that older records have nothing for."""
+    three = has_three_times(cases)
+    kept = [place for place, name in enumerate(HEADER) if three or name not in OF_THREE_TIMES]
+    return [HEADER[place] for place in kept], [[row[place] for place in kept] for row in map(_decode_row, cases)]
 
 
 def _decode_row(case: Case) -> list[str]:
@@ -87,9 +101,10 @@ def _decode_row(case: Case) -> list[str]:
     name = variant(case) + mark(case)
     errors = [scientific(case.get("rel_err")), scientific(case.get("lse_err"))]
     if "failed" in case:
-        return [name, size(case), "check failed", *[MISSING] * 7, *errors, MISSING]
-    cells = [short(case["us"]), spread(case), short(case.get("GBps")), hundredths(case.get("read_fraction"))]
-    cells += [must_and_missed(case), short(case.get("TFLOPs")), short(peer_of(case).get("us")), peer_ratio(case)]
+        return [name, size(case), "check failed", *[MISSING] * 11, *errors, MISSING]
+    cells = [short(case["us"]), spread(case), *loaded(case), short(case.get("GBps"))]
+    cells += [hundredths(case.get("read_fraction")), must_and_missed(case), short(case.get("TFLOPs"))]
+    cells += [short(peer_of(case).get("us")), *peer_ratios(case)]
     return [name, size(case), *cells, *errors, short(case.get("host_us"))]
 
 

@@ -7,11 +7,11 @@ from typing import Any, NamedTuple
 
 from fp8_mla.formats import V3_2
 from scripts.bench.kernels_run import mark
+from scripts.bench.records import card_slug
 from scripts.bench.report import markdown
 from scripts.bench.report.cases import Case, Record, peer_of
 from scripts.bench.report.markdown import scientific, short
 
-HEADER = ("call", "conditions", "us", "speed", "error against float64")
 GQA = {"op": "gqa_decode", "kv_dtype": "int8", "scales": "per_token_head", "layout": "BNSH", "batch": 64, "s_k": 8192}
 SINK = {"op": "sink_attention", "batch": 4, "h_q": 64, "h_kv": 8, "d": 64, "s_k": 16384}
 BF16_BYTES = 2 * V3_2.d_qk
@@ -39,7 +39,8 @@ def _times(peer: str) -> Callable[[Case], str]:
 
     def speed(case: Case) -> str:
         found = peer_of(case)
-        return f"{found['ratio']:.2f} x {peer}" if "ratio" in found else markdown.MISSING
+        under_load = f" ({found['ratio_sustained']:.2f} under load)" if "ratio_sustained" in found else ""
+        return f"{found['ratio']:.2f} x {peer}{under_load}" if "ratio" in found else markdown.MISSING
 
     return speed
 
@@ -71,19 +72,45 @@ HEADLINES = (
     Headline("`sink_attention`, forward", SINK_CONDITIONS, {**SINK, "pass": "forward"}, WITHOUT_SINKS),
     Headline("`sink_attention`, backward", SINK_CONDITIONS, {**SINK, "pass": "backward"}, WITHOUT_SINKS),
 )
-UNUSUAL = ("window", "ragged", "deterministic")
+UNUSUAL = ("window", "ragged", "deterministic", "cache_format")
 
 
-def headlines(record: Record) -> list[str]:
-    """The table, a row for each headline that the record has a case of."""
+def headlines(*records: Record) -> list[str]:
+    """The table: a row for each headline that a record has a case of, columns for each card."""
+    alone = len(records) == 1
+    header = ["call", "conditions"]
+    for record in records:
+        card = "" if alone else f"{card_slug(record['card']).upper()}: "
+        header += [f"{card}us", f"{card}speed"]
     rows = []
     for headline in HEADLINES:
-        for case in record["cases"]:
-            if any(key in case for key in UNUSUAL) or any(case.get(k) != v for k, v in headline.key.items()):
-                continue
-            figures = ["check failed", markdown.MISSING]
-            if "failed" not in case:
-                figures = [short(case["us"]), headline.speed(case)]
-            conditions = headline.conditions.format(**case) + mark(case)
-            rows.append([headline.call, conditions, *figures, scientific(case.get("rel_err"))])
-    return markdown.table(HEADER, rows) if rows else []
+        found = [_cases(headline, record) for record in records]
+        first = next((cases[0] for cases in found if cases), None)
+        if first is None:
+            continue
+        cells = [cell for cases in found for cell in _figures(headline, cases)]
+        errors = "; ".join(scientific(case.get("rel_err")) for case in next(filter(None, found)))
+        older = "".join(sorted({mark(case) for cases in found for case in cases}))
+        rows.append([headline.call, headline.conditions.format(**first) + older, *cells, errors])
+    return markdown.table([*header, "error against float64"], rows) if rows else []
+
+
+def _cases(headline: Headline, record: Record) -> list[Case]:
+    """The cases of a headline: one, or that of exact and that of fp8 scores."""
+    return [
+        case
+        for case in record["cases"]
+        if not any(key in case for key in UNUSUAL) and all(case.get(k) == v for k, v in headline.key.items())
+    ]
+
+
+def _figures(headline: Headline, cases: list[Case]) -> list[str]:
+    """Time and speed, of several cases with what they are."""
+    if not cases:
+        return [markdown.MISSING] * 2
+    times, speeds = [], []
+    for case in cases:
+        name = f"{case['scores']} scores: " if len(cases) > 1 else ""
+        times.append(name + ("check failed" if "failed" in case else short(case["us"])))
+        speeds.append(markdown.MISSING if "failed" in case else headline.speed(case))
+    return ["; ".join(times), "; ".join(speeds)]

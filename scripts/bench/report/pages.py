@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import pathlib
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from scripts import budget_table
 from scripts.bench import kernels_run
@@ -24,6 +24,9 @@ PARTS: dict[str, Callable[[Record], list[str]]] = {
     "mla": mla.decode_append_merge,
     "mla-sustained": mla.sustained,
     "mla-scores": mla.scores,
+    "mla-formats": mla.formats,
+    "mla-accuracy": mla.accuracy,
+    "accumulator": mla.accumulator,
     "gqa": gqa.decode_append,
     "gqa-summary": gqa.summary,
     "sink": sink.forward_backward,
@@ -34,17 +37,39 @@ PARTS: dict[str, Callable[[Record], list[str]]] = {
 }
 
 
+OF_ALL: dict[str, Callable[..., list[str]]] = {"headlines": headlines.headlines}
+"""Parts that show all cards at once."""
+OF_NONE = ("budget-mla", "budget-gqa", "budget-speed")
+"""Parts that say the same of every record."""
+NAMED = ("run", "accumulator")
+"""Parts that name the card themselves."""
+
+
 def render(record: Record | None, part: str) -> str:
-    """The Markdown that belongs between the markers of that name."""
-    if record is None:
+    """The Markdown that belongs between the markers of that name, for one card."""
+    return render_all([] if record is None else [record], part)
+
+
+def render_all(found: Sequence[Record], part: str) -> str:
+    """The same for several cards: one after the other, where the part is not one of all."""
+    if not found:
         return NO_RESULTS
-    lines = PARTS[part](record)
+    if part in OF_ALL or part in OF_NONE or len(found) == 1:
+        return _with_footnote(OF_ALL[part](*found) if part in OF_ALL else PARTS[part](found[0]))
+    blocks = []
+    for record in found:
+        title = "" if part in NAMED else f"{record['card']}:\n\n"
+        blocks.append(title + _with_footnote(PARTS[part](record)))
+    return "\n\n".join(blocks)
+
+
+def _with_footnote(lines: list[str]) -> str:
     if any(kernels_run.MARK in line for line in lines):
         lines = [*lines, "", kernels_run.FOOTNOTE]
     return "\n".join(lines) or NO_CASES
 
 
-def fill(text: str, record: Record | None) -> str:
+def fill(text: str, found: Sequence[Record]) -> str:
     """The page with what belongs there between each of its pairs of markers.
 
     Raises:
@@ -62,7 +87,7 @@ def fill(text: str, record: Record | None) -> str:
             )
         if part not in PARTS:
             raise ValueError(f"{begin[0]}: got {part!r}, needs one of {', '.join(PARTS)}")
-        pieces += [text[end_of_last : begin.end()], "\n", render(record, part), "\n"]
+        pieces += [text[end_of_last : begin.end()], "\n", render_all(found, part), "\n"]
         end_of_last = end.start()
     return "".join([*pieces, text[end_of_last:]])
 

@@ -23,7 +23,7 @@ def draw(record: Record, folder: pathlib.Path) -> list[str]:
 
 def mla_speed(record: Record, plt: Any) -> Any:
     """Bars of TFLOP/s with FlashMLA's, a panel for sparse and one for dense."""
-    decode = [case for case in cases_of(record, "mla_fp8_decode") if case.get("TFLOPs")]
+    decode = [case for case in cases_of(record, "mla_fp8_decode") if case.get("TFLOPs") and "cache_format" not in case]
     panels = [(mode, [case for case in decode if case["mode"] == mode]) for mode in ("sparse", "dense")]
     panels = [(mode, cases) for mode, cases in panels if cases]
     if not panels:
@@ -35,6 +35,8 @@ def mla_speed(record: Record, plt: Any) -> Any:
             f"{case['batch']}x{case['h_q']}x{case['s_q']}\n{'to ' if case.get('ragged') else ''}{case[keys]}"
             for case in cases
         ]
+        fp8 = [case.get("scores") == "fp8" for case in cases]
+        labels = [f"{label}\nfp8" if is_fp8 else label for label, is_fp8 in zip(labels, fp8, strict=True)]
         _bars(axis, cases, "FlashMLA" if mode == "sparse" else "FlashMLA, bf16 cache", labels)
         axis.set_title(f"{mode}: batch x heads x s_q, {keys}", fontsize=9)
     figure.suptitle(f"mla_fp8_decode on {record['card']}, {record['date']}", fontsize=10)

@@ -5,13 +5,16 @@ from __future__ import annotations
 from scripts.bench.kernels_run import mark
 from scripts.bench.report import markdown
 from scripts.bench.report.cases import (
+    LOADED_HEADER,
     Case,
     Record,
     cases_of,
+    has_three_times,
+    loaded,
     must,
     must_and_missed,
     peer_of,
-    peer_ratio,
+    peer_ratios,
     ratio_range,
     spread,
 )
@@ -23,20 +26,27 @@ HEADER = (
     "batch x tokens",
     "us",
     "p10 .. p90",
+    *LOADED_HEADER,
     "TFLOP/s",
     "GB/s",
     "needs",
     "cuDNN without sinks, us",
     "its time / ours",
+    "under load",
     "without sinks, us",
     "relative error",
 )
+OF_THREE_TIMES = (*LOADED_HEADER, "under load")
+"""Columns of records in which each case has three times."""
 
 
 def forward_backward(record: Record) -> list[str]:
     """Every case of the forward and of the backward."""
     cases = passes(record)
-    return markdown.table(HEADER, map(_row, cases)) if cases else []
+    three = has_three_times(cases)
+    kept = [place for place, name in enumerate(HEADER) if three or name not in OF_THREE_TIMES]
+    rows = [[row[place] for place in kept] for row in map(_row, cases)]
+    return markdown.table([HEADER[place] for place in kept], rows) if cases else []
 
 
 def summary(record: Record) -> list[str]:
@@ -92,8 +102,8 @@ def size(case: Case) -> str:
 def _row(case: Case) -> list[str]:
     if "failed" in case:
         return [name(case) + mark(case), size(case), "failed", *[MISSING] * (len(HEADER) - 3)]
-    cells = [short(case["us"]), spread(case), short(case.get("TFLOPs")), short(case.get("GBps"))]
-    cells += [must_and_missed(case), short(peer_of(case).get("us")), peer_ratio(case)]
+    cells = [short(case["us"]), spread(case), *loaded(case), short(case.get("TFLOPs")), short(case.get("GBps"))]
+    cells += [must_and_missed(case), short(peer_of(case).get("us")), *peer_ratios(case)]
     cells += [short(case.get("us_without_sinks")), scientific(case.get("rel_err"))]
     return [name(case) + mark(case), size(case), *cells]
 

@@ -28,7 +28,7 @@ def _storage():
 class ConvertKernel:
     """One warpgroup a CTA, one CTA an SM. bf16 tiles have two stages, taken in turn, and threads meet after each tile:
     so no turn's loads or stores can be left out or moved. Reading the raw tile takes 5 clocks a token of the port of
-    shared memory, beside the conversion.
+    shared memory, in addition to the conversion.
     """
 
     def __init__(self, spec: ConvertSpec):

@@ -16,6 +16,25 @@ SCHEDULES = ("qk", "pv", "seesaw")
 ROLES = ("producer", "consumer")
 EVENTS = (("wait for a stage", "gather and convert"), ("wait for a tile", "release"))
 TRACED_TILES = 16
+STREAM_WORDS, STREAM_STAGES = 4096, 8  # words of 4 bytes in a tile; tiles in flight: 128 KB an SM, 30 are enough
+
+ACC_COLUMNS, ACC_STEP = 128, 32  # e4m3 columns of the accumulator's probe, and those that one instruction sums
+
+
+@dataclass(frozen=True)
+class AccumulatorSpec:
+    """One warpgroup adds up e4m3 products of 128 columns: what is lost says how many bits the tensor core keeps."""
+
+    kernel: ClassVar[str] = "scripts.bench.units.accumulator:AccumulatorKernel"
+
+    def can_implement(self) -> list[str]:
+        """Reasons, in words, why this kernel cannot be built; empty when it can."""
+        return []
+
+    @property
+    def expected(self) -> dict[str, Any]:
+        """What the compiled kernel is held to."""
+        return {"registers": 128, "instructions": ("QGMMA",)}
 
 
 @dataclass(frozen=True)
@@ -131,6 +150,22 @@ class WgmmaSpec:
         return {"registers": 168, "instructions": ("HGMMA", "USETMAXREG")}
 
 
+@dataclass(frozen=True)
+class StreamSpec:
+    """Every SM reads tiles of 16 KB by bulk copies, eight in flight, and adds up their words."""
+
+    kernel: ClassVar[str] = "scripts.bench.units.stream:StreamKernel"
+
+    def can_implement(self) -> list[str]:
+        """Reasons, in words, why this kernel cannot be built; empty when it can."""
+        return []
+
+    @property
+    def expected(self) -> dict[str, Any]:
+        """What the compiled kernel is held to."""
+        return {"registers": 96, "instructions": ("UBLKCP", "LDS.128")}
+
+
 def shipped_specs() -> list[Any]:
     """All that scripts/bench/unit_rates.py runs."""
     return [
@@ -141,4 +176,6 @@ def shipped_specs() -> list[Any]:
         *(WgmmaSpec("qk", n) for n in (1, 2)),
         *(WgmmaSpec("pv", n) for n in (1, 2)),
         *(WgmmaSpec("seesaw", 2, storing) for storing in (False, True)),
+        StreamSpec(),
+        AccumulatorSpec(),
     ]

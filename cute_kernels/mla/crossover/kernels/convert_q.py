@@ -7,6 +7,7 @@ import cutlass.cute as cute
 from cutlass import BFloat16, Float16, Float32, Int32
 
 from cute_kernels.device import softmax, wgmma
+from cute_kernels.device.ring import use_phase
 from cute_kernels.mla.crossover.kernels.barriers import NamedBarrier
 from cute_kernels.mla.crossover.kernels.tile import BLOCK, THREADS
 from cute_kernels.mla.kernels.convert_q import MAX_EXPONENT, MAX_PEAK, MIN_PEAK, max_magnitudes
@@ -39,7 +40,7 @@ class QConverter:
 
         Returns (1 if S is to be multiplied by `smem.q_power`, loads so far).
         """
-        cute.arch.mbarrier_wait(smem.q_full.ptr, loads % 2)
+        cute.arch.mbarrier_wait(smem.q_full.ptr, use_phase(loads))
         loads += 1
         fits = self.convert(smem, tid)
         q_scaled = Int32(0)
@@ -49,7 +50,7 @@ class QConverter:
             cute.arch.barrier(barrier_id=NamedBarrier.QK, number_of_threads=THREADS)
             if warp_idx == 0:
                 start_q(smem, q.atom, q.tensor, work, WIDE, unrolled=True)
-            cute.arch.mbarrier_wait(smem.q_full.ptr, loads % 2)
+            cute.arch.mbarrier_wait(smem.q_full.ptr, use_phase(loads))
             loads += 1
             self.convert_by_powers(smem, tid)
         cute.arch.fence_proxy("async.shared", space="cta")  # ordinary stores, read by wgmma

@@ -33,7 +33,7 @@ class LoadWarpgroup:
     @cute.jit
     def run(self, smem, table: WorkTable, rank: Int32, tid: Int32):
         """Loads the key tiles of all work tiles of this CTA."""
-        first_work, end_work, step = table.share[:3]
+        first_work, end_work, step = table.share.first, table.share.end, table.share.step
         done = Int32(0)  # key tiles of earlier work tiles
         for index in cutlass.range(first_work, end_work, step, unroll=1):
             work = self.scheduler.locate(index, table)

@@ -64,7 +64,7 @@ class PvWarpgroups:
     @cute.jit
     def run(self, smem, results: Results, counters: Int64, table: WorkTable, warp_idx: Int32, tidx: Int32):
         """Results of all work tiles of this CTA; `warp_idx` and `tidx` count within the CTA."""
-        first_work, end_work, step = table.share[:3]
+        first_work, end_work, step = table.share.first, table.share.end, table.share.step
         done, tid = Int32(0), tidx % 128
         for index in cutlass.range(first_work, end_work, step, unroll=1):
             work = self.scheduler.locate(index, table)

@@ -52,7 +52,7 @@ class QkWarpgroup:
     @cute.jit
     def run(self, smem, q: QTma, table: WorkTable, scale_log2: Float32, warp_idx: Int32, tidx: Int32):
         """P of all work tiles of this CTA; `tidx` is the thread's number in the CTA, `warp_idx` in the warpgroup."""
-        first_work, end_work, step = table.share[:3]
+        first_work, end_work, step = table.share.first, table.share.end, table.share.step
         work = self.scheduler.locate(first_work, table)
         if warp_idx == 0 and first_work < end_work:
             start_q(smem, q.atom, q.tensor, work, WIDE, unrolled=True)

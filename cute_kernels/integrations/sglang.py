@@ -1,0 +1,124 @@
+"""SGLang: sparse MLA of DeepSeek-V3.2 and GLM-5 on `mla_fp8_decode`, and an attention backend "cute" on `gqa_decode`.
+
+SGLang finds `register` by the entry point of group sglang.srt.plugins and calls it in each of its processes; nobody
+imports this module otherwise. `SGLANG_PLUGINS` names the plugins to load, and so leaves this one out. Written against
+SGLang 0.5.23.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from typing import Any
+
+import torch
+
+from cute_kernels import mla_fp8_decode
+from cute_kernels.runtime.arch import is_sm90
+from fp8_mla.formats import V3_2
+
+NAME = "cute"
+"""The attention backend, as `--attention-backend` takes it."""
+SPARSE_MLA = "sglang.srt.layers.attention.dsa_backend.DeepseekSparseAttnBackend._forward_flashmla_kv"
+MAX_HEADS = 128
+
+logger = logging.getLogger(__name__)
+
+
+def register() -> None:
+    """Hooks sparse MLA and adds the attention backend; a second call changes nothing."""
+    from sglang.srt.arg_groups.choices import ATTENTION_BACKEND_CHOICES, add_attention_backend_choices
+    from sglang.srt.layers.attention.attention_registry import register_attention_backend
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    if NAME in ATTENTION_BACKEND_CHOICES:
+        return
+    HookRegistry.register(SPARSE_MLA, sparse_mla, HookType.AROUND)
+    register_attention_backend(NAME)(attention_backend)
+    add_attention_backend_choices([NAME])
+
+
+def attention_backend(runner: Any) -> Any:
+    """Makes the backend "cute" for a model runner.
+
+    Raises:
+        ValueError: the model has latent attention, whose backend is SGLang's own with a hook in it.
+    """
+    if runner.use_mla_backend:
+        raise ValueError(f'attention backend: got "{NAME}" for latent attention; needs "dsa", which {NAME} is part of')
+    from cute_kernels.integrations.sglang_gqa import CuteAttentionBackend  # imports SGLang's backend of FlashAttention
+
+    return CuteAttentionBackend(runner)
+
+
+def sparse_mla(
+    original: Any,
+    backend: Any,
+    q_all: torch.Tensor,
+    kv_cache: torch.Tensor,
+    v_head_dim: int,
+    sm_scale: float,
+    layer: Any,
+    metadata: Any,
+    page_table_1: torch.Tensor,
+) -> torch.Tensor:
+    """What runs in the place of `DeepseekSparseAttnBackend._forward_flashmla_kv`, which pads heads to 64 or 128.
+
+    Args:
+        original: the method without the hook; it runs where no kernel takes the call.
+        backend: its self.
+        q_all: (tokens, heads * 576) or (tokens, heads, 576) bfloat16.
+        kv_cache: the pool's rows of one layer, 656 bytes a token.
+        v_head_dim: 512.
+        sm_scale: the softmax scale.
+        layer: the attention layer, which has `tp_q_head_num` and `head_dim`.
+        metadata: FlashMLA's schedule, which only `original` needs.
+        page_table_1: (tokens, topk) int32, slots, -1 for none.
+
+    Returns:
+        (tokens, 1, heads, 512) bfloat16.
+    """
+    reason = sparse_mla_refusal(backend, q_all, layer, v_head_dim)
+    if reason is not None:
+        say_once(f"sparse MLA stays with FlashMLA for {reason}")
+        return original(
+            backend, q_all=q_all, kv_cache=kv_cache, v_head_dim=v_head_dim, sm_scale=sm_scale, layer=layer,
+            metadata=metadata, page_table_1=page_table_1,
+        )  # fmt: skip
+    say_once("sparse MLA runs on mla_fp8_decode")
+    out = mla_fp8_decode(
+        q_all.view(-1, 1, layer.tp_q_head_num, layer.head_dim),
+        kv_cache.view(-1, backend.physical_page_size, V3_2.token_bytes),
+        indices=page_table_1.unsqueeze(1),
+        softmax_scale=float(sm_scale),
+    )
+    assert isinstance(out, torch.Tensor)
+    return out
+
+
+def sparse_mla_refusal(backend: Any, q: torch.Tensor, layer: Any, v_head_dim: int) -> str | None:
+    """Why no kernel takes a call, in words; None where one does."""
+    if not backend.dsa_kv_cache_store_fp8:
+        return "a cache that is not FP8: start with --kv-cache-dtype fp8_e4m3"
+    if backend.flashmla_kv_format != "V32" or backend.kv_cache_dim != V3_2.token_bytes:
+        return f"rows of {backend.kv_cache_dim} bytes, format {backend.flashmla_kv_format}: kernels read V32's 656"
+    if (layer.head_dim, v_head_dim) != (V3_2.d_qk, V3_2.d_v):
+        return f"head dimensions {layer.head_dim} and {v_head_dim}: kernels take {V3_2.d_qk} and {V3_2.d_v}"
+    if layer.tp_q_head_num > MAX_HEADS:
+        return f"{layer.tp_q_head_num} heads: kernels take up to {MAX_HEADS}"
+    if q.dtype is not torch.bfloat16:
+        return f"queries of {q.dtype}: kernels take bfloat16"
+    return device_refusal(q.device)
+
+
+def device_refusal(device: torch.device) -> str | None:
+    """Why no kernel runs on a device, in words; None for an SM90 GPU, and for a CPU, which runs the reference."""
+    if device.type == "cpu" or is_sm90(device):
+        return None
+    return f"device {device}: kernels need an SM90 GPU (H100, H200)"
+
+
+@functools.cache
+def say_once(text: str) -> None:
+    """Logs a line, once in each process."""
+    logger.info("cute_kernels: %s", text)

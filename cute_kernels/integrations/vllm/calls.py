@@ -1,0 +1,251 @@
+"""What vLLM's tensors become as arguments of our operators. Imports no vLLM, so that it is tested without.
+
+A page of an INT8 cache is [K codes | V codes | K scales | V scales], each ordered (kv_heads, tokens, d) or (kv_heads,
+tokens): the bytes of vLLM's own int8_per_token_head, whose scale after each head's codes gives rows of d + 4 bytes that
+TMA cannot read. Other caches keep vLLM's page, keys and values of a head next to each other.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+from cute_kernels.gqa.append_op import kv_int8_append
+from cute_kernels.gqa.op import MAX_S_Q, gqa_decode
+from cute_kernels.mla.op import mla_fp8_decode
+from cute_kernels.sink.op import sink_attention
+from cute_kernels.warm.shapes import GqaShape, PrefillShape, Shape
+
+INT8, FP8 = "int8_per_token_head", ("fp8", "fp8_e4m3")
+SCALE_BYTES = 4
+HEAD_DIMS, PREFILL_HEAD_DIMS = (64, 128, 256), (64, 128)
+MAX_QUERIES = MAX_S_Q
+"""Query tokens of a request that count as decoding."""
+FP8_MAX = 448.0
+
+
+class CacheViews(NamedTuple):
+    """A layer's cache as `gqa_decode` takes it: pages of `layout`; scales are None but for INT8."""
+
+    k: torch.Tensor
+    v: torch.Tensor
+    k_scale: torch.Tensor | None
+    v_scale: torch.Tensor | None
+    layout: str
+
+    def tokens_first(self) -> tuple[torch.Tensor, ...]:
+        """Codes (pages, tokens, kv_heads, d), scales (pages, tokens, kv_heads), as vLLM's Triton kernels take them."""
+        given = [t for t in self[:4] if t is not None]
+        return tuple(given if self.layout == "paged_NHD" else (t.transpose(1, 2) for t in given))
+
+
+def int8_page_elements(kv_heads: int, head_dim: int) -> int:
+    """Bytes of a token in an INT8 page: codes and scales of K and V."""
+    return 2 * kv_heads * (head_dim + SCALE_BYTES)
+
+
+def int8_views(kv_cache: torch.Tensor, kv_heads: int, head_dim: int) -> CacheViews:
+    """Views of an INT8 cache: any shape (pages, ...) of one byte an element, pages contiguous inside, at any stride.
+
+    Raises:
+        ValueError: a page that does not hold a whole number of tokens.
+    """
+    pages = kv_cache.flatten(1)
+    tokens, rest = divmod(pages.shape[1], int8_page_elements(kv_heads, head_dim))
+    if rest or not tokens or pages.data_ptr() != kv_cache.data_ptr():
+        needs = f"contiguous pages of a multiple of {int8_page_elements(kv_heads, head_dim)} bytes"
+        raise ValueError(f"kv_cache: got shape {tuple(kv_cache.shape)}, strides {kv_cache.stride()}; needs {needs}")
+    codes, scales = tokens * kv_heads * head_dim, tokens * kv_heads
+    k, v = (pages[:, i * codes : (i + 1) * codes].unflatten(1, (kv_heads, tokens, head_dim)) for i in (0, 1))
+    numbers = pages[:, 2 * codes :].view(torch.float32)
+    k_scale, v_scale = (
+        numbers[:, i * scales : (i + 1) * scales].unflatten(1, (kv_heads, tokens)) for i in (0, 1)
+    )  # fmt: skip
+    return CacheViews(k, v, k_scale, v_scale, "paged_HND")
+
+
+def stock_views(kv_cache: torch.Tensor, head_dim: int, fp8: bool) -> CacheViews:
+    """Views of vLLM's cache of 16-bit or FP8 numbers: (pages, kv_heads, tokens, 2 d) in any order of memory."""
+    if fp8 and kv_cache.dtype is not torch.float8_e4m3fn:
+        kv_cache = kv_cache.view(torch.float8_e4m3fn)  # vLLM keeps it as uint8
+    k, v = kv_cache.transpose(1, 2).split(head_dim, dim=-1)
+    return CacheViews(k, v, None, None, "paged_NHD")
+
+
+@dataclass
+class GqaCalls:
+    """The attention of one layer: what stays the same in all of its calls.
+
+    heads, kv_heads, head_dim  of one GPU
+    scale                      of the scores
+    cache_dtype                as vLLM spells it: "auto", "bfloat16", "float16", "fp8", "fp8_e4m3", INT8
+    window                     tokens that a query sees, its own included; None: all
+    softcap, alibi_slopes      None: none; slopes (heads,) float32
+    s_aux                      (heads,) float32, the sinks; None: none
+    shares_cache               the cache is that of another layer, so this one has no keys of its own
+    """
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    scale: float
+    cache_dtype: str
+    window: int | None = None
+    softcap: float | None = None
+    alibi_slopes: torch.Tensor | None = None
+    s_aux: torch.Tensor | None = None
+    shares_cache: bool = False
+
+    def __post_init__(self) -> None:
+        self._known: tuple[Any, CacheViews] | None = None
+
+    @property
+    def int8(self) -> bool:
+        """Whether the cache is INT8 in our page."""
+        return self.cache_dtype == INT8
+
+    def views(self, kv_cache: torch.Tensor) -> CacheViews:
+        """Views of the layer's cache, made once: each slice costs the host a microsecond or two."""
+        key = (kv_cache.data_ptr(), kv_cache.shape, kv_cache.stride())
+        if self._known is None or self._known[0] != key:
+            if self.int8:
+                views = int8_views(kv_cache, self.kv_heads, self.head_dim)
+            else:
+                views = stock_views(kv_cache, self.head_dim, self.cache_dtype in FP8)
+            self._known = key, views
+        return self._known[1]
+
+    def append_int8(
+        self, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor
+    ) -> None:
+        """Quantizes and stores the tokens that have slots; key and value (tokens or more, kv_heads, d)."""
+        views, tokens = self.views(kv_cache), slot_mapping.shape[0]
+        assert views.k_scale is not None and views.v_scale is not None
+        kv_int8_append(
+            key[:tokens], value[:tokens], views.k, views.v, views.k_scale, views.v_scale,
+            slot_mapping.to(torch.int64), layout=views.layout,
+        )  # fmt: skip
+
+    def append_plain(
+        self, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor,
+        k_scale: torch.Tensor, v_scale: torch.Tensor,
+    ) -> None:  # fmt: skip
+        """Stores 16-bit or FP8 tokens in plain torch: for a CPU, where vLLM's kernel does not run."""
+        views, tokens = self.views(kv_cache), slot_mapping.shape[0]
+        valid = slot_mapping >= 0
+        page, row = slot_mapping[valid] // views.k.shape[1], slot_mapping[valid] % views.k.shape[1]
+        for new, cache, scale in ((key, views.k, k_scale), (value, views.v, v_scale)):
+            new = new[:tokens][valid]
+            if self.cache_dtype in FP8:
+                new = (new.float() / scale.to(new.device)).clamp(-FP8_MAX, FP8_MAX)
+                new, cache = new.to(cache.dtype).view(torch.uint8), cache.view(torch.uint8)
+            cache[page, row] = new
+
+    def decode(
+        self, query: torch.Tensor, kv_cache: torch.Tensor, seq_lens: torch.Tensor, block_table: torch.Tensor,
+        k_scale: torch.Tensor, v_scale: torch.Tensor, output: torch.Tensor,
+    ) -> None:  # fmt: skip
+        """Attention of the last `tokens / requests` tokens of each request, into `output`.
+
+        Args:
+            query: (tokens, heads, d), the same number of tokens of each request, at most `MAX_QUERIES`.
+            kv_cache: as vLLM hands it to the layer.
+            seq_lens: (requests,) int32, tokens in the cache, those of the queries included.
+            block_table: (requests, pages) int32.
+            k_scale: of an FP8 cache: one factor.
+            v_scale: likewise.
+            output: (tokens, heads, d).
+        """
+        views, requests = self.views(kv_cache), seq_lens.shape[0]
+        scales: tuple[Any, Any] = (views.k_scale, views.v_scale)
+        if self.cache_dtype in FP8:
+            scales = (k_scale, v_scale)
+        gqa_decode(
+            query.unflatten(0, (requests, -1)), views.k, views.v, *scales, layout=views.layout, cache_seqlens=seq_lens,
+            block_table=block_table, window=self.window, softcap=self.softcap, alibi_slopes=self.alibi_slopes,
+            s_aux=self.s_aux, softmax_scale=self.scale, out=output.unflatten(0, (requests, -1)),
+        )  # fmt: skip
+
+    def prefills_fresh_tokens(self) -> bool:
+        """Whether `prefill_fresh` computes what this layer is."""
+        plain = self.softcap is None and self.alibi_slopes is None and not self.shares_cache
+        return plain and self.head_dim in PREFILL_HEAD_DIMS
+
+    def prefill_fresh(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, query_start_loc: torch.Tensor,
+        output: torch.Tensor,
+    ) -> None:  # fmt: skip
+        """Attention of whole prompts, packed, over their keys as they came: none of them is in the cache yet."""
+        out = sink_attention(
+            query, key, value, self.s_aux, window=self.window, softmax_scale=self.scale,
+            cu_seqlens_q=query_start_loc, cu_seqlens_k=query_start_loc,
+        )  # fmt: skip
+        assert isinstance(out, torch.Tensor)
+        output.copy_(out)
+
+    def prefill_in_pieces(
+        self, query: torch.Tensor, kv_cache: torch.Tensor, query_start_loc: torch.Tensor, seq_lens: torch.Tensor,
+        block_table: torch.Tensor, k_scale: torch.Tensor, v_scale: torch.Tensor, output: torch.Tensor,
+    ) -> None:  # fmt: skip
+        """Attention of any number of tokens of each request over the cache, a few at a time: for a CPU."""
+        starts = query_start_loc.tolist()
+        for request, (first, last) in enumerate(zip(starts, starts[1:], strict=False)):
+            row = slice(request, request + 1)
+            for begin in range(first, last, MAX_QUERIES):
+                end = min(begin + MAX_QUERIES, last)
+                self.decode(
+                    query[begin:end], kv_cache, seq_lens[row] - (last - end), block_table[row], k_scale, v_scale,
+                    output[begin:end],
+                )  # fmt: skip
+
+    def shapes(self, dtype: torch.dtype, page_size: int, max_tokens: int) -> list[Shape]:
+        """What `cute_kernels.warm` compiles for this layer; `dtype` that of the queries."""
+        name = str(dtype).removeprefix("torch.")
+        kv_dtype = "int8" if self.int8 else "float8_e4m3fn" if self.cache_dtype in FP8 else name
+        shapes: list[Shape] = [
+            GqaShape(
+                heads=self.heads,
+                kv_heads=self.kv_heads,
+                head_dim=self.head_dim,
+                dtype=name,
+                kv_dtype=kv_dtype,
+                scales="per_token_head" if self.int8 else "per_tensor",
+                layout="paged_HND" if self.int8 else "paged_NHD",
+                page_size=page_size,
+                max_tokens=max_tokens,
+                softcap=self.softcap is not None,
+                alibi=self.alibi_slopes is not None,
+            )
+        ]
+        if self.prefills_fresh_tokens():
+            shapes.append(PrefillShape(self.heads, self.kv_heads, self.head_dim, name, (self.window,), packed=True))
+        return shapes
+
+
+def sparse_mla(
+    q: torch.Tensor, kv_cache: torch.Tensor, indices: torch.Tensor, softmax_scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sparse MLA as vLLM's FlashMLA calls it.
+
+    vLLM hands over few heads as one sequence of all tokens; they are a batch here, whose plan uses the whole GPU.
+
+    Args:
+        q: (batch, s_q, heads, 576) bfloat16.
+        kv_cache: (pages, page_size, 656), one byte an element.
+        indices: (batch, s_q, topk) int32, slots of the cache, -1 for none.
+        softmax_scale: of the scores.
+
+    Returns:
+        out (batch, s_q, heads, 512) bfloat16, and lse (batch, heads, s_q) float32, natural log.
+    """
+    one_sequence = q.shape[0] == 1 and q.shape[1] > 1
+    if one_sequence:
+        q, indices = q.transpose(0, 1), indices.transpose(0, 1)
+    out, lse = mla_fp8_decode(
+        q, kv_cache.view(torch.uint8), indices=indices, softmax_scale=softmax_scale, return_lse=True
+    )
+    if one_sequence:
+        out, lse = out.transpose(0, 1), lse.transpose(0, 1)
+    return out, lse.transpose(1, 2)

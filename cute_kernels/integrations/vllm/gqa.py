@@ -1,0 +1,342 @@
+"""vLLM's attention backend over `gqa_decode`: `--attention-backend CUSTOM`. For 0.26 and 0.33; imports vLLM.
+
+Decoding runs on our kernels; what else a layer does is that of the class it extends, vLLM's Triton backend: the same
+cache for 16-bit numbers and FP8, prompts in several parts, and all that this package has no kernel for. An INT8 cache
+has a page of its own, see calls.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import torch
+from vllm.logger import init_logger
+from vllm.v1.attention.backend import AttentionCGSupport, AttentionType
+from vllm.v1.attention.backends.triton_attn import (
+    TritonAttentionBackend,
+    TritonAttentionImpl,
+    TritonAttentionMetadata,
+    TritonAttentionMetadataBuilder,
+)
+from vllm.v1.attention.backends.utils import split_decodes_and_prefills
+
+from cute_kernels.integrations.vllm.calls import FP8, HEAD_DIMS, INT8, MAX_QUERIES, GqaCalls, int8_page_elements
+from cute_kernels.integrations.vllm.warming import compile_shapes
+from cute_kernels.warm.shapes import Shape
+
+logger = init_logger("vllm.cute_kernels")
+
+BLOCK_SIZES = (16, 32, 64, 128, 256)
+WARM_BATCH_SIZES = 512
+"""The largest batch that is asked for its kernel before a server starts; larger ones share it."""
+
+
+@dataclass
+class CuteAttentionMetadata(TritonAttentionMetadata):
+    """What layers need of a batch: that of the Triton backend, and where decoding ends.
+
+    Requests that decode come first, all with the same number of tokens.
+
+    num_decodes        requests that decode
+    num_decode_tokens  their tokens
+    prefill            the other requests alone, counted from 0; None: no request decodes, and this object has them
+    fresh              none of the other requests has tokens in the cache before those of this batch
+    """
+
+    num_decodes: int = 0
+    num_decode_tokens: int = 0
+    prefill: TritonAttentionMetadata | None = None
+    fresh: bool = False
+
+
+class CuteAttentionMetadataBuilder(TritonAttentionMetadataBuilder):
+    """Makes `CuteAttentionMetadata`, and compiles the kernels of its layers when it is made."""
+
+    _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_BATCH
+    reorder_batch_threshold: int
+
+    def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
+        if self.reorder_batch_threshold > MAX_QUERIES:
+            logger.warning_once(
+                "cute-kernels: requests of %d query tokens are not decoded by gqa_decode, which takes up to %d",
+                self.reorder_batch_threshold, MAX_QUERIES,
+            )  # fmt: skip
+            self.reorder_batch_threshold = 1
+        self.supports_draft_decode_metadata_update = False  # 0.33: where decoding ends may move from draft to draft
+        if device.type == "cuda":
+            _warm(self, kv_cache_spec, vllm_config, device)
+
+    @classmethod
+    def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
+        """Graphs of uniform batches, unless speculation gives a request more tokens than `gqa_decode` takes."""
+        speculative = vllm_config.speculative_config
+        drafts = (speculative.num_speculative_tokens or 0) if speculative is not None else 0
+        tokens = 1 + drafts * (2 if drafts and speculative.parallel_drafting else 1)  # as vLLM's threshold counts them
+        return cls._cudagraph_support if tokens <= MAX_QUERIES else AttentionCGSupport.NEVER
+
+    def build(
+        self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False
+    ) -> CuteAttentionMetadata:
+        """Splits a batch into decoding and the rest."""
+        whole = super().build(common_prefix_len, common_attn_metadata, fast_build)
+        decodes, rest, decode_tokens, _ = split_decodes_and_prefills(
+            common_attn_metadata, decode_threshold=self.reorder_batch_threshold, require_uniform=True
+        )
+        if common_attn_metadata.causal is not True:
+            decodes, rest, decode_tokens = 0, common_attn_metadata.num_reqs, 0
+        prefill, fresh = None, False
+        if rest:
+            part = common_attn_metadata
+            if decodes:
+                part = _without_decodes(common_attn_metadata, decodes, decode_tokens)
+                prefill = super().build(0, part, fast_build)
+            fresh = part.causal is True and _is_fresh(part)
+        if decodes:  # a batch padded for a graph may end with requests that have no token
+            first = common_attn_metadata.query_start_loc_cpu[:2].tolist()
+            decodes = decode_tokens // max(first[1] - first[0], 1)
+        return CuteAttentionMetadata(
+            **vars(whole), num_decodes=decodes, num_decode_tokens=decode_tokens, prefill=prefill, fresh=fresh
+        )
+
+
+def _without_decodes(common: Any, requests: int, tokens: int) -> Any:
+    """The batch without its first requests and tokens; only what the Triton backend's builder reads is cut."""
+    upper = getattr(common, "seq_lens_cpu_upper_bound", None)
+    return common.replace(
+        query_start_loc=common.query_start_loc[requests:] - tokens,
+        query_start_loc_cpu=common.query_start_loc_cpu[requests:] - tokens,
+        seq_lens=common.seq_lens[requests:],
+        seq_lens_cpu_upper_bound=None if upper is None else upper[requests:],
+        num_reqs=common.num_reqs - requests,
+        num_actual_tokens=common.num_actual_tokens - tokens,
+        block_table_tensor=common.block_table_tensor[requests:],
+        slot_mapping=common.slot_mapping[tokens:],
+    )
+
+
+def _is_fresh(common: Any) -> bool:
+    """Whether no request has tokens in the cache before those of this batch; the host knows the lengths of prompts."""
+    lengths = getattr(common, "seq_lens_cpu_upper_bound", None)
+    if lengths is None:
+        return False
+    starts = common.query_start_loc_cpu
+    padded = int(starts[-1]) != common.num_actual_tokens
+    return not padded and torch.equal(starts[1:] - starts[:-1], lengths[: common.num_reqs].to(starts.dtype))
+
+
+class CuteAttentionBackend(TritonAttentionBackend):
+    """`gqa_decode` for decoding, over 16-bit, FP8 and INT8 caches."""
+
+    supported_dtypes: ClassVar[list[torch.dtype]] = [torch.bfloat16, torch.float16]
+    supported_kv_cache_dtypes: ClassVar[list[Any]] = ["auto", "bfloat16", "float16", *FP8, INT8]
+
+    @staticmethod
+    def get_name() -> str:
+        """The member of vLLM's enum that it is registered as."""
+        return "CUSTOM"
+
+    @staticmethod
+    def get_impl_cls() -> type[CuteAttentionImpl]:
+        """The class of layers."""
+        return CuteAttentionImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[CuteAttentionMetadataBuilder]:
+        """The class of metadata builders."""
+        return CuteAttentionMetadataBuilder
+
+    @staticmethod
+    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[Any]:
+        """Tokens of a page: powers of two."""
+        return list(BLOCK_SIZES)
+
+    @classmethod
+    def supports_block_size(cls, block_size: int | None) -> bool:
+        """Multiples of a page are split into pages."""
+        return block_size is None or block_size % BLOCK_SIZES[0] == 0
+
+    @classmethod
+    def supports_head_size(cls, head_size: int) -> bool:
+        """Those of `gqa_decode`."""
+        return head_size in HEAD_DIMS
+
+    @classmethod
+    def supports_compute_capability(cls, capability: Any) -> bool:
+        """SM90."""
+        return (capability.major, capability.minor) == (9, 0)
+
+    @classmethod
+    def supports_attn_type(cls, attn_type: str) -> bool:
+        """Decoders."""
+        return attn_type == AttentionType.DECODER
+
+    @classmethod
+    def supports_combination(
+        cls, head_size: int, dtype: torch.dtype, kv_cache_dtype: str | None, *others: Any, **more: Any
+    ) -> str | None:
+        """Why a model of `dtype` cannot have this cache, in words; None where it can."""
+        if kv_cache_dtype in ("bfloat16", "float16") and kv_cache_dtype != str(dtype).removeprefix("torch."):
+            return f"a {kv_cache_dtype} KV cache with queries of {dtype}: gqa_decode needs one dtype"
+        return None
+
+    @classmethod
+    def supports_mm_prefix(cls) -> bool:
+        """No attention in both directions."""
+        return False
+
+    supports_non_causal = supports_alibi_sqrt = supports_batch_invariance = supports_rswa = supports_mm_prefix
+
+    @staticmethod
+    def get_kv_cache_shape(
+        num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, cache_dtype_str: str = "auto"
+    ) -> tuple[int, ...]:
+        """0.26: (pages, kv_heads, tokens, 2 d); of INT8 our page, as one head of all bytes of a token."""
+        if cache_dtype_str == INT8:
+            return (num_blocks, 1, block_size, int8_page_elements(num_kv_heads, head_size))
+        return TritonAttentionBackend.get_kv_cache_shape(
+            num_blocks, block_size, num_kv_heads, head_size, cache_dtype_str
+        )
+
+    @classmethod
+    def customize_spec(cls, spec: Any) -> Any:
+        """0.33: the same, as fields of a layer's cache specification."""
+        if spec.state_content_bytes is not None or not spec.kv_quant_mode.is_per_token_head:
+            return spec
+        return replace(
+            spec, num_head_slots=1, state_content_bytes=int8_page_elements(spec.num_kv_heads, spec.head_size)
+        )
+
+
+class CuteAttentionImpl(TritonAttentionImpl):
+    """The attention of a layer."""
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        num_kv_heads: int | None = None,
+        alibi_slopes: list[float] | None = None,
+        sliding_window: int | None = None,
+        kv_cache_dtype: str = "auto",
+        logits_soft_cap: float | None = None,
+        attn_type: str = AttentionType.DECODER,
+        kv_sharing_target_layer_name: str | None = None,
+        sinks: torch.Tensor | None = None,
+        **others: Any,
+    ) -> None:
+        if any(value not in (None, False, -1) for value in others.values()):
+            raise NotImplementedError(f"cute-kernels: got {others}; needs a layer without: use another backend")
+        kv_heads = num_kv_heads or num_heads
+        super().__init__(
+            num_heads, head_size, scale, kv_heads, alibi_slopes, sliding_window, kv_cache_dtype, logits_soft_cap,
+            attn_type, kv_sharing_target_layer_name, sinks,
+        )  # fmt: skip
+        self.supports_quant_query_input = False  # gqa_decode takes 16-bit queries over FP8
+        self.calls = GqaCalls(
+            heads=num_heads,
+            kv_heads=kv_heads,
+            head_dim=head_size,
+            scale=float(scale),
+            cache_dtype=kv_cache_dtype,
+            window=sliding_window,
+            softcap=float(logits_soft_cap) if logits_soft_cap else None,
+            alibi_slopes=self.alibi_slopes,
+            shares_cache=kv_sharing_target_layer_name is not None,
+        )
+
+    def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
+        """Casts the sinks, which are there now, to float32."""
+        super().process_weights_after_loading(act_dtype)
+        if self.sinks is not None:
+            self.calls.s_aux = self.sinks.detach().float()
+
+    def fused_output_quant_supported(self, quant_key: Any) -> bool:
+        """Outputs are 16-bit numbers."""
+        return False
+
+    def forward(
+        self,
+        layer: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        attn_metadata: CuteAttentionMetadata | None,
+        output: torch.Tensor,
+        output_scale: torch.Tensor | None = None,
+        output_block_scale: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Attention of a batch: query, output (tokens, heads, d), key and value (tokens, kv_heads, d)."""
+        m = attn_metadata
+        if m is None:  # vLLM measures memory
+            return output.fill_(0)
+        n, tokens = m.num_decode_tokens, m.num_actual_tokens
+        if n:
+            requests = slice(m.num_decodes)
+            self.calls.decode(
+                query[:n], kv_cache, m.seq_lens[requests], m.block_table[requests], layer._k_scale, layer._v_scale,
+                output[:n],
+            )  # fmt: skip
+        if tokens > n:
+            rows = slice(n, tokens)
+            new = (None, None) if key is None else (key[rows], value[rows])
+            self._prefill(layer, query[rows], *new, kv_cache, m, output[rows])
+        return output
+
+    def _prefill(
+        self, layer: Any, query: torch.Tensor, key: Any, value: Any, kv_cache: torch.Tensor,
+        metadata: CuteAttentionMetadata, output: torch.Tensor,
+    ) -> None:  # fmt: skip
+        part = metadata.prefill or metadata
+        if metadata.fresh and self.calls.prefills_fresh_tokens() and key is not None:
+            self.calls.prefill_fresh(query, key, value, part.query_start_loc, output)
+        elif query.device.type == "cpu":
+            self.calls.prefill_in_pieces(
+                query, kv_cache, part.query_start_loc, part.seq_lens, part.block_table, layer._k_scale,
+                layer._v_scale, output,
+            )  # fmt: skip
+        else:
+            super().forward(layer, query, key, value, kv_cache, part, output)
+
+    def do_kv_cache_update(
+        self, layer: Any, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor
+    ) -> None:
+        """Stores new tokens: key and value (tokens or more, kv_heads, d), slot_mapping (tokens,)."""
+        if self.calls.int8:
+            self.calls.append_int8(key, value, kv_cache, slot_mapping)
+        elif key.device.type == "cpu":
+            self.calls.append_plain(key, value, kv_cache, slot_mapping, layer._k_scale, layer._v_scale)
+        else:
+            super().do_kv_cache_update(layer, key, value, kv_cache, slot_mapping)
+
+    def _ensure_scale_caches(self, kv_cache: torch.Tensor) -> None:
+        """The scales where our page has them; `super().forward` reads both attributes."""
+        *_, self._k_scale_cache, self._v_scale_cache = self.calls.views(kv_cache).tokens_first()
+
+    def _pth_key_value_caches(self, kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The codes, (pages, tokens, kv_heads, d)."""
+        self._ensure_scale_caches(kv_cache)
+        k, v, *_ = self.calls.views(kv_cache).tokens_first()
+        return k, v
+
+
+# ---- warm start
+
+
+def _warm(builder: CuteAttentionMetadataBuilder, spec: Any, config: Any, device: torch.device) -> None:
+    """Compiles what the builder's layers will ask for, unless it is on disk."""
+    layers = [config.compilation_config.static_forward_context[name] for name in builder.layer_names]
+    calls = [layer.impl.calls for layer in layers if isinstance(getattr(layer, "impl", None), CuteAttentionImpl)]
+    page = max(size for size in BLOCK_SIZES if spec.block_size % size == 0)
+    max_tokens = -(-config.model_config.max_model_len // spec.block_size) * spec.block_size
+    shapes: dict[Shape, None] = {}
+    for call in calls:
+        shapes.update(dict.fromkeys(call.shapes(config.model_config.dtype, page, max_tokens)))
+    batches = range(1, min(config.scheduler_config.max_num_seqs, WARM_BATCH_SIZES) + 1)
+    tokens = sorted({1, builder.reorder_batch_threshold})
+    num_sms = torch.cuda.get_device_properties(device).multi_processor_count
+    compile_shapes(tuple(shapes), tuple(batches), tuple(tokens), num_sms)

@@ -1,0 +1,231 @@
+"""The arguments of a call of `mla_fp8_decode`, the formats of its caches, and what can be wrong with them."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+from cute_kernels.mla.plan import EXCHANGES, MAX_SPLITS
+from cute_kernels.mla.spec import MAX_KEYS, SCORES
+from cute_kernels.runtime.arch import require_sm90
+from cute_kernels.runtime.checks import check_tensor, fail, require
+from fp8_mla.formats import (
+    CACHE_LAYOUTS,
+    FORMATS,
+    V3_2,
+    PageLayout,
+    TokenFormat,
+    format_of_cache,
+    format_of_extra_cache,
+)
+from fp8_mla.layout import CACHE_DTYPES
+from fp8_mla.pages import check_pages
+
+MAX_HEADS = 128
+MAX_SLOTS = 2**31
+"""Fewer than these: indices are int32."""
+NEEDS_KEYS = "either indices (sparse; topk_length is optional), or block_table and cache_seqlens (dense)"
+_ALIGN = 16  # bytes: loads of the kernels
+
+
+class Request(NamedTuple):
+    """The arguments of one call, those of the operator first, in its order. `return_lse` is an eager call's."""
+
+    q: torch.Tensor
+    kv_cache: torch.Tensor
+    indices: torch.Tensor | None
+    topk_length: torch.Tensor | None
+    block_table: torch.Tensor | None
+    cache_seqlens: torch.Tensor | None
+    causal: bool
+    softmax_scale: float | None
+    s_aux: torch.Tensor | None
+    num_splits: int | None
+    exchange: str | None
+    scores: str | None
+    cache_format: str | None = None
+    cache_layout: str | None = None
+    extra_kv_cache: torch.Tensor | None = None
+    extra_indices: torch.Tensor | None = None
+    extra_topk_length: torch.Tensor | None = None
+    extra_cache_format: str | None = None
+    out: torch.Tensor | None = None
+    lse: torch.Tensor | None = None
+    return_lse: bool = True
+
+
+class Formats(NamedTuple):
+    """What a call's caches hold. `extra` is None where there is one cache."""
+
+    first: TokenFormat
+    extra: TokenFormat | None
+
+
+def formats_of(request: Request) -> Formats:
+    """The formats of a call's caches: those that it names, or that bytes and q say.
+
+    Raises:
+        ValueError: they say nothing or too much, or no call has such a pair.
+    """
+    first = _first_format(request)
+    if request.extra_kv_cache is None:
+        return Formats(first, None)
+    num_bytes = request.extra_kv_cache.shape[-1]
+    return Formats(first, format_of_extra_cache(first, num_bytes, request.extra_cache_format))
+
+
+def _first_format(request: Request) -> TokenFormat:
+    if request.cache_format is None:
+        return format_of_cache(request.kv_cache.shape[-1], request.q.shape[-1])
+    return V3_2 if request.cache_format == V3_2.name else FORMATS[request.cache_format]
+
+
+def check(*arguments: Any) -> None:
+    """Raises what is wrong with the arguments of a `Request`, by name."""
+    request = Request(*arguments)
+    q, out, lse = request.q, request.out, request.lse
+    check_tensor("q", q, dtype=torch.bfloat16, shape=(None, None, None, None), align=_ALIGN, unit_last_stride=True)
+    device = q.device
+    batch, s_q, h_q, d_qk = q.shape
+    check_sizes(s_q, h_q)
+    check_names("cache_format", request.cache_format, tuple(FORMATS))
+    check_names("extra_cache_format", request.extra_cache_format, tuple(FORMATS))
+    check_names("cache_layout", request.cache_layout, CACHE_LAYOUTS)
+    _check_cache_tensor("kv_cache", request.kv_cache, device)
+    first = _first_format(request)
+    layout = check_cache("kv_cache", request.kv_cache, first, request.cache_layout)
+    require(d_qk == first.d_qk, "q", f"{d_qk} columns", f"{first.d_qk} for a cache of {first.name}")
+    _check_keys(request)
+    extra = _check_extra(request, layout)
+    if request.s_aux is not None:
+        check_tensor("s_aux", request.s_aux, dtype=torch.float32, shape=(h_q,), device=device, unit_last_stride=True)
+    check_options(request.softmax_scale, request.num_splits, request.exchange, request.scores)
+    _check_options_of_formats(Formats(first, extra), request.exchange, request.scores)
+    if out is not None:
+        shape = (batch, s_q, h_q, first.d_v)
+        check_tensor("out", out, dtype=torch.bfloat16, shape=shape, device=device, align=_ALIGN, unit_last_stride=True)
+    if lse is not None:
+        check_tensor("lse", lse, dtype=torch.float32, shape=(batch, s_q, h_q), device=device)
+    if device.type != "cpu":
+        require_sm90("q", device)
+
+
+def check_sizes(s_q: int, h_q: int) -> None:
+    """Raises for numbers of query tokens and heads that no kernel takes."""
+    require(1 <= h_q <= MAX_HEADS, "q", f"{h_q} heads", f"1 to {MAX_HEADS} heads")
+    require(s_q >= 1, "q", f"s_q = {s_q}", "at least one query token")
+
+
+def check_options(
+    softmax_scale: float | None, num_splits: int | None, exchange: str | None, scores: str | None
+) -> None:
+    """Raises for wrong values of the arguments that are no tensors, formats aside."""
+    if softmax_scale is not None:
+        is_number = isinstance(softmax_scale, (int, float)) and not isinstance(softmax_scale, bool)
+        require(is_number, "softmax_scale", type(softmax_scale).__name__, "a number", TypeError)
+    if num_splits is not None:
+        is_int = isinstance(num_splits, int) and not isinstance(num_splits, bool)
+        require(is_int, "num_splits", type(num_splits).__name__, "an int", TypeError)
+        require(1 <= num_splits <= MAX_SPLITS, "num_splits", num_splits, f"1 to {MAX_SPLITS}")
+    require(exchange is None or exchange in EXCHANGES, "exchange", repr(exchange), f"None or one of {EXCHANGES}")
+    require(scores is None or scores in SCORES, "scores", repr(scores), f"None or one of {SCORES}")
+    if scores == "fp8" and exchange not in (None, "none"):
+        fail("scores", f"'fp8' with exchange {exchange!r}", "exchange None or 'none', or scores None or 'exact'")
+
+
+def check_width(sparse: bool, width: int, page_size: int, extra_width: int = 0) -> None:
+    """Raises for more keys of a query than 32-bit positions count."""
+    name, got = ("indices", f"topk {width}") if sparse else ("block_table", f"{width} pages of {page_size} tokens")
+    keys = width if sparse else width * page_size
+    if extra_width:
+        name, got, keys = f"{name}, extra_indices", f"{got} and {extra_width}", keys + extra_width
+    require(keys <= MAX_KEYS, name, got, f"at most {MAX_KEYS} keys of a query")
+
+
+def check_names(name: str, asked: object, known: tuple[str, ...]) -> None:
+    """Raises unless `asked` is None or one of the names."""
+    require(asked is None or (isinstance(asked, str) and asked in known), name, repr(asked), f"None or one of {known}")
+
+
+def check_cache(name: str, cache: torch.Tensor, token_format: TokenFormat, cache_layout: str | None) -> PageLayout:
+    """Raises unless kernels can read and write a cache of this format; returns the layout of its pages.
+
+    A planar cache says nothing by the strides within its pages.
+    """
+    pages, layout = check_pages(cache, token_format, cache_layout, name=name)
+    rows = pages if layout.cache_layout == "interleaved" else pages[:, 0]
+    check_tensor(name, rows, align=_ALIGN)
+    num_slots = pages.shape[0] * pages.shape[1]
+    require(num_slots < MAX_SLOTS, name, f"{num_slots} slots", "fewer than 2^31")
+    return layout
+
+
+def _check_options_of_formats(formats: Formats, exchange: str | None, scores: str | None) -> None:
+    names = [token_format.name for token_format in formats if token_format is not None]
+    if exchange not in (None, "none") and names != [V3_2.name]:
+        fail("exchange", f"{exchange!r} with {' and '.join(names)}", f"None or 'none', or one cache of {V3_2.name}")
+    if scores == "fp8" and any(token_format is not None and token_format.codes.bits < 8 for token_format in formats):
+        fail("scores", f"'fp8' with {' and '.join(names)}", "None or 'exact', or formats with 8-bit codes")
+
+
+def _check_cache_tensor(name: str, cache: torch.Tensor, device: torch.device) -> None:
+    """What a cache of any format has to be."""
+    check_tensor(name, cache, dtype=CACHE_DTYPES, device=device, unit_last_stride=True)
+    shape = tuple(cache.shape)
+    if cache.dim() not in (3, 4) or (cache.dim() == 4 and shape[2] != 1):
+        fail(name, f"shape {shape}", "(num_pages, page_size, bytes) or (num_pages, page_size, 1, bytes)")
+
+
+def _check_keys(request: Request) -> None:
+    """Either indices, or a block table and lengths."""
+    q, indices, topk_length = request.q, request.indices, request.topk_length
+    block_table, cache_seqlens = request.block_table, request.cache_seqlens
+    if indices is not None:
+        if block_table is not None or cache_seqlens is not None:
+            fail("indices", "indices and dense arguments", NEEDS_KEYS)
+        _check_indices("", indices, topk_length, q)
+        return
+    if block_table is None or cache_seqlens is None or topk_length is not None:
+        names = ("topk_length", "block_table", "cache_seqlens")
+        given = [n for n, t in zip(names, (topk_length, block_table, cache_seqlens), strict=True) if t is not None]
+        fail("indices", f"None, with {' and '.join(given) or 'nothing else'}", NEEDS_KEYS)
+    batch, device = q.shape[0], q.device
+    shape = (batch, None)
+    check_tensor("block_table", block_table, dtype=torch.int32, shape=shape, device=device, unit_last_stride=True)
+    check_width(False, block_table.shape[1], request.kv_cache.shape[1])
+    check_tensor("cache_seqlens", cache_seqlens, dtype=torch.int32, shape=(batch,), device=device)
+
+
+def _check_indices(prefix: str, indices: torch.Tensor, length: torch.Tensor | None, q: torch.Tensor) -> None:
+    """Indices into one cache and how many of them count, by names that begin with `prefix`."""
+    batch, s_q = q.shape[:2]
+    shape: tuple[int | None, ...] = (batch, s_q, None)
+    name = f"{prefix}indices"
+    check_tensor(name, indices, dtype=torch.int32, shape=shape, device=q.device, unit_last_stride=True)
+    require(indices.shape[2] <= MAX_KEYS, name, f"topk {indices.shape[2]}", f"at most {MAX_KEYS} keys of a query")
+    if length is not None:
+        per_query = isinstance(length, torch.Tensor) and length.dim() == 2
+        shape = (batch, s_q) if per_query else (batch,)
+        check_tensor(f"{prefix}topk_length", length, dtype=torch.int32, shape=shape, device=q.device)
+
+
+def _check_extra(request: Request, layout: PageLayout) -> TokenFormat | None:
+    """A second cache and its indices, all of them or none; returns the cache's format."""
+    cache, indices, length = request.extra_kv_cache, request.extra_indices, request.extra_topk_length
+    if cache is None:
+        of_extra = ("extra_indices", "extra_topk_length", "extra_cache_format")
+        for name in of_extra:
+            require(getattr(request, name) is None, name, "a value without extra_kv_cache", "None, or a second cache")
+        return None
+    _check_cache_tensor("extra_kv_cache", cache, request.q.device)
+    extra = formats_of(request).extra
+    assert extra is not None
+    check_cache("extra_kv_cache", cache, extra, layout.cache_layout)
+    if request.indices is None:
+        fail("extra_kv_cache", "a second cache and a block_table", "indices and extra_indices: sparse calls alone")
+    if indices is None:
+        fail("extra_indices", "None with extra_kv_cache", "(batch, s_q, extra_topk) int32")
+    _check_indices("extra_", indices, length, request.q)
+    check_width(True, request.indices.shape[2], 1, indices.shape[2])
+    return extra

@@ -1,0 +1,316 @@
+"""QK of the latent decode kernel for keys whose scales are powers of two: S^T = K Q^T."""
+
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import BFloat16, Float16, Float32, Int32, const_expr
+from cutlass.cute.nvgpu import warpgroup
+
+from cute_kernels.device import wgmma
+from cute_kernels.device.ring import ring_slot
+from cute_kernels.mla.kernels.convert_q import code_chunk
+from cute_kernels.mla.kernels.qk import QkWarpgroups
+from cute_kernels.mla.kernels.smem import (
+    OUT_OF_RANGE,
+    ROPE_BYTES,
+    WARPS,
+    copy_columns,
+    key_of_row,
+    line_offset,
+    s_offset,
+    tiled_mmas,
+)
+from cute_kernels.mla.kernels.tile import BLOCK_COLUMNS
+from cute_kernels.mla.latent.kernels import codes
+from cute_kernels.mla.latent.kernels.convert_q import LatentQConverter
+from cute_kernels.mla.latent.kernels.scheduler import LatentScheduler
+from cute_kernels.mla.latent.kernels.smem import codes_bytes, scale_words
+from cute_kernels.mla.latent.spec import LINE_BYTES, LatentDecodeSpec, scale_row
+from cute_kernels.mla.spec import TOKENS_PER_TILE
+from fp8_mla.formats import TokenFormat
+
+CHUNKS_PER_LINE = LINE_BYTES // BLOCK_COLUMNS  # 64 columns: 16 codes of each of a thread's rows
+MIN_ROPE, MAX_ROPE = 0x3780, 0x437F  # 2^-16 and 255 as bfloat16: codes.WEIGHT times these is in range of float16
+
+
+class ScaledKeyQkWarpgroups(QkWarpgroups):
+    """Device code for 128 threads, or 256: S^T of all tiles, a row for a key, a column for a head.
+
+        S WEIGHT = sum over k of q_k (WEIGHT scale_k code_k)      products of float16 numbers, summed in float32
+
+    K is made in registers, exactly: a thread reads 16 codes of a row at once, and they share a scale. So one
+    accumulator takes all products, and nothing is multiplied between them. Of the rope part, Q has the WEIGHT. A tile
+    with a scale out of range of float16 (`codes.MIN_BYTE`) takes `slow_tile`, as does one whose Q is multiplied by
+    powers of two.
+    """
+
+    spec: LatentDecodeSpec
+
+    def __init__(self, spec: LatentDecodeSpec):
+        super().__init__(spec)
+        self.q = LatentQConverter(spec)
+        self.scheduler = LatentScheduler(spec)
+        self.chunks = spec.token_format.codes.count // BLOCK_COLUMNS
+
+    @cute.jit
+    def fast_tile(
+        self, smem, acc: tuple, raw: cute.Tensor, scale_log2: Float32, q_scaled: Int32, tile: Int32, tid: Int32
+    ):
+        """Computes and stores S^T of a tile; returns 1, storing nothing, where it takes `slow_tile`."""
+        self.stamp(smem, tile, 0, 0, tid)
+        stage, phase = ring_slot(tile, self.spec.stages)
+        cute.arch.mbarrier_wait(smem.full.data_ptr() + stage, phase)
+        self.stamp(smem, tile, 0, 1, tid, True)
+        mma = tiled_mmas(self.heads)[0]
+        shape = mma.partition_shape_A((TOKENS_PER_TILE, BLOCK_COLUMNS))
+        operands = [mma.make_fragment_A(shape) for _ in range(2)]
+        if const_expr(self.spec.has_rope):
+            self.multiply_rope(smem, acc[0], operands[1], tile, tid)
+        kinds, is_slow = self.spec.kinds, Int32(0)
+        if const_expr(len(kinds) > 1):
+            if smem.kinds.get_tensor(cute.make_layout(self.spec.stages))[stage] == 0:
+                is_slow = self.multiply_codes(smem, kinds[0], acc[0], raw, operands, stage, tid)
+            else:
+                is_slow = self.multiply_codes(smem, kinds[1], acc[0], raw, operands, stage, tid)
+        else:
+            is_slow = self.multiply_codes(smem, kinds[0], acc[0], raw, operands, stage, tid)
+        is_slow |= q_scaled
+        s_stage, phase = ring_slot(tile, self.warpgroups)
+        cute.arch.mbarrier_wait(smem.s_empty.data_ptr() + s_stage, phase ^ 1)
+        warpgroup.wait_group(0)
+        self.stamp(smem, tile, 1, 1, tid, True)
+        if is_slow == 0:
+            self.store_s(smem, acc, scale_log2, tile, tid)
+        return is_slow
+
+    @cute.jit
+    def multiply_codes(
+        self, smem, kind: cutlass.Constexpr, acc: cute.Tensor, raw: cute.Tensor, operands, stage: Int32, tid: Int32
+    ) -> Int32:
+        """Starts the products of a tile of that format with Q; 1 if one of its scales is out of range, else 0."""
+        mma = tiled_mmas(self.heads)[0]
+        rQ = self.q_operands(smem, mma, tid, Float16)
+        self.load_chunk(smem, kind, raw, stage, 0, tid)
+        scales = [self.load_row_scales(smem, kind, stage, r, tid) for r in range(2)]
+        first = 0 if self.spec.has_rope else 1  # chunk whose operand is in use already
+        for c in cutlass.range_constexpr(self.chunks):
+            if const_expr(c > first):
+                warpgroup.wait_group(1)  # products of two groups before have read the registers that are written here
+            self.widen_chunk(kind, raw, operands[c % 2])
+            words = cute.recast_tensor(operands[c % 2], Int32)
+            for r in cutlass.range_constexpr(2):
+                multiplier = self.multiplier(kind, scales[r], c, tid)
+                for k in cutlass.range_constexpr(8):
+                    words[2 * k + r] = codes.multiply(words[2 * k + r], multiplier)
+            if const_expr(c + 1 < self.chunks):
+                self.load_chunk(smem, kind, raw, stage, c + 1, tid)
+            warpgroup.fence()
+            blocks = [(k, 4 * c + k) for k in range(BLOCK_COLUMNS // 16)]
+            wgmma.issue(mma, acc, operands[c % 2], rQ, c > 0 or self.spec.has_rope, blocks)
+            warpgroup.commit_group()
+        return self.has_other_scale(smem, kind, stage, tid)  # overlapped with the last products
+
+    @cute.jit
+    def multiply_rope(self, smem, acc: cute.Tensor, rope: cute.Tensor, tile: Int32, tid: Int32):
+        """Starts S^T of the rope part of a tile, whose operand is `rope`; makes it float16 where it lies, for PV.
+
+        Not where float16 does not hold that of this warp's 16 keys: then `rope_flags` has OUT_OF_RANGE.
+        """
+        rope = cute.make_tensor(cute.recast_ptr(rope.iterator, dtype=BFloat16), rope.layout)
+        self.load_rope(smem, rope, tile, tid)
+        self.issue_rope(smem, acc, rope, False, tid)
+        words, outside = cute.recast_tensor(rope, Int32), Int32(0)
+        for r in cutlass.range_constexpr(2):
+            peak = words[r] & 0x7FFF7FFF
+            for i in cutlass.range_constexpr(1, cute.size(words) // 2):
+                peak = codes.max_magnitudes(peak, words[2 * i + r])
+            largest = cutlass.max(peak & -0x10000, peak << 16)
+            if largest != 0:
+                outside |= (MAX_ROPE << 16) - largest | largest - (MIN_ROPE << 16)
+        flag = Int32(OUT_OF_RANGE) if cute.arch.vote_any_sync(outside < 0) else Int32(0)
+        stage = self.rope_stage(tile)
+        sFlags = smem.rope_flags.get_tensor(cute.make_layout((WARPS, self.spec.stages)))
+        if tid % 32 == 0:
+            sFlags[tid // 32, stage] = flag
+        if flag == 0:
+            self.store_rope(smem, words, stage, tid)
+
+    @cute.jit
+    def store_rope(self, smem, words: cute.Tensor, stage: Int32, tid: Int32):
+        """Stores a thread's rope numbers as float16 where `load_rope` has read them."""
+        line, four = self.line(tid), cute.make_rmem_tensor(4, Int32)
+        for r in cutlass.range_constexpr(2):
+            for half in cutlass.range_constexpr(2):
+                for i in cutlass.range_constexpr(4):
+                    four[i] = codes.rope_to_float16(words[8 * half + 4 * (i // 2) + 2 * (i % 2) + r])
+                row = (line ^ (32 * half) ^ (16 * r)) + LINE_BYTES * r
+                place = smem.rope.data_ptr() + cute.assume(stage * ROPE_BYTES + row, divby=16)
+                cute.autovec_copy(four, cute.make_tensor(cute.recast_ptr(place, dtype=Int32), cute.make_layout(4)))
+
+    @cute.jit
+    def widen_chunk(self, kind: cutlass.Constexpr, raw: cute.Tensor, operand: cute.Tensor):
+        """Four blocks of 16 columns of A, from 16 codes of each of two rows."""
+        if const_expr(codes.is_fp4(kind)):
+            words, rows = cute.recast_tensor(operand, Int32), cute.recast_tensor(raw, Int32)
+            for r in cutlass.range_constexpr(2):
+                for k in cutlass.range_constexpr(4):
+                    upper = codes.fp4_bytes(rows[k // 2, r] >> (16 * (k % 2)))
+                    words[4 * k + r], words[4 * k + 2 + r] = codes.fp4_pair(upper, 0, 1), codes.fp4_pair(upper, 2, 3)
+        else:
+            self.widen(raw, operand)
+
+    @cute.jit
+    def slow_tile(self, smem, acc: cute.Tensor, raw: cute.Tensor, tile: Int32, tid: Int32):
+        """S^T of a tile, products of codes times scale and power of Q in float32: rare, so without overlap."""
+        stage, result = tile % self.spec.stages, cute.make_rmem_tensor_like(acc)
+        if const_expr(self.spec.has_rope):
+            rope = self.rope_operand()
+            self.load_rope(smem, rope, tile, tid)
+            numbers = cute.recast_tensor(rope, Int32)
+            sFlags = smem.rope_flags.get_tensor(cute.make_layout((WARPS, self.spec.stages)))
+            if sFlags[tid // 32, stage] == 0:
+                for i in cutlass.range_constexpr(cute.size(numbers)):
+                    numbers[i] = codes.rope_to_bfloat16(numbers[i])
+            self.issue_rope(smem, acc, rope, False, tid)
+            warpgroup.wait_group(0)
+            result.store(acc.load())
+        else:
+            result.fill(0.0)
+        kinds = self.spec.kinds
+        if const_expr(len(kinds) > 1):
+            if smem.kinds.get_tensor(cute.make_layout(self.spec.stages))[stage] == 0:
+                self.add_slowly(smem, kinds[0], acc, result, raw, stage, tid)
+            else:
+                self.add_slowly(smem, kinds[1], acc, result, raw, stage, tid)
+        else:
+            self.add_slowly(smem, kinds[0], acc, result, raw, stage, tid)
+        acc.store(result.load())
+
+    @cute.jit
+    def add_slowly(
+        self, smem, kind: cutlass.Constexpr, acc: cute.Tensor, result: cute.Tensor, raw: cute.Tensor, stage: Int32, tid
+    ):
+        """Adds products of codes of one lane of four times scale and power of Q, in float32, lane after lane."""
+        mma = tiled_mmas(self.heads)[0]
+        rQ = self.q_operands(smem, mma, tid, Float16)
+        total, part = wgmma.by_row(result), wgmma.by_row(acc)
+        operand = mma.make_fragment_A(mma.partition_shape_A((TOKENS_PER_TILE, BLOCK_COLUMNS)))
+        words = cute.recast_tensor(operand, Int32)
+        power = cute.make_rmem_tensor(self.columns, Float32)
+        sPower = smem.q_power.get_tensor(cute.make_layout(self.q.blocks * self.heads))
+        for step in cutlass.range(4 * self.chunks, unroll=1):
+            c, owner = step // 4, step % 4
+            self.load_chunk(smem, kind, raw, stage, c, tid)
+            self.widen_chunk(kind, raw, operand)
+            if tid % 4 != owner:
+                for i in cutlass.range_constexpr(cute.size(words)):
+                    words[i] = 0
+            warpgroup.fence()
+            for k in cutlass.range_constexpr(BLOCK_COLUMNS // 16):
+                block = rQ[None, None, 4 * c + k]
+                one = cute.make_tensor(block.iterator, cute.append(block.layout, cute.make_layout(1), 3))
+                wgmma.issue(mma, acc, operand, one, k > 0, [(k, 0)])
+            warpgroup.commit_group()
+            warpgroup.wait_group(0)
+            copy_columns(sPower, tid, c // CHUNKS_PER_LINE * self.heads, power)
+            for r in cutlass.range_constexpr(2):
+                start = (stage * TOKENS_PER_TILE + key_of_row(tid, r)) * self.spec.scale_bytes
+                byte = smem.scale.data_ptr() + (start + self.scale_index(kind, c, owner))
+                factor = codes.scale_of(kind, Int32(byte.load()) & 0xFF) * codes.WEIGHT
+                for i in cutlass.range_constexpr(self.columns):
+                    total[r, i] += part[r, i] * power[i] * factor
+
+    # ---- scales
+
+    def is_half_line(self, kind: TokenFormat, c: int) -> bool:
+        """Whether chunk c is the 64 codes of half a line."""
+        return kind.codes.count % LINE_BYTES != 0 and c + 1 == self.chunks
+
+    def scale_index(self, kind: TokenFormat, c: Int32, lane: Int32) -> Any:
+        """Which scale of a row the 16 codes have that a lane of four has in chunk c.
+
+        Lanes have pieces 0, 1, 4, 5 of 16 codes of 128 for even c, 2, 3, 6, 7 for odd c; those of half a line 0 to 3.
+        """
+        piece = c // 2 * 8 + code_chunk(lane, c % 2)
+        index = piece // (kind.quant_tile // 16)
+        return cutlass.min(index, kind.num_scales - 1) if kind.codes.count % LINE_BYTES else index
+
+    @cute.jit
+    def load_row_scales(self, smem, kind: cutlass.Constexpr, stage: Int32, r: cutlass.Constexpr, tid: Int32):
+        """Scales of a row, four bytes in a word: all; or, of the 8 for each 128 codes, the 4 that a lane needs."""
+        words = cute.make_rmem_tensor(min(scale_row(kind) // 4, 4), Int32)
+        if const_expr(codes.is_fp4(kind)):
+            one = cute.make_rmem_tensor(1, Int32)
+            for j in cutlass.range_constexpr(4):
+                scale_words(smem, self.spec, stage, key_of_row(tid, r), 8 * j + tid % 4 // 2 * 4, one)
+                words[j] = one[0]
+        else:
+            scale_words(smem, self.spec, stage, key_of_row(tid, r), 0, words)
+        return words
+
+    def multiplier(self, kind: TokenFormat, words: cute.Tensor, c: int, tid: Int32) -> Int32:
+        """That of a thread's codes in chunk c; see `scale_index`."""
+        upper, odd = tid % 4 // 2, tid % 2
+        if codes.is_fp4(kind):
+            return codes.multiplier(kind, words[c // 2], odd + 2 * (c % 2))
+        if self.is_half_line(kind, c):
+            last = kind.num_scales - 1
+            return codes.multiplier(kind, words[last // 4], Int32(last % 4))
+        if kind.quant_tile == 64:
+            return codes.multiplier(kind, words[c // 2 * 2 // 4], c // 2 * 2 % 4 + upper)
+        return codes.multiplier(kind, words[c // 2], 2 * upper + c % 2)
+
+    @cute.jit
+    def has_other_scale(self, smem, kind: cutlass.Constexpr, stage: Int32, tid: Int32) -> Int32:
+        """1 if a scale of the tile is out of range of float16; the same in all threads."""
+        found, four = Int32(0), cute.make_rmem_tensor(min(scale_row(kind) // 4, 4), Int32)
+        for i in cutlass.range_constexpr(2):
+            for part in cutlass.range_constexpr(scale_row(kind) // 4 // cute.size(four)):
+                scale_words(smem, self.spec, stage, tid % 32 + 32 * i, 4 * cute.size(four) * part, four)
+                for j in cutlass.range_constexpr(cute.size(four)):
+                    outside = codes.out_of_range(kind, four[j])
+                    if const_expr(kind.num_scales <= 4 * j + 3):
+                        outside &= 0x00FFFFFF  # the last byte is padding
+                    found |= outside
+        return Int32(1) if cute.arch.vote_any_sync(found != 0) else Int32(0)
+
+    # ---- shared memory
+
+    @cute.jit
+    def load_chunk(self, smem, kind: cutlass.Constexpr, raw: cute.Tensor, stage: Int32, c, tid: Int32):
+        """16 codes of each of a thread's two rows, in chunk c of 64 columns."""
+        start = stage * codes_bytes(self.spec)
+        if const_expr(codes.is_fp4(kind)):  # 8 bytes, in a line of 256 codes
+            piece = tid % 4 // 2 * 2
+            line = line_offset(key_of_row(tid, 0), piece) + tid % 2 * 8
+            line = line ^ (64 * (c // 2 % 2)) ^ (16 * (c % 2))
+            start += c // 4 * (TOKENS_PER_TILE * LINE_BYTES)
+        else:
+            line = self.line(tid) ^ (32 * (c % 2))
+            start += c // CHUNKS_PER_LINE * (TOKENS_PER_TILE * LINE_BYTES)
+        size = 8 if const_expr(codes.is_fp4(kind)) else 16
+        for r in cutlass.range_constexpr(2):
+            pointer = smem.codes.data_ptr() + cute.assume(start + (line ^ (16 * r)) + LINE_BYTES * r, divby=size)
+            source = cute.make_tensor(cute.recast_ptr(pointer, dtype=raw.element_type), cute.make_layout(size))
+            cute.autovec_copy(source, cute.make_tensor(raw[None, r].iterator, cute.make_layout(size)))
+
+    def rope_stage(self, tile: Int32) -> Int32:
+        """Where the rope part of a tile lies: with its codes."""
+        return ring_slot(tile, self.spec.stages).index
+
+    @cute.jit
+    def store_s(self, smem, acc: tuple, scale_log2: Float32, tile: Int32, tid: Int32):
+        """Stores S^T times scale_log2 for the softmax, which has read the stage."""
+        s, q, factor = wgmma.by_row(acc[0]), tid % 4, scale_log2 * (1.0 / codes.WEIGHT)
+        s_stage, _ = ring_slot(tile, self.warpgroups)
+        start = smem.s.data_ptr() + s_stage * (TOKENS_PER_TILE * self.heads)
+        four = cute.make_rmem_tensor((2, 2), Float32)
+        for block in cutlass.range_constexpr(self.heads // 8):
+            for e in cutlass.range_constexpr(2):
+                for r in cutlass.range_constexpr(2):
+                    four[r, e] = s[r, 2 * block + e] * factor
+            pointer = start + cute.assume(s_offset(8 * block + 2 * q, key_of_row(tid, 0) // 2), divby=4)
+            cute.autovec_copy(four, cute.make_tensor(pointer, cute.make_layout((2, 2))))
+        cute.arch.mbarrier_arrive(smem.s_full.data_ptr() + s_stage)
+        self.stamp(smem, tile, 2, 1, tid)

@@ -1,0 +1,156 @@
+"""What is fixed at compile time in the decode kernel over any latent cache format, of one cache or two."""
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from cute_kernels.mla.spec import MERGE_LANES, NARROW, WIDE, MlaDecodeSpec, Registers
+from fp8_mla.formats import FORMATS, PAIRS, V3_2, TokenFormat
+
+FP4_LINES = 2  # of a key with 4-bit codes
+LINE_BYTES = 128  # of a key's row in shared memory: one row of the 128-byte swizzle
+
+
+def scale_row(kind: TokenFormat) -> int:
+    """Bytes of a key's scales in a stage: its scale row, or its scales where there is one row a token."""
+    return kind.row_bytes[1] if len(kind.row_bytes) > 1 else kind.scales.num_bytes
+
+
+@dataclass(frozen=True)
+class LatentDecodeSpec(MlaDecodeSpec):
+    """Compile-time facts of `latent.kernels.decode.LatentDecodeKernel`: those of `MlaDecodeSpec`, and two formats.
+
+    cache_format  of the cache, a name of `fp8_mla.formats.FORMATS`
+    extra_format  of a second cache that joins the same softmax; "" where there is none
+    """
+
+    cache_format: str = "v4"
+    extra_format: str = ""
+
+    kernel: ClassVar[str] = "cute_kernels.mla.latent.kernels.decode:LatentDecodeKernel"
+
+    @property
+    def compile_options(self) -> str:
+        """Levels at which ptxas spills no register."""
+        return f"--ptxas-options '--register-usage-level={0 if self.few_heads else 7}'"
+
+    def can_implement(self) -> list[str]:
+        """Reasons, in words, why this kernel cannot be built; empty when it can."""
+        reasons = super().can_implement()
+        if self.cache_format not in FORMATS:
+            reasons.append(f"cache_format is {self.cache_format!r}; known are {tuple(FORMATS)}")
+        if self.extra_format and (self.cache_format, self.extra_format) not in PAIRS:
+            reasons.append(f"extra_format is {self.extra_format!r} with {self.cache_format!r}; known pairs are {PAIRS}")
+        if self.extra_format and not self.sparse:
+            reasons.append(f"extra_format is {self.extra_format!r} with a block table; two caches need indices")
+        if self.scores != "exact":
+            reasons.append(f"scores is {self.scores!r}; known is 'exact'")
+        return reasons
+
+    @property
+    def token_format(self) -> TokenFormat:
+        """The format of the cache."""
+        return FORMATS[self.cache_format]
+
+    @property
+    def kinds(self) -> tuple[TokenFormat, ...]:
+        """The formats that key tiles have: one, or that of the cache and that of the second one."""
+        if self.extra_format in ("", self.cache_format):
+            return (self.token_format,)
+        return (self.token_format, FORMATS[self.extra_format])
+
+    @property
+    def has_extra(self) -> bool:
+        """Whether there is a second cache."""
+        return bool(self.extra_format)
+
+    @property
+    def d_qk(self) -> int:
+        """Columns of Q."""
+        return self.token_format.d_qk
+
+    @property
+    def float_scales(self) -> bool:
+        """Whether scales are float32: products of codes are scaled then, else keys are, which is exact."""
+        return self.token_format.scales.dtype == "float32"
+
+    @property
+    def has_rope(self) -> bool:
+        """Whether a token has a rope part."""
+        return self.token_format.rope is not None
+
+    @property
+    def rope_is_value(self) -> bool:
+        """Whether a rope part is a value too, so that it stays in its stage until PV has read it."""
+        return self.has_rope and self.d_qk == self.token_format.d_v
+
+    @property
+    def rope_slots(self) -> int:
+        """Key tiles of rope parts in shared memory."""
+        if not self.has_rope:
+            return 0
+        return self.stages if self.rope_is_value else self.rope_stages
+
+    @property
+    def code_lines(self) -> int:
+        """Lines of `LINE_BYTES` that a key's codes take in a stage."""
+        return max(-(-kind.codes.num_bytes // LINE_BYTES) for kind in self.kinds)
+
+    @property
+    def scale_bytes(self) -> int:
+        """Of a key in a stage."""
+        return max(scale_row(kind) for kind in self.kinds)
+
+    @property
+    def pv_issues_tma(self) -> bool:
+        """Whether PV warpgroups issue TMA: all rows come by cp.async."""
+        return False
+
+    @property
+    def registers(self) -> Registers:
+        """Of each role, after the roles have exchanged registers."""
+        if self.float_scales:
+            return super().registers
+        if self.few_heads:
+            return Registers(load=40, qk=112, pv=88, softmax=40)
+        if self.heads < WIDE:
+            return Registers(load=56, qk=120, pv=168, softmax=0)
+        return Registers(load=40, qk=120, pv=176, softmax=0)
+
+    @property
+    def stages(self) -> int:
+        """Key tiles in shared memory: as many as Q leaves room for."""
+        return 3 if self.heads == WIDE and self.code_lines > FP4_LINES else 4
+
+    @property
+    def mask_stages(self) -> int:
+        """Key tiles whose masks are kept: more than stages."""
+        return 4 if self.stages == 3 else 8
+
+    @property
+    def rope_stages(self) -> int:
+        """With 32 and 64 heads: key tiles that loads are ahead of the softmax."""
+        return self.stages if self.few_heads else self.stages - 1
+
+    @property
+    def expected(self) -> dict[str, Any]:
+        """What the compiled kernel is held to."""
+        return {
+            "registers": self.launch_registers[self.threads],
+            "stack": 0,
+            "instructions": ("HGMMA", "UTMALDG", "USETMAXREG", "LDGSTS.E.BYPASS.128"),
+        }
+
+
+def shipped_specs() -> list[LatentDecodeSpec]:
+    """Every specification that the planner can ask for."""
+    return [
+        LatentDecodeSpec(
+            sparse=sparse, merge_lanes=lanes, heads=heads, balanced=balanced, cache_format=name, extra_format=extra
+        )
+        for name, extra in [*((name, "") for name in FORMATS), *PAIRS]
+        for balanced in (False, True)
+        for sparse in (True, False)
+        for lanes in MERGE_LANES
+        for heads in (*NARROW, WIDE)
+        if (lanes or not balanced) and (sparse or not (extra or name == V3_2.name))
+    ]

@@ -1,0 +1,154 @@
+"""What the pages of the demo share: embedded text, paged caches, errors, times and tables."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.nn.utils.rnn import pad_sequence
+
+import fp8_mla
+from cute_kernels import mla_fp8_append
+
+EXACT_LIMIT = 2e-5
+"""Float32 sums of up to 512 x 128 products: a wrong absorption is off by the order of 1."""
+
+
+def byte_tables(hidden: int, generator: torch.Generator) -> torch.Tensor:
+    """Tables of `embed`, (4, 256, hidden).
+
+    A token is its byte and the three before it, so that the same letter is not the same key everywhere.
+    """
+    return torch.randn(4, 256, hidden, generator=generator) / 2
+
+
+def embed(text: bytes, tables: torch.Tensor) -> torch.Tensor:
+    """(1, len(text), hidden): a vector for each byte of a text and those before it."""
+    tokens = torch.tensor(list(text), device=tables.device)
+    history = torch.nn.functional.pad(tokens, (len(tables) - 1, 0)).unfold(0, len(tables), 1)
+    return torch.stack([table[column] for table, column in zip(tables, history.T, strict=True)]).sum(0).unsqueeze(0)
+
+
+@contextmanager
+def outputs_of(module: torch.nn.Module, *names: str) -> Iterator[dict[str, Any]]:
+    """Collect what the named submodules return while the context is open."""
+    seen: dict[str, Any] = {}
+
+    def keep(name: str) -> Callable[..., None]:
+        return lambda _module, _args, output: seen.update({name: output})
+
+    handles = [module.get_submodule(name).register_forward_hook(keep(name)) for name in names]
+    try:
+        yield seen
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@dataclass(frozen=True)
+class PagedCache:
+    """Sequences in a shuffled paged cache. Unused slots hold 0xFF, as a careless server's might."""
+
+    pages: torch.Tensor
+    block_table: torch.Tensor
+    seqlens: torch.Tensor
+
+    @classmethod
+    def of(
+        cls,
+        sequences: list[torch.Tensor],
+        page_size: int,
+        appended: int,
+        token_format: fp8_mla.TokenFormat = fp8_mla.V3_2,
+    ) -> PagedCache:
+        """Pack sequences of (s, d_qk) latents; the last `appended` tokens of each go through `mla_fp8_append`."""
+        device = sequences[0].device
+        lengths = [len(latents) for latents in sequences]
+        page_counts = [-(-length // page_size) for length in lengths]
+        shuffled = torch.randperm(sum(page_counts), generator=torch.Generator().manual_seed(0))
+        block_table = torch.full((len(lengths), max(page_counts)), fp8_mla.INVALID_SLOT, dtype=torch.int32)
+        for row, own in enumerate(shuffled.split(page_counts)):
+            block_table[row, : len(own)] = own
+        cache = cls(
+            pages=torch.full(
+                (sum(page_counts), page_size, token_format.token_bytes), 0xFF, dtype=torch.uint8, device=device
+            ),
+            block_table=block_table.to(device),
+            seqlens=torch.tensor(lengths, dtype=torch.int32, device=device),
+        )
+        slots = fp8_mla.slots_from_block_table(cache.block_table, cache.seqlens, page_size)
+        for row, latents in enumerate(sequences):
+            prompt, new = latents.bfloat16().tensor_split([len(latents) - appended])
+            own = slots[row, : len(latents)]
+            packed = fp8_mla.pack(prompt, token_format=token_format)
+            fp8_mla.write_pages(cache.pages, own[: len(prompt)], packed, token_format=token_format)
+            mla_fp8_append(new, cache.pages, own[len(prompt) :], cache_format=token_format.name)
+        return cache
+
+    def slots_of(self, picked_by_row: list[torch.Tensor]) -> torch.Tensor:
+        """Slots (batch, n, topk) int32 of the positions (n, topk) that the indexer picked for each row's last n tokens.
+
+        Where it has fewer tokens to choose from than it must pick, it also names ones that lie ahead: those become -1.
+        """
+        # Transposed, because padding goes to the first dimension.
+        picked = pad_sequence([row.T for row in picked_by_row], True, fp8_mla.INVALID_SLOT).mT
+        newest = (
+            self.seqlens.view(-1, 1, 1) - picked.shape[1] + torch.arange(picked.shape[1], device=picked.device)[:, None]
+        )
+        return self.slots_at(torch.where(picked <= newest, picked, fp8_mla.INVALID_SLOT))
+
+    def slots_at(self, positions: torch.Tensor) -> torch.Tensor:
+        """Slots (batch, n, any) int32 of positions of the same shape; -1 where there is no token."""
+        slots = fp8_mla.slots_from_positions(
+            positions, self.block_table, self.pages.shape[1], cache_seqlens=self.seqlens, num_pages=len(self.pages)
+        )
+        return slots.int()
+
+
+def relative_error(got: torch.Tensor, want: torch.Tensor) -> float:
+    """Norm of the difference over the norm of `want`."""
+    return float((got - want).norm() / want.norm())
+
+
+def milliseconds(call: Callable[[], object], device: torch.device) -> float:
+    """Time of one call: on a GPU the mean of 20 in a row after 3 others, on a CPU the best of 3."""
+    if device.type == "cuda":
+        for _ in range(3):
+            call()
+        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        for _ in range(20):
+            call()
+        stop.record()
+        stop.synchronize()
+        return start.elapsed_time(stop) / 20
+    times = []
+    for _ in range(3):
+        begin = time.perf_counter()
+        call()
+        times.append(time.perf_counter() - begin)
+    return 1e3 * min(times)
+
+
+def print_table(title: str, header: list[str], body: list[list[str]]) -> None:
+    """Print a table, with rich if it is there."""
+    try:
+        from rich import box
+        from rich.console import Console
+        from rich.table import Table
+    except ImportError:
+        print(title)
+        widths = [max(len(line[column]) for line in [header, *body]) for column in range(len(header))]
+        for name, *numbers in [header, *body]:
+            print(name.ljust(widths[0]), *(text.rjust(w + 1) for text, w in zip(numbers, widths[1:], strict=True)))
+        return
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
+    for column, name in enumerate(header):
+        table.add_column(name, justify="right" if column else "left")
+    for line in body:
+        table.add_row(*line)
+    Console().print(table)

@@ -1,0 +1,115 @@
+"""Tests compiled kernels with the lowest and the highest version of each dependency but torch. Needs no GPU.
+
+    python scripts/try_pins.py             both ends of the ranges in pyproject.toml
+    python scripts/try_pins.py lowest      one of them
+    python scripts/try_pins.py lowest --venv FOLDER    in an environment that has these versions; installs nothing
+
+Each end has an environment of its own in build/pins, made by scripts/bootstrap.sh, and a cache of kernels of its own.
+torch is the one that bootstrap.sh takes everywhere. Exit status 1 where a test fails, 2 where an environment has other
+versions than its end.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+ENDS = ("lowest", "highest")
+TESTS = (
+    "tests/cpu/test_kernels_compile.py",  # each kernel that ships: registers, spills, instructions
+    "tests/cpu/test_runtime_cache.py",  # tvm-ffi loads and calls what the DSL has exported
+    "tests/cpu/test_machine_code.py",  # modules of the DSL are read
+)
+VERSIONS = "import importlib.metadata as m, json, sys; print(json.dumps({n: m.version(n) for n in sys.argv[1:]}))"
+_RANGE = re.compile(r'^ {4}"([A-Za-z0-9_-]+)>=([0-9.]+),<([0-9.]+)"', re.MULTILINE)
+
+
+def ranges(pyproject: str) -> dict[str, tuple[str, str]]:
+    """The lowest version and the first that is too high of each dependency, from the text of pyproject.toml.
+
+    Raises:
+        ValueError: a dependency has no such range.
+    """
+    listed = re.search(r"^dependencies = \[\n(.*?)^\]", pyproject, re.MULTILINE | re.DOTALL)
+    lines = [line for line in (listed[1] if listed else "").splitlines() if line.strip()]
+    found = {name: (low, high) for name, low, high in _RANGE.findall("\n".join(lines))}
+    if not lines or len(found) != len(lines):
+        raise ValueError(f'dependencies: got {lines}; each needs the form "name>=lowest,<first that is too high"')
+    return found
+
+
+def constraints(end: str, bounds: Mapping[str, tuple[str, str]]) -> dict[str, str]:
+    """The version of each dependency but torch that an end asks for, as pip's specifiers."""
+    names = [name for name in bounds if name != "torch"]
+    return {name: f"=={bounds[name][0]}" if end == "lowest" else f"<{bounds[name][1]}" for name in names}
+
+
+def make_environment(end: str, folder: Path, bounds: Mapping[str, tuple[str, str]]) -> None:
+    """Makes an environment by scripts/bootstrap.sh, which asks pip and so takes the highest version that it may."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    file = folder.parent / f"{end}.txt"
+    file.write_text("".join(f"{name}{wanted}\n" for name, wanted in constraints(end, bounds).items()), encoding="utf-8")
+    command = ["bash", str(ROOT / "scripts" / "bootstrap.sh"), str(folder), sys.executable]
+    subprocess.run(command, check=True, env={**os.environ, "PIP_CONSTRAINT": str(file)})
+
+
+def misfits(end: str, bounds: Mapping[str, tuple[str, str]], installed: Mapping[str, str]) -> list[str]:
+    """The dependencies that an environment has in another version than an end asks for, in words.
+
+    The highest version is what pip took; here it is held to the range alone.
+    """
+    wrong = []
+    for name, wanted in constraints(end, bounds).items():
+        have, limit = (_numbers(text) for text in (installed[name], wanted.lstrip("=<")))
+        if (have != limit) if end == "lowest" else (have >= limit):
+            wrong.append(f"{name}: got {installed[name]}; needs {wanted}")
+    return wrong
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    """The numbers that a version begins with; 0.8 is 0.8.0."""
+    leading = re.match(r"[0-9]+(\.[0-9]+)*", version)
+    numbers = [int(part) for part in leading[0].split(".")] if leading else []
+    return tuple(numbers + [0] * (3 - len(numbers)))
+
+
+def try_end(end: str, venv: Path | None) -> int:
+    """Runs the tests at one end: 0, 1 where one fails, 2 where the versions are others."""
+    bounds = ranges((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    folder = venv or ROOT / "build" / "pins" / end
+    if venv is None:
+        make_environment(end, folder, bounds)
+    python = str(folder / "bin" / "python")
+    installed = json.loads(subprocess.run([python, "-c", VERSIONS, *bounds], check=True, capture_output=True).stdout)
+    print(f"{end}: " + ", ".join(f"{name} {version}" for name, version in installed.items()), flush=True)
+    if wrong := misfits(end, bounds, installed):
+        print("\n".join(wrong), file=sys.stderr)
+        return 2
+    kernels = ROOT / "build" / "pins" / f"kernels-{end}"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "CUTE_KERNELS_CACHE_DIR": str(kernels)}
+    return int(subprocess.run([python, "-m", "pytest", "-q", *TESTS], cwd=ROOT, env=environment).returncode != 0)
+
+
+def main() -> int:
+    """Runs from the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("ends", nargs="*", metavar="END", help="lowest or highest; without one, both")
+    parser.add_argument("--venv", type=Path, help="an environment with the versions of the one end that is named")
+    given = parser.parse_args()
+    ends = tuple(given.ends) or ENDS
+    if set(ends) - set(ENDS):
+        parser.error(f"END: got {' '.join(ends)}; needs lowest or highest")
+    if given.venv and len(ends) != 1:
+        parser.error("--venv: is for one end; name it")
+    return max(try_end(end, given.venv) for end in ends)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,294 @@
+"""SGLang's plugin: the hook in sparse MLA and the backend "cute", on stand-ins of SGLang's objects, without the engine.
+
+One test reads the sources of an installed SGLang and says which name or argument has moved.
+"""
+
+import ast
+import importlib.metadata
+import importlib.util
+import re
+import types
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from cute_kernels import gqa_decode, mla_fp8_decode
+from cute_kernels.integrations import sglang as plugin
+from tests.support.sglang_stand_ins import (
+    HEADS,
+    AttentionType,
+    Case,
+    HookRegistry,
+    installed,
+    sparse_backend,
+    sparse_call,
+)
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def sglang(monkeypatch: pytest.MonkeyPatch) -> Iterator[types.SimpleNamespace]:
+    with installed(monkeypatch) as modules:
+        yield modules
+
+
+@pytest.fixture
+def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    lines: list[str] = []
+    monkeypatch.setattr(plugin, "say_once", lines.append)
+    return lines
+
+
+def test_the_plugin_registers_once(sglang: types.SimpleNamespace) -> None:
+    for _ in range(2):
+        plugin.register()
+    assert HookRegistry.hooks == [(plugin.SPARSE_MLA, plugin.sparse_mla, "around")]
+    assert sglang.choices == ["fa3", "cute"] and list(sglang.backends) == ["cute"]
+
+
+def test_the_entry_point_names_the_function() -> None:
+    text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    assert re.search(r'entry-points\."sglang\.srt\.plugins"\]\ncute_kernels = "([^"]+)"', text)[1] == (  # type: ignore[index]
+        f"{plugin.register.__module__}:{plugin.register.__name__}"
+    )
+
+
+# ---- sparse MLA
+
+
+def test_sparse_mla_is_that_of_the_op(said: list[str]) -> None:
+    call = sparse_call()
+    out = plugin.sparse_mla(None, sparse_backend(), **call)
+    q, cache = call["q_all"].view(3, 1, HEADS, 576), call["kv_cache"].view(torch.uint8).view(2, 64, 656)
+    expected = mla_fp8_decode(q, cache, indices=call["page_table_1"].unsqueeze(1), softmax_scale=0.1)
+    assert out.shape == (3, 1, HEADS, 512) and torch.equal(out, expected)
+    assert said == ["sparse MLA runs on mla_fp8_decode"]
+
+
+@pytest.mark.parametrize(
+    "backend, layer, word",
+    [
+        ({"dsa_kv_cache_store_fp8": False}, {}, "not FP8"),
+        ({"flashmla_kv_format": "V32_NO_ROPE", "kv_cache_dim": 528}, {"head_dim": 512}, "528 bytes"),
+        ({}, {"head_dim": 512}, "head dimensions 512"),
+        ({}, {"tp_q_head_num": 256}, "256 heads"),
+    ],
+)
+def test_what_no_kernel_takes_stays_with_flash_mla(
+    backend: dict[str, Any], layer: dict[str, Any], word: str, said: list[str]
+) -> None:
+    call, given = sparse_call(), sparse_backend(**backend)
+    vars(call["layer"]).update(layer)
+    asked: list[Any] = []
+
+    def original(backend: Any, **arguments: Any) -> str:
+        asked.append((backend, arguments))
+        return "FlashMLA"
+
+    assert plugin.sparse_mla(original, given, **call) == "FlashMLA"
+    assert asked == [(given, call)]
+    assert len(said) == 1 and word in said[0]
+
+
+@pytest.mark.parametrize("sm90, word", [(True, None), (False, "need an SM90")])
+def test_another_gpu_is_refused(sm90: bool, word: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plugin, "is_sm90", lambda device: sm90)
+    reason = plugin.device_refusal(torch.device("cuda", 0))
+    assert reason is None if word is None else re.search(word, reason or "")
+
+
+# ---- the backend "cute"
+
+
+def close(found: torch.Tensor, expected: torch.Tensor) -> None:
+    torch.testing.assert_close(found.double(), expected, rtol=2**-7, atol=2**-8)
+
+
+@pytest.mark.parametrize("fp8", [False, True], ids=["bf16", "fp8"])
+@pytest.mark.parametrize("d", [64, 128])
+def test_new_tokens_are_stored_and_seen(d: int, fp8: bool, sglang: types.SimpleNamespace, said: list[str]) -> None:
+    case = Case(sglang, d, fp8)
+    before = case.pool.k.clone()
+    out = case.decode()
+    changed = (case.pool.k.float() != before.float()).any(-1).any(-1).nonzero().squeeze(1).tolist()
+    assert changed == sorted(case.batch.out_cache_loc.tolist())
+    assert out.shape == (2, 8 * d) and out.dtype is torch.bfloat16
+    close(out, case.expected())
+    assert said == ["layers decode on gqa_decode"]
+
+
+def test_windows_sinks_and_softcap_mean_the_same(sglang: types.SimpleNamespace) -> None:
+    case = Case(sglang)
+    sinks = torch.arange(8, dtype=torch.float32, device="cpu").bfloat16() / 4
+    case.layer.sliding_window_size, case.layer.logit_cap = 19, 5.0  # SGLang counts the keys before the query's own
+    close(case.decode(sinks=sinks), case.expected(window=20, sinks=sinks, softcap=5.0))
+
+
+def test_a_window_may_have_pages_of_its_own(sglang: types.SimpleNamespace) -> None:
+    case = Case(sglang)
+    case.decode()
+    case.layer.sliding_window_size, case.backend.use_sliding_window_kv_pool = 15, True
+    assert case.decode(save_kv_cache=False)[0] == "FlashAttention", "it has none yet"
+    case.metadata.swa_page_table, case.metadata.page_table = case.table, torch.zeros_like(case.table)
+    close(case.decode(save_kv_cache=False), case.expected(window=16))
+
+
+def test_the_result_goes_where_sglang_wants_it(sglang: types.SimpleNamespace) -> None:
+    case = Case(sglang)
+    plain = case.decode()
+    place = torch.full_like(plain, torch.nan)
+    case.batch._attn_output = place
+    out = case.decode()
+    assert out.data_ptr() == place.data_ptr() and torch.equal(place, plain)
+
+
+@pytest.mark.parametrize(
+    "change, others, word",
+    [
+        ("case.metadata.max_seq_len_q = 4", {}, "4 query tokens"),
+        ("case.layer.attn_type = AttentionType.ENCODER_ONLY", {}, "not causal"),
+        ("case.layer.is_cross_attention = True", {}, "not causal"),
+        ("case.layer.v_head_dim = 32", {}, "head dimensions 64 and 32"),
+        ("case.layer.k_scale = torch.tensor(1.0)", {}, "alone"),
+        ("case.metadata.pa_swa_page_table = case.table", {}, "prompt"),
+        ("case.batch.spec_info, case.backend.topk = object(), 2", {}, "branch"),
+        ("case.backend.kv_cache_dtype = torch.float8_e5m2", {}, "float8_e5m2"),
+        ("case.backend.kv_cache_is_mxfp8 = True", {}, "MXFP8"),
+        ("case.q = case.q[:1]", {}, "padded"),
+        ("case.q = case.q.float()", {}, "float32"),
+        (
+            "case.backend.local_attn_builder = types.SimpleNamespace(applies=lambda layer, metadata: True)",
+            {},
+            "in chunks",
+        ),
+        ("", {"return_lse": True}, "return_lse"),
+        ("", {"q_rope": torch.zeros(1), "k_rope": None}, "q_rope:"),
+    ],
+)
+def test_what_no_kernel_takes_stays_with_flash_attention(
+    change: str, others: dict[str, Any], word: str, sglang: types.SimpleNamespace, said: list[str]
+) -> None:
+    case = Case(sglang)
+    exec(change, {"case": case, "torch": torch, "types": types, "AttentionType": AttentionType})
+    before = case.pool.k.clone()
+    assert case.decode(**others) == ("FlashAttention", {"sinks": None, **others})
+    assert torch.equal(case.pool.k, before), "who attends stores"
+    assert len(said) == 1 and word in said[0]
+
+
+def test_latent_attention_has_no_such_backend(sglang: types.SimpleNamespace) -> None:
+    plugin.register()
+    with pytest.raises(ValueError, match='needs "dsa"'):
+        sglang.backends["cute"](types.SimpleNamespace(use_mla_backend=True))
+
+
+def test_pages_agree_with_rows_of_a_contiguous_cache(sglang: types.SimpleNamespace) -> None:
+    """The oracle above against the op over the same tokens without pages."""
+    case = Case(sglang)
+    case.decode()
+    slots = (case.table[0, :3].long().unsqueeze(1) * 16 + torch.arange(16, device="cpu")).reshape(1, -1)[:, :33]
+    k, v = case.pool.k[slots], case.pool.v[slots]
+    out = gqa_decode(case.q[:1].view(1, 1, 8, -1), k, v, layout="BSNH", softmax_scale=0.2)
+    close(out.reshape(1, -1), case.expected()[:1])  # type: ignore[union-attr]
+
+
+# ---- an installed SGLang
+
+ATTENTION = "srt/layers/attention"
+ARGUMENTS = {
+    (f"{ATTENTION}/dsa_backend.py", "DeepseekSparseAttnBackend._forward_flashmla_kv"): (
+        "self", "q_all", "kv_cache", "v_head_dim", "sm_scale", "layer", "metadata", "page_table_1"
+    ),
+    (f"{ATTENTION}/flashattention_backend.py", "FlashAttentionBackend.forward_decode"): (
+        "self", "q", "k", "v", "layer", "forward_batch", "save_kv_cache", "q_rope", "k_rope", "sinks", "q_descale",
+        "k_descale", "v_descale", "score_mod", "aux_tensors", "rel_bias", "rel_bias_event", "return_lse",
+    ),
+    (f"{ATTENTION}/flashattention_backend.py", "FlashAttentionBackend.get_paged_mha_kv_cache"): (
+        "self", "layer", "head_group_num"
+    ),
+    (f"{ATTENTION}/attention_registry.py", "register_attention_backend"): ("name",),
+    ("srt/plugins/hook_registry.py", "HookRegistry.register"): ("cls", "target", "hook", "hook_type", "source"),
+    ("srt/mem_cache/memory_pool.py", "MHATokenToKVPool.set_kv_buffer"): (
+        "self", "layer", "loc_info", "cache_k", "cache_v", "k_scale", "v_scale", "layer_id_override", "dcp_kv_mask"
+    ),
+    ("srt/mem_cache/memory_pool.py", "KVWriteLoc.for_layer"): ("cls", "forward_batch", "layer", "swa_loc", "full_loc"),
+}  # fmt: skip
+NAMES = {
+    f"{ATTENTION}/dsa_backend.py": (
+        "self.dsa_kv_cache_store_fp8", "self.flashmla_kv_format", "self.kv_cache_dim", "self.physical_page_size"
+    ),
+    f"{ATTENTION}/flashattention_backend.py": (
+        "self.token_to_kv_pool", "self.kv_cache_dtype", "self.kv_cache_is_mxfp8", "self.use_sliding_window_kv_pool",
+        "self.local_attn_builder", "self.topk", "cache_seqlens_int32", "page_table", "swa_page_table",
+        "pa_swa_page_table", "max_seq_len_q", "swa_out_cache_loc",
+    ),
+    "srt/layers/radix_attention.py": (
+        "self.tp_q_head_num", "self.head_dim", "self.v_head_dim", "self.scaling", "self.logit_cap",
+        "self.sliding_window_size", "self.is_cross_attention", "self.attn_type", "self.k_scale", "self.v_scale",
+        "ENCODER_ONLY",
+    ),
+    "srt/arg_groups/choices.py": ("ATTENTION_BACKEND_CHOICES", "add_attention_backend_choices"),
+    "srt/model_executor/forward_batch_info.py": ("out_cache_loc", "spec_info", "_attn_output"),
+}  # fmt: skip
+"""What each file assigns or declares."""
+
+
+def functions(tree: ast.Module) -> dict[str, tuple[str, ...]]:
+    """Arguments of each function of a module and of its classes, by name; those after * included."""
+    owners = [("", tree), *((f"{node.name}.", node) for node in tree.body if isinstance(node, ast.ClassDef))]
+    return {
+        f"{prefix}{node.name}": tuple(a.arg for a in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs))
+        for prefix, owner in owners
+        for node in owner.body  # type: ignore[attr-defined]
+        if isinstance(node, ast.FunctionDef)
+    }
+
+
+def assigned(tree: ast.Module) -> set[str]:
+    """Everything that a module assigns or declares, as it is written."""
+    found = set()
+    for node in ast.walk(tree):
+        targets = (
+            node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
+        )
+        found |= {ast.unparse(part) for target in targets for part in getattr(target, "elts", [target])}
+    return found
+
+
+def moved(package: Path) -> list[str]:
+    """In words, each name or argument of SGLang that is not where the plugin looks for it."""
+    trees = {
+        file: ast.parse((package / file).read_text(encoding="utf-8"))
+        for file in {*NAMES, *(file for file, _ in ARGUMENTS)}
+    }
+    lines = []
+    for (file, name), needed in ARGUMENTS.items():
+        have = functions(trees[file]).get(name)
+        if have is None:
+            lines.append(f"{file}: no {name}")
+        elif have != needed:
+            gone, new = [a for a in needed if a not in have], [a for a in have if a not in needed]
+            lines.append(f"{file}: {name} takes {have}; gone {gone}, new {new}")
+    for file, names in NAMES.items():
+        lines += [f"{file}: nothing assigns {name}" for name in names if name not in assigned(trees[file])]
+    return lines
+
+
+def test_an_installed_sglang_has_what_the_plugin_reads() -> None:
+    if (found := importlib.util.find_spec("sglang")) is None or not found.submodule_search_locations:
+        pytest.skip("SGLang is not installed")
+    package = Path(next(iter(found.submodule_search_locations)))
+    if not (package / "srt").is_dir():
+        pytest.skip("SGLang is not installed")
+    version = importlib.metadata.version("sglang")
+    assert moved(package) == [], f"SGLang {version} is not what cute_kernels.integrations.sglang was written against"
+
+
+def test_a_moved_argument_is_named() -> None:
+    tree = ast.parse("class A:\n    limit: int = 0\n\n    def f(self, q, *, scale):\n        self.page = q\n")
+    assert functions(tree) == {"A.f": ("self", "q", "scale")}
+    assert assigned(tree) == {"limit", "self.page"}

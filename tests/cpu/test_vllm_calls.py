@@ -1,0 +1,330 @@
+"""What vLLM's tensors become as arguments of our operators; needs no vLLM."""
+
+import importlib
+import inspect
+import re
+import subprocess
+import sys
+import types
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import fp8_mla
+from cute_kernels import gqa_decode, kv_int8_append
+from cute_kernels.integrations import vllm as cute_vllm
+from cute_kernels.integrations.vllm import calls, warming
+from cute_kernels.integrations.vllm.calls import GqaCalls
+from cute_kernels.warm import GqaShape, MlaShape, PrefillShape, kernel_specs
+from tests.support.vllm_batches import HEADS, Batch, draw_batch, stock_cache
+
+ROOT = Path(__file__).resolve().parents[2]
+ADAPTERS = sorted((ROOT / "cute_kernels" / "integrations" / "vllm").glob("*.py"))
+
+
+# ---- pages
+
+
+@pytest.mark.parametrize("tokens", [16, 32, 64, 128, 256])
+def test_an_int8_page_has_the_bytes_of_vllms(tokens: int) -> None:
+    """Codes and scales fill a page without a gap, and none of them twice."""
+    pages, kv_heads, d = 3, 2, 64
+    elements = calls.int8_page_elements(kv_heads, d)
+    assert elements == kv_heads * 2 * (d + 4)
+    kv_cache = torch.full((pages, 1, tokens, elements), -1, dtype=torch.int8)
+    views = calls.int8_views(kv_cache, kv_heads, d)
+    assert views.k_scale is not None and views.v_scale is not None
+    for i, view in enumerate((views.k, views.v)):
+        assert view.shape == (pages, kv_heads, tokens, d)
+        assert bool((view == -1).all())
+        view.fill_(i + 1)
+    for view in (views.k_scale, views.v_scale):
+        assert view.shape == (pages, kv_heads, tokens)
+        view.zero_()
+    assert bool((views.k == 1).all()) and bool((views.v == 2).all())
+    assert not bool((kv_cache == -1).any())
+    assert views.k_scale.numel() + views.v_scale.numel() == 2 * pages * kv_heads * tokens
+
+
+def test_pages_at_a_distance() -> None:
+    """VLLM pads pages, and lays out those of several layers in turns."""
+    elements = 16 * calls.int8_page_elements(2, 64)
+    padded = torch.zeros(4, elements + 512, dtype=torch.int8)
+    views = calls.int8_views(padded[:, :elements].view(4, 1, 16, -1), 2, 64)
+    assert views.k.stride(0) == elements + 512 and views.k_scale is not None
+    assert views.k_scale.stride(0) * 4 == elements + 512
+    views.v.fill_(3)
+    assert not padded[:, elements:].any()
+
+
+@pytest.mark.parametrize(
+    "kv_cache",
+    [
+        torch.zeros(4, 1, 16, 270, dtype=torch.int8),
+        torch.zeros(4, 2, 16, 136, dtype=torch.int8).transpose(1, 2),
+    ],
+    ids=["size", "order"],
+)
+def test_a_page_that_is_not_ours_is_refused(kv_cache: torch.Tensor) -> None:
+    with pytest.raises(ValueError, match=r"kv_cache: got shape \(4, .*; needs contiguous pages"):
+        calls.int8_views(kv_cache, 2, 64)
+
+
+def test_views_are_made_once_a_cache() -> None:
+    layer = GqaCalls(4, 2, 64, 0.125, calls.INT8)
+    caches = torch.zeros(2, 4, 1, 16, calls.int8_page_elements(2, 64), dtype=torch.int8)
+    assert layer.views(caches[0]) is layer.views(caches[0])
+    assert layer.views(caches[1]).k.data_ptr() == caches[1].data_ptr()
+
+
+# ---- decoding and storing
+
+
+@pytest.mark.parametrize("tokens", [16, 64, 256])
+def test_int8_is_stored_and_decoded_as_in_a_cache_of_four_tensors(tokens: int) -> None:
+    """The page changes where the numbers lie and no number."""
+    batch = draw_batch([40, 17, 300], [2, 2, 2], tokens)
+    layer = GqaCalls(HEADS, 2, 64, 0.125, calls.INT8)
+    kv_cache = torch.zeros(batch.pages, 1, tokens, calls.int8_page_elements(2, 64), dtype=torch.int8)
+    k_cache, v_cache = torch.zeros(2, batch.pages, tokens, 2, 64, dtype=torch.int8)
+    k_scale, v_scale = torch.zeros(2, batch.pages, tokens, 2)
+    padded_slots = torch.cat([batch.all_slots, torch.tensor([-1])])
+    padded = [torch.cat([t, t[:3]]) for t in (batch.keys, batch.values)]  # more rows than slots, as in a graph
+    layer.append_int8(padded[0], padded[1], kv_cache, padded_slots)
+    kv_int8_append(
+        batch.keys, batch.values, k_cache, v_cache, k_scale, v_scale, batch.all_slots, layout="paged_NHD"
+    )  # fmt: skip
+    out = torch.empty_like(batch.query)
+    layer.decode(batch.query, kv_cache, batch.seq_lens, batch.block_table, *batch.scales, out)
+    expected = gqa_decode(
+        batch.query.view(3, 2, HEADS, 64), k_cache, v_cache, k_scale, v_scale, layout="paged_NHD",
+        cache_seqlens=batch.seq_lens, block_table=batch.block_table,
+    )  # fmt: skip
+    assert torch.equal(out.view(3, 2, HEADS, 64), expected)
+
+
+@pytest.mark.parametrize("order", ["NHD", "HND"])
+@pytest.mark.parametrize("cache_dtype", ["auto", "fp8"])
+def test_other_caches_are_vllms(cache_dtype: str, order: str) -> None:
+    """(pages, kv_heads, tokens, 2 d), keys before values, in both orders of memory, FP8 as uint8."""
+    batch = draw_batch([40, 17], [1, 1], 16)
+    layer = GqaCalls(HEADS, 2, 64, 0.125, cache_dtype)
+    fp8 = cache_dtype == "fp8"
+    kv_cache = stock_cache(batch.pages, 2, 16, 64, torch.uint8 if fp8 else torch.bfloat16, order)
+    scales = (torch.tensor(0.5), torch.tensor(0.25)) if fp8 else batch.scales
+    layer.append_plain(batch.keys, batch.values, kv_cache, batch.all_slots, *scales)
+    stored = kv_cache.view(torch.float8_e4m3fn) if fp8 else kv_cache
+    slot = int(batch.all_slots[5])
+    row = stored[slot // 16, :, slot % 16].float()
+    exact = torch.cat([batch.keys[5].float() / scales[0], batch.values[5].float() / scales[1]], dim=-1)
+    torch.testing.assert_close(row, exact.to(stored.dtype).float(), rtol=0, atol=0)
+    out = torch.empty_like(batch.query)
+    layer.decode(batch.query, kv_cache, batch.seq_lens, batch.block_table, *scales, out)
+    assert batch.error(out, window=None) < (0.05 if fp8 else 0.01)
+
+
+def test_all_that_a_layer_is_reaches_the_operator(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: dict[str, Any] = {}
+    monkeypatch.setattr(calls, "gqa_decode", lambda *args, **kwargs: given.update(args=args, **kwargs))
+    sinks, slopes = torch.zeros(HEADS), torch.ones(HEADS)
+    layer = GqaCalls(HEADS, 2, 64, 0.3, "fp8_e4m3", 128, 30.0, slopes, sinks)
+    batch = draw_batch([40, 17], [3, 3], 16)
+    kv_cache, out = stock_cache(batch.pages, 2, 16, 64, torch.uint8, "NHD"), torch.empty_like(batch.query)
+    layer.decode(batch.query, kv_cache, batch.seq_lens, batch.block_table, *batch.scales, out)
+    q, k, v, k_scale, v_scale = given.pop("args")
+    assert q.shape == (2, 3, HEADS, 64) and q.data_ptr() == batch.query.data_ptr()
+    assert k.dtype is v.dtype is torch.float8_e4m3fn and k.data_ptr() == kv_cache.data_ptr()
+    assert k_scale is batch.scales[0] and v_scale is batch.scales[1]
+    assert given.pop("out").data_ptr() == out.data_ptr()
+    assert given.pop("cache_seqlens") is batch.seq_lens and given.pop("block_table") is batch.block_table
+    assert given == {
+        "layout": "paged_NHD", "window": 128, "softcap": 30.0, "alibi_slopes": slopes, "s_aux": sinks,
+        "softmax_scale": 0.3,
+    }  # fmt: skip
+
+
+# ---- prefill
+
+
+@pytest.mark.parametrize("window", [None, 20])
+@pytest.mark.parametrize("sinks", [False, True])
+def test_prompts_over_the_cache_and_over_their_keys(window: int | None, sinks: bool) -> None:
+    batch = draw_batch([40, 5, 17], [40, 5, 17], 16)
+    s_aux = torch.linspace(-1, 2, HEADS) if sinks else None
+    layer = GqaCalls(HEADS, 2, 64, 0.125, "auto", window, s_aux=s_aux)
+    kv_cache = stock_cache(batch.pages, 2, 16, 64, torch.bfloat16, "NHD")
+    layer.append_plain(batch.keys, batch.values, kv_cache, batch.all_slots, *batch.scales)
+    pieces, fresh = torch.empty_like(batch.query), torch.empty_like(batch.query)
+    layer.prefill_in_pieces(
+        batch.query, kv_cache, batch.starts, batch.seq_lens, batch.block_table, *batch.scales, pieces
+    )
+    layer.prefill_fresh(batch.query, batch.keys, batch.values, batch.starts, fresh)
+    assert batch.error(pieces, window, s_aux) < 0.01
+    assert batch.error(fresh, window, s_aux) < 0.01
+
+
+@pytest.mark.parametrize(
+    "changes", [{"softcap": 1.0}, {"alibi_slopes": torch.ones(4)}, {"head_dim": 256}, {"shares_cache": True}]
+)
+def test_prompts_that_only_the_cache_computes(changes: dict[str, Any]) -> None:
+    given = {"heads": 4, "kv_heads": 2, "head_dim": 64, "scale": 0.1, "cache_dtype": "auto"}
+    assert GqaCalls(**given).prefills_fresh_tokens()
+    assert not GqaCalls(**{**given, **changes}).prefills_fresh_tokens()
+
+
+# ---- sparse MLA
+
+
+@pytest.mark.parametrize("heads", [8, 20, 128])
+@pytest.mark.parametrize("batch, s_q", [(1, 5), (3, 1), (2, 2)])
+def test_sparse_mla_as_flashmla_is_called(batch: int, s_q: int, heads: int) -> None:
+    torch.manual_seed(0)
+    cache = fp8_mla.pack(torch.randn(4, 64, 576).bfloat16())
+    q = torch.randn(batch, s_q, heads, 576).bfloat16()
+    indices = torch.randint(-1, 256, (batch, s_q, 64), dtype=torch.int32)
+    indices[0, 0] = -1  # a query without keys
+    out, lse = calls.sparse_mla(q, cache, indices, 0.1)
+    expected, expected_lse = fp8_mla.reference_decode(q, cache, indices=indices, softmax_scale=0.1)
+    assert out.shape == (batch, s_q, heads, 512) and lse.shape == (batch, heads, s_q)
+    torch.testing.assert_close(out.double(), expected.double(), rtol=2**-7, atol=2**-7)
+    torch.testing.assert_close(lse.transpose(1, 2).double(), expected_lse.double(), rtol=1e-5, atol=1e-5)
+    assert not out[0, 0].any() and bool((lse[0, :, 0] == -torch.inf).all())
+
+
+# ---- warm start
+
+
+@pytest.mark.parametrize(
+    "cache_dtype, kv_dtype", [("auto", "bfloat16"), ("fp8", "float8_e4m3fn"), (calls.INT8, "int8")]
+)
+def test_a_layer_says_what_it_will_ask_for(cache_dtype: str, kv_dtype: str) -> None:
+    layer = GqaCalls(32, 8, 128, 0.1, cache_dtype, window=64)
+    decode, prefill = layer.shapes(torch.bfloat16, 16, 4096)
+    assert isinstance(decode, GqaShape) and isinstance(prefill, PrefillShape)
+    assert decode.kv_dtype == kv_dtype and decode.layout == ("paged_HND" if cache_dtype == calls.INT8 else "paged_NHD")
+    assert prefill.windows == (64,) and prefill.packed
+    assert len(kernel_specs(decode, prefill, batch_sizes=(1, 64))) >= 2
+    assert len(GqaCalls(32, 8, 256, 0.1, cache_dtype).shapes(torch.float16, 16, 4096)) == 1
+
+
+@pytest.fixture
+def commands(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """Programs that a warm start runs, which fail."""
+    ran: list[str] = []
+
+    def run(command: list[str], **options: Any) -> Any:
+        ran.append(command[2])
+        return types.SimpleNamespace(returncode=1, stdout="", stderr="no compiler")
+
+    monkeypatch.setattr(warming.subprocess, "run", run)
+    warming.compile_shapes.cache_clear()
+    yield ran
+    warming.compile_shapes.cache_clear()
+
+
+def test_a_warm_start_compiles_in_another_interpreter(
+    commands: list[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    shapes = (MlaShape(16, append=False), GqaShape(8, 2, 64))
+    monkeypatch.setattr(warming, "missing", lambda specs: [])
+    warming.compile_shapes(shapes, (1, 2), (1,), 132)
+    assert commands == []
+    warming.compile_shapes.cache_clear()
+    monkeypatch.setattr(warming, "missing", list)
+    for _ in range(2):
+        warming.compile_shapes(shapes, (1, 2), (1,), 132)
+    assert len(commands) == 1, "builders that ask for the same compile once"
+    warnings = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
+    assert len(warnings) == 1 and "no compiler" in warnings[0]
+    asked: list[Any] = []
+    warm = importlib.import_module("cute_kernels.warm")
+    monkeypatch.setattr(warm, "warm", lambda *args, **kwargs: asked.append((args, kwargs)))
+    exec(commands[0], {"__name__": "__main__"})
+    assert asked == [(shapes, {"batch_sizes": (1, 2), "query_tokens": (1,), "num_sms": 132, "progress": False})]
+
+
+# ---- the plugin
+
+
+class FakePlace:
+    """A member of vLLM's enum of backends."""
+
+    def __init__(self, name: str) -> None:
+        self.name, self.path = name, ""
+
+    def is_overridden(self) -> bool:
+        return bool(self.path)
+
+    def get_path(self) -> str:
+        return self.path
+
+
+@pytest.fixture
+def registry(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """VLLM's registry of backends, and nothing else of vLLM."""
+    places = types.SimpleNamespace(CUSTOM=FakePlace("CUSTOM"), FLASHMLA_SPARSE=FakePlace("FLASHMLA_SPARSE"))
+    name = "vllm.v1.attention.backends.registry"
+    module: Any = types.ModuleType(name)
+    module.AttentionBackendEnum = places
+    module.register_backend = lambda place, path: setattr(place, "path", path)
+    monkeypatch.setitem(sys.modules, name, module)
+    for parent in ("vllm", "vllm.v1", "vllm.v1.attention", "vllm.v1.attention.backends"):
+        monkeypatch.setitem(sys.modules, parent, types.ModuleType(parent))
+    return places
+
+
+def test_registering_twice_is_registering_once(registry: Any, caplog: pytest.LogCaptureFixture) -> None:
+    for _ in range(2):
+        cute_vllm.register()
+    assert registry.CUSTOM.path == cute_vllm.GQA_BACKEND
+    assert registry.FLASHMLA_SPARSE.path == cute_vllm.SPARSE_MLA_BACKEND
+    assert caplog.records == []
+
+
+def test_the_backend_of_another_plugin_stays(registry: Any, caplog: pytest.LogCaptureFixture) -> None:
+    registry.CUSTOM.path = "another.Backend"
+    cute_vllm.register()
+    assert registry.CUSTOM.path == "another.Backend"
+    assert registry.FLASHMLA_SPARSE.path == cute_vllm.SPARSE_MLA_BACKEND
+    assert [r.getMessage() for r in caplog.records] == [
+        "cute-kernels: attention backend CUSTOM is another.Backend already, not ours"
+    ]
+
+
+def test_vllm_finds_the_plugin() -> None:
+    text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    found = re.search(r'\[project\.entry-points\."vllm\.general_plugins"\]\n([\w-]+) = "([\w.]+):(\w+)"', text)
+    assert found
+    assert getattr(importlib.import_module(found[2]), found[3]) is cute_vllm.register
+
+
+def test_backends_are_where_their_names_say() -> None:
+    for path in (cute_vllm.GQA_BACKEND, cute_vllm.SPARSE_MLA_BACKEND):
+        module, _, name = path.rpartition(".")
+        file = ROOT / (module.replace(".", "/") + ".py")
+        assert re.search(rf"^class {name}\(", file.read_text(encoding="utf-8"), re.MULTILINE)
+
+
+def test_the_plugin_loads_neither_vllm_nor_the_compiler() -> None:
+    code = (
+        "import sys, cute_kernels.integrations.vllm, cute_kernels.integrations.vllm.calls\n"
+        "print([m for m in ('vllm', 'cutlass') if m in sys.modules])"
+    )
+    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert result.stdout.strip() == "[]", result.stderr
+
+
+@pytest.mark.parametrize("file", ADAPTERS, ids=[file.name for file in ADAPTERS])
+def test_an_adapter_is_short(file: Path) -> None:
+    assert len(file.read_text(encoding="utf-8").splitlines()) < 400
+
+
+def test_batches_are_drawn_as_vllm_builds_them() -> None:
+    """The oracle of this file: its lengths and slots agree with each other."""
+    batch = draw_batch([40, 17], [3, 2], 16)
+    assert inspect.isclass(Batch) and batch.query.shape[0] == 5
+    assert batch.starts.tolist() == [0, 3, 5] and len(set(batch.all_slots.tolist())) == 57
+    assert torch.equal(batch.slots, batch.all_slots[torch.tensor([37, 38, 39, 55, 56])])

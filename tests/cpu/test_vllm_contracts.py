@@ -1,0 +1,404 @@
+"""What our adapters rely on in the vLLM that is installed: its signatures, its metadata, its FlashMLA class."""
+
+import dataclasses
+import importlib
+import importlib.metadata
+import inspect
+import math
+import types
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("vllm", reason="needs vLLM: make test-vllm")
+
+import vllm
+from vllm.platforms.interface import DeviceCapability
+from vllm.v1.attention import backend as theirs
+from vllm.v1.attention.backends import registry, triton_attn, utils
+from vllm.v1.attention.backends.mla import flashmla_sparse
+
+import fp8_mla
+from cute_kernels.integrations import vllm as cute_vllm
+from cute_kernels.integrations.vllm import calls, gqa, sparse_mla
+from tests.support.vllm_batches import HEADS, KV_HEADS, draw_batch, empty_cache
+from tests.support.vllm_fakes import builder, common, global_indices, sparse_mla_layer
+
+NEW_CACHES = not hasattr(theirs.AttentionBackend, "get_kv_cache_shape")
+"""Whether this vLLM asks for `customize_spec` (0.33), or for shapes of caches (0.26)."""
+
+
+# ---- signatures
+
+
+def moved(function: Callable[..., Any], parameters: tuple[str, ...]) -> list[str]:
+    """What became of parameters: those that stand elsewhere, and those that are gone."""
+    found, name = tuple(inspect.signature(function).parameters), function.__qualname__
+    trouble = []
+    for i, parameter in enumerate(parameters):
+        if parameter not in found:
+            trouble.append(f"{name}: parameter {i} is gone, was {parameter}")
+        elif found.index(parameter) != i:
+            trouble.append(f"{name}: {parameter} is parameter {found.index(parameter)}, was {i}")
+    return trouble
+
+
+IMPL = ("num_heads", "head_size", "scale", "num_kv_heads", "alibi_slopes", "sliding_window", "kv_cache_dtype",
+        "logits_soft_cap", "attn_type", "kv_sharing_target_layer_name", "sinks")  # fmt: skip
+BUILDER = ("self", "kv_cache_spec", "layer_names", "vllm_config", "device")
+FORWARD = ("self", "layer", "query", "key", "value", "kv_cache", "attn_metadata", "output", "output_scale",
+           "output_block_scale")  # fmt: skip
+UPDATE = ("self", "layer", "key", "value", "kv_cache", "slot_mapping")
+KERNEL = ("self", "q", "kv_c_and_k_pe_cache", "topk_indices", "kernel_metadata")
+UPSTREAM: list[tuple[Callable[..., Any], tuple[str, ...]]] = [
+    (registry.register_backend, ("backend", "class_path")),
+    (triton_attn.TritonAttentionImpl.__init__, ("self", *IMPL)),
+    (triton_attn.TritonAttentionImpl.forward, FORWARD),
+    (triton_attn.TritonAttentionImpl.do_kv_cache_update, UPDATE),
+    (triton_attn.TritonAttentionImpl._pth_key_value_caches, ("self", "kv_cache")),
+    (triton_attn.TritonAttentionImpl._ensure_scale_caches, ("self", "kv_cache")),
+    (triton_attn.TritonAttentionImpl.process_weights_after_loading, ("self", "act_dtype")),
+    (triton_attn.TritonAttentionMetadataBuilder.__init__, BUILDER),
+    (
+        triton_attn.TritonAttentionMetadataBuilder.build,
+        ("self", "common_prefix_len", "common_attn_metadata", "fast_build"),
+    ),
+    (theirs.AttentionMetadataBuilder.get_cudagraph_support.__func__, ("cls", "vllm_config", "kv_cache_spec")),
+    (
+        theirs.AttentionMetadataBuilder._init_reorder_batch_threshold,
+        ("self", "reorder_batch_threshold", "supports_spec_as_decode"),
+    ),
+    (
+        utils.split_decodes_and_prefills,
+        ("common_attn_metadata", "decode_threshold", "require_uniform"),
+    ),
+    (theirs.AttentionBackend.supports_combination.__func__, ("cls", "head_size", "dtype", "kv_cache_dtype")),
+    (flashmla_sparse.FlashMLASparseImpl._fp8_flash_mla_kernel, KERNEL),
+    (flashmla_sparse.FlashMLASparseMetadataBuilder.__init__, BUILDER),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("function, parameters", UPSTREAM, ids=lambda value: getattr(value, "__qualname__", ""))
+def test_functions_of_vllm_are_where_they_were(function: Any, parameters: tuple[str, ...]) -> None:
+    assert moved(function, parameters) == [], f"vLLM {vllm.__version__}"
+
+
+@pytest.mark.parametrize(
+    "ours, base, name",
+    [
+        (gqa.CuteAttentionImpl, triton_attn.TritonAttentionImpl, "forward"),
+        (gqa.CuteAttentionImpl, triton_attn.TritonAttentionImpl, "do_kv_cache_update"),
+        (gqa.CuteAttentionMetadataBuilder, triton_attn.TritonAttentionMetadataBuilder, "build"),
+        (sparse_mla.CuteFlashMLASparseImpl, flashmla_sparse.FlashMLASparseImpl, "_fp8_flash_mla_kernel"),
+    ],
+)
+def test_what_replaces_a_function_has_its_parameters(ours: Any, base: Any, name: str) -> None:
+    parameters = tuple(inspect.signature(getattr(base, name)).parameters)
+    assert moved(getattr(ours, name), parameters) == [], f"vLLM {vllm.__version__}"
+
+
+def test_fields_that_are_read_are_there() -> None:
+    common = {field.name for field in dataclasses.fields(theirs.CommonAttentionMetadata)}
+    read = {"query_start_loc", "query_start_loc_cpu", "seq_lens", "seq_lens_cpu_upper_bound", "num_reqs",
+            "num_actual_tokens", "block_table_tensor", "slot_mapping", "causal"}  # fmt: skip
+    assert read <= common, f"vLLM {vllm.__version__} has no {sorted(read - common)}"
+    batch = {field.name for field in dataclasses.fields(triton_attn.TritonAttentionMetadata)}
+    read = {"num_actual_tokens", "query_start_loc", "seq_lens", "block_table"}
+    assert read <= batch, f"vLLM {vllm.__version__} has no {sorted(read - batch)}"
+
+
+def test_nothing_abstract_is_left() -> None:
+    for ours in (gqa.CuteAttentionBackend, gqa.CuteAttentionImpl, gqa.CuteAttentionMetadataBuilder,
+                 sparse_mla.CuteFlashMLASparseBackend, sparse_mla.CuteFlashMLASparseImpl):  # fmt: skip
+        assert not getattr(ours, "__abstractmethods__", None)
+
+
+def test_a_moved_argument_is_named() -> None:
+    def build(self: Any, metadata: Any, fast: bool) -> None: ...
+
+    assert moved(build, ("self", "fast", "prefix")) == [
+        f"{build.__qualname__}: fast is parameter 2, was 1",
+        f"{build.__qualname__}: parameter 2 is gone, was prefix",
+    ]
+
+
+# ---- what is registered and selected
+
+
+@pytest.fixture
+def places() -> Any:
+    """Both places of vLLM's registry, empty before and after."""
+    both = (registry.AttentionBackendEnum.CUSTOM, registry.AttentionBackendEnum.FLASHMLA_SPARSE)
+    for place in both:
+        place.clear_override()
+    yield both
+    for place in both:
+        place.clear_override()
+
+
+def test_the_plugin_registers_both_backends(places: Any) -> None:
+    for _ in range(2):
+        cute_vllm.register()
+    custom, sparse = places
+    assert custom.get_class() is gqa.CuteAttentionBackend
+    assert sparse.get_class() is sparse_mla.CuteFlashMLASparseBackend
+    assert registry.AttentionBackendEnum[gqa.CuteAttentionBackend.get_name()] is custom
+    assert registry.AttentionBackendEnum[sparse.get_class().get_name()] is sparse
+
+
+def test_vllm_finds_the_plugin(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By its entry point, which there is where the project is installed, as `make test-vllm` does."""
+    names = {point.name for point in importlib.metadata.entry_points(group="vllm.general_plugins")}
+    if "cute_kernels" not in names:
+        pytest.skip("the project is not installed")
+    monkeypatch.delenv("VLLM_PLUGINS", raising=False)
+    load = importlib.import_module("vllm.plugins").load_plugins_by_group
+    assert load("vllm.general_plugins")["cute_kernels"] is cute_vllm.register
+    monkeypatch.setenv("VLLM_PLUGINS", "")
+    assert load("vllm.general_plugins") == {}
+
+
+def wrong(**changes: Any) -> list[str]:
+    """Why vLLM does not select our GQA backend for a layer that it could serve but for `changes`."""
+    given = {
+        "head_size": 128, "dtype": torch.bfloat16, "kv_cache_dtype": "auto", "block_size": 16, "use_mla": False,
+        "has_sink": True, "use_sparse": False, "use_mm_prefix": False, "use_per_head_quant_scales": False,
+        "device_capability": DeviceCapability(9, 0), "attn_type": "decoder", "has_sliding_window": True,
+    } | changes  # fmt: skip
+    return gqa.CuteAttentionBackend.validate_configuration(**given)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        *({"kv_cache_dtype": name} for name in ("auto", "bfloat16", "fp8", "fp8_e4m3", calls.INT8)),
+        *({"block_size": size} for size in (16, 32, 48, 64, 128, 256, 512)),
+        *({"head_size": size} for size in (64, 256)),
+        {"dtype": torch.float16, "kv_cache_dtype": "float16"},
+    ],
+)
+def test_what_is_served(changes: dict[str, Any]) -> None:
+    assert wrong(**changes) == []
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"kv_cache_dtype": "fp8_e5m2"},
+        {"kv_cache_dtype": "int4_per_token_head"},
+        {"kv_cache_dtype": "float16"},
+        {"head_size": 80},
+        {"block_size": 24},
+        {"dtype": torch.float32},
+        {"device_capability": DeviceCapability(10, 0)},
+        {"device_capability": DeviceCapability(8, 0)},
+        {"attn_type": "encoder_only"},
+        {"use_mm_prefix": True},
+        {"use_non_causal": True},
+        {"use_per_head_quant_scales": True},
+    ],
+)
+def test_what_is_not_served(changes: dict[str, Any]) -> None:
+    assert len(wrong(**changes)) == 1
+
+
+@pytest.mark.skipif(NEW_CACHES, reason="this vLLM asks for customize_spec")
+def test_shapes_of_caches() -> None:
+    shape = gqa.CuteAttentionBackend.get_kv_cache_shape
+    assert shape(10, 32, 8, 128, calls.INT8) == (10, 1, 32, 2 * 8 * 132)
+    stock = triton_attn.TritonAttentionBackend.get_kv_cache_shape
+    for dtype in ("auto", "fp8"):
+        assert shape(10, 32, 8, 128, dtype) == stock(10, 32, 8, 128, dtype)
+    assert math.prod(shape(10, 32, 8, 128, calls.INT8)) == math.prod(stock(10, 32, 8, 128, calls.INT8))
+
+
+@pytest.mark.skipif(not NEW_CACHES, reason="this vLLM asks for shapes of caches")
+def test_specifications_of_caches() -> None:
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, KVQuantMode
+
+    given = FullAttentionSpec(
+        block_size=32, num_kv_heads=8, head_size=128, dtype=torch.int8, kv_quant_mode=KVQuantMode.INT8_PER_TOKEN_HEAD
+    )
+    ours = gqa.CuteAttentionBackend.customize_spec(given)
+    stock = triton_attn.TritonAttentionBackend.customize_spec(given)
+    assert ours.num_heads == 1 and ours.page_size_bytes == stock.page_size_bytes == 32 * 2 * 8 * 132
+    assert gqa.CuteAttentionBackend.customize_spec(ours) == ours
+
+
+# ---- metadata
+
+
+def test_a_batch_that_decodes() -> None:
+    batch = draw_batch([40, 17, 9], [1, 1, 1], 16)
+    m = builder().build(0, common(batch))
+    assert (m.num_decodes, m.num_decode_tokens, m.prefill, m.fresh) == (3, 3, None, False)
+
+
+def test_a_batch_padded_for_a_graph() -> None:
+    """Speculation: two requests of 3 tokens in a graph for four; its tokens are padded as well."""
+    batch = draw_batch([40, 17, 3, 3], [3, 3, 3, 3], 16)
+    padded = common(batch)
+    padded.query_start_loc_cpu = torch.tensor([0, 3, 6, 6, 6], dtype=torch.int32)
+    padded.query_start_loc = padded.query_start_loc_cpu
+    padded.seq_lens = padded.seq_lens_cpu_upper_bound = torch.tensor([40, 17, 0, 0], dtype=torch.int32)
+    m = builder(drafts=2).build(0, padded)
+    assert (m.num_decodes, m.num_decode_tokens, m.prefill) == (4, 12, None)
+
+
+def test_requests_without_tokens_do_not_count() -> None:
+    batch = draw_batch([40, 17], [3, 3], 16)
+    m = builder(drafts=2).build(0, common(batch, padded_requests=2))
+    assert (m.num_decodes, m.num_decode_tokens) == (2, 6)
+
+
+def test_a_mixed_batch() -> None:
+    batch = draw_batch([40, 17, 30, 25], [1, 1, 30, 10], 16)
+    m = builder().build(0, common(batch))
+    assert (m.num_decodes, m.num_decode_tokens, m.fresh) == (2, 2, False)
+    assert m.prefill is not None and m.prefill.num_actual_tokens == 40
+    assert m.prefill.query_start_loc.tolist() == [0, 30, 40] and m.prefill.seq_lens.tolist() == [30, 25]
+    assert torch.equal(m.prefill.block_table, batch.block_table[2:])
+    assert torch.equal(m.prefill.slot_mapping, batch.slots[2:])
+    whole = draw_batch([40, 30, 25], [1, 30, 25], 16)
+    assert builder().build(0, common(whole)).fresh
+
+
+def test_prompts_alone() -> None:
+    batch = draw_batch([30, 25], [30, 25], 16)
+    m = builder().build(0, common(batch))
+    assert (m.num_decodes, m.num_decode_tokens, m.prefill, m.fresh) == (0, 0, None, True)
+    assert not builder().build(0, common(batch, seq_lens_cpu_upper_bound=None)).fresh
+    assert not builder().build(0, common(batch, num_actual_tokens=64)).fresh  # padded
+
+
+def test_speculation_beyond_the_kernel_is_prefill() -> None:
+    batch = draw_batch([40, 17], [10, 10], 16)
+    long = builder(drafts=9)
+    m = long.build(0, common(batch))
+    assert (m.num_decodes, m.num_decode_tokens, m.fresh) == (0, 0, False)
+    support = gqa.CuteAttentionMetadataBuilder.get_cudagraph_support
+    assert support(long.vllm_config, None) is theirs.AttentionCGSupport.NEVER
+    for drafts in (0, 7):
+        assert support(builder(drafts).vllm_config, None) is theirs.AttentionCGSupport.UNIFORM_BATCH
+
+
+def test_attention_in_both_directions_is_not_decoded() -> None:
+    m = builder().build(0, common(draw_batch([40, 17], [1, 1], 16), causal=False))
+    assert (m.num_decodes, m.num_decode_tokens, m.fresh) == (0, 0, False)
+
+
+# ---- a layer
+
+
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8", calls.INT8])
+@pytest.mark.parametrize("window, sinks", [(None, False), (20, True)])
+@pytest.mark.parametrize(
+    "lengths, queries",
+    [([40, 17, 9], [1, 1, 1]), ([40, 17, 30, 25], [1, 1, 30, 10]), ([30, 25], [30, 25]), ([50, 33], [20, 5])],
+    ids=["decode", "mixed", "fresh", "continued"],
+)
+def test_a_layer_attends(
+    lengths: list[int], queries: list[int], window: int | None, sinks: bool, kv_cache_dtype: str
+) -> None:
+    """Metadata by the builder, tokens stored and attended by the layer, against float64."""
+    batch = draw_batch(lengths, queries, 16)
+    s_aux = torch.linspace(-1, 2, HEADS).bfloat16() if sinks else None
+    impl = gqa.CuteAttentionImpl(HEADS, 64, 0.125, KV_HEADS, None, window, kv_cache_dtype, 0.0, sinks=s_aux)
+    impl.process_weights_after_loading(torch.bfloat16)
+    assert not impl.supports_quant_query_input
+    layer = types.SimpleNamespace(_k_scale=torch.tensor(1.0), _v_scale=torch.tensor(1.0))
+    kv_cache = empty_cache(batch.pages, 16, kv_cache_dtype)
+    before = ~torch.isin(batch.all_slots, batch.slots)
+    impl.do_kv_cache_update(layer, batch.keys[before], batch.values[before], kv_cache, batch.all_slots[before])
+    new = torch.isin(batch.all_slots, batch.slots)
+    key, value = batch.keys[new], batch.values[new]
+    impl.do_kv_cache_update(layer, key, value, kv_cache, batch.slots)
+    metadata = builder().build(0, common(batch))
+    out = torch.full_like(batch.query, torch.nan)
+    impl.forward(layer, batch.query, key, value, kv_cache, metadata, out)
+    error = batch.error(out, window, None if s_aux is None else s_aux.float())
+    assert error < {"auto": 0.01, "fp8": 0.06, calls.INT8: 0.02}[kv_cache_dtype]
+
+
+def test_a_layer_without_metadata_is_measured() -> None:
+    impl = gqa.CuteAttentionImpl(HEADS, 64, 0.125, KV_HEADS)
+    out = torch.ones(3, HEADS, 64)
+    assert not impl.forward(None, out, out, out, out, None, out).any()
+
+
+def test_what_no_kernel_computes_is_refused_with_the_layer() -> None:
+    with pytest.raises(NotImplementedError, match="chunk_lookback"):
+        gqa.CuteAttentionImpl(HEADS, 64, 0.125, KV_HEADS, chunk_lookback=2)
+    gqa.CuteAttentionImpl(HEADS, 64, 0.125, KV_HEADS, chunk_lookback=-1, use_alibi_sqrt=False)
+
+
+def test_int8_codes_as_the_triton_kernels_read_them() -> None:
+    impl = gqa.CuteAttentionImpl(HEADS, 64, 0.125, KV_HEADS, None, None, calls.INT8)
+    kv_cache = torch.zeros(3, 1, 16, calls.int8_page_elements(KV_HEADS, 64), dtype=torch.int8)
+    k, v = impl._pth_key_value_caches(kv_cache)
+    assert k.shape == v.shape == (3, 16, KV_HEADS, 64)
+    for scale in (impl._k_scale_cache, impl._v_scale_cache):
+        assert scale is not None and scale.shape == (3, 16, KV_HEADS) and scale.dtype is torch.float32
+    impl.calls.views(kv_cache).v.fill_(3)
+    assert bool((v == 3).all()) and not k.any()
+
+
+# ---- sparse MLA
+
+
+def sm90(monkeypatch: pytest.MonkeyPatch, capability: DeviceCapability | None) -> None:
+    platform = types.SimpleNamespace(get_device_capability=lambda: capability)
+    monkeypatch.setattr(sparse_mla, "current_platform", platform)
+
+
+def test_sparse_mla_is_ours_on_sm90_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(sparse_mla.logger, "info_once", lambda text, *args: said.append(text % args), raising=False)
+    backend = sparse_mla.CuteFlashMLASparseBackend
+    for capability, words in ((DeviceCapability(10, 0), "10.0; needs 9.0"), (None, "unknown; needs 9.0")):
+        sm90(monkeypatch, capability)
+        assert backend.get_impl_cls() is flashmla_sparse.FlashMLASparseImpl
+        assert said.pop().endswith(words)
+    sm90(monkeypatch, DeviceCapability(9, 0))
+    assert backend.get_impl_cls() is sparse_mla.CuteFlashMLASparseImpl and said == []
+    assert sparse_mla.inactive_because("fp8_ds_mla") is None
+    assert sparse_mla.inactive_because("auto") == "a KV cache of auto; needs --kv-cache-dtype fp8"
+    assert backend.get_name() == "FLASHMLA_SPARSE"
+    assert backend.get_builder_cls() is sparse_mla.CuteFlashMLASparseMetadataBuilder
+
+
+def test_a_layer_says_once_whether_it_is_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(sparse_mla.logger, "info_once", lambda text, *args: said.append(text % args), raising=False)
+    sm90(monkeypatch, DeviceCapability(9, 0))
+
+    def init(self: Any, kv_cache_dtype: str) -> None:
+        self.kv_cache_dtype, self.num_heads = kv_cache_dtype, 16
+
+    monkeypatch.setattr(flashmla_sparse.FlashMLASparseImpl, "__init__", init)
+    monkeypatch.setattr(flashmla_sparse.FlashMLASparseImpl, "__new__", lambda cls, *args: object.__new__(cls))
+    for cache in ("fp8_ds_mla", "auto"):
+        sparse_mla.CuteFlashMLASparseImpl(cache)
+    assert said == [
+        "cute-kernels: sparse MLA of 16 heads runs on mla_fp8_decode (VLLM_PLUGINS= turns it off)",
+        "cute-kernels: sparse MLA runs on vLLM's kernels: a KV cache of auto; needs --kv-cache-dtype fp8",
+    ]
+
+
+@pytest.mark.parametrize("heads", [8, 16, 20, 128])
+def test_vllms_metadata_drives_sparse_mla(heads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """VLLM's own forward over the 656 bytes: below 32 heads all tokens as one sequence, else two tokens a request."""
+    monkeypatch.setattr(flashmla_sparse, "triton_convert_req_index_to_global_index", global_indices)
+    layer = sparse_mla_layer(sparse_mla.CuteFlashMLASparseImpl, heads)
+    out, lse = layer.forward()
+    indices = global_indices(
+        layer.metadata.req_id_per_token, layer.metadata.block_table, layer.impl.topk_indices_buffer, BLOCK_SIZE=64
+    )
+    expected, expected_lse = fp8_mla.reference_decode(
+        layer.q.unsqueeze(1), layer.cache, indices=indices.unsqueeze(1), softmax_scale=0.1
+    )
+    torch.testing.assert_close(out.double(), expected[:, 0].double(), rtol=2**-7, atol=2**-7)
+    if lse is not None:  # 0.33, for context parallelism
+        torch.testing.assert_close(lse.double(), expected_lse[:, 0].double(), rtol=1e-5, atol=1e-5)

@@ -1,0 +1,156 @@
+"""vLLM's engine on a CPU serves the tokens of transformers; `make test-vllm` installs what this needs."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("vllm", reason="needs vLLM: make test-vllm")
+pytest.importorskip("transformers", minversion="5.17", reason="needs transformers 5.17 or later")
+
+from cute_kernels.integrations import transformers as cute
+from scripts.bench import vllm_models
+from tests.support import tiny_models
+from tests.support.accuracy_table import int8_error
+
+ROOT = Path(__file__).resolve().parents[2]
+NEW = 12  # tokens that are generated
+INT8 = "int8_per_token_head"
+LENGTHS = (5, 12, 30, 40)  # of prompts; 32 tokens a step, so the longer ones come in parts and meet decoding requests
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    """Threads of torch wait for each other in models as small as these."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def prompts() -> list[list[int]]:
+    return [tiny_models.sequences(50 + n, 1, n)[0].tolist() for n in LENGTHS]
+
+
+JOBS: dict[str, dict[str, Any]] = {
+    "llama-auto": {},
+    f"llama-{INT8}": {"kv_cache_dtype": INT8},
+    "llama-fp8": {"kv_cache_dtype": "fp8"},
+    "gpt_oss-auto": {},
+    f"gpt_oss-{INT8}": {"kv_cache_dtype": INT8},
+    "llama-pages-of-256": {"kv_cache_dtype": INT8, "block_size": 256},
+    "llama-pages-of-48": {"kv_cache_dtype": INT8, "block_size": 48},  # three kernel pages of 16
+    "llama-speculative": {
+        "kv_cache_dtype": INT8,
+        "speculative_config": {
+            "method": "ngram",
+            "num_speculative_tokens": 3,
+            "prompt_lookup_max": 3,
+            "prompt_lookup_min": 2,
+        },
+    },
+    "llama-prefix": {"kv_cache_dtype": INT8, "enable_prefix_caching": True},
+}
+
+
+REPEATING = [tiny_models.sequences(50 + n, 1, n)[0].tolist() for n in (40, 45)]
+"""Prompts longer than the vocabulary, from which vLLM drafts."""
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What each engine generated, all of them in one process: importing vLLM takes longer than serving."""
+    folder = tmp_path_factory.mktemp("vllm")
+    models = {name: str(folder / name) for name in ("llama", "gpt_oss")}
+    for name, path in models.items():
+        vllm_models.save(tiny_models.trained(name), Path(path))
+    jobs = []
+    for name, options in JOBS.items():
+        rounds = [prompts()]
+        if name == "llama-speculative":
+            rounds = [REPEATING]
+        elif name == "llama-prefix":
+            whole = tiny_models.sequences(90, 1, 100)[0].tolist()
+            rounds = [[whole[:36]], [whole[:40], whole[:36]]]
+        given = {"model": models[name.split("-")[0]], "max_num_batched_tokens": 32, "max_num_seqs": 4, **options}
+        given.setdefault("enable_prefix_caching", False)
+        jobs.append({"options": given, "rounds": rounds, "tokens": NEW, "logprobs": -1})
+    job, result = folder / "job.json", folder / "result.json"
+    job.write_text(json.dumps(jobs))
+    command = [sys.executable, "-m", "tests.support.vllm_engine", str(job), str(result)]
+    done = subprocess.run(
+        command, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=1200
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return dict(zip(JOBS, json.loads(result.read_text()), strict=True))
+
+
+def of_transformers(name: str, int8: bool, prompt: list[int]) -> tuple[list[int], torch.Tensor]:
+    """Greedy tokens and their logits (NEW, vocabulary), with eager attention or over `CuteInt8Cache`."""
+    model = tiny_models.trained(name)
+    ids = torch.tensor([prompt], dtype=torch.int64)
+    model.set_attn_implementation("cute" if int8 else "eager")
+    try:
+        result = model.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW, do_sample=False, eos_token_id=None,
+            pad_token_id=0, return_dict_in_generate=True, output_logits=True,
+            past_key_values=cute.CuteInt8Cache(model.config) if int8 else None,
+        )  # fmt: skip
+    finally:
+        model.set_attn_implementation("eager")
+    return result.sequences[0, len(prompt) :].tolist(), torch.stack(result.logits, 1)[0].float()
+
+
+def log_probabilities(request: dict[str, Any]) -> torch.Tensor:
+    """(NEW, vocabulary) of a request that was served."""
+    return torch.tensor([[step[str(t)] for t in range(tiny_models.VOCABULARY)] for step in request["logprobs"]])
+
+
+@pytest.mark.parametrize("kind", [name for name in JOBS if name not in ("llama-prefix", "llama-speculative")])
+def test_tokens_and_logits_are_those_of_transformers(kind: str, served: dict[str, Any]) -> None:
+    name, _, cache = kind.partition("-")
+    int8 = JOBS[kind].get("kv_cache_dtype") == INT8
+    for prompt, request in zip(prompts(), served[kind]["requests"], strict=True):
+        tokens, logits = of_transformers(name, int8, prompt)
+        assert tokens == vllm_models.counted_on(prompt, NEW), "the model has learned nothing to compare"
+        assert request["tokens"] == tokens
+        exact = logits.log_softmax(-1)
+        error = (log_probabilities(request) - exact).norm() / exact.norm()
+        # e4m3 keeps 3 bits of a number where INT8 keeps up to 7
+        assert error < int8_error() * (4 if cache == "fp8" else 1), f"{len(prompt)} tokens: {error:.1e}"
+
+
+@pytest.mark.parametrize("kind", JOBS)
+def test_our_operators_served_them(kind: str, served: dict[str, Any]) -> None:
+    calls = served[kind]["calls"]
+    int8 = JOBS[kind].get("kv_cache_dtype") == INT8
+    assert calls.pop("append_int8" if int8 else "append_plain") > 0
+    assert calls.pop("decode") > calls.pop("prefill_in_pieces") > 0
+    assert calls.pop("prefill_fresh") > 0 and calls == {}
+
+
+def test_drafts_are_decoded_together(served: dict[str, Any]) -> None:
+    """Prompts that repeat themselves give drafts of three tokens, which take fewer steps than tokens."""
+    found = served["llama-speculative"]
+    for prompt, request in zip(REPEATING, found["requests"], strict=True):
+        assert request["tokens"] == vllm_models.counted_on(prompt, NEW) == of_transformers("llama", True, prompt)[0]
+    layers = 2
+    drafted = found["query_tokens"]["4"] // layers
+    assert NEW / 4 <= drafted < NEW and "4" not in served[f"llama-{INT8}"]["query_tokens"]
+
+
+def test_a_prefix_is_served_from_the_cache(served: dict[str, Any]) -> None:
+    """The second round finds the pages that the first one filled, and goes on from them."""
+    first, longer, again = served["llama-prefix"]["requests"]
+    assert first["cached"] == 0 and longer["cached"] == again["cached"] == 32
+    whole = tiny_models.sequences(90, 1, 100)[0].tolist()
+    assert first["tokens"] == again["tokens"] == whole[36 : 36 + NEW] == of_transformers("llama", True, whole[:36])[0]
+    assert longer["tokens"] == whole[40 : 40 + NEW]
+    drift = (log_probabilities(again) - log_probabilities(first)).norm() / log_probabilities(first).norm()
+    assert drift < int8_error(), "quantized keys of the prefix against keys as they came"

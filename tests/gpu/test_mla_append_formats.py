@@ -1,0 +1,134 @@
+"""`mla_fp8_append` of tokens of 512 elements: the bytes of `fp8_mla.pack` on the CPU, and not a byte elsewhere."""
+
+import pytest
+import torch
+
+from cute_kernels import mla_fp8_append
+from tests.support.append_pages import (
+    FORMS,
+    AppendPages,
+    every_magnitude_with_every_e4m3_scale,
+    every_pattern,
+    slots_for,
+    special_rows,
+)
+from tests.support.mla_cases import generator, strided
+
+PAGE_SIZES = (1, 2, 3, 64, 576)
+PADDED_TO = {"v3.2_nope": 528, "v4": 576, "v4.1": 512, "v4.1_fp4": 256}
+
+forms = pytest.mark.parametrize(("cache_format", "cache_layout"), FORMS)
+
+
+def new_tokens(tokens: int, seed: int) -> torch.Tensor:
+    return torch.randn((tokens, 512), generator=generator(seed)).bfloat16()
+
+
+def check(pages: AppendPages, kv: torch.Tensor, slots: torch.Tensor, **options: object) -> None:
+    """An append to a copy of the pages, against all bytes that the buffer must have then."""
+    expected = pages.expected(kv, slots)
+    mla_fp8_append(kv.cuda(), pages.view, slots.cuda(), **{**pages.options, **options})
+    got = pages.buffer.cpu()
+    assert torch.equal(got, expected), f"{int((got != expected).sum())} bytes differ"
+
+
+@forms
+@pytest.mark.parametrize("page_size", PAGE_SIZES)
+@pytest.mark.parametrize("tokens", [1, 2, 7, 64, 65, 1000, 5000])
+def test_bytes_equal_pack(tokens, page_size, cache_format, cache_layout):
+    shape = (-(-(tokens + 40) // page_size), page_size)
+    pages = AppendPages.random(
+        cache_format, cache_layout, shape, padded_to=PADDED_TO[cache_format] if tokens % 2 else 16
+    )
+    check(pages, new_tokens(tokens, tokens), slots_for(tokens, pages.num_slots, tokens))
+
+
+@forms
+def test_no_tokens(cache_format, cache_layout):
+    pages = AppendPages.random(cache_format, cache_layout, (4, 64))
+    check(pages, new_tokens(0, 0), torch.empty(0, dtype=torch.int64))
+
+
+@forms
+@pytest.mark.parametrize("copies", [1, 40])  # one token a warp, two
+def test_special_values_equal_pack(copies, cache_format, cache_layout):
+    tile = {"v3.2_nope": 128, "v4": 64, "v4.1": 32, "v4.1_fp4": 16}[cache_format]
+    kv = special_rows(tile).repeat(copies, 1)
+    pages = AppendPages.random(cache_format, cache_layout, (-(-len(kv) // 64), 64))
+    check(pages, kv, torch.randperm(pages.num_slots, generator=generator(1))[: len(kv)])
+
+
+@forms
+def test_every_bfloat16_bit_pattern(cache_format, cache_layout):
+    pages = AppendPages.random(cache_format, cache_layout, (4, 64))
+    check(pages, every_pattern(), torch.arange(256))
+
+
+@pytest.mark.parametrize("cache_layout", ["planar", "interleaved"])
+def test_fp4_codes_of_every_magnitude_with_every_scale(cache_layout):
+    kv = every_magnitude_with_every_e4m3_scale()
+    pages = AppendPages.random("v4.1_fp4", cache_layout, (-(-len(kv) // 64), 64))
+    check(pages, kv, torch.randperm(pages.num_slots, generator=generator(1))[: len(kv)])
+
+
+@forms
+@pytest.mark.parametrize("tokens", [5, 3000, 20_000])
+def test_strided_rows_slots_and_views(tokens, cache_format, cache_layout):
+    kv = new_tokens(tokens, 3)
+    shape = (-(-(tokens + 100) // 61), 61)
+    pages = AppendPages.random(cache_format, cache_layout, shape, padded_to=4096)
+    slots = slots_for(tokens, pages.num_slots, seed=4)
+    expected, before = pages.expected(kv, slots), pages.buffer.clone()
+    spread = torch.empty((2 * tokens,), dtype=torch.int64, device="cuda")[::2]
+    spread.copy_(slots)
+    for view in (pages.view, pages.view.squeeze(2), pages.view.view(torch.float8_e4m3fn)):
+        pages.buffer.copy_(before)
+        mla_fp8_append(strided(kv.cuda()), view, spread, **pages.options)
+        assert torch.equal(pages.buffer.cpu(), expected)
+
+
+@pytest.mark.parametrize("tokens", [50, 5000])
+def test_v32_without_rope_in_rows_of_656_bytes(tokens):
+    """A cache of V3.2's tokens takes it too: the bytes of their rope parts stay."""
+    pages = AppendPages.random("v3.2_nope", None, (-(-(tokens + 20) // 64), 64), token_stride=656)
+    check(pages, new_tokens(tokens, 5), slots_for(tokens, pages.num_slots, 5))
+
+
+@forms
+def test_all_tokens_skipped(cache_format, cache_layout):
+    pages = AppendPages.random(cache_format, cache_layout, (2, 64))
+    check(pages, new_tokens(50, 1), torch.full((50,), -1))
+
+
+@forms
+def test_one_kernel_for_page_sizes_that_alternate(cache_format, cache_layout):
+    """Nothing of a layout is kept from the call before."""
+    for page_size in (64, 3, 64, 576):
+        pages = AppendPages.random(cache_format, cache_layout, (-(-100 // page_size), page_size), padded_to=1024)
+        check(pages, new_tokens(80, page_size), slots_for(80, pages.num_slots, page_size))
+
+
+@forms
+def test_pages_beyond_4_gib(cache_format, cache_layout):
+    page_stride = 1 << 21
+    pages = AppendPages.random(cache_format, cache_layout, (2049, 64), padded_to=page_stride)
+    kv, slots = new_tokens(100, 6), pages.num_slots - 1 - torch.arange(100)
+    check(pages, kv, slots)
+
+
+@forms
+def test_captures_into_a_graph(cache_format, cache_layout):
+    pages = AppendPages.random(cache_format, cache_layout, (4, 64))
+    kv = torch.zeros((64, 512), dtype=torch.bfloat16, device="cuda")
+    slots = torch.full((64,), -1, dtype=torch.int64, device="cuda")
+    mla_fp8_append(kv, pages.view, slots, **pages.options)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        mla_fp8_append(kv, pages.view, slots, **pages.options)
+    for seed in (1, 2):
+        new, where = new_tokens(64, seed), slots_for(64, pages.num_slots, seed)
+        expected = pages.expected(new, where)
+        kv.copy_(new)
+        slots.copy_(where)
+        graph.replay()
+        assert torch.equal(pages.buffer.cpu(), expected)

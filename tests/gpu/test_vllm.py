@@ -1,0 +1,209 @@
+"""vLLM's layers on a GPU: our pages and operators, vLLM's Triton kernels over our pages, sparse MLA, CUDA graphs.
+
+The first tests need no vLLM; the others are skipped without it.
+"""
+
+import types
+from typing import Any
+
+import pytest
+import torch
+
+import fp8_mla
+from cute_kernels.integrations.vllm.calls import INT8, GqaCalls, sparse_mla
+from cute_kernels.runtime.cache import KernelSpec
+from cute_kernels.runtime.compile import precompile
+from cute_kernels.warm import MlaShape
+from cute_kernels.warm import kernel_specs as specs_of
+from tests.support.vllm_batches import HEADS, KV_HEADS, Batch, draw_batch, empty_cache
+
+DEVICE = "cuda"
+HEADS_OF_MLA = (8, 16, 20, 64, 128)
+LIMITS = {"auto": 0.01, "fp8": 0.06, INT8: 0.02}
+"""Relative errors against float64 over what was stored."""
+
+
+def kernel_specs() -> list[KernelSpec]:
+    """Most of what the tests below ask for; the rest is compiled as it comes."""
+    specs: list[KernelSpec] = []
+    for name in LIMITS:
+        layer = GqaCalls(HEADS, KV_HEADS, 64, 0.125, name)
+        for page_size in (16, 32, 64, 128, 256):
+            shapes = layer.shapes(torch.bfloat16, page_size, 768)
+            specs += specs_of(*shapes, batch_sizes=(2, 3, 4), query_tokens=(1, 3, 4))
+    sparse = [MlaShape(heads, 128, append=False) for heads in HEADS_OF_MLA]
+    return specs + specs_of(*sparse, batch_sizes=(4, 7, 8), query_tokens=(1, 2))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled() -> None:
+    """Instead of all kernels of tests/gpu: scripts/vllm_check.py runs this file alone."""
+    precompile(kernel_specs())
+
+
+def filled(layer: GqaCalls, batch: Batch, page_size: int) -> torch.Tensor:
+    """The cache of a batch."""
+    kv_cache = empty_cache(batch.pages, page_size, layer.cache_dtype, DEVICE)
+    if layer.int8:
+        layer.append_int8(batch.keys, batch.values, kv_cache, batch.all_slots)
+    else:
+        layer.append_plain(batch.keys, batch.values, kv_cache, batch.all_slots, *batch.scales)
+    return kv_cache
+
+
+@pytest.mark.parametrize("page_size", [16, 32, 64, 128, 256])
+@pytest.mark.parametrize("cache_dtype", LIMITS)
+def test_pages_decode(cache_dtype: str, page_size: int) -> None:
+    batch = draw_batch([700, 17, 300], [3, 3, 3], page_size).to(DEVICE)
+    s_aux = torch.linspace(-1, 2, HEADS, dtype=torch.float32, device=DEVICE)
+    layer = GqaCalls(HEADS, KV_HEADS, 64, 0.125, cache_dtype, window=200, s_aux=s_aux)
+    out = torch.full_like(batch.query, torch.nan)
+    layer.decode(
+        batch.query, filled(layer, batch, page_size), batch.seq_lens, batch.block_table, *batch.scales, out
+    )  # fmt: skip
+    assert batch.error(out, 200, s_aux) < LIMITS[cache_dtype]
+
+
+def test_int8_codes_are_those_of_a_cpu() -> None:
+    batch = draw_batch([70, 17], [1, 1], 16)
+    layer = GqaCalls(HEADS, KV_HEADS, 64, 0.125, INT8)
+    on_cpu = empty_cache(batch.pages, 16, INT8)
+    layer.append_int8(batch.keys, batch.values, on_cpu, batch.all_slots)
+    on_gpu = filled(GqaCalls(HEADS, KV_HEADS, 64, 0.125, INT8), batch.to(DEVICE), 16)
+    assert torch.equal(on_gpu.cpu(), on_cpu)
+
+
+@pytest.mark.parametrize("heads", [8, 20, 128])
+def test_sparse_mla_takes_tokens_as_a_batch(heads: int) -> None:
+    torch.manual_seed(0)
+    cache = fp8_mla.pack(torch.randn(4, 64, 576, dtype=torch.float32, device="cpu").bfloat16()).to(DEVICE)
+    q = torch.randn(1, 7, heads, 576, dtype=torch.float32, device=DEVICE).bfloat16()
+    indices = torch.randint(-1, 256, (1, 7, 128), dtype=torch.int32, device=DEVICE)
+    out, lse = sparse_mla(q, cache, indices, 0.1)
+    expected, expected_lse = fp8_mla.reference_decode(q, cache, indices=indices, softmax_scale=0.1)
+    torch.testing.assert_close(out.double(), expected.double(), rtol=2**-7, atol=2**-7)
+    torch.testing.assert_close(lse.transpose(1, 2).double(), expected_lse.double(), rtol=1e-3, atol=1e-3)
+
+
+# ---- with vLLM
+
+
+@pytest.fixture(scope="module")
+def fakes() -> Any:
+    pytest.importorskip("vllm", reason="needs vLLM: scripts/vllm_check.py says how")
+    from tests.support import vllm_fakes
+
+    return vllm_fakes
+
+
+def layer_of(kv_cache_dtype: str, window: int | None, sinks: torch.Tensor | None) -> Any:
+    """A layer as vLLM makes it."""
+    from cute_kernels.integrations.vllm.gqa import CuteAttentionImpl
+
+    impl = CuteAttentionImpl(HEADS, 64, 0.125, KV_HEADS, None, window, kv_cache_dtype, None, sinks=sinks)
+    impl.process_weights_after_loading(torch.bfloat16)
+    return impl
+
+
+def layer_scales() -> Any:
+    one = torch.ones((), dtype=torch.float32, device=DEVICE)
+    return types.SimpleNamespace(_k_scale=one, _v_scale=one, _q_scale=one)
+
+
+@pytest.mark.parametrize("page_size", [16, 128])
+@pytest.mark.parametrize("window, sinks", [(None, False), (20, True)])
+@pytest.mark.parametrize("kv_cache_dtype", LIMITS)
+@pytest.mark.parametrize(
+    "lengths, queries",
+    [([400, 17, 9], [1, 1, 1]), ([400, 17, 300, 25], [1, 1, 300, 10]), ([300, 25], [300, 25]), ([500, 33], [200, 5])],
+    ids=["decode", "mixed", "fresh", "continued"],
+)
+def test_a_layer_attends(
+    lengths: list[int], queries: list[int], kv_cache_dtype: str, window: int | None, sinks: bool, page_size: int,
+    fakes: Any,
+) -> None:  # fmt: skip
+    """All that a layer of the engine does, with vLLM's kernels where they take part."""
+    batch = draw_batch(lengths, queries, page_size).to(DEVICE)
+    s_aux = torch.linspace(-1, 2, HEADS, dtype=torch.float32, device=DEVICE).bfloat16() if sinks else None
+    impl, layer = layer_of(kv_cache_dtype, window, s_aux), layer_scales()
+    kv_cache = empty_cache(batch.pages, page_size, kv_cache_dtype, DEVICE)
+    new = torch.isin(batch.all_slots, batch.slots)
+    old = ~new
+    impl.do_kv_cache_update(layer, batch.keys[old], batch.values[old], kv_cache, batch.all_slots[old])
+    key, value = batch.keys[new], batch.values[new]
+    impl.do_kv_cache_update(layer, key, value, kv_cache, batch.slots)
+    out = torch.full_like(batch.query, torch.nan)
+    metadata = fakes.builder(device=DEVICE).build(0, fakes.common(batch))
+    impl.forward(layer, batch.query, key, value, kv_cache, metadata, out)
+    assert batch.error(out, window, None if s_aux is None else s_aux.float()) < LIMITS[kv_cache_dtype]
+
+
+@pytest.mark.parametrize("drafts", [0, 3])
+@pytest.mark.parametrize("kv_cache_dtype", LIMITS)
+def test_a_graph_of_a_layer_serves_other_batches(kv_cache_dtype: str, drafts: int, fakes: Any) -> None:
+    """Captured with four requests; replayed with other lengths, pages and tokens, and with two that are padding."""
+    count = 1 + drafts
+    captured = draw_batch([64] * 4, [count] * 4, 16).to(DEVICE)
+    impl, layer = layer_of(kv_cache_dtype, None, None), layer_scales()
+    kv_cache = empty_cache(captured.pages, 16, kv_cache_dtype, DEVICE)
+    builder = fakes.builder(drafts, DEVICE)
+    metadata = builder.build_for_cudagraph_capture(fakes.common(captured))
+    assert metadata.num_decode_tokens == 4 * count
+    query, out = captured.query, torch.empty_like(captured.query)
+    key, value = (t[: 4 * count].clone() for t in (captured.keys, captured.values))
+    slots = captured.slots
+
+    def step() -> None:
+        impl.do_kv_cache_update(layer, key, value, kv_cache, slots)
+        impl.forward(layer, query, key, value, kv_cache, metadata, out)
+
+    step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    for seed, real in ((1, 4), (2, 2)):
+        batch = draw_batch([60, 33, 9, 50][:real], [count] * real, 16, seed).to(DEVICE)
+        new = torch.isin(batch.all_slots, batch.slots)
+        old = ~new
+        impl.do_kv_cache_update(layer, batch.keys[old], batch.values[old], kv_cache, batch.all_slots[old])
+        tokens = real * count
+        for persistent, values in (
+            (metadata.seq_lens, batch.seq_lens), (metadata.block_table, batch.block_table),
+            (query, batch.query), (key, batch.keys[new]), (value, batch.values[new]), (slots, batch.slots),
+        ):  # fmt: skip
+            persistent[: len(values)] = values
+        metadata.seq_lens[real:] = 0
+        metadata.block_table[real:] = 0
+        slots[tokens:] = -1
+        graph.replay()
+        assert batch.error(out[:tokens], None) < LIMITS[kv_cache_dtype]
+        assert not out[tokens:].any()
+
+
+@pytest.mark.parametrize("heads", HEADS_OF_MLA)
+def test_sparse_mla_beside_flashmla(heads: int, fakes: Any) -> None:
+    """VLLM's metadata drives both; both are near float64, ours without padded heads."""
+    from vllm.v1.attention.backends.mla.flashmla_sparse import FlashMLASparseImpl
+
+    from cute_kernels.integrations.vllm.sparse_mla import CuteFlashMLASparseImpl
+
+    classes = (CuteFlashMLASparseImpl, FlashMLASparseImpl)
+    ours, theirs = (fakes.sparse_mla_layer(cls, heads, device=DEVICE) for cls in classes)
+    m = ours.metadata
+    indices = fakes.global_indices(m.req_id_per_token, m.block_table, ours.impl.topk_indices_buffer, BLOCK_SIZE=64)
+    expected, expected_lse = fp8_mla.reference_decode(
+        ours.q.unsqueeze(1), ours.cache, indices=indices.unsqueeze(1), softmax_scale=0.1
+    )
+    out, lse = ours.forward()
+    torch.testing.assert_close(out.double(), expected[:, 0].double(), rtol=2**-7, atol=2**-7)
+    if lse is not None:
+        torch.testing.assert_close(lse.double(), expected_lse[:, 0].double(), rtol=1e-3, atol=1e-3)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        replayed, _ = ours.forward()
+    graph.replay()
+    assert torch.equal(replayed, out)
+    other, _ = theirs.forward()
+    torch.testing.assert_close(other.double(), expected[:, 0].double(), rtol=2**-6, atol=2**-6)

@@ -1,0 +1,127 @@
+"""Batches as vLLM builds them: packed tokens, block tables, slots; and attention over them in float64."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from cute_kernels.integrations.vllm.calls import INT8, int8_page_elements
+
+HEADS, KV_HEADS, HEAD_DIM = 4, 2, 64
+
+
+@dataclass
+class Batch:
+    """Requests, each with all of its keys and with queries for its last tokens.
+
+    query                 (query tokens, HEADS, d)
+    keys, values          (all tokens, KV_HEADS, d), of one request after the other
+    starts                (requests + 1,) int32, of query tokens
+    seq_lens              (requests,) int32
+    block_table           (requests, pages of the longest) int32, random pages
+    all_slots             (all tokens,) int64
+    slots                 (query tokens,) int64
+    pages                 of the cache
+    """
+
+    query: torch.Tensor
+    keys: torch.Tensor
+    values: torch.Tensor
+    starts: torch.Tensor
+    seq_lens: torch.Tensor
+    block_table: torch.Tensor
+    all_slots: torch.Tensor
+    slots: torch.Tensor
+    pages: int
+
+    @property
+    def scales(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Factors of an FP8 cache as a layer has them by default."""
+        return self._one, self._one
+
+    def __post_init__(self) -> None:
+        self._one = torch.ones((), dtype=torch.float32, device=self.query.device)
+
+    def to(self, device: str) -> Batch:
+        """On another device."""
+        tensors = {name: t.to(device) for name, t in vars(self).items() if isinstance(t, torch.Tensor)}
+        del tensors["_one"]
+        return Batch(**tensors, pages=self.pages)
+
+    def expected(self, window: int | None, s_aux: torch.Tensor | None = None) -> torch.Tensor:
+        """Attention in float64."""
+        out = torch.zeros(self.query.shape, dtype=torch.float64, device=self.query.device)
+        first, starts = 0, self.starts.tolist()
+        for request, length in enumerate(self.seq_lens.tolist()):
+            begin, end = starts[request], starts[request + 1]
+            k, v = (
+                t[first : first + length].double().repeat_interleave(HEADS // KV_HEADS, dim=1)
+                for t in (self.keys, self.values)
+            )
+            scores = torch.einsum("qhd,khd->hqk", self.query[begin:end].double(), k) * 0.125
+            own = torch.arange(length - (end - begin), length, device=k.device).unsqueeze(1)
+            key = torch.arange(length, device=k.device)
+            seen = (key <= own) & (key > own - (window or length + 1))
+            scores = scores.masked_fill(~seen, -torch.inf)
+            if s_aux is not None:
+                sink = s_aux.double().view(-1, 1, 1).expand(-1, end - begin, 1)
+                scores = torch.cat([scores, sink], dim=-1)
+            out[begin:end] = torch.einsum("hqk,khd->qhd", scores.softmax(-1)[..., :length], v)
+            first += length
+        return out
+
+    def error(self, out: torch.Tensor, window: int | None, s_aux: torch.Tensor | None = None) -> float:
+        """Relative, against float64."""
+        expected = self.expected(window, s_aux)
+        return float((out.double() - expected).norm() / expected.norm())
+
+
+def draw_batch(lengths: list[int], queries: list[int], page_size: int, seed: int = 0) -> Batch:
+    """Requests of these lengths, with so many query tokens each, over pages in random order."""
+    gen = torch.Generator(device="cpu").manual_seed(seed)
+
+    def draw(tokens: int, heads: int) -> torch.Tensor:
+        return torch.randn(tokens, heads, HEAD_DIM, generator=gen, dtype=torch.float32, device="cpu").bfloat16()
+
+    width = -(-max(lengths) // page_size)
+    pages = len(lengths) * width + 1
+    order = torch.randperm(pages - 1, generator=gen, device="cpu").int() + 1  # page 0 is vLLM's for nothing
+    block_table = order.view(len(lengths), width)
+    all_slots, slots = [], []
+    for row, length, count in zip(block_table.long(), lengths, queries, strict=True):
+        position = torch.arange(length, dtype=torch.int64, device="cpu")
+        of_request = row[position // page_size] * page_size + position % page_size
+        all_slots.append(of_request)
+        slots.append(of_request[length - count :])
+    starts = torch.tensor([0, *queries], dtype=torch.int32, device="cpu").cumsum(0).int()
+    total = sum(lengths)
+    return Batch(
+        query=draw(sum(queries), HEADS),
+        keys=draw(total, KV_HEADS),
+        values=draw(total, KV_HEADS),
+        starts=starts,
+        seq_lens=torch.tensor(lengths, dtype=torch.int32, device="cpu"),
+        block_table=block_table,
+        all_slots=torch.cat(all_slots),
+        slots=torch.cat(slots),
+        pages=pages,
+    )
+
+
+def stock_cache(
+    pages: int, kv_heads: int, page_size: int, d: int, dtype: torch.dtype, order: str, device: str = "cpu"
+) -> torch.Tensor:
+    """VLLM's cache, (pages, kv_heads, page_size, 2 d), "HND" or "NHD" in memory."""
+    if order == "HND":
+        return torch.zeros(pages, kv_heads, page_size, 2 * d, dtype=dtype, device=device)
+    return torch.zeros(pages, page_size, kv_heads, 2 * d, dtype=dtype, device=device).transpose(1, 2)
+
+
+def empty_cache(pages: int, page_size: int, kv_cache_dtype: str, device: str = "cpu") -> torch.Tensor:
+    """What vLLM allocates for a layer with our backend."""
+    if kv_cache_dtype == INT8:
+        shape = (pages, 1, page_size, int8_page_elements(KV_HEADS, HEAD_DIM))
+        return torch.zeros(shape, dtype=torch.int8, device=device)
+    dtype = torch.bfloat16 if kv_cache_dtype == "auto" else torch.uint8
+    return stock_cache(pages, KV_HEADS, page_size, HEAD_DIM, dtype, "NHD", device)

@@ -11,6 +11,7 @@ import torch
 
 from cute_kernels.gqa.layouts import LAYOUTS, CacheSizes, cache_sizes, scale_kind, scale_shapes
 from cute_kernels.gqa.reference import ScaledCache
+from fp8_mla import read_pages, write_pages
 from tests.support.gqa_cases import GqaCase
 from tests.support.mla_cases import POISON_BYTE, DecodeCase
 
@@ -69,6 +70,23 @@ def mla_sparse_cache(case: DecodeCase, rank: int, world_size: int, interleave: i
     slots = torch.tensor(own, dtype=torch.int64, device=case.q.device)
     tokens = case.kv_cache[slots // page_size, slots % page_size]
     return tokens.view(num_pages, page_size // world_size, width)
+
+
+def latent_caches(case: DecodeCase, rank: int, world_size: int, interleave: int) -> dict[str, torch.Tensor]:
+    """This rank's tokens of one cache or two of any format, as in `mla_sparse_cache`."""
+    caches = {}
+    for prefix in ("", "extra_"):
+        cache = getattr(case, f"{prefix}kv_cache")
+        if cache is None:
+            continue
+        num_pages, page_size, width = cache.shape
+        own = torch.tensor(kept(num_pages * page_size, rank, world_size, interleave), dtype=torch.int64, device="cpu")
+        named = {"token_format": getattr(case, f"{prefix}cache_format"), "cache_layout": case.cache_layout}
+        tokens = read_pages(cache, own.to(cache.device), **named)
+        pages = _poison((num_pages, page_size // world_size, width), torch.uint8, cache.device)
+        write_pages(pages, torch.arange(len(own), dtype=torch.int64, device=cache.device), tokens, **named)
+        caches[f"{prefix}kv_cache"] = pages
+    return caches
 
 
 def gqa(case: GqaCase, rank: int, world_size: int, interleave: int, page_size: int) -> dict[str, Any]:

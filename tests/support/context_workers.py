@@ -28,6 +28,7 @@ from tests.support import context_shards
 from tests.support.compare import check_decode, compare
 from tests.support.context_shards import kept
 from tests.support.gqa_cases import check_gqa, gqa_case
+from tests.support.latent_cases import latent_case
 from tests.support.mla_cases import dense_case, generator, sink_logits, sparse_case
 
 WORLD: Final = 4
@@ -40,7 +41,7 @@ SHORT: Final = 3.0
 class Case:
     """One whole decode, and how it is dealt out.
 
-    op          "dense", "sparse", "gqa" or "prefill"
+    op          "dense", "sparse", "latent" (sparse over other formats, or two caches), "gqa" or "prefill"
     options     of the case's maker
     interleave  tokens in turn
     page_size   of a rank's pages
@@ -78,6 +79,17 @@ CASES: Final = [
               "sink": sink, "seed": seed}, interleave)
         for lengths, interleave, sink, seed in [("none", 1, "finite", 10), ("batch", 4, "none", 11),
                                                 ("query", 2, "inf", 12)]
+    ),
+    *(
+        Case(f"latent-{'-'.join(formats)}-i{interleave}", "latent",
+             {"formats": formats, "cache_layout": layout, "batch": 3, "h_q": 8, "s_q": 2, "topk": 40,
+              "extra_topk": 24, "page_size": 16, "extra_page_size": 32, "num_slots": 320, "lengths": lengths,
+              "sink": "finite", "padded": False, "seed": 60 + i}, interleave)
+        for i, (formats, layout, lengths, interleave) in enumerate([
+            (("v3.2_nope",), None, "none", 1),
+            (("v4", "v4"), None, "query", 2),
+            (("v4.1", "v4.1_fp4"), "interleaved", "batch", 4),
+        ])
     ),
     *(
         Case(f"gqa-{name}", "gqa", {"seqlens": RAGGED, "seed": 20 + i, **options}, interleave)
@@ -161,6 +173,16 @@ def make(case: Case, rank: int) -> tuple[Check, dict[str, Any], Callable[..., An
         gqa = gqa_case(**case.options)
         arguments = context_shards.gqa(gqa, page_size=8 if gqa.layout == "paged_vllm" else case.page_size, **dealt)
         return lambda out, lse: list(check_gqa(out, lse, gqa).problems), arguments, gqa_decode
+    if case.op == "latent":
+        mla = latent_case(**case.options)
+        whole = mla.arguments()
+        arguments = {**whole, **context_shards.latent_caches(mla, **dealt)}
+        for prefix in ("", "extra_"):
+            lists, limit = whole[f"{prefix}indices"], whole[f"{prefix}topk_length"]
+            if lists is not None:
+                own, counts = shard_indices(lists, topk_length=limit, **dealt)
+                arguments |= {f"{prefix}indices": own, f"{prefix}topk_length": counts}
+        return lambda out, lse: list(check_decode(out, lse, **whole).problems), arguments, mla_fp8_decode
     if case.op == "dense":
         mla = dense_case(**case.options)
         arguments = context_shards.mla_dense(mla, page_size=case.page_size, **dealt)

@@ -16,8 +16,8 @@ from cute_kernels.budget.ranks import Exchange, Link, crossing_rows, predict_ran
 from cute_kernels.distributed import context_parallel_decode
 from cute_kernels.distributed.exchange import Rows
 from scripts import context_parallel_table
-from tests.support import context_workers, examples
-from tests.support.context_workers import CASES, SHORT, WORLD
+from tests.support import context_turns, context_workers, examples
+from tests.support.context_workers import CASES, SHORT, WORLD, Case
 
 Found = dict[int, dict[str, Any]]
 
@@ -31,6 +31,13 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
 @pytest.mark.parametrize("name", [case.name for case in CASES])
 def test_four_processes_equal_one(name: str, found: Found) -> None:
     assert [found[rank].get(name) for rank in range(WORLD)] == [[]] * WORLD
+
+
+@pytest.mark.parametrize("case", CASES[::5], ids=str)
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_ranks_in_turns_equal_one_process(case: Case, world_size: int) -> None:
+    """Without processes, as tests/gpu runs all cases on one GPU."""
+    assert context_turns.problems(case, world_size, "cpu") == []
 
 
 @pytest.mark.parametrize("task", ["a_rank_dies", "a_rank_never_calls"])

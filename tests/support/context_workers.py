@@ -53,6 +53,9 @@ class Case:
     interleave: int = 1
     page_size: int = 4
 
+    def __str__(self) -> str:
+        return self.name
+
 
 RAGGED: Final = [37, 0, 1, 64, 3, 2, 130]
 """Tokens: with four ranks and an interleave of 1 three ranks have none of the third sequence, one none of the fifth."""
@@ -109,7 +112,7 @@ CASES: Final = [
             ("rows-window-s3", 4, {**_ROWS, "window": 16, "s_q": 3}),
             ("alibi", 1, {**_PAGED, "alibi": "head"}),
             ("alibi-s3-softcap", 1, {**_PAGED, "alibi": "batch", "s_q": 3, "softcap": 8.0, "sink": "finite"}),
-            ("alibi-one-run", 64, {**_PAGED, "alibi": "batch", "s_q": 3}),
+            ("alibi-one-run", 128, {**_PAGED, "alibi": "batch", "s_q": 3}),
             ("alibi-not-causal", 1, {**_PAGED, "alibi": "batch", "s_q": 3, "causal": False}),
             ("alibi-window-rows", 1, {**_ROWS, "alibi": "head", "s_q": 3, "window": 20}),
         ])
@@ -129,18 +132,20 @@ CASES: Final = [
 Check = Callable[[torch.Tensor, torch.Tensor], list[str]]
 
 
-def run_case(case: Case, rank: int) -> tuple[list[str], torch.Tensor, torch.Tensor, Check]:
+def run_case(
+    case: Case, rank: int, world_size: int, device: str
+) -> tuple[list[str], torch.Tensor, torch.Tensor, Check]:
     """What is wrong on this rank, results of all heads, and the check that holds them against one process.
 
     Each way is called twice, and both must give the same bits; what scatter gives must be a slice of what gather does.
     """
-    whole, arguments, op = make(case, rank)
+    whole, arguments, op = make(case, rank, world_size, device)
     out, lse = call(op, arguments, case, heads="gather")
     problems = []
     again = call(op, arguments, case, heads="gather")
     if not all(map(same_bits, (out, lse), again)):
         problems.append("the second call gave other bits")
-    own = out.shape[-2] // WORLD
+    own = out.shape[-2] // world_size
     mine = slice(rank * own, (rank + 1) * own)
     scattered = call(op, arguments, case, heads="scatter")
     if not (same_bits(scattered[0], out[..., mine, :]) and same_bits(scattered[1], lse[..., mine])):
@@ -164,17 +169,19 @@ def call(op: Callable[..., Any], arguments: dict[str, Any], case: Case, **option
     return context_parallel_decode(op, None, interleave=case.interleave, **arguments, **options, return_lse=True)
 
 
-def make(case: Case, rank: int) -> tuple[Check, dict[str, Any], Callable[..., Any]]:
+def make(case: Case, rank: int, world_size: int, device: str) -> tuple[Check, dict[str, Any], Callable[..., Any]]:
     """(the check against one process, this rank's arguments, the op)."""
-    dealt = {"rank": rank, "world_size": WORLD, "interleave": case.interleave}
+    dealt = {"rank": rank, "world_size": world_size, "interleave": case.interleave}
     if case.op == "prefill":
-        return make_prefill(rank=rank, interleave=case.interleave, **case.options)
+        whole, arguments, op = make_prefill(**dealt, **case.options)
+        moved = {name: tensor.to(device) for name, tensor in arguments.items()}
+        return lambda out, lse: whole(out.cpu(), lse.cpu()), moved, op
     if case.op == "gqa":
-        gqa = gqa_case(**case.options)
+        gqa = gqa_case(**case.options, device=device)
         arguments = context_shards.gqa(gqa, page_size=8 if gqa.layout == "paged_vllm" else case.page_size, **dealt)
         return lambda out, lse: list(check_gqa(out, lse, gqa).problems), arguments, gqa_decode
     if case.op == "latent":
-        mla = latent_case(**case.options)
+        mla = latent_case(**case.options, device=device)
         whole = mla.arguments()
         arguments = {**whole, **context_shards.latent_caches(mla, **dealt)}
         for prefix in ("", "extra_"):
@@ -184,12 +191,12 @@ def make(case: Case, rank: int) -> tuple[Check, dict[str, Any], Callable[..., An
                 arguments |= {f"{prefix}indices": own, f"{prefix}topk_length": counts}
         return lambda out, lse: list(check_decode(out, lse, **whole).problems), arguments, mla_fp8_decode
     if case.op == "dense":
-        mla = dense_case(**case.options)
+        mla = dense_case(**case.options, device=device)
         arguments = context_shards.mla_dense(mla, page_size=case.page_size, **dealt)
         lengths = arguments["cache_seqlens"]
         arguments["local_lengths"] = shard_lengths(lengths, s_q=mla.q.shape[1], causal=mla.causal, **dealt)
     else:
-        mla = sparse_case(**case.options)
+        mla = sparse_case(**case.options, device=device)
         indices, counts = shard_indices(mla.indices, topk_length=mla.topk_length, **dealt)
         cache = context_shards.mla_sparse_cache(mla, **dealt)
         arguments = {"q": mla.q, "kv_cache": cache, "indices": indices, "topk_length": counts, "s_aux": mla.s_aux}
@@ -198,7 +205,7 @@ def make(case: Case, rank: int) -> tuple[Check, dict[str, Any], Callable[..., An
 
 
 def make_prefill(
-    *, rank: int, interleave: int, context: list[int], h_q: int, h_kv: int, seed: int, s_q: int = 0,
+    *, rank: int, world_size: int, interleave: int, context: list[int], h_q: int, h_kv: int, seed: int, s_q: int = 0,
     chunks: list[int] | None = None, d: int = 64
 ) -> tuple[Check, dict[str, Any], Callable[..., Any]]:  # fmt: skip
     """A chunk of each sequence after its context; packed if `chunks` has their lengths."""
@@ -218,7 +225,7 @@ def make_prefill(
     exact = [
         sink_attention_in_float64(*(t.unsqueeze(0) for t in rows), sinks) for rows in zip(q, k, v, strict=True)
     ]  # fmt: skip
-    own = [kept(c, rank, WORLD, interleave) for c in context]
+    own = [kept(c, rank, world_size, interleave) for c in context]
     arguments: dict[str, Any] = {"s_aux": sinks}
     if chunks is None:
         arguments["q"] = torch.stack(q)
@@ -254,12 +261,14 @@ def _borders(lengths: list[int]) -> torch.Tensor:
 # ---- processes
 
 
-def work(rank: int, world_size: int, timeout: float, store: str, task: str, reports: Any) -> None:
-    """The life of a rank: joins the group, runs the task, reports."""
+def work(rank: int, world_size: int, timeout: float, store: str, task: str, backend: str, reports: Any) -> None:
+    """The life of a rank: joins the group, runs the task, reports. With NCCL each has a GPU of its own."""
     torch.set_num_threads(1)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    if backend == "nccl":
+        torch.cuda.set_device(rank)
     dist.init_process_group(
-        "gloo", init_method=f"file://{store}", rank=rank, world_size=world_size,
+        backend, init_method=f"file://{store}", rank=rank, world_size=world_size,
         timeout=datetime.timedelta(seconds=timeout),
     )  # fmt: skip
     try:
@@ -275,15 +284,16 @@ def work(rank: int, world_size: int, timeout: float, store: str, task: str, repo
 
 def all_cases(rank: int) -> list[tuple[str, Any]]:
     """Problems by case."""
+    world_size, device = dist.get_world_size(), "cuda" if dist.get_backend() == "nccl" else "cpu"
     found = []
     checks: list[Callable[[], None]] = []
     for number, case in enumerate(CASES):
-        problems, out, lse, whole = run_case(case, rank)
-        theirs: list[Any] = [None] * WORLD
+        problems, out, lse, whole = run_case(case, rank, world_size, device)
+        theirs: list[Any] = [None] * world_size
         dist.all_gather_object(theirs, hashlib.sha256(bits(out) + bits(lse)).hexdigest())
         if len(set(theirs)) != 1:
             problems.append("ranks have different results")
-        if rank == number % WORLD:
+        if rank == number % world_size:
             checks.append(functools.partial(_check, problems, whole, out, lse))
         found.append((case.name, problems))
     for check in checks:
@@ -329,32 +339,63 @@ def _partial() -> tuple[torch.Tensor, torch.Tensor]:
     return out, torch.zeros((1, 1, 4), dtype=torch.float32, device="cpu")
 
 
-TASKS: Final = {"all_cases": all_cases, "a_rank_dies": a_rank_dies, "a_rank_never_calls": a_rank_never_calls}
+def replays(rank: int) -> list[tuple[str, Any]]:
+    """How many of ten thousand replays of a graph give other bits than an eager call; on GPUs."""
+    case = Case("replays", "dense", {"seqlens": [3000, 17], "h_q": 128, "page_size": 64, "sink": "finite"}, 1, 64)
+    _, arguments, op = make(case, rank, dist.get_world_size(), "cuda")
+    expected = call(op, arguments, case, heads="scatter")
+    torch.cuda.synchronize()
+    graph, other = torch.cuda.CUDAGraph(), torch.zeros((), dtype=torch.int64, device="cuda")
+    with torch.cuda.graph(graph):
+        results = call(op, arguments, case, heads="scatter")
+        for got, right in zip(results, expected, strict=True):
+            other.add_((got != right).any())
+    for _ in range(10_000):
+        graph.replay()
+    return [("other bits", int(other))]
 
 
-def run(task: str, directory: Path, *, timeout: float = TIMEOUT, wait_for: int = WORLD) -> dict[int, dict[str, Any]]:
-    """Runs a task on `WORLD` ranks; what each reported, by rank.
+TASKS: Final = {
+    "all_cases": all_cases,
+    "replays": replays,
+    "a_rank_dies": a_rank_dies,
+    "a_rank_never_calls": a_rank_never_calls,
+}
+
+
+def run(
+    task: str,
+    directory: Path,
+    *,
+    timeout: float = TIMEOUT,
+    wait_for: int = WORLD,
+    world_size: int = WORLD,
+    backend: str = "gloo",
+) -> dict[int, dict[str, Any]]:
+    """Runs a task on all ranks; what each reported, by rank.
 
     Args:
         task: one of `TASKS`.
         directory: for the file that ranks find each other by.
         timeout: of the group, seconds.
         wait_for: ranks that must report; the others are ended then.
+        world_size: ranks.
+        backend: "gloo" on CPUs, "nccl" with a GPU for each rank.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__])
     reports = context.Queue()
     store = str(directory / task)
     ranks = [
-        context.Process(target=work, args=(rank, WORLD, timeout, store, task, reports), daemon=True)
-        for rank in range(WORLD)
+        context.Process(target=work, args=(rank, world_size, timeout, store, task, backend, reports), daemon=True)
+        for rank in range(world_size)
     ]
     for process in ranks:
         process.start()
-    found: dict[int, dict[str, Any]] = {rank: {} for rank in range(WORLD)}
+    found: dict[int, dict[str, Any]] = {rank: {} for rank in range(world_size)}
     try:
         while sum("done" in of for of in found.values()) < wait_for:
-            rank, key, value = reports.get(timeout=TIMEOUT)
+            rank, key, value = reports.get(timeout=max(timeout, TIMEOUT))
             found[rank][key] = value
             if key == "crash":
                 raise AssertionError(f"rank {rank}: {value}")

@@ -9,6 +9,7 @@ Decode times are those of the cycle budget (docs/maintainers/budget.md); the lin
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import pathlib
 import re
 import sys
@@ -27,7 +28,7 @@ MARKS = ("<!-- context-parallel:begin -->\n", "<!-- context-parallel:end -->")
 RANKS, CONTEXT = 8, 1 << 20
 BATCHES = (1, 2, 4, 8, 16, 32, 64)
 MLA_HEADS, MLA_D = 128, 512
-GQA_SIZES = {"h_q": 64, "h_kv": 8, "d": 128}
+GQA_HEADS, GQA_KV_HEADS, GQA_D = 64, 8, 128
 HEADER = (
     "cache", "batch", "one GPU, us", "8 GPUs, decode", "link: gather", "link: scatter", "link: q and scatter",
     "all: gather", "all: scatter", "binds", "speed-up: gather", "speed-up: scatter",
@@ -41,7 +42,9 @@ def mla_us(batch: int, keys: int) -> float:
 
 def gqa_us(batch: int, keys: int) -> float:
     """Microseconds of `gqa_decode` over INT8 with a scale for each token and head."""
-    bench = bench_gqa.GqaBench(batch, keys, "per_token_head", "paged_NHD", 64, **GQA_SIZES)
+    bench = bench_gqa.GqaBench(
+        batch, keys, "per_token_head", "paged_NHD", 64, h_q=GQA_HEADS, h_kv=GQA_KV_HEADS, d=GQA_D
+    )
     return bench_gqa.predict(bench).us
 
 
@@ -50,7 +53,7 @@ def table(link: Link = ASSUMED_NVLINK) -> list[str]:
     lines = [_line(HEADER), _line(["---"] + ["---:"] * (len(HEADER) - 1))]
     for name, us, heads, d, d_q in (
         ("FP8 MLA", mla_us, MLA_HEADS, MLA_D, V3_2.d_qk),
-        ("INT8 GQA", gqa_us, GQA_SIZES["h_q"], GQA_SIZES["d"], GQA_SIZES["d"]),
+        ("INT8 GQA", gqa_us, GQA_HEADS, GQA_D, GQA_D),
     ):
         for batch in BATCHES:
             one, share, rows = us(batch, CONTEXT), us(batch, CONTEXT // RANKS), batch * heads
@@ -66,7 +69,7 @@ def table(link: Link = ASSUMED_NVLINK) -> list[str]:
 def crossings(link: Link = ASSUMED_NVLINK) -> list[str]:
     """Where gathering q and scattering heads begins to cost the link less than "gather"."""
     mla = crossing_rows(RANKS, MLA_D, V3_2.d_qk, link) / MLA_HEADS
-    gqa = crossing_rows(RANKS, GQA_SIZES["d"], GQA_SIZES["d"], link) / GQA_SIZES["h_q"]
+    gqa = crossing_rows(RANKS, GQA_D, GQA_D, link) / GQA_HEADS
     return [
         f"Gathering q and scattering heads costs the link less than `gather` from {mla:.0f} query tokens on for MLA, "
         f"and from {gqa:.0f} on for GQA."

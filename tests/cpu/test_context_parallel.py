@@ -2,6 +2,7 @@
 
 import math
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -71,9 +72,9 @@ def test_the_example_runs_under_torchrun(tmp_path: Path) -> None:
     )  # fmt: skip
     assert run.returncode == 0, run.stderr
     what = "ranks against one cache, relative error"
-    printed = [line.partition(": ") for line in run.stdout.splitlines()]
-    assert [name for name, _, _ in printed] == [what] * WORLD
-    assert all(0 < float(value) < examples.LIMITS[what] for _, _, value in printed)
+    printed = re.findall(rf"{what}: (\d\.\de[-+]\d\d)", run.stdout)  # lines of several processes may run together
+    assert len(printed) == WORLD, run.stdout
+    assert all(0 < float(value) < examples.LIMITS[what] for value in printed)
 
 
 def test_the_table_is_up_to_date() -> None:

@@ -165,17 +165,21 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 def call(op: Callable[..., Any], arguments: dict[str, Any], case: Case, **options: Any) -> tuple[Any, Any]:
     if case.op == "prefill":
-        return context_parallel_prefill(**arguments, **options, return_lse=True)
-    return context_parallel_decode(op, None, interleave=case.interleave, **arguments, **options, return_lse=True)
+        found = context_parallel_prefill(**arguments, **options, return_lse=True)
+    else:
+        given = {**arguments, **options}
+        found = context_parallel_decode(op, None, interleave=case.interleave, **given, return_lse=True)
+    assert isinstance(found, tuple)
+    return found
 
 
 def make(case: Case, rank: int, world_size: int, device: str) -> tuple[Check, dict[str, Any], Callable[..., Any]]:
     """(the check against one process, this rank's arguments, the op)."""
     dealt = {"rank": rank, "world_size": world_size, "interleave": case.interleave}
     if case.op == "prefill":
-        whole, arguments, op = make_prefill(**dealt, **case.options)
+        check, arguments, op = make_prefill(**dealt, **case.options)
         moved = {name: tensor.to(device) for name, tensor in arguments.items()}
-        return lambda out, lse: whole(out.cpu(), lse.cpu()), moved, op
+        return lambda out, lse: check(out.cpu(), lse.cpu()), moved, op
     if case.op == "gqa":
         gqa = gqa_case(**case.options, device=device)
         arguments = context_shards.gqa(gqa, page_size=8 if gqa.layout == "paged_vllm" else case.page_size, **dealt)
@@ -251,7 +255,7 @@ def make_prefill(
 def sink_attention_in_float64(*arguments: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
     from cute_kernels.sink.reference import reference_sink_attention
 
-    return reference_sink_attention(*arguments)  # type: ignore[arg-type]
+    return reference_sink_attention(*arguments)
 
 
 def _borders(lengths: list[int]) -> torch.Tensor:

@@ -30,8 +30,9 @@ class LatentDecodeSpec(MlaDecodeSpec):
 
     @property
     def compile_options(self) -> str:
-        """Levels at which ptxas spills no register."""
-        return f"--ptxas-options '--register-usage-level={0 if self.few_heads else 7}'"
+        """Levels at which ptxas spills no register, or few where tiles have two formats."""
+        level = 0 if self.few_heads or len(self.kinds) > 1 else 7
+        return f"--ptxas-options '--register-usage-level={level}'"
 
     def can_implement(self) -> list[str]:
         """Reasons, in words, why this kernel cannot be built; empty when it can."""
@@ -114,6 +115,8 @@ class LatentDecodeSpec(MlaDecodeSpec):
             return Registers(load=40, qk=112, pv=88, softmax=40)
         if self.heads < WIDE:
             return Registers(load=56, qk=120, pv=168, softmax=0)
+        if len(self.kinds) > 1:
+            return Registers(load=56, qk=104, pv=176, softmax=0)
         return Registers(load=40, qk=120, pv=176, softmax=0)
 
     @property
@@ -136,7 +139,7 @@ class LatentDecodeSpec(MlaDecodeSpec):
         """What the compiled kernel is held to."""
         return {
             "registers": self.launch_registers[self.threads],
-            "stack": 0,
+            "stack": 0 if len(self.kinds) == 1 else 32,  # in QK, between key tiles
             "instructions": ("HGMMA", "UTMALDG", "USETMAXREG", "LDGSTS.E.BYPASS.128"),
         }
 

@@ -109,7 +109,10 @@ class ScaledKeyQkWarpgroups(QkWarpgroups):
             blocks = [(k, 4 * c + k) for k in range(BLOCK_COLUMNS // 16)]
             wgmma.issue(mma, acc, operands[c % 2], rQ, c > 0 or self.spec.has_rope, blocks)
             warpgroup.commit_group()
-        return self.has_other_scale(smem, kind, stage, tid)  # overlapped with the last products
+        is_slow = self.has_other_scale(smem, kind, stage, tid)  # overlapped with the last products
+        if const_expr(len(self.spec.kinds) > 1):  # in a branch: ptxas serializes products that go on after it
+            warpgroup.wait_group(0)
+        return is_slow
 
     @cute.jit
     def multiply_rope(self, smem, acc: cute.Tensor, rope: cute.Tensor, tile: Int32, tid: Int32):

@@ -43,6 +43,7 @@ PROJECT = {
     "op": {"checks", "formats", "fp8_mla", "launch", "layouts", "op", "plan", "reference", "runtime", "spec"},
     "budget": {"budget", "formats", "spec"},
     "warm": {"layouts", "plan", "runtime", "spec", "warm"},
+    "distributed": {"distributed", "fp8_mla", "layouts", "op", "runtime"},
     "compat": {"compat", "formats", "fp8_mla", "op", "plan", "public", "runtime", "spec"},
     "integrations": {"compat", "formats", "fp8_mla", "integrations", "op", "plan", "public", "runtime", "spec", "warm"},
 }
@@ -60,6 +61,7 @@ OUTSIDE: dict[str, set[str]] = {
     "launch": TORCH,
     "op": TORCH,
     "compat": TORCH,
+    "distributed": TORCH,
     "integrations": TORCH | {"sglang", "transformers", "vllm"},
 }
 
@@ -138,6 +140,7 @@ def test_every_layer_is_looked_at() -> None:
         "device",
         "runtime",
         "compat",
+        "distributed",
         "warm",
     } <= layers
 
@@ -176,6 +179,8 @@ def test_every_layer_is_looked_at() -> None:
         ("cute_kernels.runtime.compile", "from cute_kernels.mla.spec import MlaDecodeSpec"),
         ("cute_kernels.runtime.checks", "from ..merge import spec"),
         ("cute_kernels.compat.flash_mla", "from cute_kernels.mla.kernels.decode import MlaDecodeKernel"),
+        ("cute_kernels.distributed.exchange", "from cute_kernels.merge.kernels.merge import MergeKernel"),
+        ("cute_kernels.merge.op", "from cute_kernels.distributed import context_parallel_decode"),
         ("cute_kernels.warm.shapes", "from cute_kernels.mla.op import mla_fp8_decode"),
         ("cute_kernels.warm", "import torch"),
         ("cute_kernels.mla.helpers", ""),

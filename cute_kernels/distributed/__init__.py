@@ -1,0 +1,21 @@
+"""Context parallelism: one context on several GPUs, over a torch.distributed group.
+
+    from cute_kernels.distributed import context_parallel_decode      # a decode op over all ranks' keys
+    from cute_kernels.distributed import context_parallel_prefill     # sink_attention, earlier tokens split over ranks
+    from cute_kernels.distributed import shard_lengths, shard_slots, shard_block_table, shard_indices  # who keeps what
+
+Nothing else of the package imports this: a program that runs on one GPU never loads it.
+"""
+
+from cute_kernels.distributed.decode import context_parallel_decode
+from cute_kernels.distributed.prefill import context_parallel_prefill
+from cute_kernels.distributed.shards import shard_block_table, shard_indices, shard_lengths, shard_slots
+
+__all__ = [
+    "context_parallel_decode",
+    "context_parallel_prefill",
+    "shard_block_table",
+    "shard_indices",
+    "shard_lengths",
+    "shard_slots",
+]

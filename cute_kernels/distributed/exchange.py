@@ -1,0 +1,181 @@
+"""What ranks send each other: rows of a partial output and its log-sum-exp, in one collective, merged in rank order.
+
+A row is the d values of an output, then its float32 log-sum-exp, padded to a multiple of 16 bytes. It travels as
+bytes: gloo and NCCL both carry uint8. The decode writes into the buffer that is sent and `merge_states` reads the one
+that is received, so nothing is packed or unpacked. States are merged in the order of ranks: the same bits on every
+rank, and in every call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from cute_kernels.merge.op import merge_states
+from cute_kernels.runtime.checks import check_tensor, fail, require
+
+HEADS = ("gather", "scatter")
+LSE_BYTES = 16
+"""Bytes of a row after its output: the log-sum-exp and what keeps rows at multiples of 16 bytes."""
+
+
+class Member(NamedTuple):
+    """This process in a group."""
+
+    group: dist.ProcessGroup | None
+    rank: int
+    world_size: int
+
+    @classmethod
+    def of(cls, group: dist.ProcessGroup | None) -> Member:
+        """This process's place in `group`, None for the default group.
+
+        Raises:
+            ValueError: there is no group, or this process is not in it.
+        """
+        if not (dist.is_available() and dist.is_initialized()):
+            fail("group", group, "a torch.distributed group: call torch.distributed.init_process_group first")
+        rank = dist.get_rank(group)
+        require(rank >= 0, "group", "one without this process", "a group that this process belongs to")
+        return cls(group, rank, dist.get_world_size(group))
+
+    def exchange(
+        self, what: str, collective: Callable[..., object], received: torch.Tensor, sent: torch.Tensor
+    ) -> None:
+        """Runs a collective over bytes, received and sent contiguous, on the current stream.
+
+        Raises:
+            RuntimeError: another rank has failed, or has not called within the group's timeout. With NCCL the group's
+                watchdog reports that instead, and ends the process.
+        """
+        if not sent.numel():
+            return
+        try:
+            collective(received.view(-1), sent.view(-1), group=self.group)
+        except RuntimeError as error:
+            message = (
+                f"{what}: rank {self.rank} of {self.world_size} waited for the others in vain; one of them has failed, "
+                f"or has not made this call within the group's timeout: {error}"
+            )
+            raise RuntimeError(message) from error
+
+
+class Rows(NamedTuple):
+    """Rows of partial results.
+
+    bytes  (..., row_bytes) uint8, contiguous
+    out    (..., d), a view: the outputs
+    lse    (...) float32, a view: their log-sum-exps
+    """
+
+    bytes: torch.Tensor
+    out: torch.Tensor
+    lse: torch.Tensor
+
+    @classmethod
+    def view(cls, rows: torch.Tensor, d: int, dtype: torch.dtype) -> Rows:
+        """Of a buffer (..., row_bytes) of rows."""
+        width = d * dtype.itemsize
+        lse = rows[..., width : width + 4].view(torch.float32).squeeze(-1)
+        return cls(rows, rows[..., :width].view(dtype), lse)
+
+    @classmethod
+    def empty(cls, shape: tuple[int, ...], d: int, dtype: torch.dtype, device: torch.device) -> Rows:
+        """To be written. What pads rows is sent as it is, and never read."""
+        rows = torch.empty((*shape, d * dtype.itemsize + LSE_BYTES), dtype=torch.uint8, device=device)
+        return cls.view(rows, d, dtype)
+
+
+class Target(NamedTuple):
+    """Where merged results go, and how.
+
+    heads  "gather": all heads on every rank; "scatter": each rank its own
+    s_aux  (heads,) float32 sinks of the merged heads, or None
+    out    (..., heads, d), or None to allocate
+    lse    (..., heads) float32, or None to allocate
+    """
+
+    heads: str
+    s_aux: torch.Tensor | None
+    out: torch.Tensor | None
+    lse: torch.Tensor | None
+
+    @classmethod
+    def of(
+        cls,
+        heads: str,
+        member: Member,
+        shape: tuple[int, ...],
+        d: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        s_aux: torch.Tensor | None,
+        out: torch.Tensor | None,
+        lse: torch.Tensor | None,
+    ) -> Target:
+        """Checks the arguments; `shape` is (..., all heads). Sinks of all heads become those of this rank's."""
+        require(heads in HEADS, "heads", repr(heads), " or ".join(map(repr, HEADS)))
+        all_heads = own = shape[-1]
+        if heads == "scatter":
+            own = all_heads // member.world_size
+            needs = f"a multiple of {member.world_size} for heads='scatter', the number of ranks"
+            require(own * member.world_size == all_heads, "q", f"{all_heads} heads", needs)
+        if s_aux is not None:
+            check_tensor("s_aux", s_aux, dtype=torch.float32, ndim=1, device=device)
+            known = s_aux.shape[0] in (own, all_heads)
+            require(known, "s_aux", f"shape {tuple(s_aux.shape)}", f"({all_heads},), or ({own},) of the heads returned")
+            if s_aux.shape[0] != own:
+                s_aux = s_aux[member.rank * own : (member.rank + 1) * own]
+        if out is not None:
+            result = (*shape[:-1], own, d)
+            check_tensor("out", out, dtype=dtype, shape=result, device=device, align=16, unit_last_stride=True)
+        if lse is not None:
+            check_tensor("lse", lse, dtype=torch.float32, shape=(*shape[:-1], own), device=device)
+        return cls(heads, s_aux, out, lse)
+
+
+def combine(what: str, rows: Rows, member: Member, target: Target) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sends this rank's rows (..., heads) and merges what all ranks have: one collective, one launch.
+
+    "gather" is an all-gather of all rows. "scatter" is an all-to-all, where each rank gets the rows of its own heads;
+    that moves as many times less as there are ranks.
+    """
+    world_size, sent = member.world_size, rows.bytes
+    if target.heads == "gather":
+        received = sent.new_empty((world_size, *sent.shape))
+        member.exchange(what, all_gather(), received, sent)
+    else:
+        sent = heads_first(sent, world_size)
+        received = torch.empty_like(sent)
+        member.exchange(what, dist.all_to_all_single, received, sent)
+    states = Rows.view(received, rows.out.shape[-1], rows.out.dtype)
+    return merge_states(states.out, states.lse, s_aux=target.s_aux, out=target.out, lse=target.lse)
+
+
+def all_gather() -> Callable[..., object]:
+    """Torch's all-gather into one tensor: torch 2.13 renames it, and warns of the name that older versions have."""
+    return getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+def heads_first(rows: torch.Tensor, world_size: int) -> torch.Tensor:
+    """(..., heads, row_bytes) as (world_size, ..., heads / world_size, row_bytes), contiguous.
+
+    A view where there is one query; else one copy, of 8 bytes at a time.
+    """
+    *leading, heads, width = rows.shape
+    split = rows.view(torch.int64).view(*leading, world_size, heads // world_size, width // 8)
+    return split.movedim(-3, 0).contiguous().view(torch.uint8)
+
+
+def gather_heads(what: str, q: torch.Tensor, member: Member) -> torch.Tensor:
+    """Queries (..., own heads, d) of every rank as (..., all heads, d).
+
+    One collective, and a copy where there are several queries.
+    """
+    sent = q.contiguous().view(torch.uint8)
+    received = sent.new_empty((member.world_size, *sent.shape))
+    member.exchange(what, all_gather(), received, sent)
+    return received.movedim(0, -3).flatten(-3, -2).view(q.dtype)

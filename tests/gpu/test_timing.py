@@ -76,6 +76,7 @@ def test_a_peer_that_is_the_same_kernel_has_the_ratio_1(make: Any) -> None:
     ours, peer = found.values()
     for name in ("us", "us_back_to_back", "us_sustained"):
         assert getattr(peer, name) / getattr(ours, name) == pytest.approx(1.0, abs=0.01), name
+    assert peer.sustained_ratio(ours) == pytest.approx(1.0, abs=0.01)
 
 
 def test_load_lowers_the_clock_of_what_power_limits_and_counts_energy() -> None:
@@ -83,6 +84,7 @@ def test_load_lowers_the_clock_of_what_power_limits_and_counts_energy() -> None:
     assert found.sm_mhz is not None and found.sm_mhz_rested is not None and found.us_sustained is not None
     assert found.sm_mhz < found.sm_mhz_rested and found.us_sustained > found.us
     assert found.watts is not None and 300 < found.watts < 800
+    assert found.us_loaded_alone == pytest.approx(found.us_sustained, rel=0.1), "it is alone in both"
     idle = time_together({"": prepare([spin(200_000)] * 8)}, power=True)[""]
     assert idle.watts is not None and idle.watts < 0.6 * found.watts
 

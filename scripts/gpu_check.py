@@ -4,6 +4,7 @@
     python scripts/gpu_check.py --sections mla        some sections; each run writes what it has
     python scripts/gpu_check.py --quick               few benchmark cases
     python scripts/gpu_check.py --only 'dense 1'      benchmark cases whose name matches
+    python scripts/gpu_check.py --sections mla --only ' dense ' --out build/part.json      a part of a section, to merge
     python scripts/gpu_check.py --skip-benchmarks --keep build/part.json       with what other runs have
     python scripts/gpu_check.py --merge build/gpu_check_*.json                 one record of such parts; needs no GPU
     python scripts/gpu_check.py --reliability build/fuzz_*.json                with what random calls have found
@@ -47,7 +48,7 @@ from scripts.bench import mla as bench_mla  # noqa: E402
 from scripts.bench import sink as bench_sink  # noqa: E402
 from scripts.bench.cases import card_slug, case_name, name_kernels, run_benches, select_benches, table  # noqa: E402
 from scripts.bench.ceilings import measure_ceilings  # noqa: E402
-from scripts.bench.parts import LEFT_OUT, SECTIONS, completed, left_out, merged, partial, require_same  # noqa: E402
+from scripts.bench.parts import LEFT_OUT, SECTIONS, completed, fewer_cases, left_out, merged, partial, require_same  # noqa: E402
 from scripts.bench.peers import versions  # noqa: E402
 from scripts.bench.progress import Progress  # noqa: E402
 from scripts.sanitizing import tools as sanitize  # noqa: E402
@@ -239,7 +240,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     for other in kept:
         record = completed(record, other)
-    return finish(record, options, problems, random_calls)
+    return finish(record, options, problems, random_calls, some_cases=options.quick or options.only is not None)
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -275,14 +276,21 @@ def merge(options: argparse.Namespace) -> int:
     """One record of several parts."""
     random_calls = None if options.reliability is None else records.read_reliability(options.reliability)
     record = merged([records.read(path) for path in options.merge])
-    return finish(record, options, [], random_calls)
+    names = [name for name, _ in select_benches(False, None, tuple(SECTIONS))[0]]
+    if fewer := fewer_cases(record, names):
+        print(f"not all cases: {', '.join(fewer)}", flush=True)
+    return finish(record, options, [], random_calls, some_cases=bool(fewer))
 
 
 def finish(
-    record: dict[str, Any], options: argparse.Namespace, problems: list[str], random_calls: dict[str, Any] | None
+    record: dict[str, Any],
+    options: argparse.Namespace,
+    problems: list[str],
+    random_calls: dict[str, Any] | None,
+    *,
+    some_cases: bool,
 ) -> int:
     """Writes the record where it belongs, and reports; the exit status."""
-    some_cases = options.quick or options.only is not None
     out = options.out
     if out is None and partial(record, some_cases):
         out = PARTIAL_RESULT.with_name(f"gpu_check_{options.part}.json") if options.part else PARTIAL_RESULT

@@ -58,8 +58,10 @@ def clock(cases: Sequence[Case]) -> str:
     """SM clocks after a rest and under load: the slowest case says what power costs."""
     rested = [case["sm_mhz_rested"] for case in cases if case.get("sm_mhz_rested")]
     loaded = [case for case in cases if case.get("sm_mhz")]
-    if not rested or not loaded:
+    if not rested:
         return "clock: not known, NVML cannot be read"
+    if not loaded:
+        return f"clock: {statistics.median(rested):.0f} MHz after a rest"
     slowest = min(loaded, key=lambda case: case["sm_mhz"])
     watts = f" and {slowest['watts']:.0f} W" if "watts" in slowest else ""
     lost = 1 - slowest["sm_mhz"] / statistics.median(rested)

@@ -4,8 +4,9 @@
     back to back  calls alone, so that the start of one may overlap with the end of another
     sustained     in-layer after 0.4 s of such calls, at the clock that the power limit allows
 
-The first two begin after a rest and take turns, replay by replay, with all that is timed together. Under load each
-computation runs alone, since the clock depends on its own power, and the first runs again after the others.
+The first two begin after a rest and take turns, replay by replay, with all that is timed together. The third is taken
+under one load without a pause, in which the computations take turns of 20 ms, so that all meet the same clock and
+temperature. (One after the other, half a second each, the same matrix product took 1.30 times as long the second time.)
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from scripts.bench import nvml, timing
 from scripts.bench.timing import Call, Expected, percentiles, require_expected
 
 REPLAYS: Final = 20
-"""Of a graph in-layer; of others too, where that takes no longer than `MAX_SECONDS`."""
+"""Of a graph, where that takes no longer than `MAX_SECONDS`."""
 FEW_REPLAYS: Final = 8
 MAX_SECONDS: Final = 0.06
 REST_SECONDS: Final = 0.1
@@ -34,14 +35,18 @@ BURST_SECONDS: Final = 0.04
 16384: 20 calls take 2,495 us each, all later ones 2,850). Where one replay takes more than a quarter of it, there is
 one rest, and the clock falls."""
 LOAD_SECONDS: Final = 0.4
-"""Of calls before a sustained time is taken; the clock has settled after 0.1 s."""
-AGAIN_SECONDS: Final = 0.15
-"""Of the first computation's second load: the card is under load already, and the clock settles in 0.1 s."""
+"""Of calls, in turns too, before a sustained time is taken."""
+TURN_SECONDS: Final = 0.02
+"""Of replays of one computation under load. Two turns are in flight, so the GPU never waits."""
+ROUNDS: Final = 10
+"""Turns of each computation in which replays are timed, in an order that reverses from round to round."""
+FEW_ROUNDS, ROUNDS_SECONDS = 4, 0.7
+"""Where more would take longer than so many seconds."""
+TURN_REPLAYS: Final = 16
+"""Of a turn, at most so many are timed: the last ones, from its middle on."""
 SETTLED_SECONDS: Final = 0.1
 POWER_SECONDS: Final = 1.0
-"""Of further load while the counter of energy runs: it moves every 20 to 100 ms."""
-CHUNK_SECONDS: Final = 0.01
-"""Of replays that are enqueued at a time under load; two chunks are in flight, so the GPU never waits."""
+"""Of load of one computation alone while the counter of energy runs: it moves every 20 to 100 ms."""
 LONG_CALL_SECONDS: Final = 2e-3
 """Calls from here on have a graph each: with 20 replays of all input sets, a case would take ten seconds."""
 SMALL_ELEMENTS: Final = 4096
@@ -85,10 +90,11 @@ class Timing:
 
     us, us_p10, us_p90  in-layer: median and percentiles over replays, of the mean of a replay's calls
     us_back_to_back     median
-    us_sustained        median, None where it was not asked for
-    sm_mhz              SM clock while sustained times were taken
+    us_sustained        median over rounds, None where it was not asked for
+    rounds_us           of each round, the medians that `us_sustained` is the median of: see `sustained_ratio`
+    sm_mhz              SM clock while sustained times were taken, of all that were timed together
     sm_mhz_rested       after a rest
-    watts               of the card under load
+    watts               of the card under a load of this computation alone
     sets_compared       input sets whose results were compared with those of eager calls
     """
 
@@ -101,6 +107,13 @@ class Timing:
     sm_mhz_rested: float | None = None
     watts: float | None = None
     sets_compared: int = 0
+    rounds_us: tuple[float, ...] = ()
+
+    def sustained_ratio(self, other: Timing) -> float | None:
+        """This one's time under load over another's: the median over the rounds that they were timed in together."""
+        if not self.rounds_us or len(self.rounds_us) != len(other.rounds_us):
+            return None
+        return statistics.median(own / theirs for own, theirs in zip(self.rounds_us, other.rounds_us, strict=True))
 
     def as_record(self) -> dict[str, float]:
         """The keys of a results file."""
@@ -206,8 +219,8 @@ def time_together(
 
     Args:
         ways: the computations.
-        sustained: whether to time them under load too, or which of them; takes half a second each.
-        power: whether to measure the power under load; takes a second more.
+        sustained: whether to time them under load too, or which of them; takes 0.4 s, and 0.2 s for each.
+        power: whether to measure the power of each of these; takes 1.1 s for each.
 
     Raises:
         WrongReplay: results of the timed replays, or of one more replay over poison, are not those expected.
@@ -217,29 +230,28 @@ def time_together(
     nvml.sm_mhz()  # the first reading takes long
     bases = {graphs.calls: _small_graph(graphs.calls) for graphs in ways.values()}
     rested, rested_mhz, costs = _rested(ways, bases)
-    loaded: dict[str, list[_Loaded]] = {name: [] for name in ways}
     names = [name for name in ways if (sustained if isinstance(sustained, bool) else name in sustained)]
-    order = [*names, *names[:1]] if len(names) > 1 else names
-    for place, name in enumerate(order):
-        graphs, again = ways[name], place == len(names)
-        load = AGAIN_SECONDS if again else LOAD_SECONDS
-        loaded[name].append(_sustained(graphs, bases[graphs.calls], costs[name], load, power and not again))
+    turns = {name: _Turns(ways[name], bases[ways[name].calls], costs[name]) for name in names}
+    mhz = _sustained(list(turns.values())) if turns else None
+    rounds = {name: turn.rounds_us() for name, turn in turns.items()}
+    watts = {name: _watts(turn) for name, turn in turns.items()} if power else {}
     timings = {}
     for name, graphs in ways.items():
         small = statistics.median(rested["small", str(graphs.calls)])
         us, p10, p90 = _us(rested["in-layer", name], graphs.calls, small)
         alone, _, _ = _us(rested["back to back", name], graphs.calls)
-        blocks = loaded[name]
+        loaded = rounds.get(name, ())
         timings[name] = Timing(
             us=us,
             us_p10=p10,
             us_p90=p90,
             us_back_to_back=alone,
-            us_sustained=statistics.mean(block.us for block in blocks) if blocks else None,
-            sm_mhz=_mean([block.sm_mhz for block in blocks]),
+            us_sustained=statistics.median(loaded) if loaded else None,
+            sm_mhz=mhz if loaded else None,
             sm_mhz_rested=rested_mhz,
-            watts=_mean([block.watts for block in blocks]),
+            watts=watts.get(name),
             sets_compared=graphs.require_expected(),
+            rounds_us=loaded,
         )
     return timings
 
@@ -247,11 +259,6 @@ def time_together(
 def _us(spans: Sequence[float], calls: int, small: float = 0.0) -> tuple[float, float, float]:
     """Median, 10th and 90th percentile of microseconds a call, from seconds of replays and of their small kernels."""
     return percentiles([(span - small) * 1e6 / calls for span in spans])
-
-
-def _mean(values: Sequence[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return statistics.mean(known) if known else None
 
 
 Spans = dict[tuple[str, str], list[float]]
@@ -269,10 +276,7 @@ def _rested(ways: Mapping[str, Graphs], bases: Mapping[int, Call]) -> tuple[Span
     for key, turn in replays.items():
         next(turn)()  # uncounted: the first replay of a graph uploads it
         seconds[key] = _seconds(next(turn))
-    wanted = {
-        key: REPLAYS if key[0] != "back to back" or REPLAYS * took <= MAX_SECONDS else FEW_REPLAYS
-        for key, took in seconds.items()
-    }
+    wanted = {key: REPLAYS if REPLAYS * took <= MAX_SECONDS else FEW_REPLAYS for key, took in seconds.items()}
     queue = [key for number in range(REPLAYS) for key in replays if number < wanted[key]]
     rests = max(seconds.values()) <= BURST_SECONDS / 4
     spans: Spans = {key: [] for key in replays}
@@ -296,52 +300,98 @@ def _rested(ways: Mapping[str, Graphs], bases: Mapping[int, Call]) -> tuple[Span
     return spans, statistics.median(clocks) if clocks else None, {name: seconds["in-layer", name] for name in ways}
 
 
-@dataclass(frozen=True)
-class _Loaded:
-    us: float
-    sm_mhz: float | None
-    watts: float | None
+Events = list[tuple[Any, torch.cuda.Event, torch.cuda.Event]]
+"""Begin and end of replays, with the key of each."""
 
 
-def _sustained(graphs: Graphs, base: Call, seconds: float, load_seconds: float, power: bool) -> _Loaded:
-    """In-layer times, clock and power after `load_seconds` of such replays, each of which takes `seconds`."""
-    turn = itertools.cycle(graphs.in_layer)
-    clocks = _load(turn, load_seconds, seconds)
-    watts = None
-    if power:
-        before, started = nvml.joules(), time.monotonic()
-        clocks += _load(turn, POWER_SECONDS, seconds)
-        after, took = nvml.joules(), time.monotonic() - started
-        watts = None if before is None or after is None else (after - before) / took
-    replays = REPLAYS if REPLAYS * seconds <= MAX_SECONDS else FEW_REPLAYS
-    found, read = _timed([*(("", next(turn)) for _ in range(replays)), *(("small", base) for _ in range(FEW_REPLAYS))])
-    by_key: dict[str, list[float]] = {"": [], "small": []}
-    for key, span in found:
-        by_key[key].append(span)
-    us, _, _ = _us(by_key[""], graphs.calls, statistics.median(by_key["small"]))
-    clocks = (clocks + read)[-READINGS:]
-    return _Loaded(us, statistics.median(clocks) if clocks else None, watts)
+class _Turns:
+    """Turns of one computation under load.
+
+    seconds  of a turn, about
+    """
+
+    def __init__(self, graphs: Graphs, base: Call, seconds: float) -> None:
+        self._calls, self._base = graphs.calls, base
+        self._replays = itertools.cycle(graphs.in_layer)
+        self._number = max(1, round(TURN_SECONDS / max(seconds, 1e-6)))
+        self.seconds = self._number * seconds
+        self.found: list[float] = []
+        self._small: list[float] = []
+
+    def enqueue(self) -> Events:
+        """Starts a turn: replays, the last of which are timed, and one of its small kernels alone."""
+        timed = min(TURN_REPLAYS, -(-self._number // 2))
+        for _ in range(self._number - timed):
+            next(self._replays)()
+        return _enqueue([*(("", next(self._replays)) for _ in range(timed)), ("small", self._base)])
+
+    def note(self, events: Events) -> None:
+        """Keeps the times of a turn that has ended."""
+        spans = _spans(events)
+        self.found.append(statistics.median(span for key, span in spans if key == ""))
+        self._small += [span for key, span in spans if key == "small"]
+
+    def rounds_us(self) -> tuple[float, ...]:
+        """In-layer microseconds of a call, of each turn that was kept."""
+        small = statistics.median(self._small)
+        return tuple((span - small) * 1e6 / self._calls for span in self.found)
 
 
-def _load(turn: Iterator[Call], load_seconds: float, seconds: float) -> list[float]:
-    """Replays without a pause; returns clocks that were read once they have settled. A chunk is left in flight."""
-    chunk = max(1, round(CHUNK_SECONDS / max(seconds, 1e-6)))
-    started, before, clocks = time.monotonic(), None, []
-    while (passed := time.monotonic() - started) < load_seconds:
-        for _ in range(chunk):
-            next(turn)()
-        end = torch.cuda.Event()
-        end.record()
-        if passed > SETTLED_SECONDS:
-            clocks += _clock_before(end)
+def _sustained(turns: Sequence[_Turns]) -> float | None:
+    """Has all computations keep times of turns under one load, without a pause; the SM clock meanwhile."""
+    rounds = ROUNDS if ROUNDS * sum(turn.seconds for turn in turns) <= ROUNDS_SECONDS else FEW_ROUNDS
+    clocks: list[float] = []
+    before: tuple[_Turns, Events, bool] | None = None
+    for turn, kept in _order(turns, rounds):
+        events = turn.enqueue()
+        if kept:
+            clocks += _clock_before(events[-1][2])
+        _end(before)
+        before = turn, events, kept
+    _end(before)
+    return statistics.median(clocks[-READINGS:]) if clocks else None
+
+
+def _order(turns: Sequence[_Turns], rounds: int) -> Iterator[tuple[_Turns, bool]]:
+    """Whose turn it is, and whether it is kept: those of the load are not."""
+    started = time.monotonic()
+    while time.monotonic() - started < LOAD_SECONDS:
+        yield from ((turn, False) for turn in turns)
+    for number in range(rounds):
+        yield from ((turn, True) for turn in (turns if number % 2 == 0 else turns[::-1]))
+
+
+def _end(started: tuple[_Turns, Events, bool] | None) -> None:
+    """Waits for a turn that has been started."""
+    if started is not None:
+        turn, events, kept = started
+        events[-1][2].synchronize()
+        if kept:
+            turn.note(events)
+
+
+def _watts(turn: _Turns) -> float | None:
+    """Power of the card under a load of one computation alone."""
+    in_flight = _alone(turn, SETTLED_SECONDS, None)
+    before, started = nvml.joules(), time.monotonic()
+    _alone(turn, POWER_SECONDS, in_flight)
+    after, took = nvml.joules(), time.monotonic() - started
+    return None if before is None or after is None else (after - before) / took
+
+
+def _alone(turn: _Turns, seconds: float, before: Events | None) -> Events | None:
+    """Turns without a pause; the last one, which is returned, is left in flight."""
+    started = time.monotonic()
+    while time.monotonic() - started < seconds:
+        events = turn.enqueue()
         if before is not None:
-            before.synchronize()
-        before = end
-    return clocks
+            before[-1][2].synchronize()
+        before = events
+    return before
 
 
-def _timed(replays: Sequence[tuple[Any, Call]]) -> tuple[list[tuple[Any, float]], list[float]]:
-    """Enqueues all replays; seconds of each, with the key that it came with, and clocks that were read meanwhile."""
+def _enqueue(replays: Sequence[tuple[Any, Call]]) -> Events:
+    """Starts all replays, each between two events."""
     events = []
     for key, replay in replays:
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
@@ -349,12 +399,23 @@ def _timed(replays: Sequence[tuple[Any, Call]]) -> tuple[list[tuple[Any, float]]
         replay()
         end.record()
         events.append((key, begin, end))
+    return events
+
+
+def _spans(events: Events) -> list[tuple[Any, float]]:
+    """Seconds of replays that have ended, with their keys."""
+    return [(key, begin.elapsed_time(end) * 1e-3) for key, begin, end in events]
+
+
+def _timed(replays: Sequence[tuple[Any, Call]]) -> tuple[list[tuple[Any, float]], list[float]]:
+    """Enqueues all replays; seconds of each, with the key that it came with, and clocks that were read meanwhile."""
+    events = _enqueue(replays)
     last = events[-1][2]
     clocks: list[float] = []
     while len(clocks) < READINGS and (read := _clock_before(last)):
         clocks += read
     last.synchronize()
-    return [(key, begin.elapsed_time(end) * 1e-3) for key, begin, end in events], clocks
+    return _spans(events), clocks
 
 
 def _clock_before(end: torch.cuda.Event) -> list[float]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final
 
 from scripts.bench import kernels_run, records
@@ -126,6 +127,18 @@ def rescaled(case: dict[str, Any], then: Mapping[str, float], now: Mapping[str, 
     if not changes:
         return case
     return records.with_must({**case, **changes}, case.get("must") or {})
+
+
+def fewer_cases(record: Mapping[str, Any], names: Iterable[str]) -> list[str]:
+    """In words, the operations of which a record has some of their cases, but fewer than there are.
+
+    Args:
+        record: whole, or of some sections.
+        names: of all cases; an operation and a space begin them.
+    """
+    there = Counter(case["op"] for case in record["cases"])
+    wanted = Counter(name.partition(" ")[0] for name in names)
+    return [f"{there[op]} of {count} cases of {op}" for op, count in wanted.items() if 0 < there[op] < count]
 
 
 def left_out(record: Mapping[str, Any], some_cases: bool) -> list[str]:

@@ -63,7 +63,11 @@ def entries(peers: Mapping[str, Peer], timings: Mapping[str, Timing]) -> dict[st
         entry: dict[str, Any] = {
             key: value for key, value in timings[name].as_record().items() if key in TIMES or key in ("sm_mhz", "watts")
         }
-        entry |= {ratio: round(entry[key] / ours[key], 3) for key, ratio in TIMES.items() if key in entry}
+        entry |= {
+            ratio: round(entry[key] / ours[key], 3) for key, ratio in TIMES.items() if key in entry and key in ours
+        }
+        if (paired := timings[name].sustained_ratio(timings[OURS])) is not None:
+            entry["ratio_sustained"] = round(paired, 3)
         entry["rel_err"] = float(f"{peer.rel_err:.3g}")
         found[name] = {**entry, "note": peer.note} if peer.note else entry
     return found

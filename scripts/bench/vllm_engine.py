@@ -20,6 +20,7 @@ os.environ.update(
     VLLM_ENABLE_V1_MULTIPROCESSING="0",  # the engine in this process: its caches are filled from here
     VLLM_NO_USAGE_STATS="1",
     HF_HUB_OFFLINE="1",
+    VLLM_USE_FLASHINFER_SAMPLER="0",  # where FlashInfer is not installed its probe ends the engine
 )
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 

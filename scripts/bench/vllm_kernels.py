@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 from cute_kernels import sink_attention
-from scripts.bench.timing import time_eager, time_graph
+from scripts.bench.in_layer import time_calls
+from scripts.bench.timing import time_eager
 
 HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
 PROMPTS = ((1, 2048), (1, 8192), (4, 2048), (1, 32768))
@@ -91,7 +92,7 @@ def sparse_mla() -> list[dict[str, Any]]:
                 )  # fmt: skip
                 try:
                     outs.append(layer.forward()[0])
-                    timing = time_graph([layer.forward], clock=False)
+                    timing = time_calls([layer.forward], sustained=False)
                     case[f"{name}_us"] = timing.us
                 except Exception as error:
                     case[f"{name}_us"] = f"{type(error).__name__}: {error}"[:200]

@@ -24,10 +24,12 @@ def reader(tiles: torch.Tensor, sums: torch.Tensor) -> None:
 def times(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
     """Microseconds by the number of the way in which bytes are moved."""
     found = {"sum": 2.0, "tma": 1.0, "copy": 4.0}
-    monkeypatch.setattr(ceilings, "prepare", lambda calls: [call() for call in calls])
+    monkeypatch.setattr(ceilings, "prepare", lambda calls: ("graph", [call() for call in calls]))
+    monkeypatch.setattr(ceilings, "prepare_eager", lambda calls: ("eager", [call() for call in calls]))
 
     def time_together(ways: Any, *, sustained: bool) -> Any:
         assert not sustained
+        assert {name: how for name, (how, _) in ways.items() if how == "eager"} == {"copy": "eager"}
         return {name: Timing(found[name], 0.0, 0.0, 0.0) for name in ways}
 
     monkeypatch.setattr(ceilings, "time_together", time_together)

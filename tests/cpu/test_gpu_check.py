@@ -435,6 +435,26 @@ def test_merging_some_parts_is_a_part(card, capsys, tmp_path):
     assert (tmp_path / "build" / "gpu_check_sink.json").exists()
 
 
+def test_parts_with_different_cases_of_a_section_are_merged(card, monkeypatch, capsys, tmp_path):
+    """A record has its place in results/ once all cases are there."""
+    paths = run_sections(card, tmp_path)
+    sink = records.read(tmp_path / "2.json")
+    more = {**sink, "cases": [{**case, "tokens": 2} for case in sink["cases"]]}
+    records.write(more, tmp_path / "more.json")
+    names = ["mla_fp8_append", "gqa_decode a", "gqa_decode b", "sink_attention a", "sink_attention b"]
+    monkeypatch.setattr(gpu_check, "select_benches", lambda *_: ([(name, None) for name in names], 0))
+    capsys.readouterr()
+    assert gpu_check.main(["--merge", *paths]) == 0
+    said = capsys.readouterr().out
+    assert "not all cases: 1 of 2 cases of gqa_decode, 1 of 2 cases of sink_attention" in said
+    assert "left out: some benchmark cases" in said and not card.path.exists()
+    assert gpu_check.main(["--merge", *paths, str(tmp_path / "more.json")]) == 0
+    assert "not all cases" not in capsys.readouterr().out
+    found = [(case["op"], case["tokens"]) for case in records.read(card.path)["cases"]]
+    two = [(op, tokens) for op in ("gqa_decode", "sink_attention") for tokens in (1, 2)]
+    assert found == [("mla_fp8_append", 1), *two]
+
+
 def test_parts_of_other_peers_or_cards_are_no_record(card, tmp_path):
     paths = run_sections(card, tmp_path)
     for change in ({"peers": {"flash_mla": "2"}}, {"card": "NVIDIA H100"}):

@@ -15,6 +15,7 @@ from cute_kernels.runtime.cache import KernelSpec
 from cute_kernels.runtime.compile import precompile
 from cute_kernels.warm import MlaShape
 from cute_kernels.warm import kernel_specs as specs_of
+from tests.support.compare import relative_error
 from tests.support.vllm_batches import HEADS, KV_HEADS, Batch, draw_batch, empty_cache
 
 DEVICE = "cuda"
@@ -206,4 +207,5 @@ def test_sparse_mla_beside_flashmla(heads: int, fakes: Any) -> None:
     graph.replay()
     assert torch.equal(replayed, out)
     other, _ = theirs.forward()
-    torch.testing.assert_close(other.double(), expected[:, 0].double(), rtol=2**-6, atol=2**-6)
+    errors = [relative_error(result.double(), expected[:, 0].double()) for result in (out, other)]
+    assert errors[0] <= errors[1] <= 2e-2  # FlashMLA rounds keys and scales to bfloat16

@@ -29,11 +29,11 @@ class Work:
 
 
 class Card:
-    """What it has done is in `log`: ("rest" or a graph's calls, start, seconds)."""
+    """What it has done is in `log`: ("rest" or a graph's calls, start, seconds). It slows by `drift` a second."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, reading_s: float = 1e-4) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, reading_s: float = 1e-4, drift: float = 0.0) -> None:
         self.host = self.gpu = self.busy = 0.0
-        self.reading_s = reading_s
+        self.reading_s, self.drift = reading_s, drift
         monkeypatch.setattr(Work, "card", self, raising=False)
         self.log: list[tuple[Any, float, float]] = []
         monkeypatch.setattr(timing, "capture", self.capture)
@@ -77,7 +77,7 @@ class Card:
             start, total = max(self.gpu, self.host), OVERHEAD_US
             before = None
             for work in works:
-                total += work.us * (MHZ / LOADED_MHZ if work.hungry and self.slow else 1.0)
+                total += work.us * (MHZ / LOADED_MHZ if work.hungry and self.slow else 1.0) * (1 + self.drift * start)
                 total -= work.overlap_us if before is work else 0.0
                 before = work
             self.host += 5e-6

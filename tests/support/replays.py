@@ -38,8 +38,10 @@ def fake_time_graph(monkeypatch: pytest.MonkeyPatch, module: Any) -> list[int]:
             for name, way in ways.items()
         }
 
-    def time_calls(calls: Sequence[Callable[[], Any]], *, expected: Expected | None = None) -> Timing:
-        return time_together({"": prepare(calls, expected=expected)})[""]
+    def time_calls(
+        calls: Sequence[Callable[[], Any]], *, expected: Expected | None = None, sustained: bool = True
+    ) -> Timing:
+        return time_together({"": prepare(calls, expected=expected)}, sustained=sustained)[""]
 
     fakes = {"prepare": prepare, "prepare_eager": prepare, "time_together": time_together, "time_calls": time_calls}
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)

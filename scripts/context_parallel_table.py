@@ -42,10 +42,8 @@ def mla_us(batch: int, keys: int) -> float:
 
 def gqa_us(batch: int, keys: int) -> float:
     """Microseconds of `gqa_decode` over INT8 with a scale for each token and head."""
-    bench = bench_gqa.GqaBench(
-        batch, keys, "per_token_head", "paged_NHD", 64, h_q=GQA_HEADS, h_kv=GQA_KV_HEADS, d=GQA_D
-    )
-    return bench_gqa.predict(bench).us
+    bench = bench_gqa.GqaBench(batch, keys, "per_token_head", "paged_NHD", 64)
+    return bench_gqa.predict(dataclasses.replace(bench, h_q=GQA_HEADS, h_kv=GQA_KV_HEADS, d=GQA_D)).us
 
 
 def table(link: Link = ASSUMED_NVLINK) -> list[str]:

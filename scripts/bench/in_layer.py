@@ -94,7 +94,8 @@ class Timing:
     rounds_us           of each round, the medians that `us_sustained` is the median of: see `sustained_ratio`
     sm_mhz              SM clock while sustained times were taken, of all that were timed together
     sm_mhz_rested       after a rest
-    watts               of the card under a load of this computation alone
+    watts               of the card under a second of load of this computation alone
+    us_loaded_alone     mean over that second, in-layer: at the clock that this computation's own power allows
     sets_compared       input sets whose results were compared with those of eager calls
     """
 
@@ -107,6 +108,7 @@ class Timing:
     sm_mhz_rested: float | None = None
     watts: float | None = None
     sets_compared: int = 0
+    us_loaded_alone: float | None = None
     rounds_us: tuple[float, ...] = ()
 
     def sustained_ratio(self, other: Timing) -> float | None:
@@ -123,6 +125,7 @@ class Timing:
             "us_p90": self.us_p90,
             "us_back_to_back": self.us_back_to_back,
             "us_sustained": self.us_sustained,
+            "us_loaded_alone": self.us_loaded_alone,
         }
         others = {"sm_mhz": self.sm_mhz, "sm_mhz_rested": self.sm_mhz_rested, "watts": self.watts}
         return {
@@ -220,7 +223,7 @@ def time_together(
     Args:
         ways: the computations.
         sustained: whether to time them under load too, or which of them; takes 0.4 s, and 0.2 s for each.
-        power: whether to measure the power of each of these; takes 1.1 s for each.
+        power: whether to load the card with each of these alone too, for its power and its time then; takes 1.1 s each.
 
     Raises:
         WrongReplay: results of the timed replays, or of one more replay over poison, are not those expected.
@@ -234,22 +237,24 @@ def time_together(
     turns = {name: _Turns(ways[name], bases[ways[name].calls], costs[name]) for name in names}
     mhz = _sustained(list(turns.values())) if turns else None
     rounds = {name: turn.rounds_us() for name, turn in turns.items()}
-    watts = {name: _watts(turn) for name, turn in turns.items()} if power else {}
+    alone = {name: _alone(turn) for name, turn in turns.items()} if power else {}
     timings = {}
     for name, graphs in ways.items():
         small = statistics.median(rested["small", str(graphs.calls)])
         us, p10, p90 = _us(rested["in-layer", name], graphs.calls, small)
-        alone, _, _ = _us(rested["back to back", name], graphs.calls)
+        back_to_back, _, _ = _us(rested["back to back", name], graphs.calls)
+        watts, us_loaded_alone = alone.get(name, (None, None))
         loaded = rounds.get(name, ())
         timings[name] = Timing(
             us=us,
             us_p10=p10,
             us_p90=p90,
-            us_back_to_back=alone,
+            us_back_to_back=back_to_back,
             us_sustained=statistics.median(loaded) if loaded else None,
             sm_mhz=mhz if loaded else None,
             sm_mhz_rested=rested_mhz,
-            watts=watts.get(name),
+            watts=watts,
+            us_loaded_alone=us_loaded_alone,
             sets_compared=graphs.require_expected(),
             rounds_us=loaded,
         )
@@ -336,6 +341,11 @@ class _Turns:
         small = statistics.median(self._small)
         return tuple((span - small) * 1e6 / self._calls for span in self.found)
 
+    def mean_us(self, seconds: float, turns: int) -> float:
+        """In-layer microseconds of a call of so many turns that took so many seconds."""
+        small = statistics.median(self._small)
+        return (seconds / turns - (self._number + 1) * small) * 1e6 / (self._number * self._calls)
+
 
 def _sustained(turns: Sequence[_Turns]) -> float | None:
     """Has all computations keep times of turns under one load, without a pause; the SM clock meanwhile."""
@@ -370,24 +380,26 @@ def _end(started: tuple[_Turns, Events, bool] | None) -> None:
             turn.note(events)
 
 
-def _watts(turn: _Turns) -> float | None:
-    """Power of the card under a load of one computation alone."""
-    in_flight = _alone(turn, SETTLED_SECONDS, None)
+def _alone(turn: _Turns) -> tuple[float | None, float]:
+    """Power of the card under a load of one computation alone, and in-layer microseconds of a call, their mean."""
+    _, first = _turns_alone(turn, SETTLED_SECONDS, None)
     before, started = nvml.joules(), time.monotonic()
-    _alone(turn, POWER_SECONDS, in_flight)
+    number, last = _turns_alone(turn, POWER_SECONDS, first)
     after, took = nvml.joules(), time.monotonic() - started
-    return None if before is None or after is None else (after - before) / took
+    last[-1][2].synchronize()
+    us = turn.mean_us(first[-1][2].elapsed_time(last[-1][2]) * 1e-3, number)
+    return None if before is None or after is None else (after - before) / took, us
 
 
-def _alone(turn: _Turns, seconds: float, before: Events | None) -> Events | None:
-    """Turns without a pause; the last one, which is returned, is left in flight."""
-    started = time.monotonic()
-    while time.monotonic() - started < seconds:
+def _turns_alone(turn: _Turns, seconds: float, before: Events | None) -> tuple[int, Events]:
+    """Turns without a pause: how many, and the last one, which is left in flight."""
+    started, number = time.monotonic(), 0
+    while before is None or time.monotonic() - started < seconds:
         events = turn.enqueue()
         if before is not None:
             before[-1][2].synchronize()
-        before = events
-    return before
+        before, number = events, number + 1
+    return number, before
 
 
 def _enqueue(replays: Sequence[tuple[Any, Call]]) -> Events:

@@ -19,7 +19,12 @@ PEER_LIMIT: Final = 0.02
 """A peer whose relative error is above this computes something else: no ratio."""
 OURS: Final = "ours"
 """Name of our kernel among computations that are timed together."""
-TIMES: Final = {"us": "ratio", "us_back_to_back": "ratio_back_to_back", "us_sustained": "ratio_sustained"}
+TIMES: Final = {
+    "us": "ratio",
+    "us_back_to_back": "ratio_back_to_back",
+    "us_sustained": "ratio_sustained",
+    "us_loaded_alone": "ratio_loaded_alone",
+}
 """Times of a record, and what a peer's time divided by ours is called."""
 
 

@@ -37,6 +37,7 @@ SPEED_KEYS: Final = (
     "us_p90",
     "us_back_to_back",
     "us_sustained",
+    "us_loaded_alone",
     "TFLOPs",
     "GBps",
     "read_fraction",

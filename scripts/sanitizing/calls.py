@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -24,6 +25,7 @@ from scripts.sanitizing.tools import WORKER_DONE
 from tests.support.append_pages import FORMS, AppendPages, slots_for
 from tests.support.compare import check_decode
 from tests.support.gqa_cases import GqaCase, check_gqa, gqa_case
+from tests.support.latent_cases import latent_case, latent_dense_case
 from tests.support.mla_cases import DecodeCase, dense_case, generator, sparse_case, strided
 from tests.support.sink_cases import SinkCase, SinkExpectation, sink_case
 
@@ -91,6 +93,13 @@ class Calls:
             out, lse = self.call(cute_kernels.mla_fp8_decode, **_on_gpu(case), **forced, return_lse=True)
             form = f"{name}, {num_splits or 'no'} splits, exchange of {exchange}, scores {scores}"
             print(check_decode(out.cpu(), lse.cpu(), name=form, scores=scores, **case.arguments()).require())
+
+    def latent(self, case: DecodeCase, name: str, num_splits: int | None) -> None:
+        """Decode over caches of any format, against the oracle."""
+        call = functools.partial(cute_kernels.mla_fp8_decode, **_on_gpu(case), num_splits=num_splits, return_lse=True)
+        out, lse = self.call(call)
+        form = f"{name}, {num_splits or 'planned'} splits"
+        print(check_decode(out.cpu(), lse.cpu(), name=form, **case.arguments()).require())
 
     def gqa(self, name: str, *, splits: Sequence[int | None] = (None, 1), **options: Any) -> None:
         """Decode over a K and V cache, against the oracle."""
@@ -190,6 +199,29 @@ def _mla(calls: Calls) -> None:
     calls.decode(dataclasses.replace(wild, s_aux=torch.zeros(64)), "scales of very different size", 1)
     calls.append_mla()
     calls.merge()
+
+
+def _latent(calls: Calls) -> None:
+    # a window of two tiles and a rest of a third one; sizes "rare" have scales and rope parts out of range of float16
+    window: dict[str, Any] = {"batch": 2, "topk": 130, "num_slots": 256, "lengths": "query", "padded": False}
+    one: dict[str, Any] = {**window, "sink": "finite", "page_size": 5}
+    for formats, h_q, num_splits, sizes in (
+        (("v4",), 64, 1, "rare"),
+        (("v4", "v4"), 16, 3, "alike"),
+        (("v4", "v4"), 96, None, "rare"),
+        (("v4.1",), 32, 3, "rare"),
+        (("v4.1", "v4.1_fp4"), 64, 1, "rare"),
+        (("v4.1", "v4.1_fp4"), 16, None, "alike"),
+        (("v3.2_nope",), 64, 1, "mixed"),
+        (("v3.2_nope", "v3.2_nope"), 8, 3, "alike"),
+        (("v3.2", "v3.2"), 64, None, "alike"),
+    ):
+        case = latent_case(formats=formats, h_q=h_q, extra_topk=70 if len(formats) > 1 else 0, sizes=sizes, **one)
+        calls.latent(case, f"{' and '.join(formats)}, {h_q} heads", num_splits)
+    dense = latent_dense_case(
+        cache_format="v4.1_fp4", seqlens=[0, 1, 65, 200], h_q=16, s_q=2, page_size=16, padded=False
+    )
+    calls.latent(dense, "dense v4.1_fp4", None)
 
 
 def _gqa(calls: Calls) -> None:
@@ -306,6 +338,7 @@ def _graphs(calls: Calls) -> None:
 
 PARTS: dict[str, Callable[[Calls], None]] = {
     "mla": _mla,
+    "latent": _latent,
     "gqa": _gqa,
     "sample": _sample,
     "few sinks": _few_sinks,

@@ -56,6 +56,7 @@ PARTS = (
     Part("sink", tools=TOOLS[:3]),  # the longest first
     Part("few sinks", tools=TOOLS[3:]),  # initcheck takes minutes for what the others do in one
     Part("mla"),
+    Part("latent", tools=TOOLS[:3]),
     Part("gqa"),
     Part("graphs", caching=True, tools=TOOLS[:3]),
     Part("sample", default_dtype="bfloat16", tools=TOOLS[:3]),

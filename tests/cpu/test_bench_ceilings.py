@@ -91,6 +91,11 @@ def test_a_peer_that_cannot_run_or_computes_something_else_has_no_ratio() -> Non
         "rel_err": 0.003,
         "note": "q padded",
     }
+    paired = {OURS: Timing(2.0, 1.9, 2.1, 1.8, 2.5, rounds_us=(2.4, 2.5, 2.6))}
+    paired["right"] = Timing(3.0, 2.9, 3.1, 2.7, 3.0, rounds_us=(3.6, 2.5, 3.0))
+    assert peers.entries(found, paired)["right"]["ratio_sustained"] == 1.154, "of the same round"
+    rested = {name: Timing(2.0, 1.9, 2.1, 1.8) for name in (OURS, "right")}
+    assert set(peers.entries(found, rested)["right"]) & {"us_sustained", "ratio_sustained"} == set()
     assert entries["wrong"] == {"failed": "relative error 0.3"} and entries["nan"] == {"failed": "relative error nan"}
     assert entries["broken"] == {"failed": "ZeroDivisionError: division by zero"}
 

@@ -154,7 +154,10 @@ def test_a_fast_computation_is_rested_beside_a_slow_one(card: Card) -> None:
 def test_power_is_energy_over_time(card: Card) -> None:
     graphs = prepare([Work(300.0, hungry=True)] * 2)
     assert time_together({"": graphs})[""].watts is None
-    assert time_together({"": graphs}, power=True)[""].watts == pytest.approx(600.0)
+    found = time_together({"": graphs}, power=True)[""]
+    assert found.watts == pytest.approx(600.0) and found.us_loaded_alone == pytest.approx(300.0 * SLOWER)
+    alone = time_together({"": prepare([Work(12.0)] * 8)}, power=True)[""]
+    assert alone.us_loaded_alone == pytest.approx(12.0)
 
 
 def test_without_nvml_there_is_no_clock(card: Card, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -162,7 +165,7 @@ def test_without_nvml_there_is_no_clock(card: Card, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(nvml, "joules", lambda: None)
     found = time_together({"": prepare([Work(12.0)] * 8)}, power=True)[""]
     assert found.sm_mhz is found.sm_mhz_rested is found.watts is None
-    assert set(found.as_record()) == {"us", "us_p10", "us_p90", "us_back_to_back", "us_sustained"}
+    assert set(found.as_record()) == {"us", "us_p10", "us_p90", "us_back_to_back", "us_sustained", "us_loaded_alone"}
 
 
 def test_the_record_of_a_timing() -> None:

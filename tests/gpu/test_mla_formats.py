@@ -61,7 +61,7 @@ def make_cache(
 
 def check(
     q: torch.Tensor, main: Cache, name: str, extra: Cache | None = None, extra_name: str | None = None, **options: Any
-):
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Compares a call with the reference in float64; returns what it gave."""
     given = dict(
         indices=main.indices, topk_length=main.length, cache_format=name, extra_cache_format=extra_name, **options

@@ -76,6 +76,7 @@ def test_a_peer_that_is_the_same_kernel_has_the_ratio_1(make: Any) -> None:
     ours, peer = found.values()
     for name in ("us", "us_back_to_back", "us_sustained"):
         assert getattr(peer, name) / getattr(ours, name) == pytest.approx(1.0, abs=0.01), name
+    assert peer.sustained_ratio(ours) == pytest.approx(1.0, abs=0.01)
 
 
 def test_load_lowers_the_clock_of_what_power_limits_and_counts_energy() -> None:
@@ -85,6 +86,9 @@ def test_load_lowers_the_clock_of_what_power_limits_and_counts_energy() -> None:
     assert found.watts is not None and 300 < found.watts < 800
     idle = time_together({"": prepare([spin(200_000)] * 8)}, power=True)[""]
     assert idle.watts is not None and idle.watts < 0.6 * found.watts
+    assert idle.us_loaded_alone == pytest.approx(idle.us_sustained, rel=0.01), (
+        "a spin is alone, and at one clock, in both"
+    )
 
 
 def test_nvml_knows_this_gpu() -> None:

@@ -118,8 +118,10 @@ def accuracy_rows() -> list[dict[str, Any]]:
 def timed_case(**changes: Any) -> dict[str, Any]:
     """A case as they are since each has three times."""
     times = {"us": 300.0, "us_p10": 299.0, "us_p90": 303.0, "us_back_to_back": 296.0, "us_sustained": 340.0}
+    times["us_loaded_alone"] = 345.0
     clocks = {"sm_mhz": 1650, "sm_mhz_rested": 1980, "watts": 698, "TFLOPs": 486.0, "GBps": 1400.0}
     peer = {"us": 420.0, "ratio": 1.4, "us_back_to_back": 413.0, "ratio_back_to_back": 1.395, "us_sustained": 425.0}
+    peer |= {"us_loaded_alone": 422.0, "ratio_loaded_alone": 1.223}
     peer |= {"ratio_sustained": 1.25, "sm_mhz": 1950, "watts": 610, "rel_err": 0.003}
     entry = records.record_case(SIZES, PASSED, lambda: {**times, **clocks, "peers": {"flash_mla": peer}})
     return {**entry, **changes}

@@ -50,19 +50,19 @@ def sustained(record: Record) -> list[str]:
         if "watts" not in case:
             continue
         peer = peer_of(case)
-        ratios = " / ".join(peer_ratios(case))
+        ratios = " / ".join([*peer_ratios(case), hundredths(peer.get("ratio_loaded_alone"))])
         rows.append([case_name(case) + mark(case), *_under_load(case), ratios, *_under_load(peer)])
-    own = ["us", "under load", "MHz", "W", "mJ a call"]
-    header = ["case", *own, "x FlashMLA / under load", *(f"FlashMLA: {name}" for name in own)]
+    own = ["us", "under load", "alone", "MHz", "W", "mJ a call"]
+    header = ["case", *own, "x FlashMLA / under load / alone", *(f"FlashMLA: {name}" for name in own)]
     return markdown.table(header, rows) if rows else []
 
 
 def _under_load(case: Case) -> list[str]:
-    """Times, clock, power, energy of a call."""
-    watts, us = case.get("watts"), case.get("us_sustained")
+    """Times, clock, power, energy of a call: the power is that of a load of this kernel alone."""
+    watts, us = case.get("watts"), case.get("us_loaded_alone")
     energy = None if watts is None or us is None else watts * us * 1e-3
     clock = [f"{case[key]:.0f}" if key in case else MISSING for key in ("sm_mhz", "watts")]
-    return [short(case.get("us")), short(us), *clock, short(energy)]
+    return [short(case.get("us")), short(case.get("us_sustained")), short(us), *clock, short(energy)]
 
 
 def _sustained_before(cases: Sequence[Case]) -> list[str]:

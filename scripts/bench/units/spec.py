@@ -34,7 +34,7 @@ class AccumulatorSpec:
     @property
     def expected(self) -> dict[str, Any]:
         """What the compiled kernel is held to."""
-        return {"registers": 128, "instructions": ("QGMMA",)}
+        return {"registers": 128, "instructions": ("QGMMA", "STS.128")}
 
 
 @dataclass(frozen=True)

@@ -2,11 +2,12 @@
 
 Roles, schedule, splits and merge are those of mla/kernels/decode.py. What differs:
 
-Keys. Scales of V4 and V4.1 are powers of two, so code times scale is exact in bfloat16 (codes.py), and so are the
-products with Q. Nothing is out of range: Q stays bfloat16, S and O are float32 sums of exact products, and the only
-roundings are those of P and of the result.
-    S = sum_k q_k (scale code)_k        O += P (scale code)
-A rope part of V4 is a value too: it stays in its stage until PV has read it.
+Keys. A ue8m0 scale is a power of two and an fp4 code has few bits, so WEIGHT x code x scale is exact in float16 for any
+scale in range (codes.py): keys are scaled as operands, and one accumulator takes all products.
+    S WEIGHT = sum_k q_k (WEIGHT scale code)_k        O WEIGHT += P (WEIGHT scale code)
+A tile with a scale out of range takes slow paths: S product by product in float32, O in bfloat16 with P in two halves. A
+rope part of V4 is a value too: it stays in its stage until PV has read it, and QK leaves it there as float16. Float32
+scales have the roles of mla/kernels (float_scales.py).
 
 Rows. A key has a data row and a scale row, which come by cp.async from wherever its page has them (`Source`).
 
@@ -18,10 +19,10 @@ Roles, 64 heads (512 threads, 128 registers each at launch)
   warpgroups 2, 3             PV, 176: 128 of O, 8 of V, 16 of codes
 32 heads: the same roles with 56, 120 and 168 registers, and loads three tiles ahead.
 8 and 16 heads (768 threads, 80 registers each at launch)
-  warpgroup 0                 load, 40
+  warpgroup 0                 load, 32
   warpgroups 1, 5             QK, 112: every second tile each
-  warpgroups 2, 3             PV, 88
-  warpgroup 4                 softmax, 40
+  warpgroups 2, 3             PV, 96
+  warpgroup 4                 softmax, 32
 
 Mbarriers of a call with 64 heads: arrivals and bytes that complete a phase
   q_full              1 + 65,536 bytes  Q is loaded

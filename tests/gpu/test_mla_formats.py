@@ -33,7 +33,7 @@ class Cache:
 
 def make_pages(
     name: str, num_pages: int, page_size: int, generator: torch.Generator, layout: str | None = None, scale: Any = 1.0
-):
+) -> torch.Tensor:
     """A cache of random tokens in padded pages; bytes of no row are random."""
     token_format = FORMATS[name]
     stride = -(-token_format.page_layout(page_size, layout).page_bytes // 16) * 16 + 32

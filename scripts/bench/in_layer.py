@@ -4,9 +4,10 @@
     back to back  calls alone, so that the start of one may overlap with the end of another
     sustained     in-layer after 0.4 s of such calls, at the clock that the power limit allows
 
-The first two begin after a rest and take turns, replay by replay, with all that is timed together. The third is taken
-under one load without a pause, in which the computations take turns of 20 ms, so that all meet the same clock and
-temperature. (One after the other, half a second each, the same matrix product took 1.30 times as long the second time.)
+The first two begin after a rest and take turns, replay by replay and in an order that reverses, with all that is timed
+together. The third is taken under one load without a pause, in which the computations take turns of 20 ms, so that all
+meet the same clock and temperature. (One after the other, half a second each, the same matrix product took 1.30 times
+as long the second time.)
 """
 
 from __future__ import annotations
@@ -282,7 +283,11 @@ def _rested(ways: Mapping[str, Graphs], bases: Mapping[int, Call]) -> tuple[Span
         next(turn)()  # uncounted: the first replay of a graph uploads it
         seconds[key] = _seconds(next(turn))
     wanted = {key: REPLAYS if REPLAYS * took <= MAX_SECONDS else FEW_REPLAYS for key, took in seconds.items()}
-    queue = [key for number in range(REPLAYS) for key in replays if number < wanted[key]]
+    # there and back, as under load: of equal kernels that never swap places, the later one is slower as the clock falls
+    there = list(replays)
+    queue = [
+        key for number in range(REPLAYS) for key in (there if number % 2 == 0 else there[::-1]) if number < wanted[key]
+    ]
     rests = max(seconds.values()) <= BURST_SECONDS / 4
     spans: Spans = {key: [] for key in replays}
     clocks: list[float] = []

@@ -204,7 +204,7 @@ def _mla(calls: Calls) -> None:
 def _latent(calls: Calls) -> None:
     # a window of two tiles and a rest of a third one; sizes "rare" have scales and rope parts out of range of float16
     window: dict[str, Any] = {"batch": 2, "topk": 130, "num_slots": 256, "lengths": "query", "padded": False}
-    one: dict[str, Any] = {**window, "sink": "finite", "page_size": 5}
+    one: dict[str, Any] = {**window, "sink": "finite", "page_size": 6}
     for formats, h_q, num_splits, sizes in (
         (("v4",), 64, 1, "rare"),
         (("v4", "v4"), 16, 3, "alike"),

@@ -18,6 +18,8 @@ from cute_kernels.mla.crossover.kernels import decode as crossover_decode  # noq
 from cute_kernels.mla.crossover.spec import MlaCrossoverSpec, shipped_specs  # noqa: E402
 from cute_kernels.mla.kernels import barriers as mla  # noqa: E402
 from cute_kernels.mla.kernels import decode as mla_decode  # noqa: E402
+from cute_kernels.mla.latent.kernels import decode as latent_decode  # noqa: E402
+from cute_kernels.mla.latent.spec import LatentDecodeSpec  # noqa: E402
 from cute_kernels.mla.spec import MlaDecodeSpec  # noqa: E402
 from cute_kernels.sink.backward_spec import SinkBackwardSpec, SinkQueryGradSpec  # noqa: E402
 from cute_kernels.sink.kernels.backward import SinkBackwardKernel  # noqa: E402
@@ -33,6 +35,7 @@ SHOWN = [
     (gqa_decode, "bfloat16, d 128\n", gqa.barriers(GqaDecodeSpec("bfloat16", "bfloat16", 128, 8))),
     (mla_decode, "", mla.barriers(MlaDecodeSpec(sparse=False))),
     (mla_decode, "", mla.barriers(MlaDecodeSpec(sparse=True, heads=16))),
+    (latent_decode, "", mla.barriers(LatentDecodeSpec(sparse=True))),
     (crossover_decode, "", crossover.barriers(MlaCrossoverSpec(sparse=True, exchange="values"))),
     (SinkForwardKernel, "", query_barriers(SinkForwardSpec("bfloat16", 64, warpgroups=3))),
     (SinkForwardKernel, "", query_barriers(GROUPED)),

@@ -93,6 +93,18 @@ def test_the_same_computation_has_the_ratio_1_while_the_clock_falls(monkeypatch:
     assert found["peer"].sustained_ratio(found["ours"]) == pytest.approx(1.0, abs=2e-3)
 
 
+@pytest.mark.parametrize("names", [("ours", "peer"), ("ours", "other", "peer")], ids=["two", "three"])
+@pytest.mark.parametrize("us", [300.0, 2500.0, 9000.0, 17_000.0, 25_000.0])
+def test_work_that_lowers_the_clock_favours_neither_the_first_nor_the_last(
+    monkeypatch: pytest.MonkeyPatch, us: float, names: tuple[str, ...]
+) -> None:
+    """1.3 times as long after half a second, as measured: in one order only, the last of three of 25 ms has 1.055."""
+    Card(monkeypatch, fade=0.6)
+    found = time_together({name: prepare([Work(us, hungry=True)] * 2) for name in names}, sustained=False)
+    for name in ("us", "us_back_to_back"):
+        assert getattr(found["peer"], name) / getattr(found["ours"], name) == pytest.approx(1.0, abs=0.01), name
+
+
 def test_a_ratio_under_load_needs_times_of_the_same_rounds() -> None:
     one, two, none = (Timing(1.0, 1.0, 1.0, 1.0, rounds_us=rounds) for rounds in ((2.0, 4.0, 6.0), (1.0, 1.0, 2.0), ()))
     assert one.sustained_ratio(two) == 3.0 and none.sustained_ratio(none) is None

@@ -75,8 +75,8 @@ def test_a_peer_that_is_the_same_kernel_has_the_ratio_1(make: Any) -> None:
     found = time_together({"ours": prepare(calls), "peer": prepare(calls)})
     ours, peer = found.values()
     for name in ("us", "us_back_to_back", "us_sustained"):
-        assert getattr(peer, name) / getattr(ours, name) == pytest.approx(1.0, abs=0.01), name
-    assert peer.sustained_ratio(ours) == pytest.approx(1.0, abs=0.01)
+        assert getattr(peer, name) / getattr(ours, name) == pytest.approx(1.0, abs=0.01), (name, found)
+    assert peer.sustained_ratio(ours) == pytest.approx(1.0, abs=0.01), found
 
 
 def test_load_lowers_the_clock_of_what_power_limits_and_counts_energy() -> None:

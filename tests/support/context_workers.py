@@ -33,7 +33,7 @@ from tests.support.mla_cases import dense_case, generator, sink_logits, sparse_c
 
 WORLD: Final = 4
 TIMEOUT: Final = 60.0
-SHORT: Final = 3.0
+SHORT: Final = 5.0
 """Seconds until a group gives up on a rank that has died or never calls."""
 
 
@@ -269,13 +269,13 @@ def work(rank: int, world_size: int, timeout: float, store: str, task: str, back
     """The life of a rank: joins the group, runs the task, reports. With NCCL each has a GPU of its own."""
     torch.set_num_threads(1)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    if backend == "nccl":
-        torch.cuda.set_device(rank)
-    dist.init_process_group(
-        backend, init_method=f"file://{store}", rank=rank, world_size=world_size,
-        timeout=datetime.timedelta(seconds=timeout),
-    )  # fmt: skip
     try:
+        if backend == "nccl":
+            torch.cuda.set_device(rank)
+        dist.init_process_group(
+            backend, init_method=f"file://{store}", rank=rank, world_size=world_size,
+            timeout=datetime.timedelta(seconds=timeout),
+        )  # fmt: skip
         for key, value in TASKS[task](rank):
             reports.put((rank, key, value))
         reports.put((rank, "done", None))
@@ -314,9 +314,13 @@ def bits(t: torch.Tensor) -> bytes:
 
 
 def a_rank_dies(rank: int) -> list[tuple[str, Any]]:
-    """One rank leaves without a word."""
+    """One rank leaves without a word, once the others have joined: before that, theirs is no call that fails."""
+    joined = torch.zeros(1, dtype=torch.uint8, device="cpu")
     if rank == WORLD - 1:
+        for other in range(WORLD - 1):
+            dist.recv(joined, other)
         os._exit(17)
+    dist.send(joined, WORLD - 1)
     return [("error", _failure())]
 
 

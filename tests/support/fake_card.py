@@ -29,11 +29,16 @@ class Work:
 
 
 class Card:
-    """What it has done is in `log`: ("rest" or a graph's calls, start, seconds). It slows by `drift` a second."""
+    """What it has done is in `log`: ("rest" or a graph's calls, start, seconds).
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, reading_s: float = 1e-4, drift: float = 0.0) -> None:
+    It slows by `drift` a second, and by `fade` a second of hungry work since its last rest.
+    """
+
+    def __init__(
+        self, monkeypatch: pytest.MonkeyPatch, *, reading_s: float = 1e-4, drift: float = 0.0, fade: float = 0.0
+    ) -> None:
         self.host = self.gpu = self.busy = 0.0
-        self.reading_s, self.drift = reading_s, drift
+        self.reading_s, self.drift, self.fade = reading_s, drift, fade
         monkeypatch.setattr(Work, "card", self, raising=False)
         self.log: list[tuple[Any, float, float]] = []
         monkeypatch.setattr(timing, "capture", self.capture)
@@ -50,6 +55,9 @@ class Card:
     @property
     def slow(self) -> bool:
         return self.busy >= 0.05
+
+    def slowed(self, start: float) -> float:
+        return 1 + self.drift * start + self.fade * self.busy
 
     def sm_mhz(self) -> float:
         self.host += self.reading_s
@@ -77,7 +85,7 @@ class Card:
             start, total = max(self.gpu, self.host), OVERHEAD_US
             before = None
             for work in works:
-                total += work.us * (MHZ / LOADED_MHZ if work.hungry and self.slow else 1.0) * (1 + self.drift * start)
+                total += work.us * (MHZ / LOADED_MHZ if work.hungry and self.slow else 1.0) * self.slowed(start)
                 total -= work.overlap_us if before is work else 0.0
                 before = work
             self.host += 5e-6

@@ -157,3 +157,19 @@ def shipped_specs() -> list[LatentDecodeSpec]:
         for heads in (*NARROW, WIDE)
         if (lanes or not balanced) and (sparse or not (extra or name == V3_2.name))
     ]
+
+
+def covering_specs() -> list[LatentDecodeSpec]:
+    """Some of `shipped_specs`, a tenth: of each format and pair each number of heads, schedule and kind of keys once.
+
+    They differ in little else, and to compile all takes half an hour of a core.
+    """
+    forms = [*((name, "") for name in FORMATS), *PAIRS]
+    chosen = []
+    for i, (name, extra) in enumerate(forms):
+        for j, heads in enumerate((WIDE, NARROW[i % len(NARROW)], NARROW[(i + 1) % len(NARROW)])):
+            lanes = MERGE_LANES[(i + j) % len(MERGE_LANES)]
+            sparse = bool(extra) or name == V3_2.name or (i + j) % 2 == 0
+            balanced = lanes > 0 and (i + j) % 4 > 1
+            chosen.append(LatentDecodeSpec(sparse, lanes, heads, balanced, cache_format=name, extra_format=extra))
+    return chosen

@@ -13,15 +13,15 @@ Rows. A key has a data row and a scale row, which come by cp.async from wherever
 Two caches. A query has key tiles of the first cache, then those of the second; no tile has keys of both.
 
 Roles, 64 heads (512 threads, 128 registers each at launch)
-  warpgroup 0                 load and softmax, 48 registers: copies rows two tiles ahead, makes P of S
-  warpgroup 1                 QK, 112: 32 of S, 32 of K, 8 of codes; Q by TMA
+  warpgroup 0                 load and softmax, 40 registers: copies rows two tiles ahead, makes P of S
+  warpgroup 1                 QK, 120: 32 of S, 32 of K, 8 of codes; Q by TMA
   warpgroups 2, 3             PV, 176: 128 of O, 8 of V, 16 of codes
 32 heads: the same roles with 56, 120 and 168 registers, and loads three tiles ahead.
 8 and 16 heads (768 threads, 80 registers each at launch)
-  warpgroup 0                 load, 48
-  warpgroups 1, 5             QK, 96: every second tile each
-  warpgroups 2, 3             PV, 96
-  warpgroup 4                 softmax, 48
+  warpgroup 0                 load, 40
+  warpgroups 1, 5             QK, 112: every second tile each
+  warpgroups 2, 3             PV, 88
+  warpgroup 4                 softmax, 40
 
 Mbarriers of a call with 64 heads: arrivals and bytes that complete a phase
   q_full              1 + 65,536 bytes  Q is loaded

@@ -274,3 +274,21 @@ def test_a_cache_without_pages_or_indices_counts_as_none() -> None:
         q, none.pages, indices=main.indices, extra_kv_cache=none.pages, extra_indices=main.indices, return_lse=True
     )
     assert (out == 0).all() and (lse == -torch.inf).all()
+
+
+@pytest.mark.parametrize("heads", [16, 64])
+@pytest.mark.parametrize("name", SINGLE)
+def test_what_float16_drops_is_small(name: str, heads: int) -> None:
+    """P is float16 relative to about the largest: probabilities below 2^-31 of it may count as 0, and nothing else."""
+    generator = torch.Generator("cuda").manual_seed(heads)
+    cache = make_cache(name, 2, 1, 130, 64, False, generator)
+    q = 20 * make_q(2, 1, heads, generator)
+    given = dict(indices=cache.indices, cache_format=name)
+    expected, expected_lse = fp8_mla.reference_decode(q, cache.pages, **given)
+    out, lse = mla_fp8_decode(q, cache.pages, return_lse=True, **given)
+    slots = torch.arange(cache.pages.shape[0] * cache.pages.shape[1], device="cuda")
+    tokens = fp8_mla.read_pages(cache.pages, slots, token_format=name)
+    largest = fp8_mla.unpack(tokens, torch.float32, token_format=name).abs().max().item()
+    error = (out.double() - expected).abs()
+    assert (error <= 2.0**-7 * expected.abs() + 130 * 2.0**-31 * largest).all()
+    assert (lse.double() - expected_lse).abs().max().item() <= 2e-5 + 1e-6 * expected_lse.abs().max().item()

@@ -73,7 +73,7 @@ def latent_query(shape: tuple[int, ...], gen: torch.Generator, sizes: str, padde
     if sizes == "mixed":
         q /= _columns(shape[-1], gen.device)
     if sizes == "rare":
-        q /= 8
+        q /= 64  # logits of the large tokens, too: a probability below 2^-31 of the largest is 0 in float16
     return strided(q.bfloat16()) if padded else q.bfloat16()
 
 

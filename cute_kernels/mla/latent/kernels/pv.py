@@ -75,10 +75,17 @@ class ScaledKeyPvWarpgroups(PvWarpgroups):
             self.stamp(smem, tile, 0, 0, wg, tid)
             cute.arch.mbarrier_wait(smem.full.data_ptr() + stage, phase)  # completed long ago
             if const_expr(len(self.spec.kinds) == 1):  # overlapped with the wait for P
-                self.load_values(smem, self.spec.kinds[0], raw[0], stage, 0, 0, line, wg, tid)
+                kind, is_rope = self.spec.kinds[0], False
+                if const_expr(self.spec.has_rope):
+                    is_rope = self.has_rope(wg, tid)  # QK may still replace it
+                if const_expr(self.spec.has_rope):
+                    if not is_rope:
+                        self.load_values(smem, kind, raw[0], stage, 0, 0, line, wg, tid)
+                else:
+                    self.load_values(smem, kind, raw[0], stage, 0, 0, line, wg, tid)
             cute.arch.mbarrier_wait(smem.p_full.data_ptr() + p_stage, p_phase)
             if const_expr(self.spec.has_rope):
-                if self.has_rope(wg, tid):  # QK has replaced it
+                if self.has_rope(wg, tid):
                     self.load_values(smem, self.spec.kinds[0], raw[0], stage, 0, 0, line, wg, tid)
             self.stamp(smem, tile, 0, 1, wg, tid)
             self.stamp(smem, tile, 1, 0, wg, tid)

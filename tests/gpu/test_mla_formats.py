@@ -10,14 +10,16 @@ import torch
 
 import fp8_mla
 from cute_kernels import mla_fp8_decode
-from fp8_mla.formats import FORMATS
+from fp8_mla.formats import FORMATS, PAIRS
 from fp8_mla.pages import write_pages
+from tests.support.mla_cases import latent_tokens
 
 pytestmark = pytest.mark.gpu
 
 MAX_ERROR, MAX_LSE_ERROR = 2.2e-3, 2e-5
-SINGLE = ("v4", "v4.1", "v4.1_fp4")
-PAIRS = (("v4", "v4"), ("v4.1", "v4.1"), ("v4.1", "v4.1_fp4"))
+SINGLE = ("v3.2_nope", "v4", "v4.1", "v4.1_fp4")
+BYTE_SCALES = ("v4", "v4.1", "v4.1_fp4")
+FLOAT_SCALES = (("v3.2_nope", None), ("v3.2_nope", "v3.2_nope"), ("v3.2", "v3.2"))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,9 +62,15 @@ def make_cache(
 
 
 def check(
-    q: torch.Tensor, main: Cache, name: str, extra: Cache | None = None, extra_name: str | None = None, **options: Any
+    q: torch.Tensor,
+    main: Cache,
+    name: str,
+    extra: Cache | None = None,
+    extra_name: str | None = None,
+    parts: int = 1,
+    **options: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compares a call with the reference in float64; returns what it gave."""
+    """Compares a call with the reference in float64, as many parts of the columns each alone; returns what it gave."""
     given = dict(
         indices=main.indices, topk_length=main.length, cache_format=name, extra_cache_format=extra_name, **options
     )
@@ -79,8 +87,8 @@ def check(
     assert torch.equal(has_keys, lse.isfinite())
     assert (lse[~has_keys] == -torch.inf).all() and (out[~has_keys] == 0).all()
     if has_keys.any():
-        error = ((out.double() - expected).norm() / expected.norm()).item()
-        assert error <= MAX_ERROR
+        for part, expected_part in zip(out.double().chunk(parts, -1), expected.chunk(parts, -1), strict=True):
+            assert ((part - expected_part).norm() / expected_part.norm()).item() <= MAX_ERROR
         lse_error = (lse.double() - expected_lse)[has_keys].abs().max().item()
         assert lse_error <= MAX_LSE_ERROR + 1e-6 * expected_lse[has_keys].abs().max().item()
     return out, lse
@@ -113,7 +121,8 @@ def test_two_caches(pair: tuple[str, str], heads: int) -> None:
         main = make_cache(pair[0], 3, 2, topk, 64, ragged, generator)
         extra = make_cache(pair[1], 3, 2, extra_topk, 2, ragged, generator)
         sink = torch.randn(heads, device="cuda", generator=generator)
-        check(make_q(3, 2, heads, generator), main, pair[0], extra, pair[1], s_aux=sink, num_splits=splits)
+        q = make_q(3, 2, heads, generator, pair[0])
+        check(q, main, pair[0], extra, pair[1], s_aux=sink, num_splits=splits)
 
 
 @pytest.mark.parametrize("heads", [16, 64])
@@ -146,7 +155,7 @@ def test_interleaved_pages() -> None:
 
 
 @pytest.mark.parametrize("heads", [16, 64])
-@pytest.mark.parametrize("name", SINGLE)
+@pytest.mark.parametrize("name", BYTE_SCALES)
 def test_any_scale(name: str, heads: int) -> None:
     """Random codes and scale bytes of every range: keys are exact."""
     generator = torch.Generator("cuda").manual_seed(heads)
@@ -173,6 +182,45 @@ def test_any_scale(name: str, heads: int) -> None:
         check(make_q(1, 1, heads, generator), cache, name, softmax_scale=1.0 / (8 * size))
 
 
+@pytest.mark.parametrize("heads", [8, 16, 32, 64])
+@pytest.mark.parametrize(("name", "extra_name"), FLOAT_SCALES)
+def test_float_scales_of_very_different_size(name: str, extra_name: str | None, heads: int) -> None:
+    """Scales from 1e-30 to 1e30 in one key tile: all that float16 does not hold takes the slow paths."""
+    generator = torch.Generator("cuda").manual_seed(heads)
+    token_format, caches, size = FORMATS[name], [], 0.0
+    for page_size in (64, 2) if extra_name else (64,):
+        cache = make_cache(name, 2, 1, 90, page_size, False, generator)
+        slots = torch.arange(cache.pages.shape[0] * page_size, device="cuda")
+        tokens = latent_tokens(len(slots), generator, scales="mixed")[:, : token_format.token_bytes]
+        scales = tokens[:, 512:528].contiguous().view(torch.float32)
+        assert scales.max() > 1e29 and scales.min() < 1e-30
+        write_pages(cache.pages, slots, tokens, token_format=token_format)
+        size = max(size, fp8_mla.unpack(tokens, torch.float32, token_format=token_format).abs().max().item())
+        caches.append(cache)
+    q = make_q(2, 1, heads, generator, name)
+    extra = caches[1] if extra_name else None
+    for splits in (None, 2):
+        # each quant tile alone: next to values of 1e30 those of 1e-30 are nothing
+        given = dict(parts=4, softmax_scale=1.0 / (8 * size), num_splits=splits)
+        check(q, caches[0], name, extra, extra_name, **given)
+
+
+@pytest.mark.parametrize("heads", [16, 64])
+def test_the_rope_part_of_a_wider_token_is_not_read(heads: int) -> None:
+    """656 bytes a token whose last 128 are NaN give the bits of 528, alone and as both of two caches."""
+    generator = torch.Generator("cuda").manual_seed(heads)
+    narrow = make_cache("v3.2_nope", 2, 1, 200, 64, True, generator)
+    num_pages, page_size, size = narrow.pages.shape
+    pages = torch.full((num_pages, page_size, 656), 0xFF, dtype=torch.uint8, device="cuda")
+    pages[..., :size] = narrow.pages
+    wide = Cache(pages, narrow.indices, narrow.length)
+    q = make_q(2, 1, heads, generator)
+    for extras in ((None, None, None), (narrow, wide, "v3.2_nope")):
+        out, lse = check(q, narrow, "v3.2_nope", extras[0], extras[2])
+        wide_out, wide_lse = check(q, wide, "v3.2_nope", extras[1], extras[2])
+        assert torch.equal(out, wide_out) and torch.equal(lse, wide_lse)
+
+
 @pytest.mark.parametrize("name", SINGLE)
 def test_nan(name: str) -> None:
     """A NaN code or scale of a live key gives NaN; those of other slots change nothing."""
@@ -184,12 +232,14 @@ def test_nan(name: str) -> None:
         clean, clean_lse = check(q, cache, name)
         data = FORMATS[name].page_layout(64)
         memory = cache.pages.as_strided((cache.pages.stride(0),), (1,))
-        is_fp4 = FORMATS[name].codes.bits == 4
-        for place, value in (
-            ((data.scale_offset, 0x7F),) if is_fp4 else ((0, 0x7F), (300, 0xFF), (data.scale_offset, 0xFF))
-        ):
+        nan_scale = {"float32": (0, 0, 0xC0, 0x7F), "float8_e4m3fn": (0x7F,)}.get(FORMATS[name].scales.dtype, (0xFF,))
+        nans = [(data.scale_offset, nan_scale)]
+        if FORMATS[name].codes.bits == 8:  # e2m1 has no NaN
+            nans += [(0, (0x7F,)), (300, (0xFF,))]
+        for begin, value in nans:
+            place = slice(begin, begin + len(value))
             before = memory[place].clone()
-            memory[place] = value  # of slot 0, which no query sees
+            memory[place] = torch.tensor(value, dtype=torch.uint8, device="cuda")  # of slot 0, which no query sees
             out, lse = mla_fp8_decode(q, cache.pages, indices=cache.indices, cache_format=name, return_lse=True)
             assert torch.equal(out, clean) and torch.equal(lse, clean_lse)
             seen = cache.indices.clone()

@@ -32,6 +32,8 @@ class LatentDecodeSpec(MlaDecodeSpec):
     def compile_options(self) -> str:
         """Levels at which ptxas spills no register, or few where tiles have two formats."""
         level = 0 if self.few_heads or len(self.kinds) > 1 else 7
+        if self.float_scales and self.has_rope and self.has_extra and self.split and self.heads == WIDE:
+            level = 3  # from 4 on ptxas serializes wgmma
         return f"--ptxas-options '--register-usage-level={level}'"
 
     def can_implement(self) -> list[str]:

@@ -5,8 +5,8 @@ Roles, schedule, splits and merge are those of mla/kernels/decode.py. What diffe
 Keys. A ue8m0 scale is a power of two and an fp4 code has few bits, so WEIGHT x code x scale is exact in float16 for any
 scale in range (codes.py): keys are scaled as operands, and one accumulator takes all products.
     S WEIGHT = sum_k q_k (WEIGHT scale code)_k        O WEIGHT += P (WEIGHT scale code)
-A tile with a scale out of range takes slow paths: S product by product in float32, O in bfloat16 with P in two halves. A
-rope part of V4 is a value too: it stays in its stage until PV has read it, and QK leaves it there as float16. Float32
+A tile with a scale out of range takes slow paths: S product by product in float32, O in bfloat16 with P in two halves.
+A rope part of V4 is a value too: it stays in its stage until PV has read it, and QK leaves it there as float16. Float32
 scales have the roles of mla/kernels (float_scales.py).
 
 Rows. A key has a data row and a scale row, which come by cp.async from wherever its page has them (`Source`).

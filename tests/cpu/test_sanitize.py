@@ -148,12 +148,12 @@ def test_every_tool_looks_at_the_parts_that_it_can(monkeypatch):
     monkeypatch.setattr(tools, "run_worker", run_worker)
     findings = tools.run_tools()
     assert [(finding.tool, finding.errors) for finding in findings] == [(tool, 0) for tool in tools.TOOLS]
-    parts = {"mla", "gqa", "sink", "graphs", "sample"}
+    parts = {"mla", "latent", "gqa", "sink", "graphs", "sample"}
     for tool in ("memcheck", "racecheck", "synccheck"):
         assert {part for name, part in made if name == tool} == parts
     assert {part for name, part in made if name == "alone"} == {*parts, "few sinks"}
     assert {part for name, part in made if name == "initcheck"} == {"mla", "gqa", "few sinks"}
-    assert len(made) == len(set(made)) == 6 + 15 + 3
+    assert len(made) == len(set(made)) == 7 + 18 + 3
     sample, graphs = (part for name in ("sample", "graphs") for part in tools.PARTS if part.name == name)
     assert sample.default_dtype == "bfloat16" and graphs.caching
 

@@ -60,8 +60,8 @@ class Batch:
                 for t in (self.keys, self.values)
             )
             scores = torch.einsum("qhd,khd->hqk", self.query[begin:end].double(), k) * 0.125
-            own = torch.arange(length - (end - begin), length, device=k.device).unsqueeze(1)
-            key = torch.arange(length, device=k.device)
+            own = torch.arange(length - (end - begin), length, dtype=torch.int64, device=k.device).unsqueeze(1)
+            key = torch.arange(length, dtype=torch.int64, device=k.device)
             seen = (key <= own) & (key > own - (window or length + 1))
             scores = scores.masked_fill(~seen, -torch.inf)
             if s_aux is not None:
@@ -86,7 +86,9 @@ def draw_batch(lengths: list[int], queries: list[int], page_size: int, seed: int
 
     width = -(-max(lengths) // page_size)
     pages = len(lengths) * width + 1
-    order = torch.randperm(pages - 1, generator=gen, device="cpu").int() + 1  # page 0 is vLLM's for nothing
+    order = (
+        torch.randperm(pages - 1, generator=gen, dtype=torch.int64, device="cpu").int() + 1
+    )  # page 0 is vLLM's for nothing
     block_table = order.view(len(lengths), width)
     all_slots, slots = [], []
     for row, length, count in zip(block_table.long(), lengths, queries, strict=True):

@@ -102,7 +102,7 @@ def sparse_mla_layer(
     )
     latents = torch.randn(64 * 9, 576, generator=gen, dtype=torch.float32, device="cpu").bfloat16()
     some = fp8_mla.pack(latents.view(9, 64, 576))  # packing is slow: repeated, in other pages
-    cache = some[torch.arange(requests * pages + 1, device="cpu") % 9].to(device)
+    cache = some[torch.arange(requests * pages + 1, dtype=torch.int64, device="cpu") % 9].to(device)
     metadata_cls = flashmla_sparse.FlashMLASparseMetadata
     lengths = torch.full((requests,), tokens, dtype=torch.int32, device=device)
     scheduler = flashmla_sparse.get_mla_metadata()[0] if device != "cpu" else None
@@ -115,7 +115,7 @@ def sparse_mla_layer(
     if not mixed:
         decode = separate.Decode(seq_lens=lengths, kernel_metadata=kernel, decode_query_len=2)
         extra = separate(num_decodes=requests, num_decode_tokens=count, decode=decode)
-    order = torch.randperm(requests * pages, generator=gen, device="cpu").int() + 1
+    order = torch.randperm(requests * pages, generator=gen, dtype=torch.int64, device="cpu").int() + 1
     starts = torch.arange(0, count + 2, 2, dtype=torch.int32, device=device)
     given = {
         "num_reqs": requests, "max_query_len": 2, "max_seq_len": tokens, "num_actual_tokens": count,

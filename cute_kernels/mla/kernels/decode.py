@@ -265,7 +265,8 @@ class MlaDecodeKernel:
     @cute.jit
     def find_share(self, smem, table: WorkTable, warp_idx: Int32, tidx: Int32) -> Share:
         """The share of a CTA of a balanced schedule. Of a merge CTA: leaves in `smem.cuts` what it merges."""
-        cta, queries, decode_ctas = table.share[:3]
+        # before shares are found, the table has that of a uniform schedule: work tiles cta, cta + decode_ctas, ...
+        cta, queries, decode_ctas = table.share.first, table.share.end, table.share.step
         divisors = table.divisors
         shares = decode_ctas // divisors.head_blocks.divisor
         number, head_block = divmod(cta, divisors.head_blocks)

@@ -81,7 +81,7 @@ class PvWarpgroups:
         self, smem, table: WorkTable, page_tma: tuple, results: Results, counters: Int64, wg: Int32, tidx: Int32, tid
     ):
         """All work tiles of this CTA; `wg` is 0 or 1, `tidx` the thread of the CTA, `tid` that of the warpgroup."""
-        first_work, end_work, step = table.share[:3]
+        first_work, end_work, step = table.share.first, table.share.end, table.share.step
         divisors = table.divisors
         done = Int32(0)
         for index in cutlass.range(first_work, end_work, step, unroll=1):

@@ -64,7 +64,7 @@ class QkWarpgroups:
     @cute.jit
     def run(self, smem, q_tma: QTma, scale_log2: Float32, table: WorkTable, warp_idx: Int32, tidx: Int32):
         """S of all work tiles of this CTA."""
-        first_work, end_work, step = table.share[:3]
+        first_work, end_work, step = table.share.first, table.share.end, table.share.step
         work = self.scheduler.locate(first_work, table)
         if warp_idx == 0 and first_work < end_work:
             start_q(smem, *q_tma, work, self.heads)

@@ -73,7 +73,7 @@ class SoftmaxWarpgroup:
                 cursor = self.loader.step(smem, table, page_tma, cursor, tid)
         done = Int32(0)
         sSink = smem.sink.get_tensor(cute.make_layout(self.heads))
-        first_work, end_work, step = table.share[:3]
+        first_work, end_work, step = table.share.first, table.share.end, table.share.step
         for index in cutlass.range(first_work, end_work, step, unroll=1):
             work = self.scheduler.locate(index, table)
             length = self.scheduler.length(work, table.mLength)

@@ -34,6 +34,8 @@ class LatentDecodeSpec(MlaDecodeSpec):
         level = 0 if self.few_heads or len(self.kinds) > 1 else 7
         if self.float_scales and self.has_rope and self.has_extra and self.split and self.heads == WIDE:
             level = 3  # from 4 on ptxas serializes wgmma
+        elif (self.cache_format, self.extra_format) == ("v4.1", "v4.1") and self.balanced and self.heads == WIDE:
+            level = 5
         return f"--ptxas-options '--register-usage-level={level}'"
 
     def can_implement(self) -> list[str]:
@@ -179,4 +181,6 @@ def covering_specs() -> list[LatentDecodeSpec]:
             sparse = bool(extra) or name == V3_2.name or (i + j) % 2 == 0
             balanced = lanes > 0 and (i + j) % 4 > 1
             chosen.append(LatentDecodeSpec(sparse, lanes, heads, balanced, cache_format=name, extra_format=extra))
-    return chosen
+    # those that have a level of register usage of their own
+    own = [LatentDecodeSpec(True, 128, WIDE, True, cache_format=name, extra_format=name) for name in ("v3.2", "v4.1")]
+    return [*chosen, *(spec for spec in own if spec not in chosen)]

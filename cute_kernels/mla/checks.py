@@ -214,8 +214,8 @@ def _check_extra(request: Request, layout: PageLayout) -> TokenFormat | None:
     """A second cache and its indices, all of them or none; returns the cache's format."""
     cache, indices, length = request.extra_kv_cache, request.extra_indices, request.extra_topk_length
     if cache is None:
-        of_extra = ("extra_indices", "extra_topk_length", "extra_cache_format")
-        for name in of_extra:
+        extra_names = ("extra_indices", "extra_topk_length", "extra_cache_format")
+        for name in extra_names:
             require(getattr(request, name) is None, name, "a value without extra_kv_cache", "None, or a second cache")
         return None
     _check_cache_tensor("extra_kv_cache", cache, request.q.device)

@@ -7,11 +7,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from cute_kernels.mla.checks import MAX_SLOTS, Request, check, check_options, check_sizes, check_width, formats_of
+from cute_kernels.mla.checks import MAX_SLOTS, Request, check, formats_of
 from cute_kernels.mla.plan import plan_decode
 from cute_kernels.mla.spec import PARTIAL_FLOATS
 from cute_kernels.runtime import memory, workspace
-from cute_kernels.runtime.arch import require_sm90
 from cute_kernels.runtime.checks import fail
 from cute_kernels.runtime.compile import get_kernel
 from cute_kernels.runtime.launch import PreparedLaunches
@@ -147,10 +146,6 @@ def _prepare(
     check(*request)
     batch, s_q, h_q, _ = request.q.shape
     sparse, device = request.indices is not None, request.q.device
-    require_sm90("q", device)
-    check_sizes(s_q, h_q)
-    check_options(None, request.num_splits, request.exchange, request.scores)
-    check_width(sparse, keys[0].width, keys[0].page_size)
     constants = memory.constants(device)
     read = [i for i, cache in enumerate(keys) if cache.width and cache.has_pages]
     strides = []

@@ -78,12 +78,12 @@ def _line(standard: Standard, case: Case | None, ceilings: Mapping[str, float]) 
     if "us" not in case:
         return f"{standard.name}: FAILED, {str(case.get('failed'))[:90]}"
     under_load = f", {short(case['us_sustained'])} under load" if case.get("us_sustained") else ""
-    fraction, of_what = reached(case, ceilings)
+    fraction, ceiling = reached(case, ceilings)
     peer = peer_of(case)
     name = next(iter(case.get("peers") or {}), "")
     beside = f"; {PEERS.get(name, name)} takes {peer['ratio']:.2f} x" if "ratio" in peer else ""
-    binds = case.get("binds") or ("tensor core" if of_what == "products" else "HBM")
-    return f"{standard.name}: {short(case['us'])} us{under_load}; {fraction:.0%} of {of_what}; {binds} binds{beside}"
+    binds = case.get("binds") or ("tensor core" if ceiling == "products" else "HBM")
+    return f"{standard.name}: {short(case['us'])} us{under_load}; {fraction:.0%} of {ceiling}; {binds} binds{beside}"
 
 
 def reached(case: Case, ceilings: Mapping[str, float]) -> tuple[float, str]:

@@ -40,8 +40,10 @@ def calls(monkeypatch):
     recorded = []
 
     def recorder(q, kv_cache, *, return_lse=False, out=None, lse, num_splits, exchange, **arguments):
-        of_plan = {"num_splits": num_splits, "exchange": exchange}
-        recorded.append({"q": q, "kv_cache": kv_cache, "return_lse": return_lse, "out": out, **of_plan, **arguments})
+        plan_arguments = {"num_splits": num_splits, "exchange": exchange}
+        recorded.append(
+            {"q": q, "kv_cache": kv_cache, "return_lse": return_lse, "out": out, **plan_arguments, **arguments}
+        )
         result, result_lse = fp8_mla.reference_decode(q, kv_cache, **arguments)
         out = torch.empty_like(result, dtype=torch.bfloat16) if out is None else out
         return out.copy_(result), lse.copy_(result_lse)

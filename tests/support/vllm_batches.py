@@ -93,9 +93,9 @@ def draw_batch(lengths: list[int], queries: list[int], page_size: int, seed: int
     all_slots, slots = [], []
     for row, length, count in zip(block_table.long(), lengths, queries, strict=True):
         position = torch.arange(length, dtype=torch.int64, device="cpu")
-        of_request = row[position // page_size] * page_size + position % page_size
-        all_slots.append(of_request)
-        slots.append(of_request[length - count :])
+        request_slots = row[position // page_size] * page_size + position % page_size
+        all_slots.append(request_slots)
+        slots.append(request_slots[length - count :])
     starts = torch.tensor([0, *queries], dtype=torch.int32, device="cpu").cumsum(0).int()
     total = sum(lengths)
     return Batch(

@@ -21,6 +21,7 @@ WEIGHTS = 0x5C005C00  # as two float16 numbers
 MIN_BYTE, MAX_BYTE = 105, 126  # ue8m0 scales in range
 MAX_FP4_BYTE = 0x62  # the largest e4m3 scale in range, 40
 MASKED_FLOAT = (127 - 6) << 23  # MASKED_SCALE of mla.spec, as bits
+SMALL_BYTE = 113  # WEIGHT times a smaller ue8m0 scale and a code may be no normal float16 number
 NAN_BYTE = 255  # the ue8m0 byte that means NaN
 MULTIPLIER = -(104 << 10) * 0x00010001 % 2**32  # exponent field of WEIGHT times a ue8m0 scale, less the byte; twice
 LOW_VALUES, HIGH_VALUES = 0x3E3C3800, 0x46444240  # upper bytes of the float16 numbers 0, 0.5, 1, 1.5; 2, 3, 4, 6
@@ -102,6 +103,13 @@ def out_of_range(kind: TokenFormat, word: Int32) -> Int32:
     return (above | word | (not_below ^ -1)) & TOP_BITS
 
 
+def is_small(kind: TokenFormat, word: Int32) -> Int32:
+    """Not 0 if one of the four scales of a word is so small that a sum of values as float16 needs a scale."""
+    if is_fp4(kind):
+        return Int32(0)  # the smallest value is 2^-10
+    return ((word & 0x7F7F7F7F) + 0x01010101 * (128 - SMALL_BYTE) ^ -1) & TOP_BITS
+
+
 @cute.jit
 def scale_of(kind: cutlass.Constexpr, byte: Int32) -> Float32:
     """The scale that a byte means."""
@@ -131,13 +139,19 @@ def max_magnitudes(a: Int32, b: Int32) -> Int32:
 
 
 @cute.jit
-def rope_to_float16(word: Int32) -> Int32:
-    """WEIGHT times a pair of bfloat16, as float16."""
-    weighted = cute.arch.inline_ptx(  # `mul` takes registers alone: 2^8, twice
+def weigh_bfloat16(word: Int32) -> Int32:
+    """WEIGHT times a pair of bfloat16."""
+    return cute.arch.inline_ptx(  # `mul` takes registers alone: 2^8, twice
         "{\n.reg .b32 t;\nmov.b32 t, 0x43804380;\nmul.rn.bf16x2 {$w0}, {$r0}, t;\n}",
         write_only_types=[Int32],
         read_only_args=[word],
     )
+
+
+@cute.jit
+def rope_to_float16(word: Int32) -> Int32:
+    """WEIGHT times a pair of bfloat16, as float16."""
+    weighted = weigh_bfloat16(word)
     bits, pair = cute.make_rmem_tensor(2, Int32), cute.make_rmem_tensor(2, Float16)
     bits[0], bits[1] = weighted << 16, weighted & -0x10000
     pair.store(cute.recast_tensor(bits, Float32).load().to(Float16))

@@ -31,6 +31,11 @@ WORK_TILE_US = 5.0  # first load, Q, epilogue
 MERGE_US = 2.0  # from the last partial to the result
 MERGE_US_PER_MB = 0.3  # partials are written once and read once, from L2 where they are few
 MERGE_US_PER_SPLIT = 0.03
+# The latent kernel's, fitted to splits of 128 + 1024 keys (docs/journal/latent.md). The first tiles of a split cost less
+# than later ones; more for each split makes up for it.
+LATENT_START_US = {8: 4.3, 16: 4.3, HALF: 1.5, WIDE: 3.4}
+LATENT_TILE_US = {8: 1.45, 16: 1.45, HALF: 1.5, WIDE: 2.0}
+LATENT_MERGE_US_PER_SPLIT = 0.2
 
 Spec = MlaDecodeSpec | MlaCrossoverSpec
 
@@ -120,7 +125,7 @@ def plan_decode(
 
     def estimate(spec: Spec, n: int) -> float:
         work_tiles = queries * spec.head_blocks(h_q) * n
-        return _estimate_us(spec.heads, work_tiles, -(-tiles // n), n, queries * h_q, num_sms)
+        return _estimate_us(spec, work_tiles, -(-tiles // n), n, queries * h_q, num_sms)
 
     spec, best = min(itertools.product(specs, candidates), key=lambda choice: estimate(*choice))
     blocks = spec.head_blocks(h_q)
@@ -172,10 +177,13 @@ def _merge_ctas(spec: Spec, h_q: int, merge_lanes: int, groups: int, num_sms: in
     return -(-rounds // max(1, -(-groups * rounds // num_sms)))
 
 
-def _estimate_us(heads: int, work_tiles: int, tiles: int, num_splits: int, rows: int, num_sms: int) -> float:
+def _estimate_us(spec: Spec, work_tiles: int, tiles: int, num_splits: int, rows: int, num_sms: int) -> float:
     """Predicted launch time in us, split merge included. `tiles` is the key tiles of each work tile."""
-    decode = START_US[heads] + -(-work_tiles // num_sms) * (tiles * TILE_US[heads] + WORK_TILE_US)
+    start, tile, per_split = START_US, TILE_US, MERGE_US_PER_SPLIT
+    if isinstance(spec, LatentDecodeSpec):
+        start, tile, per_split = LATENT_START_US, LATENT_TILE_US, LATENT_MERGE_US_PER_SPLIT
+    decode = start[spec.heads] + -(-work_tiles // num_sms) * (tiles * tile[spec.heads] + WORK_TILE_US)
     if num_splits == 1:
         return decode
     partial_mb = num_splits * rows * 4 * PARTIAL_FLOATS / 1e6
-    return decode + MERGE_US + MERGE_US_PER_MB * partial_mb + MERGE_US_PER_SPLIT * num_splits
+    return decode + MERGE_US + MERGE_US_PER_MB * partial_mb + per_split * num_splits

@@ -10,7 +10,7 @@ from cutlass.cute.nvgpu import warpgroup
 from cute_kernels.device import registers, softmax, wgmma
 from cute_kernels.device.ring import ring_slot
 from cute_kernels.device.trace import Tracer
-from cute_kernels.mla.kernels.arguments import Partials, Results
+from cute_kernels.mla.kernels.arguments import Results
 from cute_kernels.mla.kernels.barriers import NamedBarrier
 from cute_kernels.mla.kernels.load import issue_tma
 from cute_kernels.mla.kernels.merge import PartialMerger
@@ -45,14 +45,12 @@ class Epilogue(NamedTuple):
     """What is stored of a work tile: O^T times `factor` of each column, and the log-sum-exp of head `tid`.
 
     is_exact  1 if a partial has block scales: O has been summed by `add_exactly`
-    scratch   shared memory of the warpgroup, where block scales are those of several warps
     """
 
     acc_o: list
     factor: cute.Tensor
     lse: Float32
     is_exact: Int32
-    scratch: cute.Pointer | None = None
 
 
 class PvWarpgroups:
@@ -367,41 +365,44 @@ class PvWarpgroups:
             if epilogue.is_exact == 0:  # negative: the block scale of all values
                 mScales[split, request, query, head, 0] = Float32(-1.0 / self.weight)
         rows = mPartial[split, request, query, None, None]
-        self.store(epilogue, rows, self.block_scales(results.partials, work, wg, tid), h_q, head_block, wg, tid)
-
-    def block_scales(self, partials: Partials, work: WorkTile, wg: Int32, tid: Int32) -> cute.Tensor:
-        """Those that `store` writes: (heads) of the 64 values of a warp."""
-        return partials.scales[work.split, work.request, work.query, None, 4 * wg + tid // 32]
+        scales = mScales[split, request, query, None, 4 * wg + tid // 32]
+        self.store(epilogue, rows, scales, h_q, head_block, wg, tid)
 
     @cute.jit
     def store(
         self, epilogue: Epilogue, rows: cute.Tensor, scales, h_q: Int32, head_block: Int32, wg: Int32, tid: Int32
     ):
         """Stores O times the factor of each head, eight neighbouring values at once; by block scale where exact."""
+        if const_expr(scales is None):
+            self.store_columns(epilogue, rows, None, h_q, head_block, wg, tid)
+        else:
+            if epilogue.is_exact != 0:
+                self.store_columns(epilogue, rows, scales, h_q, head_block, wg, tid)
+            else:
+                self.store_columns(epilogue, rows, None, h_q, head_block, wg, tid)
+
+    @cute.jit
+    def store_columns(
+        self, epilogue: Epilogue, rows: cute.Tensor, scales, h_q: Int32, head_block: Int32, wg: Int32, tid: Int32
+    ):
+        """The same; with or without scales: a branch for each head would leave gaps in the code that is run once."""
         first = 256 * wg + 64 * (tid // 32) + 8 * (tid % 32 // 4)
-        eight = cute.make_rmem_tensor(8, Float32)
+        eight, factor = cute.make_rmem_tensor(8, Float32), epilogue.factor
         for c in cutlass.range_constexpr(self.columns):
             head = head_block * self.heads + head_of_column(tid, c)
-            self.column(epilogue, c, eight)
+            for m in cutlass.range_constexpr(ROW_BLOCKS):
+                o = wgmma.by_row(epilogue.acc_o[m])
+                for r in cutlass.range_constexpr(2):
+                    eight[2 * m + r] = cutlass.select_(factor[c] == 0.0, Float32(0.0), o[r, c] * factor[c])
             if const_expr(scales is not None):
-                if epilogue.is_exact != 0:
-                    scale = self.divide_by_scale(eight)
-                    if tid % 32 < 4 and head < h_q:
-                        scales[head] = scale
+                scale = self.divide_by_scale(eight)
+                if tid % 32 < 4 and head < h_q:
+                    scales[head] = scale
             rounded = cute.make_rmem_tensor(8, rows.element_type)
             rounded.store(eight.load().to(rows.element_type))
             if head < h_q:
                 pointer = rows[head, None].iterator + cute.assume(first, divby=8)
                 cute.autovec_copy(rounded, cute.make_tensor(pointer, cute.make_layout(8)))
-
-    @cute.jit
-    def column(self, epilogue: Epilogue, c: cutlass.Constexpr, eight: cute.Tensor):
-        """A thread's eight values of a head; 0 where its factor is."""
-        factor = epilogue.factor
-        for m in cutlass.range_constexpr(ROW_BLOCKS):
-            o = wgmma.by_row(epilogue.acc_o[m])
-            for r in cutlass.range_constexpr(2):
-                eight[2 * m + r] = cutlass.select_(factor[c] == 0.0, Float32(0.0), o[r, c] * factor[c])
 
     @cute.jit
     def divide_by_scale(self, eight: cute.Tensor) -> Float32:

@@ -128,7 +128,8 @@ def flash_mla_with_kvcache(
             and `extra_indices_in_kvcache` extra_indices.
     """
     # imported here, so that importing this module loads no kernel
-    from cute_kernels.mla.op import mla_fp8_decode
+    from cute_kernels.mla.checks import Request
+    from cute_kernels.mla.op import decode
 
     _refuse_unsupported(k_cache, head_dim_v, is_fp8_kvcache, descale_q, descale_k)
     sparse = indices is not None
@@ -139,7 +140,7 @@ def flash_mla_with_kvcache(
     if isinstance(q, torch.Tensor) and q.dim() == 4:
         batch, s_q, h_q, _ = q.shape
         lse = torch.empty((batch, h_q, s_q), dtype=torch.float32, device=q.device).transpose(1, 2)
-    out, lse = mla_fp8_decode(
+    request = Request(
         q,
         k_cache,
         indices=indices,
@@ -152,6 +153,7 @@ def flash_mla_with_kvcache(
         s_aux=attn_sink,
         num_splits=1 if enable_batch_invariant else None,
         exchange="none" if enable_batch_invariant else None,
+        scores=None,
         cache_format=cache_format,
         cache_layout=cache_layout,
         extra_kv_cache=extra_k_cache,
@@ -159,9 +161,10 @@ def flash_mla_with_kvcache(
         extra_topk_length=extra_topk_length,
         out=out,
         lse=lse,
-        return_lse=True,
+        inf_if_empty=True,
     )
-    return out, lse.masked_fill_(lse == -torch.inf, torch.inf).transpose(1, 2)
+    out, lse = decode(request)
+    return out, lse.transpose(1, 2)
 
 
 def flash_mla_sparse_fwd(

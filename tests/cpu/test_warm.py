@@ -69,7 +69,11 @@ def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
 
 @pytest.mark.parametrize("heads, tokens", [(8, 1), (16, 2), (64, 1), (128, 1), (128, 2)])
 @pytest.mark.parametrize("shape", [{"topk": 2048}, {"topk": 512, "lengths": True}, {"topk": None, "max_tokens": 8192}])
-def test_mla_shapes_name_what_the_op_prepares(asked: Asked, heads: int, tokens: int, shape: dict[str, Any]) -> None:
+@pytest.mark.parametrize("flash_mla", [False, True])
+def test_mla_shapes_name_what_the_op_prepares(
+    asked: Asked, heads: int, tokens: int, shape: dict[str, Any], flash_mla: bool
+) -> None:
+    shape = {**shape, "flash_mla": flash_mla}
     sparse = shape["topk"] is not None
     unset = dict.fromkeys(inspect.signature(mla_op._prepare).parameters)
     for batch in BATCHES:
@@ -83,6 +87,7 @@ def test_mla_shapes_name_what_the_op_prepares(asked: Asked, heads: int, tokens: 
             "any_page": True,
             "page_size": 64,
             "ragged": shape.get("lengths", False) or not sparse,
+            "inf_if_empty": shape.get("flash_mla", False),
         }
         mla_op._prepare(**{**unset, **call})
     for appended in (1, 100_000):

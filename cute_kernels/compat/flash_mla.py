@@ -128,8 +128,7 @@ def flash_mla_with_kvcache(
             and `extra_indices_in_kvcache` extra_indices.
     """
     # imported here, so that importing this module loads no kernel
-    from cute_kernels.mla.checks import Request
-    from cute_kernels.mla.op import decode
+    from cute_kernels.mla.op import decode_request
 
     _refuse_unsupported(k_cache, head_dim_v, is_fp8_kvcache, descale_q, descale_k)
     sparse = indices is not None
@@ -140,9 +139,9 @@ def flash_mla_with_kvcache(
     if isinstance(q, torch.Tensor) and q.dim() == 4:
         batch, s_q, h_q, _ = q.shape
         lse = torch.empty((batch, h_q, s_q), dtype=torch.float32, device=q.device).transpose(1, 2)
-    request = Request(
-        q,
-        k_cache,
+    out, lse = decode_request(
+        q=q,
+        kv_cache=k_cache,
         indices=indices,
         topk_length=topk_length,
         # users of FlashMLA pass these in sparse mode too, where they have no meaning
@@ -163,7 +162,6 @@ def flash_mla_with_kvcache(
         lse=lse,
         inf_if_empty=True,
     )
-    out, lse = decode(request)
     return out, lse.transpose(1, 2)
 
 

@@ -149,18 +149,19 @@ def mla_fp8_decode(
     return (out, lse) if return_lse else out
 
 
-def decode(request: _Request) -> tuple[torch.Tensor, torch.Tensor]:
+def decode_request(**arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """`mla_fp8_decode` for adapters of this package, which may ask for `inf_if_empty`.
 
     Args:
-        request: arguments of `mla_fp8_decode`, unchecked.
+        arguments: fields of a `Request` by name: the arguments of `mla_fp8_decode`, and `inf_if_empty`.
 
     Returns:
-        out and lse, as `mla_fp8_decode`, but for lse +inf of a query without keys where the request has `inf_if_empty`.
+        out and lse, as of `mla_fp8_decode`; with `inf_if_empty` lse of a query without keys is +inf.
 
     Raises:
         TypeError, ValueError: as `mla_fp8_decode`.
     """
+    request = _Request(**arguments)
     if torch.is_grad_enabled():
         refuse_gradients("mla_fp8_decode", _TENSORS, *(getattr(request, name) for name in _TENSORS))
     if isinstance(request.q, torch.Tensor) and request.q.is_cuda and not torch.compiler.is_compiling():

@@ -74,8 +74,8 @@ def shapes_of(options: argparse.Namespace) -> list[Shape]:
         raise ValueError(f"--mla, --kv-heads: got {got}; needs one of them")
     if options.mla:
         topk = None if options.dense else options.topk
-        sizes = (options.heads, topk, options.lengths, options.max_tokens, not options.no_append)
-        return [MlaShape(*sizes, flash_mla=options.flash_mla)]
+        append = not options.no_append
+        return [MlaShape(options.heads, topk, options.lengths, options.max_tokens, append, flash_mla=options.flash_mla)]
     shapes: list[Shape] = [
         GqaShape(
             heads=options.heads,

@@ -19,7 +19,7 @@ from cute_kernels.mla.spec import MlaDecodeSpec
 from scripts.bench import sass
 from scripts.bench.sass import KernelCode, SassReport, report
 from tests.cpu.tiny_spec import TinySpec
-from tests.support.reports import report_of
+from tests.support.reports import listing_of, report_of
 
 ROOT = Path(__file__).resolve().parents[2]
 SPEC_MODULES = sorted(
@@ -72,6 +72,16 @@ def reports(request: pytest.FixtureRequest) -> Iterator[Callable[[Any], SassRepo
 def test_compiles_within_its_budget(spec: Any, reports: Callable[[Any], SassReport]) -> None:
     assert spec.can_implement() == []
     assert reports(spec).problems(spec.expected) == []
+
+
+@pytest.mark.parametrize("spec", FLASH_MLA, ids=repr)
+def test_inf_of_empty_rows_is_chosen_where_results_are_stored(spec: Any, reports: Callable[[Any], SassReport]) -> None:
+    """By the epilogue where a CTA has all keys of a query, for each of a thread's rows, and by the merge."""
+    reports(spec)
+    whole_queries = not spec.split or spec.balanced
+    rows = 2 if isinstance(spec, MlaCrossoverSpec) else 1
+    choices = [line for line in listing_of(spec) if " FSEL " in line and "+INF" in line]
+    assert len(choices) == rows * whole_queries + spec.split
 
 
 def test_every_room_ships_specs() -> None:

@@ -22,7 +22,7 @@ from cute_kernels.runtime import compile
 from cute_kernels.runtime.cache import KernelSpec, entry_name
 from cute_kernels.sink import launch as sink_launch
 from cute_kernels.warm import GqaShape, MlaShape, PrefillShape, kernel_specs, warm
-from cute_kernels.warm.__main__ import main, numbers
+from cute_kernels.warm.__main__ import main, numbers, parser, shapes_of
 from tests.cpu.tiny_spec import TinySpec
 from tests.support.kernel_place import ROOT, Place
 
@@ -312,6 +312,11 @@ def test_the_command_explains_itself(arguments: list[str], capsys: pytest.Captur
     with pytest.raises(SystemExit) as exit:
         main(arguments)
     assert exit.value.code == 2 and "--" in capsys.readouterr().err
+
+
+def test_the_command_knows_flash_mlas_interface() -> None:
+    shapes = [shapes_of(parser().parse_args(["--heads", "16", "--mla", *more])) for more in ((), ("--flash-mla",))]
+    assert shapes == [[MlaShape(16)], [MlaShape(16, flash_mla=True)]]
 
 
 def test_numbers_and_ranges() -> None:

@@ -128,7 +128,7 @@ def flash_mla_with_kvcache(
             and `extra_indices_in_kvcache` extra_indices.
     """
     # imported here, so that importing this module loads no kernel
-    from cute_kernels.mla.op import mla_fp8_decode
+    from cute_kernels.mla.op import decode_request
 
     _refuse_unsupported(k_cache, head_dim_v, is_fp8_kvcache, descale_q, descale_k)
     sparse = indices is not None
@@ -139,9 +139,9 @@ def flash_mla_with_kvcache(
     if isinstance(q, torch.Tensor) and q.dim() == 4:
         batch, s_q, h_q, _ = q.shape
         lse = torch.empty((batch, h_q, s_q), dtype=torch.float32, device=q.device).transpose(1, 2)
-    out, lse = mla_fp8_decode(
-        q,
-        k_cache,
+    out, lse = decode_request(
+        q=q,
+        kv_cache=k_cache,
         indices=indices,
         topk_length=topk_length,
         # users of FlashMLA pass these in sparse mode too, where they have no meaning
@@ -152,6 +152,7 @@ def flash_mla_with_kvcache(
         s_aux=attn_sink,
         num_splits=1 if enable_batch_invariant else None,
         exchange="none" if enable_batch_invariant else None,
+        scores=None,
         cache_format=cache_format,
         cache_layout=cache_layout,
         extra_kv_cache=extra_k_cache,
@@ -159,9 +160,9 @@ def flash_mla_with_kvcache(
         extra_topk_length=extra_topk_length,
         out=out,
         lse=lse,
-        return_lse=True,
+        inf_if_empty=True,
     )
-    return out, lse.masked_fill_(lse == -torch.inf, torch.inf).transpose(1, 2)
+    return out, lse.transpose(1, 2)
 
 
 def flash_mla_sparse_fwd(

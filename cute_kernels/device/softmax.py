@@ -1,5 +1,7 @@
 """Online softmax in units of log2: row_max, row_sum and the rescaling of accumulators by rows."""
 
+from typing import Any
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
@@ -27,6 +29,11 @@ def log_sum_exp(row_max: Float32, row_sum: Float32) -> Float32:
     """Natural logarithm of row_sum * 2^row_max; -inf for a row without keys."""
     lse = (row_max + cute.math.log2(row_sum, fastmath=True)) * LN_2
     return cutlass.select_(row_sum == 0.0, -Float32.inf, lse)
+
+
+def result_lse(lse: Float32, inf_if_empty: bool) -> Any:
+    """The log-sum-exp of a result; with `inf_if_empty`, a constant of the spec, +inf for a row without keys."""
+    return cutlass.select_(lse == -Float32.inf, Float32.inf, lse) if inf_if_empty else lse
 
 
 @cute.jit

@@ -35,6 +35,7 @@ class MergeSpec:
     loads      16-byte loads that a thread has in flight
     block_scales  64 neighbouring values of a state are kept divided by a float32, so that float16 holds them
     eager      states are read before their log-sum-exps have come, empty ones as well
+    inf_if_empty  the merged log-sum-exp of empty states is +inf instead of -inf
     """
 
     d: int
@@ -47,6 +48,7 @@ class MergeSpec:
     loads: int = LOADS_IN_FLIGHT
     block_scales: bool = False
     eager: bool = False
+    inf_if_empty: bool = False
 
     kernel: ClassVar[str] = "cute_kernels.merge.kernels.merge:MergeKernel"
 

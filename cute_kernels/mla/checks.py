@@ -30,7 +30,10 @@ _ALIGN = 16  # bytes: loads of the kernels
 
 
 class Request(NamedTuple):
-    """The arguments of one call, those of the operator first, in its order. `return_lse` is an eager call's."""
+    """The arguments of one call, those of the operator first, in its order. `return_lse` is an eager call's.
+
+    inf_if_empty  a query without keys has an lse of +inf, as in FlashMLA, instead of -inf
+    """
 
     q: torch.Tensor
     kv_cache: torch.Tensor
@@ -52,7 +55,13 @@ class Request(NamedTuple):
     extra_cache_format: str | None = None
     out: torch.Tensor | None = None
     lse: torch.Tensor | None = None
+    inf_if_empty: bool = False
     return_lse: bool = True
+
+    @property
+    def lse_if_empty(self) -> float:
+        """Of a query without keys."""
+        return torch.inf if self.inf_if_empty else -torch.inf
 
 
 class Formats(NamedTuple):

@@ -81,7 +81,7 @@ def launch_latent(request: Request) -> tuple[torch.Tensor, torch.Tensor]:
     ragged = any(length is not None for length in lengths)
     key = (
         q.get_device(), sparse, batch, s_q, h_q, ragged, request.num_splits, request.exchange, request.scores,
-        request.cache_layout, *keys,
+        request.cache_layout, request.inf_if_empty, *keys,
     )  # fmt: skip
     prepared = _prepared.get(key) or _prepare(request, key, keys, ragged, caches)
     out, lse = request.out, request.lse
@@ -93,7 +93,7 @@ def launch_latent(request: Request) -> tuple[torch.Tensor, torch.Tensor]:
     if prepared.kernel is None:
         check(*request)
         out.zero_()
-        lse.fill_(-torch.inf)
+        lse.fill_(request.lse_if_empty)
         return out, lse
     arguments: list[Any] = []
     for i, strides in enumerate(prepared.strides, start=1 if prepared.swapped else 0):
@@ -169,6 +169,7 @@ def _prepare(
             extra_format=keys[1].name if len(read) > 1 else "",
             extra_keys=keys[1].width if len(read) > 1 else 0,
             latent=True,
+            inf_if_empty=request.inf_if_empty,
         )
         kernel, splits, merge_ctas = get_kernel(plan.spec), plan.num_splits, plan.merge_ctas
         blocks, max_ctas, partial_rows = plan.spec.head_blocks(h_q), plan.max_ctas, plan.partial_rows

@@ -24,6 +24,7 @@ from fp8_mla.formats import V3_2
 
 DEFAULT_SCALE = fp8_mla.QK_DIM**-0.5
 _D_QK, _TOKEN_BYTES = fp8_mla.QK_DIM, fp8_mla.TOKEN_BYTES
+_INPUTS = _Request._fields.index("out")  # of a request, before what is written
 _INTS, _FLOATS = (int, type(None)), (float, type(None))
 
 _OF_REFERENCE = (
@@ -142,16 +143,43 @@ def mla_fp8_decode(
         extra_cache_format,
     )  # fmt: skip
     if isinstance(q, torch.Tensor) and q.is_cuda and not torch.compiler.is_compiling():
-        out, lse = _decode_on_gpu(*arguments, out, lse, return_lse)
-        return (out, lse) if return_lse else out
+        out, lse = _decode_on_gpu(*arguments, out, lse, False, return_lse)
+    else:
+        out, lse = _decode_by_operator(_Request(*arguments, out, lse))
+    return (out, lse) if return_lse else out
+
+
+def decode_request(**arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """`mla_fp8_decode` for adapters of this package, which may ask for `inf_if_empty`.
+
+    Args:
+        arguments: fields of a `Request` by name: the arguments of `mla_fp8_decode`, and `inf_if_empty`.
+
+    Returns:
+        out and lse, as of `mla_fp8_decode`; with `inf_if_empty` lse of a query without keys is +inf.
+
+    Raises:
+        TypeError, ValueError: as `mla_fp8_decode`.
+    """
+    request = _Request(**arguments)
+    if torch.is_grad_enabled():
+        refuse_gradients("mla_fp8_decode", _TENSORS, *(getattr(request, name) for name in _TENSORS))
+    if isinstance(request.q, torch.Tensor) and request.q.is_cuda and not torch.compiler.is_compiling():
+        return _decode_on_gpu(*request)
+    return _decode_by_operator(request)
+
+
+def _decode_by_operator(request: _Request) -> tuple[torch.Tensor, torch.Tensor]:
+    """A call that torch.compile traces, or one on a CPU."""
+    q, out, lse = request.q, request.out, request.lse
     if not isinstance(q, torch.Tensor) or q.dim() != 4:
-        _check(*arguments, out, lse)
+        _check(*request)
     if out is None:
         out = q.new_empty((*q.shape[:3], fp8_mla.V_DIM), dtype=torch.bfloat16)
     if lse is None:
         lse = q.new_empty(q.shape[:3], dtype=torch.float32)
-    _decode_into(*arguments, out, lse)
-    return (out, lse) if return_lse else out
+    _decode_into(*request[:_INPUTS], out, lse, request.inf_if_empty)
+    return out, lse
 
 
 class PreparedLaunch(NamedTuple):
@@ -176,7 +204,7 @@ def _launch(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
     (
         q, pages, indices, topk_length, block_table, cache_seqlens, causal, softmax_scale, s_aux, num_splits, exchange,
         scores, cache_format, cache_layout, extra_cache, extra_indices, extra_topk_length, extra_format, out, lse,
-        return_lse,
+        inf_if_empty, return_lse,
     ) = arguments  # fmt: skip
     # a kernel takes True for 1, and 1.0 finds the launch that 1 prepared
     if type(num_splits) not in _INTS or type(softmax_scale) not in _FLOATS:
@@ -204,7 +232,7 @@ def _launch(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
     ragged = given_length is not None
     key = (
         device, sparse, batch, s_q, h_q, index.shape[-1], num_pages > 0, page_size, ragged, num_splits, exchange,
-        scores,
+        scores, inf_if_empty,
     )  # fmt: skip
     prepared = _prepared.get(key) or _prepare(*key)
     if out is None:
@@ -214,7 +242,7 @@ def _launch(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
     if prepared.kernel is None:
         _check(*arguments)
         out.zero_()
-        lse.fill_(-torch.inf)
+        lse.fill_(torch.inf if inf_if_empty else -torch.inf)
         return out, lse
     length = prepared.no_length if given_length is None else given_length
     # the compiled kernel takes unsigned integers for signed ones
@@ -252,6 +280,7 @@ def _prepare(
     num_splits: int | None,
     exchange: str | None,
     scores: str | None,
+    inf_if_empty: bool,
 ) -> PreparedLaunch:
     """Plans a call and loads its kernel; the arguments are the key that `_launch` looks up."""
     device = torch.device("cuda", device_index)
@@ -273,6 +302,7 @@ def _prepare(
             num_splits=num_splits,
             exchange=exchange,
             scores=scores,
+            inf_if_empty=inf_if_empty,
         )
         kernel, splits, merge_ctas = get_kernel(plan.spec), plan.num_splits, plan.merge_ctas
         blocks, max_ctas, partial_rows = plan.spec.head_blocks(h_q), plan.max_ctas, plan.partial_rows
@@ -287,7 +317,10 @@ def _prepare(
         constants.no_length.expand(batch, s_q),
         memory.unread((batch, s_q, h_q), device),
     )
-    key = (device_index, sparse, batch, s_q, h_q, width, any_page, page_size, ragged, num_splits, exchange, scores)
+    key = (
+        device_index, sparse, batch, s_q, h_q, width, any_page, page_size, ragged, num_splits, exchange, scores,
+        inf_if_empty,
+    )  # fmt: skip
     return _prepared.keep(key, prepared, device)
 
 
@@ -320,6 +353,8 @@ def _run(*arguments: Any) -> None:
     assert request.out is not None and request.lse is not None  # the schema requires both
     request.out.copy_(result)
     request.lse.copy_(result_lse)
+    if request.inf_if_empty:
+        request.lse.masked_fill_(request.lse == -torch.inf, torch.inf)
 
 
 _decode_into = register_op(
@@ -328,7 +363,7 @@ _decode_into = register_op(
     "bool causal, float? softmax_scale, Tensor? s_aux, int? num_splits, str? exchange, str? scores, "
     "str? cache_format, str? cache_layout, Tensor? extra_kv_cache, Tensor? extra_indices, Tensor? extra_topk_length, "
     "str? extra_cache_format, "
-    "Tensor(a!) out, Tensor(b!) lse) -> ()",
+    "Tensor(a!) out, Tensor(b!) lse, bool inf_if_empty=False) -> ()",
     _run,
     lambda *args: None,
 )

@@ -45,6 +45,7 @@ class MlaDecodeSpec:
     scores       "exact": codes times Q in float16, scales in float32. "fp8": codes as they lie times Q in two e4m3
                  numbers, on the FP8 tensor core; 32 or 64 heads
     trace        the roles store timestamps (device/trace.py)
+    inf_if_empty  a query without keys has a log-sum-exp of +inf, as in FlashMLA, instead of -inf
 
     Sinks, lengths and the log-sum-exp are always there (a sink of -inf, a length of topk): they cost nothing
     measurable, and each fact less halves the number of kernels.
@@ -56,6 +57,7 @@ class MlaDecodeSpec:
     balanced: bool = False
     scores: str = "exact"
     trace: bool = False
+    inf_if_empty: bool = False
 
     kernel: ClassVar[str] = "cute_kernels.mla.kernels.decode:MlaDecodeKernel"
     cluster: ClassVar[int] = 1  # CTAs that share the keys of a query token and split

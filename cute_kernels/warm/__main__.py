@@ -45,6 +45,7 @@ def parser() -> argparse.ArgumentParser:
     mla.add_argument("--topk", type=int, default=2048, help="keys of a query's list (2048)")
     mla.add_argument("--lengths", action="store_true", help="calls have a topk_length")
     mla.add_argument("--dense", action="store_true", help="no lists: block tables")
+    mla.add_argument("--flash-mla", action="store_true", help="calls are those of cute_kernels.compat.flash_mla")
     gqa = it.add_argument_group("MHA, GQA, MQA")
     gqa.add_argument("--kv-heads", type=int, help="heads of the cache on one GPU")
     gqa.add_argument("--head-dim", type=int, default=128, help="(128)")
@@ -73,7 +74,8 @@ def shapes_of(options: argparse.Namespace) -> list[Shape]:
         raise ValueError(f"--mla, --kv-heads: got {got}; needs one of them")
     if options.mla:
         topk = None if options.dense else options.topk
-        return [MlaShape(options.heads, topk, options.lengths, options.max_tokens, not options.no_append)]
+        append = not options.no_append
+        return [MlaShape(options.heads, topk, options.lengths, options.max_tokens, append, flash_mla=options.flash_mla)]
     shapes: list[Shape] = [
         GqaShape(
             heads=options.heads,

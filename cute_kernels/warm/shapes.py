@@ -31,7 +31,7 @@ SCALES = {
 
 @dataclass(frozen=True)
 class MlaShape:
-    """`mla_fp8_decode` and `mla_fp8_append` of a model.
+    """`mla_fp8_decode`, or FlashMLA's interface to it, and `mla_fp8_append` of a model.
 
     heads       query heads of one GPU, 1 to 128
     topk        keys of a query's list; None: dense, by block tables
@@ -39,6 +39,7 @@ class MlaShape:
     max_tokens  dense: tokens that a block table can name, its width times the page size
     append      whether the model fills its cache with `mla_fp8_append`
     scores      as calls have it
+    flash_mla   whether calls are those of `cute_kernels.compat.flash_mla`, which have kernels of their own
     """
 
     heads: int
@@ -47,6 +48,7 @@ class MlaShape:
     max_tokens: int = 131_072
     append: bool = True
     scores: str | None = None
+    flash_mla: bool = False
 
     def __post_init__(self) -> None:
         """Raises ValueError for heads that no kernel takes."""
@@ -67,6 +69,7 @@ class MlaShape:
                     num_sms=num_sms,
                     ragged=self.lengths or not sparse,
                     scores=self.scores,
+                    inf_if_empty=self.flash_mla,
                 ).spec
         if self.append:
             yield from map(MlaAppendSpec.for_launch, APPENDED_TOKENS)

@@ -2,14 +2,18 @@
 
 import inspect
 import math
-import sys
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 import cute_kernels.compat.flash_mla as flash_mla
 import fp8_mla
+from cute_kernels.mla import op
+from cute_kernels.mla.crossover.spec import MlaCrossoverSpec
+from cute_kernels.mla.latent.spec import LatentDecodeSpec
+from cute_kernels.mla.spec import MlaDecodeSpec
+from tests.support.empty_rows import CALLS, flash_mla_call, require_inf_of_empty_rows, spec_of
 
 BATCH, S_Q, H_Q, PAGE_SIZE = 3, 2, 4, 8
 
@@ -36,21 +40,18 @@ def indices():
 
 @pytest.fixture
 def calls(monkeypatch):
-    """Puts a recorder in the place of `mla_fp8_decode`, so that a test sees exactly what is passed on."""
+    """The requests that reach the operation, with poisoned outputs, so that a test sees exactly what is passed on."""
     recorded = []
+    decode_request = op.decode_request
 
-    def recorder(q, kv_cache, *, return_lse=False, out=None, lse, num_splits, exchange, **arguments):
-        plan_arguments = {"num_splits": num_splits, "exchange": exchange}
-        recorded.append(
-            {"q": q, "kv_cache": kv_cache, "return_lse": return_lse, "out": out, **plan_arguments, **arguments}
-        )
-        result, result_lse = fp8_mla.reference_decode(q, kv_cache, **arguments)
-        out = torch.empty_like(result, dtype=torch.bfloat16) if out is None else out
-        return out.copy_(result), lse.copy_(result_lse)
+    def recorder(**arguments):
+        recorded.append(arguments)
+        for name in ("out", "lse"):
+            if arguments[name] is not None:
+                arguments[name].fill_(math.nan)
+        return decode_request(**arguments)
 
-    module = ModuleType("cute_kernels.mla.op")
-    vars(module)["mla_fp8_decode"] = recorder
-    monkeypatch.setitem(sys.modules, "cute_kernels.mla.op", module)
+    monkeypatch.setattr(op, "decode_request", recorder)
     return recorded
 
 
@@ -131,7 +132,7 @@ def test_dense(calls, case, causal, interface):
     assert_flash_mla_result(got, q, k_cache, **dense)
     assert (got[0][2] == 0).all() and (got[1][2] == math.inf).all()
     assert got[1][:2].isfinite().all()
-    assert calls[0]["indices"] is None and calls[0]["return_lse"]
+    assert calls[0]["indices"] is None and calls[0]["inf_if_empty"]
 
 
 def test_causal_is_off_by_default_as_in_flash_mla(calls, case):
@@ -292,3 +293,62 @@ def test_batch_invariance_is_a_plan_that_no_batch_changes(calls, case, indices):
             q, k_cache, *arguments, is_fp8_kvcache=True, indices=indices, enable_batch_invariant=asked
         )
         assert (calls[-1]["num_splits"], calls[-1]["exchange"]) == plan
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_empty_rows_have_inf_and_the_others_the_same_bits(name):
+    require_inf_of_empty_rows(CALLS[name], "cpu")
+
+
+@pytest.mark.parametrize("name", [name for name, call in CALLS.items() if not call.forced])
+def test_lse_of_empty_rows_through_the_interface(name):
+    call = CALLS[name].case("cpu")
+    got = flash_mla.flash_mla_with_kvcache(**flash_mla_call(call))
+    arguments = call.options()
+    assert_flash_mla_result(got, call.q, call.kv_cache, **arguments)
+    assert (got[1] == math.inf).any()
+
+
+def test_calls_with_empty_rows_reach_every_path_of_the_kernels():
+    specs = [spec for call in CALLS.values() if (spec := spec_of(call)) is not None]
+    assert all("inf_if_empty=True" in repr(spec) and spec.can_implement() == [] for spec in specs)
+    exact = [spec for spec in specs if type(spec) is MlaDecodeSpec]
+    assert {spec.scores for spec in exact} == {"exact", "fp8"}
+    assert {spec.heads for spec in exact} == {8, 16, 32, 64}
+    for kind in (MlaDecodeSpec, LatentDecodeSpec):
+        paths = {("shares" if spec.balanced else spec.split) for spec in specs if type(spec) is kind}
+        assert paths == {"shares", True, False}
+        assert {spec.sparse for spec in specs if type(spec) is kind} == {True, False}
+    assert {spec.merge_lanes for spec in exact} == {0, 32, 128}
+    assert {spec.split for spec in specs if isinstance(spec, MlaCrossoverSpec)} == {True, False}
+    latent = [spec for spec in specs if isinstance(spec, LatentDecodeSpec)]
+    assert {spec.float_scales for spec in latent} == {True, False}
+
+
+def test_compiles_without_a_graph_break():
+    call = flash_mla_call(CALLS["sparse, shares"].case("cpu"))
+
+    def attend(q):
+        out, lse = flash_mla.flash_mla_with_kvcache(**{**call, "q": q * 1.0})
+        return out * 2, lse + 1
+
+    torch._dynamo.reset()
+    got = torch.compile(attend, fullgraph=True, backend="aot_eager")(call["q"])
+    for one, want in zip(got, attend(call["q"]), strict=True):
+        torch.testing.assert_close(one, want, rtol=0, atol=0)
+    assert (got[1] == math.inf).any() and not (got[1] == -math.inf).any()
+
+
+@pytest.mark.parametrize("inf_if_empty", [(), (False,), (True,)])
+def test_the_operator_takes_the_choice_last(inf_if_empty):
+    case = CALLS["sparse"].case("cpu")
+    out, lse = (output.tensor for output in case.outputs())
+    inputs = op._Request(**case.arguments(), num_splits=None, exchange=None, scores=None)[: op._INPUTS]
+    operator = torch.ops.cute_kernels.mla_fp8_decode.default
+    operator(*inputs, out, lse, *inf_if_empty)
+    _, expected = fp8_mla.reference_decode(**case.arguments())
+    infinite = math.inf if True in inf_if_empty else -math.inf
+    assert (expected == -math.inf).any()
+    assert torch.equal(lse == infinite, expected == -math.inf) and not (lse == -infinite).any()
+    utilities = ("test_schema", "test_faketensor")
+    torch.library.opcheck(operator, (*inputs, out, lse, *inf_if_empty), test_utils=utilities)

@@ -1,6 +1,7 @@
 """Every kernel that ships, compiled for sm_90a and held to its budget. No GPU needed."""
 
 import concurrent.futures
+import dataclasses
 import importlib
 import multiprocessing
 import subprocess
@@ -11,11 +12,14 @@ from typing import Any
 
 import pytest
 
+from cute_kernels.mla.crossover.spec import MlaCrossoverSpec
 from cute_kernels.mla.latent import spec as latent_spec
+from cute_kernels.mla.latent.spec import LatentDecodeSpec
+from cute_kernels.mla.spec import MlaDecodeSpec
 from scripts.bench import sass
 from scripts.bench.sass import KernelCode, SassReport, report
 from tests.cpu.tiny_spec import TinySpec
-from tests.support.reports import report_of
+from tests.support.reports import listing_of, report_of
 
 ROOT = Path(__file__).resolve().parents[2]
 SPEC_MODULES = sorted(
@@ -24,6 +28,24 @@ SPEC_MODULES = sorted(
 MODULES = [importlib.import_module(module) for module in SPEC_MODULES]
 # a room with many kernels that differ in little names those that cover them
 SHIPPED = [spec for module in MODULES for spec in getattr(module, "covering_specs", module.shipped_specs)()]
+# what calls of compat.flash_mla ask for differs from these in one constant: each kernel, and those that have no
+# register to spare
+FLASH_MLA: list[Any] = [
+    dataclasses.replace(spec, inf_if_empty=True)
+    for spec in (
+        MlaDecodeSpec(sparse=True),
+        MlaDecodeSpec(sparse=True, merge_lanes=128, heads=8, balanced=True),
+        MlaDecodeSpec(sparse=True, merge_lanes=128, heads=16),
+        MlaDecodeSpec(sparse=False, merge_lanes=32, heads=32, balanced=True),
+        MlaCrossoverSpec(sparse=True),
+        MlaCrossoverSpec(sparse=True, merge_lanes=128, exchange="codes"),
+        LatentDecodeSpec(sparse=True),
+        LatentDecodeSpec(sparse=True, merge_lanes=128, balanced=True, cache_format="v3.2", extra_format="v3.2"),
+        LatentDecodeSpec(sparse=True, merge_lanes=128, balanced=True, cache_format="v4.1", extra_format="v4.1"),
+        LatentDecodeSpec(sparse=True, merge_lanes=32, heads=16, cache_format="v4.1", extra_format="v4.1_fp4"),
+        LatentDecodeSpec(sparse=False, merge_lanes=32, heads=32, balanced=True, cache_format="v3.2_nope"),
+    )
+]
 
 
 @pytest.fixture(scope="module")
@@ -46,10 +68,20 @@ def reports(request: pytest.FixtureRequest) -> Iterator[Callable[[Any], SassRepo
 
 
 @pytest.mark.anywhere
-@pytest.mark.parametrize("spec", SHIPPED, ids=repr)
+@pytest.mark.parametrize("spec", [*SHIPPED, *FLASH_MLA], ids=repr)
 def test_compiles_within_its_budget(spec: Any, reports: Callable[[Any], SassReport]) -> None:
     assert spec.can_implement() == []
     assert reports(spec).problems(spec.expected) == []
+
+
+@pytest.mark.parametrize("spec", FLASH_MLA, ids=repr)
+def test_inf_of_empty_rows_is_chosen_where_results_are_stored(spec: Any, reports: Callable[[Any], SassReport]) -> None:
+    """By the epilogue where a CTA has all keys of a query, for each of a thread's rows, and by the merge."""
+    reports(spec)
+    whole_queries = not spec.split or spec.balanced
+    rows = 2 if isinstance(spec, MlaCrossoverSpec) else 1
+    choices = [line for line in listing_of(spec) if " FSEL " in line and "+INF" in line]
+    assert len(choices) == rows * whole_queries + spec.split
 
 
 def test_every_room_ships_specs() -> None:

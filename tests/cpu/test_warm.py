@@ -22,7 +22,7 @@ from cute_kernels.runtime import compile
 from cute_kernels.runtime.cache import KernelSpec, entry_name
 from cute_kernels.sink import launch as sink_launch
 from cute_kernels.warm import GqaShape, MlaShape, PrefillShape, kernel_specs, warm
-from cute_kernels.warm.__main__ import main, numbers
+from cute_kernels.warm.__main__ import main, numbers, parser, shapes_of
 from tests.cpu.tiny_spec import TinySpec
 from tests.support.kernel_place import ROOT, Place
 
@@ -69,7 +69,11 @@ def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
 
 @pytest.mark.parametrize("heads, tokens", [(8, 1), (16, 2), (64, 1), (128, 1), (128, 2)])
 @pytest.mark.parametrize("shape", [{"topk": 2048}, {"topk": 512, "lengths": True}, {"topk": None, "max_tokens": 8192}])
-def test_mla_shapes_name_what_the_op_prepares(asked: Asked, heads: int, tokens: int, shape: dict[str, Any]) -> None:
+@pytest.mark.parametrize("flash_mla", [False, True])
+def test_mla_shapes_name_what_the_op_prepares(
+    asked: Asked, heads: int, tokens: int, shape: dict[str, Any], flash_mla: bool
+) -> None:
+    shape = {**shape, "flash_mla": flash_mla}
     sparse = shape["topk"] is not None
     unset = dict.fromkeys(inspect.signature(mla_op._prepare).parameters)
     for batch in BATCHES:
@@ -83,6 +87,7 @@ def test_mla_shapes_name_what_the_op_prepares(asked: Asked, heads: int, tokens: 
             "any_page": True,
             "page_size": 64,
             "ragged": shape.get("lengths", False) or not sparse,
+            "inf_if_empty": shape.get("flash_mla", False),
         }
         mla_op._prepare(**{**unset, **call})
     for appended in (1, 100_000):
@@ -307,6 +312,11 @@ def test_the_command_explains_itself(arguments: list[str], capsys: pytest.Captur
     with pytest.raises(SystemExit) as exit:
         main(arguments)
     assert exit.value.code == 2 and "--" in capsys.readouterr().err
+
+
+def test_the_command_knows_flash_mlas_interface() -> None:
+    shapes = [shapes_of(parser().parse_args(["--heads", "16", "--mla", *more])) for more in ((), ("--flash-mla",))]
+    assert shapes == [[MlaShape(16)], [MlaShape(16, flash_mla=True)]]
 
 
 def test_numbers_and_ranges() -> None:

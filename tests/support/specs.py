@@ -4,8 +4,11 @@ from typing import Any
 
 from cute_kernels.gqa import op
 from cute_kernels.gqa.append_spec import KvAppendSpec
+from cute_kernels.mla.plan import plan_decode
 from tests.support.bad_input import TABLES
 from tests.support.samples import SAMPLES
+
+NUM_SMS = 132
 
 
 def of_tables() -> list[Any]:
@@ -13,7 +16,8 @@ def of_tables() -> list[Any]:
     calls = [table.right("cpu") for name, table in TABLES.items() if name.startswith("gqa_decode")]
     per_head = dict.fromkeys(("k_scale", "v_scale"), "per_token_head")
     append = KvAppendSpec.for_launch(dtype="bfloat16", d=64, h_kv=2, **per_head, scale_dtype="float32")
-    return [*map(_decoding, [*calls, _decoded(TABLES["sink_attention"].right("cpu"))]), append]
+    flash = _flash_decoding(TABLES["flash_mla_with_kvcache"].right("cpu"))
+    return [*map(_decoding, [*calls, _decoded(TABLES["sink_attention"].right("cpu"))]), append, flash]
 
 
 def of_samples() -> list[Any]:
@@ -23,7 +27,8 @@ def of_samples() -> list[Any]:
     own = KvAppendSpec.for_launch(
         dtype="bfloat16", d=64, h_kv=2, k_scale="per_token", v_scale="per_group_32", scale_dtype="float16"
     )
-    return [*map(_decoding, calls), *(_decoding({**call, "num_splits": 2}) for call in calls), own]
+    flash = [_flash_decoding(sample.inputs("cpu")) for name, sample in SAMPLES.items() if name.startswith("flash_mla")]
+    return [*map(_decoding, calls), *(_decoding({**call, "num_splits": 2}) for call in calls), own, *flash]
 
 
 def _decoded(call: dict[str, Any]) -> dict[str, Any]:
@@ -34,3 +39,20 @@ def _decoded(call: dict[str, Any]) -> dict[str, Any]:
 def _decoding(call: dict[str, Any]) -> Any:
     arguments = {**dict.fromkeys(op._Request._fields), "layout": "BNSH", "causal": True, **call}
     return op.decode_spec(op._Request(*(arguments[name] for name in op._Request._fields)))
+
+
+def _flash_decoding(call: dict[str, Any]) -> Any:
+    """The kernel of a call of `flash_mla_with_kvcache` over one cache of V3.2."""
+    batch, s_q, h_q, _ = call["q"].shape
+    indices, length = call.get("indices"), call.get("topk_length")
+    max_keys = call["block_table"].shape[1] * call["k_cache"].shape[1] if indices is None else indices.shape[2]
+    return plan_decode(
+        sparse=indices is not None,
+        batch=batch,
+        s_q=s_q,
+        h_q=h_q,
+        max_keys=max_keys,
+        num_sms=NUM_SMS,
+        ragged=indices is None or length is not None,
+        inf_if_empty=True,
+    ).spec

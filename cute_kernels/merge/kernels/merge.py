@@ -75,6 +75,7 @@ class MergeKernel:
         self.spec = spec
         self.in_dtype = DTYPES[spec.in_dtype]
         self.out_dtype = DTYPES[spec.out_dtype]
+        self.empty_lse = Float32.inf if spec.inf_if_empty else -Float32.inf
 
     @cute.jit
     def __call__(
@@ -236,7 +237,7 @@ class MergeKernel:
             if stores:
                 lse = shift + cute.math.log2(total, fastmath=True) * LN_2
                 target = cute.make_ptr(Float32, lse_row, AddressSpace.gmem, assumed_align=4)
-                target.store(cutlass.select_(total == 0.0, -Float32.inf, lse))
+                target.store(cutlass.select_(total == 0.0, self.empty_lse, lse))
         # no state: all weights are exp2(-inf), and 0 x (1 / 0) would be NaN
         return shift, cutlass.select_(total == 0.0, Float32(0.0), cute.arch.rcp_approx(denominator))
 

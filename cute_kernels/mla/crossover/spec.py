@@ -30,12 +30,14 @@ class MlaCrossoverSpec:
     exchange     two CTAs with 64 heads each gather half of each key tile and hand each other "codes", rows as gathered,
                  which both convert, or "values", float16 numbers
     trace        the roles store timestamps (device/trace.py)
+    inf_if_empty  a query without keys has a log-sum-exp of +inf, as in FlashMLA, instead of -inf
     """
 
     sparse: bool
     merge_lanes: int = 0
     exchange: str = "values"
     trace: bool = False
+    inf_if_empty: bool = False
 
     kernel: ClassVar[str] = "cute_kernels.mla.crossover.kernels.decode:MlaCrossoverKernel"
     compile_options: ClassVar[str] = "--ptxas-options '--register-usage-level=5'"

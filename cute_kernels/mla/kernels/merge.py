@@ -32,6 +32,9 @@ class MergedSpec(Protocol):
     @property
     def balanced(self) -> bool: ...
 
+    @property
+    def inf_if_empty(self) -> bool: ...
+
 
 class MergeTask(NamedTuple):
     """What one merge CTA does: part `part` of `parts` of the merge of a block of heads of a query.
@@ -73,6 +76,7 @@ class PartialMerger:
                 loads=self.loads(lanes),
                 block_scales=True,
                 eager=True,
+                inf_if_empty=spec.inf_if_empty,
             )
         )
 

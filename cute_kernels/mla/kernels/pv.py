@@ -345,7 +345,7 @@ class PvWarpgroups:
         h_q, mLse = results.mSink.shape[0], results.mLse
         head = work.head_block * self.heads + tid
         if wg == 0 and tid < self.heads and head < h_q:
-            mLse[work.request, work.query, head] = epilogue.lse
+            mLse[work.request, work.query, head] = softmax.result_lse(epilogue.lse, self.spec.inf_if_empty)
         rows = results.mOut[work.request, work.query, None, None]
         self.store(epilogue, rows, None, h_q, work.head_block, wg, tid)
 

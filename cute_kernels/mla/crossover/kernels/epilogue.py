@@ -7,7 +7,7 @@ from cutlass import Float32, Int32
 from cute_kernels.device import softmax, wgmma
 from cute_kernels.merge.spec import BLOCK_SCALE_VALUES
 from cute_kernels.mla.crossover.kernels.smem import P_SHIFT, RowState
-from cute_kernels.mla.crossover.spec import WEIGHT
+from cute_kernels.mla.crossover.spec import WEIGHT, MlaCrossoverSpec
 from cute_kernels.mla.kernels.arguments import Results
 from cute_kernels.mla.kernels.scheduler import WorkTile
 from cute_kernels.mla.kernels.tile import QUANT_TILE
@@ -19,6 +19,9 @@ BLOCK_SCALES = QUANT_TILE // BLOCK_SCALE_VALUES  # fp16 block scales of a quant 
 
 class Epilogue:
     """Device code for the PV warpgroups; `wg` is 0 or 1, `tid` counts within one."""
+
+    def __init__(self, spec: MlaCrossoverSpec):
+        self.spec = spec
 
     @cute.jit
     def store(self, acc_o, rows: RowState, results: Results, work: WorkTile, wg: Int32, tid: Int32):
@@ -37,7 +40,8 @@ class Epilogue:
                 sink = mSink[head] * softmax.LOG2_E
                 denominator[r] += cute.math.exp2(sink - softmax.finite(row_max[r]) + P_SHIFT, fastmath=True)
                 if wg == 0 and tid % 4 == 0:
-                    mLse[batch_idx, query_idx, head] = softmax.log_sum_exp(row_max[r] - P_SHIFT, row_sum[r])
+                    lse = softmax.log_sum_exp(row_max[r] - P_SHIFT, row_sum[r])
+                    mLse[batch_idx, query_idx, head] = softmax.result_lse(lse, self.spec.inf_if_empty)
         self.normalize(acc_o, row_sum, denominator)
         self.store_rows(acc_o, mOut[batch_idx, query_idx, None, None], mSink.shape[0], head_block, wg, tid)
 

@@ -55,7 +55,7 @@ class PvWarpgroups:
 
     def __init__(self, spec: MlaCrossoverSpec):
         self.spec = spec
-        self.epilogue = Epilogue()
+        self.epilogue = Epilogue(spec)
         self.scheduler = Scheduler(spec)
         self.tracer = Tracer(spec.trace, len(ROLES))
         if spec.split:

@@ -1,0 +1,97 @@
+"""FlashMLA's interface on the GPU: +inf of empty rows and the order of lse come from the kernel that decodes."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from cute_kernels import mla_fp8_decode
+from cute_kernels.compat.flash_mla import flash_mla_with_kvcache
+from tests.support import empty_rows
+from tests.support.empty_rows import CALLS, flash_mla_call, require_inf_of_empty_rows, require_same_bits
+
+
+def kernel_specs() -> list[Any]:
+    """Kernels that write +inf."""
+    return empty_rows.kernel_specs()
+
+
+class Called(TorchDispatchMode):
+    """Torch's operators that run: those that allocate or make a view launch no kernel, `others` may."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.allocations = 0
+        self.others: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        aliases = [result.alias_info for result in func._schema.returns]
+        if func.overloadpacket.__name__ == "empty":
+            self.allocations += 1
+        elif not aliases or any(alias is None or alias.is_write for alias in aliases):
+            self.others.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_empty_rows_have_inf_and_the_others_the_same_bits(name):
+    require_inf_of_empty_rows(CALLS[name], "cuda")
+
+
+@pytest.mark.parametrize("name", [name for name, call in CALLS.items() if not call.forced])
+def test_the_interface_gives_flash_mlas_lse(name):
+    case = CALLS[name].case("cuda")
+    out, lse = flash_mla_with_kvcache(**flash_mla_call(case))
+    expected, expected_lse = mla_fp8_decode(**case.arguments(), return_lse=True)
+    require_same_bits(out, expected)
+    assert lse.is_contiguous()
+    require_same_bits(lse, torch.where(expected_lse == -torch.inf, torch.inf, expected_lse).transpose(1, 2))
+
+
+@pytest.mark.parametrize("name", ["sparse, shares", "dense, shares", "v4 twice, shares"])
+def test_torch_launches_nothing_around_the_kernel(name):
+    call = flash_mla_call(CALLS[name].case("cuda"))
+    flash_mla_with_kvcache(**call)
+    with Called() as called:
+        flash_mla_with_kvcache(**call)
+    assert called.allocations == 2 and called.others == []
+    with Called() as called:
+        out, lse = flash_mla_with_kvcache(**call)
+        lse.masked_fill_(lse == -torch.inf, torch.inf)
+    assert len(called.others) == 2, "what such a call had before is seen"
+
+
+def test_a_graph_follows_lengths_from_empty_to_full_and_back():
+    case: Any = CALLS["sparse, shares"].case("cuda")
+    call = flash_mla_call(case)
+    flash_mla_with_kvcache(**call)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out, lse = flash_mla_with_kvcache(**call)
+    lengths = case.topk_length.clone()
+    for length in (torch.zeros_like(lengths), lengths, torch.zeros_like(lengths)):
+        case.topk_length.copy_(length)
+        out.fill_(torch.nan)
+        lse.fill_(torch.nan)
+        graph.replay()
+        expected, expected_lse = mla_fp8_decode(**case.arguments(), return_lse=True)
+        require_same_bits(out, expected)
+        require_same_bits(lse, torch.where(expected_lse == -torch.inf, torch.inf, expected_lse).transpose(1, 2))
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("name", ["sparse, shares", "v4 twice, shares", "no index"])
+def test_torch_compile_without_a_graph_break(name, backend):
+    call = flash_mla_call(CALLS[name].case("cuda"))
+
+    def attend(q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        out, lse = flash_mla_with_kvcache(**{**call, "q": q * 1.0})
+        return out * 2, lse + 1
+
+    torch._dynamo.reset()
+    expected = attend(call["q"])
+    assert (expected[1] == torch.inf).any() and not (expected[1] == -torch.inf).any()
+    got = torch.compile(attend, fullgraph=True, backend=backend)(call["q"])
+    for one, want in zip(got, expected, strict=True):
+        require_same_bits(one, want)

@@ -64,6 +64,8 @@ class Graphs:
     in_layer      replays of a small kernel and a call each
     results       what the captured calls wrote, by the replays that write them
     expected      the same of eager calls; None where the caller has checked
+    recorded      the captured calls, kept for what they hold: a graph reads its inputs by address. (FlashMLA's metadata
+                  was freed with its calls, and its replays read whatever came to lie there.)
     """
 
     calls: int
@@ -71,6 +73,7 @@ class Graphs:
     in_layer: tuple[Call, ...]
     results: tuple[tuple[tuple[Call, ...], list[Any]], ...] = ()
     expected: Expected | None = None
+    recorded: tuple[Call, ...] = ()
 
     def require_expected(self) -> int:
         """Compares all that was written; the number of input sets, 0 where nothing is expected.
@@ -159,7 +162,7 @@ def prepare(calls: Sequence[Call], *, expected: Expected | None = None) -> Graph
     for captured in (layered, plain):
         replays = tuple(graph.replay for graph, _ in captured)
         kinds.append((replays, list(itertools.chain.from_iterable(results for _, results in captured))))
-    return Graphs(len(groups[0]), kinds[1][0], kinds[0][0], tuple(kinds), expected)
+    return Graphs(len(groups[0]), kinds[1][0], kinds[0][0], tuple(kinds), expected, tuple(calls))
 
 
 def prepare_eager(calls: Sequence[Call]) -> Graphs:

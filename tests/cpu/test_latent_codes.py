@@ -198,6 +198,7 @@ class PowerOfTwoFp4(codes.E2m1Codes):
 
     masked_scales = codes.E4m3Codes.masked_scales
     multiplier = codes.E4m3Codes.multiplier
+    is_small = codes.E4m3Codes.is_small
     out_of_range = codes.E4m3Codes.out_of_range
     scale_of = codes.E4m3Codes.scale_of
 

@@ -89,7 +89,7 @@ class QConverter:
                 sPower[index % self.heads, index // self.heads] = power
                 if self.convert(smem, index) == 0:
                     fits = Int32(0)
-            for row in cutlass.range(first, self.heads, self.threads, unroll=1):
+            for row in cutlass.range(self.first_rope_row(first), self.heads, self.threads, unroll=1):
                 self.reorder_rope(smem, row, NOPE // 8)
             ready = q_scaled | wgmma.every_thread(fits, Int32(NamedBarrier.QK), self.threads)
             if ready == 0:
@@ -101,6 +101,10 @@ class QConverter:
         cute.arch.fence_proxy("async.shared", space="cta")  # ordinary stores, read by wgmma
         cute.arch.barrier(barrier_id=NamedBarrier.QK, number_of_threads=self.threads)
         return PreparedQ(q_scaled, loads)
+
+    def first_rope_row(self, thread: Int32) -> Int32:
+        """The row whose rope part a thread reorders first, if there are as many."""
+        return thread
 
     def block_chunks(self, block: Int32) -> Any:
         """Chunks of eight numbers of a block of 128 columns."""
@@ -164,11 +168,15 @@ class QConverter:
         for c in cutlass.range_constexpr(8):
             source = self.chunk(smem, row, start + c)
             cute.autovec_copy(cute.recast_tensor(source, Int32), words[None, c])
+        self.weigh_rope(words)
         four = cute.make_rmem_tensor(4, Int32)
         for c in cutlass.range_constexpr(8):
             for lane in cutlass.range_constexpr(4):
                 four[lane] = words[c % 4, code_chunk(lane, c // 4)]
             cute.autovec_copy(cute.recast_tensor(four, BFloat16), self.chunk(smem, row, start + c))
+
+    def weigh_rope(self, words: cute.Tensor) -> None:
+        """The rope part of a row, two numbers in a word, is multiplied by nothing here."""
 
     @cute.jit
     def multiply(self, smem, index: Int32, power: Float32):

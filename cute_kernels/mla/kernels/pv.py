@@ -10,7 +10,7 @@ from cutlass.cute.nvgpu import warpgroup
 from cute_kernels.device import registers, softmax, wgmma
 from cute_kernels.device.ring import ring_slot
 from cute_kernels.device.trace import Tracer
-from cute_kernels.mla.kernels.arguments import Results
+from cute_kernels.mla.kernels.arguments import Partials, Results
 from cute_kernels.mla.kernels.barriers import NamedBarrier
 from cute_kernels.mla.kernels.load import issue_tma
 from cute_kernels.mla.kernels.merge import PartialMerger
@@ -44,13 +44,15 @@ BYTE_PAIRS = (0x5140, 0x7362)  # PRMT: two values of two keys, for rows m even a
 class Epilogue(NamedTuple):
     """What is stored of a work tile: O^T times `factor` of each column, and the log-sum-exp of head `tid`.
 
-    is_exact  1 if O has been summed by `add_exactly`
+    is_exact  1 if a partial has block scales: O has been summed by `add_exactly`
+    scratch   shared memory of the warpgroup, where block scales are those of several warps
     """
 
     acc_o: list
     factor: cute.Tensor
     lse: Float32
     is_exact: Int32
+    scratch: cute.Pointer | None = None
 
 
 class PvWarpgroups:
@@ -72,6 +74,7 @@ class PvWarpgroups:
         self.columns = spec.heads // 4  # of a thread
         self.v_fragments = 2 * ROW_BLOCKS if spec.few_heads else 2  # half of them is made while wgmma reads the others
         self.scheduler = Scheduler(spec)
+        self.weight = V_WEIGHT  # that O is multiplied by
         if spec.split:
             self.merger = PartialMerger(spec)
         self.tracer = Tracer(spec.trace, len(ROLES))
@@ -352,7 +355,7 @@ class PvWarpgroups:
     def store_partial(self, epilogue: Epilogue, results: Results, work: WorkTile, wg: Int32, tid: Int32):
         """Stores a partial: O as float16, its log-sum-exp, and block scales.
 
-        Where scales are in range, O is a mean of numbers that float16 held as V, so 1 / V_WEIGHT is the block scale of
+        Where scales are in range, O is a mean of numbers that float16 held as V, so 1 / `weight` is the block scale of
         all. Else each 64 values, those of a warp, have their own.
         """
         mPartial, mPartialLse, mScales = results.partials
@@ -362,10 +365,13 @@ class PvWarpgroups:
         if wg == 0 and tid < self.heads and head < h_q:
             mPartialLse[split, request, query, head] = epilogue.lse
             if epilogue.is_exact == 0:  # negative: the block scale of all values
-                mScales[split, request, query, head, 0] = Float32(-1.0 / V_WEIGHT)
+                mScales[split, request, query, head, 0] = Float32(-1.0 / self.weight)
         rows = mPartial[split, request, query, None, None]
-        scales = mScales[split, request, query, None, 4 * wg + tid // 32]
-        self.store(epilogue, rows, scales, h_q, head_block, wg, tid)
+        self.store(epilogue, rows, self.block_scales(results.partials, work, wg, tid), h_q, head_block, wg, tid)
+
+    def block_scales(self, partials: Partials, work: WorkTile, wg: Int32, tid: Int32) -> cute.Tensor:
+        """Those that `store` writes: (heads) of the 64 values of a warp."""
+        return partials.scales[work.split, work.request, work.query, None, 4 * wg + tid // 32]
 
     @cute.jit
     def store(
@@ -373,13 +379,10 @@ class PvWarpgroups:
     ):
         """Stores O times the factor of each head, eight neighbouring values at once; by block scale where exact."""
         first = 256 * wg + 64 * (tid // 32) + 8 * (tid % 32 // 4)
-        eight, factor = cute.make_rmem_tensor(8, Float32), epilogue.factor
+        eight = cute.make_rmem_tensor(8, Float32)
         for c in cutlass.range_constexpr(self.columns):
             head = head_block * self.heads + head_of_column(tid, c)
-            for m in cutlass.range_constexpr(ROW_BLOCKS):
-                o = wgmma.by_row(epilogue.acc_o[m])
-                for r in cutlass.range_constexpr(2):
-                    eight[2 * m + r] = cutlass.select_(factor[c] == 0.0, Float32(0.0), o[r, c] * factor[c])
+            self.column(epilogue, c, eight)
             if const_expr(scales is not None):
                 if epilogue.is_exact != 0:
                     scale = self.divide_by_scale(eight)
@@ -390,6 +393,15 @@ class PvWarpgroups:
             if head < h_q:
                 pointer = rows[head, None].iterator + cute.assume(first, divby=8)
                 cute.autovec_copy(rounded, cute.make_tensor(pointer, cute.make_layout(8)))
+
+    @cute.jit
+    def column(self, epilogue: Epilogue, c: cutlass.Constexpr, eight: cute.Tensor):
+        """A thread's eight values of a head; 0 where its factor is."""
+        factor = epilogue.factor
+        for m in cutlass.range_constexpr(ROW_BLOCKS):
+            o = wgmma.by_row(epilogue.acc_o[m])
+            for r in cutlass.range_constexpr(2):
+                eight[2 * m + r] = cutlass.select_(factor[c] == 0.0, Float32(0.0), o[r, c] * factor[c])
 
     @cute.jit
     def divide_by_scale(self, eight: cute.Tensor) -> Float32:

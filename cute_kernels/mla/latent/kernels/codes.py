@@ -32,6 +32,7 @@ from fp8_mla.formats import TokenFormat
 WEIGHT = 2.0**8
 WEIGHTS = 0x5C005C00  # as two float16 numbers
 MIN_BYTE, MAX_BYTE = 105, 126  # ue8m0 scales in range
+SMALL_BYTE = 113  # WEIGHT times a smaller ue8m0 scale and a code may be no normal float16 number
 NAN_BYTE = 255  # the ue8m0 byte that means NaN
 MULTIPLIER = -(104 << 10) * 0x00010001 % 2**32  # exponent field of WEIGHT times a ue8m0 scale, less the byte; twice
 MAX_FP4_BYTE = 0x62  # the largest e4m3 scale in range, 40
@@ -112,6 +113,10 @@ class Codes:
         """Not 0 if one of the four scales of a word is out of range."""
         raise NotImplementedError
 
+    def is_small(self, word: Int32) -> Int32:
+        """Not 0 if one of the four scales of a word is so small that a sum of values as float16 needs a scale."""
+        raise NotImplementedError
+
     def scale_of(self, byte: Int32) -> Float32:
         """The scale that a byte means."""
         raise NotImplementedError
@@ -175,13 +180,19 @@ def max_magnitudes(a: Int32, b: Int32) -> Int32:
 
 
 @cute.jit
-def rope_to_float16(word: Int32) -> Int32:
-    """WEIGHT times a pair of bfloat16, as float16."""
-    weighted = cute.arch.inline_ptx(  # `mul` takes registers alone: 2^8, twice
+def weigh_bfloat16(word: Int32) -> Int32:
+    """WEIGHT times a pair of bfloat16."""
+    return cute.arch.inline_ptx(  # `mul` takes registers alone: 2^8, twice
         "{\n.reg .b32 t;\nmov.b32 t, 0x43804380;\nmul.rn.bf16x2 {$w0}, {$r0}, t;\n}",
         write_only_types=[Int32],
         read_only_args=[word],
     )
+
+
+@cute.jit
+def rope_to_float16(word: Int32) -> Int32:
+    """WEIGHT times a pair of bfloat16, as float16."""
+    weighted = weigh_bfloat16(word)
     bits, pair = cute.make_rmem_tensor(2, Int32), cute.make_rmem_tensor(2, Float16)
     bits[0], bits[1] = weighted << 16, weighted & -0x10000
     pair.store(cute.recast_tensor(bits, Float32).load().to(Float16))
@@ -265,6 +276,10 @@ class E4m3Codes(Codes):
         above, not_below = low + 0x01010101 * (127 - MAX_BYTE), low + 0x01010101 * (128 - MIN_BYTE)
         return (above | word | (not_below ^ -1)) & TOP_BITS
 
+    def is_small(self, word: Int32) -> Int32:
+        """Below SMALL_BYTE."""
+        return ((word & 0x7F7F7F7F) + 0x01010101 * (128 - SMALL_BYTE) ^ -1) & TOP_BITS
+
     def scale_of(self, byte: Int32) -> Float32:
         """2 ** (byte - 127); 0 is a subnormal number."""
         word = cute.make_rmem_tensor(1, Int32)
@@ -321,6 +336,10 @@ class E2m1Codes(Codes):
     def out_of_range(self, word: Int32) -> Int32:
         """Above MAX_FP4_BYTE, of either sign."""
         return ((word & 0x7F7F7F7F) + 0x01010101 * (127 - MAX_FP4_BYTE)) & TOP_BITS
+
+    def is_small(self, word: Int32) -> Int32:
+        """None is: the smallest value is 2^-10."""
+        return Int32(0)
 
     def scale_of(self, byte: Int32) -> Float32:
         """An e4m3 number."""

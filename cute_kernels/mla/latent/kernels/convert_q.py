@@ -2,7 +2,7 @@
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import BFloat16, Float32, Int32, const_expr
+from cutlass import BFloat16, Int32, const_expr
 
 from cute_kernels.mla.kernels.convert_q import QConverter
 from cute_kernels.mla.kernels.tile import QUANT_TILE
@@ -54,17 +54,20 @@ class LatentQConverter(QConverter):
             cute.autovec_copy(cute.recast_tensor(four, BFloat16), self.chunk(smem, row, start + c))
         return fits
 
+    def first_rope_row(self, thread: Int32) -> Int32:
+        """That of the last threads: they convert half blocks."""
+        return self.threads - 1 - thread
+
     @cute.jit
     def reorder_rope(self, smem, row: Int32, start: cutlass.Constexpr):
         """As `QConverter.reorder_rope`, times the weight that other keys have."""
         if const_expr(self.spec.has_rope):
-            eight, first = cute.make_rmem_tensor(8, BFloat16), const_expr(self.spec.token_format.codes.count // 8)
-            for c in cutlass.range(first, first + HALF // 8, unroll=1):
-                place = self.chunk(smem, row, c)
-                cute.autovec_copy(place, eight)
-                eight.store((eight.load().to(Float32) * codes.WEIGHT).to(BFloat16))
-                cute.autovec_copy(eight, place)
-            QConverter.reorder_rope(self, smem, row, first)
+            QConverter.reorder_rope(self, smem, row, self.spec.token_format.codes.count // 8)
+
+    def weigh_rope(self, words: cute.Tensor) -> None:
+        """Multiplies numbers of a rope part by `codes.WEIGHT`."""
+        for i in range(cute.size(words)):
+            words[i] = codes.weigh_bfloat16(words[i])
 
     def block_chunks(self, block: Int32):
         """Chunks of eight numbers of a block that meet codes."""

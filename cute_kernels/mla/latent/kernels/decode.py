@@ -76,6 +76,7 @@ from cute_kernels.mla.latent.kernels.float_scales import (
 )
 from cute_kernels.mla.latent.kernels.load import LatentLoader
 from cute_kernels.mla.latent.kernels.pv import ScaledKeyPvWarpgroups
+from cute_kernels.mla.latent.kernels.pv_rope import RopePvWarpgroup
 from cute_kernels.mla.latent.kernels.qk import ScaledKeyQkWarpgroups
 from cute_kernels.mla.latent.kernels.scheduler import LatentScheduler, Source
 from cute_kernels.mla.latent.kernels.smem import shared_storage
@@ -105,6 +106,7 @@ class LatentDecodeKernel(MlaDecodeKernel):
         else:
             self.softmax = LatentSoftmaxWarpgroup(spec)
             self.qk, self.pv = ScaledKeyQkWarpgroups(spec), ScaledKeyPvWarpgroups(spec)
+        self.rope_pv = RopePvWarpgroup(spec) if spec.rope_is_value else self.pv
         self.tracer = Tracer(spec.trace, len(ROLES))
         if spec.split:
             self.merger = PartialMerger(spec)
@@ -249,6 +251,12 @@ class LatentDecodeKernel(MlaDecodeKernel):
         else:
             self.claim_registers(count.pv)
             wg, tid = warp_idx // 4 - 2, self.kept(tidx % 128)
-            self.pv.run(smem, table, (), results, counters, wg, tidx, tid)
+            if const_expr(self.spec.rope_is_value):
+                if wg == 0:
+                    self.pv.run(smem, table, (), results, counters, Int32(0), tidx, tid)
+                else:
+                    self.rope_pv.run(smem, table, (), results, counters, Int32(1), tidx, tid)
+            else:
+                self.pv.run(smem, table, (), results, counters, wg, tidx, tid)
         if tidx == 256:
             self.tracer.anchor(smem.trace.ptr, 1)

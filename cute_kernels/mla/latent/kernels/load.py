@@ -213,4 +213,4 @@ class LatentLoader(KeyLoader):
                 )
 
 
-half_line_chunk = codes.half_line_chunk  # which pv.py takes from here
+half_line_chunk = codes.half_line_chunk  # which pv_rope.py takes from here

@@ -14,21 +14,18 @@ from cute_kernels.mla.kernels.scheduler import WorkTable
 from cute_kernels.mla.kernels.smem import (
     OUT_OF_RANGE,
     RESCALE_O,
-    ROPE_BYTES,
     WARPS,
     copy_columns,
     line_offset,
     tiled_mmas,
 )
 from cute_kernels.mla.latent.kernels import codes
-from cute_kernels.mla.latent.kernels.load import half_line_chunk
 from cute_kernels.mla.latent.kernels.scheduler import LatentScheduler
-from cute_kernels.mla.latent.kernels.smem import codes_bytes, weights
+from cute_kernels.mla.latent.kernels.smem import SMALL_SCALE, codes_bytes, weights
 from cute_kernels.mla.latent.spec import LINE_BYTES, LatentDecodeSpec
 from cute_kernels.mla.spec import TOKENS_PER_TILE
 from fp8_mla.formats import TokenFormat
 
-EVEN, ODD = 0x5410, 0x7632  # PRMT: the lower halves of two words, the upper ones
 VALUES_PER_WARP = 64
 
 
@@ -37,8 +34,11 @@ class ScaledKeyPvWarpgroups(PvWarpgroups):
 
         O WEIGHT += (WEIGHT scale code) P      an exact float16 number times P as float16, summed in float32
 
-    A rope part is the last 64 values, those of one warp, and becomes float16 too. A tile with a scale or a rope part
-    out of range of float16 is added in bfloat16 (`add_exactly`).
+    A tile with a scale or a rope part out of range of float16 is added in bfloat16 (`add_exactly`). Where rope parts
+    are values, this is warpgroup 0, which has none of them, and `pv_rope.py` is warpgroup 1.
+
+    A partial is O WEIGHT as float16, unless a scale of its keys is so small that this would cost digits of values, or
+    out of range: then each 64 values have a block scale.
     """
 
     spec: LatentDecodeSpec
@@ -46,6 +46,7 @@ class ScaledKeyPvWarpgroups(PvWarpgroups):
     def __init__(self, spec: LatentDecodeSpec):
         super().__init__(spec)
         self.scheduler = LatentScheduler(spec)
+        self.weight = codes.WEIGHT
 
     @cute.jit
     def pv_work_tile(
@@ -68,28 +69,20 @@ class ScaledKeyPvWarpgroups(PvWarpgroups):
         for m in cutlass.range_constexpr(ROW_BLOCKS):
             acc_o[m].fill(0.0)
         raw = [cute.make_rmem_tensor((2, 4), Int32) for _ in range(2)]
-        line = self.line(wg, tid)
+        line, seen = self.line(wg, tid), Int32(0)
         for tile in cutlass.range(done, done + tiles, unroll=1):
             stage, phase = ring_slot(tile, self.spec.stages)
             p_stage, p_phase = ring_slot(tile, self.spec.p_stages)
             self.stamp(smem, tile, 0, 0, wg, tid)
             cute.arch.mbarrier_wait(smem.full.data_ptr() + stage, phase)  # completed long ago
             if const_expr(len(self.spec.kinds) == 1):  # overlapped with the wait for P
-                kind, is_rope = self.spec.kinds[0], False
-                if const_expr(self.spec.has_rope):
-                    is_rope = self.has_rope(wg, tid)  # QK may still replace it
-                if const_expr(self.spec.has_rope):
-                    if not is_rope:
-                        self.load_values(smem, kind, raw[0], stage, 0, 0, line, wg, tid)
-                else:
-                    self.load_values(smem, kind, raw[0], stage, 0, 0, line, wg, tid)
+                self.load_values(smem, self.spec.kinds[0], raw[0], stage, 0, line, wg, tid)
             cute.arch.mbarrier_wait(smem.p_full.data_ptr() + p_stage, p_phase)
-            if const_expr(self.spec.has_rope):
-                if self.has_rope(wg, tid):
-                    self.load_values(smem, self.spec.kinds[0], raw[0], stage, 0, 0, line, wg, tid)
             self.stamp(smem, tile, 0, 1, wg, tid)
             self.stamp(smem, tile, 1, 0, wg, tid)
             flags = self.flags(smem, p_stage)
+            if const_expr(self.spec.split):
+                seen |= flags
             if flags & RESCALE_O != 0 and tile > done:
                 self.rescale(smem, acc_o, p_stage, tid)
             kinds = self.spec.kinds
@@ -113,11 +106,19 @@ class ScaledKeyPvWarpgroups(PvWarpgroups):
             if tid < self.heads:
                 lse = sLse[tid, p_stage]
             cute.arch.mbarrier_arrive(smem.p_empty.data_ptr() + p_stage)
+        has_scales = Int32(0)  # of blocks; else a partial stays multiplied by WEIGHT, whose inverse is the scale of all
+        weight = Float32(1.0 / self.weight)
+        if const_expr(self.spec.split):
+            has_scales = Int32(cutlass.select_(seen & (OUT_OF_RANGE | SMALL_SCALE) != 0, Int32(1), Int32(0)))
+            divided = has_scales | is_whole if const_expr(self.spec.balanced) else has_scales
+            weight = Float32(cutlass.select_(divided != 0, weight, Float32(1.0)))
         for c in cutlass.range_constexpr(self.columns):
-            factor[c] *= 1.0 / codes.WEIGHT
+            factor[c] *= weight
         # located again, not kept: each register counts while O is held
         work = self.scheduler.locate(registers.opaque(index), table)
-        epilogue = Epilogue(acc_o, factor, lse, Int32(1))
+        # what `add_exactly` has of shared memory: 16 x heads numbers of each warpgroup
+        scratch = smem.scaled_p.data_ptr() + 16 * self.heads
+        epilogue = Epilogue(acc_o, factor, lse, has_scales, scratch)
         if const_expr(self.spec.balanced):
             if is_whole != 0:
                 self.store_result(epilogue, results, work, wg, tid)
@@ -142,47 +143,34 @@ class ScaledKeyPvWarpgroups(PvWarpgroups):
             cute.arch.mbarrier_arrive(smem.empty.data_ptr() + stage)
         else:
             if const_expr(len(self.spec.kinds) > 1):
-                self.load_values(smem, kind, raw[0], stage, 0, 0, line, wg, tid)
+                self.load_values(smem, kind, raw[0], stage, 0, line, wg, tid)
             self.add_values(smem, kind, mma, acc_o, raw, tile, line, wg, tid)
 
     @cute.jit
-    def has_rope(self, wg: Int32, tid: Int32):
-        """Whether a warp has the rope part."""
-        return wg == 1 and tid // 32 == WARPS - 1
-
-    @cute.jit
     def line(self, wg: Int32, tid: Int32):
-        """Offset of a thread's codes of its first key in a stage; of a rope part, of its eight numbers."""
+        """Offset of a thread's codes of its first key in a stage."""
         warp_idx, g, q = tid // 32, tid % 32 // 4, tid % 4
-        code_line, chunk, row = 2 * wg + warp_idx // 2, 4 * (warp_idx % 2) + g // 2, 2 * q
-        line = code_line * (TOKENS_PER_TILE * LINE_BYTES) + line_offset(row, chunk) + g % 2 * 8
-        if const_expr(self.spec.has_rope):
-            half = (self.spec.code_lines - 1) * (TOKENS_PER_TILE * LINE_BYTES)
-            in_half = half + line_offset(row, half_line_chunk(g // 2)) + g % 2 * 8
-            is_last = wg == 1 and warp_idx == WARPS - 2
-            line = cutlass.select_(is_last, in_half, cutlass.select_(self.has_rope(wg, tid), line_offset(row, g), line))
+        code_line, chunk = 2 * wg + warp_idx // 2, 4 * (warp_idx % 2) + g // 2
+        line = code_line * (TOKENS_PER_TILE * LINE_BYTES) + line_offset(2 * q, chunk) + g % 2 * 8
         return registers.opaque(Int32(line))
 
     @cute.jit
     def load_values(
-        self, smem, kind: cutlass.Constexpr, raw: cute.Tensor, stage: Int32, block, half, line: Int32, wg: Int32, tid
+        self, smem, kind: cutlass.Constexpr, raw: cute.Tensor, stage: Int32, block, line: Int32, wg: Int32, tid
     ):
-        """Of the keys of a thread's four columns of A in a block of 16 keys (4): eight codes, or four rope numbers.
-
-        `half` says which four.
-        """
+        """Eight codes of each key of a thread's four columns of A in a block of 16 keys (4)."""
         base, size = Int32(smem.codes.data_ptr().toint()) + stage * codes_bytes(self.spec), 8
-        if const_expr(kind.rope is not None):
-            if self.has_rope(wg, tid):
-                base = Int32(smem.rope.data_ptr().toint()) + stage * ROPE_BYTES + 8 * half
         if const_expr(codes.is_fp4(kind)):  # a line of 256 codes for each warpgroup
             size, warp_idx, g = 4, tid // 32, tid % 32 // 4
             place = line_offset(2 * (tid % 4), 2 * warp_idx + g // 4) + g % 4 * 4
             line = wg * (TOKENS_PER_TILE * LINE_BYTES) + place
+        self.load_keys(raw, base, line, block, size)
+
+    @cute.jit
+    def load_keys(self, raw: cute.Tensor, base: Int32, line: Int32, block, size: cutlass.Constexpr):
+        """Copies `size` bytes of each of a thread's four keys of a block into a column of `raw`, 4 or 8."""
         for i in cutlass.range_constexpr(4):
-            key = (line ^ (16 * (i % 2))) + LINE_BYTES * (i % 2 + 8 * (i // 2))  # of a neighbour chunks are swapped
-            address = base + block * (16 * LINE_BYTES) + key
-            pointer = cute.make_ptr(Int32, address, AddressSpace.smem, assumed_align=size)
+            pointer = cute.make_ptr(Int32, base + key_offset(line, block, i), AddressSpace.smem, assumed_align=size)
             layout = cute.make_layout(size // 4)
             cute.autovec_copy(cute.make_tensor(pointer, layout), cute.make_tensor(raw[None, i].iterator, layout))
 
@@ -207,13 +195,6 @@ class ScaledKeyPvWarpgroups(PvWarpgroups):
         for i in cutlass.range_constexpr(4):
             operand[i] = codes.multiply(operand[i], multipliers[i // 2])
 
-    @cute.jit
-    def order_rope(self, raw: cute.Tensor, m: cutlass.Constexpr, operand: cute.Tensor):
-        """The same from numbers of a rope part, those of its half m // 2, as QK has left them."""
-        for i in cutlass.range_constexpr(4):
-            a, b = raw[m % 2, i // 2 * 2], raw[m % 2, i // 2 * 2 + 1]
-            operand[i] = Int32(cute.arch.prmt(a, b, Int32(ODD if i % 2 else EVEN)))
-
     def quant_tile(self, kind: TokenFormat, wg: Int32, tid: Int32):
         """The quant tile of a thread's eight values."""
         warp = WARPS * wg + tid // 32
@@ -222,12 +203,12 @@ class ScaledKeyPvWarpgroups(PvWarpgroups):
 
     @cute.jit
     def load_multipliers(
-        self, smem, kind: cutlass.Constexpr, p_stage: Int32, block: cutlass.Constexpr, wg: Int32, tid: Int32
+        self, smem, p_stage: Int32, block: cutlass.Constexpr, quant_tile: Int32, tid: Int32
     ) -> cute.Tensor:
-        """Multipliers of a thread's four keys of a block, two in a word."""
+        """Multipliers of a quant tile of a thread's four keys of a block, two in a word."""
         words = cute.make_rmem_tensor(2, Int32)
         numbers = cute.recast_tensor(words, Float16)
-        start = weights(smem, self.spec, p_stage, self.quant_tile(kind, wg, tid), tid)[None, block // 2].iterator
+        start = weights(smem, self.spec, p_stage, quant_tile, tid)[None, block // 2].iterator
         cute.autovec_copy(cute.make_tensor(start + block % 2 * 4, cute.make_layout(4)), numbers)
         return words
 
@@ -237,48 +218,43 @@ class ScaledKeyPvWarpgroups(PvWarpgroups):
     ):
         """O^T += V^T P^T. Converts the next row blocks while wgmma reads the current ones.
 
-        `raw` has the codes of the first 16 keys, or the first half of their rope part.
+        `raw` has the codes of the first 16 keys.
         """
         stage, _ = ring_slot(tile, self.spec.stages)
         p_stage, _ = ring_slot(tile, self.spec.p_stages)
         rP = self.p_operands(smem, mma, tid)[None, None, None, p_stage]
-        shape = mma.partition_shape_A((TOKENS_PER_TILE, 16))
-        fragments = [mma.make_fragment_A(shape) for _ in range(self.v_fragments)]
-        is_rope = False
-        if const_expr(self.spec.has_rope):
-            is_rope = self.has_rope(wg, tid)
+        fragments = self.fragments(mma)
         for block in cutlass.range_constexpr(KEY_BLOCKS):
-            multipliers = self.load_multipliers(smem, kind, p_stage, block, wg, tid)
+            multipliers = self.load_multipliers(smem, p_stage, block, self.quant_tile(kind, wg, tid), tid)
             for m in cutlass.range_constexpr(ROW_BLOCKS):
                 fragment = fragments[(ROW_BLOCKS * block + m) % self.v_fragments]
                 operand = cute.recast_tensor(fragment, Int32)
-                if const_expr(self.spec.has_rope):
-                    if is_rope:
-                        if const_expr(m == 0):
-                            self.load_values(smem, kind, raw[1], stage, block, 1, line, wg, tid)
-                        if const_expr(m == 2 and block + 1 < KEY_BLOCKS):
-                            self.load_values(smem, kind, raw[0], stage, block + 1, 0, line, wg, tid)
-                        self.order_rope(raw[m // 2], m, operand)
-                    else:
-                        if const_expr(m == 0 and block + 1 < KEY_BLOCKS):
-                            self.load_values(smem, kind, raw[(block + 1) % 2], stage, block + 1, 0, line, wg, tid)
-                        self.widen_codes(kind, raw[block % 2], m, operand)
-                        self.scale_operand(operand, multipliers)
-                else:
-                    if const_expr(m == 0 and block + 1 < KEY_BLOCKS):
-                        self.load_values(smem, kind, raw[(block + 1) % 2], stage, block + 1, 0, line, wg, tid)
-                    self.widen_codes(kind, raw[block % 2], m, operand)
-                    self.scale_operand(operand, multipliers)
-                warpgroup.fence()
-                wgmma.issue(mma, acc_o[m], fragment, rP, True, [(0, block)])
-                if const_expr(block + 1 == KEY_BLOCKS and m == 2):  # all values of the tile are in registers
-                    cute.arch.mbarrier_arrive(smem.empty.data_ptr() + stage)
-                if const_expr((m + 1) % (self.v_fragments // 2) == 0):
-                    warpgroup.commit_group()
-                    if const_expr(block + 1 == KEY_BLOCKS and m + 1 == ROW_BLOCKS):
-                        warpgroup.wait_group(0)
-                    else:
-                        warpgroup.wait_group(1)
+                if const_expr(m == 0 and block + 1 < KEY_BLOCKS):
+                    self.load_values(smem, kind, raw[(block + 1) % 2], stage, block + 1, line, wg, tid)
+                self.widen_codes(kind, raw[block % 2], m, operand)
+                self.scale_operand(operand, multipliers)
+                self.multiply(smem, mma, acc_o[m], fragment, rP, block, m, stage)
+
+    def fragments(self, mma: cute.TiledMma) -> list[cute.Tensor]:
+        """Registers of A: half of them are made while wgmma reads the others."""
+        shape = mma.partition_shape_A((TOKENS_PER_TILE, 16))
+        return [mma.make_fragment_A(shape) for _ in range(self.v_fragments)]
+
+    @cute.jit
+    def multiply(
+        self, smem, mma: cute.TiledMma, acc, fragment, rP, block: cutlass.Constexpr, m: cutlass.Constexpr, stage: Int32
+    ):
+        """Starts the product of a row block and 16 keys; waits until the registers that come next are free."""
+        warpgroup.fence()
+        wgmma.issue(mma, acc, fragment, rP, True, [(0, block)])
+        if const_expr(block + 1 == KEY_BLOCKS and m == 2):  # all values of the tile are in registers
+            cute.arch.mbarrier_arrive(smem.empty.data_ptr() + stage)
+        if const_expr((m + 1) % (self.v_fragments // 2) == 0):
+            warpgroup.commit_group()
+            if const_expr(block + 1 == KEY_BLOCKS and m + 1 == ROW_BLOCKS):
+                warpgroup.wait_group(0)
+            else:
+                warpgroup.wait_group(1)
 
     @cute.jit
     def add_exactly(
@@ -292,12 +268,6 @@ class ScaledKeyPvWarpgroups(PvWarpgroups):
         sScaledP, sP = self.exact_p(smem)
         rScaledP = mma.make_fragment_B(mma.get_slice(tid).partition_B(sScaledP))[None, None, None, wg]
         fragment = mma.make_fragment_A(mma.partition_shape_A((TOKENS_PER_TILE, 16)))
-        operand = cute.recast_tensor(fragment, Int32)
-        raw, scales = cute.make_rmem_tensor((2, 4), Int32), cute.make_rmem_tensor(4, Float32)
-        is_rope = False
-        if const_expr(kind.rope is not None):
-            is_rope = self.has_rope(wg, tid)
-        sFlags = smem.rope_flags.get_tensor(cute.make_layout((WARPS, self.spec.stages)))
         for step in cutlass.range(2 * KEY_BLOCKS, unroll=1):
             block, rest = step // 2, step % 2
             for i in cutlass.range(tid, 16 * self.heads, 128, unroll=1):
@@ -309,24 +279,41 @@ class ScaledKeyPvWarpgroups(PvWarpgroups):
                 sScaledP[head, i % 16, wg] = rounded
             cute.arch.fence_proxy("async.shared", space="cta")  # ordinary stores, read by wgmma
             cute.arch.barrier(barrier_id=NamedBarrier.PV + wg, number_of_threads=128)
-            for i in cutlass.range_constexpr(4):
-                key = stage * TOKENS_PER_TILE + 16 * block + 2 * (tid % 4) + i % 2 + 8 * (i // 2)
-                byte = smem.scale.data_ptr() + (key * self.spec.scale_bytes + self.quant_tile(kind, wg, tid))
-                scales[i] = codes.scale_of(kind, Int32(byte.load()) & 0xFF)
             for m in cutlass.range_constexpr(ROW_BLOCKS):
-                self.load_values(smem, kind, raw, stage, block, m // 2, line, wg, tid)
-                if is_rope:
-                    self.order_rope(raw, m, operand)
-                    if sFlags[block, stage] == 0:
-                        for i in cutlass.range_constexpr(4):
-                            operand[i] = codes.rope_to_bfloat16(operand[i])
-                else:
-                    self.widen_codes(kind, raw, m, operand)
-                    for i in cutlass.range_constexpr(4):
-                        first = i // 2 * 2
-                        operand[i] = codes.scale_to_bfloat16(operand[i], scales[first], scales[first + 1])
+                self.exact_operand(smem, kind, m, cute.recast_tensor(fragment, Int32), stage, block, line, wg, tid)
                 warpgroup.fence()
                 wgmma.issue(mma, acc_o[m], fragment, rScaledP, True, [(0, 0)])
                 warpgroup.commit_group()
                 warpgroup.wait_group(0)
             cute.arch.barrier(barrier_id=NamedBarrier.PV + wg, number_of_threads=128)
+
+    @cute.jit
+    def exact_operand(
+        self, smem, kind: cutlass.Constexpr, m: cutlass.Constexpr, operand: cute.Tensor, stage: Int32, block: Int32,
+        line: Int32, wg: Int32, tid: Int32,
+    ):  # fmt: skip
+        """A of row block m and 16 keys as bfloat16."""
+        raw = cute.make_rmem_tensor((2, 4), Int32)
+        self.load_values(smem, kind, raw, stage, block, line, wg, tid)
+        self.widen_codes(kind, raw, m, operand)
+        self.scale_exactly(smem, kind, operand, self.quant_tile(kind, wg, tid), stage, block, tid)
+
+    @cute.jit
+    def scale_exactly(
+        self, smem, kind: cutlass.Constexpr, operand: cute.Tensor, quant_tile: Int32, stage: Int32, block, tid: Int32
+    ):
+        """Multiplies A by scales of a quant tile of its keys, whatever they are."""
+        scales = cute.make_rmem_tensor(4, Float32)
+        for i in cutlass.range_constexpr(4):
+            key = stage * TOKENS_PER_TILE + 16 * block + 2 * (tid % 4) + i % 2 + 8 * (i // 2)
+            byte = smem.scale.data_ptr() + (key * self.spec.scale_bytes + quant_tile)
+            scales[i] = codes.scale_of(kind, Int32(byte.load()) & 0xFF)
+        for i in cutlass.range_constexpr(4):
+            first = i // 2 * 2
+            operand[i] = codes.scale_to_bfloat16(operand[i], scales[first], scales[first + 1])
+
+
+def key_offset(line, block, i: int):
+    """Where a thread's key i of four of a block of 16 lies, from its first key's bytes at `line` of a stage."""
+    key = (line ^ (16 * (i % 2))) + LINE_BYTES * (i % 2 + 8 * (i // 2))  # of a neighbour chunks are swapped
+    return block * (16 * LINE_BYTES) + key

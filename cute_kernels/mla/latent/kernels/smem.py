@@ -9,6 +9,8 @@ from cute_kernels.mla.kernels.tile import QUANT_TILE as BLOCK
 from cute_kernels.mla.latent.spec import LINE_BYTES, LatentDecodeSpec
 from cute_kernels.mla.spec import TOKENS_PER_TILE
 
+SMALL_SCALE = 4  # flag of a tile: see `codes.is_small`
+
 
 def codes_bytes(spec: LatentDecodeSpec) -> int:
     """Codes of a stage, in lines of 128 bytes: 64 keys of the first line, then 64 of the second."""

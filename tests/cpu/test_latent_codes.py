@@ -13,6 +13,7 @@ from cute_kernels.runtime import arch
 arch.pin()
 
 from cute_kernels.mla.kernels.convert_q import code_chunk  # noqa: E402
+from cute_kernels.mla.kernels.quantize import quantize  # noqa: E402
 from cute_kernels.mla.kernels.smem import key_of_row, line_offset  # noqa: E402
 from cute_kernels.mla.latent.kernels import codes  # noqa: E402
 from cute_kernels.mla.latent.spec import LINE_BYTES, LatentDecodeSpec  # noqa: E402
@@ -224,3 +225,9 @@ def test_a_made_up_format_is_traced(
     with pytest.raises(traces.Known) as traced, traces.stopped_where(lambda key: True, spec):
         machine_code._compile(spec)
     assert traced.value.key
+
+
+def test_the_append_refuses_types_without_a_rule() -> None:
+    made_up = made_up_format(16, Field("codes", "float4_e2m1fn_x2", 512, 0), "float8_e8m0fnu", 32)
+    with pytest.raises(ValueError, match="codes and scales: got .* of made up; needs types that have a rule"):
+        quantize(made_up, None)

@@ -162,10 +162,16 @@ def quantize_e2m1(latent: cute.Tensor):
 
 
 def quantize(token_format: TokenFormat, latent: cute.Tensor):
-    """16 bf16 values of a lane, of a format -> (their codes, the scale of their quant tile)."""
-    lanes = token_format.quant_tile // VALUES_PER_LANE
-    if token_format.codes.dtype == "float4_e2m1fn_x2":
-        return quantize_e2m1(latent)
-    if token_format.scales.dtype == "float8_e8m0fnu":
+    """16 bf16 values of a lane, of a format -> (their codes, the scale of their quant tile).
+
+    Raises:
+        ValueError: there is no rule for its codes and scales.
+    """
+    types, lanes = (token_format.codes.dtype, token_format.scales.dtype), token_format.quant_tile // VALUES_PER_LANE
+    if types == ("float8_e4m3fn", "float32"):
+        return quantize_float32(latent, lanes)
+    if types == ("float8_e4m3fn", "float8_e8m0fnu"):
         return quantize_ue8m0(latent, lanes)
-    return quantize_float32(latent, lanes)
+    if types == ("float4_e2m1fn_x2", "float8_e4m3fn"):
+        return quantize_e2m1(latent)
+    raise ValueError(f"codes and scales: got {types} of {token_format.name}; needs types that have a rule")

@@ -35,7 +35,7 @@ SHOWN = [
     (gqa_decode, "bfloat16, d 128\n", gqa.barriers(GqaDecodeSpec("bfloat16", "bfloat16", 128, 8))),
     (mla_decode, "", mla.barriers(MlaDecodeSpec(sparse=False))),
     (mla_decode, "", mla.barriers(MlaDecodeSpec(sparse=True, heads=16))),
-    (latent_decode, "", mla.barriers(LatentDecodeSpec(sparse=True))),
+    (latent_decode, "", mla.barriers(LatentDecodeSpec(sparse=True, cache_format="v4"))),
     (crossover_decode, "", crossover.barriers(MlaCrossoverSpec(sparse=True, exchange="values"))),
     (SinkForwardKernel, "", query_barriers(SinkForwardSpec("bfloat16", 64, warpgroups=3))),
     (SinkForwardKernel, "", query_barriers(GROUPED)),

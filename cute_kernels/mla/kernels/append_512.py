@@ -8,11 +8,10 @@ from cutlass.cute.nvgpu import CopyG2ROp
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
 from cute_kernels.mla.append_spec import MlaAppendSpec
-from cute_kernels.mla.kernels.quantize import VALUES_PER_LANE, quantize_e2m1, quantize_float32, quantize_ue8m0
+from cute_kernels.mla.kernels.quantize import VALUES_PER_LANE, quantize
 from fp8_mla.formats import FORMATS
 
 WARP = 32
-SCALE_TYPES = {"float32": Float32, "float8_e8m0fnu": Uint8, "float8_e4m3fn": Uint8}
 
 
 class MlaAppend512Kernel:
@@ -43,7 +42,7 @@ class MlaAppend512Kernel:
         self.lanes_per_tile = self.format.quant_tile // VALUES_PER_LANE
         self.code_lanes = self.format.nope_dim // VALUES_PER_LANE
         self.code_bytes = VALUES_PER_LANE * self.format.codes.bits // 8  # of a lane
-        self.scale_type = SCALE_TYPES[self.format.scales.dtype]
+        self.scale_type = Float32 if self.format.scales.itemsize == 4 else Uint8  # bytes, whatever they mean
         self.rope_offset = self.format.rope.offset if self.format.rope else None
 
     @cute.jit
@@ -118,21 +117,12 @@ class MlaAppend512Kernel:
             scales = page_start + Int64(scale_offset) + Int64(offset) * Int64(scale_stride)
 
             for t in cutlass.range_constexpr(count):
-                codes, scale = self._quantize(latent[None, None, t])
+                codes, scale = quantize(self.format, latent[None, None, t])
                 data_row, scale_row = data, scales
                 if const_expr(count > 1):
                     data_row, scale_row = self._shuffle64(data, t), self._shuffle64(scales, t)
                 if data_row != 0:
                     self._store(latent[None, None, t], codes, scale, data_row, scale_row, lane)
-
-    @cute.jit
-    def _quantize(self, latent: cute.Tensor):
-        """This lane's 16 values -> (codes, the scale of their quant tile)."""
-        if const_expr(self.format.codes.dtype == "float4_e2m1fn_x2"):
-            return quantize_e2m1(latent)
-        if const_expr(self.format.scales.dtype == "float8_e8m0fnu"):
-            return quantize_ue8m0(latent, self.lanes_per_tile)
-        return quantize_float32(latent, self.lanes_per_tile)
 
     @cute.jit
     def _store(self, latent: cute.Tensor, codes: cute.Tensor, scale, data_row: Int64, scale_row: Int64, lane: Int32):

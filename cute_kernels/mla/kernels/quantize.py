@@ -10,7 +10,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float8E4M3FN, Float32, Int32, Uint8
 
-from fp8_mla.formats import E8M0_BIAS, FP4_MAX, FP8_MAX, MIN_FP4_SCALE, MIN_SCALE, MIN_SCALE_EXPONENT
+from fp8_mla.formats import E8M0_BIAS, FP4_MAX, FP8_MAX, MIN_FP4_SCALE, MIN_SCALE, MIN_SCALE_EXPONENT, TokenFormat
 
 BF16_MAX = 3.3895313892515355e38  # 0x7F7F
 BF16_INF = 0x7F80
@@ -159,3 +159,19 @@ def quantize_e2m1(latent: cute.Tensor):
         odd = Int32(cute.arch.prmt(pairs[0], pairs[1], 0x7632))
         codes[half] = cutlass.select_(is_finite, even | odd, Int32(0))
     return codes, scale & 0xFF
+
+
+def quantize(token_format: TokenFormat, latent: cute.Tensor):
+    """16 bf16 values of a lane, of a format -> (their codes, the scale of their quant tile).
+
+    Raises:
+        ValueError: there is no rule for its codes and scales.
+    """
+    types, lanes = (token_format.codes.dtype, token_format.scales.dtype), token_format.quant_tile // VALUES_PER_LANE
+    if types == ("float8_e4m3fn", "float32"):
+        return quantize_float32(latent, lanes)
+    if types == ("float8_e4m3fn", "float8_e8m0fnu"):
+        return quantize_ue8m0(latent, lanes)
+    if types == ("float4_e2m1fn_x2", "float8_e4m3fn"):
+        return quantize_e2m1(latent)
+    raise ValueError(f"codes and scales: got {types} of {token_format.name}; needs types that have a rule")

@@ -1,12 +1,12 @@
 """What is fixed at compile time in the decode kernel over any latent cache format, of one cache or two."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from cute_kernels.mla.spec import MERGE_LANES, NARROW, WIDE, MlaDecodeSpec, Registers
-from fp8_mla.formats import FORMATS, PAIRS, V3_2, TokenFormat
+from cute_kernels.mla.spec import CACHE_FORMAT, MERGE_LANES, NARROW, WIDE, MlaDecodeSpec, Registers
+from fp8_mla.formats import FORMATS, PAIRS, TokenFormat
 
-FP4_LINES = 2  # of a key with 4-bit codes
+FEW_LINES = 2  # of a key's codes: four stages of so many fit next to a Q of 64 heads
 LINE_BYTES = 128  # of a key's row in shared memory: one row of the 128-byte swizzle
 
 
@@ -23,7 +23,7 @@ class LatentDecodeSpec(MlaDecodeSpec):
     extra_format  of a second cache that joins the same softmax; "" where there is none
     """
 
-    cache_format: str = "v4"
+    cache_format: str = field(kw_only=True)
     extra_format: str = ""
 
     kernel: ClassVar[str] = "cute_kernels.mla.latent.kernels.decode:LatentDecodeKernel"
@@ -32,11 +32,16 @@ class LatentDecodeSpec(MlaDecodeSpec):
     def compile_options(self) -> str:
         """Levels at which ptxas spills no register, or few where tiles have two formats."""
         level = 0 if self.few_heads or len(self.kinds) > 1 else 7
-        if self.float_scales and self.has_rope and self.has_extra and self.split and self.heads == WIDE:
-            level = 3  # from 4 on ptxas serializes wgmma
-        elif (self.cache_format, self.extra_format) == ("v4.1", "v4.1") and self.balanced and self.heads == WIDE:
-            level = 5
-        return f"--ptxas-options '--register-usage-level={level}'"
+        return f"--ptxas-options '--register-usage-level={self.own_level or level}'"
+
+    @property
+    def own_level(self) -> int:
+        """The level of two caches of one format, with 64 heads, where it is not that of other tiles; else 0."""
+        if not self.has_extra or len(self.kinds) > 1 or self.heads < WIDE:
+            return 0
+        if self.float_scales and self.has_rope:
+            return 3 if self.split else 0  # from 4 on ptxas serializes wgmma
+        return 5 if self.balanced and not (self.float_scales or self.has_rope) else 0
 
     def can_implement(self) -> list[str]:
         """Reasons, in words, why this kernel cannot be built; empty when it can."""
@@ -124,7 +129,7 @@ class LatentDecodeSpec(MlaDecodeSpec):
     @property
     def stages(self) -> int:
         """Key tiles in shared memory: as many as Q leaves room for."""
-        return 3 if self.heads == WIDE and self.code_lines > FP4_LINES else 4
+        return 3 if self.heads == WIDE and self.code_lines > FEW_LINES else 4
 
     @property
     def mask_stages(self) -> int:
@@ -164,7 +169,7 @@ def shipped_specs() -> list[LatentDecodeSpec]:
         for sparse in (True, False)
         for lanes in MERGE_LANES
         for heads in (*NARROW, WIDE)
-        if (lanes or not balanced) and (sparse or not (extra or name == V3_2.name))
+        if (lanes or not balanced) and (sparse or not (extra or name == CACHE_FORMAT))
     ]
 
 
@@ -178,9 +183,8 @@ def covering_specs() -> list[LatentDecodeSpec]:
     for i, (name, extra) in enumerate(forms):
         for j, heads in enumerate((WIDE, NARROW[i % len(NARROW)], NARROW[(i + 1) % len(NARROW)])):
             lanes = MERGE_LANES[(i + j) % len(MERGE_LANES)]
-            sparse = bool(extra) or name == V3_2.name or (i + j) % 2 == 0
+            sparse = bool(extra) or name == CACHE_FORMAT or (i + j) % 2 == 0
             balanced = lanes > 0 and (i + j) % 4 > 1
             chosen.append(LatentDecodeSpec(sparse, lanes, heads, balanced, cache_format=name, extra_format=extra))
-    # those that have a level of register usage of their own
-    own = [LatentDecodeSpec(True, 128, WIDE, True, cache_format=name, extra_format=name) for name in ("v3.2", "v4.1")]
-    return [*chosen, *(spec for spec in own if spec not in chosen)]
+    two = [LatentDecodeSpec(True, 128, WIDE, True, cache_format=name, extra_format=extra) for name, extra in PAIRS]
+    return [*chosen, *(spec for spec in two if spec.own_level and spec not in chosen)]

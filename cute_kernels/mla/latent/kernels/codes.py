@@ -1,4 +1,4 @@
-"""Codes and scales as float16 numbers, exactly: in registers, two at a time.
+"""Codes and scales as float16 numbers, exactly: all that depends on which codes and scales a format has.
 
 A key is code x scale x WEIGHT. float16 holds that for any code where the scale is in range, and the products then need
 nothing between them. One conversion makes two numbers of two e4m3 codes; four e2m1 codes are four bytes of a table.
@@ -8,36 +8,121 @@ nothing between them. One conversion makes two numbers of two e4m3 codes; four e
     e4m3 (fp4)   magnitudes up to 40                   values up to 240
 
 Other scales, NaN among them, take slow paths in float32 and bfloat16.
+
+A subclass of `Codes` has one type of codes and one of scales, and roles ask `of` for that of a format. So a format with
+other codes or scales is one more subclass and its line in `TYPES`; no other file of the room says what a format has.
 """
+
+import functools
+from collections.abc import Mapping
+from typing import Any, ClassVar, Final
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import BFloat16, Float8E4M3FN, Float16, Float32, Int32, const_expr
+from cutlass import BFloat16, Float8E4M3FN, Float16, Float32, Int32
 
+from cute_kernels.mla.kernels.convert_q import code_chunk
+from cute_kernels.mla.kernels.smem import key_of_row, line_offset
+from cute_kernels.mla.kernels.tile import BLOCK_COLUMNS
+from cute_kernels.mla.latent.kernels.smem import scale_words
+from cute_kernels.mla.latent.spec import LINE_BYTES, LatentDecodeSpec, scale_row
+from cute_kernels.mla.spec import TOKENS_PER_TILE
 from fp8_mla.formats import TokenFormat
 
 WEIGHT = 2.0**8
 WEIGHTS = 0x5C005C00  # as two float16 numbers
 MIN_BYTE, MAX_BYTE = 105, 126  # ue8m0 scales in range
-MAX_FP4_BYTE = 0x62  # the largest e4m3 scale in range, 40
-MASKED_FLOAT = (127 - 6) << 23  # MASKED_SCALE of mla.spec, as bits
 SMALL_BYTE = 113  # WEIGHT times a smaller ue8m0 scale and a code may be no normal float16 number
 NAN_BYTE = 255  # the ue8m0 byte that means NaN
 MULTIPLIER = -(104 << 10) * 0x00010001 % 2**32  # exponent field of WEIGHT times a ue8m0 scale, less the byte; twice
+MAX_FP4_BYTE = 0x62  # the largest e4m3 scale in range, 40
 LOW_VALUES, HIGH_VALUES = 0x3E3C3800, 0x46444240  # upper bytes of the float16 numbers 0, 0.5, 1, 1.5; 2, 3, 4, 6
 TOP_BITS = -0x7F7F7F80  # 0x80808080
 
 
-def is_fp4(kind: TokenFormat) -> bool:
-    """Whether codes are e2m1 and scales e4m3."""
-    return kind.codes.bits == 4
+class Codes:
+    """Device code for one format: how its codes and scales lie in a stage, and the numbers that they mean.
+
+    QK reads codes in chunks of 64 columns, 16 codes of each of a thread's two rows. They share a scale. A line is 128
+    bytes of a row.
+
+    masked_scales  a word of scales in range, for a masked key, whose codes are zeros
+    quant_tiles    those that `chunk_multiplier` knows
+    line_parts     a row's last line may be incomplete: code bytes are a multiple of this
+    """
+
+    masked_scales: ClassVar[int]
+    quant_tiles: ClassVar[tuple[int, ...]]
+    line_parts: ClassVar[int] = LINE_BYTES
+
+    def __init__(self, kind: TokenFormat):
+        if kind.quant_tile not in self.quant_tiles:
+            raise ValueError(f"quant_tile: got {kind.quant_tile} of {kind.name}; needs one of {self.quant_tiles}")
+        if kind.codes.num_bytes % self.line_parts:
+            got = f"{kind.codes.num_bytes} bytes of codes of {kind.name}"
+            raise ValueError(f"codes: got {got}; needs a multiple of {self.line_parts}")
+        self.kind = kind
+
+    # ---- the row of a key
+
+    def rest_chunk(self, chunk: Any) -> Any:
+        """Where a chunk of 16 bytes of a row's incomplete line lies in that line, so that QK reads without conflicts.
+
+        Raises:
+            ValueError: the format's lines are complete.
+        """
+        raise ValueError(f"codes: got an incomplete line of {self.kind.name}; needs a multiple of {LINE_BYTES} bytes")
+
+    def scale_mask(self, index: int) -> int:
+        """Of word `index` of a key's scales the bytes that are no padding."""
+        count = min(max(self.kind.num_scales - 4 * index, 0), 4)
+        return (1 << 8 * count) - 1 if count < 4 else -1
+
+    # ---- what QK reads
+
+    def chunk_place(self, c: Any, tid: Any) -> tuple[Any, Any]:
+        """Of a thread's codes of its first row in chunk c: the offset in its line's 64 rows, and that of the line."""
+        raise NotImplementedError
+
+    def row_numbers(self, raw: cute.Tensor, r: int) -> Any:
+        """The 16 codes of row r of a thread, as loaded, as eight pairs of float16 in their order."""
+        raise NotImplementedError
+
+    def load_row_scales(self, smem, spec: LatentDecodeSpec, stage: Int32, key: Int32, tid: Int32) -> cute.Tensor:
+        """The words of a key's scales that `chunk_multiplier` takes."""
+        raise NotImplementedError
+
+    def chunk_multiplier(self, words: cute.Tensor, c: int, tid: Int32) -> Int32:
+        """That of a thread's codes of a row in chunk c, as `multiplier` returns it; see `scale_index`."""
+        raise NotImplementedError
+
+    def scale_index(self, c: Any, lane: Any) -> Any:
+        """Which scale of a row the 16 codes have that a lane of four has in chunk c.
+
+        Lanes have pieces 0, 1, 4, 5 of 16 codes of 128 for even c, 2, 3, 6, 7 for odd c.
+        """
+        return (c // 2 * 8 + code_chunk(lane, c % 2)) // (self.kind.quant_tile // 16)
+
+    # ---- scales
+
+    def multiplier(self, word: Int32, byte: Any) -> Int32:
+        """WEIGHT times the scale in a byte of a word, in range, as two float16 numbers."""
+        raise NotImplementedError
+
+    def out_of_range(self, word: Int32) -> Int32:
+        """Not 0 if one of the four scales of a word is out of range."""
+        raise NotImplementedError
+
+    def is_small(self, word: Int32) -> Int32:
+        """Not 0 if one of the four scales of a word is so small that a sum of values as float16 needs a scale."""
+        raise NotImplementedError
+
+    def scale_of(self, byte: Int32) -> Float32:
+        """The scale that a byte means."""
+        raise NotImplementedError
 
 
-def masked_scales(kind: TokenFormat) -> int:
-    """A word of scales in range, for a masked key, whose codes are zeros."""
-    if kind.scales.dtype == "float32":
-        return MASKED_FLOAT
-    return 0x38383838 if is_fp4(kind) else 0x76767676
+# ---- float16 numbers of any format
 
 
 @cute.jit
@@ -56,23 +141,6 @@ def weigh(a: Int32) -> Int32:
     )
 
 
-# ---- e2m1
-
-
-def fp4_bytes(nibbles: Int32) -> Int32:
-    """Upper bytes of the float16 numbers of the four codes in the lower half of a word; their lower bytes are 0."""
-    magnitudes = Int32(cute.arch.prmt(Int32(LOW_VALUES), Int32(HIGH_VALUES), nibbles & 0x7777))
-    return magnitudes | Int32(cute.arch.prmt(Int32(0), Int32(TOP_BITS), (nibbles >> 1) & 0x4444))
-
-
-def fp4_pair(upper: Int32, first: int, second: int) -> Int32:
-    """Two of the four numbers of `fp4_bytes`."""
-    return Int32(cute.arch.prmt(upper, Int32(0), Int32(second << 12 | 4 << 8 | first << 4 | 4)))
-
-
-# ---- scales
-
-
 def byte_pair(word: Int32, byte) -> Int32:
     """A byte of a word as two 16-bit numbers."""
     return Int32(cute.arch.prmt(word, Int32(0), Int32(0x4040) + byte * 0x0101))
@@ -87,42 +155,15 @@ def e4m3_pairs(word: Int32) -> tuple[Int32, Int32]:
     return pairs[0], pairs[1]
 
 
-def multiplier(kind: TokenFormat, word: Int32, byte) -> Int32:
-    """WEIGHT times the scale in a byte of a word, in range, as two float16 numbers."""
-    if not is_fp4(kind):
-        return byte_pair(word, byte) * 1024 + MULTIPLIER
-    return weigh(e4m3_pairs(Int32(cute.arch.prmt(word, Int32(0), byte * 0x1111)))[0])
-
-
-def out_of_range(kind: TokenFormat, word: Int32) -> Int32:
-    """Not 0 if one of the four scales of a word is out of range."""
-    low = word & 0x7F7F7F7F
-    if is_fp4(kind):
-        return (low + 0x01010101 * (127 - MAX_FP4_BYTE)) & TOP_BITS
-    above, not_below = low + 0x01010101 * (127 - MAX_BYTE), low + 0x01010101 * (128 - MIN_BYTE)
-    return (above | word | (not_below ^ -1)) & TOP_BITS
-
-
-def is_small(kind: TokenFormat, word: Int32) -> Int32:
-    """Not 0 if one of the four scales of a word is so small that a sum of values as float16 needs a scale."""
-    if is_fp4(kind):
-        return Int32(0)  # the smallest value is 2^-10
-    return ((word & 0x7F7F7F7F) + 0x01010101 * (128 - SMALL_BYTE) ^ -1) & TOP_BITS
-
-
 @cute.jit
-def scale_of(kind: cutlass.Constexpr, byte: Int32) -> Float32:
-    """The scale that a byte means."""
-    word, result = cute.make_rmem_tensor(1, Int32), Float32(0.0)
-    if const_expr(is_fp4(kind)):
-        numbers = cute.make_rmem_tensor(4, Float8E4M3FN)
-        cute.recast_tensor(numbers, Int32)[0] = byte
-        result = numbers.load().to(Float32)[0]
-    else:
-        bits = cutlass.select_(byte == 0, Int32(1 << 22), byte << 23)
-        word[0] = Int32(cutlass.select_(byte == NAN_BYTE, Int32(0x7FFFFFFF), bits))
-        result = cute.recast_tensor(word, Float32)[0]
-    return result
+def scale_to_bfloat16(pair: Int32, first: Float32, second: Float32) -> Int32:
+    """A pair of float16 times a scale each, as bfloat16: exact for codes and their scales, within its range."""
+    codes, numbers = cute.make_rmem_tensor(2, Float16), cute.make_rmem_tensor(2, BFloat16)
+    cute.recast_tensor(codes, Int32)[0] = pair
+    scaled = cute.make_rmem_tensor(2, Float32)
+    scaled[0], scaled[1] = codes[0].to(Float32) * first, codes[1].to(Float32) * second
+    numbers.store(scaled.load().to(BFloat16))
+    return cute.recast_tensor(numbers, Int32)[0]
 
 
 # ---- rope parts
@@ -167,12 +208,193 @@ def rope_to_bfloat16(word: Int32) -> Int32:
     return cute.recast_tensor(numbers, Int32)[0]
 
 
-@cute.jit
-def scale_to_bfloat16(pair: Int32, first: Float32, second: Float32) -> Int32:
-    """A pair of float16 times a scale each, as bfloat16: exact for codes and their scales, within its range."""
-    codes, numbers = cute.make_rmem_tensor(2, Float16), cute.make_rmem_tensor(2, BFloat16)
-    cute.recast_tensor(codes, Int32)[0] = pair
-    scaled = cute.make_rmem_tensor(2, Float32)
-    scaled[0], scaled[1] = codes[0].to(Float32) * first, codes[1].to(Float32) * second
-    numbers.store(scaled.load().to(BFloat16))
-    return cute.recast_tensor(numbers, Int32)[0]
+# ---- e4m3 codes
+
+
+class FloatScales(Codes):
+    """e4m3 codes with float32 scales. The roles of mla/kernels read them; the latent loader alone asks this class."""
+
+    masked_scales = (127 - 6) << 23  # MASKED_SCALE of mla.spec, as bits
+    quant_tiles = (128,)
+
+
+class E4m3Codes(Codes):
+    """e4m3 codes with ue8m0 scales. A thread reads 16 bytes of a row: a piece of a line of 128 codes or of half one."""
+
+    masked_scales = 0x76767676
+    quant_tiles = (32, 64)
+    line_parts = LINE_BYTES // 2
+
+    def __init__(self, kind: TokenFormat):
+        super().__init__(kind)
+        self.half_line = kind.codes.count % LINE_BYTES != 0
+        self.chunks = kind.codes.count // BLOCK_COLUMNS
+
+    def rest_chunk(self, chunk: Any) -> Any:
+        """Chunks 0 to 3 of half a line lie where QK reads 0, 1, 4 and 5."""
+        return half_line_chunk(chunk)
+
+    def chunk_place(self, c: Any, tid: Any) -> tuple[Any, Any]:
+        """Two chunks of 64 columns in a line."""
+        line = line_offset(key_of_row(tid, 0), code_chunk(tid % 4, 0)) ^ (32 * (c % 2))
+        return line, c // 2 * (TOKENS_PER_TILE * LINE_BYTES)
+
+    def row_numbers(self, raw: cute.Tensor, r: int) -> cute.Tensor:
+        """One conversion of 16 bytes: four of a word each give ptxas another order."""
+        wide = cute.make_rmem_tensor(16, Float16)
+        wide.store(raw[None, r].load().to(Float16))
+        return cute.recast_tensor(wide, Int32)
+
+    def load_row_scales(self, smem, spec: LatentDecodeSpec, stage: Int32, key: Int32, tid: Int32) -> cute.Tensor:
+        """All."""
+        words = cute.make_rmem_tensor(scale_row(self.kind) // 4, Int32)
+        scale_words(smem, spec, stage, key, 0, words)
+        return words
+
+    def chunk_multiplier(self, words: cute.Tensor, c: int, tid: Int32) -> Int32:
+        """Of the two or four scales for each 128 codes."""
+        upper = tid % 4 // 2
+        if self.half_line and c + 1 == self.chunks:
+            last = self.kind.num_scales - 1
+            return self.multiplier(words[last // 4], Int32(last % 4))
+        if self.kind.quant_tile == 64:
+            return self.multiplier(words[c // 2 * 2 // 4], c // 2 * 2 % 4 + upper)
+        return self.multiplier(words[c // 2], 2 * upper + c % 2)
+
+    def scale_index(self, c: Any, lane: Any) -> Any:
+        """Lanes have pieces 0 to 3 of half a line."""
+        index = super().scale_index(c, lane)
+        return cutlass.min(index, self.kind.num_scales - 1) if self.half_line else index
+
+    def multiplier(self, word: Int32, byte: Any) -> Int32:
+        """The byte is the exponent."""
+        return byte_pair(word, byte) * 1024 + MULTIPLIER
+
+    def out_of_range(self, word: Int32) -> Int32:
+        """Below MIN_BYTE or above MAX_BYTE."""
+        low = word & 0x7F7F7F7F
+        above, not_below = low + 0x01010101 * (127 - MAX_BYTE), low + 0x01010101 * (128 - MIN_BYTE)
+        return (above | word | (not_below ^ -1)) & TOP_BITS
+
+    def is_small(self, word: Int32) -> Int32:
+        """Below SMALL_BYTE."""
+        return ((word & 0x7F7F7F7F) + 0x01010101 * (128 - SMALL_BYTE) ^ -1) & TOP_BITS
+
+    def scale_of(self, byte: Int32) -> Float32:
+        """2 ** (byte - 127); 0 is a subnormal number."""
+        word = cute.make_rmem_tensor(1, Int32)
+        bits = cutlass.select_(byte == 0, Int32(1 << 22), byte << 23)
+        word[0] = Int32(cutlass.select_(byte == NAN_BYTE, Int32(0x7FFFFFFF), bits))
+        return cute.recast_tensor(word, Float32)[0]
+
+
+def half_line_chunk(chunk: Any) -> Any:
+    """Where chunk 0 to 3 of half a line lies: in the places that four lanes read without bank conflicts."""
+    return chunk % 2 + chunk // 2 * 4
+
+
+# ---- e2m1 codes
+
+
+class E2m1Codes(Codes):
+    """e2m1 codes with e4m3 scales. A thread reads 8 bytes of a row: half a piece of a line of 256 codes."""
+
+    masked_scales = 0x38383838
+    quant_tiles = (16,)
+
+    def chunk_place(self, c: Any, tid: Any) -> tuple[Any, Any]:
+        """Four chunks of 64 columns in a line."""
+        piece = tid % 4 // 2 * 2
+        line = line_offset(key_of_row(tid, 0), piece) + tid % 2 * 8
+        line = line ^ (64 * (c // 2 % 2)) ^ (16 * (c % 2))
+        return line, c // 4 * (TOKENS_PER_TILE * LINE_BYTES)
+
+    def row_numbers(self, raw: cute.Tensor, r: int) -> list[Int32]:
+        """Two words, four codes at a time."""
+        words, pairs = cute.recast_tensor(raw, Int32), []
+        for k in range(4):
+            upper = fp4_bytes(words[k // 2, r] >> (16 * (k % 2)))
+            pairs += [fp4_pair(upper, 0, 1), fp4_pair(upper, 2, 3)]
+        return pairs
+
+    def load_row_scales(self, smem, spec: LatentDecodeSpec, stage: Int32, key: Int32, tid: Int32) -> cute.Tensor:
+        """Of the 8 for each 128 codes the 4 that a lane needs."""
+        words, one = cute.make_rmem_tensor(4, Int32), cute.make_rmem_tensor(1, Int32)
+        for j in range(4):
+            scale_words(smem, spec, stage, key, 8 * j + tid % 4 // 2 * 4, one)
+            words[j] = one[0]
+        return words
+
+    def chunk_multiplier(self, words: cute.Tensor, c: int, tid: Int32) -> Int32:
+        """A scale for each 16 codes."""
+        return self.multiplier(words[c // 2], tid % 2 + 2 * (c % 2))
+
+    def multiplier(self, word: Int32, byte: Any) -> Int32:
+        """Converted, then multiplied."""
+        return weigh(e4m3_pairs(Int32(cute.arch.prmt(word, Int32(0), byte * 0x1111)))[0])
+
+    def out_of_range(self, word: Int32) -> Int32:
+        """Above MAX_FP4_BYTE, of either sign."""
+        return ((word & 0x7F7F7F7F) + 0x01010101 * (127 - MAX_FP4_BYTE)) & TOP_BITS
+
+    def is_small(self, word: Int32) -> Int32:
+        """None is: the smallest value is 2^-10."""
+        return Int32(0)
+
+    def scale_of(self, byte: Int32) -> Float32:
+        """An e4m3 number."""
+        numbers = cute.make_rmem_tensor(4, Float8E4M3FN)
+        cute.recast_tensor(numbers, Int32)[0] = byte
+        return numbers.load().to(Float32)[0]
+
+
+def fp4_bytes(nibbles: Int32) -> Int32:
+    """Upper bytes of the float16 numbers of the four codes in the lower half of a word; their lower bytes are 0."""
+    magnitudes = Int32(cute.arch.prmt(Int32(LOW_VALUES), Int32(HIGH_VALUES), nibbles & 0x7777))
+    return magnitudes | Int32(cute.arch.prmt(Int32(0), Int32(TOP_BITS), (nibbles >> 1) & 0x4444))
+
+
+def fp4_pair(upper: Int32, first: int, second: int) -> Int32:
+    """Two of the four numbers of `fp4_bytes`."""
+    return Int32(cute.arch.prmt(upper, Int32(0), Int32(second << 12 | 4 << 8 | first << 4 | 4)))
+
+
+# ---- which format has which
+
+TYPES: Final[Mapping[tuple[str, str], type[Codes]]] = {
+    ("float8_e4m3fn", "float32"): FloatScales,
+    ("float8_e4m3fn", "float8_e8m0fnu"): E4m3Codes,
+    ("float4_e2m1fn_x2", "float8_e4m3fn"): E2m1Codes,
+}
+"""By the dtypes of codes and scales."""
+
+
+@functools.cache
+def of(kind: TokenFormat) -> Codes:
+    """Device code for the codes and scales of a format.
+
+    Raises:
+        ValueError: there is none for its types, its quant tile or its size.
+    """
+    dtypes = (kind.codes.dtype, kind.scales.dtype)
+    if dtypes not in TYPES:
+        raise ValueError(f"codes and scales: got {dtypes} of {kind.name}; needs one of {tuple(TYPES)}")
+    return TYPES[dtypes](kind)
+
+
+# ---- what pv.py asks for
+
+
+def is_fp4(kind: TokenFormat) -> bool:
+    """Whether codes are e2m1 and scales e4m3."""
+    return isinstance(of(kind), E2m1Codes)
+
+
+def multiplier(kind: TokenFormat, word: Int32, byte: Any) -> Int32:
+    """`Codes.multiplier` of a format."""
+    return of(kind).multiplier(word, byte)
+
+
+def scale_of(kind: TokenFormat, byte: Int32) -> Float32:
+    """`Codes.scale_of` of a format."""
+    return of(kind).scale_of(byte)

@@ -171,6 +171,7 @@ class LatentLoader(KeyLoader):
         if const_expr(self.spec.has_rope):
             rope, rope_slot = smem.rope.data_ptr(), ring_slot(loaded, self.spec.rope_slots).index
         code_bytes = kind.codes.num_bytes
+        rest = const_expr(code_bytes % LINE_BYTES // CHUNK_BYTES)  # chunks of an incomplete line
         for i in cutlass.range_constexpr(16 // ROWS_PER_STEP):
             copied = ROWS_PER_STEP * i + lane // 8  # row of the warp's 16
             upper = Int64(cute.arch.shuffle_sync(high, copied)) << 32
@@ -182,10 +183,10 @@ class LatentLoader(KeyLoader):
             target = sCodes + cute.assume(start + line, divby=CHUNK_BYTES)
             for j in cutlass.range_constexpr(code_bytes // LINE_BYTES):
                 self.copy_or_clear(source + LINE_BYTES * j, target + TOKENS_PER_TILE * LINE_BYTES * j, size)
-            if const_expr(code_bytes % LINE_BYTES != 0):  # half a line: its chunks 0 to 3 lie where QK reads 0, 1, 4, 5
-                if chunk < 4:
+            if const_expr(rest > 0):
+                if chunk < rest:
                     begin = start + TOKENS_PER_TILE * LINE_BYTES * (code_bytes // LINE_BYTES)
-                    offset = line_offset(first + copied, half_line_chunk(chunk))
+                    offset = line_offset(first + copied, codes.of(kind).rest_chunk(chunk))
                     place = sCodes + cute.assume(begin + offset, divby=CHUNK_BYTES)
                     self.copy_or_clear(source + code_bytes // LINE_BYTES * LINE_BYTES, place, size)
             if const_expr(kind.rope is not None):
@@ -206,12 +207,10 @@ class LatentLoader(KeyLoader):
                 )
             else:
                 words = cute.make_rmem_tensor(size // 4, Int32)
-                words.fill(codes.masked_scales(kind))
+                words.fill(codes.of(kind).masked_scales)
                 cute.autovec_copy(
                     words, cute.make_tensor(cute.recast_ptr(place, dtype=Int32), cute.make_layout(size // 4))
                 )
 
 
-def half_line_chunk(chunk):
-    """Where chunk 0 to 3 of half a line lies: in the places that four lanes read without bank conflicts."""
-    return chunk % 2 + chunk // 2 * 4
+half_line_chunk = codes.half_line_chunk  # which pv_rope.py takes from here

@@ -1,7 +1,5 @@
 """QK of the latent decode kernel for keys whose scales are powers of two: S^T = K Q^T."""
 
-from typing import Any
-
 import cutlass
 import cutlass.cute as cute
 from cutlass import BFloat16, Float16, Float32, Int32, const_expr
@@ -9,7 +7,6 @@ from cutlass.cute.nvgpu import warpgroup
 
 from cute_kernels.device import wgmma
 from cute_kernels.device.ring import ring_slot
-from cute_kernels.mla.kernels.convert_q import code_chunk
 from cute_kernels.mla.kernels.qk import QkWarpgroups
 from cute_kernels.mla.kernels.smem import (
     OUT_OF_RANGE,
@@ -17,20 +14,18 @@ from cute_kernels.mla.kernels.smem import (
     WARPS,
     copy_columns,
     key_of_row,
-    line_offset,
     s_offset,
     tiled_mmas,
 )
 from cute_kernels.mla.kernels.tile import BLOCK_COLUMNS
 from cute_kernels.mla.latent.kernels import codes
-from cute_kernels.mla.latent.kernels.convert_q import LatentQConverter
+from cute_kernels.mla.latent.kernels.convert_q import BLOCK, LatentQConverter
 from cute_kernels.mla.latent.kernels.scheduler import LatentScheduler
 from cute_kernels.mla.latent.kernels.smem import codes_bytes, scale_words
 from cute_kernels.mla.latent.spec import LINE_BYTES, LatentDecodeSpec, scale_row
 from cute_kernels.mla.spec import TOKENS_PER_TILE
-from fp8_mla.formats import TokenFormat
 
-CHUNKS_PER_LINE = LINE_BYTES // BLOCK_COLUMNS  # 64 columns: 16 codes of each of a thread's rows
+CHUNKS_PER_POWER = BLOCK // BLOCK_COLUMNS  # a power of two of Q for each 128 columns
 MIN_ROPE, MAX_ROPE = 0x3780, 0x437F  # 2^-16 and 255 as bfloat16: codes.WEIGHT times these is in range of float16
 
 
@@ -90,9 +85,9 @@ class ScaledKeyQkWarpgroups(QkWarpgroups):
     ) -> Int32:
         """Starts the products of a tile of that format with Q; 1 if one of its scales is out of range, else 0."""
         mma = tiled_mmas(self.heads)[0]
-        rQ = self.q_operands(smem, mma, tid, Float16)
+        rQ, own = self.q_operands(smem, mma, tid, Float16), codes.of(kind)
         self.load_chunk(smem, kind, raw, stage, 0, tid)
-        scales = [self.load_row_scales(smem, kind, stage, r, tid) for r in range(2)]
+        scales = [own.load_row_scales(smem, self.spec, stage, key_of_row(tid, r), tid) for r in range(2)]
         first = 0 if self.spec.has_rope else 1  # chunk whose operand is in use already
         for c in cutlass.range_constexpr(self.chunks):
             if const_expr(c > first):
@@ -100,7 +95,7 @@ class ScaledKeyQkWarpgroups(QkWarpgroups):
             self.widen_chunk(kind, raw, operands[c % 2])
             words = cute.recast_tensor(operands[c % 2], Int32)
             for r in cutlass.range_constexpr(2):
-                multiplier = self.multiplier(kind, scales[r], c, tid)
+                multiplier = own.chunk_multiplier(scales[r], c, tid)
                 for k in cutlass.range_constexpr(8):
                     words[2 * k + r] = codes.multiply(words[2 * k + r], multiplier)
             if const_expr(c + 1 < self.chunks):
@@ -154,14 +149,11 @@ class ScaledKeyQkWarpgroups(QkWarpgroups):
     @cute.jit
     def widen_chunk(self, kind: cutlass.Constexpr, raw: cute.Tensor, operand: cute.Tensor):
         """Four blocks of 16 columns of A, from 16 codes of each of two rows."""
-        if const_expr(codes.is_fp4(kind)):
-            words, rows = cute.recast_tensor(operand, Int32), cute.recast_tensor(raw, Int32)
-            for r in cutlass.range_constexpr(2):
-                for k in cutlass.range_constexpr(4):
-                    upper = codes.fp4_bytes(rows[k // 2, r] >> (16 * (k % 2)))
-                    words[4 * k + r], words[4 * k + 2 + r] = codes.fp4_pair(upper, 0, 1), codes.fp4_pair(upper, 2, 3)
-        else:
-            self.widen(raw, operand)
+        words = cute.recast_tensor(operand, Int32)
+        for r in cutlass.range_constexpr(2):
+            pairs = codes.of(kind).row_numbers(raw, r)
+            for k in cutlass.range_constexpr(4):
+                words[4 * k + r], words[4 * k + 2 + r] = pairs[2 * k], pairs[2 * k + 1]
 
     @cute.jit
     def slow_tile(self, smem, acc: cute.Tensor, raw: cute.Tensor, tile: Int32, tid: Int32):
@@ -216,65 +208,26 @@ class ScaledKeyQkWarpgroups(QkWarpgroups):
                 wgmma.issue(mma, acc, operand, one, k > 0, [(k, 0)])
             warpgroup.commit_group()
             warpgroup.wait_group(0)
-            copy_columns(sPower, tid, c // CHUNKS_PER_LINE * self.heads, power)
+            copy_columns(sPower, tid, c // CHUNKS_PER_POWER * self.heads, power)
             for r in cutlass.range_constexpr(2):
                 start = (stage * TOKENS_PER_TILE + key_of_row(tid, r)) * self.spec.scale_bytes
-                byte = smem.scale.data_ptr() + (start + self.scale_index(kind, c, owner))
-                factor = codes.scale_of(kind, Int32(byte.load()) & 0xFF) * codes.WEIGHT
+                byte = smem.scale.data_ptr() + (start + codes.of(kind).scale_index(c, owner))
+                factor = codes.of(kind).scale_of(Int32(byte.load()) & 0xFF) * codes.WEIGHT
                 for i in cutlass.range_constexpr(self.columns):
                     total[r, i] += part[r, i] * power[i] * factor
-
-    # ---- scales
-
-    def is_half_line(self, kind: TokenFormat, c: int) -> bool:
-        """Whether chunk c is the 64 codes of half a line."""
-        return kind.codes.count % LINE_BYTES != 0 and c + 1 == self.chunks
-
-    def scale_index(self, kind: TokenFormat, c: Int32, lane: Int32) -> Any:
-        """Which scale of a row the 16 codes have that a lane of four has in chunk c.
-
-        Lanes have pieces 0, 1, 4, 5 of 16 codes of 128 for even c, 2, 3, 6, 7 for odd c; those of half a line 0 to 3.
-        """
-        piece = c // 2 * 8 + code_chunk(lane, c % 2)
-        index = piece // (kind.quant_tile // 16)
-        return cutlass.min(index, kind.num_scales - 1) if kind.codes.count % LINE_BYTES else index
-
-    @cute.jit
-    def load_row_scales(self, smem, kind: cutlass.Constexpr, stage: Int32, r: cutlass.Constexpr, tid: Int32):
-        """Scales of a row, four bytes in a word: all; or, of the 8 for each 128 codes, the 4 that a lane needs."""
-        words = cute.make_rmem_tensor(min(scale_row(kind) // 4, 4), Int32)
-        if const_expr(codes.is_fp4(kind)):
-            one = cute.make_rmem_tensor(1, Int32)
-            for j in cutlass.range_constexpr(4):
-                scale_words(smem, self.spec, stage, key_of_row(tid, r), 8 * j + tid % 4 // 2 * 4, one)
-                words[j] = one[0]
-        else:
-            scale_words(smem, self.spec, stage, key_of_row(tid, r), 0, words)
-        return words
-
-    def multiplier(self, kind: TokenFormat, words: cute.Tensor, c: int, tid: Int32) -> Int32:
-        """That of a thread's codes in chunk c; see `scale_index`."""
-        upper, odd = tid % 4 // 2, tid % 2
-        if codes.is_fp4(kind):
-            return codes.multiplier(kind, words[c // 2], odd + 2 * (c % 2))
-        if self.is_half_line(kind, c):
-            last = kind.num_scales - 1
-            return codes.multiplier(kind, words[last // 4], Int32(last % 4))
-        if kind.quant_tile == 64:
-            return codes.multiplier(kind, words[c // 2 * 2 // 4], c // 2 * 2 % 4 + upper)
-        return codes.multiplier(kind, words[c // 2], 2 * upper + c % 2)
 
     @cute.jit
     def has_other_scale(self, smem, kind: cutlass.Constexpr, stage: Int32, tid: Int32) -> Int32:
         """1 if a scale of the tile is out of range of float16; the same in all threads."""
-        found, four = Int32(0), cute.make_rmem_tensor(min(scale_row(kind) // 4, 4), Int32)
+        count = min(scale_row(kind) // 4, 4)  # words of a load
+        found, words = Int32(0), cute.make_rmem_tensor(count, Int32)
         for i in cutlass.range_constexpr(2):
-            for part in cutlass.range_constexpr(scale_row(kind) // 4 // cute.size(four)):
-                scale_words(smem, self.spec, stage, tid % 32 + 32 * i, 4 * cute.size(four) * part, four)
-                for j in cutlass.range_constexpr(cute.size(four)):
-                    outside = codes.out_of_range(kind, four[j])
-                    if const_expr(kind.num_scales <= 4 * j + 3):
-                        outside &= 0x00FFFFFF  # the last byte is padding
+            for first in cutlass.range_constexpr(0, scale_row(kind) // 4, count):
+                scale_words(smem, self.spec, stage, tid % 32 + 32 * i, 4 * first, words)
+                for j in cutlass.range_constexpr(count):
+                    outside, mask = codes.of(kind).out_of_range(words[j]), codes.of(kind).scale_mask(first + j)
+                    if const_expr(mask != -1):
+                        outside &= mask
                     found |= outside
         return Int32(1) if cute.arch.vote_any_sync(found != 0) else Int32(0)
 
@@ -283,18 +236,11 @@ class ScaledKeyQkWarpgroups(QkWarpgroups):
     @cute.jit
     def load_chunk(self, smem, kind: cutlass.Constexpr, raw: cute.Tensor, stage: Int32, c, tid: Int32):
         """16 codes of each of a thread's two rows, in chunk c of 64 columns."""
-        start = stage * codes_bytes(self.spec)
-        if const_expr(codes.is_fp4(kind)):  # 8 bytes, in a line of 256 codes
-            piece = tid % 4 // 2 * 2
-            line = line_offset(key_of_row(tid, 0), piece) + tid % 2 * 8
-            line = line ^ (64 * (c // 2 % 2)) ^ (16 * (c % 2))
-            start += c // 4 * (TOKENS_PER_TILE * LINE_BYTES)
-        else:
-            line = self.line(tid) ^ (32 * (c % 2))
-            start += c // CHUNKS_PER_LINE * (TOKENS_PER_TILE * LINE_BYTES)
-        size = 8 if const_expr(codes.is_fp4(kind)) else 16
-        for r in cutlass.range_constexpr(2):
-            pointer = smem.codes.data_ptr() + cute.assume(start + (line ^ (16 * r)) + LINE_BYTES * r, divby=size)
+        start, size = stage * codes_bytes(self.spec), const_expr(16 * kind.codes.bits // 8)
+        place, line = codes.of(kind).chunk_place(c, tid)
+        start += line
+        for r in cutlass.range_constexpr(2):  # of a neighbour chunks are swapped
+            pointer = smem.codes.data_ptr() + cute.assume(start + (place ^ (16 * r)) + LINE_BYTES * r, divby=size)
             source = cute.make_tensor(cute.recast_ptr(pointer, dtype=raw.element_type), cute.make_layout(size))
             cute.autovec_copy(source, cute.make_tensor(raw[None, r].iterator, cute.make_layout(size)))
 

@@ -55,18 +55,18 @@ class LatentSoftmaxWarpgroup(SoftmaxWarpgroup):
         scale_words(smem, self.spec, stage, key, first, words)
         layout = cute.make_layout((TOKENS_PER_TILE, self.spec.p_stages * self.spec.scale_bytes))
         sWeight = smem.weight.get_tensor(layout)
-        place = place_of_weight(key)
+        place, own = place_of_weight(key), codes.of(kind)
         found = small = Int32(0)
         for i in cutlass.range_constexpr(count // 4):
-            word = words[i]
-            counted = Int32(-1)
-            if const_expr(kind.num_scales < scale_row(kind)):
-                counted = cutlass.select_(tid % 2 == 1, Int32(0x00FFFFFF), Int32(-1))  # the last byte is padding
-            found |= codes.out_of_range(kind, word) & counted
-            small |= codes.is_small(kind, word) & counted
+            word, masks = words[i], (own.scale_mask(i), own.scale_mask(count // 4 + i))
+            counted = Int32(masks[0])
+            if const_expr(masks[0] != masks[1]):
+                counted = cutlass.select_(tid % 2 == 1, Int32(masks[1]), Int32(masks[0]))
+            found |= own.out_of_range(word) & counted
+            small |= own.is_small(word) & counted
             for j in cutlass.range_constexpr(4):
                 pair = cute.make_rmem_tensor(2, Float16)
-                cute.recast_tensor(pair, Int32)[0] = codes.multiplier(kind, word, Int32(j))
+                cute.recast_tensor(pair, Int32)[0] = own.multiplier(word, Int32(j))
                 sWeight[place, p_stage * self.spec.scale_bytes + first + 4 * i + j] = pair[0]
         return found, small
 

@@ -1,0 +1,233 @@
+"""What depends on codes and scales of a latent format is in one file, and says the same thing everywhere."""
+
+import ast
+import dataclasses
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cute_kernels.runtime import arch
+
+arch.pin()
+
+from cute_kernels.mla.kernels.convert_q import code_chunk  # noqa: E402
+from cute_kernels.mla.kernels.quantize import quantize  # noqa: E402
+from cute_kernels.mla.kernels.smem import key_of_row, line_offset  # noqa: E402
+from cute_kernels.mla.latent.kernels import codes  # noqa: E402
+from cute_kernels.mla.latent.spec import LINE_BYTES, LatentDecodeSpec  # noqa: E402
+from cute_kernels.mla.spec import TOKENS_PER_TILE  # noqa: E402
+from fp8_mla import formats  # noqa: E402
+from fp8_mla.formats import FORMATS, V3_2, V4, V4_1, V4_1_FP4, Field, TokenFormat  # noqa: E402
+from scripts.bench import machine_code, traces  # noqa: E402
+
+MLA = Path(__file__).resolve().parents[2] / "cute_kernels" / "mla"
+FILES = [*sorted((MLA / "latent").rglob("*.py")), MLA / "kernels" / "append_512.py"]
+OWNERS = ("codes.py", "pv.py")
+"""Files that may: pv.py has branches of its own for e2m1 codes."""
+FORMAT_CONSTANTS = {name for name, value in vars(formats).items() if isinstance(value, TokenFormat)}
+TYPE_WORDS = ("fp4", "e2m1", "e4m3", "e8m0", "float4", "float8")
+
+
+def mentions(source: str) -> Iterator[str]:
+    """Where code, not docstrings or comments, names a format or a type of codes, or asks which of them it has."""
+    tree = ast.parse(source)
+    docstrings = {
+        id(node.body[0].value)
+        for node in ast.walk(tree)
+        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)) and isinstance(node.body[0], ast.Expr)
+    }
+    for node in ast.walk(tree):
+        words: list[str] = []
+        if isinstance(node, ast.Name):
+            words = [node.id]
+        elif isinstance(node, (ast.Attribute, ast.arg)):
+            words = [node.attr if isinstance(node, ast.Attribute) else node.arg]
+        elif isinstance(node, (ast.FunctionDef, ast.ClassDef, ast.alias)):
+            words = [node.name]
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docstrings:
+            words = [node.value]
+        elif isinstance(node, ast.Compare):
+            sides = [node.left, *node.comparators]
+            asks = [side.attr for side in sides if isinstance(side, ast.Attribute)]
+            if {"bits", "quant_tile"}.intersection(asks) and any(isinstance(side, ast.Constant) for side in sides):
+                yield f"line {node.lineno}: {ast.unparse(node)}"
+        for word in words:
+            if word in FORMAT_CONSTANTS or word in FORMATS or any(part in word.lower() for part in TYPE_WORDS):
+                yield f"{word}, line {getattr(node, 'lineno', '?')}"
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.name)
+def test_no_other_file_knows_a_format(file: Path) -> None:
+    found = list(mentions(file.read_text(encoding="utf-8")))
+    assert bool(found) == (file.name in OWNERS), found
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "if codes.is_fp4(kind): pass",
+        "from fp8_mla.formats import V4",
+        "kind = formats.V4_1",
+        'def f(name: str = "v4.1"): pass',
+        "if kind.codes.bits == 4: pass",
+        "if 64 == kind.quant_tile: pass",
+        'if kind.codes.dtype == "float4_e2m1fn_x2": pass',
+        "numbers = make(4, Float8E4M3FN)",
+        "def quantize_e2m1(): pass",
+    ],
+)
+def test_mentions_are_seen(source: str) -> None:
+    assert list(mentions(source))
+
+
+def test_words_of_docstrings_do_not_count() -> None:
+    assert not list(mentions('"""Of V4."""\ndef f(kind):\n    """e2m1."""\n    return kind.codes.bits  # of fp4\n'))
+
+
+# ---- what a thread reads
+
+READ = pytest.mark.parametrize("kind", [V4, V4_1, V4_1_FP4], ids=lambda kind: kind.name)
+
+
+def stage_of(kind: TokenFormat) -> dict[int, tuple[int, int]]:
+    """Of each byte of a stage's codes its (key, byte of the key), as `LatentLoader.copy_tile` places them."""
+    own, places = codes.of(kind), {}
+    for key in range(TOKENS_PER_TILE):
+        for chunk in range(kind.codes.num_bytes // 16):
+            line, chunk_of_line = divmod(chunk, LINE_BYTES // 16)
+            if (line + 1) * LINE_BYTES > kind.codes.num_bytes:
+                chunk_of_line = own.rest_chunk(chunk_of_line)
+            start = line * TOKENS_PER_TILE * LINE_BYTES + line_offset(key, chunk_of_line)
+            places.update({start + byte: (key, 16 * chunk + byte) for byte in range(16)})
+    assert len(places) == TOKENS_PER_TILE * kind.codes.num_bytes
+    return places
+
+
+@READ
+def test_lanes_read_all_codes_of_a_key_in_the_order_of_q(kind: TokenFormat) -> None:
+    stage, own, size = stage_of(kind), codes.of(kind), 16 * kind.codes.bits // 8
+    for tid in range(128):
+        for c in range(kind.codes.count // 64):
+            place, line = own.chunk_place(c, tid)
+            for r in range(2):
+                start = line + (place ^ (16 * r)) + LINE_BYTES * r
+                piece = c // 2 * 8 + code_chunk(tid % 4, c % 2)
+                if 128 * (c // 2 + 1) > kind.codes.count:  # half a line: `LatentQConverter.convert_half`
+                    piece = c // 2 * 8 + tid % 4
+                read = [stage[start + byte] for byte in range(size)]
+                assert read == [(key_of_row(tid, r), size * piece + byte) for byte in range(size)]
+
+
+class NamedScales:
+    """Words of a key's scales whose bytes are named by their place, instead of registers."""
+
+    def __init__(self, places: list[int]) -> None:
+        self.places = places
+
+    def __getitem__(self, index: int) -> int:
+        return self.places[index]
+
+
+@READ
+def test_the_multiplier_is_that_of_the_codes(kind: TokenFormat, monkeypatch: pytest.MonkeyPatch) -> None:
+    own = codes.of(kind)
+    monkeypatch.setattr(type(own), "multiplier", lambda self, word, byte: 4 * word + int(getattr(byte, "value", byte)))
+    for lane in range(4):
+        words = [2 * j + lane // 2 for j in range(4)] if kind is V4_1_FP4 else list(range(-(-kind.num_scales // 4)))
+        for c in range(kind.codes.count // 64):
+            piece = c // 2 * 8 + code_chunk(lane, c % 2)
+            if 128 * (c // 2 + 1) > kind.codes.count:
+                piece = c // 2 * 8 + lane
+            assert own.chunk_multiplier(NamedScales(words), c, lane) == piece * 16 // kind.quant_tile
+            assert own.scale_index(c, lane) == piece * 16 // kind.quant_tile
+
+
+def test_padding_is_masked() -> None:
+    masks = {kind.name: [codes.of(kind).scale_mask(i) for i in range(2)] for kind in (V4, V4_1, V4_1_FP4)}
+    assert masks == {"v4": [-1, 0x00FFFFFF], "v4.1": [-1, -1], "v4.1_fp4": [-1, -1]}
+
+
+# ---- formats that it reads, and others
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"quant_tile": 128, "scales": ("float8_e8m0fnu", 4)}, "quant_tile: got 128 of made up; needs one of (32, 64)"),
+        (
+            {"quant_tile": 64, "scales": ("float8_e4m3fn", 8)},
+            "got ('float8_e4m3fn', 'float8_e4m3fn') of made up",
+        ),
+        ({"quant_tile": 16, "codes": ("float4_e2m1fn_x2", 384), "scales": ("float8_e4m3fn", 24)}, "192 bytes of codes"),
+        ({"quant_tile": 32, "codes": ("float8_e4m3fn", 480), "scales": ("float8_e8m0fnu", 15)}, "480 bytes of codes"),
+    ],
+)
+def test_formats_that_it_does_not_read(changes: dict[str, Any], message: str) -> None:
+    dtype, count = changes.get("codes", ("float8_e4m3fn", 512))
+    made_up = made_up_format(changes["quant_tile"], Field("codes", dtype, count, 0), *changes["scales"])
+    with pytest.raises(ValueError) as raised:
+        codes.of(made_up)
+    assert message in str(raised.value)
+
+
+def made_up_format(quant_tile: int, codes_field: Field, scale_dtype: str, scale_count: int) -> TokenFormat:
+    return TokenFormat(
+        name="made up",
+        d_qk=codes_field.count,
+        d_v=codes_field.count,
+        fields=(codes_field, Field("scales", scale_dtype, scale_count, 0, row=1)),
+        quant_tile=quant_tile,
+        row_bytes=(512, 32),
+    )
+
+
+def test_an_incomplete_line_has_a_place_only_where_there_may_be_one() -> None:
+    assert [codes.of(V4).rest_chunk(chunk) for chunk in range(4)] == [0, 1, 4, 5]
+    with pytest.raises(ValueError, match="codes: got an incomplete line of v4.1_fp4"):
+        codes.of(V4_1_FP4).rest_chunk(0)
+
+
+def test_every_format_has_codes() -> None:
+    assert {type(codes.of(kind)) for kind in FORMATS.values()} == set(codes.TYPES.values())
+    assert type(codes.of(V3_2)) is codes.FloatScales
+
+
+class PowerOfTwoFp4(codes.E2m1Codes):
+    """e2m1 codes with ue8m0 scales: what a new type says."""
+
+    masked_scales = codes.E4m3Codes.masked_scales
+    multiplier = codes.E4m3Codes.multiplier
+    is_small = codes.E4m3Codes.is_small
+    out_of_range = codes.E4m3Codes.out_of_range
+    scale_of = codes.E4m3Codes.scale_of
+
+
+@pytest.mark.parametrize(
+    ("made_up", "own"),
+    [
+        (made_up_format(64, Field("codes", "float8_e4m3fn", 512, 0), "float8_e8m0fnu", 8), codes.E4m3Codes),
+        (made_up_format(16, Field("codes", "float4_e2m1fn_x2", 512, 0), "float8_e8m0fnu", 32), PowerOfTwoFp4),
+    ],
+    ids=["types that there are", "a new type"],
+)
+def test_a_made_up_format_is_traced(
+    made_up: TokenFormat, own: type[codes.Codes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A kernel over it needs its line in `FORMATS`, and its class where codes or scales are new."""
+    made_up = dataclasses.replace(made_up, row_bytes=(made_up.codes.num_bytes, made_up.num_scales))
+    monkeypatch.setitem(FORMATS, made_up.name, made_up)
+    monkeypatch.setitem(codes.TYPES, (made_up.codes.dtype, made_up.scales.dtype), own)
+    spec = LatentDecodeSpec(sparse=True, cache_format=made_up.name)
+    assert spec.can_implement() == []
+    assert type(codes.of(made_up)) is own
+    with pytest.raises(traces.Known) as traced, traces.stopped_where(lambda key: True, spec):
+        machine_code._compile(spec)
+    assert traced.value.key
+
+
+def test_the_append_refuses_types_without_a_rule() -> None:
+    made_up = made_up_format(16, Field("codes", "float4_e2m1fn_x2", 512, 0), "float8_e8m0fnu", 32)
+    with pytest.raises(ValueError, match="codes and scales: got .* of made up; needs types that have a rule"):
+        quantize(made_up, None)

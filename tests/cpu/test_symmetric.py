@@ -1,5 +1,6 @@
 """Context parallelism over symmetric memory, without a GPU: what is chosen and refused, and the order in the code."""
 
+import ctypes
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -132,7 +133,7 @@ def test_a_wait_in_vain_is_told_by_the_next_call(ranks: Ranks) -> None:
 
 def test_a_report_names_the_rank_and_the_timeout() -> None:
     buffer = symmetric._Buffer.__new__(symmetric._Buffer)
-    buffer._report = SimpleNamespace(value=0)
+    buffer._report = ctypes.c_int32(0)
     buffer._member, buffer._limit = Member(None, 1, 4), symmetric._DEFAULT_TIMEOUT
     assert buffer.failure() == ""
     buffer._report.value = 1

@@ -7,16 +7,15 @@ one of gloo. A wait for another rank ends when the GPU has given that one its tu
 from __future__ import annotations
 
 import os
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
 
-from cute_kernels import merge_states
 from cute_kernels.distributed import context_parallel_decode, symmetric
-from tests.support import context_workers
+from tests.support import context_workers, peer_ranks
 from tests.support.context_workers import CASES, same_bits
-from tests.support.mla_cases import generator
+from tests.support.peer_ranks import Partials, own_heads, partials
 
 NAMES: Final = ("dense-only-the-first-rank", "dense-no-token", "dense-not-causal", "sparse-batch-i4-seed11")
 """Cases with ranks that have no key, with sinks and without, several queries."""
@@ -27,31 +26,6 @@ INPUTS: Final = 3
 """Different ones take turns, so that what an earlier call has left behind shows. Not a multiple of both halves."""
 SHAPES: Final = [((2, 1, 16), 512, torch.bfloat16, True), ((3, 70, 8), 128, torch.float16, False)]
 """(batch, s_q, heads), d, dtype, sink: fewer rows than CTAs, and 13 rows for each."""
-
-
-class Partials(NamedTuple):
-    """Of all ranks: outs (ranks, ..., heads, d), lses (ranks, ..., heads), and what they merge to."""
-
-    outs: torch.Tensor
-    lses: torch.Tensor
-    sink: torch.Tensor | None
-    out: torch.Tensor
-    lse: torch.Tensor
-
-
-def partials(
-    world_size: int, shape: tuple[int, ...], d: int, dtype: torch.dtype, has_sink: bool, seed: int
-) -> Partials:
-    """Drawn alike on every rank. Some states are empty, with outputs of NaN, and so is one whole row."""
-    gen = generator(seed, "cuda")
-    outs = torch.randn((world_size, *shape, d), generator=gen, dtype=torch.float32, device="cuda").to(dtype)
-    lses = 3 * torch.randn((world_size, *shape), generator=gen, dtype=torch.float32, device="cuda")
-    empty = torch.rand(lses.shape, generator=gen, dtype=torch.float32, device="cuda") < 0.2
-    empty[:, 0, 0, seed % shape[-1]] = True
-    outs[empty] = torch.nan
-    lses[empty] = -torch.inf
-    sink = torch.randn(shape[-1], generator=gen, dtype=torch.float32, device="cuda") if has_sink else None
-    return Partials(outs, lses, sink, *merge_states(outs, lses, s_aux=sink))
 
 
 # ---- tasks of ranks
@@ -104,7 +78,9 @@ def work(rank: int, world_size: int, timeout: float, store: str, task: str, back
     """As `context_workers.work`, with all ranks on the first GPU."""
     os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
     os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"  # one device twice in a multicast object is an error
-    context_workers.TASKS.update(everything=everything, a_rank_never_calls=a_rank_never_calls)
+    context_workers.TASKS.update(
+        everything=everything, a_rank_never_calls=a_rank_never_calls, kernel_alone=peer_ranks.kernel_alone
+    )
     torch.cuda.set_device(0)
     context_workers.work(rank, world_size, timeout, store, task, backend, reports)
 
@@ -123,8 +99,7 @@ def _decode(rank: int, given: Partials, **options: Any) -> tuple[torch.Tensor, t
 
 
 def _expected(given: Partials, rank: int, heads: str) -> tuple[torch.Tensor, torch.Tensor]:
-    own = given.lse.shape[-1] // dist.get_world_size()
-    mine = slice(rank * own, (rank + 1) * own) if heads == "scatter" else slice(None)
+    mine = own_heads(given, rank, dist.get_world_size(), heads)
     return given.out[..., mine, :], given.lse[..., mine]
 
 

@@ -165,7 +165,7 @@ class PeerMergeKernel:
         seen = cute.arch.load(flag, Int32, sem="acquire", scope="sys")
         while epoch - seen > 0:
             seen = cute.arch.load(flag, Int32, sem="acquire", scope="sys")
-            if Int64(cute.arch.globaltimer()) - begin > limit_ns:
+            if epoch - seen > 0 and Int64(cute.arch.globaltimer()) - begin > limit_ns:
                 _report_and_trap(report, peer + 1)
 
     @cute.jit

@@ -63,7 +63,8 @@ class _Buffer:
         if addresses[member.rank] != self._own.data_ptr():
             raise RuntimeError("torch maps this rank's own buffer to another address")
         peers = for_all_streams(device, lambda: torch.tensor(addresses, dtype=torch.int64, device=device))
-        self._member, self._limit = member, _timeout(group, device)
+        self._member = member._replace(group=None)  # what a group has must not keep it alive
+        self._limit = _timeout(group, device)
         self._report = ctypes.c_int32.from_address(self._pinned.data_ptr())
         limit_ns = int(self._limit.total_seconds() * 1e9)
         self.memory = PeerMemory(member.rank, peers, counts, self._pinned.data_ptr(), half_bytes, limit_ns)

@@ -312,7 +312,7 @@ class MergeKernel:
         spec = self.spec
         for u, v in itertools.product(range(spec.unroll), range(spec.vectors)):
             source = address + Int64(u * spec.groups) * stride + v * spec.lanes * VECTOR_BYTES
-            words = load16_or_zero(source, self._and_in_row(wanted[u], lane, v))
+            words = _load16_or_zero(source, self._and_in_row(wanted[u], lane, v))
             for w in range(4):
                 raw[w, v, u] = words[w]
 
@@ -421,7 +421,7 @@ def state_bytes(mX: cute.Tensor) -> Int64:
     return Int64(mX.stride[0]) * (mX.element_type.width // 8)
 
 
-def load16_or_zero(address: Int64, wanted) -> tuple:
+def _load16_or_zero(address: Int64, wanted) -> tuple:
     """Four words from global memory, or zeros without reading.
 
     Inline PTX because a condition around a load becomes a branch, and a branch between two loads keeps them from being

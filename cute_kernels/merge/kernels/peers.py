@@ -6,7 +6,7 @@ import cutlass.cute as cute
 from cutlass import AddressSpace, Float32, Int32, Int64, const_expr
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
-from cute_kernels.merge.kernels.merge import DTYPES, MergeKernel, MergeRow, Strided, load16_or_zero, row_address
+from cute_kernels.merge.kernels.merge import DTYPES, MergeKernel, MergeRow, Strided, row_address
 from cute_kernels.merge.peers_spec import CTAS, FLAG_BYTES, PeerMergeSpec
 from cute_kernels.merge.spec import VECTOR_BYTES
 
@@ -143,7 +143,8 @@ class PeerMergeKernel:
         for first in cutlass.range(tid, vectors, spec.threads * spec.copies, unroll=1):
             copies = []
             for u in cutlass.range_constexpr(spec.copies):
-                i = first + u * spec.threads
+                wanted = first + u * spec.threads < vectors
+                i = cutlass.min(first + u * spec.threads, vectors - 1)
                 vector = i % spec.row_vectors
                 turn, step = divmod(i // spec.row_vectors, by_ranks)
                 peer = rank + step
@@ -154,7 +155,7 @@ class PeerMergeKernel:
                 to_row = Int64(rank) * num_rows + row
                 source = rows + (from_row * spec.row_vectors + vector) * VECTOR_BYTES
                 target = _address_of(peers, peer) + half + (to_row * spec.row_vectors + vector) * VECTOR_BYTES
-                copies.append((target, load16_or_zero(source, i < vectors), i < vectors))
+                copies.append((target, _load16(source), wanted))
             for u in cutlass.range_constexpr(spec.copies):
                 _store16(*copies[u])
 
@@ -230,8 +231,17 @@ def _flag(buffer: Int64, rank: Int32, cta: Int32) -> cute.Pointer:
     return cute.make_ptr(Int32, buffer + 4 * Int64(rank * CTAS + cta), AddressSpace.gmem, assumed_align=4)
 
 
+def _load16(address: Int64) -> tuple:
+    """Four words from global memory."""
+    return cute.arch.inline_ptx(
+        "ld.global.v4.b32 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];",
+        write_only_types=[Int32] * 4,
+        read_only_args=[address],
+    )
+
+
 def _store16(address: Int64, words: tuple, wanted) -> None:
-    """Four words to global memory, or nothing. Inline PTX for the reason that `load16_or_zero` has."""
+    """Four words to global memory, or nothing; without a branch, which would keep loads from overlapping."""
     cute.arch.inline_ptx(
         "{ .reg .pred p; setp.ne.b32 p, {$r1}, 0; @p st.global.v4.b32 [{$r0}], {{$r2}, {$r3}, {$r4}, {$r5}}; }",
         read_only_args=[address, Int32(wanted), *words],

@@ -11,6 +11,7 @@ from cute_kernels.merge.spec import MergeSpec
 from tests.support import context_workers, peer_ranks, symmetric_workers
 from tests.support.symmetric_workers import MLA, NAMES, SHAPES
 
+pytestmark = pytest.mark.alone  # ranks wait for their turn on the GPU: other processes would make that long
 DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 
 
@@ -50,7 +51,7 @@ def wrong(of_rank: dict[str, Any]) -> dict[str, Any]:
 def test_processes_on_one_gpu_equal_one(world_size: int, tmp_path: Path) -> None:
     """Cases against the oracle, calls and graphs against `merge_states`, and what is chosen and refused."""
     assert sorted(case.name for case in MLA) == sorted(NAMES)
-    found = reports("everything", tmp_path, world_size, timeout=60.0)
+    found = reports("everything", tmp_path, world_size, timeout=120.0)
     names = set(found[0])
     assert len(names) == len(NAMES) + 4 * len(SHAPES) + 3, names
     for of_rank in found:

@@ -135,7 +135,8 @@ def one_after_the_other(
     expected = torch.zeros_like(ranks.flags)
     expected[:, :world_size] = 5
     expected[:, :world_size, :rows] = 1  # CTAs without rows store no flag, and no rank one for itself
-    expected[torch.arange(world_size), torch.arange(world_size)] = 5
+    each = torch.arange(world_size, dtype=torch.int64, device="cuda")
+    expected[each, each] = 5
     if not torch.equal(ranks.flags, expected):
         problems.append("flags are wrong")
     if ranks.failed():

@@ -9,9 +9,11 @@ from typing import Any, Final, NamedTuple
 import torch
 import torch.distributed as dist
 
-from cute_kernels.distributed.exchange import HEADS, Member, Rows, Target, combine, gather_heads
+from cute_kernels.distributed import exchange
+from cute_kernels.distributed.exchange import HEADS, Member, Rows, Target, gather_heads
 from cute_kernels.distributed.positions import LocalCall, local_calls
 from cute_kernels.distributed.shards import check_share
+from cute_kernels.distributed.symmetric import COMBINE, combine_with_peers, peer_buffer, raise_if_failed
 from cute_kernels.gqa.op import gqa_decode
 from cute_kernels.mla.op import mla_fp8_decode
 from cute_kernels.runtime.checks import check_tensor, fail, refuse_gradients, require
@@ -46,13 +48,14 @@ def context_parallel_decode(
     heads: str = "gather",
     interleave: int = 1,
     gather_q: bool = False,
+    combine: str | None = None,
     **kwargs: Any,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Attention of a few query tokens over a context whose keys are spread over the ranks of a group.
 
-    Each rank runs `decode` over the keys that it keeps; one collective exchanges outputs and log-sum-exps, and
-    `merge_states` combines them in the order of ranks: the same call gives the same bits. Every rank makes the same
-    call, with tensors of the same shapes but for its cache and table.
+    Each rank runs `decode` over the keys that it keeps. Outputs and log-sum-exps are then exchanged and merged in the
+    order of ranks: the same call gives the same bits. Every rank makes the same call, with tensors of the same shapes
+    but for its cache and table.
 
     Which rank keeps which token: see `shard_slots`. All positions are those of the whole context:
 
@@ -77,6 +80,12 @@ def context_parallel_decode(
             blocks, for the price of as many times fewer bytes.
         interleave: tokens that go to one rank in turn.
         gather_q: q has this rank's heads only, and all ranks' are gathered first.
+        combine: how partials are exchanged. "collective": one collective of the group, then `merge_states`.
+            "symmetric": one launch stores them to the other ranks' memory and merges them as they arrive, over torch's
+            symmetric memory, for GPUs of one host that reach each other. The first call makes the buffers, outside of
+            graph capture; calls of a group follow one another on one stream of a rank, or on streams that wait for each
+            other. None: "symmetric" where ranks can, and partials fit into buffers of 64 MiB a rank, else "collective".
+            The two may differ in the last bit.
         kwargs: of the op, `out`, `lse` and `return_lse` for what this function returns. `s_aux` joins the denominator
             once: (all heads,), or (heads that are returned,). Another one, `local_lengths`, (batch, s_q) int32 from
             `shard_lengths`, saves each layer of a model the same few launches.
@@ -88,11 +97,14 @@ def context_parallel_decode(
     Raises:
         TypeError, ValueError: before partials are exchanged, naming the argument, what it got and what it needs. Also
             if gradients are enabled and a tensor requires them: there is no backward.
-        RuntimeError: another rank failed, or did not call within the group's timeout.
+        RuntimeError: another rank failed, or did not call within the group's timeout. With "symmetric" also where ranks
+            share no memory, or the first call is under graph capture.
     """
     member = Member.of(group)
+    raise_if_failed(member)
     check_share(member.rank, member.world_size, interleave)
     require(heads in HEADS, "heads", repr(heads), " or ".join(map(repr, HEADS)))
+    require(combine in COMBINE, "combine", repr(combine), " or ".join(map(repr, COMBINE)))
     if isinstance(decode, functools.partial):
         args, kwargs, decode = (*decode.args, *args), {**decode.keywords, **kwargs}, decode.func
     own = {name: kwargs.pop(name, None) for name in _OWN}
@@ -105,7 +117,11 @@ def context_parallel_decode(
     else:
         call = _named(op, args, kwargs)
         rows, target = _rows_of_op(decode, op, call, own, heads, interleave, gather_q, member)
-    out, lse = combine(NAME, rows, member, target)
+    buffer = peer_buffer(combine, member, rows, target)
+    if buffer is not None:
+        out, lse = combine_with_peers(rows, buffer, target)
+    else:
+        out, lse = exchange.combine(NAME, rows, member, target)
     return (out, lse) if own["return_lse"] else out
 
 

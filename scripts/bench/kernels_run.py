@@ -24,6 +24,7 @@ SPEC_MODULES = (
     "cute_kernels.mla.append_spec",
     "cute_kernels.mla.crossover.spec",
     "cute_kernels.merge.spec",
+    "cute_kernels.merge.peers_spec",
     "cute_kernels.gqa.spec",
     "cute_kernels.gqa.append_spec",
     "cute_kernels.sink.spec",

@@ -24,8 +24,7 @@ from scripts.bench import machine_code, traces  # noqa: E402
 
 MLA = Path(__file__).resolve().parents[2] / "cute_kernels" / "mla"
 FILES = [*sorted((MLA / "latent").rglob("*.py")), MLA / "kernels" / "append_512.py"]
-OWNERS = ("codes.py", "pv.py")
-"""Files that may: pv.py has branches of its own for e2m1 codes."""
+OWNERS = ("codes.py",)
 FORMAT_CONSTANTS = {name for name, value in vars(formats).items() if isinstance(value, TokenFormat)}
 TYPE_WORDS = ("fp4", "e2m1", "e4m3", "e8m0", "float4", "float8")
 

@@ -18,6 +18,7 @@ import torch
 from cute_kernels import mla_fp8_decode
 from cute_kernels.gqa import append_spec as kv_append_spec
 from cute_kernels.gqa import spec as gqa_spec
+from cute_kernels.merge import peers_spec
 from cute_kernels.merge import spec as merge_spec
 from cute_kernels.mla import append_spec
 from cute_kernels.mla import spec as mla_spec
@@ -92,6 +93,7 @@ def kernel_specs(session: pytest.Session) -> list[Any]:
         crossover_spec,
         append_spec,
         merge_spec,
+        peers_spec,
         gqa_spec,
         kv_append_spec,
         sink_spec,

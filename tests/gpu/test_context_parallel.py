@@ -201,6 +201,7 @@ def test_gpus_equal_one_process(tmp_path: Path) -> None:
 
 @several_gpus
 def test_the_same_bits_in_a_graph_on_several_gpus(tmp_path: Path) -> None:
-    """Ten thousand replays over NCCL give the bits of the first call."""
+    """Ten thousand replays give the bits of the first call, over NCCL and over symmetric memory."""
     found = context_workers.run("replays", tmp_path, world_size=2, wait_for=2, backend="nccl", timeout=500.0)
-    assert [found[rank]["other bits"] for rank in range(2)] == [0, 0]
+    for combine in ("collective", "symmetric"):
+        assert [found[rank][f"other bits: {combine}"] for rank in range(2)] == [0, 0]

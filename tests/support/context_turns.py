@@ -63,6 +63,9 @@ def problems(case: Any, world_size: int, device: str) -> list[str]:
     turns = Turns(world_size)
 
     def results(collectives: int = 1, own_q: bool = False, **options: Any) -> list[Any]:
+        if case.op != "prefill":
+            options["combine"] = "collective"  # ranks of one process share no memory
+
         def call(rank: int) -> Any:
             _, arguments, op = made[rank]
             if own_q:

@@ -14,7 +14,7 @@ import multiprocessing
 import os
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -133,13 +133,14 @@ Check = Callable[[torch.Tensor, torch.Tensor], list[str]]
 
 
 def run_case(
-    case: Case, rank: int, world_size: int, device: str
+    case: Case, rank: int, world_size: int, device: str, gathers_q: bool = True, **options: Any
 ) -> tuple[list[str], torch.Tensor, torch.Tensor, Check]:
     """What is wrong on this rank, results of all heads, and the check that holds them against one process.
 
     Each way is called twice, and both must give the same bits; what scatter gives must be a slice of what gather does.
     """
     whole, arguments, op = make(case, rank, world_size, device)
+    arguments |= options
     out, lse = call(op, arguments, case, heads="gather")
     problems = []
     again = call(op, arguments, case, heads="gather")
@@ -150,7 +151,7 @@ def run_case(
     scattered = call(op, arguments, case, heads="scatter")
     if not (same_bits(scattered[0], out[..., mine, :]) and same_bits(scattered[1], lse[..., mine])):
         problems.append("scatter is no slice of gather")
-    if case.op != "prefill":
+    if case.op != "prefill" and gathers_q:
         own_q = arguments["q"][..., mine, :]
         for heads, expected in (("gather", (out, lse)), ("scatter", scattered)):
             queried = call(op, {**arguments, "q": own_q}, case, heads=heads, gather_q=True)
@@ -288,11 +289,16 @@ def work(rank: int, world_size: int, timeout: float, store: str, task: str, back
 
 def all_cases(rank: int) -> list[tuple[str, Any]]:
     """Problems by case."""
-    world_size, device = dist.get_world_size(), "cuda" if dist.get_backend() == "nccl" else "cpu"
+    return problems_of(CASES, rank, "cuda" if dist.get_backend() == "nccl" else "cpu")
+
+
+def problems_of(cases: Sequence[Case], rank: int, device: str, **options: Any) -> list[tuple[str, Any]]:
+    """Problems by case, with options of `run_case`."""
+    world_size = dist.get_world_size()
     found = []
     checks: list[Callable[[], None]] = []
-    for number, case in enumerate(CASES):
-        problems, out, lse, whole = run_case(case, rank, world_size, device)
+    for number, case in enumerate(cases):
+        problems, out, lse, whole = run_case(case, rank, world_size, device, **options)
         theirs: list[Any] = [None] * world_size
         dist.all_gather_object(theirs, hashlib.sha256(bits(out) + bits(lse)).hexdigest())
         if len(set(theirs)) != 1:
@@ -348,9 +354,14 @@ def _partial() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def replays(rank: int) -> list[tuple[str, Any]]:
-    """How many of ten thousand replays of a graph give other bits than an eager call; on GPUs."""
+    """How many of ten thousand replays of a graph give other bits than an eager call; on GPUs, for each way."""
+    return [(f"other bits: {combine}", _replays(rank, combine)) for combine in ("collective", "symmetric")]
+
+
+def _replays(rank: int, combine: str) -> int:
     case = Case("replays", "dense", {"seqlens": [3000, 17], "h_q": 128, "page_size": 64, "sink": "finite"}, 1, 64)
     _, arguments, op = make(case, rank, dist.get_world_size(), "cuda")
+    arguments["combine"] = combine
     expected = call(op, arguments, case, heads="scatter")
     torch.cuda.synchronize()
     graph, other = torch.cuda.CUDAGraph(), torch.zeros((), dtype=torch.int64, device="cuda")
@@ -360,7 +371,7 @@ def replays(rank: int) -> list[tuple[str, Any]]:
             other.add_((got != right).any())
     for _ in range(10_000):
         graph.replay()
-    return [("other bits", int(other))]
+    return int(other)
 
 
 TASKS: Final = {
@@ -379,6 +390,7 @@ def run(
     wait_for: int = WORLD,
     world_size: int = WORLD,
     backend: str = "gloo",
+    life: Callable[..., None] = work,
 ) -> dict[int, dict[str, Any]]:
     """Runs a task on all ranks; what each reported, by rank.
 
@@ -389,13 +401,14 @@ def run(
         wait_for: ranks that must report; the others are ended then.
         world_size: ranks.
         backend: "gloo" on CPUs, "nccl" with a GPU for each rank.
+        life: of a rank; `work`, or what calls it.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__])
     reports = context.Queue()
     store = str(directory / task)
     ranks = [
-        context.Process(target=work, args=(rank, world_size, timeout, store, task, backend, reports), daemon=True)
+        context.Process(target=life, args=(rank, world_size, timeout, store, task, backend, reports), daemon=True)
         for rank in range(world_size)
     ]
     for process in ranks:

@@ -53,6 +53,16 @@ class Epilogue(NamedTuple):
     is_exact: Int32
 
 
+@cute.jit
+def widen_values(raw: cute.Tensor, m: cutlass.Constexpr, half: cute.Tensor):
+    """Eight numbers of A of row block m, float16: rows g and g + 8, keys 2 q and on and 2 q + 8 and on."""
+    for i in cutlass.range_constexpr(2):
+        codes = cute.make_rmem_tensor(4, Float8E4M3FN)
+        words = cute.recast_tensor(codes, Int32)
+        words[0] = Int32(cute.arch.prmt(raw[m // 2, 2 * i], raw[m // 2, 2 * i + 1], Int32(BYTE_PAIRS[m % 2])))
+        cute.make_tensor(half.iterator + 4 * i, cute.make_layout(4)).store(codes.load().to(Float16))
+
+
 class PvWarpgroups:
     """Device code for 2 x 128 threads: O^T += V^T P^T, and the result.
 
@@ -243,15 +253,6 @@ class PvWarpgroups:
             source = cute.make_tensor(cute.recast_ptr(pointer, dtype=Int32), cute.make_layout(2))
             cute.autovec_copy(source, raw[None, i])
 
-    @cute.jit
-    def widen(self, raw: cute.Tensor, m: cutlass.Constexpr, half: cute.Tensor):
-        """Eight numbers of A of row block m, float16: rows g and g + 8, keys 2 q and on and 2 q + 8 and on."""
-        for i in cutlass.range_constexpr(2):
-            codes = cute.make_rmem_tensor(4, Float8E4M3FN)
-            words = cute.recast_tensor(codes, Int32)
-            words[0] = Int32(cute.arch.prmt(raw[m // 2, 2 * i], raw[m // 2, 2 * i + 1], Int32(BYTE_PAIRS[m % 2])))
-            cute.make_tensor(half.iterator + 4 * i, cute.make_layout(4)).store(codes.load().to(Float16))
-
     def p_operands(self, smem, mma: cute.TiledMma, tid: Int32) -> cute.Tensor:
         """P^T as the second operand: (.., block of 16 keys, stage)."""
         layout = p_layout(self.heads)
@@ -281,7 +282,7 @@ class PvWarpgroups:
                 self.load_codes(smem, raw[(block + 1) % 2], stage, block + 1, line)
             for m in cutlass.range_constexpr(ROW_BLOCKS):
                 half = cute.make_rmem_tensor(8, Float16)
-                self.widen(raw[block % 2], m, half)
+                widen_values(raw[block % 2], m, half)
                 fragment = fragments[(ROW_BLOCKS * block + m) % self.v_fragments]
                 operand = cute.make_tensor(fragment.iterator, cute.make_layout(8))
                 operand.store(half.load() * weight.load())
@@ -322,7 +323,7 @@ class PvWarpgroups:
             self.load_codes(smem, raw, stage, block, line)
             own = Float32(1.0) if tid // 64 == quant_tile else Float32(0.0)
             for m in cutlass.range_constexpr(ROW_BLOCKS):
-                self.widen(raw, m, half)
+                widen_values(raw, m, half)
                 operand = cute.make_tensor(fragment.iterator, cute.make_layout(8))
                 operand.store((half.load().to(Float32) * own).to(BFloat16))
                 warpgroup.fence()

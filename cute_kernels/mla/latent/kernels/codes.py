@@ -22,6 +22,7 @@ import cutlass.cute as cute
 from cutlass import BFloat16, Float8E4M3FN, Float16, Float32, Int32
 
 from cute_kernels.mla.kernels.convert_q import code_chunk
+from cute_kernels.mla.kernels.pv import widen_values
 from cute_kernels.mla.kernels.smem import key_of_row, line_offset
 from cute_kernels.mla.kernels.tile import BLOCK_COLUMNS
 from cute_kernels.mla.latent.kernels.smem import scale_words
@@ -49,11 +50,13 @@ class Codes:
     masked_scales  a word of scales in range, for a masked key, whose codes are zeros
     quant_tiles    those that `chunk_multiplier` knows
     line_parts     a row's last line may be incomplete: code bytes are a multiple of this
+    value_bytes    of the eight codes of a key that a thread of PV has
     """
 
     masked_scales: ClassVar[int]
     quant_tiles: ClassVar[tuple[int, ...]]
     line_parts: ClassVar[int] = LINE_BYTES
+    value_bytes: ClassVar[int] = 8
 
     def __init__(self, kind: TokenFormat):
         if kind.quant_tile not in self.quant_tiles:
@@ -102,6 +105,16 @@ class Codes:
         Lanes have pieces 0, 1, 4, 5 of 16 codes of 128 for even c, 2, 3, 6, 7 for odd c.
         """
         return (c // 2 * 8 + code_chunk(lane, c % 2)) // (self.kind.quant_tile // 16)
+
+    # ---- what PV reads
+
+    def value_line(self, line: Any, wg: Any, tid: Any) -> Any:
+        """Offset in a stage of a thread's eight codes of its first key: `line`, where a code is a byte."""
+        return line
+
+    def value_operand(self, raw: cute.Tensor, m: int, operand: cute.Tensor) -> None:
+        """A of row block m, from eight codes of each of four keys: rows g and g + 8, keys 2 q and on, 2 q + 8 and on."""
+        raise NotImplementedError
 
     # ---- scales
 
@@ -266,6 +279,14 @@ class E4m3Codes(Codes):
         index = super().scale_index(c, lane)
         return cutlass.min(index, self.kind.num_scales - 1) if self.half_line else index
 
+    def value_operand(self, raw: cute.Tensor, m: int, operand: cute.Tensor) -> None:
+        """As with float32 scales."""
+        half = cute.make_rmem_tensor(8, Float16)
+        widen_values(raw, m, half)
+        words = cute.recast_tensor(half, Int32)
+        for i in range(4):
+            operand[i] = words[i]
+
     def multiplier(self, word: Int32, byte: Any) -> Int32:
         """The byte is the exponent."""
         return byte_pair(word, byte) * 1024 + MULTIPLIER
@@ -301,6 +322,7 @@ class E2m1Codes(Codes):
 
     masked_scales = 0x38383838
     quant_tiles = (16,)
+    value_bytes = 4
 
     def chunk_place(self, c: Any, tid: Any) -> tuple[Any, Any]:
         """Four chunks of 64 columns in a line."""
@@ -328,6 +350,19 @@ class E2m1Codes(Codes):
     def chunk_multiplier(self, words: cute.Tensor, c: int, tid: Int32) -> Int32:
         """A scale for each 16 codes."""
         return self.multiplier(words[c // 2], tid % 2 + 2 * (c % 2))
+
+    def value_line(self, line: Any, wg: Any, tid: Any) -> Any:
+        """A line of 256 codes for each warpgroup."""
+        warp_idx, g = tid // 32, tid % 32 // 4
+        place = line_offset(2 * (tid % 4), 2 * warp_idx + g // 4) + g % 4 * 4
+        return wg * (TOKENS_PER_TILE * LINE_BYTES) + place
+
+    def value_operand(self, raw: cute.Tensor, m: int, operand: cute.Tensor) -> None:
+        """Byte m of two keys at a time: the lower codes are of row g."""
+        for i in range(2):
+            both = Int32(cute.arch.prmt(raw[0, 2 * i], raw[0, 2 * i + 1], Int32(m | (4 + m) << 4)))
+            upper = fp4_bytes(both)
+            operand[2 * i], operand[2 * i + 1] = fp4_pair(upper, 0, 2), fp4_pair(upper, 1, 3)
 
     def multiplier(self, word: Int32, byte: Any) -> Int32:
         """Converted, then multiplied."""
@@ -380,21 +415,3 @@ def of(kind: TokenFormat) -> Codes:
     if dtypes not in TYPES:
         raise ValueError(f"codes and scales: got {dtypes} of {kind.name}; needs one of {tuple(TYPES)}")
     return TYPES[dtypes](kind)
-
-
-# ---- what pv.py asks for
-
-
-def is_fp4(kind: TokenFormat) -> bool:
-    """Whether codes are e2m1 and scales e4m3."""
-    return isinstance(of(kind), E2m1Codes)
-
-
-def multiplier(kind: TokenFormat, word: Int32, byte: Any) -> Int32:
-    """`Codes.multiplier` of a format."""
-    return of(kind).multiplier(word, byte)
-
-
-def scale_of(kind: TokenFormat, byte: Int32) -> Float32:
-    """`Codes.scale_of` of a format."""
-    return of(kind).scale_of(byte)

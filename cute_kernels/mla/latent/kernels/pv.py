@@ -21,7 +21,6 @@ from cute_kernels.mla.kernels.smem import (
     tiled_mmas,
 )
 from cute_kernels.mla.latent.kernels import codes
-from cute_kernels.mla.latent.kernels.load import half_line_chunk
 from cute_kernels.mla.latent.kernels.scheduler import LatentScheduler
 from cute_kernels.mla.latent.kernels.smem import SMALL_SCALE, codes_bytes, weights
 from cute_kernels.mla.latent.spec import LINE_BYTES, LatentDecodeSpec
@@ -170,7 +169,7 @@ class ScaledKeyPvWarpgroups(PvWarpgroups):
         line = code_line * (TOKENS_PER_TILE * LINE_BYTES) + line_offset(row, chunk) + g % 2 * 8
         if const_expr(self.spec.has_rope):
             half = (self.spec.code_lines - 1) * (TOKENS_PER_TILE * LINE_BYTES)
-            in_half = half + line_offset(row, half_line_chunk(g // 2)) + g % 2 * 8
+            in_half = half + line_offset(row, codes.of(self.spec.kinds[0]).rest_chunk(g // 2)) + g % 2 * 8
             is_last = wg == 1 and warp_idx == WARPS - 2
             line = cutlass.select_(is_last, in_half, cutlass.select_(self.has_rope(wg, tid), line_offset(row, g), line))
         return registers.opaque(Int32(line))
@@ -183,35 +182,18 @@ class ScaledKeyPvWarpgroups(PvWarpgroups):
 
         `half` says which four.
         """
-        base, size = Int32(smem.codes.data_ptr().toint()) + stage * codes_bytes(self.spec), 8
+        base = Int32(smem.codes.data_ptr().toint()) + stage * codes_bytes(self.spec)
         if const_expr(kind.rope is not None):
             if self.has_rope(wg, tid):
                 base = Int32(smem.rope.data_ptr().toint()) + stage * ROPE_BYTES + 8 * half
-        if const_expr(codes.is_fp4(kind)):  # a line of 256 codes for each warpgroup
-            size, warp_idx, g = 4, tid // 32, tid % 32 // 4
-            place = line_offset(2 * (tid % 4), 2 * warp_idx + g // 4) + g % 4 * 4
-            line = wg * (TOKENS_PER_TILE * LINE_BYTES) + place
+        own = codes.of(kind)
+        line, size = own.value_line(line, wg, tid), own.value_bytes
         for i in cutlass.range_constexpr(4):
             key = (line ^ (16 * (i % 2))) + LINE_BYTES * (i % 2 + 8 * (i // 2))  # of a neighbour chunks are swapped
             address = base + block * (16 * LINE_BYTES) + key
             pointer = cute.make_ptr(Int32, address, AddressSpace.smem, assumed_align=size)
             layout = cute.make_layout(size // 4)
             cute.autovec_copy(cute.make_tensor(pointer, layout), cute.make_tensor(raw[None, i].iterator, layout))
-
-    @cute.jit
-    def widen_codes(self, kind: cutlass.Constexpr, raw: cute.Tensor, m: cutlass.Constexpr, operand: cute.Tensor):
-        """A of row block m, from codes of four keys: rows g and g + 8, keys 2 q and on and 2 q + 8 and on."""
-        if const_expr(codes.is_fp4(kind)):
-            for i in cutlass.range_constexpr(2):  # byte m of two keys: the lower codes are of row g
-                both = Int32(cute.arch.prmt(raw[0, 2 * i], raw[0, 2 * i + 1], Int32(m | (4 + m) << 4)))
-                upper = codes.fp4_bytes(both)
-                operand[2 * i], operand[2 * i + 1] = codes.fp4_pair(upper, 0, 2), codes.fp4_pair(upper, 1, 3)
-        else:
-            half = cute.make_rmem_tensor(8, Float16)
-            self.widen(raw, m, half)
-            words = cute.recast_tensor(half, Int32)
-            for i in cutlass.range_constexpr(4):
-                operand[i] = words[i]
 
     @cute.jit
     def scale_operand(self, operand: cute.Tensor, multipliers: cute.Tensor):
@@ -274,12 +256,12 @@ class ScaledKeyPvWarpgroups(PvWarpgroups):
                     else:
                         if const_expr(m == 0 and block + 1 < KEY_BLOCKS):
                             self.load_values(smem, kind, raw[(block + 1) % 2], stage, block + 1, 0, line, wg, tid)
-                        self.widen_codes(kind, raw[block % 2], m, operand)
+                        codes.of(kind).value_operand(raw[block % 2], m, operand)
                         self.scale_operand(operand, multipliers)
                 else:
                     if const_expr(m == 0 and block + 1 < KEY_BLOCKS):
                         self.load_values(smem, kind, raw[(block + 1) % 2], stage, block + 1, 0, line, wg, tid)
-                    self.widen_codes(kind, raw[block % 2], m, operand)
+                    codes.of(kind).value_operand(raw[block % 2], m, operand)
                     self.scale_operand(operand, multipliers)
                 warpgroup.fence()
                 wgmma.issue(mma, acc_o[m], fragment, rP, True, [(0, block)])
@@ -324,7 +306,7 @@ class ScaledKeyPvWarpgroups(PvWarpgroups):
             for i in cutlass.range_constexpr(4):
                 key = stage * TOKENS_PER_TILE + 16 * block + 2 * (tid % 4) + i % 2 + 8 * (i // 2)
                 byte = smem.scale.data_ptr() + (key * self.spec.scale_bytes + self.quant_tile(kind, wg, tid))
-                scales[i] = codes.scale_of(kind, Int32(byte.load()) & 0xFF)
+                scales[i] = codes.of(kind).scale_of(Int32(byte.load()) & 0xFF)
             for m in cutlass.range_constexpr(ROW_BLOCKS):
                 self.load_values(smem, kind, raw, stage, block, m // 2, line, wg, tid)
                 if is_rope:
@@ -333,7 +315,7 @@ class ScaledKeyPvWarpgroups(PvWarpgroups):
                         for i in cutlass.range_constexpr(4):
                             operand[i] = codes.rope_to_bfloat16(operand[i])
                 else:
-                    self.widen_codes(kind, raw, m, operand)
+                    codes.of(kind).value_operand(raw, m, operand)
                     for i in cutlass.range_constexpr(4):
                         first = i // 2 * 2
                         operand[i] = codes.scale_to_bfloat16(operand[i], scales[first], scales[first + 1])

@@ -1,0 +1,238 @@
+"""The memory that ranks share, over torch's symmetric memory: made once, by all ranks, before anything is captured."""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import datetime
+import math
+import socket
+import sys
+import threading
+import weakref
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from cute_kernels.distributed.exchange import Member, Rows, Target
+from cute_kernels.merge.peers_op import (
+    NUM_COUNTS,
+    PeerMemory,
+    buffer_bytes,
+    merge_with_peers,
+    needed_bytes,
+    unsupported,
+)
+from cute_kernels.runtime.checks import require
+from cute_kernels.runtime.memory import for_all_streams, is_capturing
+
+HALF_BYTES = 32 << 20
+"""Of half a buffer, unless one call needs more. It holds 4032 rows of 512 bfloat16 from each of 8 ranks, or 31 query
+tokens of 128 heads: what is larger is bound by the link, where a collective is as good."""
+_DEFAULT_TIMEOUT = datetime.timedelta(minutes=10)
+COMBINE = (None, "collective", "symmetric")
+
+
+class _Buffer:
+    """This rank's buffer, and how the kernel reaches those of all ranks."""
+
+    def __init__(self, member: Member, device: torch.device, half_bytes: int) -> None:
+        """All ranks of the group call it at the same time.
+
+        Raises:
+            Exception: of torch, which finds that ranks do not reach each other's memory.
+        """
+        import torch.distributed._symmetric_memory as symmetric_memory
+
+        group = _group_of(member)
+        size = buffer_bytes(half_bytes)
+
+        def make() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+            # filled before the rendezvous: no rank stores a flag before all have passed it
+            return (
+                symmetric_memory.empty(size, dtype=torch.uint8, device=device).zero_(),
+                torch.zeros(NUM_COUNTS, dtype=torch.int32, device=device),
+                torch.zeros(1, dtype=torch.int32, device="cpu", pin_memory=True),
+            )
+
+        self._own, counts, self._pinned = for_all_streams(device, make)
+        self._handle = symmetric_memory.rendezvous(self._own, group)
+        remote = [self._handle.get_remote_tensor(r, (size,), torch.uint8) for r in range(member.world_size)]
+        addresses = [tensor.data_ptr() for tensor in remote]
+        if addresses[member.rank] != self._own.data_ptr():
+            raise RuntimeError("torch maps this rank's own buffer to another address")
+        peers = for_all_streams(device, lambda: torch.tensor(addresses, dtype=torch.int64, device=device))
+        self._member = member._replace(group=None)  # what a group has must not keep it alive
+        self._limit = _timeout(group, device)
+        self._report = ctypes.c_int32.from_address(self._pinned.data_ptr())
+        limit_ns = int(self._limit.total_seconds() * 1e9)
+        self.memory = PeerMemory(member.rank, peers, counts, self._pinned.data_ptr(), half_bytes, limit_ns)
+        _buffers.add(self)
+
+    def failure(self) -> str:
+        """In words, which rank this one waited for in vain; empty if none."""
+        waited_for, member = self._report.value - 1, self._member
+        if waited_for < 0:
+            return ""
+        return (
+            f"rank {member.rank} of {member.world_size} waited for rank {waited_for} in vain; that one has failed, or "
+            f"has not made the same call within the group's timeout of {self._limit.total_seconds():g} s. The wait "
+            f"ended in a trap: CUDA reports an error of the launch, and this process cannot use the GPU any more"
+        )
+
+
+class _Shared:
+    """What a group has on a device. `reason`: in words, why its ranks share no memory."""
+
+    def __init__(self) -> None:
+        self.buffers: list[_Buffer] = []  # all are kept: graphs hold their addresses
+        self.reason = ""
+
+    def largest(self) -> int:
+        """Bytes of half the last buffer."""
+        return self.buffers[-1].memory.half_bytes if self.buffers else 0
+
+
+_buffers: weakref.WeakSet[_Buffer] = weakref.WeakSet()
+_shared: weakref.WeakKeyDictionary[Any, dict[torch.device, _Shared]] = weakref.WeakKeyDictionary()
+_making = threading.RLock()
+
+
+def peer_buffer(how: str | None, member: Member, rows: Rows, target: Target) -> _Buffer | None:
+    """The buffer that a call is combined over; None for a collective.
+
+    The first call of a group makes it, and one that asks for "symmetric" memory and needs more: ranks then wait for
+    each other on the host. Under graph capture nothing is made.
+
+    Raises:
+        ValueError: how is "symmetric", and tensors or shapes are not for it.
+        RuntimeError: how is "symmetric", and ranks cannot share memory, or the call is under graph capture and its
+            buffer does not exist.
+    """
+    device = rows.bytes.device
+    forced = how == "symmetric"
+    if how == "collective" or not (forced or (device.type == "cuda" and member.world_size > 1)):
+        return None
+    heads = rows.lse.shape[-1] if target.heads == "gather" else rows.lse.shape[-1] // member.world_size
+    shape = (*rows.lse.shape[:-1], heads, rows.out.shape[-1])
+    if forced:
+        require(device.type == "cuda", "combine", f"'symmetric' for tensors on {device}", "CUDA tensors")
+    reason = unsupported(shape, rows.out.dtype, member.world_size)
+    if reason:
+        require(not forced, "combine", "'symmetric'", f"'collective', since {reason}")
+        return None
+    needed = needed_bytes(math.prod(shape[:-1]), shape[-1], rows.out.dtype, member.world_size)
+    shared = _shared_of(member, device)
+    if shared.largest() < needed and not shared.reason and (forced or needed <= HALF_BYTES):
+        if is_capturing(device):
+            if forced:
+                raise RuntimeError(
+                    f"combine: got 'symmetric' under graph capture with buffers of {shared.largest()} bytes; needs "
+                    f"{needed} bytes, made by one call with these shapes on every rank before the capture"
+                )
+            return None
+        _make(shared, member, device, max(needed, HALF_BYTES))
+    if shared.reason and forced:
+        raise RuntimeError(f"combine: got 'symmetric', but ranks share no memory: {shared.reason}")
+    if shared.reason or shared.largest() < needed:
+        return None
+    return shared.buffers[-1]
+
+
+def raise_if_failed(member: Member) -> None:
+    """Raises RuntimeError if an earlier launch over the group's buffers waited in vain: the GPU is lost then."""
+    if not _buffers:
+        return
+    for shared in _shared.get(_group_of(member), {}).values():
+        for buffer in shared.buffers:
+            if failure := buffer.failure():
+                raise RuntimeError(f"context_parallel_decode: {failure}")
+
+
+def combine_with_peers(rows: Rows, buffer: _Buffer, target: Target) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `exchange.combine`, in one launch."""
+    *leading, heads = rows.lse.shape
+    if target.heads == "scatter":
+        heads //= buffer.memory.peers.shape[0]
+    out, lse = target.out, target.lse
+    if out is None:
+        out = rows.out.new_empty((*leading, heads, rows.out.shape[-1]))
+    if lse is None:
+        lse = rows.lse.new_empty((*leading, heads))
+    merge_with_peers(rows.bytes, buffer.memory, target.s_aux, out, lse)
+    return out, lse
+
+
+def _shared_of(member: Member, device: torch.device) -> _Shared:
+    group = _group_of(member)
+    of_group = _shared.get(group)
+    if of_group is None or device not in of_group:
+        with _making:
+            of_group = _shared.setdefault(group, {})
+            of_group.setdefault(device, _Shared())
+    return of_group[device]
+
+
+def _make(shared: _Shared, member: Member, device: torch.device, half_bytes: int) -> None:
+    """Adds a buffer, or the reason why there is none: the same on all ranks, which call this at the same time."""
+    with _making, torch.cuda.device(device):
+        reason = _agree(member, _obstacle(member, device))
+        buffer = None
+        if not reason:
+            try:
+                buffer = _Buffer(member, device, half_bytes)
+            except Exception as error:  # torch raises errors of many kinds
+                reason = f"{type(error).__name__}: {error}"
+            reason = _agree(member, reason)
+        if buffer is not None and not reason:
+            shared.buffers.append(buffer)
+        else:
+            shared.reason = reason
+
+
+def _agree(member: Member, reason: str) -> str:
+    """The first rank's reason that is not empty."""
+    reasons = _gathered(member, reason)
+    return next((f"rank {rank}: {of_it}" for rank, of_it in enumerate(reasons) if of_it), "")
+
+
+def _obstacle(member: Member, device: torch.device) -> str:
+    """What can be told without trying: ranks on several hosts, or GPUs without access to each other."""
+    of_ranks = _gathered(member, (socket.gethostname(), str(torch.cuda.get_device_properties(device).uuid)))
+    hosts = sorted({host for host, _ in of_ranks})
+    if len(hosts) > 1:
+        return f"they are on several hosts, {', '.join(hosts)}"
+    visible = {str(torch.cuda.get_device_properties(i).uuid): i for i in range(torch.cuda.device_count())}
+    for rank, (_, uuid) in enumerate(of_ranks):
+        peer = visible.get(uuid, device.index)
+        if peer != device.index and not torch.cuda.can_device_access_peer(device.index, peer):
+            return f"GPU {device.index} has no access to GPU {peer} of rank {rank}"
+    return ""
+
+
+def _gathered(member: Member, mine: Any) -> list[Any]:
+    theirs: list[Any] = [None] * member.world_size
+    dist.all_gather_object(theirs, mine, group=member.group)
+    return theirs
+
+
+def _group_of(member: Member) -> Any:
+    return member.group if member.group is not None else dist.group.WORLD
+
+
+def _timeout(group: Any, device: torch.device) -> datetime.timedelta:
+    """How long ranks of a group wait for each other; that of NCCL where the backend does not say."""
+    try:
+        found = group._get_backend(device).options._timeout
+    except (AttributeError, RuntimeError):
+        return _DEFAULT_TIMEOUT
+    return found if isinstance(found, datetime.timedelta) and found else _DEFAULT_TIMEOUT
+
+
+@atexit.register
+def _explain() -> None:
+    """CUDA's own message says nothing of ranks, and a program that has seen it usually ends."""
+    for buffer in list(_buffers):
+        if failure := buffer.failure():
+            print(f"context_parallel_decode: {failure}", file=sys.stderr)

@@ -1,0 +1,76 @@
+"""What is fixed at compile time in the kernel that exchanges states with peers and merges them."""
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from cute_kernels.merge.spec import ITEMSIZE, MAX_D, MAX_LANES, VECTOR_BYTES, MergeSpec
+
+CTAS = 128
+"""Of every launch, whatever its rows: each counts its own launches, and all their counts stay equal. Two fit on an SM,
+so that all are there at the same time on a card of 64 SMs or more."""
+MAX_RANKS = 64
+FLAG_BYTES = MAX_RANKS * CTAS * 4
+"""At the beginning of a rank's buffer: a flag for each CTA of each rank."""
+
+
+@dataclass(frozen=True)
+class PeerMergeSpec:
+    """Compile-time facts of `kernels.peers.PeerMergeKernel`: constructor argument and cache key.
+
+    d         values of a row, a multiple of 8 up to 512
+    dtype     of states and result: "float32", "bfloat16" or "float16"
+    has_sink  an `s_aux` joins the denominator
+    """
+
+    d: int
+    dtype: str
+    has_sink: bool
+
+    kernel: ClassVar[str] = "cute_kernels.merge.kernels.peers:PeerMergeKernel"
+    threads: ClassVar[int] = 256
+    copies: ClassVar[int] = 4
+    """16-byte loads that a thread has in flight while it stores to peers."""
+
+    def can_implement(self) -> list[str]:
+        """Reasons, in words, why this kernel cannot be built; empty when it can."""
+        if self.d % 8 or not 8 <= self.d <= MAX_D:
+            return [f"d is {self.d}; a row is a multiple of 8 up to {MAX_D}"]
+        if self.dtype not in ITEMSIZE:
+            return [f"dtype is {self.dtype}; known are {', '.join(ITEMSIZE)}"]
+        return self.merge.can_implement()
+
+    @property
+    def row_vectors(self) -> int:
+        """16-byte vectors of a row: its values, then one that begins with its log-sum-exp."""
+        return self.d * ITEMSIZE[self.dtype] // VECTOR_BYTES + 1
+
+    @property
+    def merge(self) -> MergeSpec:
+        """How a row is merged: one vector for each lane, all ranks of a host in one round."""
+        lanes = min(1 << (self.row_vectors - 2).bit_length(), MAX_LANES)
+        return MergeSpec(self.d, self.dtype, self.dtype, self.has_sink, has_lse=True, lanes=lanes)
+
+    @property
+    def expected(self) -> dict[str, Any]:
+        """What the compiled kernel is held to: 128 registers let two CTAs share an SM.
+
+        A release at system scope is a fence and a store, an acquire a load after which L1 is dropped. The second strong
+        store is the report of a wait in vain.
+        """
+        ordered = ("MEMBAR.ALL.SYS", "LDG.E.STRONG.SYS", "CCTL.IVALL")
+        return {
+            "registers": 128,
+            "instructions": ("LDG.E.128", "STG.E.128", "MUFU.EX2", *ordered),
+            "at_least": {"STG.E.STRONG.SYS": 2},
+        }
+
+
+def shipped_specs() -> list[PeerMergeSpec]:
+    """MLA in bfloat16, GQA, and the widest row."""
+    return [
+        PeerMergeSpec(512, "bfloat16", has_sink=False),
+        PeerMergeSpec(512, "bfloat16", has_sink=True),
+        PeerMergeSpec(128, "bfloat16", has_sink=True),
+        PeerMergeSpec(64, "float16", has_sink=False),
+        PeerMergeSpec(512, "float32", has_sink=True),
+    ]

@@ -1,0 +1,75 @@
+"""Context parallelism over memory that ranks share: several processes on one GPU, and the kernel alone."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from cute_kernels.merge.peers_spec import PeerMergeSpec
+from cute_kernels.merge.spec import MergeSpec
+from tests.support import context_workers, peer_ranks, symmetric_workers
+from tests.support.symmetric_workers import MLA, NAMES, SHAPES
+
+pytestmark = pytest.mark.alone  # ranks wait for their turn on the GPU: other processes would make that long
+DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
+
+
+def kernel_specs() -> list[Any]:
+    """What the tests launch beyond what ships."""
+    wanted = [(d, dtype, sink) for d, dtype in peer_ranks.WIDTHS for sink in (False, True)]
+    wanted += [(d, dtype, sink) for _, d, dtype, sink in SHAPES]
+    specs: list[Any] = []
+    for d, dtype, sink in wanted:
+        name = DTYPES[dtype]
+        specs.append(PeerMergeSpec(d, name, sink))
+        for rows in (32, 1680):
+            specs.append(
+                MergeSpec.for_launch(rows=rows, num_states=4, d=d, in_dtype=name, out_dtype=name, has_sink=sink)
+            )
+    return specs
+
+
+def reports(task: str, directory: Path, world_size: int, timeout: float) -> list[dict[str, Any]]:
+    """What each rank reports; skips where torch finds that they cannot share memory."""
+    found = context_workers.run(
+        task, directory, world_size=world_size, wait_for=world_size, timeout=timeout, life=symmetric_workers.work
+    )
+    reason = found[0].get("none", "")
+    if any(f"{of_torch}Error: " in reason for of_torch in ("Runtime", "Accelerator", "DistBackend")):
+        pytest.skip(reason)
+    assert not reason, "no error of torch, but one of ours"
+    return [found[rank] for rank in range(world_size)]
+
+
+def wrong(of_rank: dict[str, Any]) -> dict[str, Any]:
+    """Problems by name, of those that have any."""
+    return {name: problems for name, problems in of_rank.items() if problems}
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_processes_on_one_gpu_equal_one(world_size: int, tmp_path: Path) -> None:
+    """Cases against the oracle, calls and graphs against `merge_states`, and what is chosen and refused."""
+    assert sorted(case.name for case in MLA) == sorted(NAMES)
+    found = reports("everything", tmp_path, world_size, timeout=120.0)
+    names = set(found[0])
+    assert len(names) == len(NAMES) + 4 * len(SHAPES) + 3, names
+    for of_rank in found:
+        assert set(of_rank) == names
+        assert not wrong(of_rank)
+
+
+def test_a_rank_that_never_calls_ends_the_wait(tmp_path: Path) -> None:
+    """A trap after the group's timeout; the next call says what happened."""
+    first, _ = reports("a_rank_never_calls", tmp_path, 2, timeout=15.0)
+    by_cuda, by_us = first["said"]
+    assert "CUDA" in by_cuda
+    assert by_us.startswith("context_parallel_decode: rank 0 of 2 waited for rank 1 in vain")
+    assert "timeout of 15 s" in by_us
+
+
+def test_ranks_of_one_process(tmp_path: Path) -> None:
+    """The kernel without symmetric memory, all widths and shapes; bits are those of `merge_states`."""
+    (found,) = reports("kernel_alone", tmp_path, 1, timeout=60.0)
+    assert len(found) == len(peer_ranks.CASES) + 3  # two ranks at a time, by gather and scatter; "done"
+    assert not wrong(found)

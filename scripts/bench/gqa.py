@@ -512,7 +512,7 @@ def _flash_case(bench: GqaBench, case: GqaCase, pool: Pool, dtype: str) -> GqaCa
     q = case.q.to(KV_DTYPES[dtype])
     if dtype == bench.kv_dtype:
         return dataclasses.replace(case, q=q)
-    caches = {f"{which}_cache": pool.codes(which, dtype, tuple(case.k_cache.shape)) for which in "kv"}
+    caches: dict[str, Any] = {f"{which}_cache": pool.codes(which, dtype, tuple(case.k_cache.shape)) for which in "kv"}
     return dataclasses.replace(case, q=q, **caches, k_scale=None, v_scale=None)
 
 

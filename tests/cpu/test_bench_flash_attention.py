@@ -62,6 +62,7 @@ class FA3:
         assert call["is_causal"] and call["window_size_right"] == (-1 if window is None else 0)
         options: dict[str, Any] = {"window": window, "softmax_scale": call["softmax_scale"]}
         batch = len(call["cu_seqlens_q"]) - 1
+        out: Any
         if call["page_table"] is None:
             q, k, v = (call[name].unflatten(0, (batch, -1)) for name in "qkv")
             out = cute_kernels.sink_attention(q, k, v, call["s_aux"].float(), **options)
@@ -351,7 +352,7 @@ def test_fa4_is_imported_without_vllm_and_leaves_the_dsl_as_it_was(wheel: pathli
 
 
 def test_what_is_replaced_in_a_block_is_undone_where_it_raises(wheel: pathlib.Path) -> None:
-    tensor = importlib.import_module("dsl_for_test.tensor")
+    tensor: Any = importlib.import_module("dsl_for_test.tensor")
     replaced = Replaced("dsl_for_test")
     with pytest.raises(KeyError), replaced.during():
         tensor.make = lambda: "other"
@@ -420,7 +421,7 @@ def test_without_vllm_a_record_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
 # ---- tables
 
 
-CASE = {
+CASE: dict[str, Any] = {
     "op": "sink_attention",
     "peers": {
         "cudnn": {"us": 3.0, "ratio": 1.5},

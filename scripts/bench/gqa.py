@@ -2,8 +2,8 @@
 
 The oracle checks a few batch rows of every case before it is timed, over input sets that together exceed the L2 cache.
 The timed graph must write the bits of eager calls, in every set. In the same process cuDNN's attention (in torch) runs
-over the same tokens in bfloat16, and FlashAttention 3, where it is installed, over pages of bfloat16 and of FP8. A
-figure that a case must reach is in the record with the figure that it reached.
+over the same tokens in bfloat16, FlashAttention 3 over pages of bfloat16 and FP8, and XQA over those of FP8, where they
+are installed. A figure that a case must reach is in the record with the figure that it reached.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from cute_kernels.gqa import op
 from cute_kernels.gqa.layouts import LAYOUTS, CacheSizes, scale_shapes
 from cute_kernels.gqa.reference import dequantize, reference_append, reference_gqa_decode
 from cute_kernels.gqa.spec import GqaDecodeSpec
-from scripts.bench import flash_attention, records
+from scripts.bench import flash_attention, records, xqa
 from scripts.bench.in_layer import prepare, time_calls, time_together
 from scripts.bench.peers import FP8_LIMIT, OURS, PEER_LIMIT, Peer, entries, ready, ways
 from scripts.bench.timing import Expected, host_time, sets_to_outgrow_l2
@@ -79,7 +79,7 @@ class GqaBench:
     page_size   0 for contiguous layouts
     must        figures of the record that the case must reach
     peer        whether cuDNN runs too
-    flash       whether FlashAttention 3 runs too; of cases in pages (paged_NHD)
+    paged_peers  whether FlashAttention 3 and XQA run too: of cases in pages (paged_NHD)
     sustained   whether the times under load are taken too
     host        whether to time the eager call too
     """
@@ -98,7 +98,7 @@ class GqaBench:
     window: int | None = None
     must: Mapping[str, float] = field(default_factory=dict)
     peer: bool = False
-    flash: bool = False
+    paged_peers: bool = False
     sustained: bool = False
     quick: bool = False
     host: bool = False
@@ -200,7 +200,9 @@ def _cases() -> Iterator[GqaBench]:
         # two of the four variants: those that serving engines use most
         shown = contiguous != token_head
         most = {"read_fraction": 0.92, "ratio": 1.7} if contiguous else {"read_fraction": 0.96}
-        case: Callable[..., GqaBench] = functools.partial(GqaBench, **variant, flash=token_head and not contiguous)
+        case: Callable[..., GqaBench] = functools.partial(
+            GqaBench, **variant, paged_peers=token_head and not contiguous
+        )
         yield case(128, 8192, must={"read_fraction": 0.92}, peer=contiguous)
         headline = contiguous and token_head
         yield case(64, 8192, must=most, peer=contiguous, sustained=headline, quick=shown, host=shown)
@@ -216,10 +218,10 @@ def _cases() -> Iterator[GqaBench]:
             yield GqaBench(64, 8192, scales, layout, page_size, must={"read_fraction": 0.90})
         yield GqaBench(64, 8192, scales, "paged_vllm", 16)
     for layout, page_size in (("BNSH", 0), ("paged_NHD", 64)):
-        both: dict[str, Any] = {"must": {"read_fraction": 0.95}, "flash": page_size > 0}
+        both: dict[str, Any] = {"must": {"read_fraction": 0.95}, "paged_peers": page_size > 0}
         yield GqaBench(64, 8192, "none", layout, page_size, "bf16", **both, quick=not page_size)
         yield GqaBench(64, 8192, "per_tensor", layout, page_size, "fp8", **both)
-    in_pages: dict[str, Any] = {"scales": "per_token_head", **paged, "flash": True}
+    in_pages: dict[str, Any] = {"scales": "per_token_head", **paged, "paged_peers": True}
     served: Callable[..., GqaBench] = functools.partial(GqaBench, **in_pages)
     yield served(24, max(LONG_LENGTHS), lengths=LONG_LENGTHS, must={"read_fraction": 0.88})
     yield served(256, 512, must={"read_fraction": 0.90})
@@ -230,7 +232,7 @@ def _cases() -> Iterator[GqaBench]:
     yield GqaBench(64, 8192, "per_token")
     yield served(32, 8192, window=128)
     for window in (None, 128):
-        yield GqaBench(32, 8192, "none", "paged_NHD", 64, "bf16", h_q=64, d=64, window=window, flash=True)
+        yield GqaBench(32, 8192, "none", "paged_NHD", 64, "bf16", h_q=64, d=64, window=window, paged_peers=True)
 
 
 DECODE_CASES = tuple(_cases())
@@ -367,7 +369,8 @@ def run_decode(bench: GqaBench, pool: Pool, ceilings: Mapping[str, float]) -> di
         calls = [decode_call(case) for case in inputs]
         expected = Expected.of(("out", "lse"), [decode_call(case) for case in inputs[1:]], checked=(out, lse))
         peers = run_peer(bench, inputs) if bench.peer else {}
-        peers |= run_flash(bench, inputs, pool) if bench.flash else {}
+        if bench.paged_peers:
+            peers |= run_flash(bench, inputs, pool) | run_xqa(bench, inputs, pool)
         timings = time_together(ways(prepare(calls, expected=expected), peers), sustained=bench.sustained)
         timing = timings[OURS]
         gb_per_s = bench.bytes_moved / timing.us / 1e3
@@ -545,3 +548,27 @@ def _flash_call(bench: GqaBench, case: GqaCase, operators: Any) -> Callable[[], 
         **common,
         **scales,
     )
+
+
+def run_xqa(bench: GqaBench, inputs: Sequence[GqaCase], pool: Pool) -> dict[str, Peer]:
+    """FlashInfer's XQA over an FP8 cache, of one query a sequence, where a form of it is compiled or can be."""
+    form = xqa.Form(bench.d, bench.h_q // bench.h_kv, bench.page_size)
+    if bench.kv_dtype == "bf16" or bench.s_q > 1 or bench.window is not None or form not in xqa.FORMS:
+        return {}
+    wrapper = xqa.wrapper(form)
+    if isinstance(wrapper, str):
+        # sources that cannot be compiled are no version, so the case says it
+        return {} if xqa.version().startswith("missing") else {"xqa_fp8": Peer(failed=wrapper[:200])}
+    return {"xqa_fp8": ready(functools.partial(_xqa_peer, bench, inputs, pool, wrapper))}
+
+
+def _xqa_peer(bench: GqaBench, inputs: Sequence[GqaCase], pool: Pool, wrapper: Callable[..., None]) -> Peer:
+    cases = [_flash_case(bench, case, pool, "fp8") for case in inputs]
+    # both caches have one scale, and the kernel rounds q to FP8 again
+    cases = [dataclasses.replace(case, q=case.q.bfloat16(), v_scale=case.k_scale) for case in cases]
+    calls = [xqa.call(wrapper, case) for case in cases]
+    rows, sample = some_rows(cases[0], "none")
+    rel_err = relative_error(calls[0]()[rows], reference_gqa_decode(**sample.arguments())[0])
+    notes = [] if bench.kv_dtype == "fp8" else ["a fp8 cache of as many tokens"]
+    notes += ["q in FP8"] if cases[0].k_scale is None else ["q in FP8, one scale for keys and values"]
+    return Peer(prepare(calls), rel_err, ", ".join(notes), limit=FP8_LIMIT)

@@ -12,7 +12,7 @@ from typing import Any, Final
 
 import torch
 
-from scripts.bench import flash_attention
+from scripts.bench import flash_attention, xqa
 from scripts.bench.in_layer import Graphs, Timing
 
 PEER_LIMIT: Final = 0.02
@@ -97,6 +97,7 @@ def versions() -> dict[str, str]:
         "cudnn": f"{torch.backends.cudnn.version() or 'missing'}, in torch {torch.__version__}",
         "flash_mla": f"missing: {flash_mla}"[:300] if isinstance(flash_mla, str) else version_of(flash_mla),
         **flash_attention.versions(),
+        "xqa": xqa.version(),
     }
 
 

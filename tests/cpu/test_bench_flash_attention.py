@@ -213,7 +213,7 @@ def test_a_peer_that_raises_says_why_and_stops_nothing(sinks_timed: list[int], m
 # ---- GQA
 
 
-PAGES: dict[str, Any] = {"layout": "paged_NHD", "page_size": 16, "h_q": 8, "h_kv": 2, "flash": True}
+PAGES: dict[str, Any] = {"layout": "paged_NHD", "page_size": 16, "h_q": 8, "h_kv": 2, "paged_peers": True}
 GQA = {
     "int8": GqaBench(3, 48, "per_token_head", **PAGES),
     "int8, ragged": GqaBench(3, 48, "per_token_head", lengths=(1, 17, 48), **PAGES),
@@ -289,7 +289,7 @@ def test_a_missing_fa3_costs_nothing(gqa_timed: list[int], monkeypatch: pytest.M
 
 
 def test_fa3_runs_the_cases_in_pages_and_no_ratio_hangs_on_it() -> None:
-    chosen = [case for case in DECODE_CASES if case.flash]
+    chosen = [case for case in DECODE_CASES if case.paged_peers]
     assert len(chosen) == 19
     assert all((case.layout, case.page_size) == ("paged_NHD", 64) and "ratio" not in case.must for case in chosen)
     assert {case.kv_dtype for case in chosen} == {"int8", "bf16", "fp8"}

@@ -9,9 +9,15 @@ from scripts.bench.report.markdown import MISSING, hundredths, short
 
 Record = dict[str, Any]
 Case = dict[str, Any]
-FLASH: Final = {"fa3": "FA3", "fa4": "FA4", "fa3_bf16": "FA3 over bf16", "fa3_fp8": "FA3 over fp8"}
-"""FlashAttention's entries among a case's peers, and what tables call them."""
-FLASH_HEADER: Final = "FlashAttention: its time / ours (under load)"
+FLASH: Final = {
+    "fa3": "FA3",
+    "fa4": "FA4",
+    "fa3_bf16": "FA3 over bf16",
+    "fa3_fp8": "FA3 over fp8",
+    "xqa_fp8": "XQA over fp8",
+}
+"""Entries of FlashAttention and XQA among a case's peers, and what tables call them."""
+FLASH_HEADER: Final = "FlashAttention, XQA: their time / ours (under load)"
 
 
 def cases_of(record: Record, *ops: str) -> list[Case]:
@@ -34,7 +40,7 @@ def peer_name(case: Case) -> str:
 
 
 def flash(case: Case) -> str:
-    """FlashAttention's times over ours, in-layer and, in parentheses, under load."""
+    """Times of FlashAttention and XQA over ours, in-layer and, in parentheses, under load."""
     found = []
     for name, peer in (case.get("peers") or {}).items():
         if name in FLASH and "ratio" in peer:
@@ -44,7 +50,7 @@ def flash(case: Case) -> str:
 
 
 def has_flash(cases: Iterable[Case]) -> bool:
-    """Whether FlashAttention ran any of the cases."""
+    """Whether FlashAttention or XQA ran any of the cases."""
     return any(flash(case) != MISSING for case in cases)
 
 
@@ -54,7 +60,7 @@ def peer_ratio(case: Case) -> str:
 
 
 def ratios(case: Case) -> list[float]:
-    """The ratio of every peer that has one, but FlashAttention's."""
+    """The ratio of every peer that has one, but FlashAttention's and XQA's."""
     return [peer["ratio"] for name, peer in (case.get("peers") or {}).items() if "ratio" in peer and name not in FLASH]
 
 

@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from scripts.bench.report.cases import peer_of
+from scripts.bench.report.cases import peer_name, peer_of
 from scripts.bench.report.markdown import short
 
 Case = dict[str, Any]
@@ -80,7 +80,7 @@ def _line(standard: Standard, case: Case | None, ceilings: Mapping[str, float]) 
     under_load = f", {short(case['us_sustained'])} under load" if case.get("us_sustained") else ""
     fraction, ceiling = reached(case, ceilings)
     peer = peer_of(case)
-    name = next(iter(case.get("peers") or {}), "")
+    name = peer_name(case)
     beside = f"; {PEERS.get(name, name)} takes {peer['ratio']:.2f} x" if "ratio" in peer else ""
     binds = case.get("binds") or ("tensor core" if ceiling == "products" else "HBM")
     return f"{standard.name}: {short(case['us'])} us{under_load}; {fraction:.0%} of {ceiling}; {binds} binds{beside}"

@@ -1,8 +1,9 @@
 """The benchmarks of GQA decoding over INT8, FP8 and 16-bit caches, and of the INT8 append; run by `gpu_check.py`.
 
 The oracle checks a few batch rows of every case before it is timed, over input sets that together exceed the L2 cache.
-The timed graph must write the bits of eager calls, in every set. cuDNN's attention (in torch) runs over the same tokens
-in bfloat16, in the same process. A figure that a case must reach is in the record with the figure that it reached.
+The timed graph must write the bits of eager calls, in every set. In the same process cuDNN's attention (in torch) runs
+over the same tokens in bfloat16, FlashAttention 3 over pages of bfloat16 and FP8, and XQA over those of FP8, where they
+are installed. A figure that a case must reach is in the record with the figure that it reached.
 """
 
 from __future__ import annotations
@@ -24,9 +25,9 @@ from cute_kernels.gqa import op
 from cute_kernels.gqa.layouts import LAYOUTS, CacheSizes, scale_shapes
 from cute_kernels.gqa.reference import dequantize, reference_append, reference_gqa_decode
 from cute_kernels.gqa.spec import GqaDecodeSpec
-from scripts.bench import records
+from scripts.bench import flash_attention, records, xqa
 from scripts.bench.in_layer import prepare, time_calls, time_together
-from scripts.bench.peers import OURS, Peer, entries, ready, ways
+from scripts.bench.peers import FP8_LIMIT, OURS, PEER_LIMIT, Peer, entries, ready, ways
 from scripts.bench.timing import Expected, host_time, sets_to_outgrow_l2
 from tests.support.compare import Comparison, relative_error
 from tests.support.gqa_cases import KV_DTYPES, SCALE_NAMES, GqaCase, check_gqa
@@ -37,6 +38,8 @@ CODE_SIZE = 40.0
 SCALE_BYTES = 2
 ROWS_CHECKED = 8
 PEER = "cudnn_bf16"
+FLASH_DTYPES = {"int8": ("bf16", "fp8"), "bf16": ("bf16",), "fp8": ("fp8",)}
+"""Of the caches that FlashAttention 3 is compared over, by that of the case's own; it has none of INT8."""
 ELEMENTS_PER_CHUNK = 1 << 27
 """Numbers drawn or dequantized at a time: 512 MiB of float32."""
 LENGTHS = tuple(512 + 15872 * (13 * row % 32) // 31 for row in range(32))
@@ -76,6 +79,7 @@ class GqaBench:
     page_size   0 for contiguous layouts
     must        figures of the record that the case must reach
     peer        whether cuDNN runs too
+    paged_peers  whether FlashAttention 3 and XQA run too: of cases in pages (paged_NHD)
     sustained   whether the times under load are taken too
     host        whether to time the eager call too
     """
@@ -94,6 +98,7 @@ class GqaBench:
     window: int | None = None
     must: Mapping[str, float] = field(default_factory=dict)
     peer: bool = False
+    paged_peers: bool = False
     sustained: bool = False
     quick: bool = False
     host: bool = False
@@ -195,7 +200,9 @@ def _cases() -> Iterator[GqaBench]:
         # two of the four variants: those that serving engines use most
         shown = contiguous != token_head
         most = {"read_fraction": 0.92, "ratio": 1.7} if contiguous else {"read_fraction": 0.96}
-        case: Callable[..., GqaBench] = functools.partial(GqaBench, **variant)
+        case: Callable[..., GqaBench] = functools.partial(
+            GqaBench, **variant, paged_peers=token_head and not contiguous
+        )
         yield case(128, 8192, must={"read_fraction": 0.92}, peer=contiguous)
         headline = contiguous and token_head
         yield case(64, 8192, must=most, peer=contiguous, sustained=headline, quick=shown, host=shown)
@@ -211,9 +218,10 @@ def _cases() -> Iterator[GqaBench]:
             yield GqaBench(64, 8192, scales, layout, page_size, must={"read_fraction": 0.90})
         yield GqaBench(64, 8192, scales, "paged_vllm", 16)
     for layout, page_size in (("BNSH", 0), ("paged_NHD", 64)):
-        yield GqaBench(64, 8192, "none", layout, page_size, "bf16", must={"read_fraction": 0.95}, quick=not page_size)
-        yield GqaBench(64, 8192, "per_tensor", layout, page_size, "fp8", must={"read_fraction": 0.95})
-    in_pages: dict[str, Any] = {"scales": "per_token_head", **paged}
+        both: dict[str, Any] = {"must": {"read_fraction": 0.95}, "paged_peers": page_size > 0}
+        yield GqaBench(64, 8192, "none", layout, page_size, "bf16", **both, quick=not page_size)
+        yield GqaBench(64, 8192, "per_tensor", layout, page_size, "fp8", **both)
+    in_pages: dict[str, Any] = {"scales": "per_token_head", **paged, "paged_peers": True}
     served: Callable[..., GqaBench] = functools.partial(GqaBench, **in_pages)
     yield served(24, max(LONG_LENGTHS), lengths=LONG_LENGTHS, must={"read_fraction": 0.88})
     yield served(256, 512, must={"read_fraction": 0.90})
@@ -222,9 +230,9 @@ def _cases() -> Iterator[GqaBench]:
     yield served(64, 8192, h_q=16, h_kv=2, d=256, must={"read_fraction": 0.94})
     yield GqaBench(64, 8192, "per_group_32")
     yield GqaBench(64, 8192, "per_token")
-    yield GqaBench(32, 8192, "per_token_head", "paged_NHD", 64, window=128)
+    yield served(32, 8192, window=128)
     for window in (None, 128):
-        yield GqaBench(32, 8192, "none", "paged_NHD", 64, "bf16", h_q=64, d=64, window=window)
+        yield GqaBench(32, 8192, "none", "paged_NHD", 64, "bf16", h_q=64, d=64, window=window, paged_peers=True)
 
 
 DECODE_CASES = tuple(_cases())
@@ -361,6 +369,8 @@ def run_decode(bench: GqaBench, pool: Pool, ceilings: Mapping[str, float]) -> di
         calls = [decode_call(case) for case in inputs]
         expected = Expected.of(("out", "lse"), [decode_call(case) for case in inputs[1:]], checked=(out, lse))
         peers = run_peer(bench, inputs) if bench.peer else {}
+        if bench.paged_peers:
+            peers |= run_flash(bench, inputs, pool) | run_xqa(bench, inputs, pool)
         timings = time_together(ways(prepare(calls, expected=expected), peers), sustained=bench.sustained)
         timing = timings[OURS]
         gb_per_s = bench.bytes_moved / timing.us / 1e3
@@ -476,3 +486,89 @@ def unpacked(cache: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
         own = scale[rows] if scale is not None and scale.ndim > 1 else scale
         values[rows] = dequantize(cache[rows], own, "BNSH", "k", torch.bfloat16).transpose(1, 2)
     return values
+
+
+def run_flash(bench: GqaBench, inputs: Sequence[GqaCase], pool: Pool) -> dict[str, Peer]:
+    """FlashAttention 3 where it is installed: over the case's own cache, or as many tokens of each of its dtypes."""
+    operators = flash_attention.fa3()
+    if isinstance(operators, str):
+        return {}
+    return {
+        f"fa3_{dtype}": ready(functools.partial(_flash_peer, bench, inputs, pool, operators, dtype))
+        for dtype in FLASH_DTYPES[bench.kv_dtype]
+    }
+
+
+def _flash_peer(bench: GqaBench, inputs: Sequence[GqaCase], pool: Pool, operators: Any, dtype: str) -> Peer:
+    cases = [_flash_case(bench, case, pool, dtype) for case in inputs]
+    calls = [_flash_call(bench, case, operators) for case in cases]
+    rows, sample = some_rows(cases[0], "none")
+    expected, _ = reference_gqa_decode(**dataclasses.replace(sample, q=sample.q.bfloat16()).arguments())
+    rel_err = relative_error(calls[0]().view_as(cases[0].q)[rows], expected)
+    notes = [] if dtype == bench.kv_dtype else [f"a {dtype} cache of as many tokens"]
+    notes += ["q rounded to fp8 before"] if dtype == "fp8" else []
+    return Peer(prepare(calls), rel_err, ", ".join(notes), limit=FP8_LIMIT if dtype == "fp8" else PEER_LIMIT)
+
+
+def _flash_case(bench: GqaBench, case: GqaCase, pool: Pool, dtype: str) -> GqaCase:
+    """The case with q and caches as FA3 takes them: both in FP8, or both in 16 bits."""
+    q = case.q.to(KV_DTYPES[dtype])
+    if dtype == bench.kv_dtype:
+        return dataclasses.replace(case, q=q)
+    caches: dict[str, Any] = {f"{which}_cache": pool.codes(which, dtype, tuple(case.k_cache.shape)) for which in "kv"}
+    return dataclasses.replace(case, q=q, **caches, k_scale=None, v_scale=None)
+
+
+def _flash_call(bench: GqaBench, case: GqaCase, operators: Any) -> Callable[[], torch.Tensor]:
+    """FA3 over pages, scheduled before, as vLLM does once for all layers."""
+    device, q = case.q.device, case.q.flatten(0, 1)
+    common: dict[str, Any] = {
+        "cu_seqlens_q": torch.arange(bench.batch + 1, dtype=torch.int32, device=device) * bench.s_q,
+        "seqused_k": case.cache_seqlens,
+        "max_seqlen_q": bench.s_q,
+        "max_seqlen_k": bench.s_k,
+        **flash_attention.window_sizes(bench.window),
+    }
+    heads = {"num_heads": bench.h_q, "num_heads_k": bench.h_kv, "headdim": bench.d, "headdim_v": bench.d}
+    pages = {"batch_size": bench.batch, "page_size": bench.page_size, "qkv_dtype": q.dtype}
+    scales = {}
+    if q.dtype.itemsize == 1:
+        one = torch.ones((), dtype=torch.float32, device=device)
+        for which, scale in (("q", None), ("k", case.k_scale), ("v", case.v_scale)):
+            scales[f"{which}_descale"] = (one if scale is None else scale.float()).expand(bench.batch, bench.h_kv)
+    return functools.partial(
+        flash_attention.fa3_forward,
+        operators,
+        q=q,
+        k=case.k_cache,
+        v=case.v_cache,
+        page_table=case.block_table,
+        softmax_scale=bench.d**-0.5,
+        scheduler_metadata=flash_attention.fa3_schedule(operators, **common, **heads, **pages),
+        **common,
+        **scales,
+    )
+
+
+def run_xqa(bench: GqaBench, inputs: Sequence[GqaCase], pool: Pool) -> dict[str, Peer]:
+    """FlashInfer's XQA over an FP8 cache, of one query a sequence, where a form of it is compiled or can be."""
+    form = xqa.Form(bench.d, bench.h_q // bench.h_kv, bench.page_size)
+    if bench.kv_dtype == "bf16" or bench.s_q > 1 or bench.window is not None or form not in xqa.FORMS:
+        return {}
+    wrapper = xqa.wrapper(form)
+    if isinstance(wrapper, str):
+        # sources that cannot be compiled are no version, so the case says it
+        return {} if xqa.version().startswith("missing") else {"xqa_fp8": Peer(failed=wrapper[:200])}
+    return {"xqa_fp8": ready(functools.partial(_xqa_peer, bench, inputs, pool, wrapper))}
+
+
+def _xqa_peer(bench: GqaBench, inputs: Sequence[GqaCase], pool: Pool, wrapper: Callable[..., None]) -> Peer:
+    cases = [_flash_case(bench, case, pool, "fp8") for case in inputs]
+    # both caches have one scale, and the kernel rounds q to FP8 again
+    cases = [dataclasses.replace(case, q=case.q.bfloat16(), v_scale=case.k_scale) for case in cases]
+    calls = [xqa.call(wrapper, case) for case in cases]
+    rows, sample = some_rows(cases[0], "none")
+    rel_err = relative_error(calls[0]()[rows], reference_gqa_decode(**sample.arguments())[0])
+    notes = [] if bench.kv_dtype == "fp8" else ["a fp8 cache of as many tokens"]
+    notes += ["q in FP8"] if cases[0].k_scale is None else ["q in FP8, one scale for keys and values"]
+    return Peer(prepare(calls), rel_err, ", ".join(notes), limit=FP8_LIMIT)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import importlib
 import importlib.metadata
 import pathlib
@@ -13,10 +12,13 @@ from typing import Any, Final
 
 import torch
 
+from scripts.bench import flash_attention, xqa
 from scripts.bench.in_layer import Graphs, Timing
 
 PEER_LIMIT: Final = 0.02
 """A peer whose relative error is above this computes something else: no ratio."""
+FP8_LIMIT: Final = 0.05
+"""The same of a peer that rounds its probabilities to FP8, which alone is 0.027 in the mean."""
 OURS: Final = "ours"
 """Name of our kernel among computations that are timed together."""
 TIMES: Final = {
@@ -36,12 +38,14 @@ class Peer:
     rel_err  of its output
     note     what was done to make the case fit it
     failed   the reason; no graphs then
+    limit    of its relative error
     """
 
     graphs: Graphs | None = None
     rel_err: float = 0.0
     note: str = ""
     failed: str = ""
+    limit: float = PEER_LIMIT
 
 
 def ready(make: Callable[[], Peer]) -> Peer:
@@ -50,7 +54,7 @@ def ready(make: Callable[[], Peer]) -> Peer:
         found = make()
     except Exception as error:
         return Peer(failed=f"{type(error).__name__}: {error}".splitlines()[0][:200])
-    return found if found.failed or found.rel_err < PEER_LIMIT else Peer(failed=f"relative error {found.rel_err:.3g}")
+    return found if found.failed or found.rel_err < found.limit else Peer(failed=f"relative error {found.rel_err:.3g}")
 
 
 def ways(ours: Graphs, peers: Mapping[str, Peer]) -> dict[str, Graphs]:
@@ -92,6 +96,8 @@ def versions() -> dict[str, str]:
     return {
         "cudnn": f"{torch.backends.cudnn.version() or 'missing'}, in torch {torch.__version__}",
         "flash_mla": f"missing: {flash_mla}"[:300] if isinstance(flash_mla, str) else version_of(flash_mla),
+        **flash_attention.versions(),
+        "xqa": xqa.version(),
     }
 
 
@@ -104,5 +110,5 @@ def version_of(module: types.ModuleType) -> str:
         except importlib.metadata.PackageNotFoundError:
             pass
     libraries = sorted(pathlib.Path(module.__file__ or "").parent.glob("*.so"))
-    digests = [f"{path.name} sha256 {hashlib.sha256(path.read_bytes()).hexdigest()[:16]}" for path in libraries]
+    digests = [f"{path.name} sha256 {flash_attention.digest([path])}" for path in libraries]
     return ", ".join([*([str(own)] if own else []), *digests]) or "unknown"

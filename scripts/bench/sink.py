@@ -4,9 +4,9 @@ Every case has 65,536 tokens in all, causal, in bfloat16, with sinks. It is chec
 and heads before it is timed, and what the timed graph writes has the bits of eager calls, in every set. One thing has
 not: dq of a backward that is not deterministic is a sum whose terms come in any order; of it the timed graph's relative
 error against an eager call is limited, as is that of sums over all queries against float64. cuDNN's attention (in
-torch), which has no sinks, runs over the same tensors in the same process. Where a case has a number that it must
-reach, the record holds it with what was reached. FLOP are those of pairs that are not masked: 4 d a pair and head
-forward, 10 d backward.
+torch), which has no sinks, and FlashAttention 3 and 4, where they are installed, run over the same tensors in the same
+process. Where a case has a number that it must reach, the record holds it with what was reached. FLOP are those of
+pairs that are not masked: 4 d a pair and head forward, 10 d backward.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ from cute_kernels.gqa import op as gqa_op
 from cute_kernels.sink import backward_spec
 from cute_kernels.sink import spec as forward_spec
 from cute_kernels.sink.plan import route
-from scripts.bench import records
+from scripts.bench import flash_attention, records
+from scripts.bench.flash_attention import FA4
 from scripts.bench.in_layer import prepare, prepare_eager, time_together
 from scripts.bench.peers import OURS, Peer, entries, ready, ways
 from scripts.bench.timing import Expected, capture_stream, sets_to_outgrow_l2
@@ -192,7 +193,7 @@ def run(bench: SinkBench, ceilings: Mapping[str, float], device: str = "cuda") -
     check = check_call(bench, cases[0], calls[0], results)
 
     def measure() -> dict[str, Any]:
-        peers = run_peer(bench, cases) if bench.peer else {}
+        peers = {**(run_peer(bench, cases) if bench.peer else {}), **run_flash(bench, cases, results)}
         ours = {OURS: prepare(calls, expected=expect(bench, calls, results))}
         if bench.sink_cost:
             sinkless = [_call(bench, dataclasses.replace(case, s_aux=None)) for case in cases]
@@ -386,6 +387,83 @@ def _peer_call(bench: SinkBench, case: SinkCase) -> Callable[[], Any]:
         return attention
     d_out = case.d_out.transpose(1, 2)
     return functools.partial(torch.autograd.grad, attention(), (q, k, v), d_out, retain_graph=True)
+
+
+# ---- FlashAttention
+
+
+def run_flash(bench: SinkBench, cases: Sequence[SinkCase], results: Sequence[torch.Tensor]) -> dict[str, Peer]:
+    """FA3 (forward) and FA4 over the same tensors, where they are installed; not the order of sums that bits need.
+
+    Both take sinks in bfloat16. `results` are those of our first call, which the oracle has passed.
+    """
+    if bench.deterministic:
+        return {}
+    makers: dict[str, tuple[Any, Callable[..., Peer]]] = {"fa4": (flash_attention.fa4(), _fa4_peer)}
+    if not bench.backward:
+        makers = {"fa3": (flash_attention.fa3(), _fa3_peer), **makers}
+    return {
+        name: ready(functools.partial(make, bench, cases, results, library))
+        for name, (library, make) in makers.items()
+        if not isinstance(library, str)
+    }
+
+
+def _fa3_peer(bench: SinkBench, cases: Sequence[SinkCase], results: Sequence[torch.Tensor], operators: Any) -> Peer:
+    """Its build takes packed sequences alone."""
+    calls = [functools.partial(flash_attention.fa3_forward, operators, **_fa3_arguments(case)) for case in cases]
+    out = calls[0]().view_as(cases[0].q)
+    return Peer(prepare(calls), _flash_error(bench, cases[0], (out,), results), "sinks in bfloat16, packed sequences")
+
+
+def _fa3_arguments(case: SinkCase) -> dict[str, Any]:
+    (s_q, s_k), batch = case.lengths[0], len(case.lengths)
+    device = case.q.device
+    starts = torch.arange(batch + 1, dtype=torch.int32, device=device)
+    return {
+        **{name: t.flatten(0, 1) for name, t in (("q", case.q), ("k", case.k), ("v", case.v))},
+        "cu_seqlens_q": starts * s_q,
+        "cu_seqlens_k": starts * s_k,
+        "max_seqlen_q": s_q,
+        "max_seqlen_k": s_k,
+        "softmax_scale": case.softmax_scale,
+        "s_aux": None if case.s_aux is None else case.s_aux.bfloat16(),
+        **flash_attention.window_sizes(case.window),
+    }
+
+
+def _fa4_peer(bench: SinkBench, cases: Sequence[SinkCase], results: Sequence[torch.Tensor], fa4: FA4) -> Peer:
+    """Forward, or the backward of its own forward; it gives no gradient of sinks."""
+    with fa4.compiling():
+        calls = [_fa4_call(bench, case, fa4) for case in cases]
+        got = calls[0]()
+    note = "sinks in bfloat16, which get no gradient" if bench.backward else "sinks in bfloat16"
+    return Peer(prepare(calls), _flash_error(bench, cases[0], got, results), note)
+
+
+def _fa4_call(bench: SinkBench, case: SinkCase, fa4: FA4) -> Callable[[], Any]:
+    options: dict[str, Any] = {"softmax_scale": case.softmax_scale, "causal": True}
+    if case.window is not None:
+        options |= {"window_size_left": case.window - 1, "window_size_right": 0}
+    sinks = None if case.s_aux is None else case.s_aux.bfloat16()
+    forward = functools.partial(fa4.forward, case.q, case.k, case.v, **options, learnable_sink=sinks, return_lse=True)
+    if not bench.backward:
+        return lambda: forward()[:2]
+    out, lse = forward()[:2]
+    return functools.partial(fa4.backward, case.q, case.k, case.v, out, case.d_out, lse, **options)
+
+
+def _flash_error(
+    bench: SinkBench, case: SinkCase, got: Sequence[torch.Tensor], results: Sequence[torch.Tensor]
+) -> float:
+    """The larger relative error: of the last rows of out or dq against float64, of all dk and dv against ours."""
+    part = _Part(case, 0, 0, bench.s - BLOCK)
+    expected = SinkExpectation.of(part.case)
+    exact = expected.gradients[0] if bench.backward else expected.out
+    errors = [relative_error(part.queries(got[0]), exact.exact)]
+    if bench.backward:
+        errors += [relative_error(own, ours) for own, ours in zip(got[1:3], results[1:3], strict=True)]
+    return max(errors)
 
 
 # ---- routing

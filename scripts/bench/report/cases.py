@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Final
 
 from scripts.bench.report.markdown import MISSING, hundredths, short
 
 Record = dict[str, Any]
 Case = dict[str, Any]
+FLASH: Final = {
+    "fa3": "FA3",
+    "fa4": "FA4",
+    "fa3_bf16": "FA3 over bf16",
+    "fa3_fp8": "FA3 over fp8",
+    "xqa_fp8": "XQA over fp8",
+}
+"""Entries of FlashAttention and XQA among a case's peers, and what tables call them."""
+FLASH_HEADER: Final = "FlashAttention, XQA: their time / ours (under load)"
 
 
 def cases_of(record: Record, *ops: str) -> list[Case]:
@@ -16,9 +25,33 @@ def cases_of(record: Record, *ops: str) -> list[Case]:
     return [case for case in record["cases"] if case["op"] in ops]
 
 
+def _named_peer(case: Case) -> tuple[str, dict[str, Any]]:
+    return next(((name, peer) for name, peer in (case.get("peers") or {}).items() if name not in FLASH), ("", {}))
+
+
 def peer_of(case: Case) -> dict[str, Any]:
-    """The other library that ran the same case; empty where none did."""
-    return next(iter((case.get("peers") or {}).values()), {})
+    """FlashMLA or cuDNN, where it ran the same case; empty where it did not."""
+    return _named_peer(case)[1]
+
+
+def peer_name(case: Case) -> str:
+    """Of `peer_of`, as in the record."""
+    return _named_peer(case)[0]
+
+
+def flash(case: Case) -> str:
+    """Times of FlashAttention and XQA over ours, in-layer and, in parentheses, under load."""
+    found = []
+    for name, peer in (case.get("peers") or {}).items():
+        if name in FLASH and "ratio" in peer:
+            under_load = f" ({hundredths(peer['ratio_sustained'])})" if "ratio_sustained" in peer else ""
+            found.append(f"{FLASH[name]} {hundredths(peer['ratio'])}{under_load}")
+    return ", ".join(found) or MISSING
+
+
+def has_flash(cases: Iterable[Case]) -> bool:
+    """Whether FlashAttention or XQA ran any of the cases."""
+    return any(flash(case) != MISSING for case in cases)
 
 
 def peer_ratio(case: Case) -> str:
@@ -27,8 +60,8 @@ def peer_ratio(case: Case) -> str:
 
 
 def ratios(case: Case) -> list[float]:
-    """The ratio of every peer that has one."""
-    return [peer["ratio"] for peer in (case.get("peers") or {}).values() if "ratio" in peer]
+    """The ratio of every peer that has one, but FlashAttention's and XQA's."""
+    return [peer["ratio"] for name, peer in (case.get("peers") or {}).items() if "ratio" in peer and name not in FLASH]
 
 
 def ratio_range(cases: Iterable[Case]) -> str:
@@ -51,6 +84,15 @@ def has_three_times(cases: Iterable[Case]) -> bool:
 
 
 LOADED_HEADER = ("back to back, us", "under load, us", "at MHz")
+OF_THREE_TIMES = (*LOADED_HEADER, "under load")
+"""Columns of records in which each case has three times."""
+
+
+def left_out_columns(cases: Iterable[Case]) -> set[str]:
+    """Columns that no case has anything for."""
+    shown = list(cases)
+    left_out = set() if has_three_times(shown) else set(OF_THREE_TIMES)
+    return left_out if has_flash(shown) else left_out | {FLASH_HEADER}
 
 
 def loaded(case: Case) -> list[str]:
@@ -72,11 +114,18 @@ def must(case: Case) -> str:
         "copy_fraction": "{:.2f} of copies",
         "us": "{:g} us",
         "TFLOPs": "{:g} TFLOP/s",
-        "ratio": f"{{:g}} x {'FlashMLA' if case['op'].startswith('mla') else 'cuDNN'}",
+        "ratio": f"{{:g}} x {_ratio_of(case)}",
         "ratio_sustained": "{:g} x under load",
         "us_sustained": "{:g} us under load",
     }
     return ", ".join(words[key].format(limit) for key, limit in (case.get("must") or {}).items()) or MISSING
+
+
+def _ratio_of(case: Case) -> str:
+    """Which peer a ratio that a case has to reach is of."""
+    if has_flash([case]):
+        return "the fastest peer"
+    return "FlashMLA" if case["op"].startswith("mla") else "cuDNN"
 
 
 def must_and_missed(case: Case) -> str:

@@ -5,11 +5,13 @@ from __future__ import annotations
 from scripts.bench.kernels_run import mark
 from scripts.bench.report import append_merge, markdown
 from scripts.bench.report.cases import (
+    FLASH_HEADER,
     LOADED_HEADER,
     Case,
     Record,
     cases_of,
-    has_three_times,
+    flash,
+    left_out_columns,
     loaded,
     must,
     must_and_missed,
@@ -34,12 +36,11 @@ HEADER = (
     "cuDNN over bf16, us",
     "its time / ours",
     "under load",
+    FLASH_HEADER,
     "relative error",
     "lse error",
     "host, us",
 )
-OF_THREE_TIMES = (*LOADED_HEADER, "under load")
-"""Columns of records in which each case has three times."""
 
 
 def decode_append(record: Record) -> list[str]:
@@ -89,9 +90,9 @@ def size(case: Case) -> str:
 
 
 def _decode_table(cases: list[Case]) -> tuple[list[str], list[list[str]]]:
-    """Header and rows, without the columns that older records have nothing for."""
-    three = has_three_times(cases)
-    kept = [place for place, name in enumerate(HEADER) if three or name not in OF_THREE_TIMES]
+    """Header and rows, without the columns that this record has nothing for."""
+    left_out = left_out_columns(cases)
+    kept = [place for place, name in enumerate(HEADER) if name not in left_out]
     return [HEADER[place] for place in kept], [[row[place] for place in kept] for row in map(_decode_row, cases)]
 
 
@@ -101,10 +102,10 @@ def _decode_row(case: Case) -> list[str]:
     name = variant(case) + mark(case)
     errors = [scientific(case.get("rel_err")), scientific(case.get("lse_err"))]
     if "failed" in case:
-        return [name, size(case), "check failed", *[MISSING] * 11, *errors, MISSING]
+        return [name, size(case), "check failed", *[MISSING] * 12, *errors, MISSING]
     cells = [short(case["us"]), spread(case), *loaded(case), short(case.get("GBps"))]
     cells += [hundredths(case.get("read_fraction")), must_and_missed(case), short(case.get("TFLOPs"))]
-    cells += [short(peer_of(case).get("us")), *peer_ratios(case)]
+    cells += [short(peer_of(case).get("us")), *peer_ratios(case), flash(case)]
     return [name, size(case), *cells, *errors, short(case.get("host_us"))]
 
 

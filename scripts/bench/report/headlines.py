@@ -9,7 +9,7 @@ from fp8_mla.formats import V3_2
 from scripts.bench.kernels_run import mark
 from scripts.bench.records import card_slug
 from scripts.bench.report import markdown
-from scripts.bench.report.cases import Case, Record, peer_of
+from scripts.bench.report.cases import Case, Record, flash, has_flash, peer_of
 from scripts.bench.report.markdown import scientific, short
 
 GQA = {"op": "gqa_decode", "kv_dtype": "int8", "scales": "per_token_head", "layout": "BNSH", "batch": 64, "s_k": 8192}
@@ -40,7 +40,8 @@ def _times(peer: str) -> Callable[[Case], str]:
     def speed(case: Case) -> str:
         found = peer_of(case)
         under_load = f" ({found['ratio_sustained']:.2f} under load)" if "ratio_sustained" in found else ""
-        return f"{found['ratio']:.2f} x {peer}{under_load}" if "ratio" in found else markdown.MISSING
+        others = f"; {flash(case)}" if has_flash([case]) else ""
+        return f"{found['ratio']:.2f} x {peer}{under_load}{others}" if "ratio" in found else markdown.MISSING
 
     return speed
 

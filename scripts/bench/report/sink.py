@@ -5,11 +5,14 @@ from __future__ import annotations
 from scripts.bench.kernels_run import mark
 from scripts.bench.report import markdown
 from scripts.bench.report.cases import (
+    FLASH_HEADER,
     LOADED_HEADER,
     Case,
     Record,
     cases_of,
-    has_three_times,
+    flash,
+    has_flash,
+    left_out_columns,
     loaded,
     must,
     must_and_missed,
@@ -33,18 +36,17 @@ HEADER = (
     "cuDNN without sinks, us",
     "its time / ours",
     "under load",
+    FLASH_HEADER,
     "without sinks, us",
     "relative error",
 )
-OF_THREE_TIMES = (*LOADED_HEADER, "under load")
-"""Columns of records in which each case has three times."""
 
 
 def forward_backward(record: Record) -> list[str]:
     """Every case of the forward and of the backward."""
     cases = passes(record)
-    three = has_three_times(cases)
-    kept = [place for place, name in enumerate(HEADER) if three or name not in OF_THREE_TIMES]
+    left_out = left_out_columns(cases)
+    kept = [place for place, name in enumerate(HEADER) if name not in left_out]
     rows = [[row[place] for place in kept] for row in map(_row, cases)]
     return markdown.table([HEADER[place] for place in kept], rows) if cases else []
 
@@ -52,14 +54,24 @@ def forward_backward(record: Record) -> list[str]:
 def summary(record: Record) -> list[str]:
     """The cases that have to reach a number, in bold where they miss it."""
     header = ["`sink_attention`: pass, heads", "batch x tokens", "needs", "reached", "cuDNN: its time / ours"]
-    rows = []
-    for case in passes(record):
+    cases, rows = passes(record), []
+    columns = [FLASH_HEADER] if has_flash(cases) else []
+    for case in cases:
         if not case.get("must"):
             continue
         reached = "check failed" if "failed" in case else f"{short(case['us'])} us, {short(case['TFLOPs'])} TFLOP/s"
         reached = reached if case.get("met") else f"**{reached}**"
-        rows.append([name(case) + mark(case), size(case), must(case), reached, ratio_range([case])])
-    return markdown.table(header, rows) if rows else []
+        rows.append(
+            [
+                name(case) + mark(case),
+                size(case),
+                must(case),
+                reached,
+                ratio_range([case]),
+                *([flash(case)] if columns else []),
+            ]
+        )
+    return markdown.table([*header, *columns], rows) if rows else []
 
 
 def routing(record: Record) -> list[str]:
@@ -103,7 +115,7 @@ def _row(case: Case) -> list[str]:
     if "failed" in case:
         return [name(case) + mark(case), size(case), "failed", *[MISSING] * (len(HEADER) - 3)]
     cells = [short(case["us"]), spread(case), *loaded(case), short(case.get("TFLOPs")), short(case.get("GBps"))]
-    cells += [must_and_missed(case), short(peer_of(case).get("us")), *peer_ratios(case)]
+    cells += [must_and_missed(case), short(peer_of(case).get("us")), *peer_ratios(case), flash(case)]
     cells += [short(case.get("us_without_sinks")), scientific(case.get("rel_err"))]
     return [name(case) + mark(case), size(case), *cells]
 

@@ -127,7 +127,7 @@ class Pool:
         preload: Sequence[str] = (),
     ) -> None:
         self._call, self._folder, self._receive = call, folder, receive
-        self._deadline, self.gigabytes, self._slots = deadline, gigabytes, slots
+        self.deadline, self.gigabytes, self._slots = deadline, gigabytes, slots
         self._forking, self._fresh = multiprocessing.get_context("forkserver"), multiprocessing.get_context("spawn")
         self._all_fresh = False
         if preload:
@@ -164,7 +164,7 @@ class Pool:
             left[job.name] = f"needs {', '.join(need for need in job.needs if need not in self._given)}"
 
     def _start_what_fits(self, waiting: list[Job], left: dict[str, str]) -> None:
-        remaining = self._deadline - time.monotonic()
+        remaining = self.deadline - time.monotonic()
         for job in [job for job in waiting if job.least > remaining]:
             waiting.remove(job)
             left[job.name] = f"needs {job.least:.0f} s, {max(remaining, 0):.0f} s were left"
@@ -238,7 +238,7 @@ class Pool:
     def _end_late_ones(self, waiting: list[Job], left: dict[str, str]) -> None:
         now = time.monotonic()
         for one in list(self._running):
-            if now > self._deadline:
+            if now > self.deadline:
                 self._end(one)
                 left[one.job.name] = "was not done in time"
             elif one.state != "ready" and now > one.started + one.job.seconds:

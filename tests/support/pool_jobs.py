@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import pathlib
 import time
 from typing import Any
 
@@ -51,9 +50,9 @@ def _child(options: dict[str, Any], messages: Messages) -> None:
     import sys
 
     code = f"import time, pathlib; time.sleep(2); pathlib.Path({options['file']!r}).write_text('')"
-    process = subprocess.Popen([sys.executable, "-c", code])
-    pathlib.Path(options["started"]).write_text(str(process.pid), encoding="utf-8")
-    time.sleep(30)
+    with subprocess.Popen([sys.executable, "-c", code]):
+        messages.send("began")
+        time.sleep(30)
 
 
 def _environment(options: dict[str, Any], messages: Messages) -> None:

@@ -56,6 +56,7 @@ TOKENS = 512
 BYTES = {"auto": 256, "fp8": 128, INT8: 132}  # of a head and token
 ENGINE_GB = 6.0  # of a timed engine, without its cache
 SLOTS = 7
+WARM_SECONDS = 60.0  # 10 to 20 s on 16 cores; what is missing then is compiled by the engines
 SMS = 132  # of an H100 SXM or an H200: another card compiles what it needs when it needs it
 NEVER = 1e9  # seconds
 
@@ -70,14 +71,16 @@ def graphs(sizes: list[int], custom_ops: str) -> dict[str, Any]:
 # ---- which jobs
 
 
-def jobs(options: argparse.Namespace, folder: pathlib.Path) -> list[Job]:
-    """All that the parts need, the most telling first."""
+def jobs(options: argparse.Namespace, folder: pathlib.Path, probed: bool = True) -> list[Job]:
+    """All that the parts need, the most telling first; without a card the kernels alone, for which there is time."""
     longest = max(options.contexts) + ROOM
     given = {"parts": options.parts, "max_tokens": longest, "sms": SMS}
     found = [
-        Job("warm", "warm", given, gigabytes=0, seconds=200, fresh=True),
-        Job("probe", "probe", gigabytes=0, ways=({}, {"fresh": True}), decides=True),
+        Job("warm", "warm", given, gigabytes=0, seconds=WARM_SECONDS if probed else NEVER, fresh=True),
+        Job("probe", "probe", gigabytes=0, seconds=30, ways=({}, {"fresh": True}), decides=True),
     ]
+    if not probed:
+        return found[:1]
     if "tokens" in options.parts:
         for model in options.models:
             train = {"model": model, "folder": str(folder / model)}
@@ -323,11 +326,12 @@ def main() -> int:
             command.error(f"--{name}: got {given}; needs some of {', '.join(known)}")
     path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     os.environ.update(PYTHONPATH=path)  # of processes that are started
-    folder = options.out.resolve().parent / "vllm_check"
+    folder = ROOT / "build" / "vllm_check"
     folder.mkdir(parents=True, exist_ok=True)
+    options.out.parent.mkdir(parents=True, exist_ok=True)
     only_warm = options.parts == ["warm"]
     if only_warm:
-        options.parts = list(PARTS[:-1])
+        options.parts, options.out = list(PARTS[:-1]), folder / "warm.json"  # results stay as they are
     report = Report(options.out, options)
     pool = vllm_pool.Pool(
         vllm_jobs.run, folder, report.receive, deadline=begin + options.seconds, slots=SLOTS,
@@ -338,7 +342,7 @@ def main() -> int:
         from scripts.bench import vllm_models
 
         vllm_models.save_llama_8b(folder / "llama_8b", options.layers, max(options.contexts) + ROOM)
-    left = pool.run([job for job in jobs(options, folder) if job.name == "warm" or not only_warm])
+    left = pool.run(jobs(options, folder, probed=not only_warm))
     if only_warm:
         return 0
     wrong = report.end(left)

@@ -22,6 +22,7 @@ ENVIRONMENT = {
     "VLLM_USE_DEEP_GEMM": "0",
     "TOKENIZERS_PARALLELISM": "false",
     "TQDM_DISABLE": "1",
+    "OMP_NUM_THREADS": "1",  # several engines share the cores
 }
 AS_CHOSEN: dict[str, Any] = {}
 PLAINEST: dict[str, Any] = {

@@ -54,12 +54,12 @@ def warm_calls(parts: list[str], max_tokens: int) -> list[tuple[Any, tuple[int, 
     from tests.support import tiny_models
 
     wanted: list[tuple[Any, tuple[int, ...], tuple[int, ...]]] = []
-    models = []
+    models: list[tuple[int, int, int, tuple[int | None, ...], int, int]] = []
     if "speed" in parts:
         models.append((32, 8, 128, (None,), max_tokens, 64))
     if "tokens" in parts:
         sizes = tiny_models.SIZES
-        heads, kv_heads, d = (sizes[k] for k in ("num_attention_heads", "num_key_value_heads", "head_dim"))
+        heads, kv_heads, d = (int(sizes[k]) for k in ("num_attention_heads", "num_key_value_heads", "head_dim"))
         models.append((heads, kv_heads, d, (None, tiny_models.WINDOW), vllm_models.MAX_POSITIONS, 32))
     for heads, kv_heads, d, windows, longest, batch in models:
         for cache in CACHES:

@@ -139,7 +139,7 @@ class Pool:
 
     def run(self, jobs: Iterable[Job]) -> dict[str, str]:
         """Runs them all; what was left out, with the reason."""
-        waiting, left = list(jobs), {}
+        waiting, left = list(jobs), dict[str, str]()
         try:
             while waiting or self._running:
                 self._start_what_fits(waiting, left)
@@ -172,9 +172,9 @@ class Pool:
         self._drains = self._drains and waits
         if self._drains or any(one.state == "alone" for one in self._running):
             return
-        while (job := self._next(waiting)) is not None:
-            waiting.remove(job)
-            self._start(job)
+        while (startable := self._next(waiting)) is not None:
+            waiting.remove(startable)
+            self._start(startable)
 
     def _next(self, waiting: Sequence[Job]) -> Job | None:
         """The first job that can start now."""

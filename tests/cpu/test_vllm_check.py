@@ -128,7 +128,8 @@ def test_a_job_has_a_time_of_its_own(tmp_path: Path) -> None:
 
 def test_modules_are_imported_once_unless_a_job_decides_otherwise(tmp_path: Path) -> None:
     preload = ("tests.support.pool_preloaded",)
-    forkserver._forkserver._stop()  # that of other tests has not imported it
+    server: Any = forkserver
+    server._forkserver._stop()  # that of other tests has not imported it
     jobs = [Job("forked", "environment"), Job("fresh", "environment", fresh=True)]
     jobs += [Job("probe", "fail", {}, 1, ways=({}, {"fresh": True, "well": True}), decides=True)]
     jobs += [Job("after", "environment", phase=2)]

@@ -1,4 +1,4 @@
-"""The jobs of scripts/vllm_check.py that run an engine, on a CPU: the platform is that of tests/support/vllm_engine.py."""
+"""Engine jobs of scripts/vllm_check.py on a CPU, on the platform of tests/support/vllm_engine.py."""
 
 from __future__ import annotations
 

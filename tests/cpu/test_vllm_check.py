@@ -155,8 +155,9 @@ def test_the_plan_begins_with_what_tells_most(tmp_path: Path) -> None:
     assert len(engines) == 12 and [job.name for job in engines][0] == "llama-int8_per_token_head-graphs"
     assert {job.phase for job in found.values() if job.kind == "measure"} == {0}
     assert found["layers"].phase > max(job.phase for job in engines) > found["sparse"].phase > engines[0].phase
-    events = {"warm over", "card", "saved llama", "saved gpt_oss"}
-    assert all(set(job.needs) <= events for job in found.values())
+    events = {"warm over", "card", "saved llama", "saved gpt_oss", "train-llama over", "train-gpt_oss over"}
+    assert set().union(*(job.needs for job in found.values())) == events
+    assert "train-llama over" not in plan(tmp_path, "--parts", "speed")["cute-int8"].needs
 
 
 def test_timed_engines_have_room_for_all_their_requests(tmp_path: Path) -> None:

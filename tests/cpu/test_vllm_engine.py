@@ -169,8 +169,10 @@ def test_the_jobs_of_vllm_check_serve_and_measure(tmp_path: Path, monkeypatch: p
         "block_size": 16, "compilation_config": {"custom_ops": ["none"]}, "kv_cache_memory_bytes": 1 << 26,
     }  # fmt: skip
     jobs = [
-        Job("serve", "serve", {"engine": engine, "rounds": [prompts()[:1], prompts()], "tokens": NEW}),
-        Job("measure", "measure", {"engine": engine, "contexts": [64], "batches": [1, 4], "profile": False}),
+        Job("serve", "serve", {"engine": engine, "rounds": [prompts()[:1], prompts()], "tokens": NEW}, seconds=600),
+        Job(
+            "measure", "measure", {"engine": engine, "contexts": [64], "batches": [1, 4], "profile": False}, seconds=600
+        ),
     ]
     events: list[tuple[str, str, Any]] = []
     pool = Pool(

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import functools
 import os
+import sys
+import types
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -68,6 +70,10 @@ def prepare() -> None:
     # compiles CuTe DSL kernels for routers of other models, and imports quack
     if hasattr(kernel_warmup, "_warmup_ll_bf16_router_gemm"):
         kernel_warmup._warmup_ll_bf16_router_gemm = lambda: None
+    # imports another model, and torchvision with it
+    other: Any = types.ModuleType("vllm.model_executor.warmup.minimax_m3_msa_warmup")
+    other.minimax_m3_msa_warmup = lambda worker: None
+    sys.modules[other.__name__] = other
     # looks at a model's class in another interpreter, which imports vLLM again
     registry._run_in_subprocess = lambda function: function()
 

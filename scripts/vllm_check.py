@@ -1,41 +1,45 @@
 """Check and measure our backends in vLLM's engine on an SM90 GPU, and write build/vllm_check.json.
 
-    python scripts/vllm_check.py                              all parts; each takes one to three minutes
-    python scripts/vllm_check.py --parts layers,tokens
+    python scripts/vllm_check.py                              all parts; about five minutes on 16 cores
+    python scripts/vllm_check.py --seconds 280                what can be had in this time, the most telling first
     python scripts/vllm_check.py --parts speed --backends cute-int8,triton-int8 --contexts 1024,8192
+    python scripts/vllm_check.py --parts warm                 compile the kernels that it needs; needs no GPU
 
-Parts, each of which adds to the file what it found, also where another one fails:
+Parts, each of which adds to the file what it finds as soon as it has it:
 
-    layers   tests/gpu/test_vllm.py: layers with vLLM's metadata and Triton kernels, CUDA graphs, sparse MLA
     tokens   a Llama and a gpt-oss that have learned to count: the engine's tokens are transformers', for each cache,
              eager and in full CUDA graphs, 1 to 32 requests, prompts among decoding requests
-    prompts  attention of fresh prompts: sink_attention, FlashAttention 3, vLLM's Triton kernel
-    sparse   sparse MLA: FlashMLA's time and ours, by vLLM's own forward
     speed    time per token of Llama 3 8B's attention, a few layers, by each backend over its cache
+    sparse   sparse MLA: FlashMLA's time and ours, by vLLM's own forward
+    prompts  attention of fresh prompts: sink_attention, FlashAttention 3, vLLM's Triton kernel
+    layers   tests/gpu/test_vllm.py: layers with vLLM's metadata and Triton kernels, CUDA graphs, sparse MLA
 
-Exit status 1 when something failed or is wrong. Needs vLLM and transformers.
+Every engine is a process. Those of `tokens` run at the same time; those that are timed start at the same time, and
+measure alone. An engine that fails is tried once more with vLLM's first model runner and its plainest settings; logs
+are in build/vllm_check/. Exit status 1 when something failed, is wrong or was left out. Needs vLLM and transformers.
 """
 
 from __future__ import annotations
 
 import argparse
+import datetime
+import importlib.metadata
 import json
 import os
 import pathlib
-import subprocess
 import sys
 import time
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # runs from a checkout, installed or not
 
+from scripts.bench import vllm_jobs, vllm_pool  # noqa: E402
 from scripts.bench.progress import Progress  # noqa: E402
+from scripts.bench.vllm_engine import WAYS  # noqa: E402
+from scripts.bench.vllm_jobs import CACHES, INT8  # noqa: E402
+from scripts.bench.vllm_pool import Job  # noqa: E402
 
-INT8 = "int8_per_token_head"
-CACHES = ("auto", "fp8", INT8)
 BACKENDS = {
     "cute-int8": ("CUSTOM", INT8),
     "triton-int8": ("TRITON_ATTN", INT8),
@@ -45,173 +49,246 @@ BACKENDS = {
     "flash-fp8": ("FLASH_ATTN", "fp8"),
     "triton-fp8": ("TRITON_ATTN", "fp8"),
 }
-BATCHES, CONTEXTS, LAYERS = (1, 16, 64), (1024, 8192, 32768), 4
+PARTS = ("tokens", "speed", "sparse", "prompts", "layers", "warm")
+BATCHES, CONTEXTS, LAYERS = (1, 16, 64), (8192, 32768, 1024), 4
+ROOM = 128  # tokens of a timed request after its prompt
 TOKENS = 512
-PROMPT_TOKENS = (5, 30, 100)
-REFERENCE_TOKENS = 64  # of transformers; the rest must go on counting
-ENGINE_SECONDS = 240
-AT_A_TIME = 6  # engines that check tokens; those that are timed run alone
+BYTES = {"auto": 256, "fp8": 128, INT8: 132}  # of a head and token
+ENGINE_GB = 6.0  # of a timed engine, without its cache
+SLOTS = 7
+WARM_SECONDS = 60.0  # 10 to 20 s on 16 cores; what is missing then is compiled by the engines
+SMS = 132  # of an H100 SXM or an H200: another card compiles what it needs when it needs it
+NEVER = 1e9  # seconds
 
 
-def child(arguments: list[str], seconds: float) -> subprocess.CompletedProcess[str]:
-    """A Python of its own with the checkout on its path; both outputs together."""
-    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
-    return subprocess.run(
-        [sys.executable, *arguments],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": path},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=seconds,
-        check=False,
+def graphs(sizes: list[int], custom_ops: str) -> dict[str, Any]:
+    """Full CUDA graphs of decoding, without torch.compile, whose warm-up would take most of the time."""
+    return {
+        "mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": sizes, "custom_ops": [custom_ops],
+    }  # fmt: skip
+
+
+# ---- which jobs
+
+
+def jobs(options: argparse.Namespace, folder: pathlib.Path, probed: bool = True) -> list[Job]:
+    """All that the parts need, the most telling first; without a card the kernels alone, for which there is time."""
+    longest = max(options.contexts) + ROOM
+    given = {"parts": options.parts, "max_tokens": longest, "sms": SMS}
+    found = [
+        Job("warm", "warm", given, gigabytes=0, seconds=WARM_SECONDS if probed else NEVER, fresh=True),
+        Job("probe", "probe", gigabytes=0, seconds=30, ways=({}, {"fresh": True}), decides=True),
+    ]
+    if not probed:
+        return found[:1]
+    if "tokens" in options.parts:
+        for model in options.models:
+            train = {"model": model, "folder": str(folder / model)}
+            found.append(Job(f"train-{model}", "train", train, 0, ("card",), gigabytes=3, least=30))
+        found += token_jobs(options, folder)
+    if "speed" in options.parts:
+        found += [speed_job(name, options, folder, longest) for name in options.backends]
+    if "sparse" in options.parts:
+        found.append(Job("sparse", "sparse", {}, 1, ("card",), gigabytes=8, seconds=90, least=15))
+    if "prompts" in options.parts:
+        found.append(Job("prompts", "prompts", {}, 1, ("card",), gigabytes=8, seconds=60, least=15))
+    if "layers" in options.parts:
+        found.append(Job("layers", "layers", {}, 3, ("card",), gigabytes=8, seconds=300, least=60))
+    return found
+
+
+FIRST_TOKENS = (
+    ("llama", INT8, True), ("llama", INT8, False), ("llama", "auto", True), ("llama", "fp8", True),
+    ("gpt_oss", INT8, True), ("gpt_oss", "auto", True),
+)  # fmt: skip
+
+
+def token_jobs(options: argparse.Namespace, folder: pathlib.Path) -> list[Job]:
+    """An engine for each model, cache and way to run: those of FIRST_TOKENS now, the others after all measurements."""
+    kinds = [(m, cache, graph) for m in options.models for cache in CACHES for graph in (True, False)]
+    first = [kind for kind in FIRST_TOKENS if kind in kinds]
+    found = []
+    for kind in first + [kind for kind in kinds if kind not in first]:
+        model, cache, graph = kind
+        # 48 tokens a step: the prompts of 32 requests come in parts, among requests that decode
+        engine = {
+            "model": str(folder / model), "kv_cache_dtype": cache, "max_model_len": 1024, "max_num_seqs": 32,
+            "max_num_batched_tokens": 48, "attention_config": {"backend": "CUSTOM"},
+            "kv_cache_memory_bytes": 1 << 29, "enforce_eager": not graph,
+            "compilation_config": graphs([1, 2, 4, 8, 16, 32], "none") if graph else {"custom_ops": ["none"]},
+        }  # fmt: skip
+        given = {"engine": engine, "rounds": rounds(vllm_jobs.asked()), "tokens": TOKENS}
+        name = f"{model}-{cache}-{'graphs' if graph else 'eager'}"
+        needs, phase = ("warm over", f"saved {model}"), 0 if kind in first else 2
+        found.append(Job(name, "serve", given, phase, needs, gigabytes=3, seconds=150, least=25, ways=WAYS))
+    return found
+
+
+def rounds(asked: list[Any]) -> list[list[Any]]:
+    """Requests that are served together: one, all, some."""
+    return [asked[:1], asked, asked[5:13]]
+
+
+def speed_job(name: str, options: argparse.Namespace, folder: pathlib.Path, longest: int) -> Job:
+    """An engine that is timed."""
+    backend, cache = BACKENDS[name]
+    token = options.layers * 2 * 8 * BYTES[cache]
+    memory = int(token * (max(options.batches) * longest + 4096) * 1.01)
+    engine = {
+        "model": str(folder / "llama_8b"), "load_format": "dummy", "kv_cache_dtype": cache,
+        "max_model_len": longest, "max_num_seqs": max(options.batches), "max_num_batched_tokens": 2048,
+        "kv_cache_memory_bytes": memory, "attention_config": {"backend": backend},
+        "compilation_config": graphs(sorted(options.batches), "all"),
+    }  # fmt: skip
+    given = {"engine": engine, "contexts": options.contexts, "batches": options.batches, "profile": options.profile}
+    gigabytes = memory / 1e9 + ENGINE_GB
+    # engines that check tokens are small and start first: what these leave of the memory is not much
+    trained = [f"train-{model} over" for model in options.models if "tokens" in options.parts]
+    needs = ("warm over", "card", *trained)
+    return Job(name, "measure", given, 0, needs, gigabytes, seconds=90, least=25, ways=WAYS)
+
+
+# ---- what they find
+
+
+class Report:
+    """What was found, on disk as soon as it is."""
+
+    def __init__(self, out: pathlib.Path, options: argparse.Namespace) -> None:
+        self.out, self.progress, self.started = out, Progress(), time.monotonic()
+        self.pool: vllm_pool.Pool | None = None
+        old = json.loads(out.read_text(encoding="utf-8")) if out.exists() else {}
+        self.found: dict[str, Any] = {k: v for k, v in old.items() if k not in options.parts}
+        self.found |= {"card": "unknown", "date": f"{datetime.date.today()}", "versions": versions()}
+        for part in options.parts:
+            self.found[part] = {}
+        if "speed" in options.parts:
+            self.found["speed"] = {"layers": options.layers, "backends": {}}
+
+    def receive(self, job: Job, event: str, data: Any) -> None:
+        """An event of a job."""
+        seconds = time.monotonic() - self.started
+        if event == "failed":
+            self.progress.say(f"{job.name}: {data[-1][-600:]}")
+        elif event == "case":
+            self.progress.say(f"{job.name}: {in_words(data)}")
+        elif event in ("card", "started", "done", "compiled", "transformers", "engine"):
+            self.progress.say(f"{job.name}: {event} {data if data is not None else ''}")
+        {"serve": self._tokens, "measure": self._speed}.get(job.kind, self._other)(job, event, data)
+        self.found["seconds"] = seconds
+        self.write()
+
+    def _tokens(self, job: Job, event: str, data: Any) -> None:
+        engine = self.found["tokens"].setdefault("engines", {}).setdefault(job.name, {})
+        if event == "round":
+            got = engine.setdefault("wrong_requests", [])
+            asked = rounds(vllm_jobs.asked())[len(got)]
+            got.append(wrong_requests(asked, data))
+            self.progress.say(f"{job.name}: {got[-1]} of {len(asked)} requests wrong")
+        elif event == "started":
+            self.found["tokens"]["engines"][job.name] = {}
+        self._common(engine, job, event, data)
+
+    def _speed(self, job: Job, event: str, data: Any) -> None:
+        backend = self.found["speed"]["backends"].setdefault(job.name, {})
+        if event == "started":
+            backend = self.found["speed"]["backends"][job.name] = {}
+        elif event == "case":
+            add_case(backend.setdefault("cases", []), data)
+        self._common(backend, job, event, data)
+
+    def _common(self, place: dict[str, Any], job: Job, event: str, data: Any) -> None:
+        if event == "engine":
+            place |= data
+        elif event == "done":
+            place["done"] = True
+        if event in ("done", "failed") and job.failures:
+            place["failures"] = job.failures
+
+    def _other(self, job: Job, event: str, data: Any) -> None:
+        if event == "card":
+            self.found["card"] = data["name"]
+            if self.pool is not None:
+                self.pool.gigabytes = 0.9 * data["free_gb"]
+        elif event == "transformers":
+            self.found["tokens"].setdefault("transformers", {})[job.options["model"]] = data
+        elif event == "case":
+            self.found[job.kind].setdefault("cases", []).append(data)
+        elif event == "tests":
+            self.found["layers"] |= data
+        elif event == "failed":
+            part = "tokens" if job.kind == "train" else job.kind
+            self.found.setdefault(part, {}).setdefault("errors", {})[job.name] = data
+
+    def end(self, left: dict[str, str]) -> list[str]:
+        """Writes the rest; what is wrong, in words."""
+        self.found["left_out"] = left
+        wrong = [f"{name}: {why}" for name, why in left.items()] + failures(self.found)
+        self.found["wrong"] = wrong
+        self.write()
+        return wrong
+
+    def write(self) -> None:
+        """To a file that is whole at any time."""
+        part = self.out.with_suffix(".part")
+        part.write_text(json.dumps(self.found, indent=1), encoding="utf-8")
+        part.replace(self.out)
+
+
+def wrong_requests(asked: list[list[int]], got: list[list[int]]) -> int:
+    """How many requests of a round do not go on counting."""
+    from scripts.bench import vllm_models
+
+    return sum(vllm_models.counted_on(prompt, TOKENS) != tokens for prompt, tokens in zip(asked, got, strict=True))
+
+
+def add_case(cases: list[dict[str, Any]], case: dict[str, Any]) -> None:
+    """Adds a case, or what is new of one that is there."""
+    for there in cases:
+        if (there["context"], there["batch"]) == (case["context"], case["batch"]):
+            there |= case
+            return
+    cases.append(dict(case))
+
+
+def in_words(case: dict[str, Any]) -> str:
+    """A case in a line of the log."""
+    return ", ".join(
+        f"{k} {v:.3f}" if isinstance(v, float) else f"{k} {v}" for k, v in case.items() if "kernels" not in k
     )
 
 
-def run_engine(folder: pathlib.Path, job: dict[str, Any]) -> dict[str, Any]:
-    """What an engine returns, or {"error"}: one that fails leaves the others as they are."""
-    ask, answer = folder / f"{job['name']}.json", folder / f"{job['name']}.result.json"
-    ask.write_text(json.dumps(job), encoding="utf-8")
-    answer.unlink(missing_ok=True)
-    begin = time.monotonic()
-    try:
-        done = child(["-m", "scripts.bench.vllm_engine", str(ask), str(answer)], ENGINE_SECONDS)
-    except subprocess.TimeoutExpired as error:
-        return {"error": f"no answer within {ENGINE_SECONDS} s: {str(error.stdout)[-2000:]}"}
-    (folder / f"{job['name']}.log").write_text(done.stdout, encoding="utf-8")
-    if done.returncode or not answer.exists():
-        return {"error": done.stdout[-2000:]}
-    return {**json.loads(answer.read_text(encoding="utf-8")), "seconds": time.monotonic() - begin}
-
-
-def graphs(sizes: list[int]) -> dict[str, Any]:
-    """Full CUDA graphs of decoding, without torch.compile, whose warm-up would take most of the time."""
-    return {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": sizes, "custom_ops": ["none"]}
-
-
-# ---- parts
-
-
-def layers(options: argparse.Namespace, folder: pathlib.Path, say: Callable[[str], None]) -> dict[str, Any]:
-    """tests/gpu/test_vllm.py."""
-    done = child(["-m", "pytest", "tests/gpu/test_vllm.py", "-q", "-p", "no:cacheprovider"], 300)
-    lines = done.stdout.strip().splitlines()
-    say(lines[-1] if lines else "no output")
-    return {"ok": done.returncode == 0, "summary": lines[-1:], "output": done.stdout[-6000:]}
-
-
-def tokens(options: argparse.Namespace, folder: pathlib.Path, say: Callable[[str], None]) -> dict[str, Any]:
-    """The tokens of each engine against those of transformers and of counting."""
-    import torch
-
-    from scripts.bench import vllm_models
-    from tests.support import tiny_models
-
-    lengths = [PROMPT_TOKENS[i % len(PROMPT_TOKENS)] for i in range(32)]
-    asked = [tiny_models.sequences(500 + i, 1, length)[0].tolist() for i, length in enumerate(lengths)]
-    expected = [vllm_models.counted_on(prompt, TOKENS) for prompt in asked]
-    rounds = [asked[:1], asked, asked[5:13]]
-    result: dict[str, Any] = {"ok": True, "engines": {}, "transformers": {}}
-    jobs = []
-    for name in options.models:
-        model = vllm_models.train(name, "cuda")
-        vllm_models.save(model, folder / name)
-        result["transformers"][name] = of_transformers(model, asked, expected)
-        say(f"transformers, {name}: {result['transformers'][name]}")
-        result["ok"] &= all(wrong == 0 for wrong in result["transformers"][name].values())
-        del model
-        torch.cuda.empty_cache()
-        for cache in CACHES:
-            for graph in (False, True):
-                # 48 tokens a step: the prompts of 32 requests come in parts, among requests that decode
-                engine = {
-                    "model": str(folder / name), "kv_cache_dtype": cache, "max_model_len": 1024, "max_num_seqs": 32,
-                    "max_num_batched_tokens": 48, "attention_config": {"backend": "CUSTOM"},
-                    "kv_cache_memory_bytes": 1 << 30, "gpu_memory_utilization": 0.1, "enforce_eager": not graph,
-                    "compilation_config": graphs([1, 2, 4, 8, 16, 32]) if graph else {"custom_ops": ["none"]},
-                }  # fmt: skip
-                kind = f"{name}-{cache}-{'graphs' if graph else 'eager'}"
-                jobs.append({"name": kind, "options": engine, "rounds": rounds, "tokens": TOKENS})
-    wanted = [expected[:1], expected, expected[5:13]]
-    with ThreadPoolExecutor(AT_A_TIME) as pool:
-        for job, found in zip(jobs, pool.map(lambda job: run_engine(folder, job), jobs), strict=True):
-            if "rounds" in found:
-                found["wrong_requests"] = [
-                    sum(a != b for a, b in zip(got, want, strict=True))
-                    for got, want in zip(found.pop("rounds"), wanted, strict=True)
-                ]
-            result["ok"] &= found.get("wrong_requests") == [0, 0, 0]
-            result["engines"][job["name"]] = found
-            say(f"{job['name']}: {found.get('error', found.get('wrong_requests'))}"[-300:])
-    return result
-
-
-def of_transformers(model: Any, asked: list[list[int]], expected: list[list[int]]) -> dict[str, int]:
-    """How many of the requests transformers answers otherwise, by eager attention and over `CuteInt8Cache`."""
-    import torch
-
-    from cute_kernels.integrations import transformers as cute
-
-    wrong = {}
-    for kind in ("eager", "cute"):
-        model.set_attn_implementation(kind)
-        wrong[kind] = 0
-        for length in PROMPT_TOKENS:
-            some = [i for i, prompt in enumerate(asked) if len(prompt) == length]
-            ids = torch.tensor([asked[i] for i in some], dtype=torch.int64, device="cuda")
-            found = model.generate(
-                ids, attention_mask=torch.ones_like(ids), max_new_tokens=REFERENCE_TOKENS, do_sample=False,
-                eos_token_id=None, pad_token_id=0,
-                past_key_values=cute.CuteInt8Cache(model.config) if kind == "cute" else None,
-            )[:, length:].tolist()  # fmt: skip
-            wrong[kind] += sum(row != expected[i][:REFERENCE_TOKENS] for row, i in zip(found, some, strict=True))
+def failures(found: dict[str, Any]) -> list[str]:
+    """What is wrong in what was found."""
+    wrong = []
+    for name, engine in found.get("tokens", {}).get("engines", {}).items():
+        if not engine.get("done") or engine.get("wrong_requests") != [0, 0, 0]:
+            wrong.append(f"tokens, {name}: wrong requests {engine.get('wrong_requests', 'unknown')}")
+    for name, counts in found.get("tokens", {}).get("transformers", {}).items():
+        wrong += [f"transformers, {name}, {kind}: {n} requests" for kind, n in counts.items() if n]
+    for name, backend in found.get("speed", {}).get("backends", {}).items():
+        if not backend.get("done"):
+            wrong.append(f"speed, {name}: {len(backend.get('cases', []))} cases")
+    for case in found.get("sparse", {}).get("cases", []):
+        if not isinstance(case["ours_us"], float) or case.get("difference", 0) >= 0.01:
+            wrong.append(f"sparse: {in_words(case)}")
+    if found.get("layers") and not found["layers"].get("ok"):
+        wrong.append(f"layers: {found['layers'].get('summary')}")
+    for part in PARTS:
+        wrong += [f"{name}: {texts[-1][-300:]}" for name, texts in found.get(part, {}).get("errors", {}).items()]
     return wrong
 
 
-def prompts(options: argparse.Namespace, folder: pathlib.Path, say: Callable[[str], None]) -> dict[str, Any]:
-    """Microseconds of fresh prompts."""
-    from scripts.bench import vllm_kernels
-
-    return {"ok": True, "cases": vllm_kernels.prompts()}
-
-
-def sparse(options: argparse.Namespace, folder: pathlib.Path, say: Callable[[str], None]) -> dict[str, Any]:
-    """Microseconds of sparse MLA."""
-    from scripts.bench import vllm_kernels
-
-    cases = vllm_kernels.sparse_mla()
-    return {"ok": all(isinstance(c["ours_us"], float) and c.get("difference", 0) < 0.01 for c in cases), "cases": cases}
-
-
-def speed(options: argparse.Namespace, folder: pathlib.Path, say: Callable[[str], None]) -> dict[str, Any]:
-    """Time per token of each backend, one engine after the other."""
-    from scripts.bench import vllm_models
-
-    longest = max(options.contexts) + 256
-    vllm_models.save_llama_8b(folder / "llama_8b", options.layers, longest)
-    result: dict[str, Any] = {"ok": True, "layers": options.layers, "backends": {}}
-    for name in options.backends:
-        backend, cache = BACKENDS[name]
-        token = options.layers * 2 * 8 * {"auto": 256, "fp8": 128, INT8: 132}[cache]
-        engine = {
-            "model": str(folder / "llama_8b"), "load_format": "dummy", "kv_cache_dtype": cache,
-            "max_model_len": longest, "max_num_seqs": max(options.batches), "max_num_batched_tokens": 2048,
-            "kv_cache_memory_bytes": int(token * (max(options.batches) * longest + 4096) * 1.01),
-            "attention_config": {"backend": backend}, "compilation_config": graphs(sorted(options.batches)),
-            "gpu_memory_utilization": 0.5,
-        }  # fmt: skip
-        job = {"name": name, "options": engine, "contexts": options.contexts, "batches": options.batches}
-        found = result["backends"][name] = run_engine(folder, job)
-        result["ok"] &= "error" not in found
-        for case in found.get("cases", ()):
-            gpu = f", kernels {case['gpu_ms']:.3f}, attention {case['attention_ms']:.3f}" if "gpu_ms" in case else ""
-            say(f"{name}: {case['batch']} x {case['context']}: {case['ms']:.3f} ms a token{gpu}")
-        if "error" in found:
-            say(f"{name}: {found['error'][-600:]}")
-    return result
-
-
-PARTS = {"layers": layers, "tokens": tokens, "prompts": prompts, "sparse": sparse, "speed": speed}
+def versions() -> dict[str, str]:
+    """Of what takes part."""
+    names = ("vllm", "torch", "transformers", "nvidia-cutlass-dsl", "apache-tvm-ffi", "triton")
+    found = {}
+    for name in names:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            found[name] = "unknown"
+    return found
 
 
 # ---- the command
@@ -222,58 +299,60 @@ def numbers(text: str) -> list[int]:
     return [int(part) for part in text.split(",")]
 
 
+def names(text: str) -> list[str]:
+    """Of "a,b"."""
+    return text.split(",")
+
+
 def parser() -> argparse.ArgumentParser:
     """The options."""
     it = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    it.add_argument("--parts", type=lambda text: text.split(","), default=list(PARTS))
-    it.add_argument("--models", type=lambda text: text.split(","), default=["llama", "gpt_oss"], help="of tokens")
-    it.add_argument("--backends", type=lambda text: text.split(","), default=list(BACKENDS), help="of speed")
+    it.add_argument("--parts", type=names, default=list(PARTS[:-1]))
+    it.add_argument("--seconds", type=float, default=NEVER, help="after which it ends, and says what was left out")
+    it.add_argument("--models", type=names, default=["llama", "gpt_oss"], help="of tokens")
+    it.add_argument("--backends", type=names, default=list(BACKENDS), help="of speed")
     it.add_argument("--batches", type=numbers, default=list(BATCHES), help="of speed (1,16,64)")
-    it.add_argument("--contexts", type=numbers, default=list(CONTEXTS), help="of speed (1024,8192,32768)")
+    it.add_argument("--contexts", type=numbers, default=list(CONTEXTS), help="of speed (8192,32768,1024)")
     it.add_argument("--layers", type=int, default=LAYERS, help="of speed (4)")
+    it.add_argument("--no-profile", dest="profile", action="store_false", help="of speed: no times of kernels")
     it.add_argument("--out", type=pathlib.Path, default=ROOT / "build" / "vllm_check.json")
     return it
 
 
 def main() -> int:
     """Runs the parts; 0 if all that they checked holds."""
+    begin = time.monotonic()
     command = parser()
     options = command.parse_args()
-    for name, given, known in (("parts", options.parts, tuple(PARTS)), ("backends", options.backends, tuple(BACKENDS))):
+    for name, given, known in (("parts", options.parts, PARTS), ("backends", options.backends, tuple(BACKENDS))):
         if not set(given) <= set(known):
             command.error(f"--{name}: got {given}; needs some of {', '.join(known)}")
-    say = Progress().say
-    folder = options.out.parent / "vllm_check"
+    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    os.environ.update(PYTHONPATH=path)  # of processes that are started
+    folder = ROOT / "build" / "vllm_check"
     folder.mkdir(parents=True, exist_ok=True)
-    found: dict[str, Any] = json.loads(options.out.read_text(encoding="utf-8")) if options.out.exists() else {}
-    found["versions"] = versions()
-    for part in options.parts:
-        say(f"== {part}")
-        try:
-            found[part] = PARTS[part](options, folder, say)
-        except Exception as error:  # what the other parts find is kept
-            found[part] = {"ok": False, "error": f"{type(error).__name__}: {error}"}
-            say(found[part]["error"])
-        options.out.write_text(json.dumps(found, indent=1), encoding="utf-8")
-    failed = [part for part in options.parts if not found[part]["ok"]]
-    say(f"failed: {', '.join(failed)}" if failed else "all that was checked holds")
-    return 1 if failed else 0
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    only_warm = options.parts == ["warm"]
+    if only_warm:
+        options.parts, options.out = list(PARTS[:-1]), folder / "warm.json"  # results stay as they are
+    report = Report(options.out, options)
+    pool = vllm_pool.Pool(
+        vllm_jobs.run, folder, report.receive, deadline=begin + options.seconds, slots=SLOTS,
+        preload=() if only_warm else ("scripts.bench.vllm_preload",),
+    )  # fmt: skip
+    report.pool = pool
+    if "speed" in options.parts:
+        from scripts.bench import vllm_models
 
-
-def versions() -> dict[str, str]:
-    """Of the card and of what takes part."""
-    import importlib.metadata
-
-    import torch
-
-    names = ("vllm", "torch", "transformers", "nvidia-cutlass-dsl", "apache-tvm-ffi", "triton")
-    found = {}
-    for name in names:
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            found[name] = "unknown"
-    return {"card": torch.cuda.get_device_name(), **found}
+        vllm_models.save_llama_8b(folder / "llama_8b", options.layers, max(options.contexts) + ROOM)
+    left = pool.run(jobs(options, folder, probed=not only_warm))
+    if only_warm:
+        return 0
+    wrong = report.end(left)
+    for line in wrong:
+        report.progress.say(f"wrong: {line}"[:700])
+    report.progress.say(f"{len(wrong)} things failed or were left out" if wrong else "all that was checked holds")
+    return 1 if wrong else 0
 
 
 if __name__ == "__main__":

@@ -1,54 +1,94 @@
-"""One engine of vLLM on a GPU: `python -m scripts.bench.vllm_engine JOB RESULT`, started by scripts/vllm_check.py.
+"""What scripts/vllm_check.py does with vLLM's engine on a GPU, each in a process of its own: see vllm_pool.py.
 
-A job has the engine's options and either rounds of prompts, whose tokens it returns, or batches and contexts, whose
-time per token it measures.
+An engine is asked for the tokens of rounds of prompts, or for its time per token over batches and contexts.
 """
 
 from __future__ import annotations
 
 import functools
-import json
 import os
-import pathlib
 import sys
-import time
+import types
 from collections.abc import Callable
-from importlib.util import find_spec
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-os.environ.update(
-    VLLM_ENABLE_V1_MULTIPROCESSING="0",  # the engine in this process: its caches are filled from here
-    VLLM_NO_USAGE_STATS="1",
-    HF_HUB_OFFLINE="1",
-    VLLM_USE_FLASHINFER_SAMPLER="0",  # where FlashInfer is not installed its probe ends the engine
-)
-os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+if TYPE_CHECKING:
+    from scripts.bench.vllm_pool import Messages
 
-import torch
+ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine in this process: its caches are filled from here
+    "VLLM_NO_USAGE_STATS": "1",
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",  # where FlashInfer is not installed its probe ends the engine
+    "VLLM_HOST_IP": "127.0.0.1",
+    "VLLM_USE_DEEP_GEMM": "0",
+    "TOKENIZERS_PARALLELISM": "false",
+    "TQDM_DISABLE": "1",
+    "OMP_NUM_THREADS": "1",  # several engines share the cores
+}
+AS_CHOSEN: dict[str, Any] = {}
+PLAINEST: dict[str, Any] = {
+    "environment": {"VLLM_USE_V2_MODEL_RUNNER": "0"},
+    "plain": {"async_scheduling": False, "compilation_config": {"custom_ops": ["none"]}},
+}
+WAYS = (AS_CHOSEN, PLAINEST)
+"""How an engine is started: as vLLM chooses, which is its second model runner for a Llama; where that fails, the first
+runner, without vLLM's compiled operators for norms and activations."""
 
-STEPS, FIRST = 48, 8
-"""Steps of a run, and how many of them go by before time is taken."""
-ROUNDS = 3
+FIRST, SPANS, SPAN = 8, 3, 20
+"""Steps that go by before time is taken, and spans of so many steps, whose median counts."""
+STEPS = FIRST + SPANS * SPAN + 2
 PROFILED = 12
+
+ATTENTION = (
+    "gqadecode",
+    "mergekernel",
+    "flash",
+    "fmha",
+    "combine",
+    "reduce_segments",
+    "kernel_unified",
+    "prepare_varlen",
+)
+NOT_ATTENTION = ("reshape_and_cache", "append")
+
+
+def set_environment() -> None:
+    """Before vLLM is imported."""
+    os.environ.update(ENVIRONMENT)
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "INFO")
 
 
 def prepare() -> None:
-    """Registers our backends, as the plugin does; leaves out a warm-up that asks for a package nobody needs."""
+    """Registers our backends, as the plugin does, and leaves out what takes time or packages that nobody needs."""
+    from vllm.model_executor.models import registry
+    from vllm.model_executor.warmup import kernel_warmup
+
     from cute_kernels.integrations import vllm as cute_vllm
 
     cute_vllm.register()
-    if find_spec("quack") is None:
-        from vllm.model_executor.warmup import kernel_warmup
-
-        if hasattr(kernel_warmup, "_warmup_ll_bf16_router_gemm"):
-            kernel_warmup._warmup_ll_bf16_router_gemm = lambda: None
+    # compiles CuTe DSL kernels for routers of other models, and imports quack
+    if hasattr(kernel_warmup, "_warmup_ll_bf16_router_gemm"):
+        kernel_warmup._warmup_ll_bf16_router_gemm = lambda: None
+    # imports another model, and torchvision with it
+    other: Any = types.ModuleType("vllm.model_executor.warmup.minimax_m3_msa_warmup")
+    other.minimax_m3_msa_warmup = lambda worker: None
+    sys.modules[other.__name__] = other
+    # looks at a model's class in another interpreter, which imports vLLM again
+    registry._run_in_subprocess = lambda function: function()
 
 
 def engine(options: dict[str, Any]) -> Any:
-    """An engine without a tokenizer."""
+    """An engine without a tokenizer. The memory of its cache is given, so several of them share a card."""
     from vllm import LLM
 
-    return LLM(skip_tokenizer_init=True, seed=0, enable_prefix_caching=False, **options)
+    given = {
+        "skip_tokenizer_init": True, "seed": 0, "enable_prefix_caching": False, "gpu_memory_utilization": 0.04,
+        "kernel_config": {"enable_flashinfer_autotune": False, "enable_cutedsl_warmup": False}, **options,
+    }  # fmt: skip
+    plain = given.pop("plain", {})
+    compilation = {**given.pop("compilation_config", {}), **plain.pop("compilation_config", {})}
+    return LLM(**{**given, **plain}, compilation_config=compilation)
 
 
 def sampling(tokens: int) -> Any:
@@ -64,10 +104,23 @@ def generate(llm: Any, prompts: list[list[int]], tokens: int) -> list[list[int]]
     return [list(o.outputs[0].token_ids) for o in llm.generate(requests, sampling(tokens), use_tqdm=False)]
 
 
-def serve(job: dict[str, Any]) -> dict[str, Any]:
-    """The tokens of each request, round by round."""
-    llm = engine(job["options"])
-    return {"rounds": [generate(llm, prompts, job["tokens"]) for prompts in job["rounds"]]}
+def about(llm: Any) -> dict[str, Any]:
+    """What vLLM chose."""
+    config = llm.llm_engine.vllm_config
+    return {
+        "runner": 2 if config.use_v2_model_runner else 1,
+        "graphs": config.compilation_config.cudagraph_mode.name,
+        "page": config.cache_config.block_size,
+    }
+
+
+def serve(options: dict[str, Any], messages: Messages) -> None:
+    """Sends "round", the tokens of each request, for each round of prompts."""
+    prepare()
+    llm = engine({**options["engine"], "plain": options.get("plain", {})})
+    messages.send("engine", about(llm))
+    for prompts in options["rounds"]:
+        messages.send("round", generate(llm, prompts, options["tokens"]))
 
 
 # ---- time per token
@@ -82,6 +135,8 @@ def keep_filled() -> None:
 
 def fill(worker: Any) -> int:
     """Random numbers in every cache of a worker, and their bytes: zeros would draw less power, and run faster."""
+    import torch
+
     total = 0
     for layer in worker.model_runner.vllm_config.compilation_config.static_forward_context.values():
         cache = getattr(layer, "kv_cache", None)
@@ -98,7 +153,7 @@ def fill(worker: Any) -> int:
     return total
 
 
-def _fill_scales(layer: Any, cache: torch.Tensor) -> None:
+def _fill_scales(layer: Any, cache: Any) -> None:
     """Scales of an INT8 cache, 0.01, where the layer's backend has them."""
     calls = getattr(layer.impl, "calls", None)
     if calls is not None:
@@ -110,34 +165,46 @@ def _fill_scales(layer: Any, cache: torch.Tensor) -> None:
     v_scale.fill_(0.01)
 
 
-def measure(job: dict[str, Any]) -> dict[str, Any]:
-    """Milliseconds per token of each batch and context: on the clock, and of the GPU's kernels."""
+def measure(options: dict[str, Any], messages: Messages) -> None:
+    """Sends "case" for each context and batch: milliseconds per token on the clock, then again with those of kernels.
+
+    Prompts are not computed: requests begin with all but one of their tokens in the cache, in pages of their own that
+    hold random numbers. What is timed are steps of vLLM's scheduler, runner and sampler as they serve.
+    """
+    prepare()
     keep_filled()
     transfer = {"kv_connector": "DecodeBenchConnector", "kv_role": "kv_both"}
-    llm = engine({**job["options"], "kv_transfer_config": transfer})
+    plain = options.get("plain", {})
+    llm = engine({**options["engine"], "kv_transfer_config": transfer, "plain": plain})
+    llm.llm_engine.engine_core.engine_core.request_block_hasher = None  # seconds for prompts this long, for no use
     filled = llm.collective_rpc(fill)
+    messages.send("engine", {**about(llm), "filled_bytes": filled})
     marks = mark_steps(llm)
-    cases = []
-    for context in job["contexts"]:
-        for batch in job["batches"]:
+    generate(llm, [[1] * 64] * max(options["batches"]), 4)
+    messages.wait_for_card()
+    for context in options["contexts"]:
+        for batch in options["batches"]:
             prompts = [[(7 * i + j) % 29 + 3 for j in range(context)] for i in range(batch)]
-            spans = []
-            for _ in range(ROUNDS):
-                marks.clear()
-                generate(llm, prompts, STEPS)
-                spans.append((marks[-1] - marks[FIRST]) / (len(marks) - 1 - FIRST) * 1e3)
-            case: dict[str, Any] = {
-                "context": context, "batch": batch, "ms": sorted(spans)[ROUNDS // 2], "ms_all": spans,
-                "steps": len(marks),
-            }  # fmt: skip
-            case.update(kernel_times(functools.partial(generate, llm, prompts, PROFILED)))
-            cases.append(case)
-            print(json.dumps({**case, "name": job["name"]}), flush=True)
-    return {"cases": cases, "filled_bytes": filled}
+            marks.clear()
+            generate(llm, prompts, STEPS)
+            case: dict[str, Any] = {"context": context, "batch": batch, **per_token(marks)}
+            messages.send("case", case)
+            if options["profile"]:
+                case.update(kernel_times(functools.partial(generate, llm, prompts, PROFILED)))
+                messages.send("case", case)
+
+
+def per_token(marks: list[float]) -> dict[str, Any]:
+    """Milliseconds of a step, from the times at which steps ended."""
+    ends = marks[FIRST::SPAN][: SPANS + 1]
+    spans = [(end - begin) / SPAN * 1e3 for begin, end in zip(ends, ends[1:], strict=False)]
+    return {"ms": sorted(spans)[len(spans) // 2], "ms_all": spans, "steps": len(marks)}
 
 
 def mark_steps(llm: Any) -> list[float]:
     """A list that gets the time of each step that has brought a token to each request."""
+    import time
+
     marks: list[float] = []
     core = llm.llm_engine.engine_core
     get_output = core.get_output
@@ -162,24 +229,20 @@ def kernel_times(run: Callable[[], Any]) -> dict[str, Any]:
         events = [(e.key, e.self_device_time_total) for e in profiler.key_averages() if e.self_device_time_total]
     except (AssertionError, RuntimeError) as error:
         return {"profiler": str(error)}
-    attention = ("gqa", "attention", "flash", "fmha", "combine", "reduce_segments", "kernel_unified")
-    mine = [(name, us) for name, us in events if any(word in name.lower() for word in attention)]
-    mine = [(name, us) for name, us in mine if "reshape_and_cache" not in name]
-    mine.sort(key=lambda pair: -pair[1])
+    return shares(events)
+
+
+def shares(events: list[tuple[str, float]]) -> dict[str, Any]:
+    """Milliseconds of a step from microseconds of `PROFILED` steps, by kernel."""
+    events = sorted(events, key=lambda pair: -pair[1])
+
+    def is_attention(name: str) -> bool:
+        name = name.lower()
+        return any(word in name for word in ATTENTION) and not any(word in name for word in NOT_ATTENTION)
+
     return {
         "gpu_ms": sum(us for _, us in events) / PROFILED / 1e3,
-        "attention_ms": sum(us for _, us in mine) / PROFILED / 1e3,
-        "attention_kernels": [name[:100] for name, _ in mine[:3]],
+        "attention_ms": sum(us for name, us in events if is_attention(name)) / PROFILED / 1e3,
+        "attention_kernels": [name[:100] for name, _ in events if is_attention(name)][:4],
+        "kernels": [[name[:100], us / PROFILED / 1e3] for name, us in events[:8]],
     }
-
-
-def main() -> None:
-    """Runs the job."""
-    job = json.loads(pathlib.Path(sys.argv[1]).read_text(encoding="utf-8"))
-    prepare()
-    result = measure(job) if "contexts" in job else serve(job)
-    pathlib.Path(sys.argv[2]).write_text(json.dumps(result), encoding="utf-8")
-
-
-if __name__ == "__main__":
-    main()

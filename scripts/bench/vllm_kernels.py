@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -15,7 +15,8 @@ from scripts.bench.timing import time_eager
 HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
 PROMPTS = ((1, 2048), (1, 8192), (4, 2048), (1, 32768))
 """Requests of so many tokens each."""
-MLA_HEADS, MLA_REQUESTS, MLA_TOPK = (8, 16, 32, 128), (1, 8, 32), 2048
+MLA_HEADS, MLA_REQUESTS, MLA_TOPK = (8, 16, 32, 128), (1, 16, 64), 2048
+MLA_QUERY_TOKENS = 2  # of a request
 PAGE = 16
 
 
@@ -27,13 +28,12 @@ def _microseconds(call: Callable[[], Any]) -> float | str:
         return f"{type(error).__name__}: {error}"[:200]
 
 
-def prompts() -> list[dict[str, Any]]:
+def prompts() -> Iterator[dict[str, Any]]:
     """Microseconds of the attention of fresh prompts: ours over keys as they came, vLLM's over them and over caches."""
     from vllm.v1.attention.ops.triton_unified_attention import unified_attention
     from vllm.v1.kv_cache_interface import KVQuantMode
     from vllm.vllm_flash_attn import flash_attn_varlen_func
 
-    cases = []
     for requests, tokens in PROMPTS:
         total, pages = requests * tokens, requests * tokens // PAGE
         q = torch.randn(total, HEADS, HEAD_DIM, dtype=torch.bfloat16, device="cuda")
@@ -68,12 +68,10 @@ def prompts() -> list[dict[str, Any]]:
             "triton_int8": partial(unified_attention, k=codes[0], v=codes[1], **common, **int8),
         }
         case: dict[str, Any] = {"requests": requests, "tokens": tokens}
-        cases.append(case | {f"{name}_us": _microseconds(call) for name, call in calls.items()})
-        print(cases[-1], flush=True)
-    return cases
+        yield case | {f"{name}_us": _microseconds(call) for name, call in calls.items()}
 
 
-def sparse_mla() -> list[dict[str, Any]]:
+def sparse_mla() -> Iterator[dict[str, Any]]:
     """Microseconds of vLLM's forward over 656-byte tokens, FlashMLA's and ours; two tokens a request."""
     from vllm.v1.attention.backends.mla.flashmla_sparse import FlashMLASparseImpl
 
@@ -81,10 +79,10 @@ def sparse_mla() -> list[dict[str, Any]]:
     from tests.support.compare import relative_error
     from tests.support.vllm_fakes import sparse_mla_layer
 
-    cases = []
     for heads in MLA_HEADS:
         for requests in MLA_REQUESTS:
-            case: dict[str, Any] = {"heads": heads, "requests": requests, "tokens": 2 * requests, "topk": MLA_TOPK}
+            tokens = MLA_QUERY_TOKENS * requests
+            case: dict[str, Any] = {"heads": heads, "requests": requests, "tokens": tokens, "topk": MLA_TOPK}
             outs = []
             for name, cls in (("ours", CuteFlashMLASparseImpl), ("flashmla", FlashMLASparseImpl)):
                 layer = sparse_mla_layer(
@@ -98,6 +96,4 @@ def sparse_mla() -> list[dict[str, Any]]:
                     case[f"{name}_us"] = f"{type(error).__name__}: {error}"[:200]
             if len(outs) == 2:
                 case["difference"] = relative_error(outs[0], outs[1])
-            cases.append(case)
-            print(case, flush=True)
-    return cases
+            yield case

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,8 @@ pytest.importorskip("transformers", minversion="5.17", reason="needs transformer
 
 from cute_kernels.integrations import transformers as cute
 from scripts.bench import vllm_models
-from tests.support import tiny_models
+from scripts.bench.vllm_pool import Job, Pool
+from tests.support import tiny_models, vllm_cpu_jobs
 from tests.support.accuracy_table import int8_error
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -154,3 +156,38 @@ def test_a_prefix_is_served_from_the_cache(served: dict[str, Any]) -> None:
     assert longer["tokens"] == whole[40 : 40 + NEW]
     drift = (log_probabilities(again) - log_probabilities(first)).norm() / log_probabilities(first).norm()
     assert drift < int8_error(), "quantized keys of the prefix against keys as they came"
+
+
+def test_the_jobs_of_vllm_check_serve_and_measure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As scripts/vllm_check.py runs them on a GPU, each forked from a process that has imported vLLM."""
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    vllm_models.save(tiny_models.trained("llama"), tmp_path / "llama")
+    engine = {
+        "model": str(tmp_path / "llama"), "kv_cache_dtype": INT8, "max_model_len": 512, "max_num_seqs": 4,
+        "max_num_batched_tokens": 256, "attention_config": {"backend": "CUSTOM"}, "enforce_eager": True,
+        "block_size": 16, "compilation_config": {"custom_ops": ["none"]}, "kv_cache_memory_bytes": 1 << 26,
+    }  # fmt: skip
+    jobs = [
+        Job("serve", "serve", {"engine": engine, "rounds": [prompts()[:1], prompts()], "tokens": NEW}, seconds=600),
+        Job(
+            "measure", "measure", {"engine": engine, "contexts": [64], "batches": [1, 4], "profile": False}, seconds=600
+        ),
+    ]
+    events: list[tuple[str, str, Any]] = []
+    pool = Pool(
+        vllm_cpu_jobs.run, tmp_path, lambda job, event, data: events.append((job.name, event, data)),
+        deadline=time.monotonic() + 600, preload=("tests.support.vllm_engine",), slots=1,
+    )  # fmt: skip
+    assert pool.run(jobs) == {}
+    assert not [data for _, event, data in events if event == "failed"]
+    rounds = [data for name, event, data in events if event == "round"]
+    expected = [vllm_models.counted_on(prompt, NEW) for prompt in prompts()]
+    assert rounds == [expected[:1], expected]
+    cases = [data for name, event, data in events if event == "case"]
+    assert [(case["context"], case["batch"]) for case in cases] == [(64, 1), (64, 4)]
+    assert all(0 < case["ms"] < 1e4 and len(case["ms_all"]) == 3 for case in cases)
+    calls = {name: data for name, event, data in events if event == "calls"}
+    assert calls["serve"]["prefill_fresh"] > 0
+    # prompts are counted as computed: all calls are of decoding, and read what `fill` wrote
+    assert set(calls["measure"]) == {"decode", "append_int8"}

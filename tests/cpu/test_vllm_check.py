@@ -1,0 +1,239 @@
+"""scripts/vllm_check.py without vLLM and without a GPU: its processes, its plan, its file."""
+
+import json
+import time
+from multiprocessing import forkserver
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from scripts import vllm_check
+from scripts.bench import vllm_engine, vllm_jobs
+from scripts.bench.vllm_pool import Job, Pool
+from tests.support import pool_jobs
+
+Events = list[tuple[str, str, Any]]
+
+
+def served(jobs: list[Job], folder: Path, seconds: float = 60.0, **options: Any) -> tuple[Events, dict[str, str]]:
+    """What jobs sent, and what was left out."""
+    events: Events = []
+    pool = Pool(
+        pool_jobs.run, folder, lambda job, event, data: events.append((job.name, event, data)),
+        deadline=time.monotonic() + seconds, **options,
+    )  # fmt: skip
+    return events, pool.run(jobs)
+
+
+@pytest.fixture(autouse=True)
+def found_by_children(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Processes import what jobs are made of."""
+    root = str(Path(__file__).resolve().parents[2])
+    monkeypatch.setenv("PYTHONPATH", root)
+
+
+# ---- processes
+
+
+def test_a_job_hands_on_what_it_finds_and_starts_after_what_it_needs(tmp_path: Path) -> None:
+    last = Job("last", "say", needs=("first", "saved", "bad over"))
+    jobs = [last, Job("bad", "fail"), Job("first", "say", {"events": ["saved"], "data": [1]})]
+    events, left = served(jobs, tmp_path)
+    assert left == {}
+    assert ("first", "saved", [1]) in events and ("last", "done", None) in events
+    starts = [name for name, event, _ in events if event == "started"]
+    assert starts.index("last") > max(starts.index("bad"), starts.index("first"))
+
+
+def test_what_waits_for_something_that_does_not_come_is_left_out(tmp_path: Path) -> None:
+    jobs = [Job("bad", "fail"), Job("orphan", "say", needs=("bad",)), Job("later", "say", phase=1)]
+    events, left = served(jobs, tmp_path)
+    assert left == {"orphan": "needs bad"}
+    assert ("later", "done", None) in events
+
+
+def test_a_failed_job_is_tried_in_its_other_ways_and_keeps_what_it_sent(tmp_path: Path) -> None:
+    ways: tuple[dict[str, Any], ...] = ({"environment": {"WAY": "one"}}, {"environment": {"WAY": "two"}})
+    events, left = served([Job("bad", "fail", ways=ways), Job("good", "fail", ways=({}, {"well": True}))], tmp_path)
+    assert left == {}
+    assert [data for name, event, data in events if (name, event) == ("bad", "started")] == [0, 1]
+    (failed,) = [data for name, event, data in events if event == "failed"]
+    assert "it failed with one" in failed[0] and "it failed with two" in failed[1]
+    assert ("bad", "case", 1) in events and ("good", "done", None) in events
+    assert "in the log" in (tmp_path / "bad.1.log").read_text()
+
+
+def test_a_process_that_dies_says_what_its_log_ends_with(tmp_path: Path) -> None:
+    events, _ = served([Job("dead", "die"), Job("other", "say")], tmp_path)
+    (failed,) = [data for _, event, data in events if event == "failed"]
+    assert "last words" in failed[0]
+    assert ("other", "done", None) in events
+
+
+def test_those_that_measure_are_alone(tmp_path: Path) -> None:
+    jobs = [Job(f"check{i}", "sleep", {"seconds": 0.2}) for i in range(3)]
+    jobs += [Job(f"measure{i}", "measure", {"seconds": 0.2}) for i in range(3)]
+    jobs += [Job("later", "sleep", {"seconds": 0.1}, phase=1)]
+    events, left = served(jobs, tmp_path, slots=2)
+    spans = {name: data for name, event, data in events if event == "span"}
+    assert left == {} and len(spans) == len(jobs)
+    for name, (begin, end) in spans.items():
+        if name.startswith("measure"):
+            assert all(e <= begin or b >= end for other, (b, e) in spans.items() if other != name)
+    # all have started before the first is given the card: starting is what takes long
+    starts = [i for i, (name, event, _) in enumerate(events) if event == "started" and name != "later"]
+    assert max(starts) < min(i for i, (name, event, _) in enumerate(events) if event == "span" and "measure" in name)
+
+
+def test_memory_is_shared_out(tmp_path: Path) -> None:
+    jobs = [Job(f"job{i}", "sleep", {"seconds": 0.1}, gigabytes=6) for i in range(3)]
+    jobs.append(Job("too large", "sleep", {"seconds": 0.1}, gigabytes=60))
+    events, left = served(jobs, tmp_path, gigabytes=13)
+    running = most = 0
+    for _, event, _ in events:
+        running += {"started": 1, "done": -1}.get(event, 0)
+        most = max(most, running)
+    assert most == 2 and left == {}  # what never fits runs alone, and finds out itself
+
+
+def test_the_time_ends_what_runs_and_leaves_out_the_rest(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    jobs = [
+        Job("long", "child", {"file": str(file)}, least=0),
+        Job("late", "say", needs=("long",), least=30),
+        Job("never", "say", needs=("long",), least=0),
+    ]
+    events = []
+
+    def receive(job: Job, event: str, data: Any) -> None:
+        events.append(event)
+        if event == "began":
+            pool.deadline = time.monotonic()
+
+    pool = Pool(pool_jobs.run, tmp_path, receive, deadline=time.monotonic() + 60)
+    left = pool.run(jobs)
+    assert "began" in events and "done" not in events
+    assert left["long"] == "was not done in time"
+    assert left["late"] == "needs 30 s, 0 s were left" and left["never"].startswith("needs")
+    time.sleep(3)
+    assert not file.exists(), "what a job has started outlives it"
+
+
+def test_a_job_has_a_time_of_its_own(tmp_path: Path) -> None:
+    events, left = served([Job("long", "sleep", {"seconds": 60}, seconds=1), Job("good", "say")], tmp_path)
+    assert left == {}
+    assert [data for _, event, data in events if event == "failed"] == [["took more than 1 s"]]
+
+
+def test_modules_are_imported_once_unless_a_job_decides_otherwise(tmp_path: Path) -> None:
+    preload = ("tests.support.pool_preloaded",)
+    server: Any = forkserver
+    server._forkserver._stop()  # that of other tests has not imported it
+    jobs = [Job("forked", "environment"), Job("fresh", "environment", fresh=True)]
+    jobs += [Job("probe", "fail", {}, 1, ways=({}, {"fresh": True, "well": True}), decides=True)]
+    jobs += [Job("after", "environment", phase=2)]
+    events, _ = served(jobs, tmp_path, preload=preload)
+    found = {name: data for name, event, data in events if event == "modules"}
+    assert found["forked"] is True and found["fresh"] is False and found["after"] is False
+    assert ("probe", "done", None) in events
+
+
+# ---- the plan
+
+
+def plan(tmp_path: Path, *arguments: str) -> dict[str, Job]:
+    options = vllm_check.parser().parse_args(list(arguments))
+    found = vllm_check.jobs(options, tmp_path)
+    assert len({job.name for job in found}) == len(found)
+    return {job.name: job for job in found}
+
+
+def test_the_plan_begins_with_what_tells_most(tmp_path: Path) -> None:
+    found = plan(tmp_path)
+    engines = [job for job in found.values() if job.kind == "serve"]
+    assert len(engines) == 12 and [job.name for job in engines][0] == "llama-int8_per_token_head-graphs"
+    assert {job.phase for job in found.values() if job.kind == "measure"} == {0}
+    assert found["layers"].phase > max(job.phase for job in engines) > found["sparse"].phase > engines[0].phase
+    events = {"warm over", "card", "saved llama", "saved gpt_oss", "train-llama over", "train-gpt_oss over"}
+    assert set().union(*(job.needs for job in found.values())) == events
+    assert "train-llama over" not in plan(tmp_path, "--parts", "speed")["cute-int8"].needs
+
+
+def test_timed_engines_have_room_for_all_their_requests(tmp_path: Path) -> None:
+    found = plan(tmp_path, "--parts", "speed", "--contexts", "1024,32768", "--batches", "1,64")
+    job = found["cute-bf16"]
+    tokens = 64 * (32768 + vllm_engine.STEPS + vllm_engine.PROFILED)
+    assert job.options["engine"]["kv_cache_memory_bytes"] >= tokens * 4 * 2 * 8 * 128 * 2
+    assert job.options["engine"]["max_model_len"] >= 32768 + vllm_engine.STEPS
+    assert job.gigabytes * 1e9 > job.options["engine"]["kv_cache_memory_bytes"]
+    assert set(found) == {"warm", "probe", *vllm_check.BACKENDS}
+
+
+def test_kernels_that_are_compiled_beforehand_are_those_of_the_layers() -> None:
+    wanted = vllm_jobs.warm_calls(["tokens", "speed", "sparse"], 32896)
+    shapes = {type(shape).__name__ for shape, _, _ in wanted}
+    assert shapes == {"GqaShape", "PrefillShape", "MlaShape"}
+    heads = {shape.heads for shape, _, _ in wanted}
+    assert {4, 8, 16, 32, 128} <= heads
+    assert not [shape for shape, _, _ in vllm_jobs.warm_calls(["prompts"], 1024)]
+
+
+# ---- what is found
+
+
+def test_a_step_is_the_median_of_spans() -> None:
+    marks = [0.0]
+    for step in range(vllm_engine.STEPS - 1):
+        slow = step < vllm_engine.FIRST or step >= vllm_engine.FIRST + 2 * vllm_engine.SPAN
+        marks.append(marks[-1] + (0.5 if slow else 0.002 if step < vllm_engine.FIRST + vllm_engine.SPAN else 0.004))
+    found = vllm_engine.per_token(marks)
+    assert found["ms_all"] == pytest.approx([2.0, 4.0, 500.0]) and found["ms"] == pytest.approx(4.0)
+
+
+def test_kernels_of_attention_are_told_from_appends() -> None:
+    ours = "kernel_cutlass_kernel_cute_kernelsgqakernelsdecodeGqaDecodeKernel_object_at_0"
+    append = "kernel_cutlass__kernel_cute_kernelsgqakernelsappendKvAppendKernel_object_at_0"
+    events = [
+        (append, 120.0), (ours, 1200.0), ("void vllm::reshape_and_cache_flash_kernel<x>", 60.0), ("gemm", 12000.0),
+        ("void cutlass::device_kernel<flash::enable_sm90<flash::FlashAttnFwdSm90>>", 600.0),
+        ("kernel_unified_attention", 24.0), ("reduce_segments", 12.0),
+    ]  # fmt: skip
+    found = vllm_engine.shares(events)
+    assert found["attention_ms"] == pytest.approx(1836 / vllm_engine.PROFILED / 1e3)
+    assert found["gpu_ms"] == pytest.approx(14016 / vllm_engine.PROFILED / 1e3)
+    assert found["kernels"][0] == ["gemm", pytest.approx(1.0)]
+
+
+def test_the_file_holds_each_result_at_once_and_says_what_is_wrong(tmp_path: Path) -> None:
+    options = vllm_check.parser().parse_args(["--parts", "tokens,speed,sparse", "--backends", "cute-int8,flash-bf16"])
+    out = tmp_path / "found.json"
+    report = vllm_check.Report(out, options)
+    jobs = {job.name: job for job in vllm_check.jobs(options, tmp_path)}
+    name = "llama-int8_per_token_head-graphs"
+    report.receive(jobs["probe"], "card", {"name": "NVIDIA H200", "free_gb": 140.0, "sms": 132})
+    report.receive(jobs[name], "started", 0)
+    from scripts.bench import vllm_models
+
+    for i, asked in enumerate(vllm_check.rounds(vllm_jobs.asked())):
+        answers = [vllm_models.counted_on(prompt, vllm_check.TOKENS) for prompt in asked]
+        if i == 1:
+            answers[3] = answers[3][:-1] + [99]
+        report.receive(jobs[name], "round", answers)
+    assert json.loads(out.read_text())["tokens"]["engines"][name]["wrong_requests"] == [0, 1, 0]
+    report.receive(jobs[name], "done", None)
+    report.receive(jobs["cute-int8"], "started", 0)
+    report.receive(jobs["cute-int8"], "case", {"context": 8192, "batch": 1, "ms": 1.0})
+    report.receive(jobs["cute-int8"], "case", {"context": 8192, "batch": 1, "ms": 1.0, "gpu_ms": 0.5})
+    jobs["flash-bf16"].failures.append("no engine")
+    report.receive(jobs["flash-bf16"], "failed", jobs["flash-bf16"].failures)
+    report.receive(jobs["sparse"], "case", {"heads": 8, "ours_us": 20.0, "flashmla_us": 40.0, "difference": 0.02})
+    found = json.loads(out.read_text())
+    assert found["card"] == "NVIDIA H200"
+    assert found["speed"]["backends"]["cute-int8"]["cases"] == [{"context": 8192, "batch": 1, "ms": 1.0, "gpu_ms": 0.5}]
+    assert found["speed"]["backends"]["flash-bf16"]["failures"] == ["no engine"]
+    wrong = report.end({"layers": "needs 60 s, 3 s were left"})
+    assert [line.split(":")[0] for line in wrong] == [
+        "layers", f"tokens, {name}", "speed, cute-int8", "speed, flash-bf16", "sparse",
+    ]  # fmt: skip
+    assert json.loads(out.read_text())["wrong"] == wrong

@@ -1,0 +1,21 @@
+"""Engine jobs of scripts/vllm_check.py on a CPU, on the platform of tests/support/vllm_engine.py."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from scripts.bench import vllm_engine as gpu
+from scripts.bench.vllm_pool import Messages
+
+
+def run(kind: str, options: dict[str, Any], messages: Messages) -> None:
+    """A job "serve" or "measure"."""
+    gpu.set_environment()
+    import torch
+
+    from tests.support import vllm_engine as on_cpu
+
+    torch.set_num_threads(1)
+    on_cpu.count_calls()
+    {"serve": gpu.serve, "measure": gpu.measure}[kind](options, messages)
+    messages.send("calls", dict(on_cpu.CALLS))

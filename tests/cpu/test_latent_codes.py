@@ -2,6 +2,7 @@
 
 import ast
 import dataclasses
+import itertools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -117,6 +118,14 @@ def test_lanes_read_all_codes_of_a_key_in_the_order_of_q(kind: TokenFormat) -> N
                     piece = c // 2 * 8 + tid % 4
                 read = [stage[start + byte] for byte in range(size)]
                 assert read == [(key_of_row(tid, r), size * piece + byte) for byte in range(size)]
+
+
+def test_pv_reads_eight_values_of_a_key_in_half_words() -> None:
+    stage, own = stage_of(V4_1_FP4), codes.of(V4_1_FP4)
+    for wg, tid in itertools.product(range(2), range(128)):
+        start = own.value_line(None, wg, tid)
+        read = [stage[start + byte] for byte in range(own.value_bytes)]
+        assert read == [(2 * (tid % 4), 4 * (32 * wg + tid // 4) + byte) for byte in range(4)]
 
 
 class NamedScales:

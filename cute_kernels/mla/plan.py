@@ -31,7 +31,7 @@ WORK_TILE_US = 5.0  # first load, Q, epilogue
 MERGE_US = 2.0  # from the last partial to the result
 MERGE_US_PER_MB = 0.3  # partials are written once and read once, from L2 where they are few
 MERGE_US_PER_SPLIT = 0.03
-# The latent kernel's, fitted to splits of 128 + 1024 keys (docs/journal/latent.md). The first tiles of a split cost less
+# The latent kernel's, fitted to splits of 128 + 1024 keys (docs/journal/latent.md). First tiles of a split cost less
 # than later ones; more for each split makes up for it.
 LATENT_START_US = {8: 4.3, 16: 4.3, HALF: 1.5, WIDE: 3.4}
 LATENT_TILE_US = {8: 1.45, 16: 1.45, HALF: 1.5, WIDE: 2.0}

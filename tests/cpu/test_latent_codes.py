@@ -191,6 +191,15 @@ def made_up_format(quant_tile: int, codes_field: Field, scale_dtype: str, scale_
     )
 
 
+def test_half_words_have_no_rope_part() -> None:
+    rope = Field("rope", "bfloat16", 64, 256)
+    made_up = dataclasses.replace(
+        V4_1_FP4, name="made up", d_qk=576, fields=(*V4_1_FP4.fields, rope), row_bytes=(384, 32)
+    )
+    with pytest.raises(ValueError, match="rope: got a rope part of made up; needs none: PV reads 4 bytes a key"):
+        codes.of(made_up)
+
+
 def test_an_incomplete_line_has_a_place_only_where_there_may_be_one() -> None:
     assert [codes.of(V4).rest_chunk(chunk) for chunk in range(4)] == [0, 1, 4, 5]
     with pytest.raises(ValueError, match="codes: got an incomplete line of v4.1_fp4"):

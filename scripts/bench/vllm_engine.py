@@ -147,7 +147,8 @@ def fill(worker: Any) -> int:
             cache.normal_()
         elif cache.dtype is torch.int8:
             cache.random_(-127, 128)
-            _fill_scales(layer, cache)
+            with torch.inference_mode():  # in which the worker has made them
+                _fill_scales(layer, cache)
         else:  # FP8: no NaN
             cache.view(torch.uint8).random_(0, 0x78)
     return total

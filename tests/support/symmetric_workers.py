@@ -47,6 +47,7 @@ def everything(rank: int) -> list[tuple[str, Any]]:
             found.append((f"replays {shape} {heads}", _replays(rank, shape, heads)))
     found.append(("what is chosen", _choices(rank)))
     found.append(("a group without buffers", _capture_without_buffers(rank)))
+    dist.barrier()
     return found
 
 
@@ -158,6 +159,7 @@ def _choices(rank: int) -> list[str]:
 def _capture_without_buffers(rank: int) -> list[str]:
     """A new group refuses in words."""
     group = dist.new_group(backend="gloo")
+    dist.barrier()  # a rank that is done leaves, and the others may still be joining
     given = partials(dist.get_world_size(), *SHAPES[0], seed=0)
     try:
         with torch.cuda.graph(torch.cuda.CUDAGraph()):

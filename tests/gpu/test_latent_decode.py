@@ -13,6 +13,7 @@ import torch
 
 from cute_kernels import mla_fp8_decode
 from cute_kernels.compat.flash_mla import flash_mla_with_kvcache
+from cute_kernels.mla.plan import plan_decode
 from fp8_mla import FORMATS, row_views
 from tests.support.latent_cases import FORMS, SIZE_KINDS, latent_case, latent_dense_case, latent_pages
 from tests.support.mla_cases import covering_cases, generator, ragged_lengths
@@ -48,6 +49,31 @@ DENSE = covering_cases(
         "padded": (True, False),
     }
 )
+
+
+def kernel_specs() -> list[Any]:
+    """The kernels of these cases, as the planner asks for them, so that they are compiled side by side."""
+    num_sms = torch.cuda.get_device_properties("cuda").multi_processor_count
+    specs = []
+    for sizes in SPARSE:
+        keys = [(name, sizes[topk]) for name, topk in zip(sizes["form"][0], ("topk", "extra_topk"), strict=False)]
+        read = [(name, topk) for name, topk in keys if topk]
+        if read:
+            (first, topk), (extra, extra_topk) = read[0], read[1] if len(read) > 1 else ("", 0)
+            given = {"max_keys": topk, "extra_format": extra, "extra_keys": extra_topk, "cache_format": first}
+            shape = {name: sizes[name] for name in ("batch", "s_q", "h_q", "num_splits")}
+            ragged = sizes["lengths"] != "none"
+            plan = plan_decode(sparse=True, num_sms=num_sms, ragged=ragged, latent=True, **shape, **given)
+            specs.append(plan.spec)
+    for sizes in DENSE:
+        shape = {name: sizes[name] for name in ("batch", "s_q", "h_q")}
+        keys = -(-sizes["longest"] // sizes["page_size"]) * sizes["page_size"]
+        format_name = sizes["form"][0][0]
+        plan = plan_decode(
+            sparse=False, num_sms=num_sms, ragged=True, latent=True, max_keys=keys, cache_format=format_name, **shape
+        )
+        specs.append(plan.spec)
+    return list(dict.fromkeys(specs))
 
 
 def label(sizes: dict[str, Any]) -> str:

@@ -321,13 +321,21 @@ def digests_of_specs(
     return {spec: store.digest(spec) for spec in specs}
 
 
-def precompile(specs: Iterable[KernelSpec], store: Store | None = None, processes: int | None = None) -> None:
-    """As `cute_kernels.runtime.compile.precompile`, and keeps the digests: each spec is compiled once for both."""
+def precompile(
+    specs: Iterable[KernelSpec],
+    store: Store | None = None,
+    processes: int | None = None,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> None:
+    """As `cute_kernels.runtime.compile.precompile`, and keeps the digests: each spec is compiled once for both.
+
+    `progress` is called with how many of how many are compiled.
+    """
     from cute_kernels.runtime.cache import DiskCache, directory, entry_name
 
     store, disk = store or Store(), DiskCache(directory())
     missing = [spec for spec in dict.fromkeys(specs) if not (disk.exists(entry_name(spec)) and store.knows(spec))]
-    _in_processes(_fill, missing, store, processes, lambda done, total: None)
+    _in_processes(_fill, missing, store, processes, progress)
 
 
 def _in_processes(

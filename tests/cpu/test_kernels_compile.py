@@ -39,7 +39,7 @@ FLASH_MLA: list[Any] = [
         MlaDecodeSpec(sparse=False, merge_lanes=32, heads=32, balanced=True),
         MlaCrossoverSpec(sparse=True),
         MlaCrossoverSpec(sparse=True, merge_lanes=128, exchange="codes"),
-        LatentDecodeSpec(sparse=True),
+        LatentDecodeSpec(sparse=True, cache_format="v4"),
         LatentDecodeSpec(sparse=True, merge_lanes=128, balanced=True, cache_format="v3.2", extra_format="v3.2"),
         LatentDecodeSpec(sparse=True, merge_lanes=128, balanced=True, cache_format="v4.1", extra_format="v4.1"),
         LatentDecodeSpec(sparse=True, merge_lanes=32, heads=16, cache_format="v4.1", extra_format="v4.1_fp4"),

@@ -274,13 +274,14 @@ def partials_noise(
     tokens, heads, d = q.shape
     keys, values = (t.double().repeat_interleave(heads // t.shape[1], dim=1) for t in (k, v))
     scores = torch.einsum("shd,khd->hsk", q.double(), keys) * d**-0.5
-    later = torch.arange(len(k)).unsqueeze(0) > context + torch.arange(tokens).unsqueeze(1)
+    places = torch.arange(len(k), dtype=torch.int64, device=k.device)
+    later = places > context + places[:tokens].unsqueeze(1)
     scores = scores.masked_fill(later, -torch.inf)
     total = torch.logaddexp(scores.logsumexp(dim=-1), sinks.double().unsqueeze(1))
     weights = torch.exp(scores - total.unsqueeze(-1))
 
-    def part(places: list[int]) -> torch.Tensor:
-        return torch.einsum("hsk,khd->shd", weights[..., places], values[places])
+    def part(keys_of: list[int]) -> torch.Tensor:
+        return torch.einsum("hsk,khd->shd", weights[..., keys_of], values[keys_of])
 
     chunk = part(list(range(context, len(k))))
     squares = chunk.square()

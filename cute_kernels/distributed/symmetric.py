@@ -10,6 +10,7 @@ import socket
 import sys
 import threading
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -38,14 +39,13 @@ class _Buffer:
     """This rank's buffer, and how the kernel reaches those of all ranks."""
 
     def __init__(self, member: Member, device: torch.device, half_bytes: int) -> None:
-        """All ranks of the group call it at the same time.
+        """Allocates; `meet` makes it of use.
 
         Raises:
-            Exception: of torch, which finds that ranks do not reach each other's memory.
+            Exception: of torch, which has no such memory.
         """
         import torch.distributed._symmetric_memory as symmetric_memory
 
-        group = _group_of(member)
         size = buffer_bytes(half_bytes)
 
         def make() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -56,18 +56,29 @@ class _Buffer:
                 torch.zeros(1, dtype=torch.int32, device="cpu", pin_memory=True),
             )
 
-        self._own, counts, self._pinned = for_all_streams(device, make)
+        self._own, self._counts, self._pinned = for_all_streams(device, make)
+        self._half_bytes, self._device = half_bytes, device
+
+    def meet(self, member: Member) -> None:
+        """Finds the others' buffers; all ranks of the group call it at the same time, once all have allocated.
+
+        Raises:
+            Exception: of torch, which finds that ranks do not reach each other's memory.
+        """
+        import torch.distributed._symmetric_memory as symmetric_memory
+
+        group, device, size = _group_of(member), self._device, buffer_bytes(self._half_bytes)
         self._handle = symmetric_memory.rendezvous(self._own, group)
         remote = [self._handle.get_remote_tensor(r, (size,), torch.uint8) for r in range(member.world_size)]
         addresses = [tensor.data_ptr() for tensor in remote]
         if addresses[member.rank] != self._own.data_ptr():
-            raise RuntimeError("torch maps this rank's own buffer to another address")
+            raise AssertionError("torch maps this rank's own buffer to another address")
         peers = for_all_streams(device, lambda: torch.tensor(addresses, dtype=torch.int64, device=device))
         self._member = member._replace(group=None)  # what a group has must not keep it alive
         self._limit = _timeout(group, device)
         self._report = ctypes.c_int32.from_address(self._pinned.data_ptr())
         limit_ns = int(self._limit.total_seconds() * 1e9)
-        self.memory = PeerMemory(member.rank, peers, counts, self._pinned.data_ptr(), half_bytes, limit_ns)
+        self.memory = PeerMemory(member.rank, peers, self._counts, self._pinned.data_ptr(), self._half_bytes, limit_ns)
         _buffers.add(self)
 
     def failure(self) -> str:
@@ -88,6 +99,7 @@ class _Shared:
     def __init__(self) -> None:
         self.buffers: list[_Buffer] = []  # all are kept: graphs hold their addresses
         self.reason = ""
+        self.making = threading.RLock()  # held while ranks wait for each other, so each group has its own
 
     def largest(self) -> int:
         """Bytes of half the last buffer."""
@@ -175,20 +187,28 @@ def _shared_of(member: Member, device: torch.device) -> _Shared:
 
 
 def _make(shared: _Shared, member: Member, device: torch.device, half_bytes: int) -> None:
-    """Adds a buffer, or the reason why there is none: the same on all ranks, which call this at the same time."""
-    with _making, torch.cuda.device(device):
-        reason = _agree(member, _obstacle(member, device))
-        buffer = None
-        if not reason:
+    """Adds a buffer, or the reason why there is none: the same on all ranks, which call this at the same time.
+
+    After each step that may fail on one rank alone, all ranks agree: none enters the next one without the others.
+    """
+    with shared.making, torch.cuda.device(device):
+        if shared.reason or shared.largest() >= half_bytes:
+            return  # another thread has made it meanwhile
+        made: list[_Buffer] = []
+        steps: tuple[Callable[[], str | None], ...] = (
+            lambda: _obstacle(member, device),
+            lambda: made.append(_Buffer(member, device, half_bytes)),
+            lambda: made[0].meet(member),
+        )
+        for step in steps:
             try:
-                buffer = _Buffer(member, device, half_bytes)
+                reason = step() or ""
             except Exception as error:  # torch raises errors of many kinds
                 reason = f"{type(error).__name__}: {error}"
-            reason = _agree(member, reason)
-        if buffer is not None and not reason:
-            shared.buffers.append(buffer)
-        else:
-            shared.reason = reason
+            if reason := _agree(member, reason):
+                shared.reason = reason
+                return
+        shared.buffers += made
 
 
 def _agree(member: Member, reason: str) -> str:
@@ -199,7 +219,8 @@ def _agree(member: Member, reason: str) -> str:
 
 def _obstacle(member: Member, device: torch.device) -> str:
     """What can be told without trying: ranks on several hosts, or GPUs without access to each other."""
-    of_ranks = _gathered(member, (socket.gethostname(), str(torch.cuda.get_device_properties(device).uuid)))
+    uuid = str(getattr(torch.cuda.get_device_properties(device), "uuid", ""))
+    of_ranks = _gathered(member, (socket.gethostname(), uuid))
     hosts = sorted({host for host, _ in of_ranks})
     if len(hosts) > 1:
         return f"they are on several hosts, {', '.join(hosts)}"

@@ -120,6 +120,17 @@ def test_lanes_read_all_codes_of_a_key_in_the_order_of_q(kind: TokenFormat) -> N
                 assert read == [(key_of_row(tid, r), size * piece + byte) for byte in range(size)]
 
 
+def test_small_scales_are_seen_in_each_byte_of_a_word() -> None:
+    own, usual, bits = codes.of(V4), 0x78, 0xFFFFFFFF  # Python's integers have more bits than a word
+    for place, byte in itertools.product(range(4), range(105, 127)):
+        word = sum((byte if i == place else usual) << 8 * i for i in range(4))
+        assert (own.is_small(word) & bits != 0) == (byte < codes.SMALL_BYTE), byte
+        assert own.out_of_range(word) & bits == 0
+    padded = 0x00787878  # the last byte of V4's row of scales is padding
+    assert own.is_small(padded) & bits != 0 and own.is_small(padded) & own.scale_mask(1) & bits == 0
+    assert codes.SMALL_BYTE == 116
+
+
 def test_pv_reads_eight_values_of_a_key_in_half_words() -> None:
     stage, own = stage_of(V4_1_FP4), codes.of(V4_1_FP4)
     for wg, tid in itertools.product(range(2), range(128)):

@@ -210,6 +210,26 @@ def test_any_scale(name: str, heads: int) -> None:
         check(make_q(1, 1, heads, generator), cache, name, softmax_scale=1.0 / (8 * size))
 
 
+@pytest.mark.parametrize("heads", [16, 64])
+@pytest.mark.parametrize("name", ["v4", "v4.1"])
+@pytest.mark.parametrize("byte", [105, 112, 115, 116])
+def test_small_codes_and_scales_keep_their_digits_in_partials(name: str, heads: int, byte: int) -> None:
+    """Codes up to 3 x 2^-9 with one scale: as float16 without a block scale, sums of them would lose up to 40%."""
+    generator = torch.Generator("cuda").manual_seed(heads + byte)
+    token_format, count = FORMATS[name], 192
+    pages = make_pages(name, 3, 64, generator)
+    tokens = torch.zeros((count, token_format.token_bytes), dtype=torch.uint8, device="cuda")
+    shape = (count, token_format.codes.num_bytes)
+    signs = 128 * torch.randint(0, 2, shape, device="cuda", generator=generator)
+    tokens[:, : shape[1]] = (torch.randint(1, 4, shape, device="cuda", generator=generator) + signs).to(torch.uint8)
+    start = token_format.start(token_format.scales)
+    tokens[:, start : start + token_format.scales.count] = byte
+    write_pages(pages, torch.arange(count, device="cuda"), tokens, token_format=token_format)
+    indices = torch.randint(0, count, (1, 1, 180), dtype=torch.int32, device="cuda", generator=generator)
+    for splits in (None, 2):
+        check(make_q(1, 1, heads, generator), Cache(pages, indices, None), name, num_splits=splits)
+
+
 @pytest.mark.parametrize("heads", [8, 16, 32, 64])
 @pytest.mark.parametrize(("name", "extra_name"), FLOAT_SCALES)
 def test_float_scales_of_very_different_size(name: str, extra_name: str | None, heads: int) -> None:

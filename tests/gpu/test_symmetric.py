@@ -36,7 +36,7 @@ def reports(task: str, directory: Path, world_size: int, timeout: float) -> list
         task, directory, world_size=world_size, wait_for=world_size, timeout=timeout, life=symmetric_workers.work
     )
     reason = found[0].get("none", "")
-    if any(f"{of_torch}Error: " in reason for of_torch in ("Runtime", "Accelerator", "DistBackend")):
+    if "overlapping devices" in reason:  # a torch that ignores TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES
         pytest.skip(reason)
     assert not reason, "no error of torch, but one of ours"
     return [found[rank] for rank in range(world_size)]

@@ -33,7 +33,7 @@ from cute_kernels.mla.kernels.smem import (
     weights,
 )
 from cute_kernels.mla.kernels.tile import TILE_BYTES
-from cute_kernels.mla.spec import EVENTS, ROLES, TOKENS_PER_TILE, V_WEIGHT, MlaDecodeSpec
+from cute_kernels.mla.spec import EVENTS, NARROW, ROLES, TOKENS_PER_TILE, V_WEIGHT, MlaDecodeSpec
 
 ROW_BLOCKS = 4  # of 64 rows of O^T, of a warpgroup: two of a thread's eight values each
 KEY_BLOCKS = TOKENS_PER_TILE // 16
@@ -373,20 +373,26 @@ class PvWarpgroups:
     def store(
         self, epilogue: Epilogue, rows: cute.Tensor, scales, h_q: Int32, head_block: Int32, wg: Int32, tid: Int32
     ):
-        """Stores O times the factor of each head, eight neighbouring values at once; by block scale where exact."""
-        if const_expr(scales is None):
-            self.store_columns(epilogue, rows, None, h_q, head_block, wg, tid)
-        else:
+        """Stores O times the factor of each head, eight neighbouring values at once; by block scale where exact.
+
+        One branch for all heads: one for each leaves gaps in code that runs once, which cost a short call 2 to 16%. Not
+        with 8 heads of block tables: ptxas would keep PV's loop counters in registers of each thread, which costs 10%.
+        """
+        one_branch = const_expr(self.spec.sparse or self.heads > min(NARROW))
+        if const_expr(scales is not None and one_branch):
             if epilogue.is_exact != 0:
-                self.store_columns(epilogue, rows, scales, h_q, head_block, wg, tid)
+                self.store_columns(epilogue, rows, scales, h_q, head_block, wg, tid, True)
             else:
-                self.store_columns(epilogue, rows, None, h_q, head_block, wg, tid)
+                self.store_columns(epilogue, rows, None, h_q, head_block, wg, tid, True)
+        else:
+            self.store_columns(epilogue, rows, scales, h_q, head_block, wg, tid, False)
 
     @cute.jit
     def store_columns(
-        self, epilogue: Epilogue, rows: cute.Tensor, scales, h_q: Int32, head_block: Int32, wg: Int32, tid: Int32
-    ):
-        """The same; with or without scales: a branch for each head would leave gaps in the code that is run once."""
+        self, epilogue: Epilogue, rows: cute.Tensor, scales, h_q: Int32, head_block: Int32, wg: Int32, tid: Int32,
+        is_known: cutlass.Constexpr,
+    ):  # fmt: skip
+        """The same. `is_known`: whether there are block scales says `scales`; else each head asks."""
         first = 256 * wg + 64 * (tid // 32) + 8 * (tid % 32 // 4)
         eight, factor = cute.make_rmem_tensor(8, Float32), epilogue.factor
         for c in cutlass.range_constexpr(self.columns):
@@ -396,14 +402,23 @@ class PvWarpgroups:
                 for r in cutlass.range_constexpr(2):
                     eight[2 * m + r] = cutlass.select_(factor[c] == 0.0, Float32(0.0), o[r, c] * factor[c])
             if const_expr(scales is not None):
-                scale = self.divide_by_scale(eight)
-                if tid % 32 < 4 and head < h_q:
-                    scales[head] = scale
+                if const_expr(is_known):
+                    self.store_scale(eight, scales, head, h_q, tid)
+                else:
+                    if epilogue.is_exact != 0:
+                        self.store_scale(eight, scales, head, h_q, tid)
             rounded = cute.make_rmem_tensor(8, rows.element_type)
             rounded.store(eight.load().to(rows.element_type))
             if head < h_q:
                 pointer = rows[head, None].iterator + cute.assume(first, divby=8)
                 cute.autovec_copy(rounded, cute.make_tensor(pointer, cute.make_layout(8)))
+
+    @cute.jit
+    def store_scale(self, eight: cute.Tensor, scales: cute.Tensor, head: Int32, h_q: Int32, tid: Int32):
+        """Divides eight numbers by the block scale that they share with those of other lanes, and stores that."""
+        scale = self.divide_by_scale(eight)
+        if tid % 32 < 4 and head < h_q:
+            scales[head] = scale
 
     @cute.jit
     def divide_by_scale(self, eight: cute.Tensor) -> Float32:

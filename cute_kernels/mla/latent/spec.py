@@ -32,6 +32,8 @@ class LatentDecodeSpec(MlaDecodeSpec):
     def compile_options(self) -> str:
         """Levels at which ptxas spills no register, or few where tiles have two formats."""
         level = 0 if self.few_heads or len(self.kinds) > 1 else 7
+        if self.few_heads and len(self.kinds) > 1 and self.inf_if_empty:
+            level = 7  # 24 bytes, and 40 at level 0
         return f"--ptxas-options '--register-usage-level={self.own_level or level}'"
 
     @property

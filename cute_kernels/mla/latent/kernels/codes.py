@@ -33,7 +33,7 @@ from fp8_mla.formats import TokenFormat
 WEIGHT = 2.0**8
 WEIGHTS = 0x5C005C00  # as two float16 numbers
 MIN_BYTE, MAX_BYTE = 105, 126  # ue8m0 scales in range
-SMALL_BYTE = 113  # WEIGHT times a smaller ue8m0 scale and a code may be no normal float16 number
+SMALL_BYTE = 116  # smaller ue8m0 scales times small codes, summed and rounded to float16 times WEIGHT, lose digits
 NAN_BYTE = 255  # the ue8m0 byte that means NaN
 MULTIPLIER = -(104 << 10) * 0x00010001 % 2**32  # exponent field of WEIGHT times a ue8m0 scale, less the byte; twice
 MAX_FP4_BYTE = 0x62  # the largest e4m3 scale in range, 40

@@ -18,8 +18,10 @@ ROOT = pathlib.Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # runs from a checkout, installed or not
 
 from scripts.bench import gqa_accuracy  # noqa: E402
+from scripts.bench.report import markdown  # noqa: E402
 
-BEGIN, END = "<!-- accuracy:begin -->", "<!-- accuracy:end -->"
+BLOCK = "accuracy"
+BEGIN, END = markdown.marks(BLOCK)
 
 
 def pages(root: pathlib.Path = ROOT) -> list[pathlib.Path]:
@@ -29,16 +31,8 @@ def pages(root: pathlib.Path = ROOT) -> list[pathlib.Path]:
 
 
 def split(text: str) -> tuple[str, str, str]:
-    """The text up to the first marker, between both, and from the second on.
-
-    Raises:
-        ValueError: a marker is missing, occurs twice, or they are in the wrong order.
-    """
-    if text.count(BEGIN) != 1 or text.count(END) != 1 or text.index(END) < text.index(BEGIN):
-        raise ValueError(f"needs {BEGIN} and then {END}, once each")
-    head, rest = text.split(BEGIN)
-    body, tail = rest.split(END)
-    return head + BEGIN, body.strip("\n"), END + tail
+    """`markdown.split` of the block that this script writes."""
+    return markdown.split(text, BLOCK)
 
 
 def main(arguments: Sequence[str] | None = None, root: pathlib.Path = ROOT) -> int:

@@ -15,7 +15,6 @@ import dataclasses
 import functools
 import os
 import pathlib
-import re
 import statistics
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -27,9 +26,10 @@ from cute_kernels.budget.ranks import ASSUMED_NVLINK, Exchange, Link, crossing_r
 from fp8_mla.formats import V3_2  # noqa: E402
 from scripts.bench import gqa as bench_gqa  # noqa: E402
 from scripts.bench import mla as bench_mla  # noqa: E402
+from scripts.bench.report import markdown  # noqa: E402
 
 PAGE = ROOT / "docs" / "users" / "context_parallel.md"
-MARKS = ("<!-- context-parallel:begin -->\n", "<!-- context-parallel:end -->")
+BLOCK = "context-parallel"
 RANKS, CONTEXT = 8, 1 << 20
 BATCHES = (1, 2, 4, 8, 16, 32, 64)
 MLA_HEADS, MLA_D = 128, 512
@@ -144,10 +144,8 @@ def _replayed_us(call: Callable[[], object]) -> float:
 
 
 def filled(page: str) -> str:
-    """The page with the table between its marks."""
-    begin, end = MARKS
-    text = "\n".join([*table(), "", *crossings()])
-    return re.sub(f"{re.escape(begin)}.*?{re.escape(end)}", lambda _: f"{begin}{text}\n{end}", page, flags=re.DOTALL)
+    """The page with the table between its marks; raises as `markdown.fill`."""
+    return markdown.fill(page, BLOCK, "\n".join([*table(), "", *crossings()]))
 
 
 def _line(cells: Sequence[str]) -> str:

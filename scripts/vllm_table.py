@@ -12,7 +12,6 @@ import argparse
 import functools
 import json
 import pathlib
-import re
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -21,9 +20,10 @@ ROOT = pathlib.Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # runs from a checkout, installed or not
 
 from scripts.bench import svg  # noqa: E402
-from scripts.bench.report import vllm  # noqa: E402
+from scripts.bench.report import markdown, vllm  # noqa: E402
 
-MARKS = ("<!-- vllm:begin -->\n", "<!-- vllm:end -->")
+BLOCK = "vllm"
+MARKS = markdown.marks(BLOCK)
 PLOT = "vllm_speed.svg"
 
 
@@ -33,22 +33,11 @@ def records(root: pathlib.Path) -> list[dict[str, Any]]:
 
 
 def filled(page: str, found: Sequence[dict[str, Any]], plot: bool) -> str:
-    """The page with the tables between its marks.
-
-    Raises:
-        ValueError: it has no marks.
-    """
-    begin, end = MARKS
+    """The page with the tables between its marks; raises as `markdown.fill`."""
     blocks = vllm.page(list(found))
     if plot:
         blocks += ["", f"![Milliseconds a token of each backend](../img/{PLOT})"]
-    text = "\n".join(blocks)
-    new, count = re.subn(
-        f"{re.escape(begin)}.*?{re.escape(end)}", lambda _: f"{begin}{text}\n{end}", page, flags=re.DOTALL
-    )
-    if count != 1:
-        raise ValueError(f"needs one pair of marks, {begin.strip()} and {end}; has {count}")
-    return new
+    return markdown.fill(page, BLOCK, "\n".join(blocks))
 
 
 def main(arguments: Sequence[str] | None = None, root: pathlib.Path = ROOT) -> int:

@@ -178,12 +178,12 @@ def combine_with_peers(rows: Rows, buffer: _Buffer, target: Target) -> tuple[tor
 
 def _shared_of(member: Member, device: torch.device) -> _Shared:
     group = _group_of(member)
-    of_group = _shared.get(group)
-    if of_group is None or device not in of_group:
+    by_device = _shared.get(group)
+    if by_device is None or device not in by_device:
         with _making:
-            of_group = _shared.setdefault(group, {})
-            of_group.setdefault(device, _Shared())
-    return of_group[device]
+            by_device = _shared.setdefault(group, {})
+            by_device.setdefault(device, _Shared())
+    return by_device[device]
 
 
 def _make(shared: _Shared, member: Member, device: torch.device, half_bytes: int) -> None:
@@ -214,18 +214,18 @@ def _make(shared: _Shared, member: Member, device: torch.device, half_bytes: int
 def _agree(member: Member, reason: str) -> str:
     """The first rank's reason that is not empty."""
     reasons = _gathered(member, reason)
-    return next((f"rank {rank}: {of_it}" for rank, of_it in enumerate(reasons) if of_it), "")
+    return next((f"rank {rank}: {own}" for rank, own in enumerate(reasons) if own), "")
 
 
 def _obstacle(member: Member, device: torch.device) -> str:
     """What can be told without trying: ranks on several hosts, or GPUs without access to each other."""
     uuid = str(getattr(torch.cuda.get_device_properties(device), "uuid", ""))
-    of_ranks = _gathered(member, (socket.gethostname(), uuid))
-    hosts = sorted({host for host, _ in of_ranks})
+    ranks = _gathered(member, (socket.gethostname(), uuid))
+    hosts = sorted({host for host, _ in ranks})
     if len(hosts) > 1:
         return f"they are on several hosts, {', '.join(hosts)}"
     visible = {str(torch.cuda.get_device_properties(i).uuid): i for i in range(torch.cuda.device_count())}
-    for rank, (_, uuid) in enumerate(of_ranks):
+    for rank, (_, uuid) in enumerate(ranks):
         peer = visible.get(uuid, device.index)
         if peer != device.index and not torch.cuda.can_device_access_peer(device.index, peer):
             return f"GPU {device.index} has no access to GPU {peer} of rank {rank}"

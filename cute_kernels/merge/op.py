@@ -16,7 +16,7 @@ from cute_kernels.runtime.compile import get_kernel
 from cute_kernels.runtime.launch import PreparedLaunches, launch_or_explain
 from cute_kernels.runtime.ops import register_op
 
-_DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
+DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 _TENSORS = ("outs", "lses", "s_aux", "out", "lse")
 
 
@@ -110,8 +110,8 @@ def _prepare(
         rows=rows,
         num_states=shape[0],
         d=shape[-1],
-        in_dtype=_DTYPES[outs.dtype],
-        out_dtype=_DTYPES[out.dtype],
+        in_dtype=DTYPES[outs.dtype],
+        out_dtype=DTYPES[out.dtype],
         has_sink=s_aux is not None,
     )
     kernel = get_kernel(spec)
@@ -142,7 +142,7 @@ def _check(
     if s_aux is not None:
         require(len(shape) >= 3, "s_aux", f"outs of shape {shape}", "outs (n, ..., heads, d)")
         check_tensor("s_aux", s_aux, dtype=torch.float32, shape=shape[-2:-1], device=device)
-    check_tensor("out", out, dtype=tuple(_DTYPES), shape=shape[1:], device=device, align=VECTOR_BYTES,
+    check_tensor("out", out, dtype=tuple(DTYPES), shape=shape[1:], device=device, align=VECTOR_BYTES,
                  unit_last_stride=True)  # fmt: skip
     check_tensor("lse", lse, dtype=torch.float32, shape=shape[1:-1], device=device)
     require(lse.numel() < 2**31, "outs", f"shape {shape}", "fewer than 2^31 rows")
@@ -153,7 +153,7 @@ def _check(
 
 
 def _check_outs(outs: torch.Tensor) -> None:
-    check_tensor("outs", outs, dtype=tuple(_DTYPES))
+    check_tensor("outs", outs, dtype=tuple(DTYPES))
     shape = tuple(outs.shape)
     require(len(shape) >= 2, "outs", f"shape {shape}", "(n, ..., d)")
     require(shape[0] >= 1, "outs", f"shape {shape}", "at least one state")

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from cute_kernels.merge.op import DTYPES
 from cute_kernels.merge.peers_spec import CTAS, FLAG_BYTES, MAX_RANKS, PeerMergeSpec
 from cute_kernels.merge.spec import VECTOR_BYTES
 from cute_kernels.runtime.arch import require_sm90
@@ -14,9 +15,7 @@ from cute_kernels.runtime.checks import require
 from cute_kernels.runtime.compile import get_kernel
 from cute_kernels.runtime.launch import PreparedLaunches
 
-MAX_PEERS = MAX_RANKS
 NUM_COUNTS = CTAS
-_DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 _MAX_DIMS = 4  # of out: batch, s, heads, d
 _prepared: PreparedLaunches[tuple[Any, ...], Callable[..., None]] = PreparedLaunches()
 
@@ -119,4 +118,4 @@ def _merge_nothing(*arguments: Any) -> None:
 
 
 def _spec(d: int, dtype: torch.dtype, s_aux: torch.Tensor | None) -> PeerMergeSpec:
-    return PeerMergeSpec(d, _DTYPES.get(dtype, str(dtype)), has_sink=s_aux is not None)
+    return PeerMergeSpec(d, DTYPES.get(dtype, str(dtype)), has_sink=s_aux is not None)

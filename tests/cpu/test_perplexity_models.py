@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from scripts import perplexity
 from scripts.bench.perplexity import caches, job, measure, models, page, real, text
 from scripts.bench.perplexity.caches import GQA_FORMATS, LATENT_FORMATS
 from scripts.bench.progress import Progress
+from tests.support.threads import one_thread as one_thread
 
 TINY = {
     "gqa": models.Size(layers=2, heads=4, kv_heads=2, hidden=32, intermediate=32),
@@ -25,14 +25,6 @@ TINY = {
 PREFIX = 10
 WITH_OP = [gqa_format for gqa_format in GQA_FORMATS if gqa_format.dtype != torch.float32]
 LATENTS = [(model, name) for model, names in LATENT_FORMATS.items() for name in names if name.startswith("v")]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def draw(*shape: int, seed: int = 0) -> torch.Tensor:

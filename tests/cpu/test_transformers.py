@@ -26,18 +26,10 @@ from cute_kernels.integrations import transformers as cute
 from cute_kernels.integrations import transformers_cache
 from tests.support import tiny_models
 from tests.support.accuracy_table import int8_error
+from tests.support.threads import one_thread as one_thread
 
 ROOT = Path(__file__).resolve().parents[2]
 NEW = 12  # tokens that are generated
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """Threads of torch wait for each other in models as small as these, for minutes where cores are busy."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture

@@ -5,7 +5,6 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,20 +19,12 @@ from scripts.bench import vllm_models
 from scripts.bench.vllm_pool import Job, Pool
 from tests.support import tiny_models, vllm_cpu_jobs
 from tests.support.accuracy_table import int8_error
+from tests.support.threads import one_thread as one_thread
 
 ROOT = Path(__file__).resolve().parents[2]
 NEW = 12  # tokens that are generated
 INT8 = "int8_per_token_head"
 LENGTHS = (5, 12, 30, 40)  # of prompts; 32 tokens a step, so the longer ones come in parts and meet decoding requests
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """Threads of torch wait for each other in models as small as these."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def prompts() -> list[list[int]]:

@@ -112,9 +112,9 @@ def check(
         error = out.double() - expected
         if by_element:
             caches = [(main, name)] + ([(extra, extra_name)] if extra is not None and extra_name else [])
-            of_p = magnitudes(q, caches, expected_lse, options.get("softmax_scale"))
+            sums = magnitudes(q, caches, expected_lse, options.get("softmax_scale"))
             # P as float16, then times a scale as bfloat16; the result as bfloat16
-            assert (error.abs() <= (2.0**-11 + 2.0**-9 + 2.0**-14) * of_p + 2.0**-9 * 1.01 * expected.abs()).all()
+            assert (error.abs() <= (2.0**-11 + 2.0**-9 + 2.0**-14) * sums + 2.0**-9 * 1.01 * expected.abs()).all()
         else:
             assert (error.norm() / expected.norm()).item() <= MAX_ERROR
         lse_error = (lse.double() - expected_lse)[has_keys].abs().max().item()
@@ -334,10 +334,10 @@ def test_what_float16_drops_is_small(name: str, heads: int) -> None:
     given = dict(indices=cache.indices, cache_format=name)
     expected, expected_lse = fp8_mla.reference_decode(q, cache.pages, **given)
     out, lse = mla_fp8_decode(q, cache.pages, return_lse=True, **given)
-    of_p = magnitudes(q, [(cache, name)], expected_lse)
+    sums = magnitudes(q, [(cache, name)], expected_lse)
     num_slots = cache.pages.shape[0] * cache.pages.shape[1]
     tokens = fp8_mla.read_pages(cache.pages, torch.arange(num_slots, device="cuda"), token_format=name)
     largest = fp8_mla.unpack(tokens, torch.float32, token_format=name).abs().max().item()
     error = (out.double() - expected).abs()
-    assert (error <= 2.0**-8 * expected.abs() + 2.0**-10 * of_p + 130 * 2.0**-31 * largest).all()
+    assert (error <= 2.0**-8 * expected.abs() + 2.0**-10 * sums + 130 * 2.0**-31 * largest).all()
     assert (lse.double() - expected_lse).abs().max().item() <= 2e-5 + 1e-6 * expected_lse.abs().max().item()

@@ -4,15 +4,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
+from cute_kernels.merge.op import DTYPES
 from cute_kernels.merge.peers_spec import PeerMergeSpec
 from cute_kernels.merge.spec import MergeSpec
 from tests.support import context_workers, peer_ranks, symmetric_workers
 from tests.support.symmetric_workers import MLA, NAMES, SHAPES
 
 pytestmark = pytest.mark.alone  # ranks wait for their turn on the GPU: other processes would make that long
-DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 
 
 def kernel_specs() -> list[Any]:
@@ -42,9 +41,9 @@ def reports(task: str, directory: Path, world_size: int, timeout: float) -> list
     return [found[rank] for rank in range(world_size)]
 
 
-def wrong(of_rank: dict[str, Any]) -> dict[str, Any]:
+def wrong(reported: dict[str, Any]) -> dict[str, Any]:
     """Problems by name, of those that have any."""
-    return {name: problems for name, problems in of_rank.items() if problems}
+    return {name: problems for name, problems in reported.items() if problems}
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
@@ -54,9 +53,9 @@ def test_processes_on_one_gpu_equal_one(world_size: int, tmp_path: Path) -> None
     found = reports("everything", tmp_path, world_size, timeout=120.0)
     names = set(found[0])
     assert len(names) == len(NAMES) + 4 * len(SHAPES) + 3, names
-    for of_rank in found:
-        assert set(of_rank) == names
-        assert not wrong(of_rank)
+    for reported in found:
+        assert set(reported) == names
+        assert not wrong(reported)
 
 
 def test_a_rank_that_never_calls_ends_the_wait(tmp_path: Path) -> None:

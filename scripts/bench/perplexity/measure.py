@@ -124,11 +124,11 @@ def measure(
     sums: dict[str, list[Found]] = {way.name: [] for way in found_ways}
     for rows in windows.split(batch_windows(model, windows)):
         inputs, targets = rows[:, :-1], rows[:, 1:].unsqueeze(-1)
-        of_base = log_probabilities(model, inputs, base.stored)
+        logs = log_probabilities(model, inputs, base.stored)
         for way in found_ways:
-            found = of_base if way is base else log_probabilities(model, inputs, way.stored)
+            found = logs if way is base else log_probabilities(model, inputs, way.stored)
             loss = -found.gather(2, targets).squeeze(-1).mean(dim=1)
-            divergence = (of_base.exp() * (of_base - found)).sum(dim=-1).mean(dim=1)
+            divergence = (logs.exp() * (logs - found)).sum(dim=-1).mean(dim=1)
             sums[way.name].append(Found(loss, divergence))
             after_each()
     return {name: Found(*map(torch.cat, zip(*parts, strict=True))) for name, parts in sums.items()}

@@ -9,7 +9,8 @@ from typing import Any, Final
 
 from scripts.bench.report import markdown
 
-BEGIN, END = "<!-- perplexity:begin -->", "<!-- perplexity:end -->"
+BLOCK: Final = "perplexity"
+BEGIN, END = markdown.marks(BLOCK)
 RECORD: Final = pathlib.Path("results", "accuracy", "perplexity.json")
 """Not results/*.json: those are records of cards."""
 PAGE: Final = pathlib.Path("docs", "users", "accuracy.md")
@@ -109,12 +110,5 @@ def block(record: Mapping[str, Any]) -> str:
 
 
 def fill(text: str, record: Mapping[str, Any]) -> str:
-    """The page with the record's table between its markers.
-
-    Raises:
-        ValueError: a marker is missing, occurs twice, or they are in the wrong order.
-    """
-    if text.count(BEGIN) != 1 or text.count(END) != 1 or text.index(END) < text.index(BEGIN):
-        raise ValueError(f"needs {BEGIN} and then {END}, once each")
-    head, tail = text[: text.index(BEGIN)], text[text.index(END) :]
-    return f"{head}{BEGIN}\n{block(record)}\n{tail}"
+    """The page with the record's table between its marks; raises as `markdown.fill`."""
+    return markdown.fill(text, BLOCK, block(record))

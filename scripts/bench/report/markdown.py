@@ -1,4 +1,6 @@
-"""Markdown tables, and how figures are written in them. Every page that a script writes takes its tables from here.
+"""Markdown tables, how figures are written in them, and the block of a page that a script writes.
+
+Every page that a script writes takes its tables from here.
 
 `tabulate` pads each cell to the width of its column. These tables do not: one longer cell is a diff of one line.
 """
@@ -22,6 +24,31 @@ def paragraphs(*blocks: list[str]) -> list[str]:
     for block in filter(None, blocks):
         lines += [*([""] if lines else []), *block]
     return lines
+
+
+def marks(name: str) -> tuple[str, str]:
+    """What stands before and after the block of that name."""
+    return f"<!-- {name}:begin -->", f"<!-- {name}:end -->"
+
+
+def split(text: str, name: str) -> tuple[str, str, str]:
+    """A page up to the first mark of a block, what is between both, and the page from the second one on.
+
+    Raises:
+        ValueError: a mark is missing, occurs twice, or they are in the wrong order.
+    """
+    begin, end = marks(name)
+    if text.count(begin) != 1 or text.count(end) != 1 or text.index(end) < text.index(begin):
+        raise ValueError(f"needs {begin} and then {end}, once each: a page needs one pair of marks")
+    head, rest = text.split(begin)
+    body, tail = rest.split(end)
+    return head + begin, body.strip("\n"), end + tail
+
+
+def fill(text: str, name: str, block: str) -> str:
+    """The page with that text as its block; raises as `split`."""
+    head, _, tail = split(text, name)
+    return f"{head}\n{block}\n{tail}"
 
 
 def short(value: float | None) -> str:

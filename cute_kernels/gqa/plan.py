@@ -16,8 +16,11 @@ from cute_kernels.gqa.spec import (
     GqaDecodeSpec,
 )
 
-RANGE_OVERHEAD = 2.0
-"""What a range costs besides its key tiles (load Q, add up the warps, write and merge a partial), in key tiles."""
+# What is not key tiles, in key tiles, from 64 x 8192, 256 x 512 and 16 x 4096 in 16 to 66 ranges (docs/journal/gqa_decode.md).
+RANGE_TILES = 2.0  # a range: Q, page numbers and scales of its first tiles
+CUT_TILES = 1.25  # an end of a range within a sequence: a partial, written and merged
+SEQUENCE_TILES = 0.3  # each sequence of a range after its first
+MOST_SPEED = 0.93  # of the time that a tile takes when all CTAs read: that of one where some have no work
 
 INT32_MAX = 2**31 - 1
 
@@ -173,7 +176,7 @@ def plan_decode(
         splits, total = 0, tiles * batch
         # the device computes range * tile in 32 bits
         candidates = range(1, max(1, min(MAX_RANGES, total, INT32_MAX // total - 1)) + 1)
-        ranges = min(candidates, key=lambda n: (_estimate_tiles(heads * n, most_ctas, total / n), n))
+        ranges = min(candidates, key=lambda n: (_estimate_tiles(n, heads, most_ctas, batch, tiles), n))
         work_tiles, shared = heads * ranges, ranges > 1
     return DecodePlan(
         ranges=ranges,
@@ -185,7 +188,15 @@ def plan_decode(
     )
 
 
-def _estimate_tiles(work_tiles: int, ctas: int, tiles: float) -> float:
-    """Predicted time of a launch in key tiles: rounds of CTAs x (tiles of a range + RANGE_OVERHEAD)."""
-    rounds = -(-work_tiles // ctas)
-    return rounds * (tiles + RANGE_OVERHEAD)
+def _estimate_tiles(ranges: int, heads: int, ctas: int, batch: int, sequence_tiles: int) -> float:
+    """Predicted time of a launch, where all sequences have the greatest length, in key tiles of a CTA.
+
+    The memory is busy as long as most CTAs read, so a few without work cost nothing; what begins and ends with a range
+    or a sequence does.
+    """
+    total, work_tiles = batch * sequence_tiles, heads * ranges
+    rounds, length = -(-work_tiles // ctas), total / ranges
+    cuts = 0 if length % sequence_tiles == 0 else 1 if batch == 1 or sequence_tiles % length == 0 else 2
+    sequences = -(-length // sequence_tiles)  # that a range meets
+    each = RANGE_TILES + CUT_TILES * cuts + SEQUENCE_TILES * (sequences - 1)
+    return max(MOST_SPEED * rounds * length, total * heads / ctas) + rounds * each

@@ -9,7 +9,7 @@ from cute_kernels.gqa.kernels.arguments import Call, KeyRange, QueryBlock, Scrat
 from cute_kernels.gqa.kernels.barriers import NamedBarrier
 from cute_kernels.gqa.kernels.epilogue import Epilogue
 from cute_kernels.gqa.kernels.fragments import ScoreTerms, SoftmaxState, Thread, TileKeys
-from cute_kernels.gqa.kernels.load_q import LoadQ
+from cute_kernels.gqa.kernels.load_q import LoadQ, QueryRows
 from cute_kernels.gqa.kernels.merge import Merge, SharedSequence
 from cute_kernels.gqa.kernels.qk import QK
 from cute_kernels.gqa.kernels.scheduler import Scheduler, WorkList, WorkTile
@@ -43,17 +43,21 @@ class ConsumerWarp:
         ctas, _, _ = cute.arch.grid_dim()
         survey = self.scheduler.survey(work_list, lane)
         state, terms = self._registers()
+        rows = self.q.registers()
         slot, buffer = RingSlot(Int32(0), Int32(0)), Int32(0)
         for index in cutlass.range(cta, work_list.work.num_work_tiles, ctas, unroll=1):
             work_tile = self.scheduler.work_tile(work_list, index)
             b, offset, left, line = self.scheduler.assignment(work_list, survey, work_tile.range)
+            if left > 0:
+                self.q.fetch(rows, call, query_block(b, work_tile, work_list), thread)
             if const_expr(spec.cluster > 1):
                 slot = self.decode_with_cluster(
-                    call, work_list, work_tile, state, terms, smem, slot, b, offset, left, thread
+                    call, work_list, work_tile, state, terms, rows, smem, slot, b, offset, left, thread
                 )
                 left = Int32(0)
+            given = work_list.mLengths[b]
             while left > 0:
-                length, first, tiles = self.scheduler.extent(work_list, b)
+                length, first, tiles = self.scheduler.extent_of(work_list, given)
                 stop = cutlass.min(offset + left, tiles)
                 left -= stop - offset
                 # two buffers in turn: slow warps may still read the constants of the sequence before
@@ -61,7 +65,11 @@ class ConsumerWarp:
                 buffer ^= 1
                 query = query_block(b, work_tile, work_list)
                 key_range = KeyRange(first + offset, first + stop, length)
-                slot = self.attend_range(call, state, terms, smem, constants, slot, query, key_range, thread)
+                self.begin(call, state, terms, rows, smem, constants, query, length, thread)
+                if left > 0:
+                    given = work_list.mLengths[b + 1]
+                    self.q.fetch(rows, call, query_block(b + 1, work_tile, work_list), thread)
+                slot = self.attend_range(call, state, terms, smem, slot, query, key_range, thread)
                 self.epilogue.gather_warps(state, smem, thread)
                 whole = offset == 0 and stop == tiles
                 if whole:
@@ -89,6 +97,7 @@ class ConsumerWarp:
         work_tile: WorkTile,
         state: SoftmaxState,
         terms: ScoreTerms,
+        rows: QueryRows,
         smem: SmemViews,
         slot: RingSlot,
         b: Int32,
@@ -100,7 +109,8 @@ class ConsumerWarp:
         length, first, _ = self.scheduler.extent(work_list, b)
         query = query_block(b, work_tile, work_list)
         key_range = KeyRange(first + offset, first + offset + tiles, length)
-        slot = self.attend_range(call, state, terms, smem, smem.constants, slot, query, key_range, thread)
+        self.begin(call, state, terms, rows, smem, smem.constants, query, length, thread)
+        slot = self.attend_range(call, state, terms, smem, slot, query, key_range, thread)
         self.epilogue.gather_warps(state, smem, thread)
         self.merge.merge_cluster(smem, call.tensors, smem.constants, query, thread.tidx)
         return slot
@@ -115,24 +125,38 @@ class ConsumerWarp:
         return SoftmaxState(acc_o, row_max, row_sum), ScoreTerms(factor, slope, position)
 
     @cute.jit
+    def begin(
+        self,
+        call: Call,
+        state: SoftmaxState,
+        terms: ScoreTerms,
+        rows: QueryRows,
+        smem: SmemViews,
+        constants: cute.Pointer,
+        query: QueryBlock,
+        length: Int32,
+        thread: Thread,
+    ):
+        """Q of a sequence in shared memory, its constants, and a clear state."""
+        self.q.store(rows, smem.q, constants, thread)
+        cute.arch.barrier(barrier_id=NamedBarrier.CONSUMERS, number_of_threads=32 * self.spec.warps)
+        self.softmax.start(state, terms, constants, call.scoring, query, length, thread.lane)
+
+    @cute.jit
     def attend_range(
         self,
         call: Call,
         state: SoftmaxState,
         terms: ScoreTerms,
         smem: SmemViews,
-        constants: cute.Pointer,
         slot: RingSlot,
         query: QueryBlock,
         key_range: KeyRange,
         thread: Thread,
     ) -> RingSlot:
-        """This warp's keys of all tiles of a range, from a clear state; returns the slot after them."""
+        """This warp's keys of all tiles of a range; returns the slot after them."""
         stage, phase = slot
         length, tiles = key_range.length, smem.tiles
-        self.q.load(call.tensors, call.k_scales, call.v_scales, smem.q, constants, query, thread)
-        cute.arch.barrier(barrier_id=NamedBarrier.CONSUMERS, number_of_threads=32 * self.spec.warps)
-        self.softmax.start(state, terms, constants, call.scoring, query, length, thread.lane)
         if length > 0:
             for tile in cutlass.range(key_range.start, key_range.stop, unroll=1):
                 cute.arch.mbarrier_wait(smem.full + stage, phase)

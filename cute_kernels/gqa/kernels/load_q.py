@@ -1,10 +1,12 @@
 """Q of a consumer warp: into shared memory as fragments of B, scaled into the range of float16, with constants."""
 
+from typing import NamedTuple
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 
-from cute_kernels.gqa.kernels.arguments import QueryBlock, Scales, Tensors
+from cute_kernels.gqa.kernels.arguments import Call, QueryBlock
 from cute_kernels.gqa.kernels.fragments import Thread
 from cute_kernels.gqa.kernels.scales import load_scale
 from cute_kernels.gqa.kernels.smem import DTYPES, O_SCALE, S_SCALE, SINK, column_constants
@@ -13,57 +15,80 @@ from cute_kernels.gqa.spec import GqaDecodeSpec
 Q_EXPONENT = 14  # of the largest value of a row of Q in float16, whose largest exponent is 15
 
 
+class QueryRows(NamedTuple):
+    """What a thread loads of a block of query rows, in registers, on its way to shared memory.
+
+    raw      4 neighbours of a row of Q, for each 128 columns and each round
+    sink     of the row of each round
+    k_scale  of K of the head; 1 where scales are finer
+    v_scale  of V
+    """
+
+    raw: cute.Tensor
+    sink: cute.Tensor
+    k_scale: cute.Tensor
+    v_scale: cute.Tensor
+
+
 class LoadQ:
-    """Device code that all consumer warps run at the start of a sequence."""
+    """Device code that all consumer warps run for each sequence.
+
+    A sequence of 512 tokens is read in 4 us, and a load that misses the L2 cache waits for 1 to 2 of them in the queue
+    of the memory. So `fetch` starts the loads of a sequence before the key tiles of the one before it.
+    """
 
     def __init__(self, spec: GqaDecodeSpec):
         self.spec = spec
         self.dtype = DTYPES[spec.k_operand]
         self.scale_dtype = DTYPES[spec.scale_dtype]
+        self.pieces = max(spec.d // 128, 1)
+        self.lanes = min(spec.d // 4, 32)
+        self.rounds = max(spec.columns // spec.warps, 1)
+
+    def registers(self) -> QueryRows:
+        """Room for what `fetch` loads."""
+        raw = cute.make_rmem_tensor((4, self.pieces, self.rounds), DTYPES[self.spec.q_dtype])
+        sink = cute.make_rmem_tensor(self.rounds, Float32)
+        k_scale, v_scale = (cute.make_rmem_tensor(1, Float32) for _ in range(2))
+        k_scale.fill(1.0)
+        v_scale.fill(1.0)
+        return QueryRows(raw, sink, k_scale, v_scale)
 
     @cute.jit
-    def load(
-        self,
-        tensors: Tensors,
-        k_scales: Scales,
-        v_scales: Scales,
-        sQ: cute.Pointer,
-        constants: cute.Pointer,
-        query: QueryBlock,
-        thread: Thread,
-    ):
-        """Columns w, w + warps, ... of Q into shared memory, and the constants of these columns.
+    def fetch(self, rows: QueryRows, call: Call, query: QueryBlock, thread: Thread):
+        """Starts the loads of columns w, w + warps, ... of Q, and of what belongs to them.
 
-        All loads from global memory start together: a launch may find none of it in the L2 cache. Columns past the last
-        row repeat it; nobody stores their results.
+        Columns past the last row repeat it; nobody stores their results.
         """
         spec = self.spec
         w, lane, _ = thread
         b, kv_head, block, ratio, s_q = query
-        rows = ratio.divisor * s_q
-        pieces, lanes = max(spec.d // 128, 1), min(spec.d // 4, 32)
-        rounds = const_expr(max(spec.columns // spec.warps, 1))
-        words = cute.make_tensor(cute.recast_ptr(sQ, dtype=Int32), cute.make_layout(spec.columns * spec.d // 2))
-        sConstants = column_constants(spec, constants)
-        raw = cute.make_rmem_tensor((4, pieces, rounds), tensors.mQ.element_type)
-        sink = cute.make_rmem_tensor(rounds, Float32)
-        k_head_scale, v_head_scale = Float32(1.0), Float32(1.0)
+        k_scales, v_scales = call.k_scales, call.v_scales
         if const_expr(spec.k_scales == "head"):
-            k_head_scale = load_scale(self.scale_dtype, k_scales.address, Int64(kv_head) * k_scales.head).to(Float32)
+            rows.k_scale[0] = load_scale(self.scale_dtype, k_scales.address, Int64(kv_head) * k_scales.head).to(Float32)
         if const_expr(spec.v_scales == "head"):
-            v_head_scale = load_scale(self.scale_dtype, v_scales.address, Int64(kv_head) * v_scales.head).to(Float32)
-        for i in cutlass.range_constexpr(rounds):
-            row = cutlass.min(block * spec.columns + w + spec.warps * i, rows - 1)
+            rows.v_scale[0] = load_scale(self.scale_dtype, v_scales.address, Int64(kv_head) * v_scales.head).to(Float32)
+        for i in cutlass.range_constexpr(self.rounds):
+            row = cutlass.min(block * spec.columns + w + spec.warps * i, ratio.divisor * s_q - 1)
             token, r = divmod(row, ratio)
             head = kv_head * ratio.divisor + r
-            sink[i] = tensors.mSink[head]
-            for p in cutlass.range_constexpr(pieces):
-                pointer = tensors.mQ[b, token, head, None].iterator + cute.assume(4 * (lane % lanes) + 128 * p, divby=4)
-                cute.autovec_copy(cute.make_tensor(pointer, cute.make_layout(4)), raw[None, p, i])
-        for i in cutlass.range_constexpr(rounds):
+            rows.sink[i] = call.tensors.mSink[head]
+            for p in cutlass.range_constexpr(self.pieces):
+                four = cute.assume(4 * (lane % self.lanes) + 128 * p, divby=4)
+                pointer = call.tensors.mQ[b, token, head, None].iterator + four
+                cute.autovec_copy(cute.make_tensor(pointer, cute.make_layout(4)), rows.raw[None, p, i])
+
+    @cute.jit
+    def store(self, rows: QueryRows, sQ: cute.Pointer, constants: cute.Pointer, thread: Thread):
+        """What `fetch` has loaded into shared memory: Q as fragments of B, and the constants of its columns."""
+        spec, lanes = self.spec, self.lanes
+        w, lane, _ = thread
+        words = cute.make_tensor(cute.recast_ptr(sQ, dtype=Int32), cute.make_layout(spec.columns * spec.d // 2))
+        sConstants = column_constants(spec, constants)
+        for i in cutlass.range_constexpr(self.rounds):
             n = w + spec.warps * i
-            values = raw[None, None, i].load().to(Float32)
-            s_scale = k_head_scale
+            values = rows.raw[None, None, i].load().to(Float32)
+            s_scale = rows.k_scale[0]
             if const_expr(spec.bytes_cache):
                 largest = values.reduce(cute.ReductionOp.MAX, Float32(0.0), 0)
                 smallest = values.reduce(cute.ReductionOp.MIN, Float32(0.0), 0)
@@ -71,15 +96,15 @@ class LoadQ:
                 exponent = cutlass.max((largest.bitcast(Int32) >> 23) & 0xFF, Q_EXPONENT + 1)
                 values = values * ((254 + Q_EXPONENT - exponent) << 23).bitcast(Float32)
                 s_scale *= ((exponent - Q_EXPONENT) << 23).bitcast(Float32)
-            rounded = cute.make_rmem_tensor((4, pieces), self.dtype)
+            rounded = cute.make_rmem_tensor((4, self.pieces), self.dtype)
             rounded.store(values.to(self.dtype))
             if n < spec.columns:
                 if lane == 0:
                     sConstants[n, S_SCALE] = s_scale
-                    sConstants[n, SINK] = sink[i]
-                    sConstants[n, O_SCALE] = v_head_scale
+                    sConstants[n, SINK] = rows.sink[i]
+                    sConstants[n, O_SCALE] = rows.v_scale[0]
                 if lane < lanes:
-                    for p in cutlass.range_constexpr(pieces):
+                    for p in cutlass.range_constexpr(self.pieces):
                         self._store(words, rounded[None, p], n, 4 * (lane % lanes) + 128 * p)
 
     @cute.jit

@@ -5,8 +5,8 @@ import cutlass.cute as cute
 from cutlass import AddressSpace, Int32, Int64, const_expr
 
 from cute_kernels.device.ring import RingSlot, advance
-from cute_kernels.gqa.kernels.arguments import KeyRange, PageTable, Scales
-from cute_kernels.gqa.kernels.scheduler import Scheduler, WorkList
+from cute_kernels.gqa.kernels.arguments import PageTable, Scales
+from cute_kernels.gqa.kernels.scheduler import Assignment, Scheduler, Upcoming, WorkList
 from cute_kernels.gqa.kernels.smem import DTYPES, SmemViews
 from cute_kernels.gqa.spec import GqaDecodeSpec
 
@@ -17,8 +17,8 @@ class ScaleWarp:
     """Fills the scales of the stages of `GqaDecodeKernel`; device code for one warp.
 
     One warp loads the scales of K, another those of V; a lane has `keys` keys of a tile. With 16 MB of tiles in flight
-    on the card a load waits microseconds in the queue of the memory. So loads are `depth` tiles ahead, in registers,
-    and the page numbers that they need another `depth` tiles ahead.
+    on the card a load waits 5 us in the queue of the memory. So loads are `depth` tiles ahead, in registers, and the
+    page numbers that they need another `depth` tiles ahead, also from one sequence to the next.
     """
 
     def __init__(self, spec: GqaDecodeSpec):
@@ -53,16 +53,8 @@ class ScaleWarp:
         for index in cutlass.range(cta, work_list.work.num_work_tiles, ctas, unroll=1):
             work_tile = self.scheduler.work_tile(work_list, index)
             source = self.source(k_scales, v_scales, work_tile.kv_head, is_v)
-            b, offset, left, _ = self.scheduler.assignment(work_list, survey, work_tile.range)
-            while left > 0:
-                length, first, tiles = self.scheduler.extent(work_list, b)
-                stop = cutlass.min(offset + left, tiles)
-                left -= stop - offset
-                if length > 0:
-                    key_range = KeyRange(first + offset, first + stop, length)
-                    slot = self.load_range(source, page_table, smem, slot, b, key_range, is_v, lane)
-                offset = Int32(0)
-                b += 1
+            assigned = self.scheduler.assignment(work_list, survey, work_tile.range)
+            slot = self.load_range(source, work_list, page_table, smem, slot, assigned, is_v, lane)
 
     @cute.jit
     def source(self, k_scales: Scales, v_scales: Scales, kv_head: Int32, is_v) -> Scales:
@@ -77,31 +69,26 @@ class ScaleWarp:
     def load_range(
         self,
         source: Scales,
+        work_list: WorkList,
         page_table: PageTable,
         smem: SmemViews,
         slot: RingSlot,
-        b: Int32,
-        key_range: KeyRange,
+        assigned: Assignment,
         is_v,
         lane: Int32,
     ) -> RingSlot:
-        """Fills the scales of a stage for each tile of a range of sequence b; returns the slot after them."""
+        """Fills the scales of a stage for each tile with keys of a range; returns the slot after them."""
         spec = self.spec
         stage, phase = slot
-        start, stop, length = key_range
         raw = cute.make_rmem_tensor((self.keys, self.loads, self.depth), self.dtype)
-        entries = cute.make_rmem_tensor((self.keys, self.depth), Int32)
+        entries, rows = (cute.make_rmem_tensor((self.keys, self.depth), Int32) for _ in range(2))
         groups = cutlass.select_(is_v, Int32(self.v_groups), Int32(self.k_groups))
         shift = cutlass.select_(is_v, Int32(self.k_groups * self.tile), Int32(0))  # scales of V follow those of K
-        for d in cutlass.range_constexpr(self.depth):
-            self.read_entries(entries[None, d], page_table, b, start + d, length, lane)
-        for d in cutlass.range_constexpr(self.depth):
-            self.load(raw[None, None, d], entries[None, d], source, page_table, start + d, length, groups, lane)
-            self.read_entries(entries[None, d], page_table, b, start + d + self.depth, length, lane)
-        for first in cutlass.range(start, stop, self.depth, unroll=1):
+        ahead = self.scheduler.first_upcoming(work_list, assigned)
+        found, loaded, stored, turn = Int32(0), Int32(0), Int32(0), Int32(0)  # tiles; turns of `depth` tiles
+        while turn < 2 or stored < found:
             for d in cutlass.range_constexpr(self.depth):
-                tile = first + d
-                if tile < stop:
+                if turn >= 2 and stored < found:
                     cute.arch.mbarrier_wait(smem.empty + stage, phase ^ 1)
                     sScale = cute.make_tensor(
                         smem.scales + stage * spec.scale_values + shift,
@@ -113,45 +100,55 @@ class ScaleWarp:
                                 sScale[lane, i, g] = raw[i, g, d].to(cutlass.Float32)
                     cute.arch.mbarrier_arrive(smem.full + stage)
                     phase, stage = advance(phase, stage, spec.stages)
-                    ahead = tile + self.depth
-                    self.load(raw[None, None, d], entries[None, d], source, page_table, ahead, length, groups, lane)
-                    self.read_entries(entries[None, d], page_table, b, ahead + self.depth, length, lane)
+                    stored += 1
+                if turn >= 1 and loaded < found:
+                    self.load(raw[None, None, d], entries[None, d], rows[None, d], source, page_table, groups)
+                    loaded += 1
+                if ahead.tile < ahead.stop:
+                    ahead = self.find_rows(entries[None, d], rows[None, d], work_list, page_table, ahead, lane)
+                    found += 1
+            turn += 1
         return RingSlot(stage, phase)
 
-    def _key(self, tile, i: int, length, lane):
-        """The lane's i-th key of a tile; past the last token, the last token."""
-        return cutlass.max(cutlass.min(tile * self.tile + i * WARP + lane, length - 1), 0)
-
     @cute.jit
-    def read_entries(
-        self, entries: cute.Tensor, page_table: PageTable, b: Int32, tile: Int32, length: Int32, lane: Int32
-    ):
-        """Starts the loads of the page numbers of this lane's keys; without pages, the number of the sequence."""
+    def find_rows(
+        self,
+        entries: cute.Tensor,
+        rows: cute.Tensor,
+        work_list: WorkList,
+        page_table: PageTable,
+        ahead: Upcoming,
+        lane: Int32,
+    ) -> Upcoming:
+        """Starts the loads of the page numbers of this lane's keys of the tile ahead, and says which rows of the pages.
+
+        Past the last token: the last token. Without pages an entry is the number of the sequence. Returns the tile
+        after it.
+        """
         for i in cutlass.range_constexpr(self.keys):
+            key = cutlass.min(ahead.tile * self.tile + i * WARP + lane, ahead.length - 1)
+            entries[i], rows[i] = ahead.sequence, key
             if const_expr(self.spec.paged):
-                entries[i] = page_table.mTable[b, self._key(tile, i, length, lane) >> page_table.shift]
-            else:
-                entries[i] = b
+                entries[i] = page_table.mTable[ahead.sequence, key >> page_table.shift]
+                rows[i] = key & (page_table.page_size - 1)
+        return self.scheduler.skip_ended(work_list, ahead._replace(tile=ahead.tile + 1))
 
     @cute.jit
     def load(
         self,
         raw: cute.Tensor,
         entries: cute.Tensor,
+        rows: cute.Tensor,
         source: Scales,
         page_table: PageTable,
-        tile: Int32,
-        length: Int32,
         groups: Int32,
-        lane: Int32,
     ):
         """Starts the loads of the scales of this lane's keys: (key, group)."""
         for i in cutlass.range_constexpr(self.keys):
-            key, entry = self._key(tile, i, length, lane), entries[i]
+            entry = entries[i]
             if const_expr(self.spec.paged):
                 entry = cutlass.min(cutlass.max(entry, 0), page_table.num_pages - 1)
-                key = key & (page_table.page_size - 1)
-            offset = Int64(entry) * source.outer + Int64(key) * source.row
+            offset = Int64(entry) * source.outer + Int64(rows[i]) * source.row
             for g in cutlass.range_constexpr(self.loads):
                 element = offset + Int64(cutlass.min(Int32(g), groups - 1)) * source.group
                 raw[i, g] = load_scale(self.dtype, source.address, element)

@@ -61,6 +61,22 @@ class WorkTile(NamedTuple):
     range: Int32
 
 
+class Upcoming(NamedTuple):
+    """A key tile ahead of what a role works on, in the tiles with keys of a range, one sequence after the other.
+
+    sequence, tile  of it
+    stop            the sequence's tiles in this range end before that one
+    left            tiles of the range after them, those of sequences without keys included
+    length          keys of the sequence
+    """
+
+    sequence: Int32
+    tile: Int32
+    stop: Int32
+    left: Int32
+    length: Int32
+
+
 class Assignment(NamedTuple):
     """Where a range begins: `offset` tiles into a sequence, whose first tile is at `line` of the line; `tiles` long."""
 
@@ -98,11 +114,15 @@ class Scheduler:
         kv_head, block = divmod(head_block, divisors.blocks)
         return WorkTile(kv_head, block, head_block, r)
 
-    @cute.jit
     def extent(self, work_list: WorkList, b: Int32) -> Extent:
         """Extent of sequence b."""
+        return self.extent_of(work_list, work_list.mLengths[b])
+
+    @cute.jit
+    def extent_of(self, work_list: WorkList, length: Int32) -> Extent:
+        """Extent of a sequence of a length as the caller gives it."""
         sizes, keys = work_list.sizes, self.spec.keys_per_tile
-        length = cutlass.min(cutlass.max(work_list.mLengths[b], 0), sizes.capacity)
+        length = cutlass.min(cutlass.max(length, 0), sizes.capacity)
         first = cutlass.max(length - sizes.s_q - sizes.window + 1, 0) // keys
         tiles = cutlass.max(cute.ceil_div(length, keys) - first, 1)
         return Extent(length, first, tiles)
@@ -134,6 +154,30 @@ class Scheduler:
             offset = tiles * rank // self.spec.cluster
             return Assignment(b, offset, tiles * (rank + 1) // self.spec.cluster - offset, Int32(0))
         return self._range_of_line(work_list, survey, r)
+
+    @cute.jit
+    def first_upcoming(self, work_list: WorkList, assigned: Assignment) -> Upcoming:
+        """The first tile with keys of a range; past `stop` where there is none."""
+        b, offset, left, _ = assigned
+        length, first, tiles = self.extent(work_list, b)
+        stop = cutlass.min(offset + left, tiles)
+        left -= stop - offset
+        tile, stop = first + offset, first + stop
+        if length == 0:
+            stop = tile
+        return self.skip_ended(work_list, Upcoming(b, tile, stop, left, length))
+
+    @cute.jit
+    def skip_ended(self, work_list: WorkList, upcoming: Upcoming) -> Upcoming:
+        """The first tile of the next sequence with keys, where this one has no tile left."""
+        b, tile, stop, left, length = upcoming
+        while tile >= stop and left > 0:
+            b += 1
+            length, tile, tiles = self.extent(work_list, b)
+            count = cutlass.min(left, tiles)
+            left -= count
+            stop = cutlass.select_(length > 0, tile + count, tile)
+        return Upcoming(b, tile, stop, left, length)
 
     @cute.jit
     def _range_of_line(self, work_list: WorkList, survey: Survey, r: Int32) -> Assignment:

@@ -167,13 +167,25 @@ class GqaDecodeSpec:
 
     @property
     def fixed_bytes(self) -> int:
-        """Upper bound of the bytes besides the stages: Q, O of the warps, their row_max and row_sum, barriers."""
-        return self.columns * self.d * 2 + self.warps * self.columns * self.warp_o_stride * 4 + 3072
+        """Upper bound of the bytes besides the stages: Q twice, O of the warps, their row_max and row_sum, barriers."""
+        return 2 * self.columns * self.d * 2 + self.warps * self.columns * self.warp_o_stride * 4 + 3072
 
     @property
     def scale_warps(self) -> int:
-        """Warps that load scales of tokens: one for those of K, one for those of V."""
-        return sum(self.scale_groups(scales) > 0 for scales in (self.k_scales, self.v_scales))
+        """Warps that load scales of tokens: what the load warp leaves of its warpgroup, or one for K and one for V.
+
+        Those that take tiles in turn are no more than stages: a warp that has stored the scales of a tile would else
+        find the stage of its next one two uses behind, and a wait by parity would not see that.
+        """
+        groups = self.scale_groups(self.k_scales) + self.scale_groups(self.v_scales)
+        if self.scale_warps_take_turns:
+            return min(3, self.stages) if groups > 0 else 0
+        return 2
+
+    @property
+    def scale_warps_take_turns(self) -> bool:
+        """Whether a scale warp has all scales of a tile. More than 8 of a key are more than a lane has registers for."""
+        return self.scale_groups(self.k_scales) + self.scale_groups(self.v_scales) <= 8
 
     @property
     def scale_values(self) -> int:

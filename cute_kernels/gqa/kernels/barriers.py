@@ -13,12 +13,13 @@ class NamedBarrier(IntEnum):
 
 
 def barriers(spec: GqaDecodeSpec) -> Rings:
-    """One ring: the stages of K, V and their scales."""
-    loads = 1 + 32 * spec.scale_warps
+    """The stages of K, V and their scales; O of the warps."""
+    loads = 1 + 32 * (min(spec.scale_warps, 1) if spec.scale_warps_take_turns else spec.scale_warps)
     what = "K, V and their scales are in the stage" if spec.scale_warps else "K and V are in the stage"
     return [
         [
             MBarrier("full", loads, spec.stages, spec.copied_bytes, what),
             MBarrier("empty", 32 * spec.warps, spec.stages, 0, "consumers have K and V in registers"),
-        ]
+        ],
+        [MBarrier("o_empty", 32 * spec.warps, 1, 0, "consumers have read the O of all warps")],
     ]

@@ -4,16 +4,15 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 
-from cute_kernels.device.ring import RingSlot, advance
+from cute_kernels.device.ring import RingSlot, advance, use_phase
 from cute_kernels.gqa.kernels.arguments import Call, KeyRange, QueryBlock, Scratch
-from cute_kernels.gqa.kernels.barriers import NamedBarrier
 from cute_kernels.gqa.kernels.epilogue import Epilogue
 from cute_kernels.gqa.kernels.fragments import ScoreTerms, SoftmaxState, Thread, TileKeys
-from cute_kernels.gqa.kernels.load_q import LoadQ, QueryRows
+from cute_kernels.gqa.kernels.load_q import LoadQ
 from cute_kernels.gqa.kernels.merge import Merge, SharedSequence
 from cute_kernels.gqa.kernels.qk import QK
 from cute_kernels.gqa.kernels.scheduler import Scheduler, WorkList, WorkTile
-from cute_kernels.gqa.kernels.smem import NUM_CONSTANTS, SmemViews
+from cute_kernels.gqa.kernels.smem import CONSTANTS_BUFFERS, NUM_CONSTANTS, Q_BUFFERS, SmemViews
 from cute_kernels.gqa.kernels.softmax import Softmax
 from cute_kernels.gqa.kernels.spread_nan import SpreadNan
 from cute_kernels.gqa.spec import KEYS_PER_WARP as KEYS
@@ -44,15 +43,16 @@ class ConsumerWarp:
         survey = self.scheduler.survey(work_list, lane)
         state, terms = self._registers()
         rows = self.q.registers()
-        slot, buffer = RingSlot(Int32(0), Int32(0)), Int32(0)
+        slot, sequences = RingSlot(Int32(0), Int32(0)), Int32(0)  # the next stage; sequences so far
         for index in cutlass.range(cta, work_list.work.num_work_tiles, ctas, unroll=1):
             work_tile = self.scheduler.work_tile(work_list, index)
             b, offset, left, line = self.scheduler.assignment(work_list, survey, work_tile.range)
-            if left > 0:
-                self.q.fetch(rows, call, query_block(b, work_tile, work_list), thread)
+            self.q.fetch(rows, call, query_block(b, work_tile, work_list), thread)
+            self.q.store(rows, *self.buffers(smem, sequences), thread)
+            self.epilogue.sync()
             if const_expr(spec.cluster > 1):
                 slot = self.decode_with_cluster(
-                    call, work_list, work_tile, state, terms, rows, smem, slot, b, offset, left, thread
+                    call, work_list, work_tile, state, terms, smem, slot, b, offset, left, thread
                 )
                 left = Int32(0)
             given = work_list.mLengths[b]
@@ -60,16 +60,17 @@ class ConsumerWarp:
                 length, first, tiles = self.scheduler.extent_of(work_list, given)
                 stop = cutlass.min(offset + left, tiles)
                 left -= stop - offset
-                # two buffers in turn: slow warps may still read the constants of the sequence before
-                constants = smem.constants + buffer * (NUM_CONSTANTS * spec.columns)
-                buffer ^= 1
                 query = query_block(b, work_tile, work_list)
                 key_range = KeyRange(first + offset, first + stop, length)
-                self.begin(call, state, terms, rows, smem, constants, query, length, thread)
+                q, constants = self.buffers(smem, sequences)
+                self.softmax.start(state, terms, constants, call.scoring, query, length, lane)
                 if left > 0:
                     given = work_list.mLengths[b + 1]
                     self.q.fetch(rows, call, query_block(b + 1, work_tile, work_list), thread)
-                slot = self.attend_range(call, state, terms, smem, slot, query, key_range, thread)
+                slot = self.attend_range(call, state, terms, smem, q, slot, query, key_range, thread)
+                if left > 0:
+                    self.q.store(rows, *self.buffers(smem, sequences + 1), thread)
+                cute.arch.mbarrier_wait(smem.o_empty, use_phase(sequences + 1))
                 self.epilogue.gather_warps(state, smem, thread)
                 whole = offset == 0 and stop == tiles
                 if whole:
@@ -85,6 +86,8 @@ class ConsumerWarp:
                         first_slot = 2 * (first_range * head_blocks + work_tile.head_block)
                         shared = SharedSequence(scratch.partials, first_slot, 2 * head_blocks, sharers)
                         self.merge.merge(smem, shared, call.tensors, constants, query, tidx)
+                cute.arch.mbarrier_arrive(smem.o_empty)
+                sequences += 1
                 line += tiles
                 offset = Int32(0)
                 b += 1
@@ -97,7 +100,6 @@ class ConsumerWarp:
         work_tile: WorkTile,
         state: SoftmaxState,
         terms: ScoreTerms,
-        rows: QueryRows,
         smem: SmemViews,
         slot: RingSlot,
         b: Int32,
@@ -109,8 +111,8 @@ class ConsumerWarp:
         length, first, _ = self.scheduler.extent(work_list, b)
         query = query_block(b, work_tile, work_list)
         key_range = KeyRange(first + offset, first + offset + tiles, length)
-        self.begin(call, state, terms, rows, smem, smem.constants, query, length, thread)
-        slot = self.attend_range(call, state, terms, smem, slot, query, key_range, thread)
+        self.softmax.start(state, terms, smem.constants, call.scoring, query, length, thread.lane)
+        slot = self.attend_range(call, state, terms, smem, smem.q, slot, query, key_range, thread)
         self.epilogue.gather_warps(state, smem, thread)
         self.merge.merge_cluster(smem, call.tensors, smem.constants, query, thread.tidx)
         return slot
@@ -124,23 +126,12 @@ class ConsumerWarp:
         position = cute.make_rmem_tensor(columns if self.spec.alibi else 1, Int32)
         return SoftmaxState(acc_o, row_max, row_sum), ScoreTerms(factor, slope, position)
 
-    @cute.jit
-    def begin(
-        self,
-        call: Call,
-        state: SoftmaxState,
-        terms: ScoreTerms,
-        rows: QueryRows,
-        smem: SmemViews,
-        constants: cute.Pointer,
-        query: QueryBlock,
-        length: Int32,
-        thread: Thread,
-    ):
-        """Q of a sequence in shared memory, its constants, and a clear state."""
-        self.q.store(rows, smem.q, constants, thread)
-        cute.arch.barrier(barrier_id=NamedBarrier.CONSUMERS, number_of_threads=32 * self.spec.warps)
-        self.softmax.start(state, terms, constants, call.scoring, query, length, thread.lane)
+    def buffers(self, smem: SmemViews, sequence: Int32) -> tuple[cute.Pointer, cute.Pointer]:
+        """Q and the constants of this CTA's sequence-th sequence."""
+        spec = self.spec
+        size = const_expr(spec.columns * spec.d)
+        q = smem.q + cute.assume(sequence % Q_BUFFERS * size, divby=size)
+        return q, smem.constants + sequence % CONSTANTS_BUFFERS * (NUM_CONSTANTS * spec.columns)
 
     @cute.jit
     def attend_range(
@@ -149,6 +140,7 @@ class ConsumerWarp:
         state: SoftmaxState,
         terms: ScoreTerms,
         smem: SmemViews,
+        q: cute.Pointer,
         slot: RingSlot,
         query: QueryBlock,
         key_range: KeyRange,
@@ -161,7 +153,7 @@ class ConsumerWarp:
             for tile in cutlass.range(key_range.start, key_range.stop, unroll=1):
                 cute.arch.mbarrier_wait(smem.full + stage, phase)
                 address = Int32(tiles.toint()) + stage * (2 * self.spec.tile_bytes)
-                self.attend(call, state, terms, smem, stage, address, query, tile, length, thread)
+                self.attend(call, state, terms, smem, q, stage, address, query, tile, length, thread)
                 phase, stage = advance(phase, stage, self.spec.stages)
         return RingSlot(stage, phase)
 
@@ -172,6 +164,7 @@ class ConsumerWarp:
         state: SoftmaxState,
         terms: ScoreTerms,
         smem: SmemViews,
+        q: cute.Pointer,
         stage: Int32,
         address: Int32,
         query: QueryBlock,
@@ -190,7 +183,7 @@ class ConsumerWarp:
         empty = smem.empty + stage
         g = thread.lane // 4
         k_scale, v_scale = self._token_scales(scales, thread.warp, g)
-        acc_s = self.qk.scores(k_scale, smem.q, address, thread)
+        acc_s = self.qk.scores(k_scale, q, address, thread)
         raw = self.pv.load_v(address + spec.tile_bytes, thread)
         cute.arch.mbarrier_arrive(empty)
 

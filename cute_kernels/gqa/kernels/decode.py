@@ -15,21 +15,24 @@ Roles (384 threads; 160 without warps 9 to 11 and with tiles of 64 keys where a 
   warp 0..7   consumers, 200 registers: 16 keys of each tile (consumer.py: load_q.py, qk.py, softmax.py, pv.py,
               spread_nan.py), then the results (epilogue.py, merge.py)
   warp 8      load, 104 registers: TMA copies of K and V, `stages` tiles ahead (load.py)
-  warp 9, 10  scales of tokens, of K and of V, where there are any (scales.py); warp 11 is idle
+  warp 9..11  scales of tokens, where there are any (scales.py)
 
 Barriers (barriers.py): arrivals and bytes per phase
 int8, d 128, scales of tokens
-  full[4]            65 + 32,768 bytes  K, V and their scales are in the stage
+  full[4]            33 + 32,768 bytes  K, V and their scales are in the stage
   empty[4]          256                 consumers have K and V in registers
+  o_empty           256                 consumers have read the O of all warps
 bfloat16, d 128
   full[2]             1 + 65,536 bytes  K and V are in the stage
   empty[2]          256                 consumers have K and V in registers
+  o_empty           256                 consumers have read the O of all warps
 Named barrier CONSUMERS: all consumers, where Q and where the warps' results change hands.
 
-Shared memory is listed in smem.py; with int8, d 128, 8 columns and scales of tokens: 4 stages, 176 KB.
+Shared memory is listed in smem.py; with int8, d 128, 8 columns and scales of tokens: 4 stages, 178 KB.
 
 Timeline of a stage: `empty` completes; the load warp starts its copies and the scale warps store their scales; `full`
 completes; consumers do QK, load V into registers and arrive on `empty`; softmax and PV overlap with the next copies.
+From one sequence to the next nothing waits for global memory: Q, page numbers and scales are asked for before.
 
 The last CTA of a sequence that several CTAs share merges it: each writes O, row_max and row_sum in float32 and counts
 itself, and the one that sees the full count adds them up in order. No CTA waits, and the order of additions is fixed.

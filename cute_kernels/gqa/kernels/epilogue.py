@@ -31,7 +31,7 @@ class Epilogue(Fragments):
 
     @cute.jit
     def gather_warps(self, state: SoftmaxState, smem: SmemViews, thread: Thread):
-        """Every warp's O, relative to the maxima of all warps, and its own row_max and row_sum, into shared memory."""
+        """Every warp's O, row_max and row_sum into shared memory."""
         spec = self.spec
         w, lane, _ = thread
         acc_o, row_max, row_sum = state
@@ -44,15 +44,13 @@ class Epilogue(Fragments):
                 n = 8 * (i // 2) + 2 * t + i % 2
                 sSoftmax[n, w, 0] = row_max[i]
                 sSoftmax[n, w, 1] = row_sum[i]
-        self.sync()
         sO = warp_o_tensor(spec, smem)
         for i in cutlass.range_constexpr(self.thread_columns):
             n = 8 * (i // 2) + 2 * t + i % 2
-            factor = softmax.rescaling(row_max[i], self._column_max(sSoftmax, n))
             for m in cutlass.range_constexpr(spec.d // 16):
                 for e in cutlass.range_constexpr(2):
                     d = 16 * m + (2 * g + e if const_expr(self.interleaved_d) else g + 8 * e)
-                    sO[d, n, w] = acc_o[m][i // 2][2 * e + i % 2] * factor
+                    sO[d, n, w] = acc_o[m][i // 2][2 * e + i % 2]
         self.sync()
 
     @cute.jit
@@ -61,7 +59,6 @@ class Epilogue(Fragments):
         spec = self.spec
         b, kv_head, block, ratio, s_q = query
         mOut, mLse = tensors.mOut, tensors.mLse
-        sSoftmax = warp_softmax_tensor(spec, smem)
         sConstants = column_constants(spec, constants)
         for i in cutlass.range_constexpr(self.rounds):
             n, vector = self.vector_of(tidx, i)
@@ -69,8 +66,7 @@ class Epilogue(Fragments):
             if n < spec.columns and row < ratio.divisor * s_q:
                 token, r = divmod(row, ratio)
                 head = kv_head * ratio.divisor + r
-                row_max, row_sum = self.column_softmax(sSoftmax, n)
-                acc = self.sum_of_warps(smem, n, vector, spec.warps)
+                acc, row_max, row_sum = self.merge_warps(smem, n, vector)
                 factor = self.normalization(row_max, row_sum, sConstants[n, SINK]) * sConstants[n, O_SCALE]
                 self.write(mOut[b, token, head, None], acc, factor, vector)
                 if vector == 0:
@@ -88,32 +84,38 @@ class Epilogue(Fragments):
         return index // self.vectors, index % self.vectors
 
     @cute.jit
-    def _column_max(self, sSoftmax: cute.Tensor, n: Int32) -> Float32:
-        row_max = sSoftmax[n, 0, 0]
-        for w in cutlass.range_constexpr(1, self.spec.warps):
+    def merge_warps(self, smem: SmemViews, n: Int32, vector: Int32):
+        """(a vector of O, row_max, row_sum) of a column over all warps."""
+        spec = self.spec
+        sSoftmax = warp_softmax_tensor(spec, smem)
+        row_max, row_sum = sSoftmax[n, 0, 0], Float32(0.0)
+        for w in cutlass.range_constexpr(1, spec.warps):
             row_max = cute.arch.fmax(row_max, sSoftmax[n, w, 0])
-        return row_max
-
-    @cute.jit
-    def column_softmax(self, sSoftmax: cute.Tensor, n: Int32):
-        """(row_max, row_sum) of a column over all warps."""
-        row_max, row_sum = self._column_max(sSoftmax, n), Float32(0.0)
-        for w in cutlass.range_constexpr(self.spec.warps):
-            row_sum += sSoftmax[n, w, 1] * softmax.rescaling(sSoftmax[n, w, 0], row_max)
-        return row_max, row_sum
+        acc, other = cute.make_rmem_tensor(4, Float32), cute.make_rmem_tensor(4, Float32)
+        acc.fill(0.0)
+        for w in cutlass.range_constexpr(spec.warps):
+            weight = softmax.rescaling(sSoftmax[n, w, 0], row_max)
+            row_sum += sSoftmax[n, w, 1] * weight
+            cute.autovec_copy(self._vector(smem, n, vector, w), other)
+            for c in cutlass.range_constexpr(4):
+                acc[c] += other[c] * weight
+        return acc, row_max, row_sum
 
     @cute.jit
     def sum_of_warps(self, smem: SmemViews, n: Int32, vector: Int32, warps) -> cute.Tensor:
-        """A vector of O of a column, added up over the first `warps` warps."""
-        spec = self.spec
+        """A vector of a column, added up over the first `warps` warps."""
         acc, other = cute.make_rmem_tensor(4, Float32), cute.make_rmem_tensor(4, Float32)
         acc.fill(0.0)
-        for w in cutlass.range(warps, unroll=spec.warps):
-            source = smem.warp_o + cute.assume((w * spec.columns + n) * spec.warp_o_stride + 4 * vector, divby=4)
-            cute.autovec_copy(cute.make_tensor(source, cute.make_layout(4)), other)
+        for w in cutlass.range(warps, unroll=self.spec.warps):
+            cute.autovec_copy(self._vector(smem, n, vector, w), other)
             for c in cutlass.range_constexpr(4):
                 acc[c] += other[c]
         return acc
+
+    def _vector(self, smem: SmemViews, n: Int32, vector: Int32, w) -> cute.Tensor:
+        """A vector of a column in the O of a warp."""
+        offset = cute.assume((w * self.spec.columns + n) * self.spec.warp_o_stride + 4 * vector, divby=4)
+        return cute.make_tensor(smem.warp_o + offset, cute.make_layout(4))
 
     @cute.jit
     def normalization(self, row_max: Float32, row_sum: Float32, sink: Float32) -> Float32:

@@ -92,9 +92,8 @@ class LoadWarp:
                                     pages[e] = pages_next[e]
                                     clamped = cutlass.min(cutlass.max(pages[e], 0), page_table.num_pages - 1)
                                     exists[e] = cute.arch.vote_ballot_sync(clamped == pages[e])
-                                ahead = self.scheduler.skip_ended(
-                                    work_list, ahead._replace(tile=ahead.tile + batch)
-                                )
+                                following = cutlass.min(ahead.tile + batch, ahead.stop)  # no batch has two sequences
+                                ahead = self.scheduler.skip_ended(work_list, ahead._replace(tile=following))
                                 self.read_pages(pages_next, page_table, ahead, lane)
                         cute.arch.mbarrier_wait(smem.empty + stage, phase ^ 1)
                         with cute.arch.elect_one():

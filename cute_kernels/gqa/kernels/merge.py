@@ -53,15 +53,13 @@ class Merge(Epilogue):
         """The partial of this CTA into a slot of the scratch memory at `address`."""
         spec = self.spec
         _, _, block, ratio, s_q = query
-        sSoftmax = warp_softmax_tensor(spec, smem)
         values, stats = self._partial(address, slot)
         for i in cutlass.range_constexpr(self.rounds):
             n, vector = self.vector_of(tidx, i)
             if n < spec.columns and block * spec.columns + n < ratio.divisor * s_q:
-                acc = self.sum_of_warps(smem, n, vector, spec.warps)
+                acc, row_max, row_sum = self.merge_warps(smem, n, vector)
                 cute.autovec_copy(acc, values[None, vector, n, 0])
                 if vector == 0:
-                    row_max, row_sum = self.column_softmax(sSoftmax, n)
                     stats[0, n, 0] = row_max
                     stats[1, n, 0] = row_sum
 
@@ -197,13 +195,12 @@ class Merge(Epilogue):
         for i in cutlass.range_constexpr(self.rounds):
             n, vector = self.vector_of(tidx, i)
             if n < spec.columns:
-                acc = self.sum_of_warps(smem, n, vector, spec.warps)
+                acc, row_max, row_sum = self.merge_warps(smem, n, vector)
                 for c in cutlass.range_constexpr(4):
                     sO[4 * vector + c, n, 0] = acc[c]
                 if vector == 0:
-                    row_max, row_sum = self.column_softmax(sSoftmax, n)
-                    sSoftmax[n, 0, 0] = row_max
-                    sSoftmax[n, 0, 1] = row_sum
+                    sSoftmax[n, spec.warps, 0] = row_max
+                    sSoftmax[n, spec.warps, 1] = row_sum
         cute.arch.cluster_arrive()
         cute.arch.cluster_wait()
         cta_vectors = const_expr(spec.columns * self.vectors // cluster)  # that this CTA merges
@@ -214,8 +211,9 @@ class Merge(Epilogue):
             index = rank * cta_vectors + cutlass.min(own, cta_vectors - 1)
             n, vector = index // self.vectors, index % self.vectors
             values = cluster_shared.remote_vector(smem.warp_o + n * spec.warp_o_stride + 4 * vector, other)
-            row_max = cluster_shared.remote_value(smem.warp_softmax + n, other)
-            row_sum = cluster_shared.remote_value(smem.warp_softmax + n + spec.columns * spec.warps, other)
+            stats = smem.warp_softmax + n + spec.columns * spec.warps
+            row_max = cluster_shared.remote_value(stats, other)
+            row_sum = cluster_shared.remote_value(stats + spec.columns * (spec.warps + 1), other)
             final_max = cute.arch.warp_reduction(row_max, cute.arch.fmax, threads_in_group=cluster)
             weight = softmax.rescaling(row_max, final_max)
             row_sum = cute.arch.warp_reduction_sum(row_sum * weight, threads_in_group=cluster)

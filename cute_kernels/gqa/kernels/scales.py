@@ -1,10 +1,12 @@
 """The scale warps of the decode kernel: scales of tokens, from wherever they lie, into shared memory as float32."""
 
+from typing import NamedTuple
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import AddressSpace, Int32, Int64, const_expr
 
-from cute_kernels.device.ring import RingSlot, advance
+from cute_kernels.device.ring import ring_slot
 from cute_kernels.gqa.kernels.arguments import PageTable, Scales
 from cute_kernels.gqa.kernels.scheduler import Assignment, Scheduler, Upcoming, WorkList
 from cute_kernels.gqa.kernels.smem import DTYPES, SmemViews
@@ -13,12 +15,25 @@ from cute_kernels.gqa.spec import GqaDecodeSpec
 WARP = 32
 
 
-class ScaleWarp:
-    """Fills the scales of the stages of `GqaDecodeKernel`; device code for one warp.
+class Part(NamedTuple):
+    """Scales that a lane has of each of its keys.
 
-    One warp loads the scales of K, another those of V; a lane has `keys` keys of a tile. With 16 MB of tiles in flight
-    on the card a load waits 5 us in the queue of the memory. So loads are `depth` tiles ahead, in registers, and the
-    page numbers that they need another `depth` tiles ahead, also from one sequence to the next.
+    source  of K or V, with the address of a head's first scale
+    count   of them
+    first   the place of the first among the scales of a stage
+    """
+
+    source: Scales
+    count: Int32
+    first: Int32
+
+
+class ScaleWarp:
+    """Fills the scales of the stages of `GqaDecodeKernel`; device code for one warp of `scale_warps`.
+
+    Warps take tiles in turn, or one has the scales of K and one those of V; a lane has `keys` keys of a tile. With 16 MB
+    of tiles in flight on the card a load waits 5 us in the queue of the memory. So loads are `depth` of the warp's tiles
+    ahead, in registers, and the page numbers that they need another `depth`, also from one sequence to the next.
     """
 
     def __init__(self, spec: GqaDecodeSpec):
@@ -26,10 +41,12 @@ class ScaleWarp:
         self.scheduler = Scheduler(spec)
         self.tile = spec.keys_per_tile
         self.keys = self.tile // WARP
-        self.k_groups = spec.scale_groups(spec.k_scales)
-        self.v_groups = spec.scale_groups(spec.v_scales)
-        self.loads = max(self.k_groups, self.v_groups)
-        self.depth = {0: 1, 1: 4, 2: 4, 4: 2, 8: 1}[self.loads]
+        groups = spec.scale_groups(spec.k_scales), spec.scale_groups(spec.v_scales)
+        self.in_turn = spec.scale_warps_take_turns
+        self.step = spec.scale_warps if self.in_turn else 1  # from a tile of the warp to its next one
+        self.groups = groups if self.in_turn else (max(groups),)  # of each part, at most
+        self.k_groups, self.v_groups = groups
+        self.depth = 2 if sum(self.groups) <= 4 else 1
         self.dtype = DTYPES[spec.scale_dtype]
 
     @cute.jit
@@ -43,72 +60,83 @@ class ScaleWarp:
         warp_idx: Int32,
         lane: Int32,
     ):
-        """Loads the scales of K, or those of V, of all work tiles of this CTA."""
+        """Loads the scales of this warp's tiles of all work tiles of this CTA."""
         spec = self.spec
         cta, _, _ = cute.arch.block_idx()
         ctas, _, _ = cute.arch.grid_dim()
         survey = self.scheduler.survey(work_list, lane)
-        is_v = warp_idx > spec.warps + const_expr(1 if self.k_groups else 0)
-        slot = RingSlot(Int32(0), Int32(0))
+        rank, begun = warp_idx - (spec.warps + 1), Int32(0)
+        turn = rank if const_expr(self.in_turn) else Int32(0)
         for index in cutlass.range(cta, work_list.work.num_work_tiles, ctas, unroll=1):
             work_tile = self.scheduler.work_tile(work_list, index)
-            source = self.source(k_scales, v_scales, work_tile.kv_head, is_v)
+            k = Part(self.of_head(k_scales, work_tile.kv_head), Int32(self.k_groups), Int32(0))
+            v = Part(self.of_head(v_scales, work_tile.kv_head), Int32(self.v_groups), Int32(self.k_groups))
+            parts = (k, v)
+            if const_expr(not self.in_turn):
+                own = k
+                if rank == 1:
+                    own = v
+                parts = (own,)
             assigned = self.scheduler.assignment(work_list, survey, work_tile.range)
-            slot = self.load_range(source, work_list, page_table, smem, slot, assigned, is_v, lane)
+            begun += self.load_range(parts, work_list, page_table, smem, assigned, begun, turn, lane)
 
     @cute.jit
-    def source(self, k_scales: Scales, v_scales: Scales, kv_head: Int32, is_v) -> Scales:
-        """Scales of K or of V, with the address of a head's first one."""
-        source = k_scales
-        if is_v:
-            source = v_scales
-        address = source.address + Int64(kv_head) * source.head * const_expr(self.dtype.width // 8)
-        return Scales(address, source.outer, source.head, source.row, source.group)
+    def of_head(self, scales: Scales, kv_head: Int32) -> Scales:
+        """With the address of a head's first scale."""
+        address = scales.address + Int64(kv_head) * scales.head * const_expr(self.dtype.width // 8)
+        return Scales(address, scales.outer, scales.head, scales.row, scales.group)
 
     @cute.jit
     def load_range(
         self,
-        source: Scales,
+        parts: tuple[Part, ...],
         work_list: WorkList,
         page_table: PageTable,
         smem: SmemViews,
-        slot: RingSlot,
         assigned: Assignment,
-        is_v,
+        begun: Int32,
+        turn: Int32,
         lane: Int32,
-    ) -> RingSlot:
-        """Fills the scales of a stage for each tile with keys of a range; returns the slot after them."""
+    ) -> Int32:
+        """Fills the scales of a stage for this warp's tiles of a range; returns how many tiles with keys that has.
+
+        begun: tiles before those of this range.
+        """
         spec = self.spec
-        stage, phase = slot
-        raw = cute.make_rmem_tensor((self.keys, self.loads, self.depth), self.dtype)
+        raw = [cute.make_rmem_tensor((self.keys, max(groups, 1), self.depth), self.dtype) for groups in self.groups]
         entries, rows = (cute.make_rmem_tensor((self.keys, self.depth), Int32) for _ in range(2))
-        groups = cutlass.select_(is_v, Int32(self.v_groups), Int32(self.k_groups))
-        shift = cutlass.select_(is_v, Int32(self.k_groups * self.tile), Int32(0))  # scales of V follow those of K
         ahead = self.scheduler.first_upcoming(work_list, assigned)
-        found, loaded, stored, turn = Int32(0), Int32(0), Int32(0), Int32(0)  # tiles; turns of `depth` tiles
-        while turn < 2 or stored < found:
+        ahead = self.scheduler.skip_ended(work_list, ahead._replace(tile=ahead.tile + turn))
+        found, loaded, stored, passes = Int32(0), Int32(0), Int32(0), Int32(0)  # tiles of this warp; passes over `depth`
+        while passes < 2 or stored < found:
             for d in cutlass.range_constexpr(self.depth):
-                if turn >= 2 and stored < found:
+                if passes >= 2 and stored < found:
+                    stage, phase = ring_slot(begun + turn + stored * self.step, spec.stages)
                     cute.arch.mbarrier_wait(smem.empty + stage, phase ^ 1)
-                    sScale = cute.make_tensor(
-                        smem.scales + stage * spec.scale_values + shift,
-                        cute.make_layout((WARP, self.keys, self.loads), stride=(1, WARP, self.tile)),
-                    )
-                    for g in cutlass.range_constexpr(self.loads):
-                        if g < groups:
-                            for i in cutlass.range_constexpr(self.keys):
-                                sScale[lane, i, g] = raw[i, g, d].to(cutlass.Float32)
+                    for part in cutlass.range_constexpr(len(self.groups)):
+                        self.store(raw[part][None, None, d], parts[part], self.groups[part], smem, stage, lane)
                     cute.arch.mbarrier_arrive(smem.full + stage)
-                    phase, stage = advance(phase, stage, spec.stages)
                     stored += 1
-                if turn >= 1 and loaded < found:
-                    self.load(raw[None, None, d], entries[None, d], rows[None, d], source, page_table, groups)
+                if passes >= 1 and loaded < found:
+                    for part in cutlass.range_constexpr(len(self.groups)):
+                        own = (entries[None, d], rows[None, d])
+                        self.load(raw[part][None, None, d], *own, parts[part], self.groups[part], page_table)
                     loaded += 1
                 if ahead.tile < ahead.stop:
                     ahead = self.find_rows(entries[None, d], rows[None, d], work_list, page_table, ahead, lane)
                     found += 1
-            turn += 1
-        return RingSlot(stage, phase)
+            passes += 1
+        return turn + found * self.step - (ahead.tile - ahead.stop)
+
+    @cute.jit
+    def store(self, raw: cute.Tensor, part: Part, groups: cutlass.Constexpr, smem: SmemViews, stage: Int32, lane: Int32):
+        """Scales of this lane's keys into a stage, as float32."""
+        layout = cute.make_layout((WARP, self.keys, max(groups, 1)), stride=(1, WARP, self.tile))
+        sScale = cute.make_tensor(smem.scales + stage * self.spec.scale_values + part.first * self.tile, layout)
+        for g in cutlass.range_constexpr(groups):
+            if const_expr(self.in_turn) or g < part.count:
+                for i in cutlass.range_constexpr(self.keys):
+                    sScale[lane, i, g] = raw[i, g].to(cutlass.Float32)
 
     @cute.jit
     def find_rows(
@@ -122,8 +150,8 @@ class ScaleWarp:
     ) -> Upcoming:
         """Starts the loads of the page numbers of this lane's keys of the tile ahead, and says which rows of the pages.
 
-        Past the last token: the last token. Without pages an entry is the number of the sequence. Returns the tile
-        after it.
+        Past the last token: the last token. Without pages an entry is the number of the sequence. Returns the
+        warp's next tile.
         """
         for i in cutlass.range_constexpr(self.keys):
             key = cutlass.min(ahead.tile * self.tile + i * WARP + lane, ahead.length - 1)
@@ -131,7 +159,7 @@ class ScaleWarp:
             if const_expr(self.spec.paged):
                 entries[i] = page_table.mTable[ahead.sequence, key >> page_table.shift]
                 rows[i] = key & (page_table.page_size - 1)
-        return self.scheduler.skip_ended(work_list, ahead._replace(tile=ahead.tile + 1))
+        return self.scheduler.skip_ended(work_list, ahead._replace(tile=ahead.tile + self.step))
 
     @cute.jit
     def load(
@@ -139,19 +167,20 @@ class ScaleWarp:
         raw: cute.Tensor,
         entries: cute.Tensor,
         rows: cute.Tensor,
-        source: Scales,
+        part: Part,
+        groups: cutlass.Constexpr,
         page_table: PageTable,
-        groups: Int32,
     ):
         """Starts the loads of the scales of this lane's keys: (key, group)."""
+        source = part.source
         for i in cutlass.range_constexpr(self.keys):
             entry = entries[i]
             if const_expr(self.spec.paged):
                 entry = cutlass.min(cutlass.max(entry, 0), page_table.num_pages - 1)
             offset = Int64(entry) * source.outer + Int64(rows[i]) * source.row
-            for g in cutlass.range_constexpr(self.loads):
-                element = offset + Int64(cutlass.min(Int32(g), groups - 1)) * source.group
-                raw[i, g] = load_scale(self.dtype, source.address, element)
+            for g in cutlass.range_constexpr(groups):
+                group = Int64(g) if const_expr(self.in_turn) else Int64(cutlass.min(Int32(g), part.count - 1))
+                raw[i, g] = load_scale(self.dtype, source.address, offset + group * source.group)
 
 
 @cute.jit

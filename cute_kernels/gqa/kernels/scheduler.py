@@ -169,14 +169,15 @@ class Scheduler:
 
     @cute.jit
     def skip_ended(self, work_list: WorkList, upcoming: Upcoming) -> Upcoming:
-        """The first tile of the next sequence with keys, where this one has no tile left."""
+        """Tile stop + n is the n-th of the sequences that follow; without such a tile, `tile` stays past `stop`."""
         b, tile, stop, left, length = upcoming
         while tile >= stop and left > 0:
             b += 1
-            length, tile, tiles = self.extent(work_list, b)
+            past = tile - stop
+            length, first, tiles = self.extent(work_list, b)
             count = cutlass.min(left, tiles)
             left -= count
-            stop = cutlass.select_(length > 0, tile + count, tile)
+            tile, stop = first + past, first + cutlass.select_(length > 0, count, Int32(0))
         return Upcoming(b, tile, stop, left, length)
 
     @cute.jit

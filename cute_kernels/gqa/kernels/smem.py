@@ -9,6 +9,8 @@ from cutlass.memory import SmemAllocator
 from cute_kernels.gqa.spec import GqaDecodeSpec
 
 DTYPES = {"int8": Int8, "float8_e4m3fn": Float8E4M3FN, "bfloat16": BFloat16, "float16": Float16, "float32": Float32}
+Q_BUFFERS = 2  # Q of the next sequence is stored while slow warps still read that of this one
+CONSTANTS_BUFFERS = 3  # and they may still read the constants of the sequence before, to store it
 S_SCALE, SINK, O_SCALE, NUM_CONSTANTS = 0, 1, 2, 3  # of a column: see `column_constants`
 
 
@@ -17,13 +19,14 @@ class SmemViews(NamedTuple):
 
     tiles         stages x (K, V) x keys x d x itemsize: rows of 128 bytes (or 64), swizzled; pages of paged_vllm as
                   they lie in global memory
-    q             columns x d as fragments of B: a lane's 16 bytes of two k steps are neighbours
+    q             2 buffers x columns x d as fragments of B: a lane's 16 bytes of two k steps are neighbours
     warp_o        warps x columns x (d + 4) float32: O of each warp
-    warp_softmax  2 x warps x columns float32: row_max and row_sum of each warp
-    constants     2 buffers x columns x 3 float32: see `column_constants`
+    warp_softmax  2 x (warps + 1) x columns float32: row_max and row_sum of each warp, and of all for a cluster
+    constants     3 buffers x columns x 3 float32: see `column_constants`
     scales        stages x keys x scales of a token, float32
     page_exists   a bit for each TMA copy of a stage: its page exists
     full, empty   mbarriers of the stages: see `barriers`
+    o_empty       mbarrier of warp_o
     arrived       what this CTA's count of a partial returned
     """
 
@@ -36,6 +39,7 @@ class SmemViews(NamedTuple):
     page_exists: cute.Pointer
     full: cute.Pointer
     empty: cute.Pointer
+    o_empty: cute.Pointer
     arrived: cute.Pointer
 
 
@@ -44,13 +48,13 @@ def allocate(spec: GqaDecodeSpec) -> SmemViews:
     array = SmemAllocator().allocate_array
     dtype, q_dtype = DTYPES[spec.kv_dtype], DTYPES[spec.k_operand]
     tiles = array(dtype, 2 * spec.stages * spec.tile_bytes // spec.itemsize, byte_alignment=1024)
-    q = array(q_dtype, spec.columns * spec.d, byte_alignment=16)
+    q = array(q_dtype, Q_BUFFERS * spec.columns * spec.d, byte_alignment=16)
     warp_o = array(Float32, spec.warps * spec.columns * spec.warp_o_stride, byte_alignment=16)
-    warp_softmax = array(Float32, 2 * spec.warps * spec.columns, byte_alignment=16)
-    constants = array(Float32, 2 * NUM_CONSTANTS * spec.columns, byte_alignment=16)
+    warp_softmax = array(Float32, 2 * (spec.warps + 1) * spec.columns, byte_alignment=16)
+    constants = array(Float32, CONSTANTS_BUFFERS * NUM_CONSTANTS * spec.columns, byte_alignment=16)
     scales = array(Float32, max(spec.stages * spec.scale_values, 1), byte_alignment=16)
     page_exists = array(Int32, spec.stages * spec.page_words, byte_alignment=4)
-    mbarriers = array(Int64, 2 * spec.stages, byte_alignment=8)
+    mbarriers = array(Int64, 2 * spec.stages + 1, byte_alignment=8)
     arrived = array(Int32, 1, byte_alignment=4)
     return SmemViews(
         tiles=tiles,
@@ -62,6 +66,7 @@ def allocate(spec: GqaDecodeSpec) -> SmemViews:
         page_exists=page_exists,
         full=mbarriers,
         empty=mbarriers + spec.stages,
+        o_empty=mbarriers + 2 * spec.stages,
         arrived=arrived,
     )
 
@@ -78,5 +83,5 @@ def warp_o_tensor(spec: GqaDecodeSpec, smem: SmemViews) -> cute.Tensor:
 
 
 def warp_softmax_tensor(spec: GqaDecodeSpec, smem: SmemViews) -> cute.Tensor:
-    """(column, warp, 0 for row_max or 1 for row_sum)."""
-    return cute.make_tensor(smem.warp_softmax, cute.make_layout((spec.columns, spec.warps, 2)))
+    """(column, warp, 0 for row_max or 1 for row_sum); the last warp stands for all."""
+    return cute.make_tensor(smem.warp_softmax, cute.make_layout((spec.columns, spec.warps + 1, 2)))

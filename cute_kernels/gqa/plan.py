@@ -16,7 +16,8 @@ from cute_kernels.gqa.spec import (
     GqaDecodeSpec,
 )
 
-# What is not key tiles, in key tiles, from 64 x 8192, 256 x 512 and 16 x 4096 in 16 to 66 ranges (docs/journal/gqa_decode.md).
+# What is not key tiles, in key tiles: from 64 x 8192, 256 x 512 and 16 x 4096 in 16 to 66 ranges of one H200
+# (docs/journal/gqa_decode.md).
 RANGE_TILES = 2.0  # a range: Q, page numbers and scales of its first tiles
 CUT_TILES = 1.25  # an end of a range within a sequence: a partial, written and merged
 SEQUENCE_TILES = 0.3  # each sequence of a range after its first

@@ -184,7 +184,7 @@ class GqaDecodeSpec:
 
     @property
     def scale_warps_take_turns(self) -> bool:
-        """Whether a scale warp has all scales of a tile. More than 8 of a key are more than a lane has registers for."""
+        """Whether a scale warp has all scales of a tile: a lane has registers for 8 of a key."""
         return self.scale_groups(self.k_scales) + self.scale_groups(self.v_scales) <= 8
 
     @property

@@ -31,9 +31,10 @@ class Part(NamedTuple):
 class ScaleWarp:
     """Fills the scales of the stages of `GqaDecodeKernel`; device code for one warp of `scale_warps`.
 
-    Warps take tiles in turn, or one has the scales of K and one those of V; a lane has `keys` keys of a tile. With 16 MB
-    of tiles in flight on the card a load waits 5 us in the queue of the memory. So loads are `depth` of the warp's tiles
-    ahead, in registers, and the page numbers that they need another `depth`, also from one sequence to the next.
+    Warps take tiles in turn, or one has the scales of K and one those of V; a lane has `keys` keys of a tile. With
+    16 MB of tiles in flight on the card a load waits 5 us in the queue of the memory. So loads are `depth` of the
+    warp's tiles ahead, in registers, and the page numbers that they need another `depth`, also from one sequence to
+    the next.
     """
 
     def __init__(self, spec: GqaDecodeSpec):
@@ -71,7 +72,7 @@ class ScaleWarp:
             work_tile = self.scheduler.work_tile(work_list, index)
             k = Part(self.of_head(k_scales, work_tile.kv_head), Int32(self.k_groups), Int32(0))
             v = Part(self.of_head(v_scales, work_tile.kv_head), Int32(self.v_groups), Int32(self.k_groups))
-            parts = (k, v)
+            parts: tuple[Part, ...] = (k, v)
             if const_expr(not self.in_turn):
                 own = k
                 if rank == 1:
@@ -107,7 +108,7 @@ class ScaleWarp:
         entries, rows = (cute.make_rmem_tensor((self.keys, self.depth), Int32) for _ in range(2))
         ahead = self.scheduler.first_upcoming(work_list, assigned)
         ahead = self.scheduler.skip_ended(work_list, ahead._replace(tile=ahead.tile + turn))
-        found, loaded, stored, passes = Int32(0), Int32(0), Int32(0), Int32(0)  # tiles of this warp; passes over `depth`
+        found, loaded, stored, passes = Int32(0), Int32(0), Int32(0), Int32(0)  # of this warp's tiles; of all `depth`
         while passes < 2 or stored < found:
             for d in cutlass.range_constexpr(self.depth):
                 if passes >= 2 and stored < found:
@@ -129,7 +130,9 @@ class ScaleWarp:
         return turn + found * self.step - (ahead.tile - ahead.stop)
 
     @cute.jit
-    def store(self, raw: cute.Tensor, part: Part, groups: cutlass.Constexpr, smem: SmemViews, stage: Int32, lane: Int32):
+    def store(
+        self, raw: cute.Tensor, part: Part, groups: cutlass.Constexpr, smem: SmemViews, stage: Int32, lane: Int32
+    ):
         """Scales of this lane's keys into a stage, as float32."""
         layout = cute.make_layout((WARP, self.keys, max(groups, 1)), stride=(1, WARP, self.tile))
         sScale = cute.make_tensor(smem.scales + stage * self.spec.scale_values + part.first * self.tile, layout)

@@ -192,6 +192,55 @@ def test_the_same_shapes_give_the_same_plan():
     assert plans() == first
 
 
+def upcoming(
+    lengths: list[int], begin: tuple[int, int, int], turn: int, step: int
+) -> tuple[list[tuple[int, int]], int]:
+    """What `first_upcoming` and `skip_ended` find for the warp `turn` of `step`: tiles, and how many all warps have."""
+    b, offset, left = begin
+
+    def enter(b: int, left: int, offset: int = 0) -> tuple[int, int, int]:
+        length, first, tiles = extent(lengths[b], 10**6, NO_WINDOW, 1)
+        count = min(offset + left, tiles) - offset
+        return first + offset, first + offset + (count if length > 0 else 0), left - count
+
+    tile, stop, left = enter(b, left, offset)
+    found, past = [], turn
+    while True:
+        tile += past
+        while tile >= stop and left > 0:
+            past, b = tile - stop, b + 1
+            tile, stop, left = enter(b, left)
+            tile += past
+        if tile >= stop:
+            return found, turn + step * len(found) - (tile - stop)
+        found.append((b, tile))
+        past = step
+
+
+@pytest.mark.parametrize("ranges", [1, 3, 16, 33])
+def test_warps_that_take_tiles_in_turn_find_each_tile_with_keys_once(ranges):
+    lengths = [0, 1, KEYS, 0, 0, 5 * KEYS + 1, KEYS + 1, 0, 300, 17 * KEYS, 0]
+    per_range: dict[int, list[tuple[int, int, int, int, int, int]]] = {}
+    for piece in pieces(lengths, ranges, 0):
+        per_range.setdefault(piece[0], []).append(piece)
+    for own in per_range.values():
+        tiles = [(b, tile) for _, b, start, stop, _, _ in own if lengths[b] > 0 for tile in range(start, stop)]
+        begin = own[0][1], own[0][2], sum(stop - start for _, _, start, stop, _, _ in own)
+        for step in (1, 2, 3):
+            by_turn = [upcoming(lengths, begin, turn, step) for turn in range(step)]
+            assert [count for _, count in by_turn] == [len(tiles)] * step
+            assert [found for found, _ in by_turn] == [tiles[turn::step] for turn in range(step)]
+
+
+@pytest.mark.parametrize(
+    ("batch", "max_keys", "h_kv", "ranges"), [(64, 8192, 8, 16), (8, 4096, 4, 32), (64, 8192, 2, 64)]
+)
+def test_ranges_end_where_sequences_do(batch, max_keys, h_kv, ranges):
+    """If that leaves few SMs idle: a partial and its merge cost more (docs/journal/gqa_decode.md)."""
+    plan = plan_decode(SPEC, batch=batch, h_kv=h_kv, rows=4, max_keys=max_keys, num_sms=SMS)
+    assert plan.ranges == ranges
+
+
 @pytest.mark.parametrize("h_kv", [1, 2, 8])
 @pytest.mark.parametrize(("batch", "max_keys"), [(1, 131_072), (1, 1_000_000), (16, 8192), (64, 8192)])
 def test_the_card_is_full(batch, max_keys, h_kv):

@@ -27,6 +27,16 @@ INT32_MIN, INT32_MAX = -(2**31), 2**31 - 1
 SM_COUNT = 132
 
 USUAL_LAYOUTS = ("BNSH", "BSNH", "paged_NHD")
+FINE_SCALES: tuple[dict[str, Any], ...] = tuple(
+    {"d": d, "k_scales": k_scales, "v_scales": v_scales, "layout": layout}
+    for d in (64, 128, 256)
+    for scales in ("per_token_head", "per_group_32")
+    for k_scales, v_scales, layout in (
+        (scales, scales, "paged_NHD"), (scales, "per_head", "paged_NHD"), ("per_head", scales, "BNSH")
+    )
+)  # fmt: skip
+"""Scale warps of all kinds: three or two in turn, and one for K and one for V."""
+
 VARIANTS: tuple[dict[str, Any], ...] = (
     *({"layout": layout, "page_size": 16 if LAYOUTS[layout].packed else 64} for layout in LAYOUTS),
     *({"page_size": page_size} for page_size in (1, 2, 16, 1024)),
@@ -34,6 +44,7 @@ VARIANTS: tuple[dict[str, Any], ...] = (
     {"kv_dtype": "fp8"},
     *({"layout": "BNSH", "alibi": "head", "softcap": softcap} for softcap in (None, 2.0)),
     *({"layout": "BNSH", "k_scales": scales, "v_scales": scales} for scales in SCALE_NAMES),
+    *FINE_SCALES,
 )
 """Options of `usual` that need other kernels."""
 
@@ -210,6 +221,14 @@ def test_many_ragged_sequences(layout):
     seqlens = ragged_lengths(300, 1500, 64, seed=3)
     seqlens[17:200:13] = [0] * len(range(17, 200, 13))
     hold(usual(seqlens=seqlens, layout=layout, sink="inf"))
+
+
+@pytest.mark.parametrize("options", FINE_SCALES, ids=str)
+def test_many_short_sequences_in_a_range(options):
+    """Page numbers, scales and Q come ahead from one sequence to the next: some have no keys, some less than a tile."""
+    seqlens = [0, 1, 127, 128, 129, 0, 0, 512, 300, 640, 2, 0] * 24
+    hold(usual(seqlens=seqlens, sink="finite", **options), splits=(None, 2))
+    hold(usual(seqlens=seqlens[::-1], s_q=2, **options), splits=(None, 2))
 
 
 def test_one_long_sequence_beside_short_ones():

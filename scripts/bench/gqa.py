@@ -28,7 +28,7 @@ from cute_kernels.gqa.spec import GqaDecodeSpec
 from scripts.bench import flash_attention, records, xqa
 from scripts.bench.in_layer import prepare, time_calls, time_together
 from scripts.bench.peers import FP8_LIMIT, OURS, PEER_LIMIT, Peer, entries, ready, ways
-from scripts.bench.timing import Expected, host_time, sets_to_outgrow_l2
+from scripts.bench.timing import Expected, host_times, sets_to_outgrow_l2
 from tests.support.compare import Comparison, relative_error
 from tests.support.gqa_cases import KV_DTYPES, SCALE_NAMES, GqaCase, check_gqa
 from tests.support.mla_cases import generator
@@ -379,7 +379,7 @@ def run_decode(bench: GqaBench, pool: Pool, ceilings: Mapping[str, float]) -> di
             "TFLOPs": round(bench.flops / timing.us / 1e6, 1),
             "GBps": round(gb_per_s, 1),
             "read_fraction": round(gb_per_s / ceilings["read_GBps"], 3),
-            **({"host_us": round(host_time(calls[0]), 2)} if bench.host else {}),
+            **(host_times(calls[0]) if bench.host else {}),
             "peers": entries(peers, timings),
         }
 
@@ -405,8 +405,8 @@ def run_append(bench: AppendBench, device: str, ceilings: Mapping[str, float]) -
         timing = time_calls([append_call(call, names) for call in calls], expected=expected, sustained=False)
         gb_per_s = bench.bytes_moved / timing.us / 1e3
         speeds = {"GBps": round(gb_per_s, 1), "copy_fraction": round(gb_per_s / ceilings["copy_GBps"], 3)}
-        host_us = host_time(functools.partial(cute_kernels.kv_int8_append, **calls[0]))
-        return {**timing.as_record(), **speeds, "host_us": round(host_us, 2)}
+        host = host_times(functools.partial(cute_kernels.kv_int8_append, **calls[0]))
+        return {**timing.as_record(), **speeds, **host}
 
     return records.with_must(records.record_case(bench.key, check, measure), bench.must)
 

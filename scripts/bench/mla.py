@@ -29,7 +29,7 @@ from fp8_mla.formats import V3_2, TokenFormat
 from scripts.bench import records
 from scripts.bench.in_layer import prepare, time_calls, time_together
 from scripts.bench.peers import OURS, Peer, entries, load, ready, ways
-from scripts.bench.timing import Expected, host_time, sets_to_outgrow_l2
+from scripts.bench.timing import Expected, host_times, sets_to_outgrow_l2
 from tests.support.compare import Comparison, check_decode, compare, relative_error
 from tests.support.mla_cases import DecodeCase, generator, latent_tokens
 
@@ -331,7 +331,7 @@ def run_decode(
             "read_fraction": round(gb_per_s / ceilings["read_GBps"], 3),
             "cycles_per_token": _cycles_per_token(bench, timing.us, timing.sm_mhz_rested),
             **({} if bench.ragged else {"predicted_cycles_per_token": predicted_cycles(bench)}),
-            **({"host_us": round(host_time(calls[0]), 2)} if bench.host else {}),
+            **(host_times(calls[0]) if bench.host else {}),
             **({"exchange_us": forced_times(inputs, "exchange", EXCHANGES)} if bench.exchanges else {}),
             **({"scores_us": forced_times(inputs, "scores", SCORES)} if bench.both_scores else {}),
             "peers": entries(peers, timings),
@@ -390,8 +390,8 @@ def run_append(ceilings: Mapping[str, float], device: str = "cuda", token_format
         timing = time_calls([append_call(*one, **options) for one in sets], expected=expected, sustained=False)
         gb_per_s = bytes_moved / timing.us / 1e3
         speeds = {"GBps": round(gb_per_s, 1), "copy_fraction": round(gb_per_s / ceilings["copy_GBps"], 3)}
-        host_us = host_time(functools.partial(cute_kernels.mla_fp8_append, *sets[0], **options))
-        return {**timing.as_record(), **speeds, "host_us": round(host_us, 2)}
+        host = host_times(functools.partial(cute_kernels.mla_fp8_append, *sets[0], **options))
+        return {**timing.as_record(), **speeds, **host}
 
     key = {"op": "mla_fp8_append", "tokens": APPEND_TOKENS, **options}
     return records.with_must(records.record_case(key, check, measure), APPEND_MUST)
@@ -438,7 +438,7 @@ def run_merge(ceilings: Mapping[str, float], device: str = "cuda") -> dict[str, 
         timing = time_calls(calls, expected=expected, sustained=False)
         gb_per_s = bytes_moved / timing.us / 1e3
         speeds = {"GBps": round(gb_per_s, 1), "read_fraction": round(gb_per_s / ceilings["read_GBps"], 3)}
-        return {**timing.as_record(), **speeds, "host_us": round(host_time(calls[0]), 2)}
+        return {**timing.as_record(), **speeds, **host_times(calls[0])}
 
     key = {"op": "merge_states", "splits": splits, "batch": batch, "h_q": h_q, "s_q": s_q, "d": V_DIM}
     return records.record_case(key, check, measure)

@@ -182,21 +182,39 @@ def percentiles(samples: Sequence[float]) -> tuple[float, float, float]:
 
 
 def host_time(call: Call) -> float:
-    """Host microseconds of one eager call with a cached plan: median of 9 rounds of 100 calls.
+    """Host microseconds of one eager call with a cached plan; see `host_times`."""
+    return _host_medians(call)[0]
+
+
+def host_times(call: Call) -> dict[str, float]:
+    """Of a case's record: `host_us`, host microseconds of one eager call with a cached plan, and `host_mul_us`.
+
+    The latter are those of `mul_` of one number, the shortest call of torch that launches a kernel, in turns with the
+    call: hosts differ by a factor of two, the ratio does not.
+    """
+    one = torch.ones(1, dtype=torch.float32, device="cuda")
+    host, mul = _host_medians(call, functools.partial(one.mul_, 1.0))
+    return {"host_us": round(host, 2), "host_mul_us": round(mul, 2)}
+
+
+def _host_medians(*calls: Call) -> list[float]:
+    """Of each call the median of 9 rounds of 100.
 
     The queue is empty before each round. Rounds of 400 calls of 250 us each filled it, and the host waited for the GPU.
     """
-    for _ in range(20):
-        call()
-    rounds = []
-    for _ in range(HOST_ROUNDS):
-        torch.cuda.synchronize()
-        started = time.perf_counter()
-        for _ in range(HOST_CALLS):
+    for call in calls:
+        for _ in range(20):
             call()
-        rounds.append((time.perf_counter() - started) / HOST_CALLS * 1e6)
+    rounds: list[list[float]] = [[] for _ in calls]
+    for _ in range(HOST_ROUNDS):
+        for call, spans in zip(calls, rounds, strict=True):
+            torch.cuda.synchronize()
+            started = time.perf_counter()
+            for _ in range(HOST_CALLS):
+                call()
+            spans.append((time.perf_counter() - started) / HOST_CALLS * 1e6)
     torch.cuda.synchronize()
-    return statistics.median(rounds)
+    return [statistics.median(spans) for spans in rounds]
 
 
 def time_eager(call: Call, repeats: int) -> float:

@@ -33,7 +33,7 @@ def decode(*, out: torch.Tensor, lse: torch.Tensor, return_lse: bool, **call: An
 def timed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Replaces GPU timing; returns how many input sets each timing rotated."""
     sets = fake_time_graph(monkeypatch, bench_gqa)
-    monkeypatch.setattr(bench_gqa, "host_time", lambda call: 7.5)
+    monkeypatch.setattr(bench_gqa, "host_times", lambda call: {"host_us": 7.5})
     monkeypatch.setattr(bench_gqa, "sets_to_outgrow_l2", lambda bytes_moved, most=64: 3)
     monkeypatch.setattr(cute_kernels, "gqa_decode", decode, raising=False)
     monkeypatch.setattr(cute_kernels, "kv_int8_append", reference_append, raising=False)

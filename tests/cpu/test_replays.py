@@ -29,7 +29,7 @@ def timed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     monkeypatch.setattr(bench_mla, "SPARSE_CONTEXTS", 4)
     monkeypatch.setattr(bench_mla, "APPEND_TOKENS", 128)
     monkeypatch.setattr(bench_mla, "sets_to_outgrow_l2", lambda bytes_moved: 3)
-    monkeypatch.setattr(bench_mla, "host_time", lambda call: 7.5 if call() is not NotImplemented else 0.0)
+    monkeypatch.setattr(bench_mla, "host_times", lambda call: {"host_us": 7.5 if call() is not NotImplemented else 0.0})
     monkeypatch.setattr(bench_mla, "_cycles_per_token", lambda bench, us, mhz: 1.0)
     return fake_time_graph(monkeypatch, bench_mla)
 

@@ -33,7 +33,7 @@ def gqa_cases() -> list[dict[str, Any]]:
         case(PER_TENSOR, PASSED, {"read_fraction": 0.9, "ratio": 1.7}, peers=peers),
         case({**PER_TENSOR, "batch": 1, "s_k": 32768}, PASSED, {"us": 26.0}, 0.2, us_p10=1.0, GBps=2000.0),
         case({**PER_TENSOR, **ragged}, PASSED, {"read_fraction": 0.85}, GBps=700.0),
-        case(PER_HEAD, PASSED, {"read_fraction": 0.9}, GBps=902.0, host_us=7.5),
+        case(PER_HEAD, PASSED, {"read_fraction": 0.9}, GBps=902.0, host_us=7.5, host_mul_us=6.0),
         case({**PER_HEAD, **ragged}, FAILED, {"read_fraction": 0.85}),
         case({**PER_TENSOR, "kv_dtype": "fp8", "s_q": 4, "window": 128}, FAILED, {"read_fraction": 0.85}),
         records.with_must(records.record_case(APPEND, PASSED, lambda: copied), {"copy_fraction": 0.8}),

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 from scripts.bench.kernels_run import mark
 from scripts.bench.report import markdown
-from scripts.bench.report.cases import Case, must
+from scripts.bench.report.cases import Case, host, must
 from scripts.bench.report.markdown import MISSING, short
 
-HEADER = ("operation", "us", "GB/s", "of the ceiling for", "host time of a call, us")
+HEADER = ("operation", "us", "GB/s", "of the ceiling for", "host time of a call, us (of torch's `mul_`)")
 FRACTIONS = {"copy_fraction": "copies", "read_fraction": "reads"}
 WITHOUT_KEY = ("cache_format", "scales", "layout")
 """Keys whose value says by itself what it is."""
@@ -30,4 +30,4 @@ def _row(case: Case) -> list[str]:
     fraction = next((f"{case[key]:.0%} of {what}" for key, what in FRACTIONS.items() if key in case), MISSING)
     if case.get("must"):
         fraction += f" ({'needs' if case.get('met') else 'missed:'} {must(case)})"
-    return [name, short(case["us"]), short(case.get("GBps")), fraction, short(case.get("host_us"))]
+    return [name, short(case["us"]), short(case.get("GBps")), fraction, host(case)]

@@ -73,6 +73,13 @@ def ratio_range(cases: Iterable[Case]) -> str:
     return low if low == high else f"{low} .. {high}"
 
 
+def host(case: Case) -> str:
+    """Host microseconds of an eager call, and how many times those of torch's `mul_` they are."""
+    if case.get("host_mul_us"):
+        return f"{short(case['host_us'])} ({case['host_us'] / case['host_mul_us']:.2f} x)"
+    return short(case.get("host_us"))
+
+
 def spread(case: Case) -> str:
     """10th and 90th percentile of the time."""
     return f"{short(case['us_p10'])} .. {short(case['us_p90'])}"

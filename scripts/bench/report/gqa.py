@@ -11,6 +11,7 @@ from scripts.bench.report.cases import (
     Record,
     cases_of,
     flash,
+    host,
     left_out_columns,
     loaded,
     must,
@@ -39,7 +40,7 @@ HEADER = (
     FLASH_HEADER,
     "relative error",
     "lse error",
-    "host, us",
+    "host, us (of torch's `mul_`)",
 )
 
 
@@ -106,7 +107,7 @@ def _decode_row(case: Case) -> list[str]:
     cells = [short(case["us"]), spread(case), *loaded(case), short(case.get("GBps"))]
     cells += [hundredths(case.get("read_fraction")), must_and_missed(case), short(case.get("TFLOPs"))]
     cells += [short(peer_of(case).get("us")), *peer_ratios(case), flash(case)]
-    return [name, size(case), *cells, *errors, short(case.get("host_us"))]
+    return [name, size(case), *cells, *errors, host(case)]
 
 
 def _reached(case: Case | None) -> str:

@@ -174,8 +174,9 @@ class GqaDecodeSpec:
     def scale_warps(self) -> int:
         """Warps that load scales of tokens: what the load warp leaves of its warpgroup, or one for K and one for V.
 
-        Those that take tiles in turn are no more than stages: a warp that has stored the scales of a tile would else
-        find the stage of its next one two uses behind, and a wait by parity would not see that.
+        Those that take tiles in turn are no more than stages, and each takes every third tile (or second), whatever the
+        ranges: a warp that has stored the scales of a tile would else find the stage of its next one two uses behind,
+        and a wait by parity would not see that.
         """
         groups = self.scale_groups(self.k_scales) + self.scale_groups(self.v_scales)
         if self.scale_warps_take_turns:

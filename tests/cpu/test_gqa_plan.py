@@ -217,6 +217,20 @@ def upcoming(
         past = step
 
 
+@pytest.mark.parametrize("stages", [2, 3, 4, 8])
+def test_a_scale_warp_is_never_two_uses_behind(stages):
+    """A CTA's ranges have any number of tiles; what a warp waits for must be the use of a stage after the last it saw."""
+    step, counts = min(3, stages), [1, 0, 2, 5, 1, 1, 1, 4, 0, 0, 7, 3]
+    taken: list[list[int]] = [[] for _ in range(step)]
+    begun = 0
+    for count in counts:
+        for rank, own in enumerate(taken):
+            own += range(begun + (rank + step - begun % step) % step, begun + count, step)
+        begun += count
+    assert sorted(tile for own in taken for tile in own) == list(range(begun))
+    assert all(later - earlier <= stages for own in taken for earlier, later in itertools.pairwise(own))
+
+
 @pytest.mark.parametrize("ranges", [1, 3, 16, 33])
 def test_warps_that_take_tiles_in_turn_find_each_tile_with_keys_once(ranges):
     lengths = [0, 1, KEYS, 0, 0, 5 * KEYS + 1, KEYS + 1, 0, 300, 17 * KEYS, 0]

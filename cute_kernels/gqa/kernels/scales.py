@@ -67,7 +67,6 @@ class ScaleWarp:
         ctas, _, _ = cute.arch.grid_dim()
         survey = self.scheduler.survey(work_list, lane)
         rank, begun = warp_idx - (spec.warps + 1), Int32(0)
-        turn = rank if const_expr(self.in_turn) else Int32(0)
         for index in cutlass.range(cta, work_list.work.num_work_tiles, ctas, unroll=1):
             work_tile = self.scheduler.work_tile(work_list, index)
             k = Part(self.of_head(k_scales, work_tile.kv_head), Int32(self.k_groups), Int32(0))
@@ -79,6 +78,9 @@ class ScaleWarp:
                     own = v
                 parts = (own,)
             assigned = self.scheduler.assignment(work_list, survey, work_tile.range)
+            turn = Int32(0)
+            if const_expr(self.in_turn):  # every `step`-th tile since the launch: see `scale_warps`
+                turn = (rank + self.step - begun % self.step) % self.step
             begun += self.load_range(parts, work_list, page_table, smem, assigned, begun, turn, lane)
 
     @cute.jit
@@ -101,7 +103,7 @@ class ScaleWarp:
     ) -> Int32:
         """Fills the scales of a stage for this warp's tiles of a range; returns how many tiles with keys that has.
 
-        begun: tiles before those of this range.
+        begun: tiles before those of this range. turn: the first tile of this warp, counted from there.
         """
         spec = self.spec
         raw = [cute.make_rmem_tensor((self.keys, max(groups, 1), self.depth), self.dtype) for groups in self.groups]

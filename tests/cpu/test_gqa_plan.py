@@ -219,7 +219,7 @@ def upcoming(
 
 @pytest.mark.parametrize("stages", [2, 3, 4, 8])
 def test_a_scale_warp_is_never_two_uses_behind(stages):
-    """A CTA's ranges have any number of tiles; what a warp waits for must be the use of a stage after the last it saw."""
+    """Whatever the ranges of a CTA have: what a warp waits for is the use of a stage after the last one it saw."""
     step, counts = min(3, stages), [1, 0, 2, 5, 1, 1, 1, 4, 0, 0, 7, 3]
     taken: list[list[int]] = [[] for _ in range(step)]
     begun = 0

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final
 
 from scripts.bench import kernels_run, records
+from scripts.bench.runs import joined
 
 SECTIONS: Final = {
     "tests": "tests/gpu",
@@ -68,7 +69,8 @@ def completed(record: dict[str, Any], kept: dict[str, Any]) -> dict[str, Any]:
     Ceilings are the better ones of both, and fractions of all cases those of them.
 
     Args:
-        record: of this run; where both have something, this one's is taken.
+        record: of this run; where both have something, this one's is taken. Cases that both have of the same machine
+            code keep the runs of both; see `runs`.
         kept: that `require_same` has passed.
     """
     tests = dict(kept["tests"] if record["tests"]["passed"] is None else record["tests"])
@@ -79,13 +81,12 @@ def completed(record: dict[str, Any], kept: dict[str, Any]) -> dict[str, Any]:
     with_cases = [one for one in (record, kept) if one["cases"]] or [record]
     names = {name: None for one in with_cases for name in one["ceilings"]}
     whole["ceilings"] = {name: max(one["ceilings"].get(name, 0.0) for one in with_cases) for name in names}
-    known = {records.identity(case) for case in record["cases"]}
+    dates = record["date"], kept["date"]
     cases = [rescaled(case, record["ceilings"], whole["ceilings"]) for case in record["cases"]]
-    cases += [
-        rescaled(case, kept["ceilings"], whole["ceilings"])
-        for case in kept["cases"]
-        if records.identity(case) not in known
-    ]
+    others = {records.identity(case): rescaled(case, kept["ceilings"], whole["ceilings"]) for case in kept["cases"]}
+    known = set(map(records.identity, cases))
+    cases = [joined(case, others.get(records.identity(case), {}), dates) for case in cases]
+    cases += [case for identity, case in others.items() if identity not in known]
     ranks = {op: place for place, op in enumerate(op for ops in OPS.values() for op in ops)}
     whole["cases"] = sorted(cases, key=lambda case: ranks.get(case["op"], len(ranks)))
     if peers := {**kept.get("peers", {}), **record.get("peers", {})}:

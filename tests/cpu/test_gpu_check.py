@@ -46,6 +46,27 @@ def test_a_record_may_come_from_two_runs(whole):
         assert "kernels" not in parts.completed({**some_record(), "cases": []}, found)
 
 
+def test_all_runs_of_a_case_are_kept_and_its_figures_are_medians():
+    def run_of(us: float, date: str, rel_err: float = 1e-3, kernels: tuple[str, ...] = ("a",)) -> dict[str, Any]:
+        speed = {"us": us, "GBps": 1000.0 / us, "sm_mhz_rested": 1980, "peers": {"x": {"us": 2.0, "ratio": 2.0 / us}}}
+        case = {"op": "gqa_decode", "batch": 1, "rel_err": rel_err, **speed, "must": {"us": 3.5}, "met": us <= 3.5}
+        return {**some_record(), "cases": [{**case, "kernels": list(kernels)}], "date": date}
+
+    first, second, third = run_of(2.0, "2026-01-01"), run_of(4.0, "2026-01-02", 2e-3), run_of(5.0, "2026-01-03")
+    two = parts.completed(second, first)
+    case = two["cases"][0]
+    assert [run["date"] for run in case["runs"]] == ["2026-01-01", "2026-01-02"]
+    assert [run["us"] for run in case["runs"]] == [2.0, 4.0]
+    assert (case["us"], case["met"], case["rel_err"], case["sm_mhz_rested"]) == (3.0, True, 2e-3, 1980)
+    assert case["peers"]["x"]["ratio"] == 0.75
+    case = parts.completed(third, two)["cases"][0]
+    assert ([run["us"] for run in case["runs"]], case["us"], case["met"]) == ([2.0, 4.0, 5.0], 4.0, False)
+    assert parts.completed(two, second) == two, "a run that is there already is no other run"
+    assert "runs" not in parts.completed(run_of(4.0, "2026-01-02", kernels=("b",)), first)["cases"][0]
+    failed = {**first, "cases": [{"op": "gqa_decode", "batch": 1, "rel_err": 1.0, "failed": "wrong"}]}
+    assert parts.completed(failed, second)["cases"] == failed["cases"]
+
+
 def test_what_is_kept_is_of_the_same_machine_and_machine_code():
     here = coded_record()
     nothing_known: dict[str, Any] = {"changed": lambda kept: pytest.fail("the sources are the same")}

@@ -26,9 +26,17 @@ def run(record: Record) -> list[str]:
         f"Tests on the GPU: {plain(tests['passed'])} passed, {plain(tests['failed'])} failed, "
         f"{plain(tests['skipped'])} skipped; sanitizer errors: {sanitizer}. Ceilings of this card in the same run: "
         f"reads {ceilings['read_GBps']:.0f} GB/s, copies {ceilings['copy_GBps']:.0f} GB/s, bf16 matrix products "
-        f"{ceilings['bf16_gemm_TFLOPs']:.0f} TFLOP/s.{peers}",
+        f"{ceilings['bf16_gemm_TFLOPs']:.0f} TFLOP/s.{peers}{several(record)}",
         *random_calls(record),
     ]
+
+
+def several(record: Record) -> str:
+    """How many cases are medians of several runs."""
+    counts = [len(case["runs"]) for case in record["cases"] if "runs" in case]
+    if not counts:
+        return ""
+    return f" {len(counts)} of {len(record['cases'])} cases are medians of {max(counts)} runs, all of which are kept."
 
 
 def random_calls(record: Record) -> list[str]:

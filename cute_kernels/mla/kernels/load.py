@@ -1,6 +1,6 @@
 """Loads of key tiles: rows of the cache into shared memory, as they are."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -194,6 +194,9 @@ class KeyLoader:
         return self.advance(
             table, LoadCursor(next_work, tiles_left, position, last, entries, entry, length, loaded), tid
         )
+
+    def expand(self, smem, cursor: Any, tile: Int32, steps: int, tid: Int32) -> None:
+        """Makes codes of `tile`, that of `steps` steps before the last one, what other roles read: nothing here."""
 
     @cute.jit
     def announce(self, smem, table: WorkTable, cursor: LoadCursor, tile: Int32, tid: Int32) -> LoadCursor:

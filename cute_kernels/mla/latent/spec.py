@@ -6,7 +6,6 @@ from typing import Any, ClassVar
 from cute_kernels.mla.spec import CACHE_FORMAT, MERGE_LANES, NARROW, WIDE, MlaDecodeSpec, Registers
 from fp8_mla.formats import FORMATS, PAIRS, TokenFormat
 
-FEW_LINES = 2  # of a key's codes: four stages of so many fit next to a Q of 64 heads
 LINE_BYTES = 128  # of a key's row in shared memory: one row of the 128-byte swizzle
 
 
@@ -103,9 +102,14 @@ class LatentDecodeSpec(MlaDecodeSpec):
         return self.stages if self.rope_is_value else self.rope_stages
 
     @property
+    def expands(self) -> bool:
+        """Whether the load warpgroup makes codes of others: a key's row is shorter than its codes, a byte each."""
+        return any(kind.codes.num_bytes < kind.codes.count for kind in self.kinds)
+
+    @property
     def code_lines(self) -> int:
-        """Lines of `LINE_BYTES` that a key's codes take in a stage."""
-        return max(-(-kind.codes.num_bytes // LINE_BYTES) for kind in self.kinds)
+        """Lines of `LINE_BYTES` that a key's codes take in a stage, where each is a byte."""
+        return max(-(-kind.codes.count // LINE_BYTES) for kind in self.kinds)
 
     @property
     def scale_bytes(self) -> int:
@@ -124,14 +128,14 @@ class LatentDecodeSpec(MlaDecodeSpec):
             return super().registers
         if self.heads < WIDE:
             return Registers(load=56, qk=120, pv=168, softmax=0)
-        if len(self.kinds) > 1:
+        if self.expands:
             return Registers(load=56, qk=104, pv=176, softmax=0)
         return Registers(load=40, qk=120, pv=176, softmax=0)
 
     @property
     def stages(self) -> int:
         """Key tiles in shared memory: as many as Q leaves room for."""
-        return 3 if self.heads == WIDE and self.code_lines > FEW_LINES else 4
+        return 3 if self.heads == WIDE else 4
 
     @property
     def mask_stages(self) -> int:

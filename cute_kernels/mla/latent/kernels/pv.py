@@ -83,13 +83,13 @@ class ScaledKeyPvWarpgroups(PvWarpgroups):
                     is_rope = self.has_rope(wg, tid)  # QK may still replace it
                 if const_expr(self.spec.has_rope):
                     if not is_rope:
-                        self.load_values(smem, kind, raw[0], stage, 0, 0, line, wg, tid)
+                        self.load_values(smem, raw[0], stage, 0, 0, line, wg, tid)
                 else:
-                    self.load_values(smem, kind, raw[0], stage, 0, 0, line, wg, tid)
+                    self.load_values(smem, raw[0], stage, 0, 0, line, wg, tid)
             cute.arch.mbarrier_wait(smem.p_full.data_ptr() + p_stage, p_phase)
             if const_expr(self.spec.has_rope):
                 if self.has_rope(wg, tid):
-                    self.load_values(smem, self.spec.kinds[0], raw[0], stage, 0, 0, line, wg, tid)
+                    self.load_values(smem, raw[0], stage, 0, 0, line, wg, tid)
             self.stamp(smem, tile, 0, 1, wg, tid)
             self.stamp(smem, tile, 1, 0, wg, tid)
             flags = self.flags(smem, p_stage)
@@ -153,7 +153,7 @@ class ScaledKeyPvWarpgroups(PvWarpgroups):
             cute.arch.mbarrier_arrive(smem.empty.data_ptr() + stage)
         else:
             if const_expr(len(self.spec.kinds) > 1):
-                self.load_values(smem, kind, raw[0], stage, 0, 0, line, wg, tid)
+                self.load_values(smem, raw[0], stage, 0, 0, line, wg, tid)
             self.add_values(smem, kind, mma, acc_o, raw, tile, line, wg, tid)
 
     @cute.jit
@@ -175,25 +175,20 @@ class ScaledKeyPvWarpgroups(PvWarpgroups):
         return registers.opaque(Int32(line))
 
     @cute.jit
-    def load_values(
-        self, smem, kind: cutlass.Constexpr, raw: cute.Tensor, stage: Int32, block, half, line: Int32, wg: Int32, tid
-    ):
+    def load_values(self, smem, raw: cute.Tensor, stage: Int32, block, half, line: Int32, wg: Int32, tid: Int32):
         """Of the keys of a thread's four columns of A in a block of 16 keys (4): eight codes, or four rope numbers.
 
         `half` says which four.
         """
         base = Int32(smem.codes.data_ptr().toint()) + stage * codes_bytes(self.spec)
-        if const_expr(kind.rope is not None):
+        if const_expr(self.spec.has_rope):
             if self.has_rope(wg, tid):
                 base = Int32(smem.rope.data_ptr().toint()) + stage * ROPE_BYTES + 8 * half
-        own = codes.of(kind)
-        line, size = own.value_line(line, wg, tid), own.value_bytes
         for i in cutlass.range_constexpr(4):
             key = (line ^ (16 * (i % 2))) + LINE_BYTES * (i % 2 + 8 * (i // 2))  # of a neighbour chunks are swapped
             address = base + block * (16 * LINE_BYTES) + key
-            pointer = cute.make_ptr(Int32, address, AddressSpace.smem, assumed_align=size)
-            layout = cute.make_layout(size // 4)
-            cute.autovec_copy(cute.make_tensor(pointer, layout), cute.make_tensor(raw[None, i].iterator, layout))
+            pointer = cute.make_ptr(Int32, address, AddressSpace.smem, assumed_align=8)
+            cute.autovec_copy(cute.make_tensor(pointer, cute.make_layout(2)), raw[None, i])
 
     @cute.jit
     def scale_operand(self, operand: cute.Tensor, multipliers: cute.Tensor):
@@ -249,19 +244,19 @@ class ScaledKeyPvWarpgroups(PvWarpgroups):
                 if const_expr(self.spec.has_rope):
                     if is_rope:
                         if const_expr(m == 0):
-                            self.load_values(smem, kind, raw[1], stage, block, 1, line, wg, tid)
+                            self.load_values(smem, raw[1], stage, block, 1, line, wg, tid)
                         if const_expr(m == 2 and block + 1 < KEY_BLOCKS):
-                            self.load_values(smem, kind, raw[0], stage, block + 1, 0, line, wg, tid)
+                            self.load_values(smem, raw[0], stage, block + 1, 0, line, wg, tid)
                         self.order_rope(raw[m // 2], m, operand)
                     else:
                         if const_expr(m == 0 and block + 1 < KEY_BLOCKS):
-                            self.load_values(smem, kind, raw[(block + 1) % 2], stage, block + 1, 0, line, wg, tid)
-                        codes.of(kind).value_operand(raw[block % 2], m, operand)
+                            self.load_values(smem, raw[(block + 1) % 2], stage, block + 1, 0, line, wg, tid)
+                        codes.value_operand(raw[block % 2], m, operand)
                         self.scale_operand(operand, multipliers)
                 else:
                     if const_expr(m == 0 and block + 1 < KEY_BLOCKS):
-                        self.load_values(smem, kind, raw[(block + 1) % 2], stage, block + 1, 0, line, wg, tid)
-                    codes.of(kind).value_operand(raw[block % 2], m, operand)
+                        self.load_values(smem, raw[(block + 1) % 2], stage, block + 1, 0, line, wg, tid)
+                    codes.value_operand(raw[block % 2], m, operand)
                     self.scale_operand(operand, multipliers)
                 warpgroup.fence()
                 wgmma.issue(mma, acc_o[m], fragment, rP, True, [(0, block)])
@@ -308,14 +303,14 @@ class ScaledKeyPvWarpgroups(PvWarpgroups):
                 byte = smem.scale.data_ptr() + (key * self.spec.scale_bytes + self.quant_tile(kind, wg, tid))
                 scales[i] = codes.of(kind).scale_of(Int32(byte.load()) & 0xFF)
             for m in cutlass.range_constexpr(ROW_BLOCKS):
-                self.load_values(smem, kind, raw, stage, block, m // 2, line, wg, tid)
+                self.load_values(smem, raw, stage, block, m // 2, line, wg, tid)
                 if is_rope:
                     self.order_rope(raw, m, operand)
                     if sFlags[block, stage] == 0:
                         for i in cutlass.range_constexpr(4):
                             operand[i] = codes.rope_to_bfloat16(operand[i])
                 else:
-                    codes.of(kind).value_operand(raw, m, operand)
+                    codes.value_operand(raw, m, operand)
                     for i in cutlass.range_constexpr(4):
                         first = i // 2 * 2
                         operand[i] = codes.scale_to_bfloat16(operand[i], scales[first], scales[first + 1])

@@ -86,20 +86,20 @@ class ScaledKeyQkWarpgroups(QkWarpgroups):
         """Starts the products of a tile of that format with Q; 1 if one of its scales is out of range, else 0."""
         mma = tiled_mmas(self.heads)[0]
         rQ, own = self.q_operands(smem, mma, tid, Float16), codes.of(kind)
-        self.load_chunk(smem, kind, raw, stage, 0, tid)
+        self.load_chunk(smem, raw, stage, 0, tid)
         scales = [own.load_row_scales(smem, self.spec, stage, key_of_row(tid, r), tid) for r in range(2)]
         first = 0 if self.spec.has_rope else 1  # chunk whose operand is in use already
         for c in cutlass.range_constexpr(self.chunks):
             if const_expr(c > first):
                 warpgroup.wait_group(1)  # products of two groups before have read the registers that are written here
-            self.widen_chunk(kind, raw, operands[c % 2])
+            self.widen_chunk(raw, operands[c % 2])
             words = cute.recast_tensor(operands[c % 2], Int32)
             for r in cutlass.range_constexpr(2):
                 multiplier = own.chunk_multiplier(scales[r], c, tid)
                 for k in cutlass.range_constexpr(8):
                     words[2 * k + r] = codes.multiply(words[2 * k + r], multiplier)
             if const_expr(c + 1 < self.chunks):
-                self.load_chunk(smem, kind, raw, stage, c + 1, tid)
+                self.load_chunk(smem, raw, stage, c + 1, tid)
             warpgroup.fence()
             blocks = [(k, 4 * c + k) for k in range(BLOCK_COLUMNS // 16)]
             wgmma.issue(mma, acc, operands[c % 2], rQ, c > 0 or self.spec.has_rope, blocks)
@@ -147,11 +147,11 @@ class ScaledKeyQkWarpgroups(QkWarpgroups):
                 cute.autovec_copy(four, cute.make_tensor(cute.recast_ptr(place, dtype=Int32), cute.make_layout(4)))
 
     @cute.jit
-    def widen_chunk(self, kind: cutlass.Constexpr, raw: cute.Tensor, operand: cute.Tensor):
+    def widen_chunk(self, raw: cute.Tensor, operand: cute.Tensor):
         """Four blocks of 16 columns of A, from 16 codes of each of two rows."""
         words = cute.recast_tensor(operand, Int32)
         for r in cutlass.range_constexpr(2):
-            pairs = codes.of(kind).row_numbers(raw, r)
+            pairs = codes.row_numbers(raw, r)
             for k in cutlass.range_constexpr(4):
                 words[4 * k + r], words[4 * k + 2 + r] = pairs[2 * k], pairs[2 * k + 1]
 
@@ -196,8 +196,8 @@ class ScaledKeyQkWarpgroups(QkWarpgroups):
         sPower = smem.q_power.get_tensor(cute.make_layout(self.q.blocks * self.heads))
         for step in cutlass.range(4 * self.chunks, unroll=1):
             c, owner = step // 4, step % 4
-            self.load_chunk(smem, kind, raw, stage, c, tid)
-            self.widen_chunk(kind, raw, operand)
+            self.load_chunk(smem, raw, stage, c, tid)
+            self.widen_chunk(raw, operand)
             if tid % 4 != owner:
                 for i in cutlass.range_constexpr(cute.size(words)):
                     words[i] = 0
@@ -234,15 +234,14 @@ class ScaledKeyQkWarpgroups(QkWarpgroups):
     # ---- shared memory
 
     @cute.jit
-    def load_chunk(self, smem, kind: cutlass.Constexpr, raw: cute.Tensor, stage: Int32, c, tid: Int32):
+    def load_chunk(self, smem, raw: cute.Tensor, stage: Int32, c, tid: Int32):
         """16 codes of each of a thread's two rows, in chunk c of 64 columns."""
-        start, size = stage * codes_bytes(self.spec), const_expr(16 * kind.codes.bits // 8)
-        place, line = codes.of(kind).chunk_place(c, tid)
-        start += line
+        place, line = codes.chunk_place(c, tid)
+        start = stage * codes_bytes(self.spec) + line
         for r in cutlass.range_constexpr(2):  # of a neighbour chunks are swapped
-            pointer = smem.codes.data_ptr() + cute.assume(start + (place ^ (16 * r)) + LINE_BYTES * r, divby=size)
-            source = cute.make_tensor(cute.recast_ptr(pointer, dtype=raw.element_type), cute.make_layout(size))
-            cute.autovec_copy(source, cute.make_tensor(raw[None, r].iterator, cute.make_layout(size)))
+            pointer = smem.codes.data_ptr() + cute.assume(start + (place ^ (16 * r)) + LINE_BYTES * r, divby=16)
+            source = cute.make_tensor(cute.recast_ptr(pointer, dtype=raw.element_type), cute.make_layout(16))
+            cute.autovec_copy(source, raw[None, r])
 
     def rope_stage(self, tile: Int32) -> Int32:
         """Where the rope part of a tile lies: with its codes."""

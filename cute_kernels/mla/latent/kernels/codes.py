@@ -51,12 +51,14 @@ class Codes:
 
     masked_scales  a word of scales in range, for a masked key, whose codes are zeros
     quant_tiles    those that `chunk_multiplier` knows
+    range_words    which scales are in range: what `outside` takes
     line_parts     a row's last line may be incomplete: code bytes are a multiple of this
     expands        whether a row's bytes are other codes, which `expand` replaces in the stage
     """
 
     masked_scales: ClassVar[int]
     quant_tiles: ClassVar[tuple[int, ...]]
+    range_words: ClassVar[tuple[int, int, int]]
     line_parts: ClassVar[int] = LINE_BYTES
     expands: ClassVar[bool] = False
 
@@ -101,9 +103,21 @@ class Codes:
         """The words of a key's scales that `chunk_multiplier` takes."""
         raise NotImplementedError
 
-    def chunk_multiplier(self, words: cute.Tensor, c: int, tid: Int32) -> Int32:
-        """That of a thread's codes of a row in chunk c, as `multiplier` returns it; see `scale_index`."""
+    def scale_place(self, c: int, tid: Int32) -> tuple[int, Any]:
+        """Which word, and which byte of it, has the scale of a thread's codes of a row in chunk c; see `scale_index`."""
         raise NotImplementedError
+
+    def chunk_multiplier(self, words: cute.Tensor, c: int, tid: Int32) -> Int32:
+        """That of a thread's codes of a row in chunk c, as `multiplier` returns it."""
+        word, byte = self.scale_place(c, tid)
+        return self.multiplier(words[word], byte)
+
+    def chunk_multipliers(self, words: cute.Tensor, c: int, tid: Int32) -> Int32:
+        """Those of chunks c and c + 1, whose scales are in one word, as a pair of float16."""
+        (word, byte), (same, second) = self.scale_place(c, tid), self.scale_place(c + 1, tid)
+        if same != word:
+            raise ValueError(f"scales: got those of two chunks of {self.kind.name} in two words; needs one word")
+        return self.multiplier(words[word], byte, second)
 
     def scale_index(self, c: Any, lane: Any) -> Any:
         """Which scale of a row the 16 codes have that a lane of four has in chunk c.
@@ -114,13 +128,13 @@ class Codes:
 
     # ---- scales
 
-    def multiplier(self, word: Int32, byte: Any) -> Int32:
-        """WEIGHT times the scale in a byte of a word, in range, as two float16 numbers."""
+    def multiplier(self, word: Int32, byte: Any, second: Any = None) -> Int32:
+        """WEIGHT times the scales in two bytes of a word, in range, as two float16 numbers; None: in the same byte."""
         raise NotImplementedError
 
     def out_of_range(self, word: Int32) -> Int32:
         """Not 0 if one of the four scales of a word is out of range."""
-        raise NotImplementedError
+        return outside(word, *self.range_words)
 
     def is_small(self, word: Int32) -> Int32:
         """Not 0 if one of the four scales of a word is so small that a sum of values as float16 needs a scale."""
@@ -129,6 +143,25 @@ class Codes:
     def scale_of(self, byte: Int32) -> Float32:
         """The scale that a byte means."""
         raise NotImplementedError
+
+
+# ---- scales of any format
+
+
+def outside(word: Int32, above: Any, below: Any, signs: Any) -> Int32:
+    """Not 0 if one of the four bytes of a word is out of range.
+
+    Its lower seven bits plus `above` reach bit 7 where they are too large, plus `below` do not where they are too
+    small; or bit 7 of `signs` is set, and its own.
+    """
+    low = word & 0x7F7F7F7F
+    return (low + above | word & signs | (low + below ^ -1)) & TOP_BITS
+
+
+def byte_pair(word: Int32, byte: Any, second: Any = None) -> Int32:
+    """Two bytes of a word, or one twice, as two 16-bit numbers."""
+    places = byte * 0x0101 if second is None else byte + second * 0x0100
+    return Int32(cute.arch.prmt(word, Int32(0), Int32(0x4040) + places))
 
 
 # ---- float16 numbers of any format
@@ -148,11 +181,6 @@ def weigh(a: Int32) -> Int32:
         write_only_types=[Int32],
         read_only_args=[a],
     )
-
-
-def byte_pair(word: Int32, byte) -> Int32:
-    """A byte of a word as two 16-bit numbers."""
-    return Int32(cute.arch.prmt(word, Int32(0), Int32(0x4040) + byte * 0x0101))
 
 
 def e4m3_pairs(word: Int32) -> tuple[Int32, Int32]:
@@ -260,6 +288,7 @@ class E4m3Codes(Codes):
 
     masked_scales = 0x76767676
     quant_tiles = (32, 64)
+    range_words = (0x01010101 * (127 - MAX_BYTE), 0x01010101 * (128 - MIN_BYTE), -1)
     line_parts = LINE_BYTES // 2
 
     def __init__(self, kind: TokenFormat):
@@ -277,30 +306,24 @@ class E4m3Codes(Codes):
         scale_words(smem, spec, stage, key, 0, words)
         return words
 
-    def chunk_multiplier(self, words: cute.Tensor, c: int, tid: Int32) -> Int32:
+    def scale_place(self, c: int, tid: Int32) -> tuple[int, Any]:
         """Of the two or four scales for each 128 codes."""
         upper = tid % 4 // 2
         if self.half_line and c + 1 == self.chunks:
             last = self.kind.num_scales - 1
-            return self.multiplier(words[last // 4], Int32(last % 4))
+            return last // 4, Int32(last % 4)
         if self.kind.quant_tile == 64:
-            return self.multiplier(words[c // 2 * 2 // 4], c // 2 * 2 % 4 + upper)
-        return self.multiplier(words[c // 2], 2 * upper + c % 2)
+            return c // 2 * 2 // 4, c // 2 * 2 % 4 + upper
+        return c // 2, 2 * upper + c % 2
 
     def scale_index(self, c: Any, lane: Any) -> Any:
         """Lanes have pieces 0 to 3 of half a line."""
         index = super().scale_index(c, lane)
         return cutlass.min(index, self.kind.num_scales - 1) if self.half_line else index
 
-    def multiplier(self, word: Int32, byte: Any) -> Int32:
+    def multiplier(self, word: Int32, byte: Any, second: Any = None) -> Int32:
         """The byte is the exponent."""
-        return byte_pair(word, byte) * 1024 + MULTIPLIER
-
-    def out_of_range(self, word: Int32) -> Int32:
-        """Below MIN_BYTE or above MAX_BYTE."""
-        low = word & 0x7F7F7F7F
-        above, not_below = low + 0x01010101 * (127 - MAX_BYTE), low + 0x01010101 * (128 - MIN_BYTE)
-        return (above | word | (not_below ^ -1)) & TOP_BITS
+        return byte_pair(word, byte, second) * 1024 + MULTIPLIER
 
     def is_small(self, word: Int32) -> Int32:
         """Below SMALL_BYTE."""
@@ -322,6 +345,7 @@ class E2m1Codes(Codes):
 
     masked_scales = 0x38383838
     quant_tiles = (16,)
+    range_words = (0x01010101 * (127 - MAX_FP4_BYTE), TOP_BITS, 0)  # magnitudes up to that
     line_parts = 2 * LINE_BYTES
     expands = True
 
@@ -368,17 +392,14 @@ class E2m1Codes(Codes):
             words[j] = one[0]
         return words
 
-    def chunk_multiplier(self, words: cute.Tensor, c: int, tid: Int32) -> Int32:
+    def scale_place(self, c: int, tid: Int32) -> tuple[int, Any]:
         """A scale for each 16 codes."""
-        return self.multiplier(words[c // 2], tid % 2 + 2 * (c % 2))
+        return c // 2, tid % 2 + 2 * (c % 2)
 
-    def multiplier(self, word: Int32, byte: Any) -> Int32:
+    def multiplier(self, word: Int32, byte: Any, second: Any = None) -> Int32:
         """Converted, then multiplied."""
-        return weigh(e4m3_pairs(Int32(cute.arch.prmt(word, Int32(0), byte * 0x1111)))[0])
-
-    def out_of_range(self, word: Int32) -> Int32:
-        """Above MAX_FP4_BYTE, of either sign."""
-        return ((word & 0x7F7F7F7F) + 0x01010101 * (127 - MAX_FP4_BYTE)) & TOP_BITS
+        places = byte * 0x1111 if second is None else byte + second * 0x10
+        return weigh(e4m3_pairs(Int32(cute.arch.prmt(word, Int32(0), places)))[0])
 
     def is_small(self, word: Int32) -> Int32:
         """None is: the smallest value is 2^-10."""

@@ -1,5 +1,7 @@
 """The two PV warpgroups of the latent decode kernel: O^T += V^T P^T, and the epilogue."""
 
+from typing import Any
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import AddressSpace, BFloat16, Float16, Float32, Int32, const_expr
@@ -22,10 +24,9 @@ from cute_kernels.mla.kernels.smem import (
 )
 from cute_kernels.mla.latent.kernels import codes
 from cute_kernels.mla.latent.kernels.scheduler import LatentScheduler
-from cute_kernels.mla.latent.kernels.smem import SMALL_SCALE, codes_bytes, weights
+from cute_kernels.mla.latent.kernels.smem import SMALL_SCALE, codes_bytes, kind_of_tile, of_kind, weights
 from cute_kernels.mla.latent.spec import LINE_BYTES, LatentDecodeSpec
 from cute_kernels.mla.spec import TOKENS_PER_TILE
-from fp8_mla.formats import TokenFormat
 
 EVEN, ODD = 0x5410, 0x7632  # PRMT: the lower halves of two words, the upper ones
 VALUES_PER_WARP = 64
@@ -65,7 +66,7 @@ class ScaledKeyPvWarpgroups(PvWarpgroups):
         tid: Int32,
     ):
         """O of the key tiles done, done + 1, ... of a work tile, and its epilogue."""
-        mma = tiled_mmas(self.heads)[0]
+        mma, mma_exact = tiled_mmas(self.heads)
         shape = mma.partition_shape_C((TOKENS_PER_TILE, self.heads))
         acc_o = [cute.make_rmem_tensor(shape, Float32) for _ in range(ROW_BLOCKS)]
         for m in cutlass.range_constexpr(ROW_BLOCKS):
@@ -77,15 +78,11 @@ class ScaledKeyPvWarpgroups(PvWarpgroups):
             p_stage, p_phase = ring_slot(tile, self.spec.p_stages)
             self.stamp(smem, tile, 0, 0, wg, tid)
             cute.arch.mbarrier_wait(smem.full.data_ptr() + stage, phase)  # completed long ago
-            if const_expr(len(self.spec.kinds) == 1):  # overlapped with the wait for P
-                kind, is_rope = self.spec.kinds[0], False
-                if const_expr(self.spec.has_rope):
-                    is_rope = self.has_rope(wg, tid)  # QK may still replace it
-                if const_expr(self.spec.has_rope):
-                    if not is_rope:
-                        self.load_values(smem, raw[0], stage, 0, 0, line, wg, tid)
-                else:
+            if const_expr(self.spec.has_rope):  # overlapped with the wait for P
+                if not self.has_rope(wg, tid):  # QK may still replace it
                     self.load_values(smem, raw[0], stage, 0, 0, line, wg, tid)
+            else:
+                self.load_values(smem, raw[0], stage, 0, 0, line, wg, tid)
             cute.arch.mbarrier_wait(smem.p_full.data_ptr() + p_stage, p_phase)
             if const_expr(self.spec.has_rope):
                 if self.has_rope(wg, tid):
@@ -97,14 +94,11 @@ class ScaledKeyPvWarpgroups(PvWarpgroups):
                 seen |= flags
             if flags & RESCALE_O != 0 and tile > done:
                 self.rescale(smem, acc_o, p_stage, tid)
-            kinds = self.spec.kinds
-            if const_expr(len(kinds) > 1):
-                if smem.kinds.get_tensor(cute.make_layout(self.spec.stages))[stage] == 0:
-                    self.add_tile_of(smem, kinds[0], acc_o, raw, flags, tile, line, wg, tid)
-                else:
-                    self.add_tile_of(smem, kinds[1], acc_o, raw, flags, tile, line, wg, tid)
+            if flags & OUT_OF_RANGE != 0:
+                self.add_exactly(smem, mma_exact, acc_o, tile, line, wg, tid)
+                cute.arch.mbarrier_arrive(smem.empty.data_ptr() + stage)
             else:
-                self.add_tile_of(smem, kinds[0], acc_o, raw, flags, tile, line, wg, tid)
+                self.add_values(smem, mma, acc_o, raw, tile, line, wg, tid)
             if tile < done + tiles - 1:
                 cute.arch.mbarrier_arrive(smem.p_empty.data_ptr() + p_stage)
             self.stamp(smem, tile, 1, 1, wg, tid)
@@ -140,21 +134,6 @@ class ScaledKeyPvWarpgroups(PvWarpgroups):
             self.store_result(epilogue, results, work, wg, tid)
 
     # ---- values of a tile
-
-    @cute.jit
-    def add_tile_of(
-        self, smem, kind: cutlass.Constexpr, acc_o, raw, flags: Int32, tile: Int32, line: Int32, wg: Int32, tid: Int32
-    ):
-        """O^T += V^T P^T of a tile of that format."""
-        mma, mma_exact = tiled_mmas(self.heads)
-        stage = ring_slot(tile, self.spec.stages).index
-        if flags & OUT_OF_RANGE != 0:
-            self.add_exactly(smem, kind, mma_exact, acc_o, tile, line, wg, tid)
-            cute.arch.mbarrier_arrive(smem.empty.data_ptr() + stage)
-        else:
-            if const_expr(len(self.spec.kinds) > 1):
-                self.load_values(smem, raw[0], stage, 0, 0, line, wg, tid)
-            self.add_values(smem, kind, mma, acc_o, raw, tile, line, wg, tid)
 
     @cute.jit
     def has_rope(self, wg: Int32, tid: Int32):
@@ -203,27 +182,27 @@ class ScaledKeyPvWarpgroups(PvWarpgroups):
             a, b = raw[m % 2, i // 2 * 2], raw[m % 2, i // 2 * 2 + 1]
             operand[i] = Int32(cute.arch.prmt(a, b, Int32(ODD if i % 2 else EVEN)))
 
-    def quant_tile(self, kind: TokenFormat, wg: Int32, tid: Int32):
-        """The quant tile of a thread's eight values."""
-        warp = WARPS * wg + tid // 32
-        per_warp = VALUES_PER_WARP // kind.quant_tile
-        return warp if per_warp == 1 else per_warp * warp + tid % 32 // 4 // (8 // per_warp)
+    def quant_tile(self, smem, stage: Int32, wg: Int32, tid: Int32) -> Any:
+        """The quant tile of a thread's eight values in the format of a tile."""
+        warp, tiles = WARPS * wg + tid // 32, []
+        for kind in self.spec.kinds:
+            per_warp = VALUES_PER_WARP // kind.quant_tile
+            tiles.append(warp if per_warp == 1 else per_warp * warp + tid % 32 // 4 // (8 // per_warp))
+        return of_kind(kind_of_tile(smem, self.spec, stage), tiles)
 
     @cute.jit
     def load_multipliers(
-        self, smem, kind: cutlass.Constexpr, p_stage: Int32, block: cutlass.Constexpr, wg: Int32, tid: Int32
+        self, smem, quant_tile: Int32, p_stage: Int32, block: cutlass.Constexpr, tid: Int32
     ) -> cute.Tensor:
         """Multipliers of a thread's four keys of a block, two in a word."""
         words = cute.make_rmem_tensor(2, Int32)
         numbers = cute.recast_tensor(words, Float16)
-        start = weights(smem, self.spec, p_stage, self.quant_tile(kind, wg, tid), tid)[None, block // 2].iterator
+        start = weights(smem, self.spec, p_stage, quant_tile, tid)[None, block // 2].iterator
         cute.autovec_copy(cute.make_tensor(start + block % 2 * 4, cute.make_layout(4)), numbers)
         return words
 
     @cute.jit
-    def add_values(
-        self, smem, kind: cutlass.Constexpr, mma: cute.TiledMma, acc_o, raw, tile: Int32, line: Int32, wg: Int32, tid
-    ):
+    def add_values(self, smem, mma: cute.TiledMma, acc_o, raw, tile: Int32, line: Int32, wg: Int32, tid: Int32):
         """O^T += V^T P^T. Converts the next row blocks while wgmma reads the current ones.
 
         `raw` has the codes of the first 16 keys, or the first half of their rope part.
@@ -236,8 +215,9 @@ class ScaledKeyPvWarpgroups(PvWarpgroups):
         is_rope = False
         if const_expr(self.spec.has_rope):
             is_rope = self.has_rope(wg, tid)
+        quant_tile = self.quant_tile(smem, stage, wg, tid)
         for block in cutlass.range_constexpr(KEY_BLOCKS):
-            multipliers = self.load_multipliers(smem, kind, p_stage, block, wg, tid)
+            multipliers = self.load_multipliers(smem, quant_tile, p_stage, block, tid)
             for m in cutlass.range_constexpr(ROW_BLOCKS):
                 fragment = fragments[(ROW_BLOCKS * block + m) % self.v_fragments]
                 operand = cute.recast_tensor(fragment, Int32)
@@ -270,9 +250,7 @@ class ScaledKeyPvWarpgroups(PvWarpgroups):
                         warpgroup.wait_group(1)
 
     @cute.jit
-    def add_exactly(
-        self, smem, kind: cutlass.Constexpr, mma: cute.TiledMma, acc_o, tile: Int32, line: Int32, wg: Int32, tid: Int32
-    ):
+    def add_exactly(self, smem, mma: cute.TiledMma, acc_o, tile: Int32, line: Int32, wg: Int32, tid: Int32):
         """O^T += V^T (P WEIGHT)^T in bf16, whose range is that of float32: rare, so without overlap.
 
         P is the sum of two bfloat16 numbers.
@@ -284,8 +262,9 @@ class ScaledKeyPvWarpgroups(PvWarpgroups):
         operand = cute.recast_tensor(fragment, Int32)
         raw, scales = cute.make_rmem_tensor((2, 4), Int32), cute.make_rmem_tensor(4, Float32)
         is_rope = False
-        if const_expr(kind.rope is not None):
+        if const_expr(self.spec.has_rope):
             is_rope = self.has_rope(wg, tid)
+        which, quant_tile = kind_of_tile(smem, self.spec, stage), self.quant_tile(smem, stage, wg, tid)
         sFlags = smem.rope_flags.get_tensor(cute.make_layout((WARPS, self.spec.stages)))
         for step in cutlass.range(2 * KEY_BLOCKS, unroll=1):
             block, rest = step // 2, step % 2
@@ -300,8 +279,9 @@ class ScaledKeyPvWarpgroups(PvWarpgroups):
             cute.arch.barrier(barrier_id=NamedBarrier.PV + wg, number_of_threads=128)
             for i in cutlass.range_constexpr(4):
                 key = stage * TOKENS_PER_TILE + 16 * block + 2 * (tid % 4) + i % 2 + 8 * (i // 2)
-                byte = smem.scale.data_ptr() + (key * self.spec.scale_bytes + self.quant_tile(kind, wg, tid))
-                scales[i] = codes.of(kind).scale_of(Int32(byte.load()) & 0xFF)
+                byte = smem.scale.data_ptr() + (key * self.spec.scale_bytes + quant_tile)
+                bits = Int32(byte.load()) & 0xFF
+                scales[i] = of_kind(which, [codes.of(kind).scale_of(bits) for kind in self.spec.kinds])
             for m in cutlass.range_constexpr(ROW_BLOCKS):
                 self.load_values(smem, raw, stage, block, m // 2, line, wg, tid)
                 if is_rope:

@@ -1,5 +1,8 @@
 """Shared memory of the latent decode kernel, and where scales and their multipliers lie in it."""
 
+from typing import Any
+
+import cutlass
 import cutlass.cute as cute
 from cutlass import BFloat16, Float16, Float32, Int32, Int64, Uint8
 
@@ -57,6 +60,16 @@ def shared_storage(spec: LatentDecodeSpec):
     if size > SHARED_BYTES:
         raise ValueError(f"shared memory: {size} bytes, of {SHARED_BYTES} that a CTA may have")
     return Shared
+
+
+def kind_of_tile(smem, spec: LatentDecodeSpec, stage: Int32) -> Int32:
+    """Which of `spec.kinds` the tile of a stage has."""
+    return smem.kinds.get_tensor(cute.make_layout(spec.stages))[stage] if len(spec.kinds) > 1 else Int32(0)
+
+
+def of_kind(which: Int32, values: list) -> Any:
+    """That of a tile, which has the which-th of `spec.kinds`, of one value for each."""
+    return values[0] if len(values) == 1 else cutlass.select_(which == 0, *values)
 
 
 def scale_words(smem, spec: LatentDecodeSpec, stage: Int32, key, first: int, words: cute.Tensor):

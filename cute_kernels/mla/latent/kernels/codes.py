@@ -359,28 +359,33 @@ class E2m1Codes(Codes):
         """In the last lines of those that it is expanded to."""
         return (self.kind.codes.count - self.kind.codes.num_bytes) // LINE_BYTES
 
+    def places(self, tid: Any) -> tuple[Any, Any]:
+        """Offsets in a stage of the 8 bytes that a lane reads of the first row of its warp, and of the 16 it writes."""
+        lane, line = tid % 32, TOKENS_PER_TILE * LINE_BYTES
+        first = tid // 32 * 16
+        read = (self.first_line + lane // 16) * line + line_offset(first, lane % 16 // 2) + lane % 2 * 8
+        return read, lane // 8 * line + line_offset(first, lane % 8)
+
     @cute.jit
     def expand(self, start: Int32, tid: Int32):
         """A row at a time: each lane reads 8 bytes, then writes 16, without bank conflicts.
 
         A row is expanded where it lies, so no lane writes to a row before all have read their part of it.
         """
-        lane, rows = tid % 32, tid // 32 * (16 * LINE_BYTES)
-        line_bytes = const_expr(TOKENS_PER_TILE * LINE_BYTES)
-        source = start + (self.first_line + lane // 16) * line_bytes + rows + lane % 16 // 2 * 16 + lane % 2 * 8
-        target = start + lane // 8 * line_bytes + rows + lane % 8 * 16
+        read, written = self.places(tid)
+        source, target = start + read, start + written
         raw, expanded = cute.make_rmem_tensor((2, EXPANDED_ROWS), Int32), cute.make_rmem_tensor(4, Int32)
         for first in cutlass.range(0, 16 * LINE_BYTES, 8 * LINE_BYTES, unroll=1):
             for batch in cutlass.range_constexpr(0, 8, EXPANDED_ROWS):
                 for i in cutlass.range_constexpr(EXPANDED_ROWS):
-                    place = (source ^ (16 * (batch + i))) + first + LINE_BYTES * (batch + i)  # see `line_offset`
+                    place = row_place(source, batch + i) + first
                     words = cute.make_ptr(Int32, place, AddressSpace.smem, assumed_align=8)
                     cute.autovec_copy(cute.make_tensor(words, cute.make_layout(2)), raw[None, i])
                 cute.arch.sync_warp()
                 for i in cutlass.range_constexpr(EXPANDED_ROWS):
                     for w in cutlass.range_constexpr(2):
                         expanded[2 * w], expanded[2 * w + 1] = expand_word(raw[w, i])
-                    place = (target ^ (16 * (batch + i))) + first + LINE_BYTES * (batch + i)
+                    place = row_place(target, batch + i) + first
                     words = cute.make_ptr(Int32, place, AddressSpace.smem, assumed_align=16)
                     cute.autovec_copy(expanded, cute.make_tensor(words, cute.make_layout(4)))
 
@@ -410,6 +415,11 @@ class E2m1Codes(Codes):
         numbers = cute.make_rmem_tensor(4, Float8E4M3FN)
         cute.recast_tensor(numbers, Int32)[0] = byte
         return numbers.load().to(Float32)[0]
+
+
+def row_place(first: Any, row: Any) -> Any:
+    """Where bytes of one of eight rows lie, if those of the first are at `first`: see `line_offset`."""
+    return (first ^ (16 * row)) + LINE_BYTES * row
 
 
 def expand_word(word: Int32) -> tuple[Int32, Int32]:

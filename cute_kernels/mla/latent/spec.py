@@ -30,7 +30,9 @@ class LatentDecodeSpec(MlaDecodeSpec):
     @property
     def compile_options(self) -> str:
         """Levels at which ptxas spills no register, or few where tiles have two formats."""
-        level = 0 if self.few_heads or len(self.kinds) > 1 else 7
+        level = 5 if self.expands else 7
+        if self.few_heads or len(self.kinds) > 1:
+            level = 0
         if self.few_heads and len(self.kinds) > 1 and self.inf_if_empty:
             level = 7  # 24 bytes, and 40 at level 0
         return f"--ptxas-options '--register-usage-level={self.own_level or level}'"
@@ -128,7 +130,7 @@ class LatentDecodeSpec(MlaDecodeSpec):
             return super().registers
         if self.heads < WIDE:
             return Registers(load=56, qk=120, pv=168, softmax=0)
-        if self.expands:
+        if len(self.kinds) > 1:
             return Registers(load=56, qk=104, pv=176, softmax=0)
         return Registers(load=40, qk=120, pv=176, softmax=0)
 

@@ -20,6 +20,7 @@ from cute_kernels.mla.kernels.convert_q import code_chunk  # noqa: E402
 from cute_kernels.mla.kernels.quantize import quantize  # noqa: E402
 from cute_kernels.mla.kernels.smem import key_of_row, line_offset  # noqa: E402
 from cute_kernels.mla.latent.kernels import codes  # noqa: E402
+from cute_kernels.mla.latent.kernels.smem import codes_bytes  # noqa: E402
 from cute_kernels.mla.latent.spec import LINE_BYTES, LatentDecodeSpec  # noqa: E402
 from cute_kernels.mla.spec import TOKENS_PER_TILE  # noqa: E402
 from fp8_mla import formats  # noqa: E402
@@ -130,6 +131,13 @@ def test_lanes_read_all_codes_of_a_key_in_the_order_of_q(kind: TokenFormat) -> N
                     piece = c // 2 * 8 + tid % 4
                 read = [stage[start + byte] for byte in range(16)]
                 assert read == [(key_of_row(tid, r), 16 * piece + byte) for byte in range(16)]
+
+
+@READ
+def test_a_spec_knows_which_codes_expand(kind: TokenFormat) -> None:
+    spec = LatentDecodeSpec(sparse=True, cache_format=kind.name)
+    assert spec.expands == codes.of(kind).expands
+    assert codes_bytes(spec) == TOKENS_PER_TILE * 512
 
 
 def test_a_warp_expands_the_rows_that_it_has_copied() -> None:

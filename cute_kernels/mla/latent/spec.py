@@ -33,8 +33,6 @@ class LatentDecodeSpec(MlaDecodeSpec):
         level = 5 if self.expands else 7
         if self.few_heads or len(self.kinds) > 1:
             level = 0
-        if self.few_heads and len(self.kinds) > 1 and self.inf_if_empty:
-            level = 7  # 24 bytes, and 40 at level 0
         return f"--ptxas-options '--register-usage-level={self.own_level or level}'"
 
     @property
@@ -126,6 +124,8 @@ class LatentDecodeSpec(MlaDecodeSpec):
     @property
     def registers(self) -> Registers:
         """Of each role, after the roles have exchanged registers."""
+        if self.few_heads and len(self.kinds) > 1:
+            return Registers(load=48, qk=104, pv=96, softmax=32)
         if self.float_scales or self.few_heads:
             return super().registers
         if self.heads < WIDE:
@@ -136,7 +136,12 @@ class LatentDecodeSpec(MlaDecodeSpec):
 
     @property
     def stages(self) -> int:
-        """Key tiles in shared memory: as many as Q leaves room for."""
+        """Key tiles in shared memory: as many as Q leaves room for, but four where one more would be of no use.
+
+        A tile that is expanded gets there a step later, so with few heads the fifth takes its place.
+        """
+        if self.few_heads and self.expands:
+            return 5
         return 3 if self.heads == WIDE else 4
 
     @property
@@ -154,6 +159,8 @@ class LatentDecodeSpec(MlaDecodeSpec):
         """Bytes that ptxas spills at most, all between key tiles."""
         if len(self.kinds) > 1:
             return 32
+        if self.few_heads and self.expands:
+            return 16
         return 8 if self.few_heads and not self.float_scales else 0
 
     @property

@@ -141,11 +141,15 @@ def test_a_spec_knows_which_codes_expand(kind: TokenFormat) -> None:
 
 
 def test_a_warp_expands_the_rows_that_it_has_copied() -> None:
-    own, copied, expanded = codes.of(V4_1_FP4), stage_of(V4_1_FP4, copied=True), stage_of(V4_1_FP4)
+    own, copied, expanded = codes.E2m1Codes(V4_1_FP4), stage_of(V4_1_FP4, copied=True), stage_of(V4_1_FP4)
     for warp, row in itertools.product(range(4), range(16)):
-        read, written, banks = {}, {}, []
+        read: dict[int, tuple[int, int]] = {}
+        written: dict[int, tuple[int, int]] = {}
+        banks = []
         for lane in range(32):
-            source, target = (codes.row_place(p, row % 8) + row // 8 * 8 * LINE_BYTES for p in own.places(32 * warp + lane))
+            source, target = (
+                codes.row_place(p, row % 8) + row // 8 * 8 * LINE_BYTES for p in own.places(32 * warp + lane)
+            )
             read |= {source + byte: (lane, byte) for byte in range(8)}
             written |= {target + byte: (lane, byte) for byte in range(16)}
             banks.append((source % 128 // 8, target % 128 // 16))

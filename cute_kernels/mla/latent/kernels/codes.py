@@ -20,7 +20,7 @@ from typing import Any, ClassVar, Final
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import AddressSpace, BFloat16, Float8E4M3FN, Float16, Float32, Int32, const_expr
+from cutlass import AddressSpace, BFloat16, Float8E4M3FN, Float16, Float32, Int32
 
 from cute_kernels.mla.kernels.convert_q import code_chunk
 from cute_kernels.mla.kernels.pv import widen_values
@@ -104,7 +104,7 @@ class Codes:
         raise NotImplementedError
 
     def scale_place(self, c: int, tid: Int32) -> tuple[int, Any]:
-        """Which word, and which byte of it, has the scale of a thread's codes of a row in chunk c; see `scale_index`."""
+        """Which word, and which of its bytes, has the scale of a thread's codes in chunk c; see `scale_index`."""
         raise NotImplementedError
 
     def chunk_multiplier(self, words: cute.Tensor, c: int, tid: Int32) -> Int32:

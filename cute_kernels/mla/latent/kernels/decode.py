@@ -28,7 +28,7 @@ Roles, 64 heads (512 threads, 128 registers each at launch)
 
 Mbarriers of a call with 64 heads: arrivals and bytes that complete a phase
   q_full              1 + 65,536 bytes  Q is loaded
-  full[3]           256                 a key tile is loaded (and expanded), its mask set
+  full[3]           256                 a key tile is loaded, its mask set
   empty[3]          256                 PV has its codes in registers
   s_full            128                 S is stored
   s_empty           128                 the softmax has read S

@@ -130,7 +130,9 @@ class LatentLoader(KeyLoader):
             pointer = cute.make_ptr(Int32, entries, AddressSpace.gmem, assumed_align=4)
             mEntries = cute.make_tensor(pointer, cute.make_layout(1 << 30))  # more than any list has
             entry = self.finder.read_entry(mEntries, local, last, table.divisors.page_size)
-        return LatentCursor(next_work, tiles_left, position, main, extra, extra_begin, entry, length, loaded, unexpanded)
+        return LatentCursor(
+            next_work, tiles_left, position, main, extra, extra_begin, entry, length, loaded, unexpanded
+        )
 
     @cute.jit
     def step(self, smem, table: WorkTable, page_tma: tuple, cursor: LatentCursor, tid: Int32) -> LatentCursor:
@@ -164,7 +166,9 @@ class LatentLoader(KeyLoader):
             tiles_left, position, loaded = tiles_left - 1, position + TOKENS_PER_TILE, loaded + 1
         if const_expr(len(self.expanded) > 0):
             cute.arch.cp_async_commit_group()
-        cursor = LatentCursor(next_work, tiles_left, position, main, extra, extra_begin, entry, length, loaded, unexpanded)
+        cursor = LatentCursor(
+            next_work, tiles_left, position, main, extra, extra_begin, entry, length, loaded, unexpanded
+        )
         return self.advance(table, cursor, tid)
 
     @cute.jit

@@ -140,20 +140,21 @@ def test_a_spec_knows_which_codes_expand(kind: TokenFormat) -> None:
     assert codes_bytes(spec) == TOKENS_PER_TILE * 512
 
 
-def test_a_warp_expands_the_rows_that_it_has_copied() -> None:
+@pytest.mark.parametrize("rows", [16, 8])
+def test_a_warp_expands_its_rows_as_they_are_copied(rows: int) -> None:
     own, copied, expanded = codes.E2m1Codes(V4_1_FP4), stage_of(V4_1_FP4, copied=True), stage_of(V4_1_FP4)
-    for warp, row in itertools.product(range(4), range(16)):
+    for warp, row in itertools.product(range(TOKENS_PER_TILE // rows), range(rows)):
         read: dict[int, tuple[int, int]] = {}
         written: dict[int, tuple[int, int]] = {}
         banks = []
         for lane in range(32):
             source, target = (
-                codes.row_place(p, row % 8) + row // 8 * 8 * LINE_BYTES for p in own.places(32 * warp + lane)
+                codes.row_place(p, row % 8) + row // 8 * 8 * LINE_BYTES for p in own.places(rows, 32 * warp + lane)
             )
             read |= {source + byte: (lane, byte) for byte in range(8)}
             written |= {target + byte: (lane, byte) for byte in range(16)}
             banks.append((source % 128 // 8, target % 128 // 16))
-        key = 16 * warp + row
+        key = rows * warp + row
         assert {place: copied[place] for place in read} == {p: (key, 8 * lane + b) for p, (lane, b) in read.items()}
         assert {p: expanded[p] for p in written} == {p: (key, 16 * lane + b) for p, (lane, b) in written.items()}
         own_row = {place for place, (owner, _) in expanded.items() if owner == key}

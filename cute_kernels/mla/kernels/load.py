@@ -195,9 +195,6 @@ class KeyLoader:
             table, LoadCursor(next_work, tiles_left, position, last, entries, entry, length, loaded), tid
         )
 
-    def expand(self, smem, cursor: Any, tile: Int32, steps: int, tid: Int32) -> None:
-        """Makes codes of `tile`, that of `steps` steps before the last one, what other roles read: nothing here."""
-
     @cute.jit
     def announce(self, smem, table: WorkTable, cursor: LoadCursor, tile: Int32, tid: Int32) -> LoadCursor:
         """Tells PV which key tile to load by TMA once it has read `tile`; returns the new cursor.

@@ -71,7 +71,6 @@ class SoftmaxWarpgroup:
             cursor = self.loader.start(table, tid)
             for _ in cutlass.range(self.spec.rope_stages, unroll=1):
                 cursor = self.loader.step(smem, table, page_tma, cursor, tid)
-            self.loader.expand(smem, cursor, Int32(0), self.spec.rope_stages - 1, tid)
         done = Int32(0)
         sSink = smem.sink.get_tensor(cute.make_layout(self.heads))
         first_work, end_work, step = table.share.first, table.share.end, table.share.step
@@ -87,8 +86,6 @@ class SoftmaxWarpgroup:
             row_max, row_sum = Float32(NO_ROW_MAX), Float32(0.0)
             addresses = self.addresses(smem, tid)
             for tile in cutlass.range(done, done + tiles, unroll=1):
-                if const_expr(self.loads):  # while QK multiplies this tile
-                    self.loader.expand(smem, cursor, tile + 1, self.spec.rope_stages - 2, tid)
                 if const_expr(self.spec.pv_issues_tma):
                     newest = tile + self.spec.stages - 1  # of the tiles that have a stage
                     was_announced = Int32(1) if cursor.loaded > newest else Int32(0)

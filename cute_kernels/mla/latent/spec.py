@@ -30,9 +30,7 @@ class LatentDecodeSpec(MlaDecodeSpec):
     @property
     def compile_options(self) -> str:
         """Levels at which ptxas spills no register, or few where tiles have two formats."""
-        level = 5 if self.expands else 7
-        if self.few_heads or len(self.kinds) > 1:
-            level = 0
+        level = 0 if self.few_heads or len(self.kinds) > 1 else 7
         return f"--ptxas-options '--register-usage-level={self.own_level or level}'"
 
     @property
@@ -103,8 +101,23 @@ class LatentDecodeSpec(MlaDecodeSpec):
 
     @property
     def expands(self) -> bool:
-        """Whether the load warpgroup makes codes of others: a key's row is shorter than its codes, a byte each."""
+        """Whether a role makes codes of others: a key's row is shorter than its codes, a byte each."""
         return any(kind.codes.num_bytes < kind.codes.count for kind in self.kinds)
+
+    @property
+    def load_expands(self) -> bool:
+        """Whether that is the load warpgroup: where it does nothing else."""
+        return self.expands and self.few_heads
+
+    @property
+    def pv_expands(self) -> bool:
+        """Whether these are the PV warpgroups: where the load warpgroup has the softmax, which is on the path of S."""
+        return self.expands and not self.few_heads
+
+    @property
+    def expanded_ahead(self) -> int:
+        """Key tiles that PV has expanded beyond the one it multiplies; no more than loads are ahead of the softmax."""
+        return 2
 
     @property
     def code_lines(self) -> int:
@@ -140,7 +153,7 @@ class LatentDecodeSpec(MlaDecodeSpec):
 
         A tile that is expanded gets there a step later, so with few heads the fifth takes its place.
         """
-        if self.few_heads and self.expands:
+        if self.load_expands:
             return 5
         return 3 if self.heads == WIDE else 4
 
@@ -159,7 +172,7 @@ class LatentDecodeSpec(MlaDecodeSpec):
         """Bytes that ptxas spills at most, all between key tiles."""
         if len(self.kinds) > 1:
             return 32
-        if self.few_heads and self.expands:
+        if self.load_expands:
             return 16
         return 8 if self.few_heads and not self.float_scales else 0
 

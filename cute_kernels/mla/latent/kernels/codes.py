@@ -85,10 +85,10 @@ class Codes:
         """The line of a stage where a row's bytes are copied to."""
         return 0
 
-    def expand(self, start: Int32, tid: Int32) -> None:
-        """Replaces the 16 rows of a warp, which their copies have left in a stage, by e4m3 codes.
+    def expand(self, start: Int32, rows: int, tid: Int32) -> None:
+        """Replaces the rows of a warp, 16 or 8, which their copies have left in a stage, by e4m3 codes.
 
-        Called by whole warps, after each lane has waited for its copies. `start` is the address of the stage.
+        Called by whole warps, once these rows are there for each lane. `start` is the address of the stage.
         """
         raise NotImplementedError
 
@@ -359,23 +359,23 @@ class E2m1Codes(Codes):
         """In the last lines of those that it is expanded to."""
         return (self.kind.codes.count - self.kind.codes.num_bytes) // LINE_BYTES
 
-    def places(self, tid: Any) -> tuple[Any, Any]:
+    def places(self, rows: int, tid: Any) -> tuple[Any, Any]:
         """Offsets in a stage of the 8 bytes that a lane reads of the first row of its warp, and of the 16 it writes."""
         lane, line = tid % 32, TOKENS_PER_TILE * LINE_BYTES
-        first = tid // 32 * 16
+        first = tid // 32 * rows
         read = (self.first_line + lane // 16) * line + line_offset(first, lane % 16 // 2) + lane % 2 * 8
         return read, lane // 8 * line + line_offset(first, lane % 8)
 
     @cute.jit
-    def expand(self, start: Int32, tid: Int32):
+    def expand(self, start: Int32, rows: cutlass.Constexpr, tid: Int32):
         """A row at a time: each lane reads 8 bytes, then writes 16, without bank conflicts.
 
         A row is expanded where it lies, so no lane writes to a row before all have read their part of it.
         """
-        read, written = self.places(tid)
+        read, written = self.places(rows, tid)
         source, target = start + read, start + written
         raw, expanded = cute.make_rmem_tensor((2, EXPANDED_ROWS), Int32), cute.make_rmem_tensor(4, Int32)
-        for first in cutlass.range(0, 16 * LINE_BYTES, 8 * LINE_BYTES, unroll=1):
+        for first in cutlass.range(0, rows * LINE_BYTES, 8 * LINE_BYTES, unroll=1):
             for batch in cutlass.range_constexpr(0, 8, EXPANDED_ROWS):
                 for i in cutlass.range_constexpr(EXPANDED_ROWS):
                     place = row_place(source, batch + i) + first

@@ -12,9 +12,11 @@ from cute_kernels.mla.kernels.scheduler import WorkTable
 from cute_kernels.mla.kernels.smem import ROPE_BYTES, WARPS, line_offset
 from cute_kernels.mla.latent.kernels import codes
 from cute_kernels.mla.latent.kernels.scheduler import LatentScheduler, Source, tiles_of
-from cute_kernels.mla.latent.kernels.smem import codes_bytes
+from cute_kernels.mla.latent.kernels.smem import NO_TILE, codes_bytes, stage_kinds
 from cute_kernels.mla.latent.spec import LINE_BYTES, LatentDecodeSpec, scale_row
 from cute_kernels.mla.spec import TOKENS_PER_TILE
+
+ROWS_PER_WARP = TOKENS_PER_TILE // WARPS
 
 
 class Entries(NamedTuple):
@@ -34,7 +36,7 @@ class LatentCursor(NamedTuple):
     extra_begin  a whole number of key tiles
     entry        the entry of this lane's key
     next_length  length of the next work tile
-    loaded       key tiles loaded so far
+    loaded       key tiles loaded so far, and stages closed after the last one
     unexpanded   a bit for each step so far, the last one in bit 0: 1 if it has loaded a tile that `expand` is to expand
     """
 
@@ -63,14 +65,17 @@ class LatentLoader(KeyLoader):
 
     `page_tma` is the caches' `Source`s, one or two: these rows come without TMA.
 
-    A format whose codes expand: the end of the copies does not arrive on `full`. A warp waits for its own, expands them
-    where they lie and arrives then (`expand`). So each step ends a group of copies, empty or not, and those of a tile
-    are complete once no more groups are under way than steps have followed.
+    A format whose codes expand: the end of the copies does not arrive on `full`; who expands them does.
 
-    No deadlock: `expand` waits for copies alone, never for another role. A step waits until PV has read the tile of
-    `stages` before, and what PV needs for that is there: with 32 and 64 heads tiles up to `tile + 1` are expanded
-    before S of `tile` is awaited, and step `tile + stages - 1`, after P of `tile`, waits for PV of `tile - 1`; with
-    fewer heads all but the newest tile are expanded before a step, and there are `stages` of them, more than one.
+    With 8 and 16 heads a warp waits for its own copies and expands them where they lie (`expand`). So each step ends a
+    group of copies, empty or not, and those of a tile are complete once no more groups are under way than steps have
+    followed. No deadlock: `expand` waits for copies alone, never for another role. A step waits until PV has read the
+    tile of `stages` before, and what PV needs for that is there: all but the newest tile are expanded before a step,
+    and there are `stages` of them, more than one.
+
+    With 32 and 64 heads PV expands (`ScaledKeyPvWarpgroups.expand`), and copies arrive on `raw`. All tiles do, so PV
+    waits for one after the other; those that do not expand arrive there at once. A step without a tile gives PV a stage
+    with NO_TILE instead (`close`).
     """
 
     spec: LatentDecodeSpec
@@ -84,7 +89,7 @@ class LatentLoader(KeyLoader):
     def run(self, smem, table: WorkTable, page_tma: tuple, tid: Int32):
         """Loads the key tiles of all work tiles of this CTA; expands each once the next one is requested."""
         cursor = self.start(table, tid)
-        if const_expr(len(self.expanded) > 0):
+        if const_expr(self.spec.load_expands):
             steps = Int32(0)
             while cursor.tiles_left > 0 or cursor.unexpanded & 1 != 0:
                 cursor = self.step(smem, table, page_tma, cursor, tid)
@@ -138,8 +143,11 @@ class LatentLoader(KeyLoader):
     def step(self, smem, table: WorkTable, page_tma: tuple, cursor: LatentCursor, tid: Int32) -> LatentCursor:
         """Loads the next key tile, if there is one, once its stage is free; returns the new cursor."""
         next_work, tiles_left, position, main, extra, extra_begin, entry, length, loaded, unexpanded = cursor
-        if const_expr(len(self.expanded) > 0):
+        if const_expr(self.spec.load_expands):
             unexpanded = unexpanded << 1
+        if const_expr(self.spec.pv_expands):
+            if tiles_left == 0:
+                loaded = self.close(smem, loaded, tid)
         if tiles_left > 0:
             stage, phase = ring_slot(loaded, self.spec.stages)
             self.stamp(smem, loaded, 0, 0, tid)
@@ -152,7 +160,7 @@ class LatentLoader(KeyLoader):
                     valid, data, scales = self.find_row(page_tma[1], entry, position - extra_begin, extra.last)
             row, kinds = Row(valid, data, scales), self.spec.kinds
             if const_expr(len(kinds) > 1):
-                sKinds = smem.kinds.get_tensor(cute.make_layout(self.spec.stages))
+                sKinds = stage_kinds(smem, self.spec)
                 kind = Int32(1) if position - self.row(tid) >= extra_begin else Int32(0)
                 if tid == 0:
                     sKinds[stage] = kind
@@ -161,10 +169,14 @@ class LatentLoader(KeyLoader):
                 else:
                     unexpanded |= self.request(smem, kinds[1], row, loaded, tid)
             else:
+                if const_expr(self.spec.pv_expands):
+                    sKinds = stage_kinds(smem, self.spec)
+                    if tid == 0:
+                        sKinds[stage] = Int32(0)
                 unexpanded |= self.request(smem, kinds[0], row, loaded, tid)
             self.stamp(smem, loaded, 1, 1, tid)
             tiles_left, position, loaded = tiles_left - 1, position + TOKENS_PER_TILE, loaded + 1
-        if const_expr(len(self.expanded) > 0):
+        if const_expr(self.spec.load_expands):
             cute.arch.cp_async_commit_group()
         cursor = LatentCursor(
             next_work, tiles_left, position, main, extra, extra_begin, entry, length, loaded, unexpanded
@@ -190,25 +202,48 @@ class LatentLoader(KeyLoader):
 
     @cute.jit
     def request(self, smem, kind: cutlass.Constexpr, row: Row, loaded: Int32, tid: Int32) -> Int32:
-        """Starts the copies of a tile, and arrives on its barrier but for its codes if these expand; then 1, else 0."""
+        """Starts the copies of a tile, and arrives on its barriers; returns 1 if `expand` is still to arrive, else 0."""
         stage = ring_slot(loaded, self.spec.stages).index
         self.copy_tile(smem, kind, row, loaded, tid)
-        if const_expr(codes.of(kind).expands):
+        if const_expr(self.spec.pv_expands):
+            if const_expr(codes.of(kind).expands):
+                cute.arch.cp_async_mbarrier_arrive_noinc(smem.raw.data_ptr() + stage)
+                cute.arch.mbarrier_arrive(smem.raw.data_ptr() + stage)
+            else:
+                self.arrive(smem, stage)
+                self.arrive_raw(smem, stage)
+        elif const_expr(codes.of(kind).expands):
             cute.arch.mbarrier_arrive(smem.full.data_ptr() + stage)
         else:
             self.arrive(smem, stage)
-        return Int32(codes.of(kind).expands)
+        return Int32(self.spec.load_expands and codes.of(kind).expands)
+
+    @cute.jit
+    def close(self, smem, loaded: Int32, tid: Int32) -> Int32:
+        """Gives PV the next stage without a tile, once it is free; returns the number of stages given so far."""
+        stage, phase = ring_slot(loaded, self.spec.stages)
+        cute.arch.mbarrier_wait(smem.empty.data_ptr() + stage, phase ^ 1)
+        sKinds = stage_kinds(smem, self.spec)
+        if tid == 0:
+            sKinds[stage] = Int32(NO_TILE)
+        self.arrive_raw(smem, stage)
+        return loaded + 1
+
+    def arrive_raw(self, smem, stage: Int32):
+        """Both arrivals of a thread on `raw` of a stage that PV is not to expand: it need not wait for copies."""
+        for _ in range(2):
+            cute.arch.mbarrier_arrive(smem.raw.data_ptr() + stage)
 
     @cute.jit
     def expand(self, smem, cursor: LatentCursor, tile: Int32, steps: cutlass.Constexpr, tid: Int32):
         """Expands the codes of `tile`, that of `steps` steps before the last one, if they are to be, once copied."""
-        if const_expr(len(self.expanded) > 0):
+        if const_expr(self.spec.load_expands):
             if cursor.unexpanded >> steps & 1 != 0:
                 stage = ring_slot(tile, self.spec.stages).index
                 cute.arch.cp_async_wait_group(steps)
                 cute.arch.sync_warp()
                 start = Int32(smem.codes.data_ptr().toint()) + stage * codes_bytes(self.spec)
-                codes.of(self.expanded[0]).expand(start, tid)
+                codes.of(self.expanded[0]).expand(start, ROWS_PER_WARP, tid)
                 cute.arch.mbarrier_arrive(smem.full.data_ptr() + stage)
 
     @cute.jit

@@ -4,7 +4,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import AddressSpace, BFloat16, Float16, Float32, Int32, const_expr
+from cutlass import AddressSpace, BFloat16, Float16, Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import warpgroup
 
 from cute_kernels.device import registers, wgmma
@@ -24,7 +24,7 @@ from cute_kernels.mla.kernels.smem import (
 )
 from cute_kernels.mla.latent.kernels import codes
 from cute_kernels.mla.latent.kernels.scheduler import LatentScheduler
-from cute_kernels.mla.latent.kernels.smem import SMALL_SCALE, codes_bytes, kind_of_tile, of_kind, weights
+from cute_kernels.mla.latent.kernels.smem import SMALL_SCALE, codes_bytes, kind_of_tile, of_kind, stage_kinds, weights
 from cute_kernels.mla.latent.spec import LINE_BYTES, LatentDecodeSpec
 from cute_kernels.mla.spec import TOKENS_PER_TILE
 
@@ -40,6 +40,13 @@ class ScaledKeyPvWarpgroups(PvWarpgroups):
     A rope part is the last 64 values, those of one warp, and becomes float16 too. A tile with a scale or a rope part
     out of range of float16 is added in bfloat16 (`add_exactly`).
 
+    Where these warpgroups expand codes (`expand`), they do so `expanded_ahead` tiles ahead: the first ones before all
+    else, tile t + 2 once the products of tile t are done, 8 rows a warp. No deadlock: for P of tile t others need tiles
+    up to t expanded, which is done before PV waits for it; for `raw` of tile t + 2 the load warpgroup needs P of t, or
+    of an earlier tile, and stages that PV has given back with tile t - 1. Of a CTA with n tiles PV waits for `raw` of
+    n + 2, and the load warpgroup gives n + rope_stages, the last of them with NO_TILE. No phase is missed: a stage comes
+    again only when all of PV have given it back, each after it has waited for `raw` and for `full` of it.
+
     A partial is O WEIGHT as float16, unless a scale of its keys is so small that this would cost digits of values, or
     out of range: then each 64 values have a block scale.
     """
@@ -50,6 +57,31 @@ class ScaledKeyPvWarpgroups(PvWarpgroups):
         super().__init__(spec)
         self.scheduler = LatentScheduler(spec)
         self.weight = codes.WEIGHT
+        self.expanded = [which for which, kind in enumerate(spec.kinds) if codes.of(kind).expands]
+
+    @cute.jit
+    def run(
+        self, smem, table: WorkTable, page_tma: tuple, results: Results, counters: Int64, wg: Int32, tidx: Int32, tid
+    ):
+        """All work tiles of this CTA; see `PvWarpgroups`."""
+        if const_expr(self.spec.pv_expands):
+            for tile in cutlass.range(self.spec.expanded_ahead, unroll=1):
+                self.expand(smem, tile, wg, tid)
+        PvWarpgroups.run(self, smem, table, page_tma, results, counters, wg, tidx, tid)
+
+    @cute.jit
+    def expand(self, smem, tile: Int32, wg: Int32, tid: Int32):
+        """Expands the codes of a key tile once they are copied, and arrives on `full`; nothing if it has other codes.
+
+        Nor does a tile after the last one have any.
+        """
+        stage, phase = ring_slot(tile, self.spec.stages)
+        cute.arch.mbarrier_wait(smem.raw.data_ptr() + stage, phase)
+        if stage_kinds(smem, self.spec)[stage] == self.expanded[0]:
+            start = Int32(smem.codes.data_ptr().toint()) + stage * codes_bytes(self.spec)
+            own = codes.of(self.spec.kinds[self.expanded[0]])
+            own.expand(start, TOKENS_PER_TILE // (2 * WARPS), 128 * wg + tid)
+            cute.arch.mbarrier_arrive(smem.full.data_ptr() + stage)
 
     @cute.jit
     def pv_work_tile(
@@ -102,6 +134,8 @@ class ScaledKeyPvWarpgroups(PvWarpgroups):
             if tile < done + tiles - 1:
                 cute.arch.mbarrier_arrive(smem.p_empty.data_ptr() + p_stage)
             self.stamp(smem, tile, 1, 1, wg, tid)
+            if const_expr(self.spec.pv_expands):
+                self.expand(smem, tile + self.spec.expanded_ahead, wg, tid)
         factor = cute.make_rmem_tensor(self.columns, Float32)
         factor.fill(0.0)
         lse, sLse = -Float32.inf, smem.lse.get_tensor(cute.make_layout((self.heads, 2)))

@@ -1,6 +1,6 @@
 """Loads of key tiles: rows of the cache into shared memory, as they are."""
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute

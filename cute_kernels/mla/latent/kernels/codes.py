@@ -2,7 +2,7 @@
 
 A key is code x scale x WEIGHT. float16 holds that for any code where the scale is in range, and the products then need
 nothing between them. In a stage each code is a byte of e4m3, and one conversion makes two numbers of two of them. e2m1
-codes are expanded to that, exactly, by the load warpgroup: once, where QK and PV both read them (`Codes.expand`).
+codes are expanded to that, exactly, in the stage: once, where QK and PV both read them (`Codes.expand`).
 
     scale        in range                              that is
     ue8m0        bytes 105 to 126, 2^-22 to 1/2        as small as quantizers write; values up to 224

@@ -202,7 +202,7 @@ class LatentLoader(KeyLoader):
 
     @cute.jit
     def request(self, smem, kind: cutlass.Constexpr, row: Row, loaded: Int32, tid: Int32) -> Int32:
-        """Starts the copies of a tile, and arrives on its barriers; returns 1 if `expand` is still to arrive, else 0."""
+        """Starts the copies of a tile, and arrives on its barriers; returns 1 if `expand` is to arrive, else 0."""
         stage = ring_slot(loaded, self.spec.stages).index
         self.copy_tile(smem, kind, row, loaded, tid)
         if const_expr(self.spec.pv_expands):

@@ -43,9 +43,9 @@ class ScaledKeyPvWarpgroups(PvWarpgroups):
     Where these warpgroups expand codes (`expand`), they do so `expanded_ahead` tiles ahead: the first ones before all
     else, tile t + 2 once the products of tile t are done, 8 rows a warp. No deadlock: for P of tile t others need tiles
     up to t expanded, which is done before PV waits for it; for `raw` of tile t + 2 the load warpgroup needs P of t, or
-    of an earlier tile, and stages that PV has given back with tile t - 1. Of a CTA with n tiles PV waits for `raw` of
-    n + 2, and the load warpgroup gives n + rope_stages, the last of them with NO_TILE. No phase is missed: a stage comes
-    again only when all of PV have given it back, each after it has waited for `raw` and for `full` of it.
+    of an earlier tile, and stages that PV has given back with tile t - 1. For n tiles of a CTA PV waits for `raw` of
+    n + expanded_ahead, and the load warpgroup gives n + rope_stages, those after the last tile with NO_TILE. No phase
+    is missed: a stage comes again once all of PV have given it back, each after it has waited for its `raw` and `full`.
 
     A partial is O WEIGHT as float16, unless a scale of its keys is so small that this would cost digits of values, or
     out of range: then each 64 values have a block scale.

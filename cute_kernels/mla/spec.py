@@ -118,6 +118,11 @@ class MlaDecodeSpec:
         return not self.sparse and not self.few_heads
 
     @property
+    def pv_expands(self) -> bool:
+        """Whether PV warpgroups make codes of rows that are copied in another form: only of latent formats."""
+        return False
+
+    @property
     def qk_warpgroups(self) -> int:
         """Key tile t belongs to QK warpgroup t modulo as many."""
         return 2 if self.few_heads else 1

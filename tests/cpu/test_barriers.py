@@ -36,6 +36,7 @@ SHOWN = [
     (mla_decode, "", mla.barriers(MlaDecodeSpec(sparse=False))),
     (mla_decode, "", mla.barriers(MlaDecodeSpec(sparse=True, heads=16))),
     (latent_decode, "", mla.barriers(LatentDecodeSpec(sparse=True, cache_format="v4"))),
+    (latent_decode, "PV expands\n", mla.barriers(LatentDecodeSpec(sparse=True, cache_format="v4.1_fp4"))),
     (crossover_decode, "", crossover.barriers(MlaCrossoverSpec(sparse=True, exchange="values"))),
     (SinkForwardKernel, "", query_barriers(SinkForwardSpec("bfloat16", 64, warpgroups=3))),
     (SinkForwardKernel, "", query_barriers(GROUPED)),

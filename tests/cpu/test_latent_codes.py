@@ -7,8 +7,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
+import fp8_mla
 from cute_kernels.runtime import arch
 
 arch.pin()
@@ -17,6 +20,7 @@ from cute_kernels.mla.kernels.convert_q import code_chunk  # noqa: E402
 from cute_kernels.mla.kernels.quantize import quantize  # noqa: E402
 from cute_kernels.mla.kernels.smem import key_of_row, line_offset  # noqa: E402
 from cute_kernels.mla.latent.kernels import codes  # noqa: E402
+from cute_kernels.mla.latent.kernels.smem import codes_bytes  # noqa: E402
 from cute_kernels.mla.latent.spec import LINE_BYTES, LatentDecodeSpec  # noqa: E402
 from cute_kernels.mla.spec import TOKENS_PER_TILE  # noqa: E402
 from fp8_mla import formats  # noqa: E402
@@ -91,33 +95,92 @@ def test_words_of_docstrings_do_not_count() -> None:
 READ = pytest.mark.parametrize("kind", [V4, V4_1, V4_1_FP4], ids=lambda kind: kind.name)
 
 
-def stage_of(kind: TokenFormat) -> dict[int, tuple[int, int]]:
-    """Of each byte of a stage's codes its (key, byte of the key), as `LatentLoader.copy_tile` places them."""
+def stage_of(kind: TokenFormat, copied: bool = False) -> dict[int, tuple[int, int]]:
+    """Of each byte of a stage's codes its (key, code), as QK and PV read them.
+
+    `copied`: its (key, byte of the row), as `LatentLoader.copy_tile` has left them. That differs where codes expand.
+    """
     own, places = codes.of(kind), {}
+    size, first = (kind.codes.num_bytes, own.first_line) if copied else (kind.codes.count, 0)
     for key in range(TOKENS_PER_TILE):
-        for chunk in range(kind.codes.num_bytes // 16):
+        for chunk in range(size // 16):
             line, chunk_of_line = divmod(chunk, LINE_BYTES // 16)
-            if (line + 1) * LINE_BYTES > kind.codes.num_bytes:
+            if (line + 1) * LINE_BYTES > size:
                 chunk_of_line = own.rest_chunk(chunk_of_line)
-            start = line * TOKENS_PER_TILE * LINE_BYTES + line_offset(key, chunk_of_line)
+            start = (first + line) * TOKENS_PER_TILE * LINE_BYTES + line_offset(key, chunk_of_line)
             places.update({start + byte: (key, 16 * chunk + byte) for byte in range(16)})
-    assert len(places) == TOKENS_PER_TILE * kind.codes.num_bytes
+    assert len(places) == TOKENS_PER_TILE * size
     return places
 
 
 @READ
+def test_codes_that_do_not_expand_are_read_where_they_are_copied(kind: TokenFormat) -> None:
+    assert (stage_of(kind) == stage_of(kind, copied=True)) == (not codes.of(kind).expands)
+
+
+@READ
 def test_lanes_read_all_codes_of_a_key_in_the_order_of_q(kind: TokenFormat) -> None:
-    stage, own, size = stage_of(kind), codes.of(kind), 16 * kind.codes.bits // 8
+    stage = stage_of(kind)
     for tid in range(128):
         for c in range(kind.codes.count // 64):
-            place, line = own.chunk_place(c, tid)
+            place, line = codes.chunk_place(c, tid)
             for r in range(2):
                 start = line + (place ^ (16 * r)) + LINE_BYTES * r
                 piece = c // 2 * 8 + code_chunk(tid % 4, c % 2)
                 if 128 * (c // 2 + 1) > kind.codes.count:  # half a line: `LatentQConverter.convert_half`
                     piece = c // 2 * 8 + tid % 4
-                read = [stage[start + byte] for byte in range(size)]
-                assert read == [(key_of_row(tid, r), size * piece + byte) for byte in range(size)]
+                read = [stage[start + byte] for byte in range(16)]
+                assert read == [(key_of_row(tid, r), 16 * piece + byte) for byte in range(16)]
+
+
+@READ
+def test_a_spec_knows_which_codes_expand(kind: TokenFormat) -> None:
+    spec = LatentDecodeSpec(sparse=True, cache_format=kind.name)
+    assert spec.expands == codes.of(kind).expands
+    assert codes_bytes(spec) == TOKENS_PER_TILE * 512
+
+
+@pytest.mark.parametrize("rows", [16, 8])
+def test_a_warp_expands_its_rows_as_they_are_copied(rows: int) -> None:
+    own, copied, expanded = codes.E2m1Codes(V4_1_FP4), stage_of(V4_1_FP4, copied=True), stage_of(V4_1_FP4)
+    for warp, row in itertools.product(range(TOKENS_PER_TILE // rows), range(rows)):
+        read: dict[int, tuple[int, int]] = {}
+        written: dict[int, tuple[int, int]] = {}
+        banks = []
+        for lane in range(32):
+            source, target = (
+                codes.row_place(p, row % 8) + row // 8 * 8 * LINE_BYTES for p in own.places(rows, 32 * warp + lane)
+            )
+            read |= {source + byte: (lane, byte) for byte in range(8)}
+            written |= {target + byte: (lane, byte) for byte in range(16)}
+            banks.append((source % 128 // 8, target % 128 // 16))
+        key = rows * warp + row
+        assert {place: copied[place] for place in read} == {p: (key, 8 * lane + b) for p, (lane, b) in read.items()}
+        assert {p: expanded[p] for p in written} == {p: (key, 16 * lane + b) for p, (lane, b) in written.items()}
+        own_row = {place for place, (owner, _) in expanded.items() if owner == key}
+        assert len(read) == 256 and set(read) <= own_row == set(written)  # so no other row is overwritten
+        assert all(len({bank for bank, _ in banks[first : first + 16]}) == 16 for first in (0, 16))
+        assert all(len({bank for _, bank in banks[first : first + 8]}) == 8 for first in range(0, 32, 8))
+
+
+def select_bytes(a: int, b: int, selector: int) -> int:
+    """What `prmt` makes of two words."""
+    places = [selector >> 4 * i & 15 for i in range(4)]
+    assert max(places) < 8, "that copies a sign"
+    return sum(((a if place < 4 else b) >> 8 * (place % 4) & 0xFF) << 8 * i for i, place in enumerate(places))
+
+
+def test_expanded_codes_are_the_same_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(codes, "Int32", int)
+    monkeypatch.setattr(codes.cute.arch, "prmt", lambda a, b, c: select_bytes(a, b, c & 0xFFFF))
+    row = torch.randint(0, 256, (64, 288), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    row[:, :256] = (torch.arange(256) + 5 * torch.arange(64)[:, None]).to(torch.uint8)  # each byte in each place
+    row[:, 256:] = 0x38  # scales of 1
+    words = row[:, :256].numpy().view(np.uint32).ravel().tolist()
+    expanded = np.array([codes.expand_word(word) for word in words]).astype(np.uint32).view(np.uint8)
+    numbers = torch.from_numpy(expanded.reshape(64, 512)).view(torch.float8_e4m3fn).to(torch.float32)
+    expected = fp8_mla.unpack(row, torch.float32, token_format="v4.1_fp4")
+    assert torch.equal(numbers.view(torch.int32), expected.view(torch.int32))
 
 
 def test_small_scales_are_seen_in_each_byte_of_a_word() -> None:
@@ -131,12 +194,13 @@ def test_small_scales_are_seen_in_each_byte_of_a_word() -> None:
     assert codes.SMALL_BYTE == 116
 
 
-def test_pv_reads_eight_values_of_a_key_in_half_words() -> None:
-    stage, own = stage_of(V4_1_FP4), codes.of(V4_1_FP4)
-    for wg, tid in itertools.product(range(2), range(128)):
-        start = own.value_line(None, wg, tid)
-        read = [stage[start + byte] for byte in range(own.value_bytes)]
-        assert read == [(2 * (tid % 4), 4 * (32 * wg + tid // 4) + byte) for byte in range(4)]
+def test_scales_out_of_range_are_seen_in_each_byte_of_a_word() -> None:
+    usable = {kind.name: set(range(105, 127)) for kind in (V4, V4_1)}
+    usable["v4.1_fp4"] = {byte for byte in range(256) if byte & 0x7F <= 0x62}
+    for kind, place, byte in itertools.product((V4, V4_1, V4_1_FP4), range(4), range(256)):
+        own = codes.of(kind)
+        word = own.masked_scales & ~(0xFF << 8 * place) | byte << 8 * place
+        assert (own.out_of_range(word) & 0xFFFFFFFF == 0) == (byte in usable[kind.name]), (kind.name, byte)
 
 
 class NamedScales:
@@ -149,10 +213,16 @@ class NamedScales:
         return self.places[index]
 
 
+def named_multiplier(self: codes.Codes, word: int, byte: Any, second: Any = None) -> int | tuple[int, int]:
+    """The place of a scale in its key's, or of two."""
+    places = [4 * word + int(getattr(one, "value", one)) for one in (byte, second) if one is not None]
+    return places[0] if second is None else (places[0], places[1])
+
+
 @READ
 def test_the_multiplier_is_that_of_the_codes(kind: TokenFormat, monkeypatch: pytest.MonkeyPatch) -> None:
     own = codes.of(kind)
-    monkeypatch.setattr(type(own), "multiplier", lambda self, word, byte: 4 * word + int(getattr(byte, "value", byte)))
+    monkeypatch.setattr(type(own), "multiplier", named_multiplier)
     for lane in range(4):
         words = [2 * j + lane // 2 for j in range(4)] if kind is V4_1_FP4 else list(range(-(-kind.num_scales // 4)))
         for c in range(kind.codes.count // 64):
@@ -160,6 +230,9 @@ def test_the_multiplier_is_that_of_the_codes(kind: TokenFormat, monkeypatch: pyt
             if 128 * (c // 2 + 1) > kind.codes.count:
                 piece = c // 2 * 8 + lane
             assert own.chunk_multiplier(NamedScales(words), c, lane) == piece * 16 // kind.quant_tile
+            if c % 2 == 0 and c + 1 < kind.codes.count // 64:
+                two = [own.chunk_multiplier(NamedScales(words), c + i, lane) for i in range(2)]
+                assert own.chunk_multipliers(NamedScales(words), c, lane) == tuple(two)
             assert own.scale_index(c, lane) == piece * 16 // kind.quant_tile
 
 
@@ -202,12 +275,12 @@ def made_up_format(quant_tile: int, codes_field: Field, scale_dtype: str, scale_
     )
 
 
-def test_half_words_have_no_rope_part() -> None:
+def test_expanded_rows_have_no_rope_part() -> None:
     rope = Field("rope", "bfloat16", 64, 256)
     made_up = dataclasses.replace(
         V4_1_FP4, name="made up", d_qk=576, fields=(*V4_1_FP4.fields, rope), row_bytes=(384, 32)
     )
-    with pytest.raises(ValueError, match="rope: got a rope part of made up; needs none: PV reads 4 bytes a key"):
+    with pytest.raises(ValueError, match="rope: got a rope part of made up; needs none: its rows are expanded"):
         codes.of(made_up)
 
 
@@ -228,7 +301,7 @@ class PowerOfTwoFp4(codes.E2m1Codes):
     masked_scales = codes.E4m3Codes.masked_scales
     multiplier = codes.E4m3Codes.multiplier
     is_small = codes.E4m3Codes.is_small
-    out_of_range = codes.E4m3Codes.out_of_range
+    range_words = codes.E4m3Codes.range_words
     scale_of = codes.E4m3Codes.scale_of
 
 

@@ -30,4 +30,6 @@ def barriers(spec: MlaDecodeSpec) -> Rings:
     ]
     if spec.pv_issues_tma:
         rings.append(MBarrier("rope_empty", 128, spec.rope_stages, says="QK has read the rope part"))
+    if spec.pv_expands:
+        rings.append(MBarrier("raw", 256, spec.stages, says="rows to expand are copied; or others come, or none do"))
     return [[ring] for ring in rings]

@@ -6,7 +6,6 @@ from typing import Any, ClassVar
 from cute_kernels.mla.spec import CACHE_FORMAT, MERGE_LANES, NARROW, WIDE, MlaDecodeSpec, Registers
 from fp8_mla.formats import FORMATS, PAIRS, TokenFormat
 
-FEW_LINES = 2  # of a key's codes: four stages of so many fit next to a Q of 64 heads
 LINE_BYTES = 128  # of a key's row in shared memory: one row of the 128-byte swizzle
 
 
@@ -32,8 +31,6 @@ class LatentDecodeSpec(MlaDecodeSpec):
     def compile_options(self) -> str:
         """Levels at which ptxas spills no register, or few where tiles have two formats."""
         level = 0 if self.few_heads or len(self.kinds) > 1 else 7
-        if self.few_heads and len(self.kinds) > 1 and self.inf_if_empty:
-            level = 7  # 24 bytes, and 40 at level 0
         return f"--ptxas-options '--register-usage-level={self.own_level or level}'"
 
     @property
@@ -103,9 +100,29 @@ class LatentDecodeSpec(MlaDecodeSpec):
         return self.stages if self.rope_is_value else self.rope_stages
 
     @property
+    def expands(self) -> bool:
+        """Whether a role makes codes of others: a key's row is shorter than its codes, a byte each."""
+        return any(kind.codes.num_bytes < kind.codes.count for kind in self.kinds)
+
+    @property
+    def load_expands(self) -> bool:
+        """Whether that is the load warpgroup: where it does nothing else."""
+        return self.expands and self.few_heads
+
+    @property
+    def pv_expands(self) -> bool:
+        """Whether these are the PV warpgroups: where the load warpgroup has the softmax, which is on the path of S."""
+        return self.expands and not self.few_heads
+
+    @property
+    def expanded_ahead(self) -> int:
+        """Key tiles that PV has expanded beyond the one it multiplies; no more than loads are ahead of the softmax."""
+        return 2
+
+    @property
     def code_lines(self) -> int:
-        """Lines of `LINE_BYTES` that a key's codes take in a stage."""
-        return max(-(-kind.codes.num_bytes // LINE_BYTES) for kind in self.kinds)
+        """Lines of `LINE_BYTES` that a key's codes take in a stage, where each is a byte."""
+        return max(-(-kind.codes.count // LINE_BYTES) for kind in self.kinds)
 
     @property
     def scale_bytes(self) -> int:
@@ -120,6 +137,8 @@ class LatentDecodeSpec(MlaDecodeSpec):
     @property
     def registers(self) -> Registers:
         """Of each role, after the roles have exchanged registers."""
+        if self.few_heads and len(self.kinds) > 1:
+            return Registers(load=48, qk=104, pv=96, softmax=32)
         if self.float_scales or self.few_heads:
             return super().registers
         if self.heads < WIDE:
@@ -130,8 +149,13 @@ class LatentDecodeSpec(MlaDecodeSpec):
 
     @property
     def stages(self) -> int:
-        """Key tiles in shared memory: as many as Q leaves room for."""
-        return 3 if self.heads == WIDE and self.code_lines > FEW_LINES else 4
+        """Key tiles in shared memory: as many as Q leaves room for, but four where one more would be of no use.
+
+        A tile that is expanded gets there a step later, so with few heads the fifth takes its place.
+        """
+        if self.load_expands:
+            return 5
+        return 3 if self.heads == WIDE else 4
 
     @property
     def mask_stages(self) -> int:
@@ -148,6 +172,8 @@ class LatentDecodeSpec(MlaDecodeSpec):
         """Bytes that ptxas spills at most, all between key tiles."""
         if len(self.kinds) > 1:
             return 32
+        if self.load_expands:
+            return 16
         return 8 if self.few_heads and not self.float_scales else 0
 
     @property

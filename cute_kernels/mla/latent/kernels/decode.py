@@ -11,6 +11,9 @@ scales have the roles of mla/kernels (float_scales.py).
 
 Rows. A key has a data row and a scale row, which come by cp.async from wherever its page has them (`Source`).
 
+Codes. A stage has e4m3 codes. Rows of other codes are expanded in place, before others see them: by the load
+warpgroup with 8 and 16 heads, where it does nothing else; else by PV, two tiles ahead of its products.
+
 Two caches. A query has key tiles of the first cache, then those of the second; no tile has keys of both.
 
 Roles, 64 heads (512 threads, 128 registers each at launch)
@@ -32,6 +35,16 @@ Mbarriers of a call with 64 heads: arrivals and bytes that complete a phase
   s_empty           128                 the softmax has read S
   p_full[2]         128                 P, weights, flags and factors are stored
   p_empty[2]        256                 the last wgmma of PV has read P
+
+of V4.1's fp4, which PV expands
+  q_full              1 + 65,536 bytes  Q is loaded
+  full[3]           256                 a key tile is loaded, its mask set
+  empty[3]          256                 PV has its codes in registers
+  s_full            128                 S is stored
+  s_empty           128                 the softmax has read S
+  p_full[2]         128                 P, weights, flags and factors are stored
+  p_empty[2]        256                 the last wgmma of PV has read P
+  raw[3]            256                 rows to expand are copied; or others come, or none do
 
 Shared memory of V4, of 232,448 bytes, with 64 heads
   codes                       3 x 64 x 512 = 98,304: 448 of a key, in three lines and a half of 128

@@ -12,9 +12,11 @@ from cute_kernels.mla.kernels.scheduler import WorkTable
 from cute_kernels.mla.kernels.smem import ROPE_BYTES, WARPS, line_offset
 from cute_kernels.mla.latent.kernels import codes
 from cute_kernels.mla.latent.kernels.scheduler import LatentScheduler, Source, tiles_of
-from cute_kernels.mla.latent.kernels.smem import codes_bytes
+from cute_kernels.mla.latent.kernels.smem import NO_TILE, codes_bytes, stage_kinds
 from cute_kernels.mla.latent.spec import LINE_BYTES, LatentDecodeSpec, scale_row
 from cute_kernels.mla.spec import TOKENS_PER_TILE
+
+ROWS_PER_WARP = TOKENS_PER_TILE // WARPS
 
 
 class Entries(NamedTuple):
@@ -34,7 +36,8 @@ class LatentCursor(NamedTuple):
     extra_begin  a whole number of key tiles
     entry        the entry of this lane's key
     next_length  length of the next work tile
-    loaded       key tiles loaded so far
+    loaded       key tiles loaded so far, and stages closed after the last one
+    unexpanded   a bit for each step so far, the last one in bit 0: 1 if it has loaded a tile that `expand` is to expand
     """
 
     next_work: Int32
@@ -46,6 +49,7 @@ class LatentCursor(NamedTuple):
     entry: Int32
     next_length: Any
     loaded: Int32
+    unexpanded: Int32
 
 
 class Row(NamedTuple):
@@ -60,6 +64,18 @@ class LatentLoader(KeyLoader):
     """Device code for 128 threads, a warp for 16 rows of a tile; see `KeyLoader`.
 
     `page_tma` is the caches' `Source`s, one or two: these rows come without TMA.
+
+    A format whose codes expand: the end of the copies does not arrive on `full`; who expands them does.
+
+    With 8 and 16 heads a warp waits for its own copies and expands them where they lie (`expand`). So each step ends a
+    group of copies, empty or not, and those of a tile are complete once no more groups are under way than steps have
+    followed. No deadlock: `expand` waits for copies alone, never for another role. A step waits until PV has read the
+    tile of `stages` before, and what PV needs for that is there: all but the newest tile are expanded before a step,
+    and there are `stages` of them, more than one.
+
+    With 32 and 64 heads PV expands (`ScaledKeyPvWarpgroups.expand`), and copies arrive on `raw`. All tiles do, so PV
+    waits for one after the other; those that do not expand arrive there at once. A step without a tile gives PV a stage
+    with NO_TILE instead (`close`).
     """
 
     spec: LatentDecodeSpec
@@ -67,6 +83,21 @@ class LatentLoader(KeyLoader):
     def __init__(self, spec: LatentDecodeSpec):
         super().__init__(spec)
         self.scheduler: LatentScheduler = LatentScheduler(spec)
+        self.expanded = [kind for kind in spec.kinds if codes.of(kind).expands]
+
+    @cute.jit
+    def run(self, smem, table: WorkTable, page_tma: tuple, tid: Int32):
+        """Loads the key tiles of all work tiles of this CTA; expands each once the next one is requested."""
+        cursor = self.start(table, tid)
+        if const_expr(self.spec.load_expands):
+            steps = Int32(0)
+            while cursor.tiles_left > 0 or cursor.unexpanded & 1 != 0:
+                cursor = self.step(smem, table, page_tma, cursor, tid)
+                self.expand(smem, cursor, steps - 1, 1, tid)
+                steps += 1
+        else:
+            while cursor.tiles_left > 0:
+                cursor = self.step(smem, table, page_tma, cursor, tid)
 
     @cute.jit
     def start(self, table: WorkTable, tid: Int32) -> LatentCursor:
@@ -74,12 +105,12 @@ class LatentLoader(KeyLoader):
         first = table.share.first
         length = self.scheduler.length(self.scheduler.locate(first, table), table.mLength)
         zero, none = Int32(0), Entries(Int64(0), Int32(0))
-        return self.advance(table, LatentCursor(first, zero, zero, none, none, zero, zero, length, zero), tid)
+        return self.advance(table, LatentCursor(first, zero, zero, none, none, zero, zero, length, zero, zero), tid)
 
     @cute.jit
     def advance(self, table: WorkTable, cursor: LatentCursor, tid: Int32) -> LatentCursor:
         """Goes on to the next work tile with keys where none are left of this one; starts to load the next entry."""
-        next_work, tiles_left, position, main, extra, extra_begin, entry, length, loaded = cursor
+        next_work, tiles_left, position, main, extra, extra_begin, entry, length, loaded, unexpanded = cursor
         share = table.share
         while tiles_left == 0 and next_work < share.end:
             work = self.scheduler.locate(next_work, table)
@@ -104,12 +135,19 @@ class LatentLoader(KeyLoader):
             pointer = cute.make_ptr(Int32, entries, AddressSpace.gmem, assumed_align=4)
             mEntries = cute.make_tensor(pointer, cute.make_layout(1 << 30))  # more than any list has
             entry = self.finder.read_entry(mEntries, local, last, table.divisors.page_size)
-        return LatentCursor(next_work, tiles_left, position, main, extra, extra_begin, entry, length, loaded)
+        return LatentCursor(
+            next_work, tiles_left, position, main, extra, extra_begin, entry, length, loaded, unexpanded
+        )
 
     @cute.jit
     def step(self, smem, table: WorkTable, page_tma: tuple, cursor: LatentCursor, tid: Int32) -> LatentCursor:
         """Loads the next key tile, if there is one, once its stage is free; returns the new cursor."""
-        next_work, tiles_left, position, main, extra, extra_begin, entry, length, loaded = cursor
+        next_work, tiles_left, position, main, extra, extra_begin, entry, length, loaded, unexpanded = cursor
+        if const_expr(self.spec.load_expands):
+            unexpanded = unexpanded << 1
+        if const_expr(self.spec.pv_expands):
+            if tiles_left == 0:
+                loaded = self.close(smem, loaded, tid)
         if tiles_left > 0:
             stage, phase = ring_slot(loaded, self.spec.stages)
             self.stamp(smem, loaded, 0, 0, tid)
@@ -122,20 +160,27 @@ class LatentLoader(KeyLoader):
                     valid, data, scales = self.find_row(page_tma[1], entry, position - extra_begin, extra.last)
             row, kinds = Row(valid, data, scales), self.spec.kinds
             if const_expr(len(kinds) > 1):
-                sKinds = smem.kinds.get_tensor(cute.make_layout(self.spec.stages))
+                sKinds = stage_kinds(smem, self.spec)
                 kind = Int32(1) if position - self.row(tid) >= extra_begin else Int32(0)
                 if tid == 0:
                     sKinds[stage] = kind
                 if kind == 0:
-                    self.copy_tile(smem, kinds[0], row, loaded, tid)
+                    unexpanded |= self.request(smem, kinds[0], row, loaded, tid)
                 else:
-                    self.copy_tile(smem, kinds[1], row, loaded, tid)
+                    unexpanded |= self.request(smem, kinds[1], row, loaded, tid)
             else:
-                self.copy_tile(smem, kinds[0], row, loaded, tid)
-            self.arrive(smem, stage)
+                if const_expr(self.spec.pv_expands):
+                    sKinds = stage_kinds(smem, self.spec)
+                    if tid == 0:
+                        sKinds[stage] = Int32(0)
+                unexpanded |= self.request(smem, kinds[0], row, loaded, tid)
             self.stamp(smem, loaded, 1, 1, tid)
             tiles_left, position, loaded = tiles_left - 1, position + TOKENS_PER_TILE, loaded + 1
-        cursor = LatentCursor(next_work, tiles_left, position, main, extra, extra_begin, entry, length, loaded)
+        if const_expr(self.spec.load_expands):
+            cute.arch.cp_async_commit_group()
+        cursor = LatentCursor(
+            next_work, tiles_left, position, main, extra, extra_begin, entry, length, loaded, unexpanded
+        )
         return self.advance(table, cursor, tid)
 
     @cute.jit
@@ -154,6 +199,52 @@ class LatentLoader(KeyLoader):
         begin = mKV.iterator.toint() + Int64(page) * Int64(mKV.stride[0])  # 64 bits: caches of more than 2^31 bytes
         data = begin + Int64(offset) * Int64(source.data_stride)
         return Row(valid, data, begin + (Int64(source.scale_offset) + Int64(offset) * Int64(source.scale_stride)))
+
+    @cute.jit
+    def request(self, smem, kind: cutlass.Constexpr, row: Row, loaded: Int32, tid: Int32) -> Int32:
+        """Starts the copies of a tile, and arrives on its barriers; returns 1 if `expand` is to arrive, else 0."""
+        stage = ring_slot(loaded, self.spec.stages).index
+        self.copy_tile(smem, kind, row, loaded, tid)
+        if const_expr(self.spec.pv_expands):
+            if const_expr(codes.of(kind).expands):
+                cute.arch.cp_async_mbarrier_arrive_noinc(smem.raw.data_ptr() + stage)
+                cute.arch.mbarrier_arrive(smem.raw.data_ptr() + stage)
+            else:
+                self.arrive(smem, stage)
+                self.arrive_raw(smem, stage)
+        elif const_expr(codes.of(kind).expands):
+            cute.arch.mbarrier_arrive(smem.full.data_ptr() + stage)
+        else:
+            self.arrive(smem, stage)
+        return Int32(self.spec.load_expands and codes.of(kind).expands)
+
+    @cute.jit
+    def close(self, smem, loaded: Int32, tid: Int32) -> Int32:
+        """Gives PV the next stage without a tile, once it is free; returns the number of stages given so far."""
+        stage, phase = ring_slot(loaded, self.spec.stages)
+        cute.arch.mbarrier_wait(smem.empty.data_ptr() + stage, phase ^ 1)
+        sKinds = stage_kinds(smem, self.spec)
+        if tid == 0:
+            sKinds[stage] = Int32(NO_TILE)
+        self.arrive_raw(smem, stage)
+        return loaded + 1
+
+    def arrive_raw(self, smem, stage: Int32):
+        """Both arrivals of a thread on `raw` of a stage that PV is not to expand: it need not wait for copies."""
+        for _ in range(2):
+            cute.arch.mbarrier_arrive(smem.raw.data_ptr() + stage)
+
+    @cute.jit
+    def expand(self, smem, cursor: LatentCursor, tile: Int32, steps: cutlass.Constexpr, tid: Int32):
+        """Expands the codes of `tile`, that of `steps` steps before the last one, if they are to be, once copied."""
+        if const_expr(self.spec.load_expands):
+            if cursor.unexpanded >> steps & 1 != 0:
+                stage = ring_slot(tile, self.spec.stages).index
+                cute.arch.cp_async_wait_group(steps)
+                cute.arch.sync_warp()
+                start = Int32(smem.codes.data_ptr().toint()) + stage * codes_bytes(self.spec)
+                codes.of(self.expanded[0]).expand(start, ROWS_PER_WARP, tid)
+                cute.arch.mbarrier_arrive(smem.full.data_ptr() + stage)
 
     @cute.jit
     def copy_tile(self, smem, kind: cutlass.Constexpr, row: Row, loaded: Int32, tid: Int32):
@@ -179,7 +270,7 @@ class LatentLoader(KeyLoader):
             source += CHUNK_BYTES * chunk
             size = (bits >> copied & 1) * CHUNK_BYTES
             line = line_offset(first + copied, chunk)
-            start = stage * codes_bytes(self.spec)
+            start = stage * codes_bytes(self.spec) + codes.of(kind).first_line * (TOKENS_PER_TILE * LINE_BYTES)
             target = sCodes + cute.assume(start + line, divby=CHUNK_BYTES)
             for j in cutlass.range_constexpr(code_bytes // LINE_BYTES):
                 self.copy_or_clear(source + LINE_BYTES * j, target + TOKENS_PER_TILE * LINE_BYTES * j, size)

@@ -1,8 +1,10 @@
 """The two PV warpgroups of the latent decode kernel: O^T += V^T P^T, and the epilogue."""
 
+from typing import Any
+
 import cutlass
 import cutlass.cute as cute
-from cutlass import AddressSpace, BFloat16, Float16, Float32, Int32, const_expr
+from cutlass import AddressSpace, BFloat16, Float16, Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import warpgroup
 
 from cute_kernels.device import registers, wgmma
@@ -22,10 +24,9 @@ from cute_kernels.mla.kernels.smem import (
 )
 from cute_kernels.mla.latent.kernels import codes
 from cute_kernels.mla.latent.kernels.scheduler import LatentScheduler
-from cute_kernels.mla.latent.kernels.smem import SMALL_SCALE, codes_bytes, weights
+from cute_kernels.mla.latent.kernels.smem import SMALL_SCALE, codes_bytes, kind_of_tile, of_kind, stage_kinds, weights
 from cute_kernels.mla.latent.spec import LINE_BYTES, LatentDecodeSpec
 from cute_kernels.mla.spec import TOKENS_PER_TILE
-from fp8_mla.formats import TokenFormat
 
 EVEN, ODD = 0x5410, 0x7632  # PRMT: the lower halves of two words, the upper ones
 VALUES_PER_WARP = 64
@@ -39,6 +40,13 @@ class ScaledKeyPvWarpgroups(PvWarpgroups):
     A rope part is the last 64 values, those of one warp, and becomes float16 too. A tile with a scale or a rope part
     out of range of float16 is added in bfloat16 (`add_exactly`).
 
+    Where these warpgroups expand codes (`expand`), they do so `expanded_ahead` tiles ahead: the first ones before all
+    else, tile t + 2 once the products of tile t are done, 8 rows a warp. No deadlock: for P of tile t others need tiles
+    up to t expanded, which is done before PV waits for it; for `raw` of tile t + 2 the load warpgroup needs P of t, or
+    of an earlier tile, and stages that PV has given back with tile t - 1. For n tiles of a CTA PV waits for `raw` of
+    n + expanded_ahead, and the load warpgroup gives n + rope_stages, those after the last tile with NO_TILE. No phase
+    is missed: a stage comes again once all of PV have given it back, each after it has waited for its `raw` and `full`.
+
     A partial is O WEIGHT as float16, unless a scale of its keys is so small that this would cost digits of values, or
     out of range: then each 64 values have a block scale.
     """
@@ -49,6 +57,31 @@ class ScaledKeyPvWarpgroups(PvWarpgroups):
         super().__init__(spec)
         self.scheduler = LatentScheduler(spec)
         self.weight = codes.WEIGHT
+        self.expanded = [which for which, kind in enumerate(spec.kinds) if codes.of(kind).expands]
+
+    @cute.jit
+    def run(
+        self, smem, table: WorkTable, page_tma: tuple, results: Results, counters: Int64, wg: Int32, tidx: Int32, tid
+    ):
+        """All work tiles of this CTA; see `PvWarpgroups`."""
+        if const_expr(self.spec.pv_expands):
+            for tile in cutlass.range(self.spec.expanded_ahead, unroll=1):
+                self.expand(smem, tile, wg, tid)
+        PvWarpgroups.run(self, smem, table, page_tma, results, counters, wg, tidx, tid)
+
+    @cute.jit
+    def expand(self, smem, tile: Int32, wg: Int32, tid: Int32):
+        """Expands the codes of a key tile once they are copied, and arrives on `full`; nothing if it has other codes.
+
+        Nor does a tile after the last one have any.
+        """
+        stage, phase = ring_slot(tile, self.spec.stages)
+        cute.arch.mbarrier_wait(smem.raw.data_ptr() + stage, phase)
+        if stage_kinds(smem, self.spec)[stage] == self.expanded[0]:
+            start = Int32(smem.codes.data_ptr().toint()) + stage * codes_bytes(self.spec)
+            own = codes.of(self.spec.kinds[self.expanded[0]])
+            own.expand(start, TOKENS_PER_TILE // (2 * WARPS), 128 * wg + tid)
+            cute.arch.mbarrier_arrive(smem.full.data_ptr() + stage)
 
     @cute.jit
     def pv_work_tile(
@@ -65,7 +98,7 @@ class ScaledKeyPvWarpgroups(PvWarpgroups):
         tid: Int32,
     ):
         """O of the key tiles done, done + 1, ... of a work tile, and its epilogue."""
-        mma = tiled_mmas(self.heads)[0]
+        mma, mma_exact = tiled_mmas(self.heads)
         shape = mma.partition_shape_C((TOKENS_PER_TILE, self.heads))
         acc_o = [cute.make_rmem_tensor(shape, Float32) for _ in range(ROW_BLOCKS)]
         for m in cutlass.range_constexpr(ROW_BLOCKS):
@@ -77,19 +110,15 @@ class ScaledKeyPvWarpgroups(PvWarpgroups):
             p_stage, p_phase = ring_slot(tile, self.spec.p_stages)
             self.stamp(smem, tile, 0, 0, wg, tid)
             cute.arch.mbarrier_wait(smem.full.data_ptr() + stage, phase)  # completed long ago
-            if const_expr(len(self.spec.kinds) == 1):  # overlapped with the wait for P
-                kind, is_rope = self.spec.kinds[0], False
-                if const_expr(self.spec.has_rope):
-                    is_rope = self.has_rope(wg, tid)  # QK may still replace it
-                if const_expr(self.spec.has_rope):
-                    if not is_rope:
-                        self.load_values(smem, kind, raw[0], stage, 0, 0, line, wg, tid)
-                else:
-                    self.load_values(smem, kind, raw[0], stage, 0, 0, line, wg, tid)
+            if const_expr(self.spec.has_rope):  # overlapped with the wait for P
+                if not self.has_rope(wg, tid):  # QK may still replace it
+                    self.load_values(smem, raw[0], stage, 0, 0, line, wg, tid)
+            else:
+                self.load_values(smem, raw[0], stage, 0, 0, line, wg, tid)
             cute.arch.mbarrier_wait(smem.p_full.data_ptr() + p_stage, p_phase)
             if const_expr(self.spec.has_rope):
                 if self.has_rope(wg, tid):
-                    self.load_values(smem, self.spec.kinds[0], raw[0], stage, 0, 0, line, wg, tid)
+                    self.load_values(smem, raw[0], stage, 0, 0, line, wg, tid)
             self.stamp(smem, tile, 0, 1, wg, tid)
             self.stamp(smem, tile, 1, 0, wg, tid)
             flags = self.flags(smem, p_stage)
@@ -97,17 +126,16 @@ class ScaledKeyPvWarpgroups(PvWarpgroups):
                 seen |= flags
             if flags & RESCALE_O != 0 and tile > done:
                 self.rescale(smem, acc_o, p_stage, tid)
-            kinds = self.spec.kinds
-            if const_expr(len(kinds) > 1):
-                if smem.kinds.get_tensor(cute.make_layout(self.spec.stages))[stage] == 0:
-                    self.add_tile_of(smem, kinds[0], acc_o, raw, flags, tile, line, wg, tid)
-                else:
-                    self.add_tile_of(smem, kinds[1], acc_o, raw, flags, tile, line, wg, tid)
+            if flags & OUT_OF_RANGE != 0:
+                self.add_exactly(smem, mma_exact, acc_o, tile, line, wg, tid)
+                cute.arch.mbarrier_arrive(smem.empty.data_ptr() + stage)
             else:
-                self.add_tile_of(smem, kinds[0], acc_o, raw, flags, tile, line, wg, tid)
+                self.add_values(smem, mma, acc_o, raw, tile, line, wg, tid)
             if tile < done + tiles - 1:
                 cute.arch.mbarrier_arrive(smem.p_empty.data_ptr() + p_stage)
             self.stamp(smem, tile, 1, 1, wg, tid)
+            if const_expr(self.spec.pv_expands):
+                self.expand(smem, tile + self.spec.expanded_ahead, wg, tid)
         factor = cute.make_rmem_tensor(self.columns, Float32)
         factor.fill(0.0)
         lse, sLse = -Float32.inf, smem.lse.get_tensor(cute.make_layout((self.heads, 2)))
@@ -142,21 +170,6 @@ class ScaledKeyPvWarpgroups(PvWarpgroups):
     # ---- values of a tile
 
     @cute.jit
-    def add_tile_of(
-        self, smem, kind: cutlass.Constexpr, acc_o, raw, flags: Int32, tile: Int32, line: Int32, wg: Int32, tid: Int32
-    ):
-        """O^T += V^T P^T of a tile of that format."""
-        mma, mma_exact = tiled_mmas(self.heads)
-        stage = ring_slot(tile, self.spec.stages).index
-        if flags & OUT_OF_RANGE != 0:
-            self.add_exactly(smem, kind, mma_exact, acc_o, tile, line, wg, tid)
-            cute.arch.mbarrier_arrive(smem.empty.data_ptr() + stage)
-        else:
-            if const_expr(len(self.spec.kinds) > 1):
-                self.load_values(smem, kind, raw[0], stage, 0, 0, line, wg, tid)
-            self.add_values(smem, kind, mma, acc_o, raw, tile, line, wg, tid)
-
-    @cute.jit
     def has_rope(self, wg: Int32, tid: Int32):
         """Whether a warp has the rope part."""
         return wg == 1 and tid // 32 == WARPS - 1
@@ -175,25 +188,20 @@ class ScaledKeyPvWarpgroups(PvWarpgroups):
         return registers.opaque(Int32(line))
 
     @cute.jit
-    def load_values(
-        self, smem, kind: cutlass.Constexpr, raw: cute.Tensor, stage: Int32, block, half, line: Int32, wg: Int32, tid
-    ):
+    def load_values(self, smem, raw: cute.Tensor, stage: Int32, block, half, line: Int32, wg: Int32, tid: Int32):
         """Of the keys of a thread's four columns of A in a block of 16 keys (4): eight codes, or four rope numbers.
 
         `half` says which four.
         """
         base = Int32(smem.codes.data_ptr().toint()) + stage * codes_bytes(self.spec)
-        if const_expr(kind.rope is not None):
+        if const_expr(self.spec.has_rope):
             if self.has_rope(wg, tid):
                 base = Int32(smem.rope.data_ptr().toint()) + stage * ROPE_BYTES + 8 * half
-        own = codes.of(kind)
-        line, size = own.value_line(line, wg, tid), own.value_bytes
         for i in cutlass.range_constexpr(4):
             key = (line ^ (16 * (i % 2))) + LINE_BYTES * (i % 2 + 8 * (i // 2))  # of a neighbour chunks are swapped
             address = base + block * (16 * LINE_BYTES) + key
-            pointer = cute.make_ptr(Int32, address, AddressSpace.smem, assumed_align=size)
-            layout = cute.make_layout(size // 4)
-            cute.autovec_copy(cute.make_tensor(pointer, layout), cute.make_tensor(raw[None, i].iterator, layout))
+            pointer = cute.make_ptr(Int32, address, AddressSpace.smem, assumed_align=8)
+            cute.autovec_copy(cute.make_tensor(pointer, cute.make_layout(2)), raw[None, i])
 
     @cute.jit
     def scale_operand(self, operand: cute.Tensor, multipliers: cute.Tensor):
@@ -208,27 +216,27 @@ class ScaledKeyPvWarpgroups(PvWarpgroups):
             a, b = raw[m % 2, i // 2 * 2], raw[m % 2, i // 2 * 2 + 1]
             operand[i] = Int32(cute.arch.prmt(a, b, Int32(ODD if i % 2 else EVEN)))
 
-    def quant_tile(self, kind: TokenFormat, wg: Int32, tid: Int32):
-        """The quant tile of a thread's eight values."""
-        warp = WARPS * wg + tid // 32
-        per_warp = VALUES_PER_WARP // kind.quant_tile
-        return warp if per_warp == 1 else per_warp * warp + tid % 32 // 4 // (8 // per_warp)
+    def quant_tile(self, smem, stage: Int32, wg: Int32, tid: Int32) -> Any:
+        """The quant tile of a thread's eight values in the format of a tile."""
+        warp, tiles = WARPS * wg + tid // 32, []
+        for kind in self.spec.kinds:
+            per_warp = VALUES_PER_WARP // kind.quant_tile
+            tiles.append(warp if per_warp == 1 else per_warp * warp + tid % 32 // 4 // (8 // per_warp))
+        return of_kind(kind_of_tile(smem, self.spec, stage), tiles)
 
     @cute.jit
     def load_multipliers(
-        self, smem, kind: cutlass.Constexpr, p_stage: Int32, block: cutlass.Constexpr, wg: Int32, tid: Int32
+        self, smem, quant_tile: Int32, p_stage: Int32, block: cutlass.Constexpr, tid: Int32
     ) -> cute.Tensor:
         """Multipliers of a thread's four keys of a block, two in a word."""
         words = cute.make_rmem_tensor(2, Int32)
         numbers = cute.recast_tensor(words, Float16)
-        start = weights(smem, self.spec, p_stage, self.quant_tile(kind, wg, tid), tid)[None, block // 2].iterator
+        start = weights(smem, self.spec, p_stage, quant_tile, tid)[None, block // 2].iterator
         cute.autovec_copy(cute.make_tensor(start + block % 2 * 4, cute.make_layout(4)), numbers)
         return words
 
     @cute.jit
-    def add_values(
-        self, smem, kind: cutlass.Constexpr, mma: cute.TiledMma, acc_o, raw, tile: Int32, line: Int32, wg: Int32, tid
-    ):
+    def add_values(self, smem, mma: cute.TiledMma, acc_o, raw, tile: Int32, line: Int32, wg: Int32, tid: Int32):
         """O^T += V^T P^T. Converts the next row blocks while wgmma reads the current ones.
 
         `raw` has the codes of the first 16 keys, or the first half of their rope part.
@@ -241,27 +249,28 @@ class ScaledKeyPvWarpgroups(PvWarpgroups):
         is_rope = False
         if const_expr(self.spec.has_rope):
             is_rope = self.has_rope(wg, tid)
+        quant_tile = self.quant_tile(smem, stage, wg, tid)
         for block in cutlass.range_constexpr(KEY_BLOCKS):
-            multipliers = self.load_multipliers(smem, kind, p_stage, block, wg, tid)
+            multipliers = self.load_multipliers(smem, quant_tile, p_stage, block, tid)
             for m in cutlass.range_constexpr(ROW_BLOCKS):
                 fragment = fragments[(ROW_BLOCKS * block + m) % self.v_fragments]
                 operand = cute.recast_tensor(fragment, Int32)
                 if const_expr(self.spec.has_rope):
                     if is_rope:
                         if const_expr(m == 0):
-                            self.load_values(smem, kind, raw[1], stage, block, 1, line, wg, tid)
+                            self.load_values(smem, raw[1], stage, block, 1, line, wg, tid)
                         if const_expr(m == 2 and block + 1 < KEY_BLOCKS):
-                            self.load_values(smem, kind, raw[0], stage, block + 1, 0, line, wg, tid)
+                            self.load_values(smem, raw[0], stage, block + 1, 0, line, wg, tid)
                         self.order_rope(raw[m // 2], m, operand)
                     else:
                         if const_expr(m == 0 and block + 1 < KEY_BLOCKS):
-                            self.load_values(smem, kind, raw[(block + 1) % 2], stage, block + 1, 0, line, wg, tid)
-                        codes.of(kind).value_operand(raw[block % 2], m, operand)
+                            self.load_values(smem, raw[(block + 1) % 2], stage, block + 1, 0, line, wg, tid)
+                        codes.value_operand(raw[block % 2], m, operand)
                         self.scale_operand(operand, multipliers)
                 else:
                     if const_expr(m == 0 and block + 1 < KEY_BLOCKS):
-                        self.load_values(smem, kind, raw[(block + 1) % 2], stage, block + 1, 0, line, wg, tid)
-                    codes.of(kind).value_operand(raw[block % 2], m, operand)
+                        self.load_values(smem, raw[(block + 1) % 2], stage, block + 1, 0, line, wg, tid)
+                    codes.value_operand(raw[block % 2], m, operand)
                     self.scale_operand(operand, multipliers)
                 warpgroup.fence()
                 wgmma.issue(mma, acc_o[m], fragment, rP, True, [(0, block)])
@@ -275,9 +284,7 @@ class ScaledKeyPvWarpgroups(PvWarpgroups):
                         warpgroup.wait_group(1)
 
     @cute.jit
-    def add_exactly(
-        self, smem, kind: cutlass.Constexpr, mma: cute.TiledMma, acc_o, tile: Int32, line: Int32, wg: Int32, tid: Int32
-    ):
+    def add_exactly(self, smem, mma: cute.TiledMma, acc_o, tile: Int32, line: Int32, wg: Int32, tid: Int32):
         """O^T += V^T (P WEIGHT)^T in bf16, whose range is that of float32: rare, so without overlap.
 
         P is the sum of two bfloat16 numbers.
@@ -289,8 +296,9 @@ class ScaledKeyPvWarpgroups(PvWarpgroups):
         operand = cute.recast_tensor(fragment, Int32)
         raw, scales = cute.make_rmem_tensor((2, 4), Int32), cute.make_rmem_tensor(4, Float32)
         is_rope = False
-        if const_expr(kind.rope is not None):
+        if const_expr(self.spec.has_rope):
             is_rope = self.has_rope(wg, tid)
+        which, quant_tile = kind_of_tile(smem, self.spec, stage), self.quant_tile(smem, stage, wg, tid)
         sFlags = smem.rope_flags.get_tensor(cute.make_layout((WARPS, self.spec.stages)))
         for step in cutlass.range(2 * KEY_BLOCKS, unroll=1):
             block, rest = step // 2, step % 2
@@ -305,17 +313,18 @@ class ScaledKeyPvWarpgroups(PvWarpgroups):
             cute.arch.barrier(barrier_id=NamedBarrier.PV + wg, number_of_threads=128)
             for i in cutlass.range_constexpr(4):
                 key = stage * TOKENS_PER_TILE + 16 * block + 2 * (tid % 4) + i % 2 + 8 * (i // 2)
-                byte = smem.scale.data_ptr() + (key * self.spec.scale_bytes + self.quant_tile(kind, wg, tid))
-                scales[i] = codes.of(kind).scale_of(Int32(byte.load()) & 0xFF)
+                byte = smem.scale.data_ptr() + (key * self.spec.scale_bytes + quant_tile)
+                bits = Int32(byte.load()) & 0xFF
+                scales[i] = of_kind(which, [codes.of(kind).scale_of(bits) for kind in self.spec.kinds])
             for m in cutlass.range_constexpr(ROW_BLOCKS):
-                self.load_values(smem, kind, raw, stage, block, m // 2, line, wg, tid)
+                self.load_values(smem, raw, stage, block, m // 2, line, wg, tid)
                 if is_rope:
                     self.order_rope(raw, m, operand)
                     if sFlags[block, stage] == 0:
                         for i in cutlass.range_constexpr(4):
                             operand[i] = codes.rope_to_bfloat16(operand[i])
                 else:
-                    codes.of(kind).value_operand(raw, m, operand)
+                    codes.value_operand(raw, m, operand)
                     for i in cutlass.range_constexpr(4):
                         first = i // 2 * 2
                         operand[i] = codes.scale_to_bfloat16(operand[i], scales[first], scales[first + 1])

@@ -21,11 +21,12 @@ from cute_kernels.mla.kernels.tile import BLOCK_COLUMNS
 from cute_kernels.mla.latent.kernels import codes
 from cute_kernels.mla.latent.kernels.convert_q import BLOCK, LatentQConverter
 from cute_kernels.mla.latent.kernels.scheduler import LatentScheduler
-from cute_kernels.mla.latent.kernels.smem import codes_bytes, scale_words
+from cute_kernels.mla.latent.kernels.smem import codes_bytes, kind_of_tile, of_kind, scale_words
 from cute_kernels.mla.latent.spec import LINE_BYTES, LatentDecodeSpec, scale_row
 from cute_kernels.mla.spec import TOKENS_PER_TILE
 
 CHUNKS_PER_POWER = BLOCK // BLOCK_COLUMNS  # a power of two of Q for each 128 columns
+EVEN, ODD = 0x1010, 0x3232  # PRMT: the lower half of a word twice, the upper one
 MIN_ROPE, MAX_ROPE = 0x3780, 0x437F  # 2^-16 and 255 as bfloat16: codes.WEIGHT times these is in range of float16
 
 
@@ -62,14 +63,7 @@ class ScaledKeyQkWarpgroups(QkWarpgroups):
         operands = [mma.make_fragment_A(shape) for _ in range(2)]
         if const_expr(self.spec.has_rope):
             self.multiply_rope(smem, acc[0], operands[1], tile, tid)
-        kinds, is_slow = self.spec.kinds, Int32(0)
-        if const_expr(len(kinds) > 1):
-            if smem.kinds.get_tensor(cute.make_layout(self.spec.stages))[stage] == 0:
-                is_slow = self.multiply_codes(smem, kinds[0], acc[0], raw, operands, stage, tid)
-            else:
-                is_slow = self.multiply_codes(smem, kinds[1], acc[0], raw, operands, stage, tid)
-        else:
-            is_slow = self.multiply_codes(smem, kinds[0], acc[0], raw, operands, stage, tid)
+        is_slow = self.multiply_codes(smem, acc[0], raw, operands, stage, tid)
         is_slow |= q_scaled
         s_stage, phase = ring_slot(tile, self.warpgroups)
         cute.arch.mbarrier_wait(smem.s_empty.data_ptr() + s_stage, phase ^ 1)
@@ -80,34 +74,60 @@ class ScaledKeyQkWarpgroups(QkWarpgroups):
         return is_slow
 
     @cute.jit
-    def multiply_codes(
-        self, smem, kind: cutlass.Constexpr, acc: cute.Tensor, raw: cute.Tensor, operands, stage: Int32, tid: Int32
-    ) -> Int32:
-        """Starts the products of a tile of that format with Q; 1 if one of its scales is out of range, else 0."""
+    def multiply_codes(self, smem, acc: cute.Tensor, raw: cute.Tensor, operands, stage: Int32, tid: Int32) -> Int32:
+        """Starts the products of a tile with Q; returns 1 if one of its scales is out of range, else 0."""
         mma = tiled_mmas(self.heads)[0]
-        rQ, own = self.q_operands(smem, mma, tid, Float16), codes.of(kind)
-        self.load_chunk(smem, kind, raw, stage, 0, tid)
-        scales = [own.load_row_scales(smem, self.spec, stage, key_of_row(tid, r), tid) for r in range(2)]
+        rQ, which = self.q_operands(smem, mma, tid, Float16), kind_of_tile(smem, self.spec, stage)
+        self.load_chunk(smem, raw, stage, 0, tid)
+        scales = self.load_scales(smem, which, stage, tid)
         first = 0 if self.spec.has_rope else 1  # chunk whose operand is in use already
         for c in cutlass.range_constexpr(self.chunks):
             if const_expr(c > first):
                 warpgroup.wait_group(1)  # products of two groups before have read the registers that are written here
-            self.widen_chunk(kind, raw, operands[c % 2])
+            self.widen_chunk(raw, operands[c % 2])
             words = cute.recast_tensor(operands[c % 2], Int32)
             for r in cutlass.range_constexpr(2):
-                multiplier = own.chunk_multiplier(scales[r], c, tid)
+                multiplier = self.multiplier(scales[r], c, tid)
                 for k in cutlass.range_constexpr(8):
                     words[2 * k + r] = codes.multiply(words[2 * k + r], multiplier)
             if const_expr(c + 1 < self.chunks):
-                self.load_chunk(smem, kind, raw, stage, c + 1, tid)
+                self.load_chunk(smem, raw, stage, c + 1, tid)
             warpgroup.fence()
             blocks = [(k, 4 * c + k) for k in range(BLOCK_COLUMNS // 16)]
             wgmma.issue(mma, acc, operands[c % 2], rQ, c > 0 or self.spec.has_rope, blocks)
             warpgroup.commit_group()
-        is_slow = self.has_other_scale(smem, kind, stage, tid)  # overlapped with the last products
-        if const_expr(len(self.spec.kinds) > 1):  # in a branch: ptxas serializes products that go on after it
-            warpgroup.wait_group(0)
-        return is_slow
+        return self.has_other_scale(smem, which, stage, tid)  # overlapped with the last products
+
+    @cute.jit
+    def load_scales(self, smem, which: Int32, stage: Int32, tid: Int32) -> list:
+        """Of each of a thread's two rows what `multiplier` takes: scales, or of two formats multipliers.
+
+        Those are alike, so a tile's products are one loop. In a branch of their own ptxas would serialize them.
+        """
+        kinds, keys = self.spec.kinds, [key_of_row(tid, r) for r in range(2)]
+        if const_expr(len(kinds) > 1):
+            pairs = [cute.make_rmem_tensor(self.chunks // 2, Int32) for _ in range(2)]
+            if which == 0:
+                self.load_multipliers(smem, kinds[0], stage, keys, pairs, tid)
+            else:
+                self.load_multipliers(smem, kinds[1], stage, keys, pairs, tid)
+            return pairs
+        return [codes.of(kinds[0]).load_row_scales(smem, self.spec, stage, key, tid) for key in keys]
+
+    @cute.jit
+    def load_multipliers(self, smem, kind: cutlass.Constexpr, stage: Int32, keys: list, pairs: list, tid: Int32):
+        """Multipliers of a thread's codes of two keys, as float16, those of two chunks in a word."""
+        own = codes.of(kind)
+        for r in cutlass.range_constexpr(2):
+            words = own.load_row_scales(smem, self.spec, stage, keys[r], tid)
+            for j in cutlass.range_constexpr(self.chunks // 2):
+                pairs[r][j] = own.chunk_multipliers(words, 2 * j, tid)
+
+    def multiplier(self, scales: cute.Tensor, c: int, tid: Int32) -> Int32:
+        """That of a thread's codes of a row in chunk c, twice."""
+        if len(self.spec.kinds) > 1:
+            return Int32(cute.arch.prmt(scales[c // 2], Int32(0), Int32(EVEN if c % 2 == 0 else ODD)))
+        return codes.of(self.spec.kinds[0]).chunk_multiplier(scales, c, tid)
 
     @cute.jit
     def multiply_rope(self, smem, acc: cute.Tensor, rope: cute.Tensor, tile: Int32, tid: Int32):
@@ -147,11 +167,11 @@ class ScaledKeyQkWarpgroups(QkWarpgroups):
                 cute.autovec_copy(four, cute.make_tensor(cute.recast_ptr(place, dtype=Int32), cute.make_layout(4)))
 
     @cute.jit
-    def widen_chunk(self, kind: cutlass.Constexpr, raw: cute.Tensor, operand: cute.Tensor):
+    def widen_chunk(self, raw: cute.Tensor, operand: cute.Tensor):
         """Four blocks of 16 columns of A, from 16 codes of each of two rows."""
         words = cute.recast_tensor(operand, Int32)
         for r in cutlass.range_constexpr(2):
-            pairs = codes.of(kind).row_numbers(raw, r)
+            pairs = codes.row_numbers(raw, r)
             for k in cutlass.range_constexpr(4):
                 words[4 * k + r], words[4 * k + 2 + r] = pairs[2 * k], pairs[2 * k + 1]
 
@@ -172,20 +192,11 @@ class ScaledKeyQkWarpgroups(QkWarpgroups):
             result.store(acc.load())
         else:
             result.fill(0.0)
-        kinds = self.spec.kinds
-        if const_expr(len(kinds) > 1):
-            if smem.kinds.get_tensor(cute.make_layout(self.spec.stages))[stage] == 0:
-                self.add_slowly(smem, kinds[0], acc, result, raw, stage, tid)
-            else:
-                self.add_slowly(smem, kinds[1], acc, result, raw, stage, tid)
-        else:
-            self.add_slowly(smem, kinds[0], acc, result, raw, stage, tid)
+        self.add_slowly(smem, acc, result, raw, stage, tid)
         acc.store(result.load())
 
     @cute.jit
-    def add_slowly(
-        self, smem, kind: cutlass.Constexpr, acc: cute.Tensor, result: cute.Tensor, raw: cute.Tensor, stage: Int32, tid
-    ):
+    def add_slowly(self, smem, acc: cute.Tensor, result: cute.Tensor, raw: cute.Tensor, stage: Int32, tid: Int32):
         """Adds products of codes of one lane of four times scale and power of Q, in float32, lane after lane."""
         mma = tiled_mmas(self.heads)[0]
         rQ = self.q_operands(smem, mma, tid, Float16)
@@ -194,10 +205,11 @@ class ScaledKeyQkWarpgroups(QkWarpgroups):
         words = cute.recast_tensor(operand, Int32)
         power = cute.make_rmem_tensor(self.columns, Float32)
         sPower = smem.q_power.get_tensor(cute.make_layout(self.q.blocks * self.heads))
+        which, kinds = kind_of_tile(smem, self.spec, stage), [codes.of(kind) for kind in self.spec.kinds]
         for step in cutlass.range(4 * self.chunks, unroll=1):
             c, owner = step // 4, step % 4
-            self.load_chunk(smem, kind, raw, stage, c, tid)
-            self.widen_chunk(kind, raw, operand)
+            self.load_chunk(smem, raw, stage, c, tid)
+            self.widen_chunk(raw, operand)
             if tid % 4 != owner:
                 for i in cutlass.range_constexpr(cute.size(words)):
                     words[i] = 0
@@ -211,38 +223,42 @@ class ScaledKeyQkWarpgroups(QkWarpgroups):
             copy_columns(sPower, tid, c // CHUNKS_PER_POWER * self.heads, power)
             for r in cutlass.range_constexpr(2):
                 start = (stage * TOKENS_PER_TILE + key_of_row(tid, r)) * self.spec.scale_bytes
-                byte = smem.scale.data_ptr() + (start + codes.of(kind).scale_index(c, owner))
-                factor = codes.of(kind).scale_of(Int32(byte.load()) & 0xFF) * codes.WEIGHT
+                byte = smem.scale.data_ptr() + (start + of_kind(which, [kind.scale_index(c, owner) for kind in kinds]))
+                scale = Int32(byte.load()) & 0xFF
+                factor = of_kind(which, [kind.scale_of(scale) for kind in kinds]) * codes.WEIGHT
                 for i in cutlass.range_constexpr(self.columns):
                     total[r, i] += part[r, i] * power[i] * factor
 
     @cute.jit
-    def has_other_scale(self, smem, kind: cutlass.Constexpr, stage: Int32, tid: Int32) -> Int32:
+    def has_other_scale(self, smem, which: Int32, stage: Int32, tid: Int32) -> Int32:
         """1 if a scale of the tile is out of range of float16; the same in all threads."""
-        count = min(scale_row(kind) // 4, 4)  # words of a load
+        kinds, rows = [codes.of(kind) for kind in self.spec.kinds], [scale_row(kind) for kind in self.spec.kinds]
+        count = min(*rows, 16) // 4 if len(rows) > 1 else min(rows[0] // 4, 4)  # words of a load
         found, words = Int32(0), cute.make_rmem_tensor(count, Int32)
+        limits = [of_kind(which, list(limit)) for limit in zip(*(kind.range_words for kind in kinds), strict=True)]
         for i in cutlass.range_constexpr(2):
-            for first in cutlass.range_constexpr(0, scale_row(kind) // 4, count):
-                scale_words(smem, self.spec, stage, tid % 32 + 32 * i, 4 * first, words)
+            for first in cutlass.range_constexpr(0, max(rows) // 4, count):
+                place = of_kind(which, [4 * first % row for row in rows])  # a shorter row is read twice
+                scale_words(smem, self.spec, stage, tid % 32 + 32 * i, place, words)
                 for j in cutlass.range_constexpr(count):
-                    outside, mask = codes.of(kind).out_of_range(words[j]), codes.of(kind).scale_mask(first + j)
-                    if const_expr(mask != -1):
-                        outside &= mask
+                    outside = codes.outside(words[j], *limits)
+                    masks = [kind.scale_mask(first % (row // 4) + j) for kind, row in zip(kinds, rows, strict=True)]
+                    if const_expr(any(mask != -1 for mask in masks)):
+                        outside &= of_kind(which, masks)
                     found |= outside
         return Int32(1) if cute.arch.vote_any_sync(found != 0) else Int32(0)
 
     # ---- shared memory
 
     @cute.jit
-    def load_chunk(self, smem, kind: cutlass.Constexpr, raw: cute.Tensor, stage: Int32, c, tid: Int32):
+    def load_chunk(self, smem, raw: cute.Tensor, stage: Int32, c, tid: Int32):
         """16 codes of each of a thread's two rows, in chunk c of 64 columns."""
-        start, size = stage * codes_bytes(self.spec), const_expr(16 * kind.codes.bits // 8)
-        place, line = codes.of(kind).chunk_place(c, tid)
-        start += line
+        place, line = codes.chunk_place(c, tid)
+        start = stage * codes_bytes(self.spec) + line
         for r in cutlass.range_constexpr(2):  # of a neighbour chunks are swapped
-            pointer = smem.codes.data_ptr() + cute.assume(start + (place ^ (16 * r)) + LINE_BYTES * r, divby=size)
-            source = cute.make_tensor(cute.recast_ptr(pointer, dtype=raw.element_type), cute.make_layout(size))
-            cute.autovec_copy(source, cute.make_tensor(raw[None, r].iterator, cute.make_layout(size)))
+            pointer = smem.codes.data_ptr() + cute.assume(start + (place ^ (16 * r)) + LINE_BYTES * r, divby=16)
+            source = cute.make_tensor(cute.recast_ptr(pointer, dtype=raw.element_type), cute.make_layout(16))
+            cute.autovec_copy(source, raw[None, r])
 
     def rope_stage(self, tile: Int32) -> Int32:
         """Where the rope part of a tile lies: with its codes."""

@@ -1,5 +1,8 @@
 """Shared memory of the latent decode kernel, and where scales and their multipliers lie in it."""
 
+from typing import Any
+
+import cutlass
 import cutlass.cute as cute
 from cutlass import BFloat16, Float16, Float32, Int32, Int64, Uint8
 
@@ -10,6 +13,7 @@ from cute_kernels.mla.latent.spec import LINE_BYTES, LatentDecodeSpec
 from cute_kernels.mla.spec import TOKENS_PER_TILE
 
 SMALL_SCALE = 4  # flag of a tile: see `codes.is_small`
+NO_TILE = -1  # the kind of a stage that is given to PV after the last key tile of a CTA
 
 
 def codes_bytes(spec: LatentDecodeSpec) -> int:
@@ -40,7 +44,7 @@ def shared_storage(spec: LatentDecodeSpec):
         lse: cute.struct.MemRange[Float32, p_stages * heads]
         flags: cute.struct.Align[cute.struct.MemRange[Int32, p_stages * WARPS], 16]  # of a tile, by warp
         rope_flags: cute.struct.MemRange[Int32, stages * WARPS]  # of 16 keys: OUT_OF_RANGE, or 0: their rope is float16
-        kinds: cute.struct.MemRange[Int32, stages]  # of key tiles: an index of `spec.kinds`
+        kinds: cute.struct.MemRange[Int32, stages]  # of key tiles: an index of `spec.kinds`, or NO_TILE
         sink: cute.struct.MemRange[Float32, heads]  # times log2(e)
         mask: cute.struct.MemRange[Int32, 2 * spec.mask_stages]  # a bit for each key: 1 if it counts
         q_full: Int64
@@ -50,6 +54,7 @@ def shared_storage(spec: LatentDecodeSpec):
         s_empty: cute.struct.MemRange[Int64, s_stages]
         p_full: cute.struct.MemRange[Int64, p_stages]
         p_empty: cute.struct.MemRange[Int64, p_stages]
+        raw: cute.struct.MemRange[Int64, stages if spec.pv_expands else 0]
         cuts: cute.struct.MemRange[Int32, 4]  # where this CTA's share begins and ends
         trace: Int64  # address of the timestamps
 
@@ -57,6 +62,21 @@ def shared_storage(spec: LatentDecodeSpec):
     if size > SHARED_BYTES:
         raise ValueError(f"shared memory: {size} bytes, of {SHARED_BYTES} that a CTA may have")
     return Shared
+
+
+def stage_kinds(smem, spec: LatentDecodeSpec) -> cute.Tensor:
+    """The kinds of the tiles of all stages: of two formats, or where PV expands."""
+    return smem.kinds.get_tensor(cute.make_layout(spec.stages))
+
+
+def kind_of_tile(smem, spec: LatentDecodeSpec, stage: Int32) -> Int32:
+    """Which of `spec.kinds` the tile of a stage has."""
+    return stage_kinds(smem, spec)[stage] if len(spec.kinds) > 1 else Int32(0)
+
+
+def of_kind(which: Int32, values: list) -> Any:
+    """That of a tile, which has the which-th of `spec.kinds`, of one value for each."""
+    return values[0] if len(values) == 1 else cutlass.select_(which == 0, *values)
 
 
 def scale_words(smem, spec: LatentDecodeSpec, stage: Int32, key, first: int, words: cute.Tensor):

@@ -64,10 +64,12 @@ class LatentSoftmaxWarpgroup(SoftmaxWarpgroup):
                 counted = cutlass.select_(tid % 2 == 1, Int32(masks[1]), Int32(masks[0]))
             found |= own.out_of_range(word) & counted
             small |= own.is_small(word) & counted
-            for j in cutlass.range_constexpr(4):
-                pair = cute.make_rmem_tensor(2, Float16)
-                cute.recast_tensor(pair, Int32)[0] = own.multiplier(word, Int32(j))
-                sWeight[place, p_stage * self.spec.scale_bytes + first + 4 * i + j] = pair[0]
+            at_once = 2 if self.spec.expands else 1  # such a key has 32 scales, not 16 or 8
+            for j in cutlass.range_constexpr(0, 4, at_once):
+                pair, second = cute.make_rmem_tensor(2, Float16), Int32(j + 1) if at_once == 2 else None
+                cute.recast_tensor(pair, Int32)[0] = own.multiplier(word, Int32(j), second)
+                for k in cutlass.range_constexpr(at_once):
+                    sWeight[place, p_stage * self.spec.scale_bytes + first + 4 * i + j + k] = pair[k]
         return found, small
 
     def late_flags(self, smem, stage: Int32, tid: Int32) -> Any:

@@ -35,9 +35,11 @@ class LatentDecodeSpec(MlaDecodeSpec):
 
     @property
     def own_level(self) -> int:
-        """The level of two caches of one format, with 64 heads, where it is not that of other tiles; else 0."""
-        if not self.has_extra or len(self.kinds) > 1 or self.heads < WIDE:
+        """The level of two caches, with 64 heads, where it is not that of other tiles; else 0."""
+        if not self.has_extra or self.heads < WIDE:
             return 0
+        if len(self.kinds) > 1:
+            return 0 if self.balanced else 5
         if self.float_scales and self.has_rope:
             return 3 if self.split else 0  # from 4 on ptxas serializes wgmma
         return 5 if self.balanced and not (self.float_scales or self.has_rope) else 0
@@ -144,7 +146,8 @@ class LatentDecodeSpec(MlaDecodeSpec):
         if self.heads < WIDE:
             return Registers(load=56, qk=120, pv=168, softmax=0)
         if len(self.kinds) > 1:
-            return Registers(load=56, qk=104, pv=176, softmax=0)
+            load = 56 if self.balanced else 48
+            return Registers(load=load, qk=160 - load, pv=176, softmax=0)
         return Registers(load=40, qk=120, pv=176, softmax=0)
 
     @property

@@ -4,9 +4,11 @@ One test reads the sources of an installed SGLang and says which name or argumen
 """
 
 import ast
+import dataclasses
 import importlib.metadata
 import importlib.util
 import re
+import sys
 import types
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,16 +18,19 @@ import pytest
 import torch
 
 from cute_kernels import gqa_decode, mla_fp8_decode
+from cute_kernels.integrations import on_import, padded_heads
 from cute_kernels.integrations import sglang as plugin
 from tests.support.sglang_stand_ins import (
     HEADS,
     AttentionType,
     Case,
+    DeepseekV4AttnBackend,
     HookRegistry,
     installed,
     sparse_backend,
     sparse_call,
 )
+from tests.support.v4_layers import REAL_HEADS, v4_call
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -48,6 +53,8 @@ def test_the_plugin_registers_once(sglang: types.SimpleNamespace) -> None:
         plugin.register()
     assert HookRegistry.hooks == [(plugin.SPARSE_MLA, plugin.sparse_mla, "around")]
     assert sglang.choices == ["fa3", "cute"] and list(sglang.backends) == ["cute"]
+    finders = [finder for finder in sys.meta_path if isinstance(finder, on_import.ChangingFinder)]
+    assert sum(finder.changes == plugin.CHANGES for finder in finders) == 1
 
 
 def test_the_entry_point_names_the_function() -> None:
@@ -96,9 +103,65 @@ def test_what_no_kernel_takes_stays_with_flash_mla(
 
 @pytest.mark.parametrize("sm90, word", [(True, None), (False, "need an SM90")])
 def test_another_gpu_is_refused(sm90: bool, word: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plugin, "is_sm90", lambda device: sm90)
-    reason = plugin.device_refusal(torch.device("cuda", 0))
+    monkeypatch.setattr(padded_heads, "is_sm90", lambda device: sm90)
+    reason = padded_heads.device_refusal(torch.device("cuda", 0))
     assert reason is None if word is None else re.search(word, reason or "")
+
+
+# ---- DeepSeek-V4
+
+
+@pytest.fixture
+def v4_backend() -> Any:
+    """A backend class as SGLang's, in a module that was changed twice."""
+    copied = type("DeepseekV4AttnBackend", (DeepseekV4AttnBackend,), dict(vars(DeepseekV4AttnBackend)))
+    module = types.ModuleType("deepseek_v4_backend")
+    module.DeepseekV4AttnBackend = copied  # type: ignore[attr-defined]
+    for _ in range(2):
+        plugin.change_deepseek_v4(module)
+    assert not hasattr(copied._forward_attention.__wrapped__, "__wrapped__")  # type: ignore[attr-defined]
+    return copied
+
+
+@pytest.mark.parametrize("extra", [True, False], ids=["compressed", "window"])
+@pytest.mark.parametrize("heads", REAL_HEADS)
+def test_deepseek_v4_computes_the_real_heads(heads: int, extra: bool, v4_backend: Any, said: list[str]) -> None:
+    call = v4_call(heads, extra)
+    backend, layer = v4_backend(call.case), types.SimpleNamespace(tp_q_head_num=heads)
+    for _ in range(2):
+        out = backend.forward(call.q, None, None, layer, None, compress_ratio=4, attn_sink=call.case.s_aux)
+        assert out.shape == call.q.shape, "SGLang copies padded heads"
+        call.check(out)
+    assert backend.asked == [] and set(said) == {f"DeepSeek-V4 decoding of {heads} heads runs on mla_fp8_decode"}
+    layer.tp_q_head_num = 3  # of this call
+    few = backend.forward(call.q, None, None, layer, None, 4, attn_sink=call.case.s_aux)
+    assert torch.equal(few[:, :3], out[:, :3])
+    assert said[-1] == "DeepSeek-V4 decoding of 3 heads runs on mla_fp8_decode"
+
+
+def test_deepseek_v4_over_other_rows_stays_with_flash_mla(v4_backend: Any, said: list[str]) -> None:
+    call = v4_call(16)
+    other = dataclasses.replace(call.case, kv_cache=torch.zeros(8, 64, 528, dtype=torch.uint8))
+    backend, layer = v4_backend(other), types.SimpleNamespace(tp_q_head_num=16)
+    for _ in range(2):
+        backend.forward(call.q, None, None, layer, None, 4, attn_sink=call.case.s_aux)
+    assert len(backend.asked) == 2 and backend.asked[0]["use_legacy"] is True
+    assert backend.asked[0]["q"].shape[2] == 64
+    assert len(said) == 1 and "528 bytes" in said[0]
+
+
+def test_a_backend_without_flash_mla_is_called_as_it_is(v4_backend: Any) -> None:
+    """On other GPUs than NVIDIA's the constructor makes no such attribute."""
+    backend = v4_backend(v4_call(16).case)
+    del backend._flash_mla_with_kvcache
+    layer = types.SimpleNamespace(tp_q_head_num=16)
+    with pytest.raises(AttributeError, match="_flash_mla_with_kvcache"):
+        backend.forward(backend.case.q[:, 0], None, None, layer, None, 4)
+
+
+def test_a_method_that_moved_is_named(said: list[str]) -> None:
+    plugin.change_deepseek_v4(types.ModuleType("deepseek_v4_backend"))
+    assert len(said) == 1 and "no DeepseekV4AttnBackend._forward_attention" in said[0]
 
 
 # ---- the backend "cute"
@@ -210,6 +273,10 @@ ARGUMENTS = {
     (f"{ATTENTION}/flashattention_backend.py", "FlashAttentionBackend.get_paged_mha_kv_cache"): (
         "self", "layer", "head_group_num"
     ),
+    (f"{ATTENTION}/deepseek_v4_backend.py", "DeepseekV4AttnBackend._forward_attention"): (
+        "self", "q", "k", "v", "layer", "forward_batch", "compress_ratio", "save_kv_cache", "attn_sink",
+        "cos_sin_cache",
+    ),
     (f"{ATTENTION}/attention_registry.py", "register_attention_backend"): ("name",),
     ("srt/plugins/hook_registry.py", "HookRegistry.register"): ("cls", "target", "hook", "hook_type", "source"),
     ("srt/mem_cache/memory_pool.py", "MHATokenToKVPool.set_kv_buffer"): (
@@ -221,6 +288,7 @@ NAMES = {
     f"{ATTENTION}/dsa_backend.py": (
         "self.dsa_kv_cache_store_fp8", "self.flashmla_kv_format", "self.kv_cache_dim", "self.physical_page_size"
     ),
+    f"{ATTENTION}/deepseek_v4_backend.py": ("self._flash_mla_with_kvcache",),
     f"{ATTENTION}/flashattention_backend.py": (
         "self.token_to_kv_pool", "self.kv_cache_dtype", "self.kv_cache_is_mxfp8", "self.use_sliding_window_kv_pool",
         "self.local_attn_builder", "self.topk", "cache_seqlens_int32", "page_table", "swa_page_table",

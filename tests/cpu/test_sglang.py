@@ -346,14 +346,73 @@ def moved(package: Path) -> list[str]:
     return lines
 
 
+def installed_package() -> Path:
+    """The folder of an installed SGLang; the test is skipped where there is none."""
+    found = importlib.util.find_spec("sglang")
+    folders = [Path(place) for place in (found.submodule_search_locations or ())] if found is not None else []
+    if not folders or not (folders[0] / "srt").is_dir():
+        pytest.skip("SGLang is not installed")
+    return folders[0]
+
+
 def test_an_installed_sglang_has_what_the_plugin_reads() -> None:
-    if (found := importlib.util.find_spec("sglang")) is None or not found.submodule_search_locations:
-        pytest.skip("SGLang is not installed")
-    package = Path(next(iter(found.submodule_search_locations)))
-    if not (package / "srt").is_dir():
-        pytest.skip("SGLang is not installed")
+    package = installed_package()
     version = importlib.metadata.version("sglang")
     assert moved(package) == [], f"SGLang {version} is not what cute_kernels.integrations.sglang was written against"
+
+
+@pytest.mark.parametrize("extra", [True, False], ids=["compressed", "window"])
+@pytest.mark.parametrize("heads", REAL_HEADS)
+def test_an_installed_sglangs_own_method_computes_the_real_heads(heads: int, extra: bool, said: list[str]) -> None:
+    """`_forward_attention` as it is in the source, without its module, which needs packages for a GPU."""
+    text = (installed_package() / f"{ATTENTION}/deepseek_v4_backend.py").read_text(encoding="utf-8")
+    (cls,) = [
+        n for n in ast.parse(text).body if isinstance(n, ast.ClassDef) and n.name == DeepseekV4AttnBackend.__name__
+    ]
+    (method,) = [n for n in cls.body if isinstance(n, ast.FunctionDef) and n.name == plugin.DEEPSEEK_V4_METHOD]
+    call = v4_call(heads, extra)
+    case = call.case
+
+    class Pool:
+        get_swa_key_page_size = staticmethod(lambda: 64)
+        get_extra_key_page_size = staticmethod(lambda layer: 2)
+        get_swa_key_bytes_per_token = staticmethod(lambda: 584)
+        get_extra_key_bytes_per_token = staticmethod(lambda layer: 584)
+        get_swa_key_buffer_radix = staticmethod(lambda layer: rows(case.kv_cache))
+        get_extra_key_buffer = staticmethod(lambda layer: rows(case.extra_kv_cache))
+
+    class Metadata:
+        swa_page_indices, swa_topk_lengths = case.indices[:, 0], case.topk_length  # type: ignore[index]
+        sparse_page_indices = staticmethod(lambda ratio: case.extra_indices[:, 0])  # type: ignore[index]
+        sparse_topk_lengths = staticmethod(lambda ratio: case.extra_topk_length)
+        get_flashmla_metadata = staticmethod(lambda ratio: None)
+
+    def rows(pages: Any) -> torch.Tensor:
+        return pages.as_strided((len(pages), pages.stride(0)), (pages.stride(0), 1))
+
+    names: dict[str, Any] = {
+        "torch": torch, "DSV4AttnMetadata": Metadata, "DeepSeekV4TokenToKVPool": Pool, "_is_xpu": False,
+        "get_platform": lambda: types.SimpleNamespace(is_sm100=False, is_sm120=False),
+    }  # fmt: skip
+    exec("from __future__ import annotations\n" + ast.unparse(method), names)
+    module: Any = types.ModuleType("deepseek_v4_backend")
+    module.DeepseekV4AttnBackend = type("Backend", (), {method.name: names[method.name]})
+    plugin.change_deepseek_v4(module)
+    backend = module.DeepseekV4AttnBackend()
+    backend.mtp_enabled = backend.trtllm_attn = backend.is_dsv41 = backend._swa_interleaved = False
+    backend.forward_metadata = types.SimpleNamespace(core_attn_metadata=Metadata())
+    backend.token_to_kv_pool, backend.head_dim_v, backend.softmax_scale = Pool(), 512, case.softmax_scale
+    backend._mega_paged_prefill = backend._use_sparse_prefill = lambda *args, **kwargs: False
+    backend._flash_mla_with_kvcache = lambda **arguments: pytest.fail("FlashMLA was called")
+    layer = types.SimpleNamespace(tp_q_head_num=heads, layer_id=0, v_head_dim=512)
+    q = call.q
+    out = backend._forward_attention(
+        q, q, q, layer, None, compress_ratio=4 if extra else 0, save_kv_cache=False,
+        attn_sink=case.s_aux,
+    )  # fmt: skip
+    assert out.shape == q.shape
+    call.check(out)
+    assert said == [f"DeepSeek-V4 decoding of {heads} heads runs on mla_fp8_decode"]
 
 
 def test_a_moved_argument_is_named() -> None:

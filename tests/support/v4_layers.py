@@ -34,32 +34,35 @@ class V4Call:
         """(tokens, padded heads, 512) to write to."""
         return torch.full(self.q.shape, torch.nan, dtype=torch.bfloat16, device=self.q.device)
 
-    def expected(self) -> torch.Tensor:
-        """(tokens, real heads, 512) of the reference, on a CPU."""
-        given = {
-            name: value.cpu() if isinstance(value, torch.Tensor) else value
-            for name, value in self.case.arguments().items()
-        }
-        given["q"], given["s_aux"] = given["q"][:, :, : self.heads], given["s_aux"][: self.heads]
-        return reference_decode(**given)[0][:, 0]
+    def real(self) -> DecodeCase:
+        """The call over real heads alone."""
+        assert self.case.s_aux is not None
+        return dataclasses.replace(self.case, q=self.case.q[:, :, : self.heads], s_aux=self.case.s_aux[: self.heads])
 
     def check(self, output: torch.Tensor) -> None:
         """The real heads of `output` are those of the reference."""
-        torch.testing.assert_close(output[:, : self.heads].cpu().double(), self.expected(), rtol=2**-7, atol=2**-7)
+        expected, _ = reference_decode(**self.real().arguments())
+        torch.testing.assert_close(output[:, : self.heads].double(), expected[:, 0], rtol=2**-7, atol=2**-7)
 
 
-def v4_call(heads: int, extra: bool = True, device: str = "cpu") -> V4Call:
-    """Pages of 64 tokens and of 2, as layers that compress by 128 have them."""
+def v4_call(heads: int, extra: bool = True, plain: bool = False, device: str = "cpu") -> V4Call:
+    """Pages of 64 tokens and of 2, as layers that compress by 128 have them.
+
+    Args:
+        heads: real ones.
+        extra: with a compressed cache.
+        plain: lists of valid slots without lengths, zeros in heads that are not real: what FlashMLA takes as well.
+        device: of all tensors.
+    """
     padded = 64 if heads <= 64 else 128
     formats = ("v4", "v4") if extra else ("v4",)
     case = latent_case(
         formats=formats, batch=TOKENS, h_q=padded, topk=64, extra_topk=128, num_slots=512, sink="finite",
-        lengths="batch", padded=False, device=device,
+        invalid=not plain, lengths="none" if plain else "batch", padded=False, device=device,
     )  # fmt: skip
     assert case.s_aux is not None
-    case.q[:, :, heads:] = torch.nan
-    case.s_aux[heads:] = torch.nan
-    # pages further apart than their bytes, as vLLM pads them
+    case.q[:, :, heads:] = 0.0 if plain else torch.nan
+    case.s_aux[heads:] = -torch.inf if plain else torch.nan
     caches = {"kv_cache": spaced(case.kv_cache)}
     if case.extra_kv_cache is not None:
         caches["extra_kv_cache"] = spaced(case.extra_kv_cache)
@@ -67,9 +70,9 @@ def v4_call(heads: int, extra: bool = True, device: str = "cpu") -> V4Call:
 
 
 def spaced(pages: torch.Tensor) -> torch.Tensor:
-    """The same pages, 64 bytes further apart."""
+    """The same pages, as far apart as in vLLM and SGLang: a multiple of 576 bytes."""
     size = pages[0].numel()
-    memory = torch.zeros(len(pages), size + 64, dtype=torch.uint8, device=pages.device)
+    memory = torch.zeros(len(pages), -(-size // 576) * 576, dtype=torch.uint8, device=pages.device)
     view = memory[:, :size].view(pages.shape)
     view.copy_(pages)
     return view

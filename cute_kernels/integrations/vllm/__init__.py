@@ -1,4 +1,4 @@
-"""vLLM: sparse MLA over FP8 and DeepSeek-V4 without a flag, GQA by `--attention-backend CUSTOM`; see docs/users/vllm.md.
+"""vLLM: sparse MLA over FP8 and V4 without a flag, GQA by `--attention-backend CUSTOM`; see docs/users/vllm.md.
 
 `register` is the entry point that vLLM calls, in each of its processes; importing this package imports no vLLM.
 """

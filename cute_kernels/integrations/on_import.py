@@ -35,21 +35,26 @@ class ChangingFinder(importlib.abc.MetaPathFinder):
 
     def __init__(self, changes: Mapping[str, Change]) -> None:
         self.changes = changes
+        self._asking: set[str] = set()
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: types.ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
         """A spec as the import system wants it; None for every other module."""
         change = self.changes.get(fullname)
-        if change is None:
+        if change is None or fullname in self._asking:  # asked by another finder that asks all others
             return None
-        for finder in sys.meta_path:
-            find = None if finder is self else getattr(finder, "find_spec", None)
-            spec = None if find is None else find(fullname, path, target)
-            if spec is not None:
-                if spec.loader is not None:
-                    _run_after(spec.loader, change)
-                return spec
+        self._asking.add(fullname)
+        try:
+            for finder in sys.meta_path:
+                find = None if finder is self else getattr(finder, "find_spec", None)
+                spec = None if find is None else find(fullname, path, target)
+                if spec is not None:
+                    if spec.loader is not None:
+                        _run_after(spec.loader, change)
+                    return spec
+        finally:
+            self._asking.discard(fullname)
         return None
 
 

@@ -239,6 +239,14 @@ def test_modules_that_are_imported_are_changed_at_once(vllm_on_disk: None) -> No
     assert not hasattr(module.DeepseekV4FlashMLAAttention.forward_mqa.__wrapped__, "__wrapped__")
 
 
+def test_two_that_change_a_module_both_do(vllm_on_disk: None) -> None:
+    changed: list[str] = []
+    on_import.change_on_import(v4.CHANGES)
+    on_import.change_on_import({V4_MODULE: lambda module: changed.append(module.__name__)})
+    module = importlib.import_module(V4_MODULE)
+    assert changed == [V4_MODULE] and isinstance(module.flash_mla_with_kvcache, V4Decode)
+
+
 def test_a_module_that_is_not_there_is_not_found(vllm_on_disk: None, tmp_path: Path) -> None:
     on_import.change_on_import(v4.CHANGES)
     tmp_path.joinpath(*V4_MODULE.split(".")).with_suffix(".py").unlink()

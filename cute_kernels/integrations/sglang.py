@@ -1,4 +1,4 @@
-"""SGLang: sparse MLA of DeepSeek-V3.2 and GLM-5 on `mla_fp8_decode`, and an attention backend "cute" on `gqa_decode`.
+"""SGLang: sparse MLA of DeepSeek-V3.2, V4 and GLM-5 on `mla_fp8_decode`, an attention backend "cute" on `gqa_decode`.
 
 SGLang finds `register` by the entry point of group sglang.srt.plugins and calls it in each of its processes; nobody
 imports this module otherwise. `SGLANG_PLUGINS` names the plugins to load, and so leaves this one out. Written against
@@ -9,24 +9,27 @@ from __future__ import annotations
 
 import functools
 import logging
+import types
 from typing import Any
 
 import torch
 
 from cute_kernels import mla_fp8_decode
-from cute_kernels.runtime.arch import is_sm90
+from cute_kernels.integrations.on_import import change_on_import
+from cute_kernels.integrations.padded_heads import V4Decode, device_refusal, real_heads
 from fp8_mla.formats import V3_2
 
 NAME = "cute"
 """The attention backend, as `--attention-backend` takes it."""
 SPARSE_MLA = "sglang.srt.layers.attention.dsa_backend.DeepseekSparseAttnBackend._forward_flashmla_kv"
+DEEPSEEK_V4_CLASS, DEEPSEEK_V4_METHOD = "DeepseekV4AttnBackend", "_forward_attention"
 MAX_HEADS = 128
 
 logger = logging.getLogger(__name__)
 
 
 def register() -> None:
-    """Hooks sparse MLA and adds the attention backend; a second call changes nothing."""
+    """Hooks sparse MLA and DeepSeek-V4 and adds the attention backend; a second call changes nothing."""
     from sglang.srt.arg_groups.choices import ATTENTION_BACKEND_CHOICES, add_attention_backend_choices
     from sglang.srt.layers.attention.attention_registry import register_attention_backend
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
@@ -36,6 +39,7 @@ def register() -> None:
     HookRegistry.register(SPARSE_MLA, sparse_mla, HookType.AROUND)
     register_attention_backend(NAME)(attention_backend)
     add_attention_backend_choices([NAME])
+    change_on_import(CHANGES)
 
 
 def attention_backend(runner: Any) -> Any:
@@ -111,11 +115,38 @@ def sparse_mla_refusal(backend: Any, q: torch.Tensor, layer: Any, v_head_dim: in
     return device_refusal(q.device)
 
 
-def device_refusal(device: torch.device) -> str | None:
-    """Why no kernel runs on a device, in words; None for an SM90 GPU, and for a CPU, which runs the reference."""
-    if device.type == "cpu" or is_sm90(device):
-        return None
-    return f"device {device}: kernels need an SM90 GPU (H100, H200)"
+def change_deepseek_v4(module: types.ModuleType) -> None:
+    """Lets `DeepseekV4AttnBackend._forward_attention` decode over another kernel, with the heads that are real.
+
+    That method stores tokens and chooses between kernels. FlashMLA's is an attribute which the constructor makes on an
+    NVIDIA GPU; a `V4Decode` takes its place in the first call. The backend is changed when SGLang imports it, since a
+    hook would load it in each process of a server, whatever it serves.
+    """
+    backend_cls = getattr(module, DEEPSEEK_V4_CLASS, None)
+    method = getattr(backend_cls, DEEPSEEK_V4_METHOD, None)
+    if hasattr(method, "__wrapped__"):
+        return
+    if method is None:
+        say_once(
+            f"DeepSeek-V4 decoding stays with FlashMLA: this SGLang has no {DEEPSEEK_V4_CLASS}.{DEEPSEEK_V4_METHOD}"
+        )
+        return
+
+    @functools.wraps(method)
+    def forward_attention(
+        self: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        decode = getattr(self, "_flash_mla_with_kvcache", None)
+        if decode is not None and not isinstance(decode, V4Decode):
+            self._flash_mla_with_kvcache = V4Decode(decode, say_once)
+        with real_heads(layer.tp_q_head_num):  # disaggregated decoding changes it from call to call
+            return method(self, q, k, v, layer, *args, **kwargs)
+
+    setattr(backend_cls, DEEPSEEK_V4_METHOD, forward_attention)
+
+
+CHANGES = {"sglang.srt.layers.attention.deepseek_v4_backend": change_deepseek_v4}
+"""What is done to each module once SGLang has imported it."""
 
 
 @functools.cache

@@ -14,7 +14,8 @@ from sglang.srt.layers.radix_attention import AttentionType
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 
 from cute_kernels import gqa_decode
-from cute_kernels.integrations.sglang import device_refusal, say_once
+from cute_kernels.integrations.padded_heads import device_refusal
+from cute_kernels.integrations.sglang import say_once
 
 HEAD_DIMS = (64, 128, 256)
 

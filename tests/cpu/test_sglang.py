@@ -4,9 +4,11 @@ One test reads the sources of an installed SGLang and says which name or argumen
 """
 
 import ast
+import dataclasses
 import importlib.metadata
 import importlib.util
 import re
+import sys
 import types
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,16 +18,19 @@ import pytest
 import torch
 
 from cute_kernels import gqa_decode, mla_fp8_decode
+from cute_kernels.integrations import on_import, padded_heads
 from cute_kernels.integrations import sglang as plugin
 from tests.support.sglang_stand_ins import (
     HEADS,
     AttentionType,
     Case,
+    DeepseekV4AttnBackend,
     HookRegistry,
     installed,
     sparse_backend,
     sparse_call,
 )
+from tests.support.v4_layers import REAL_HEADS, v4_call
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -48,6 +53,8 @@ def test_the_plugin_registers_once(sglang: types.SimpleNamespace) -> None:
         plugin.register()
     assert HookRegistry.hooks == [(plugin.SPARSE_MLA, plugin.sparse_mla, "around")]
     assert sglang.choices == ["fa3", "cute"] and list(sglang.backends) == ["cute"]
+    finders = [finder for finder in sys.meta_path if isinstance(finder, on_import.ChangingFinder)]
+    assert sum(finder.changes == plugin.CHANGES for finder in finders) == 1
 
 
 def test_the_entry_point_names_the_function() -> None:
@@ -96,9 +103,65 @@ def test_what_no_kernel_takes_stays_with_flash_mla(
 
 @pytest.mark.parametrize("sm90, word", [(True, None), (False, "need an SM90")])
 def test_another_gpu_is_refused(sm90: bool, word: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plugin, "is_sm90", lambda device: sm90)
-    reason = plugin.device_refusal(torch.device("cuda", 0))
+    monkeypatch.setattr(padded_heads, "is_sm90", lambda device: sm90)
+    reason = padded_heads.device_refusal(torch.device("cuda", 0))
     assert reason is None if word is None else re.search(word, reason or "")
+
+
+# ---- DeepSeek-V4
+
+
+@pytest.fixture
+def v4_backend() -> Any:
+    """A backend class as SGLang's, in a module that was changed twice."""
+    copied = type("DeepseekV4AttnBackend", (DeepseekV4AttnBackend,), dict(vars(DeepseekV4AttnBackend)))
+    module = types.ModuleType("deepseek_v4_backend")
+    module.DeepseekV4AttnBackend = copied  # type: ignore[attr-defined]
+    for _ in range(2):
+        plugin.change_deepseek_v4(module)
+    assert not hasattr(copied._forward_attention.__wrapped__, "__wrapped__")  # type: ignore[attr-defined]
+    return copied
+
+
+@pytest.mark.parametrize("extra", [True, False], ids=["compressed", "window"])
+@pytest.mark.parametrize("heads", REAL_HEADS)
+def test_deepseek_v4_computes_the_real_heads(heads: int, extra: bool, v4_backend: Any, said: list[str]) -> None:
+    call = v4_call(heads, extra)
+    backend, layer = v4_backend(call.case), types.SimpleNamespace(tp_q_head_num=heads)
+    for _ in range(2):
+        out = backend.forward(call.q, None, None, layer, None, compress_ratio=4, attn_sink=call.case.s_aux)
+        assert out.shape == call.q.shape, "SGLang copies padded heads"
+        call.check(out)
+    assert backend.asked == [] and set(said) == {f"DeepSeek-V4 decoding of {heads} heads runs on mla_fp8_decode"}
+    layer.tp_q_head_num = 3  # of this call
+    few = backend.forward(call.q, None, None, layer, None, 4, attn_sink=call.case.s_aux)
+    assert torch.equal(few[:, :3], out[:, :3])
+    assert said[-1] == "DeepSeek-V4 decoding of 3 heads runs on mla_fp8_decode"
+
+
+def test_deepseek_v4_over_other_rows_stays_with_flash_mla(v4_backend: Any, said: list[str]) -> None:
+    call = v4_call(16)
+    other = dataclasses.replace(call.case, kv_cache=torch.zeros(8, 64, 528, dtype=torch.uint8))
+    backend, layer = v4_backend(other), types.SimpleNamespace(tp_q_head_num=16)
+    for _ in range(2):
+        backend.forward(call.q, None, None, layer, None, 4, attn_sink=call.case.s_aux)
+    assert len(backend.asked) == 2 and backend.asked[0]["use_legacy"] is True
+    assert backend.asked[0]["q"].shape[2] == 64
+    assert len(said) == 1 and "528 bytes" in said[0]
+
+
+def test_a_backend_without_flash_mla_is_called_as_it_is(v4_backend: Any) -> None:
+    """On other GPUs than NVIDIA's the constructor makes no such attribute."""
+    backend = v4_backend(v4_call(16).case)
+    del backend._flash_mla_with_kvcache
+    layer = types.SimpleNamespace(tp_q_head_num=16)
+    with pytest.raises(AttributeError, match="_flash_mla_with_kvcache"):
+        backend.forward(backend.case.q[:, 0], None, None, layer, None, 4)
+
+
+def test_a_method_that_moved_is_named(said: list[str]) -> None:
+    plugin.change_deepseek_v4(types.ModuleType("deepseek_v4_backend"))
+    assert len(said) == 1 and "no DeepseekV4AttnBackend._forward_attention" in said[0]
 
 
 # ---- the backend "cute"
@@ -210,6 +273,10 @@ ARGUMENTS = {
     (f"{ATTENTION}/flashattention_backend.py", "FlashAttentionBackend.get_paged_mha_kv_cache"): (
         "self", "layer", "head_group_num"
     ),
+    (f"{ATTENTION}/deepseek_v4_backend.py", "DeepseekV4AttnBackend._forward_attention"): (
+        "self", "q", "k", "v", "layer", "forward_batch", "compress_ratio", "save_kv_cache", "attn_sink",
+        "cos_sin_cache",
+    ),
     (f"{ATTENTION}/attention_registry.py", "register_attention_backend"): ("name",),
     ("srt/plugins/hook_registry.py", "HookRegistry.register"): ("cls", "target", "hook", "hook_type", "source"),
     ("srt/mem_cache/memory_pool.py", "MHATokenToKVPool.set_kv_buffer"): (
@@ -221,6 +288,7 @@ NAMES = {
     f"{ATTENTION}/dsa_backend.py": (
         "self.dsa_kv_cache_store_fp8", "self.flashmla_kv_format", "self.kv_cache_dim", "self.physical_page_size"
     ),
+    f"{ATTENTION}/deepseek_v4_backend.py": ("self._flash_mla_with_kvcache",),
     f"{ATTENTION}/flashattention_backend.py": (
         "self.token_to_kv_pool", "self.kv_cache_dtype", "self.kv_cache_is_mxfp8", "self.use_sliding_window_kv_pool",
         "self.local_attn_builder", "self.topk", "cache_seqlens_int32", "page_table", "swa_page_table",
@@ -278,14 +346,73 @@ def moved(package: Path) -> list[str]:
     return lines
 
 
+def installed_package() -> Path:
+    """The folder of an installed SGLang; the test is skipped where there is none."""
+    found = importlib.util.find_spec("sglang")
+    folders = [Path(place) for place in (found.submodule_search_locations or ())] if found is not None else []
+    if not folders or not (folders[0] / "srt").is_dir():
+        pytest.skip("SGLang is not installed")
+    return folders[0]
+
+
 def test_an_installed_sglang_has_what_the_plugin_reads() -> None:
-    if (found := importlib.util.find_spec("sglang")) is None or not found.submodule_search_locations:
-        pytest.skip("SGLang is not installed")
-    package = Path(next(iter(found.submodule_search_locations)))
-    if not (package / "srt").is_dir():
-        pytest.skip("SGLang is not installed")
+    package = installed_package()
     version = importlib.metadata.version("sglang")
     assert moved(package) == [], f"SGLang {version} is not what cute_kernels.integrations.sglang was written against"
+
+
+@pytest.mark.parametrize("extra", [True, False], ids=["compressed", "window"])
+@pytest.mark.parametrize("heads", REAL_HEADS)
+def test_an_installed_sglangs_own_method_computes_the_real_heads(heads: int, extra: bool, said: list[str]) -> None:
+    """`_forward_attention` as it is in the source, without its module, which needs packages for a GPU."""
+    text = (installed_package() / f"{ATTENTION}/deepseek_v4_backend.py").read_text(encoding="utf-8")
+    (cls,) = [
+        n for n in ast.parse(text).body if isinstance(n, ast.ClassDef) and n.name == DeepseekV4AttnBackend.__name__
+    ]
+    (method,) = [n for n in cls.body if isinstance(n, ast.FunctionDef) and n.name == plugin.DEEPSEEK_V4_METHOD]
+    call = v4_call(heads, extra)
+    case = call.case
+
+    class Pool:
+        get_swa_key_page_size = staticmethod(lambda: 64)
+        get_extra_key_page_size = staticmethod(lambda layer: 2)
+        get_swa_key_bytes_per_token = staticmethod(lambda: 584)
+        get_extra_key_bytes_per_token = staticmethod(lambda layer: 584)
+        get_swa_key_buffer_radix = staticmethod(lambda layer: rows(case.kv_cache))
+        get_extra_key_buffer = staticmethod(lambda layer: rows(case.extra_kv_cache))
+
+    class Metadata:
+        swa_page_indices, swa_topk_lengths = case.indices[:, 0], case.topk_length  # type: ignore[index]
+        sparse_page_indices = staticmethod(lambda ratio: case.extra_indices[:, 0])  # type: ignore[index]
+        sparse_topk_lengths = staticmethod(lambda ratio: case.extra_topk_length)
+        get_flashmla_metadata = staticmethod(lambda ratio: None)
+
+    def rows(pages: Any) -> torch.Tensor:
+        return pages.as_strided((len(pages), pages.stride(0)), (pages.stride(0), 1))
+
+    names: dict[str, Any] = {
+        "torch": torch, "DSV4AttnMetadata": Metadata, "DeepSeekV4TokenToKVPool": Pool, "_is_xpu": False,
+        "get_platform": lambda: types.SimpleNamespace(is_sm100=False, is_sm120=False),
+    }  # fmt: skip
+    exec("from __future__ import annotations\n" + ast.unparse(method), names)
+    module: Any = types.ModuleType("deepseek_v4_backend")
+    module.DeepseekV4AttnBackend = type("Backend", (), {method.name: names[method.name]})
+    plugin.change_deepseek_v4(module)
+    backend = module.DeepseekV4AttnBackend()
+    backend.mtp_enabled = backend.trtllm_attn = backend.is_dsv41 = backend._swa_interleaved = False
+    backend.forward_metadata = types.SimpleNamespace(core_attn_metadata=Metadata())
+    backend.token_to_kv_pool, backend.head_dim_v, backend.softmax_scale = Pool(), 512, case.softmax_scale
+    backend._mega_paged_prefill = backend._use_sparse_prefill = lambda *args, **kwargs: False
+    backend._flash_mla_with_kvcache = lambda **arguments: pytest.fail("FlashMLA was called")
+    layer = types.SimpleNamespace(tp_q_head_num=heads, layer_id=0, v_head_dim=512)
+    q = call.q
+    out = backend._forward_attention(
+        q, q, q, layer, None, compress_ratio=4 if extra else 0, save_kv_cache=False,
+        attn_sink=case.s_aux,
+    )  # fmt: skip
+    assert out.shape == q.shape
+    call.check(out)
+    assert said == [f"DeepSeek-V4 decoding of {heads} heads runs on mla_fp8_decode"]
 
 
 def test_a_moved_argument_is_named() -> None:

@@ -1,5 +1,6 @@
-"""What our adapters rely on in the vLLM that is installed: its signatures, its metadata, its FlashMLA class."""
+"""What our adapters rely on in the vLLM that is installed: its signatures, its metadata, its FlashMLA classes."""
 
+import ast
 import dataclasses
 import importlib
 import importlib.metadata
@@ -7,6 +8,7 @@ import inspect
 import math
 import types
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,8 +23,11 @@ from vllm.v1.attention.backends import registry, triton_attn, utils
 from vllm.v1.attention.backends.mla import flashmla_sparse
 
 import fp8_mla
+from cute_kernels.compat import flash_mla
 from cute_kernels.integrations import vllm as cute_vllm
-from cute_kernels.integrations.vllm import calls, gqa, sparse_mla
+from cute_kernels.integrations.padded_heads import V4Decode
+from cute_kernels.integrations.vllm import calls, gqa, sparse_mla, v4
+from tests.support.v4_layers import REAL_HEADS, v4_call
 from tests.support.vllm_batches import HEADS, KV_HEADS, draw_batch, empty_cache
 from tests.support.vllm_fakes import builder, common, global_indices, sparse_mla_layer
 
@@ -402,3 +407,123 @@ def test_vllms_metadata_drives_sparse_mla(heads: int, monkeypatch: pytest.Monkey
     torch.testing.assert_close(out.double(), expected[:, 0].double(), rtol=2**-7, atol=2**-7)
     if lse is not None:  # 0.33, for context parallelism
         torch.testing.assert_close(lse.double(), expected_lse[:, 0].double(), rtol=1e-5, atol=1e-5)
+
+
+# ---- DeepSeek-V4 and HY-V4
+
+MODELS = {"vllm.models.deepseek_v4": True, "vllm.models.deepseek_v41": NEW_CACHES, "vllm.models.hy_v4": NEW_CACHES}
+"""Whether this vLLM has the model: 0.26 has the first, 0.33 all."""
+V4_MODULES = [name for name in v4.CHANGES if v4.CHANGES[name] is v4.change_deepseek_v4]
+(HY_V4_MODULE,) = [name for name in v4.CHANGES if name not in V4_MODULES]
+
+
+@pytest.fixture
+def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    lines: list[str] = []
+    monkeypatch.setattr(v4, "say_once", lines.append)
+    return lines
+
+
+def imported(name: str, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A module of a model, newly changed as by the plugin until the test ends."""
+    if not MODELS[name.rsplit(".", 2)[0]]:
+        pytest.skip("only vLLM 0.33 has this model")
+    module = importlib.import_module(name)
+    function = getattr(module, v4.FLASH_MLA)
+    monkeypatch.setattr(module, v4.FLASH_MLA, getattr(function, "original", function))
+    for owner, attribute in ((v4.V4_CLASS, v4.V4_METHOD), (v4.HY_V4_CLASS, v4.HY_V4_METHOD)):
+        if hasattr(module, owner):  # undone if the plugin was there before
+            method = getattr(getattr(module, owner), attribute)
+            monkeypatch.setattr(getattr(module, owner), attribute, getattr(method, "__wrapped__", method))
+    v4.CHANGES[name](module)
+    return module
+
+
+def test_flash_mla_takes_nothing_that_ours_does_not() -> None:
+    file = Path(str(vllm.__file__)).parent / "third_party" / "flashmla" / "flash_mla_interface.py"
+    (function,) = [
+        node
+        for node in ast.parse(file.read_text(encoding="utf-8")).body
+        if isinstance(node, ast.FunctionDef) and node.name == v4.FLASH_MLA
+    ]
+    theirs = [argument.arg for argument in (*function.args.args, *function.args.kwonlyargs)]
+    ours = list(inspect.signature(flash_mla.flash_mla_with_kvcache).parameters)
+    assert ours[: len(theirs)] == theirs, f"vLLM {vllm.__version__}"
+
+
+@pytest.mark.parametrize("name", V4_MODULES)
+def test_classes_of_v4_are_where_they_were(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = imported(name, monkeypatch)
+    layer = getattr(module, v4.V4_CLASS)
+    assert isinstance(getattr(module, v4.FLASH_MLA), V4Decode)
+    assert moved(layer.forward_mqa.__wrapped__, ("self", "q", "kv", "positions", "output")) == []
+    assert moved(layer.get_padded_num_q_heads, ("num_heads",)) == []
+    assert [layer.get_padded_num_q_heads(heads) for heads in (8, 64, 65, 128)] == [64, 64, 128, 128]
+    base = inspect.getsource(layer.__mro__[1])
+    assert "self.n_local_heads = " in base, f"vLLM {vllm.__version__}: nothing assigns n_local_heads"
+    reads = base + inspect.getsource(importlib.import_module(f"{name.rsplit('.', 1)[0]}.ops.o_proj"))
+    assert "_heads, :]" in reads, f"vLLM {vllm.__version__}: padded heads of the output are read"
+
+
+def test_the_class_of_hy_v4_is_where_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = getattr(imported(HY_V4_MODULE, monkeypatch), v4.HY_V4_CLASS)
+    kernel = getattr(layer, v4.HY_V4_METHOD)
+    assert moved(kernel.__wrapped__, KERNEL) == [] and kernel.__wrapped__ is not kernel
+    assert moved(layer._sinks_for_query, ("self", "q", "head_dim", "kernel_heads")) == []
+
+
+@pytest.mark.parametrize("extra", [True, False], ids=["compressed", "window"])
+@pytest.mark.parametrize("heads", REAL_HEADS)
+@pytest.mark.parametrize("name", V4_MODULES)
+def test_vllms_metadata_drives_v4(
+    name: str, heads: int, extra: bool, monkeypatch: pytest.MonkeyPatch, said: list[str]
+) -> None:
+    """VLLM's own `forward_mqa` of a batch that decodes, over its 584 bytes."""
+    module, call = imported(name, monkeypatch), v4_call(heads, extra)
+    case, tokens = call.case, len(call.q)
+    layer = object.__new__(getattr(module, v4.V4_CLASS))
+    torch.nn.Module.__init__(layer)
+    is_41 = "v41" in name
+    layer.compress_ratio = (2 if is_41 else 128) if extra else (0 if is_41 else 1)
+    layer.n_local_heads, layer.scale, layer.attn_sink = heads, case.softmax_scale, case.s_aux
+    layer.prefix, layer.kv_cache, layer.use_pcp = "layer", case.extra_kv_cache, False
+    layer.swa_cache_layer = types.SimpleNamespace(prefix="window", kv_cache=case.kv_cache)
+    layer.topk_indices_buffer = torch.zeros(tokens, 1, dtype=torch.int32)
+    layer.compressed_cache_prefix, layer._compressed_kv_cache = "layer", lambda: case.extra_kv_cache
+    window = types.SimpleNamespace(
+        num_decodes=tokens, num_prefills=0, num_decode_tokens=tokens, num_prefill_tokens=0, token_to_req_indices=None,
+        is_valid_token=torch.ones(tokens, dtype=torch.bool), decode_swa_indices=case.indices,
+        decode_swa_lens=case.topk_length,
+        **{f"tile_sched_{kind}": object() for kind in ("swaonly", "c1a", "c2a", "c4a", "c128a")},
+    )  # fmt: skip
+    compressed = types.SimpleNamespace(
+        block_size=256, block_table=torch.zeros(tokens, 1, dtype=torch.int32),
+        c128a_global_decode_topk_indices=case.extra_indices, c128a_decode_topk_lens=case.extra_topk_length,
+    )  # fmt: skip
+    context = types.SimpleNamespace(attn_metadata={"layer": compressed if extra else None, "window": window})
+    monkeypatch.setattr(module, "get_forward_context", lambda: context)
+    monkeypatch.setattr(  # a Triton kernel
+        module, "compute_global_topk_indices_and_lens", lambda *args: (case.extra_indices, case.extra_topk_length)
+    )
+    output = call.output()
+    layer.forward_mqa(call.q, None, None, output)
+    call.check(output)
+    assert bool(output[:, heads:].isnan().all())
+    assert said == [f"DeepSeek-V4 decoding of {heads} heads runs on mla_fp8_decode"]
+
+
+@pytest.mark.parametrize("heads", [8, 20, 64])
+def test_vllms_metadata_drives_hy_v4(heads: int, monkeypatch: pytest.MonkeyPatch, said: list[str]) -> None:
+    module = imported(HY_V4_MODULE, monkeypatch)
+    monkeypatch.setattr(flashmla_sparse, "triton_convert_req_index_to_global_index", global_indices)
+    layer = sparse_mla_layer(getattr(module, v4.HY_V4_CLASS), heads)
+    layer.impl.sinks = torch.linspace(-1, 4, heads)
+    out, _ = layer.forward()
+    indices = global_indices(
+        layer.metadata.req_id_per_token, layer.metadata.block_table, layer.impl.topk_indices_buffer, BLOCK_SIZE=64
+    )
+    expected, _ = fp8_mla.reference_decode(
+        layer.q.unsqueeze(1), layer.cache, indices=indices.unsqueeze(1), softmax_scale=0.1, s_aux=layer.impl.sinks
+    )
+    torch.testing.assert_close(out.double(), expected[:, 0].double(), rtol=2**-7, atol=2**-7)
+    assert said == [f"sparse MLA of HY-V4 with {heads} heads runs on mla_fp8_decode"]

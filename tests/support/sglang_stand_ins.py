@@ -1,6 +1,7 @@
 """Stand-ins of SGLang 0.5.23's objects: what its plugin reads and calls, so that the plugin runs without SGLang."""
 
 import contextlib
+import functools
 import sys
 import types
 from collections.abc import Iterator
@@ -57,6 +58,33 @@ class FlashAttentionBackend:
         return ("FlashAttention", others)
 
 
+class DeepseekV4AttnBackend:
+    """What the plugin reads of SGLang's class, and its call of FlashMLA, by a partial; FlashMLA is a record."""
+
+    def __init__(self, case: Any = None) -> None:
+        self.case, self.asked = case, list[dict[str, Any]]()
+        self._flash_mla_with_kvcache = functools.partial(self.flash_mla, use_legacy=True)
+
+    def flash_mla(self, **arguments: Any) -> tuple[Any, Any]:
+        self.asked.append(arguments)
+        return torch.zeros(1, 1, dtype=torch.float32, device="cpu"), None
+
+    def forward(self, q: Any, k: Any, v: Any, layer: Any, forward_batch: Any, *args: Any, **kwargs: Any) -> Any:
+        return self._forward_attention(q, k, v, layer, forward_batch, *args, **kwargs)
+
+    def _forward_attention(
+        self, q: Any, k: Any, v: Any, layer: Any, forward_batch: Any, compress_ratio: int, attn_sink: Any = None
+    ) -> Any:
+        case, pages = self.case, self.case.extra_kv_cache
+        return self._flash_mla_with_kvcache(
+            q=q.unsqueeze(1), k_cache=case.kv_cache.unsqueeze(2), head_dim_v=512, block_table=None,
+            cache_seqlens=None, tile_scheduler_metadata=None, softmax_scale=case.softmax_scale, is_fp8_kvcache=True,
+            indices=case.indices, topk_length=case.topk_length, attn_sink=attn_sink,
+            extra_k_cache=None if pages is None else pages.unsqueeze(2),
+            extra_indices_in_kvcache=case.extra_indices, extra_topk_length=case.extra_topk_length,
+        )[0].squeeze(1)  # fmt: skip
+
+
 class HookRegistry:
     hooks: list[tuple[str, Any, Any]] = []
 
@@ -101,6 +129,7 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[types.SimpleNamespace
         for member, value in inside.items():
             setattr(sys.modules[".".join(path)], member, value)
     monkeypatch.setattr(HookRegistry, "hooks", [])
+    monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
     monkeypatch.delitem(sys.modules, "cute_kernels.integrations.sglang_gqa", raising=False)
     yield types.SimpleNamespace(choices=choices, backends=backends)
     sys.modules.pop("cute_kernels.integrations.sglang_gqa", None)

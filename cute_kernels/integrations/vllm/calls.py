@@ -225,7 +225,11 @@ class GqaCalls:
 
 
 def sparse_mla(
-    q: torch.Tensor, kv_cache: torch.Tensor, indices: torch.Tensor, softmax_scale: float
+    q: torch.Tensor,
+    kv_cache: torch.Tensor,
+    indices: torch.Tensor,
+    softmax_scale: float,
+    s_aux: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Sparse MLA as vLLM's FlashMLA calls it.
 
@@ -236,15 +240,16 @@ def sparse_mla(
         kv_cache: (pages, page_size, 656), one byte an element.
         indices: (batch, s_q, topk) int32, slots of the cache, -1 for none.
         softmax_scale: of the scores.
+        s_aux: (heads,) float32, a logit that joins the denominator alone.
 
     Returns:
-        out (batch, s_q, heads, 512) bfloat16, and lse (batch, heads, s_q) float32, natural log.
+        out (batch, s_q, heads, 512) bfloat16, and lse (batch, heads, s_q) float32, natural log, without the sink.
     """
     one_sequence = q.shape[0] == 1 and q.shape[1] > 1
     if one_sequence:
         q, indices = q.transpose(0, 1), indices.transpose(0, 1)
     out, lse = mla_fp8_decode(
-        q, kv_cache.view(torch.uint8), indices=indices, softmax_scale=softmax_scale, return_lse=True
+        q, kv_cache.view(torch.uint8), indices=indices, softmax_scale=softmax_scale, s_aux=s_aux, return_lse=True
     )
     if one_sequence:
         out, lse = out.transpose(0, 1), lse.transpose(0, 1)

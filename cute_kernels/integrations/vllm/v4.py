@@ -1,0 +1,88 @@
+"""vLLM's models with a FlashMLA class of their own, which overriding a backend does not reach: DeepSeek-V4, HY-V4.
+
+Written against vLLM 0.26 (DeepSeek-V4) and 0.33 (also V4.1 and HY-V4); imports no vLLM.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from cute_kernels.integrations.padded_heads import V4Decode, device_refusal, real_heads
+from cute_kernels.integrations.vllm.calls import sparse_mla
+
+logger = logging.getLogger("vllm.cute_kernels")
+
+FLASH_MLA = "flash_mla_with_kvcache"
+V4_CLASS, V4_METHOD = "DeepseekV4FlashMLAAttention", "forward_mqa"
+"""Whose calls of FlashMLA have padded heads; `n_local_heads` of an instance are real."""
+HY_V4_CLASS, HY_V4_METHOD = "HYV4FlashMLASparseImpl", "_fp8_flash_mla_kernel"
+
+
+@functools.cache
+def say_once(text: str) -> None:
+    """Logs a line, once in each process."""
+    logger.info("cute-kernels: %s", text)
+
+
+def change_deepseek_v4(module: types.ModuleType) -> None:
+    """Puts `V4Decode` in the place of FlashMLA's function, and tells it the heads of the layer that calls it."""
+    original, layer = getattr(module, FLASH_MLA, None), getattr(module, V4_CLASS, None)
+    method = getattr(layer, V4_METHOD, None)
+    if isinstance(original, V4Decode):
+        return
+    if original is None or method is None:
+        logger.warning(
+            "cute-kernels: DeepSeek-V4 decoding stays with FlashMLA: %s has no %s or no %s.%s",
+            module.__name__, FLASH_MLA, V4_CLASS, V4_METHOD,
+        )  # fmt: skip
+        return
+
+    @functools.wraps(method)
+    def forward_mqa(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with real_heads(self.n_local_heads):
+            return method(self, *args, **kwargs)
+
+    setattr(layer, V4_METHOD, forward_mqa)
+    setattr(module, FLASH_MLA, V4Decode(original, say_once))
+
+
+def change_hy_v4(module: types.ModuleType) -> None:
+    """Replaces the kernel over V3.2's 656 bytes in the class that adds a sink to vLLM's sparse MLA."""
+    layer = getattr(module, HY_V4_CLASS, None)
+    method = getattr(layer, HY_V4_METHOD, None)
+    if hasattr(method, "__wrapped__"):
+        return
+    if method is None or not hasattr(layer, "_sinks_for_query"):
+        logger.warning(
+            "cute-kernels: sparse MLA of HY-V4 stays with FlashMLA: %s has no %s.%s or no _sinks_for_query",
+            module.__name__, HY_V4_CLASS, HY_V4_METHOD,
+        )  # fmt: skip
+        return
+
+    @functools.wraps(method)
+    def kernel(
+        self: Any, q: torch.Tensor, kv_c_and_k_pe_cache: torch.Tensor, topk_indices: torch.Tensor, kernel_metadata: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        reason = device_refusal(q.device)
+        if reason is not None:
+            say_once(f"sparse MLA of HY-V4 stays with FlashMLA: {reason}")
+            return method(self, q, kv_c_and_k_pe_cache, topk_indices, kernel_metadata)
+        say_once(f"sparse MLA of HY-V4 with {q.shape[2]} heads runs on mla_fp8_decode")
+        sinks = self._sinks_for_query(q, head_dim=2, kernel_heads=q.shape[2])
+        return sparse_mla(q, kv_c_and_k_pe_cache, topk_indices, self.softmax_scale, sinks)
+
+    setattr(layer, HY_V4_METHOD, kernel)
+
+
+CHANGES: dict[str, Callable[[types.ModuleType], None]] = {
+    "vllm.models.deepseek_v4.nvidia.flashmla": change_deepseek_v4,
+    "vllm.models.deepseek_v41.nvidia.flashmla": change_deepseek_v4,
+    "vllm.models.hy_v4.nvidia.flashmla_sparse": change_hy_v4,
+}
+"""What is done to each module once vLLM has imported it."""

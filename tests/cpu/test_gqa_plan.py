@@ -204,7 +204,8 @@ def upcoming(
         return first + offset, first + offset + (count if length > 0 else 0), left - count
 
     tile, stop, left = enter(b, left, offset)
-    found, past = [], turn
+    found: list[tuple[int, int]] = []
+    past = turn
     while True:
         tile += past
         while tile >= stop and left > 0:

@@ -71,10 +71,14 @@ SAME: dict[str, Any] = {
 
 @pytest.mark.parametrize("make", SAME.values(), ids=SAME)
 def test_a_peer_that_is_the_same_kernel_has_the_ratio_1(make: Any) -> None:
+    """The ratio under load is one of times in the same round, as records have it.
+
+    The clock of a hot H100 fell by a fifth from round to round of the matrix product, and medians of both lay 4% apart.
+    """
     calls = make()
     found = time_together({"ours": prepare(calls), "peer": prepare(calls)})
     ours, peer = found.values()
-    for name in ("us", "us_back_to_back", "us_sustained"):
+    for name in ("us", "us_back_to_back"):
         assert getattr(peer, name) / getattr(ours, name) == pytest.approx(1.0, abs=0.01), (name, found)
     assert peer.sustained_ratio(ours) == pytest.approx(1.0, abs=0.01), found
 

@@ -11,6 +11,7 @@ from cute_kernels.runtime.cache import entry_name
 from cute_kernels.runtime.compile import missing
 from cute_kernels.warm import GqaShape, MlaShape, PrefillShape, kernel_specs, warm
 from cute_kernels.warm.shapes import H100_SMS, SCALES, Shape
+from fp8_mla.formats import FORMATS, V3_2
 
 
 def numbers(text: str) -> tuple[int, ...]:
@@ -46,6 +47,9 @@ def parser() -> argparse.ArgumentParser:
     mla.add_argument("--lengths", action="store_true", help="calls have a topk_length")
     mla.add_argument("--dense", action="store_true", help="no lists: block tables")
     mla.add_argument("--flash-mla", action="store_true", help="calls are those of cute_kernels.compat.flash_mla")
+    mla.add_argument("--cache-format", choices=tuple(FORMATS), default=V3_2.name, help=f"of the cache ({V3_2.name})")
+    mla.add_argument("--extra-cache-format", choices=tuple(FORMATS), help="of a second cache in the same softmax")
+    mla.add_argument("--extra-topk", type=int, default=0, help="keys of a query's list in the second cache")
     gqa = it.add_argument_group("MHA, GQA, MQA")
     gqa.add_argument("--kv-heads", type=int, help="heads of the cache on one GPU")
     gqa.add_argument("--head-dim", type=int, default=128, help="(128)")
@@ -74,8 +78,19 @@ def shapes_of(options: argparse.Namespace) -> list[Shape]:
         raise ValueError(f"--mla, --kv-heads: got {got}; needs one of them")
     if options.mla:
         topk = None if options.dense else options.topk
-        append = not options.no_append
-        return [MlaShape(options.heads, topk, options.lengths, options.max_tokens, append, flash_mla=options.flash_mla)]
+        return [
+            MlaShape(
+                options.heads,
+                topk,
+                options.lengths,
+                options.max_tokens,
+                append=not options.no_append,
+                flash_mla=options.flash_mla,
+                cache_format=options.cache_format,
+                extra_cache_format=options.extra_cache_format,
+                extra_topk=options.extra_topk,
+            )
+        ]
     shapes: list[Shape] = [
         GqaShape(
             heads=options.heads,

@@ -17,6 +17,7 @@ from cute_kernels.mla.append_spec import MlaAppendSpec
 from cute_kernels.mla.plan import plan_decode
 from cute_kernels.runtime.cache import KernelSpec
 from cute_kernels.sink.spec import SinkForwardSpec, SinkWorkListSpec
+from fp8_mla.formats import FORMATS, PAIRS, V3_2
 
 H100_SMS = 132
 """Streaming multiprocessors of an H100 SXM, H200 or H800; an H100 PCIe has 114. Plans depend on them."""
@@ -40,6 +41,9 @@ class MlaShape:
     append      whether the model fills its cache with `mla_fp8_append`
     scores      as calls have it
     flash_mla   whether calls are those of `cute_kernels.compat.flash_mla`, which have kernels of their own
+    cache_format  of the cache: "v3.2", "v3.2_nope", "v4", "v4.1" or "v4.1_fp4"
+    extra_cache_format  of a second cache in the same softmax; None: one cache. Sparse calls alone have two
+    extra_topk  keys of a query's list in the second cache
     """
 
     heads: int
@@ -49,11 +53,23 @@ class MlaShape:
     append: bool = True
     scores: str | None = None
     flash_mla: bool = False
+    cache_format: str = V3_2.name
+    extra_cache_format: str | None = None
+    extra_topk: int = 0
 
     def __post_init__(self) -> None:
-        """Raises ValueError for heads that no kernel takes."""
+        """Raises ValueError for heads, formats or keys that no kernel takes."""
         if not 1 <= self.heads <= MAX_MLA_HEADS:
             raise ValueError(f"heads: got {self.heads}; needs 1 to {MAX_MLA_HEADS}")
+        if self.cache_format not in FORMATS:
+            raise ValueError(f"cache_format: got {self.cache_format!r}; needs one of {', '.join(FORMATS)}")
+        extra = self.extra_cache_format
+        if extra is not None and (self.cache_format, extra) not in PAIRS:
+            pairs = ", ".join(f"{second} with {first}" for first, second in PAIRS)
+            raise ValueError(f"extra_cache_format: got {extra!r} with {self.cache_format!r}; needs {pairs}")
+        if (extra is None) != (self.extra_topk == 0) or self.extra_topk < 0 or (extra and self.topk is None):
+            got = f"{self.extra_topk} with extra_cache_format {extra!r}, topk {self.topk}"
+            raise ValueError(f"extra_topk: got {got}; needs keys of a second cache where there is one, of sparse calls")
 
     def specs(self, batch_sizes: Iterable[int], query_tokens: Iterable[int], num_sms: int) -> Iterator[KernelSpec]:
         """The kernel of each call, in the order of the batch sizes; the same one may come often."""
@@ -69,10 +85,15 @@ class MlaShape:
                     num_sms=num_sms,
                     ragged=self.lengths or not sparse,
                     scores=self.scores,
+                    cache_format=self.cache_format,
+                    extra_format=self.extra_cache_format or "",
+                    extra_keys=self.extra_topk,
                     inf_if_empty=self.flash_mla,
                 ).spec
         if self.append:
-            yield from map(MlaAppendSpec.for_launch, APPENDED_TOKENS)
+            for name in dict.fromkeys((self.cache_format, self.extra_cache_format or self.cache_format)):
+                for tokens in APPENDED_TOKENS:
+                    yield MlaAppendSpec.for_launch(tokens, name)
 
 
 @dataclass(frozen=True)

@@ -42,7 +42,7 @@ PROJECT = {
     "launch": {"checks", "formats", "fp8_mla", "launch", "layouts", "plan", "reference", "runtime", "spec"},
     "op": {"checks", "formats", "fp8_mla", "launch", "layouts", "op", "plan", "reference", "runtime", "spec"},
     "budget": {"budget", "formats", "spec"},
-    "warm": {"layouts", "plan", "runtime", "spec", "warm"},
+    "warm": {"formats", "layouts", "plan", "runtime", "spec", "warm"},
     "distributed": {"distributed", "fp8_mla", "layouts", "op", "runtime"},
     "compat": {"compat", "formats", "fp8_mla", "op", "plan", "public", "runtime", "spec"},
     "integrations": {"compat", "formats", "fp8_mla", "integrations", "op", "plan", "public", "runtime", "spec", "warm"},

@@ -17,12 +17,15 @@ from cute_kernels.gqa import append_op as gqa_append_op
 from cute_kernels.gqa import op as gqa_op
 from cute_kernels.mla import append_launch as mla_append_launch
 from cute_kernels.mla import append_op as mla_append_op
+from cute_kernels.mla import launch_latent
 from cute_kernels.mla import op as mla_op
+from cute_kernels.mla.append_spec import MlaAppendSpec
 from cute_kernels.runtime import compile
 from cute_kernels.runtime.cache import KernelSpec, entry_name
 from cute_kernels.sink import launch as sink_launch
 from cute_kernels.warm import GqaShape, MlaShape, PrefillShape, kernel_specs, warm
 from cute_kernels.warm.__main__ import main, numbers, parser, shapes_of
+from fp8_mla.formats import FORMATS
 from tests.cpu.tiny_spec import TinySpec
 from tests.support.kernel_place import ROOT, Place
 
@@ -96,6 +99,60 @@ def test_mla_shapes_name_what_the_op_prepares(
     named = kernel_specs(MlaShape(heads, **shape), batch_sizes=BATCHES, query_tokens=(tokens,))
     assert named == list(dict.fromkeys(asked))
     assert len(named) >= 4  # two of the append, and more than one schedule
+
+
+@pytest.mark.parametrize("heads", [8, 16, 128])
+@pytest.mark.parametrize(
+    "shape",
+    [
+        {"topk": 128, "lengths": True, "cache_format": "v4", "extra_cache_format": "v4", "extra_topk": 1024},
+        {"topk": 128, "cache_format": "v4.1", "extra_cache_format": "v4.1_fp4", "extra_topk": 512, "flash_mla": True},
+        {"topk": None, "max_tokens": 8192, "cache_format": "v3.2_nope"},
+    ],
+    ids=lambda shape: "-".join(str(value) for value in shape.values()),
+)
+def test_shapes_of_other_formats_name_what_the_op_prepares(
+    asked: Asked, heads: int, shape: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    formats = [shape["cache_format"], *([shape["extra_cache_format"]] if "extra_topk" in shape else [])]
+    widths = [shape["topk"] or shape["max_tokens"] // 64, shape.get("extra_topk", 0)]
+    monkeypatch.setattr(launch_latent, "get_kernel", asked.kernel)
+    monkeypatch.setattr(launch_latent, "check", lambda *request: None)
+    monkeypatch.setattr(launch_latent, "_prepared", types.SimpleNamespace(keep=lambda key, prepared, device: prepared))
+    caches = [meta(2048, 64, FORMATS[name].token_bytes, dtype=torch.uint8) for name in formats]
+    for batch in BATCHES:
+        lists = [meta(batch, 1, width, dtype=torch.int32) for width in widths]
+        sparse = shape["topk"] is not None
+        kinds = {"indices": lists[0]} if sparse else {"block_table": lists[0][:, 0]}
+        given = {"q": meta(batch, 1, heads, FORMATS[formats[0]].d_qk), "kv_cache": caches[0], **kinds}
+        given["inf_if_empty"] = shape.get("flash_mla", False)
+        unset = {name: None for name in mla_op._Request._fields if name not in mla_op._Request._field_defaults}
+        request = mla_op._Request(**{**unset, **given})
+        keys = [
+            launch_latent._cache_key(cache, name, index)
+            for cache, name, index in zip(caches, formats, lists, strict=False)
+        ]
+        ragged = shape.get("lengths", False) or not sparse
+        launch_latent._prepare(request, (), keys, ragged, caches)
+    named = kernel_specs(MlaShape(heads, append=False, **shape), batch_sizes=BATCHES)
+    assert named == list(dict.fromkeys(asked)) and len(named) > 1
+    appended = kernel_specs(MlaShape(heads, **shape), batch_sizes=(1,))[-2 * len(set(formats)) :]
+    assert set(appended) == {MlaAppendSpec.for_launch(tokens, name) for name in formats for tokens in (1, 65536)}
+
+
+@pytest.mark.parametrize(
+    ("shape", "reason"),
+    [
+        ({"cache_format": "v5"}, "cache_format: got 'v5'; needs one of v3.2, "),
+        ({"extra_cache_format": "v4", "extra_topk": 64}, "extra_cache_format: got 'v4' with 'v3.2'; needs "),
+        ({"cache_format": "v4", "extra_cache_format": "v4"}, "extra_topk: got 0 with extra_cache_format 'v4'"),
+        ({"cache_format": "v4", "extra_topk": 64}, "extra_topk: got 64 with extra_cache_format None"),
+        ({"topk": None, "cache_format": "v4", "extra_cache_format": "v4", "extra_topk": 64}, "topk None"),
+    ],
+)
+def test_formats_that_no_kernel_reads_are_refused(shape: dict[str, Any], reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
+        MlaShape(16, **shape)
 
 
 def gqa_calls(shape: GqaShape, tokens: int) -> Iterator[tuple[Any, ...]]:
@@ -317,6 +374,12 @@ def test_the_command_explains_itself(arguments: list[str], capsys: pytest.Captur
 def test_the_command_knows_flash_mlas_interface() -> None:
     shapes = [shapes_of(parser().parse_args(["--heads", "16", "--mla", *more])) for more in ((), ("--flash-mla",))]
     assert shapes == [[MlaShape(16)], [MlaShape(16, flash_mla=True)]]
+
+
+def test_the_command_knows_two_caches() -> None:
+    options = "--heads 16 --mla --topk 128 --lengths --cache-format v4 --extra-cache-format v4 --extra-topk 1024"
+    two = {"cache_format": "v4", "extra_cache_format": "v4", "extra_topk": 1024}
+    assert shapes_of(parser().parse_args(options.split())) == [MlaShape(16, 128, lengths=True, **two)]
 
 
 def test_numbers_and_ranges() -> None:

@@ -56,17 +56,21 @@ from scripts.sanitizing import tools as sanitize  # noqa: E402
 TESTS_TIMEOUT_S = 540  # 260 s on a usual host, 400 on the slowest so far
 SHARDS = 14
 """Processes that share the tests: most of a test is work of the host. Their largest need 8 GB of the GPU each."""
+STUCK_S = 90
+"""After which a test that is still running says where: one that waits for the GPU for ever has nothing else to say."""
 SHORT_FUZZ_SEED = 10**9
 """Far from the seeds of recorded runs of `scripts/fuzz.py`, which begin at 0."""
 PARTIAL_RESULT = ROOT / "build" / "gpu_check_partial.json"
 
 
-def run_tests(shards: int = SHARDS, meanwhile: Callable[[], Any] | None = None) -> dict[str, int]:
+def run_tests(
+    shards: int = SHARDS, meanwhile: Callable[[], Any] | None = None, seconds: float = TESTS_TIMEOUT_S
+) -> dict[str, int]:
     """Run tests/gpu and count: one process compiles, one runs tests that measure time, then several share the rest.
 
-    `meanwhile` is called while those run.
+    `meanwhile` is called while those run. What has not come to its end after `seconds` is stopped, and is a failure.
     """
-    deadline = time.monotonic() + TESTS_TIMEOUT_S
+    deadline = time.monotonic() + seconds
     parts = [["-m", "not alone", "--shard", f"{i}/{shards}"] for i in range(1, shards + 1)]
     with tempfile.TemporaryDirectory() as name, ThreadPoolExecutor(1) as pool:
         folder = pathlib.Path(name)
@@ -93,6 +97,7 @@ def run_pytest(
         report, output = folder / f"{i}.xml", folder / f"{i}.txt"
         report.unlink(missing_ok=True)
         command = [sys.executable, "-m", "pytest", str(ROOT / "tests" / "gpu"), "-q", "-p", "no:cacheprovider"]
+        command += ["-o", f"faulthandler_timeout={STUCK_S}"]
         with output.open("w") as stream:
             process = subprocess.Popen(
                 [*command, f"--junitxml={report}", *options],
@@ -110,7 +115,7 @@ def run_pytest(
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
-            print(f"tests/gpu {shlex.join(options)}: not done after {TESTS_TIMEOUT_S} s", flush=True)
+            print(f"tests/gpu {shlex.join(options)}: not done in time", flush=True)
         said = output.read_text(errors="replace")
         print(said if status != 0 else said.strip().rpartition("\n")[2], flush=True)
         done.append((status, report.read_text(encoding="utf-8") if report.exists() else None))
@@ -250,6 +255,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--sections", metavar="NAME", nargs="+", choices=list(SECTIONS), help=known)
     parser.add_argument("--quick", action="store_true", help="few benchmark cases")
     parser.add_argument("--only", metavar="REGEX", help="benchmark cases whose name matches")
+    parser.add_argument(
+        "--tests-timeout", metavar="SECONDS", type=float, default=TESTS_TIMEOUT_S, help=f"of tests ({TESTS_TIMEOUT_S})"
+    )
     parser.add_argument("--skip-tests", action="store_true", help="nor random calls")
     parser.add_argument("--skip-sanitizer", action="store_true")
     parser.add_argument("--skip-benchmarks", action="store_true", help="nor accuracy")
@@ -330,7 +338,7 @@ def check(options: argparse.Namespace, code: Any, progress: Progress) -> tuple[d
     else:
         # keeps their digests, which tests that compile do not: random calls would compile theirs once more
         code.precompile([*kernels_run.shipped_specs(), *fuzz.kernel_specs()])
-        tests = run_tests(meanwhile=during_tests)
+        tests = run_tests(meanwhile=during_tests, seconds=options.tests_timeout)
     for finding in findings:
         if finding.errors != 0:
             said = "\n".join((finding.output[-2000:], *sanitize.kinds(finding.output)))

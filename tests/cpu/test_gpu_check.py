@@ -150,6 +150,7 @@ def test_pytest_processes_run_side_by_side_and_not_for_ever(monkeypatch, tmp_pat
     )
     (tmp_path / "pytest.ini").write_text("[pytest]\n")
     monkeypatch.setattr(gpu_check, "ROOT", tmp_path)
+    monkeypatch.setattr(gpu_check, "STUCK_S", 2)
     selections = [["-k", name] for name in ("test_a", "test_b", "test_c")]
     done = gpu_check.run_pytest(selections, tmp_path, time.monotonic() + 8)
     assert [status for status, _ in done] == [0, 1, None]
@@ -157,6 +158,7 @@ def test_pytest_processes_run_side_by_side_and_not_for_ever(monkeypatch, tmp_pat
     said = capfd.readouterr().out
     assert "say so" in said
     assert "-k test_c: not done" in said
+    assert 'test_some.py", line 4 in test_c' in said, "a test that is stuck says where"
 
 
 def test_shards_are_a_partition():
@@ -320,7 +322,7 @@ def card(monkeypatch, tmp_path):
         chosen = [ops[name] for name in ops if name in sections]
         return [(op, functools.partial(run_bench, op)) for op in chosen], 0
 
-    def run_tests(meanwhile):
+    def run_tests(meanwhile, seconds):
         meanwhile()
         return found.tests
 

@@ -178,20 +178,29 @@ class GqaDecodeSpec:
         ranges: a warp that has stored the scales of a tile would else find the stage of its next one two uses behind,
         and a wait by parity would not see that.
         """
-        groups = self.scale_groups(self.k_scales) + self.scale_groups(self.v_scales)
         if self.scale_warps_take_turns:
-            return min(3, self.stages) if groups > 0 else 0
+            return min(3, self.stages) if self.key_scales > 0 else 0
         return 2
 
     @property
     def scale_warps_take_turns(self) -> bool:
         """Whether a scale warp has all scales of a tile: a lane has registers for 8 of a key."""
-        return self.scale_groups(self.k_scales) + self.scale_groups(self.v_scales) <= 8
+        return self.key_scales <= 8
+
+    @property
+    def scale_writers(self) -> int:
+        """Scale warps that fill one stage."""
+        return min(self.scale_warps, 1) if self.scale_warps_take_turns else self.scale_warps
+
+    @property
+    def key_scales(self) -> int:
+        """Scales of tokens and groups that a key has, of K and of V."""
+        return self.scale_groups(self.k_scales) + self.scale_groups(self.v_scales)
 
     @property
     def scale_values(self) -> int:
         """float32 scales of a stage."""
-        return self.keys_per_tile * (self.scale_groups(self.k_scales) + self.scale_groups(self.v_scales))
+        return self.keys_per_tile * self.key_scales
 
     @property
     def page_words(self) -> int:

@@ -14,7 +14,7 @@ class NamedBarrier(IntEnum):
 
 def barriers(spec: GqaDecodeSpec) -> Rings:
     """The stages of K, V and their scales; O of the warps."""
-    loads = 1 + 32 * (min(spec.scale_warps, 1) if spec.scale_warps_take_turns else spec.scale_warps)
+    loads = 1 + 32 * spec.scale_writers
     what = "K, V and their scales are in the stage" if spec.scale_warps else "K and V are in the stage"
     return [
         [

@@ -75,8 +75,8 @@ class LoadWarp:
             if const_expr(spec.cluster > 1 and spec.paged):
                 self.prefetch_pages(page_table, work_tile.range // spec.cluster, lane)
             assigned = self.scheduler.assignment(work_list, survey, work_tile.range)
-            ahead = self.scheduler.first_upcoming(work_list, assigned)  # the next batch of page numbers
             if const_expr(spec.paged):
+                ahead = self.scheduler.first_upcoming(work_list, assigned)  # the next batch of page numbers
                 self.read_pages(pages_next, page_table, ahead, lane)
             b, offset, left, _ = assigned
             while left > 0:

@@ -14,6 +14,11 @@ def scale_row(kind: TokenFormat) -> int:
     return kind.row_bytes[1] if len(kind.row_bytes) > 1 else kind.scales.num_bytes
 
 
+def expands(kind: TokenFormat) -> bool:
+    """Whether a role makes codes of others in a stage: a key's row is shorter than its codes, a byte each."""
+    return kind.codes.num_bytes < kind.codes.count
+
+
 @dataclass(frozen=True)
 class LatentDecodeSpec(MlaDecodeSpec):
     """Compile-time facts of `latent.kernels.decode.LatentDecodeKernel`: those of `MlaDecodeSpec`, and two formats.
@@ -103,8 +108,8 @@ class LatentDecodeSpec(MlaDecodeSpec):
 
     @property
     def expands(self) -> bool:
-        """Whether a role makes codes of others: a key's row is shorter than its codes, a byte each."""
-        return any(kind.codes.num_bytes < kind.codes.count for kind in self.kinds)
+        """Whether a role makes codes of others: of one of the formats."""
+        return any(map(expands, self.kinds))
 
     @property
     def load_expands(self) -> bool:

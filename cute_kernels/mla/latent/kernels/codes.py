@@ -27,7 +27,7 @@ from cute_kernels.mla.kernels.pv import widen_values
 from cute_kernels.mla.kernels.smem import key_of_row, line_offset
 from cute_kernels.mla.kernels.tile import BLOCK_COLUMNS
 from cute_kernels.mla.latent.kernels.smem import scale_words
-from cute_kernels.mla.latent.spec import LINE_BYTES, LatentDecodeSpec, scale_row
+from cute_kernels.mla.latent.spec import LINE_BYTES, LatentDecodeSpec, expands, scale_row
 from cute_kernels.mla.spec import TOKENS_PER_TILE
 from fp8_mla.formats import TokenFormat
 
@@ -53,14 +53,12 @@ class Codes:
     quant_tiles    those that `chunk_multiplier` knows
     range_words    which scales are in range: what `outside` takes
     line_parts     a row's last line may be incomplete: code bytes are a multiple of this
-    expands        whether a row's bytes are other codes, which `expand` replaces in the stage
     """
 
     masked_scales: ClassVar[int]
     quant_tiles: ClassVar[tuple[int, ...]]
     range_words: ClassVar[tuple[int, int, int]]
     line_parts: ClassVar[int] = LINE_BYTES
-    expands: ClassVar[bool] = False
 
     def __init__(self, kind: TokenFormat):
         if kind.quant_tile not in self.quant_tiles:
@@ -79,6 +77,11 @@ class Codes:
             ValueError: the format's lines are complete.
         """
         raise ValueError(f"codes: got an incomplete line of {self.kind.name}; needs a multiple of {LINE_BYTES} bytes")
+
+    @property
+    def expands(self) -> bool:
+        """Whether a row's bytes are other codes, which `expand` replaces in the stage."""
+        return expands(self.kind)
 
     @property
     def first_line(self) -> int:
@@ -347,7 +350,6 @@ class E2m1Codes(Codes):
     quant_tiles = (16,)
     range_words = (0x01010101 * (127 - MAX_FP4_BYTE), TOP_BITS, 0)  # magnitudes up to that
     line_parts = 2 * LINE_BYTES
-    expands = True
 
     def __init__(self, kind: TokenFormat):
         super().__init__(kind)

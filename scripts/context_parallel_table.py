@@ -3,8 +3,9 @@
 python scripts/context_parallel_table.py            print it
 python scripts/context_parallel_table.py --write    write it into the page
 
-torchrun --nproc-per-node 2 scripts/context_parallel_table.py --measure    what an exchange takes, on GPUs of one host
+torchrun --nproc-per-node 2 scripts/context_parallel_table.py --measure build/ranks.json
 
+The last one measures on GPUs of one host. Records are copied by hand: cp build/ranks.json results/ranks/h100_x2.json
 Decode times are those of the cycle budget (docs/maintainers/budget.md); the link's rate is an assumption.
 """
 
@@ -13,11 +14,11 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
+import json
 import os
 import pathlib
-import statistics
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # runs from a checkout, installed or not
@@ -79,70 +80,6 @@ def crossings(link: Link = ASSUMED_NVLINK) -> list[str]:
     ]
 
 
-CALLS, REPLAYS = 20, 15
-MEASURED = ("batch", "heads", "received, KB", "symmetric memory, us", "NCCL, us")
-
-
-def measured() -> Iterator[str]:
-    """Lines of markdown: an exchange and its merge by both ways, 1 to 128 rows of MLA, on every rank of torchrun.
-
-    A graph of `CALLS` exchanges, the median of `REPLAYS` replays on the slowest rank. Nothing of it has been seen on a
-    card yet.
-    """
-    import torch
-    import torch.distributed as dist
-
-    from cute_kernels.distributed import exchange, symmetric
-    from cute_kernels.distributed.exchange import Member, Rows, Target
-
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-    torch.cuda.set_device(device)
-    dist.init_process_group("nccl", device_id=device)
-    member = Member.of(None)
-    yield _line(MEASURED)
-    yield _line(["---:", "---", *["---:"] * 3])
-    for batch in (*BATCHES, 128):
-        for heads in ("gather", "scatter"):
-            shape = (batch, 1, MLA_HEADS)
-            rows = Rows.empty(shape, MLA_D, torch.bfloat16, device)
-            rows.out.normal_()
-            rows.lse.normal_()
-            target = Target.of(heads, member, shape, MLA_D, torch.bfloat16, device, None, None, None)
-            buffer = symmetric.peer_buffer("symmetric", member, rows, target)
-            assert buffer is not None
-            ways = (
-                functools.partial(symmetric.combine_with_peers, rows, buffer, target),
-                functools.partial(exchange.combine, "measured", rows, member, target),
-            )
-            received = Exchange(member.world_size, batch * MLA_HEADS, MLA_D, heads).received / 1e3
-            yield _line([str(batch), heads, f"{received:.0f}", *(_short(_replayed_us(way)) for way in ways)])
-    dist.destroy_process_group()
-
-
-def _replayed_us(call: Callable[[], object]) -> float:
-    """Microseconds of a call in a graph, on the slowest rank."""
-    import torch
-    import torch.distributed as dist
-
-    call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(CALLS):
-            call()
-    times = []
-    for _ in range(REPLAYS):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(begin.elapsed_time(end) * 1e3 / CALLS)
-    slowest = torch.tensor(statistics.median(times), dtype=torch.float64, device="cuda")
-    dist.all_reduce(slowest, dist.ReduceOp.MAX)
-    return slowest.item()
-
-
 def filled(page: str) -> str:
     """The page with the table between its marks; raises as `markdown.fill`."""
     return markdown.fill(page, BLOCK, "\n".join([*table(), "", *crossings()]))
@@ -159,12 +96,16 @@ def _short(us: float) -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write", action="store_true", help="write the table into its page")
-    parser.add_argument("--measure", action="store_true", help="print what an exchange takes; under torchrun, on GPUs")
+    parser.add_argument("--measure", metavar="FILE", type=pathlib.Path, help="write a record; under torchrun, on GPUs")
     options = parser.parse_args(arguments)
     if options.measure:
-        for line in measured():
-            if os.environ["RANK"] == "0":
-                print(line, flush=True)
+        from scripts.bench import ranks
+
+        first = os.environ["RANK"] == "0"
+        record = ranks.measure(functools.partial(print, flush=True) if first else lambda line: None)
+        if first:
+            options.measure.parent.mkdir(parents=True, exist_ok=True)
+            options.measure.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     elif options.write:
         PAGE.write_text(filled(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
     else:

@@ -150,7 +150,8 @@ def test_a_graph_on_another_device_than_the_first(name):
             SAMPLES[name].run(**call)
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        # torch captures on a stream of the device that a process first captured on, if it is not given one
+        with torch.cuda.graph(graph, stream=stream):
             results = SAMPLES[name].run(**call)
     for t in results:
         t.zero_()

@@ -28,7 +28,8 @@ class PeerMergeKernel:
     writes is read by nobody any more.
 
     Every CTA stores before it waits, and waits for nothing but stores: no order of CTAs makes ranks wait for each other
-    for ever. The wait has a limit, because a rank may have died. It then leaves the number of that rank, plus one, at
+    for ever. It begins while the kernel before it ends, and lets the next one begin: all its own CTAs are on an SM by
+    then. The wait has a limit, because a rank may have died. It then leaves the number of that rank, plus one, at
     `report`, in memory of the host, and traps.
 
     | buffer of a rank | bytes                                         |
@@ -87,7 +88,7 @@ class PeerMergeKernel:
         addresses = (rows, peers, counts, report)
         shape = (batch * s * heads, world_size, rank, all_heads, head_shift)
         self._kernel(mSink, mOut, mLse, addresses, half_bytes, limit_ns, shape, divisors).launch(
-            grid=[CTAS, 1, 1], block=[self.spec.threads, 1, 1], stream=stream, min_blocks_per_mp=1
+            grid=[CTAS, 1, 1], block=[self.spec.threads, 1, 1], stream=stream, min_blocks_per_mp=1, use_pdl=True
         )
 
     @cute.kernel
@@ -106,6 +107,8 @@ class PeerMergeKernel:
         num_rows, world_size, rank, _, _ = shape
         tid, _, _ = cute.arch.thread_idx()
         cta, _, _ = cute.arch.block_idx()
+        cute.arch.griddepcontrol_launch_dependents()
+        cute.arch.griddepcontrol_wait()  # what kernels before this one write: rows, counters, sinks
         count = cute.make_ptr(Int32, counts + 4 * Int64(cta), AddressSpace.gmem, assumed_align=4)
         epoch = count.load() + 1
         half = FLAG_BYTES + Int64(epoch & 1) * half_bytes

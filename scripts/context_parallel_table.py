@@ -1,12 +1,12 @@
-"""The table of docs/users/context_parallel.md: eight GPUs and a context of a million tokens, on paper.
+"""The tables of docs/users/context_parallel.md: what ranks took, and eight GPUs with a million tokens on paper.
 
-python scripts/context_parallel_table.py            print it
-python scripts/context_parallel_table.py --write    write it into the page
-
-torchrun --nproc-per-node 2 scripts/context_parallel_table.py --measure build/ranks.json
+    python scripts/context_parallel_table.py            print them
+    python scripts/context_parallel_table.py --write    write them into the page
+    torchrun --nproc-per-node 2 scripts/context_parallel_table.py --measure build/ranks.json
 
 The last one measures on GPUs of one host. Records are copied by hand: cp build/ranks.json results/ranks/h100_x2.json
-Decode times are those of the cycle budget (docs/maintainers/budget.md); the link's rate is an assumption.
+
+Decode times on paper are those of the cycle budget (docs/maintainers/budget.md).
 """
 
 from __future__ import annotations
@@ -15,30 +15,89 @@ import argparse
 import dataclasses
 import functools
 import json
+import math
 import os
 import pathlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # runs from a checkout, installed or not
 
-from cute_kernels.budget.ranks import ASSUMED_NVLINK, Exchange, Link, crossing_rows, predict_ranks  # noqa: E402
+from cute_kernels.budget.ranks import Exchange, crossing_tokens, predict_ranks  # noqa: E402
 from fp8_mla.formats import V3_2  # noqa: E402
 from scripts.bench import gqa as bench_gqa  # noqa: E402
 from scripts.bench import mla as bench_mla  # noqa: E402
 from scripts.bench.report import markdown  # noqa: E402
+from scripts.bench.report.markdown import hundredths, short  # noqa: E402
 
 PAGE = ROOT / "docs" / "users" / "context_parallel.md"
-BLOCK = "context-parallel"
+MEASURED, ON_PAPER = "context-parallel-measured", "context-parallel"
 RANKS, CONTEXT = 8, 1 << 20
 BATCHES = (1, 2, 4, 8, 16, 32, 64)
 MLA_HEADS, MLA_D = 128, 512
 GQA_HEADS, GQA_KV_HEADS, GQA_D = 64, 8, 128
-HEADER = (
-    "cache", "batch", "one GPU, us", "8 GPUs, decode", "link: gather", "link: scatter", "link: q and scatter",
-    "all: gather", "all: scatter", "binds", "speed-up: gather", "speed-up: scatter",
-)  # fmt: skip
+OPS = {"mla": "FP8 MLA", "gqa": "INT8 GQA"}
+
+Record = Mapping[str, Any]
+
+
+# ---- as measured
+
+
+def records() -> list[dict[str, Any]]:
+    """What was measured, by name of its file."""
+    return [
+        json.loads(path.read_text(encoding="utf-8")) for path in sorted((ROOT / "results" / "ranks").glob("*.json"))
+    ]
+
+
+def exchange_of(case: Record, ranks: int) -> Exchange:
+    """What ranks exchange in a measured case."""
+    return Exchange(ranks, case["batch"] * MLA_HEADS, MLA_D, case["heads"])
+
+
+def measured(record: Record) -> list[str]:
+    """Lines of markdown: whole decodes, then exchanges and merges by themselves."""
+    ranks, link = record["ranks"], record["link"]
+    decodes = [
+        [
+            f"{OPS[case['op']]}, {case['batch']} x {case['keys']}", short(case["us"]), short(case["share_us"]),
+            short(case["symmetric_us"]), short(case["collective_us"]), *(
+                f"{hundredths(case['us'] / case[key])} x" for key in ("share_us", "symmetric_us", "collective_us")
+            ),
+        ]
+        for case in record["decodes"]
+    ]  # fmt: skip
+    exchanges = [
+        [
+            str(case["batch"]), case["heads"], short(case["received_bytes"] / 1e3),
+            short(case["symmetric_us"]), short(_finite(exchange_of(case, ranks).symmetric_us())),
+            short(case["collective_us"]), short(exchange_of(case, ranks).collective_us()),
+            f"{case['received_bytes'] / case['symmetric_us'] / 1e3:.0f}",
+        ]
+        for case in record["exchanges"]
+    ]  # fmt: skip
+    header = (
+        "decode, batch x tokens", "one GPU, us", "a rank's share", "symmetric", "collective",
+        "speed-up: without exchange", "symmetric", "collective",
+    )  # fmt: skip
+    of_exchange = (
+        "query tokens", "heads", "received, KB", "symmetric, us", "on paper", "collective, us", "on paper",
+        "GB/s, symmetric",
+    )  # fmt: skip
+    said = f"{ranks} x {record['card']} of one host, NCCL {record['nccl']}, torch {record['torch']}, {record['date']}. "
+    said += f"A small all-gather by itself takes {short(link['start_us'])} us; in a large one a rank receives "
+    said += f"{link['gbps']:.0f} GB/s, {link['gbps'] / 450:.2f} of what NVLink has nominally."
+    return markdown.paragraphs([said], markdown.table(header, decodes), markdown.table(of_exchange, exchanges))
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+# ---- on paper
 
 
 def mla_us(batch: int, keys: int) -> float:
@@ -52,64 +111,68 @@ def gqa_us(batch: int, keys: int) -> float:
     return bench_gqa.predict(dataclasses.replace(bench, h_q=GQA_HEADS, h_kv=GQA_KV_HEADS, d=GQA_D)).us
 
 
-def table(link: Link = ASSUMED_NVLINK) -> list[str]:
-    """Lines of markdown."""
-    lines = [_line(HEADER), _line(["---"] + ["---:"] * (len(HEADER) - 1))]
-    for name, us, heads, d, d_q in (
-        ("FP8 MLA", mla_us, MLA_HEADS, MLA_D, V3_2.d_qk),
-        ("INT8 GQA", gqa_us, GQA_HEADS, GQA_D, GQA_D),
+def on_paper() -> list[str]:
+    """Lines of markdown: eight GPUs and a million tokens, and where "gather" and "scatter" cross."""
+    header = (
+        "cache", "batch", "one GPU, us", "8 GPUs, decode", "exchange: gather", "scatter", "q and scatter", "gather by",
+        "all: gather", "scatter", "binds", "speed-up: gather", "scatter",
+    )  # fmt: skip
+    rows = []
+    for op, us, heads, d, d_q in (
+        ("mla", mla_us, MLA_HEADS, MLA_D, V3_2.d_qk),
+        ("gqa", gqa_us, GQA_HEADS, GQA_D, GQA_D),
     ):
         for batch in BATCHES:
-            one, share, rows = us(batch, CONTEXT), us(batch, CONTEXT // RANKS), batch * heads
-            gather = predict_ranks(share, Exchange(RANKS, rows, d, "gather"), link=link)
-            scatter = predict_ranks(share, Exchange(RANKS, rows, d, "scatter"), link=link)
-            queried = Exchange(RANKS, rows, d, "scatter", d_q)
-            cells = [one, share, gather.link_us, scatter.link_us, queried.link_us(link), gather.us, scatter.us]
-            speed_ups = (f"{one / found.us:.1f} x" for found in (gather, scatter))
-            lines.append(_line([name, str(batch), *map(_short, cells), gather.binds, *speed_ups]))
-    return lines
+            one, share = us(batch, CONTEXT), us(batch, CONTEXT // RANKS)
+            gather, scatter, queried = (
+                predict_ranks(share, Exchange(RANKS, batch * heads, d, of, width))
+                for of, width in (("gather", 0), ("scatter", 0), ("scatter", d_q))
+            )
+            exchanged = [short(found.exchange_us) for found in (gather, scatter, queried)]
+            all_of_it = [short(found.us) for found in (gather, scatter)]
+            speed_ups = [f"{one / found.us:.1f} x" for found in (gather, scatter)]
+            cells = [OPS[op], str(batch), short(one), short(share), *exchanged, gather.way, *all_of_it]
+            rows.append([*cells, gather.binds, *speed_ups])
+    mla = crossing_tokens(RANKS, MLA_HEADS, MLA_D, V3_2.d_qk)
+    gqa = crossing_tokens(RANKS, GQA_HEADS, GQA_D, GQA_D)
+    crossing = (
+        f"Gathering q and scattering heads takes less than `gather` from {mla} query tokens on for MLA, and from "
+    )
+    crossing += f"{gqa} on for GQA."
+    return markdown.paragraphs(markdown.table(header, rows), [crossing])
 
 
-def crossings(link: Link = ASSUMED_NVLINK) -> list[str]:
-    """Where gathering q and scattering heads begins to cost the link less than "gather"."""
-    mla = crossing_rows(RANKS, MLA_D, V3_2.d_qk, link) / MLA_HEADS
-    gqa = crossing_rows(RANKS, GQA_D, GQA_D, link) / GQA_HEADS
-    return [
-        f"Gathering q and scattering heads costs the link less than `gather` from {mla:.0f} query tokens on for MLA, "
-        f"and from {gqa:.0f} on for GQA."
-    ]
+# ---- the page
 
 
 def filled(page: str) -> str:
-    """The page with the table between its marks; raises as `markdown.fill`."""
-    return markdown.fill(page, BLOCK, "\n".join([*table(), "", *crossings()]))
+    """The page with the tables between their marks; raises as `markdown.fill`."""
+    page = markdown.fill(page, MEASURED, "\n".join(markdown.paragraphs(*map(measured, records()))))
+    return markdown.fill(page, ON_PAPER, "\n".join(on_paper()))
 
 
-def _line(cells: Sequence[str]) -> str:
-    return f"| {' | '.join(cells)} |"
+def measure(path: pathlib.Path) -> None:
+    """Writes a record, on every rank of torchrun."""
+    from scripts.bench import ranks
 
-
-def _short(us: float) -> str:
-    return f"{us:.0f}" if us >= 100 else f"{us:.1f}"
+    first = os.environ["RANK"] == "0"
+    record = ranks.measure(functools.partial(print, flush=True) if first else lambda line: None)
+    if first:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--write", action="store_true", help="write the table into its page")
+    parser.add_argument("--write", action="store_true", help="write the tables into their page")
     parser.add_argument("--measure", metavar="FILE", type=pathlib.Path, help="write a record; under torchrun, on GPUs")
     options = parser.parse_args(arguments)
     if options.measure:
-        from scripts.bench import ranks
-
-        first = os.environ["RANK"] == "0"
-        record = ranks.measure(functools.partial(print, flush=True) if first else lambda line: None)
-        if first:
-            options.measure.parent.mkdir(parents=True, exist_ok=True)
-            options.measure.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+        measure(options.measure)
     elif options.write:
         PAGE.write_text(filled(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
     else:
-        print("\n".join([*table(), "", *crossings()]))
+        print("\n".join(markdown.paragraphs(*map(measured, records()), on_paper())))
     return 0
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from dataclasses import dataclass
 
@@ -9,6 +10,8 @@ from cute_kernels.budget.rates import H200, Rates
 
 LSE_BYTES = 16
 """Of a row that is sent, after its output: the log-sum-exp, padded to keep rows at multiples of 16 bytes."""
+HALF_BYTES = 32 << 20
+"""Of a rank's buffer over symmetric memory for one call, as `distributed.symmetric` makes it."""
 MERGE_LAUNCH_US = 4.7
 """What a launch of `merge_states` takes in addition to its bytes: eight float32 states of 128 x 128 heads take 71.6 us
 on an H200, their bytes 66.8 at the rate of a copy."""
@@ -16,21 +19,24 @@ on an H200, their bytes 66.8 at the rate of a copy."""
 
 @dataclass(frozen=True)
 class Link:
-    """How fast ranks send to each other.
+    """How fast ranks exchange.
 
-    gbps      that one rank receives while all of them send, GB/s
-    start_us  what a collective takes in addition to its bytes
-    measured  whether both were measured: tables say so
+    gbps                that one rank receives by a large collective while all of them send, GB/s
+    start_us            what a collective takes in addition to its bytes
+    symmetric_gbps      the same of the launch over symmetric memory, whose time includes the merge
+    symmetric_start_us  what that takes in addition
     """
 
     gbps: float
     start_us: float
-    measured: bool = True
+    symmetric_gbps: float
+    symmetric_start_us: float
 
 
-ASSUMED_NVLINK = Link(gbps=360, start_us=20, measured=False)
-"""Assumptions, neither is measured: four fifths of the 450 GB/s that a Hopper GPU has in each direction, nominally; and
-what a small collective of NCCL may take among the eight GPUs of a host."""
+NVLINK = Link(gbps=231, start_us=6.2, symmetric_gbps=160, symmetric_start_us=6.6)
+"""Of two H100s of one host (results/ranks): an all-gather of 64 MiB and one of 1 KB; the symmetric exchanges of 1 and
+of 128 query tokens of 128 heads, d 512, are what its two constants are fitted to. More ranks have not been measured:
+each has the same link to the switch, but a collective among them may take longer to start."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +78,7 @@ class Exchange:
         others = self.ranks - 1
         return others * self.merged * self.row_bytes + others * (self.rows // self.ranks) * 2 * self.d_q
 
-    def link_us(self, link: Link = ASSUMED_NVLINK) -> float:
+    def link_us(self, link: Link = NVLINK) -> float:
         """Microseconds of the collectives, one after the other. A group of one has none to wait for."""
         if self.ranks == 1:
             return 0.0
@@ -83,30 +89,45 @@ class Exchange:
         """Microseconds of the merge: states are read, and the output is written."""
         return MERGE_LAUNCH_US + rates.copy_us(self.merged * (self.ranks * self.row_bytes + 2 * self.d + 4))
 
+    def collective_us(self, rates: Rates = H200, link: Link = NVLINK) -> float:
+        """Microseconds of the collectives and the merge."""
+        return self.link_us(link) + self.merge_us(rates)
+
+    def symmetric_us(self, link: Link = NVLINK) -> float:
+        """Microseconds over symmetric memory; `math.inf` where the buffers that are made by default are too small.
+
+        Queries are gathered by a collective before.
+        """
+        if self.ranks == 1 or self.ranks * self.merged * self.row_bytes > HALF_BYTES:
+            return math.inf
+        partials = dataclasses.replace(self, d_q=0).received
+        queries = link.start_us + (self.received - partials) / (link.gbps * 1e3) if self.d_q else 0.0
+        return queries + link.symmetric_start_us + partials / (link.symmetric_gbps * 1e3)
+
 
 @dataclass(frozen=True)
 class RanksPrediction:
-    """Microseconds of a call over all ranks, and its parts; `binds` names the longest."""
+    """Microseconds of a call over all ranks, and its parts.
+
+    way  "symmetric" or "collective": what takes less, exchange and merge
+    """
 
     decode_us: float
-    link_us: float
-    merge_us: float
+    exchange_us: float
+    way: str
 
     @property
     def us(self) -> float:
         """All of it: nothing overlaps."""
-        return self.decode_us + self.link_us + self.merge_us
+        return self.decode_us + self.exchange_us
 
     @property
     def binds(self) -> str:
-        """The longest part."""
-        parts = {"decode": self.decode_us, "link": self.link_us, "merge": self.merge_us}
-        return max(parts, key=lambda part: parts[part])
+        """The longer part."""
+        return "decode" if self.decode_us >= self.exchange_us else "exchange"
 
 
-def predict_ranks(
-    decode_us: float, exchange: Exchange, rates: Rates = H200, link: Link = ASSUMED_NVLINK
-) -> RanksPrediction:
+def predict_ranks(decode_us: float, exchange: Exchange, rates: Rates = H200, link: Link = NVLINK) -> RanksPrediction:
     """Time of a call of `context_parallel_decode`.
 
     Args:
@@ -115,18 +136,23 @@ def predict_ranks(
         rates: of each card.
         link: between cards.
     """
-    return RanksPrediction(decode_us, exchange.link_us(link), exchange.merge_us(rates))
+    collective, symmetric = exchange.collective_us(rates, link), exchange.symmetric_us(link)
+    if symmetric < collective:
+        return RanksPrediction(decode_us, symmetric, "symmetric")
+    return RanksPrediction(decode_us, collective, "collective")
 
 
-def crossing_rows(ranks: int, d: int, d_q: int, link: Link = ASSUMED_NVLINK) -> float:
-    """Rows (batch x s_q x heads) from which gathering q and scattering heads costs the link less than "gather".
+def crossing_tokens(ranks: int, heads: int, d: int, d_q: int, rates: Rates = H200, link: Link = NVLINK) -> int | None:
+    """Query tokens from which gathering q and scattering heads takes less than "gather".
 
     With "gather" every rank has q. Gathering it is one more collective, and scattering heads moves fewer bytes.
 
     Returns:
-        `math.inf` where it never does.
+        None where that is no less with 4096 tokens.
     """
-    probe = ranks * 1024
-    gather, scatter = Exchange(ranks, probe, d, "gather"), Exchange(ranks, probe, d, "scatter", d_q)
-    saved = (gather.received - scatter.received) / probe / (link.gbps * 1e3)
-    return link.start_us / saved if saved > 0 else math.inf
+    for tokens in range(1, 4097):
+        gather = predict_ranks(0.0, Exchange(ranks, tokens * heads, d, "gather"), rates, link)
+        scatter = predict_ranks(0.0, Exchange(ranks, tokens * heads, d, "scatter", d_q), rates, link)
+        if scatter.us < gather.us:
+            return tokens
+    return None

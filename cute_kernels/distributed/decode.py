@@ -48,7 +48,7 @@ def context_parallel_decode(
     heads: str = "gather",
     interleave: int = 1,
     gather_q: bool = False,
-    combine: str | None = "collective",
+    combine: str | None = None,
     **kwargs: Any,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Attention of a few query tokens over a context whose keys are spread over the ranks of a group.
@@ -80,12 +80,12 @@ def context_parallel_decode(
             blocks, for the price of as many times fewer bytes.
         interleave: tokens that go to one rank in turn.
         gather_q: q has this rank's heads only, and all ranks' are gathered first.
-        combine: how partials are exchanged. "collective": one collective of the group, then `merge_states`.
-            "symmetric": one launch stores them to the other ranks' memory and merges them as they arrive, over torch's
-            symmetric memory, for GPUs of one host that reach each other. The first call makes the buffers, outside of
-            graph capture; calls of a group follow one another on one stream of a rank, or on streams that wait for each
-            other. It has not been run on two GPUs, so it is not the default. None: "symmetric" where ranks can, and
-            partials fit into buffers of 64 MiB a rank, else "collective". The two may differ in the last bit.
+        combine: how partials are exchanged. None: "symmetric" where ranks can, and partials fit into buffers of 64 MiB
+            a rank, else "collective"; the two may differ in the last bit. "collective": one collective of the group,
+            then `merge_states`. "symmetric": one launch stores them to the other ranks' memory and merges them as they
+            arrive, over torch's symmetric memory, for GPUs of one host that reach each other. The first call makes the
+            buffers, outside of graph capture; calls of a group follow one another on one stream of a rank, or on
+            streams that wait for each other.
         kwargs: of the op, `out`, `lse` and `return_lse` for what this function returns. `s_aux` joins the denominator
             once: (all heads,), or (heads that are returned,). Another one, `local_lengths`, (batch, s_q) int32 from
             `shard_lengths`, saves each layer of a model the same few launches.

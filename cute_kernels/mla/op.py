@@ -264,7 +264,8 @@ def _launch(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
 def _is_v3_2_alone(cache_format: str | None, cache_layout: str | None, *extra: Any) -> bool:
     """Whether a call that names a format, a layout or a second cache is still one over a single cache of V3.2."""
     named = cache_format is None or cache_format == V3_2.name
-    return named and cache_layout != "planar" and all(argument is None for argument in extra)
+    laid_out = cache_layout is None or cache_layout == "interleaved"
+    return named and laid_out and all(argument is None for argument in extra)
 
 
 def _prepare(

@@ -43,6 +43,8 @@ SMALL_BYTES, LARGE_BYTES = 1 << 10, 1 << 26
 """Sent by each rank in a bare collective: its start decides, or the link."""
 CALLS, LONG_CALLS, REPLAYS = 20, 4, 21
 """Of a replay: exchanges, and decodes, which all take so many, so that all meet the same clock."""
+ENQUEUE_CYCLES = 1_000_000
+"""Half a millisecond, in which the host enqueues a replay."""
 REST_SECONDS = 0.05
 """Before a replay of decodes, as in `scripts.bench.in_layer`."""
 
@@ -203,13 +205,17 @@ def time_us(call: Callable[[], Any], calls: int = CALLS, rest: float = 0.0) -> f
 
 
 def _spans(graph: torch.cuda.CUDAGraph, rest: float = 0.0) -> list[float]:
-    """Microseconds of replays. Before each, the ranks have met: one that starts late would be waited for."""
+    """Microseconds of replays. All ranks meet on their GPUs before each, when every host has enqueued it.
+
+    Without that the slower host's rank starts tens of microseconds later, and the other one's exchange waits for it.
+    """
     met = torch.zeros(1, device="cuda")
     spans = []
     for number in range(REPLAYS + 1):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         torch.cuda.synchronize()
         time.sleep(rest)
+        torch.cuda._sleep(ENQUEUE_CYCLES)
         dist.all_reduce(met)
         begin.record()
         graph.replay()

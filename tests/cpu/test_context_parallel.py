@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 
 from cute_kernels import mla_fp8_decode
-from cute_kernels.budget.ranks import Exchange, Link, crossing_rows, predict_ranks
-from cute_kernels.distributed import context_parallel_decode
+from cute_kernels.budget.ranks import HALF_BYTES, NVLINK, Exchange, Link, crossing_tokens, predict_ranks
+from cute_kernels.distributed import context_parallel_decode, symmetric
 from cute_kernels.distributed.exchange import Rows
 from scripts import context_parallel_table
 from tests.support import context_turns, context_workers, examples
@@ -80,7 +80,8 @@ def test_the_example_runs_under_torchrun(tmp_path: Path) -> None:
 def test_the_table_is_up_to_date() -> None:
     page = context_parallel_table.PAGE.read_text(encoding="utf-8")
     assert context_parallel_table.filled(page) == page, "run python scripts/context_parallel_table.py --write"
-    assert all(line in page for line in context_parallel_table.table())
+    assert all(line in page for line in context_parallel_table.on_paper())
+    assert all(record["card"] in page for record in context_parallel_table.records())
 
 
 # ---- on paper
@@ -98,22 +99,54 @@ def test_what_ranks_receive_is_what_is_sent() -> None:
 
 
 def test_gather_and_scatter_cross_where_the_link_says() -> None:
-    rows = crossing_rows(8, 512, 576)
-    for factor, cheaper in ((0.5, "gather"), (2.0, "scatter")):
-        whole = round(rows * factor / 8) * 8
-        gather = Exchange(8, whole, 512, "gather").link_us()
-        scatter = Exchange(8, whole, 512, "scatter", 576).link_us()
-        assert ("gather" if gather < scatter else "scatter") == cheaper
-    assert crossing_rows(2, 512, 10_000) == math.inf
+    tokens = crossing_tokens(8, 128, 512, 576)
+    assert tokens is not None and tokens > 1
+    for count, cheaper in ((tokens - 1, "gather"), (tokens, "scatter"), (8 * tokens, "scatter")):
+        gather = predict_ranks(0.0, Exchange(8, count * 128, 512, "gather")).us
+        scatter = predict_ranks(0.0, Exchange(8, count * 128, 512, "scatter", 576)).us
+        assert ("gather" if gather <= scatter else "scatter") == cheaper
+    assert crossing_tokens(2, 128, 512, 10_000) is None
 
 
 def test_a_group_of_one_waits_for_no_link() -> None:
-    found = predict_ranks(10.0, Exchange(1, 128, 512))
-    assert (found.decode_us, found.link_us, found.binds) == (10.0, 0.0, "decode")
-    slow = predict_ranks(10.0, Exchange(8, 128, 512), link=Link(gbps=1, start_us=0))
-    assert slow.binds == "link" and slow.link_us == 7 * 128 * 1040 / 1e3
-    assert slow.us == slow.decode_us + slow.link_us + slow.merge_us
+    alone = Exchange(1, 128, 512)
+    assert (alone.link_us(), alone.symmetric_us(), predict_ranks(10.0, alone).way) == (0.0, math.inf, "collective")
+    slow = Exchange(8, 128, 512)
+    link = Link(gbps=1, start_us=0, symmetric_gbps=2, symmetric_start_us=5)
+    assert slow.link_us(link) == 7 * 128 * 1040 / 1e3
+    found = predict_ranks(10.0, slow, link=link)
+    assert (found.binds, found.way) == ("exchange", "symmetric")
+    assert found.us == found.decode_us + found.exchange_us == 10.0 + 5 + 7 * 128 * 1040 / 2e3
     with pytest.raises(ValueError, match="rows: got 7, needs a multiple of ranks 2"):
         Exchange(2, 7, 512)
     with pytest.raises(ValueError, match="heads: got 'all'"):
         Exchange(2, 8, 512, "all")
+
+
+def test_symmetric_memory_holds_what_its_buffers_hold() -> None:
+    assert HALF_BYTES == symmetric.HALF_BYTES
+    rows = HALF_BYTES // (8 * 1040) // 8 * 8
+    assert Exchange(8, rows, 512).symmetric_us() < math.inf == Exchange(8, rows + 8, 512).symmetric_us()
+    queried = Exchange(8, 1024, 512, "scatter", 576)
+    partials = Exchange(8, 1024, 512, "scatter")
+    assert queried.symmetric_us() - partials.symmetric_us() == pytest.approx(
+        NVLINK.start_us + 7 * 128 * 2 * 576 / (NVLINK.gbps * 1e3)
+    )
+
+
+# ---- as measured
+
+
+@pytest.mark.parametrize("record", context_parallel_table.records(), ids=lambda record: record["card"])
+def test_the_link_is_the_measured_one(record: dict[str, Any]) -> None:
+    """Constants are those of the record; exchanges between the two that they are fitted to are predicted."""
+    assert NVLINK.gbps == pytest.approx(record["link"]["gbps"], rel=0.05)
+    assert NVLINK.start_us == pytest.approx(record["link"]["start_us"], rel=0.15)
+    errors = []
+    for case in record["exchanges"]:
+        assert case["difference"] < 4e-3
+        exchange = context_parallel_table.exchange_of(case, record["ranks"])
+        assert exchange.received == case["received_bytes"]
+        errors += [exchange.symmetric_us() / case["symmetric_us"], exchange.collective_us() / case["collective_us"]]
+    assert all(0.6 < error < 1.5 for error in filter(math.isfinite, errors)), errors
+    assert all(case["difference"] < 5e-3 for case in record["decodes"])

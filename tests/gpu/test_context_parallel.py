@@ -190,7 +190,7 @@ def test_shards_are_captured(interleave: int) -> None:
 
 @several_gpus
 def test_gpus_equal_one_process(tmp_path: Path) -> None:
-    """All cases over NCCL, a process for each of two GPUs, or of four."""
+    """All cases over NCCL and over symmetric memory, a process for each of two GPUs, or of four."""
     world_size = 4 if torch.cuda.device_count() >= 4 else 2
     found = context_workers.run(
         "all_cases", tmp_path, world_size=world_size, wait_for=world_size, backend="nccl", timeout=500.0

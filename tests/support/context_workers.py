@@ -328,8 +328,15 @@ def work(rank: int, world_size: int, timeout: float, store: str, task: str, back
 
 
 def all_cases(rank: int) -> list[tuple[str, Any]]:
-    """Problems by case."""
-    return problems_of(CASES, rank, "cuda" if dist.get_backend() == "nccl" else "cpu")
+    """Problems by case; on GPUs decodes are combined by both ways."""
+    if dist.get_backend() != "nccl":
+        return problems_of(CASES, rank, "cpu")
+    decodes = [case for case in CASES if case.op != "prefill"]
+    found = dict(problems_of(CASES, rank, "cuda"))
+    for combine in ("collective", "symmetric"):
+        for name, problems in problems_of(decodes, rank, "cuda", combine=combine):
+            found[name] += [f"{combine}: {problem}" for problem in problems]
+    return list(found.items())
 
 
 def problems_of(cases: Sequence[Case], rank: int, device: str, **options: Any) -> list[tuple[str, Any]]:

@@ -28,9 +28,9 @@ class PeerMergeKernel:
     writes is read by nobody any more.
 
     Every CTA stores before it waits, and waits for nothing but stores: no order of CTAs makes ranks wait for each other
-    for ever. It begins while the kernel before it ends, and lets the next one begin: all its own CTAs are on an SM by
-    then. The wait has a limit, because a rank may have died. It then leaves the number of that rank, plus one, at
-    `report`, in memory of the host, and traps.
+    for ever. It begins while the kernel before it ends. It does not let the next one begin: CTAs of that one would keep
+    exchanges of other groups on this GPU from an SM, whose peers then wait for them. The wait has a limit, because a
+    rank may have died. It then leaves the number of that rank, plus one, at `report`, in memory of the host, and traps.
 
     | buffer of a rank | bytes                                         |
     |------------------|-----------------------------------------------|
@@ -107,8 +107,7 @@ class PeerMergeKernel:
         num_rows, world_size, rank, _, _ = shape
         tid, _, _ = cute.arch.thread_idx()
         cta, _, _ = cute.arch.block_idx()
-        cute.arch.griddepcontrol_launch_dependents()
-        cute.arch.griddepcontrol_wait()  # what kernels before this one write: rows, counters, sinks
+        cute.arch.griddepcontrol_wait()  # for what kernels before this one write: rows, counters, sinks
         count = cute.make_ptr(Int32, counts + 4 * Int64(cta), AddressSpace.gmem, assumed_align=4)
         epoch = count.load() + 1
         half = FLAG_BYTES + Int64(epoch & 1) * half_bytes

@@ -195,9 +195,9 @@ def _launch(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
     )  # fmt: skip
     prepared = _prepared.get(key) or _prepare(key, _Request(*arguments))
     if out is None:
-        out = torch.empty_like(q, memory_format=torch.contiguous_format)
+        out = memory.empty_like(q)
     if lse is None:
-        lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device) if return_lse else prepared.unread_lse
+        lse = memory.empty_like(prepared.unread_lse) if return_lse else prepared.unread_lse
     if prepared.kernel is None:
         _check(*arguments)
         out.zero_()

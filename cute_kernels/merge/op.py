@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from cute_kernels.merge.reference import merge_states_reference
 from cute_kernels.merge.spec import MAX_D, VECTOR_BYTES, MergeSpec
+from cute_kernels.runtime import memory
 from cute_kernels.runtime.arch import require_sm90
 from cute_kernels.runtime.checks import check_tensor, refuse_gradients, require
 from cute_kernels.runtime.compile import get_kernel
@@ -56,6 +57,8 @@ def merge_states(
     """
     if torch.is_grad_enabled():
         refuse_gradients("merge_states", _TENSORS, outs, lses, s_aux, out, lse)
+    if isinstance(outs, torch.Tensor) and outs.is_cuda and not torch.compiler.is_compiling():
+        return _merge_on_gpu(outs, lses, s_aux, out, lse)
     if out is None or lse is None:
         _check_outs(outs)
         if out is None:
@@ -67,17 +70,36 @@ def merge_states(
 
 
 _Kernel = Callable[[torch.Tensor, torch.Tensor, "torch.Tensor | None", torch.Tensor, torch.Tensor], None]
-_prepared: PreparedLaunches[tuple[Any, ...], _Kernel] = PreparedLaunches()
-"""Kernels; the key is all that they are chosen by and all that they do not check themselves."""
+
+
+class PreparedLaunch(NamedTuple):
+    """What stays the same while the shapes of a call do: the kernel, and templates of out and lse."""
+
+    kernel: _Kernel
+    out_like: torch.Tensor
+    lse_like: torch.Tensor
+
+
+_prepared: PreparedLaunches[tuple[Any, ...], PreparedLaunch] = PreparedLaunches()
+"""The key is all that kernels are chosen by and all that they do not check themselves."""
 _MAX_DIMS = 5  # n, batch, s, heads, d: what the kernel takes
 
 
 def _launch(
-    outs: torch.Tensor, lses: torch.Tensor, s_aux: torch.Tensor | None, out: torch.Tensor, lse: torch.Tensor
-) -> None:
+    outs: torch.Tensor,
+    lses: torch.Tensor,
+    s_aux: torch.Tensor | None,
+    out: torch.Tensor | None,
+    lse: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Calls the kernel with leading dimensions (batch, s, heads): heads stay apart for `s_aux`."""
-    key = (outs.get_device(), outs.shape, outs.dtype, out.dtype, s_aux is None)
-    kernel = _prepared.get(key) or _prepare(key, outs, lses, s_aux, out, lse)
+    key = (outs.get_device(), outs.shape, outs.dtype, outs.dtype if out is None else out.dtype, s_aux is None)
+    prepared = _prepared.get(key) or _prepare(key, outs, lses, s_aux, out, lse)
+    if out is None:
+        out = memory.empty_like(prepared.out_like)
+    if lse is None:
+        lse = memory.empty_like(prepared.lse_like)
+    merged = out, lse
     dims = outs.dim()
     for _ in range(dims, _MAX_DIMS):
         outs, lses, out, lse = outs.unsqueeze(1), lses.unsqueeze(1), out.unsqueeze(0), lse.unsqueeze(0)
@@ -85,7 +107,8 @@ def _launch(
         out, lse = _views(out, lse)
         n = outs.shape[0]
         outs, lses = outs.reshape(n, *out.shape), lses.reshape(n, *lse.shape)
-    kernel(outs, lses, s_aux, out, lse)
+    prepared.kernel(outs, lses, s_aux, out, lse)
+    return merged
 
 
 def _prepare(
@@ -93,30 +116,36 @@ def _prepare(
     outs: torch.Tensor,
     lses: torch.Tensor,
     s_aux: torch.Tensor | None,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-) -> _Kernel:
+    out: torch.Tensor | None,
+    lse: torch.Tensor | None,
+) -> PreparedLaunch:
     """Loads the kernel after all checks.
 
     On a CPU, or without rows, another function replaces it. That one checks nothing, so it is not kept.
     """
     _check(outs, lses, s_aux, out, lse)
-    rows, shape = lse.numel(), outs.shape
-    if outs.device.type == "cpu":
-        return _merge_on_cpu
+    shape, device = tuple(outs.shape), outs.device
+    if device.type == "cpu":
+        assert out is not None and lse is not None  # the operator requires both
+        return PreparedLaunch(_merge_on_cpu, out, lse)
+    templates = (
+        memory.template(shape[1:], outs.dtype, device),
+        memory.template(shape[1:-1], torch.float32, device),
+    )
+    rows = math.prod(shape[1:-1])
     if not rows:
-        return _merge_nothing
+        return PreparedLaunch(_merge_nothing, *templates)
     spec = MergeSpec.for_launch(
         rows=rows,
         num_states=shape[0],
         d=shape[-1],
         in_dtype=DTYPES[outs.dtype],
-        out_dtype=DTYPES[out.dtype],
+        out_dtype=DTYPES[outs.dtype if out is None else out.dtype],
         has_sink=s_aux is not None,
     )
-    kernel = get_kernel(spec)
+    prepared = PreparedLaunch(get_kernel(spec), *templates)
     # of more dimensions the kernel sees views and cannot tell whether the shapes agree: each call is checked
-    return kernel if len(shape) > _MAX_DIMS else _prepared.keep(key, kernel, outs.device)
+    return prepared if len(shape) > _MAX_DIMS else _prepared.keep(key, prepared, device)
 
 
 def _merge_on_cpu(
@@ -132,7 +161,11 @@ def _merge_nothing(*tensors: torch.Tensor | None) -> None:
 
 
 def _check(
-    outs: torch.Tensor, lses: torch.Tensor, s_aux: torch.Tensor | None, out: torch.Tensor, lse: torch.Tensor
+    outs: torch.Tensor,
+    lses: torch.Tensor,
+    s_aux: torch.Tensor | None,
+    out: torch.Tensor | None,
+    lse: torch.Tensor | None,
 ) -> None:
     """Raises what is wrong with the arguments, by name."""
     _check_outs(outs)
@@ -142,11 +175,13 @@ def _check(
     if s_aux is not None:
         require(len(shape) >= 3, "s_aux", f"outs of shape {shape}", "outs (n, ..., heads, d)")
         check_tensor("s_aux", s_aux, dtype=torch.float32, shape=shape[-2:-1], device=device)
-    check_tensor("out", out, dtype=tuple(DTYPES), shape=shape[1:], device=device, align=VECTOR_BYTES,
-                 unit_last_stride=True)  # fmt: skip
-    check_tensor("lse", lse, dtype=torch.float32, shape=shape[1:-1], device=device)
-    require(lse.numel() < 2**31, "outs", f"shape {shape}", "fewer than 2^31 rows")
-    if len(shape) > _MAX_DIMS:
+    if out is not None:
+        check_tensor("out", out, dtype=tuple(DTYPES), shape=shape[1:], device=device, align=VECTOR_BYTES,
+                     unit_last_stride=True)  # fmt: skip
+    if lse is not None:
+        check_tensor("lse", lse, dtype=torch.float32, shape=shape[1:-1], device=device)
+    require(math.prod(shape[1:-1]) < 2**31, "outs", f"shape {shape}", "fewer than 2^31 rows")
+    if len(shape) > _MAX_DIMS and out is not None and lse is not None:
         _views(out, lse)  # raises where the kernel's views do not exist, on a CPU too
     if device.type != "cpu":
         require_sm90("outs", device)
@@ -178,9 +213,19 @@ def _view(name: str, t: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
         raise ValueError(f"{name}: got shape {tuple(t.shape)} with strides {t.stride()}; needs {needs}") from None
 
 
+_merge_on_gpu = launch_or_explain(_launch, _check)
+
+
+def _run(
+    outs: torch.Tensor, lses: torch.Tensor, s_aux: torch.Tensor | None, out: torch.Tensor, lse: torch.Tensor
+) -> None:
+    """The operator, for torch.compile and CPU tensors."""
+    _merge_on_gpu(outs, lses, s_aux, out, lse)
+
+
 _merge_states = register_op(
     "merge_states",
     "(Tensor outs, Tensor lses, Tensor? s_aux, Tensor(a!) out, Tensor(b!) lse) -> ()",
-    launch_or_explain(_launch, _check),
+    _run,
     lambda outs, lses, s_aux, out, lse: None,
 )

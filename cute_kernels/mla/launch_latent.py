@@ -41,6 +41,7 @@ class LatentLaunch(NamedTuple):
     need: workspace.Need
     no_sink: torch.Tensor
     no_length: torch.Tensor
+    out_like: torch.Tensor  # a template
     unread_lse: torch.Tensor  # for callers that want no lse
 
 
@@ -86,10 +87,9 @@ def launch_latent(request: Request) -> tuple[torch.Tensor, torch.Tensor]:
     prepared = _prepared.get(key) or _prepare(request, key, keys, ragged, caches)
     out, lse = request.out, request.lse
     if out is None:
-        out = torch.empty((batch, s_q, h_q, first.d_v), dtype=torch.bfloat16, device=q.device)
+        out = memory.empty_like(prepared.out_like)
     if lse is None:
-        shape = (batch, s_q, h_q)
-        lse = torch.empty(shape, dtype=torch.float32, device=q.device) if request.return_lse else prepared.unread_lse
+        lse = memory.empty_like(prepared.unread_lse) if request.return_lse else prepared.unread_lse
     if prepared.kernel is None:
         check(*request)
         out.zero_()
@@ -183,6 +183,7 @@ def _prepare(
         workspace.reserve(device, partial_rows * PARTIAL_FLOATS, batch * s_q * blocks if partial_rows else 0),
         constants.no_sink[:h_q],
         constants.no_length.expand(batch, s_q),
+        memory.template((batch, s_q, h_q, FORMATS[keys[0].name].d_v), torch.bfloat16, device),
         memory.unread((batch, s_q, h_q), device),
     )
     return _prepared.keep(key, prepared, device)

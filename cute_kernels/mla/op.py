@@ -193,6 +193,7 @@ class PreparedLaunch(NamedTuple):
     zero_row: int  # address of the token that masked keys read
     no_sink: torch.Tensor
     no_length: torch.Tensor
+    out_like: torch.Tensor  # a template
     unread_lse: torch.Tensor  # for callers that want no lse
 
 
@@ -236,9 +237,9 @@ def _launch(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
     )  # fmt: skip
     prepared = _prepared.get(key) or _prepare(*key)
     if out is None:
-        out = torch.empty((batch, s_q, h_q, fp8_mla.V_DIM), dtype=torch.bfloat16, device=q.device)
+        out = memory.empty_like(prepared.out_like)
     if lse is None:
-        lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device) if return_lse else prepared.unread_lse
+        lse = memory.empty_like(prepared.unread_lse) if return_lse else prepared.unread_lse
     if prepared.kernel is None:
         _check(*arguments)
         out.zero_()
@@ -316,6 +317,7 @@ def _prepare(
         zero_row.data_ptr(),
         constants.no_sink[:h_q],
         constants.no_length.expand(batch, s_q),
+        memory.template((batch, s_q, h_q, fp8_mla.V_DIM), torch.bfloat16, device),
         memory.unread((batch, s_q, h_q), device),
     )
     key = (

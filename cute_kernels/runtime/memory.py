@@ -122,6 +122,20 @@ def constants(device: torch.device) -> Constants:
     return for_all_streams(device, make)
 
 
+def template(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """What `empty_like` makes tensors of this shape from: one element of memory, of four bytes at most.
+
+    `torch.empty` takes 2.4 us with a dtype and a device, and longer where a program has set a default device; an
+    addition takes 2.7 us on the same host.
+    """
+    return constants(device).no_sink[:1].view(dtype)[:1].expand(shape)
+
+
+def empty_like(known: torch.Tensor) -> torch.Tensor:
+    """A new contiguous tensor of the shape of another one, or of a template; 1.1 us."""
+    return torch.empty_like(known, memory_format=torch.contiguous_format)
+
+
 def require_not_capturing(device: torch.device) -> None:
     """Raises RuntimeError under graph capture, where memory that outlives the graph cannot be allocated."""
     if is_capturing(device):

@@ -1,5 +1,7 @@
+import functools
 import itertools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -190,7 +192,8 @@ def prepared(monkeypatch: pytest.MonkeyPatch, outs: torch.Tensor, out_dtype: tor
     kernel, shape = Kernel(), outs.shape
     out, lse = torch.empty(shape[1:], dtype=out_dtype), torch.empty(shape[1:-1])
     sinks = (None, torch.zeros(shape[-2:-1])) if len(shape) > 2 else (None,)
-    prepare(monkeypatch, merge_op, kernel, *((outs, torch.zeros(shape[:-1]), sink, out, lse) for sink in sinks))
+    launch = merge_op.PreparedLaunch(kernel, out, lse)
+    prepare(monkeypatch, merge_op, launch, *((outs, torch.zeros(shape[:-1]), sink, out, lse) for sink in sinks))
     kernel.calls = 0
     return kernel
 
@@ -232,13 +235,19 @@ def test_bad_input_of_a_prepared_launch(case, dims, monkeypatch):
     assert kernel.calls == 0
 
 
+def launch_on_meta(monkeypatch: pytest.MonkeyPatch, launched: Callable[..., None]) -> None:
+    """Has the device "meta" stand for a GPU, and `launched(spec, *arguments)` for its kernels."""
+    monkeypatch.setattr(merge_op, "_prepared", PreparedLaunches())
+    monkeypatch.setattr(merge_op, "require_sm90", lambda name, device: None)
+    monkeypatch.setattr(merge_op, "get_kernel", lambda spec: functools.partial(launched, spec))
+    monkeypatch.setattr(merge_op.memory, "template", lambda shape, dtype, device: torch.empty(shape, device=device))
+
+
 @pytest.mark.parametrize("transposed", [False, True], ids=["views", "copies"])
 def test_more_dimensions_than_the_kernel_takes(transposed, monkeypatch):
     """Every call is checked, since the kernel gets views, in which different shapes with equal sizes look the same."""
     seen: list[tuple[torch.Tensor | None, ...]] = []
-    monkeypatch.setattr(merge_op, "_prepared", PreparedLaunches())
-    monkeypatch.setattr(merge_op, "require_sm90", lambda name, device: None)
-    monkeypatch.setattr(merge_op, "get_kernel", lambda spec: lambda *arguments: seen.append(arguments))
+    launch_on_meta(monkeypatch, lambda spec, *arguments: seen.append(arguments))
     outs, lses = (torch.randn(3, 4, 2, 3, 5, *d, device="meta") for d in ((8,), ()))
     if transposed:
         outs, lses = outs.transpose(1, 2), lses.transpose(1, 2)
@@ -257,9 +266,7 @@ def test_more_dimensions_than_the_kernel_takes(transposed, monkeypatch):
 
 def test_the_first_launch_prepares_the_others(monkeypatch):
     calls: list[tuple[Any, ...]] = []
-    monkeypatch.setattr(merge_op, "_prepared", PreparedLaunches())
-    monkeypatch.setattr(merge_op, "require_sm90", lambda name, device: None)
-    monkeypatch.setattr(merge_op, "get_kernel", lambda spec: lambda *arguments: calls.append((spec, *arguments)))
+    launch_on_meta(monkeypatch, lambda *called: calls.append(called))
     outs, lses = OUTS.to("meta"), LSES.to("meta")  # any device but the CPU
     for launches in (1, 2, 3):
         merge_states(outs, lses)

@@ -66,7 +66,7 @@ def measured(record: Record) -> list[str]:
             f"{OPS[case['op']]}, {case['batch']} x {case['keys']}", short(case["us"]), short(case["share_us"]),
             short(case["symmetric_us"]), short(case["collective_us"]), *(
                 f"{hundredths(case['us'] / case[key])} x" for key in ("share_us", "symmetric_us", "collective_us")
-            ),
+            ), ", ".join(dict.fromkeys(map(str, case["calls"].values()))),
         ]
         for case in record["decodes"]
     ]  # fmt: skip
@@ -81,7 +81,7 @@ def measured(record: Record) -> list[str]:
     ]  # fmt: skip
     header = (
         "decode, batch x tokens", "one GPU, us", "a rank's share", "symmetric", "collective",
-        "speed-up: without exchange", "symmetric", "collective",
+        "speed-up: without exchange", "symmetric", "collective", "calls of a replay",
     )  # fmt: skip
     of_exchange = (
         "query tokens", "heads", "received, KB", "symmetric, us", "on paper", "collective, us", "on paper",

@@ -33,10 +33,10 @@ class Link:
     symmetric_start_us: float
 
 
-NVLINK = Link(gbps=231, start_us=6.2, symmetric_gbps=160, symmetric_start_us=6.6)
-"""Of two H100s of one host (results/ranks): an all-gather of 64 MiB and one of 1 KB; the symmetric exchanges of 1 and
-of 128 query tokens of 128 heads, d 512, are what its two constants are fitted to. More ranks have not been measured:
-each has the same link to the switch, but a collective among them may take longer to start."""
+NVLINK = Link(gbps=232, start_us=5.8, symmetric_gbps=199, symmetric_start_us=6.1)
+"""Of two H100s of one host (results/ranks): an all-gather of 64 MiB and one of 1 KB; the constants of symmetric memory
+are fitted to exchanges of 1 and of 64 query tokens of 128 heads, d 512. More ranks have not been measured: each has the
+same link to the switch, but a collective among them may take longer to start."""
 
 
 @dataclass(frozen=True)

@@ -84,8 +84,8 @@ def context_parallel_decode(
             a rank, else "collective"; the two may differ in the last bit. "collective": one collective of the group,
             then `merge_states`. "symmetric": one launch stores them to the other ranks' memory and merges them as they
             arrive, over torch's symmetric memory, for GPUs of one host that reach each other. The first call makes the
-            buffers, outside of graph capture; calls of a group follow one another on one stream of a rank, or on
-            streams that wait for each other.
+            buffers, outside of graph capture. Replays of graphs with calls of one group must follow one another, on one
+            stream of a rank or on streams that wait for each other; eager calls do so by themselves.
         kwargs: of the op, `out`, `lse` and `return_lse` for what this function returns. `s_aux` joins the denominator
             once: (all heads,), or (heads that are returned,). Another one, `local_lengths`, (batch, s_q) int32 from
             `shard_lengths`, saves each layer of a model the same few launches.

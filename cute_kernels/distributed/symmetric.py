@@ -35,6 +35,28 @@ _DEFAULT_TIMEOUT = datetime.timedelta(minutes=10)
 COMBINE = (None, "collective", "symmetric")
 
 
+class _Order:
+    """Makes eager launches of a rank over one buffer follow each other, on whatever streams they are.
+
+    Two at a time would count as one. The order of launches that are captured is up to the graphs.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._lock = device, threading.Lock()
+        self._last: tuple[int, torch.cuda.Stream] | None = None
+
+    def follow(self) -> None:
+        """Has the current stream wait for the last launch, if that was on another one."""
+        stream = torch._C._cuda_getCurrentRawStream(self._device.index)
+        if (self._last is not None and self._last[0] == stream) or is_capturing(self._device):
+            return
+        current = torch.cuda.current_stream(self._device)
+        with self._lock:
+            if self._last is not None:
+                current.wait_stream(self._last[1])
+            self._last = stream, current
+
+
 class _Buffer:
     """This rank's buffer, and how the kernel reaches those of all ranks."""
 
@@ -58,6 +80,7 @@ class _Buffer:
 
         self._own, self._counts, self._pinned = for_all_streams(device, make)
         self._half_bytes, self._device = half_bytes, device
+        self.order = _Order(device)
 
     def meet(self, member: Member) -> None:
         """Finds the others' buffers; all ranks of the group call it at the same time, once all have allocated.
@@ -172,6 +195,7 @@ def combine_with_peers(rows: Rows, buffer: _Buffer, target: Target) -> tuple[tor
         out = rows.out.new_empty((*leading, heads, rows.out.shape[-1]))
     if lse is None:
         lse = rows.lse.new_empty((*leading, heads))
+    buffer.order.follow()
     merge_with_peers(rows.bytes, buffer.memory, target.s_aux, out, lse)
     return out, lse
 

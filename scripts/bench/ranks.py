@@ -1,7 +1,7 @@
 """What ranks of one host take to exchange partial results, and how much faster they decode together.
 
 Runs on every rank of torchrun; all ranks return the same record. Times are those of the slowest rank, in-layer: graphs
-of a small kernel and a call in turn, less the graph of the small kernels, the median of `REPLAYS` replays.
+of a small kernel and a call in turn, less graphs of the small kernels, medians of `REPLAYS` replays.
 """
 
 from __future__ import annotations
@@ -41,10 +41,12 @@ DECODED: Final = (
 """Op, batch, and tokens of each context."""
 SMALL_BYTES, LARGE_BYTES = 1 << 10, 1 << 26
 """Sent by each rank in a bare collective: its start decides, or the link."""
-CALLS, LONG_CALLS, REPLAYS = 20, 4, 21
-"""Of a replay: exchanges, and decodes, which all take so many, so that all meet the same clock."""
-ENQUEUE_CYCLES = 1_000_000
-"""Half a millisecond, in which the host enqueues a replay."""
+FEW, MANY, REPLAYS = 4, 20, 21
+"""Calls of a shorter and a longer replay. A call takes what the second has more, over the calls it has more: ranks may
+begin a replay apart, and the first exchange waits for that. With an exchange, each of 4 decodes of 82 us took 33 us
+more, each of 20 took 10."""
+ENQUEUE_CYCLES = 10_000_000
+"""Five milliseconds, in which the host enqueues a replay."""
 REST_SECONDS = 0.05
 """Before a replay of decodes, as in `scripts.bench.in_layer`."""
 
@@ -177,9 +179,10 @@ def decodes(member: Member, device: torch.device) -> Iterator[dict[str, Any]]:
         errors = [relative_error(decode.together(way), whole) for way in ways]
         calls = {"us": decode.alone, "share_us": decode.of_share}
         calls |= {f"{way}_us": functools.partial(decode.together, way) for way in ways}
-        us = {name: time_us(call, LONG_CALLS, REST_SECONDS) for name, call in calls.items()}
+        us = {name: time_us(call, REST_SECONDS) for name, call in calls.items()}
         case = {"op": op, "batch": batch, "keys": tokens, "cache_bytes": _bytes(decode.whole)}
-        yield {**case, **{name: round(value, 2) for name, value in us.items()}, "difference": max(errors)}
+        counted = {"calls": dict.fromkeys(us, f"{FEW} to {MANY}"), "difference": max(errors)}
+        yield {**case, **{name: round(value, 2) for name, value in us.items()}, **counted}
         del decode, whole
         torch.cuda.empty_cache()
 
@@ -188,7 +191,7 @@ def _bytes(arguments: Mapping[str, Any]) -> int:
     return sum(t.numel() * t.element_size() for name, t in arguments.items() if name.endswith(("cache", "scale")))
 
 
-def time_us(call: Callable[[], Any], calls: int = CALLS, rest: float = 0.0) -> float:
+def time_us(call: Callable[[], Any], rest: float = 0.0) -> float:
     """Microseconds of a call, in-layer, on the slowest rank, after rests of so many seconds.
 
     All ranks call it at the same time.
@@ -196,15 +199,20 @@ def time_us(call: Callable[[], Any], calls: int = CALLS, rest: float = 0.0) -> f
     call()
     torch.cuda.synchronize()
     small = in_layer.small_kernel()
-    layered, plain = (timing.capture([each] * calls, warmed=True)[0] for each in (lambda: (small(), call()), small))
-    pairs = zip(_spans(layered, rest), _spans(plain), strict=True)
-    us = statistics.median((with_call - without) / calls for with_call, without in pairs)
-    slowest = torch.tensor(us, dtype=torch.float64, device="cuda")
+
+    def replay_us(each: Callable[[], Any], calls: int) -> float:
+        graph, _ = timing.capture([each] * calls, warmed=True)
+        return statistics.median(_spans(graph, rest))
+
+    layered, plain = (
+        (replay_us(each, MANY) - replay_us(each, FEW)) / (MANY - FEW) for each in (lambda: (small(), call()), small)
+    )
+    slowest = torch.tensor(layered - plain, dtype=torch.float64, device="cuda")
     dist.all_reduce(slowest, dist.ReduceOp.MAX)
     return slowest.item()
 
 
-def _spans(graph: torch.cuda.CUDAGraph, rest: float = 0.0) -> list[float]:
+def _spans(graph: torch.cuda.CUDAGraph, rest: float) -> list[float]:
     """Microseconds of replays. All ranks meet on their GPUs before each, when every host has enqueued it.
 
     Without that the slower host's rank starts tens of microseconds later, and the other one's exchange waits for it.

@@ -31,11 +31,11 @@ FAR: dict[str, dict[str, tuple[float, float]]] = {
         "gqa_decode bf16 none paged_NHD_64 32x64x1 s_k 8192 d 64 window 128": (8.3, 6.7),
     },
     "h100": {
-        "mla_fp8_decode sparse 128x32x1 topk 2048": (65.8, 80.6),
-        "mla_fp8_decode sparse 128x24x1 topk 2048": (65.4, 79.0),
-        "mla_fp8_decode sparse 128x16x1 topk 2048": (65.5, 77.7),
-        "mla_fp8_decode sparse 128x8x1 topk 2048": (65.1, 77.1),
-        "mla_fp8_decode dense 1x16x1 s_k 131072": (38.4, 55.0),
+        "mla_fp8_decode sparse 128x32x1 topk 2048": (65.8, 81.0),
+        "mla_fp8_decode sparse 128x24x1 topk 2048": (65.4, 79.2),
+        "mla_fp8_decode sparse 128x16x1 topk 2048": (65.5, 77.9),
+        "mla_fp8_decode sparse 128x8x1 topk 2048": (65.1, 77.5),
+        "mla_fp8_decode dense 1x16x1 s_k 131072": (38.4, 55.7),
         "gqa_decode bf16 none paged_NHD_64 32x64x1 s_k 8192 d 64 window 128": (9.0, 7.6),
     },
 }

@@ -141,6 +141,23 @@ def test_a_report_names_the_rank_and_the_timeout() -> None:
     assert "timeout of 600 s" in buffer.failure()
 
 
+def test_launches_on_several_streams_follow_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each waits for the one before; what is captured waits for nothing, and is not waited for."""
+    waits: list[tuple[int, int]] = []
+    streams = {
+        n: SimpleNamespace(wait_stream=lambda other, n=n: waits.append((n, other.number)), number=n) for n in range(3)
+    }
+    now = {"stream": 0, "capturing": False}
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: now["stream"], raising=False)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: streams[now["stream"]])
+    monkeypatch.setattr(symmetric, "is_capturing", lambda device: now["capturing"])
+    order = symmetric._Order(GPU)
+    for stream, capturing in ((0, False), (0, False), (1, False), (1, False), (2, True), (0, False), (0, True)):
+        now.update(stream=stream, capturing=capturing)
+        order.follow()
+    assert waits == [(1, 0), (0, 1)]
+
+
 # ---- how ranks agree
 
 

@@ -200,14 +200,16 @@ def time_us(call: Callable[[], Any], rest: float = 0.0) -> float:
     torch.cuda.synchronize()
     small = in_layer.small_kernel()
 
-    def replay_us(each: Callable[[], Any], calls: int) -> float:
-        graph, _ = timing.capture([each] * calls, warmed=True)
-        return statistics.median(_spans(graph, rest))
+    def more_us(each: Callable[[], Any], seconds: float) -> float:
+        """What the longer replay has more."""
+        spans = []
+        for calls in (FEW, MANY):
+            graph, _ = timing.capture([each] * calls, warmed=True)
+            spans.append(statistics.median(_spans(graph, seconds)))
+        return (spans[1] - spans[0]) / (MANY - FEW)
 
-    layered, plain = (
-        (replay_us(each, MANY) - replay_us(each, FEW)) / (MANY - FEW) for each in (lambda: (small(), call()), small)
-    )
-    slowest = torch.tensor(layered - plain, dtype=torch.float64, device="cuda")
+    us = more_us(lambda: (small(), call()), rest) - more_us(small, 0.0)
+    slowest = torch.tensor(us, dtype=torch.float64, device="cuda")
     dist.all_reduce(slowest, dist.ReduceOp.MAX)
     return slowest.item()
 

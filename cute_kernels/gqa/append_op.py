@@ -193,6 +193,6 @@ _append = register_op(
     "kv_int8_append",
     "(Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor(c!) k_scale, Tensor(d!) v_scale, "
     "Tensor slot_mapping, str layout) -> ()",
-    launch_or_explain(_launch, _check),
+    launch_or_explain(_launch, _check, _TENSORS),
     lambda k, v, k_cache, v_cache, k_scale, v_scale, slot_mapping, layout: None,
 )

@@ -17,7 +17,7 @@ from cute_kernels.runtime.checks import check_tensor, fail, refuse_gradients, re
 from cute_kernels.runtime.compile import get_kernel
 from cute_kernels.runtime.launch import PreparedLaunches, launch_or_explain
 from cute_kernels.runtime.memory import MAX_HEADS
-from cute_kernels.runtime.ops import register_op
+from cute_kernels.runtime.ops import is_traced, register_op
 
 MAX_S_Q = 8
 NO_WINDOW = 2**30
@@ -135,7 +135,7 @@ def gqa_decode(
         q, k_cache, v_cache, k_scale, v_scale, layout, cache_seqlens, block_table, causal, window, softcap,
         alibi_slopes, s_aux, softmax_scale, num_splits,
     )  # fmt: skip
-    if isinstance(q, torch.Tensor) and q.is_cuda and not torch.compiler.is_compiling():
+    if isinstance(q, torch.Tensor) and q.is_cuda and not is_traced():
         out, lse = _decode_on_gpu(*arguments, out, lse, return_lse)
         return (out, lse) if return_lse else out
     if not isinstance(q, torch.Tensor) or q.dim() != 4:
@@ -440,7 +440,7 @@ def _check_numbers(request: _Request) -> None:
         require(0 < request.softcap < _INF, "softcap", request.softcap, "a positive number")
 
 
-_decode_on_gpu = launch_or_explain(_launch, _check)
+_decode_on_gpu = launch_or_explain(_launch, _check, _Request._fields)
 
 
 def _run(*arguments: Any) -> None:

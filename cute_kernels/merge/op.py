@@ -15,7 +15,7 @@ from cute_kernels.runtime.arch import require_sm90
 from cute_kernels.runtime.checks import check_tensor, refuse_gradients, require
 from cute_kernels.runtime.compile import get_kernel
 from cute_kernels.runtime.launch import PreparedLaunches, launch_or_explain
-from cute_kernels.runtime.ops import register_op
+from cute_kernels.runtime.ops import is_traced, register_op
 
 DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 _TENSORS = ("outs", "lses", "s_aux", "out", "lse")
@@ -57,7 +57,7 @@ def merge_states(
     """
     if torch.is_grad_enabled():
         refuse_gradients("merge_states", _TENSORS, outs, lses, s_aux, out, lse)
-    if isinstance(outs, torch.Tensor) and outs.is_cuda and not torch.compiler.is_compiling():
+    if isinstance(outs, torch.Tensor) and outs.is_cuda and not is_traced():
         return _merge_on_gpu(outs, lses, s_aux, out, lse)
     if out is None or lse is None:
         _check_outs(outs)
@@ -213,7 +213,7 @@ def _view(name: str, t: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
         raise ValueError(f"{name}: got shape {tuple(t.shape)} with strides {t.stride()}; needs {needs}") from None
 
 
-_merge_on_gpu = launch_or_explain(_launch, _check)
+_merge_on_gpu = launch_or_explain(_launch, _check, _TENSORS)
 
 
 def _run(

@@ -149,6 +149,6 @@ def _explain(*arguments: Any) -> None:
 _append = register_op(
     "mla_fp8_append",
     "(Tensor kv, Tensor(a!) kv_cache, Tensor slot_mapping, str? cache_format=None, str? cache_layout=None) -> ()",
-    launch_or_explain(_launch, _explain),
+    launch_or_explain(_launch, _explain, _TENSORS),
     lambda *arguments: None,
 )

@@ -14,7 +14,7 @@ from cute_kernels.runtime import memory, workspace
 from cute_kernels.runtime.checks import fail
 from cute_kernels.runtime.compile import get_kernel
 from cute_kernels.runtime.launch import PreparedLaunches
-from fp8_mla.formats import FORMATS
+from fp8_mla.formats import FORMATS, TokenFormat
 from fp8_mla.pages import check_pages
 
 
@@ -22,11 +22,17 @@ class CacheKey(NamedTuple):
     """Of a cache, what a prepared launch depends on."""
 
     name: str
+    num_bytes: int  # of a token; not checked by the kernel, as both strides: a page must hold its scale rows
     page_size: int
     width: int
-    page_stride: int  # not checked by the kernel: a page must hold its scale rows
+    page_stride: int
     token_stride: int
-    has_pages: bool
+    pages: int  # 0, 1, or 2 for more: of one page the stride means nothing
+
+    @property
+    def has_pages(self) -> bool:
+        """Whether there is a key to read."""
+        return self.pages > 0
 
 
 class LatentLaunch(NamedTuple):
@@ -69,12 +75,12 @@ def launch_latent(request: Request) -> tuple[torch.Tensor, torch.Tensor]:
     if d_qk != first.d_qk or (second is None) != (request.extra_indices is None) or not (sparse or second is None):
         fail("q", f"{d_qk} columns, or a second cache without indices", "what the format has")
     caches = [_pages(request.kv_cache)]
-    keys = [_cache_key(caches[0], first.name, index)]
+    keys = [_cache_key(caches[0], first, request.cache_layout, index)]
     indices_of, lengths = [index], [given]
     if second is not None:
         assert request.extra_kv_cache is not None and request.extra_indices is not None
         caches.append(_pages(request.extra_kv_cache))
-        keys.append(_cache_key(caches[1], second.name, request.extra_indices))
+        keys.append(_cache_key(caches[1], second, request.cache_layout, request.extra_indices))
         indices_of.append(request.extra_indices)
         lengths.append(request.extra_topk_length)
     elif request.extra_topk_length is not None or request.extra_cache_format is not None:
@@ -95,6 +101,8 @@ def launch_latent(request: Request) -> tuple[torch.Tensor, torch.Tensor]:
         out.zero_()
         lse.fill_(request.lse_if_empty)
         return out, lse
+    if len(prepared.strides) < len(caches):
+        check(*request)  # of a cache that the kernel does not read it checks nothing
     arguments: list[Any] = []
     for i, strides in enumerate(prepared.strides, start=1 if prepared.swapped else 0):
         length = lengths[i]
@@ -134,9 +142,19 @@ def _pages(cache: torch.Tensor) -> torch.Tensor:
     return pages
 
 
-def _cache_key(pages: torch.Tensor, name: str, index: torch.Tensor) -> CacheKey:
-    num_pages, page_size, _ = pages.shape
-    return CacheKey(name, page_size, index.shape[-1], pages.stride(0), pages.stride(1), num_pages > 0)
+def _cache_key(
+    pages: torch.Tensor, token_format: TokenFormat, cache_layout: str | None, index: torch.Tensor
+) -> CacheKey:
+    num_pages, page_size, num_bytes = pages.shape
+    page_stride, token_stride, _ = pages.stride()
+    if token_stride < num_bytes and cache_layout != "interleaved" and num_pages and len(token_format.row_bytes) > 1:
+        # a tensor whose tokens overlap does not reach to the end of the scale rows
+        room = pages.untyped_storage().nbytes() - pages.storage_offset()
+        if room < (num_pages - 1) * page_stride + page_size * num_bytes:
+            fail("kv_cache", f"{room} bytes", "all rows of the last page")
+    return CacheKey(
+        token_format.name, num_bytes, page_size, index.shape[-1], page_stride, token_stride, min(num_pages, 2)
+    )
 
 
 def _prepare(

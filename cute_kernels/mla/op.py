@@ -19,7 +19,7 @@ from cute_kernels.runtime.arch import require_sm90
 from cute_kernels.runtime.checks import fail, refuse_gradients
 from cute_kernels.runtime.compile import get_kernel
 from cute_kernels.runtime.launch import PreparedLaunches, launch_or_explain
-from cute_kernels.runtime.ops import register_op
+from cute_kernels.runtime.ops import is_traced, register_op
 from fp8_mla.formats import V3_2
 
 DEFAULT_SCALE = fp8_mla.QK_DIM**-0.5
@@ -142,7 +142,7 @@ def mla_fp8_decode(
         exchange, scores, cache_format, cache_layout, extra_kv_cache, extra_indices, extra_topk_length,
         extra_cache_format,
     )  # fmt: skip
-    if isinstance(q, torch.Tensor) and q.is_cuda and not torch.compiler.is_compiling():
+    if isinstance(q, torch.Tensor) and q.is_cuda and not is_traced():
         out, lse = _decode_on_gpu(*arguments, out, lse, False, return_lse)
     else:
         out, lse = _decode_by_operator(_Request(*arguments, out, lse))
@@ -164,7 +164,7 @@ def decode_request(**arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
     request = _Request(**arguments)
     if torch.is_grad_enabled():
         refuse_gradients("mla_fp8_decode", _TENSORS, *(getattr(request, name) for name in _TENSORS))
-    if isinstance(request.q, torch.Tensor) and request.q.is_cuda and not torch.compiler.is_compiling():
+    if isinstance(request.q, torch.Tensor) and request.q.is_cuda and not is_traced():
         return _decode_on_gpu(*request)
     return _decode_by_operator(request)
 
@@ -341,7 +341,7 @@ def _zero_row(device: torch.device) -> torch.Tensor:
     return memory.for_all_streams(device, make)
 
 
-_decode_on_gpu = launch_or_explain(_launch, _check)
+_decode_on_gpu = launch_or_explain(_launch, _check, _Request._fields)
 
 
 def _run(*arguments: Any) -> None:

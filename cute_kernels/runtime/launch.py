@@ -14,12 +14,14 @@ of integers (a kernel takes int8 for uint8, and uint64 for int64).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+import warnings
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, TypeVar
 
 import torch
 
 from cute_kernels.runtime import memory
+from cute_kernels.runtime.checks import fail
 
 Result = TypeVar("Result")
 Key = TypeVar("Key", bound=Hashable)
@@ -28,8 +30,17 @@ Prepared = TypeVar("Prepared")
 MAX_PREPARED = 4096  # about 1 MB of keys
 
 
-def launch_or_explain(launch: Callable[..., Result], check: Callable[..., None]) -> Callable[..., Result]:
+PLAIN = frozenset({torch.Tensor, torch.nn.Parameter, type(None), bool, int, float, str})
+"""Types of arguments that are what they seem."""
+
+
+def launch_or_explain(
+    launch: Callable[..., Result], check: Callable[..., None], names: tuple[str, ...]
+) -> Callable[..., Result]:
     """The function that launches, and says what is wrong with the arguments if the launch is refused.
+
+    A tensor without memory of its own (of DTensor, or a fake one) has the address 0, which every kernel would take: it
+    is refused before. To look at the types of 22 arguments takes 0.5 us.
 
     All three take the same arguments, by position.
 
@@ -39,9 +50,12 @@ def launch_or_explain(launch: Callable[..., Result], check: Callable[..., None])
             that error.
         check: raises the error that the caller sees, which names the argument. If it finds nothing wrong, the error of
             `launch` is the kernel's own, or one of memory, and is raised as it is.
+        names: of the arguments that may be tensors, by position.
     """
 
     def run(*arguments: Any) -> Result:
+        if not PLAIN.issuperset(map(type, arguments)):
+            require_memory(names, arguments)
         try:
             return launch(*arguments)
         except Exception as error:
@@ -54,6 +68,22 @@ def launch_or_explain(launch: Callable[..., Result], check: Callable[..., None])
             del refusal  # its traceback holds this frame, and with it the caller's tensors
 
     return run
+
+
+def require_memory(names: Sequence[str], arguments: Sequence[Any]) -> None:
+    """Raises TypeError for the first tensor that has elements and no memory of its own."""
+    for name, value in zip(names, arguments, strict=False):
+        if isinstance(value, torch.Tensor) and type(value) not in PLAIN and value.numel() and not _has_memory(value):
+            fail(name, f"{type(value).__name__} without memory of its own", "a plain tensor", TypeError)
+
+
+def _has_memory(t: torch.Tensor) -> bool:
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch warns of the address of a fake tensor
+            return t.data_ptr() != 0
+    except RuntimeError:
+        return False
 
 
 class PreparedLaunches(dict[Key, Prepared]):

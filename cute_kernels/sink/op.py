@@ -12,7 +12,7 @@ from cute_kernels.runtime import memory
 from cute_kernels.runtime.arch import require_sm90
 from cute_kernels.runtime.checks import check_tensor, fail, require
 from cute_kernels.runtime.launch import launch_or_explain
-from cute_kernels.runtime.ops import NAMESPACE, needs_grad, register_op
+from cute_kernels.runtime.ops import NAMESPACE, is_traced, needs_grad, register_op
 from cute_kernels.sink.launch import SinkRequest, launch_backward, launch_forward, reference_arguments
 from cute_kernels.sink.plan import route
 from cute_kernels.sink.reference import reference_sink_attention, reference_sink_attention_backward
@@ -113,7 +113,7 @@ def sink_attention(
     arguments = (
         q, k, v, s_aux, cu_seqlens_q, cu_seqlens_k, causal, window, softmax_scale, deterministic, differentiable
     )  # fmt: skip
-    if not torch.compiler.is_compiling():
+    if not is_traced():
         if differentiable:  # otherwise torch's dispatcher raises first, and its message has types only
             _check(*arguments)
         elif isinstance(q, torch.Tensor) and q.is_cuda:
@@ -280,7 +280,7 @@ def _decode_if_few(*arguments: Any) -> Any:
     return _decode(request)
 
 
-_decode_or_explain = launch_or_explain(_decode_if_few, _check)
+_decode_or_explain = launch_or_explain(_decode_if_few, _check, _Request._fields)
 
 
 # ---- operators

@@ -2,11 +2,14 @@
 
 import gc
 import weakref
-from typing import NoReturn
+from collections.abc import Callable
+from typing import Any, NoReturn
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
+from cute_kernels import mla_fp8_decode
 from cute_kernels.runtime import launch
 from cute_kernels.runtime.launch import PreparedLaunches, launch_or_explain
 
@@ -20,7 +23,7 @@ def test_a_launch_that_works_is_not_checked() -> None:
         calls.append(arguments)
         return "launched"
 
-    assert launch_or_explain(prepared, pytest.fail)(1, "two") == "launched"
+    assert launch_or_explain(prepared, pytest.fail, ())(1, "two") == "launched"
     assert calls == [(1, "two")]
 
 
@@ -33,7 +36,7 @@ def test_the_checks_word_the_error(refusal: type[Exception]) -> None:
         raise ValueError(f"value: got {value}; needs another")
 
     with pytest.raises(ValueError, match="value: got 3") as raised:
-        launch_or_explain(refuse, check)(3)
+        launch_or_explain(refuse, check, ())(3)
     assert raised.value.__context__ is None, "the user would read two errors"
 
 
@@ -44,7 +47,7 @@ def test_an_error_of_the_kernel_itself_is_seen() -> None:
         raise RuntimeError("CUDA error: launch failed")
 
     with pytest.raises(RuntimeError, match="launch failed") as raised:
-        launch_or_explain(kernel, checked.append)(3)
+        launch_or_explain(kernel, checked.append, ())(3)
     assert checked == [3] and raised.value.__context__ is None
 
 
@@ -53,7 +56,7 @@ def test_an_interrupt_is_not_swallowed() -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        launch_or_explain(interrupted, pytest.fail)()
+        launch_or_explain(interrupted, pytest.fail, ())()
 
 
 @pytest.mark.parametrize("explained", [False, True])
@@ -72,7 +75,7 @@ def test_a_refusal_keeps_no_argument_alive(explained: bool) -> None:
     gc.disable()
     try:
         try:
-            launch_or_explain(refuse, check)(tensor)
+            launch_or_explain(refuse, check, ())(tensor)
         except (RuntimeError, ValueError):
             pass
         del tensor
@@ -93,3 +96,48 @@ def test_nothing_is_kept_under_capture(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch.memory, "is_capturing", lambda device: True)
     prepared: PreparedLaunches[int, str] = PreparedLaunches()
     assert prepared.keep(1, "one", CPU) == "one" and not prepared
+
+
+class _Wrapper(torch.Tensor):
+    """A tensor without memory, as of DTensor."""
+
+    @staticmethod
+    def __new__(cls, inner: torch.Tensor) -> "_Wrapper":
+        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype, device=inner.device)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        raise NotImplementedError(func)
+
+
+def fake_tensor() -> torch.Tensor:
+    with FakeTensorMode():
+        return torch.zeros(3, device="cpu")
+
+
+@pytest.mark.parametrize("make", [lambda: _Wrapper(torch.zeros(3)), fake_tensor], ids=["wrapper", "fake"])
+def test_a_tensor_without_memory_is_refused_before_the_launch(make: Callable[[], torch.Tensor]) -> None:
+    """Its address is 0, which a kernel would take."""
+    launched: list[Any] = []
+    run = launch_or_explain(lambda *arguments: launched.append(arguments), pytest.fail, ("q", "s_aux"))
+    plain = torch.zeros(3)
+    with pytest.raises(TypeError, match=r"s_aux: got \w+ without memory of its own; needs a plain tensor"):
+        run(plain, make(), "BNSH", 3, None)
+    assert not launched
+    for argument in (torch.nn.Parameter(plain), plain.as_subclass(_Plain), torch.zeros(0).as_subclass(_Plain)):
+        run(plain, argument, ["a list"], None)
+    assert len(launched) == 3
+
+
+class _Plain(torch.Tensor):
+    """A subclass with memory."""
+
+
+def test_a_dispatch_mode_sees_the_operator() -> None:
+    """Shapes are computed without memory, and the implementation is not called."""
+    with FakeTensorMode():
+        q = torch.zeros((1, 1, 8, 576), dtype=torch.bfloat16, device="cpu")
+        cache = torch.zeros((2, 64, 656), dtype=torch.uint8, device="cpu")
+        indices = torch.zeros((1, 1, 5), dtype=torch.int32, device="cpu")
+        out, lse = mla_fp8_decode(q, cache, indices=indices, return_lse=True)
+    assert type(out) is type(q) and out.shape == (1, 1, 8, 512) and lse.shape == (1, 1, 8)

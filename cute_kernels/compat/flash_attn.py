@@ -97,7 +97,7 @@ def flash_attn_with_kvcache(
         TypeError, ValueError: what `gqa_decode` refuses; there `page_table` is called block_table.
     """
     # imported here, so that importing this module loads no kernel
-    from cute_kernels.gqa.op import gqa_decode
+    from cute_kernels.gqa.op import check_decode, gqa_decode
 
     _refuse(
         qv=qv, rotary_cos=rotary_cos, rotary_sin=rotary_sin, rotary_seqlens=rotary_seqlens,
@@ -116,26 +116,31 @@ def flash_attn_with_kvcache(
     if k is not None and v is not None:
         if cache_seqlens is None:
             raise ValueError("cache_seqlens: got None with k and v; needs the tokens before them")
-        _store(((k_cache, k), (v_cache, v)), cache_seqlens, table)
-        cache_seqlens = cache_seqlens + k.shape[1]
     _check_alibi(alibi_slopes, seen, queries.shape[1])
-    result, lse = gqa_decode(
-        queries,
-        k_cache,
-        v_cache,
-        layout="BSNH" if table is None else "paged_NHD",
-        cache_seqlens=cache_seqlens,
-        block_table=table,
-        causal=seen.causal,
-        window=seen.window,
-        softcap=float(softcap) if softcap else None,
-        alibi_slopes=alibi_slopes,
-        s_aux=_sinks(s_aux, learnable_sink),
-        softmax_scale=softmax_scale,
-        num_splits=num_splits or None,
-        out=None if out is None else out.view(queries.shape),
-        return_lse=True,
-    )
+    given: dict[str, Any] = {
+        "q": queries,
+        "k_cache": k_cache,
+        "v_cache": v_cache,
+        "layout": "BSNH" if table is None else "paged_NHD",
+        "cache_seqlens": cache_seqlens,
+        "block_table": table,
+        "causal": seen.causal,
+        "window": seen.window,
+        "softcap": float(softcap) if softcap else None,
+        "alibi_slopes": alibi_slopes,
+        "s_aux": _sinks(s_aux, learnable_sink),
+        "softmax_scale": softmax_scale,
+        "num_splits": num_splits or None,
+        "out": None if out is None else out.view(queries.shape),
+    }
+    if k is not None and v is not None:
+        assert cache_seqlens is not None
+        if not torch.compiler.is_compiling():
+            check_decode(**given)  # before anything is stored
+        _check_new(k, v, queries, k_cache)
+        _store(((k_cache, k), (v_cache, v)), cache_seqlens, table)
+        given["cache_seqlens"] = cache_seqlens + k.shape[1]
+    result, lse = gqa_decode(**given, return_lse=True)
     result = result.view(q.shape) if out is None else out
     return (result, lse_of(lse)) if return_softmax_lse else result
 
@@ -219,7 +224,7 @@ def flash_attn_func(
             q, k, v, sinks, causal=seen.causal, window=seen.window, softmax_scale=softmax_scale,
             deterministic=deterministic, return_lse=True,
         )  # fmt: skip
-    result = result if out is None else out.copy_(result)
+    result = _written(out, result)
     return (result, lse.transpose(1, 2)) if return_attn_probs or return_softmax_lse else result
 
 
@@ -324,7 +329,7 @@ def flash_attn_varlen_func(
         q, k, v, _sinks(s_aux, learnable_sink), causal=seen.causal, window=seen.window, softmax_scale=softmax_scale,
         cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, deterministic=deterministic, return_lse=True,
     )  # fmt: skip
-    result = result if out is None else out.copy_(result)
+    result = _written(out, result)
     return (result, lse.transpose(0, 1)) if wants_lse else result
 
 
@@ -367,6 +372,28 @@ def _batched(q: torch.Tensor, cu_seqlens_q: torch.Tensor | None, max_seqlen_q: i
     if s_q > MAX_DECODED:
         _unable("max_seqlen_q", s_q, f"at most {MAX_DECODED} query tokens over a cache")
     return q.view(batch, s_q, *q.shape[1:]), lambda lse: lse.flatten(0, 1).transpose(0, 1)
+
+
+def _check_new(k: torch.Tensor, v: torch.Tensor, q: torch.Tensor, k_cache: torch.Tensor) -> None:
+    """New tokens: as many of k as of v, in q's dtype, of the cache's heads."""
+    from cute_kernels.runtime.checks import check_tensor, refuse_gradients
+
+    if torch.is_grad_enabled():
+        refuse_gradients("flash_attn_with_kvcache", ("k", "v"), k, v)
+    check_tensor("k", k, ndim=4)
+    for name, new in (("k", k), ("v", v)):
+        shape = (q.shape[0], k.shape[1], *k_cache.shape[2:])
+        check_tensor(name, new, dtype=q.dtype, shape=shape, device=q.device)
+
+
+def _written(out: torch.Tensor | None, result: torch.Tensor) -> torch.Tensor:
+    """The result, in the caller's tensor if there is one."""
+    from cute_kernels.runtime.checks import check_tensor
+
+    if out is None:
+        return result
+    check_tensor("out", out, dtype=result.dtype, shape=tuple(result.shape), device=result.device)
+    return out.copy_(result)
 
 
 def _store(

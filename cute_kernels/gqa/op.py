@@ -148,6 +148,17 @@ def gqa_decode(
     return (out, lse) if return_lse else out
 
 
+def check_decode(**arguments: Any) -> None:
+    """Raises what `gqa_decode` would, for adapters of this package that write to a cache before they call it.
+
+    Args:
+        arguments: of `gqa_decode` by name, but `return_lse`.
+    """
+    if torch.is_grad_enabled():
+        refuse_gradients("gqa_decode", _TENSORS, *(arguments.get(name) for name in _TENSORS))
+    _check(*_Request(**{**dict.fromkeys(_Request._fields[:-1]), **arguments}))
+
+
 class PreparedLaunch(NamedTuple):
     """All that stays the same while the shapes of a call do. `kernel` is None if there is no key."""
 

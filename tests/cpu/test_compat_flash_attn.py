@@ -368,3 +368,43 @@ def test_importing_it_loads_no_kernel() -> None:
     code = "import sys, cute_kernels.compat.flash_attn; print([m for m in sys.modules if m.endswith('.op')])"
     result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert result.stdout.strip() == "[]", result.stderr
+
+
+NEW: dict[str, tuple[str, dict[str, Any]]] = {
+    "k of one head": ("k", {"k": torch.ones(2, 2, 1, 64).bfloat16()}),
+    "k of another width": ("k", {"k": torch.ones(2, 2, 2, 1).bfloat16()}),
+    "k of one sequence": ("k", {"k": torch.ones(1, 2, 2, 64).bfloat16()}),
+    "k of float32": ("k", {"k": torch.ones(2, 2, 2, 64)}),
+    "v of fewer tokens": ("v", {"v": torch.ones(2, 1, 2, 64).bfloat16()}),
+    "k that requires gradients": ("k", {"k": torch.ones(2, 2, 2, 64).bfloat16().requires_grad_()}),
+    "a shorter v_cache": ("v_cache", {"v_cache": torch.zeros(2, 47, 2, 64).bfloat16()}),
+    "caches of fewer sequences": (
+        "k_cache",
+        {name: torch.zeros(1, 48, 2, 64).bfloat16() for name in ("k_cache", "v_cache")},
+    ),
+    "nine queries": ("q", {"q": torch.ones(2, 9, 8, 64).bfloat16()}),
+    "lengths of int64": ("cache_seqlens", {"cache_seqlens": torch.tensor([3, 3])}),
+    "a negative softcap": ("softcap", {"softcap": -1.0}),
+    "alibi that is not causal": ("alibi_slopes", {"alibi_slopes": torch.ones(8), "causal": False}),
+}
+
+
+@pytest.mark.parametrize("name", NEW)
+def test_nothing_is_stored_by_a_call_that_is_refused(name: str) -> None:
+    argument, changes = NEW[name]
+    caches = [torch.zeros(2, 48, 2, 64).bfloat16() for _ in range(2)]
+    new = [torch.ones(2, 2, 2, 64).bfloat16() for _ in range(2)]
+    call = {"q": torch.ones(2, 2, 8, 64).bfloat16(), "k_cache": caches[0], "v_cache": caches[1], "k": new[0],
+            "v": new[1], "cache_seqlens": torch.tensor([3, 3], dtype=torch.int32), "causal": True}  # fmt: skip
+    with pytest.raises((TypeError, ValueError, NotImplementedError), match=f"^{argument}: got "):
+        flash_attn_with_kvcache(**{**call, **changes})
+    assert not any(cache.any() or cache.requires_grad for cache in caches)
+    flash_attn_with_kvcache(**call)
+    assert all(cache[:, 3:5].all() for cache in caches)
+
+
+@pytest.mark.parametrize("out", [torch.empty(4, 3, 8, 64).bfloat16(), torch.empty(1, 3, 8, 64)], ids=["shape", "dtype"])
+def test_an_out_that_does_not_fit_is_refused(out: torch.Tensor) -> None:
+    q, k = torch.ones(1, 3, 8, 64).bfloat16(), torch.ones(1, 3, 2, 64).bfloat16()
+    with pytest.raises((TypeError, ValueError), match="^out: got "):
+        flash_attn_func(q, k, k, out=out)

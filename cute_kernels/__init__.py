@@ -1,6 +1,6 @@
 """Attention kernels for NVIDIA Hopper in the CUTLASS CuTe DSL.
 
-    from cute_kernels import mla_fp8_decode   # FP8 MLA decoding over the 656-byte token format
+    from cute_kernels import mla_fp8_decode   # MLA decoding over FP8 and FP4 token formats
     from cute_kernels import mla_fp8_append   # quantize new tokens and write them to their slots
     from cute_kernels import gqa_decode       # GQA decoding over an INT8, FP8 or 16-bit KV cache
     from cute_kernels import kv_int8_append   # quantize new K and V and write them to their slots

@@ -354,7 +354,11 @@ class _Seen(NamedTuple):
     @classmethod
     def of(cls, causal: bool, window_size: Sequence[int] | None) -> _Seen:
         """Raises NotImplementedError for a limit after the query other than its own position."""
-        left, right = (-1, -1) if window_size is None else window_size
+        if window_size is None:
+            window_size = (-1, -1)
+        if not isinstance(window_size, Sequence) or len(window_size) != 2:
+            raise ValueError(f"window_size: got {window_size!r}; needs two numbers, left and right")
+        left, right = window_size
         if not causal and right > 0:
             _unable("window_size", tuple(window_size or ()), "a right limit of 0, or of -1, none")
         return cls(bool(causal) or right == 0, None if left < 0 else left + 1)

@@ -87,8 +87,10 @@ def sink_attention(
         softmax_scale: default d ** -0.5.
         cu_seqlens_q: (batch + 1,) int32, contiguous: sequence i has tokens cu_seqlens_q[i] to cu_seqlens_q[i + 1] - 1
             of a packed q. Begins with 0, never decreases, ends with the number of tokens. The host reads and checks the
-            contents once for each tensor and each change of it, which waits for the GPU; not under graph capture. If a
-            replay finds contents that break these rules, its results are undefined, but it stays within its tensors.
+            contents once for each tensor and each change that torch counts, which waits for the GPU; not under graph
+            capture. After one that it does not count (by a replay, another library's kernel, `.data`, NumPy) pass a new
+            tensor: gradients of sequences longer than before would be wrong. If a replay finds contents that break
+            these rules, its results are undefined, but it stays within its tensors.
         cu_seqlens_k: the same for k and v.
         deterministic: the same call gives gradients with the same bits; torch.use_deterministic_algorithms also turns
             it on. The bits of the output are always the same.

@@ -385,6 +385,7 @@ NEW: dict[str, tuple[str, dict[str, Any]]] = {
     "nine queries": ("q", {"q": torch.ones(2, 9, 8, 64).bfloat16()}),
     "lengths of int64": ("cache_seqlens", {"cache_seqlens": torch.tensor([3, 3])}),
     "a negative softcap": ("softcap", {"softcap": -1.0}),
+    "a window of one number": ("window_size", {"window_size": 3}),
     "alibi that is not causal": ("alibi_slopes", {"alibi_slopes": torch.ones(8), "causal": False}),
 }
 

@@ -58,6 +58,9 @@ def kernel_specs(
     num_sms: int = H100_SMS,
 ) -> list[KernelSpec]:
     """The kernels that calls of these shapes ask for, each once; arguments as those of `warm`."""
+    for name, given in (("batch_sizes", batch_sizes), ("query_tokens", query_tokens)):
+        if not isinstance(given, Iterable):
+            raise TypeError(f"{name}: got {given!r}; needs several numbers")
     batches, tokens = tuple(batch_sizes), tuple(query_tokens)
     for name, numbers in (("batch_sizes", batches), ("query_tokens", tokens), ("num_sms", (num_sms,))):
         if not numbers or any(n < 1 for n in numbers):

@@ -19,6 +19,9 @@ from cute_kernels.runtime.cache import KernelSpec
 from cute_kernels.sink.spec import SinkForwardSpec, SinkWorkListSpec
 from fp8_mla.formats import FORMATS, PAIRS, V3_2
 
+MAX_QUERY_TOKENS = 8
+"""Of a sequence, in a call of `gqa_decode`."""
+
 H100_SMS = 132
 """Streaming multiprocessors of an H100 SXM, H200 or H800; an H100 PCIe has 114. Plans depend on them."""
 MAX_MLA_HEADS = 128
@@ -142,6 +145,9 @@ class GqaShape:
             )
         if self.scales is not None and self.scales not in SCALES:
             raise ValueError(f"scales: got {self.scales!r}; needs None or one of {', '.join(SCALES)}")
+        if not (isinstance(self.kv_dtype, str) and self.kv_dtype in (*BYTE_TYPES, self.dtype)):
+            known = ", ".join((*BYTE_TYPES, self.dtype))
+            raise ValueError(f"kv_dtype: got {self.kv_dtype!r}; needs the name of one of {known}")
         if self.scales is None and self.kv_dtype == "int8":
             raise ValueError(f"scales: got None; an int8 cache needs one of {', '.join(SCALES)}")
 
@@ -151,6 +157,8 @@ class GqaShape:
         kind = SCALES[self.scales] if self.scales and self.kv_dtype in BYTE_TYPES else None
         scale_dtype = self.scale_dtype if kind else "float32"
         for s_q in query_tokens:
+            if s_q > MAX_QUERY_TOKENS:
+                raise ValueError(f"query_tokens: got {s_q}; gqa_decode takes up to {MAX_QUERY_TOKENS}")
             for batch in batch_sizes:
                 rows = self.page_size if layout.paged else self.max_tokens
                 yield choose_spec(

@@ -129,7 +129,7 @@ def test_shapes_of_other_formats_name_what_the_op_prepares(
         unset = {name: None for name in mla_op._Request._fields if name not in mla_op._Request._field_defaults}
         request = mla_op._Request(**{**unset, **given})
         keys = [
-            launch_latent._cache_key(cache, name, index)
+            launch_latent._cache_key(cache, FORMATS[name], None, index)
             for cache, name, index in zip(caches, formats, lists, strict=False)
         ]
         ragged = shape.get("lengths", False) or not sparse
@@ -233,6 +233,8 @@ def test_the_number_of_multiprocessors_changes_plans() -> None:
         (GqaShape, {"heads": 32, "kv_heads": 8, "scales": "per_row"}, "scales: got 'per_row'"),
         (GqaShape, {"heads": 32, "kv_heads": 8, "scales": None}, "scales: got None"),
         (GqaShape, {"heads": 32, "kv_heads": 8, "page_size": 48}, "page_size: got 48"),
+        (GqaShape, {"heads": 32, "kv_heads": 8, "kv_dtype": torch.int8}, r"kv_dtype: got torch\.int8; needs the name"),
+        (GqaShape, {"heads": 32, "kv_heads": 8, "kv_dtype": "float16"}, "kv_dtype: got 'float16'.*bfloat16"),
         (PrefillShape, {"heads": 3, "kv_heads": 2}, "heads: got 3 over 2"),
     ],
 )
@@ -253,6 +255,13 @@ def test_shapes_say_what_is_wrong(shape: Any, arguments: dict[str, Any], word: s
 def test_numbers_of_calls_are_checked(arguments: dict[str, Any], word: str) -> None:
     with pytest.raises(ValueError, match=word):
         kernel_specs(MlaShape(128), **arguments)
+
+
+def test_query_tokens_are_those_of_gqa_decode() -> None:
+    with pytest.raises(ValueError, match="query_tokens: got 9; gqa_decode takes up to 8"):
+        kernel_specs(GqaShape(32, 8), query_tokens=(1, 9))
+    with pytest.raises(TypeError, match="query_tokens: got 2; needs several numbers"):
+        kernel_specs(GqaShape(32, 8), query_tokens=2)
 
 
 def test_a_shape_without_a_kernel_compiles_nothing(place: Place) -> None:

@@ -48,7 +48,7 @@ def context_parallel_decode(
     heads: str = "gather",
     interleave: int = 1,
     gather_q: bool = False,
-    combine: str | None = None,
+    combine: str | None = "collective",
     **kwargs: Any,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Attention of a few query tokens over a context whose keys are spread over the ranks of a group.
@@ -105,7 +105,7 @@ def context_parallel_decode(
     check_share(member.rank, member.world_size, interleave)
     require(heads in HEADS, "heads", repr(heads), " or ".join(map(repr, HEADS)))
     require(combine in COMBINE, "combine", repr(combine), " or ".join(map(repr, COMBINE)))
-    if isinstance(decode, functools.partial):
+    if isinstance(decode, functools.partial) and any(decode.func is known for known in _OPS):
         args, kwargs, decode = (*decode.args, *args), {**decode.keywords, **kwargs}, decode.func
     own = {name: kwargs.pop(name, None) for name in _OWN}
     if torch.is_grad_enabled():
@@ -196,6 +196,8 @@ def _rows_of_callable(
     check_tensor("decode", lse, dtype=torch.float32, shape=tuple(out.shape[:-1]), device=out.device)
     shape, d = tuple(lse.shape), out.shape[-1]
     target = Target.of(heads, member, shape, d, out.dtype, out.device, own["s_aux"], own["out"], own["lse"])
+    if torch.is_grad_enabled():
+        refuse_gradients(NAME, ("decode", "decode"), out, lse)
     rows = Rows.empty(shape, d, out.dtype, out.device)
     rows.out.copy_(out)
     rows.lse.copy_(lse)

@@ -158,6 +158,8 @@ def peer_buffer(how: str | None, member: Member, rows: Rows, target: Target) -> 
         require(not forced, "combine", "'symmetric'", f"'collective', since {reason}")
         return None
     needed = needed_bytes(math.prod(shape[:-1]), shape[-1], rows.out.dtype, member.world_size)
+    if not needed:
+        return None  # no row: nothing is exchanged
     shared = _shared_of(member, device)
     if shared.largest() < needed and not shared.reason and (forced or needed <= HALF_BYTES):
         if is_capturing(device):

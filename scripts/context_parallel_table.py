@@ -29,6 +29,8 @@ from cute_kernels.budget.ranks import Exchange, crossing_tokens, predict_ranks  
 from fp8_mla.formats import V3_2  # noqa: E402
 from scripts.bench import gqa as bench_gqa  # noqa: E402
 from scripts.bench import mla as bench_mla  # noqa: E402
+from scripts.bench import ranks as bench_ranks  # noqa: E402
+from scripts.bench.ranks import GQA_D, GQA_HEADS, GQA_KV_HEADS, MLA_D, MLA_HEADS  # noqa: E402
 from scripts.bench.report import markdown  # noqa: E402
 from scripts.bench.report.markdown import hundredths, short  # noqa: E402
 
@@ -36,8 +38,6 @@ PAGE = ROOT / "docs" / "users" / "context_parallel.md"
 MEASURED, ON_PAPER = "context-parallel-measured", "context-parallel"
 RANKS, CONTEXT = 8, 1 << 20
 BATCHES = (1, 2, 4, 8, 16, 32, 64)
-MLA_HEADS, MLA_D = 128, 512
-GQA_HEADS, GQA_KV_HEADS, GQA_D = 64, 8, 128
 OPS = {"mla": "FP8 MLA", "gqa": "INT8 GQA"}
 
 Record = Mapping[str, Any]
@@ -53,14 +53,10 @@ def records() -> list[dict[str, Any]]:
     ]
 
 
-def exchange_of(case: Record, ranks: int) -> Exchange:
-    """What ranks exchange in a measured case."""
-    return Exchange(ranks, case["batch"] * MLA_HEADS, MLA_D, case["heads"])
-
-
 def measured(record: Record) -> list[str]:
     """Lines of markdown: whole decodes, then exchanges and merges by themselves."""
     ranks, link = record["ranks"], record["link"]
+    papers = [bench_ranks.exchange_of(case["batch"], case["heads"], ranks) for case in record["exchanges"]]
     decodes = [
         [
             f"{OPS[case['op']]}, {case['batch']} x {case['keys']}", short(case["us"]), short(case["share_us"]),
@@ -73,24 +69,26 @@ def measured(record: Record) -> list[str]:
     exchanges = [
         [
             str(case["batch"]), case["heads"], short(case["received_bytes"] / 1e3),
-            short(case["symmetric_us"]), short(_finite(exchange_of(case, ranks).symmetric_us())),
-            short(case["collective_us"]), short(exchange_of(case, ranks).collective_us()),
+            short(case["symmetric_us"]), short(_finite(paper.symmetric_us())),
+            short(case["collective_us"]), short(paper.collective_us()),
             f"{case['received_bytes'] / case['symmetric_us'] / 1e3:.0f}",
         ]
-        for case in record["exchanges"]
+        for case, paper in zip(record["exchanges"], papers, strict=True)
     ]  # fmt: skip
-    header = (
+    decode_header = (
         "decode, batch x tokens", "one GPU, us", "a rank's share", "symmetric", "collective",
         "speed-up: without exchange", "symmetric", "collective", "calls of a replay",
     )  # fmt: skip
-    of_exchange = (
+    exchange_header = (
         "query tokens", "heads", "received, KB", "symmetric, us", "on paper", "collective, us", "on paper",
         "GB/s, symmetric",
     )  # fmt: skip
     said = f"{ranks} x {record['card']} of one host, NCCL {record['nccl']}, torch {record['torch']}, {record['date']}. "
     said += f"A small all-gather by itself takes {short(link['start_us'])} us; in a large one a rank receives "
     said += f"{link['gbps']:.0f} GB/s, {link['gbps'] / 450:.2f} of what NVLink has nominally."
-    return markdown.paragraphs([said], markdown.table(header, decodes), markdown.table(of_exchange, exchanges))
+    return markdown.paragraphs(
+        [said], markdown.table(decode_header, decodes), markdown.table(exchange_header, exchanges)
+    )
 
 
 def _finite(value: float) -> float | None:
@@ -125,8 +123,8 @@ def on_paper() -> list[str]:
         for batch in BATCHES:
             one, share = us(batch, CONTEXT), us(batch, CONTEXT // RANKS)
             gather, scatter, queried = (
-                predict_ranks(share, Exchange(RANKS, batch * heads, d, of, width))
-                for of, width in (("gather", 0), ("scatter", 0), ("scatter", d_q))
+                predict_ranks(share, Exchange(RANKS, batch * heads, d, kind, width))
+                for kind, width in (("gather", 0), ("scatter", 0), ("scatter", d_q))
             )
             exchanged = [short(found.exchange_us) for found in (gather, scatter, queried)]
             all_of_it = [short(found.us) for found in (gather, scatter)]
@@ -153,10 +151,8 @@ def filled(page: str) -> str:
 
 def measure(path: pathlib.Path) -> None:
     """Writes a record, on every rank of torchrun."""
-    from scripts.bench import ranks
-
     first = os.environ["RANK"] == "0"
-    record = ranks.measure(functools.partial(print, flush=True) if first else lambda line: None)
+    record = bench_ranks.measure(functools.partial(print, flush=True) if first else lambda line: None)
     if first:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")

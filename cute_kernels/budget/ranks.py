@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from dataclasses import dataclass
 
@@ -75,8 +74,17 @@ class Exchange:
     @property
     def received(self) -> int:
         """Bytes that a rank receives from others: partials, and queries."""
-        others = self.ranks - 1
-        return others * self.merged * self.row_bytes + others * (self.rows // self.ranks) * 2 * self.d_q
+        return self.partial_bytes + self.query_bytes
+
+    @property
+    def partial_bytes(self) -> int:
+        """Received partials."""
+        return (self.ranks - 1) * self.merged * self.row_bytes
+
+    @property
+    def query_bytes(self) -> int:
+        """Received queries."""
+        return (self.ranks - 1) * (self.rows // self.ranks) * 2 * self.d_q
 
     def link_us(self, link: Link = NVLINK) -> float:
         """Microseconds of the collectives, one after the other. A group of one has none to wait for."""
@@ -100,9 +108,8 @@ class Exchange:
         """
         if self.ranks == 1 or self.ranks * self.merged * self.row_bytes > HALF_BYTES:
             return math.inf
-        partials = dataclasses.replace(self, d_q=0).received
-        queries = link.start_us + (self.received - partials) / (link.gbps * 1e3) if self.d_q else 0.0
-        return queries + link.symmetric_start_us + partials / (link.symmetric_gbps * 1e3)
+        queries = link.start_us + self.query_bytes / (link.gbps * 1e3) if self.d_q else 0.0
+        return queries + link.symmetric_start_us + self.partial_bytes / (link.symmetric_gbps * 1e3)
 
 
 @dataclass(frozen=True)

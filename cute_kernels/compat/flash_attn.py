@@ -18,8 +18,9 @@ from typing import Any, NamedTuple, NoReturn
 
 import torch
 
-MAX_DECODED = 8
-"""Query tokens of a sequence that `gqa_decode` takes."""
+from cute_kernels.gqa.plan import MAX_S_Q
+from cute_kernels.runtime.checks import check_tensor, fail, refuse_gradients
+
 Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
 
@@ -113,9 +114,6 @@ def flash_attn_with_kvcache(
         cache_seqlens = torch.full((batch,), cache_seqlens, dtype=torch.int32, device=q.device)
     if (k is None) != (v is None):
         raise ValueError(f"{'k' if k is None else 'v'}: got None; needs a tensor, as the other one is")
-    if k is not None and v is not None:
-        if cache_seqlens is None:
-            raise ValueError("cache_seqlens: got None with k and v; needs the tokens before them")
     _check_alibi(alibi_slopes, seen, queries.shape[1])
     given: dict[str, Any] = {
         "q": queries,
@@ -134,7 +132,8 @@ def flash_attn_with_kvcache(
         "out": None if out is None else out.view(queries.shape),
     }
     if k is not None and v is not None:
-        assert cache_seqlens is not None
+        if cache_seqlens is None:
+            fail("cache_seqlens", "None with k and v", "the tokens before them")
         if not torch.compiler.is_compiling():
             check_decode(**given)  # before anything is stored
         _check_new(k, v, queries, k_cache)
@@ -209,7 +208,7 @@ def flash_attn_func(
     if softmax_scale == 0:
         raise ValueError("softmax_scale: got 0; needs another number: the fourth argument is not version 2's dropout_p")
     seen, sinks = _Seen.of(causal, window_size), _sinks(s_aux, learnable_sink)
-    decodes = q.dim() == 4 and q.shape[1] <= MAX_DECODED and not needs_grad(q, k, v, sinks)
+    decodes = q.dim() == 4 and q.shape[1] <= MAX_S_Q and not needs_grad(q, k, v, sinks)
     result: Any
     if decodes and (softcap or alibi_slopes is not None or q.shape[-1] == 256):
         _check_alibi(alibi_slopes, seen, q.shape[1])
@@ -218,7 +217,7 @@ def flash_attn_func(
             alibi_slopes=alibi_slopes, s_aux=sinks, softmax_scale=softmax_scale, return_lse=True,
         )  # fmt: skip
     else:
-        where = f"more than {MAX_DECODED} query tokens, or gradients"
+        where = f"more than {MAX_S_Q} query tokens, or gradients"
         _refuse(where, softcap=softcap or None, alibi_slopes=alibi_slopes)
         result, lse = sink_attention(
             q, k, v, sinks, causal=seen.causal, window=seen.window, softmax_scale=softmax_scale,
@@ -357,10 +356,10 @@ class _Seen(NamedTuple):
         if window_size is None:
             window_size = (-1, -1)
         if not isinstance(window_size, Sequence) or len(window_size) != 2:
-            raise ValueError(f"window_size: got {window_size!r}; needs two numbers, left and right")
+            fail("window_size", repr(window_size), "two numbers, left and right")
         left, right = window_size
         if not causal and right > 0:
-            _unable("window_size", tuple(window_size or ()), "a right limit of 0, or of -1, none")
+            _unable("window_size", tuple(window_size), "a right limit of 0, or of -1, none")
         return cls(bool(causal) or right == 0, None if left < 0 else left + 1)
 
 
@@ -373,15 +372,13 @@ def _batched(q: torch.Tensor, cu_seqlens_q: torch.Tensor | None, max_seqlen_q: i
     if q.dim() != 3 or batch * s_q != tokens:
         got = f"{batch} sequences of up to {s_q} with {tokens} query tokens"
         _unable("cu_seqlens_q", got, "max_seqlen_q query tokens of every sequence: a batch that is only decoded")
-    if s_q > MAX_DECODED:
-        _unable("max_seqlen_q", s_q, f"at most {MAX_DECODED} query tokens over a cache")
+    if s_q > MAX_S_Q:
+        _unable("max_seqlen_q", s_q, f"at most {MAX_S_Q} query tokens over a cache")
     return q.view(batch, s_q, *q.shape[1:]), lambda lse: lse.flatten(0, 1).transpose(0, 1)
 
 
 def _check_new(k: torch.Tensor, v: torch.Tensor, q: torch.Tensor, k_cache: torch.Tensor) -> None:
     """New tokens: as many of k as of v, in q's dtype, of the cache's heads."""
-    from cute_kernels.runtime.checks import check_tensor, refuse_gradients
-
     if torch.is_grad_enabled():
         refuse_gradients("flash_attn_with_kvcache", ("k", "v"), k, v)
     check_tensor("k", k, ndim=4)
@@ -392,8 +389,6 @@ def _check_new(k: torch.Tensor, v: torch.Tensor, q: torch.Tensor, k_cache: torch
 
 def _written(out: torch.Tensor | None, result: torch.Tensor) -> torch.Tensor:
     """The result, in the caller's tensor if there is one."""
-    from cute_kernels.runtime.checks import check_tensor
-
     if out is None:
         return result
     check_tensor("out", out, dtype=result.dtype, shape=tuple(result.shape), device=result.device)

@@ -85,7 +85,7 @@ def context_parallel_decode(
             then `merge_states`. "symmetric": one launch stores them to the other ranks' memory and merges them as they
             arrive, over torch's symmetric memory, for GPUs of one host that reach each other. The first call makes the
             buffers, outside of graph capture. Replays of graphs with calls of one group must follow one another, on one
-            stream of a rank or on streams that wait for each other; eager calls do so by themselves.
+            stream of a rank or on streams that wait for each other; eager calls wait for earlier eager calls.
         kwargs: of the op, `out`, `lse` and `return_lse` for what this function returns. `s_aux` joins the denominator
             once: (all heads,), or (heads that are returned,). Another one, `local_lengths`, (batch, s_q) int32 from
             `shard_lengths`, saves each layer of a model the same few launches.
@@ -105,13 +105,13 @@ def context_parallel_decode(
     check_share(member.rank, member.world_size, interleave)
     require(heads in HEADS, "heads", repr(heads), " or ".join(map(repr, HEADS)))
     require(combine in COMBINE, "combine", repr(combine), " or ".join(map(repr, COMBINE)))
-    if isinstance(decode, functools.partial) and any(decode.func is known for known in _OPS):
+    if isinstance(decode, functools.partial) and _op_of(decode.func):
         args, kwargs, decode = (*decode.args, *args), {**decode.keywords, **kwargs}, decode.func
     own = {name: kwargs.pop(name, None) for name in _OWN}
     if torch.is_grad_enabled():
         named = {**{f"argument {i}": value for i, value in enumerate(args)}, **kwargs, **own}
         refuse_gradients(NAME, tuple(named), *named.values())
-    op = next((known for function, known in _OPS.items() if function is decode), None)
+    op = _op_of(decode)
     if op is None:
         rows, target = _rows_of_callable(decode, args, kwargs, own, heads, gather_q, member)
     else:
@@ -123,6 +123,11 @@ def context_parallel_decode(
     else:
         out, lse = exchange.combine(NAME, rows, member, target)
     return (out, lse) if own["return_lse"] else out
+
+
+def _op_of(function: Callable[..., Any]) -> _Op | None:
+    """What is known of an op of this package; None for another callable, which may have no hash."""
+    return next((op for known, op in _OPS.items() if known is function), None)
 
 
 def _named(op: _Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:

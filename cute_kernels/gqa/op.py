@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from cute_kernels.gqa.layouts import ALIGNMENT, LAYOUTS, CacheLayout, CacheSizes, ScaleKind, cache_sizes, scale_kind
-from cute_kernels.gqa.plan import choose_spec, plan_decode
+from cute_kernels.gqa.plan import MAX_S_Q, choose_spec, plan_decode
 from cute_kernels.gqa.reference import reference_gqa_decode
 from cute_kernels.gqa.spec import ITEMSIZE, MAX_RANGES, GqaDecodeSpec
 from cute_kernels.runtime import memory, workspace
@@ -19,7 +19,6 @@ from cute_kernels.runtime.launch import PreparedLaunches, launch_or_explain
 from cute_kernels.runtime.memory import MAX_HEADS
 from cute_kernels.runtime.ops import is_traced, register_op
 
-MAX_S_Q = 8
 NO_WINDOW = 2**30
 """Wider than any cache, and far enough from 2^31 for differences."""
 Q_DTYPES = (torch.bfloat16, torch.float16)

@@ -23,6 +23,8 @@ CUT_TILES = 1.25  # an end of a range within a sequence: a partial, written and 
 SEQUENCE_TILES = 0.3  # each sequence of a range after its first
 MOST_SPEED = 0.93  # of the time that a tile takes when all CTAs read: that of one where some have no work
 
+MAX_S_Q = 8
+"""Query tokens of a sequence, in one call."""
 INT32_MAX = 2**31 - 1
 
 CLUSTER_TILES = 8

@@ -58,7 +58,7 @@ def merge_states(
     if torch.is_grad_enabled():
         refuse_gradients("merge_states", _TENSORS, outs, lses, s_aux, out, lse)
     if isinstance(outs, torch.Tensor) and outs.is_cuda and not is_traced():
-        return _merge_on_gpu(outs, lses, s_aux, out, lse)
+        return _merge_or_explain(outs, lses, s_aux, out, lse)
     if out is None or lse is None:
         _check_outs(outs)
         if out is None:
@@ -213,14 +213,14 @@ def _view(name: str, t: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
         raise ValueError(f"{name}: got shape {tuple(t.shape)} with strides {t.stride()}; needs {needs}") from None
 
 
-_merge_on_gpu = launch_or_explain(_launch, _check, _TENSORS)
+_merge_or_explain = launch_or_explain(_launch, _check, _TENSORS)
 
 
 def _run(
     outs: torch.Tensor, lses: torch.Tensor, s_aux: torch.Tensor | None, out: torch.Tensor, lse: torch.Tensor
 ) -> None:
     """The operator, for torch.compile and CPU tensors."""
-    _merge_on_gpu(outs, lses, s_aux, out, lse)
+    _merge_or_explain(outs, lses, s_aux, out, lse)
 
 
 _merge_states = register_op(

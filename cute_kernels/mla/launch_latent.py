@@ -147,11 +147,8 @@ def _cache_key(
 ) -> CacheKey:
     num_pages, page_size, num_bytes = pages.shape
     page_stride, token_stride, _ = pages.stride()
-    if token_stride < num_bytes and cache_layout != "interleaved" and num_pages and len(token_format.row_bytes) > 1:
-        # a tensor whose tokens overlap does not reach to the end of the scale rows
-        room = pages.untyped_storage().nbytes() - pages.storage_offset()
-        if room < (num_pages - 1) * page_stride + page_size * num_bytes:
-            fail("kv_cache", f"{room} bytes", "all rows of the last page")
+    if token_stride < num_bytes:  # a tensor whose tokens overlap does not reach to the end of its scale rows
+        check_pages(pages, token_format, cache_layout)
     return CacheKey(
         token_format.name, num_bytes, page_size, index.shape[-1], page_stride, token_stride, min(num_pages, 2)
     )

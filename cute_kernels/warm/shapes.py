@@ -11,16 +11,13 @@ from dataclasses import dataclass
 
 from cute_kernels.gqa.append_spec import KvAppendSpec, sharing
 from cute_kernels.gqa.layouts import GROUP_SIZES, LAYOUTS, CacheSizes, ScaleKind
-from cute_kernels.gqa.plan import choose_spec
+from cute_kernels.gqa.plan import MAX_S_Q, choose_spec
 from cute_kernels.gqa.spec import BYTE_TYPES
 from cute_kernels.mla.append_spec import MlaAppendSpec
 from cute_kernels.mla.plan import plan_decode
 from cute_kernels.runtime.cache import KernelSpec
 from cute_kernels.sink.spec import SinkForwardSpec, SinkWorkListSpec
 from fp8_mla.formats import FORMATS, PAIRS, V3_2
-
-MAX_QUERY_TOKENS = 8
-"""Of a sequence, in a call of `gqa_decode`."""
 
 H100_SMS = 132
 """Streaming multiprocessors of an H100 SXM, H200 or H800; an H100 PCIe has 114. Plans depend on them."""
@@ -157,8 +154,8 @@ class GqaShape:
         kind = SCALES[self.scales] if self.scales and self.kv_dtype in BYTE_TYPES else None
         scale_dtype = self.scale_dtype if kind else "float32"
         for s_q in query_tokens:
-            if s_q > MAX_QUERY_TOKENS:
-                raise ValueError(f"query_tokens: got {s_q}; gqa_decode takes up to {MAX_QUERY_TOKENS}")
+            if s_q > MAX_S_Q:
+                raise ValueError(f"query_tokens: got {s_q}; gqa_decode takes up to {MAX_S_Q}")
             for batch in batch_sizes:
                 rows = self.page_size if layout.paged else self.max_tokens
                 yield choose_spec(

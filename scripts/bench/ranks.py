@@ -21,6 +21,7 @@ from cute_kernels import gqa_decode, mla_fp8_decode
 from cute_kernels.budget.ranks import Exchange
 from cute_kernels.distributed import context_parallel_decode, exchange, shard_lengths, symmetric
 from cute_kernels.distributed.exchange import Member, Rows, Target
+from fp8_mla import QK_DIM
 from scripts.bench import gqa as bench_gqa
 from scripts.bench import in_layer, records, timing
 from scripts.bench.mla import PAGE_SIZE
@@ -82,6 +83,11 @@ def link(member: Member, device: torch.device) -> dict[str, float]:
     return {"start_us": round(times[0], 2), "gbps": round(received_bytes / (times[1] - times[0]) / 1e3, 1)}
 
 
+def exchange_of(batch: int, heads: str, ranks: int) -> Exchange:
+    """What ranks exchange of so many query tokens of MLA."""
+    return Exchange(ranks, batch * MLA_HEADS, MLA_D, heads)
+
+
 def exchanges(member: Member, device: torch.device) -> Iterator[dict[str, Any]]:
     """An exchange of partial MLA results and its merge, by both ways, which must agree to one rounding."""
     for batch in EXCHANGED:
@@ -99,11 +105,10 @@ def exchanges(member: Member, device: torch.device) -> Iterator[dict[str, Any]]:
                 "collective": functools.partial(exchange.combine, "measured", rows, member, target),
             }
             results = {name: way()[0] for name, way in ways.items()}
-            received = Exchange(member.world_size, batch * MLA_HEADS, MLA_D, heads).received
             yield {
                 "batch": batch,
                 "heads": heads,
-                "received_bytes": received,
+                "received_bytes": exchange_of(batch, heads, member.world_size).received,
                 **{f"{name}_us": round(time_us(way), 2) for name, way in ways.items()},
                 "difference": relative_error(results["symmetric"], results["collective"]),
             }
@@ -132,7 +137,7 @@ class Decode:
         caches: dict[str, torch.Tensor] = {}
         if op == "mla":
             caches["kv_cache"] = latent_tokens(batch * tokens, gen)
-            q = torch.randn((batch, 1, MLA_HEADS, 576), device=device, generator=gen).bfloat16()
+            q = torch.randn((batch, 1, MLA_HEADS, QK_DIM), device=device, generator=gen).bfloat16()
             named: dict[str, Any] = {}
         else:
             pool = bench_gqa.Pool(str(device))
@@ -199,19 +204,25 @@ def time_us(call: Callable[[], Any], rest: float = 0.0) -> float:
     call()
     torch.cuda.synchronize()
     small = in_layer.small_kernel()
-
-    def more_us(each: Callable[[], Any], seconds: float) -> float:
-        """What the longer replay has more."""
-        spans = []
-        for calls in (FEW, MANY):
-            graph, _ = timing.capture([each] * calls, warmed=True)
-            spans.append(statistics.median(_spans(graph, seconds)))
-        return (spans[1] - spans[0]) / (MANY - FEW)
-
-    us = more_us(lambda: (small(), call()), rest) - more_us(small, 0.0)
+    us = _more_us(lambda: (small(), call()), rest) - _small_us()
     slowest = torch.tensor(us, dtype=torch.float64, device="cuda")
     dist.all_reduce(slowest, dist.ReduceOp.MAX)
     return slowest.item()
+
+
+@functools.cache
+def _small_us() -> float:
+    """Of the small kernel; all ranks ask for it first at the same time."""
+    return _more_us(in_layer.small_kernel(), 0.0)
+
+
+def _more_us(call: Callable[[], Any], rest: float) -> float:
+    """Microseconds of a call that a longer replay has more than a shorter one."""
+    spans = []
+    for calls in (FEW, MANY):
+        graph, _ = timing.capture([call] * calls, warmed=True)
+        spans.append(statistics.median(_spans(graph, rest)))
+    return (spans[1] - spans[0]) / (MANY - FEW)
 
 
 def _spans(graph: torch.cuda.CUDAGraph, rest: float) -> list[float]:

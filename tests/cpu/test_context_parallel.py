@@ -17,6 +17,7 @@ from cute_kernels.budget.ranks import HALF_BYTES, NVLINK, Exchange, Link, crossi
 from cute_kernels.distributed import context_parallel_decode, symmetric
 from cute_kernels.distributed.exchange import Rows
 from scripts import context_parallel_table
+from scripts.bench import ranks
 from tests.support import context_turns, context_workers, examples
 from tests.support.context_workers import CASES, SHORT, WORLD, Case
 
@@ -145,7 +146,7 @@ def test_the_link_is_the_measured_one(record: dict[str, Any]) -> None:
     errors = []
     for case in record["exchanges"]:
         assert case["difference"] < 4e-3
-        exchange = context_parallel_table.exchange_of(case, record["ranks"])
+        exchange = ranks.exchange_of(case["batch"], case["heads"], record["ranks"])
         assert exchange.received == case["received_bytes"]
         errors += [exchange.symmetric_us() / case["symmetric_us"], exchange.collective_us() / case["collective_us"]]
     assert all(0.6 < error < 1.5 for error in filter(math.isfinite, errors)), errors

@@ -9,7 +9,6 @@ import torch
 from cute_kernels.mla import launch_latent
 from cute_kernels.mla import op as mla_op
 from cute_kernels.runtime import workspace
-from cute_kernels.runtime.launch import PreparedLaunches
 from tests.support import bad_input_latent
 from tests.support.prepared import prepare
 
@@ -31,10 +30,8 @@ def prepared(monkeypatch: pytest.MonkeyPatch, call: Call, caches_read: int) -> l
     launch = launch_latent.LatentLaunch(
         kernel, False, ((0, 0, 0),) * caches_read, 1, 1, 1, need, floats, length, floats, floats
     )
-    monkeypatch.setattr(mla_op, "_prepared", PreparedLaunches())
-    with monkeypatch.context() as patched:
-        # the key is learned where latent calls look for it
-        patched.setattr(launch_latent, "_launch", lambda *arguments: mla_op._launch(*arguments), raising=False)
+    with monkeypatch.context() as patched:  # the key is learned where latent calls look for it
+        patched.setattr(launch_latent, "_launch", mla_op._launch, raising=False)
         prepare(monkeypatch, launch_latent, launch, bound(call))
     monkeypatch.setattr(launch_latent, "_prepare", refuse)
     launched.clear()

@@ -1,6 +1,7 @@
 """Context parallelism over symmetric memory, without a GPU: what is chosen and refused, and the order in the code."""
 
 import ctypes
+import functools
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -223,6 +224,26 @@ def test_arguments_of_a_call(alone: Any) -> None:
         context_parallel_decode(partial, combine="symmetric")
     for combine in (None, "collective"):
         assert torch.equal(context_parallel_decode(partial, combine=combine), partial()[0])
+
+
+def test_a_partial_of_another_callable_keeps_its_arguments(alone: Any) -> None:
+    def foreign(scale: float, return_lse: bool = False) -> Any:
+        out = torch.full((1, 1, 4, 64), scale, dtype=torch.bfloat16, device="cpu")
+        return (out, torch.zeros((1, 1, 4), dtype=torch.float32, device="cpu")) if return_lse else out
+
+    out = context_parallel_decode(functools.partial(foreign, return_lse=True), None, 2.0)
+    assert torch.equal(out, foreign(2.0))
+
+
+def test_gradients_of_a_callable_are_refused(alone: Any) -> None:
+    out = torch.ones((1, 1, 4, 64), dtype=torch.bfloat16, device="cpu", requires_grad=True)
+    with pytest.raises(ValueError, match="decode: got a tensor that requires gradients"):
+        context_parallel_decode(lambda: (out * 2, torch.zeros((1, 1, 4), dtype=torch.float32, device="cpu")))
+
+
+def test_a_call_without_rows_makes_no_buffer(ranks: Ranks) -> None:
+    assert ranks.buffer(None, queries=0) is None and ranks.buffer("symmetric", queries=0) is None
+    assert not ranks.made
 
 
 # ---- sizes

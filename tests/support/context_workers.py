@@ -333,9 +333,8 @@ def all_cases(rank: int) -> list[tuple[str, Any]]:
         return problems_of(CASES, rank, "cpu")
     decodes = [case for case in CASES if case.op != "prefill"]
     found = dict(problems_of(CASES, rank, "cuda"))
-    for combine in ("collective", "symmetric"):
-        for name, problems in problems_of(decodes, rank, "cuda", combine=combine):
-            found[name] += [f"{combine}: {problem}" for problem in problems]
+    for name, problems in problems_of(decodes, rank, "cuda", combine="symmetric"):
+        found[name] += [f"symmetric: {problem}" for problem in problems]
     return list(found.items())
 
 

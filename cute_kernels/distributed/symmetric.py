@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import ctypes
 import datetime
 import math
@@ -10,7 +11,7 @@ import socket
 import sys
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -43,18 +44,25 @@ class _Order:
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._lock = device, threading.Lock()
-        self._last: tuple[int, torch.cuda.Stream] | None = None
+        self._last_stream: int | None = None
+        self._launched: torch.cuda.Event | None = None  # after the last launch; its stream may be gone by now
 
-    def follow(self) -> None:
-        """Has the current stream wait for the last launch, if that was on another one."""
-        stream = torch._C._cuda_getCurrentRawStream(self._device.index)
-        if (self._last is not None and self._last[0] == stream) or is_capturing(self._device):
+    @contextlib.contextmanager
+    def next(self) -> Iterator[None]:
+        """Of a launch on the current stream: has that wait for the last launch, if it was on another one."""
+        if is_capturing(self._device):
+            yield
             return
-        current = torch.cuda.current_stream(self._device)
-        with self._lock:
-            if self._last is not None:
-                current.wait_stream(self._last[1])
-            self._last = stream, current
+        stream = torch._C._cuda_getCurrentRawStream(self._device.index)
+        with self._lock:  # of the launch, too: another thread's comes before the wait or after the event
+            current = torch.cuda.current_stream(self._device)
+            if self._launched is None:
+                self._launched = torch.cuda.Event()
+            elif self._last_stream != stream:
+                current.wait_event(self._launched)
+            yield
+            self._launched.record(current)
+            self._last_stream = stream
 
 
 class _Buffer:
@@ -117,7 +125,7 @@ class _Buffer:
 
 
 class _Shared:
-    """What a group has on a device. `reason`: in words, why its ranks share no memory."""
+    """What a group has on a device. `reason`: in words, why its ranks share no more memory than they do."""
 
     def __init__(self) -> None:
         self.buffers: list[_Buffer] = []  # all are kept: graphs hold their addresses
@@ -170,11 +178,14 @@ def peer_buffer(how: str | None, member: Member, rows: Rows, target: Target) -> 
                 )
             return None
         _make(shared, member, device, max(needed, HALF_BYTES))
+    if shared.largest() >= needed:
+        return shared.buffers[-1]
     if shared.reason and forced:
-        raise RuntimeError(f"combine: got 'symmetric', but ranks share no memory: {shared.reason}")
-    if shared.reason or shared.largest() < needed:
-        return None
-    return shared.buffers[-1]
+        share = f"no more than {shared.largest()} bytes" if shared.buffers else "no memory"
+        raise RuntimeError(
+            f"combine: got 'symmetric', which needs {needed} bytes, but ranks share {share}: {shared.reason}"
+        )
+    return None
 
 
 def raise_if_failed(member: Member) -> None:
@@ -197,8 +208,8 @@ def combine_with_peers(rows: Rows, buffer: _Buffer, target: Target) -> tuple[tor
         out = rows.out.new_empty((*leading, heads, rows.out.shape[-1]))
     if lse is None:
         lse = rows.lse.new_empty((*leading, heads))
-    buffer.order.follow()
-    merge_with_peers(rows.bytes, buffer.memory, target.s_aux, out, lse)
+    with buffer.order.next():
+        merge_with_peers(rows.bytes, buffer.memory, target.s_aux, out, lse)
     return out, lse
 
 

@@ -106,9 +106,20 @@ def test_under_capture_nothing_is_made(ranks: Ranks) -> None:
 def test_ranks_that_share_no_memory_are_asked_once(ranks: Ranks) -> None:
     ranks.reason = "rank 2: no access"
     assert [ranks.buffer(None) for _ in range(3)] == [None] * 3
-    with pytest.raises(RuntimeError, match="combine: got 'symmetric', but ranks share no memory: rank 2: no access"):
+    with pytest.raises(RuntimeError, match="needs 532480 bytes, but ranks share no memory: rank 2: no access"):
         ranks.buffer("symmetric")
     assert ranks.made == [HALF]
+
+
+def test_ranks_that_cannot_share_more_keep_what_they_have(ranks: Ranks) -> None:
+    assert ranks.buffer("symmetric") == HALF
+    ranks.reason = "rank 2: out of memory"
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=f"but ranks share no more than {HALF} bytes: rank 2: out of memory"):
+            ranks.buffer("symmetric", 2 * MOST)
+    assert [ranks.buffer(how) for how in (None, "symmetric")] == [HALF, HALF]
+    assert ranks.buffer(None, 2 * MOST) is None
+    assert len(ranks.made) == 2, "asked once"
 
 
 def test_a_collective_is_a_collective(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -143,20 +154,43 @@ def test_a_report_names_the_rank_and_the_timeout() -> None:
 
 
 def test_launches_on_several_streams_follow_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each waits for the one before; what is captured waits for nothing, and is not waited for."""
+    """Each waits for the event of the one before; what is captured waits for nothing, and is not waited for."""
     waits: list[tuple[int, int]] = []
+
+    class Event:
+        def record(self, stream: Any) -> None:
+            self.stream = stream.number
+
     streams = {
-        n: SimpleNamespace(wait_stream=lambda other, n=n: waits.append((n, other.number)), number=n) for n in range(3)
+        n: SimpleNamespace(wait_event=lambda event, n=n: waits.append((n, event.stream)), number=n) for n in range(3)
     }
     now = {"stream": 0, "capturing": False}
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: now["stream"], raising=False)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: streams[now["stream"]])
+    monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(symmetric, "is_capturing", lambda device: now["capturing"])
     order = symmetric._Order(GPU)
     for stream, capturing in ((0, False), (0, False), (1, False), (1, False), (2, True), (0, False), (0, True)):
         now.update(stream=stream, capturing=capturing)
-        order.follow()
+        with order.next():
+            pass
     assert waits == [(1, 0), (0, 1)]
+
+
+def test_a_launch_that_fails_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And leaves no lock."""
+    stream = SimpleNamespace(wait_event=lambda event: None)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0, raising=False)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
+    monkeypatch.setattr(torch.cuda, "Event", lambda: SimpleNamespace(record=lambda stream: None))
+    monkeypatch.setattr(symmetric, "is_capturing", lambda device: False)
+    order = symmetric._Order(GPU)
+    with pytest.raises(ValueError, match="out"), order.next():
+        raise ValueError("out")
+    assert not order._lock.locked() and order._last_stream is None
+    with order.next():
+        assert order._lock.locked()
+    assert order._last_stream == 0
 
 
 # ---- how ranks agree

@@ -27,8 +27,11 @@ class PeerMergeKernel:
     seen a flag n of every peer, which that peer stores once its launch n - 1 has ended: the half that launch n + 1
     writes is read by nobody any more.
 
-    Every CTA stores before it waits, and waits for nothing but stores: no order of CTAs makes ranks wait for each other
-    for ever. It begins while the kernel before it ends. It does not let the next one begin: CTAs of that one would keep
+    Every CTA stores before it waits, and waits for nothing but stores. All CTAs of a launch fit on a GPU at a time, one
+    on an SM, so no order in which they begin makes ranks wait for each other for ever. A CTA without rows stores its
+    flag, too: one that has fallen behind by 2^31 launches would compare as newer.
+
+    The launch begins while the kernel before it ends. It does not let the next one begin: CTAs of that one would keep
     exchanges of other groups on this GPU from an SM, whose peers then wait for them. The wait has a limit, because a
     rank may have died. It then leaves the number of that rank, plus one, at `report`, in memory of the host, and traps.
 
@@ -116,10 +119,11 @@ class PeerMergeKernel:
         self._store_to_peers(rows, peers, half, shape, divisors, own_rows, cta, tid)
         cute.arch.sync_threads()
         own = _address_of(peers, rank)
-        if tid < world_size and tid != rank and own_rows > 0:
+        if tid < world_size and tid != rank:
             theirs = _flag(_address_of(peers, tid), rank, cta)
             cute.arch.store(theirs, epoch, sem="release", scope="sys")
-            self._await(_flag(own, tid, cta), epoch, limit_ns, report, tid)
+            if own_rows > 0:
+                self._await(_flag(own, tid, cta), epoch, limit_ns, report, tid)
         cute.arch.sync_threads()
         self._merge(mSink, mOut, mLse, own + half, shape, divisors, own_rows, cta, tid)
         if tid == 0:

@@ -101,7 +101,8 @@ def context_parallel_decode(
             share no memory, or the first call is under graph capture.
     """
     member = Member.of(group)
-    raise_if_failed(member)
+    if not torch.compiler.is_compiling():
+        raise_if_failed(member)
     check_share(member.rank, member.world_size, interleave)
     require(heads in HEADS, "heads", repr(heads), " or ".join(map(repr, HEADS)))
     require(combine in COMBINE, "combine", repr(combine), " or ".join(map(repr, COMBINE)))
@@ -117,12 +118,23 @@ def context_parallel_decode(
     else:
         call = _named(op, args, kwargs)
         rows, target = _rows_of_op(decode, op, call, own, heads, interleave, gather_q, member)
-    buffer = peer_buffer(combine, member, rows, target)
-    if buffer is not None:
-        out, lse = combine_with_peers(rows, buffer, target)
+    if combine == "collective":
+        merged = exchange.combine(NAME, rows, member, target)
+    elif torch.compiler.is_compiling():  # locks, and ranks that meet on the host, are not traced: the graph breaks
+        merged = torch.compiler.disable(_combine_with_any)(combine, rows, member, target)
     else:
-        out, lse = exchange.combine(NAME, rows, member, target)
-    return (out, lse) if own["return_lse"] else out
+        merged = _combine_with_any(combine, rows, member, target)
+    return merged if own["return_lse"] else merged[0]
+
+
+def _combine_with_any(
+    combine: str | None, rows: Rows, member: Member, target: Target
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Over symmetric memory, or by a collective where that is not for such a call."""
+    buffer = peer_buffer(combine, member, rows, target)
+    if buffer is None:
+        return exchange.combine(NAME, rows, member, target)
+    return combine_with_peers(rows, buffer, target)
 
 
 def _op_of(function: Callable[..., Any]) -> _Op | None:

@@ -96,12 +96,17 @@ class CuteInt8Layer(CacheLayerMixin):
             up to 8 tokens more; else all tokens, dequantized.
 
         Raises:
-            ValueError: the cache is full, or `kv_int8_append` refuses the tokens.
+            ValueError: the cache is full, has tokens of another batch, or `kv_int8_append` refuses the tokens.
         """
-        if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
         batch, heads, tokens, d = key_states.shape
         start = self.length
+        if not self.is_initialized or (start == 0 and self._batch_and_device() != (batch, key_states.device)):
+            self.lazy_initialization(key_states, value_states)
+        if self._batch_and_device()[0] != batch:  # an append would skip the slots that the cache does not have
+            raise ValueError(
+                f"key_states: got a batch of {batch}; needs {self.keys.shape[0]} sequences, of which the cache has"
+                " tokens, or reset() before"
+            )
         self._reserve(start + tokens)
         slots = self._positions.slots(batch, start, tokens, self.keys.shape[2], self.device)
         k, v = (t.transpose(1, 2).reshape(batch * tokens, heads, d) for t in (key_states, value_states))
@@ -114,6 +119,9 @@ class CuteInt8Layer(CacheLayerMixin):
         codes = self.keys[:, :, : self.length]
         setattr(codes, LAYER, self)
         return codes, self.values[:, :, : self.length]
+
+    def _batch_and_device(self) -> tuple[int, torch.device]:
+        return self.keys.shape[0], self.keys.device
 
     def _reserve(self, length: int) -> None:
         """Makes room for so many tokens: twice as much as there was, which seldom plans the kernels anew."""
@@ -157,7 +165,7 @@ class CuteInt8Layer(CacheLayerMixin):
         return -1 if self.max_length is None else self.max_length
 
     def reset(self) -> None:
-        """Forgets all tokens and keeps the memory."""
+        """Forgets all tokens. The memory is kept, for another batch of as many sequences."""
         self.length = 0
 
     def crop(self, tokens_to_remove: int) -> None:

@@ -42,6 +42,13 @@ def test_ranks_in_turns_equal_one_process(case: Case, world_size: int) -> None:
     assert context_turns.problems(case, world_size, "cpu") == []
 
 
+def test_calls_inside_of_compiled_functions(tmp_path: Path) -> None:
+    found = context_workers.run("compiled", tmp_path)
+    for rank in range(WORLD):
+        assert found[rank].pop("done", None) is None
+        assert len(found[rank]) == 2 * len(context_workers.COMPILED) and not any(found[rank].values()), found[rank]
+
+
 @pytest.mark.parametrize("task", ["a_rank_dies", "a_rank_never_calls"])
 def test_ranks_do_not_wait_for_ever(task: str, tmp_path: Path) -> None:
     found = context_workers.run(task, tmp_path, timeout=SHORT, wait_for=WORLD - 1)

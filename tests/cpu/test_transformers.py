@@ -362,6 +362,31 @@ def test_beams_and_speculation_over_int8(options: dict[str, Any], said: list[str
     assert torch.equal(found, expected) and said == []
 
 
+@pytest.mark.parametrize("attention", ["cute", "eager"])
+@pytest.mark.parametrize("options", [{"max_length": 64}, {}], ids=str)
+@pytest.mark.parametrize("first, second", [(1, 3), (3, 1)])
+def test_a_cache_is_reset_for_a_batch_of_another_size(
+    first: int, second: int, options: dict[str, Any], attention: str
+) -> None:
+    model = tiny_models.trained("llama")
+    cache = cute.CuteInt8Cache(model.config, **options)
+    for batch in (first, second):
+        ids = tiny_models.sequences(25 + batch, batch, 20)
+        cache.reset()
+        found, _ = generate(model, attention, ids, cache)
+        expected, _ = generate(model, attention, ids, cute.CuteInt8Cache(model.config, **options))
+        assert torch.equal(found, expected) and torch.equal(found, counted_on(ids))
+        assert cache.layers[0].keys.shape[0] == batch
+
+
+@pytest.mark.parametrize("batch", [1, 4])
+def test_tokens_of_another_batch_are_refused(batch: int) -> None:
+    layer = filled_layer()
+    with pytest.raises(ValueError, match=f"key_states: got a batch of {batch}; needs 3 sequences"):
+        layer.update(*torch.randn(2, batch, 2, 1, 64).bfloat16())
+    assert layer.get_seq_length() == 10
+
+
 def filled_layer() -> Any:
     config = type("Config", (), {"_attn_implementation": "cute"})()
     layer = transformers_cache.CuteInt8Layer(config, transformers_cache._Positions())

@@ -205,3 +205,10 @@ def test_the_same_bits_in_a_graph_on_several_gpus(tmp_path: Path) -> None:
     found = context_workers.run("replays", tmp_path, world_size=2, wait_for=2, backend="nccl", timeout=500.0)
     for combine in ("collective", "symmetric"):
         assert [found[rank][f"other bits: {combine}"] for rank in range(2)] == [0, 0]
+
+
+@several_gpus
+def test_compiled_calls_on_several_gpus(tmp_path: Path) -> None:
+    found = context_workers.run("compiled", tmp_path, world_size=2, wait_for=2, backend="nccl", timeout=200.0)
+    names = [f"{name} {combine}" for name in context_workers.COMPILED for combine in ("collective", "symmetric")]
+    assert [{name: found[rank].get(name) for name in names} for rank in range(2)] == [dict.fromkeys(names, [])] * 2

@@ -365,6 +365,35 @@ def bits(t: torch.Tensor) -> bytes:
     return bytes(t.contiguous().view(torch.uint8).flatten().tolist())
 
 
+COMPILED: Final = ("dense-s3-i4-seed3", "sparse-batch-i4-seed11", "gqa-paged-s3")
+
+
+def compiled(rank: int) -> list[tuple[str, Any]]:
+    """Problems of calls inside of a compiled function, by case and way of combining."""
+    on_gpus = dist.get_backend() == "nccl"
+    return [
+        (f"{case.name} {combine}", compiled_call(case, rank, "cuda" if on_gpus else "cpu", combine))
+        for case in CASES
+        for combine in ("collective", "symmetric" if on_gpus else None)
+        if case.name in COMPILED
+    ]
+
+
+def compiled_call(case: Case, rank: int, device: str, combine: str | None) -> list[str]:
+    """Which of two compiled calls give other bits than an eager one. Only collectives are traced as a whole."""
+    _, arguments, op = make(case, rank, dist.get_world_size(), device)
+    q = arguments.pop("q")
+
+    def layer(q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        out, lse = call(op, {**arguments, "q": 2 * q, "combine": combine}, case)
+        return out + 1, lse
+
+    torch._dynamo.reset()
+    traced = torch.compile(layer, backend="aot_eager", fullgraph=combine == "collective")
+    expected = layer(q)
+    return [f"call {i} gave other bits" for i in range(2) if not all(map(same_bits, traced(q), expected))]
+
+
 def a_rank_dies(rank: int) -> list[tuple[str, Any]]:
     """One rank leaves without a word, once the others have joined: before that, theirs is no call that fails."""
     joined = torch.zeros(1, dtype=torch.uint8, device="cpu")
@@ -422,6 +451,7 @@ def _replays(rank: int, combine: str) -> int:
 
 TASKS: Final = {
     "all_cases": all_cases,
+    "compiled": compiled,
     "replays": replays,
     "a_rank_dies": a_rank_dies,
     "a_rank_never_calls": a_rank_never_calls,

@@ -45,6 +45,7 @@ def everything(rank: int) -> list[tuple[str, Any]]:
             calls = CALLS if shape is SHAPES[0] and heads == "gather" else CALLS // 5
             found.append((f"calls {shape} {heads}", _calls(rank, shape, heads, calls)))
             found.append((f"replays {shape} {heads}", _replays(rank, shape, heads)))
+    found.append(("compiled", context_workers.compiled_call(MLA[0], rank, "cuda", "symmetric")))
     found.append(("what is chosen", _choices(rank)))
     found.append(("a group without buffers", _capture_without_buffers(rank)))
     dist.barrier()

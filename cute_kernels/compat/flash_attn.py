@@ -91,7 +91,8 @@ def flash_attn_with_kvcache(
 
     Returns:
         out of q's shape and dtype; with `return_softmax_lse` also lse (batch, h_q, s_q), for packed q (h_q, tokens),
-        float32: natural log, without the sink, and -inf for a query that sees no key, whose out is 0.
+        float32: natural log, the sink among what it sums up, as in FlashAttention, so that parts can be merged by it.
+        A query that sees no key has out 0 and the sink's logit, or -inf.
 
     Raises:
         NotImplementedError: an argument that cannot be honoured, by name.
@@ -141,7 +142,7 @@ def flash_attn_with_kvcache(
         given["cache_seqlens"] = cache_seqlens + k.shape[1]
     result, lse = gqa_decode(**given, return_lse=True)
     result = result.view(q.shape) if out is None else out
-    return (result, lse_of(lse)) if return_softmax_lse else result
+    return (result, lse_of(_with_sinks(lse, given["s_aux"]))) if return_softmax_lse else result
 
 
 def flash_attn_func(
@@ -224,7 +225,7 @@ def flash_attn_func(
             deterministic=deterministic, return_lse=True,
         )  # fmt: skip
     result = _written(out, result)
-    return (result, lse.transpose(1, 2)) if return_attn_probs or return_softmax_lse else result
+    return (result, _with_sinks(lse, sinks).transpose(1, 2)) if return_attn_probs or return_softmax_lse else result
 
 
 def flash_attn_varlen_func(
@@ -322,14 +323,14 @@ def flash_attn_varlen_func(
     )  # fmt: skip
     if cu_seqlens_k is None:
         raise ValueError("cu_seqlens_k: got None; needs a tensor, or block_table and seqused_k")
-    seen = _Seen.of(causal, window_size)
+    seen, sinks = _Seen.of(causal, window_size), _sinks(s_aux, learnable_sink)
     result: Any
     result, lse = sink_attention(
-        q, k, v, _sinks(s_aux, learnable_sink), causal=seen.causal, window=seen.window, softmax_scale=softmax_scale,
+        q, k, v, sinks, causal=seen.causal, window=seen.window, softmax_scale=softmax_scale,
         cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, deterministic=deterministic, return_lse=True,
     )  # fmt: skip
     result = _written(out, result)
-    return (result, lse.transpose(0, 1)) if wants_lse else result
+    return (result, _with_sinks(lse, sinks).transpose(0, 1)) if wants_lse else result
 
 
 def get_scheduler_metadata(*args: Any, **kwargs: Any) -> None:
@@ -436,6 +437,11 @@ def _check_alibi(alibi_slopes: torch.Tensor | None, seen: _Seen, s_q: int) -> No
 def _sinks(s_aux: torch.Tensor | None, learnable_sink: torch.Tensor | None) -> torch.Tensor | None:
     sinks = _either("s_aux", s_aux, "learnable_sink", learnable_sink)
     return None if sinks is None else sinks.float()
+
+
+def _with_sinks(lse: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
+    """The log-sum-exps (..., heads) of this package's ops, which leave the sink out, with it."""
+    return lse if sinks is None else torch.logaddexp(lse, sinks.detach())
 
 
 def _either(name: str, value: torch.Tensor | None, other_name: str, other: torch.Tensor | None) -> torch.Tensor | None:

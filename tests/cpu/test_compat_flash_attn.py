@@ -53,8 +53,9 @@ def oracle(
         scores = softcap * torch.tanh(scores / softcap)
     scores = scores.masked_fill(~seen, -torch.inf)
     lse = scores.logsumexp(-1)
-    total = lse if sinks is None else torch.logaddexp(lse, sinks.double().unsqueeze(1))
-    weights = torch.where(seen.any(-1)[:, None], (scores - total.unsqueeze(-1)).exp(), 0.0)
+    if sinks is not None:
+        lse = torch.logaddexp(lse, sinks.double().unsqueeze(1))
+    weights = torch.where(seen.any(-1)[:, None], (scores - lse.unsqueeze(-1)).exp(), 0.0)
     return (weights @ v).transpose(0, 1), lse  # (s_q, h, d), (h, s_q)
 
 
@@ -107,7 +108,7 @@ def test_softcap_and_wide_heads_with_few_queries(d: int) -> None:
     for i in range(B):
         expected, expected_lse = oracle(q[i], k[i], v[i], causal=True, softcap=2.0, sinks=sinks.float())
         close(out[i], expected)
-        exact(lse[i], expected_lse)  # without the sink
+        exact(lse[i], expected_lse)
 
 
 def test_gradients_are_those_of_sink_attention() -> None:
@@ -129,22 +130,38 @@ def test_gradients_are_those_of_sink_attention() -> None:
 # ---- flash_attn_varlen_func
 
 
+@pytest.mark.parametrize("with_sinks", [False, True])
 @pytest.mark.parametrize("left", [-1, 6])
-def test_packed_sequences(left: int) -> None:
+def test_packed_sequences(left: int, with_sinks: bool) -> None:
     q_lengths = (12, 1, 5)
     q, k, v = draw(sum(q_lengths), H_Q, D), draw(sum(LENGTHS), H_KV, D), draw(sum(LENGTHS), H_KV, D)
     cu_q, cu_k = (torch.tensor([0, *torch.tensor(n).cumsum(0)], dtype=torch.int32) for n in (q_lengths, LENGTHS))
-    out = torch.empty_like(q)
+    out, sinks = torch.empty_like(q), draw(H_Q) if with_sinks else None
     result, lse = flash_attn_varlen_func(
         q, k, v, cu_q, cu_k, max(q_lengths), max(LENGTHS), causal=True, window_size=[left, -1], out=out,
-        return_softmax_lse=True,
+        return_softmax_lse=True, s_aux=sinks,
     )  # fmt: skip
     assert result is out and lse.shape == (H_Q, q.shape[0])
     for i in range(B):
         rows, keys = slice(*cu_q[i : i + 2]), slice(*cu_k[i : i + 2])
-        expected, expected_lse = oracle(q[rows], k[keys], v[keys], causal=True, left=left)
+        expected, expected_lse = oracle(q[rows], k[keys], v[keys], causal=True, left=left, sinks=sinks)
         close(out[rows], expected)
         exact(lse[:, rows], expected_lse)
+
+
+def test_parts_merge_by_their_log_sum_exps() -> None:
+    """Cascade attention: the sink joins one part, and its log-sum-exp tells the other of it."""
+    q, k, v, sinks = draw(1, 4, H_Q, D), draw(1, S_K, H_KV, D), draw(1, S_K, H_KV, D), draw(H_Q)
+    parts = [
+        flash_attn_func(q, k[:, :9], v[:, :9], return_softmax_lse=True, s_aux=sinks),
+        flash_attn_func(q, k[:, 9:], v[:, 9:], return_softmax_lse=True),
+    ]
+    weights = torch.stack([lse.transpose(1, 2) for _, lse in parts]).softmax(0).unsqueeze(-1)
+    merged = sum(weight * out for weight, (out, _) in zip(weights, parts, strict=True))
+    assert isinstance(merged, torch.Tensor)
+    torch.testing.assert_close(merged[0].double(), oracle(q[0], k[0], v[0], sinks=sinks)[0], rtol=2**-7, atol=2**-7)
+    empty = flash_attn_func(q, k[:, :0], v[:, :0], return_softmax_lse=True, s_aux=sinks)
+    assert not empty[0].any() and torch.equal(empty[1][0], sinks.float().unsqueeze(1).expand(-1, 4))
 
 
 def paged(k: torch.Tensor, v: torch.Tensor, page_size: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

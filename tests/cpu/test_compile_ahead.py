@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from scripts import compile_ahead
+from scripts.bench import gqa as bench_gqa
 from scripts.bench import kernels_run
 from tests.gpu import test_devices
 from tests.support import specs
@@ -20,6 +21,8 @@ def test_all_that_ships_and_all_that_tests_ask_for(wanted: list[Any]) -> None:
     assert len(wanted) == len(set(wanted))
     assert set(wanted) >= {*kernels_run.shipped_specs(), *specs.of_tables()}
     assert set(wanted) >= set(test_devices.kernel_specs())
+    with compile_ahead.planned_for(132):
+        assert set(wanted) >= {bench.spec for bench in bench_gqa.DECODE_CASES}
     formats = {spec.cache_format for spec in wanted if type(spec).__name__ == "LatentDecodeSpec"}
     assert formats == {"v3.2", "v3.2_nope", "v4", "v4.1", "v4.1_fp4"}
 

@@ -96,6 +96,7 @@ def test_functions_of_vllm_are_where_they_were(function: Any, parameters: tuple[
         (gqa.CuteAttentionImpl, triton_attn.TritonAttentionImpl, "forward"),
         (gqa.CuteAttentionImpl, triton_attn.TritonAttentionImpl, "do_kv_cache_update"),
         (gqa.CuteAttentionMetadataBuilder, triton_attn.TritonAttentionMetadataBuilder, "build"),
+        (gqa.CuteAttentionMetadataBuilder, triton_attn.TritonAttentionMetadataBuilder, "build_for_drafting"),
         (sparse_mla.CuteFlashMLASparseImpl, flashmla_sparse.FlashMLASparseImpl, "_fp8_flash_mla_kernel"),
     ],
 )
@@ -258,6 +259,17 @@ def test_requests_without_tokens_do_not_count() -> None:
     assert (m.num_decodes, m.num_decode_tokens) == (2, 6)
 
 
+def test_a_request_without_tokens_among_others_is_no_decode() -> None:
+    batch = draw_batch([40, 3, 17], [3, 3, 3], 16)
+    between = common(batch, num_actual_tokens=6)
+    between.query_start_loc_cpu = between.query_start_loc = torch.tensor([0, 3, 3, 6], dtype=torch.int32)
+    m = builder(drafts=2).build(0, between)
+    assert (m.num_decodes, m.num_decode_tokens, m.prefill, m.fresh) == (0, 0, None, False)
+    nobody = common(batch, num_actual_tokens=0)
+    nobody.query_start_loc_cpu = nobody.query_start_loc = torch.zeros(4, dtype=torch.int32)
+    assert builder(drafts=2).build(0, nobody).num_decode_tokens == 0
+
+
 def test_a_mixed_batch() -> None:
     batch = draw_batch([40, 17, 30, 25], [1, 1, 30, 10], 16)
     m = builder().build(0, common(batch))
@@ -276,6 +288,14 @@ def test_prompts_alone() -> None:
     assert (m.num_decodes, m.num_decode_tokens, m.prefill, m.fresh) == (0, 0, None, True)
     assert not builder().build(0, common(batch, seq_lens_cpu_upper_bound=None)).fresh
     assert not builder().build(0, common(batch, num_actual_tokens=64)).fresh  # padded
+
+
+def test_prompts_of_a_draft_model_are_not_fresh() -> None:
+    """Parallel drafting gives each request more queries, but leaves the lengths on the host: 20 of 40 look like all."""
+    batch = draw_batch([30, 40], [30, 20], 16)
+    longer = common(batch, seq_lens_cpu_upper_bound=torch.tensor([30, 20], dtype=torch.int32))
+    assert builder().build(0, longer).fresh
+    assert not builder().build_for_drafting(longer, 0).fresh
 
 
 def test_speculation_beyond_the_kernel_is_prefill() -> None:
@@ -325,6 +345,25 @@ def test_a_layer_attends(
     impl.forward(layer, batch.query, key, value, kv_cache, metadata, out)
     error = batch.error(out, window, None if s_aux is None else s_aux.float())
     assert error < {"auto": 0.01, "fp8": 0.06, calls.INT8: 0.02}[kv_cache_dtype]
+
+
+def test_reloaded_sinks_keep_their_memory() -> None:
+    """Graphs read the first ones' address."""
+    impl = gqa.CuteAttentionImpl(HEADS, 64, 0.125, KV_HEADS, sinks=torch.zeros(HEADS).bfloat16())
+    impl.process_weights_after_loading(torch.bfloat16)
+    first = impl.calls.s_aux
+    assert first is not None
+    for impl.sinks in (torch.ones(HEADS).bfloat16(), impl.sinks.fill_(2)):
+        impl.process_weights_after_loading(torch.bfloat16)
+        assert impl.calls.s_aux is first and torch.equal(first, impl.sinks.float())
+
+
+def test_a_quantized_output_is_refused() -> None:
+    impl = gqa.CuteAttentionImpl(HEADS, 64, 0.125, KV_HEADS)
+    out, scale = torch.ones(3, HEADS, 64), torch.ones(1)
+    for name in ("output_scale", "output_block_scale"):
+        with pytest.raises(NotImplementedError, match="a scale of the output"):
+            impl.forward(None, out, out, out, out, None, out, **{name: scale})
 
 
 def test_a_layer_without_metadata_is_measured() -> None:

@@ -85,7 +85,7 @@ class CuteAttentionMetadataBuilder(TritonAttentionMetadataBuilder):
         decodes, rest, decode_tokens, _ = split_decodes_and_prefills(
             common_attn_metadata, decode_threshold=self.reorder_batch_threshold, require_uniform=True
         )
-        if common_attn_metadata.causal is not True:
+        if common_attn_metadata.causal is not True or not _decodes_come_first(common_attn_metadata, decodes):
             decodes, rest, decode_tokens = 0, common_attn_metadata.num_reqs, 0
         prefill, fresh = None, False
         if rest:
@@ -100,6 +100,19 @@ class CuteAttentionMetadataBuilder(TritonAttentionMetadataBuilder):
         return CuteAttentionMetadata(
             **vars(whole), num_decodes=decodes, num_decode_tokens=decode_tokens, prefill=prefill, fresh=fresh
         )
+
+
+    def build_for_drafting(self, common_attn_metadata: Any, draft_index: int) -> CuteAttentionMetadata:
+        """The same for a draft model, whose batch may have longer queries than the lengths on the host say."""
+        return replace(super().build_for_drafting(common_attn_metadata, draft_index), fresh=False)
+
+
+def _decodes_come_first(common: Any, decodes: int) -> bool:
+    """Whether no request without a token, as pads a batch for a graph, lies among the first that decode."""
+    if decodes < 2:
+        return True
+    starts = common.query_start_loc_cpu[: decodes + 1]
+    return int(starts[int(starts[-1]) // max(int(starts[1]), 1)]) == int(starts[-1])
 
 
 def _without_decodes(common: Any, requests: int, tokens: int) -> Any:
@@ -249,10 +262,14 @@ class CuteAttentionImpl(TritonAttentionImpl):
         )
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
-        """Casts the sinks, which are there now, to float32."""
+        """Casts the sinks, which are there now, to float32; later ones go where graphs read the first ones."""
         super().process_weights_after_loading(act_dtype)
-        if self.sinks is not None:
+        if self.sinks is None:
+            return
+        if self.calls.s_aux is None:
             self.calls.s_aux = self.sinks.detach().float()
+        else:
+            self.calls.s_aux.copy_(self.sinks.detach())
 
     def fused_output_quant_supported(self, quant_key: Any) -> bool:
         """Outputs are 16-bit numbers."""
@@ -270,7 +287,13 @@ class CuteAttentionImpl(TritonAttentionImpl):
         output_scale: torch.Tensor | None = None,
         output_block_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Attention of a batch: query, output (tokens, heads, d), key and value (tokens, kv_heads, d)."""
+        """Attention of a batch: query, output (tokens, heads, d), key and value (tokens, kv_heads, d).
+
+        Raises:
+            NotImplementedError: a quantized output is asked for.
+        """
+        if output_scale is not None or output_block_scale is not None:
+            raise NotImplementedError("cute-kernels: got a scale of the output; needs outputs of 16-bit numbers")
         m = attn_metadata
         if m is None:  # vLLM measures memory
             return output.fill_(0)

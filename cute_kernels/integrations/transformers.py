@@ -1,4 +1,4 @@
-"""Hugging Face transformers: `attn_implementation="cute"`, and an INT8 cache. Tested with 5.17 and 5.23.
+"""Hugging Face transformers: `attn_implementation="cute"`, and an INT8 cache. Tested with 5.17, 5.23 and 5.24.
 
     import cute_kernels.integrations.transformers as cute
     model = AutoModelForCausalLM.from_pretrained(..., dtype=torch.bfloat16, attn_implementation="cute")

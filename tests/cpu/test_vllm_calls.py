@@ -28,17 +28,20 @@ ADAPTERS = sorted((ROOT / "cute_kernels" / "integrations" / "vllm").glob("*.py")
 # ---- pages
 
 
-@pytest.mark.parametrize("tokens", [16, 32, 64, 128, 256])
-def test_an_int8_page_has_the_bytes_of_vllms(tokens: int) -> None:
+@pytest.mark.parametrize("kv_heads", [1, 2])
+@pytest.mark.parametrize("order", ["NHD", "HND"])
+@pytest.mark.parametrize("tokens", [1, 16, 32, 64, 128, 256])
+def test_an_int8_page_has_the_bytes_of_vllms(tokens: int, order: str, kv_heads: int) -> None:
     """Codes and scales fill a page without a gap, and none of them twice."""
-    pages, kv_heads, d = 3, 2, 64
-    elements = calls.int8_page_elements(kv_heads, d)
-    assert elements == kv_heads * 2 * (d + 4)
-    kv_cache = torch.full((pages, 1, tokens, elements), -1, dtype=torch.int8)
-    views = calls.int8_views(kv_cache, kv_heads, d)
+    pages, d = 3, 64
+    kv_cache = stock_cache(pages, kv_heads, tokens, d, torch.int8, order)
+    assert kv_cache[0].numel() == kv_heads * tokens * 2 * (d + 4)
+    kv_cache.fill_(-1)
+    views = calls.int8_views(kv_cache, d)
     assert views.k_scale is not None and views.v_scale is not None
     for i, view in enumerate((views.k, views.v)):
         assert view.shape == (pages, kv_heads, tokens, d)
+        assert tokens == 1 or not any(stride % 16 for stride in view.stride()[:3])
         assert bool((view == -1).all())
         view.fill_(i + 1)
     for view in (views.k_scale, views.v_scale):
@@ -49,46 +52,101 @@ def test_an_int8_page_has_the_bytes_of_vllms(tokens: int) -> None:
     assert views.k_scale.numel() + views.v_scale.numel() == 2 * pages * kv_heads * tokens
 
 
+def filled(kv_heads: int) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Two pages of 16 tokens as vLLM has them, and what is in them."""
+    kv_cache = stock_cache(2, kv_heads, 16, 64, torch.int8, "HND")
+    given = [torch.randint(-127, 128, (2, kv_heads, 16, 64)).to(torch.int8) for _ in range(2)]
+    given += [torch.rand(2, kv_heads, 16) for _ in range(2)]
+    for view, values in zip(tensors(kv_cache), given, strict=True):
+        view.copy_(values)
+    return kv_cache, given
+
+
+def tensors(kv_cache: torch.Tensor) -> list[torch.Tensor]:
+    """Codes and scales, heads first."""
+    return [view for view in calls.int8_views(kv_cache, 64) if isinstance(view, torch.Tensor)]
+
+
+def test_pages_are_cut_by_heads() -> None:
+    """As a connector does between ranks of different numbers: each takes its bytes of a page."""
+    kv_cache, given = filled(4)
+    for rank in range(2):
+        own = stock_cache(2, 2, 16, 64, torch.int8, "HND")
+        own.view(2, -1).copy_(kv_cache.view(2, 2, -1)[:, rank])
+        for view, values in zip(tensors(own), given, strict=True):
+            assert torch.equal(view, values[:, 2 * rank : 2 * rank + 2])
+
+
+def test_pages_of_ranks_lie_side_by_side() -> None:
+    """As in an offloaded block, which has the heads of all ranks, those of a rank with all of its layers."""
+    ranks = [filled(2) for _ in range(2)]
+    whole = torch.cat([kv_cache.view(2, -1) for kv_cache, _ in ranks], dim=1).view(2, 4, 16, -1)
+    for i, view in enumerate(tensors(whole)):
+        assert torch.equal(view, torch.cat([given[i] for _, given in ranks], dim=1))
+
+
 def test_pages_at_a_distance() -> None:
     """VLLM pads pages, and lays out those of several layers in turns."""
-    elements = 16 * calls.int8_page_elements(2, 64)
+    elements = 16 * 2 * calls.int8_token_bytes(64)
     padded = torch.zeros(4, elements + 512, dtype=torch.int8)
-    views = calls.int8_views(padded[:, :elements].view(4, 1, 16, -1), 2, 64)
+    views = calls.int8_views(padded[:, :elements].view(4, 2, 16, -1), 64)
     assert views.k.stride(0) == elements + 512 and views.k_scale is not None
     assert views.k_scale.stride(0) * 4 == elements + 512
     views.v.fill_(3)
     assert not padded[:, elements:].any()
 
 
+@pytest.mark.parametrize("order", ["NHD", "HND"])
+def test_layers_in_one_page(order: str) -> None:
+    """VLLM may lay out all layers of a page together, by heads or by tokens; each has its own bytes."""
+    pages, layers, heads, tokens, token = 3, 2, 2, 16, calls.int8_token_bytes(64)
+    if order == "HND":
+        memory = torch.zeros(pages, heads, layers, tokens, token, dtype=torch.int8).permute(2, 0, 1, 3, 4)
+    else:
+        memory = torch.zeros(pages, layers, tokens, heads, token, dtype=torch.int8).permute(1, 0, 3, 2, 4)
+    for layer in range(layers):
+        for view in tensors(memory[layer]):
+            view.view(torch.int8).fill_(layer + 1)
+        assert bool((memory[layer] == layer + 1).all())
+    assert not bool((memory[0] == 2).any())
+
+
 @pytest.mark.parametrize(
-    "kv_cache",
+    "kv_cache, words",
     [
-        torch.zeros(4, 1, 16, 270, dtype=torch.int8),
-        torch.zeros(4, 2, 16, 136, dtype=torch.int8).transpose(1, 2),
+        (torch.zeros(4, 2, 16, 135, dtype=torch.int8), r"got .*135\); needs \(pages, kv_heads, tokens, 136\)"),
+        (torch.zeros(4, 2, 0, 136, dtype=torch.int8), r"got shape \(4, 2, 0, 136\)"),
+        (torch.zeros(4, 2 * 16 * 136, dtype=torch.int8), r"got shape \(4, 4352\)"),
+        (torch.zeros(4, 16, 3, 136, dtype=torch.int8)[:, :, :2].transpose(1, 2), "needs pages ordered by heads or"),
+        (torch.zeros(4, 1, 32, 136, dtype=torch.int8)[:, :, ::2], "needs pages ordered by heads or by tokens"),
+        (torch.zeros(4, 2, 16, 272, dtype=torch.int8)[..., ::2], "needs pages ordered by heads or by tokens"),
     ],
-    ids=["size", "order"],
-)
-def test_a_page_that_is_not_ours_is_refused(kv_cache: torch.Tensor) -> None:
-    with pytest.raises(ValueError, match=r"kv_cache: got shape \(4, .*; needs contiguous pages"):
-        calls.int8_views(kv_cache, 2, 64)
+    ids=["size", "no tokens", "flat", "a head between", "a token between", "gaps"],
+)  # fmt: skip
+def test_a_page_that_is_not_ours_is_refused(kv_cache: torch.Tensor, words: str) -> None:
+    with pytest.raises(ValueError, match=f"kv_cache: .*{words}"):
+        calls.int8_views(kv_cache, 64)
 
 
 def test_views_are_made_once_a_cache() -> None:
     layer = GqaCalls(4, 2, 64, 0.125, calls.INT8)
-    caches = torch.zeros(2, 4, 1, 16, calls.int8_page_elements(2, 64), dtype=torch.int8)
+    caches = torch.zeros(2, 4, 2, 16, calls.int8_token_bytes(64), dtype=torch.int8)
     assert layer.views(caches[0]) is layer.views(caches[0])
     assert layer.views(caches[1]).k.data_ptr() == caches[1].data_ptr()
+    layer.forget_views()
+    assert layer._known is None
 
 
 # ---- decoding and storing
 
 
+@pytest.mark.parametrize("order", ["NHD", "HND"])
 @pytest.mark.parametrize("tokens", [16, 64, 256])
-def test_int8_is_stored_and_decoded_as_in_a_cache_of_four_tensors(tokens: int) -> None:
+def test_int8_is_stored_and_decoded_as_in_a_cache_of_four_tensors(tokens: int, order: str) -> None:
     """The page changes where the numbers lie and no number."""
     batch = draw_batch([40, 17, 300], [2, 2, 2], tokens)
     layer = GqaCalls(HEADS, 2, 64, 0.125, calls.INT8)
-    kv_cache = torch.zeros(batch.pages, 1, tokens, calls.int8_page_elements(2, 64), dtype=torch.int8)
+    kv_cache = stock_cache(batch.pages, 2, tokens, 64, torch.int8, order)
     k_cache, v_cache = torch.zeros(2, batch.pages, tokens, 2, 64, dtype=torch.int8)
     k_scale, v_scale = torch.zeros(2, batch.pages, tokens, 2)
     padded_slots = torch.cat([batch.all_slots, torch.tensor([-1])])

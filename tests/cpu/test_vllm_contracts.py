@@ -5,7 +5,6 @@ import dataclasses
 import importlib
 import importlib.metadata
 import inspect
-import math
 import types
 from collections.abc import Callable
 from pathlib import Path
@@ -212,12 +211,10 @@ def test_what_is_not_served(changes: dict[str, Any]) -> None:
 
 @pytest.mark.skipif(NEW_CACHES, reason="this vLLM asks for customize_spec")
 def test_shapes_of_caches() -> None:
+    """Those that views are made of: vLLM's own."""
     shape = gqa.CuteAttentionBackend.get_kv_cache_shape
-    assert shape(10, 32, 8, 128, calls.INT8) == (10, 1, 32, 2 * 8 * 132)
-    stock = triton_attn.TritonAttentionBackend.get_kv_cache_shape
-    for dtype in ("auto", "fp8"):
-        assert shape(10, 32, 8, 128, dtype) == stock(10, 32, 8, 128, dtype)
-    assert math.prod(shape(10, 32, 8, 128, calls.INT8)) == math.prod(stock(10, 32, 8, 128, calls.INT8))
+    assert shape(10, 32, 8, 128, calls.INT8) == (10, 8, 32, calls.int8_token_bytes(128))
+    assert shape(10, 32, 8, 128, "auto") == shape(10, 32, 8, 128, "fp8") == (10, 8, 32, 256)
 
 
 @pytest.mark.skipif(not NEW_CACHES, reason="this vLLM asks for shapes of caches")
@@ -228,9 +225,19 @@ def test_specifications_of_caches() -> None:
         block_size=32, num_kv_heads=8, head_size=128, dtype=torch.int8, kv_quant_mode=KVQuantMode.INT8_PER_TOKEN_HEAD
     )
     ours = gqa.CuteAttentionBackend.customize_spec(given)
-    stock = triton_attn.TritonAttentionBackend.customize_spec(given)
-    assert ours.num_heads == 1 and ours.page_size_bytes == stock.page_size_bytes == 32 * 2 * 8 * 132
-    assert gqa.CuteAttentionBackend.customize_spec(ours) == ours
+    assert ours.num_heads == 8 and ours.state_content_size_bytes == calls.int8_token_bytes(128)
+
+
+@pytest.mark.skipif(NEW_CACHES, reason="this vLLM does not ask")
+@pytest.mark.parametrize("block_size, padded", [(16, True), (256, True), (48, False), (512, False), (528, False)])
+def test_blocks_that_are_split_into_pages_are_not_padded(
+    block_size: int, padded: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """VLLM would take a block's distance for that of its pages."""
+    config = types.SimpleNamespace(cache_config=types.SimpleNamespace(block_size=block_size))
+    monkeypatch.setattr(gqa, "get_current_vllm_config", lambda: config)
+    monkeypatch.setattr(triton_attn, "get_kv_cache_layout", lambda: "NHD")
+    assert gqa.CuteAttentionBackend.indexes_kv_by_block_stride() is padded
 
 
 # ---- metadata
@@ -268,6 +275,15 @@ def test_a_request_without_tokens_among_others_is_no_decode() -> None:
     nobody = common(batch, num_actual_tokens=0)
     nobody.query_start_loc_cpu = nobody.query_start_loc = torch.zeros(4, dtype=torch.int32)
     assert builder(drafts=2).build(0, nobody).num_decode_tokens == 0
+
+
+def test_borders_on_the_host_are_not_read_where_all_have_a_token() -> None:
+    """With `--kv-sharing-fast-prefill` they may still be on their way from the GPU."""
+    batch = draw_batch([40, 17, 9], [1, 1, 1], 16)
+    unwritten = common(batch)
+    unwritten.query_start_loc_cpu = torch.full((4,), 1 << 30, dtype=torch.int32)
+    m = builder().build(0, unwritten)
+    assert (m.num_decodes, m.num_decode_tokens, m.prefill) == (3, 3, None)
 
 
 def test_a_mixed_batch() -> None:
@@ -347,15 +363,39 @@ def test_a_layer_attends(
     assert error < {"auto": 0.01, "fp8": 0.06, calls.INT8: 0.02}[kv_cache_dtype]
 
 
-def test_reloaded_sinks_keep_their_memory() -> None:
-    """Graphs read the first ones' address."""
-    impl = gqa.CuteAttentionImpl(HEADS, 64, 0.125, KV_HEADS, sinks=torch.zeros(HEADS).bfloat16())
+def test_new_sinks_land_where_graphs_read() -> None:
+    """In the model's parameter, as a load in place writes them, and in a parameter that takes its place."""
+    parameter = torch.nn.Parameter(torch.zeros(HEADS).bfloat16(), requires_grad=False)
+    impl = gqa.CuteAttentionImpl(HEADS, 64, 0.125, KV_HEADS, sinks=parameter)
     impl.process_weights_after_loading(torch.bfloat16)
-    first = impl.calls.s_aux
-    assert first is not None
-    for impl.sinks in (torch.ones(HEADS).bfloat16(), impl.sinks.fill_(2)):
+    read = impl.calls.s_aux
+    assert read is not None and read.dtype is torch.float32
+    address = read.data_ptr()
+    parameter.data.copy_(torch.ones(HEADS).bfloat16())
+    assert torch.equal(read, torch.ones(HEADS))
+    for value in (2, 3):
+        impl.sinks = torch.nn.Parameter(torch.full((HEADS,), float(value)).bfloat16(), requires_grad=False)
         impl.process_weights_after_loading(torch.bfloat16)
-        assert impl.calls.s_aux is first and torch.equal(first, impl.sinks.float())
+        assert impl.calls.s_aux is not None and impl.calls.s_aux.data_ptr() == address
+        assert torch.equal(impl.calls.s_aux, torch.full((HEADS,), float(value)))
+    impl.sinks.data.fill_(4)
+    assert torch.equal(impl.calls.s_aux, torch.full((HEADS,), 4.0))
+
+
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", calls.INT8])
+def test_a_cache_that_vllm_frees_is_let_go(kv_cache_dtype: str) -> None:
+    """As its runner does after measuring the memory of graphs: by an attribute of its own backends."""
+    impl = gqa.CuteAttentionImpl(HEADS, 64, 0.125, KV_HEADS, None, None, kv_cache_dtype)
+    layer = types.SimpleNamespace(_k_scale=torch.tensor(1.0), _v_scale=torch.tensor(1.0))
+    kv_cache = empty_cache(3, 16, kv_cache_dtype)
+    key = torch.zeros(3, KV_HEADS, 64).bfloat16()
+    impl.do_kv_cache_update(layer, key, key, kv_cache, torch.tensor([16, 17, 18]))
+    if kv_cache_dtype == calls.INT8:
+        impl._ensure_scale_caches(kv_cache)
+    assert impl.calls._known is not None
+    for name in ("_k_scale_cache", "_v_scale_cache"):
+        setattr(impl, name, None)
+    assert impl.calls._known is None
 
 
 def test_a_quantized_output_is_refused() -> None:
@@ -380,7 +420,7 @@ def test_what_no_kernel_computes_is_refused_with_the_layer() -> None:
 
 def test_int8_codes_as_the_triton_kernels_read_them() -> None:
     impl = gqa.CuteAttentionImpl(HEADS, 64, 0.125, KV_HEADS, None, None, calls.INT8)
-    kv_cache = torch.zeros(3, 1, 16, calls.int8_page_elements(KV_HEADS, 64), dtype=torch.int8)
+    kv_cache = empty_cache(3, 16, calls.INT8)
     k, v = impl._pth_key_value_caches(kv_cache)
     assert k.shape == v.shape == (3, 16, KV_HEADS, 64)
     for scale in (impl._k_scale_cache, impl._v_scale_cache):

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from cute_kernels.integrations.vllm.calls import INT8, int8_page_elements
+from cute_kernels.integrations.vllm.calls import INT8, int8_token_bytes
 
 HEADS, KV_HEADS, HEAD_DIM = 4, 2, 64
 
@@ -114,16 +114,14 @@ def draw_batch(lengths: list[int], queries: list[int], page_size: int, seed: int
 def stock_cache(
     pages: int, kv_heads: int, page_size: int, d: int, dtype: torch.dtype, order: str, device: str = "cpu"
 ) -> torch.Tensor:
-    """VLLM's cache, (pages, kv_heads, page_size, 2 d), "HND" or "NHD" in memory."""
+    """VLLM's cache, (pages, kv_heads, page_size, 2 d), "HND" or "NHD" in memory; of INT8, scales included."""
+    width = int8_token_bytes(d) if dtype is torch.int8 else 2 * d
     if order == "HND":
-        return torch.zeros(pages, kv_heads, page_size, 2 * d, dtype=dtype, device=device)
-    return torch.zeros(pages, page_size, kv_heads, 2 * d, dtype=dtype, device=device).transpose(1, 2)
+        return torch.zeros(pages, kv_heads, page_size, width, dtype=dtype, device=device)
+    return torch.zeros(pages, page_size, kv_heads, width, dtype=dtype, device=device).transpose(1, 2)
 
 
 def empty_cache(pages: int, page_size: int, kv_cache_dtype: str, device: str = "cpu") -> torch.Tensor:
     """What vLLM allocates for a layer with our backend."""
-    if kv_cache_dtype == INT8:
-        shape = (pages, 1, page_size, int8_page_elements(KV_HEADS, HEAD_DIM))
-        return torch.zeros(shape, dtype=torch.int8, device=device)
-    dtype = torch.bfloat16 if kv_cache_dtype == "auto" else torch.uint8
+    dtype = {"auto": torch.bfloat16, INT8: torch.int8}.get(kv_cache_dtype, torch.uint8)
     return stock_cache(pages, KV_HEADS, page_size, HEAD_DIM, dtype, "NHD", device)

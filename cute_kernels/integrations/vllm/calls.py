@@ -1,8 +1,9 @@
 """What vLLM's tensors become as arguments of our operators. Imports no vLLM, so that it is tested without.
 
-A page of an INT8 cache is [K codes | V codes | K scales | V scales], each ordered (kv_heads, tokens, d) or (kv_heads,
-tokens): the bytes of vLLM's own int8_per_token_head, whose scale after each head's codes gives rows of d + 4 bytes that
-TMA cannot read. Other caches keep vLLM's page, keys and values of a head next to each other.
+A page of an INT8 cache has, one head after the other, [K codes | V codes | K scales | V scales], (tokens, d) codes and
+(tokens,) scales each. Page and head have the bytes of vLLM's own int8_per_token_head, which has a scale after each
+token's codes, in rows of d + 4 bytes that TMA cannot read: what moves pages, or cuts them by head, needs to know of
+neither. Other caches keep vLLM's page, keys and values of a head next to each other.
 """
 
 from __future__ import annotations
@@ -41,28 +42,38 @@ class CacheViews(NamedTuple):
         return tuple(given if self.layout == "paged_NHD" else (t.transpose(1, 2) for t in given))
 
 
-def int8_page_elements(kv_heads: int, head_dim: int) -> int:
-    """Bytes of a token in an INT8 page: codes and scales of K and V."""
-    return 2 * kv_heads * (head_dim + SCALE_BYTES)
+def int8_token_bytes(head_dim: int) -> int:
+    """Bytes of a token and head in an INT8 page: codes and scales of K and V."""
+    return 2 * (head_dim + SCALE_BYTES)
 
 
-def int8_views(kv_cache: torch.Tensor, kv_heads: int, head_dim: int) -> CacheViews:
-    """Views of an INT8 cache: any shape (pages, ...) of one byte an element, pages contiguous inside, at any stride.
+def int8_views(kv_cache: torch.Tensor, head_dim: int) -> CacheViews:
+    """Views of an INT8 cache, (pages, kv_heads, tokens, 2 (d + 4)) of one byte an element, pages at any stride.
+
+    A page's heads lie one after the other, also where vLLM orders a page by tokens ("NHD") and its strides say
+    otherwise: it copies whole pages then. Where it orders them by heads ("HND"), they may be at a distance: those of
+    other layers lie between.
 
     Raises:
-        ValueError: a page that does not hold a whole number of tokens.
+        ValueError: another shape, or bytes of a head and of a page that do not lie next to each other.
     """
-    pages = kv_cache.flatten(1)
-    tokens, rest = divmod(pages.shape[1], int8_page_elements(kv_heads, head_dim))
-    if rest or not tokens or pages.data_ptr() != kv_cache.data_ptr():
-        needs = f"contiguous pages of a multiple of {int8_page_elements(kv_heads, head_dim)} bytes"
-        raise ValueError(f"kv_cache: got shape {tuple(kv_cache.shape)}, strides {kv_cache.stride()}; needs {needs}")
-    codes, scales = tokens * kv_heads * head_dim, tokens * kv_heads
-    k, v = (pages[:, i * codes : (i + 1) * codes].unflatten(1, (kv_heads, tokens, head_dim)) for i in (0, 1))
-    numbers = pages[:, 2 * codes :].view(torch.float32)
-    k_scale, v_scale = (
-        numbers[:, i * scales : (i + 1) * scales].unflatten(1, (kv_heads, tokens)) for i in (0, 1)
-    )  # fmt: skip
+    token = int8_token_bytes(head_dim)
+    if kv_cache.dim() != 4 or kv_cache.shape[3] != token or not kv_cache.shape[2]:
+        needs = f"(pages, kv_heads, tokens, {token})"
+        raise ValueError(f"kv_cache: got shape {tuple(kv_cache.shape)}; needs {needs}")
+    pages, kv_heads, tokens, _ = kv_cache.shape
+    page_stride, head_stride, token_stride, byte_stride = kv_cache.stride()
+    if head_stride == token and token_stride == kv_heads * token:
+        head_stride, token_stride = tokens * token, token
+    elif kv_heads == 1:
+        head_stride = tokens * token
+    if token_stride != token or byte_stride != 1:
+        needs = "pages ordered by heads or by tokens, without gaps"
+        raise ValueError(f"kv_cache: got strides {kv_cache.stride()}; needs {needs}")
+    rows = kv_cache.as_strided((pages, kv_heads, tokens * token), (page_stride, head_stride, 1))
+    k, v, scales = rows.split([tokens * head_dim, tokens * head_dim, 2 * tokens * SCALE_BYTES], dim=2)
+    k, v = (t.unflatten(2, (tokens, head_dim)) for t in (k, v))
+    k_scale, v_scale = scales.view(torch.float32).split(tokens, dim=2)
     return CacheViews(k, v, k_scale, v_scale, "paged_HND")
 
 
@@ -111,11 +122,15 @@ class GqaCalls:
         key = (kv_cache.data_ptr(), kv_cache.shape, kv_cache.stride())
         if self._known is None or self._known[0] != key:
             if self.int8:
-                views = int8_views(kv_cache, self.kv_heads, self.head_dim)
+                views = int8_views(kv_cache, self.head_dim)
             else:
                 views = stock_views(kv_cache, self.head_dim, self.cache_dtype in FP8)
             self._known = key, views
         return self._known[1]
+
+    def forget_views(self) -> None:
+        """Lets go of the cache, which views keep alive."""
+        self._known = None
 
     def append_int8(
         self, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor

@@ -1,8 +1,8 @@
 """vLLM's attention backend over `gqa_decode`: `--attention-backend CUSTOM`. For 0.26 and 0.33; imports vLLM.
 
 Decoding runs on our kernels; what else a layer does is that of the class it extends, vLLM's Triton backend: the same
-cache for 16-bit numbers and FP8, prompts in several parts, and all that this package has no kernel for. An INT8 cache
-has a page of its own, see calls.py.
+caches, prompts in several parts, and all that this package has no kernel for. In a page of INT8 the bytes of a head
+have an order of their own, see calls.py.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
+from vllm.config import get_current_vllm_config
 from vllm.logger import init_logger
 from vllm.v1.attention.backend import AttentionCGSupport, AttentionType
 from vllm.v1.attention.backends.triton_attn import (
@@ -21,7 +22,7 @@ from vllm.v1.attention.backends.triton_attn import (
 )
 from vllm.v1.attention.backends.utils import split_decodes_and_prefills
 
-from cute_kernels.integrations.vllm.calls import FP8, HEAD_DIMS, INT8, MAX_QUERIES, GqaCalls, int8_page_elements
+from cute_kernels.integrations.vllm.calls import FP8, HEAD_DIMS, INT8, MAX_QUERIES, GqaCalls
 from cute_kernels.integrations.vllm.warming import compile_shapes
 from cute_kernels.warm.shapes import Shape
 
@@ -85,8 +86,9 @@ class CuteAttentionMetadataBuilder(TritonAttentionMetadataBuilder):
         decodes, rest, decode_tokens, _ = split_decodes_and_prefills(
             common_attn_metadata, decode_threshold=self.reorder_batch_threshold, require_uniform=True
         )
-        if common_attn_metadata.causal is not True or not _decodes_come_first(common_attn_metadata, decodes):
-            decodes, rest, decode_tokens = 0, common_attn_metadata.num_reqs, 0
+        found = _decoding(common_attn_metadata, decodes, decode_tokens)
+        if common_attn_metadata.causal is not True or (decodes and not found):
+            decodes, found, rest, decode_tokens = 0, 0, common_attn_metadata.num_reqs, 0
         prefill, fresh = None, False
         if rest:
             part = common_attn_metadata
@@ -94,25 +96,26 @@ class CuteAttentionMetadataBuilder(TritonAttentionMetadataBuilder):
                 part = _without_decodes(common_attn_metadata, decodes, decode_tokens)
                 prefill = super().build(0, part, fast_build)
             fresh = part.causal is True and _is_fresh(part)
-        if decodes:  # a batch padded for a graph may end with requests that have no token
-            first = common_attn_metadata.query_start_loc_cpu[:2].tolist()
-            decodes = decode_tokens // max(first[1] - first[0], 1)
         return CuteAttentionMetadata(
-            **vars(whole), num_decodes=decodes, num_decode_tokens=decode_tokens, prefill=prefill, fresh=fresh
+            **vars(whole), num_decodes=found, num_decode_tokens=decode_tokens, prefill=prefill, fresh=fresh
         )
-
 
     def build_for_drafting(self, common_attn_metadata: Any, draft_index: int) -> CuteAttentionMetadata:
         """The same for a draft model, whose batch may have longer queries than the lengths on the host say."""
         return replace(super().build_for_drafting(common_attn_metadata, draft_index), fresh=False)
 
 
-def _decodes_come_first(common: Any, decodes: int) -> bool:
-    """Whether no request without a token, as pads a batch for a graph, lies among the first that decode."""
-    if decodes < 2:
-        return True
-    starts = common.query_start_loc_cpu[: decodes + 1]
-    return int(starts[int(starts[-1]) // max(int(starts[1]), 1)]) == int(starts[-1])
+def _decoding(common: Any, decodes: int, tokens: int) -> int:
+    """How many of the first `decodes` requests have tokens, all as many; 0 if one without any lies among them.
+
+    A batch padded for a graph ends with requests that have none. Where a request has at most one, the host's borders
+    are not looked at: with `--kv-sharing-fast-prefill` the GPU may still be writing them.
+    """
+    if not decodes or common.max_query_len <= 1:
+        return tokens
+    starts = common.query_start_loc_cpu[: decodes + 1].tolist()
+    each, last = max(starts[1], 1), starts[-1]
+    return tokens // each if starts[last // each] == last else 0
 
 
 def _without_decodes(common: Any, requests: int, tokens: int) -> Any:
@@ -202,29 +205,17 @@ class CuteAttentionBackend(TritonAttentionBackend):
 
     supports_non_causal = supports_alibi_sqrt = supports_batch_invariance = supports_rswa = supports_mm_prefix
 
-    @staticmethod
-    def get_kv_cache_shape(
-        num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, cache_dtype_str: str = "auto"
-    ) -> tuple[int, ...]:
-        """0.26: (pages, kv_heads, tokens, 2 d); of INT8 our page, as one head of all bytes of a token."""
-        if cache_dtype_str == INT8:
-            return (num_blocks, 1, block_size, int8_page_elements(num_kv_heads, head_size))
-        return TritonAttentionBackend.get_kv_cache_shape(
-            num_blocks, block_size, num_kv_heads, head_size, cache_dtype_str
-        )
-
     @classmethod
-    def customize_spec(cls, spec: Any) -> Any:
-        """0.33: the same, as fields of a layer's cache specification."""
-        if spec.state_content_bytes is not None or not spec.kv_quant_mode.is_per_token_head:
-            return spec
-        return replace(
-            spec, num_head_slots=1, state_content_bytes=int8_page_elements(spec.num_kv_heads, spec.head_size)
-        )
+    def indexes_kv_by_block_stride(cls) -> bool:
+        """Whether pages may be padded: vLLM pads its blocks, so those that are split into several pages may not be."""
+        block_size = get_current_vllm_config().cache_config.block_size  # where it is asked, there is one
+        return super().indexes_kv_by_block_stride() and block_size in BLOCK_SIZES
 
 
 class CuteAttentionImpl(TritonAttentionImpl):
     """The attention of a layer."""
+
+    _k_scales: torch.Tensor | None = None
 
     def __init__(
         self,
@@ -262,14 +253,18 @@ class CuteAttentionImpl(TritonAttentionImpl):
         )
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
-        """Casts the sinks, which are there now, to float32; later ones go where graphs read the first ones."""
+        """Makes float32 of the sinks, which are there now.
+
+        They stay one tensor with the model's parameter: what writes new weights into that writes to where graphs read.
+        """
         super().process_weights_after_loading(act_dtype)
         if self.sinks is None:
             return
         if self.calls.s_aux is None:
             self.calls.s_aux = self.sinks.detach().float()
-        else:
+        else:  # a new parameter
             self.calls.s_aux.copy_(self.sinks.detach())
+        self.sinks.data = self.calls.s_aux
 
     def fused_output_quant_supported(self, quant_key: Any) -> bool:
         """Outputs are 16-bit numbers."""
@@ -335,6 +330,17 @@ class CuteAttentionImpl(TritonAttentionImpl):
             self.calls.append_plain(key, value, kv_cache, slot_mapping, layer._k_scale, layer._v_scale)
         else:
             super().do_kv_cache_update(layer, key, value, kv_cache, slot_mapping)
+
+    @property
+    def _k_scale_cache(self) -> torch.Tensor | None:
+        return self._k_scales
+
+    @_k_scale_cache.setter
+    def _k_scale_cache(self, scales: torch.Tensor | None) -> None:
+        """None: vLLM has measured the memory of graphs and frees the cache that it did so with."""
+        self._k_scales = scales
+        if scales is None and hasattr(self, "calls"):
+            self.calls.forget_views()
 
     def _ensure_scale_caches(self, kv_cache: torch.Tensor) -> None:
         """The scales where our page has them; `super().forward` reads both attributes."""

@@ -128,7 +128,7 @@ def template(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -
     `torch.empty` takes 2.4 us with a dtype and a device, and longer where a program has set a default device; an
     addition takes 2.7 us on the same host.
     """
-    return constants(device).no_sink[:1].view(dtype)[:1].expand(shape)
+    return constants(device).no_sink[:1].view(dtype)[0].expand(shape)
 
 
 def empty_like(known: torch.Tensor) -> torch.Tensor:

@@ -4,34 +4,17 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from cute_kernels import mla_fp8_decode
 from cute_kernels.compat.flash_mla import flash_mla_with_kvcache
 from tests.support import empty_rows
 from tests.support.empty_rows import CALLS, flash_mla_call, require_inf_of_empty_rows, require_same_bits
+from tests.support.graphs import launches
 
 
 def kernel_specs() -> list[Any]:
     """Kernels that write +inf."""
     return empty_rows.kernel_specs()
-
-
-class Called(TorchDispatchMode):
-    """Torch's operators that run: those that allocate or make a view launch no kernel, `others` may."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.allocations = 0
-        self.others: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        aliases = [result.alias_info for result in func._schema.returns]
-        if func.overloadpacket.__name__ == "empty":
-            self.allocations += 1
-        elif not aliases or any(alias is None or alias.is_write for alias in aliases):
-            self.others.append(str(func))
-        return func(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize("name", CALLS)
@@ -51,15 +34,16 @@ def test_the_interface_gives_flash_mlas_lse(name):
 
 @pytest.mark.parametrize("name", ["sparse, shares", "dense, shares", "v4 twice, shares"])
 def test_torch_launches_nothing_around_the_kernel(name):
-    call = flash_mla_call(CALLS[name].case("cuda"))
-    flash_mla_with_kvcache(**call)
-    with Called() as called:
-        flash_mla_with_kvcache(**call)
-    assert called.allocations == 2 and called.others == []
-    with Called() as called:
-        out, lse = flash_mla_with_kvcache(**call)
+    case = CALLS[name].case("cuda")
+    call = flash_mla_call(case)
+    alone = launches(lambda: mla_fp8_decode(**case.arguments(), return_lse=True))
+    assert launches(lambda: flash_mla_with_kvcache(**call)) == alone
+
+    def with_inf() -> None:
+        _, lse = flash_mla_with_kvcache(**call)
         lse.masked_fill_(lse == -torch.inf, torch.inf)
-    assert len(called.others) == 2, "what such a call had before is seen"
+
+    assert launches(with_inf) == alone + 2, "what such a call had before is seen"
 
 
 def test_a_graph_follows_lengths_from_empty_to_full_and_back():

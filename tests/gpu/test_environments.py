@@ -29,6 +29,7 @@ from cute_kernels.runtime.launch import PreparedLaunches
 from fp8_mla import QK_DIM
 from scripts.sanitizing.calls import default_dtype
 from tests.support.gqa_cases import gqa_case
+from tests.support.graphs import nodes
 from tests.support.mla_cases import dense_case, generator, sparse_case
 from tests.support.sink_cases import sink_case
 
@@ -385,14 +386,11 @@ def test_graphs_record_kernels_alone_and_give_their_counters_back():
     per_graph = (slab.borrowed() - before) / len(graphs)
     assert per_graph >= 60 * 32, "each launch with counters holds a place"
     for graph in graphs:
-        raw = runtime.cudaGraph_t(graph.raw_cuda_graph())
-        error, _, count = runtime.cudaGraphGetNodes(raw)
-        error, nodes, count = runtime.cudaGraphGetNodes(raw, count)
-        kinds = [runtime.cudaGraphNodeGetType(node)[1] for node in nodes[:count]]
+        kinds = nodes(graph)
         assert kinds and set(kinds) == {runtime.cudaGraphNodeType.cudaGraphNodeTypeKernel}
         graph.instantiate()
         graph.replay()
-    del graph, raw, nodes
+    del graph
     graphs.clear()
     gc.collect()
     torch.cuda.synchronize()

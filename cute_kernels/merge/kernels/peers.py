@@ -119,11 +119,12 @@ class PeerMergeKernel:
         self._store_to_peers(rows, peers, half, shape, divisors, own_rows, cta, tid)
         cute.arch.sync_threads()
         own = _address_of(peers, rank)
-        if tid < world_size and tid != rank:
+        is_peer = tid < world_size and tid != rank
+        if is_peer:
             theirs = _flag(_address_of(peers, tid), rank, cta)
             cute.arch.store(theirs, epoch, sem="release", scope="sys")
-            if own_rows > 0:
-                self._await(_flag(own, tid, cta), epoch, limit_ns, report, tid)
+        if is_peer and own_rows > 0:
+            self._await(_flag(own, tid, cta), epoch, limit_ns, report, tid)
         cute.arch.sync_threads()
         self._merge(mSink, mOut, mLse, own + half, shape, divisors, own_rows, cta, tid)
         if tid == 0:

@@ -1,0 +1,30 @@
+"""What CUDA graphs consist of."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+
+def nodes(graph: torch.cuda.CUDAGraph) -> list[Any]:
+    """Types of the nodes of a graph that was made with `keep_graph`."""
+    from cuda.bindings import runtime
+
+    raw = runtime.cudaGraph_t(graph.raw_cuda_graph())
+    _, _, count = runtime.cudaGraphGetNodes(raw)
+    _, found, count = runtime.cudaGraphGetNodes(raw, count)
+    return [runtime.cudaGraphNodeGetType(node)[1] for node in found[:count]]
+
+
+def launches(call: Callable[[], Any]) -> int:
+    """Kernels that a call launches; it has no other nodes, and runs once before."""
+    from cuda.bindings import runtime
+
+    call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph(keep_graph=True)
+    with torch.cuda.graph(graph):
+        call()
+    found = nodes(graph)
+    assert set(found) <= {runtime.cudaGraphNodeType.cudaGraphNodeTypeKernel}, found
+    return len(found)

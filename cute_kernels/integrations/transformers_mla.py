@@ -25,9 +25,9 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from cute_kernels.integrations.on_import import change_on_import
 from cute_kernels.integrations.transformers_cache import GrowingLayer, Positions, check_max_length, say_once
 from cute_kernels.mla.append_op import mla_fp8_append
-from cute_kernels.mla.checks import MAX_HEADS
 from cute_kernels.mla.op import mla_fp8_decode
 from cute_kernels.runtime.ops import needs_grad
+from cute_kernels.warm.shapes import MAX_MLA_HEADS
 from fp8_mla import QK_DIM, TOKEN_BYTES, V_DIM, unpack
 
 NAME = "cute_mla"
@@ -191,7 +191,7 @@ def cute_mla_attention(
     if expand is None or indices is None:
         raise ValueError(f"module: got {type(module).__name__}; needs {' or '.join(ATTENTIONS.values())}")
     _check_ranks("module", module)
-    layer = getattr(key, LAYER, None)
+    layer: Any = getattr(key, LAYER, None)
     reason = refusal(module, query, attention_mask, dropout, layer)
     if reason is not None:
         _say_once(reason)
@@ -217,7 +217,7 @@ def refusal(
     if dropout:
         return f"dropout {dropout}: there is none in the kernel"
     projection, heads = module.kv_b_proj, query.shape[1]
-    weight = getattr(projection, "weight", None)
+    weight: Any = getattr(projection, "weight", None)
     shape = (heads * (module.qk_nope_head_dim + module.v_head_dim), V_DIM)
     plain = type(projection) is torch.nn.Linear and projection.bias is None
     plain = plain and type(weight) in (torch.nn.Parameter, torch.Tensor) and weight.shape == shape
@@ -226,8 +226,8 @@ def refusal(
         return f"kv_b_proj: got {got}; the kernel needs a torch.nn.Linear with {query.dtype} {shape} on {query.device}"
     if needs_grad(query, weight):
         return "gradients: the kernel has no backward"
-    if heads > MAX_HEADS:
-        return f"{heads} heads: the kernel takes up to {MAX_HEADS}"
+    if heads > MAX_MLA_HEADS:
+        return f"{heads} heads: the kernel takes up to {MAX_MLA_HEADS}"
     if mask.shape[1] != 1:
         return f"attention_mask: got one for each of {mask.shape[1]} heads; the kernel takes one for all"
     # the mask function's are bool: only a mask that the caller made costs this synchronization
@@ -282,7 +282,7 @@ def pass_latents(modeling: types.ModuleType) -> None:
 
     transformers 5.17 caches what it returns; 5.24 caches latents, and calls it with what the cache returned.
     """
-    attention = next((getattr(modeling, name) for name in ATTENTIONS.values() if hasattr(modeling, name)), None)
+    attention: Any = next((getattr(modeling, name) for name in ATTENTIONS.values() if hasattr(modeling, name)), None)
     original = getattr(attention, "expand_kv", None)
     if original is None or hasattr(original, ORIGINAL):
         return

@@ -1,5 +1,7 @@
 """Hugging Face transformers: `attn_implementation="cute"`, and an INT8 cache. Tested with 5.17, 5.23 and 5.24.
 
+`attn_implementation="cute_mla"`, for DeepSeek V3.2 and GLM-5, is in transformers_mla.py.
+
     import cute_kernels.integrations.transformers as cute
     model = AutoModelForCausalLM.from_pretrained(..., dtype=torch.bfloat16, attn_implementation="cute")
     model.generate(**inputs, past_key_values=cute.CuteInt8Cache(model.config))    # without the cache: bfloat16 keys
@@ -12,7 +14,6 @@ this package computes runs in plain torch, after one warning that says why.
 from __future__ import annotations
 
 import functools
-import warnings
 from typing import Any, NamedTuple
 
 import torch
@@ -26,11 +27,12 @@ try:
     from transformers import AttentionInterface
     from transformers.masking_utils import AttentionMaskInterface, eager_mask
 
-    from cute_kernels.integrations.transformers_cache import LAYER, NAME, CuteInt8Cache
+    from cute_kernels.integrations.transformers_cache import LAYER, NAME, CuteInt8Cache, say_once
+    from cute_kernels.integrations.transformers_mla import CuteMlaCache
 except ImportError as error:
     raise ImportError(f"cute_kernels.integrations.transformers needs transformers 5.17 or later: {error}") from error
 
-__all__ = ["NAME", "CuteInt8Cache", "cute_attention", "cute_mask"]
+__all__ = ["NAME", "CuteInt8Cache", "CuteMlaCache", "cute_attention", "cute_mask"]
 
 DECODE_HEAD_DIMS, PREFILL_HEAD_DIMS = (64, 128, 256), (64, 128)
 
@@ -199,9 +201,7 @@ def _rows(t: torch.Tensor) -> torch.Tensor:
     return t if good and t.data_ptr() % 16 == 0 else t.contiguous()
 
 
-@functools.cache
-def _say_once(reason: str) -> None:
-    warnings.warn(f'"{NAME}" attention runs in plain torch for {reason}', UserWarning, stacklevel=4)
+_say_once = functools.partial(say_once, NAME)
 
 
 def cute_mask(

@@ -1,11 +1,16 @@
-"""`CuteInt8Cache` of transformers.py: keys and values of a model in INT8, half the bytes of bfloat16."""
+"""`CuteInt8Cache` of transformers.py: keys and values of a model in INT8, half the bytes of bfloat16.
+
+`GrowingLayer` and `say_once` serve transformers_mla.py as well.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+import functools
+import warnings
+from typing import Any, ClassVar
 
 import torch
-from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.cache_utils import Cache, DynamicLayer
 
 from cute_kernels.gqa.append_op import kv_int8_append
 from cute_kernels.gqa.op import MAX_S_Q
@@ -17,7 +22,19 @@ LAYER = "_cute_int8_layer"
 FIRST_CAPACITY = 256  # tokens
 
 
-class _Positions:
+@functools.cache
+def say_once(name: str, reason: str) -> None:
+    """Warns that an attention runs without kernels."""
+    warnings.warn(f'"{name}" attention runs in plain torch for {reason}', UserWarning, stacklevel=4)
+
+
+def check_max_length(max_length: int | None) -> None:
+    """Raises for a cache that cannot hold a token."""
+    if max_length is not None and max_length < 1:
+        raise ValueError(f"max_length: got {max_length}; needs None or at least 1")
+
+
+class Positions:
     """Slots of new tokens and lengths of sequences, which all layers of a cache share: made once a step."""
 
     def __init__(self) -> None:
@@ -47,27 +64,140 @@ class _Positions:
         return known[1]
 
 
-class CuteInt8Layer(CacheLayerMixin):
-    """The INT8 keys and values of a layer, (batch, kv_heads, capacity, d), and a scale for each token and head.
+class GrowingLayer(DynamicLayer):
+    """A layer's tokens, as many of each sequence, in tensors that have room for more.
 
-    Layers with a window keep all tokens; the kernel reads only those in the window.
+    Where these lie is all that it knows of a token; a subclass allocates them in `lazy_initialization`.
     """
 
     is_compileable = False
     is_croppable = True
     is_sliding = False
+    stored: ClassVar[tuple[str, ...]]
+    """Attributes that hold tokens; sequences are their first dimension."""
+    token_dim: ClassVar[int]
+    """The dimension of each that counts tokens."""
+
+    def __init__(self, config: Any, positions: Positions, max_length: int | None = None) -> None:
+        super().__init__()
+        self._config, self._positions, self.max_length = config, positions, max_length
+        self.length = 0
+
+    @property
+    def capacity(self) -> int:
+        """Tokens of a sequence that there is memory for."""
+        return self.keys.shape[self.token_dim]
+
+    def new_slots(self, key_states: torch.Tensor, value_states: torch.Tensor) -> torch.Tensor:
+        """Makes room for tokens that come.
+
+        Args:
+            key_states: (batch, heads, tokens, d).
+            value_states: likewise.
+
+        Returns:
+            (batch * tokens,) int64, the slots for them.
+
+        Raises:
+            ValueError: the cache is full, or has tokens of another batch.
+        """
+        batch, _, tokens, _ = key_states.shape
+        if not self.is_initialized or (self.length == 0 and self._batch_and_device() != (batch, key_states.device)):
+            self.lazy_initialization(key_states, value_states)
+        if self._batch_and_device()[0] != batch:  # an append would skip the slots that the cache does not have
+            raise ValueError(
+                f"key_states: got a batch of {batch}; needs {self.keys.shape[0]} sequences, of which the cache has"
+                " tokens, or reset() before"
+            )
+        self._reserve(self.length + tokens)
+        return self._positions.slots(batch, self.length, tokens, self.capacity, self.device)
+
+    def _batch_and_device(self) -> tuple[int, torch.device]:
+        return self.keys.shape[0], self.keys.device
+
+    def _reserve(self, length: int) -> None:
+        """Makes room for so many tokens: twice as much as there was, which seldom plans the kernels anew."""
+        capacity = self.capacity
+        if length <= capacity:
+            return
+        if self.max_length is not None:
+            raise ValueError(f"max_length: got {self.max_length}; needs {length}, the tokens that come")
+        while capacity < length:
+            capacity = max(2 * capacity, FIRST_CAPACITY)
+        for name in self.stored:
+            old = getattr(self, name)
+            shape = list(old.shape)
+            shape[self.token_dim] = capacity
+            unwritten = 1 if old.is_floating_point() else 0
+            more = torch.full(shape, unwritten, dtype=old.dtype, device=old.device)
+            self._written(more).copy_(self._written(old))
+            setattr(self, name, more)
+
+    def _written(self, t: torch.Tensor) -> torch.Tensor:
+        """The part of a tensor that has tokens."""
+        return t.narrow(self.token_dim, 0, self.length)
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Length and offset of the keys that the next call of so many queries sees."""
+        return self.length + query_length, 0
+
+    def get_seq_length(self) -> int:
+        """Tokens of a sequence."""
+        return self.length
+
+    def get_max_length(self) -> int:
+        """Tokens that it can hold; -1 where it grows."""
+        return -1 if self.max_length is None else self.max_length
+
+    def reset(self) -> None:
+        """Forgets all tokens. The memory is kept, for another batch of as many sequences."""
+        self.length = 0
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forgets the last tokens, `tokens_to_remove` at most 0 of them, as transformers counts."""
+        if tokens_to_remove > 0:
+            raise ValueError(f"tokens_to_remove: got {tokens_to_remove}; needs minus the number of tokens")
+        self.length = max(self.length + int(tokens_to_remove), 0)  # 5.17 passes a tensor
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        """Gives each sequence the tokens of another, for beam search."""
+        self._select(beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeats each sequence."""
+        if self.is_initialized:
+            indices = torch.arange(self.keys.shape[0], dtype=torch.int64, device=self.keys.device)
+            self._select(indices.repeat_interleave(repeats))
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Keeps some sequences."""
+        self._select(indices)
+
+    def _select(self, indices: torch.Tensor) -> None:
+        if self.is_initialized:
+            for name in self.stored:
+                old = getattr(self, name)
+                setattr(self, name, old[indices.to(old.device)])
+
+
+class CuteInt8Layer(GrowingLayer):
+    """The INT8 keys and values of a layer, (batch, kv_heads, capacity, d), and a scale for each token and head.
+
+    Layers with a window keep all tokens; the kernel reads only those in the window.
+    """
+
+    stored = ("keys", "values", "key_scales", "value_scales")
+    token_dim = 2
 
     def __init__(
         self,
         config: Any,
-        positions: _Positions,
+        positions: Positions,
         max_length: int | None = None,
         scale_dtype: torch.dtype = torch.float32,
     ) -> None:
-        super().__init__()
-        self._config, self._positions = config, positions
-        self.max_length, self.scale_dtype = max_length, scale_dtype
-        self.length = 0
+        super().__init__(config, positions, max_length)
+        self.scale_dtype = scale_dtype
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Allocates for keys and values like these."""
@@ -100,15 +230,7 @@ class CuteInt8Layer(CacheLayerMixin):
         """
         batch, heads, tokens, d = key_states.shape
         start = self.length
-        if not self.is_initialized or (start == 0 and self._batch_and_device() != (batch, key_states.device)):
-            self.lazy_initialization(key_states, value_states)
-        if self._batch_and_device()[0] != batch:  # an append would skip the slots that the cache does not have
-            raise ValueError(
-                f"key_states: got a batch of {batch}; needs {self.keys.shape[0]} sequences, of which the cache has"
-                " tokens, or reset() before"
-            )
-        self._reserve(start + tokens)
-        slots = self._positions.slots(batch, start, tokens, self.keys.shape[2], self.device)
+        slots = self.new_slots(key_states, value_states)
         k, v = (t.transpose(1, 2).reshape(batch * tokens, heads, d) for t in (key_states, value_states))
         kv_int8_append(k, v, self.keys, self.values, self.key_scales, self.value_scales, slots, layout="BNSH")
         self.length += tokens
@@ -116,29 +238,9 @@ class CuteInt8Layer(CacheLayerMixin):
             return key_states, value_states
         if tokens > MAX_S_Q or self._config._attn_implementation != NAME:
             return self.dense_keys(key_states.dtype), self.dense_values(key_states.dtype)
-        codes = self.keys[:, :, : self.length]
+        codes = self._written(self.keys)
         setattr(codes, LAYER, self)
-        return codes, self.values[:, :, : self.length]
-
-    def _batch_and_device(self) -> tuple[int, torch.device]:
-        return self.keys.shape[0], self.keys.device
-
-    def _reserve(self, length: int) -> None:
-        """Makes room for so many tokens: twice as much as there was, which seldom plans the kernels anew."""
-        capacity = self.keys.shape[2]
-        if length <= capacity:
-            return
-        if self.max_length is not None:
-            raise ValueError(f"max_length: got {self.max_length}; needs {length}, the tokens that come")
-        while capacity < length:
-            capacity = max(2 * capacity, FIRST_CAPACITY)
-        for name in ("keys", "values", "key_scales", "value_scales"):
-            old = getattr(self, name)
-            unwritten = 0 if old.dtype is torch.int8 else 1
-            shape = (*old.shape[:2], capacity, *old.shape[3:])
-            more = torch.full(shape, unwritten, dtype=old.dtype, device=old.device)
-            more[:, :, : self.length] = old[:, :, : self.length]
-            setattr(self, name, more)
+        return codes, self._written(self.values)
 
     def lengths(self) -> torch.Tensor:
         """(batch,) int32, tokens of each sequence."""
@@ -146,50 +248,11 @@ class CuteInt8Layer(CacheLayerMixin):
 
     def dense_keys(self, dtype: torch.dtype) -> torch.Tensor:
         """All keys, dequantized: (batch, kv_heads, tokens, d)."""
-        return (self.keys[:, :, : self.length] * self.key_scales[:, :, : self.length, None].float()).to(dtype)
+        return (self._written(self.keys) * self._written(self.key_scales)[..., None].float()).to(dtype)
 
     def dense_values(self, dtype: torch.dtype) -> torch.Tensor:
         """All values, dequantized: (batch, kv_heads, tokens, d)."""
-        return (self.values[:, :, : self.length] * self.value_scales[:, :, : self.length, None].float()).to(dtype)
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Length and offset of the keys that the next call of so many queries sees."""
-        return self.length + query_length, 0
-
-    def get_seq_length(self) -> int:
-        """Tokens of a sequence."""
-        return self.length
-
-    def get_max_length(self) -> int:
-        """Tokens that it can hold; -1 where it grows."""
-        return -1 if self.max_length is None else self.max_length
-
-    def reset(self) -> None:
-        """Forgets all tokens. The memory is kept, for another batch of as many sequences."""
-        self.length = 0
-
-    def crop(self, tokens_to_remove: int) -> None:
-        """Forgets the last tokens, `tokens_to_remove` at most 0 of them, as transformers counts."""
-        if tokens_to_remove > 0:
-            raise ValueError(f"tokens_to_remove: got {tokens_to_remove}; needs minus the number of tokens")
-        self.length = max(self.length + int(tokens_to_remove), 0)  # 5.17 passes a tensor
-
-    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
-        """Gives each sequence the tokens of another, for beam search."""
-        self.batch_select_indices(beam_idx)
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeats each sequence."""
-        if self.is_initialized:
-            indices = torch.arange(self.keys.shape[0], dtype=torch.int64, device=self.keys.device)
-            self.batch_select_indices(indices.repeat_interleave(repeats))
-
-    def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """Keeps some sequences."""
-        if self.is_initialized:
-            for name in ("keys", "values", "key_scales", "value_scales"):
-                old = getattr(self, name)
-                setattr(self, name, old[indices.to(old.device)])
+        return (self._written(self.values) * self._written(self.value_scales)[..., None].float()).to(dtype)
 
 
 class CuteInt8Cache(Cache):
@@ -211,10 +274,9 @@ class CuteInt8Cache(Cache):
         others = sorted({*(getattr(config, "layer_types", None) or ())} - {*known})
         if others or getattr(config, "kv_sharing_modes", None):
             raise ValueError(f"config: got layers of {others or 'shared keys'}; needs {' and '.join(known)} alone")
-        if max_length is not None and max_length < 1:
-            raise ValueError(f"max_length: got {max_length}; needs None or at least 1")
+        check_max_length(max_length)
         if scale_dtype not in (torch.float32, torch.float16):
             raise ValueError(f"scale_dtype: got {scale_dtype}; needs torch.float32 or torch.float16")
-        positions = _Positions()
+        positions = Positions()
         layers = [CuteInt8Layer(config, positions, max_length, scale_dtype) for _ in range(config.num_hidden_layers)]
         super().__init__(layers=layers)

@@ -1,13 +1,11 @@
 """`attn_implementation="cute"` and `CuteInt8Cache` in models of transformers: the same tokens as eager attention."""
 
-import ast
 import inspect
 import subprocess
 import sys
-import textwrap
 import types
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +25,9 @@ from cute_kernels.integrations import transformers_cache
 from tests.support import tiny_models
 from tests.support.accuracy_table import int8_error
 from tests.support.threads import one_thread as one_thread
+from tests.support.transformers_calls import NEW, counted_on, generate, keywords_of_calls, moved
 
 ROOT = Path(__file__).resolve().parents[2]
-NEW = 12  # tokens that are generated
 
 
 @pytest.fixture
@@ -57,26 +55,6 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     append = counted("kv_int8_append", transformers_cache.kv_int8_append)
     monkeypatch.setattr(transformers_cache, "kv_int8_append", append)
     return calls
-
-
-def generate(model: Any, attention: str, ids: torch.Tensor, cache: Any = None, **options: Any) -> Any:
-    """Greedy tokens and their logits, (batch, NEW) and (batch, NEW, vocabulary)."""
-    model.set_attn_implementation(attention)
-    mask = options.pop("attention_mask", torch.ones_like(ids))
-    try:
-        result = model.generate(
-            ids, attention_mask=mask, past_key_values=cache, max_new_tokens=NEW, do_sample=False, eos_token_id=None,
-            pad_token_id=0, return_dict_in_generate=True, output_logits=True, **options,
-        )  # fmt: skip
-    finally:
-        model.set_attn_implementation("eager")
-    return result.sequences[:, ids.shape[1] :], torch.stack(result.logits, 1).float()
-
-
-def counted_on(ids: torch.Tensor) -> torch.Tensor:
-    """What a model that counts says next."""
-    step = ids[:, -1:] - ids[:, -2:-1]
-    return (ids[:, -1:] + step * torch.arange(1, NEW + 1)) % tiny_models.VOCABULARY
 
 
 # ---- the same tokens
@@ -166,7 +144,7 @@ def test_int8_costs_what_the_table_says() -> None:
     """Attention over the layer's codes against attention over what was stored, with scores of standard deviation 3."""
     torch.manual_seed(0)
     config = type("Config", (), {"_attn_implementation": "cute"})()
-    layer = transformers_cache.CuteInt8Layer(config, transformers_cache._Positions())
+    layer = transformers_cache.CuteInt8Layer(config, transformers_cache.Positions())
     k, v = torch.randn(2, 2, 8, 300, 128).bfloat16()
     q = 3 * torch.randn(2, 32, 1, 128).bfloat16()
     layer.update(k[:, :, :299], v[:, :, :299])
@@ -256,7 +234,7 @@ def test_plain_torch_computes_what_kernels_do(
 
 
 def test_a_warning_comes_once() -> None:
-    cute._say_once.cache_clear()
+    transformers_cache.say_once.cache_clear()
     module = torch.nn.Module()
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
@@ -389,7 +367,7 @@ def test_tokens_of_another_batch_are_refused(batch: int) -> None:
 
 def filled_layer() -> Any:
     config = type("Config", (), {"_attn_implementation": "cute"})()
-    layer = transformers_cache.CuteInt8Layer(config, transformers_cache._Positions())
+    layer = transformers_cache.CuteInt8Layer(config, transformers_cache.Positions())
     torch.manual_seed(0)
     layer.update(*torch.randn(2, 3, 2, 10, 64).bfloat16())
     return layer
@@ -432,24 +410,6 @@ def test_layers_of_other_kinds_are_refused() -> None:
 
 
 # ---- what transformers calls, and is called with
-
-
-def moved(function: Callable[..., Any], expected: tuple[str, ...]) -> list[str]:
-    """In words, each parameter that a function of the installed version no longer has at its place."""
-    found = [name for name in inspect.signature(function).parameters if name != "self"]
-    name = getattr(function, "__qualname__", str(function))
-    return [
-        f"{name}: parameter {i} is {found[i] if i < len(found) else 'gone'}, was {want}"
-        for i, want in enumerate(expected)
-        if i >= len(found) or found[i] != want
-    ]
-
-
-def keywords_of_calls(function: Callable[..., Any], called: str) -> Iterator[tuple[int, set[str]]]:
-    """Of each call of a name within a function: positional arguments, and names of the others."""
-    for node in ast.walk(ast.parse(textwrap.dedent(inspect.getsource(function)))):
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == called:
-            yield len(node.args), {keyword.arg for keyword in node.keywords if keyword.arg}
 
 
 UPSTREAM: list[tuple[Callable[..., Any], tuple[str, ...]]] = [

@@ -16,6 +16,7 @@ from cute_kernels.runtime.launch import PreparedLaunches
 from cute_kernels.warm import GqaShape, MlaShape, warm
 from cute_kernels.warm import kernel_specs as specs_of
 from tests.support import tiny_models
+from tests.support.transformers_calls import generate
 
 DEVICE = "cuda"
 BATCHES = (1, 3, 16, 100, 140)
@@ -28,7 +29,8 @@ def num_sms() -> int:
 
 
 def kernel_specs() -> list[KernelSpec]:
-    return specs_of(GQA, MLA, batch_sizes=BATCHES, num_sms=num_sms())
+    indexed = MlaShape(heads=4, topk=64)  # of the tiny models: lists are padded to 64
+    return specs_of(GQA, MLA, indexed, batch_sizes=BATCHES, num_sms=num_sms())
 
 
 def draw(*shape: int) -> torch.Tensor:
@@ -151,3 +153,28 @@ def test_tokens_of_transformers(name: str, int8: bool, monkeypatch: pytest.Monke
         model.to("cpu")
         model.set_attn_implementation("eager")
     assert torch.equal(found[:, 30:].cpu(), expected) and said == []
+
+
+@pytest.mark.parametrize("name", ["deepseek_v32", "glm_moe_dsa"])
+def test_tokens_of_sparse_latent_attention(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over 656-byte tokens, with padding, as on a CPU; the cache grows."""
+    pytest.importorskip("transformers", minversion="5.17", reason="needs transformers 5.17 or later")
+    from cute_kernels.integrations import transformers as cute
+    from cute_kernels.integrations import transformers_cache, transformers_mla
+
+    said: list[str] = []
+    monkeypatch.setattr(transformers_mla, "_say_once", said.append)
+    monkeypatch.setattr(transformers_cache, "FIRST_CAPACITY", 16)
+    model, ids = tiny_models.trained(name), tiny_models.sequences(2030, 4, 30)
+    mask = torch.ones_like(ids)
+    mask[0, :7] = 0
+    expected, expected_logits = generate(model, "cute_mla", ids, cute.CuteMlaCache(model.config), attention_mask=mask)
+    try:
+        model.to(DEVICE)
+        cache = cute.CuteMlaCache(model.config)
+        found, logits = generate(model, "cute_mla", ids.to(DEVICE), cache, attention_mask=mask.to(DEVICE))
+    finally:
+        model.to("cpu")
+    assert torch.equal(found.cpu(), expected) and said == []
+    differences = (logits.cpu() - expected_logits).norm(dim=-1) / expected_logits.norm(dim=-1)
+    assert differences.median() < 0.012 and cache.layers[0].keys.shape == (4, 64, 656)

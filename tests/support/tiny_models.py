@@ -15,7 +15,16 @@ import torch
 VOCABULARY: Final = 32
 TOKENS: Final = 48
 STEPS: Final = 120
+MORE_STEPS: Final = {"deepseek_v32": 40, "glm_moe_dsa": 40}
 WINDOW: Final = 8
+TOPK: Final = 24
+"""Tokens that an indexer chooses: fewer than a sequence has, so that a model learns to count from these alone."""
+LATENTS: Final = {
+    "num_key_value_heads": 4, "kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 64, "v_head_dim": 64,
+    "q_lora_rank": 64, "index_topk": TOPK, "index_n_heads": 4, "mlp_layer_types": ["dense", "dense"],
+    "pad_token_id": 0, "eos_token_id": None, "bos_token_id": 1,
+}  # fmt: skip
+"""Sizes of a model with latents of 512 + 64; its indexer has random weights, which training does not touch."""
 SIZES: Final = {
     "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 64, "vocab_size": VOCABULARY, "max_position_embeddings": 512,
@@ -34,7 +43,12 @@ def sequences(seed: int, batch: int, tokens: int) -> torch.Tensor:
 
 
 def untrained(name: str, **more: Any) -> Any:
-    """A model with random weights: "llama", "qwen2", "qwen3", "mistral", "gemma2" or "gpt_oss"."""
+    """A model with random weights.
+
+    Args:
+        name: "llama", "qwen2", "qwen3", "mistral", "gemma2", "gpt_oss", "deepseek_v32" or "glm_moe_dsa".
+        more: of the configuration.
+    """
     import transformers
 
     classes: dict[str, tuple[str, dict[str, Any]]] = {
@@ -52,6 +66,8 @@ def untrained(name: str, **more: Any) -> Any:
                 "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
             },
         ),
+        "deepseek_v32": ("DeepseekV32", LATENTS),
+        "glm_moe_dsa": ("GlmMoeDsa", {**LATENTS, "indexer_types": ["full", "shared"]}),
     }
     prefix, options = classes[name]
     config = getattr(transformers, f"{prefix}Config")(**{**SIZES, **options, **more})
@@ -68,7 +84,7 @@ def trained(name: str) -> Any:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # several wait for each other: minutes instead of seconds where cores are busy
     try:
-        for step in range(STEPS):
+        for step in range(STEPS + MORE_STEPS.get(name, 0)):
             tokens = sequences(step, 16, TOKENS)
             loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss
             optimizer.zero_grad()

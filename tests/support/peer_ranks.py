@@ -122,7 +122,7 @@ def one_after_the_other(
     given = partials(world_size, shape, d, dtype, sink, seed=d)
     rows = shape[0] * shape[1] * shape[2] // (1 if heads == "gather" else world_size)
     ranks = Ranks(world_size, needed_bytes(rows, d, dtype, world_size))
-    ranks.flags[:, :world_size] = 5
+    ranks.flags[:, :world_size] = 2
     problems = []
     for _ in range(2):
         ranks.counts.zero_()
@@ -133,9 +133,10 @@ def one_after_the_other(
             problems.append("launches were miscounted")
     problems += [f"rank {rank} has other bits" for rank, result in enumerate(found) if not result.is_right()]
     expected = torch.zeros_like(ranks.flags)
-    expected[:, :world_size] = 1  # CTAs without rows store flags, too; no rank stores one for itself
+    expected[:, :world_size] = 2
+    expected[:, :world_size, :rows] = 1  # CTAs without rows store no flag, and no rank one for itself
     each = torch.arange(world_size, dtype=torch.int64, device="cuda")
-    expected[each, each] = 5
+    expected[each, each] = 2
     if not torch.equal(ranks.flags, expected):
         problems.append("flags are wrong")
     if ranks.failed():

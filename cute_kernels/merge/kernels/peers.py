@@ -27,11 +27,8 @@ class PeerMergeKernel:
     seen a flag n of every peer, which that peer stores once its launch n - 1 has ended: the half that launch n + 1
     writes is read by nobody any more.
 
-    Every CTA stores before it waits, and waits for nothing but stores. All CTAs of a launch fit on a GPU at a time, one
-    on an SM, so no order in which they begin makes ranks wait for each other for ever. A CTA without rows stores its
-    flag, too: one that has fallen behind by 2^31 launches would compare as newer.
-
-    The launch begins while the kernel before it ends. It does not let the next one begin: CTAs of that one would keep
+    Every CTA stores before it waits, and waits for nothing but stores: no order of CTAs makes ranks wait for each other
+    for ever. It begins while the kernel before it ends. It does not let the next one begin: CTAs of that one would keep
     exchanges of other groups on this GPU from an SM, whose peers then wait for them. The wait has a limit, because a
     rank may have died. It then leaves the number of that rank, plus one, at `report`, in memory of the host, and traps.
 
@@ -119,11 +116,9 @@ class PeerMergeKernel:
         self._store_to_peers(rows, peers, half, shape, divisors, own_rows, cta, tid)
         cute.arch.sync_threads()
         own = _address_of(peers, rank)
-        is_peer = tid < world_size and tid != rank
-        if is_peer:
+        if tid < world_size and tid != rank and own_rows > 0:
             theirs = _flag(_address_of(peers, tid), rank, cta)
             cute.arch.store(theirs, epoch, sem="release", scope="sys")
-        if is_peer and own_rows > 0:
             self._await(_flag(own, tid, cta), epoch, limit_ns, report, tid)
         cute.arch.sync_threads()
         self._merge(mSink, mOut, mLse, own + half, shape, divisors, own_rows, cta, tid)
@@ -168,12 +163,16 @@ class PeerMergeKernel:
 
     @cute.jit
     def _await(self, flag: cute.Pointer, epoch: Int32, limit_ns: Int64, report: Int64, peer: Int32):
-        """Waits until the flag has come to this launch, or traps. Numbers wrap around after 2^32 launches."""
+        """Waits until the flag has come to this launch, or traps.
+
+        The peer may be one launch ahead. Any other number is an old one: CTAs without rows store no flag, so theirs may
+        be from 2^31 launches ago and more, and seem newer. Numbers wrap around after 2^32 launches.
+        """
         begin = Int64(cute.arch.globaltimer())
-        seen = cute.arch.load(flag, Int32, sem="acquire", scope="sys")
-        while epoch - seen > 0:
-            seen = cute.arch.load(flag, Int32, sem="acquire", scope="sys")
-            if epoch - seen > 0 and Int64(cute.arch.globaltimer()) - begin > limit_ns:
+        ahead = cute.arch.load(flag, Int32, sem="acquire", scope="sys") - epoch
+        while ahead != 0 and ahead != 1:
+            ahead = cute.arch.load(flag, Int32, sem="acquire", scope="sys") - epoch
+            if ahead != 0 and ahead != 1 and Int64(cute.arch.globaltimer()) - begin > limit_ns:
                 _report_and_trap(report, peer + 1)
 
     @cute.jit

@@ -91,7 +91,9 @@ def test_sparse_mla_takes_tokens_as_a_batch(heads: int) -> None:
 
 @pytest.fixture(scope="module")
 def fakes() -> Any:
-    pytest.importorskip("vllm", reason="needs vLLM: scripts/vllm_check.py says how")
+    pytest.importorskip(
+        "vllm.v1.attention.backend", reason="needs vLLM and its packages: scripts/vllm_check.py says how"
+    )
     from tests.support import vllm_fakes
 
     return vllm_fakes

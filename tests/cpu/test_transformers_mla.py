@@ -29,8 +29,11 @@ ROOT = Path(__file__).resolve().parents[2]
 MODELS = ("deepseek_v32", "glm_moe_dsa")
 TYPICAL = 0.012
 """What rounding to bfloat16 changes in logits at most, relative; FP8 latents change more."""
-CACHES_LATENTS = "cache" in inspect.signature(transformers.DeepseekV32Model.forward).parameters
-"""Of another implementation than ours: since 5.24; 5.17 caches keys and values."""
+FORWARD = inspect.getsource(
+    importlib.import_module("transformers.models.deepseek_v32.modeling_deepseek_v32").DeepseekV32Attention.forward
+)
+CACHES_LATENTS = FORWARD.index(".update(") < FORWARD.index(".expand_kv(")
+"""Of another implementation than ours: in 5.23 and 5.24; 5.17 caches keys and values."""
 
 
 def attention_class(name: str) -> Any:
@@ -487,7 +490,7 @@ def test_float32_latents_are_refused() -> None:
 
 
 def test_another_attention_over_our_cache(said: list[str]) -> None:
-    """Since 5.24 it gets the latents; the keys of 5.17 are refused."""
+    """In 5.23 and 5.24 it gets the latents; the keys of 5.17 are refused."""
     model, ids = tiny_models.trained("deepseek_v32"), tiny_models.sequences(23, 2, 20)
     cache = cute.CuteMlaCache(model.config)
     if not CACHES_LATENTS:

@@ -33,7 +33,8 @@ def generate(model: Any, attention: str, ids: torch.Tensor, cache: Any = None, *
 def counted_on(ids: torch.Tensor) -> torch.Tensor:
     """What a model that counts says next."""
     step = ids[:, -1:] - ids[:, -2:-1]
-    return (ids[:, -1:] + step * torch.arange(1, NEW + 1)) % tiny_models.VOCABULARY
+    numbers = torch.arange(1, NEW + 1, dtype=torch.int64, device=ids.device)
+    return (ids[:, -1:] + step * numbers) % tiny_models.VOCABULARY
 
 
 def moved(function: Callable[..., Any], expected: tuple[str, ...]) -> list[str]:

@@ -28,7 +28,9 @@ class PeerMergeKernel:
     writes is read by nobody any more.
 
     Every CTA that has rows stores before it waits, and waits for nothing but stores: no order of CTAs makes ranks wait
-    for each other for ever. CTAs without rows do neither (docs/journal/context_parallel.md, v2). It begins while the kernel before it ends. It does not let the next one begin: CTAs of that one would keep
+    for each other for ever. CTAs without rows do neither (docs/journal/context_parallel.md, v2).
+
+    The launch begins while the kernel before it ends. It does not let the next one begin: CTAs of that one would keep
     exchanges of other groups on this GPU from an SM, whose peers then wait for them. The wait has a limit, because a
     rank may have died. It then leaves the number of that rank, plus one, at `report`, in memory of the host, and traps.
 

@@ -44,7 +44,7 @@ class _Order:
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._lock = device, threading.Lock()
-        self._last_stream: int | None = None
+        self._last: tuple[int, int] | None = None
         self._launched: torch.cuda.Event | None = None  # after the last launch; its stream may be gone by now
 
     @contextlib.contextmanager
@@ -53,16 +53,17 @@ class _Order:
         if is_capturing(self._device):
             yield
             return
-        stream = torch._C._cuda_getCurrentRawStream(self._device.index)
+        # CUDA's default stream of each thread has one handle for all of them
+        stream = torch._C._cuda_getCurrentRawStream(self._device.index), threading.get_ident()
         with self._lock:  # of the launch, too: another thread's comes before the wait or after the event
             current = torch.cuda.current_stream(self._device)
             if self._launched is None:
                 self._launched = torch.cuda.Event()
-            elif self._last_stream != stream:
+            elif self._last != stream:
                 current.wait_event(self._launched)
             yield
             self._launched.record(current)
-            self._last_stream = stream
+            self._last = stream
 
 
 class _Buffer:

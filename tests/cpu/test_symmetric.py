@@ -2,6 +2,7 @@
 
 import ctypes
 import functools
+import threading
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -187,10 +188,33 @@ def test_a_launch_that_fails_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) 
     order = symmetric._Order(GPU)
     with pytest.raises(ValueError, match="out"), order.next():
         raise ValueError("out")
-    assert not order._lock.locked() and order._last_stream is None
+    assert not order._lock.locked() and order._last is None
     with order.next():
         assert order._lock.locked()
-    assert order._last_stream == 0
+    assert order._last == (0, threading.get_ident())
+
+
+def test_threads_do_not_share_a_stream_of_one_handle(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of CUDA's default stream of each thread."""
+    waits: list[int] = []
+    stream = SimpleNamespace(wait_event=lambda event: waits.append(threading.get_ident()))
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 2, raising=False)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
+    monkeypatch.setattr(torch.cuda, "Event", lambda: SimpleNamespace(record=lambda stream: None))
+    monkeypatch.setattr(symmetric, "is_capturing", lambda device: False)
+    order = symmetric._Order(GPU)
+
+    def launch() -> None:
+        with order.next():
+            pass
+
+    launch()
+    other = threading.Thread(target=launch)
+    other.start()
+    other.join()
+    launch()
+    launch()
+    assert waits == [other.ident, threading.get_ident()]
 
 
 # ---- how ranks agree

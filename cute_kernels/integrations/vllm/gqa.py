@@ -7,7 +7,7 @@ have an order of their own, see calls.py.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -102,7 +102,9 @@ class CuteAttentionMetadataBuilder(TritonAttentionMetadataBuilder):
 
     def build_for_drafting(self, common_attn_metadata: Any, draft_index: int) -> CuteAttentionMetadata:
         """The same for a draft model, whose batch may have longer queries than the lengths on the host say."""
-        return replace(super().build_for_drafting(common_attn_metadata, draft_index), fresh=False)
+        found = super().build_for_drafting(common_attn_metadata, draft_index)
+        found.fresh = False
+        return found
 
 
 def _decoding(common: Any, decodes: int, tokens: int) -> int:

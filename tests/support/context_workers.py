@@ -14,7 +14,7 @@ import multiprocessing
 import os
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -368,15 +368,12 @@ def bits(t: torch.Tensor) -> bytes:
 COMPILED: Final = ("dense-s3-i4-seed3", "sparse-batch-i4-seed11", "gqa-paged-s3")
 
 
-def compiled(rank: int) -> list[tuple[str, Any]]:
-    """Problems of calls inside of a compiled function, by case and way of combining."""
+def compiled(rank: int) -> Iterator[tuple[str, Any]]:
+    """Problems of calls inside of a compiled function, by case and way of combining, as soon as they are known."""
     on_gpus = dist.get_backend() == "nccl"
-    return [
-        (f"{case.name} {combine}", compiled_call(case, rank, "cuda" if on_gpus else "cpu", combine))
-        for case in CASES
-        for combine in ("collective", "symmetric" if on_gpus else None)
-        if case.name in COMPILED
-    ]
+    for case in (case for case in CASES if case.name in COMPILED):
+        for combine in ("collective", "symmetric" if on_gpus else None):
+            yield f"{case.name} {combine}", compiled_call(case, rank, "cuda" if on_gpus else "cpu", combine)
 
 
 def compiled_call(case: Case, rank: int, device: str, combine: str | None) -> list[str]:
@@ -449,7 +446,7 @@ def _replays(rank: int, combine: str) -> int:
     return int(other)
 
 
-TASKS: Final = {
+TASKS: Final[dict[str, Callable[[int], Iterable[tuple[str, Any]]]]] = {
     "all_cases": all_cases,
     "compiled": compiled,
     "replays": replays,

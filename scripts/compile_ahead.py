@@ -29,9 +29,10 @@ import torch  # noqa: E402
 
 from cute_kernels.runtime.cache import DiskCache, KernelSpec, directory, entry_name  # noqa: E402
 from cute_kernels.warm.shapes import H100_SMS  # noqa: E402
-from scripts.bench import gqa as bench_gqa  # noqa: E402
 from scripts.bench import kernels_run  # noqa: E402
+from scripts.bench.parts import SECTIONS  # noqa: E402
 from scripts.bench.progress import Progress  # noqa: E402
+from scripts.gpu_check import benchmark_specs  # noqa: E402
 
 SLOW = ("LatentDecodeSpec", "MlaDecodeSpec", "MlaCrossoverSpec")
 """They take 10 s of a core each, others 2 to 5."""
@@ -56,7 +57,7 @@ def wanted(num_sms: int = H100_SMS) -> list[KernelSpec]:
         for file in sorted((ROOT / "tests" / "gpu").glob("test_*.py")):
             module = importlib.import_module(f"tests.gpu.{file.stem}")
             specs += module.kernel_specs() if hasattr(module, "kernel_specs") else []
-        specs += [bench.spec for bench in bench_gqa.DECODE_CASES]  # some variants are in no test
+        specs += benchmark_specs(SECTIONS)  # some variants of GQA are in no test
     return sorted(dict.fromkeys(specs), key=lambda spec: type(spec).__name__ not in SLOW)
 
 

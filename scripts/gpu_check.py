@@ -28,7 +28,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 from xml.etree import ElementTree
@@ -346,7 +346,7 @@ def check(options: argparse.Namespace, code: Any, progress: Progress) -> tuple[d
     return tests, sanitizer_record(findings) if findings else sanitizer
 
 
-def benchmark_specs(sections: Sequence[str]) -> list[Any]:
+def benchmark_specs(sections: Collection[str]) -> list[Any]:
     """The kernels of the benchmarks of these sections."""
     made: dict[str, Callable[[], list[Any]]] = {
         "mla": lambda: [*mla_spec.shipped_specs(), *crossover_spec.shipped_specs()],

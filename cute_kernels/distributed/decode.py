@@ -118,20 +118,17 @@ def context_parallel_decode(
     else:
         call = _named(op, args, kwargs)
         rows, target = _rows_of_op(decode, op, call, own, heads, interleave, gather_q, member)
-    if combine == "collective":
-        merged = exchange.combine(NAME, rows, member, target)
-    elif torch.compiler.is_compiling():  # locks, and ranks that meet on the host, are not traced: the graph breaks
-        merged = torch.compiler.disable(_combine_with_any)(combine, rows, member, target)
+    if combine != "collective" and torch.compiler.is_compiling():
+        # locks, and ranks that meet on the host, are not traced: the graph breaks
+        merged = torch.compiler.disable(_combine)(combine, rows, member, target)
     else:
-        merged = _combine_with_any(combine, rows, member, target)
+        merged = _combine(combine, rows, member, target)
     return merged if own["return_lse"] else merged[0]
 
 
-def _combine_with_any(
-    combine: str | None, rows: Rows, member: Member, target: Target
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Over symmetric memory, or by a collective where that is not for such a call."""
-    buffer = peer_buffer(combine, member, rows, target)
+def _combine(how: str | None, rows: Rows, member: Member, target: Target) -> tuple[torch.Tensor, torch.Tensor]:
+    """Over symmetric memory, or by a collective."""
+    buffer = peer_buffer(how, member, rows, target)
     if buffer is None:
         return exchange.combine(NAME, rows, member, target)
     return combine_with_peers(rows, buffer, target)

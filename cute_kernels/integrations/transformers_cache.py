@@ -102,18 +102,16 @@ class GrowingLayer(DynamicLayer):
             ValueError: the cache is full, or has tokens of another batch.
         """
         batch, _, tokens, _ = key_states.shape
-        if not self.is_initialized or (self.length == 0 and self._batch_and_device() != (batch, key_states.device)):
+        wanted = batch, key_states.device
+        if not self.is_initialized or (self.length == 0 and (self.keys.shape[0], self.keys.device) != wanted):
             self.lazy_initialization(key_states, value_states)
-        if self._batch_and_device()[0] != batch:  # an append would skip the slots that the cache does not have
+        if self.keys.shape[0] != batch:  # an append would skip the slots that the cache does not have
             raise ValueError(
                 f"key_states: got a batch of {batch}; needs {self.keys.shape[0]} sequences, of which the cache has"
                 " tokens, or reset() before"
             )
         self._reserve(self.length + tokens)
         return self._positions.slots(batch, self.length, tokens, self.capacity, self.device)
-
-    def _batch_and_device(self) -> tuple[int, torch.device]:
-        return self.keys.shape[0], self.keys.device
 
     def _reserve(self, length: int) -> None:
         """Makes room for so many tokens: twice as much as there was, which seldom plans the kernels anew."""
@@ -174,6 +172,7 @@ class GrowingLayer(DynamicLayer):
         self._select(indices)
 
     def _select(self, indices: torch.Tensor) -> None:
+        """Of the tensors here alone: upstream's layer with an indexer selects its keys in each of the above."""
         if self.is_initialized:
             for name in self.stored:
                 old = getattr(self, name)

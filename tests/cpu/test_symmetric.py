@@ -154,37 +154,55 @@ def test_a_report_names_the_rank_and_the_timeout() -> None:
     assert "timeout of 600 s" in buffer.failure()
 
 
-def test_launches_on_several_streams_follow_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each waits for the event of the one before; what is captured waits for nothing, and is not waited for."""
-    waits: list[tuple[int, int]] = []
+class Streams:
+    """Streams of a card that is not there, and which of them waited for which."""
 
-    class Event:
-        def record(self, stream: Any) -> None:
-            self.stream = stream.number
+    def __init__(self) -> None:
+        self.now = 0
+        self.capturing = False
+        self.waits: list[tuple[int, int | None, int]] = []
+        """Stream, the one whose event it waits for, thread."""
 
-    streams = {
-        n: SimpleNamespace(wait_event=lambda event, n=n: waits.append((n, event.stream)), number=n) for n in range(3)
-    }
-    now = {"stream": 0, "capturing": False}
-    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: now["stream"], raising=False)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: streams[now["stream"]])
+    def current(self, device: torch.device) -> Any:
+        number = self.now
+
+        def wait_event(event: Any) -> None:
+            self.waits.append((number, event.stream, threading.get_ident()))
+
+        return SimpleNamespace(number=number, wait_event=wait_event)
+
+
+class Event:
+    """After a launch on a stream; none before it is recorded."""
+
+    stream: int | None = None
+
+    def record(self, stream: Any) -> None:
+        self.stream = stream.number
+
+
+@pytest.fixture
+def streams(monkeypatch: pytest.MonkeyPatch) -> Streams:
+    found = Streams()
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: found.now, raising=False)
+    monkeypatch.setattr(torch.cuda, "current_stream", found.current)
     monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(symmetric, "is_capturing", lambda device: now["capturing"])
+    monkeypatch.setattr(symmetric, "is_capturing", lambda device: found.capturing)
+    return found
+
+
+def test_launches_on_several_streams_follow_each_other(streams: Streams) -> None:
+    """Each waits for the event of the one before; what is captured waits for nothing, and is not waited for."""
     order = symmetric._Order(GPU)
     for stream, capturing in ((0, False), (0, False), (1, False), (1, False), (2, True), (0, False), (0, True)):
-        now.update(stream=stream, capturing=capturing)
+        streams.now, streams.capturing = stream, capturing
         with order.next():
             pass
-    assert waits == [(1, 0), (0, 1)]
+    assert [wait[:2] for wait in streams.waits] == [(1, 0), (0, 1)]
 
 
-def test_a_launch_that_fails_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_launch_that_fails_is_not_waited_for(streams: Streams) -> None:
     """And leaves no lock."""
-    stream = SimpleNamespace(wait_event=lambda event: None)
-    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0, raising=False)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
-    monkeypatch.setattr(torch.cuda, "Event", lambda: SimpleNamespace(record=lambda stream: None))
-    monkeypatch.setattr(symmetric, "is_capturing", lambda device: False)
     order = symmetric._Order(GPU)
     with pytest.raises(ValueError, match="out"), order.next():
         raise ValueError("out")
@@ -194,14 +212,8 @@ def test_a_launch_that_fails_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) 
     assert order._last == (0, threading.get_ident())
 
 
-def test_threads_do_not_share_a_stream_of_one_handle(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_threads_do_not_share_a_stream_of_one_handle(streams: Streams) -> None:
     """Of CUDA's default stream of each thread."""
-    waits: list[int] = []
-    stream = SimpleNamespace(wait_event=lambda event: waits.append(threading.get_ident()))
-    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 2, raising=False)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
-    monkeypatch.setattr(torch.cuda, "Event", lambda: SimpleNamespace(record=lambda stream: None))
-    monkeypatch.setattr(symmetric, "is_capturing", lambda device: False)
     order = symmetric._Order(GPU)
 
     def launch() -> None:
@@ -214,7 +226,7 @@ def test_threads_do_not_share_a_stream_of_one_handle(monkeypatch: pytest.MonkeyP
     other.join()
     launch()
     launch()
-    assert waits == [other.ident, threading.get_ident()]
+    assert [thread for *_, thread in streams.waits] == [other.ident, threading.get_ident()]
 
 
 # ---- how ranks agree

@@ -1,6 +1,5 @@
 """`attn_implementation="cute_mla"` and `CuteMlaCache`: the same tokens as eager attention over the same FP8 latents."""
 
-import importlib
 import inspect
 import warnings
 from collections.abc import Callable
@@ -19,14 +18,12 @@ from cute_kernels.integrations import transformers_cache, transformers_mla
 from tests.support import tiny_models
 from tests.support.threads import one_thread as one_thread
 from tests.support.transformers_calls import NEW, counted_on, generate
-from tests.support.transformers_mla import MODELS, eager, fp8_latents
+from tests.support.transformers_mla import MODELS, attention_class, eager, fp8_latents
 from tests.support.transformers_mla import said as said
 
 TYPICAL = 0.012
 """What rounding to bfloat16 changes in logits at most, relative; FP8 latents change more."""
-FORWARD = inspect.getsource(
-    importlib.import_module("transformers.models.deepseek_v32.modeling_deepseek_v32").DeepseekV32Attention.forward
-)
+FORWARD = inspect.getsource(attention_class("deepseek_v32").forward)
 CACHES_LATENTS = FORWARD.index(".update(") < FORWARD.index(".expand_kv(")
 """Of another implementation than ours: in 5.23 and 5.24; 5.17 caches keys and values."""
 

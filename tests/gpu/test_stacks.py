@@ -16,7 +16,7 @@ from cute_kernels.runtime.launch import PreparedLaunches
 from cute_kernels.warm import GqaShape, MlaShape, warm
 from cute_kernels.warm import kernel_specs as specs_of
 from tests.support import tiny_models
-from tests.support.transformers_calls import generate
+from tests.support.transformers_calls import counted_on, generate
 
 DEVICE = "cuda"
 BATCHES = (1, 3, 16, 100, 140)
@@ -138,21 +138,13 @@ def test_tokens_of_transformers(name: str, int8: bool, monkeypatch: pytest.Monke
 
     said: list[str] = []
     monkeypatch.setattr(cute, "_say_once", said.append)
-    model = tiny_models.trained(name)
-    ids = tiny_models.sequences(30, 4, 30)
-    expected = (ids[:, -1:] + (ids[:, -1:] - ids[:, -2:-1]) * torch.arange(1, 13)) % tiny_models.VOCABULARY
-    model.set_attn_implementation("cute")
+    model, ids = tiny_models.trained(name), tiny_models.sequences(30, 4, 30)
     try:
         model.to(DEVICE)
-        ids = ids.to(DEVICE)
-        found = model.generate(
-            ids, attention_mask=torch.ones_like(ids), max_new_tokens=12, do_sample=False, eos_token_id=None,
-            pad_token_id=0, past_key_values=cute.CuteInt8Cache(model.config) if int8 else None,
-        )  # fmt: skip
+        found, _ = generate(model, "cute", ids.to(DEVICE), cute.CuteInt8Cache(model.config) if int8 else None)
     finally:
         model.to("cpu")
-        model.set_attn_implementation("eager")
-    assert torch.equal(found[:, 30:].cpu(), expected) and said == []
+    assert torch.equal(found.cpu(), counted_on(ids)) and said == []
 
 
 @pytest.mark.parametrize("name", ["deepseek_v32", "glm_moe_dsa"])

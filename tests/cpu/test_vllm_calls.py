@@ -219,7 +219,7 @@ def test_prompts_over_the_cache_and_over_their_keys(window: int | None, sinks: b
     layer.prefill_in_pieces(
         batch.query, kv_cache, batch.starts, batch.seq_lens, batch.block_table, *batch.scales, pieces
     )
-    layer.prefill_fresh(batch.query, batch.keys, batch.values, batch.starts, fresh)
+    layer.prefill_fresh(batch.query, batch.keys, batch.values, batch.starts, 40, fresh)
     assert batch.error(pieces, window, s_aux) < 0.01
     assert batch.error(fresh, window, s_aux) < 0.01
 

@@ -26,6 +26,7 @@ from cute_kernels.compat import flash_mla
 from cute_kernels.integrations import vllm as cute_vllm
 from cute_kernels.integrations.padded_heads import V4Decode
 from cute_kernels.integrations.vllm import calls, gqa, sparse_mla, v4
+from tests.support.flash_stand_in import FlashStandIn
 from tests.support.v4_layers import REAL_HEADS, v4_call
 from tests.support.vllm_batches import HEADS, KV_HEADS, draw_batch, empty_cache
 from tests.support.vllm_fakes import builder, common, global_indices, sparse_mla_layer
@@ -112,6 +113,21 @@ def test_fields_that_are_read_are_there() -> None:
     batch = {field.name for field in dataclasses.fields(triton_attn.TritonAttentionMetadata)}
     read = {"num_actual_tokens", "query_start_loc", "seq_lens", "block_table"}
     assert read <= batch, f"vLLM {vllm.__version__} has no {sorted(read - batch)}"
+
+
+def test_flash_attention_takes_what_prompts_pass() -> None:
+    """All by keyword. Its module is read as text: where there is no GPU it cannot be imported."""
+    file = Path(vllm.__file__).parent / "vllm_flash_attn" / "flash_attn_interface.py"
+    functions = [node for node in ast.parse(file.read_text(encoding="utf-8")).body if isinstance(node, ast.FunctionDef)]
+    (found,) = (node for node in functions if node.name == "flash_attn_varlen_func")
+    taken = {argument.arg for argument in found.args.args}
+    batch, flash = draw_batch([20, 5], [20, 5], 16), FlashStandIn()
+    layer = calls.GqaCalls(HEADS, KV_HEADS, 64, 0.125, "auto", flash=flash)
+    layer.prefill_fresh(batch.query, batch.keys, batch.values, batch.starts, 20, torch.empty_like(batch.query))
+    passed = {"q", "v", "cu_seqlens_q", "cu_seqlens_k", "seqused_k", "block_table", *flash.calls[0]}
+    assert passed <= taken, f"vLLM {vllm.__version__} has no {sorted(passed - taken)}"
+    version = importlib.import_module("vllm.v1.attention.backends.fa_utils").get_flash_attn_version
+    assert {"requires_alibi", "head_size"} <= set(inspect.signature(version).parameters)
 
 
 def test_nothing_abstract_is_left() -> None:
@@ -294,6 +310,8 @@ def test_a_mixed_batch() -> None:
     assert m.prefill.query_start_loc.tolist() == [0, 30, 40] and m.prefill.seq_lens.tolist() == [30, 25]
     assert torch.equal(m.prefill.block_table, batch.block_table[2:])
     assert torch.equal(m.prefill.slot_mapping, batch.slots[2:])
+    assert m.prompts is not None and torch.equal(m.prompts.block_table, m.prefill.block_table)
+    assert (m.prompts.starts_host, m.prompts.lengths_host) == ([0, 30, 40], [30, 25])
     whole = draw_batch([40, 30, 25], [1, 30, 25], 16)
     assert builder().build(0, common(whole)).fresh
 
@@ -302,8 +320,12 @@ def test_prompts_alone() -> None:
     batch = draw_batch([30, 25], [30, 25], 16)
     m = builder().build(0, common(batch))
     assert (m.num_decodes, m.num_decode_tokens, m.prefill, m.fresh) == (0, 0, None, True)
-    assert not builder().build(0, common(batch, seq_lens_cpu_upper_bound=None)).fresh
-    assert not builder().build(0, common(batch, num_actual_tokens=64)).fresh  # padded
+    unknown = builder().build(0, common(batch, seq_lens_cpu_upper_bound=None))
+    assert not unknown.fresh and unknown.prompts is None
+    padded = builder().build(0, common(batch, num_actual_tokens=64))
+    assert not padded.fresh and padded.prompts is not None
+    both_ways = builder().build(0, common(batch, causal=False))
+    assert not both_ways.fresh and both_ways.prompts is None
 
 
 def test_prompts_of_a_draft_model_are_not_fresh() -> None:
@@ -311,7 +333,8 @@ def test_prompts_of_a_draft_model_are_not_fresh() -> None:
     batch = draw_batch([30, 40], [30, 20], 16)
     longer = common(batch, seq_lens_cpu_upper_bound=torch.tensor([30, 20], dtype=torch.int32))
     assert builder().build(0, longer).fresh
-    assert not builder().build_for_drafting(longer, 0).fresh
+    draft = builder().build_for_drafting(longer, 0)
+    assert not draft.fresh and draft.prompts is None
 
 
 def test_speculation_beyond_the_kernel_is_prefill() -> None:
@@ -333,6 +356,7 @@ def test_attention_in_both_directions_is_not_decoded() -> None:
 # ---- a layer
 
 
+@pytest.mark.parametrize("flash", [None, FlashStandIn()], ids=["cpu", "flash"])
 @pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8", calls.INT8])
 @pytest.mark.parametrize("window, sinks", [(None, False), (20, True)])
 @pytest.mark.parametrize(
@@ -341,14 +365,20 @@ def test_attention_in_both_directions_is_not_decoded() -> None:
     ids=["decode", "mixed", "fresh", "continued"],
 )
 def test_a_layer_attends(
-    lengths: list[int], queries: list[int], window: int | None, sinks: bool, kv_cache_dtype: str
-) -> None:
-    """Metadata by the builder, tokens stored and attended by the layer, against float64."""
+    lengths: list[int], queries: list[int], window: int | None, sinks: bool, kv_cache_dtype: str,
+    flash: FlashStandIn | None,
+) -> None:  # fmt: skip
+    """Metadata by the builder, tokens stored and attended by the layer, against float64.
+
+    Prompts run on what they run on here and, with a stand-in, on a GPU.
+    """
     batch = draw_batch(lengths, queries, 16)
     s_aux = torch.linspace(-1, 2, HEADS).bfloat16() if sinks else None
     impl = gqa.CuteAttentionImpl(HEADS, 64, 0.125, KV_HEADS, None, window, kv_cache_dtype, 0.0, sinks=s_aux)
     impl.process_weights_after_loading(torch.bfloat16)
-    assert not impl.supports_quant_query_input
+    assert not impl.supports_quant_query_input and impl.calls.flash is None
+    impl.calls.flash = flash
+    ran = len(flash.calls) if flash else 0
     layer = types.SimpleNamespace(_k_scale=torch.tensor(1.0), _v_scale=torch.tensor(1.0))
     kv_cache = empty_cache(batch.pages, 16, kv_cache_dtype)
     before = ~torch.isin(batch.all_slots, batch.slots)
@@ -361,6 +391,7 @@ def test_a_layer_attends(
     impl.forward(layer, batch.query, key, value, kv_cache, metadata, out)
     error = batch.error(out, window, None if s_aux is None else s_aux.float())
     assert error < {"auto": 0.01, "fp8": 0.06, calls.INT8: 0.02}[kv_cache_dtype]
+    assert flash is None or len(flash.calls) == ran + (max(queries) > 1)
 
 
 def test_new_sinks_land_where_graphs_read() -> None:

@@ -1,12 +1,13 @@
 """vLLM's attention backend over `gqa_decode`: `--attention-backend CUSTOM`. For 0.26 and 0.33; imports vLLM.
 
-Decoding runs on our kernels; what else a layer does is that of the class it extends, vLLM's Triton backend: the same
-caches, prompts in several parts, and all that this package has no kernel for. In a page of INT8 the bytes of a head
-have an order of their own, see calls.py.
+Decoding runs on our kernels, prompts on vLLM's FlashAttention 3 over what our pages hold. All else that a layer does is
+that of the class it extends, vLLM's Triton backend: the same caches, and what neither has a kernel for. In a page of
+INT8 the bytes of a head have an order of their own, see calls.py.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -22,7 +23,9 @@ from vllm.v1.attention.backends.triton_attn import (
 )
 from vllm.v1.attention.backends.utils import split_decodes_and_prefills
 
-from cute_kernels.integrations.vllm.calls import FP8, HEAD_DIMS, INT8, MAX_QUERIES, GqaCalls
+from cute_kernels.integrations.vllm.batches import are_fresh, counted, prompts_of, without_decodes
+from cute_kernels.integrations.vllm.calls import FLASH_ATTENTION, FP8, HEAD_DIMS, INT8, MAX_QUERIES, GqaCalls
+from cute_kernels.integrations.vllm.prompts import Prompts, attend, reserve
 from cute_kernels.integrations.vllm.warming import compile_shapes
 from cute_kernels.warm.shapes import Shape
 
@@ -43,12 +46,14 @@ class CuteAttentionMetadata(TritonAttentionMetadata):
     num_decode_tokens  their tokens
     prefill            the other requests alone, counted from 0; None: no request decodes, and this object has them
     fresh              none of the other requests has tokens in the cache before those of this batch
+    prompts            the other requests with their lengths on the host, where these are known
     """
 
     num_decodes: int = 0
     num_decode_tokens: int = 0
     prefill: TritonAttentionMetadata | None = None
     fresh: bool = False
+    prompts: Prompts | None = None
 
 
 class CuteAttentionMetadataBuilder(TritonAttentionMetadataBuilder):
@@ -86,63 +91,27 @@ class CuteAttentionMetadataBuilder(TritonAttentionMetadataBuilder):
         decodes, rest, decode_tokens, _ = split_decodes_and_prefills(
             common_attn_metadata, decode_threshold=self.reorder_batch_threshold, require_uniform=True
         )
-        found = _decoding(common_attn_metadata, decodes, decode_tokens)
+        found = counted(common_attn_metadata, decodes, decode_tokens)
         if common_attn_metadata.causal is not True or (decodes and not found):
             decodes, found, rest, decode_tokens = 0, 0, common_attn_metadata.num_reqs, 0
-        prefill, fresh = None, False
+        prefill, prompts, fresh = None, None, False
         if rest:
             part = common_attn_metadata
             if decodes:
-                part = _without_decodes(common_attn_metadata, decodes, decode_tokens)
+                part = without_decodes(common_attn_metadata, decodes, decode_tokens)
                 prefill = super().build(0, part, fast_build)
-            fresh = part.causal is True and _is_fresh(part)
+            prompts = prompts_of(part) if part.causal is True else None
+            fresh = are_fresh(prompts, part.num_actual_tokens)
         return CuteAttentionMetadata(
-            **vars(whole), num_decodes=found, num_decode_tokens=decode_tokens, prefill=prefill, fresh=fresh
-        )
+            **vars(whole), num_decodes=found, num_decode_tokens=decode_tokens, prefill=prefill, fresh=fresh,
+            prompts=prompts,
+        )  # fmt: skip
 
     def build_for_drafting(self, common_attn_metadata: Any, draft_index: int) -> CuteAttentionMetadata:
         """The same for a draft model, whose batch may have longer queries than the lengths on the host say."""
         found = super().build_for_drafting(common_attn_metadata, draft_index)
-        found.fresh = False
+        found.fresh, found.prompts = False, None
         return found
-
-
-def _decoding(common: Any, decodes: int, tokens: int) -> int:
-    """How many of the first `decodes` requests have tokens, all as many; 0 if one without any lies among them.
-
-    A batch padded for a graph ends with requests that have none. Where a request has at most one, the host's borders
-    are not looked at: with `--kv-sharing-fast-prefill` the GPU may still be writing them.
-    """
-    if not decodes or common.max_query_len <= 1:
-        return tokens
-    starts = common.query_start_loc_cpu[: decodes + 1].tolist()
-    each, last = max(starts[1], 1), starts[-1]
-    return tokens // each if starts[last // each] == last else 0
-
-
-def _without_decodes(common: Any, requests: int, tokens: int) -> Any:
-    """The batch without its first requests and tokens; only what the Triton backend's builder reads is cut."""
-    upper = getattr(common, "seq_lens_cpu_upper_bound", None)
-    return common.replace(
-        query_start_loc=common.query_start_loc[requests:] - tokens,
-        query_start_loc_cpu=common.query_start_loc_cpu[requests:] - tokens,
-        seq_lens=common.seq_lens[requests:],
-        seq_lens_cpu_upper_bound=None if upper is None else upper[requests:],
-        num_reqs=common.num_reqs - requests,
-        num_actual_tokens=common.num_actual_tokens - tokens,
-        block_table_tensor=common.block_table_tensor[requests:],
-        slot_mapping=common.slot_mapping[tokens:],
-    )
-
-
-def _is_fresh(common: Any) -> bool:
-    """Whether no request has tokens in the cache before those of this batch; the host knows the lengths of prompts."""
-    lengths = getattr(common, "seq_lens_cpu_upper_bound", None)
-    if lengths is None:
-        return False
-    starts = common.query_start_loc_cpu
-    padded = int(starts[-1]) != common.num_actual_tokens
-    return not padded and torch.equal(starts[1:] - starts[:-1], lengths[: common.num_reqs].to(starts.dtype))
 
 
 class CuteAttentionBackend(TritonAttentionBackend):
@@ -252,6 +221,7 @@ class CuteAttentionImpl(TritonAttentionImpl):
             softcap=float(logits_soft_cap) if logits_soft_cap else None,
             alibi_slopes=self.alibi_slopes,
             shares_cache=kv_sharing_target_layer_name is not None,
+            flash=_flash_attention(head_size, self.alibi_slopes is not None, sinks),
         )
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
@@ -293,6 +263,7 @@ class CuteAttentionImpl(TritonAttentionImpl):
             raise NotImplementedError("cute-kernels: got a scale of the output; needs outputs of 16-bit numbers")
         m = attn_metadata
         if m is None:  # vLLM measures memory
+            reserve(self.calls, output.device)
             return output.fill_(0)
         n, tokens = m.num_decode_tokens, m.num_actual_tokens
         if n:
@@ -313,7 +284,9 @@ class CuteAttentionImpl(TritonAttentionImpl):
     ) -> None:  # fmt: skip
         part = metadata.prefill or metadata
         if metadata.fresh and self.calls.prefills_fresh_tokens() and key is not None:
-            self.calls.prefill_fresh(query, key, value, part.query_start_loc, output)
+            self.calls.prefill_fresh(query, key, value, part.query_start_loc, part.max_query_len, output)
+        elif metadata.prompts is not None and self.calls.flash is not None:
+            attend(self.calls, query, kv_cache, metadata.prompts, layer._k_scale, layer._v_scale, output)
         elif query.device.type == "cpu":
             self.calls.prefill_in_pieces(
                 query, kv_cache, part.query_start_loc, part.seq_lens, part.block_table, layer._k_scale,
@@ -353,6 +326,17 @@ class CuteAttentionImpl(TritonAttentionImpl):
         self._ensure_scale_caches(kv_cache)
         k, v, *_ = self.calls.views(kv_cache).tokens_first()
         return k, v
+
+
+def _flash_attention(head_dim: int, alibi: bool, sinks: torch.Tensor | None) -> Callable[..., Any] | None:
+    """VLLM's FlashAttention, where its version for a layer is the one that prompts run on. It takes bfloat16 sinks."""
+    from vllm.v1.attention.backends import fa_utils
+
+    version = fa_utils.get_flash_attn_version(requires_alibi=alibi, head_size=head_dim)
+    if version != FLASH_ATTENTION or (sinks is not None and sinks.dtype is not torch.bfloat16):
+        return None
+    found: Callable[..., Any] = fa_utils.flash_attn_varlen_func
+    return found
 
 
 # ---- warm start

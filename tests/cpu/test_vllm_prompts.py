@@ -1,0 +1,182 @@
+"""Prompts with earlier tokens in the cache: which pages are copied for which queries, and attention over the copies."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from cute_kernels.integrations.vllm import prompts as prompts_module
+from cute_kernels.integrations.vllm.calls import INT8, GqaCalls
+from cute_kernels.integrations.vllm.prompts import SLACK, Prompts, Run, attend, copied, page_limit, plan, reserve
+from tests.support.flash_stand_in import FlashStandIn
+from tests.support.vllm_batches import HEADS, Batch, draw_batch, empty_cache
+
+LIMITS = {"auto": 0.01, "fp8": 0.06, INT8: 0.02}
+
+
+def prompts_of(batch: Batch) -> Prompts:
+    return Prompts(
+        batch.starts, batch.seq_lens, batch.block_table, batch.starts.tolist(), batch.seq_lens.tolist()
+    )  # fmt: skip
+
+
+def layer_of(cache_dtype: str, **options: Any) -> tuple[GqaCalls, FlashStandIn]:
+    flash = FlashStandIn()
+    return GqaCalls(HEADS, 2, 64, 0.125, cache_dtype, flash=flash, **options), flash
+
+
+def filled(layer: GqaCalls, batch: Batch) -> torch.Tensor:
+    """The batch's cache; what no request has is NaN."""
+    kv_cache = empty_cache(batch.pages, 16, layer.cache_dtype)
+    if layer.int8:
+        views = layer.views(kv_cache)
+        for scale in (views.k_scale, views.v_scale):
+            assert scale is not None
+            scale.fill_(torch.nan)
+        layer.append_int8(batch.keys, batch.values, kv_cache, batch.all_slots)
+    else:
+        kv_cache.fill_(0x7F if layer.quantized else torch.nan)
+        layer.append_plain(batch.keys, batch.values, kv_cache, batch.all_slots, *batch.scales)
+    return kv_cache
+
+
+def attended(layer: GqaCalls, batch: Batch) -> torch.Tensor:
+    out = torch.full_like(batch.query, torch.nan)
+    attend(layer, batch.query, filled(layer, batch), prompts_of(batch), *batch.scales, out)
+    return out
+
+
+# ---- which pages
+
+
+@pytest.mark.parametrize("window", [None, 1, 40, 1000])
+@pytest.mark.parametrize("limit", [1, 5, 20, 1000])
+@pytest.mark.parametrize("rejected", [0, SLACK])
+def test_every_query_has_its_keys_once(window: int | None, limit: int, rejected: int) -> None:
+    """Whatever the limit, and however far the host's lengths are off, in the range that it allows."""
+    lengths, counts = [900, 17, 300, 0, 333, 16, 1600], [1, 17, 200, 0, 333, 1, 700]
+    starts = [sum(counts[:i]) for i in range(len(counts) + 1)]
+    said = [length + rejected if count else 0 for length, count in zip(lengths, counts, strict=True)]
+    size = 16
+    seen: dict[int, list[int]] = {}
+    for group in plan(starts, said, size, window, limit):
+        assert len({run.requests for run in group}) == 1
+        assert [run.causal for run in group] == [False] * (len(group) - 1) + [True]
+        if len(group[0].pages) > 1:
+            assert sum(b - a for a, b in group[0].pages) <= limit
+        for run in group:
+            for request, (a, b) in zip(range(*run.requests), run.pages, strict=True):
+                assert run.causal or b - a <= limit
+                position = lengths[request] - counts[request]  # of the first query
+                if not run.causal:
+                    assert b * size <= position + 1, "all queries see all keys of an earlier part"
+                seen.setdefault(request, []).extend(range(a * size, b * size))
+    assert sorted(seen) == [i for i, count in enumerate(counts) if count]
+    for request, keys in seen.items():
+        assert len(set(keys)) == len(keys)
+        first = 0 if window is None else max(lengths[request] - counts[request] - window + 1, 0)
+        assert set(range(first, lengths[request])) <= set(keys)
+
+
+def test_requests_share_a_call() -> None:
+    assert plan([0, 4, 8, 12], [64, 32, 64], 16, None, 6) == [
+        [Run((0, 2), ((0, 4), (0, 2)), True)],
+        [Run((2, 3), ((0, 4),), True)],
+    ]
+
+
+def test_a_window_needs_its_pages_alone() -> None:
+    (((_, ((first, last),), _),),) = plan([0, 16], [16000], 16, 64, 10)
+    assert last == 1000 and 1000 - first <= (16 + 64 + SLACK) / 16 + 1
+
+
+def test_a_long_context_comes_in_parts_of_the_limit() -> None:
+    (group,) = plan([0, 16], [16000], 16, None, 300)
+    assert [run.pages[0] for run in group] == [(0, 300), (300, 600), (600, 700), (700, 1000)]
+
+
+def test_parts_are_made_once_a_step() -> None:
+    given = prompts_of(draw_batch([100, 40], [10, 10], 16))
+    assert given.parts(16, None, 4) is given.parts(16, None, 4)
+    assert given.parts(16, 20, 4) is not given.parts(16, None, 4)
+
+
+# ---- attention
+
+
+@pytest.mark.parametrize("limit", [3, 24, 1000])
+@pytest.mark.parametrize("window, sinks", [(None, False), (None, True), (20, True)])
+@pytest.mark.parametrize("cache_dtype", LIMITS)
+def test_prompts_over_the_cache(
+    cache_dtype: str, window: int | None, sinks: bool, limit: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batch = draw_batch([500, 5, 33, 170], [200, 5, 1, 150], 16)
+    monkeypatch.setattr(prompts_module, "COPY_BYTES", limit * 2 * 2 * 2 * 64 * 16)
+    s_aux = torch.linspace(-1, 2, HEADS).bfloat16().float() if sinks else None
+    layer, flash = layer_of(cache_dtype, window=window, s_aux=s_aux)
+    assert page_limit(layer, 16) == limit
+    assert batch.error(attended(layer, batch), window, s_aux) < LIMITS[cache_dtype]
+    if cache_dtype == "auto":
+        assert len(flash.calls) == 1
+    elif limit == 24 and window is None:
+        assert [call["causal"] for call in flash.calls] == [False, True, True]
+
+
+def test_softcap_and_scale_reach_it() -> None:
+    batch = draw_batch([60, 40], [10, 40], 16)
+    layer, flash = layer_of(INT8, softcap=30.0)
+    attended(layer, batch)
+    assert [(call["softcap"], call["softmax_scale"]) for call in flash.calls] == [(30.0, 0.125)]
+    assert flash.calls[0]["k"].dtype is torch.bfloat16
+
+
+@pytest.mark.parametrize("window, sinks", [(None, False), (20, True)])
+def test_fresh_prompts(window: int | None, sinks: bool) -> None:
+    batch = draw_batch([40, 5, 17], [40, 5, 17], 16)
+    s_aux = torch.linspace(-1, 2, HEADS).bfloat16().float() if sinks else None
+    layer, flash = layer_of("auto", window=window, s_aux=s_aux)
+    out = torch.full_like(batch.query, torch.nan)
+    layer.prefill_fresh(batch.query, batch.keys, batch.values, batch.starts, 40, out)
+    assert batch.error(out, window, s_aux) < 0.01 and len(flash.calls) == 1
+
+
+def test_copies_have_the_numbers_of_the_cache() -> None:
+    batch = draw_batch([64], [1], 16)
+    pages = torch.tensor([2, 1, 4], dtype=torch.int32)
+    for cache_dtype, factor in ((INT8, 1.0), ("fp8", 0.5), ("fp8_e4m3", 1.0)):
+        layer = GqaCalls(HEADS, 2, 64, 0.125, cache_dtype)
+        kv_cache = empty_cache(batch.pages, 16, INT8 if layer.int8 else "fp8")
+        scale = torch.tensor(factor)
+        if layer.int8:
+            layer.append_int8(batch.keys, batch.values, kv_cache, batch.all_slots)
+        else:
+            layer.append_plain(batch.keys, batch.values, kv_cache, batch.all_slots, scale, scale)
+        k, v = copied(layer.views(kv_cache), pages, torch.bfloat16, scale, scale)
+        assert k.shape == v.shape == (3, 16, 2, 64)
+        slots = {int(slot): i for i, slot in enumerate(batch.all_slots)}
+        for i, page in enumerate(pages.tolist()):
+            for copies, given in ((k, batch.keys), (v, batch.values)):
+                rows = given[[slots[page * 16 + row] for row in range(16)]]
+                torch.testing.assert_close(copies[i].float(), rows.float(), rtol=0.07, atol=0.03)
+
+
+def test_memory_is_asked_for_where_copies_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+    monkeypatch.setattr(prompts_module.torch, "empty", lambda size, **options: asked.append(size))
+    for cache_dtype in LIMITS:
+        reserve(layer_of(cache_dtype)[0], torch.device("cpu"))
+        reserve(GqaCalls(HEADS, 2, 64, 0.125, cache_dtype), torch.device("cpu"))
+    assert len(asked) == 2 and set(asked) == {prompts_module.COPY_BYTES * 5 // 4}
+
+
+def test_a_single_head_has_a_stride(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch says 1 or anything for the stride of one head, and TMA refuses less than 16 bytes."""
+    layer, flash = layer_of("auto")
+    layer.kv_heads = 1
+    batch = draw_batch([40, 17], [10, 17], 16)
+    kv_cache = torch.zeros(batch.pages, 1, 16, 128, dtype=torch.bfloat16)
+    kv_cache = kv_cache.as_strided(kv_cache.shape, (2048, 1, 128, 1))
+    out = torch.empty_like(batch.query)
+    attend(layer, batch.query, kv_cache, prompts_of(batch), *batch.scales, out)
+    (call,) = flash.calls
+    assert call["k"].stride()[1:] == (128, 64, 1) and call["k"].shape == (batch.pages, 16, 1, 64)

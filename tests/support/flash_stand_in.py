@@ -1,0 +1,83 @@
+"""FlashAttention 3 as vLLM calls it, in float64 on any device."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+import torch
+
+
+@dataclass
+class FlashStandIn:
+    """`flash_attn_varlen_func` of vLLM for the arguments that our backend passes; it keeps those of each call.
+
+    Rows of pages that a query does not see may hold NaN: they have no weight.
+    """
+
+    calls: list[dict[str, Any]] = field(default_factory=list)
+
+    def __call__(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        max_seqlen_q: int,
+        cu_seqlens_q: torch.Tensor,
+        max_seqlen_k: int,
+        cu_seqlens_k: torch.Tensor | None = None,
+        seqused_k: torch.Tensor | None = None,
+        **options: Any,
+    ) -> Any:
+        """Attention of packed queries; `k` and `v` are packed as well, or pages with a `block_table`."""
+        table = options["block_table"] if cu_seqlens_k is None else None
+        given = {"max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k, "k": k, **options}
+        self.calls.append(given)
+        starts = cu_seqlens_q.tolist()
+        assert cu_seqlens_q.dtype is torch.int32 and starts[0] == 0
+        assert max(b - a for a, b in pairwise(starts)) <= max_seqlen_q
+        assert q.dtype == k.dtype == v.dtype and options["fa_version"] == 3
+        assert options["s_aux"] is None or options["s_aux"].dtype is torch.bfloat16
+        out = torch.zeros(q.shape, dtype=torch.float64, device=q.device)
+        lse = torch.full((q.shape[1], q.shape[0]), -torch.inf, dtype=torch.float64, device=q.device)
+        for i, (a, b) in enumerate(pairwise(starts)):
+            if table is None:
+                assert cu_seqlens_k is not None and seqused_k is None
+                rows = slice(*cu_seqlens_k[i : i + 2].tolist())
+                keys, values = k[rows], v[rows]
+            else:
+                assert seqused_k is not None and seqused_k.dtype is torch.int32 and table.dtype is torch.int32
+                length, size = int(seqused_k[i]), k.shape[1]
+                pages = table[i, : -(-length // size)].long()
+                keys, values = (t[pages].flatten(0, 1)[:length] for t in (k, v))
+            assert len(keys) <= max_seqlen_k
+            if b > a:
+                out[a:b], lse[:, a:b] = _attention(q[a:b], keys, values, **options)
+        result = out.to(q.dtype)
+        if options["out"] is not None:
+            result = options["out"].copy_(result)
+        return (result, lse.float()) if options["return_softmax_lse"] else result
+
+
+def _attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool, window_size: tuple[int, int],
+    softmax_scale: float, softcap: float, s_aux: torch.Tensor | None, **_: Any,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    k, v = (t.double().repeat_interleave(q.shape[1] // t.shape[1], dim=1) for t in (k, v))
+    scores = torch.einsum("qhd,khd->hqk", q.double(), k) * softmax_scale
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
+    own = torch.arange(len(k) - len(q), len(k), dtype=torch.int64, device=k.device).unsqueeze(1)
+    key = torch.arange(len(k), dtype=torch.int64, device=k.device)
+    seen = torch.ones(len(q), len(k), dtype=torch.bool, device=k.device)
+    if causal:
+        seen &= key <= own
+    if window_size[0] >= 0:
+        seen &= key >= own - window_size[0]
+    scores = scores.masked_fill(~seen, -torch.inf)
+    lse = scores.logsumexp(-1)
+    if s_aux is not None:
+        lse = torch.logaddexp(lse, s_aux.double().unsqueeze(1))
+    weights = (scores - lse.unsqueeze(-1)).exp()
+    return torch.einsum("hqk,khd->qhd", weights, v.nan_to_num()), lse

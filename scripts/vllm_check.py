@@ -10,8 +10,9 @@ Parts, each of which adds to the file what it finds as soon as it has it:
     tokens   a Llama and a gpt-oss that have learned to count: the engine's tokens are transformers', for each cache,
              eager and in full CUDA graphs, 1 to 32 requests, prompts among decoding requests
     speed    time per token of Llama 3 8B's attention, a few layers, by each backend over its cache
+    first    time to the first token of prompts, by the same backends
     sparse   sparse MLA: FlashMLA's time and ours, by vLLM's own forward
-    prompts  attention of fresh prompts: sink_attention, FlashAttention 3, vLLM's Triton kernel
+    prompts  attention of prompts, fresh ones and those with tokens in the cache: ours, vLLM's, sink_attention
     layers   tests/gpu/test_vllm.py: layers with vLLM's metadata and Triton kernels, CUDA graphs, sparse MLA
 
 Every engine is a process. Those of `tokens` run at the same time; those that are timed start at the same time, and
@@ -49,10 +50,13 @@ BACKENDS = {
     "flash-fp8": ("FLASH_ATTN", "fp8"),
     "triton-fp8": ("TRITON_ATTN", "fp8"),
 }
-PARTS = ("tokens", "speed", "sparse", "prompts", "layers", "warm")
+PARTS = ("tokens", "speed", "first", "sparse", "prompts", "layers", "warm")
 BATCHES, CONTEXTS, LAYERS = (1, 16, 64), (8192, 32768, 1024), 4
 ROOM = 128  # tokens of a timed request after its prompt
 TOKENS = 512
+FIRST = ((1, 8192), (1, 32768), (4, 8192))
+"""Requests of so many tokens."""
+STEP_TOKENS = 8192  # as vLLM's server on these cards
 BYTES = {"auto": 256, "fp8": 128, INT8: 132}  # of a head and token
 ENGINE_GB = 6.0  # of a timed engine, without its cache
 SLOTS = 7
@@ -88,6 +92,8 @@ def jobs(options: argparse.Namespace, folder: pathlib.Path, probed: bool = True)
         found += token_jobs(options, folder)
     if "speed" in options.parts:
         found += [speed_job(name, options, folder, longest) for name in options.backends]
+    if "first" in options.parts:
+        found += [first_job(name, options, folder) for name in options.backends]
     if "sparse" in options.parts:
         found.append(Job("sparse", "sparse", {}, 1, ("card",), gigabytes=8, seconds=90, least=15))
     if "prompts" in options.parts:
@@ -148,6 +154,22 @@ def speed_job(name: str, options: argparse.Namespace, folder: pathlib.Path, long
     return Job(name, "measure", given, 0, needs, gigabytes, seconds=90, least=25, ways=WAYS)
 
 
+def first_job(name: str, options: argparse.Namespace, folder: pathlib.Path) -> Job:
+    """An engine that is timed over prompts."""
+    backend, cache = BACKENDS[name]
+    longest = max(tokens for _, tokens in FIRST)
+    memory = int(options.layers * 2 * 8 * BYTES[cache] * (max(n * tokens for n, tokens in FIRST) + 4096) * 1.01)
+    engine = {
+        "model": str(folder / "llama_8b"), "load_format": "dummy", "kv_cache_dtype": cache,
+        "max_model_len": longest + 64, "max_num_seqs": 8, "max_num_batched_tokens": STEP_TOKENS,
+        "kv_cache_memory_bytes": memory, "attention_config": {"backend": backend},
+        "compilation_config": graphs([1], "all"),
+    }  # fmt: skip
+    given = {"engine": engine, "prompts": FIRST, "backend": name}
+    gigabytes = memory / 1e9 + ENGINE_GB + 4
+    return Job(f"first-{name}", "first", given, 0, ("warm over", "card"), gigabytes, seconds=90, least=25, ways=WAYS)
+
+
 # ---- what they find
 
 
@@ -162,8 +184,8 @@ class Report:
         self.found |= {"card": "unknown", "date": f"{datetime.date.today()}", "versions": versions()}
         for part in options.parts:
             self.found[part] = {}
-        if "speed" in options.parts:
-            self.found["speed"] = {"layers": options.layers, "backends": {}}
+        for part in {"speed", "first"} & set(options.parts):
+            self.found[part] = {"layers": options.layers, "backends": {}}
 
     def receive(self, job: Job, event: str, data: Any) -> None:
         """An event of a job."""
@@ -174,7 +196,9 @@ class Report:
             self.progress.say(f"{job.name}: {in_words(data)}")
         elif event in ("card", "started", "done", "compiled", "transformers", "engine"):
             self.progress.say(f"{job.name}: {event} {data if data is not None else ''}")
-        {"serve": self._tokens, "measure": self._speed}.get(job.kind, self._other)(job, event, data)
+        {"serve": self._tokens, "measure": self._speed, "first": self._first}.get(job.kind, self._other)(
+            job, event, data
+        )
         self.found["seconds"] = seconds
         self.write()
 
@@ -196,6 +220,14 @@ class Report:
         elif event == "case":
             add_case(backend.setdefault("cases", []), data)
         self._common(backend, job, event, data)
+
+    def _first(self, job: Job, event: str, data: Any) -> None:
+        backends = self.found["first"]["backends"]
+        if event == "started":
+            backends[job.options["backend"]] = {"cases": []}
+        elif event == "case":
+            backends[job.options["backend"]]["cases"].append(data)
+        self._common(backends[job.options["backend"]], job, event, data)
 
     def _common(self, place: dict[str, Any], job: Job, event: str, data: Any) -> None:
         if event == "engine":
@@ -266,9 +298,10 @@ def failures(found: dict[str, Any]) -> list[str]:
             wrong.append(f"tokens, {name}: wrong requests {engine.get('wrong_requests', 'unknown')}")
     for name, counts in found.get("tokens", {}).get("transformers", {}).items():
         wrong += [f"transformers, {name}, {kind}: {n} requests" for kind, n in counts.items() if n]
-    for name, backend in found.get("speed", {}).get("backends", {}).items():
-        if not backend.get("done"):
-            wrong.append(f"speed, {name}: {len(backend.get('cases', []))} cases")
+    for part in ("speed", "first"):
+        for name, backend in found.get(part, {}).get("backends", {}).items():
+            if not backend.get("done"):
+                wrong.append(f"{part}, {name}: {len(backend.get('cases', []))} cases")
     for case in found.get("sparse", {}).get("cases", []):
         if not isinstance(case["ours_us"], float) or case.get("difference", 0) >= 0.01:
             wrong.append(f"sparse: {in_words(case)}")
@@ -310,10 +343,10 @@ def parser() -> argparse.ArgumentParser:
     it.add_argument("--parts", type=names, default=list(PARTS[:-1]))
     it.add_argument("--seconds", type=float, default=NEVER, help="after which it ends, and says what was left out")
     it.add_argument("--models", type=names, default=["llama", "gpt_oss"], help="of tokens")
-    it.add_argument("--backends", type=names, default=list(BACKENDS), help="of speed")
+    it.add_argument("--backends", type=names, default=list(BACKENDS), help="of speed and first")
     it.add_argument("--batches", type=numbers, default=list(BATCHES), help="of speed (1,16,64)")
     it.add_argument("--contexts", type=numbers, default=list(CONTEXTS), help="of speed (8192,32768,1024)")
-    it.add_argument("--layers", type=int, default=LAYERS, help="of speed (4)")
+    it.add_argument("--layers", type=int, default=LAYERS, help="of speed and first (4)")
     it.add_argument("--no-profile", dest="profile", action="store_false", help="of speed: no times of kernels")
     it.add_argument("--out", type=pathlib.Path, default=ROOT / "build" / "vllm_check.json")
     return it
@@ -341,10 +374,11 @@ def main() -> int:
         preload=() if only_warm else ("scripts.bench.vllm_preload",),
     )  # fmt: skip
     report.pool = pool
-    if "speed" in options.parts:
+    if {"speed", "first"} & set(options.parts):
         from scripts.bench import vllm_models
 
-        vllm_models.save_llama_8b(folder / "llama_8b", options.layers, max(options.contexts) + ROOM)
+        longest = max(*options.contexts, *(tokens for _, tokens in FIRST))
+        vllm_models.save_llama_8b(folder / "llama_8b", options.layers, longest + ROOM)
     left = pool.run(jobs(options, folder, probed=not only_warm))
     if only_warm:
         return 0

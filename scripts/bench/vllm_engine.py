@@ -1,6 +1,7 @@
 """What scripts/vllm_check.py does with vLLM's engine on a GPU, each in a process of its own: see vllm_pool.py.
 
-An engine is asked for the tokens of rounds of prompts, or for its time per token over batches and contexts.
+An engine is asked for the tokens of rounds of prompts, for its time per token over batches and contexts, or for the
+time to the first token of prompts.
 """
 
 from __future__ import annotations
@@ -39,6 +40,8 @@ FIRST, SPANS, SPAN = 8, 3, 20
 """Steps that go by before time is taken, and spans of so many steps, whose median counts."""
 STEPS = FIRST + SPANS * SPAN + 2
 PROFILED = 12
+PROMPT_RUNS = 3
+"""Of a prompt, after one that is not timed; the median counts."""
 
 ATTENTION = (
     "gqadecode",
@@ -193,6 +196,29 @@ def measure(options: dict[str, Any], messages: Messages) -> None:
             if options["profile"]:
                 case.update(kernel_times(functools.partial(generate, llm, prompts, PROFILED)))
                 messages.send("case", case)
+
+
+def first_tokens(options: dict[str, Any], messages: Messages) -> None:
+    """Sends "case" for each number of requests and tokens: milliseconds until all requests have their first token.
+
+    Prompts longer than a step come in parts, as vLLM does it, and requests that begin together share steps.
+    """
+    import time
+
+    prepare()
+    llm = engine({**options["engine"], "plain": options.get("plain", {})})
+    messages.send("engine", about(llm))
+    generate(llm, [[1] * 64], 1)
+    messages.wait_for_card()
+    for requests, tokens in options["prompts"]:
+        prompts = [[(7 * i + j) % 29 + 3 for j in range(tokens)] for i in range(requests)]
+        spans = []
+        for _ in range(1 + PROMPT_RUNS):
+            begin = time.perf_counter()
+            generate(llm, prompts, 1)
+            spans.append((time.perf_counter() - begin) * 1e3)
+        spans = sorted(spans[1:])
+        messages.send("case", {"requests": requests, "tokens": tokens, "ms": spans[len(spans) // 2], "ms_all": spans})
 
 
 def per_token(marks: list[float]) -> dict[str, Any]:

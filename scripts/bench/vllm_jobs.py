@@ -26,7 +26,7 @@ def run(kind: str, options: dict[str, Any], messages: Messages) -> None:
     vllm_engine.set_environment()
     jobs = {
         "probe": probe, "warm": warm, "train": train, "serve": vllm_engine.serve, "measure": vllm_engine.measure,
-        "sparse": sparse, "prompts": prompts, "layers": layers,
+        "first": vllm_engine.first_tokens, "sparse": sparse, "prompts": prompts, "layers": layers,
     }  # fmt: skip
     jobs[kind](options, messages)
 
@@ -55,7 +55,7 @@ def warm_calls(parts: list[str], max_tokens: int) -> list[tuple[Any, tuple[int, 
 
     wanted: list[tuple[Any, tuple[int, ...], tuple[int, ...]]] = []
     models: list[tuple[int, int, int, tuple[int | None, ...], int, int]] = []
-    if "speed" in parts:
+    if "speed" in parts or "first" in parts:
         models.append((32, 8, 128, (None,), max_tokens, 64))
     if "tokens" in parts:
         sizes = tiny_models.SIZES
@@ -64,7 +64,7 @@ def warm_calls(parts: list[str], max_tokens: int) -> list[tuple[Any, tuple[int, 
     for heads, kv_heads, d, windows, longest, batch in models:
         for cache in CACHES:
             for window in windows:
-                layer = GqaCalls(heads, kv_heads, d, d**-0.5, cache, window=window)
+                layer = GqaCalls(heads, kv_heads, d, d**-0.5, cache, window=window, flash=_prompts_are_vllms)
                 for shape in layer.shapes(torch.bfloat16, PAGE, longest):
                     wanted.append((shape, tuple(range(1, batch + 1)), (1,)))
     if "sparse" in parts:
@@ -74,6 +74,10 @@ def warm_calls(parts: list[str], max_tokens: int) -> list[tuple[Any, tuple[int, 
             wanted.append((shape, tuple(n * tokens for n in vllm_kernels.MLA_REQUESTS), (1,)))
             wanted.append((shape, vllm_kernels.MLA_REQUESTS, (tokens,)))
     return wanted
+
+
+def _prompts_are_vllms(**arguments: Any) -> None:
+    """Stands for vLLM's FlashAttention: no prompt is computed here."""
 
 
 def warm(options: dict[str, Any], messages: Messages) -> None:

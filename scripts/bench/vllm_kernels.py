@@ -4,71 +4,120 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from cute_kernels import sink_attention
-from scripts.bench.in_layer import time_calls
+from cute_kernels.integrations.vllm.calls import INT8, GqaCalls
+from cute_kernels.integrations.vllm.prompts import Prompts, attend
+from scripts.bench.in_layer import LONG_CALL_SECONDS, time_calls
 from scripts.bench.timing import time_eager
+from tests.support.vllm_batches import stock_cache
 
 HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
-PROMPTS = ((1, 2048), (1, 8192), (4, 2048), (1, 32768))
-"""Requests of so many tokens each."""
+PROMPTS = ((1, 0, 2048), (1, 0, 8192), (4, 0, 2048), (1, 0, 32768), (1, 24576, 8192), (1, 32256, 512), (8, 3584, 512),
+           (16, 8176, 16), (1, 122880, 8192))  # fmt: skip
+"""Requests, tokens that each has in the cache already, and new tokens of each."""
 MLA_HEADS, MLA_REQUESTS, MLA_TOPK = (8, 16, 32, 128), (1, 16, 64), 2048
 MLA_QUERY_TOKENS = 2  # of a request
 PAGE = 16
 
 
 def _microseconds(call: Callable[[], Any]) -> float | str:
-    """Of one call, or why there is none."""
+    """Of one call on the GPU, or why there is none: in a graph of several where it is short."""
     try:
-        return time_eager(call, 10) * 1e6
+        seconds = time_eager(call, 3)
+        if seconds < LONG_CALL_SECONDS:
+            return time_calls([call] * 4, sustained=False).us
+        return seconds * 1e6
     except Exception as error:  # a peer that this machine lacks leaves the others as they are
         return f"{type(error).__name__}: {error}"[:200]
 
 
 def prompts() -> Iterator[dict[str, Any]]:
-    """Microseconds of the attention of fresh prompts: ours over keys as they came, vLLM's over them and over caches."""
+    """Microseconds of the attention of prompts, ours and vLLM's, over each cache; fresh ones over keys as they came."""
     from vllm.v1.attention.ops.triton_unified_attention import unified_attention
     from vllm.v1.kv_cache_interface import KVQuantMode
     from vllm.vllm_flash_attn import flash_attn_varlen_func
 
-    for requests, tokens in PROMPTS:
-        total, pages = requests * tokens, requests * tokens // PAGE
-        q = torch.randn(total, HEADS, HEAD_DIM, dtype=torch.bfloat16, device="cuda")
-        k, v = torch.randn(2, total, KV_HEADS, HEAD_DIM, dtype=torch.bfloat16, device="cuda")
-        starts = torch.arange(0, total + 1, tokens, dtype=torch.int32, device="cuda")
-        lengths = torch.full((requests,), tokens, dtype=torch.int32, device="cuda")
-        table = torch.arange(pages, dtype=torch.int32, device="cuda").view(requests, -1)
-        out = torch.empty_like(q)
-        scale = torch.ones(requests, KV_HEADS, dtype=torch.float32, device="cuda")
-        codes = torch.randint(-127, 128, (2, pages, PAGE, KV_HEADS, HEAD_DIM), dtype=torch.int8, device="cuda")
-        scales = torch.full((2, pages, PAGE, KV_HEADS), 0.01, dtype=torch.float32, device="cuda")
-        paged = [t.view(pages, PAGE, KV_HEADS, HEAD_DIM) for t in (k, v)]
-        common: dict[str, Any] = {
-            "q": q, "out": out, "cu_seqlens_q": starts, "max_seqlen_q": tokens, "seqused_k": lengths,
-            "max_seqlen_k": tokens, "softmax_scale": HEAD_DIM**-0.5, "causal": True, "window_size": (-1, -1),
-            "block_table": table, "softcap": 0.0, "q_descale": None,
+    for requests, context, tokens in PROMPTS:
+        given = _Prompts.draw(requests, context, tokens)
+        q, out = given.q, torch.empty_like(given.q)
+        layers = {name: given.layer(name, flash_attn_varlen_func) for name in ("auto", "fp8", INT8)}
+        views = {name: calls.views(kv_cache) for name, (calls, kv_cache) in layers.items()}
+        paged: dict[str, Any] = {
+            "q": q, "out": out, "cu_seqlens_q": given.starts, "max_seqlen_q": tokens, "seqused_k": given.lengths,
+            "max_seqlen_k": context + tokens, "softmax_scale": HEAD_DIM**-0.5, "causal": True,
+            "window_size": (-1, -1), "block_table": given.table, "softcap": 0.0,
         }  # fmt: skip
-
-        ones = {"k_descale": scale, "v_descale": scale}
+        ones = torch.ones(requests, KV_HEADS, dtype=torch.float32, device="cuda")
+        codes = views[INT8].tokens_first()
         int8 = {
-            "k_descale": None, "v_descale": None, "kv_quant_mode": KVQuantMode.INT8_PER_TOKEN_HEAD,
-            "k_scale_cache": scales[0], "v_scale_cache": scales[1],
+            "kv_quant_mode": KVQuantMode.INT8_PER_TOKEN_HEAD, "k_scale_cache": codes[2], "v_scale_cache": codes[3],
         }  # fmt: skip
-        flash: dict[str, Any] = {
-            "max_seqlen_q": tokens, "cu_seqlens_q": starts, "max_seqlen_k": tokens, "cu_seqlens_k": starts,
-            "softmax_scale": HEAD_DIM**-0.5, "causal": True, "fa_version": 3, "out": out,
-        }  # fmt: skip
+        fp8_q = q.to(torch.float8_e4m3fn)
         calls: dict[str, Callable[[], Any]] = {
-            "sink_attention": partial(sink_attention, q, k, v, cu_seqlens_q=starts, cu_seqlens_k=starts),
-            "flash_attention_3": partial(flash_attn_varlen_func, q, k, v, **flash),
-            "triton_bf16": partial(unified_attention, k=paged[0], v=paged[1], **common, **ones),
-            "triton_int8": partial(unified_attention, k=codes[0], v=codes[1], **common, **int8),
-        }
-        case: dict[str, Any] = {"requests": requests, "tokens": tokens}
+            "flash_fp8": partial(
+                flash_attn_varlen_func, **paged | {"q": fp8_q}, k=views["fp8"].k, v=views["fp8"].v, fa_version=3,
+                q_descale=ones, k_descale=ones, v_descale=ones,
+            ),
+            "triton_int8": partial(
+                unified_attention, k=codes[0], v=codes[1], **paged, **int8, q_descale=None, k_descale=None,
+                v_descale=None,
+            ),
+        }  # fmt: skip
+        if context:
+            for name, (layer, kv_cache) in layers.items():
+                calls[f"ours_{name}"] = partial(attend, layer, q, kv_cache, given.prompts, ones[0, 0], ones[0, 0], out)
+        else:
+            k, v = torch.randn(2, requests * tokens, KV_HEADS, HEAD_DIM, dtype=torch.bfloat16, device="cuda")
+            fresh = layers["auto"][0].prefill_fresh
+            calls["flash_fresh"] = partial(fresh, q, k, v, given.starts, tokens, out)
+            calls["sink_attention"] = partial(
+                sink_attention, q, k, v, cu_seqlens_q=given.starts, cu_seqlens_k=given.starts
+            )  # fmt: skip
+        if context + tokens <= 32768:
+            k, v = views["auto"][:2]
+            calls["triton_bf16"] = partial(
+                unified_attention, k=k, v=v, **paged, q_descale=None, k_descale=ones, v_descale=ones
+            )
+        case: dict[str, Any] = {"requests": requests, "context": context, "tokens": tokens}
         yield case | {f"{name}_us": _microseconds(call) for name, call in calls.items()}
+
+
+class _Prompts(NamedTuple):
+    """Requests as a step has them, with pages in order."""
+
+    q: torch.Tensor
+    starts: torch.Tensor
+    lengths: torch.Tensor
+    table: torch.Tensor
+    prompts: Prompts
+
+    @classmethod
+    def draw(cls, requests: int, context: int, tokens: int) -> _Prompts:
+        """Random queries."""
+        q = torch.randn(requests * tokens, HEADS, HEAD_DIM, dtype=torch.bfloat16, device="cuda")
+        starts = torch.arange(0, requests * tokens + 1, tokens, dtype=torch.int32, device="cuda")
+        lengths = torch.full((requests,), context + tokens, dtype=torch.int32, device="cuda")
+        pages = requests * (context + tokens) // PAGE
+        table = torch.arange(pages, dtype=torch.int32, device="cuda").view(requests, -1)
+        return cls(q, starts, lengths, table, Prompts(starts, lengths, table, starts.tolist(), lengths.tolist()))
+
+    def layer(self, cache_dtype: str, flash: Callable[..., Any]) -> tuple[GqaCalls, torch.Tensor]:
+        """A layer, and its cache with random numbers."""
+        calls = GqaCalls(HEADS, KV_HEADS, HEAD_DIM, HEAD_DIM**-0.5, cache_dtype, flash=flash)
+        dtype = {"auto": torch.bfloat16, INT8: torch.int8}.get(cache_dtype, torch.uint8)
+        kv_cache = stock_cache(self.table.numel(), KV_HEADS, PAGE, HEAD_DIM, dtype, "NHD", "cuda")
+        if dtype is torch.bfloat16:
+            kv_cache.normal_()
+        else:
+            kv_cache.random_(*((-127, 128) if calls.int8 else (0, 0x78)))
+            for scale in calls.views(kv_cache)[2:4]:
+                if isinstance(scale, torch.Tensor):
+                    scale.fill_(0.01)
+        return calls, kv_cache
 
 
 FORWARDS = 16

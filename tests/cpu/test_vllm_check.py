@@ -170,10 +170,20 @@ def test_timed_engines_have_room_for_all_their_requests(tmp_path: Path) -> None:
     assert set(found) == {"warm", "probe", *vllm_check.BACKENDS}
 
 
+def test_engines_that_are_asked_for_first_tokens_take_prompts_in_parts(tmp_path: Path) -> None:
+    found = plan(tmp_path, "--parts", "first", "--layers", "2", "--backends", "cute-fp8,flash-fp8")
+    assert set(found) == {"warm", "probe", "first-cute-fp8", "first-flash-fp8"}
+    engine = found["first-cute-fp8"].options["engine"]
+    longest = max(tokens for _, tokens in vllm_check.FIRST)
+    assert engine["max_num_batched_tokens"] < longest < engine["max_model_len"]
+    tokens = max(n * tokens for n, tokens in vllm_check.FIRST)
+    assert engine["kv_cache_memory_bytes"] >= tokens * 2 * 2 * 8 * 128
+
+
 def test_kernels_that_are_compiled_beforehand_are_those_of_the_layers() -> None:
     wanted = vllm_jobs.warm_calls(["tokens", "speed", "sparse"], 32896)
     shapes = {type(shape).__name__ for shape, _, _ in wanted}
-    assert shapes == {"GqaShape", "PrefillShape", "MlaShape"}
+    assert shapes == {"GqaShape", "MlaShape"}, "prompts run on vLLM's FlashAttention"
     heads = {shape.heads for shape, _, _ in wanted}
     assert {4, 8, 16, 32, 128} <= heads
     assert not [shape for shape, _, _ in vllm_jobs.warm_calls(["prompts"], 1024)]
@@ -206,7 +216,9 @@ def test_kernels_of_attention_are_told_from_appends() -> None:
 
 
 def test_the_file_holds_each_result_at_once_and_says_what_is_wrong(tmp_path: Path) -> None:
-    options = vllm_check.parser().parse_args(["--parts", "tokens,speed,sparse", "--backends", "cute-int8,flash-bf16"])
+    options = vllm_check.parser().parse_args(
+        ["--parts", "tokens,speed,first,sparse", "--backends", "cute-int8,flash-bf16"]
+    )
     out = tmp_path / "found.json"
     report = vllm_check.Report(out, options)
     jobs = {job.name: job for job in vllm_check.jobs(options, tmp_path)}
@@ -225,6 +237,10 @@ def test_the_file_holds_each_result_at_once_and_says_what_is_wrong(tmp_path: Pat
     report.receive(jobs["cute-int8"], "started", 0)
     report.receive(jobs["cute-int8"], "case", {"context": 8192, "batch": 1, "ms": 1.0})
     report.receive(jobs["cute-int8"], "case", {"context": 8192, "batch": 1, "ms": 1.0, "gpu_ms": 0.5})
+    for case in ({"requests": 1, "tokens": 8192, "ms": 40.0}, {"requests": 4, "tokens": 8192, "ms": 90.0}):
+        report.receive(jobs["first-cute-int8"], "started", 0)
+        report.receive(jobs["first-cute-int8"], "case", case)
+    report.receive(jobs["first-cute-int8"], "done", None)
     jobs["flash-bf16"].failures.append("no engine")
     report.receive(jobs["flash-bf16"], "failed", jobs["flash-bf16"].failures)
     report.receive(jobs["sparse"], "case", {"heads": 8, "ours_us": 20.0, "flashmla_us": 40.0, "difference": 0.02})
@@ -232,6 +248,8 @@ def test_the_file_holds_each_result_at_once_and_says_what_is_wrong(tmp_path: Pat
     assert found["card"] == "NVIDIA H200"
     assert found["speed"]["backends"]["cute-int8"]["cases"] == [{"context": 8192, "batch": 1, "ms": 1.0, "gpu_ms": 0.5}]
     assert found["speed"]["backends"]["flash-bf16"]["failures"] == ["no engine"]
+    first = found["first"]["backends"]
+    assert first == {"cute-int8": {"cases": [{"requests": 4, "tokens": 8192, "ms": 90.0}], "done": True}}
     wrong = report.end({"layers": "needs 60 s, 3 s were left"})
     assert [line.split(":")[0] for line in wrong] == [
         "layers", f"tokens, {name}", "speed, cute-int8", "speed, flash-bf16", "sparse",

@@ -164,6 +164,7 @@ def test_the_jobs_of_vllm_check_serve_and_measure(tmp_path: Path, monkeypatch: p
         Job(
             "measure", "measure", {"engine": engine, "contexts": [64], "batches": [1, 4], "profile": False}, seconds=600
         ),
+        Job("first", "first", {"engine": engine, "prompts": [(1, 64), (2, 300)]}, seconds=600),
     ]
     events: list[tuple[str, str, Any]] = []
     pool = Pool(
@@ -175,10 +176,14 @@ def test_the_jobs_of_vllm_check_serve_and_measure(tmp_path: Path, monkeypatch: p
     rounds = [data for name, event, data in events if event == "round"]
     expected = [vllm_models.counted_on(prompt, NEW) for prompt in prompts()]
     assert rounds == [expected[:1], expected]
-    cases = [data for name, event, data in events if event == "case"]
+    cases = [data for name, event, data in events if (name, event) == ("measure", "case")]
     assert [(case["context"], case["batch"]) for case in cases] == [(64, 1), (64, 4)]
     assert all(0 < case["ms"] < 1e4 and len(case["ms_all"]) == 3 for case in cases)
     calls = {name: data for name, event, data in events if event == "calls"}
     assert calls["serve"]["prefill_fresh"] > 0
     # prompts are counted as computed: all calls are of decoding, and read what `fill` wrote
     assert set(calls["measure"]) == {"decode", "append_int8"}
+    cases = [data for name, event, data in events if (name, event) == ("first", "case")]
+    assert [(case["requests"], case["tokens"]) for case in cases] == [(1, 64), (2, 300)]
+    assert all(0 < case["ms"] < 1e5 and len(case["ms_all"]) == 3 for case in cases)
+    assert calls["first"]["prefill_in_pieces"] > 0, "prompts longer than a step come in parts"

@@ -162,11 +162,16 @@ def test_copies_have_the_numbers_of_the_cache() -> None:
 
 def test_memory_is_asked_for_where_copies_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
+    merged: list[tuple[int, ...]] = []
     monkeypatch.setattr(prompts_module.torch, "empty", lambda size, **options: asked.append(size))
+    monkeypatch.setattr(prompts_module, "merge_states", lambda outs, lses, **options: merged.append(tuple(outs.shape)))
+    output = torch.ones(100, HEADS, 64).bfloat16()
     for cache_dtype in LIMITS:
-        reserve(layer_of(cache_dtype)[0], torch.device("cpu"))
-        reserve(GqaCalls(HEADS, 2, 64, 0.125, cache_dtype), torch.device("cpu"))
-    assert len(asked) == 2 and set(asked) == {prompts_module.COPY_BYTES * 5 // 4}
+        reserve(layer_of(cache_dtype)[0], output)
+        reserve(GqaCalls(HEADS, 2, 64, 0.125, cache_dtype, max_tokens=1 << 30), output)
+    assert len(asked) == 2 and set(asked) == {prompts_module.COPY_BYTES * 5 // 4} and merged == []
+    reserve(layer_of(INT8, max_tokens=page_limit(layer_of(INT8)[0], 1) + 1)[0], output)
+    assert sorted(merged) == [(2, 1, HEADS, 64), (2, 100, HEADS, 64)], "contexts come in parts, and are merged"
 
 
 def test_a_single_head_has_a_stride(monkeypatch: pytest.MonkeyPatch) -> None:

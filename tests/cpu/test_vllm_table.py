@@ -49,8 +49,19 @@ def made_up() -> dict[str, Any]:
                 {"heads": 128, "requests": 1, "tokens": 2, "ours_us": 20.0, "flashmla_us": "RuntimeError: no"},
             ]
         },
+        "first": {
+            "layers": 4,
+            "backends": {
+                "cute-int8": {"cases": [{"requests": 1, "tokens": 8192, "ms": 40.0}]},
+                "triton-int8": {"cases": [{"requests": n, "tokens": 8192, "ms": 100.0} for n in (1, 4)]},
+                "cute-bf16": {"cases": [{"requests": 1, "tokens": 8192, "ms": 40.0}]},
+            },
+        },
         "prompts": {
-            "cases": [{"requests": 1, "tokens": 2048, "sink_attention_us": 100.0, "flash_attention_3_us": "no"}]
+            "cases": [
+                {"requests": 1, "context": 0, "tokens": 2048, "sink_attention_us": 100.0, "flash_fresh_us": "no"},
+                {"requests": 1, "context": 64, "tokens": 16, "ours_auto_us": 5.0, "ours_int8_per_token_head_us": 7.0},
+            ]
         },
         "wrong": ["layers: needs 60 s,\n 3 s were left"],
     }  # fmt: skip
@@ -68,7 +79,10 @@ def test_the_tables_show_each_pair() -> None:
     assert "| gpt_oss, auto | eager | 1 | 0, 3, 0 |" in text and "llama, fp8" not in text
     assert "| 8 | 16 | 20 | 50 | 2.50 x | 1.2e-03 |" in text
     assert "| 128 | 1 | 20 | – | – | – |" in text
-    assert "| 1 x 2048 | 100 | – | – | – |" in text
+    assert "| 1 x 2048 | – | 100 | – | – |" in text
+    assert "| 1 x 16, 64 | 5 | – | – | – | 7 | – |" in text
+    assert "| int8_per_token_head, Triton | 1 x 8192 | 40 | 100 | 2.50 x |" in text
+    assert "| 4 x 8192" not in text and "| bf16, FlashAttention 3 | 1 x 8192 | 40 |" not in text, "it has no pair"
     assert "Failed or left out: layers: needs 60 s, 3 s were left." in text
 
 

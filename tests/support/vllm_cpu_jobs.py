@@ -9,7 +9,7 @@ from scripts.bench.vllm_pool import Messages
 
 
 def run(kind: str, options: dict[str, Any], messages: Messages) -> None:
-    """A job "serve" or "measure"."""
+    """A job "serve", "measure" or "first"."""
     gpu.set_environment()
     import torch
 
@@ -17,5 +17,5 @@ def run(kind: str, options: dict[str, Any], messages: Messages) -> None:
 
     torch.set_num_threads(1)
     on_cpu.count_calls()
-    {"serve": gpu.serve, "measure": gpu.measure}[kind](options, messages)
+    {"serve": gpu.serve, "measure": gpu.measure, "first": gpu.first_tokens}[kind](options, messages)
     messages.send("calls", dict(on_cpu.CALLS))

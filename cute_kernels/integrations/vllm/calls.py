@@ -105,6 +105,7 @@ class GqaCalls:
     s_aux                      (heads,) float32, the sinks; None: none
     shares_cache               the cache is that of another layer, so this one has no keys of its own
     flash                      vLLM's `flash_attn_varlen_func` where it has version 3 for this layer: prompts run on it
+    max_tokens                 of a request
     """
 
     heads: int
@@ -118,6 +119,7 @@ class GqaCalls:
     s_aux: torch.Tensor | None = None
     shares_cache: bool = False
     flash: Callable[..., Any] | None = None
+    max_tokens: int = 0
 
     def __post_init__(self) -> None:
         self._known: tuple[Any, CacheViews] | None = None

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-from vllm.config import get_current_vllm_config
+from vllm.config import get_current_vllm_config, get_current_vllm_config_or_none
 from vllm.logger import init_logger
 from vllm.v1.attention.backend import AttentionCGSupport, AttentionType
 from vllm.v1.attention.backends.triton_attn import (
@@ -222,6 +222,7 @@ class CuteAttentionImpl(TritonAttentionImpl):
             alibi_slopes=self.alibi_slopes,
             shares_cache=kv_sharing_target_layer_name is not None,
             flash=_flash_attention(head_size, self.alibi_slopes is not None, sinks),
+            max_tokens=_max_model_len(),
         )
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
@@ -263,7 +264,7 @@ class CuteAttentionImpl(TritonAttentionImpl):
             raise NotImplementedError("cute-kernels: got a scale of the output; needs outputs of 16-bit numbers")
         m = attn_metadata
         if m is None:  # vLLM measures memory
-            reserve(self.calls, output.device)
+            reserve(self.calls, output)
             return output.fill_(0)
         n, tokens = m.num_decode_tokens, m.num_actual_tokens
         if n:
@@ -326,6 +327,12 @@ class CuteAttentionImpl(TritonAttentionImpl):
         self._ensure_scale_caches(kv_cache)
         k, v, *_ = self.calls.views(kv_cache).tokens_first()
         return k, v
+
+
+def _max_model_len() -> int:
+    """Tokens of a request at most; 0 where a layer is made without a configuration."""
+    config = get_current_vllm_config_or_none()
+    return 0 if config is None or config.model_config is None else int(config.model_config.max_model_len)
 
 
 def _flash_attention(head_dim: int, alibi: bool, sinks: torch.Tensor | None) -> Callable[..., Any] | None:

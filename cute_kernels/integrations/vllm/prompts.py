@@ -155,13 +155,19 @@ def page_limit(calls: GqaCalls, page_size: int) -> int:
     return max(COPY_BYTES // (2 * 2 * calls.kv_heads * calls.head_dim * page_size), 1)
 
 
-def reserve(calls: GqaCalls, device: torch.device) -> None:
+def reserve(calls: GqaCalls, output: torch.Tensor) -> None:
     """Asks for the memory of copies and lets go of it: where vLLM measures what a step takes.
 
-    Beside the numbers of keys or values there are their codes, at half of the size.
+    Beside the numbers of keys or values there are their codes, at half of the size. Where a context may come in parts,
+    their merge is compiled now, not in the middle of serving.
     """
-    if calls.flash is not None and calls.quantized:
-        torch.empty(COPY_BYTES + COPY_BYTES // 4, dtype=torch.uint8, device=device)
+    if calls.flash is None or not calls.quantized:
+        return
+    torch.empty(COPY_BYTES + COPY_BYTES // 4, dtype=torch.uint8, device=output.device)
+    if calls.max_tokens > page_limit(calls, 1):
+        for tokens in {1, output.shape[0]}:
+            outs = output.new_zeros((2, tokens, calls.heads, calls.head_dim))
+            merge_states(outs, outs.new_zeros(outs.shape[:-1], dtype=torch.float32), s_aux=calls.s_aux)
 
 
 def attend(

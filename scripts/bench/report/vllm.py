@@ -127,21 +127,56 @@ def _sparse_row(case: Mapping[str, Any]) -> list[str]:
     ]  # fmt: skip
 
 
+def first(found: Found) -> list[str]:
+    """Milliseconds to the first token."""
+    backends = found.get("first", {}).get("backends", {})
+    lines = []
+    for cache, ours, theirs, other in PAIRS:
+        mine, peer = (
+            {(case["requests"], case["tokens"]): case["ms"] for case in backends.get(name, {}).get("cases", ())}
+            for name in (ours, theirs)
+        )
+        for key in [key for key in mine if key in peer]:
+            cells = [short(mine[key]), short(peer[key]), times(peer[key] / mine[key])]
+            lines.append([f"{cache}, {other}", f"{key[0]} x {key[1]}", *cells])
+    if not lines:
+        return []
+    header = ("cache, other backend", "requests x tokens", "first token, ms", "other's", "faster")
+    return [f"{found['first']['layers']} layers of Llama 3 8B's shapes:", "", *table(header, lines)]
+
+
 def prompts(found: Found) -> list[str]:
-    """Attention of fresh prompts."""
-    names = ("sink_attention", "flash_attention_3", "triton_bf16", "triton_int8")
-    header = (
-        "requests x tokens", "`sink_attention`, us", "FlashAttention 3, us", "Triton, bf16, us", "Triton, INT8, us",
-    )  # fmt: skip
-
-    def row(case: Mapping[str, Any]) -> list[str]:
-        given = [case.get(f"{name}_us") for name in names]
-        return [
-            f"{case['requests']} x {case['tokens']}",
-            *(short(us if isinstance(us, float) else None) for us in given),
+    """Attention of prompts: fresh ones, and those with tokens in the cache."""
+    cases = found.get("prompts", {}).get("cases", [])
+    parts = []
+    for kept, first_column, columns in (
+        (False, "requests x tokens", FRESH),
+        (True, "requests x new tokens, in the cache", CONTINUED),
+    ):
+        lines = [
+            [_prompt(case), *(short(us if isinstance(us := case.get(f"{key}_us"), float) else None) for key in columns)]
+            for case in cases
+            if bool(case["context"]) is kept
         ]
+        if lines:
+            parts.append(table((first_column, *columns.values()), lines))
+    return paragraphs(*parts)
 
-    return _timed(found.get("prompts", {}).get("cases", []), header, row)
+
+FRESH = {
+    "flash_fresh": "FlashAttention 3, us", "sink_attention": "`sink_attention`", "triton_bf16": "Triton, bf16",
+    "triton_int8": "Triton, INT8",
+}  # fmt: skip
+CONTINUED = {
+    "ours_auto": "ours, bf16, us", "triton_bf16": "Triton", "ours_fp8": "ours, FP8",
+    "flash_fp8": "FlashAttention 3 with FP8 queries", "ours_int8_per_token_head": "ours, INT8", "triton_int8": "Triton",
+}  # fmt: skip
+"""What was measured, and its column."""
+
+
+def _prompt(case: Mapping[str, Any]) -> str:
+    size = f"{case['requests']} x {case['tokens']}"
+    return f"{size}, {case['context']}" if case["context"] else size
 
 
 def _timed(cases: Any, header: tuple[str, ...], row: Callable[[Mapping[str, Any]], list[str]]) -> list[str]:
@@ -156,6 +191,7 @@ def wrong(found: Found) -> list[str]:
 
 BLOCKS: dict[str, Callable[[Found], list[str]]] = {
     "Time per token": speed,
+    "Time to the first token": first,
     "Tokens": tokens,
     "Sparse MLA, a layer": sparse,
     "Prompts, a layer": prompts,

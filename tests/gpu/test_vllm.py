@@ -99,11 +99,14 @@ def fakes() -> Any:
     return vllm_fakes
 
 
-def layer_of(kv_cache_dtype: str, window: int | None, sinks: torch.Tensor | None) -> Any:
+def layer_of(
+    kv_cache_dtype: str, window: int | None, sinks: torch.Tensor | None, softcap: float | None = None
+) -> Any:  # fmt: skip
     """A layer as vLLM makes it."""
     from cute_kernels.integrations.vllm.gqa import CuteAttentionImpl
 
-    impl = CuteAttentionImpl(HEADS, 64, 0.125, KV_HEADS, None, window, kv_cache_dtype, None, sinks=sinks)
+    impl = CuteAttentionImpl(HEADS, 64, 0.125, KV_HEADS, None, window, kv_cache_dtype, softcap, sinks=sinks)
+    assert impl.calls.flash is not None
     impl.process_weights_after_loading(torch.bfloat16)
     return impl
 
@@ -128,7 +131,46 @@ def test_a_layer_attends(
     """All that a layer of the engine does, with vLLM's kernels where they take part."""
     batch = draw_batch(lengths, queries, page_size).to(DEVICE)
     s_aux = torch.linspace(-1, 2, HEADS, dtype=torch.float32, device=DEVICE).bfloat16() if sinks else None
-    impl, layer = layer_of(kv_cache_dtype, window, s_aux), layer_scales()
+    impl = layer_of(kv_cache_dtype, window, s_aux)
+    out, ran = attended(impl, batch, kv_cache_dtype, page_size, fakes)
+    assert batch.error(out, window, None if s_aux is None else s_aux.float()) < LIMITS[kv_cache_dtype]
+    assert ran == (max(queries) > 1), "calls of FlashAttention"
+
+
+@pytest.mark.parametrize("sinks", [False, True])
+@pytest.mark.parametrize("kv_cache_dtype", LIMITS)
+def test_prompts_in_parts(kv_cache_dtype: str, sinks: bool, fakes: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Copies of 32 pages at a time: a long context comes in five parts that are merged, two short ones in one call."""
+    from cute_kernels.integrations.vllm import prompts
+
+    monkeypatch.setattr(prompts, "COPY_BYTES", 32 * 2 * 2 * KV_HEADS * 64 * 16)
+    batch = draw_batch([9, 2500, 200, 170], [1, 150, 30, 2], 16).to(DEVICE)
+    s_aux = torch.linspace(-1, 2, HEADS, dtype=torch.float32, device=DEVICE).bfloat16() if sinks else None
+    out, ran = attended(layer_of(kv_cache_dtype, None, s_aux), batch, kv_cache_dtype, 16, fakes)
+    assert batch.error(out, None, None if s_aux is None else s_aux.float()) < LIMITS[kv_cache_dtype]
+    assert ran == (1 if kv_cache_dtype == "auto" else 6)
+
+
+@pytest.mark.parametrize("queries", [[300, 25], [200, 5]], ids=["fresh", "continued"])
+@pytest.mark.parametrize("kv_cache_dtype", LIMITS)
+def test_prompts_with_a_softcap(kv_cache_dtype: str, queries: list[int], fakes: Any) -> None:
+    batch = draw_batch([300, 25], queries, 16).to(DEVICE)
+    out, ran = attended(layer_of(kv_cache_dtype, None, None, softcap=1.0), batch, kv_cache_dtype, 16, fakes)
+    assert batch.error(out, None, softcap=1.0) < LIMITS[kv_cache_dtype] and ran == 1
+
+
+def attended(
+    impl: Any, batch: Batch, kv_cache_dtype: str, page_size: int, fakes: Any
+) -> tuple[torch.Tensor, int]:  # fmt: skip
+    """What a layer computes of a batch, whose earlier tokens are stored first; and calls of FlashAttention."""
+    layer, flash, ran = layer_scales(), impl.calls.flash, 0
+
+    def counted(**arguments: Any) -> Any:
+        nonlocal ran
+        ran += 1
+        return flash(**arguments)
+
+    impl.calls.flash = counted
     kv_cache = empty_cache(batch.pages, page_size, kv_cache_dtype, DEVICE)
     new = torch.isin(batch.all_slots, batch.slots)
     old = ~new
@@ -138,7 +180,7 @@ def test_a_layer_attends(
     out = torch.full_like(batch.query, torch.nan)
     metadata = fakes.builder(device=DEVICE).build(0, fakes.common(batch))
     impl.forward(layer, batch.query, key, value, kv_cache, metadata, out)
-    assert batch.error(out, window, None if s_aux is None else s_aux.float()) < LIMITS[kv_cache_dtype]
+    return out, ran
 
 
 @pytest.mark.parametrize("drafts", [0, 3])

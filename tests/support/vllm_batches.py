@@ -49,7 +49,9 @@ class Batch:
         del tensors["_one"]
         return Batch(**tensors, pages=self.pages)
 
-    def expected(self, window: int | None, s_aux: torch.Tensor | None = None) -> torch.Tensor:
+    def expected(
+        self, window: int | None, s_aux: torch.Tensor | None = None, softcap: float | None = None
+    ) -> torch.Tensor:
         """Attention in float64."""
         out = torch.zeros(self.query.shape, dtype=torch.float64, device=self.query.device)
         first, starts = 0, self.starts.tolist()
@@ -60,6 +62,8 @@ class Batch:
                 for t in (self.keys, self.values)
             )
             scores = torch.einsum("qhd,khd->hqk", self.query[begin:end].double(), k) * 0.125
+            if softcap is not None:
+                scores = softcap * torch.tanh(scores / softcap)
             own = torch.arange(length - (end - begin), length, dtype=torch.int64, device=k.device).unsqueeze(1)
             key = torch.arange(length, dtype=torch.int64, device=k.device)
             seen = (key <= own) & (key > own - (window or length + 1))
@@ -71,9 +75,11 @@ class Batch:
             first += length
         return out
 
-    def error(self, out: torch.Tensor, window: int | None, s_aux: torch.Tensor | None = None) -> float:
+    def error(
+        self, out: torch.Tensor, window: int | None, s_aux: torch.Tensor | None = None, softcap: float | None = None
+    ) -> float:
         """Relative, against float64."""
-        expected = self.expected(window, s_aux)
+        expected = self.expected(window, s_aux, softcap)
         return float((out.double() - expected).norm() / expected.norm())
 
 

@@ -20,9 +20,9 @@ from typing import Any
 
 from cute_kernels.runtime.cache import KernelSpec, directory
 from cute_kernels.runtime.compile import missing, precompile
-from cute_kernels.warm.shapes import H100_SMS, GqaShape, MlaShape, PrefillShape, Shape
+from cute_kernels.warm.shapes import H100_SMS, GqaShape, MlaShape, PrefillShape, PromptShape, Shape
 
-__all__ = ["GqaShape", "MlaShape", "PrefillShape", "WarmReport", "kernel_specs", "warm"]
+__all__ = ["GqaShape", "MlaShape", "PrefillShape", "PromptShape", "WarmReport", "kernel_specs", "warm"]
 
 BATCH_SIZES = range(1, 257)
 
@@ -85,7 +85,7 @@ def warm(
     It starts new interpreters, so a script calls it under `if __name__ == "__main__"`.
 
     Args:
-        shapes: `MlaShape`, `GqaShape` and `PrefillShape`: what stays the same in all calls of a model.
+        shapes: `MlaShape`, `GqaShape`, `PrefillShape` and `PromptShape`: what stays the same in all calls of a model.
         batch_sizes: of its decode calls; default 1 to 256.
         query_tokens: of each request in a decode call: 1, and more for speculative decoding.
         num_sms: streaming multiprocessors of the GPU that will run it. Plans depend on them: with another number a

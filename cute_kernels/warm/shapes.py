@@ -10,9 +10,11 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from cute_kernels.gqa.append_spec import KvAppendSpec, sharing
+from cute_kernels.gqa.gather_spec import KvGatherSpec
 from cute_kernels.gqa.layouts import GROUP_SIZES, LAYOUTS, CacheSizes, ScaleKind
 from cute_kernels.gqa.plan import MAX_S_Q, choose_spec
 from cute_kernels.gqa.spec import BYTE_TYPES
+from cute_kernels.merge.spec import MergeSpec
 from cute_kernels.mla.append_spec import MlaAppendSpec
 from cute_kernels.mla.plan import plan_decode
 from cute_kernels.runtime.cache import KernelSpec
@@ -218,9 +220,38 @@ class PrefillShape:
             yield SinkWorkListSpec()
 
 
+@dataclass(frozen=True)
+class PromptShape:
+    """Prompts over a quantized cache as the vLLM backend attends to them: copies of pages, and their merge.
+
+    heads     query heads of one GPU
+    head_dim  64, 128 or 256
+    dtype     of queries: "bfloat16" or "float16"
+    kv_dtype  of the cache: "int8" or "float8_e4m3fn"
+    sink      whether layers have sinks
+    merged    whether contexts are so long that they come in parts
+    """
+
+    heads: int
+    head_dim: int = 128
+    dtype: str = "bfloat16"
+    kv_dtype: str = "int8"
+    sink: bool = False
+    merged: bool = False
+
+    def specs(self, batch_sizes: Iterable[int], query_tokens: Iterable[int], num_sms: int) -> Iterator[KernelSpec]:
+        """The kernels of the calls, which batch sizes and query tokens do not change; of merges, the usual ones."""
+        yield KvGatherSpec(self.kv_dtype, self.dtype, self.head_dim)
+        for tokens in (1, 64, 4096) if self.merged else ():
+            yield MergeSpec.for_launch(
+                rows=tokens * self.heads, num_states=2, d=self.head_dim, in_dtype=self.dtype, out_dtype=self.dtype,
+                has_sink=self.sink,
+            )  # fmt: skip
+
+
 def _check_heads(heads: int, kv_heads: int) -> None:
     if kv_heads < 1 or heads < 1 or heads % kv_heads:
         raise ValueError(f"heads: got {heads} over {kv_heads} kv_heads; needs a multiple of them, at least one")
 
 
-Shape = MlaShape | GqaShape | PrefillShape
+Shape = MlaShape | GqaShape | PrefillShape | PromptShape

@@ -27,6 +27,7 @@ SPEC_MODULES = (
     "cute_kernels.merge.peers_spec",
     "cute_kernels.gqa.spec",
     "cute_kernels.gqa.append_spec",
+    "cute_kernels.gqa.gather_spec",
     "cute_kernels.sink.spec",
     "cute_kernels.sink.backward_spec",
 )

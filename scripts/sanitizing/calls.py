@@ -17,6 +17,7 @@ import torch
 
 import cute_kernels
 import fp8_mla
+from cute_kernels.gqa.gather import gather_pages
 from cute_kernels.gqa.reference import reference_append
 from cute_kernels.mla.plan import EXCHANGES
 from cute_kernels.runtime import workspace
@@ -24,6 +25,7 @@ from scripts.bench import timing
 from scripts.sanitizing.tools import WORKER_DONE
 from tests.support.append_pages import FORMS, AppendPages, slots_for
 from tests.support.compare import check_decode
+from tests.support.gather_pages import gather_cache
 from tests.support.gqa_cases import GqaCase, check_gqa, gqa_case
 from tests.support.latent_cases import latent_case, latent_dense_case
 from tests.support.mla_cases import DecodeCase, dense_case, generator, sparse_case, strided
@@ -178,6 +180,16 @@ class Calls:
             if not all(torch.equal(gpu[name].cpu(), host[name]) for name in names):
                 raise AssertionError(f"kv_int8_append, {layout}: differs from the reference")
 
+    def gather(self) -> None:
+        """Copies of pages, some of which the cache does not have; bit for bit."""
+        pages = torch.tensor([4, 0, 7, -1, 2], dtype=torch.int32)
+        for kv_dtype, layout in ((torch.int8, "interleaved"), (torch.float8_e4m3fn, "interleaved")):
+            cache = gather_cache(kv_dtype, layout, 64)
+            found = self.call(gather_pages, *cache.to("cuda"), pages.cuda(), torch.bfloat16)
+            exact = gather_pages(*cache, pages, torch.bfloat16)
+            if not all(torch.equal(a.cpu(), b) for a, b in zip(found, exact, strict=True)):
+                raise AssertionError(f"gather_pages, {kv_dtype}: differs from the reference")
+
     def _known_to_initcheck(self, *stored: torch.Tensor) -> None:
         """Copy what TMA stored to the host and back, which initcheck sees."""
         if self.part == "few sinks":
@@ -242,6 +254,7 @@ def _gqa(calls: Calls) -> None:
     modifiers: dict[str, Any] = {"s_q": 3, "softcap": 15.0, "alibi": "batch", "q_dtype": torch.float16}
     calls.gqa("int8, softcap and ALiBi", **heads, **modifiers)
     calls.append_gqa(("paged_vllm", "paged_NHD", "BNSH"))
+    calls.gather()
 
 
 def _sample(calls: Calls) -> None:

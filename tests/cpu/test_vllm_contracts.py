@@ -361,9 +361,12 @@ def test_attention_in_both_directions_is_not_decoded() -> None:
 @pytest.mark.parametrize("window, sinks", [(None, False), (20, True)])
 @pytest.mark.parametrize(
     "lengths, queries",
-    [([40, 17, 9], [1, 1, 1]), ([40, 17, 30, 25], [1, 1, 30, 10]), ([30, 25], [30, 25]), ([50, 33], [20, 5])],
-    ids=["decode", "mixed", "fresh", "continued"],
-)
+    [
+        ([40, 17, 9], [1, 1, 1]), ([40, 17, 40, 25], [1, 1, 40, 10]), ([30, 25], [30, 25]), ([50, 33], [20, 5]),
+        ([90, 33], [60, 5]),
+    ],
+    ids=["decode", "mixed", "fresh", "few", "continued"],
+)  # fmt: skip
 def test_a_layer_attends(
     lengths: list[int], queries: list[int], window: int | None, sinks: bool, kv_cache_dtype: str,
     flash: FlashStandIn | None,
@@ -391,7 +394,8 @@ def test_a_layer_attends(
     impl.forward(layer, batch.query, key, value, kv_cache, metadata, out)
     error = batch.error(out, window, None if s_aux is None else s_aux.float())
     assert error < {"auto": 0.01, "fp8": 0.06, calls.INT8: 0.02}[kv_cache_dtype]
-    assert flash is None or len(flash.calls) == ran + (max(queries) > 1)
+    copies = kv_cache_dtype != "auto" and not metadata.fresh  # of 32 tokens or fewer there are none
+    assert flash is None or len(flash.calls) == ran + (max(queries) > (32 if copies else 1))
 
 
 def test_new_sinks_land_where_graphs_read() -> None:

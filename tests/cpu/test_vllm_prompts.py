@@ -5,9 +5,11 @@ from typing import Any
 import pytest
 import torch
 
+from cute_kernels.integrations.vllm import calls as calls_module
 from cute_kernels.integrations.vllm import prompts as prompts_module
 from cute_kernels.integrations.vllm.calls import INT8, GqaCalls
-from cute_kernels.integrations.vllm.prompts import SLACK, Prompts, Run, attend, copied, page_limit, plan, reserve
+from cute_kernels.integrations.vllm.prompts import FEW, SLACK, Prompts, Run, attend, page_limit, plan, reserve
+from cute_kernels.warm import PromptShape
 from tests.support.flash_stand_in import FlashStandIn
 from tests.support.vllm_batches import HEADS, Batch, draw_batch, empty_cache
 
@@ -71,7 +73,7 @@ def test_every_query_has_its_keys_once(window: int | None, limit: int, rejected:
                 if not run.causal:
                     assert b * size <= position + 1, "all queries see all keys of an earlier part"
                 seen.setdefault(request, []).extend(range(a * size, b * size))
-    assert sorted(seen) == [i for i, count in enumerate(counts) if count]
+    assert sorted(seen) == [i for i, count in enumerate(counts) if count > FEW]
     for request, keys in seen.items():
         assert len(set(keys)) == len(keys)
         first = 0 if window is None else max(lengths[request] - counts[request] - window + 1, 0)
@@ -79,39 +81,60 @@ def test_every_query_has_its_keys_once(window: int | None, limit: int, rejected:
 
 
 def test_requests_share_a_call() -> None:
-    assert plan([0, 4, 8, 12], [64, 32, 64], 16, None, 6) == [
-        [Run((0, 2), ((0, 4), (0, 2)), True)],
+    assert plan([0, 40, 80, 120, 121, 161], [64, 48, 64, 48, 48], 16, None, 7) == [
+        [Run((0, 2), ((0, 4), (0, 3)), True)],
         [Run((2, 3), ((0, 4),), True)],
+        [Run((4, 5), ((0, 3),), True)],
     ]
 
 
 def test_a_window_needs_its_pages_alone() -> None:
-    (((_, ((first, last),), _),),) = plan([0, 16], [16000], 16, 64, 10)
-    assert last == 1000 and 1000 - first <= (16 + 64 + SLACK) / 16 + 1
+    (((_, ((first, last),), _),),) = plan([0, 40], [16000], 16, 64, 10)
+    assert last == 1000 and 1000 - first <= (40 + 64 + SLACK) / 16 + 1
 
 
 def test_a_long_context_comes_in_parts_of_the_limit() -> None:
-    (group,) = plan([0, 16], [16000], 16, None, 300)
+    (group,) = plan([0, 40], [16000], 16, None, 300)
     assert [run.pages[0] for run in group] == [(0, 300), (300, 600), (600, 700), (700, 1000)]
 
 
 def test_parts_are_made_once_a_step() -> None:
-    given = prompts_of(draw_batch([100, 40], [10, 10], 16))
+    given = prompts_of(draw_batch([100, 40], [50, 10], 16))
     assert given.parts(16, None, 4) is given.parts(16, None, 4)
     assert given.parts(16, 20, 4) is not given.parts(16, None, 4)
+    assert given.pieces() is given.pieces()
+    assert prompts_of(draw_batch([100], [50], 16)).pieces() is None
+
+
+def test_few_tokens_are_decoded_in_pieces() -> None:
+    """The first piece of a request is filled up at its beginning; each sees what is before its own last token."""
+    batch = draw_batch([100, 40, 70, 20], [3, 33, 17, 8], 16)
+    pieces = prompts_of(batch).pieces()
+    assert pieces is not None
+    assert pieces.rows.view(-1, 8).tolist() == [
+        [0, 0, 0, 0, 0, 0, 1, 2],
+        [36, 36, 36, 36, 36, 36, 36, 36],
+        [37, 38, 39, 40, 41, 42, 43, 44],
+        [45, 46, 47, 48, 49, 50, 51, 52],
+        [53, 54, 55, 56, 57, 58, 59, 60],
+    ]
+    assert pieces.lengths.tolist() == [100, 54, 62, 70, 20] and pieces.lengths.dtype is torch.int32
+    assert torch.equal(pieces.table, batch.block_table[[0, 2, 2, 2, 3]])
+    assert torch.equal(pieces.rows[pieces.places], pieces.tokens)
+    assert pieces.tokens.tolist() == [0, 1, 2, *range(36, 61)] and pieces.places.tolist()[:4] == [5, 6, 7, 15]
 
 
 # ---- attention
 
 
-@pytest.mark.parametrize("limit", [3, 24, 1000])
+@pytest.mark.parametrize("limit", [16, 24, 1000])
 @pytest.mark.parametrize("window, sinks", [(None, False), (None, True), (20, True)])
 @pytest.mark.parametrize("cache_dtype", LIMITS)
 def test_prompts_over_the_cache(
     cache_dtype: str, window: int | None, sinks: bool, limit: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    batch = draw_batch([500, 5, 33, 170], [200, 5, 1, 150], 16)
-    monkeypatch.setattr(prompts_module, "COPY_BYTES", limit * 2 * 2 * 2 * 64 * 16)
+    batch = draw_batch([500, 5, 33, 170, 90], [200, 5, 1, 150, 32], 16)
+    monkeypatch.setattr(calls_module, "COPY_BYTES", limit * 2 * 2 * 2 * 64 * 16)
     s_aux = torch.linspace(-1, 2, HEADS).bfloat16().float() if sinks else None
     layer, flash = layer_of(cache_dtype, window=window, s_aux=s_aux)
     assert page_limit(layer, 16) == limit
@@ -140,38 +163,24 @@ def test_fresh_prompts(window: int | None, sinks: bool) -> None:
     assert batch.error(out, window, s_aux) < 0.01 and len(flash.calls) == 1
 
 
-def test_copies_have_the_numbers_of_the_cache() -> None:
-    batch = draw_batch([64], [1], 16)
-    pages = torch.tensor([2, 1, 4], dtype=torch.int32)
-    for cache_dtype, factor in ((INT8, 1.0), ("fp8", 0.5), ("fp8_e4m3", 1.0)):
-        layer = GqaCalls(HEADS, 2, 64, 0.125, cache_dtype)
-        kv_cache = empty_cache(batch.pages, 16, INT8 if layer.int8 else "fp8")
-        scale = torch.tensor(factor)
-        if layer.int8:
-            layer.append_int8(batch.keys, batch.values, kv_cache, batch.all_slots)
-        else:
-            layer.append_plain(batch.keys, batch.values, kv_cache, batch.all_slots, scale, scale)
-        k, v = copied(layer.views(kv_cache), pages, torch.bfloat16, scale, scale)
-        assert k.shape == v.shape == (3, 16, 2, 64)
-        slots = {int(slot): i for i, slot in enumerate(batch.all_slots)}
-        for i, page in enumerate(pages.tolist()):
-            for copies, given in ((k, batch.keys), (v, batch.values)):
-                rows = given[[slots[page * 16 + row] for row in range(16)]]
-                torch.testing.assert_close(copies[i].float(), rows.float(), rtol=0.07, atol=0.03)
-
-
 def test_memory_is_asked_for_where_copies_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
-    merged: list[tuple[int, ...]] = []
     monkeypatch.setattr(prompts_module.torch, "empty", lambda size, **options: asked.append(size))
-    monkeypatch.setattr(prompts_module, "merge_states", lambda outs, lses, **options: merged.append(tuple(outs.shape)))
-    output = torch.ones(100, HEADS, 64).bfloat16()
     for cache_dtype in LIMITS:
-        reserve(layer_of(cache_dtype)[0], output)
-        reserve(GqaCalls(HEADS, 2, 64, 0.125, cache_dtype, max_tokens=1 << 30), output)
-    assert len(asked) == 2 and set(asked) == {prompts_module.COPY_BYTES * 5 // 4} and merged == []
-    reserve(layer_of(INT8, max_tokens=page_limit(layer_of(INT8)[0], 1) + 1)[0], output)
-    assert sorted(merged) == [(2, 1, HEADS, 64), (2, 100, HEADS, 64)], "contexts come in parts, and are merged"
+        reserve(layer_of(cache_dtype)[0], torch.device("cpu"))
+        reserve(GqaCalls(HEADS, 2, 64, 0.125, cache_dtype), torch.device("cpu"))
+    assert len(asked) == 2 and set(asked) == {calls_module.COPY_BYTES}
+
+
+@pytest.mark.parametrize("cache_dtype, kv_dtype", [("fp8", "float8_e4m3fn"), (INT8, "int8")])
+def test_a_layer_asks_for_copies_and_their_merges(cache_dtype: str, kv_dtype: str) -> None:
+    s_aux = torch.zeros(HEADS)
+    layer = layer_of(cache_dtype, s_aux=s_aux)[0]
+    limit = calls_module.copied_tokens(2, 64)
+    for max_tokens, merged in ((limit, False), (limit + 1, True)):
+        _, prompt = layer.shapes(torch.bfloat16, 16, max_tokens)
+        assert prompt == PromptShape(HEADS, 64, "bfloat16", kv_dtype, sink=True, merged=merged)
+    assert len(layer_of("auto")[0].shapes(torch.bfloat16, 16, limit + 1)) == 1
 
 
 def test_a_single_head_has_a_stride(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,6 +17,7 @@ import torch
 
 from cute_kernels import mla_fp8_decode
 from cute_kernels.gqa import append_spec as kv_append_spec
+from cute_kernels.gqa import gather_spec
 from cute_kernels.gqa import spec as gqa_spec
 from cute_kernels.merge import peers_spec
 from cute_kernels.merge import spec as merge_spec
@@ -96,6 +97,7 @@ def kernel_specs(session: pytest.Session) -> list[Any]:
         peers_spec,
         gqa_spec,
         kv_append_spec,
+        gather_spec,
         sink_spec,
         sink_backward_spec,
     )

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import fp8_mla
+from cute_kernels.integrations.vllm import calls
 from cute_kernels.integrations.vllm.calls import INT8, GqaCalls, sparse_mla
 from cute_kernels.runtime.cache import KernelSpec
 from cute_kernels.runtime.compile import precompile
@@ -31,7 +32,7 @@ def kernel_specs() -> list[KernelSpec]:
         layer = GqaCalls(HEADS, KV_HEADS, 64, 0.125, name)
         for page_size in (16, 32, 64, 128, 256):
             shapes = layer.shapes(torch.bfloat16, page_size, 768)
-            specs += specs_of(*shapes, batch_sizes=(2, 3, 4), query_tokens=(1, 3, 4))
+            specs += specs_of(*shapes, batch_sizes=(2, 3, 4), query_tokens=(1, 3, 4, 8))
     sparse = [MlaShape(heads, 128, append=False) for heads in HEADS_OF_MLA]
     return specs + specs_of(*sparse, batch_sizes=(4, 7, 8), query_tokens=(1, 2))
 
@@ -140,15 +141,24 @@ def test_a_layer_attends(
 @pytest.mark.parametrize("sinks", [False, True])
 @pytest.mark.parametrize("kv_cache_dtype", LIMITS)
 def test_prompts_in_parts(kv_cache_dtype: str, sinks: bool, fakes: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Copies of 32 pages at a time: a long context comes in five parts that are merged, two short ones in one call."""
-    from cute_kernels.integrations.vllm import prompts
+    """Copies of 32 pages at a time: a long context comes in five parts that are merged, two short ones in one call.
 
-    monkeypatch.setattr(prompts, "COPY_BYTES", 32 * 2 * 2 * KV_HEADS * 64 * 16)
-    batch = draw_batch([9, 2500, 200, 170], [1, 150, 30, 2], 16).to(DEVICE)
+    Another one has so few tokens that it is decoded.
+    """
+    monkeypatch.setattr(calls, "COPY_BYTES", 32 * 2 * 2 * KV_HEADS * 64 * 16)
+    batch = draw_batch([9, 2500, 200, 170, 99], [1, 150, 60, 40, 20], 16).to(DEVICE)
     s_aux = torch.linspace(-1, 2, HEADS, dtype=torch.float32, device=DEVICE).bfloat16() if sinks else None
     out, ran = attended(layer_of(kv_cache_dtype, None, s_aux), batch, kv_cache_dtype, 16, fakes)
     assert batch.error(out, None, None if s_aux is None else s_aux.float()) < LIMITS[kv_cache_dtype]
     assert ran == (1 if kv_cache_dtype == "auto" else 6)
+
+
+@pytest.mark.parametrize("tokens", [9, 16, 31, 32])
+@pytest.mark.parametrize("kv_cache_dtype", ["fp8", INT8])
+def test_prompts_of_few_tokens(kv_cache_dtype: str, tokens: int, fakes: Any) -> None:
+    batch = draw_batch([700, 40, 33], [tokens, tokens, 4], 16).to(DEVICE)
+    out, ran = attended(layer_of(kv_cache_dtype, 300, None), batch, kv_cache_dtype, 16, fakes)
+    assert batch.error(out, 300) < LIMITS[kv_cache_dtype] and ran == 0
 
 
 @pytest.mark.parametrize("queries", [[300, 25], [200, 5]], ids=["fresh", "continued"])

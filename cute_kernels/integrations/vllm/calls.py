@@ -18,7 +18,7 @@ from cute_kernels.gqa.append_op import kv_int8_append
 from cute_kernels.gqa.op import MAX_S_Q, gqa_decode
 from cute_kernels.mla.op import mla_fp8_decode
 from cute_kernels.sink.op import sink_attention
-from cute_kernels.warm.shapes import GqaShape, PrefillShape, Shape
+from cute_kernels.warm.shapes import GqaShape, PrefillShape, PromptShape, Shape
 
 INT8, FP8 = "int8_per_token_head", ("fp8", "fp8_e4m3")
 SCALE_BYTES = 4
@@ -26,8 +26,15 @@ HEAD_DIMS, PREFILL_HEAD_DIMS = (64, 128, 256), (64, 128)
 MAX_QUERIES = MAX_S_Q
 """Query tokens of a request that count as decoding."""
 FP8_MAX = 448.0
+COPY_BYTES = 256 << 20
+"""Of the keys and values that prompts have as 16-bit numbers at one time: 65,536 tokens of 8 heads of 128."""
 FLASH_ATTENTION = 3
 """The version that prompts run on: on an H200 it took 0.55 to 0.98 of the time of `sink_attention`."""
+
+
+def copied_tokens(kv_heads: int, head_dim: int) -> int:
+    """Tokens whose keys and values are there as 16-bit numbers at one time."""
+    return COPY_BYTES // (2 * 2 * kv_heads * head_dim)
 
 
 class CacheViews(NamedTuple):
@@ -105,7 +112,6 @@ class GqaCalls:
     s_aux                      (heads,) float32, the sinks; None: none
     shares_cache               the cache is that of another layer, so this one has no keys of its own
     flash                      vLLM's `flash_attn_varlen_func` where it has version 3 for this layer: prompts run on it
-    max_tokens                 of a request
     """
 
     heads: int
@@ -119,7 +125,6 @@ class GqaCalls:
     s_aux: torch.Tensor | None = None
     shares_cache: bool = False
     flash: Callable[..., Any] | None = None
-    max_tokens: int = 0
 
     def __post_init__(self) -> None:
         self._known: tuple[Any, CacheViews] | None = None
@@ -276,6 +281,9 @@ class GqaCalls:
                 alibi=self.alibi_slopes is not None,
             )
         ]
+        if self.flash is not None and self.quantized:
+            merged = max_tokens > copied_tokens(self.kv_heads, self.head_dim)
+            shapes.append(PromptShape(self.heads, self.head_dim, name, kv_dtype, self.s_aux is not None, merged))
         if self.prefills_fresh_tokens() and self.flash is None:
             shapes.append(PrefillShape(self.heads, self.kv_heads, self.head_dim, name, (self.window,), packed=True))
         return shapes

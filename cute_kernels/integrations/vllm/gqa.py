@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-from vllm.config import get_current_vllm_config, get_current_vllm_config_or_none
+from vllm.config import get_current_vllm_config
 from vllm.logger import init_logger
 from vllm.v1.attention.backend import AttentionCGSupport, AttentionType
 from vllm.v1.attention.backends.triton_attn import (
@@ -222,7 +222,6 @@ class CuteAttentionImpl(TritonAttentionImpl):
             alibi_slopes=self.alibi_slopes,
             shares_cache=kv_sharing_target_layer_name is not None,
             flash=_flash_attention(head_size, self.alibi_slopes is not None, sinks),
-            max_tokens=_max_model_len(),
         )
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
@@ -264,7 +263,7 @@ class CuteAttentionImpl(TritonAttentionImpl):
             raise NotImplementedError("cute-kernels: got a scale of the output; needs outputs of 16-bit numbers")
         m = attn_metadata
         if m is None:  # vLLM measures memory
-            reserve(self.calls, output)
+            reserve(self.calls, output.device)
             return output.fill_(0)
         n, tokens = m.num_decode_tokens, m.num_actual_tokens
         if n:
@@ -329,12 +328,6 @@ class CuteAttentionImpl(TritonAttentionImpl):
         return k, v
 
 
-def _max_model_len() -> int:
-    """Tokens of a request at most; 0 where a layer is made without a configuration."""
-    config = get_current_vllm_config_or_none()
-    return 0 if config is None or config.model_config is None else int(config.model_config.max_model_len)
-
-
 def _flash_attention(head_dim: int, alibi: bool, sinks: torch.Tensor | None) -> Callable[..., Any] | None:
     """VLLM's FlashAttention, where its version for a layer is the one that prompts run on. It takes bfloat16 sinks."""
     from vllm.v1.attention.backends import fa_utils
@@ -359,6 +352,7 @@ def _warm(builder: CuteAttentionMetadataBuilder, spec: Any, config: Any, device:
     for call in calls:
         shapes.update(dict.fromkeys(call.shapes(config.model_config.dtype, page, max_tokens)))
     batches = range(1, min(config.scheduler_config.max_num_seqs, WARM_BATCH_SIZES) + 1)
-    tokens = sorted({1, builder.reorder_batch_threshold})
+    few = [MAX_QUERIES] if any(call.flash is not None and call.quantized for call in calls) else []
+    tokens = sorted({1, builder.reorder_batch_threshold, *few})
     num_sms = torch.cuda.get_device_properties(device).multi_processor_count
     compile_shapes(tuple(shapes), tuple(batches), tuple(tokens), num_sms)

@@ -1,9 +1,9 @@
 """Prompts that have earlier tokens in the cache, on vLLM's FlashAttention 3. Imports no vLLM.
 
 It reads 16-bit caches as they are. Of INT8 and FP8 caches the pages that a prompt sees are copied as 16-bit numbers
-first, which costs little beside attention: 32,768 tokens of 8 heads of 128 are 270 MB of traffic, some 0.1 ms, and
-2,048 queries of 32 heads over them 1.1 TFLOP, 2 ms. Copies have a limit; what does not fit comes in parts, and those of
-one request are merged by their log-sum-exps.
+first: 32,768 tokens of 8 heads of 128 are 200 MB of traffic, 0.05 ms, and 2,048 queries of 32 heads over them are 1.1
+TFLOP, 2 ms. Copies have a limit; what does not fit comes in parts, which are merged by their log-sum-exps. Prompts of
+few tokens are decoded instead, `MAX_QUERIES` of them at a time.
 """
 
 from __future__ import annotations
@@ -15,13 +15,16 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from cute_kernels.gqa.gather import gather_pages
+from cute_kernels.gqa.plan import MAX_S_Q as MAX_QUERIES
+from cute_kernels.integrations.vllm import calls as calls_module
 from cute_kernels.merge.op import merge_states
 
 if TYPE_CHECKING:
-    from cute_kernels.integrations.vllm.calls import CacheViews, GqaCalls
+    from cute_kernels.integrations.vllm.calls import GqaCalls
 
-COPY_BYTES = 256 << 20
-"""Of the keys and values that are there as 16-bit numbers at one time: 65,536 tokens of 8 heads of 128."""
+FEW = 32
+"""Tokens up to which a prompt is decoded: its keys are read once for each `MAX_QUERIES` of them, as codes."""
 SLACK = 128
 """Tokens by which lengths on the host may be too large: drafts that were rejected in the steps under way."""
 
@@ -44,6 +47,8 @@ def plan(
 ) -> list[list[Run]]:
     """Which pages are copied for which queries. Runs of one list have the same queries: their results are merged.
 
+    Requests of up to `FEW` tokens are not among them.
+
     Args:
         starts: where tokens of each request begin, and where the last one's end.
         lengths: keys of each request, its new tokens included; at most `SLACK` too many.
@@ -54,7 +59,7 @@ def plan(
     found: list[list[Run]] = []
     for request, length in enumerate(lengths):
         count = starts[request + 1] - starts[request]
-        if not count:
+        if count <= FEW:
             continue
         before = max(length - count - SLACK, 0)  # keys that all queries see, were there no window
         first = 0 if window is None else max(before - window + 1, 0) // page_size
@@ -97,6 +102,24 @@ class Part:
     causal: bool
 
 
+@dataclass(frozen=True)
+class Pieces:
+    """Requests of few tokens as `gqa_decode` takes them: `MAX_QUERIES` places for each piece of a request.
+
+    rows      (places,) int64, the token of each; before a request's first one there may be places that repeat it
+    lengths   (pieces,) int32, keys of the last place
+    table     (pieces, pages) int32
+    places    (tokens,) int64, those that are nobody's repetition
+    tokens    (tokens,) int64, theirs
+    """
+
+    rows: torch.Tensor
+    lengths: torch.Tensor
+    table: torch.Tensor
+    places: torch.Tensor
+    tokens: torch.Tensor
+
+
 @dataclass
 class Prompts:
     """The requests of a step that do not decode, for the layers of one group of caches.
@@ -114,6 +137,7 @@ class Prompts:
     starts_host: list[int]
     lengths_host: list[int]
     _parts: dict[tuple[int, int | None, int], list[list[Part]]] = field(default_factory=dict)
+    _pieces: tuple[Pieces | None] | None = None
 
     @property
     def longest(self) -> int:
@@ -127,6 +151,33 @@ class Prompts:
             runs = plan(self.starts_host, self.lengths_host, page_size, window, limit)
             self._parts[key] = [[self._part(run, page_size) for run in group] for group in runs]
         return self._parts[key]
+
+    def pieces(self) -> Pieces | None:
+        """The requests of few tokens, made once for all layers; None where there is none."""
+        if self._pieces is None:
+            self._pieces = (self._make_pieces(),)
+        return self._pieces[0]
+
+    def _make_pieces(self) -> Pieces | None:
+        rows: list[int] = []
+        own: list[tuple[int, int]] = []
+        owners: list[tuple[int, int]] = []  # request, and its tokens after a piece
+        for request, (begin, end) in enumerate(pairwise(self.starts_host)):
+            if not 0 < end - begin <= FEW:
+                continue
+            for first in range(end - -(-(end - begin) // MAX_QUERIES) * MAX_QUERIES, end, MAX_QUERIES):
+                own += [(len(rows) + i, first + i) for i in range(MAX_QUERIES) if first + i >= begin]
+                rows += [max(first + i, begin) for i in range(MAX_QUERIES)]
+                owners.append((request, end - first - MAX_QUERIES))
+        if not rows:
+            return None
+        numbers = [*rows, *(n for pair in own for n in pair), *(n for pair in owners for n in pair)]
+        moved = torch.tensor(numbers, dtype=torch.int64, device="cpu").to(self.lengths.device, non_blocking=True)
+        on_gpu, pairs, last = moved.split([len(rows), 2 * len(own), 2 * len(owners)])
+        places, tokens = pairs.view(-1, 2).unbind(1)
+        requests, after = last.view(-1, 2).unbind(1)
+        lengths = self.lengths.index_select(0, requests) - after.int()
+        return Pieces(on_gpu, lengths, self.block_table.index_select(0, requests), places, tokens)
 
     def _part(self, run: Run, page_size: int) -> Part:
         device, (first, last) = self.lengths.device, run.requests
@@ -152,22 +203,13 @@ class Prompts:
 
 def page_limit(calls: GqaCalls, page_size: int) -> int:
     """Pages of a layer's cache that are copied at one time."""
-    return max(COPY_BYTES // (2 * 2 * calls.kv_heads * calls.head_dim * page_size), 1)
+    return max(calls_module.copied_tokens(calls.kv_heads, calls.head_dim) // page_size, 1)
 
 
-def reserve(calls: GqaCalls, output: torch.Tensor) -> None:
-    """Asks for the memory of copies and lets go of it: where vLLM measures what a step takes.
-
-    Beside the numbers of keys or values there are their codes, at half of the size. Where a context may come in parts,
-    their merge is compiled now, not in the middle of serving.
-    """
-    if calls.flash is None or not calls.quantized:
-        return
-    torch.empty(COPY_BYTES + COPY_BYTES // 4, dtype=torch.uint8, device=output.device)
-    if calls.max_tokens > page_limit(calls, 1):
-        for tokens in {1, output.shape[0]}:
-            outs = output.new_zeros((2, tokens, calls.heads, calls.head_dim))
-            merge_states(outs, outs.new_zeros(outs.shape[:-1], dtype=torch.float32), s_aux=calls.s_aux)
+def reserve(calls: GqaCalls, device: torch.device) -> None:
+    """Asks for the memory of copies and lets go of it: where vLLM measures what a step takes."""
+    if calls.flash is not None and calls.quantized:
+        torch.empty(calls_module.COPY_BYTES, dtype=torch.uint8, device=device)
 
 
 def attend(
@@ -193,46 +235,29 @@ def attend(
             block_table=prompts.block_table, causal=True,
         )  # fmt: skip
         return
+    pieces = prompts.pieces()
+    if pieces is not None:
+        rows = query.index_select(0, pieces.rows)
+        found = torch.empty_like(rows)
+        calls.decode(rows, kv_cache, pieces.lengths, pieces.table, k_scale, v_scale, found)
+        output.index_copy_(0, pieces.tokens, found.index_select(0, pieces.places))
+    k_codes, v_codes, *scales = views.tokens_first()
+    k_scale, v_scale = scales or (k_scale, v_scale)
     for parts in prompts.parts(views.page_size, calls.window, page_limit(calls, views.page_size)):
-        rows = parts[0].queries
+        own = parts[0].queries
         merged = len(parts) > 1
         results = []
         for part in parts:
-            k, v = copied(views, part.pages, query.dtype, k_scale, v_scale)
+            k, v = gather_pages(k_codes, v_codes, k_scale, v_scale, part.pages, query.dtype)
             result = calls.flash_attend(
-                query[rows], k, v, None if merged else output[rows], cu_seqlens_q=part.starts,
+                query[own], k, v, None if merged else output[own], cu_seqlens_q=part.starts,
                 max_seqlen_q=part.longest, seqused_k=part.lengths, max_seqlen_k=part.table.shape[1] * views.page_size,
                 block_table=part.table, causal=part.causal,
             )  # fmt: skip
             results += [result] if result else []
         if merged:
             outs, lses = (torch.stack(tensors) for tensors in zip(*results, strict=True))
-            merge_states(outs, lses, s_aux=calls.s_aux, out=output[rows])
-
-
-def copied(
-    views: CacheViews, pages: torch.Tensor, dtype: torch.dtype, k_scale: torch.Tensor, v_scale: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys and values of some pages, (pages, tokens, kv_heads, d) of `dtype`.
-
-    Args:
-        views: of a quantized cache.
-        pages: (n,) int32.
-        dtype: bfloat16 or float16.
-        k_scale: of an FP8 cache: one factor.
-        v_scale: likewise.
-    """
-    found = []
-    for codes, scale, factor in ((views.k, views.k_scale, k_scale), (views.v, views.v_scale, v_scale)):
-        # eight bytes at a time: torch copies elements
-        rows = codes.view(torch.int64).index_select(0, pages).view(codes.dtype)
-        if scale is None:
-            copies = rows.to(dtype).mul_(factor)
-        else:
-            copies = torch.empty(rows.shape, dtype=dtype, device=rows.device)
-            torch.mul(rows, scale.index_select(0, pages).unsqueeze(-1), out=copies)
-        found.append(copies if views.layout == "paged_NHD" else copies.transpose(1, 2))
-    return found[0], found[1]
+            merge_states(outs, lses, s_aux=calls.s_aux, out=output[own])
 
 
 def _usual_strides(t: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,55 @@
+"""Pages of a quantized cache as 16-bit numbers: what attention that reads no codes is given."""
+
+from __future__ import annotations
+
+import torch
+
+from cute_kernels.gqa.gather_spec import KvGatherSpec
+from cute_kernels.runtime.compile import get_kernel
+
+NAMES = {torch.int8: "int8", torch.float8_e4m3fn: "float8_e4m3fn", torch.bfloat16: "bfloat16", torch.float16: "float16"}
+
+
+def gather_spec(kv_dtype: torch.dtype, dtype: torch.dtype, d: int) -> KvGatherSpec:
+    """The kernel for a cache and copies of these dtypes."""
+    return KvGatherSpec(NAMES[kv_dtype], NAMES[dtype], d)
+
+
+def gather_pages(
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    k_scale: torch.Tensor,
+    v_scale: torch.Tensor,
+    pages: torch.Tensor,
+    dtype: torch.dtype,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Copies of some pages, (n, page_size, h_kv, d) of `dtype` each: codes times scales in float32, rounded once.
+
+    It checks no argument; the kernel checks dtypes, sizes that are fixed, strides and devices.
+
+    Args:
+        k_cache: (num_pages, page_size, h_kv, d) int8 or float8_e4m3fn; rows contiguous, at multiples of 16 bytes.
+        v_cache: likewise.
+        k_scale: (num_pages, page_size, h_kv) float32 of an INT8 cache; one float32 of an FP8 cache.
+        v_scale: likewise.
+        pages: (n,) int32. A number that is no page's becomes the nearest that is.
+        dtype: bfloat16 or float16.
+    """
+    size = (pages.shape[0], *k_cache.shape[1:])
+    if k_cache.device.type == "cpu":
+        pages = pages.clamp(0, k_cache.shape[0] - 1)
+        pairs = ((k_cache, k_scale), (v_cache, v_scale))
+        k, v = (_copied(codes, scale, pages).to(dtype) for codes, scale in pairs)
+        return k, v
+    k, v = (torch.empty(size, dtype=dtype, device=k_cache.device) for _ in "kv")
+    if k.numel():
+        spec = gather_spec(k_cache.dtype, dtype, k_cache.shape[3])
+        scales = (k_scale.reshape(1), v_scale.reshape(1)) if spec.one_scale else (k_scale, v_scale)
+        get_kernel(spec)(k_cache.view(torch.int8), v_cache.view(torch.int8), *scales, pages, k, v)
+    return k, v
+
+
+def _copied(codes: torch.Tensor, scale: torch.Tensor, pages: torch.Tensor) -> torch.Tensor:
+    """In float32. Not every device gathers FP8."""
+    rows = codes.view(torch.int8)[pages.long()].view(codes.dtype).float()
+    return rows * (scale[pages.long()].unsqueeze(-1) if codes.dtype is torch.int8 else scale)

@@ -26,6 +26,7 @@ from cute_kernels.compat import flash_mla
 from cute_kernels.integrations import vllm as cute_vllm
 from cute_kernels.integrations.padded_heads import V4Decode
 from cute_kernels.integrations.vllm import calls, gqa, sparse_mla, v4
+from cute_kernels.integrations.vllm.prompts import FEW
 from tests.support.flash_stand_in import FlashStandIn
 from tests.support.v4_layers import REAL_HEADS, v4_call
 from tests.support.vllm_batches import HEADS, KV_HEADS, draw_batch, empty_cache
@@ -394,8 +395,8 @@ def test_a_layer_attends(
     impl.forward(layer, batch.query, key, value, kv_cache, metadata, out)
     error = batch.error(out, window, None if s_aux is None else s_aux.float())
     assert error < {"auto": 0.01, "fp8": 0.06, calls.INT8: 0.02}[kv_cache_dtype]
-    copies = kv_cache_dtype != "auto" and not metadata.fresh  # of 32 tokens or fewer there are none
-    assert flash is None or len(flash.calls) == ran + (max(queries) > (32 if copies else 1))
+    decoded = FEW if kv_cache_dtype != "auto" and not metadata.fresh else 1
+    assert flash is None or len(flash.calls) == ran + (max(queries) > decoded)
 
 
 def test_new_sinks_land_where_graphs_read() -> None:

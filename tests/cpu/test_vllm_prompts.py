@@ -153,14 +153,16 @@ def test_softcap_and_scale_reach_it() -> None:
     assert flash.calls[0]["k"].dtype is torch.bfloat16
 
 
+@pytest.mark.parametrize("softcap, ran", [(None, 0), (1.0, 1)])
 @pytest.mark.parametrize("window, sinks", [(None, False), (20, True)])
-def test_fresh_prompts(window: int | None, sinks: bool) -> None:
+def test_fresh_prompts(window: int | None, sinks: bool, softcap: float | None, ran: int) -> None:
+    """Those of a layer that `sink_attention` computes run on it."""
     batch = draw_batch([40, 5, 17], [40, 5, 17], 16)
     s_aux = torch.linspace(-1, 2, HEADS).bfloat16().float() if sinks else None
-    layer, flash = layer_of("auto", window=window, s_aux=s_aux)
+    layer, flash = layer_of("auto", window=window, s_aux=s_aux, softcap=softcap)
     out = torch.full_like(batch.query, torch.nan)
     layer.prefill_fresh(batch.query, batch.keys, batch.values, batch.starts, 40, out)
-    assert batch.error(out, window, s_aux) < 0.01 and len(flash.calls) == 1
+    assert batch.error(out, window, s_aux, softcap) < 0.01 and len(flash.calls) == ran
 
 
 def test_memory_is_asked_for_where_copies_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -178,9 +180,9 @@ def test_a_layer_asks_for_copies_and_their_merges(cache_dtype: str, kv_dtype: st
     layer = layer_of(cache_dtype, s_aux=s_aux)[0]
     limit = calls_module.copied_tokens(2, 64)
     for max_tokens, merged in ((limit, False), (limit + 1, True)):
-        _, prompt = layer.shapes(torch.bfloat16, 16, max_tokens)
+        _, prompt, _ = layer.shapes(torch.bfloat16, 16, max_tokens)
         assert prompt == PromptShape(HEADS, 64, "bfloat16", kv_dtype, sink=True, merged=merged)
-    assert len(layer_of("auto")[0].shapes(torch.bfloat16, 16, limit + 1)) == 1
+    assert len(layer_of("auto")[0].shapes(torch.bfloat16, 16, limit + 1)) == 2
 
 
 def test_a_single_head_has_a_stride(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,8 +1,8 @@
 """vLLM's attention backend over `gqa_decode`: `--attention-backend CUSTOM`. For 0.26 and 0.33; imports vLLM.
 
-Decoding runs on our kernels, prompts on vLLM's FlashAttention 3 over what our pages hold. All else that a layer does is
-that of the class it extends, vLLM's Triton backend: the same caches, and what neither has a kernel for. In a page of
-INT8 the bytes of a head have an order of their own, see calls.py.
+Decoding and whole prompts run on our kernels, prompts with tokens in the cache on vLLM's FlashAttention 3, see
+prompts.py. All else that a layer does is that of the class it extends, vLLM's Triton backend: the same caches, and what
+none of these has a kernel for. In a page of INT8 the bytes of a head have an order of their own, see calls.py.
 """
 
 from __future__ import annotations

@@ -1,0 +1,18 @@
+"""Continuous batching of transformers over the copy of this package for the kernels hub: block tables, CUDA graphs."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.support import continuous_batching
+
+pytestmark = pytest.mark.skipif(
+    bool(continuous_batching.reason_against()), reason=continuous_batching.reason_against() or "none"
+)
+
+
+@pytest.mark.parametrize("model", continuous_batching.NAMES)
+def test_its_tokens_are_those_that_the_model_has_learned(model: str, tmp_path: Path) -> None:
+    """Prompts and mixed steps come packed, steps that decode as pages."""
+    found = continuous_batching.served(model, "cuda", tmp_path)
+    assert found["wrong"] == [] and found["calls"]["packed"] > 0 and found["calls"]["pages"] > 0

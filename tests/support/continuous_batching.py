@@ -1,0 +1,85 @@
+"""Continuous batching of transformers over the copy of this package for the kernels hub; run as a program.
+
+    python -m tests.support.continuous_batching llama cpu HUB_NAME
+
+`LOCAL_KERNELS` says where the copy is. Prints a line of JSON: "wrong", requests whose tokens are not those that the
+model has learned; and "calls" of FlashAttention's functions, each "pages" or "packed".
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import os
+import subprocess
+import sys
+from collections import Counter
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from scripts import make_hub_kernel
+from scripts.bench.vllm_models import counted_on
+from tests.support import tiny_models
+
+ROOT = Path(__file__).resolve().parents[2]
+NAMES = {"llama": "cute-kernels/flash-attn3", "gpt_oss": "kernels-community/vllm-flash-attn3"}
+"""Of the hub: for gpt-oss transformers takes one name and no other."""
+LENGTHS = (5, 12, 30, 40, 3, 25)
+NEW = 24
+
+
+def serve(model_name: str, device: str, hub_name: str) -> dict[str, Any]:
+    """What was found."""
+    import torch
+    import transformers.modeling_flash_attention_utils as flash
+    from transformers import GenerationConfig
+
+    model = tiny_models.trained(model_name).to(torch.bfloat16).to(device)
+    model.set_attn_implementation(f"paged|{hub_name}", allow_all_kernels=True)
+    calls: Counter[str] = Counter()
+
+    def counted(name: str, function: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            calls[name] += 1
+            return function(*args, **kwargs)
+
+        call.__signature__ = inspect.signature(function)  # type: ignore[attr-defined]
+        return call
+
+    flash._flash_varlen_fn = counted("packed", flash._flash_varlen_fn)
+    flash._flash_with_kvcache_fn = counted("pages", flash._flash_with_kvcache_fn)
+    prompts = [tiny_models.sequences(50 + n, 1, n)[0].tolist() for n in LENGTHS]
+    config = GenerationConfig(max_new_tokens=NEW, do_sample=False, eos_token_id=-1, pad_token_id=0)
+    found = model.generate_batch(prompts, generation_config=config, progress_bar=False)
+    got = {tuple(output.prompt_ids): list(output.generated_tokens) for output in found.values()}
+    wrong = [len(prompt) for prompt in prompts if got.get(tuple(prompt)) != counted_on(prompt, NEW)]
+    return {"wrong": wrong, "calls": dict(calls)}
+
+
+def reason_against() -> str:
+    """Why transformers loads no kernel by a hub name here; empty where it does."""
+    if not find_spec("kernels") or not find_spec("transformers"):
+        return "needs transformers, and Hugging Face's kernels: make test-vllm"
+    from transformers.utils import is_kernels_available
+
+    return "" if is_kernels_available() else "needs the version of Hugging Face's kernels that transformers takes"
+
+
+def served(model_name: str, device: str, folder: Path) -> dict[str, Any]:
+    """What `serve` finds in a process of its own, with the copy in `folder`."""
+    name = NAMES[model_name]
+    make_hub_kernel.write(folder / "kernel", version=1, repo_id=name)
+    local = {"LOCAL_KERNELS": f"{name}={folder / 'kernel'}", "HF_HUB_OFFLINE": "1", "HF_HOME": str(folder)}
+    command = [sys.executable, "-m", __name__, model_name, device, name]
+    done = subprocess.run(
+        command, cwd=ROOT, env={**os.environ, **local}, capture_output=True, text=True, timeout=300, check=False
+    )
+    if done.returncode:
+        raise AssertionError(done.stderr[-4000:])
+    found: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
+    return found
+
+
+if __name__ == "__main__":
+    print(json.dumps(serve(*sys.argv[1:])))

@@ -17,7 +17,7 @@ import torch
 
 import cute_kernels
 import fp8_mla
-from cute_kernels.gqa.gather import gather_pages
+from cute_kernels.gqa.gather_op import gather_pages
 from cute_kernels.gqa.reference import reference_append
 from cute_kernels.mla.plan import EXCHANGES
 from cute_kernels.runtime import workspace
@@ -183,9 +183,9 @@ class Calls:
     def gather(self) -> None:
         """Copies of pages, some of which the cache does not have; bit for bit."""
         pages = torch.tensor([4, 0, 7, -1, 2], dtype=torch.int32)
-        for kv_dtype, layout in ((torch.int8, "interleaved"), (torch.float8_e4m3fn, "interleaved")):
-            cache = gather_cache(kv_dtype, layout, 64)
-            found = self.call(gather_pages, *cache.to("cuda"), pages.cuda(), torch.bfloat16)
+        for kv_dtype in (torch.int8, torch.float8_e4m3fn):
+            cache = gather_cache(kv_dtype, "HND", 64)
+            found = self.call(gather_pages, *(t.cuda() for t in cache), pages.cuda(), torch.bfloat16)
             exact = gather_pages(*cache, pages, torch.bfloat16)
             if not all(torch.equal(a.cpu(), b) for a, b in zip(found, exact, strict=True)):
                 raise AssertionError(f"gather_pages, {kv_dtype}: differs from the reference")

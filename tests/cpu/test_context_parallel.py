@@ -145,11 +145,14 @@ def test_symmetric_memory_holds_what_its_buffers_hold() -> None:
 # ---- as measured
 
 
-@pytest.mark.parametrize("record", context_parallel_table.records(), ids=lambda record: record["card"])
+@pytest.mark.parametrize(
+    "record", context_parallel_table.records(), ids=lambda record: f"{record['ranks']} x {record['card']}"
+)
 def test_the_link_is_the_measured_one(record: dict[str, Any]) -> None:
-    """Constants are those of the record; exchanges between the two that they are fitted to are predicted."""
-    assert NVLINK.gbps == pytest.approx(record["link"]["gbps"], rel=0.05)
-    assert NVLINK.start_us == pytest.approx(record["link"]["start_us"], rel=0.15)
+    """Constants are those of two ranks; exchanges between those that they are fitted to, and of four, are predicted."""
+    if record["ranks"] == 2:
+        assert NVLINK.gbps == pytest.approx(record["link"]["gbps"], rel=0.05)
+        assert NVLINK.start_us == pytest.approx(record["link"]["start_us"], rel=0.15)
     errors = []
     for case in record["exchanges"]:
         assert case["difference"] < 4e-3

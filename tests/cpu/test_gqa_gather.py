@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from cute_kernels.gqa.gather import gather_pages, gather_spec
+from cute_kernels.gqa.gather_op import gather_pages, gather_spec
 from cute_kernels.gqa.gather_spec import KvGatherSpec, shipped_specs
 from cute_kernels.warm import PromptShape, kernel_specs
 from tests.support.gather_pages import expected, gather_cache

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from cute_kernels.gqa.gather import gather_pages
+from cute_kernels.gqa.gather_op import gather_pages
 from cute_kernels.gqa.plan import MAX_S_Q as MAX_QUERIES
 from cute_kernels.integrations.vllm import calls as calls_module
 from cute_kernels.merge.op import merge_states

@@ -223,7 +223,7 @@ def launch_backward(
 
 def reference_arguments(request: NamedTuple) -> dict[str, Any]:
     """What plain torch takes of a request, by name; it is deterministic anyway."""
-    unread = ("deterministic", "differentiable", "longest_q", "return_lse")
+    unread = ("deterministic", "differentiable", "longest_q", "max_seqlen_q", "return_lse")
     return {name: value for name, value in request._asdict().items() if name not in unread}
 
 

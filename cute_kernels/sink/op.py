@@ -45,6 +45,7 @@ class _Request(NamedTuple):
     softmax_scale: float | None
     deterministic: bool
     differentiable: bool
+    max_seqlen_q: int | None = None
     return_lse: bool = True
 
 
@@ -61,6 +62,7 @@ def sink_attention(
     cu_seqlens_k: torch.Tensor | None = None,
     deterministic: bool = False,
     return_lse: bool = False,
+    max_seqlen_q: int | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Attention for prefill and training, with a learned sink per head and a sliding window; MHA, GQA and MQA.
 
@@ -95,6 +97,9 @@ def sink_attention(
         deterministic: the same call gives gradients with the same bits; torch.use_deterministic_algorithms also turns
             it on. The bits of the output are always the same.
         return_lse: also return the log-sum-exp.
+        max_seqlen_q: of packed q without gradients: tokens of the longest sequence, for callers who know their lengths.
+            The contents of cu_seqlens_q and cu_seqlens_k are not read on the host then, which does not wait. They keep
+            the rules above, but may end before the number of tokens; rows of out and lse past their end are undefined.
 
     Returns:
         out of q's shape and dtype; with `return_lse` also lse, (batch, s_q, h_q) or packed (tokens, h_q), float32,
@@ -113,7 +118,8 @@ def sink_attention(
         deterministic = torch.are_deterministic_algorithms_enabled()
     differentiable = needs_grad(q, k, v, s_aux)
     arguments = (
-        q, k, v, s_aux, cu_seqlens_q, cu_seqlens_k, causal, window, softmax_scale, deterministic, differentiable
+        q, k, v, s_aux, cu_seqlens_q, cu_seqlens_k, causal, window, softmax_scale, deterministic, differentiable,
+        max_seqlen_q,
     )  # fmt: skip
     if not is_traced():
         if differentiable:  # otherwise torch's dispatcher raises first, and its message has types only
@@ -174,8 +180,10 @@ def _check(*arguments: Any) -> None:
     if device.type != "cpu":
         require_sm90("q", device)
     if cu_seqlens_q is not None and cu_seqlens_k is not None:
-        _check_lengths("cu_seqlens_q", cu_seqlens_q, q.shape[0])
-        _check_lengths("cu_seqlens_k", cu_seqlens_k, k.shape[0])
+        padded = request.max_seqlen_q is not None
+        if not padded or device.type == "cpu":
+            _check_lengths("cu_seqlens_q", cu_seqlens_q, q.shape[0], padded)
+            _check_lengths("cu_seqlens_k", cu_seqlens_k, k.shape[0], padded)
 
 
 def _check_numbers(request: _Request) -> None:
@@ -187,6 +195,15 @@ def _check_numbers(request: _Request) -> None:
         is_int = isinstance(window, int) and not isinstance(window, bool)
         require(is_int, "window", type(window).__name__, "an int", TypeError)
         require(window >= 1, "window", window, "at least 1: a window shows a query its own token")
+    longest = request.max_seqlen_q
+    if longest is not None:
+        is_int = isinstance(longest, int) and not isinstance(longest, bool)
+        require(is_int, "max_seqlen_q", type(longest).__name__, "an int", TypeError)
+        packed = request.cu_seqlens_q is not None
+        require(packed, "max_seqlen_q", f"{longest} without cu_seqlens_q", "None: it is for packed sequences")
+        require(longest >= 0, "max_seqlen_q", longest, "at least 0")
+        needs = "None: rows past the last sequence would have no gradient"
+        require(not request.differentiable, "max_seqlen_q", f"{longest} with gradients", needs)
     if scale is not None:
         is_number = isinstance(scale, (int, float)) and not isinstance(scale, bool)
         require(is_number, "softmax_scale", type(scale).__name__, "a number", TypeError)
@@ -196,8 +213,8 @@ _checked_lengths: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 """For each checked tensor: its version at that time, its number of tokens, and its longest sequence."""
 
 
-def _check_lengths(name: str, cu_seqlens: torch.Tensor, tokens: int) -> None:
-    """Checks contents on the device, once for each tensor and each version of it.
+def _check_lengths(name: str, cu_seqlens: torch.Tensor, tokens: int, padded: bool = False) -> None:
+    """Checks contents on the device, once for each tensor and each version of it; `padded` ones may end earlier.
 
     All layers of a model share their lengths, so a step waits once. Capture forbids the wait. An inference-mode tensor
     has no version, so only its first contents are checked.
@@ -205,10 +222,10 @@ def _check_lengths(name: str, cu_seqlens: torch.Tensor, tokens: int) -> None:
     if memory.is_capturing(cu_seqlens.device):
         return
     version = 0 if cu_seqlens.is_inference() else cu_seqlens._version
-    if _checked_lengths.get(cu_seqlens, ())[:2] == (version, tokens):
+    if not padded and _checked_lengths.get(cu_seqlens, ())[:2] == (version, tokens):
         return
     borders = cu_seqlens.tolist()
-    needs = f"0 first, no decrease, and the number of tokens, {tokens}, last"
+    needs = f"0 first, no decrease, and {'at most ' if padded else ''}the number of tokens, {tokens}, last"
     require(bool(borders), name, "no element", needs)
     require(borders[0] == 0, name, f"{borders[0]} first", needs)
     longest = 0
@@ -216,8 +233,9 @@ def _check_lengths(name: str, cu_seqlens: torch.Tensor, tokens: int) -> None:
         if borders[i] < borders[i - 1]:
             fail(name, f"{borders[i]} after {borders[i - 1]} at index {i}", needs)
         longest = max(longest, borders[i] - borders[i - 1])
-    require(borders[-1] == tokens, name, f"{borders[-1]} last", needs)
-    _checked_lengths[cu_seqlens] = (version, tokens, longest)
+    require(borders[-1] == tokens or (padded and borders[-1] < tokens), name, f"{borders[-1]} last", needs)
+    if not padded:
+        _checked_lengths[cu_seqlens] = (version, tokens, longest)
 
 
 def _longest(cu_seqlens: torch.Tensor, tokens: int) -> int:
@@ -330,7 +348,7 @@ def _launchable(request: _Request) -> SinkRequest:
         None if window is None or window >= request.k.shape[-3] else window,  # a window that hides nothing
         request.q.shape[-1] ** -0.5 if request.softmax_scale is None else float(request.softmax_scale),
         request.deterministic,
-        tokens if cu_seqlens_q is None else _longest(cu_seqlens_q, tokens),
+        tokens if cu_seqlens_q is None or request.max_seqlen_q is not None else _longest(cu_seqlens_q, tokens),
     )
 
 
@@ -351,7 +369,7 @@ def _run_backward(
     dout: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, *arguments: Any
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """The backward operator: dq, dk, dv and ds_aux, ds_aux has no elements without a sink."""
-    request = _Request._make((*arguments, True, True))  # differentiable, return_lse
+    request = _Request._make((*arguments, True, None, True))  # differentiable, max_seqlen_q, return_lse
     _check(*request)
     q = request.q
     for name, t in (("dout", dout), ("out", out)):
@@ -398,11 +416,11 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor
     ctx.mark_non_differentiable(lse)
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(out, lse, *inputs[:6])
-    ctx.numbers = inputs[6:-1]
+    ctx.numbers = inputs[6:10]
 
 
 def _differentiate(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-    rest = (None,) * 7
+    rest = (None,) * 8
     if dout is None:
         return (None,) * 4 + rest
     out, lse, *tensors = ctx.saved_tensors
@@ -428,7 +446,7 @@ register_op(
 )
 _forward = register_op(
     "sink_attention",
-    f"({_ARGUMENTS}, bool differentiable) -> (Tensor out, Tensor lse)",
+    f"({_ARGUMENTS}, bool differentiable, SymInt? max_seqlen_q=None) -> (Tensor out, Tensor lse)",
     _run_forward,
     _fake_forward,
     backward=_differentiate,

@@ -149,6 +149,16 @@ def test_packed_sequences(left: int, with_sinks: bool) -> None:
         exact(lse[:, rows], expected_lse)
 
 
+def test_padded_rows_of_packed_queries() -> None:
+    """As transformers pads steps for its graphs: sequences without tokens, then rows that belong to none."""
+    q, k, v = draw(6, H_Q, D), draw(9, H_KV, D), draw(9, H_KV, D)
+    cu = torch.tensor([0, 3, 6, 6, 6], dtype=torch.int32)
+    longer = [torch.cat([t, torch.full((2, *t.shape[1:]), torch.nan).to(t.dtype)]) for t in (q, k, v)]
+    found = flash_attn_varlen_func(*longer, cu, cu, 3, 3, causal=True)
+    expected = flash_attn_varlen_func(q, k[:6], v[:6], cu, cu, causal=True)
+    assert torch.equal(found[:6], expected)
+
+
 def test_parts_merge_by_their_log_sum_exps() -> None:
     """Cascade attention: the sink joins one part, and its log-sum-exp tells the other of it."""
     q, k, v, sinks = draw(1, 4, H_Q, D), draw(1, S_K, H_KV, D), draw(1, S_K, H_KV, D), draw(H_Q)

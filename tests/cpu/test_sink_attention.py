@@ -449,3 +449,68 @@ def test_lengths_are_read_once(monkeypatch):
     arguments["cu_seqlens_q"].add_(0)
     sink_attention(**arguments)
     assert len(reads) == 3
+
+
+# ---- callers who know their lengths
+
+
+def padded(**options: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    """A packed call, and the same with three more rows of q and two of k and v that hold NaN."""
+    call = packed(grad=False, **options)
+    more = {
+        name: torch.cat([call[name], torch.full((rows, *call[name].shape[1:]), NAN).bfloat16()])
+        for name, rows in (("q", 3), ("k", 2), ("v", 2))
+    }
+    return call, {**call, **more, "max_seqlen_q": 5}
+
+
+@pytest.mark.parametrize("compiles", [False, True])
+def test_rows_past_the_last_sequence_are_padding(compiles: bool) -> None:
+    call, longer = padded()
+    function: Any = torch.compile(sink_attention, fullgraph=True, backend="eager") if compiles else sink_attention
+    expected, expected_lse = sink_attention(**call, return_lse=True)
+    out, lse = function(**longer, return_lse=True)
+    assert out.shape == longer["q"].shape
+    assert torch.equal(out[:8], expected) and torch.equal(lse[:8], expected_lse)
+    with pytest.raises(ValueError, match="cu_seqlens_q: got 8 last; needs .* the number of tokens, 11, last"):
+        sink_attention(**{**longer, "max_seqlen_q": None})
+
+
+def test_the_host_does_not_read_what_it_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU; a CPU waits for nobody, and checks."""
+    call, longer = padded()
+    read: list[str] = []
+    monkeypatch.setattr(op, "_check_lengths", lambda name, *rest: read.append(name))
+    monkeypatch.setattr(op, "require_sm90", lambda *a: None)
+    arguments = {**longer, "s_aux": None, "causal": True, "window": None, "softmax_scale": None}
+    request = op._Request(**arguments, deterministic=False, differentiable=False)
+    op._check(*request)
+    assert read == ["cu_seqlens_q", "cu_seqlens_k"]
+    on_gpu = {name: t.to("meta") if isinstance(t, torch.Tensor) else t for name, t in request._asdict().items()}
+    monkeypatch.setattr(op, "check_tensor", lambda *a, **options: None)
+    op._check(*op._Request(**on_gpu))
+    assert len(read) == 2
+    op._check(*op._Request(**on_gpu)._replace(max_seqlen_q=None))
+    assert len(read) == 4
+
+
+@pytest.mark.parametrize(
+    "changes, words",
+    [
+        ({"max_seqlen_q": True}, "max_seqlen_q: got bool; needs an int"),
+        ({"max_seqlen_q": 2.0}, "max_seqlen_q: got float; needs an int"),
+        ({"max_seqlen_q": -1}, "max_seqlen_q: got -1; needs at least 0"),
+        ({"cu_seqlens_q": torch.tensor([0, 3, 3, 12]).int()}, "cu_seqlens_q: got 12 last; needs .* at most the number"),
+        ({"cu_seqlens_k": torch.tensor([0, 5, 3, 9]).int()}, "cu_seqlens_k: got 3 after 5 at index 2"),
+    ],
+)
+def test_wrong_lengths_of_such_callers(changes: dict[str, Any], words: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=words):
+        sink_attention(**{**padded()[1], **changes})
+
+
+def test_lengths_that_are_known_are_for_packed_calls_without_gradients() -> None:
+    with pytest.raises(ValueError, match="max_seqlen_q: got 5 without cu_seqlens_q"):
+        sink_attention(**inputs(grad=False), max_seqlen_q=5)
+    with pytest.raises(ValueError, match="max_seqlen_q: got 5 with gradients"):
+        sink_attention(**packed(), max_seqlen_q=5)

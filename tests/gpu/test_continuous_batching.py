@@ -13,6 +13,7 @@ pytestmark = pytest.mark.skipif(
 
 @pytest.mark.parametrize("model", continuous_batching.NAMES)
 def test_its_tokens_are_those_that_the_model_has_learned(model: str, tmp_path: Path) -> None:
-    """Prompts and mixed steps come packed, steps that decode as pages."""
+    """Prompts and mixed steps come packed, steps that decode as pages unless a layer has a window."""
     found = continuous_batching.served(model, "cuda", tmp_path)
-    assert found["wrong"] == [] and found["calls"]["packed"] > 0 and found["calls"]["pages"] > 0
+    assert found["wrong"] == [] and found["calls"]["packed"] > 0
+    assert ("pages" in found["calls"]) == (model == "llama")

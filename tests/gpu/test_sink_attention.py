@@ -543,3 +543,25 @@ def test_wrong_arguments_are_named(name, change, gradients):
     with pytest.raises((TypeError, ValueError), match=f"^{name}: got"):
         sink_attention(**{**arguments, **change(case.arguments())})
     torch.cuda.synchronize()
+
+
+@pytest.mark.parametrize("graph", [False, True])
+@pytest.mark.parametrize("d", [64, 128])
+def test_rows_past_the_last_sequence_are_padding(d, graph):
+    """Callers who know their lengths: contents are not read on the host, and rows past their end are anything."""
+    case = sink_case([(20, 30), (0, 0), (140, 300)], 8, 2, d, packed=True)
+    call = {**case.arguments(), "return_lse": True}
+    expected = sink_attention(**call)
+    for name, rows in (("q", 100), ("k", 70), ("v", 70)):
+        more = torch.full((rows, *call[name].shape[1:]), torch.nan, dtype=call[name].dtype, device="cuda")
+        call[name] = torch.cat([call[name], more])
+    call["max_seqlen_q"] = 140
+    out, lse = sink_attention(**call)
+    if graph:
+        torch.cuda.synchronize()
+        captured = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(captured):
+            out, lse = sink_attention(**call)
+        captured.replay()
+    own = slice(expected[0].shape[0])
+    assert torch.equal(out[own], expected[0]) and torch.equal(lse[own], expected[1])

@@ -230,7 +230,7 @@ class GqaCalls:
             return
         out = sink_attention(
             query, key, value, self.s_aux, window=self.window, softmax_scale=self.scale,
-            cu_seqlens_q=query_start_loc, cu_seqlens_k=query_start_loc,
+            cu_seqlens_q=query_start_loc, cu_seqlens_k=query_start_loc, max_seqlen_q=max_query_len,
         )  # fmt: skip
         assert isinstance(out, torch.Tensor)
         output.copy_(out)

@@ -22,7 +22,7 @@ help:
 	@echo 'make demo       decode the tokens of a DeepSeek-V3.2 attention layer from an FP8 cache'
 	@echo 'make test       all tests that need no GPU; on an SM90 GPU also those that do'
 	@echo 'make test-pins  tests of compiled kernels with the lowest and the highest versions of the dependencies'
-	@echo 'make test-vllm  the tests of vLLM integration, in an environment of their own (8 GB)'
+	@echo 'make test-vllm  tests that need vLLM, or what comes with it, in an environment of their own (8 GB)'
 	@echo 'make lint       ruff and mypy'
 	@echo 'make fuzz       random calls of all operators, from many threads on an SM90 GPU; writes build/fuzz.json'
 	@echo 'make gpu-check  on an SM90 GPU: tests/gpu, compute-sanitizer, benchmark; writes results/*.json'
@@ -39,7 +39,7 @@ test-pins:
 	$(PYTHON) scripts/try_pins.py
 
 test-vllm: $(VENV_VLLM)/.ready
-	$(VENV_VLLM)/bin/python -m pytest tests/cpu/test_vllm_calls.py tests/cpu/test_vllm_contracts.py tests/cpu/test_vllm_engine.py tests/cpu/test_vllm_v4.py
+	$(VENV_VLLM)/bin/python -m pytest tests/cpu/test_vllm_calls.py tests/cpu/test_vllm_contracts.py tests/cpu/test_vllm_engine.py tests/cpu/test_vllm_v4.py tests/cpu/test_continuous_batching.py
 
 lint: $(READY)
 	$(RUN) -m ruff check .

@@ -41,5 +41,7 @@ pip=("$venv/bin/python" -m pip install --quiet --disable-pip-version-check --no-
   'llguidance>=1.7,<1.8' loguru msgspec numba==0.65.0 openai openai-harmony partial-json-parser pillow prometheus_client protobuf \
   psutil py-cpuinfo pybase64 pydantic python-json-logger pyyaml pyzmq regex requests sentencepiece setproctitle \
   'setuptools<81' tiktoken uvloop watchfiles 'xgrammar>=0.2.1,<1'
+# the one that this transformers loads kernels of the hub by: for continuous batching
+"${pip[@]}" 'kernels>=0.16,<0.17'
 "${pip[@]}" 'hypothesis>=6.100' 'pytest>=8.3' 'pytest-xdist>=3.6,<4'
 "${pip[@]}" --editable .

@@ -145,6 +145,16 @@ def test_prompts_over_the_cache(
         assert [call["causal"] for call in flash.calls] == [False, True, True]
 
 
+def test_lengths_beyond_those_of_the_host_read_no_other_pages() -> None:
+    """As a step has them whose lengths on the host are of another one: wrong results, but of its own memory."""
+    batch = draw_batch([500, 170], [200, 150], 16)
+    layer, flash = layer_of(INT8)
+    given = Prompts(batch.starts, batch.seq_lens, batch.block_table, batch.starts.tolist(), [260, 0])
+    out = torch.empty_like(batch.query)
+    attend(layer, batch.query, filled(layer, batch), given, *batch.scales, out)
+    assert [call["max_seqlen_k"] for call in flash.calls] == [272]
+
+
 def test_softcap_and_scale_reach_it() -> None:
     batch = draw_batch([60, 40], [10, 40], 16)
     layer, flash = layer_of(INT8, softcap=30.0)

@@ -49,6 +49,7 @@ class FlashStandIn:
             else:
                 assert seqused_k is not None and seqused_k.dtype is torch.int32 and table.dtype is torch.int32
                 length, size = int(seqused_k[i]), k.shape[1]
+                assert length <= table.shape[1] * size, "a length beyond the table"
                 pages = table[i, : -(-length // size)].long()
                 keys, values = (t[pages].flatten(0, 1)[:length] for t in (k, v))
             assert len(keys) <= max_seqlen_k

@@ -66,7 +66,7 @@ def plan(
             continue
         before = max(length - count - SLACK, 0)  # keys that all queries see, were there no window
         first = 0 if window is None else max(before - window + 1, 0) // page_size
-        last = -(-length // page_size)
+        last = max(-(-length // page_size), 1)
         one = (request, request + 1)
         tail = min(last - limit, before // page_size)
         if window is None and tail > 0:
@@ -186,16 +186,20 @@ class Prompts:
         device, (first, last) = self.lengths.device, run.requests
         pages = torch.cat([self.block_table[first + i, a:b] for i, (a, b) in enumerate(run.pages)])
         counts = [b - a for a, b in run.pages]
-        rows = [[sum(counts[:i]) for i in range(len(counts))], [a * page_size for a, _ in run.pages]]
-        places, skipped = torch.tensor(rows, dtype=torch.int32, device="cpu").to(device, non_blocking=True)
-        lengths = self.lengths[first:last] - skipped
+        rows = [
+            [sum(counts[:i]) for i in range(len(counts))],
+            [a * page_size for a, _ in run.pages],
+            [count * page_size for count in counts],
+        ]
+        places, skipped, room = torch.tensor(rows, dtype=torch.int32, device="cpu").to(device, non_blocking=True)
         begins = self.starts_host[first : last + 1]
         return Part(
             queries=slice(begins[0], begins[-1]),
             pages=pages,
             table=places.unsqueeze(1) + torch.arange(max(counts), dtype=torch.int32, device=device),
             starts=self.starts[first : last + 1] - begins[0],
-            lengths=lengths if run.causal else lengths.clamp(max=counts[0] * page_size),
+            # the host's lengths said which pages there are
+            lengths=torch.minimum(self.lengths[first:last] - skipped, room),
             longest=max(b - a for a, b in pairwise(begins)),
             causal=run.causal,
         )

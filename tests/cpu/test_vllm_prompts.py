@@ -153,6 +153,9 @@ def test_lengths_beyond_those_of_the_host_read_no_other_pages() -> None:
     out = torch.empty_like(batch.query)
     attend(layer, batch.query, filled(layer, batch), given, *batch.scales, out)
     assert [call["max_seqlen_k"] for call in flash.calls] == [272]
+    given = Prompts(batch.starts, batch.seq_lens, batch.block_table, batch.starts.tolist(), [5000, 170])
+    attend(layer, batch.query, filled(layer, batch), given, *batch.scales, out)
+    assert flash.calls[1]["max_seqlen_k"] == 512, "the width of the table"
 
 
 def test_softcap_and_scale_reach_it() -> None:

@@ -151,7 +151,8 @@ class Prompts:
         """What `plan` says, made once for all layers with the same pages and window."""
         key = page_size, window, limit
         if key not in self._parts:
-            runs = plan(self.starts_host, self.lengths_host, page_size, window, limit)
+            most = self.block_table.shape[1] * page_size
+            runs = plan(self.starts_host, [min(n, most) for n in self.lengths_host], page_size, window, limit)
             self._parts[key] = [[self._part(run, page_size) for run in group] for group in runs]
         return self._parts[key]
 

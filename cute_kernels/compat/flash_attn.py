@@ -331,7 +331,7 @@ def flash_attn_varlen_func(
     result, lse = sink_attention(
         q, k, v, sinks, causal=seen.causal, window=seen.window, softmax_scale=softmax_scale,
         cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, deterministic=deterministic, return_lse=True,
-        max_seqlen_q=None if needs_grad(q, k, v, sinks) else max_seqlen_q,
+        max_seqlen_q=None if needs_grad(q, k, v, sinks) else _longest(max_seqlen_q, q),
     )  # fmt: skip
     result = _written(out, result)
     return (result, _with_sinks(lse, sinks).transpose(0, 1)) if wants_lse else result
@@ -380,6 +380,13 @@ def _batched(q: torch.Tensor, cu_seqlens_q: torch.Tensor | None, max_seqlen_q: i
     if s_q > MAX_S_Q:
         _unable("max_seqlen_q", s_q, f"at most {MAX_S_Q} query tokens over a cache")
     return q.view(batch, s_q, *q.shape[1:]), lambda lse: lse.flatten(0, 1).transpose(0, 1)
+
+
+def _longest(max_seqlen_q: Any, q: torch.Tensor) -> int | None:
+    """`max_seqlen_q` as a number. Of a tensor, which transformers passes, that would wait for the GPU: all tokens."""
+    if max_seqlen_q is None:
+        return None
+    return q.shape[0] if isinstance(max_seqlen_q, torch.Tensor) else int(max_seqlen_q)
 
 
 def _check_new(k: torch.Tensor, v: torch.Tensor, q: torch.Tensor, k_cache: torch.Tensor) -> None:

@@ -159,6 +159,15 @@ def test_padded_rows_of_packed_queries() -> None:
     assert torch.equal(found[:6], expected)
 
 
+@pytest.mark.parametrize("longest", [torch.tensor(3), torch.tensor(3).numpy(), None])
+def test_a_longest_length_of_any_kind(longest: Any) -> None:
+    """Transformers takes it of `cu_seqlens` by torch where positions say where sequences begin."""
+    q, k, v = draw(6, H_Q, D), draw(6, H_KV, D), draw(6, H_KV, D)
+    cu = torch.tensor([0, 3, 6], dtype=torch.int32)
+    expected = flash_attn_varlen_func(q, k, v, cu, cu, 3, 3, causal=True)
+    assert torch.equal(flash_attn_varlen_func(q, k, v, cu, cu, longest, longest, causal=True), expected)
+
+
 def test_parts_merge_by_their_log_sum_exps() -> None:
     """Cascade attention: the sink joins one part, and its log-sum-exp tells the other of it."""
     q, k, v, sinks = draw(1, 4, H_Q, D), draw(1, S_K, H_KV, D), draw(1, S_K, H_KV, D), draw(H_Q)

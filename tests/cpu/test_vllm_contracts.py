@@ -329,6 +329,26 @@ def test_prompts_alone() -> None:
     assert not both_ways.fresh and both_ways.prompts is None
 
 
+def test_builders_that_vllm_makes_of_ours() -> None:
+    """Its chunked attention splits requests, and the lengths on the host may stay those of the whole ones."""
+
+    class Chunked(gqa.CuteAttentionMetadataBuilder):
+        pass
+
+    made = builder()
+    made.__class__ = Chunked
+    m = made.build(0, common(draw_batch([30, 25], [30, 25], 16)))
+    assert not m.fresh and m.prompts is None
+
+
+def test_a_longest_length_of_numpy() -> None:
+    batch = draw_batch([30, 25], [30, 25], 16)
+    layer = calls.GqaCalls(HEADS, KV_HEADS, 64, 0.125, "auto")
+    out = torch.empty_like(batch.query)
+    layer.prefill_fresh(batch.query, batch.keys, batch.values, batch.starts, batch.starts.diff().max().numpy(), out)
+    assert batch.error(out, None) < 0.01
+
+
 def test_prompts_of_a_draft_model_are_not_fresh() -> None:
     """Parallel drafting gives each request more queries, but leaves the lengths on the host: 20 of 40 look like all."""
     batch = draw_batch([30, 40], [30, 20], 16)

@@ -1,5 +1,6 @@
 """Prompts with earlier tokens in the cache: which pages are copied for which queries, and attention over the copies."""
 
+import weakref
 from typing import Any
 
 import pytest
@@ -8,7 +9,18 @@ import torch
 from cute_kernels.integrations.vllm import calls as calls_module
 from cute_kernels.integrations.vllm import prompts as prompts_module
 from cute_kernels.integrations.vllm.calls import INT8, GqaCalls
-from cute_kernels.integrations.vllm.prompts import FEW, SLACK, Prompts, Run, attend, page_limit, plan, reserve
+from cute_kernels.integrations.vllm.prompts import (
+    AHEAD,
+    FEW,
+    SLACK,
+    STATES,
+    Prompts,
+    Run,
+    attend,
+    page_limit,
+    plan,
+    reserve,
+)
 from cute_kernels.warm import PromptShape
 from tests.support.flash_stand_in import FlashStandIn
 from tests.support.vllm_batches import HEADS, Batch, draw_batch, empty_cache
@@ -53,7 +65,7 @@ def attended(layer: GqaCalls, batch: Batch) -> torch.Tensor:
 
 @pytest.mark.parametrize("window", [None, 1, 40, 1000])
 @pytest.mark.parametrize("limit", [1, 5, 20, 1000])
-@pytest.mark.parametrize("rejected", [0, SLACK])
+@pytest.mark.parametrize("rejected", [0, SLACK + AHEAD])
 def test_every_query_has_its_keys_once(window: int | None, limit: int, rejected: int) -> None:
     """Whatever the limit, and however far the host's lengths are off, in the range that it allows."""
     lengths, counts = [900, 17, 300, 0, 333, 16, 1600], [1, 17, 200, 0, 333, 1, 700]
@@ -90,7 +102,7 @@ def test_requests_share_a_call() -> None:
 
 def test_a_window_needs_its_pages_alone() -> None:
     (((_, ((first, last),), _),),) = plan([0, 40], [16000], 16, 64, 10)
-    assert last == 1000 and 1000 - first <= (40 + 64 + SLACK) / 16 + 1
+    assert last == 1000 and 1000 - first <= (40 + 64 + SLACK + AHEAD) / 16 + 1
 
 
 def test_a_long_context_comes_in_parts_of_the_limit() -> None:
@@ -158,6 +170,45 @@ def test_lengths_beyond_those_of_the_host_read_no_other_pages() -> None:
     assert flash.calls[1]["max_seqlen_k"] == 512, "the width of the table"
 
 
+@pytest.mark.parametrize("parts", [2, STATES, STATES + 1, 2 * STATES + 1])
+@pytest.mark.parametrize("sinks", [False, True])
+def test_any_number_of_parts_is_merged(parts: int, sinks: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The results of `STATES` of them are there at one time, and the copies of one."""
+    batch = draw_batch([16 * 12 * parts - 20, 90], [40, 35], 16)
+    monkeypatch.setattr(calls_module, "COPY_BYTES", 12 * 2 * 2 * 2 * 64 * 16)
+    s_aux = torch.linspace(-1, 2, HEADS).bfloat16().float() if sinks else None
+    layer, flash = layer_of(INT8, s_aux=s_aux)
+    alive: list[weakref.ref[torch.Tensor]] = []
+    gather = prompts_module.gather_pages
+
+    def counted(*arguments: Any) -> Any:
+        assert not any(copies() is not None for copies in alive), "copies of the part before"
+        k, v = gather(*arguments)
+        alive.extend((weakref.ref(k), weakref.ref(v)))
+        return k, v
+
+    monkeypatch.setattr(prompts_module, "gather_pages", counted)
+
+    def forgetful(**given: Any) -> Any:
+        result = flash(**given)
+        flash.calls.clear()
+        return result
+
+    layer.flash = forgetful
+    assert batch.error(attended(layer, batch), None, s_aux) < LIMITS[INT8]
+    assert len(alive) >= 2 * (parts + 1)
+
+
+def test_a_length_that_the_host_does_not_know_yet() -> None:
+    """A draft model's: one token more than the batch that it is handed says, on a page of its own."""
+    batch = draw_batch([65, 97], [40, 35], 16)
+    layer, _ = layer_of(INT8)
+    given = Prompts(batch.starts, batch.seq_lens, batch.block_table, batch.starts.tolist(), [64, 96])
+    out = torch.full_like(batch.query, torch.nan)
+    attend(layer, batch.query, filled(layer, batch), given, *batch.scales, out)
+    assert batch.error(out, None) < LIMITS[INT8]
+
+
 def test_softcap_and_scale_reach_it() -> None:
     batch = draw_batch([60, 40], [10, 40], 16)
     layer, flash = layer_of(INT8, softcap=30.0)
@@ -181,10 +232,13 @@ def test_fresh_prompts(window: int | None, sinks: bool, softcap: float | None, r
 def test_memory_is_asked_for_where_copies_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
     monkeypatch.setattr(prompts_module.torch, "empty", lambda size, **options: asked.append(size))
+    output = torch.ones(100, HEADS, 64).bfloat16()
     for cache_dtype in LIMITS:
-        reserve(layer_of(cache_dtype)[0], torch.device("cpu"))
-        reserve(GqaCalls(HEADS, 2, 64, 0.125, cache_dtype), torch.device("cpu"))
+        reserve(layer_of(cache_dtype)[0], output)
+        reserve(GqaCalls(HEADS, 2, 64, 0.125, cache_dtype, max_tokens=1 << 30), output)
     assert len(asked) == 2 and set(asked) == {calls_module.COPY_BYTES}
+    reserve(layer_of(INT8, max_tokens=calls_module.copied_tokens(2, 64) + 1)[0], output)
+    assert asked[2] == calls_module.COPY_BYTES + (STATES + 1) * 100 * HEADS * 64 * 2, "parts, and what they merge to"
 
 
 @pytest.mark.parametrize("cache_dtype, kv_dtype", [("fp8", "float8_e4m3fn"), (INT8, "int8")])

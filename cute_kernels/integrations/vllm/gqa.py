@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-from vllm.config import get_current_vllm_config
+from vllm.config import get_current_vllm_config, get_current_vllm_config_or_none
 from vllm.logger import init_logger
 from vllm.v1.attention.backend import AttentionCGSupport, AttentionType
 from vllm.v1.attention.backends.triton_attn import (
@@ -100,7 +100,9 @@ class CuteAttentionMetadataBuilder(TritonAttentionMetadataBuilder):
             if decodes:
                 part = without_decodes(common_attn_metadata, decodes, decode_tokens)
                 prefill = super().build(0, part, fast_build)
-            prompts = prompts_of(part) if part.causal is True else None
+            # builders that vLLM makes of this one hand over other batches than the host's lengths are of
+            own = type(self) is CuteAttentionMetadataBuilder
+            prompts = prompts_of(part) if own and part.causal is True else None
             fresh = are_fresh(prompts, part.num_actual_tokens)
         return CuteAttentionMetadata(
             **vars(whole), num_decodes=found, num_decode_tokens=decode_tokens, prefill=prefill, fresh=fresh,
@@ -175,6 +177,7 @@ class CuteAttentionBackend(TritonAttentionBackend):
         return False
 
     supports_non_causal = supports_alibi_sqrt = supports_batch_invariance = supports_rswa = supports_mm_prefix
+    supports_device_cpu_query_lens_mismatch = supports_mm_prefix  # 0.33: the host's lengths say which pages are read
 
     @classmethod
     def indexes_kv_by_block_stride(cls) -> bool:
@@ -222,6 +225,7 @@ class CuteAttentionImpl(TritonAttentionImpl):
             alibi_slopes=self.alibi_slopes,
             shares_cache=kv_sharing_target_layer_name is not None,
             flash=_flash_attention(head_size, self.alibi_slopes is not None, sinks),
+            max_tokens=_max_model_len(),
         )
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
@@ -263,7 +267,7 @@ class CuteAttentionImpl(TritonAttentionImpl):
             raise NotImplementedError("cute-kernels: got a scale of the output; needs outputs of 16-bit numbers")
         m = attn_metadata
         if m is None:  # vLLM measures memory
-            reserve(self.calls, output.device)
+            reserve(self.calls, output)
             return output.fill_(0)
         n, tokens = m.num_decode_tokens, m.num_actual_tokens
         if n:
@@ -326,6 +330,12 @@ class CuteAttentionImpl(TritonAttentionImpl):
         self._ensure_scale_caches(kv_cache)
         k, v, *_ = self.calls.views(kv_cache).tokens_first()
         return k, v
+
+
+def _max_model_len() -> int:
+    """Tokens of a request at most; 0 where a layer is made without a configuration."""
+    config = get_current_vllm_config_or_none()
+    return 0 if config is None or config.model_config is None else int(config.model_config.max_model_len)
 
 
 def _flash_attention(head_dim: int, alibi: bool, sinks: torch.Tensor | None) -> Callable[..., Any] | None:

@@ -8,10 +8,10 @@ few tokens are decoded instead, `MAX_QUERIES` of them at a time.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -30,6 +30,10 @@ INT8 on an H200, decoded and by copies: 16 tokens over 32,752 95 and 107 us, 16 
 with 32 tokens 135 and 111, 492 and 393."""
 SLACK = 128
 """Tokens by which lengths on the host may be too large: drafts that were rejected in the steps under way."""
+AHEAD = 8
+"""Tokens by which they may be too small: a draft model has one token more than the batch that it is handed."""
+STATES = 4
+"""Results of a context's parts that are kept until they are merged."""
 
 
 class Run(NamedTuple):
@@ -54,7 +58,7 @@ def plan(
 
     Args:
         starts: where tokens of each request begin, and where the last one's end.
-        lengths: keys of each request, its new tokens included; at most `SLACK` too many.
+        lengths: keys of each request, its new tokens included; at most `SLACK` + `AHEAD` too many.
         page_size: tokens of a page.
         window: tokens that a query sees; what no query of a request sees is left out.
         limit: pages of a call, unless the keys of one request that not all of its queries see are more.
@@ -64,7 +68,7 @@ def plan(
         count = starts[request + 1] - starts[request]
         if count <= FEW:
             continue
-        before = max(length - count - SLACK, 0)  # keys that all queries see, were there no window
+        before = max(length - count - SLACK - AHEAD, 0)  # keys that all queries see, were there no window
         first = 0 if window is None else max(before - window + 1, 0) // page_size
         last = max(-(-length // page_size), 1)
         one = (request, request + 1)
@@ -131,7 +135,7 @@ class Prompts:
     lengths        (requests,) int32, keys of each, its new tokens included
     block_table    (requests, pages) int32
     starts_host    the same on the host
-    lengths_host   likewise; at most `SLACK` more than `lengths`
+    lengths_host   likewise; at most `SLACK` more than `lengths`, and `AHEAD` less
     """
 
     starts: torch.Tensor
@@ -152,7 +156,8 @@ class Prompts:
         key = page_size, window, limit
         if key not in self._parts:
             most = self.block_table.shape[1] * page_size
-            runs = plan(self.starts_host, [min(n, most) for n in self.lengths_host], page_size, window, limit)
+            lengths = [min(n + AHEAD, most) for n in self.lengths_host]
+            runs = plan(self.starts_host, lengths, page_size, window, limit)
             self._parts[key] = [[self._part(run, page_size) for run in group] for group in runs]
         return self._parts[key]
 
@@ -214,10 +219,17 @@ def page_limit(calls: GqaCalls, page_size: int) -> int:
     return max(calls_module.copied_tokens(calls.kv_heads, calls.head_dim) // page_size, 1)
 
 
-def reserve(calls: GqaCalls, device: torch.device) -> None:
-    """Asks for the memory of copies and lets go of it: where vLLM measures what a step takes."""
-    if calls.flash is not None and calls.quantized:
-        torch.empty(calls_module.COPY_BYTES, dtype=torch.uint8, device=device)
+def reserve(calls: GqaCalls, output: torch.Tensor) -> None:
+    """Asks for the memory of copies and lets go of it: where vLLM measures what a step takes.
+
+    Where a context may come in parts, that is their results as well, and what two of them are merged to.
+    """
+    if calls.flash is None or not calls.quantized:
+        return
+    size = calls_module.COPY_BYTES
+    if calls.max_tokens > calls_module.copied_tokens(calls.kv_heads, calls.head_dim):
+        size += (STATES + 1) * output.numel() * output.element_size()
+    torch.empty(size, dtype=torch.uint8, device=output.device)
 
 
 def attend(
@@ -252,20 +264,41 @@ def attend(
     k_codes, v_codes, *scales = views.tokens_first()
     k_scale, v_scale = scales or (k_scale, v_scale)
     for parts in prompts.parts(views.page_size, calls.window, page_limit(calls, views.page_size)):
-        own = parts[0].queries
-        merged = len(parts) > 1
-        results = []
-        for part in parts:
+
+        def attend_part(part: Part, out: torch.Tensor | None) -> Any:
             k, v = gather_pages(k_codes, v_codes, k_scale, v_scale, part.pages, query.dtype)
-            result = calls.flash_attend(
-                query[own], k, v, None if merged else output[own], cu_seqlens_q=part.starts,
-                max_seqlen_q=part.longest, seqused_k=part.lengths, max_seqlen_k=part.table.shape[1] * views.page_size,
-                block_table=part.table, causal=part.causal,
+            return calls.flash_attend(
+                query[part.queries], k, v, out, cu_seqlens_q=part.starts, max_seqlen_q=part.longest,
+                seqused_k=part.lengths, max_seqlen_k=part.table.shape[1] * views.page_size, block_table=part.table,
+                causal=part.causal,
             )  # fmt: skip
-            results += [result] if result else []
-        if merged:
-            outs, lses = (torch.stack(tensors) for tensors in zip(*results, strict=True))
-            merge_states(outs, lses, s_aux=calls.s_aux, out=output[own])
+
+        if len(parts) == 1:
+            attend_part(parts[0], output[parts[0].queries])
+        else:
+            _merge(parts, attend_part, output[parts[0].queries], calls.s_aux)
+
+
+def _merge(
+    parts: Sequence[Part], attend_part: Callable[[Part, None], Any], output: torch.Tensor, s_aux: torch.Tensor | None
+) -> None:
+    """Attention over parts of one context, at most `STATES` results at a time: what they merge to is the next first."""
+    outs = output.new_empty((STATES, *output.shape))
+    lses = output.new_empty(outs.shape[:-1], dtype=torch.float32)
+    kept = 0
+    for i, part in enumerate(parts):
+        out, lse = attend_part(part, None)
+        outs[kept].copy_(out)
+        lses[kept].copy_(lse)
+        del out, lse
+        kept += 1
+        if i == len(parts) - 1:
+            merge_states(outs[:kept], lses[:kept], s_aux=s_aux, out=output)
+        elif kept == STATES:
+            merged, merged_lse = merge_states(outs, lses)
+            outs[0].copy_(merged)
+            lses[0].copy_(merged_lse)
+            kept = 1
 
 
 def _usual_strides(t: torch.Tensor) -> torch.Tensor:

@@ -6,6 +6,7 @@ batch sizes share a kernel is the planners' affair, so they are asked for each: 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
@@ -240,12 +241,16 @@ class PromptShape:
     merged: bool = False
 
     def specs(self, batch_sizes: Iterable[int], query_tokens: Iterable[int], num_sms: int) -> Iterator[KernelSpec]:
-        """The kernels of the calls, which batch sizes and query tokens do not change; of merges, the usual ones."""
+        """The kernels of the calls, which batch sizes and query tokens do not change; of merges, the usual ones.
+
+        Sinks join the last merge of a context alone.
+        """
         yield KvGatherSpec(self.kv_dtype, self.dtype, self.head_dim)
-        for tokens in (1, 64, 4096) if self.merged else ():
+        merges = itertools.product((64, 4096), (2, 3, 4), {False, self.sink}) if self.merged else ()
+        for tokens, states, sink in merges:
             yield MergeSpec.for_launch(
-                rows=tokens * self.heads, num_states=2, d=self.head_dim, in_dtype=self.dtype, out_dtype=self.dtype,
-                has_sink=self.sink,
+                rows=tokens * self.heads, num_states=states, d=self.head_dim, in_dtype=self.dtype,
+                out_dtype=self.dtype, has_sink=sink,
             )  # fmt: skip
 
 

@@ -262,6 +262,7 @@ def attend(
         calls.decode(rows, kv_cache, pieces.lengths, pieces.table, k_scale, v_scale, found)
         output.index_copy_(0, pieces.tokens, found.index_select(0, pieces.places))
     k_codes, v_codes, *scales = views.tokens_first()
+    k_codes, v_codes = _usual_strides(k_codes), _usual_strides(v_codes)
     k_scale, v_scale = scales or (k_scale, v_scale)
     for parts in prompts.parts(views.page_size, calls.window, page_limit(calls, views.page_size)):
 
@@ -302,7 +303,7 @@ def _merge(
 
 
 def _usual_strides(t: torch.Tensor) -> torch.Tensor:
-    """The same tensor; a dimension of size 1 gets a stride as if it had more: TMA refuses one of 2 bytes."""
+    """The same tensor; a dimension of size 1 gets a stride as if it had more: kernels refuse one of 2 bytes."""
     if 1 not in t.shape[:-1]:
         return t
     strides = list(t.stride())

@@ -49,7 +49,13 @@ JOBS: dict[str, dict[str, Any]] = {
         },
     },
     "llama-prefix": {"kv_cache_dtype": INT8, "enable_prefix_caching": True},
+    "llama-auto-flash": {},
+    f"llama-{INT8}-flash": {"kv_cache_dtype": INT8, "block_size": 48},
+    "llama-fp8-flash": {"kv_cache_dtype": "fp8"},
+    f"gpt_oss-{INT8}-flash": {"kv_cache_dtype": INT8},
+    "llama-prefix-flash": {"kv_cache_dtype": INT8, "enable_prefix_caching": True},
 }
+"""Engines, by names that begin with that of a model; prompts of those that end with "flash" run as on a GPU."""
 
 
 REPEATING = [tiny_models.sequences(50 + n, 1, n)[0].tolist() for n in (40, 45)]
@@ -68,12 +74,13 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         rounds = [prompts()]
         if name == "llama-speculative":
             rounds = [REPEATING]
-        elif name == "llama-prefix":
+        elif "prefix" in name:
             whole = tiny_models.sequences(90, 1, 100)[0].tolist()
             rounds = [[whole[:36]], [whole[:40], whole[:36]]]
         given = {"model": models[name.split("-")[0]], "max_num_batched_tokens": 32, "max_num_seqs": 4, **options}
         given.setdefault("enable_prefix_caching", False)
-        jobs.append({"options": given, "rounds": rounds, "tokens": NEW, "logprobs": -1})
+        flash = name.endswith("flash")
+        jobs.append({"options": given, "rounds": rounds, "tokens": NEW, "logprobs": -1, "flash": flash})
     job, result = folder / "job.json", folder / "result.json"
     job.write_text(json.dumps(jobs))
     command = [sys.executable, "-m", "tests.support.vllm_engine", str(job), str(result)]
@@ -105,7 +112,7 @@ def log_probabilities(request: dict[str, Any]) -> torch.Tensor:
     return torch.tensor([[step[str(t)] for t in range(tiny_models.VOCABULARY)] for step in request["logprobs"]])
 
 
-@pytest.mark.parametrize("kind", [name for name in JOBS if name not in ("llama-prefix", "llama-speculative")])
+@pytest.mark.parametrize("kind", [name for name in JOBS if "prefix" not in name and "speculative" not in name])
 def test_tokens_and_logits_are_those_of_transformers(kind: str, served: dict[str, Any]) -> None:
     name, _, cache = kind.partition("-")
     int8 = JOBS[kind].get("kv_cache_dtype") == INT8
@@ -116,7 +123,7 @@ def test_tokens_and_logits_are_those_of_transformers(kind: str, served: dict[str
         exact = logits.log_softmax(-1)
         error = (log_probabilities(request) - exact).norm() / exact.norm()
         # e4m3 keeps 3 bits of a number where INT8 keeps up to 7
-        assert error < int8_error() * (4 if cache == "fp8" else 1), f"{len(prompt)} tokens: {error:.1e}"
+        assert error < int8_error() * (4 if cache.startswith("fp8") else 1), f"{len(prompt)} tokens: {error:.1e}"
 
 
 @pytest.mark.parametrize("kind", JOBS)
@@ -124,7 +131,8 @@ def test_our_operators_served_them(kind: str, served: dict[str, Any]) -> None:
     calls = served[kind]["calls"]
     int8 = JOBS[kind].get("kv_cache_dtype") == INT8
     assert calls.pop("append_int8" if int8 else "append_plain") > 0
-    assert calls.pop("decode") > calls.pop("prefill_in_pieces") > 0
+    prompts_ran = "flash_attend" if kind.endswith("flash") else "prefill_in_pieces"
+    assert calls.pop("decode") > calls.pop(prompts_ran) > 0
     assert calls.pop("prefill_fresh") > 0 and calls == {}
 
 
@@ -138,9 +146,10 @@ def test_drafts_are_decoded_together(served: dict[str, Any]) -> None:
     assert NEW / 4 <= drafted < NEW and "4" not in served[f"llama-{INT8}"]["query_tokens"]
 
 
-def test_a_prefix_is_served_from_the_cache(served: dict[str, Any]) -> None:
+@pytest.mark.parametrize("kind", [name for name in JOBS if "prefix" in name])
+def test_a_prefix_is_served_from_the_cache(kind: str, served: dict[str, Any]) -> None:
     """The second round finds the pages that the first one filled, and goes on from them."""
-    first, longer, again = served["llama-prefix"]["requests"]
+    first, longer, again = served[kind]["requests"]
     assert first["cached"] == 0 and longer["cached"] == again["cached"] == 32
     whole = tiny_models.sequences(90, 1, 100)[0].tolist()
     assert first["tokens"] == again["tokens"] == whole[36 : 36 + NEW] == of_transformers("llama", True, whole[:36])[0]

@@ -11,6 +11,7 @@ import os
 import sys
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 os.environ.update(
     VLLM_ENABLE_V1_MULTIPROCESSING="0",
@@ -133,13 +134,25 @@ define_operators()
 
 from vllm.v1.worker.cpu_worker import CPUWorker  # noqa: E402 - it looks for operators when it is imported
 
+from cute_kernels.integrations.vllm import gqa, prompts  # noqa: E402
+from tests.support.flash_stand_in import FlashStandIn  # noqa: E402
+
 
 class PlainWorker(CPUWorker):
     """Named by the platform, so that this module is imported where the worker is."""
 
 
 def run(job: dict[str, Any]) -> dict[str, Any]:
-    """An engine: its options, prompts as lists of tokens in rounds, and how many tokens each generates."""
+    """An engine: its options, prompts as lists of tokens in rounds, and how many tokens each generates.
+
+    With "flash" its prompts run as on a GPU, FlashAttention's part in plain torch.
+    """
+    with mock.patch.object(gqa, "_flash_attention", lambda *a: FlashStandIn() if job.get("flash") else None):
+        with mock.patch.object(prompts, "FEW", 6):  # the chunks of these prompts are small
+            return _run(job)
+
+
+def _run(job: dict[str, Any]) -> dict[str, Any]:
     from vllm import LLM, SamplingParams
     from vllm.distributed import cleanup_dist_env_and_memory
 
@@ -153,8 +166,8 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
         max_tokens=job["tokens"], temperature=0, ignore_eos=True, detokenize=False, logprobs=job["logprobs"]
     )
     requests: list[dict[str, Any]] = []
-    for prompts in job["rounds"]:
-        for output in llm.generate([{"prompt_token_ids": p} for p in prompts], sampling, use_tqdm=False):
+    for round_of_prompts in job["rounds"]:
+        for output in llm.generate([{"prompt_token_ids": p} for p in round_of_prompts], sampling, use_tqdm=False):
             done = output.outputs[0]
             scores = [{str(t): e.logprob for t, e in step.items()} for step in done.logprobs or []]
             requests.append(
@@ -178,17 +191,17 @@ def count_calls() -> None:
     from cute_kernels.integrations.vllm.calls import GqaCalls
 
     def counted(name: str, method: Any) -> Any:
-        def call(self: Any, *args: Any) -> Any:
+        def call(self: Any, *args: Any, **kwargs: Any) -> Any:
             CALLS[name] = CALLS.get(name, 0) + 1
             if name == "decode":
                 query, _, seq_lens = args[:3]
                 tokens = str(query.shape[0] // seq_lens.shape[0])
                 QUERY_TOKENS[tokens] = QUERY_TOKENS.get(tokens, 0) + 1
-            return method(self, *args)
+            return method(self, *args, **kwargs)
 
         return call
 
-    for name in ("append_int8", "append_plain", "decode", "prefill_fresh", "prefill_in_pieces"):
+    for name in ("append_int8", "append_plain", "decode", "flash_attend", "prefill_fresh", "prefill_in_pieces"):
         setattr(GqaCalls, name, counted(name, getattr(GqaCalls, name)))
 
 

@@ -135,19 +135,27 @@ def rounds(asked: list[Any]) -> list[list[Any]]:
     return [asked[:1], asked, asked[5:13]]
 
 
+def timed_engine(name: str, options: argparse.Namespace, folder: pathlib.Path, tokens: int) -> dict[str, Any]:
+    """What all engines that are timed have, with room for so many tokens."""
+    backend, cache = BACKENDS[name]
+    return {
+        "model": str(folder / "llama_8b"), "load_format": "dummy", "kv_cache_dtype": cache,
+        "kv_cache_memory_bytes": int(options.layers * 2 * 8 * BYTES[cache] * (tokens + 4096) * 1.01),
+        "attention_config": {"backend": backend},
+    }  # fmt: skip
+
+
 def speed_job(name: str, options: argparse.Namespace, folder: pathlib.Path, longest: int) -> Job:
     """An engine that is timed."""
-    backend, cache = BACKENDS[name]
-    token = options.layers * 2 * 8 * BYTES[cache]
-    memory = int(token * (max(options.batches) * longest + 4096) * 1.01)
-    engine = {
-        "model": str(folder / "llama_8b"), "load_format": "dummy", "kv_cache_dtype": cache,
+    engine = timed_engine(name, options, folder, max(options.batches) * longest) | {
         "max_model_len": longest, "max_num_seqs": max(options.batches), "max_num_batched_tokens": 2048,
-        "kv_cache_memory_bytes": memory, "attention_config": {"backend": backend},
         "compilation_config": graphs(sorted(options.batches), "all"),
     }  # fmt: skip
-    given = {"engine": engine, "contexts": options.contexts, "batches": options.batches, "profile": options.profile}
-    gigabytes = memory / 1e9 + ENGINE_GB
+    given = {
+        "backend": name, "engine": engine, "contexts": options.contexts, "batches": options.batches,
+        "profile": options.profile,
+    }  # fmt: skip
+    gigabytes = engine["kv_cache_memory_bytes"] / 1e9 + ENGINE_GB
     # engines that check tokens are small and start first: what these leave of the memory is not much
     trained = [f"train-{model} over" for model in options.models if "tokens" in options.parts]
     needs = ("warm over", "card", *trained)
@@ -156,17 +164,13 @@ def speed_job(name: str, options: argparse.Namespace, folder: pathlib.Path, long
 
 def first_job(name: str, options: argparse.Namespace, folder: pathlib.Path) -> Job:
     """An engine that is timed over prompts."""
-    backend, cache = BACKENDS[name]
     longest = max(tokens for _, tokens in FIRST)
-    memory = int(options.layers * 2 * 8 * BYTES[cache] * (max(n * tokens for n, tokens in FIRST) + 4096) * 1.01)
-    engine = {
-        "model": str(folder / "llama_8b"), "load_format": "dummy", "kv_cache_dtype": cache,
+    engine = timed_engine(name, options, folder, max(n * tokens for n, tokens in FIRST)) | {
         "max_model_len": longest + 64, "max_num_seqs": 8, "max_num_batched_tokens": STEP_TOKENS,
-        "kv_cache_memory_bytes": memory, "attention_config": {"backend": backend},
         "compilation_config": graphs([1], "all"),
     }  # fmt: skip
-    given = {"engine": engine, "prompts": FIRST, "backend": name}
-    gigabytes = memory / 1e9 + ENGINE_GB + 4
+    given = {"backend": name, "engine": engine, "prompts": FIRST}
+    gigabytes = engine["kv_cache_memory_bytes"] / 1e9 + ENGINE_GB + 4
     return Job(f"first-{name}", "first", given, 0, ("warm over", "card"), gigabytes, seconds=90, least=25, ways=WAYS)
 
 
@@ -196,7 +200,7 @@ class Report:
             self.progress.say(f"{job.name}: {in_words(data)}")
         elif event in ("card", "started", "done", "compiled", "transformers", "engine"):
             self.progress.say(f"{job.name}: {event} {data if data is not None else ''}")
-        {"serve": self._tokens, "measure": self._speed, "first": self._first}.get(job.kind, self._other)(
+        {"serve": self._tokens, "measure": self._timed, "first": self._timed}.get(job.kind, self._other)(
             job, event, data
         )
         self.found["seconds"] = seconds
@@ -213,21 +217,14 @@ class Report:
             self.found["tokens"]["engines"][job.name] = {}
         self._common(engine, job, event, data)
 
-    def _speed(self, job: Job, event: str, data: Any) -> None:
-        backend = self.found["speed"]["backends"].setdefault(job.name, {})
+    def _timed(self, job: Job, event: str, data: Any) -> None:
+        backends, name = self.found["first" if job.kind == "first" else "speed"]["backends"], job.options["backend"]
+        backend = backends.setdefault(name, {})
         if event == "started":
-            backend = self.found["speed"]["backends"][job.name] = {}
+            backend = backends[name] = {}
         elif event == "case":
             add_case(backend.setdefault("cases", []), data)
         self._common(backend, job, event, data)
-
-    def _first(self, job: Job, event: str, data: Any) -> None:
-        backends = self.found["first"]["backends"]
-        if event == "started":
-            backends[job.options["backend"]] = {"cases": []}
-        elif event == "case":
-            backends[job.options["backend"]]["cases"].append(data)
-        self._common(backends[job.options["backend"]], job, event, data)
 
     def _common(self, place: dict[str, Any], job: Job, event: str, data: Any) -> None:
         if event == "engine":
@@ -276,8 +273,9 @@ def wrong_requests(asked: list[list[int]], got: list[list[int]]) -> int:
 
 def add_case(cases: list[dict[str, Any]], case: dict[str, Any]) -> None:
     """Adds a case, or what is new of one that is there."""
+    which = {name: case[name] for name in ("context", "batch", "requests", "tokens") if name in case}
     for there in cases:
-        if (there["context"], there["batch"]) == (case["context"], case["batch"]):
+        if which.items() <= there.items():
             there |= case
             return
     cases.append(dict(case))

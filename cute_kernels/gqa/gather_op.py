@@ -7,12 +7,11 @@ import torch
 from cute_kernels.gqa.gather_spec import KvGatherSpec
 from cute_kernels.runtime.compile import get_kernel
 
-NAMES = {torch.int8: "int8", torch.float8_e4m3fn: "float8_e4m3fn", torch.bfloat16: "bfloat16", torch.float16: "float16"}
-
 
 def gather_spec(kv_dtype: torch.dtype, dtype: torch.dtype, d: int) -> KvGatherSpec:
     """The kernel for a cache and copies of these dtypes."""
-    return KvGatherSpec(NAMES[kv_dtype], NAMES[dtype], d)
+    kv_name, name = (str(known).removeprefix("torch.") for known in (kv_dtype, dtype))
+    return KvGatherSpec(kv_name, name, d)
 
 
 def gather_pages(

@@ -3,11 +3,8 @@
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-VALUES = 16  # of a lane: one 16-byte load, two 16-byte stores
-WARP = 32
-KV_DTYPES = ("int8", "float8_e4m3fn")
-DTYPES = ("bfloat16", "float16")
-HEAD_DIMS = (64, 128, 256)
+from cute_kernels.gqa.append_spec import DTYPES, HEAD_DIMS
+from cute_kernels.gqa.spec import BYTE_TYPES
 
 
 @dataclass(frozen=True)
@@ -36,7 +33,7 @@ class KvGatherSpec:
         """Reasons, in words, why this kernel cannot be built; empty when it can."""
         reasons = []
         for name, value, known in (
-            ("kv_dtype", self.kv_dtype, KV_DTYPES),
+            ("kv_dtype", self.kv_dtype, BYTE_TYPES),
             ("dtype", self.dtype, DTYPES),
             ("d", self.d, HEAD_DIMS),
         ):
@@ -49,9 +46,9 @@ class KvGatherSpec:
     @property
     def expected(self) -> dict[str, Any]:
         """What the compiled kernel is held to."""
-        return {"registers": 64, "instructions": ("LDG.E.128", "STG.E.128")}
+        return {"registers": 40, "instructions": ("LDG.E.128", "STG.E.128")}
 
 
 def shipped_specs() -> list[KvGatherSpec]:
     """Every specification that a call can ask for."""
-    return [KvGatherSpec(kv_dtype, dtype, d) for kv_dtype in KV_DTYPES for dtype in DTYPES for d in HEAD_DIMS]
+    return [KvGatherSpec(kv_dtype, dtype, d) for kv_dtype in BYTE_TYPES for dtype in DTYPES for d in HEAD_DIMS]

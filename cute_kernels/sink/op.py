@@ -348,7 +348,7 @@ def _launchable(request: _Request) -> SinkRequest:
         None if window is None or window >= request.k.shape[-3] else window,  # a window that hides nothing
         request.q.shape[-1] ** -0.5 if request.softmax_scale is None else float(request.softmax_scale),
         request.deterministic,
-        tokens if cu_seqlens_q is None or request.max_seqlen_q is not None else _longest(cu_seqlens_q, tokens),
+        tokens if cu_seqlens_q is None else _longest(cu_seqlens_q, tokens),
     )
 
 

@@ -146,27 +146,31 @@ def fill(worker: Any) -> int:
         if not isinstance(cache, torch.Tensor) or not cache.numel():
             continue
         total += cache.numel() * cache.element_size()
-        if cache.dtype in (torch.bfloat16, torch.float16):
-            cache.normal_()
-        elif cache.dtype is torch.int8:
-            cache.random_(-127, 128)
-            with torch.inference_mode():  # in which the worker has made them
-                _fill_scales(layer, cache)
-        else:  # FP8: no NaN
-            cache.view(torch.uint8).random_(0, 0x78)
+        fill_cache(cache, layer.impl)
     return total
 
 
-def _fill_scales(layer: Any, cache: Any) -> None:
-    """Scales of an INT8 cache, 0.01, where the layer's backend has them."""
-    calls = getattr(layer.impl, "calls", None)
+def fill_cache(cache: Any, impl: Any) -> None:
+    """Random numbers in a layer's cache; of INT8 scales of 0.01, where the layer's backend has them."""
+    import torch
+
+    if cache.dtype in (torch.bfloat16, torch.float16):
+        cache.normal_()
+    elif cache.dtype is torch.int8:
+        cache.random_(-127, 128)
+        with torch.inference_mode():  # in which the worker has made them
+            for scale in _scales(cache, impl):
+                scale.fill_(0.01)
+    else:  # FP8: no NaN
+        cache.view(torch.uint8).random_(0, 0x78)
+
+
+def _scales(cache: Any, impl: Any) -> Any:
+    calls = getattr(impl, "calls", None)
     if calls is not None:
-        *_, k_scale, v_scale = calls.views(cache).tokens_first()
-    else:
-        layer.impl._ensure_scale_caches(cache)
-        k_scale, v_scale = layer.impl._k_scale_cache, layer.impl._v_scale_cache
-    k_scale.fill_(0.01)
-    v_scale.fill_(0.01)
+        return calls.views(cache).tokens_first()[2:]
+    impl._ensure_scale_caches(cache)
+    return impl._k_scale_cache, impl._v_scale_cache
 
 
 def measure(options: dict[str, Any], messages: Messages) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -13,7 +14,8 @@ from cute_kernels.integrations.vllm.calls import INT8, GqaCalls
 from cute_kernels.integrations.vllm.prompts import Prompts, attend
 from scripts.bench.in_layer import LONG_CALL_SECONDS, Graphs, prepare, time_calls, time_together
 from scripts.bench.timing import time_eager
-from tests.support.vllm_batches import stock_cache
+from scripts.bench.vllm_engine import fill_cache
+from tests.support.vllm_batches import empty_cache
 
 HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
 PROMPTS = ((1, 0, 2048), (1, 0, 8192), (4, 0, 2048), (1, 0, 32768), (1, 24576, 8192), (1, 32256, 512), (8, 3584, 512),
@@ -117,15 +119,8 @@ class _Prompts(NamedTuple):
     def layer(self, cache_dtype: str, flash: Callable[..., Any]) -> tuple[GqaCalls, torch.Tensor]:
         """A layer, and its cache with random numbers."""
         calls = GqaCalls(HEADS, KV_HEADS, HEAD_DIM, HEAD_DIM**-0.5, cache_dtype, flash=flash)
-        dtype = {"auto": torch.bfloat16, INT8: torch.int8}.get(cache_dtype, torch.uint8)
-        kv_cache = stock_cache(self.table.numel(), KV_HEADS, PAGE, HEAD_DIM, dtype, "NHD", "cuda")
-        if dtype is torch.bfloat16:
-            kv_cache.normal_()
-        else:
-            kv_cache.random_(*((-127, 128) if calls.int8 else (0, 0x78)))
-            for scale in calls.views(kv_cache)[2:4]:
-                if isinstance(scale, torch.Tensor):
-                    scale.fill_(0.01)
+        kv_cache = empty_cache(self.table.numel(), PAGE, cache_dtype, "cuda", KV_HEADS, HEAD_DIM)
+        fill_cache(kv_cache, SimpleNamespace(calls=calls))
         return calls, kv_cache
 
 

@@ -114,14 +114,14 @@ def test_parts_are_made_once_a_step() -> None:
     given = prompts_of(draw_batch([100, 40], [50, 10], 16))
     assert given.parts(16, None, 4) is given.parts(16, None, 4)
     assert given.parts(16, 20, 4) is not given.parts(16, None, 4)
-    assert given.pieces() is given.pieces()
-    assert prompts_of(draw_batch([100], [50], 16)).pieces() is None
+    assert given.pieces is given.pieces
+    assert prompts_of(draw_batch([100], [50], 16)).pieces is None
 
 
 def test_few_tokens_are_decoded_in_pieces() -> None:
     """The first piece of a request is filled up at its beginning; each sees what is before its own last token."""
     batch = draw_batch([100, 40, 70, 20], [3, 33, 17, 8], 16)
-    pieces = prompts_of(batch).pieces()
+    pieces = prompts_of(batch).pieces
     assert pieces is not None
     assert pieces.rows.view(-1, 8).tolist() == [
         [0, 0, 0, 0, 0, 0, 1, 2],
@@ -237,7 +237,7 @@ def test_memory_is_asked_for_where_copies_are_made(monkeypatch: pytest.MonkeyPat
         reserve(layer_of(cache_dtype)[0], output)
         reserve(GqaCalls(HEADS, 2, 64, 0.125, cache_dtype, max_tokens=1 << 30), output)
     assert len(asked) == 2 and set(asked) == {calls_module.COPY_BYTES}
-    reserve(layer_of(INT8, max_tokens=calls_module.copied_tokens(2, 64) + 1)[0], output)
+    reserve(layer_of(INT8, max_tokens=layer_of(INT8)[0].copied_tokens + 1)[0], output)
     assert asked[2] == calls_module.COPY_BYTES + (STATES + 1) * 100 * HEADS * 64 * 2, "parts, and what they merge to"
 
 
@@ -245,14 +245,14 @@ def test_memory_is_asked_for_where_copies_are_made(monkeypatch: pytest.MonkeyPat
 def test_a_layer_asks_for_copies_and_their_merges(cache_dtype: str, kv_dtype: str) -> None:
     s_aux = torch.zeros(HEADS)
     layer = layer_of(cache_dtype, s_aux=s_aux)[0]
-    limit = calls_module.copied_tokens(2, 64)
+    limit = layer.copied_tokens
     for max_tokens, merged in ((limit, False), (limit + 1, True)):
         _, prompt, _ = layer.shapes(torch.bfloat16, 16, max_tokens)
         assert prompt == PromptShape(HEADS, 64, "bfloat16", kv_dtype, sink=True, merged=merged)
     assert len(layer_of("auto")[0].shapes(torch.bfloat16, 16, limit + 1)) == 2
 
 
-def test_a_single_head_has_a_stride(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_single_head_has_a_stride() -> None:
     """Torch says 1 or anything for the stride of one head, and TMA refuses less than 16 bytes."""
     layer, flash = layer_of("auto")
     layer.kv_heads = 1

@@ -6,9 +6,7 @@ import pytest
 
 from tests.support import continuous_batching
 
-pytestmark = pytest.mark.skipif(
-    bool(continuous_batching.reason_against()), reason=continuous_batching.reason_against() or "none"
-)
+pytestmark = continuous_batching.needs_kernels()
 
 
 @pytest.mark.parametrize("model", continuous_batching.NAMES)

@@ -18,6 +18,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from scripts import make_hub_kernel
 from scripts.bench.vllm_models import counted_on
 from tests.support import tiny_models
@@ -83,13 +85,14 @@ def _take_steps_of_a_gpu() -> None:
     initialization.ensure_decode_fast_path_is_available = allow_pages
 
 
-def reason_against() -> str:
-    """Why transformers loads no kernel by a hub name here; empty where it does."""
+def needs_kernels() -> pytest.MarkDecorator:
+    """The mark of tests for which transformers must load kernels by a hub name."""
     if not find_spec("kernels") or not find_spec("transformers"):
-        return "needs transformers, and Hugging Face's kernels: make test-vllm"
+        return pytest.mark.skip("needs transformers, and Hugging Face's kernels: make test-vllm")
     from transformers.utils import is_kernels_available
 
-    return "" if is_kernels_available() else "needs the version of Hugging Face's kernels that transformers takes"
+    reason = "needs the version of Hugging Face's kernels that transformers takes"
+    return pytest.mark.skipif(not is_kernels_available(), reason=reason)
 
 
 def served(model_name: str, device: str, folder: Path) -> dict[str, Any]:

@@ -8,12 +8,14 @@ from typing import Any
 
 import torch
 
+from cute_kernels.gqa.reference import reference_gqa_decode
+
 
 @dataclass
 class FlashStandIn:
     """`flash_attn_varlen_func` of vLLM for the arguments that our backend passes; it keeps those of each call.
 
-    Rows of pages that a query does not see may hold NaN: they have no weight.
+    Rows of pages that a query does not see may hold NaN.
     """
 
     calls: list[dict[str, Any]] = field(default_factory=list)
@@ -39,6 +41,9 @@ class FlashStandIn:
         assert max(b - a for a, b in pairwise(starts)) <= max_seqlen_q
         assert q.dtype == k.dtype == v.dtype and options["fa_version"] == 3
         assert options["s_aux"] is None or options["s_aux"].dtype is torch.bfloat16
+        assert options["s_aux"] is None or not options["return_softmax_lse"], (
+            "FlashAttention's would have the sink in it"
+        )
         out = torch.zeros(q.shape, dtype=torch.float64, device=q.device)
         lse = torch.full((q.shape[1], q.shape[0]), -torch.inf, dtype=torch.float64, device=q.device)
         for i, (a, b) in enumerate(pairwise(starts)):
@@ -54,31 +59,14 @@ class FlashStandIn:
                 keys, values = (t[pages].flatten(0, 1)[:length] for t in (k, v))
             assert len(keys) <= max_seqlen_k
             if b > a:
-                out[a:b], lse[:, a:b] = _attention(q[a:b], keys, values, **options)
+                left, _ = options["window_size"]
+                (out[a:b],), (own_lse,) = reference_gqa_decode(
+                    q[a:b].unsqueeze(0), keys.unsqueeze(0), values.unsqueeze(0), layout="BSNH", s_aux=options["s_aux"],
+                    causal=options["causal"], window=None if left < 0 else left + 1,
+                    softcap=options["softcap"] or None, softmax_scale=options["softmax_scale"],
+                )  # fmt: skip
+                lse[:, a:b] = own_lse.transpose(0, 1)
         result = out.to(q.dtype)
         if options["out"] is not None:
             result = options["out"].copy_(result)
         return (result, lse.float()) if options["return_softmax_lse"] else result
-
-
-def _attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool, window_size: tuple[int, int],
-    softmax_scale: float, softcap: float, s_aux: torch.Tensor | None, **_: Any,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    k, v = (t.double().repeat_interleave(q.shape[1] // t.shape[1], dim=1) for t in (k, v))
-    scores = torch.einsum("qhd,khd->hqk", q.double(), k) * softmax_scale
-    if softcap:
-        scores = softcap * torch.tanh(scores / softcap)
-    own = torch.arange(len(k) - len(q), len(k), dtype=torch.int64, device=k.device).unsqueeze(1)
-    key = torch.arange(len(k), dtype=torch.int64, device=k.device)
-    seen = torch.ones(len(q), len(k), dtype=torch.bool, device=k.device)
-    if causal:
-        seen &= key <= own
-    if window_size[0] >= 0:
-        seen &= key >= own - window_size[0]
-    scores = scores.masked_fill(~seen, -torch.inf)
-    lse = scores.logsumexp(-1)
-    if s_aux is not None:
-        lse = torch.logaddexp(lse, s_aux.double().unsqueeze(1))
-    weights = (scores - lse.unsqueeze(-1)).exp()
-    return torch.einsum("hqk,khd->qhd", weights, v.nan_to_num()), lse

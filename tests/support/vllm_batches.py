@@ -127,7 +127,9 @@ def stock_cache(
     return torch.zeros(pages, page_size, kv_heads, width, dtype=dtype, device=device).transpose(1, 2)
 
 
-def empty_cache(pages: int, page_size: int, kv_cache_dtype: str, device: str = "cpu") -> torch.Tensor:
+def empty_cache(
+    pages: int, page_size: int, kv_cache_dtype: str, device: str = "cpu", kv_heads: int = KV_HEADS, d: int = HEAD_DIM
+) -> torch.Tensor:  # fmt: skip
     """What vLLM allocates for a layer with our backend."""
     dtype = {"auto": torch.bfloat16, INT8: torch.int8}.get(kv_cache_dtype, torch.uint8)
-    return stock_cache(pages, KV_HEADS, page_size, HEAD_DIM, dtype, "NHD", device)
+    return stock_cache(pages, kv_heads, page_size, d, dtype, "NHD", device)

@@ -3,13 +3,13 @@
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
-from cutlass import AddressSpace, BFloat16, Float8E4M3FN, Float16, Float32, Int8, Int32, Int64, const_expr
+from cutlass import AddressSpace, Float8E4M3FN, Float32, Int8, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import CopyG2ROp
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
-from cute_kernels.gqa.gather_spec import VALUES, WARP, KvGatherSpec
-
-DTYPES = {"bfloat16": BFloat16, "float16": Float16}
+from cute_kernels.gqa.append_spec import VALUES, WARP
+from cute_kernels.gqa.gather_spec import KvGatherSpec
+from cute_kernels.gqa.kernels.smem import DTYPES
 
 
 class KvGatherKernel:

@@ -32,11 +32,6 @@ FLASH_ATTENTION = 3
 """The version that prompts run on: the one that is made for Hopper."""
 
 
-def copied_tokens(kv_heads: int, head_dim: int) -> int:
-    """Tokens whose keys and values are there as 16-bit numbers at one time."""
-    return COPY_BYTES // (2 * 2 * kv_heads * head_dim)
-
-
 class CacheViews(NamedTuple):
     """A layer's cache as `gqa_decode` takes it: pages of `layout`; scales are None but for INT8."""
 
@@ -140,6 +135,16 @@ class GqaCalls:
     def quantized(self) -> bool:
         """Whether the cache has other numbers than queries."""
         return self.int8 or self.cache_dtype in FP8
+
+    @property
+    def copies_pages(self) -> bool:
+        """Whether prompts with tokens in the cache are given copies of its pages."""
+        return self.flash is not None and self.quantized
+
+    @property
+    def copied_tokens(self) -> int:
+        """Tokens whose keys and values are there as 16-bit numbers at one time."""
+        return COPY_BYTES // (2 * 2 * self.kv_heads * self.head_dim)
 
     def views(self, kv_cache: torch.Tensor) -> CacheViews:
         """Views of the layer's cache, made once: each slice costs the host a microsecond or two."""
@@ -247,21 +252,21 @@ class GqaCalls:
         output.copy_(out)
 
     def flash_attend(
-        self, query: torch.Tensor, k: torch.Tensor, v: torch.Tensor, output: torch.Tensor | None, **sequences: Any
-    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+        self, query: torch.Tensor, k: torch.Tensor, v: torch.Tensor, output: torch.Tensor, *, is_part: bool = False,
+        **sequences: Any,
+    ) -> torch.Tensor | None:  # fmt: skip
         """Attention by vLLM's FlashAttention 3, of what `sequences` say in its words, into `output`.
 
-        Without an output it is a part that is to be merged: returns the result and its log-sum-exps (tokens, heads)
-        without sinks.
+        Of a part, which is to be merged, sinks are left out, and its log-sum-exps (tokens, heads) are returned.
         """
         assert self.flash is not None
-        sinks = None if self.s_aux is None or output is None else self.s_aux.to(torch.bfloat16)
+        sinks = None if self.s_aux is None or is_part else self.s_aux.to(torch.bfloat16)
         found = self.flash(
             q=query, k=k, v=v, out=output, softmax_scale=self.scale, softcap=self.softcap or 0.0, s_aux=sinks,
-            window_size=(-1, -1) if self.window is None else (self.window - 1, 0),
-            return_softmax_lse=output is None, fa_version=FLASH_ATTENTION, **sequences,
+            window_size=(-1, -1) if self.window is None else (self.window - 1, 0), return_softmax_lse=is_part,
+            fa_version=FLASH_ATTENTION, **sequences,
         )  # fmt: skip
-        return None if output is not None else (found[0], found[1].transpose(0, 1))
+        return found[1].transpose(0, 1) if is_part else None
 
     def prefill_in_pieces(
         self, query: torch.Tensor, kv_cache: torch.Tensor, query_start_loc: torch.Tensor, seq_lens: torch.Tensor,
@@ -297,8 +302,8 @@ class GqaCalls:
                 alibi=self.alibi_slopes is not None,
             )
         ]
-        if self.flash is not None and self.quantized:
-            merged = max_tokens > copied_tokens(self.kv_heads, self.head_dim)
+        if self.copies_pages:
+            merged = max_tokens > self.copied_tokens
             shapes.append(PromptShape(self.heads, self.head_dim, name, kv_dtype, self.s_aux is not None, merged))
         if self._is_plain and not self.shares_cache:
             shapes.append(PrefillShape(self.heads, self.kv_heads, self.head_dim, name, (self.window,), packed=True))

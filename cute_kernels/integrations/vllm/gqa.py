@@ -15,6 +15,7 @@ import torch
 from vllm.config import get_current_vllm_config, get_current_vllm_config_or_none
 from vllm.logger import init_logger
 from vllm.v1.attention.backend import AttentionCGSupport, AttentionType
+from vllm.v1.attention.backends import fa_utils
 from vllm.v1.attention.backends.triton_attn import (
     TritonAttentionBackend,
     TritonAttentionImpl,
@@ -340,8 +341,6 @@ def _max_model_len() -> int:
 
 def _flash_attention(head_dim: int, alibi: bool, sinks: torch.Tensor | None) -> Callable[..., Any] | None:
     """VLLM's FlashAttention, where its version for a layer is the one that prompts run on. It takes bfloat16 sinks."""
-    from vllm.v1.attention.backends import fa_utils
-
     version = fa_utils.get_flash_attn_version(requires_alibi=alibi, head_size=head_dim)
     if version != FLASH_ATTENTION or (sinks is not None and sinks.dtype is not torch.bfloat16):
         return None
@@ -362,7 +361,7 @@ def _warm(builder: CuteAttentionMetadataBuilder, spec: Any, config: Any, device:
     for call in calls:
         shapes.update(dict.fromkeys(call.shapes(config.model_config.dtype, page, max_tokens)))
     batches = range(1, min(config.scheduler_config.max_num_seqs, WARM_BATCH_SIZES) + 1)
-    few = [MAX_QUERIES] if any(call.flash is not None and call.quantized for call in calls) else []
+    few = [MAX_QUERIES] if any(call.copies_pages for call in calls) else []
     tokens = sorted({1, builder.reorder_batch_threshold, *few})
     num_sms = torch.cuda.get_device_properties(device).multi_processor_count
     compile_shapes(tuple(shapes), tuple(batches), tuple(tokens), num_sms)

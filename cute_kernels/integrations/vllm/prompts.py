@@ -10,18 +10,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from cute_kernels.gqa.gather_op import gather_pages
-from cute_kernels.gqa.plan import MAX_S_Q as MAX_QUERIES
-from cute_kernels.integrations.vllm import calls as calls_module
+from cute_kernels.integrations.vllm.calls import COPY_BYTES, MAX_QUERIES, GqaCalls
 from cute_kernels.merge.op import merge_states
-
-if TYPE_CHECKING:
-    from cute_kernels.integrations.vllm.calls import GqaCalls
 
 FEW = 24
 """Tokens up to which a prompt is decoded: its keys are read once for each `MAX_QUERIES` of them, as codes.
@@ -144,12 +141,11 @@ class Prompts:
     starts_host: list[int]
     lengths_host: list[int]
     _parts: dict[tuple[int, int | None, int], list[list[Part]]] = field(default_factory=dict)
-    _pieces: tuple[Pieces | None] | None = None
 
-    @property
+    @cached_property
     def longest(self) -> int:
         """Query tokens of a request."""
-        return max(b - a for a, b in pairwise(self.starts_host))
+        return _longest(self.starts_host)
 
     def parts(self, page_size: int, window: int | None, limit: int) -> list[list[Part]]:
         """What `plan` says, made once for all layers with the same pages and window."""
@@ -161,32 +157,29 @@ class Prompts:
             self._parts[key] = [[self._part(run, page_size) for run in group] for group in runs]
         return self._parts[key]
 
+    @cached_property
     def pieces(self) -> Pieces | None:
         """The requests of few tokens, made once for all layers; None where there is none."""
-        if self._pieces is None:
-            self._pieces = (self._make_pieces(),)
-        return self._pieces[0]
-
-    def _make_pieces(self) -> Pieces | None:
         rows: list[int] = []
-        own: list[tuple[int, int]] = []
-        owners: list[tuple[int, int]] = []  # request, and its tokens after a piece
+        places: list[int] = []
+        owners: list[int] = []  # of each piece
+        after: list[int] = []  # tokens of its request that come after it
         for request, (begin, end) in enumerate(pairwise(self.starts_host)):
             if not 0 < end - begin <= FEW:
                 continue
             for first in range(end - -(-(end - begin) // MAX_QUERIES) * MAX_QUERIES, end, MAX_QUERIES):
-                own += [(len(rows) + i, first + i) for i in range(MAX_QUERIES) if first + i >= begin]
+                places += [len(rows) + i for i in range(MAX_QUERIES) if first + i >= begin]
                 rows += [max(first + i, begin) for i in range(MAX_QUERIES)]
-                owners.append((request, end - first - MAX_QUERIES))
+                owners.append(request)
+                after.append(end - first - MAX_QUERIES)
         if not rows:
             return None
-        numbers = [*rows, *(n for pair in own for n in pair), *(n for pair in owners for n in pair)]
-        moved = torch.tensor(numbers, dtype=torch.int64, device="cpu").to(self.lengths.device, non_blocking=True)
-        on_gpu, pairs, last = moved.split([len(rows), 2 * len(own), 2 * len(owners)])
-        places, tokens = pairs.view(-1, 2).unbind(1)
-        requests, after = last.view(-1, 2).unbind(1)
-        lengths = self.lengths.index_select(0, requests) - after.int()
-        return Pieces(on_gpu, lengths, self.block_table.index_select(0, requests), places, tokens)
+        lists = (rows, places, owners, after)
+        host = torch.tensor([n for numbers in lists for n in numbers], dtype=torch.int64, device="cpu")
+        moved = host.to(self.lengths.device, non_blocking=True).split([len(numbers) for numbers in lists])
+        lengths = self.lengths.index_select(0, moved[2]) - moved[3].int()
+        table = self.block_table.index_select(0, moved[2])
+        return Pieces(moved[0], lengths, table, moved[1], moved[0].index_select(0, moved[1]))
 
     def _part(self, run: Run, page_size: int) -> Part:
         device, (first, last) = self.lengths.device, run.requests
@@ -206,9 +199,13 @@ class Prompts:
             starts=self.starts[first : last + 1] - begins[0],
             # the host's lengths said which pages there are
             lengths=torch.minimum(self.lengths[first:last] - skipped, room),
-            longest=max(b - a for a, b in pairwise(begins)),
+            longest=_longest(begins),
             causal=run.causal,
         )
+
+
+def _longest(starts: Sequence[int]) -> int:
+    return max(end - begin for begin, end in pairwise(starts))
 
 
 # ---- attention
@@ -216,7 +213,7 @@ class Prompts:
 
 def page_limit(calls: GqaCalls, page_size: int) -> int:
     """Pages of a layer's cache that are copied at one time."""
-    return max(calls_module.copied_tokens(calls.kv_heads, calls.head_dim) // page_size, 1)
+    return max(calls.copied_tokens // page_size, 1)
 
 
 def reserve(calls: GqaCalls, output: torch.Tensor) -> None:
@@ -224,10 +221,10 @@ def reserve(calls: GqaCalls, output: torch.Tensor) -> None:
 
     Where a context may come in parts, that is their results as well, and what two of them are merged to.
     """
-    if calls.flash is None or not calls.quantized:
+    if not calls.copies_pages:
         return
-    size = calls_module.COPY_BYTES
-    if calls.max_tokens > calls_module.copied_tokens(calls.kv_heads, calls.head_dim):
+    size = COPY_BYTES
+    if calls.max_tokens > calls.copied_tokens:
         size += (STATES + 1) * output.numel() * output.element_size()
     torch.empty(size, dtype=torch.uint8, device=output.device)
 
@@ -255,7 +252,7 @@ def attend(
             block_table=prompts.block_table, causal=True,
         )  # fmt: skip
         return
-    pieces = prompts.pieces()
+    pieces = prompts.pieces
     if pieces is not None:
         rows = query.index_select(0, pieces.rows)
         found = torch.empty_like(rows)
@@ -264,42 +261,42 @@ def attend(
     k_codes, v_codes, *scales = views.tokens_first()
     k_codes, v_codes = _usual_strides(k_codes), _usual_strides(v_codes)
     k_scale, v_scale = scales or (k_scale, v_scale)
+
+    def attend_part(part: Part, out: torch.Tensor, is_part: bool = False) -> torch.Tensor | None:
+        k, v = gather_pages(k_codes, v_codes, k_scale, v_scale, part.pages, query.dtype)
+        return calls.flash_attend(
+            query[part.queries], k, v, out, is_part=is_part, cu_seqlens_q=part.starts, max_seqlen_q=part.longest,
+            seqused_k=part.lengths, max_seqlen_k=part.table.shape[1] * views.page_size, block_table=part.table,
+            causal=part.causal,
+        )  # fmt: skip
+
     for parts in prompts.parts(views.page_size, calls.window, page_limit(calls, views.page_size)):
-
-        def attend_part(part: Part, out: torch.Tensor | None) -> Any:
-            k, v = gather_pages(k_codes, v_codes, k_scale, v_scale, part.pages, query.dtype)
-            return calls.flash_attend(
-                query[part.queries], k, v, out, cu_seqlens_q=part.starts, max_seqlen_q=part.longest,
-                seqused_k=part.lengths, max_seqlen_k=part.table.shape[1] * views.page_size, block_table=part.table,
-                causal=part.causal,
-            )  # fmt: skip
-
+        own = output[parts[0].queries]
         if len(parts) == 1:
-            attend_part(parts[0], output[parts[0].queries])
+            attend_part(parts[0], own)
         else:
-            _merge(parts, attend_part, output[parts[0].queries], calls.s_aux)
+            _merge(parts, attend_part, own, calls.s_aux)
 
 
 def _merge(
-    parts: Sequence[Part], attend_part: Callable[[Part, None], Any], output: torch.Tensor, s_aux: torch.Tensor | None
-) -> None:
+    parts: Sequence[Part], attend_part: Callable[[Part, torch.Tensor, bool], torch.Tensor | None],
+    output: torch.Tensor, s_aux: torch.Tensor | None,
+) -> None:  # fmt: skip
     """Attention over parts of one context, at most `STATES` results at a time: what they merge to is the next first."""
     outs = output.new_empty((STATES, *output.shape))
     lses = output.new_empty(outs.shape[:-1], dtype=torch.float32)
     kept = 0
-    for i, part in enumerate(parts):
-        out, lse = attend_part(part, None)
-        outs[kept].copy_(out)
-        lses[kept].copy_(lse)
-        del out, lse
-        kept += 1
-        if i == len(parts) - 1:
-            merge_states(outs[:kept], lses[:kept], s_aux=s_aux, out=output)
-        elif kept == STATES:
+    for part in parts:
+        if kept == STATES:
             merged, merged_lse = merge_states(outs, lses)
             outs[0].copy_(merged)
             lses[0].copy_(merged_lse)
             kept = 1
+        lse = attend_part(part, outs[kept], True)
+        assert lse is not None
+        lses[kept].copy_(lse)
+        kept += 1
+    merge_states(outs[:kept], lses[:kept], s_aux=s_aux, out=output)
 
 
 def _usual_strides(t: torch.Tensor) -> torch.Tensor:

@@ -21,7 +21,7 @@ INT8_TIMES = 2.0  # what it must be faster by over INT8
 
 
 class Row(NamedTuple):
-    """A case that both backends have, or one of them."""
+    """A case that both backends have, or one of them: so many requests, with so many tokens in the cache or to come."""
 
     cache: str
     other: str
@@ -36,12 +36,12 @@ class Row(NamedTuple):
         return theirs / ours if ours and theirs else None
 
 
-def rows(found: Found) -> list[Row]:
-    """All cases, by cache, batch and context."""
-    backends = found.get("speed", {}).get("backends", {})
+def rows(found: Found, part: str = "speed", fields: tuple[str, str] = ("batch", "context")) -> list[Row]:
+    """All cases of a part, by cache and by the two numbers that `fields` names."""
+    backends = found.get(part, {}).get("backends", {})
 
     def cases(name: str) -> dict[tuple[int, int], Mapping[str, Any]]:
-        return {(case["batch"], case["context"]): case for case in backends.get(name, {}).get("cases", ())}
+        return {(case[fields[0]], case[fields[1]]): case for case in backends.get(name, {}).get("cases", ())}
 
     made = []
     for cache, ours, theirs, other in PAIRS:
@@ -119,7 +119,7 @@ def sparse(found: Found) -> list[str]:
 
 
 def _sparse_row(case: Mapping[str, Any]) -> list[str]:
-    ours, theirs = (us if isinstance(us := case.get(f"{name}_us"), float) else None for name in ("ours", "flashmla"))
+    ours, theirs = (_us(case, name) for name in ("ours", "flashmla"))
     ratio = theirs / ours if ours and theirs else None
     return [
         str(case["heads"]), str(case["requests"]), short(ours), short(theirs), times(ratio),
@@ -127,21 +127,25 @@ def _sparse_row(case: Mapping[str, Any]) -> list[str]:
     ]  # fmt: skip
 
 
+def _us(case: Mapping[str, Any], name: str) -> float | None:
+    """Microseconds; None where there is none, or words that say why."""
+    us = case.get(f"{name}_us")
+    return us if isinstance(us, float) else None
+
+
 def first(found: Found) -> list[str]:
     """Milliseconds to the first token."""
-    backends = found.get("first", {}).get("backends", {})
-    lines = []
-    for cache, ours, theirs, other in PAIRS:
-        mine, peer = (
-            {(case["requests"], case["tokens"]): case["ms"] for case in backends.get(name, {}).get("cases", ())}
-            for name in (ours, theirs)
-        )
-        for key in [key for key in mine if key in peer]:
-            cells = [short(mine[key]), short(peer[key]), times(peer[key] / mine[key])]
-            lines.append([f"{cache}, {other}", f"{key[0]} x {key[1]}", *cells])
-    if not lines:
+    made = [row for row in rows(found, "first", ("requests", "tokens")) if row.times("ms")]
+    if not made:
         return []
     header = ("cache, other backend", "requests x tokens", "first token, ms", "other's", "faster")
+    lines = [
+        [
+            f"{row.cache}, {row.other}", f"{row.batch} x {row.context}", short(row.ours["ms"]),
+            short(row.theirs["ms"]), times(row.times("ms")),
+        ]
+        for row in made
+    ]  # fmt: skip
     return [f"{found['first']['layers']} layers of Llama 3 8B's shapes:", "", *table(header, lines)]
 
 
@@ -154,7 +158,7 @@ def prompts(found: Found) -> list[str]:
         (True, "requests x new tokens, in the cache", CONTINUED),
     ):
         lines = [
-            [_prompt(case), *(short(us if isinstance(us := case.get(f"{key}_us"), float) else None) for key in columns)]
+            [_prompt(case), *(short(_us(case, name)) for name in columns)]
             for case in cases
             if bool(case["context"]) is kept
         ]

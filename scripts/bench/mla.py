@@ -28,10 +28,11 @@ from fp8_mla import QK_DIM, TOKEN_BYTES, V_DIM, pack, read_pages, reference_deco
 from fp8_mla.formats import V3_2, TokenFormat
 from scripts.bench import records
 from scripts.bench.in_layer import prepare, time_calls, time_together
-from scripts.bench.peers import OURS, Peer, entries, load, ready, ways
+from scripts.bench.peers import OURS, PEER_LIMIT, Peer, entries, load, ready, ways
 from scripts.bench.timing import Expected, host_times, sets_to_outgrow_l2
 from tests.support.compare import Comparison, check_decode, compare, relative_error
 from tests.support.mla_cases import DecodeCase, generator, latent_tokens
+from tests.support.values import FAMILIES, fill_pages, query, sort_indices
 
 PAGE_SIZE = 64
 CONTEXT = 32768
@@ -248,17 +249,25 @@ def tokens_spread(bench: DecodeBench) -> int:
 
 
 class Caches:
-    """The caches that all cases share, made when first asked for."""
+    """The caches that all cases share, made when first asked for.
 
-    def __init__(self, tokens: int, device: str = "cuda") -> None:
+    family  of values, see `tests.support.values`
+    run     tokens of a context, within which a family may sort them
+    """
+
+    def __init__(self, tokens: int, device: str = "cuda", family: str = "normal", run: int = 0) -> None:
         self._pages, self._device = -(-tokens // PAGE_SIZE), device
+        self._family, self._run = family, run
         self._fp8: torch.Tensor | None = None
         self._bf16: torch.Tensor | None = None
 
     @property
     def fp8(self) -> torch.Tensor:
-        """(pages, 64, 656) uint8 of N(0,1) latents."""
-        if self._fp8 is None:
+        """(pages, 64, 656) uint8."""
+        if self._fp8 is None and self._family != "normal":
+            made = torch.empty((self._pages, PAGE_SIZE, TOKEN_BYTES), dtype=torch.uint8, device=self._device)
+            self._fp8 = fill_pages(made, self._family, V3_2, run=self._run, seed=1)
+        elif self._fp8 is None:
             tokens = latent_tokens(self._pages * PAGE_SIZE, generator(1, self._device))
             self._fp8 = tokens.view(self._pages, PAGE_SIZE, TOKEN_BYTES)
         return self._fp8
@@ -273,21 +282,28 @@ class Caches:
                 self._bf16[start : start + 4096, :, 0] = unpack(self.fp8[start : start + 4096])
         return self._bf16
 
+    def drop_bf16(self) -> None:
+        """Frees the tokens that were unpacked."""
+        self._bf16 = None
+
 
 def import_peer() -> types.ModuleType | str:
     """FlashMLA's module, or why there is none."""
     return load("flash_mla")
 
 
-def decode_inputs(bench: DecodeBench, cache: torch.Tensor) -> list[DecodeCase]:
-    """The rotated input sets of one case, over one cache."""
+def decode_inputs(bench: DecodeBench, cache: torch.Tensor, family: str = "normal") -> list[DecodeCase]:
+    """The rotated input sets of one case, over one cache of the same family of values.
+
+    Where the family sorts, so are lists of keys, and the pages of a sequence follow each other in the cache.
+    """
     device = str(cache.device)
     gen = generator(bench.batch * 1000 + bench.h_q + bench.s_q, device)
     num_pages = cache.shape[0]
     lengths = torch.tensor(bench.lengths, dtype=torch.int32, device=device)
     cases = []
     for number in range(bench.sets):
-        q = torch.randn((bench.batch, bench.s_q, bench.h_q, QK_DIM), generator=gen, device=device).bfloat16()
+        q = query(family, (bench.batch, bench.s_q, bench.h_q, QK_DIM), gen)
         if bench.mode == "sparse":
             contexts = num_pages * PAGE_SIZE // CONTEXT
             first = (torch.arange(bench.batch, device=device) + number * bench.batch) % contexts * CONTEXT
@@ -295,9 +311,14 @@ def decode_inputs(bench: DecodeBench, cache: torch.Tensor) -> list[DecodeCase]:
             order = torch.rand((bench.batch * bench.s_q, CONTEXT), generator=gen, device=device)
             picked = order.topk(bench.keys, sorted=False).indices.view(bench.batch, bench.s_q, bench.keys)
             indices = (picked + first.view(-1, 1, 1)).int()
+            if FAMILIES[family].sorted:
+                sort_indices(indices)
             cases.append(DecodeCase(q, cache, indices=indices, topk_length=lengths if bench.ragged else None))
             continue
-        pages = torch.randperm(num_pages, generator=gen, device=device)[: bench.batch * bench.keys // PAGE_SIZE]
+        needed = bench.batch * bench.keys // PAGE_SIZE
+        pages = torch.randperm(num_pages, generator=gen, device=device)[:needed]
+        if FAMILIES[family].sorted:
+            pages = torch.arange(number * needed, (number + 1) * needed, device=device)
         cases.append(DecodeCase(q, cache, block_table=pages.view(bench.batch, -1).int(), cache_seqlens=lengths))
     return cases
 
@@ -467,8 +488,9 @@ def _peers(
     caches: Caches,
     peer: types.ModuleType | str,
     rows: list[int],
+    limit: float = PEER_LIMIT,
 ) -> dict[str, Peer]:
-    """FlashMLA's FP8 kernel for sparse cases, its bf16 kernel for dense ones."""
+    """FlashMLA's FP8 kernel for sparse cases, its bf16 kernel for dense ones; `limit` of its relative error."""
     if isinstance(peer, str):
         return {}
 
@@ -476,7 +498,7 @@ def _peers(
         calls, note = _peer_calls(bench, inputs, caches, peer)
         out = calls[0]()[0][:, :, : bench.h_q]
         expected, _ = reference_decode(**inputs[0].rows(rows).arguments())
-        return Peer(prepare(calls), relative_error(out[rows], expected), note)
+        return Peer(prepare(calls), relative_error(out[rows], expected), note, limit=limit)
 
     return {"flash_mla" if bench.mode == "sparse" else "flash_mla_bf16": ready(make)}
 

@@ -22,10 +22,11 @@ import cute_kernels
 from fp8_mla import FORMATS, TokenFormat, pack, read_pages, reference_decode, unpack, write_pages
 from scripts.bench import records
 from scripts.bench.in_layer import prepare, time_together
-from scripts.bench.peers import OURS, Peer, entries, ready, ways
+from scripts.bench.peers import OURS, PEER_LIMIT, Peer, entries, ready, ways
 from scripts.bench.timing import Expected, sets_to_outgrow_l2
 from tests.support.compare import Comparison, compare, relative_error, rounding_noise
 from tests.support.mla_cases import PoisonedOutput, generator
+from tests.support.values import FAMILIES, fill_pages, query, sort_indices
 
 WINDOW: Final = 128
 WINDOW_TOKENS: Final = 1 << 17
@@ -140,21 +141,23 @@ CASES: Final = _cases()
 
 
 class FormatCaches:
-    """Paged caches of N(0,1) tokens, made when first asked for; pages end where engines let them end."""
+    """Paged caches of a family of values, made when first asked for; pages end where engines let them end."""
 
-    def __init__(self, device: str = "cuda") -> None:
-        self.device = device
+    def __init__(self, device: str = "cuda", family: str = "normal") -> None:
+        self.device, self.family = device, family
         self._made: dict[tuple[str, int, int], torch.Tensor] = {}
 
-    def get(self, name: str, tokens: int, page_size: int) -> torch.Tensor:
-        """(pages, page_size, bytes) uint8, planar where the format may be."""
+    def get(self, name: str, tokens: int, page_size: int, run: int = 0) -> torch.Tensor:
+        """(pages, page_size, bytes) uint8, planar where the format may be; a family may sort each `run` tokens."""
         key = (name, tokens, page_size)
         if key not in self._made:
-            self._made[key] = self._fill(FORMATS[name], tokens, page_size)
+            self._made[key] = self._fill(FORMATS[name], tokens, page_size, run)
         return self._made[key]
 
-    def _fill(self, token_format: TokenFormat, tokens: int, page_size: int) -> torch.Tensor:
+    def _fill(self, token_format: TokenFormat, tokens: int, page_size: int, run: int) -> torch.Tensor:
         cache = empty_cache(token_format, tokens, page_size, self.device)
+        if self.family != "normal":
+            return fill_pages(cache, self.family, token_format, run=run, seed=4)
         gen = generator(4, self.device)
         for start in range(0, tokens, TOKENS_PER_CHUNK):
             slots = torch.arange(start, min(start + TOKENS_PER_CHUNK, tokens), device=self.device)
@@ -173,22 +176,23 @@ def empty_cache(token_format: TokenFormat, tokens: int, page_size: int, device: 
     return memory.as_strided((pages, page_size, size), (stride, size, 1))
 
 
-def inputs(bench: FormatBench, caches: FormatCaches) -> list[dict[str, Any]]:
-    """The arguments of each call of the rotated input sets."""
+def inputs(bench: FormatBench, caches: FormatCaches, family: str = "normal") -> list[dict[str, Any]]:
+    """The arguments of each call of the rotated input sets, over caches of the same family of values."""
     device, gen = caches.device, generator(bench.batch * 1000 + bench.h_q + bench.s_q, caches.device)
-    compressed = caches.get(bench.formats[-1], CONTEXT * CONTEXTS, bench.page_size)
-    window = caches.get(bench.formats[0], WINDOW_TOKENS, 64) if bench.extra_topk else compressed
+    compressed = caches.get(bench.formats[-1], CONTEXT * CONTEXTS, bench.page_size, CONTEXT)
+    window = caches.get(bench.formats[0], WINDOW_TOKENS, 64, WINDOW) if bench.extra_topk else compressed
     sinks = torch.randn((bench.h_q,), generator=gen, dtype=torch.float32, device=device)
     lengths = torch.tensor(bench.extra_lengths, dtype=torch.int32, device=device)
     d_qk = FORMATS[bench.formats[0]].d_qk
     made = []
     for number in range(bench.sets):
         shape = (bench.batch, bench.s_q, bench.h_q, d_qk)
-        q = torch.randn(shape, generator=gen, dtype=torch.float32, device=device).bfloat16()
+        q = query(family, shape, gen)
         requests = torch.arange(bench.batch, device=device) + number * bench.batch
         call: dict[str, Any] = {"q": q, "kv_cache": window, "cache_format": bench.formats[0], "s_aux": sinks}
         if not bench.extra_topk:
-            made.append({**call, "indices": _picked(bench, requests, bench.topk, gen)})
+            call["indices"] = _picked(bench, requests, bench.topk, gen, family)
+            made.append(call)
             continue
         first = requests * WINDOW % WINDOW_TOKENS
         call["indices"] = _consecutive(bench, first, WINDOW)
@@ -197,7 +201,7 @@ def inputs(bench: FormatBench, caches: FormatCaches) -> list[dict[str, Any]]:
             call["extra_indices"] = _consecutive(bench, requests % CONTEXTS * CONTEXT, bench.extra_topk)
             call["extra_topk_length"] = lengths
         else:
-            call["extra_indices"] = _picked(bench, requests, bench.extra_topk, gen)
+            call["extra_indices"] = _picked(bench, requests, bench.extra_topk, gen, family)
         made.append(call)
     return made
 
@@ -207,11 +211,14 @@ def _consecutive(bench: FormatBench, first: torch.Tensor, keys: int) -> torch.Te
     return slots.expand(-1, bench.s_q, -1).int().contiguous()
 
 
-def _picked(bench: FormatBench, requests: torch.Tensor, keys: int, gen: torch.Generator) -> torch.Tensor:
-    """Different entries of each request's context, in any order, as an indexer picks them."""
+def _picked(bench: FormatBench, requests: torch.Tensor, keys: int, gen: torch.Generator, family: str) -> torch.Tensor:
+    """Different entries of each request's context, in any order, as an indexer picks them; sorted as a family asks."""
     order = torch.rand((bench.batch * bench.s_q, CONTEXT), generator=gen, dtype=torch.float32, device=gen.device)
     picked = order.topk(keys, sorted=False).indices.view(bench.batch, bench.s_q, keys)
-    return (picked + (requests % CONTEXTS * CONTEXT).view(-1, 1, 1)).int()
+    indices = (picked + (requests % CONTEXTS * CONTEXT).view(-1, 1, 1)).int()
+    if FAMILIES[family].sorted:
+        sort_indices(indices)
+    return indices
 
 
 def run(
@@ -299,9 +306,13 @@ def _keys_of(
 
 
 def _peers(
-    bench: FormatBench, calls_of: Sequence[Mapping[str, Any]], peer: types.ModuleType | str, rows: list[int]
+    bench: FormatBench,
+    calls_of: Sequence[Mapping[str, Any]],
+    peer: types.ModuleType | str,
+    rows: list[int],
+    limit: float = PEER_LIMIT,
 ) -> dict[str, Peer]:
-    """FlashMLA's V4 kernel."""
+    """FlashMLA's V4 kernel; `limit` of its relative error."""
     if isinstance(peer, str) or set(bench.formats) != {PEER_FORMAT}:
         return {}
 
@@ -311,7 +322,7 @@ def _peers(
         out = calls[0]()[0][:, :, : bench.h_q]
         expected, _ = reference_decode(**some_rows(calls_of[0], rows))
         note = "" if heads == bench.h_q else f"q padded to {heads} heads"
-        return Peer(prepare(calls), relative_error(out[rows], expected), note)
+        return Peer(prepare(calls), relative_error(out[rows], expected), note, limit=limit)
 
     return {"flash_mla": ready(make)}
 

@@ -54,7 +54,7 @@ MORE_TEXT_KEYS: Final = ("tvm_ffi", "cuda", "cudnn", "python")
 """Versions that records from before 2026-11-24 lack."""
 RELIABILITY_COUNTS: Final = ("calls", "invalid_calls", "wrong", "faults")
 UNKNOWN: Final = "unknown"
-AT_MOST: Final = ("us", "us_sustained")
+AT_MOST: Final = ("us", "us_sustained", "worst_ratio", "slow_ratio")
 """Figures of which less is better; of all others that a case must reach, more is."""
 
 

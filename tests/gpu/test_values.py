@@ -107,7 +107,7 @@ def test_splits_change_results_by_rounding_only(run_decode: Any, form: str, fami
 @pytest.mark.parametrize("family", ["tokens", "tokens and tiles", "unwritten", "rising"])
 @pytest.mark.parametrize("h_q", [16, 64])
 def test_nothing_passes_from_one_work_tile_to_the_next(run_decode: Any, h_q: int, family: str) -> None:
-    """A CTA has several of these queries; with few heads, which one kernel serves, each has the bits that it has alone."""
+    """A CTA has several queries. With few heads, which one kernel serves, each has the bits that it has alone."""
     case = refill(sparse_case(batch=300, h_q=h_q, topk=192, device="cuda"), family)
     run_decode(case, num_splits=1)
     out, lse = mla_fp8_decode(case.q, case.kv_cache, **case.options(), num_splits=1, return_lse=True)

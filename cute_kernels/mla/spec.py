@@ -19,7 +19,6 @@ SCORES = ("exact", "fp8")
 MASKED_SCALE = 2.0**-6  # of a masked key: in range of the weights of both kernels, so its tile takes the fast path
 CACHE_FORMAT = V3_2.name  # that `MlaDecodeSpec` reads; `LatentDecodeSpec` reads the others
 PARTIAL_FLOATS = V3_2.d_v // 2 + V3_2.d_v // BLOCK_SCALE_VALUES + 1  # float16 O, block scales, LSE
-V_WEIGHT = 2.0**7  # times a scale between 2^-12 and 1 (values up to 448), any code is a normal float16 number
 ROLES = ("load", "QK", "PV 0", "PV 1")  # warpgroups, as a traced kernel numbers them; load includes the softmax
 EVENTS = (("wait", "load", "softmax"), ("wait", "QK", "store S"), ("wait", "PV"), ("wait", "PV"))  # of a key tile
 

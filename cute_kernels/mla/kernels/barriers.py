@@ -12,7 +12,7 @@ class NamedBarrier(IntEnum):
 
     QK = 1  # the QK warpgroups: votes on Q, and its hand-over
     STORED = 3  # both PV warpgroups: a partial is in global memory
-    PV = 5  # and 6: one PV warpgroup, P x scale of 16 keys is complete
+    SOFTMAX = 5  # the softmax: votes on the scales of a key tile
 
 
 def barriers(spec: MlaDecodeSpec) -> Rings:

@@ -6,7 +6,6 @@ from cutlass import BFloat16, Float8E4M3FN, Float32, Int32
 
 from cute_kernels.device import softmax, wgmma
 from cute_kernels.mla.kernels.barriers import NamedBarrier
-from cute_kernels.mla.kernels.convert_q import PreparedQ
 from cute_kernels.mla.kernels.tile import NOPE, QUANT_TILE, QUANT_TILES, ROPE
 from cute_kernels.mla.spec import MlaDecodeSpec
 
@@ -53,11 +52,14 @@ class Fp8QConverter:
         self.rounds = QUANT_TILES // self.step  # quant tiles of a thread
 
     @cute.jit
-    def prepare(self, smem, scale_log2: Float32, loads: Int32, tid: Int32):
-        """Converts the Q of a work tile, after `loads` loads of Q; no QK is under way."""
+    def prepare(self, smem, scale_log2: Float32, load: Int32, tid: Int32) -> Int32:
+        """Converts the Q of a work tile, that of the load-th load; returns 1 if quant tiles have powers of their own.
+
+        No QK is under way.
+        """
         head, first = tid % self.heads, tid // self.heads
         sPower = smem.q_power.get_tensor(cute.make_layout((self.heads, QUANT_TILES)))
-        cute.arch.mbarrier_wait(smem.q_full.ptr, loads % 2)
+        cute.arch.mbarrier_wait(smem.q_full.ptr, load % 2)
         rope_peak = Float32(0.0)
         for i in cutlass.range(self.rounds, unroll=1):
             j = first + i * self.step
@@ -93,7 +95,7 @@ class Fp8QConverter:
             sPower[head, 0] = scale_log2 * (softmax.power_of_two(-shift) + (largest - largest))
         cute.arch.fence_proxy("async.shared", space="cta")  # ordinary stores, read by wgmma
         cute.arch.barrier(barrier_id=NamedBarrier.QK, number_of_threads=self.threads)
-        return PreparedQ(1 - fits, loads + 1)
+        return 1 - fits
 
     def chunk(self, smem, row: Int32, c):
         """16 bytes of a row of Q, the c-th: columns 8 c and on of its bf16 form."""

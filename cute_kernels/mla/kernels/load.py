@@ -267,7 +267,8 @@ class KeyLoader:
         if lane < 16:
             scale = cute.recast_ptr(smem.scale.data_ptr(), dtype=Uint8)
             start = cute.assume((stage * TOKENS_PER_TILE + first + lane) * SCALES_BYTES, divby=CHUNK_BYTES)
-            self.copy_or_clear(address + token_cache.SCALE_OFFSET, scale + start, Int32(CHUNK_BYTES))
+            size = Int32(cutlass.select_(counts != 0, Int32(CHUNK_BYTES), Int32(0)))  # scales of masked keys are 0
+            self.copy_or_clear(address + token_cache.SCALE_OFFSET, scale + start, size)
         for i in cutlass.range_constexpr(16 // ROWS_PER_STEP):
             copied = ROWS_PER_STEP * i + lane // 8  # row of the warp's 16
             upper = Int64(cute.arch.shuffle_sync(high, copied)) << 32

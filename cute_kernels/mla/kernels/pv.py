@@ -1,6 +1,6 @@
 """The two PV warpgroups of the MLA decode kernel: O^T += V^T P^T for 256 of 512 values each, and the epilogue."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -11,15 +11,16 @@ from cute_kernels.device import registers, softmax, wgmma
 from cute_kernels.device.ring import ring_slot
 from cute_kernels.device.trace import Tracer
 from cute_kernels.mla.kernels.arguments import Results
-from cute_kernels.mla.kernels.barriers import NamedBarrier
 from cute_kernels.mla.kernels.load import issue_tma
 from cute_kernels.mla.kernels.merge import PartialMerger
 from cute_kernels.mla.kernels.scheduler import Scheduler, WorkTable, WorkTile
 from cute_kernels.mla.kernels.smem import (
+    BFLOAT16,
     CODES_BYTES,
     LINE_BYTES,
-    OUT_OF_RANGE,
+    NEW_UNIT,
     RESCALE_O,
+    V_UNIT,
     WARPS,
     copy_columns,
     head_of_column,
@@ -27,30 +28,29 @@ from cute_kernels.mla.kernels.smem import (
     line_offset,
     p_layout,
     scale_tensor,
-    scaled_p_layout,
     swap_odd_halves,
     tiled_mmas,
     weights,
 )
-from cute_kernels.mla.kernels.tile import TILE_BYTES
-from cute_kernels.mla.spec import EVENTS, NARROW, ROLES, TOKENS_PER_TILE, V_WEIGHT, MlaDecodeSpec
+from cute_kernels.mla.kernels.tile import QUANT_TILES, TILE_BYTES
+from cute_kernels.mla.kernels.value_units import inverse_power, v_moves, v_units
+from cute_kernels.mla.spec import EVENTS, NARROW, ROLES, TOKENS_PER_TILE, MlaDecodeSpec
 
 ROW_BLOCKS = 4  # of 64 rows of O^T, of a warpgroup: two of a thread's eight values each
 KEY_BLOCKS = TOKENS_PER_TILE // 16
-EXACT_WEIGHT = 2.0**-8  # replaces V_WEIGHT in bf16: P is up to 2^15, and O is to hold what V does
 BYTE_PAIRS = (0x5140, 0x7362)  # PRMT: two values of two keys, for rows m even and odd
 
 
 class Epilogue(NamedTuple):
     """What is stored of a work tile: O^T times `factor` of each column, and the log-sum-exp of head `tid`.
 
-    is_exact  1 if a partial has block scales: O has been summed by `add_exactly`
+    has_scales  1 if a partial has block scales of its own: O is not in units of V_UNIT, or V was not float16
     """
 
     acc_o: list
     factor: cute.Tensor
     lse: Float32
-    is_exact: Int32
+    has_scales: Int32
 
 
 @cute.jit
@@ -68,12 +68,11 @@ class PvWarpgroups:
 
     A warp has 64 neighbouring values of V, so one quant tile, and a thread eight of them: its rows g and g + 8 of four
     blocks of 64 rows of O^T. It reads eight codes of each of four keys at once; two byte permutations and four
-    conversions make its part of V^T of two blocks. Scales, times V_WEIGHT, are applied to V:
+    conversions make its part of V^T of two blocks. Scales are applied to V, relative to the unit of O_j:
 
-        O_j += (scale_j code_j) P                            rounded to float16 once more
+        O_j += (weight_j code_j) P                           rounded to float16 once more
 
-    where float16 holds that product of any code. From the first tile of a work tile where it does not, they are applied
-    to P, in bf16 (`add_exactly`).
+    A key tile whose weights float16 does not hold is multiplied in bfloat16, in the same units (`add_bfloat16`).
     """
 
     def __init__(self, spec: MlaDecodeSpec):
@@ -82,7 +81,7 @@ class PvWarpgroups:
         self.columns = spec.heads // 4  # of a thread
         self.v_fragments = 2 * ROW_BLOCKS if spec.few_heads else 2  # half of them is made while wgmma reads the others
         self.scheduler = Scheduler(spec)
-        self.weight = V_WEIGHT  # that O is multiplied by
+        self.unit = V_UNIT  # of partials without block scales
         if spec.split:
             self.merger = PartialMerger(spec)
         self.tracer = Tracer(spec.trace, len(ROLES))
@@ -125,12 +124,12 @@ class PvWarpgroups:
         tid: Int32,
     ):
         """O of the key tiles done, done + 1, ... of a work tile, and its epilogue."""
-        mma, mma_exact = tiled_mmas(self.heads)
+        mma, mma_bfloat16 = tiled_mmas(self.heads)
         shape = mma.partition_shape_C((TOKENS_PER_TILE, self.heads))
         acc_o = [cute.make_rmem_tensor(shape, Float32) for _ in range(ROW_BLOCKS)]
         for m in cutlass.range_constexpr(ROW_BLOCKS):
             acc_o[m].fill(0.0)
-        is_exact = Int32(0)
+        has_scales = Int32(0)
         raw = [cute.make_rmem_tensor((2, 4), Int32) for _ in range(2)]  # codes of a block of keys, and of the next one
         line = self.line(wg, tid)
         for tile in cutlass.range(done, done + tiles, unroll=1):
@@ -143,15 +142,11 @@ class PvWarpgroups:
             self.stamp(smem, tile, 0, 1, wg, tid)
             self.stamp(smem, tile, 1, 0, wg, tid)
             flags = self.flags(smem, p_stage)
-            if flags & RESCALE_O != 0 and tile > done:
-                self.rescale(smem, acc_o, p_stage, tid)
-            if is_exact == 0 and flags & OUT_OF_RANGE != 0:
-                is_exact = Int32(1)
-                for m in cutlass.range_constexpr(ROW_BLOCKS):
-                    for i in cutlass.range_constexpr(cute.size(acc_o[m])):
-                        acc_o[m][i] *= EXACT_WEIGHT / V_WEIGHT
-            if is_exact != 0:
-                self.add_exactly(smem, mma_exact, acc_o, stage, p_stage, line, wg, tid)
+            if flags & (RESCALE_O | NEW_UNIT) != 0 and tile > done:
+                self.rescale(smem, acc_o, flags, p_stage, wg, tid)
+            if flags & BFLOAT16 != 0:
+                has_scales = Int32(1)
+                self.add_bfloat16(smem, mma_bfloat16, acc_o, stage, p_stage, line, wg, tid)
                 cute.arch.mbarrier_arrive(smem.empty.data_ptr() + stage)
                 self.load_announced(smem, page_tma, tile, wg, tid)
             else:
@@ -162,23 +157,29 @@ class PvWarpgroups:
         factor = cute.make_rmem_tensor(self.columns, Float32)
         factor.fill(0.0)
         lse, sLse = -Float32.inf, smem.lse.get_tensor(cute.make_layout((self.heads, 2)))
+        unit = Float32(V_UNIT)
         if tiles > 0:
             p_stage = (done + tiles - 1) % 2
             inverse_sums = smem.inverse_sum.get_tensor(cute.make_layout(2 * self.heads))
             copy_columns(inverse_sums, tid, p_stage * self.heads, factor)
             if tid < self.heads:
                 lse = sLse[tid, p_stage]
+            units = v_units(smem)
+            unit = units[self.quant_tile(wg, tid), p_stage]
+            for j in cutlass.range_constexpr(QUANT_TILES):
+                if units[j, p_stage] != V_UNIT:
+                    has_scales = Int32(1)
             cute.arch.mbarrier_arrive(smem.p_empty.data_ptr() + p_stage)
-        # a partial stays multiplied by V_WEIGHT, whose inverse is its block scale
-        inverse_weight = 1.0 if self.spec.split else 1.0 / V_WEIGHT
+        # a partial without block scales stays in units of V_UNIT, which is then the scale of all
         if const_expr(self.spec.balanced):
-            inverse_weight = cutlass.select_(is_whole != 0, Float32(1.0 / V_WEIGHT), Float32(1.0))
-        weight = Float32(cutlass.select_(is_exact != 0, Float32(1.0 / EXACT_WEIGHT), Float32(inverse_weight)))
+            unit = cutlass.select_(is_whole | has_scales != 0, unit, Float32(1.0))
+        elif const_expr(self.spec.split):
+            unit = cutlass.select_(has_scales != 0, unit, Float32(1.0))
         for c in cutlass.range_constexpr(self.columns):
-            factor[c] *= weight
+            factor[c] *= unit
         # located again, not kept: each register counts while O is held
         work = self.scheduler.locate(registers.opaque(index), table)
-        epilogue = Epilogue(acc_o, factor, lse, is_exact)
+        epilogue = Epilogue(acc_o, factor, lse, has_scales)
         if const_expr(self.spec.balanced):
             if is_whole != 0:
                 self.store_result(epilogue, results, work, wg, tid)
@@ -212,19 +213,27 @@ class PvWarpgroups:
             issue_tma(smem, page_tma, stage, rope_stage, page, tile_of_page)
 
     @cute.jit
-    def rescale(self, smem, acc_o, p_stage: Int32, tid: Int32):
-        """Makes O relative to the row_max of this tile."""
+    def rescale(self, smem, acc_o, flags: Int32, p_stage: Int32, wg: Int32, tid: Int32):
+        """Makes O relative to the row_max and the units of this tile."""
         factor = cute.make_rmem_tensor(self.columns, Float32)
         copy_columns(smem.rescaling.get_tensor(cute.make_layout(2 * self.heads)), tid, p_stage * self.heads, factor)
+        if flags & NEW_UNIT != 0:
+            move = v_moves(smem)[self.quant_tile(wg, tid), p_stage]
+            for c in cutlass.range_constexpr(self.columns):
+                factor[c] *= move
         for m in cutlass.range_constexpr(ROW_BLOCKS):
             o = wgmma.by_row(acc_o[m])
             for r in cutlass.range_constexpr(2):
                 for c in cutlass.range_constexpr(self.columns):
                     o[r, c] *= factor[c]
 
+    def quant_tile(self, wg: Int32, tid: Int32) -> Int32:
+        """The quant tile of a thread's values."""
+        return 2 * wg + tid // 64
+
     @cute.jit
     def flags(self, smem, p_stage: Int32) -> Int32:
-        """RESCALE_O and OUT_OF_RANGE of a tile, from all warps of the softmax."""
+        """RESCALE_O, NEW_UNIT and BFLOAT16 of a tile, from all warps of the softmax."""
         words = cute.make_rmem_tensor(WARPS, Int32)
         pointer = smem.flags.data_ptr() + cute.assume(WARPS * p_stage, divby=WARPS)
         cute.autovec_copy(cute.make_tensor(pointer, cute.make_layout(WARPS)), words)
@@ -253,10 +262,10 @@ class PvWarpgroups:
             source = cute.make_tensor(cute.recast_ptr(pointer, dtype=Int32), cute.make_layout(2))
             cute.autovec_copy(source, raw[None, i])
 
-    def p_operands(self, smem, mma: cute.TiledMma, tid: Int32) -> cute.Tensor:
+    def p_operands(self, smem, mma: cute.TiledMma, tid: Int32, dtype: Any = Float16) -> cute.Tensor:
         """P^T as the second operand: (.., block of 16 keys, stage)."""
         layout = p_layout(self.heads)
-        sP = smem.p.get_tensor(layout.outer, swizzle=layout.inner)
+        sP = smem.p.get_tensor(layout.outer, swizzle=layout.inner, dtype=dtype)
         return mma.make_fragment_B(mma.get_slice(tid).partition_B(sP))
 
     @cute.jit
@@ -270,7 +279,7 @@ class PvWarpgroups:
         rP = self.p_operands(smem, mma, tid)[None, None, None, p_stage]
         shape = mma.partition_shape_A((TOKENS_PER_TILE, 16))
         fragments = [mma.make_fragment_A(shape) for _ in range(self.v_fragments)]
-        quant_tile = 2 * wg + tid // 64
+        quant_tile = self.quant_tile(wg, tid)
         for block in cutlass.range_constexpr(KEY_BLOCKS):
             key_weights = cute.make_rmem_tensor(4, Float16)
             start = weights(smem, p_stage, quant_tile, tid)[None, block // 2].iterator + block % 2 * 4
@@ -299,44 +308,35 @@ class PvWarpgroups:
                         warpgroup.wait_group(1)
 
     @cute.jit
-    def add_exactly(self, smem, mma: cute.TiledMma, acc_o, stage: Int32, p_stage: Int32, line: Int32, wg, tid):
-        """O^T += V^T (P scale)^T in bf16, whose range is that of float32, for scales out of range of float16.
+    def add_bfloat16(self, smem, mma: cute.TiledMma, acc_o, stage: Int32, p_stage: Int32, line: Int32, wg, tid):
+        """O^T += V^T P^T in bfloat16, whose range is that of float32: rare, so the blocks of keys are a loop.
 
-        Each of the two quant tiles of a warpgroup has its own P; codes of the other one count as zeros.
+        P is bfloat16 already. V is code times scale in float32, in units of O, rounded once.
         """
-        sScaledP, sP = self.exact_p(smem)
-        rScaledP = mma.make_fragment_B(mma.get_slice(tid).partition_B(sScaledP))[None, None, None, wg]
-        sScale = scale_tensor(smem, self.spec.stages)
-        shape = mma.partition_shape_A((TOKENS_PER_TILE, 16))
-        fragment = mma.make_fragment_A(shape)
-        raw = cute.make_rmem_tensor((2, 4), Int32)
-        half = cute.make_rmem_tensor(8, Float16)
-        for step in cutlass.range(2 * KEY_BLOCKS, unroll=1):
-            block, quant_tile = step // 2, step % 2
-            for i in cutlass.range(tid, 16 * self.heads, 128, unroll=1):
-                head, position = i // 16, 16 * block + i % 16
-                key = stage * TOKENS_PER_TILE + key_of_position(self.spec, position)
-                scale = sScale[2 * wg + quant_tile, key] * EXACT_WEIGHT
-                sScaledP[head, i % 16, wg] = (sP[head, position, p_stage].to(Float32) * scale).to(BFloat16)
-            cute.arch.fence_proxy("async.shared", space="cta")  # ordinary stores, read by wgmma
-            cute.arch.barrier(barrier_id=NamedBarrier.PV + wg, number_of_threads=128)
+        rP = self.p_operands(smem, mma, tid, BFloat16)[None, None, None, p_stage]
+        fragments = [mma.make_fragment_A(mma.partition_shape_A((TOKENS_PER_TILE, 16))) for _ in range(2)]
+        raw, half = cute.make_rmem_tensor((2, 4), Int32), cute.make_rmem_tensor(8, Float16)
+        weight, sScale = cute.make_rmem_tensor(4, Float32), scale_tensor(smem, self.spec.stages)
+        quant_tile = self.quant_tile(wg, tid)
+        power = inverse_power(v_units(smem)[quant_tile, p_stage])
+        for block in cutlass.range(KEY_BLOCKS, unroll=1):
             self.load_codes(smem, raw, stage, block, line)
-            own = Float32(1.0) if tid // 64 == quant_tile else Float32(0.0)
+            for i in cutlass.range_constexpr(4):
+                position = 16 * block + 2 * (tid % 4) + i % 2 + 8 * (i // 2)
+                key = stage * TOKENS_PER_TILE + key_of_position(self.spec, position)
+                weight[i] = sScale[quant_tile, key] * power
+            b = cute.make_tensor(rP[None, None, block].iterator, rP.layout)
             for m in cutlass.range_constexpr(ROW_BLOCKS):
                 widen_values(raw, m, half)
-                operand = cute.make_tensor(fragment.iterator, cute.make_layout(8))
-                operand.store((half.load().to(Float32) * own).to(BFloat16))
+                scaled = cute.make_rmem_tensor(8, Float32)
+                for e in cutlass.range_constexpr(8):  # as in A: neighbours, rows, then keys 8 further
+                    scaled[e] = half[e].to(Float32) * weight[e % 2 + 2 * (e // 4)]
+                fragment = fragments[m % 2]
+                cute.make_tensor(fragment.iterator, cute.make_layout(8)).store(scaled.load().to(BFloat16))
                 warpgroup.fence()
-                wgmma.issue(mma, acc_o[m], fragment, rScaledP, True, [(0, 0)])
+                wgmma.issue(mma, acc_o[m], fragment, b, True, [(0, 0)])
                 warpgroup.commit_group()
-                warpgroup.wait_group(0)
-            cute.arch.barrier(barrier_id=NamedBarrier.PV + wg, number_of_threads=128)
-
-    def exact_p(self, smem) -> tuple[cute.Tensor, cute.Tensor]:
-        """Where P in bf16 of 16 keys goes, by warpgroup, and P."""
-        layout, p = scaled_p_layout(self.heads), p_layout(self.heads)
-        sScaledP = smem.scaled_p.get_tensor(layout.outer, swizzle=layout.inner)
-        return sScaledP, smem.p.get_tensor(p.outer, swizzle=p.inner)
+                warpgroup.wait_group(0 if m + 1 == ROW_BLOCKS else 1)
 
     # ---- epilogue
 
@@ -354,8 +354,8 @@ class PvWarpgroups:
     def store_partial(self, epilogue: Epilogue, results: Results, work: WorkTile, wg: Int32, tid: Int32):
         """Stores a partial: O as float16, its log-sum-exp, and block scales.
 
-        Where scales are in range, O is a mean of numbers that float16 held as V, so 1 / `weight` is the block scale of
-        all. Else each 64 values, those of a warp, have their own.
+        In units of V_UNIT O is a mean of numbers that float16 held as V, so that is the block scale of all. Else each 64
+        values, those of a warp, have their own.
         """
         mPartial, mPartialLse, mScales = results.partials
         h_q = results.mSink.shape[0]
@@ -363,8 +363,8 @@ class PvWarpgroups:
         head = head_block * self.heads + tid
         if wg == 0 and tid < self.heads and head < h_q:
             mPartialLse[split, request, query, head] = epilogue.lse
-            if epilogue.is_exact == 0:  # negative: the block scale of all values
-                mScales[split, request, query, head, 0] = Float32(-1.0 / self.weight)
+            if epilogue.has_scales == 0:  # negative: the block scale of all values
+                mScales[split, request, query, head, 0] = Float32(-self.unit)
         rows = mPartial[split, request, query, None, None]
         scales = mScales[split, request, query, None, 4 * wg + tid // 32]
         self.store(epilogue, rows, scales, h_q, head_block, wg, tid)
@@ -373,14 +373,14 @@ class PvWarpgroups:
     def store(
         self, epilogue: Epilogue, rows: cute.Tensor, scales, h_q: Int32, head_block: Int32, wg: Int32, tid: Int32
     ):
-        """Stores O times the factor of each head, eight neighbouring values at once; by block scale where exact.
+        """Stores O times the factor of each head, eight neighbouring values at once; by block scale where it has some.
 
         One branch for all heads: one for each leaves gaps in code that runs once, which cost a short call 2 to 16%. Not
         with 8 heads of block tables: ptxas would keep PV's loop counters in registers of each thread, which costs 10%.
         """
         one_branch = const_expr(self.spec.sparse or self.heads > min(NARROW))
         if const_expr(scales is not None and one_branch):
-            if epilogue.is_exact != 0:
+            if epilogue.has_scales != 0:
                 self.store_columns(epilogue, rows, scales, h_q, head_block, wg, tid, True)
             else:
                 self.store_columns(epilogue, rows, None, h_q, head_block, wg, tid, True)
@@ -405,7 +405,7 @@ class PvWarpgroups:
                 if const_expr(is_known):
                     self.store_scale(eight, scales, head, h_q, tid)
                 else:
-                    if epilogue.is_exact != 0:
+                    if epilogue.has_scales != 0:
                         self.store_scale(eight, scales, head, h_q, tid)
             rounded = cute.make_rmem_tensor(8, rows.element_type)
             rounded.store(eight.load().to(rows.element_type))

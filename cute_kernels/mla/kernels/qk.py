@@ -5,7 +5,7 @@ import cutlass.cute as cute
 from cutlass import BFloat16, Float8E4M3FN, Float16, Float32, Int32, const_expr
 from cutlass.cute.nvgpu import warpgroup
 
-from cute_kernels.device import wgmma
+from cute_kernels.device import pairs, wgmma
 from cute_kernels.device.ring import ring_slot
 from cute_kernels.device.trace import Tracer
 from cute_kernels.mla.kernels.barriers import NamedBarrier
@@ -30,7 +30,8 @@ from cute_kernels.mla.spec import EVENTS, ROLES, TOKENS_PER_TILE, MlaDecodeSpec
 PREFETCH_TILES = 6  # key tiles before the next work tile at which L2 is asked for its Q: all CTAs want 73 KB at once
 CHUNKS = NOPE // BLOCK_COLUMNS  # of 64 columns: 16 codes of each of a thread's rows
 CHUNKS_PER_SCALE = QUANT_TILE // BLOCK_COLUMNS
-MAX_SCALE = 2.0**40  # scales from 1 / this to this have ratios that leave float32 room for what they multiply
+MAX_SCALE = 2.0**40
+MIN_SCALE = 2.0**-50  # divides in place of a smaller scale; what that adds to a score is below 2^-34 of a head's peak
 
 
 class QkWarpgroups:
@@ -42,8 +43,9 @@ class QkWarpgroups:
 
     Two accumulators take the quant tiles in turn. Before its second one each is multiplied by the ratio of their
     scales, overlapped with wgmma into the other, and at the end by the last scale. 64 columns of K are held twice, so
-    that 8 products of 16 columns follow each other while the next codes are converted. A tile whose scales have no such
-    ratio, 0 among them, is found in time and computed by `slow_tile`.
+    that 8 products of 16 columns follow each other while the next codes are converted. A scale below MIN_SCALE counts
+    as that. A tile with one above MAX_SCALE, whose ratios float32 may not hold, is found in time and computed by
+    `slow_tile`. S is stored as it is; what makes a score of it, `unit`, follows with each key tile.
 
     With few heads QK of a tile is a chain of waits, not work: two warpgroups take every second tile each and have their
     own stage of S. They share Q, convert it together, and meet where the Q of the next work tile replaces it.
@@ -78,9 +80,10 @@ class QkWarpgroups:
             last = cutlass.min(following, end_work - 1)
             next_work = self.scheduler.locate(last, table)
             tid = tidx % 128  # in the loop: ptxas generates other code for 32 heads if it is computed before
-            q_scaled, loads = self.q.prepare(smem, q_tma, work, loads, warp_idx, tid)
+            has_powers = self.q.prepare(smem, scale_log2, loads, warp_idx, tid)
+            loads += 1
             length = self.scheduler.length(next_work, table.mLength)  # a work tile ahead: it takes some 1000 clocks
-            self.qk_work_tile(smem, q_tma, scale_log2, done, keys.tiles, has_next, last, table, q_scaled, warp_idx, tid)
+            self.qk_work_tile(smem, q_tma, done, keys.tiles, has_next, last, table, has_powers, warp_idx, tid)
             done += keys.tiles
 
     @cute.jit
@@ -88,13 +91,12 @@ class QkWarpgroups:
         self,
         smem,
         q_tma: QTma,
-        scale_log2: Float32,
         done: Int32,
         tiles: Int32,
         has_next,
         next_work: Int32,
         table: WorkTable,
-        q_scaled: Int32,
+        has_powers: Int32,
         warp_idx: Int32,
         tid: Int32,
     ):
@@ -116,13 +118,13 @@ class QkWarpgroups:
             if prefetched == 0:
                 stop = cutlass.max(end - PREFETCH_TILES, done)
             while is_slow == 0 and tile < stop:
-                is_slow = self.fast_tile(smem, acc, raw, scale_log2, q_scaled, tile, tid)
+                is_slow = self.fast_tile(smem, acc, raw, has_powers, tile, tid)
                 if is_slow == 0:
                     tile += self.warpgroups
             if is_slow != 0:
                 self.slow_tile(smem, acc[0], raw, tile, tid)
                 acc[1].fill(0.0)
-                self.store_s(smem, acc, scale_log2, tile, tid)
+                self.store_s(smem, acc, tile, tid)
                 tile += self.warpgroups
             elif prefetched == 0:
                 prefetched = Int32(1)
@@ -140,14 +142,13 @@ class QkWarpgroups:
         smem,
         acc: tuple,
         raw: cute.Tensor,
-        scale_log2: Float32,
-        q_scaled: Int32,
+        has_powers: Int32,
         tile: Int32,
         tid: Int32,
     ):
         """Computes and stores S^T of a tile; returns 1, storing nothing, where it takes `slow_tile`.
 
-        That is where scales are out of range or Q is multiplied by powers of two.
+        That is where a scale is out of range or blocks of Q have powers of their own.
 
         Each accumulator holds its sum relative to the scale of its last quant tile. The rope part comes last, so the
         first products wait for nothing but codes.
@@ -184,16 +185,16 @@ class QkWarpgroups:
             self.issue_rope(smem, acc[0], rope, True, tid)
         # overlapped with it
         factors = self.scale_ratios(smem, stage, QUANT_TILES - 1, tid)
-        self.multiply_rows(acc[1], tuple(factor * scale_log2 for factor in factors))
+        self.multiply_rows(acc[1], factors)
         is_slow = Int32(0)
-        if q_scaled != 0 or not self.scales_in_range(smem, stage, tid):
+        if has_powers != 0 or not self.scales_in_range(smem, stage, tid):
             is_slow = Int32(1)
         s_stage, phase = ring_slot(tile, self.warpgroups)
         cute.arch.mbarrier_wait(smem.s_empty.data_ptr() + s_stage, phase ^ 1)
         warpgroup.wait_group(0)
         self.stamp(smem, tile, 1, 1, tid, True)
         if is_slow == 0:
-            self.store_s(smem, acc, scale_log2, tile, tid)
+            self.store_s(smem, acc, tile, tid)
         return is_slow
 
     def q_operands(self, smem, mma: cute.TiledMma, tid: Int32, dtype) -> cute.Tensor:
@@ -214,14 +215,17 @@ class QkWarpgroups:
 
     @cute.jit
     def scale_ratios(self, smem, stage: Int32, quant_tile: cutlass.Constexpr, tid: Int32):
-        """Of a thread's two rows the scale of a quant tile over that of the next but one, or over 1."""
+        """The scale of a quant tile over that of the next but one, or over 1, for each of a thread's two rows."""
         sScale = scale_tensor(smem, self.spec.stages)
         factors = []
         for r in cutlass.range_constexpr(2):
             token = stage * TOKENS_PER_TILE + key_of_row(tid, r)
             factor = sScale[quant_tile, token]
+            if const_expr(quant_tile >= 2):  # it divided before
+                factor = cute.arch.fmax(factor, Float32(MIN_SCALE))
             if const_expr(quant_tile + 2 < QUANT_TILES):
-                factor = factor * cute.arch.rcp_approx(sScale[quant_tile + 2, token])
+                divisor = cute.arch.fmax(sScale[quant_tile + 2, token], Float32(MIN_SCALE))
+                factor = factor * cute.arch.rcp_approx(divisor)
             factors.append(factor)
         return tuple(factors)
 
@@ -235,18 +239,20 @@ class QkWarpgroups:
 
     @cute.jit
     def scales_in_range(self, smem, stage: Int32, tid: Int32):
-        """Whether the ratios of all scales of a tile are far from the ends of float32; the same in all threads."""
+        """Whether no scale of a tile is above MAX_SCALE, NaN or negative; the same in all threads."""
         lane, scales = tid % 32, cute.make_rmem_tensor((QUANT_TILES, 2), Float32)
         for i in cutlass.range_constexpr(2):
             self.load_scales(smem, scales[None, i], stage, lane + 32 * i)
-        least, most = scales[0], scales[0]
+        bits = cute.recast_tensor(scales, Int32)
+        most = bits[0]
         for i in cutlass.range_constexpr(1, 2 * QUANT_TILES):
-            least, most = cute.arch.fmin(least, scales[i]), cute.arch.fmax(most, scales[i])
-        return cute.arch.vote_all_sync(least >= 1.0 / MAX_SCALE and most <= MAX_SCALE)
+            most = pairs.max_unsigned(most, bits[i])
+        in_range = pairs.at_most_unsigned(most, Int32(pairs.float_bits(MAX_SCALE)))
+        return cute.arch.vote_all_sync(in_range != 0)
 
     @cute.jit
     def slow_tile(self, smem, acc: cute.Tensor, raw: cute.Tensor, tile: Int32, tid: Int32):
-        """S^T of a tile, each chunk times its scale and the power of Q in float32: rare, so without overlap."""
+        """S^T of a tile, each chunk times its scale and the power of its block of Q in float32: rare, not overlapped."""
         stage, mma = tile % self.spec.stages, tiled_mmas(self.heads)[0]
         rQ = self.q_operands(smem, mma, tid, Float16)
         result = cute.make_rmem_tensor_like(acc)
@@ -339,22 +345,31 @@ class QkWarpgroups:
         cute.autovec_copy(cute.make_tensor(pointer, cute.make_layout(QUANT_TILES)), scales)
 
     @cute.jit
-    def store_s(self, smem, acc: tuple, scale_log2: Float32, tile: Int32, tid: Int32):
-        """Stores S^T times scale_log2 for the softmax, which has read the stage. acc[1] is multiplied already."""
+    def store_s(self, smem, acc: tuple, tile: Int32, tid: Int32):
+        """Stores S^T, the sum of both accumulators, for the softmax, which has read the stage."""
         s, rest, q = wgmma.by_row(acc[0]), wgmma.by_row(acc[1]), tid % 4
         s_stage, _ = ring_slot(tile, self.warpgroups)
+        self.store_unit(smem, s_stage, tid)
         start = smem.s.data_ptr() + s_stage * (TOKENS_PER_TILE * self.heads)
         four = cute.make_rmem_tensor((2, 2), Float32)
         for block in cutlass.range_constexpr(self.heads // 8):
             for e in cutlass.range_constexpr(2):
                 for r in cutlass.range_constexpr(2):
-                    four[r, e] = s[r, 2 * block + e] * scale_log2 + rest[r, 2 * block + e]
+                    four[r, e] = s[r, 2 * block + e] + rest[r, 2 * block + e]
             pointer = start + cute.assume(s_offset(8 * block + 2 * q, key_of_row(tid, 0) // 2), divby=4)
             cute.autovec_copy(four, cute.make_tensor(pointer, cute.make_layout((2, 2))))
         cute.arch.mbarrier_arrive(smem.s_full.data_ptr() + s_stage)
         if const_expr(self.spec.pv_issues_tma):
             cute.arch.mbarrier_arrive(smem.rope_empty.data_ptr() + ring_slot(tile, self.spec.rope_stages).index)
         self.stamp(smem, tile, 2, 1, tid)
+
+    @cute.jit
+    def store_unit(self, smem, s_stage: Int32, tid: Int32):
+        """Stores the units of heads, with S of each key tile: they change with Q, and Q is ahead of the softmax."""
+        sSource = smem.q_unit.get_tensor(cute.make_layout(self.heads))
+        sUnit = smem.unit.get_tensor(cute.make_layout((self.heads, self.warpgroups)))
+        if tid < sUnit.shape[0]:
+            sUnit[tid, s_stage] = sSource[tid]
 
     @cute.jit
     def stamp(

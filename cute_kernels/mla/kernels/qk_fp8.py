@@ -66,7 +66,8 @@ class Fp8QkWarpgroup:
             keys = self.scheduler.keys(index, work, length, table)
             following = index + step
             last = cutlass.min(following, end_work - 1)
-            q_scaled, loads = self.q.prepare(smem, scale_log2, loads, tid)
+            q_scaled = self.q.prepare(smem, scale_log2, loads, tid)
+            loads += 1
             next_work = self.scheduler.locate(last, table)
             length = self.scheduler.length(next_work, table.mLength)  # a work tile ahead: it takes some 1000 clocks
             tile, end = done, done + keys.tiles
@@ -213,6 +214,9 @@ class Fp8QkWarpgroup:
         """Stores S^T times the factor of each head for the softmax, which has read the stage."""
         s, q = wgmma.by_row(total), tid % 4
         s_stage, _ = ring_slot(tile, self.spec.qk_warpgroups)
+        sUnit = smem.unit.get_tensor(cute.make_layout(self.heads))
+        if tid < cute.size(sUnit):  # what is stored is the score
+            sUnit[tid] = Float32(1.0)
         start = smem.s.data_ptr() + s_stage * (TOKENS_PER_TILE * self.heads)
         key_pair = tid // 32 * 8 + swap_odd_halves(tid % 32 // 4)
         four = cute.make_rmem_tensor((2, 2), Float32)

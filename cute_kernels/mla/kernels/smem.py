@@ -17,18 +17,16 @@ ROPE_BYTES = TOKENS_PER_TILE * LINE_BYTES
 WARPS = 4  # of a warpgroup
 P_EXPONENT = 7.0  # row_max is set 7 below the largest score: P of that is 2^7, and float16 holds P down to 2^-31 of it
 RESCALE_THRESHOLD = 8.0  # log2 of the growth of the largest score that moves row_max: P stays below 2^15
-RESCALE_O, OUT_OF_RANGE = 1, 2  # flags of a tile: O times `rescaling` first; a scale is out of range of its weight
+RESCALE_O = 1  # flag of a tile: O is multiplied by `rescaling` first
+NEW_UNIT = 2  # and by `v_move`
+BFLOAT16 = 4  # P is bfloat16, and V is to be: float16 does not hold V in the units of O
+V_UNIT = 2.0**-6  # of O at first; see `ValueUnits`
 
 
 def p_layout(heads: int):
     """Shared memory of P^T: (heads, 64 keys, stages)."""
     tile = (TOKENS_PER_TILE, heads, TOKENS_PER_TILE)
     return sm90.make_smem_layout_b(LayoutEnum.ROW_MAJOR, tile, Float16, MlaDecodeSpec.p_stages)
-
-
-def scaled_p_layout(heads: int):
-    """Shared memory of P^T times scales: (heads, 16 keys, PV warpgroups)."""
-    return sm90.make_smem_layout_b(LayoutEnum.ROW_MAJOR, (TOKENS_PER_TILE, heads, 16), BFloat16, 2)
 
 
 def shared_storage(spec: MlaDecodeSpec):
@@ -42,10 +40,16 @@ def shared_storage(spec: MlaDecodeSpec):
         q: cute.struct.Align[cute.struct.MemRange[BFloat16, cute.cosize(q_layout(heads))], 1024]
         p: cute.struct.Align[cute.struct.MemRange[Float16, cute.cosize(p_layout(heads))], 1024]
         s: cute.struct.Align[cute.struct.MemRange[Float32, s_stages * TOKENS_PER_TILE * heads], 1024]  # see `s_offset`
-        scaled_p: cute.struct.Align[cute.struct.MemRange[BFloat16, cute.cosize(scaled_p_layout(heads))], 1024]
         scale: cute.struct.Align[cute.struct.MemRange[Float32, stages * TOKENS_PER_TILE * QUANT_TILES], 128]
         weight: cute.struct.Align[cute.struct.MemRange[Float16, p_stages * QUANT_TILES * TOKENS_PER_TILE], 128]
-        q_power: cute.struct.MemRange[Float32, QUANT_TILES * heads]
+        q_peak: cute.struct.MemRange[Float32, (QUANT_TILES + 1) * heads]  # largest magnitudes, of the rope part last
+        q_power: cute.struct.MemRange[Float32, QUANT_TILES * heads]  # of a quant tile of Q over that of its head
+        q_unit: cute.struct.MemRange[Float32, heads]  # `unit` of the Q that QK has
+        unit: cute.struct.MemRange[Float32, s_stages * heads]  # S of a head times this is its score, in units of log2
+        v_power: cute.struct.Align[cute.struct.MemRange[Float32, QUANT_TILES], 16]  # see `ValueUnits`
+        v_highest: cute.struct.MemRange[Int32, QUANT_TILES]
+        v_unit: cute.struct.MemRange[Float32, p_stages * QUANT_TILES]
+        v_move: cute.struct.MemRange[Float32, p_stages * QUANT_TILES]
         rescaling: cute.struct.MemRange[Float32, p_stages * heads]  # factor of O, by head
         inverse_sum: cute.struct.MemRange[Float32, p_stages * heads]  # 1 / row_sum, with the last tile of a work tile
         lse: cute.struct.MemRange[Float32, p_stages * heads]

@@ -4,7 +4,7 @@ from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import AddressSpace, Float16, Float32, Int32, const_expr
+from cutlass import AddressSpace, BFloat16, Float16, Float32, Int32, const_expr
 
 from cute_kernels.device import registers, softmax
 from cute_kernels.device.ring import ring_slot
@@ -12,21 +12,17 @@ from cute_kernels.device.trace import Tracer
 from cute_kernels.mla.kernels.load import KeyLoader
 from cute_kernels.mla.kernels.scheduler import Scheduler, WorkTable
 from cute_kernels.mla.kernels.smem import (
-    OUT_OF_RANGE,
+    BFLOAT16,
     P_EXPONENT,
     RESCALE_O,
     RESCALE_THRESHOLD,
     WARPS,
     key_of_position,
-    place_of_weight,
-    position_of_key,
     s_offset,
-    scale_tensor,
 )
-from cute_kernels.mla.kernels.tile import QUANT_TILES
-from cute_kernels.mla.spec import EVENTS, ROLES, TOKENS_PER_TILE, V_WEIGHT, MlaDecodeSpec
+from cute_kernels.mla.kernels.value_units import ValueUnits
+from cute_kernels.mla.spec import EVENTS, ROLES, TOKENS_PER_TILE, MlaDecodeSpec
 
-MIN_WEIGHT, MAX_WEIGHT = 2.0**-5, 2.0**7  # any code times a weight in between is a normal float16 number
 NO_ROW_MAX = -3.0e38  # before the first key: any score is far above it, and -inf below
 
 
@@ -42,11 +38,9 @@ class SoftmaxWarpgroup:
 
     A thread has a head and 32, 16, 8 or 4 keys of a tile; lanes of a head are neighbours, so no warp waits for another.
 
-    Scores are in units of log2. Lazy rescaling: row_max is set P_EXPONENT below the largest score, and moves only when
-    a score exceeds that one by RESCALE_THRESHOLD, because O moves with it.
+    S times the unit of its head is the score, in units of log2. Lazy rescaling: row_max is set P_EXPONENT below the
+    largest score, and moves only when a score exceeds that one by RESCALE_THRESHOLD, because O moves with it.
     """
-
-    p_dtype: Any = Float16
 
     def __init__(self, spec: MlaDecodeSpec):
         self.spec = spec
@@ -54,6 +48,7 @@ class SoftmaxWarpgroup:
         self.keys = spec.heads // 2  # of a thread
         self.lanes = TOKENS_PER_TILE // self.keys  # of a head
         self.loads = not spec.few_heads
+        self.units = ValueUnits(spec)
         self.loader = KeyLoader(spec)
         self.scheduler = Scheduler(spec)
         self.tracer = Tracer(spec.trace, len(ROLES))
@@ -78,11 +73,13 @@ class SoftmaxWarpgroup:
             work = self.scheduler.locate(index, table)
             length = self.scheduler.length(work, table.mLength)
             _, _, tiles, is_whole = self.scheduler.keys(index, work, length, table)
-            head = work.head_block * self.heads + self.head(tid)
+            head = work.head_block * self.heads + self.head(registers.opaque(tid))  # else the address takes registers
             if tid % 32 < 32 // self.lanes:  # in shared memory to save a register; the writer reads it
-                sSink[head - work.head_block * self.heads] = (
-                    mSink[cutlass.min(head, mSink.shape[0] - 1)] * softmax.LOG2_E
-                )
+                sink = mSink[cutlass.min(head, mSink.shape[0] - 1)] * softmax.LOG2_E
+                if const_expr(self.spec.balanced):  # a partial has none
+                    sink = Float32(cutlass.select_(is_whole != 0, sink, -Float32.inf))
+                sSink[head - work.head_block * self.heads] = sink
+            self.units.reset(smem, tid)
             row_max, row_sum = Float32(NO_ROW_MAX), Float32(0.0)
             addresses = self.addresses(smem, tid)
             for tile in cutlass.range(done, done + tiles, unroll=1):
@@ -99,7 +96,8 @@ class SoftmaxWarpgroup:
                     self.await_stages(smem, tile)
                 row_max, row_sum = self.softmax_tile(smem, row_max, row_sum, addresses, tile, tid)
                 if tile == done + tiles - 1:
-                    self.finish(smem, row_max, row_sum, is_whole, tile % 2, tid)
+                    self.finish(smem, row_max, row_sum, tile % 2, tid)
+                    self.units.finish(smem, tile % 2, tid)
                 cute.arch.fence_proxy("async.shared", space="cta")  # ordinary stores of P, read by wgmma
                 cute.arch.mbarrier_arrive(smem.p_full.data_ptr() + tile % 2)
                 self.stamp(smem, tile, 1, tid)
@@ -141,30 +139,33 @@ class SoftmaxWarpgroup:
         sS = cute.make_tensor(pointer, cute.make_layout(TOKENS_PER_TILE * self.heads))
         first = self.keys * part
         all_keys = Int32(-1 if self.keys == 32 else (1 << self.keys) - 1)
-        mask = (sMask[2 * (tile % self.spec.mask_stages) + first // 32] >> (first % 32)) & all_keys
         sFlags = smem.flags.get_tensor(cute.make_layout((WARPS, 2)))
-        flags = self.store_weights(smem, stage, p_stage, tid)  # before S is there
-        if lane == 0:
+        mask = (sMask[2 * (tile % self.spec.mask_stages) + first // 32] >> (first % 32)) & all_keys
+        flags = self.units.weigh(smem, stage, p_stage, tid)  # before S is there
+        if lane == 0:  # in shared memory to save a register
             sFlags[tid // 32, p_stage] = flags
+        cute.arch.sync_warp()
         cute.arch.mbarrier_wait(smem.s_full.data_ptr() + s_stage, phase)
         self.stamp(smem, tile, 0, tid)
         if cute.arch.vote_any_sync(mask != all_keys):
             for k in cutlass.range(self.keys, unroll=1):
                 if (mask >> key_of_position(self.spec, k)) & 1 == 0:
                     sS[s_offset(head, (first + k) // 2) + k % 2] = -Float32.inf
+        unit = smem.unit.get_tensor(cute.make_layout(self.heads * self.spec.qk_warpgroups))[s_stage * self.heads + head]
         rescaling = Float32(1.0)
         addresses = Addresses(
             addresses.s + s_stage * (4 * TOKENS_PER_TILE * self.heads),
             addresses.p + p_stage * (2 * TOKENS_PER_TILE * self.heads),
         )
-        largest, tile_sum = self.exp_tile(row_max, addresses, True)
-        if cute.arch.vote_any_sync(largest > row_max + (P_EXPONENT + RESCALE_THRESHOLD)):
+        largest, tile_sum = self.exp_tile(row_max, unit, addresses, None)
+        flags = sFlags[tid // 32, p_stage] | self.late_flags(smem, stage, tid)
+        moves = largest > row_max + (P_EXPONENT + RESCALE_THRESHOLD)
+        if cute.arch.vote_any_sync(moves or flags & BFLOAT16 != 0):
             # the first tile of a work tile, and hardly later
             if largest > row_max + (P_EXPONENT + RESCALE_THRESHOLD):
                 rescaling = cute.math.exp2(row_max - (largest - P_EXPONENT), fastmath=True)
                 row_max = largest - P_EXPONENT
-            _, tile_sum = self.exp_tile(row_max, addresses, False)
-        late_flags = self.late_flags(smem, stage, tid)
+            _, tile_sum = self.exp_tile(row_max, unit, addresses, flags)
         cute.arch.mbarrier_arrive(smem.s_empty.data_ptr() + s_stage)
         row_sum = row_sum * rescaling + tile_sum
 
@@ -172,41 +173,42 @@ class SoftmaxWarpgroup:
         if part == 0:
             sRescaling[head, p_stage] = rescaling
         if cute.arch.vote_any_sync(rescaling != 1.0):
-            if lane == 0:
-                sFlags[tid // 32, p_stage] |= RESCALE_O
-        if const_expr(late_flags is not None):
-            if lane == 0:
-                sFlags[tid // 32, p_stage] |= late_flags
+            flags |= RESCALE_O
+        if lane == 0:
+            sFlags[tid // 32, p_stage] = flags
         return row_max, row_sum
 
-    def late_flags(self, smem, stage: Int32, tid: Int32) -> Any:
-        """Flags of a warp that are known with S: None here."""
-        return None
+    @cute.jit
+    def late_flags(self, smem, stage: Int32, tid: Int32) -> Int32:
+        """Flags that are known with S, the same in all warps."""
+        return Int32(0)
 
     @cute.jit
-    def exp_tile(self, row_max: Float32, addresses: Addresses, is_hot: cutlass.Constexpr):
+    def exp_tile(self, row_max: Float32, unit: Float32, addresses: Addresses, flags: Int32 | None):
         """Stores P^T of this thread; returns (largest score of its head, sum of its own P).
 
-        The rare second call keeps its loop rolled: the hot path then jumps over fewer instructions.
+        The rare second call, with flags, may store bfloat16. It keeps its loop rolled: the hot path then jumps over
+        fewer instructions.
         """
         thread_max, thread_sum = cute.make_rmem_tensor(1, Float32), cute.make_rmem_tensor(1, Float32)
         thread_max.fill(-Float32.inf)
         thread_sum.fill(0.0)
         at_once = min(8, self.keys)
-        if const_expr(is_hot):
+        if const_expr(flags is None):
             following = self.load_s(addresses, 0)
             for i in cutlass.range_constexpr(self.keys // at_once):
                 s = following
                 if const_expr(i + 1 < self.keys // at_once):
                     following = self.load_s(addresses, i + 1)  # before P is stored: ptxas assumes that they may alias
-                self.exp_and_store_p(row_max, addresses, s, i, thread_max, thread_sum)
+                self.exp_and_store_p(row_max, unit, addresses, s, i, thread_max, thread_sum, None)
         else:
             for i in cutlass.range(self.keys // at_once, unroll=1):
-                self.exp_and_store_p(row_max, addresses, self.load_s(addresses, i), i, thread_max, thread_sum)
+                s = self.load_s(addresses, i)
+                self.exp_and_store_p(row_max, unit, addresses, s, i, thread_max, thread_sum, flags)
         largest = thread_max[0]
         for step in cutlass.range_constexpr(self.lanes.bit_length() - 1):
             largest = cute.arch.fmax(largest, cute.arch.shuffle_sync_bfly(largest, 32 // self.lanes << step))
-        return largest, thread_sum[0]
+        return largest * unit, thread_sum[0]
 
     @cute.jit
     def load_s(self, addresses: Addresses, i) -> cute.Tensor:
@@ -219,39 +221,28 @@ class SoftmaxWarpgroup:
         return s
 
     @cute.jit
-    def exp_and_store_p(self, row_max: Float32, addresses: Addresses, s: cute.Tensor, i, thread_max, thread_sum):
-        """Exponentiate up to 8 scores, store P, update this thread's max and sum."""
+    def exp_and_store_p(
+        self, row_max: Float32, unit: Float32, addresses: Addresses, s: cute.Tensor, i, thread_max, thread_sum,
+        flags: Int32 | None,
+    ):  # fmt: skip
+        """Exponentiates up to 8 scores, stores P and updates this thread's max and sum. Without flags P is float16."""
         at_once = min(8, self.keys)
-        p = cute.make_rmem_tensor(at_once, self.p_dtype)
+        p = cute.make_rmem_tensor(at_once, Float16)
         for j in cutlass.range_constexpr(at_once // 2):
             for k in cutlass.range_constexpr(2):
                 thread_max[0] = cute.arch.fmax(thread_max[0], s[k, j])
-                s[k, j] = cute.math.exp2(s[k, j] - row_max, fastmath=True)
+                s[k, j] = cute.math.exp2(s[k, j] * unit - row_max, fastmath=True)
                 thread_sum[0] += s[k, j]
-        p.store(s.load().to(self.p_dtype).reshape(p.shape))
-        chunk = cute.make_ptr(self.p_dtype, addresses.p ^ 16 * i, AddressSpace.smem, assumed_align=2 * at_once)
+        p.store(s.load().to(Float16).reshape(p.shape))
+        if const_expr(flags is not None):
+            if flags & BFLOAT16 != 0:
+                rounded = cute.recast_tensor(p, BFloat16)
+                rounded.store(s.load().to(BFloat16).reshape(p.shape))
+        chunk = cute.make_ptr(Float16, addresses.p ^ 16 * i, AddressSpace.smem, assumed_align=2 * at_once)
         cute.autovec_copy(p, cute.make_tensor(chunk, cute.make_layout(at_once)))
 
     @cute.jit
-    def store_weights(self, smem, stage: Int32, p_stage: Int32, tid: Int32) -> Int32:
-        """Scales x V_WEIGHT as float16, two of a key; OUT_OF_RANGE if a code of this warp's keys times one is not."""
-        token, quant_tile = tid // 2, 2 * (tid % 2)
-        scale = cute.make_rmem_tensor(2, Float32)
-        sWeight = smem.weight.get_tensor(cute.make_layout((TOKENS_PER_TILE, 2 * QUANT_TILES)))
-        start = (stage * TOKENS_PER_TILE + token) * QUANT_TILES + quant_tile
-        pointer = scale_tensor(smem, self.spec.stages).iterator + cute.assume(start, divby=2)
-        cute.autovec_copy(cute.make_tensor(pointer, cute.make_layout(2)), scale)
-        outside = False
-        for i in cutlass.range_constexpr(2):
-            weight = scale[i] * V_WEIGHT
-            place = place_of_weight(position_of_key(self.spec, token))
-            sWeight[place, p_stage * QUANT_TILES + quant_tile + i] = weight.to(Float16)
-            inside = weight == 0.0 or (weight >= MIN_WEIGHT and weight < MAX_WEIGHT)
-            outside = outside or not inside
-        return Int32(OUT_OF_RANGE) if cute.arch.vote_any_sync(outside) else Int32(0)
-
-    @cute.jit
-    def finish(self, smem, row_max: Float32, row_sum: Float32, is_whole: Int32, p_stage: Int32, tid: Int32):
+    def finish(self, smem, row_max: Float32, row_sum: Float32, p_stage: Int32, tid: Int32):
         """Stores the log-sum-exp of each head, and 1 / row_sum: 0 without keys, the sink included in a final result."""
         for step in cutlass.range_constexpr(self.lanes.bit_length() - 1):
             row_sum += cute.arch.shuffle_sync_bfly(row_sum, 32 // self.lanes << step)
@@ -260,10 +251,7 @@ class SoftmaxWarpgroup:
         sSink = smem.sink.get_tensor(cute.make_layout(self.heads))
         if tid % 32 < 32 // self.lanes:
             denominator, head = row_sum, self.head(tid)
-            if const_expr(self.spec.balanced):
-                if is_whole != 0:
-                    denominator += cute.math.exp2(sSink[head] - row_max, fastmath=True)
-            elif const_expr(not self.spec.split):
+            if const_expr(self.spec.balanced or not self.spec.split):
                 denominator += cute.math.exp2(sSink[head] - row_max, fastmath=True)
             sInverseSum[head, p_stage] = Float32(cutlass.select_(row_sum == 0.0, Float32(0.0), 1.0 / denominator))
             sLse[head, p_stage] = softmax.log_sum_exp(row_max, row_sum)

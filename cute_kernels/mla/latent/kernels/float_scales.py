@@ -1,9 +1,5 @@
 """Roles of the latent decode kernel for keys with float32 scales: those of `mla.kernels`, rope part or not."""
 
-import cutlass
-import cutlass.cute as cute
-from cutlass import Int32
-
 from cute_kernels.mla.kernels.convert_q import QConverter
 from cute_kernels.mla.kernels.pv import PvWarpgroups
 from cute_kernels.mla.kernels.qk import QkWarpgroups
@@ -16,9 +12,7 @@ from cute_kernels.mla.latent.spec import LatentDecodeSpec
 class RopelessQConverter(QConverter):
     """Device code for all threads of the QK warpgroups: `QConverter` for a Q of code columns alone."""
 
-    @cute.jit
-    def reorder_rope(self, smem, row: Int32, start: cutlass.Constexpr):
-        """There is no rope part."""
+    rope_start = None
 
 
 class FloatScaleQkWarpgroups(QkWarpgroups):

@@ -1,0 +1,61 @@
+"""Arithmetic of two 16-bit numbers in a word, and of floats by their bits: what needs an instruction by name."""
+
+import struct
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32
+
+
+@cute.jit
+def multiply_half(a: Int32, b: Int32) -> Int32:
+    """Products of two pairs of float16."""
+    return cute.arch.inline_ptx("mul.rn.f16x2 {$w0}, {$r0}, {$r1};", write_only_types=[Int32], read_only_args=[a, b])
+
+
+@cute.jit
+def multiply_bfloat16(a: Int32, b: Int32) -> Int32:
+    """Products of two pairs of bfloat16."""
+    return cute.arch.inline_ptx("mul.rn.bf16x2 {$w0}, {$r0}, {$r1};", write_only_types=[Int32], read_only_args=[a, b])
+
+
+@cute.jit
+def max_magnitudes(a: Int32, b: Int32) -> Int32:
+    """The larger magnitudes of two pairs of bfloat16; `a` has no signs."""
+    return cute.arch.inline_ptx(
+        "{\n.reg .b32 t;\nabs.bf16x2 t, {$r1};\nmax.bf16x2 {$w0}, {$r0}, t;\n}",
+        write_only_types=[Int32],
+        read_only_args=[a, b],
+    )
+
+
+@cute.jit
+def max_unsigned(a: Int32, b: Int32) -> Int32:
+    """The larger of two numbers without sign. Of floats by their bits, NaN, Inf and negative ones are the largest."""
+    return cute.arch.inline_ptx("max.u32 {$w0}, {$r0}, {$r1};", write_only_types=[Int32], read_only_args=[a, b])
+
+
+@cute.jit
+def at_most_unsigned(a: Int32, b: Int32) -> Int32:
+    """1 if a <= b as numbers without sign, else 0."""
+    return cute.arch.inline_ptx(
+        "{\n.reg .pred p;\nsetp.le.u32 p, {$r0}, {$r1};\nselp.b32 {$w0}, 1, 0, p;\n}",
+        write_only_types=[Int32],
+        read_only_args=[a, b],
+    )
+
+
+def float_bits(x: float) -> int:
+    """The bits of a float32 constant, as a number with a sign."""
+    return struct.unpack("<i", struct.pack("<f", x))[0]
+
+
+def larger_half(pair: Int32) -> Float32:
+    """The larger of two bfloat16 numbers without signs."""
+    return cutlass.max(pair & -0x10000, pair << 16).bitcast(Float32)
+
+
+def bfloat16_pair(x: Float32) -> Int32:
+    """A number that bfloat16 holds, as a pair of it twice."""
+    upper = x.bitcast(Int32) & -0x10000
+    return upper | ((upper >> 16) & 0xFFFF)

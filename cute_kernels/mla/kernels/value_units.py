@@ -1,0 +1,133 @@
+"""Units of O: powers of two that keep V in range of float16, whatever the scales of keys are."""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float16, Float32, Int32
+
+from cute_kernels.device import pairs, softmax, wgmma
+from cute_kernels.mla.kernels.barriers import NamedBarrier
+from cute_kernels.mla.kernels.smem import (
+    BFLOAT16,
+    NEW_UNIT,
+    V_UNIT,
+    WARPS,
+    place_of_weight,
+    position_of_key,
+    scale_tensor,
+)
+from cute_kernels.mla.kernels.tile import QUANT_TILES
+from cute_kernels.mla.spec import TOKENS_PER_TILE, MlaDecodeSpec
+
+WEIGHT_EXPONENT = 6  # of a scale as large as the unit allows: 448 times less than 2^7 is below float16's largest number
+WINDOW = 20  # exponents of scales below that of the unit: weights down to 2^-14 are normal float16 numbers
+HEADROOM = 2  # exponents above the largest scale of a key tile where a unit is set, so that the next tiles fit too
+MAX_EXPONENT, MAX_FALL = 40, 60  # a unit is at most 2^40 and 2^-60 of its largest: float32 holds O in each
+MIN_WEIGHT, MAX_WEIGHT = pairs.float_bits(2.0**-14), pairs.float_bits(2.0**7)  # as bits
+NONE = 1000  # an exponent beyond any
+
+
+class ValueUnits:
+    """Device code for the 128 threads of the softmax: weights of V, relative to the unit of each quant tile j.
+
+        weight_kj = scale_kj 2^(6 - E_j) in [2^-14, 2^7)      V' = code weight as float16      O'_j = sum P V'
+
+    E_j is 0 at first, which is right for scales of 2^-20 to 2. It moves when a key tile has a larger scale, or a scale
+    below the window though all of that tile fit into one; O'_j moves with it. A key tile that fits no window is
+    multiplied in bfloat16 in the same units (flag BFLOAT16), so the next one is fast again.
+
+    A pair of threads has the weights of a key. Where one is out of range, warp j looks at all keys of quant tile j.
+    """
+
+    def __init__(self, spec: MlaDecodeSpec):
+        self.spec = spec
+
+    @cute.jit
+    def reset(self, smem, tid: Int32):
+        """Begins a work tile."""
+        if tid % 32 == 0:
+            smem.v_power.get_tensor(cute.make_layout(WARPS))[tid // 32] = Float32(1.0 / V_UNIT)
+            smem.v_highest.get_tensor(cute.make_layout(WARPS))[tid // 32] = Int32(0)
+        cute.arch.barrier(barrier_id=NamedBarrier.SOFTMAX, number_of_threads=128)
+
+    @cute.jit
+    def weigh(self, smem, stage: Int32, p_stage: Int32, tid: Int32) -> Int32:
+        """Stores the weights of a key tile; returns its flags: BFLOAT16 alike in all threads, NEW_UNIT of a warp."""
+        weight, flags = self.weights(smem, stage, tid), Int32(0)
+        outside = pairs.max_unsigned(weight[0].bitcast(Int32) - MIN_WEIGHT, weight[1].bitcast(Int32) - MIN_WEIGHT)
+        fits = pairs.at_most_unsigned(outside, Int32(MAX_WEIGHT - MIN_WEIGHT - 1))
+        if wgmma.every_thread(fits, Int32(NamedBarrier.SOFTMAX)) == 0:
+            flags = self.change(smem, stage, p_stage, tid)
+            changed = self.weights(smem, stage, tid)
+            weight[0], weight[1] = changed[0], changed[1]
+            cute.arch.barrier(barrier_id=NamedBarrier.SOFTMAX, number_of_threads=128)  # all have read the units
+        sWeight = smem.weight.get_tensor(cute.make_layout((TOKENS_PER_TILE, 2 * QUANT_TILES)))
+        place = place_of_weight(position_of_key(self.spec, tid // 2))
+        for i in cutlass.range_constexpr(2):
+            sWeight[place, p_stage * QUANT_TILES + 2 * (tid % 2) + i] = weight[i].to(Float16)
+        return flags
+
+    @cute.jit
+    def weights(self, smem, stage: Int32, tid: Int32) -> cute.Tensor:
+        """Two weights of key tid / 2."""
+        scale, power = cute.make_rmem_tensor(2, Float32), cute.make_rmem_tensor(2, Float32)
+        start = cute.assume((stage * TOKENS_PER_TILE + tid // 2) * QUANT_TILES + 2 * (tid % 2), divby=2)
+        cute.autovec_copy(cute.make_tensor(smem.scale.data_ptr() + start, cute.make_layout(2)), scale)
+        start = cute.assume(2 * (tid % 2), divby=2)
+        cute.autovec_copy(cute.make_tensor(smem.v_power.data_ptr() + start, cute.make_layout(2)), power)
+        scale.store(scale.load() * power.load())
+        return scale
+
+    @cute.jit
+    def change(self, smem, stage: Int32, p_stage: Int32, tid: Int32) -> Int32:
+        """Moves the unit of quant tile j, in warp j, where that helps; returns the flags of `weigh`.
+
+        A tile of zeros moves nothing: unwritten and masked keys have scales of 0.
+        """
+        lane, warp = tid % 32, tid // 32
+        sPower = smem.v_power.get_tensor(cute.make_layout(WARPS))
+        sHighest = smem.v_highest.get_tensor(cute.make_layout(WARPS))
+        most, least = Int32(-NONE), Int32(NONE)
+        for i in cutlass.range_constexpr(2):
+            scale = scale_tensor(smem, self.spec.stages)[warp, stage * TOKENS_PER_TILE + lane + 32 * i]
+            bits = scale.bitcast(Int32) & 0x7FFFFFFF
+            exponent = (bits >> 23) - 127
+            most = cutlass.max(most, cutlass.select_(bits == 0, Int32(-NONE), exponent))
+            least = cutlass.min(least, cutlass.select_(bits == 0, Int32(NONE), exponent))
+        most, least = cute.arch.warp_redux_sync(most, "max"), cute.arch.warp_redux_sync(least, "min")
+        old, highest = WEIGHT_EXPONENT - softmax.exponent(sPower[warp]), sHighest[warp]
+        new, spread = old, most - least
+        if most > old or (least < old - WINDOW and spread <= WINDOW):
+            new = most + cutlass.min(cutlass.max(WINDOW - spread, 0), HEADROOM)
+        new = cutlass.min(cutlass.max(new, highest - MAX_FALL), MAX_EXPONENT)
+        fits = Int32(0) if most > new or least < new - WINDOW else Int32(1)
+        sUnit, sMove = v_units(smem), v_moves(smem)
+        if lane == 0:
+            sPower[warp], sHighest[warp] = softmax.power_of_two(WEIGHT_EXPONENT - new), cutlass.max(highest, new)
+            sUnit[warp, p_stage] = softmax.power_of_two(new - WEIGHT_EXPONENT)
+            sMove[warp, p_stage] = softmax.power_of_two(old - new)
+        flags = Int32(NEW_UNIT) if new != old else Int32(0)
+        if wgmma.every_thread(fits, Int32(NamedBarrier.SOFTMAX)) == 0:
+            flags |= BFLOAT16
+        return flags
+
+    @cute.jit
+    def finish(self, smem, p_stage: Int32, tid: Int32):
+        """Stores the units of a work tile with its last key tile."""
+        sPower, sUnit = smem.v_power.get_tensor(cute.make_layout(WARPS)), v_units(smem)
+        if tid % 32 == 0:
+            sUnit[tid // 32, p_stage] = inverse_power(sPower[tid // 32])
+
+
+def v_units(smem) -> cute.Tensor:
+    """Units of O, (quant tile, stage of P): of a work tile with its last key tile, and with those that have flags."""
+    return smem.v_unit.get_tensor(cute.make_layout((QUANT_TILES, 2)))
+
+
+def v_moves(smem) -> cute.Tensor:
+    """The unit of O before a key tile over that of the tile, (quant tile, stage of P), where it has flag NEW_UNIT."""
+    return smem.v_move.get_tensor(cute.make_layout((QUANT_TILES, 2)))
+
+
+def inverse_power(power: Float32) -> Float32:
+    """1 over a power of two, 2^-126 to 2^126."""
+    return ((254 << 23) - power.bitcast(Int32)).bitcast(Float32)

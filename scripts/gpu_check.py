@@ -2,6 +2,7 @@
 
     python scripts/gpu_check.py                       all of it in one run
     python scripts/gpu_check.py --sections mla        some sections; each run writes what it has
+    python scripts/gpu_check.py --sections values --only 'sparse 128' --values-timeout 300      families of values
     python scripts/gpu_check.py --quick               few benchmark cases
     python scripts/gpu_check.py --only 'dense 1'      benchmark cases whose name matches
     python scripts/gpu_check.py --sections mla --only ' dense ' --out build/part.json      a part of a section, to merge
@@ -10,12 +11,12 @@
     python scripts/gpu_check.py --reliability build/fuzz_*.json                with what random calls have found
 
 Sections: tests/gpu, and every kernel under compute-sanitizer at the same time; random calls, the short form of
-scripts/fuzz.py; the benchmarks of each system, each case with its own correctness check; the table of accuracy. A case
-whose check fails is recorded with its errors and without a speed. A run that leaves something out is written below
-build/, not over the record, unless --out says where, or other runs on the same card with the same machine code and
-versions have it (--keep, --merge). The record is written whatever was found; exit status 1 when a test or a check
-failed, a sanitizer found something or did not run, a case misses what it must reach, or the machine code is not known.
-The last lines say which, and what was left out.
+scripts/fuzz.py; the benchmarks of each system, each case with its own correctness check; cases over families of values;
+the table of accuracy. A case whose check fails is recorded with its errors and without a speed. A run that leaves
+something out is written below build/, not over the record, unless --out says where, or other runs on the same card with
+the same machine code and versions have it (--keep, --merge). The record is written whatever was found; exit status 1
+when a test or a check failed, a sanitizer found something or did not run, a case misses what it must reach, or the
+machine code is not known. The last lines say which, and what was left out.
 """
 
 from __future__ import annotations
@@ -46,6 +47,7 @@ from scripts.bench import accuracy, kernels_run, records  # noqa: E402
 from scripts.bench import gqa as bench_gqa  # noqa: E402
 from scripts.bench import mla as bench_mla  # noqa: E402
 from scripts.bench import sink as bench_sink  # noqa: E402
+from scripts.bench import values as bench_values  # noqa: E402
 from scripts.bench.cases import card_slug, case_name, name_kernels, run_benches, select_benches, table  # noqa: E402
 from scripts.bench.ceilings import measure_ceilings  # noqa: E402
 from scripts.bench.parts import LEFT_OUT, SECTIONS, completed, fewer_cases, left_out, merged, partial, require_same  # noqa: E402
@@ -176,6 +178,14 @@ def shortcomings(record: Mapping[str, Any]) -> list[str]:
             found.append(f"{case_name(case)}: misses {must}")
         elif "kernels" in record and not case["kernels"]:
             found.append(f"{case_name(case)}: ran no kernel that is known")
+    for entry in record.get("values", []):
+        name = f"values, {case_name(entry)}"
+        found += [f"{name}, {family}: {reason[:200]}" for family, reason in entry.get("wrong", {}).items()]
+        if "failed" in entry:
+            found.append(f"{name}: {entry['failed'][:200]}")
+        elif entry.get("met") is False:
+            must = ", ".join(f"{key} {limit}" for key, limit in entry["must"].items())
+            found.append(f"{name}: misses {must}")
     if "kernels" not in record:
         found.append("the machine code that ran is not known")
     for key in ("wrong", "faults"):
@@ -222,11 +232,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     ran: list[list[Any]] = []
     cases = run_benches(benches, ceilings, progress, ran)
+    if "values" in options.sections:
+        more["values"], ran_values = bench_values.run_all(
+            bench_values.benches(options.quick, options.only), options.values_timeout
+        )
+        ran += ran_values
     facts: dict[str, Any] = {}
     try:
         with progress.step("digests of machine code"):
             shipped = kernels_run.shipped_specs() if "tests" in options.sections else []
-            facts = name_kernels(cases, ran, shipped, code)
+            facts = name_kernels([*cases, *more.get("values", [])], ran, shipped, code)
     except Exception as error:  # what was measured is recorded whatever a disassembler says
         print(f"no digests of machine code: {type(error).__name__}: {error}", flush=True)
 
@@ -258,6 +273,14 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--tests-timeout", metavar="SECONDS", type=float, default=TESTS_TIMEOUT_S, help=f"of tests ({TESTS_TIMEOUT_S})"
     )
+    seconds = bench_values.SECONDS
+    parser.add_argument(
+        "--values-timeout",
+        metavar="SECONDS",
+        type=float,
+        default=seconds,
+        help=f"of families of values ({seconds:.0f})",
+    )
     parser.add_argument("--skip-tests", action="store_true", help="nor random calls")
     parser.add_argument("--skip-sanitizer", action="store_true")
     parser.add_argument("--skip-benchmarks", action="store_true", help="nor accuracy")
@@ -274,7 +297,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     skipped = {
         *(("tests", "random") if options.skip_tests else ()),
         *(("sanitizer",) if options.skip_sanitizer else ()),
-        *(("mla", "gqa", "sink", "accuracy") if options.skip_benchmarks else ()),
+        *(("mla", "gqa", "sink", "values", "accuracy") if options.skip_benchmarks else ()),
     }
     options.sections = [name for name in options.sections or SECTIONS if name not in skipped]
     return options
@@ -352,6 +375,7 @@ def benchmark_specs(sections: Collection[str]) -> list[Any]:
         "mla": lambda: [*mla_spec.shipped_specs(), *crossover_spec.shipped_specs()],
         "gqa": lambda: [bench.spec for bench in bench_gqa.DECODE_CASES],
         "sink": lambda: list(bench_sink.specs()),
+        "values": bench_values.all_specs,
         "accuracy": accuracy.kernel_specs,
     }
     return list(dict.fromkeys(spec for name, specs in made.items() if name in sections for spec in specs()))

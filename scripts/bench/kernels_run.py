@@ -139,8 +139,9 @@ def no_longer_built(
 
 
 def of_cases(record: Mapping[str, Any]) -> dict[str, Mapping[str, str]]:
-    """Those of a record's kernels that a case ran."""
-    used = {name for case in record["cases"] for name in case.get("kernels") or ()}
+    """Those of a record's kernels that a case ran, or one over families of values."""
+    cases = [*record["cases"], *record.get("values", [])]
+    used = {name for case in cases for name in case.get("kernels") or ()}
     return {name: facts for name, facts in record.get("kernels", {}).items() if name in used}
 
 
@@ -213,11 +214,15 @@ def write_older(record: pathlib.Path, kernels: Mapping[str, Mapping[str, str]], 
 def marked(record: Mapping[str, Any], older: Iterable[str]) -> dict[str, Any]:
     """The record with "older" in each case that ran a kernel of these ids."""
     ids_of_older = set(older)
-    cases = [
-        {**case, "older": True} if ids_of_older.intersection(case.get("kernels") or ()) else case
-        for case in record["cases"]
-    ]
-    return {**record, "cases": cases}
+    parts = {
+        part: [
+            {**case, "older": True} if ids_of_older.intersection(case.get("kernels") or ()) else case
+            for case in record[part]
+        ]
+        for part in ("cases", "values")
+        if part in record
+    }
+    return {**record, **parts}
 
 
 def mark(case: Mapping[str, Any] | None) -> str:

@@ -16,6 +16,7 @@ SECTIONS: Final = {
     "mla": "benchmarks of FP8 MLA decoding, its append, the merge",
     "gqa": "benchmarks of GQA decoding and its append",
     "sink": "benchmarks of sink attention",
+    "values": "cases of all three over families of values",
     "accuracy": "errors of exact and fp8 scores and FlashMLA, and what the FP8 accumulator keeps",
 }
 """What a run consists of."""
@@ -93,6 +94,9 @@ def completed(record: dict[str, Any], kept: dict[str, Any]) -> dict[str, Any]:
         there = {k: v for k, v in kept.get("peers", {}).items() if not v.startswith(MISSING)}
         whole["peers"] = {name: there.get(name, text) for name, text in peers.items()}
     whole |= {name: kept[name] for name in MORE if name in kept and name not in record}
+    if "values" in record or "values" in kept:
+        entries = {records.identity(entry): entry for one in (kept, record) for entry in one.get("values", [])}
+        whole["values"] = list(entries.values())
     # cases name kernels of both: without those of one nothing is said of any
     if "kernels" in record and "kernels" in kept:
         whole["kernels"] = {**kept["kernels"], **record["kernels"]}
@@ -153,10 +157,11 @@ def left_out(record: Mapping[str, Any], some_cases: bool) -> list[str]:
         "some benchmark cases": bool(ops) and some_cases,
         "random calls": "reliability" not in record,
         "accuracy": not all(name in record for name in MORE),
+        "families of values": "values" not in record,
     }
     return [name for name, missing in parts.items() if missing]
 
 
 def partial(record: Mapping[str, Any], some_cases: bool) -> bool:
-    """Whether a record lacks what one in results/ needs; random calls and accuracy may be added later."""
-    return bool(set(left_out(record, some_cases)) - {"random calls", "accuracy"})
+    """Whether a record lacks what one in results/ needs; random calls, accuracy and values may be added later."""
+    return bool(set(left_out(record, some_cases)) - {"random calls", "accuracy", "families of values"})

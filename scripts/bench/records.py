@@ -318,6 +318,9 @@ def validate(record: Mapping[str, Any]) -> None:
         cases = []
     for place, case in enumerate(cases):
         problems += [f"cases[{place}]: {problem}" for problem in _case_problems(case)]
+    values = record.get("values", [])
+    for place, entry in enumerate(values):
+        problems += [f"values[{place}]: {problem}" for problem in _value_problems(entry)]
     if "kernels" in record or "toolchain" in record:
         problems += _code_problems(record, [case for case in cases if isinstance(case, Mapping)])
     if problems:
@@ -445,6 +448,22 @@ def _case_problems(case: Any) -> list[str]:
     for name, peer in (case.get("peers") or {}).items():
         if "failed" not in peer and not (_is_positive(peer.get("us")) and _is_positive(peer.get("ratio"))):
             problems.append(f"peers.{name}: got {peer!r}, needs us and ratio, or failed with the reason")
+    return problems
+
+
+def _value_problems(entry: Any) -> list[str]:
+    """What is wrong with an entry of `values.run`: times of families, or why there are none."""
+    if not isinstance(entry, Mapping) or not _is_text(entry.get("op")):
+        return [f"got {entry!r}, needs an object with an op"]
+    times = entry.get("values")
+    if "failed" in entry:
+        return ["records times of a case that failed"] if times else []
+    if not isinstance(times, Mapping) or not times or not all(map(_is_positive, times.values())):
+        return [f"values: got {times!r}, needs a positive number for each family"]
+    both = sorted(set(times) & set(entry.get("wrong", {})))
+    problems = [f"values: records times of {', '.join(both)}, whose check failed"] if both else []
+    if entry.get("worst_family") not in times:
+        problems.append(f"worst_family: got {entry.get('worst_family')!r}, needs a family that has a time")
     return problems
 
 

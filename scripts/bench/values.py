@@ -240,8 +240,9 @@ def run_all(
     return entries, ran
 
 
-def specs_of(chosen: Sequence[ValueBench], sms: int) -> list[Any]:
-    """The kernels of cases."""
+def specs_of(chosen: Sequence[ValueBench]) -> list[Any]:
+    """The kernels of cases on this card."""
+    sms = torch.cuda.get_device_properties("cuda").multi_processor_count
     return list(dict.fromkeys(spec for bench in chosen for spec in bench.specs(sms)))
 
 
@@ -469,6 +470,11 @@ def benches(quick: bool = False, only: str | None = None, device: str = "cuda") 
     return found + [_sink_bench(bench, kept, device) for bench in SINK_CASES if wanted(bench)]
 
 
+def all_specs() -> list[Any]:
+    """The kernels of all cases."""
+    return specs_of(benches())
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs and shows the cases; 1 where one is wrong or misses what it must reach."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -484,7 +490,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             options.out.write_text(json.dumps(entries, indent=1) + "\n", encoding="utf-8")
 
     chosen = benches(options.quick, options.only)
-    precompile(specs_of(chosen, torch.cuda.get_device_properties("cuda").multi_processor_count))
+    precompile(specs_of(chosen))
     entries, _ = run_all(chosen, options.seconds, after=write)
     return int(any("failed" in entry or "wrong" in entry or not entry["met"] for entry in entries))
 

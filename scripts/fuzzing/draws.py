@@ -9,6 +9,7 @@ from typing import Any, Final, TypeVar
 import torch
 
 from tests.support.mla_cases import generator
+from tests.support.values import FAMILIES
 
 Value = TypeVar("Value")
 LARGE_SHARE: Final = 1 / 24
@@ -55,6 +56,10 @@ class Draw:
         borders += [edge + step for edge in (64, 128, unit, 2 * unit) for step in (-1, 0, 1)]
         borders = [length for length in borders if 0 <= length <= longest]
         return [self.choice(borders) if self.chance(0.4) else self.rng.randint(0, longest) for _ in range(batch)]
+
+    def family(self) -> str:
+        """A family of values, or "" in 70% of draws: a case then has values of its own."""
+        return self.choice(tuple(FAMILIES)) if self.chance(0.3) else ""
 
     def rows(self, batch: int, number: int = 3) -> list[int]:
         """Batch rows that the oracle checks."""

@@ -24,6 +24,7 @@ from tests.support.compare import check_decode
 from tests.support.latent_cases import FORMS as LATENT_FORMS
 from tests.support.latent_cases import SIZE_KINDS, latent_case, latent_dense_case
 from tests.support.mla_cases import SCALE_KINDS, DecodeCase, dense_case, sparse_case
+from tests.support.values import refill
 
 HEADS = (1, 2, 7, 8, 16, 17, 32, 33, 64, 65, 96, 100, 127, 128)
 TOPKS = (1, 2, 63, 64, 65, 127, 128, 129, 200, 576)
@@ -58,6 +59,8 @@ def decode_call(draw: Draw) -> Call:
         case, forced = _latent_sparse(draw, formats, layout) if sparse else _latent_dense(draw, formats[0], layout)
     else:
         case, forced = _sparse(draw) if sparse else _dense(draw)
+    if family := draw.family():
+        case = refill(case, family, seed=draw.seed)
     case, changed = _vary(case, draw)
     batch, s_q, h_q, _ = case.q.shape
     index = case.indices if sparse else case.block_table
@@ -122,6 +125,7 @@ def decode_call(draw: Draw) -> Call:
             case.cache_format,
             case.extra_cache_format,
             case.cache_layout,
+            family,
         ),
     )
 

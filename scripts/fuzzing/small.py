@@ -16,6 +16,7 @@ from scripts.fuzzing.calls import Call, Mode
 from scripts.fuzzing.draws import Draw, num_sms, problems_of
 from scripts.fuzzing.memory import Image, contiguous_stride, padded_stride
 from tests.support.sink_cases import SINKS, SinkCase, SinkExpectation, sink_case
+from tests.support.values import keys, query
 
 MERGES: Final = (
     (512, "float32", "bfloat16", True),
@@ -168,6 +169,9 @@ def sink_call(draw: Draw) -> Call:
         seed=draw.seed,
         device=draw.device,
     )
+    family = "" if half else draw.family()  # float16 holds no 300 x 300
+    if family:
+        _refill(case, family, draw)
     deterministic = draw.chance(0.7)
     arguments = {**case.arguments(), "deterministic": deterministic}
     with_sink = case.s_aux is not None
@@ -180,11 +184,19 @@ def sink_call(draw: Draw) -> Call:
         modes=modes,
         oracle=lambda values: sink_problems(case, values, draw),
         specs=sink_specs(case, differentiable, deterministic, num_sms(draw.device)),
-        shape=("sink", tuple(lengths), h_q, h_kv, d, packed, case.window, case.causal, differentiable, half),
+        shape=("sink", tuple(lengths), h_q, h_kv, d, packed, case.window, case.causal, differentiable, half, family),
         d_out=case.d_out if differentiable else None,
         unstable=frozenset() if deterministic else frozenset({"dq"}),
         capturable=not differentiable,
     )
+
+
+def _refill(case: SinkCase, family: str, draw: Draw) -> None:
+    """Values of a family, in place; a head of a token is a token to it. Sequences of a batch are one to what sorts."""
+    case.q.copy_(query(family, tuple(case.q.shape), draw.gen))
+    for tensor in (case.k, case.v):
+        *tokens, d = tensor.shape
+        tensor.copy_(keys(family, (math.prod(tokens), d), d // 4, draw.gen).view(tensor.shape))
 
 
 def _lengths(draw: Draw, longest: int, packed: bool, decodes: bool) -> list[tuple[int, int]]:

@@ -142,7 +142,9 @@ def test_cases_are_chosen_run_within_their_time_and_written(
     assert {name.split()[0] for name in names} == {"mla_fp8_decode", "gqa_decode", "sink_attention"}
     chosen = values.benches(only="sparse 128x128x2 topk 2048 scores exact")
     assert [bench.must for bench in chosen] == [{"worst_ratio": 1.1, "slow_ratio": 1.5, "worst_ratio_peer": 1.25}]
-    assert values.specs_of(chosen, 132)[0].sparse
+    device = SimpleNamespace(multi_processor_count=132)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device_: device)
+    assert values.specs_of(chosen)[0].sparse and len(values.all_specs()) > 20
 
     def broken(family: str) -> values.Ready:
         raise MemoryError(family)
@@ -156,8 +158,5 @@ def test_cases_are_chosen_run_within_their_time_and_written(
     assert values.run_all([good], -1.0) == ([], [])
     monkeypatch.setattr(values, "benches", lambda quick, only: [good])
     monkeypatch.setattr(values, "precompile", lambda specs: None)
-    monkeypatch.setattr(values, "specs_of", lambda chosen, sms: [])
-    device = SimpleNamespace(multi_processor_count=132)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device_: device)
     assert values.main(["--out", str(tmp_path / "there" / "values.json")]) == 0
     assert json.loads((tmp_path / "there" / "values.json").read_text())[0]["worst_family"] == "normal"

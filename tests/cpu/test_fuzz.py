@@ -20,6 +20,7 @@ from scripts.fuzzing.generate import GENERATORS, MAX_SPECS, draw_call, kernel_sp
 from scripts.fuzzing.memory import Image, Place, contiguous_stride, padded_stride
 from scripts.fuzzing.rounds import Fault, Gate, Outcome, Work, run_round
 from tests.support import fuzz_workers
+from tests.support.values import FAMILIES
 
 CPU = torch.device("cpu")
 OPS = sorted(cute_kernels.__all__)
@@ -78,6 +79,11 @@ def test_calls_stay_within_the_specifications_and_take_many_of_them():
         shapes.add((call.op, *call.shape))
     assert len(taken) > 20
     assert len(shapes) > 30
+
+
+def test_calls_have_values_of_many_families():
+    found = [draw_call(seed, CPU).shape[-1] for seed in range(60) if kind_of(seed) in ("mla_fp8_decode", None)]
+    assert len(set(found) & set(FAMILIES)) > 4 and found.count("") > 5
 
 
 @pytest.mark.parametrize("op", OPS)

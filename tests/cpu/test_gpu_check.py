@@ -224,7 +224,7 @@ def good_record(**changes: Any) -> dict[str, Any]:
     record = coded_record()
     cases = [case for case in record["cases"] if "failed" not in case and case.get("met", True)]
     record["tests"]["sanitizer"] = {"memcheck": 0, "racecheck": 0, "synccheck": 0, "initcheck": 0}
-    record |= {"cases": cases, "accuracy": accuracy_rows(), "accumulator": ACCUMULATOR}
+    record |= {"cases": cases, "accuracy": accuracy_rows(), "accumulator": ACCUMULATOR, "values": []}
     return {**records.with_reliability(record, random_calls(0, 9)), **changes}
 
 
@@ -279,9 +279,10 @@ def test_what_was_left_out_is_named_and_no_shortcoming(capsys):
     tools = {**dict.fromkeys(records.SANITIZER_TOOLS), "reasons": {"all": parts.LEFT_OUT}}
     tests = {"passed": None, "failed": None, "skipped": None, "sanitizer": tools}
     record = {**good_record(tests=tests, cases=[])}
-    del record["reliability"], record["accumulator"]
+    del record["reliability"], record["accumulator"], record["values"]
     assert gpu_check.report(record, [], False) == 0
-    assert "left out: tests, compute-sanitizer, benchmarks, random calls, accuracy\n" in capsys.readouterr().out
+    said = "left out: tests, compute-sanitizer, benchmarks, random calls, accuracy, families of values\n"
+    assert said in capsys.readouterr().out
     without_gqa = [case for case in good_record()["cases"] if case["op"] not in parts.OPS["gqa"]]
     assert gpu_check.report(good_record(cases=without_gqa), [], False) == 0
     assert "left out: benchmarks of gqa\n" in capsys.readouterr().out
@@ -300,6 +301,7 @@ def test_what_was_left_out_is_named_and_no_shortcoming(capsys):
 def card(monkeypatch, tmp_path):
     """A machine whose parts return what a test sets."""
     found = SimpleNamespace(tests={"passed": 5, "failed": 0, "skipped": 0}, us=1.0, kept=[], code_works=True)
+    found.values = []
     found.peers, found.inaccurate, found.ceilings = {"flash_mla": "1"}, [], some_record()["ceilings"]
     found.findings = [sanitize.Finding(tool, 0) for tool in sanitize.TOOLS]
     counts = dict.fromkeys(("wrong", "faults", "out_of_memory"), 0)
@@ -338,6 +340,11 @@ def card(monkeypatch, tmp_path):
     monkeypatch.setattr(gpu_check, "run_tests", run_tests)
     monkeypatch.setattr(gpu_check, "measure_ceilings", lambda: found.ceilings)
     monkeypatch.setattr(gpu_check, "select_benches", select)
+    monkeypatch.setattr(
+        gpu_check.bench_values, "run_all", lambda benches, seconds: (found.values, [[] for _ in found.values])
+    )
+    monkeypatch.setattr(gpu_check.bench_values, "benches", lambda quick, only: [])
+    monkeypatch.setattr(gpu_check.bench_values, "all_specs", lambda: [])
     monkeypatch.setattr(gpu_check, "versions", lambda: found.peers)
     more = {"accuracy": accuracy_rows(), "accumulator": ACCUMULATOR}
     monkeypatch.setattr(gpu_check.accuracy, "measure", lambda: (more, found.inaccurate))
@@ -394,6 +401,36 @@ def test_the_record_is_written_whatever_is_lacking(what, card, capsys, tmp_path)
     }
     assert f"NOT GOOD: {reasons[what]}" in said and f"{3 if what == 'a must' else 1} shortcomings" in said
     assert records.read(card.path)["tests"]["failed"] == (what == "a test")
+
+
+def test_families_of_values_come_into_the_record_and_parts_of_them_are_joined(card, capsys, tmp_path):
+    entry: dict[str, Any] = {
+        "op": "mla_fp8_decode",
+        "topk": 64,
+        "values": {"normal": 2.0, "tokens": 3.0},
+        "worst_family": "tokens",
+    }
+    entry |= {"must": {"worst_ratio": 1.1}, "met": False, "worst_ratio": 1.5, "worst_us": 3.0}
+    entries = [
+        entry,
+        {**entry, "topk": 128, "met": True, "wrong": {"channel": "out: 3 elements"}},
+        {"op": "gqa_decode", "failed": "no"},
+    ]
+    card.code.digests_of_specs = lambda specs: {}
+    paths = [tmp_path / "0.json", tmp_path / "1.json"]
+    for path, card.values in zip(paths, (entries[:1], entries[1:]), strict=True):
+        card.values = [dict(one) for one in card.values]
+        assert gpu_check.main(["--sections", "values", "--out", str(path)]) == 1
+    said = capsys.readouterr().out
+    assert "NOT GOOD: values, mla_fp8_decode topk 64: misses worst_ratio 1.1" in said
+    assert "NOT GOOD: values, mla_fp8_decode topk 128, channel: out: 3 elements" in said
+    assert "NOT GOOD: values, gqa_decode: no" in said
+    whole = parts.merged([records.read(path) for path in paths])
+    assert {records.identity(one) for one in whole["values"]} == {records.identity(one) for one in entries}
+    wrong: list[dict[str, Any]] = [{"values": {}}, {"worst_family": "channel"}, {"wrong": {"tokens": "no"}}]
+    for changes in [*wrong, {"failed": "no"}]:
+        with pytest.raises(records.RecordError, match=r"values\[0\]"):
+            records.validate(some_record(values=[{**entry, **changes}]))
 
 
 def test_random_calls_come_into_the_record(card, tmp_path):

@@ -314,6 +314,7 @@ def test_a_record_without_such_cases_says_so():
         "sink",
         "sink-summary",
         "sink-routing",
+        "values",
         "budget-errors",
     ]
 
@@ -347,6 +348,20 @@ def test_a_case_has_three_times_and_so_has_its_peer():
             records.validate(some_record(cases=[case]))
     assert "back to back, us" not in pages.render(some_record(), "mla"), "an older record"
     assert "calls back to back. Tests" in pages.render(some_record(), "run")
+
+
+def test_the_worst_family_of_values_stands_beside_the_usual_one():
+    entry = {**{key: SIZES[key] for key in SIZES}, "values": {"normal": 499.0, "tokens": 520.0}, "slow_ratio": 1.2}
+    entry |= {"worst_family": "tokens", "worst_us": 520.0, "worst_ratio": 1.042, "worst_ratio_peer": 0.79}
+    assert "worst" not in pages.render(some_record(), "headlines")
+    assert pages.render(some_record(), "values") == pages.NO_CASES
+    record = some_record(values=[entry, {**entry, "batch": 1, "failed": "no", "values": {}}])
+    text = pages.render(record, "headlines")
+    assert "| 500, worst values (tokens) 520, 1.04 x | 0.82 x FlashMLA, worst values 0.79 |" in text
+    lines = pages.render(record, "values").splitlines()
+    assert lines[2] == "| mla_fp8_decode sparse 128x128x2 topk 2048 | 499 | tokens | 520 | 1.04 | 1.20 | – | 0.79 |"
+    assert lines[3].startswith("| mla_fp8_decode sparse 1x128x2 topk 2048 | failed |")
+    assert text.count("worst values") == 2, "where nothing was measured, nothing is shown"
 
 
 def test_a_must_under_load():

@@ -88,7 +88,7 @@ def test_every_family_holds_the_tolerance(run_decode: Any, form: str, family: st
 def test_the_same_call_gives_the_same_bits(form: str, family: str) -> None:
     case, num_splits = made(form, family)
 
-    def decode() -> tuple[torch.Tensor, torch.Tensor]:
+    def decode() -> Any:
         return mla_fp8_decode(case.q, case.kv_cache, **case.options(), num_splits=num_splits, return_lse=True)
 
     first = decode()

@@ -217,7 +217,11 @@ def refill(case: DecodeCase, family: str, *, seed: int = 0) -> DecodeCase:
     """
     gen = generator(seed, case.q.device)
     case.q.copy_(query(family, tuple(case.q.shape), gen))
-    first = as_format(case.cache_format) if case.cache_format else format_of_cache(case.kv_cache.shape[-1], 576)
+    first = (
+        as_format(case.cache_format)
+        if case.cache_format
+        else format_of_cache(case.kv_cache.shape[-1], case.q.shape[-1])
+    )
     _refill_pages(case, case.kv_cache, first, family, gen)
     if case.extra_kv_cache is not None and case.extra_cache_format is not None:
         _refill_pages(case, case.extra_kv_cache, as_format(case.extra_cache_format), family, gen)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, Final
 
+from scripts.bench.records import identity
 from scripts.bench.report.markdown import MISSING, hundredths, short
 
 Record = dict[str, Any]
@@ -126,6 +127,13 @@ def must(case: Case) -> str:
         "us_sustained": "{:g} us under load",
     }
     return ", ".join(words[key].format(limit) for key, limit in (case.get("must") or {}).items()) or MISSING
+
+
+def values_of(record: Record, case: Case) -> dict[str, Any]:
+    """What a record has of a case's families of values; empty where it has nothing, or the case failed there."""
+    wanted = identity(case)
+    found: dict[str, Any] = next((entry for entry in record.get("values", []) if identity(entry) == wanted), {})
+    return {} if "failed" in found else found
 
 
 def _ratio_of(case: Case) -> str:

@@ -9,7 +9,7 @@ from fp8_mla.formats import V3_2
 from scripts.bench.kernels_run import mark
 from scripts.bench.records import card_slug
 from scripts.bench.report import markdown
-from scripts.bench.report.cases import Case, Record, flash, has_flash, peer_of
+from scripts.bench.report.cases import Case, Record, flash, has_flash, peer_of, values_of
 from scripts.bench.report.markdown import scientific, short
 
 GQA = {"op": "gqa_decode", "kv_dtype": "int8", "scales": "per_token_head", "layout": "BNSH", "batch": 64, "s_k": 8192}
@@ -89,7 +89,9 @@ def headlines(*records: Record) -> list[str]:
         first = next((cases[0] for cases in found if cases), None)
         if first is None:
             continue
-        cells = [cell for cases in found for cell in _figures(headline, cases)]
+        cells = [
+            cell for record, cases in zip(records, found, strict=True) for cell in _figures(headline, record, cases)
+        ]
         errors = "; ".join(scientific(case.get("rel_err")) for case in next(filter(None, found)))
         older = "".join(sorted({mark(case) for cases in found for case in cases}))
         rows.append([headline.call, headline.conditions.format(**first) + older, *cells, errors])
@@ -105,13 +107,27 @@ def _cases(headline: Headline, record: Record) -> list[Case]:
     ]
 
 
-def _figures(headline: Headline, cases: list[Case]) -> list[str]:
-    """Time and speed, of several cases with what they are."""
+def _figures(headline: Headline, record: Record, cases: list[Case]) -> list[str]:
+    """Time and speed, of several cases with what they are; both with the family of values that takes longest too."""
     if not cases:
         return [markdown.MISSING] * 2
     times, speeds = [], []
     for case in cases:
         name = f"{case['scores']} scores: " if len(cases) > 1 else ""
-        times.append(name + ("check failed" if "failed" in case else short(case["us"])))
-        speeds.append(markdown.MISSING if "failed" in case else headline.speed(case))
+        if "failed" in case:
+            times.append(f"{name}check failed")
+            speeds.append(markdown.MISSING)
+            continue
+        us, ratio = _worst(record, case)
+        times.append(name + short(case["us"]) + us)
+        speeds.append(headline.speed(case) + ratio)
     return ["; ".join(times), "; ".join(speeds)]
+
+
+def _worst(record: Record, case: Case) -> tuple[str, str]:
+    """What follows time and speed: those with the values that take longest; nothing where they were not measured."""
+    found = values_of(record, case)
+    if not found:
+        return "", ""
+    us = f", worst values ({found['worst_family']}) {short(found['worst_us'])}, {found['worst_ratio']:.2f} x"
+    return us, f", worst values {found['worst_ratio_peer']:.2f}" if "worst_ratio_peer" in found else ""

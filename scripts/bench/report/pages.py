@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 
 from scripts import budget_table
 from scripts.bench import kernels_run
-from scripts.bench.report import gqa, headlines, mla, run, sink
+from scripts.bench.report import gqa, headlines, mla, run, sink, values
 from scripts.bench.report.cases import Record
 
 MARKER = re.compile(r"<!-- results:([a-z-]+):(begin|end) -->")
@@ -33,6 +33,7 @@ PARTS: dict[str, Callable[[Record], list[str]]] = {
     "sink-summary": sink.summary,
     "crossover": mla.crossover,
     "sink-routing": sink.routing,
+    "values": values.families,
     **budget_table.PARTS,
 }
 

@@ -36,6 +36,18 @@ def max_unsigned(a: Int32, b: Int32) -> Int32:
 
 
 @cute.jit
+def max_u16x2(a: Int32, b: Int32) -> Int32:
+    """The larger of each of two 16-bit numbers without sign."""
+    return cute.arch.inline_ptx("max.u16x2 {$w0}, {$r0}, {$r1};", write_only_types=[Int32], read_only_args=[a, b])
+
+
+@cute.jit
+def min_u16x2(a: Int32, b: Int32) -> Int32:
+    """The smaller of each of two 16-bit numbers without sign."""
+    return cute.arch.inline_ptx("min.u16x2 {$w0}, {$r0}, {$r1};", write_only_types=[Int32], read_only_args=[a, b])
+
+
+@cute.jit
 def at_most_unsigned(a: Int32, b: Int32) -> Int32:
     """1 if a <= b as numbers without sign, else 0."""
     return cute.arch.inline_ptx(

@@ -12,6 +12,7 @@ class NamedBarrier(IntEnum):
 
     QK = 1  # the QK warpgroups: votes on Q, and its hand-over
     STORED = 3  # both PV warpgroups: a partial is in global memory
+    QK_TILE = 6  # and 7: one QK warpgroup, votes on the scales of a key tile of the latent kernel
     SOFTMAX = 5  # the softmax: votes on the scales of a key tile
 
 

@@ -81,7 +81,7 @@ class PvWarpgroups:
         self.columns = spec.heads // 4  # of a thread
         self.v_fragments = 2 * ROW_BLOCKS if spec.few_heads else 2  # half of them is made while wgmma reads the others
         self.scheduler = Scheduler(spec)
-        self.unit = V_UNIT  # of partials without block scales
+        self.units = self.moving_units = QUANT_TILES  # of O; the last ones may be fixed
         if spec.split:
             self.merger = PartialMerger(spec)
         self.tracer = Tracer(spec.trace, len(ROLES))
@@ -154,27 +154,45 @@ class PvWarpgroups:
             if tile < done + tiles - 1:
                 cute.arch.mbarrier_arrive(smem.p_empty.data_ptr() + p_stage)
             self.stamp(smem, tile, 1, 1, wg, tid)
+        self.end_work_tile(smem, table, results, acc_o, done + tiles, tiles, index, is_whole, has_scales, wg, tid)
+
+    @cute.jit
+    def end_work_tile(
+        self,
+        smem,
+        table: WorkTable,
+        results: Results,
+        acc_o: list,
+        done: Int32,
+        tiles: Int32,
+        index: Int32,
+        is_whole: Int32,
+        has_scales: Int32,
+        wg: Int32,
+        tid: Int32,
+    ):
+        """Stores O of a work tile, whose last key tile is done - 1, as a result or a partial."""
         factor = cute.make_rmem_tensor(self.columns, Float32)
         factor.fill(0.0)
         lse, sLse = -Float32.inf, smem.lse.get_tensor(cute.make_layout((self.heads, 2)))
         unit = Float32(V_UNIT)
         if tiles > 0:
-            p_stage = (done + tiles - 1) % 2
+            p_stage = (done - 1) % 2
             inverse_sums = smem.inverse_sum.get_tensor(cute.make_layout(2 * self.heads))
             copy_columns(inverse_sums, tid, p_stage * self.heads, factor)
             if tid < self.heads:
                 lse = sLse[tid, p_stage]
-            units = v_units(smem)
-            unit = units[self.quant_tile(wg, tid), p_stage]
-            for j in cutlass.range_constexpr(QUANT_TILES):
+            units = v_units(smem, self.units)
+            unit = units[self.unit_index(wg, tid), p_stage]
+            for j in cutlass.range_constexpr(self.moving_units):
                 if units[j, p_stage] != V_UNIT:
                     has_scales = Int32(1)
             cute.arch.mbarrier_arrive(smem.p_empty.data_ptr() + p_stage)
-        # a partial without block scales stays in units of V_UNIT, which is then the scale of all
+        # a partial without block scales is relative to V_UNIT, which is then the scale of all
         if const_expr(self.spec.balanced):
-            unit = cutlass.select_(is_whole | has_scales != 0, unit, Float32(1.0))
+            unit *= cutlass.select_(is_whole | has_scales != 0, Float32(1.0), Float32(1.0 / V_UNIT))
         elif const_expr(self.spec.split):
-            unit = cutlass.select_(has_scales != 0, unit, Float32(1.0))
+            unit *= cutlass.select_(has_scales != 0, Float32(1.0), Float32(1.0 / V_UNIT))
         for c in cutlass.range_constexpr(self.columns):
             factor[c] *= unit
         # located again, not kept: each register counts while O is held
@@ -218,7 +236,7 @@ class PvWarpgroups:
         factor = cute.make_rmem_tensor(self.columns, Float32)
         copy_columns(smem.rescaling.get_tensor(cute.make_layout(2 * self.heads)), tid, p_stage * self.heads, factor)
         if flags & NEW_UNIT != 0:
-            move = v_moves(smem)[self.quant_tile(wg, tid), p_stage]
+            move = v_moves(smem, self.units)[self.unit_index(wg, tid), p_stage]
             for c in cutlass.range_constexpr(self.columns):
                 factor[c] *= move
         for m in cutlass.range_constexpr(ROW_BLOCKS):
@@ -227,8 +245,8 @@ class PvWarpgroups:
                 for c in cutlass.range_constexpr(self.columns):
                     o[r, c] *= factor[c]
 
-    def quant_tile(self, wg: Int32, tid: Int32) -> Int32:
-        """The quant tile of a thread's values."""
+    def unit_index(self, wg: Int32, tid: Int32) -> Int32:
+        """Which unit a thread's values have: that of their quant tile."""
         return 2 * wg + tid // 64
 
     @cute.jit
@@ -279,7 +297,7 @@ class PvWarpgroups:
         rP = self.p_operands(smem, mma, tid)[None, None, None, p_stage]
         shape = mma.partition_shape_A((TOKENS_PER_TILE, 16))
         fragments = [mma.make_fragment_A(shape) for _ in range(self.v_fragments)]
-        quant_tile = self.quant_tile(wg, tid)
+        quant_tile = self.unit_index(wg, tid)
         for block in cutlass.range_constexpr(KEY_BLOCKS):
             key_weights = cute.make_rmem_tensor(4, Float16)
             start = weights(smem, p_stage, quant_tile, tid)[None, block // 2].iterator + block % 2 * 4
@@ -317,7 +335,7 @@ class PvWarpgroups:
         fragments = [mma.make_fragment_A(mma.partition_shape_A((TOKENS_PER_TILE, 16))) for _ in range(2)]
         raw, half = cute.make_rmem_tensor((2, 4), Int32), cute.make_rmem_tensor(8, Float16)
         weight, sScale = cute.make_rmem_tensor(4, Float32), scale_tensor(smem, self.spec.stages)
-        quant_tile = self.quant_tile(wg, tid)
+        quant_tile = self.unit_index(wg, tid)
         power = inverse_power(v_units(smem)[quant_tile, p_stage])
         for block in cutlass.range(KEY_BLOCKS, unroll=1):
             self.load_codes(smem, raw, stage, block, line)
@@ -364,7 +382,7 @@ class PvWarpgroups:
         if wg == 0 and tid < self.heads and head < h_q:
             mPartialLse[split, request, query, head] = epilogue.lse
             if epilogue.has_scales == 0:  # negative: the block scale of all values
-                mScales[split, request, query, head, 0] = Float32(-self.unit)
+                mScales[split, request, query, head, 0] = Float32(-V_UNIT)
         rows = mPartial[split, request, query, None, None]
         scales = mScales[split, request, query, None, 4 * wg + tid // 32]
         self.store(epilogue, rows, scales, h_q, head_block, wg, tid)

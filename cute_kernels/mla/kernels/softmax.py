@@ -1,6 +1,6 @@
 """The softmax of the MLA decode kernel: P of S. With 32 and 64 heads its warpgroup also loads key tiles."""
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute

@@ -95,10 +95,7 @@ class ValueUnits:
             least = cutlass.min(least, cutlass.select_(bits == 0, Int32(NONE), exponent))
         most, least = cute.arch.warp_redux_sync(most, "max"), cute.arch.warp_redux_sync(least, "min")
         old, highest = WEIGHT_EXPONENT - softmax.exponent(sPower[warp]), sHighest[warp]
-        new, spread = old, most - least
-        if most > old or (least < old - WINDOW and spread <= WINDOW):
-            new = most + cutlass.min(cutlass.max(WINDOW - spread, 0), HEADROOM)
-        new = cutlass.min(cutlass.max(new, highest - MAX_FALL), MAX_EXPONENT)
+        new = moved(old, highest, most, least)
         fits = Int32(0) if most > new or least < new - WINDOW else Int32(1)
         sUnit, sMove = v_units(smem), v_moves(smem)
         if lane == 0:
@@ -118,14 +115,26 @@ class ValueUnits:
             sUnit[tid // 32, p_stage] = inverse_power(sPower[tid // 32])
 
 
-def v_units(smem) -> cute.Tensor:
-    """Units of O, (quant tile, stage of P): of a work tile with its last key tile, and with those that have flags."""
-    return smem.v_unit.get_tensor(cute.make_layout((QUANT_TILES, 2)))
+@cute.jit
+def moved(old: Int32, highest: Int32, most: Int32, least: Int32) -> Int32:
+    """The exponent of a unit for a key tile whose scales have exponents from `least` to `most`, from the last one.
+
+    `highest` is the largest so far in the work tile.
+    """
+    new, spread = old, most - least
+    if most > old or (least < old - WINDOW and spread <= WINDOW):
+        new = most + cutlass.min(cutlass.max(WINDOW - spread, 0), HEADROOM)
+    return cutlass.min(cutlass.max(new, highest - MAX_FALL), MAX_EXPONENT)
 
 
-def v_moves(smem) -> cute.Tensor:
-    """The unit of O before a key tile over that of the tile, (quant tile, stage of P), where it has flag NEW_UNIT."""
-    return smem.v_move.get_tensor(cute.make_layout((QUANT_TILES, 2)))
+def v_units(smem, units: int = QUANT_TILES) -> cute.Tensor:
+    """Units of O, (unit, stage of P): of a work tile with its last key tile, and with those that have flags."""
+    return smem.v_unit.get_tensor(cute.make_layout((units, 2)))
+
+
+def v_moves(smem, units: int = QUANT_TILES) -> cute.Tensor:
+    """The unit of O before a key tile over that of the tile, (unit, stage of P), where it has flag NEW_UNIT."""
+    return smem.v_move.get_tensor(cute.make_layout((units, 2)))
 
 
 def inverse_power(power: Float32) -> Float32:

@@ -1,14 +1,10 @@
 """Codes and scales as float16 numbers, exactly: all that depends on which codes and scales a format has.
 
-A key is code x scale x WEIGHT. float16 holds that for any code where the scale is in range, and the products then need
-nothing between them. In a stage each code is a byte of e4m3, and one conversion makes two numbers of two of them. e2m1
-codes are expanded to that, exactly, in the stage: once, where QK and PV both read them (`Codes.expand`).
-
-    scale        in range                              that is
-    ue8m0        bytes 105 to 126, 2^-22 to 1/2        as small as quantizers write; values up to 224
-    e4m3 (fp4)   magnitudes up to 40                   values up to 240
-
-Other scales, NaN among them, take slow paths in float32 and bfloat16.
+QK multiplies Q by code x scale, relative to the largest scale of the key's row. float16 holds that for any code where
+the scales of a row are within 2^-21 of the largest. PV multiplies P by code x scale relative to the unit of O
+(`LatentValueUnits`). In a stage each code is a byte of e4m3, and one conversion makes two numbers of two of them. e2m1
+codes are expanded to that, exactly, in the stage: once, where QK and PV both read them (`Codes.expand`). With their
+scales, e4m3 numbers, they are in range of float16 as they are.
 
 A subclass of `Codes` has one type of codes and one of scales, and roles ask `of` for that of a format. So a format with
 other codes or scales is one more subclass and its line in `TYPES`; no other file of the room says what a format has.
@@ -16,12 +12,13 @@ other codes or scales is one more subclass and its line in `TYPES`; no other fil
 
 import functools
 from collections.abc import Mapping
-from typing import Any, ClassVar, Final
+from typing import Any, ClassVar, Final, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import AddressSpace, BFloat16, Float8E4M3FN, Float16, Float32, Int32
 
+from cute_kernels.device import pairs, registers
 from cute_kernels.mla.kernels.convert_q import code_chunk
 from cute_kernels.mla.kernels.pv import widen_values
 from cute_kernels.mla.kernels.smem import key_of_row, line_offset
@@ -31,16 +28,33 @@ from cute_kernels.mla.latent.spec import LINE_BYTES, LatentDecodeSpec, expands, 
 from cute_kernels.mla.spec import TOKENS_PER_TILE
 from fp8_mla.formats import TokenFormat
 
-WEIGHT = 2.0**8
-WEIGHTS = 0x5C005C00  # as two float16 numbers
-MIN_BYTE, MAX_BYTE = 105, 126  # ue8m0 scales in range
-SMALL_BYTE = 116  # smaller ue8m0 scales times small codes, summed and rounded to float16 times WEIGHT, lose digits
-NAN_BYTE = 255  # the ue8m0 byte that means NaN
-MULTIPLIER = -(104 << 10) * 0x00010001 % 2**32  # exponent field of WEIGHT times a ue8m0 scale, less the byte; twice
-MAX_FP4_BYTE = 0x62  # the largest e4m3 scale in range, 40
+TOP_FIELD = 22  # exponent field in float16 of a row's largest scale: 2^7, so the smallest normal one is 2^-14
+MIN_TOP, NAN_BYTE = 60, 255  # ue8m0: smaller rows count as 2^-67, where rope parts still fit; NaN
+FIELD = 0x04000400  # one of the exponent, in two float16 numbers
+ROPE_UNIT = 2.0**-2  # of O of a rope part: float16 holds rope / ROPE_UNIT of MIN_ROPE to MAX_ROPE
+ROPE_WEIGHTS = 0x40804080  # 1 / ROPE_UNIT as bfloat16, twice
+FP4_WEIGHT, FP4_WEIGHTS = 2.0**4, 0x4C004C00  # QK: times any e2m1 code and e4m3 scale it is in range; as two float16
+FP4_ROOM = 6  # codes are up to 6, not 448, so weights of V may be 2^6 larger
+FP4_MIN_EXPONENT = -9  # of the smallest e4m3 scale, and of the smallest unit whose power float16 holds
+EMPTY = 1000  # an exponent beyond any
 LOW_MAGNITUDES, HIGH_MAGNITUDES = 0x3C383000, 0x4C484440  # e4m3 bytes of the e2m1 numbers 0, 0.5, 1, 1.5; 2, 3, 4, 6
 EXPANDED_ROWS = 4  # that a lane reads at once
 TOP_BITS = -0x7F7F7F80  # 0x80808080
+
+
+class RowFactors(NamedTuple):
+    """Powers of two that keep a row of keys in range of float16 for QK.
+
+    offset  what `multiplier` adds to scales
+    factor  S times this is that of the row
+    rope    what its rope part is multiplied by, a pair of bfloat16
+    fits    1 if float16 holds all of the row
+    """
+
+    offset: Int32
+    factor: Float32
+    rope: Int32
+    fits: Int32
 
 
 class Codes:
@@ -49,15 +63,15 @@ class Codes:
     QK reads codes in chunks of 64 columns, 16 codes of each of a thread's two rows. They share a scale. A line is 128
     bytes of a row.
 
-    masked_scales  a word of scales in range, for a masked key, whose codes are zeros
     quant_tiles    those that `chunk_multiplier` knows
-    range_words    which scales are in range: what `outside` takes
     line_parts     a row's last line may be incomplete: code bytes are a multiple of this
+    room           exponents that a scale may be above that of its unit
+    least_unit     the smallest exponent of a unit
     """
 
-    masked_scales: ClassVar[int]
     quant_tiles: ClassVar[tuple[int, ...]]
-    range_words: ClassVar[tuple[int, int, int]]
+    room: ClassVar[int] = 0
+    least_unit: ClassVar[int] = -EMPTY
     line_parts: ClassVar[int] = LINE_BYTES
 
     def __init__(self, kind: TokenFormat):
@@ -110,17 +124,21 @@ class Codes:
         """Which word, and which of its bytes, has the scale of a thread's codes in chunk c; see `scale_index`."""
         raise NotImplementedError
 
-    def chunk_multiplier(self, words: cute.Tensor, c: int, tid: Int32) -> Int32:
-        """That of a thread's codes of a row in chunk c, as `multiplier` returns it."""
-        word, byte = self.scale_place(c, tid)
-        return self.multiplier(words[word], byte)
+    def row_factors(self, words: cute.Tensor) -> RowFactors:
+        """What QK multiplies a row by, from the words of its scales."""
+        raise NotImplementedError
 
-    def chunk_multipliers(self, words: cute.Tensor, c: int, tid: Int32) -> Int32:
+    def chunk_multiplier(self, words: cute.Tensor, factors: RowFactors, c: int, tid: Int32) -> Int32:
+        """What a thread's codes of a row in chunk c are multiplied by, as two float16 numbers."""
+        word, byte = self.scale_place(c, tid)
+        return self.multiplier(words[word], factors.offset, byte)
+
+    def chunk_multipliers(self, words: cute.Tensor, factors: RowFactors, c: int, tid: Int32) -> Int32:
         """Those of chunks c and c + 1, whose scales are in one word, as a pair of float16."""
         (word, byte), (same, second) = self.scale_place(c, tid), self.scale_place(c + 1, tid)
         if same != word:
             raise ValueError(f"scales: got those of two chunks of {self.kind.name} in two words; needs one word")
-        return self.multiplier(words[word], byte, second)
+        return self.multiplier(words[word], factors.offset, byte, second)
 
     def scale_index(self, c: Any, lane: Any) -> Any:
         """Which scale of a row the 16 codes have that a lane of four has in chunk c.
@@ -131,34 +149,35 @@ class Codes:
 
     # ---- scales
 
-    def multiplier(self, word: Int32, byte: Any, second: Any = None) -> Int32:
-        """WEIGHT times the scales in two bytes of a word, in range, as two float16 numbers; None: in the same byte."""
-        raise NotImplementedError
-
-    def out_of_range(self, word: Int32) -> Int32:
-        """Not 0 if one of the four scales of a word is out of range."""
-        return outside(word, *self.range_words)
-
-    def is_small(self, word: Int32) -> Int32:
-        """Not 0 if one of the four scales of a word is so small that a sum of values as float16 needs a scale."""
+    def multiplier(self, word: Int32, offset: Int32, byte: Any, second: Any = None) -> Int32:
+        """What codes of two scale bytes of a word are multiplied by, as two float16 numbers; None: of one byte."""
         raise NotImplementedError
 
     def scale_of(self, byte: Int32) -> Float32:
         """The scale that a byte means."""
         raise NotImplementedError
 
+    def exponent(self, byte: Int32) -> Int32:
+        """floor(log2) of the scale that a byte means, less `room`. 0 is `-EMPTY`: its codes count for nothing."""
+        raise NotImplementedError
+
+    def misfits(self, word: Int32, tops: Int32, above: Int32) -> Int32:
+        """Not 0 if one of the four scales of a word does not fit its unit; see `LatentValueUnits` for the others."""
+        raise NotImplementedError
+
+    def fitted(self, word: Int32, tops: Int32) -> Int32:
+        """A word of scales for `value_weights`, some of which do not fit: their weights are 0, as those of zeros."""
+        return word
+
+    def value_weights(self, word: Int32, tops: Int32, power: Int32) -> cute.Tensor:
+        """Weights of V of the four scales of a word, which fit, as two words of float16.
+
+        `power` is that of their unit, where all have one, as float16, twice.
+        """
+        raise NotImplementedError
+
 
 # ---- scales of any format
-
-
-def outside(word: Int32, above: Any, below: Any, signs: Any) -> Int32:
-    """Not 0 if one of the four bytes of a word is out of range.
-
-    Its lower seven bits plus `above` reach bit 7 where they are too large, plus `below` do not where they are too
-    small; or bit 7 of `signs` is set, and its own.
-    """
-    low = word & 0x7F7F7F7F
-    return (low + above | word & signs | (low + below ^ -1)) & TOP_BITS
 
 
 def byte_pair(word: Int32, byte: Any, second: Any = None) -> Int32:
@@ -168,22 +187,6 @@ def byte_pair(word: Int32, byte: Any, second: Any = None) -> Int32:
 
 
 # ---- float16 numbers of any format
-
-
-@cute.jit
-def multiply(a: Int32, b: Int32) -> Int32:
-    """Products of two pairs of float16."""
-    return cute.arch.inline_ptx("mul.rn.f16x2 {$w0}, {$r0}, {$r1};", write_only_types=[Int32], read_only_args=[a, b])
-
-
-@cute.jit
-def weigh(a: Int32) -> Int32:
-    """WEIGHT times a pair of float16. `mul` takes registers alone."""
-    return cute.arch.inline_ptx(
-        f"{{\n.reg .b32 t;\nmov.b32 t, {WEIGHTS};\nmul.rn.f16x2 {{$w0}}, {{$r0}}, t;\n}}",
-        write_only_types=[Int32],
-        read_only_args=[a],
-    )
 
 
 def e4m3_pairs(word: Int32) -> tuple[Int32, Int32]:
@@ -238,42 +241,30 @@ def value_operand(raw: cute.Tensor, m: int, operand: cute.Tensor) -> None:
 
 
 @cute.jit
-def max_magnitudes(a: Int32, b: Int32) -> Int32:
-    """The larger magnitudes of two pairs of bfloat16; `a` has no signs."""
-    return cute.arch.inline_ptx(
-        "{\n.reg .b32 t;\nabs.bf16x2 t, {$r1};\nmax.bf16x2 {$w0}, {$r0}, t;\n}",
-        write_only_types=[Int32],
-        read_only_args=[a, b],
-    )
-
-
-@cute.jit
-def weigh_bfloat16(word: Int32) -> Int32:
-    """WEIGHT times a pair of bfloat16."""
-    return cute.arch.inline_ptx(  # `mul` takes registers alone: 2^8, twice
-        "{\n.reg .b32 t;\nmov.b32 t, 0x43804380;\nmul.rn.bf16x2 {$w0}, {$r0}, t;\n}",
-        write_only_types=[Int32],
-        read_only_args=[word],
-    )
-
-
-@cute.jit
 def rope_to_float16(word: Int32) -> Int32:
-    """WEIGHT times a pair of bfloat16, as float16."""
-    weighted = weigh_bfloat16(word)
+    """A pair of bfloat16 over ROPE_UNIT, as float16."""
     bits, pair = cute.make_rmem_tensor(2, Int32), cute.make_rmem_tensor(2, Float16)
-    bits[0], bits[1] = weighted << 16, weighted & -0x10000
-    pair.store(cute.recast_tensor(bits, Float32).load().to(Float16))
+    bits[0], bits[1] = word << 16, word & -0x10000
+    pair.store((cute.recast_tensor(bits, Float32).load() * (1.0 / ROPE_UNIT)).to(Float16))
     return cute.recast_tensor(pair, Int32)[0]
 
 
 @cute.jit
 def rope_to_bfloat16(word: Int32) -> Int32:
-    """The inverse of `rope_to_float16`."""
+    """A pair of float16 as bfloat16, still over ROPE_UNIT."""
     pair, numbers = cute.make_rmem_tensor(2, Float16), cute.make_rmem_tensor(2, BFloat16)
     cute.recast_tensor(pair, Int32)[0] = word
-    numbers.store((pair.load().to(Float32) * (1.0 / WEIGHT)).to(BFloat16))
+    numbers.store(pair.load().to(Float32).to(BFloat16))
     return cute.recast_tensor(numbers, Int32)[0]
+
+
+@cute.jit
+def rope_over_unit(word: Int32, is_float16: cutlass.Boolean) -> Int32:
+    """A pair of rope numbers over ROPE_UNIT as bfloat16: from `rope_to_float16`, or as they came."""
+    numbers = pairs.multiply_bfloat16(word, registers.opaque(Int32(ROPE_WEIGHTS)))
+    if is_float16:
+        numbers = rope_to_bfloat16(word)
+    return numbers
 
 
 # ---- e4m3 codes
@@ -282,16 +273,13 @@ def rope_to_bfloat16(word: Int32) -> Int32:
 class FloatScales(Codes):
     """e4m3 codes with float32 scales. The roles of mla/kernels read them; the latent loader alone asks this class."""
 
-    masked_scales = (127 - 6) << 23  # MASKED_SCALE of mla.spec, as bits
     quant_tiles = (128,)
 
 
 class E4m3Codes(Codes):
     """e4m3 codes with ue8m0 scales. A thread reads 16 bytes of a row: a piece of a line of 128 codes or of half one."""
 
-    masked_scales = 0x76767676
     quant_tiles = (32, 64)
-    range_words = (0x01010101 * (127 - MAX_BYTE), 0x01010101 * (128 - MIN_BYTE), -1)
     line_parts = LINE_BYTES // 2
 
     def __init__(self, kind: TokenFormat):
@@ -324,13 +312,58 @@ class E4m3Codes(Codes):
         index = super().scale_index(c, lane)
         return cutlass.min(index, self.kind.num_scales - 1) if self.half_line else index
 
-    def multiplier(self, word: Int32, byte: Any, second: Any = None) -> Int32:
-        """The byte is the exponent."""
-        return byte_pair(word, byte, second) * 1024 + MULTIPLIER
+    def row_factors(self, words: cute.Tensor) -> RowFactors:
+        """From the largest and the smallest byte of the row. A row of zeros, masked or unwritten, has codes of 0."""
+        largest, smallest = None, None
+        for i in range(cute.size(words)):
+            mask = self.scale_mask(i)
+            for part in (0, 8):  # even bytes, odd ones
+                low = (words[i] >> part) & (mask >> part & 0x00FF00FF)
+                high = low | (0x00FF00FF & ~(mask >> part))
+                largest = low if largest is None else pairs.max_u16x2(largest, low)
+                smallest = high if smallest is None else pairs.min_u16x2(smallest, high)
+        byte = cutlass.max(largest & 0xFF, largest >> 16)
+        least = cutlass.min(smallest & 0xFF, smallest >> 16)
+        top = cutlass.max(byte, MIN_TOP)
+        is_zero = byte == 0
+        offset = cutlass.select_(is_zero, Int32(FIELD), (TOP_FIELD - top) * FIELD)
+        fits = cutlass.select_(least > top - TOP_FIELD, Int32(1), Int32(0))
+        fits = cutlass.select_(byte == NAN_BYTE, Int32(0), cutlass.select_(is_zero, Int32(1), fits))
+        return RowFactors(
+            Int32(offset),
+            ((top - (TOP_FIELD - 15)) << 23).bitcast(Float32),
+            (2 * 127 + (TOP_FIELD - 15) - top) * 0x00800080,
+            Int32(fits),
+        )
 
-    def is_small(self, word: Int32) -> Int32:
-        """Below SMALL_BYTE."""
-        return ((word & 0x7F7F7F7F) + 0x01010101 * (128 - SMALL_BYTE) ^ -1) & TOP_BITS
+    def multiplier(self, word: Int32, offset: Int32, byte: Any, second: Any = None) -> Int32:
+        """The byte is the exponent."""
+        return byte_pair(word, byte, second) * 1024 + offset
+
+    def exponent(self, byte: Int32) -> Int32:
+        """The byte is the exponent."""
+        return cutlass.select_(byte == 0, Int32(-EMPTY), byte - 127)
+
+    def misfits(self, word: Int32, tops: Int32, above: Int32) -> Int32:
+        """Bytes from 20 below that of the unit on fit. One subtraction of words: a borrow begins where one does not."""
+        below = tops - word
+        return ((below & 0x7F7F7F7F) + 0x01010101 * (127 - 20) | below) & TOP_BITS
+
+    def fitted(self, word: Int32, tops: Int32) -> Int32:
+        """A byte 21 below that of its unit has a field of 0."""
+        result = Int32(0)
+        for i in range(4):
+            byte, top = (word >> 8 * i) & 0xFF, (tops >> 8 * i) & 0xFF
+            byte = cutlass.select_(byte > top, top - 21, cutlass.max(byte, top - 21))
+            result |= Int32(byte) << 8 * i
+        return result
+
+    def value_weights(self, word: Int32, tops: Int32, power: Int32) -> cute.Tensor:
+        """Exponent fields from 1 to 21: 2^-14 to 2^6."""
+        fields, weights = 0x15151515 - (tops - word), cute.make_rmem_tensor(2, Int32)
+        for i in range(2):
+            weights[i] = byte_pair(fields, Int32(2 * i), Int32(2 * i + 1)) * 1024
+        return weights
 
     def scale_of(self, byte: Int32) -> Float32:
         """2 ** (byte - 127); 0 is a subnormal number."""
@@ -346,9 +379,9 @@ class E4m3Codes(Codes):
 class E2m1Codes(Codes):
     """e2m1 codes, two a byte, with e4m3 scales. The two lines of a row are expanded to four of e4m3 codes."""
 
-    masked_scales = 0x38383838
     quant_tiles = (16,)
-    range_words = (0x01010101 * (127 - MAX_FP4_BYTE), TOP_BITS, 0)  # magnitudes up to that
+    room = FP4_ROOM
+    least_unit = FP4_MIN_EXPONENT
     line_parts = 2 * LINE_BYTES
 
     def __init__(self, kind: TokenFormat):
@@ -403,14 +436,31 @@ class E2m1Codes(Codes):
         """A scale for each 16 codes."""
         return c // 2, tid % 2 + 2 * (c % 2)
 
-    def multiplier(self, word: Int32, byte: Any, second: Any = None) -> Int32:
+    def row_factors(self, words: cute.Tensor) -> RowFactors:
+        """Any scale is in range; NaN is a NaN."""
+        return RowFactors(Int32(0), Float32(1.0 / FP4_WEIGHT), Int32(0), Int32(1))
+
+    def multiplier(self, word: Int32, offset: Int32, byte: Any, second: Any = None) -> Int32:
         """Converted, then multiplied."""
         places = byte * 0x1111 if second is None else byte + second * 0x10
-        return weigh(e4m3_pairs(Int32(cute.arch.prmt(word, Int32(0), places)))[0])
+        pair = e4m3_pairs(Int32(cute.arch.prmt(word, Int32(0), places)))[0]
+        return pairs.multiply_half(pair, registers.opaque(Int32(FP4_WEIGHTS)))  # `mul` takes registers alone
 
-    def is_small(self, word: Int32) -> Int32:
-        """None is: the smallest value is 2^-10."""
-        return Int32(0)
+    def exponent(self, byte: Int32) -> Int32:
+        """That of e4m3; smaller numbers count as its smallest one."""
+        magnitude = byte & 0x7F
+        exponent = cutlass.select_(magnitude < 8, Int32(FP4_MIN_EXPONENT), (magnitude >> 3) - 7) - FP4_ROOM
+        return cutlass.select_(magnitude == 0, Int32(-EMPTY), exponent)
+
+    def misfits(self, word: Int32, tops: Int32, above: Int32) -> Int32:
+        """Magnitudes above 127 - `above` do not fit."""
+        return ((word & 0x7F7F7F7F) + above) & TOP_BITS
+
+    def value_weights(self, word: Int32, tops: Int32, power: Int32) -> cute.Tensor:
+        """Converted, times the power of their unit, which is that of all four."""
+        weights, (low, high) = cute.make_rmem_tensor(2, Int32), e4m3_pairs(word)
+        weights[0], weights[1] = pairs.multiply_half(low, power), pairs.multiply_half(high, power)
+        return weights
 
     def scale_of(self, byte: Int32) -> Float32:
         """An e4m3 number."""

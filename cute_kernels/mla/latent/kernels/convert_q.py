@@ -6,7 +6,6 @@ from cutlass import BFloat16, Int32, const_expr
 
 from cute_kernels.mla.kernels.convert_q import QConverter
 from cute_kernels.mla.kernels.tile import QUANT_TILE
-from cute_kernels.mla.latent.kernels import codes
 from cute_kernels.mla.latent.spec import LatentDecodeSpec
 
 BLOCK = QUANT_TILE  # columns that one thread converts at once, with a power of two of their own
@@ -16,7 +15,7 @@ HALF = BLOCK // 2
 class LatentQConverter(QConverter):
     """Device code for all threads of the QK warpgroups; see `QConverter`.
 
-    The last block of V4 is 64 columns of codes and the rope part: that one stays bfloat16, times `codes.WEIGHT`.
+    The last block of V4 is 64 columns of codes and the rope part, which stays bfloat16.
     """
 
     def __init__(self, spec: LatentDecodeSpec):
@@ -24,50 +23,33 @@ class LatentQConverter(QConverter):
         self.spec = spec
         self.blocks = spec.d_qk // BLOCK
         self.ends_in_rope = spec.token_format.codes.count % BLOCK != 0
+        self.rope_start = spec.token_format.codes.count // 8 if spec.has_rope else None
 
     @cute.jit
-    def convert(self, smem, index: Int32) -> Int32:
-        """Converts the index-th row of 128 numbers, block by block; returns whether float16 holds them."""
-        fits = Int32(1)
+    def convert(self, smem, index: Int32, power: Int32):
+        """Converts the index-th row of 128 numbers, block by block, times a power of two."""
         if const_expr(self.ends_in_rope):
             if index // self.heads == self.blocks - 1:
-                fits = self.convert_half(smem, index % self.heads)
+                self.convert_half(smem, index % self.heads, power)
             else:
-                fits = QConverter.convert(self, smem, index)
+                QConverter.convert(self, smem, index, power)
         else:
-            fits = QConverter.convert(self, smem, index)
-        return fits
+            QConverter.convert(self, smem, index, power)
 
     @cute.jit
-    def convert_half(self, smem, row: Int32) -> Int32:
+    def convert_half(self, smem, row: Int32, power: Int32):
         """Converts 64 numbers that meet codes; lane 0 to 3 has 16 of them, in order."""
         start, chunks = (self.blocks - 1) * (BLOCK // 8), HALF // 8
-        numbers = cute.make_rmem_tensor((8, chunks), BFloat16)
-        for c in cutlass.range_constexpr(chunks):
-            cute.autovec_copy(self.chunk(smem, row, start + c), numbers[None, c])
-        words = cute.recast_tensor(numbers, Int32)
-        fits = self.to_float16(numbers, words)
+        words = self.float16_words(smem, row, start, chunks, power)
         four = cute.make_rmem_tensor(4, Int32)
         for c in cutlass.range_constexpr(chunks):
             for lane in cutlass.range_constexpr(4):
                 four[lane] = words[c % 4, 2 * lane + c // 4]
             cute.autovec_copy(cute.recast_tensor(four, BFloat16), self.chunk(smem, row, start + c))
-        return fits
 
     def first_rope_row(self, thread: Int32) -> Int32:
         """That of the last threads: they convert half blocks."""
         return self.threads - 1 - thread
-
-    @cute.jit
-    def reorder_rope(self, smem, row: Int32, start: cutlass.Constexpr):
-        """As `QConverter.reorder_rope`, times the weight that other keys have."""
-        if const_expr(self.spec.has_rope):
-            QConverter.reorder_rope(self, smem, row, self.spec.token_format.codes.count // 8)
-
-    def weigh_rope(self, words: cute.Tensor) -> None:
-        """Multiplies numbers of a rope part by `codes.WEIGHT`."""
-        for i in range(cute.size(words)):
-            words[i] = codes.weigh_bfloat16(words[i])
 
     def block_chunks(self, block: Int32):
         """Chunks of eight numbers of a block that meet codes."""

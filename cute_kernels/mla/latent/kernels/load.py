@@ -286,7 +286,7 @@ class LatentLoader(KeyLoader):
 
     @cute.jit
     def copy_scales(self, smem, kind: cutlass.Constexpr, row: Row, start: Int32):
-        """Starts the copy of a key's scales. Those of a masked key are stored, in range: its codes are zeros."""
+        """Starts the copy of a key's scales. Those of a masked key are zeros, as its codes are."""
         size, scales = min(scale_row(kind), CHUNK_BYTES), cute.recast_ptr(smem.scale.data_ptr(), dtype=Uint8)
         for i in cutlass.range_constexpr(scale_row(kind) // size):
             place = scales + cute.assume(start + size * i, divby=size)
@@ -298,7 +298,7 @@ class LatentLoader(KeyLoader):
                 )
             else:
                 words = cute.make_rmem_tensor(size // 4, Int32)
-                words.fill(codes.of(kind).masked_scales)
+                words.fill(0)
                 cute.autovec_copy(
                     words, cute.make_tensor(cute.recast_ptr(place, dtype=Int32), cute.make_layout(size // 4))
                 )

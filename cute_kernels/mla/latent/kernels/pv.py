@@ -7,24 +7,32 @@ import cutlass.cute as cute
 from cutlass import AddressSpace, BFloat16, Float16, Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import warpgroup
 
-from cute_kernels.device import registers, wgmma
+from cute_kernels.device import pairs, registers, wgmma
 from cute_kernels.device.ring import ring_slot
 from cute_kernels.mla.kernels.arguments import Results
-from cute_kernels.mla.kernels.barriers import NamedBarrier
-from cute_kernels.mla.kernels.pv import KEY_BLOCKS, ROW_BLOCKS, Epilogue, PvWarpgroups
+from cute_kernels.mla.kernels.pv import KEY_BLOCKS, ROW_BLOCKS, PvWarpgroups
 from cute_kernels.mla.kernels.scheduler import WorkTable
 from cute_kernels.mla.kernels.smem import (
-    OUT_OF_RANGE,
+    BFLOAT16,
+    NEW_UNIT,
     RESCALE_O,
     ROPE_BYTES,
     WARPS,
-    copy_columns,
     line_offset,
     tiled_mmas,
 )
+from cute_kernels.mla.kernels.value_units import inverse_power, v_units
 from cute_kernels.mla.latent.kernels import codes
 from cute_kernels.mla.latent.kernels.scheduler import LatentScheduler
-from cute_kernels.mla.latent.kernels.smem import SMALL_SCALE, codes_bytes, kind_of_tile, of_kind, stage_kinds, weights
+from cute_kernels.mla.latent.kernels.smem import (
+    LARGE_ROPE,
+    UNITS,
+    codes_bytes,
+    kind_of_tile,
+    of_kind,
+    stage_kinds,
+    weights,
+)
 from cute_kernels.mla.latent.spec import LINE_BYTES, LatentDecodeSpec
 from cute_kernels.mla.spec import TOKENS_PER_TILE
 
@@ -35,10 +43,10 @@ VALUES_PER_WARP = 64
 class ScaledKeyPvWarpgroups(PvWarpgroups):
     """Device code for 2 x 128 threads; see `PvWarpgroups` for which values and keys a thread has.
 
-        O WEIGHT += (WEIGHT scale code) P      an exact float16 number times P as float16, summed in float32
+        O += (weight code) P      an exact float16 number times P as float16, summed in float32, in units of 64 values
 
     A rope part is the last 64 values, those of one warp, and becomes float16 too. A tile with a scale or a rope part
-    out of range of float16 is added in bfloat16 (`add_exactly`).
+    out of range of float16 is added in bfloat16 (`add_bfloat16`).
 
     Where these warpgroups expand codes (`expand`), they do so `expanded_ahead` tiles ahead: the first ones before all
     else, tile t + 2 once the products of tile t are done, 8 rows a warp. No deadlock: for P of tile t others need tiles
@@ -46,9 +54,6 @@ class ScaledKeyPvWarpgroups(PvWarpgroups):
     of an earlier tile, and stages that PV has given back with tile t - 1. For n tiles of a CTA PV waits for `raw` of
     n + expanded_ahead, and the load warpgroup gives n + rope_stages, those after the last tile with NO_TILE. No phase
     is missed: a stage comes again once all of PV have given it back, each after it has waited for its `raw` and `full`.
-
-    A partial is O WEIGHT as float16, unless a scale of its keys is so small that this would cost digits of values, or
-    out of range: then each 64 values have a block scale.
     """
 
     spec: LatentDecodeSpec
@@ -56,7 +61,8 @@ class ScaledKeyPvWarpgroups(PvWarpgroups):
     def __init__(self, spec: LatentDecodeSpec):
         super().__init__(spec)
         self.scheduler = LatentScheduler(spec)
-        self.weight = codes.WEIGHT
+        self.units = UNITS
+        self.moving_units = UNITS - 1 if spec.has_rope else UNITS
         self.expanded = [which for which, kind in enumerate(spec.kinds) if codes.of(kind).expands]
 
     @cute.jit
@@ -98,7 +104,7 @@ class ScaledKeyPvWarpgroups(PvWarpgroups):
         tid: Int32,
     ):
         """O of the key tiles done, done + 1, ... of a work tile, and its epilogue."""
-        mma, mma_exact = tiled_mmas(self.heads)
+        mma, mma_bfloat16 = tiled_mmas(self.heads)
         shape = mma.partition_shape_C((TOKENS_PER_TILE, self.heads))
         acc_o = [cute.make_rmem_tensor(shape, Float32) for _ in range(ROW_BLOCKS)]
         for m in cutlass.range_constexpr(ROW_BLOCKS):
@@ -124,10 +130,10 @@ class ScaledKeyPvWarpgroups(PvWarpgroups):
             flags = self.flags(smem, p_stage)
             if const_expr(self.spec.split):
                 seen |= flags
-            if flags & RESCALE_O != 0 and tile > done:
-                self.rescale(smem, acc_o, p_stage, tid)
-            if flags & OUT_OF_RANGE != 0:
-                self.add_exactly(smem, mma_exact, acc_o, tile, line, wg, tid)
+            if flags & (RESCALE_O | NEW_UNIT) != 0 and tile > done:
+                self.rescale(smem, acc_o, flags, p_stage, wg, tid)
+            if flags & BFLOAT16 != 0:
+                self.add_bfloat16(smem, mma_bfloat16, acc_o, tile, line, wg, tid)
                 cute.arch.mbarrier_arrive(smem.empty.data_ptr() + stage)
             else:
                 self.add_values(smem, mma, acc_o, raw, tile, line, wg, tid)
@@ -136,36 +142,8 @@ class ScaledKeyPvWarpgroups(PvWarpgroups):
             self.stamp(smem, tile, 1, 1, wg, tid)
             if const_expr(self.spec.pv_expands):
                 self.expand(smem, tile + self.spec.expanded_ahead, wg, tid)
-        factor = cute.make_rmem_tensor(self.columns, Float32)
-        factor.fill(0.0)
-        lse, sLse = -Float32.inf, smem.lse.get_tensor(cute.make_layout((self.heads, 2)))
-        if tiles > 0:
-            p_stage = (done + tiles - 1) % 2
-            inverse_sums = smem.inverse_sum.get_tensor(cute.make_layout(2 * self.heads))
-            copy_columns(inverse_sums, tid, p_stage * self.heads, factor)
-            if tid < self.heads:
-                lse = sLse[tid, p_stage]
-            cute.arch.mbarrier_arrive(smem.p_empty.data_ptr() + p_stage)
-        has_scales = Int32(0)  # of blocks; else a partial stays multiplied by WEIGHT, whose inverse is the scale of all
-        weight = Float32(1.0 / self.weight)
-        if const_expr(self.spec.split):
-            has_scales = Int32(cutlass.select_(seen & (OUT_OF_RANGE | SMALL_SCALE) != 0, Int32(1), Int32(0)))
-            divided = has_scales | is_whole if const_expr(self.spec.balanced) else has_scales
-            weight = Float32(cutlass.select_(divided != 0, weight, Float32(1.0)))
-        for c in cutlass.range_constexpr(self.columns):
-            factor[c] *= weight
-        # located again, not kept: each register counts while O is held
-        work = self.scheduler.locate(registers.opaque(index), table)
-        epilogue = Epilogue(acc_o, factor, lse, has_scales)
-        if const_expr(self.spec.balanced):
-            if is_whole != 0:
-                self.store_result(epilogue, results, work, wg, tid)
-            else:
-                self.store_partial(epilogue, results, work, wg, tid)
-        elif const_expr(self.spec.split):
-            self.store_partial(epilogue, results, work, wg, tid)
-        else:
-            self.store_result(epilogue, results, work, wg, tid)
+        has_scales = Int32(1) if seen & (BFLOAT16 | LARGE_ROPE) != 0 else Int32(0)
+        self.end_work_tile(smem, table, results, acc_o, done + tiles, tiles, index, is_whole, has_scales, wg, tid)
 
     # ---- values of a tile
 
@@ -207,7 +185,7 @@ class ScaledKeyPvWarpgroups(PvWarpgroups):
     def scale_operand(self, operand: cute.Tensor, multipliers: cute.Tensor):
         """Multiplies A by the weights of its keys."""
         for i in cutlass.range_constexpr(4):
-            operand[i] = codes.multiply(operand[i], multipliers[i // 2])
+            operand[i] = pairs.multiply_half(operand[i], multipliers[i // 2])
 
     @cute.jit
     def order_rope(self, raw: cute.Tensor, m: cutlass.Constexpr, operand: cute.Tensor):
@@ -215,6 +193,10 @@ class ScaledKeyPvWarpgroups(PvWarpgroups):
         for i in cutlass.range_constexpr(4):
             a, b = raw[m % 2, i // 2 * 2], raw[m % 2, i // 2 * 2 + 1]
             operand[i] = Int32(cute.arch.prmt(a, b, Int32(ODD if i % 2 else EVEN)))
+
+    def unit_index(self, wg: Int32, tid: Int32) -> Int32:
+        """Which unit a thread's values have: that of the 64 values of its warp."""
+        return WARPS * wg + tid // 32
 
     def quant_tile(self, smem, stage: Int32, wg: Int32, tid: Int32) -> Any:
         """The quant tile of a thread's eight values in the format of a tile."""
@@ -284,52 +266,43 @@ class ScaledKeyPvWarpgroups(PvWarpgroups):
                         warpgroup.wait_group(1)
 
     @cute.jit
-    def add_exactly(self, smem, mma: cute.TiledMma, acc_o, tile: Int32, line: Int32, wg: Int32, tid: Int32):
-        """O^T += V^T (P WEIGHT)^T in bf16, whose range is that of float32: rare, so without overlap.
+    def add_bfloat16(self, smem, mma: cute.TiledMma, acc_o, tile: Int32, line: Int32, wg: Int32, tid: Int32):
+        """O^T += V^T P^T in bfloat16, whose range is that of float32: rare, so the blocks of keys are a loop.
 
-        P is the sum of two bfloat16 numbers.
+        P is bfloat16 already, and V in units of O exactly.
         """
         stage, p_stage = ring_slot(tile, self.spec.stages).index, ring_slot(tile, self.spec.p_stages).index
-        sScaledP, sP = self.exact_p(smem)
-        rScaledP = mma.make_fragment_B(mma.get_slice(tid).partition_B(sScaledP))[None, None, None, wg]
-        fragment = mma.make_fragment_A(mma.partition_shape_A((TOKENS_PER_TILE, 16)))
-        operand = cute.recast_tensor(fragment, Int32)
+        rP = self.p_operands(smem, mma, tid, BFloat16)[None, None, None, p_stage]
+        fragments = [mma.make_fragment_A(mma.partition_shape_A((TOKENS_PER_TILE, 16))) for _ in range(2)]
         raw, scales = cute.make_rmem_tensor((2, 4), Int32), cute.make_rmem_tensor(4, Float32)
         is_rope = False
         if const_expr(self.spec.has_rope):
             is_rope = self.has_rope(wg, tid)
         which, quant_tile = kind_of_tile(smem, self.spec, stage), self.quant_tile(smem, stage, wg, tid)
+        power = inverse_power(v_units(smem, UNITS)[self.unit_index(wg, tid), p_stage])
         sFlags = smem.rope_flags.get_tensor(cute.make_layout((WARPS, self.spec.stages)))
-        for step in cutlass.range(2 * KEY_BLOCKS, unroll=1):
-            block, rest = step // 2, step % 2
-            for i in cutlass.range(tid, 16 * self.heads, 128, unroll=1):
-                head, position = i // 16, 16 * block + i % 16
-                p = sP[head, position, p_stage].to(Float32) * codes.WEIGHT
-                rounded = p.to(BFloat16)
-                if rest == 1:
-                    rounded = (p - rounded.to(Float32)).to(BFloat16)
-                sScaledP[head, i % 16, wg] = rounded
-            cute.arch.fence_proxy("async.shared", space="cta")  # ordinary stores, read by wgmma
-            cute.arch.barrier(barrier_id=NamedBarrier.PV + wg, number_of_threads=128)
+        for block in cutlass.range(KEY_BLOCKS, unroll=1):
             for i in cutlass.range_constexpr(4):
                 key = stage * TOKENS_PER_TILE + 16 * block + 2 * (tid % 4) + i % 2 + 8 * (i // 2)
                 byte = smem.scale.data_ptr() + (key * self.spec.scale_bytes + quant_tile)
                 bits = Int32(byte.load()) & 0xFF
-                scales[i] = of_kind(which, [codes.of(kind).scale_of(bits) for kind in self.spec.kinds])
+                scales[i] = of_kind(which, [codes.of(kind).scale_of(bits) for kind in self.spec.kinds]) * power
+            b = cute.make_tensor(rP[None, None, block].iterator, rP.layout)
             for m in cutlass.range_constexpr(ROW_BLOCKS):
+                fragment = fragments[m % 2]
+                operand = cute.recast_tensor(fragment, Int32)
                 self.load_values(smem, raw, stage, block, m // 2, line, wg, tid)
                 if is_rope:
                     self.order_rope(raw, m, operand)
-                    if sFlags[block, stage] == 0:
-                        for i in cutlass.range_constexpr(4):
-                            operand[i] = codes.rope_to_bfloat16(operand[i])
+                    is_float16 = sFlags[block, stage] & BFLOAT16 == 0
+                    for i in cutlass.range_constexpr(4):
+                        operand[i] = codes.rope_over_unit(operand[i], is_float16)
                 else:
                     codes.value_operand(raw, m, operand)
                     for i in cutlass.range_constexpr(4):
                         first = i // 2 * 2
                         operand[i] = codes.scale_to_bfloat16(operand[i], scales[first], scales[first + 1])
                 warpgroup.fence()
-                wgmma.issue(mma, acc_o[m], fragment, rScaledP, True, [(0, 0)])
+                wgmma.issue(mma, acc_o[m], fragment, b, True, [(0, 0)])
                 warpgroup.commit_group()
-                warpgroup.wait_group(0)
-            cute.arch.barrier(barrier_id=NamedBarrier.PV + wg, number_of_threads=128)
+                warpgroup.wait_group(0 if m + 1 == ROW_BLOCKS else 1)

@@ -1,15 +1,18 @@
 """QK of the latent decode kernel for keys whose scales are powers of two: S^T = K Q^T."""
 
+from typing import NamedTuple
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import BFloat16, Float16, Float32, Int32, const_expr
 from cutlass.cute.nvgpu import warpgroup
 
-from cute_kernels.device import wgmma
+from cute_kernels.device import pairs, wgmma
 from cute_kernels.device.ring import ring_slot
+from cute_kernels.mla.kernels.barriers import NamedBarrier
 from cute_kernels.mla.kernels.qk import QkWarpgroups
 from cute_kernels.mla.kernels.smem import (
-    OUT_OF_RANGE,
+    BFLOAT16,
     ROPE_BYTES,
     WARPS,
     copy_columns,
@@ -21,24 +24,31 @@ from cute_kernels.mla.kernels.tile import BLOCK_COLUMNS
 from cute_kernels.mla.latent.kernels import codes
 from cute_kernels.mla.latent.kernels.convert_q import BLOCK, LatentQConverter
 from cute_kernels.mla.latent.kernels.scheduler import LatentScheduler
-from cute_kernels.mla.latent.kernels.smem import codes_bytes, kind_of_tile, of_kind, scale_words
-from cute_kernels.mla.latent.spec import LINE_BYTES, LatentDecodeSpec, scale_row
+from cute_kernels.mla.latent.kernels.smem import LARGE_ROPE, codes_bytes, kind_of_tile, of_kind
+from cute_kernels.mla.latent.spec import LINE_BYTES, LatentDecodeSpec
 from cute_kernels.mla.spec import TOKENS_PER_TILE
 
 CHUNKS_PER_POWER = BLOCK // BLOCK_COLUMNS  # a power of two of Q for each 128 columns
 EVEN, ODD = 0x1010, 0x3232  # PRMT: the lower half of a word twice, the upper one
-MIN_ROPE, MAX_ROPE = 0x3780, 0x437F  # 2^-16 and 255 as bfloat16: codes.WEIGHT times these is in range of float16
+MIN_ROPE, MAX_ROPE = 0x3780, 0x467F  # 2^-16 and 16,320 as bfloat16: four times these are normal float16 numbers
+MAX_PARTIAL_ROPE = 0x4400  # 2^9: float16 holds values up to that over V_UNIT
+
+
+class KeyRow(NamedTuple):
+    """One of a thread's two rows of a key tile: scales, or of two formats multipliers of pairs of chunks; factors."""
+
+    scales: cute.Tensor
+    factors: codes.RowFactors
 
 
 class ScaledKeyQkWarpgroups(QkWarpgroups):
     """Device code for 128 threads, or 256: S^T of all tiles, a row for a key, a column for a head.
 
-        S WEIGHT = sum over k of q_k (WEIGHT scale_k code_k)      products of float16 numbers, summed in float32
+        S_k = 2^n_k sum over i of q_i (2^-n_k scale_ki code_ki)      products of float16 numbers, summed in float32
 
-    K is made in registers, exactly: a thread reads 16 codes of a row at once, and they share a scale. So one
-    accumulator takes all products, and nothing is multiplied between them. Of the rope part, Q has the WEIGHT. A tile
-    with a scale out of range of float16 (`codes.MIN_BYTE`) takes `slow_tile`, as does one whose Q is multiplied by
-    powers of two.
+    K is made in registers, exactly: a thread reads 16 codes of a row at once, and they share a scale. The power of a row
+    follows from its largest scale. So one accumulator takes all products, and nothing is multiplied between them. A
+    tile with a row whose scales float16 does not hold takes `slow_tile`, as does one whose Q has powers of blocks.
     """
 
     spec: LatentDecodeSpec
@@ -50,9 +60,7 @@ class ScaledKeyQkWarpgroups(QkWarpgroups):
         self.chunks = spec.token_format.codes.count // BLOCK_COLUMNS
 
     @cute.jit
-    def fast_tile(
-        self, smem, acc: tuple, raw: cute.Tensor, scale_log2: Float32, q_scaled: Int32, tile: Int32, tid: Int32
-    ):
+    def fast_tile(self, smem, acc: tuple, raw: cute.Tensor, has_powers: Int32, tile: Int32, tid: Int32):
         """Computes and stores S^T of a tile; returns 1, storing nothing, where it takes `slow_tile`."""
         self.stamp(smem, tile, 0, 0, tid)
         stage, phase = ring_slot(tile, self.spec.stages)
@@ -61,25 +69,29 @@ class ScaledKeyQkWarpgroups(QkWarpgroups):
         mma = tiled_mmas(self.heads)[0]
         shape = mma.partition_shape_A((TOKENS_PER_TILE, BLOCK_COLUMNS))
         operands = [mma.make_fragment_A(shape) for _ in range(2)]
+        rows = self.load_rows(smem, stage, tid)
         if const_expr(self.spec.has_rope):
-            self.multiply_rope(smem, acc[0], operands[1], tile, tid)
-        is_slow = self.multiply_codes(smem, acc[0], raw, operands, stage, tid)
-        is_slow |= q_scaled
+            self.multiply_rope(smem, acc[0], operands[1], rows, tile, tid)
+        self.multiply_codes(smem, acc[0], raw, operands, rows, stage, tid)
         s_stage, phase = ring_slot(tile, self.warpgroups)
+        fits = rows[0].factors.fits & rows[1].factors.fits & (1 - has_powers)
+        is_slow = 1 - wgmma.every_thread(
+            fits, Int32(NamedBarrier.QK_TILE) + s_stage
+        )  # overlapped with the last products
         cute.arch.mbarrier_wait(smem.s_empty.data_ptr() + s_stage, phase ^ 1)
         warpgroup.wait_group(0)
         self.stamp(smem, tile, 1, 1, tid, True)
         if is_slow == 0:
-            self.store_s(smem, acc, scale_log2, tile, tid)
+            self.multiply_rows(acc[0], tuple(row.factors.factor for row in rows))
+            self.store_s(smem, acc, tile, tid)
         return is_slow
 
     @cute.jit
-    def multiply_codes(self, smem, acc: cute.Tensor, raw: cute.Tensor, operands, stage: Int32, tid: Int32) -> Int32:
-        """Starts the products of a tile with Q; returns 1 if one of its scales is out of range, else 0."""
+    def multiply_codes(self, smem, acc: cute.Tensor, raw: cute.Tensor, operands, rows: list, stage: Int32, tid: Int32):
+        """Starts the products of a tile with Q."""
         mma = tiled_mmas(self.heads)[0]
-        rQ, which = self.q_operands(smem, mma, tid, Float16), kind_of_tile(smem, self.spec, stage)
+        rQ = self.q_operands(smem, mma, tid, Float16)
         self.load_chunk(smem, raw, stage, 0, tid)
-        scales = self.load_scales(smem, which, stage, tid)
         first = 0 if self.spec.has_rope else 1  # chunk whose operand is in use already
         for c in cutlass.range_constexpr(self.chunks):
             if const_expr(c > first):
@@ -87,72 +99,84 @@ class ScaledKeyQkWarpgroups(QkWarpgroups):
             self.widen_chunk(raw, operands[c % 2])
             words = cute.recast_tensor(operands[c % 2], Int32)
             for r in cutlass.range_constexpr(2):
-                multiplier = self.multiplier(scales[r], c, tid)
+                multiplier = self.multiplier(rows[r], c, tid)
                 for k in cutlass.range_constexpr(8):
-                    words[2 * k + r] = codes.multiply(words[2 * k + r], multiplier)
+                    words[2 * k + r] = pairs.multiply_half(words[2 * k + r], multiplier)
             if const_expr(c + 1 < self.chunks):
                 self.load_chunk(smem, raw, stage, c + 1, tid)
             warpgroup.fence()
             blocks = [(k, 4 * c + k) for k in range(BLOCK_COLUMNS // 16)]
             wgmma.issue(mma, acc, operands[c % 2], rQ, c > 0 or self.spec.has_rope, blocks)
             warpgroup.commit_group()
-        return self.has_other_scale(smem, which, stage, tid)  # overlapped with the last products
 
     @cute.jit
-    def load_scales(self, smem, which: Int32, stage: Int32, tid: Int32) -> list:
-        """Of each of a thread's two rows what `multiplier` takes: scales, or of two formats multipliers.
+    def load_rows(self, smem, stage: Int32, tid: Int32) -> list:
+        """A thread's two rows. Those of two formats are alike, so a tile's products are one loop.
 
-        Those are alike, so a tile's products are one loop. In a branch of their own ptxas would serialize them.
+        In a branch of their own ptxas would serialize them.
         """
         kinds, keys = self.spec.kinds, [key_of_row(tid, r) for r in range(2)]
         if const_expr(len(kinds) > 1):
-            pairs = [cute.make_rmem_tensor(self.chunks // 2, Int32) for _ in range(2)]
-            if which == 0:
-                self.load_multipliers(smem, kinds[0], stage, keys, pairs, tid)
+            multipliers = [cute.make_rmem_tensor(self.chunks // 2, Int32) for _ in range(2)]
+            factors = [codes.RowFactors(Int32(0), Float32(1.0), Int32(0), Int32(1)) for _ in range(2)]
+            if kind_of_tile(smem, self.spec, stage) == 0:
+                factors = self.load_multipliers(smem, kinds[0], stage, keys, multipliers, tid)
             else:
-                self.load_multipliers(smem, kinds[1], stage, keys, pairs, tid)
-            return pairs
-        return [codes.of(kinds[0]).load_row_scales(smem, self.spec, stage, key, tid) for key in keys]
+                factors = self.load_multipliers(smem, kinds[1], stage, keys, multipliers, tid)
+            return [KeyRow(*row) for row in zip(multipliers, factors, strict=True)]
+        own = codes.of(kinds[0])
+        scales = [own.load_row_scales(smem, self.spec, stage, key, tid) for key in keys]
+        return [KeyRow(words, own.row_factors(words)) for words in scales]
 
     @cute.jit
-    def load_multipliers(self, smem, kind: cutlass.Constexpr, stage: Int32, keys: list, pairs: list, tid: Int32):
-        """Multipliers of a thread's codes of two keys, as float16, those of two chunks in a word."""
-        own = codes.of(kind)
+    def load_multipliers(self, smem, kind: cutlass.Constexpr, stage: Int32, keys: list, multipliers: list, tid: Int32):
+        """Multipliers of a thread's codes of two keys, as float16, those of two chunks in a word; factors of the rows."""
+        own, factors = codes.of(kind), []
         for r in cutlass.range_constexpr(2):
             words = own.load_row_scales(smem, self.spec, stage, keys[r], tid)
+            factors.append(own.row_factors(words))
             for j in cutlass.range_constexpr(self.chunks // 2):
-                pairs[r][j] = own.chunk_multipliers(words, 2 * j, tid)
+                multipliers[r][j] = own.chunk_multipliers(words, factors[r], 2 * j, tid)
+        return factors
 
-    def multiplier(self, scales: cute.Tensor, c: int, tid: Int32) -> Int32:
+    def multiplier(self, row: KeyRow, c: int, tid: Int32) -> Int32:
         """That of a thread's codes of a row in chunk c, twice."""
         if len(self.spec.kinds) > 1:
-            return Int32(cute.arch.prmt(scales[c // 2], Int32(0), Int32(EVEN if c % 2 == 0 else ODD)))
-        return codes.of(self.spec.kinds[0]).chunk_multiplier(scales, c, tid)
+            return Int32(cute.arch.prmt(row.scales[c // 2], Int32(0), Int32(EVEN if c % 2 == 0 else ODD)))
+        return codes.of(self.spec.kinds[0]).chunk_multiplier(row.scales, row.factors, c, tid)
 
     @cute.jit
-    def multiply_rope(self, smem, acc: cute.Tensor, rope: cute.Tensor, tile: Int32, tid: Int32):
+    def multiply_rope(self, smem, acc: cute.Tensor, rope: cute.Tensor, rows: list, tile: Int32, tid: Int32):
         """Starts S^T of the rope part of a tile, whose operand is `rope`; makes it float16 where it lies, for PV.
 
-        Not where float16 does not hold that of this warp's 16 keys: then `rope_flags` has OUT_OF_RANGE.
+        Not where float16 does not hold that of this warp's 16 keys: then `rope_flags` has BFLOAT16.
         """
         rope = cute.make_tensor(cute.recast_ptr(rope.iterator, dtype=BFloat16), rope.layout)
-        self.load_rope(smem, rope, tile, tid)
+        raw = cute.make_rmem_tensor_like(rope)
+        self.load_rope(smem, raw, tile, tid)
+        source, target, flag = cute.recast_tensor(raw, Int32), cute.recast_tensor(rope, Int32), Int32(0)
+        for i in cutlass.range_constexpr(cute.size(source)):
+            target[i] = pairs.multiply_bfloat16(source[i], rows[i % 2].factors.rope)
         self.issue_rope(smem, acc, rope, False, tid)
-        words, outside = cute.recast_tensor(rope, Int32), Int32(0)
+        largest = Int32(0)
         for r in cutlass.range_constexpr(2):
-            peak = words[r] & 0x7FFF7FFF
-            for i in cutlass.range_constexpr(1, cute.size(words) // 2):
-                peak = codes.max_magnitudes(peak, words[2 * i + r])
-            largest = cutlass.max(peak & -0x10000, peak << 16)
-            if largest != 0:
-                outside |= (MAX_ROPE << 16) - largest | largest - (MIN_ROPE << 16)
-        flag = Int32(OUT_OF_RANGE) if cute.arch.vote_any_sync(outside < 0) else Int32(0)
+            peak = source[r] & 0x7FFF7FFF
+            for i in cutlass.range_constexpr(1, cute.size(source) // 2):
+                peak = pairs.max_magnitudes(peak, source[2 * i + r])
+            number = cutlass.max(peak & -0x10000, peak << 16)
+            largest = cutlass.max(largest, number)
+            if number != 0 and (number > MAX_ROPE << 16 or number < MIN_ROPE << 16):
+                flag = Int32(BFLOAT16)
+        flags = Int32(BFLOAT16) if cute.arch.vote_any_sync(flag != 0) else Int32(0)
+        if const_expr(self.spec.split):
+            if cute.arch.vote_any_sync(largest >= MAX_PARTIAL_ROPE << 16):
+                flags |= LARGE_ROPE
         stage = self.rope_stage(tile)
         sFlags = smem.rope_flags.get_tensor(cute.make_layout((WARPS, self.spec.stages)))
         if tid % 32 == 0:
-            sFlags[tid // 32, stage] = flag
-        if flag == 0:
-            self.store_rope(smem, words, stage, tid)
+            sFlags[tid // 32, stage] = flags
+        if flags & BFLOAT16 == 0:
+            self.store_rope(smem, source, stage, tid)
 
     @cute.jit
     def store_rope(self, smem, words: cute.Tensor, stage: Int32, tid: Int32):
@@ -184,12 +208,14 @@ class ScaledKeyQkWarpgroups(QkWarpgroups):
             self.load_rope(smem, rope, tile, tid)
             numbers = cute.recast_tensor(rope, Int32)
             sFlags = smem.rope_flags.get_tensor(cute.make_layout((WARPS, self.spec.stages)))
-            if sFlags[tid // 32, stage] == 0:
+            rope_unit = Float32(1.0)
+            if sFlags[tid // 32, stage] & BFLOAT16 == 0:
+                rope_unit = Float32(codes.ROPE_UNIT)
                 for i in cutlass.range_constexpr(cute.size(numbers)):
                     numbers[i] = codes.rope_to_bfloat16(numbers[i])
             self.issue_rope(smem, acc, rope, False, tid)
             warpgroup.wait_group(0)
-            result.store(acc.load())
+            result.store(acc.load() * rope_unit)
         else:
             result.fill(0.0)
         self.add_slowly(smem, acc, result, raw, stage, tid)
@@ -225,28 +251,9 @@ class ScaledKeyQkWarpgroups(QkWarpgroups):
                 start = (stage * TOKENS_PER_TILE + key_of_row(tid, r)) * self.spec.scale_bytes
                 byte = smem.scale.data_ptr() + (start + of_kind(which, [kind.scale_index(c, owner) for kind in kinds]))
                 scale = Int32(byte.load()) & 0xFF
-                factor = of_kind(which, [kind.scale_of(scale) for kind in kinds]) * codes.WEIGHT
+                factor = of_kind(which, [kind.scale_of(scale) for kind in kinds])
                 for i in cutlass.range_constexpr(self.columns):
                     total[r, i] += part[r, i] * power[i] * factor
-
-    @cute.jit
-    def has_other_scale(self, smem, which: Int32, stage: Int32, tid: Int32) -> Int32:
-        """1 if a scale of the tile is out of range of float16; the same in all threads."""
-        kinds, rows = [codes.of(kind) for kind in self.spec.kinds], [scale_row(kind) for kind in self.spec.kinds]
-        count = min(*rows, 16) // 4 if len(rows) > 1 else min(rows[0] // 4, 4)  # words of a load
-        found, words = Int32(0), cute.make_rmem_tensor(count, Int32)
-        limits = [of_kind(which, list(limit)) for limit in zip(*(kind.range_words for kind in kinds), strict=True)]
-        for i in cutlass.range_constexpr(2):
-            for first in cutlass.range_constexpr(0, max(rows) // 4, count):
-                place = of_kind(which, [4 * first % row for row in rows])  # a shorter row is read twice
-                scale_words(smem, self.spec, stage, tid % 32 + 32 * i, place, words)
-                for j in cutlass.range_constexpr(count):
-                    outside = codes.outside(words[j], *limits)
-                    masks = [kind.scale_mask(first % (row // 4) + j) for kind, row in zip(kinds, rows, strict=True)]
-                    if const_expr(any(mask != -1 for mask in masks)):
-                        outside &= of_kind(which, masks)
-                    found |= outside
-        return Int32(1) if cute.arch.vote_any_sync(found != 0) else Int32(0)
 
     # ---- shared memory
 
@@ -265,16 +272,17 @@ class ScaledKeyQkWarpgroups(QkWarpgroups):
         return ring_slot(tile, self.spec.stages).index
 
     @cute.jit
-    def store_s(self, smem, acc: tuple, scale_log2: Float32, tile: Int32, tid: Int32):
-        """Stores S^T times scale_log2 for the softmax, which has read the stage."""
-        s, q, factor = wgmma.by_row(acc[0]), tid % 4, scale_log2 * (1.0 / codes.WEIGHT)
+    def store_s(self, smem, acc: tuple, tile: Int32, tid: Int32):
+        """Stores S^T for the softmax, which has read the stage."""
+        s, q = wgmma.by_row(acc[0]), tid % 4
         s_stage, _ = ring_slot(tile, self.warpgroups)
+        self.store_unit(smem, s_stage, tid)
         start = smem.s.data_ptr() + s_stage * (TOKENS_PER_TILE * self.heads)
         four = cute.make_rmem_tensor((2, 2), Float32)
         for block in cutlass.range_constexpr(self.heads // 8):
             for e in cutlass.range_constexpr(2):
                 for r in cutlass.range_constexpr(2):
-                    four[r, e] = s[r, 2 * block + e] * factor
+                    four[r, e] = s[r, 2 * block + e]
             pointer = start + cute.assume(s_offset(8 * block + 2 * q, key_of_row(tid, 0) // 2), divby=4)
             cute.autovec_copy(four, cute.make_tensor(pointer, cute.make_layout((2, 2))))
         cute.arch.mbarrier_arrive(smem.s_full.data_ptr() + s_stage)

@@ -7,12 +7,13 @@ import cutlass.cute as cute
 from cutlass import BFloat16, Float16, Float32, Int32, Int64, Uint8
 
 from cute_kernels.mla.kernels.load_q import q_layout
-from cute_kernels.mla.kernels.smem import ROPE_BYTES, SHARED_BYTES, WARPS, p_layout, scaled_p_layout
+from cute_kernels.mla.kernels.smem import ROPE_BYTES, SHARED_BYTES, WARPS, p_layout
 from cute_kernels.mla.kernels.tile import QUANT_TILE as BLOCK
 from cute_kernels.mla.latent.spec import LINE_BYTES, LatentDecodeSpec
 from cute_kernels.mla.spec import TOKENS_PER_TILE
 
-SMALL_SCALE = 4  # flag of a tile: see `codes.is_small`
+LARGE_ROPE = 8  # flag of a tile: a partial with its values needs block scales
+UNITS = 8  # of O: one for each 64 values
 NO_TILE = -1  # the kind of a stage that is given to PV after the last key tile of a CTA
 
 
@@ -35,15 +36,23 @@ def shared_storage(spec: LatentDecodeSpec):
         q: cute.struct.Align[cute.struct.MemRange[BFloat16, cute.cosize(q_layout(heads, spec.d_qk))], 1024]
         p: cute.struct.Align[cute.struct.MemRange[Float16, cute.cosize(p_layout(heads))], 1024]
         s: cute.struct.Align[cute.struct.MemRange[Float32, s_stages * TOKENS_PER_TILE * heads], 1024]
-        scaled_p: cute.struct.Align[cute.struct.MemRange[BFloat16, cute.cosize(scaled_p_layout(heads))], 1024]
         scale: cute.struct.Align[cute.struct.MemRange[scale_dtype, stages * TOKENS_PER_TILE * scales], 128]
         weight: cute.struct.Align[cute.struct.MemRange[Float16, p_stages * TOKENS_PER_TILE * weights], 128]
+        q_peak: cute.struct.MemRange[Float32, (spec.d_qk // BLOCK + 1) * heads]
         q_power: cute.struct.MemRange[Float32, spec.d_qk // BLOCK * heads]
+        q_unit: cute.struct.MemRange[Float32, heads]
+        unit: cute.struct.MemRange[Float32, s_stages * heads]
+        v_power: cute.struct.Align[cute.struct.MemRange[Float32, UNITS], 16]
+        v_highest: cute.struct.MemRange[Int32, UNITS]
+        v_top: cute.struct.Align[cute.struct.MemRange[Uint8, UNITS], 8]  # see `LatentValueUnits`
+        v_above: cute.struct.Align[cute.struct.MemRange[Uint8, UNITS], 8]
+        v_unit: cute.struct.MemRange[Float32, p_stages * UNITS]
+        v_move: cute.struct.MemRange[Float32, p_stages * UNITS]
         rescaling: cute.struct.MemRange[Float32, p_stages * heads]  # factor of O, by head
         inverse_sum: cute.struct.MemRange[Float32, p_stages * heads]  # 1 / row_sum, with the last tile of a work tile
         lse: cute.struct.MemRange[Float32, p_stages * heads]
         flags: cute.struct.Align[cute.struct.MemRange[Int32, p_stages * WARPS], 16]  # of a tile, by warp
-        rope_flags: cute.struct.MemRange[Int32, stages * WARPS]  # of 16 keys: OUT_OF_RANGE, or 0: their rope is float16
+        rope_flags: cute.struct.Align[cute.struct.MemRange[Int32, stages * WARPS], 16]  # see `multiply_rope`
         kinds: cute.struct.MemRange[Int32, stages]  # of key tiles: an index of `spec.kinds`, or NO_TILE
         sink: cute.struct.MemRange[Float32, heads]  # times log2(e)
         mask: cute.struct.MemRange[Int32, 2 * spec.mask_stages]  # a bit for each key: 1 if it counts

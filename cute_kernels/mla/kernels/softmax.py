@@ -73,7 +73,8 @@ class SoftmaxWarpgroup:
             work = self.scheduler.locate(index, table)
             length = self.scheduler.length(work, table.mLength)
             _, _, tiles, is_whole = self.scheduler.keys(index, work, length, table)
-            head = work.head_block * self.heads + self.head(registers.opaque(tid))  # else the address takes registers
+            # hidden where its address would be kept in registers that there are not
+            head = work.head_block * self.heads + self.head(registers.opaque(tid) if self.spec.balanced else tid)
             if tid % 32 < 32 // self.lanes:  # in shared memory to save a register; the writer reads it
                 sink = mSink[cutlass.min(head, mSink.shape[0] - 1)] * softmax.LOG2_E
                 if const_expr(self.spec.balanced):  # a partial has none
@@ -187,8 +188,8 @@ class SoftmaxWarpgroup:
     def exp_tile(self, row_max: Float32, unit: Float32, addresses: Addresses, flags: Int32 | None):
         """Stores P^T of this thread; returns (largest score of its head, sum of its own P).
 
-        The rare second call, with flags, may store bfloat16. It keeps its loop rolled: the hot path then jumps over
-        fewer instructions.
+        The rare second call, with flags, may store bfloat16. It keeps its loop rolled, or half rolled where there are
+        registers for that: the hot path then jumps over fewer instructions.
         """
         thread_max, thread_sum = cute.make_rmem_tensor(1, Float32), cute.make_rmem_tensor(1, Float32)
         thread_max.fill(-Float32.inf)
@@ -202,7 +203,7 @@ class SoftmaxWarpgroup:
                     following = self.load_s(addresses, i + 1)  # before P is stored: ptxas assumes that they may alias
                 self.exp_and_store_p(row_max, unit, addresses, s, i, thread_max, thread_sum, None)
         else:
-            for i in cutlass.range(self.keys // at_once, unroll=1):
+            for i in cutlass.range(self.keys // at_once, unroll=1 if self.spec.split else 2):
                 s = self.load_s(addresses, i)
                 self.exp_and_store_p(row_max, unit, addresses, s, i, thread_max, thread_sum, flags)
         largest = thread_max[0]

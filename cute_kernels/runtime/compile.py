@@ -6,6 +6,7 @@ A process that finds all its kernels on disk as shared libraries never pays for 
 
 from __future__ import annotations
 
+import contextvars
 import importlib
 import os
 import shlex
@@ -67,7 +68,8 @@ def compile_kernel(spec: KernelSpec, dump_dir: str | os.PathLike[str] | None = N
     Raises:
         ValueError: the spec cannot be built; the message has its reasons.
     """
-    return in_new_thread(lambda: _compile(spec, dump_dir))
+    context = contextvars.copy_context()  # a caller may have set hooks of the DSL in its own
+    return in_new_thread(lambda: context.run(_compile, spec, dump_dir))
 
 
 def _compile(spec: KernelSpec, dump_dir: str | os.PathLike[str] | None = None) -> Any:

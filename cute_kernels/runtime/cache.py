@@ -46,7 +46,7 @@ from cute_kernels.runtime.sources import FORMATS_PACKAGE, modules_of_kernel, sou
 
 PACKAGE = Path(__file__).resolve().parents[1]
 PATIENCE_S = 60
-"""How long a builder waits for another one: the slowest kernel takes 20 s on a core that it has to itself."""
+"""How long a builder waits for another one: the slowest kernels take 10 s of a core."""
 _MARK = b"cutekrnl"
 
 # Settings of the DSL that change what it prints or keeps, or where it looks, but not the code. The key has all others.

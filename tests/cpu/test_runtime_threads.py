@@ -1,7 +1,13 @@
 """An interrupt, a fork, an exit while a kernel is compiled: the process can still compile, and the kernel is kept."""
 
+import threading
+from pathlib import Path
+from typing import Any
+
 import pytest
 
+from cute_kernels.runtime import cache, compile
+from tests.cpu.tiny_spec import TinySpec
 from tests.support.kernel_place import Place
 
 START = """
@@ -99,6 +105,26 @@ print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 """
     assert place.run(START + code, WHO=who) == "0\n"
     assert place.compilations() == len(place.files()) == 3
+
+
+def test_a_kernel_is_loaded_in_the_thread_that_asks(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has a current device; the thread that compiles has another one."""
+    seen: dict[str, list[threading.Thread]] = {"load": [], "compile": []}
+    load, make = cache._LOADERS[".so"], compile._compile
+
+    def load_here(path: Path, symbol: str) -> Any:
+        seen["load"].append(threading.current_thread())
+        return load(path, symbol)
+
+    def compile_here(spec: TinySpec) -> Any:
+        seen["compile"].append(threading.current_thread())
+        return make(spec)
+
+    monkeypatch.setitem(cache._LOADERS, ".so", load_here)
+    monkeypatch.setattr(compile, "_compile", compile_here)
+    compile.get_kernel(TinySpec())
+    assert seen["load"] == [threading.current_thread()]
+    assert len(seen["compile"]) == 1 and seen["compile"] != seen["load"]
 
 
 def test_an_error_and_its_frames_are_not_kept() -> None:

@@ -1,6 +1,7 @@
 """Processes that compile: they import from where their parent does, end with it, and say what went wrong."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -78,6 +79,13 @@ def test_files_of_the_current_directory_are_not_run(tmp_path: Path, code: str) -
     done = subprocess.run(command, cwd=here, env=env, capture_output=True, text=True, timeout=120)
     assert not proof.exists(), f"ran as this user: {proof.read_text()}"
     assert done.stdout == "1\n", done.stderr
+
+
+def test_new_interpreters_start_in_one_place() -> None:
+    """Whatever else starts one looks in the current directory first."""
+    starts = re.compile(r"sys\.executable|get_context|ProcessPoolExecutor|os\.exec|os\.spawn")
+    found = [file for file in (ROOT / "cute_kernels").rglob("*.py") if starts.search(file.read_text(encoding="utf-8"))]
+    assert found == [Path(workers.__file__)]
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])

@@ -7,7 +7,7 @@ set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 
 for python in "$root/.venv/bin/python" python3 python; do
-  if command -v "$python" >/dev/null && "$python" -c 'import torch, einops' 2>/dev/null; then
+  if command -v "$python" >/dev/null && (cd "$root" && "$python" -c 'import torch, einops') 2>/dev/null; then
     exec "$python" "$root/scripts/h800_bench.py" "$@"
   fi
 done

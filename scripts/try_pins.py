@@ -87,7 +87,9 @@ def try_end(end: str, venv: Path | None) -> int:
     if venv is None:
         make_environment(end, folder, bounds)
     python = str(folder / "bin" / "python")
-    installed = json.loads(subprocess.run([python, "-c", VERSIONS, *bounds], check=True, capture_output=True).stdout)
+    # `python -c` looks in the current directory first
+    asked = subprocess.run([python, "-c", VERSIONS, *bounds], cwd=ROOT, check=True, capture_output=True)
+    installed = json.loads(asked.stdout)
     print(f"{end}: " + ", ".join(f"{name} {version}" for name, version in installed.items()), flush=True)
     if wrong := misfits(end, bounds, installed):
         print("\n".join(wrong), file=sys.stderr)

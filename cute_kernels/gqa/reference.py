@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from typing import Final, NamedTuple
 
 import torch
+from einops import rearrange, reduce
 
 from cute_kernels.gqa.layouts import (
     LAYOUTS,
@@ -272,10 +273,11 @@ def reference_gqa_decode(
     values_of = ScaledCache(v_cache, v_scale, known, "v", sizes)
     batch, s_q, h_q, d = q.shape
     scale = d**-0.5 if softmax_scale is None else softmax_scale
-    grouped = q.to(dtype).unflatten(2, (sizes.h_kv, -1))
+    grouped = rearrange(q.to(dtype), "b s (h_kv ratio) d -> b s h_kv ratio d", h_kv=sizes.h_kv)
     slopes = None
     if alibi_slopes is not None:
-        slopes = alibi_slopes.to(dtype).expand(batch, h_q).unflatten(1, (sizes.h_kv, -1))
+        every = alibi_slopes.to(dtype).expand(batch, h_q)
+        slopes = rearrange(every, "b (h_kv ratio) -> b h_kv ratio", h_kv=sizes.h_kv)
     out = torch.zeros_like(grouped)
     lse = grouped.new_full(grouped.shape[:-1], -torch.inf)
     for work in visible_keys(
@@ -290,8 +292,8 @@ def reference_gqa_decode(
         device=q.device,
     ):
         for heads in head_chunks(sizes.h_kv, len(work.positions), d):
-            keys = keys_of.take(work.outer, work.rows, heads, dtype).permute(1, 2, 0)
-            values = values_of.take(work.outer, work.rows, heads, dtype).transpose(0, 1)
+            keys = rearrange(keys_of.take(work.outer, work.rows, heads, dtype), "n h d -> h d n")
+            values = rearrange(values_of.take(work.outer, work.rows, heads, dtype), "n h d -> h n d")
             for query, (seen, own_position) in enumerate(zip(work.seen, work.own_positions, strict=True)):
                 if seen.start == seen.stop:
                     continue
@@ -306,7 +308,8 @@ def reference_gqa_decode(
                 empty = row_sum == 0
                 out[work.row, query, heads] = torch.where(empty, 0.0, weights @ values[:, seen] / row_sum)
                 lse[work.row, query, heads] = torch.where(empty, -torch.inf, shift + row_sum.log()).squeeze(-1)
-    out, lse = out.flatten(2, 3), lse.flatten(2)
+    out = rearrange(out, "b s h_kv ratio d -> b s (h_kv ratio) d")
+    lse = rearrange(lse, "b s h_kv ratio -> b s (h_kv ratio)")
     if s_aux is not None:
         # exp(lse) / (exp(lse) + exp(s_aux)); a row without keys stays 0, where this may be NaN
         share = torch.sigmoid(lse - s_aux.to(dtype)).unsqueeze(-1)
@@ -348,7 +351,7 @@ def quantize(
             case "per_token_head":
                 absmax = size.amax(dim=-1)
             case _:
-                absmax = size.unflatten(-1, (-1, kind.group_size)).amax(dim=-1)
+                absmax = reduce(size, "... (groups n) -> ... groups", "max", n=kind.group_size)
         limits = MIN_SCALE[scale_dtype], torch.finfo(scale_dtype).max
         scale = torch.where(absmax == 0, 1.0, (absmax / INT8_MAX).clamp(*limits)).to(scale_dtype)
     ratio = values / spread_scale(scale.float(), kind)

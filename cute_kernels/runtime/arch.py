@@ -7,6 +7,8 @@ import os
 import sys
 from typing import TYPE_CHECKING
 
+from cute_kernels.runtime.threads import compiling, in_new_thread
+
 if TYPE_CHECKING:
     import torch
 
@@ -34,6 +36,21 @@ def pin() -> None:
             f"cutlass was imported with the target {target} before cute_kernels compiled its first kernel; "
             f"set CUTE_DSL_ARCH={ARCH} in the environment, or import cutlass later"
         )
+
+
+def import_dsl() -> None:
+    """Imports the DSL with sm_90a as its target, in a thread that no interrupt reaches.
+
+    Raises:
+        RuntimeError: cutlass is already imported for another target.
+    """
+
+    def load() -> None:
+        with compiling:
+            pin()
+            import cutlass.cute  # noqa: F401
+
+    in_new_thread(load)
 
 
 def device_capability(device: torch.device | int) -> tuple[int, int]:

@@ -6,16 +6,18 @@ imports cutlass.
 
 - A writer works in a scratch directory and renames the finished file, so a reader sees a whole file or none.
 - The last 40 bytes are a SHA-256 digest of the rest and a mark (any bytes may follow an ELF file). An entry that does
-  not match its digest, or does not load, is removed and built again.
+  not match its digest is built again. One that does, and cannot be loaded, stays: a process that fails compiles its
+  own.
 - Each entry has a lock file, so the second of two builders waits for the first. The operating system drops the lock of
-  a killed process; the next holder removes the scratch directory that it left.
+  a killed process; the next holder removes the scratch directory that it left. A builder that waits in vain for a
+  minute builds without the lock.
 - An entry is code that runs in this process. It is read, checked and loaded only where nobody but this user and root
   can have written it (runtime/trust.py). It is read once; the bytes that are checked are the bytes that are loaded.
 - Entries of other sources or versions are never read. Deleting the directory is always safe.
 
 The lock is `fcntl.flock` on a file that runtime/trust.py has opened, not the package filelock. `FileLock` of filelock
 4.2 opens the path itself and accepts a lock file of another user outside of sticky directories; its `lock_descriptor`
-takes an open file, but replaces this one call alone and polls every 50 ms, where flock wakes at once.
+takes an open file, but replaces this one call alone.
 """
 
 from __future__ import annotations
@@ -27,20 +29,24 @@ import hashlib
 import importlib.metadata
 import importlib.util
 import os
+import re
 import shutil
 import subprocess
 import sysconfig
 import tempfile
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, BinaryIO, Protocol
 
 from cute_kernels.runtime import arch, trust
-from cute_kernels.runtime.sources import modules_of_kernel, sources
+from cute_kernels.runtime.sources import FORMATS_PACKAGE, modules_of_kernel, sources
 
 PACKAGE = Path(__file__).resolve().parents[1]
+PATIENCE_S = 60
+"""How long a builder waits for another one: the slowest kernels take 10 s of a core."""
 _MARK = b"cutekrnl"
 
 # Settings of the DSL that change what it prints or keeps, or where it looks, but not the code. The key has all others.
@@ -70,6 +76,10 @@ _HARMLESS_SETTINGS = {
         "WARNINGS_IGNORE",
     )
 }
+
+_CPU_INFO = Path("/proc/cpuinfo")
+# Names of instructions that LLVM chooses by itself, as /proc/cpuinfo has them; its other names change no code.
+_USED_BY_COMPILERS = re.compile("abm|adx|amx|apx|avx|bmi|cx16|f16c|fma|gfni|lahf|movbe|pni|popcnt|sse|ssse|tbm|xop")
 
 _warned_about: set[Path] = set()
 
@@ -107,8 +117,9 @@ def entry_name(spec: KernelSpec) -> str:
         spec.kernel,
         getattr(spec, "compile_options", ""),
         arch.ARCH,
-        source_digest(*modules_of_kernel(spec.kernel, type(spec).__module__)),
+        source_digest(*_modules(spec)),
         _toolchain(),
+        _processor(),
         sorted((k, v) for k, v in os.environ.items() if k.startswith("CUTE_DSL_") and k not in _HARMLESS_SETTINGS),
     )
     return f"{spec.kernel.partition(':')[2]}-{hashlib.sha256(repr(facts).encode()).hexdigest()[:32]}"
@@ -119,14 +130,54 @@ def kernel_sources(*modules: str) -> list[Path]:
     return sorted({*sources(*modules), PACKAGE / "runtime" / "arch.py", PACKAGE / "runtime" / "compile.py"})
 
 
+def _modules(spec: KernelSpec) -> tuple[str, ...]:
+    return modules_of_kernel(spec.kernel, type(spec).__module__)
+
+
+def _sha(file: Path) -> bytes:
+    return hashlib.sha256(file.read_bytes()).digest()
+
+
+def _package_files() -> list[Path]:
+    formats = importlib.util.find_spec(FORMATS_PACKAGE)
+    others = Path(formats.origin).resolve().parent.glob("*.py") if formats and formats.origin else ()
+    return [*PACKAGE.rglob("*.py"), *others]
+
+
+_found = {file: _sha(file) for file in _package_files()}
+"""Digests of source files as this process found them first.
+
+Those of the package are read now, all in 5 ms: a spec is imported long before its kernel, and in between somebody may
+install another version.
+"""
+
+
 @functools.cache
 def source_digest(*modules: str) -> str:
-    """SHA-256 of names and contents of `kernel_sources(*modules)`, read once per process."""
+    """SHA-256 of names and contents of `kernel_sources(*modules)` as this process found them first."""
     digest = hashlib.sha256()
     for file in kernel_sources(*modules):
+        if file not in _found:
+            _found[file] = _sha(file)
         name = file.relative_to(PACKAGE) if PACKAGE in file.parents else file.name
-        digest.update(f"{name}\0".encode() + hashlib.sha256(file.read_bytes()).digest())
+        digest.update(f"{name}\0".encode() + _found[file])
     return digest.hexdigest()
+
+
+def require_unchanged(spec: KernelSpec) -> None:
+    """Checks, after a kernel is compiled, that its sources and its compiler are still those of its entry's name.
+
+    Raises:
+        RuntimeError: they were replaced while this process ran, so what it compiles is of no version.
+    """
+    try:
+        changed = [str(file) for file in kernel_sources(*_modules(spec)) if _found.get(file) != _sha(file)]
+    except (ValueError, SyntaxError, OSError) as error:  # a module is gone, or half of it is written
+        changed = [str(error)]
+    if _toolchain.__wrapped__() != _toolchain():
+        changed.append("the compiler")
+    if changed:
+        raise RuntimeError(f"the package was changed under this process: restart it (changed: {', '.join(changed)})")
 
 
 @functools.cache
@@ -139,6 +190,17 @@ def _toolchain() -> tuple[str, ...]:
             raise RuntimeError(f"kernels need the package {package}, which is not installed") from None
     # cu12 and cu13 have different versions of ptxas; the rest of the object is code for this machine's processor
     return (*versions, runtime_library().parents[1].name, sysconfig.get_platform())
+
+
+@functools.cache
+def _processor() -> tuple[str, ...]:
+    """What compilers may use of this machine's processor: the host code of an entry uses all of it."""
+    try:
+        info = _CPU_INFO.read_text()
+    except OSError:
+        return ()
+    flags = re.search(r"^flags\s*:(.*)$", info, re.MULTILINE)
+    return tuple(sorted(flag for flag in (flags[1].split() if flags else ()) if _USED_BY_COMPILERS.match(flag)))
 
 
 @functools.cache
@@ -179,76 +241,108 @@ class DiskCache:
         return any(os.path.lexists(self.root / (name + suffix)) for suffix in _LOADERS)
 
     def load(self, name: str) -> Callable[..., Any] | None:
-        """The kernel; None without an intact entry, and, with one warning, where none can be trusted."""
+        """The kernel; None without an intact entry, and, with a warning, where none can be trusted or loaded."""
+        for path, data in self._intact(name):
+            try:
+                with trust.private_path(data, path.suffix, self.root) as private:
+                    return _LOADERS[path.suffix](private, _symbol(name))
+            except (OSError, RuntimeError, AttributeError, ValueError) as error:
+                # what is wrong may be of this process, such as too many open files: the entry stays
+                self._warn(
+                    f"{path} is intact, but cannot be loaded here ({error}), so this process compiles its own", path
+                )
+        return None
+
+    def is_intact(self, name: str) -> bool:
+        """Whether `load` finds something to load. Warns of a damaged entry, which the next `store` replaces."""
+        return any(True for _ in self._intact(name, warn=True))
+
+    def _intact(self, name: str, warn: bool = False) -> Iterator[tuple[Path, bytes]]:
+        """The files of an entry that can be trusted and match their digests, and their contents."""
         try:
             trust.check_directory(self.root)
             for suffix in _LOADERS:
-                kernel = self._load(name, suffix)
-                if kernel is not None:
-                    return kernel
+                path = self.root / (name + suffix)
+                try:
+                    with open(trust.open_file(path, os.O_RDONLY), "rb") as file:
+                        data = file.read()
+                except trust.Untrusted:
+                    raise
+                except OSError:
+                    continue  # absent, or unreadable
+                if _is_sealed(data):
+                    yield path, data
+                elif warn:
+                    self._warn(f"{path} is damaged, so it is compiled again", path)
         except trust.Untrusted as refusal:
             self._warn_untrusted(refusal)
         except OSError:
             pass  # no directory
-        return None
 
-    def _load(self, name: str, suffix: str) -> Callable[..., Any] | None:
-        try:
-            with open(trust.open_file(self.root / (name + suffix), os.O_RDONLY), "rb") as file:
-                data = file.read()
-        except trust.Untrusted:
-            raise
-        except OSError:
-            return None  # absent, or unreadable
-        if not _is_sealed(data):
-            return None
-        try:
-            with trust.private_path(data, suffix, self.root) as path:
-                return _LOADERS[suffix](path, _symbol(name))
-        except (OSError, RuntimeError, AttributeError, ValueError):
-            return None  # refused by the loader
-
-    def discard(self, name: str) -> None:
-        """Removes a damaged entry. Call it with the lock held, and only if the lock yielded True."""
-        for suffix in _LOADERS:
-            path = self.root / (name + suffix)
-            if os.path.lexists(path):
-                warnings.warn(f"{path} is damaged: removing it and compiling again", RuntimeWarning, stacklevel=2)
-                path.unlink(missing_ok=True)
+    def is_writable(self, name: str) -> bool:
+        """Whether the entry can be stored; warns once where it cannot, as `lock`."""
+        handle = self._open_lock(name)
+        if handle is None:
+            return False
+        handle.close()
+        return self._may_replace(name)
 
     @contextlib.contextmanager
     def lock(self, name: str) -> Iterator[bool]:
-        """Holds the entry's lock, after waiting for it if necessary. Yields whether entries can be stored.
+        """Holds the entry's lock, after waiting for it if necessary. Yields whether the entry can be stored.
 
-        Where they cannot (a read-only directory, no home, an entry or a lock that another user may have made), it warns
-        once and yields False.
+        Where it cannot (a read-only directory, no home, an entry or a lock that another user may have made), it warns
+        once and yields False. After `PATIENCE_S` of waiting it warns and goes on without the lock: two processes may
+        then build one entry, and the later one stays.
         """
         import fcntl  # only Unix has it, and only a process that compiles needs it
 
-        try:
-            trust.make_directory(self.root)
-            handle = open(trust.open_file(self.root / f"{name}.lock", os.O_RDWR | os.O_CREAT), "rb")
-        except trust.Untrusted as refusal:
-            self._warn_untrusted(refusal)
-            yield False
-            return
-        except OSError as error:
-            self._warn_unwritable(error)
+        handle = self._open_lock(name)
+        if handle is None:
             yield False
             return
         with handle:
+            held = self._acquire(handle, name)
             try:
-                fcntl.flock(handle, fcntl.LOCK_EX)
+                if held:
+                    self._remove_scratch(name)
+                yield self._may_replace(name)
+            finally:
+                if held:  # a fork of this process inherits the open file, and closing it here would not release it
+                    fcntl.flock(handle, fcntl.LOCK_UN)
+
+    def _open_lock(self, name: str) -> BinaryIO | None:
+        try:
+            trust.make_directory(self.root)
+            return open(trust.open_file(self.root / f"{name}.lock", os.O_RDWR | os.O_CREAT), "rb")
+        except trust.Untrusted as refusal:
+            self._warn_untrusted(refusal)
+        except OSError as error:
+            self._warn_unwritable(error)
+        return None
+
+    def _acquire(self, handle: BinaryIO, name: str) -> bool:
+        import fcntl
+
+        give_up = time.monotonic() + PATIENCE_S
+        while True:
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return True
+            except BlockingIOError:
+                if time.monotonic() > give_up:
+                    path = self.root / f"{name}.lock"
+                    self._warn(f"{path} was not free for {PATIENCE_S} s, so this process goes on without it", path)
+                    return False
+                time.sleep(0.05)
             except OSError:
-                pass  # a file system without locks: two processes may build one entry, and the later one stays
-            else:
-                self._remove_scratch(name)
-            yield self._may_replace(name)
+                return False  # a file system without locks
 
     def _remove_scratch(self, name: str) -> None:
         for scratch in self.root.glob(f".{name}.*"):  # of a builder that was killed
             if scratch.is_symlink():
-                scratch.unlink(missing_ok=True)
+                with contextlib.suppress(OSError):  # a directory that may only be read
+                    scratch.unlink()
             else:
                 shutil.rmtree(scratch, ignore_errors=True)  # which follows no links
 
@@ -286,16 +380,21 @@ class DiskCache:
         return True
 
     def _warn_unwritable(self, error: OSError) -> None:
-        self._warn(f"compiled kernels cannot be kept in {self.root} ({error}), so every process compiles its own")
+        self._warn_once(f"compiled kernels cannot be kept in {self.root} ({error}), so every process compiles its own")
 
     def _warn_untrusted(self, refusal: trust.Untrusted) -> None:
         remedy = f"; mend it with `{refusal.remedy}`" if refusal.remedy else ""
-        self._warn(f"{refusal}, so it is not used for compiled kernels, and every process compiles its own{remedy}")
+        self._warn_once(
+            f"{refusal}, so it is not used for compiled kernels, and every process compiles its own{remedy}"
+        )
 
-    def _warn(self, text: str) -> None:
-        if self.root not in _warned_about:
-            _warned_about.add(self.root)
-            text += "; CUTE_KERNELS_CACHE_DIR names another directory"
+    def _warn_once(self, text: str) -> None:
+        self._warn(f"{text}; CUTE_KERNELS_CACHE_DIR names another directory", self.root)
+
+    def _warn(self, text: str, about: Path) -> None:
+        """Warns, once for each file or directory."""
+        if about not in _warned_about:
+            _warned_about.add(about)
             warnings.warn(text, RuntimeWarning, stacklevel=3)
 
 
@@ -329,7 +428,7 @@ def _load_shared(path: Path, symbol: str) -> Callable[..., Any]:
 
 
 def _load_object(path: Path, symbol: str) -> Callable[..., Any]:
-    arch.pin()
+    arch.import_dsl()
     import cutlass.cute as cute
 
     return getattr(cute.runtime.load_module(str(path), enable_tvm_ffi=True), symbol)

@@ -6,20 +6,28 @@ A process that finds all its kernels on disk as shared libraries never pays for 
 
 from __future__ import annotations
 
-import concurrent.futures
+import contextvars
 import importlib
-import multiprocessing
 import os
 import shlex
 import threading
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from cute_kernels.runtime import arch
-from cute_kernels.runtime.cache import DiskCache, KernelSpec, directory, entry_name
+from cute_kernels.runtime import arch, workers
+from cute_kernels.runtime.cache import DiskCache, KernelSpec, directory, entry_name, require_unchanged
+from cute_kernels.runtime.threads import compiling, in_new_thread
 
 _kernels: dict[KernelSpec, Callable[..., Any]] = {}
-_building = threading.RLock()  # the DSL's state is global, so a process compiles one kernel at a time
+_looking = threading.RLock()  # one thread at a time looks for kernels, so that all get the same one
+
+
+def _renew_lock() -> None:
+    global _looking
+    _looking = threading.RLock()
+
+
+os.register_at_fork(after_in_child=_renew_lock)  # a thread that the child does not have may hold it
 
 
 def get_kernel(spec: KernelSpec) -> Callable[..., Any]:
@@ -29,16 +37,18 @@ def get_kernel(spec: KernelSpec) -> Callable[..., Any]:
     `__call__` without the stream. It checks them against what was compiled, then launches on torch's current stream.
 
     The first call in a process loads it from disk (some ms), or compiles it (some seconds) and stores it on disk for
-    other processes. Threads and processes that need the same kernel at the same time compile it once.
+    other processes. Threads and processes that need the same kernel at the same time compile it once. An interrupt ends
+    the call, not the compilation, which goes on in a thread of its own and stores the kernel.
 
     Raises:
         ValueError: the spec cannot be built; the message has its reasons.
-        RuntimeError: the DSL is not installed, or was imported for another target.
+        RuntimeError: the DSL is not installed, or was imported for another target, or files of the package or of the
+            DSL were replaced since this process imported them.
     """
     kernel = _kernels.get(spec)
     if kernel is not None:
         return kernel
-    with _building:
+    with _looking:
         kernel = _kernels.get(spec)
         if kernel is None:
             kernel = _kernels[spec] = _load_or_compile(spec)
@@ -58,12 +68,14 @@ def compile_kernel(spec: KernelSpec, dump_dir: str | os.PathLike[str] | None = N
     Raises:
         ValueError: the spec cannot be built; the message has its reasons.
     """
+    context = contextvars.copy_context()  # a caller may have set hooks of the DSL in its own
+    return in_new_thread(lambda: context.run(_compile, spec, dump_dir))
+
+
+def _compile(spec: KernelSpec, dump_dir: str | os.PathLike[str] | None = None) -> Any:
     reasons = spec.can_implement()
     if reasons:
         raise ValueError(f"{spec!r} cannot be built: {'; '.join(reasons)}")
-    arch.pin()
-    import cutlass.cute as cute
-
     options = ["--gpu-arch", arch.ARCH, "--enable-tvm-ffi", getattr(spec, "compile_options", "")]
     if dump_dir is not None:
         options += [
@@ -73,10 +85,17 @@ def compile_kernel(spec: KernelSpec, dump_dir: str | os.PathLike[str] | None = N
             shlex.quote(os.fspath(dump_dir)),
             "--remark-filter ptxas",
         ]
-    module, _, class_name = spec.kernel.partition(":")
-    kernel = getattr(importlib.import_module(module), class_name)(spec)
-    with _building:
-        return cute.compile(kernel, *kernel.fake_arguments(), options=" ".join(options))
+    entry_name(spec)  # reads the sources before they are imported
+    with compiling:
+        arch.pin()
+        import cutlass.cute as cute
+
+        module, _, class_name = spec.kernel.partition(":")
+        try:
+            kernel = getattr(importlib.import_module(module), class_name)(spec)
+            return cute.compile(kernel, *kernel.fake_arguments(), options=" ".join(options))
+        finally:
+            require_unchanged(spec)  # after an error too: files of two versions explain any
 
 
 def missing(specs: Iterable[KernelSpec]) -> list[KernelSpec]:
@@ -89,17 +108,17 @@ def precompile(
     specs: Iterable[KernelSpec],
     processes: int | None = None,
     on_done: Callable[[KernelSpec], None] | None = None,
+    timeout_s: float | None = None,
 ) -> list[KernelSpec]:
-    """Fills the disk cache with the kernels of `specs`, several at a time.
+    """Fills the disk cache with the kernels of `specs`, several at a time, in processes that end with this one.
 
-    It starts new interpreters, so a script calls it under `if __name__ == "__main__"`; a daemonic process, which may
-    start none, compiles them itself. It returns at once where all are on disk, and only warns where the cache cannot be
-    written.
+    It returns at once where all are on disk, and only warns where the cache cannot be written.
 
     Args:
         specs: kernels to compile; those with an entry on disk are skipped.
         processes: how many at a time; by default one per CPU core.
         on_done: called in this process with each spec that is compiled, as soon as it is.
+        timeout_s: seconds after which it returns, even if kernels are missing.
 
     Returns:
         The specs that were compiled.
@@ -108,30 +127,21 @@ def precompile(
         ValueError, RuntimeError: as `get_kernel`, for the first spec that fails.
     """
     todo = missing(specs)
-    if not todo:
-        return []
-    with DiskCache(directory()).lock(entry_name(todo[0])) as writable:
-        if not writable:  # this process has warned; workers could only compile and discard
-            return []
-    on_done = on_done or (lambda spec: None)
-    if multiprocessing.current_process().daemon:
-        for spec in todo:
-            _fill(spec)
+    if not todo or not DiskCache(directory()).is_writable(entry_name(todo[0])):
+        return []  # nothing to do; or this process has warned, and workers could only compile and discard
+    compiled: list[KernelSpec] = []
+
+    def note(spec: KernelSpec) -> None:
+        compiled.append(spec)
+        if on_done is not None:
             on_done(spec)
-        return todo
-    workers = min(processes or os.cpu_count() or 1, len(todo))
-    # fork would copy the locks and threads of torch and the DSL
-    context = multiprocessing.get_context("spawn")
-    with concurrent.futures.ProcessPoolExecutor(workers, mp_context=context) as pool:
-        running = {pool.submit(_fill, spec): spec for spec in todo}
-        for done in concurrent.futures.as_completed(running):
-            done.result()
-            on_done(running[done])
-    return todo
+
+    workers.call_each(_fill, todo, processes or os.cpu_count() or 1, note, timeout_s)
+    return compiled
 
 
 def _fill(spec: KernelSpec) -> None:
-    get_kernel(spec)  # returns nothing: a kernel cannot be pickled
+    get_kernel(spec)
 
 
 def _load_or_compile(spec: KernelSpec) -> Callable[..., Any]:
@@ -139,14 +149,17 @@ def _load_or_compile(spec: KernelSpec) -> Callable[..., Any]:
     kernel = disk.load(name)
     if kernel is not None:
         return kernel
-    with disk.lock(name) as writable:
-        kernel = disk.load(name)  # the previous holder of the lock may have built it
-        if kernel is not None:
-            return kernel
+    compiled = in_new_thread(lambda: _build(spec, disk, name))
+    # the loaded kernel is the one that later processes run, and its call has no layer of Python
+    return disk.load(name) or compiled or compile_kernel(spec)
+
+
+def _build(spec: KernelSpec, disk: DiskCache, name: str) -> Callable[..., Any] | None:
+    """Compiles and stores a kernel; None where there is an intact entry, as another thread or process may leave it."""
+    with disk.lock(name) as writable, compiling:
+        if disk.is_intact(name):
+            return None
+        compiled = _compile(spec)
         if writable:
-            disk.discard(name)
-        compiled = compile_kernel(spec)
-        if writable and disk.store(name, lambda path, symbol: compiled.export_to_c(path, function_name=symbol)):
-            # the loaded kernel is the one that later processes run, and its call has no layer of Python
-            return disk.load(name) or compiled
+            disk.store(name, lambda path, symbol: compiled.export_to_c(path, function_name=symbol))
         return compiled

@@ -15,6 +15,8 @@ from typing import NamedTuple, TypeVar
 
 import torch
 
+from cute_kernels.runtime.threads import in_new_thread
+
 Made = TypeVar("Made")
 
 
@@ -41,22 +43,12 @@ def outside_pools(device: torch.device, make: Callable[[], Made]) -> Made:
     if device.type != "cuda":
         return make()
     stream = torch.cuda.current_stream(device)
-    made: list[Made] = []
-    errors: list[BaseException] = []
 
-    def run() -> None:
-        try:
-            with torch.cuda.device(device), torch.cuda.stream(stream):
-                made.append(make())
-        except BaseException as error:  # raised below, in the caller's thread
-            errors.append(error)
+    def run() -> Made:
+        with torch.cuda.device(device), torch.cuda.stream(stream):
+            return make()
 
-    thread = threading.Thread(target=run, name="cute_kernels-allocate")
-    thread.start()
-    thread.join()
-    if errors:
-        raise errors[0]
-    return made[0]
+    return in_new_thread(run)
 
 
 def for_all_streams(device: torch.device, make: Callable[[], Made]) -> Made:

@@ -12,6 +12,7 @@ from itertools import pairwise
 from typing import Final, NamedTuple
 
 import torch
+from einops import rearrange
 
 ELEMENTS_PER_CHUNK: Final = 1 << 23
 """Scores held at a time: 67 MB as float64, and a backward has four such tensors."""
@@ -88,7 +89,7 @@ def _scores(q: torch.Tensor, k: torch.Tensor, block: _Block, scale: float) -> to
 
 def _grouped(t: torch.Tensor, h_kv: int, dtype: torch.dtype) -> torch.Tensor:
     """(batch, s, h_q, d) as (batch, s, h_kv, ratio, d)."""
-    return t.to(dtype).unflatten(2, (h_kv, -1))
+    return rearrange(t.to(dtype), "b s (h_kv ratio) d -> b s h_kv ratio d", h_kv=h_kv)
 
 
 def _default_scale(q: torch.Tensor, softmax_scale: float | None) -> float:

@@ -82,7 +82,7 @@ def warm(
 ) -> WarmReport:
     """Compile what calls of these shapes will ask for, unless it is on disk.
 
-    It starts new interpreters, so a script calls it under `if __name__ == "__main__"`.
+    It compiles in new interpreters, which end with this process.
 
     Args:
         shapes: `MlaShape`, `GqaShape`, `PrefillShape` and `PromptShape`: what stays the same in all calls of a model.

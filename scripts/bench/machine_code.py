@@ -13,7 +13,6 @@ a half of the time (`scripts.bench.traces`).
 from __future__ import annotations
 
 import base64
-import concurrent.futures
 import contextlib
 import fcntl
 import functools
@@ -21,9 +20,9 @@ import hashlib
 import importlib.metadata
 import importlib.util
 import io
+import itertools
 import json
 import mmap
-import multiprocessing
 import os
 import re
 import tempfile
@@ -124,17 +123,18 @@ def _sass(kernels: list[Kernel]) -> str:
 # ---- what a spec depends on
 
 
-def _sources_module() -> Any:
-    """This checkout's `cute_kernels.runtime.sources`, also where the package of another commit is imported."""
-    file = Path(__file__).resolve().parents[2] / "cute_kernels" / "runtime" / "sources.py"
-    spec = importlib.util.spec_from_file_location("_sources_of_kernels", file)
+def _of_this_checkout(name: str) -> Any:
+    """A module of this checkout's `cute_kernels.runtime`, also where the package of another commit is imported."""
+    file = Path(__file__).resolve().parents[2] / "cute_kernels" / "runtime" / f"{name}.py"
+    spec = importlib.util.spec_from_file_location(f"_{name}_of_kernels", file)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
 
 
-_SOURCES: Final = _sources_module()
+_SOURCES: Final = _of_this_checkout("sources")
+_WORKERS: Final = _of_this_checkout("workers")
 
 
 @functools.cache
@@ -308,8 +308,6 @@ def digests_of_specs(
 ) -> dict[KernelSpec, CodeDigest]:
     """`digest_of_spec` of several; what is missing is compiled in new interpreters, one per CPU core at a time.
 
-    A script calls it under `if __name__ == "__main__"`.
-
     Args:
         specs: to look up or compile.
         store: that keeps them.
@@ -339,21 +337,19 @@ def precompile(
 
 
 def _in_processes(
-    work: Callable[[KernelSpec, Store], None],
+    work: Callable[..., None],
     specs: list[KernelSpec],
     store: Store,
     processes: int | None,
     progress: Callable[[int, int], None],
 ) -> None:
-    if not specs:
-        return
-    workers = min(processes or os.cpu_count() or 1, len(specs))
-    context = multiprocessing.get_context("spawn")  # fork would copy the locks and threads of torch and the DSL
-    with concurrent.futures.ProcessPoolExecutor(workers, mp_context=context) as pool:
-        running = [pool.submit(work, spec, store) for spec in specs]
-        for n, done in enumerate(concurrent.futures.as_completed(running), 1):
-            done.result()
-            progress(n, len(specs))
+    numbers = itertools.count(1)
+    _WORKERS.call_each(
+        functools.partial(work, store=store),
+        specs,
+        processes or os.cpu_count() or 1,
+        lambda spec: progress(next(numbers), len(specs)),
+    )
 
 
 def _learn(spec: KernelSpec, store: Store) -> None:

@@ -128,6 +128,7 @@ class Pool:
     ) -> None:
         self._call, self._folder, self._receive = call, folder, receive
         self.deadline, self.gigabytes, self._slots = deadline, gigabytes, slots
+        os.environ["PYTHONSAFEPATH"] = "1"  # else new processes look for modules in the current directory
         self._forking, self._fresh = multiprocessing.get_context("forkserver"), multiprocessing.get_context("spawn")
         self._all_fresh = False
         if preload:

@@ -77,6 +77,7 @@ class Worker:
     """A worker process and the round that it makes now."""
 
     def __init__(self, device: torch.device, cores: int, run: RunRound) -> None:
+        os.environ["PYTHONSAFEPATH"] = "1"  # else new processes look for modules in the current directory
         context = multiprocessing.get_context("spawn")  # fork would copy the locks and threads of torch
         self.connection, theirs = context.Pipe()
         self.marks = context.Array("q", THREADS + 1, lock=False)

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from cute_kernels.runtime import cache
 from scripts.bench import launch_code, machine_code
 from scripts.bench.cubin import _Elf, find_cubins, read_kernels
 from scripts.bench.machine_code import CodeDigest, Store
@@ -34,6 +35,7 @@ class CopiedSpec(TinySpec):
 def digest_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """Compiles a changed source of the tiny kernel, out of a directory and a module of its own."""
     made: list[str] = []
+    cache.source_digest.cache_clear()  # another test has had other modules of these names
 
     def digest(source: str, class_name: str = "TinyKernel", **facts: Any) -> CodeDigest:
         name = f"copied_kernel_{len(made)}"

@@ -83,14 +83,17 @@ RANGES = try_pins.ranges((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 
 
 def test_both_ends_of_every_range_but_torch_are_asked_for() -> None:
-    assert set(RANGES) == {"torch", "nvidia-cutlass-dsl", "apache-tvm-ffi", "einops"}
+    assert set(RANGES) == {"torch", "nvidia-cutlass-dsl", "apache-tvm-ffi", "cuda-bindings", "einops"}
     lowest, highest = (try_pins.constraints(end, RANGES) for end in try_pins.ENDS)
     assert set(lowest) == set(highest) == set(RANGES) - {"torch"}
     assert lowest["nvidia-cutlass-dsl"] == "==4.8.0" and highest["nvidia-cutlass-dsl"] == "<4.9"
 
 
 def test_an_environment_with_other_versions_is_found_out() -> None:
-    lowest = {"torch": "2.13.0+cpu", "nvidia-cutlass-dsl": "4.8.0", "apache-tvm-ffi": "0.1.11", "einops": "0.8.0"}
+    lowest = {
+        "torch": "2.13.0+cpu", "nvidia-cutlass-dsl": "4.8.0", "apache-tvm-ffi": "0.1.11", "cuda-bindings": "12.8.0",
+        "einops": "0.8.0",
+    }  # fmt: skip
     assert try_pins.misfits("lowest", RANGES, lowest) == []
     later = {**lowest, "apache-tvm-ffi": "0.1.15.post2"}
     assert try_pins.misfits("lowest", RANGES, later) == ["apache-tvm-ffi: got 0.1.15.post2; needs ==0.1.11"]

@@ -5,8 +5,10 @@ import importlib.machinery
 import importlib.metadata
 import importlib.util
 import os
+import shutil
 import signal
 import sys
+import textwrap
 import threading
 import time
 import warnings
@@ -17,7 +19,7 @@ from typing import Any, ClassVar
 import pytest
 
 from cute_kernels.mla.spec import shipped_specs
-from cute_kernels.runtime import arch, cache, compile
+from cute_kernels.runtime import arch, cache, compile, trust
 from cute_kernels.runtime.cache import DiskCache, entry_name
 from cute_kernels.runtime.sources import modules_of_kernel
 from tests.cpu.tiny_spec import TinySpec
@@ -57,12 +59,21 @@ def filled(tmp_path_factory: pytest.TempPathFactory) -> Place:
 @pytest.fixture
 def fresh_facts() -> Iterator[None]:
     """Digests and versions are read once per process; these tests change them."""
-    caches = (cache.source_digest, cache._toolchain, cache.runtime_library)
+    caches = (cache.source_digest, cache._toolchain, cache.runtime_library, cache._processor)
+    found = dict(cache._found)
     for cached in caches:
         cached.cache_clear()
     yield
+    cache._found.clear()
+    cache._found.update(found)
     for cached in caches:
         cached.cache_clear()
+
+
+def read_again() -> None:
+    """Sources, as a process that starts now finds them."""
+    cache._found.clear()
+    cache.source_digest.cache_clear()
 
 
 def remember_nothing() -> None:
@@ -125,6 +136,40 @@ def test_precompile_passes_on_why_a_spec_cannot_be_built(place: Place) -> None:
         compile.precompile([TinySpec(33)], processes=1)
 
 
+# --- locks
+
+
+def test_a_fork_does_not_keep_the_lock(place: Place) -> None:
+    """It inherits the open file, as a DataLoader's worker does, and lives on."""
+    disk = DiskCache(place.directory)
+    with disk.lock("Kernel-1") as writable:
+        assert writable
+        child = os.fork()
+        if child == 0:
+            time.sleep(60)
+            os._exit(0)
+    try:
+        code = "from cute_kernels.runtime.cache import *\nwith DiskCache(directory()).lock('Kernel-1'): print('held')"
+        process = place.start(code)
+        assert process.communicate(timeout=30)[0] == "held\n"
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+
+
+def test_a_lock_that_never_comes_free_is_given_up(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its holder hangs. The kernel is compiled and kept, and what the holder has begun is left to it."""
+    name = entry_name(SPEC)
+    monkeypatch.setattr(cache, "PATIENCE_S", 0.2)
+    with DiskCache(place.directory).lock(name):
+        scratch = place.directory / f".{name}.begun"
+        scratch.mkdir()
+        with pytest.warns(RuntimeWarning, match=f"{name}.lock was not free for 0.2 s"):
+            assert callable(compile.get_kernel(SPEC))
+        assert scratch.exists()
+    assert place.files() == [f".{name}.begun", f"{name}.so"]
+
+
 # --- threads
 
 
@@ -179,28 +224,50 @@ def test_damaged_entry_is_replaced(place: Place, filled: Place) -> None:
     assert place.compilations() == 1
 
 
-def test_sound_file_that_is_no_kernel_is_replaced(place: Place) -> None:
-    """The checksum is right, yet the loader refuses the file, for example a library of another system."""
+def test_intact_entry_that_cannot_be_loaded_stays(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The process may lack something: files that it may open, a library, a system call that its sandbox forbids."""
+    compile.get_kernel(SPEC)
+    (entry,) = place.directory.glob("*.so")
+    before = (entry.stat().st_ino, entry.read_bytes())
+    remember_nothing()
 
-    def export(path: str, symbol: str) -> None:
-        Path(path).write_bytes(b"no ELF file")
+    def fail() -> int:
+        raise OSError(24, "Too many open files", "memfd_create")
 
-    disk, name = DiskCache(place.directory), entry_name(SPEC)
+    with monkeypatch.context() as patch:
+        patch.setattr(trust, "_memory_file", fail)
+        with pytest.warns(RuntimeWarning, match=f"{entry} is intact, but cannot be loaded here .*Too many open files"):
+            assert callable(compile.get_kernel(SPEC))
+    assert place.compilations() == 2 and (entry.stat().st_ino, entry.read_bytes()) == before
+    remember_nothing()
+    compile.get_kernel(SPEC)
+    assert place.compilations() == 2
+
+
+@pytest.mark.parametrize("error", [RuntimeError("no symbol"), AttributeError("no function"), ValueError("no ELF file")])
+def test_entry_that_the_loader_refuses_stays(
+    place: Place, filled: Place, error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = entry_name(SPEC)
     place.directory.mkdir()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cache, "_link", lambda object_file: None)
-        assert disk.store(name, export)
-    (place.directory / f"{name}.o").rename(place.directory / f"{name}.so")
-    with pytest.warns(RuntimeWarning, match="is damaged"):
-        compile.get_kernel(SPEC)
-    assert place.compilations() == 1 and disk.load(name) is not None
+    entry = place.directory / f"{name}.so"
+    entry.write_bytes((filled.directory / f"{name}.so").read_bytes())
+
+    def refuse(path: Path, symbol: str) -> Callable[..., Any]:
+        raise error
+
+    monkeypatch.setitem(cache._LOADERS, ".so", refuse)
+    with pytest.warns(RuntimeWarning, match="is intact, but cannot be loaded here"):
+        assert DiskCache(place.directory).load(name) is None
+        assert DiskCache(place.directory).is_intact(name)
 
 
 def test_entry_under_another_name_is_not_loaded(place: Place, filled: Place) -> None:
     other = entry_name(TinySpec(64))
     place.directory.mkdir()
     (place.directory / f"{other}.so").write_bytes((filled.directory / f"{entry_name(SPEC)}.so").read_bytes())
-    assert DiskCache(place.directory).load(other) is None
+    with pytest.warns(RuntimeWarning, match="cannot be loaded here"):
+        assert DiskCache(place.directory).load(other) is None
 
 
 # --- places where nothing can be kept
@@ -323,10 +390,10 @@ def test_key_follows_the_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     source.write_text("one = 1\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     original = cache.source_digest("edited_kernel")
-    cache.source_digest.cache_clear()
+    read_again()
     assert cache.source_digest("edited_kernel") == original
     source.write_text("one = 2\n")
-    cache.source_digest.cache_clear()
+    read_again()
     assert cache.source_digest("edited_kernel") != original
 
 
@@ -361,7 +428,7 @@ def test_key_follows_each_source(monkeypatch: pytest.MonkeyPatch, fresh_facts: N
     read = Path.read_bytes
     for edited in files:
         monkeypatch.setattr(Path, "read_bytes", lambda file, edited=edited: read(file) + b"\n#" * (file == edited))
-        cache.source_digest.cache_clear()
+        read_again()
         names.add(entry_name(spec))
     assert len(names) == 1 + len(files)
 
@@ -405,7 +472,7 @@ def test_every_edit_of_a_reaching_source_is_seen(
     for contents in (("x = 1", "y = 1"), ("x = 1", "y = 2"), ("y = 1", "x = 1"), ("x = 1y = 1", "")):
         for file, content in zip(files, contents, strict=True):
             file.write_text(content)
-        cache.source_digest.cache_clear()
+        read_again()
         digests.add(cache.source_digest("any"))
     assert len(digests) == 4
 
@@ -423,6 +490,148 @@ def test_flavour_is_the_newest_that_the_driver_runs(
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: spec)
     monkeypatch.setattr(cache, "_driver_cuda_major", lambda: driver)
     assert cache.runtime_library().parents[1].name == flavour
+
+
+def test_key_follows_the_flavour(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fresh_facts: None) -> None:
+    """cu12 and cu13 of one version of the DSL have different compilers."""
+    names = set()
+    for flavour in ("cu12", "cu13"):
+        library = tmp_path / flavour / "lib" / "libcute_dsl_runtime.so"
+        monkeypatch.setattr(cache, "runtime_library", lambda library=library: library)
+        cache._toolchain.cache_clear()
+        names.add(entry_name(SPEC))
+    assert len(names) == 2
+
+
+CPU_INFO = "processor\t: 0\nflags\t\t: fpu sse2 avx2 bmi2 {}\nbogomips\t: 4000\n\nprocessor\t: 1\nflags\t\t: fpu\n"
+
+
+@pytest.mark.parametrize("flag, changes", [("avx512f", True), ("f16c", True), ("ibrs", False), ("md_clear", False)])
+def test_key_follows_the_processor(
+    flag: str, changes: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fresh_facts: None
+) -> None:
+    """An entry has host code for the processor that compiled it: another one may not know all its instructions."""
+    monkeypatch.setattr(cache, "_CPU_INFO", tmp_path / "cpuinfo")
+    names = set()
+    for more in ("", flag):
+        (tmp_path / "cpuinfo").write_text(CPU_INFO.format(more))
+        cache._processor.cache_clear()
+        names.add(entry_name(SPEC))
+    assert (len(names) == 2) == changes
+
+
+# --- sources that change under a process
+
+FILES = {
+    "changed_spec.py": """
+        from dataclasses import dataclass
+        from typing import ClassVar
+        from tests.cpu.tiny_spec import TinySpec
+        @dataclass(frozen=True)
+        class Spec(TinySpec):
+            kernel: ClassVar[str] = "changed.kernel:Kernel"
+    """,
+    "kernel.py": """
+        from tests.cpu.tiny_kernel import TinyKernel
+        from changed import part
+        class Kernel(TinyKernel): pass
+    """,
+    "part.py": "import os\nif os.environ.get('BREAK'): raise ImportError('half of an update')\n",
+    "__init__.py": "",
+}
+CHANGE = """
+import pathlib, sys
+from changed.changed_spec import Spec
+from cute_kernels.runtime import cache, compile
+def edit(name, more="# another version\\n"):
+    path = pathlib.Path(sys.modules["changed"].__file__).parent / name
+    path.write_text(path.read_text() + more)
+def get(spec):
+    try:
+        compile.get_kernel(spec)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "a kernel"
+"""
+
+
+@pytest.fixture
+def changed(place: Place, tmp_path: Path) -> Callable[[str], list[str]]:
+    """Runs code beside a package of its own, `changed`; the lines that it prints."""
+    (tmp_path / "changed").mkdir()
+    for name, text in FILES.items():
+        (tmp_path / "changed" / name).write_text(textwrap.dedent(text))
+
+    def run(code: str, **environment: str) -> list[str]:
+        return place.run(CHANGE + code, PYTHONPATH=f"{ROOT}{os.pathsep}{tmp_path}", **environment).splitlines()
+
+    return run
+
+
+RESTART = "RuntimeError: the package was changed under this process: restart it"
+
+
+@pytest.mark.parametrize("file", ["kernel.py", "part.py", "changed_spec.py"])
+def test_sources_that_are_replaced_before_a_kernel_is_imported_are_not_stored(
+    place: Place, changed: Callable[[str], list[str]], file: str
+) -> None:
+    """The name is of the old sources, the code of the new ones."""
+    (said,) = changed(f"cache.entry_name(Spec())\nedit({file!r})\nprint(get(Spec()))")
+    assert said.startswith(RESTART) and file in said
+    assert place.files() == []
+    assert changed("print(get(Spec()))") == ["a kernel"]
+
+
+def test_sources_that_are_replaced_between_two_kernels_are_not_stored(
+    place: Place, changed: Callable[[str], list[str]]
+) -> None:
+    """The second one would be compiled from modules in memory, which are the old ones."""
+    code = "print(get(Spec(32)))\nedit('part.py')\nprint(get(Spec(64)))\nprint(get(Spec(32)))"
+    first, second, third = changed(code)
+    assert (first, third) == ("a kernel", "a kernel") and second.startswith(RESTART)
+    assert len(place.files()) == 1
+
+
+def test_half_of_an_update_is_what_an_error_is_about(place: Place, changed: Callable[..., list[str]]) -> None:
+    code = "cache.entry_name(Spec())\nedit('kernel.py', 'import changed.gone\\n')\nprint(get(Spec()))"
+    (said,) = changed(code)
+    assert said.startswith(RESTART) and "kernel.py" in said
+
+
+def test_an_error_of_the_sources_themselves_is_raised_as_it_is(changed: Callable[..., list[str]]) -> None:
+    assert changed("print(get(Spec()))", BREAK="1") == ["ImportError: half of an update"]
+
+
+def test_a_compiler_that_is_replaced_stores_nothing(place: Place, changed: Callable[[str], list[str]]) -> None:
+    code = """
+import importlib.metadata
+cache.entry_name(Spec())
+importlib.metadata.version = lambda name: "99"
+print(get(Spec()))
+"""
+    (said,) = changed(code)
+    assert said.startswith(RESTART) and "the compiler" in said and place.files() == []
+
+
+def test_sources_count_as_they_were_when_the_package_was_imported(tmp_path: Path) -> None:
+    """A spec is imported with the package, its kernel much later; so is what the first name is made from."""
+    for package in ("cute_kernels", "fp8_mla"):
+        shutil.copytree(ROOT / package, tmp_path / package, ignore=shutil.ignore_patterns("__pycache__"))
+    code = """
+import pathlib
+from cute_kernels.merge.spec import MergeSpec
+from cute_kernels.runtime import cache, compile
+file = pathlib.Path(cache.PACKAGE / "merge" / "spec.py")
+file.write_text(file.read_text() + "# another version\\n")
+spec = MergeSpec.for_launch(rows=64, num_states=2, d=64, in_dtype="float32", out_dtype="float32", has_sink=False)
+try:
+    compile.get_kernel(spec)
+except RuntimeError as error:
+    print(error)
+"""
+    here = Place(tmp_path / "cache", tmp_path / "log")
+    said = here.run(code, PYTHONPATH=str(tmp_path))
+    assert "restart it" in said and f"{tmp_path}/cute_kernels/merge/spec.py" in said and here.files() == []
 
 
 # --- compiling

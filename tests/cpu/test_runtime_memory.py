@@ -1,5 +1,6 @@
 """What is kept between calls: workspaces, counters of graphs, buffers that nobody reads. No GPU."""
 
+import ctypes
 import gc
 import threading
 import weakref
@@ -171,6 +172,18 @@ def test_a_slab_is_refilled_outside_of_capture_alone(fakes: Fakes) -> None:
     assert low == [True, False]
 
 
+def test_the_rest_of_a_slab_is_lent_after_the_next_one_is_made(fakes: Fakes) -> None:
+    slab = CounterSlab(CPU)
+    slab.refill(1)
+    fakes.graph = 1
+    taken = [slab.borrow(1)]
+    fakes.end_capture()
+    slab.refill(1 << 12)  # the first slab has no room for `LAUNCHES` of these, but for one
+    fakes.graph = 2
+    taken += [slab.borrow(1 << 12) for _ in range(LAUNCHES + 1)]
+    assert None not in taken and len(set(taken)) == LAUNCHES + 2
+
+
 def test_captures_again_and_again_need_no_more_memory(fakes: Fakes) -> None:
     slab = CounterSlab(CPU)
     for graph in range(50):
@@ -197,34 +210,46 @@ def test_counters_are_lent_for_good_where_the_driver_does_not_tell(
     assert len(set(taken)) == 100 and slab.borrowed() == 100 * 32
 
 
+class Driver:
+    """The driver's user objects: a callback is called when the last of its references goes."""
+
+    def __init__(self) -> None:
+        self.references = 0
+        self.of_graph = 0
+        self.callback: Any = None
+
+    def cuUserObjectCreate(self, made: Any, argument: int, callback: Any, references: int, flags: int) -> int:
+        post = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(callback.value)
+        self.callback, self.references = (lambda: post(argument)), references
+        return 0
+
+    def cuGraphRetainUserObject(self, graph: int, made: Any, count: int, flags: int) -> int:
+        self.of_graph = count
+        self.references += 0 if flags == 1 else count  # CU_GRAPH_USER_OBJECT_MOVE: those of the caller
+        return 0
+
+    def end_graph(self) -> None:
+        self.references -= self.of_graph
+        if self.references == 0:
+            self.callback()
+
+
 def test_the_life_of_a_graph_is_told_by_a_semaphore(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The test plays the driver, which keeps callback and argument, and calls the callback when the graph ends."""
-    import ctypes
-
-    kept: list[int] = []
-
-    class Driver:
-        def cuUserObjectCreate(self, made: Any, argument: int, callback: Any, references: int, flags: int) -> int:
-            kept.extend((argument, callback.value))
-            return 0
-
-        def cuGraphRetainUserObject(self, graph: int, made: Any, count: int, flags: int) -> int:
-            return 0
-
-    monkeypatch.setattr(graphs, "_cuda", Driver)
+    """No reference may be left to this process, which never gives one back: the graph's end would not be told."""
+    driver = Driver()
+    monkeypatch.setattr(graphs, "_cuda", lambda: driver)
     life = graphs.GraphLife(1234)
     assert not life.has_ended() and not life.has_ended()
-    argument, callback = kept
-    ctypes.CFUNCTYPE(None, ctypes.c_void_p)(callback)(argument)
+    driver.end_graph()
     assert life.has_ended()
 
 
 def test_a_driver_that_refuses_is_an_os_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Driver:
+    class Refusing(Driver):
         def cuUserObjectCreate(self, *arguments: Any) -> int:
             return 801
 
-    monkeypatch.setattr(graphs, "_cuda", Driver)
+    monkeypatch.setattr(graphs, "_cuda", Refusing)
     with pytest.raises(OSError, match="801"):
         graphs.GraphLife(1)
 

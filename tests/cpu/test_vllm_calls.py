@@ -5,8 +5,9 @@ import inspect
 import re
 import subprocess
 import sys
+import time
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from cute_kernels import gqa_decode, kv_int8_append
 from cute_kernels.integrations import vllm as cute_vllm
 from cute_kernels.integrations.vllm import calls, warming
 from cute_kernels.integrations.vllm.calls import GqaCalls
+from cute_kernels.runtime import workers
 from cute_kernels.warm import GqaShape, MlaShape, PrefillShape, kernel_specs
 from tests.support.vllm_batches import HEADS, Batch, draw_batch, stock_cache
 
@@ -269,39 +271,55 @@ def test_a_layer_says_what_it_will_ask_for(cache_dtype: str, kv_dtype: str) -> N
 
 
 @pytest.fixture
-def commands(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """Programs that a warm start runs, which fail."""
-    ran: list[str] = []
-
-    def run(command: list[str], **options: Any) -> Any:
-        ran.append(command[2])
-        return types.SimpleNamespace(returncode=1, stdout="", stderr="no compiler")
-
-    monkeypatch.setattr(warming.subprocess, "run", run)
-    warming.compile_shapes.cache_clear()
-    yield ran
-    warming.compile_shapes.cache_clear()
-
-
-def test_a_warm_start_compiles_in_another_interpreter(
-    commands: list[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    shapes = (MlaShape(16, append=False), GqaShape(8, 2, 64))
-    monkeypatch.setattr(warming, "missing", lambda specs: [])
-    warming.compile_shapes(shapes, (1, 2), (1,), 132)
-    assert commands == []
-    warming.compile_shapes.cache_clear()
+def compile_shapes(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
+    """`compile_shapes`, which has compiled nothing; no kernel is on disk."""
     monkeypatch.setattr(warming, "missing", list)
-    for _ in range(2):
-        warming.compile_shapes(shapes, (1, 2), (1,), 132)
-    assert len(commands) == 1, "builders that ask for the same compile once"
-    warnings = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
-    assert len(warnings) == 1 and "no compiler" in warnings[0]
+    warming.compile_shapes.cache_clear()
+    yield warming.compile_shapes
+    warming.compile_shapes.cache_clear()
+
+
+SHAPES = (MlaShape(16, append=False), GqaShape(8, 2, 64))
+
+
+def test_a_warm_start_compiles_what_is_missing_once(
+    compile_shapes: Callable[..., None], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Builders that ask for the same compile once; where it fails, the first call says what is wrong."""
     asked: list[Any] = []
-    warm = importlib.import_module("cute_kernels.warm")
-    monkeypatch.setattr(warm, "warm", lambda *args, **kwargs: asked.append((args, kwargs)))
-    exec(commands[0], {"__name__": "__main__"})
-    assert asked == [(shapes, {"batch_sizes": (1, 2), "query_tokens": (1,), "num_sms": 132, "progress": False})]
+
+    def precompile(specs: list[Any], timeout_s: float) -> None:
+        asked.append(specs)
+        raise RuntimeError("no compiler")
+
+    monkeypatch.setattr(warming, "precompile", precompile)
+    for _ in range(2):
+        compile_shapes(SHAPES, (1, 2), (1,), 132)
+    assert asked == [kernel_specs(*SHAPES, batch_sizes=(1, 2))]
+    (warning,) = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
+    assert f"{len(asked[0])} of them are compiled by their first calls instead: no compiler" in warning
+
+
+def test_a_warm_start_asks_for_nothing_that_is_there(
+    compile_shapes: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(warming, "missing", lambda specs: [])
+    monkeypatch.setattr(warming, "precompile", lambda *_, **__: pytest.fail("all kernels are on disk"))
+    compile_shapes(SHAPES, (1, 2), (1,), 132)
+
+
+def test_a_warm_start_has_a_time_limit(
+    compile_shapes: Callable[..., None], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A compiler that hangs keeps no server from starting."""
+    monkeypatch.setattr(warming, "LIMIT_S", 1)
+    monkeypatch.setattr(warming, "precompile", lambda specs, timeout_s: workers.call_each(
+        time.sleep, [60.0], 1, lambda item: None, timeout_s
+    ))  # fmt: skip
+    start = time.monotonic()
+    compile_shapes(SHAPES, (1, 2), (1,), 132)
+    assert time.monotonic() - start < 30
+    assert "not done after 1 s" in caplog.text
 
 
 # ---- the plugin

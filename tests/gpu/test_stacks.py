@@ -52,7 +52,7 @@ def test_a_warmed_model_compiles_nothing(monkeypatch: pytest.MonkeyPatch) -> Non
     def refuse(spec: KernelSpec) -> NoReturn:
         raise AssertionError(f"{spec} was not warmed")
 
-    monkeypatch.setattr(compile, "compile_kernel", refuse)
+    monkeypatch.setattr(compile, "_compile", refuse)
     monkeypatch.setattr(compile, "_kernels", {})
     for op in (gqa_op, mla_op):
         monkeypatch.setattr(op, "_prepared", PreparedLaunches())

@@ -17,12 +17,11 @@ class Place:
     log: Path
 
     def start(self, code: str, **environment: str) -> "subprocess.Popen[str]":
-        """A Python process that runs `code` with this cache."""
+        """A Python process that runs `code` with this cache, not in the checkout: `python -c` looks there first."""
         env = os.environ | {"CUTE_KERNELS_CACHE_DIR": str(self.directory), "TINY_KERNEL_LOG": str(self.log)}
         env |= {"PYTHONPATH": str(ROOT)} | environment
-        return subprocess.Popen(
-            [sys.executable, "-c", code], env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-        )
+        command, output = [sys.executable, "-c", code], subprocess.PIPE
+        return subprocess.Popen(command, cwd=self.log.parent, env=env, stdout=output, stderr=output, text=True)
 
     def run(self, code: str, **environment: str) -> str:
         """Runs such a process, which must succeed, and returns what it prints."""

@@ -17,6 +17,7 @@ from vllm.v1.attention.backends.mla.flashmla_sparse import (
     FlashMLASparseMetadataBuilder,
 )
 
+from cute_kernels.integrations.vllm.backends import Function
 from cute_kernels.integrations.vllm.calls import sparse_mla
 from cute_kernels.integrations.vllm.warming import compile_shapes
 from cute_kernels.warm.shapes import MlaShape
@@ -26,6 +27,13 @@ logger = init_logger("vllm.cute_kernels")
 CACHE_DTYPE = "fp8_ds_mla"
 """What vLLM calls the 656 bytes; `--kv-cache-dtype fp8` becomes it."""
 WARM_BATCH_SIZES = 256
+EXTENDS: tuple[Function, ...] = (
+    (FlashMLASparseImpl, "_fp8_flash_mla_kernel", "self q kv_c_and_k_pe_cache topk_indices kernel_metadata"),
+    (FlashMLASparseMetadataBuilder, "__init__", "self kv_cache_spec layer_names vllm_config device"),
+    (FlashMLASparseBackend, "get_impl_cls", ""),
+    (FlashMLASparseBackend, "get_builder_cls", ""),
+)
+"""Functions of vLLM that are replaced here, as 0.26 and 0.33 have them."""
 
 
 def inactive_because(kv_cache_dtype: str) -> str | None:

@@ -162,6 +162,30 @@ def test_sparse_mla_is_vllms_where_what_it_extends_has_moved(
     assert words in line and "sparse MLA runs on vLLM's kernels" in line and "tested with vLLM 0.26 and 0.33" in line
 
 
+@pytest.mark.parametrize(
+    "arguments, word",
+    [({"scale": None}, "scale"), ({"topk_indices": torch.zeros(1, 2, 32).long()}, "indices: got"), ({}, None)],
+)
+def test_a_call_of_sparse_mla_that_moved_stays_with_flash_mla(
+    arguments: dict[str, Any], word: str | None, places: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    resolved(cute_vllm.SPARSE_MLA_BACKEND)
+    module: Any = sys.modules[stand_ins.OURS[1]]
+    said: list[str] = []
+    monkeypatch.setattr(module, "_stays", said.append)
+    monkeypatch.setattr(stand_ins.FlashMLASparseImpl, "_fp8_flash_mla_kernel", lambda self, **given: given)
+    call: dict[str, Any] = {
+        "q": torch.zeros(1, 2, 16, 576).bfloat16(), "kernel_metadata": None,
+        "kv_c_and_k_pe_cache": torch.zeros(4, 64, 656, dtype=torch.uint8),
+        "topk_indices": torch.zeros(1, 2, 32, dtype=torch.int32), **arguments,
+    }  # fmt: skip
+    found = object.__new__(module.CuteFlashMLASparseImpl)._fp8_flash_mla_kernel(**call)
+    if word is None:
+        assert found[0].shape == (1, 2, 16, 512) and said == []
+    else:
+        assert found == call and len(said) == 1 and word in said[0]
+
+
 def forward_with_more(
     self: Any, layer: Any, query: Any, key: Any, value: Any, kv_cache: Any, attn_metadata: Any, output: Any,
     output_scale: Any = None, output_block_scale: Any = None, mask: Any = None,

@@ -22,6 +22,7 @@ from cute_kernels.gqa.plan import MAX_S_Q
 from cute_kernels.runtime.checks import check_tensor, fail, refuse_gradients
 
 Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
+_MAX_LENGTH = torch.iinfo(torch.int32).max
 
 
 def flash_attn_with_kvcache(
@@ -112,7 +113,8 @@ def flash_attn_with_kvcache(
     queries, lse_of = _batched(q, cu_seqlens_q, max_seqlen_q)
     batch = queries.shape[0]
     if isinstance(cache_seqlens, int):
-        cache_seqlens = torch.full((batch,), cache_seqlens, dtype=torch.int32, device=q.device)
+        length = min(max(cache_seqlens, 0), _MAX_LENGTH)
+        cache_seqlens = torch.full((batch,), length, dtype=torch.int32, device=q.device)
     if (k is None) != (v is None):
         raise ValueError(f"{'k' if k is None else 'v'}: got None; needs a tensor, as the other one is")
     _check_alibi(alibi_slopes, seen, queries.shape[1])
@@ -139,7 +141,8 @@ def flash_attn_with_kvcache(
             check_decode(**given)  # before anything is stored
         _check_new(k, v, queries, k_cache)
         _store(((k_cache, k), (v_cache, v)), cache_seqlens, table)
-        given["cache_seqlens"] = cache_seqlens + k.shape[1]
+        # clamped before the sum: any length below 0 or beyond the cache is legal
+        given["cache_seqlens"] = cache_seqlens.clamp(0, _MAX_LENGTH - k.shape[1]) + k.shape[1]
     result, lse = gqa_decode(**given, return_lse=True)
     result = result.view(q.shape) if out is None else out
     return (result, lse_of(_with_sinks(lse, given["s_aux"]))) if return_softmax_lse else result

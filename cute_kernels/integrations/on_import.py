@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import importlib.abc
 import importlib.machinery
+import logging
 import sys
 import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
+
+logger = logging.getLogger(__name__)
 
 Change = Callable[[types.ModuleType], None]
 
@@ -25,7 +28,7 @@ def change_on_import(changes: Mapping[str, Change]) -> None:
     """
     for name, change in changes.items():
         if name in sys.modules:
-            change(sys.modules[name])
+            _change(sys.modules[name], change)
     if not any(isinstance(finder, ChangingFinder) and finder.changes == changes for finder in sys.meta_path):
         sys.meta_path.insert(0, ChangingFinder(changes))
 
@@ -64,6 +67,14 @@ def _run_after(loader: Any, change: Change) -> None:
 
     def exec_module(module: types.ModuleType) -> None:
         run(module)
-        change(module)
+        _change(module, change)
 
     loader.exec_module = exec_module
+
+
+def _change(module: types.ModuleType, change: Change) -> None:
+    """Changes a module; one that has moved so far that this fails is still imported."""
+    try:
+        change(module)
+    except Exception as error:
+        logger.warning("cute-kernels: %s stays as it is: %s: %s", module.__name__, type(error).__name__, error)

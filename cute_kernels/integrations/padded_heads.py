@@ -22,8 +22,8 @@ _heads: contextvars.ContextVar[int | None] = contextvars.ContextVar("cute_kernel
 
 
 @contextlib.contextmanager
-def real_heads(heads: int) -> Iterator[None]:
-    """Calls of a `V4Decode` inside compute the first `heads` heads; outside all that q has."""
+def real_heads(heads: int | None) -> Iterator[None]:
+    """Calls of a `V4Decode` inside compute the first `heads` heads; outside, and with None, all that q has."""
     token = _heads.set(heads)
     try:
         yield

@@ -15,31 +15,45 @@ from typing import Any
 import torch
 
 from cute_kernels import mla_fp8_decode
+from cute_kernels.integrations.hooks import SayOnce, or_original
 from cute_kernels.integrations.on_import import change_on_import
 from cute_kernels.integrations.padded_heads import V4Decode, device_refusal, real_heads
 from fp8_mla.formats import V3_2
 
 NAME = "cute"
 """The attention backend, as `--attention-backend` takes it."""
-SPARSE_MLA = "sglang.srt.layers.attention.dsa_backend.DeepseekSparseAttnBackend._forward_flashmla_kv"
+WRITTEN_AGAINST = "0.5.23"
+SPARSE_MLA_CLASS, SPARSE_MLA_METHOD = "DeepseekSparseAttnBackend", "_forward_flashmla_kv"
 DEEPSEEK_V4_CLASS, DEEPSEEK_V4_METHOD = "DeepseekV4AttnBackend", "_forward_attention"
 MAX_HEADS = 128
 
 logger = logging.getLogger(__name__)
+say_once = SayOnce(functools.partial(logger.info, "cute_kernels: %s"))
+"""Logs a line, once in each process."""
 
 
 def register() -> None:
-    """Hooks sparse MLA and DeepSeek-V4 and adds the attention backend; a second call changes nothing."""
+    """Changes sparse MLA and DeepSeek-V4 when SGLang imports them, and adds the attention backend.
+
+    A second call changes nothing. An SGLang without what the backend is added by serves without it, after a warning.
+    """
+    change_on_import(CHANGES)
+    try:
+        _add_backend()
+    except Exception as error:  # whatever another version has done to its private modules
+        logger.warning(
+            'cute_kernels: no attention backend "%s": %s: %s; written against SGLang %s',
+            NAME, type(error).__name__, error, WRITTEN_AGAINST,
+        )  # fmt: skip
+
+
+def _add_backend() -> None:
     from sglang.srt.arg_groups.choices import ATTENTION_BACKEND_CHOICES, add_attention_backend_choices
     from sglang.srt.layers.attention.attention_registry import register_attention_backend
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    if NAME in ATTENTION_BACKEND_CHOICES:
-        return
-    HookRegistry.register(SPARSE_MLA, sparse_mla, HookType.AROUND)
-    register_attention_backend(NAME)(attention_backend)
-    add_attention_backend_choices([NAME])
-    change_on_import(CHANGES)
+    if NAME not in ATTENTION_BACKEND_CHOICES:
+        register_attention_backend(NAME)(attention_backend)
+        add_attention_backend_choices([NAME])
 
 
 def attention_backend(runner: Any) -> Any:
@@ -55,8 +69,25 @@ def attention_backend(runner: Any) -> Any:
     return CuteAttentionBackend(runner)
 
 
-def sparse_mla(
-    original: Any,
+def sparse_mla(original: Any, backend: Any, *args: Any, **kwargs: Any) -> Any:
+    """What runs in the place of `DeepseekSparseAttnBackend._forward_flashmla_kv`, which pads heads to 64 or 128.
+
+    Args:
+        original: the method without the hook; it runs where no kernel takes the call.
+        backend: its self.
+        args: the method's, as `_sparse_mla` names them.
+        kwargs: likewise.
+
+    Returns:
+        (tokens, 1, heads, 512) bfloat16.
+    """
+    return or_original(
+        functools.partial(_sparse_mla, backend), lambda *args, **kwargs: original(backend, *args, **kwargs),
+        lambda reason: say_once(f"sparse MLA stays with FlashMLA: {reason}"), *args, **kwargs,
+    )  # fmt: skip
+
+
+def _sparse_mla(
     backend: Any,
     q_all: torch.Tensor,
     kv_cache: torch.Tensor,
@@ -66,30 +97,21 @@ def sparse_mla(
     metadata: Any,
     page_table_1: torch.Tensor,
 ) -> torch.Tensor:
-    """What runs in the place of `DeepseekSparseAttnBackend._forward_flashmla_kv`, which pads heads to 64 or 128.
+    """Decodes; raises where no kernel takes the call.
 
     Args:
-        original: the method without the hook; it runs where no kernel takes the call.
-        backend: its self.
+        backend: SGLang's.
         q_all: (tokens, heads * 576) or (tokens, heads, 576) bfloat16.
         kv_cache: the pool's rows of one layer, 656 bytes a token.
         v_head_dim: 512.
         sm_scale: the softmax scale.
         layer: the attention layer, which has `tp_q_head_num` and `head_dim`.
-        metadata: FlashMLA's schedule, which only `original` needs.
+        metadata: FlashMLA's schedule, which only SGLang's own method needs.
         page_table_1: (tokens, topk) int32, slots, -1 for none.
-
-    Returns:
-        (tokens, 1, heads, 512) bfloat16.
     """
     reason = sparse_mla_refusal(backend, q_all, layer, v_head_dim)
     if reason is not None:
-        say_once(f"sparse MLA stays with FlashMLA for {reason}")
-        return original(
-            backend, q_all=q_all, kv_cache=kv_cache, v_head_dim=v_head_dim, sm_scale=sm_scale, layer=layer,
-            metadata=metadata, page_table_1=page_table_1,
-        )  # fmt: skip
-    say_once("sparse MLA runs on mla_fp8_decode")
+        raise ValueError(reason)
     out = mla_fp8_decode(
         q_all.view(-1, 1, layer.tp_q_head_num, layer.head_dim),
         kv_cache.view(-1, backend.physical_page_size, V3_2.token_bytes),
@@ -97,11 +119,15 @@ def sparse_mla(
         softmax_scale=float(sm_scale),
     )
     assert isinstance(out, torch.Tensor)
+    say_once("sparse MLA runs on mla_fp8_decode")
     return out
 
 
 def sparse_mla_refusal(backend: Any, q: torch.Tensor, layer: Any, v_head_dim: int) -> str | None:
-    """Why no kernel takes a call, in words; None where one does."""
+    """Why no kernel takes a call, in words; None where one does. The device comes first: elsewhere nothing is read."""
+    reason = device_refusal(q.device)
+    if reason is not None:
+        return reason
     if not backend.dsa_kv_cache_store_fp8:
         return "a cache that is not FP8: start with --kv-cache-dtype fp8_e4m3"
     if backend.flashmla_kv_format != "V32" or backend.kv_cache_dim != V3_2.token_bytes:
@@ -112,7 +138,24 @@ def sparse_mla_refusal(backend: Any, q: torch.Tensor, layer: Any, v_head_dim: in
         return f"{layer.tp_q_head_num} heads: kernels take up to {MAX_HEADS}"
     if q.dtype is not torch.bfloat16:
         return f"queries of {q.dtype}: kernels take bfloat16"
-    return device_refusal(q.device)
+    return None
+
+
+def change_sparse_mla(module: types.ModuleType) -> None:
+    """Puts `sparse_mla` around `DeepseekSparseAttnBackend._forward_flashmla_kv`."""
+    backend_cls = getattr(module, SPARSE_MLA_CLASS, None)
+    method = getattr(backend_cls, SPARSE_MLA_METHOD, None)
+    if hasattr(method, "__wrapped__"):
+        return
+    if method is None:
+        say_once(f"sparse MLA stays with FlashMLA: this SGLang has no {SPARSE_MLA_CLASS}.{SPARSE_MLA_METHOD}")
+        return
+
+    @functools.wraps(method)
+    def forward_flashmla_kv(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return sparse_mla(method, self, *args, **kwargs)
+
+    setattr(backend_cls, SPARSE_MLA_METHOD, forward_flashmla_kv)
 
 
 def change_deepseek_v4(module: types.ModuleType) -> None:
@@ -133,23 +176,19 @@ def change_deepseek_v4(module: types.ModuleType) -> None:
         return
 
     @functools.wraps(method)
-    def forward_attention(
-        self: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: Any, *args: Any, **kwargs: Any
-    ) -> Any:
+    def forward_attention(self: Any, *args: Any, **kwargs: Any) -> Any:
         decode = getattr(self, "_flash_mla_with_kvcache", None)
         if decode is not None and not isinstance(decode, V4Decode):
             self._flash_mla_with_kvcache = V4Decode(decode, say_once)
-        with real_heads(layer.tp_q_head_num):  # disaggregated decoding changes it from call to call
-            return method(self, q, k, v, layer, *args, **kwargs)
+        layer = kwargs.get("layer", args[3] if len(args) > 3 else None)
+        with real_heads(getattr(layer, "tp_q_head_num", None)):  # disaggregated decoding changes it from call to call
+            return method(self, *args, **kwargs)
 
     setattr(backend_cls, DEEPSEEK_V4_METHOD, forward_attention)
 
 
-CHANGES = {"sglang.srt.layers.attention.deepseek_v4_backend": change_deepseek_v4}
+CHANGES = {
+    "sglang.srt.layers.attention.dsa_backend": change_sparse_mla,
+    "sglang.srt.layers.attention.deepseek_v4_backend": change_deepseek_v4,
+}
 """What is done to each module once SGLang has imported it."""
-
-
-@functools.cache
-def say_once(text: str) -> None:
-    """Logs a line, once in each process."""
-    logger.info("cute_kernels: %s", text)

@@ -14,6 +14,7 @@ from sglang.srt.layers.radix_attention import AttentionType
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 
 from cute_kernels import gqa_decode
+from cute_kernels.integrations.hooks import or_original
 from cute_kernels.integrations.padded_heads import device_refusal
 from cute_kernels.integrations.sglang import say_once
 
@@ -23,7 +24,14 @@ HEAD_DIMS = (64, 128, 256)
 class CuteAttentionBackend(FlashAttentionBackend):
     """FlashAttention's backend with another kernel in `forward_decode`."""
 
-    def forward_decode(
+    def forward_decode(self, *args: Any, **kwargs: Any) -> Any:
+        """Stores the new tokens and decodes; arguments and result as those of the base class, which runs otherwise."""
+        return or_original(
+            self._decode, super().forward_decode,
+            lambda reason: say_once(f"layers decode on FlashAttention 3: {reason}"), *args, **kwargs,
+        )  # fmt: skip
+
+    def _decode(
         self,
         q: torch.Tensor,
         k: torch.Tensor | None,
@@ -34,7 +42,7 @@ class CuteAttentionBackend(FlashAttentionBackend):
         sinks: torch.Tensor | None = None,
         **others: Any,
     ) -> torch.Tensor:
-        """Stores the new tokens and decodes; arguments and result as those of the base class.
+        """Stores and decodes; raises where `gqa_decode` does not take the call.
 
         Args:
             q: (requests, heads * d) or (requests, heads, d) bfloat16 or float16.
@@ -44,16 +52,14 @@ class CuteAttentionBackend(FlashAttentionBackend):
             forward_batch: the requests.
             save_kv_cache: whether to store `k` and `v`.
             sinks: (heads,), a sink logit per head.
-            others: what only the base class has; a value that is neither None nor False makes it run.
+            others: what only the base class has; a value that is neither None nor False is refused.
 
         Returns:
             (requests, heads * d) of q's dtype.
         """
         reason = self.refusal(q, layer, forward_batch, others)
         if reason is not None:
-            say_once(f"layers decode on FlashAttention 3 for {reason}")
-            return super().forward_decode(q, k, v, layer, forward_batch, save_kv_cache, sinks=sinks, **others)
-        say_once("layers decode on gqa_decode")
+            raise ValueError(reason)
         metadata, heads = self.forward_metadata, layer.tp_q_head_num
         if save_kv_cache and k is not None:
             where = KVWriteLoc.for_layer(forward_batch, layer, swa_loc=metadata.swa_out_cache_loc)
@@ -78,6 +84,7 @@ class CuteAttentionBackend(FlashAttentionBackend):
             out=None if result is None else result.view(-1, 1, heads, layer.head_dim),
         )
         assert isinstance(out, torch.Tensor)
+        say_once("layers decode on gqa_decode")
         return out.view(-1, heads * layer.head_dim)
 
     def pages_of(self, layer: Any) -> torch.Tensor:
@@ -89,6 +96,9 @@ class CuteAttentionBackend(FlashAttentionBackend):
 
     def refusal(self, q: torch.Tensor, layer: Any, forward_batch: Any, others: dict[str, Any]) -> str | None:
         """Why `gqa_decode` does not take a call, in words; None where it does."""
+        reason = device_refusal(q.device)
+        if reason is not None:
+            return reason
         metadata, d = self.forward_metadata, layer.head_dim
         asked = [name for name, value in others.items() if value is not None and value is not False]
         if asked:
@@ -102,7 +112,7 @@ class CuteAttentionBackend(FlashAttentionBackend):
         if forward_batch.spec_info is not None and self.topk > 1:
             return "drafts that branch"
         if metadata.max_seq_len_q != 1:
-            return f"{metadata.max_seq_len_q} query tokens"
+            return f"{metadata.max_seq_len_q} query tokens a request"
         if self.pages_of(layer) is None:
             return "a window without a page table of its own"
         if len(q) != len(metadata.page_table) or len(q) != len(metadata.cache_seqlens_int32):
@@ -115,4 +125,4 @@ class CuteAttentionBackend(FlashAttentionBackend):
             return f"queries of {q.dtype} over a cache of {self.kv_cache_dtype}"
         if (layer.k_scale is None) != (layer.v_scale is None):
             return "a scale of keys or of values alone"
-        return device_refusal(q.device)
+        return None

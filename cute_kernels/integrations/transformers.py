@@ -104,6 +104,8 @@ def cute_attention(
     causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
     _check_window(module, attention_mask, sliding_window)
     layer = getattr(key, LAYER, None)
+    if layer is not None:
+        layer.read_by(module)
     if layer is None and key.dtype is torch.int8:
         raise ValueError("key: got int8 codes without scales; needs those that CuteInt8Cache returned, as they were")
     s_aux = None if s_aux is None else s_aux.float()
@@ -142,11 +144,13 @@ def refusal(call: _Request) -> str | None:
         return f"queries of {q.dtype}: kernels take bfloat16 and float16"
     if q.device.type not in ("cpu", "cuda") or (q.device.type == "cuda" and not is_sm90(q.device)):
         return f"device {q.device}: kernels need an SM90 GPU (H100, H200)"
-    if call.v.shape[-1] != d or d not in (DECODE_HEAD_DIMS if call.decodes else PREFILL_HEAD_DIMS):
-        known = DECODE_HEAD_DIMS if call.decodes else PREFILL_HEAD_DIMS
-        return f"head dimensions {d} and {call.v.shape[-1]} with {q.shape[2]} query tokens: kernels take {known}"
+    # reasons name no number of tokens: each is one warning
+    where = f"up to {MAX_S_Q} query tokens" if call.decodes else f"more than {MAX_S_Q} query tokens, or gradients"
+    known = DECODE_HEAD_DIMS if call.decodes else PREFILL_HEAD_DIMS
+    if call.v.shape[-1] != d or d not in known:
+        return f"head dimensions {d} and {call.v.shape[-1]} with {where}: kernels take {known}"
     if call.softcap is not None and not call.decodes:
-        return f"softcap with {q.shape[2]} query tokens, or with gradients: it is there for up to {MAX_S_Q} without"
+        return f"softcap with {where}: it is there for up to {MAX_S_Q} without"
     return None
 
 

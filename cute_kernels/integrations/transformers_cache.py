@@ -83,6 +83,24 @@ class GrowingLayer(DynamicLayer):
         self._config, self._positions, self.max_length = config, positions, max_length
         self.length = 0
 
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy has no config: its own would not say when the model that it serves gets another attention."""
+        return {**vars(self), "_config": None}
+
+    def serves(self, name: str) -> bool:
+        """Whether the model's attention is the one of this name; False for a copy that none of ours has read yet."""
+        return self._config is not None and self._config._attn_implementation == name
+
+    def for_any_attention(self, keys: torch.Tensor, attribute: str) -> None:
+        """Of a copy: dequantized keys that one of our attentions may read as codes, which says whose config it is."""
+        if self._config is None:
+            setattr(keys, attribute, self)
+
+    def read_by(self, module: Any) -> None:
+        """Takes the config of the attention layer that reads, unless it has one."""
+        if self._config is None:
+            self._config = getattr(module, "config", None)
+
     @property
     def capacity(self) -> int:
         """Tokens of a sequence that there is memory for."""
@@ -150,6 +168,19 @@ class GrowingLayer(DynamicLayer):
     def reset(self) -> None:
         """Forgets all tokens. The memory is kept, for another batch of as many sequences."""
         self.length = 0
+
+    def offload(self) -> None:
+        """Moves all tokens to the CPU."""
+        self._move(torch.device("cpu"))
+
+    def prefetch(self) -> None:
+        """Moves them back."""
+        self._move(self.device)
+
+    def _move(self, device: torch.device) -> None:
+        if self.is_initialized:
+            for name in self.stored:
+                setattr(self, name, getattr(self, name).to(device, non_blocking=True))
 
     def crop(self, tokens_to_remove: int) -> None:
         """Forgets the last tokens, `tokens_to_remove` at most 0 of them, as transformers counts."""
@@ -235,8 +266,11 @@ class CuteInt8Layer(GrowingLayer):
         self.length += tokens
         if start == 0:
             return key_states, value_states
-        if tokens > MAX_S_Q or self._config._attn_implementation != NAME:
-            return self.dense_keys(key_states.dtype), self.dense_values(key_states.dtype)
+        if tokens > MAX_S_Q or not self.serves(NAME):
+            k = self.dense_keys(key_states.dtype)
+            if tokens <= MAX_S_Q:
+                self.for_any_attention(k, LAYER)
+            return k, self.dense_values(key_states.dtype)
         codes = self._written(self.keys)
         setattr(codes, LAYER, self)
         return codes, self._written(self.values)

@@ -97,8 +97,10 @@ class CuteMlaLayer(DynamicIndexedLayer, GrowingLayer):
         kv = torch.cat([key_states, value_states], dim=-1).to(torch.bfloat16).view(-1, QK_DIM)
         mla_fp8_append(kv, self.keys, slots)
         self.length += key_states.shape[2]
-        if self._config._attn_implementation != NAME:
-            return self.latents(key_states.dtype)
+        if not self.serves(NAME):
+            latents = self.latents(key_states.dtype)
+            self.for_any_attention(latents[0], LAYER)
+            return latents
         pages = self.keys[:]  # another tensor: an attribute of self.keys would be a cycle
         setattr(pages, LAYER, self)
         return pages, pages
@@ -192,6 +194,8 @@ def cute_mla_attention(
         raise ValueError(f"module: got {type(module).__name__}; needs {' or '.join(ATTENTIONS.values())}")
     _check_ranks("module", module)
     layer: Any = getattr(key, LAYER, None)
+    if layer is not None:
+        layer.read_by(module)
     reason = refusal(module, query, attention_mask, dropout, layer)
     if reason is not None:
         _say_once(reason)
@@ -203,7 +207,7 @@ def cute_mla_attention(
     absorbed = torch.einsum("bhsn,hnc->bshc", query[..., :nope], weight[:, :nope])
     q = torch.cat([absorbed, query[..., nope:].transpose(1, 2)], dim=-1).to(torch.bfloat16)
     slots = _slots(indices, attention_mask, layer.capacity)
-    latent: Any = mla_fp8_decode(q, key, indices=slots, softmax_scale=float(scaling))
+    latent: Any = mla_fp8_decode(q, layer.keys, indices=slots, softmax_scale=float(scaling))
     out = torch.einsum("bshc,hvc->bshv", latent.to(weight.dtype), weight[:, nope:])
     return out.contiguous(), None
 

@@ -276,6 +276,32 @@ def test_new_tokens_are_stored_and_seen(pages: int | None) -> None:
         assert torch.equal(stored[length + 2 : S_K], k[i, length + 2 :]), "another slot was written"
 
 
+@pytest.mark.parametrize("pages", [None, 4])
+@pytest.mark.parametrize("length, same", [(-5, 0), (-(2**31), 0), (9, 8), (2**31 - 2, 8), (2**31 - 1, 8)])
+def test_any_length_counts_as_one_of_the_cache(length: int, same: int, pages: int | None) -> None:
+    """Tokens are stored behind 0 tokens or dropped, and queries see the same."""
+    q, k, v, new = draw(B, 2, H_Q, D), draw(B, 8, H_KV, D), draw(B, 8, H_KV, D), draw(B, 2, H_KV, D)
+    found = []
+    for n in (length, same):
+        for lengths in (torch.full((B,), n, dtype=torch.int32), n):
+            k_cache, v_cache, table = (k.clone(), v.clone(), None) if pages is None else paged(k, v, pages)
+            out = flash_attn_with_kvcache(
+                q, k_cache, v_cache, new, new, cache_seqlens=lengths, block_table=table, causal=True
+            )
+            stored = k_cache if table is None else k_cache[table.long()].flatten(1, 2)
+            found.append((out, stored[:, :8]))
+    keys = torch.cat([new, k[:, 2:]], 1) if same == 0 else k
+    for out, stored in found:
+        assert torch.equal(out, found[-1][0]) and torch.equal(stored, keys)
+
+
+def test_a_number_beyond_int32_is_a_length() -> None:
+    q, k = draw(B, 2, H_Q, D), draw(B, 8, H_KV, D)
+    for length, same in ((2**40, 8), (-(2**40), 0)):
+        outs = [flash_attn_with_kvcache(q, k, k, cache_seqlens=n) for n in (length, same)]
+        assert torch.equal(*outs)
+
+
 def test_a_token_without_room_is_dropped() -> None:
     """Sequences that are full by one, by all, with a length below 0, and with a page that does not exist."""
     k, v = draw(4, 8, H_KV, D), draw(4, 8, H_KV, D)

@@ -25,7 +25,6 @@ from tests.support.sglang_stand_ins import (
     AttentionType,
     Case,
     DeepseekV4AttnBackend,
-    HookRegistry,
     installed,
     sparse_backend,
     sparse_call,
@@ -51,10 +50,20 @@ def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def test_the_plugin_registers_once(sglang: types.SimpleNamespace) -> None:
     for _ in range(2):
         plugin.register()
-    assert HookRegistry.hooks == [(plugin.SPARSE_MLA, plugin.sparse_mla, "around")]
     assert sglang.choices == ["fa3", "cute"] and list(sglang.backends) == ["cute"]
     finders = [finder for finder in sys.meta_path if isinstance(finder, on_import.ChangingFinder)]
     assert sum(finder.changes == plugin.CHANGES for finder in finders) == 1
+
+
+@pytest.mark.parametrize("name", ["arg_groups.choices", "layers.attention.attention_registry"])
+def test_an_sglang_with_other_registries_starts(
+    name: str, sglang: types.SimpleNamespace, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setitem(sys.modules, f"sglang.srt.{name}", None)
+    plugin.register()
+    (record,) = caplog.records
+    assert name in record.getMessage() and record.getMessage().endswith("written against SGLang 0.5.23")
+    assert any(isinstance(f, on_import.ChangingFinder) and f.changes == plugin.CHANGES for f in sys.meta_path)
 
 
 def test_the_entry_point_names_the_function() -> None:
@@ -101,6 +110,65 @@ def test_what_no_kernel_takes_stays_with_flash_mla(
     assert len(said) == 1 and word in said[0]
 
 
+class Missing:
+    """An argument or attribute that this version does not have."""
+
+
+@pytest.mark.parametrize(
+    "change, word",
+    [
+        ({"topk_lens": None}, "topk_lens"),
+        ({"metadata": Missing}, "metadata"),
+        ({"q_all": Missing, "q": None}, "'q'"),
+        ({"q_all": None}, "device"),
+        ({"page_table_1": torch.zeros(3, 32, dtype=torch.int64)}, "indices: got"),
+        ({"backend": {"flashmla_kv_format": Missing}}, "flashmla_kv_format"),
+        ({"backend": {"physical_page_size": Missing}}, "physical_page_size"),
+        ({"layer": types.SimpleNamespace(head_dim=576)}, "tp_q_head_num"),
+    ],
+    ids=lambda value: next(iter(value), "") if isinstance(value, dict) else None,
+)
+def test_a_call_that_moved_stays_with_flash_mla(change: dict[str, Any], word: str, said: list[str]) -> None:
+    """Whatever has moved in SGLang: `original` gets the call as it came."""
+    facts = change.get("backend", {})
+    backend = sparse_backend(**{name: value for name, value in facts.items() if value is not Missing})
+    for name in [name for name, value in facts.items() if value is Missing]:
+        delattr(backend, name)
+    call = {**sparse_call(), **{name: value for name, value in change.items() if name != "backend"}}
+    call = {name: value for name, value in call.items() if value is not Missing}
+    assert plugin.sparse_mla(lambda *args, **kwargs: (args, kwargs), backend, **call) == ((backend,), call)
+    assert len(said) == 1 and said[0].startswith("sparse MLA stays with FlashMLA: ") and word in said[0]
+    by_position = tuple(call.values())
+    assert plugin.sparse_mla(lambda *args, **kwargs: (args, kwargs), None, *by_position) == ((None, *by_position), {})
+
+
+def test_on_another_device_nothing_of_a_stack_is_read(said: list[str]) -> None:
+    q = torch.zeros(1, 4, 576, device="meta")
+    assert plugin.sparse_mla(lambda *args: args, None, q, *[None] * 6) == (None, q, *[None] * 6)
+    assert said == ["sparse MLA stays with FlashMLA: device meta: kernels need an SM90 GPU (H100, H200)"]
+
+
+def test_the_hook_is_put_in_where_sglang_imports_its_backend(said: list[str]) -> None:
+    class DeepseekSparseAttnBackend:
+        def __init__(self) -> None:
+            vars(self).update(vars(sparse_backend()))
+
+        def _forward_flashmla_kv(self, *args: Any, **kwargs: Any) -> Any:
+            return "FlashMLA"
+
+    module: Any = types.ModuleType("dsa_backend")
+    module.DeepseekSparseAttnBackend = DeepseekSparseAttnBackend
+    for _ in range(2):
+        plugin.CHANGES["sglang.srt.layers.attention.dsa_backend"](module)
+    assert not hasattr(DeepseekSparseAttnBackend._forward_flashmla_kv.__wrapped__, "__wrapped__")  # type: ignore[attr-defined]
+    backend, call = DeepseekSparseAttnBackend(), sparse_call()
+    assert torch.equal(backend._forward_flashmla_kv(**call), plugin.sparse_mla(None, sparse_backend(), **call))
+    assert backend._forward_flashmla_kv(**call, topk_lens=None) == "FlashMLA"
+    said.clear()
+    plugin.change_sparse_mla(types.ModuleType("dsa_backend"))
+    assert said == ["sparse MLA stays with FlashMLA: this SGLang has no DeepseekSparseAttnBackend._forward_flashmla_kv"]
+
+
 @pytest.mark.parametrize("sm90, word", [(True, None), (False, "need an SM90")])
 def test_another_gpu_is_refused(sm90: bool, word: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(padded_heads, "is_sm90", lambda device: sm90)
@@ -137,6 +205,15 @@ def test_deepseek_v4_computes_the_real_heads(heads: int, extra: bool, v4_backend
     few = backend.forward(call.q, None, None, layer, None, 4, attn_sink=call.case.s_aux)
     assert torch.equal(few[:, :3], out[:, :3])
     assert said[-1] == "DeepSeek-V4 decoding of 3 heads runs on mla_fp8_decode"
+
+
+def test_deepseek_v4_without_a_known_layer_computes_all_heads(v4_backend: Any, said: list[str]) -> None:
+    """As where SGLang has another order of arguments: the heads that q has hold the real ones."""
+    call = v4_call(16)
+    backend = v4_backend(call.case)
+    out = backend.forward(call.q, None, None, None, None, compress_ratio=4, attn_sink=call.case.s_aux)
+    call.check(out)
+    assert backend.asked == [] and said == [f"DeepSeek-V4 decoding of {call.q.shape[1]} heads runs on mla_fp8_decode"]
 
 
 def test_deepseek_v4_over_other_rows_stays_with_flash_mla(v4_backend: Any, said: list[str]) -> None:
@@ -229,6 +306,9 @@ def test_the_result_goes_where_sglang_wants_it(sglang: types.SimpleNamespace) ->
             "in chunks",
         ),
         ("", {"return_lse": True}, "return_lse"),
+        ("del case.backend.local_attn_builder", {}, "local_attn_builder"),
+        ("del case.metadata.max_seq_len_q", {}, "max_seq_len_q"),
+        ("del case.layer.k_scale", {}, "k_scale"),
         ("", {"q_rope": torch.zeros(1), "k_rope": None}, "q_rope:"),
     ],
 )
@@ -238,9 +318,17 @@ def test_what_no_kernel_takes_stays_with_flash_attention(
     case = Case(sglang)
     exec(change, {"case": case, "torch": torch, "types": types, "AttentionType": AttentionType})
     before = case.pool.k.clone()
-    assert case.decode(**others) == ("FlashAttention", {"sinks": None, **others})
+    assert case.decode(**others) == ("FlashAttention", others)
     assert torch.equal(case.pool.k, before), "who attends stores"
     assert len(said) == 1 and word in said[0]
+
+
+def test_a_call_that_the_kernel_refuses_stays_with_flash_attention(
+    sglang: types.SimpleNamespace, said: list[str]
+) -> None:
+    case = Case(sglang)
+    case.metadata.cache_seqlens_int32 = case.lengths.long()
+    assert case.decode() == ("FlashAttention", {}) and "cache_seqlens: got" in said[0] and len(said) == 1
 
 
 def test_latent_attention_has_no_such_backend(sglang: types.SimpleNamespace) -> None:
@@ -278,7 +366,6 @@ ARGUMENTS = {
         "cos_sin_cache",
     ),
     (f"{ATTENTION}/attention_registry.py", "register_attention_backend"): ("name",),
-    ("srt/plugins/hook_registry.py", "HookRegistry.register"): ("cls", "target", "hook", "hook_type", "source"),
     ("srt/mem_cache/memory_pool.py", "MHATokenToKVPool.set_kv_buffer"): (
         "self", "layer", "loc_info", "cache_k", "cache_v", "k_scale", "v_scale", "layer_id_override", "dcp_kv_mask"
     ),

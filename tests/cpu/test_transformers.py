@@ -25,7 +25,7 @@ from cute_kernels.integrations import transformers_cache
 from tests.support import tiny_models
 from tests.support.accuracy_table import int8_error
 from tests.support.threads import one_thread as one_thread
-from tests.support.transformers_calls import NEW, counted_on, generate, keywords_of_calls, moved
+from tests.support.transformers_calls import COPIES, NEW, counted_on, generate, keywords_of_calls, moved
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -140,6 +140,45 @@ def test_turns_of_a_conversation_over_one_int8_cache(said: list[str]) -> None:
     assert cache.get_seq_length() == 40 and said == []
 
 
+@pytest.mark.parametrize("copy", COPIES.values(), ids=COPIES)
+@pytest.mark.parametrize("attention", ["cute", "eager"])
+def test_a_copied_cache_serves_the_attention_that_is_on(
+    attention: str, copy: Callable[[Any], Any], said: list[str], kernels: dict[str, int]
+) -> None:
+    """Also where the attention changes after the copy was made."""
+    model = tiny_models.trained("llama")
+    prompt, *steps = tiny_models.sequences(7, 2, 24).split([20, 1, 1, 1, 1], dim=1)
+    model.set_attn_implementation("cute")
+    try:
+        with torch.no_grad():
+            caches = [cute.CuteInt8Cache(model.config)]
+            model(prompt, past_key_values=caches[0])
+            caches.append(copy(caches[0]))
+            for step, name in zip(steps, (attention, attention, "cute", "eager"), strict=True):
+                model.set_attn_implementation(name)
+                before = kernels["gqa_decode"] if "gqa_decode" in kernels else 0
+                expected, found = (model(step, past_key_values=cache).logits for cache in caches)
+                assert torch.equal(found, expected)
+                ran = kernels.get("gqa_decode", 0) - before
+                assert ran == (2 * len(caches[0].layers) if name == "cute" else 0)
+            assert all(layer.serves("eager") for layer in caches[1].layers), "its config is the model's again"
+    finally:
+        model.set_attn_implementation("eager")
+    assert said == []
+
+
+def test_all_of_a_layer_moves() -> None:
+    layer = transformers_cache.CuteInt8Layer(None, transformers_cache.Positions())
+    layer.offload()  # nothing yet
+    layer.update(*torch.randn(2, 1, 2, 5, 64).bfloat16())
+    stored = [getattr(layer, name) for name in layer.stored]
+    layer.offload()
+    assert all(torch.equal(getattr(layer, name), t) for name, t in zip(layer.stored, stored, strict=True))
+    layer.device = torch.device("meta")
+    layer.prefetch()
+    assert {getattr(layer, name).device.type for name in layer.stored} == {"meta"}
+
+
 def test_int8_costs_what_the_table_says() -> None:
     """Attention over the layer's codes against attention over what was stored, with scores of standard deviation 3."""
     torch.manual_seed(0)
@@ -245,6 +284,18 @@ def test_a_warning_comes_once() -> None:
         '"cute" attention runs in plain torch for queries of torch.float32: kernels take bfloat16 and float16'
     ]
     assert out.shape == (2, 3, 4, 64) and weights is None
+
+
+@pytest.mark.parametrize("changes", [{"softcap": 20.0}, {"d": 256}, {"d": 80}])
+def test_reasons_name_no_number_of_tokens(changes: dict[str, Any]) -> None:
+    """A server warns once, whatever the lengths of its prompts."""
+    d, softcap = changes.get("d", 64), changes.get("softcap")
+    reasons = set()
+    for tokens in range(9, 40):
+        q, k = torch.zeros(1, 2, tokens, d).bfloat16(), torch.zeros(1, 1, tokens, d).bfloat16()
+        reasons.add(cute.refusal(call(softcap=softcap)._replace(q=q, k=k, v=k)))
+    (reason,) = reasons
+    assert reason is not None and "more than 8 query tokens" in reason
 
 
 def test_refusals_in_words() -> None:

@@ -17,7 +17,7 @@ from cute_kernels.integrations import transformers as cute
 from cute_kernels.integrations import transformers_cache, transformers_mla
 from tests.support import tiny_models
 from tests.support.threads import one_thread as one_thread
-from tests.support.transformers_calls import NEW, counted_on, generate
+from tests.support.transformers_calls import COPIES, NEW, counted_on, generate
 from tests.support.transformers_mla import MODELS, attention_class, eager, fp8_latents
 from tests.support.transformers_mla import said as said
 
@@ -166,6 +166,38 @@ def test_turns_of_a_conversation(said: list[str]) -> None:
         expected = forward(model, "eager", ids)
     assert typical(torch.cat(parts, 1), expected) < TYPICAL
     assert cache.get_seq_length() == 40 and said == []
+
+
+@pytest.mark.parametrize("copy", COPIES.values(), ids=COPIES)
+@pytest.mark.parametrize("attention", ["cute_mla", "eager"])
+def test_a_copied_cache_serves_the_attention_that_is_on(
+    attention: str, copy: Callable[[Any], Any], said: list[str]
+) -> None:
+    if attention == "eager" and not CACHES_LATENTS:
+        pytest.skip("this transformers caches keys and values for eager attention, which the cache refuses")
+    model = tiny_models.trained("deepseek_v32")
+    prompt, *steps = tiny_models.sequences(7, 2, 23).split([20, 1, 1, 1], dim=1)
+    caches = [cute.CuteMlaCache(model.config)]
+    forward(model, "cute_mla", prompt, past_key_values=caches[0])
+    caches.append(copy(caches[0]))
+    for step, name in zip(steps, (attention, "cute_mla", attention), strict=True):
+        expected, found = (forward(model, name, step, past_key_values=cache) for cache in caches)
+        assert torch.equal(found, expected)
+    assert said == []
+    assert all(layer.serves("eager") for layer in caches[1].layers), "it has the model's config, which `forward` resets"
+
+
+def test_all_of_a_layer_moves() -> None:
+    layer: Any = transformers_mla.CuteMlaLayer(None, transformers_cache.Positions())
+    layer.offload()  # nothing yet
+    layer.update(torch.randn(1, 1, 5, 512).bfloat16(), torch.randn(1, 1, 5, 64).bfloat16())
+    layer.update_indexer(torch.randn(1, 5, 128))
+    pages = layer.keys
+    layer.offload()
+    assert torch.equal(layer.keys, pages) and layer.indexer_keys is not None
+    layer.device = torch.device("meta")
+    layer.prefetch()
+    assert layer.keys.device.type == layer.indexer_keys.device.type == "meta"
 
 
 # ---- the attention function, with the sizes of GLM-5

@@ -17,10 +17,11 @@ import torch
 import fp8_mla
 from cute_kernels import gqa_decode, kv_int8_append
 from cute_kernels.integrations import vllm as cute_vllm
-from cute_kernels.integrations.vllm import calls, warming
+from cute_kernels.integrations.vllm import backends, calls, warming
 from cute_kernels.integrations.vllm.calls import GqaCalls
 from cute_kernels.runtime import workers
 from cute_kernels.warm import GqaShape, MlaShape, PrefillShape, kernel_specs
+from tests.support import vllm_stand_ins
 from tests.support.vllm_batches import HEADS, Batch, draw_batch, stock_cache
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -325,31 +326,10 @@ def test_a_warm_start_has_a_time_limit(
 # ---- the plugin
 
 
-class FakePlace:
-    """A member of vLLM's enum of backends."""
-
-    def __init__(self, name: str) -> None:
-        self.name, self.path = name, ""
-
-    def is_overridden(self) -> bool:
-        return bool(self.path)
-
-    def get_path(self) -> str:
-        return self.path
-
-
 @pytest.fixture
-def registry(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """VLLM's registry of backends, and nothing else of vLLM."""
-    places = types.SimpleNamespace(CUSTOM=FakePlace("CUSTOM"), FLASHMLA_SPARSE=FakePlace("FLASHMLA_SPARSE"))
-    name = "vllm.v1.attention.backends.registry"
-    module: Any = types.ModuleType(name)
-    module.AttentionBackendEnum = places
-    module.register_backend = lambda place, path: setattr(place, "path", path)
-    monkeypatch.setitem(sys.modules, name, module)
-    for parent in ("vllm", "vllm.v1", "vllm.v1.attention", "vllm.v1.attention.backends"):
-        monkeypatch.setitem(sys.modules, parent, types.ModuleType(parent))
-    return places
+def registry(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    with vllm_stand_ins.installed(monkeypatch) as places:
+        yield places
 
 
 def test_registering_twice_is_registering_once(registry: Any, caplog: pytest.LogCaptureFixture) -> None:
@@ -380,7 +360,8 @@ def test_vllm_finds_the_plugin() -> None:
 def test_backends_are_where_their_names_say() -> None:
     for path in (cute_vllm.GQA_BACKEND, cute_vllm.SPARSE_MLA_BACKEND):
         module, _, name = path.rpartition(".")
-        file = ROOT / (module.replace(".", "/") + ".py")
+        assert module == backends.__name__
+        file = Path(str(backends.__file__)).parent / f"{backends.MODULES[name]}.py"
         assert re.search(rf"^class {name}\(", file.read_text(encoding="utf-8"), re.MULTILINE)
 
 

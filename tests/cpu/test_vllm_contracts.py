@@ -6,7 +6,6 @@ import importlib
 import importlib.metadata
 import inspect
 import types
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ pytest.importorskip("vllm", reason="needs vLLM: make test-vllm")
 import vllm
 from vllm.platforms.interface import DeviceCapability
 from vllm.v1.attention import backend as theirs
-from vllm.v1.attention.backends import registry, triton_attn, utils
+from vllm.v1.attention.backends import registry, triton_attn
 from vllm.v1.attention.backends.mla import flashmla_sparse
 
 import fp8_mla
@@ -26,6 +25,7 @@ from cute_kernels.compat import flash_mla
 from cute_kernels.integrations import vllm as cute_vllm
 from cute_kernels.integrations.padded_heads import V4Decode
 from cute_kernels.integrations.vllm import calls, gqa, sparse_mla, v4
+from cute_kernels.integrations.vllm.backends import Function, moved
 from cute_kernels.integrations.vllm.prompts import FEW
 from tests.support.flash_stand_in import FlashStandIn
 from tests.support.v4_layers import REAL_HEADS, v4_call
@@ -39,71 +39,39 @@ NEW_CACHES = not hasattr(theirs.AttentionBackend, "get_kv_cache_shape")
 # ---- signatures
 
 
-def moved(function: Callable[..., Any], parameters: tuple[str, ...]) -> list[str]:
-    """What became of parameters: those that stand elsewhere, and those that are gone."""
-    found, name = tuple(inspect.signature(function).parameters), function.__qualname__
-    trouble = []
-    for i, parameter in enumerate(parameters):
-        if parameter not in found:
-            trouble.append(f"{name}: parameter {i} is gone, was {parameter}")
-        elif found.index(parameter) != i:
-            trouble.append(f"{name}: {parameter} is parameter {found.index(parameter)}, was {i}")
-    return trouble
-
-
-IMPL = ("num_heads", "head_size", "scale", "num_kv_heads", "alibi_slopes", "sliding_window", "kv_cache_dtype",
-        "logits_soft_cap", "attn_type", "kv_sharing_target_layer_name", "sinks")  # fmt: skip
-BUILDER = ("self", "kv_cache_spec", "layer_names", "vllm_config", "device")
-FORWARD = ("self", "layer", "query", "key", "value", "kv_cache", "attn_metadata", "output", "output_scale",
-           "output_block_scale")  # fmt: skip
-UPDATE = ("self", "layer", "key", "value", "kv_cache", "slot_mapping")
 KERNEL = ("self", "q", "kv_c_and_k_pe_cache", "topk_indices", "kernel_metadata")
-UPSTREAM: list[tuple[Callable[..., Any], tuple[str, ...]]] = [
-    (registry.register_backend, ("backend", "class_path")),
-    (triton_attn.TritonAttentionImpl.__init__, ("self", *IMPL)),
-    (triton_attn.TritonAttentionImpl.forward, FORWARD),
-    (triton_attn.TritonAttentionImpl.do_kv_cache_update, UPDATE),
-    (triton_attn.TritonAttentionImpl._pth_key_value_caches, ("self", "kv_cache")),
-    (triton_attn.TritonAttentionImpl._ensure_scale_caches, ("self", "kv_cache")),
-    (triton_attn.TritonAttentionImpl.process_weights_after_loading, ("self", "act_dtype")),
-    (triton_attn.TritonAttentionMetadataBuilder.__init__, BUILDER),
-    (
-        triton_attn.TritonAttentionMetadataBuilder.build,
-        ("self", "common_prefix_len", "common_attn_metadata", "fast_build"),
-    ),
-    (theirs.AttentionMetadataBuilder.get_cudagraph_support.__func__, ("cls", "vllm_config", "kv_cache_spec")),
-    (
-        theirs.AttentionMetadataBuilder._init_reorder_batch_threshold,
-        ("self", "reorder_batch_threshold", "supports_spec_as_decode"),
-    ),
-    (
-        utils.split_decodes_and_prefills,
-        ("common_attn_metadata", "decode_threshold", "require_uniform"),
-    ),
-    (theirs.AttentionBackend.supports_combination.__func__, ("cls", "head_size", "dtype", "kv_cache_dtype")),
-    (flashmla_sparse.FlashMLASparseImpl._fp8_flash_mla_kernel, KERNEL),
-    (flashmla_sparse.FlashMLASparseMetadataBuilder.__init__, BUILDER),
-]  # fmt: skip
+UPSTREAM: list[Function] = [
+    (registry, "register_backend", "backend class_path ..."),
+    *gqa.EXTENDS,
+    *sparse_mla.EXTENDS,
+]
 
 
-@pytest.mark.parametrize("function, parameters", UPSTREAM, ids=lambda value: getattr(value, "__qualname__", ""))
-def test_functions_of_vllm_are_where_they_were(function: Any, parameters: tuple[str, ...]) -> None:
-    assert moved(function, parameters) == [], f"vLLM {vllm.__version__}"
+@pytest.mark.parametrize("function", UPSTREAM, ids=lambda function: f"{function[0].__name__}.{function[1]}")
+def test_functions_of_vllm_are_where_they_were(function: Function) -> None:
+    assert moved([function]) == [], f"vLLM {vllm.__version__}"
 
 
-@pytest.mark.parametrize(
-    "ours, base, name",
-    [
-        (gqa.CuteAttentionImpl, triton_attn.TritonAttentionImpl, "forward"),
-        (gqa.CuteAttentionImpl, triton_attn.TritonAttentionImpl, "do_kv_cache_update"),
-        (gqa.CuteAttentionMetadataBuilder, triton_attn.TritonAttentionMetadataBuilder, "build"),
-        (gqa.CuteAttentionMetadataBuilder, triton_attn.TritonAttentionMetadataBuilder, "build_for_drafting"),
-        (sparse_mla.CuteFlashMLASparseImpl, flashmla_sparse.FlashMLASparseImpl, "_fp8_flash_mla_kernel"),
-    ],
-)
-def test_what_replaces_a_function_has_its_parameters(ours: Any, base: Any, name: str) -> None:
-    parameters = tuple(inspect.signature(getattr(base, name)).parameters)
-    assert moved(getattr(ours, name), parameters) == [], f"vLLM {vllm.__version__}"
+OURS = {
+    triton_attn.TritonAttentionImpl: gqa.CuteAttentionImpl,
+    triton_attn.TritonAttentionMetadataBuilder: gqa.CuteAttentionMetadataBuilder,
+    triton_attn.TritonAttentionBackend: gqa.CuteAttentionBackend,
+    flashmla_sparse.FlashMLASparseImpl: sparse_mla.CuteFlashMLASparseImpl,
+    flashmla_sparse.FlashMLASparseMetadataBuilder: sparse_mla.CuteFlashMLASparseMetadataBuilder,
+    flashmla_sparse.FlashMLASparseBackend: sparse_mla.CuteFlashMLASparseBackend,
+}
+
+
+@pytest.mark.parametrize("base, ours", OURS.items(), ids=lambda cls: cls.__name__)
+def test_each_call_of_what_is_replaced_is_one_of_ours(base: Any, ours: Any) -> None:
+    for name, value in vars(ours).items():
+        replaced = getattr(base, name, None)
+        if isinstance(value, property) or not callable(replaced):
+            continue
+        mine, his = (inspect.signature(f).parameters for f in (getattr(ours, name), replaced))
+        named = [n for n, p in mine.items() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+        count = len(his) if len(named) == len(mine) else len(named)  # others may follow where ours takes them
+        assert named[:count] == list(his)[:count], f"vLLM {vllm.__version__}: {name} takes {list(his)}"
 
 
 def test_fields_that_are_read_are_there() -> None:
@@ -135,15 +103,6 @@ def test_nothing_abstract_is_left() -> None:
     for ours in (gqa.CuteAttentionBackend, gqa.CuteAttentionImpl, gqa.CuteAttentionMetadataBuilder,
                  sparse_mla.CuteFlashMLASparseBackend, sparse_mla.CuteFlashMLASparseImpl):  # fmt: skip
         assert not getattr(ours, "__abstractmethods__", None)
-
-
-def test_a_moved_argument_is_named() -> None:
-    def build(self: Any, metadata: Any, fast: bool) -> None: ...
-
-    assert moved(build, ("self", "fast", "prefix")) == [
-        f"{build.__qualname__}: fast is parameter 2, was 1",
-        f"{build.__qualname__}: parameter 2 is gone, was prefix",
-    ]
 
 
 # ---- what is registered and selected
@@ -591,8 +550,8 @@ def test_classes_of_v4_are_where_they_were(name: str, monkeypatch: pytest.Monkey
     module = imported(name, monkeypatch)
     layer = getattr(module, v4.V4_CLASS)
     assert isinstance(getattr(module, v4.FLASH_MLA), V4Decode)
-    assert moved(layer.forward_mqa.__wrapped__, ("self", "q", "kv", "positions", "output")) == []
-    assert moved(layer.get_padded_num_q_heads, ("num_heads",)) == []
+    assert moved([(layer, "forward_mqa", "self q kv positions output ...")]) == []
+    assert moved([(layer, "get_padded_num_q_heads", "num_heads ...")]) == []
     assert [layer.get_padded_num_q_heads(heads) for heads in (8, 64, 65, 128)] == [64, 64, 128, 128]
     base = inspect.getsource(layer.__mro__[1])
     assert "self.n_local_heads = " in base, f"vLLM {vllm.__version__}: nothing assigns n_local_heads"
@@ -603,8 +562,8 @@ def test_classes_of_v4_are_where_they_were(name: str, monkeypatch: pytest.Monkey
 def test_the_class_of_hy_v4_is_where_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     layer = getattr(imported(HY_V4_MODULE, monkeypatch), v4.HY_V4_CLASS)
     kernel = getattr(layer, v4.HY_V4_METHOD)
-    assert moved(kernel.__wrapped__, KERNEL) == [] and kernel.__wrapped__ is not kernel
-    assert moved(layer._sinks_for_query, ("self", "q", "head_dim", "kernel_heads")) == []
+    assert tuple(inspect.signature(kernel.__wrapped__).parameters) == KERNEL and kernel.__wrapped__ is not kernel
+    assert moved([(layer, "_sinks_for_query", "self q head_dim kernel_heads ...")]) == []
 
 
 @pytest.mark.parametrize("extra", [True, False], ids=["compressed", "window"])

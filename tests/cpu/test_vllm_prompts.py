@@ -199,14 +199,15 @@ def test_any_number_of_parts_is_merged(parts: int, sinks: bool, monkeypatch: pyt
     assert len(alive) >= 2 * (parts + 1)
 
 
-def test_a_length_that_the_host_does_not_know_yet() -> None:
+@pytest.mark.parametrize("cache_dtype", LIMITS)
+def test_a_length_that_the_host_does_not_know_yet(cache_dtype: str) -> None:
     """A draft model's: one token more than the batch that it is handed says, on a page of its own."""
     batch = draw_batch([65, 97], [40, 35], 16)
-    layer, _ = layer_of(INT8)
+    layer, _ = layer_of(cache_dtype)
     given = Prompts(batch.starts, batch.seq_lens, batch.block_table, batch.starts.tolist(), [64, 96])
     out = torch.full_like(batch.query, torch.nan)
     attend(layer, batch.query, filled(layer, batch), given, *batch.scales, out)
-    assert batch.error(out, None) < LIMITS[INT8]
+    assert batch.error(out, None) < LIMITS[cache_dtype]
 
 
 def test_softcap_and_scale_reach_it() -> None:

@@ -181,6 +181,43 @@ def test_hy_v4_on_another_gpu_stays_with_flash_mla(said: list[str], monkeypatch:
     assert said == ["sparse MLA of HY-V4 stays with FlashMLA: an old GPU"]
 
 
+@pytest.mark.parametrize(
+    "arguments, changes, word",
+    [
+        ({"scale": None}, {}, "scale"),
+        ({"topk_indices": torch.zeros(1, 7, 32, dtype=torch.int64)}, {}, "indices: got"),
+        ({}, {"_sinks_for_query": lambda self, q: None}, "head_dim"),
+    ],
+)
+def test_hy_v4_that_moved_stays_with_flash_mla(
+    arguments: dict[str, Any], changes: dict[str, Any], word: str, said: list[str]
+) -> None:
+    module = flash_mla_of_v4.load()
+    cls = module.HYV4FlashMLASparseImpl
+    cls._fp8_flash_mla_kernel = lambda self, **given: given
+    v4.change_hy_v4(module)
+    layer = cls(None)
+    for name, value in changes.items():
+        setattr(cls, name, value)
+    call: dict[str, Any] = {
+        "q": torch.zeros(1, 7, 20, 576).bfloat16(), "kernel_metadata": None,
+        "kv_c_and_k_pe_cache": torch.zeros(4, 64, 656, dtype=torch.uint8),
+        "topk_indices": torch.zeros(1, 7, 32, dtype=torch.int32), **arguments,
+    }  # fmt: skip
+    assert layer._fp8_flash_mla_kernel(**call) == call
+    assert len(said) == 1 and said[0].startswith("sparse MLA of HY-V4 stays with FlashMLA: ") and word in said[0]
+
+
+def test_a_v4_layer_that_does_not_say_its_heads_computes_all(module: Any, said: list[str]) -> None:
+    call = v4_call(16)
+    heads = call.q.shape[1]
+    module.DeepseekV4FlashMLAAttention.n_local_heads = property(lambda self: self.gone, lambda *_: None)
+    output = call.output()
+    forward(module, call, output)
+    call.check(output)
+    assert said == [f"DeepSeek-V4 decoding of {heads} heads runs on mla_fp8_decode"]
+
+
 # ---- modules
 
 
@@ -245,6 +282,22 @@ def test_two_that_change_a_module_both_do(vllm_on_disk: None) -> None:
     on_import.change_on_import({V4_MODULE: lambda module: changed.append(module.__name__)})
     module = importlib.import_module(V4_MODULE)
     assert changed == [V4_MODULE] and isinstance(module.flash_mla_with_kvcache, V4Decode)
+
+
+@pytest.mark.parametrize("is_imported", [False, True])
+def test_a_change_that_fails_leaves_the_module_to_its_stack(
+    is_imported: bool, vllm_on_disk: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    def change(module: Any) -> None:
+        raise AttributeError("moved")
+
+    if is_imported:
+        importlib.import_module(V4_MODULE)
+    on_import.change_on_import({V4_MODULE: change})
+    assert importlib.import_module(V4_MODULE).flash_mla_with_kvcache is not None
+    assert [record.getMessage() for record in caplog.records] == [
+        f"cute-kernels: {V4_MODULE} stays as it is: AttributeError: moved"
+    ]
 
 
 def test_a_module_that_is_not_there_is_not_found(vllm_on_disk: None, tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """The three timings on a GPU: of a kernel whose time is known, of one computation under two names, of load."""
 
 import functools
+import statistics
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from cute_kernels import mla_fp8_decode
 from cute_kernels.runtime.compile import compile_kernel
 from scripts.bench import accumulator, ceilings, nvml
-from scripts.bench.in_layer import prepare, small_kernel, time_calls, time_together
+from scripts.bench.in_layer import Timing, prepare, small_kernel, time_calls, time_together
 from scripts.bench.units.spec import StreamSpec
 from tests.support.mla_cases import sparse_case
 
@@ -69,18 +70,27 @@ SAME: dict[str, Any] = {
 }
 
 
+def noise(ours: Timing, peer: Timing) -> dict[str, float]:
+    """How far the card itself moves equal times in this run: half the spread of replays, and of ratios of a round."""
+    replays = max((timing.us_p90 - timing.us_p10) / timing.us for timing in (ours, peer)) / 2
+    ratios = [theirs / own for own, theirs in zip(ours.rounds_us, peer.rounds_us, strict=True)]
+    low, _, high = statistics.quantiles(ratios, n=4)
+    return {"us": replays, "us_back_to_back": replays, "under load": (high - low) / 2}
+
+
 @pytest.mark.parametrize("make", SAME.values(), ids=SAME)
 def test_a_peer_that_is_the_same_kernel_has_the_ratio_1(make: Any) -> None:
-    """The ratio under load is one of times in the same round, as records have it.
+    """Within 1%, or what the card's clock does meanwhile. Under load the ratio is that of a round, as in records.
 
     The clock of a hot H100 fell by a fifth from round to round of the matrix product, and medians of both lay 4% apart.
     """
     calls = make()
     found = time_together({"ours": prepare(calls), "peer": prepare(calls)})
     ours, peer = found.values()
-    for name in ("us", "us_back_to_back"):
-        assert getattr(peer, name) / getattr(ours, name) == pytest.approx(1.0, abs=0.01), (name, found)
-    assert peer.sustained_ratio(ours) == pytest.approx(1.0, abs=0.01), found
+    ratios = {name: getattr(peer, name) / getattr(ours, name) for name in ("us", "us_back_to_back")}
+    ratios["under load"] = peer.sustained_ratio(ours)
+    for name, bound in noise(ours, peer).items():
+        assert ratios[name] == pytest.approx(1.0, abs=max(0.01, bound)), (name, bound, found)
 
 
 def test_load_lowers_the_clock_of_what_power_limits_and_counts_energy() -> None:

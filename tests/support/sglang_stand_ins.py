@@ -85,14 +85,6 @@ class DeepseekV4AttnBackend:
         )[0].squeeze(1)  # fmt: skip
 
 
-class HookRegistry:
-    hooks: list[tuple[str, Any, Any]] = []
-
-    @classmethod
-    def register(cls, target: str, hook: Any, hook_type: Any) -> None:
-        cls.hooks.append((target, hook, hook_type))
-
-
 class Standin(types.ModuleType):
     """A module that is none of SGLang's, and a package."""
 
@@ -115,10 +107,6 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[types.SimpleNamespace
         "layers.attention.flashattention_backend": {"FlashAttentionBackend": FlashAttentionBackend},
         "layers.radix_attention": {"AttentionType": AttentionType},
         "mem_cache.memory_pool": {"KVWriteLoc": KVWriteLoc},
-        "plugins.hook_registry": {
-            "HookRegistry": HookRegistry,
-            "HookType": types.SimpleNamespace(AROUND="around"),
-        },
     }
     for name, inside in members.items():
         path = f"sglang.srt.{name}".split(".")
@@ -128,7 +116,6 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[types.SimpleNamespace
                 monkeypatch.setitem(sys.modules, full, Standin(full))
         for member, value in inside.items():
             setattr(sys.modules[".".join(path)], member, value)
-    monkeypatch.setattr(HookRegistry, "hooks", [])
     monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
     monkeypatch.delitem(sys.modules, "cute_kernels.integrations.sglang_gqa", raising=False)
     yield types.SimpleNamespace(choices=choices, backends=backends)

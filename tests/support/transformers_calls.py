@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ast
+import copy
 import inspect
+import io
 import textwrap
 from collections.abc import Callable, Iterator
 from typing import Any, Final
@@ -53,3 +55,15 @@ def keywords_of_calls(function: Callable[..., Any], called: str) -> Iterator[tup
     for node in ast.walk(ast.parse(textwrap.dedent(inspect.getsource(function)))):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == called:
             yield len(node.args), {keyword.arg for keyword in node.keywords if keyword.arg}
+
+
+def saved_and_loaded(cache: Any) -> Any:
+    """A cache by way of `torch.save`, which pickles it."""
+    file = io.BytesIO()
+    torch.save(cache, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+COPIES: dict[str, Callable[[Any], Any]] = {"deepcopy": copy.deepcopy, "saved": saved_and_loaded}
+"""The ways in which people copy the cache of a prompt."""

@@ -7,28 +7,55 @@ from __future__ import annotations
 
 import logging
 
-__all__ = ["GQA_BACKEND", "SPARSE_MLA_BACKEND", "register"]
+__all__ = ["GQA_BACKEND", "SPARSE_MLA_BACKEND", "TESTED", "register"]
 
-GQA_BACKEND = "cute_kernels.integrations.vllm.gqa.CuteAttentionBackend"
+GQA_BACKEND = "cute_kernels.integrations.vllm.backends.CuteAttentionBackend"
 """What `--attention-backend CUSTOM` names."""
-SPARSE_MLA_BACKEND = "cute_kernels.integrations.vllm.sparse_mla.CuteFlashMLASparseBackend"
+SPARSE_MLA_BACKEND = "cute_kernels.integrations.vllm.backends.CuteFlashMLASparseBackend"
 """What replaces FLASHMLA_SPARSE."""
+TESTED = ("0.26", "0.33")
+"""The minor versions of vLLM in which what needs no flag is on."""
 
 
-def register() -> None:
+def register(untested: bool = False) -> None:
     """Tells vLLM of both backends, as names: neither is imported, and CUDA stays as it is.
 
-    Models with a FlashMLA class of their own are changed when vLLM imports them.
+    Models with a FlashMLA class of their own are changed when vLLM imports them. A backend that another plugin has put
+    in the same place stays there; a warning says so. `VLLM_PLUGINS=` (empty) keeps vLLM from calling this.
 
-    A backend that another plugin has put in the same place stays there; a warning says so. `VLLM_PLUGINS=` (empty)
-    keeps vLLM from calling this.
+    vLLM calls entry points without a guard, so this function never raises: a warning says what kept it from
+    registering.
+
+    Args:
+        untested: turn on what needs no flag in any version of vLLM, not only in those of `TESTED`. Your own plugin
+            may call `register(untested=True)`.
     """
+    tested = "tested with vLLM " + " and ".join(TESTED)
+    try:
+        _register(untested, tested)
+    except Exception as error:  # whatever another version has done to its private modules
+        reason = f"{type(error).__name__}: {error}"
+        _logger().warning("cute-kernels: vLLM runs without its kernels: %s; %s", reason, tested)
+
+
+def _register(untested: bool, tested: str) -> None:
+    import vllm
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
     from cute_kernels.integrations.on_import import change_on_import
     from cute_kernels.integrations.vllm.v4 import CHANGES  # imports torch
 
-    places = ((AttentionBackendEnum.CUSTOM, GQA_BACKEND), (AttentionBackendEnum.FLASHMLA_SPARSE, SPARSE_MLA_BACKEND))
+    places = [(AttentionBackendEnum.CUSTOM, GQA_BACKEND)]  # a flag asks for it
+    version = str(getattr(vllm, "__version__", "unknown"))
+    without_flag = untested or ".".join(version.split(".")[:2]) in TESTED
+    if without_flag:
+        places.append((AttentionBackendEnum.FLASHMLA_SPARSE, SPARSE_MLA_BACKEND))
+    else:
+        _logger().warning(
+            "cute-kernels: sparse MLA runs on vLLM's kernels: vLLM is %s; %s;"
+            " a plugin of yours may call cute_kernels.integrations.vllm.register(untested=True)",
+            version, tested,
+        )  # fmt: skip
     for place, ours in places:
         if place.is_overridden():
             theirs = place.get_path()
@@ -36,7 +63,8 @@ def register() -> None:
                 _logger().warning("cute-kernels: attention backend %s is %s already, not ours", place.name, theirs)
             continue
         register_backend(place, ours)
-    change_on_import(CHANGES)
+    if without_flag:
+        change_on_import(CHANGES)
 
 
 def _logger() -> logging.Logger:

@@ -15,15 +15,15 @@ import torch
 from vllm.config import get_current_vllm_config, get_current_vllm_config_or_none
 from vllm.logger import init_logger
 from vllm.v1.attention.backend import AttentionCGSupport, AttentionType
-from vllm.v1.attention.backends import fa_utils
+from vllm.v1.attention.backends import fa_utils, utils
 from vllm.v1.attention.backends.triton_attn import (
     TritonAttentionBackend,
     TritonAttentionImpl,
     TritonAttentionMetadata,
     TritonAttentionMetadataBuilder,
 )
-from vllm.v1.attention.backends.utils import split_decodes_and_prefills
 
+from cute_kernels.integrations.vllm.backends import Function
 from cute_kernels.integrations.vllm.batches import are_fresh, counted, prompts_of, without_decodes
 from cute_kernels.integrations.vllm.calls import FLASH_ATTENTION, FP8, HEAD_DIMS, INT8, MAX_QUERIES, GqaCalls
 from cute_kernels.integrations.vllm.prompts import Prompts, attend, reserve
@@ -35,6 +35,29 @@ logger = init_logger("vllm.cute_kernels")
 BLOCK_SIZES = (16, 32, 64, 128, 256)
 WARM_BATCH_SIZES = 512
 """The largest batch that is asked for its kernel before a server starts; larger ones share it."""
+EXTENDS: tuple[Function, ...] = (
+    (TritonAttentionImpl, "__init__",
+     "self num_heads head_size scale num_kv_heads alibi_slopes sliding_window kv_cache_dtype logits_soft_cap attn_type"
+     " kv_sharing_target_layer_name sinks ..."),
+    (TritonAttentionImpl, "forward",
+     "self layer query key value kv_cache attn_metadata output output_scale output_block_scale"),
+    (TritonAttentionImpl, "do_kv_cache_update", "self layer key value kv_cache slot_mapping"),
+    (TritonAttentionImpl, "_pth_key_value_caches", "self kv_cache"),
+    (TritonAttentionImpl, "_ensure_scale_caches", "self kv_cache"),
+    (TritonAttentionImpl, "process_weights_after_loading", "self act_dtype"),
+    (TritonAttentionMetadataBuilder, "__init__", "self kv_cache_spec layer_names vllm_config device"),
+    (TritonAttentionMetadataBuilder, "build", "self common_prefix_len common_attn_metadata fast_build"),
+    (TritonAttentionMetadataBuilder, "build_for_drafting", "self common_attn_metadata draft_index"),
+    (TritonAttentionMetadataBuilder, "get_cudagraph_support", "vllm_config kv_cache_spec"),
+    (TritonAttentionMetadataBuilder, "_init_reorder_batch_threshold",
+     "self reorder_batch_threshold supports_spec_as_decode ..."),
+    (TritonAttentionBackend, "supports_block_size", "block_size"),
+    (TritonAttentionBackend, "supports_head_size", "head_size"),
+    (TritonAttentionBackend, "supports_compute_capability", "capability"),
+    (TritonAttentionBackend, "supports_attn_type", "attn_type"),
+    (utils, "split_decodes_and_prefills", "common_attn_metadata decode_threshold require_uniform ..."),
+)  # fmt: skip
+"""Functions of vLLM that are replaced or called here, as 0.26 and 0.33 have them."""
 
 
 @dataclass
@@ -89,7 +112,7 @@ class CuteAttentionMetadataBuilder(TritonAttentionMetadataBuilder):
     ) -> CuteAttentionMetadata:
         """Splits a batch into decoding and the rest."""
         whole = super().build(common_prefix_len, common_attn_metadata, fast_build)
-        decodes, rest, decode_tokens, _ = split_decodes_and_prefills(
+        decodes, rest, decode_tokens, _ = utils.split_decodes_and_prefills(
             common_attn_metadata, decode_threshold=self.reorder_batch_threshold, require_uniform=True
         )
         found = counted(common_attn_metadata, decodes, decode_tokens)
@@ -271,6 +294,8 @@ class CuteAttentionImpl(TritonAttentionImpl):
             reserve(self.calls, output)
             return output.fill_(0)
         n, tokens = m.num_decode_tokens, m.num_actual_tokens
+        if tokens < len(output):
+            output[tokens:].zero_()
         if n:
             requests = slice(m.num_decodes)
             self.calls.decode(
@@ -287,11 +312,14 @@ class CuteAttentionImpl(TritonAttentionImpl):
         self, layer: Any, query: torch.Tensor, key: Any, value: Any, kv_cache: torch.Tensor,
         metadata: CuteAttentionMetadata, output: torch.Tensor,
     ) -> None:  # fmt: skip
-        part = metadata.prefill or metadata
+        part, prompts = metadata.prefill or metadata, metadata.prompts
         if metadata.fresh and self.calls.prefills_fresh_tokens() and key is not None:
             self.calls.prefill_fresh(query, key, value, part.query_start_loc, part.max_query_len, output)
-        elif metadata.prompts is not None and self.calls.flash is not None:
-            attend(self.calls, query, kv_cache, metadata.prompts, layer._k_scale, layer._v_scale, output)
+            return
+        # vLLM may count padding rows as tokens, and no kernel below writes those past the last request
+        output[0 if prompts is None else prompts.starts_host[-1] :].zero_()
+        if prompts is not None and self.calls.flash is not None:
+            attend(self.calls, query, kv_cache, prompts, layer._k_scale, layer._v_scale, output)
         elif query.device.type == "cpu":
             self.calls.prefill_in_pieces(
                 query, kv_cache, part.query_start_loc, part.seq_lens, part.block_table, layer._k_scale,

@@ -147,13 +147,16 @@ class Prompts:
         """Query tokens of a request."""
         return _longest(self.starts_host)
 
+    def lengths_at_most(self, page_size: int) -> list[int]:
+        """Keys of each request on the host, none too few."""
+        room = self.block_table.shape[1] * page_size
+        return [min(length + AHEAD, room) for length in self.lengths_host]
+
     def parts(self, page_size: int, window: int | None, limit: int) -> list[list[Part]]:
         """What `plan` says, made once for all layers with the same pages and window."""
         key = page_size, window, limit
         if key not in self._parts:
-            most = self.block_table.shape[1] * page_size
-            lengths = [min(n + AHEAD, most) for n in self.lengths_host]
-            runs = plan(self.starts_host, lengths, page_size, window, limit)
+            runs = plan(self.starts_host, self.lengths_at_most(page_size), page_size, window, limit)
             self._parts[key] = [[self._part(run, page_size) for run in group] for group in runs]
         return self._parts[key]
 
@@ -248,8 +251,8 @@ def attend(
     if not calls.quantized:
         calls.flash_attend(
             query, _usual_strides(views.k), _usual_strides(views.v), output, cu_seqlens_q=prompts.starts,
-            max_seqlen_q=prompts.longest, seqused_k=prompts.lengths, max_seqlen_k=max(prompts.lengths_host),
-            block_table=prompts.block_table, causal=True,
+            max_seqlen_q=prompts.longest, seqused_k=prompts.lengths,
+            max_seqlen_k=max(prompts.lengths_at_most(views.page_size)), block_table=prompts.block_table, causal=True,
         )  # fmt: skip
         return
     pieces = prompts.pieces

@@ -17,6 +17,8 @@ from vllm.v1.attention.backends.mla.flashmla_sparse import (
     FlashMLASparseMetadataBuilder,
 )
 
+from cute_kernels.integrations.hooks import SayOnce, or_original
+from cute_kernels.integrations.vllm.backends import Function
 from cute_kernels.integrations.vllm.calls import sparse_mla
 from cute_kernels.integrations.vllm.warming import compile_shapes
 from cute_kernels.warm.shapes import MlaShape
@@ -26,6 +28,16 @@ logger = init_logger("vllm.cute_kernels")
 CACHE_DTYPE = "fp8_ds_mla"
 """What vLLM calls the 656 bytes; `--kv-cache-dtype fp8` becomes it."""
 WARM_BATCH_SIZES = 256
+EXTENDS: tuple[Function, ...] = (
+    (FlashMLASparseImpl, "_fp8_flash_mla_kernel", "self q kv_c_and_k_pe_cache topk_indices kernel_metadata"),
+    (FlashMLASparseMetadataBuilder, "__init__", "self kv_cache_spec layer_names vllm_config device"),
+    (FlashMLASparseBackend, "get_impl_cls", ""),
+    (FlashMLASparseBackend, "get_builder_cls", ""),
+)
+"""Functions of vLLM that are replaced here, as 0.26 and 0.33 have them."""
+
+
+_stays = SayOnce(lambda reason: logger.warning("cute-kernels: sparse MLA runs on vLLM's kernels: %s", reason))
 
 
 def inactive_because(kv_cache_dtype: str) -> str | None:
@@ -52,13 +64,16 @@ class CuteFlashMLASparseImpl(FlashMLASparseImpl):
         else:
             logger.info_once("cute-kernels: sparse MLA runs on vLLM's kernels: %s", reason)
 
-    def _fp8_flash_mla_kernel(
-        self, q: torch.Tensor, kv_c_and_k_pe_cache: torch.Tensor, topk_indices: torch.Tensor, kernel_metadata: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def _fp8_flash_mla_kernel(self, *args: Any, **kwargs: Any) -> Any:
         """Attention of q (b, s, heads, 576) over slots (b, s, topk): out (b, s, heads, 512), lse (b, heads, s).
 
         Only called over the 656 bytes; `CuteFlashMLASparseBackend` hands out this class on SM90 alone.
         """
+        return or_original(self._decode, super()._fp8_flash_mla_kernel, _stays, *args, **kwargs)
+
+    def _decode(
+        self, q: torch.Tensor, kv_c_and_k_pe_cache: torch.Tensor, topk_indices: torch.Tensor, kernel_metadata: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         return sparse_mla(q, kv_c_and_k_pe_cache, topk_indices, self.softmax_scale)
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from cute_kernels.integrations.hooks import SayOnce, or_original
 from cute_kernels.integrations.padded_heads import V4Decode, device_refusal, real_heads
 from cute_kernels.integrations.vllm.calls import sparse_mla
 
@@ -22,12 +23,8 @@ FLASH_MLA = "flash_mla_with_kvcache"
 V4_CLASS, V4_METHOD = "DeepseekV4FlashMLAAttention", "forward_mqa"
 """Whose calls of FlashMLA have padded heads; `n_local_heads` of an instance are real."""
 HY_V4_CLASS, HY_V4_METHOD = "HYV4FlashMLASparseImpl", "_fp8_flash_mla_kernel"
-
-
-@functools.cache
-def say_once(text: str) -> None:
-    """Logs a line, once in each process."""
-    logger.info("cute-kernels: %s", text)
+say_once = SayOnce(functools.partial(logger.info, "cute-kernels: %s"))
+"""Logs a line, once in each process."""
 
 
 def change_deepseek_v4(module: types.ModuleType) -> None:
@@ -45,7 +42,7 @@ def change_deepseek_v4(module: types.ModuleType) -> None:
 
     @functools.wraps(method)
     def forward_mqa(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with real_heads(self.n_local_heads):
+        with real_heads(getattr(self, "n_local_heads", None)):
             return method(self, *args, **kwargs)
 
     setattr(layer, V4_METHOD, forward_mqa)
@@ -65,17 +62,26 @@ def change_hy_v4(module: types.ModuleType) -> None:
         )  # fmt: skip
         return
 
-    @functools.wraps(method)
-    def kernel(
+    def decode(
         self: Any, q: torch.Tensor, kv_c_and_k_pe_cache: torch.Tensor, topk_indices: torch.Tensor, kernel_metadata: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         reason = device_refusal(q.device)
         if reason is not None:
-            say_once(f"sparse MLA of HY-V4 stays with FlashMLA: {reason}")
-            return method(self, q, kv_c_and_k_pe_cache, topk_indices, kernel_metadata)
-        say_once(f"sparse MLA of HY-V4 with {q.shape[2]} heads runs on mla_fp8_decode")
+            raise ValueError(reason)
         sinks = self._sinks_for_query(q, head_dim=2, kernel_heads=q.shape[2])
-        return sparse_mla(q, kv_c_and_k_pe_cache, topk_indices, self.softmax_scale, sinks)
+        result = sparse_mla(q, kv_c_and_k_pe_cache, topk_indices, self.softmax_scale, sinks)
+        say_once(f"sparse MLA of HY-V4 with {q.shape[2]} heads runs on mla_fp8_decode")
+        return result
+
+    @functools.wraps(method)
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        return or_original(
+            decode,
+            method,
+            lambda reason: say_once(f"sparse MLA of HY-V4 stays with FlashMLA: {reason}"),
+            *args,
+            **kwargs,
+        )
 
     setattr(layer, HY_V4_METHOD, kernel)
 

@@ -1,0 +1,48 @@
+"""What hooks in serving stacks share: they stand aside for what they do not know, and say so once. Imports no stack."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+_NUMBER = re.compile(r"\d+")
+
+
+def or_original(
+    ours: Callable[..., Any], original: Callable[..., Any], say: Callable[[str], None], *args: Any, **kwargs: Any
+) -> Any:
+    """What `ours` returns for a call; what `original` returns where ours does not take it.
+
+    Args:
+        ours: raises AttributeError, TypeError or ValueError before any launch for a call that it does not take. An
+            argument that it has no name for is a TypeError by itself, an attribute that has moved an AttributeError.
+        original: the function that a hook replaces.
+        say: takes the reason.
+        args: of the call.
+        kwargs: of the call.
+    """
+    try:
+        return ours(*args, **kwargs)
+    except (AttributeError, TypeError, ValueError) as error:
+        reason = str(error)
+    say(reason)
+    return original(*args, **kwargs)
+
+
+class SayOnce:
+    """Says a line once in each process. Lines that differ in numbers alone are one: some name the shapes of a batch."""
+
+    def __init__(self, say: Callable[[str], None]) -> None:
+        self._say = say
+        self._said: set[str] = set()
+        self._last = ""
+
+    def __call__(self, text: str) -> None:
+        """Says it, unless it was said."""
+        if text == self._last:  # a layer says the same in each step
+            return
+        self._last, kind = text, _NUMBER.sub("#", text)
+        if kind not in self._said:
+            self._said.add(kind)
+            self._say(text)

@@ -19,7 +19,8 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 
 from cute_kernels.gqa.plan import MAX_S_Q
-from cute_kernels.runtime.checks import check_tensor, fail, refuse_gradients
+from cute_kernels.runtime.checks import check_flag, check_int, check_tensor, fail, refuse_gradients
+from cute_kernels.runtime.overlap import check_written
 
 Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
@@ -112,6 +113,7 @@ def flash_attn_with_kvcache(
     queries, lse_of = _batched(q, cu_seqlens_q, max_seqlen_q)
     batch = queries.shape[0]
     if isinstance(cache_seqlens, int):
+        check_int("cache_seqlens", cache_seqlens, -(2**31), 2**31 - 1)
         cache_seqlens = torch.full((batch,), cache_seqlens, dtype=torch.int32, device=q.device)
     if (k is None) != (v is None):
         raise ValueError(f"{'k' if k is None else 'v'}: got None; needs a tensor, as the other one is")
@@ -138,6 +140,10 @@ def flash_attn_with_kvcache(
         if not torch.compiler.is_compiling():
             check_decode(**given)  # before anything is stored
         _check_new(k, v, queries, k_cache)
+        if not torch.compiler.is_compiling():
+            read = {"k": k, "v": v, **{name: t for name, t in given.items() if isinstance(t, torch.Tensor)}}
+            caches = {name: read.pop(name) for name in ("k_cache", "v_cache")}
+            check_written(caches, read)
         _store(((k_cache, k), (v_cache, v)), cache_seqlens, table)
         given["cache_seqlens"] = cache_seqlens + k.shape[1]
     result, lse = gqa_decode(**given, return_lse=True)
@@ -362,10 +368,13 @@ class _Seen(NamedTuple):
             window_size = (-1, -1)
         if not isinstance(window_size, Sequence) or len(window_size) != 2:
             fail("window_size", repr(window_size), "two numbers, left and right")
+        check_flag("causal", causal)
         left, right = window_size
+        for end in window_size:
+            check_int("window_size", end, -(2**63), 2**62)
         if not causal and right > 0:
             _unable("window_size", tuple(window_size), "a right limit of 0, or of -1, none")
-        return cls(bool(causal) or right == 0, None if left < 0 else left + 1)
+        return cls(causal or right == 0, None if left < 0 else left + 1)
 
 
 def _batched(q: torch.Tensor, cu_seqlens_q: torch.Tensor | None, max_seqlen_q: int | None) -> tuple[torch.Tensor, Any]:
@@ -404,6 +413,7 @@ def _written(out: torch.Tensor | None, result: torch.Tensor) -> torch.Tensor:
     if out is None:
         return result
     check_tensor("out", out, dtype=result.dtype, shape=tuple(result.shape), device=result.device)
+    check_written({"out": out}, {})
     return out.copy_(result)
 
 

@@ -100,12 +100,10 @@ def _launch(
 ) -> None:
     if slot_mapping.dtype is torch.int32:
         slot_mapping = slot_mapping.long()
-    if k.is_neg() or v.is_neg() or k_scale.is_neg() or v_scale.is_neg():
-        fail("k", "a view with its neg bit set", "plain tensors: a kernel sees memory alone")
     key = (
         k.get_device(), k.dtype, k.shape, k_cache.dtype, k_cache.shape, v_cache.dtype, v_cache.shape, k_scale.dtype,
         k_scale.shape, v_scale.shape, slot_mapping.dtype, layout, k_cache.stride(), v_cache.stride(), k_scale.stride(),
-        v_scale.stride(),
+        v_scale.stride(), k_scale.is_neg(), v_scale.is_neg(),
     )  # fmt: skip
     prepared = _prepared.get(key) or _prepare(key, k, v, k_cache, v_cache, k_scale, v_scale, slot_mapping, layout)
     if prepared.apart is not None:

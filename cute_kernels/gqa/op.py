@@ -236,16 +236,17 @@ def _launch(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
         and (softcap is None or (type(softcap) is float and 0 < softcap < _INF))
     ):
         _check_numbers(_Request(*arguments))
-    if q.is_neg() or k_cache.is_neg() or v_cache.is_neg() or (s_aux is not None and s_aux.is_neg()):
-        fail("q", "a view with its neg bit set", "plain tensors: a kernel sees memory alone")
     key = (
         q.shape, q.dtype, k_cache.shape, k_cache.dtype, layout, _signature(k_scale), _signature(v_scale),
         None if block_table is None else block_table.shape[-1], softcap is None, _signature(alibi_slopes), num_splits,
-        q.get_device(), None if out is None else out.stride(), None if lse is None else lse.stride(),
+        q.get_device(),
+        None if out is None or out.is_contiguous() else out.stride(),
+        None if lse is None or lse.is_contiguous() else (lse.stride(), lse.is_neg()),
     )  # fmt: skip
     prepared = _prepared.get(key) or _prepare(key, _Request(*arguments))
     if (out is not None or lse is not None) and share_storage(
-        (out, lse),
+        out,
+        lse,
         (None if out is q else q, k_cache, v_cache, k_scale, v_scale, cache_seqlens, block_table, alibi_slopes, s_aux),
     ):
         _check_outputs(_Request(*arguments))

@@ -12,7 +12,7 @@ from cute_kernels.merge.reference import merge_states_reference
 from cute_kernels.merge.spec import MAX_D, VECTOR_BYTES, MergeSpec
 from cute_kernels.runtime import memory
 from cute_kernels.runtime.arch import require_sm90
-from cute_kernels.runtime.checks import check_tensor, fail, refuse_gradients, require
+from cute_kernels.runtime.checks import check_tensor, refuse_gradients, require
 from cute_kernels.runtime.compile import get_kernel
 from cute_kernels.runtime.launch import PreparedLaunches, launch_or_explain
 from cute_kernels.runtime.ops import is_traced, register_op
@@ -95,14 +95,14 @@ def _launch(
     lse: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Calls the kernel with leading dimensions (batch, s, heads): heads stay apart for `s_aux`."""
-    if outs.is_neg() or lses.is_neg() or (s_aux is not None and s_aux.is_neg()):
-        fail("outs", "a view with its neg bit set", "plain tensors: a kernel sees memory alone")
     key = (
         outs.get_device(), outs.shape, outs.dtype, outs.dtype if out is None else out.dtype, s_aux is None,
-        None if out is None else out.stride(), None if lse is None else lse.stride(),
+        lses.is_neg(),
+        None if out is None or out.is_contiguous() else out.stride(),
+        None if lse is None or lse.is_contiguous() else (lse.stride(), lse.is_neg()),
     )  # fmt: skip
     prepared = _prepared.get(key) or _prepare(key, outs, lses, s_aux, out, lse)
-    if (out is not None or lse is not None) and share_storage((out, lse), (outs, lses, s_aux)):
+    if (out is not None or lse is not None) and share_storage(out, lse, (outs, lses, s_aux)):
         _check_outputs(outs, lses, s_aux, out, lse)
     if out is None:
         out = memory.empty_like(prepared.out_like)

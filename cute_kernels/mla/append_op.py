@@ -10,10 +10,10 @@ import torch
 from cute_kernels.mla.append_launch import prepare_append
 from cute_kernels.mla.checks import check_cache, check_names
 from cute_kernels.runtime.arch import require_sm90
-from cute_kernels.runtime.checks import check_tensor, fail, refuse_gradients
+from cute_kernels.runtime.checks import check_tensor, refuse_gradients
 from cute_kernels.runtime.launch import PreparedLaunches, launch_or_explain
 from cute_kernels.runtime.ops import register_op
-from cute_kernels.runtime.overlap import check_written, share_storage
+from cute_kernels.runtime.overlap import check_written, holds
 from fp8_mla import TOKEN_BYTES, pack, row_views, write_pages
 from fp8_mla.formats import CACHE_LAYOUTS, FORMATS, V3_2, PageLayout, TokenFormat, format_of_cache
 
@@ -75,8 +75,6 @@ def _launch(
 ) -> None:
     if slot_mapping.dtype is torch.int32:
         slot_mapping = slot_mapping.long()
-    if kv.is_neg():
-        fail("kv", "a view with its neg bit set", "a plain tensor: a kernel sees memory alone")
     key: tuple[Any, ...] = (
         kv.get_device(), kv.shape, kv_cache.shape, kv_cache.stride(), kv_cache.dtype, slot_mapping.dtype, cache_format,
         cache_layout,
@@ -84,7 +82,7 @@ def _launch(
     if kv_cache.shape[-1] != TOKEN_BYTES or kv.shape[-1] != V3_2.d_qk:
         # these kernels are told where rows are, and do not check it
         key = (*key, kv_cache.untyped_storage().nbytes() - kv_cache.storage_offset())
-    if share_storage((kv_cache,), (kv, slot_mapping)):
+    if holds(kv_cache, (kv.data_ptr(), slot_mapping.data_ptr())):
         _check(kv, kv_cache, slot_mapping, cache_format, cache_layout)
     kernel = _prepared.get(key) or _prepare(key, kv, kv_cache, slot_mapping, cache_format, cache_layout)
     # a view of the pages without checks: the key's shape and dtype passed them

@@ -89,12 +89,13 @@ def launch_latent(request: Request) -> tuple[torch.Tensor, torch.Tensor]:
     ragged = any(length is not None for length in lengths)
     key = (
         q.get_device(), sparse, batch, s_q, h_q, ragged, request.num_splits, request.exchange, request.scores,
-        request.cache_layout, request.inf_if_empty, None if out is None else out.stride(),
-        None if lse is None else lse.stride(), *keys,
+        request.cache_layout, request.inf_if_empty,
+        None if out is None or out.is_contiguous() else out.stride(),
+        None if lse is None or lse.is_contiguous() else (lse.stride(), lse.is_neg()), *keys,
     )  # fmt: skip
     prepared = _prepared.get(key) or _prepare(request, key, keys, ragged, caches)
     if (out is not None or lse is not None) and share_storage(
-        (out, lse), (None if out is q else q, request.s_aux, *caches, *indices_of, *lengths)
+        out, lse, (None if out is q else q, request.s_aux, *caches, *indices_of, *lengths)
     ):
         check_outputs(request)
     if out is None:

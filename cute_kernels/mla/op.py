@@ -24,7 +24,7 @@ from cute_kernels.mla.plan import plan_decode
 from cute_kernels.mla.spec import MASKED_SCALE, PARTIAL_FLOATS
 from cute_kernels.runtime import memory, workspace
 from cute_kernels.runtime.arch import require_sm90
-from cute_kernels.runtime.checks import fail, is_finite, refuse_gradients
+from cute_kernels.runtime.checks import fail, is_finite, refuse_gradients, require
 from cute_kernels.runtime.compile import get_kernel
 from cute_kernels.runtime.launch import PreparedLaunches, launch_or_explain
 from cute_kernels.runtime.ops import is_traced, register_op
@@ -255,8 +255,6 @@ def _launch(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
         and (softmax_scale is None or (type(softmax_scale) is float and is_finite(softmax_scale)))
     ):
         check_options(causal, softmax_scale, num_splits, exchange, scores)
-    if q.is_neg() or (s_aux is not None and s_aux.is_neg()):
-        fail("q", "a view with its neg bit set", "plain tensors: a kernel sees memory alone")
     batch, s_q, h_q, d_qk = q.shape
     if pages.dtype is not torch.uint8:
         if pages.dtype is not torch.float8_e4m3fn:
@@ -280,11 +278,13 @@ def _launch(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
     ragged = given_length is not None
     key = (
         device, sparse, batch, s_q, h_q, index.shape[-1], num_pages > 0, page_size, ragged, num_splits, exchange,
-        scores, inf_if_empty, None if out is None else out.stride(), None if lse is None else lse.stride(),
+        scores, inf_if_empty,
+        None if out is None or out.is_contiguous() else out.stride(),
+        None if lse is None or lse.is_contiguous() else (lse.stride(), lse.is_neg()),
     )  # fmt: skip
     prepared = _prepared.get(key) or _prepare(*key)
     if (out is not None or lse is not None) and share_storage(
-        (out, lse), (None if out is q else q, pages, index, given_length, s_aux)
+        out, lse, (None if out is q else q, pages, index, given_length, s_aux)
     ):
         check_outputs(_Request(*arguments))
     if out is None:
@@ -335,7 +335,7 @@ def _prepare(
     scores: str | None,
     inf_if_empty: bool,
     out_stride: tuple[int, ...] | None,
-    lse_stride: tuple[int, ...] | None,
+    lse_view: tuple[tuple[int, ...], bool] | None,
 ) -> PreparedLaunch:
     """Plans a call and loads its kernel; the arguments are the key that `_launch` looks up."""
     device = torch.device("cuda", device_index)
@@ -343,9 +343,11 @@ def _prepare(
     check_sizes(s_q, h_q)
     check_options(True, None, num_splits, exchange, scores)
     rows = (batch, s_q, h_q)
-    for name, shape, stride in (("out", (*rows, fp8_mla.V_DIM), out_stride), ("lse", rows, lse_stride)):
-        if stride is not None:
-            check_strides(name, shape, stride)
+    if out_stride is not None:
+        check_strides("out", (*rows, fp8_mla.V_DIM), out_stride)
+    if lse_view is not None:
+        check_strides("lse", rows, lse_view[0])
+        require(not lse_view[1], "lse", "a view with its neg bit set", "lse.resolve_neg()")
     check_width(sparse, width, page_size)
     constants, zero_row = memory.constants(device), _zero_row(device)
     kernel, splits, merge_ctas, max_ctas, blocks, partial_rows = None, 1, 1, 1, 1, 0
@@ -379,7 +381,7 @@ def _prepare(
     )
     key = (
         device_index, sparse, batch, s_q, h_q, width, any_page, page_size, ragged, num_splits, exchange, scores,
-        inf_if_empty, out_stride, lse_stride,
+        inf_if_empty, out_stride, lse_view,
     )  # fmt: skip
     return _prepared.keep(key, prepared, device)
 

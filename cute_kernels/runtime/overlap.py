@@ -1,7 +1,7 @@
 """Memory of written tensors: no element of theirs may share it with another one, nor with another argument.
 
-`check_written` compares exactly and runs with the other checks. A prepared launch has strides in its key, and asks
-`share_storage` for the addresses: tensors of several storages cannot meet.
+`check_written` compares exactly and runs with the other checks. A prepared launch has the strides of outputs that are
+not contiguous in its key, and asks `share_storage` for the addresses: tensors of several storages cannot meet.
 """
 
 from __future__ import annotations
@@ -42,17 +42,15 @@ def check_written(
                     fail(name, f"memory that is also {other}'s", _NEEDS)
 
 
-def share_storage(written: Iterable[torch.Tensor | None], others: Iterable[torch.Tensor | None]) -> bool:
-    """Whether `check_written` has to look: a written tensor's storage holds the first element of another tensor.
-
-    Also where a written one has its neg bit set, which no key holds.
-    """
+def share_storage(out: torch.Tensor | None, lse: torch.Tensor | None, others: Iterable[torch.Tensor | None]) -> bool:
+    """Whether `check_written` has to look at outputs: the storage of one holds the first element of another tensor."""
     addresses = [t.data_ptr() for t in others if t is not None]
-    for t in written:
-        if t is not None:
-            if t.is_neg() or holds(t, addresses):
-                return True
-            addresses.append(t.data_ptr())
+    if out is not None and holds(out, addresses):
+        return True
+    if lse is not None:
+        if out is not None:
+            addresses.append(out.data_ptr())
+        return holds(lse, addresses)
     return False
 
 

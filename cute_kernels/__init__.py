@@ -21,7 +21,9 @@ if TYPE_CHECKING:
     from cute_kernels.mla.append_op import mla_fp8_append
     from cute_kernels.mla.op import mla_fp8_decode
     from cute_kernels.sink.op import sink_attention
-    from cute_kernels.warm import warm as warm
+    from cute_kernels.warm import CallableModule
+
+    warm: CallableModule
 
 __all__ = ["gqa_decode", "kv_int8_append", "merge_states", "mla_fp8_append", "mla_fp8_decode", "sink_attention"]
 __version__ = "0.1.1"

@@ -36,6 +36,8 @@ CACHE_DTYPES: Final = (torch.uint8, torch.float8_e4m3fn)
 
 def describe(value: object) -> str:
     """A tensor's shape, dtype and device (anything else: its repr), for the "got" half of an error message."""
+    if isinstance(value, torch.Tensor) and value.is_nested:
+        return "a nested tensor"
     if not isinstance(value, torch.Tensor):
         return repr(value)
     return f"{tuple(value.shape)} {str(value.dtype).removeprefix('torch.')} on {value.device}"
@@ -59,7 +61,7 @@ def token_bytes(cache: torch.Tensor, name: str = "cache", *, token_format: Token
         TypeError: `cache` is not a tensor of one of these dtypes.
         ValueError: its last dimension is not 656.
     """
-    if not isinstance(cache, torch.Tensor) or cache.dtype not in CACHE_DTYPES:
+    if not isinstance(cache, torch.Tensor) or cache.is_nested or cache.dtype not in CACHE_DTYPES:
         raise TypeError(f"{name}: got {describe(cache)}; needs a tensor of uint8 or float8_e4m3fn")
     if cache.ndim == 0 or cache.shape[-1] != token_format.token_bytes:
         raise ValueError(f"{name}: got {describe(cache)}; needs {token_format.token_bytes} bytes in the last dimension")

@@ -111,7 +111,7 @@ def pack(kv: torch.Tensor, *, token_format: TokenFormat | str = V3_2) -> torch.T
         ValueError: its last dimension is not 576, or there is no such format.
     """
     token_format = as_format(token_format)
-    if not isinstance(kv, torch.Tensor) or kv.dtype not in _PACK_DTYPES:
+    if not isinstance(kv, torch.Tensor) or kv.is_nested or kv.dtype not in _PACK_DTYPES:
         raise TypeError(f"kv: got {describe(kv)}; needs a tensor of bfloat16 or float32")
     if kv.ndim == 0 or kv.shape[-1] != token_format.d_qk:
         raise ValueError(f"kv: got {describe(kv)}; needs {token_format.d_qk} elements in the last dimension")

@@ -65,7 +65,7 @@ def check_pages(
         The cache as (num_pages, page_size, bytes) uint8, and the layout of its pages. Of a planar cache the strides of
         the last two dimensions mean nothing.
     """
-    if not isinstance(kv_cache, torch.Tensor) or kv_cache.dtype not in CACHE_DTYPES:
+    if not isinstance(kv_cache, torch.Tensor) or kv_cache.is_nested or kv_cache.dtype not in CACHE_DTYPES:
         raise TypeError(f"{name}: got {describe(kv_cache)}; needs a tensor of uint8 or float8_e4m3fn")
     sizes = " or ".join(str(size) for size in token_format.cache_bytes)
     if kv_cache.ndim == 0 or kv_cache.shape[-1] not in token_format.cache_bytes:
@@ -147,12 +147,16 @@ def write_pages(
 
     Raises:
         TypeError: a tensor has another dtype.
-        ValueError: as `row_views`, or `tokens` has another shape.
+        ValueError: as `row_views`, or `tokens` has another shape, or two slots share memory.
     """
     token_format = as_format(token_format)
     rows = row_views(kv_cache, token_format, cache_layout)
     check_index_tensor("slots", slots, (None,) * getattr(slots, "ndim", 0))
     tokens = token_bytes(tokens, "tokens", token_format=token_format)
+    if any(_overlap(row) for row in rows):
+        raise ValueError(
+            f"kv_cache: got strides {kv_cache.stride()}, with which slots share memory; needs none that do"
+        )
     if tokens.shape[:-1] != slots.shape:
         raise ValueError(f"tokens: got {describe(tokens)}; needs {tuple(slots.shape)} of them, as slots")
     num_pages, page_size, _ = rows[0].shape
@@ -160,6 +164,16 @@ def write_pages(
     chosen, new = slots[valid].long(), tokens[valid]
     for row, bytes_of_row in zip(rows, new.split(token_format.row_bytes, dim=-1), strict=True):
         row[chosen // page_size, chosen % page_size] = bytes_of_row
+
+
+def _overlap(rows: torch.Tensor) -> bool:
+    """Whether two rows of (num_pages, page_size, row_bytes) may share memory."""
+    reach = rows.shape[2]
+    for stride, size in sorted(zip(rows.stride()[:2], rows.shape[:2], strict=True)):
+        if size > 1 and stride < reach:
+            return True
+        reach += (size - 1) * stride
+    return False
 
 
 def gather(rows: tuple[torch.Tensor, ...], slots: torch.Tensor) -> torch.Tensor:

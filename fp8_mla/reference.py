@@ -7,6 +7,7 @@ to a score or multiplying one, so a NaN in any other slot cannot reach the outpu
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Final, NamedTuple
 
@@ -146,7 +147,7 @@ def _apply_sink(out: torch.Tensor, lse: torch.Tensor, s_aux: torch.Tensor) -> to
 def _check_query(q: torch.Tensor, dtype: torch.dtype) -> None:
     if dtype not in (torch.float64, torch.float32):
         raise TypeError(f"dtype: got {dtype}; needs torch.float64 or torch.float32")
-    if not isinstance(q, torch.Tensor) or not q.dtype.is_floating_point:
+    if not isinstance(q, torch.Tensor) or q.is_nested or not q.dtype.is_floating_point:
         raise TypeError(f"q: got {describe(q)}; needs a floating-point tensor")
     if q.ndim != 4 or 0 in q.shape[1:]:
         raise ValueError(f"q: got {describe(q)}; needs (batch, s_q, h_q, d_qk) with s_q >= 1 and h_q >= 1")
@@ -178,7 +179,7 @@ def _extra_cache(
 
 
 def _last_dimension(name: str, cache: torch.Tensor) -> int:
-    if not isinstance(cache, torch.Tensor) or cache.ndim == 0:
+    if not isinstance(cache, torch.Tensor) or cache.is_nested or cache.ndim == 0:
         raise TypeError(f"{name}: got {describe(cache)}; needs a tensor (num_pages, page_size, bytes)")
     return cache.shape[-1]
 
@@ -234,7 +235,7 @@ def _list_work(
 def _check_sink(q: torch.Tensor, s_aux: torch.Tensor | None) -> None:
     if s_aux is None:
         return
-    if not isinstance(s_aux, torch.Tensor) or not s_aux.dtype.is_floating_point:
+    if not isinstance(s_aux, torch.Tensor) or s_aux.is_nested or not s_aux.dtype.is_floating_point:
         raise TypeError(f"s_aux: got {describe(s_aux)}; needs a floating-point tensor")
     if s_aux.shape != (q.shape[2],):
         raise ValueError(f"s_aux: got {describe(s_aux)}; needs shape ({q.shape[2]},), one logit a query head")
@@ -303,6 +304,10 @@ def reference_decode(
             and the dense arguments are given, or some but not all of a second cache.
     """
     _check_query(q, dtype)
+    if not isinstance(causal, bool):
+        raise TypeError(f"causal: got {causal!r}; needs a bool, such as bool(causal)")
+    if softmax_scale is not None and not math.isfinite(softmax_scale):
+        raise ValueError(f"softmax_scale: got {softmax_scale}; needs a finite number")
     cache = _first_cache(q, kv_cache, cache_format, cache_layout)
     extra = None
     if extra_kv_cache is not None:

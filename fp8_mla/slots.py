@@ -25,7 +25,7 @@ INT64_MAX: Final = 2**63 - 1
 
 def check_index_tensor(name: str, tensor: torch.Tensor, shape: tuple[int | None, ...]) -> None:
     """Raise unless `tensor` is int32 or int64 of `shape`, where None means any size."""
-    if not isinstance(tensor, torch.Tensor) or tensor.dtype not in INDEX_DTYPES:
+    if not isinstance(tensor, torch.Tensor) or tensor.is_nested or tensor.dtype not in INDEX_DTYPES:
         raise TypeError(f"{name}: got {describe(tensor)}; needs a tensor of int32 or int64")
     if tensor.ndim != len(shape) or any(
         want not in (None, size) for want, size in zip(shape, tensor.shape, strict=True)
@@ -70,7 +70,7 @@ def slots_from_positions(
         raise ValueError(f"page_size: got {page_size}; needs at least 1")
     check_index_tensor("block_table", block_table, (None, None))
     batch, max_pages = block_table.shape
-    if not isinstance(positions, torch.Tensor) or positions.dtype not in INDEX_DTYPES:
+    if not isinstance(positions, torch.Tensor) or positions.is_nested or positions.dtype not in INDEX_DTYPES:
         raise TypeError(f"positions: got {describe(positions)}; needs a tensor of int32 or int64")
     if positions.ndim == 0 or positions.shape[0] != batch:
         raise ValueError(f"positions: got {describe(positions)}; needs ({batch}, ...) as block_table has {batch} rows")

@@ -19,7 +19,8 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 
 from cute_kernels.gqa.plan import MAX_S_Q
-from cute_kernels.runtime.checks import check_tensor, fail, refuse_gradients
+from cute_kernels.runtime.checks import check_flag, check_int, check_tensor, fail, refuse_gradients
+from cute_kernels.runtime.overlap import check_written
 
 Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 _MAX_LENGTH = torch.iinfo(torch.int32).max
@@ -140,6 +141,10 @@ def flash_attn_with_kvcache(
         if not torch.compiler.is_compiling():
             check_decode(**given)  # before anything is stored
         _check_new(k, v, queries, k_cache)
+        if not torch.compiler.is_compiling():
+            read = {"k": k, "v": v, **{name: t for name, t in given.items() if isinstance(t, torch.Tensor)}}
+            caches = {name: read.pop(name) for name in ("k_cache", "v_cache")}
+            check_written(caches, read)
         _store(((k_cache, k), (v_cache, v)), cache_seqlens, table)
         # clamped before the sum: any length below 0 or beyond the cache is legal
         given["cache_seqlens"] = cache_seqlens.clamp(0, _MAX_LENGTH - k.shape[1]) + k.shape[1]
@@ -365,10 +370,13 @@ class _Seen(NamedTuple):
             window_size = (-1, -1)
         if not isinstance(window_size, Sequence) or len(window_size) != 2:
             fail("window_size", repr(window_size), "two numbers, left and right")
+        check_flag("causal", causal)
         left, right = window_size
+        for end in window_size:
+            check_int("window_size", end, -(2**63), 2**62)
         if not causal and right > 0:
             _unable("window_size", tuple(window_size), "a right limit of 0, or of -1, none")
-        return cls(bool(causal) or right == 0, None if left < 0 else left + 1)
+        return cls(causal or right == 0, None if left < 0 else left + 1)
 
 
 def _batched(q: torch.Tensor, cu_seqlens_q: torch.Tensor | None, max_seqlen_q: int | None) -> tuple[torch.Tensor, Any]:
@@ -407,6 +415,7 @@ def _written(out: torch.Tensor | None, result: torch.Tensor) -> torch.Tensor:
     if out is None:
         return result
     check_tensor("out", out, dtype=result.dtype, shape=tuple(result.shape), device=result.device)
+    check_written({"out": out}, {})
     return out.copy_(result)
 
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from cute_kernels.runtime.checks import check_plain
 from fp8_mla import CACHE_DTYPES, V_DIM
 from fp8_mla.formats import FORMATS, V3_2, V3_2_NOPE, V4, V4_1, V4_1_FP4
 
@@ -136,7 +137,7 @@ def flash_mla_with_kvcache(
         raise ValueError("causal: got True with indices; needs False, as indices alone say what a query sees")
     cache_format, cache_layout = _format(q, k_cache, kv_format)
     lse = None
-    if isinstance(q, torch.Tensor) and q.dim() == 4:
+    if isinstance(q, torch.Tensor) and not q.is_nested and q.dim() == 4:
         batch, s_q, h_q, _ = q.shape
         lse = torch.empty((batch, h_q, s_q), dtype=torch.float32, device=q.device).transpose(1, 2)
     out, lse = decode_request(
@@ -194,7 +195,7 @@ def _format(q: Any, k_cache: torch.Tensor, kv_format: Any) -> tuple[str | None, 
     if name not in _KV_FORMATS:
         raise ValueError(f"kv_format: got {kv_format!r}; needs one of {', '.join(_KV_FORMATS)}")
     formats, layout = _KV_FORMATS[name]
-    d_qk = q.shape[-1] if isinstance(q, torch.Tensor) and q.dim() else 0
+    d_qk = q.shape[-1] if isinstance(q, torch.Tensor) and not q.is_nested and q.dim() else 0
     fitting = [token_format for token_format in formats if num_bytes in token_format.cache_bytes]
     if not fitting:
         sizes = " or ".join(str(size) for token_format in formats for size in token_format.cache_bytes)
@@ -210,6 +211,7 @@ def _refuse_unsupported(
     if not isinstance(k_cache, torch.Tensor) or k_cache.dtype not in CACHE_DTYPES:
         got = k_cache.dtype if isinstance(k_cache, torch.Tensor) else repr(k_cache)
         raise TypeError(f"k_cache: got {got}; needs uint8 or float8_e4m3fn: only FP8 and FP4 caches are supported")
+    check_plain("k_cache", k_cache)
     if not is_fp8_kvcache:
         raise ValueError("is_fp8_kvcache: got False; needs True: bfloat16 caches are not supported")
     if head_dim_v != V_DIM:

@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from cute_kernels.merge.op import merge_states
 from cute_kernels.runtime.checks import check_tensor, fail, require
+from cute_kernels.runtime.overlap import check_written
 
 HEADS = ("gather", "scatter")
 LSE_BYTES = 16
@@ -134,6 +135,7 @@ class Target(NamedTuple):
             check_tensor("out", out, dtype=dtype, shape=result, device=device, align=16, unit_last_stride=True)
         if lse is not None:
             check_tensor("lse", lse, dtype=torch.float32, shape=(*shape[:-1], own), device=device)
+        check_written({"out": out, "lse": lse}, {"s_aux": s_aux})
         return cls(heads, s_aux, out, lse)
 
 

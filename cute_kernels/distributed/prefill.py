@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Final, Literal, overload
 
 import torch
 import torch.distributed as dist
@@ -15,6 +15,30 @@ from cute_kernels.sink.op import sink_attention
 NAME: Final = "context_parallel_prefill"
 
 
+@overload
+def context_parallel_prefill(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, k_context: torch.Tensor, v_context: torch.Tensor,
+    group: dist.ProcessGroup | None = ..., *, heads: str = ..., s_aux: torch.Tensor | None = ...,
+    softmax_scale: float | None = ..., cu_seqlens_q: torch.Tensor | None = ...,
+    cu_seqlens_context: torch.Tensor | None = ..., out: torch.Tensor | None = ..., lse: torch.Tensor | None = ...,
+    return_lse: Literal[False] = ...,
+) -> torch.Tensor: ...  # fmt: skip
+@overload
+def context_parallel_prefill(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, k_context: torch.Tensor, v_context: torch.Tensor,
+    group: dist.ProcessGroup | None = ..., *, heads: str = ..., s_aux: torch.Tensor | None = ...,
+    softmax_scale: float | None = ..., cu_seqlens_q: torch.Tensor | None = ...,
+    cu_seqlens_context: torch.Tensor | None = ..., out: torch.Tensor | None = ..., lse: torch.Tensor | None = ...,
+    return_lse: Literal[True],
+) -> tuple[torch.Tensor, torch.Tensor]: ...  # fmt: skip
+@overload
+def context_parallel_prefill(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, k_context: torch.Tensor, v_context: torch.Tensor,
+    group: dist.ProcessGroup | None = ..., *, heads: str = ..., s_aux: torch.Tensor | None = ...,
+    softmax_scale: float | None = ..., cu_seqlens_q: torch.Tensor | None = ...,
+    cu_seqlens_context: torch.Tensor | None = ..., out: torch.Tensor | None = ..., lse: torch.Tensor | None = ...,
+    return_lse: bool,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...  # fmt: skip
 def context_parallel_prefill(
     q: torch.Tensor,
     k: torch.Tensor,

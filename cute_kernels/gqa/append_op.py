@@ -13,8 +13,9 @@ from cute_kernels.gqa.reference import reference_append
 from cute_kernels.runtime.arch import require_sm90
 from cute_kernels.runtime.checks import check_tensor, fail, refuse_gradients, require
 from cute_kernels.runtime.compile import get_kernel
-from cute_kernels.runtime.launch import PreparedLaunches, launch_or_explain
+from cute_kernels.runtime.launch import MAX_PREPARED, PreparedLaunches, launch_or_explain
 from cute_kernels.runtime.ops import register_op
+from cute_kernels.runtime.overlap import check_written, holds
 
 _DTYPES = (torch.bfloat16, torch.float16)
 _SCALE_DTYPES = (torch.float32, torch.float16)
@@ -49,10 +50,11 @@ def kv_int8_append(
         v_cache: likewise; of paged_vllm, any strides.
         k_scale: float16 or float32. per_token, per_token_head and per_group (32, 64): written, and the granularity
             follows from the shape. per_tensor () or (1,) and per_head (h_kv,): read; positive and finite.
-        v_scale: likewise, of the same dtype. Its granularity may be another.
-        slot_mapping: (tokens,) int64: ``page * page_size + offset``, without pages ``sequence * s + position``. A token
-            whose slot is negative or past the cache is skipped. Slots must differ: if two tokens have the same one, it
-            may hold a mixture of both.
+        v_scale: likewise, of the same dtype. Its granularity may be another. What is written shares no memory, neither
+            among its own elements nor with another argument.
+        slot_mapping: (tokens,) int64, or int32, which is widened first: ``page * page_size + offset``, without pages
+            ``sequence * s + position``. A token whose slot is negative or past the cache is skipped. Slots must differ:
+            if two tokens have the same one, it may hold a mixture of both.
         layout: "BNSH", "BSNH", "paged_NHD", "paged_HND" or "paged_vllm"; any name in `gqa.layouts.LAYOUTS`.
 
     Raises:
@@ -73,11 +75,14 @@ class PreparedLaunch(NamedTuple):
 
     heads_first  whether a token's heads lie a row apart (1) or next to each other (0)
     views        axes in which the kernel gets k_cache, v_cache, k_scale and v_scale; None: as the caller has them
+    apart        distances of v_cache, k_scale and v_scale from k_cache, in bytes, with which none of them overlap; None
+                 where every call is checked
     """
 
     kernel: Callable[..., None]
     heads_first: int = 0
     views: tuple[tuple[int, ...], ...] | None = None
+    apart: set[tuple[int, ...]] | None = None
 
 
 _prepared: PreparedLaunches[tuple[Any, ...], PreparedLaunch] = PreparedLaunches()
@@ -93,11 +98,27 @@ def _launch(
     slot_mapping: torch.Tensor,
     layout: str,
 ) -> None:
+    if slot_mapping.dtype is torch.int32:
+        slot_mapping = slot_mapping.long()
     key = (
         k.get_device(), k.dtype, k.shape, k_cache.dtype, k_cache.shape, v_cache.dtype, v_cache.shape, k_scale.dtype,
-        k_scale.shape, v_scale.shape, slot_mapping.dtype, layout,
+        k_scale.shape, v_scale.shape, slot_mapping.dtype, layout, k_cache.stride(), v_cache.stride(), k_scale.stride(),
+        v_scale.stride(), k_scale.is_neg(), v_scale.is_neg(),
     )  # fmt: skip
     prepared = _prepared.get(key) or _prepare(key, k, v, k_cache, v_cache, k_scale, v_scale, slot_mapping, layout)
+    if prepared.apart is not None:
+        addresses = [t.data_ptr() for t in (k_cache, v_cache, k_scale, v_scale)]
+        distances = (addresses[1] - addresses[0], addresses[2] - addresses[0], addresses[3] - addresses[0])
+        if (
+            distances not in prepared.apart
+            or holds(k, addresses)
+            or holds(v, addresses)
+            or holds(slot_mapping, addresses)
+        ):
+            _check(k, v, k_cache, v_cache, k_scale, v_scale, slot_mapping, layout)
+            if len(prepared.apart) >= MAX_PREPARED:
+                prepared.apart.clear()
+            prepared.apart.add(distances)
     if k_scale.dim() == 0:
         k_scale = k_scale.view(1)
     if v_scale.dim() == 0:
@@ -142,7 +163,8 @@ def _prepare(
         vllm=known.packed,
     )
     heads_first = int(known.kernel_layout == "heads_first")
-    return _prepared.keep(key, PreparedLaunch(get_kernel(spec), heads_first, _views(known, k_kind, v_kind)), k.device)
+    prepared = PreparedLaunch(get_kernel(spec), heads_first, _views(known, k_kind, v_kind), set())
+    return _prepared.keep(key, prepared, k.device)
 
 
 def _check(
@@ -169,16 +191,21 @@ def _check(
         check_tensor("v_cache", v_cache, align=ALIGNMENT, unit_last_stride=True)
     check_tensor("k", k, shape=(None, sizes.h_kv, sizes.d), align=ALIGNMENT, unit_last_stride=True)
     check_tensor("v", v, dtype=k.dtype, shape=tuple(k.shape), device=k.device, align=ALIGNMENT, unit_last_stride=True)
+    written, read = {"k_cache": k_cache, "v_cache": v_cache}, {"k": k, "v": v, "slot_mapping": slot_mapping}
     for name, scale, dtype in (("k_scale", k_scale, _SCALE_DTYPES), ("v_scale", v_scale, None)):
         # both have the same dtype
         check_tensor(name, scale, dtype=dtype or k_scale.dtype, device=k.device)
-        scale_kind(name, tuple(scale.shape), known, sizes)  # raises where no granularity fits, or several
-    check_tensor("slot_mapping", slot_mapping, dtype=torch.int64, shape=(k.shape[0],), device=k.device)
+        # raises where no granularity fits, or several
+        is_read = scale_kind(name, tuple(scale.shape), known, sizes).granularity in ("per_tensor", "per_head")
+        (read if is_read else written)[name] = scale
+    slot_dtypes = (torch.int64, torch.int32)
+    check_tensor("slot_mapping", slot_mapping, dtype=slot_dtypes, shape=(k.shape[0],), device=k.device)
     num_slots, rows = sizes.num_slots, k.shape[0] * sizes.h_kv
     require(num_slots < 2**31, "k_cache", f"{num_slots} slots", "fewer than 2^31")
     require(rows < 2**30, "k", f"{rows} tokens times heads", "fewer than 2^30")
     if k.device.type != "cpu":
         require_sm90("k", k.device)
+    check_written(written, read)
 
 
 def _views(layout: CacheLayout, *kinds: ScaleKind) -> tuple[tuple[int, ...], ...] | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, overload
 
 import torch
 
@@ -13,11 +13,21 @@ from cute_kernels.gqa.reference import reference_gqa_decode
 from cute_kernels.gqa.spec import ITEMSIZE, MAX_RANGES, GqaDecodeSpec
 from cute_kernels.runtime import memory, workspace
 from cute_kernels.runtime.arch import require_sm90
-from cute_kernels.runtime.checks import check_tensor, fail, refuse_gradients, require
+from cute_kernels.runtime.checks import (
+    check_flag,
+    check_int,
+    check_number,
+    check_tensor,
+    fail,
+    is_finite,
+    refuse_gradients,
+    require,
+)
 from cute_kernels.runtime.compile import get_kernel
 from cute_kernels.runtime.launch import PreparedLaunches, launch_or_explain
 from cute_kernels.runtime.memory import MAX_HEADS
 from cute_kernels.runtime.ops import is_traced, register_op
+from cute_kernels.runtime.overlap import check_written, share_storage
 
 NO_WINDOW = 2**30
 """Wider than any cache, and far enough from 2^31 for differences."""
@@ -26,7 +36,7 @@ CACHE_DTYPES = (torch.int8, torch.float8_e4m3fn, torch.bfloat16, torch.float16)
 SCALE_DTYPES = (torch.float16, torch.float32)
 _NAMES = {dtype: str(dtype).removeprefix("torch.") for dtype in (*CACHE_DTYPES, torch.float32)}
 
-_INTS, _FLOATS, _INF = (int, type(None)), (float, type(None)), float("inf")
+_INTS, _INF = (int, type(None)), float("inf")
 _TENSORS = (
     "q", "k_cache", "v_cache", "k_scale", "v_scale", "cache_seqlens", "block_table", "alibi_slopes", "s_aux", "out",
     "lse",
@@ -56,6 +66,33 @@ class _Request(NamedTuple):
     return_lse: bool = True
 
 
+@overload
+def gqa_decode(
+    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, k_scale: torch.Tensor | None = ...,
+    v_scale: torch.Tensor | None = ..., *, layout: str = ..., cache_seqlens: torch.Tensor | None = ...,
+    block_table: torch.Tensor | None = ..., causal: bool = ..., window: int | None = ..., softcap: float | None = ...,
+    alibi_slopes: torch.Tensor | None = ..., s_aux: torch.Tensor | None = ..., softmax_scale: float | None = ...,
+    num_splits: int | None = ..., out: torch.Tensor | None = ..., lse: torch.Tensor | None = ...,
+    return_lse: Literal[False] = ...,
+) -> torch.Tensor: ...  # fmt: skip
+@overload
+def gqa_decode(
+    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, k_scale: torch.Tensor | None = ...,
+    v_scale: torch.Tensor | None = ..., *, layout: str = ..., cache_seqlens: torch.Tensor | None = ...,
+    block_table: torch.Tensor | None = ..., causal: bool = ..., window: int | None = ..., softcap: float | None = ...,
+    alibi_slopes: torch.Tensor | None = ..., s_aux: torch.Tensor | None = ..., softmax_scale: float | None = ...,
+    num_splits: int | None = ..., out: torch.Tensor | None = ..., lse: torch.Tensor | None = ...,
+    return_lse: Literal[True],
+) -> tuple[torch.Tensor, torch.Tensor]: ...  # fmt: skip
+@overload
+def gqa_decode(
+    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, k_scale: torch.Tensor | None = ...,
+    v_scale: torch.Tensor | None = ..., *, layout: str = ..., cache_seqlens: torch.Tensor | None = ...,
+    block_table: torch.Tensor | None = ..., causal: bool = ..., window: int | None = ..., softcap: float | None = ...,
+    alibi_slopes: torch.Tensor | None = ..., s_aux: torch.Tensor | None = ..., softmax_scale: float | None = ...,
+    num_splits: int | None = ..., out: torch.Tensor | None = ..., lse: torch.Tensor | None = ...,
+    return_lse: bool,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...  # fmt: skip
 def gqa_decode(
     q: torch.Tensor,
     k_cache: torch.Tensor,
@@ -112,8 +149,8 @@ def gqa_decode(
         s_aux: (h_q,) float32, a logit per head in natural-log units that joins the softmax denominator alone.
         softmax_scale: default d ** -0.5.
         num_splits: splits of each sequence; default: planned over the whole batch.
-        out: (batch, s_q, h_q, d), q's dtype, to write to; rows contiguous and 8-byte aligned.
-        lse: (batch, s_q, h_q) float32 to write to.
+        out: (batch, s_q, h_q, d), q's dtype, to write to; rows contiguous and 8-byte aligned. It may be q itself.
+        lse: (batch, s_q, h_q) float32 to write to. Neither shares memory with another argument otherwise.
         return_lse: also return the log-sum-exp.
 
     Returns:
@@ -137,7 +174,7 @@ def gqa_decode(
     if isinstance(q, torch.Tensor) and q.is_cuda and not is_traced():
         out, lse = _decode_on_gpu(*arguments, out, lse, return_lse)
         return (out, lse) if return_lse else out
-    if not isinstance(q, torch.Tensor) or q.dim() != 4:
+    if not isinstance(q, torch.Tensor) or q.is_nested or q.dim() != 4:
         _check(*arguments, out, lse)
     if out is None:
         out = q.new_empty(q.shape)
@@ -181,7 +218,7 @@ _prepared: PreparedLaunches[tuple[Any, ...], PreparedLaunch] = PreparedLaunches(
 
 def _signature(t: torch.Tensor | None) -> tuple[Any, ...] | None:
     """The facts that a compiled kernel does not check of a tensor that it gets as an address."""
-    return None if t is None else (t.shape, t.stride(), t.dtype, t.get_device())
+    return None if t is None else (t.shape, t.stride(), t.dtype, t.get_device(), t.is_neg())
 
 
 def _launch(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -194,7 +231,8 @@ def _launch(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
     if not (
         type(window) in _INTS
         and type(num_splits) in _INTS
-        and type(softmax_scale) in _FLOATS
+        and type(causal) is bool
+        and (softmax_scale is None or (type(softmax_scale) is float and is_finite(softmax_scale)))
         and (softcap is None or (type(softcap) is float and 0 < softcap < _INF))
     ):
         _check_numbers(_Request(*arguments))
@@ -202,8 +240,16 @@ def _launch(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
         q.shape, q.dtype, k_cache.shape, k_cache.dtype, layout, _signature(k_scale), _signature(v_scale),
         None if block_table is None else block_table.shape[-1], softcap is None, _signature(alibi_slopes), num_splits,
         q.get_device(),
+        None if out is None or out.is_contiguous() else out.stride(),
+        None if lse is None or lse.is_contiguous() else (lse.stride(), lse.is_neg()),
     )  # fmt: skip
     prepared = _prepared.get(key) or _prepare(key, _Request(*arguments))
+    if (out is not None or lse is not None) and share_storage(
+        out,
+        lse,
+        (None if out is q else q, k_cache, v_cache, k_scale, v_scale, cache_seqlens, block_table, alibi_slopes, s_aux),
+    ):
+        _check_outputs(_Request(*arguments))
     if out is None:
         out = memory.empty_like(q)
     if lse is None:
@@ -400,6 +446,14 @@ def _check(*arguments: Any) -> None:
         check_tensor("lse", lse, dtype=torch.float32, shape=(batch, s_q, h_q), device=device)
     if device.type != "cpu":
         require_sm90("q", device)
+    _check_outputs(request)
+
+
+def _check_outputs(request: _Request) -> None:
+    """Raises where the memory of an output is also another argument's. Only `out is q` may be, row for row."""
+    outputs = {"out": request.out, "lse": request.lse}
+    inputs = {name: getattr(request, name) for name in _TENSORS if name not in outputs}
+    check_written(outputs, inputs, in_place=("out", "q"))
 
 
 def _check_rows(name: str, cache: torch.Tensor, layout: CacheLayout) -> None:
@@ -432,22 +486,17 @@ def _check_scales(request: _Request, layout: CacheLayout, sizes: CacheSizes) -> 
 
 
 def _check_numbers(request: _Request) -> None:
-    for name, value, least, most in (
-        ("window", request.window, 1, None),
-        ("num_splits", request.num_splits, 1, MAX_RANGES),
-    ):
-        if value is None:
-            continue
-        is_int = isinstance(value, int) and not isinstance(value, bool)
-        require(is_int, name, type(value).__name__, "an int", TypeError)
-        allowed = value >= least and (most is None or value <= most)
-        require(allowed, name, value, f"at least {least}" if most is None else f"{least} to {most}")
+    check_flag("causal", request.causal)
+    if request.window is not None:
+        check_int("window", request.window, 1, needs="at least 1, or None for no window")
+    if request.num_splits is not None:
+        needs = f"1 to {MAX_RANGES}, or None to have it planned"
+        check_int("num_splits", request.num_splits, 1, MAX_RANGES, needs=needs)
     for name, number in (("softcap", request.softcap), ("softmax_scale", request.softmax_scale)):
         if number is not None:
-            is_number = isinstance(number, (int, float)) and not isinstance(number, bool)
-            require(is_number, name, type(number).__name__, "a number", TypeError)
+            check_number(name, number)
     if request.softcap is not None:
-        require(0 < request.softcap < _INF, "softcap", request.softcap, "a positive number")
+        require(request.softcap > 0, "softcap", request.softcap, "a positive number, or None for no cap")
 
 
 _decode_on_gpu = launch_or_explain(_launch, _check, _Request._fields)

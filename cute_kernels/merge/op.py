@@ -16,6 +16,7 @@ from cute_kernels.runtime.checks import check_tensor, refuse_gradients, require
 from cute_kernels.runtime.compile import get_kernel
 from cute_kernels.runtime.launch import PreparedLaunches, launch_or_explain
 from cute_kernels.runtime.ops import is_traced, register_op
+from cute_kernels.runtime.overlap import check_written, share_storage
 
 DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 _TENSORS = ("outs", "lses", "s_aux", "out", "lse")
@@ -42,7 +43,8 @@ def merge_states(
         s_aux: (heads,) float32, where heads is the last of the dimensions "...": sink logits that join the denominator
             once. The pairs must not contain them already. -inf is no sink, +inf makes the output 0.
         out: (..., d) float32, bfloat16 or float16: where to write the output, rows as those of `outs`.
-        lse: (...) float32: where to write the log-sum-exp.
+        lse: (...) float32: where to write the log-sum-exp. Neither shares memory with another argument, `outs` and
+            `lses` included: a row's lse may be written while others still read it.
 
     Returns:
         out (..., d), of the dtype of `outs` unless given, and lse (...) float32, without `s_aux`. A row whose pairs
@@ -93,8 +95,15 @@ def _launch(
     lse: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Calls the kernel with leading dimensions (batch, s, heads): heads stay apart for `s_aux`."""
-    key = (outs.get_device(), outs.shape, outs.dtype, outs.dtype if out is None else out.dtype, s_aux is None)
+    key = (
+        outs.get_device(), outs.shape, outs.dtype, outs.dtype if out is None else out.dtype, s_aux is None,
+        lses.is_neg(),
+        None if out is None or out.is_contiguous() else out.stride(),
+        None if lse is None or lse.is_contiguous() else (lse.stride(), lse.is_neg()),
+    )  # fmt: skip
     prepared = _prepared.get(key) or _prepare(key, outs, lses, s_aux, out, lse)
+    if (out is not None or lse is not None) and share_storage(out, lse, (outs, lses, s_aux)):
+        _check_outputs(outs, lses, s_aux, out, lse)
     if out is None:
         out = memory.empty_like(prepared.out_like)
     if lse is None:
@@ -185,6 +194,18 @@ def _check(
         _views(out, lse)  # raises where the kernel's views do not exist, on a CPU too
     if device.type != "cpu":
         require_sm90("outs", device)
+    _check_outputs(outs, lses, s_aux, out, lse)
+
+
+def _check_outputs(
+    outs: torch.Tensor,
+    lses: torch.Tensor,
+    s_aux: torch.Tensor | None,
+    out: torch.Tensor | None,
+    lse: torch.Tensor | None,
+) -> None:
+    """Raises where the memory of an output is also another argument's."""
+    check_written({"out": out, "lse": lse}, {"outs": outs, "lses": lses, "s_aux": s_aux})
 
 
 def _check_outs(outs: torch.Tensor) -> None:

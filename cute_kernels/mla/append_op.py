@@ -13,7 +13,8 @@ from cute_kernels.runtime.arch import require_sm90
 from cute_kernels.runtime.checks import check_tensor, refuse_gradients
 from cute_kernels.runtime.launch import PreparedLaunches, launch_or_explain
 from cute_kernels.runtime.ops import register_op
-from fp8_mla import TOKEN_BYTES, pack, write_pages
+from cute_kernels.runtime.overlap import check_written, holds
+from fp8_mla import TOKEN_BYTES, pack, row_views, write_pages
 from fp8_mla.formats import CACHE_LAYOUTS, FORMATS, V3_2, PageLayout, TokenFormat, format_of_cache
 
 _ALIGN = 16  # bytes: every access of the kernels
@@ -39,8 +40,10 @@ def mla_fp8_append(
         kv_cache: (num_pages, page_size, bytes) or (num_pages, page_size, 1, bytes) uint8 or float8_e4m3fn, any page
             size. The bytes of a slot are contiguous and start at a multiple of 16; any distance between slots and
             between pages. Of a planar cache only the address, the shape and the distance of two pages count.
-        slot_mapping: (tokens,) int64, ``page * page_size + offset``. A token whose slot is negative or past the cache
-            is skipped. Slots must differ: if two tokens have the same one, its bytes may be a mixture of both.
+            No two slots share memory, and none is also another argument's.
+        slot_mapping: (tokens,) int64 or int32, which is widened first, ``page * page_size + offset``. A token whose
+            slot is negative or past the cache is skipped. Slots must differ: if two tokens have the same one, its bytes
+            may be a mixture of both.
         cache_format: as `mla_fp8_decode` takes it. Default: "v3.2" for 656 bytes a token with 576 columns of kv,
             "v3.2_nope" with 512, which leaves the other bytes of a slot alone; "v4" for 584; "v4.1_fp4" for 288. 528
             bytes need it: "v3.2_nope" and "v4.1" both have as many.
@@ -70,12 +73,17 @@ def _launch(
     cache_format: str | None = None,
     cache_layout: str | None = None,
 ) -> None:
+    if slot_mapping.dtype is torch.int32:
+        slot_mapping = slot_mapping.long()
     key: tuple[Any, ...] = (
-        kv.get_device(), kv.shape, kv_cache.shape, kv_cache.dtype, slot_mapping.dtype, cache_format, cache_layout,
+        kv.get_device(), kv.shape, kv_cache.shape, kv_cache.stride(), kv_cache.dtype, slot_mapping.dtype, cache_format,
+        cache_layout,
     )  # fmt: skip
     if kv_cache.shape[-1] != TOKEN_BYTES or kv.shape[-1] != V3_2.d_qk:
         # these kernels are told where rows are, and do not check it
-        key = (*key, kv_cache.stride(), kv_cache.untyped_storage().nbytes() - kv_cache.storage_offset())
+        key = (*key, kv_cache.untyped_storage().nbytes() - kv_cache.storage_offset())
+    if holds(kv_cache, (kv.data_ptr(), slot_mapping.data_ptr())):
+        _check(kv, kv_cache, slot_mapping, cache_format, cache_layout)
     kernel = _prepared.get(key) or _prepare(key, kv, kv_cache, slot_mapping, cache_format, cache_layout)
     # a view of the pages without checks: the key's shape and dtype passed them
     if kv_cache.dtype is not torch.uint8:
@@ -124,9 +132,12 @@ def _check(
         token_format = V3_2 if cache_format == V3_2.name else FORMATS[cache_format]
     layout = check_cache("kv_cache", kv_cache, token_format, cache_layout)
     check_tensor("kv", kv, shape=(None, token_format.d_qk))
-    check_tensor("slot_mapping", slot_mapping, dtype=torch.int64, shape=(kv.shape[0],), device=kv.device)
+    slot_dtypes = (torch.int64, torch.int32)
+    check_tensor("slot_mapping", slot_mapping, dtype=slot_dtypes, shape=(kv.shape[0],), device=kv.device)
     if kv.device.type != "cpu":
         require_sm90("kv", kv.device)
+    for rows in row_views(kv_cache, token_format, cache_layout):
+        check_written({"kv_cache": rows}, {"kv": kv, "slot_mapping": slot_mapping})
     return token_format, layout
 
 

@@ -9,7 +9,8 @@ import torch
 from cute_kernels.mla.plan import EXCHANGES, MAX_SPLITS
 from cute_kernels.mla.spec import MAX_KEYS, SCORES
 from cute_kernels.runtime.arch import require_sm90
-from cute_kernels.runtime.checks import check_tensor, fail, require
+from cute_kernels.runtime.checks import check_flag, check_int, check_number, check_tensor, fail, require
+from cute_kernels.runtime.overlap import check_written
 from fp8_mla.formats import (
     CACHE_LAYOUTS,
     FORMATS,
@@ -27,6 +28,11 @@ MAX_SLOTS = 2**31
 """Fewer than these: indices are int32."""
 NEEDS_KEYS = "either indices (sparse; topk_length is optional), or block_table and cache_seqlens (dense)"
 _ALIGN = 16  # bytes: loads of the kernels
+TENSORS = (
+    "q", "kv_cache", "indices", "topk_length", "block_table", "cache_seqlens", "s_aux", "out", "lse",
+    "extra_kv_cache", "extra_indices", "extra_topk_length",
+)  # fmt: skip
+"""Arguments that are tensors."""
 
 
 class Request(NamedTuple):
@@ -109,7 +115,7 @@ def check(*arguments: Any) -> None:
     extra = _check_extra(request, layout)
     if request.s_aux is not None:
         check_tensor("s_aux", request.s_aux, dtype=torch.float32, shape=(h_q,), device=device, unit_last_stride=True)
-    check_options(request.softmax_scale, request.num_splits, request.exchange, request.scores)
+    check_options(request.causal, request.softmax_scale, request.num_splits, request.exchange, request.scores)
     _check_options_of_formats(Formats(first, extra), request.exchange, request.scores)
     if out is not None:
         shape = (batch, s_q, h_q, first.d_v)
@@ -118,6 +124,14 @@ def check(*arguments: Any) -> None:
         check_tensor("lse", lse, dtype=torch.float32, shape=(batch, s_q, h_q), device=device)
     if device.type != "cpu":
         require_sm90("q", device)
+    check_outputs(request)
+
+
+def check_outputs(request: Request) -> None:
+    """Raises where the memory of an output is also another argument's. Only `out is q` may be, row for row."""
+    outputs = {"out": request.out, "lse": request.lse}
+    inputs = {name: getattr(request, name) for name in TENSORS if name not in outputs}
+    check_written(outputs, inputs, in_place=("out", "q"))
 
 
 def check_sizes(s_q: int, h_q: int) -> None:
@@ -127,16 +141,15 @@ def check_sizes(s_q: int, h_q: int) -> None:
 
 
 def check_options(
-    softmax_scale: float | None, num_splits: int | None, exchange: str | None, scores: str | None
+    causal: bool, softmax_scale: float | None, num_splits: int | None, exchange: str | None, scores: str | None
 ) -> None:
     """Raises for wrong values of the arguments that are no tensors, formats aside."""
+    check_flag("causal", causal)
     if softmax_scale is not None:
-        is_number = isinstance(softmax_scale, (int, float)) and not isinstance(softmax_scale, bool)
-        require(is_number, "softmax_scale", type(softmax_scale).__name__, "a number", TypeError)
+        check_number("softmax_scale", softmax_scale)
     if num_splits is not None:
-        is_int = isinstance(num_splits, int) and not isinstance(num_splits, bool)
-        require(is_int, "num_splits", type(num_splits).__name__, "an int", TypeError)
-        require(1 <= num_splits <= MAX_SPLITS, "num_splits", num_splits, f"1 to {MAX_SPLITS}")
+        needs = f"1 to {MAX_SPLITS}, or None to have it planned"
+        check_int("num_splits", num_splits, 1, MAX_SPLITS, needs=needs)
     require(exchange is None or exchange in EXCHANGES, "exchange", repr(exchange), f"None or one of {EXCHANGES}")
     require(scores is None or scores in SCORES, "scores", repr(scores), f"None or one of {SCORES}")
     if scores == "fp8" and exchange not in (None, "none"):

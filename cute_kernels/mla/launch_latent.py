@@ -7,13 +7,14 @@ from typing import Any, NamedTuple
 
 import torch
 
-from cute_kernels.mla.checks import MAX_SLOTS, Request, check, formats_of
+from cute_kernels.mla.checks import MAX_SLOTS, Request, check, check_outputs, formats_of
 from cute_kernels.mla.plan import plan_decode
 from cute_kernels.mla.spec import PARTIAL_FLOATS
 from cute_kernels.runtime import memory, workspace
 from cute_kernels.runtime.checks import fail
 from cute_kernels.runtime.compile import get_kernel
 from cute_kernels.runtime.launch import PreparedLaunches
+from cute_kernels.runtime.overlap import share_storage
 from fp8_mla.formats import FORMATS, TokenFormat
 from fp8_mla.pages import check_pages
 
@@ -63,7 +64,7 @@ def launch_latent(request: Request) -> tuple[torch.Tensor, torch.Tensor]:
     Returns:
         out (batch, s_q, h_q, 512) bfloat16 and lse (batch, s_q, h_q) float32.
     """
-    q, indices = request.q, request.indices
+    q, indices, out, lse = request.q, request.indices, request.out, request.lse
     batch, s_q, h_q, d_qk = q.shape
     sparse = indices is not None
     index = indices if sparse else request.block_table
@@ -88,10 +89,15 @@ def launch_latent(request: Request) -> tuple[torch.Tensor, torch.Tensor]:
     ragged = any(length is not None for length in lengths)
     key = (
         q.get_device(), sparse, batch, s_q, h_q, ragged, request.num_splits, request.exchange, request.scores,
-        request.cache_layout, request.inf_if_empty, *keys,
+        request.cache_layout, request.inf_if_empty,
+        None if out is None or out.is_contiguous() else out.stride(),
+        None if lse is None or lse.is_contiguous() else (lse.stride(), lse.is_neg()), *keys,
     )  # fmt: skip
     prepared = _prepared.get(key) or _prepare(request, key, keys, ragged, caches)
-    out, lse = request.out, request.lse
+    if (out is not None or lse is not None) and share_storage(
+        out, lse, (None if out is q else q, request.s_aux, *caches, *indices_of, *lengths)
+    ):
+        check_outputs(request)
     if out is None:
         out = memory.empty_like(prepared.out_like)
     if lse is None:

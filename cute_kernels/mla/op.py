@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, overload
 
 import torch
 
 import fp8_mla
-from cute_kernels.mla.checks import MAX_SLOTS, NEEDS_KEYS, check_options, check_sizes, check_width
+from cute_kernels.mla.checks import (
+    MAX_SLOTS,
+    NEEDS_KEYS,
+    TENSORS,
+    check_options,
+    check_outputs,
+    check_sizes,
+    check_width,
+)
 from cute_kernels.mla.checks import Request as _Request
 from cute_kernels.mla.checks import check as _check
 from cute_kernels.mla.launch_latent import launch_latent
@@ -16,16 +24,17 @@ from cute_kernels.mla.plan import plan_decode
 from cute_kernels.mla.spec import MASKED_SCALE, PARTIAL_FLOATS
 from cute_kernels.runtime import memory, workspace
 from cute_kernels.runtime.arch import require_sm90
-from cute_kernels.runtime.checks import fail, refuse_gradients
+from cute_kernels.runtime.checks import fail, is_finite, refuse_gradients, require
 from cute_kernels.runtime.compile import get_kernel
 from cute_kernels.runtime.launch import PreparedLaunches, launch_or_explain
 from cute_kernels.runtime.ops import is_traced, register_op
+from cute_kernels.runtime.overlap import check_strides, share_storage
 from fp8_mla.formats import V3_2
 
 DEFAULT_SCALE = fp8_mla.QK_DIM**-0.5
 _D_QK, _TOKEN_BYTES = fp8_mla.QK_DIM, fp8_mla.TOKEN_BYTES
 _INPUTS = _Request._fields.index("out")  # of a request, before what is written
-_INTS, _FLOATS = (int, type(None)), (float, type(None))
+_INTS = (int, type(None))
 
 _OF_REFERENCE = (
     "indices",
@@ -42,12 +51,41 @@ _OF_REFERENCE = (
     "extra_topk_length",
     "extra_cache_format",
 )
-_TENSORS = (
-    "q", "kv_cache", "indices", "topk_length", "block_table", "cache_seqlens", "s_aux", "out", "lse",
-    "extra_kv_cache", "extra_indices", "extra_topk_length",
-)  # fmt: skip
 
 
+@overload
+def mla_fp8_decode(
+    q: torch.Tensor, kv_cache: torch.Tensor, *, indices: torch.Tensor | None = ...,
+    topk_length: torch.Tensor | None = ..., block_table: torch.Tensor | None = ...,
+    cache_seqlens: torch.Tensor | None = ..., causal: bool = ..., softmax_scale: float | None = ...,
+    s_aux: torch.Tensor | None = ..., num_splits: int | None = ..., exchange: str | None = ...,
+    scores: str | None = ..., cache_format: str | None = ..., cache_layout: str | None = ...,
+    extra_kv_cache: torch.Tensor | None = ..., extra_indices: torch.Tensor | None = ...,
+    extra_topk_length: torch.Tensor | None = ..., extra_cache_format: str | None = ...,
+    out: torch.Tensor | None = ..., lse: torch.Tensor | None = ..., return_lse: Literal[False] = ...,
+) -> torch.Tensor: ...  # fmt: skip
+@overload
+def mla_fp8_decode(
+    q: torch.Tensor, kv_cache: torch.Tensor, *, indices: torch.Tensor | None = ...,
+    topk_length: torch.Tensor | None = ..., block_table: torch.Tensor | None = ...,
+    cache_seqlens: torch.Tensor | None = ..., causal: bool = ..., softmax_scale: float | None = ...,
+    s_aux: torch.Tensor | None = ..., num_splits: int | None = ..., exchange: str | None = ...,
+    scores: str | None = ..., cache_format: str | None = ..., cache_layout: str | None = ...,
+    extra_kv_cache: torch.Tensor | None = ..., extra_indices: torch.Tensor | None = ...,
+    extra_topk_length: torch.Tensor | None = ..., extra_cache_format: str | None = ...,
+    out: torch.Tensor | None = ..., lse: torch.Tensor | None = ..., return_lse: Literal[True],
+) -> tuple[torch.Tensor, torch.Tensor]: ...  # fmt: skip
+@overload
+def mla_fp8_decode(
+    q: torch.Tensor, kv_cache: torch.Tensor, *, indices: torch.Tensor | None = ...,
+    topk_length: torch.Tensor | None = ..., block_table: torch.Tensor | None = ...,
+    cache_seqlens: torch.Tensor | None = ..., causal: bool = ..., softmax_scale: float | None = ...,
+    s_aux: torch.Tensor | None = ..., num_splits: int | None = ..., exchange: str | None = ...,
+    scores: str | None = ..., cache_format: str | None = ..., cache_layout: str | None = ...,
+    extra_kv_cache: torch.Tensor | None = ..., extra_indices: torch.Tensor | None = ...,
+    extra_topk_length: torch.Tensor | None = ..., extra_cache_format: str | None = ...,
+    out: torch.Tensor | None = ..., lse: torch.Tensor | None = ..., return_lse: bool,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...  # fmt: skip
 def mla_fp8_decode(
     q: torch.Tensor,
     kv_cache: torch.Tensor,
@@ -121,8 +159,9 @@ def mla_fp8_decode(
         extra_indices: (batch, s_q, extra_topk) int32, as `indices`: slots of the second cache.
         extra_topk_length: as `topk_length`, for `extra_indices`.
         extra_cache_format: as `cache_format`. Default: what pairs with the first and has as many bytes.
-        out: (batch, s_q, h_q, 512) bfloat16 to write to; rows contiguous and 16-byte aligned.
-        lse: (batch, s_q, h_q) float32 to write to.
+        out: (batch, s_q, h_q, 512) bfloat16 to write to; rows contiguous and 16-byte aligned. It may be q itself where
+            q has 512 columns.
+        lse: (batch, s_q, h_q) float32 to write to. Neither shares memory with another argument otherwise.
         return_lse: also return the log-sum-exp.
 
     Returns:
@@ -136,7 +175,7 @@ def mla_fp8_decode(
     """
     if torch.is_grad_enabled():
         refuse_gradients(
-            "mla_fp8_decode", _TENSORS, q, kv_cache, indices, topk_length, block_table, cache_seqlens, s_aux, out, lse,
+            "mla_fp8_decode", TENSORS, q, kv_cache, indices, topk_length, block_table, cache_seqlens, s_aux, out, lse,
             extra_kv_cache, extra_indices, extra_topk_length,
         )  # fmt: skip
     arguments = (
@@ -165,7 +204,7 @@ def decode_request(**arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """
     request = _Request(**arguments)
     if torch.is_grad_enabled():
-        refuse_gradients("mla_fp8_decode", _TENSORS, *(getattr(request, name) for name in _TENSORS))
+        refuse_gradients("mla_fp8_decode", TENSORS, *(getattr(request, name) for name in TENSORS))
     if isinstance(request.q, torch.Tensor) and request.q.is_cuda and not is_traced():
         return _decode_on_gpu(*request)
     return _decode_by_operator(request)
@@ -174,7 +213,7 @@ def decode_request(**arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
 def _decode_by_operator(request: _Request) -> tuple[torch.Tensor, torch.Tensor]:
     """A call that torch.compile traces, or one on a CPU."""
     q, out, lse = request.q, request.out, request.lse
-    if not isinstance(q, torch.Tensor) or q.dim() != 4:
+    if not isinstance(q, torch.Tensor) or q.is_nested or q.dim() != 4:
         _check(*request)
     if out is None:
         out = q.new_empty((*q.shape[:3], fp8_mla.V_DIM), dtype=torch.bfloat16)
@@ -210,8 +249,12 @@ def _launch(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
         inf_if_empty, return_lse,
     ) = arguments  # fmt: skip
     # a kernel takes True for 1, and 1.0 finds the launch that 1 prepared
-    if type(num_splits) not in _INTS or type(softmax_scale) not in _FLOATS:
-        check_options(softmax_scale, num_splits, exchange, scores)
+    if not (
+        type(num_splits) in _INTS
+        and type(causal) is bool
+        and (softmax_scale is None or (type(softmax_scale) is float and is_finite(softmax_scale)))
+    ):
+        check_options(causal, softmax_scale, num_splits, exchange, scores)
     batch, s_q, h_q, d_qk = q.shape
     if pages.dtype is not torch.uint8:
         if pages.dtype is not torch.float8_e4m3fn:
@@ -236,8 +279,14 @@ def _launch(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
     key = (
         device, sparse, batch, s_q, h_q, index.shape[-1], num_pages > 0, page_size, ragged, num_splits, exchange,
         scores, inf_if_empty,
+        None if out is None or out.is_contiguous() else out.stride(),
+        None if lse is None or lse.is_contiguous() else (lse.stride(), lse.is_neg()),
     )  # fmt: skip
     prepared = _prepared.get(key) or _prepare(*key)
+    if (out is not None or lse is not None) and share_storage(
+        out, lse, (None if out is q else q, pages, index, given_length, s_aux)
+    ):
+        check_outputs(_Request(*arguments))
     if out is None:
         out = memory.empty_like(prepared.out_like)
     if lse is None:
@@ -285,12 +334,20 @@ def _prepare(
     exchange: str | None,
     scores: str | None,
     inf_if_empty: bool,
+    out_stride: tuple[int, ...] | None,
+    lse_view: tuple[tuple[int, ...], bool] | None,
 ) -> PreparedLaunch:
     """Plans a call and loads its kernel; the arguments are the key that `_launch` looks up."""
     device = torch.device("cuda", device_index)
     require_sm90("q", device)
     check_sizes(s_q, h_q)
-    check_options(None, num_splits, exchange, scores)
+    check_options(True, None, num_splits, exchange, scores)
+    rows = (batch, s_q, h_q)
+    if out_stride is not None:
+        check_strides("out", (*rows, fp8_mla.V_DIM), out_stride)
+    if lse_view is not None:
+        check_strides("lse", rows, lse_view[0])
+        require(not lse_view[1], "lse", "a view with its neg bit set", "lse.resolve_neg()")
     check_width(sparse, width, page_size)
     constants, zero_row = memory.constants(device), _zero_row(device)
     kernel, splits, merge_ctas, max_ctas, blocks, partial_rows = None, 1, 1, 1, 1, 0
@@ -324,7 +381,7 @@ def _prepare(
     )
     key = (
         device_index, sparse, batch, s_q, h_q, width, any_page, page_size, ragged, num_splits, exchange, scores,
-        inf_if_empty,
+        inf_if_empty, out_stride, lse_view,
     )  # fmt: skip
     return _prepared.keep(key, prepared, device)
 

@@ -7,9 +7,13 @@ dimensions, on a busy 2-core CPU machine).
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import NoReturn
 
 import torch
+from torch.autograd import forward_ad
+
+_LARGEST = torch.finfo(torch.float32).max
 
 
 def fail(name: str, got: object, needs: object, error: type[Exception] = ValueError) -> NoReturn:
@@ -34,6 +38,73 @@ def refuse_gradients(op: str, names: tuple[str, ...], *tensors: object) -> None:
         if t is not None and getattr(t, "requires_grad", False):
             needs = f"one that does not, or torch.no_grad(): {op} has no backward"
             fail(names[i], "a tensor that requires gradients", needs)
+
+
+def is_transformed() -> bool:
+    """Whether forward-mode derivatives or a transform of torch.func are under way in this thread; 0.1 us."""
+    return forward_ad._current_level >= 0 or torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def refuse_transformed(names: Iterable[str], tensors: Iterable[object]) -> None:
+    """Raises for the first of `tensors` with a forward-mode derivative, or of a transform of torch.func."""
+    for name, t in zip(names, tensors, strict=False):
+        if isinstance(t, torch.Tensor):
+            _refuse_transformed(name, t)
+
+
+def _refuse_transformed(name: str, t: torch.Tensor) -> None:
+    if forward_ad._current_level >= 0 and forward_ad.unpack_dual(t).tangent is not None:
+        fail(name, "a tensor with a forward-mode derivative", "one without: there are no forward-mode derivatives here")
+    if torch._C._functorch.is_functorch_wrapped_tensor(t):
+        needs = "a plain tensor: batches are a dimension of it, and gradients torch.autograd's"
+        fail(name, "a tensor inside a transform of torch.func, such as vmap or grad", needs)
+
+
+def check_plain(name: str, t: torch.Tensor) -> None:
+    """Raises unless the tensor is what lies in its memory: dense, without a derivative, a batch or a sign beside it."""
+    if t.is_nested or t.layout is not torch.strided:
+        fail(name, "a nested tensor" if t.is_nested else f"layout {t.layout}", "a plain dense tensor", TypeError)
+    if torch.compiler.is_compiling():
+        return  # the operator is given plain tensors
+    if is_transformed():
+        _refuse_transformed(name, t)
+    if t.is_neg() or t.is_conj():
+        how = "neg" if t.is_neg() else "conj"
+        fail(name, f"a view with its {how} bit set, whose memory has the other sign", f"{name}.resolve_{how}()")
+
+
+def kind(value: object) -> str:
+    """The type of an argument, with its module if it has another name than Python's own."""
+    of = type(value)
+    return of.__name__ if of.__module__ == "builtins" else f"{of.__module__}.{of.__name__}"
+
+
+def check_flag(name: str, value: object) -> None:
+    """Raises TypeError unless the argument is True or False."""
+    if not isinstance(value, bool):
+        fail(name, kind(value), f"a bool, such as bool({name})", TypeError)
+
+
+def check_int(name: str, value: object, least: int, most: int = 2**63 - 1, *, needs: str = "") -> None:
+    """Raises unless the argument is an int from `least` to `most`; `needs` says more than these numbers."""
+    if not isinstance(value, int) or isinstance(value, bool):
+        fail(name, kind(value), f"an int, such as int({name})", TypeError)
+    if not least <= value <= most:
+        range_ = f"at least {least}" if most == 2**63 - 1 and value < least else f"{least} to {most}"
+        fail(name, value, needs if needs and value < least else range_)
+
+
+def check_number(name: str, value: object) -> None:
+    """Raises unless the argument is an int or float that float32 has."""
+    if not isinstance(value, (int, float)) or isinstance(value, bool):
+        fail(name, kind(value), f"a number, such as float({name})", TypeError)
+    if not is_finite(value):
+        fail(name, value, "a finite number of float32")
+
+
+def is_finite(value: float) -> bool:
+    """Whether float32 has the number."""
+    return -_LARGEST <= value <= _LARGEST
 
 
 def check_tensor(
@@ -65,7 +136,8 @@ def check_tensor(
         ValueError: anything else.
     """
     if not isinstance(t, torch.Tensor):
-        fail(name, f"{type(t).__name__}", "a torch.Tensor", TypeError)
+        fail(name, kind(t), "a torch.Tensor", TypeError)
+    check_plain(name, t)
     if dtype is not None and t.dtype is not dtype and not (isinstance(dtype, tuple) and t.dtype in dtype):
         fail(name, f"dtype {t.dtype}", _either(dtype), TypeError)
     if ndim is not None and t.dim() != ndim:

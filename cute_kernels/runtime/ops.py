@@ -6,6 +6,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
+
+from cute_kernels.runtime.checks import refuse_transformed
 
 NAMESPACE = __name__.partition(".")[0]
 """The package's name: cute_kernels, or what a loader of kernels has called a copy of it."""
@@ -45,7 +48,11 @@ def register_op(
     if backward is not None:
         torch.library.register_autograd(f"{NAMESPACE}::{name}", backward, setup_context=setup_context, lib=_library)
 
+    names = [argument.name for argument in op._schema.arguments]
+
     def call(*args: Any, **kwargs: Any) -> Any:
+        if forward_ad._current_level >= 0:  # of what is traced the operator would lose derivatives
+            refuse_transformed((*names[: len(args)], *kwargs), (*args, *kwargs.values()))
         if is_traced() or (backward is not None and needs_grad(*args)):
             return op(*args, **kwargs)
         return implementation(*args, **kwargs)

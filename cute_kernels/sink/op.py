@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, overload
 
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -10,7 +10,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from cute_kernels.gqa.op import gqa_decode
 from cute_kernels.runtime import memory
 from cute_kernels.runtime.arch import require_sm90
-from cute_kernels.runtime.checks import check_tensor, fail, require
+from cute_kernels.runtime.checks import check_flag, check_int, check_number, check_tensor, fail, require
 from cute_kernels.runtime.launch import launch_or_explain
 from cute_kernels.runtime.ops import NAMESPACE, is_traced, needs_grad, register_op
 from cute_kernels.sink.launch import SinkRequest, launch_backward, launch_forward, reference_arguments
@@ -49,6 +49,27 @@ class _Request(NamedTuple):
     return_lse: bool = True
 
 
+@overload
+def sink_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, s_aux: torch.Tensor | None = ..., *, causal: bool = ...,
+    window: int | None = ..., softmax_scale: float | None = ..., cu_seqlens_q: torch.Tensor | None = ...,
+    cu_seqlens_k: torch.Tensor | None = ..., deterministic: bool = ..., return_lse: Literal[False] = ...,
+    max_seqlen_q: int | None = ...,
+) -> torch.Tensor: ...  # fmt: skip
+@overload
+def sink_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, s_aux: torch.Tensor | None = ..., *, causal: bool = ...,
+    window: int | None = ..., softmax_scale: float | None = ..., cu_seqlens_q: torch.Tensor | None = ...,
+    cu_seqlens_k: torch.Tensor | None = ..., deterministic: bool = ..., return_lse: Literal[True],
+    max_seqlen_q: int | None = ...,
+) -> tuple[torch.Tensor, torch.Tensor]: ...  # fmt: skip
+@overload
+def sink_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, s_aux: torch.Tensor | None = ..., *, causal: bool = ...,
+    window: int | None = ..., softmax_scale: float | None = ..., cu_seqlens_q: torch.Tensor | None = ...,
+    cu_seqlens_k: torch.Tensor | None = ..., deterministic: bool = ..., return_lse: bool,
+    max_seqlen_q: int | None = ...,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...  # fmt: skip
 def sink_attention(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -188,25 +209,20 @@ def _check(*arguments: Any) -> None:
 
 def _check_numbers(request: _Request) -> None:
     for name, flag in (("causal", request.causal), ("deterministic", request.deterministic)):
-        if not isinstance(flag, bool):
-            fail(name, type(flag).__name__, "a bool", TypeError)
+        check_flag(name, flag)
     window, scale = request.window, request.softmax_scale
     if window is not None:
-        is_int = isinstance(window, int) and not isinstance(window, bool)
-        require(is_int, "window", type(window).__name__, "an int", TypeError)
-        require(window >= 1, "window", window, "at least 1: a window shows a query its own token")
+        needs = "at least 1, as a window shows a query its own token, or None for no window"
+        check_int("window", window, 1, needs=needs)
     longest = request.max_seqlen_q
     if longest is not None:
-        is_int = isinstance(longest, int) and not isinstance(longest, bool)
-        require(is_int, "max_seqlen_q", type(longest).__name__, "an int", TypeError)
+        check_int("max_seqlen_q", longest, 0)
         packed = request.cu_seqlens_q is not None
         require(packed, "max_seqlen_q", f"{longest} without cu_seqlens_q", "None: it is for packed sequences")
-        require(longest >= 0, "max_seqlen_q", longest, "at least 0")
         needs = "None: rows past the last sequence would have no gradient"
         require(not request.differentiable, "max_seqlen_q", f"{longest} with gradients", needs)
     if scale is not None:
-        is_number = isinstance(scale, (int, float)) and not isinstance(scale, bool)
-        require(is_number, "softmax_scale", type(scale).__name__, "a number", TypeError)
+        check_number("softmax_scale", scale)
 
 
 _checked_lengths: WeakTensorKeyDictionary = WeakTensorKeyDictionary()

@@ -16,10 +16,10 @@ import types
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from cute_kernels.runtime.cache import KernelSpec, directory
 from cute_kernels.runtime.compile import missing, precompile
+from cute_kernels.warm import shapes
 from cute_kernels.warm.shapes import H100_SMS, GqaShape, MlaShape, PrefillShape, PromptShape, Shape
 
 __all__ = ["GqaShape", "MlaShape", "PrefillShape", "PromptShape", "WarmReport", "kernel_specs", "warm"]
@@ -125,15 +125,19 @@ def _progress_bar(total: int, wanted: bool) -> Iterator[Callable[[KernelSpec], N
         yield lambda spec: bar.advance(task)
 
 
-class _CallableModule(types.ModuleType):
+class CallableModule(types.ModuleType):
     """A module that is called as its function `warm`.
 
-    `cute_kernels.warm` names this module once anything imports it, so the module itself must be what users call.
+    `cute_kernels.warm` names this module once anything imports it, so the module itself must be what users call. The
+    names are here for type checkers, to which `cute_kernels.warm` is an object of this class.
     """
 
-    def __call__(self, *args: Any, **kwargs: Any) -> WarmReport:
-        """`warm(*args, **kwargs)`."""
-        return warm(*args, **kwargs)
+    GqaShape = shapes.GqaShape
+    MlaShape = shapes.MlaShape
+    PrefillShape = shapes.PrefillShape
+    PromptShape = shapes.PromptShape
+    kernel_specs = staticmethod(kernel_specs)
+    warm = __call__ = staticmethod(warm)
 
 
-sys.modules[__name__].__class__ = _CallableModule
+sys.modules[__name__].__class__ = CallableModule

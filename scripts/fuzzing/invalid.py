@@ -80,7 +80,7 @@ RULES: Final[dict[str, dict[str, Rule]]] = {
     "mla_fp8_append": {
         "kv": Rule((torch.bfloat16,), (1,), unit=True, align=16, needed=True),
         "kv_cache": Rule((torch.uint8, torch.float8_e4m3fn), (-1,), unit=True, align=16, needed=True),
-        "slot_mapping": Rule((torch.int64,), (0,), needed=True),
+        "slot_mapping": Rule((torch.int64, torch.int32), (0,), needed=True),
     },
     "gqa_decode": {
         "q": Rule(HALVES, (3,), ("k_cache",), unit=True, align=8, needed=True),
@@ -104,7 +104,7 @@ RULES: Final[dict[str, dict[str, Rule]]] = {
         "v_cache": Rule((torch.int8,), (0, -1, -2), needed=True),
         "k_scale": Rule(HALVES[1:] + FLOAT32, (0, 1, 2, 3), ("v_scale",), needed=True),
         "v_scale": Rule((), (0, 1, 2, 3), needed=True),
-        "slot_mapping": Rule((torch.int64,), (0,), needed=True),
+        "slot_mapping": Rule((torch.int64, torch.int32), (0,), needed=True),
     },
     "merge_states": {
         "outs": Rule((torch.float32, *HALVES), (-1,), ("lses", "out"), unit=True, align=16, needed=True),

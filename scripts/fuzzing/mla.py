@@ -342,4 +342,6 @@ def slot_mapping(tokens: int, num_slots: int, draw: Draw) -> torch.Tensor:
         if draw.chance(0.12):
             slots[place] = draw.choice(skips)
     slots = slots.to(draw.device)
+    if num_slots < 2**31 and draw.chance(0.2):  # what int32 lacks is beyond the cache in both
+        slots = slots.clamp(-(2**31), 2**31 - 1).to(torch.int32)
     return torch.stack([slots, slots.flip(0)], dim=1)[:, 0] if draw.chance(0.3) else slots

@@ -101,7 +101,7 @@ BAD: dict[str, tuple[type[Exception], str, Any, torch.Tensor, torch.Tensor]] = {
     "cache misaligned": (ValueError, "kv_cache: .*16-byte", KV, misaligned(CACHE), SLOT),
     "cache rows misaligned": (ValueError, "kv_cache: .*16-byte", KV, poisoned_cache(5, 7, 660)[..., :656], SLOT),
     "cache elsewhere": (ValueError, "kv_cache: got a tensor on meta", KV, CACHE.to("meta"), SLOT),
-    "slots int32": (TypeError, "slot_mapping: got dtype torch.int32", KV, CACHE, SLOT.int()),
+    "slots int16": (TypeError, "slot_mapping: got dtype torch.int16", KV, CACHE, SLOT.short()),
     "slots for other tokens": (ValueError, r"slot_mapping: got shape \(2,\)", KV, CACHE, SLOT[:2]),
     "slots 2-d": (ValueError, r"slot_mapping: got shape \(3, 1\)", KV, CACHE, SLOT[:, None]),
     "slots elsewhere": (ValueError, "slot_mapping: got a tensor on meta", KV, CACHE, SLOT.to("meta")),

@@ -446,6 +446,14 @@ NEW: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "nine queries": ("q", {"q": torch.ones(2, 9, 8, 64).bfloat16()}),
     "lengths of int64": ("cache_seqlens", {"cache_seqlens": torch.tensor([3, 3])}),
+    "one tensor as both caches": (
+        "k_cache",
+        dict.fromkeys(("k_cache", "v_cache"), torch.zeros(2, 48, 2, 64).bfloat16()),
+    ),
+    "an expanded v_cache": ("v_cache", {"v_cache": torch.zeros(1, 48, 2, 64).bfloat16().expand(2, -1, -1, -1)}),
+    "causal no flag": ("causal", {"causal": "no"}),
+    "a huge length": ("cache_seqlens", {"cache_seqlens": 2**40}),
+    "a window of strings": ("window_size", {"window_size": ("3", "0")}),
     "a negative softcap": ("softcap", {"softcap": -1.0}),
     "a window of one number": ("window_size", {"window_size": 3}),
     "alibi that is not causal": ("alibi_slopes", {"alibi_slopes": torch.ones(8), "causal": False}),
@@ -471,3 +479,9 @@ def test_an_out_that_does_not_fit_is_refused(out: torch.Tensor) -> None:
     q, k = torch.ones(1, 3, 8, 64).bfloat16(), torch.ones(1, 3, 2, 64).bfloat16()
     with pytest.raises((TypeError, ValueError), match="^out: got "):
         flash_attn_func(q, k, k, out=out)
+
+
+def test_an_out_whose_rows_overlap_is_refused() -> None:
+    q, k = torch.ones(2, 3, 8, 64).bfloat16(), torch.ones(2, 3, 2, 64).bfloat16()
+    with pytest.raises(ValueError, match=r"^out: got strides .* elements share memory; needs"):
+        flash_attn_func(q, k, k, out=torch.empty(1, 3, 8, 64).bfloat16().expand(2, -1, -1, -1))

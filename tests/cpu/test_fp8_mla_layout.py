@@ -77,3 +77,41 @@ def test_as_pages_keeps_strides():
 def test_as_pages_refuses(cache, error, got):
     with pytest.raises(error, match=rf"kv_cache: got .*{got}.*; needs "):
         fp8_mla.as_pages(cache)
+
+
+@pytest.mark.parametrize(("shape", "strides"), [((2, 4, 656), (0, 656, 1)), ((2, 4, 656), (4 * 656, 640, 1))])
+def test_tokens_are_not_written_where_slots_share_memory(shape, strides):
+    cache = torch.zeros(2 * 4 * 656, dtype=torch.uint8).as_strided(shape, strides)
+    tokens, slots = torch.ones(2, 656, dtype=torch.uint8), torch.tensor([0, 4])
+    assert not fp8_mla.read_pages(cache, slots).any()
+    with pytest.raises(ValueError, match="kv_cache: got strides .*, with which slots share memory; needs"):
+        fp8_mla.write_pages(cache, slots, tokens)
+    assert not cache.any()
+
+
+def test_nested_tensors_are_refused_in_words():
+    nested = torch.nested.nested_tensor([torch.zeros(4, 656), torch.zeros(4, 656)])
+    slots, cache = torch.tensor([0]), torch.zeros(2, 4, 656, dtype=torch.uint8)
+    codes, numbers = nested.to(torch.uint8), nested.to(torch.int64)
+    for function, arguments in (
+        (fp8_mla.pack, (nested,)),
+        (fp8_mla.unpack, (codes,)),
+        (fp8_mla.as_pages, (codes,)),
+        (fp8_mla.row_views, (codes,)),
+        (fp8_mla.read_pages, (codes, slots)),
+        (fp8_mla.read_pages, (cache, numbers)),
+        (fp8_mla.write_pages, (cache, slots, codes)),
+        (fp8_mla.reference_decode, (nested, cache)),
+        (fp8_mla.reference_decode, (torch.zeros(1, 1, 8, 576), codes)),
+    ):
+        with pytest.raises((TypeError, ValueError), match=r"^\w+: got a nested tensor; needs"):
+            function(*arguments)
+
+
+def test_options_of_the_reference_are_checked():
+    call = {"q": torch.zeros(1, 1, 8, 576), "kv_cache": torch.zeros(2, 4, 656, dtype=torch.uint8),
+            "indices": torch.zeros(1, 1, 3, dtype=torch.int32)}  # fmt: skip
+    with pytest.raises(TypeError, match="causal: got 'no'; needs a bool"):
+        fp8_mla.reference_decode(**call, causal="no")
+    with pytest.raises(ValueError, match="softmax_scale: got nan; needs a finite"):
+        fp8_mla.reference_decode(**call, softmax_scale=float("nan"))

@@ -104,7 +104,7 @@ def test_nothing_to_do() -> None:
     k_cache, v_cache = make_caches("paged_NHD")
     scale = make_scale("paged_NHD", "per_token_head")
     none = torch.tensor([], dtype=torch.int64)
-    kv_int8_append(*make_tokens(0), k_cache, v_cache, scale, scale, none, layout="paged_NHD")
+    kv_int8_append(*make_tokens(0), k_cache, v_cache, scale, scale.clone(), none, layout="paged_NHD")
     assert (k_cache == POISON).all()
     empty, no_scale, slots = k_cache[:0], scale[:0], torch.tensor([0, 1])
     kv_int8_append(*make_tokens(2), empty, empty, no_scale, no_scale, slots, layout="paged_NHD")
@@ -178,7 +178,7 @@ BAD: dict[str, tuple[type[Exception], str, dict[str, Any]]] = {
     "v_scale of another dtype": (TypeError, "v_scale: got dtype torch.float16", {"v_scale": C["v_scale"].half()}),
     "v_scale of no granularity": (ValueError, "v_scale: got shape", {"v_scale": torch.ones(H_KV + 1)}),
     "v_scale elsewhere": (ValueError, "v_scale: got a tensor on meta", {"v_scale": C["v_scale"].to("meta")}),
-    "slots int32": (TypeError, "slot_mapping: got dtype torch.int32", {"slot_mapping": C["slot_mapping"].int()}),
+    "slots int16": (TypeError, "slot_mapping: got dtype torch.int16", {"slot_mapping": C["slot_mapping"].short()}),
     "slots uint64": (TypeError, "slot_mapping: got dtype", {"slot_mapping": C["slot_mapping"].view(torch.uint64)}),
     "slots for others": (ValueError, r"slot_mapping: got shape \(2,\)", {"slot_mapping": C["slot_mapping"][:2]}),
     "slots 2-d": (ValueError, r"slot_mapping: got shape \(3, 1\)", {"slot_mapping": C["slot_mapping"][:, None]}),

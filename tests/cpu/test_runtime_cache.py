@@ -39,8 +39,10 @@ print("cutlass" if "cutlass" in sys.modules else "no cutlass", "tests.cpu.tiny_k
 
 @dataclasses.dataclass(frozen=True)
 class OptimizedSpec(TinySpec):
-    """The same fields, other options."""
+    """The same fields, name and module, other options."""
 
+    __module__ = TinySpec.__module__
+    __qualname__ = "TinySpec"
     compile_options: ClassVar[str] = "--opt-level 2"
 
 
@@ -345,9 +347,11 @@ def test_key_is_the_same_in_every_process(filled: Place) -> None:
     assert filled.run(code + "print(entry_name(TinySpec()))", PYTHONHASHSEED="1").strip() == entry_name(SPEC)
 
 
-def test_key_follows_spec_and_options() -> None:
+def test_key_follows_spec_and_options(monkeypatch: pytest.MonkeyPatch) -> None:
     names = [entry_name(spec) for spec in (SPEC, TinySpec(64), TinySpec(fault="spill"), OptimizedSpec())]
     assert len(set(names)) == 4
+    monkeypatch.setattr(OptimizedSpec, "compile_options", "")
+    assert entry_name(OptimizedSpec()) == entry_name(SPEC), "not the options alone made the difference"
 
 
 @pytest.mark.parametrize(

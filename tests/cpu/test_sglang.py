@@ -344,7 +344,7 @@ def test_pages_agree_with_rows_of_a_contiguous_cache(sglang: types.SimpleNamespa
     slots = (case.table[0, :3].long().unsqueeze(1) * 16 + torch.arange(16, device="cpu")).reshape(1, -1)[:, :33]
     k, v = case.pool.k[slots], case.pool.v[slots]
     out = gqa_decode(case.q[:1].view(1, 1, 8, -1), k, v, layout="BSNH", softmax_scale=0.2)
-    close(out.reshape(1, -1), case.expected()[:1])  # type: ignore[union-attr]
+    close(out.reshape(1, -1), case.expected()[:1])
 
 
 # ---- an installed SGLang

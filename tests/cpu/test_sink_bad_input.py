@@ -3,7 +3,6 @@
 The ways to the checks differ with gradients and without.
 """
 
-import math
 from typing import Any
 
 import pytest
@@ -94,8 +93,3 @@ def test_errors_of_compiled_calls_name_the_argument_too():
         compiled(**sink_call("cpu"), window=0)
     with pytest.raises(Exception, match=ERROR.removeprefix(r"(?s)^[\w, ]*").format("cu_seqlens_k")):
         compiled(**{**sink_packed_call("cpu"), "cu_seqlens_k": numbers("cpu", 0, 6, 5, 9)})
-
-
-def test_a_nan_scale_is_no_error_but_nan():
-    out: Any = sink_attention(**sink_call("cpu"), softmax_scale=math.nan)
-    assert out.isnan().all()

@@ -266,6 +266,17 @@ def test_obstacles(of_peer: Any, access: bool, found: str, monkeypatch: pytest.M
     assert symmetric._obstacle(Member(None, 0, 2), GPU) == found
 
 
+def test_a_gpu_that_is_not_visible_is_no_obstacle(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is known of it: it is not taken for GPU 0, to which this one has no access."""
+    gpu = torch.device("cuda", 1)
+    monkeypatch.setattr(symmetric, "_gathered", lambda member, mine: [mine, (mine[0], "not visible")])
+    uuids = {gpu: "b", 0: "a", 1: "b"}
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid=uuids[device]))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda device, peer: False)
+    assert symmetric._obstacle(Member(None, 0, 2), gpu) == ""
+
+
 def test_an_error_of_torch_is_a_reason(alone: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(*arguments: Any) -> None:
         raise OSError("no such memory")

@@ -187,6 +187,21 @@ def test_other_caches_are_vllms(cache_dtype: str, order: str) -> None:
     assert batch.error(out, window=None) < (0.05 if fp8 else 0.01)
 
 
+def test_fp8_tokens_beyond_its_range_are_clamped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To 96 here: torch 2.13 saturates at 448 by itself, which it does not promise."""
+    monkeypatch.setattr(calls, "FP8_MAX", 96.0)
+    batch = draw_batch([40, 17], [1, 1], 16)
+    layer = GqaCalls(HEADS, 2, 64, 0.125, "fp8")
+    kv_cache = stock_cache(batch.pages, 2, 16, 64, torch.uint8, "NHD")
+    scale = torch.tensor(0.5)
+    layer.append_plain(batch.keys * 1e4, batch.values * -1e4, kv_cache, batch.all_slots, scale, scale)
+    slot = int(batch.all_slots[5])
+    row = kv_cache.view(torch.float8_e4m3fn)[slot // 16, :, slot % 16].float()
+    exact = torch.cat([batch.keys[5].float() * 2e4, batch.values[5].float() * -2e4], dim=-1)
+    assert row.abs().max() == 96
+    torch.testing.assert_close(row.sign(), exact.sign())
+
+
 def test_all_that_a_layer_is_reaches_the_operator(monkeypatch: pytest.MonkeyPatch) -> None:
     given: dict[str, Any] = {}
     monkeypatch.setattr(calls, "gqa_decode", lambda *args, **kwargs: given.update(args=args, **kwargs))

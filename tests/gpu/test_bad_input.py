@@ -231,7 +231,7 @@ def test_kv_append_is_refused_before_a_launch():
         "v_cache of other tokens": ("v_cache", caches[1][:, :, :8]),
         "v_scale of float16": ("v_scale", scales[1].half()),
         "k_scale of a shape of its own": ("k_scale", scales[0][:, :, :15]),
-        "slot_mapping of int32": ("slot_mapping", slots.int()),
+        "slot_mapping of int16": ("slot_mapping", slots.short()),
         "slot_mapping of uint64": ("slot_mapping", slots.view(torch.uint64)),
         "slot_mapping of other tokens": ("slot_mapping", slots[:2]),
         "layout of another name": ("layout", "HND"),

@@ -195,6 +195,58 @@ def test_caller_owned_outputs_are_used_and_returned():
     assert given_alone is out.tensor
 
 
+@pytest.mark.parametrize("num_splits", [None, 1, 4])
+def test_out_may_be_q_over_grouped_keys(num_splits):
+    """torch.compile makes such calls. Each row is read before it is written, with splits too."""
+    case = usual_gqa()
+    expected = decode_gqa(case, num_splits=num_splits)
+    for _ in range(20):
+        q = case.q.clone()
+        got = decode_gqa(dataclasses.replace(case, q=q), num_splits=num_splits, out=q)
+        assert got is q and torch.equal(got, expected)
+
+
+@pytest.mark.parametrize("num_splits", [None, 1, 4])
+@pytest.mark.parametrize("heads", [16, 64, 128])
+def test_out_may_be_q_of_512_columns(heads, num_splits):
+    q = torch.randn((8, 2, heads, 512), generator=generator(0, "cuda"), device="cuda").bfloat16()
+    cache = torch.zeros((32, 64, 584), dtype=torch.uint8, device="cuda")
+    tokens = torch.randn((2048, 512), generator=generator(1, "cuda"), device="cuda").bfloat16()
+    mla_fp8_append(tokens, cache, torch.arange(2048, device="cuda"), cache_format="v4")
+    indices = torch.randint(2048, (8, 2, 640), generator=generator(2, "cuda"), device="cuda", dtype=torch.int32)
+    expected = mla_fp8_decode(q, cache, indices=indices, num_splits=num_splits)
+    for _ in range(20):
+        out = q.clone()
+        got = mla_fp8_decode(out, cache, indices=indices, num_splits=num_splits, out=out)
+        assert got is out and torch.equal(got, expected)
+
+
+def test_int32_slots_are_widened_in_eager_calls_and_in_graphs():
+    kv = torch.randn((3, QK_DIM), generator=generator(0, "cuda"), device="cuda").bfloat16()
+    caches = torch.zeros((2, 4, 64, TOKEN_BYTES), dtype=torch.uint8, device="cuda")
+    k, v = torch.randn((2, 3, 2, 128), generator=generator(1, "cuda"), device="cuda").bfloat16()
+    codes = torch.zeros((2, 2, 4, 64, 2, 128), dtype=torch.int8, device="cuda")
+    scales = torch.ones((2, 2, 4, 64, 2), dtype=torch.float32, device="cuda")
+    slots = torch.tensor([5, -1, 200], dtype=torch.int32, device="cuda")
+
+    def append(n: int, slots: torch.Tensor) -> None:
+        mla_fp8_append(kv, caches[n], slots)
+        kv_int8_append(k, v, codes[n, 0], codes[n, 1], scales[n, 0], scales[n, 1], slots, layout="paged_NHD")
+
+    append(0, slots)
+    append(1, slots.long())
+    assert caches.any() and torch.equal(caches[0], caches[1])
+    assert torch.equal(codes[0], codes[1]) and torch.equal(scales[0], scales[1])
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        append(0, slots)
+    slots += 7
+    graph.replay()
+    append(1, slots.long())
+    torch.cuda.synchronize()
+    assert torch.equal(caches[0], caches[1]) and torch.equal(codes[0], codes[1])
+
+
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_torch_compile_without_a_graph_break(backend):
     case: Any = sparse_case(batch=2, h_q=64, topk=300, lengths="batch", sink="finite", padded=False, device="cuda")

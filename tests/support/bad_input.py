@@ -6,9 +6,11 @@ them follows torch's defaults. "Another device" is meta, which both a CPU and a 
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
+import numpy
 import torch
 
 from cute_kernels import gqa_decode, kv_int8_append, merge_states, mla_fp8_append, mla_fp8_decode, sink_attention
@@ -34,8 +36,10 @@ from tests.support.bad_tensors import (
     nans,
     numbers,
     off_by,
+    overlapping,
     rows_apart,
     sevens,
+    sharing,
     zeros,
 )  # fmt: skip
 
@@ -181,13 +185,23 @@ def sparse_wrong(device: str) -> Wrong:
         "cache_layout that V3.2 lacks": ("cache_layout", "planar"),
         "cache_format unknown": ("cache_format", "v3"),
         "fp8 scores with an exchange": ("scores", {"scores": "fp8", "exchange": "codes"}),
+        "causal no flag": ("causal", "no"),
+        "softmax_scale NaN": ("softmax_scale", math.nan),
+        "softmax_scale huge": ("softmax_scale", 2**2000),
+        "num_splits huge": ("num_splits", 2**70),
+        "num_splits of numpy": ("num_splits", numpy.int64(2)),
+        **overlapping(call, "out", "lse"),
+        "out and lse in one memory": ("out", sharing(call, "out", "lse")),
+        **{f"out in the memory of {name}": ("out", sharing(call, "out", name)) for name in ("q", "kv_cache")},
+        **{f"lse in the memory of {name}": ("lse", sharing(call, "lse", name))
+           for name in ("indices", "topk_length", "s_aux")},
         **elsewhere(call, "kv_cache", "indices", "topk_length", "s_aux", "out", "lse"),
         "everything on another device": ("q", all_elsewhere(call)),
         "neither kind of keys": ("indices", {"indices": None, "topk_length": None}),
         "topk_length alone": ("indices", {"indices": None}),
         "indices and a table": ("indices", {"topk_length": None, "block_table": ints(device, BATCH, 2)}),
         "indices and lengths": ("indices", {"topk_length": None, "cache_seqlens": ints(device, BATCH)}),
-    }
+    }  # fmt: skip
 
 
 def dense_wrong(device: str) -> Wrong:
@@ -241,13 +255,18 @@ def append_wrong(device: str) -> Wrong:
         "kv_cache with rows 8 bytes off": ("kv_cache", rows_apart(call["kv_cache"], 8)),
         "kv_cache with a last stride of 2": ("kv_cache", every_second(call["kv_cache"])),
         "kv_cache of more slots than 31 bits count": ("kv_cache", many_slots),
-        "slot_mapping of int32": ("slot_mapping", call["slot_mapping"].int()),
+        "slot_mapping of int16": ("slot_mapping", call["slot_mapping"].short()),
         "slot_mapping of uint64": ("slot_mapping", call["slot_mapping"].view(torch.uint64)),
         "slot_mapping of another length": ("slot_mapping", ints(device, 4, dtype=I64)),
         "slot_mapping of rank 2": ("slot_mapping", ints(device, 3, 1, dtype=I64)),
+        **overlapping(call, "kv_cache"),
+        "slot_mapping in the memory of the cache": (
+            "kv_cache", sharing(call, "kv_cache", "slot_mapping"),
+        ),
+        "kv in the memory of the cache": ("kv_cache", sharing(call, "kv_cache", "kv")),
         **elsewhere(call, "kv_cache", "slot_mapping"),
         "everything on another device": ("kv", all_elsewhere(call)),
-    }
+    }  # fmt: skip
 
 
 # ---- merge_states
@@ -292,6 +311,10 @@ def merge_wrong(device: str) -> Wrong:
         "out that cannot be viewed": ("out", {**six, "out": nans(device, 3, 2, 2, 4, 64, dtype=F32).transpose(0, 1)}),
         "lse of another shape": ("lse", nans(device, 4, 3, dtype=F32)),
         "lse of float16": ("lse", nans(device, 3, 4, dtype=FP16)),
+        **overlapping(call, "out", "lse"),
+        "out and lse in one memory": ("out", sharing(call, "out", "lse")),
+        "out the first of outs": ("out", {"outs": (outs := nans(device, 2, 3, 4, 64, dtype=F32)), "out": outs[0]}),
+        "lse the first of lses": ("lse", {"lses": (lses := nans(device, 2, 3, 4, dtype=F32)), "lse": lses[0]}),
         **elsewhere(call, "lses", "s_aux", "out", "lse"),
         "everything on another device": ("outs", all_elsewhere(call)),
     }
@@ -346,10 +369,14 @@ def flash_wrong(device: str) -> Wrong:
         "attn_sink of bfloat16": ("s_aux", {"attn_sink": call["attn_sink"].bfloat16()}),
         "attn_sink on another device": ("s_aux", {"attn_sink": call["attn_sink"].to("meta")}),
         "softmax_scale no number": ("softmax_scale", "1"),
+        "softmax_scale infinite": ("softmax_scale", -math.inf),
+        "causal no flag": ("causal", {"causal": "no", "indices": None, "topk_length": None,
+                                      "block_table": ints(device, BATCH, 2), "cache_seqlens": ints(device, BATCH)}),
         "out of float32": ("out", call["out"].float()),
+        **overlapping(call, "out"),
         **elsewhere(call, "indices", "topk_length", "out"),
         "everything on another device": ("q", all_elsewhere(call)),
-    }
+    }  # fmt: skip
 
 
 CACHES = ("k_cache", "v_cache", "k_scale", "v_scale")

@@ -3,6 +3,7 @@
 import functools
 import math
 
+import numpy
 import torch
 
 from cute_kernels.gqa.layouts import LAYOUTS, Which
@@ -24,8 +25,10 @@ from tests.support.bad_tensors import (
     nans,
     numbers,
     off_by,
+    overlapping,
     rows_apart,
     sevens,
+    sharing,
     zeros,
 )  # fmt: skip
 
@@ -166,6 +169,23 @@ def gqa_wrong(device: str) -> Wrong:
         "lse of bfloat16": ("lse", call["lse"].bfloat16()),
         "lse of float64": ("lse", call["lse"].double()),
         "lse as other libraries have it": ("lse", call["lse"].transpose(1, 2).contiguous()),
+        "causal no flag": ("causal", "no"),
+        "causal of numpy": ("causal", numpy.bool_(True)),
+        "window of numpy": ("window", numpy.int64(5)),
+        "window huge": ("window", 2**70),
+        "num_splits huge": ("num_splits", 2**70),
+        "softcap huge": ("softcap", 10**400),
+        "softmax_scale NaN": ("softmax_scale", math.nan),
+        "softmax_scale infinite": ("softmax_scale", math.inf),
+        "softmax_scale huge": ("softmax_scale", 2**2000),
+        **overlapping(call, "out", "lse"),
+        "out and lse in one memory": ("out", sharing(call, "out", "lse")),
+        "out of the memory of q, two bytes on": (
+            "out", {"q": (wide := new(G_BATCH, G_S_Q, H_Q, D + 8))[..., :D], "out": wide[..., 4:-4]},
+        ),
+        **{f"out in the memory of {name}": ("out", sharing(call, "out", name)) for name in ("k_cache", "v_cache")},
+        **{f"lse in the memory of {name}": ("lse", sharing(call, "lse", name))
+           for name in ("k_scale", "v_scale", "cache_seqlens", "alibi_slopes", "s_aux")},
         **elsewhere(call, "k_cache", "v_cache", "k_scale", "v_scale", "cache_seqlens", "alibi_slopes", "s_aux", "out",
                     "lse"),
         "everything on another device": ("q", all_elsewhere(call)),
@@ -247,17 +267,23 @@ def kv_append_wrong(device: str) -> Wrong:
         "k_scale of other tokens": ("k_scale", call["k_scale"][:, :, 1:]),
         "v_scale of another dtype": ("v_scale", call["v_scale"].half()),
         "v_scale of no granularity": ("v_scale", ones(H_KV + 1)),
-        "slot_mapping of int32": ("slot_mapping", slots.int()),
+        "slot_mapping of int16": ("slot_mapping", slots.short()),
         "slot_mapping of uint64": ("slot_mapping", slots.view(torch.uint64)),
         "slot_mapping of other tokens": ("slot_mapping", slots[:2]),
         "slot_mapping of rank 2": ("slot_mapping", slots[:, None]),
+        **overlapping(call, "k_cache", "v_cache", "k_scale", "v_scale"),
+        "one tensor as both caches": ("k_cache", sharing(call, "k_cache", "v_cache")),
+        "one tensor as both scales": ("k_scale", sharing(call, "k_scale", "v_scale")),
+        "k in the memory of v_cache": ("v_cache", sharing(call, "k", "v_cache")),
+        "v in the memory of k_cache": ("k_cache", sharing(call, "v", "k_cache")),
+        "slot_mapping in the memory of v_scale": ("v_scale", sharing(call, "v_scale", "slot_mapping")),
         **elsewhere(call, "v", "k_cache", "v_cache", "k_scale", "v_scale", "slot_mapping"),
         "everything on another device": ("k", all_elsewhere(call)),
         "pages of 12 tokens": (
             "k_cache",
             {**one, **dict.fromkeys(("k_cache", "v_cache"), new(2, 12, H_KV, D, dtype=I8)), "layout": "paged_NHD"},
         ),
-    }
+    }  # fmt: skip
 
 
 # ---- sink_attention
@@ -334,6 +360,11 @@ def sink_wrong(device: str) -> Wrong:
         "s_aux a number": ("s_aux", 0.0),
         "causal a number": ("causal", 1),
         "causal None": ("causal", None),
+        "causal a string": ("causal", "no"),
+        "causal of numpy": ("causal", numpy.bool_(True)),
+        "window huge": ("window", 2**70),
+        "softmax_scale NaN": ("softmax_scale", math.nan),
+        "softmax_scale huge": ("softmax_scale", 2**2000),
         "window 0": ("window", 0),
         "window negative": ("window", -1),
         "window a float": ("window", 4.0),

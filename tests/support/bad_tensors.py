@@ -56,6 +56,23 @@ def off_by(bytes_: int, like: torch.Tensor) -> torch.Tensor:
     return storage[start : start + size].view(like.dtype).view(like.shape)
 
 
+def sharing(call: Call, name: str, other: str) -> Call:
+    """Two arguments, the larger one's memory holding both."""
+    small, large = sorted((name, other), key=lambda name: call[name].nbytes)
+    t = call[small]
+    return {large: call[large], small: call[large].flatten().view(U8)[: t.nbytes].view(t.dtype).view(t.shape)}
+
+
+def overlapping(call: Call, *names: str) -> Wrong:
+    """Each of these written arguments with elements that share memory."""
+    wrong: Wrong = {}
+    for name in names:
+        t = call[name]
+        wrong[f"{name} expanded"] = (name, t[:1].expand(t.shape))
+        wrong[f"{name} with rows that overlap"] = (name, t.as_strided(t.shape, (t.stride(0) // 2, *t.stride()[1:])))
+    return wrong
+
+
 def elsewhere(call: Call, *names: str) -> Wrong:
     """Each of these arguments on another device."""
     return {f"{name} on another device": (name, call[name].to("meta")) for name in names}

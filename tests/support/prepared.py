@@ -19,15 +19,17 @@ class _Learning(dict[Any, Any]):
         return self._value
 
 
-def prepare(monkeypatch: pytest.MonkeyPatch, op: Any, launch: Any, *calls: tuple[Any, ...]) -> None:
+def prepare(
+    monkeypatch: pytest.MonkeyPatch, op: Any, launch: Any, *calls: tuple[Any, ...], launched_by: Any = None
+) -> None:
     """Prepares `launch` in the module of an op, for the arguments of some calls and for no others.
 
-    Launches it once for each call, from which it learns the key.
+    Launches it once for each call, from which it learns the key; with `op._launch`, or another function.
     """
     learned = _Learning(launch)
     monkeypatch.setattr(op, "_prepared", learned)
     for arguments in calls:
-        op._launch(*arguments)
+        (launched_by or op._launch)(*arguments)
     prepared: PreparedLaunches[Any, Any] = PreparedLaunches(learned)
     assert len(prepared) == len(calls)
     monkeypatch.setattr(op, "_prepared", prepared)

@@ -1,0 +1,383 @@
+"""Keys of prepared launches: what a compiled kernel does not check makes another key, and addresses are compared.
+
+A key is made before a kernel is looked up, so none of this needs a GPU. Most mutants of a key would write past memory.
+"""
+
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import pytest
+import torch
+
+from cute_kernels.gqa import append_op as kv_append_op
+from cute_kernels.gqa import op as gqa_op
+from cute_kernels.merge import op as merge_op
+from cute_kernels.mla import append_op, launch_latent
+from cute_kernels.mla import op as mla_op
+from cute_kernels.mla.checks import Request
+from cute_kernels.runtime import workspace
+from cute_kernels.runtime.launch import PreparedLaunches
+from cute_kernels.sink import op as sink_op
+from tests.support.bad_input import TABLES
+from tests.support.prepared import prepare
+
+BF16, I32, U8 = torch.bfloat16, torch.int32, torch.uint8
+CPU = torch.device("cpu")
+Call = dict[str, Any]
+
+
+class Found(Exception):
+    """Holds the key that was looked up."""
+
+
+class Keys(dict[Any, Any]):
+    def get(self, key: Any, default: Any = None) -> NoReturn:
+        raise Found(key)
+
+
+def key_of(module: Any, launch: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+    """The key under which a launch looks for what is prepared in a module."""
+    known, module._prepared = module._prepared, Keys()
+    try:
+        launch(*arguments)
+    except Found as found:
+        return found.args[0]
+    finally:
+        module._prepared = known
+    raise AssertionError("nothing was looked up")
+
+
+# ---- calls by argument, and keys of them
+
+ROWS = torch.ones(2, 2, 16)
+GQA: Call = {
+    **dict.fromkeys(gqa_op._Request._fields),
+    "q": torch.zeros(2, 1, 4, 64, dtype=BF16),
+    "k_cache": torch.zeros(2, 2, 16, 64, dtype=torch.int8),
+    "v_cache": torch.zeros(2, 2, 16, 64, dtype=torch.int8),
+    "k_scale": ROWS,
+    "v_scale": ROWS,
+    "layout": "BNSH",
+    "causal": True,
+    "alibi_slopes": torch.ones(2, 4),
+    "out": torch.zeros(2, 1, 4, 64, dtype=BF16),
+    "lse": torch.zeros(2, 1, 4),
+    "return_lse": False,
+}
+MLA: Call = {
+    **dict.fromkeys(Request._fields),
+    "q": torch.zeros(2, 1, 4, 576, dtype=BF16),
+    "kv_cache": torch.zeros(3, 8, 656, dtype=U8),
+    "indices": torch.zeros(2, 1, 5, dtype=I32),
+    "causal": True,
+    "inf_if_empty": False,
+    "out": torch.zeros(2, 1, 4, 512, dtype=BF16),
+    "lse": torch.zeros(2, 1, 4),
+    "return_lse": True,
+}
+DENSE: Call = {
+    **MLA,
+    "indices": None,
+    "block_table": torch.zeros(2, 5, dtype=I32),
+    "cache_seqlens": torch.ones(2, dtype=I32),
+}
+LATENT: Call = {**MLA, "q": torch.zeros(2, 1, 4, 512, dtype=BF16), "kv_cache": torch.zeros(4, 8, 584, dtype=U8)}
+PAGES = torch.zeros(8 * 8 * 584 + 999, dtype=U8)
+APPEND: Call = {
+    "kv": torch.zeros(2, 512, dtype=BF16),
+    "kv_cache": PAGES.as_strided((4, 8, 584), (8 * 584, 584, 1)),
+    "slot_mapping": torch.zeros(2, dtype=torch.int64),
+    "cache_format": "v4",
+    "cache_layout": None,
+}
+APPEND_V3_2: Call = {
+    **APPEND,
+    "kv": torch.zeros(2, 576, dtype=BF16),
+    "kv_cache": torch.zeros(4, 8, 656, dtype=U8),
+    "cache_format": None,
+}
+KV_APPEND: Call = {
+    "k": torch.zeros(3, 2, 64, dtype=BF16),
+    "v": torch.zeros(3, 2, 64, dtype=BF16),
+    "k_cache": torch.zeros(2, 2, 16, 64, dtype=torch.int8),
+    "v_cache": torch.zeros(2, 2, 16, 64, dtype=torch.int8),
+    "k_scale": torch.ones(2, 2, 16),
+    "v_scale": torch.ones(2, 2, 16),
+    "slot_mapping": torch.zeros(3, dtype=torch.int64),
+    "layout": "BNSH",
+}
+MERGE: Call = {
+    "outs": torch.zeros(2, 3, 4, 64),
+    "lses": torch.zeros(2, 3, 4),
+    "s_aux": None,
+    "out": torch.zeros(3, 4, 64),
+    "lse": torch.zeros(3, 4),
+}
+CALLS: dict[str, tuple[Any, Callable[..., Any], Call]] = {
+    "gqa": (gqa_op, gqa_op._launch, GQA),
+    "mla": (mla_op, mla_op._launch, MLA),
+    "dense": (mla_op, mla_op._launch, DENSE),
+    "latent": (launch_latent, mla_op._launch, LATENT),
+    "append": (append_op, append_op._launch, APPEND),
+    "append, v3.2": (append_op, append_op._launch, APPEND_V3_2),
+    "kv append": (kv_append_op, kv_append_op._launch, KV_APPEND),
+    "merge": (merge_op, merge_op._launch, MERGE),
+}
+
+
+def apart(t: torch.Tensor) -> torch.Tensor:
+    """The same sizes with every second row of the first dimension of a larger tensor."""
+    return t.new_zeros((2 * t.shape[0], *t.shape[1:]))[::2]
+
+
+def negated(t: torch.Tensor) -> torch.Tensor:
+    """A view with its neg bit set, as torch makes them: with a last stride of 2."""
+    view = torch.complex(torch.zeros_like(t), t).conj().imag
+    assert view.is_neg()
+    return view
+
+
+def turned(t: torch.Tensor) -> torch.Tensor:
+    """The same sizes with the last two dimensions in the other order."""
+    return t.transpose(-1, -2).contiguous().transpose(-1, -2)
+
+
+CHANGES: dict[str, dict[str, Call]] = {
+    "gqa": {
+        "num_splits": {"num_splits": 2},
+        "a softcap": {"softcap": 2.0},
+        "no slopes": {"alibi_slopes": None},
+        "strides of slopes": {"alibi_slopes": torch.ones(2, 8)[:, :4]},
+        "strides of k_scale": {"k_scale": turned(ROWS)},
+        "strides of v_scale": {"v_scale": turned(ROWS)},
+        "dtype of scales": {"k_scale": ROWS.half()},
+        "sign of k_scale": {"k_scale": negated(ROWS)},
+        "sign of v_scale": {"v_scale": negated(ROWS)},
+        "another granularity": {"v_scale": torch.ones(2)},
+        "fewer tokens": {"k_cache": GQA["k_cache"][:, :, :8]},
+        "strides of out": {"out": apart(GQA["out"])},
+        "strides of lse": {"lse": apart(GQA["lse"])},
+    },
+    "mla": {
+        "lengths": {"topk_length": torch.ones(2, dtype=I32)},
+        "num_splits": {"num_splits": 2},
+        "exchange": {"exchange": "none"},
+        "scores": {"scores": "fp8"},
+        "inf_if_empty": {"inf_if_empty": True},
+        "no page": {"kv_cache": MLA["kv_cache"][:0]},
+        "page size": {"kv_cache": MLA["kv_cache"][:, :4]},
+        "topk": {"indices": MLA["indices"][..., :4]},
+        "strides of out": {"out": apart(MLA["out"])},
+        "strides of lse": {"lse": apart(MLA["lse"])},
+    },
+    "dense": {
+        "pages of a sequence": {"block_table": DENSE["block_table"][:, :4]},
+        "num_splits": {"num_splits": 2},
+    },
+    "latent": {
+        "one page": {"kv_cache": LATENT["kv_cache"][:1]},  # of one page the stride is not checked
+        "no page": {"kv_cache": LATENT["kv_cache"][:0]},
+        "distance of pages": {"kv_cache": apart(LATENT["kv_cache"])},
+        "lengths": {"topk_length": torch.ones(2, dtype=I32)},
+        "num_splits": {"num_splits": 2},
+        "inf_if_empty": {"inf_if_empty": True},
+        "strides of out": {"out": apart(LATENT["out"])},
+        "strides of lse": {"lse": apart(LATENT["lse"])},
+        "a second cache": {"extra_kv_cache": LATENT["kv_cache"], "extra_indices": MLA["indices"]},
+    },
+    "append": {
+        # its last scale rows are written there
+        "memory after the last page": {"kv_cache": APPEND["kv_cache"].clone()},
+        "distance of pages": {"kv_cache": PAGES.as_strided((4, 8, 584), (2 * 8 * 584, 584, 1))},
+    },
+    "append, v3.2": {"distance of pages": {"kv_cache": apart(APPEND_V3_2["kv_cache"])}},
+    "kv append": {
+        name: {name: turned(KV_APPEND[name]) if name.endswith("scale") else apart(KV_APPEND[name])}
+        for name in ("k_cache", "v_cache", "k_scale", "v_scale")
+    },
+    "merge": {
+        "a sink": {"s_aux": torch.zeros(4)},
+        "dtype of out": {"out": MERGE["out"].half()},
+        "strides of out": {"out": apart(MERGE["out"])},
+        "strides of lse": {"lse": apart(MERGE["lse"])},
+    },
+}
+
+
+@pytest.mark.parametrize(("name", "what"), [(name, what) for name, changes in CHANGES.items() for what in changes])
+def test_another_key_for(name: str, what: str) -> None:
+    module, launch, call = CALLS[name]
+    changed = {**call, **CHANGES[name][what]}
+    keys = [key_of(module, launch, tuple(arguments.values())) for arguments in (call, changed, dict(call))]
+    assert keys[0] == keys[2] and hash(keys[0]) == hash(keys[2])
+    assert keys[0] != keys[1]
+
+
+# ---- what is compared in each call
+
+
+class Kernel:
+    """Stands for a compiled kernel that takes everything."""
+
+    def __init__(self) -> None:
+        self.launches = 0
+
+    def __call__(self, *arguments: Any) -> None:
+        self.launches += 1
+
+
+NEED = workspace.Need(CPU, 0, 0, None)
+NONE, LENGTH, LSE = torch.zeros(4), torch.ones(2, dtype=I32), torch.zeros(2, 1, 4)
+STRIDES = (0, 0, 0, 0)
+
+
+def launch_of(name: str, kernel: Kernel) -> Any:
+    if name == "gqa":
+        return gqa_op.PreparedLaunch(
+            kernel, False, 1, 0, 1, STRIDES, STRIDES, 0, 0.125, NEED, NONE, LENGTH, LSE
+        )  # fmt: skip
+    if name == "mla":
+        return mla_op.PreparedLaunch(kernel, 1, 1, 1, NEED, 0, NONE, LENGTH.unsqueeze(1), MLA["out"], LSE)
+    if name == "latent":
+        lengths = LENGTH.unsqueeze(1)
+        return launch_latent.LatentLaunch(
+            kernel, False, ((584, 0, 0),), 1, 1, 1, NEED, NONE, lengths, LATENT["out"], LSE
+        )
+    if name == "merge":
+        return merge_op.PreparedLaunch(kernel, MERGE["out"], MERGE["lse"])
+    if name == "kv append":
+        return kv_append_op.PreparedLaunch(kernel, 1, None, set())
+    return kernel
+
+
+RUN = {
+    "gqa": gqa_op._decode_on_gpu,
+    "mla": mla_op._decode_on_gpu,
+    "latent": mla_op._decode_on_gpu,
+    "merge": merge_op._merge_or_explain,
+    "append, v3.2": append_op._append,
+    "kv append": kv_append_op._append,
+}
+
+
+def same_bytes(like: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """The last elements of another tensor's memory, with the shape and dtype of the first one."""
+    flat = other.flatten().view(U8)
+    return flat[-like.nbytes :].view(like.dtype).view(like.shape)
+
+
+def inside(name: str, one: str, other: str) -> Call:
+    """The smaller of two arguments in the memory of the larger one, of which it is a part."""
+    call = CALLS[name][2]
+    small, large = sorted((one, other), key=lambda argument: call[argument].nbytes)
+    return {small: same_bytes(call[small], call[large])}
+
+
+PAIRS = {
+    "gqa": [("out", "lse"), *(("out", name) for name in ("k_cache", "v_cache")), ("lse", "alibi_slopes")],
+    "mla": [("out", "lse"), ("out", "q"), ("out", "kv_cache"), ("lse", "indices")],
+    "latent": [("out", "lse"), ("out", "kv_cache"), ("lse", "indices")],
+    "merge": [("out", "lse"), ("out", "outs"), ("lse", "lses")],
+    "append, v3.2": [("kv_cache", "kv"), ("kv_cache", "slot_mapping")],
+    "kv append": [("k_cache", "v_cache"), ("k_scale", "v_scale"), ("k_cache", "v"), ("v_scale", "slot_mapping")],
+}
+
+
+@pytest.mark.parametrize(("name", "pair"), [(name, pair) for name, pairs in PAIRS.items() for pair in pairs])
+def test_a_prepared_launch_compares_addresses(
+    name: str, pair: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the same shapes and strides, so that the key is the same."""
+    module, launch, call = CALLS[name]
+    kernel = Kernel()
+    prepare(monkeypatch, module, launch_of(name, kernel), tuple(call.values()), launched_by=launch)
+    RUN[name](*call.values())
+    assert kernel.launches == 2
+    with pytest.raises(ValueError, match=rf"^{pair[0]}: got memory that is also {pair[1]}'s; needs memory of its own"):
+        RUN[name](*{**call, **inside(name, *pair)}.values())
+    assert kernel.launches == 2
+    assert len(module._prepared) == 1
+
+
+@pytest.mark.parametrize("name", ["gqa", "latent"])
+def test_a_prepared_launch_takes_q_as_out(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    module, launch, call = CALLS[name]
+    kernel = Kernel()
+    prepare(monkeypatch, module, launch_of(name, kernel), tuple(call.values()), launched_by=launch)
+    for out in (call["q"], call["q"].view(call["q"].shape)):
+        RUN[name](*{**call, "out": out}.values())
+    assert kernel.launches == 3
+
+
+@pytest.mark.parametrize(
+    ("name", "argument"),
+    [("gqa", "lse"), ("gqa", "k_scale"), ("gqa", "v_scale"), ("mla", "lse"), ("latent", "lse"), ("merge", "lses"),
+     ("merge", "lse"), ("kv append", "k_scale"), ("kv append", "v_scale")],
+)  # fmt: skip
+def test_a_prepared_launch_sees_a_sign(name: str, argument: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    module, launch, call = CALLS[name]
+    kernel = Kernel()
+    prepare(monkeypatch, module, launch_of(name, kernel), tuple(call.values()), launched_by=launch)
+    with pytest.raises(ValueError, match=rf"^{argument}: got a view with its neg bit set"):
+        RUN[name](*{**call, argument: negated(call[argument])}.values())
+    assert kernel.launches == 1
+
+
+@pytest.mark.parametrize("name", ["gqa", "mla", "latent"])
+@pytest.mark.parametrize("option", [{"causal": "no"}, {"softmax_scale": float("nan")}, {"num_splits": True}])
+def test_a_prepared_launch_looks_at_options(name: str, option: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+    module, launch, call = CALLS[name]
+    kernel = Kernel()
+    prepare(monkeypatch, module, launch_of(name, kernel), tuple(call.values()), launched_by=launch)
+    with pytest.raises((TypeError, ValueError), match=f"^{next(iter(option))}: got"):
+        RUN[name](*{**call, **option}.values())
+    assert kernel.launches == 1
+
+
+def test_caches_that_lie_in_turn_are_compared_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keys and values of all layers in one tensor: the same distances are not looked at again."""
+    kernel, looked = Kernel(), []
+    layers = torch.zeros(3, 2, 2, 2, 16, 64, dtype=torch.int8)
+    calls = [{**KV_APPEND, "k_cache": layer[0], "v_cache": layer[1]} for layer in layers]
+    scales = torch.ones(3, 2, 2, 2, 16)
+    for call, pair in zip(calls, scales, strict=True):
+        call |= {"k_scale": pair[0], "v_scale": pair[1]}
+    prepare(monkeypatch, kv_append_op, launch_of("kv append", kernel), tuple(calls[0].values()))
+    monkeypatch.setattr(kv_append_op, "_check", lambda *arguments: looked.append(arguments))
+    for call in calls * 2:
+        kv_append_op._append(*call.values())
+    assert kernel.launches == 7
+    assert len(looked) == 2, "scales are as far from the second and the third layer's keys only once each"
+
+
+# ---- what goes to a kernel without its own checks
+
+
+def test_a_merge_of_six_dimensions_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel gets views, in which different shapes with equal sizes look the same: each call is checked."""
+    monkeypatch.setattr(merge_op, "_prepared", PreparedLaunches())
+    monkeypatch.setattr(merge_op, "require_sm90", lambda name, device: None)
+    monkeypatch.setattr(merge_op, "get_kernel", lambda spec: Kernel())
+    monkeypatch.setattr(merge_op.memory, "template", lambda shape, dtype, device: torch.empty(shape, device=device))
+    for dims, kept in ((5, 1), (6, 1), (7, 1)):
+        outs = torch.zeros((2,) * (dims - 1) + (64,), device="meta")
+        merge_op._launch(outs, outs[..., 0], None, None, None)
+        assert len(merge_op._prepared) == kept
+
+
+def test_only_what_the_prefill_would_take_is_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`gqa_decode` takes rows of 8 bytes and codes; `sink_attention` refuses them for any number of tokens."""
+    monkeypatch.setattr(sink_op, "_decode", lambda request: "decoded")
+    call = TABLES["sink_attention"].right("cpu")
+    q, k, v = (call[name] for name in "qkv")
+    rest = (None, None, None, True, None, None, False, False, None, False)
+
+    def decoded(q: torch.Tensor, k: torch.Tensor) -> bool:
+        return sink_op._decode_if_few(q, k, v, *rest) == "decoded"
+
+    wide = q.new_zeros((*q.shape[:-1], 80))
+    assert decoded(q, k) and decoded(wide[..., :64], k)
+    assert wide.data_ptr() % 16 == 0
+    assert not decoded(wide[..., 4:68], k)
+    assert not decoded(q.new_zeros((*q.shape[:-1], 68))[..., :64], k)
+    assert not decoded(q, k.to(torch.int8)) and not decoded(q, k.half())

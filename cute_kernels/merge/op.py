@@ -38,7 +38,8 @@ def merge_states(
     Args:
         outs: (n, ..., d) float32, bfloat16 or float16, n >= 1, d a multiple of 8 up to 512; often
             (n, batch, s_q, heads, d). Rows are contiguous and start at multiples of 16 bytes.
-        lses: (n, ...) float32. -inf marks a pair without keys: its output is not read and may hold anything.
+        lses: (n, ...) float32. -inf marks a pair without keys, and so does +inf, which FlashMLA and its adapter here
+            write: the output of such a pair is not read and may hold anything.
         s_aux: (heads,) float32, where heads is the last of the dimensions "...": sink logits that join the denominator
             once. The pairs must not contain them already. -inf is no sink, +inf makes the output 0.
         out: (..., d) float32, bfloat16 or float16: where to write the output, rows as those of `outs`.

@@ -97,6 +97,22 @@ def test_sinks_join_once(n):
     assert (out[:, :, 5] == 0).all()
 
 
+@pytest.mark.parametrize("sink", [None, 1.0])
+@pytest.mark.parametrize(("n", "rows", "d", "dtype"), [
+    (2, (64, 1, 128), 512, torch.bfloat16), (9, (3, 2, 7), 512, torch.float32), (64, (1, 1, 16), 128, torch.float32),
+    (200, (2, 1, 5), 72, torch.float16),
+])  # fmt: skip
+def test_plus_infinity_is_no_keys_as_minus_infinity_is(n, rows, d, dtype, sink):
+    outs, lses = states((n, *rows), d, dtype, seed=n)
+    s_aux = None if sink is None else torch.full(rows[-1:], sink, device="cuda")
+    out, lse = merge_states(outs, lses, s_aux=s_aux)
+    empty = lses == -torch.inf
+    every_other = empty & (torch.arange(n, device="cuda") % 2 == 0).view(n, 1, 1, 1)
+    for marked in (empty, every_other):
+        got, got_lse = merge_states(outs, lses.masked_fill(marked, torch.inf), s_aux=s_aux)
+        assert torch.equal(got, out) and torch.equal(got_lse, lse)
+
+
 def test_log_sum_exps_of_very_different_size():
     outs, _ = states((4, 2, 2, 8), 512, torch.float32, empty=False)
     lses = torch.tensor([-1e4, 0.0, 80.0, 1e4], device="cuda").view(4, 1, 1, 1).expand(4, 2, 2, 8).contiguous()

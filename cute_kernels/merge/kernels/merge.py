@@ -274,10 +274,14 @@ class MergeKernel:
     def _load_floats(
         self, floats: cute.Tensor, row: Int64, stride: Int64, first: Int32, num_states: Int32, weight_lane: Int32
     ):
-        """A number of each of this lane's states of the chunk that starts at `first`; -inf past the last state."""
+        """A number of each of this lane's states of the chunk that starts at `first`; -inf past the last state.
+
+        A log-sum-exp of +inf, which FlashMLA writes for a query without keys, becomes -inf. No block scale is +inf.
+        """
         for i in cutlass.range_constexpr(self.spec.weights):
             state = first + weight_lane + i * self.spec.weight_lanes
-            floats[i] = _load_or_minus_inf(row + Int64(state) * stride, state < num_states)
+            number = _load_or_minus_inf(row + Int64(state) * stride, state < num_states)
+            floats[i] = cutlass.select_(number == Float32.inf, -Float32.inf, number)
 
     @cute.jit
     def _weigh(

@@ -59,6 +59,37 @@ def test_the_longest_context() -> None:
     assert sum(shares) == longest
 
 
+@pytest.mark.parametrize("options", [{}, {"s_q": 2}, {"s_q": 2, "causal": False}], ids=str)
+def test_lengths_of_int64_beyond_int32(options: dict[str, Any]) -> None:
+    """A share that int32 does not hold is the largest that it does, never a wrapped one."""
+    lengths = [2**31 - 1, 2**31, 2**32 + 7, 2**33, 2**62, 2**63 - 1]
+    for world_size, interleave in [(1, 1), (2, 1), (4, 64), (8, 2**59)]:
+        for rank in range(world_size):
+            who = {"rank": rank, "world_size": world_size, "interleave": interleave}
+            got = shard_lengths(ints(lengths, torch.int64), **who, **options)
+            s_q, stripe = options.get("s_q", 1), interleave * world_size
+            for length, shares in zip(lengths, got.view(len(lengths), s_q).tolist(), strict=True):
+                for query, share in enumerate(shares):
+                    seen = length - s_q + 1 + query if options.get("causal", True) else length
+                    own = seen // stripe * interleave + min(max(seen % stripe - rank * interleave, 0), interleave)
+                    assert share == min(own, 2**31 - 1)
+
+
+@pytest.mark.parametrize("world_size, interleave", [(2, 2**62), (2**63, 1), (4, 2**200)])
+def test_a_stripe_that_no_position_reaches_is_refused(world_size: int, interleave: int) -> None:
+    who = {"rank": 0, "world_size": world_size, "interleave": interleave}
+    message = f"interleave: got {interleave} with world_size {world_size}; needs a product below 2\\^63"
+    table = ints([[0, 1]])
+    for call in (
+        lambda: shard_lengths(ints([5]), **who),
+        lambda: shard_slots(ints([5]), **who),
+        lambda: shard_indices(ints([[[5]]]), **who),
+        lambda: shard_block_table(table, 1, **who),
+    ):
+        with pytest.raises(ValueError, match=message):
+            call()
+
+
 @pytest.mark.parametrize(("world_size", "interleave"), DEALS)
 def test_slots(world_size: int, interleave: int) -> None:
     """Local positions count a rank's tokens in order, and its table says where they lie."""

@@ -12,7 +12,7 @@ NEAR_0 = 1.5
 def capped(
     x: Any, cap: Any, exp2: Callable[[Any], Any], reciprocal: Callable[[Any], Any], select: Callable[..., Any]
 ) -> Any:
-    """cap * tanh(x ln(2) / 2), with a relative error of 1e-6 at most.
+    """Gives cap * tanh(x ln(2) / 2), with a relative error of 1e-6 at most.
 
     cap - 2 cap / (1 + 2^x) is off by 2^-23 of the cap, however small the result is: with a cap of 1000 a score of 1
     would be off by 2e-4. Near 0 an odd polynomial has the relative precision that the difference loses.

@@ -60,7 +60,8 @@ def compile_kernel(spec: KernelSpec, dump_dir: str | os.PathLike[str] | None = N
     """
     reasons = spec.can_implement()
     if reasons:
-        raise ValueError(f"{spec!r} cannot be built: {'; '.join(reasons)}")
+        # no text of a spec: an op that gets here has let an argument pass that it should have named
+        raise ValueError(f"no kernel can be built: {'; '.join(reasons)}")
     arch.pin()
     import cutlass.cute as cute
 

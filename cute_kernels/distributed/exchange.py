@@ -8,7 +8,10 @@ rank, and in every call.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import hashlib
+import json
+import math
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import torch
@@ -20,6 +23,12 @@ from cute_kernels.runtime.checks import check_tensor, fail, require
 HEADS = ("gather", "scatter")
 LSE_BYTES = 16
 """Bytes of a row after its output: the log-sum-exp and what keeps rows at multiples of 16 bytes."""
+
+
+CALL_BYTES = 2048
+"""Of what ranks tell each other of a call."""
+SAMPLES = 32
+"""Numbers of q among that."""
 
 
 class Member(NamedTuple):
@@ -61,6 +70,56 @@ class Member(NamedTuple):
                 f"or has not made this call within the group's timeout: {error}"
             )
             raise RuntimeError(message) from error
+
+    def require_same_call(
+        self, what: str, arguments: Mapping[str, object], device: torch.device, q: torch.Tensor | None = None
+    ) -> None:
+        """Raises on every rank of a group of CPUs unless all make this call: else sizes of collectives would differ.
+
+        It costs a small collective, so GPUs, which would have to wait for it, and compiled calls do without.
+
+        Args:
+            what: the function that is called.
+            arguments: what must be equal on all ranks, by name.
+            device: of the tensors.
+            q: queries, if they must be the same on all ranks: a sample must, but for rounding.
+
+        Raises:
+            ValueError: the first argument that differs, what two ranks got, and what it needs.
+        """
+        if device.type != "cpu" or self.world_size == 1 or torch.compiler.is_compiling():
+            return
+        sample = [] if q is None else q.flatten()[:: max(1, q.numel() // SAMPLES)][:SAMPLES].float().tolist()
+        words = {"function": what, **{name: _in_words(value) for name, value in arguments.items()}}
+        text = json.dumps([words, sample]).encode()
+        sent = torch.zeros(CALL_BYTES, dtype=torch.uint8, device="cpu")
+        sent[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+        received = sent.new_empty((self.world_size, CALL_BYTES))
+        self.exchange(what, all_gather(), received, sent)
+        (first, values), *others = (json.loads(bytes(row.tolist()).rstrip(b"\0")) for row in received)
+        needs = "the same on all ranks, which make one call together"
+        for rank, (other, other_values) in enumerate(others, start=1):
+            for name in {**first, **other}:
+                one, two = first.get(name, "none"), other.get(name, "none")
+                require(one == two, name, f"{one} on rank 0 and {two} on rank {rank}", needs)
+            apart = math.dist(values, other_values)
+            require(
+                not apart > math.hypot(*values, *other_values) / 2,
+                "q",
+                f"other values on rank {rank} than on rank 0",
+                f"{needs}: calls come in the same order on all ranks",
+            )
+
+
+def _in_words(value: object) -> str:
+    """A short text of an argument's value: of integer tensors one that differs where their contents do."""
+    if isinstance(value, torch.Tensor):
+        words = f"{value.dtype} of shape {tuple(value.shape)}"
+        if value.dtype in (torch.int32, torch.int64):
+            contents = json.dumps(value.tolist()).encode()
+            words += f" with contents {hashlib.sha256(contents).hexdigest()[:8]}"
+        return words
+    return repr(value)[:64]
 
 
 class Rows(NamedTuple):

@@ -82,6 +82,18 @@ def test_ranks_do_not_wait_for_ever(task: str, tmp_path: Path) -> None:
         assert seconds < 2 * SHORT
 
 
+def test_ranks_that_disagree_are_told_the_same(tmp_path: Path) -> None:
+    """Before anything is exchanged whose size, type or meaning differs, and nobody hangs: the next call is right."""
+    found = context_workers.run("disagreements", tmp_path, world_size=2, wait_for=2)
+    assert found[0] == found[1]
+    for name, words in found[0].items():
+        if name in ("rounding of q", "nothing", "done"):
+            assert not words
+        else:
+            assert words.startswith(f"{name.partition(' ')[0]}: got ") and "needs the same on all ranks" in words
+    assert "torch.bfloat16 of shape (2, 1, 4, 64) on rank 0 and torch.float16" in found[0]["q dtype"]
+
+
 def test_no_group() -> None:
     assert not dist.is_initialized()
     with pytest.raises(ValueError, match="group: got None; needs a torch.distributed group: call"):

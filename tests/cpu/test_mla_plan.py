@@ -11,10 +11,10 @@ from cute_kernels.mla.plan import EXCHANGES, MAX_BALANCED, MAX_SPLITS, plan_deco
 from cute_kernels.mla.spec import (
     HALF,
     MASKED_SCALE,
+    SCORES,
     TOKENS_PER_TILE,
     V_WEIGHT,
     WIDE,
-    SCORES,
     MlaDecodeSpec,
     shipped_specs,
 )

@@ -99,7 +99,8 @@ def context_parallel_decode(
     Raises:
         TypeError, ValueError: before partials are exchanged, naming the argument, what it got and what it needs. Also
             if gradients are enabled and a tensor requires them: there is no backward. On CPUs, where ranks' calls
-            differ, on every rank: they tell each other of each call.
+            differ, on every rank: they tell each other of each call. On GPUs, which do not wait for that, results are
+            NaN where ranks differ in shape or dtype of their partials, heads, interleave or gather_q.
         RuntimeError: another rank failed, or did not call within the group's timeout. With "symmetric" also where ranks
             share no memory, or the first call is under graph capture.
     """
@@ -177,7 +178,7 @@ def _rows_of_op(
     member.require_same_call(NAME, {"decode": decode.__name__, **same}, q.device, None if gather_q else q)
     if gather_q:
         q = gather_heads(NAME, q, member)
-    rows = Rows.empty(shape, d, q.dtype, q.device)
+    rows = Rows.empty(shape, d, q.dtype, q.device, (1, heads == "gather", interleave, gather_q))
     for local in positions.calls:
         _run(decode, call, local, q, rows)
     if positions.lse_offset is not None:
@@ -219,7 +220,7 @@ def _rows_of_callable(
     if torch.is_grad_enabled():
         refuse_gradients(NAME, ("decode", "decode"), out, lse)
     member.require_same_call(NAME, {"heads": heads, "decode": out, "s_aux": own["s_aux"] is not None}, out.device)
-    rows = Rows.empty(shape, d, out.dtype, out.device)
+    rows = Rows.empty(shape, d, out.dtype, out.device, (2, heads == "gather"))
     rows.out.copy_(out)
     rows.lse.copy_(lse)
     return rows, target

@@ -1,6 +1,7 @@
 """What ranks send each other: rows of a partial output and its log-sum-exp, in one collective, merged in rank order.
 
-A row is the d values of an output, then its float32 log-sum-exp, padded to a multiple of 16 bytes. It travels as
+A row is the d values of an output, its float32 log-sum-exp, and three times a word that follows from the call: a GPU
+makes NaN of rows that ranks have sent in different calls, a CPU has told its ranks before. It travels as
 bytes: gloo and NCCL both carry uint8. The decode writes into the buffer that is sent and `merge_states` reads the one
 that is received, so nothing is packed or unpacked. States are merged in the order of ranks: the same bits on every
 rank, and in every call.
@@ -17,12 +18,12 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from cute_kernels.merge.op import merge_states
+from cute_kernels.merge.op import merge_received
 from cute_kernels.runtime.checks import check_tensor, fail, require
 
 HEADS = ("gather", "scatter")
 LSE_BYTES = 16
-"""Bytes of a row after its output: the log-sum-exp and what keeps rows at multiples of 16 bytes."""
+"""Bytes of a row after its output: the log-sum-exp and three words, so that rows are at multiples of 16 bytes."""
 
 
 CALL_BYTES = 2048
@@ -142,9 +143,29 @@ class Rows(NamedTuple):
         return cls(rows, rows[..., :width].view(dtype), lse)
 
     @classmethod
-    def empty(cls, shape: tuple[int, ...], d: int, dtype: torch.dtype, device: torch.device) -> Rows:
-        """To be written. What pads rows is sent as it is, and never read."""
+    def empty(
+        cls, shape: tuple[int, ...], d: int, dtype: torch.dtype, device: torch.device, call: tuple[int, ...] = ()
+    ) -> Rows:
+        """To be written: outputs and log-sum-exps.
+
+        Args:
+            shape: (..., heads).
+            d: values of a row.
+            dtype: of the values.
+            device: of all.
+            call: what else ranks must agree on, as numbers.
+        """
         rows = torch.empty((*shape, d * dtype.itemsize + LSE_BYTES), dtype=torch.uint8, device=device)
+        word = 0
+        for number in (
+            *shape,
+            d,
+            dtype.itemsize,
+            dtype is torch.float16,
+            *call,
+        ):  # arithmetic that torch.compile traces
+            word = (word * 1_000_003 + number + 1) % (2**31 - 1)
+        rows[..., -12:].view(torch.int32).fill_(word)
         return cls.view(rows, d, dtype)
 
 
@@ -211,7 +232,7 @@ def combine(what: str, rows: Rows, member: Member, target: Target) -> tuple[torc
         received = torch.empty_like(sent)
         member.exchange(what, dist.all_to_all_single, received, sent)
     states = Rows.view(received, rows.out.shape[-1], rows.out.dtype)
-    return merge_states(states.out, states.lse, s_aux=target.s_aux, out=target.out, lse=target.lse)
+    return merge_received(states.out, states.lse, target.s_aux, target.out, target.lse)
 
 
 def all_gather() -> Callable[..., object]:

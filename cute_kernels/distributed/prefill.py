@@ -93,7 +93,7 @@ def context_parallel_prefill(
         q, k_context, v_context, causal=False, softmax_scale=given, cu_seqlens_q=cu_seqlens_q,
         cu_seqlens_k=cu_seqlens_context, return_lse=True,
     )  # fmt: skip
-    rows = Rows.empty(shape, q.shape[-1], q.dtype, q.device)
+    rows = Rows.empty(shape, q.shape[-1], q.dtype, q.device, (3, heads == "gather"))
     rows.out.copy_(earlier)
     rows.lse.copy_(earlier_lse)
     mine = own_heads(h_q, h_kv, member.rank, member.world_size)

@@ -213,7 +213,7 @@ def prepared(monkeypatch: pytest.MonkeyPatch, outs: torch.Tensor, out_dtype: tor
     out, lse = torch.empty(shape[1:], dtype=out_dtype), torch.empty(shape[1:-1])
     sinks = (None, torch.zeros(shape[-2:-1])) if len(shape) > 2 else (None,)
     launch = merge_op.PreparedLaunch(kernel, out, lse)
-    prepare(monkeypatch, merge_op, launch, *((outs, torch.zeros(shape[:-1]), sink, out, lse) for sink in sinks))
+    prepare(monkeypatch, merge_op, launch, *((outs, torch.zeros(shape[:-1]), sink, out, lse, False) for sink in sinks))
     kernel.calls = 0
     return kernel
 
@@ -294,8 +294,10 @@ def test_the_first_launch_prepares_the_others(monkeypatch):
     merge_states(outs, lses, s_aux=torch.zeros(4, device="meta"))
     merge_states(outs, lses, out=torch.zeros(3, 4, 8, device="meta").bfloat16())
     assert [(spec.has_sink, spec.out_dtype) for spec, *_ in calls[3:]] == [(True, "float32"), (False, "bfloat16")]
+    merge_op.merge_received(outs, lses, None, None, None)
+    assert [spec.headers for spec, *_ in calls] == [False] * 5 + [True]
     merge_states(outs[:, :0], lses[:, :0])
-    assert len(calls) == 5, "there were no rows"
+    assert len(calls) == 6, "there were no rows"
 
 
 def test_traces_under_torch_compile():

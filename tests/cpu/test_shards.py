@@ -17,7 +17,7 @@ from cute_kernels.distributed import (
     shard_lengths,
     shard_slots,
 )
-from cute_kernels.distributed.exchange import Member, Target
+from cute_kernels.distributed.exchange import Member, Rows, Target
 from cute_kernels.distributed.prefill import own_heads
 from tests.support.compare import check_decode
 from tests.support.context_shards import kept
@@ -369,3 +369,24 @@ def test_it_traces(alone: None) -> None:
     decode = torch.compile(lambda q: context_parallel_decode(mla_fp8_decode, **{**call, "q": q}), backend="eager",
                            fullgraph=True)  # fmt: skip
     assert torch.equal(decode(call["q"]), mla_fp8_decode(**call))
+
+
+def test_rows_carry_a_word_of_their_call() -> None:
+    """All of a row is written that is sent, and calls that differ have other words; what a GPU does then, it tests."""
+    cpu = torch.device("cpu")
+
+    def word(shape: tuple[int, ...] = (2, 1, 8), d: int = 64, dtype: torch.dtype = torch.bfloat16, *call: int) -> int:
+        rows = Rows.empty(shape, d, dtype, cpu, call)
+        words = rows.bytes[..., -12:].view(torch.int32)
+        assert words.shape == (*shape, 3) and (words == words.flatten()[0]).all()
+        rows.lse.fill_(1.5)
+        rows.out.fill_(2)
+        assert (words == words.flatten()[0]).all(), "nothing is written over"
+        return int(words.flatten()[0])
+
+    calls = [
+        word(), word((1, 2, 8)), word((2, 1, 16)), word((2, 1, 8), 128), word((2, 1, 8), 64, torch.float16),
+        word((2, 1, 8), 64, torch.float32), word((2, 1, 8), 64, torch.bfloat16, 1),
+        word((2, 1, 8), 64, torch.bfloat16, 2), word((2, 1, 8), 64, torch.bfloat16, 2, 2**62),
+    ]  # fmt: skip
+    assert len(set(calls)) == len(calls) and word() == calls[0]

@@ -285,11 +285,13 @@ class MergeKernel:
     ):
         """Log-sum-exps as `_load_floats` loads them, but -inf for +inf, by which FlashMLA says that there is no key.
 
-        With `headers` NaN where the word after one is not that of the first state: another call wrote it.
+        States with block scales are the kernel's own, which never say so. With `headers` NaN where the word after one
+        is not that of the first state: another call wrote it.
         """
         self._load_floats(lses, row, stride, first, num_states, weight_lane)
         for i in cutlass.range_constexpr(self.spec.weights):
-            lses[i] = cutlass.select_(lses[i] == Float32.inf, -Float32.inf, lses[i])
+            if const_expr(not self.spec.block_scales):
+                lses[i] = cutlass.select_(lses[i] == Float32.inf, -Float32.inf, lses[i])
             if const_expr(self.spec.headers):
                 state = first + weight_lane + i * self.spec.weight_lanes
                 exists = state < num_states

@@ -279,11 +279,11 @@ def flash_attn_varlen_func(
         q: (tokens, h_q, d) bfloat16 or float16, d 64 or 128.
         k: (tokens, h_kv, d); with a table (pages, page_size, h_kv, d).
         v: likewise.
-        cu_seqlens_q: (batch + 1,) int32: where sequences of q begin and end.
+        cu_seqlens_q: (batch + 1,) int32: where sequences of q begin and end. Rows past the last one are padding: their
+            output and gradient is 0.
         cu_seqlens_k: the same of k and v; None with a table.
         max_seqlen_q: query tokens of the longest sequence. With it, and without gradients, `cu_seqlens_q` and
-            `cu_seqlens_k` are not read on the host; rows of q past their end are padding, whose output is undefined.
-            With a table 1 to 8, and of every sequence.
+            `cu_seqlens_k` are not read on the host. With a table 1 to 8, and of every sequence.
         seqused_k: (batch,) int32, with a table: tokens of each sequence, those of the queries included.
         softmax_scale: default d ** -0.5.
         causal: the last query of a sequence sees its last key.
@@ -309,7 +309,6 @@ def flash_attn_varlen_func(
             and sequences with different numbers of them.
         TypeError, ValueError: what `sink_attention` or `gqa_decode` refuses.
     """
-    from cute_kernels.runtime.ops import needs_grad
     from cute_kernels.sink.op import sink_attention
 
     _refuse(seqused_q=seqused_q, q_v=q_v, dropout_p=dropout_p or None)
@@ -339,7 +338,7 @@ def flash_attn_varlen_func(
     result, lse = sink_attention(
         q, k, v, sinks, causal=seen.causal, window=seen.window, softmax_scale=softmax_scale,
         cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, deterministic=deterministic, return_lse=True,
-        max_seqlen_q=None if needs_grad(q, k, v, sinks) else _longest(max_seqlen_q, q),
+        max_seqlen_q=_longest(max_seqlen_q, q),
     )  # fmt: skip
     result = _written(out, result)
     return (result, _with_sinks(lse, sinks).transpose(0, 1)) if wants_lse else result

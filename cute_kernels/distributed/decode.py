@@ -22,6 +22,8 @@ from fp8_mla import V_DIM
 NAME: Final = "context_parallel_decode"
 _OWN: Final = ("s_aux", "out", "lse", "return_lse", "local_lengths")
 """Arguments that never reach the op as they are."""
+_SAME: Final = ("cache_seqlens", "causal", "window", "softcap", "softmax_scale")
+"""Arguments of an op that are equal on all ranks."""
 
 
 class _Op(NamedTuple):
@@ -96,7 +98,9 @@ def context_parallel_decode(
 
     Raises:
         TypeError, ValueError: before partials are exchanged, naming the argument, what it got and what it needs. Also
-            if gradients are enabled and a tensor requires them: there is no backward.
+            if gradients are enabled and a tensor requires them: there is no backward. On CPUs, where ranks' calls
+            differ, on every rank: they tell each other of each call. On GPUs, which do not wait for that, results are
+            NaN where ranks differ in shape or dtype of their partials, heads, interleave or gather_q.
         RuntimeError: another rank failed, or did not call within the group's timeout. With "symmetric" also where ranks
             share no memory, or the first call is under graph capture.
     """
@@ -169,9 +173,12 @@ def _rows_of_op(
     shape = (batch, s_q, h_q)
     target = Target.of(heads, member, shape, d, q.dtype, q.device, own["s_aux"], own["out"], own["lse"])
     positions = local_calls(call, h_q, member.rank, member.world_size, interleave, own["local_lengths"])
+    same = {"heads": heads, "interleave": interleave, "gather_q": gather_q, "q": q, "s_aux": own["s_aux"] is not None}
+    same |= {name: call.get(name) for name in _SAME}
+    member.require_same_call(NAME, {"decode": decode.__name__, **same}, q.device, None if gather_q else q)
     if gather_q:
         q = gather_heads(NAME, q, member)
-    rows = Rows.empty(shape, d, q.dtype, q.device)
+    rows = Rows.empty(shape, d, q.dtype, q.device, (1, heads == "gather", interleave, gather_q))
     for local in positions.calls:
         _run(decode, call, local, q, rows)
     if positions.lse_offset is not None:
@@ -212,7 +219,8 @@ def _rows_of_callable(
     target = Target.of(heads, member, shape, d, out.dtype, out.device, own["s_aux"], own["out"], own["lse"])
     if torch.is_grad_enabled():
         refuse_gradients(NAME, ("decode", "decode"), out, lse)
-    rows = Rows.empty(shape, d, out.dtype, out.device)
+    member.require_same_call(NAME, {"heads": heads, "decode": out, "s_aux": own["s_aux"] is not None}, out.device)
+    rows = Rows.empty(shape, d, out.dtype, out.device, (2, heads == "gather"))
     rows.out.copy_(out)
     rows.lse.copy_(lse)
     return rows, target

@@ -1,6 +1,7 @@
 """What ranks send each other: rows of a partial output and its log-sum-exp, in one collective, merged in rank order.
 
-A row is the d values of an output, then its float32 log-sum-exp, padded to a multiple of 16 bytes. It travels as
+A row is the d values of an output, its float32 log-sum-exp, and three times a word that follows from the call: a GPU
+makes NaN of rows that ranks have sent in different calls, a CPU has told its ranks before. It travels as
 bytes: gloo and NCCL both carry uint8. The decode writes into the buffer that is sent and `merge_states` reads the one
 that is received, so nothing is packed or unpacked. States are merged in the order of ranks: the same bits on every
 rank, and in every call.
@@ -8,19 +9,28 @@ rank, and in every call.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import hashlib
+import json
+import math
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from cute_kernels.merge.op import merge_states
+from cute_kernels.merge.op import merge_received
 from cute_kernels.runtime.checks import check_tensor, fail, require
 from cute_kernels.runtime.overlap import check_written
 
 HEADS = ("gather", "scatter")
 LSE_BYTES = 16
-"""Bytes of a row after its output: the log-sum-exp and what keeps rows at multiples of 16 bytes."""
+"""Bytes of a row after its output: the log-sum-exp and three words, so that rows are at multiples of 16 bytes."""
+
+
+CALL_BYTES = 2048
+"""Of what ranks tell each other of a call."""
+SAMPLES = 32
+"""Numbers of q among that."""
 
 
 class Member(NamedTuple):
@@ -63,6 +73,56 @@ class Member(NamedTuple):
             )
             raise RuntimeError(message) from error
 
+    def require_same_call(
+        self, what: str, arguments: Mapping[str, object], device: torch.device, q: torch.Tensor | None = None
+    ) -> None:
+        """Raises on every rank of a group of CPUs unless all make this call: else sizes of collectives would differ.
+
+        It costs a small collective, so GPUs, which would have to wait for it, and compiled calls do without.
+
+        Args:
+            what: the function that is called.
+            arguments: what must be equal on all ranks, by name.
+            device: of the tensors.
+            q: queries, if they must be the same on all ranks: a sample must, but for rounding.
+
+        Raises:
+            ValueError: the first argument that differs, what two ranks got, and what it needs.
+        """
+        if device.type != "cpu" or self.world_size == 1 or torch.compiler.is_compiling():
+            return
+        sample = [] if q is None else q.flatten()[:: max(1, q.numel() // SAMPLES)][:SAMPLES].float().tolist()
+        words = {"function": what, **{name: _in_words(value) for name, value in arguments.items()}}
+        text = json.dumps([words, sample]).encode()
+        sent = torch.zeros(CALL_BYTES, dtype=torch.uint8, device="cpu")
+        sent[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+        received = sent.new_empty((self.world_size, CALL_BYTES))
+        self.exchange(what, all_gather(), received, sent)
+        (first, values), *others = (json.loads(bytes(row.tolist()).rstrip(b"\0")) for row in received)
+        needs = "the same on all ranks, which make one call together"
+        for rank, (other, other_values) in enumerate(others, start=1):
+            for name in {**first, **other}:
+                one, two = first.get(name, "none"), other.get(name, "none")
+                require(one == two, name, f"{one} on rank 0 and {two} on rank {rank}", needs)
+            apart = math.dist(values, other_values)
+            require(
+                not apart > math.hypot(*values, *other_values) / 2,
+                "q",
+                f"other values on rank {rank} than on rank 0",
+                f"{needs}: calls come in the same order on all ranks",
+            )
+
+
+def _in_words(value: object) -> str:
+    """A short text of an argument's value: of integer tensors one that differs where their contents do."""
+    if isinstance(value, torch.Tensor):
+        words = f"{value.dtype} of shape {tuple(value.shape)}"
+        if value.dtype in (torch.int32, torch.int64):
+            contents = json.dumps(value.tolist()).encode()
+            words += f" with contents {hashlib.sha256(contents).hexdigest()[:8]}"
+        return words
+    return repr(value)[:64]
+
 
 class Rows(NamedTuple):
     """Rows of partial results.
@@ -84,9 +144,29 @@ class Rows(NamedTuple):
         return cls(rows, rows[..., :width].view(dtype), lse)
 
     @classmethod
-    def empty(cls, shape: tuple[int, ...], d: int, dtype: torch.dtype, device: torch.device) -> Rows:
-        """To be written. What pads rows is sent as it is, and never read."""
+    def empty(
+        cls, shape: tuple[int, ...], d: int, dtype: torch.dtype, device: torch.device, call: tuple[int, ...] = ()
+    ) -> Rows:
+        """To be written: outputs and log-sum-exps.
+
+        Args:
+            shape: (..., heads).
+            d: values of a row.
+            dtype: of the values.
+            device: of all.
+            call: what else ranks must agree on, as numbers.
+        """
         rows = torch.empty((*shape, d * dtype.itemsize + LSE_BYTES), dtype=torch.uint8, device=device)
+        word = 0
+        for number in (
+            *shape,
+            d,
+            dtype.itemsize,
+            dtype is torch.float16,
+            *call,
+        ):  # arithmetic that torch.compile traces
+            word = (word * 1_000_003 + number + 1) % (2**31 - 1)
+        rows[..., -12:].view(torch.int32).fill_(word)
         return cls.view(rows, d, dtype)
 
 
@@ -154,7 +234,7 @@ def combine(what: str, rows: Rows, member: Member, target: Target) -> tuple[torc
         received = torch.empty_like(sent)
         member.exchange(what, dist.all_to_all_single, received, sent)
     states = Rows.view(received, rows.out.shape[-1], rows.out.dtype)
-    return merge_states(states.out, states.lse, s_aux=target.s_aux, out=target.out, lse=target.lse)
+    return merge_received(states.out, states.lse, target.s_aux, target.out, target.lse)
 
 
 def all_gather() -> Callable[..., object]:

@@ -111,11 +111,13 @@ def context_parallel_prefill(
         check_tensor("cu_seqlens_context", cu_seqlens_context, dtype=torch.int32, device=q.device)
     target = Target.of(heads, member, shape, q.shape[-1], q.dtype, q.device, s_aux, out, lse)
     given = None if softmax_scale is None else float(softmax_scale)
+    same = {"heads": heads, "q": q, "k": k, "s_aux": s_aux is not None, "softmax_scale": given}
+    member.require_same_call(NAME, {**same, "cu_seqlens_q": cu_seqlens_q}, q.device, q)
     earlier, earlier_lse = sink_attention(
         q, k_context, v_context, causal=False, softmax_scale=given, cu_seqlens_q=cu_seqlens_q,
         cu_seqlens_k=cu_seqlens_context, return_lse=True,
     )  # fmt: skip
-    rows = Rows.empty(shape, q.shape[-1], q.dtype, q.device)
+    rows = Rows.empty(shape, q.shape[-1], q.dtype, q.device, (3, heads == "gather"))
     rows.out.copy_(earlier)
     rows.lse.copy_(earlier_lse)
     mine = own_heads(h_q, h_kv, member.rank, member.world_size)

@@ -25,6 +25,10 @@ NOT_HERE = -1
 """The slot of a token that another rank keeps, or of none."""
 MAX_SLOTS = 2**31
 """Fewer than these: indices are int32."""
+MAX_LENGTH = 2**31 - 1
+"""The largest length of an int32 tensor."""
+MAX_STRIPE = 2**63
+"""``interleave * world_size`` is below it: positions are int64."""
 
 
 def check_share(rank: int, world_size: int, interleave: int) -> None:
@@ -34,6 +38,8 @@ def check_share(rank: int, world_size: int, interleave: int) -> None:
         require(is_int, name, type(value).__name__, "an int", TypeError)
         require(value >= least, name, value, f"at least {least}")
     require(rank < world_size, "rank", rank, f"less than world_size {world_size}")
+    stripe = interleave * world_size
+    require(stripe < MAX_STRIPE, "interleave", f"{interleave} with world_size {world_size}", "a product below 2^63")
 
 
 def shard_lengths(
@@ -59,7 +65,7 @@ def shard_lengths(
         causal: False: every query sees all tokens.
 
     Returns:
-        int32, the shape of `lengths`; (batch, s_q) with `s_q`.
+        int32, the shape of `lengths`; (batch, s_q) with `s_q`. Counts beyond 2^31 - 1 are 2^31 - 1.
 
     Raises:
         TypeError, ValueError: naming the argument, what it got and what it needs.
@@ -76,7 +82,7 @@ def shard_lengths(
             seen = seen.unsqueeze(1).expand(-1, s_q)
     stripe = interleave * world_size
     rest = seen % stripe - rank * interleave
-    return (seen // stripe * interleave + rest.clamp(0, interleave)).int()
+    return (seen // stripe * interleave + rest.clamp(0, interleave)).clamp(max=MAX_LENGTH).int()
 
 
 def local_positions(positions: torch.Tensor, *, rank: int, world_size: int, interleave: int) -> torch.Tensor:

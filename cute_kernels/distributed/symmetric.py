@@ -30,8 +30,9 @@ from cute_kernels.runtime.checks import require
 from cute_kernels.runtime.memory import for_all_streams, is_capturing
 
 HALF_BYTES = 32 << 20
-"""Of half a buffer, unless one call needs more. It holds 4032 rows of 512 bfloat16 from each of 8 ranks, or 31 query
-tokens of 128 heads: what is larger is bound by the link, where a collective is as good."""
+"""Of half a buffer, unless one call needs more; a power of two, as larger ones are. It holds 4032 rows of 512 bfloat16
+from each of 8 ranks, or 31 query tokens of 128 heads: what is larger is bound by the link, where a collective is as
+good."""
 _DEFAULT_TIMEOUT = datetime.timedelta(minutes=10)
 COMBINE = (None, "collective", "symmetric")
 
@@ -178,7 +179,8 @@ def peer_buffer(how: str | None, member: Member, rows: Rows, target: Target) -> 
                     f"{needed} bytes, made by one call with these shapes on every rank before the capture"
                 )
             return None
-        _make(shared, member, device, max(needed, HALF_BYTES))
+        # Powers of two: all that are kept for graphs are together less than twice the largest.
+        _make(shared, member, device, max(1 << (needed - 1).bit_length(), HALF_BYTES))
     if shared.largest() >= needed:
         return shared.buffers[-1]
     if shared.reason and forced:

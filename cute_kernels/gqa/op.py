@@ -8,7 +8,7 @@ from typing import Any, Literal, NamedTuple, overload
 import torch
 
 from cute_kernels.gqa.layouts import ALIGNMENT, LAYOUTS, CacheLayout, CacheSizes, ScaleKind, cache_sizes, scale_kind
-from cute_kernels.gqa.plan import MAX_S_Q, choose_spec, plan_decode
+from cute_kernels.gqa.plan import MAX_S_Q, choose_spec, kernel_softcap, plan_decode
 from cute_kernels.gqa.reference import reference_gqa_decode
 from cute_kernels.gqa.spec import ITEMSIZE, MAX_RANGES, GqaDecodeSpec
 from cute_kernels.runtime import memory, workspace
@@ -144,7 +144,7 @@ def gqa_decode(
             the keys of a page that does not exist are masked.
         causal: a query does not see tokens after its own.
         window: a query sees at most so many tokens, its own included; tiles outside of every window are not read.
-        softcap: c > 0: scores become ``c * tanh(score / c)``.
+        softcap: c > 0, finite: scores become ``c * tanh(score / c)``, to float32 rounding whatever c is.
         alibi_slopes: (h_q,) or (batch, h_q) float32; ``slope * (key - own position)`` is added to scores.
         s_aux: (h_q,) float32, a logit per head in natural-log units that joins the softmax denominator alone.
         softmax_scale: default d ** -0.5.
@@ -286,7 +286,7 @@ def _launch(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
         0 if alibi_slopes is None else alibi_slopes.data_ptr(),
         prepared.alibi_batch,
         prepared.default_scale if softmax_scale is None else softmax_scale,
-        1.0 if softcap is None else softcap,
+        1.0 if softcap is None else kernel_softcap(softcap),
         NO_WINDOW if window is None else min(window, NO_WINDOW),
         1 if causal else 0,
         prepared.ranges,

@@ -27,6 +27,10 @@ MAX_S_Q = 8
 """Query tokens of a sequence, in one call."""
 INT32_MAX = 2**31 - 1
 
+SOFTCAPS = (2.0**-32, 2.0**64)
+"""Softcaps that kernels are given. Any smaller one makes all scores equal to float32, as the least of these does; any
+larger one leaves scores up to 2^52 as they are, as the largest does."""
+
 CLUSTER_TILES = 8
 """Most key tiles of a CTA of a cluster; past that, more CTAs gain more than merging through global memory costs."""
 
@@ -50,6 +54,11 @@ class DecodePlan:
     states: int
     state_floats: int
     counters: int
+
+
+def kernel_softcap(softcap: float) -> float:
+    """The softcap to give a kernel: its products with scales and log2(e) stay within the exponents of float32."""
+    return min(max(softcap, SOFTCAPS[0]), SOFTCAPS[1])
 
 
 def columns_for(rows: int, d: int) -> int:

@@ -18,7 +18,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from cute_kernels.gqa.op import MAX_S_Q, gqa_decode
+from cute_kernels.gqa.op import gqa_decode
+from cute_kernels.gqa.plan import MAX_S_Q, kernel_softcap
 from cute_kernels.runtime.arch import is_sm90
 from cute_kernels.runtime.ops import needs_grad
 from cute_kernels.sink.op import sink_attention
@@ -176,7 +177,8 @@ def plain_attention(call: _Request) -> torch.Tensor:
     k, v = (t.repeat_interleave(ratio, dim=1) for t in (call.k, call.v))
     scores = (call.q @ k.transpose(2, 3)).float() * call.scaling
     if call.softcap is not None:
-        scores = call.softcap * torch.tanh(scores / call.softcap)
+        cap = kernel_softcap(call.softcap)  # another one may be 0 or infinity in float32
+        scores = cap * torch.tanh(scores / cap)
     if mask is not None:
         scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype is torch.bool else scores + mask
     if call.s_aux is not None:

@@ -39,7 +39,8 @@ def merge_states(
     Args:
         outs: (n, ..., d) float32, bfloat16 or float16, n >= 1, d a multiple of 8 up to 512; often
             (n, batch, s_q, heads, d). Rows are contiguous and start at multiples of 16 bytes.
-        lses: (n, ...) float32. -inf marks a pair without keys: its output is not read and may hold anything.
+        lses: (n, ...) float32. -inf marks a pair without keys, and so does +inf, which FlashMLA and its adapter here
+            write: the output of such a pair is not read and may hold anything.
         s_aux: (heads,) float32, where heads is the last of the dimensions "...": sink logits that join the denominator
             once. The pairs must not contain them already. -inf is no sink, +inf makes the output 0.
         out: (..., d) float32, bfloat16 or float16: where to write the output, rows as those of `outs`.
@@ -59,15 +60,40 @@ def merge_states(
     """
     if torch.is_grad_enabled():
         refuse_gradients("merge_states", _TENSORS, outs, lses, s_aux, out, lse)
+    return _merge(outs, lses, s_aux, out, lse, False)
+
+
+def merge_received(
+    outs: torch.Tensor,
+    lses: torch.Tensor,
+    s_aux: torch.Tensor | None,
+    out: torch.Tensor | None,
+    lse: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Merge states of several ranks as `merge_states` does, on a GPU only those of one call.
+
+    In memory a 32-bit word of the call follows each log-sum-exp. A kernel makes a row NaN whose states differ in it.
+    """
+    return _merge(outs, lses, s_aux, out, lse, True)
+
+
+def _merge(
+    outs: torch.Tensor,
+    lses: torch.Tensor,
+    s_aux: torch.Tensor | None,
+    out: torch.Tensor | None,
+    lse: torch.Tensor | None,
+    headers: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
     if isinstance(outs, torch.Tensor) and outs.is_cuda and not is_traced():
-        return _merge_or_explain(outs, lses, s_aux, out, lse)
+        return _merge_or_explain(outs, lses, s_aux, out, lse, headers)
     if out is None or lse is None:
         _check_outs(outs)
         if out is None:
             out = outs.new_empty(outs.shape[1:])
         if lse is None:
             lse = outs.new_empty(outs.shape[1:-1], dtype=torch.float32)
-    _merge_states(outs, lses, s_aux, out, lse)
+    _merge_states(outs, lses, s_aux, out, lse, headers)
     return out, lse
 
 
@@ -93,15 +119,16 @@ def _launch(
     s_aux: torch.Tensor | None,
     out: torch.Tensor | None,
     lse: torch.Tensor | None,
+    headers: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Calls the kernel with leading dimensions (batch, s, heads): heads stay apart for `s_aux`."""
     key = (
         outs.get_device(), outs.shape, outs.dtype, outs.dtype if out is None else out.dtype, s_aux is None,
-        lses.is_neg(),
+        headers, lses.is_neg(),
         None if out is None or out.is_contiguous() else out.stride(),
         None if lse is None or lse.is_contiguous() else (lse.stride(), lse.is_neg()),
     )  # fmt: skip
-    prepared = _prepared.get(key) or _prepare(key, outs, lses, s_aux, out, lse)
+    prepared = _prepared.get(key) or _prepare(key, outs, lses, s_aux, out, lse, headers)
     if (out is not None or lse is not None) and share_storage(out, lse, (outs, lses, s_aux)):
         _check_outputs(outs, lses, s_aux, out, lse)
     if out is None:
@@ -127,12 +154,13 @@ def _prepare(
     s_aux: torch.Tensor | None,
     out: torch.Tensor | None,
     lse: torch.Tensor | None,
+    headers: bool,
 ) -> PreparedLaunch:
     """Loads the kernel after all checks.
 
     On a CPU, or without rows, another function replaces it. That one checks nothing, so it is not kept.
     """
-    _check(outs, lses, s_aux, out, lse)
+    _check(outs, lses, s_aux, out, lse, headers)
     shape, device = tuple(outs.shape), outs.device
     if device.type == "cpu":
         assert out is not None and lse is not None  # the operator requires both
@@ -151,6 +179,7 @@ def _prepare(
         in_dtype=DTYPES[outs.dtype],
         out_dtype=DTYPES[outs.dtype if out is None else out.dtype],
         has_sink=s_aux is not None,
+        headers=headers,
     )
     prepared = PreparedLaunch(get_kernel(spec), *templates)
     # of more dimensions the kernel sees views and cannot tell whether the shapes agree: each call is checked
@@ -175,6 +204,7 @@ def _check(
     s_aux: torch.Tensor | None,
     out: torch.Tensor | None,
     lse: torch.Tensor | None,
+    headers: bool,
 ) -> None:
     """Raises what is wrong with the arguments, by name."""
     _check_outs(outs)
@@ -234,19 +264,24 @@ def _view(name: str, t: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
         raise ValueError(f"{name}: got shape {tuple(t.shape)} with strides {t.stride()}; needs {needs}") from None
 
 
-_merge_or_explain = launch_or_explain(_launch, _check, _TENSORS)
+_merge_or_explain = launch_or_explain(_launch, _check, (*_TENSORS, "headers"))
 
 
 def _run(
-    outs: torch.Tensor, lses: torch.Tensor, s_aux: torch.Tensor | None, out: torch.Tensor, lse: torch.Tensor
+    outs: torch.Tensor,
+    lses: torch.Tensor,
+    s_aux: torch.Tensor | None,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    headers: bool = False,
 ) -> None:
     """The operator, for torch.compile and CPU tensors."""
-    _merge_or_explain(outs, lses, s_aux, out, lse)
+    _merge_or_explain(outs, lses, s_aux, out, lse, headers)
 
 
 _merge_states = register_op(
     "merge_states",
-    "(Tensor outs, Tensor lses, Tensor? s_aux, Tensor(a!) out, Tensor(b!) lse) -> ()",
+    "(Tensor outs, Tensor lses, Tensor? s_aux, Tensor(a!) out, Tensor(b!) lse, bool headers=False) -> ()",
     _run,
-    lambda outs, lses, s_aux, out, lse: None,
+    lambda outs, lses, s_aux, out, lse, headers=False: None,
 )

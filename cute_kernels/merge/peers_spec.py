@@ -48,7 +48,7 @@ class PeerMergeSpec:
     def merge(self) -> MergeSpec:
         """How a row is merged: one vector for each lane, all ranks of a host in one round."""
         lanes = min(1 << (self.row_vectors - 2).bit_length(), MAX_LANES)
-        return MergeSpec(self.d, self.dtype, self.dtype, self.has_sink, has_lse=True, lanes=lanes)
+        return MergeSpec(self.d, self.dtype, self.dtype, self.has_sink, has_lse=True, lanes=lanes, headers=True)
 
     @property
     def expected(self) -> dict[str, Any]:

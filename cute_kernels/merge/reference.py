@@ -12,14 +12,14 @@ def merge_states_reference(
 
     Args:
         outs: (n, ..., d) floating point.
-        lses: (n, ...) natural logarithms; -inf marks an empty state.
+        lses: (n, ...) natural logarithms; -inf or +inf marks an empty state.
         s_aux: (heads,), where heads is the last of the dimensions "..."; joins the denominator once.
         dtype: in which to compute, and of the results.
 
     Returns:
         out (..., d) and lse (...), which leaves `s_aux` out.
     """
-    lses = lses.to(dtype)
+    lses = torch.where(lses == torch.inf, -torch.inf, lses.to(dtype))  # FlashMLA marks a query without keys by +inf
     lse = torch.logsumexp(lses, dim=0)
     denominator = lse if s_aux is None else torch.logaddexp(lse, s_aux.to(dtype).expand_as(lse))
     # -inf minus an all-empty row's -inf is NaN

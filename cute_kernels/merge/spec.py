@@ -36,6 +36,7 @@ class MergeSpec:
     block_scales  64 neighbouring values of a state are kept divided by a float32, so that float16 holds them
     eager      states are read before their log-sum-exps have come, empty ones as well
     inf_if_empty  the merged log-sum-exp of empty states is +inf instead of -inf
+    headers    a word follows each log-sum-exp; a row whose states differ in it becomes NaN
     """
 
     d: int
@@ -49,6 +50,7 @@ class MergeSpec:
     block_scales: bool = False
     eager: bool = False
     inf_if_empty: bool = False
+    headers: bool = False
 
     kernel: ClassVar[str] = "cute_kernels.merge.kernels.merge:MergeKernel"
 
@@ -63,6 +65,7 @@ class MergeSpec:
         out_dtype: str,
         has_sink: bool = False,
         has_lse: bool = True,
+        headers: bool = False,
     ) -> "MergeSpec":
         """The variant for `rows` rows of `num_states` states each.
 
@@ -89,7 +92,7 @@ class MergeSpec:
         groups = 1
         if num_states > LOADS_IN_FLIGHT:
             groups = min(_power_of_two_at_least(-(-FILLING_ROWS // rows)), 4)
-        return cls(d, in_dtype, out_dtype, has_sink, has_lse, lanes, groups)
+        return cls(d, in_dtype, out_dtype, has_sink, has_lse, lanes, groups, headers=headers)
 
     def can_implement(self) -> list[str]:
         """Reasons, in words, why this kernel cannot be built; empty when it can."""
@@ -183,4 +186,7 @@ def shipped_specs() -> list[MergeSpec]:
             (8, "float16", 64, 4, False),
         )
     ]
-    return splits + states
+    received = MergeSpec.for_launch(
+        rows=128, num_states=4, d=512, in_dtype="bfloat16", out_dtype="bfloat16", headers=True
+    )
+    return [*splits, *states, received]

@@ -116,7 +116,7 @@ def check(*arguments: Any) -> None:
     if request.s_aux is not None:
         check_tensor("s_aux", request.s_aux, dtype=torch.float32, shape=(h_q,), device=device, unit_last_stride=True)
     check_options(request.causal, request.softmax_scale, request.num_splits, request.exchange, request.scores)
-    _check_options_of_formats(Formats(first, extra), request.exchange, request.scores)
+    check_options_of_formats(Formats(first, extra), request.exchange, request.scores)
     if out is not None:
         shape = (batch, s_q, h_q, first.d_v)
         check_tensor("out", out, dtype=torch.bfloat16, shape=shape, device=device, align=_ALIGN, unit_last_stride=True)
@@ -183,12 +183,13 @@ def check_cache(name: str, cache: torch.Tensor, token_format: TokenFormat, cache
     return layout
 
 
-def _check_options_of_formats(formats: Formats, exchange: str | None, scores: str | None) -> None:
+def check_options_of_formats(formats: Formats, exchange: str | None, scores: str | None) -> None:
+    """Raises for options that kernels of these formats do not have."""
     names = [token_format.name for token_format in formats if token_format is not None]
     if exchange not in (None, "none") and names != [V3_2.name]:
         fail("exchange", f"{exchange!r} with {' and '.join(names)}", f"None or 'none', or one cache of {V3_2.name}")
-    if scores == "fp8" and any(token_format is not None and token_format.codes.bits < 8 for token_format in formats):
-        fail("scores", f"'fp8' with {' and '.join(names)}", "None or 'exact', or formats with 8-bit codes")
+    if scores == "fp8" and names != [V3_2.name]:
+        fail("scores", f"'fp8' with {' and '.join(names)}", f"None or 'exact', or one cache of {V3_2.name}")
 
 
 def _check_cache_tensor(name: str, cache: torch.Tensor, device: torch.device) -> None:

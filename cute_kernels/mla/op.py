@@ -148,7 +148,7 @@ def mla_fp8_decode(
             "fp8": codes meet Q as two e4m3 numbers, hi + lo, on the FP8 tensor core, whose sums are off by some 3e-4 of
             their rms; the log-sum-exp is off by some half of what keys rounded to bf16 cost, unless scales are
             powers of two, for which bf16 keys are exact. Default: planned.
-            "fp8" goes with no exchange, and with 8-bit codes alone.
+            "fp8" goes with no exchange, and with one cache of "v3.2" alone.
         cache_format: "v3.2", "v3.2_nope", "v4", "v4.1" or "v4.1_fp4". Default: "v3.2" for 656 bytes a token with 576
             columns of q, "v3.2_nope" with 512; "v4" for 584; "v4.1_fp4" for 288. 528 bytes need it: "v3.2_nope" and
             "v4.1" both have as many.

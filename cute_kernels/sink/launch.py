@@ -36,6 +36,8 @@ SCALES = (2.0**-100, 2.0**100)
 """Softmax scales that leave room for scores in float32."""
 MAX_GRID = 65535
 COUNTERS = 2  # of a kernel that takes items from a list
+NO_PADDING = (0,) * 7
+"""Arguments of the kernel that makes a list where it is to fill no rows."""
 
 
 class SinkRequest(NamedTuple):
@@ -47,9 +49,10 @@ class SinkRequest(NamedTuple):
                     dimensions of size 1, whose strides may be anything. Addresses are multiples of 16 bytes
     s_aux           (h_q,) float32, last stride 1, or None; any value, infinities included, but NaN
     cu_seqlens_q    (batch + 1,) int32, contiguous, or None; both are None or neither is
-    cu_seqlens_k    likewise. They begin with 0, never decrease and end with the number of tokens. The host has seen to
+    cu_seqlens_k    likewise. They begin with 0, never decrease and end with at most the number of tokens: rows past
+                    that are padding, whose results are those of queries without keys. The host has seen to
                     that, but not of what a CUDA graph finds when it is replayed: there it is the caller's duty. Kernels
-                    touch no memory but that of the tensors whatever they find, and rows of no sequence are not written
+                    touch no memory but that of the tensors whatever they find
     causal          query j of a sequence, at position s_k - s_q + j, sees keys up to its own position
     window          None, or at least 1 and below s_k or tokens_k: it sees keys at positions > its own - window
     softmax_scale   a number, the default filled in
@@ -108,9 +111,9 @@ def launch_forward(request: SinkRequest, out: torch.Tensor, lse: torch.Tensor) -
         lse: (batch, s_q, h_q), packed (tokens_q, h_q), float32, contiguous, not initialized. Every element is written:
             natural log, the softmax scale applied, without the sink.
 
-    A query without keys (at a negative position under `causal`, or in a packed sequence that has none) gets out 0 and
-    lse -inf. A sink of +inf gives out 0 and leaves lse as it is. What tokens of another sequence hold, NaN included,
-    reaches neither.
+    A query without keys (at a negative position under `causal`, in a packed sequence that has none, or past the last
+    sequence) gets out 0 and lse -inf. A sink of +inf gives out 0 and leaves lse as it is. What tokens of another
+    sequence hold, NaN included, reaches neither.
     """
     if not SCALES[0] <= request.softmax_scale <= SCALES[1]:
         result, result_lse = reference_sink_attention(**reference_arguments(request), dtype=torch.float32)
@@ -127,7 +130,7 @@ def launch_forward(request: SinkRequest, out: torch.Tensor, lse: torch.Tensor) -
         _sink(request),
         out,
         lse,
-        *_packed(request, sizes, spec.rows, keys=False),
+        *_packed(request, sizes, spec.rows, keys=False, queries=out, lses=lse),
         *_numbers(request),
         _section_of_queries(request, sizes),
         num_sms,
@@ -191,7 +194,7 @@ def launch_backward(
         stats,
         dk,
         dv,
-        *_packed(request, sizes, keys.keys, keys=True),
+        *_packed(request, sizes, keys.keys, keys=True, queries=dq, keys_and_values=(dk, dv)),
         sums.data_ptr(),
         *_numbers(request),
         backward_section(batch=sizes.batch, s_k=sizes.s_k, h_kv=sizes.h_kv, d=sizes.d, window=request.window),
@@ -280,9 +283,19 @@ def _section_of_queries(request: SinkRequest, sizes: _Sizes) -> int:
 
 
 def _packed(
-    request: SinkRequest, sizes: _Sizes, rows: int, *, keys: bool
+    request: SinkRequest,
+    sizes: _Sizes,
+    rows: int,
+    *,
+    keys: bool,
+    queries: torch.Tensor | None = None,
+    lses: torch.Tensor | None = None,
+    keys_and_values: tuple[torch.Tensor, torch.Tensor] | tuple[None, None] = (None, None),
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
-    """cu_seqlens_q, cu_seqlens_k, and the list of blocks of `rows` queries (or keys), which a launch makes."""
+    """cu_seqlens_q, cu_seqlens_k, and the list of blocks of `rows` queries (or keys), which a launch makes.
+
+    The launch also fills rows past the last sequence of the results that are named: zeros, and -inf in `lses`.
+    """
     cu_seqlens_q, cu_seqlens_k = request.cu_seqlens_q, request.cu_seqlens_k
     if cu_seqlens_q is None:
         return None, None, None
@@ -290,5 +303,8 @@ def _packed(
     work = torch.empty((listed // rows + sizes.batch + 1, 2), dtype=torch.int32, device=cu_seqlens_q.device)
     window = NO_WINDOW if request.window is None else request.window
     numbers = (rows, window, int(request.causal), listed, other)
-    get_kernel(SinkWorkListSpec(keys))(cu_seqlens_q, cu_seqlens_k, work, *numbers)
+    filled = [0 if t is None else t.data_ptr() for t in (queries, lses, *keys_and_values)]
+    words = sizes.d // 2  # of 16-bit values
+    row_words = (sizes.h_q * words, sizes.h_q, sizes.h_kv * words)
+    get_kernel(SinkWorkListSpec(keys))(cu_seqlens_q, cu_seqlens_k, work, *numbers, *filled, *row_words)
     return cu_seqlens_q, cu_seqlens_k, work

@@ -109,7 +109,8 @@ def sink_attention(
             also sees all tokens after its own.
         softmax_scale: default d ** -0.5.
         cu_seqlens_q: (batch + 1,) int32, contiguous: sequence i has tokens cu_seqlens_q[i] to cu_seqlens_q[i + 1] - 1
-            of a packed q. Begins with 0, never decreases, ends with the number of tokens. The host reads and checks the
+            of a packed q. Begins with 0, never decreases, ends with the number of tokens or before: rows past the
+            last sequence are padding, results of which are those of queries without keys. The host reads and checks the
             contents once for each tensor and each change that torch counts, which waits for the GPU; not under graph
             capture. After one that it does not count (by a replay, another library's kernel, `.data`, NumPy) pass a new
             tensor: gradients of sequences longer than before would be wrong. If a replay finds contents that break
@@ -118,9 +119,9 @@ def sink_attention(
         deterministic: the same call gives gradients with the same bits; torch.use_deterministic_algorithms also turns
             it on. The bits of the output are always the same.
         return_lse: also return the log-sum-exp.
-        max_seqlen_q: of packed q without gradients: tokens of the longest sequence, for callers who know their lengths.
-            The contents of cu_seqlens_q and cu_seqlens_k are not read on the host then, which does not wait. They keep
-            the rules above, but may end before the number of tokens; rows of out and lse past their end are undefined.
+        max_seqlen_q: of packed q: tokens of the longest sequence, for callers who know their lengths. Without gradients
+            the contents of cu_seqlens_q and cu_seqlens_k are not read on the host then, which does not wait; they keep
+            the rules above. With gradients it changes nothing.
 
     Returns:
         out of q's shape and dtype; with `return_lse` also lse, (batch, s_q, h_q) or packed (tokens, h_q), float32,
@@ -201,10 +202,9 @@ def _check(*arguments: Any) -> None:
     if device.type != "cpu":
         require_sm90("q", device)
     if cu_seqlens_q is not None and cu_seqlens_k is not None:
-        padded = request.max_seqlen_q is not None
-        if not padded or device.type == "cpu":
-            _check_lengths("cu_seqlens_q", cu_seqlens_q, q.shape[0], padded)
-            _check_lengths("cu_seqlens_k", cu_seqlens_k, k.shape[0], padded)
+        if request.max_seqlen_q is None or request.differentiable or device.type == "cpu":
+            _check_lengths("cu_seqlens_q", cu_seqlens_q, q.shape[0])
+            _check_lengths("cu_seqlens_k", cu_seqlens_k, k.shape[0])
 
 
 def _check_numbers(request: _Request) -> None:
@@ -219,8 +219,7 @@ def _check_numbers(request: _Request) -> None:
         check_int("max_seqlen_q", longest, 0)
         packed = request.cu_seqlens_q is not None
         require(packed, "max_seqlen_q", f"{longest} without cu_seqlens_q", "None: it is for packed sequences")
-        needs = "None: rows past the last sequence would have no gradient"
-        require(not request.differentiable, "max_seqlen_q", f"{longest} with gradients", needs)
+        require(longest >= 0, "max_seqlen_q", longest, "at least 0")
     if scale is not None:
         check_number("softmax_scale", scale)
 
@@ -229,8 +228,8 @@ _checked_lengths: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 """For each checked tensor: its version at that time, its number of tokens, and its longest sequence."""
 
 
-def _check_lengths(name: str, cu_seqlens: torch.Tensor, tokens: int, padded: bool = False) -> None:
-    """Checks contents on the device, once for each tensor and each version of it; `padded` ones may end earlier.
+def _check_lengths(name: str, cu_seqlens: torch.Tensor, tokens: int) -> None:
+    """Checks contents on the device, once for each tensor and each version of it.
 
     All layers of a model share their lengths, so a step waits once. Capture forbids the wait. An inference-mode tensor
     has no version, so only its first contents are checked.
@@ -238,10 +237,10 @@ def _check_lengths(name: str, cu_seqlens: torch.Tensor, tokens: int, padded: boo
     if memory.is_capturing(cu_seqlens.device):
         return
     version = 0 if cu_seqlens.is_inference() else cu_seqlens._version
-    if not padded and _checked_lengths.get(cu_seqlens, ())[:2] == (version, tokens):
+    if _checked_lengths.get(cu_seqlens, ())[:2] == (version, tokens):
         return
     borders = cu_seqlens.tolist()
-    needs = f"0 first, no decrease, and {'at most ' if padded else ''}the number of tokens, {tokens}, last"
+    needs = f"0 first, no decrease, and at most the number of tokens, {tokens}, last"
     require(bool(borders), name, "no element", needs)
     require(borders[0] == 0, name, f"{borders[0]} first", needs)
     longest = 0
@@ -249,17 +248,19 @@ def _check_lengths(name: str, cu_seqlens: torch.Tensor, tokens: int, padded: boo
         if borders[i] < borders[i - 1]:
             fail(name, f"{borders[i]} after {borders[i - 1]} at index {i}", needs)
         longest = max(longest, borders[i] - borders[i - 1])
-    require(borders[-1] == tokens or (padded and borders[-1] < tokens), name, f"{borders[-1]} last", needs)
-    if not padded:
-        _checked_lengths[cu_seqlens] = (version, tokens, longest)
+    require(borders[-1] <= tokens, name, f"{borders[-1]} last", needs)
+    _checked_lengths[cu_seqlens] = (version, tokens, longest)
 
 
 def _longest(cu_seqlens: torch.Tensor, tokens: int) -> int:
-    """Upper bound of the longest sequence, valid for replays too: `tokens` if contents are unchecked or may change."""
+    """Upper bound of the longest sequence, valid for replays too: `tokens` if contents are unchecked or may change.
+
+    At least 1: kernels that have a CTA for so many tokens are launched, also where all tokens are padding.
+    """
     if cu_seqlens.is_inference() or memory.is_capturing(cu_seqlens.device):
         return tokens
     version, _, longest = _checked_lengths.get(cu_seqlens, (None, 0, tokens))
-    return longest if version == cu_seqlens._version else tokens
+    return max(longest, 1) if version == cu_seqlens._version else tokens
 
 
 # ---- decoding
@@ -338,12 +339,18 @@ def _forward_on_gpu(request: _Request) -> tuple[torch.Tensor, torch.Tensor]:
         out, lse = _decode(request)
         return out, lse
     out, lse = _fake_forward(*request)
-    if request.q.numel() and request.k.numel():
+    if _has_queries_and_keys(request):
         launch_forward(_launchable(request), out, lse)
     else:
         out.zero_()
         lse.fill_(-torch.inf)
     return out, lse
+
+
+def _has_queries_and_keys(request: _Request) -> bool:
+    """Whether there is anything to launch for; packed tokens may all be padding, of no sequence."""
+    cu_seqlens = request.cu_seqlens_q
+    return bool(request.q.numel() and request.k.numel() and (cu_seqlens is None or cu_seqlens.shape[0] > 1))
 
 
 def _fake_forward(q: torch.Tensor, *arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -403,7 +410,7 @@ def _backward_on_gpu(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Launches; the arguments are checked."""
     gradients = _fake_backward(dout, out, lse, *request)
-    if request.q.numel() and request.k.numel():
+    if _has_queries_and_keys(request):
         dq, dk, dv, ds_aux = gradients
         sink = None if request.s_aux is None else ds_aux
         launch_backward(_launchable(request), out.contiguous(), lse.contiguous(), _plain(dout), dq, dk, dv, sink)

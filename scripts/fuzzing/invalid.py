@@ -296,7 +296,9 @@ def _wrong_together(call: Call, arguments: Mapping[str, Any]) -> Iterator[Wrong]
         cu_seqlens = arguments["cu_seqlens_q"]
         if cu_seqlens is not None and q.shape[0] > 0:
             yield Wrong("lengths from 1 on", ("cu_seqlens_q",), {"cu_seqlens_q": cu_seqlens + 1})
-            yield Wrong("lengths too short", ("cu_seqlens_q",), {"cu_seqlens_q": cu_seqlens.clamp(max=q.shape[0] - 1)})
+            late = cu_seqlens.clone()
+            late[-1] += 1
+            yield Wrong("lengths that end late", ("cu_seqlens_q",), {"cu_seqlens_q": late})
             middle = cu_seqlens.clone()
             middle[0] = 5
             yield Wrong("lengths that decrease", ("cu_seqlens_q",), {"cu_seqlens_q": middle})

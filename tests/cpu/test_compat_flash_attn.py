@@ -154,9 +154,13 @@ def test_padded_rows_of_packed_queries() -> None:
     q, k, v = draw(6, H_Q, D), draw(9, H_KV, D), draw(9, H_KV, D)
     cu = torch.tensor([0, 3, 6, 6, 6], dtype=torch.int32)
     longer = [torch.cat([t, torch.full((2, *t.shape[1:]), torch.nan).to(t.dtype)]) for t in (q, k, v)]
-    found = flash_attn_varlen_func(*longer, cu, cu, 3, 3, causal=True)
-    expected = flash_attn_varlen_func(q, k[:6], v[:6], cu, cu, causal=True)
-    assert torch.equal(found[:6], expected)
+    found: Any = flash_attn_varlen_func(*longer, cu, cu, 3, 3, causal=True)
+    expected: Any = flash_attn_varlen_func(q, k[:6], v[:6], cu, cu, causal=True)
+    assert torch.equal(found[:6], expected) and (found[6:] == 0).all()
+    leaves = [t.requires_grad_() for t in longer]
+    out: Any = flash_attn_varlen_func(*leaves, cu, cu, 3, 3, causal=True)
+    for grad in torch.autograd.grad(out[:6].float().square().sum(), leaves):
+        assert grad[:6].isfinite().all() and (grad[:6] != 0).any() and (grad[6:] == 0).all()
 
 
 @pytest.mark.parametrize("longest", [torch.tensor(3), torch.tensor(3).numpy(), None])

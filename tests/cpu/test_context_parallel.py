@@ -14,12 +14,15 @@ import torch.distributed as dist
 
 from cute_kernels import mla_fp8_decode
 from cute_kernels.budget.ranks import HALF_BYTES, NVLINK, Exchange, Link, crossing_tokens, predict_ranks
-from cute_kernels.distributed import context_parallel_decode, symmetric
+from cute_kernels.compat.flash_mla import flash_mla_with_kvcache
+from cute_kernels.distributed import context_parallel_decode, shard_lengths, symmetric
 from cute_kernels.distributed.exchange import Rows
 from scripts import context_parallel_table
 from scripts.bench import ranks
-from tests.support import context_turns, context_workers, examples
+from tests.support import context_shards, context_turns, context_workers, examples
+from tests.support.compare import check_decode
 from tests.support.context_workers import CASES, SHORT, WORLD, Case
+from tests.support.mla_cases import dense_case
 
 Found = dict[int, dict[str, Any]]
 
@@ -42,6 +45,27 @@ def test_ranks_in_turns_equal_one_process(case: Case, world_size: int) -> None:
     assert context_turns.problems(case, world_size, "cpu") == []
 
 
+def test_a_callable_may_say_plus_infinity_for_no_keys() -> None:
+    """`compat.flash_mla` does, as FlashMLA: of three requests, one rank or none has keys of the last two."""
+    case = dense_case(seqlens=[70, 20, 0], h_q=8, page_size=64, sink="none", causal=False, seed=1)
+    dealt: dict[str, Any] = {"world_size": 2, "interleave": 30}
+    ranks = [context_shards.mla_dense(case, page_size=64, rank=rank, **dealt) for rank in range(2)]
+
+    def call(rank: int) -> Any:
+        own = ranks[rank]
+        lengths = shard_lengths(own["cache_seqlens"], rank=rank, **dealt)
+        out, lse = flash_mla_with_kvcache(
+            own["q"], own["kv_cache"].unsqueeze(2), own["block_table"], lengths, 512, None, is_fp8_kvcache=True
+        )
+        assert (lse[lengths == 0] == math.inf).all()
+        return context_parallel_decode(lambda: (out, lse.transpose(1, 2)), combine="collective", return_lse=True)
+
+    (out, lse), other = context_turns.Turns(2).run(call)
+    assert context_workers.same_bits(out, other[0]) and context_workers.same_bits(lse, other[1])
+    assert list(check_decode(out, lse, **case.arguments()).problems) == []
+    assert (out[2] == 0).all() and (lse[2] == -math.inf).all()
+
+
 def test_calls_inside_of_compiled_functions(tmp_path: Path) -> None:
     found = context_workers.run("compiled", tmp_path)
     for rank in range(WORLD):
@@ -56,6 +80,18 @@ def test_ranks_do_not_wait_for_ever(task: str, tmp_path: Path) -> None:
         message, seconds = found[rank]["error"]
         assert message.startswith(f"context_parallel_decode: rank {rank} of {WORLD} waited for the others in vain")
         assert seconds < 2 * SHORT
+
+
+def test_ranks_that_disagree_are_told_the_same(tmp_path: Path) -> None:
+    """Before anything is exchanged whose size, type or meaning differs, and nobody hangs: the next call is right."""
+    found = context_workers.run("disagreements", tmp_path, world_size=2, wait_for=2)
+    assert found[0] == found[1]
+    for name, words in found[0].items():
+        if name in ("rounding of q", "nothing", "done"):
+            assert not words
+        else:
+            assert words.startswith(f"{name.partition(' ')[0]}: got ") and "needs the same on all ranks" in words
+    assert "torch.bfloat16 of shape (2, 1, 4, 64) on rank 0 and torch.float16" in found[0]["q dtype"]
 
 
 def test_no_group() -> None:

@@ -73,6 +73,26 @@ def test_a_row_without_keys_is_zero_and_minus_infinity(dtype, sink):
     assert (lse == -INF).all() and lse.dtype == torch.float32
 
 
+@pytest.mark.parametrize("sink", [None, 1.0])
+def test_plus_infinity_is_no_keys_as_minus_infinity_is(sink):
+    """FlashMLA writes +inf for a query without keys, and so does this package's adapter of its interface."""
+    outs, lses = torch.randn(4, 6, 8), torch.randn(4, 6)
+    empty = torch.zeros(4, 6, dtype=torch.bool)
+    empty[1, ::2] = empty[3] = empty[:, 5] = True  # some, a whole state, and a row without any key
+    outs[empty] = NAN
+    s_aux = None if sink is None else torch.full((6,), sink)
+    want, want_lse = merge_states(outs, lses.masked_fill(empty, -INF), s_aux=s_aux)
+    mixed = lses.masked_fill(empty, INF)
+    mixed[3, 5] = -INF
+    for marked in (lses.masked_fill(empty, INF), mixed):
+        out, lse = merge_states(outs, marked, s_aux=s_aux)
+        assert torch.equal(out, want) and torch.equal(lse, want_lse)
+        reference, reference_lse = merge_states_reference(outs, marked, s_aux, dtype=torch.float32)
+        torch.testing.assert_close(reference, want)
+        torch.testing.assert_close(reference_lse, want_lse)
+    assert (want[5] == 0).all() and want_lse[5] == -INF and want.isfinite().all()
+
+
 @pytest.mark.parametrize("garbage", [NAN, INF, -INF])
 def test_what_an_empty_state_holds_does_not_leak(garbage):
     outs, lses = torch.randn(4, 6, 8), torch.randn(4, 6)
@@ -193,7 +213,7 @@ def prepared(monkeypatch: pytest.MonkeyPatch, outs: torch.Tensor, out_dtype: tor
     out, lse = torch.empty(shape[1:], dtype=out_dtype), torch.empty(shape[1:-1])
     sinks = (None, torch.zeros(shape[-2:-1])) if len(shape) > 2 else (None,)
     launch = merge_op.PreparedLaunch(kernel, out, lse)
-    prepare(monkeypatch, merge_op, launch, *((outs, torch.zeros(shape[:-1]), sink, out, lse) for sink in sinks))
+    prepare(monkeypatch, merge_op, launch, *((outs, torch.zeros(shape[:-1]), sink, out, lse, False) for sink in sinks))
     kernel.calls = 0
     return kernel
 
@@ -274,8 +294,10 @@ def test_the_first_launch_prepares_the_others(monkeypatch):
     merge_states(outs, lses, s_aux=torch.zeros(4, device="meta"))
     merge_states(outs, lses, out=torch.zeros(3, 4, 8, device="meta").bfloat16())
     assert [(spec.has_sink, spec.out_dtype) for spec, *_ in calls[3:]] == [(True, "float32"), (False, "bfloat16")]
+    merge_op.merge_received(outs, lses, None, None, None)
+    assert [spec.headers for spec, *_ in calls] == [False] * 5 + [True]
     merge_states(outs[:, :0], lses[:, :0])
-    assert len(calls) == 5, "there were no rows"
+    assert len(calls) == 6, "there were no rows"
 
 
 def test_traces_under_torch_compile():

@@ -1,19 +1,24 @@
 """The planner of `mla_fp8_decode`: pure Python, so every property holds or fails anywhere."""
 
+import itertools
+
 import pytest
 
+from cute_kernels.mla.checks import Formats, check_options, check_options_of_formats
 from cute_kernels.mla.crossover.spec import WEIGHT, MlaCrossoverSpec
 from cute_kernels.mla.crossover.spec import shipped_specs as shipped_crossover_specs
 from cute_kernels.mla.plan import EXCHANGES, MAX_BALANCED, MAX_SPLITS, plan_decode
 from cute_kernels.mla.spec import (
     HALF,
     MASKED_SCALE,
+    SCORES,
     TOKENS_PER_TILE,
     V_WEIGHT,
     WIDE,
     MlaDecodeSpec,
     shipped_specs,
 )
+from fp8_mla.formats import FORMATS, PAIRS
 
 SMS = 132
 CASES = [
@@ -149,6 +154,32 @@ def test_fp8_scores_are_a_choice(h_q):
     spec = plan_decode(**sizes, scores="fp8").spec
     assert isinstance(spec, MlaDecodeSpec) and spec in shipped_specs()
     assert spec.scores == "fp8" and spec.can_implement() == [] and spec.heads >= HALF
+
+
+def test_what_checks_let_pass_can_be_built():
+    """A spec that cannot be built speaks of itself; a caller is told of his arguments, by the checks."""
+    pairs = [Formats(FORMATS[name], None) for name in FORMATS]
+    pairs += [Formats(FORMATS[one], FORMATS[other]) for one, other in PAIRS]
+    refused = set()
+    for formats, exchange, scores in itertools.product(pairs, (None, *EXCHANGES), (None, *SCORES)):
+        names = [kind.name for kind in formats if kind is not None]
+        try:
+            check_options(None, None, exchange, scores)
+            check_options_of_formats(formats, exchange, scores)
+        except ValueError as error:
+            refused.add((tuple(names), scores))
+            assert str(error).startswith(("scores: got", "exchange: got")) and "Spec" not in str(error)
+            continue
+        extra = {"extra_format": names[1], "extra_keys": 640} if len(names) > 1 else {}
+        for h_q, splits, ragged in itertools.product((1, 16, 32, 64, 128), (None, 1, 3), (False, True)):
+            plan = plan_decode(
+                sparse=True, batch=8, s_q=2, h_q=h_q, max_keys=2048, num_sms=SMS, ragged=ragged, num_splits=splits,
+                exchange=exchange, scores=scores, cache_format=names[0], **extra,
+            )  # fmt: skip
+            assert plan.spec.can_implement() == []
+    assert (
+        (("v4.1",), "fp8") in refused and (("v3.2", "v3.2"), "fp8") in refused and (("v3.2",), "exact") not in refused
+    )
 
 
 def test_fp8_scores_need_32_heads_of_a_cta():

@@ -17,7 +17,7 @@ from cute_kernels.distributed import (
     shard_lengths,
     shard_slots,
 )
-from cute_kernels.distributed.exchange import Member, Target
+from cute_kernels.distributed.exchange import Member, Rows, Target
 from cute_kernels.distributed.prefill import own_heads
 from tests.support.compare import check_decode
 from tests.support.context_shards import kept
@@ -57,6 +57,37 @@ def test_the_longest_context() -> None:
     longest = 2**31 - 1
     shares = [int(shard_lengths(ints([longest]), rank=rank, world_size=8, interleave=64)) for rank in range(8)]
     assert sum(shares) == longest
+
+
+@pytest.mark.parametrize("options", [{}, {"s_q": 2}, {"s_q": 2, "causal": False}], ids=str)
+def test_lengths_of_int64_beyond_int32(options: dict[str, Any]) -> None:
+    """A share that int32 does not hold is the largest that it does, never a wrapped one."""
+    lengths = [2**31 - 1, 2**31, 2**32 + 7, 2**33, 2**62, 2**63 - 1]
+    for world_size, interleave in [(1, 1), (2, 1), (4, 64), (8, 2**59)]:
+        for rank in range(world_size):
+            who = {"rank": rank, "world_size": world_size, "interleave": interleave}
+            got = shard_lengths(ints(lengths, torch.int64), **who, **options)
+            s_q, stripe = options.get("s_q", 1), interleave * world_size
+            for length, shares in zip(lengths, got.view(len(lengths), s_q).tolist(), strict=True):
+                for query, share in enumerate(shares):
+                    seen = length - s_q + 1 + query if options.get("causal", True) else length
+                    own = seen // stripe * interleave + min(max(seen % stripe - rank * interleave, 0), interleave)
+                    assert share == min(own, 2**31 - 1)
+
+
+@pytest.mark.parametrize("world_size, interleave", [(2, 2**62), (2**63, 1), (4, 2**200)])
+def test_a_stripe_that_no_position_reaches_is_refused(world_size: int, interleave: int) -> None:
+    who = {"rank": 0, "world_size": world_size, "interleave": interleave}
+    message = f"interleave: got {interleave} with world_size {world_size}; needs a product below 2\\^63"
+    table = ints([[0, 1]])
+    for call in (
+        lambda: shard_lengths(ints([5]), **who),
+        lambda: shard_slots(ints([5]), **who),
+        lambda: shard_indices(ints([[[5]]]), **who),
+        lambda: shard_block_table(table, 1, **who),
+    ):
+        with pytest.raises(ValueError, match=message):
+            call()
 
 
 @pytest.mark.parametrize(("world_size", "interleave"), DEALS)
@@ -338,3 +369,24 @@ def test_it_traces(alone: None) -> None:
     decode = torch.compile(lambda q: context_parallel_decode(mla_fp8_decode, **{**call, "q": q}), backend="eager",
                            fullgraph=True)  # fmt: skip
     assert torch.equal(decode(call["q"]), mla_fp8_decode(**call))
+
+
+def test_rows_carry_a_word_of_their_call() -> None:
+    """All of a row is written that is sent, and calls that differ have other words; what a GPU does then, it tests."""
+    cpu = torch.device("cpu")
+
+    def word(shape: tuple[int, ...] = (2, 1, 8), d: int = 64, dtype: torch.dtype = torch.bfloat16, *call: int) -> int:
+        rows = Rows.empty(shape, d, dtype, cpu, call)
+        words = rows.bytes[..., -12:].view(torch.int32)
+        assert words.shape == (*shape, 3) and (words == words.flatten()[0]).all()
+        rows.lse.fill_(1.5)
+        rows.out.fill_(2)
+        assert (words == words.flatten()[0]).all(), "nothing is written over"
+        return int(words.flatten()[0])
+
+    calls = [
+        word(), word((1, 2, 8)), word((2, 1, 16)), word((2, 1, 8), 128), word((2, 1, 8), 64, torch.float16),
+        word((2, 1, 8), 64, torch.float32), word((2, 1, 8), 64, torch.bfloat16, 1),
+        word((2, 1, 8), 64, torch.bfloat16, 2), word((2, 1, 8), 64, torch.bfloat16, 2, 2**62),
+    ]  # fmt: skip
+    assert len(set(calls)) == len(calls) and word() == calls[0]

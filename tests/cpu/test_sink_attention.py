@@ -454,26 +454,67 @@ def test_lengths_are_read_once(monkeypatch):
 # ---- callers who know their lengths
 
 
-def padded(**options: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+def padded(grad: bool = False, **options: Any) -> tuple[dict[str, Any], dict[str, Any]]:
     """A packed call, and the same with three more rows of q and two of k and v that hold NaN."""
-    call = packed(grad=False, **options)
+    call = packed(grad=grad, **options)
     more = {
-        name: torch.cat([call[name], torch.full((rows, *call[name].shape[1:]), NAN).bfloat16()])
+        name: torch.cat([call[name].detach(), torch.full((rows, *call[name].shape[1:]), NAN).bfloat16()])
         for name, rows in (("q", 3), ("k", 2), ("v", 2))
     }
-    return call, {**call, **more, "max_seqlen_q": 5}
+    return call, {**call, **{name: t.requires_grad_(grad) for name, t in more.items()}, "max_seqlen_q": 5}
 
 
+@pytest.mark.parametrize("longest", [5, None])
 @pytest.mark.parametrize("compiles", [False, True])
-def test_rows_past_the_last_sequence_are_padding(compiles: bool) -> None:
+def test_rows_past_the_last_sequence_are_padding(compiles: bool, longest: int | None) -> None:
     call, longer = padded()
+    longer["max_seqlen_q"] = longest
     function: Any = torch.compile(sink_attention, fullgraph=True, backend="eager") if compiles else sink_attention
     expected, expected_lse = sink_attention(**call, return_lse=True)
     out, lse = function(**longer, return_lse=True)
     assert out.shape == longer["q"].shape
     assert torch.equal(out[:8], expected) and torch.equal(lse[:8], expected_lse)
-    with pytest.raises(ValueError, match="cu_seqlens_q: got 8 last; needs .* the number of tokens, 11, last"):
-        sink_attention(**{**longer, "max_seqlen_q": None})
+    assert (out[8:] == 0).all() and (lse[8:] == -torch.inf).all()
+
+
+@pytest.mark.parametrize("longest", [5, None])
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("options", [{}, {"window": 2}], ids=str)
+def test_gradients_of_padding_rows_are_0(
+    options: dict[str, Any], deterministic: bool, longest: int | None, launches: Launches
+) -> None:
+    """Whatever those rows of inputs and of the output's gradient hold; on the way to a launch too."""
+    call, longer = padded(grad=True)
+    longer["max_seqlen_q"] = longest
+    dout = torch.randn(11, 4, 64, generator=generator(7)).bfloat16()
+    dout[8:] = NAN
+    expected = gradients(sink_attention(**call, **options), call, dout[:8])
+    out = sink_attention(**longer, **options, deterministic=deterministic)
+    rest = (longer["cu_seqlens_q"], longer["cu_seqlens_k"], True, options.get("window"), None, deterministic)
+    request = op._Request(*(longer[name] for name in TENSORS), *rest, True, longest)
+    with torch.no_grad():
+        launched = op._backward_on_gpu(dout, *op._forward_on_gpu(request), request)
+    assert len(launches.requests) == 2 and [one.longest_q for one in launches.requests] == [5, 5]
+    for found in (gradients(out, longer, dout), launched):
+        for got, want, rows in zip(found, expected, (8, 9, 9, None), strict=True):
+            assert torch.equal(got[:rows], want)
+            assert rows is None or (got[rows:] == 0).all()
+
+
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("borders", [[0], [0, 0, 0]])
+def test_all_tokens_may_be_padding(borders: list[int], grad: bool, launches: Launches) -> None:
+    cu = torch.tensor(borders).int()
+    tensors = {**inputs(8, 4, 64, grad=grad), "cu_seqlens_q": cu, "cu_seqlens_k": cu}
+    out, lse = sink_attention(**tensors, return_lse=True)
+    assert (out == 0).all() and (lse == -torch.inf).all()
+    request = op._Request(*tensors.values(), True, None, None, False, True)
+    with torch.no_grad():
+        out, lse = op._forward_on_gpu(request)
+        launched = op._backward_on_gpu(out, out, lse, request)
+    assert (out == 0).all() and (lse == -torch.inf).all() and all((t == 0).all() for t in launched)
+    assert [one.longest_q for one in launches.requests] == ([] if len(borders) == 1 else [1, 1])
+    assert not grad or all((t == 0).all() for t in gradients(sink_attention(**tensors), tensors))
 
 
 def test_the_host_does_not_read_what_it_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -492,6 +533,8 @@ def test_the_host_does_not_read_what_it_is_told(monkeypatch: pytest.MonkeyPatch)
     assert len(read) == 2
     op._check(*op._Request(**on_gpu)._replace(max_seqlen_q=None))
     assert len(read) == 4
+    op._check(*op._Request(**on_gpu)._replace(differentiable=True))
+    assert len(read) == 6, "grids of the backward follow from the contents"
 
 
 @pytest.mark.parametrize(
@@ -509,8 +552,6 @@ def test_wrong_lengths_of_such_callers(changes: dict[str, Any], words: str) -> N
         sink_attention(**{**padded()[1], **changes})
 
 
-def test_lengths_that_are_known_are_for_packed_calls_without_gradients() -> None:
+def test_lengths_that_are_known_are_for_packed_calls() -> None:
     with pytest.raises(ValueError, match="max_seqlen_q: got 5 without cu_seqlens_q"):
         sink_attention(**inputs(grad=False), max_seqlen_q=5)
-    with pytest.raises(ValueError, match="max_seqlen_q: got 5 with gradients"):
-        sink_attention(**packed(), max_seqlen_q=5)

@@ -77,7 +77,7 @@ def test_lengths_that_change_are_looked_at_again():
     require_error(arguments, "cu_seqlens_k")
     arguments["cu_seqlens_k"][1] = 6
     sink_attention(**arguments)
-    require_error({**arguments, "q": zeros("cpu", 8, H_Q, D)}, "cu_seqlens_q")
+    require_error({**arguments, "q": zeros("cpu", 6, H_Q, D)}, "cu_seqlens_q")
 
 
 def test_lengths_are_looked_at_in_inference_mode():

@@ -61,12 +61,27 @@ class Kernels:
         assert (ctas, counters) == (SMS, 4096)
         options = self.options(wanted, scale, window, causal, cu_q, cu_k)
         for target, result in zip((out, lse), reference_sink_attention(q, k, v, sink, **options), strict=True):
-            target.copy_(result)
+            self.write(target, result, cu_q)
 
-    def WorkList(self, wanted, cu_q, cu_k, work, rows, window, causal, tokens, other_tokens):
+    def write(self, target: torch.Tensor, result: torch.Tensor, cu_seqlens: torch.Tensor | None) -> None:
+        """Rows of sequences alone, as kernels do."""
+        rows = slice(None if cu_seqlens is None else int(cu_seqlens[-1]))
+        target[rows] = result[rows].to(target.dtype)
+
+    def WorkList(self, wanted, cu_q, cu_k, work, rows, window, causal, tokens, other_tokens, queries, lses, keys,
+                 values, query_words, heads, key_words):  # fmt: skip
         listed, other = (cu_k, cu_q) if wanted.keys else (cu_q, cu_k)
         blocks = [(b, i) for b, n in enumerate(listed.diff().tolist()) for i in range(-(-n // rows))]
-        assert (tokens, other_tokens) == (listed[-1], other[-1]) and tokens // rows + len(listed) <= len(work)
+        assert listed[-1] <= tokens and other[-1] <= other_tokens and tokens // rows + len(listed) <= len(work)
+        tokens_q, tokens_k = (other_tokens, tokens) if wanted.keys else (tokens, other_tokens)
+        for address, words, value, cu, all_rows in (
+            (queries, query_words, 0.0, cu_q, tokens_q), (lses, heads, -math.inf, cu_q, tokens_q),
+            (keys, key_words, 0.0, cu_k, tokens_k), (values, key_words, 0.0, cu_k, tokens_k),
+        ):  # fmt: skip
+            if address:
+                size = (all_rows - int(cu[-1])) * words
+                filled = (ctypes.c_float * size)(*[value] * size)
+                ctypes.memmove(address + 4 * int(cu[-1]) * words, filled, 4 * size)
         work[: len(blocks) + 1] = torch.tensor([(len(blocks), 0), *blocks])
 
     def Prepare(self, wanted, out, d_out, lse, sink, stats, parts, cu_q, sums, max_q):
@@ -91,18 +106,18 @@ class Kernels:
         dq, *others, _ = reference_sink_attention_backward(d_out, q, k, v, self.rows["sink"], **options)
         self.rows["dq"] = dq
         for target, result in zip((dk, dv), others, strict=True):
-            target.copy_(result)
+            self.write(target, result, cu_k)
 
     def Finish(self, wanted, dq, cu_q, sums, positions, scale, max_q):
         assert sums and positions == self.rows["stats"].shape[2]
         assert max_q >= (dq.shape[1] if cu_q is None else int(cu_q.diff().max()))
-        dq.copy_(self.rows["dq"])
+        self.write(dq, self.rows["dq"], cu_q)
 
     def QueryGrad(self, wanted, q, k, v, d_out, stats, dq, cu_q, cu_k, work, scale, window, causal, section, ctas,
                   counters):  # fmt: skip
         self.of_schedule(wanted, q, k, cu_q, cu_k, work, wanted.rows, section, q.shape[-2])
         assert (ctas, counters) == (SMS, 4096) and stats is self.rows["stats"]
-        dq.copy_(self.rows["dq"])
+        self.write(dq, self.rows["dq"], cu_q)
 
     def options(self, wanted, scale, window, causal, cu_q, cu_k):
         assert causal in (0, 1) and (wanted.window or window == 2**30)
@@ -184,6 +199,23 @@ def test_kernels_get_what_they_were_compiled_for(options, deterministic, kernels
     assert (backward_spec.SinkFinishSpec in kinds) != separate
     assert kinds.count(spec.SinkWorkListSpec) == (0 if not case.packed else 3 if separate else 2)
     assert all(one.window == (case.window is not None) for one in kernels.launched if hasattr(one, "window"))
+
+
+@pytest.mark.parametrize("lengths", [RAGGED, [(0, 0)], [(3, 0), (0, 7)]], ids=str)
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("d", [64, 128])
+def test_rows_past_the_last_sequence_are_filled(d, deterministic, lengths, kernels):
+    """Results are poison before: kernels write rows of sequences, and the launch that makes their list the others."""
+    case = sink_case(lengths, d=d, packed=True, device="cpu")
+    tokens_q, tokens_k = case.q.shape[0], case.k.shape[0]
+    for name, rows in (("q", 5), ("k", 3), ("v", 3), ("d_out", 5)):
+        t = getattr(case, name)
+        setattr(case, name, torch.cat([t, torch.full((rows, *t.shape[1:]), math.nan, dtype=t.dtype)]))
+    results = run(case, deterministic)
+    require_right(case, results)
+    out, lse, dq, dk, dv, ds_aux = results
+    assert (out[tokens_q:] == 0).all() and (lse[tokens_q:] == -math.inf).all() and (dq[tokens_q:] == 0).all()
+    assert (dk[tokens_k:] == 0).all() and (dv[tokens_k:] == 0).all() and ds_aux.isfinite().all()
 
 
 def test_dimensions_of_one_may_have_any_stride(kernels):

@@ -6,6 +6,8 @@ import pytest
 import torch
 
 from cute_kernels import merge_states
+from cute_kernels.distributed.exchange import Rows
+from cute_kernels.merge.op import merge_received
 from cute_kernels.merge.spec import MergeSpec
 from cute_kernels.runtime.compile import precompile
 from tests.support.mla_cases import generator
@@ -95,6 +97,48 @@ def test_sinks_join_once(n):
     out, lse = merge_states(outs, lses, s_aux=sink)
     check(out, lse, outs, lses, sink)
     assert (out[:, :, 5] == 0).all()
+
+
+@pytest.mark.parametrize("sink", [None, 1.0])
+@pytest.mark.parametrize(("n", "rows", "d", "dtype"), [
+    (2, (64, 1, 128), 512, torch.bfloat16), (9, (3, 2, 7), 512, torch.float32), (64, (1, 1, 16), 128, torch.float32),
+    (200, (2, 1, 5), 72, torch.float16),
+])  # fmt: skip
+def test_plus_infinity_is_no_keys_as_minus_infinity_is(n, rows, d, dtype, sink):
+    outs, lses = states((n, *rows), d, dtype, seed=n)
+    s_aux = None if sink is None else torch.full(rows[-1:], sink, device="cuda")
+    out, lse = merge_states(outs, lses, s_aux=s_aux)
+    empty = lses == -torch.inf
+    every_other = empty & (torch.arange(n, device="cuda") % 2 == 0).view(n, 1, 1, 1)
+    for marked in (empty, every_other):
+        got, got_lse = merge_states(outs, lses.masked_fill(marked, torch.inf), s_aux=s_aux)
+        assert torch.equal(got, out) and torch.equal(got_lse, lse)
+
+
+@pytest.mark.parametrize(
+    ("n", "dtype", "d"), [(2, torch.bfloat16, 512), (4, torch.float16, 64), (40, torch.bfloat16, 128)]
+)
+def test_rows_of_different_calls_become_nan(n, dtype, d):
+    """Rows as ranks receive them. Without a difference the bits are those of `merge_states`."""
+    shape = (6, 1, 8)
+    received = [Rows.empty(shape, d, dtype, torch.device("cuda"), (1,)) for _ in range(n)]
+    outs, lses = states((n, *shape), d, dtype, seed=n)
+    for rank, rows in enumerate(received):
+        rows.out.copy_(outs[rank])
+        rows.lse.copy_(lses[rank])
+    view = Rows.view(torch.stack([rows.bytes for rows in received]), d, dtype)
+    want, want_lse = merge_states(view.out, view.lse)
+    out, lse = merge_received(view.out, view.lse, None, None, None)
+    assert torch.equal(out, want) and torch.equal(lse, want_lse)
+    view.bytes[-1, 3, 0, 5, -12:] += 1  # one row of the last rank
+    view.lse[:, 4] = -torch.inf
+    view.bytes[0, 4, 0, 2, -12:] += 1  # and one of the first, where nobody has a key
+    want, want_lse = merge_states(view.out, view.lse)
+    out, lse = merge_received(view.out, view.lse, None, None, None)
+    wrong = torch.zeros(shape, dtype=torch.bool, device="cuda")
+    wrong[3, 0, 5] = wrong[4, 0, 2] = True
+    assert lse[wrong].isnan().all() and out[3, 0, 5].isnan().all()
+    assert torch.equal(out[~wrong], want[~wrong]) and torch.equal(lse[~wrong], want_lse[~wrong])
 
 
 def test_log_sum_exps_of_very_different_size():

@@ -545,23 +545,67 @@ def test_wrong_arguments_are_named(name, change, gradients):
     torch.cuda.synchronize()
 
 
+def with_padding(case: Any) -> Any:
+    """The case with NaN in rows past the last sequence, of all that has rows."""
+    for name, rows in (("q", 100), ("d_out", 100), ("k", 70), ("v", 70)):
+        t = getattr(case, name)
+        more = torch.full((rows, *t.shape[1:]), torch.nan, dtype=t.dtype, device="cuda")
+        setattr(case, name, torch.cat([t, more]))
+    return case
+
+
+def poison_free_memory() -> None:
+    """What the allocator hands out next holds NaN."""
+    blocks = [torch.full((1 << n,), torch.nan, device="cuda") for n in range(8, 23) for _ in range(4)]
+    del blocks
+
+
 @pytest.mark.parametrize("graph", [False, True])
+@pytest.mark.parametrize("known", [False, True])
 @pytest.mark.parametrize("d", [64, 128])
-def test_rows_past_the_last_sequence_are_padding(d, graph):
-    """Callers who know their lengths: contents are not read on the host, and rows past their end are anything."""
-    case = sink_case([(20, 30), (0, 0), (140, 300)], 8, 2, d, packed=True)
-    call = {**case.arguments(), "return_lse": True}
+def test_rows_past_the_last_sequence_are_padding(d, known, graph):
+    """They get 0, and -inf as a log-sum-exp; with `max_seqlen_q` contents are not read on the host."""
+    lengths = [(20, 30), (0, 0), (140, 300)]
+    call = {**sink_case(lengths, 8, 2, d, packed=True).arguments(), "return_lse": True}
     expected = sink_attention(**call)
-    for name, rows in (("q", 100), ("k", 70), ("v", 70)):
-        more = torch.full((rows, *call[name].shape[1:]), torch.nan, dtype=call[name].dtype, device="cuda")
-        call[name] = torch.cat([call[name], more])
-    call["max_seqlen_q"] = 140
+    call = {**with_padding(sink_case(lengths, 8, 2, d, packed=True)).arguments(), "return_lse": True}
+    if known:
+        call["max_seqlen_q"] = 140
+    poison_free_memory()
     out, lse = sink_attention(**call)
     if graph:
         torch.cuda.synchronize()
         captured = torch.cuda.CUDAGraph()
         with torch.cuda.graph(captured):
             out, lse = sink_attention(**call)
+        out.fill_(torch.nan)
+        lse.fill_(torch.nan)
         captured.replay()
-    own = slice(expected[0].shape[0])
+    own, rest = slice(160), slice(160, None)
     assert torch.equal(out[own], expected[0]) and torch.equal(lse[own], expected[1])
+    assert out.shape[0] == 260 and (out[rest] == 0).all() and (lse[rest] == -torch.inf).all()
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("window", [None, 100])
+@pytest.mark.parametrize("d", [64, 128])
+def test_gradients_of_padding_rows_are_0(d, window, deterministic):
+    """Also where the gradient of the output holds NaN there, and where all rows are padding."""
+    names = ("q", "k", "v", "s_aux")
+    for lengths in ([(20, 30), (0, 0), (140, 300)], [(0, 0)]):
+        plain = sink_case(lengths, 8, 2, d, packed=True, window=window)
+        longer = with_padding(sink_case(lengths, 8, 2, d, packed=True, window=window))
+        gradients = []
+        for case in (plain, longer):
+            leaves = [getattr(case, name).detach().requires_grad_() for name in names]
+            call = {**case.arguments(), **dict(zip(names, leaves, strict=True))}
+            poison_free_memory()
+            out = sink_attention(**call, deterministic=deterministic)
+            gradients.append(torch.autograd.grad(out, leaves, case.d_out))
+        for want, got in zip(*gradients, strict=True):
+            rows = want.shape[0]
+            assert (got[rows:] == 0).all() and got.isfinite().all()
+            if deterministic or want is not gradients[0][0]:
+                assert torch.equal(got[:rows], want)
+            else:
+                torch.testing.assert_close(got[:rows], want, rtol=1e-2, atol=1e-2)

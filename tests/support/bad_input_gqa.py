@@ -403,7 +403,6 @@ def sink_packed_wrong(device: str) -> Wrong:
             "that begin before 0": borders(-1, 3, 3, total),
             "that decrease": borders(0, 4, 3, total),
             "that decrease below 0": borders(0, -2, 3, total),
-            "that end early": borders(0, 3, 3, total - 1),
             "that end late": borders(0, 3, 3, total + 1),
             "that pass the end": borders(0, total + 1, total, total),
         }

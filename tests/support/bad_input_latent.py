@@ -83,6 +83,7 @@ def planar_wrong(device: str) -> Wrong:
             "cache_layout",
             {"cache_layout": "planar", "cache_format": V3_2_NOPE.name, "kv_cache": new(PAGES, PAGE_SIZE, 528)},
         ),
+        "fp8 scores of 8-bit codes": ("scores", "fp8"),
         "an exchange": ("exchange", "codes"),
         "indices of a second cache alone": ("extra_indices", call["indices"]),
         "lengths of a second cache alone": ("extra_topk_length", call["topk_length"]),

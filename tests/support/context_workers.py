@@ -420,9 +420,52 @@ def _failure() -> tuple[str, float]:
     return "no error", time.monotonic() - start
 
 
-def _partial() -> tuple[torch.Tensor, torch.Tensor]:
-    out = torch.zeros((1, 1, 4, 64), dtype=torch.bfloat16, device="cpu")
-    return out, torch.zeros((1, 1, 4), dtype=torch.float32, device="cpu")
+def _partial(tokens: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
+    out = torch.zeros((tokens, 1, 4, 64), dtype=torch.bfloat16, device="cpu")
+    return out, torch.zeros((tokens, 1, 4), dtype=torch.float32, device="cpu")
+
+
+def disagreements(rank: int) -> Iterator[tuple[str, str]]:
+    """What each rank is told where one of two makes another call; at last that a right call still works."""
+    lengths = torch.tensor([32, 17], dtype=torch.int32, device="cpu")
+    q, k, v = (torch.randn(2, *shape, generator=generator(1)).bfloat16() for shape in ((1, 4, 64), *[(2, 16, 64)] * 2))
+    right: dict[str, Any] = {"q": q, "k_cache": k, "v_cache": v, "cache_seqlens": lengths}
+    half = {name: right[name].half() for name in ("q", "k_cache", "v_cache")}
+    sinks = torch.zeros(4, dtype=torch.float32, device="cpu")
+    for name, wrong in {
+        "heads": {"heads": "scatter"},
+        "q dtype": half,
+        "q batch": {name: value[:1] for name, value in right.items()},
+        "q order": {"q": -q},
+        "interleave": {"interleave": 2},
+        "gather_q": {"gather_q": True, "q": q[:, :, :2]},
+        "cache_seqlens": {"cache_seqlens": lengths - 1},
+        "softmax_scale": {"softmax_scale": 0.5},
+        "window": {"window": 16},
+        "s_aux": {"s_aux": sinks},
+    }.items():
+        yield name, _told(gqa_decode, **right | (wrong if rank else {}))
+    yield "decode", _told(_partial if rank else functools.partial(_partial, tokens=2))
+    chunk = torch.randn(1, 3, 2, 64, generator=generator(2)).bfloat16()
+    if rank:
+        yield "function", _told(gqa_decode, **right)
+    else:
+        yield "function", _told_by(lambda: context_parallel_prefill(*[chunk] * 5))
+    noise = q * (1 + 2.0**-7 * torch.randn(q.shape, generator=generator(rank)))
+    yield "rounding of q", _told(gqa_decode, **right | {"q": noise.bfloat16()})
+    yield "nothing", _told(gqa_decode, **right)
+
+
+def _told(decode: Callable[..., Any], **arguments: Any) -> str:
+    return _told_by(lambda: context_parallel_decode(decode, None, **arguments))
+
+
+def _told_by(call: Callable[[], Any]) -> str:
+    try:
+        call()
+    except ValueError as error:
+        return str(error)
+    return ""
 
 
 def replays(rank: int) -> list[tuple[str, Any]]:
@@ -449,6 +492,7 @@ def _replays(rank: int, combine: str) -> int:
 TASKS: Final[dict[str, Callable[[int], Iterable[tuple[str, Any]]]]] = {
     "all_cases": all_cases,
     "compiled": compiled,
+    "disagreements": disagreements,
     "replays": replays,
     "a_rank_dies": a_rank_dies,
     "a_rank_never_calls": a_rank_never_calls,

@@ -1,5 +1,7 @@
 """Softmax of a consumer warp: from S to P, and row_max, row_sum and O as P demands."""
 
+import functools
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import AddressSpace, Float32, Int32, Int64, const_expr
@@ -8,6 +10,7 @@ from cute_kernels.device import softmax
 from cute_kernels.gqa.kernels.arguments import QueryBlock, Scoring, Sizes
 from cute_kernels.gqa.kernels.fragments import Fragments, ScoreTerms, SoftmaxState, Thread, TileKeys
 from cute_kernels.gqa.kernels.smem import S_SCALE, column_constants
+from cute_kernels.gqa.kernels.softcap import capped
 from cute_kernels.gqa.spec import KEYS_PER_WARP as KEYS
 from cute_kernels.gqa.spec import GqaDecodeSpec
 
@@ -69,13 +72,12 @@ class Softmax(Fragments):
     def scaled_scores(self, acc_s: list, terms: ScoreTerms, keys: TileKeys, softcap: Float32) -> cute.Tensor:
         """Scores in units of log2, softcap and ALiBi included: (key, column) of this thread."""
         s = cute.make_rmem_tensor((2, self.thread_columns), Float32)
+        exp2 = functools.partial(cute.math.exp2, fastmath=True)
         for i in cutlass.range_constexpr(self.thread_columns):
             for k in cutlass.range_constexpr(2):
                 x = acc_s[i // 2][2 * k + i % 2] * terms.factor[i]
                 if const_expr(self.spec.softcap):
-                    # c tanh(y) = c - 2 c / (1 + e^(2 y)), in units of log2
-                    cap = softcap * softmax.LOG2_E
-                    x = cap - 2.0 * cap * cute.arch.rcp_approx(1.0 + cute.math.exp2(x, fastmath=True))
+                    x = capped(x, softcap * softmax.LOG2_E, exp2, cute.arch.rcp_approx, cutlass.select_)
                 if const_expr(self.spec.alibi):
                     # the distance first: slope x key and slope x position lose 2^-8 each at 100,000 tokens
                     x += terms.slope[i] * Float32(keys.own[k] - terms.position[i])

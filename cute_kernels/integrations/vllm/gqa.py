@@ -306,6 +306,8 @@ class CuteAttentionImpl(TritonAttentionImpl):
             rows = slice(n, tokens)
             new = (None, None) if key is None else (key[rows], value[rows])
             self._prefill(layer, query[rows], *new, kv_cache, m, output[rows])
+        if tokens < output.shape[0]:
+            output[tokens:].zero_()  # rows that pad the step: vLLM takes maxima over all rows
         return output
 
     def _prefill(

@@ -30,7 +30,7 @@ class MergeRow(NamedTuple):
     """A row to merge.
 
     outs   this thread's first vector of each state
-    lses   the row's log-sum-exp in each state
+    lses   the row's log-sum-exp in each state, with `headers` also the word after it
     scales the row's fp16 block scales in each state, or None. A first one below 0 is, without its sign, that of all
            values of its state; the others need not be written then
     sink   of the row's head, or None
@@ -191,7 +191,7 @@ class MergeKernel:
             if first % spec.chunk == 0:
                 if const_expr(spec.block_scales):
                     self._load_floats(first_scales, *scales_source, first, num_states, weight_lane)
-                self._load_floats(weights, *lses_source, first, num_states, weight_lane)
+                self._load_lses(weights, *lses_source, first, num_states, weight_lane)
                 if first == 0:
                     stores = tid % const_expr(spec.lanes * spec.groups) == 0 and valid
                     shift, scale = self._begin(weights, lses_source, num_states, sink, lse_row, stores, weight_lane)
@@ -251,7 +251,7 @@ class MergeKernel:
         peak, total = self._include(-Float32.inf, Float32(0.0), lses)
         for first in cutlass.range(spec.chunk, num_states, spec.chunk, unroll=1):
             more = cute.make_rmem_tensor((spec.weights,), Float32)
-            self._load_floats(more, *source, first, num_states, weight_lane)
+            self._load_lses(more, *source, first, num_states, weight_lane)
             peak, total = self._include(peak, total, more)
         row_peak = cute.arch.warp_reduction(peak, cute.arch.fmax, threads_in_group=spec.weight_lanes)
         shift = cutlass.select_(row_peak == -Float32.inf, Float32(0.0), row_peak)
@@ -278,6 +278,26 @@ class MergeKernel:
         for i in cutlass.range_constexpr(self.spec.weights):
             state = first + weight_lane + i * self.spec.weight_lanes
             floats[i] = _load_or_minus_inf(row + Int64(state) * stride, state < num_states)
+
+    @cute.jit
+    def _load_lses(
+        self, lses: cute.Tensor, row: Int64, stride: Int64, first: Int32, num_states: Int32, weight_lane: Int32
+    ):
+        """Log-sum-exps as `_load_floats` loads them, but -inf for +inf, by which FlashMLA says that there is no key.
+
+        States with block scales are the kernel's own, which never say so. With `headers` NaN where the word after one
+        is not that of the first state: another call wrote it.
+        """
+        self._load_floats(lses, row, stride, first, num_states, weight_lane)
+        for i in cutlass.range_constexpr(self.spec.weights):
+            if const_expr(not self.spec.block_scales):
+                lses[i] = cutlass.select_(lses[i] == Float32.inf, -Float32.inf, lses[i])
+            if const_expr(self.spec.headers):
+                state = first + weight_lane + i * self.spec.weight_lanes
+                exists = state < num_states
+                word = _load_or_minus_inf(row + Int64(state) * stride + 4, exists).bitcast(Int32)
+                same = word == _load_or_minus_inf(row + 4, exists).bitcast(Int32)
+                lses[i] = cutlass.select_(same, lses[i], Float32(math.nan))
 
     @cute.jit
     def _weigh(

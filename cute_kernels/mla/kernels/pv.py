@@ -372,8 +372,8 @@ class PvWarpgroups:
     def store_partial(self, epilogue: Epilogue, results: Results, work: WorkTile, wg: Int32, tid: Int32):
         """Stores a partial: O as float16, its log-sum-exp, and block scales.
 
-        In units of V_UNIT O is a mean of numbers that float16 held as V, so that is the block scale of all. Else each 64
-        values, those of a warp, have their own.
+        In units of V_UNIT O is a mean of numbers that float16 held as V, so that is the block scale of all. Else each
+        64 values, those of a warp, have their own.
         """
         mPartial, mPartialLse, mScales = results.partials
         h_q = results.mSink.shape[0]

@@ -252,7 +252,7 @@ class QkWarpgroups:
 
     @cute.jit
     def slow_tile(self, smem, acc: cute.Tensor, raw: cute.Tensor, tile: Int32, tid: Int32):
-        """S^T of a tile, each chunk times its scale and the power of its block of Q in float32: rare, not overlapped."""
+        """S^T of a tile, each chunk times its scale and the power of its block of Q in float32: rare, so in turn."""
         stage, mma = tile % self.spec.stages, tiled_mmas(self.heads)[0]
         rQ = self.q_operands(smem, mma, tid, Float16)
         result = cute.make_rmem_tensor_like(acc)

@@ -188,8 +188,8 @@ class SoftmaxWarpgroup:
     def exp_tile(self, row_max: Float32, unit: Float32, addresses: Addresses, flags: Int32 | None):
         """Stores P^T of this thread; returns (largest score of its head, sum of its own P).
 
-        The rare second call, with flags, may store bfloat16. It keeps its loop rolled, or half rolled where there are
-        registers for that: the hot path then jumps over fewer instructions.
+        The rare second call, with flags, may store bfloat16. It keeps its loop rolled: the hot path then jumps over
+        fewer instructions.
         """
         thread_max, thread_sum = cute.make_rmem_tensor(1, Float32), cute.make_rmem_tensor(1, Float32)
         thread_max.fill(-Float32.inf)
@@ -203,7 +203,7 @@ class SoftmaxWarpgroup:
                     following = self.load_s(addresses, i + 1)  # before P is stored: ptxas assumes that they may alias
                 self.exp_and_store_p(row_max, unit, addresses, s, i, thread_max, thread_sum, None)
         else:
-            for i in cutlass.range(self.keys // at_once, unroll=1 if self.spec.split else 2):
+            for i in cutlass.range(self.keys // at_once, unroll=1):
                 s = self.load_s(addresses, i)
                 self.exp_and_store_p(row_max, unit, addresses, s, i, thread_max, thread_sum, flags)
         largest = thread_max[0]

@@ -1,10 +1,13 @@
 """The list of work tiles of packed sequences: blocks of queries or of keys, those with most work first.
 
+The launch also fills rows that no kernel after it writes: those past the last sequence of a padded tensor.
+
 One CTA sorts by counting. The work of a block is the number of tokens of the other side that it meets, in 1024 bins
 of equal width; within a bin the order is that in which threads arrive, which changes only which CTA computes what.
 
 Roles (512 threads): a warp takes a sequence, its lanes the blocks. Three steps with __syncthreads between them: count
 the blocks of each bin; the first warp turns counts into first places, 32 bins a lane; every block takes its place.
+The other FILLERS CTAs take padding rows in turn; where there are none they read one border and end.
 
 Borders may be any int32 when a CUDA graph is replayed. Sequences end at the last token at most. Where they overlap, so
 that they add up to more tokens than there are, the list is empty: it has room for all of their blocks otherwise.
@@ -15,7 +18,7 @@ from typing import NamedTuple
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Int64, const_expr
+from cutlass import AddressSpace, Int32, Int64, const_expr
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 from cutlass.memory import SmemAllocator
 
@@ -23,6 +26,8 @@ from cute_kernels.sink.kernels import masks, views
 from cute_kernels.sink.spec import SinkWorkListSpec
 
 THREADS, BINS = 512, 1024
+FILLERS = 64  # CTAs; each stores 512 words at a time
+ZERO, MINUS_INF = 0, -(1 << 23)  # bits of float32; those of 0 are two 0 of 16 bits
 WARPS, PER_LANE = THREADS // 32, BINS // 32
 MANY = 1 << 30  # tokens, more than any call has
 
@@ -32,6 +37,18 @@ class Tokens(NamedTuple):
 
     listed: Int32
     other: Int32
+
+
+class Padding(NamedTuple):
+    """Tensors without gaps whose rows past the last sequence are filled: addresses, 0 for none, and words of a row."""
+
+    queries: Int64  # the output or the gradient of q: 0
+    lses: Int64  # -inf
+    keys: Int64  # the gradient of k: 0
+    values: Int64  # that of v: 0
+    query_words: Int32
+    heads: Int32  # words of a row of lses
+    key_words: Int32
 
 
 class SinkWorkListKernel:
@@ -48,7 +65,8 @@ class SinkWorkListKernel:
         ends = cute.sym_int()
         cu_q, cu_k = (make_fake_tensor(Int32, (ends,), (1,), assumed_align=4) for _ in range(2))
         work = make_fake_tensor(Int32, (cute.sym_int(), 2), (2, 1), assumed_align=8)
-        return (cu_q, cu_k, work, *[Int32(1)] * 5, make_fake_stream(use_tvm_ffi_env_stream=True))
+        padding = (*[Int64(0)] * 4, *[Int32(1)] * 3)
+        return (cu_q, cu_k, work, *[Int32(1)] * 5, *padding, make_fake_stream(use_tvm_ffi_env_stream=True))
 
     @cute.jit
     def __call__(
@@ -61,9 +79,16 @@ class SinkWorkListKernel:
         causal: Int32,
         listed: Int32,
         other: Int32,
+        queries: Int64,
+        lses: Int64,
+        keys: Int64,
+        values: Int64,
+        query_words: Int32,
+        heads: Int32,
+        key_words: Int32,
         stream: cuda.CUstream,
     ):
-        """One launch of one CTA.
+        """One launch of 1 + FILLERS CTAs.
 
         mCuQ, mCuK  (batch + 1,) int32
         mWork    (entries + 1, 2) int32; entries is at least listed / rows + batch
@@ -72,10 +97,12 @@ class SinkWorkListKernel:
         causal   1 or 0
         listed   tokens of the listed side, of all sequences
         other    those of the other side
+        queries ... key_words  as in `Padding`
         """
+        padding = Padding(queries, lses, keys, values, query_words, heads, key_words)
         reach = Int32(0) if causal != 0 else Int32(masks.UNLIMITED)
-        self.kernel(mCuQ, mCuK, mWork, rows, window, reach, listed, other).launch(
-            grid=[1, 1, 1], block=[THREADS, 1, 1], stream=stream
+        self.kernel(mCuQ, mCuK, mWork, rows, window, reach, listed, other, padding).launch(
+            grid=[1 + FILLERS, 1, 1], block=[THREADS, 1, 1], stream=stream
         )
 
     @cute.kernel
@@ -89,13 +116,53 @@ class SinkWorkListKernel:
         reach: Int32,
         listed: Int32,
         other: Int32,
+        padding: Padding,
     ):
-        tidx, _, _ = cute.arch.thread_idx()
-        lane, warp_idx = tidx % 32, tidx // 32
+        cta, _, _ = cute.arch.block_idx()
         smem = SmemAllocator()  # one: each begins at the first byte
         bins = smem.allocate_array(Int32, BINS, byte_alignment=16)
-        sBins = cute.make_tensor(bins, cute.make_layout(BINS))
         sTokens = smem.allocate_tensor(Int32, cute.make_layout(WARPS))
+        if cta == 0:
+            self.sort(mCuQ, mCuK, mWork, rows, window, reach, listed, other, bins, sTokens)
+        else:
+            tokens_q, tokens_k = (other, listed) if const_expr(self.spec.keys) else (listed, other)
+            self.fill(padding.queries, padding.query_words, ZERO, mCuQ, tokens_q, cta - 1)
+            self.fill(padding.lses, padding.heads, MINUS_INF, mCuQ, tokens_q, cta - 1)
+            self.fill(padding.keys, padding.key_words, ZERO, mCuK, tokens_k, cta - 1)
+            self.fill(padding.values, padding.key_words, ZERO, mCuK, tokens_k, cta - 1)
+
+    @cute.jit
+    def fill(
+        self, rows: Int64, words: Int32, value: cutlass.Constexpr, cu_seqlens: cute.Tensor, tokens: Int32, filler: Int32
+    ):
+        """Stores `value` in all words of every FILLERS-th row past the last sequence."""
+        tidx, _, _ = cute.arch.thread_idx()
+        if rows != 0:
+            end = cutlass.min(cutlass.max(cu_seqlens[cu_seqlens.shape[0] - 1], 0), tokens)
+            for row in cutlass.range(end + filler, tokens, FILLERS, unroll=1):
+                for i in cutlass.range(tidx, words, THREADS, unroll=1):
+                    address = rows + (Int64(row) * words + i) * 4
+                    word = cute.make_ptr(Int32, address, AddressSpace.gmem, assumed_align=4)
+                    cute.arch.store(word, Int32(value))
+
+    @cute.jit
+    def sort(
+        self,
+        mCuQ: cute.Tensor,
+        mCuK: cute.Tensor,
+        mWork: cute.Tensor,
+        rows: Int32,
+        window: Int32,
+        reach: Int32,
+        listed: Int32,
+        other: Int32,
+        bins: cute.Pointer,
+        sTokens: cute.Tensor,
+    ):
+        """Writes the list; `bins` and `sTokens` are shared memory."""
+        tidx, _, _ = cute.arch.thread_idx()
+        lane, warp_idx = tidx % 32, tidx // 32
+        sBins = cute.make_tensor(bins, cute.make_layout(BINS))
         for i in cutlass.range(tidx, BINS, THREADS, unroll=1):
             sBins[i] = Int32(0)
         cute.arch.sync_threads()

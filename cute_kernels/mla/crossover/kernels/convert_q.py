@@ -10,13 +10,24 @@ from cute_kernels.device import softmax, wgmma
 from cute_kernels.device.ring import use_phase
 from cute_kernels.mla.crossover.kernels.barriers import NamedBarrier
 from cute_kernels.mla.crossover.kernels.tile import BLOCK, THREADS
-from cute_kernels.mla.kernels.convert_q import MAX_EXPONENT, MAX_PEAK, MIN_PEAK, max_magnitudes
 from cute_kernels.mla.kernels.load_q import QTma, start_q
 from cute_kernels.mla.kernels.scheduler import WorkTile
 from cute_kernels.mla.kernels.tile import BLOCK_COLUMNS, QUANT_TILE, QUANT_TILES
 from cute_kernels.mla.spec import WIDE
 
 CHUNKS = 8  # of eight numbers of Q that a thread converts together
+MIN_PEAK, MAX_PEAK = 2.0**-8, 65504.0  # of 128 numbers, between which float16 holds all of them as well as bf16 does
+MAX_EXPONENT = 120  # powers of two up to this size, and their inverses, are normal float32 numbers
+
+
+@cute.jit
+def max_magnitudes(a: Int32, b: Int32) -> Int32:
+    """The larger magnitudes of two pairs of float16; `a` has no signs."""
+    return cute.arch.inline_ptx(
+        "{\n.reg .b32 t;\nabs.f16x2 t, {$r1};\nmax.f16x2 {$w0}, {$r0}, t;\n}",
+        write_only_types=[Int32],
+        read_only_args=[a, b],
+    )
 
 
 class QChunk(NamedTuple):

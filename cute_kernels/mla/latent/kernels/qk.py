@@ -46,8 +46,8 @@ class ScaledKeyQkWarpgroups(QkWarpgroups):
 
         S_k = 2^n_k sum over i of q_i (2^-n_k scale_ki code_ki)      products of float16 numbers, summed in float32
 
-    K is made in registers, exactly: a thread reads 16 codes of a row at once, and they share a scale. The power of a row
-    follows from its largest scale. So one accumulator takes all products, and nothing is multiplied between them. A
+    K is made in registers, exactly: a thread reads 16 codes of a row at once, and they share a scale. The power of a
+    row follows from its largest scale. So one accumulator takes all products, and nothing is multiplied between them. A
     tile with a row whose scales float16 does not hold takes `slow_tile`, as does one whose Q has powers of blocks.
     """
 
@@ -130,7 +130,7 @@ class ScaledKeyQkWarpgroups(QkWarpgroups):
 
     @cute.jit
     def load_multipliers(self, smem, kind: cutlass.Constexpr, stage: Int32, keys: list, multipliers: list, tid: Int32):
-        """Multipliers of a thread's codes of two keys, as float16, those of two chunks in a word; factors of the rows."""
+        """Multipliers of a thread's codes of two keys, as float16, two chunks a word; returns factors of the rows."""
         own, factors = codes.of(kind), []
         for r in cutlass.range_constexpr(2):
             words = own.load_row_scales(smem, self.spec, stage, keys[r], tid)

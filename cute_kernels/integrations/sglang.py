@@ -30,7 +30,12 @@ logger = logging.getLogger(__name__)
 
 def register() -> None:
     """Hooks sparse MLA and DeepSeek-V4 and adds the attention backend; a second call changes nothing."""
-    from sglang.srt.arg_groups.choices import ATTENTION_BACKEND_CHOICES, add_attention_backend_choices
+    from sglang.srt.arg_groups.choices import (
+        ATTENTION_BACKEND_CHOICES,
+        add_attention_backend_choices,
+        add_deterministic_attention_backend_choices,
+        add_radix_supported_deterministic_attention_backend_choices,
+    )
     from sglang.srt.layers.attention.attention_registry import register_attention_backend
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
@@ -39,6 +44,8 @@ def register() -> None:
     HookRegistry.register(SPARSE_MLA, sparse_mla, HookType.AROUND)
     register_attention_backend(NAME)(attention_backend)
     add_attention_backend_choices([NAME])
+    add_deterministic_attention_backend_choices([NAME])
+    add_radix_supported_deterministic_attention_backend_choices([NAME])
     change_on_import(CHANGES)
 
 

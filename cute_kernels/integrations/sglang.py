@@ -48,12 +48,19 @@ def register() -> None:
 
 
 def _add_backend() -> None:
-    from sglang.srt.arg_groups.choices import ATTENTION_BACKEND_CHOICES, add_attention_backend_choices
+    from sglang.srt.arg_groups.choices import (
+        ATTENTION_BACKEND_CHOICES,
+        add_attention_backend_choices,
+        add_deterministic_attention_backend_choices,
+        add_radix_supported_deterministic_attention_backend_choices,
+    )
     from sglang.srt.layers.attention.attention_registry import register_attention_backend
 
     if NAME not in ATTENTION_BACKEND_CHOICES:
         register_attention_backend(NAME)(attention_backend)
         add_attention_backend_choices([NAME])
+        add_deterministic_attention_backend_choices([NAME])
+        add_radix_supported_deterministic_attention_backend_choices([NAME])
 
 
 def attention_backend(runner: Any) -> Any:

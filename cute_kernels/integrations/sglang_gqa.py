@@ -12,6 +12,7 @@ import torch
 from sglang.srt.layers.attention.flashattention_backend import FlashAttentionBackend
 from sglang.srt.layers.radix_attention import AttentionType
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
+from sglang.srt.runtime_context import get_exec
 
 from cute_kernels import gqa_decode
 from cute_kernels.integrations.hooks import or_original
@@ -81,6 +82,7 @@ class CuteAttentionBackend(FlashAttentionBackend):
             softcap=float(layer.logit_cap) or None,
             s_aux=None if sinks is None else sinks.float(),
             softmax_scale=float(layer.scaling),
+            num_splits=1 if get_exec().deterministic.enable_deterministic_inference else None,
             out=None if result is None else result.view(-1, 1, heads, layer.head_dim),
         )
         assert isinstance(out, torch.Tensor)

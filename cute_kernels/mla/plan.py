@@ -44,6 +44,9 @@ Spec = MlaDecodeSpec | MlaCrossoverSpec
 class DecodePlan:
     """What to launch. The same shapes give the same plan, so the same call gives the same bits.
 
+    Where a call gives `num_splits`, `spec` and `num_splits` follow from that number, h_q and the formats alone. Nothing
+    else of a plan changes a bit, so a row has the same bits in every batch.
+
     With a balanced schedule CTAs find their shares in the lengths on the device; num_splits, tiles_per_split and ctas
     are then those of queries of the greatest length.
     """
@@ -89,7 +92,8 @@ def plan_decode(
         num_sms: of the device; one CTA fills one.
         ragged: lengths may differ. CTAs then share key tiles instead of queries, unless num_splits or exchange is
             forced. They also do where splits would otherwise fill the last of several waves.
-        num_splits: to force it; at most MAX_SPLITS. With more than there are key tiles some CTAs have no work.
+        num_splits: to force it; at most MAX_SPLITS. With more than there are key tiles some CTAs have no work. What
+            decides bits is not planned then.
         exchange: to force it.
         scores: to force them.
         heads: of a CTA, to force it.
@@ -103,8 +107,8 @@ def plan_decode(
         heads = next((n for n in NARROW if n >= h_q), WIDE)
         if scores == "fp8":
             heads = max(heads, HALF)
-        # two CTAs of 32 take up to 15% less than one of 64 over few keys
-        choices = (heads, HALF) if heads == WIDE and exchange is None else (heads,)
+        # two CTAs of 32 take up to 15% less than one of 64 over few keys, but have other bits
+        choices = (heads, HALF) if heads == WIDE and exchange is None and num_splits is None else (heads,)
     else:
         choices = (heads,)
     queries = batch * s_q
@@ -142,8 +146,9 @@ def plan_decode(
     if isinstance(spec, MlaDecodeSpec) and can_share and wants_shares:
         return _plan_shares(spec, queries, h_q, blocks, tiles, num_sms)
     # Many rows of few partials: a warp each, 16 rows at a time. Else a warpgroup each, 4 rows at a time: loads of a row
-    # are then in flight together.
-    merge_lanes = 0 if best == 1 else 32 if best <= 8 and queries * h_q >= 512 else 128
+    # are then in flight together. A warpgroup adds in another order, so a given number of splits alone decides.
+    many_rows = num_splits is not None or queries * h_q >= 512
+    merge_lanes = 0 if best == 1 else 32 if best <= 8 and many_rows else 128
     return DecodePlan(
         spec=replace(spec, merge_lanes=merge_lanes),
         num_splits=best,

@@ -54,7 +54,7 @@ class SinkRequest(NamedTuple):
                     that, but not of what a CUDA graph finds when it is replayed: there it is the caller's duty. Kernels
                     touch no memory but that of the tensors whatever they find
     causal          query j of a sequence, at position s_k - s_q + j, sees keys up to its own position
-    window          None, or at least 1 and below s_k or tokens_k: it sees keys at positions > its own - window
+    window          None, or at least 1 and below s_k, packed 2^30: it sees keys at positions > its own - window
     softmax_scale   a number, the default filled in
     deterministic   the same call gives the same bits; the forward always does
     longest_q       not below the queries of the longest sequence; at most tokens_q where packed, else s_q
@@ -226,7 +226,7 @@ def launch_backward(
 
 def reference_arguments(request: NamedTuple) -> dict[str, Any]:
     """What plain torch takes of a request, by name; it is deterministic anyway."""
-    unread = ("deterministic", "differentiable", "longest_q", "max_seqlen_q", "return_lse")
+    unread = ("deterministic", "differentiable", "longest_q", "max_seqlen_q", "num_splits", "return_lse")
     return {name: value for name, value in request._asdict().items() if name not in unread}
 
 

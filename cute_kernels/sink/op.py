@@ -8,6 +8,7 @@ import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from cute_kernels.gqa.op import gqa_decode
+from cute_kernels.gqa.spec import MAX_RANGES
 from cute_kernels.runtime import memory
 from cute_kernels.runtime.arch import require_sm90
 from cute_kernels.runtime.checks import check_flag, check_int, check_number, check_tensor, fail, require
@@ -46,6 +47,7 @@ class _Request(NamedTuple):
     deterministic: bool
     differentiable: bool
     max_seqlen_q: int | None = None
+    num_splits: int | None = None
     return_lse: bool = True
 
 
@@ -84,6 +86,7 @@ def sink_attention(
     deterministic: bool = False,
     return_lse: bool = False,
     max_seqlen_q: int | None = None,
+    num_splits: int | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Attention for prefill and training, with a learned sink per head and a sliding window; MHA, GQA and MQA.
 
@@ -122,6 +125,9 @@ def sink_attention(
         max_seqlen_q: of packed q: tokens of the longest sequence, for callers who know their lengths. Without gradients
             the contents of cu_seqlens_q and cu_seqlens_k are not read on the host then, which does not wait; they keep
             the rules above. With gradients it changes nothing.
+        num_splits: splits of each sequence's keys, 1 to 256, where few query tokens run the kernel of `gqa_decode`.
+            Default: planned over the whole batch. With a number a row's bits depend on that row alone. Other calls
+            split no keys, and their rows never depend on others.
 
     Returns:
         out of q's shape and dtype; with `return_lse` also lse, (batch, s_q, h_q) or packed (tokens, h_q), float32,
@@ -141,7 +147,7 @@ def sink_attention(
     differentiable = needs_grad(q, k, v, s_aux)
     arguments = (
         q, k, v, s_aux, cu_seqlens_q, cu_seqlens_k, causal, window, softmax_scale, deterministic, differentiable,
-        max_seqlen_q,
+        max_seqlen_q, num_splits,
     )  # fmt: skip
     if not is_traced():
         if differentiable:  # otherwise torch's dispatcher raises first, and its message has types only
@@ -214,6 +220,8 @@ def _check_numbers(request: _Request) -> None:
     if window is not None:
         needs = "at least 1, as a window shows a query its own token, or None for no window"
         check_int("window", window, 1, needs=needs)
+    if request.num_splits is not None:
+        check_int("num_splits", request.num_splits, 1, MAX_RANGES)
     longest = request.max_seqlen_q
     if longest is not None:
         check_int("max_seqlen_q", longest, 0)
@@ -304,6 +312,7 @@ def _decode(request: _Request) -> Any:
         window=request.window,
         s_aux=request.s_aux,
         softmax_scale=request.softmax_scale,
+        num_splits=request.num_splits,
         return_lse=request.return_lse,
     )
 
@@ -360,6 +369,8 @@ def _fake_forward(q: torch.Tensor, *arguments: Any) -> tuple[torch.Tensor, torch
 def _launchable(request: _Request) -> SinkRequest:
     """The request for a launch: defaults filled in, and copies of tensors whose rows kernels cannot read."""
     tokens, cu_seqlens_q, window = request.q.shape[-3], request.cu_seqlens_q, request.window
+    # how many tokens there are of other sequences must not choose a row's kernel
+    most = request.k.shape[-3] if cu_seqlens_q is None else MAX_TOKENS
     return SinkRequest(
         _plain(request.q),
         _plain(request.k),
@@ -368,7 +379,7 @@ def _launchable(request: _Request) -> SinkRequest:
         request.cu_seqlens_q,
         request.cu_seqlens_k,
         request.causal,
-        None if window is None or window >= request.k.shape[-3] else window,  # a window that hides nothing
+        None if window is None or window >= most else window,  # a window that hides nothing
         request.q.shape[-1] ** -0.5 if request.softmax_scale is None else float(request.softmax_scale),
         request.deterministic,
         tokens if cu_seqlens_q is None else _longest(cu_seqlens_q, tokens),
@@ -392,7 +403,7 @@ def _run_backward(
     dout: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, *arguments: Any
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """The backward operator: dq, dk, dv and ds_aux, ds_aux has no elements without a sink."""
-    request = _Request._make((*arguments, True, None, True))  # differentiable, max_seqlen_q, return_lse
+    request = _Request._make((*arguments, True, None, None, True))  # differentiable, ..., return_lse
     _check(*request)
     q = request.q
     for name, t in (("dout", dout), ("out", out)):
@@ -443,7 +454,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor
 
 
 def _differentiate(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-    rest = (None,) * 8
+    rest = (None,) * 9
     if dout is None:
         return (None,) * 4 + rest
     out, lse, *tensors = ctx.saved_tensors
@@ -469,7 +480,7 @@ register_op(
 )
 _forward = register_op(
     "sink_attention",
-    f"({_ARGUMENTS}, bool differentiable, SymInt? max_seqlen_q=None) -> (Tensor out, Tensor lse)",
+    f"({_ARGUMENTS}, bool differentiable, SymInt? max_seqlen_q=None, int? num_splits=None) -> (Tensor out, Tensor lse)",
     _run_forward,
     _fake_forward,
     backward=_differentiate,

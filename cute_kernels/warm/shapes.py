@@ -212,10 +212,11 @@ class PrefillShape:
     def specs(self, batch_sizes: Iterable[int], query_tokens: Iterable[int], num_sms: int) -> Iterator[KernelSpec]:
         """The kernels of the calls, which batch sizes and query tokens do not change.
 
-        A window that hides no key of a short prompt counts as None there, so that kernel is among them.
+        A window that hides no key of a short prompt counts as None there, so that kernel is among them. Not where
+        sequences are packed: the kernel of one does not follow from the tokens of others.
         """
         ratio = self.heads // self.kv_heads
-        for window in dict.fromkeys((*self.windows, None)):
+        for window in dict.fromkeys(self.windows if self.packed else (*self.windows, None)):
             yield SinkForwardSpec.for_launch(self.dtype, self.head_dim, packed=self.packed, window=window, ratio=ratio)
         if self.packed:
             yield SinkWorkListSpec()

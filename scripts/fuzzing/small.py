@@ -227,7 +227,7 @@ def sink_specs(case: SinkCase, differentiable: bool, deterministic: bool, sms: i
         )
         request = GqaRequest(**read, **missing, k_cache=case.k, v_cache=case.v, layout="BSNH", num_splits=None)
         return (decode_spec(request, sms),)
-    hides = case.window is not None and case.window < case.k.shape[-3]
+    hides = case.window is not None and (case.packed or case.window < case.k.shape[-3])
     kind["window"] = case.window if hides else None
     specs: list[Any] = [spec.SinkForwardSpec.for_launch(**kind, ratio=h_q // h_kv)]
     if case.packed:

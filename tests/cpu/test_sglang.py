@@ -51,6 +51,7 @@ def test_the_plugin_registers_once(sglang: types.SimpleNamespace) -> None:
     for _ in range(2):
         plugin.register()
     assert sglang.choices == ["fa3", "cute"] and list(sglang.backends) == ["cute"]
+    assert sglang.deterministic == sglang.radix == ["fa3", "cute"]
     finders = [finder for finder in sys.meta_path if isinstance(finder, on_import.ChangingFinder)]
     assert sum(finder.changes == plugin.CHANGES for finder in finders) == 1
 
@@ -286,6 +287,22 @@ def test_the_result_goes_where_sglang_wants_it(sglang: types.SimpleNamespace) ->
     assert out.data_ptr() == place.data_ptr() and torch.equal(place, plain)
 
 
+def test_deterministic_inference_is_one_split(sglang: types.SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = Case(sglang)
+    adapter = importlib.import_module("cute_kernels.integrations.sglang_gqa")
+    asked: list[Any] = []
+
+    def decode(*args: Any, num_splits: int | None, **kwargs: Any) -> Any:
+        asked.append(num_splits)
+        return gqa_decode(*args, num_splits=num_splits, **kwargs)
+
+    monkeypatch.setattr(adapter, "gqa_decode", decode)
+    for on in (False, True):
+        sglang.modes.enable_deterministic_inference = on
+        close(case.decode(), case.expected())
+    assert asked == [None, 1]
+
+
 @pytest.mark.parametrize(
     "change, others, word",
     [
@@ -370,6 +387,7 @@ ARGUMENTS = {
         "self", "layer", "loc_info", "cache_k", "cache_v", "k_scale", "v_scale", "layer_id_override", "dcp_kv_mask"
     ),
     ("srt/mem_cache/memory_pool.py", "KVWriteLoc.for_layer"): ("cls", "forward_batch", "layer", "swa_loc", "full_loc"),
+    ("srt/runtime_context.py", "get_exec"): (),
 }  # fmt: skip
 NAMES = {
     f"{ATTENTION}/dsa_backend.py": (
@@ -386,7 +404,10 @@ NAMES = {
         "self.sliding_window_size", "self.is_cross_attention", "self.attn_type", "self.k_scale", "self.v_scale",
         "ENCODER_ONLY",
     ),
-    "srt/arg_groups/choices.py": ("ATTENTION_BACKEND_CHOICES", "add_attention_backend_choices"),
+    "srt/arg_groups/choices.py": (
+        "ATTENTION_BACKEND_CHOICES", "add_attention_backend_choices", "add_deterministic_attention_backend_choices",
+        "add_radix_supported_deterministic_attention_backend_choices",
+    ),
     "srt/model_executor/forward_batch_info.py": ("out_cache_loc", "spec_info", "_attn_output"),
 }  # fmt: skip
 """What each file assigns or declares."""

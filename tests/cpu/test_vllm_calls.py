@@ -218,8 +218,11 @@ def test_all_that_a_layer_is_reaches_the_operator(monkeypatch: pytest.MonkeyPatc
     assert given.pop("cache_seqlens") is batch.seq_lens and given.pop("block_table") is batch.block_table
     assert given == {
         "layout": "paged_NHD", "window": 128, "softcap": 30.0, "alibi_slopes": slopes, "s_aux": sinks,
-        "softmax_scale": 0.3,
+        "softmax_scale": 0.3, "num_splits": None,
     }  # fmt: skip
+    layer.num_splits = 1
+    layer.decode(batch.query, kv_cache, batch.seq_lens, batch.block_table, *batch.scales, out)
+    assert given["num_splits"] == 1
 
 
 # ---- prefill

@@ -164,6 +164,11 @@ def test_what_is_served(changes: dict[str, Any]) -> None:
     assert wrong(**changes) == []
 
 
+def test_a_batch_invariant_server_is_served() -> None:
+    assert gqa.CuteAttentionBackend.supports_batch_invariance()
+    assert not sparse_mla.CuteFlashMLASparseBackend.supports_batch_invariance(), "the list of keys is not ours"
+
+
 @pytest.mark.parametrize(
     "changes",
     [
@@ -326,6 +331,41 @@ def test_speculation_beyond_the_kernel_is_prefill() -> None:
     assert support(long.vllm_config, None) is theirs.AttentionCGSupport.NEVER
     for drafts in (0, 7):
         assert support(builder(drafts).vllm_config, None) is theirs.AttentionCGSupport.UNIFORM_BATCH
+
+
+@pytest.fixture
+def invariant(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+    assert vllm.envs.VLLM_BATCH_INVARIANT is True
+
+
+def test_whole_prompts_are_as_others_where_a_batch_must_not_matter(invariant: None) -> None:
+    m = builder().build(0, common(draw_batch([40, 30, 25], [1, 30, 25], 16)))
+    assert m.num_decodes == 1 and not m.fresh and m.prompts is not None and m.prompts.alone
+    assert m.prompts.pieces is None
+
+
+def test_drafts_are_prompts_where_a_batch_must_not_matter(invariant: None) -> None:
+    """A batch of drafts alone would decode them, and a mixed one not."""
+    made = builder(drafts=2)
+    m = made.build(0, common(draw_batch([40, 17], [3, 3], 16)))
+    assert (m.num_decodes, m.fresh) == (0, False) and m.prompts is not None
+    support = gqa.CuteAttentionMetadataBuilder.get_cudagraph_support
+    assert support(made.vllm_config, None) is theirs.AttentionCGSupport.NEVER
+    assert support(builder().vllm_config, None) is theirs.AttentionCGSupport.UNIFORM_BATCH
+
+
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8", calls.INT8])
+def test_a_layer_has_one_split_where_a_batch_must_not_matter(
+    kv_cache_dtype: str, monkeypatch: pytest.MonkeyPatch, invariant: None
+) -> None:
+    """Contexts that copies have no room for as a whole do not run on copies: where they are cut is a batch's affair."""
+    monkeypatch.setattr(gqa, "_flash_attention", lambda *args: FlashStandIn())
+    for longest, whole in ((1 << 20, False), (4096, True)):
+        monkeypatch.setattr(gqa, "_max_model_len", lambda tokens=longest: tokens)
+        made = gqa.CuteAttentionImpl(HEADS, 64, 0.125, KV_HEADS, kv_cache_dtype=kv_cache_dtype)
+        assert made.calls.num_splits == 1
+        assert (made.calls.flash is not None) == (whole or kv_cache_dtype == "auto")
 
 
 def test_attention_in_both_directions_is_not_decoded() -> None:

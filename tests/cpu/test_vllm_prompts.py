@@ -100,6 +100,40 @@ def test_requests_share_a_call() -> None:
     ]
 
 
+def test_requests_that_are_alone_share_none() -> None:
+    """Which call a request is in, and on which kernel, follows from that request: few tokens are none of their own."""
+    lengths = [64, 48, 64, 48, 48, 20]
+    assert plan([0, 40, 80, 120, 121, 161, 161], lengths, 16, None, 7, alone=True) == [
+        [Run((i, i + 1), ((0, -(-lengths[i] // 16)),), True)] for i in range(5)
+    ]
+
+
+@pytest.mark.parametrize("cache_dtype", LIMITS)
+@pytest.mark.parametrize("window", [None, 20])
+def test_prompts_that_are_alone(cache_dtype: str, window: int | None) -> None:
+    """A request's calls are those that it has without the others, and have no splits to choose."""
+
+    def asked(batch: Batch) -> list[dict[str, Any]]:
+        layer, flash = layer_of(cache_dtype, window=window, num_splits=1)
+        out, given = torch.full_like(batch.query, torch.nan), prompts_of(batch)
+        given.alone = True
+        attend(layer, batch.query, filled(layer, batch), given, *batch.scales, out)
+        assert batch.error(out, window) < LIMITS[cache_dtype]
+        assert all(call["num_splits"] == 1 for call in flash.calls)
+        return flash.calls
+
+    sizes = [(100, 40), (70, 3), (300, 200), (33, 33)]
+    together = asked(draw_batch([a for a, _ in sizes], [b for _, b in sizes], 16))
+    if cache_dtype == "auto":
+        assert len(together) == 1
+        return
+    each = [asked(draw_batch([a], [b], 16)) for a, b in sizes]
+    for call, (own,) in zip(together, each, strict=True):
+        for name in ("max_seqlen_q", "max_seqlen_k", "causal", "num_splits", "window_size"):
+            assert call[name] == own[name], name
+        assert call["block_table"].shape == own["block_table"].shape
+
+
 def test_a_window_needs_its_pages_alone() -> None:
     (((_, ((first, last),), _),),) = plan([0, 40], [16000], 16, 64, 10)
     assert last == 1000 and 1000 - first <= (40 + 64 + SLACK + AHEAD) / 16 + 1

@@ -93,13 +93,17 @@ class Standin(types.ModuleType):
 
 @contextlib.contextmanager
 def installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[types.SimpleNamespace]:
-    """Modules in the places of SGLang's, with what the plugin takes from them; gives `choices` and `backends`."""
+    """Modules in the places of SGLang's, with what the plugin takes from them; gives `choices` and the like."""
     choices: list[str] = ["fa3"]
+    deterministic, radix = ["fa3"], ["fa3"]
+    modes = types.SimpleNamespace(enable_deterministic_inference=False)
     backends: dict[str, Any] = {}
     members: dict[str, dict[str, Any]] = {
         "arg_groups.choices": {
             "ATTENTION_BACKEND_CHOICES": choices,
             "add_attention_backend_choices": choices.extend,
+            "add_deterministic_attention_backend_choices": deterministic.extend,
+            "add_radix_supported_deterministic_attention_backend_choices": radix.extend,
         },
         "layers.attention.attention_registry": {
             "register_attention_backend": lambda name: lambda make: backends.setdefault(name, make)
@@ -107,6 +111,7 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[types.SimpleNamespace
         "layers.attention.flashattention_backend": {"FlashAttentionBackend": FlashAttentionBackend},
         "layers.radix_attention": {"AttentionType": AttentionType},
         "mem_cache.memory_pool": {"KVWriteLoc": KVWriteLoc},
+        "runtime_context": {"get_exec": lambda: types.SimpleNamespace(deterministic=modes)},
     }
     for name, inside in members.items():
         path = f"sglang.srt.{name}".split(".")
@@ -118,7 +123,9 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[types.SimpleNamespace
             setattr(sys.modules[".".join(path)], member, value)
     monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
     monkeypatch.delitem(sys.modules, "cute_kernels.integrations.sglang_gqa", raising=False)
-    yield types.SimpleNamespace(choices=choices, backends=backends)
+    yield types.SimpleNamespace(
+        choices=choices, deterministic=deterministic, radix=radix, modes=modes, backends=backends
+    )
     sys.modules.pop("cute_kernels.integrations.sglang_gqa", None)
 
 

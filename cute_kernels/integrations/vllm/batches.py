@@ -36,8 +36,8 @@ def without_decodes(common: Any, requests: int, tokens: int) -> Any:
     )
 
 
-def prompts_of(common: Any) -> Prompts | None:
-    """The requests of a batch; None where the host does not know their lengths."""
+def prompts_of(common: Any, alone: bool = False) -> Prompts | None:
+    """The requests of a batch, each `alone` or not; None where the host does not know their lengths."""
     lengths = getattr(common, "seq_lens_cpu_upper_bound", None)
     if lengths is None:
         return None
@@ -48,6 +48,7 @@ def prompts_of(common: Any) -> Prompts | None:
         block_table=common.block_table_tensor[:requests],
         starts_host=common.query_start_loc_cpu[: requests + 1].tolist(),
         lengths_host=lengths[:requests].tolist(),
+        alone=alone,
     )
 
 

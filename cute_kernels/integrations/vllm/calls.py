@@ -108,6 +108,7 @@ class GqaCalls:
     shares_cache               the cache is that of another layer, so this one has no keys of its own
     flash                      vLLM's `flash_attn_varlen_func` where it has version 3 for this layer, for prompts
     max_tokens                 of a request
+    num_splits                 of a request's keys; None: planned over the batch, on which its bits then depend
     """
 
     heads: int
@@ -122,6 +123,7 @@ class GqaCalls:
     shares_cache: bool = False
     flash: Callable[..., Any] | None = None
     max_tokens: int = 0
+    num_splits: int | None = None
 
     def __post_init__(self) -> None:
         self._known: tuple[Any, CacheViews] | None = None
@@ -209,7 +211,8 @@ class GqaCalls:
         gqa_decode(
             query.unflatten(0, (requests, -1)), views.k, views.v, *scales, layout=views.layout, cache_seqlens=seq_lens,
             block_table=block_table, window=self.window, softcap=self.softcap, alibi_slopes=self.alibi_slopes,
-            s_aux=self.s_aux, softmax_scale=self.scale, out=output.unflatten(0, (requests, -1)),
+            s_aux=self.s_aux, softmax_scale=self.scale, num_splits=self.num_splits,
+            out=output.unflatten(0, (requests, -1)),
         )  # fmt: skip
 
     def prefills_fresh_tokens(self) -> bool:
@@ -264,7 +267,7 @@ class GqaCalls:
         found = self.flash(
             q=query, k=k, v=v, out=output, softmax_scale=self.scale, softcap=self.softcap or 0.0, s_aux=sinks,
             window_size=(-1, -1) if self.window is None else (self.window - 1, 0), return_softmax_lse=is_part,
-            fa_version=FLASH_ATTENTION, **sequences,
+            fa_version=FLASH_ATTENTION, num_splits=self.num_splits or 0, **sequences,
         )  # fmt: skip
         return found[1].transpose(0, 1) if is_part else None
 

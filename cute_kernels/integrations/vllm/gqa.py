@@ -3,6 +3,9 @@
 Decoding and whole prompts run on our kernels, prompts with tokens in the cache on vLLM's FlashAttention 3, see
 prompts.py. All else that a layer does is that of the class it extends, vLLM's Triton backend: the same caches, and what
 none of these has a kernel for. In a page of INT8 the bytes of a head have an order of their own, see calls.py.
+
+Where vLLM is batch invariant (`VLLM_BATCH_INVARIANT=1`), what runs for a request follows from that request alone: one
+split, one way for all prompts, which is over the cache, and one call for each of those over copies of pages.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
+from vllm import envs
 from vllm.config import get_current_vllm_config, get_current_vllm_config_or_none
 from vllm.logger import init_logger
 from vllm.v1.attention.backend import AttentionCGSupport, AttentionType
@@ -26,7 +30,7 @@ from vllm.v1.attention.backends.triton_attn import (
 from cute_kernels.integrations.vllm.backends import Function
 from cute_kernels.integrations.vllm.batches import are_fresh, counted, prompts_of, without_decodes
 from cute_kernels.integrations.vllm.calls import FLASH_ATTENTION, FP8, HEAD_DIMS, INT8, MAX_QUERIES, GqaCalls
-from cute_kernels.integrations.vllm.prompts import Prompts, attend, reserve
+from cute_kernels.integrations.vllm.prompts import AHEAD, Prompts, attend, reserve
 from cute_kernels.integrations.vllm.warming import compile_shapes
 from cute_kernels.warm.shapes import Shape
 
@@ -88,7 +92,8 @@ class CuteAttentionMetadataBuilder(TritonAttentionMetadataBuilder):
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-        self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
+        # drafts decode in some batches and are prompts in others
+        self._init_reorder_batch_threshold(1, supports_spec_as_decode=not envs.VLLM_BATCH_INVARIANT)
         if self.reorder_batch_threshold > MAX_QUERIES:
             logger.warning_once(
                 "cute-kernels: requests of %d query tokens are not decoded by gqa_decode, which takes up to %d",
@@ -105,7 +110,8 @@ class CuteAttentionMetadataBuilder(TritonAttentionMetadataBuilder):
         speculative = vllm_config.speculative_config
         drafts = (speculative.num_speculative_tokens or 0) if speculative is not None else 0
         tokens = 1 + drafts * (2 if drafts and speculative.parallel_drafting else 1)  # as vLLM's threshold counts them
-        return cls._cudagraph_support if tokens <= MAX_QUERIES else AttentionCGSupport.NEVER
+        most = 1 if envs.VLLM_BATCH_INVARIANT else MAX_QUERIES
+        return cls._cudagraph_support if tokens <= most else AttentionCGSupport.NEVER
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False
@@ -126,8 +132,9 @@ class CuteAttentionMetadataBuilder(TritonAttentionMetadataBuilder):
                 prefill = super().build(0, part, fast_build)
             # builders that vLLM makes of this one hand over other batches than the host's lengths are of
             own = type(self) is CuteAttentionMetadataBuilder
-            prompts = prompts_of(part) if own and part.causal is True else None
-            fresh = are_fresh(prompts, part.num_actual_tokens)
+            invariant = envs.VLLM_BATCH_INVARIANT
+            prompts = prompts_of(part, alone=invariant) if own and part.causal is True else None
+            fresh = not invariant and are_fresh(prompts, part.num_actual_tokens)
         return CuteAttentionMetadata(
             **vars(whole), num_decodes=found, num_decode_tokens=decode_tokens, prefill=prefill, fresh=fresh,
             prompts=prompts,
@@ -200,8 +207,13 @@ class CuteAttentionBackend(TritonAttentionBackend):
         """No attention in both directions."""
         return False
 
-    supports_non_causal = supports_alibi_sqrt = supports_batch_invariance = supports_rswa = supports_mm_prefix
+    supports_non_causal = supports_alibi_sqrt = supports_rswa = supports_mm_prefix
     supports_device_cpu_query_lens_mismatch = supports_mm_prefix  # 0.33: the host's lengths say which pages are read
+
+    @classmethod
+    def supports_batch_invariance(cls) -> bool:
+        """See the module's docstring."""
+        return True
 
     @classmethod
     def indexes_kv_by_block_stride(cls) -> bool:
@@ -250,7 +262,16 @@ class CuteAttentionImpl(TritonAttentionImpl):
             shares_cache=kv_sharing_target_layer_name is not None,
             flash=_flash_attention(head_size, self.alibi_slopes is not None, sinks),
             max_tokens=_max_model_len(),
+            num_splits=1 if envs.VLLM_BATCH_INVARIANT else None,
         )
+        longest = self.calls.max_tokens + AHEAD
+        if envs.VLLM_BATCH_INVARIANT and self.calls.copies_pages and longest > self.calls.copied_tokens:
+            # a context would be cut where this step's tokens begin, which other requests decide
+            logger.info_once(
+                "cute-kernels: batch invariant prompts of up to %d tokens run on Triton: copies have room for %d",
+                self.calls.max_tokens, self.calls.copied_tokens,
+            )  # fmt: skip
+            self.calls.flash = None
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
         """Makes float32 of the sinks, which are there now.

@@ -47,11 +47,11 @@ class Run(NamedTuple):
 
 
 def plan(
-    starts: Sequence[int], lengths: Sequence[int], page_size: int, window: int | None, limit: int
+    starts: Sequence[int], lengths: Sequence[int], page_size: int, window: int | None, limit: int, alone: bool = False
 ) -> list[list[Run]]:
     """Which pages are copied for which queries. Runs of one list have the same queries: their results are merged.
 
-    Requests of up to `FEW` tokens are not among them.
+    Requests of up to `FEW` tokens are not among them, unless each is `alone`.
 
     Args:
         starts: where tokens of each request begin, and where the last one's end.
@@ -59,11 +59,12 @@ def plan(
         page_size: tokens of a page.
         window: tokens that a query sees; what no query of a request sees is left out.
         limit: pages of a call, unless the keys of one request that not all of its queries see are more.
+        alone: whether no requests share a call.
     """
     found: list[list[Run]] = []
     for request, length in enumerate(lengths):
         count = starts[request + 1] - starts[request]
-        if count <= FEW:
+        if count <= (0 if alone else FEW):
             continue
         before = max(length - count - SLACK - AHEAD, 0)  # keys that all queries see, were there no window
         first = 0 if window is None else max(before - window + 1, 0) // page_size
@@ -75,7 +76,7 @@ def plan(
             found.append([Run(one, ((a, b),), b == last) for a, b in pairwise(cuts)])
             continue
         before_it = found[-1][0] if found and len(found[-1]) == 1 else None
-        if before_it and before_it.requests[1] == request:
+        if before_it and before_it.requests[1] == request and not alone:
             pages = (*before_it.pages, (first, last))
             if sum(b - a for a, b in pages) <= limit:
                 found[-1] = [Run((before_it.requests[0], request + 1), pages, True)]
@@ -133,6 +134,7 @@ class Prompts:
     block_table    (requests, pages) int32
     starts_host    the same on the host
     lengths_host   likewise; at most `SLACK` more than `lengths`, and `AHEAD` less
+    alone          what is run for a request follows from that request alone, and so do its bits
     """
 
     starts: torch.Tensor
@@ -140,6 +142,7 @@ class Prompts:
     block_table: torch.Tensor
     starts_host: list[int]
     lengths_host: list[int]
+    alone: bool = False
     _parts: dict[tuple[int, int | None, int], list[list[Part]]] = field(default_factory=dict)
 
     @cached_property
@@ -156,7 +159,8 @@ class Prompts:
         """What `plan` says, made once for all layers with the same pages and window."""
         key = page_size, window, limit
         if key not in self._parts:
-            runs = plan(self.starts_host, self.lengths_at_most(page_size), page_size, window, limit)
+            lengths = self.lengths_at_most(page_size)
+            runs = plan(self.starts_host, lengths, page_size, window, limit, self.alone)
             self._parts[key] = [[self._part(run, page_size) for run in group] for group in runs]
         return self._parts[key]
 
@@ -168,7 +172,7 @@ class Prompts:
         owners: list[int] = []  # of each piece
         after: list[int] = []  # tokens of its request that come after it
         for request, (begin, end) in enumerate(pairwise(self.starts_host)):
-            if not 0 < end - begin <= FEW:
+            if self.alone or not 0 < end - begin <= FEW:
                 continue
             for first in range(end - -(-(end - begin) // MAX_QUERIES) * MAX_QUERIES, end, MAX_QUERIES):
                 places += [len(rows) + i for i in range(MAX_QUERIES) if first + i >= begin]

@@ -164,13 +164,14 @@ class MlaDecodeSpec:
         """What the compiled kernel is held to."""
         return {
             "registers": self.launch_registers[self.threads],
-            "stack": 0,
+            # up to 16 heads a thread converts 128 numbers of Q at once; what it spills is read between work tiles
+            "stack": 32 if self.few_heads and self.split else 0,
             "instructions": (
                 *("HGMMA", "UTMALDG", "USETMAXREG", "LDGSTS.E.BYPASS.128"),
                 *(("QGMMA",) if self.fp8_scores else ()),
             ),
             # fewer where ptxas keeps loop counters in registers of each thread, which costs 10% of the time
-            "at_least": {"USHF": 90},
+            "at_least": {"USHF": 70 if self.few_heads else 90},
         }
 
 

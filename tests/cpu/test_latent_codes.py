@@ -183,24 +183,21 @@ def test_expanded_codes_are_the_same_numbers(monkeypatch: pytest.MonkeyPatch) ->
     assert torch.equal(numbers.view(torch.int32), expected.view(torch.int32))
 
 
-def test_small_scales_are_seen_in_each_byte_of_a_word() -> None:
-    own, usual, bits = codes.of(V4), 0x78, 0xFFFFFFFF  # Python's integers have more bits than a word
-    for place, byte in itertools.product(range(4), range(105, 127)):
-        word = sum((byte if i == place else usual) << 8 * i for i in range(4))
-        assert (own.is_small(word) & bits != 0) == (byte < codes.SMALL_BYTE), byte
-        assert own.out_of_range(word) & bits == 0
-    padded = 0x00787878  # the last byte of V4's row of scales is padding
-    assert own.is_small(padded) & bits != 0 and own.is_small(padded) & own.scale_mask(1) & bits == 0
-    assert codes.SMALL_BYTE == 116
-
-
-def test_scales_out_of_range_are_seen_in_each_byte_of_a_word() -> None:
-    usable = {kind.name: set(range(105, 127)) for kind in (V4, V4_1)}
-    usable["v4.1_fp4"] = {byte for byte in range(256) if byte & 0x7F <= 0x62}
+@pytest.mark.parametrize("exponent", [0, 3, -9])
+def test_scales_that_do_not_fit_their_unit_are_seen_in_each_byte_of_a_word(exponent: int) -> None:
+    top, limit = 127 + exponent, min(111 + 8 * exponent, 127)
+    usable = {kind.name: set(range(top - 20, top + 1)) for kind in (V4, V4_1)}
+    usable["v4.1_fp4"] = {byte for byte in range(256) if byte & 0x7F <= limit}
     for kind, place, byte in itertools.product((V4, V4_1, V4_1_FP4), range(4), range(256)):
-        own = codes.of(kind)
-        word = own.masked_scales & ~(0xFF << 8 * place) | byte << 8 * place
-        assert (own.out_of_range(word) & 0xFFFFFFFF == 0) == (byte in usable[kind.name]), (kind.name, byte)
+        own, usual = codes.of(kind), (0x20 if kind is V4_1_FP4 else top - 3) * 0x01010101
+        word = usual & ~(0xFF << 8 * place) | byte << 8 * place
+        misfits = own.misfits(word, top * 0x01010101, (127 - limit) * 0x01010101)
+        assert (misfits & 0xFFFFFFFF == 0) == (byte in usable[kind.name]), (kind.name, byte)
+
+
+def test_the_largest_fp4_scales_are_in_range_of_float16() -> None:
+    assert 6 * 448 * codes.FP4_WEIGHT < 65504 and 0.5 * 2**-9 * codes.FP4_WEIGHT >= 2**-24 * 8
+    assert 6 * 2.0 ** (6 + codes.FP4_ROOM + 1) <= 65504  # of V, where a scale is as large as its unit allows
 
 
 class NamedScales:
@@ -213,7 +210,7 @@ class NamedScales:
         return self.places[index]
 
 
-def named_multiplier(self: codes.Codes, word: int, byte: Any, second: Any = None) -> int | tuple[int, int]:
+def named_multiplier(self: codes.Codes, word: int, offset: int, byte: Any, second: Any = None) -> int | tuple[int, int]:
     """The place of a scale in its key's, or of two."""
     places = [4 * word + int(getattr(one, "value", one)) for one in (byte, second) if one is not None]
     return places[0] if second is None else (places[0], places[1])
@@ -223,16 +220,17 @@ def named_multiplier(self: codes.Codes, word: int, byte: Any, second: Any = None
 def test_the_multiplier_is_that_of_the_codes(kind: TokenFormat, monkeypatch: pytest.MonkeyPatch) -> None:
     own = codes.of(kind)
     monkeypatch.setattr(type(own), "multiplier", named_multiplier)
+    factors = codes.RowFactors(0, 1.0, 0, 1)
     for lane in range(4):
         words = [2 * j + lane // 2 for j in range(4)] if kind is V4_1_FP4 else list(range(-(-kind.num_scales // 4)))
         for c in range(kind.codes.count // 64):
             piece = c // 2 * 8 + code_chunk(lane, c % 2)
             if 128 * (c // 2 + 1) > kind.codes.count:
                 piece = c // 2 * 8 + lane
-            assert own.chunk_multiplier(NamedScales(words), c, lane) == piece * 16 // kind.quant_tile
+            assert own.chunk_multiplier(NamedScales(words), factors, c, lane) == piece * 16 // kind.quant_tile
             if c % 2 == 0 and c + 1 < kind.codes.count // 64:
-                two = [own.chunk_multiplier(NamedScales(words), c + i, lane) for i in range(2)]
-                assert own.chunk_multipliers(NamedScales(words), c, lane) == tuple(two)
+                two = [own.chunk_multiplier(NamedScales(words), factors, c + i, lane) for i in range(2)]
+                assert own.chunk_multipliers(NamedScales(words), factors, c, lane) == tuple(two)
             assert own.scale_index(c, lane) == piece * 16 // kind.quant_tile
 
 
@@ -298,11 +296,14 @@ def test_every_format_has_codes() -> None:
 class PowerOfTwoFp4(codes.E2m1Codes):
     """e2m1 codes with ue8m0 scales: what a new type says."""
 
-    masked_scales = codes.E4m3Codes.masked_scales
+    room, least_unit = codes.E4m3Codes.room, codes.E4m3Codes.least_unit
+    row_factors = codes.E4m3Codes.row_factors
     multiplier = codes.E4m3Codes.multiplier
-    is_small = codes.E4m3Codes.is_small
-    range_words = codes.E4m3Codes.range_words
     scale_of = codes.E4m3Codes.scale_of
+    exponent = codes.E4m3Codes.exponent
+    misfits = codes.E4m3Codes.misfits
+    fitted = codes.E4m3Codes.fitted
+    value_weights = codes.E4m3Codes.value_weights
 
 
 @pytest.mark.parametrize(

@@ -1,16 +1,13 @@
 """Which key tiles of a work tile leave the fast path of MLA decoding over float32 scales, said without a kernel.
 
-The rules of the kernel in plain Python: the power of two e_k of each token k, the power E_j of each quant tile j, which
-moves as row_max does, lazily, and what makes a key tile slow. A kernel's counters must be equal to what this counts.
+The rules of the kernel (`mla/kernels/value_units.py`, `convert_q.py`, `qk.py`) in plain Python:
 
-    t_k    the second largest exponent among the nonzero scales of a token; the only one where there is one
-    e_k    t_k - largest t of the key tile + NEAR, clamped to -12 .. 0
-    r_kj   exponent of s_kj - e_k, over nonzero scales; hi and lo are its ends in a key tile
-    E_j    moves to hi + some room where it is not set, where hi is above it, or where lo is more than WINDOW below and
-           hi - lo is not; it stays within -120 .. 40 and no more than DROP below its largest
-    PV     is slow where hi > E_j, lo < E_j - WINDOW, e_k < SLOW_E for a token with a nonzero scale, or a scale is
-           negative or not finite
-    QK     is slow where the bits of a scale are above those of 2^80, or where Q needs a power for each quant tile
+    E_j    the exponent of the unit of quant tile j, 0 at first. With hi and lo, the ends of the exponents of the
+           nonzero scales of a key tile, it moves to hi + some room where hi is above it, or where lo is more than
+           WINDOW below and hi - lo is not; it is at most LARGEST_E and no more than DROP below its largest
+    PV     is slow where hi > E_j or lo < E_j - WINDOW
+    QK     is slow where the bits of a scale are above those of LARGEST_QK_SCALE, or where Q needs a power of two for
+           each quant tile
 """
 
 from __future__ import annotations
@@ -26,32 +23,27 @@ from fp8_mla.slots import valid_slots
 from tests.support.mla_cases import DecodeCase
 
 KEYS: Final = 64
-NEAR: Final = 10
-LEAST_E: Final = -12
-SLOW_E: Final = -8
-WINDOW: Final = 18
+WINDOW: Final = 20
 ROOM: Final = 2
-E_J_RANGE: Final = (-120, 40)
+LARGEST_E: Final = 40
 DROP: Final = 60
 WEIGHT_EXPONENT: Final = 6
-"""A weight is s_kj 2^(6 - e_k - E_j)."""
-LARGEST_QK_SCALE: Final = 2.0**80
-NOT_SET: Final = -999
-Q_PEAK_EXPONENT, Q_ROPE_EXPONENT, Q_POWERS = 14, 60, (-100, 60)
-Q_QUIET, Q_LOUD_POWER = 2.0**-8, -8
+"""A weight is s_kj 2^(6 - E_j)."""
+LARGEST_QK_SCALE: Final = 2.0**40
+NONE: Final = 1000
+Q_PEAK_EXPONENT, Q_ROPE_EXPONENT, Q_LARGEST_POWER = 14, 60, 110
+Q_QUIET_EXPONENT, Q_LOUD_POWER = -8, -8
 
 
 class KeyTile(NamedTuple):
     """One key tile.
 
-    e        (keys,) int64, the power of each token
-    e_j      (tiles,) int64, the power of each quant tile; `NOT_SET` before its first nonzero scale
-    moved    quant tiles whose power has moved; one that is set for the first time has not
+    e_j      (tiles,) int64, the exponent of the unit of each quant tile
+    moved    quant tiles whose unit has moved
     qk_slow  whether its scores take the slow path because of scales
     pv_slow  whether its values do
     """
 
-    e: torch.Tensor
     e_j: torch.Tensor
     moved: int
     qk_slow: bool
@@ -90,61 +82,38 @@ def key_tiles(scales: torch.Tensor) -> Iterator[KeyTile]:
     Args:
         scales: (keys, tiles) float32; 0 for keys that are masked.
     """
-    e_j = torch.full((scales.shape[1],), NOT_SET, dtype=torch.int64)
+    e_j = torch.zeros(scales.shape[1], dtype=torch.int64)
     highest = e_j.clone()
     limit = int(_bits(torch.tensor(LARGEST_QK_SCALE)))
     for tile in scales.cpu().float().split(KEYS):
         known, some = exponent(tile), tile != 0
-        e = _token_powers(known, some)
-        ratio = known - e.unsqueeze(1)
-        high = ratio.masked_fill(~some, NOT_SET).amax(dim=0)
-        low = ratio.masked_fill(~some, -NOT_SET).amin(dim=0)
+        high = known.masked_fill(~some, -NONE).amax(dim=0)
+        low = known.masked_fill(~some, NONE).amin(dim=0)
         old = e_j
-        e_j = _moved(old, highest, high, low)
+        spread = high - low
+        leaves = (high > old) | ((low < old - WINDOW) & (spread <= WINDOW))
+        e_j = torch.where(leaves, high + (WINDOW - spread).clamp(0, ROOM), old)
+        e_j = torch.maximum(e_j, highest - DROP).clamp_max(LARGEST_E)
         highest = torch.maximum(highest, e_j)
-        live = some.any(dim=0)
-        outside = (live & ((high > e_j) | (low < e_j - WINDOW))).any()
-        far = (some.any(dim=1) & (e < SLOW_E)).any()
-        wrong = ~(torch.isfinite(tile) & (tile >= 0)).all()
         yield KeyTile(
-            e=e,
             e_j=e_j,
-            moved=int(((e_j != old) & (old != NOT_SET)).sum()),
+            moved=int((e_j != old).sum()),
             qk_slow=bool((_bits(tile) > limit).any()),
-            pv_slow=bool(outside | far | wrong),
+            pv_slow=bool(((high > e_j) | (low < e_j - WINDOW)).any()),
         )
-
-
-def _token_powers(known: torch.Tensor, some: torch.Tensor) -> torch.Tensor:
-    """e_k of a key tile, from exponents (keys, tiles) and which scales are not zero."""
-    if not some.any():
-        return torch.full((len(known),), LEAST_E, dtype=torch.int64)
-    ordered = known.masked_fill(~some, NOT_SET).sort(dim=1, descending=True).values
-    second = ordered[:, min(1, ordered.shape[1] - 1)]
-    typical = torch.where(second == NOT_SET, ordered[:, 0], second)
-    return (typical - typical.max() + NEAR).clamp(LEAST_E, 0)
-
-
-def _moved(e_j: torch.Tensor, highest: torch.Tensor, high: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
-    """E_j after a key tile."""
-    spread = high - low
-    leaves = (high > e_j) | ((low < e_j - WINDOW) & (spread <= WINDOW))
-    wanted = torch.where((e_j == NOT_SET) | leaves, high + (WINDOW - spread).clamp(0, ROOM), e_j)
-    least = (highest - DROP).clamp_min(E_J_RANGE[0])
-    wanted = torch.maximum(wanted.clamp_max(E_J_RANGE[1]), least)
-    return torch.where(high == NOT_SET, e_j, wanted)
 
 
 def needs_second_way(q: torch.Tensor, token_format: TokenFormat | str = V3_2) -> torch.Tensor:
     """(heads,) bool: heads of q (heads, d) that one power of two cannot bring into float16 for all quant tiles."""
     made = as_format(token_format)
     nope, rope = q[:, : made.nope_dim].float().abs(), q[:, made.nope_dim :].float().abs()
-    power = exponent(nope.amax(dim=1)) - Q_PEAK_EXPONENT
+    peaks = nope.unflatten(1, (-1, made.quant_tile)).amax(dim=-1)
+    power = exponent(peaks.amax(dim=1)) - Q_PEAK_EXPONENT
     if made.rope_dim:
         power = torch.maximum(power, exponent(rope.amax(dim=1)) - Q_ROPE_EXPONENT)
-    power = power.clamp(*Q_POWERS)
-    peaks = nope.unflatten(1, (-1, made.quant_tile)).amax(dim=-1) * torch.exp2(-power.float()).unsqueeze(1)
-    return ((peaks > 0) & (peaks < Q_QUIET)).any(dim=1) & (power > Q_LOUD_POWER)
+    power = power.clamp(-Q_LARGEST_POWER, Q_LARGEST_POWER)
+    quiet = (peaks > 0) & (exponent(peaks) - power.unsqueeze(1) < Q_QUIET_EXPONENT)
+    return quiet.any(dim=1) & (power > Q_LOUD_POWER)
 
 
 def slow_tiles(

@@ -1,6 +1,6 @@
 """The softmax of the MLA decode kernel: P of S. With 32 and 64 heads its warpgroup also loads key tiles."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -224,7 +224,7 @@ class SoftmaxWarpgroup:
     @cute.jit
     def exp_and_store_p(
         self, row_max: Float32, unit: Float32, addresses: Addresses, s: cute.Tensor, i, thread_max, thread_sum,
-        flags: Int32 | None,
+        flags: Any,
     ):  # fmt: skip
         """Exponentiates up to 8 scores, stores P and updates this thread's max and sum. Without flags P is float16."""
         at_once = min(8, self.keys)

@@ -35,6 +35,8 @@ ROPE_UNIT = 2.0**-2  # of O of a rope part: float16 holds rope / ROPE_UNIT of MI
 ROPE_WEIGHTS = 0x40804080  # 1 / ROPE_UNIT as bfloat16, twice
 FP4_WEIGHT, FP4_WEIGHTS = 2.0**4, 0x4C004C00  # QK: times any e2m1 code and e4m3 scale it is in range; as two float16
 FP4_ROOM = 6  # codes are up to 6, not 448, so weights of V may be 2^6 larger
+MAX_FP4_UNIT = 5  # the largest exponent of a unit whose window has all e4m3 scales
+ABOVE_BYTE = 16  # `above_byte` of a unit of exponent 0
 FP4_MIN_EXPONENT = -9  # of the smallest e4m3 scale, and of the smallest unit whose power float16 holds
 EMPTY = 1000  # an exponent beyond any
 LOW_MAGNITUDES, HIGH_MAGNITUDES = 0x3C383000, 0x4C484440  # e4m3 bytes of the e2m1 numbers 0, 0.5, 1, 1.5; 2, 3, 4, 6
@@ -314,14 +316,14 @@ class E4m3Codes(Codes):
 
     def row_factors(self, words: cute.Tensor) -> RowFactors:
         """From the largest and the smallest byte of the row. A row of zeros, masked or unwritten, has codes of 0."""
-        largest, smallest = None, None
+        largest = smallest = Int32(0)
         for i in range(cute.size(words)):
-            mask = self.scale_mask(i)
             for part in (0, 8):  # even bytes, odd ones
-                low = (words[i] >> part) & (mask >> part & 0x00FF00FF)
-                high = low | (0x00FF00FF & ~(mask >> part))
-                largest = low if largest is None else pairs.max_u16x2(largest, low)
-                smallest = high if smallest is None else pairs.min_u16x2(smallest, high)
+                mask = self.scale_mask(i) >> part & 0x00FF00FF
+                low = (words[i] >> part) & mask
+                high = low | (0x00FF00FF & ~mask)
+                largest = pairs.max_u16x2(largest, low) if i + part > 0 else low
+                smallest = pairs.min_u16x2(smallest, high) if i + part > 0 else high
         byte = cutlass.max(largest & 0xFF, largest >> 16)
         least = cutlass.min(smallest & 0xFF, smallest >> 16)
         top = cutlass.max(byte, MIN_TOP)
@@ -467,6 +469,14 @@ class E2m1Codes(Codes):
         numbers = cute.make_rmem_tensor(4, Float8E4M3FN)
         cute.recast_tensor(numbers, Int32)[0] = byte
         return numbers.load().to(Float32)[0]
+
+
+def above_byte(unit: Int32) -> Any:
+    """127 less the largest e4m3 scale that fits a unit of that exponent; where smaller scales may not, only 0 does."""
+    above = cutlass.max(ABOVE_BYTE - 8 * unit, 0)
+    none = Int32(127)
+    above = cutlass.select_(unit < FP4_MIN_EXPONENT, none, above)
+    return cutlass.select_(unit > MAX_FP4_UNIT, none, above)
 
 
 def row_place(first: Any, row: Any) -> Any:

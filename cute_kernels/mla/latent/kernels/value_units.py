@@ -23,8 +23,7 @@ from cute_kernels.mla.spec import TOKENS_PER_TILE
 from fp8_mla.formats import TokenFormat
 
 UNITS_PER_WARP = 2  # of the softmax
-TOP_BYTE, ABOVE_BYTE = 127, 16  # of a unit of exponent 0
-MOST_FP4_UNIT = 5  # the largest exponent whose window has all e4m3 scales
+TOP_BYTE = 127  # of a unit of exponent 0
 
 
 class LatentValueUnits(ValueUnits):
@@ -33,7 +32,7 @@ class LatentValueUnits(ValueUnits):
     What fits a unit is kept as a byte, so that four scales are compared at once:
 
         v_top     ue8m0: the largest that fits; the smallest is 20 less
-        v_above   e4m3 of fp4: 127 less the largest that fits
+        v_above   e4m3: 127 less the largest that fits; see `codes.above_byte`
 
     A rope part that is a value has the last unit, ROPE_UNIT, which stays.
     """
@@ -48,7 +47,7 @@ class LatentValueUnits(ValueUnits):
             smem.v_power.get_tensor(cute.make_layout(UNITS))[index] = Float32(1.0 / V_UNIT)
             smem.v_highest.get_tensor(cute.make_layout(UNITS))[index] = Int32(0)
             smem.v_top.get_tensor(cute.make_layout(UNITS))[index] = Uint8(TOP_BYTE)
-            smem.v_above.get_tensor(cute.make_layout(UNITS))[index] = Uint8(ABOVE_BYTE)
+            smem.v_above.get_tensor(cute.make_layout(UNITS))[index] = Uint8(codes.ABOVE_BYTE)
         cute.arch.barrier(barrier_id=NamedBarrier.SOFTMAX, number_of_threads=128)
 
     @cute.jit
@@ -143,13 +142,10 @@ class LatentValueUnits(ValueUnits):
                 fits = Int32(0)
             if new != old:
                 flags = Int32(NEW_UNIT)
-            largest = cutlass.min(8 * new + 127 - ABOVE_BYTE, 127)
-            if new < codes.FP4_MIN_EXPONENT or new > MOST_FP4_UNIT:
-                largest = Int32(0)
             if lane == 0:
                 sPower[index] = softmax.power_of_two(WEIGHT_EXPONENT - new)
                 sHighest[index] = cutlass.max(highest, new)
-                sTop[index], sAbove[index] = Uint8(new + TOP_BYTE), Uint8(127 - largest)
+                sTop[index], sAbove[index] = Uint8(new + TOP_BYTE), Uint8(codes.above_byte(new))
                 sUnit[index, p_stage] = softmax.power_of_two(new - WEIGHT_EXPONENT)
                 sMove[index, p_stage] = softmax.power_of_two(old - new)
         if wgmma.every_thread(fits, Int32(NamedBarrier.SOFTMAX)) == 0:

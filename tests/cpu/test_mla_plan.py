@@ -163,7 +163,7 @@ def test_what_checks_let_pass_can_be_built():
     for formats, exchange, scores in itertools.product(pairs, (None, *EXCHANGES), (None, *SCORES)):
         names = [kind.name for kind in formats if kind is not None]
         try:
-            check_options(None, None, exchange, scores)
+            check_options(False, None, None, exchange, scores)
             check_options_of_formats(formats, exchange, scores)
         except ValueError as error:
             refused.add((tuple(names), scores))

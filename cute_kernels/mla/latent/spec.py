@@ -46,7 +46,7 @@ class LatentDecodeSpec(MlaDecodeSpec):
         if len(self.kinds) > 1:
             return 0 if self.balanced else 5
         if self.float_scales and self.has_rope:
-            return 3 if self.split else 0  # from 4 on ptxas serializes wgmma
+            return 5 if self.split else 0  # at other levels ptxas serializes wgmma
         return 5 if self.balanced and not (self.float_scales or self.has_rope) else 0
 
     def can_implement(self) -> list[str]:
@@ -178,11 +178,9 @@ class LatentDecodeSpec(MlaDecodeSpec):
     @property
     def _stack(self) -> int:
         """Bytes that ptxas spills at most, all between key tiles."""
-        if len(self.kinds) > 1:
-            return 32
-        if self.load_expands:
-            return 16
-        return 8 if self.few_heads and not self.float_scales else 0
+        if self.few_heads or len(self.kinds) > 1:
+            return 40
+        return 24 if self.has_extra and self.balanced else 8
 
     @property
     def expected(self) -> dict[str, Any]:
@@ -190,6 +188,12 @@ class LatentDecodeSpec(MlaDecodeSpec):
         return {
             "registers": self.launch_registers[self.threads],
             "stack": self._stack,
+            # two V3.2 caches of ragged lengths: no level and no form tried leaves QK its registers
+            "serialized": self.has_extra
+            and self.float_scales
+            and self.has_rope
+            and self.balanced
+            and self.heads == WIDE,
             "instructions": ("HGMMA", "UTMALDG", "USETMAXREG", "LDGSTS.E.BYPASS.128"),
         }
 

@@ -207,7 +207,8 @@ def test_any_scale(name: str, heads: int) -> None:
         indices = torch.randint(0, count, (1, 1, 90), dtype=torch.int32, device="cuda", generator=generator)
         size = fp8_mla.unpack(tokens, torch.float32, token_format=token_format).abs().max().item()
         cache = Cache(pages, indices, None)
-        check(make_q(1, 1, heads, generator), cache, name, softmax_scale=1.0 / (8 * size))
+        scale = 1.0 / (8 * size)  # key tiles of many ranges are multiplied in bfloat16
+        check(make_q(1, 1, heads, generator), cache, name, by_element=not is_fp4, softmax_scale=scale)
 
 
 @pytest.mark.parametrize("heads", [16, 64])

@@ -124,7 +124,7 @@ class QkWarpgroups:
             if is_slow != 0:
                 self.slow_tile(smem, acc[0], raw, tile, tid)
                 acc[1].fill(0.0)
-                self.store_s(smem, acc, tile, tid)
+                self.store_s(smem, acc, tile, tid, True)
                 tile += self.warpgroups
             elif prefetched == 0:
                 prefetched = Int32(1)
@@ -267,6 +267,7 @@ class QkWarpgroups:
             self.issue_rope(smem, acc, rope, False, tid)
             warpgroup.wait_group(0)
             result.store(acc.load())
+            self.shift_columns(smem, total, tid)
         else:
             result.fill(0.0)
         for c in cutlass.range(CHUNKS, unroll=1):
@@ -286,6 +287,15 @@ class QkWarpgroups:
                 for i in cutlass.range_constexpr(self.columns):
                     total[r, i] += chunk[r, i] * power[i] * factor
         acc.store(result.load())
+
+    @cute.jit
+    def shift_columns(self, smem, s: cute.Tensor, tid: Int32):
+        """Multiplies S^T of a slow key tile by the shifts of its heads, which powers of blocks of Q have in them."""
+        shift = cute.make_rmem_tensor(self.columns, Float32)
+        copy_columns(smem.q_shift.get_tensor(cute.make_layout(self.heads)), tid, 0, shift)
+        for r in cutlass.range_constexpr(2):
+            for i in cutlass.range_constexpr(self.columns):
+                s[r, i] *= shift[i]
 
     def line(self, tid: Int32) -> Int32:
         """Offset of a thread's first 16 bytes of its first row, in codes of even chunks and in rope parts."""
@@ -345,11 +355,11 @@ class QkWarpgroups:
         cute.autovec_copy(cute.make_tensor(pointer, cute.make_layout(QUANT_TILES)), scales)
 
     @cute.jit
-    def store_s(self, smem, acc: tuple, tile: Int32, tid: Int32):
+    def store_s(self, smem, acc: tuple, tile: Int32, tid: Int32, is_shifted: cutlass.Constexpr = False):
         """Stores S^T, the sum of both accumulators, for the softmax, which has read the stage."""
         s, rest, q = wgmma.by_row(acc[0]), wgmma.by_row(acc[1]), tid % 4
         s_stage, _ = ring_slot(tile, self.warpgroups)
-        self.store_unit(smem, s_stage, tid)
+        self.store_unit(smem, s_stage, tid, is_shifted)
         start = smem.s.data_ptr() + s_stage * (TOKENS_PER_TILE * self.heads)
         four = cute.make_rmem_tensor((2, 2), Float32)
         for block in cutlass.range_constexpr(self.heads // 8):
@@ -364,12 +374,13 @@ class QkWarpgroups:
         self.stamp(smem, tile, 2, 1, tid)
 
     @cute.jit
-    def store_unit(self, smem, s_stage: Int32, tid: Int32):
+    def store_unit(self, smem, s_stage: Int32, tid: Int32, is_shifted: cutlass.Constexpr):
         """Stores the units of heads, with S of each key tile: they change with Q, and Q is ahead of the softmax."""
         sSource = smem.q_unit.get_tensor(cute.make_layout(self.heads))
+        sShift = smem.q_shift.get_tensor(cute.make_layout(self.heads))
         sUnit = smem.unit.get_tensor(cute.make_layout((self.heads, self.warpgroups)))
         if tid < sUnit.shape[0]:
-            sUnit[tid, s_stage] = sSource[tid]
+            sUnit[tid, s_stage] = sSource[tid] / sShift[tid] if const_expr(is_shifted) else sSource[tid]
 
     @cute.jit
     def stamp(

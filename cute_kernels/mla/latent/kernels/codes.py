@@ -29,7 +29,8 @@ from cute_kernels.mla.spec import TOKENS_PER_TILE
 from fp8_mla.formats import TokenFormat
 
 TOP_FIELD = 22  # exponent field in float16 of a row's largest scale: 2^7, so the smallest normal one is 2^-14
-MIN_TOP, NAN_BYTE = 60, 255  # ue8m0: smaller rows count as 2^-67, where rope parts still fit; NaN
+MIN_TOP, MAX_TOP = 60, 167  # ue8m0: smaller rows count as 2^-67, where rope parts still fit; above 2^40 S may not
+NAN_BYTE = 255  # the ue8m0 byte that means NaN
 FIELD = 0x04000400  # one of the exponent, in two float16 numbers
 ROPE_UNIT = 2.0**-2  # of O of a rope part: float16 holds rope / ROPE_UNIT of MIN_ROPE to MAX_ROPE
 ROPE_WEIGHTS = 0x40804080  # 1 / ROPE_UNIT as bfloat16, twice
@@ -166,6 +167,10 @@ class Codes:
     def misfits(self, word: Int32, tops: Int32, above: Int32) -> Int32:
         """Not 0 if one of the four scales of a word does not fit its unit; see `LatentValueUnits` for the others."""
         raise NotImplementedError
+
+    def is_small(self, word: Int32, tops: Int32) -> Int32:
+        """Not 0 if one of the four scales of a word, which fit, is so small that partials need block scales."""
+        return Int32(0)
 
     def fitted(self, word: Int32, tops: Int32) -> Int32:
         """A word of scales for `value_weights`, some of which do not fit: their weights are 0, as those of zeros."""
@@ -330,7 +335,7 @@ class E4m3Codes(Codes):
         is_zero = byte == 0
         offset = cutlass.select_(is_zero, Int32(FIELD), (TOP_FIELD - top) * FIELD)
         fits = cutlass.select_(least > top - TOP_FIELD, Int32(1), Int32(0))
-        fits = cutlass.select_(byte == NAN_BYTE, Int32(0), cutlass.select_(is_zero, Int32(1), fits))
+        fits = cutlass.select_(byte > MAX_TOP, Int32(0), cutlass.select_(is_zero, Int32(1), fits))
         return RowFactors(
             Int32(offset),
             ((top - (TOP_FIELD - 15)) << 23).bitcast(Float32),
@@ -350,6 +355,11 @@ class E4m3Codes(Codes):
         """Bytes from 20 below that of the unit on fit. One subtraction of words: a borrow begins where one does not."""
         below = tops - word
         return ((below & 0x7F7F7F7F) + 0x01010101 * (127 - 20) | below) & TOP_BITS
+
+    def is_small(self, word: Int32, tops: Int32) -> Int32:
+        """From 12 to 20 below that of the unit, times small codes: their sum over V_UNIT, as float16, loses digits."""
+        below = tops - word
+        return (below + 0x01010101 * (128 - 12)) & (below + 0x01010101 * (127 - 20) ^ -1) & TOP_BITS
 
     def fitted(self, word: Int32, tops: Int32) -> Int32:
         """A byte 21 below that of its unit has a field of 0."""

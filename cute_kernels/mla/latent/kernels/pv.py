@@ -25,7 +25,7 @@ from cute_kernels.mla.kernels.value_units import inverse_power, v_units
 from cute_kernels.mla.latent.kernels import codes
 from cute_kernels.mla.latent.kernels.scheduler import LatentScheduler
 from cute_kernels.mla.latent.kernels.smem import (
-    LARGE_ROPE,
+    NEEDS_SCALES,
     UNITS,
     codes_bytes,
     kind_of_tile,
@@ -142,7 +142,7 @@ class ScaledKeyPvWarpgroups(PvWarpgroups):
             self.stamp(smem, tile, 1, 1, wg, tid)
             if const_expr(self.spec.pv_expands):
                 self.expand(smem, tile + self.spec.expanded_ahead, wg, tid)
-        has_scales = Int32(1) if seen & (BFLOAT16 | LARGE_ROPE) != 0 else Int32(0)
+        has_scales = Int32(1) if seen & (BFLOAT16 | NEEDS_SCALES) != 0 else Int32(0)
         self.end_work_tile(smem, table, results, acc_o, done + tiles, tiles, index, is_whole, has_scales, wg, tid)
 
     # ---- values of a tile

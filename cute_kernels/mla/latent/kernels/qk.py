@@ -24,7 +24,7 @@ from cute_kernels.mla.kernels.tile import BLOCK_COLUMNS
 from cute_kernels.mla.latent.kernels import codes
 from cute_kernels.mla.latent.kernels.convert_q import BLOCK, LatentQConverter
 from cute_kernels.mla.latent.kernels.scheduler import LatentScheduler
-from cute_kernels.mla.latent.kernels.smem import LARGE_ROPE, codes_bytes, kind_of_tile, of_kind
+from cute_kernels.mla.latent.kernels.smem import NEEDS_SCALES, codes_bytes, kind_of_tile, of_kind
 from cute_kernels.mla.latent.spec import LINE_BYTES, LatentDecodeSpec
 from cute_kernels.mla.spec import TOKENS_PER_TILE
 
@@ -170,7 +170,7 @@ class ScaledKeyQkWarpgroups(QkWarpgroups):
         flags = Int32(BFLOAT16) if cute.arch.vote_any_sync(flag != 0) else Int32(0)
         if const_expr(self.spec.split):
             if cute.arch.vote_any_sync(largest >= MAX_PARTIAL_ROPE << 16):
-                flags |= LARGE_ROPE
+                flags |= NEEDS_SCALES
         stage = self.rope_stage(tile)
         sFlags = smem.rope_flags.get_tensor(cute.make_layout((WARPS, self.spec.stages)))
         if tid % 32 == 0:
@@ -216,6 +216,7 @@ class ScaledKeyQkWarpgroups(QkWarpgroups):
             self.issue_rope(smem, acc, rope, False, tid)
             warpgroup.wait_group(0)
             result.store(acc.load() * rope_unit)
+            self.shift_columns(smem, wgmma.by_row(result), tid)
         else:
             result.fill(0.0)
         self.add_slowly(smem, acc, result, raw, stage, tid)
@@ -272,11 +273,11 @@ class ScaledKeyQkWarpgroups(QkWarpgroups):
         return ring_slot(tile, self.spec.stages).index
 
     @cute.jit
-    def store_s(self, smem, acc: tuple, tile: Int32, tid: Int32):
+    def store_s(self, smem, acc: tuple, tile: Int32, tid: Int32, is_shifted: cutlass.Constexpr = False):
         """Stores S^T for the softmax, which has read the stage."""
         s, q = wgmma.by_row(acc[0]), tid % 4
         s_stage, _ = ring_slot(tile, self.warpgroups)
-        self.store_unit(smem, s_stage, tid)
+        self.store_unit(smem, s_stage, tid, is_shifted)
         start = smem.s.data_ptr() + s_stage * (TOKENS_PER_TILE * self.heads)
         four = cute.make_rmem_tensor((2, 2), Float32)
         for block in cutlass.range_constexpr(self.heads // 8):

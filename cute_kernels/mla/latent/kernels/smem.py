@@ -12,7 +12,7 @@ from cute_kernels.mla.kernels.tile import QUANT_TILE as BLOCK
 from cute_kernels.mla.latent.spec import LINE_BYTES, LatentDecodeSpec
 from cute_kernels.mla.spec import TOKENS_PER_TILE
 
-LARGE_ROPE = 8  # flag of a tile: a partial with its values needs block scales
+NEEDS_SCALES = 8  # flag of a tile: a partial with its values needs block scales
 UNITS = 8  # of O: one for each 64 values
 NO_TILE = -1  # the kind of a stage that is given to PV after the last key tile of a CTA
 
@@ -41,6 +41,7 @@ def shared_storage(spec: LatentDecodeSpec):
         q_peak: cute.struct.MemRange[Float32, (spec.d_qk // BLOCK + 1) * heads]
         q_power: cute.struct.MemRange[Float32, spec.d_qk // BLOCK * heads]
         q_unit: cute.struct.MemRange[Float32, heads]
+        q_shift: cute.struct.MemRange[Float32, heads]  # of S in slow key tiles
         unit: cute.struct.MemRange[Float32, s_stages * heads]
         v_power: cute.struct.Align[cute.struct.MemRange[Float32, UNITS], 16]
         v_highest: cute.struct.MemRange[Int32, UNITS]

@@ -24,7 +24,7 @@ class LatentSoftmaxWarpgroup(SoftmaxWarpgroup):
 
     @cute.jit
     def late_flags(self, smem, stage: Int32, tid: Int32) -> Int32:
-        """What QK finds in rope parts: BFLOAT16 where float16 does not hold them, LARGE_ROPE."""
+        """What QK finds in rope parts: BFLOAT16 where float16 does not hold them, NEEDS_SCALES."""
         flags = Int32(0)
         if const_expr(self.spec.has_rope):
             words = cute.make_rmem_tensor(WARPS, Int32)

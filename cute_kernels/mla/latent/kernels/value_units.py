@@ -17,7 +17,7 @@ from cute_kernels.mla.kernels.value_units import (
     v_units,
 )
 from cute_kernels.mla.latent.kernels import codes
-from cute_kernels.mla.latent.kernels.smem import UNITS, kind_of_tile, scale_words
+from cute_kernels.mla.latent.kernels.smem import NEEDS_SCALES, UNITS, kind_of_tile, scale_words
 from cute_kernels.mla.latent.spec import LatentDecodeSpec, scale_row
 from cute_kernels.mla.spec import TOKENS_PER_TILE
 from fp8_mla.formats import TokenFormat
@@ -52,7 +52,7 @@ class LatentValueUnits(ValueUnits):
 
     @cute.jit
     def weigh(self, smem, stage: Int32, p_stage: Int32, tid: Int32) -> Int32:
-        """Stores the weights of a key tile; returns its flags: BFLOAT16 alike in all threads, NEW_UNIT of a warp."""
+        """Stores the weights of a key tile; returns its flags, BFLOAT16 alike in all threads, the others of a warp."""
         kinds, flags = self.spec.kinds, Int32(0)
         if const_expr(len(kinds) > 1):
             if kind_of_tile(smem, self.spec, stage) == 0:
@@ -85,6 +85,12 @@ class LatentValueUnits(ValueUnits):
             self.load_powers(smem, kind, powers, half)
             self.fit(kind, words, tops)
             cute.arch.barrier(barrier_id=NamedBarrier.SOFTMAX, number_of_threads=128)  # all have read the units
+        if const_expr(self.spec.split):
+            small = Int32(0)
+            for i in cutlass.range_constexpr(row // 8):
+                small |= own.is_small(words[i], spread(kind, tops, i))
+            if cute.arch.vote_any_sync(small != 0):
+                flags |= NEEDS_SCALES
         layout = cute.make_layout((TOKENS_PER_TILE, self.spec.p_stages * self.spec.scale_bytes))
         sWeight, place = smem.weight.get_tensor(layout), place_of_weight(tid // 2)
         for i in cutlass.range_constexpr(row // 8):

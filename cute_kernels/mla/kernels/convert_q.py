@@ -17,10 +17,6 @@ ROPE_EXPONENT = 60  # of a head's largest rope number in bfloat16, at most
 MAX_EXPONENT = 110  # powers of two up to this size, times softmax_scale too, are normal float32 numbers
 QUIET_EXPONENT = -8  # a block below 2^-8 of float16 loses bits of bfloat16
 LOUD_POWER = -8  # where a head is multiplied by 2^8 or more, what a quiet block loses is below 2^-18 of a score
-SMALL_POWER, SLOW_SHIFT = (
-    -20,
-    2.0**-60,
-)  # heads so small meet scales so large: S of slow key tiles is shifted, or overflows
 LEAST_UNIT = 2.0**-126  # a unit of 0 would make NaN of a masked score, -inf
 
 
@@ -40,7 +36,8 @@ class QConverter:
 
     Each head is multiplied by a power of two that brings its largest number to 2^TOP_EXPONENT; the softmax divides by
     it (`smem.q_unit`). So float16 is exact where it matters: numbers 2^-22 below a head's largest lose bits. Where a
-    whole block of 128 columns is that small and the head is not (`LOUD_POWER`), the block has a power of its own.
+    whole block of 128 columns is that small and the head is not (`LOUD_POWER`), the block has a power of its own. Slow
+    key tiles multiply by all powers themselves, `smem.q_power`, as one for a head may leave float32's range there.
     """
 
     rope_start: int | None = NOPE // 8
@@ -83,20 +80,19 @@ class QConverter:
             is_quiet = peak != 0.0 and softmax.exponent(peak) - power < QUIET_EXPONENT and power > LOUD_POWER
             if is_quiet:
                 own, fits = cutlass.max(softmax.exponent(peak) - TOP_EXPONENT, -MAX_EXPONENT), Int32(0)
-            shift = slow_shift(power)
-            sPower[row, block] = softmax.power_of_two(cutlass.max(own - power, -MAX_EXPONENT)) * shift
+            sPower[row, block] = softmax.power_of_two(own)
             self.convert(smem, index, pairs.bfloat16_pair(sign * softmax.power_of_two(-own)))
         if const_expr(self.rope_start is not None):
             for row in cutlass.range(self.first_rope_row(first), self.heads, self.threads, unroll=1):
                 power = softmax.power_of_two(-self.head_power(sPeak, row))
                 self.reorder_rope(smem, row, self.rope_start, pairs.bfloat16_pair(sign * power))
         head_power = self.head_power(sPeak, first % self.heads)
-        unit, shift = sign * scale_log2 * softmax.power_of_two(head_power), slow_shift(head_power)
+        unit = sign * scale_log2 * softmax.power_of_two(head_power)
         sUnit = smem.q_unit.get_tensor(cute.make_layout(self.heads))
         sShift = smem.q_shift.get_tensor(cute.make_layout(self.heads))
         if first < cute.size(sUnit):
             sUnit[first] = Float32(cutlass.select_(unit < LEAST_UNIT, Float32(LEAST_UNIT), unit))
-            sShift[first] = shift
+            sShift[first] = softmax.power_of_two(head_power)
         cute.arch.fence_proxy("async.shared", space="cta")  # ordinary stores, read by wgmma
         return 1 - wgmma.every_thread(fits, Int32(NamedBarrier.QK), self.threads)
 
@@ -177,8 +173,3 @@ class QConverter:
             for lane in cutlass.range_constexpr(4):
                 four[lane] = pairs.multiply_bfloat16(words[c % 4, code_chunk(lane, c // 4)], power)
             cute.autovec_copy(cute.recast_tensor(four, BFloat16), self.chunk(smem, row, start + c))
-
-
-def slow_shift(power: Int32) -> Float32:
-    """What S of a head is multiplied by in slow key tiles, and its unit divided by."""
-    return Float32(cutlass.select_(power < SMALL_POWER, Float32(SLOW_SHIFT), Float32(1.0)))

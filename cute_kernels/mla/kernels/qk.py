@@ -285,12 +285,12 @@ class QkWarpgroups:
             for r in cutlass.range_constexpr(2):
                 factor = sScale[quant_tile, stage * TOKENS_PER_TILE + key_of_row(tid, r)]
                 for i in cutlass.range_constexpr(self.columns):
-                    total[r, i] += chunk[r, i] * power[i] * factor
+                    total[r, i] += chunk[r, i] * (power[i] * factor)
         acc.store(result.load())
 
     @cute.jit
     def shift_columns(self, smem, s: cute.Tensor, tid: Int32):
-        """Multiplies S^T of a slow key tile by the shifts of its heads, which powers of blocks of Q have in them."""
+        """Multiplies S^T of rope parts of a slow key tile by the powers of its heads."""
         shift = cute.make_rmem_tensor(self.columns, Float32)
         copy_columns(smem.q_shift.get_tensor(cute.make_layout(self.heads)), tid, 0, shift)
         for r in cutlass.range_constexpr(2):

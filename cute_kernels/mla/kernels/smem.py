@@ -43,9 +43,9 @@ def shared_storage(spec: MlaDecodeSpec):
         scale: cute.struct.Align[cute.struct.MemRange[Float32, stages * TOKENS_PER_TILE * QUANT_TILES], 128]
         weight: cute.struct.Align[cute.struct.MemRange[Float16, p_stages * QUANT_TILES * TOKENS_PER_TILE], 128]
         q_peak: cute.struct.MemRange[Float32, (QUANT_TILES + 1) * heads]  # largest magnitudes, of the rope part last
-        q_power: cute.struct.MemRange[Float32, QUANT_TILES * heads]  # of a quant tile of Q over that of its head
+        q_power: cute.struct.MemRange[Float32, QUANT_TILES * heads]  # of a quant tile of Q
         q_unit: cute.struct.MemRange[Float32, heads]  # `unit` of the Q that QK has
-        q_shift: cute.struct.MemRange[Float32, heads]  # of S in slow key tiles
+        q_shift: cute.struct.MemRange[Float32, heads]  # power of a head of Q
         unit: cute.struct.MemRange[Float32, s_stages * heads]  # S of a head times this is its score, in units of log2
         v_power: cute.struct.Align[cute.struct.MemRange[Float32, QUANT_TILES], 16]  # see `ValueUnits`
         v_highest: cute.struct.MemRange[Int32, QUANT_TILES]

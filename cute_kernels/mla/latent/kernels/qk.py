@@ -254,7 +254,7 @@ class ScaledKeyQkWarpgroups(QkWarpgroups):
                 scale = Int32(byte.load()) & 0xFF
                 factor = of_kind(which, [kind.scale_of(scale) for kind in kinds])
                 for i in cutlass.range_constexpr(self.columns):
-                    total[r, i] += part[r, i] * power[i] * factor
+                    total[r, i] += part[r, i] * (power[i] * factor)
 
     # ---- shared memory
 

@@ -41,7 +41,7 @@ def shared_storage(spec: LatentDecodeSpec):
         q_peak: cute.struct.MemRange[Float32, (spec.d_qk // BLOCK + 1) * heads]
         q_power: cute.struct.MemRange[Float32, spec.d_qk // BLOCK * heads]
         q_unit: cute.struct.MemRange[Float32, heads]
-        q_shift: cute.struct.MemRange[Float32, heads]  # of S in slow key tiles
+        q_shift: cute.struct.MemRange[Float32, heads]  # power of a head of Q
         unit: cute.struct.MemRange[Float32, s_stages * heads]
         v_power: cute.struct.Align[cute.struct.MemRange[Float32, UNITS], 16]
         v_highest: cute.struct.MemRange[Int32, UNITS]

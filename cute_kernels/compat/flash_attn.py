@@ -114,7 +114,8 @@ def flash_attn_with_kvcache(
     queries, lse_of = _batched(q, cu_seqlens_q, max_seqlen_q)
     batch = queries.shape[0]
     if isinstance(cache_seqlens, int):
-        length = min(max(cache_seqlens, 0), _MAX_LENGTH)
+        check_int("cache_seqlens", cache_seqlens, -_MAX_LENGTH - 1, _MAX_LENGTH)
+        length = max(cache_seqlens, 0)
         cache_seqlens = torch.full((batch,), length, dtype=torch.int32, device=q.device)
     if (k is None) != (v is None):
         raise ValueError(f"{'k' if k is None else 'v'}: got None; needs a tensor, as the other one is")

@@ -8,7 +8,7 @@ from typing import Any, Literal, NamedTuple, overload
 import torch
 
 from cute_kernels.gqa.layouts import ALIGNMENT, LAYOUTS, CacheLayout, CacheSizes, ScaleKind, cache_sizes, scale_kind
-from cute_kernels.gqa.plan import MAX_S_Q, choose_spec, kernel_softcap, plan_decode
+from cute_kernels.gqa.plan import MAX_S_Q, SOFTCAPS, choose_spec, kernel_softcap, plan_decode
 from cute_kernels.gqa.reference import reference_gqa_decode
 from cute_kernels.gqa.spec import ITEMSIZE, MAX_RANGES, GqaDecodeSpec
 from cute_kernels.runtime import memory, workspace
@@ -492,11 +492,14 @@ def _check_numbers(request: _Request) -> None:
     if request.num_splits is not None:
         needs = f"1 to {MAX_RANGES}, or None to have it planned"
         check_int("num_splits", request.num_splits, 1, MAX_RANGES, needs=needs)
-    for name, number in (("softcap", request.softcap), ("softmax_scale", request.softmax_scale)):
-        if number is not None:
-            check_number(name, number)
+    if request.softmax_scale is not None:
+        check_number("softmax_scale", request.softmax_scale)
     if request.softcap is not None:
-        require(request.softcap > 0, "softcap", request.softcap, "a positive number, or None for no cap")
+        check_number(
+            "softcap", min(request.softcap, SOFTCAPS[1]) if type(request.softcap) is float else request.softcap
+        )
+        is_cap = 0 < request.softcap < float("inf")
+        require(is_cap, "softcap", request.softcap, "a positive finite number, or None for no cap")
 
 
 _decode_on_gpu = launch_or_explain(_launch, _check, _Request._fields)

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from cute_kernels import gqa_decode, mla_fp8_decode
+from fp8_mla import TOKEN_BYTES
 from scripts.bench.in_layer import prepare, time_together
 from tests.support.gqa_cases import gqa_case
 from tests.support.latent_cases import latent_case
@@ -91,9 +92,9 @@ def cases() -> Iterator[SplitCase]:
     for batch in BATCHES:
         for h_q in (16, 64, 128):
             make = functools.partial(mla_rows, functools.partial(sparse, h_q))
-            yield SplitCase(f"v3.2, topk 2048, {batch} x {h_q} heads", mla_fp8_decode, batch, 2048 * 656, make)
+            yield SplitCase(f"v3.2, topk 2048, {batch} x {h_q} heads", mla_fp8_decode, batch, 2048 * TOKEN_BYTES, make)
         name = f"v3.2, dense, 512 to 8192 keys, {batch} x 128 heads"
-        yield SplitCase(name, mla_fp8_decode, batch, 4096 * 656, functools.partial(mla_rows, dense))
+        yield SplitCase(name, mla_fp8_decode, batch, 4096 * TOKEN_BYTES, functools.partial(mla_rows, dense))
         name = f"v4, 128 + 1024 keys, {batch} x 64 heads"
         yield SplitCase(name, mla_fp8_decode, batch, 1152 * 584, functools.partial(mla_rows, two_caches))
         for length in (1024, 8192):

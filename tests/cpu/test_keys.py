@@ -112,6 +112,7 @@ MERGE: Call = {
     "s_aux": None,
     "out": torch.zeros(3, 4, 64),
     "lse": torch.zeros(3, 4),
+    "headers": False,
 }
 CALLS: dict[str, tuple[Any, Callable[..., Any], Call]] = {
     "gqa": (gqa_op, gqa_op._launch, GQA),
@@ -361,7 +362,7 @@ def test_a_merge_of_six_dimensions_is_not_kept(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(merge_op.memory, "template", lambda shape, dtype, device: torch.empty(shape, device=device))
     for dims, kept in ((5, 1), (6, 1), (7, 1)):
         outs = torch.zeros((2,) * (dims - 1) + (64,), device="meta")
-        merge_op._launch(outs, outs[..., 0], None, None, None)
+        merge_op._launch(outs, outs[..., 0], None, None, None, False)
         assert len(merge_op._prepared) == kept
 
 

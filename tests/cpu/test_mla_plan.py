@@ -192,6 +192,6 @@ def test_an_unknown_exchange_is_refused_in_words():
     assert spec.can_implement() == ["exchange is 'keys'; known are ('codes', 'values')"]
 
 
-def test_a_tile_with_masked_keys_takes_the_fast_path_of_the_crossover():
+def test_a_tile_with_masked_keys_takes_the_fast_path():
     """The row of zeros that they read has scales whose weights float16 holds."""
     assert 2.0**-14 <= MASKED_SCALE * WEIGHT < 2

@@ -246,7 +246,7 @@ def test_tensors_are_not_copied(kernels, monkeypatch):
     assert seen[0] is case.q and seen[1] is case.k and seen[2] is case.v
 
 
-@pytest.mark.parametrize("scale", [0.0, -0.3, 1e-40, math.inf, math.nan])
+@pytest.mark.parametrize("scale", [0.0, -0.3, 1e-40])
 def test_scales_that_kernels_do_not_take_run_plain_torch(scale, kernels):
     case = sink_case([(30, 40)], device="cpu")
     case.softmax_scale = scale

@@ -457,7 +457,7 @@ def test_every_softcap_is_exact(size):
         1e300,
     ):
         case = usual(seqlens=[0, 1, 65, 700], layout="BNSH", alibi="head", softcap=softcap, query_size=size)
-        if size < 1e6 or softcap < 1e5:
+        if softcap < 1e38 and (size < 1e6 or softcap < 1e5):  # the yardstick has float32 caps
             hold(case)
             continue
         # float32 scores of 1e6 are apart by 1/16, which weights of keys show: the log-sum-exp has the right rule

@@ -428,7 +428,10 @@ def _partial(tokens: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
 def disagreements(rank: int) -> Iterator[tuple[str, str]]:
     """What each rank is told where one of two makes another call; at last that a right call still works."""
     lengths = torch.tensor([32, 17], dtype=torch.int32, device="cpu")
-    q, k, v = (torch.randn(2, *shape, generator=generator(1)).bfloat16() for shape in ((1, 4, 64), *[(2, 16, 64)] * 2))
+    q, k, v = (
+        torch.randn(2, *shape, generator=generator(1), dtype=torch.float32, device="cpu").bfloat16()
+        for shape in ((1, 4, 64), *[(2, 16, 64)] * 2)
+    )
     right: dict[str, Any] = {"q": q, "k_cache": k, "v_cache": v, "cache_seqlens": lengths}
     half = {name: right[name].half() for name in ("q", "k_cache", "v_cache")}
     sinks = torch.zeros(4, dtype=torch.float32, device="cpu")
@@ -446,12 +449,12 @@ def disagreements(rank: int) -> Iterator[tuple[str, str]]:
     }.items():
         yield name, _told(gqa_decode, **right | (wrong if rank else {}))
     yield "decode", _told(_partial if rank else functools.partial(_partial, tokens=2))
-    chunk = torch.randn(1, 3, 2, 64, generator=generator(2)).bfloat16()
+    chunk = torch.randn(1, 3, 2, 64, generator=generator(2), dtype=torch.float32, device="cpu").bfloat16()
     if rank:
         yield "function", _told(gqa_decode, **right)
     else:
         yield "function", _told_by(lambda: context_parallel_prefill(*[chunk] * 5))
-    noise = q * (1 + 2.0**-7 * torch.randn(q.shape, generator=generator(rank)))
+    noise = q * (1 + 2.0**-7 * torch.randn(q.shape, generator=generator(rank), dtype=torch.float32, device="cpu"))
     yield "rounding of q", _told(gqa_decode, **right | {"q": noise.bfloat16()})
     yield "nothing", _told(gqa_decode, **right)
 

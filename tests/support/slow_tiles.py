@@ -82,9 +82,9 @@ def key_tiles(scales: torch.Tensor) -> Iterator[KeyTile]:
     Args:
         scales: (keys, tiles) float32; 0 for keys that are masked.
     """
-    e_j = torch.zeros(scales.shape[1], dtype=torch.int64)
+    e_j = torch.zeros(scales.shape[1], dtype=torch.int64, device="cpu")
     highest = e_j.clone()
-    limit = int(_bits(torch.tensor(LARGEST_QK_SCALE)))
+    limit = int(_bits(torch.tensor(LARGEST_QK_SCALE, dtype=torch.float32, device="cpu")))
     for tile in scales.cpu().float().split(KEYS):
         known, some = exponent(tile), tile != 0
         high = known.masked_fill(~some, -NONE).amax(dim=0)

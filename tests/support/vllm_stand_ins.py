@@ -157,6 +157,7 @@ def installed(monkeypatch: pytest.MonkeyPatch, version: str = "0.26.0") -> Itera
     members: dict[str, dict[str, Any]] = {
         "": {"__version__": version},
         "config": {"get_current_vllm_config": nothing, "get_current_vllm_config_or_none": nothing},
+        "envs": {"VLLM_BATCH_INVARIANT": False},
         "logger": {"init_logger": Log},
         "platforms": {"current_platform": types.SimpleNamespace(get_device_capability=lambda: capability)},
         "v1.attention.backend": {"AttentionCGSupport": AttentionCGSupport, "AttentionType": AttentionType},

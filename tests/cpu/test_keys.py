@@ -371,7 +371,7 @@ def test_only_what_the_prefill_would_take_is_decoded(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(sink_op, "_decode", lambda request: "decoded")
     call = TABLES["sink_attention"].right("cpu")
     q, k, v = (call[name] for name in "qkv")
-    rest = (None, None, None, True, None, None, False, False, None, False)
+    rest = (None, None, None, True, None, None, False, False, None, None, False)
 
     def decoded(q: torch.Tensor, k: torch.Tensor) -> bool:
         return sink_op._decode_if_few(q, k, v, *rest) == "decoded"

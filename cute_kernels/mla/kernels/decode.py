@@ -10,8 +10,9 @@ Scales. Codes go to the tensor core as they are: e4m3 is exact in float16, and o
 are float32 and applied there:
     S = q_rope k_rope + sum_j scale_j (q_j code_j)     in float32, between the products of quant tiles j
     O_j += P (scale_j code_j)                          scale_j code_j rounded to float16
-So scores are as exact as float32 sums are, whatever the scales. What float16 does not hold is found and handled: Q
-(`QConverter.prepare`), ratios of scales (`QkWarpgroups.slow_tile`), scale_j code_j (`PvWarpgroups.add_exactly`).
+So scores are as exact as float32 sums are, whatever the scales. Powers of two keep other numbers in range of float16:
+of each head of Q (`QConverter.prepare`) and of each quant tile of V (`ValueUnits`). Key tiles that these do not fit are
+found, and computed slowly: S by `QkWarpgroups.slow_tile`, O by `PvWarpgroups.add_bfloat16`.
 
 Splits. Several CTAs may share the keys of a query. Each leaves a partial in global memory and counts it; merge CTAs,
 with higher numbers in the same launch, wait for the count and merge with the code of `merge_states`. They wait only for
@@ -65,7 +66,7 @@ Shared memory, of 232,448 bytes, with 64 heads
   s                           64 x 64 x 4 = 16,384
   p                           2 x 64 x 64 x 2 = 16,384
   scale                       3 x 64 x 16 = 3,072
-  rest                        8,192: scaled_p 4,096, weights, powers of Q, factors, barriers
+  rest                        some 6,000: weights, peaks and powers of Q, factors, barriers
 A rope part stays until S of its tile is complete, codes until PV has read them. With 8 and 16 heads there are four
 stages of both, which are free once PV has read the codes, and two stages of S. 16 heads: codes 131,072, rope 32,768, q
 18,432, s 8,192, p 4,096. 32 heads have four stages of codes and three of rope parts: 131,072 and 24,576, q 36,864, s

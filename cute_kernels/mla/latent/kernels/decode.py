@@ -2,10 +2,11 @@
 
 Roles, schedule, splits and merge are those of mla/kernels/decode.py. What differs:
 
-Keys. A ue8m0 scale is a power of two and an fp4 code has few bits, so WEIGHT x code x scale is exact in float16 for any
-scale in range (codes.py): keys are scaled as operands, and one accumulator takes all products.
-    S WEIGHT = sum_k q_k (WEIGHT scale code)_k        O WEIGHT += P (WEIGHT scale code)
-A tile with a scale out of range takes slow paths: S product by product in float32, O in bfloat16 with P in two halves.
+Keys. A ue8m0 scale is a power of two and an fp4 code has few bits, so code x scale is exact in float16, relative to the
+largest scale of a row for QK and to a unit of 64 values for PV (codes.py, value_units.py): keys are scaled as operands,
+and one accumulator takes all products.
+    S_k = 2^n_k sum_i q_i (2^-n_k scale code)_ki        O = unit sum_k P_k (scale code / unit)_k
+A tile that these do not fit takes slow paths: S product by product in float32, O with P and V in bfloat16.
 A rope part of V4 is a value too: it stays in its stage until PV has read it, and QK leaves it there as float16. Float32
 scales have the roles of mla/kernels (float_scales.py).
 

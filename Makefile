@@ -54,7 +54,7 @@ gpu-check: $(READY)
 
 clean:
 	rm -rf .venv .venv-vllm build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
-	find cute_kernels fp8_mla scripts tests -name __pycache__ -prune -exec rm -rf {} +
+	find cute_kernels fp8_mla bench scripts tests -name __pycache__ -prune -exec rm -rf {} +
 
 ifeq ($(VENV),)
 # The project itself is not installed then.

@@ -17,8 +17,8 @@ from collections.abc import Sequence
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # runs from a checkout, installed or not
 
-from scripts.bench import gqa_accuracy  # noqa: E402
-from scripts.bench.report import markdown  # noqa: E402
+from bench import gqa_accuracy  # noqa: E402
+from bench.report import markdown  # noqa: E402
 
 BLOCK = "accuracy"
 BEGIN, END = markdown.marks(BLOCK)

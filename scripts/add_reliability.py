@@ -16,7 +16,7 @@ from collections.abc import Sequence
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # runs from a checkout, installed or not
 
-from scripts.bench import records  # noqa: E402
+from bench import records  # noqa: E402
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -15,14 +15,14 @@ from typing import Any
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # runs from a checkout, installed or not
 
+from bench import gqa as bench_gqa  # noqa: E402
+from bench import mla as bench_mla  # noqa: E402
+from bench import records  # noqa: E402
+from bench.kernels_run import mark  # noqa: E402
+from bench.report import markdown as report_markdown  # noqa: E402
 from cute_kernels.budget import model, variants  # noqa: E402
 from cute_kernels.budget.rates import H200, PUBLISHED_H800, Rates  # noqa: E402
 from cute_kernels.budget.variants import GQA_VARIANTS, MLA_VARIANTS, Unit  # noqa: E402
-from scripts.bench import gqa as bench_gqa  # noqa: E402
-from scripts.bench import mla as bench_mla  # noqa: E402
-from scripts.bench import records  # noqa: E402
-from scripts.bench.kernels_run import mark  # noqa: E402
-from scripts.bench.report import markdown as report_markdown  # noqa: E402
 
 HEADS = 128
 READERS = HEADS // bench_mla.WIDE

@@ -33,8 +33,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 # What looks is this checkout's; what is looked at comes from PYTHONPATH, which may be another commit's.
 sys.path.insert(0, str(ROOT))
-from scripts.bench import plans as plans_module  # noqa: E402
-from scripts.bench.machine_code import STORE, CodeDigest, Store, digests_of_specs  # noqa: E402
+from bench import plans as plans_module  # noqa: E402
+from bench.machine_code import STORE, CodeDigest, Store, digests_of_specs  # noqa: E402
 
 sys.path.remove(str(ROOT))
 
@@ -146,7 +146,7 @@ def specs_of_tree(root: Path) -> list[Any]:
     files = sorted((root / "cute_kernels").rglob("*spec.py"))
     modules = [importlib.import_module(".".join(file.relative_to(root).with_suffix("").parts)) for file in files]
     with contextlib.suppress(ImportError):  # of a commit before there were any
-        modules.append(importlib.import_module("tests.support.covering"))
+        modules.append(importlib.import_module("tests.kit.covering"))
     listed = [
         getattr(module, name)()
         for module in modules

@@ -27,11 +27,11 @@ sys.path.insert(0, str(ROOT))  # runs from a checkout, installed or not
 
 import torch  # noqa: E402
 
+from bench import kernels_run  # noqa: E402
+from bench.parts import SECTIONS  # noqa: E402
+from bench.progress import Progress  # noqa: E402
 from cute_kernels.runtime.cache import DiskCache, KernelSpec, directory, entry_name  # noqa: E402
 from cute_kernels.warm.shapes import H100_SMS  # noqa: E402
-from scripts.bench import kernels_run  # noqa: E402
-from scripts.bench.parts import SECTIONS  # noqa: E402
-from scripts.bench.progress import Progress  # noqa: E402
 from scripts.gpu_check import benchmark_specs  # noqa: E402
 
 SLOW = ("LatentDecodeSpec", "MlaDecodeSpec", "MlaCrossoverSpec")

@@ -25,14 +25,14 @@ from typing import Any
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # runs from a checkout, installed or not
 
+from bench import gqa as bench_gqa  # noqa: E402
+from bench import mla as bench_mla  # noqa: E402
+from bench import ranks as bench_ranks  # noqa: E402
+from bench.ranks import GQA_D, GQA_HEADS, GQA_KV_HEADS, MLA_D, MLA_HEADS  # noqa: E402
+from bench.report import markdown  # noqa: E402
+from bench.report.markdown import hundredths, short  # noqa: E402
 from cute_kernels.budget.ranks import Exchange, crossing_tokens, predict_ranks  # noqa: E402
 from fp8_mla.formats import V3_2  # noqa: E402
-from scripts.bench import gqa as bench_gqa  # noqa: E402
-from scripts.bench import mla as bench_mla  # noqa: E402
-from scripts.bench import ranks as bench_ranks  # noqa: E402
-from scripts.bench.ranks import GQA_D, GQA_HEADS, GQA_KV_HEADS, MLA_D, MLA_HEADS  # noqa: E402
-from scripts.bench.report import markdown  # noqa: E402
-from scripts.bench.report.markdown import hundredths, short  # noqa: E402
 
 PAGE = ROOT / "docs" / "users" / "context_parallel.md"
 MEASURED, ON_PAPER = "context-parallel-measured", "context-parallel"

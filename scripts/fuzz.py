@@ -33,11 +33,11 @@ sys.path.insert(0, str(ROOT))  # runs from a checkout, installed or not
 
 import torch  # noqa: E402
 
+from bench import kernels_run  # noqa: E402
+from bench.fuzzing import invalid, processes  # noqa: E402
+from bench.fuzzing.generate import MAX_SPECS, kernel_specs  # noqa: E402
+from bench.fuzzing.rounds import THREADS, Finding, Work, run_round  # noqa: E402
 from cute_kernels.runtime.arch import is_sm90  # noqa: E402
-from scripts.bench import kernels_run  # noqa: E402
-from scripts.fuzzing import invalid, processes  # noqa: E402
-from scripts.fuzzing.generate import MAX_SPECS, kernel_specs  # noqa: E402
-from scripts.fuzzing.rounds import THREADS, Finding, Work, run_round  # noqa: E402
 
 SEEDS_OF_ROUND: Final = 48
 TURNS: Final = {"cuda": 300, "cpu": 3}

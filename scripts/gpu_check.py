@@ -39,21 +39,21 @@ sys.path.insert(0, str(ROOT))  # runs from a checkout, installed or not
 
 import torch  # noqa: E402
 
+from bench import accuracy, kernels_run, records  # noqa: E402
+from bench import gqa as bench_gqa  # noqa: E402
+from bench import mla as bench_mla  # noqa: E402
+from bench import sink as bench_sink  # noqa: E402
+from bench import values as bench_values  # noqa: E402
+from bench.cases import card_slug, case_name, name_kernels, run_benches, select_benches, table  # noqa: E402
+from bench.ceilings import measure_ceilings  # noqa: E402
+from bench.parts import LEFT_OUT, SECTIONS, completed, fewer_cases, left_out, merged, partial, require_same  # noqa: E402
+from bench.peers import versions  # noqa: E402
+from bench.progress import Progress  # noqa: E402
+from bench.sanitizing import tools as sanitize  # noqa: E402
 from cute_kernels.mla import spec as mla_spec  # noqa: E402
 from cute_kernels.mla.crossover import spec as crossover_spec  # noqa: E402
 from cute_kernels.runtime.arch import is_sm90  # noqa: E402
 from scripts import fuzz  # noqa: E402
-from scripts.bench import accuracy, kernels_run, records  # noqa: E402
-from scripts.bench import gqa as bench_gqa  # noqa: E402
-from scripts.bench import mla as bench_mla  # noqa: E402
-from scripts.bench import sink as bench_sink  # noqa: E402
-from scripts.bench import values as bench_values  # noqa: E402
-from scripts.bench.cases import card_slug, case_name, name_kernels, run_benches, select_benches, table  # noqa: E402
-from scripts.bench.ceilings import measure_ceilings  # noqa: E402
-from scripts.bench.parts import LEFT_OUT, SECTIONS, completed, fewer_cases, left_out, merged, partial, require_same  # noqa: E402
-from scripts.bench.peers import versions  # noqa: E402
-from scripts.bench.progress import Progress  # noqa: E402
-from scripts.sanitizing import tools as sanitize  # noqa: E402
 
 TESTS_TIMEOUT_S = 540  # 260 s on a usual host, 400 on the slowest so far
 SHARDS = 14

@@ -26,9 +26,9 @@ sys.path.insert(0, str(ROOT))  # runs from a checkout, installed or not
 
 import torch  # noqa: E402
 
+from bench import card  # noqa: E402
 from cute_kernels.runtime.arch import is_sm90  # noqa: E402
 from scripts import budget_table  # noqa: E402
-from scripts.bench import card  # noqa: E402
 
 NO_GPU = "No SM90 GPU was found (Hopper, compute capability 9.0): nothing was measured, these are predictions."
 

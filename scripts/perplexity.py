@@ -26,15 +26,15 @@ from typing import Any
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # runs from a checkout, installed or not
 
-from scripts.bench.perplexity import page  # noqa: E402
+from bench.perplexity import page  # noqa: E402
 
 NAMES = ("smollm2", "gqa", "v3.2", "v4")
 
 
 def compute(options: argparse.Namespace) -> dict[str, Any]:
     """The record of a run."""
-    from scripts.bench.perplexity import job, models
-    from scripts.bench.progress import Progress
+    from bench.perplexity import job, models
+    from bench.progress import Progress
 
     sizes = job.Sizes()
     if options.quick:
@@ -46,7 +46,7 @@ def compute(options: argparse.Namespace) -> dict[str, Any]:
 
 def join(record: dict[str, Any], path: pathlib.Path) -> dict[str, Any]:
     """The record of some models, with those that the file has besides."""
-    from scripts.bench.perplexity import job
+    from bench.perplexity import job
 
     return job.joined(page.read(path), record) if path.is_file() else record
 

@@ -38,9 +38,9 @@ from typing import Any
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # runs from a checkout, installed or not
 
-from scripts.bench import kernels_run, records  # noqa: E402
-from scripts.bench.report import pages, plots  # noqa: E402
-from scripts.bench.report.cases import Record  # noqa: E402
+from bench import kernels_run, records  # noqa: E402
+from bench.report import pages, plots  # noqa: E402
+from bench.report.cases import Record  # noqa: E402
 
 
 def compare(record: Record, path: pathlib.Path, code: Any) -> None:

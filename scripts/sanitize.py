@@ -22,7 +22,7 @@ from collections.abc import Sequence
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # runs from a checkout, installed or not
 
-from scripts.sanitizing.tools import PARTS, SHOWS, TOOLS, kinds, run_tools, show  # noqa: E402
+from bench.sanitizing.tools import PARTS, SHOWS, TOOLS, kinds, run_tools, show  # noqa: E402
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -34,7 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--show", choices=SHOWS, help="the calls of a known false report, under the tool that makes it")
     options = parser.parse_args(arguments)
     if options.worker:
-        from scripts.sanitizing import calls  # imports torch and compiles, which the tools do not need
+        from bench.sanitizing import calls  # imports torch and compiles, which the tools do not need
 
         calls.worker(options.worker, options.default_dtype)
         return 0

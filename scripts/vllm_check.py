@@ -35,11 +35,11 @@ from typing import Any
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # runs from a checkout, installed or not
 
-from scripts.bench import vllm_jobs, vllm_pool  # noqa: E402
-from scripts.bench.progress import Progress  # noqa: E402
-from scripts.bench.vllm_engine import WAYS  # noqa: E402
-from scripts.bench.vllm_jobs import CACHES, INT8  # noqa: E402
-from scripts.bench.vllm_pool import Job  # noqa: E402
+from bench import vllm_jobs, vllm_pool  # noqa: E402
+from bench.progress import Progress  # noqa: E402
+from bench.vllm_engine import WAYS  # noqa: E402
+from bench.vllm_jobs import CACHES, INT8  # noqa: E402
+from bench.vllm_pool import Job  # noqa: E402
 
 BACKENDS = {
     "cute-int8": ("CUSTOM", INT8),
@@ -266,7 +266,7 @@ class Report:
 
 def wrong_requests(asked: list[list[int]], got: list[list[int]]) -> int:
     """How many requests of a round do not go on counting."""
-    from scripts.bench import vllm_models
+    from bench import vllm_models
 
     return sum(vllm_models.counted_on(prompt, TOKENS) != tokens for prompt, tokens in zip(asked, got, strict=True))
 
@@ -369,11 +369,11 @@ def main() -> int:
     report = Report(options.out, options)
     pool = vllm_pool.Pool(
         vllm_jobs.run, folder, report.receive, deadline=begin + options.seconds, slots=SLOTS,
-        preload=() if only_warm else ("scripts.bench.vllm_preload",),
+        preload=() if only_warm else ("bench.vllm_preload",),
     )  # fmt: skip
     report.pool = pool
     if {"speed", "first"} & set(options.parts):
-        from scripts.bench import vllm_models
+        from bench import vllm_models
 
         longest = max(*options.contexts, *(tokens for _, tokens in FIRST))
         vllm_models.save_llama_8b(folder / "llama_8b", options.layers, longest + ROOM)

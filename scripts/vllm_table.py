@@ -19,8 +19,8 @@ from typing import Any
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # runs from a checkout, installed or not
 
-from scripts.bench import svg  # noqa: E402
-from scripts.bench.report import markdown, vllm  # noqa: E402
+from bench import svg  # noqa: E402
+from bench.report import markdown, vllm  # noqa: E402
 
 BLOCK = "vllm"
 MARKS = markdown.marks(BLOCK)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.kernel_place import Place
+from tests.kit.kernel_place import Place
 
 
 @pytest.fixture

@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from bench import gqa_accuracy
+from bench.gqa_accuracy import KINDS, PLAIN, SETS
 from scripts import accuracy_gqa
 from scripts.accuracy_gqa import BEGIN, END
-from scripts.bench import gqa_accuracy
-from scripts.bench.gqa_accuracy import KINDS, PLAIN, SETS
 
 PAGE = Path("docs", "users", "gqa_decode.md")
 

@@ -10,8 +10,8 @@ from cute_kernels.mla.append_spec import MlaAppendSpec, shipped_specs
 from cute_kernels.runtime.launch import PreparedLaunches
 from fp8_mla import pack
 from fp8_mla.formats import FORMATS, V3_2, V4
-from tests.support.prepared import prepare
-from tests.support.reports import listing_of, report_of
+from tests.kit.prepared import prepare
+from tests.kit.reports import listing_of, report_of
 
 PAGES, PAGE_SIZE = 5, 7
 POISON = 0xA5

@@ -16,8 +16,8 @@ from torch.autograd import forward_ad
 from cute_kernels import gqa_decode, kv_int8_append, merge_states, mla_fp8_append, mla_fp8_decode, sink_attention
 from cute_kernels.compat.flash_mla import flash_mla_with_kvcache
 from cute_kernels.mla import op as mla_op
-from tests.support import gradients
-from tests.support.bad_input import ERROR, TABLES
+from tests.kit import gradients
+from tests.kit.bad_input import ERROR, TABLES
 
 WRONG = [(name, label) for name, table in TABLES.items() for label in table.wrong("cpu")]
 EACH_TABLE = pytest.mark.parametrize("name", TABLES)

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from scripts.bench import accumulator, accuracy
-from scripts.bench.accumulator import probe
-from tests.support.compare import emulate_bf16_decode
+from bench import accumulator, accuracy
+from bench.accumulator import probe
+from tests.kit.compare import emulate_bf16_decode
 
 
 def sums_with(bits: int, *, of_products: int | None = None, rounds: bool = False, guard: int = 0) -> accumulator.Sums:

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from scripts.bench import ceilings, peers
-from scripts.bench.in_layer import Graphs, Timing
-from scripts.bench.peers import OURS, Peer
+from bench import ceilings, peers
+from bench.in_layer import Graphs, Timing
+from bench.peers import OURS, Peer
 
 
 def reader(tiles: torch.Tensor, sums: torch.Tensor) -> None:

@@ -12,16 +12,16 @@ import pytest
 import torch
 
 import cute_kernels
+from bench import flash_attention, peers, records
+from bench import gqa as bench_gqa
+from bench import sink as bench_sink
+from bench.flash_attention import FA4, Replaced
+from bench.gqa import DECODE_CASES, GqaBench
+from bench.report import cases as report
+from bench.sink import SinkBench
 from cute_kernels.gqa.reference import reference_gqa_decode
-from scripts.bench import flash_attention, peers, records
-from scripts.bench import gqa as bench_gqa
-from scripts.bench import sink as bench_sink
-from scripts.bench.flash_attention import FA4, Replaced
-from scripts.bench.gqa import DECODE_CASES, GqaBench
-from scripts.bench.report import cases as report
-from scripts.bench.sink import SinkBench
 from tests.cpu.test_bench_gqa import CEILINGS, decode
-from tests.support.replays import fake_time_graph
+from tests.kit.replays import fake_time_graph
 
 FORWARD_SCHEMA = """q k v k_new v_new q_v out cu_seqlens_q cu_seqlens_k cu_seqlens_k_new seqused_q seqused_k
     max_seqlen_q max_seqlen_k page_table kv_batch_idx leftpad_k rotary_cos rotary_sin seqlens_rotary q_descale k_descale

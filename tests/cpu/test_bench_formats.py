@@ -8,12 +8,12 @@ import pytest
 import torch
 
 import cute_kernels
+from bench import mla_formats, records
+from bench.cases import select_benches
+from bench.mla_formats import CASES, FormatBench, FormatCaches
 from cute_kernels.mla.op import mla_fp8_decode
 from fp8_mla import FORMATS, reference_decode
-from scripts.bench import mla_formats, records
-from scripts.bench.cases import select_benches
-from scripts.bench.mla_formats import CASES, FormatBench, FormatCaches
-from tests.support.replays import fake_time_graph
+from tests.kit.replays import fake_time_graph
 
 CEILINGS = {"read_GBps": 4000.0}
 SMALL = {

@@ -10,13 +10,13 @@ import torch
 from torch.nn.attention import SDPBackend
 
 import cute_kernels
+from bench import gqa as bench_gqa
+from bench import records
+from bench.cases import select_benches
+from bench.gqa import APPEND_CASES, DECODE_CASES, AppendBench, GqaBench
 from cute_kernels.gqa.reference import reference_append, reference_gqa_decode
-from scripts.bench import gqa as bench_gqa
-from scripts.bench import records
-from scripts.bench.cases import select_benches
-from scripts.bench.gqa import APPEND_CASES, DECODE_CASES, AppendBench, GqaBench
-from tests.support.gqa_cases import SCALE_NAMES
-from tests.support.replays import fake_time_graph
+from tests.kit.gqa_cases import SCALE_NAMES
+from tests.kit.replays import fake_time_graph
 
 CEILINGS = {"read_GBps": 4000.0, "copy_GBps": 4000.0}
 CASE_KEYS = {"op", "kv_dtype", "scales", "layout", "batch", "h_q", "h_kv", "d", "s_q", "s_k"}

@@ -8,12 +8,12 @@ import pytest
 from torch.nn.attention import SDPBackend
 
 import cute_kernels
+from bench import records
+from bench import sink as bench_sink
+from bench.cases import select_benches
+from bench.sink import CASES, ROUTING_CASES, RoutingBench, SinkBench
 from cute_kernels.sink.op import sink_attention
-from scripts.bench import records
-from scripts.bench import sink as bench_sink
-from scripts.bench.cases import select_benches
-from scripts.bench.sink import CASES, ROUTING_CASES, RoutingBench, SinkBench
-from tests.support.replays import fake_time_graph
+from tests.kit.replays import fake_time_graph
 
 
 @pytest.fixture

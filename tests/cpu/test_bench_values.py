@@ -8,19 +8,19 @@ import pytest
 import torch
 
 import cute_kernels
+from bench import gqa as bench_gqa
+from bench import mla as bench_mla
+from bench import mla_formats, values
+from bench import sink as bench_sink
+from bench.gqa import GqaBench
+from bench.in_layer import Timing
+from bench.mla import DecodeBench
+from bench.mla_formats import FormatBench
+from bench.sink import SinkBench
 from cute_kernels.mla.op import mla_fp8_decode
 from fp8_mla import reference_decode
-from scripts.bench import gqa as bench_gqa
-from scripts.bench import mla as bench_mla
-from scripts.bench import mla_formats, values
-from scripts.bench import sink as bench_sink
-from scripts.bench.gqa import GqaBench
-from scripts.bench.in_layer import Timing
-from scripts.bench.mla import DecodeBench
-from scripts.bench.mla_formats import FormatBench
-from scripts.bench.sink import SinkBench
-from tests.support.replays import fake_time_graph
-from tests.support.values import FAMILIES, SLOW
+from tests.kit.replays import fake_time_graph
+from tests.kit.values import FAMILIES, SLOW
 
 FEW = ("normal", "tokens", SLOW, "small q", "unwritten", "rising")
 """Of the families, as tests of the tool need no more."""

@@ -12,12 +12,12 @@ import pytest
 import torch
 
 import cute_kernels
+from bench import flash_attention, peers, records, xqa
+from bench import gqa as bench_gqa
+from bench.gqa import GqaBench
 from cute_kernels.gqa.reference import reference_gqa_decode
-from scripts.bench import flash_attention, peers, records, xqa
-from scripts.bench import gqa as bench_gqa
-from scripts.bench.gqa import GqaBench
 from tests.cpu.test_bench_gqa import CEILINGS, decode
-from tests.support.replays import fake_time_graph
+from tests.kit.replays import fake_time_graph
 
 FORM = xqa.FORMS[0]
 

@@ -11,15 +11,15 @@ from typing import Any
 import pytest
 
 import fp8_mla
+from bench import gqa as bench_gqa
+from bench import kernels_run, records
+from bench import mla as bench_mla
+from bench.report import pages
 from cute_kernels.budget import model, variants
 from cute_kernels.budget.model import SHARE_US, MlaLaunch, budget, calibrate, predict_gqa, predict_mla
 from cute_kernels.budget.rates import H200, PUBLISHED_H800, Rates
 from cute_kernels.budget.variants import GQA_VARIANTS, MLA_BUILT, MLA_VARIANTS, Exchange, GqaVariant, MlaVariant, Unit
 from scripts import budget_table
-from scripts.bench import gqa as bench_gqa
-from scripts.bench import kernels_run, records
-from scripts.bench import mla as bench_mla
-from scripts.bench.report import pages
 
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT = 0.15

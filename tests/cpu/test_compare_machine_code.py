@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from bench import plans
+from bench.machine_code import CodeDigest
 from scripts import compare_machine_code as command
-from scripts.bench import plans
-from scripts.bench.machine_code import CodeDigest
 from scripts.compare_machine_code import Tree, compare, tell
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -13,7 +13,7 @@ from cute_kernels.mla import op
 from cute_kernels.mla.crossover.spec import MlaCrossoverSpec
 from cute_kernels.mla.latent.spec import LatentDecodeSpec
 from cute_kernels.mla.spec import MlaDecodeSpec
-from tests.support.empty_rows import CALLS, flash_mla_call, require_inf_of_empty_rows, spec_of
+from tests.kit.empty_rows import CALLS, flash_mla_call, require_inf_of_empty_rows, spec_of
 
 BATCH, S_Q, H_Q, PAGE_SIZE = 3, 2, 4, 8
 

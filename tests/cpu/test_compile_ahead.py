@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 
+from bench import gqa as bench_gqa
+from bench import kernels_run
 from scripts import compile_ahead
-from scripts.bench import gqa as bench_gqa
-from scripts.bench import kernels_run
 from tests.gpu import test_devices
-from tests.support import specs
+from tests.kit import specs
 
 
 @pytest.fixture(scope="module")

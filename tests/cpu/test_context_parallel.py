@@ -12,17 +12,17 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from bench import ranks
 from cute_kernels import mla_fp8_decode
 from cute_kernels.budget.ranks import HALF_BYTES, NVLINK, Exchange, Link, crossing_tokens, predict_ranks
 from cute_kernels.compat.flash_mla import flash_mla_with_kvcache
 from cute_kernels.distributed import context_parallel_decode, shard_lengths, symmetric
 from cute_kernels.distributed.exchange import Rows
 from scripts import context_parallel_table
-from scripts.bench import ranks
-from tests.support import context_shards, context_turns, context_workers, examples
-from tests.support.compare import check_decode
-from tests.support.context_workers import CASES, SHORT, WORLD, Case
-from tests.support.mla_cases import dense_case
+from tests.kit import context_shards, context_turns, context_workers, examples
+from tests.kit.compare import check_decode
+from tests.kit.context_workers import CASES, SHORT, WORLD, Case
+from tests.kit.mla_cases import dense_case
 
 Found = dict[int, dict[str, Any]]
 

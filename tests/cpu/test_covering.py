@@ -16,11 +16,11 @@ from cute_kernels.gqa.plan import cluster_for
 from cute_kernels.mla import op as mla_op
 from cute_kernels.mla.crossover.spec import shipped_specs as shipped_crossover_specs
 from cute_kernels.mla.spec import shipped_specs as shipped_mla_specs
-from tests.support import covering
-from tests.support.arrays import Model, Rule, cover, uncovered
-from tests.support.covering import GQA, GQA_ROWS, LONG, MLA, MLA_ROWS, NUM_SMS
-from tests.support.gqa_cases import KV_DTYPES, SCALE_NAMES
-from tests.support.mla_cases import dense_case
+from tests.kit import covering
+from tests.kit.arrays import Model, Rule, cover, uncovered
+from tests.kit.covering import GQA, GQA_ROWS, LONG, MLA, MLA_ROWS, NUM_SMS
+from tests.kit.gqa_cases import KV_DTYPES, SCALE_NAMES
+from tests.kit.mla_cases import dense_case
 
 ARRAYS = {
     "gqa": (GQA, [dataclasses.asdict(row) for row in GQA_ROWS]),

@@ -16,9 +16,9 @@ from cute_kernels.mla.plan import plan_decode as plan_mla
 from cute_kernels.mla.spec import MAX_KEYS, TOKENS_PER_TILE, WORK_TILE_OVERHEAD
 from fp8_mla import QK_DIM, TOKEN_BYTES
 from fp8_mla.slots import slots_from_positions
-from tests.support.compare import bf16_yardstick
-from tests.support.gqa_cases import gqa_case
-from tests.support.mla_cases import generator, latent_tokens
+from tests.kit.compare import bf16_yardstick
+from tests.kit.gqa_cases import gqa_case
+from tests.kit.mla_cases import generator, latent_tokens
 
 INT32_MIN, INT32_MAX = -(2**31), 2**31 - 1
 CAPACITY, PAGE = 12, 4

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 import fp8_mla
-from scripts.sanitizing.calls import default_dtype
-from tests.support.samples import SAMPLES, Sample, copied
+from bench.sanitizing.calls import default_dtype
+from tests.kit.samples import SAMPLES, Sample, copied
 
 ENVIRONMENTS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     **{

@@ -11,16 +11,16 @@ import pytest
 import torch
 
 import cute_kernels
+from bench.fuzzing import invalid, processes
+from bench.fuzzing.calls import Call, Expected, Mode, WrongResult
+from bench.fuzzing.generate import GENERATORS, MAX_SPECS, draw_call, kernel_specs
+from bench.fuzzing.memory import Image, Place, contiguous_stride, padded_stride
+from bench.fuzzing.rounds import Fault, Gate, Outcome, Work, run_round
+from bench.timing import bits
 from cute_kernels.runtime.cache import KernelSpec
 from scripts import fuzz
-from scripts.bench.timing import bits
-from scripts.fuzzing import invalid, processes
-from scripts.fuzzing.calls import Call, Expected, Mode, WrongResult
-from scripts.fuzzing.generate import GENERATORS, MAX_SPECS, draw_call, kernel_specs
-from scripts.fuzzing.memory import Image, Place, contiguous_stride, padded_stride
-from scripts.fuzzing.rounds import Fault, Gate, Outcome, Work, run_round
-from tests.support import fuzz_workers
-from tests.support.values import FAMILIES
+from tests.kit import fuzz_workers
+from tests.kit.values import FAMILIES
 
 CPU = torch.device("cpu")
 OPS = sorted(cute_kernels.__all__)

@@ -9,15 +9,15 @@ from typing import Any
 import pytest
 import torch
 
+from bench import kernels_run, parts, records
+from bench.cases import card_slug, run_benches, table
+from bench.progress import Progress
+from bench.records import kernel_id
+from bench.sanitizing import tools as sanitize
 from scripts import gpu_check
-from scripts.bench import kernels_run, parts, records
-from scripts.bench.cases import card_slug, run_benches, table
-from scripts.bench.progress import Progress
-from scripts.bench.records import kernel_id
-from scripts.sanitizing import tools as sanitize
 from tests.cpu.tiny_spec import TinySpec
 from tests.gpu import conftest
-from tests.support.made_up_records import (
+from tests.kit.made_up_records import (
     ACCUMULATOR,
     PASSED,
     TOOLCHAIN,

@@ -14,10 +14,10 @@ from cute_kernels.gqa.layouts import LAYOUTS, CacheSizes, Which, scale_shapes
 from cute_kernels.gqa.reference import quantize
 from cute_kernels.runtime.compile import compile_kernel
 from cute_kernels.runtime.launch import PreparedLaunches
-from tests.support.gqa_cases import SCALE_NAMES as KINDS
-from tests.support.mla_cases import generator
-from tests.support.prepared import prepare
-from tests.support.reports import report_of
+from tests.kit.gqa_cases import SCALE_NAMES as KINDS
+from tests.kit.mla_cases import generator
+from tests.kit.prepared import prepare
+from tests.kit.reports import report_of
 
 PAGES, ROWS, H_KV, D = 3, 8, 2, 64
 SIZES = CacheSizes(PAGES, ROWS, H_KV, D)

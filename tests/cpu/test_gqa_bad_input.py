@@ -1,4 +1,4 @@
-"""Bad input to `gqa_decode` that is about layouts and dtypes; all else is in tests/support/bad_input_gqa.py.
+"""Bad input to `gqa_decode` that is about layouts and dtypes; all else is in tests/kit/bad_input_gqa.py.
 
 The outputs of every call are full of NaN before it and must be after it.
 """
@@ -10,10 +10,10 @@ import torch
 
 from cute_kernels import gqa_decode
 from cute_kernels.gqa.layouts import LAYOUTS
-from tests.support import bad_input_gqa
-from tests.support.bad_input import ERROR
-from tests.support.bad_input_gqa import G_BATCH, G_S_Q, H_Q, D
-from tests.support.bad_tensors import FP8
+from tests.kit import bad_input_gqa
+from tests.kit.bad_input import ERROR
+from tests.kit.bad_input_gqa import G_BATCH, G_S_Q, H_Q, D
+from tests.kit.bad_tensors import FP8
 
 
 def call(layout: str = "BNSH", dtype: torch.dtype = torch.int8) -> dict[str, Any]:

@@ -6,7 +6,7 @@ import torch
 from cute_kernels.gqa.gather_op import gather_pages, gather_spec
 from cute_kernels.gqa.gather_spec import KvGatherSpec, shipped_specs
 from cute_kernels.warm import PromptShape, kernel_specs
-from tests.support.gather_pages import expected, gather_cache
+from tests.kit.gather_pages import expected, gather_cache
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -10,7 +10,7 @@ import pytest
 
 from cute_kernels.gqa.plan import columns_for, plan_decode, warps_for
 from cute_kernels.gqa.spec import MAX_RANGES, GqaDecodeSpec, shipped_specs
-from tests.support.mla_cases import ragged_lengths
+from tests.kit.mla_cases import ragged_lengths
 
 SMS = 132
 SPEC = GqaDecodeSpec("bfloat16", "int8", 128, 8, k_scales="head", v_scales="head")

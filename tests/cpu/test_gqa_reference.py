@@ -16,7 +16,7 @@ from cute_kernels.gqa.reference import (
     reference_append,
     reference_gqa_decode,
 )
-from tests.support.gqa_cases import (
+from tests.kit.gqa_cases import (
     KV_DTYPES,
     SCALE_NAMES,
     VALUES,
@@ -25,7 +25,7 @@ from tests.support.gqa_cases import (
     gqa_case,
     gqa_yardstick,
 )
-from tests.support.mla_cases import covering_cases, generator
+from tests.kit.mla_cases import covering_cases, generator
 
 NAN, INF = math.nan, math.inf
 PAGED = [name for name, layout in LAYOUTS.items() if layout.paged]

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from cute_kernels import gqa_decode, merge_states, sink_attention
-from tests.support import gradients
-from tests.support.bad_input import TABLES
-from tests.support.bad_input_gqa import sink_call, sink_packed_call
+from tests.kit import gradients
+from tests.kit.bad_input import TABLES
+from tests.kit.bad_input_gqa import sink_call, sink_packed_call
 
 CANDIDATES = gradients.candidates("cpu")
 EVERY = pytest.mark.parametrize(("name", "argument"), CANDIDATES, ids=[", ".join(pair) for pair in CANDIDATES])
@@ -47,7 +47,7 @@ def test_every_operator_without_a_backward_is_looked_at() -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn], ids=str)
 @pytest.mark.parametrize("argument", ["k_cache", "v_cache"])
 def test_caches_of_floating_point_numbers_as_well(argument: str, dtype: torch.dtype) -> None:
-    from tests.support.bad_input_gqa import gqa_call
+    from tests.kit.bad_input_gqa import gqa_call
 
     call = gqa_call("cpu", dtype=dtype)
     call[argument].requires_grad_()

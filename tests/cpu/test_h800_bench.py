@@ -12,15 +12,13 @@ import pytest
 import torch
 
 import fp8_mla
-from cute_kernels.budget.rates import H200
-from scripts import budget_table, h800_bench
-from scripts.bench import card, card_plots, card_summary, timeline, unit_rates
-from scripts.bench import gqa as bench_gqa
-from scripts.bench import mla as bench_mla
-from scripts.bench.progress import Progress, bar
-from scripts.bench.timeline import Span
-from scripts.bench.unit_rates import UnitResult
-from scripts.bench.units.spec import (
+from bench import card, card_plots, card_summary, timeline, unit_rates
+from bench import gqa as bench_gqa
+from bench import mla as bench_mla
+from bench.progress import Progress, bar
+from bench.timeline import Span
+from bench.unit_rates import UnitResult
+from bench.units.spec import (
     EVENTS,
     HALF_BYTES,
     ROLES,
@@ -33,8 +31,10 @@ from scripts.bench.units.spec import (
     WgmmaSpec,
     shipped_specs,
 )
-from tests.support.mla_cases import generator, latent_tokens
-from tests.support.reports import report_of
+from cute_kernels.budget.rates import H200
+from scripts import budget_table, h800_bench
+from tests.kit.mla_cases import generator, latent_tokens
+from tests.kit.reports import report_of
 
 ROOT = Path(__file__).resolve().parents[2]
 WORK = {name: value for name, value in vars(unit_rates).items() if name.endswith("_TURNS")}

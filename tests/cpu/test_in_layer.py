@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from scripts.bench import in_layer, nvml
-from scripts.bench.in_layer import Timing, prepare, time_calls, time_together
-from scripts.bench.timing import Expected, WrongReplay
-from tests.support.fake_card import LOADED_MHZ, MHZ, OVERHEAD_US, Card, Work
+from bench import in_layer, nvml
+from bench.in_layer import Timing, prepare, time_calls, time_together
+from bench.timing import Expected, WrongReplay
+from tests.kit.fake_card import LOADED_MHZ, MHZ, OVERHEAD_US, Card, Work
 
 SLOWER = MHZ / LOADED_MHZ
 

@@ -12,14 +12,14 @@ from typing import Any
 
 import pytest
 
+from bench import sass
+from bench.sass import KernelCode, SassReport, report
 from cute_kernels.mla.crossover.spec import MlaCrossoverSpec
 from cute_kernels.mla.latent import spec as latent_spec
 from cute_kernels.mla.latent.spec import LatentDecodeSpec
 from cute_kernels.mla.spec import MlaDecodeSpec
-from scripts.bench import sass
-from scripts.bench.sass import KernelCode, SassReport, report
 from tests.cpu.tiny_spec import TinySpec
-from tests.support.reports import listing_of, report_of
+from tests.kit.reports import listing_of, report_of
 
 ROOT = Path(__file__).resolve().parents[2]
 SPEC_MODULES = sorted(
@@ -195,7 +195,7 @@ def test_failing_tool_is_reported(tmp_path: Path) -> None:
 
 
 def test_report_from_the_command_line() -> None:
-    command = [sys.executable, "-m", "scripts.bench.sass", "tests.cpu.tiny_spec"]
+    command = [sys.executable, "-m", "bench.sass", "tests.cpu.tiny_spec"]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert result.returncode == 0, result.stderr
     assert result.stdout.startswith("TinySpec(width=128, fault='')") and "as expected" in result.stdout

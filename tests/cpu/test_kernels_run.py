@@ -7,6 +7,11 @@ from typing import Any, ClassVar
 
 import pytest
 
+from bench import gqa as bench_gqa
+from bench import kernels_run, records
+from bench import sink as bench_sink
+from bench.cases import case_name, name_kernels
+from bench.records import kernel_id
 from cute_kernels.gqa import append_op as gqa_append_op
 from cute_kernels.gqa import op as gqa_op
 from cute_kernels.merge import op as merge_op
@@ -14,13 +19,8 @@ from cute_kernels.mla import append_op as mla_append_op
 from cute_kernels.mla import op as mla_op
 from cute_kernels.mla.append_spec import MlaAppendSpec
 from cute_kernels.runtime import compile
-from scripts.bench import gqa as bench_gqa
-from scripts.bench import kernels_run, records
-from scripts.bench import sink as bench_sink
-from scripts.bench.cases import case_name, name_kernels
-from scripts.bench.records import kernel_id
 from tests.cpu.tiny_spec import TinySpec
-from tests.support.made_up_records import TOOLCHAIN, coded_record, some_record
+from tests.kit.made_up_records import TOOLCHAIN, coded_record, some_record
 
 OPS: tuple[Any, ...] = (mla_op, mla_append_op, gqa_op, gqa_append_op, merge_op)
 

@@ -18,8 +18,8 @@ from cute_kernels.mla.checks import Request
 from cute_kernels.runtime import workspace
 from cute_kernels.runtime.launch import PreparedLaunches
 from cute_kernels.sink import op as sink_op
-from tests.support.bad_input import TABLES
-from tests.support.prepared import prepare
+from tests.kit.bad_input import TABLES
+from tests.kit.prepared import prepare
 
 BF16, I32, U8 = torch.bfloat16, torch.int32, torch.uint8
 CPU = torch.device("cpu")

@@ -8,8 +8,8 @@ import torch
 
 from cute_kernels import mla_fp8_decode
 from fp8_mla import reference_decode
-from tests.support.compare import bf16_yardstick, check_decode
-from tests.support.latent_cases import FORMS, SIZE_KINDS, latent_case, latent_dense_case
+from tests.kit.compare import bf16_yardstick, check_decode
+from tests.kit.latent_cases import FORMS, SIZE_KINDS, latent_case, latent_dense_case
 
 EACH_FORM = pytest.mark.parametrize(("formats", "layout"), FORMS, ids=str)
 

@@ -16,6 +16,7 @@ from cute_kernels.runtime import arch
 
 arch.pin()
 
+from bench import machine_code, traces  # noqa: E402
 from cute_kernels.mla.kernels.convert_q import code_chunk  # noqa: E402
 from cute_kernels.mla.kernels.quantize import quantize  # noqa: E402
 from cute_kernels.mla.kernels.smem import key_of_row, line_offset  # noqa: E402
@@ -25,7 +26,6 @@ from cute_kernels.mla.latent.spec import LINE_BYTES, LatentDecodeSpec  # noqa: E
 from cute_kernels.mla.spec import TOKENS_PER_TILE  # noqa: E402
 from fp8_mla import formats  # noqa: E402
 from fp8_mla.formats import FORMATS, V3_2, V4, V4_1, V4_1_FP4, Field, TokenFormat  # noqa: E402
-from scripts.bench import machine_code, traces  # noqa: E402
 
 MLA = Path(__file__).resolve().parents[2] / "cute_kernels" / "mla"
 FILES = [*sorted((MLA / "latent").rglob("*.py")), MLA / "kernels" / "append_512.py"]

@@ -9,8 +9,8 @@ import torch
 from cute_kernels.mla import launch_latent
 from cute_kernels.mla import op as mla_op
 from cute_kernels.runtime import workspace
-from tests.support import bad_input_latent
-from tests.support.prepared import prepare
+from tests.kit import bad_input_latent
+from tests.kit.prepared import prepare
 
 Call = dict[str, Any]
 

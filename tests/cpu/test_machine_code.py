@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
+from bench import launch_code, machine_code
+from bench.cubin import _Elf, find_cubins, read_kernels
+from bench.machine_code import CodeDigest, Store
 from cute_kernels.runtime import cache
-from scripts.bench import launch_code, machine_code
-from scripts.bench.cubin import _Elf, find_cubins, read_kernels
-from scripts.bench.machine_code import CodeDigest, Store
 from tests.cpu.tiny_spec import TinySpec
 
 ROOT = Path(__file__).resolve().parents[2]

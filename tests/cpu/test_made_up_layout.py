@@ -13,10 +13,10 @@ from cute_kernels.gqa.layouts import LAYOUTS, CacheLayout, CacheSizes, Which, is
 from cute_kernels.gqa.op import gqa_decode
 from cute_kernels.gqa.reference import reference_append, reference_gqa_decode
 from cute_kernels.runtime.launch import PreparedLaunches
-from tests.support.gqa_cases import SCALE_NAMES, gqa_case
-from tests.support.made_up_layout import SBNH
-from tests.support.mla_cases import generator
-from tests.support.reports import report_of
+from tests.kit.gqa_cases import SCALE_NAMES, gqa_case
+from tests.kit.made_up_layout import SBNH
+from tests.kit.mla_cases import generator
+from tests.kit.reports import report_of
 
 SIZES = CacheSizes(outer=3, rows=8, h_kv=2, d=64)
 

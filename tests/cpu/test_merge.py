@@ -12,8 +12,8 @@ from cute_kernels.merge.op import merge_states
 from cute_kernels.merge.reference import merge_states_reference
 from cute_kernels.merge.spec import ITEMSIZE, MergeSpec, shipped_specs
 from cute_kernels.runtime.launch import PreparedLaunches
-from tests.support.prepared import prepare
-from tests.support.reports import report_of
+from tests.kit.prepared import prepare
+from tests.kit.reports import report_of
 
 INF, NAN = math.inf, math.nan
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

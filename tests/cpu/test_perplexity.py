@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
+from bench.perplexity import page, text
+from bench.perplexity.page import BEGIN, END, PAGE, RECORD
+from bench.progress import Progress
 from scripts import perplexity
-from scripts.bench.perplexity import page, text
-from scripts.bench.perplexity.page import BEGIN, END, PAGE, RECORD
-from scripts.bench.progress import Progress
 
 ROOT = Path(__file__).resolve().parents[2]
 LONG = "This docstring has more than forty characters. "

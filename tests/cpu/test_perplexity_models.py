@@ -10,12 +10,12 @@ import torch
 
 pytest.importorskip("transformers", minversion="5.17", reason="needs transformers 5.17 or later")
 
+from bench.perplexity import caches, job, measure, models, page, real, text
+from bench.perplexity.caches import GQA_FORMATS, LATENT_FORMATS
+from bench.progress import Progress
 from cute_kernels.gqa.reference import reference_gqa_decode
 from scripts import perplexity
-from scripts.bench.perplexity import caches, job, measure, models, page, real, text
-from scripts.bench.perplexity.caches import GQA_FORMATS, LATENT_FORMATS
-from scripts.bench.progress import Progress
-from tests.support.threads import one_thread as one_thread
+from tests.kit.threads import one_thread as one_thread
 
 TINY = {
     "gqa": models.Size(layers=2, heads=4, kv_heads=2, hidden=32, intermediate=32),

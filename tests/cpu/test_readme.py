@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.support import examples
-from tests.support.examples import EXAMPLES, README, ROOT, USERS
+from tests.kit import examples
+from tests.kit.examples import EXAMPLES, README, ROOT, USERS
 
 CONTRIBUTING = ROOT / "CONTRIBUTING.md"
 PAGES = [README, CONTRIBUTING, *sorted((ROOT / "docs").rglob("*.md"))]
@@ -65,7 +65,9 @@ def test_paths_that_contributing_names_exist() -> None:
 
 
 def test_pages_that_sources_name_exist() -> None:
-    sources = [file for folder in ("cute_kernels", "fp8_mla", "scripts") for file in (ROOT / folder).rglob("*.py")]
+    sources = [
+        file for folder in ("cute_kernels", "fp8_mla", "bench", "scripts") for file in (ROOT / folder).rglob("*.py")
+    ]
     named = {
         (page, file) for file in sources for page in re.findall(r"docs/[\w/]+\.md", file.read_text(encoding="utf-8"))
     }

@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
+from bench import kernels_run, records
+from bench.report import pages, plots
+from bench.timing import WrongReplay
 from cute_kernels.budget.rates import H200
 from scripts import add_reliability, budget_table, results_table
-from scripts.bench import kernels_run, records
-from scripts.bench.report import pages, plots
-from scripts.bench.timing import WrongReplay
-from tests.support.made_up_records import (
+from tests.kit.made_up_records import (
     ACCUMULATOR,
     FAILED,
     PASSED,

@@ -6,13 +6,13 @@ import pytest
 import torch
 
 import cute_kernels
+from bench import mla as bench_mla
+from bench import records, timing
+from bench.mla import Caches, DecodeBench
+from bench.timing import Expected, WrongReplay
 from cute_kernels.mla.op import mla_fp8_decode
 from fp8_mla.formats import FORMATS
-from scripts.bench import mla as bench_mla
-from scripts.bench import records, timing
-from scripts.bench.mla import Caches, DecodeBench
-from scripts.bench.timing import Expected, WrongReplay
-from tests.support.replays import fake_time_graph
+from tests.kit.replays import fake_time_graph
 
 CEILINGS = {"read_GBps": 4000.0, "copy_GBps": 4000.0}
 SMALL = {

@@ -23,7 +23,7 @@ from cute_kernels.runtime import arch, cache, compile, trust
 from cute_kernels.runtime.cache import DiskCache, entry_name
 from cute_kernels.runtime.sources import modules_of_kernel
 from tests.cpu.tiny_spec import TinySpec
-from tests.support.kernel_place import Place
+from tests.kit.kernel_place import Place
 
 SPEC = TinySpec()
 ROOT = cache.PACKAGE.parent

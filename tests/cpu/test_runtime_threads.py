@@ -8,7 +8,7 @@ import pytest
 
 from cute_kernels.runtime import cache, compile
 from tests.cpu.tiny_spec import TinySpec
-from tests.support.kernel_place import Place
+from tests.kit.kernel_place import Place
 
 START = """
 import os, signal, sys, threading, time

@@ -17,7 +17,7 @@ import pytest
 from cute_kernels.runtime import cache, compile, trust
 from cute_kernels.runtime.cache import DiskCache, entry_name
 from tests.cpu.tiny_spec import TinySpec
-from tests.support.kernel_place import Place
+from tests.kit.kernel_place import Place
 
 SPEC = TinySpec()
 STRANGER = 12345  # a user and a group that own nothing here

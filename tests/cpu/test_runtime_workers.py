@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from cute_kernels.runtime import workers
-from tests.support.kernel_place import ROOT
+from tests.kit.kernel_place import ROOT
 
 # what new interpreters import, and what a warm start does
 FOREIGN = (

@@ -7,10 +7,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from bench import timing
+from bench.sanitizing import calls, tools
+from bench.sanitizing.tools import Finding, Known, Part
 from scripts import gpu_check, sanitize
-from scripts.bench import timing
-from scripts.sanitizing import calls, tools
-from scripts.sanitizing.tools import Finding, Known, Part
 
 CLEAN = f"{tools.WORKER_DONE}\n========= ERROR SUMMARY: 0 errors\n"
 SANITIZER_OUTPUTS: dict[str, tuple[str, str, int, int | None]] = {

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.bad_input import TABLES
+from tests.kit.bad_input import TABLES
 
 OPERATORS = {
     "mla_fp8_decode": (("mla_fp8_decode, sparse", "mla_fp8_decode, two caches"), ["out", "lse"]),

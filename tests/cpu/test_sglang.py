@@ -20,7 +20,7 @@ import torch
 from cute_kernels import gqa_decode, mla_fp8_decode
 from cute_kernels.integrations import on_import, padded_heads
 from cute_kernels.integrations import sglang as plugin
-from tests.support.sglang_stand_ins import (
+from tests.kit.sglang_stand_ins import (
     HEADS,
     AttentionType,
     Case,
@@ -29,7 +29,7 @@ from tests.support.sglang_stand_ins import (
     sparse_backend,
     sparse_call,
 )
-from tests.support.v4_layers import REAL_HEADS, v4_call
+from tests.kit.v4_layers import REAL_HEADS, v4_call
 
 ROOT = Path(__file__).resolve().parents[2]
 

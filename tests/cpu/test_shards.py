@@ -19,9 +19,9 @@ from cute_kernels.distributed import (
 )
 from cute_kernels.distributed.exchange import Member, Rows, Target
 from cute_kernels.distributed.prefill import own_heads
-from tests.support.compare import check_decode
-from tests.support.context_shards import kept
-from tests.support.mla_cases import dense_case
+from tests.kit.compare import check_decode
+from tests.kit.context_shards import kept
+from tests.kit.mla_cases import dense_case
 
 DEALS = [(1, 1), (2, 1), (4, 1), (4, 3), (3, 16), (8, 64)]
 """(ranks, interleave)"""

@@ -14,7 +14,7 @@ from cute_kernels.gqa.op import gqa_decode
 from cute_kernels.sink import op
 from cute_kernels.sink.launch import SinkRequest, reference_arguments
 from cute_kernels.sink.reference import reference_sink_attention, reference_sink_attention_backward
-from tests.support.mla_cases import generator, strided
+from tests.kit.mla_cases import generator, strided
 
 INF, NAN = math.inf, math.nan
 TENSORS = ("q", "k", "v", "s_aux")

@@ -1,4 +1,4 @@
-"""Bad input to `sink_attention`: what tests/support/bad_input_gqa.py lacks, and all its tables with gradients.
+"""Bad input to `sink_attention`: what tests/kit/bad_input_gqa.py lacks, and all its tables with gradients.
 
 The ways to the checks differ with gradients and without.
 """
@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from cute_kernels import sink_attention
-from tests.support.bad_input import ERROR, TABLES
-from tests.support.bad_input_gqa import H_Q, D, sink_call, sink_packed_call
-from tests.support.bad_tensors import numbers, zeros
+from tests.kit.bad_input import ERROR, TABLES
+from tests.kit.bad_input_gqa import H_Q, D, sink_call, sink_packed_call
+from tests.kit.bad_tensors import numbers, zeros
 
 NAMES = [name for name, table in TABLES.items() if table.function is sink_attention]
 WRONG = [(name, label) for name in NAMES for label in TABLES[name].wrong("cpu")]

@@ -12,8 +12,8 @@ import torch
 from cute_kernels.runtime import memory
 from cute_kernels.sink import backward_spec, launch, op, plan, spec
 from cute_kernels.sink.reference import reference_sink_attention, reference_sink_attention_backward
-from tests.support.mla_cases import strided
-from tests.support.sink_cases import SinkCase, sink_case
+from tests.kit.mla_cases import strided
+from tests.kit.sink_cases import SinkCase, sink_case
 
 SMS = 132
 TORCH = {"BFloat16": torch.bfloat16, "Float16": torch.float16, "Float32": torch.float32, "Int32": torch.int32}

@@ -12,7 +12,7 @@ from cute_kernels.gqa.spec import GqaDecodeSpec
 from cute_kernels.sink import plan
 from cute_kernels.sink.plan import decode_refusals, route
 from cute_kernels.sink.reference import reference_sink_attention
-from tests.support.mla_cases import covering_cases, generator
+from tests.kit.mla_cases import covering_cases, generator
 
 ONE_TOKEN: dict[str, Any] = {"s_q": 1, "h_q": 64, "h_kv": 8, "d": 64, "dtype": "bfloat16"}
 

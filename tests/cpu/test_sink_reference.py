@@ -9,7 +9,7 @@ import torch
 
 from cute_kernels.sink import reference
 from cute_kernels.sink.reference import reference_sink_attention, reference_sink_attention_backward
-from tests.support.mla_cases import covering_cases, generator
+from tests.kit.mla_cases import covering_cases, generator
 
 INF, NAN = math.inf, math.nan
 TENSORS = ("q", "k", "v", "s_aux")

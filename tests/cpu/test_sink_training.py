@@ -1,6 +1,6 @@
 """A small gpt-oss model learns with `sink_attention` what it learns with eager attention of transformers.
 
-Wrong attention is found. See `tests.support.gpt_oss` for the measure.
+Wrong attention is found. See `tests.kit.gpt_oss` for the measure.
 """
 
 from collections.abc import Iterator
@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support import gpt_oss
+from tests.kit import gpt_oss
 
 pytest.importorskip("transformers.models.gpt_oss.modeling_gpt_oss")
 

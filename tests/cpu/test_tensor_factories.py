@@ -14,7 +14,7 @@ import torch
 ROOT = Path(__file__).resolve().parents[2]
 FILES = sorted(
     file
-    for folder in ("cute_kernels", "fp8_mla", "tests/support")
+    for folder in ("cute_kernels", "fp8_mla", "tests/kit")
     for file in (ROOT / folder).rglob("*.py")
 )  # fmt: skip
 # What torch makes from sizes or from Python numbers.

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
+from bench.timing import percentiles
 from fp8_mla import ROPE_OFFSET, SCALE_OFFSET, pack, reference_decode, slots_from_block_table, unpack
-from scripts.bench.timing import percentiles
-from tests.support.compare import (
+from tests.kit.compare import (
     Comparison,
     bf16_yardstick,
     check_decode,
@@ -19,7 +19,7 @@ from tests.support.compare import (
     relative_error,
     ulp,
 )
-from tests.support.mla_cases import (
+from tests.kit.mla_cases import (
     SCALE_KINDS,
     PoisonedOutput,
     covering_cases,

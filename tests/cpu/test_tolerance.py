@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.compare import Comparison, rounding_noise, rounding_variance
-from tests.support.gqa_cases import GqaCase, GqaExpectation, gqa_case
-from tests.support.mla_cases import generator
-from tests.support.sink_cases import GAINS, NAMES, SinkCase, SinkExpectation, sink_case
+from tests.kit.compare import Comparison, rounding_noise, rounding_variance
+from tests.kit.gqa_cases import GqaCase, GqaExpectation, gqa_case
+from tests.kit.mla_cases import generator
+from tests.kit.sink_cases import GAINS, NAMES, SinkCase, SinkExpectation, sink_case
 
 GROWTH = 8.0  # of scores over the maximum that P is relative to, in units of log2
 LOG2_E, LN_2 = 1 / math.log(2), math.log(2)

@@ -22,10 +22,10 @@ from transformers.models.llama import modeling_llama
 from cute_kernels.gqa.reference import reference_gqa_decode
 from cute_kernels.integrations import transformers as cute
 from cute_kernels.integrations import transformers_cache
-from tests.support import tiny_models
-from tests.support.accuracy_table import int8_error
-from tests.support.threads import one_thread as one_thread
-from tests.support.transformers_calls import COPIES, NEW, counted_on, generate, keywords_of_calls, moved
+from tests.kit import tiny_models
+from tests.kit.accuracy_table import int8_error
+from tests.kit.threads import one_thread as one_thread
+from tests.kit.transformers_calls import COPIES, NEW, counted_on, generate, keywords_of_calls, moved
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -15,11 +15,11 @@ from transformers import cache_utils
 import fp8_mla
 from cute_kernels.integrations import transformers as cute
 from cute_kernels.integrations import transformers_cache, transformers_mla
-from tests.support import tiny_models
-from tests.support.threads import one_thread as one_thread
-from tests.support.transformers_calls import COPIES, NEW, counted_on, generate
-from tests.support.transformers_mla import MODELS, attention_class, eager, fp8_latents
-from tests.support.transformers_mla import said as said
+from tests.kit import tiny_models
+from tests.kit.threads import one_thread as one_thread
+from tests.kit.transformers_calls import COPIES, NEW, counted_on, generate
+from tests.kit.transformers_mla import MODELS, attention_class, eager, fp8_latents
+from tests.kit.transformers_mla import said as said
 
 TYPICAL = 0.012
 """What rounding to bfloat16 changes in logits at most, relative; FP8 latents change more."""

@@ -18,11 +18,11 @@ from transformers import cache_utils, masking_utils
 import fp8_mla
 from cute_kernels.integrations import transformers as cute
 from cute_kernels.integrations import transformers_cache, transformers_mla
-from tests.support import tiny_models
-from tests.support.threads import one_thread as one_thread
-from tests.support.transformers_calls import counted_on, generate, keywords_of_calls, moved
-from tests.support.transformers_mla import MODELS, attention_class
-from tests.support.transformers_mla import said as said
+from tests.kit import tiny_models
+from tests.kit.threads import one_thread as one_thread
+from tests.kit.transformers_calls import counted_on, generate, keywords_of_calls, moved
+from tests.kit.transformers_mla import MODELS, attention_class
+from tests.kit.transformers_mla import said as said
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -8,11 +8,11 @@ import torch
 
 from cute_kernels import mla_fp8_decode
 from fp8_mla import FORMATS, read_pages, unpack
-from tests.support.compare import check_decode
-from tests.support.latent_cases import latent_case, latent_dense_case
-from tests.support.mla_cases import POISON_BYTE, DecodeCase, dense_case, generator, sparse_case
-from tests.support.slow_tiles import KEYS, SlowTiles, key_tiles, needs_second_way, scales_of, slow_tiles
-from tests.support.values import FAMILIES, SLOW, fill_pages, keys, query, refill, tokens
+from tests.kit.compare import check_decode
+from tests.kit.latent_cases import latent_case, latent_dense_case
+from tests.kit.mla_cases import POISON_BYTE, DecodeCase, dense_case, generator, sparse_case
+from tests.kit.slow_tiles import KEYS, SlowTiles, key_tiles, needs_second_way, scales_of, slow_tiles
+from tests.kit.values import FAMILIES, SLOW, fill_pages, keys, query, refill, tokens
 
 EACH_FAMILY = pytest.mark.parametrize("family", FAMILIES)
 USUAL = 2.0**-7
@@ -151,7 +151,7 @@ def test_weights_of_fast_key_tiles_are_in_their_window(family: str) -> None:
 
 def test_the_model_has_the_numbers_of_the_kernel() -> None:
     from cute_kernels.mla.kernels import convert_q, qk, value_units
-    from tests.support import slow_tiles as model
+    from tests.kit import slow_tiles as model
 
     units = value_units.WINDOW, value_units.HEADROOM, value_units.MAX_EXPONENT, value_units.MAX_FALL
     assert units == (model.WINDOW, model.ROOM, model.LARGEST_E, model.DROP)

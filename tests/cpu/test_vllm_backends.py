@@ -15,9 +15,9 @@ from cute_kernels.integrations import vllm as cute_vllm
 from cute_kernels.integrations.vllm import backends, v4
 from cute_kernels.integrations.vllm.calls import INT8
 from cute_kernels.integrations.vllm.prompts import Prompts
-from tests.support import vllm_stand_ins as stand_ins
-from tests.support.flash_stand_in import FlashStandIn
-from tests.support.vllm_batches import HEADS, KV_HEADS, draw_batch, empty_cache
+from tests.kit import vllm_stand_ins as stand_ins
+from tests.kit.flash_stand_in import FlashStandIn
+from tests.kit.vllm_batches import HEADS, KV_HEADS, draw_batch, empty_cache
 
 REGISTRY = "vllm.v1.attention.backends.registry"
 TRITON = "vllm.v1.attention.backends.triton_attn"
@@ -66,7 +66,7 @@ def raises(monkeypatch: pytest.MonkeyPatch) -> None:
         (gone(REGISTRY), "registry"),
         (without(REGISTRY, "register_backend"), "register_backend"),
         (without(f"{REGISTRY}.AttentionBackendEnum", "CUSTOM"), "CUSTOM"),
-        (without("tests.support.vllm_stand_ins.Place", "is_overridden"), "is_overridden"),
+        (without("tests.kit.vllm_stand_ins.Place", "is_overridden"), "is_overridden"),
         (raises, "register_backend"),
     ],
     ids=["no vllm", "no registry", "no function", "no member", "no method", "other arguments"],

@@ -20,8 +20,8 @@ from cute_kernels.integrations.vllm import backends, calls, warming
 from cute_kernels.integrations.vllm.calls import GqaCalls
 from cute_kernels.runtime import workers
 from cute_kernels.warm import GqaShape, MlaShape, PrefillShape, kernel_specs
-from tests.support import vllm_stand_ins
-from tests.support.vllm_batches import HEADS, Batch, draw_batch, stock_cache
+from tests.kit import vllm_stand_ins
+from tests.kit.vllm_batches import HEADS, Batch, draw_batch, stock_cache
 
 ROOT = Path(__file__).resolve().parents[2]
 ADAPTERS = sorted((ROOT / "cute_kernels" / "integrations" / "vllm").glob("*.py"))

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
+from bench import vllm_engine, vllm_jobs
+from bench.vllm_pool import Job, Pool
 from scripts import vllm_check
-from scripts.bench import vllm_engine, vllm_jobs
-from scripts.bench.vllm_pool import Job, Pool
-from tests.support import pool_jobs
+from tests.kit import pool_jobs
 
 Events = list[tuple[str, str, Any]]
 
@@ -127,7 +127,7 @@ def test_a_job_has_a_time_of_its_own(tmp_path: Path) -> None:
 
 
 def test_modules_are_imported_once_unless_a_job_decides_otherwise(tmp_path: Path) -> None:
-    preload = ("tests.support.pool_preloaded",)
+    preload = ("tests.kit.pool_preloaded",)
     server: Any = forkserver
     server._forkserver._stop()  # that of other tests has not imported it
     jobs = [Job("forked", "environment"), Job("fresh", "environment", fresh=True)]
@@ -225,7 +225,7 @@ def test_the_file_holds_each_result_at_once_and_says_what_is_wrong(tmp_path: Pat
     name = "llama-int8_per_token_head-graphs"
     report.receive(jobs["probe"], "card", {"name": "NVIDIA H200", "free_gb": 140.0, "sms": 132})
     report.receive(jobs[name], "started", 0)
-    from scripts.bench import vllm_models
+    from bench import vllm_models
 
     for i, asked in enumerate(vllm_check.rounds(vllm_jobs.asked())):
         answers = [vllm_models.counted_on(prompt, vllm_check.TOKENS) for prompt in asked]

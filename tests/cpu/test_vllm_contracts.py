@@ -27,10 +27,10 @@ from cute_kernels.integrations.padded_heads import V4Decode
 from cute_kernels.integrations.vllm import calls, gqa, sparse_mla, v4
 from cute_kernels.integrations.vllm.backends import Function, moved
 from cute_kernels.integrations.vllm.prompts import FEW
-from tests.support.flash_stand_in import FlashStandIn
-from tests.support.v4_layers import REAL_HEADS, v4_call
-from tests.support.vllm_batches import HEADS, KV_HEADS, draw_batch, empty_cache
-from tests.support.vllm_fakes import builder, common, global_indices, sparse_mla_layer
+from tests.kit.flash_stand_in import FlashStandIn
+from tests.kit.v4_layers import REAL_HEADS, v4_call
+from tests.kit.vllm_batches import HEADS, KV_HEADS, draw_batch, empty_cache
+from tests.kit.vllm_fakes import builder, common, global_indices, sparse_mla_layer
 
 NEW_CACHES = not hasattr(theirs.AttentionBackend, "get_kv_cache_shape")
 """Whether this vLLM asks for `customize_spec` (0.33), or for shapes of caches (0.26)."""

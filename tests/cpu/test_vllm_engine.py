@@ -14,12 +14,12 @@ import torch
 pytest.importorskip("vllm", reason="needs vLLM: make test-vllm")
 pytest.importorskip("transformers", minversion="5.17", reason="needs transformers 5.17 or later")
 
+from bench import vllm_models
+from bench.vllm_pool import Job, Pool
 from cute_kernels.integrations import transformers as cute
-from scripts.bench import vllm_models
-from scripts.bench.vllm_pool import Job, Pool
-from tests.support import tiny_models, vllm_cpu_jobs
-from tests.support.accuracy_table import int8_error
-from tests.support.threads import one_thread as one_thread
+from tests.kit import tiny_models, vllm_cpu_jobs
+from tests.kit.accuracy_table import int8_error
+from tests.kit.threads import one_thread as one_thread
 
 ROOT = Path(__file__).resolve().parents[2]
 NEW = 12  # tokens that are generated
@@ -83,7 +83,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         jobs.append({"options": given, "rounds": rounds, "tokens": NEW, "logprobs": -1, "flash": flash})
     job, result = folder / "job.json", folder / "result.json"
     job.write_text(json.dumps(jobs))
-    command = [sys.executable, "-m", "tests.support.vllm_engine", str(job), str(result)]
+    command = [sys.executable, "-m", "tests.kit.vllm_engine", str(job), str(result)]
     done = subprocess.run(
         command, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=1200
     )
@@ -178,7 +178,7 @@ def test_the_jobs_of_vllm_check_serve_and_measure(tmp_path: Path, monkeypatch: p
     events: list[tuple[str, str, Any]] = []
     pool = Pool(
         vllm_cpu_jobs.run, tmp_path, lambda job, event, data: events.append((job.name, event, data)),
-        deadline=time.monotonic() + 600, preload=("tests.support.vllm_engine",), slots=1,
+        deadline=time.monotonic() + 600, preload=("tests.kit.vllm_engine",), slots=1,
     )  # fmt: skip
     assert pool.run(jobs) == {}
     assert not [data for _, event, data in events if event == "failed"]

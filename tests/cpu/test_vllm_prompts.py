@@ -22,8 +22,8 @@ from cute_kernels.integrations.vllm.prompts import (
     reserve,
 )
 from cute_kernels.warm import PromptShape
-from tests.support.flash_stand_in import FlashStandIn
-from tests.support.vllm_batches import HEADS, Batch, draw_batch, empty_cache
+from tests.kit.flash_stand_in import FlashStandIn
+from tests.kit.vllm_batches import HEADS, Batch, draw_batch, empty_cache
 
 LIMITS = {"auto": 0.01, "fp8": 0.06, INT8: 0.02}
 

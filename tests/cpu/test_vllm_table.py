@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from bench.report import vllm
 from scripts import vllm_table
-from scripts.bench.report import vllm
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -127,7 +127,7 @@ def test_the_plot_is_the_same_each_time(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="plots need matplotlib")
     from functools import partial
 
-    from scripts.bench import svg
+    from bench import svg
 
     texts = []
     for _ in range(2):

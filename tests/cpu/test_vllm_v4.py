@@ -18,8 +18,8 @@ import fp8_mla
 from cute_kernels.integrations import on_import, padded_heads
 from cute_kernels.integrations.padded_heads import V4Decode, real_heads
 from cute_kernels.integrations.vllm import v4
-from tests.support import flash_mla_of_v4
-from tests.support.v4_layers import REAL_HEADS, V4Call, v4_call
+from tests.kit import flash_mla_of_v4
+from tests.kit.v4_layers import REAL_HEADS, V4Call, v4_call
 
 V4_MODULE = "vllm.models.deepseek_v4.nvidia.flashmla"
 

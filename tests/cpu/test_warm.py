@@ -27,7 +27,7 @@ from cute_kernels.warm import GqaShape, MlaShape, PrefillShape, kernel_specs, wa
 from cute_kernels.warm.__main__ import main, numbers, parser, shapes_of
 from fp8_mla.formats import FORMATS
 from tests.cpu.tiny_spec import TinySpec
-from tests.support.kernel_place import ROOT, Place
+from tests.kit.kernel_place import ROOT, Place
 
 SMS = 132
 BATCHES = (1, 2, 3, 5, 8, 16, 31, 32, 64, 100, 133, 200, 256)

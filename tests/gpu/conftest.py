@@ -28,8 +28,8 @@ from cute_kernels.runtime.arch import is_sm90
 from cute_kernels.runtime.compile import precompile
 from cute_kernels.sink import backward_spec as sink_backward_spec
 from cute_kernels.sink import spec as sink_spec
-from tests.support.compare import Comparison, check_decode
-from tests.support.mla_cases import DecodeCase
+from tests.kit.compare import Comparison, check_decode
+from tests.kit.mla_cases import DecodeCase
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -1,4 +1,4 @@
-"""Bad input on a CUDA device: same messages as on a CPU for the tables of tests/support, and GPU-only checks."""
+"""Bad input on a CUDA device: same messages as on a CPU for the tables of tests/kit, and GPU-only checks."""
 
 import dataclasses
 from typing import Any
@@ -14,10 +14,10 @@ from cute_kernels.mla import append_op, op
 from cute_kernels.runtime import arch
 from cute_kernels.runtime.launch import PreparedLaunches
 from fp8_mla import QK_DIM, TOKEN_BYTES
-from tests.support import specs
-from tests.support.bad_input import TABLES
-from tests.support.gqa_cases import gqa_case
-from tests.support.mla_cases import DecodeCase, dense_case, sparse_case
+from tests.kit import specs
+from tests.kit.bad_input import TABLES
+from tests.kit.gqa_cases import gqa_case
+from tests.kit.mla_cases import DecodeCase, dense_case, sparse_case
 
 
 def kernel_specs() -> list[Any]:

@@ -19,9 +19,9 @@ from cute_kernels.gqa import op as gqa_op
 from cute_kernels.merge.spec import MergeSpec
 from cute_kernels.mla.plan import plan_decode
 from cute_kernels.sink.spec import SinkForwardSpec, SinkWorkListSpec
-from tests.support.gqa_cases import gqa_case
-from tests.support.latent_cases import latent_case, latent_dense_case
-from tests.support.mla_cases import DecodeCase, dense_case, generator, ragged_lengths, sparse_case
+from tests.kit.gqa_cases import gqa_case
+from tests.kit.latent_cases import latent_case, latent_dense_case
+from tests.kit.mla_cases import DecodeCase, dense_case, generator, ragged_lengths, sparse_case
 
 DEVICE = "cuda"
 DISTINCT = 19

@@ -18,11 +18,11 @@ from cute_kernels.distributed import (
 )
 from cute_kernels.distributed.positions import local_calls
 from cute_kernels.gqa import op
-from tests.support import context_turns, context_workers
-from tests.support.compare import check_decode
-from tests.support.context_workers import CASES, WORLD, Case
-from tests.support.gqa_cases import check_gqa, gqa_case
-from tests.support.mla_cases import dense_case, sparse_case
+from tests.kit import context_turns, context_workers
+from tests.kit.compare import check_decode
+from tests.kit.context_workers import CASES, WORLD, Case
+from tests.kit.gqa_cases import check_gqa, gqa_case
+from tests.kit.mla_cases import dense_case, sparse_case
 
 
 def kernel_specs() -> list[Any]:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support import continuous_batching
+from tests.kit import continuous_batching
 
 pytestmark = continuous_batching.needs_kernels()
 

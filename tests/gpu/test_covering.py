@@ -1,4 +1,4 @@
-"""Three-way covering arrays of `gqa_decode` and `mla_fp8_decode` on the GPU: `tests.support.covering` has the rows.
+"""Three-way covering arrays of `gqa_decode` and `mla_fp8_decode` on the GPU: `tests.kit.covering` has the rows.
 
 Each row is one call with its own inputs, poisoned outputs and poisoned unused slots, against the float64 oracle.
 tests/cpu/test_covering.py shows that every possible combination of three values occurs in a row.
@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.covering import GQA_ROWS, MLA_ROWS, GqaRow, MlaRow, all_specs
+from tests.kit.covering import GQA_ROWS, MLA_ROWS, GqaRow, MlaRow, all_specs
 
 KEPT_BYTES = 2**31
 

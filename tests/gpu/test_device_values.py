@@ -20,9 +20,9 @@ from cute_kernels.sink.launch import NO_PADDING
 from cute_kernels.sink.spec import SinkWorkListSpec
 from fp8_mla import QK_DIM, TOKEN_BYTES
 from tests.gpu.alone import alone
-from tests.support.gqa_cases import GqaExpectation, check_gqa, gqa_case
-from tests.support.mla_cases import DecodeCase, generator, latent_tokens
-from tests.support.sink_cases import SinkCase, SinkExpectation, sink_case
+from tests.kit.gqa_cases import GqaExpectation, check_gqa, gqa_case
+from tests.kit.mla_cases import DecodeCase, generator, latent_tokens
+from tests.kit.sink_cases import SinkCase, SinkExpectation, sink_case
 
 INT32_MIN, INT32_MAX = -(2**31), 2**31 - 1
 PAGE, CAPACITY = 64, 320

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from cute_kernels import mla_fp8_decode
-from tests.support import specs
-from tests.support.bad_input import TABLES
-from tests.support.mla_cases import sparse_case
-from tests.support.samples import SAMPLES, copied
+from tests.kit import specs
+from tests.kit.bad_input import TABLES
+from tests.kit.mla_cases import sparse_case
+from tests.kit.samples import SAMPLES, copied
 
 EACH_SAMPLE = pytest.mark.parametrize("name", SAMPLES)
 two_gpus = pytest.mark.usefixtures("second_gpu")

@@ -21,17 +21,17 @@ import cute_kernels.merge.op
 import cute_kernels.mla.append_op
 import cute_kernels.mla.op
 import cute_kernels.sink.launch
+from bench.sanitizing.calls import default_dtype
 from cute_kernels import gqa_decode, kv_int8_append, merge_states, mla_fp8_append, mla_fp8_decode, sink_attention
 from cute_kernels.gqa import op
 from cute_kernels.gqa.append_spec import KvAppendSpec
 from cute_kernels.runtime import counters, launch, memory, workspace
 from cute_kernels.runtime.launch import PreparedLaunches
 from fp8_mla import QK_DIM
-from scripts.sanitizing.calls import default_dtype
-from tests.support.gqa_cases import gqa_case
-from tests.support.graphs import nodes
-from tests.support.mla_cases import dense_case, generator, sparse_case
-from tests.support.sink_cases import sink_case
+from tests.kit.gqa_cases import gqa_case
+from tests.kit.graphs import nodes
+from tests.kit.mla_cases import dense_case, generator, sparse_case
+from tests.kit.sink_cases import sink_case
 
 Results = tuple[torch.Tensor, ...]
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.support import examples
+from tests.kit import examples
 
 
 @pytest.mark.parametrize("name", examples.EXAMPLES)

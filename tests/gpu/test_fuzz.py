@@ -8,10 +8,10 @@ import pytest
 import torch
 
 import cute_kernels
-from scripts.fuzzing import generate, invalid
-from scripts.fuzzing.calls import Call
-from scripts.fuzzing.generate import draw_call
-from scripts.fuzzing.rounds import Work, run_round
+from bench.fuzzing import generate, invalid
+from bench.fuzzing.calls import Call
+from bench.fuzzing.generate import draw_call
+from bench.fuzzing.rounds import Work, run_round
 
 FIRST = 10_000
 """Seeds that `make fuzz` does not begin with."""

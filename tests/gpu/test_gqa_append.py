@@ -11,8 +11,8 @@ from cute_kernels.gqa.append_op import kv_int8_append
 from cute_kernels.gqa.append_spec import KvAppendSpec
 from cute_kernels.gqa.layouts import LAYOUTS, CacheSizes, scale_shapes
 from cute_kernels.gqa.reference import reference_append
-from tests.support.gqa_cases import SCALE_NAMES as KINDS
-from tests.support.mla_cases import covering_cases, generator
+from tests.kit.gqa_cases import SCALE_NAMES as KINDS
+from tests.kit.mla_cases import covering_cases, generator
 
 GIVEN = ("per_tensor", "per_head")
 WRITTEN = tuple(kind for kind in KINDS if kind not in GIVEN)

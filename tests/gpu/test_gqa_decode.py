@@ -1,4 +1,4 @@
-"""`gqa_decode` on the GPU against the float64 oracle, under the tolerance rule of `tests.support.compare`.
+"""`gqa_decode` on the GPU against the float64 oracle, under the tolerance rule of `tests.kit.compare`.
 
 test_covering.py has the combinations of cache, scales, layout, sizes and modifiers. Kernels are compiled for many of
 these, so that the tests here keep to the variants of `usual`, which `kernel_specs` names.
@@ -18,9 +18,9 @@ from cute_kernels.gqa.layouts import LAYOUTS
 from cute_kernels.gqa.plan import cluster_for
 from cute_kernels.gqa.reference import reference_gqa_decode
 from cute_kernels.gqa.spec import GqaDecodeSpec
-from tests.support.compare import relative_error
-from tests.support.gqa_cases import SCALE_NAMES, VALUES, GqaCase, GqaExpectation, gqa_case
-from tests.support.mla_cases import generator, ragged_lengths
+from tests.kit.compare import relative_error
+from tests.kit.gqa_cases import SCALE_NAMES, VALUES, GqaCase, GqaExpectation, gqa_case
+from tests.kit.mla_cases import generator, ragged_lengths
 
 INF = math.inf
 INT32_MIN, INT32_MAX = -(2**31), 2**31 - 1

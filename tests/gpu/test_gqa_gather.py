@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from cute_kernels.gqa.gather_op import gather_pages
-from tests.support.gather_pages import gather_cache
+from tests.kit.gather_pages import gather_cache
 
 ODD_PAGES = [4, 0, 3, 3, 7, -2, 1]  # two of them are no page's
 

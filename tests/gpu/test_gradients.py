@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from cute_kernels import sink_attention
-from tests.support import gradients, specs
-from tests.support.bad_input_gqa import sink_call
+from tests.kit import gradients, specs
+from tests.kit.bad_input_gqa import sink_call
 
 CANDIDATES = gradients.candidates("cpu")  # collection must work without a GPU
 EVERY = pytest.mark.parametrize(("name", "argument"), CANDIDATES, ids=[", ".join(pair) for pair in CANDIDATES])

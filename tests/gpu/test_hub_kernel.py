@@ -10,7 +10,7 @@ import torch
 
 import cute_kernels
 from scripts import make_hub_kernel
-from tests.support.sglang_stand_ins import sparse_call
+from tests.kit.sglang_stand_ins import sparse_call
 
 
 def test_the_copy_gives_the_bits_of_the_package(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Decodes of every latent format and of two caches on the GPU, under the tolerance rule of `tests.support.compare`.
+"""Decodes of every latent format and of two caches on the GPU, under the tolerance rule of `tests.kit.compare`.
 
 Pairs of values of all factors, lengths at every boundary of a tile, poisoned slots and padded pages. Cases by hand are
 in test_mla_formats.py.
@@ -15,8 +15,8 @@ from cute_kernels import mla_fp8_decode
 from cute_kernels.compat.flash_mla import flash_mla_with_kvcache
 from cute_kernels.mla.plan import plan_decode
 from fp8_mla import FORMATS, row_views
-from tests.support.latent_cases import FORMS, SIZE_KINDS, latent_case, latent_dense_case, latent_pages
-from tests.support.mla_cases import covering_cases, generator, ragged_lengths
+from tests.kit.latent_cases import FORMS, SIZE_KINDS, latent_case, latent_dense_case, latent_pages
+from tests.kit.mla_cases import covering_cases, generator, ragged_lengths
 
 SPARSE = covering_cases(
     {

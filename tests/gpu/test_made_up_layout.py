@@ -6,8 +6,8 @@ import torch
 from cute_kernels import gqa_decode, kv_int8_append
 from cute_kernels.gqa.layouts import LAYOUTS
 from cute_kernels.gqa.reference import reference_append
-from tests.support.gqa_cases import SCALE_NAMES, check_gqa, gqa_case
-from tests.support.made_up_layout import SBNH
+from tests.kit.gqa_cases import SCALE_NAMES, check_gqa, gqa_case
+from tests.kit.made_up_layout import SBNH
 
 
 @pytest.fixture(autouse=True)

@@ -10,7 +10,7 @@ from cute_kernels.distributed.exchange import Rows
 from cute_kernels.merge.op import merge_received
 from cute_kernels.merge.spec import MergeSpec
 from cute_kernels.runtime.compile import precompile
-from tests.support.mla_cases import generator
+from tests.kit.mla_cases import generator
 
 HALF_ULP = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 """Largest relative error of rounding to each dtype."""

@@ -5,7 +5,7 @@ import torch
 
 from cute_kernels import mla_fp8_append
 from fp8_mla import FP8_MAX, NOPE_DIM, QK_DIM, QUANT_TILE, TOKEN_BYTES, pack
-from tests.support.mla_cases import generator, strided
+from tests.kit.mla_cases import generator, strided
 
 PAGE_SIZES = (1, 2, 61, 64, 576)
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from cute_kernels import mla_fp8_append
-from tests.support.append_pages import (
+from tests.kit.append_pages import (
     FORMS,
     AppendPages,
     every_magnitude_with_every_e4m3_scale,
@@ -12,7 +12,7 @@ from tests.support.append_pages import (
     slots_for,
     special_rows,
 )
-from tests.support.mla_cases import generator, strided
+from tests.kit.mla_cases import generator, strided
 
 PAGE_SIZES = (1, 2, 3, 64, 576)
 PADDED_TO = {"v3.2_nope": 528, "v4": 576, "v4.1": 512, "v4.1_fp4": 256}

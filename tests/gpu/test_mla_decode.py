@@ -1,4 +1,4 @@
-"""`mla_fp8_decode` on the GPU against the float64 oracle, under the tolerance rule of `tests.support.compare`.
+"""`mla_fp8_decode` on the GPU against the float64 oracle, under the tolerance rule of `tests.kit.compare`.
 
 A full product of all sizes would be hundreds of thousands of calls; `covering_cases` takes few in which every pair of
 values of two factors meets.
@@ -17,8 +17,8 @@ from cute_kernels import mla_fp8_decode
 from cute_kernels.mla.plan import EXCHANGES
 from cute_kernels.runtime import workspace
 from fp8_mla import QK_DIM, ROPE_OFFSET, SCALE_OFFSET, TOKEN_BYTES, V_DIM, reference_decode
-from tests.support.compare import emulate_bf16_decode, relative_error
-from tests.support.mla_cases import (
+from tests.kit.compare import emulate_bf16_decode, relative_error
+from tests.kit.mla_cases import (
     SCALE_KINDS,
     DecodeCase,
     covering_cases,

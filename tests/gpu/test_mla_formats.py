@@ -12,7 +12,7 @@ import fp8_mla
 from cute_kernels import mla_fp8_decode
 from fp8_mla.formats import FORMATS, PAIRS
 from fp8_mla.pages import write_pages
-from tests.support.mla_cases import latent_tokens
+from tests.kit.mla_cases import latent_tokens
 
 pytestmark = pytest.mark.gpu
 

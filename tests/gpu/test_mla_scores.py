@@ -15,8 +15,8 @@ import torch
 
 from cute_kernels import mla_fp8_decode
 from fp8_mla import NOPE_DIM, QUANT_TILE, ROPE_OFFSET, SCALE_OFFSET, V_DIM, reference_decode
-from tests.support.compare import bf16_yardstick, relative_error
-from tests.support.mla_cases import OUTLIER_CHANNELS, SCALE_KINDS, DecodeCase, dense_case, ragged_lengths, sparse_case
+from tests.kit.compare import bf16_yardstick, relative_error
+from tests.kit.mla_cases import OUTLIER_CHANNELS, SCALE_KINDS, DecodeCase, dense_case, ragged_lengths, sparse_case
 
 INEXACT_KEYS = tuple(kind for kind in SCALE_KINDS if kind != "power_of_two")
 """With powers of two keys are exact in bf16 as well, so that nothing would be allowed."""

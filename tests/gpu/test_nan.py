@@ -16,9 +16,9 @@ from cute_kernels.gqa import op
 from cute_kernels.gqa.layouts import LAYOUTS
 from cute_kernels.gqa.spec import CLUSTER, GqaDecodeSpec
 from fp8_mla import QK_DIM, ROPE_OFFSET, SCALE_OFFSET, TOKEN_BYTES, reference_decode
-from tests.support.gqa_cases import GqaExpectation, gqa_case
-from tests.support.mla_cases import generator, latent_tokens
-from tests.support.sink_cases import SinkCase, sink_case
+from tests.kit.gqa_cases import GqaExpectation, gqa_case
+from tests.kit.mla_cases import generator, latent_tokens
+from tests.kit.sink_cases import SinkCase, sink_case
 
 LENGTHS = (130, 200, 16, 129)
 CACHES: dict[str, dict[str, Any]] = {

@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 import torch
 
+from bench.timing import host_time
 from cute_kernels import gqa_decode, kv_int8_append, merge_states, mla_fp8_append, mla_fp8_decode
 from cute_kernels.gqa import op
 from cute_kernels.gqa.append_spec import KvAppendSpec
 from fp8_mla import QK_DIM, TOKEN_BYTES, pack
-from scripts.bench.timing import host_time
-from tests.support.compare import check_decode
-from tests.support.gqa_cases import GqaCase, check_gqa, gqa_case
-from tests.support.mla_cases import DecodeCase, dense_case, generator, sparse_case
+from tests.kit.compare import check_decode
+from tests.kit.gqa_cases import GqaCase, check_gqa, gqa_case
+from tests.kit.mla_cases import DecodeCase, dense_case, generator, sparse_case
 
 HOST_US = 15.0
 """Host microseconds that an eager call with a cached plan may take, on a host where `torch.sum` takes `SUM_US`."""

@@ -9,7 +9,7 @@ import torch
 
 from cute_kernels import mla_fp8_decode
 from cute_kernels.integrations import sglang as plugin
-from tests.support.sglang_stand_ins import Case, installed, sparse_backend, sparse_call
+from tests.kit.sglang_stand_ins import Case, installed, sparse_backend, sparse_call
 
 DEVICE = "cuda"
 

@@ -1,4 +1,4 @@
-"""`sink_attention` on the GPU, forward and gradients, against the float64 oracle of `tests.support.sink_cases`.
+"""`sink_attention` on the GPU, forward and gradients, against the float64 oracle of `tests.kit.sink_cases`.
 
 Every result is written over NaN. `covering_cases` takes few combinations in which every pair of values of two factors
 meets; `kernel_specs` names the kernels that these need in addition to those that ship.
@@ -19,9 +19,9 @@ from cute_kernels.runtime.counters import CounterSlab
 from cute_kernels.sink import backward_spec, launch, op, plan, spec
 from cute_kernels.sink.reference import reference_sink_attention, reference_sink_attention_backward
 from tests.gpu.alone import alone
-from tests.support import gpt_oss
-from tests.support.mla_cases import covering_cases, generator, strided
-from tests.support.sink_cases import SINKS, SinkCase, SinkExpectation, sink_case
+from tests.kit import gpt_oss
+from tests.kit.mla_cases import covering_cases, generator, strided
+from tests.kit.sink_cases import SINKS, SinkCase, SinkExpectation, sink_case
 
 OPS = torch.ops.cute_kernels
 LENGTHS = (

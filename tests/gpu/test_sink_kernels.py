@@ -16,7 +16,7 @@ from cute_kernels.sink.backward_spec import (
 )
 from cute_kernels.sink.launch import NO_PADDING
 from cute_kernels.sink.spec import GROUPED_RATIO, SinkForwardSpec, SinkWorkListSpec
-from tests.support.sink_cases import SinkCase, SinkExpectation, sink_case
+from tests.kit.sink_cases import SinkCase, SinkExpectation, sink_case
 
 NO_WINDOW = 1 << 30
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}

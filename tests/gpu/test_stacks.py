@@ -15,8 +15,8 @@ from cute_kernels.runtime.cache import KernelSpec
 from cute_kernels.runtime.launch import PreparedLaunches
 from cute_kernels.warm import GqaShape, MlaShape, warm
 from cute_kernels.warm import kernel_specs as specs_of
-from tests.support import tiny_models
-from tests.support.transformers_calls import counted_on, generate
+from tests.kit import tiny_models
+from tests.kit.transformers_calls import counted_on, generate
 
 DEVICE = "cuda"
 BATCHES = (1, 3, 16, 100, 140)

@@ -8,8 +8,8 @@ import pytest
 from cute_kernels.merge.op import DTYPES
 from cute_kernels.merge.peers_spec import PeerMergeSpec
 from cute_kernels.merge.spec import MergeSpec
-from tests.support import context_workers, peer_ranks, symmetric_workers
-from tests.support.symmetric_workers import MLA, NAMES, SHAPES
+from tests.kit import context_workers, peer_ranks, symmetric_workers
+from tests.kit.symmetric_workers import MLA, NAMES, SHAPES
 
 pytestmark = pytest.mark.alone  # ranks wait for their turn on the GPU: other processes would make that long
 

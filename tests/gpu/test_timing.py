@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 import torch
 
+from bench import accumulator, ceilings, nvml
+from bench.in_layer import Timing, prepare, small_kernel, time_calls, time_together
+from bench.units.spec import StreamSpec
 from cute_kernels import mla_fp8_decode
 from cute_kernels.runtime.compile import compile_kernel
-from scripts.bench import accumulator, ceilings, nvml
-from scripts.bench.in_layer import Timing, prepare, small_kernel, time_calls, time_together
-from scripts.bench.units.spec import StreamSpec
-from tests.support.mla_cases import sparse_case
+from tests.kit.mla_cases import sparse_case
 
 pytestmark = pytest.mark.alone
 SPINS = (40_000, 400_000, 8_000_000)

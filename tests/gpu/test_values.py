@@ -5,12 +5,12 @@ from typing import Any
 import pytest
 import torch
 
+from bench.timing import bits
 from cute_kernels import mla_fp8_decode
 from cute_kernels.mla.plan import plan_decode
-from scripts.bench.timing import bits
-from tests.support.latent_cases import latent_case, latent_dense_case
-from tests.support.mla_cases import DecodeCase, dense_case, sparse_case
-from tests.support.values import FAMILIES, refill
+from tests.kit.latent_cases import latent_case, latent_dense_case
+from tests.kit.mla_cases import DecodeCase, dense_case, sparse_case
+from tests.kit.values import FAMILIES, refill
 
 EACH_FAMILY = pytest.mark.parametrize("family", FAMILIES)
 SPARSE: dict[str, Any] = {"batch": 1, "s_q": 2, "topk": 1024, "num_slots": 4096, "invalid": False}

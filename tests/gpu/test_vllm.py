@@ -16,8 +16,8 @@ from cute_kernels.runtime.cache import KernelSpec
 from cute_kernels.runtime.compile import precompile
 from cute_kernels.warm import MlaShape
 from cute_kernels.warm import kernel_specs as specs_of
-from tests.support.compare import relative_error
-from tests.support.vllm_batches import HEADS, KV_HEADS, Batch, draw_batch, empty_cache
+from tests.kit.compare import relative_error
+from tests.kit.vllm_batches import HEADS, KV_HEADS, Batch, draw_batch, empty_cache
 
 DEVICE = "cuda"
 HEADS_OF_MLA = (8, 16, 20, 64, 128)
@@ -95,7 +95,7 @@ def fakes() -> Any:
     pytest.importorskip(
         "vllm.v1.attention.backend", reason="needs vLLM and its packages: scripts/vllm_check.py says how"
     )
-    from tests.support import vllm_fakes
+    from tests.kit import vllm_fakes
 
     return vllm_fakes
 

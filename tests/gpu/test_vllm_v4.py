@@ -9,9 +9,9 @@ import torch
 from cute_kernels.integrations.padded_heads import V4Decode, real_heads
 from cute_kernels.integrations.vllm import v4
 from fp8_mla import reference_decode
-from tests.support import flash_mla_of_v4
-from tests.support.compare import check_decode, relative_error
-from tests.support.v4_layers import REAL_HEADS, v4_call
+from tests.kit import flash_mla_of_v4
+from tests.kit.compare import check_decode, relative_error
+from tests.kit.v4_layers import REAL_HEADS, v4_call
 
 DEVICE = "cuda"
 

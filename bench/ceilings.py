@@ -1,0 +1,72 @@
+"""What a card reaches at most: reads, copies, matrix products. Timed as kernels are, in-layer after a rest."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, Final
+
+import torch
+
+from bench.in_layer import prepare, prepare_eager, time_together
+from bench.timing import Call, time_eager
+from bench.units.spec import STREAM_WORDS, StreamSpec
+from cute_kernels.runtime.compile import compile_kernel
+
+GEMM_SIZE: Final = 8192
+STREAM_BYTES: Final = 4 << 30
+WAYS: Final = {"sum": "torch.sum", "tma": "a reader by TMA", "copy": "a copy"}
+"""Of moving bytes, the best of which is the ceiling for reads."""
+
+
+def measure_ceilings(
+    *, stream_bytes: int = STREAM_BYTES, gemm_size: int = GEMM_SIZE, device: str = "cuda"
+) -> dict[str, float]:
+    """Measures the ceilings of this card, in the units of a results file.
+
+    Returns:
+        read_GBps: the best of `WAYS`, of which each has a key too (sum_GBps: torch.sum over 4 GiB of float32; tma_GBps:
+        bench/units/stream.py, left out where it does not run or is wrong). copy_GBps: device-to-device copy,
+        bytes read plus bytes written. bf16_gemm_TFLOPs: an 8192^3 product of random numbers (zeros would run faster).
+    """
+    ways = stream_rates(stream_bytes, device)
+    a, b = (torch.randn((gemm_size, gemm_size), dtype=torch.float32, device=device).bfloat16() for _ in range(2))
+    product = torch.empty_like(a)
+    flops = 2 * gemm_size**3 / time_eager(functools.partial(torch.mm, a, b, out=product), 20)
+    rates = {f"{name}_GBps": rate for name, rate in ways.items()}
+    found = {"read_GBps": max(ways.values()), **rates, "bf16_gemm_TFLOPs": flops / 1e12}
+    return {name: round(value, 1) for name, value in found.items()}
+
+
+def stream_rates(stream_bytes: int, device: str, reader: Callable[..., Any] | None = None) -> dict[str, float]:
+    """GB/s of each of `WAYS`; `reader`: in place of the compiled kernel."""
+    data = torch.rand(stream_bytes // 4, dtype=torch.float32, device=device)
+    target, source = data.chunk(2)
+    ways: dict[str, Call] = {"sum": data.sum}
+    try:
+        ways["tma"] = reader_call(data, reader or compile_kernel(StreamSpec()))
+    except Exception as error:  # the other two are ceilings without it
+        print(f"no reader by TMA: {type(error).__name__}: {error}"[:300], flush=True)
+    graphs = {name: prepare([call]) for name, call in ways.items()}
+    # eager: captured in a graph, the same call moves 2782 GB/s instead of 4262 on an H200
+    graphs["copy"] = prepare_eager([functools.partial(target.copy_, source)])
+    timings = time_together(graphs, sustained=False)
+    return {name: stream_bytes / timing.us / 1e3 for name, timing in timings.items()}
+
+
+def reader_call(data: torch.Tensor, kernel: Callable[..., Any]) -> Call:
+    """A call of the reader by TMA over all of `data`, float32.
+
+    Raises:
+        ValueError: it has added up something else.
+    """
+    words = data.view(torch.int32)
+    tiles = words[: len(words) // STREAM_WORDS * STREAM_WORDS].view(-1, STREAM_WORDS)
+    on_gpu = data.device.type == "cuda"
+    ctas = torch.cuda.get_device_properties(data.device).multi_processor_count if on_gpu else 2
+    sums = torch.zeros((ctas, 128), dtype=torch.int32, device=data.device)
+    kernel(tiles, sums)
+    got, expected = (int(part.sum(dtype=torch.int64)) % 2**32 for part in (sums, tiles))
+    if got != expected:
+        raise ValueError(f"the words add up to {expected}, the kernel has {got}")
+    return functools.partial(kernel, tiles, sums)

@@ -1,0 +1,146 @@
+"""What INT8 costs in accuracy, by granularity of the scales: the table of scripts/accuracy_gqa.py.
+
+Keys and values are quantized as `kv_int8_append` does it. Attention runs in float64, over the original numbers and over
+the dequantized ones, so quantization is all that differs. CPU, seeded, well under a minute.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+import torch
+
+from bench.report import markdown
+from cute_kernels.gqa.layouts import ScaleKind
+from cute_kernels.gqa.reference import quantize, reference_gqa_decode
+
+NUMBER = re.compile(r"\d+(?:\.\d+)?(?:e[+-]?\d+)?")
+ROUNDING = 0.1
+"""Two significant digits differ by at most this much when one of them is rounded the other way."""
+
+LAYOUT = "BSNH"
+BATCH, TOKENS, H_Q, H_KV, D = 8, 1024, 32, 8, 128
+LOGITS = 3.0
+"""Standard deviation of the scores, at which the softmax is as peaked as in trained models."""
+OUTLIER = 20.0
+"""Times the size of other values."""
+OUTLIER_TOKENS = 1 / 50
+SETS = ("normal", "channels", "tokens")
+KINDS = {
+    "per_tensor": ScaleKind("per_tensor"),
+    "per_head": ScaleKind("per_head"),
+    "per_token": ScaleKind("per_token"),
+    "per_token_head": ScaleKind("per_token_head"),
+    "per_group, 64": ScaleKind("per_group", 64),
+    "per_group, 32": ScaleKind("per_group", 32),
+}
+PLAIN = {"none, float8_e4m3fn": torch.float8_e4m3fn, "none, bfloat16": torch.bfloat16}
+"""Caches without scales, to compare with."""
+
+
+class Data(NamedTuple):
+    """Unquantized q (batch, 1, h_q, d), k and v (batch, tokens, h_kv, d), float32."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+
+
+class Error(NamedTuple):
+    """Against attention over the unquantized numbers, means over all query heads.
+
+    out   norm of the difference / norm of the output
+    lse   absolute difference
+    """
+
+    out: float
+    lse: float
+
+
+def draw(name: str, seed: int = 0) -> Data:
+    """One data set.
+
+    normal    N(0,1)
+    channels  in every other head four channels of K (two rotary pairs, d / 2 apart) times 20; q is smaller there, so
+              that every channel has the same part in the scores
+    tokens    one token in 50 of V and, independently, one in 50 of K times 20; in K only across the queries, so that
+              scores stay as they were
+    """
+    if name not in SETS:
+        raise ValueError(f"name: got {name!r}, needs one of {', '.join(SETS)}")
+    gen = torch.Generator().manual_seed(seed)
+    q = torch.randn((BATCH, H_KV, H_Q // H_KV, D), generator=gen) * LOGITS
+    k, v = (torch.randn((BATCH, TOKENS, H_KV, D), generator=gen) for _ in "kv")
+    if name == "channels":
+        size = torch.ones((H_KV, D))
+        for head in range(0, H_KV, 2):
+            pairs = torch.randperm(D // 2, generator=gen)[:2]
+            size[head, torch.cat([pairs, pairs + D // 2])] = OUTLIER
+        k *= size
+        q /= size.unsqueeze(1)
+    elif name == "tokens":
+        large_k, large_v = torch.rand((2, BATCH, TOKENS, 1, 1), generator=gen) < OUTLIER_TOKENS
+        basis = torch.linalg.qr(q.mT).Q  # spans the queries of a head
+        projection = torch.einsum("bshd,bhdr,bher->bshe", k, basis, basis)
+        k, v = torch.where(large_k, projection + OUTLIER * (k - projection), k), torch.where(large_v, v * OUTLIER, v)
+    return Data(q.flatten(1, 2).unsqueeze(1), k, v)
+
+
+def errors(data: Data, scale_dtype: torch.dtype = torch.float16) -> dict[str, Error]:
+    """By granularity, and for caches without scales."""
+    want = _attend(data.q, data.k, data.v)
+    found = {}
+    for name, kind in KINDS.items():
+        (k, k_scale), (v, v_scale) = (quantize(x, kind, scale_dtype) for x in (data.k, data.v))
+        found[name] = _compare(_attend(data.q, k, v, k_scale, v_scale), want)
+    for name, dtype in PLAIN.items():
+        found[name] = _compare(_attend(data.q, data.k.to(dtype), data.v.to(dtype)), want)
+    return found
+
+
+def scale_bytes(kind: ScaleKind, scale_dtype: torch.dtype = torch.float16) -> int:
+    """Bytes of the scales that a token's keys and values have, all heads; 0 where tokens share them."""
+    _, scale = quantize(torch.zeros((1, H_KV, D)), kind, scale_dtype)
+    shared = kind.granularity in ("per_tensor", "per_head")
+    return 0 if shared else 2 * scale.numel() * scale.element_size()
+
+
+def _attend(q: torch.Tensor, *cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return reference_gqa_decode(q, *cache, layout=LAYOUT, dtype=torch.float64)
+
+
+def _compare(got: tuple[torch.Tensor, torch.Tensor], want: tuple[torch.Tensor, torch.Tensor]) -> Error:
+    (out, lse), (want_out, want_lse) = got, want
+    return Error(
+        ((out - want_out).norm(dim=-1) / want_out.norm(dim=-1)).mean().item(),
+        (lse - want_lse).abs().mean().item(),
+    )
+
+
+def table(found: dict[str, dict[str, Error]]) -> str:
+    """Markdown of the errors of each data set."""
+    titles = {"normal": "normal", "channels": "outlier channels", "tokens": "outlier tokens"}
+    header = ["scales", "their bytes per token", *(f"{titles[name]}: output, lse" for name in found)]
+    rows = [[f"`{name}`", _overhead(scale_bytes(kind))] for name, kind in KINDS.items()]
+    rows += [[name.replace("none, ", "none, `") + "`", _overhead(0)] for name in PLAIN]
+    for row, name in zip(rows, (*KINDS, *PLAIN), strict=True):
+        row += [f"{_digits(100 * errors[name].out)}%, {_digits(errors[name].lse)}" for errors in found.values()]
+    return "\n".join(markdown.table(header, rows))
+
+
+def _digits(value: float) -> str:
+    """Two significant digits."""
+    return f"{value:#.2g}".rstrip(".")
+
+
+def _overhead(scales: int) -> str:
+    return f"{scales} ({scales / (2 * H_KV * D):.1%})" if scales else "0"
+
+
+def same(one: str, other: str) -> bool:
+    """Whether two tables say the same, up to the rounding of their last digits."""
+    if NUMBER.sub("#", one) != NUMBER.sub("#", other):
+        return False
+    pairs = zip(map(float, NUMBER.findall(one)), map(float, NUMBER.findall(other)), strict=True)
+    return all(abs(a - b) <= ROUNDING * max(a, b) * (1 + 1e-6) for a, b in pairs)

@@ -1,0 +1,251 @@
+"""Tables and the plot of docs/users/vllm.md, from what scripts/vllm_check.py wrote."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+from bench.report.markdown import MISSING, paragraphs, plain, scientific, short, table
+
+Found = Mapping[str, Any]
+NO_RESULTS = "No results are recorded yet: `python scripts/vllm_check.py` on an SM90 GPU measures them."
+PAIRS = (
+    ("int8_per_token_head", "cute-int8", "triton-int8", "Triton"),
+    ("bf16", "cute-bf16", "flash-bf16", "FlashAttention 3"),
+    ("fp8", "cute-fp8", "flash-fp8", "FlashAttention 3"),
+    ("fp8", "cute-fp8", "triton-fp8", "Triton"),
+)
+"""Cache, our backend, the other one over the same cache, and its name."""
+LONG = 8192  # tokens from which ours must be faster
+INT8_TIMES = 2.0  # what it must be faster by over INT8
+
+
+class Row(NamedTuple):
+    """A case that both backends have, or one of them: so many requests, with so many tokens in the cache or to come."""
+
+    cache: str
+    other: str
+    batch: int
+    context: int
+    ours: Mapping[str, Any]
+    theirs: Mapping[str, Any]
+
+    def times(self, key: str) -> float | None:
+        """How often ours fits into theirs."""
+        ours, theirs = self.ours.get(key), self.theirs.get(key)
+        return theirs / ours if ours and theirs else None
+
+
+def rows(found: Found, part: str = "speed", fields: tuple[str, str] = ("batch", "context")) -> list[Row]:
+    """All cases of a part, by cache and by the two numbers that `fields` names."""
+    backends = found.get(part, {}).get("backends", {})
+
+    def cases(name: str) -> dict[tuple[int, int], Mapping[str, Any]]:
+        return {(case[fields[0]], case[fields[1]]): case for case in backends.get(name, {}).get("cases", ())}
+
+    made = []
+    for cache, ours, theirs, other in PAIRS:
+        mine, peer = cases(ours), cases(theirs)
+        if peer:
+            made += [Row(cache, other, *key, mine.get(key, {}), peer.get(key, {})) for key in sorted({*mine, *peer})]
+    return made
+
+
+def times(value: float | None) -> str:
+    """Of "1.83 x"."""
+    return MISSING if value is None else f"{value:.2f} x"
+
+
+def speed(found: Found) -> list[str]:
+    """Milliseconds per token, and of the kernels of attention in it."""
+    made = rows(found)
+    if not made:
+        return []
+    header = (
+        "cache, other backend", "batch x context", "a token, ms", "other's", "faster", "attention, ms", "other's",
+        "faster",
+    )  # fmt: skip
+    lines = table(
+        header,
+        [
+            [
+                f"{row.cache}, {row.other}", f"{row.batch} x {row.context}",
+                short(row.ours.get("ms")), short(row.theirs.get("ms")), times(row.times("ms")),
+                short(row.ours.get("attention_ms")), short(row.theirs.get("attention_ms")),
+                times(row.times("attention_ms")),
+            ]
+            for row in made
+        ],
+    )  # fmt: skip
+    return [f"{found['speed']['layers']} layers of Llama 3 8B's shapes:", "", *lines, "", *verdict(made)]
+
+
+def verdict(made: list[Row]) -> list[str]:
+    """How many of the long cases reach what they must."""
+    long = [row for row in made if row.context >= LONG and row.times("ms") is not None]
+    if not long:
+        return []
+    faster = sum((row.times("ms") or 0) > 1 for row in long)
+    said = f"From {LONG} tokens of context on, a token takes less time than on the other backend in {faster} of"
+    said += f" {len(long)} cases"
+    int8 = [row for row in long if row.cache.startswith("int8")]
+    if int8:
+        twice = sum((row.times("ms") or 0) >= INT8_TIMES for row in int8)
+        said += f"; over INT8, at most 1/{INT8_TIMES:.0f} of it in {twice} of {len(int8)}"
+    return [f"{said}."]
+
+
+def tokens(found: Found) -> list[str]:
+    """Which engines served the tokens of transformers."""
+    engines = found.get("tokens", {}).get("engines", {})
+    served = [(name, engine) for name, engine in engines.items() if engine.get("wrong_requests")]
+    if not served:
+        return []
+    lines = []
+    for name, engine in served:
+        model, _, rest = name.partition("-")
+        cache, _, how = rest.rpartition("-")
+        wrong = ", ".join(map(str, engine["wrong_requests"]))
+        lines.append([f"{model}, {cache}", how, plain(engine.get("runner")), wrong])
+    header = ("model, cache", "decoding", "vLLM's runner", "wrong of 1, 32 and 8 requests")
+    return table(header, lines)
+
+
+def sparse(found: Found) -> list[str]:
+    """Sparse MLA by vLLM's forward."""
+    cases = found.get("sparse", {}).get("cases", [])
+    header = ("heads", "requests", "ours, us", "FlashMLA, us", "faster", "difference")
+    return _timed(cases, header, _sparse_row)
+
+
+def _sparse_row(case: Mapping[str, Any]) -> list[str]:
+    ours, theirs = (_us(case, name) for name in ("ours", "flashmla"))
+    ratio = theirs / ours if ours and theirs else None
+    return [
+        str(case["heads"]), str(case["requests"]), short(ours), short(theirs), times(ratio),
+        scientific(case.get("difference")),
+    ]  # fmt: skip
+
+
+def _us(case: Mapping[str, Any], name: str) -> float | None:
+    """Microseconds; None where there is none, or words that say why."""
+    us = case.get(f"{name}_us")
+    return us if isinstance(us, float) else None
+
+
+def first(found: Found) -> list[str]:
+    """Milliseconds to the first token."""
+    made = [row for row in rows(found, "first", ("requests", "tokens")) if row.times("ms")]
+    if not made:
+        return []
+    header = ("cache, other backend", "requests x tokens", "first token, ms", "other's", "faster")
+    lines = [
+        [
+            f"{row.cache}, {row.other}", f"{row.batch} x {row.context}", short(row.ours["ms"]),
+            short(row.theirs["ms"]), times(row.times("ms")),
+        ]
+        for row in made
+    ]  # fmt: skip
+    return [f"{found['first']['layers']} layers of Llama 3 8B's shapes:", "", *table(header, lines)]
+
+
+def prompts(found: Found) -> list[str]:
+    """Attention of prompts: fresh ones, and those with tokens in the cache."""
+    cases = found.get("prompts", {}).get("cases", [])
+    parts = []
+    for kept, first_column, columns in (
+        (False, "requests x tokens", FRESH),
+        (True, "requests x new tokens, in the cache", CONTINUED),
+    ):
+        lines = [
+            [_prompt(case), *(short(_us(case, name)) for name in columns)]
+            for case in cases
+            if bool(case["context"]) is kept
+        ]
+        if lines:
+            parts.append(table((first_column, *columns.values()), lines))
+    return paragraphs(*parts)
+
+
+FRESH = {
+    "flash_fresh": "FlashAttention 3, us", "sink_attention": "`sink_attention`", "triton_bf16": "Triton, bf16",
+    "triton_int8": "Triton, INT8",
+}  # fmt: skip
+CONTINUED = {
+    "ours_auto": "ours, bf16, us", "triton_bf16": "Triton", "ours_fp8": "ours, FP8",
+    "flash_fp8": "FlashAttention 3 with FP8 queries", "ours_int8_per_token_head": "ours, INT8", "triton_int8": "Triton",
+}  # fmt: skip
+"""What was measured, and its column."""
+
+
+def _prompt(case: Mapping[str, Any]) -> str:
+    size = f"{case['requests']} x {case['tokens']}"
+    return f"{size}, {case['context']}" if case["context"] else size
+
+
+def _timed(cases: Any, header: tuple[str, ...], row: Callable[[Mapping[str, Any]], list[str]]) -> list[str]:
+    return table(header, map(row, cases)) if cases else []
+
+
+def wrong(found: Found) -> list[str]:
+    """What failed or was left out, in words."""
+    said = found.get("wrong", [])
+    return [f"Failed or left out: {'; '.join(' '.join(line.split())[:160] for line in said)}."] if said else []
+
+
+BLOCKS: dict[str, Callable[[Found], list[str]]] = {
+    "Time per token": speed,
+    "Time to the first token": first,
+    "Tokens": tokens,
+    "Sparse MLA, a layer": sparse,
+    "Prompts, a layer": prompts,
+}
+
+
+def page(all_found: list[Found]) -> list[str]:
+    """What stands between the marks: one card after the other."""
+    if not all_found:
+        return [NO_RESULTS]
+    return paragraphs(*(block for found in all_found for block in _of_card(found)))
+
+
+def _of_card(found: Found) -> Iterator[list[str]]:
+    versions = ", ".join(f"{name} {version}" for name, version in found["versions"].items())
+    yield [f"{found['card']}, {found['date']}, {versions}:"]
+    for title, block in BLOCKS.items():
+        if lines := block(found):
+            yield [f"**{title}**"]
+            yield lines
+    yield wrong(found)
+
+
+COLOURS = {1: "#63b3ed", 16: "#2b6cb0", 64: "#c05621"}
+
+
+def speed_plot(found: Found, plt: Any) -> Any:
+    """Milliseconds per token over context, a panel for each pair, ours as lines and the other's dashed."""
+    made = [row for row in rows(found) if row.ours.get("ms") and row.theirs.get("ms")]
+    panels = list(dict.fromkeys((row.cache, row.other) for row in made))
+    if not panels:
+        return None
+    figure, axes = plt.subplots(1, len(panels), figsize=(3.4 * len(panels), 3.8), sharey=True, squeeze=False)
+    for axis, panel in zip(axes[0], panels, strict=True):
+        shown = [row for row in made if (row.cache, row.other) == panel]
+        for batch in sorted({row.batch for row in shown}):
+            line = [row for row in shown if row.batch == batch]
+            contexts, colour = [row.context for row in line], COLOURS.get(batch, "#4a5568")
+            axis.plot(contexts, [row.ours["ms"] for row in line], "o-", markersize=4, linewidth=1, color=colour,
+                      label=f"batch {batch}")  # fmt: skip
+            axis.plot(contexts, [row.theirs["ms"] for row in line], "s--", markersize=4, linewidth=1, color=colour)
+        ticks = sorted({row.context for row in shown})
+        axis.set_xscale("log", base=2)
+        axis.set_yscale("log")
+        axis.set_xticks(ticks, [f"{context // 1024}k" if context >= 1024 else str(context) for context in ticks])
+        axis.set_title(f"{panel[0]}\ndashed: {panel[1]}", fontsize=9)
+        axis.set_xlabel("context", fontsize=8)
+        axis.spines[["top", "right"]].set_visible(False)
+    axes[0][0].set_ylabel("ms a token")
+    axes[0][0].legend(frameon=False, fontsize=8)
+    layers = found["speed"]["layers"]
+    figure.suptitle(f"vLLM, {layers} layers of Llama 3 8B on {found['card']}, {found['date']}", fontsize=9)
+    return figure

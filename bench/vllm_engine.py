@@ -1,0 +1,279 @@
+"""What scripts/vllm_check.py does with vLLM's engine on a GPU, each in a process of its own: see vllm_pool.py.
+
+An engine is asked for the tokens of rounds of prompts, for its time per token over batches and contexts, or for the
+time to the first token of prompts.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+import types
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from bench.vllm_pool import Messages
+
+ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine in this process: its caches are filled from here
+    "VLLM_NO_USAGE_STATS": "1",
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",  # where FlashInfer is not installed its probe ends the engine
+    "VLLM_HOST_IP": "127.0.0.1",
+    "VLLM_USE_DEEP_GEMM": "0",
+    "TOKENIZERS_PARALLELISM": "false",
+    "TQDM_DISABLE": "1",
+    "OMP_NUM_THREADS": "1",  # several engines share the cores
+}
+AS_CHOSEN: dict[str, Any] = {}
+PLAINEST: dict[str, Any] = {
+    "environment": {"VLLM_USE_V2_MODEL_RUNNER": "0"},
+    "plain": {"async_scheduling": False, "compilation_config": {"custom_ops": ["none"]}},
+}
+WAYS = (AS_CHOSEN, PLAINEST)
+"""How an engine is started: as vLLM chooses, which is its second model runner for a Llama; where that fails, the first
+runner, without vLLM's compiled operators for norms and activations."""
+
+FIRST, SPANS, SPAN = 8, 3, 20
+"""Steps that go by before time is taken, and spans of so many steps, whose median counts."""
+STEPS = FIRST + SPANS * SPAN + 2
+PROFILED = 12
+PROMPT_RUNS = 3
+"""Of a prompt, after one that is not timed; the median counts."""
+
+ATTENTION = (
+    "gqadecode",
+    "mergekernel",
+    "flash",
+    "fmha",
+    "combine",
+    "reduce_segments",
+    "kernel_unified",
+    "prepare_varlen",
+)
+NOT_ATTENTION = ("reshape_and_cache", "append")
+
+
+def set_environment() -> None:
+    """Before vLLM is imported."""
+    os.environ.update(ENVIRONMENT)
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "INFO")
+
+
+def prepare() -> None:
+    """Registers our backends, as the plugin does, and leaves out what takes time or packages that nobody needs."""
+    from vllm.model_executor.models import registry
+    from vllm.model_executor.warmup import kernel_warmup
+
+    from cute_kernels.integrations import vllm as cute_vllm
+
+    cute_vllm.register()
+    # compiles CuTe DSL kernels for routers of other models, and imports quack
+    if hasattr(kernel_warmup, "_warmup_ll_bf16_router_gemm"):
+        kernel_warmup._warmup_ll_bf16_router_gemm = lambda: None
+    # imports another model, and torchvision with it
+    other: Any = types.ModuleType("vllm.model_executor.warmup.minimax_m3_msa_warmup")
+    other.minimax_m3_msa_warmup = lambda worker: None
+    sys.modules[other.__name__] = other
+    # looks at a model's class in another interpreter, which imports vLLM again
+    registry._run_in_subprocess = lambda function: function()
+
+
+def engine(options: dict[str, Any]) -> Any:
+    """An engine without a tokenizer. The memory of its cache is given, so several of them share a card."""
+    from vllm import LLM
+
+    given = {
+        "skip_tokenizer_init": True, "seed": 0, "enable_prefix_caching": False, "gpu_memory_utilization": 0.04,
+        "kernel_config": {"enable_flashinfer_autotune": False, "enable_cutedsl_warmup": False}, **options,
+    }  # fmt: skip
+    plain = given.pop("plain", {})
+    compilation = {**given.pop("compilation_config", {}), **plain.pop("compilation_config", {})}
+    return LLM(**{**given, **plain}, compilation_config=compilation)
+
+
+def sampling(tokens: int) -> Any:
+    """Greedy, to the last token."""
+    from vllm import SamplingParams
+
+    return SamplingParams(max_tokens=tokens, temperature=0, ignore_eos=True, detokenize=False)
+
+
+def generate(llm: Any, prompts: list[list[int]], tokens: int) -> list[list[int]]:
+    """Greedy tokens of each prompt."""
+    requests = [{"prompt_token_ids": prompt} for prompt in prompts]
+    return [list(o.outputs[0].token_ids) for o in llm.generate(requests, sampling(tokens), use_tqdm=False)]
+
+
+def about(llm: Any) -> dict[str, Any]:
+    """What vLLM chose."""
+    config = llm.llm_engine.vllm_config
+    return {
+        "runner": 2 if config.use_v2_model_runner else 1,
+        "graphs": config.compilation_config.cudagraph_mode.name,
+        "page": config.cache_config.block_size,
+    }
+
+
+def serve(options: dict[str, Any], messages: Messages) -> None:
+    """Sends "round", the tokens of each request, for each round of prompts."""
+    prepare()
+    llm = engine({**options["engine"], "plain": options.get("plain", {})})
+    messages.send("engine", about(llm))
+    for prompts in options["rounds"]:
+        messages.send("round", generate(llm, prompts, options["tokens"]))
+
+
+# ---- time per token
+
+
+def keep_filled() -> None:
+    """VLLM's connector for decode benchmarks counts prompts as computed; it leaves the caches as they are."""
+    from vllm.distributed.kv_transfer.kv_connector.v1 import decode_bench_connector as bench
+
+    bench.DecodeBenchConnectorWorker._fill_block_tensor = lambda self, kv_cache, block_ids: None
+
+
+def fill(worker: Any) -> int:
+    """Random numbers in every cache of a worker, and their bytes: zeros would draw less power, and run faster."""
+    import torch
+
+    total = 0
+    for layer in worker.model_runner.vllm_config.compilation_config.static_forward_context.values():
+        cache = getattr(layer, "kv_cache", None)
+        if not isinstance(cache, torch.Tensor) or not cache.numel():
+            continue
+        total += cache.numel() * cache.element_size()
+        fill_cache(cache, layer.impl)
+    return total
+
+
+def fill_cache(cache: Any, impl: Any) -> None:
+    """Random numbers in a layer's cache; of INT8 scales of 0.01, where the layer's backend has them."""
+    import torch
+
+    if cache.dtype in (torch.bfloat16, torch.float16):
+        cache.normal_()
+    elif cache.dtype is torch.int8:
+        cache.random_(-127, 128)
+        with torch.inference_mode():  # in which the worker has made them
+            for scale in _scales(cache, impl):
+                scale.fill_(0.01)
+    else:  # FP8: no NaN
+        cache.view(torch.uint8).random_(0, 0x78)
+
+
+def _scales(cache: Any, impl: Any) -> Any:
+    calls = getattr(impl, "calls", None)
+    if calls is not None:
+        return calls.views(cache).tokens_first()[2:]
+    impl._ensure_scale_caches(cache)
+    return impl._k_scale_cache, impl._v_scale_cache
+
+
+def measure(options: dict[str, Any], messages: Messages) -> None:
+    """Sends "case" for each context and batch: milliseconds per token on the clock, then again with those of kernels.
+
+    Prompts are not computed: requests begin with all but one of their tokens in the cache, in pages of their own that
+    hold random numbers. What is timed are steps of vLLM's scheduler, runner and sampler as they serve.
+    """
+    prepare()
+    keep_filled()
+    transfer = {"kv_connector": "DecodeBenchConnector", "kv_role": "kv_both"}
+    plain = options.get("plain", {})
+    llm = engine({**options["engine"], "kv_transfer_config": transfer, "plain": plain})
+    llm.llm_engine.engine_core.engine_core.request_block_hasher = None  # seconds for prompts this long, for no use
+    filled = llm.collective_rpc(fill)
+    messages.send("engine", {**about(llm), "filled_bytes": filled})
+    marks = mark_steps(llm)
+    generate(llm, [[1] * 64] * max(options["batches"]), 4)
+    messages.wait_for_card()
+    for context in options["contexts"]:
+        for batch in options["batches"]:
+            prompts = [[(7 * i + j) % 29 + 3 for j in range(context)] for i in range(batch)]
+            marks.clear()
+            generate(llm, prompts, STEPS)
+            case: dict[str, Any] = {"context": context, "batch": batch, **per_token(marks)}
+            messages.send("case", case)
+            if options["profile"]:
+                case.update(kernel_times(functools.partial(generate, llm, prompts, PROFILED)))
+                messages.send("case", case)
+
+
+def first_tokens(options: dict[str, Any], messages: Messages) -> None:
+    """Sends "case" for each number of requests and tokens: milliseconds until all requests have their first token.
+
+    Prompts longer than a step come in parts, as vLLM does it, and requests that begin together share steps.
+    """
+    import time
+
+    prepare()
+    llm = engine({**options["engine"], "plain": options.get("plain", {})})
+    messages.send("engine", about(llm))
+    generate(llm, [[1] * 64], 1)
+    messages.wait_for_card()
+    for requests, tokens in options["prompts"]:
+        prompts = [[(7 * i + j) % 29 + 3 for j in range(tokens)] for i in range(requests)]
+        spans = []
+        for _ in range(1 + PROMPT_RUNS):
+            begin = time.perf_counter()
+            generate(llm, prompts, 1)
+            spans.append((time.perf_counter() - begin) * 1e3)
+        spans = sorted(spans[1:])
+        messages.send("case", {"requests": requests, "tokens": tokens, "ms": spans[len(spans) // 2], "ms_all": spans})
+
+
+def per_token(marks: list[float]) -> dict[str, Any]:
+    """Milliseconds of a step, from the times at which steps ended."""
+    ends = marks[FIRST::SPAN][: SPANS + 1]
+    spans = [(end - begin) / SPAN * 1e3 for begin, end in zip(ends, ends[1:], strict=False)]
+    return {"ms": sorted(spans)[len(spans) // 2], "ms_all": spans, "steps": len(marks)}
+
+
+def mark_steps(llm: Any) -> list[float]:
+    """A list that gets the time of each step that has brought a token to each request."""
+    import time
+
+    marks: list[float] = []
+    core = llm.llm_engine.engine_core
+    get_output = core.get_output
+
+    def marked() -> Any:
+        outputs = get_output()
+        if outputs.outputs:
+            marks.append(time.perf_counter())
+        return outputs
+
+    core.get_output = marked
+    return marks
+
+
+def kernel_times(run: Callable[[], Any]) -> dict[str, Any]:
+    """Of `PROFILED` tokens: milliseconds of a step's kernels, all and those of attention; empty without a profiler."""
+    from torch.profiler import ProfilerActivity, profile
+
+    try:
+        with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+            run()
+        events = [(e.key, e.self_device_time_total) for e in profiler.key_averages() if e.self_device_time_total]
+    except (AssertionError, RuntimeError) as error:
+        return {"profiler": str(error)}
+    return shares(events)
+
+
+def shares(events: list[tuple[str, float]]) -> dict[str, Any]:
+    """Milliseconds of a step from microseconds of `PROFILED` steps, by kernel."""
+    events = sorted(events, key=lambda pair: -pair[1])
+
+    def is_attention(name: str) -> bool:
+        name = name.lower()
+        return any(word in name for word in ATTENTION) and not any(word in name for word in NOT_ATTENTION)
+
+    return {
+        "gpu_ms": sum(us for _, us in events) / PROFILED / 1e3,
+        "attention_ms": sum(us for name, us in events if is_attention(name)) / PROFILED / 1e3,
+        "attention_kernels": [name[:100] for name, _ in events if is_attention(name)][:4],
+        "kernels": [[name[:100], us / PROFILED / 1e3] for name, us in events[:8]],
+    }

@@ -1,0 +1,202 @@
+"""Pages of a latent cache of any format: padded, strided, full of random bytes, and what an append makes of them."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fp8_mla import pack
+from fp8_mla.formats import FORMATS, PageLayout, TokenFormat
+from tests.kit.mla_cases import generator
+
+FORMS = (
+    ("v3.2_nope", None),
+    ("v4", None),
+    ("v4.1", "planar"),
+    ("v4.1", "interleaved"),
+    ("v4.1_fp4", "planar"),
+    ("v4.1_fp4", "interleaved"),
+)
+"""Formats of 512 elements, each with every layout of its pages."""
+
+
+@dataclass(frozen=True)
+class AppendPages:
+    """Pages in a buffer of bytes.
+
+    token_format  of the tokens
+    layout        of a page
+    shape         (num_pages, page_size)
+    page_stride   bytes from page to page
+    buffer        (num_pages * page_stride + 32,) uint8, all of it random: the first page starts at byte 16
+    """
+
+    token_format: TokenFormat
+    layout: PageLayout
+    shape: tuple[int, int]
+    page_stride: int
+    buffer: torch.Tensor
+
+    @classmethod
+    def random(
+        cls,
+        cache_format: str,
+        cache_layout: str | None,
+        shape: tuple[int, int],
+        *,
+        padded_to: int = 16,
+        token_stride: int | None = None,
+        device: str = "cuda",
+        seed: int = 0,
+    ) -> AppendPages:
+        """Pages whose stride is the next multiple of `padded_to`, which is one of 16."""
+        token_format = FORMATS[cache_format]
+        layout = token_format.page_layout(shape[1], cache_layout, token_stride=token_stride)
+        page_stride = -(-layout.page_bytes // padded_to) * padded_to
+        gen = generator(seed, device)
+        size = shape[0] * page_stride + 32
+        buffer = torch.randint(256, (size,), dtype=torch.uint8, generator=gen, device=device)
+        return cls(token_format, layout, shape, page_stride, buffer)
+
+    def cuda(self) -> AppendPages:
+        """The same pages in memory of the GPU."""
+        return dataclasses.replace(self, buffer=self.buffer.cuda())
+
+    @property
+    def num_slots(self) -> int:
+        """Tokens of all pages."""
+        return self.shape[0] * self.shape[1]
+
+    @property
+    def view(self) -> torch.Tensor:
+        """(num_pages, page_size, 1, token_bytes) uint8, as serving stacks give it: planar pages have other rows."""
+        size = self.token_format.token_bytes
+        token_stride = size if self.layout.cache_layout == "planar" else self.layout.data_stride
+        return self.buffer.as_strided((*self.shape, 1, size), (self.page_stride, token_stride, size, 1), 16)
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """What tells an append what these pages are."""
+        return {"cache_format": self.token_format.name, "cache_layout": self.layout.cache_layout}
+
+    def expected(self, kv: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+        """All bytes of the buffer after an append, on the CPU; the bytes of a token are those of `fp8_mla.pack`."""
+        result = self.buffer.cpu().clone()
+        pages = result[16:-16].view(-1, self.page_stride)
+        append_to(pages, kv.cpu(), slots.cpu(), self.shape[1], self.token_format, self.layout)
+        return result
+
+
+def append_to(
+    pages: torch.Tensor,
+    kv: torch.Tensor,
+    slots: torch.Tensor,
+    page_size: int,
+    token_format: TokenFormat,
+    layout: PageLayout,
+) -> None:
+    """Writes the rows that `fp8_mla.pack` makes of new tokens, on the CPU; pages (num_pages, page bytes or more)."""
+    keep = (slots >= 0) & (slots < len(pages) * page_size)
+    packed = pack(kv[keep], token_format=token_format)
+    page, offset = (slots[keep] // page_size).unsqueeze(1), (slots[keep] % page_size).unsqueeze(1)
+    starts = [offset * layout.data_stride]
+    if len(token_format.row_bytes) == 2:
+        starts.append(layout.scale_offset - token_format.scales.offset + offset * layout.scale_stride)
+    for start, row in zip(starts, packed.split(token_format.row_bytes, dim=-1), strict=True):
+        pages[page, start + torch.arange(row.shape[1], dtype=torch.int64, device="cpu")] = row
+
+
+def slots_for(tokens: int, num_slots: int, seed: int) -> torch.Tensor:
+    """Different slots in random order; every seventh token is skipped by a negative slot or one beyond the cache."""
+    slots = torch.randperm(num_slots, generator=generator(seed), dtype=torch.int64, device="cpu")[:tokens]
+    skip = torch.tensor([-1, -(2**63), num_slots, 2**40, -(2**32), 2**63 - 1], dtype=torch.int64, device="cpu")
+    slots[::7] = skip[torch.arange(len(slots[::7]), dtype=torch.int64, device="cpu") % len(skip)]
+    return slots
+
+
+def special_rows(tile: int) -> torch.Tensor:
+    """Tokens that every rule of a quantization with tiles of `tile` elements touches, (n, 512) bfloat16."""
+    gen = generator(11)
+    largest, smallest = torch.finfo(torch.bfloat16).max, 2.0**-133
+    rows = [
+        torch.zeros(512, dtype=torch.float32, device="cpu"),
+        -torch.zeros(512, dtype=torch.float32, device="cpu"),
+        torch.full((512,), largest, dtype=torch.float32, device="cpu"),
+        torch.full((512,), smallest, dtype=torch.float32, device="cpu"),
+    ]
+    for exponent in range(-140, 128, 3):  # from below the smallest scale to the top, subnormals in between
+        rows.append(torch.randn(512, generator=gen, dtype=torch.float32, device="cpu") * 2.0 ** min(exponent, 124))
+    for value in (float("nan"), -float("nan"), float("inf"), -float("inf")):
+        one = torch.randn(512, generator=gen, dtype=torch.float32, device="cpu")
+        one[[0, tile - 1, tile, 130, 300, 447, 448, 511]] = value
+        whole = torch.randn(512, generator=gen, dtype=torch.float32, device="cpu")
+        whole[tile : 2 * tile] = value
+        mixed = torch.randn(512, generator=gen, dtype=torch.float32, device="cpu")
+        mixed[0], mixed[1] = value, float("nan")
+        mixed[tile], mixed[tile + 1] = float("inf"), float("nan")
+        rows += [one, whole, mixed, torch.full((512,), value, dtype=torch.float32, device="cpu")]
+    jumps = torch.randn(512, generator=gen, dtype=torch.float32, device="cpu")
+    jumps[tile : 2 * tile] = 0
+    jumps[2 * tile] = largest
+    jumps[3 * tile : 4 * tile] *= 2.0**-60
+    rows.append(jumps)
+    # ties of the codes: with a largest magnitude of 448 or 6 the scale is 1
+    codes = torch.arange(127, dtype=torch.uint8, device="cpu").view(torch.float8_e4m3fn).float()
+    ties = torch.cat(
+        [
+            (codes[:-1] + codes[1:]) / 2,
+            torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0], dtype=torch.float32, device="cpu"),
+        ]
+    )
+    for peak in (448.0, 6.0):
+        fitting = ties[ties <= peak]
+        count = -(-len(fitting) // (tile - 1))
+        spread = torch.zeros(count * tile, dtype=torch.float32, device="cpu").view(count, tile)
+        padded = torch.zeros(count * (tile - 1), dtype=torch.float32, device="cpu")
+        padded[: len(fitting)] = fitting
+        spread[:, 1:], spread[:, 0] = padded.view(count, tile - 1), peak
+        flat = torch.zeros(-(-count * tile // 512) * 512, dtype=torch.float32, device="cpu")
+        flat[: count * tile] = spread.flatten()
+        rows += [*flat.view(-1, 512), *(-flat).view(-1, 512)]
+    # both sides of every step of a scale that is a power of two: 448 x 2^k and the next number
+    steps = torch.zeros(512, dtype=torch.float32, device="cpu")
+    steps[::tile] = torch.tensor(
+        [448.0 * 2.0**k for k in range(512 // tile)][: 512 // tile], dtype=torch.float32, device="cpu"
+    )
+    above = torch.zeros(512, dtype=torch.float32, device="cpu")
+    above[::tile] = torch.tensor([450.0 * 2.0**k for k in range(512 // tile)], dtype=torch.float32, device="cpu")
+    return torch.stack([*rows, steps, above, steps * 2.0**-30, above * 2.0**-30]).bfloat16()
+
+
+def every_pattern() -> torch.Tensor:
+    """(256, 512) bfloat16: all 65,536 bit patterns, in tiles of almost equal exponent, then in tiles of everything."""
+    patterns = torch.arange(65536, dtype=torch.int32, device="cpu").short().view(torch.bfloat16)
+    shuffled = patterns[torch.randperm(65536, generator=generator(2), dtype=torch.int64, device="cpu")]
+    return torch.cat([patterns.view(128, 512), shuffled.view(128, 512)])
+
+
+def every_magnitude_with_every_e4m3_scale() -> torch.Tensor:
+    """(n, 512) bfloat16: tiles of 16 that get each e4m3 scale in turn.
+
+    Of a scale, 6 times itself stands in each of its tiles, and in one of them every magnitude from 1/64 of it up.
+    """
+    scales = torch.arange(1, 127, dtype=torch.uint8, device="cpu").view(torch.float8_e4m3fn).float()
+    bits = torch.arange(0x7F80, dtype=torch.int32, device="cpu").short().view(torch.bfloat16).float()
+    tiles = []
+    for scale in scales.tolist():
+        inside = bits[(bits <= 6 * scale) & (bits >= scale / 64)]
+        inside[1::2] *= -1
+        count = -(-len(inside) // 15)
+        tile = torch.zeros(count, 16, dtype=torch.float32, device="cpu")
+        tile[:, 15] = 6 * scale
+        padded = torch.zeros(count * 15, dtype=torch.float32, device="cpu")
+        padded[: len(inside)] = inside
+        tile[:, :15] = padded.view(count, 15)
+        tiles.append(tile)
+    flat = torch.cat(tiles).flatten()
+    rows = torch.zeros(-(-len(flat) // 512) * 512, dtype=torch.float32, device="cpu")
+    rows[: len(flat)] = flat
+    return rows.view(-1, 512).bfloat16()

@@ -1,0 +1,193 @@
+"""Calls in which some queries see no key, in every way and on every path of the kernels, and what they must give."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+from cute_kernels import mla_fp8_decode
+from cute_kernels.mla.op import decode_request
+from cute_kernels.mla.plan import plan_decode
+from cute_kernels.runtime.cache import KernelSpec
+from fp8_mla import V_DIM
+from tests.kit.compare import check_decode
+from tests.kit.latent_cases import latent_case, latent_dense_case
+from tests.kit.mla_cases import DecodeCase, PoisonedOutput, dense_case, sparse_case
+from tests.kit.specs import NUM_SMS
+
+SEQLENS = (0, 1, 2, 3, 64, 65, 200, 130)
+LATENT: dict[str, Any] = {"batch": 8, "s_q": 2, "topk": 130, "extra_topk": 70, "sink": "inf"}
+
+
+class EmptyRows(NamedTuple):
+    """A call by name.
+
+    case    makes it on a device
+    forced  `num_splits`, `exchange` and `scores`, where the plan is not to choose them
+    keyless no query sees a key, whatever the lengths are, so nothing is launched
+    """
+
+    case: Callable[[str], DecodeCase]
+    forced: dict[str, Any]
+    keyless: bool = False
+
+
+def _sparse(**sizes: Any) -> Callable[[str], DecodeCase]:
+    """Queries whose indices are all invalid (every seventh), and whose length is 0 or negative."""
+    return lambda device: sparse_case(**{"batch": 8, "s_q": 2, "topk": 130, "sink": "inf", **sizes, "device": device})
+
+
+def _dense(**sizes: Any) -> Callable[[str], DecodeCase]:
+    """Empty sequences, queries before the first key of a causal call, and a request whose pages do not exist."""
+
+    def make(device: str) -> DecodeCase:
+        case = dense_case(**{"seqlens": SEQLENS, "s_q": 3, "sink": "finite", **sizes, "device": device})
+        return _without_pages(case)
+
+    return make
+
+
+def _latent(*formats: str, **sizes: Any) -> Callable[[str], DecodeCase]:
+    return lambda device: latent_case(formats=formats, **{**LATENT, **sizes, "device": device})
+
+
+def _latent_dense(name: str, **sizes: Any) -> Callable[[str], DecodeCase]:
+    def make(device: str) -> DecodeCase:
+        given = {"seqlens": SEQLENS, "s_q": 3, "sink": "finite", **sizes, "device": device}
+        return _without_pages(latent_dense_case(cache_format=name, **given))
+
+    return make
+
+
+def _without_pages(case: DecodeCase) -> DecodeCase:
+    """The last request has a negative length, and the one before it a table that names no page."""
+    assert case.block_table is not None and case.cache_seqlens is not None
+    case.block_table[-2] = -1
+    case.cache_seqlens[-1] = -(2**31)
+    return case
+
+
+CALLS: dict[str, EmptyRows] = {
+    "sparse": EmptyRows(_sparse(h_q=64), {"num_splits": 1}),
+    "sparse, few heads": EmptyRows(_sparse(h_q=12, lengths="query"), {"num_splits": 1}),
+    "sparse, splits": EmptyRows(_sparse(h_q=16, lengths="batch"), {"num_splits": 3}),
+    "sparse, more splits than tiles": EmptyRows(_sparse(h_q=100), {"num_splits": 12}),
+    "sparse, splits of many rows": EmptyRows(_sparse(h_q=32), {"num_splits": 2}),
+    "sparse, shares": EmptyRows(_sparse(h_q=64, lengths="query"), {}),
+    "sparse, shares of few heads": EmptyRows(_sparse(h_q=8, lengths="query"), {}),
+    "sparse, fp8 scores": EmptyRows(_sparse(h_q=64), {"num_splits": 1, "scores": "fp8"}),
+    "sparse, exchange": EmptyRows(_sparse(h_q=128), {"num_splits": 1, "exchange": "values"}),
+    "sparse, exchange and splits": EmptyRows(_sparse(h_q=128), {"num_splits": 3, "exchange": "codes"}),
+    "dense": EmptyRows(_dense(h_q=64), {"num_splits": 1}),
+    "dense, shares": EmptyRows(_dense(h_q=32), {}),
+    "dense, splits": EmptyRows(_dense(h_q=128, causal=False), {"num_splits": 2}),
+    "v4": EmptyRows(_latent("v4", h_q=64), {"num_splits": 1}),
+    "v4 twice, shares": EmptyRows(_latent("v4", "v4", h_q=64, lengths="query"), {}),
+    "v4.1 and fp4, splits": EmptyRows(
+        _latent("v4.1", "v4.1_fp4", cache_layout="interleaved", h_q=16, lengths="batch"), {"num_splits": 3}
+    ),
+    "v3.2_nope, dense shares": EmptyRows(_latent_dense("v3.2_nope", h_q=32), {}),
+    "no index": EmptyRows(_sparse(h_q=16, topk=0), {}, keyless=True),
+    "no page": EmptyRows(lambda device: _cut(_sparse(h_q=16)(device), "kv_cache"), {}, keyless=True),
+    "no column of the block table": EmptyRows(
+        lambda device: _cut(_dense(h_q=16)(device), "block_table"), {}, keyless=True
+    ),
+    "no index into either cache": EmptyRows(
+        _latent("v4", "v4", h_q=16, topk=0, extra_topk=0, lengths="batch"), {}, keyless=True
+    ),
+}
+
+
+def _cut(case: DecodeCase, name: str) -> DecodeCase:
+    """The call with a cache of no page, or a block table of no column."""
+    tensor = getattr(case, name)
+    cut = tensor[:0] if name == "kv_cache" else tensor[:, :0]
+    return DecodeCase(**{**case.arguments(), name: cut})
+
+
+def spec_of(call: EmptyRows) -> KernelSpec | None:
+    """The kernel that writes +inf for a call, on a GPU with `NUM_SMS` multiprocessors; None without a launch."""
+    if call.keyless:
+        return None
+    case = call.case("cpu")
+    sparse = case.indices is not None
+    index = case.indices if case.indices is not None else case.block_table
+    assert index is not None
+    width, page_size = index.shape[-1], case.kv_cache.shape[1]
+    extra = case.extra_indices
+    return plan_decode(
+        sparse=sparse,
+        batch=case.q.shape[0],
+        s_q=case.q.shape[1],
+        h_q=case.q.shape[2],
+        max_keys=width if sparse else width * page_size,
+        num_sms=NUM_SMS,
+        ragged=any(length is not None for length in (case.topk_length, case.extra_topk_length, case.cache_seqlens)),
+        cache_format=case.cache_format or "v3.2",
+        extra_format=case.extra_cache_format or "",
+        extra_keys=0 if extra is None else extra.shape[-1],
+        inf_if_empty=True,
+        **call.forced,
+    ).spec
+
+
+def kernel_specs() -> list[KernelSpec]:
+    """The kernels of all calls, each once."""
+    return list(dict.fromkeys(spec for call in CALLS.values() if (spec := spec_of(call)) is not None))
+
+
+def require_inf_of_empty_rows(call: EmptyRows, device: str) -> None:
+    """With `inf_if_empty` a call gives what it gives without, bit by bit, but for +inf in the place of -inf.
+
+    Results go to poisoned memory, the log-sum-exp in FlashMLA's order.
+    """
+    case = call.case(device)
+    batch, s_q, h_q, _ = case.q.shape
+    out = PoisonedOutput((batch, s_q, h_q, V_DIM), torch.bfloat16, device, padded=True)
+    lse = PoisonedOutput((batch, h_q, s_q), torch.float32, device, padded=False)
+    forced = {"num_splits": None, "exchange": None, "scores": None, **call.forced}
+    written = {"out": out.tensor, "lse": lse.tensor.transpose(1, 2)}
+    got = decode_request(**case.arguments(), **forced, **written, inf_if_empty=True)
+    assert got[0] is out.tensor and got[1] is written["lse"]
+    result = mla_fp8_decode(**case.arguments(), **call.forced, return_lse=True)
+    empty = result[1] == -torch.inf
+    assert empty.any() and bool(empty.all()) == call.keyless, "a call of these has queries of both kinds"
+    require_same_bits(got[1], torch.where(empty, torch.inf, result[1]))
+    require_same_bits(got[0], result[0])
+    assert (got[0][empty] == 0).all()
+    if not call.keyless:
+        shown = torch.where(got[1] == torch.inf, -torch.inf, got[1])
+        check_decode(got[0], shown, scores=call.forced.get("scores"), **case.arguments()).require()
+    out.require_no_stray_writes()
+    lse.require_no_stray_writes()
+
+
+def require_same_bits(got: torch.Tensor, expected: torch.Tensor) -> None:
+    """Raise AssertionError unless both have the same shape and bits."""
+    number = {2: torch.int16, 4: torch.int32}[got.element_size()]
+    assert got.shape == expected.shape and got.dtype == expected.dtype
+    assert torch.equal(got.contiguous().view(number), expected.contiguous().view(number))
+
+
+def flash_mla_call(case: DecodeCase) -> dict[str, Any]:
+    """The arguments of `flash_mla_with_kvcache` for a call that forces nothing."""
+    extra = case.extra_kv_cache
+    return {
+        "q": case.q,
+        "k_cache": case.kv_cache.unsqueeze(2),
+        "block_table": case.block_table,
+        "cache_seqlens": case.cache_seqlens,
+        "head_dim_v": V_DIM,
+        "tile_scheduler_metadata": None,
+        "causal": case.causal and case.indices is None,
+        "is_fp8_kvcache": True,
+        "indices": case.indices,
+        "topk_length": case.topk_length,
+        "attn_sink": case.s_aux,
+        "extra_k_cache": None if extra is None else extra.unsqueeze(2),
+        "extra_indices_in_kvcache": case.extra_indices,
+        "extra_topk_length": case.extra_topk_length,
+        "kv_format": case.cache_format,
+    }

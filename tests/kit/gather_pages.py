@@ -1,0 +1,74 @@
+"""Quantized caches as `gather_pages` takes them, and what is in their pages."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from cute_kernels.integrations.vllm.calls import int8_views, stock_views
+from tests.kit.mla_cases import generator
+from tests.kit.vllm_batches import stock_cache
+
+PAGES, PAGE_SIZE, KV_HEADS = 5, 16, 3
+
+
+class GatherCache(NamedTuple):
+    """Codes (pages, page_size, h_kv, d), scales (pages, page_size, h_kv) or one."""
+
+    k_cache: torch.Tensor
+    v_cache: torch.Tensor
+    k_scale: torch.Tensor
+    v_scale: torch.Tensor
+
+    def to(self, device: str) -> GatherCache:
+        """On another device, with the same strides."""
+        return GatherCache(*(_moved(t, device) for t in self))
+
+
+def _moved(t: torch.Tensor, device: str) -> torch.Tensor:
+    moved = torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=device)
+    moved.view(torch.uint8).copy_(t.view(torch.uint8)) if t.dtype is torch.float8_e4m3fn else moved.copy_(t)
+    return moved
+
+
+def gather_cache(kv_dtype: torch.dtype, layout: str, d: int) -> GatherCache:
+    """Random codes of every value but NaN, and scales from 2^-20 to 2^20.
+
+    Args:
+        kv_dtype: int8 or float8_e4m3fn.
+        layout: "NHD" or "HND": separate tensors; "interleaved": a cache of vLLM.
+        d: head dimension.
+    """
+    gen = generator(d)
+    int8 = kv_dtype is torch.int8
+    if layout == "interleaved":
+        kv_cache = stock_cache(PAGES, KV_HEADS, PAGE_SIZE, d, torch.int8 if int8 else torch.uint8, "NHD")
+        views = int8_views(kv_cache, d) if int8 else stock_views(kv_cache, d, fp8=True)
+        k, v, *scales = views.tokens_first()
+    else:
+        shape = (PAGES, PAGE_SIZE, KV_HEADS) if layout == "NHD" else (PAGES, KV_HEADS, PAGE_SIZE)
+        k, v = torch.zeros(2, *shape, d, dtype=torch.int8, device="cpu").view(kv_dtype)
+        scales = list(torch.zeros(2, *shape, dtype=torch.float32, device="cpu")) if int8 else []
+        if layout == "HND":
+            k, v, *scales = (t.transpose(1, 2) for t in (k, v, *scales))
+    for codes in (k, v):
+        drawn = torch.randint(-127, 127, codes.shape, generator=gen, dtype=torch.int8, device="cpu")
+        codes.view(torch.int8).copy_(drawn)  # as FP8: 0x7F and 0xFF are NaN
+        if not int8:
+            codes.view(torch.int8).masked_fill_(drawn == -1, 0)
+    for scale in scales:
+        scale.copy_((torch.rand(scale.shape, generator=gen, dtype=torch.float32, device="cpu") * 40 - 20).exp2())
+    if not int8:
+        scales = [torch.tensor(factor, dtype=torch.float32, device="cpu") for factor in (0.37, 1.9)]
+    return GatherCache(k, v, scales[0], scales[1])
+
+
+def expected(cache: GatherCache, pages: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Products in float32, page by page."""
+    found = []
+    for codes, scale in ((cache.k_cache, cache.k_scale), (cache.v_cache, cache.v_scale)):
+        rows = torch.stack([codes[page].float() for page in pages])
+        scales = scale if scale.dim() == 0 else torch.stack([scale[page] for page in pages]).unsqueeze(-1)
+        found.append(rows * scales)
+    return found[0], found[1]

@@ -1,0 +1,599 @@
+"""Inputs for grouped-query decoding, ordinary and adversarial, and the tolerance rule for its results.
+
+Everything is drawn from a `torch.Generator` on the device it is made for, so a seed and a device name an input exactly.
+A slot that no query may see, past a sequence's end, before its window or in a page of nobody, has NaN scales and NaN
+codes where the dtypes have NaN, and random codes where they do not.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+
+from cute_kernels.gqa.layouts import ALIGNMENT, LAYOUTS, CacheLayout, CacheSizes, ScaleKind, Which, scale_shapes
+from cute_kernels.gqa.reference import (
+    ScaledCache,
+    head_chunks,
+    modify_scores,
+    quantize,
+    reference_gqa_decode,
+    spread_scale,
+    visible_keys,
+)
+from tests.kit.compare import (
+    Comparison,
+    Projections,
+    Yardstick,
+    default_width,
+    finite_or_zero,
+    rounding_noise,
+    rounding_variance,
+)
+from tests.kit.mla_cases import (
+    INT32_MAX,
+    OUTLIER_CHANNELS,
+    OUTLIER_FACTOR,
+    QUERY_SIZE,
+    PoisonedOutput,
+    generator,
+    sink_logits,
+    strided,
+)
+
+KV_DTYPES: Final = {
+    "int8": torch.int8,
+    "fp8": torch.float8_e4m3fn,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+}
+SCALE_NAMES: Final = {
+    "per_tensor": ScaleKind("per_tensor"),
+    "per_head": ScaleKind("per_head"),
+    "per_token": ScaleKind("per_token"),
+    "per_token_head": ScaleKind("per_token_head"),
+    "per_group_32": ScaleKind("per_group", 32),
+    "per_group_64": ScaleKind("per_group", 64),
+}
+VALUES: Final = ("normal", "channels", "tokens", "wild")
+"""What a cache holds:
+
+normal    N(0,1), quantized with the scales that its absmax asks for
+channels  the same with some channels times 20, as trained models have them in K
+tokens    the same with one token in 50 times 20 in V and times 3 in K
+wild      codes of the whole range, scales of random size: between heads from 1e-6 to 1e3 (1e-3 to 10 where q or the
+          scales are float16), between groups of a head up to 1e6, between tokens up to 1e4 below that
+"""
+GROUP_DECADES: Final = 6.0
+"""Queries are as much smaller as scales are larger, so that scores are of usual size. A row of Q is float16 in the
+kernel: 10^9 between two groups of a row left the smaller numbers so few bits that a log-sum-exp was off by 2e-4."""
+OUTLIER_TOKEN_SHARE: Final = 1 / 50
+FP8_MAX: Final = 448.0
+ELEMENTS_PER_CHUNK: Final = 1 << 26
+"""Elements of a cache made at a time: 268 MB as float32."""
+
+
+@dataclass(frozen=True)
+class GqaCase:
+    """One call of `gqa_decode`; tensors as in its docstring."""
+
+    q: torch.Tensor
+    k_cache: torch.Tensor
+    v_cache: torch.Tensor
+    k_scale: torch.Tensor | None = None
+    v_scale: torch.Tensor | None = None
+    layout: str = "BNSH"
+    cache_seqlens: torch.Tensor | None = None
+    block_table: torch.Tensor | None = None
+    causal: bool = True
+    window: int | None = None
+    softcap: float | None = None
+    alibi_slopes: torch.Tensor | None = None
+    s_aux: torch.Tensor | None = None
+    softmax_scale: float | None = None
+
+    def arguments(self) -> dict[str, Any]:
+        """All arguments by name, for the decode, the oracle and the emulation."""
+        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+
+    def outputs(self, *, padded: bool = False) -> tuple[PoisonedOutput, PoisonedOutput]:
+        """Poisoned buffers for out and lse."""
+        out = PoisonedOutput(tuple(self.q.shape), self.q.dtype, self.q.device, padded=padded)
+        return out, PoisonedOutput(tuple(self.q.shape[:3]), torch.float32, self.q.device, padded=padded)
+
+
+def gqa_case(
+    *,
+    seqlens: Sequence[int],
+    h_q: int,
+    h_kv: int,
+    d: int = 128,
+    s_q: int = 1,
+    layout: str = "BNSH",
+    page_size: int = 64,
+    kv_dtype: str = "int8",
+    q_dtype: torch.dtype = torch.bfloat16,
+    k_scales: str | None = "per_token_head",
+    v_scales: str | None = "per_token_head",
+    scale_dtype: torch.dtype = torch.float32,
+    values: str = "normal",
+    causal: bool = True,
+    window: int | None = None,
+    softcap: float | None = None,
+    alibi: str = "none",
+    sink: str = "none",
+    bad_entries: bool = False,
+    whole: bool = False,
+    padded: bool = True,
+    query_size: float = QUERY_SIZE,
+    seed: int = 0,
+    device: torch.device | str = "cpu",
+) -> GqaCase:
+    """A decode over a cache in which all that no query sees is poison.
+
+    Pages are shuffled. Block tables are two entries wider than the longest sequence needs; entries past a sequence's
+    end are garbage: out of range, or another sequence's page, or a poisoned one.
+
+    Args:
+        seqlens: tokens of each sequence, 0 allowed; their number is the batch.
+        h_q: query heads, a multiple of `h_kv`.
+        h_kv: heads of the cache.
+        d: head dimension.
+        s_q: queries of each sequence.
+        layout: name of the layout.
+        page_size: tokens of a page, for paged layouts.
+        kv_dtype: one of `KV_DTYPES`.
+        q_dtype: bfloat16 or float16; a 16-bit cache needs the same.
+        k_scales: one of `SCALE_NAMES`. Ignored for 16-bit caches; None, for both, leaves an FP8 cache without.
+        v_scales: likewise.
+        scale_dtype: float32 or float16.
+        values: one of `VALUES`.
+        causal: as the decode takes it, and so are `window` and `softcap`.
+        window: see there.
+        softcap: see there.
+        alibi: "none", or slopes per "head" or per "batch" row and head.
+        sink: "none", "finite", or "inf": finite ones with some +inf and some -inf among them.
+        bad_entries: a tenth of the block table's entries within the sequences is out of range.
+        whole: contiguous layouts: no cache_seqlens, all tokens of the cache; all `seqlens` must be equal.
+        padded: q, caches, scales and block table not contiguous.
+        query_size: standard deviation of the logits, of those of large keys if keys differ in size.
+        seed: of the generator.
+        device: of all tensors.
+    """
+    if values not in VALUES:
+        raise ValueError(f"values: got {values!r}, needs one of {', '.join(VALUES)}")
+    known, gen = LAYOUTS[layout], generator(seed, device)
+    dtype = KV_DTYPES[kv_dtype]
+    itemsize = dtype.itemsize
+    if itemsize == 2:
+        k_scales = v_scales = None
+    named: dict[Which, str | None] = {"k": k_scales, "v": v_scales}
+    kinds = {which: None if name is None else SCALE_NAMES[name] for which, name in named.items()}
+    lengths = torch.tensor(list(seqlens), dtype=torch.int64, device="cpu")
+    batch, longest = len(lengths), int(lengths.max()) if len(lengths) else 0
+    table = None
+    if known.paged:
+        table, num_pages = _block_table(lengths, page_size, bad_entries, gen)
+        sizes = CacheSizes(num_pages, page_size, h_kv, d)
+    else:
+        sizes = CacheSizes(batch, longest if whole else longest + 3, h_kv, d)
+    used_outer, used_rows = _used_slots(lengths, sizes, known, table, s_q, causal, window, gen.device)
+
+    narrow = q_dtype == torch.float16 or scale_dtype == torch.float16 or dtype == torch.float16
+    caches: dict[str, torch.Tensor] = {}
+    scales: dict[str, torch.Tensor | None] = {}
+    sizes_of_keys = torch.ones((h_kv, d), dtype=torch.float32, device=gen.device)
+    for which, kind in kinds.items():
+        codes = _empty_cache(sizes, known, which, dtype, padded, gen)
+        scale = None if kind is None else _empty_scale(sizes, known, kind, scale_dtype, padded, gen)
+        base = _wild_base(h_kv, d, kind, narrow, gen) if values == "wild" else None
+        cache = ScaledCache(codes, scale, known, which, sizes)
+        _fill(cache, used_outer, used_rows, sizes, values, base, gen)
+        if which == "k" and base is not None:
+            # codes of int8 have a standard deviation of 74, those of FP8 are made to have 64
+            sizes_of_keys = base if itemsize == 2 else 70 * (base if kind else torch.ones_like(base))
+        elif which == "k" and values == "channels":
+            sizes_of_keys[:, _outlier_channels(d)] = OUTLIER_FACTOR
+        caches[which], scales[which] = codes, scale
+
+    # Whatever the size of keys is, q stays near 1 in its largest channels, and the softmax scale does the rest.
+    factor = sizes_of_keys.reciprocal()
+    largest = factor.amax()
+    q = torch.randn((batch, s_q, h_kv, h_q // h_kv, d), generator=gen, dtype=torch.float32, device=gen.device)
+    wild = values == "wild"
+    q = (q * (factor / largest if wild else factor * query_size).unsqueeze(1)).flatten(2, 3).to(q_dtype)
+    slopes = None
+    if alibi != "none":
+        slopes = torch.exp2(-8 * torch.arange(1, h_q + 1, dtype=torch.float32, device=gen.device) / h_q)
+        slopes[::5] = 0
+        if alibi == "batch":
+            slopes = slopes * (0.5 + torch.rand((batch, h_q), generator=gen, dtype=torch.float32, device=gen.device))
+    strided_int = _strided_int if padded else torch.Tensor.int
+    return GqaCase(
+        q=strided(q) if padded else q,
+        k_cache=caches["k"],
+        v_cache=caches["v"],
+        k_scale=scales["k"],
+        v_scale=scales["v"],
+        layout=layout,
+        cache_seqlens=None if whole else lengths.int().to(gen.device),
+        block_table=None if table is None else strided_int(table.int().to(gen.device)),
+        causal=causal,
+        window=window,
+        softcap=softcap,
+        alibi_slopes=slopes,
+        s_aux=sink_logits(h_q, sink, gen),
+        softmax_scale=query_size * float(largest) / math.sqrt(d) if wild else None,
+    )
+
+
+def _block_table(
+    lengths: torch.Tensor, page_size: int, bad_entries: bool, gen: torch.Generator
+) -> tuple[torch.Tensor, int]:
+    """The table (batch, width) int64 on the CPU, and the number of pages."""
+    pages_of = -(-lengths // page_size)
+    needed, spare = int(pages_of.sum()), 3
+    num_pages, width = needed + spare, (int(pages_of.max()) if len(lengths) else 0) + 2
+    shuffled = torch.randperm(num_pages, generator=gen, dtype=torch.int64, device=gen.device).cpu()
+    out_of_range = torch.tensor([-1, -(2**31), num_pages, num_pages + 1, INT32_MAX], dtype=torch.int64, device="cpu")
+    garbage = torch.cat([out_of_range, shuffled[[0, -1]]])
+
+    def choice(entries: torch.Tensor) -> torch.Tensor:
+        places = torch.randint(len(entries), (len(lengths), width), generator=gen, dtype=torch.int64, device=gen.device)
+        return entries[places.cpu()]
+
+    table = choice(garbage)
+    table[torch.arange(width, dtype=torch.int64, device="cpu") < pages_of.unsqueeze(1)] = shuffled[:needed]
+    if bad_entries:
+        bad = torch.rand(table.shape, generator=gen, dtype=torch.float32, device=gen.device).cpu() < 0.1
+        table = torch.where(bad, choice(out_of_range), table)
+    return table, num_pages
+
+
+def _used_slots(
+    lengths: torch.Tensor,
+    sizes: CacheSizes,
+    layout: CacheLayout,
+    table: torch.Tensor | None,
+    s_q: int,
+    causal: bool,
+    window: int | None,
+    device: torch.device,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(sequence or page, row in it) of every key that some query sees."""
+    capacity = sizes.rows if table is None else table.shape[1] * sizes.rows
+    positions = torch.arange(capacity, dtype=torch.int64, device="cpu")
+    seen = positions < lengths.unsqueeze(1)
+    if window is not None:
+        seen &= positions > (lengths - s_q - window).unsqueeze(1)
+    row, position = seen.nonzero(as_tuple=True)
+    if table is None:
+        return row.to(device), position.to(device)
+    page = table[row, position // sizes.rows]
+    valid = (page >= 0) & (page < sizes.outer)
+    return page[valid].to(device), (position % sizes.rows)[valid].to(device)
+
+
+def _apart(shape: tuple[int, ...], itemsize: int, padded: bool) -> tuple[int, tuple[int, ...]]:
+    """Elements and strides of a tensor whose outermost items lie 16 bytes further apart than they must if padded."""
+    strides = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
+    if padded and len(shape) > 1:
+        unit = ALIGNMENT // itemsize
+        strides[0] = -(-strides[0] // unit) * unit + unit
+    return shape[0] * strides[0] if shape else 1, tuple(strides)
+
+
+def _empty_cache(
+    sizes: CacheSizes, layout: CacheLayout, which: Which, dtype: torch.dtype, padded: bool, gen: torch.Generator
+) -> torch.Tensor:
+    """A cache of poison: NaN, or random codes of int8."""
+    shape = layout.shape(which, sizes, dtype.itemsize)
+    elements, strides = _apart(shape, dtype.itemsize, padded)
+    if dtype == torch.int8:
+        storage = torch.randint(-128, 128, (elements,), dtype=dtype, generator=gen, device=gen.device)
+    else:
+        # every byte 0xFF is a NaN in all of them
+        storage = torch.full((elements * dtype.itemsize,), 0xFF, dtype=torch.uint8, device=gen.device).view(dtype)
+    return storage.as_strided(shape, strides)
+
+
+def _empty_scale(
+    sizes: CacheSizes, layout: CacheLayout, kind: ScaleKind, dtype: torch.dtype, padded: bool, gen: torch.Generator
+) -> torch.Tensor:
+    """NaN scales; the shape of per_tensor is () or (1,), drawn."""
+    shape = scale_shapes(layout, sizes)[kind]
+    if kind.granularity == "per_tensor" and torch.rand((), generator=gen, dtype=torch.float32, device=gen.device) < 0.5:
+        shape = ()
+    elements, strides = _apart(shape, dtype.itemsize, padded)
+    return torch.full((elements,), math.nan, dtype=dtype, device=gen.device).as_strided(shape, strides)
+
+
+def _wild_base(h_kv: int, d: int, kind: ScaleKind | None, narrow: bool, gen: torch.Generator) -> torch.Tensor:
+    """(h_kv, d): the largest scale in each head or group; one for all where the granularity tells neither apart."""
+    heads = h_kv if kind is None or kind.granularity in ("per_head", "per_token_head", "per_group") else 1
+    groups = d // kind.group_size if kind is not None and kind.group_size else 1
+    low, high = (-3.0, 1.0) if narrow else (-6.0, 3.0)
+
+    def drawn(shape: tuple[int, int], decades: float) -> torch.Tensor:
+        return decades * torch.rand(shape, generator=gen, dtype=torch.float32, device=gen.device)
+
+    group_decades = min(high - low, GROUP_DECADES) if groups > 1 else 0.0
+    exponent = low + drawn((heads, 1), high - low - group_decades) + drawn((heads, groups), group_decades)
+    return torch.pow(10.0, exponent).repeat_interleave(d // groups, dim=1).expand(h_kv, d)
+
+
+def _outlier_channels(d: int) -> list[int]:
+    return sorted({channel % d for channel in OUTLIER_CHANNELS})
+
+
+def _fill(
+    cache: ScaledCache,
+    outer: torch.Tensor,
+    rows: torch.Tensor,
+    sizes: CacheSizes,
+    values: str,
+    base: torch.Tensor | None,
+    gen: torch.Generator,
+) -> None:
+    """Write random tokens to places; a scale that all tokens share is chosen by the first of them."""
+    shared: torch.Tensor | None = None
+    step = max(1, ELEMENTS_PER_CHUNK // (sizes.h_kv * sizes.d))
+    for start in range(0, max(1, len(outer)), step):
+        slots = outer[start : start + step], rows[start : start + step]
+        shape = (len(slots[0]), sizes.h_kv, sizes.d)
+        if base is None:
+            codes, scale = _quantized(
+                torch.randn(shape, generator=gen, dtype=torch.float32, device=gen.device), cache, values, shared, gen
+            )
+        else:
+            codes, scale = _wild_tokens(shape, cache, base, gen)
+        cache.put(*slots, codes)
+        if scale is None or cache.scale is None or cache.kind is None:
+            continue
+        if cache.kind.granularity in ("per_tensor", "per_head"):
+            shared = scale
+            cache.scale.copy_(scale.reshape(cache.scale.shape))
+        else:
+            cache.put_scale(*slots, scale)
+
+
+def _quantized(
+    x: torch.Tensor, cache: ScaledCache, values: str, shared: torch.Tensor | None, gen: torch.Generator
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Codes and scale of N(0,1) tokens (n, h_kv, d) after outliers are put in."""
+    if values == "channels":
+        x[..., _outlier_channels(x.shape[-1])] *= OUTLIER_FACTOR
+    elif values == "tokens":
+        one = torch.rand((len(x), 1, 1), generator=gen, dtype=torch.float32, device=gen.device) < OUTLIER_TOKEN_SHARE
+        x = torch.where(one, x * (OUTLIER_FACTOR if cache.which == "v" else 3.0), x)
+    dtype = cache.codes.dtype
+    if cache.kind is None or cache.scale is None:
+        return (x.clamp(-FP8_MAX, FP8_MAX) if dtype == torch.float8_e4m3fn else x).to(dtype), None
+    if dtype == torch.int8:
+        return quantize(x, cache.kind, cache.scale.dtype, shared)
+    scale = shared
+    if scale is None:
+        # FP8 has 448 where INT8 has 127
+        scale = (quantize(x, cache.kind)[1] * (127 / FP8_MAX)).to(cache.scale.dtype)
+    return (x / spread_scale(scale.float(), cache.kind)).clamp(-FP8_MAX, FP8_MAX).to(dtype), scale
+
+
+def _wild_tokens(
+    shape: tuple[int, int, int], cache: ScaledCache, base: torch.Tensor, gen: torch.Generator
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Codes of the whole range, and scales that have nothing to do with them."""
+    kind, dtype, (n, h_kv, d) = cache.kind, cache.codes.dtype, shape
+    if dtype == torch.int8:
+        codes = torch.randint(-128, 128, shape, dtype=dtype, generator=gen, device=gen.device)
+    else:
+        codes = torch.randn(shape, generator=gen, dtype=torch.float32, device=gen.device)
+        codes = (codes * 64).clamp(-FP8_MAX, FP8_MAX).to(dtype) if dtype == torch.float8_e4m3fn else codes
+    # per token: half at full size, the others up to four decades below
+    own = (n, 1, 1) if kind is None or kind.granularity == "per_token" else (n, h_kv, 1)
+    if kind is not None and kind.granularity == "per_group":
+        own = (n, h_kv, d // kind.group_size)
+    depth = 8 * (torch.rand(own, generator=gen, dtype=torch.float32, device=gen.device) - 0.5).clamp_min(0)
+    jitter = 1 - 0.5 * torch.rand(own, generator=gen, dtype=torch.float32, device=gen.device)
+    drop = torch.pow(10.0, -depth) * jitter  # all different: bf16 would round equal ones by the same factor
+    if kind is None or cache.scale is None:
+        if dtype == torch.float8_e4m3fn:
+            return codes, None
+        return (codes * drop * base).to(dtype), None
+    match kind.granularity:
+        case "per_tensor":
+            scale = base[0, :1]
+        case "per_head":
+            scale = base[:, 0]
+        case "per_token":
+            scale = base[0, 0] * drop[:, 0, 0]
+        case "per_token_head":
+            scale = base[:, 0] * drop[..., 0]
+        case _:
+            scale = base[:, :: kind.group_size] * drop
+    return codes, scale.to(cache.scale.dtype)
+
+
+def _strided_int(values: torch.Tensor) -> torch.Tensor:
+    """The same int32 values in a tensor with a larger row stride."""
+    wide = values.new_full((*values.shape[:-1], values.shape[-1] + 3), INT32_MAX)
+    view = wide[..., : values.shape[-1]]
+    view.copy_(values)
+    return view
+
+
+@torch.no_grad()
+def gqa_yardstick(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
+    *,
+    layout: str = "BNSH",
+    cache_seqlens: torch.Tensor | None = None,
+    block_table: torch.Tensor | None = None,
+    causal: bool = True,
+    window: int | None = None,
+    softcap: float | None = None,
+    alibi_slopes: torch.Tensor | None = None,
+    s_aux: torch.Tensor | None = None,
+    softmax_scale: float | None = None,
+) -> Yardstick:
+    """The decode in plain arithmetic of q's dtype, which is the output's; arguments as in `reference_gqa_decode`.
+
+    Keys and values dequantized to it, scores and sums in float32, probabilities (relative to the row's maximum) and the
+    output rounded to it. The noise is in float64.
+
+    Where tokens have value scales of their own, codes stay as they are and probabilities are multiplied by the scale
+    before they are rounded; to bfloat16, also if q is float16, whose exponents do not hold a product with any float32.
+    """
+    known = LAYOUTS[layout]
+    batch, s_q, h_q, d = q.shape
+    axes = dict(zip(known.value, v_cache.shape, strict=True))
+    sizes = CacheSizes(axes[known.outer], axes[known.rows], axes["h"], d)
+    keys_of = ScaledCache(k_cache, k_scale, known, "k", sizes)
+    values_of = ScaledCache(v_cache, v_scale, known, "v", sizes)
+    scale = d**-0.5 if softmax_scale is None else softmax_scale
+    queries = q.float().unflatten(2, (sizes.h_kv, -1))
+    sinks = None if s_aux is None else s_aux.float().view(sizes.h_kv, -1, 1)
+    slopes = None
+    if alibi_slopes is not None:
+        slopes = alibi_slopes.float().expand(batch, h_q).unflatten(1, (sizes.h_kv, -1))
+    out = torch.zeros(queries.shape, dtype=q.dtype, device=q.device)
+    lse = queries.new_full(queries.shape[:-1], -torch.inf)
+    noise, shared = torch.zeros_like(queries, dtype=torch.float64), torch.zeros_like(lse, dtype=torch.float64)
+    groups = value_groups(v_scale, known)
+    width = d // groups if groups > 1 else default_width(d)
+    token_scales = values_of.kind is not None and values_of.kind.granularity in TOKEN_SCALES
+    operand = torch.bfloat16 if token_scales else q.dtype  # what P is rounded to
+    for work in visible_keys(
+        batch,
+        s_q,
+        sizes,
+        known,
+        cache_seqlens=cache_seqlens,
+        block_table=block_table,
+        causal=causal,
+        window=window,
+        device=q.device,
+    ):
+        key_errors = noise.new_zeros((sizes.h_kv, len(work.positions)))
+        for heads in head_chunks(sizes.h_kv, len(work.positions), d):
+            keys = keys_of.take(work.outer, work.rows, heads, q.dtype).float().permute(1, 2, 0)
+            dtype = None if token_scales else operand
+            values, scales = _value_operands(values_of, work.outer, work.rows, heads, groups, dtype)
+            exact = values.double() if scales is None else values.double() * spread_groups(scales.double(), d)
+            for query, (seen, own_position) in enumerate(zip(work.seen, work.own_positions, strict=True)):
+                if seen.start == seen.stop:
+                    continue
+                place = work.row, query, heads
+                row_slopes = None if slopes is None else slopes[work.row, heads]
+                scores = queries[place] @ keys[..., seen] * scale
+                scores = modify_scores(scores, work.positions[seen] - own_position, softcap, row_slopes)
+                row_max = scores.amax(dim=-1, keepdim=True)
+                weights = torch.exp(scores - row_max)
+                row_sum = weights.sum(dim=-1, keepdim=True)
+                own_lse = row_max + row_sum.log()
+                share = row_sum.reciprocal()
+                if sinks is not None:
+                    share = share * torch.sigmoid(own_lse - sinks[heads])
+                own_scales = None if scales is None else scales[:, seen]
+                result = _rounded_product(weights, values[:, seen], own_scales, operand) * share
+                out[place], lse[place] = result.to(q.dtype), own_lse.squeeze(-1)
+                p, own = weights.double() * share, exact[:, seen]
+                noise[place] = (rounding_variance(weights.double(), operand) @ own.square()).sqrt() * share
+                projections = Projections.of(
+                    finite_or_zero(result.double()), finite_or_zero(noise[place]), q.dtype, width
+                )
+                key_errors[heads, seen] += rounding_noise(operand) * projections.of_keys(p, own).sum(dim=1)
+        if values_of.kind is not None and values_of.kind.granularity == "per_token":
+            key_errors = key_errors.sum(dim=0)  # what one scale does to a P of 1 is the same in all heads
+        shared[work.row] = key_errors.square().sum() / shared[work.row].numel()
+    return Yardstick(*(tensor.flatten(2, 3) for tensor in (out, lse, noise, shared)))
+
+
+TOKEN_SCALES: Final = ("per_token", "per_token_head", "per_group")
+"""Granularities of value scales that P is multiplied by before it meets codes; the others wait for the end."""
+
+
+def _value_operands(
+    cache: ScaledCache,
+    outer: torch.Tensor,
+    rows: torch.Tensor,
+    heads: slice,
+    groups: int,
+    dtype: torch.dtype | None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Values (heads, n, d) float32, rounded to a dtype; or, without one, codes and their scales (heads, n, groups)."""
+    if dtype is not None:
+        return cache.take(outer, rows, heads, dtype).float().transpose(0, 1), None
+    codes, scale = cache.parts(outer, rows, heads)
+    assert scale is not None and cache.kind is not None
+    spread = spread_scale(scale.float(), cache.kind).expand(*codes.shape[:2], -1)
+    return codes.float().transpose(0, 1), spread[..., :: max(1, spread.shape[-1] // groups)].transpose(0, 1)
+
+
+def spread_groups(scales: torch.Tensor, d: int) -> torch.Tensor:
+    """Scales (..., groups) as (..., d)."""
+    return scales.repeat_interleave(d // scales.shape[-1], dim=-1)
+
+
+def _rounded_product(
+    weights: torch.Tensor, values: torch.Tensor, scales: torch.Tensor | None, operand: torch.dtype
+) -> torch.Tensor:
+    """P V, (heads, rows, d) float32. P, or P times the scale of each key and group, is rounded to `operand` first."""
+    if scales is None:
+        return weights.to(operand).float() @ values
+    parts = values.chunk(scales.shape[-1], dim=-1)
+    scaled = [(weights * scale.unsqueeze(-2)).to(operand).float() for scale in scales.unbind(-1)]
+    return torch.cat([one @ part for one, part in zip(scaled, parts, strict=True)], dim=-1)
+
+
+def value_groups(v_scale: torch.Tensor | None, layout: CacheLayout) -> int:
+    """Groups of d that have value scales of their own, 1 if none have."""
+    return v_scale.shape[layout.scale_axes("per_group").index("g")] if v_scale is not None and v_scale.ndim == 4 else 1
+
+
+@dataclass(frozen=True)
+class GqaExpectation:
+    """The expected results of a call: the oracle's, and the allowed error.
+
+    out        (batch, s_q, h_q, d) float64
+    lse        (batch, s_q, h_q) float64
+    yardstick  the same call in the arithmetic of its output's dtype
+    groups     groups of d that have value scales of their own, 1 if none have
+    """
+
+    out: torch.Tensor
+    lse: torch.Tensor
+    yardstick: Yardstick
+    groups: int = 1
+
+    @classmethod
+    def of(cls, case: GqaCase) -> GqaExpectation:
+        """The expectation of one call."""
+        arguments, groups = case.arguments(), value_groups(case.v_scale, LAYOUTS[case.layout])
+        return cls(*reference_gqa_decode(**arguments), gqa_yardstick(**arguments), groups)
+
+    def check(self, out: torch.Tensor, lse: torch.Tensor | None, *, name: str = "gqa_decode") -> Comparison:
+        """Compares results with the expectation; arguments as in `check_gqa`."""
+        width = self.out.shape[-1] // self.groups if self.groups > 1 else None
+        return self.yardstick.compare(out, self.out, width=width, lse=lse, expected_lse=self.lse, name=name)
+
+
+def check_gqa(out: torch.Tensor, lse: torch.Tensor | None, case: GqaCase, *, name: str = "gqa_decode") -> Comparison:
+    """Compare a decode's results with the float64 oracle.
+
+    Where values have scales per group, the elements of a group are judged among themselves.
+
+    Args:
+        out: (batch, s_q, h_q, d), what the kernel wrote.
+        lse: (batch, s_q, h_q) float32 or None.
+        case: the call.
+        name: leads the message.
+    """
+    return GqaExpectation.of(case).check(out, lse, name=name)

@@ -1,0 +1,61 @@
+"""Jobs for tests of bench/vllm_pool.py, which processes import by name."""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Any
+
+from bench.vllm_pool import Messages
+
+
+def run(kind: str, options: dict[str, Any], messages: Messages) -> None:
+    globals()[f"_{kind}"](options, messages)
+
+
+def _say(options: dict[str, Any], messages: Messages) -> None:
+    for text in options.get("events", ()):
+        messages.send(text, options.get("data"))
+
+
+def _measure(options: dict[str, Any], messages: Messages) -> None:
+    """Says when it has the card and for how long."""
+    messages.wait_for_card()
+    begin = time.monotonic()
+    time.sleep(options.get("seconds", 0.05))
+    messages.send("span", (begin, time.monotonic()))
+
+
+def _sleep(options: dict[str, Any], messages: Messages) -> None:
+    begin = time.monotonic()
+    time.sleep(options["seconds"])
+    messages.send("span", (begin, time.monotonic()))
+
+
+def _fail(options: dict[str, Any], messages: Messages) -> None:
+    messages.send("case", 1)
+    if not options.get("well"):
+        print("in the log")
+        raise RuntimeError(f"it failed with {os.environ.get('WAY', 'nothing')}")
+
+
+def _die(options: dict[str, Any], messages: Messages) -> None:
+    print("last words", flush=True)
+    os._exit(3)
+
+
+def _child(options: dict[str, Any], messages: Messages) -> None:
+    """Starts a process that writes a file unless it is ended first."""
+    import subprocess
+    import sys
+
+    code = f"import time, pathlib; time.sleep(2); pathlib.Path({options['file']!r}).write_text('')"
+    with subprocess.Popen([sys.executable, "-c", code]):
+        messages.send("began")
+        time.sleep(30)
+
+
+def _environment(options: dict[str, Any], messages: Messages) -> None:
+    import sys
+
+    messages.send("modules", "tests.kit.pool_preloaded" in sys.modules)

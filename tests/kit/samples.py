@@ -1,0 +1,224 @@
+"""A sample call of every public function, for tests of environments: defaults, modes, compilers.
+
+Inputs are drawn on a device from a seed, and are as adversarial as those of `tests.kit`.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+import fp8_mla
+from cute_kernels import gqa_decode, kv_int8_append, merge_states, mla_fp8_append, mla_fp8_decode, sink_attention
+from cute_kernels.compat import flash_mla
+from tests.kit.gqa_cases import gqa_case
+from tests.kit.mla_cases import dense_case, generator, latent_tokens, sparse_case
+from tests.kit.sink_cases import sink_case
+
+Tensors = tuple[torch.Tensor, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Sample:
+    """A call.
+
+    inputs    makes its arguments on a device; the same ones each time
+    run       calls, and returns all results, tensors that were written among them
+    backward  whether it needs gradients
+    """
+
+    inputs: Callable[[str], dict[str, Any]]
+    run: Callable[..., Tensors]
+    backward: bool = False
+
+
+def copied(arguments: dict[str, Any]) -> dict[str, Any]:
+    """A copy of the arguments, strides included, so that a call can write to its tensors."""
+    return {name: _copy(value) if isinstance(value, torch.Tensor) else value for name, value in arguments.items()}
+
+
+def _copy(t: torch.Tensor) -> torch.Tensor:
+    storage = torch.empty(0, dtype=t.dtype, device=t.device).set_(t.untyped_storage())
+    return storage.clone().as_strided(t.shape, t.stride(), t.storage_offset())
+
+
+# ---- inputs
+
+
+def _normal(shape: tuple[int, ...], seed: int, device: str, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return torch.randn(shape, generator=generator(seed, device), dtype=torch.float32, device=device).to(dtype)
+
+
+def _sparse(device: str) -> dict[str, Any]:
+    case = sparse_case(batch=3, h_q=16, s_q=2, topk=130, num_slots=512, lengths="query", sink="inf", device=device)
+    return {"q": case.q, "kv_cache": case.kv_cache, **case.options()}
+
+
+def _sparse_plain(device: str) -> dict[str, Any]:
+    return sparse_case(batch=2, h_q=128, topk=64, num_slots=256, padded=False, device=device).arguments()
+
+
+def _dense(device: str) -> dict[str, Any]:
+    return dense_case(seqlens=[70, 0, 5, 129], h_q=16, s_q=2, sink="finite", device=device).arguments()
+
+
+def _mla_append(device: str) -> dict[str, Any]:
+    slots = torch.tensor([5, -1, 130, 64, 1 << 40], dtype=torch.int64, device=device)
+    kv = _normal((5, fp8_mla.QK_DIM), 3, device)
+    return {"kv": kv, "kv_cache": latent_tokens(192, generator(4, device)).view(3, 64, 656), "slot_mapping": slots}
+
+
+def _gqa_contiguous(device: str) -> dict[str, Any]:
+    return gqa_case(
+        seqlens=[40, 40], h_q=8, h_kv=2, s_q=2, d=64, whole=True, window=17, softcap=20.0, alibi="batch", sink="inf",
+        device=device,
+    ).arguments()  # fmt: skip
+
+
+def _gqa_paged(device: str) -> dict[str, Any]:
+    return gqa_case(
+        seqlens=[70, 0, 33], h_q=8, h_kv=2, layout="paged_NHD", page_size=16, kv_dtype="fp8", k_scales="per_tensor",
+        v_scales="per_head", values="wild", bad_entries=True, device=device,
+    ).arguments()  # fmt: skip
+
+
+def _gqa_vllm(device: str) -> dict[str, Any]:
+    return gqa_case(
+        seqlens=[20, 33], h_q=4, h_kv=4, layout="paged_vllm", page_size=16, kv_dtype="fp16", q_dtype=torch.float16,
+        sink="finite", device=device,
+    ).arguments()  # fmt: skip
+
+
+def _kv_append(device: str) -> dict[str, Any]:
+    case = gqa_case(
+        seqlens=[20, 33], h_q=2, h_kv=2, d=64, k_scales="per_token", v_scales="per_group_32",
+        scale_dtype=torch.float16, device=device,
+    )  # fmt: skip
+    k, v = _normal((2, 4, 2, 64), 5, device).unbind()
+    slots = torch.tensor([3, -1, 40, 41], dtype=torch.int64, device=device)
+    caches = {name: getattr(case, name) for name in ("k_cache", "v_cache", "k_scale", "v_scale")}
+    return {"k": k, "v": v, **caches, "slot_mapping": slots, "layout": "BNSH"}
+
+
+def _kv_append_given(device: str) -> dict[str, Any]:
+    ones = torch.full((2,), 0.02, dtype=torch.float32, device=device)
+    return {**_kv_append(device), "k_scale": ones, "v_scale": ones[0].clone()}
+
+
+def _states(device: str) -> dict[str, Any]:
+    lses = 4 * _normal((5, 3, 2, 8), 7, device, torch.float32)
+    lses[1] = -torch.inf
+    lses[:, 0] = -torch.inf
+    outs = _normal((5, 3, 2, 8, 128), 6, device)
+    outs[1] = torch.nan
+    return {"outs": outs, "lses": lses, "s_aux": _normal((8,), 8, device, torch.float32)}
+
+
+def _sink(device: str) -> dict[str, Any]:
+    case = sink_case([(9, 13)] * 2, window=5, sinks="extreme", device=device)
+    return {**case.arguments(), "d_out": case.d_out}
+
+
+def _sink_packed(device: str) -> dict[str, Any]:
+    case = sink_case([(9, 13), (0, 3), (12, 7)], d=128, dtype=torch.float16, packed=True, device=device)
+    return {**case.arguments(), "d_out": case.d_out}
+
+
+def _flash(device: str) -> dict[str, Any]:
+    call = _sparse(device)
+    return {
+        "q": call["q"], "k_cache": call["kv_cache"].unsqueeze(2), "indices": call["indices"],
+        "topk_length": call["topk_length"][:, 0].contiguous(), "attn_sink": call["s_aux"],
+    }  # fmt: skip
+
+
+def _flash_dense(device: str) -> dict[str, Any]:
+    call = _dense(device)
+    return {
+        "q": call["q"], "k_cache": call["kv_cache"].unsqueeze(2), "block_table": call["block_table"],
+        "cache_seqlens": call["cache_seqlens"],
+    }  # fmt: skip
+
+
+# ---- calls
+
+
+def _tensors(results: torch.Tensor | Tensors) -> Tensors:
+    return results if isinstance(results, tuple) else (results,)
+
+
+def _decode_mla(**call: Any) -> Tensors:
+    return _tensors(mla_fp8_decode(**call, return_lse=True))
+
+
+def _decode_mla_alone(**call: Any) -> Tensors:
+    return _tensors(mla_fp8_decode(**call, num_splits=3))
+
+
+def _append_mla(**call: Any) -> Tensors:
+    mla_fp8_append(**call)
+    return (call["kv_cache"].clone(),)
+
+
+def _decode_gqa(**call: Any) -> Tensors:
+    return _tensors(gqa_decode(**call, return_lse=True))
+
+
+def _decode_gqa_alone(**call: Any) -> Tensors:
+    return _tensors(gqa_decode(**call, num_splits=2))
+
+
+def _append_kv(**call: Any) -> Tensors:
+    kv_int8_append(**call)
+    return tuple(call[name].clone() for name in ("k_cache", "v_cache", "k_scale", "v_scale"))
+
+
+def _attend(d_out: torch.Tensor, **call: Any) -> Tensors:
+    return _tensors(sink_attention(**call, return_lse=True))
+
+
+def _attend_with_gradients(d_out: torch.Tensor, **call: Any) -> Tensors:
+    names = [name for name in ("q", "k", "v", "s_aux") if call[name] is not None]
+    leaves = [call[name].detach().requires_grad_() for name in names]
+    out, lse = sink_attention(**{**call, **dict(zip(names, leaves, strict=True))}, deterministic=True, return_lse=True)
+    return out.detach(), lse, *torch.autograd.grad(out, leaves, d_out)
+
+
+def _decode_flash(**call: Any) -> Tensors:
+    metadata, num_splits = flash_mla.get_mla_metadata()
+    tensors = {"block_table": None, "cache_seqlens": None, **call}
+    return flash_mla.flash_mla_with_kvcache(
+        **tensors, head_dim_v=512, tile_scheduler_metadata=metadata, num_splits=num_splits, is_fp8_kvcache=True
+    )
+
+
+def _decode_flash_dense(**call: Any) -> Tensors:
+    """With the schedule of the older interface among the results."""
+    schedule, num_splits = flash_mla.get_mla_metadata(call["cache_seqlens"], 32, 1)
+    assert isinstance(schedule, torch.Tensor) and num_splits is not None
+    out, lse = flash_mla.flash_mla_with_kvcache(
+        **call, head_dim_v=512, tile_scheduler_metadata=schedule, num_splits=num_splits, causal=True,
+        is_fp8_kvcache=True,
+    )  # fmt: skip
+    return out, lse, schedule, num_splits
+
+
+SAMPLES = {
+    "mla_fp8_decode, sparse": Sample(_sparse, _decode_mla),
+    "mla_fp8_decode, sparse, no lse": Sample(_sparse_plain, _decode_mla_alone),
+    "mla_fp8_decode, dense": Sample(_dense, _decode_mla),
+    "mla_fp8_append": Sample(_mla_append, _append_mla),
+    "gqa_decode, contiguous": Sample(_gqa_contiguous, _decode_gqa),
+    "gqa_decode, paged": Sample(_gqa_paged, _decode_gqa_alone),
+    "gqa_decode, paged_vllm": Sample(_gqa_vllm, _decode_gqa),
+    "kv_int8_append, own scales": Sample(_kv_append, _append_kv),
+    "kv_int8_append, given scales": Sample(_kv_append_given, _append_kv),
+    "merge_states": Sample(_states, merge_states),
+    "sink_attention": Sample(_sink, _attend),
+    "sink_attention, gradients": Sample(_sink, _attend_with_gradients, backward=True),
+    "sink_attention, packed": Sample(_sink_packed, _attend),
+    "sink_attention, packed, gradients": Sample(_sink_packed, _attend_with_gradients, backward=True),
+    "flash_mla_with_kvcache, sparse": Sample(_flash, _decode_flash),
+    "flash_mla_with_kvcache, dense": Sample(_flash_dense, _decode_flash_dense),
+}

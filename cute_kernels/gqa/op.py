@@ -36,7 +36,7 @@ CACHE_DTYPES = (torch.int8, torch.float8_e4m3fn, torch.bfloat16, torch.float16)
 SCALE_DTYPES = (torch.float16, torch.float32)
 _NAMES = {dtype: str(dtype).removeprefix("torch.") for dtype in (*CACHE_DTYPES, torch.float32)}
 
-_INTS, _INF = (int, type(None)), float("inf")
+_INTS, _INF, _INT_END = (int, type(None)), float("inf"), 2**63
 _TENSORS = (
     "q", "k_cache", "v_cache", "k_scale", "v_scale", "cache_seqlens", "block_table", "alibi_slopes", "s_aux", "out",
     "lse",
@@ -229,7 +229,7 @@ def _launch(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
     ) = arguments  # fmt: skip
     # a kernel takes True for 1, and 1.0 finds the launch that 1 prepared
     if not (
-        type(window) in _INTS
+        (window is None or (type(window) is int and 0 < window < _INT_END))
         and type(num_splits) in _INTS
         and type(causal) is bool
         and (softmax_scale is None or (type(softmax_scale) is float and is_finite(softmax_scale)))
@@ -265,7 +265,7 @@ def _launch(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
         fail("cache_seqlens", lengths.dtype, "int32", TypeError)
     if v_cache.dtype is not k_cache.dtype or (block_table is None) != (prepared.paged is False):
         fail("v_cache", v_cache.dtype, "k_cache's")
-    if (prepared.paged and cache_seqlens is None) or (window is not None and window < 1):
+    if prepared.paged and cache_seqlens is None:
         fail("cache_seqlens", None, "lengths")
     if softcap is not None and not softcap > 0:
         fail("softcap", softcap, "a positive number")

@@ -68,6 +68,8 @@ from fp8_mla.slots import valid_slots
 
 LSE_ATOL: Final = 2e-5
 LSE_RTOL: Final = 1e-6
+P_CUT: Final = 2.0**-31
+"""Of a row's largest probability: smaller ones are 0 in kernels whose P is float16, where codes of 0 may lay them bare."""
 FP8_SCORES: Final = 5e-4
 """Of the root of a score's squared products: the standard deviation of its error on the FP8 tensor core."""
 FP8_LSE_SIGMAS: Final = 6.0
@@ -420,7 +422,7 @@ def _bf16_attention(
     weights = torch.exp(scores - shift)
     row_sum = weights.sum(dim=-1, keepdim=True)
     values = keys[..., :V_DIM]
-    acc = weights.bfloat16().float() @ values
+    acc = torch.where(weights < P_CUT, 0.0, weights.bfloat16().float()) @ values
     lse = (shift + torch.log(row_sum)).squeeze(-1)
     share = row_sum.reciprocal()
     if sink is not None:

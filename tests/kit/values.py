@@ -109,7 +109,12 @@ FAMILIES: Final = {
     "random tiles": Family(
         "quant tiles x 2^-6 .. 2^6, each at random", keys=lambda _, tiles, gen: _random_tiles(tiles, 6, gen)
     ),
-    SLOW: Family("tokens x 2^-8 .. 2^8, quant tiles x 2^-6 .. 2^6, each at random", keys=_tokens_and_tiles, limit=1.5),
+    SLOW: Family(
+        "tokens x 2^-8 .. 2^8, quant tiles x 2^-6 .. 2^6, each at random; q x 2^-8, so that scores are a model's",
+        keys=_tokens_and_tiles,
+        query=lambda q: q.mul_(2.0**-8),
+        limit=1.5,
+    ),
     "channel": Family("a channel x 60", keys=lambda x, *_: x[:, 5].mul_(60.0)),
     "heads": Family("heads of q x 2^-10 .. 2^3", query=lambda q: q.mul_(_spread(-10, 3, q.shape[-2], q))),
     "small q": Family("q x 1e-4", query=lambda q: q.mul_(1e-4)),

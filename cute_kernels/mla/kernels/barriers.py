@@ -11,7 +11,7 @@ class NamedBarrier(IntEnum):
     """Barrier 0 is that of all threads of the CTA."""
 
     QK = 1  # the QK warpgroups: votes on Q, and its hand-over
-    STORED = 3  # both PV warpgroups: a partial is in global memory
+    PV = 3  # both PV warpgroups: a partial is in global memory; halves of P
     QK_TILE = 6  # and 7: one QK warpgroup, votes on the scales of a key tile of the latent kernel
     SOFTMAX = 5  # the softmax: votes on the scales of a key tile
 

@@ -91,7 +91,7 @@ class PartialMerger:
     @cute.jit
     def count_partial(self, counters: Int64, group: Int32, tidx: Int32):
         """Counts a partial of this CTA, which is in global memory; called by both PV warpgroups."""
-        cute.arch.barrier(barrier_id=NamedBarrier.STORED, number_of_threads=256)
+        cute.arch.barrier(barrier_id=NamedBarrier.PV, number_of_threads=256)
         if tidx == 256:
             cute.arch.atomic_add(self.counter(counters, group), Int32(1), sem="acq_rel", scope="gpu")
 

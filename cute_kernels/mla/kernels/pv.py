@@ -11,12 +11,14 @@ from cute_kernels.device import registers, softmax, wgmma
 from cute_kernels.device.ring import ring_slot
 from cute_kernels.device.trace import Tracer
 from cute_kernels.mla.kernels.arguments import Results
+from cute_kernels.mla.kernels.barriers import NamedBarrier
 from cute_kernels.mla.kernels.load import issue_tma
 from cute_kernels.mla.kernels.merge import PartialMerger
 from cute_kernels.mla.kernels.scheduler import Scheduler, WorkTable, WorkTile
 from cute_kernels.mla.kernels.smem import (
     BFLOAT16,
     CODES_BYTES,
+    HALVES,
     LINE_BYTES,
     NEW_UNIT,
     RESCALE_O,
@@ -146,7 +148,7 @@ class PvWarpgroups:
                 self.rescale(smem, acc_o, flags, p_stage, wg, tid)
             if flags & BFLOAT16 != 0:
                 has_scales = Int32(1)
-                self.add_bfloat16(smem, mma_bfloat16, acc_o, stage, p_stage, line, wg, tid)
+                self.add_bfloat16(smem, mma_bfloat16, acc_o, flags, stage, p_stage, line, wg, tid)
                 cute.arch.mbarrier_arrive(smem.empty.data_ptr() + stage)
                 self.load_announced(smem, page_tma, tile, wg, tid)
             else:
@@ -251,7 +253,7 @@ class PvWarpgroups:
 
     @cute.jit
     def flags(self, smem, p_stage: Int32) -> Int32:
-        """RESCALE_O, NEW_UNIT and BFLOAT16 of a tile, from all warps of the softmax."""
+        """The flags of a tile, from all warps of the softmax."""
         words = cute.make_rmem_tensor(WARPS, Int32)
         pointer = smem.flags.data_ptr() + cute.assume(WARPS * p_stage, divby=WARPS)
         cute.autovec_copy(cute.make_tensor(pointer, cute.make_layout(WARPS)), words)
@@ -326,11 +328,49 @@ class PvWarpgroups:
                         warpgroup.wait_group(1)
 
     @cute.jit
-    def add_bfloat16(self, smem, mma: cute.TiledMma, acc_o, stage: Int32, p_stage: Int32, line: Int32, wg, tid):
-        """O^T += V^T P^T in bfloat16, whose range is that of float32: rare, so the blocks of keys are a loop.
+    def add_bfloat16(
+        self, smem, mma: cute.TiledMma, acc_o, flags: Int32, stage: Int32, p_stage: Int32, line: Int32, wg, tid
+    ):
+        """O^T += V^T P^T in bfloat16, whose range is that of float32: rare, so halves and blocks of keys are loops.
 
-        P is bfloat16 already. V is code times scale in float32, in units of O, rounded once.
+        P is rounded to bfloat16, or with HALVES the sum of two such numbers, which takes twice as long. V is code times
+        scale in float32, in units of O, rounded once.
         """
+        p, halves = self.load_p(smem, p_stage, wg, tid), Int32(2) if flags & HALVES != 0 else Int32(1)
+        for half in cutlass.range(halves, unroll=1):
+            self.store_half_of_p(smem, p, half, p_stage, wg, tid)
+            self.add_half(smem, mma, acc_o, stage, p_stage, line, wg, tid)
+
+    @cute.jit
+    def load_p(self, smem, p_stage: Int32, wg: Int32, tid: Int32) -> cute.Tensor:
+        """Copies a thread's share of the P of a tile to registers: neighbours in memory, whichever keys they are of."""
+        p = cute.make_rmem_tensor(self.heads // 4, Float16)
+        cute.autovec_copy(self.share_of_p(smem, Float16, p_stage, wg, tid), p)
+        return p
+
+    @cute.jit
+    def store_half_of_p(self, smem, p: cute.Tensor, half: Int32, p_stage: Int32, wg: Int32, tid: Int32):
+        """Replaces the P of a tile by P rounded to bfloat16, then, with half = 1, by what rounding has taken off."""
+        rounded = cute.make_rmem_tensor(cute.size(p), BFloat16)
+        rounded.store(p.load().to(Float32).to(BFloat16))
+        if half != 0:
+            rounded.store((p.load().to(Float32) - rounded.load().to(Float32)).to(BFloat16))
+        # all have multiplied by the other half
+        cute.arch.barrier(barrier_id=NamedBarrier.PV, number_of_threads=256)
+        cute.autovec_copy(rounded, self.share_of_p(smem, BFloat16, p_stage, wg, tid))
+        cute.arch.fence_proxy("async.shared", space="cta")
+        cute.arch.barrier(barrier_id=NamedBarrier.PV, number_of_threads=256)
+
+    def share_of_p(self, smem, dtype: Any, p_stage: Int32, wg: Int32, tid: Int32) -> cute.Tensor:
+        """A 256th of the P of a tile."""
+        size = self.heads // 4
+        start = p_stage * (TOKENS_PER_TILE * self.heads) + (128 * wg + tid) * size
+        pointer = cute.recast_ptr(smem.p.data_ptr() + cute.assume(start, divby=size), dtype=dtype)
+        return cute.make_tensor(pointer, cute.make_layout(size))
+
+    @cute.jit
+    def add_half(self, smem, mma: cute.TiledMma, acc_o, stage: Int32, p_stage: Int32, line: Int32, wg, tid):
+        """Adds what a half of P, which is in shared memory, gives."""
         rP = self.p_operands(smem, mma, tid, BFloat16)[None, None, None, p_stage]
         fragments = [mma.make_fragment_A(mma.partition_shape_A((TOKENS_PER_TILE, 16))) for _ in range(2)]
         raw, half = cute.make_rmem_tensor((2, 4), Int32), cute.make_rmem_tensor(8, Float16)

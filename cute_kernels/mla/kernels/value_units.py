@@ -8,6 +8,7 @@ from cute_kernels.device import pairs, softmax, wgmma
 from cute_kernels.mla.kernels.barriers import NamedBarrier
 from cute_kernels.mla.kernels.smem import (
     BFLOAT16,
+    HALVES,
     NEW_UNIT,
     V_UNIT,
     WARPS,
@@ -20,6 +21,7 @@ from cute_kernels.mla.spec import TOKENS_PER_TILE, MlaDecodeSpec
 
 WEIGHT_EXPONENT = 6  # of a scale as large as the unit allows: 448 times less than 2^7 is below float16's largest number
 WINDOW = 20  # exponents of scales below that of the unit: weights down to 2^-14 are normal float16 numbers
+MAX_SPREAD = 32  # exponents: beyond, the values of one key outweigh all others, and P is multiplied as two numbers
 HEADROOM = 2  # exponents above the largest scale of a key tile where a unit is set, so that the next tiles fit too
 MAX_EXPONENT, MAX_FALL = 40, 60  # a unit is at most 2^40 and 2^-60 of its largest: float32 holds O in each
 MIN_WEIGHT, MAX_WEIGHT = pairs.float_bits(2.0**-14), pairs.float_bits(2.0**7)  # as bits
@@ -33,7 +35,8 @@ class ValueUnits:
 
     E_j is 0 at first, which is right for scales of 2^-20 to 2. It moves when a key tile has a larger scale, or a scale
     below the window though all of that tile fit into one; O'_j moves with it. A key tile that fits no window is
-    multiplied in bfloat16 in the same units (flag BFLOAT16), so the next one is fast again.
+    multiplied in bfloat16 in the same units (flag BFLOAT16), so the next one is fast again. One whose scales are more
+    than 2^MAX_SPREAD apart is multiplied by P to float16's precision (flag HALVES).
 
     A pair of threads has the weights of a key. Where one is out of range, warp j looks at all keys of quant tile j.
     """
@@ -103,6 +106,8 @@ class ValueUnits:
             sUnit[warp, p_stage] = softmax.power_of_two(new - WEIGHT_EXPONENT)
             sMove[warp, p_stage] = softmax.power_of_two(old - new)
         flags = Int32(NEW_UNIT) if new != old else Int32(0)
+        if most - least > MAX_SPREAD:
+            flags |= HALVES
         if wgmma.every_thread(fits, Int32(NamedBarrier.SOFTMAX)) == 0:
             flags |= BFLOAT16
         return flags

@@ -133,7 +133,7 @@ class ScaledKeyPvWarpgroups(PvWarpgroups):
             if flags & (RESCALE_O | NEW_UNIT) != 0 and tile > done:
                 self.rescale(smem, acc_o, flags, p_stage, wg, tid)
             if flags & BFLOAT16 != 0:
-                self.add_bfloat16(smem, mma_bfloat16, acc_o, tile, line, wg, tid)
+                self.add_bfloat16(smem, mma_bfloat16, acc_o, flags, stage, p_stage, line, wg, tid)
                 cute.arch.mbarrier_arrive(smem.empty.data_ptr() + stage)
             else:
                 self.add_values(smem, mma, acc_o, raw, tile, line, wg, tid)
@@ -266,12 +266,8 @@ class ScaledKeyPvWarpgroups(PvWarpgroups):
                         warpgroup.wait_group(1)
 
     @cute.jit
-    def add_bfloat16(self, smem, mma: cute.TiledMma, acc_o, tile: Int32, line: Int32, wg: Int32, tid: Int32):
-        """O^T += V^T P^T in bfloat16, whose range is that of float32: rare, so the blocks of keys are a loop.
-
-        P is bfloat16 already, and V in units of O exactly.
-        """
-        stage, p_stage = ring_slot(tile, self.spec.stages).index, ring_slot(tile, self.spec.p_stages).index
+    def add_half(self, smem, mma: cute.TiledMma, acc_o, stage: Int32, p_stage: Int32, line: Int32, wg, tid):
+        """Adds what a half of P gives; see `PvWarpgroups.add_bfloat16`. Here V in units of O is exact."""
         rP = self.p_operands(smem, mma, tid, BFloat16)[None, None, None, p_stage]
         fragments = [mma.make_fragment_A(mma.partition_shape_A((TOKENS_PER_TILE, 16))) for _ in range(2)]
         raw, scales = cute.make_rmem_tensor((2, 4), Int32), cute.make_rmem_tensor(4, Float32)

@@ -6,8 +6,9 @@ from cutlass import Float16, Float32, Int32, Uint8, const_expr
 
 from cute_kernels.device import softmax, wgmma
 from cute_kernels.mla.kernels.barriers import NamedBarrier
-from cute_kernels.mla.kernels.smem import BFLOAT16, NEW_UNIT, V_UNIT, place_of_weight
+from cute_kernels.mla.kernels.smem import BFLOAT16, HALVES, NEW_UNIT, V_UNIT, place_of_weight
 from cute_kernels.mla.kernels.value_units import (
+    MAX_SPREAD,
     WEIGHT_EXPONENT,
     WINDOW,
     ValueUnits,
@@ -147,7 +148,9 @@ class LatentValueUnits(ValueUnits):
             if most > new or least < new - WINDOW:
                 fits = Int32(0)
             if new != old:
-                flags = Int32(NEW_UNIT)
+                flags |= NEW_UNIT
+            if most - least > MAX_SPREAD:
+                flags |= HALVES
             if lane == 0:
                 sPower[index] = softmax.power_of_two(WEIGHT_EXPONENT - new)
                 sHighest[index] = cutlass.max(highest, new)

@@ -69,7 +69,7 @@ from fp8_mla.slots import valid_slots
 LSE_ATOL: Final = 2e-5
 LSE_RTOL: Final = 1e-6
 P_CUT: Final = 2.0**-31
-"""Of a row's largest probability: smaller ones are 0 in kernels whose P is float16, where codes of 0 may lay them bare."""
+"""Of a row's largest probability. Where P is float16, smaller ones are 0; codes of 0 in the larger keys lay that bare."""
 FP8_SCORES: Final = 5e-4
 """Of the root of a score's squared products: the standard deviation of its error on the FP8 tensor core."""
 FP8_LSE_SIGMAS: Final = 6.0

@@ -186,7 +186,7 @@ def _ids_of(specs: Sequence[KernelSpec], digests: Digests) -> set[str]:
 # ---- which of a record's kernels are older, in a file next to it: pages depend on files alone, and not on a compiler
 
 MARK = " †"
-FOOTNOTE = "† Of machine code that is no longer built: what is built now was not measured."
+FOOTNOTE = "† Machine code that is no longer built ran this case; what is built now was not measured."
 _HEADER = "# Of {}: machine code that is no longer built. Written by scripts/results_table.py --compare."
 
 

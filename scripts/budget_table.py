@@ -1,4 +1,4 @@
-"""The tables of docs/maintainers/budget.md, which scripts/results_table.py writes; the constants of the built kernel.
+"""Tables of the cycle budget, for scripts/results_table.py; the constants of the built kernel.
 
 python scripts/budget_table.py                print the tables
 python scripts/budget_table.py --calibrate    what results/h200.json says of LATENCY_CYCLES and CTA_CYCLES
@@ -171,19 +171,18 @@ def plain(rows: Table) -> list[str]:
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
 
 
-PARTS: dict[str, Callable[[dict[str, Any]], list[str]]] = {
-    "budget-mla": lambda record: markdown(mla_table()),
-    "budget-gqa": lambda record: markdown(gqa_table()),
-    "budget-speed": lambda record: markdown(speed_table()),
-    "budget-errors": lambda record: _errors(record),
+PARTS: dict[str, Callable[[], list[str]]] = {
+    "budget-mla": lambda: markdown(mla_table()),
+    "budget-gqa": lambda: markdown(gqa_table()),
+    "budget-speed": lambda: markdown(speed_table()),
 }
-"""What stands between `<!-- results:NAME:begin -->` and its end, for scripts/results_table.py."""
+"""Tables that no record changes, by the markers of scripts/results_table.py."""
 
 
-def _errors(record: dict[str, Any]) -> list[str]:
-    """Both tables of errors, or nothing where the record has no such case."""
-    tables = [table for table in (mla_errors(record), gqa_errors(record)) if len(table) > 1]
-    return "\n\n".join("\n".join(markdown(table)) for table in tables).splitlines()
+def errors(record: dict[str, Any]) -> list[str]:
+    """Both tables of errors; no lines where the record has no such case."""
+    tables = [markdown(table) for table in (mla_errors(record), gqa_errors(record)) if len(table) > 1]
+    return report_markdown.paragraphs(*tables)
 
 
 def print_predictions(rates: Rates = H200, say: Callable[[str], None] = print) -> None:

@@ -1,10 +1,9 @@
-"""The tables of docs/users/context_parallel.md: what ranks took, and eight GPUs with a million tokens on paper.
+"""Context parallelism: what ranks took, and eight GPUs with a million tokens on paper.
 
-    python scripts/context_parallel_table.py            print them
-    python scripts/context_parallel_table.py --write    write them into the page
+    python scripts/context_parallel_table.py            print the tables that scripts/results_table.py puts into pages
     torchrun --nproc-per-node 2 scripts/context_parallel_table.py --measure build/ranks.json
 
-The last one measures on GPUs of one host. Records are copied by hand: cp build/ranks.json results/ranks/h100_x2.json
+The second one measures on GPUs of one host. Records are copied by hand: cp build/ranks.json results/ranks/h100_x2.json
 
 Decode times on paper are those of the cycle budget (docs/maintainers/budget.md).
 """
@@ -29,13 +28,12 @@ from bench import gqa as bench_gqa  # noqa: E402
 from bench import mla as bench_mla  # noqa: E402
 from bench import ranks as bench_ranks  # noqa: E402
 from bench.ranks import GQA_D, GQA_HEADS, GQA_KV_HEADS, MLA_D, MLA_HEADS  # noqa: E402
+from bench.records import card_slug  # noqa: E402
 from bench.report import markdown  # noqa: E402
 from bench.report.markdown import hundredths, short  # noqa: E402
 from cute_kernels.budget.ranks import Exchange, crossing_tokens, predict_ranks  # noqa: E402
 from fp8_mla.formats import V3_2  # noqa: E402
 
-PAGE = ROOT / "docs" / "users" / "context_parallel.md"
-MEASURED, ON_PAPER = "context-parallel-measured", "context-parallel"
 RANKS, CONTEXT = 8, 1 << 20
 BATCHES = (1, 2, 4, 8, 16, 32, 64)
 OPS = {"mla": "FP8 MLA", "gqa": "INT8 GQA"}
@@ -91,6 +89,19 @@ def measured(record: Record) -> list[str]:
     )
 
 
+def speeds(found: Sequence[Record]) -> list[str]:
+    """One table: how many times as fast as one GPU the ranks of each record decode, either way."""
+    header, rows = ["decode, batch x tokens"], dict[str, list[str]]()
+    for record in found:
+        host = f"{record['ranks']} x {card_slug(record['card']).upper()}"
+        header += [f"{host}: one GPU, us", "symmetric", "collective"]
+        for case in record["decodes"]:
+            ratios = [f"{hundredths(case['us'] / case[key])} x" for key in ("symmetric_us", "collective_us")]
+            label = f"{OPS[case['op']]}, {case['batch']} x {case['keys']}"
+            rows.setdefault(label, []).extend([short(case["us"]), *ratios])
+    return markdown.table(header, ([label, *cells] for label, cells in rows.items())) if rows else []
+
+
 def _finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
@@ -140,15 +151,6 @@ def on_paper() -> list[str]:
     return markdown.paragraphs(markdown.table(header, rows), [crossing])
 
 
-# ---- the page
-
-
-def filled(page: str) -> str:
-    """The page with the tables between their marks; raises as `markdown.fill`."""
-    page = markdown.fill(page, MEASURED, "\n".join(markdown.paragraphs(*map(measured, records()))))
-    return markdown.fill(page, ON_PAPER, "\n".join(on_paper()))
-
-
 def measure(path: pathlib.Path) -> None:
     """Writes a record, on every rank of torchrun."""
     first = os.environ["RANK"] == "0"
@@ -160,13 +162,10 @@ def measure(path: pathlib.Path) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--write", action="store_true", help="write the tables into their page")
     parser.add_argument("--measure", metavar="FILE", type=pathlib.Path, help="write a record; under torchrun, on GPUs")
     options = parser.parse_args(arguments)
     if options.measure:
         measure(options.measure)
-    elif options.write:
-        PAGE.write_text(filled(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
     else:
         print("\n".join(markdown.paragraphs(*map(measured, records()), on_paper())))
     return 0

@@ -1,8 +1,7 @@
-"""Reading the cases of a record: what the tables of all systems ask of a case."""
+"""What tables ask of a recorded case: its name, its figures, its peers."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any, Final
 
 from bench.records import identity
@@ -10,15 +9,22 @@ from bench.report.markdown import MISSING, hundredths, short
 
 Record = dict[str, Any]
 Case = dict[str, Any]
-FLASH: Final = {
+PEERS: Final = {
+    "flash_mla": "FlashMLA",
+    "flash_mla_bf16": "FlashMLA over bf16",
+    "cudnn": "cuDNN without sinks",
+    "cudnn_bf16": "cuDNN over bf16",
     "fa3": "FA3",
     "fa4": "FA4",
     "fa3_bf16": "FA3 over bf16",
     "fa3_fp8": "FA3 over fp8",
     "xqa_fp8": "XQA over fp8",
 }
-"""Entries of FlashAttention and XQA among a case's peers, and what tables call them."""
-FLASH_HEADER: Final = "FlashAttention, XQA: their time / ours (under load)"
+"""Entries of "peers" in a case, and what tables call them."""
+FLASH: Final = ("fa3", "fa4", "fa3_bf16", "fa3_fp8", "xqa_fp8")
+"""Peers from other wheels, which not every run has."""
+USUAL: Final = {"h_q": 32, "h_kv": 8, "d": 128, "s_q": 1, "window": None}
+"""Sizes of most GQA cases; a name tells what differs."""
 
 
 def cases_of(record: Record, *ops: str) -> list[Case]:
@@ -26,52 +32,77 @@ def cases_of(record: Record, *ops: str) -> list[Case]:
     return [case for case in record["cases"] if case["op"] in ops]
 
 
-def _named_peer(case: Case) -> tuple[str, dict[str, Any]]:
-    return next(((name, peer) for name, peer in (case.get("peers") or {}).items() if name not in FLASH), ("", {}))
+# ---- names
 
 
-def peer_of(case: Case) -> dict[str, Any]:
-    """FlashMLA or cuDNN, where it ran the same case; empty where it did not."""
-    return _named_peer(case)[1]
+def name(case: Case) -> str:
+    """What a row is called, without the operation."""
+    if "case" in case:  # it raised before it had a key
+        return str(case["case"])
+    names = {"mla_fp8_decode": _mla_name, "gqa_decode": _gqa_name, "sink_attention": _sink_name}
+    return names.get(case["op"], _append_name)(case)
 
 
-def peer_name(case: Case) -> str:
-    """Of `peer_of`, as in the record."""
-    return _named_peer(case)[0]
+def _mla_name(case: Case) -> str:
+    keys = "topk" if case["mode"] == "sparse" else "s_k"
+    up_to = "up to " if case.get("ragged") else ""
+    if "extra_topk" in case:
+        formats = f"{case['cache_format']} + {case['extra_cache_format']}"
+        return f"{formats}: {heads(case)}, {case['topk']} + {up_to}{case['extra_topk']} keys"
+    named = f"{case['cache_format']}: " if "cache_format" in case else ""
+    fp8 = ", fp8 scores" if case.get("scores") == "fp8" else ""
+    return f"{named}{case['mode']}, {heads(case)}, {up_to}{case[keys]} keys{fp8}"
 
 
-def flash(case: Case) -> str:
-    """Times of FlashAttention and XQA over ours, in-layer and, in parentheses, under load."""
-    found = []
-    for name, peer in (case.get("peers") or {}).items():
-        if name in FLASH and "ratio" in peer:
-            under_load = f" ({hundredths(peer['ratio_sustained'])})" if "ratio_sustained" in peer else ""
-            found.append(f"{FLASH[name]} {hundredths(peer['ratio'])}{under_load}")
-    return ", ".join(found) or MISSING
+def heads(case: Case) -> str:
+    """Batch, heads and query tokens."""
+    return f"{case['batch']} x {case['h_q']} x {case['s_q']}"
 
 
-def has_flash(cases: Iterable[Case]) -> bool:
-    """Whether FlashAttention or XQA ran any of the cases."""
-    return any(flash(case) != MISSING for case in cases)
+def _gqa_name(case: Case) -> str:
+    return f"{variant(case)}, {size(case)}"
 
 
-def peer_ratio(case: Case) -> str:
-    """The peer's time over ours."""
-    return hundredths(peer_of(case).get("ratio"))
+def variant(case: Case) -> str:
+    """Dtype, scales and layout of a GQA cache, whatever its size."""
+    scales = "" if case["scales"] == "none" else f" {case['scales'].replace('_', ' ')}"
+    layout = f"{case['layout']} {case['page_size']}" if "page_size" in case else case["layout"]
+    return f"{case['kv_dtype']}{scales}, {layout}"
 
 
-def ratios(case: Case) -> list[float]:
-    """The ratio of every peer that has one, but FlashAttention's and XQA's."""
-    return [peer["ratio"] for name, peer in (case.get("peers") or {}).items() if "ratio" in peer and name not in FLASH]
+def size(case: Case) -> str:
+    """Batch and length, and what else is not as in most GQA cases."""
+    unusual = [f"{key} {case[key]}" for key, value in USUAL.items() if case.get(key, value) != value]
+    return ", ".join([f"{case['batch']} x {case['s_k']}", *unusual])
 
 
-def ratio_range(cases: Iterable[Case]) -> str:
-    """The lowest and the highest ratio of the cases' peers."""
-    found = [ratio for case in cases for ratio in ratios(case)]
-    if not found:
-        return MISSING
-    low, high = f"{min(found):.2f}", f"{max(found):.2f}"
-    return low if low == high else f"{low} .. {high}"
+def _sink_name(case: Case) -> str:
+    if "batch" not in case:
+        return str(case["pass"])
+    window = f", window {case['window']}" if "window" in case else ""
+    deterministic = ", deterministic" if case.get("deterministic") else ""
+    shape = f"{case['h_q']}/{case['h_kv']} heads of {case['d']}, {case['batch']} x {case['s_k']}"
+    return f"{case['pass']}, {shape}{window}{deterministic}"
+
+
+def _append_name(case: Case) -> str:
+    values = [str(case[key]) for key in ("cache_format", "scales", "layout") if key in case]
+    keys = ("page_size", "tokens", "splits", "batch", "h_q", "h_kv", "s_q", "d")
+    return f"`{case['op']}`: " + ", ".join([*values, *(f"{key} {case[key]}" for key in keys if key in case)])
+
+
+# ---- figures
+
+
+def spread(case: Case) -> str:
+    """10th and 90th percentile of the time."""
+    return f"{short(case['us_p10'])} .. {short(case['us_p90'])}" if "us_p10" in case else MISSING
+
+
+def fraction(case: Case) -> str:
+    """The rate of a case over what the card reaches for reads, or for copies."""
+    kinds = {"copy_fraction": "copies", "read_fraction": "reads"}
+    return next((f"{case[key]:.2f} of {kind}" for key, kind in kinds.items() if key in case), MISSING)
 
 
 def host(case: Case) -> str:
@@ -81,52 +112,19 @@ def host(case: Case) -> str:
     return short(case.get("host_us"))
 
 
-def spread(case: Case) -> str:
-    """10th and 90th percentile of the time."""
-    return f"{short(case['us_p10'])} .. {short(case['us_p90'])}"
-
-
-def has_three_times(cases: Iterable[Case]) -> bool:
-    """Whether times are in-layer, with those back to back and under load; in older records they are back to back."""
-    return any("us_back_to_back" in case for case in cases)
-
-
-LOADED_HEADER = ("back to back, us", "under load, us", "at MHz")
-OF_THREE_TIMES = (*LOADED_HEADER, "under load")
-"""Columns of records in which each case has three times."""
-
-
-def left_out_columns(cases: Iterable[Case]) -> set[str]:
-    """Columns that no case has anything for."""
-    shown = list(cases)
-    left_out = set() if has_three_times(shown) else set(OF_THREE_TIMES)
-    return left_out if has_flash(shown) else left_out | {FLASH_HEADER}
-
-
-def loaded(case: Case) -> list[str]:
-    """Cells below `LOADED_HEADER`."""
-    mhz = case.get("sm_mhz")
-    times = [short(case.get("us_back_to_back")), short(case.get("us_sustained"))]
-    return [*times, MISSING if mhz is None else f"{mhz:.0f}"]
-
-
-def peer_ratios(case: Case) -> list[str]:
-    """The peer's time over ours, in-layer and under load."""
-    return [hundredths(peer_of(case).get(name)) for name in ("ratio", "ratio_sustained")]
-
-
 def must(case: Case) -> str:
-    """What a case has to reach, in words."""
+    """What a case has to reach, in words, and whether it misses that."""
     words = {
         "read_fraction": "{:.2f} of reads",
         "copy_fraction": "{:.2f} of copies",
         "us": "{:g} us",
         "TFLOPs": "{:g} TFLOP/s",
-        "ratio": f"{{:g}} x {_ratio_of(case)}",
+        "ratio": "{:g} x the fastest peer",
         "ratio_sustained": "{:g} x under load",
         "us_sustained": "{:g} us under load",
     }
-    return ", ".join(words[key].format(limit) for key, limit in (case.get("must") or {}).items()) or MISSING
+    said = ", ".join(words[key].format(limit) for key, limit in (case.get("must") or {}).items())
+    return f"{said}{'' if case.get('met', True) else ' (missed)'}" if said else MISSING
 
 
 def values_of(record: Record, case: Case) -> dict[str, Any]:
@@ -136,13 +134,32 @@ def values_of(record: Record, case: Case) -> dict[str, Any]:
     return {} if "failed" in found else found
 
 
-def _ratio_of(case: Case) -> str:
-    """Which peer a ratio that a case has to reach is of."""
-    if has_flash([case]):
-        return "the fastest peer"
-    return "FlashMLA" if case["op"].startswith("mla") else "cuDNN"
+# ---- peers
 
 
-def must_and_missed(case: Case) -> str:
-    """What a case has to reach, and whether it misses that."""
-    return must(case) + ("" if case.get("met", True) else " (missed)")
+def peer_name(case: Case) -> str:
+    """The peer that every run has, FlashMLA or cuDNN, as the record calls it; empty if it did not run the case."""
+    return next((peer for peer in case.get("peers") or {} if peer not in FLASH), "")
+
+
+def peer_of(case: Case) -> dict[str, Any]:
+    """What the record has of `peer_name`; empty if it did not run the case."""
+    peers = case.get("peers") or {}
+    return peers.get(peer_name(case), {})
+
+
+def ratios(case: Case) -> list[float]:
+    """The peer's time over ours, where it was measured."""
+    return [peer_of(case)["ratio"]] if "ratio" in peer_of(case) else []
+
+
+def faster(case: Case, times: bool = False) -> str:
+    """How many times as long each peer takes, in-layer and, in parentheses, under load; with its time and note."""
+    found = []
+    for peer, entry in (case.get("peers") or {}).items():
+        if "ratio" in entry:
+            under_load = f" ({hundredths(entry['ratio_sustained'])} under load)" if "ratio_sustained" in entry else ""
+            note = f", {entry['note']}" if times and entry.get("note") else ""
+            us = f" ({short(entry['us'])} us{note})" if times else ""
+            found.append(f"{hundredths(entry['ratio'])} x {PEERS.get(peer, peer)}{under_load}{us}")
+    return ", ".join(found) or MISSING

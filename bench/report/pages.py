@@ -1,76 +1,103 @@
-"""Pages: what stands between pairs of markers, and which part of a record that is.
+"""Pages: which part of the records stands between which pair of markers.
 
-A pair, `<!-- results:mla:begin -->` and `<!-- results:mla:end -->`, names a part of `PARTS`. Pages are found by their
-markers, so a block moves to another page with its markers and nothing here changes.
+A pair, `<!-- results:mla:begin -->` and `<!-- results:mla:end -->`, names a part of `PARTS`. results/README.md has all
+tables; README.md and pages below docs/ keep one each. A table moves to another page with its markers, and nothing here
+changes.
 """
 
 from __future__ import annotations
 
+import functools
+import json
 import pathlib
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
-from bench import kernels_run
-from bench.report import gqa, headlines, mla, run, sink, values
+from bench import kernels_run, records
+from bench.report import run, speeds, tables, vllm
 from bench.report.cases import Record
-from scripts import budget_table
+from bench.report.markdown import paragraphs
+from scripts import budget_table, context_parallel_table
 
 MARKER = re.compile(r"<!-- results:([a-z-]+):(begin|end) -->")
 NO_RESULTS = "No results are recorded yet: `make gpu-check` on an SM90 GPU writes them."
-NO_CASES = "The recorded run has no such cases."
-PARTS: dict[str, Callable[[Record], list[str]]] = {
-    "headlines": headlines.headlines,
-    "run": run.run,
-    "mla": mla.decode_append_merge,
-    "mla-sustained": mla.sustained,
-    "mla-scores": mla.scores,
-    "mla-formats": mla.formats,
-    "mla-accuracy": mla.accuracy,
-    "accumulator": mla.accumulator,
-    "gqa": gqa.decode_append,
-    "gqa-summary": gqa.summary,
-    "sink": sink.forward_backward,
-    "sink-summary": sink.summary,
-    "crossover": mla.crossover,
-    "sink-routing": sink.routing,
-    "values": values.families,
-    **budget_table.PARTS,
+NO_CASES = "The recorded runs have no such cases."
+FIRST = "h200"
+
+
+class Recorded(NamedTuple):
+    """All that was recorded: a record a card, and what single checks wrote."""
+
+    cards: list[Record]
+    vllm: list[dict[str, Any]]
+    ranks: list[dict[str, Any]]
+
+
+def record_files(root: pathlib.Path) -> list[pathlib.Path]:
+    """The records of a checkout, in the order in which pages show them: an H200's first."""
+    return sorted((root / "results").glob("*.json"), key=lambda path: (path.stem != FIRST, path.name))
+
+
+def read(root: pathlib.Path) -> Recorded:
+    """All records of a checkout. Cases of machine code that is no longer built are marked."""
+    cards = [kernels_run.marked(records.read(path), kernels_run.read_older(path)) for path in record_files(root)]
+    return Recorded(cards, _json_files(root / "results" / "vllm"), _json_files(root / "results" / "ranks"))
+
+
+def _json_files(folder: pathlib.Path) -> list[dict[str, Any]]:
+    return [json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*.json"))]
+
+
+def _of_each_card(table: Callable[[Record], list[str]]) -> Callable[[Recorded], list[str]]:
+    """The table of every card that has such cases, below its name where there are several cards."""
+
+    def render(found: Recorded) -> list[str]:
+        made = [(record["card"], lines) for record in found.cards if (lines := table(record))]
+        titled = len(found.cards) > 1 and table is not run.run
+        return paragraphs(*(block for card, lines in made for block in ([f"{card}:"] if titled else [], lines)))
+
+    return render
+
+
+def _speeds(part: str) -> Callable[[Recorded], list[str]]:
+    return lambda found: speeds.speeds(part, found.cards)
+
+
+PARTS: dict[str, Callable[[Recorded], list[str]]] = {
+    **{part: _speeds(part) for part in speeds.SPEEDS},
+    "run": _of_each_card(run.run),
+    "mla": _of_each_card(tables.mla),
+    "mla-formats": _of_each_card(tables.mla_formats),
+    "mla-power": _of_each_card(tables.power),
+    "mla-accuracy": _of_each_card(tables.accuracy),
+    "accumulator": _of_each_card(tables.accumulator),
+    "crossover": _of_each_card(tables.crossover),
+    "gqa": _of_each_card(tables.gqa),
+    "sink": _of_each_card(tables.sink),
+    "sink-routing": _of_each_card(tables.routing),
+    "append-merge": _of_each_card(tables.append_merge),
+    "values": _of_each_card(tables.values),
+    **{part: functools.partial(lambda table, found: table(), table) for part, table in budget_table.PARTS.items()},
+    "budget-errors": _of_each_card(budget_table.errors),
+    "vllm": lambda found: vllm.page(found.vllm),
+    "vllm-speed": lambda found: vllm.speeds(found.vllm),
+    "ranks": lambda found: paragraphs(*map(context_parallel_table.measured, found.ranks)),
+    "ranks-speed": lambda found: context_parallel_table.speeds(found.ranks),
+    "ranks-on-paper": lambda found: context_parallel_table.on_paper(),
 }
+"""What stands between the markers of each name."""
 
 
-OF_ALL: dict[str, Callable[..., list[str]]] = {"headlines": headlines.headlines}
-"""Parts that show all cards at once."""
-OF_NONE = ("budget-mla", "budget-gqa", "budget-speed")
-"""Parts that say the same of every record."""
-NAMED = ("run", "accumulator")
-"""Parts that name the card themselves."""
+def render(found: Recorded, part: str) -> str:
+    """The Markdown that belongs between the markers of that name."""
+    lines = PARTS[part](found)
+    if not lines:
+        return NO_CASES if any(found) else NO_RESULTS
+    return "\n".join([*lines, "", kernels_run.FOOTNOTE] if any(kernels_run.MARK in line for line in lines) else lines)
 
 
-def render(record: Record | None, part: str) -> str:
-    """The Markdown that belongs between the markers of that name, for one card."""
-    return render_all([] if record is None else [record], part)
-
-
-def render_all(found: Sequence[Record], part: str) -> str:
-    """The same for several cards: one after the other, where the part is not one of all."""
-    if not found:
-        return NO_RESULTS
-    if part in OF_ALL or part in OF_NONE or len(found) == 1:
-        return _with_footnote(OF_ALL[part](*found) if part in OF_ALL else PARTS[part](found[0]))
-    blocks = []
-    for record in found:
-        title = "" if part in NAMED else f"{record['card']}:\n\n"
-        blocks.append(title + _with_footnote(PARTS[part](record)))
-    return "\n\n".join(blocks)
-
-
-def _with_footnote(lines: list[str]) -> str:
-    if any(kernels_run.MARK in line for line in lines):
-        lines = [*lines, "", kernels_run.FOOTNOTE]
-    return "\n".join(lines) or NO_CASES
-
-
-def fill(text: str, found: Sequence[Record]) -> str:
+def fill(text: str, found: Recorded) -> str:
     """The page with what belongs there between each of its pairs of markers.
 
     Raises:
@@ -88,12 +115,12 @@ def fill(text: str, found: Sequence[Record]) -> str:
             )
         if part not in PARTS:
             raise ValueError(f"{begin[0]}: got {part!r}, needs one of {', '.join(PARTS)}")
-        pieces += [text[end_of_last : begin.end()], "\n", render_all(found, part), "\n"]
+        pieces += [text[end_of_last : begin.end()], "\n", render(found, part), "\n"]
         end_of_last = end.start()
     return "".join([*pieces, text[end_of_last:]])
 
 
 def pages(root: pathlib.Path) -> list[pathlib.Path]:
-    """README.md, and whatever below docs/ has a marker."""
-    found = [path for path in sorted((root / "docs").rglob("*.md")) if MARKER.search(path.read_text(encoding="utf-8"))]
-    return [root / "README.md", *found]
+    """README.md, and results/README.md and whatever below docs/ has a marker."""
+    others = [*(root / "results").glob("README.md"), *sorted((root / "docs").rglob("*.md"))]
+    return [root / "README.md", *(path for path in others if MARKER.search(path.read_text(encoding="utf-8")))]

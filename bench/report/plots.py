@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from bench import svg
-from bench.report import gqa, sink
-from bench.report.cases import Case, Record, cases_of, ratios
+from bench.report.cases import Case, Record, cases_of, name, ratios, size, variant
 from bench.report.markdown import short
+from bench.report.tables import passes
 
 COLOURS = ("#2b6cb0", "#63b3ed", "#c05621", "#f6ad55")
 
@@ -49,18 +49,20 @@ def gqa_speed(record: Record, plt: Any) -> Any:
     plain = [case for case in decode if (case["h_q"], case["s_q"]) == (32, 1) and "window" not in case]
     series: dict[str, list[Case]] = {}
     for case in sorted(plain, key=_bytes_read):
-        series.setdefault(gqa.variant(case), []).append(case)
+        series.setdefault(variant(case), []).append(case)
     # the layouts and scales that were measured at more than one size
     series = {name: cases for name, cases in series.items() if len(cases) > 1}
     if not series:
         return None
     figure, axis = plt.subplots(figsize=(9, 4.2))
     axis.axhline(record["ceilings"]["read_GBps"], color="#4a5568", linewidth=1, linestyle="--", label="read ceiling")
-    for place, (name, cases) in enumerate(series.items()):
+    for place, (label, cases) in enumerate(series.items()):
         places, rates = [_bytes_read(case) for case in cases], [case["GBps"] for case in cases]
-        axis.plot(places, rates, marker="o", markersize=4, linewidth=1, color=COLOURS[place % len(COLOURS)], label=name)
+        axis.plot(
+            places, rates, marker="o", markersize=4, linewidth=1, color=COLOURS[place % len(COLOURS)], label=label
+        )
     first = next(iter(series.values()))
-    peers = {gqa.size(case): (_bytes_read(case), case["GBps"] / ratio) for case in first for ratio in ratios(case)}
+    peers = {size(case): (_bytes_read(case), case["GBps"] / ratio) for case in first for ratio in ratios(case)}
     if peers:
         axis.plot(
             *zip(*peers.values(), strict=True),
@@ -71,7 +73,7 @@ def gqa_speed(record: Record, plt: Any) -> Any:
         )
     axis.set_xscale("log")
     axis.set_ylim(bottom=0)
-    ticks = {gqa.size(case): _bytes_read(case) for case in first}
+    ticks = {size(case): _bytes_read(case) for case in first}
     labels = [f"{size}\n{short(places / 1e6)} MB" for size, places in ticks.items()]
     axis.set_xticks(list(ticks.values()), labels, fontsize=7, rotation=20)
     axis.set_xticks([], minor=True)
@@ -85,15 +87,14 @@ def gqa_speed(record: Record, plt: Any) -> Any:
 
 def sink_speed(record: Record, plt: Any) -> Any:
     """Bars of TFLOP/s with cuDNN's, which has no sinks, a panel for the forward and one for the backward."""
-    timed = [case for case in sink.passes(record) if case.get("TFLOPs")]
+    timed = [case for case in passes(record) if case.get("TFLOPs")]
     panels = [(way, [case for case in timed if case["pass"] == way]) for way in ("forward", "backward")]
     panels = [(way, cases) for way, cases in panels if cases]
     if not panels:
         return None
     figure, axes = _panels(plt, [len(cases) for _, cases in panels])
     for axis, (way, cases) in zip(axes, panels, strict=True):
-        labels = [sink.name(case).removeprefix(f"{way}, ").replace(", ", "\n") for case in cases]
-        labels = [f"{label}\n{sink.size(case)}" for label, case in zip(labels, cases, strict=True)]
+        labels = [name(case).removeprefix(f"{way}, ").replace(", ", "\n") for case in cases]
         _bars(axis, cases, "cuDNN, no sinks", labels)
         axis.set_title(f"{way}: query/KV heads of d, batch x tokens", fontsize=9)
     figure.suptitle(f"sink_attention on {record['card']}, {record['date']}", fontsize=10)

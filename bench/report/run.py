@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 from bench import records
-from bench.report.cases import Record, has_three_times
+from bench.report.cases import Record
 from bench.report.markdown import plain
-
-HOW = "Medians of CUDA-graph replays over rotated inputs larger than the L2 cache"
-IN_LAYER = "in-layer: a small kernel before each call, its time subtracted"
-BEFORE = "calls back to back"
 
 
 def run(record: Record) -> list[str]:
@@ -22,7 +18,7 @@ def run(record: Record) -> list[str]:
     peers = "".join(f" {name}: {version}." for name, version in record.get("peers", {}).items())
     return [
         f"{record['card']}, driver {record['driver']}, torch {record['torch']}, CuTe DSL {record['cutlass_dsl']}, "
-        f"{tvm_ffi}{record['date']}. {HOW}, {IN_LAYER if has_three_times(record['cases']) else BEFORE}. "
+        f"{tvm_ffi}{record['date']}. "
         f"Tests on the GPU: {plain(tests['passed'])} passed, {plain(tests['failed'])} failed, "
         f"{plain(tests['skipped'])} skipped; sanitizer errors: {sanitizer}. Ceilings of this card in the same run: "
         f"reads {ceilings['read_GBps']:.0f} GB/s, copies {ceilings['copy_GBps']:.0f} GB/s, bf16 matrix products "

@@ -1,14 +1,14 @@
-"""Tables and the plot of docs/users/vllm.md, from what scripts/vllm_check.py wrote."""
+"""Tables and the plot of vLLM, from what scripts/vllm_check.py wrote."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from bench.records import card_slug
 from bench.report.markdown import MISSING, paragraphs, plain, scientific, short, table
 
 Found = Mapping[str, Any]
-NO_RESULTS = "No results are recorded yet: `python scripts/vllm_check.py` on an SM90 GPU measures them."
 PAIRS = (
     ("int8_per_token_head", "cute-int8", "triton-int8", "Triton"),
     ("bf16", "cute-bf16", "flash-bf16", "FlashAttention 3"),
@@ -78,6 +78,21 @@ def speed(found: Found) -> list[str]:
         ],
     )  # fmt: skip
     return [f"{found['speed']['layers']} layers of Llama 3 8B's shapes:", "", *lines, "", *verdict(made)]
+
+
+def speeds(all_found: Sequence[Found]) -> list[str]:
+    """One table for the page: the runs with the most layers, cards side by side."""
+    layers = max((found["speed"]["layers"] for found in all_found if "speed" in found), default=0)
+    header, lines = ["cache, other backend, batch x context"], dict[str, list[str]]()
+    for found in all_found:
+        if found.get("speed", {}).get("layers") == layers:
+            card = card_slug(found["card"]).upper()
+            header += [f"{card}: a token, ms", "faster", "attention alone"]
+            for row in rows(found):
+                label = f"{row.cache}, {row.other}, {row.batch} x {row.context}"
+                cells = [short(row.ours.get("ms")), times(row.times("ms")), times(row.times("attention_ms"))]
+                lines.setdefault(label, []).extend(cells)
+    return table(header, ([label, *cells] for label, cells in lines.items())) if lines else []
 
 
 def verdict(made: list[Row]) -> list[str]:
@@ -202,10 +217,8 @@ BLOCKS: dict[str, Callable[[Found], list[str]]] = {
 }
 
 
-def page(all_found: list[Found]) -> list[str]:
+def page(all_found: Sequence[Found]) -> list[str]:
     """What stands between the marks: one card after the other."""
-    if not all_found:
-        return [NO_RESULTS]
     return paragraphs(*(block for found in all_found for block in _of_card(found)))
 
 

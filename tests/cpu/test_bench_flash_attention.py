@@ -433,9 +433,8 @@ CASE: dict[str, Any] = {
 
 def test_tables_keep_flash_attention_apart() -> None:
     assert report.peer_of(CASE) == CASE["peers"]["cudnn"] and report.peer_name(CASE) == "cudnn"
-    assert report.ratios(CASE) == [1.5] and report.ratio_range([CASE]) == "1.50"
-    assert report.flash(CASE) == "FA3 0.99 (1.01)"
+    assert report.ratios(CASE) == [1.5]
+    assert report.faster(CASE) == "1.50 x cuDNN without sinks, 0.99 x FA3 (1.01 under load)"
     alone = {"op": "sink_attention", "peers": {"fa3": {"us": 1.0, "ratio": 0.5}}}
-    assert report.peer_of(alone) == {} and report.peer_name(alone) == "" and report.flash(alone) == "FA3 0.50"
-    assert report.FLASH_HEADER in report.left_out_columns([{"op": "sink_attention"}])
-    assert report.FLASH_HEADER not in report.left_out_columns([alone])
+    assert report.peer_of(alone) == {} and report.peer_name(alone) == "" and report.ratios(alone) == []
+    assert report.faster(alone) == "0.50 x FA3" and report.faster({"op": "sink_attention"}) == "–"

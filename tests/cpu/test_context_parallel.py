@@ -121,13 +121,6 @@ def test_the_example_runs_under_torchrun(tmp_path: Path) -> None:
     assert all(0 < float(value) < examples.LIMITS[what] for value in printed)
 
 
-def test_the_table_is_up_to_date() -> None:
-    page = context_parallel_table.PAGE.read_text(encoding="utf-8")
-    assert context_parallel_table.filled(page) == page, "run python scripts/context_parallel_table.py --write"
-    assert all(line in page for line in context_parallel_table.on_paper())
-    assert all(record["card"] in page for record in context_parallel_table.records())
-
-
 # ---- on paper
 
 

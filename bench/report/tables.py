@@ -1,0 +1,201 @@
+"""The parts of results/README.md that show one card: every recorded case, a table an operation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from bench.cases import case_name
+from bench.kernels_run import mark
+from bench.report import markdown
+from bench.report.cases import (
+    Case,
+    Record,
+    cases_of,
+    faster,
+    fraction,
+    host,
+    must,
+    name,
+    peer_of,
+    spread,
+)
+from bench.report.markdown import MISSING, hundredths, scientific, short
+
+ERRORS = ("relative error", "lse error")
+COLUMNS: dict[str, Callable[[Case], str]] = {
+    "us": lambda case: short(case.get("us")) if "failed" not in case else "check failed",
+    "p10 .. p90": spread,
+    "back to back": lambda case: short(case.get("us_back_to_back")),
+    "under load": lambda case: short(case.get("us_sustained")),
+    "at MHz": lambda case: short(case.get("sm_mhz")),
+    "TFLOP/s": lambda case: short(case.get("TFLOPs")),
+    "GB/s": lambda case: short(case.get("GBps")),
+    "of the ceiling": fraction,
+    "needs": must,
+    "faster than": lambda case: faster(case, times=True),
+    "without sinks": lambda case: short(case.get("us_without_sinks")),
+    ERRORS[0]: lambda case: scientific(case.get("rel_err")),
+    ERRORS[1]: lambda case: scientific(case.get("lse_err")),
+    "host, us (of `mul_`)": host,
+}
+"""Columns of a table of cases. A column without any figure is left out."""
+
+
+def case_table(title: str, cases: Sequence[Case]) -> list[str]:
+    """A row a case. One that failed has its errors and no figure."""
+    rows = [[name(case) + mark(case), *(_cell(column, case) for column in COLUMNS)] for case in cases]
+    return dense([title, *COLUMNS], rows)
+
+
+def _cell(column: str, case: Case) -> str:
+    return COLUMNS[column](case) if "failed" not in case or column in ("us", *ERRORS) else MISSING
+
+
+def dense(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """A table without the columns that no row has a figure for; nothing where there is no row."""
+    kept = [place for place in range(len(header)) if any(row[place] != MISSING for row in rows)]
+    return markdown.table(*_picked(header, rows, kept)) if rows else []
+
+
+def _picked(
+    header: Sequence[str], rows: Iterable[Sequence[str]], kept: Sequence[int]
+) -> tuple[list[str], list[list[str]]]:
+    return [header[place] for place in kept], [[row[place] for place in kept] for row in rows]
+
+
+# ---- a part an operation
+
+
+def mla(record: Record) -> list[str]:
+    """MLA decoding over the 656-byte format."""
+    usual = [case for case in cases_of(record, "mla_fp8_decode") if "cache_format" not in case]
+    return case_table("`mla_fp8_decode`: batch x heads x s_q", usual)
+
+
+def mla_formats(record: Record) -> list[str]:
+    """MLA decoding over the other formats, with one cache and with two."""
+    others = [case for case in cases_of(record, "mla_fp8_decode") if "cache_format" in case]
+    return case_table("`mla_fp8_decode`, formats: batch x heads x s_q", others)
+
+
+def gqa(record: Record) -> list[str]:
+    """GQA decoding."""
+    return case_table("`gqa_decode`: cache, layout, batch x s_k", cases_of(record, "gqa_decode"))
+
+
+def sink(record: Record) -> list[str]:
+    """Forward and backward of sink attention."""
+    return case_table("`sink_attention`: pass, query/KV heads, batch x tokens", passes(record))
+
+
+def append_merge(record: Record) -> list[str]:
+    """The appends and the merge."""
+    return case_table("operation", cases_of(record, "mla_fp8_append", "kv_int8_append", "merge_states"))
+
+
+def passes(record: Record) -> list[Case]:
+    """The cases of forward and backward."""
+    return [case for case in cases_of(record, "sink_attention") if case.get("pass") != "routing"]
+
+
+# ---- what single operations have besides
+
+
+def power(record: Record) -> list[str]:
+    """The cases whose power was measured: each kernel alone under load, ours and FlashMLA's."""
+    figures = {"us_loaded_alone": "us alone under load", "sm_mhz": "MHz", "watts": "W"}
+    rows = []
+    for case in cases_of(record, "mla_fp8_decode"):
+        if "watts" in case:
+            cells = [cell for entry in (case, peer_of(case)) for cell in _power(entry, figures)]
+            rows.append([name(case) + mark(case), *cells, hundredths(peer_of(case).get("ratio_loaded_alone"))])
+    own = [*figures.values(), "mJ a call"]
+    return dense(["case", *own, *(f"FlashMLA: {column}" for column in own), "its time / ours"], rows)
+
+
+def _power(entry: Case, figures: Iterable[str]) -> list[str]:
+    watts, us = entry.get("watts"), entry.get("us_loaded_alone")
+    energy = None if watts is None or us is None else watts * us * 1e-3
+    return [*(short(entry.get(key)) for key in figures), short(energy)]
+
+
+def crossover(record: Record) -> list[str]:
+    """The cases that are timed with each exchange forced."""
+    ways = ("none", "codes", "values")
+    rows = [
+        [name(case) + mark(case), *(short(case["exchange_us"][way]) for way in ways)]
+        for case in cases_of(record, "mla_fp8_decode")
+        if "exchange_us" in case
+    ]
+    return dense(["batch x heads x s_q", *(f'"{way}", us' for way in ways)], rows)
+
+
+WAYS = {"exact": "exact", "fp8": "fp8 scores", "bf16 keys": "keys in bf16", "flash_mla": "FlashMLA"}
+"""Entries of the record's accuracy, and what the table calls them."""
+
+
+def accuracy(record: Record) -> list[str]:
+    """Errors of output and log-sum-exp, a row for each kind of inputs."""
+    rows = []
+    for row in record.get("accuracy", ()):
+        found = [row["errors"].get(way, {}) for way in WAYS]
+        cells = [f"{scientific(one.get('out'))}, {scientific(one.get('lse'))}" if one else MISSING for one in found]
+        rows.append([row["inputs"], row["scales"].replace("power_of_two", "powers of two"), *cells])
+    return dense(["inputs", "scales", *(f"{way}: out, log-sum-exp" for way in WAYS.values())], rows)
+
+
+def routing(record: Record) -> list[str]:
+    """Few queries: microseconds decoded and prefilled, that of the route taken in bold."""
+    cases = [case for case in cases_of(record, "sink_attention") if case.get("pass") == "routing"]
+    queries = list(dict.fromkeys(case["s_q"] for case in cases))
+    by_size: dict[tuple[int, int], dict[int, Case]] = {}
+    for case in cases:
+        by_size.setdefault((case["batch"], case["s_k"]), {})[case["s_q"]] = case
+    rows = [
+        [f"{batch} x {keys}", *(_both_routes(row.get(s_q)) for s_q in queries)]
+        for (batch, keys), row in by_size.items()
+    ]
+    return dense(["batch x keys: decoded / prefilled, us", *(f"s_q {s_q}" for s_q in queries)], rows)
+
+
+def _both_routes(case: Case | None) -> str:
+    if case is None or "failed" in case:
+        return MISSING if case is None else "check failed"
+    times = {route: f"{case[f'{route}_us']:.1f}" for route in ("decode", "prefill")}
+    return " / ".join(f"**{us}**" if route == case["route"] else us for route, us in times.items()) + mark(case)
+
+
+def values(record: Record) -> list[str]:
+    """A row for each case that was timed with families of values."""
+    ratios = {
+        "worst_ratio": "x N(0,1)",
+        "slow_ratio": "slow family, x N(0,1)",
+        "normal_ratio_peer": "FlashMLA / ours: N(0,1)",
+        "worst_ratio_peer": "with the worst values",
+    }
+    rows = []
+    for entry in record.get("values", []):
+        label = case_name(entry) + mark(entry)
+        if "failed" in entry:
+            rows.append([label, "failed", *[MISSING] * (2 + len(ratios))])
+            continue
+        wrong = f"; not measured: {', '.join(entry['wrong'])}" if "wrong" in entry else ""
+        times = [short(entry["values"].get("normal")), entry["worst_family"] + wrong, short(entry["worst_us"])]
+        rows.append([label, *times, *(hundredths(entry.get(key)) for key in ratios)])
+    return dense(["case", "N(0,1), us", "worst values", "us", *ratios.values()], rows)
+
+
+def accumulator(record: Record) -> list[str]:
+    """A sentence on what the FP8 tensor core keeps."""
+    found: dict[str, Any] = record.get("accumulator") or {}
+    if "bits_same" not in found:
+        return [f"The probe of the accumulator failed: {found['problem']}."] if found else []
+    signs = {found["positive"], found["negative"]}
+    small = signs.pop() if len(signs) == 1 else f"{found['positive']} if positive, {found['negative']} if negative"
+    return [
+        f"The FP8 accumulator keeps {found['bits_same']} bits below the largest product of an instruction, "
+        f"{found['bits_after']} of a product below the accumulator, {found['bits_before']} of the accumulator below a "
+        f"product. What is smaller is {small}. Of 31 products of half the last bit, {found['lost_together']:g} of 15.5 "
+        "bits remain."
+    ]

@@ -27,7 +27,7 @@ from cute_kernels.budget.rates import H200, Rates
 from cute_kernels.budget.variants import MLA_BUILT, MLA_HALF, MLA_NARROW, TURNS, MlaVariant
 from cute_kernels.mla.crossover.spec import MlaCrossoverSpec
 from cute_kernels.mla.plan import EXCHANGES, DecodePlan, plan_decode
-from cute_kernels.mla.spec import FEW, SCORES, WIDE
+from cute_kernels.mla.spec import FEW, WIDE
 from fp8_mla import QK_DIM, TOKEN_BYTES, V_DIM, pack, read_pages, reference_decode, unpack
 from fp8_mla.formats import V3_2, TokenFormat
 from tests.kit.compare import Comparison, check_decode, compare, relative_error
@@ -102,12 +102,7 @@ class DecodeBench:
     @property
     def exchanges(self) -> bool:
         """Whether each exchange is timed too: of the heads that have one."""
-        return self.h_q > WIDE and self.scores != "fp8"
-
-    @property
-    def both_scores(self) -> bool:
-        """Whether exact and fp8 scores are timed in turns."""
-        return self.h_q > FEW and self.scores != "fp8"
+        return self.h_q > WIDE
 
     @property
     def lengths(self) -> list[int]:
@@ -151,34 +146,38 @@ class DecodeBench:
         return self.sets * self.batch * self.keys
 
 
-def _scored() -> Iterator[DecodeBench]:
-    """The cases that show what fp8 scores bring: with both. `must` is the project's goal.
+def _headlines() -> Iterator[DecodeBench]:
+    """The cases that records have with scores named. `must` is the project's goal.
 
-    Under load are those of the headlines and those that must reach something there; the power is that of the longest.
+    Under load are those of the headlines; the power is that of the longest.
     """
-    cases: list[tuple[tuple[str, int, int, int, int], dict[str, float], dict[str, float]]] = [
-        (("sparse", 8, 128, 1, 2048), {"ratio": 1.4}, {"ratio": 1.45}),
-        (("sparse", 16, 128, 1, 2048), {"ratio": 1.4}, {"ratio": 1.45}),
-        (("sparse", 64, 128, 1, 2048), {"ratio": 1.25}, {"ratio": 1.55}),
-        (("sparse", 128, 128, 2, 2048), {"ratio": 1.3}, {"ratio": 1.65, "ratio_sustained": 1.4}),
-        (("sparse", 128, 64, 1, 2048), {"ratio": 1.25}, {"ratio": 1.55}),
-        (("sparse", 148, 128, 2, LONGEST_TOPK), {"ratio": 1.35}, {"ratio": 1.65, "ratio_sustained": 1.4}),
-        (("sparse", 128, 128, 4, 512), {"ratio": 1.25}, {"ratio": 1.55}),
-        (("dense", 64, 128, 1, 8192), {"ratio": 1.0}, {"ratio": 1.08, "ratio_sustained": 1.05}),
+    cases: list[tuple[tuple[str, int, int, int, int], float]] = [
+        (("sparse", 8, 128, 1, 2048), 1.4),
+        (("sparse", 16, 128, 1, 2048), 1.4),
+        (("sparse", 64, 128, 1, 2048), 1.25),
+        (("sparse", 128, 128, 2, 2048), 1.3),
+        (("sparse", 128, 64, 1, 2048), 1.25),
+        (("sparse", 148, 128, 2, LONGEST_TOPK), 1.35),
+        (("sparse", 128, 128, 4, 512), 1.25),
+        (("dense", 64, 128, 1, 8192), 1.0),
     ]
-    for sizes, exact, fp8 in cases:
-        quick = sizes[1:3] in ((128, 128), (64, 128)) and sizes[4] > 512
-        case = functools.partial(
-            DecodeBench, *sizes, sustained="ratio_sustained" in fp8, power=sizes[4] == LONGEST_TOPK
+    for sizes, ratio in cases:
+        mode, batch, heads, s_q, keys = sizes
+        yield DecodeBench(
+            *sizes,
+            scores="exact",
+            quick=heads == 128 and batch in (64, 128) and keys > 512,
+            host=mode == "dense",
+            sustained=s_q == 2 or mode == "dense",
+            power=keys == LONGEST_TOPK,
+            must={"ratio": ratio},
         )
-        yield case(scores="exact", quick=quick, host=sizes[0] == "dense", must=exact)
-        yield case(scores="fp8", must=fp8)
 
 
 DECODE_CASES = (
     DecodeBench("sparse", 1, 128, 1, quick=True, host=True, must={"ratio": 1.4}),
     *(DecodeBench("sparse", batch, 128, 1, must={"ratio": 1.4}) for batch in (2, 4)),
-    *_scored(),
+    *_headlines(),
     DecodeBench("sparse", 128, 128, 1),
     DecodeBench("sparse", 2, 128, 2),
     DecodeBench("sparse", 74, 128, 3, 1152),
@@ -206,8 +205,8 @@ PREDICTED_CASES = tuple(bench for bench in DECODE_CASES if not bench.ragged)
 def plan(bench: DecodeBench, sms: int) -> DecodePlan:
     """How the planner cuts a case on a card with so many SMs."""
     sparse = bench.mode == "sparse"
-    forced = {"scores": bench.scores, **bench.sizes}
-    return plan_decode(sparse=sparse, max_keys=bench.keys, num_sms=sms, ragged=bench.ragged or not sparse, **forced)
+    ragged = bench.ragged or not sparse
+    return plan_decode(sparse=sparse, max_keys=bench.keys, num_sms=sms, ragged=ragged, **bench.sizes)
 
 
 def launch(bench: DecodeBench, sms: int) -> model.MlaLaunch:
@@ -228,8 +227,7 @@ def built(bench: DecodeBench, sms: int) -> MlaVariant:
     spec = plan(bench, sms).spec
     if isinstance(spec, MlaCrossoverSpec):
         return TURNS
-    variant = MLA_BUILT if spec.heads == WIDE else MLA_NARROW if spec.heads <= FEW else MLA_HALF
-    return dataclasses.replace(variant, fp8_scores=True) if spec.scores == "fp8" else variant
+    return MLA_BUILT if spec.heads == WIDE else MLA_NARROW if spec.heads <= FEW else MLA_HALF
 
 
 def predict(bench: DecodeBench, variant: MlaVariant | None = None, rates: Rates = H200) -> model.Prediction:
@@ -332,8 +330,7 @@ def run_decode(
     out, lse = decode_call(first, **bench.forced)()
     rows = torch.linspace(0, bench.batch - 1, min(ROWS_CHECKED, bench.batch)).long().tolist()
     sample = first.rows(rows)
-    scores = _scores(bench, out.device)
-    check = check_decode(out[rows], lse[rows], name=bench.name, scores=scores, **sample.arguments())
+    check = check_decode(out[rows], lse[rows], name=bench.name, **sample.arguments())
     if not (out.isfinite().all() and lse.isfinite().all()):
         check = dataclasses.replace(check, problems=(*check.problems, "not every element of the output is finite"))
 
@@ -354,19 +351,10 @@ def run_decode(
             **({} if bench.ragged else {"predicted_cycles_per_token": predicted_cycles(bench)}),
             **(host_times(calls[0]) if bench.host else {}),
             **({"exchange_us": forced_times(inputs, "exchange", EXCHANGES)} if bench.exchanges else {}),
-            **({"scores_us": forced_times(inputs, "scores", SCORES)} if bench.both_scores else {}),
             "peers": entries(peers, timings),
         }
 
     return records.with_must(records.record_case(bench.key, check, measure), bench.must)
-
-
-def _scores(bench: DecodeBench, device: torch.device) -> str:
-    """How a call scores: as forced, or as planned for this card."""
-    if bench.scores is not None or device.type != "cuda":
-        return bench.scores or "exact"
-    sms = torch.cuda.get_device_properties(device).multi_processor_count
-    return getattr(plan(bench, sms).spec, "scores", "exact")
 
 
 def decode_call(case: DecodeCase, **forced: str) -> Callable[[], Any]:

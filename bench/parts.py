@@ -17,7 +17,7 @@ SECTIONS: Final = {
     "gqa": "benchmarks of GQA decoding and its append",
     "sink": "benchmarks of sink attention",
     "values": "cases of all three over families of values",
-    "accuracy": "errors of exact and fp8 scores and FlashMLA, and what the FP8 accumulator keeps",
+    "accuracy": "errors of `mla_fp8_decode` and FlashMLA, and what the FP8 accumulator keeps",
 }
 """What a run consists of."""
 OPS: Final = {

@@ -296,9 +296,8 @@ def _mla_bench(bench: DecodeBench, kept: _Kept, tokens: int, peer: types.ModuleT
 
         out, lse = calls()[0]()
         rows = _rows(bench.batch)
-        scores = bench_mla._scores(bench, out.device)
         some = inputs[0].rows(rows).arguments()
-        check = check_decode(out[rows], lse[rows], name=family, scores=scores, **some)
+        check = check_decode(out[rows], lse[rows], name=family, **some)
         peers = functools.partial(bench_mla._peers, bench, inputs, caches, peer, rows, _limit(family))
         return Ready(calls, _finite(check, out, lse), peer=peers)
 
@@ -307,7 +306,7 @@ def _mla_bench(bench: DecodeBench, kept: _Kept, tokens: int, peer: types.ModuleT
             caches.drop_bf16()
 
     sizes = bench.mode, bench.batch, bench.h_q, bench.s_q, bench.keys
-    against_peer = PEER_MUST if sizes in WITH_PEER_MUST and bench.scores != "fp8" else {}
+    against_peer = PEER_MUST if sizes in WITH_PEER_MUST else {}
     return ValueBench(
         bench.name,
         bench.key,

@@ -97,8 +97,7 @@ def mla_errors(record: dict[str, Any]) -> Table:
         fitted = rates is H200 and any(is_case_of(bench.key, one.key) for one in (LONG, SHORT))
         note = " (calibrated on it)" if fitted else ""
         spread = f"{_short(case['us_p10'])} .. {_short(case['us_p90'])}"
-        scores = ", fp8 scores" if bench.scores == "fp8" else ""
-        name = f"{bench.mode} {_size(bench)}{scores}{mark(case)}"
+        name = f"{bench.mode} {_size(bench)}{mark(case)}"
         rows.append([name, str(bench.keys), _short(case["us"]), spread, _short(measured(case)), _short(found.us)])
         rows[-1] += [f"{found.us / measured(case) - 1:+.1%}{note}", str(found.binds)]
     return rows

@@ -247,7 +247,7 @@ def _wrong_numbers(call: Call, arguments: Mapping[str, Any]) -> Iterator[Wrong]:
         numbers = {"num_splits": (0, -1, 257, 2**40, 1.5, True, "2"), "softmax_scale": ("1", [1.0], 1j)}
     if call.op == "mla_fp8_decode":
         numbers["exchange"] = ("value", 1, "Codes", "")
-        numbers["scores"] = ("fp16", 1, "FP8", "")
+        numbers["scores"] = ("fp16", 1, "fp8", "")
         numbers |= {"cache_format": ("v3", 1, "", ["v4"]), "cache_layout": ("rows", 1, "Planar")}
         numbers["extra_cache_format"] = ("v4 ", 2) if arguments.get("extra_kv_cache") is not None else ("v4",)
     if call.op == "mla_fp8_append":

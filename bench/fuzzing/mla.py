@@ -102,7 +102,7 @@ def decode_call(draw: Draw) -> Call:
             return []
         picked = {name: value[rows] for name, value in values.items()}
         some = case.rows(rows).arguments()
-        return problems_of(check_decode(picked["out"], picked["lse"], scores=forced["scores"], **some))
+        return problems_of(check_decode(picked["out"], picked["lse"], **some))
 
     return Call(
         seed=draw.seed,
@@ -249,9 +249,8 @@ def _latent_dense(draw: Draw, cache_format: str, layout: str | None) -> tuple[De
 
 def _forced(draw: Draw) -> dict[str, Any]:
     """Choices that are left to the planner, or made."""
-    scores = draw.choice((None, "exact", "fp8"))
-    exchange = draw.choice((None, None, *EXCHANGES) if scores != "fp8" else (None, "none"))
-    return {"num_splits": draw.choice(SPLITS), "exchange": exchange, "scores": scores}
+    exchange = draw.choice((None, None, *EXCHANGES))
+    return {"num_splits": draw.choice(SPLITS), "exchange": exchange, "scores": draw.choice((None, "exact"))}
 
 
 def _vary(case: DecodeCase, draw: Draw) -> tuple[DecodeCase, torch.Tensor]:

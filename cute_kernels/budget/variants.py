@@ -56,7 +56,6 @@ class MlaVariant:
     cta_cycles      of a CTA in addition to its tiles (first rows, Q, epilogue): calibrated
     start_cycles    of a launch before that and Q: what it takes to begin, and first rows that all CTAs ask for at once
     swap_ab         S^T = K Q^T: keys go from raw rows to operands in registers, for both products
-    fp8_scores      S from codes as they lie and Q as two e4m3 numbers, both in shared memory: only values are converted
     built           whether this package has it: the others are predictions
     heads           of a CTA
     """
@@ -69,7 +68,6 @@ class MlaVariant:
     cta_cycles: float = 0.0
     start_cycles: float = 0.0
     swap_ab: bool = False
-    fp8_scores: bool = False
     built: bool = False
     heads: int = WIDE
 
@@ -121,15 +119,12 @@ class MlaVariant:
         """Clocks to convert a token's codes."""
         if not self.swap_ab:
             return rates.conversion_cycles(NOPE_DIM)
-        products = 1 if self.fp8_scores else 2
-        return products * NOPE_DIM / 64  # pairs of e4m3 at 64 values a clock
+        return 2 * NOPE_DIM / 64  # for both products, pairs of e4m3 at 64 values a clock
 
     def _smem_bytes(self) -> float:
         """Bytes of a token through the port of shared memory."""
         if self.swap_ab:  # the row written; codes read for both products; Q and P read once for 64 keys or values
             read = 2 * NOPE_DIM + 2 * ROPE_DIM
-            if self.fp8_scores:
-                read += NOPE_DIM  # once for hi and once for lo, which are as many bytes as Q in 16 bits
             scores = 2 * 4 * self.heads  # float32, written by those who multiply, read by those who make P
             return TOKEN_BYTES + read + 2 * self.heads * (QK_DIM + NOPE_DIM) / TOKENS_PER_TILE + scores
         # m64n64k16 with both operands there: 2 KB of Q and 2 KB of K, 36 times a tile
@@ -175,17 +170,7 @@ CROSSOVER_ASYNC = MlaVariant("crossover of bf16 by st.async", Exchange.BF16_ASYN
 CROSSOVER_BULK = MlaVariant("crossover of bf16 by bulk copy", Exchange.BF16_BULK, 64, cta_cycles=CTA_CYCLES)
 CROSSOVER_RAW = MlaVariant("crossover of raw bytes by bulk copy", Exchange.RAW_BULK, 64, cta_cycles=CTA_CYCLES)
 
-# Scores on the FP8 tensor core: as many clocks of products, hi and lo at twice the rate; half of the conversions. The
-# built kernel waits for the same rows of the next tiles, so its latency is taken over: a forecast of its time.
-FP8_SCORES = replace(SWAP_AB, name="fp8 scores, values made in registers", fp8_scores=True)
-FP8_OVERLAPPED = replace(
-    FP8_SCORES, name="fp8 scores, tiles overlapped", latency_cycles=0.0, page_cycles=0.0, built=False
-)
-
-MLA_VARIANTS = (
-    *(SWAP_AB, TURNS, OVERLAPPED_32, OVERLAPPED, CROSSOVER_ASYNC, CROSSOVER_BULK, CROSSOVER_RAW),
-    *(FP8_SCORES, FP8_OVERLAPPED),
-)
+MLA_VARIANTS = (SWAP_AB, TURNS, OVERLAPPED_32, OVERLAPPED, CROSSOVER_ASYNC, CROSSOVER_BULK, CROSSOVER_RAW)
 MLA_BUILT = SWAP_AB
 """What `mla_fp8_decode` runs with 33 heads and more. `TURNS` has to be asked for."""
 

@@ -88,7 +88,7 @@ def launch_latent(request: Request) -> tuple[torch.Tensor, torch.Tensor]:
         fail("extra_kv_cache", "None with its arguments", "a second cache")
     ragged = any(length is not None for length in lengths)
     key = (
-        q.get_device(), sparse, batch, s_q, h_q, ragged, request.num_splits, request.exchange, request.scores,
+        q.get_device(), sparse, batch, s_q, h_q, ragged, request.num_splits, request.exchange,
         request.cache_layout, request.inf_if_empty,
         None if out is None or out.is_contiguous() else out.stride(),
         None if lse is None or lse.is_contiguous() else (lse.stride(), lse.is_neg()), *keys,
@@ -185,7 +185,6 @@ def _prepare(
             num_sms=constants.num_sms,
             ragged=ragged,
             num_splits=request.num_splits,
-            scores=request.scores,
             cache_format=first.name,
             extra_format=keys[1].name if len(read) > 1 else "",
             extra_keys=keys[1].width if len(read) > 1 else 0,

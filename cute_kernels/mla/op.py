@@ -143,12 +143,8 @@ def mla_fp8_decode(
         exchange: what two CTAs with 64 heads each send each other of every key that one of them has gathered: "codes",
             its 656 bytes; "values", 16-bit numbers; or "none": each CTA gathers all keys. Default: planned. With more
             than 64 heads and a given number of splits, results are equal bit for bit.
-        scores: how exact S = Q K^T is. "exact": a float32 sum of exact products; the log-sum-exp is within
+        scores: "exact", which is the default: S = Q K^T is a float32 sum of exact products; the log-sum-exp is within
             2e-5, and within 7e-5 where a few channels are 20 times the others.
-            "fp8": codes meet Q as two e4m3 numbers, hi + lo, on the FP8 tensor core, whose sums are off by some 3e-4 of
-            their rms; the log-sum-exp is off by some half of what keys rounded to bf16 cost, unless scales are
-            powers of two, for which bf16 keys are exact. Default: planned.
-            "fp8" goes with no exchange, and with one cache of "v3.2" alone.
         cache_format: "v3.2", "v3.2_nope", "v4", "v4.1" or "v4.1_fp4". Default: "v3.2" for 656 bytes a token with 576
             columns of q, "v3.2_nope" with 512; "v4" for 584; "v4.1_fp4" for 288. 528 bytes need it: "v3.2_nope" and
             "v4.1" both have as many.
@@ -362,7 +358,6 @@ def _prepare(
             ragged=ragged,
             num_splits=num_splits,
             exchange=exchange,
-            scores=scores,
             inf_if_empty=inf_if_empty,
         )
         kernel, splits, merge_ctas = get_kernel(plan.spec), plan.num_splits, plan.merge_ctas

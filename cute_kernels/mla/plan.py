@@ -72,7 +72,6 @@ def plan_decode(
     ragged: bool = False,
     num_splits: int | None = None,
     exchange: str | None = None,
-    scores: str | None = None,
     heads: int | None = None,
     cache_format: str = V3_2.name,
     extra_format: str = "",
@@ -95,7 +94,6 @@ def plan_decode(
         num_splits: to force it; at most MAX_SPLITS. With more than there are key tiles some CTAs have no work. What
             decides bits is not planned then.
         exchange: to force it.
-        scores: to force them.
         heads: of a CTA, to force it.
         cache_format: of the cache.
         extra_format: of a second cache that joins the softmax; "" where there is none.
@@ -105,8 +103,6 @@ def plan_decode(
     """
     if heads is None:
         heads = next((n for n in NARROW if n >= h_q), WIDE)
-        if scores == "fp8":
-            heads = max(heads, HALF)
         # two CTAs of 32 take up to 15% less than one of 64 over few keys, but have other bits
         choices = (heads, HALF) if heads == WIDE and exchange is None and num_splits is None else (heads,)
     else:
@@ -114,16 +110,12 @@ def plan_decode(
     queries = batch * s_q
     tiles = max(1, -(-max_keys // TOKENS_PER_TILE) + -(-extra_keys // TOKENS_PER_TILE))  # no tile has keys of both
     candidates = [num_splits] if num_splits is not None else range(1, min(tiles, MAX_SPLITS) + 1)
-    specs: list[Spec] = [
-        MlaDecodeSpec(sparse=sparse, heads=choice, scores=scores or "exact", inf_if_empty=inf_if_empty)
-        for choice in choices
-    ]
+    specs: list[Spec] = [MlaDecodeSpec(sparse=sparse, heads=choice, inf_if_empty=inf_if_empty) for choice in choices]
     if latent or cache_format != V3_2.name or extra_format:
         specs = [
             LatentDecodeSpec(
                 sparse=sparse,
                 heads=choice,
-                scores=scores or "exact",
                 cache_format=cache_format,
                 extra_format=extra_format,
                 inf_if_empty=inf_if_empty,

@@ -15,7 +15,6 @@ MAX_KEYS = 2**31 - 2**15  # of a query: the end of the last of 256 equal parts s
 WORK_TILE_OVERHEAD = 2  # key tiles that a work tile costs in addition to its own, in a balanced schedule
 CUT_TILES = 5  # key tiles that a cut through a query costs: a work tile more, and a merge
 MERGE_LANES = (0, 32, 128)
-SCORES = ("exact", "fp8")
 MASKED_SCALE = 2.0**-6  # of a masked key: in range of the weights of both kernels, so its tile takes the fast path
 CACHE_FORMAT = V3_2.name  # that `MlaDecodeSpec` reads; `LatentDecodeSpec` reads the others
 PARTIAL_FLOATS = V3_2.d_v // 2 + V3_2.d_v // BLOCK_SCALE_VALUES + 1  # float16 O, block scales, LSE
@@ -42,8 +41,6 @@ class MlaDecodeSpec:
     heads        of a CTA: 64, or 8, 16 or 32 where there are no more
     balanced     CTAs have equal shares of the key tiles of all queries, by the lengths on the device, instead of whole
                  queries or equal parts of each. A query that is cut is merged
-    scores       "exact": codes times Q in float16, scales in float32. "fp8": codes as they lie times Q in two e4m3
-                 numbers, on the FP8 tensor core; 32 or 64 heads
     trace        the roles store timestamps (device/trace.py)
     inf_if_empty  a query without keys has a log-sum-exp of +inf, as in FlashMLA, instead of -inf
 
@@ -55,7 +52,6 @@ class MlaDecodeSpec:
     merge_lanes: int = 0
     heads: int = WIDE
     balanced: bool = False
-    scores: str = "exact"
     trace: bool = False
     inf_if_empty: bool = False
 
@@ -67,10 +63,7 @@ class MlaDecodeSpec:
     @property
     def compile_options(self) -> str:
         """Levels at which ptxas spills no register. Levels 0 and 7 differ by up to 6% in speed (64 heads)."""
-        level = 0 if self.few_heads else 7
-        if self.fp8_scores and self.balanced and self.sparse and self.heads == WIDE:
-            level = 3
-        return f"--ptxas-options '--register-usage-level={level}'"
+        return f"--ptxas-options '--register-usage-level={0 if self.few_heads else 7}'"
 
     def can_implement(self) -> list[str]:
         """Reasons, in words, why this kernel cannot be built; empty when it can."""
@@ -81,21 +74,12 @@ class MlaDecodeSpec:
             reasons.append(f"merge_lanes is {self.merge_lanes}; known are {MERGE_LANES}")
         if self.balanced and not self.split:
             reasons.append(f"balanced is True with merge_lanes {self.merge_lanes}; shares need a merge")
-        if self.scores not in SCORES:
-            reasons.append(f"scores is {self.scores!r}; known are {SCORES}")
-        if self.fp8_scores and self.few_heads:
-            reasons.append(f"scores is 'fp8' with {self.heads} heads; it has kernels of {HALF} and {WIDE}")
         return reasons
 
     @property
     def d_qk(self) -> int:
         """Columns of Q."""
         return V3_2.d_qk
-
-    @property
-    def fp8_scores(self) -> bool:
-        """Whether QK runs on the FP8 tensor core."""
-        return self.scores == "fp8"
 
     def head_blocks(self, h_q: int) -> int:
         """CTAs for the heads of a query token."""
@@ -166,10 +150,7 @@ class MlaDecodeSpec:
             "registers": self.launch_registers[self.threads],
             # up to 16 heads a thread converts 128 numbers of Q at once; what it spills is read between work tiles
             "stack": 32 if self.few_heads and self.split else 0,
-            "instructions": (
-                *("HGMMA", "UTMALDG", "USETMAXREG", "LDGSTS.E.BYPASS.128"),
-                *(("QGMMA",) if self.fp8_scores else ()),
-            ),
+            "instructions": ("HGMMA", "UTMALDG", "USETMAXREG", "LDGSTS.E.BYPASS.128"),
             # fewer where ptxas keeps loop counters in registers of each thread, which costs 10% of the time
             "at_least": {"USHF": 70 if self.few_heads else 90},
         }
@@ -178,11 +159,10 @@ class MlaDecodeSpec:
 def shipped_specs() -> list[MlaDecodeSpec]:
     """Every specification that the planner can ask for."""
     return [
-        MlaDecodeSpec(sparse=sparse, merge_lanes=lanes, heads=heads, balanced=balanced, scores=scores)
-        for scores in SCORES
+        MlaDecodeSpec(sparse=sparse, merge_lanes=lanes, heads=heads, balanced=balanced)
         for balanced in (False, True)
         for sparse in (True, False)
         for lanes in MERGE_LANES
         for heads in (*NARROW, WIDE)
-        if (lanes or not balanced) and (scores == "exact" or heads > FEW)
+        if lanes or not balanced
     ]

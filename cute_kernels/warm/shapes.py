@@ -42,7 +42,7 @@ class MlaShape:
     lengths     sparse: whether calls have a `topk_length`
     max_tokens  dense: tokens that a block table can name, its width times the page size
     append      whether the model fills its cache with `mla_fp8_append`
-    scores      as calls have it
+    scores      None or "exact", as calls have it; both mean the same
     flash_mla   whether calls are those of `cute_kernels.compat.flash_mla`, which have kernels of their own
     cache_format  of the cache: "v3.2", "v3.2_nope", "v4", "v4.1" or "v4.1_fp4"
     extra_cache_format  of a second cache in the same softmax; None: one cache. Sparse calls alone have two
@@ -64,6 +64,8 @@ class MlaShape:
         """Raises ValueError for heads, formats or keys that no kernel takes."""
         if not 1 <= self.heads <= MAX_MLA_HEADS:
             raise ValueError(f"heads: got {self.heads}; needs 1 to {MAX_MLA_HEADS}")
+        if self.scores not in (None, "exact"):
+            raise ValueError(f"scores: got {self.scores!r}; needs None or 'exact'")
         if self.cache_format not in FORMATS:
             raise ValueError(f"cache_format: got {self.cache_format!r}; needs one of {', '.join(FORMATS)}")
         extra = self.extra_cache_format
@@ -87,7 +89,6 @@ class MlaShape:
                     max_keys=self.max_tokens if self.topk is None else self.topk,
                     num_sms=num_sms,
                     ragged=self.lengths or not sparse,
-                    scores=self.scores,
                     cache_format=self.cache_format,
                     extra_format=self.extra_cache_format or "",
                     extra_keys=self.extra_topk,

@@ -313,7 +313,6 @@ def test_calls_with_empty_rows_reach_every_path_of_the_kernels():
     specs = [spec for call in CALLS.values() if (spec := spec_of(call)) is not None]
     assert all("inf_if_empty=True" in repr(spec) and spec.can_implement() == [] for spec in specs)
     exact = [spec for spec in specs if type(spec) is MlaDecodeSpec]
-    assert {spec.scores for spec in exact} == {"exact", "fp8"}
     assert {spec.heads for spec in exact} == {8, 16, 32, 64}
     for kind in (MlaDecodeSpec, LatentDecodeSpec):
         paths = {("shares" if spec.balanced else spec.split) for spec in specs if type(spec) is kind}

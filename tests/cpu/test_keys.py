@@ -163,7 +163,6 @@ CHANGES: dict[str, dict[str, Call]] = {
         "lengths": {"topk_length": torch.ones(2, dtype=I32)},
         "num_splits": {"num_splits": 2},
         "exchange": {"exchange": "none"},
-        "scores": {"scores": "fp8"},
         "inf_if_empty": {"inf_if_empty": True},
         "no page": {"kv_cache": MLA["kv_cache"][:0]},
         "page size": {"kv_cache": MLA["kv_cache"][:, :4]},

@@ -9,9 +9,7 @@ from cute_kernels.mla.crossover.spec import WEIGHT, MlaCrossoverSpec
 from cute_kernels.mla.crossover.spec import shipped_specs as shipped_crossover_specs
 from cute_kernels.mla.plan import EXCHANGES, MAX_BALANCED, MAX_SPLITS, plan_decode
 from cute_kernels.mla.spec import (
-    HALF,
     MASKED_SCALE,
-    SCORES,
     TOKENS_PER_TILE,
     WIDE,
     MlaDecodeSpec,
@@ -143,48 +141,28 @@ def test_a_forced_exchange_is_taken_by_whole_clusters(exchange, h_q):
     assert plan.ctas == 2 * 3 * 2 * plan.spec.head_blocks(h_q)
 
 
-@pytest.mark.parametrize("h_q", [1, 16, 32, 33, 64, 128])
-def test_fp8_scores_are_a_choice(h_q):
-    sizes = {"sparse": True, "batch": 64, "s_q": 1, "h_q": h_q, "max_keys": 2048, "num_sms": SMS}
-    planned = plan_decode(**sizes)
-    assert isinstance(planned.spec, MlaDecodeSpec)
-    assert planned.spec.scores == "exact"  # fp8 is nowhere 5% faster (docs/journal/mla_decode.md)
-    assert plan_decode(**sizes, scores="exact") == planned
-    spec = plan_decode(**sizes, scores="fp8").spec
-    assert isinstance(spec, MlaDecodeSpec) and spec in shipped_specs()
-    assert spec.scores == "fp8" and spec.can_implement() == [] and spec.heads >= HALF
-
-
 def test_what_checks_let_pass_can_be_built():
     """A spec that cannot be built speaks of itself; a caller is told of his arguments, by the checks."""
     pairs = [Formats(FORMATS[name], None) for name in FORMATS]
     pairs += [Formats(FORMATS[one], FORMATS[other]) for one, other in PAIRS]
     refused = set()
-    for formats, exchange, scores in itertools.product(pairs, (None, *EXCHANGES), (None, *SCORES)):
+    for formats, exchange in itertools.product(pairs, (None, *EXCHANGES)):
         names = [kind.name for kind in formats if kind is not None]
         try:
-            check_options(False, None, None, exchange, scores)
-            check_options_of_formats(formats, exchange, scores)
+            check_options(False, None, None, exchange, "exact")
+            check_options_of_formats(formats, exchange)
         except ValueError as error:
-            refused.add((tuple(names), scores))
-            assert str(error).startswith(("scores: got", "exchange: got")) and "Spec" not in str(error)
+            refused.add(tuple(names))
+            assert str(error).startswith("exchange: got") and "Spec" not in str(error)
             continue
         extra = {"extra_format": names[1], "extra_keys": 640} if len(names) > 1 else {}
         for h_q, splits, ragged in itertools.product((1, 16, 32, 64, 128), (None, 1, 3), (False, True)):
             plan = plan_decode(
                 sparse=True, batch=8, s_q=2, h_q=h_q, max_keys=2048, num_sms=SMS, ragged=ragged, num_splits=splits,
-                exchange=exchange, scores=scores, cache_format=names[0], **extra,
+                exchange=exchange, cache_format=names[0], **extra,
             )  # fmt: skip
             assert plan.spec.can_implement() == []
-    assert (
-        (("v4.1",), "fp8") in refused and (("v3.2", "v3.2"), "fp8") in refused and (("v3.2",), "exact") not in refused
-    )
-
-
-def test_fp8_scores_need_32_heads_of_a_cta():
-    spec = MlaDecodeSpec(sparse=True, heads=16, scores="fp8")
-    assert spec.can_implement() == ["scores is 'fp8' with 16 heads; it has kernels of 32 and 64"]
-    assert MlaDecodeSpec(sparse=True, scores="bf16").can_implement() == ["scores is 'bf16'; known are ('exact', 'fp8')"]
+    assert ("v4.1",) in refused and ("v3.2", "v3.2") in refused and ("v3.2",) not in refused
 
 
 def test_an_unknown_exchange_is_refused_in_words():

@@ -124,13 +124,12 @@ def run_decode() -> RunDecode:
         *,
         num_splits: int | None = None,
         exchange: str | None = None,
-        scores: str | None = None,
         padded: bool = True,
     ) -> Comparison:
         out, lse = case.outputs(padded=padded)
-        forced: dict[str, Any] = {"num_splits": num_splits, "exchange": exchange, "scores": scores}
+        forced: dict[str, Any] = {"num_splits": num_splits, "exchange": exchange}
         mla_fp8_decode(case.q, case.kv_cache, **case.options(), **forced, out=out.tensor, lse=lse.tensor)
-        check = check_decode(out.tensor, lse.tensor, scores=scores, **case.arguments()).require()
+        check = check_decode(out.tensor, lse.tensor, **case.arguments()).require()
         out.require_no_stray_writes()
         lse.require_no_stray_writes()
         return check

@@ -113,12 +113,6 @@ def test_mla(name, way):
 
 
 @pytest.mark.parametrize("num_splits", SPLITS)
-@pytest.mark.parametrize("name", ["v3.2", "v3.2, prompts", "dense v3.2"])
-def test_mla_with_fp8_scores(name, num_splits):
-    hold(mla(MLA[name](h_q=64), num_splits=num_splits, scores="fp8"))
-
-
-@pytest.mark.parametrize("num_splits", SPLITS)
 @pytest.mark.parametrize("name", ["v3.2", "v3.2, lengths", "dense v3.2"])
 def test_mla_with_every_exchange(name, num_splits):
     """Each exchange has its own rounding, which no other row changes."""

@@ -184,7 +184,7 @@ def sparse_wrong(device: str) -> Wrong:
         "cache_layout of another type": ("cache_layout", 1),
         "cache_layout that V3.2 lacks": ("cache_layout", "planar"),
         "cache_format unknown": ("cache_format", "v3"),
-        "fp8 scores with an exchange": ("scores", {"scores": "fp8", "exchange": "codes"}),
+        "fp8 scores": ("scores", "fp8"),
         "causal no flag": ("causal", "no"),
         "softmax_scale NaN": ("softmax_scale", math.nan),
         "softmax_scale huge": ("softmax_scale", 2**2000),

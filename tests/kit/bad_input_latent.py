@@ -83,7 +83,6 @@ def planar_wrong(device: str) -> Wrong:
             "cache_layout",
             {"cache_layout": "planar", "cache_format": V3_2_NOPE.name, "kv_cache": new(PAGES, PAGE_SIZE, 528)},
         ),
-        "fp8 scores of 8-bit codes": ("scores", "fp8"),
         "an exchange": ("exchange", "codes"),
         "indices of a second cache alone": ("extra_indices", call["indices"]),
         "lengths of a second cache alone": ("extra_topk_length", call["topk_length"]),
@@ -139,7 +138,6 @@ def two_caches_wrong(device: str) -> Wrong:
         "extra_topk_length of int64": ("extra_topk_length", ints(device, BATCH, dtype=I64)),
         "extra_topk_length of another batch": ("extra_topk_length", ints(device, BATCH + 1)),
         "extra_topk_length without the cache": ("extra_topk_length", {"extra_kv_cache": None, "extra_indices": None}),
-        "fp8 scores of 4-bit codes": ("scores", "fp8"),
         "an exchange": ("exchange", "values"),
         **elsewhere(call, "kv_cache", "extra_kv_cache", "extra_indices", "extra_topk_length"),
     }  # fmt: skip

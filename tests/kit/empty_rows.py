@@ -25,7 +25,7 @@ class EmptyRows(NamedTuple):
     """A call by name.
 
     case    makes it on a device
-    forced  `num_splits`, `exchange` and `scores`, where the plan is not to choose them
+    forced  `num_splits` and `exchange`, where the plan is not to choose them
     keyless no query sees a key, whatever the lengths are, so nothing is launched
     """
 
@@ -77,7 +77,6 @@ CALLS: dict[str, EmptyRows] = {
     "sparse, splits of many rows": EmptyRows(_sparse(h_q=32), {"num_splits": 2}),
     "sparse, shares": EmptyRows(_sparse(h_q=64, lengths="query"), {}),
     "sparse, shares of few heads": EmptyRows(_sparse(h_q=8, lengths="query"), {}),
-    "sparse, fp8 scores": EmptyRows(_sparse(h_q=64), {"num_splits": 1, "scores": "fp8"}),
     "sparse, exchange": EmptyRows(_sparse(h_q=128), {"num_splits": 1, "exchange": "values"}),
     "sparse, exchange and splits": EmptyRows(_sparse(h_q=128), {"num_splits": 3, "exchange": "codes"}),
     "dense": EmptyRows(_dense(h_q=64), {"num_splits": 1}),
@@ -159,7 +158,7 @@ def require_inf_of_empty_rows(call: EmptyRows, device: str) -> None:
     assert (got[0][empty] == 0).all()
     if not call.keyless:
         shown = torch.where(got[1] == torch.inf, -torch.inf, got[1])
-        check_decode(got[0], shown, scores=call.forced.get("scores"), **case.arguments()).require()
+        check_decode(got[0], shown, **case.arguments()).require()
     out.require_no_stray_writes()
     lse.require_no_stray_writes()
 

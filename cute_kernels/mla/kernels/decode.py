@@ -98,7 +98,6 @@ from cute_kernels.mla.kernels.load_q import QTma, make_q_tma
 from cute_kernels.mla.kernels.merge import MergeTask, PartialMerger
 from cute_kernels.mla.kernels.pv import PvWarpgroups
 from cute_kernels.mla.kernels.qk import QkWarpgroups
-from cute_kernels.mla.kernels.qk_fp8 import Fp8QkWarpgroup
 from cute_kernels.mla.kernels.scheduler import Divisors, Scheduler, Share, WorkTable
 from cute_kernels.mla.kernels.smem import shared_storage
 from cute_kernels.mla.kernels.softmax import SoftmaxWarpgroup
@@ -116,7 +115,7 @@ class MlaDecodeKernel:
         self.scheduler = Scheduler(spec)
         self.softmax = SoftmaxWarpgroup(spec)
         self.load = KeyLoader(spec)
-        self.qk = Fp8QkWarpgroup(spec) if spec.fp8_scores else QkWarpgroups(spec)
+        self.qk = QkWarpgroups(spec)
         self.pv = PvWarpgroups(spec)
         self.tracer = Tracer(spec.trace, len(ROLES))
         if spec.split:

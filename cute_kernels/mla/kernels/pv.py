@@ -26,11 +26,9 @@ from cute_kernels.mla.kernels.smem import (
     WARPS,
     copy_columns,
     head_of_column,
-    key_of_position,
     line_offset,
     p_layout,
     scale_tensor,
-    swap_odd_halves,
     tiled_mmas,
     weights,
 )
@@ -264,8 +262,7 @@ class PvWarpgroups:
         """Offset of a thread's codes of its first key in a stage."""
         warp_idx, g, q = tid // 32, tid % 32 // 4, tid % 4
         quant_tile, chunk = 2 * wg + warp_idx // 2, 4 * (warp_idx % 2) + g // 2
-        first = swap_odd_halves(q) if self.spec.fp8_scores else 2 * q
-        line = quant_tile * (TOKENS_PER_TILE * LINE_BYTES) + line_offset(first, chunk) + g % 2 * 8
+        line = quant_tile * (TOKENS_PER_TILE * LINE_BYTES) + line_offset(2 * q, chunk) + g % 2 * 8
         # kept in a register: computed again after each wait for a tile, it costs 2% of the tile
         return registers.opaque(line) if const_expr(self.spec.few_heads) else line
 
@@ -274,10 +271,7 @@ class PvWarpgroups:
         """Codes of a block of 16 keys: of the keys of a thread's four columns of A (4), eight values each (8)."""
         start = stage * CODES_BYTES + block * (16 * LINE_BYTES)
         for i in cutlass.range_constexpr(4):
-            if const_expr(self.spec.fp8_scores):  # rows e, e + 8, e ^ 4, (e ^ 4) + 8: of e ^ 4 chunks are swapped
-                key = (line ^ (4 * (LINE_BYTES + 16) * (i // 2))) + 8 * LINE_BYTES * (i % 2)
-            else:
-                key = (line ^ (16 * (i % 2))) + LINE_BYTES * (i % 2 + 8 * (i // 2))  # of a neighbour chunks are swapped
+            key = (line ^ (16 * (i % 2))) + LINE_BYTES * (i % 2 + 8 * (i // 2))  # of a neighbour chunks are swapped
             pointer = smem.codes.data_ptr() + cute.assume(start + key, divby=8)
             source = cute.make_tensor(cute.recast_ptr(pointer, dtype=Int32), cute.make_layout(2))
             cute.autovec_copy(source, raw[None, i])
@@ -380,8 +374,7 @@ class PvWarpgroups:
         for block in cutlass.range(KEY_BLOCKS, unroll=1):
             self.load_codes(smem, raw, stage, block, line)
             for i in cutlass.range_constexpr(4):
-                position = 16 * block + 2 * (tid % 4) + i % 2 + 8 * (i // 2)
-                key = stage * TOKENS_PER_TILE + key_of_position(self.spec, position)
+                key = stage * TOKENS_PER_TILE + 16 * block + 2 * (tid % 4) + i % 2 + 8 * (i // 2)
                 weight[i] = sScale[quant_tile, key] * power
             b = cute.make_tensor(rP[None, None, block].iterator, rP.layout)
             for m in cutlass.range_constexpr(ROW_BLOCKS):

@@ -104,30 +104,6 @@ def s_offset(head: Int32, key_pair: Int32) -> Int32:
     return (head_pair * (TOKENS_PER_TILE // 2) + (key_pair ^ swizzle)) * 4 + head % 2 * 2
 
 
-def swap_odd_halves(e):
-    """Of 0 to 7: odd numbers go to the other four. Its own inverse."""
-    return e ^ ((e & 1) << 2)
-
-
-def position_of_key(spec: MlaDecodeSpec, key):
-    """Where a key of a tile stands in S and P. With exact scores keys stand in their order.
-
-    With fp8 scores wgmma reads rows in order, and a thread has rows g and g + 8 of 16 instead of two neighbours: these
-    are a pair of S. PV reads codes of pairs q and q + 4 at once; odd pairs change places with those four further, so
-    that lanes q = 0 to 3 meet rows 0, 5, 2, 7, whose swizzles keep them apart.
-    """
-    if not spec.fp8_scores:
-        return key
-    return key // 16 * 16 + 2 * swap_odd_halves(key % 8) + key // 8 % 2
-
-
-def key_of_position(spec: MlaDecodeSpec, position):
-    """The inverse of `position_of_key`."""
-    if not spec.fp8_scores:
-        return position
-    return position // 16 * 16 + swap_odd_halves(position % 16 // 2) + position % 2 * 8
-
-
 def scale_tensor(smem, stages: int) -> cute.Tensor:
     """Scales of the keys of all stages: (quant tile, key)."""
     return smem.scale.get_tensor(cute.make_layout((QUANT_TILES, TOKENS_PER_TILE * stages)))
@@ -143,10 +119,9 @@ def weights(smem, stage: Int32, quant_tile, tid: Int32) -> cute.Tensor:
     return cute.make_tensor(pointer, cute.make_layout((8, 2), stride=(1, TOKENS_PER_TILE // 2)))
 
 
-def place_of_weight(position):
-    """Where `weights` has that of the key at a position of S."""
-    place = position // 32 * 32 + position % 8 // 2 * 8
-    return place + position // 16 % 2 * 4 + position // 8 % 2 * 2 + position % 2
+def place_of_weight(key):
+    """Where `weights` has that of a key of a tile."""
+    return key // 32 * 32 + key % 8 // 2 * 8 + key // 16 % 2 * 4 + key // 8 % 2 * 2 + key % 2
 
 
 def line_offset(row: Int32, chunk):

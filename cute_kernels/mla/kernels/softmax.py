@@ -16,7 +16,6 @@ from cute_kernels.mla.kernels.smem import (
     RESCALE_O,
     RESCALE_THRESHOLD,
     WARPS,
-    key_of_position,
     s_offset,
 )
 from cute_kernels.mla.kernels.value_units import ValueUnits
@@ -149,7 +148,7 @@ class SoftmaxWarpgroup:
         self.stamp(smem, tile, 0, tid)
         if cute.arch.vote_any_sync(mask != all_keys):
             for k in cutlass.range(self.keys, unroll=1):
-                if (mask >> key_of_position(self.spec, k)) & 1 == 0:
+                if (mask >> k) & 1 == 0:
                     sS[s_offset(head, (first + k) // 2) + k % 2] = -Float32.inf
         unit = smem.unit.get_tensor(cute.make_layout(self.heads * self.spec.qk_warpgroups))[s_stage * self.heads + head]
         rescaling = Float32(1.0)

@@ -13,7 +13,6 @@ from cute_kernels.mla.kernels.smem import (
     V_UNIT,
     WARPS,
     place_of_weight,
-    position_of_key,
     scale_tensor,
 )
 from cute_kernels.mla.kernels.tile import QUANT_TILES
@@ -64,7 +63,7 @@ class ValueUnits:
             weight[0], weight[1] = changed[0], changed[1]
             cute.arch.barrier(barrier_id=NamedBarrier.SOFTMAX, number_of_threads=128)  # all have read the units
         sWeight = smem.weight.get_tensor(cute.make_layout((TOKENS_PER_TILE, 2 * QUANT_TILES)))
-        place = place_of_weight(position_of_key(self.spec, tid // 2))
+        place = place_of_weight(tid // 2)
         for i in cutlass.range_constexpr(2):
             sWeight[place, p_stage * QUANT_TILES + 2 * (tid % 2) + i] = weight[i].to(Float16)
         return flags

@@ -58,8 +58,6 @@ class LatentDecodeSpec(MlaDecodeSpec):
             reasons.append(f"extra_format is {self.extra_format!r} with {self.cache_format!r}; known pairs are {PAIRS}")
         if self.extra_format and not self.sparse:
             reasons.append(f"extra_format is {self.extra_format!r} with a block table; two caches need indices")
-        if self.scores != "exact":
-            reasons.append(f"scores is {self.scores!r}; known is 'exact'")
         return reasons
 
     @property

@@ -437,7 +437,7 @@ def test_the_plots_are_the_same_for_the_same_record(tmp_path: Path) -> None:
         assert svg.write({"vllm.svg": lambda plt: vllm.speed_plot(made_up_vllm(), plt)}, tmp_path / folder)
     for name in (*names, "vllm.svg"):
         assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
-    for text in ("read ceiling", "cuDNN", "int8 per tensor, BNSH", "64 x 8192"):
+    for text in ("GB/s", "cuDNN", "int8 per tensor, BNSH, 64 x 8192"):
         assert text in (tmp_path / "a" / "gqa_speed.svg").read_text()
     assert "dashed: FlashAttention 3" in (tmp_path / "a" / "vllm.svg").read_text()
     assert plots.draw(some_record(cases=[]), tmp_path / "c") == []

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     warm: CallableModule
 
 __all__ = ["gqa_decode", "kv_int8_append", "merge_states", "mla_fp8_append", "mla_fp8_decode", "sink_attention"]
-__version__ = "0.1.1"
+__version__ = "0.2.0"
 
 _MODULES = {
     "gqa_decode": "cute_kernels.gqa.op",

@@ -40,8 +40,9 @@ def compare(record: Record, path: pathlib.Path, code: Any) -> None:
 def draw(found: pages.Recorded, folder: pathlib.Path) -> list[str]:
     """Draw the plots that there is something for, and return their names."""
     drawn = plots.draw(found.cards[0], folder) if found.cards else []
-    if found.vllm:
-        drawn += svg.write({"vllm_speed.svg": functools.partial(vllm.speed_plot, found.vllm[0])}, folder)
+    for file, (part, plot) in vllm.PLOTS.items():
+        first = next((run for run in found.vllm if part in run), None)
+        drawn += svg.write({file: functools.partial(plot, first)}, folder) if first is not None else []
     return drawn
 
 

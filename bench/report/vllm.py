@@ -262,3 +262,7 @@ def speed_plot(found: Found, plt: Any) -> Any:
     layers = found["speed"]["layers"]
     figure.suptitle(f"vLLM, {layers} layers of Llama 3 8B on {found['card']}, {found['date']}", fontsize=9)
     return figure
+
+
+PLOTS: dict[str, tuple[str, Callable[[Found, Any], Any]]] = {"vllm_speed.svg": ("speed", speed_plot)}
+"""Plots in docs/img: the part of a run that each shows, and what draws it from the first run that has the part."""

@@ -1,13 +1,12 @@
 """Tables of results: what pages show of a record, and that they show all of it."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from bench import kernels_run, records, svg
-from bench.report import pages, plots, speeds, vllm
+from bench import kernels_run, records
+from bench.report import pages, plots, speeds
 from cute_kernels.budget.rates import H200
 from scripts import budget_table, results_table
 from tests.kit.made_up_records import (
@@ -336,96 +335,6 @@ def test_what_is_still_built_is_compared_or_the_reason_is_said(
     assert "2048 keys † | 500 |" in (checkout / "README.md").read_text()
 
 
-# ---- vLLM
-
-
-def vllm_cases(ms: float, contexts: tuple[int, ...] = (1024, 8192)) -> list[dict[str, Any]]:
-    """Batch 1 and 64; the second batch and context each take twice as long."""
-    return [
-        {"context": c, "batch": b, "ms": ms * (1 + i) * (1 + j), "attention_ms": ms * (1 + i) * (1 + j) / 2}
-        for i, c in enumerate(contexts)
-        for j, b in enumerate((1, 64))
-    ]
-
-
-def made_up_vllm() -> dict[str, Any]:
-    """A run in which one backend failed and some parts were left out."""
-    partial = vllm_cases(1.5)[:3]
-    del partial[0]["attention_ms"]
-    return {
-        "card": "NVIDIA H200", "date": "2026-01-02", "versions": {"vllm": "0.26.0", "torch": "2.11.0"},
-        "tokens": {
-            "engines": {
-                "llama-int8_per_token_head-graphs": {"runner": 2, "done": True, "wrong_requests": [0, 0, 0]},
-                "gpt_oss-auto-eager": {"runner": 1, "failures": ["x"], "wrong_requests": [0, 3, 0]},
-                "llama-fp8-graphs": {"failures": ["no engine"]},
-            }
-        },
-        "speed": {
-            "layers": 4,
-            "backends": {
-                "cute-int8": {"cases": vllm_cases(1.0)}, "triton-int8": {"cases": vllm_cases(2.5)},
-                "cute-bf16": {"cases": vllm_cases(1.6)}, "flash-bf16": {"cases": partial},
-                "cute-fp8": {"cases": vllm_cases(1.1)}, "flash-fp8": {"failures": ["no engine"]},
-            },
-        },
-        "sparse": {
-            "cases": [
-                {"heads": 8, "requests": 16, "tokens": 32, "ours_us": 20.0, "flashmla_us": 50.0, "difference": 1.2e-3},
-                {"heads": 128, "requests": 1, "tokens": 2, "ours_us": 20.0, "flashmla_us": "RuntimeError: no"},
-            ]
-        },
-        "first": {
-            "layers": 4,
-            "backends": {
-                "cute-int8": {"cases": [{"requests": 1, "tokens": 8192, "ms": 40.0}]},
-                "triton-int8": {"cases": [{"requests": n, "tokens": 8192, "ms": 100.0} for n in (1, 4)]},
-                "cute-bf16": {"cases": [{"requests": 1, "tokens": 8192, "ms": 40.0}]},
-            },
-        },
-        "prompts": {
-            "cases": [
-                {"requests": 1, "context": 0, "tokens": 2048, "sink_attention_us": 100.0, "flash_fresh_us": "no"},
-                {"requests": 1, "context": 64, "tokens": 16, "ours_auto_us": 5.0, "ours_int8_per_token_head_us": 7.0},
-            ]
-        },
-        "wrong": ["layers: needs 60 s,\n 3 s were left"],
-    }  # fmt: skip
-
-
-def test_the_tables_of_vllm_show_each_pair() -> None:
-    text = "\n".join(vllm.page([made_up_vllm()]))
-    assert "NVIDIA H200, 2026-01-02, vllm 0.26.0, torch 2.11.0:" in text
-    assert "| int8_per_token_head, Triton | 64 x 8192 | 4 | 10 | 2.50 x | 2 | 5 | 2.50 x |" in text
-    assert "| bf16, FlashAttention 3 | 1 x 1024 | 1.6 | 1.5 | 0.94 x | 0.8 | – | – |" in text
-    assert "| bf16, FlashAttention 3 | 64 x 8192 | 6.4 | – | – | 3.2 | – | – |" in text
-    assert "fp8, FlashAttention 3" not in text  # it has no case
-    assert "less time than on the other backend in 2 of 3 cases; over INT8, at most 1/2 of it in 2 of 2." in text
-    assert "| llama, int8_per_token_head | graphs | 2 | 0, 0, 0 |" in text
-    assert "| gpt_oss, auto | eager | 1 | 0, 3, 0 |" in text and "llama, fp8" not in text
-    assert "| 8 | 16 | 20 | 50 | 2.50 x | 1.2e-03 |" in text
-    assert "| 128 | 1 | 20 | – | – | – |" in text
-    assert "| 1 x 2048 | – | 100 | – | – |" in text
-    assert "| 1 x 16, 64 | 5 | – | – | – | 7 | – |" in text
-    assert "| int8_per_token_head, Triton | 1 x 8192 | 40 | 100 | 2.50 x |" in text
-    assert "| 4 x 8192" not in text and "| bf16, FlashAttention 3 | 1 x 8192 | 40 |" not in text, "it has no pair"
-    assert "Failed or left out: layers: needs 60 s, 3 s were left." in text
-
-
-def test_what_was_not_measured_in_vllm_has_no_table() -> None:
-    few = {key: value for key, value in made_up_vllm().items() if key in ("card", "date", "versions")}
-    assert vllm.page([few]) == ["NVIDIA H200, 2026-01-02, vllm 0.26.0, torch 2.11.0:"]
-    assert vllm.page([]) == vllm.speeds([]) == vllm.speeds([few]) == []
-
-
-def test_the_table_of_the_vllm_page_has_the_runs_with_most_layers() -> None:
-    run = made_up_vllm()
-    sixteen = {**run, "card": H100, "speed": {**run["speed"], "layers": 16}}
-    header, _, first, *_ = vllm.speeds([run, sixteen])
-    assert header == "| cache, other backend, batch x context | H100: a token, ms | faster | attention alone |"
-    assert first == "| int8_per_token_head, Triton, 1 x 1024 | 1 | 2.50 x | 2.50 x |"
-
-
 # ---- plots
 
 
@@ -434,19 +343,8 @@ def test_the_plots_are_the_same_for_the_same_record(tmp_path: Path) -> None:
     names = ["mla_speed.svg", "gqa_speed.svg", "sink_speed.svg"]
     for folder in ("a", "b"):
         assert plots.draw(some_record(), tmp_path / folder) == names
-        assert svg.write({"vllm.svg": lambda plt: vllm.speed_plot(made_up_vllm(), plt)}, tmp_path / folder)
-    for name in (*names, "vllm.svg"):
+    for name in names:
         assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
     for text in ("GB/s", "cuDNN", "int8 per tensor, BNSH, 64 x 8192"):
         assert text in (tmp_path / "a" / "gqa_speed.svg").read_text()
-    assert "dashed: FlashAttention 3" in (tmp_path / "a" / "vllm.svg").read_text()
     assert plots.draw(some_record(cases=[]), tmp_path / "c") == []
-    assert svg.write({"b.svg": lambda plt: vllm.speed_plot({"speed": {}}, plt)}, tmp_path) == []
-
-
-def test_records_of_other_checks_are_read(tmp_path: Path) -> None:
-    (tmp_path / "results" / "vllm").mkdir(parents=True)
-    (tmp_path / "results" / "vllm" / "h200.json").write_text(json.dumps(made_up_vllm()))
-    found = pages.read(tmp_path)
-    assert found.cards == found.ranks == [] and "| 64 x 8192 | 4 | 10 |" in pages.render(found, "vllm")
-    assert pages.render(found, "mla") == pages.NO_CASES

@@ -1,0 +1,119 @@
+"""Tables and plots of vLLM from a made-up run of scripts/vllm_check.py."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench.report import pages, vllm
+
+
+def cases(ms: float, contexts: tuple[int, ...] = (1024, 8192)) -> list[dict[str, Any]]:
+    """Of batch 1 and 64; the second batch and context each take twice as long."""
+    return [
+        {"context": c, "batch": b, "ms": ms * (1 + i) * (1 + j), "attention_ms": ms * (1 + i) * (1 + j) / 2}
+        for i, c in enumerate(contexts)
+        for j, b in enumerate((1, 64))
+    ]
+
+
+def made_up() -> dict[str, Any]:
+    """A run in which one backend failed and some parts were left out."""
+    partial = cases(1.5)[:3]
+    del partial[0]["attention_ms"]
+    return {
+        "card": "NVIDIA H200", "date": "2026-01-02", "versions": {"vllm": "0.26.0", "torch": "2.11.0"},
+        "tokens": {
+            "engines": {
+                "llama-int8_per_token_head-graphs": {"runner": 2, "done": True, "wrong_requests": [0, 0, 0]},
+                "gpt_oss-auto-eager": {"runner": 1, "failures": ["x"], "wrong_requests": [0, 3, 0]},
+                "llama-fp8-graphs": {"failures": ["no engine"]},
+            }
+        },
+        "speed": {
+            "layers": 4,
+            "backends": {
+                "cute-int8": {"cases": cases(1.0)}, "triton-int8": {"cases": cases(2.5)},
+                "cute-bf16": {"cases": cases(1.6)}, "flash-bf16": {"cases": partial},
+                "cute-fp8": {"cases": cases(1.1)}, "flash-fp8": {"failures": ["no engine"]},
+            },
+        },
+        "sparse": {
+            "cases": [
+                {"heads": 8, "requests": 16, "tokens": 32, "ours_us": 20.0, "flashmla_us": 50.0, "difference": 1.2e-3},
+                {"heads": 128, "requests": 1, "tokens": 2, "ours_us": 20.0, "flashmla_us": "RuntimeError: no"},
+            ]
+        },
+        "first": {
+            "layers": 4,
+            "backends": {
+                "cute-int8": {"cases": [{"requests": 1, "tokens": 8192, "ms": 40.0}]},
+                "triton-int8": {"cases": [{"requests": n, "tokens": 8192, "ms": 100.0} for n in (1, 4)]},
+                "cute-bf16": {"cases": [{"requests": 1, "tokens": 8192, "ms": 40.0}]},
+            },
+        },
+        "prompts": {
+            "cases": [
+                {"requests": 1, "context": 0, "tokens": 2048, "sink_attention_us": 100.0, "flash_fresh_us": "no"},
+                {"requests": 1, "context": 64, "tokens": 16, "ours_auto_us": 5.0, "ours_int8_per_token_head_us": 7.0},
+            ]
+        },
+        "wrong": ["layers: needs 60 s,\n 3 s were left"],
+    }  # fmt: skip
+
+
+def test_the_tables_show_each_pair() -> None:
+    text = "\n".join(vllm.page([made_up()]))
+    assert "NVIDIA H200, 2026-01-02, vllm 0.26.0, torch 2.11.0:" in text
+    assert "| int8_per_token_head, Triton | 64 x 8192 | 4 | 10 | 2.50 x | 2 | 5 | 2.50 x |" in text
+    assert "| bf16, FlashAttention 3 | 1 x 1024 | 1.6 | 1.5 | 0.94 x | 0.8 | – | – |" in text
+    assert "| bf16, FlashAttention 3 | 64 x 8192 | 6.4 | – | – | 3.2 | – | – |" in text
+    assert "fp8, FlashAttention 3" not in text  # it has no case
+    assert "less time than on the other backend in 2 of 3 cases; over INT8, at most 1/2 of it in 2 of 2." in text
+    assert "| llama, int8_per_token_head | graphs | 2 | 0, 0, 0 |" in text
+    assert "| gpt_oss, auto | eager | 1 | 0, 3, 0 |" in text and "llama, fp8" not in text
+    assert "| 8 | 16 | 20 | 50 | 2.50 x | 1.2e-03 |" in text
+    assert "| 128 | 1 | 20 | – | – | – |" in text
+    assert "| 1 x 2048 | – | 100 | – | – |" in text
+    assert "| 1 x 16, 64 | 5 | – | – | – | 7 | – |" in text
+    assert "| int8_per_token_head, Triton | 1 x 8192 | 40 | 100 | 2.50 x |" in text
+    assert "| 4 x 8192" not in text and "| bf16, FlashAttention 3 | 1 x 8192 | 40 |" not in text, "it has no pair"
+    assert "Failed or left out: layers: needs 60 s, 3 s were left." in text
+
+
+def test_what_was_not_measured_has_no_table() -> None:
+    few = {key: value for key, value in made_up().items() if key in ("card", "date", "versions")}
+    assert vllm.page([few]) == ["NVIDIA H200, 2026-01-02, vllm 0.26.0, torch 2.11.0:"]
+    assert vllm.page([]) == vllm.speeds([]) == vllm.speeds([few]) == []
+
+
+def test_the_table_of_the_page_has_the_runs_with_most_layers() -> None:
+    run = made_up()
+    sixteen = {**run, "card": "NVIDIA H100 80GB HBM3", "speed": {**run["speed"], "layers": 16}}
+    header, _, first, *_ = vllm.speeds([run, sixteen])
+    assert header == "| cache, other backend, batch x context | H100: a token, ms | faster | attention alone |"
+    assert first == "| int8_per_token_head, Triton, 1 x 1024 | 1 | 2.50 x | 2.50 x |"
+
+
+def test_records_are_read_from_disk(tmp_path: Path) -> None:
+    (tmp_path / "results" / "vllm").mkdir(parents=True)
+    (tmp_path / "results" / "vllm" / "h200.json").write_text(json.dumps(made_up()))
+    found = pages.read(tmp_path)
+    assert found.cards == found.ranks == [] and "| 64 x 8192 | 4 | 10 |" in pages.render(found, "vllm")
+    assert pages.render(found, "mla") == pages.NO_CASES
+
+
+def test_the_plot_is_the_same_each_time(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="plots need matplotlib")
+    from functools import partial
+
+    from bench import svg
+
+    texts = []
+    for _ in range(2):
+        assert svg.write({"a.svg": partial(vllm.speed_plot, made_up())}, tmp_path) == ["a.svg"]
+        texts.append((tmp_path / "a.svg").read_text())
+    assert texts[0] == texts[1]
+    assert "int8_per_token_head" in texts[0] and "dashed: FlashAttention 3" in texts[0]
+    assert svg.write({"b.svg": partial(vllm.speed_plot, {"speed": {}})}, tmp_path) == []

@@ -20,6 +20,29 @@ def multiply_bfloat16(a: Int32, b: Int32) -> Int32:
 
 
 @cute.jit
+def half_to_bfloat16(a: Int32) -> Int32:
+    """A pair of float16 rounded to bfloat16."""
+    return cute.arch.inline_ptx(
+        "{\n.reg .b16 l, h;\n.reg .f32 x, y;\nmov.b32 {l, h}, {$r0};\n"
+        "cvt.f32.f16 x, l;\ncvt.f32.f16 y, h;\ncvt.rn.bf16x2.f32 {$w0}, y, x;\n}",
+        write_only_types=[Int32],
+        read_only_args=[a],
+    )
+
+
+@cute.jit
+def half_minus_bfloat16(a: Int32, b: Int32) -> Int32:
+    """A pair of float16 less a pair of bfloat16, rounded to bfloat16."""
+    return cute.arch.inline_ptx(
+        "{\n.reg .b16 l, h;\n.reg .b32 i, j;\n.reg .f32 x, y, u, v;\nmov.b32 {l, h}, {$r0};\n"
+        "cvt.f32.f16 x, l;\ncvt.f32.f16 y, h;\nshl.b32 i, {$r1}, 16;\nand.b32 j, {$r1}, 0xffff0000;\n"
+        "mov.b32 u, i;\nmov.b32 v, j;\nsub.f32 x, x, u;\nsub.f32 y, y, v;\ncvt.rn.bf16x2.f32 {$w0}, y, x;\n}",
+        write_only_types=[Int32],
+        read_only_args=[a, b],
+    )
+
+
+@cute.jit
 def max_magnitudes(a: Int32, b: Int32) -> Int32:
     """The larger magnitudes of two pairs of bfloat16; `a` has no signs."""
     return cute.arch.inline_ptx(

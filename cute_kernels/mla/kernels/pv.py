@@ -7,7 +7,7 @@ import cutlass.cute as cute
 from cutlass import BFloat16, Float8E4M3FN, Float16, Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import warpgroup
 
-from cute_kernels.device import registers, softmax, wgmma
+from cute_kernels.device import pairs, registers, softmax, wgmma
 from cute_kernels.device.ring import ring_slot
 from cute_kernels.device.trace import Tracer
 from cute_kernels.mla.kernels.arguments import Results
@@ -18,7 +18,6 @@ from cute_kernels.mla.kernels.scheduler import Scheduler, WorkTable, WorkTile
 from cute_kernels.mla.kernels.smem import (
     BFLOAT16,
     CODES_BYTES,
-    HALVES,
     LINE_BYTES,
     NEW_UNIT,
     RESCALE_O,
@@ -325,46 +324,32 @@ class PvWarpgroups:
     def add_bfloat16(
         self, smem, mma: cute.TiledMma, acc_o, flags: Int32, stage: Int32, p_stage: Int32, line: Int32, wg, tid
     ):
-        """O^T += V^T P^T in bfloat16, whose range is that of float32: rare, so halves and blocks of keys are loops.
+        """O^T += V^T P^T in bfloat16, whose range is that of float32: rare, so blocks of keys are a loop.
 
-        P is rounded to bfloat16, or with HALVES the sum of two such numbers, which takes twice as long. V is code times
-        scale in float32, in units of O, rounded once.
+        P is rounded to bfloat16. V is code times scale in float32, in units of O, rounded once.
         """
-        p, halves = self.load_p(smem, p_stage, wg, tid), Int32(2) if flags & HALVES != 0 else Int32(1)
-        for half in cutlass.range(halves, unroll=1):
-            self.store_half_of_p(smem, p, half, p_stage, wg, tid)
-            self.add_half(smem, mma, acc_o, stage, p_stage, line, wg, tid)
+        words = self.words_of_p(smem, p_stage, wg, tid)
+        for i in cutlass.range(cute.size(words), unroll=1):
+            words[i] = pairs.half_to_bfloat16(words[i])
+        self.share_p()
+        self.add_rounded(smem, mma, acc_o, stage, p_stage, line, wg, tid)
+
+    def words_of_p(self, smem, p_stage: Int32, wg: Int32, tid: Int32) -> cute.Tensor:
+        """A thread's share of the P of a tile in shared memory, pairs of neighbours: a 256th, of whichever keys."""
+        words = self.heads // 8
+        start = p_stage * (TOKENS_PER_TILE * self.heads // 2) + (128 * wg + tid) * words
+        pointer = cute.recast_ptr(smem.p.data_ptr(), dtype=Int32) + cute.assume(start, divby=words)
+        return cute.make_tensor(pointer, cute.make_layout(words))
 
     @cute.jit
-    def load_p(self, smem, p_stage: Int32, wg: Int32, tid: Int32) -> cute.Tensor:
-        """Copies a thread's share of the P of a tile to registers: neighbours in memory, whichever keys they are of."""
-        p = cute.make_rmem_tensor(self.heads // 4, Float16)
-        cute.autovec_copy(self.share_of_p(smem, Float16, p_stage, wg, tid), p)
-        return p
-
-    @cute.jit
-    def store_half_of_p(self, smem, p: cute.Tensor, half: Int32, p_stage: Int32, wg: Int32, tid: Int32):
-        """Replaces the P of a tile by P rounded to bfloat16, then, with half = 1, by what rounding has taken off."""
-        rounded = cute.make_rmem_tensor(cute.size(p), BFloat16)
-        rounded.store(p.load().to(Float32).to(BFloat16))
-        if half != 0:
-            rounded.store((p.load().to(Float32) - rounded.load().to(Float32)).to(BFloat16))
-        # all have multiplied by the other half
-        cute.arch.barrier(barrier_id=NamedBarrier.PV, number_of_threads=256)
-        cute.autovec_copy(rounded, self.share_of_p(smem, BFloat16, p_stage, wg, tid))
+    def share_p(self):
+        """Lets the tensor cores read what both warpgroups have written over P."""
         cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.barrier(barrier_id=NamedBarrier.PV, number_of_threads=256)
 
-    def share_of_p(self, smem, dtype: Any, p_stage: Int32, wg: Int32, tid: Int32) -> cute.Tensor:
-        """A 256th of the P of a tile."""
-        size = self.heads // 4
-        start = p_stage * (TOKENS_PER_TILE * self.heads) + (128 * wg + tid) * size
-        pointer = cute.recast_ptr(smem.p.data_ptr() + cute.assume(start, divby=size), dtype=dtype)
-        return cute.make_tensor(pointer, cute.make_layout(size))
-
     @cute.jit
-    def add_half(self, smem, mma: cute.TiledMma, acc_o, stage: Int32, p_stage: Int32, line: Int32, wg, tid):
-        """Adds what a half of P, which is in shared memory, gives."""
+    def add_rounded(self, smem, mma: cute.TiledMma, acc_o, stage: Int32, p_stage: Int32, line: Int32, wg, tid):
+        """Adds what P gives, which is bfloat16 in shared memory."""
         rP = self.p_operands(smem, mma, tid, BFloat16)[None, None, None, p_stage]
         fragments = [mma.make_fragment_A(mma.partition_shape_A((TOKENS_PER_TILE, 16))) for _ in range(2)]
         raw, half = cute.make_rmem_tensor((2, 4), Int32), cute.make_rmem_tensor(8, Float16)

@@ -20,7 +20,7 @@ RESCALE_THRESHOLD = 8.0  # log2 of the growth of the largest score that moves ro
 RESCALE_O = 1  # flag of a tile: O is multiplied by `rescaling` first
 NEW_UNIT = 2  # and by `v_move`
 BFLOAT16 = 4  # PV is to be bfloat16: float16 does not hold V in the units of O
-HALVES = 16  # and P two numbers of bfloat16: scales are so far apart that rounding one P is no mean of many
+HALVES = 16  # and scales are so far apart that the error of one P is no mean of many: see `HalvesPvWarpgroups`
 V_UNIT = 2.0**-6  # of O at first; see `ValueUnits`
 
 

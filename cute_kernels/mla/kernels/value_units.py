@@ -20,7 +20,7 @@ from cute_kernels.mla.spec import TOKENS_PER_TILE, MlaDecodeSpec
 
 WEIGHT_EXPONENT = 6  # of a scale as large as the unit allows: 448 times less than 2^7 is below float16's largest number
 WINDOW = 20  # exponents of scales below that of the unit: weights down to 2^-14 are normal float16 numbers
-MAX_SPREAD = 32  # exponents: beyond, the values of one key outweigh all others, and P is multiplied as two numbers
+MAX_SPREAD = 32  # exponents: beyond, the values of one key outweigh all others (flag HALVES)
 HEADROOM = 2  # exponents above the largest scale of a key tile where a unit is set, so that the next tiles fit too
 MAX_EXPONENT, MAX_FALL = 40, 60  # a unit is at most 2^40 and 2^-60 of its largest: float32 holds O in each
 MIN_WEIGHT, MAX_WEIGHT = pairs.float_bits(2.0**-14), pairs.float_bits(2.0**7)  # as bits
@@ -34,8 +34,7 @@ class ValueUnits:
 
     E_j is 0 at first, which is right for scales of 2^-20 to 2. It moves when a key tile has a larger scale, or a scale
     below the window though all of that tile fit into one; O'_j moves with it. A key tile that fits no window is
-    multiplied in bfloat16 in the same units (flag BFLOAT16), so the next one is fast again. One whose scales are more
-    than 2^MAX_SPREAD apart is multiplied by P to float16's precision (flag HALVES).
+    multiplied in bfloat16 in the same units (flag BFLOAT16), so the next one is fast again.
 
     A pair of threads has the weights of a key. Where one is out of range, warp j looks at all keys of quant tile j.
     """

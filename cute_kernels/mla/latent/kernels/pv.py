@@ -23,6 +23,7 @@ from cute_kernels.mla.kernels.smem import (
 )
 from cute_kernels.mla.kernels.value_units import inverse_power, v_units
 from cute_kernels.mla.latent.kernels import codes
+from cute_kernels.mla.latent.kernels.halves import HalvesPvWarpgroups
 from cute_kernels.mla.latent.kernels.scheduler import LatentScheduler
 from cute_kernels.mla.latent.kernels.smem import (
     NEEDS_SCALES,
@@ -40,7 +41,7 @@ EVEN, ODD = 0x5410, 0x7632  # PRMT: the lower halves of two words, the upper one
 VALUES_PER_WARP = 64
 
 
-class ScaledKeyPvWarpgroups(PvWarpgroups):
+class ScaledKeyPvWarpgroups(HalvesPvWarpgroups):
     """Device code for 2 x 128 threads; see `PvWarpgroups` for which values and keys a thread has.
 
         O += (weight code) P      an exact float16 number times P as float16, summed in float32, in units of 64 values
@@ -266,8 +267,8 @@ class ScaledKeyPvWarpgroups(PvWarpgroups):
                         warpgroup.wait_group(1)
 
     @cute.jit
-    def add_half(self, smem, mma: cute.TiledMma, acc_o, stage: Int32, p_stage: Int32, line: Int32, wg, tid):
-        """Adds what a half of P gives; see `PvWarpgroups.add_bfloat16`. Here V in units of O is exact."""
+    def add_rounded(self, smem, mma: cute.TiledMma, acc_o, stage: Int32, p_stage: Int32, line: Int32, wg, tid):
+        """As `PvWarpgroups.add_rounded`; here V in units of O is exact."""
         rP = self.p_operands(smem, mma, tid, BFloat16)[None, None, None, p_stage]
         fragments = [mma.make_fragment_A(mma.partition_shape_A((TOKENS_PER_TILE, 16))) for _ in range(2)]
         raw, scales = cute.make_rmem_tensor((2, 4), Int32), cute.make_rmem_tensor(4, Float32)

@@ -7,210 +7,199 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import functools
-import json
-import pathlib
 import re
 import statistics
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, NamedTuple
 
 import torch
 
-from bench import card_plots, records, timeline, unit_rates
-from bench import gqa as bench_gqa
-from bench import mla as bench_mla
-from bench import sink as bench_sink
-from bench.card_summary import STANDARD, summary
-from bench.cases import Bench, card_slug, case_name, run_benches
+from bench import budget, card_plots, cases, gqa, jsonl, mla, records, run, sink, unit_rates
 from bench.ceilings import measure_ceilings
 from bench.progress import Progress
-from bench.units.spec import EVENTS, ROLES, TRACED_TILES, GatherSpec
+from bench.records import Record
+from bench.report.cases import peer_name, peer_of
+from bench.report.markdown import short
 from cute_kernels.budget import model
 from cute_kernels.budget.rates import H200, Rates
-from cute_kernels.runtime.compile import compile_kernel, precompile
-from scripts import budget_table
+from cute_kernels.runtime.compile import precompile
 
-ROOT = pathlib.Path(__file__).resolve().parents[1]
-# In addition to the cases of gpu_check: the published one at other topk, 32768 among them.
-SWEEP = tuple(bench_mla.DecodeBench("sparse", 128, 128, 2, topk) for topk in (512, 8192, 32768))
-MLA_CASES = (*bench_mla.PREDICTED_CASES, *SWEEP)
-GQA_CASES = tuple(bench for bench in bench_gqa.DECODE_CASES if bench.kv_dtype == "int8")
-
-
-def select(quick: bool, only: str | None) -> tuple[list[bench_mla.DecodeBench], list[bench_gqa.GqaBench]]:
-    """The cases to run."""
-
-    def wanted(bench: Any) -> bool:
-        return (bench.quick or not quick) and (only is None or re.search(only, bench.name) is not None)
-
-    return [bench for bench in MLA_CASES if wanted(bench)], [bench for bench in GQA_CASES if wanted(bench)]
+SWEEP: Final = tuple(mla.MlaCase("sparse", 128, 128, 2, topk, peers=("flash_mla",)) for topk in (512, 8192, 32768))
+"""The published case at other topk, 32768 among them."""
+MLA_CASES: Final = (*budget.PREDICTED, *SWEEP)
+GQA_CASES: Final = tuple(case for case in gqa.DECODE_CASES if case.kv_dtype == "int8")
+OTHERS: Final = {"mla": (mla.MlaAppendCase("v3.2"),), "gqa": gqa.APPEND_CASES[:1], "sink": sink.ATTENTION_CASES[:5:4]}
+"""Standard cases that the budget has no prediction of."""
 
 
-def with_prediction(case: dict[str, Any], found: model.Prediction, cycles: float | None = None) -> dict[str, Any]:
-    """A case of a record with what the budget says of it: time, error of the time, the unit that decides.
+class Standard(NamedTuple):
+    """A case that stands for its operator: its name in the summary, and the key of the first case that has it."""
+
+    name: str
+    key: Mapping[str, Any]
+
+
+_SINK: Final = {"op": "sink_attention", "h_q": 64, "d": 64, "s_k": 16384}
+STANDARD: Final = (
+    Standard("MLA sparse, 128 x 128 x 2, topk 2048", {"op": "mla_fp8_decode", "h_q": 128, "s_q": 2, "topk": 2048}),
+    Standard("MLA dense, 64 x 128, 8192 keys", {"op": "mla_fp8_decode", "batch": 64, "h_q": 128, "s_k": 8192}),
+    Standard("GQA INT8, 64 x 8192", {"op": "gqa_decode", "kv_dtype": "int8", "batch": 64, "s_k": 8192}),
+    Standard("MLA append, 65,536 tokens", {"op": "mla_fp8_append"}),
+    Standard("INT8 append, 65,536 tokens", {"op": "kv_int8_append"}),
+    Standard("sinks forward, 4 x 16384", {**_SINK, "pass": "forward"}),
+    Standard("sinks backward, 4 x 16384", {**_SINK, "pass": "backward"}),
+)
+
+
+# ---- predictions
+
+
+def with_prediction(case: Record, found: model.Prediction) -> Record:
+    """A case with what the budget says of it: time, error of the time, the unit that decides.
 
     A case whose check failed has no time, and gets none by this.
     """
     if "us" not in case:
         return case
-    more: dict[str, Any] = {
-        "predicted_us": round(found.us, 3),
-        "model_error": round(found.us / case["us"] - 1, 4),
-        "binds": str(found.binds),
-    }
-    return {**case, **more, **({} if cycles is None else {"predicted_cycles_per_token": cycles})}
+    error = round(found.us / case["us"] - 1, 4)
+    return {**case, "predicted_us": round(found.us, 3), "model_error": error, "binds": str(found.binds)}
 
 
-def at_clock_of(rates: Rates, cases: Sequence[dict[str, Any]]) -> Rates:
+def predicted(case: Record, bench: Any, rates: Rates) -> Record:
+    """A case with its prediction, if the budget has one."""
+    if isinstance(bench, mla.MlaCase):
+        entry = with_prediction(case, budget.predict_mla(bench, rates=rates))
+        return {**entry, "predicted_cycles_per_token": budget.predicted_cycles(bench, rates)}
+    return with_prediction(case, budget.predict_gqa(bench, rates)) if isinstance(bench, gqa.GqaDecodeCase) else case
+
+
+def at_clock_of(rates: Rates, found: Sequence[Record]) -> Rates:
     """The rates with the SM clock of the MLA cases after a rest, the median of what was read."""
-    mla = (case for case in cases if case["op"] == "mla_fp8_decode")
-    clocks = [case["sm_mhz_rested"] for case in mla if case.get("sm_mhz_rested")]
+    clocks = [case["sm_mhz_rested"] for case in found if case["op"] == mla.MlaCase.op and case.get("sm_mhz_rested")]
     return dataclasses.replace(rates, sm_mhz=statistics.median(clocks)) if clocks else rates
 
 
-def predicted(
-    cases: Sequence[dict[str, Any]],
-    mla: Sequence[bench_mla.DecodeBench],
-    gqa: Sequence[bench_gqa.GqaBench],
-    rates: Rates,
-) -> list[dict[str, Any]]:
-    """The cases with their predictions. They stand in the order of the benchmarks, MLA first."""
-    found = []
-    benches: list[bench_mla.DecodeBench | bench_gqa.GqaBench] = [*mla, *gqa]
-    for case, bench in zip(cases, benches, strict=True):
-        if isinstance(bench, bench_mla.DecodeBench):
-            cycles = bench_mla.predicted_cycles(bench, rates)
-            found.append(with_prediction(case, bench_mla.predict(bench, rates=rates), cycles))
-        else:
-            found.append(with_prediction(case, bench_gqa.predict(bench, rates)))
-    return found
+# ---- the summary
 
 
-def case_table(cases: Sequence[dict[str, Any]]) -> list[list[str]]:
-    """A line a case: speed, cycles, prediction, what decides, and the peer."""
-    rows = [
-        ["case", "us", "TFLOP/s", "GB/s", "cycles/token", "predicted", "predicted us", "error", "binds", "peer/ours"]
+def summary(machine: Mapping[str, str], ceilings: Mapping[str, float], found: Sequence[Record]) -> list[str]:
+    """Ten lines: the card, its ceilings, its clock, and a line for each operator."""
+    return [
+        f"{machine['card']}, driver {machine['driver']}, torch {machine['torch']}, CuTe DSL {machine['cutlass_dsl']}",
+        f"ceilings: reads {ceilings['read_GBps']:.0f} GB/s, copies {ceilings['copy_GBps']:.0f} GB/s, bf16 products "
+        f"{ceilings['bf16_gemm_TFLOPs']:.0f} TFLOP/s",
+        clock(found),
+        *(_line(standard, found, ceilings) for standard in STANDARD),
     ]
-    for case in cases:
+
+
+def clock(found: Sequence[Record]) -> str:
+    """SM clocks after a rest and under load: the slowest case says what power costs."""
+    rested = [case["sm_mhz_rested"] for case in found if case.get("sm_mhz_rested")]
+    loaded = [case for case in found if case.get("sm_mhz")]
+    if not rested:
+        return "clock: not known, NVML cannot be read"
+    if not loaded:
+        return f"clock: {statistics.median(rested):.0f} MHz after a rest"
+    slowest = min(loaded, key=lambda case: case["sm_mhz"])
+    watts = f" and {slowest['watts']:.0f} W" if "watts" in slowest else ""
+    lost = 1 - slowest["sm_mhz"] / statistics.median(rested)
+    return (
+        f"clock: {statistics.median(rested):.0f} MHz after a rest; under load {slowest['sm_mhz']:.0f} MHz{watts} at "
+        f"least ({slowest['op']}): a server loses up to {lost:.0%}"
+    )
+
+
+def _line(standard: Standard, found: Sequence[Record], ceilings: Mapping[str, float]) -> str:
+    """Time, fraction, what binds, and the peer."""
+    case = next((case for case in found if standard.key.items() <= case.items()), None)
+    if case is None or "us" not in case:
+        return f"{standard.name}: {'did not run' if case is None else 'FAILED, ' + str(case.get('failed'))[:90]}"
+    under_load = f", {short(case['us_sustained'])} under load" if case.get("us_sustained") else ""
+    fraction, ceiling = reached(case, ceilings)
+    peer = peer_of(case)
+    beside = f"; {peer_name(case)} takes {peer['ratio']:.2f} x" if "ratio" in peer else ""
+    binds = case.get("binds") or ("tensor core" if ceiling == "products" else "HBM")
+    return f"{standard.name}: {short(case['us'])} us{under_load}; {fraction:.0%} of {ceiling}; {binds} binds{beside}"
+
+
+def reached(case: Record, ceilings: Mapping[str, float]) -> tuple[float, str]:
+    """The largest fraction of a ceiling that a case reaches, and of what."""
+    if "copy_fraction" in case:
+        return case["copy_fraction"], "copies"
+    fractions = {
+        "reads": case.get("read_fraction", case.get("GBps", 0.0) / ceilings["read_GBps"]),
+        "products": case.get("TFLOPs", 0.0) / ceilings["bf16_gemm_TFLOPs"],
+    }
+    what = max(fractions, key=lambda name: fractions[name])
+    return fractions[what], what
+
+
+def case_table(found: Sequence[Record]) -> list[list[str]]:
+    """A line a case: speed, cycles, prediction, what decides, and the peer."""
+    keys = ("us", "TFLOPs", "GBps", "cycles_per_token", "predicted_cycles_per_token", "predicted_us")
+    rows = [["case", *keys, "error", "binds", "peer/ours"]]
+    for case in found:
         if "us" not in case:
-            rows.append([case_name(case), "FAILED", str(case.get("failed"))[:80], *[""] * (len(rows[0]) - 3)])
+            rows.append([records.case_name(case), "FAILED", str(case.get("failed"))[:80], *[""] * 7])
             continue
-        keys = ("us", "TFLOPs", "GBps", "cycles_per_token", "predicted_cycles_per_token", "predicted_us")
         figures = ["" if case.get(key) is None else f"{case[key]:.4g}" for key in keys]
-        peers = " ".join(str(peer.get("ratio", "failed")) for peer in (case.get("peers") or {}).values())
-        rows.append([case_name(case), *figures, f"{case['model_error']:+.1%}", case["binds"], peers])
+        error = f"{case['model_error']:+.1%}" if "model_error" in case else ""
+        ratios = " ".join(str(peer.get("ratio", "failed")) for peer in (case.get("peers") or {}).values())
+        rows.append([records.case_name(case), *figures, error, case.get("binds", ""), ratios])
     return rows
 
 
-def write(record: dict[str, Any], path: pathlib.Path) -> None:
-    """Write as JSON, whole or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    draft = path.with_suffix(".tmp")
-    draft.write_text(json.dumps(record, indent=1, allow_nan=False) + "\n", encoding="utf-8")
-    draft.replace(path)
-
-
-def trace(folder: pathlib.Path, card: str, say: Callable[[str], None]) -> list[timeline.Span]:
-    """Time the roles of the kernel that gathers and converts, and draw one CTA of it.
-
-    The decode kernel leaves no timestamps; of what it does, this kernel does the producer's part.
-    """
-    spec = GatherSpec(trace=True)
-    ctas = torch.cuda.get_device_properties("cuda").multi_processor_count // 2 * 2
-    times = torch.zeros((ctas, len(ROLES) + 1, 2 * TRACED_TILES, 2), dtype=torch.int64, device="cuda")
-    run, out, _, expected = unit_rates.gather_call(spec, compile_kernel(spec), unit_rates.FAR_ROWS, "cuda", times)
-    for _ in range(3):
-        run()
-    torch.cuda.synchronize()
-    if not torch.equal(out, expected):
-        say("trace: the kernel's result is wrong, nothing is drawn")
-        return []
-    found = timeline.spans(times.tolist(), 0, ROLES, EVENTS)
-    title = f"One CTA that gathers and converts rows (bench/units/gather.py), on {card}"
-    drawn = timeline.draw(found, folder / "trace.svg", title)
-    for (role, event), ns in timeline.busy(found).items():
-        say(f"trace: {role}, {event}: {ns:.0f} ns in the first {TRACED_TILES} tiles")
-    say(f"trace: {folder / 'trace.svg' if drawn else 'matplotlib is missing, nothing is drawn'}")
-    return found
+# ---- everything that needs a GPU
 
 
 def measure(options: argparse.Namespace) -> int:
-    """Everything that needs a GPU."""
-    progress = Progress()
-    machine = records.machine()
+    """Measures, prints and writes; 1 where a case or a unit is wrong."""
+    progress, machine = Progress(), records.machine()
     card = machine["card"]
     partial = options.quick or options.only is not None or options.no_units
-    place = ROOT / ("build" if partial else "results") / f"bench_{card_slug(card)}"
+    place = records.ROOT / ("build" if partial else "results") / f"bench_{records.card_slug(card)}"
     folder = options.out or place
     progress.say(f"{card}, driver {machine['driver']}, torch {machine['torch']}; output goes to {folder}")
-
     details: list[str] = []
     with progress.step("ceilings: matrix product, read, copy"):
         ceilings = measure_ceilings()
-    details.append(", ".join(f"{name} {value:.0f}" for name, value in ceilings.items()))
     units: list[Any] = []
     if not options.no_units:
         chosen = unit_rates.selected(lambda name: options.only is None or re.search(options.only, name) is not None)
-        progress.say(f"{len(chosen)} units of the card")
         units = unit_rates.run_units(chosen, details.append)
-    figures = {"card": card, "sms": torch.cuda.get_device_properties("cuda").multi_processor_count}
-    figures |= unit_rates.figures_from(units, ceilings)
+    sms = torch.cuda.get_device_properties("cuda").multi_processor_count
+    figures = {"card": card, "sms": sms, **unit_rates.figures_from(units, ceilings)}
     rates = H200.measured(figures)
     kept = sorted({field.name for field in dataclasses.fields(Rates)} - set(figures) - {"sm_mhz"})
     details.append(f"rates taken from an H200, not measured here: {', '.join(kept) or 'none'}")
-    budget_table.print_predictions(rates, details.append)
+    budget.print_predictions(rates, details.append)
 
-    mla, gqa = select(options.quick, options.only)
-    peer = bench_mla.import_peer()
-    if isinstance(peer, str):
-        details.append(f"no peer to compare with: {peer}")
-    caches = bench_mla.Caches(max((bench.cache_tokens for bench in mla), default=0))
-    pool = bench_gqa.Pool()
+    wanted = _wanted(options)
     with progress.step("kernels of the benchmarks"):
-        precompile(bench.spec for bench in gqa)
-    benches: list[Bench] = [
-        *((bench.name, functools.partial(bench_mla.run_decode, bench, caches, peer)) for bench in mla),
-        *((bench.name, functools.partial(bench_gqa.run_decode, bench, pool)) for bench in gqa),
-    ]
-    predictable = len(benches)
-    benches += others(options.only)
-    found = run_benches(benches, ceilings, progress)
-    cases, unpredicted = found[:predictable], found[predictable:]
-    rates = at_clock_of(rates, cases)
-    cases = predicted(cases, mla, gqa, rates)
-    traced = trace(folder, card, details.append) if options.trace else []
-
+        precompile(cases.specs([case for case, _ in wanted], sms))
+    found = run.run_all(wanted, ceilings, progress)
+    rates = at_clock_of(rates, found)
+    found = [predicted(case, bench, rates) for case, (bench, _) in zip(found, wanted, strict=True)]
     record = {
-        **machine,
-        "source_digest": records.source_digest(),
-        "ceilings": ceilings,
+        **{**machine, "ceilings": ceilings, "rates": dataclasses.asdict(rates), "rates_not_measured": kept},
         "units": [unit.as_record() for unit in units],
-        "rates": dataclasses.asdict(rates),
-        "rates_not_measured": kept,
-        "budget": budget_table.mla_table(rates),
-        "cases": [*cases, *unpredicted],
-        "trace": [dataclasses.asdict(span) for span in traced],
+        "cases": found,
     }
-    write(record, folder / "bench.json")
-    drawn = card_plots.draw(cases, rates, folder)
-    errors = [abs(case["model_error"]) for case in cases if "model_error" in case]
-    print("\n".join([*summary(machine, ceilings, [*cases, *unpredicted]), "", *details]))
-    for line in budget_table.plain(case_table(cases)):
-        print(line)
-    if errors:
+    jsonl.write(record, folder / "bench.jsonl")
+    drawn = card_plots.draw(found, rates, folder)
+    print("\n".join([*summary(machine, ceilings, found), "", *details, *budget.plain(case_table(found))]))
+    if errors := [abs(case["model_error"]) for case in found if "model_error" in case]:
         far = sum(error > 0.15 for error in errors)
         print(f"the budget is off by {statistics.median(errors):.1%} in the median, by more than 15% in {far} cases")
-    print(f"on {card}: {folder / 'bench.json'}, {', '.join(drawn) or 'no plots, for matplotlib is missing'}")
+    print(f"on {card}: {folder / 'bench.jsonl'}, {', '.join(drawn) or 'no plots, for matplotlib is missing'}")
     return int(any("failed" in case for case in found) or any(unit.problem for unit in units))
 
 
-def others(only: str | None) -> list[Bench]:
-    """The standard cases of the operations that the budget has no prediction of."""
-    benches: list[Bench] = [("mla_fp8_append", bench_mla.run_append)]
-    append = bench_gqa.APPEND_CASES[0]
-    benches.append((append.name, functools.partial(bench_gqa.run_append, append, "cuda")))
-    for key in (standard.key for standard in STANDARD if standard.key["op"] == "sink_attention"):
-        sink = next(bench for bench in bench_sink.CASES if key.items() <= bench.key.items() and bench.peer)
-        benches.append((sink.name, functools.partial(bench_sink.run, sink)))
-    return [(name, run) for name, run in benches if only is None or re.search(only, name) is not None]
+def _wanted(options: argparse.Namespace) -> list[tuple[Any, Any]]:
+    """The cases to run, each with its store, those with a prediction first."""
+    stores = {name: section.store("cuda") for name, section in cases.SECTIONS.items()}
+    predictable = [(case, stores["mla"]) for case in run.selected(MLA_CASES, options.quick, options.only)]
+    predictable += [(case, stores["gqa"]) for case in run.selected(GQA_CASES, options.quick, options.only)]
+    others = [(case, stores[name]) for name, some in OTHERS.items() for case in run.selected(some, False, options.only)]
+    return predictable + others

@@ -1,4 +1,4 @@
-"""The plots of scripts/h800_bench.py: roofline, budget of each variant, speed over topk and batch."""
+"""The plots of scripts/h800_bench.py: roofline and budget of each variant."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from cute_kernels.budget.rates import Rates
 from cute_kernels.budget.variants import MLA_VARIANTS, Unit
 
 Case = dict[str, Any]
-OURS, THEIRS, ROOF = "#2b6cb0", "#a0aec0", "#4a5568"
+ROOF = "#4a5568"
 UNIT_COLOURS = {
     Unit.TENSOR: "#2b6cb0",
     Unit.POWER: "#63b3ed",
@@ -29,7 +29,7 @@ UNIT_COLOURS = {
 def draw(cases: Sequence[Case], rates: Rates, folder: pathlib.Path) -> list[str]:
     """Write the plots there is something for, and return their names: none where matplotlib is missing."""
     timed = [case for case in cases if case.get("us") and "failed" not in case]
-    made = {"roofline.svg": _roofline, "budget.svg": _budget, "speed.svg": _speed}
+    made = {"roofline.svg": _roofline, "budget.svg": _budget}
     return svg.write({name: functools.partial(plot, timed, rates) for name, plot in made.items()}, folder)
 
 
@@ -106,41 +106,3 @@ def _budget(cases: Sequence[Case], rates: Rates, plt: Any) -> Any:
 def _is_big(case: Case) -> bool:
     return (case["op"], case.get("batch"), case.get("h_q"), case.get("s_q"), case.get("topk")) == (
         "mla_fp8_decode", 128, 128, 2, 2048)  # fmt: skip
-
-
-def _speed(cases: Sequence[Case], rates: Rates, plt: Any) -> Any:
-    """Sparse TFLOP/s over topk (batch 128, s_q 2) and over batch (s_q 1, topk 2048), 128 heads; with FlashMLA's."""
-    sparse = [c for c in cases if c["op"] == "mla_fp8_decode" and c.get("mode") == "sparse" and c["h_q"] == 128]
-    panels = (
-        ("topk", "batch 128, s_q 2", [c for c in sparse if (c["batch"], c["s_q"]) == (128, 2)]),
-        ("batch", "s_q 1, topk 2048", [c for c in sparse if (c["s_q"], c["topk"]) == (1, 2048)]),
-    )
-    shown = [panel for panel in panels if panel[2]]
-    if not shown:
-        return None
-    figure, axes = plt.subplots(1, len(shown), figsize=(5 * len(shown), 4), sharey=True, squeeze=False)
-    for axis, (x_key, fixed, drawn) in zip(axes[0], shown, strict=True):
-        ordered = sorted(drawn, key=lambda case: case[x_key])
-        places = [case[x_key] for case in ordered]
-        axis.plot(places, [case["TFLOPs"] for case in ordered], "o-", color=OURS, markersize=4, label="cute_kernels")
-        predicted = [case["TFLOPs"] * case["us"] / case["predicted_us"] for case in ordered if case.get("predicted_us")]
-        if len(predicted) == len(ordered):
-            axis.plot(places, predicted, "--", color=OURS, linewidth=1, label="predicted")
-        theirs = [
-            (case[x_key], case["TFLOPs"] / peer["ratio"])
-            for case in ordered
-            for peer in (case.get("peers") or {}).values()
-            if "ratio" in peer
-        ]
-        if theirs:
-            axis.plot(*zip(*theirs, strict=True), "s-", color=THEIRS, markersize=4, label="FlashMLA")
-        axis.set_xscale("log", base=2)
-        axis.set_xticks(places, list(map(str, places)), fontsize=8)
-        axis.set_ylim(bottom=0)
-        axis.set_xlabel(x_key)
-        axis.set_title(f"{fixed}, 128 heads", fontsize=9)
-        axis.spines[["top", "right"]].set_visible(False)
-        axis.legend(frameon=False, fontsize=8)
-    axes[0][0].set_ylabel("TFLOP/s")
-    figure.suptitle(f"mla_fp8_decode, sparse, on {rates.card}", fontsize=10)
-    return figure

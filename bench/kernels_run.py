@@ -1,7 +1,10 @@
-"""Which machine code a benchmark ran, and which of a record's is no longer built.
+"""Which machine code a benchmark ran, and which cases of a record ran code that is built no longer.
 
-Digests come from `bench.machine_code`, which compiles what it does not know: it is imported where one is asked
-for. Functions here take it as an argument, so that tests need no compiler.
+    python -m bench.kernels_run results/h100.jsonl      marks those cases in the record; compiles what they name
+
+A case of a record names the specifications that it ran, each with the digest of `tests.kit.sass`. A specification that
+has another digest now, or is none any more, makes the case an older one, which pages say. The compiler decides machine
+code as well, so records of another version of the DSL are not compared.
 """
 
 from __future__ import annotations
@@ -10,14 +13,16 @@ import ast
 import contextlib
 import functools
 import importlib
+import os
 import pathlib
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
 
-from bench.records import kernel_id
-from cute_kernels.runtime import compile
+from bench import records
+from cute_kernels.runtime import compile, workers
 from cute_kernels.runtime.cache import KernelSpec
+from tests.kit import sass
 
 SPEC_MODULES = (
     "cute_kernels.mla.spec",
@@ -32,52 +37,31 @@ SPEC_MODULES = (
     "cute_kernels.sink.backward_spec",
 )
 MORE_MODULES = ("cute_kernels.mla.latent.spec",)
-"""Rooms whose kernels are compiled where they are asked for: there are too many to compile all for a run."""
-
-
-class Digest(Protocol):
-    """SHA-256 of a spec's machine code and of its launches, in hexadecimal."""
-
-    @property
-    def sass(self) -> str:
-        """Of all its kernels."""
-
-    @property
-    def launch(self) -> str:
-        """Of grids, attributes, order of arguments."""
-
-
-Digests = Callable[[Sequence[KernelSpec]], Mapping[KernelSpec, Digest]]
-
-
-def machine_code() -> Any:
-    """The module that makes digests."""
-    return importlib.import_module("bench.machine_code")
+"""Modules whose kernels are compiled where they are asked for: there are too many to compile all for a run."""
+MARK = " †"
+FOOTNOTE = "† Machine code that is no longer built ran this case; what is built now was not measured."
 
 
 def shipped_specs() -> list[KernelSpec]:
-    """What every room ships: all that tests/gpu runs, but for what single tests ask for."""
+    """What all operators ship: everything that tests/gpu runs but for what single tests ask for."""
     return [spec for name in SPEC_MODULES for spec in importlib.import_module(name).shipped_specs()]
 
 
-# ---- what a case ran
-
-
 class _Noting(dict[KernelSpec, Callable[..., Any]]):
-    """The loaded kernels of the process, and which were asked for."""
+    """The loaded kernels of the process; `asked` gets those that calls ask for."""
 
-    def __init__(self, kernels: Mapping[KernelSpec, Callable[..., Any]], asked: dict[KernelSpec, None]) -> None:
+    def __init__(self, kernels: Mapping[KernelSpec, Callable[..., Any]], asked: Callable[[KernelSpec], None]) -> None:
         super().__init__(kernels)
         self._asked = asked
 
     def get(self, spec: KernelSpec, default: Any = None) -> Any:
-        self._asked[spec] = None
+        self._asked(spec)
         return super().get(spec, default)
 
 
 @contextlib.contextmanager
-def noting() -> Iterator[dict[KernelSpec, None]]:
-    """Yields a dictionary whose keys become the specs that calls inside of the block ask for, in order.
+def watching(asked: Callable[[KernelSpec], None]) -> Iterator[None]:
+    """Calls `asked` with each spec that an operator asks for inside of the block, before it is loaded or compiled.
 
     A call whose shapes are known goes by what an earlier one prepared and asks for no kernel, so everything prepared is
     forgotten first. What captured graphs hold of it stays theirs to keep.
@@ -86,73 +70,26 @@ def noting() -> Iterator[dict[KernelSpec, None]]:
         prepared: Any = getattr(module, "_prepared", None) if name.startswith("cute_kernels.") else None
         if hasattr(prepared, "clear"):
             prepared.clear()
-    asked: dict[KernelSpec, None] = {}
     compiled = compile._kernels
     compile._kernels = noted = _Noting(compiled, asked)
     try:
-        yield asked
+        yield
     finally:
         compiled.update(noted)
         compile._kernels = compiled
 
 
-def machine_code_of(specs: Sequence[KernelSpec], code: Any) -> dict[str, Any]:
-    """The entries "kernels" and "toolchain" of what ran these specs; `code` is `machine_code()`."""
-    return {"kernels": described(code.digests_of_specs(specs)), "toolchain": dict(code.toolchain())}
+@contextlib.contextmanager
+def noting() -> Iterator[dict[KernelSpec, None]]:
+    """A dictionary whose keys become the specs that calls inside of the block ask for, in order."""
+    asked: dict[KernelSpec, None] = {}
+    with watching(lambda spec: asked.setdefault(spec)):
+        yield asked
 
 
-def described(digests: Mapping[KernelSpec, Digest]) -> dict[str, dict[str, str]]:
-    """The top-level entry "kernels" of a record. Of two specs with the same code it names the first."""
-    found: dict[str, dict[str, str]] = {}
-    for spec, digest in digests.items():
-        facts = {"spec": repr(spec), "sass": digest.sass, "launch": digest.launch}
-        found.setdefault(kernel_id(digest.sass, digest.launch), facts)
-    return found
-
-
-def ids(specs: Iterable[KernelSpec], digests: Mapping[KernelSpec, Digest]) -> list[str]:
+def digests(specs: Iterable[KernelSpec]) -> dict[str, str]:
     """The entry "kernels" of a case, from the specs that it asked for."""
-    return list(dict.fromkeys(kernel_id(digests[spec].sass, digests[spec].launch) for spec in specs))
-
-
-# ---- what is still built
-
-
-def no_longer_built(
-    kernels: Mapping[str, Mapping[str, str]], digests: Digests, known: Callable[[], Sequence[KernelSpec]]
-) -> list[str]:
-    """Ids of those recorded kernels whose machine code and launches no spec has now.
-
-    A spec is found by the text that the record has of it; where that finds other code, or nothing because a class or a
-    field has another name now, all specs that ship are looked at.
-
-    Args:
-        kernels: "kernels" of a record, or some of it. Of the same toolchain, or the answer means nothing.
-        digests: of specs that are built now.
-        known: specs that ship.
-    """
-    recorded = [spec for facts in kernels.values() if (spec := spec_of(facts["spec"])) is not None]
-    built = _ids_of(recorded, digests)
-    if set(kernels) - built:
-        built |= _ids_of([spec for spec in known() if spec not in recorded], digests)
-    return [name for name in kernels if name not in built]
-
-
-def of_cases(record: Mapping[str, Any]) -> dict[str, Mapping[str, str]]:
-    """Those of a record's kernels that a case ran, or one over families of values."""
-    cases = [*record["cases"], *record.get("values", [])]
-    used = {name for case in cases for name in case.get("kernels") or ()}
-    return {name: facts for name, facts in record.get("kernels", {}).items() if name in used}
-
-
-def not_comparable(record: Mapping[str, Any], toolchain: Mapping[str, str]) -> str:
-    """Why nothing can be said of whether a record's machine code is still built; empty where it can."""
-    if not record.get("kernels"):
-        return "it names no machine code"
-    then = record.get("toolchain") or {}
-    names = [name for name in sorted({*then, *toolchain}) if then.get(name) != toolchain.get(name)]
-    differing = ", ".join(f"{name} {then.get(name)}, here {toolchain.get(name)}" for name in names)
-    return f"it is of another toolchain: {differing}" if names else ""
+    return {repr(spec): sass.digest(spec) for spec in specs}
 
 
 def spec_of(text: str) -> KernelSpec | None:
@@ -179,52 +116,49 @@ def _spec_classes() -> dict[str, type]:
     }
 
 
-def _ids_of(specs: Sequence[KernelSpec], digests: Digests) -> set[str]:
-    return {kernel_id(digest.sass, digest.launch) for digest in digests(specs).values()}
+def is_older(case: Mapping[str, Any], digest: Callable[[KernelSpec], str] = sass.digest) -> bool:
+    """Whether a specification of a case is built to other code now, or is built no longer."""
+    for text, recorded in case.get("kernels", {}).items():
+        spec = spec_of(text)
+        if spec is None or digest(spec) != recorded:
+            return True
+    return False
 
 
-# ---- which of a record's kernels are older, in a file next to it: pages depend on files alone, and not on a compiler
-
-MARK = " †"
-FOOTNOTE = "† Machine code that is no longer built ran this case; what is built now was not measured."
-_HEADER = "# Of {}: machine code that is no longer built. Written by scripts/results_table.py --compare."
+def _compile(spec: KernelSpec) -> None:
+    sass.compiled(spec)
 
 
-def older_file(record: pathlib.Path) -> pathlib.Path:
-    """Where the ids of a record's older kernels are."""
-    return record.with_suffix(".older")
-
-
-def read_older(record: pathlib.Path) -> frozenset[str]:
-    """Ids of a record's older kernels; none where nothing says that there are any."""
-    path = older_file(record)
-    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-    return frozenset(line.split()[0] for line in lines if line and not line.startswith("#"))
-
-
-def write_older(record: pathlib.Path, kernels: Mapping[str, Mapping[str, str]], older: Iterable[str]) -> None:
-    """Keeps the ids, with their specs; no file where there are none."""
-    path, lines = older_file(record), [f"{name}  {kernels[name]['spec']}" for name in sorted(older)]
-    if lines:
-        path.write_text("\n".join([_HEADER.format(record.name), *lines, ""]), encoding="utf-8")
-    else:
-        path.unlink(missing_ok=True)
-
-
-def marked(record: Mapping[str, Any], older: Iterable[str]) -> dict[str, Any]:
-    """The record with "older" in each case that ran a kernel of these ids."""
-    ids_of_older = set(older)
-    parts = {
-        part: [
-            {**case, "older": True} if ids_of_older.intersection(case.get("kernels") or ()) else case
-            for case in record[part]
-        ]
-        for part in ("cases", "values")
-        if part in record
-    }
+def marked(record: Mapping[str, Any], digest: Callable[[KernelSpec], str] = sass.digest) -> dict[str, Any]:
+    """The record with "older" in each case that ran other machine code than is built now."""
+    parts = {}
+    for name in ("cases", "values"):
+        cases = [{key: value for key, value in case.items() if key != "older"} for case in record.get(name, ())]
+        parts[name] = [{**case, "older": True} if is_older(case, digest) else case for case in cases]
     return {**record, **parts}
 
 
 def mark(case: Mapping[str, Any] | None) -> str:
     """What follows the name of a case on a page."""
     return MARK if case is not None and case.get("older") else ""
+
+
+def main() -> int:
+    """Runs from the command line; 1 where nothing can be said of a record."""
+    for path in map(pathlib.Path, sys.argv[1:]):
+        record = records.read(path)
+        here = records.package_version("nvidia-cutlass-dsl")
+        if record["cutlass_dsl"] != here:
+            print(f"{path}: not compared, it is of CuTe DSL {record['cutlass_dsl']}, here is {here}")
+            return 1
+        named = {text for case in record["cases"] for text in case["kernels"]}
+        specs = [spec for spec in map(spec_of, sorted(named)) if spec is not None]
+        workers.call_each(_compile, specs, os.cpu_count() or 1, lambda spec: None)
+        found = marked(record)
+        records.write(found, path)
+        print(f"{path}: {sum('older' in case for case in found['cases'])} of {len(found['cases'])} cases are older")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,521 +1,496 @@
-"""The benchmarks of FP8 MLA decoding, of its append and of the merge; run by `gpu_check.py`.
+"""The benchmarks of FP8 MLA decoding over all latent formats, of its append and of the merge.
 
-Every case is checked against the oracle on a few batch rows before it is timed, over input sets that together outgrow
-the L2 cache. What the timed graph writes has the bits of eager calls, in every set. Where FlashMLA can be imported it
-runs on the same tensors in the same process.
+V3.2 picks its keys from contexts of 32,768 tokens. The other formats are those of DeepSeek-V4: a window of 128 tokens
+and a compressed cache in one softmax, with sinks. FlashMLA runs on the same bytes.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import random
-import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar, Final
 
 import torch
 
 import cute_kernels
-from bench import records
-from bench.in_layer import prepare, time_calls, time_together
-from bench.peers import OURS, PEER_LIMIT, Peer, entries, load, ready, ways
-from bench.timing import Expected, host_times, sets_to_outgrow_l2
+from bench import peers
+from bench.in_layer import Timing
+from bench.run import Case, Work, finite, same_bits, spread_rows
+from bench.timing import Call, sets_to_outgrow_l2
 from cute_kernels.budget import model
-from cute_kernels.budget.rates import H200, Rates
-from cute_kernels.budget.variants import MLA_BUILT, MLA_HALF, MLA_NARROW, TURNS, MlaVariant
-from cute_kernels.mla.crossover.spec import MlaCrossoverSpec
-from cute_kernels.mla.plan import EXCHANGES, DecodePlan, plan_decode
-from cute_kernels.mla.spec import FEW, WIDE
-from fp8_mla import QK_DIM, TOKEN_BYTES, V_DIM, pack, read_pages, reference_decode, unpack
+from cute_kernels.merge.spec import MergeSpec
+from cute_kernels.mla.append_spec import MlaAppendSpec
+from cute_kernels.mla.plan import EXCHANGES
+from cute_kernels.warm.shapes import MlaShape
+from fp8_mla import FORMATS, V_DIM, pack, read_pages, reference_decode, unpack
 from fp8_mla.formats import V3_2, TokenFormat
-from tests.kit.compare import Comparison, check_decode, compare, relative_error
-from tests.kit.mla_cases import DecodeCase, generator, latent_tokens
+from tests.kit.compare import check_decode, compare, relative_error
+from tests.kit.mla_cases import DecodeCase, generator
 from tests.kit.values import FAMILIES, fill_pages, query, sort_indices
 
-PAGE_SIZE = 64
-CONTEXT = 32768
-"""Tokens of the sequence that a sparse request picks its keys from."""
-SPARSE_CONTEXTS = 64
-"""At least so many contexts lie in the cache (1.4 GB), and the rotated input sets walk over them."""
-ROWS_CHECKED = 6
-LONGEST_TOPK = 16384
-PEER_SPARSE_HEADS = (64, 128)
-"""What FlashMLA's FP8 kernel takes; its users pad."""
-RESULTS = ("out", "lse")
-APPEND_TOKENS = 65536
-APPEND_MUST = {"copy_fraction": 0.8}
-FLOPS_PER_PAIR = 2 * (QK_DIM + V_DIM)
+PAGE_SIZE: Final = 64
+CONTEXTS: Final = {"v3.2": (32768, 64)}
+"""Tokens of a context that a request picks its keys from, and how many contexts lie in the cache at least."""
+COMPRESSED: Final = (8192, 128)
+"""The same of the other formats."""
+WINDOW, WINDOW_TOKENS = 128, 1 << 17
+"""Tokens of a window, and of the windows of all requests: 76 MB, more than the L2 cache."""
+MOST_BYTES: Final = 32 << 30
+"""Of caches that are kept: the families of V3.2 are 25 GB."""
+PAGE_PADDING: Final = {"v4": 576}
+"""Pages of planar formats are padded to a multiple of so many bytes, as engines do; others to 512."""
+ROWS_CHECKED: Final = 6
+LONGEST_TOPK: Final = 16384
+HEADS_OF_CTA: Final = 64
+APPEND_TOKENS: Final = 65536
+Store = dict[Any, torch.Tensor]
+
+
+class Caches:
+    """Paged caches of all cases and families of values, made when first asked for; the oldest are dropped."""
+
+    def __init__(self, device: str = "cuda") -> None:
+        self.device = device
+        self._made: Store = {}
+        self._bf16: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    def get(self, name: str, tokens: int, page_size: int, family: str = "normal", run: int = 0) -> torch.Tensor:
+        """(pages, page_size, bytes) uint8 of at least so many tokens; a family may sort each `run` of them."""
+        family = "normal" if FAMILIES[family].of_query else family
+        run = run if FAMILIES[family].sorted else 0
+        key = (name, page_size, family, run)
+        known = self._made.get(key)
+        if known is None or known.shape[0] * page_size < tokens:
+            self._bf16 = None
+            self._made.pop(key, None)
+            while sum(cache.untyped_storage().nbytes() for cache in self._made.values()) > MOST_BYTES:
+                self._made.pop(next(iter(self._made)))
+            cache = empty_cache(FORMATS[name], tokens, page_size, self.device)
+            known = self._made[key] = fill_pages(cache, family, name, run=run, seed=4)
+        return known
+
+    def in_bf16(self, cache: torch.Tensor) -> torch.Tensor:
+        """(pages, 64, 1, 576) bfloat16: the same tokens for peers without an FP8 cache."""
+        if self._bf16 is None or self._bf16[0] is not cache:
+            shape = (*cache.shape[:2], 1, V3_2.d_qk)
+            self._bf16 = cache, torch.empty(shape, dtype=torch.bfloat16, device=cache.device)
+            for start in range(0, len(cache), 4096):
+                self._bf16[1][start : start + 4096, :, 0] = unpack(cache[start : start + 4096])
+        return self._bf16[1]
+
+
+def empty_cache(token_format: TokenFormat, tokens: int, page_size: int, device: str) -> torch.Tensor:
+    """(pages, page_size, bytes) uint8 of zeros, planar pages padded at their end."""
+    unit, size = PAGE_PADDING.get(token_format.name, 512), token_format.token_bytes
+    pages, stride = -(-tokens // page_size), -(-page_size * size // unit) * unit
+    if len(token_format.row_bytes) == 1:
+        stride = page_size * size
+    memory = torch.zeros(pages * stride, dtype=torch.uint8, device=device)
+    return memory.as_strided((pages, page_size, size), (stride, size, 1))
 
 
 @dataclass(frozen=True)
-class DecodeBench:
+class MlaCase(Case):
     """One decode benchmark.
 
-    keys    topk, or the sequence length
-    ragged  requests have 1 to `keys` of them, all numbers equally likely
-    scores  forced; None: as planned
-    sustained  whether the times under load are taken too
-    power   whether the power under load is measured with them
-    host    whether to time the eager call too
-    must    figures that the record has to reach
+    keys        topk of the first cache, or the sequence length
+    formats     of the first cache and of the second, if there are two
+    extra_keys  topk of the second cache
+    page_size   of the second cache, or of the only one
+    ragged      requests have 1 to `keys` of them, all numbers equally likely; of two caches 64 to `extra_keys` of the
+                second, the first ones of its context
     """
 
     mode: str
     batch: int
     h_q: int
-    s_q: int
+    s_q: int = 1
     keys: int = 2048
-    quick: bool = False
-    host: bool = False
+    formats: tuple[str, ...] = (V3_2.name,)
+    extra_keys: int = 0
+    page_size: int = PAGE_SIZE
     ragged: bool = False
-    scores: str | None = None
-    sustained: bool = False
-    power: bool = False
-    must: Mapping[str, float] = field(default_factory=dict)
+    op: ClassVar[str] = "mla_fp8_decode"
+
+    @property
+    def is_v32(self) -> bool:
+        """Whether the case is over a cache of V3.2."""
+        return self.formats == (V3_2.name,)
 
     @property
     def name(self) -> str:
-        """As `--only` matches it and the table prints it."""
-        keys = "topk" if self.mode == "sparse" else "s_k"
-        name = f"mla_fp8_decode {self.mode} {self.batch}x{self.h_q}x{self.s_q} {keys} {self.keys}"
-        return name + " ragged" * self.ragged + (f" scores {self.scores}" if self.scores else "")
-
-    @property
-    def sizes(self) -> dict[str, int]:
-        """As the planner and the cycle budget take them."""
-        return {"batch": self.batch, "h_q": self.h_q, "s_q": self.s_q}
+        """As `--only` matches it."""
+        keys = f"s_k {self.keys}" if self.mode == "dense" else f"topk {self.keys}"
+        keys += (f" + {self.extra_keys}" if self.extra_keys else "") + " ragged" * self.ragged
+        what = self.mode if self.is_v32 else " + ".join(self.formats)
+        return f"{self.op} {what} {self.batch}x{self.h_q}x{self.s_q} {keys}"
 
     @property
     def key(self) -> dict[str, Any]:
-        """What names the case in a results file."""
-        keys = "topk" if self.mode == "sparse" else "s_k"
-        ragged = {"ragged": True} if self.ragged else {}
-        return {"op": "mla_fp8_decode", "mode": self.mode, **self.sizes, keys: self.keys, **ragged, **self.forced}
-
-    @property
-    def forced(self) -> dict[str, str]:
-        """Arguments that are not left to the planner."""
-        return {"scores": self.scores} if self.scores else {}
-
-    @property
-    def exchanges(self) -> bool:
-        """Whether each exchange is timed too: of the heads that have one."""
-        return self.h_q > WIDE
+        """What names the case in a record."""
+        key: dict[str, Any] = {"op": self.op, "mode": self.mode, "batch": self.batch, "h_q": self.h_q, "s_q": self.s_q}
+        key["s_k" if self.mode == "dense" else "topk"] = self.keys
+        if not self.is_v32:
+            key["cache_format"] = self.formats[0]
+        if self.extra_keys:
+            key |= {"extra_cache_format": self.formats[1], "extra_topk": self.extra_keys}
+        return {**key, "ragged": True} if self.ragged else key
 
     @property
     def lengths(self) -> list[int]:
-        """Keys of each request."""
+        """Keys of each request: in the second cache, if there are two."""
+        most, least = (self.extra_keys, 64) if self.extra_keys else (self.keys, 1)
         if not self.ragged:
-            return [self.keys] * self.batch
-        return random.Random(self.batch).choices(range(1, self.keys + 1), k=self.batch)
+            return [most] * self.batch
+        return random.Random(self.batch).choices(range(least, most + 1), k=self.batch)
 
     @property
-    def tokens_read(self) -> int:
-        """Cache tokens that a call has to read: the queries of a sequence share a dense cache, not a sparse list."""
-        return sum(self.lengths) * (self.s_q if self.mode == "sparse" else 1)
+    def keys_of_queries(self) -> tuple[int, ...]:
+        """Keys of all queries, in each cache."""
+        last = self.s_q * sum(self.lengths)
+        return (self.s_q * self.batch * self.keys, last) if self.extra_keys else (last,)
 
     @property
-    def pairs(self) -> int:
-        """Keys of all queries."""
-        return sum(self.lengths) * self.s_q
+    def tokens_spread(self) -> int:
+        """Keys of all queries, once for each group of 64 heads."""
+        return sum(self.keys_of_queries) * -(-self.h_q // HEADS_OF_CTA)
 
     @property
     def bytes_moved(self) -> int:
-        """The fewest bytes a call can move: keys, q, out, lse, and the index list or block table."""
-        rows = self.batch * self.s_q * self.h_q
-        index_entries = self.tokens_read if self.mode == "sparse" else self.tokens_read // PAGE_SIZE
-        return self.tokens_read * TOKEN_BYTES + rows * (2 * QK_DIM + 2 * V_DIM + 4) + 4 * index_entries
+        """The fewest bytes: keys, which the queries of a sequence share in a dense cache, q, out, lse, and indices."""
+        first, rows = FORMATS[self.formats[0]], self.batch * self.s_q * self.h_q
+        sparse = self.mode == "sparse"
+        tokens = self.keys_of_queries if sparse else (sum(self.lengths),)
+        read = sum(n * FORMATS[name].token_bytes for n, name in zip(tokens, self.formats, strict=True))
+        indices = sum(tokens) if sparse else sum(tokens) // PAGE_SIZE
+        return read + 4 * indices + rows * (2 * first.d_qk + 2 * first.d_v + 4)
 
     @property
     def flops(self) -> int:
         """Both products."""
-        return self.pairs * self.h_q * FLOPS_PER_PAIR
+        first = FORMATS[self.formats[0]]
+        return 2 * (first.d_qk + first.d_v) * self.h_q * sum(self.keys_of_queries)
 
     @property
     def sets(self) -> int:
         """Input sets to rotate."""
         return sets_to_outgrow_l2(self.bytes_moved)
 
-    @property
-    def cache_tokens(self) -> int:
-        """Tokens that the cache must hold for this case."""
-        if self.mode == "sparse":
-            return CONTEXT * max(self.batch, SPARSE_CONTEXTS)
-        return self.sets * self.batch * self.keys
+    def specs(self, num_sms: int) -> list[Any]:
+        """The kernels that the planner asks for."""
+        dense = self.mode == "dense"
+        shape = MlaShape(
+            heads=self.h_q,
+            topk=None if dense else self.keys,
+            lengths=self.ragged,
+            max_tokens=self.keys,
+            append=False,
+            cache_format=self.formats[0],
+            extra_cache_format=self.formats[1] if self.extra_keys else None,
+            extra_topk=self.extra_keys,
+        )
+        return list(shape.specs([self.batch], [self.s_q], num_sms))
 
+    def rates(self, timing: Timing, ceilings: Mapping[str, float]) -> dict[str, Any]:
+        """Also SM cycles a token and group of 64 heads, had the work been spread evenly over all SMs."""
+        found = super().rates(timing, ceilings)
+        if timing.sm_mhz_rested is None:
+            return found
+        sms = torch.cuda.get_device_properties("cuda").multi_processor_count
+        cycles = model.spread_cycles(timing.us, timing.sm_mhz_rested, self.tokens_spread, sms)
+        return {**found, "cycles_per_token": round(cycles, 1)}
 
-def _headlines() -> Iterator[DecodeBench]:
-    """The cases that records have with scores named. `must` is the project's goal.
-
-    Under load are those of the headlines; the power is that of the longest.
-    """
-    cases: list[tuple[tuple[str, int, int, int, int], float]] = [
-        (("sparse", 8, 128, 1, 2048), 1.4),
-        (("sparse", 16, 128, 1, 2048), 1.4),
-        (("sparse", 64, 128, 1, 2048), 1.25),
-        (("sparse", 128, 128, 2, 2048), 1.3),
-        (("sparse", 128, 64, 1, 2048), 1.25),
-        (("sparse", 148, 128, 2, LONGEST_TOPK), 1.35),
-        (("sparse", 128, 128, 4, 512), 1.25),
-        (("dense", 64, 128, 1, 8192), 1.0),
-    ]
-    for sizes, ratio in cases:
-        mode, batch, heads, s_q, keys = sizes
-        yield DecodeBench(
-            *sizes,
-            scores="exact",
-            quick=heads == 128 and batch in (64, 128) and keys > 512,
-            host=mode == "dense",
-            sustained=s_q == 2 or mode == "dense",
-            power=keys == LONGEST_TOPK,
-            must={"ratio": ratio},
+    def work(self, store: Any, family: str = "normal", rows_checked: int = ROWS_CHECKED) -> Work:
+        """The case over caches and queries of a family of values."""
+        inputs = self.inputs(store, family)
+        out, lse = decode_call(inputs[0])()
+        rows = spread_rows(self.batch, rows_checked)
+        check = check_decode(out[rows], lse[rows], name=self.name, **inputs[0].rows(rows).arguments())
+        # keys in bfloat16 lose scores of hundreds, which is no reason not to time a peer
+        limit = 1.0 if family == "normal" else float("inf")
+        exchanges = {choice: functools.partial(_calls, inputs, exchange=choice) for choice in EXCHANGES}
+        crossing = self.is_v32 and self.h_q > HEADS_OF_CTA and family == "normal"
+        return Work(
+            finite(check, out, lse),
+            functools.partial(_calls, inputs),
+            (out, lse),
+            peers=lambda: peers.of_case(self, inputs, store, functools.partial(_error, rows), limit),
+            variants={"exchange_us": exchanges} if crossing else {},
         )
 
+    def inputs(self, store: Caches, family: str = "normal") -> list[DecodeCase]:
+        """The rotated input sets. Where the family sorts, so are lists of keys, and pages follow each other."""
+        make = self._dense if self.mode == "dense" else self._two_caches if self.extra_keys else self._sparse
+        return list(make(store, family, generator(self.batch * 1000 + self.h_q + self.s_q, store.device)))
 
-DECODE_CASES = (
-    DecodeBench("sparse", 1, 128, 1, quick=True, host=True, must={"ratio": 1.4}),
-    *(DecodeBench("sparse", batch, 128, 1, must={"ratio": 1.4}) for batch in (2, 4)),
-    *_headlines(),
-    DecodeBench("sparse", 128, 128, 1),
-    DecodeBench("sparse", 2, 128, 2),
-    DecodeBench("sparse", 74, 128, 3, 1152),
-    DecodeBench("sparse", 128, 128, 2, ragged=True),
-    *(DecodeBench("sparse", 128, heads, 1, must={"us": 55.0}) for heads in (32, 24)),
-    *(DecodeBench("sparse", 128, heads, 1, must={"read_fraction": 0.82}) for heads in (16, 8)),
-    *(DecodeBench("sparse", 8, heads, 1, must={"us": 13.0}) for heads in (16, 8)),
-    DecodeBench("dense", 1, 128, 1, 131072, must={"ratio": 1.0}),
-    DecodeBench("dense", 128, 128, 2, 8192),
-    DecodeBench("dense", 128, 64, 1, 8192),
-    DecodeBench("dense", 128, 16, 1, 8192, must={"read_fraction": 0.8}),
-    DecodeBench("dense", 128, 32, 1, 8192),
-    DecodeBench("dense", 16, 128, 1, 8192),
-    DecodeBench("dense", 32, 128, 1, 4096),
-    DecodeBench("dense", 32, 16, 1, 8192, must={"read_fraction": 0.85}),
-    DecodeBench("dense", 8, 16, 1, 32768, must={"read_fraction": 0.85}),
-    DecodeBench("dense", 1, 16, 1, 131072, must={"read_fraction": 0.62}),
-    DecodeBench("dense", 64, 128, 1, 8192, ragged=True),
-    DecodeBench("dense", 128, 16, 1, 8192, ragged=True),
-)
-PREDICTED_CASES = tuple(bench for bench in DECODE_CASES if not bench.ragged)
-"""What the cycle budget has a prediction of: it knows no lengths."""
+    def _query(self, family: str, gen: torch.Generator) -> torch.Tensor:
+        return query(family, (self.batch, self.s_q, self.h_q, FORMATS[self.formats[0]].d_qk), gen)
 
+    def _named(self) -> dict[str, Any]:
+        return {} if self.is_v32 else {"cache_format": self.formats[0]}
 
-def plan(bench: DecodeBench, sms: int) -> DecodePlan:
-    """How the planner cuts a case on a card with so many SMs."""
-    sparse = bench.mode == "sparse"
-    ragged = bench.ragged or not sparse
-    return plan_decode(sparse=sparse, max_keys=bench.keys, num_sms=sms, ragged=ragged, **bench.sizes)
+    def _sinks(self, gen: torch.Generator) -> dict[str, Any]:
+        sinks = torch.randn(self.h_q, generator=gen, dtype=torch.float32, device=gen.device)
+        return {} if self.is_v32 else {"s_aux": sinks}
 
-
-def launch(bench: DecodeBench, sms: int) -> model.MlaLaunch:
-    """The same as the cycle budget takes it, which knows no lengths.
-
-    Raises:
-        ValueError: they are ragged.
-    """
-    if bench.ragged:
-        raise ValueError(f"bench: got {bench.name}, needs requests of one length")
-    made = plan(bench, sms)
-    cut = {"num_splits": made.num_splits, "ctas": made.ctas, "tiles_per_split": made.tiles_per_split}
-    return model.mla_launch(mode=bench.mode, **bench.sizes, **cut, shared=made.spec.balanced)
-
-
-def built(bench: DecodeBench, sms: int) -> MlaVariant:
-    """The variant of the kernel that the planner asks for."""
-    spec = plan(bench, sms).spec
-    if isinstance(spec, MlaCrossoverSpec):
-        return TURNS
-    return MLA_BUILT if spec.heads == WIDE else MLA_NARROW if spec.heads <= FEW else MLA_HALF
-
-
-def predict(bench: DecodeBench, variant: MlaVariant | None = None, rates: Rates = H200) -> model.Prediction:
-    """What the cycle budget says of a case; see docs/maintainers/budget.md."""
-    variant = variant or built(bench, rates.sms)
-    return model.predict_mla(launch(bench, rates.sms), variant, rates)
-
-
-def predicted_cycles(bench: DecodeBench, rates: Rates = H200) -> float:
-    """The prediction in the unit of "cycles_per_token"."""
-    return round(model.spread_cycles(predict(bench, rates=rates).us, rates.sm_mhz, tokens_spread(bench), rates.sms), 1)
-
-
-def tokens_spread(bench: DecodeBench) -> int:
-    """Keys of all queries, once for each group of 64 heads."""
-    return bench.pairs * -(-bench.h_q // WIDE)
-
-
-class Caches:
-    """The caches that all cases share, made when first asked for.
-
-    family  of values, see `tests.kit.values`
-    run     tokens of a context, within which a family may sort them
-    """
-
-    def __init__(self, tokens: int, device: str = "cuda", family: str = "normal", run: int = 0) -> None:
-        self._pages, self._device = -(-tokens // PAGE_SIZE), device
-        self._family, self._run = family, run
-        self._fp8: torch.Tensor | None = None
-        self._bf16: torch.Tensor | None = None
-
-    @property
-    def fp8(self) -> torch.Tensor:
-        """(pages, 64, 656) uint8."""
-        if self._fp8 is None and self._family != "normal":
-            made = torch.empty((self._pages, PAGE_SIZE, TOKEN_BYTES), dtype=torch.uint8, device=self._device)
-            self._fp8 = fill_pages(made, self._family, V3_2, run=self._run, seed=1)
-        elif self._fp8 is None:
-            tokens = latent_tokens(self._pages * PAGE_SIZE, generator(1, self._device))
-            self._fp8 = tokens.view(self._pages, PAGE_SIZE, TOKEN_BYTES)
-        return self._fp8
-
-    @property
-    def bf16(self) -> torch.Tensor:
-        """(pages, 64, 1, 576) bfloat16: the same tokens unpacked, for peers without an FP8 cache."""
-        if self._bf16 is None:
-            shape = (self._pages, PAGE_SIZE, 1, QK_DIM)
-            self._bf16 = torch.empty(shape, dtype=torch.bfloat16, device=self._device)
-            for start in range(0, self._pages, 4096):
-                self._bf16[start : start + 4096, :, 0] = unpack(self.fp8[start : start + 4096])
-        return self._bf16
-
-    def drop_bf16(self) -> None:
-        """Frees the tokens that were unpacked."""
-        self._bf16 = None
-
-
-def import_peer() -> types.ModuleType | str:
-    """FlashMLA's module, or why there is none."""
-    return load("flash_mla")
-
-
-def decode_inputs(bench: DecodeBench, cache: torch.Tensor, family: str = "normal") -> list[DecodeCase]:
-    """The rotated input sets of one case, over one cache of the same family of values.
-
-    Where the family sorts, so are lists of keys, and the pages of a sequence follow each other in the cache.
-    """
-    device = str(cache.device)
-    gen = generator(bench.batch * 1000 + bench.h_q + bench.s_q, device)
-    num_pages = cache.shape[0]
-    lengths = torch.tensor(bench.lengths, dtype=torch.int32, device=device)
-    cases = []
-    for number in range(bench.sets):
-        q = query(family, (bench.batch, bench.s_q, bench.h_q, QK_DIM), gen)
-        if bench.mode == "sparse":
-            contexts = num_pages * PAGE_SIZE // CONTEXT
-            first = (torch.arange(bench.batch, device=device) + number * bench.batch) % contexts * CONTEXT
-            # the leading places of a random order are keys without repetition, as an indexer picks them
-            order = torch.rand((bench.batch * bench.s_q, CONTEXT), generator=gen, device=device)
-            picked = order.topk(bench.keys, sorted=False).indices.view(bench.batch, bench.s_q, bench.keys)
-            indices = (picked + first.view(-1, 1, 1)).int()
+    def _dense(self, store: Caches, family: str, gen: torch.Generator) -> Iterator[DecodeCase]:
+        needed = self.batch * self.keys // PAGE_SIZE
+        cache = store.get(self.formats[0], self.sets * self.batch * self.keys, PAGE_SIZE, family, self.keys)
+        lengths = torch.tensor(self.lengths, dtype=torch.int32, device=gen.device)
+        for number in range(self.sets):
+            q = self._query(family, gen)
+            pages = torch.randperm(len(cache), generator=gen, device=gen.device)[:needed]
             if FAMILIES[family].sorted:
-                sort_indices(indices)
-            cases.append(DecodeCase(q, cache, indices=indices, topk_length=lengths if bench.ragged else None))
-            continue
-        needed = bench.batch * bench.keys // PAGE_SIZE
-        pages = torch.randperm(num_pages, generator=gen, device=device)[:needed]
+                pages = torch.arange(number * needed, (number + 1) * needed, device=gen.device)
+            yield DecodeCase(q, cache, block_table=pages.view(self.batch, -1).int(), cache_seqlens=lengths)
+
+    def _sparse(self, store: Caches, family: str, gen: torch.Generator) -> Iterator[DecodeCase]:
+        context, contexts = CONTEXTS.get(self.formats[0], COMPRESSED)
+        contexts = max(self.batch, contexts)
+        cache = store.get(self.formats[0], context * contexts, self.page_size, family, context)
+        lengths = torch.tensor(self.lengths, dtype=torch.int32, device=gen.device)
+        sinks = self._sinks(gen)
+        for number in range(self.sets):
+            requests = torch.arange(self.batch, device=gen.device) + number * self.batch
+            first = requests % contexts * context
+            yield DecodeCase(
+                self._query(family, gen),
+                cache,
+                indices=self._picked(first, context, self.keys, family, gen),
+                topk_length=lengths if self.ragged else None,
+                **self._named(),
+                **sinks,
+            )
+
+    def _two_caches(self, store: Caches, family: str, gen: torch.Generator) -> Iterator[DecodeCase]:
+        context, contexts = COMPRESSED
+        window = store.get(self.formats[0], WINDOW_TOKENS, PAGE_SIZE, family, WINDOW)
+        compressed = store.get(self.formats[1], context * contexts, self.page_size, family, context)
+        lengths = torch.tensor(self.lengths, dtype=torch.int32, device=gen.device)
+        sinks = self._sinks(gen)
+        for number in range(self.sets):
+            requests = torch.arange(self.batch, device=gen.device) + number * self.batch
+            first = requests % contexts * context
+            picked = functools.partial(self._picked, first, context, self.extra_keys, family, gen)
+            yield DecodeCase(
+                self._query(family, gen),
+                window,
+                indices=self._consecutive(requests * WINDOW % WINDOW_TOKENS, self.keys),
+                extra_kv_cache=compressed,
+                extra_indices=self._consecutive(first, self.extra_keys) if self.ragged else picked(),
+                extra_topk_length=lengths if self.ragged else None,
+                extra_cache_format=self.formats[1],
+                **self._named(),
+                **sinks,
+            )
+
+    def _consecutive(self, first: torch.Tensor, keys: int) -> torch.Tensor:
+        slots = first.view(-1, 1, 1) + torch.arange(keys, device=first.device)
+        return slots.expand(-1, self.s_q, -1).int().contiguous()
+
+    def _picked(self, first: torch.Tensor, context: int, keys: int, family: str, gen: torch.Generator) -> torch.Tensor:
+        """Different tokens of each request's context in any order, as an indexer picks them."""
+        order = torch.rand((self.batch * self.s_q, context), generator=gen, dtype=torch.float32, device=gen.device)
+        picked = order.topk(keys, sorted=False).indices.view(self.batch, self.s_q, keys)
+        indices = (picked + first.view(-1, 1, 1)).int()
         if FAMILIES[family].sorted:
-            pages = torch.arange(number * needed, (number + 1) * needed, device=device)
-        cases.append(DecodeCase(q, cache, block_table=pages.view(bench.batch, -1).int(), cache_seqlens=lengths))
-    return cases
+            sort_indices(indices)
+        return indices
 
 
-def run_decode(
-    bench: DecodeBench, caches: Caches, peer: types.ModuleType | str, ceilings: Mapping[str, float]
-) -> dict[str, Any]:
-    """Check, time and record one decode case."""
-    inputs = decode_inputs(bench, caches.fp8)
-    first = inputs[0]
-    out, lse = decode_call(first, **bench.forced)()
-    rows = torch.linspace(0, bench.batch - 1, min(ROWS_CHECKED, bench.batch)).long().tolist()
-    sample = first.rows(rows)
-    check = check_decode(out[rows], lse[rows], name=bench.name, **sample.arguments())
-    if not (out.isfinite().all() and lse.isfinite().all()):
-        check = dataclasses.replace(check, problems=(*check.problems, "not every element of the output is finite"))
-
-    def measure() -> dict[str, Any]:
-        calls = [decode_call(case, **bench.forced) for case in inputs]
-        bits = Expected.of(RESULTS, [decode_call(case, **bench.forced) for case in inputs[1:]], checked=(out, lse))
-        peers = _peers(bench, inputs, caches, peer, rows)
-        together = ways(prepare(calls, expected=bits), peers)
-        timings = time_together(together, sustained=bench.sustained, power=bench.power)
-        timing = timings[OURS]
-        gb_per_s = bench.bytes_moved / timing.us / 1e3
-        return {
-            **timing.as_record(),
-            "TFLOPs": round(bench.flops / timing.us / 1e6, 1),
-            "GBps": round(gb_per_s, 1),
-            "read_fraction": round(gb_per_s / ceilings["read_GBps"], 3),
-            "cycles_per_token": _cycles_per_token(bench, timing.us, timing.sm_mhz_rested),
-            **({} if bench.ragged else {"predicted_cycles_per_token": predicted_cycles(bench)}),
-            **(host_times(calls[0]) if bench.host else {}),
-            **({"exchange_us": forced_times(inputs, "exchange", EXCHANGES)} if bench.exchanges else {}),
-            "peers": entries(peers, timings),
-        }
-
-    return records.with_must(records.record_case(bench.key, check, measure), bench.must)
-
-
-def decode_call(case: DecodeCase, **forced: str) -> Callable[[], Any]:
+def decode_call(case: DecodeCase, **forced: Any) -> Call:
     """A call that writes to poisoned memory of its own, and returns out and lse."""
-    out, lse = case.outputs()
-    options: dict[str, Any] = {**case.options(), **forced, "out": out.tensor, "lse": lse.tensor}
-    return functools.partial(cute_kernels.mla_fp8_decode, case.q, case.kv_cache, **options, return_lse=True)
+    out, lse = (buffer.tensor for buffer in case.outputs())
+    options: dict[str, Any] = {**case.arguments(), **forced, "out": out, "lse": lse, "return_lse": True}
+    return functools.partial(cute_kernels.mla_fp8_decode, **options)
 
 
-def forced_times(inputs: list[DecodeCase], argument: str, choices: Sequence[str]) -> dict[str, float]:
-    """Microseconds of a call in-layer with each choice of an argument forced, in turns."""
-    graphs = {}
-    for choice in choices:
-        forced = {argument: choice}
-        expected = Expected.of(RESULTS, [decode_call(case, **forced) for case in inputs])
-        graphs[choice] = prepare([decode_call(case, **forced) for case in inputs], expected=expected)
-    return {choice: round(timing.us, 3) for choice, timing in time_together(graphs, sustained=False).items()}
+def _calls(inputs: Sequence[DecodeCase], **forced: Any) -> list[Call]:
+    return [decode_call(one, **forced) for one in inputs]
 
 
-def run_append(ceilings: Mapping[str, float], device: str = "cuda", token_format: TokenFormat = V3_2) -> dict[str, Any]:
-    """Check, time and record the append of 65,536 tokens to shuffled pages, planar ones where a format has them."""
-    width, token_bytes = token_format.d_qk, token_format.token_bytes
-    bytes_moved = APPEND_TOKENS * (2 * width + token_bytes + 8)
-    gen = generator(2, device)
-    sets = []
-    for _ in range(sets_to_outgrow_l2(bytes_moved)):
-        kv = torch.randn((APPEND_TOKENS, width), generator=gen, device=device).bfloat16()
-        cache = torch.zeros((APPEND_TOKENS // PAGE_SIZE, PAGE_SIZE, token_bytes), dtype=torch.uint8, device=device)
-        pages = torch.randperm(len(cache), generator=gen, device=device)
-        slots = (pages.unsqueeze(1) * PAGE_SIZE + torch.arange(PAGE_SIZE, device=device)).flatten()
-        sets.append((kv, cache, slots))
-    kv, _, slots = sets[0]
-    options: dict[str, Any] = {} if token_format == V3_2 else {"cache_format": token_format.name}
-    cache = append_call(*sets[0], **options)()
-    packed = pack(kv, token_format=token_format)
-    wrong = (read_pages(cache, slots, token_format=token_format) != packed).any(dim=1).float().mean().item()
-    problems = (f"{wrong:.2%} of the tokens differ from fp8_mla.pack",) if wrong else ()
-    check = Comparison("mla_fp8_append", problems, rel_err=wrong, rel_err_baseline=0.0, worst=0.0, lse_err=0.0)
+def _error(rows: Sequence[int], out: torch.Tensor, case: DecodeCase) -> float:
+    """Relative error of a peer on some rows."""
+    return relative_error(out[list(rows)], reference_decode(**case.rows(rows).arguments())[0])
 
-    def measure() -> dict[str, Any]:
-        expected = Expected.of(["kv_cache"], [append_call(*one, **options) for one in sets[1:]], checked=(cache,))
-        timing = time_calls([append_call(*one, **options) for one in sets], expected=expected, sustained=False)
-        gb_per_s = bytes_moved / timing.us / 1e3
-        speeds = {"GBps": round(gb_per_s, 1), "copy_fraction": round(gb_per_s / ceilings["copy_GBps"], 3)}
-        host = host_times(functools.partial(cute_kernels.mla_fp8_append, *sets[0], **options))
-        return {**timing.as_record(), **speeds, **host}
 
-    key = {"op": "mla_fp8_append", "tokens": APPEND_TOKENS, **options}
-    return records.with_must(records.record_case(key, check, measure), APPEND_MUST)
+# ---- append and merge
+
+
+@dataclass(frozen=True)
+class MlaAppendCase(Case):
+    """The append of 65,536 tokens to shuffled pages, planar ones where a format has them."""
+
+    cache_format: str
+    op: ClassVar[str] = "mla_fp8_append"
+    ceiling: ClassVar[str] = "copy"
+
+    @property
+    def name(self) -> str:
+        """As `--only` matches it."""
+        return f"{self.op} {self.cache_format}"
+
+    @property
+    def key(self) -> dict[str, Any]:
+        """What names the case in a record."""
+        return {"op": self.op, "tokens": APPEND_TOKENS, **self.options}
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Arguments beside the tensors."""
+        return {} if self.cache_format == V3_2.name else {"cache_format": self.cache_format}
+
+    @property
+    def bytes_moved(self) -> int:
+        """New tokens, slots and what is written."""
+        made = FORMATS[self.cache_format]
+        return APPEND_TOKENS * (2 * made.d_qk + made.token_bytes + 8)
+
+    def specs(self, num_sms: int) -> list[Any]:
+        """The kernel."""
+        return [MlaAppendSpec.for_launch(APPEND_TOKENS, self.cache_format)]
+
+    def work(self, store: Any) -> Work:
+        """The case over random tokens and empty caches."""
+        gen, made = generator(2, store.device), FORMATS[self.cache_format]
+        shape = (APPEND_TOKENS // PAGE_SIZE, PAGE_SIZE, made.token_bytes)
+        sets = []
+        for _ in range(sets_to_outgrow_l2(self.bytes_moved)):
+            kv = torch.randn((APPEND_TOKENS, made.d_qk), generator=gen, device=gen.device).bfloat16()
+            pages = torch.randperm(shape[0], generator=gen, device=gen.device)
+            slots = (pages.unsqueeze(1) * PAGE_SIZE + torch.arange(PAGE_SIZE, device=gen.device)).flatten()
+            sets.append((kv, slots))
+
+        def make() -> list[Call]:
+            return [append_call(*one, shape, self.options) for one in sets]
+
+        cache, (kv, slots) = make()[0](), sets[0]
+        written, packed = read_pages(cache, slots, token_format=made), pack(kv, token_format=made)
+        check = same_bits(self.name, {"kv_cache": written}, {"kv_cache": packed})
+        return Work(check, make, (cache,), ("kv_cache",))
 
 
 def append_call(
-    kv: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor, **options: Any
+    kv: torch.Tensor, slots: torch.Tensor, shape: tuple[int, ...], options: Mapping[str, Any]
 ) -> Callable[[], torch.Tensor]:
-    """An append to a copy of the cache, which it returns."""
-    own = cache.clone()
+    """An append to a cache of zeros, which it returns."""
+    cache = torch.zeros(shape, dtype=torch.uint8, device=kv.device)
 
     def call() -> torch.Tensor:
-        cute_kernels.mla_fp8_append(kv, own, slots, **options)
-        return own
+        cute_kernels.mla_fp8_append(kv, cache, slots, **options)
+        return cache
 
     return call
 
 
-def run_merge(ceilings: Mapping[str, float], device: str = "cuda") -> dict[str, Any]:
-    """Check, time and record the merge of 8 float32 partial results of 128 x 128 heads into a bfloat16 one."""
-    splits, batch, s_q, h_q = 8, 128, 1, 128
-    rows = batch * s_q * h_q
-    bytes_moved = splits * rows * 4 * (V_DIM + 1) + rows * (2 * V_DIM + 4)
-    gen = generator(3, device)
-    sets = [
-        (
-            torch.randn((splits, batch, s_q, h_q, V_DIM), generator=gen, device=device),
-            torch.randn((splits, batch, s_q, h_q), generator=gen, device=device),
-        )
-        for _ in range(sets_to_outgrow_l2(bytes_moved))
-    ]
-    outs, lses = sets[0]
-    out, lse = merge_call(outs, lses)()
-    weights = torch.softmax(lses.double(), dim=0)
-    expected = torch.einsum("nbsh,nbshd->bshd", weights, outs.double())
-    baseline = expected.bfloat16()
-    check = compare(
-        out, expected, baseline, lse=lse, expected_lse=torch.logsumexp(lses.double(), dim=0), name="merge_states"
-    )
+@dataclass(frozen=True)
+class MergeCase(Case):
+    """The merge of float32 partial results into a bfloat16 one."""
 
-    def measure() -> dict[str, Any]:
-        calls = [merge_call(*one) for one in sets]
-        expected = Expected.of(RESULTS, [merge_call(*one) for one in sets[1:]], checked=(out, lse))
-        timing = time_calls(calls, expected=expected, sustained=False)
-        gb_per_s = bytes_moved / timing.us / 1e3
-        speeds = {"GBps": round(gb_per_s, 1), "read_fraction": round(gb_per_s / ceilings["read_GBps"], 3)}
-        return {**timing.as_record(), **speeds, **host_times(calls[0])}
+    splits: int = 8
+    batch: int = 128
+    h_q: int = 128
+    op: ClassVar[str] = "merge_states"
 
-    key = {"op": "merge_states", "splits": splits, "batch": batch, "h_q": h_q, "s_q": s_q, "d": V_DIM}
-    return records.record_case(key, check, measure)
+    @property
+    def name(self) -> str:
+        """As `--only` matches it."""
+        return self.op
+
+    @property
+    def key(self) -> dict[str, Any]:
+        """What names the case in a record."""
+        return {"op": self.op, "splits": self.splits, "batch": self.batch, "h_q": self.h_q, "s_q": 1, "d": V_DIM}
+
+    @property
+    def bytes_moved(self) -> int:
+        """Partial results and the merged one."""
+        rows = self.batch * self.h_q
+        return self.splits * rows * 4 * (V_DIM + 1) + rows * (2 * V_DIM + 4)
+
+    def specs(self, num_sms: int) -> list[Any]:
+        """The kernel."""
+        rows = self.batch * self.h_q
+        dtypes: dict[str, Any] = {"in_dtype": "float32", "out_dtype": "bfloat16"}
+        return [MergeSpec.for_launch(rows=rows, num_states=self.splits, d=V_DIM, **dtypes, has_sink=False)]
+
+    def work(self, store: Any) -> Work:
+        """The case over random partial results."""
+        gen, shape = generator(3, store.device), (self.splits, self.batch, 1, self.h_q)
+        sets = [
+            tuple(torch.randn(size, generator=gen, device=gen.device) for size in ((*shape, V_DIM), shape))
+            for _ in range(sets_to_outgrow_l2(self.bytes_moved))
+        ]
+        out, lse = merge_call(*sets[0])()
+        outs, lses = (t.double() for t in sets[0])
+        expected = torch.einsum("nbsh,nbshd->bshd", torch.softmax(lses, dim=0), outs)
+        totals = {"lse": lse, "expected_lse": torch.logsumexp(lses, dim=0)}
+        check = compare(out, expected, expected.bfloat16(), **totals, name=self.name)
+        return Work(check, lambda: [merge_call(*one) for one in sets], (out, lse))
 
 
-def merge_call(outs: torch.Tensor, lses: torch.Tensor) -> Callable[[], Any]:
+def merge_call(outs: torch.Tensor, lses: torch.Tensor) -> Call:
     """A merge into poisoned bfloat16 memory of its own, which returns out and lse."""
     out = torch.full(outs.shape[1:], float("nan"), dtype=torch.bfloat16, device=outs.device)
     return functools.partial(cute_kernels.merge_states, outs, lses, out=out)
 
 
-def _cycles_per_token(bench: DecodeBench, us: float, sm_mhz: float | None) -> float | None:
-    """SM cycles a token and group of 64 heads, had the work been spread evenly over all SMs.
+# ---- the cases; `must` is the project's goal
 
-    Comparable with the budget (34 for the products alone) where there is work for every SM; far above it where not.
-    """
-    if sm_mhz is None:
-        return None
-    sms = torch.cuda.get_device_properties("cuda").multi_processor_count
-    return round(model.spread_cycles(us, sm_mhz, tokens_spread(bench), sms), 1)
+_sparse = functools.partial(MlaCase, "sparse", peers=("flash_mla",))
+_dense = functools.partial(MlaCase, "dense", peers=("flash_mla_bf16",))
+_v4 = functools.partial(MlaCase, "sparse", keys=WINDOW, formats=("v4", "v4"), peers=("flash_mla",))
+_fp4 = functools.partial(MlaCase, "sparse", keys=WINDOW, formats=("v4.1", "v4.1_fp4"), extra_keys=1024)
 
-
-def _peers(
-    bench: DecodeBench,
-    inputs: list[DecodeCase],
-    caches: Caches,
-    peer: types.ModuleType | str,
-    rows: list[int],
-    limit: float = PEER_LIMIT,
-) -> dict[str, Peer]:
-    """FlashMLA's FP8 kernel for sparse cases, its bf16 kernel for dense ones; `limit` of its relative error."""
-    if isinstance(peer, str):
-        return {}
-
-    def make() -> Peer:
-        calls, note = _peer_calls(bench, inputs, caches, peer)
-        out = calls[0]()[0][:, :, : bench.h_q]
-        expected, _ = reference_decode(**inputs[0].rows(rows).arguments())
-        return Peer(prepare(calls), relative_error(out[rows], expected), note, limit=limit)
-
-    return {"flash_mla" if bench.mode == "sparse" else "flash_mla_bf16": ready(make)}
-
-
-def _peer_calls(
-    bench: DecodeBench, inputs: list[DecodeCase], caches: Caches, peer: types.ModuleType
-) -> tuple[list[Callable[[], Any]], str]:
-    """FlashMLA over the same inputs, its scheduling made once before, and what was done to make the case fit it."""
-    sparse = bench.mode == "sparse"
-    heads = next(heads for heads in PEER_SPARSE_HEADS if heads >= bench.h_q) if sparse else bench.h_q
-    note = "" if heads == bench.h_q else f"q padded to {heads} heads"
-    calls: list[Callable[[], Any]] = []
-    for case in inputs:
-        q = torch.nn.functional.pad(case.q, (0, 0, 0, heads - bench.h_q))
-        meta, _ = peer.get_mla_metadata()
-        cache = caches.fp8.view(torch.float8_e4m3fn).unsqueeze(2) if sparse else caches.bf16
-        fixed = {
-            "q": q,
-            "k_cache": cache,
-            "block_table": case.block_table,
-            "cache_seqlens": case.cache_seqlens,
-            "head_dim_v": V_DIM,
-            "tile_scheduler_metadata": meta,
-            "num_splits": None,
-            "softmax_scale": QK_DIM**-0.5,
-            "causal": not sparse and bench.s_q > 1,
-            "is_fp8_kvcache": sparse,
-            "indices": case.indices,
-            **({"topk_length": case.topk_length} if bench.ragged and sparse else {}),
-        }
-        calls.append(functools.partial(peer.flash_mla_with_kvcache, **fixed))
-    return calls, note
+V32_CASES: Final = (
+    _sparse(1, 128, quick=True, host=True, must={"ratio": 1.4}),
+    *(_sparse(batch, 128, must={"ratio": 1.4}) for batch in (2, 4, 8, 16)),
+    _sparse(64, 128, must={"ratio": 1.25}),
+    _sparse(128, 128, 2, quick=True, sustained=True, must={"ratio": 1.3}),
+    _sparse(128, 64, must={"ratio": 1.25}),
+    _sparse(148, 128, 2, LONGEST_TOPK, quick=True, sustained=True, power=True, must={"ratio": 1.35}),
+    _sparse(128, 128, 4, 512, must={"ratio": 1.25}),
+    _sparse(128, 128),
+    _sparse(2, 128, 2),
+    _sparse(74, 128, 3, 1152),
+    _sparse(128, 128, 2, ragged=True),
+    *(_sparse(128, heads, must={"us": 55.0}) for heads in (32, 24)),
+    *(_sparse(128, heads, must={"read_fraction": 0.82}) for heads in (16, 8)),
+    *(_sparse(8, heads, must={"us": 13.0}) for heads in (16, 8)),
+    _dense(64, 128, 1, 8192, quick=True, host=True, sustained=True, must={"ratio": 1.0}),
+    _dense(1, 128, 1, 131072, must={"ratio": 1.0}),
+    _dense(128, 128, 2, 8192),
+    _dense(128, 64, 1, 8192),
+    _dense(128, 16, 1, 8192, must={"read_fraction": 0.8}),
+    _dense(128, 32, 1, 8192),
+    _dense(16, 128, 1, 8192),
+    _dense(32, 128, 1, 4096),
+    _dense(32, 16, 1, 8192, must={"read_fraction": 0.85}),
+    _dense(8, 16, 1, 32768, must={"read_fraction": 0.85}),
+    _dense(1, 16, 1, 131072, must={"read_fraction": 0.62}),
+    _dense(64, 128, 1, 8192, ragged=True),
+    _dense(128, 16, 1, 8192, ragged=True),
+)
+FORMAT_CASES: Final = (
+    _v4(128, 128, 2, extra_keys=1024, must={"ratio": 1.35}, quick=True),
+    _v4(128, 128, 2, extra_keys=512, must={"ratio": 1.3}),
+    _v4(128, 64, extra_keys=1024, must={"ratio": 1.4}),
+    *(_v4(batch, 128, extra_keys=1024, must={"ratio": 1.3}) for batch in (64, 1, 8)),
+    _v4(16, 64, extra_keys=1024, must={"ratio": 1.3}),
+    _v4(64, 64, extra_keys=8192, page_size=2, ragged=True, must={"ratio": 1.3}),
+    _v4(64, 16, extra_keys=8192, page_size=2, ragged=True, must={"ratio": 1.8}),
+    _v4(128, 16, extra_keys=1024, must={"ratio": 2.2}),
+    _sparse(128, 128, 2, formats=("v4",), must={"ratio": 1.4}),
+    _fp4(128, 128, 2, quick=True),
+    _fp4(128, 64),
+    _fp4(128, 16),
+    MlaCase("sparse", 128, 128, 2, 2176, ("v3.2_nope",)),
+)
+DECODE_CASES: Final = (*V32_CASES, *FORMAT_CASES)
+CASES: Final = (
+    *DECODE_CASES,
+    *(MlaAppendCase(name, must={"copy_fraction": 0.8}, host=True, quick=name == V3_2.name) for name in FORMATS),
+    MergeCase(host=True, quick=True),
+)

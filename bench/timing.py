@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from tests.kit.compare import relative_error
+from tests.kit.compare import bits, relative_error
 
 Call = Callable[[], Any]
 """Returns one tensor, several, or None. The results are kept as long as a graph of the call."""
@@ -88,11 +88,6 @@ class Expected:
         different = bits(got) != bits(expected)
         count = int(different.sum())
         return f"{count} of {got.numel()} elements differ from those of an eager call" if count else ""
-
-
-def bits(tensor: torch.Tensor) -> torch.Tensor:
-    """A view of the tensor as integers of the same size, in which NaNs compare by their bits."""
-    return tensor.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()])
 
 
 def poison(results: Any) -> None:

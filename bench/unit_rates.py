@@ -14,15 +14,12 @@ from typing import Any
 
 import torch
 
-from bench import accumulator, ceilings, timing
+from bench import ceilings, timing
 from bench.units.spec import (
     HALF_BYTES,
     NOPE,
-    ROLES,
     STREAM_WORDS,
     TILE,
-    TRACED_TILES,
-    AccumulatorSpec,
     ConvertSpec,
     ExchangeSpec,
     GatherSpec,
@@ -81,16 +78,13 @@ def name_of(spec: Any) -> str:
         return f"unit gather, {spec.rows} rows of a tile, {spec.in_flight} in flight"
     if isinstance(spec, StreamSpec):
         return "unit stream, read by TMA"
-    if isinstance(spec, AccumulatorSpec):
-        return "unit accumulator, e4m3"
     storing = ", a third one storing" if spec.storing else ""
     return f"unit wgmma, {spec.schedule}, {spec.warpgroups} warpgroup{'s' * (spec.warpgroups > 1)}{storing}"
 
 
 def selected(matches: Callable[[str], bool]) -> list[Any]:
-    """The kernels whose names match; those that only leave timestamps are not among them."""
-    specs = [spec for spec in shipped_specs() if not getattr(spec, "trace", False)]
-    return [spec for spec in specs if matches(name_of(spec))]
+    """The kernels whose names match."""
+    return [spec for spec in shipped_specs() if matches(name_of(spec))]
 
 
 def measure(spec: Any, kernel: Callable[..., Any] | None = None, device: str = "cuda") -> UnitResult:
@@ -207,7 +201,7 @@ def _gather(spec: GatherSpec, kernel: Callable[..., Any], device: str) -> UnitRe
 
 
 def gather_call(
-    spec: GatherSpec, kernel: Callable[..., Any], rows: int, device: str, times: torch.Tensor | None = None
+    spec: GatherSpec, kernel: Callable[..., Any], rows: int, device: str
 ) -> tuple[Callable[[], Any], torch.Tensor, torch.Tensor, torch.Tensor]:
     """(a call, its output, its clocks, what must be in the output) over so many random rows."""
     gen = generator(13, device)
@@ -218,11 +212,9 @@ def gather_call(
     index = index.int()
     out = torch.full((ctas, spec.rows, QK_DIM), float("nan"), dtype=torch.bfloat16, device=device)
     cycles = torch.zeros(ctas, dtype=torch.int64, device=device)
-    if times is None:
-        times = torch.zeros((1, len(ROLES) + 1, 2 * TRACED_TILES, 2), dtype=torch.int64, device=device)
     expected = last_tiles(cache, index, spec, GATHER_TURNS, ctas)
     assert cache.shape[1] == TOKEN_BYTES
-    return lambda: kernel(cache, index, out, cycles, times, GATHER_TURNS), out, cycles, expected
+    return lambda: kernel(cache, index, out, cycles, GATHER_TURNS), out, cycles, expected
 
 
 def _wgmma(spec: WgmmaSpec, kernel: Callable[..., Any], device: str) -> UnitResult:
@@ -263,18 +255,11 @@ def _stream(spec: StreamSpec, kernel: Callable[..., Any], device: str) -> UnitRe
     return UnitResult(name_of(spec), {"GB per second": data.nbytes / timing.time_eager(call, RUNS) / 1e9})
 
 
-def _accumulator(spec: AccumulatorSpec, kernel: Callable[..., Any], device: str) -> UnitResult:
-    found = accumulator.probe(accumulator.on_card(device, kernel))
-    bits = {name: float(value) for name, value in found.items() if name.startswith("bits_")}
-    return UnitResult(name_of(spec), bits, found.get("problem", ""))
-
-
 MEASURES: dict[type, Callable[..., UnitResult]] = {
     ConvertSpec: _convert,
     ExchangeSpec: _exchange,
     GatherSpec: _gather,
     StreamSpec: _stream,
-    AccumulatorSpec: _accumulator,
     WgmmaSpec: _wgmma,
 }
 

@@ -11,7 +11,6 @@ Decode times on paper are those of the cycle budget (docs/maintainers/budget.md)
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import functools
 import json
 import math
@@ -24,9 +23,9 @@ from typing import Any
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # runs from a checkout, installed or not
 
-from bench import gqa as bench_gqa  # noqa: E402
-from bench import mla as bench_mla  # noqa: E402
+from bench import budget, gqa, mla  # noqa: E402
 from bench import ranks as bench_ranks  # noqa: E402
+from bench.jsonl import folded  # noqa: E402
 from bench.ranks import GQA_D, GQA_HEADS, GQA_KV_HEADS, MLA_D, MLA_HEADS  # noqa: E402
 from bench.records import card_slug  # noqa: E402
 from bench.report import markdown  # noqa: E402
@@ -111,13 +110,13 @@ def _finite(value: float) -> float | None:
 
 def mla_us(batch: int, keys: int) -> float:
     """Microseconds of `mla_fp8_decode` over the 656-byte format, 128 heads."""
-    return bench_mla.predict(bench_mla.DecodeBench("dense", batch, MLA_HEADS, 1, keys)).us
+    return budget.predict_mla(mla.MlaCase("dense", batch, MLA_HEADS, 1, keys)).us
 
 
 def gqa_us(batch: int, keys: int) -> float:
     """Microseconds of `gqa_decode` over INT8 with a scale for each token and head."""
-    bench = bench_gqa.GqaBench(batch, keys, "per_token_head", "paged_NHD", 64)
-    return bench_gqa.predict(dataclasses.replace(bench, h_q=GQA_HEADS, h_kv=GQA_KV_HEADS, d=GQA_D)).us
+    sizes: dict[str, Any] = {"page_size": 64, "h_q": GQA_HEADS, "h_kv": GQA_KV_HEADS, "d": GQA_D}
+    return budget.predict_gqa(gqa.GqaDecodeCase(batch, keys, "per_token_head", "paged_NHD", **sizes)).us
 
 
 def on_paper() -> list[str]:
@@ -157,7 +156,7 @@ def measure(path: pathlib.Path) -> None:
     record = bench_ranks.measure(functools.partial(print, flush=True) if first else lambda line: None)
     if first:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+        path.write_text(folded(record) + "\n", encoding="utf-8")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -35,7 +35,7 @@ from typing import Any
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # runs from a checkout, installed or not
 
-from bench import vllm_jobs, vllm_pool  # noqa: E402
+from bench import jsonl, vllm_jobs, vllm_pool  # noqa: E402
 from bench.progress import Progress  # noqa: E402
 from bench.vllm_engine import WAYS  # noqa: E402
 from bench.vllm_jobs import CACHES, INT8  # noqa: E402
@@ -260,7 +260,7 @@ class Report:
     def write(self) -> None:
         """To a file that is whole at any time."""
         part = self.out.with_suffix(".part")
-        part.write_text(json.dumps(self.found, indent=1), encoding="utf-8")
+        part.write_text(jsonl.folded(self.found), encoding="utf-8")
         part.replace(self.out)
 
 

@@ -1,8 +1,8 @@
-"""One call of any public op: its arguments, the memory that it may write, and what its results must be."""
+"""One call of any public operator: its arguments, the memory that it may write, and what its results must be."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -10,7 +10,7 @@ import torch
 
 import cute_kernels
 from bench.fuzzing.memory import Image
-from bench.timing import bits
+from tests.kit.compare import bits
 
 Oracle = Callable[[Mapping[str, torch.Tensor]], list[str]]
 
@@ -18,7 +18,7 @@ Oracle = Callable[[Mapping[str, torch.Tensor]], list[str]]
 class Mode(NamedTuple):
     """One way to make a call.
 
-    given    outputs that the caller passes in; the op allocates the others
+    given    outputs that the caller passes in; the operator allocates the others
     returns  results that it returns, in order
     """
 
@@ -30,38 +30,41 @@ class Mode(NamedTuple):
 class Call:
     """A call with its arguments.
 
-    seed       names the call
     op         name of the public function
-    arguments  by name, without outputs and caches
+    arguments  by name, without outputs and caches that are written
     image      memory of outputs (poisoned) or caches that a caller may pass in
     modes      ways to make the call; the first passes in and returns every result
     oracle     takes results by name, returns what is wrong with them in words
-    specs      the kernels that the call launches
-    shape      what a plan depends on; calls of one shape are counted once
     d_out      gradient of the output, of differentiable calls
     unstable   results whose bits may differ from call to call
     capturable whether a CUDA graph can hold the call
     """
 
-    seed: int
     op: str
     arguments: dict[str, Any]
     image: Image
     modes: tuple[Mode, ...]
     oracle: Oracle
-    specs: tuple[Any, ...]
-    shape: tuple[Hashable, ...]
     d_out: torch.Tensor | None = None
     unstable: frozenset[str] = field(default_factory=frozenset)
     capturable: bool = True
+
+    @property
+    def shape(self) -> tuple[str, ...]:
+        """What a plan depends on; calls of one shape are counted once."""
+        named = ((name, _shape(value)) for name, value in self.arguments.items() if value is not None)
+        return (self.op, *(f"{name} {shape}" for name, shape in named))
+
+    def __repr__(self) -> str:
+        return " ".join(self.shape)
 
     def run(self, mode: Mode, views: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Makes the call with `views` as the outputs that the mode passes in, and returns all results by name.
 
         Raises:
-            WrongResult: the op returned another tensor than the output that it got, or another number of results.
+            WrongResult: the operator returned another tensor than the output that it got, or another number of results.
         """
-        result = invoke(self.op, {**self.arguments, **views}, mode, self.d_out)
+        result = self._invoke({**self.arguments, **views}, mode)
         if len(result) != len(mode.returns):
             raise WrongResult(f"{len(result)} results, needs {len(mode.returns)}")
         values = dict(zip(mode.returns, result, strict=True))
@@ -70,25 +73,29 @@ class Call:
                 raise WrongResult(f"{name}: returned another tensor than the one that was given")
         return values
 
+    def _invoke(self, options: dict[str, Any], mode: Mode) -> tuple[Any, ...]:
+        """Calls the public function and returns its results, a tuple whatever their number."""
+        function = getattr(cute_kernels, self.op)
+        if "lse" in mode.returns and self.op != "merge_states":
+            options["return_lse"] = True
+        if self.d_out is None:
+            result = function(**options)
+            return () if result is None else result if isinstance(result, tuple) else (result,)
+        leaves = [name for name in ("q", "k", "v", "s_aux") if options[name] is not None]
+        for name in leaves:
+            options[name] = options[name].detach().requires_grad_()
+        out = function(**options)
+        return (out.detach(), *torch.autograd.grad(out, [options[name] for name in leaves], self.d_out))
+
+
+def _shape(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
+    return repr(value)
+
 
 class WrongResult(Exception):
     """A result is wrong whatever its numbers: another tensor, another dtype or shape, too many or too few."""
-
-
-def invoke(op: str, arguments: Mapping[str, Any], mode: Mode, d_out: torch.Tensor | None = None) -> tuple[Any, ...]:
-    """Calls the public function and returns its results, a tuple whatever their number."""
-    function = getattr(cute_kernels, op)
-    options = dict(arguments)
-    if "lse" in mode.returns and op != "merge_states":
-        options["return_lse"] = True
-    if d_out is None:
-        result = function(**options)
-        return () if result is None else result if isinstance(result, tuple) else (result,)
-    leaves = [name for name in ("q", "k", "v", "s_aux") if options[name] is not None]
-    for name in leaves:
-        options[name] = options[name].detach().requires_grad_()
-    out = function(**options)
-    return (out.detach(), *torch.autograd.grad(out, [options[name] for name in leaves], d_out))
 
 
 class Expected:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import random
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Final, NamedTuple
 
@@ -36,11 +35,17 @@ def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
 
 
-def padded_stride(shape: Sequence[int], unit: int, rng: random.Random) -> tuple[int, ...]:
-    """Strides with gaps along some axes, never the last; all strides are multiples of `unit` elements."""
-    stride, step = [1] * len(shape), max(shape[-1], 1) if shape else 1
+def padded_stride(shape: Sequence[int], unit: int, gaps: Sequence[int]) -> tuple[int, ...]:
+    """Strides with gaps along all axes but the last; all strides are multiples of `unit` elements.
+
+    Args:
+        shape: of the tensor.
+        unit: in elements.
+        gaps: of each axis but the last, in units.
+    """
+    stride, step = [1] * len(shape), max(shape[-1], 1)
     for axis in range(len(shape) - 2, -1, -1):
-        step = -(-step // unit) * unit + unit * rng.choice((0, 0, 1, 3))
+        step = -(-step // unit) * unit + unit * gaps[axis]
         stride[axis] = step
         step *= max(shape[axis], 1)
     return tuple(stride)
@@ -59,39 +64,31 @@ class Image:
 
     @classmethod
     def of_outputs(
-        cls,
-        outputs: Mapping[str, tuple[torch.dtype, Sequence[int], Sequence[int], int]],
-        device: torch.device,
-        rng: random.Random,
+        cls, outputs: Mapping[str, tuple[torch.dtype, Sequence[int], Sequence[int], int]], device: torch.device
     ) -> Image:
         """A block full of poison for outputs: (dtype, shape, strides, alignment in bytes) by name."""
         places, end = {}, 0
         for name, (dtype, shape, stride, align) in outputs.items():
-            start = end + GAP + align * rng.randrange(4)
-            start = -(-start // align) * align
+            # a multiple of the alignment, and of nothing larger
+            start = -(-(end + GAP) // (2 * align)) * 2 * align + align
             places[name] = Place(dtype, tuple(shape), tuple(stride), start // dtype.itemsize)
             end = start + span(shape, stride) * dtype.itemsize
         words = -(-(end + GAP) // 16) * 4  # a multiple of 16 bytes, so that it can be viewed as any dtype
         return cls(places, torch.full((words,), POISON, dtype=torch.int32, device=device))
 
     @classmethod
-    def of_tensors(cls, tensors: Mapping[str, torch.Tensor], rng: random.Random) -> Image:
+    def of_tensors(cls, tensors: Mapping[str, torch.Tensor]) -> Image:
         """A block with copies of tensors at multiples of 16 bytes; their strides stay, and gaps hold poison."""
         device = next(iter(tensors.values())).device
-        sizes = {name: (t.dtype, t.shape, t.stride(), 16) for name, t in tensors.items()}
-        image = cls.of_outputs(sizes, device, rng)
+        image = cls.of_outputs({name: (t.dtype, t.shape, t.stride(), 16) for name, t in tensors.items()}, device)
         for name, view in image.views(image.before).items():
             view.copy_(tensors[name])
         return image
 
     def views(self, block: torch.Tensor, names: Iterable[str] | None = None) -> dict[str, torch.Tensor]:
         """The tensors in a block laid out like this image: all, or those of some names."""
-        chosen = self.places if names is None else names
-        result = {}
-        for name in chosen:
-            dtype, shape, stride, offset = self.places[name]
-            result[name] = block.view(dtype).as_strided(shape, stride, offset)
-        return result
+        chosen = {name: self.places[name] for name in (self.places if names is None else names)}
+        return {name: block.view(at.dtype).as_strided(at.shape, at.stride, at.offset) for name, at in chosen.items()}
 
     def after(self, values: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """The block after a call that writes these values and nothing else."""

@@ -14,7 +14,7 @@ from typing import Any, Final
 
 import torch
 
-from bench.fuzzing.rounds import THREADS, Fault, Finding, Outcome, Work, run_round
+from bench.fuzzing.rounds import THREADS, Fault, Outcome, Work, run_round
 
 HANG_S: Final = 120.0
 """Seconds after which a round counts as hung; it takes a few."""
@@ -31,12 +31,12 @@ class Total:
     """The sum of all rounds.
 
     outcome  of the rounds that ended
-    done     (first, last) of their seeds, of valid and of invalid calls
+    seeds    of these rounds
     faults   of the rounds that did not end, in words
     """
 
     outcome: Outcome = field(default_factory=Outcome)
-    done: list[tuple[int, int]] = field(default_factory=list)
+    seeds: list[int] = field(default_factory=list)
     faults: list[str] = field(default_factory=list)
 
     def add(self, work: Work, outcome: Outcome) -> None:
@@ -45,16 +45,16 @@ class Total:
         self.outcome.invalid_calls += outcome.invalid_calls
         self.outcome.findings += outcome.findings
         self.outcome.shapes |= outcome.shapes
-        self.done += [(work.first, work.last), (work.invalid_first, work.invalid_last)]
+        self.seeds.append(work.seed)
 
-    def seeds(self) -> list[list[int]]:
-        """[first seed, last seed] of all ranges that were made; adjacent ranges are merged."""
+    def ranges(self) -> list[list[int]]:
+        """[first, last] of the seeds of all rounds that ended."""
         merged: list[list[int]] = []
-        for first, end in sorted(pair for pair in self.done if pair[1] > pair[0]):
-            if merged and merged[-1][1] == first - 1:
-                merged[-1][1] = end - 1
+        for seed in sorted(self.seeds):
+            if merged and merged[-1][1] == seed - 1:
+                merged[-1][1] = seed
             else:
-                merged.append([first, end - 1])
+                merged.append([seed, seed])
         return merged
 
 
@@ -191,10 +191,4 @@ def run_rounds(
 
 
 def _fault(work: Work, marks: MutableSequence[int], said: str) -> str:
-    seed_list = ", ".join(str(seed) for seed in marks)
-    return f"seeds {work.first} to {work.last - 1}, threads at [{seed_list}]: {said}"
-
-
-def first_findings(total: Total, most: int) -> list[Finding]:
-    """The first `most` findings, each seed once."""
-    return list({finding.seed: finding for finding in reversed(total.outcome.findings)}.values())[::-1][:most]
+    return f"round {work.seed}, threads at calls [{', '.join(map(str, marks))}]: {said}"

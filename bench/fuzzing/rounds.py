@@ -8,17 +8,22 @@ replays graphs. The main thread captures these graphs, and drops and replaces so
 from __future__ import annotations
 
 import contextlib
+import functools
 import random
+import re
 import threading
-from collections.abc import Hashable, Iterator, MutableSequence
+from collections.abc import Callable, Iterator, MutableSequence
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
 
+import hypothesis
 import torch
+from hypothesis import HealthCheck, Phase
 
-from bench.fuzzing import invalid
+from bench import kernels_run
+from bench.fuzzing import strategies
 from bench.fuzzing.calls import Call, Expected, Mode, WrongResult
-from bench.fuzzing.generate import draw_call
+from tests.kit.bad_input import ERROR, TABLES
 
 THREADS: Final = 6
 """Threads in addition to the main thread."""
@@ -33,20 +38,22 @@ RESERVED: Final = 3 << 30
 
 
 class Work(NamedTuple):
-    """The work of a round: seeds first <= seed < last of valid calls, and likewise of invalid ones.
+    """The work of a round: it names all of its calls on one kind of device.
 
-    turns  of each thread; a turn is one call, or one replay of several
+    seed     of all that is drawn
+    calls    valid ones
+    invalid  calls with one wrong argument
+    turns    of each thread; a turn is one call, or one replay of several
     """
 
-    first: int
-    last: int
-    invalid_first: int = invalid.FIRST
-    invalid_last: int = invalid.FIRST
+    seed: int
+    calls: int = 48
+    invalid: int = 0
     turns: int = 0
 
 
 class Finding(NamedTuple):
-    """What is wrong with the call of a seed. `no_memory`: the call was not made because memory ran out."""
+    """What is wrong in a round. `no_memory`: a call was not made because memory ran out."""
 
     seed: int
     said: str
@@ -66,11 +73,15 @@ class Outcome:
     calls: int = 0
     invalid_calls: int = 0
     findings: list[Finding] = field(default_factory=list)
-    shapes: set[tuple[Hashable, ...]] = field(default_factory=set)
+    shapes: set[tuple[str, ...]] = field(default_factory=set)
 
 
 class Fault(Exception):
     """The device has failed: this process can make no more calls."""
+
+
+class Unlisted(BaseException):
+    """A plan asks for a kernel that is not compiled. No `except Exception` of an operator takes it for an error."""
 
 
 class Checked(NamedTuple):
@@ -84,25 +95,33 @@ def run_round(work: Work, device: torch.device, marks: MutableSequence[int] | No
     """Makes all calls of a round.
 
     Args:
-        work: its seeds and turns.
+        work: its seed and sizes.
         device: to make them on.
-        marks: item t is set to the seed that thread t works on; the main thread is 0.
+        marks: item t is set to the number of the call that thread t works on; the main thread is 0.
 
     Raises:
         Fault: the device has failed.
     """
     marks = [0] * (THREADS + 1) if marks is None else marks
-    outcome, checked = Outcome(), []
-    for seed in range(work.first, work.last):
-        marks[0] = seed
-        found = check(seed, device, outcome)
-        if found is not None:
+    outcome, checked = Outcome(), list[Checked]()
+
+    def visit(call: Call) -> None:
+        marks[0] = len(checked)
+        try:
+            found = check(call, device)
+        except Unlisted:
+            hypothesis.reject()
+        outcome.calls += 1
+        outcome.shapes.add(call.shape)
+        if isinstance(found, Checked):
             checked.append(found)
-    if work.invalid_last > work.invalid_first:
-        made, problems = invalid.run_invalid(work.invalid_first, work.invalid_last, device, marks=marks)
-        outcome.invalid_calls += made
-        outcome.findings += [Finding(seed, said) for seed, said in problems]
-        require_no_fault(device)
+        else:
+            outcome.findings.append(Finding(work.seed, f"{call}: {'; '.join(found)}"))
+
+    with kernels_run.watching(_require_listed):
+        for_each_call(work, device, visit)
+        refuse(work, device, outcome)
+    require_no_fault(device)
     if checked and work.turns:
         Together(checked, device, work, marks).run(outcome)
     if device.type == "cuda" and torch.cuda.memory_reserved(device) > RESERVED:
@@ -111,32 +130,90 @@ def run_round(work: Work, device: torch.device, marks: MutableSequence[int] | No
     return outcome
 
 
-def check(seed: int, device: torch.device, outcome: Outcome) -> Checked | None:
-    """Makes the call of a seed while no other runs, all outputs passed in, and checks it against the oracle."""
-    call = draw_call(seed, device)
-    outcome.shapes.add((call.op, *call.shape))
+def for_each_call(
+    work: Work, device: torch.device, visit: Callable[[Call], None], phases: tuple[Phase, ...] = (Phase.generate,)
+) -> None:
+    """Calls `visit` with each call of a round."""
+
+    @hypothesis.seed(work.seed)
+    @hypothesis.settings(
+        max_examples=work.calls, database=None, deadline=None, phases=phases, suppress_health_check=list(HealthCheck)
+    )
+    @hypothesis.given(strategies.calls(device))
+    def each(call: Call) -> None:
+        visit(call)
+
+    each()
+
+
+def shrink(work: Work, device: torch.device) -> None:
+    """Makes the calls of a round until one is wrong, and prints the simplest call that is wrong as well.
+
+    Raises:
+        AssertionError: with what is wrong.
+    """
+
+    def visit(call: Call) -> None:
+        found = check(call, device)
+        assert isinstance(found, Checked), "; ".join(found)
+
+    for_each_call(work, device, visit, (Phase.generate, Phase.shrink))
+
+
+@functools.cache
+def _listed() -> frozenset[Any]:
+    return frozenset(strategies.kernel_specs())
+
+
+def _require_listed(spec: Any) -> None:
+    if spec not in _listed():
+        raise Unlisted(spec)
+
+
+def check(call: Call, device: torch.device) -> Checked | list[str]:
+    """Makes a call while no other runs, all outputs passed in, and checks it; else what is wrong, in words."""
     mode = call.modes[0]
     block = call.image.before.clone()
     try:
         values = call.run(mode, call.image.views(block, mode.given))
         require_no_fault(device)
         problems = call.oracle(values)
-    except WrongResult as error:
-        problems = [str(error)]
     except Fault:
         raise
-    except Exception as error:  # the op refused a valid call, or the oracle failed
+    except WrongResult as error:
+        return [str(error)]
+    except Exception as error:  # the operator refused a valid call, or the oracle failed
         require_no_fault(device)
-        problems = [f"raised {type(error).__name__}: {error}"]
-    else:
-        strays = call.image.strays(block)
-        if strays:
-            problems.append(f"{strays} words around the outputs were overwritten")
-    outcome.calls += 1
-    if problems:
-        outcome.findings.append(Finding(seed, f"{call.op} {call.shape}: {'; '.join(problems)}"))
-        return None
-    return Checked(call, Expected(call, values))
+        return [f"raised {type(error).__name__}: {error}"]
+    if strays := call.image.strays(block):
+        problems = [*problems, f"{strays} words around the outputs were overwritten"]
+    return problems or Checked(call, Expected(call, values))
+
+
+def refuse(work: Work, device: torch.device, outcome: Outcome) -> None:
+    """Makes calls with one wrong argument, some after the valid call; each must be refused by the argument's name."""
+    rng = random.Random(work.seed)
+    for _ in range(work.invalid):
+        name = rng.choice(tuple(TABLES))
+        table, label = TABLES[name], rng.choice(_labels(name))
+        try:
+            if rng.random() < 0.1:  # the operator has then prepared launches of the shapes
+                table.function(**table.right(str(device)))
+            argument, _ = table.call(label, str(device))
+            said = str(table.refusal(label, str(device)))
+            problem = "" if re.search(ERROR.format(argument), said) else f"the error does not name {argument}: {said}"
+        except Unlisted:
+            problem = "got as far as a kernel"
+        except Exception as error:  # it was accepted, or an output was written
+            problem = f"{type(error).__name__}: {error}"
+        outcome.invalid_calls += 1
+        if problem:
+            outcome.findings.append(Finding(work.seed, f"{name}, {label}: {problem}"))
+
+
+@functools.cache
+def _labels(name: str) -> tuple[str, ...]:
+    return tuple(TABLES[name].wrong("cpu"))
 
 
 def require_no_fault(device: torch.device) -> None:
@@ -206,7 +283,7 @@ class Together:
         self.made = [0] * (THREADS + 1)
         self.errors: list[tuple[int, BaseException]] = []
         self.counters: list[torch.Tensor] = []
-        self.rng = random.Random(work.first)
+        self.rng = random.Random(work.seed)
         self.capture_stream = torch.cuda.Stream(device) if self.on_gpu else None
 
     def run(self, outcome: Outcome) -> None:
@@ -223,9 +300,9 @@ class Together:
             thread.join()
         require_no_fault(self.device)
         outcome.calls += sum(self.made)
-        for seed, error in self.errors:
-            said = f"from a thread: {type(error).__name__}: {error}"
-            outcome.findings.append(Finding(seed, said, isinstance(error, torch.OutOfMemoryError)))
+        for place, error in self.errors:
+            said = f"{self.checked[place].call}, from a thread: {type(error).__name__}: {error}"
+            outcome.findings.append(Finding(self.work.seed, said, isinstance(error, torch.OutOfMemoryError)))
         for number, counts in enumerate(self.counters):
             for place, row in enumerate(counts.tolist()):
                 for column, count in enumerate(row):
@@ -235,11 +312,8 @@ class Together:
     def _describe(self, place: int, column: int, count: int, thread: int) -> Finding:
         call = self.checked[place].call
         how = call.modes[column] if column < len(call.modes) else "replayed"
-        again = f"--seeds {self.work.first} {self.work.last}"
-        where = f"{count} times in thread {thread}, {how}"
-        return Finding(
-            call.seed, f"{call.op} {call.shape}: other bits than alone, {where}; all calls of the round: {again}"
-        )
+        said = f"{call}: other bits than alone, {count} times in thread {thread}, {how}"
+        return Finding(self.work.seed, said)
 
     def _side_thread(self, thread: int) -> None:
         if not self.on_gpu:
@@ -256,7 +330,7 @@ class Together:
 
     def _turns(self, thread: int, pause: Any = None) -> None:
         """The turns of one thread; calls `pause`, if given, four times, outside of the gate."""
-        rng = random.Random(f"{self.work.first} {thread}")
+        rng = random.Random(f"{self.work.seed} {thread}")
         counters = [list(row.unbind()) for row in self.counters[thread].unbind()]
         pauses = {self.work.turns * n // (REFRESHES + 1) for n in range(REFRESHES + 1)}
         for turn in range(self.work.turns):
@@ -277,7 +351,7 @@ class Together:
 
     def _call(self, thread: int, place: int, rng: random.Random, counters: list[list[torch.Tensor]]) -> None:
         call, expected = self.checked[place]
-        self.marks[thread] = call.seed
+        self.marks[thread] = place
         column = rng.randrange(len(call.modes))
         mode = call.modes[column]
         block = call.image.before.clone() if mode.given else None
@@ -292,7 +366,7 @@ class Together:
     def _replay(self, thread: int, recorded: Recorded, counters: list[list[torch.Tensor]]) -> None:
         for place, mode, block, values in recorded.items:
             call = self.checked[place].call
-            self.marks[thread] = call.seed
+            self.marks[thread] = place
             if block is not None:
                 block.copy_(call.image.before)
             for name, value in values.items():
@@ -338,7 +412,7 @@ class Together:
             try:
                 for place, mode, block in prepared:
                     call = self.checked[place].call
-                    self.marks[0] = call.seed
+                    self.marks[0] = place
                     views = {} if block is None else call.image.views(block, mode.given)
                     items.append((place, mode, block, call.run(mode, views)))
             finally:

@@ -7,6 +7,7 @@ import pathlib
 from collections.abc import Mapping
 from typing import Any, Final
 
+from bench import jsonl
 from bench.report import markdown
 
 BLOCK: Final = "perplexity"
@@ -36,7 +37,7 @@ def read(path: pathlib.Path) -> dict[str, Any]:
 def write(record: Mapping[str, Any], path: pathlib.Path) -> None:
     """A record to its file."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    path.write_text(jsonl.folded(record) + "\n", encoding="utf-8")
 
 
 def table(record: Mapping[str, Any]) -> list[str]:

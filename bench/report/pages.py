@@ -14,11 +14,11 @@ import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from bench import kernels_run, records
+from bench import budget, kernels_run, records
 from bench.report import run, speeds, tables, vllm
 from bench.report.cases import Record
 from bench.report.markdown import paragraphs
-from scripts import budget_table, context_parallel_table
+from scripts import context_parallel_table
 
 MARKER = re.compile(r"<!-- results:([a-z-]+):(begin|end) -->")
 NO_RESULTS = "No results are recorded yet: `make gpu-check` on an SM90 GPU writes them."
@@ -36,12 +36,12 @@ class Recorded(NamedTuple):
 
 def record_files(root: pathlib.Path) -> list[pathlib.Path]:
     """The records of a checkout, in the order in which pages show them: an H200's first."""
-    return sorted((root / "results").glob("*.json"), key=lambda path: (path.stem != FIRST, path.name))
+    return sorted((root / "results").glob("*.jsonl"), key=lambda path: (path.stem != FIRST, path.name))
 
 
 def read(root: pathlib.Path) -> Recorded:
-    """All records of a checkout. Cases of machine code that is no longer built are marked."""
-    cards = [kernels_run.marked(records.read(path), kernels_run.read_older(path)) for path in record_files(root)]
+    """All records of a checkout."""
+    cards = [records.read(path) for path in record_files(root)]
     return Recorded(cards, _json_files(root / "results" / "vllm"), _json_files(root / "results" / "ranks"))
 
 
@@ -78,8 +78,8 @@ PARTS: dict[str, Callable[[Recorded], list[str]]] = {
     "sink-routing": _of_each_card(tables.routing),
     "append-merge": _of_each_card(tables.append_merge),
     "values": _of_each_card(tables.values),
-    **{part: functools.partial(lambda table, found: table(), table) for part, table in budget_table.PARTS.items()},
-    "budget-errors": _of_each_card(budget_table.errors),
+    **{part: functools.partial(lambda table, found: table(), table) for part, table in budget.PARTS.items()},
+    "budget-errors": _of_each_card(budget.errors),
     "vllm": lambda found: vllm.page(found.vllm),
     "vllm-speed": lambda found: vllm.speeds(found.vllm),
     "ranks": lambda found: paragraphs(*map(context_parallel_table.measured, found.ranks)),

@@ -41,10 +41,10 @@ def random_calls(record: Record) -> list[str]:
     if entry is None:
         return []
     shapes = f", {entry['shapes']:,} shapes" if "shapes" in entry else ""
-    seeds = ", ".join(f"{first} to {last}" for first, last in entry["seeds"])
+    rounds = ", ".join(f"{first} to {last}" for first, last in entry["rounds"])
     no_memory = f", {entry['out_of_memory']} not made for want of memory" if entry.get("out_of_memory") else ""
     return [
         f"Random calls of all operations, from many threads and in graphs: {entry['calls']:,} valid ones "
-        f"({len(entry['kernels'])} kernels{shapes}) and {entry['invalid_calls']:,} invalid ones in "
-        f"{entry['seconds']:,.0f} s; {entry['wrong']} wrong, {entry['faults']} faults{no_memory}. Seeds {seeds}.",
+        f"({entry['kernels']} kernels{shapes}) and {entry['invalid_calls']:,} invalid ones in "
+        f"{entry['seconds']:,.0f} s; {entry['wrong']} wrong, {entry['faults']} faults{no_memory}. Rounds {rounds}.",
     ]

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from bench.cases import case_name
 from bench.kernels_run import mark
+from bench.records import case_name
 from bench.report import markdown
 from bench.report.cases import (
     Case,

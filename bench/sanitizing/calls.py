@@ -6,11 +6,10 @@ oracles are float32 whatever the default dtype, which holds while ops are called
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -25,6 +24,7 @@ from cute_kernels.mla.plan import EXCHANGES
 from cute_kernels.runtime import workspace
 from tests.kit.append_pages import FORMS, AppendPages, slots_for
 from tests.kit.compare import check_decode
+from tests.kit.environments import default_dtype
 from tests.kit.gather_pages import gather_cache
 from tests.kit.gqa_cases import GqaCase, check_gqa, gqa_case
 from tests.kit.latent_cases import latent_case, latent_dense_case
@@ -41,17 +41,6 @@ def worker(part: str, default_dtype: str = "float32") -> None:
     PARTS[part](Calls(part, getattr(torch, default_dtype)))
     torch.cuda.synchronize()
     print(WORKER_DONE)
-
-
-@contextlib.contextmanager
-def default_dtype(dtype: Any) -> Iterator[None]:
-    """Inside the block torch makes floating-point tensors of this dtype where none is named."""
-    default = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(default)
 
 
 def _on_gpu(case: DecodeCase | GqaCase | SinkCase) -> dict[str, Any]:
@@ -89,8 +78,7 @@ class Calls:
 
     def decode(self, case: DecodeCase, name: str, num_splits: int | None) -> None:
         """Decode over the latent cache with every exchange, against the oracle."""
-        exchanges = EXCHANGES if num_splits else ("none",)  # shares, where no splits are asked for
-        for exchange in exchanges:
+        for exchange in EXCHANGES if num_splits else ("none",):  # shares, where no splits are asked for
             forced: dict[str, Any] = {"num_splits": num_splits, "exchange": exchange}
             out, lse = self.call(cute_kernels.mla_fp8_decode, **_on_gpu(case), **forced, return_lse=True)
             form = f"{name}, {num_splits or 'no'} splits, exchange of {exchange}"

@@ -1,4 +1,4 @@
-"""Clocks to gather and convert a row of a tile, with so many rows in flight; and the timestamps of its two roles."""
+"""Clocks to gather and convert a row of a tile, with so many rows in flight."""
 
 import cuda.bindings.driver as cuda
 import cutlass
@@ -9,11 +9,10 @@ from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 from cutlass.memory import SmemAllocator
 
 from bench.units import tile_map
-from bench.units.spec import QK, ROLES, ROW_BYTES, TILE, TRACED_TILES, GatherSpec
+from bench.units.spec import QK, ROW_BYTES, TILE, GatherSpec
 from fp8_mla.formats import V3_2
 
 STAGES = 2
-ANCHORS = len(ROLES)  # row of the timestamps that holds (globaltimer, clock64) at the start and at the end of a CTA
 
 
 def _storage(rows: int):
@@ -37,20 +36,17 @@ class GatherKernel:
     Barriers     arrivals per phase
       full[s]    128: producer threads, each after a proxy fence
       empty[s]   128: consumer threads
-
-    Timestamps (`trace`): lane 0 of the first warp of a role stores clock64 before and after each step of its first
-    tiles. clock64 counts one SM's clocks, so each CTA also stores (globaltimer, clock64) at both ends.
     """
 
     def __init__(self, spec: GatherSpec):
         reasons = spec.can_implement()
         if reasons:
             raise ValueError("; ".join(reasons))
-        self.rows, self.depth, self.trace = spec.rows, spec.depth, spec.trace
+        self.rows, self.depth = spec.rows, spec.depth
 
     def fake_arguments(self) -> tuple:
         """Rows to gather; the list of each pair of CTAs, 2 x depth tiles longer than the turns; what the last turn
-        left, clocks and timestamps of each CTA; turns, a multiple of depth.
+        left and clocks of each CTA; turns, a multiple of depth.
         """
         ctas = cute.sym_int()
         cache = make_fake_tensor(Uint8, (cute.sym_int(), ROW_BYTES), (ROW_BYTES, 1), assumed_align=16)
@@ -58,10 +54,7 @@ class GatherKernel:
         shape = (self.rows, QK)
         out = make_fake_tensor(BFloat16, (ctas, *shape), (self.rows * QK, QK, 1), assumed_align=16)
         cycles = make_fake_tensor(Int64, (ctas,), (1,), assumed_align=8)
-        steps = 2 * TRACED_TILES
-        strides = (len(ROLES) + 1) * steps * 2, steps * 2, 2, 1
-        times = make_fake_tensor(Int64, (cute.sym_int(), len(ROLES) + 1, steps, 2), strides, assumed_align=8)
-        return cache, index, out, cycles, times, Int32(1), make_fake_stream(use_tvm_ffi_env_stream=True)
+        return cache, index, out, cycles, Int32(1), make_fake_stream(use_tvm_ffi_env_stream=True)
 
     @cute.jit
     def __call__(
@@ -70,11 +63,10 @@ class GatherKernel:
         mIndex: cute.Tensor,
         mOut: cute.Tensor,
         mCycles: cute.Tensor,
-        mTimes: cute.Tensor,
         turns: Int32,
         stream: cuda.CUstream,
     ):
-        self.kernel(mX, mIndex, mOut, mCycles, mTimes, turns).launch(
+        self.kernel(mX, mIndex, mOut, mCycles, turns).launch(
             grid=[mOut.shape[0], 1, 1],
             block=[256, 1, 1],
             stream=stream,
@@ -89,7 +81,6 @@ class GatherKernel:
         mIndex: cute.Tensor,
         mOut: cute.Tensor,
         mCycles: cute.Tensor,
-        mTimes: cute.Tensor,
         turns: Int32,
     ):
         rows, depth = self.rows, self.depth
@@ -104,7 +95,6 @@ class GatherKernel:
                 cute.arch.mbarrier_init(full + s, 128)
                 cute.arch.mbarrier_init(empty + s, 128)
         cute.arch.mbarrier_init_fence()
-        self.anchor(mTimes, cta, tidx, 0)  # before the threads meet, so that no role's clock is earlier
         cute.arch.sync_threads()
 
         if warp_idx < 4:
@@ -124,10 +114,7 @@ class GatherKernel:
                 for d in cutlass.range_constexpr(depth):
                     t = t0 + d
                     stage, use = t % STAGES, t // STAGES
-                    self.stamp(mTimes, cta, tidx, 0, 2 * t, 0)
                     cute.arch.mbarrier_wait(empty + stage, (use + 1) % 2)
-                    self.stamp(mTimes, cta, tidx, 0, 2 * t, 1)
-                    self.stamp(mTimes, cta, tidx, 0, 2 * t + 1, 0)
                     for p in cutlass.range_constexpr(passes):
                         parts = [target[None, None, p, stage] for target in (even, odd, rope)]
                         tile_map.convert(raw[None, None, p, d], parts[0], parts[1], parts[2][None, 0], False)
@@ -135,7 +122,6 @@ class GatherKernel:
                         index[p, d] = entries[(t + 2 * depth) * TILE + first + 16 * p]
                     cute.arch.fence_proxy("async.shared", space="cta")  # as for wgmma
                     cute.arch.mbarrier_arrive(full + stage)
-                    self.stamp(mTimes, cta, tidx, 0, 2 * t + 1, 1)
             if tidx == 0:
                 mCycles[cta] = cute.arch.clock64() - start
         else:
@@ -144,17 +130,11 @@ class GatherKernel:
             sTile = smem.tile.get_tensor(layout.outer, swizzle=layout.inner)
             for t in cutlass.range(turns, unroll=1):
                 stage, use = t % STAGES, t // STAGES
-                self.stamp(mTimes, cta, tid, 1, 2 * t, 0)
                 cute.arch.mbarrier_wait(full + stage, use % 2)
-                self.stamp(mTimes, cta, tid, 1, 2 * t, 1)
-                self.stamp(mTimes, cta, tid, 1, 2 * t + 1, 0)
                 if t == turns - 1:
                     for i in cutlass.range(tid, rows * QK, 128):
                         mOut[cta, i // QK, i % QK] = sTile[i // QK, i % QK, stage]
                 cute.arch.mbarrier_arrive(empty + stage)
-                self.stamp(mTimes, cta, tid, 1, 2 * t + 1, 1)
-        cute.arch.sync_threads()
-        self.anchor(mTimes, cta, tidx, 1)
 
     @cute.jit
     def gather(self, mX: cute.Tensor, row: Int32, segment: Int32, raw: cute.Tensor):
@@ -168,18 +148,3 @@ class GatherKernel:
         for j in cutlass.range_constexpr(6):
             piece = cute.make_tensor(pointer + cute.assume(places[j], divby=16), cute.make_layout(16))
             cute.copy(load, piece, raw[None, j])
-
-    @cute.jit
-    def stamp(self, mTimes: cute.Tensor, cta: Int32, tid: Int32, role: cutlass.Constexpr, step: Int32, edge: int):
-        """Stores the clock before (edge 0) or after (1) a step of a role; without `trace` no instruction is left."""
-        if const_expr(self.trace):
-            if tid == 0 and step < 2 * TRACED_TILES:
-                mTimes[cta, role, step, edge] = cute.arch.clock64()
-
-    @cute.jit
-    def anchor(self, mTimes: cute.Tensor, cta: Int32, tidx: Int32, end: int):
-        """Stores (globaltimer, clock64), which put the clocks of all SMs on one axis."""
-        if const_expr(self.trace):
-            if tidx == 0:
-                mTimes[cta, ANCHORS, end, 0] = cute.arch.globaltimer()
-                mTimes[cta, ANCHORS, end, 1] = cute.arch.clock64()

@@ -12,29 +12,7 @@ HALF_BYTES = TILE // 2 * QK * 2  # half a tile as bf16: what a CTA of a cluster 
 CONVERSIONS = ("scaled", "exact")
 TRANSPORTS = ("async", "bulk")
 SCHEDULES = ("qk", "pv", "seesaw")
-# The timestamps of the gather: its roles, the steps of each, and how many tiles have them.
-ROLES = ("producer", "consumer")
-EVENTS = (("wait for a stage", "gather and convert"), ("wait for a tile", "release"))
-TRACED_TILES = 16
 STREAM_WORDS, STREAM_STAGES = 4096, 8  # words of 4 bytes in a tile; tiles in flight: 128 KB an SM, 30 are enough
-
-ACC_COLUMNS, ACC_STEP = 128, 32  # e4m3 columns of the accumulator's probe, and those that one instruction sums
-
-
-@dataclass(frozen=True)
-class AccumulatorSpec:
-    """One warpgroup adds up e4m3 products of 128 columns: what is lost says how many bits the tensor core keeps."""
-
-    kernel: ClassVar[str] = "bench.units.accumulator:AccumulatorKernel"
-
-    def can_implement(self) -> list[str]:
-        """Reasons, in words, why this kernel cannot be built; empty when it can."""
-        return []
-
-    @property
-    def expected(self) -> dict[str, Any]:
-        """What the compiled kernel is held to."""
-        return {"registers": 128, "instructions": ("QGMMA", "STS.128")}
 
 
 @dataclass(frozen=True)
@@ -85,12 +63,10 @@ class GatherSpec:
 
     rows   that a CTA makes of each tile of 64: 64, or 32 as one of two that share it
     depth  tiles whose rows are in flight
-    trace  whether the roles leave timestamps
     """
 
     rows: int = 64
     depth: int = 1
-    trace: bool = False
 
     kernel: ClassVar[str] = "bench.units.gather:GatherKernel"
 
@@ -172,10 +148,8 @@ def shipped_specs() -> list[Any]:
         *(ConvertSpec(how) for how in CONVERSIONS),
         *(ExchangeSpec(how) for how in TRANSPORTS),
         *(GatherSpec(rows, depth) for rows, depth in ((64, 1), (32, 1), (32, 2))),
-        GatherSpec(trace=True),
         *(WgmmaSpec("qk", n) for n in (1, 2)),
         *(WgmmaSpec("pv", n) for n in (1, 2)),
         *(WgmmaSpec("seesaw", 2, storing) for storing in (False, True)),
         StreamSpec(),
-        AccumulatorSpec(),
     ]

@@ -11,7 +11,8 @@ from cute_kernels.runtime.launch import PreparedLaunches
 from fp8_mla import pack
 from fp8_mla.formats import FORMATS, V3_2, V4
 from tests.kit.prepared import prepare
-from tests.kit.reports import listing_of, report_of
+from tests.kit.sass import listing as listing_of
+from tests.kit.sass import report as report_of
 
 PAGES, PAGE_SIZE = 5, 7
 POISON = 0xA5

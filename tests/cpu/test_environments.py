@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import fp8_mla
-from bench.sanitizing.calls import default_dtype
+from tests.kit.environments import default_dtype
 from tests.kit.samples import SAMPLES, Sample, copied
 
 ENVIRONMENTS: dict[str, Callable[[], AbstractContextManager[Any]]] = {

@@ -17,7 +17,7 @@ from cute_kernels.runtime.launch import PreparedLaunches
 from tests.kit.gqa_cases import SCALE_NAMES as KINDS
 from tests.kit.mla_cases import generator
 from tests.kit.prepared import prepare
-from tests.kit.reports import report_of
+from tests.kit.sass import report as report_of
 
 PAGES, ROWS, H_KV, D = 3, 8, 2, 64
 SIZES = CacheSizes(PAGES, ROWS, H_KV, D)

@@ -12,14 +12,15 @@ from typing import Any
 
 import pytest
 
-from bench import sass
-from bench.sass import KernelCode, SassReport, report
 from cute_kernels.mla.crossover.spec import MlaCrossoverSpec
 from cute_kernels.mla.latent import spec as latent_spec
 from cute_kernels.mla.latent.spec import LatentDecodeSpec
 from cute_kernels.mla.spec import MlaDecodeSpec
 from tests.cpu.tiny_spec import TinySpec
-from tests.kit.reports import listing_of, report_of
+from tests.kit import sass
+from tests.kit.sass import KernelCode, SassReport
+from tests.kit.sass import listing as listing_of
+from tests.kit.sass import report as report_of
 
 ROOT = Path(__file__).resolve().parents[2]
 SPEC_MODULES = sorted(
@@ -105,7 +106,7 @@ def test_specs_name_what_makes_a_kernel_fast() -> None:
 
 def test_report_of_a_kernel_without_faults() -> None:
     spec = TinySpec()
-    found = report(spec)
+    found = report_of(spec)
     (kernel,) = found.kernels
     assert 0 < kernel.registers <= 16
     assert (kernel.stack, kernel.local, kernel.shared) == (0, 0, 0)
@@ -115,13 +116,13 @@ def test_report_of_a_kernel_without_faults() -> None:
 
 
 def test_local_memory_is_seen() -> None:
-    problems = "\n".join(report(TinySpec(fault="spill")).problems(TinySpec().expected))
+    problems = "\n".join(report_of(TinySpec(fault="spill")).problems(TinySpec().expected))
     for what in ("bytes of stack", "LDL instructions", "STL instructions"):
         assert what in problems
 
 
 def test_warnings_of_ptxas_are_seen() -> None:
-    found = report(TinySpec(32, fault="setmaxnreg"))
+    found = report_of(TinySpec(32, fault="setmaxnreg"))
     assert found.warnings == (
         "(C7508) Potential Performance Loss: 'setmaxnreg' ignored; unable to determine register count at entry.",
     )

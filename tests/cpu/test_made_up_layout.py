@@ -16,7 +16,7 @@ from cute_kernels.runtime.launch import PreparedLaunches
 from tests.kit.gqa_cases import SCALE_NAMES, gqa_case
 from tests.kit.made_up_layout import SBNH
 from tests.kit.mla_cases import generator
-from tests.kit.reports import report_of
+from tests.kit.sass import report as report_of
 
 SIZES = CacheSizes(outer=3, rows=8, h_kv=2, d=64)
 

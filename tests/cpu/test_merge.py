@@ -13,7 +13,7 @@ from cute_kernels.merge.reference import merge_states_reference
 from cute_kernels.merge.spec import ITEMSIZE, MergeSpec, shipped_specs
 from cute_kernels.runtime.launch import PreparedLaunches
 from tests.kit.prepared import prepare
-from tests.kit.reports import report_of
+from tests.kit.sass import report as report_of
 
 INF, NAN = math.inf, math.nan
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

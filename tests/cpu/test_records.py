@@ -1,216 +1,152 @@
-"""The record of a GPU run and what is made from it: they must not claim more than was checked."""
+"""A record says no more than was checked, and which of its cases ran machine code that is built no longer."""
 
-import json
-import math
+from __future__ import annotations
+
+import copy
+import pathlib
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from bench import records
-from bench.timing import WrongReplay
-from scripts import add_reliability
-from tests.kit.made_up_records import (
-    FAILED,
-    PASSED,
-    SIZES,
-    coded_record,
-    kernel,
-    random_calls,
-    some_record,
-    timed_case,
-)
+from bench import jsonl, kernels_run, records
+from bench.records import RecordError
+from cute_kernels.merge.spec import shipped_specs
+from tests.kit import sass
+from tests.kit.compare import Comparison
 
-
-def test_a_failed_check_is_recorded_without_a_speed():
-    def measure() -> dict[str, float]:
-        raise AssertionError("timed although the check failed")
-
-    entry = records.record_case(SIZES, FAILED, measure)
-    assert entry["rel_err"] == 0.5
-    assert entry["lse_err"] is None
-    assert "3 of 9 elements" in entry["failed"]
-    assert not set(entry) & set(records.SPEED_KEYS)
-
-
-def test_a_wrong_replay_is_a_failed_check():
-    def measure() -> dict[str, float]:
-        raise WrongReplay("the timed graph: set 1, out: 3 of 9 elements differ")
-
-    entry = records.with_must(records.record_case(SIZES, PASSED, measure), {"us": 1.0})
-    assert entry["failed"].startswith("the timed graph: set 1") and entry["met"] is False
-    assert not set(entry) & set(records.SPEED_KEYS)
-
-
-@pytest.mark.parametrize("record", [some_record(), coded_record()], ids=["before", "with machine code"])
-def test_a_good_record_survives_the_disk(record, tmp_path):
-    path = tmp_path / "results" / "h200.json"
-    records.write(record, path)
-    assert records.read(path) == record
-    assert [file.name for file in path.parent.iterdir()] == ["h200.json"]
-
-
-BAD_RECORDS: dict[str, dict[str, Any]] = {
-    "a speed with a failed check": {"cases": [{**SIZES, "failed": "out: wrong", "us": 5.0}]},
-    "peers with a failed check": {"cases": [{**SIZES, "failed": "out: wrong", "peers": {"p": {"us": 1, "ratio": 1}}}]},
-    "a speed without a check": {"cases": [{**SIZES, "us": 5.0}]},
-    "an error that is no number": {"cases": [{**SIZES, "us": 5.0, "rel_err": math.nan}]},
-    "neither a speed nor a reason": {"cases": [{**SIZES, "rel_err": 0.002}]},
-    "a time of zero": {"cases": [{**SIZES, "us": 0.0, "rel_err": 0.002}]},
-    "a peer without a ratio": {"cases": [{**SIZES, "us": 1.0, "rel_err": 0.002, "peers": {"p": {"us": 1.0}}}]},
-    "a case without an op": {"cases": [{"us": 1.0, "rel_err": 0.002}]},
-    "cases that are no list": {"cases": {}},
-    "no card": {"card": ""},
-    "a digest that is none": {"source_digest": "abc"},
-    "no test counts": {"tests": {"sanitizer": dict.fromkeys(records.SANITIZER_TOOLS)}},
-    "a tool left out": {"tests": {"passed": 1, "failed": 0, "skipped": 0, "sanitizer": {"memcheck": 0}}},
-    "a ceiling left out": {"ceilings": {"read_GBps": 1.0, "copy_GBps": 1.0}},
-    "a version that is none": {"tvm_ffi": ""},
-    "a peer of no version": {"peers": {"flash_mla": None}},
-    "no count of initcheck": {
-        "tests": {
-            **some_record()["tests"],
-            "sanitizer": {"memcheck": 0, "racecheck": 0, "synccheck": 0, "initcheck": -1},
-        }
-    },
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+SPEC = shipped_specs()[0]
+CASE: dict[str, Any] = {
+    **{"op": "merge_states", "batch": 2, "h_q": 4, "s_q": 1, "us": 2.0, "rel_err": 0.001, "sets_compared": 3},
+    "kernels": {repr(SPEC): "0123456789abcdef"},
+    "peers": {"other": {"us": 3.0, "ratio": 1.5}},
 }
-CODED = coded_record()
-FIRST = CODED["cases"][0]
-BAD_CODE: dict[str, dict[str, Any]] = {
-    "no toolchain": {"toolchain": {}},
-    "kernels that are no object": {"kernels": []},
-    "a name that is not the kernel's": {"kernels": {**CODED["kernels"], "0123456789abcdef": kernel(0)[1]}},
-    "a kernel without a spec": {"kernels": {**CODED["kernels"], kernel(50)[0]: {**kernel(50)[1], "spec": ""}}},
-    "a case of a kernel that is not there": {"cases": [{**FIRST, "kernels": [kernel(50)[0]]}]},
-    "a case that says nothing of kernels": {"cases": [{k: v for k, v in FIRST.items() if k != "kernels"}]},
-    "what was timed was not compared": {"cases": [{k: v for k, v in FIRST.items() if k != "sets_compared"}]},
-    "random calls of another kernel": {"reliability": {**random_calls(0, 9), "kernels": [kernel(77)[0]]}},
-    "random calls without seeds": {"reliability": {**random_calls(0, 9), "kernels": [], "seeds": []}},
-    "random calls without a count": {"reliability": {**random_calls(0, 9), "kernels": [], "wrong": None}},
-    "seeds that end before they begin": {"reliability": {**random_calls(0, 9), "kernels": [], "seeds": [[3, 2]]}},
+RECORD: dict[str, Any] = {
+    **dict.fromkeys((*records.SAME_MACHINE, "date"), "some"),
+    "tests": {"passed": 5, "failed": 0, "skipped": None, "sanitizer": dict.fromkeys(records.SANITIZER_TOOLS, 0)},
+    "ceilings": dict.fromkeys(records.CEILING_KEYS, 1000.0),
+    "cases": [CASE],
+    "values": [{"op": "merge_states", "values": {"normal": 2.0}, "worst_family": "normal"}],
 }
 
 
-@pytest.mark.parametrize("changes", BAD_CODE.values(), ids=BAD_CODE)
-def test_a_record_that_says_too_much_of_machine_code_is_refused(changes):
-    with pytest.raises(records.RecordError):
-        records.validate(coded_record(**changes))
+def test_a_record_is_read_as_it_was_written(tmp_path: pathlib.Path) -> None:
+    records.write(RECORD, tmp_path / "card.jsonl")
+    assert records.read(tmp_path / "card.jsonl") == RECORD
+    assert len((tmp_path / "card.jsonl").read_text().splitlines()) == 3
+    assert [path.name for path in tmp_path.iterdir()] == ["card.jsonl"]
 
 
-@pytest.mark.parametrize("changes", BAD_RECORDS.values(), ids=BAD_RECORDS)
-def test_a_bad_record_is_refused_and_the_old_file_stays(changes, tmp_path):
-    path = tmp_path / "h200.json"
-    records.write(some_record(), path)
-    with pytest.raises(records.RecordError):
-        records.write(some_record(**changes), path)
-    assert records.read(path) == some_record()
-
-
-def test_a_file_that_is_no_json_is_refused(tmp_path):
-    path = tmp_path / "h200.json"
-    path.write_text("{")
-    with pytest.raises(records.RecordError, match="h200.json"):
-        records.read(path)
-
-
-def test_the_digest_changes_with_names_and_contents(tmp_path):
-    for package in records.SOURCE_PACKAGES:
-        (tmp_path / package / "room").mkdir(parents=True)
-        (tmp_path / package / "room" / "op.py").write_text("a = 1\n")
-    digests = [records.source_digest(tmp_path)]
-
-    def changed() -> bool:
-        digests.append(records.source_digest(tmp_path))
-        return digests[-1] not in digests[:-1]
-
-    op = tmp_path / "cute_kernels" / "room" / "op.py"
-    (op.parent / "notes.txt").write_text("no source")
-    assert not changed()
-    op.write_text("a = 2\n")
-    assert changed()
-    op.rename(op.with_name("op2.py"))
-    assert changed()
-    (tmp_path / "fp8_mla" / "room" / "empty.py").touch()
-    assert changed()
-
-
-def test_the_digest_of_this_checkout(root):
-    assert len(records.source_digest()) == 64
-    assert records.source_digest() == records.source_digest(root)
-
-
-def test_every_version_that_decides_a_result_is_named(monkeypatch):
-    monkeypatch.setattr(records.torch.cuda, "get_device_name", lambda: "NVIDIA H200")
-    machine = records.machine()
-    assert set(machine) == {"card", "date", "driver", "torch", "cutlass_dsl", *records.MORE_TEXT_KEYS}
-    assert machine["tvm_ffi"].count(".") >= 2 and machine["python"].startswith("3.")
-
-
-# --- random calls
-
-
-def write(path, *entries):
-    files = []
-    for number, entry in enumerate(entries):
-        files.append(path / f"{number}.json")
-        files[-1].write_text(json.dumps(entry))
-    return files
-
-
-def test_random_calls_of_several_runs_are_added_up(tmp_path):
-    more = random_calls(100, 199, calls=1, faults=2, kernels=dict([kernel(0), kernel(78)]))
-    total = records.read_reliability(write(tmp_path, random_calls(200, 299), random_calls(5000, 6000), more))
-    assert [total[key] for key in records.RELIABILITY_COUNTS] == [120_001, 36_000, 0, 2]
-    assert total["seconds"] == 301.5 and total["seeds"] == [[100, 299], [5000, 6000]]
-    assert total["shapes"] == 5900, "shapes of several runs may be the same"
-    assert total["device"] == "NVIDIA H200" and "findings" not in total
-    assert set(total["kernels"]) == {kernel(n)[0] for n in (0, 77, 78)}
-    record = records.with_reliability(coded_record(), total)
-    assert record["reliability"]["kernels"] == list(total["kernels"])
-    assert set(record["kernels"]) == set(coded_record()["kernels"]) | set(total["kernels"])
-    assert records.reliability_of(record) == total
-
-
-OTHER = {kernel(5, kernel(0)[1]["spec"])[0]: kernel(5, kernel(0)[1]["spec"])[1]}
-REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "a seed of both": (random_calls(299, 400), "seeds: 299 is in both"),
-    "inside of the other": (random_calls(210, 220), "seeds: 210 is in both"),
-    "other machine code of the same spec": (random_calls(300, 400, kernels=OTHER), "ran other machine code"),
-    "another toolchain": (random_calls(300, 400, toolchain={"cuda": "cu12"}), "toolchain: got"),
-    "no machine code": ({k: v for k, v in random_calls(300, 400).items() if k != "kernels"}, "kernels: got"),
-    "no number of faults": (random_calls(300, 400, faults="none"), "faults: got 'none'"),
+WRONG: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
+    "a speed of a failed check": (lambda r: r["cases"][0].update(failed="wrong"), "of a failed check"),
+    "a speed without a check": (lambda r: r["cases"][0].pop("rel_err"), "a speed needs a check"),
+    "a timed graph that nobody compared": (lambda r: r["cases"][0].pop("sets_compared"), "a speed needs a check"),
+    "a speed of unknown machine code": (lambda r: r["cases"][0].pop("kernels"), "needs the machine code"),
+    "no speed": (lambda r: r["cases"][0].pop("us"), "neither a time nor the reason"),
+    "a speed of zero": (lambda r: r["cases"][0].update(us=0.0), "needs a positive number"),
+    "a peer without a ratio": (lambda r: r["cases"][0]["peers"]["other"].pop("ratio"), "needs us and ratio"),
+    "a time of a wrong family": (lambda r: r["values"][0].update(wrong={"normal": "why"}), "of a failed check"),
+    "no count of tests": (lambda r: r["tests"].pop("failed"), "tests.failed"),
+    "no sanitizer": (lambda r: r["tests"]["sanitizer"].pop("racecheck"), "tests.racecheck"),
+    "no ceiling": (lambda r: r["ceilings"].pop("read_GBps"), "ceilings.read_GBps"),
+    "no driver": (lambda r: r.pop("driver"), "driver: needs a text"),
 }
 
 
-@pytest.mark.parametrize(("entry", "reason"), REFUSED.values(), ids=REFUSED)
-def test_random_calls_that_do_not_add_up_are_refused(entry, reason, tmp_path):
-    for pair in ((random_calls(200, 299), entry), (entry, random_calls(200, 299))):
-        with pytest.raises(records.RecordError):
-            records.add_reliability(*pair)
-    with pytest.raises(records.RecordError, match=reason):
-        records.read_reliability(write(tmp_path, random_calls(200, 299), entry))
+@pytest.mark.parametrize(("damage", "said"), WRONG.values(), ids=WRONG)
+def test_a_record_that_says_too_much_is_not_written(
+    damage: Callable[[dict[str, Any]], object], said: str, tmp_path: pathlib.Path
+) -> None:
+    record = copy.deepcopy(RECORD)
+    records.write(record, tmp_path / "card.jsonl")
+    damage(record)
+    with pytest.raises(RecordError, match=said):
+        records.write(record, tmp_path / "card.jsonl")
+    assert records.read(tmp_path / "card.jsonl") == RECORD
 
 
-def test_random_calls_join_the_record_that_ran_the_same_code_alone(tmp_path, capsys):
-    path = tmp_path / "h200.json"
-    records.write(coded_record(), path)
-    files = write(tmp_path, random_calls(0, 99), random_calls(100, 199), random_calls(200, 299))
-    assert add_reliability.main([str(path), *map(str, files[:2])]) == 0
-    assert records.read(path)["reliability"]["seeds"] == [[0, 199]]
-    assert add_reliability.main([str(path), "--more", str(files[2])]) == 0
-    assert records.read(path)["reliability"]["seeds"] == [[0, 299]]
-    assert add_reliability.main([str(path), "--more", str(files[2])]) == 1
-    assert "200 is in both" in capsys.readouterr().err
-    for changes in ({"kernels": OTHER}, {"toolchain": {"cuda": "cu12"}}):
-        [bad] = write(tmp_path, random_calls(300, 399, **changes))
-        assert add_reliability.main([str(path), str(bad)]) == 1
-    assert records.read(path)["reliability"]["calls"] == 180_000
-    with pytest.raises(records.RecordError, match="needs that of the record, None"):
-        records.with_reliability(some_record(), random_calls(0, 9))
+def test_a_failed_check_is_never_timed() -> None:
+    def measure() -> dict[str, Any]:
+        raise AssertionError("timed")
+
+    wrong = Comparison("a case", ("an element is off",), 0.5, 0.001, 9.0, float("nan"))
+    entry = records.record_case({"op": "merge_states"}, wrong, measure)
+    assert "an element is off" in entry["failed"] and (entry["rel_err"], entry["lse_err"]) == (0.5, None)
+    assert records.with_must(entry, {"us": 1.0})["met"] is False
 
 
-def test_a_must_under_load():
-    case = timed_case()
-    assert records.attained({"ratio": 1.4, "ratio_sustained": 1.25, "us_sustained": 340.0}, case)
-    assert not records.attained({"ratio_sustained": 1.26}, case)
-    assert not records.attained({"us_sustained": 339.0}, case)
-    assert not records.attained({"ratio_sustained": 1.0}, {**case, "peers": {"a": {"us": 1.0, "ratio": 2.0}}})
+def test_what_must_be_reached_is_that_of_the_fastest_peer() -> None:
+    case = {"us": 2.0, "peers": {"a": {"ratio": 1.5}, "b": {"ratio": 1.2}, "c": {"failed": "why"}}}
+    assert records.attained({"us": 2.0, "ratio": 1.2}, case)
+    assert not records.attained({"ratio": 1.21}, case) and not records.attained({"us": 1.9}, case)
+    assert not records.attained({"TFLOPs": 1.0}, case), "what was not measured is missed"
+
+
+def test_parts_are_joined_where_they_are_of_one_machine() -> None:
+    other = {**copy.deepcopy(RECORD), "tests": {"passed": None, "failed": None, "skipped": None, "sanitizer": {}}}
+    other["cases"] = [{**CASE, "us": 1.0}, {**CASE, "batch": 3}]
+    whole = records.joined([RECORD, other])
+    assert [case["us"] for case in whole["cases"]] == [1.0, 2.0] and whole["tests"] == RECORD["tests"]
+    with pytest.raises(RecordError, match="driver: got '580', needs that of the other parts"):
+        records.joined([RECORD, {**other, "driver": "580"}])
+
+
+# ---- machine code
+
+
+def test_a_case_of_other_machine_code_is_an_older_one() -> None:
+    same = kernels_run.marked(RECORD, lambda spec: "0123456789abcdef")
+    assert same == RECORD
+    changed = kernels_run.marked(RECORD, lambda spec: "fedcba9876543210")
+    assert changed["cases"][0]["older"] is True and kernels_run.mark(changed["cases"][0]) == kernels_run.MARK
+    assert kernels_run.marked(changed, lambda spec: "0123456789abcdef") == RECORD
+    for text in ("NoSpec(d=512)", repr(SPEC).replace("d=512", "d_v=512"), repr(SPEC).replace("d=512", "d=-3"), "1 +"):
+        gone = {**RECORD, "cases": [{**CASE, "kernels": {text: "0123456789abcdef"}}]}
+        assert kernels_run.marked(gone, lambda spec: "0123456789abcdef")["cases"][0]["older"] is True
+
+
+def test_digests_name_machine_code_and_nothing_else() -> None:
+    """A kernel under another name has the digest; one instruction or register more has not."""
+    cubins = sass.compiled(SPEC).cubins
+    digest = sass.digest_of(cubins)
+    assert digest == sass.digest(SPEC) and len(digest) == 16
+    renamed = tuple(cubin.replace(b"MergeKernel", b"OtherKernel") for cubin in cubins)
+    assert renamed != cubins and sass.digest_of(renamed) == digest
+    code = cubins[0].rindex(bytes.fromhex("4d79000000000000"))  # an EXIT
+    damaged = cubins[0][:code] + bytes.fromhex("1879000000000000") + cubins[0][code + 8 :]
+    assert sass.digest_of([damaged]) != digest
+    assert len({sass.digest(spec) for spec in shipped_specs()[:3]}) == 3
+
+
+def test_cubins_are_found_in_a_library() -> None:
+    cubin = sass.compiled(SPEC).cubins[0]
+    library = b"\x7fELF" + bytes(60) + cubin + b"more"
+    (found,) = sass.embedded_cubins(library)
+    assert sass.digest_of([found]) == sass.digest_of([cubin])
+    with pytest.raises(ValueError, match="without a cubin"):
+        sass.embedded_cubins(b"\x7fELF" + bytes(60))
+
+
+def test_what_a_case_asked_for_is_noted() -> None:
+    from cute_kernels.runtime import compile
+
+    before = compile._kernels
+    with kernels_run.noting() as asked:
+        compile._kernels.get(SPEC)
+    assert list(asked) == [SPEC] and compile._kernels is before
+
+
+# ---- the records of this repository
+
+
+@pytest.mark.parametrize("path", sorted(records.RESULTS.glob("*.jsonl")), ids=lambda path: path.stem)
+def test_records_are_valid(path: pathlib.Path) -> None:
+    record = records.read(path)
+    assert path.stem == records.card_slug(record["card"]) and len(record["cases"]) > 100
+
+
+def test_long_values_are_folded() -> None:
+    value = {"a": [{"b": "x" * 900}, {"b": "y" * 900}], "c": 1}
+    lines = jsonl.folded(value).splitlines()
+    assert len(lines) > 2 and max(map(len, lines)) < jsonl.LONGEST

@@ -1,16 +1,12 @@
-"""compute-sanitizer: what its output means, and that its workers call what they say."""
+"""compute-sanitizer: what its output means. A tool that did not look has found no zero."""
 
-import contextlib
 import json
-from types import SimpleNamespace
 
 import pytest
-import torch
 
-from bench import timing
-from bench.sanitizing import calls, tools
+from bench.sanitizing import tools
 from bench.sanitizing.tools import Finding, Known, Part
-from scripts import gpu_check, sanitize
+from scripts import gpu_check
 
 CLEAN = f"{tools.WORKER_DONE}\n========= ERROR SUMMARY: 0 errors\n"
 SANITIZER_OUTPUTS: dict[str, tuple[str, str, int, int | None]] = {
@@ -103,7 +99,8 @@ def test_false_reports_that_are_listed_are_counted_apart(monkeypatch):
     both = tools.join("initcheck", [found, clean, Finding("initcheck", 0)])
     assert (both.errors, both.known) == (1, {"copies": 4, "all": 1})
     record = gpu_check.sanitizer_record([both, Finding("memcheck", 0)])
-    assert record == {"initcheck": 1, "memcheck": 0, "known": {"initcheck": {"copies": 4, "all": 1}}}
+    assert (record["initcheck"], record["memcheck"], record["racecheck"]) == (1, 0, None)
+    assert record["known"] == {"initcheck": {"copies": 4, "all": 1}}
     json.dumps(record)
 
 
@@ -134,120 +131,3 @@ def test_every_known_false_report_has_calls_that_show_it():
     for name, entry in tools.KNOWN.items():
         assert entry.show in tools.SHOWS and entry.tool in tools.TOOLS and entry.why, name
         assert entry.show in entry.parts and set(entry.parts) <= names
-
-
-def test_every_tool_looks_at_the_parts_that_it_can(monkeypatch):
-    """The three that the record must have look at everything, graphs and another default dtype among them."""
-    made = []
-
-    def run_worker(tool_command, part):
-        made.append((tool_command[2] if tool_command else "alone", part.name))
-        return SimpleNamespace(stdout=CLEAN, returncode=0)
-
-    monkeypatch.setattr(tools, "find_sanitizer", lambda: "/bin/compute-sanitizer")
-    monkeypatch.setattr(tools, "run_worker", run_worker)
-    findings = tools.run_tools()
-    assert [(finding.tool, finding.errors) for finding in findings] == [(tool, 0) for tool in tools.TOOLS]
-    parts = {"mla", "latent", "gqa", "sink", "graphs", "sample"}
-    for tool in ("memcheck", "racecheck", "synccheck"):
-        assert {part for name, part in made if name == tool} == parts
-    assert {part for name, part in made if name == "alone"} == {*parts, "few sinks"}
-    assert {part for name, part in made if name == "initcheck"} == {"mla", "gqa", "few sinks"}
-    assert len(made) == len(set(made)) == 7 + 18 + 3
-    sample, graphs = (part for name in ("sample", "graphs") for part in tools.PARTS if part.name == name)
-    assert sample.default_dtype == "bfloat16" and graphs.caching
-
-
-def test_a_part_that_fails_by_itself_leaves_no_number(monkeypatch):
-    def run_worker(tool_command, part):
-        return SimpleNamespace(stdout="RuntimeError: no" if part.name == "sample" else CLEAN, returncode=1)
-
-    monkeypatch.setattr(tools, "find_sanitizer", lambda: "/bin/compute-sanitizer")
-    monkeypatch.setattr(tools, "run_worker", run_worker)
-    found = {finding.tool: finding for finding in tools.run_tools()}
-    assert found["memcheck"].reason == "sample fails by itself: RuntimeError: no"
-    assert found["initcheck"].errors == 0, "it does not look at that part"
-
-
-def test_a_worker_is_told_its_dtype_and_allocator(monkeypatch):
-    ran = []
-    monkeypatch.setattr(tools.subprocess, "run", lambda command, **options: ran.append((command, options["env"])))
-    monkeypatch.setenv(tools.NO_CACHING, "1")
-    for part in (Part("sample", "bfloat16"), Part("graphs", caching=True)):
-        tools.run_worker(["under"], part)
-    (sample, one), (graphs, other) = ran
-    assert sample[0] == "under" and sample[-4:] == ["--worker", "sample", "--default-dtype", "bfloat16"]
-    assert graphs[-4:] == ["--worker", "graphs", "--default-dtype", "float32"]
-    assert one[tools.NO_CACHING] == "1" and tools.NO_CACHING not in other
-
-
-@pytest.fixture
-def on_cpu(monkeypatch):
-    """Workers whose GPU is the CPU."""
-    monkeypatch.setattr(torch.Tensor, "cuda", lambda tensor: tensor.clone())
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-
-
-@pytest.mark.usefixtures("on_cpu")
-@pytest.mark.parametrize(
-    ("part", "dtype"),
-    [("mla", "float32"), ("gqa", "float32"), ("sink", "float32"), ("sample", "bfloat16"), ("tma-stores", "float32")]
-    + [("few sinks", "float32")],
-)
-def test_workers_call_and_check(part, dtype, capsys):
-    assert sanitize.main(["--worker", part, "--default-dtype", dtype]) == 0
-    assert torch.get_default_dtype() is torch.float32
-    assert tools.WORKER_DONE in capsys.readouterr().out
-
-
-@pytest.mark.usefixtures("on_cpu")
-def test_ops_are_called_under_the_default_dtype_and_nothing_else_is(monkeypatch):
-    import cute_kernels
-
-    seen = []
-
-    def merge(outs, lses):
-        seen.append((torch.get_default_dtype(), outs.dtype))
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(cute_kernels, "merge_states", merge, raising=False)
-    monkeypatch.setattr(cute_kernels, "mla_fp8_decode", lambda **call: (_ for _ in ()).throw(KeyboardInterrupt))
-    with pytest.raises(KeyboardInterrupt):
-        calls.worker("sample", "bfloat16")
-    assert torch.get_default_dtype() is torch.float32
-    ops = calls.Calls("sample", torch.bfloat16)
-    with pytest.raises(KeyboardInterrupt):
-        ops.call(merge, torch.zeros(1, dtype=torch.float32), None)
-    assert seen == [(torch.bfloat16, torch.float32)] and torch.get_default_dtype() is torch.float32
-
-
-@pytest.mark.usefixtures("on_cpu")
-@pytest.mark.parametrize("replays", ["right", "none", "another graph's"])
-def test_what_two_graphs_leave_is_compared_with_eager_calls(replays, monkeypatch, capsys):
-    """A graph here puts back what its capture has left, or does not, or what another one has left."""
-    captured = []
-
-    class Graph:
-        def __init__(self, results):
-            self.results, self.kept = results, [tensor.clone() for tensor in results]
-            captured.append(self)
-
-        def replay(self):
-            source = {"right": self, "none": None, "another graph's": captured[0]}[replays]
-            for tensor, kept in zip(self.results, source.kept if source else (), strict=False):
-                tensor.copy_(kept)
-
-    def capture(calls):
-        results = [call() for call in calls]
-        return Graph(results[0]), results
-
-    monkeypatch.setattr(timing, "capture", capture)
-    monkeypatch.setattr(torch.cuda, "Stream", object)
-    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
-    if replays != "right":
-        with pytest.raises(AssertionError, match="mla out: .* elements differ"):
-            calls.worker("graphs")
-        return
-    calls.worker("graphs")
-    assert len(captured) == calls.GRAPHS >= 8
-    assert tools.WORKER_DONE in capsys.readouterr().out

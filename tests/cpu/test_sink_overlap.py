@@ -3,7 +3,7 @@
 import pytest
 
 from cute_kernels.sink.spec import SinkForwardSpec
-from tests.kit.reports import listing_of
+from tests.kit.sass import listing as listing_of
 
 
 @pytest.mark.parametrize("ratio", [1, 8])

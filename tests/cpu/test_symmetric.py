@@ -16,7 +16,7 @@ from cute_kernels.distributed.exchange import Member, Rows, Target
 from cute_kernels.merge import peers_op
 from cute_kernels.merge.peers_op import PeerMemory, buffer_bytes, needed_bytes, unsupported
 from cute_kernels.merge.peers_spec import CTAS, FLAG_BYTES, MAX_RANKS, PeerMergeSpec, shipped_specs
-from tests.kit.reports import listing_of
+from tests.kit.sass import listing as listing_of
 
 GPU = torch.device("cuda", 0)
 HALF = symmetric.HALF_BYTES

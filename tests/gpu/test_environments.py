@@ -21,13 +21,13 @@ import cute_kernels.merge.op
 import cute_kernels.mla.append_op
 import cute_kernels.mla.op
 import cute_kernels.sink.launch
-from bench.sanitizing.calls import default_dtype
 from cute_kernels import gqa_decode, kv_int8_append, merge_states, mla_fp8_append, mla_fp8_decode, sink_attention
 from cute_kernels.gqa import op
 from cute_kernels.gqa.append_spec import KvAppendSpec
 from cute_kernels.runtime import counters, launch, memory, workspace
 from cute_kernels.runtime.launch import PreparedLaunches
 from fp8_mla import QK_DIM
+from tests.kit.environments import default_dtype
 from tests.kit.gqa_cases import gqa_case
 from tests.kit.graphs import nodes
 from tests.kit.mla_cases import dense_case, generator, sparse_case

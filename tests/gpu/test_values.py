@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 import torch
 
-from bench.timing import bits
 from cute_kernels import mla_fp8_decode
 from cute_kernels.mla.plan import plan_decode
+from tests.kit.compare import bits
 from tests.kit.latent_cases import latent_case, latent_dense_case
 from tests.kit.mla_cases import DecodeCase, dense_case, sparse_case
 from tests.kit.values import FAMILIES, refill

@@ -139,6 +139,11 @@ class Comparison:
         return self
 
 
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    """A view of the tensor as integers of the same size, in which NaNs compare by their bits."""
+    return tensor.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()])
+
+
 def relative_error(got: torch.Tensor, expected: torch.Tensor) -> float:
     """``|got - expected| / |expected|`` in float64; 0.0 for equal zeros, inf for an error on zeros, NaN for a NaN."""
     error = torch.linalg.vector_norm(got.double() - expected.double()).item()

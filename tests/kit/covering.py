@@ -157,33 +157,22 @@ class GqaRow:
             num_splits=self.num_splits,
         )
 
+    def options(self) -> dict[str, Any]:
+        """The arguments of `gqa_case`, but for lengths, seed and device."""
+        same = ("d", "s_q", "h_kv", "layout", "kv_dtype", "values", "causal", "window", "softcap", "alibi", "sink")
+        return {
+            **{name: getattr(self, name) for name in (*same, "bad_entries", "padded")},
+            "h_q": self.ratio * self.h_kv,
+            "page_size": max(self.page_size, 1),
+            "q_dtype": Q_DTYPES[self.q_dtype],
+            "k_scales": None if self.k_scales == "none" else self.k_scales,
+            "v_scales": None if self.v_scales == "none" else self.v_scales,
+            "scale_dtype": SCALE_DTYPES.get(self.scale_dtype, torch.float32),
+        }
+
     def call(self, device: torch.device | str, *, short: bool = False) -> GqaCase:
         """Inputs, fresh for the row."""
-        scales = {name: None if name == "none" else name for name in (self.k_scales, self.v_scales)}
-        return gqa_case(
-            seqlens=self.seqlens(short),
-            h_q=self.ratio * self.h_kv,
-            h_kv=self.h_kv,
-            d=self.d,
-            s_q=self.s_q,
-            layout=self.layout,
-            page_size=max(self.page_size, 1),
-            kv_dtype=self.kv_dtype,
-            q_dtype=Q_DTYPES[self.q_dtype],
-            k_scales=scales[self.k_scales],
-            v_scales=scales[self.v_scales],
-            scale_dtype=SCALE_DTYPES.get(self.scale_dtype, torch.float32),
-            values=self.values,
-            causal=self.causal,
-            window=self.window,
-            softcap=self.softcap,
-            alibi=self.alibi,
-            sink=self.sink,
-            bad_entries=self.bad_entries,
-            padded=self.padded,
-            seed=self.seed,
-            device=device,
-        )
+        return gqa_case(seqlens=self.seqlens(short), **self.options(), seed=self.seed, device=device)
 
     def check(self, device: torch.device | str, *, short: bool = False) -> Comparison:
         """Run the row and hold it to the tolerance rule."""

@@ -1,0 +1,155 @@
+"""FlashAttention 4: a folder in the CuTe DSL, in vLLM's wheel.
+
+It imports quack-kernels, which changes classes of the DSL: `Replaced` undoes that, so that our kernels are compiled by
+the DSL as it was installed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import importlib.util
+import pathlib
+import sys
+import types
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from bench.peers.offer import FLASH_ATTENTION, Offer, digest, folder_of, installed
+from tests.kit.sink_cases import SinkCase
+
+DSL: Final = "cutlass"
+
+
+@dataclass(frozen=True)
+class FA4:
+    """FlashAttention 4.
+
+    forward    (q, k, v, ...) of (batch, tokens, heads, d): out, lse and more
+    backward   (q, k, v, out, d_out, lse, ...): dq, dk, dv
+    compiling  a context in which calls of new shapes may be made; all other calls need none
+    """
+
+    forward: Callable[..., Any]
+    backward: Callable[..., Any]
+    compiling: Callable[[], contextlib.AbstractContextManager[None]]
+
+
+@functools.cache
+def library() -> FA4 | str:
+    """FA4, or why there is none."""
+    folder = folder_of(FLASH_ATTENTION)
+    if isinstance(folder, str):
+        return folder
+    if not (folder / "cute" / "interface.py").is_file():
+        return "vllm_flash_attn has no cute/interface.py"
+    for name in (DSL, "quack", "einops"):
+        if importlib.util.find_spec(name) is None:
+            return f"{name} is not installed"
+    try:
+        importlib.import_module(f"{DSL}.cute")
+        replaced = Replaced(DSL)
+        with _parents_that_do_not_run(folder), replaced.during():
+            interface = importlib.import_module(f"{FLASH_ATTENTION}.cute.interface")
+        return FA4(interface._flash_attn_fwd, interface._flash_attn_bwd, replaced.during)
+    except Exception as error:  # code for another version of the DSL or of quack raises anything
+        return f"{FLASH_ATTENTION}.cute cannot be imported: {type(error).__name__}: {error}"
+
+
+def version() -> str:
+    """Of vLLM and quack-kernels, and the digest of the sources."""
+    found, folder = library(), folder_of(FLASH_ATTENTION)
+    if isinstance(found, str) or isinstance(folder, str):
+        return f"missing: {found if isinstance(found, str) else folder}"
+    sources = digest(sorted((folder / "cute").glob("*.py")))
+    return f"vllm {installed('vllm')}, cute sha256 {sources}, quack-kernels {installed('quack-kernels')}"
+
+
+def prefill(case: Any, inputs: Sequence[SinkCase], store: Any) -> Offer | None:
+    """A forward, or the backward of its own forward; it gives no gradient of sinks."""
+    found = library()
+    if case.deterministic or isinstance(found, str):
+        return None
+    with found.compiling():
+        calls = [_call(one, found, case.backward) for one in inputs]
+        out = calls[0]()[0]
+    note = "sinks in bfloat16, which get no gradient" if case.backward else "sinks in bfloat16"
+    return Offer(calls, out, inputs[0], note)
+
+
+def _call(one: SinkCase, fa4: FA4, backward: bool) -> Callable[[], Any]:
+    options: dict[str, Any] = {"softmax_scale": one.softmax_scale, "causal": True}
+    if one.window is not None:
+        options |= {"window_size_left": one.window - 1, "window_size_right": 0}
+    sinks = None if one.s_aux is None else one.s_aux.bfloat16()
+    forward = functools.partial(fa4.forward, one.q, one.k, one.v, **options, learnable_sink=sinks, return_lse=True)
+    if not backward:
+        return lambda: forward()[:2]
+    out, lse = forward()[:2]
+    return functools.partial(fa4.backward, one.q, one.k, one.v, out, one.d_out, lse, **options)
+
+
+@contextlib.contextmanager
+def _parents_that_do_not_run(folder: pathlib.Path) -> Iterator[None]:
+    """Has packages in the place of FA4's parents for as long as it is imported; those that are there stay."""
+    parents = {FLASH_ATTENTION.partition(".")[0]: folder.parent, FLASH_ATTENTION: folder}
+    made = [name for name in parents if name not in sys.modules]
+    for name in made:
+        module = types.ModuleType(name)
+        module.__path__ = [str(parents[name])]
+        sys.modules[name] = module
+    try:
+        yield
+    finally:
+        for name in made:
+            del sys.modules[name]
+
+
+class Replaced:
+    """Functions of a package and methods of its classes that others replace, so that both are there by turns."""
+
+    def __init__(self, package: str) -> None:
+        self._package = package
+        self._changes: list[tuple[Any, str, Any, Any]] = []
+
+    @contextlib.contextmanager
+    def during(self) -> Iterator[None]:
+        """Has in place what was replaced in earlier blocks, and notes what is replaced in this one; undoes all."""
+        for owner, name, _, new in self._changes:
+            setattr(owner, name, new)
+        before = list(self._owners())
+        try:
+            yield
+        finally:
+            for owner, known in before:
+                for name, old, new in _differences(known, vars(owner)):
+                    self._changes.append((owner, name, old, new))
+            for owner, name, old, _ in reversed(self._changes):
+                setattr(owner, name, old)
+
+    def _owners(self) -> Iterator[tuple[Any, dict[str, Any]]]:
+        """Modules and classes of the package, each with its functions."""
+        known: set[int] = set()
+        for module_name, module in list(sys.modules.items()):
+            if module_name.partition(".")[0] != self._package:
+                continue
+            for owner in (module, *(value for value in list(vars(module).values()) if isinstance(value, type))):
+                if id(owner) not in known and _name(owner).partition(".")[0] == self._package:
+                    known.add(id(owner))
+                    yield owner, {name: value for name, value in vars(owner).items() if _is_function(value)}
+
+
+def _name(owner: Any) -> str:
+    """Of a module, or of the module of a class."""
+    return str(owner.__module__ if isinstance(owner, type) else owner.__name__)
+
+
+def _is_function(value: Any) -> bool:
+    return isinstance(value, types.FunctionType | classmethod | staticmethod | property)
+
+
+def _differences(known: dict[str, Any], now: Any) -> list[tuple[str, Any, Any]]:
+    """Name, old and new value of what is another one now."""
+    return [(name, old, now[name]) for name, old in known.items() if name in now and now[name] is not old]

@@ -1,0 +1,215 @@
+"""What all cases have in common: check the first result, time all computations in turns, make the record's entry.
+
+A case is a frozen dataclass with a name, a key and what it must reach. Its `work` makes inputs that together outgrow
+the L2 cache, makes the first call, and holds that to the float64 oracle on some rows. The timed graph must then write
+the bits of eager calls, in every input set.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Final
+
+import torch
+
+from bench import kernels_run, peers, records
+from bench.in_layer import Graphs, Timing, prepare, time_together
+from bench.peers import OURS, Peer
+from bench.progress import Progress
+from bench.records import Record
+from bench.timing import Call, Expected, host_times
+from tests.kit.compare import Comparison
+
+RESULTS: Final = ("out", "lse")
+Maker = Callable[[], Sequence[Call]]
+
+
+@dataclass(frozen=True)
+class Work:
+    """A case whose inputs are made and whose first result is checked.
+
+    check     of the results of the first call
+    make      makes calls over the rotated input sets, which write to memory of their own and return what they write
+    first     results of the first call, which the check is of
+    results   names of what a call returns
+    limits    by result, the largest relative error where bits may differ: of sums whose terms come in any order
+    peers     makes the peers of the case
+    variants  other computations that are timed in turn with this one, by the key of the record. A key with one unnamed
+              choice has a number in the record, others have a number for each choice
+    facts     further entries of the record
+    """
+
+    check: Comparison
+    make: Maker
+    first: Sequence[torch.Tensor]
+    results: Sequence[str] = RESULTS
+    limits: Mapping[str, float] = field(default_factory=dict)
+    peers: Callable[[], dict[str, Peer]] = dict
+    variants: Mapping[str, Mapping[str, Maker]] = field(default_factory=dict)
+    facts: Mapping[str, Any] = field(default_factory=dict)
+
+    def graphs(self) -> Graphs:
+        """The calls, captured to be timed, with what they must write."""
+        expected = Expected.of(self.results, self.make()[1:], checked=self.first, limits=self.limits)
+        return prepare(self.make(), expected=expected)
+
+    def variant(self, make: Maker) -> Graphs:
+        """The same of another computation, whose results are not checked otherwise."""
+        return prepare(make(), expected=Expected.of(self.results, make(), limits=self.limits))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """What all cases share.
+
+    must       figures of the record that the case has to reach: the project's goals
+    peers      names of peers that run as well, see `bench.peers`
+    sustained  whether times under load are taken too
+    power      whether the power under load is measured with them
+    host       whether to time the eager call too
+    quick      whether `--quick` runs it
+    """
+
+    must: Mapping[str, float] = field(default_factory=dict)
+    peers: tuple[str, ...] = ()
+    sustained: bool = False
+    power: bool = False
+    host: bool = False
+    quick: bool = False
+    op: ClassVar[str]
+    ceiling: ClassVar[str] = "read"
+
+    @property
+    def name(self) -> str:
+        """As `--only` matches it: the operator, then sizes."""
+        raise NotImplementedError
+
+    @property
+    def key(self) -> dict[str, Any]:
+        """What names the case in a record."""
+        raise NotImplementedError
+
+    def work(self, store: Any) -> Work:
+        """The case with its inputs; `store` has the caches that cases share."""
+        raise NotImplementedError
+
+    def specs(self, num_sms: int) -> list[Any]:
+        """The kernels that the case runs on a card with so many SMs."""
+        raise NotImplementedError
+
+    @property
+    def bytes_moved(self) -> int:
+        """The fewest bytes that a call can move."""
+        raise NotImplementedError
+
+    @property
+    def flops(self) -> int:
+        """Of the products; 0 where there are none."""
+        return 0
+
+    def rates(self, timing: Timing, ceilings: Mapping[str, float]) -> dict[str, Any]:
+        """TFLOP/s, GB/s and the fraction of the card's ceiling for reads or copies."""
+        gb_per_s = self.bytes_moved / timing.us / 1e3
+        products = {"TFLOPs": round(self.flops / timing.us / 1e6, 1)} if self.flops else {}
+        fraction = round(gb_per_s / ceilings[f"{self.ceiling}_GBps"], 3)
+        return {**products, "GBps": round(gb_per_s, 1), f"{self.ceiling}_fraction": fraction}
+
+
+def measure(case: Case, store: Any, ceilings: Mapping[str, float]) -> Record:
+    """Checks, times and records one case."""
+    work = case.work(store)
+    entry = records.record_case(case.key, work.check, functools.partial(_speeds, case, work, ceilings))
+    return records.with_must(entry, case.must)
+
+
+def _speeds(case: Case, work: Work, ceilings: Mapping[str, float]) -> Record:
+    found = work.peers()
+    loaded = {OURS: work.graphs(), **peers.graphs(found)}
+    variants = {
+        (key, choice): work.variant(make) for key, choices in work.variants.items() for choice, make in choices.items()
+    }
+    together = {**loaded, **{f"{key} {choice}": graphs for (key, choice), graphs in variants.items()}}
+    timings = time_together(together, sustained=list(loaded) if case.sustained else False, power=case.power)
+    timing = timings[OURS]
+    more: Record = {}
+    for key, choice in variants:
+        us = round(timings[f"{key} {choice}"].us, 3)
+        more[key] = {**more.get(key, {}), choice: us} if choice else us
+    host = host_times(work.make()[0]) if case.host else {}
+    peer_entries = {"peers": peers.entries(found, timings)} if found else {}
+    return {**timing.as_record(), **case.rates(timing, ceilings), **work.facts, **host, **more, **peer_entries}
+
+
+def selected(cases: Sequence[Case], quick: bool, only: str | None) -> list[Case]:
+    """All cases, or few, or those whose name matches."""
+    return [
+        case for case in cases if (case.quick or not quick) and (only is None or re.search(only, case.name) is not None)
+    ]
+
+
+def run_all(cases: Sequence[tuple[Case, Any]], ceilings: Mapping[str, float], progress: Progress) -> list[Record]:
+    """The entry of each case, with the machine code that it ran; one that raises is recorded as failed.
+
+    Args:
+        cases: each with its store.
+        ceilings: of the card.
+        progress: shows how far it is.
+    """
+    entries: list[Record] = []
+    for number, (case, store) in enumerate(cases):
+        with progress.step(case.name, number, len(cases)), kernels_run.noting() as asked:
+            try:
+                entry = measure(case, store, ceilings)
+            except Exception as error:  # the record must say which case broke, whatever broke it
+                op, _, sizes = case.name.partition(" ")
+                entry = {"op": op, "case": sizes, "failed": f"{type(error).__name__}: {error}"[:500]}
+        entries.append({**entry, "kernels": kernels_run.digests(asked)})
+        torch.cuda.empty_cache()
+    return entries
+
+
+def finite(check: Comparison, *results: torch.Tensor) -> Comparison:
+    """The check, failed where not every element of the results is finite."""
+    if all(bool(result.isfinite().all()) for result in results):
+        return check
+    return dataclasses.replace(check, problems=(*check.problems, "not every element of the results is finite"))
+
+
+def spread_rows(batch: int, number: int) -> list[int]:
+    """Evenly spaced batch rows, the first and the last included."""
+    return torch.linspace(0, batch - 1, min(number, batch)).long().tolist()
+
+
+def same_bits(name: str, got: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> Comparison:
+    """A comparison of what an append has written with its reference."""
+    parts = {key: (got[key] != expected[key]).float().mean().item() for key in expected}
+    problems = tuple(f"{key}: {part:.2%} differs from the reference" for key, part in parts.items() if part)
+    return Comparison(name, problems, rel_err=max(parts.values()), rel_err_baseline=0.0, worst=0.0, lse_err=0.0)
+
+
+def table(cases: Sequence[Mapping[str, Any]]) -> str:
+    """One line a case: what it was, its times and rates, whether that is enough, the peers' times over ours."""
+    header = ("case", "us", "alone", "loaded", "MHz", "TFLOP/s", "GB/s", "of ceiling", "must", "peer/ours", "loaded")
+    rows = [header, *map(_row, cases)]
+    widths = [max(len(row[column]) for row in rows if len(row) == len(header)) for column in range(len(header))]
+    return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
+
+
+def _row(case: Mapping[str, Any]) -> tuple[str, ...]:
+    if "failed" in case:
+        return records.case_name(case), "FAILED", case["failed"]
+    must = " ".join(f"{key} {limit}" for key, limit in (case.get("must") or {}).items())
+    must += {True: " met", False: " MISSED", None: ""}[case.get("met")]
+    ratios = list(_ratios(case, "ratio")), list(_ratios(case, "ratio_sustained"))
+    keys = ("us", "us_back_to_back", "us_sustained", "sm_mhz", "TFLOPs", "GBps")
+    figures = [*(case.get(key, "") for key in keys), case.get("read_fraction", case.get("copy_fraction", ""))]
+    return (records.case_name(case), *map(str, figures), must, *(" ".join(found) for found in ratios))
+
+
+def _ratios(case: Mapping[str, Any], key: str) -> Iterator[str]:
+    for peer in (case.get("peers") or {}).values():
+        yield str(peer.get(key, "failed" if "failed" in peer else ""))

@@ -1,0 +1,20 @@
+"""Rounds that fail, in a module that worker processes can import."""
+
+import os
+from typing import Any
+
+from bench.fuzzing.rounds import Fault, Outcome, Work
+
+
+def die(work: Work, device: Any, marks: Any) -> Outcome:
+    """The second round ends the process."""
+    if work.seed == 1:
+        os._exit(11)
+    return Outcome(calls=1)
+
+
+def fail(work: Work, device: Any, marks: Any) -> Outcome:
+    """The second round finds the device lost."""
+    if work.seed == 1:
+        raise Fault("an illegal memory access")
+    return Outcome(calls=1)

@@ -1,0 +1,282 @@
+"""What the compiler made of a kernel: registers, memory, instructions and the warnings of ptxas. Needs no GPU.
+
+The tools come from the wheels nvidia-cuda-cuobjdump and nvidia-cuda-nvdisasm (extra "dev"), or from a CUDA toolkit on
+PATH. What a process has compiled stays in build/machine_code, so that the processes of a test run compile a spec once.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import fcntl
+import functools
+import hashlib
+import io
+import json
+import os
+import re
+import shutil
+import struct
+import subprocess
+import sys
+import tempfile
+import zlib
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+from cute_kernels.runtime.cache import KernelSpec, directory, entry_name
+from cute_kernels.runtime.compile import compile_kernel
+
+STORE: Final = Path(__file__).resolve().parents[2] / "build" / "machine_code"
+CUDA: Final = 190
+"""What an ELF file of machine code for a GPU names as its machine."""
+
+# what ptxas says of performance: wgmma serialized (C7510, C7514), setmaxnreg ignored (C7508). The DSL wraps its lines.
+_WARNING = re.compile(r"\(C75\d\d\).*?(?=\n\s*ptxas |\n\s*\n|\Z)", re.DOTALL)
+_SERIALIZED = "(C7512)"  # wgmma is serialized for want of registers
+_HARMLESS = ("(C7519)",)  # a warpgroup.arrive that the source lacks was added where wgmma reads registers
+_USAGE = re.compile(
+    r"Function (?P<name>\S+):\s+REG:(?P<registers>\d+) STACK:(?P<stack>\d+) SHARED:(?P<shared>\d+) LOCAL:(?P<local>\d+)"
+)
+_SECTION = re.compile(r'\s*\.section\s+\.text\.([^\s,"]+)')
+_ENCODING = re.compile(r"/\* (0x[0-9a-f]{16}) \*/")
+_INSTRUCTION = re.compile(r"\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)")
+
+
+@dataclass(frozen=True)
+class KernelCode:
+    """One `__global__` function of a cubin.
+
+    registers  per thread at launch (setmaxnreg moves them between warps later)
+    stack      bytes per thread
+    local      bytes of local memory per thread
+    shared     bytes of static shared memory; what a launch asks for dynamically is not in a cubin
+    opcodes    how often each full opcode, such as "LDG.E.128.CONSTANT", stands in the code
+    """
+
+    name: str
+    registers: int
+    stack: int
+    local: int
+    shared: int
+    opcodes: Mapping[str, int]
+
+    def count(self, instruction: str) -> int:
+        """Instructions that have `instruction` among the parts of their opcode: "HGMMA", "LDG.E.128", "E4M3"."""
+        return sum(n for opcode, n in self.opcodes.items() if f".{instruction}." in f".{opcode}.")
+
+
+@dataclass(frozen=True)
+class SassReport:
+    """All kernels that one spec compiles to, and what ptxas said of their performance (codes C75xx)."""
+
+    kernels: tuple[KernelCode, ...]
+    warnings: tuple[str, ...]
+
+    def count(self, instruction: str) -> int:
+        """`KernelCode.count` over all kernels."""
+        return sum(kernel.count(instruction) for kernel in self.kernels)
+
+    def problems(self, expected: Mapping[str, Any]) -> list[str]:
+        """In words, each way in which the code is not what it should be; empty when it is.
+
+        No kernel may use local memory, or stack, if not said otherwise, and ptxas may not warn of lost performance.
+
+        Args:
+            expected: "registers" is the most that any kernel may use, "stack" the most bytes that it may spill (default
+                0), each of "instructions" must be in some kernel, and each of "at_least" as often as it says. Where
+                "serialized" is true, wgmma may be serialized for want of registers.
+        """
+        harmless = (*_HARMLESS, _SERIALIZED) if expected.get("serialized") else _HARMLESS
+        found = [f"ptxas: {warning}" for warning in self.warnings if not warning.startswith(harmless)]
+        for kernel in self.kernels:
+            if kernel.registers > expected["registers"]:
+                found.append(f"{kernel.name}: {kernel.registers} registers; the budget is {expected['registers']}")
+            spills = expected.get("stack", 0)
+            for what, most in (("stack", spills), ("local", 0)):
+                if (n := getattr(kernel, what)) > most:
+                    found.append(f"{kernel.name}: {n} bytes of {what}")
+            if spills == 0:
+                found += [
+                    f"{kernel.name}: {n} {spill} instructions" for spill in ("LDL", "STL") if (n := kernel.count(spill))
+                ]
+        found += [f"no {wanted} instruction" for wanted in expected["instructions"] if not self.count(wanted)]
+        for wanted, least in expected.get("at_least", {}).items():
+            if (n := self.count(wanted)) < least:
+                found.append(f"{n} {wanted} instructions, fewer than {least}")
+        return found
+
+    def __str__(self) -> str:
+        lines = []
+        for kernel in self.kernels:
+            families: Counter[str] = Counter()
+            for opcode, n in kernel.opcodes.items():
+                families[opcode.partition(".")[0]] += n
+            bytes_used = f"{kernel.stack} B stack, {kernel.local} B local, {kernel.shared} B static shared"
+            lines += [kernel.name, f"  {kernel.registers} registers, {bytes_used}"]
+            lines.append("  " + ", ".join(f"{n} {family}" for family, n in families.most_common()))
+        return "\n".join([*lines, *self.warnings])
+
+
+class Compiled(NamedTuple):
+    """What a compilation has left: cubins, and what ptxas said."""
+
+    cubins: tuple[bytes, ...]
+    said: str
+
+
+def compiled(spec: KernelSpec) -> Compiled:
+    """Compiles a spec for sm_90a, or reads what a process has compiled of the same sources with the same compiler.
+
+    Raises:
+        ValueError: the spec cannot be built.
+    """
+    file = STORE / f"{entry_name(spec)}.json"
+    STORE.mkdir(parents=True, exist_ok=True)
+    with file.with_suffix(".lock").open("a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not file.exists():
+            made = _compile(spec)
+            cubins = [base64.b64encode(zlib.compress(cubin)).decode() for cubin in made.cubins]
+            draft = file.with_suffix(f".{os.getpid()}.tmp")
+            draft.write_text(json.dumps({"spec": repr(spec), "cubins": cubins, "said": made.said}), encoding="utf-8")
+            draft.replace(file)
+    known = json.loads(file.read_text(encoding="utf-8"))
+    return Compiled(tuple(zlib.decompress(base64.b64decode(text)) for text in known["cubins"]), known["said"])
+
+
+def _compile(spec: KernelSpec) -> Compiled:
+    said = io.StringIO()
+    with tempfile.TemporaryDirectory() as dump:
+        with contextlib.redirect_stderr(said):
+            compile_kernel(spec, dump)
+        cubins = tuple(path.read_bytes() for path in sorted(Path(dump).glob("*.cubin")))
+    if not cubins:
+        raise RuntimeError(f"{spec!r}: the compiler left no cubin")
+    return Compiled(cubins, said.getvalue())
+
+
+@functools.cache
+def report(spec: KernelSpec) -> SassReport:
+    """Compiles a spec for sm_90a and takes its cubins apart.
+
+    Raises:
+        ValueError: the spec cannot be built.
+        RuntimeError: a tool is missing or failed.
+    """
+    made = compiled(spec)
+    kernels = tuple(kernel for path in _files(made.cubins) for kernel in read_cubin(path))
+    return SassReport(kernels, find_warnings(made.said))
+
+
+@functools.cache
+def listing(spec: KernelSpec) -> list[str]:
+    """Lines of `nvdisasm -c` for the one cubin of a spec."""
+    (listed,) = (_run("nvdisasm", "-c", str(path)) for path in _files(compiled(spec).cubins))
+    return listed.splitlines()
+
+
+def _files(cubins: Iterable[bytes]) -> Iterator[Path]:
+    """Each cubin in a file, which is gone when the next one is asked for."""
+    for cubin in cubins:
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder, "kernel.cubin")
+            path.write_bytes(cubin)
+            yield path
+
+
+def digest(spec: KernelSpec) -> str:
+    """16 hexadecimal digits that name the machine code of a spec, whatever its kernels and their arguments are called.
+
+    They are of the entry in the disk cache, which is what a process runs, or else of what is compiled now.
+    """
+    entry = directory() / f"{entry_name(spec)}.so"
+    cubins = embedded_cubins(entry.read_bytes()) if entry.exists() else compiled(spec).cubins
+    return digest_of(cubins)
+
+
+def digest_of(cubins: Iterable[bytes]) -> str:
+    """The same of cubins: encodings of all instructions, registers, stack, static and local memory of each kernel."""
+    kernels = []
+    for path in _files(cubins):
+        words = _ENCODING.findall(_run("cuobjdump", "-sass", str(path)))
+        usage = _run("cuobjdump", "--dump-resource-usage", str(path))
+        kernels.append("\n".join([*words, *(" ".join(match.groups()[1:]) for match in _USAGE.finditer(usage))]))
+        if not words:
+            raise ValueError("cubins: got one without an instruction")
+    return hashlib.sha256("\n\n".join(sorted(kernels)).encode()).hexdigest()[:16]
+
+
+def embedded_cubins(data: bytes) -> list[bytes]:
+    """The cubins in a library that the disk cache holds. Each is followed by the rest of the library, which ELF allows.
+
+    Raises:
+        ValueError: there is none.
+    """
+    starts = [match.start() for match in re.finditer(b"\x7fELF", data)]
+    found = [data[at:] for at in starts if struct.unpack_from("<H", data, at + 18)[0] == CUDA]
+    if not found:
+        raise ValueError(f"data: got {len(data)} bytes without a cubin")
+    return found
+
+
+def read_cubin(path: Path) -> list[KernelCode]:
+    """The kernels of a cubin.
+
+    Raises:
+        RuntimeError: a tool is missing or failed.
+    """
+    opcodes = count_opcodes(_run("nvdisasm", "-c", str(path)).splitlines())
+    usage = _USAGE.finditer(_run("cuobjdump", "--dump-resource-usage", str(path)))
+    return [
+        KernelCode(
+            name=match["name"],
+            registers=int(match["registers"]),
+            stack=int(match["stack"]),
+            local=int(match["local"]),
+            shared=int(match["shared"]),
+            opcodes=opcodes[match["name"]],
+        )
+        for match in usage
+    ]
+
+
+def find_warnings(said: str) -> tuple[str, ...]:
+    """Messages with a code C75xx in what the compiler printed, each on one line."""
+    return tuple(" ".join(warning.split()) for warning in _WARNING.findall(said))
+
+
+def count_opcodes(sass: Iterable[str]) -> dict[str, Counter[str]]:
+    """Opcodes by function, from the lines of `nvdisasm -c`."""
+    functions: dict[str, Counter[str]] = {}
+    current: Counter[str] = Counter()
+    for line in sass:
+        if section := _SECTION.match(line):
+            current = functions.setdefault(section[1], Counter())
+        elif instruction := _INSTRUCTION.match(line):
+            current[instruction[1]] += 1
+    return functions
+
+
+def _run(tool: str, *arguments: str) -> str:
+    result = subprocess.run([find_tool(tool), *arguments], capture_output=True, text=True)
+    if result.returncode != 0:
+        raise RuntimeError(f"{tool} {' '.join(arguments)}: {result.stderr.strip()}")
+    return result.stdout
+
+
+def find_tool(name: str) -> str:
+    """Path of cuobjdump or nvdisasm: the wheel's first, whose version goes with the tests, then that on PATH.
+
+    Raises:
+        RuntimeError: neither is there; the message says what to install.
+    """
+    for entry in sys.path:
+        for tool in sorted(Path(entry).glob(f"nvidia/cu*/bin/{name}")):
+            return str(tool)
+    if found := shutil.which(name):
+        return found
+    raise RuntimeError(f"{name} was not found: install nvidia-cuda-{name} (extra 'dev'), or put a CUDA toolkit on PATH")

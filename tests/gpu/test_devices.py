@@ -1,5 +1,6 @@
-"""Several GPUs: a call runs on the device of its tensors, whichever is current; all its tensors must be there."""
+"""Several devices: a call runs on that of its tensors, whichever is current; all its tensors must be there."""
 
+import dataclasses
 import functools
 from collections.abc import Iterator
 from typing import Any
@@ -171,20 +172,20 @@ def mixed() -> list[tuple[str, str]]:
     ]
 
 
-@two_gpus
+@pytest.mark.parametrize("elsewhere", ["cpu", "cuda:1"])
 @pytest.mark.parametrize(("name", "argument"), mixed(), ids=[", ".join(pair) for pair in mixed()])
-def test_tensors_of_two_gpus_are_refused(name, argument):
+def test_tensors_of_two_devices_are_refused(name, argument, elsewhere, request):
+    if elsewhere == "cuda:1":
+        request.getfixturevalue("second_gpu")
     table = TABLES[name]
+    moved = dataclasses.replace(
+        table, wrong=lambda device: {"moved": (argument, table.right(device)[argument].to(elsewhere))}
+    )
+    renamed = {"k_cache": "kv_cache", "attn_sink": "s_aux"} if name.startswith("flash_mla") else {}
+    expected = f"{renamed.get(argument, argument)}: got a tensor on {elsewhere}; needs one on cuda:0, like the other"
     for prepared in (False, True):
         if prepared:
             table.function(**table.right("cuda:0"))
-        call = table.right("cuda:0")
-        call[argument] = call[argument].to("cuda:1")
-        with pytest.raises(ValueError) as error:
-            table.function(**call)
-        said = str(error.value)
-        assert "got a tensor on cuda:1; needs one on cuda:0, like the other arguments" in said
-        renamed = {"k_cache": "kv_cache", "attn_sink": "s_aux"} if name.startswith("flash_mla") else {}
-        assert said.startswith(f"{renamed.get(argument, argument)}: ")
-        torch.cuda.synchronize(0)
-        torch.cuda.synchronize(1)
+        assert str(moved.refusal("moved", "cuda:0")).startswith(expected)
+        for device in range(torch.cuda.device_count()):
+            torch.cuda.synchronize(device)

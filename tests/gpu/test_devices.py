@@ -12,9 +12,10 @@ from cute_kernels import mla_fp8_decode
 from tests.kit import specs
 from tests.kit.bad_input import TABLES
 from tests.kit.mla_cases import sparse_case
-from tests.kit.samples import SAMPLES, copied
+from tests.kit.samples import LONG_SAMPLES, SAMPLES, copied
 
-EACH_SAMPLE = pytest.mark.parametrize("name", SAMPLES)
+EVERY = {**SAMPLES, **LONG_SAMPLES}
+EACH_SAMPLE = pytest.mark.parametrize("name", EVERY)
 two_gpus = pytest.mark.usefixtures("second_gpu")
 
 
@@ -39,7 +40,7 @@ def device_0_is_current() -> Iterator[None]:
 @functools.cache
 def arguments(name: str) -> dict[str, Any]:
     """Arguments of a sample, on the CPU; each device gets a copy of the same numbers."""
-    return SAMPLES[name].inputs("cpu")
+    return EVERY[name].inputs("cpu")
 
 
 def on(name: str, device: str) -> dict[str, Any]:
@@ -55,7 +56,7 @@ def on(name: str, device: str) -> dict[str, Any]:
 
 def run(name: str, device: str) -> list[torch.Tensor]:
     """Results of a sample, checked to be on `device`, then moved to the CPU."""
-    results = SAMPLES[name].run(**on(name, device))
+    results = EVERY[name].run(**on(name, device))
     assert all(t.device == torch.device(device) for t in results)
     return [t.cpu() for t in results]
 
@@ -101,7 +102,7 @@ def test_a_call_runs_on_the_current_stream_of_its_device(name):
         torch.cuda._sleep(20_000_000)  # some 10 ms, in which a launch on any other stream would read zeros
         for key, value in values.items():
             tensors[key].copy_(value)
-        results = SAMPLES[name].run(**late)
+        results = EVERY[name].run(**late)
         got = [t.clone() for t in results]
     stream.synchronize()
     require_same([t.cpu() for t in got], expected)
@@ -118,7 +119,7 @@ def test_a_current_stream_of_another_device_is_not_used(name):
         torch.cuda._sleep(500_000_000)  # some 300 ms
         end = torch.cuda.Event()
         end.record()
-        result = SAMPLES[name].run(**call)
+        result = EVERY[name].run(**call)
         torch.cuda.current_stream(0).synchronize()
         assert not end.query(), "the call waited for a stream of another device"
         require_same([t.cpu() for t in result], expected)
@@ -140,7 +141,7 @@ def test_workspaces_of_devices_are_apart():
 @two_gpus
 @EACH_SAMPLE
 def test_a_graph_on_another_device_than_the_first(name):
-    if SAMPLES[name].backward or "packed" in name:
+    if EVERY[name].backward or "packed" in name:
         return  # autograd, and a check that reads lengths, cannot be captured
     expected = run(name, "cuda:1")
     call = on(name, "cuda:1")
@@ -148,12 +149,12 @@ def test_a_graph_on_another_device_than_the_first(name):
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            SAMPLES[name].run(**call)
+            EVERY[name].run(**call)
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         # torch captures on a stream of the device that a process first captured on, if it is not given one
         with torch.cuda.graph(graph, stream=stream):
-            results = SAMPLES[name].run(**call)
+            results = EVERY[name].run(**call)
     for t in results:
         t.zero_()
     torch.cuda.synchronize(1)

@@ -389,18 +389,6 @@ def test_missing_package_is_named(monkeypatch: pytest.MonkeyPatch, fresh_facts: 
         entry_name(SPEC)
 
 
-def test_key_follows_the_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fresh_facts: None) -> None:
-    source = tmp_path / "edited_kernel.py"
-    source.write_text("one = 1\n")
-    monkeypatch.syspath_prepend(str(tmp_path))
-    original = cache.source_digest("edited_kernel")
-    read_again()
-    assert cache.source_digest("edited_kernel") == original
-    source.write_text("one = 2\n")
-    read_again()
-    assert cache.source_digest("edited_kernel") != original
-
-
 def modules_of(spec: cache.KernelSpec) -> tuple[str, ...]:
     return modules_of_kernel(spec.kernel, type(spec).__module__)
 

@@ -1,7 +1,6 @@
 """Who may import whom, read from the source of every module, and what importing the packages loads."""
 
 import ast
-import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -222,17 +221,6 @@ print(torch.cuda.is_initialized(), "libcute_dsl_runtime" in open("/proc/self/map
     result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert result.returncode == 0, result.stderr
     assert result.stdout.split() == ["[]", "False", "False"]
-
-
-def test_tests_run_in_any_order() -> None:
-    """One that imports device code, which imports the DSL, before one that compiles: the target is pinned by then."""
-    first = "tests/cpu/test_mla_plan.py::test_a_tile_with_masked_keys_takes_the_fast_path"
-    second = "tests/cpu/test_merge.py::test_eight_loads_are_in_flight"
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", first, second]
-    environment = {name: value for name, value in os.environ.items() if name != "CUTE_DSL_ARCH"}
-    result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
-    assert result.returncode == 0, result.stdout
-    assert "2 passed" in result.stdout
 
 
 @pytest.mark.parametrize("package", ["cute_kernels", "fp8_mla"])

@@ -113,8 +113,8 @@ def sparse_wrong(device: str) -> Wrong:
         **bad.wrong_tensor(call, "out", (*ROWS, QK_DIM), (BATCH * S_Q, HEADS, V_DIM), dtypes=[F32], off=2, spread=True),
         **bad.wrong_tensor(call, "lse", (BATCH, HEADS, S_Q), dtypes=[BF16, F64]),
         **bad.wrong_options(
-            num_splits=bad.SPLITS, softmax_scale=bad.SCALES, causal=bad.FLAGS, exchange=("keys", 2), scores=("bf16", 8, "fp8"),
-            cache_layout=("rows", 1, "planar"), cache_format=("v3",),
+            num_splits=bad.SPLITS, softmax_scale=bad.SCALES, causal=bad.FLAGS, exchange=("keys", 2),
+            scores=("bf16", 8, "fp8"), cache_layout=("rows", 1, "planar"), cache_format=("v3",),
         ),
         **bad.overlapping(call, "out", "lse"),
         "out and lse in one memory": ("out", bad.sharing(call, "out", "lse")),

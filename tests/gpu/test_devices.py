@@ -11,6 +11,7 @@ import torch
 from cute_kernels import mla_fp8_decode
 from tests.kit import specs
 from tests.kit.bad_input import TABLES
+from tests.kit.bits import require_same_bits
 from tests.kit.mla_cases import sparse_case
 from tests.kit.samples import LONG_SAMPLES, SAMPLES, copied
 
@@ -61,19 +62,14 @@ def run(name: str, device: str) -> list[torch.Tensor]:
     return [t.cpu() for t in results]
 
 
-def require_same(got: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
-    for ours, want in zip(got, expected, strict=True):
-        assert torch.equal(ours.reshape(-1).view(torch.uint8), want.reshape(-1).view(torch.uint8))
-
-
 @two_gpus
 @EACH_SAMPLE
 def test_tensors_of_a_device_that_is_not_current(name):
     expected = run(name, "cuda:0")
     for _ in range(2):  # the first call plans, the second uses its plan
-        require_same(run(name, "cuda:1"), expected)
+        require_same_bits(run(name, "cuda:1"), expected)
         assert torch.cuda.current_device() == 0
-    require_same(run(name, "cuda:0"), expected)
+    require_same_bits(run(name, "cuda:0"), expected)
 
 
 @two_gpus
@@ -81,9 +77,9 @@ def test_tensors_of_a_device_that_is_not_current(name):
 def test_a_device_context_changes_nothing(name):
     expected = run(name, "cuda:0")
     with torch.cuda.device(1):
-        require_same(run(name, "cuda:0"), expected)
+        require_same_bits(run(name, "cuda:0"), expected)
         assert torch.cuda.current_device() == 1
-        require_same(run(name, "cuda:1"), expected)
+        require_same_bits(run(name, "cuda:1"), expected)
 
 
 @EACH_SAMPLE
@@ -105,7 +101,7 @@ def test_a_call_runs_on_the_current_stream_of_its_device(name):
         results = EVERY[name].run(**late)
         got = [t.clone() for t in results]
     stream.synchronize()
-    require_same([t.cpu() for t in got], expected)
+    require_same_bits([t.cpu() for t in got], expected)
 
 
 @two_gpus
@@ -122,7 +118,7 @@ def test_a_current_stream_of_another_device_is_not_used(name):
         result = EVERY[name].run(**call)
         torch.cuda.current_stream(0).synchronize()
         assert not end.query(), "the call waited for a stream of another device"
-        require_same([t.cpu() for t in result], expected)
+        require_same_bits([t.cpu() for t in result], expected)
     torch.cuda.synchronize(1)
 
 
@@ -161,7 +157,7 @@ def test_a_graph_on_another_device_than_the_first(name):
     with torch.cuda.device(1):
         graph.replay()
     torch.cuda.synchronize(1)
-    require_same([t.cpu() for t in results], expected)
+    require_same_bits([t.cpu() for t in results], expected)
 
 
 def mixed() -> list[tuple[str, str]]:

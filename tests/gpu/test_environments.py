@@ -27,6 +27,7 @@ from cute_kernels.gqa import op
 from cute_kernels.runtime import counters, launch, memory, workspace
 from cute_kernels.runtime.launch import PreparedLaunches
 from tests.kit import specs
+from tests.kit.bits import same_bits
 from tests.kit.gqa_cases import gqa_case
 from tests.kit.graphs import nodes
 from tests.kit.mla_cases import dense_case, sparse_case
@@ -66,12 +67,6 @@ def cold(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(workspace, "slab", memory.once_per_device(counters.CounterSlab))
     monkeypatch.setattr(workspace, "_this_thread", workspace._ThreadWorkspaces())
     monkeypatch.setattr(memory, "_unread", memory._Unread())
-
-
-def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether all bits are equal, those of NaNs included."""
-    as_bytes = [t.contiguous().reshape(-1).view(torch.uint8) for t in (one, other)]
-    return one.dtype is other.dtype and one.shape == other.shape and torch.equal(*as_bytes)
 
 
 @functools.cache

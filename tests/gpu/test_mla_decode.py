@@ -7,7 +7,7 @@ values of two factors meets.
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -17,6 +17,7 @@ from cute_kernels import mla_fp8_decode
 from cute_kernels.mla.plan import EXCHANGES
 from cute_kernels.runtime import workspace
 from fp8_mla import QK_DIM, ROPE_OFFSET, SCALE_OFFSET, TOKEN_BYTES, V_DIM, reference_decode
+from tests.kit.bits import require_same_bits_each_time
 from tests.kit.compare import emulate_bf16_decode, relative_error
 from tests.kit.mla_cases import (
     SCALE_KINDS,
@@ -29,6 +30,7 @@ from tests.kit.mla_cases import (
     sparse_case,
 )
 
+pytestmark = pytest.mark.usefixtures("free_memory")
 HEADS = (1, 8, 16, 32, 64, 96, 128)
 QUERIES = (1, 2, 3)
 BATCHES = (1, 4, 74, 321)
@@ -79,13 +81,6 @@ def dense(**options: Any) -> Any:
 
 def label(sizes: dict[str, Any]) -> str:
     return "-".join(f"{name}{value}" for name, value in sizes.items())
-
-
-@pytest.fixture(autouse=True)
-def free_memory() -> Iterator[None]:
-    """Some cases fill gigabytes; the allocator would keep their blocks, of sizes that no other case asks for."""
-    yield
-    torch.cuda.empty_cache()
 
 
 @pytest.fixture(params=(None, *EXCHANGES), ids=str)
@@ -399,16 +394,7 @@ def test_the_same_bits_on_20_runs(decode, mode):
         case = sparse(batch=4, h_q=128, s_q=2, topk=2048, lengths="batch", sink="finite")
     else:
         case = dense(seqlens=[4000, 1, 513, 64], h_q=128, s_q=2, sink="finite")
-    out, lse = case.outputs(padded=True)
-    first = None
-    for _ in range(20):
-        out.poison()
-        lse.poison()
-        decode(case, out=out.tensor, lse=lse.tensor)
-        bits = out.tensor.contiguous().view(torch.int16), lse.tensor.contiguous().view(torch.int32)
-        first = first or bits
-        assert torch.equal(bits[0], first[0])
-        assert torch.equal(bits[1], first[1])
+    require_same_bits_each_time(case, functools.partial(decode, case))
 
 
 def test_views_of_the_cache_give_the_same_bits():

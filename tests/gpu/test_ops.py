@@ -16,6 +16,7 @@ from cute_kernels import gqa_decode, kv_int8_append, merge_states, mla_fp8_appen
 from cute_kernels.gqa import op
 from cute_kernels.gqa.append_spec import KvAppendSpec
 from fp8_mla import QK_DIM, TOKEN_BYTES, pack
+from tests.kit.bits import require_same_bits
 from tests.kit.compare import check_decode
 from tests.kit.gqa_cases import GqaCase, check_gqa, gqa_case
 from tests.kit.mla_cases import DecodeCase, dense_case, generator, sparse_case
@@ -127,8 +128,7 @@ def test_gqa_graph_replays_append_and_decode(layout):
         graph.replay()
         check_gqa(out.tensor, lse.tensor, case, name=f"replay {seed}").require()
         kv_int8_append(fresh[0], fresh[1], *originals, slots, layout=layout)
-        for got, want in zip(stores, originals, strict=True):
-            torch.testing.assert_close(got, want, rtol=0, atol=0, equal_nan=True)
+        require_same_bits(stores, originals)
 
 
 def test_gqa_calls_on_several_streams_do_not_share_partial_results():
@@ -276,8 +276,7 @@ def test_a_call_reads_what_the_one_before_it_has_written(name):
     expected = chain(wait=True)
     assert not torch.equal(expected[0], first[0])
     for _ in range(20):
-        for one, other in zip(chain(wait=False), expected, strict=True):
-            torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
+        require_same_bits(chain(wait=False), expected)
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
@@ -307,8 +306,7 @@ def test_torch_compile_of_gqa_without_a_graph_break(layout, backend):
     expected = attend(k, v, slots, case.q, *first)
     got = torch.compile(attend, fullgraph=True, backend=backend)(k, v, slots, case.q, *second)
     assert not torch.equal(first[0], original[0])
-    for one, other in zip((*second, *got), (*first, *expected), strict=True):
-        torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
+    require_same_bits((*second, *got), (*first, *expected))
 
 
 @pytest.mark.alone

@@ -35,8 +35,11 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Keeps the tests of a file in one process, because they share slow fixtures; tests marked `anywhere` may move."""
+    """Keeps the tests of a file, or of a group, in one process, because they share what is slow to make.
+
+    Tests marked `anywhere` may move.
+    """
     if config.pluginmanager.hasplugin("xdist"):
         for item in items:
-            if item.get_closest_marker("anywhere") is None:
+            if item.get_closest_marker("anywhere") is None and item.get_closest_marker("xdist_group") is None:
                 item.add_marker(pytest.mark.xdist_group(item.path.name))

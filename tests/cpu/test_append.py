@@ -10,6 +10,7 @@ from cute_kernels.mla.append_spec import MlaAppendSpec, shipped_specs
 from cute_kernels.runtime.launch import PreparedLaunches
 from fp8_mla import pack
 from fp8_mla.formats import FORMATS, V3_2, V4
+from tests.kit.bad_input import TABLES
 from tests.kit.prepared import prepare
 from tests.kit.sass import listing as listing_of
 from tests.kit.sass import report as report_of
@@ -79,49 +80,8 @@ def test_a_cache_without_pages_takes_nothing():
     mla_fp8_append(tokens(2), poisoned_cache(0, PAGE_SIZE, 656), torch.tensor([0, 1]))
 
 
-def misaligned(t: torch.Tensor) -> torch.Tensor:
-    """The same values, one element off a 16-byte boundary."""
-    flat = torch.empty(t.numel() + 1, dtype=t.dtype)
-    return flat[1:].view(t.shape).copy_(t)
-
-
 KV, CACHE, SLOT = tokens(3), poisoned_cache(PAGES, PAGE_SIZE, 656), torch.tensor([1, 2, 3])
-BAD: dict[str, tuple[type[Exception], str, Any, torch.Tensor, torch.Tensor]] = {
-    "kv float32": (TypeError, "kv: got dtype torch.float32", KV.float(), CACHE, SLOT),
-    "kv is None": (TypeError, "kv: got NoneType", None, CACHE, SLOT),
-    "kv of 544": (ValueError, r"kv: got shape \(3, 544\)", KV[:, :544], CACHE, SLOT),
-    "kv 3-d": (ValueError, r"kv: got shape \(3, 1, 576\)", KV[:, None], CACHE, SLOT),
-    "kv transposed": (ValueError, "kv: got last stride 3", KV.T.contiguous().T, CACHE, SLOT),
-    "kv misaligned": (ValueError, "kv: .*16-byte", misaligned(KV), CACHE, SLOT),
-    "kv rows misaligned": (ValueError, "kv: .*16-byte", torch.zeros(3, 580).bfloat16()[:, :576], CACHE, SLOT),
-    "cache int8": (TypeError, "kv_cache: got .*int8", KV, CACHE.view(torch.int8), SLOT),
-    "cache of 640": (ValueError, "kv_cache: got .*640", KV, CACHE[..., :640], SLOT),
-    "cache 2-d": (ValueError, "kv_cache: got", KV, CACHE[0], SLOT),
-    "cache with two heads": (ValueError, "kv_cache: got", KV, poisoned_cache(PAGES, PAGE_SIZE, 2, 656), SLOT),
-    "cache rows not contiguous": (ValueError, "kv_cache: got strides", KV, poisoned_cache(5, 656, 7).mT, SLOT),
-    "cache misaligned": (ValueError, "kv_cache: .*16-byte", KV, misaligned(CACHE), SLOT),
-    "cache rows misaligned": (ValueError, "kv_cache: .*16-byte", KV, poisoned_cache(5, 7, 660)[..., :656], SLOT),
-    "cache elsewhere": (ValueError, "kv_cache: got a tensor on meta", KV, CACHE.to("meta"), SLOT),
-    "slots int16": (TypeError, "slot_mapping: got dtype torch.int16", KV, CACHE, SLOT.short()),
-    "slots for other tokens": (ValueError, r"slot_mapping: got shape \(2,\)", KV, CACHE, SLOT[:2]),
-    "slots 2-d": (ValueError, r"slot_mapping: got shape \(3, 1\)", KV, CACHE, SLOT[:, None]),
-    "slots elsewhere": (ValueError, "slot_mapping: got a tensor on meta", KV, CACHE, SLOT.to("meta")),
-    "not a GPU": (ValueError, "kv: got a tensor on meta.*SM90", KV.to("meta"), CACHE.to("meta"), SLOT.to("meta")),
-}
-
-
-@pytest.mark.parametrize("case", BAD)
-def test_bad_input(case):
-    error, message, kv, cache, slots = BAD[case]
-    with pytest.raises(error, match=message):
-        mla_fp8_append(kv, cache, slots)
-    assert (CACHE == POISON).all()
-
-
-def test_more_slots_than_an_int32_counts():
-    cache = torch.empty(656, dtype=torch.uint8).as_strided((2**16, 2**15, 656), (0, 0, 1))
-    with pytest.raises(ValueError, match="kv_cache: got 2147483648 slots"):
-        mla_fp8_append(KV, cache, SLOT)
+TABLE = TABLES["mla_fp8_append"]
 
 
 class Kernel:
@@ -142,44 +102,36 @@ class Kernel:
         self.calls.append((kv, pages, slots))
 
 
-def prepared(monkeypatch: pytest.MonkeyPatch, *caches: torch.Tensor) -> Kernel:
-    """A prepared launch for KV, SLOT and these caches, as an earlier call on a GPU would leave it."""
-    kernel = Kernel()
-    prepare(monkeypatch, append_op, kernel, *((KV, cache, SLOT) for cache in caches))
+def prepared(monkeypatch: pytest.MonkeyPatch, kv: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor) -> Kernel:
+    """A launch that is prepared for every form of a cache, as earlier calls on a GPU would leave it."""
+    kernel, fp8 = Kernel(), cache.view(torch.float8_e4m3fn)
+    forms = (cache, cache[:, :, None], fp8, fp8[:, :, None])
+    prepare(monkeypatch, append_op, kernel, *((kv, form, slots) for form in forms))
     kernel.calls.clear()
     return kernel
 
 
-CACHES = [CACHE, CACHE[:, :, None], CACHE.view(torch.float8_e4m3fn), CACHE[:, :, None].view(torch.float8_e4m3fn)]
-
-
-@pytest.mark.parametrize("cache", CACHES, ids=lambda cache: f"{cache.dim()}-d {cache.dtype}")
-def test_a_prepared_launch_checks_nothing_in_python(cache, monkeypatch):
-    kernel = prepared(monkeypatch, cache)
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float8_e4m3fn])
+@pytest.mark.parametrize("shape", [CACHE.shape, (PAGES, PAGE_SIZE, 1, 656)], ids=["3-d", "4-d"])
+def test_a_prepared_launch_checks_nothing_in_python(shape, dtype, monkeypatch):
+    kernel = prepared(monkeypatch, KV, CACHE, SLOT)
     monkeypatch.setattr(append_op, "check_tensor", None)
-    mla_fp8_append(KV, cache, SLOT)
+    mla_fp8_append(KV, CACHE.view(shape).view(dtype), SLOT)
     ((kv, pages, slots),) = kernel.calls
     assert kv is KV and slots is SLOT
     assert (pages.shape, pages.dtype, pages.data_ptr()) == (CACHE.shape, torch.uint8, CACHE.data_ptr())
 
 
-@pytest.mark.parametrize("case", BAD)
-def test_bad_input_of_a_prepared_launch(case, monkeypatch):
+@pytest.mark.parametrize("label", TABLE.wrong("cpu"))
+def test_bad_input_of_a_prepared_launch(label, monkeypatch):
     """A difference that the kernel cannot see is in the key of the prepared launch."""
-    kernel = prepared(monkeypatch, *CACHES)
-    test_bad_input(case)
-    assert kernel.calls == []
-
-
-def test_unsigned_slots_are_refused_by_a_prepared_launch(monkeypatch):
-    kernel = prepared(monkeypatch, CACHE)
-    with pytest.raises(TypeError, match="slot_mapping: got dtype torch.uint64"):
-        mla_fp8_append(KV, CACHE, SLOT.view(torch.uint64))
+    kernel = prepared(monkeypatch, *TABLE.right("cpu").values())
+    TABLE.refusal(label, "cpu")
     assert kernel.calls == []
 
 
 def test_other_shapes_are_not_what_was_prepared(monkeypatch):
-    kernel, cache = prepared(monkeypatch, CACHE), poisoned_cache(PAGES, PAGE_SIZE, 656)
+    kernel, cache = prepared(monkeypatch, KV, CACHE, SLOT), poisoned_cache(PAGES, PAGE_SIZE, 656)
     mla_fp8_append(KV[:2], cache, SLOT[:2])  # by torch
     assert torch.equal(cache, expected_cache(KV[:2], [1, 2])) and kernel.calls == []
 

@@ -2,8 +2,6 @@
 
 import dataclasses
 import itertools
-import random
-from collections import Counter
 from typing import Any, get_args
 
 import pytest
@@ -17,7 +15,7 @@ from cute_kernels.mla import op as mla_op
 from cute_kernels.mla.crossover.spec import shipped_specs as shipped_crossover_specs
 from cute_kernels.mla.spec import shipped_specs as shipped_mla_specs
 from tests.kit import covering
-from tests.kit.arrays import Model, Rule, cover, uncovered
+from tests.kit.arrays import Model, Rule, extended, uncovered
 from tests.kit.covering import GQA, GQA_ROWS, LONG, MLA, MLA_ROWS, NUM_SMS
 from tests.kit.gqa_cases import KV_DTYPES, SCALE_NAMES
 from tests.kit.mla_cases import dense_case
@@ -37,40 +35,14 @@ SMALL = Model(
 )
 
 
-# ---- the search
-
-
-def test_a_search_covers_what_is_possible_and_no_more():
-    rows = cover(SMALL, seed=3)
-    assert rows == cover(SMALL, seed=3)
-    assert uncovered(SMALL, rows) == []
-    assert all(SMALL.keeps_rules(row) for row in rows)
-    assert 12 <= len(rows) <= 16  # a and two factors of two values make 12
-    possible = [
-        row
-        for values in itertools.product(*SMALL.factors.values())
-        if SMALL.keeps_rules(row := dict(zip(SMALL.factors, values, strict=True)))
-    ]
-    for group in SMALL.combinations():
-        assert {tuple(row[name] for name in group) for row in rows} == {
-            tuple(row[name] for name in group) for row in possible
-        }
-
-
-def test_rows_take_patterns_where_they_can():
-    patterns = [{"a": 1, "b": "x"}, {"a": 2, "b": "y"}]
-    rows = cover(SMALL, patterns=patterns)
-    assert uncovered(SMALL, rows) == []
-    kept = [row for row in rows if {"a": row["a"], "b": row["b"]} in patterns]
-    others = [row for row in rows if row not in kept]
-    assert kept and len(others) < len(rows)
-    assert all((row["a"], row["b"]) not in ((1, "x"), (2, "y")) for row in others)
-
-
-def test_what_is_missing_is_named():
-    rows = [row for row in cover(SMALL) if not (row["a"] == 2 and row["d"])]
-    assert {"a": 2, "b": "y", "d": True} in uncovered(SMALL, rows)
+def test_what_is_missing_is_named_and_added():
+    rows = extended(SMALL, [])
+    assert uncovered(SMALL, rows) == [] and all(SMALL.keeps_rules(row) for row in rows)
+    few = [row for row in rows if not (row["a"] == 2 and row["d"])]
+    assert {"a": 2, "b": "y", "d": True} in uncovered(SMALL, few)
     assert SMALL.complete({"a": 0, "b": "y"}) is None
+    more = extended(SMALL, few)
+    assert more[: len(few)] == few and uncovered(SMALL, more) == []
 
 
 # ---- the arrays
@@ -82,21 +54,6 @@ def test_every_possible_combination_occurs(name):
     assert set(model.factors) == {*model.triples, *model.pairs}
     assert all(model.keeps_rules(row) for row in rows)
     assert uncovered(model, rows) == []
-
-
-@pytest.mark.parametrize("name", ARRAYS)
-def test_every_row_is_needed(name):
-    model, rows = ARRAYS[name]
-    groups = model.combinations()
-
-    def combinations(row: dict[str, Any]) -> list[tuple[Any, ...]]:
-        return [(group, tuple(row[factor] for factor in group)) for group in groups]
-
-    count = Counter(itertools.chain.from_iterable(map(combinations, rows)))
-    spare = [row for row in rows if all(count[one] > 1 for one in combinations(row))]
-    assert spare == []
-    for place in random.Random(0).sample(range(len(rows)), 3):
-        assert uncovered(model, rows[:place] + rows[place + 1 :])
 
 
 def broken(model: Model, *names: str) -> list[tuple[Any, ...]]:

@@ -28,15 +28,6 @@ from fp8_mla.formats import (
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def test_the_656_bytes() -> None:
-    assert [(field.name, field.offset, field.end) for field in V3_2.fields] == [
-        ("codes", 0, 512),
-        ("scales", 512, 528),
-        ("rope", 528, 656),
-    ]
-    assert (V3_2.nope_dim, V3_2.rope_dim, V3_2.num_scales, V3_2.token_bytes) == (512, 64, 4, 656)
-
-
 # The bytes of the other formats said a second time: (name, row, offset, end) of each field.
 OTHERS = {
     V3_2_NOPE: [("codes", 0, 0, 512), ("scales", 0, 512, 528)],
@@ -100,20 +91,6 @@ def test_page_layouts_that_do_not_exist(token_format: TokenFormat, arguments: di
 def test_dtypes_are_those_of_torch() -> None:
     for name, itemsize in ITEMSIZE.items():
         assert getattr(torch, name).itemsize == itemsize
-
-
-def test_bytes_of_a_packed_token_lie_where_the_format_says() -> None:
-    """Each field, read off the bytes by the format alone, is what `unpack` makes of them."""
-    kv = torch.randn((5, V3_2.d_qk), dtype=torch.float32, generator=torch.Generator().manual_seed(0)).bfloat16()
-    packed = fp8_mla.pack(kv)
-    read = {
-        field.name: packed[:, field.offset : field.end].contiguous().view(getattr(torch, field.dtype))
-        for field in V3_2.fields
-    }
-    assert torch.equal(read["rope"], kv[:, V3_2.nope_dim :])
-    scales = read["scales"].repeat_interleave(V3_2.quant_tile, dim=1)
-    expected = torch.cat([read["codes"].float() * scales, read["rope"].float()], dim=1)
-    assert torch.equal(fp8_mla.unpack(packed, torch.float32), expected)
 
 
 MADE_UP = TokenFormat(
@@ -277,20 +254,3 @@ CODES = Field("codes", "float8_e4m3fn", 512, 0)
 def test_a_format_that_does_not_add_up_is_refused(change: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
         dataclasses.replace(V3_2, **change)
-
-
-def test_a_format_may_have_rows_of_two_kinds() -> None:
-    """Data rows, then scale rows: offsets count within each."""
-    made = TokenFormat(
-        name="planar",
-        d_qk=512,
-        d_v=512,
-        fields=(
-            Field("codes", "float8_e4m3fn", 448, 0),
-            Field("rope", "bfloat16", 64, 448),
-            Field("scales", "float8_e4m3fn", 7, 0, row=1),
-        ),
-        quant_tile=64,
-        row_bytes=(576, 8),
-    )
-    assert made.token_bytes == 584 and made.num_scales == 7

@@ -236,17 +236,6 @@ def test_unpack_honours_any_positive_finite_scale(scale, codes):
         assert torch.equal(narrow, torch.tensor(product.item()).bfloat16())
 
 
-def test_quantization_error_is_within_half_a_step():
-    generator = torch.Generator().manual_seed(7)
-    kv = torch.randn(64, 576, generator=generator) * torch.logspace(-6, 6, 64).unsqueeze(1)
-    restored = fp8_mla.unpack(fp8_mla.pack(kv), torch.float64)[:, :512]
-    absmax = kv[:, :512].double().view(64, 4, 128).abs().amax(-1, keepdim=True).expand(64, 4, 128).reshape(64, 512)
-    error = (restored - kv[:, :512].double()).abs()
-    # Half a unit of 3 mantissa bits: 2**-4 of the value; below the normal range half a step of 2**-9 scales.
-    bound = torch.maximum(kv[:, :512].double().abs() * 2.0**-4, absmax / 448 * 2.0**-10) * (1 + 1e-6)
-    assert (error <= bound).all()
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_pack_takes_any_strides_and_leading_dimensions(dtype):
     generator = torch.Generator().manual_seed(1)

@@ -197,29 +197,6 @@ def test_queries_without_keys():
     assert out.shape == (0, 3, 2, 512) and lse.shape == (0, 3, 2)
 
 
-def test_causal_counts_from_the_end():
-    q, cache = random_case(4, 1, 3, 2, 3, 4)
-    table, seqlens = torch.tensor([[2, 0, 1]], dtype=torch.int32), torch.tensor([7], dtype=torch.int32)
-    out, lse = reference_decode(q, cache, block_table=table, cache_seqlens=seqlens)
-    order = [8, 9, 10, 11, 0, 1, 2]
-    for j in range(3):
-        one = torch.tensor([[order[: 5 + j]]], dtype=torch.int32)
-        assert_close((out[:, j : j + 1], lse[:, j : j + 1]), reference_decode(q[:, j : j + 1], cache, indices=one))
-    everything = torch.tensor([[order] * 3], dtype=torch.int32)
-    got = reference_decode(q, cache, block_table=table, cache_seqlens=seqlens, causal=False)
-    assert_close(got, reference_decode(q, cache, indices=everything))
-
-
-@pytest.mark.parametrize("chunk", range(1, 12))
-def test_results_do_not_depend_on_the_chunk(monkeypatch, chunk):
-    q, cache = random_case(13, 2, 4, 2, 3, 4)
-    table = torch.tensor([[2, 0, 1], [1, -1, 2]], dtype=torch.int32)
-    seqlens = torch.tensor([11, 10], dtype=torch.int32)
-    whole = reference_decode(q, cache, block_table=table, cache_seqlens=seqlens)
-    monkeypatch.setattr(reference, "KEYS_PER_CHUNK", chunk)
-    assert_close(reference_decode(q, cache, block_table=table, cache_seqlens=seqlens), whole)
-
-
 @pytest.mark.parametrize("chunk", [1, 2, 8192])
 def test_a_score_of_minus_infinity_has_no_weight(monkeypatch, chunk):
     monkeypatch.setattr(reference, "KEYS_PER_CHUNK", chunk)
@@ -271,13 +248,6 @@ def test_scores_far_beyond_the_range_of_exp():
     s_aux = torch.tensor([-1e6, 1e6])
     out, _ = reference_decode(q, cache, indices=indices, s_aux=s_aux)
     assert torch.equal(out[:, :, 0], got[0][:, :, 0]) and (out[:, :, 1] == 0).all()
-
-
-def test_a_slot_named_twice_counts_twice():
-    q, cache = random_case(8, 1, 1, 2, 1, 4)
-    once = reference_decode(q, cache, indices=torch.tensor([[[2]]], dtype=torch.int32))
-    twice = reference_decode(q, cache, indices=torch.tensor([[[2, 2]]], dtype=torch.int32))
-    assert_close((once[0], once[1] + math.log(2)), twice)
 
 
 def test_float32_is_the_same_within_its_precision():

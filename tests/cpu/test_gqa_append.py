@@ -14,6 +14,7 @@ from cute_kernels.gqa.layouts import LAYOUTS, CacheSizes, Which, scale_shapes
 from cute_kernels.gqa.reference import quantize
 from cute_kernels.runtime.compile import compile_kernel
 from cute_kernels.runtime.launch import PreparedLaunches
+from tests.kit.bad_input import TABLES
 from tests.kit.gqa_cases import SCALE_NAMES as KINDS
 from tests.kit.mla_cases import generator
 from tests.kit.prepared import prepare
@@ -110,120 +111,10 @@ def test_nothing_to_do() -> None:
     kv_int8_append(*make_tokens(2), empty, empty, no_scale, no_scale, slots, layout="paged_NHD")
 
 
-# ---- bad input
-
-
-def call() -> dict[str, Any]:
-    """A good call."""
-    k, v = make_tokens(3)
-    k_cache, v_cache = make_caches("BNSH")
-    scale = make_scale("BNSH", "per_token_head")
-    given = {"k": k, "v": v, "k_cache": k_cache, "v_cache": v_cache, "k_scale": scale, "v_scale": scale.clone()}
-    return {**given, "slot_mapping": torch.tensor([1, 2, 3]), "layout": "BNSH"}
-
-
-def misaligned(t: torch.Tensor) -> torch.Tensor:
-    """The same values, one element off a 16-byte boundary."""
-    return torch.empty(t.numel() + 1, dtype=t.dtype)[1:].view(t.shape).copy_(t)
-
-
-def rows_apart(t: torch.Tensor, gap: int) -> torch.Tensor:
-    """The same shape, with `gap` elements between rows."""
-    return torch.zeros(*t.shape[:-1], t.shape[-1] + gap, dtype=t.dtype)[..., : t.shape[-1]]
-
-
-C = call()
-BAD: dict[str, tuple[type[Exception], str, dict[str, Any]]] = {
-    "layout unknown": (ValueError, "layout: got 'NBSH'; needs one of", {"layout": "NBSH"}),
-    "layout None": (TypeError, "layout: got NoneType", {"layout": None}),
-    "layout of other axes": (ValueError, "k_cache: got .*layout 'paged_vllm' needs 5", {"layout": "paged_vllm"}),
-    "layout with heads elsewhere": (ValueError, r"k: got shape \(3, 2, 64\)", {"layout": "BSNH"}),
-    "k float32": (TypeError, "k: got dtype torch.float32", {"k": C["k"].float()}),
-    "k None": (TypeError, "k: got NoneType", {"k": None}),
-    "k 2-d": (ValueError, "k: got 2 dimensions", {"k": C["k"][:, 0]}),
-    "k of other heads": (ValueError, r"k: got shape \(3, 1, 64\)", {"k": C["k"][:, :1]}),
-    "k of other d": (ValueError, r"k: got shape \(3, 2, 32\)", {"k": C["k"][..., :32]}),
-    "k misaligned": (ValueError, "k: .*16-byte", {"k": misaligned(C["k"])}),
-    "k rows misaligned": (ValueError, "k: .*16-byte", {"k": rows_apart(C["k"], 4)}),
-    "k rows not contiguous": (ValueError, "k: got last stride 2", {"k": torch.zeros(3, 2, 128).bfloat16()[..., ::2]}),
-    "v float16": (TypeError, "v: got dtype torch.float16; needs torch.bfloat16", {"v": C["v"].half()}),
-    "v of other tokens": (ValueError, r"v: got shape \(2, 2, 64\)", {"v": C["v"][:2]}),
-    "v misaligned": (ValueError, "v: .*16-byte", {"v": misaligned(C["v"])}),
-    "v elsewhere": (ValueError, "v: got a tensor on meta", {"v": C["v"].to("meta")}),
-    "k_cache uint8": (TypeError, "k_cache: got dtype torch.uint8", {"k_cache": C["k_cache"].view(torch.uint8)}),
-    "k_cache fp8": (TypeError, "k_cache: got dtype", {"k_cache": C["k_cache"].view(torch.float8_e4m3fn)}),
-    "k_cache 3-d": (ValueError, "k_cache: got shape", {"k_cache": C["k_cache"][0]}),
-    "k_cache misaligned": (ValueError, "k_cache: .*16-byte", {"k_cache": misaligned(C["k_cache"])}),
-    "k_cache rows misaligned": (ValueError, "k_cache: .*16-byte", {"k_cache": rows_apart(C["k_cache"], 8)}),
-    "k_cache not contiguous": (
-        ValueError,
-        "k_cache: got last stride 2",
-        {"k_cache": torch.zeros(PAGES, H_KV, ROWS, 2 * D, dtype=torch.int8)[..., ::2]},
-    ),
-    "k_cache elsewhere": (ValueError, "k_cache: got a tensor on meta", {"k_cache": C["k_cache"].to("meta")}),
-    "caches of d 32": (
-        ValueError,
-        "k_cache: got head dimension 32",
-        {"k_cache": rows_apart(C["k_cache"][..., :32], 32), "v_cache": rows_apart(C["v_cache"][..., :32], 32)},
-    ),
-    "v_cache of other sizes": (ValueError, "v_cache: got shape", {"v_cache": C["v_cache"][:2]}),
-    "v_cache uint8": (TypeError, "v_cache: got dtype torch.uint8", {"v_cache": C["v_cache"].view(torch.uint8)}),
-    "v_cache misaligned": (ValueError, "v_cache: .*16-byte", {"v_cache": misaligned(C["v_cache"])}),
-    "v_cache elsewhere": (ValueError, "v_cache: got a tensor on meta", {"v_cache": C["v_cache"].to("meta")}),
-    "k_scale bfloat16": (TypeError, "k_scale: got dtype torch.bfloat16", {"k_scale": C["k_scale"].bfloat16()}),
-    "k_scale None": (TypeError, "k_scale: got NoneType", {"k_scale": None}),
-    "k_scale of no granularity": (ValueError, "k_scale: got shape", {"k_scale": torch.ones(PAGES, H_KV, ROWS, 5)}),
-    "k_scale of other tokens": (ValueError, "k_scale: got shape", {"k_scale": C["k_scale"][:, :, 1:]}),
-    "k_scale elsewhere": (ValueError, "k_scale: got a tensor on meta", {"k_scale": C["k_scale"].to("meta")}),
-    "v_scale of another dtype": (TypeError, "v_scale: got dtype torch.float16", {"v_scale": C["v_scale"].half()}),
-    "v_scale of no granularity": (ValueError, "v_scale: got shape", {"v_scale": torch.ones(H_KV + 1)}),
-    "v_scale elsewhere": (ValueError, "v_scale: got a tensor on meta", {"v_scale": C["v_scale"].to("meta")}),
-    "slots int16": (TypeError, "slot_mapping: got dtype torch.int16", {"slot_mapping": C["slot_mapping"].short()}),
-    "slots uint64": (TypeError, "slot_mapping: got dtype", {"slot_mapping": C["slot_mapping"].view(torch.uint64)}),
-    "slots for others": (ValueError, r"slot_mapping: got shape \(2,\)", {"slot_mapping": C["slot_mapping"][:2]}),
-    "slots 2-d": (ValueError, r"slot_mapping: got shape \(3, 1\)", {"slot_mapping": C["slot_mapping"][:, None]}),
-    "slots elsewhere": (
-        ValueError,
-        "slot_mapping: got a tensor on meta",
-        {"slot_mapping": torch.ones(3).to("meta").long()},
-    ),
-    "not a GPU": (
-        ValueError,
-        "k: got a tensor on meta.*SM90",
-        {name: t.to("meta") for name, t in C.items() if isinstance(t, torch.Tensor)},
-    ),
-}
-
-
-@pytest.mark.parametrize("case", BAD)
-def test_bad_input(case: str) -> None:
-    error, message, changed = BAD[case]
-    with pytest.raises(error, match=message):
-        kv_int8_append(**{**C, **changed})
-    assert (C["k_cache"] == POISON).all() and (C["v_cache"] == POISON).all()
-
-
-def test_pages_of_paged_layouts() -> None:
-    k, v = make_tokens(1)
-    scale = torch.ones(())
-    odd = torch.zeros(2, 12, H_KV, D, dtype=torch.int8)
-    with pytest.raises(ValueError, match="k_cache: got page size 12"):
-        kv_int8_append(k, v, odd, odd, scale, scale, torch.tensor([0]), layout="paged_NHD")
-    k_cache = torch.zeros(2, H_KV, D // 8, ROWS, 8, dtype=torch.int8)
-    v_cache = torch.zeros(2, H_KV, D, ROWS, dtype=torch.int8)
-    with pytest.raises(ValueError, match="k_cache: got x = 8.*needs 16"):
-        kv_int8_append(k, v, k_cache, v_cache, scale, scale, torch.tensor([0]), layout="paged_vllm")
-
-
-def test_more_slots_than_an_int32_counts() -> None:
-    cache = torch.empty(64, dtype=torch.int8).as_strided((2**16, H_KV, 2**15, D), (0, 0, 0, 1))
-    with pytest.raises(ValueError, match="k_cache: got 2147483648 slots"):
-        kv_int8_append(
-            **{**C, "k_cache": cache, "v_cache": cache, "k_scale": torch.ones(()), "v_scale": torch.ones(())}
-        )
-
-
 # ---- launches
+
+TABLE = TABLES["kv_int8_append"]
+C = TABLE.right("cpu")
 
 
 class Kernel:
@@ -251,7 +142,7 @@ class Kernel:
 def prepared(monkeypatch: pytest.MonkeyPatch) -> Kernel:
     """A prepared launch for `C`, as an earlier call on a GPU would leave it."""
     kernel = Kernel()
-    prepare(monkeypatch, append_op, append_op.PreparedLaunch(kernel, 1), tuple(C.values()))
+    prepare(monkeypatch, append_op, append_op.PreparedLaunch(kernel, 1, apart=set()), tuple(C.values()))
     kernel.calls.clear()
     return kernel
 
@@ -265,11 +156,11 @@ def test_a_prepared_launch_checks_nothing_in_python(monkeypatch: pytest.MonkeyPa
     assert arguments[-1] == 1
 
 
-@pytest.mark.parametrize("case", BAD)
-def test_bad_input_of_a_prepared_launch(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("label", TABLE.wrong("cpu"))
+def test_bad_input_of_a_prepared_launch(label: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A difference that the kernel cannot see is in the key of the prepared launch."""
     kernel = prepared(monkeypatch)
-    test_bad_input(case)
+    TABLE.refusal(label, "cpu")
     assert kernel.calls == []
 
 
@@ -301,6 +192,14 @@ def test_the_first_launch_prepares_the_others(layout: str, monkeypatch: pytest.M
     assert len(calls) == 3, "there was nothing to launch"
 
 
+def test_the_x_of_packed_pages_is_16() -> None:
+    k_cache, v_cache = make_caches("paged_vllm")
+    scale = torch.ones(())
+    with pytest.raises(ValueError, match="k_cache: got x = 8.*needs 16"):
+        kv_int8_append(*make_tokens(1), k_cache.view(PAGES, H_KV, D // 8, ROWS, 8), v_cache, scale, scale,
+                       torch.tensor([0]), layout="paged_vllm")  # fmt: skip
+
+
 def test_traces_under_torch_compile() -> None:
     def step(k, v, k_cache, v_cache, k_scale, v_scale, slots):
         kv_int8_append(2 * k, v, k_cache, v_cache, k_scale, v_scale, slots, layout="BNSH")
@@ -308,7 +207,8 @@ def test_traces_under_torch_compile() -> None:
 
     results = []
     for run in (step, torch.compile(step, fullgraph=True, backend="aot_eager")):
-        k, v, k_cache, v_cache, k_scale, v_scale, slots, _ = call().values()
+        (k, v), (k_cache, v_cache), slots = make_tokens(3), make_caches("BNSH"), torch.tensor([1, 2, 3])
+        k_scale, v_scale = (make_scale("BNSH", "per_token_head") for _ in range(2))
         row = run(k, v, k_cache, v_cache, k_scale, v_scale, slots)
         results.append((row, k_cache, v_cache, k_scale, v_scale))
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))

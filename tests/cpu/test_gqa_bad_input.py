@@ -12,7 +12,6 @@ from cute_kernels import gqa_decode
 from cute_kernels.gqa.layouts import LAYOUTS
 from tests.kit import bad_input_gqa
 from tests.kit.bad_input import ERROR
-from tests.kit.bad_input_gqa import G_BATCH, G_S_Q, H_Q, D
 from tests.kit.bad_tensors import FP8
 
 
@@ -37,35 +36,6 @@ def test_the_calls_that_the_others_break_are_right(layout, dtype):
     arguments = call(layout, dtype)
     gqa_decode(**arguments)
     assert arguments["out"].isfinite().all()
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("d", [16, 32, 80, 96, 192, 512])
-def test_head_dimensions(layout, d):
-    caches = {"k_cache": cache(layout, "k", d=d), "v_cache": cache(layout, "v", d=d)}
-    require_error(
-        {**call(layout), **caches, "q": torch.zeros((G_BATCH, G_S_Q, H_Q, d), dtype=torch.bfloat16)}, "k_cache"
-    )
-
-
-@pytest.mark.parametrize(
-    ("layout", "page_size"),
-    [*((layout, size) for layout in ("paged_NHD", "paged_HND") for size in (0, 3, 12, 48, 100)),
-     *(("paged_vllm", size) for size in (0, 1, 4, 12, 24, 64))],
-)  # fmt: skip
-def test_page_sizes(layout, page_size):
-    caches = {"k_cache": cache(layout, "k", t=page_size), "v_cache": cache(layout, "v", t=page_size)}
-    one = torch.ones(1)
-    require_error({**call(layout), **caches, "k_scale": one, "v_scale": one}, "k_cache")
-
-
-def test_chunks_of_another_size():
-    """A chunk is 16 bytes: 8 values of bfloat16, and 16 of int8."""
-    short = cache("paged_vllm", x=8, c=8)
-    assert short.shape[2] * short.shape[4] == D
-    require_error({**call("paged_vllm"), "k_cache": short}, "k_cache")
-    long = cache("paged_vllm", "k", torch.bfloat16, x=16, c=4)
-    require_error({**call("paged_vllm", torch.bfloat16), "k_cache": long}, "k_cache")
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

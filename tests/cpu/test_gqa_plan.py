@@ -3,6 +3,7 @@
 A plan must be right for any lengths, because only the device knows them.
 """
 
+import bisect
 import itertools
 from collections import Counter
 
@@ -57,7 +58,7 @@ def pieces(
         else:
             begin = range_start(r, total, ranges)
             left = range_start(r + 1, total, ranges) - begin
-            b = next(b for b in range(batch) if begin < lines[b + 1]) if left else 0
+            b = bisect.bisect_right(lines, begin) - 1 if left else 0
             offset = begin - lines[b]
         while left > 0:
             stop = min(offset + left, tiles[b])

@@ -13,7 +13,6 @@ from cute_kernels.gqa.reference import (
     ScaledCache,
     dequantize,
     quantize,
-    reference_append,
     reference_gqa_decode,
 )
 from tests.kit.gqa_cases import (
@@ -444,43 +443,6 @@ def test_every_granularity(kind, scale_dtype):
         assert torch.equal(again, codes)
 
 
-# ---- append
-
-
-@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=lambda layout: layout.name)
-@pytest.mark.parametrize("kind", KINDS, ids=SCALE_NAMES)
-@pytest.mark.parametrize("scale_dtype", [torch.float32, torch.float16])
-def test_append(layout, kind, scale_dtype):
-    gen = generator(3)
-    sizes = CacheSizes(4, 8, 2, 64)
-    k, v = torch.randn(2, 6, 2, 64, generator=gen).bfloat16()
-    slots = torch.tensor([31, -1, 0, 32, 13, -(2**63)])
-    keep = torch.tensor([0, 2, 4])
-    v_kind = KINDS[KINDS.index(kind) - 1]
-    k_cache, k_scale = empty(layout, "k", sizes, kind, scale_dtype)
-    v_cache, v_scale = empty(layout, "v", sizes, v_kind, scale_dtype)
-    reference_append(k, v, k_cache, v_cache, k_scale, v_scale, slots, layout=layout.name)
-    for which, x, cache, scale, its_kind in (("k", k, k_cache, k_scale, kind), ("v", v, v_cache, v_scale, v_kind)):
-        given = its_kind.granularity in ("per_tensor", "per_head")
-        codes, own = quantize(x[keep], its_kind, scale_dtype, scale if given else None)
-        expected = torch.full((32, 2, 64), 99 * 7.0, dtype=torch.float64)
-        expected[slots[keep]] = dequantized(codes, own, its_kind)
-        if given:
-            assert (scale == 7).all()
-        assert torch.equal(dequantize(cache, scale, layout.name, which).flatten(0, 1), expected)
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_append_of_nothing(layout):
-    sizes, known = CacheSizes(2, 8, 2, 64), LAYOUTS[layout]
-    k_cache, k_scale = empty(known, "k", sizes, KINDS[3])
-    v_cache, v_scale = empty(known, "v", sizes, KINDS[4])
-    for slots in (torch.zeros(0, dtype=torch.int64), torch.tensor([-1, 16])):
-        x = torch.ones(len(slots), 2, 64, dtype=torch.bfloat16)
-        reference_append(x, x, k_cache, v_cache, k_scale, v_scale, slots, layout=layout)
-    assert (k_cache == 99).all() and (v_cache == 99).all() and (k_scale == 7).all() and (v_scale == 7).all()
-
-
 # ---- the inputs, and the tolerance rule over them
 
 
@@ -507,13 +469,6 @@ def test_what_nobody_sees_is_poison(layout):
     for tokens in (keys, values):
         assert int(tokens.isfinite().all(dim=-1).sum()) == 1 + 6
         assert int(tokens.isnan().all(dim=-1).sum()) == tokens[..., 0].numel() - 7
-
-
-def test_the_same_seed_gives_the_same_case():
-    cases = [small_case(5, layout="paged_vllm", kv_dtype="fp8", values="wild", alibi="batch") for _ in range(2)]
-    for one, other in zip(*(case.arguments().values() for case in cases), strict=True):
-        if isinstance(one, torch.Tensor):
-            assert torch.equal(one.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8))
 
 
 @pytest.mark.parametrize("values", VALUES)

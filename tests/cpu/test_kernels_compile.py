@@ -4,8 +4,6 @@ import concurrent.futures
 import dataclasses
 import importlib
 import multiprocessing
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -147,24 +145,6 @@ def test_each_kernel_of_a_spec_is_held_to_the_budget() -> None:
     assert problems == ["b: 80 registers; the budget is 64", "b: 8 bytes of stack", "b: 3 LDL instructions"]
 
 
-def test_opcodes_are_counted_by_function() -> None:
-    listing = """
-	.section	.text.first,"ax",@progbits
-.text.first:
-        /*0000*/                   LDC R1, c[0x0][0x28] ;
-        /*0010*/              @!P0 LDG.E.128 R16, desc[UR4][R20.64] ;
-        /*0020*/             @!UP2 UTMALDG.4D [UR8], [UR4], desc[UR6] ;
-        /*0030*/               @PT LDG.E.128 R12, desc[UR4][R20.64+0x10] ;
-.L_x_0:
-        /*0040*/                   BRA `(.L_x_0);
-	.section	.nv.shared.first,"aw",@nobits
-	.section	.text.second,"ax",@progbits
-        /*0000*/                   EXIT ;
-"""
-    counts = sass.count_opcodes(listing.splitlines())
-    assert counts == {"first": {"LDC": 1, "LDG.E.128": 2, "UTMALDG.4D": 1, "BRA": 1}, "second": {"EXIT": 1}}
-
-
 def test_wrapped_messages_of_ptxas_are_put_together() -> None:
     said = """
           ptxas info    : (C7514) Potential Performance Loss: wgmma.mma_async instructions are
@@ -180,23 +160,3 @@ def test_wrapped_messages_of_ptxas_are_put_together() -> None:
     assert sass.find_warnings(said) == (f"{serialized} 'kernel'", injected)
     problems = SassReport((), sass.find_warnings(said)).problems({"registers": 0, "instructions": ()})
     assert problems == [f"ptxas: {serialized} 'kernel'"]
-
-
-def test_absent_tool_says_what_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(sys, "path", [str(tmp_path)])
-    monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(RuntimeError, match="install nvidia-cuda-nvdisasm"):
-        sass.find_tool("nvdisasm")
-
-
-def test_failing_tool_is_reported(tmp_path: Path) -> None:
-    (tmp_path / "no.cubin").write_bytes(b"no cubin")
-    with pytest.raises(RuntimeError, match="nvdisasm -c"):
-        sass.read_cubin(tmp_path / "no.cubin")
-
-
-def test_report_from_the_command_line() -> None:
-    command = [sys.executable, "-m", "bench.sass", "tests.cpu.tiny_spec"]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
-    assert result.returncode == 0, result.stderr
-    assert result.stdout.startswith("TinySpec(width=128, fault='')") and "as expected" in result.stdout

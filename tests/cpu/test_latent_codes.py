@@ -70,28 +70,6 @@ def test_no_other_file_knows_a_format(file: Path) -> None:
     assert bool(found) == (file.name in OWNERS), found
 
 
-@pytest.mark.parametrize(
-    "source",
-    [
-        "if codes.is_fp4(kind): pass",
-        "from fp8_mla.formats import V4",
-        "kind = formats.V4_1",
-        'def f(name: str = "v4.1"): pass',
-        "if kind.codes.bits == 4: pass",
-        "if 64 == kind.quant_tile: pass",
-        'if kind.codes.dtype == "float4_e2m1fn_x2": pass',
-        "numbers = make(4, Float8E4M3FN)",
-        "def quantize_e2m1(): pass",
-    ],
-)
-def test_mentions_are_seen(source: str) -> None:
-    assert list(mentions(source))
-
-
-def test_words_of_docstrings_do_not_count() -> None:
-    assert not list(mentions('"""Of V4."""\ndef f(kind):\n    """e2m1."""\n    return kind.codes.bits  # of fp4\n'))
-
-
 # ---- what a thread reads
 
 READ = pytest.mark.parametrize("kind", [V4, V4_1, V4_1_FP4], ids=lambda kind: kind.name)

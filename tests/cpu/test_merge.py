@@ -12,6 +12,7 @@ from cute_kernels.merge.op import merge_states
 from cute_kernels.merge.reference import merge_states_reference
 from cute_kernels.merge.spec import ITEMSIZE, MergeSpec, shipped_specs
 from cute_kernels.runtime.launch import PreparedLaunches
+from tests.kit.bad_input import ERROR, TABLES
 from tests.kit.prepared import prepare
 from tests.kit.sass import report as report_of
 
@@ -138,49 +139,7 @@ def test_no_rows():
     assert out.shape == (0, 3, 8) and lse.shape == (0, 3)
 
 
-def misaligned(*shape: int) -> torch.Tensor:
-    return torch.zeros(1 + math.prod(shape))[1:].view(shape)
-
-
 OUTS, LSES = torch.zeros(2, 3, 4, 8), torch.zeros(2, 3, 4)
-BAD: dict[str, tuple[type[Exception], str, list[Any], dict[str, Any]]] = {
-    "outs is a list": (TypeError, "outs: got list", [OUTS.tolist(), LSES], {}),
-    "outs float64": (TypeError, "outs: got dtype torch.float64", [OUTS.double(), LSES], {}),
-    "outs without n": (ValueError, r"outs: got shape \(8,\)", [OUTS[0, 0, 0], LSES[0, 0, 0]], {}),
-    "no states": (ValueError, "outs: .*at least one state", [OUTS[:0], LSES[:0]], {}),
-    "d = 4": (ValueError, "outs: got d = 4", [OUTS[..., :4], LSES], {}),
-    "d = 520": (ValueError, "outs: got d = 520", [torch.zeros(2, 3, 4, 520), LSES], {}),
-    "outs transposed": (ValueError, "outs: got last stride", [torch.zeros(2, 3, 8, 8).mT, torch.zeros(2, 3, 8)], {}),
-    "outs misaligned": (ValueError, "outs: .*16-byte", [misaligned(2, 3, 4, 8), LSES], {}),
-    "rows of outs misaligned": (ValueError, "outs: .*16-byte", [torch.zeros(2, 3, 4, 9)[..., :8], LSES], {}),
-    "lses float64": (TypeError, "lses: got dtype torch.float64", [OUTS, LSES.double()], {}),
-    "lses of another shape": (ValueError, r"lses: got shape \(2, 4, 3\)", [OUTS, LSES.mT], {}),
-    "lses elsewhere": (ValueError, "lses: got a tensor on meta", [OUTS, LSES.to("meta")], {}),
-    "sink of the wrong length": (ValueError, r"s_aux: got shape \(3,\)", [OUTS, LSES], {"s_aux": torch.zeros(3)}),
-    "sink bf16": (TypeError, "s_aux: got dtype", [OUTS, LSES], {"s_aux": torch.zeros(4, dtype=torch.bfloat16)}),
-    "sink without heads": (ValueError, "s_aux: .*heads", [OUTS[:, 0, 0], LSES[:, 0, 0]], {"s_aux": torch.zeros(1)}),
-    "out of another shape": (ValueError, r"out: got shape \(3, 8\)", [OUTS, LSES], {"out": torch.zeros(3, 8)}),
-    "out float64": (TypeError, "out: got dtype", [OUTS, LSES], {"out": torch.zeros(3, 4, 8).double()}),
-    "out misaligned": (ValueError, "out: .*16-byte", [OUTS, LSES], {"out": misaligned(3, 4, 8)}),
-    "out transposed": (ValueError, "out: got last stride", [OUTS, LSES], {"out": torch.zeros(3, 8, 4).mT}),
-    "lse of another shape": (ValueError, r"lse: got shape \(12,\)", [OUTS, LSES], {"lse": torch.zeros(12)}),
-    "lse bf16": (TypeError, "lse: got dtype", [OUTS, LSES], {"lse": torch.zeros(3, 4, dtype=torch.bfloat16)}),
-    "not a GPU": (ValueError, "outs: got a tensor on meta.*SM90", [OUTS.to("meta"), LSES.to("meta")], {}),
-}
-
-
-@pytest.mark.parametrize("case", BAD)
-def test_bad_input(case):
-    error, message, args, kwargs = BAD[case]
-    with pytest.raises(error, match=message):
-        merge_states(*args, **kwargs)
-
-
-def test_bad_input_leaves_the_outputs_alone():
-    out, lse = torch.full((3, 4, 8), NAN), torch.full((3, 4), NAN)
-    with pytest.raises(ValueError):
-        merge_states(torch.zeros(2, 3, 4, 9)[..., :8], LSES, out=out, lse=lse)
-    assert out.isnan().all() and lse.isnan().all()
 
 
 class Kernel:
@@ -231,27 +190,16 @@ def test_a_prepared_launch_checks_nothing_in_python(leading, with_sink, monkeypa
     assert torch.equal(out, want) and torch.equal(lse, want_lse) and kernel.calls == 1
 
 
-@pytest.mark.parametrize("dims", [4, 5])
-@pytest.mark.parametrize("case", BAD)
-def test_bad_input_of_a_prepared_launch(case, dims, monkeypatch):
-    error, message, args, kwargs = BAD[case]
-    kernel = prepared(monkeypatch, OUTS)
-    if dims == 5:
-        if (
-            not (isinstance(args[0], torch.Tensor) and args[0].dim() == args[1].dim() + 1 == 4)
-            or "got shape" in message
-        ):
-            pytest.skip("about 4 dimensions")
-        kernel = prepared(monkeypatch, OUTS[:, None])
-        args = [t.unsqueeze(1) for t in args]
-        kwargs = {name: t if name == "s_aux" else t.unsqueeze(0) for name, t in kwargs.items()}
-    with pytest.raises(error, match=message):
-        merge_states(*args, **kwargs)
-    if "out" not in kwargs and case != "not a GPU":
-        kwargs = {"out": torch.full(OUTS[0].shape if dims == 4 else (1, 3, 4, 8), NAN)} | kwargs
-        with pytest.raises(error, match=message):
-            merge_states(*args, **kwargs)
-        assert kwargs["out"].isnan().all()
+@pytest.mark.parametrize("given", ["no outputs", "out", "out and lse"])
+@pytest.mark.parametrize("label", TABLES["merge_states"].wrong("cpu"))
+def test_bad_input_of_a_prepared_launch(label, given, monkeypatch):
+    table = TABLES["merge_states"]
+    argument, changed = table.wrong("cpu")[label]
+    kernel, call = prepared(monkeypatch, table.right("cpu")["outs"]), table.right("cpu")
+    call = {name: value for name, value in call.items() if name not in ("out", "lse") or name in given}
+    call |= changed if isinstance(changed, dict) else {argument: changed}
+    with pytest.raises((TypeError, ValueError), match=ERROR.format(argument)):
+        merge_states(**call)
     assert kernel.calls == 0
 
 

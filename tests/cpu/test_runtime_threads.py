@@ -52,14 +52,14 @@ import random
 ends = [interrupted(TinySpec(32), 0.5)]
 assert ends[0] and is_compiling(), "the import of the DSL was not interrupted"
 random = random.Random(4)
-ends += [interrupted(TinySpec(32 * n), random.uniform(0.001, 1.0)) for n in range(2, 14)]
-assert sum(ends) > 3
-for n in range(1, 15):
+ends += [interrupted(TinySpec(32 * n), random.uniform(0.001, 1.0)) for n in range(2, 10)]
+assert sum(ends) > 2
+for n in range(1, 11):
     assert callable(compile.get_kernel(TinySpec(32 * n)))
 print("all there")
 """
     assert place.run(START + code) == "all there\n"
-    assert len(place.files()) == place.compilations() == 14
+    assert len(place.files()) == place.compilations() == 10
 
 
 def test_what_an_interrupted_call_compiles_is_kept(place: Place) -> None:

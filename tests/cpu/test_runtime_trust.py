@@ -22,6 +22,7 @@ from tests.kit.kernel_place import Place
 SPEC = TinySpec()
 STRANGER = 12345  # a user and a group that own nothing here
 
+Spoil = Callable[[Path, Path], str]
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files to another user, or act as one")
 
 
@@ -123,39 +124,109 @@ def loads(place: Place) -> None:
     assert place.compilations() == 0
 
 
-# --- the directory
+# --- what others could change: each function spoils a path, and returns what the warning says of it
 
 
-@pytest.mark.parametrize("mode", [0o777, 0o775, 0o757, 0o720, 0o1777], ids=oct)
-def test_directory_that_others_may_write_is_refused(place: Place, sound: bytes, mode: int) -> None:
-    plant(place.directory, sound)
-    place.directory.chmod(mode)
-    said = gets_in_memory(place)
-    assert f"{place.directory} may be written by other users (mode {mode:04o})" in said
-    assert ("chmod go-w" in said) == (mode != 0o1777)  # nobody should follow such advice for /tmp
+def opened(mode: int) -> Spoil:
+    def spoil(path: Path, base: Path) -> str:
+        path.chmod(mode)
+        return f"{path} may be written by other users (mode {mode:04o})"
+
+    return spoil
 
 
-@as_root
-def test_directory_of_another_user_is_refused(place: Place, sound: bytes) -> None:
-    plant(place.directory, sound)
-    os.chown(place.directory, STRANGER, -1)
-    assert f"{place.directory} belongs to user {STRANGER}" in gets_in_memory(place)
+def given_away(path: Path, base: Path) -> str:
+    os.lchown(path, STRANGER, -1)
+    return f"{path} belongs to user {STRANGER}"
 
 
-@pytest.mark.parametrize("mode", [0o777, 0o757], ids=oct)
-def test_directory_that_others_could_replace_is_refused(nested: Place, sound: bytes, mode: int) -> None:
-    """Whoever may write the parent may rename the directory and put another in its place."""
+def linked(path: Path, base: Path) -> str:
+    path.rename(base / "elsewhere")
+    path.symlink_to(base / "elsewhere")
+    return f"{path} is no regular file"
+
+
+def linked_to_nothing(path: Path, base: Path) -> str:
+    path.unlink()
+    path.symlink_to(base / "nothing")
+    return f"{path} is no regular file"
+
+
+def remade(make: Callable[[Path], None]) -> Spoil:
+    def spoil(path: Path, base: Path) -> str:
+        path.unlink()
+        make(path)
+        return f"{path} is no regular file"
+
+    return spoil
+
+
+def link_that_others_could_replace(path: Path, base: Path) -> str:
+    """Both ends are sound, and the link on the way between them is not."""
+    loose = base / "loose"
+    loose.mkdir()
+    linked(path, base)
+    path.rename(loose / "link")
+    path.symlink_to(loose / "link")
+    return opened(0o777)(loose, base)
+
+
+def link_of_another_user(path: Path, base: Path) -> str:
+    """In a sticky directory its owner can replace the link, wherever it leads now."""
+    link_that_others_could_replace(path, base)
+    (base / "loose").chmod(0o1777)
+    return given_away(base / "loose" / "link", base)
+
+
+def above(levels: int, spoil: Spoil) -> Spoil:
+    """Whoever may write a directory above may put another one in its place."""
+    return lambda path, base: spoil(path.parents[levels - 1], base)
+
+
+MODES = (0o777, 0o775, 0o757, 0o720, 0o1777)
+DIRECTORIES = [
+    *(pytest.param(opened(mode), id=f"{mode:o}") for mode in MODES),
+    *(pytest.param(above(2, opened(mode)), id=f"below {mode:o}") for mode in (0o777, 0o757)),
+    link_that_others_could_replace,
+    pytest.param(given_away, marks=as_root),
+    pytest.param(above(1, given_away), marks=as_root, id="below another user's"),
+    pytest.param(link_of_another_user, marks=as_root),
+]
+FILES = [
+    *(pytest.param(opened(mode), id=f"{mode:o}") for mode in (0o666, 0o664, 0o646)),
+    *(pytest.param(remade(make), id=make.__name__) for make in (os.mkfifo, os.mkdir)),
+    linked,
+    linked_to_nothing,
+    pytest.param(given_away, marks=as_root),
+]
+
+
+@pytest.mark.parametrize("spoil", DIRECTORIES)
+def test_a_directory_that_others_could_change_is_refused(
+    nested: Place, sound: bytes, tmp_path: Path, spoil: Spoil
+) -> None:
     plant(nested.directory, sound)
-    nested.directory.parents[1].chmod(mode)
+    expected = spoil(nested.directory, tmp_path)
     said = gets_in_memory(nested)
-    assert f"{nested.directory.parents[1]} may be written by other users" in said and "chmod go-w" in said
+    assert expected in said
+    # nobody should follow such advice for /tmp
+    assert ("chmod go-w" in said) == ("may be written" in expected and "1777" not in expected)
 
 
-@as_root
-def test_directory_below_one_of_another_user_is_refused(nested: Place, sound: bytes) -> None:
-    plant(nested.directory, sound)
-    os.chown(nested.directory.parent, STRANGER, -1)
-    assert f"{nested.directory.parent} belongs to user {STRANGER}" in gets_in_memory(nested)
+@pytest.mark.parametrize("suffix", [".so", ".lock"])
+@pytest.mark.parametrize("spoil", FILES)
+def test_a_file_that_others_could_change_is_refused(
+    place: Place, sound: bytes, tmp_path: Path, spoil: Spoil, suffix: str
+) -> None:
+    """What a link leads to is neither loaded, nor truncated, nor made."""
+    entry = plant(place.directory, sound)
+    path = entry.rename(entry.with_suffix(suffix))
+    expected = spoil(path, tmp_path)
+    said = gets_in_memory(place, SPEC)
+    assert expected in said
+    assert suffix == ".lock" or "may be written" not in expected or f"rm -r {entry}" in said
+    assert not (tmp_path / "nothing").exists()
+    assert spoil is not linked or (path.is_symlink() and (tmp_path / "elsewhere").read_bytes() == sound)
 
 
 def test_nothing_is_made_below_a_directory_that_others_may_write(nested: Place) -> None:
@@ -177,31 +248,6 @@ def test_directory_through_a_link_loads(place: Place, sound: bytes, tmp_path: Pa
     plant(tmp_path / "elsewhere", sound)
     place.directory.symlink_to("elsewhere/../elsewhere")
     loads(place)
-
-
-def test_directory_through_a_link_that_others_could_replace_is_refused(
-    place: Place, sound: bytes, tmp_path: Path
-) -> None:
-    """Both ends are sound, and the link on the way between them is not."""
-    plant(tmp_path / "sound", sound)
-    (tmp_path / "loose").mkdir()
-    (tmp_path / "loose" / "link").symlink_to(tmp_path / "sound")
-    (tmp_path / "loose").chmod(0o777)
-    place.directory.symlink_to(tmp_path / "loose" / "link")
-    assert f"{tmp_path / 'loose'} may be written" in gets_in_memory(place)
-
-
-@as_root
-def test_directory_through_a_link_of_another_user_is_refused(place: Place, sound: bytes, tmp_path: Path) -> None:
-    """In a sticky directory its owner can replace the link, wherever it leads now."""
-    plant(tmp_path / "sound", sound)
-    (tmp_path / "sticky").mkdir()
-    (tmp_path / "sticky").chmod(0o1777)
-    link = tmp_path / "sticky" / "link"
-    link.symlink_to(tmp_path / "sound")
-    os.lchown(link, STRANGER, -1)
-    place.directory.symlink_to(link)
-    assert f"{link} belongs to user {STRANGER}" in gets_in_memory(place)
 
 
 @as_root
@@ -297,44 +343,12 @@ def test_group_of_root_is_not_private(tmp_path: Path, monkeypatch: pytest.Monkey
 # --- entries and locks
 
 
-@pytest.mark.parametrize("mode", [0o666, 0o664, 0o646], ids=oct)
-def test_entry_that_others_may_write_is_refused(place: Place, sound: bytes, mode: int) -> None:
-    entry = plant(place.directory, sound)
-    entry.chmod(mode)
-    said = gets_in_memory(place, SPEC)
-    assert f"{entry} may be written by other users (mode {mode:04o})" in said and f"rm -r {entry}" in said
-
-
-@as_root
-def test_entry_of_another_user_is_refused(place: Place, sound: bytes) -> None:
-    entry = plant(place.directory, sound)
-    os.chown(entry, STRANGER, -1)
-    assert f"{entry} belongs to user {STRANGER}" in gets_in_memory(place, SPEC)
-
-
-def test_entry_that_is_a_link_is_refused(place: Place, sound: bytes, tmp_path: Path) -> None:
-    target = plant(tmp_path / "elsewhere", sound)
-    place.directory.mkdir(mode=0o700)
-    entry = place.directory / target.name
-    entry.symlink_to(target)
-    assert f"{entry} is no regular file" in gets_in_memory(place, SPEC)
-    assert entry.is_symlink()
-
-
 def test_damaged_entry_through_a_link_is_neither_removed_nor_written(place: Place, tmp_path: Path) -> None:
     target = plant(tmp_path / "elsewhere", b"not an entry")
     place.directory.mkdir(mode=0o700)
     (place.directory / target.name).symlink_to(target)
     gets_in_memory(place, SPEC)
     assert target.read_bytes() == b"not an entry"
-
-
-@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir])
-def test_entry_that_is_no_file_is_refused(place: Place, make: Callable[[Path], None]) -> None:
-    place.directory.mkdir(mode=0o700)
-    entry = place.directory / f"{entry_name(SPEC)}.so"
-    make(entry)
-    assert f"{entry} is no regular file" in gets_in_memory(place, SPEC)
 
 
 def test_load_says_what_it_refuses(place: Place, sound: bytes) -> None:
@@ -358,36 +372,6 @@ def test_kernel_that_is_compiled_in_memory_is_a_kernel(place: Place, sound: byte
     with pytest.warns(RuntimeWarning, match="may be written"):
         assert callable(compile.get_kernel(SPEC))
     assert place.compilations() == 1
-
-
-@pytest.mark.parametrize("content", ["of value", None])
-def test_lock_that_is_a_link_is_refused(place: Place, tmp_path: Path, content: str | None) -> None:
-    """What it leads to is neither truncated nor made."""
-    victim = tmp_path / "victim"
-    if content:
-        victim.write_text(content)
-    place.directory.mkdir(mode=0o700)
-    lock = place.directory / f"{entry_name(SPEC)}.lock"
-    lock.symlink_to(victim)
-    assert f"{lock} is no regular file" in gets_in_memory(place, SPEC)
-    assert victim.exists() == (content is not None)
-    assert content is None or victim.read_text() == content
-
-
-@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir])
-def test_lock_that_is_no_file_is_refused(place: Place, make: Callable[[Path], None]) -> None:
-    place.directory.mkdir(mode=0o700)
-    lock = place.directory / f"{entry_name(SPEC)}.lock"
-    make(lock)
-    assert f"{lock} is no regular file" in gets_in_memory(place, SPEC)
-
-
-def test_lock_that_others_may_write_is_refused(place: Place) -> None:
-    place.directory.mkdir(mode=0o700)
-    lock = place.directory / f"{entry_name(SPEC)}.lock"
-    lock.touch()
-    lock.chmod(0o666)
-    assert f"{lock} may be written" in gets_in_memory(place, SPEC)
 
 
 def test_lock_keeps_what_it_holds(place: Place) -> None:

@@ -19,7 +19,7 @@ WRONG = [(name, label) for name in NAMES for label in TABLES[name].wrong("cpu")]
 
 def want_gradients(arguments: dict[str, Any]) -> None:
     """Of all that can have them."""
-    for t in arguments.values():
+    for t in (arguments.get(name) for name in ("q", "k", "v", "s_aux")):
         if isinstance(t, torch.Tensor) and t.is_floating_point() and t.is_leaf and t.itemsize > 1:
             t.requires_grad_()
 

@@ -5,7 +5,6 @@ import subprocess
 import sys
 import types
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,36 +24,18 @@ from cute_kernels.integrations import transformers_cache
 from tests.kit import tiny_models
 from tests.kit.accuracy_table import int8_error
 from tests.kit.threads import one_thread as one_thread
-from tests.kit.transformers_calls import COPIES, NEW, counted_on, generate, keywords_of_calls, moved
+from tests.kit.transformers_calls import NEW, counted, counted_on, generate, keywords_of_calls, moved
+from tests.kit.transformers_calls import said as said
 
 ROOT = Path(__file__).resolve().parents[2]
-
-
-@pytest.fixture
-def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Why plain torch ran."""
-    reasons: list[str] = []
-    monkeypatch.setattr(cute, "_say_once", reasons.append)
-    return reasons
+pytestmark = pytest.mark.xdist_group("transformers")  # its small models are trained once
 
 
 @pytest.fixture
 def kernels(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     """How often the ops were called."""
-    calls: dict[str, int] = {}
-
-    def counted(name: str, op: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            calls[name] = calls.get(name, 0) + 1
-            return op(*args, **kwargs)
-
-        return call
-
-    for name in ("gqa_decode", "sink_attention"):
-        monkeypatch.setattr(cute, name, counted(name, getattr(cute, name)))
-    append = counted("kv_int8_append", transformers_cache.kv_int8_append)
-    monkeypatch.setattr(transformers_cache, "kv_int8_append", append)
-    return calls
+    ops = [(cute, "gqa_decode"), (cute, "sink_attention"), (transformers_cache, "kv_int8_append")]
+    return counted(monkeypatch, *ops)
 
 
 # ---- the same tokens
@@ -140,45 +121,6 @@ def test_turns_of_a_conversation_over_one_int8_cache(said: list[str]) -> None:
     assert cache.get_seq_length() == 40 and said == []
 
 
-@pytest.mark.parametrize("copy", COPIES.values(), ids=COPIES)
-@pytest.mark.parametrize("attention", ["cute", "eager"])
-def test_a_copied_cache_serves_the_attention_that_is_on(
-    attention: str, copy: Callable[[Any], Any], said: list[str], kernels: dict[str, int]
-) -> None:
-    """Also where the attention changes after the copy was made."""
-    model = tiny_models.trained("llama")
-    prompt, *steps = tiny_models.sequences(7, 2, 24).split([20, 1, 1, 1, 1], dim=1)
-    model.set_attn_implementation("cute")
-    try:
-        with torch.no_grad():
-            caches = [cute.CuteInt8Cache(model.config)]
-            model(prompt, past_key_values=caches[0])
-            caches.append(copy(caches[0]))
-            for step, name in zip(steps, (attention, attention, "cute", "eager"), strict=True):
-                model.set_attn_implementation(name)
-                before = kernels["gqa_decode"] if "gqa_decode" in kernels else 0
-                expected, found = (model(step, past_key_values=cache).logits for cache in caches)
-                assert torch.equal(found, expected)
-                ran = kernels.get("gqa_decode", 0) - before
-                assert ran == (2 * len(caches[0].layers) if name == "cute" else 0)
-            assert all(layer.serves("eager") for layer in caches[1].layers), "its config is the model's again"
-    finally:
-        model.set_attn_implementation("eager")
-    assert said == []
-
-
-def test_all_of_a_layer_moves() -> None:
-    layer = transformers_cache.CuteInt8Layer(None, transformers_cache.Positions())
-    layer.offload()  # nothing yet
-    layer.update(*torch.randn(2, 1, 2, 5, 64).bfloat16())
-    stored = [getattr(layer, name) for name in layer.stored]
-    layer.offload()
-    assert all(torch.equal(getattr(layer, name), t) for name, t in zip(layer.stored, stored, strict=True))
-    layer.device = torch.device("meta")
-    layer.prefetch()
-    assert {getattr(layer, name).device.type for name in layer.stored} == {"meta"}
-
-
 def test_int8_costs_what_the_table_says() -> None:
     """Attention over the layer's codes against attention over what was stored, with scores of standard deviation 3."""
     torch.manual_seed(0)
@@ -213,14 +155,6 @@ def test_padding_runs_in_plain_torch(name: str, int8: bool, said: list[str]) -> 
     assert torch.equal(found, expected) and torch.equal(found, counted_on(ids))
     assert {reason.partition(":")[0] for reason in said} == {"attention_mask"}
     assert (logits - expected_logits).norm() < int8_error() * expected_logits.norm()
-
-
-def test_a_static_cache_runs_in_plain_torch(said: list[str]) -> None:
-    model, ids = tiny_models.trained("gpt_oss"), tiny_models.sequences(12, 2, 20)
-    expected, _ = generate(model, "eager", ids)
-    cache = cache_utils.StaticCache(config=model.config, max_cache_len=64)
-    found, _ = generate(model, "cute", ids, cache, disable_compile=True)
-    assert torch.equal(found, expected) and said
 
 
 def call(**changes: Any) -> cute._Request:
@@ -356,93 +290,10 @@ def test_other_masks_are_those_of_eager_attention(changes: dict[str, Any]) -> No
 # ---- the cache
 
 
-@pytest.mark.parametrize("options", [{"max_length": 64}, {"scale_dtype": torch.float16}, {}], ids=str)
-def test_a_cache_grows_or_has_its_length(
-    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch, said: list[str]
-) -> None:
-    monkeypatch.setattr(transformers_cache, "FIRST_CAPACITY", 4)
-    model, ids = tiny_models.trained("llama"), tiny_models.sequences(21, 2, 20)
-    cache = cute.CuteInt8Cache(model.config, **options)
-    assert torch.equal(generate(model, "cute", ids, cache)[0], counted_on(ids))
-    layer = cache.layers[0]
-    assert cache.get_seq_length() == 31 and layer.keys.shape[2] == (64 if "max_length" in options else 32)
-    assert cache.get_max_length() == options.get("max_length", -1)
-    assert layer.key_scales.dtype is options.get("scale_dtype", torch.float32) and said == []
-
-
-def test_a_full_cache_says_so() -> None:
-    model, ids = tiny_models.trained("llama"), tiny_models.sequences(22, 1, 20)
-    with pytest.raises(ValueError, match="max_length: got 24; needs 25"):
-        generate(model, "cute", ids, cute.CuteInt8Cache(model.config, max_length=24))
-
-
 def test_another_attention_reads_the_int8_cache(kernels: dict[str, int]) -> None:
     model, ids = tiny_models.trained("gpt_oss"), tiny_models.sequences(23, 2, 20)
     found, _ = generate(model, "eager", ids, cute.CuteInt8Cache(model.config))
     assert torch.equal(found, counted_on(ids)) and "gqa_decode" not in kernels
-
-
-@pytest.mark.parametrize("options", [{"num_beams": 3}, {"prompt_lookup_num_tokens": 4}], ids=str)
-def test_beams_and_speculation_over_int8(options: dict[str, Any], said: list[str]) -> None:
-    """Beams reorder the cache, and tokens that were guessed wrong are cropped."""
-    model, ids = tiny_models.trained("gpt_oss"), tiny_models.sequences(24, 1, 20)
-    expected, _ = generate(model, "eager", ids, **options)
-    found, _ = generate(model, "cute", ids, cute.CuteInt8Cache(model.config), **options)
-    assert torch.equal(found, expected) and said == []
-
-
-@pytest.mark.parametrize("attention", ["cute", "eager"])
-@pytest.mark.parametrize("options", [{"max_length": 64}, {}], ids=str)
-@pytest.mark.parametrize("first, second", [(1, 3), (3, 1)])
-def test_a_cache_is_reset_for_a_batch_of_another_size(
-    first: int, second: int, options: dict[str, Any], attention: str
-) -> None:
-    model = tiny_models.trained("llama")
-    cache = cute.CuteInt8Cache(model.config, **options)
-    for batch in (first, second):
-        ids = tiny_models.sequences(25 + batch, batch, 20)
-        cache.reset()
-        found, _ = generate(model, attention, ids, cache)
-        expected, _ = generate(model, attention, ids, cute.CuteInt8Cache(model.config, **options))
-        assert torch.equal(found, expected) and torch.equal(found, counted_on(ids))
-        assert cache.layers[0].keys.shape[0] == batch
-
-
-@pytest.mark.parametrize("batch", [1, 4])
-def test_tokens_of_another_batch_are_refused(batch: int) -> None:
-    layer = filled_layer()
-    with pytest.raises(ValueError, match=f"key_states: got a batch of {batch}; needs 3 sequences"):
-        layer.update(*torch.randn(2, batch, 2, 1, 64).bfloat16())
-    assert layer.get_seq_length() == 10
-
-
-def filled_layer() -> Any:
-    config = type("Config", (), {"_attn_implementation": "cute"})()
-    layer = transformers_cache.CuteInt8Layer(config, transformers_cache.Positions())
-    torch.manual_seed(0)
-    layer.update(*torch.randn(2, 3, 2, 10, 64).bfloat16())
-    return layer
-
-
-def test_sequences_are_chosen_and_tokens_forgotten() -> None:
-    layer = filled_layer()
-    before = layer.dense_keys(torch.float32)
-    layer.batch_repeat_interleave(2)
-    assert torch.equal(layer.dense_keys(torch.float32), before.repeat_interleave(2, 0))
-    layer.reorder_cache(torch.tensor([5, 0, 2]))
-    assert torch.equal(layer.dense_keys(torch.float32), before[[2, 0, 1]])
-    assert layer.lengths().tolist() == [10, 10, 10] and layer.get_mask_sizes(3) == (13, 0)
-    layer.crop(torch.tensor(-4))
-    assert type(layer.get_seq_length()) is int
-    assert torch.equal(layer.dense_keys(torch.float32), before[[2, 0, 1], :, :6])
-    new = torch.randn(2, 3, 2, 2, 64).bfloat16()
-    layer.update(*new)
-    assert layer.lengths().tolist() == [8, 8, 8]
-    assert (layer.dense_values(torch.float32)[:, :, 6:] - new[1].float()).abs().max() < 0.02
-    with pytest.raises(ValueError, match="tokens_to_remove: got 2"):
-        layer.crop(2)
-    layer.reset()
-    assert layer.get_seq_length() == 0 and layer.lengths().tolist() == [0, 0, 0]
 
 
 @pytest.mark.parametrize(
@@ -461,33 +312,6 @@ def test_layers_of_other_kinds_are_refused() -> None:
 
 
 # ---- what transformers calls, and is called with
-
-
-UPSTREAM: list[tuple[Callable[..., Any], tuple[str, ...]]] = [
-    (transformers.AttentionInterface.register, ("key", "value")),
-    (masking_utils.AttentionMaskInterface.register, ("key", "value")),
-    (
-        masking_utils.eager_mask,
-        ("batch_size", "q_length", "kv_length", "q_offset", "kv_offset", "mask_function", "attention_mask", "dtype"),
-    ),
-    (cache_utils.Cache.__init__, ("layers",)),
-    (cache_utils.Cache.update, ("key_states", "value_states", "layer_idx")),
-    (cache_utils.CacheLayerMixin.lazy_initialization, ("key_states", "value_states")),
-    (cache_utils.CacheLayerMixin.update, ("key_states", "value_states", "args", "kwargs")),
-    (cache_utils.CacheLayerMixin.get_mask_sizes, ("query_length",)),
-    (cache_utils.CacheLayerMixin.get_seq_length, ()),
-    (cache_utils.CacheLayerMixin.get_max_length, ()),
-    (cache_utils.CacheLayerMixin.reset, ()),
-    (cache_utils.CacheLayerMixin.reorder_cache, ("beam_idx",)),
-    (cache_utils.DynamicLayer.crop, ("tokens_to_remove",)),
-    (cache_utils.DynamicLayer.batch_repeat_interleave, ("repeats",)),
-    (cache_utils.DynamicLayer.batch_select_indices, ("indices",)),
-]
-
-
-@pytest.mark.parametrize("function, parameters", UPSTREAM, ids=lambda value: getattr(value, "__qualname__", ""))
-def test_functions_of_transformers_are_where_they_were(function: Any, parameters: tuple[str, ...]) -> None:
-    assert moved(function, parameters) == [], f"transformers {transformers.__version__}"
 
 
 def test_our_layer_has_all_that_layers_have() -> None:
@@ -539,18 +363,7 @@ def test_a_moved_argument_is_named() -> None:
 # ---- importing
 
 
-def test_the_package_does_not_load_transformers() -> None:
-    code = "import sys, cute_kernels, cute_kernels.integrations; print('transformers' in sys.modules)"
-    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
-    assert result.stdout.strip() == "False", result.stderr
-
-
 def test_without_transformers_the_error_says_what_is_missing() -> None:
     code = "import sys; sys.modules['transformers'] = None; import cute_kernels.integrations.transformers"
     result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert "ImportError: cute_kernels.integrations.transformers needs transformers 5.17 or later" in result.stderr
-
-
-@pytest.mark.parametrize("module", [cute, transformers_cache])
-def test_an_adapter_is_short(module: Any) -> None:
-    assert len(inspect.getsource(module).splitlines()) < 400

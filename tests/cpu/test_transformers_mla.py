@@ -1,6 +1,5 @@
 """`attn_implementation="cute_mla"` and `CuteMlaCache`: the same tokens as eager attention over the same FP8 latents."""
 
-import inspect
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -10,22 +9,27 @@ import torch
 
 pytest.importorskip("transformers", minversion="5.17", reason="needs transformers 5.17 or later")
 
-from transformers import cache_utils
 
 import fp8_mla
 from cute_kernels.integrations import transformers as cute
 from cute_kernels.integrations import transformers_cache, transformers_mla
 from tests.kit import tiny_models
 from tests.kit.threads import one_thread as one_thread
-from tests.kit.transformers_calls import COPIES, NEW, counted_on, generate
-from tests.kit.transformers_mla import MODELS, attention_class, eager, fp8_latents
-from tests.kit.transformers_mla import said as said
+from tests.kit.transformers_calls import NEW, counted, counted_on, generate
+from tests.kit.transformers_calls import said as said
+from tests.kit.transformers_mla import CACHES_LATENTS, MODELS, eager, fp8_latents
 
+pytestmark = pytest.mark.xdist_group("transformers")  # its small models are trained once
 TYPICAL = 0.012
 """What rounding to bfloat16 changes in logits at most, relative; FP8 latents change more."""
-FORWARD = inspect.getsource(attention_class("deepseek_v32").forward)
-CACHES_LATENTS = FORWARD.index(".update(") < FORWARD.index(".expand_kv(")
 """Of another implementation than ours: in 5.23 and 5.24; 5.17 caches keys and values."""
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
+    """How often ops and methods of the cache were called."""
+    ops = [(transformers_mla, name) for name in ("mla_fp8_append", "mla_fp8_decode")]
+    return counted(monkeypatch, *ops, *((transformers_mla.CuteMlaLayer, name) for name in ("crop", "reorder_cache")))
 
 
 def distance(found: torch.Tensor, expected: torch.Tensor) -> float:
@@ -35,27 +39,6 @@ def distance(found: torch.Tensor, expected: torch.Tensor) -> float:
 def typical(found: torch.Tensor, expected: torch.Tensor) -> float:
     """The median of tokens' distances: where two of the indexer's scores are close, rounding changes its choice."""
     return ((found - expected).norm(dim=-1) / expected.norm(dim=-1)).median().item()
-
-
-@pytest.fixture
-def calls(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
-    """How often ops and methods of the cache were called."""
-    count: dict[str, int] = {}
-
-    def counted(owner: Any, name: str) -> None:
-        function = getattr(owner, name)
-
-        def call(*args: Any, **kwargs: Any) -> Any:
-            count[name] = count.get(name, 0) + 1
-            return function(*args, **kwargs)
-
-        monkeypatch.setattr(owner, name, call)
-
-    for name in ("mla_fp8_append", "mla_fp8_decode"):
-        counted(transformers_mla, name)
-    for name in ("crop", "reorder_cache"):
-        counted(transformers_mla.CuteMlaLayer, name)
-    return count
 
 
 # ---- the same tokens
@@ -166,38 +149,6 @@ def test_turns_of_a_conversation(said: list[str]) -> None:
         expected = forward(model, "eager", ids)
     assert typical(torch.cat(parts, 1), expected) < TYPICAL
     assert cache.get_seq_length() == 40 and said == []
-
-
-@pytest.mark.parametrize("copy", COPIES.values(), ids=COPIES)
-@pytest.mark.parametrize("attention", ["cute_mla", "eager"])
-def test_a_copied_cache_serves_the_attention_that_is_on(
-    attention: str, copy: Callable[[Any], Any], said: list[str]
-) -> None:
-    if attention == "eager" and not CACHES_LATENTS:
-        pytest.skip("this transformers caches keys and values for eager attention, which the cache refuses")
-    model = tiny_models.trained("deepseek_v32")
-    prompt, *steps = tiny_models.sequences(7, 2, 23).split([20, 1, 1, 1], dim=1)
-    caches = [cute.CuteMlaCache(model.config)]
-    forward(model, "cute_mla", prompt, past_key_values=caches[0])
-    caches.append(copy(caches[0]))
-    for step, name in zip(steps, (attention, "cute_mla", attention), strict=True):
-        expected, found = (forward(model, name, step, past_key_values=cache) for cache in caches)
-        assert torch.equal(found, expected)
-    assert said == []
-    assert all(layer.serves("eager") for layer in caches[1].layers), "it has the model's config, which `forward` resets"
-
-
-def test_all_of_a_layer_moves() -> None:
-    layer: Any = transformers_mla.CuteMlaLayer(None, transformers_cache.Positions())
-    layer.offload()  # nothing yet
-    layer.update(torch.randn(1, 1, 5, 512).bfloat16(), torch.randn(1, 1, 5, 64).bfloat16())
-    layer.update_indexer(torch.randn(1, 5, 128))
-    pages = layer.keys
-    layer.offload()
-    assert torch.equal(layer.keys, pages) and layer.indexer_keys is not None
-    layer.device = torch.device("meta")
-    layer.prefetch()
-    assert layer.keys.device.type == layer.indexer_keys.device.type == "meta"
 
 
 # ---- the attention function, with the sizes of GLM-5
@@ -424,13 +375,6 @@ def test_a_warning_comes_once() -> None:
         '"cute_mla" attention runs in plain torch for another cache than CuteMlaCache, or none: the kernel reads'
         " 656-byte tokens"
     ]
-
-
-def test_a_static_cache_is_eager_attention(said: list[str]) -> None:
-    model, ids = tiny_models.trained("deepseek_v32"), tiny_models.sequences(12, 2, 20)
-    cache = cache_utils.StaticCache(config=model.config, max_cache_len=64)
-    found, _ = generate(model, "cute_mla", ids, cache, disable_compile=True)
-    assert torch.equal(found, counted_on(ids)) and said
 
 
 # ---- what is refused

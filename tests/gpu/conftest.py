@@ -9,7 +9,7 @@ compiles for all of them; `scripts/gpu_check.py` runs them so:
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -110,6 +110,13 @@ def kernel_specs(session: pytest.Session) -> list[Any]:
 def compiled(request: pytest.FixtureRequest) -> None:
     """Compiles all kernels that are not on disk, one per core at a time."""
     precompile(kernel_specs(request.session))
+
+
+@pytest.fixture
+def free_memory() -> Iterator[None]:
+    """Frees cached memory: some cases fill gigabytes, in blocks of sizes that no other case asks for."""
+    yield
+    torch.cuda.empty_cache()
 
 
 RunDecode = Callable[..., Comparison]

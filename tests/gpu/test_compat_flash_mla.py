@@ -8,7 +8,8 @@ import torch
 from cute_kernels import mla_fp8_decode
 from cute_kernels.compat.flash_mla import flash_mla_with_kvcache
 from tests.kit import empty_rows
-from tests.kit.empty_rows import CALLS, flash_mla_call, require_inf_of_empty_rows, require_same_bits
+from tests.kit.bits import require_same_bits
+from tests.kit.empty_rows import CALLS, flash_mla_call, require_inf_of_empty_rows
 from tests.kit.graphs import launches
 
 

@@ -20,6 +20,7 @@ from cute_kernels.sink.launch import NO_PADDING
 from cute_kernels.sink.spec import SinkWorkListSpec
 from fp8_mla import QK_DIM, TOKEN_BYTES
 from tests.gpu.alone import alone
+from tests.kit.bits import require_same_bits
 from tests.kit.gqa_cases import GqaExpectation, check_gqa, gqa_case
 from tests.kit.mla_cases import DecodeCase, generator, latent_tokens
 from tests.kit.sink_cases import SinkCase, SinkExpectation, sink_case
@@ -41,15 +42,6 @@ def kernel_specs() -> list[GqaDecodeSpec]:
 
 def int32(values: Any) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.int32, device="cuda")
-
-
-def bits(results: Any) -> list[torch.Tensor]:
-    return [t.contiguous().view(torch.int16 if t.element_size() == 2 else torch.int32) for t in results]
-
-
-def require_same(one: Any, other: Any) -> None:
-    for a, b in zip(bits(one), bits(other), strict=True):
-        assert torch.equal(a, b)
 
 
 # ---- mla_fp8_decode
@@ -82,7 +74,7 @@ def test_mla_lengths(run_decode, s_q, causal):
         forced = dict(options)
         case = dataclasses.replace(mla_case(forced.pop("h_q"), s_q, len(LENGTHS)), causal=causal)
         got = mla(case, **forced)
-        require_same(got, mla(case, **forced, cache_seqlens=case.cache_seqlens.clamp(0, CAPACITY)))
+        require_same_bits(got, mla(case, **forced, cache_seqlens=case.cache_seqlens.clamp(0, CAPACITY)))
         assert (got[0][:EMPTY] == 0).all() and (got[1][:EMPTY] == -math.inf).all()
         assert got[1][-3:].isfinite().all()
         if forced == {"num_splits": None}:
@@ -106,7 +98,7 @@ def test_mla_lengths_that_change_between_replays():
         lengths = int32(LENGTHS).roll(shift)
         case.cache_seqlens.copy_(lengths)
         graph.replay()
-        require_same([out.tensor, lse.tensor], mla(case, cache_seqlens=lengths.clamp(0, CAPACITY)))
+        require_same_bits([out.tensor, lse.tensor], mla(case, cache_seqlens=lengths.clamp(0, CAPACITY)))
 
 
 @pytest.mark.parametrize("per_query", [False, True])
@@ -124,7 +116,7 @@ def test_mla_topk_lengths_and_indices(run_decode, per_query):
         case: Any = DecodeCase(paged.q, paged.kv_cache, indices=indices, topk_length=lengths)
         masked = torch.where((indices >= 0) & (indices < CAPACITY), indices, -1)
         got = mla(case, **forced)
-        require_same(got, mla(case, **forced, indices=masked, topk_length=lengths.clamp(0, topk)))
+        require_same_bits(got, mla(case, **forced, indices=masked, topk_length=lengths.clamp(0, topk)))
         if forced == {"num_splits": None}:
             run_decode(case, **forced)
 
@@ -139,7 +131,7 @@ def test_mla_table_entries(run_decode):
         case = dataclasses.replace(case, block_table=table, cache_seqlens=torch.full_like(table[:, 0], CAPACITY))
         hidden = table.clone()
         hidden[:, 1] = -1
-        require_same(mla(case, **forced), mla(case, **forced, block_table=hidden))
+        require_same_bits(mla(case, **forced), mla(case, **forced, block_table=hidden))
         if forced == {"num_splits": None}:
             run_decode(case, **forced)
 
@@ -182,7 +174,7 @@ def test_gqa_lengths(name, s_q, causal):
         expectation = GqaExpectation.of(case)
         for splits in (1, 3) if name == "line" else (None, 1, 3):
             got = gqa(case, num_splits=splits)
-            require_same(got, gqa(case, num_splits=splits, cache_seqlens=int32(LENGTHS).clamp(0, CAPACITY)))
+            require_same_bits(got, gqa(case, num_splits=splits, cache_seqlens=int32(LENGTHS).clamp(0, CAPACITY)))
             assert (got[0][:EMPTY] == 0).all() and (got[1][:EMPTY] == -math.inf).all()
             expectation.check(*got, name=f"window {window}, num_splits {splits}").require()
 
@@ -193,7 +185,7 @@ def test_gqa_lengths_of_many_sequences(name):
     lengths = int32(LENGTHS * 4)
     case = variant(name, 2, len(lengths), cache_seqlens=lengths)
     got = gqa(case)
-    require_same(got, gqa(case, cache_seqlens=lengths.clamp(0, CAPACITY)))
+    require_same_bits(got, gqa(case, cache_seqlens=lengths.clamp(0, CAPACITY)))
     check_gqa(*got, case).require()
 
 
@@ -206,7 +198,7 @@ def test_gqa_table_entries():
     hidden[:, 1] = -1
     for splits in (None, 1, 3):
         got = gqa(case, num_splits=splits)
-        require_same(got, gqa(case, num_splits=splits, block_table=hidden))
+        require_same_bits(got, gqa(case, num_splits=splits, block_table=hidden))
         check_gqa(*got, case).require()
 
 
@@ -329,7 +321,7 @@ def test_borders_that_a_replay_finds(d, window, deterministic):
                 replays.append([t.clone() for t in results])
             out, lse, dq, *others = zip(*replays, strict=True)
             for pair in (out, lse, *others, *([dq] if deterministic or window else [])):
-                require_same(*([t] for t in pair))
+                require_same_bits(*([t] for t in pair))
             assert not any(t.isnan().any() for t in replays[0]), "rows of the tensors are rows of a sequence"
         for q_borders in OVERLAPPING.values():
             for k_borders in (*OVERLAPPING.values(), right[1]):

@@ -1,5 +1,6 @@
-"""Several GPUs: a call runs on the device of its tensors, whichever is current; all its tensors must be there."""
+"""Several devices: a call runs on that of its tensors, whichever is current; all its tensors must be there."""
 
+import dataclasses
 import functools
 from collections.abc import Iterator
 from typing import Any
@@ -10,10 +11,12 @@ import torch
 from cute_kernels import mla_fp8_decode
 from tests.kit import specs
 from tests.kit.bad_input import TABLES
+from tests.kit.bits import require_same_bits
 from tests.kit.mla_cases import sparse_case
-from tests.kit.samples import SAMPLES, copied
+from tests.kit.samples import LONG_SAMPLES, SAMPLES, copied
 
-EACH_SAMPLE = pytest.mark.parametrize("name", SAMPLES)
+EVERY = {**SAMPLES, **LONG_SAMPLES}
+EACH_SAMPLE = pytest.mark.parametrize("name", EVERY)
 two_gpus = pytest.mark.usefixtures("second_gpu")
 
 
@@ -38,7 +41,7 @@ def device_0_is_current() -> Iterator[None]:
 @functools.cache
 def arguments(name: str) -> dict[str, Any]:
     """Arguments of a sample, on the CPU; each device gets a copy of the same numbers."""
-    return SAMPLES[name].inputs("cpu")
+    return EVERY[name].inputs("cpu")
 
 
 def on(name: str, device: str) -> dict[str, Any]:
@@ -54,14 +57,9 @@ def on(name: str, device: str) -> dict[str, Any]:
 
 def run(name: str, device: str) -> list[torch.Tensor]:
     """Results of a sample, checked to be on `device`, then moved to the CPU."""
-    results = SAMPLES[name].run(**on(name, device))
+    results = EVERY[name].run(**on(name, device))
     assert all(t.device == torch.device(device) for t in results)
     return [t.cpu() for t in results]
-
-
-def require_same(got: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
-    for ours, want in zip(got, expected, strict=True):
-        assert torch.equal(ours.reshape(-1).view(torch.uint8), want.reshape(-1).view(torch.uint8))
 
 
 @two_gpus
@@ -69,9 +67,9 @@ def require_same(got: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
 def test_tensors_of_a_device_that_is_not_current(name):
     expected = run(name, "cuda:0")
     for _ in range(2):  # the first call plans, the second uses its plan
-        require_same(run(name, "cuda:1"), expected)
+        require_same_bits(run(name, "cuda:1"), expected)
         assert torch.cuda.current_device() == 0
-    require_same(run(name, "cuda:0"), expected)
+    require_same_bits(run(name, "cuda:0"), expected)
 
 
 @two_gpus
@@ -79,9 +77,9 @@ def test_tensors_of_a_device_that_is_not_current(name):
 def test_a_device_context_changes_nothing(name):
     expected = run(name, "cuda:0")
     with torch.cuda.device(1):
-        require_same(run(name, "cuda:0"), expected)
+        require_same_bits(run(name, "cuda:0"), expected)
         assert torch.cuda.current_device() == 1
-        require_same(run(name, "cuda:1"), expected)
+        require_same_bits(run(name, "cuda:1"), expected)
 
 
 @EACH_SAMPLE
@@ -100,10 +98,10 @@ def test_a_call_runs_on_the_current_stream_of_its_device(name):
         torch.cuda._sleep(20_000_000)  # some 10 ms, in which a launch on any other stream would read zeros
         for key, value in values.items():
             tensors[key].copy_(value)
-        results = SAMPLES[name].run(**late)
+        results = EVERY[name].run(**late)
         got = [t.clone() for t in results]
     stream.synchronize()
-    require_same([t.cpu() for t in got], expected)
+    require_same_bits([t.cpu() for t in got], expected)
 
 
 @two_gpus
@@ -117,10 +115,10 @@ def test_a_current_stream_of_another_device_is_not_used(name):
         torch.cuda._sleep(500_000_000)  # some 300 ms
         end = torch.cuda.Event()
         end.record()
-        result = SAMPLES[name].run(**call)
+        result = EVERY[name].run(**call)
         torch.cuda.current_stream(0).synchronize()
         assert not end.query(), "the call waited for a stream of another device"
-        require_same([t.cpu() for t in result], expected)
+        require_same_bits([t.cpu() for t in result], expected)
     torch.cuda.synchronize(1)
 
 
@@ -139,7 +137,7 @@ def test_workspaces_of_devices_are_apart():
 @two_gpus
 @EACH_SAMPLE
 def test_a_graph_on_another_device_than_the_first(name):
-    if SAMPLES[name].backward or "packed" in name:
+    if EVERY[name].backward or "packed" in name:
         return  # autograd, and a check that reads lengths, cannot be captured
     expected = run(name, "cuda:1")
     call = on(name, "cuda:1")
@@ -147,19 +145,19 @@ def test_a_graph_on_another_device_than_the_first(name):
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            SAMPLES[name].run(**call)
+            EVERY[name].run(**call)
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         # torch captures on a stream of the device that a process first captured on, if it is not given one
         with torch.cuda.graph(graph, stream=stream):
-            results = SAMPLES[name].run(**call)
+            results = EVERY[name].run(**call)
     for t in results:
         t.zero_()
     torch.cuda.synchronize(1)
     with torch.cuda.device(1):
         graph.replay()
     torch.cuda.synchronize(1)
-    require_same([t.cpu() for t in results], expected)
+    require_same_bits([t.cpu() for t in results], expected)
 
 
 def mixed() -> list[tuple[str, str]]:
@@ -171,20 +169,20 @@ def mixed() -> list[tuple[str, str]]:
     ]
 
 
-@two_gpus
+@pytest.mark.parametrize("elsewhere", ["cpu", "cuda:1"])
 @pytest.mark.parametrize(("name", "argument"), mixed(), ids=[", ".join(pair) for pair in mixed()])
-def test_tensors_of_two_gpus_are_refused(name, argument):
+def test_tensors_of_two_devices_are_refused(name, argument, elsewhere, request):
+    if elsewhere == "cuda:1":
+        request.getfixturevalue("second_gpu")
     table = TABLES[name]
+    moved = dataclasses.replace(
+        table, wrong=lambda device: {"moved": (argument, table.right(device)[argument].to(elsewhere))}
+    )
+    renamed = {"k_cache": "kv_cache", "attn_sink": "s_aux"} if name.startswith("flash_mla") else {}
+    expected = f"{renamed.get(argument, argument)}: got a tensor on {elsewhere}; needs one on cuda:0, like the other"
     for prepared in (False, True):
         if prepared:
             table.function(**table.right("cuda:0"))
-        call = table.right("cuda:0")
-        call[argument] = call[argument].to("cuda:1")
-        with pytest.raises(ValueError) as error:
-            table.function(**call)
-        said = str(error.value)
-        assert "got a tensor on cuda:1; needs one on cuda:0, like the other arguments" in said
-        renamed = {"k_cache": "kv_cache", "attn_sink": "s_aux"} if name.startswith("flash_mla") else {}
-        assert said.startswith(f"{renamed.get(argument, argument)}: ")
-        torch.cuda.synchronize(0)
-        torch.cuda.synchronize(1)
+        assert str(moved.refusal("moved", "cuda:0")).startswith(expected)
+        for device in range(torch.cuda.device_count()):
+            torch.cuda.synchronize(device)

@@ -10,7 +10,7 @@ import functools
 import gc
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -21,42 +21,35 @@ import cute_kernels.merge.op
 import cute_kernels.mla.append_op
 import cute_kernels.mla.op
 import cute_kernels.sink.launch
-from cute_kernels import gqa_decode, kv_int8_append, merge_states, mla_fp8_append, mla_fp8_decode, sink_attention
+from cute_kernels import gqa_decode, merge_states, mla_fp8_decode, sink_attention
 from cute_kernels.gqa import op
-from cute_kernels.gqa.append_spec import KvAppendSpec
 from cute_kernels.runtime import counters, launch, memory, workspace
 from cute_kernels.runtime.launch import PreparedLaunches
-from fp8_mla import QK_DIM
+from tests.kit import specs
+from tests.kit.bits import same_bits
 from tests.kit.environments import default_dtype
 from tests.kit.gqa_cases import gqa_case
 from tests.kit.graphs import nodes
-from tests.kit.mla_cases import dense_case, generator, sparse_case
+from tests.kit.mla_cases import dense_case, sparse_case
+from tests.kit.samples import LONG_SAMPLES, SAMPLES, copied
 from tests.kit.sink_cases import sink_case
 
 Results = tuple[torch.Tensor, ...]
 
 
-class Sample(NamedTuple):
-    """A call over fixed inputs, and its results in a plain process."""
-
-    call: Callable[[], Results]
-    expected: Results
+EVERY = {**SAMPLES, **LONG_SAMPLES}
 
 
 def kernel_specs() -> list[Any]:
     """Variants of the GQA kernels here."""
-    usual: dict[str, Any] = {"h_q": 8, "h_kv": 2, "padded": False, "device": "cpu"}
-    paged: dict[str, Any] = {**usual, "layout": "paged_NHD"}
-    cases = [gqa_case(**usual, seqlens=[700, 3, 64, 300], sink="finite"), gqa_case(**paged, seqlens=[70] * 40)]
-    cases += [gqa_case(**paged, seqlens=[700, 3, 64, 300][:batch]) for batch in (4, 2)]
+    paged: dict[str, Any] = {"h_q": 8, "h_kv": 2, "layout": "paged_NHD", "padded": False, "device": "cpu"}
+    cases = [gqa_case(**paged, seqlens=seqlens) for seqlens in ([70] * 40, [700, 300], [700, 3, 64, 300])]
     requests = [op._Request(**case.arguments(), num_splits=num_splits) for case in cases for num_splits in (None, 3)]
     for batch in (4, 2):  # `sink_attention` runs this kernel for one query token
         sink = sink_case([(1, 260)] * batch, padded=False, device="cpu")
         given = {"q": sink.q, "k_cache": sink.k, "v_cache": sink.v, "layout": "BSNH", "causal": True}
         requests.append(op._Request(**{**dict.fromkeys(op._Request._fields), **given}))
-    scales = dict.fromkeys(("k_scale", "v_scale"), "per_token_head")
-    append = KvAppendSpec.for_launch(dtype="bfloat16", d=128, h_kv=2, **scales, scale_dtype="float32")
-    return [*dict.fromkeys(map(op.decode_spec, requests)), append]
+    return [*dict.fromkeys(map(op.decode_spec, requests)), *specs.of_samples()]
 
 
 def cold(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -76,97 +69,30 @@ def cold(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "_unread", memory._Unread())
 
 
-def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether all bits are equal, those of NaNs included."""
-    as_bytes = [t.contiguous().reshape(-1).view(torch.uint8) for t in (one, other)]
-    return one.dtype is other.dtype and one.shape == other.shape and torch.equal(*as_bytes)
+@functools.cache
+def arguments(name: str) -> dict[str, Any]:
+    """Those of a sample, which no call writes to."""
+    return EVERY[name].inputs("cuda")
 
 
-def poisoned(*shape: int, dtype: torch.dtype) -> torch.Tensor:
-    return torch.full(shape, float("nan"), dtype=dtype, device="cuda")
-
-
-def calls() -> dict[str, Callable[[], Results]]:
-    """Every op and split form."""
-    few = sparse_case(batch=1, h_q=128, topk=2048, sink="finite", padded=False, device="cuda")
-    many = sparse_case(batch=3, h_q=16, s_q=2, topk=130, lengths="query", padded=False, device="cuda")
-    pages: Any = dense_case(seqlens=[700, 3, 0, 300], h_q=64, s_q=2, padded=False, device="cuda")
-    kv = torch.randn((40, QK_DIM), generator=generator(1, "cuda"), device="cuda").bfloat16()
-    slots = torch.randperm(128, generator=generator(2, "cuda"), device="cuda")[:40]
-    usual: dict[str, Any] = {"seqlens": [700, 3, 64, 300], "h_q": 8, "h_kv": 2, "padded": False, "device": "cuda"}
-    paged, flat = gqa_case(**usual, layout="paged_NHD"), gqa_case(**usual, sink="finite")
-    k, v = torch.randn((2, 20, 2, 128), generator=generator(3, "cuda"), device="cuda").bfloat16()
-    states = torch.randn((3, 2, 2, 5, 512), generator=generator(4, "cuda"), device="cuda").bfloat16()
-    lses = torch.randn((3, 2, 2, 5), generator=generator(5, "cuda"), device="cuda")
-    whole = sink_case([(200, 260)] * 2, padded=False)
-    packed = sink_case([(1, 1), (130, 260), (0, 5), (3, 70)], packed=True, padded=False, window=70)
-    decoding = sink_case([(1, 260)] * 2, padded=False)
-
-    def mla(case: Any, *, outputs: bool = False, **options: Any) -> Results:
-        given: dict[str, Any] = {}
-        if outputs:
-            shape = case.q.shape[:3]
-            given["out"] = poisoned(*shape, 512, dtype=torch.bfloat16)
-            given["lse"] = poisoned(*shape, dtype=torch.float32)
-        made: Any = mla_fp8_decode(case.q, case.kv_cache, **case.options(), **given, **options)
-        return made if isinstance(made, tuple) else (made,)
-
-    def mla_append() -> Results:
-        cache = torch.zeros((2, 64, 656), dtype=torch.uint8, device="cuda")
-        mla_fp8_append(kv, cache, slots)
-        return (cache,)
-
-    def gqa(case: Any, **options: Any) -> Results:
-        made: Any = gqa_decode(**{**case.arguments(), **options})
-        return made if isinstance(made, tuple) else (made,)
-
-    def gqa_append() -> Results:
-        stores = [torch.zeros((4, 64, 2, 128), dtype=torch.int8, device="cuda") for _ in range(2)]
-        scales = [torch.zeros((4, 64, 2), dtype=torch.float32, device="cuda") for _ in range(2)]
-        kv_int8_append(k, v, *stores, *scales, slots[:20], layout="paged_NHD")
-        return (*stores, *scales)
-
-    def sink(case: Any, *, backward: bool = False) -> Results:
-        call = case.arguments()
-        if not backward:
-            return tuple(sink_attention(**call, return_lse=True))
-        inputs = [call[name] for name in ("q", "k", "v", "s_aux")]
-        with torch.inference_mode(False), torch.enable_grad():
-            leaves = [t.detach().clone().requires_grad_() for t in inputs]
-            call.update(zip(("q", "k", "v", "s_aux"), leaves, strict=True))
-            out = sink_attention(**call, deterministic=True)
-            return torch.autograd.grad(out, leaves, case.d_out.clone())
-
-    return {
-        "mla, 32 splits": lambda: mla(few, num_splits=32, outputs=True, return_lse=True),
-        "mla, planned splits, no lse": lambda: mla(few),
-        "mla, whole": lambda: mla(many, num_splits=1, return_lse=True),
-        "mla, shares": lambda: mla(pages, return_lse=True),
-        "mla, dense, splits": lambda: mla(pages, num_splits=3),
-        "mla append": mla_append,
-        "gqa, planned": lambda: gqa(flat, return_lse=True),
-        "gqa, pages, no lse": lambda: gqa(paged),
-        "gqa, splits": lambda: gqa(paged, num_splits=3, return_lse=True),
-        "gqa append": gqa_append,
-        "merge": lambda: merge_states(states, lses),
-        "sink": lambda: sink(whole),
-        "sink, packed": lambda: sink(packed),
-        "sink, decoding": lambda: sink(decoding),
-        "sink, gradients": lambda: sink(whole, backward=True),
-        "sink, packed, gradients": lambda: sink(packed, backward=True),
-    }
+def results(name: str) -> Results:
+    """Those of a sample over a copy of its arguments."""
+    with torch.inference_mode(False):
+        given = copied(arguments(name))
+    return EVERY[name].run(**given)
 
 
 @pytest.fixture(scope="module")
-def samples() -> dict[str, Sample]:
-    return {name: Sample(call, tuple(t.clone() for t in call())) for name, call in calls().items()}
+def expected() -> dict[str, Results]:
+    """By sample, the results in a plain process."""
+    return {name: tuple(t.clone() for t in results(name)) for name in EVERY}
 
 
-def require_same(samples: dict[str, Sample], where: str) -> None:
+def require_same(expected: dict[str, Results], where: str) -> None:
     """Makes each call twice: the first one prepares the launch, the second one uses it."""
-    for name, sample in samples.items():
+    for name, wanted in expected.items():
         for turn in ("first", "second"):
-            for n, (got, want) in enumerate(zip(sample.call(), sample.expected, strict=True)):
+            for n, (got, want) in enumerate(zip(results(name), wanted, strict=True)):
                 assert same_bits(got, want), f"{where}: {name}, {turn} call, result {n}"
 
 
@@ -200,23 +126,23 @@ ENVIRONMENTS: dict[str, Callable[[], Any]] = {
 
 
 @pytest.mark.parametrize("name", ENVIRONMENTS)
-def test_the_same_bits_in(name, samples, monkeypatch):
+def test_the_same_bits_in(name, expected, monkeypatch):
     """Also afterwards, in the plain environment, with launches prepared in the other one."""
     cold(monkeypatch)
     with ENVIRONMENTS[name]():
-        require_same(samples, name)
+        require_same(expected, name)
     torch.cuda.synchronize()
     gc.collect()
     torch.cuda.empty_cache()
-    require_same(samples, f"after {name}")
+    require_same(expected, f"after {name}")
 
 
-def test_what_is_kept_lies_outside_of_a_private_pool(samples, monkeypatch):
+def test_what_is_kept_lies_outside_of_a_private_pool(expected, monkeypatch):
     cold(monkeypatch)
     pool = torch.cuda.MemPool()
     with torch.cuda.use_mem_pool(pool):
-        for sample in samples.values():
-            sample.call()
+        for name in expected:
+            results(name)
         probe = torch.empty(1, dtype=torch.float32, device="cuda")
     torch.cuda.synchronize()
     ranges = [(one["address"], one["address"] + one["total_size"]) for one in pool.snapshot()]
@@ -474,10 +400,10 @@ def test_memory_of_threads_that_have_ended_is_freed():
     assert torch.cuda.memory_allocated() <= before
 
 
-def test_threads_that_meet_the_package_cold(samples, monkeypatch):
+def test_threads_that_meet_the_package_cold(expected, monkeypatch):
     """Six threads at once, each on its own stream, run all ops with nothing prepared."""
     cold(monkeypatch)
-    names = [name for name in samples if "gradients" not in name]
+    names = [name for name in EVERY if not EVERY[name].backward]
     wrong: list[str] = []
     start = threading.Barrier(6)
     torch.cuda.synchronize()
@@ -488,9 +414,9 @@ def test_threads_that_meet_the_package_cold(samples, monkeypatch):
                 start.wait()
                 for n in range(3 * len(names)):
                     name = names[(first + n) % len(names)]
-                    got = samples[name].call()
+                    got = results(name)
                     torch.cuda.current_stream().synchronize()
-                    if not all(map(same_bits, got, samples[name].expected)):
+                    if not all(map(same_bits, got, expected[name])):
                         wrong.append(f"thread {first}: {name}, call {n}")
         except Exception as error:
             wrong.append(f"thread {first}: {type(error).__name__}: {error}")

@@ -360,33 +360,6 @@ def test_captures_into_a_graph() -> None:
         target.require(expected)
 
 
-@pytest.mark.parametrize("name", ["v", "k_cache", "v_cache", "k_scale", "v_scale", "slot_mapping"])
-@pytest.mark.parametrize("prepared", [False, True], ids=["first call", "prepared"])
-def test_tensors_on_different_devices(name: str, prepared: bool) -> None:
-    target = Target.make("BNSH", CacheSizes(2, 8, 2, 64), ("per_token_head", "per_head"), torch.float32)
-    names = ("k_cache", "v_cache", "k_scale", "v_scale")
-    arguments = dict(zip(names, target.tensors(), strict=True))
-    k, v = (t.cuda() for t in random_tokens(3, 2, 64, torch.bfloat16, 12))
-    arguments |= {"k": k, "v": v, "slot_mapping": torch.arange(3, device="cuda")}
-    if prepared:
-        kv_int8_append(**arguments, layout="BNSH")
-    arguments[name] = arguments[name].cpu()
-    with pytest.raises(ValueError, match=rf"^{name}: got .*cpu.*; needs .*cuda"):
-        kv_int8_append(**arguments, layout="BNSH")
-
-
-def test_misaligned_addresses() -> None:
-    target = Target.make("BNSH", CacheSizes(2, 8, 2, 64), ("per_token_head", "per_head"), torch.float32)
-    k, v = (t.cuda() for t in random_tokens(3, 2, 64, torch.bfloat16, 13))
-    slots = torch.arange(3, device="cuda")
-    target.append(k, v, slots)
-    shifted = torch.zeros(k.numel() + 8, dtype=k.dtype, device="cuda")[4:-4].view(k.shape)
-    with pytest.raises(ValueError, match="^k: got .*; needs 16-byte"):
-        target.append(shifted, v, slots)
-    with pytest.raises(ValueError, match="^v: got .*; needs 16-byte"):
-        target.append(k, shifted, slots)
-
-
 def test_the_same_shapes_with_other_dtypes() -> None:
     """A prepared launch is not used for another dtype."""
     for _ in range(2):

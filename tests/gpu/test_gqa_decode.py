@@ -5,8 +5,9 @@ these, so that the tests here keep to the variants of `usual`, which `kernel_spe
 """
 
 import dataclasses
+import functools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -18,10 +19,12 @@ from cute_kernels.gqa.layouts import LAYOUTS
 from cute_kernels.gqa.plan import cluster_for
 from cute_kernels.gqa.reference import reference_gqa_decode
 from cute_kernels.gqa.spec import GqaDecodeSpec
+from tests.kit.bits import require_same_bits_each_time
 from tests.kit.compare import relative_error
 from tests.kit.gqa_cases import SCALE_NAMES, VALUES, GqaCase, GqaExpectation, gqa_case
 from tests.kit.mla_cases import generator, ragged_lengths
 
+pytestmark = pytest.mark.usefixtures("free_memory")
 INF = math.inf
 INT32_MIN, INT32_MAX = -(2**31), 2**31 - 1
 SM_COUNT = 132
@@ -89,13 +92,6 @@ def hold(case: GqaCase, *, splits: Sequence[int | None] = (None, 1, 3), padded: 
         expectation.check(out.tensor, lse.tensor, name=f"num_splits {num_splits}").require()
         out.require_no_stray_writes()
         lse.require_no_stray_writes()
-
-
-@pytest.fixture(autouse=True)
-def free_memory() -> Iterator[None]:
-    """Frees cached memory: some cases fill gigabytes, in blocks of sizes that no other case needs."""
-    yield
-    torch.cuda.empty_cache()
 
 
 @pytest.mark.parametrize("q_dtype", [torch.bfloat16, torch.float16])
@@ -289,16 +285,7 @@ def test_the_same_bits_on_20_runs(num_splits):
         usual(seqlens=[20_000], layout="BNSH"),
         usual(seqlens=ragged_lengths(200, 1000, 64, seed=1), layout="BSNH"),
     ):
-        out, lse = case.outputs(padded=True)
-        first = None
-        for _ in range(20):
-            out.poison()
-            lse.poison()
-            decode(case, num_splits=num_splits, out=out.tensor, lse=lse.tensor)
-            bits = out.tensor.contiguous().view(torch.int16), lse.tensor.contiguous().view(torch.int32)
-            first = first or bits
-            assert torch.equal(bits[0], first[0])
-            assert torch.equal(bits[1], first[1])
+        require_same_bits_each_time(case, functools.partial(decode, case, num_splits=num_splits))
 
 
 @pytest.mark.parametrize("layout", USUAL_LAYOUTS)

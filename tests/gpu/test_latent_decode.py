@@ -5,7 +5,6 @@ in test_mla_formats.py.
 """
 
 import dataclasses
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -18,6 +17,7 @@ from fp8_mla import FORMATS, row_views
 from tests.kit.latent_cases import FORMS, SIZE_KINDS, latent_case, latent_dense_case, latent_pages
 from tests.kit.mla_cases import covering_cases, generator, ragged_lengths
 
+pytestmark = pytest.mark.usefixtures("free_memory")
 SPARSE = covering_cases(
     {
         "form": FORMS,
@@ -78,12 +78,6 @@ def kernel_specs() -> list[Any]:
 
 def label(sizes: dict[str, Any]) -> str:
     return "-".join("+".join(value[0]) if name == "form" else f"{name}{value}" for name, value in sizes.items())
-
-
-@pytest.fixture(autouse=True)
-def free_memory() -> Iterator[None]:
-    yield
-    torch.cuda.empty_cache()
 
 
 @pytest.mark.parametrize("sizes", SPARSE, ids=label)

@@ -1,148 +1,145 @@
-"""`mla_fp8_append` on the GPU: the bytes of `fp8_mla.pack` on the CPU, and not a byte elsewhere."""
+"""`mla_fp8_append` of every format: the bytes of `fp8_mla.pack` on the CPU, and not a byte elsewhere."""
+
+from typing import Any
 
 import pytest
 import torch
 
 from cute_kernels import mla_fp8_append
-from fp8_mla import FP8_MAX, NOPE_DIM, QK_DIM, QUANT_TILE, TOKEN_BYTES, pack
+from fp8_mla.formats import FORMATS
+from tests.kit.append_pages import (
+    FORMS,
+    AppendPages,
+    every_magnitude_with_every_e4m3_scale,
+    every_pattern,
+    slots_for,
+    special_rows,
+)
 from tests.kit.mla_cases import generator, strided
 
-PAGE_SIZES = (1, 2, 61, 64, 576)
+PAGE_SIZES = (1, 2, 3, 61, 64, 576)
+PADDED_TO = {"v3.2": 656, "v3.2_nope": 528, "v4": 576, "v4.1": 512, "v4.1_fp4": 256}
+forms = pytest.mark.parametrize(("cache_format", "cache_layout"), [("v3.2", None), *FORMS])
 
 
-def slots_for(tokens: int, num_slots: int, seed: int) -> torch.Tensor:
-    """Different slots in random order; every seventh token is skipped by a negative slot or one beyond the cache."""
-    gen = generator(seed)
-    slots = torch.randperm(num_slots, generator=gen)[:tokens]
-    skip = torch.tensor([-1, -(2**63), num_slots, 2**40, -(2**32)])
-    slots[::7] = skip[torch.arange(len(slots[::7])) % len(skip)]
-    return slots
+def new_tokens(tokens: int, seed: int, cache_format: str = "v4") -> torch.Tensor:
+    return torch.randn((tokens, FORMATS[cache_format].d_qk), generator=generator(seed)).bfloat16()
 
 
-def expected_cache(cache: torch.Tensor, kv: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-    """What the cache (pages, page_size, 656) must become, computed on the CPU."""
-    result = cache.cpu().clone()
-    keep = (slots >= 0) & (slots < result.shape[0] * result.shape[1])
-    pages, offsets = slots[keep] // result.shape[1], slots[keep] % result.shape[1]
-    result[pages, offsets] = pack(kv.cpu()[keep])
-    return result
+def with_rope(kv: torch.Tensor, cache_format: str) -> torch.Tensor:
+    """Rows of 512 elements, and for V3.2 a rope part of the same values."""
+    return torch.cat([kv, kv[:, :64].flip(1)], dim=1) if cache_format == "v3.2" else kv
 
 
-def random_cache(num_pages: int, page_size: int, seed: int = 0) -> torch.Tensor:
-    shape = (num_pages, page_size, TOKEN_BYTES)
-    return torch.randint(256, shape, dtype=torch.uint8, generator=generator(seed, "cuda"), device="cuda")
+def names(pages: AppendPages) -> dict[str, Any]:
+    """What tells an append the format; bytes and columns say V3.2."""
+    return {} if pages.token_format.name == "v3.2" else pages.options
 
 
+def check(pages: AppendPages, kv: torch.Tensor, slots: torch.Tensor) -> None:
+    """An append to a copy of the pages, against all bytes that the buffer must have then."""
+    expected = pages.expected(kv, slots)
+    mla_fp8_append(kv.cuda(), pages.view, slots.cuda(), **names(pages))
+    got = pages.buffer.cpu()
+    assert torch.equal(got, expected), f"{int((got != expected).sum())} bytes differ"
+
+
+@forms
 @pytest.mark.parametrize("page_size", PAGE_SIZES)
-@pytest.mark.parametrize("tokens", [0, 1, 2, 7, 63, 64, 65, 1000, 5000])
-def test_bytes_equal_pack(tokens, page_size):
-    kv = torch.randn((tokens, QK_DIM), generator=generator(tokens)).bfloat16()
-    cache = random_cache(-(-(tokens + 40) // page_size), page_size)
-    slots = slots_for(tokens, cache.shape[0] * page_size, seed=tokens)
-    expected = expected_cache(cache, kv, slots)
-    mla_fp8_append(kv.cuda(), cache, slots.cuda())
-    assert torch.equal(cache.cpu(), expected)
+@pytest.mark.parametrize("tokens", [1, 2, 7, 64, 65, 1000, 5000])
+def test_bytes_equal_pack(tokens, page_size, cache_format, cache_layout):
+    shape = (-(-(tokens + 40) // page_size), page_size)
+    pages = AppendPages.random(
+        cache_format, cache_layout, shape, padded_to=PADDED_TO[cache_format] if tokens % 2 else 16
+    )
+    check(pages, new_tokens(tokens, tokens, cache_format), slots_for(tokens, pages.num_slots, tokens))
 
 
-def special_rows() -> torch.Tensor:
-    """Rows that every rule of the quantization touches, bfloat16 (n, 576)."""
-    gen = generator(11)
-    largest, smallest = torch.finfo(torch.bfloat16).max, 2.0**-133
-    rows = [torch.zeros(QK_DIM), -torch.zeros(QK_DIM), torch.full((QK_DIM,), largest), torch.full((QK_DIM,), smallest)]
-    for exponent in range(-140, 128, 3):  # absmax from below the smallest scale to the top, subnormals in between
-        rows.append(torch.randn(QK_DIM, generator=gen) * 2.0 ** min(exponent, 124))
-    for value in (float("nan"), float("inf"), -float("inf")):
-        one = torch.randn(QK_DIM, generator=gen)
-        one[[0, 130, 300, 511, 512, 575]] = value
-        rows += [one, torch.full((QK_DIM,), value)]
-    mixed = torch.randn(QK_DIM, generator=gen)
-    mixed[QUANT_TILE : 2 * QUANT_TILE] = 0
-    mixed[2 * QUANT_TILE] = largest
-    rows.append(mixed)
-    # ties of the rounding: with absmax 448 the scale is 1, and what lies halfway between two codes is exact in bfloat16
-    codes = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
-    halfway = (codes[:-1] + codes[1:]) / 2
-    ties = torch.zeros(QK_DIM)
-    ties[: len(halfway)] = halfway
-    ties[127] = FP8_MAX
-    rows += [ties, -ties]
-    return torch.stack(rows).bfloat16()
+@forms
+def test_no_tokens(cache_format, cache_layout):
+    pages = AppendPages.random(cache_format, cache_layout, (4, 64))
+    check(pages, new_tokens(0, 0, cache_format), torch.empty(0, dtype=torch.int64))
 
 
-def test_special_values_equal_pack():
-    kv = special_rows()
-    cache = random_cache(4, 64)
-    slots = torch.randperm(256, generator=generator(1))[: len(kv)]
-    expected = expected_cache(cache, kv, slots)
-    mla_fp8_append(kv.cuda(), cache, slots.cuda())
-    assert torch.equal(cache.cpu(), expected)
+@forms
+@pytest.mark.parametrize("copies", [1, 40])  # one token a warp, two
+def test_special_values_equal_pack(copies, cache_format, cache_layout):
+    kv = with_rope(special_rows(FORMATS[cache_format].quant_tile), cache_format).repeat(copies, 1)
+    pages = AppendPages.random(cache_format, cache_layout, (-(-len(kv) // 64), 64))
+    check(pages, kv, torch.randperm(pages.num_slots, generator=generator(1))[: len(kv)])
 
 
-def test_every_bfloat16_bit_pattern():
-    """All 65,536, in tiles of equal exponent (so that codes use their range) and in tiles of everything."""
-    patterns = torch.arange(65536, dtype=torch.int32).short().view(torch.bfloat16)
-    shuffled = patterns[torch.randperm(65536, generator=generator(2))]
-    kv = torch.zeros((256, QK_DIM), dtype=torch.bfloat16)
-    kv[:128, :NOPE_DIM] = patterns.view(128, NOPE_DIM)
-    kv[128:, :NOPE_DIM] = shuffled.view(128, NOPE_DIM)
-    kv[:, NOPE_DIM:] = shuffled[: 256 * (QK_DIM - NOPE_DIM)].view(256, -1)
-    cache = random_cache(4, 64)
-    slots = torch.arange(256)
-    mla_fp8_append(kv.cuda(), cache, slots.cuda())
-    assert torch.equal(cache.cpu().view(256, -1), pack(kv))
+@forms
+def test_every_bfloat16_bit_pattern(cache_format, cache_layout):
+    pages = AppendPages.random(cache_format, cache_layout, (4, 64))
+    check(pages, with_rope(every_pattern(), cache_format), torch.arange(256))
 
 
+@pytest.mark.parametrize("cache_layout", ["planar", "interleaved"])
+def test_fp4_codes_of_every_magnitude_with_every_scale(cache_layout):
+    kv = every_magnitude_with_every_e4m3_scale()
+    pages = AppendPages.random("v4.1_fp4", cache_layout, (-(-len(kv) // 64), 64))
+    check(pages, kv, torch.randperm(pages.num_slots, generator=generator(1))[: len(kv)])
+
+
+@forms
 @pytest.mark.parametrize("tokens", [5, 3000, 20_000])
-def test_strided_rows_pages_and_views(tokens):
-    kv = torch.randn((tokens, QK_DIM), generator=generator(3)).bfloat16()
-    page_size = 61
-    wide = random_cache(-(-(tokens + 100) // page_size), page_size + 3)
-    cache = wide[:, :page_size]
-    slots = slots_for(tokens, cache.shape[0] * page_size, seed=4)
-    expected = wide.cpu().clone()
-    expected[:, :page_size] = expected_cache(cache, kv, slots)
-    before = wide.clone()
+def test_strided_rows_slots_and_views(tokens, cache_format, cache_layout):
+    kv = new_tokens(tokens, 3, cache_format)
+    shape = (-(-(tokens + 100) // 61), 61)
+    pages = AppendPages.random(cache_format, cache_layout, shape, padded_to=4096)
+    slots = slots_for(tokens, pages.num_slots, seed=4)
+    expected, before = pages.expected(kv, slots), pages.buffer.clone()
     spread = torch.empty((2 * tokens,), dtype=torch.int64, device="cuda")[::2]
     spread.copy_(slots)
-    for view in (cache, cache.unsqueeze(2), cache.view(torch.float8_e4m3fn)):
-        wide.copy_(before)
-        mla_fp8_append(strided(kv.cuda()), view, spread)
-        assert torch.equal(wide.cpu(), expected)
+    for view in (pages.view, pages.view.squeeze(2), pages.view.view(torch.float8_e4m3fn)):
+        pages.buffer.copy_(before)
+        mla_fp8_append(strided(kv.cuda()), view, spread, **names(pages))
+        assert torch.equal(pages.buffer.cpu(), expected)
 
 
-def test_all_tokens_skipped():
-    cache = random_cache(2, 64)
-    before = cache.clone()
-    mla_fp8_append(
-        torch.randn((50, QK_DIM), device="cuda").bfloat16(),
-        cache,
-        torch.full((50,), -1, device="cuda", dtype=torch.int64),
-    )
-    assert torch.equal(cache, before)
+@pytest.mark.parametrize("tokens", [50, 5000])
+def test_v32_without_rope_in_rows_of_656_bytes(tokens):
+    """A cache of V3.2's tokens takes it too: the bytes of their rope parts stay."""
+    pages = AppendPages.random("v3.2_nope", None, (-(-(tokens + 20) // 64), 64), token_stride=656)
+    check(pages, new_tokens(tokens, 5), slots_for(tokens, pages.num_slots, 5))
 
 
-def test_slots_beyond_4_gib():
-    num_pages = (2**32 + 2**28) // (64 * TOKEN_BYTES)
-    cache = torch.zeros((num_pages, 64, TOKEN_BYTES), dtype=torch.uint8, device="cuda")
-    kv = torch.randn((100, QK_DIM), generator=generator(6)).bfloat16()
-    slots = num_pages * 64 - 1 - torch.arange(100)
-    mla_fp8_append(kv.cuda(), cache, slots.cuda())
-    assert torch.equal(cache.view(-1, TOKEN_BYTES)[-100:].flip(0).cpu(), pack(kv))
-    assert not cache.view(-1, TOKEN_BYTES)[:-100].any()
+@forms
+def test_all_tokens_skipped(cache_format, cache_layout):
+    pages = AppendPages.random(cache_format, cache_layout, (2, 64))
+    check(pages, new_tokens(50, 1, cache_format), torch.full((50,), -1))
 
 
-def test_captures_into_a_graph():
-    kv = torch.zeros((64, QK_DIM), dtype=torch.bfloat16, device="cuda")
+@forms
+def test_one_kernel_for_page_sizes_that_alternate(cache_format, cache_layout):
+    """Nothing of a layout is kept from the call before."""
+    for page_size in (64, 3, 64, 576):
+        pages = AppendPages.random(cache_format, cache_layout, (-(-100 // page_size), page_size), padded_to=1024)
+        check(pages, new_tokens(80, page_size, cache_format), slots_for(80, pages.num_slots, page_size))
+
+
+@forms
+def test_pages_beyond_4_gib(cache_format, cache_layout):
+    page_stride = 1 << 21
+    pages = AppendPages.random(cache_format, cache_layout, (2049, 64), padded_to=page_stride)
+    kv, slots = new_tokens(100, 6, cache_format), pages.num_slots - 1 - torch.arange(100)
+    check(pages, kv, slots)
+
+
+@forms
+def test_captures_into_a_graph(cache_format, cache_layout):
+    pages = AppendPages.random(cache_format, cache_layout, (4, 64))
+    kv = new_tokens(64, 0, cache_format).cuda()
     slots = torch.full((64,), -1, dtype=torch.int64, device="cuda")
-    cache = random_cache(4, 64)
-    mla_fp8_append(kv, cache, slots)
+    mla_fp8_append(kv, pages.view, slots, **names(pages))
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        mla_fp8_append(kv, cache, slots)
+        mla_fp8_append(kv, pages.view, slots, **names(pages))
     for seed in (1, 2):
-        new, where = torch.randn((64, QK_DIM), generator=generator(seed)).bfloat16(), slots_for(64, 256, seed)
-        expected = expected_cache(cache, new, where)
+        new, where = new_tokens(64, seed, cache_format), slots_for(64, pages.num_slots, seed)
+        expected = pages.expected(new, where)
         kv.copy_(new)
         slots.copy_(where)
         graph.replay()
-        assert torch.equal(cache.cpu(), expected)
+        assert torch.equal(pages.buffer.cpu(), expected)

@@ -7,7 +7,7 @@ values of two factors meets.
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -17,6 +17,7 @@ from cute_kernels import mla_fp8_decode
 from cute_kernels.mla.plan import EXCHANGES
 from cute_kernels.runtime import workspace
 from fp8_mla import QK_DIM, ROPE_OFFSET, SCALE_OFFSET, TOKEN_BYTES, V_DIM, reference_decode
+from tests.kit.bits import require_same_bits_each_time
 from tests.kit.compare import emulate_bf16_decode, relative_error
 from tests.kit.mla_cases import (
     SCALE_KINDS,
@@ -29,6 +30,7 @@ from tests.kit.mla_cases import (
     sparse_case,
 )
 
+pytestmark = pytest.mark.usefixtures("free_memory")
 HEADS = (1, 8, 16, 32, 64, 96, 128)
 QUERIES = (1, 2, 3)
 BATCHES = (1, 4, 74, 321)
@@ -81,25 +83,19 @@ def label(sizes: dict[str, Any]) -> str:
     return "-".join(f"{name}{value}" for name, value in sizes.items())
 
 
-@pytest.fixture(autouse=True)
-def free_memory() -> Iterator[None]:
-    """Some cases fill gigabytes; the allocator would keep their blocks, of sizes that no other case asks for."""
-    yield
-    torch.cuda.empty_cache()
-
-
 @pytest.fixture(params=(None, *EXCHANGES), ids=str)
 def exchange(request: pytest.FixtureRequest) -> str | None:
-    """What CTAs exchange: planned, or forced."""
+    """What CTAs exchange, planned or forced, for tests of tiles and keys: an exchange touches neither Q nor sinks."""
     return request.param
+
+
+def planned(case: DecodeCase, **options: Any) -> Any:
+    return mla_fp8_decode(case.q, case.kv_cache, **{**case.options(), **options})
 
 
 @pytest.fixture
 def decode(exchange: str | None) -> Callable[..., Any]:
-    def call(case: DecodeCase, **options: Any) -> Any:
-        return mla_fp8_decode(case.q, case.kv_cache, **{**case.options(), "exchange": exchange, **options})
-
-    return call
+    return functools.partial(planned, exchange=exchange)
 
 
 @pytest.fixture
@@ -123,8 +119,8 @@ def test_dense(run_decode, sizes):
 
 
 @pytest.mark.parametrize("h_q", [2, 7, 33, 63, 65, 100, 127])
-def test_any_number_of_heads(run_forced, h_q):
-    run_forced(sparse(batch=3, h_q=h_q, s_q=2, topk=200, seed=h_q, sink="finite"))
+def test_any_number_of_heads(run_decode, h_q):
+    run_decode(sparse(batch=3, h_q=h_q, s_q=2, topk=200, seed=h_q, sink="finite"))
 
 
 def test_every_topk_length_around_the_tiles(run_forced):
@@ -142,11 +138,11 @@ def test_every_sequence_length_around_tiles_and_pages(run_forced, causal):
 
 
 @pytest.mark.parametrize("topk", [1, 130, 2048])
-def test_every_entry_valid_or_none(run_forced, topk):
+def test_every_entry_valid_or_none(run_decode, topk):
     case = sparse(batch=5, h_q=64, topk=topk, invalid=False, sink="finite")
-    run_forced(case)
+    run_decode(case)
     nothing = torch.full_like(case.indices, -1)
-    run_forced(dataclasses.replace(case, indices=nothing))
+    run_decode(dataclasses.replace(case, indices=nothing))
 
 
 @pytest.mark.parametrize("valid_at", [0, 63, 64, 127, 128, 1999])
@@ -158,9 +154,9 @@ def test_one_valid_entry_among_many_invalid_ones(run_forced, valid_at):
         run_forced(dataclasses.replace(case, indices=indices), num_splits=num_splits)
 
 
-def test_one_slot_named_many_times_counts_as_often(run_forced):
+def test_one_slot_named_many_times_counts_as_often(run_decode):
     case = sparse(batch=2, h_q=32, topk=300, invalid=False)
-    run_forced(dataclasses.replace(case, indices=case.indices[..., :1].repeat(1, 1, 300)))
+    run_decode(dataclasses.replace(case, indices=case.indices[..., :1].repeat(1, 1, 300)))
 
 
 @pytest.mark.parametrize("kind", ["topk 0", "topk_length 0", "cache_seqlens 0", "no table", "no pages", "all invalid"])
@@ -182,22 +178,22 @@ def test_rows_without_keys_are_zero_and_minus_infinity(decode, kind):
         assert (lse.tensor == -torch.inf).all()
 
 
-def test_no_requests(decode):
+def test_no_requests():
     case = sparse(batch=1, h_q=16).rows([])
-    out, lse = decode(case, return_lse=True)
+    out, lse = planned(case, return_lse=True)
     assert out.shape == (0, 1, 16, V_DIM)
     assert lse.shape == (0, 1, 16)
 
 
 @pytest.mark.parametrize("num_splits", [1, 4])
-def test_sinks_at_infinity(decode, num_splits):
+def test_sinks_at_infinity(num_splits):
     case = sparse(batch=3, h_q=32, topk=300, invalid=False)
 
     def with_sink(sink: float) -> Any:
         s_aux = torch.full((32,), sink, device="cuda")
-        return decode(case, s_aux=s_aux, num_splits=num_splits, return_lse=True)
+        return planned(case, s_aux=s_aux, num_splits=num_splits, return_lse=True)
 
-    out, lse = decode(case, num_splits=num_splits, return_lse=True)
+    out, lse = planned(case, num_splits=num_splits, return_lse=True)
     without, without_lse = with_sink(-torch.inf)
     assert torch.equal(out, without)
     assert torch.equal(lse, without_lse)
@@ -206,11 +202,11 @@ def test_sinks_at_infinity(decode, num_splits):
     assert torch.equal(lse, same_lse), "the log-sum-exp leaves the sink out"
 
 
-def test_sequences_shorter_than_their_queries(decode, run_forced):
+def test_sequences_shorter_than_their_queries(run_decode):
     """Causal: of three queries over a sequence of one key, only the last sees it."""
     case = dense(seqlens=[1, 2, 3, 0], h_q=16, s_q=3)
-    run_forced(case)
-    out = decode(case)
+    run_decode(case)
+    out = planned(case)
     assert (out[0, :2] == 0).all()
     assert (out[0, 2] != 0).any()
 
@@ -295,37 +291,37 @@ def test_a_nan_in_a_visible_key_is_not_hidden(run_forced, field):
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_a_nan_or_inf_in_one_query_head_stays_there(run_forced, value):
+def test_a_nan_or_inf_in_one_query_head_stays_there(run_decode, value):
     case = sparse(batch=2, h_q=128, topk=130, invalid=False, query_size=0.2)
     q = case.q.clone()
     q[1, 0, 37, 11] = value
     out, _ = reference_decode(**dataclasses.replace(case, q=q).arguments())
     assert int(out.isnan().sum()) == V_DIM
-    run_forced(dataclasses.replace(case, q=q))
+    run_decode(dataclasses.replace(case, q=q))
 
 
-def test_queries_far_from_usual_size(run_forced):
+def test_queries_far_from_usual_size(run_decode):
     """Logits are of usual size, q is not: large, tiny, and both from head to head."""
     case = sparse(batch=2, h_q=64, topk=200, query_size=0.2, padded=False)
     for exponent in (40, -40):
         scale = 576**-0.5 * 2.0**-exponent
-        run_forced(dataclasses.replace(case, q=case.q * 2.0**exponent, softmax_scale=scale))
+        run_decode(dataclasses.replace(case, q=case.q * 2.0**exponent, softmax_scale=scale))
     small = case.q.clone()
     small[:, :, ::2] *= 2.0**-30
-    run_forced(dataclasses.replace(case, q=small))
-    run_forced(dataclasses.replace(case, q=torch.zeros_like(case.q)))
-    run_forced(dataclasses.replace(case, softmax_scale=0.0))
+    run_decode(dataclasses.replace(case, q=small))
+    run_decode(dataclasses.replace(case, q=torch.zeros_like(case.q)))
+    run_decode(dataclasses.replace(case, softmax_scale=0.0))
 
 
 @pytest.mark.parametrize("query_size", [1.0, 8.0, 40.0])
-def test_peaked_softmax(run_forced, query_size):
+def test_peaked_softmax(run_decode, query_size):
     """With power-of-two scales the yardstick's bf16 keys are exact too, so it holds for logits in the hundreds."""
     case = sparse(batch=4, h_q=64, topk=576, scales="power_of_two", query_size=query_size)
     for num_splits in (None, 3):
-        run_forced(case, num_splits=num_splits)
+        run_decode(case, num_splits=num_splits)
 
 
-def test_the_largest_score_may_come_anywhere(run_forced):
+def test_the_largest_score_may_come_anywhere(run_decode):
     """The running maximum rises in every tile, falls in every tile, or jumps once."""
     tokens = latent_tokens(640, generator(0, "cuda"), scales="power_of_two").view(10, 64, TOKEN_BYTES)
     query = torch.randn((1, 1, 32, QK_DIM), generator=generator(1, "cuda"), device="cuda").bfloat16()
@@ -336,7 +332,7 @@ def test_the_largest_score_may_come_anywhere(run_forced):
     for indices in (order, order.flip(0), jump):
         for num_splits in (1, 4):
             one = dataclasses.replace(case, q=case.q * 4, indices=indices.int().view(1, 1, -1))
-            run_forced(one, num_splits=num_splits)
+            run_decode(one, num_splits=num_splits)
 
 
 def reference_scores(case: Any) -> torch.Tensor:
@@ -348,7 +344,7 @@ def reference_scores(case: Any) -> torch.Tensor:
 
 @pytest.mark.parametrize("mode", ["sparse", "dense"])
 @pytest.mark.parametrize("scales", ["absmax", "mixed"])
-def test_forced_splits_agree(decode, mode, scales):
+def test_forced_splits_agree(mode, scales):
     """Within rounding: twice the 2.7e-3 that one result may be off, and each under the rule by itself."""
     if mode == "sparse":
         case = sparse(batch=3, h_q=96, s_q=2, topk=700, scales=scales, lengths="query", sink="finite")
@@ -358,7 +354,7 @@ def test_forced_splits_agree(decode, mode, scales):
     results = []
     for num_splits in (1, 2, 3, 7, 32):
         out, lse = case.outputs()
-        decode(case, num_splits=num_splits, out=out.tensor, lse=lse.tensor)
+        planned(case, num_splits=num_splits, out=out.tensor, lse=lse.tensor)
         results.append((out.tensor, lse.tensor))
     for out_tensor, lse_tensor in results[1:]:
         # column groups differ in size by up to 1e60 when scales are mixed: each must agree by itself
@@ -398,21 +394,12 @@ def test_the_same_bits_on_20_runs(decode, mode):
         case = sparse(batch=4, h_q=128, s_q=2, topk=2048, lengths="batch", sink="finite")
     else:
         case = dense(seqlens=[4000, 1, 513, 64], h_q=128, s_q=2, sink="finite")
-    out, lse = case.outputs(padded=True)
-    first = None
-    for _ in range(20):
-        out.poison()
-        lse.poison()
-        decode(case, out=out.tensor, lse=lse.tensor)
-        bits = out.tensor.contiguous().view(torch.int16), lse.tensor.contiguous().view(torch.int32)
-        first = first or bits
-        assert torch.equal(bits[0], first[0])
-        assert torch.equal(bits[1], first[1])
+    require_same_bits_each_time(case, functools.partial(decode, case))
 
 
-def test_views_of_the_cache_give_the_same_bits(decode):
+def test_views_of_the_cache_give_the_same_bits():
     case = sparse(batch=2, h_q=64, topk=300, page_size=61, padded=False)
-    expected = decode(case)
+    expected = planned(case)
     padded = torch.full((case.kv_cache.shape[0], 64, TOKEN_BYTES), 0xFF, dtype=torch.uint8, device="cuda")
     padded[:, :61] = case.kv_cache
     views = {
@@ -421,11 +408,11 @@ def test_views_of_the_cache_give_the_same_bits(decode):
         "pages apart": padded[:, :61],
     }
     for name, view in views.items():
-        assert torch.equal(decode(dataclasses.replace(case, kv_cache=view)), expected), name
+        assert torch.equal(planned(dataclasses.replace(case, kv_cache=view)), expected), name
 
 
 @pytest.mark.parametrize("num_splits", [None, 1])
-def test_accuracy(decode, num_splits):
+def test_accuracy(num_splits):
     """N(0,1) data, scales that are no powers of two, topk 2048: 2.7e-3 and 2e-5 (plain bf16: 2.5e-3 and 2e-4)."""
     case = sparse(
         batch=8,
@@ -437,7 +424,7 @@ def test_accuracy(decode, num_splits):
         query_size=1.0,
         scales="absmax",
     )
-    out, lse = decode(case, num_splits=num_splits, return_lse=True)
+    out, lse = planned(case, num_splits=num_splits, return_lse=True)
     expected, expected_lse = reference_decode(**case.arguments())
     error, lse_error = relative_error(out, expected), (lse - expected_lse).abs().max().item()
     print(f"relative error {error:.2e}, log-sum-exp {lse_error:.1e}")

@@ -1,8 +1,10 @@
 """Tensors that name their dtype and device, and the same with something wrong about them, for tables of bad input."""
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
+import numpy
 import torch
 
 Call = dict[str, Any]
@@ -73,11 +75,63 @@ def overlapping(call: Call, *names: str) -> Wrong:
     return wrong
 
 
-def elsewhere(call: Call, *names: str) -> Wrong:
-    """Each of these arguments on another device."""
-    return {f"{name} on another device": (name, call[name].to("meta")) for name in names}
-
-
 def all_elsewhere(call: Call) -> Call:
     """Every tensor on another device, which has no kernels."""
     return {name: value.to("meta") if isinstance(value, torch.Tensor) else value for name, value in call.items()}
+
+
+def wrong_tensor(
+    call: Call,
+    name: str,
+    *shapes: tuple[int, ...],
+    dtypes: Sequence[torch.dtype] = (),
+    off: int = 0,
+    rows: int = 0,
+    spread: bool = False,
+    needed: bool = False,
+    first: bool = False,
+) -> Wrong:
+    """One argument of a call, wrong in each of the ways that tensors are; beside those below a list, another device.
+
+    Args:
+        call: the valid call.
+        name: of the argument.
+        shapes: others than the one that it needs.
+        dtypes: likewise; with the same bits where elements are as large.
+        off: bytes beyond a multiple of 16 that its address may not be.
+        rows: elements by which rows may not be further apart.
+        spread: whether its last stride must be 1.
+        needed: whether it may not be None.
+        first: whether the other arguments must be where it is, so that no error names its device.
+    """
+    t = call[name]
+    wrong: dict[str, Any] = {f"of shape {shape}": t.new_zeros(shape) for shape in shapes}
+    wrong |= {f"of {dtype}": t.view(dtype) if dtype.itemsize == t.itemsize else t.to(dtype) for dtype in dtypes}
+    wrong |= (
+        {"a list": [0]} | ({} if first else {"on another device": t.to("meta")}) | ({"None": None} if needed else {})
+    )
+    if off:
+        wrong[f"{off} bytes off"] = off_by(off, t)
+    if rows:
+        wrong[f"with rows {rows} elements apart"] = rows_apart(t, rows)
+    if spread:
+        wrong["with a last stride of 2"] = every_second(t)
+    return {f"{name} {what}": (name, value) for what, value in wrong.items()}
+
+
+def wrong_options(**options: Sequence[Any]) -> Wrong:
+    """Each option with values that it refuses."""
+    return {
+        f"{name} {'a tensor' if isinstance(value, torch.Tensor) else repr(value)[:30]}": (name, value)
+        for name, values in options.items()
+        for value in values
+    }
+
+
+FLAGS = ("no", 1, None, numpy.bool_(True))
+SCALES = ("1", True, math.nan, -math.inf, 2**2000, torch.ones((), dtype=F32, device="cpu"))
+SPLITS = (0, 1.5, 1.0, True, 2**70, numpy.int64(2))
+WINDOWS = (0, -1, 4.0, True, 2**70, numpy.int64(5), (4, 0))
+SOFTCAPS = (0.0, -30.0, math.inf, math.nan, "30", True, 10**400)
+NAMES = ("unknown", 4, ["v4"])
+"""Values that flags, softmax scales, numbers of splits, windows, softcaps and named choices may not have."""

@@ -4,9 +4,8 @@
 the tolerance rule, on any device. `short=True` keeps dtypes, layouts and modifiers of a row and cuts its sizes, so that
 a CPU has it in milliseconds.
 
-The rows are in covering_gqa.csv and covering_mla.csv, since a search takes a minute:
-
-    python -m tests.kit.covering      after a change of a model; tests/cpu/test_covering.py says when that is due
+The rows are in covering_gqa.csv and covering_mla.csv. `python -m tests.kit.covering` adds those that are missing after
+a change of a model; tests/cpu/test_covering.py says when that is due.
 """
 
 from __future__ import annotations
@@ -23,14 +22,13 @@ import torch
 from cute_kernels import gqa_decode, mla_fp8_decode
 from cute_kernels.gqa import plan as gqa_plan
 from cute_kernels.gqa.layouts import LAYOUTS, PACKED
-from cute_kernels.gqa.spec import CLUSTER, COLUMNS, KEYS_PER_WARP, MAX_ACCUMULATORS, GqaDecodeSpec
-from cute_kernels.gqa.spec import SCALES as SCALE_CLASSES
+from cute_kernels.gqa.spec import CLUSTER, KEYS_PER_WARP, GqaDecodeSpec
 from cute_kernels.mla import plan as mla_plan
 from cute_kernels.mla.crossover.spec import MlaCrossoverSpec
 from cute_kernels.mla.plan import EXCHANGES
 from cute_kernels.mla.spec import MlaDecodeSpec
 from fp8_mla import V_DIM
-from tests.kit.arrays import Model, Row, Rule, cover
+from tests.kit.arrays import Model, Row, Rule, extended
 from tests.kit.compare import Comparison, check_decode
 from tests.kit.gqa_cases import SCALE_NAMES, VALUES, GqaCase, check_gqa, gqa_case
 from tests.kit.mla_cases import SCALE_KINDS, DecodeCase, dense_case, ragged_lengths, sparse_case
@@ -266,49 +264,6 @@ GQA: Final = Model(
     usual=(("longest", 300),),
 )  # fmt: skip
 
-# Facts of a row that decide its kernel, as factors: kernels are what costs, and what they cover needs fewer of them.
-_FACTS: Final = Model(
-    factors={
-        "columns": COLUMNS,
-        "k_class": tuple(SCALE_CLASSES),
-        "v_class": tuple(SCALE_CLASSES),
-        "slopes": (False, True),
-        "cluster": (False, True),
-        **GQA.factors,
-    },
-    triples=(
-        "kv_dtype", "q_dtype", "d", "columns", "k_class", "v_class", "scale_dtype", "layout", "page", "slopes",
-        "softcap",
-    ),
-    pairs=("cluster",),
-    rules=(
-        *GQA.rules,
-        Rule(("ratio", "s_q", "d", "columns"), lambda ratio, s_q, d, n: gqa_plan.columns_for(ratio * s_q, d) == n),
-        Rule(("d", "columns"), lambda d, columns: d * columns <= MAX_ACCUMULATORS),
-        Rule(("kv_dtype", "k_class"), _cache_has_scales),
-        Rule(("kv_dtype", "v_class"), _cache_has_scales),
-        Rule(("k_class", "v_class"), _both_or_none),
-        Rule(("k_class", "scale_dtype"), _both_or_none),
-        Rule(("v_class", "scale_dtype"), _both_or_none),
-        Rule(("k_class", "k_scales"), lambda fact, scales: _SCALES_OF_SPEC[scales] == fact),
-        Rule(("v_class", "v_scales"), lambda fact, scales: _SCALES_OF_SPEC[scales] == fact),
-        Rule(("slopes", "alibi"), lambda slopes, alibi: slopes == (alibi != "none")),
-        Rule(("cluster", "splits"), lambda cluster, splits: cluster == (splits == "cluster")),
-    ),
-    usual=GQA.usual,
-)  # fmt: skip
-
-
-def search_gqa() -> list[Row]:
-    """Kernels that cover what they are made from, then rows that need these alone."""
-    names = (*_FACTS.triples, *_FACTS.pairs)
-    kernels = cover(_FACTS, seed=1, candidates=200)
-    patterns = [{name: row[name] for name in names} for row in kernels]
-    model = dataclasses.replace(GQA, factors=_FACTS.factors, rules=_FACTS.rules)
-    rows = cover(model, seed=1, candidates=30, patterns=patterns)
-    return [{name: row[name] for name in GQA.factors} for row in rows]
-
-
 # ---- mla_fp8_decode
 
 KEYS: Final = {"tile": 64, "some": 333, "many": 2048, "long": 65_536}
@@ -472,11 +427,6 @@ MLA: Final = Model(
 )
 
 
-def search_mla() -> list[Row]:
-    """Every kernel ships, so that any rows will do."""
-    return cover(MLA, seed=1, candidates=60)
-
-
 # ---- rows
 
 
@@ -503,8 +453,8 @@ def all_specs() -> list[GqaDecodeSpec | MlaDecodeSpec | MlaCrossoverSpec]:
 
 
 if __name__ == "__main__":
-    _write("gqa", search_gqa())
-    _write("mla", search_mla())
+    for op, model in (("gqa", GQA), ("mla", MLA)):
+        _write(op, extended(model, _read(op, model)))
 else:
     GQA_ROWS: Final = [GqaRow(**row) for row in _read("gqa", GQA)]
     MLA_ROWS: Final = [MlaRow(**row) for row in _read("mla", MLA)]

@@ -12,6 +12,7 @@ from cute_kernels.mla.op import decode_request
 from cute_kernels.mla.plan import plan_decode
 from cute_kernels.runtime.cache import KernelSpec
 from fp8_mla import V_DIM
+from tests.kit.bits import require_same_bits
 from tests.kit.compare import check_decode
 from tests.kit.latent_cases import latent_case, latent_dense_case
 from tests.kit.mla_cases import DecodeCase, PoisonedOutput, dense_case, sparse_case
@@ -161,13 +162,6 @@ def require_inf_of_empty_rows(call: EmptyRows, device: str) -> None:
         check_decode(got[0], shown, **case.arguments()).require()
     out.require_no_stray_writes()
     lse.require_no_stray_writes()
-
-
-def require_same_bits(got: torch.Tensor, expected: torch.Tensor) -> None:
-    """Raise AssertionError unless both have the same shape and bits."""
-    number = {2: torch.int16, 4: torch.int32}[got.element_size()]
-    assert got.shape == expected.shape and got.dtype == expected.dtype
-    assert torch.equal(got.contiguous().view(number), expected.contiguous().view(number))
 
 
 def flash_mla_call(case: DecodeCase) -> dict[str, Any]:

@@ -125,6 +125,32 @@ def _sink_packed(device: str) -> dict[str, Any]:
     return {**case.arguments(), "d_out": case.d_out}
 
 
+def _split(device: str) -> dict[str, Any]:
+    case = sparse_case(batch=1, h_q=128, topk=2048, sink="finite", padded=False, device=device)
+    out, lse = case.outputs()
+    return {**case.arguments(), "num_splits": 32, "out": out.tensor, "lse": lse.tensor}
+
+
+def _shares(device: str) -> dict[str, Any]:
+    return dense_case(seqlens=[700, 3, 0, 300], h_q=64, s_q=2, padded=False, device=device).arguments()
+
+
+def _gqa_long(device: str) -> dict[str, Any]:
+    return gqa_case(
+        seqlens=[700, 3, 64, 300], h_q=8, h_kv=2, layout="paged_NHD", padded=False, device=device
+    ).arguments()  # fmt: skip
+
+
+def _sink_long(device: str) -> dict[str, Any]:
+    case = sink_case([(200, 260)] * 2, padded=False, device=device)
+    return {**case.arguments(), "d_out": case.d_out}
+
+
+def _sink_decoded(device: str) -> dict[str, Any]:
+    case = sink_case([(1, 260)] * 2, padded=False, device=device)
+    return {**case.arguments(), "d_out": case.d_out}
+
+
 def _flash(device: str) -> dict[str, Any]:
     call = _sparse(device)
     return {
@@ -180,9 +206,11 @@ def _attend(d_out: torch.Tensor, **call: Any) -> Tensors:
 
 def _attend_with_gradients(d_out: torch.Tensor, **call: Any) -> Tensors:
     names = [name for name in ("q", "k", "v", "s_aux") if call[name] is not None]
-    leaves = [call[name].detach().requires_grad_() for name in names]
-    out, lse = sink_attention(**{**call, **dict(zip(names, leaves, strict=True))}, deterministic=True, return_lse=True)
-    return out.detach(), lse, *torch.autograd.grad(out, leaves, d_out)
+    with torch.inference_mode(False), torch.enable_grad():
+        leaves = [call[name].detach().requires_grad_() for name in names]
+        call |= dict(zip(names, leaves, strict=True))
+        out, lse = sink_attention(**call, deterministic=True, return_lse=True)
+        return out.detach(), lse, *torch.autograd.grad(out, leaves, d_out)
 
 
 def _decode_flash(**call: Any) -> Tensors:
@@ -222,3 +250,15 @@ SAMPLES = {
     "flash_mla_with_kvcache, sparse": Sample(_flash, _decode_flash),
     "flash_mla_with_kvcache, dense": Sample(_flash_dense, _decode_flash_dense),
 }
+
+LONG_SAMPLES = {
+    "mla_fp8_decode, 32 splits": Sample(_split, _decode_mla),
+    "mla_fp8_decode, shares": Sample(_shares, _decode_mla),
+    "mla_fp8_decode, dense splits": Sample(_shares, _decode_mla_alone),
+    "gqa_decode, planned": Sample(_gqa_long, _decode_gqa),
+    "gqa_decode, splits": Sample(_gqa_long, _decode_gqa_alone),
+    "sink_attention, long": Sample(_sink_long, _attend),
+    "sink_attention, long, gradients": Sample(_sink_long, _attend_with_gradients, backward=True),
+    "sink_attention, decoded": Sample(_sink_decoded, _attend),
+}
+"""Calls with partial results and several tiles, which are for GPUs: plain torch takes long for them."""

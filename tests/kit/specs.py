@@ -6,7 +6,7 @@ from cute_kernels.gqa import op
 from cute_kernels.gqa.append_spec import KvAppendSpec
 from cute_kernels.mla.plan import plan_decode
 from tests.kit.bad_input import TABLES
-from tests.kit.samples import SAMPLES
+from tests.kit.samples import LONG_SAMPLES, SAMPLES
 
 NUM_SMS = 132
 
@@ -22,7 +22,9 @@ def of_tables() -> list[Any]:
 
 def of_samples() -> list[Any]:
     """Kernels of samples, likewise."""
-    calls = [sample.inputs("cpu") for name, sample in SAMPLES.items() if name.startswith("gqa_decode")]
+    samples = {**SAMPLES, **LONG_SAMPLES}
+    calls = [sample.inputs("cpu") for name, sample in samples.items() if name.startswith("gqa_decode")]
+    calls.append(_decoded(LONG_SAMPLES["sink_attention, decoded"].inputs("cpu")))
     # one sample gives the number of splits, which decides whether there is a cluster
     own = KvAppendSpec.for_launch(
         dtype="bfloat16", d=64, h_kv=2, k_scale="per_token", v_scale="per_group_32", scale_dtype="float16"

@@ -10,6 +10,7 @@ import textwrap
 from collections.abc import Callable, Iterator
 from typing import Any, Final
 
+import pytest
 import torch
 
 from tests.kit import tiny_models
@@ -67,3 +68,31 @@ def saved_and_loaded(cache: Any) -> Any:
 
 COPIES: dict[str, Callable[[Any], Any]] = {"deepcopy": copy.deepcopy, "saved": saved_and_loaded}
 """The ways in which people copy the cache of a prompt."""
+
+
+@pytest.fixture
+def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Why plain torch ran instead of our attention."""
+    from cute_kernels.integrations import transformers as cute
+    from cute_kernels.integrations import transformers_mla
+
+    reasons: list[str] = []
+    for module in (cute, transformers_mla):
+        monkeypatch.setattr(module, "_say_once", reasons.append)
+    return reasons
+
+
+def counted(monkeypatch: pytest.MonkeyPatch, *functions: tuple[Any, str]) -> dict[str, int]:
+    """How often functions of modules or classes are called, by name, once they were."""
+    count: dict[str, int] = {}
+
+    def wrap(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            count[name] = count.get(name, 0) + 1
+            return function(*args, **kwargs)
+
+        return call
+
+    for owner, name in functions:
+        monkeypatch.setattr(owner, name, wrap(name, getattr(owner, name)))
+    return count

@@ -2,10 +2,10 @@
 
 import contextlib
 import importlib
+import inspect
 from collections.abc import Iterator
 from typing import Any
 
-import pytest
 import torch
 
 import fp8_mla
@@ -18,6 +18,11 @@ MODELS = ("deepseek_v32", "glm_moe_dsa")
 def attention_class(name: str) -> Any:
     modeling = importlib.import_module(f"transformers.models.{name}.modeling_{name}")
     return getattr(modeling, transformers_mla.ATTENTIONS[name])
+
+
+FORWARD = inspect.getsource(attention_class("deepseek_v32").forward)
+CACHES_LATENTS = FORWARD.index(".update(") < FORWARD.index(".expand_kv(")
+"""Of another implementation than ours: in 5.23 and 5.24; 5.17 caches keys and values."""
 
 
 @contextlib.contextmanager
@@ -40,11 +45,3 @@ def fp8_latents(name: str) -> Iterator[None]:
 def eager(name: str, model: Any, ids: torch.Tensor, **options: Any) -> Any:
     with fp8_latents(name):
         return generate(model, "eager", ids, **options)
-
-
-@pytest.fixture
-def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Why plain torch ran."""
-    reasons: list[str] = []
-    monkeypatch.setattr(transformers_mla, "_say_once", reasons.append)
-    return reasons

@@ -136,7 +136,12 @@ def test_beams_and_speculation(
     """Beams reorder the cache, and tokens that were guessed wrong are cropped."""
     name, called = "reorder_cache" if "num_beams" in options else "crop", []
     original = getattr(kind.layer, name)
-    monkeypatch.setattr(kind.layer, name, lambda *given: called.append(given) or original(*given))
+
+    def counted(*given: Any) -> Any:
+        called.append(given)
+        return original(*given)
+
+    monkeypatch.setattr(kind.layer, name, counted)
     model, ids = tiny_models.trained(kind.model), tiny_models.sequences(24, 1, 20)
     expected = kind.expected(model, ids, **options)
     found, _ = generate(model, kind.attention, ids, kind.cache(model.config), **options)

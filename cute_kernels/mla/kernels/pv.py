@@ -18,6 +18,7 @@ from cute_kernels.mla.kernels.scheduler import Scheduler, WorkTable, WorkTile
 from cute_kernels.mla.kernels.smem import (
     BFLOAT16,
     CODES_BYTES,
+    HALVES,
     LINE_BYTES,
     NEW_UNIT,
     RESCALE_O,
@@ -326,13 +327,31 @@ class PvWarpgroups:
     ):
         """O^T += V^T P^T in bfloat16, whose range is that of float32: rare, so blocks of keys are a loop.
 
-        P is rounded to bfloat16. V is code times scale in float32, in units of O, rounded once.
+        P is bfloat16 already, or with HALVES float16, of which two numbers of bfloat16 are made in turn: that takes
+        twice as long. V is code times scale in float32, in units of O, rounded once.
         """
+        halves, p = Int32(1), cute.make_rmem_tensor(self.heads // 8, Int32)
+        p.fill(0)
+        if flags & HALVES != 0:
+            halves = Int32(2)
+            cute.autovec_copy(self.words_of_p(smem, p_stage, wg, tid), p)
+        for half in cutlass.range(halves, unroll=1):
+            if flags & HALVES != 0:
+                self.store_half_of_p(smem, p, half, p_stage, wg, tid)
+            self.add_rounded(smem, mma, acc_o, stage, p_stage, line, wg, tid)
+
+    @cute.jit
+    def store_half_of_p(self, smem, p: cute.Tensor, half: Int32, p_stage: Int32, wg: Int32, tid: Int32):
+        """Replaces a thread's share of P by P rounded to bfloat16 or, with half = 1, by what that takes off."""
         words = self.words_of_p(smem, p_stage, wg, tid)
-        for i in cutlass.range(cute.size(words), unroll=1):
-            words[i] = pairs.half_to_bfloat16(words[i])
-        self.share_p()
-        self.add_rounded(smem, mma, acc_o, stage, p_stage, line, wg, tid)
+        cute.arch.barrier(barrier_id=NamedBarrier.PV, number_of_threads=256)  # all have multiplied by the other half
+        for i in cutlass.range_constexpr(cute.size(words)):
+            rounded = pairs.half_to_bfloat16(p[i])
+            if half != 0:
+                rounded = pairs.half_minus_bfloat16(p[i], rounded)
+            words[i] = rounded
+        cute.arch.fence_proxy("async.shared", space="cta")
+        cute.arch.barrier(barrier_id=NamedBarrier.PV, number_of_threads=256)
 
     def words_of_p(self, smem, p_stage: Int32, wg: Int32, tid: Int32) -> cute.Tensor:
         """A thread's share of the P of a tile in shared memory, pairs of neighbours: a 256th, of whichever keys."""
@@ -340,12 +359,6 @@ class PvWarpgroups:
         start = p_stage * (TOKENS_PER_TILE * self.heads // 2) + (128 * wg + tid) * words
         pointer = cute.recast_ptr(smem.p.data_ptr(), dtype=Int32) + cute.assume(start, divby=words)
         return cute.make_tensor(pointer, cute.make_layout(words))
-
-    @cute.jit
-    def share_p(self):
-        """Lets the tensor cores read what both warpgroups have written over P."""
-        cute.arch.fence_proxy("async.shared", space="cta")
-        cute.arch.barrier(barrier_id=NamedBarrier.PV, number_of_threads=256)
 
     @cute.jit
     def add_rounded(self, smem, mma: cute.TiledMma, acc_o, stage: Int32, p_stage: Int32, line: Int32, wg, tid):

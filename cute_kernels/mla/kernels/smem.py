@@ -19,8 +19,8 @@ P_EXPONENT = 7.0  # row_max is set 7 below the largest score: P of that is 2^7, 
 RESCALE_THRESHOLD = 8.0  # log2 of the growth of the largest score that moves row_max: P stays below 2^15
 RESCALE_O = 1  # flag of a tile: O is multiplied by `rescaling` first
 NEW_UNIT = 2  # and by `v_move`
-BFLOAT16 = 4  # PV is to be bfloat16: float16 does not hold V in the units of O
-HALVES = 16  # and scales are so far apart that the error of one P is no mean of many: see `HalvesPvWarpgroups`
+BFLOAT16 = 4  # P is bfloat16, and V is to be: float16 does not hold V in the units of O
+HALVES = 16  # and scales are so far apart that the error of one P is no mean of many: see `PvWarpgroups.add_bfloat16`
 V_UNIT = 2.0**-6  # of O at first; see `ValueUnits`
 
 

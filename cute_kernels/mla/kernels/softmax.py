@@ -1,10 +1,10 @@
 """The softmax of the MLA decode kernel: P of S. With 32 and 64 heads its warpgroup also loads key tiles."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import AddressSpace, Float16, Float32, Int32, const_expr
+from cutlass import AddressSpace, BFloat16, Float16, Float32, Int32, const_expr
 
 from cute_kernels.device import registers, softmax
 from cute_kernels.device.ring import ring_slot
@@ -12,6 +12,8 @@ from cute_kernels.device.trace import Tracer
 from cute_kernels.mla.kernels.load import KeyLoader
 from cute_kernels.mla.kernels.scheduler import Scheduler, WorkTable
 from cute_kernels.mla.kernels.smem import (
+    BFLOAT16,
+    HALVES,
     P_EXPONENT,
     RESCALE_O,
     RESCALE_THRESHOLD,
@@ -156,14 +158,15 @@ class SoftmaxWarpgroup:
             addresses.s + s_stage * (4 * TOKENS_PER_TILE * self.heads),
             addresses.p + p_stage * (2 * TOKENS_PER_TILE * self.heads),
         )
-        largest, tile_sum = self.exp_tile(row_max, unit, addresses, False)
+        largest, tile_sum = self.exp_tile(row_max, unit, addresses, None)
         flags = sFlags[tid // 32, p_stage] | self.late_flags(smem, stage, tid)
-        if cute.arch.vote_any_sync(largest > row_max + (P_EXPONENT + RESCALE_THRESHOLD)):
+        moves = largest > row_max + (P_EXPONENT + RESCALE_THRESHOLD)
+        if cute.arch.vote_any_sync(moves or flags & BFLOAT16 != 0):
             # the first tile of a work tile, and hardly later
             if largest > row_max + (P_EXPONENT + RESCALE_THRESHOLD):
                 rescaling = cute.math.exp2(row_max - (largest - P_EXPONENT), fastmath=True)
                 row_max = largest - P_EXPONENT
-            _, tile_sum = self.exp_tile(row_max, unit, addresses, True)
+            _, tile_sum = self.exp_tile(row_max, unit, addresses, flags)
         cute.arch.mbarrier_arrive(smem.s_empty.data_ptr() + s_stage)
         row_sum = row_sum * rescaling + tile_sum
 
@@ -182,26 +185,27 @@ class SoftmaxWarpgroup:
         return Int32(0)
 
     @cute.jit
-    def exp_tile(self, row_max: Float32, unit: Float32, addresses: Addresses, again: cutlass.Constexpr):
+    def exp_tile(self, row_max: Float32, unit: Float32, addresses: Addresses, flags: Int32 | None):
         """Stores P^T of this thread; returns (largest score of its head, sum of its own P).
 
-        The rare second call, `again`, keeps its loop rolled: the hot path then jumps over fewer instructions.
+        The rare second call, with flags, may store bfloat16. It keeps its loop rolled: the hot path then jumps over
+        fewer instructions.
         """
         thread_max, thread_sum = cute.make_rmem_tensor(1, Float32), cute.make_rmem_tensor(1, Float32)
         thread_max.fill(-Float32.inf)
         thread_sum.fill(0.0)
         at_once = min(8, self.keys)
-        if const_expr(not again):
+        if const_expr(flags is None):
             following = self.load_s(addresses, 0)
             for i in cutlass.range_constexpr(self.keys // at_once):
                 s = following
                 if const_expr(i + 1 < self.keys // at_once):
                     following = self.load_s(addresses, i + 1)  # before P is stored: ptxas assumes that they may alias
-                self.exp_and_store_p(row_max, unit, addresses, s, i, thread_max, thread_sum)
+                self.exp_and_store_p(row_max, unit, addresses, s, i, thread_max, thread_sum, None)
         else:
             for i in cutlass.range(self.keys // at_once, unroll=1):
                 s = self.load_s(addresses, i)
-                self.exp_and_store_p(row_max, unit, addresses, s, i, thread_max, thread_sum)
+                self.exp_and_store_p(row_max, unit, addresses, s, i, thread_max, thread_sum, flags)
         largest = thread_max[0]
         for step in cutlass.range_constexpr(self.lanes.bit_length() - 1):
             largest = cute.arch.fmax(largest, cute.arch.shuffle_sync_bfly(largest, 32 // self.lanes << step))
@@ -219,9 +223,10 @@ class SoftmaxWarpgroup:
 
     @cute.jit
     def exp_and_store_p(
-        self, row_max: Float32, unit: Float32, addresses: Addresses, s: cute.Tensor, i, thread_max, thread_sum
-    ):
-        """Exponentiates up to 8 scores, stores P as float16 and updates this thread's max and sum."""
+        self, row_max: Float32, unit: Float32, addresses: Addresses, s: cute.Tensor, i, thread_max, thread_sum,
+        flags: Any,
+    ):  # fmt: skip
+        """Exponentiates up to 8 scores, stores P and updates this thread's max and sum. Without flags P is float16."""
         at_once = min(8, self.keys)
         p = cute.make_rmem_tensor(at_once, Float16)
         for j in cutlass.range_constexpr(at_once // 2):
@@ -230,6 +235,10 @@ class SoftmaxWarpgroup:
                 s[k, j] = cute.math.exp2(s[k, j] * unit - row_max, fastmath=True)
                 thread_sum[0] += s[k, j]
         p.store(s.load().to(Float16).reshape(p.shape))
+        if const_expr(flags is not None):
+            if flags & (BFLOAT16 | HALVES) == BFLOAT16:
+                rounded = cute.recast_tensor(p, BFloat16)
+                rounded.store(s.load().to(BFloat16).reshape(p.shape))
         chunk = cute.make_ptr(Float16, addresses.p ^ 16 * i, AddressSpace.smem, assumed_align=2 * at_once)
         cute.autovec_copy(p, cute.make_tensor(chunk, cute.make_layout(at_once)))
 

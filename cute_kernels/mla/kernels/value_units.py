@@ -52,7 +52,7 @@ class ValueUnits:
 
     @cute.jit
     def weigh(self, smem, stage: Int32, p_stage: Int32, tid: Int32) -> Int32:
-        """Stores the weights of a key tile; returns its flags: BFLOAT16 alike in all threads, NEW_UNIT of a warp."""
+        """Stores the weights of a key tile; returns its flags, NEW_UNIT of a warp, the others alike in all threads."""
         weight, flags = self.weights(smem, stage, tid), Int32(0)
         outside = pairs.max_unsigned(weight[0].bitcast(Int32) - MIN_WEIGHT, weight[1].bitcast(Int32) - MIN_WEIGHT)
         fits = pairs.at_most_unsigned(outside, Int32(MAX_WEIGHT - MIN_WEIGHT - 1))
@@ -104,10 +104,11 @@ class ValueUnits:
             sUnit[warp, p_stage] = softmax.power_of_two(new - WEIGHT_EXPONENT)
             sMove[warp, p_stage] = softmax.power_of_two(old - new)
         flags = Int32(NEW_UNIT) if new != old else Int32(0)
-        if most - least > MAX_SPREAD:
-            flags |= HALVES
         if wgmma.every_thread(fits, Int32(NamedBarrier.SOFTMAX)) == 0:
             flags |= BFLOAT16
+        is_near = Int32(0) if most - least > MAX_SPREAD else Int32(1)
+        if wgmma.every_thread(is_near, Int32(NamedBarrier.SOFTMAX)) == 0:
+            flags |= HALVES
         return flags
 
     @cute.jit

@@ -1,9 +1,9 @@
 """Roles of the latent decode kernel for keys with float32 scales: those of `mla.kernels`, rope part or not."""
 
 from cute_kernels.mla.kernels.convert_q import QConverter
+from cute_kernels.mla.kernels.pv import PvWarpgroups
 from cute_kernels.mla.kernels.qk import QkWarpgroups
 from cute_kernels.mla.kernels.softmax import SoftmaxWarpgroup
-from cute_kernels.mla.latent.kernels.halves import HalvesPvWarpgroups
 from cute_kernels.mla.latent.kernels.load import LatentLoader
 from cute_kernels.mla.latent.kernels.scheduler import LatentScheduler
 from cute_kernels.mla.latent.spec import LatentDecodeSpec
@@ -35,7 +35,7 @@ class FloatScaleSoftmaxWarpgroup(SoftmaxWarpgroup):
         self.scheduler = LatentScheduler(spec)
 
 
-class FloatScalePvWarpgroups(HalvesPvWarpgroups):
+class FloatScalePvWarpgroups(PvWarpgroups):
     """Device code for 2 x 128 threads; see `PvWarpgroups`."""
 
     def __init__(self, spec: LatentDecodeSpec):

@@ -23,7 +23,6 @@ from cute_kernels.mla.kernels.smem import (
 )
 from cute_kernels.mla.kernels.value_units import inverse_power, v_units
 from cute_kernels.mla.latent.kernels import codes
-from cute_kernels.mla.latent.kernels.halves import HalvesPvWarpgroups
 from cute_kernels.mla.latent.kernels.scheduler import LatentScheduler
 from cute_kernels.mla.latent.kernels.smem import (
     NEEDS_SCALES,
@@ -41,7 +40,7 @@ EVEN, ODD = 0x5410, 0x7632  # PRMT: the lower halves of two words, the upper one
 VALUES_PER_WARP = 64
 
 
-class ScaledKeyPvWarpgroups(HalvesPvWarpgroups):
+class ScaledKeyPvWarpgroups(PvWarpgroups):
     """Device code for 2 x 128 threads; see `PvWarpgroups` for which values and keys a thread has.
 
         O += (weight code) P      an exact float16 number times P as float16, summed in float32, in units of 64 values

@@ -53,7 +53,7 @@ class LatentValueUnits(ValueUnits):
 
     @cute.jit
     def weigh(self, smem, stage: Int32, p_stage: Int32, tid: Int32) -> Int32:
-        """Stores the weights of a key tile; returns its flags, BFLOAT16 alike in all threads, the others of a warp."""
+        """Stores the weights of a key tile; returns its flags, BFLOAT16 and HALVES alike in all threads, the others of a warp."""
         kinds, flags = self.spec.kinds, Int32(0)
         if const_expr(len(kinds) > 1):
             if kind_of_tile(smem, self.spec, stage) == 0:
@@ -123,7 +123,7 @@ class LatentValueUnits(ValueUnits):
     @cute.jit
     def change_kind(self, smem, kind: cutlass.Constexpr, stage: Int32, p_stage: Int32, tid: Int32) -> Int32:
         """Moves units of a warp's values where that helps; returns the flags of `weigh`."""
-        lane, flags, fits = tid % 32, Int32(0), Int32(1)
+        lane, flags, fits, is_near = tid % 32, Int32(0), Int32(1), Int32(1)
         per_unit, count = self.spec.token_format.d_v // UNITS // kind.quant_tile, kind.num_scales
         sPower = smem.v_power.get_tensor(cute.make_layout(UNITS))
         sHighest = smem.v_highest.get_tensor(cute.make_layout(UNITS))
@@ -150,7 +150,7 @@ class LatentValueUnits(ValueUnits):
             if new != old:
                 flags |= NEW_UNIT
             if most - least > MAX_SPREAD:
-                flags |= HALVES
+                is_near = Int32(0)
             if lane == 0:
                 sPower[index] = softmax.power_of_two(WEIGHT_EXPONENT - new)
                 sHighest[index] = cutlass.max(highest, new)
@@ -159,6 +159,8 @@ class LatentValueUnits(ValueUnits):
                 sMove[index, p_stage] = softmax.power_of_two(old - new)
         if wgmma.every_thread(fits, Int32(NamedBarrier.SOFTMAX)) == 0:
             flags |= BFLOAT16
+        if wgmma.every_thread(is_near, Int32(NamedBarrier.SOFTMAX)) == 0:
+            flags |= HALVES
         return flags
 
     @cute.jit

@@ -53,7 +53,7 @@ class LatentValueUnits(ValueUnits):
 
     @cute.jit
     def weigh(self, smem, stage: Int32, p_stage: Int32, tid: Int32) -> Int32:
-        """Stores the weights of a key tile; returns its flags, BFLOAT16 and HALVES alike in all threads, the others of a warp."""
+        """Stores the weights of a key tile; returns its flags, of which NEW_UNIT and NEEDS_SCALES are of a warp."""
         kinds, flags = self.spec.kinds, Int32(0)
         if const_expr(len(kinds) > 1):
             if kind_of_tile(smem, self.spec, stage) == 0:

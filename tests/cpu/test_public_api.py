@@ -11,7 +11,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
+
+import cute_kernels
 
 TABLE = Path(__file__).with_name("public_api.txt")
 MODULES = (
@@ -82,6 +85,13 @@ def api() -> list[str]:
 
 def test_the_public_api_is_what_it_was() -> None:
     assert api() == TABLE.read_text().splitlines()
+
+
+@pytest.mark.parametrize("name", cute_kernels.__all__)
+def test_every_argument_is_described(name: str) -> None:
+    function = getattr(cute_kernels, name)
+    described = re.findall(r"^    (\w+): ", function.__doc__.partition("Args:")[2].partition("\n\nR")[0], re.M)
+    assert sorted(described) == sorted(inspect.signature(function).parameters)
 
 
 if __name__ == "__main__":

@@ -102,6 +102,7 @@ def flash_attn_with_kvcache(
     """
     # imported here, so that importing this module loads no kernel
     from cute_kernels.gqa.op import check_decode, gqa_decode
+    from cute_kernels.gqa.request import DECODE
 
     _refuse(
         qv=qv, rotary_cos=rotary_cos, rotary_sin=rotary_sin, rotary_seqlens=rotary_seqlens,
@@ -140,7 +141,7 @@ def flash_attn_with_kvcache(
         if cache_seqlens is None:
             fail("cache_seqlens", "None with k and v", "the tokens before them")
         if not torch.compiler.is_compiling():
-            check_decode(**given)  # before anything is stored
+            check_decode(DECODE.request(**given))  # before anything is stored
         _check_new(k, v, queries, k_cache)
         if not torch.compiler.is_compiling():
             read = {"k": k, "v": v, **{name: t for name, t in given.items() if isinstance(t, torch.Tensor)}}
@@ -403,7 +404,7 @@ def _longest(max_seqlen_q: Any, q: torch.Tensor) -> int | None:
 def _check_new(k: torch.Tensor, v: torch.Tensor, q: torch.Tensor, k_cache: torch.Tensor) -> None:
     """New tokens: as many of k as of v, in q's dtype, of the cache's heads."""
     if torch.is_grad_enabled():
-        refuse_gradients("flash_attn_with_kvcache", ("k", "v"), k, v)
+        refuse_gradients("flash_attn_with_kvcache", {"k": k, "v": v})
     check_tensor("k", k, ndim=4)
     for name, new in (("k", k), ("v", v)):
         shape = (q.shape[0], k.shape[1], *k_cache.shape[2:])

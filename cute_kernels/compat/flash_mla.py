@@ -130,6 +130,7 @@ def flash_mla_with_kvcache(
     """
     # imported here, so that importing this module loads no kernel
     from cute_kernels.mla.op import decode_request
+    from cute_kernels.mla.request import DECODE
 
     _refuse_unsupported(k_cache, head_dim_v, is_fp8_kvcache, descale_q, descale_k)
     sparse = indices is not None
@@ -140,7 +141,7 @@ def flash_mla_with_kvcache(
     if isinstance(q, torch.Tensor) and not q.is_nested and q.dim() == 4:
         batch, s_q, h_q, _ = q.shape
         lse = torch.empty((batch, h_q, s_q), dtype=torch.float32, device=q.device).transpose(1, 2)
-    out, lse = decode_request(
+    request = DECODE.request(
         q=q,
         kv_cache=k_cache,
         indices=indices,
@@ -153,7 +154,6 @@ def flash_mla_with_kvcache(
         s_aux=attn_sink,
         num_splits=1 if enable_batch_invariant else None,
         exchange="none" if enable_batch_invariant else None,
-        scores=None,
         cache_format=cache_format,
         cache_layout=cache_layout,
         extra_kv_cache=extra_k_cache,
@@ -163,6 +163,7 @@ def flash_mla_with_kvcache(
         lse=lse,
         inf_if_empty=True,
     )
+    out, lse = decode_request(request)
     return out, lse.transpose(1, 2)
 
 

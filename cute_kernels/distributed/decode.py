@@ -115,7 +115,7 @@ def context_parallel_decode(
     own = {name: kwargs.pop(name, None) for name in _OWN}
     if torch.is_grad_enabled():
         named = {**{f"argument {i}": value for i, value in enumerate(args)}, **kwargs, **own}
-        refuse_gradients(NAME, tuple(named), *named.values())
+        refuse_gradients(NAME, named)
     op = _op_of(decode)
     if op is None:
         rows, target = _rows_of_callable(decode, args, kwargs, own, heads, gather_q, member)
@@ -218,7 +218,8 @@ def _rows_of_callable(
     shape, d = tuple(lse.shape), out.shape[-1]
     target = Target.of(heads, member, shape, d, out.dtype, out.device, own["s_aux"], own["out"], own["lse"])
     if torch.is_grad_enabled():
-        refuse_gradients(NAME, ("decode", "decode"), out, lse)
+        for partial_tensor in (out, lse):
+            refuse_gradients(NAME, {"decode": partial_tensor})
     member.require_same_call(NAME, {"heads": heads, "decode": out, "s_aux": own["s_aux"] is not None}, out.device)
     rows = Rows.empty(shape, d, out.dtype, out.device, (2, heads == "gather"))
     rows.out.copy_(out)

@@ -18,7 +18,8 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from cute_kernels.merge.op import merge_received
+from cute_kernels.merge.op import merge_request
+from cute_kernels.merge.request import MERGE
 from cute_kernels.runtime.checks import check_tensor, fail, require
 from cute_kernels.runtime.overlap import check_written
 
@@ -234,7 +235,8 @@ def combine(what: str, rows: Rows, member: Member, target: Target) -> tuple[torc
         received = torch.empty_like(sent)
         member.exchange(what, dist.all_to_all_single, received, sent)
     states = Rows.view(received, rows.out.shape[-1], rows.out.dtype)
-    return merge_received(states.out, states.lse, target.s_aux, target.out, target.lse)
+    states_and_target = {"s_aux": target.s_aux, "out": target.out, "lse": target.lse}
+    return merge_request(MERGE.request(outs=states.out, lses=states.lse, **states_and_target, headers=True))
 
 
 def all_gather() -> Callable[..., object]:

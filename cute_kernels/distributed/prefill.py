@@ -94,8 +94,8 @@ def context_parallel_prefill(
     member = Member.of(group)
     require(heads in HEADS, "heads", repr(heads), " or ".join(map(repr, HEADS)))
     if torch.is_grad_enabled():
-        names = ("q", "k", "v", "k_context", "v_context", "s_aux", "out", "lse")
-        refuse_gradients(NAME, names, q, k, v, k_context, v_context, s_aux, out, lse)
+        tensors = {"q": q, "k": k, "v": v, "k_context": k_context, "v_context": v_context, "s_aux": s_aux}
+        refuse_gradients(NAME, {**tensors, "out": out, "lse": lse})
     packed = cu_seqlens_q is not None or cu_seqlens_context is not None
     check_tensor("q", q, ndim=3 if packed else 4)
     check_tensor("k", k, shape=(*q.shape[:-2], None, q.shape[-1]), dtype=q.dtype, device=q.device)

@@ -13,7 +13,7 @@ import torch
 from transformers.cache_utils import Cache, DynamicLayer
 
 from cute_kernels.gqa.append_op import kv_int8_append
-from cute_kernels.gqa.op import MAX_S_Q
+from cute_kernels.gqa.plan import MAX_S_Q
 
 NAME = "cute"
 """What `attn_implementation` and `set_attn_implementation` call the attention that reads these codes."""

@@ -4,48 +4,38 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from cute_kernels.merge.reference import merge_states_reference
+from cute_kernels.merge.request import MERGE, Options, Request
 from cute_kernels.merge.spec import MAX_D, VECTOR_BYTES, MergeSpec
 from cute_kernels.runtime import memory
 from cute_kernels.runtime.arch import require_sm90
-from cute_kernels.runtime.checks import check_tensor, refuse_gradients, require
+from cute_kernels.runtime.checks import check_tensor, require
 from cute_kernels.runtime.compile import get_kernel
-from cute_kernels.runtime.launch import PreparedLaunches, launch_or_explain
-from cute_kernels.runtime.ops import is_traced, register_op
-from cute_kernels.runtime.overlap import check_written, share_storage
+from cute_kernels.runtime.launch import PreparedLaunches, by_name, launch_or_explain, output_key
+from cute_kernels.runtime.ops import is_traced
+from cute_kernels.runtime.overlap import share_storage
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
-_TENSORS = ("outs", "lses", "s_aux", "out", "lse")
+_MAX_DIMS = 5  # n, batch, s, heads, d: what the kernel takes
 
 
+@MERGE.describe
 def merge_states(
-    outs: torch.Tensor,
-    lses: torch.Tensor,
-    *,
-    s_aux: torch.Tensor | None = None,
-    out: torch.Tensor | None = None,
-    lse: torch.Tensor | None = None,
+    outs: torch.Tensor, lses: torch.Tensor, **options: Unpack[Options]
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Combine the (out, lse) pairs of `n` disjoint sets of keys into those of their union.
 
     A pair is the result of attention over one set: its output, and the natural logarithm of its softmax denominator.
     Such sets are the splits of one long sequence, the levels of a shared prefix (a cascade) and the ranks of context
     parallelism. The sums are float32, in an order that does not depend on the data: the same call gives the same bits.
-
-    Args:
-        outs: (n, ..., d) float32, bfloat16 or float16, n >= 1, d a multiple of 8 up to 512; often
-            (n, batch, s_q, heads, d). Rows are contiguous and start at multiples of 16 bytes.
-        lses: (n, ...) float32. -inf marks a pair without keys, and so does +inf, which FlashMLA and its adapter here
-            write: the output of such a pair is not read and may hold anything.
-        s_aux: (heads,) float32, where heads is the last of the dimensions "...": sink logits that join the denominator
-            once. The pairs must not contain them already. -inf is no sink, +inf makes the output 0.
-        out: (..., d) float32, bfloat16 or float16: where to write the output, rows as those of `outs`.
-        lse: (...) float32: where to write the log-sum-exp. Neither shares memory with another argument, `outs` and
-            `lses` included: a row's lse may be written while others still read it.
+    CPU tensors are merged by plain torch in float64. `cute_kernels.merge.request` has the arguments.
 
     Returns:
         out (..., d), of the dtype of `outs` unless given, and lse (...) float32, without `s_aux`. A row whose pairs
@@ -55,82 +45,58 @@ def merge_states(
         TypeError: an argument is no tensor, or of another dtype.
         ValueError: a shape, stride, alignment or device does not fit, the GPU is not an SM90, or a tensor requires
             gradients while they are enabled: there is no backward.
-
-    CPU tensors are merged by plain torch in float64.
     """
+    request: Request = {**MERGE.defaults, **options, "outs": outs, "lses": lses}
+    if len(request) != len(MERGE.defaults):
+        MERGE.refuse_unknown(options)
     if torch.is_grad_enabled():
-        refuse_gradients("merge_states", _TENSORS, outs, lses, s_aux, out, lse)
-    return _merge(outs, lses, s_aux, out, lse, False)
+        MERGE.refuse_gradients(request)
+    return merge_request(request)
 
 
-def merge_received(
-    outs: torch.Tensor,
-    lses: torch.Tensor,
-    s_aux: torch.Tensor | None,
-    out: torch.Tensor | None,
-    lse: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Merge states of several ranks as `merge_states` does, on a GPU only those of one call.
+def merge_request(request: Request) -> tuple[torch.Tensor, torch.Tensor]:
+    """`merge_states` for adapters of this package, which may ask for `headers`: on a GPU only states of one call count.
 
-    In memory a 32-bit word of the call follows each log-sum-exp. A kernel makes a row NaN whose states differ in it.
+    Raises:
+        TypeError, ValueError: as `merge_states`.
     """
-    return _merge(outs, lses, s_aux, out, lse, True)
-
-
-def _merge(
-    outs: torch.Tensor,
-    lses: torch.Tensor,
-    s_aux: torch.Tensor | None,
-    out: torch.Tensor | None,
-    lse: torch.Tensor | None,
-    headers: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    outs, out, lse = request["outs"], request["out"], request["lse"]
     if isinstance(outs, torch.Tensor) and outs.is_cuda and not is_traced():
-        return _merge_or_explain(outs, lses, s_aux, out, lse, headers)
+        return _merge_or_explain(request)
     if out is None or lse is None:
         _check_outs(outs)
         if out is None:
             out = outs.new_empty(outs.shape[1:])
         if lse is None:
             lse = outs.new_empty(outs.shape[1:-1], dtype=torch.float32)
-    _merge_states(outs, lses, s_aux, out, lse, headers)
+    _merge_states({**request, "out": out, "lse": lse})
     return out, lse
 
 
-_Kernel = Callable[[torch.Tensor, torch.Tensor, "torch.Tensor | None", torch.Tensor, torch.Tensor], None]
-
-
 class PreparedLaunch(NamedTuple):
-    """What stays the same while the shapes of a call do: the kernel, and templates of out and lse."""
+    """What stays the same while the shapes of a call do: the kernel, by name, and templates of out and lse."""
 
-    kernel: _Kernel
+    launch: Callable[..., None]
     out_like: torch.Tensor
     lse_like: torch.Tensor
 
 
 _prepared: PreparedLaunches[tuple[Any, ...], PreparedLaunch] = PreparedLaunches()
 """The key is all that kernels are chosen by and all that they do not check themselves."""
-_MAX_DIMS = 5  # n, batch, s, heads, d: what the kernel takes
 
 
-def _launch(
-    outs: torch.Tensor,
-    lses: torch.Tensor,
-    s_aux: torch.Tensor | None,
-    out: torch.Tensor | None,
-    lse: torch.Tensor | None,
-    headers: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _launch(request: Request) -> tuple[torch.Tensor, torch.Tensor]:
     """Calls the kernel with leading dimensions (batch, s, heads): heads stay apart for `s_aux`."""
+    outs, lses, s_aux, out, lse = (
+        request["outs"], request["lses"], request["s_aux"], request["out"], request["lse"],
+    )  # fmt: skip
     key = (
         outs.get_device(), outs.shape, outs.dtype, outs.dtype if out is None else out.dtype, s_aux is None,
-        headers, lses.is_neg(),
-        None if out is None or out.is_contiguous() else out.stride(),
-        None if lse is None or lse.is_contiguous() else (lse.stride(), lse.is_neg()),
+        lses.is_neg(), MERGE.option_key(request), output_key(out), output_key(lse),
     )  # fmt: skip
-    prepared = _prepared.get(key) or _prepare(key, outs, lses, s_aux, out, lse, headers)
+    prepared = _prepared.get(key) or _prepare(key, request)
     if (out is not None or lse is not None) and share_storage(out, lse, (outs, lses, s_aux)):
-        _check_outputs(outs, lses, s_aux, out, lse)
+        MERGE.check_outputs(request)
     if out is None:
         out = memory.empty_like(prepared.out_like)
     if lse is None:
@@ -143,24 +109,17 @@ def _launch(
         out, lse = _views(out, lse)
         n = outs.shape[0]
         outs, lses = outs.reshape(n, *out.shape), lses.reshape(n, *lse.shape)
-    prepared.kernel(outs, lses, s_aux, out, lse)
+    prepared.launch(request, mOuts=outs, mLses=lses, mSink=s_aux, mOut=out, mLse=lse)
     return merged
 
 
-def _prepare(
-    key: tuple[Any, ...],
-    outs: torch.Tensor,
-    lses: torch.Tensor,
-    s_aux: torch.Tensor | None,
-    out: torch.Tensor | None,
-    lse: torch.Tensor | None,
-    headers: bool,
-) -> PreparedLaunch:
+def _prepare(key: tuple[Any, ...], request: Request) -> PreparedLaunch:
     """Loads the kernel after all checks.
 
     On a CPU, or without rows, another function replaces it. That one checks nothing, so it is not kept.
     """
-    _check(outs, lses, s_aux, out, lse, headers)
+    check(request)
+    outs, out, lse = request["outs"], request["out"], request["lse"]
     shape, device = tuple(outs.shape), outs.device
     if device.type == "cpu":
         assert out is not None and lse is not None  # the operator requires both
@@ -178,39 +137,38 @@ def _prepare(
         d=shape[-1],
         in_dtype=DTYPES[outs.dtype],
         out_dtype=DTYPES[outs.dtype if out is None else out.dtype],
-        has_sink=s_aux is not None,
-        headers=headers,
+        has_sink=request["s_aux"] is not None,
+        **MERGE.facts_of(request),
     )
-    prepared = PreparedLaunch(get_kernel(spec), *templates)
+    prepared = PreparedLaunch(by_name(MERGE, get_kernel(spec), spec.kernel), *templates)
     # of more dimensions the kernel sees views and cannot tell whether the shapes agree: each call is checked
     return prepared if len(shape) > _MAX_DIMS else _prepared.keep(key, prepared, device)
 
 
 def _merge_on_cpu(
-    outs: torch.Tensor, lses: torch.Tensor, s_aux: torch.Tensor | None, out: torch.Tensor, lse: torch.Tensor
+    request: Request,
+    mOuts: torch.Tensor,
+    mLses: torch.Tensor,
+    mSink: torch.Tensor | None,
+    mOut: torch.Tensor,
+    mLse: torch.Tensor,
 ) -> None:
-    merged, merged_lse = merge_states_reference(outs, lses, s_aux)
-    out.copy_(merged)
-    lse.copy_(merged_lse)
+    merged, lse = merge_states_reference(mOuts, mLses, mSink)
+    mOut.copy_(merged)
+    mLse.copy_(lse)
 
 
-def _merge_nothing(*tensors: torch.Tensor | None) -> None:
+def _merge_nothing(request: Request, **tensors: torch.Tensor | None) -> None:
     pass
 
 
-def _check(
-    outs: torch.Tensor,
-    lses: torch.Tensor,
-    s_aux: torch.Tensor | None,
-    out: torch.Tensor | None,
-    lse: torch.Tensor | None,
-    headers: bool,
-) -> None:
+def check(request: Request) -> None:
     """Raises what is wrong with the arguments, by name."""
+    outs, s_aux, out, lse = request["outs"], request["s_aux"], request["out"], request["lse"]
     _check_outs(outs)
     check_tensor("outs", outs, align=VECTOR_BYTES, unit_last_stride=True)
     shape, device = tuple(outs.shape), outs.device
-    check_tensor("lses", lses, dtype=torch.float32, shape=shape[:-1], device=device)
+    check_tensor("lses", request["lses"], dtype=torch.float32, shape=shape[:-1], device=device)
     if s_aux is not None:
         require(len(shape) >= 3, "s_aux", f"outs of shape {shape}", "outs (n, ..., heads, d)")
         check_tensor("s_aux", s_aux, dtype=torch.float32, shape=shape[-2:-1], device=device)
@@ -224,18 +182,7 @@ def _check(
         _views(out, lse)  # raises where the kernel's views do not exist, on a CPU too
     if device.type != "cpu":
         require_sm90("outs", device)
-    _check_outputs(outs, lses, s_aux, out, lse)
-
-
-def _check_outputs(
-    outs: torch.Tensor,
-    lses: torch.Tensor,
-    s_aux: torch.Tensor | None,
-    out: torch.Tensor | None,
-    lse: torch.Tensor | None,
-) -> None:
-    """Raises where the memory of an output is also another argument's."""
-    check_written({"out": out, "lse": lse}, {"outs": outs, "lses": lses, "s_aux": s_aux})
+    MERGE.check_outputs(request)
 
 
 def _check_outs(outs: torch.Tensor) -> None:
@@ -264,24 +211,12 @@ def _view(name: str, t: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
         raise ValueError(f"{name}: got shape {tuple(t.shape)} with strides {t.stride()}; needs {needs}") from None
 
 
-_merge_or_explain = launch_or_explain(_launch, _check, (*_TENSORS, "headers"))
+_merge_or_explain = launch_or_explain(MERGE, _launch, check)
 
 
-def _run(
-    outs: torch.Tensor,
-    lses: torch.Tensor,
-    s_aux: torch.Tensor | None,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    headers: bool = False,
-) -> None:
+def _run(request: Request) -> None:
     """The operator, for torch.compile and CPU tensors."""
-    _merge_or_explain(outs, lses, s_aux, out, lse, headers)
+    _merge_or_explain(request)
 
 
-_merge_states = register_op(
-    "merge_states",
-    "(Tensor outs, Tensor lses, Tensor? s_aux, Tensor(a!) out, Tensor(b!) lse, bool headers=False) -> ()",
-    _run,
-    lambda outs, lses, s_aux, out, lse, headers=False: None,
-)
+_merge_states = MERGE.register(_run, lambda request: None)

@@ -1,25 +1,16 @@
-"""The arguments of a call of `mla_fp8_decode`, the formats of its caches, and what can be wrong with them."""
+"""The formats of a call's caches, and what can be wrong with the arguments of `mla_fp8_decode`."""
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
-from cute_kernels.mla.plan import EXCHANGES, MAX_SPLITS
+from cute_kernels.mla.request import DECODE, Request
 from cute_kernels.mla.spec import MAX_KEYS
 from cute_kernels.runtime.arch import require_sm90
-from cute_kernels.runtime.checks import check_flag, check_int, check_number, check_tensor, fail, require
-from cute_kernels.runtime.overlap import check_written
-from fp8_mla.formats import (
-    CACHE_LAYOUTS,
-    FORMATS,
-    V3_2,
-    PageLayout,
-    TokenFormat,
-    format_of_cache,
-    format_of_extra_cache,
-)
+from cute_kernels.runtime.checks import check_tensor, fail, require
+from fp8_mla.formats import FORMATS, V3_2, PageLayout, TokenFormat, format_of_cache, format_of_extra_cache
 from fp8_mla.layout import CACHE_DTYPES
 from fp8_mla.pages import check_pages
 
@@ -28,46 +19,6 @@ MAX_SLOTS = 2**31
 """Fewer than these: indices are int32."""
 NEEDS_KEYS = "either indices (sparse; topk_length is optional), or block_table and cache_seqlens (dense)"
 _ALIGN = 16  # bytes: loads of the kernels
-TENSORS = (
-    "q", "kv_cache", "indices", "topk_length", "block_table", "cache_seqlens", "s_aux", "out", "lse",
-    "extra_kv_cache", "extra_indices", "extra_topk_length",
-)  # fmt: skip
-"""Arguments that are tensors."""
-
-
-class Request(NamedTuple):
-    """The arguments of one call, those of the operator first, in its order. `return_lse` is an eager call's.
-
-    inf_if_empty  a query without keys has an lse of +inf, as in FlashMLA, instead of -inf
-    """
-
-    q: torch.Tensor
-    kv_cache: torch.Tensor
-    indices: torch.Tensor | None
-    topk_length: torch.Tensor | None
-    block_table: torch.Tensor | None
-    cache_seqlens: torch.Tensor | None
-    causal: bool
-    softmax_scale: float | None
-    s_aux: torch.Tensor | None
-    num_splits: int | None
-    exchange: str | None
-    scores: str | None
-    cache_format: str | None = None
-    cache_layout: str | None = None
-    extra_kv_cache: torch.Tensor | None = None
-    extra_indices: torch.Tensor | None = None
-    extra_topk_length: torch.Tensor | None = None
-    extra_cache_format: str | None = None
-    out: torch.Tensor | None = None
-    lse: torch.Tensor | None = None
-    inf_if_empty: bool = False
-    return_lse: bool = True
-
-    @property
-    def lse_if_empty(self) -> float:
-        """Of a query without keys."""
-        return torch.inf if self.inf_if_empty else -torch.inf
 
 
 class Formats(NamedTuple):
@@ -84,39 +35,36 @@ def formats_of(request: Request) -> Formats:
         ValueError: they say nothing or too much, or no call has such a pair.
     """
     first = _first_format(request)
-    if request.extra_kv_cache is None:
+    if request["extra_kv_cache"] is None:
         return Formats(first, None)
-    num_bytes = request.extra_kv_cache.shape[-1]
-    return Formats(first, format_of_extra_cache(first, num_bytes, request.extra_cache_format))
+    num_bytes = request["extra_kv_cache"].shape[-1]
+    return Formats(first, format_of_extra_cache(first, num_bytes, request["extra_cache_format"]))
 
 
 def _first_format(request: Request) -> TokenFormat:
-    if request.cache_format is None:
-        return format_of_cache(request.kv_cache.shape[-1], request.q.shape[-1])
-    return V3_2 if request.cache_format == V3_2.name else FORMATS[request.cache_format]
+    if request["cache_format"] is None:
+        return format_of_cache(request["kv_cache"].shape[-1], request["q"].shape[-1])
+    return V3_2 if request["cache_format"] == V3_2.name else FORMATS[request["cache_format"]]
 
 
-def check(*arguments: Any) -> None:
-    """Raises what is wrong with the arguments of a `Request`, by name."""
-    request = Request(*arguments)
-    q, out, lse = request.q, request.out, request.lse
+def check(request: Request) -> None:
+    """Raises what is wrong with the arguments of a call, by name."""
+    q, out, lse, s_aux = request["q"], request["out"], request["lse"], request["s_aux"]
     check_tensor("q", q, dtype=torch.bfloat16, shape=(None, None, None, None), align=_ALIGN, unit_last_stride=True)
     device = q.device
     batch, s_q, h_q, d_qk = q.shape
-    check_sizes(s_q, h_q)
-    check_names("cache_format", request.cache_format, tuple(FORMATS))
-    check_names("extra_cache_format", request.extra_cache_format, tuple(FORMATS))
-    check_names("cache_layout", request.cache_layout, CACHE_LAYOUTS)
-    _check_cache_tensor("kv_cache", request.kv_cache, device)
+    require(1 <= h_q <= MAX_HEADS, "q", f"{h_q} heads", f"1 to {MAX_HEADS} heads")
+    require(s_q >= 1, "q", f"s_q = {s_q}", "at least one query token")
+    DECODE.check_options(request)
+    _check_cache_tensor("kv_cache", request["kv_cache"], device)
     first = _first_format(request)
-    layout = check_cache("kv_cache", request.kv_cache, first, request.cache_layout)
+    layout = check_cache("kv_cache", request["kv_cache"], first, request["cache_layout"])
     require(d_qk == first.d_qk, "q", f"{d_qk} columns", f"{first.d_qk} for a cache of {first.name}")
     _check_keys(request)
     extra = _check_extra(request, layout)
-    if request.s_aux is not None:
-        check_tensor("s_aux", request.s_aux, dtype=torch.float32, shape=(h_q,), device=device, unit_last_stride=True)
-    check_options(request.causal, request.softmax_scale, request.num_splits, request.exchange, request.scores)
-    check_options_of_formats(Formats(first, extra), request.exchange)
+    if s_aux is not None:
+        check_tensor("s_aux", s_aux, dtype=torch.float32, shape=(h_q,), device=device, unit_last_stride=True)
+    check_exchange(Formats(first, extra), request["exchange"])
     if out is not None:
         shape = (batch, s_q, h_q, first.d_v)
         check_tensor("out", out, dtype=torch.bfloat16, shape=shape, device=device, align=_ALIGN, unit_last_stride=True)
@@ -129,31 +77,7 @@ def check(*arguments: Any) -> None:
 
 def check_outputs(request: Request) -> None:
     """Raises where the memory of an output is also another argument's. Only `out is q` may be, row for row."""
-    outputs = {"out": request.out, "lse": request.lse}
-    inputs = {name: getattr(request, name) for name in TENSORS if name not in outputs}
-    check_written(outputs, inputs, in_place=("out", "q"))
-
-
-def check_sizes(s_q: int, h_q: int) -> None:
-    """Raises for numbers of query tokens and heads that no kernel takes."""
-    require(1 <= h_q <= MAX_HEADS, "q", f"{h_q} heads", f"1 to {MAX_HEADS} heads")
-    require(s_q >= 1, "q", f"s_q = {s_q}", "at least one query token")
-
-
-def check_options(
-    causal: bool, softmax_scale: float | None, num_splits: int | None, exchange: str | None, scores: str | None
-) -> None:
-    """Raises for wrong values of the arguments that are no tensors, formats aside."""
-    check_flag("causal", causal)
-    if softmax_scale is not None:
-        check_number("softmax_scale", softmax_scale)
-    if num_splits is not None:
-        needs = f"1 to {MAX_SPLITS}, or None to have it planned"
-        check_int("num_splits", num_splits, 1, MAX_SPLITS, needs=needs)
-    require(exchange is None or exchange in EXCHANGES, "exchange", repr(exchange), f"None or one of {EXCHANGES}")
-    if not (scores is None or (isinstance(scores, str) and scores == "exact")):
-        gone = "; 'fp8' is no more: it was no faster, and less exact" if scores == "fp8" else ""
-        fail("scores", repr(scores), f"None or 'exact'{gone}")
+    DECODE.check_outputs(request, in_place=("out", "q"))
 
 
 def check_width(sparse: bool, width: int, page_size: int, extra_width: int = 0) -> None:
@@ -163,11 +87,6 @@ def check_width(sparse: bool, width: int, page_size: int, extra_width: int = 0) 
     if extra_width:
         name, got, keys = f"{name}, extra_indices", f"{got} and {extra_width}", keys + extra_width
     require(keys <= MAX_KEYS, name, got, f"at most {MAX_KEYS} keys of a query")
-
-
-def check_names(name: str, asked: object, known: tuple[str, ...]) -> None:
-    """Raises unless `asked` is None or one of the names."""
-    require(asked is None or (isinstance(asked, str) and asked in known), name, repr(asked), f"None or one of {known}")
 
 
 def check_cache(name: str, cache: torch.Tensor, token_format: TokenFormat, cache_layout: str | None) -> PageLayout:
@@ -183,8 +102,8 @@ def check_cache(name: str, cache: torch.Tensor, token_format: TokenFormat, cache
     return layout
 
 
-def check_options_of_formats(formats: Formats, exchange: str | None) -> None:
-    """Raises for options that kernels of these formats do not have."""
+def check_exchange(formats: Formats, exchange: str | None) -> None:
+    """Raises for an exchange that kernels of these formats do not have."""
     names = [token_format.name for token_format in formats if token_format is not None]
     if exchange not in (None, "none") and names != [V3_2.name]:
         fail("exchange", f"{exchange!r} with {' and '.join(names)}", f"None or 'none', or one cache of {V3_2.name}")
@@ -200,8 +119,8 @@ def _check_cache_tensor(name: str, cache: torch.Tensor, device: torch.device) ->
 
 def _check_keys(request: Request) -> None:
     """Either indices, or a block table and lengths."""
-    q, indices, topk_length = request.q, request.indices, request.topk_length
-    block_table, cache_seqlens = request.block_table, request.cache_seqlens
+    q, indices, topk_length = request["q"], request["indices"], request["topk_length"]
+    block_table, cache_seqlens = request["block_table"], request["cache_seqlens"]
     if indices is not None:
         if block_table is not None or cache_seqlens is not None:
             fail("indices", "indices and dense arguments", NEEDS_KEYS)
@@ -214,7 +133,7 @@ def _check_keys(request: Request) -> None:
     batch, device = q.shape[0], q.device
     shape = (batch, None)
     check_tensor("block_table", block_table, dtype=torch.int32, shape=shape, device=device, unit_last_stride=True)
-    check_width(False, block_table.shape[1], request.kv_cache.shape[1])
+    check_width(False, block_table.shape[1], request["kv_cache"].shape[1])
     check_tensor("cache_seqlens", cache_seqlens, dtype=torch.int32, shape=(batch,), device=device)
 
 
@@ -233,20 +152,20 @@ def _check_indices(prefix: str, indices: torch.Tensor, length: torch.Tensor | No
 
 def _check_extra(request: Request, layout: PageLayout) -> TokenFormat | None:
     """A second cache and its indices, all of them or none; returns the cache's format."""
-    cache, indices, length = request.extra_kv_cache, request.extra_indices, request.extra_topk_length
+    cache, indices, length = request["extra_kv_cache"], request["extra_indices"], request["extra_topk_length"]
     if cache is None:
-        extra_names = ("extra_indices", "extra_topk_length", "extra_cache_format")
-        for name in extra_names:
-            require(getattr(request, name) is None, name, "a value without extra_kv_cache", "None, or a second cache")
+        others = {"extra_indices": indices, "extra_topk_length": length}
+        for name, value in {**others, "extra_cache_format": request["extra_cache_format"]}.items():
+            require(value is None, name, "a value without extra_kv_cache", "None, or a second cache")
         return None
-    _check_cache_tensor("extra_kv_cache", cache, request.q.device)
+    _check_cache_tensor("extra_kv_cache", cache, request["q"].device)
     extra = formats_of(request).extra
     assert extra is not None
     check_cache("extra_kv_cache", cache, extra, layout.cache_layout)
-    if request.indices is None:
+    if request["indices"] is None:
         fail("extra_kv_cache", "a second cache and a block_table", "indices and extra_indices: sparse calls alone")
     if indices is None:
         fail("extra_indices", "None with extra_kv_cache", "(batch, s_q, extra_topk) int32")
-    _check_indices("extra_", indices, length, request.q)
-    check_width(True, request.indices.shape[2], 1, indices.shape[2])
+    _check_indices("extra_", indices, length, request["q"])
+    check_width(True, request["indices"].shape[2], 1, indices.shape[2])
     return extra

@@ -6,6 +6,7 @@ Costs are microseconds of one H200 (docs/journal/mla_decode.md).
 import functools
 import itertools
 from dataclasses import dataclass, replace
+from typing import Any
 
 from cute_kernels.mla.crossover import spec as crossover
 from cute_kernels.mla.crossover.spec import MlaCrossoverSpec
@@ -77,7 +78,7 @@ def plan_decode(
     extra_format: str = "",
     extra_keys: int = 0,
     latent: bool = False,
-    inf_if_empty: bool = False,
+    **facts: Any,
 ) -> DecodePlan:
     """Choose the kernel, the heads of a CTA and the number of splits.
 
@@ -99,7 +100,7 @@ def plan_decode(
         extra_format: of a second cache that joins the softmax; "" where there is none.
         extra_keys: topk of the second cache.
         latent: take the kernel of all formats for one cache of V3.2 as well.
-        inf_if_empty: the kernel writes a log-sum-exp of +inf, not -inf, for a query without keys.
+        facts: other fields of the kernel's spec.
     """
     if heads is None:
         heads = next((n for n in NARROW if n >= h_q), WIDE)
@@ -110,20 +111,12 @@ def plan_decode(
     queries = batch * s_q
     tiles = max(1, -(-max_keys // TOKENS_PER_TILE) + -(-extra_keys // TOKENS_PER_TILE))  # no tile has keys of both
     candidates = [num_splits] if num_splits is not None else range(1, min(tiles, MAX_SPLITS) + 1)
-    specs: list[Spec] = [MlaDecodeSpec(sparse=sparse, heads=choice, inf_if_empty=inf_if_empty) for choice in choices]
+    specs: list[Spec] = [MlaDecodeSpec(sparse=sparse, heads=choice, **facts) for choice in choices]
     if latent or cache_format != V3_2.name or extra_format:
-        specs = [
-            LatentDecodeSpec(
-                sparse=sparse,
-                heads=choice,
-                cache_format=cache_format,
-                extra_format=extra_format,
-                inf_if_empty=inf_if_empty,
-            )
-            for choice in choices
-        ]
+        one = LatentDecodeSpec(sparse=sparse, cache_format=cache_format, extra_format=extra_format, **facts)
+        specs = [replace(one, heads=choice) for choice in choices]
     elif exchange not in (None, "none"):
-        specs = [MlaCrossoverSpec(sparse=sparse, exchange=exchange, inf_if_empty=inf_if_empty)]
+        specs = [MlaCrossoverSpec(sparse=sparse, exchange=exchange, **facts)]
 
     def estimate(spec: Spec, n: int) -> float:
         work_tiles = queries * spec.head_blocks(h_q) * n

@@ -1,63 +1,313 @@
-"""Registration of operators with torch: they trace under torch.compile without a graph break."""
+"""Operators: what each takes is said once, in a table, from which all else follows by name.
+
+A table is made of typed dictionaries in a file `request.py`: `Inputs`, which callers give by position, `Options`, which
+they give by name, and `Request`, which has both and what adapters of this package may ask for. The docstrings of the
+first two describe each argument. `Operator` reads from them torch's schema, defaults, the public function's signature
+and docstring, refusal of gradients, checks of options, and what the key of a prepared launch has of them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+import inspect
+import types
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, Final, TypeVar, get_args, get_origin, get_type_hints
 
 import torch
 from torch.autograd import forward_ad
 
-from cute_kernels.runtime.checks import refuse_transformed
+from cute_kernels.runtime.checks import refuse_gradients, refuse_transformed
+from cute_kernels.runtime.overlap import check_written
 
 NAMESPACE = __name__.partition(".")[0]
 """The package's name: cute_kernels, or what a loader of kernels has called a copy of it."""
 _library = torch.library.Library(NAMESPACE, "FRAGMENT")
 
+Function = TypeVar("Function", bound=Callable[..., Any])
+Values = Mapping[str, Any]
+"""Arguments by name: a `Request` of some operator."""
 
-def register_op(
-    name: str,
-    schema: str,
-    implementation: Callable[..., Any],
-    fake: Callable[..., Any],
-    *,
-    backward: Callable[..., Any] | None = None,
-    setup_context: Callable[..., None] | None = None,
-) -> Callable[..., Any]:
-    """Registers `torch.ops.cute_kernels.<name>` for CPU and CUDA tensors and returns the function that callers use.
+WRITTEN: Final = "written"
+"""Marks a tensor of a table that the operator writes."""
+Written = Annotated[torch.Tensor, WRITTEN]
+Output = Annotated[torch.Tensor | None, WRITTEN]
 
-    That function takes the operator's arguments, all by position if the operator is differentiable. In eager mode it
-    calls the implementation directly, which saves the 7 us of torch's dispatcher. It calls the operator while something
-    traces (see `is_traced`), and where autograd must record the call.
+
+@dataclass(frozen=True)
+class Option:
+    """What a table says of an argument that is no tensor.
+
+    default  of the public function
+    check    check(name, value) raises for a wrong value; it is not asked about None where that is allowed
+    planned  the plan depends on the value, so the key of a prepared launch has it
+    fact     fact(value) is fixed at compile time: a field of the kernel's spec of the same name, and part of the key
+    fits     whether a kernel may be given the value; it is asked in every call, since no key has the value
+    given    given(value) is what a kernel gets of a value that is not None; a bool becomes 0 or 1
+    hidden   only adapters of this package may say it, so a request may be without it
+    later    added to the operator after its first release: the schema has its default
+    schema   torch's type, where the annotation does not say it; "" for what only eager calls know
+    """
+
+    default: Any = None
+    check: Callable[[str, Any], None] | None = None
+    planned: bool = False
+    fact: Callable[[Any], Any] | None = None
+    fits: Callable[[Any], bool] | None = None
+    given: Callable[[Any], Any] | None = None
+    hidden: bool = False
+    later: bool = False
+    schema: str | None = None
+
+
+@dataclass(frozen=True)
+class Argument:
+    """A row of the table: `option` is None for a tensor."""
+
+    name: str
+    annotation: Any
+    written: bool
+    option: Option | None
+
+    @classmethod
+    def of(cls, name: str, hint: Any) -> Argument:
+        """From the type that a table gives a name."""
+        marks: tuple[Any, ...] = ()
+        if get_origin(hint) is Annotated:
+            hint, marks = hint.__origin__, hint.__metadata__
+        tensor = torch.Tensor in (hint, *get_args(hint))
+        option = next((mark for mark in marks if isinstance(mark, Option)), None)
+        return cls(name, hint, WRITTEN in marks, None if tensor else option or Option())
+
+    @property
+    def may_be_none(self) -> bool:
+        """Whether callers may leave it out, or give None."""
+        return types.NoneType in get_args(self.annotation)
+
+    def schema(self, alias: str) -> str:
+        """As torch writes it; `alias` marks a written tensor."""
+        if self.written:
+            return f"Tensor({alias}!) {self.name}"
+        if self.option is None:
+            return f"Tensor{'?' * self.may_be_none} {self.name}"
+        known = next(t for t in (*get_args(self.annotation), self.annotation) if t is not types.NoneType)
+        name = self.option.schema or known.__name__ + "?" * self.may_be_none
+        return f"{name} {self.name}" + f"={self.option.default}" * self.option.later
+
+
+class Operator:
+    """An operator of this package and of `torch.ops.cute_kernels`.
 
     Args:
-        name: the operator's name, without namespace.
-        schema: argument and return types, such as "(Tensor q, Tensor(a!) out, float scale) -> ()". A tensor that is
-            written needs an alias mark, else torch.compile drops or reorders the call. An output must not be an input.
-        implementation: the operator itself, called with real tensors.
-        fake: has the same signature; returns empty tensors of the right shape and dtype, or None for "-> ()".
-        backward: backward(ctx, *gradients of the results) returns a gradient, or None, for each argument. It is traced
-            too, so it calls operators (`torch.ops`), never an implementation. Not for operators that write to tensors.
-        setup_context: setup_context(ctx, inputs, output) saves what `backward` needs.
+        name: of both.
+        inputs: typed dictionary of the arguments that callers may give by position.
+        options: typed dictionary of those that they give by name.
+        request: typed dictionary of both and all others, in the order of the schema.
+        returns: what the schema returns.
     """
-    _library.define(f"{name}{schema}", tags=(torch.Tag.pt2_compliant_tag,))
-    for key in ("CPU", "CUDA"):
-        _library.impl(name, implementation, key)
-    torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=_library)
-    op = getattr(getattr(torch.ops, NAMESPACE), name).default
-    if backward is not None:
-        torch.library.register_autograd(f"{NAMESPACE}::{name}", backward, setup_context=setup_context, lib=_library)
 
-    names = [argument.name for argument in op._schema.arguments]
+    def __init__(self, name: str, inputs: type, options: type, request: type, returns: str = "()") -> None:
+        hints = get_type_hints(request, include_extras=True)
+        self.name, self.returns = name, returns
+        self.arguments = {key: Argument.of(key, hint) for key, hint in hints.items()}
+        self._options = {key: self.arguments[key] for key in options.__annotations__}
+        self._docs = "\n".join(_described(table) for table in (inputs, options))
+        rows = self.arguments.values()
+        self.tensors = tuple(row.name for row in rows if row.option is None)
+        self.written = tuple(row.name for row in rows if row.written)
+        self.defaults: Any = {
+            row.name: row.option.default if row.option else None
+            for row in rows
+            if not (row.option and row.option.hidden)
+        }
+        self.names = tuple(row.name for row in rows if row.option is None or row.option.schema != "")
+        self._checked = [row for row in rows if row.option and row.option.check]
+        self._facts = [(row.name, row.option.fact) for row in rows if row.option and row.option.fact]
+        self.tensors_of = getter(self.tensors)
+        """tensors_of(request): the tensor arguments, in the order of `tensors`."""
+        self.option_key = self._option_key()
+        """option_key(request): what the key of a prepared launch has of the options."""
 
-    def call(*args: Any, **kwargs: Any) -> Any:
-        if forward_ad._current_level >= 0:  # of what is traced the operator would lose derivatives
-            refuse_transformed((*names[: len(args)], *kwargs), (*args, *kwargs.values()))
-        if is_traced() or (backward is not None and needs_grad(*args)):
-            return op(*args, **kwargs)
-        return implementation(*args, **kwargs)
+    # ---- the public function
 
-    return call
+    def describe(self, function: Function) -> Function:
+        """Gives the public function the signature that its `**options` stand for, and the arguments' descriptions."""
+        signature = inspect.signature(function)
+        own = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
+        keyword = inspect.Parameter.KEYWORD_ONLY
+        named = [
+            inspect.Parameter(row.name, keyword, default=self.defaults[row.name], annotation=row.annotation)
+            for row in self._options.values()
+            if row.name not in signature.parameters
+        ]
+        by_position = [p for p in own if p.kind is not keyword]
+        by_name = [*named, *(p for p in own if p.kind is keyword)]
+        function.__signature__ = signature.replace(parameters=[*by_position, *by_name])  # type: ignore[attr-defined]
+        if function.__doc__:  # python -OO has none
+            before, end, after = inspect.cleandoc(function.__doc__).partition("\n\nReturns:")
+            if not end:
+                before, end, after = before.partition("\n\nRaises:")
+            function.__doc__ = f"{before}\n\nArgs:\n{self._docs}{end}{after}"
+        return function
+
+    def refuse_unknown(self, options: Values) -> None:
+        """Raises what Python raises for a keyword argument that a function does not have.
+
+        Callers ask only where a request has more names than `defaults`.
+        """
+        name = next(name for name in options if name not in self._options)
+        raise TypeError(f"{self.name}() got an unexpected keyword argument {name!r}")
+
+    def request(self, **given: Any) -> Any:
+        """All arguments: those given, and the defaults of the others."""
+        unknown = given.keys() - self.arguments.keys()
+        if unknown:
+            raise TypeError(f"{self.name}: got {', '.join(sorted(unknown))}; needs {', '.join(self.arguments)}")
+        return {**self.defaults, **given}
+
+    def arguments_of(self, reference: Callable[..., Any]) -> Callable[[Values], dict[str, Any]]:
+        """The function that returns, by name, what a reference takes of a request."""
+        names = [name for name in inspect.signature(reference).parameters if name in self.arguments]
+        return lambda request: {name: request[name] for name in names}
+
+    # ---- checks
+
+    def refuse_gradients(self, request: Values) -> None:
+        """Raises ValueError for the first tensor that requires gradients.
+
+        Callers test `torch.is_grad_enabled()` first, which takes 0.04 us: serving code runs without and pays no more.
+        """
+        refuse_gradients(self.name, {name: request[name] for name in self.tensors})
+
+    def check_options(self, request: Values) -> None:
+        """Raises what is wrong with an argument that is no tensor."""
+        for row in self._checked:
+            value = request.get(row.name)
+            if value is not None or not row.may_be_none:
+                row.option.check(row.name, value)  # type: ignore[union-attr,misc]
+
+    def check_outputs(self, request: Values, in_place: tuple[str, str] | None = None) -> None:
+        """Raises where the memory of an output is also another argument's; `in_place` may be one, row for row."""
+        written = {name: request[name] for name in self.written}
+        read = {name: request[name] for name in self.tensors if name not in written}
+        check_written(written, read, in_place)
+
+    # ---- prepared launches
+
+    def _option_key(self) -> Callable[[Values], tuple[Any, ...]]:
+        """The function behind `option_key`: what a plan and a spec depend on, and the types of numbers.
+
+        A kernel takes True for 1, and 1.0 finds the launch that 1 prepared, so types count. Of values that no key has
+        the key says whether a kernel may be given them: a launch that has been prepared had good ones.
+        """
+        parts, known = [], dict[str, Any]()
+        for row in self.arguments.values():
+            option, value = row.option, f"r[{row.name!r}]"
+            if option and option.hidden:
+                value = f"r.get({row.name!r})"
+            if option is None or option.schema == "":
+                continue
+            if option.planned:
+                parts.append(value)
+            if option.fact:
+                known[f"fact_{row.name}"] = option.fact
+                parts.append(f"fact_{row.name}({value})")
+            if option.fits:
+                known[f"fits_{row.name}"] = option.fits
+                parts.append(f"{value} is None or fits_{row.name}({value})")
+            if str not in (row.annotation, *get_args(row.annotation)):
+                parts.append(f"type({value})")
+        return compiled(f"lambda r: ({''.join(f'{part}, ' for part in parts)})", **known)
+
+    def facts_of(self, request: Values) -> dict[str, Any]:
+        """The fields of the kernel's spec that options say."""
+        return {name: fact(request.get(name)) for name, fact in self._facts}
+
+    # ---- torch
+
+    @property
+    def schema(self) -> str:
+        """Arguments and results, as torch takes them."""
+        aliases = dict(zip(self.written, "abcdefgh", strict=False))
+        rows = ", ".join(self.arguments[name].schema(aliases.get(name, "")) for name in self.names)
+        return f"({rows}) -> {self.returns}"
+
+    def register(
+        self,
+        run: Callable[[Any], Any],
+        fake: Callable[[Any], Any],
+        *,
+        backward: Callable[..., Mapping[str, Any]] | None = None,
+        setup_context: Callable[[Any, Any, Any], None] | None = None,
+    ) -> Callable[[Any], Any]:
+        """Registers the operator with torch for CPU and CUDA tensors, and returns the function that callers use.
+
+        That function takes a request. In eager mode it calls `run` directly, which saves the 7 us of torch's
+        dispatcher. It calls the operator while something traces (see `is_traced`), and where autograd must record the
+        call.
+
+        Args:
+            run: computes the results of a request of real tensors.
+            fake: returns empty tensors of the right shape and dtype, or None for "-> ()".
+            backward: backward(ctx, *gradients of the results) returns gradients by argument; those left out are None.
+                It is traced too, so it calls operators (`torch.ops`), never a `run`. Not for operators that write.
+            setup_context: setup_context(ctx, request, output) saves what `backward` needs.
+        """
+        _library.define(f"{self.name}{self.schema}", tags=(torch.Tag.pt2_compliant_tag,))
+        for key in ("CPU", "CUDA"):
+            _library.impl(self.name, self._by_position(run), key)
+        full_name = f"{NAMESPACE}::{self.name}"
+        torch.library.register_fake(full_name, self._by_position(fake), lib=_library)
+        op = getattr(getattr(torch.ops, NAMESPACE), self.name).default
+        if backward is not None:
+            differentiate, keep = backward, setup_context
+
+            def gradients(ctx: Any, *given: torch.Tensor | None) -> tuple[Any, ...]:
+                found = differentiate(ctx, *given)
+                return tuple(found.get(name) for name in self.names)
+
+            def setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+                if keep is not None:
+                    keep(ctx, dict(zip(self.names, inputs, strict=True)), output)
+
+            torch.library.register_autograd(full_name, gradients, setup_context=setup, lib=_library)
+
+        def call(request: Values) -> Any:
+            if forward_ad._current_level >= 0:  # of what is traced the operator would lose derivatives
+                refuse_transformed(self.tensors, self.tensors_of(request))
+            if is_traced() or (backward is not None and needs_grad(*self.tensors_of(request))):
+                return op(**{name: request[name] for name in self.names if name in request})
+            return run(request)
+
+        return call
+
+    def _by_position(self, run: Callable[[Any], Any]) -> Callable[..., Any]:
+        """As torch's dispatcher calls it, which leaves out defaults at the end."""
+        return lambda *values: run({**self.defaults, **dict(zip(self.names, values, strict=False))})
+
+
+def compiled(expression: str, **known: Any) -> Any:
+    """The value of a Python expression of this package over known names.
+
+    A launch runs what names and positions say without looking at them: a loop over a table would take 2 us a call.
+    """
+    return eval(expression, known)
+
+
+def getter(names: Iterable[str]) -> Callable[[Values], tuple[Any, ...]]:
+    """The function that returns the values of some names."""
+    return compiled(f"lambda r: ({''.join(f'r[{name!r}], ' for name in names)})")
+
+
+def _described(table: type) -> str:
+    """The lines of a table's docstring that describe arguments, as a docstring of Google's form has them."""
+    text = inspect.cleandoc(table.__doc__ or "").partition("\n\n")[2]
+    return "\n".join(f"    {line}" if line else "" for line in text.splitlines())
+
+
+def is_given(value: object) -> bool:
+    """Whether an argument is not None."""
+    return value is not None
 
 
 def is_traced() -> bool:
@@ -69,6 +319,6 @@ def is_traced() -> bool:
     return torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
 
 
-def needs_grad(*args: Any) -> bool:
+def needs_grad(*values: Any) -> bool:
     """Whether autograd would record an operation on these arguments."""
-    return torch.is_grad_enabled() and any(isinstance(t, torch.Tensor) and t.requires_grad for t in args)
+    return torch.is_grad_enabled() and any(isinstance(t, torch.Tensor) and t.requires_grad for t in values)

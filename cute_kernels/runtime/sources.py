@@ -7,6 +7,7 @@ or moved is part of a key as soon as a kernel imports it.
 from __future__ import annotations
 
 import ast
+import functools
 import importlib.util
 from pathlib import Path
 
@@ -18,6 +19,25 @@ def modules_of_kernel(kernel: str, spec_module: str) -> tuple[str, ...]:
     """The module of a kernel class, "module:class", and that of its spec if both are in one package."""
     module = kernel.partition(":")[0]
     return (module, spec_module) if spec_module.partition(".")[0] == module.partition(".")[0] else (module,)
+
+
+@functools.cache
+def parameters(kernel: str) -> tuple[str, ...]:
+    """The arguments of a kernel class, "module:class": those of its `__call__` but self and the stream, in order.
+
+    They are read from the source: to import the class would import cutlass, which a kernel from disk does not need.
+
+    Raises:
+        ValueError: the module has no such class, or the class no `__call__` of its own.
+    """
+    module, _, name = kernel.partition(":")
+    spec = importlib.util.find_spec(module)
+    tree = ast.parse(Path(spec.origin).read_bytes()) if spec and spec.origin else ast.parse("")
+    for node in (n for n in tree.body if isinstance(n, ast.ClassDef) and n.name == name):
+        for item in node.body:
+            if isinstance(item, ast.FunctionDef) and item.name == "__call__":
+                return tuple(argument.arg for argument in item.args.args[1:-1])
+    raise ValueError(f"kernel: got {kernel}; needs a class with a __call__ of its own")
 
 
 def sources(*modules: str) -> list[Path]:

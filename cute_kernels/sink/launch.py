@@ -12,13 +12,16 @@ model makes one, run plain torch on the tensors' device, in float32: right, but 
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
 
 from cute_kernels.runtime import memory, workspace
+from cute_kernels.runtime.cache import KernelSpec
 from cute_kernels.runtime.compile import get_kernel
 from cute_kernels.runtime.memory import MAX_HEADS
+from cute_kernels.runtime.sources import parameters
 from cute_kernels.sink.backward_spec import (
     PADDING,
     QUERIES,
@@ -36,8 +39,6 @@ SCALES = (2.0**-100, 2.0**100)
 """Softmax scales that leave room for scores in float32."""
 MAX_GRID = 65535
 COUNTERS = 2  # of a kernel that takes items from a list
-NO_PADDING = (0,) * 7
-"""Arguments of the kernel that makes a list where it is to fill no rows."""
 
 
 class SinkRequest(NamedTuple):
@@ -71,6 +72,15 @@ class SinkRequest(NamedTuple):
     softmax_scale: float
     deterministic: bool
     longest_q: int
+
+
+class Gradients(NamedTuple):
+    """What the backward writes; `ds_aux` has no elements where there is no sink."""
+
+    dq: torch.Tensor
+    dk: torch.Tensor
+    dv: torch.Tensor
+    ds_aux: torch.Tensor
 
 
 class _Sizes(NamedTuple):
@@ -116,37 +126,19 @@ def launch_forward(request: SinkRequest, out: torch.Tensor, lse: torch.Tensor) -
     sequence hold, NaN included, reaches neither.
     """
     if not SCALES[0] <= request.softmax_scale <= SCALES[1]:
-        result, result_lse = reference_sink_attention(**reference_arguments(request), dtype=torch.float32)
+        result, result_lse = reference_sink_attention(**_of_reference(request), dtype=torch.float32)
         out.copy_(result)
         lse.copy_(result_lse)
         return
-    sizes, device = _Sizes.of(request), request.q.device
-    num_sms = memory.constants(device).num_sms
+    sizes = _Sizes.of(request)
     spec = SinkForwardSpec.for_launch(**_kind(request, sizes), ratio=sizes.ratio)
-    get_kernel(spec)(
-        _strided(request.q),
-        _strided(request.k),
-        _strided(request.v),
-        _sink(request),
-        out,
-        lse,
-        *_packed(request, sizes, spec.rows, keys=False, queries=out, lses=lse),
-        *_numbers(request),
-        _section_of_queries(request, sizes),
-        num_sms,
-        _counters(device),
-    )
+    inputs = {"mQ": _strided(request.q), "mK": _strided(request.k), "mV": _strided(request.v), "mSink": _sink(request)}
+    work = _work(request, sizes, spec.rows, keys=False, queries=out, lses=lse)
+    _run(spec, {**inputs, "mOut": out, "mLse": lse, **work, **_numbers(request, sizes, "queries")})
 
 
 def launch_backward(
-    request: SinkRequest,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    dout: torch.Tensor,
-    dq: torch.Tensor,
-    dk: torch.Tensor,
-    dv: torch.Tensor,
-    ds_aux: torch.Tensor | None,
+    request: SinkRequest, out: torch.Tensor, lse: torch.Tensor, dout: torch.Tensor, gradients: Gradients
 ) -> None:
     """Starts the backward: `prepare`, the kernel where keys stay, and `finish` or the kernel where queries stay.
 
@@ -155,82 +147,58 @@ def launch_backward(
         out: what the forward has written, contiguous.
         lse: likewise.
         dout: gradient of out, its shape and dtype; strides and address as those of q.
-        dq: q's shape and dtype, contiguous, not initialized. Every element is written: 0 for a query without keys.
-        dk: k's shape and dtype, likewise: 0 for a key that no query sees.
-        dv: v's shape and dtype, likewise.
-        ds_aux: (h_q,) float32, contiguous, not initialized; None if `request.s_aux` is. A sink of -inf or +inf gets 0,
-            and so does a head none of whose queries has keys.
+        gradients: of q's, k's and v's shapes and dtypes, contiguous, not initialized. Every element is written: 0 for a
+            query without keys and for a key that no query sees. A sink of -inf or +inf gets 0, and so does a head none
+            of whose queries has keys.
 
     With `request.deterministic` the same call gives the same bits in all four. Without, dq is a sum in float32 whose
     terms come in any order; dk, dv and ds_aux have the same bits anyway.
     """
     sizes = _Sizes.of(request)
     if not SCALES[0] <= request.softmax_scale <= SCALES[1] or max(sizes.batch, sizes.h_q) > MAX_GRID:
-        gradients = reference_sink_attention_backward(dout, **reference_arguments(request), dtype=torch.float32)
-        for target, gradient in zip((dq, dk, dv, ds_aux), gradients, strict=True):
-            if target is not None and gradient is not None:
+        found = reference_sink_attention_backward(dout, **_of_reference(request), dtype=torch.float32)
+        for target, gradient in zip(gradients, found, strict=True):
+            if gradient is not None:
                 target.copy_(gradient)
         return
-    device, kind = request.q.device, _kind(request, sizes)
-    num_sms = memory.constants(device).num_sms
-    keys = SinkBackwardSpec.for_launch(**kind, deterministic=request.deterministic)
-    name, d, packed, fused = keys.dtype, keys.d, keys.packed, keys.fused
-    q, k, v, out, dout = map(_strided, (request.q, request.k, request.v, out, dout))
-    cu_seqlens_q, longest = request.cu_seqlens_q, request.longest_q
+    kind, (dq, dk, dv, ds_aux) = _kind(request, sizes), gradients
+    spec = SinkBackwardSpec.for_launch(**kind, deterministic=request.deterministic)
+    common = (spec.dtype, spec.d, spec.packed)
+    out, dout = _strided(out), _strided(dout)
+    inputs = {"mQ": _strided(request.q), "mK": _strided(request.k), "mV": _strided(request.v), "mDOut": dout}
     positions = -(-(sizes.rows + PADDING * sizes.batch) // QUERIES) * QUERIES
-    scratch = functools.partial(torch.empty, dtype=torch.float32, device=q.device)
+    scratch = functools.partial(torch.empty, dtype=torch.float32, device=out.device)
     stats = scratch((2, sizes.h_q, positions))
-    parts = scratch((sizes.h_q, sizes.batch * -(-longest // SinkPrepareSpec.rows)))
-    sums = scratch((sizes.h_q, positions, d) if fused else 0)
+    parts = scratch((sizes.h_q, sizes.batch * -(-request.longest_q // SinkPrepareSpec.rows)))
+    sums = scratch((sizes.h_q, positions, spec.d) if spec.fused else 0)
+    shared = {"mCuQ": request.cu_seqlens_q, "sums": sums.data_ptr(), "max_q": request.longest_q, "mStats": stats}
 
-    get_kernel(SinkPrepareSpec(name, d, packed, fused))(
-        out, dout, lse, _sink(request), stats, parts, cu_seqlens_q, sums.data_ptr(), longest
-    )
-    get_kernel(keys)(
-        q,
-        k,
-        v,
-        dout,
-        stats,
-        dk,
-        dv,
-        *_packed(request, sizes, keys.keys, keys=True, queries=dq, keys_and_values=(dk, dv)),
-        sums.data_ptr(),
-        *_numbers(request),
-        backward_section(batch=sizes.batch, s_k=sizes.s_k, h_kv=sizes.h_kv, d=sizes.d, window=request.window),
-        num_sms,
-        _counters(device),
-    )
-    if fused:
-        get_kernel(SinkFinishSpec(name, d, packed))(
-            dq, cu_seqlens_q, sums.data_ptr(), positions, request.softmax_scale, longest
-        )
+    prepared = {"mOut": out, "mDOut": dout, "mLse": lse, "mSink": _sink(request), "mParts": parts}
+    _run(SinkPrepareSpec(*common, spec.fused), {**shared, **prepared})
+    work = _work(request, sizes, spec.keys, keys=True, queries=dq, keys_and_values=(dk, dv))
+    _run(spec, {**shared, **inputs, "mDK": dk, "mDV": dv, **work, **_numbers(request, sizes, "keys")})
+    if spec.fused:
+        scale = request.softmax_scale
+        _run(SinkFinishSpec(*common), {**shared, "mDQ": dq, "positions": positions, "softmax_scale": scale})
     else:
         queries = SinkQueryGradSpec.for_launch(**kind, ratio=sizes.ratio)
-        get_kernel(queries)(
-            q,
-            k,
-            v,
-            dout,
-            stats,
-            dq,
-            *_packed(request, sizes, queries.rows, keys=False),
-            *_numbers(request),
-            _section_of_queries(request, sizes),
-            num_sms,
-            _counters(device),
-        )
-    if ds_aux is not None:
+        work = _work(request, sizes, queries.rows, keys=False)
+        _run(queries, {**shared, **inputs, "mDQ": dq, **work, **_numbers(request, sizes, "queries")})
+    if request.s_aux is not None:
         torch.sum(parts, -1, out=ds_aux)
 
 
-def reference_arguments(request: NamedTuple) -> dict[str, Any]:
-    """What plain torch takes of a request, by name; it is deterministic anyway."""
-    unread = ("deterministic", "differentiable", "longest_q", "max_seqlen_q", "num_splits", "return_lse")
-    return {name: value for name, value in request._asdict().items() if name not in unread}
-
-
 # ---- arguments of kernels
+
+
+def _run(spec: KernelSpec, arguments: Mapping[str, Any]) -> None:
+    """Launches the kernel of a spec with those of the arguments that it has."""
+    get_kernel(spec)(*(arguments[name] for name in parameters(spec.kernel)))
+
+
+def _of_reference(request: SinkRequest) -> dict[str, Any]:
+    """What plain torch takes of a request; it is deterministic anyway."""
+    return {name: value for name, value in request._asdict().items() if name not in ("deterministic", "longest_q")}
 
 
 def _counters(device: torch.device) -> int:
@@ -271,18 +239,27 @@ def _kind(request: SinkRequest, sizes: _Sizes) -> dict[str, Any]:
     return {"dtype": dtype, "d": sizes.d, "packed": sizes.packed, "window": request.window}
 
 
-def _numbers(request: SinkRequest) -> tuple[float, int, int]:
-    """softmax_scale, window and causal."""
-    return request.softmax_scale, NO_WINDOW if request.window is None else request.window, int(request.causal)
+def _numbers(request: SinkRequest, sizes: _Sizes, stay: str) -> dict[str, Any]:
+    """Numbers of the kernels in which "queries" or "keys" stay. Counters are asked for last: see `_counters`."""
+    cut: dict[str, Any] = {
+        "batch": sizes.batch,
+        "s_k": sizes.s_k,
+        "h_kv": sizes.h_kv,
+        "d": sizes.d,
+        "window": request.window,
+    }
+    section = backward_section(**cut) if stay == "keys" else forward_section(**cut, h_q=sizes.h_q)
+    return {
+        "softmax_scale": request.softmax_scale,
+        "window": NO_WINDOW if request.window is None else request.window,
+        "causal": int(request.causal),
+        "section": section,
+        "ctas": memory.constants(request.q.device).num_sms,
+        "counters": _counters(request.q.device),
+    }
 
 
-def _section_of_queries(request: SinkRequest, sizes: _Sizes) -> int:
-    return forward_section(
-        batch=sizes.batch, s_k=sizes.s_k, h_q=sizes.h_q, h_kv=sizes.h_kv, d=sizes.d, window=request.window
-    )
-
-
-def _packed(
+def _work(
     request: SinkRequest,
     sizes: _Sizes,
     rows: int,
@@ -291,20 +268,29 @@ def _packed(
     queries: torch.Tensor | None = None,
     lses: torch.Tensor | None = None,
     keys_and_values: tuple[torch.Tensor, torch.Tensor] | tuple[None, None] = (None, None),
-) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
-    """cu_seqlens_q, cu_seqlens_k, and the list of blocks of `rows` queries (or keys), which a launch makes.
+) -> dict[str, torch.Tensor | None]:
+    """Lengths, and the list of blocks of `rows` queries (or keys), which a launch makes; all None unless packed.
 
     The launch also fills rows past the last sequence of the results that are named: zeros, and -inf in `lses`.
     """
     cu_seqlens_q, cu_seqlens_k = request.cu_seqlens_q, request.cu_seqlens_k
     if cu_seqlens_q is None:
-        return None, None, None
+        return {"mCuQ": None, "mCuK": None, "mWork": None}
     listed, other = (sizes.s_k, sizes.s_q) if keys else (sizes.s_q, sizes.s_k)
     work = torch.empty((listed // rows + sizes.batch + 1, 2), dtype=torch.int32, device=cu_seqlens_q.device)
-    window = NO_WINDOW if request.window is None else request.window
-    numbers = (rows, window, int(request.causal), listed, other)
-    filled = [0 if t is None else t.data_ptr() for t in (queries, lses, *keys_and_values)]
+    lists = {"mCuQ": cu_seqlens_q, "mCuK": cu_seqlens_k, "mWork": work}
+    filled = dict(zip(("queries", "lses", "keys", "values"), (queries, lses, *keys_and_values), strict=True))
     words = sizes.d // 2  # of 16-bit values
-    row_words = (sizes.h_q * words, sizes.h_q, sizes.h_kv * words)
-    get_kernel(SinkWorkListSpec(keys))(cu_seqlens_q, cu_seqlens_k, work, *numbers, *filled, *row_words)
-    return cu_seqlens_q, cu_seqlens_k, work
+    numbers = {
+        "rows": rows,
+        "window": NO_WINDOW if request.window is None else request.window,
+        "causal": int(request.causal),
+        "listed": listed,
+        "other": other,
+        "query_words": sizes.h_q * words,
+        "heads": sizes.h_q,
+        "key_words": sizes.h_kv * words,
+    }
+    addresses = {name: 0 if t is None else t.data_ptr() for name, t in filled.items()}
+    _run(SinkWorkListSpec(keys), {**lists, **numbers, **addresses})
+    return lists

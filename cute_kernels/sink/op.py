@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, NamedTuple, overload
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, overload
 
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from cute_kernels.gqa.op import gqa_decode
-from cute_kernels.gqa.spec import MAX_RANGES
 from cute_kernels.runtime import memory
 from cute_kernels.runtime.arch import require_sm90
-from cute_kernels.runtime.checks import check_flag, check_int, check_number, check_tensor, fail, require
+from cute_kernels.runtime.checks import check_tensor, fail, require
 from cute_kernels.runtime.launch import launch_or_explain
-from cute_kernels.runtime.ops import NAMESPACE, is_traced, needs_grad, register_op
-from cute_kernels.sink.launch import SinkRequest, launch_backward, launch_forward, reference_arguments
+from cute_kernels.runtime.ops import NAMESPACE, is_traced, needs_grad
+from cute_kernels.sink.launch import Gradients, SinkRequest, launch_backward, launch_forward
 from cute_kernels.sink.plan import route
 from cute_kernels.sink.reference import reference_sink_attention, reference_sink_attention_backward
+from cute_kernels.sink.request import BACKWARD, FORWARD, BackwardRequest, Options, Request, Results
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 DTYPES = (torch.bfloat16, torch.float16)
 HEAD_DIMS = (64, 128)
@@ -32,62 +35,34 @@ _NAMES = {dtype: str(dtype).removeprefix("torch.") for dtype in DTYPES}
 _AUTOCAST = (torch.float32, *DTYPES)
 
 
-class _Request(NamedTuple):
-    """The arguments of one call: first those of the forward operator, in its order; `return_lse` is for eager calls."""
-
-    q: torch.Tensor
-    k: torch.Tensor
-    v: torch.Tensor
-    s_aux: torch.Tensor | None
-    cu_seqlens_q: torch.Tensor | None
-    cu_seqlens_k: torch.Tensor | None
-    causal: bool
-    window: int | None
-    softmax_scale: float | None
-    deterministic: bool
-    differentiable: bool
-    max_seqlen_q: int | None = None
-    num_splits: int | None = None
-    return_lse: bool = True
+Both = tuple[torch.Tensor, torch.Tensor]
 
 
 @overload
 def sink_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, s_aux: torch.Tensor | None = ..., *, causal: bool = ...,
-    window: int | None = ..., softmax_scale: float | None = ..., cu_seqlens_q: torch.Tensor | None = ...,
-    cu_seqlens_k: torch.Tensor | None = ..., deterministic: bool = ..., return_lse: Literal[False] = ...,
-    max_seqlen_q: int | None = ...,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, s_aux: torch.Tensor | None = ..., *,
+    return_lse: Literal[False] = ..., **options: Unpack[Options],
 ) -> torch.Tensor: ...  # fmt: skip
 @overload
 def sink_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, s_aux: torch.Tensor | None = ..., *, causal: bool = ...,
-    window: int | None = ..., softmax_scale: float | None = ..., cu_seqlens_q: torch.Tensor | None = ...,
-    cu_seqlens_k: torch.Tensor | None = ..., deterministic: bool = ..., return_lse: Literal[True],
-    max_seqlen_q: int | None = ...,
-) -> tuple[torch.Tensor, torch.Tensor]: ...  # fmt: skip
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, s_aux: torch.Tensor | None = ..., *,
+    return_lse: Literal[True], **options: Unpack[Options],
+) -> Both: ...  # fmt: skip
 @overload
 def sink_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, s_aux: torch.Tensor | None = ..., *, causal: bool = ...,
-    window: int | None = ..., softmax_scale: float | None = ..., cu_seqlens_q: torch.Tensor | None = ...,
-    cu_seqlens_k: torch.Tensor | None = ..., deterministic: bool = ..., return_lse: bool,
-    max_seqlen_q: int | None = ...,
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...  # fmt: skip
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, s_aux: torch.Tensor | None = ..., *,
+    return_lse: bool, **options: Unpack[Options],
+) -> torch.Tensor | Both: ...  # fmt: skip
+@FORWARD.describe
 def sink_attention(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
     s_aux: torch.Tensor | None = None,
     *,
-    causal: bool = True,
-    window: int | None = None,
-    softmax_scale: float | None = None,
-    cu_seqlens_q: torch.Tensor | None = None,
-    cu_seqlens_k: torch.Tensor | None = None,
-    deterministic: bool = False,
     return_lse: bool = False,
-    max_seqlen_q: int | None = None,
-    num_splits: int | None = None,
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    **options: Unpack[Options],
+) -> torch.Tensor | Both:
     """Attention for prefill and training, with a learned sink per head and a sliding window; MHA, GQA and MQA.
 
     Query head h reads head ``h // (h_q // h_kv)`` of k and v, which are not copied. The queries are the last tokens of
@@ -99,35 +74,7 @@ def sink_attention(
 
     k and v must be finite wherever a query sees a key less than 192 tokens away, 320 with gradients: a NaN or infinity
     in a key tile reaches queries of that tile that do not see it. Other sequences, also packed ones, may hold anything.
-
-    Args:
-        q: (batch, s_q, h_q, d) bfloat16 or float16, d 64 or 128; packed (tokens, h_q, d). Rows contiguous, addresses
-            and all other strides multiples of 16 bytes.
-        k: (batch, s_k, h_kv, d), q's dtype, h_q a multiple of h_kv; packed (tokens, h_kv, d). Rows as q's.
-        v: the same shape and dtype; strides may differ.
-        s_aux: (h_q,) float32, a logit per head in natural-log units that joins the softmax denominator alone and is not
-            multiplied by softmax_scale. -inf is no sink, +inf makes the output 0.
-        causal: a query does not see tokens after its own. With s_q > s_k the first queries see none.
-        window: number of tokens up to and including its own that a query sees, at least 1. Without `causal` a query
-            also sees all tokens after its own.
-        softmax_scale: default d ** -0.5.
-        cu_seqlens_q: (batch + 1,) int32, contiguous: sequence i has tokens cu_seqlens_q[i] to cu_seqlens_q[i + 1] - 1
-            of a packed q. Begins with 0, never decreases, ends with the number of tokens or before: rows past the
-            last sequence are padding, results of which are those of queries without keys. The host reads and checks the
-            contents once for each tensor and each change that torch counts, which waits for the GPU; not under graph
-            capture. After one that it does not count (by a replay, another library's kernel, `.data`, NumPy) pass a new
-            tensor: gradients of sequences longer than before would be wrong. If a replay finds contents that break
-            these rules, its results are undefined, but it stays within its tensors.
-        cu_seqlens_k: the same for k and v.
-        deterministic: the same call gives gradients with the same bits; torch.use_deterministic_algorithms also turns
-            it on. The bits of the output are always the same.
-        return_lse: also return the log-sum-exp.
-        max_seqlen_q: of packed q: tokens of the longest sequence, for callers who know their lengths. Without gradients
-            the contents of cu_seqlens_q and cu_seqlens_k are not read on the host then, which does not wait; they keep
-            the rules above. With gradients it changes nothing.
-        num_splits: splits of each sequence's keys, 1 to 256, where few query tokens run the kernel of `gqa_decode`.
-            Default: planned over the whole batch. With a number a row's bits depend on that row alone. Other calls
-            split no keys, and their rows never depend on others.
+    `cute_kernels.sink.request` has the arguments.
 
     Returns:
         out of q's shape and dtype; with `return_lse` also lse, (batch, s_q, h_q) or packed (tokens, h_q), float32,
@@ -142,21 +89,23 @@ def sink_attention(
         dtype = torch.get_autocast_dtype(device_type)
         q, k, v = _cast(q, dtype), _cast(k, dtype), _cast(v, dtype)
         s_aux = _cast(s_aux, torch.float32)
-    if deterministic is False:
-        deterministic = torch.are_deterministic_algorithms_enabled()
     differentiable = needs_grad(q, k, v, s_aux)
-    arguments = (
-        q, k, v, s_aux, cu_seqlens_q, cu_seqlens_k, causal, window, softmax_scale, deterministic, differentiable,
-        max_seqlen_q, num_splits,
-    )  # fmt: skip
+    request: Request = {
+        **FORWARD.defaults, **options, "q": q, "k": k, "v": v, "s_aux": s_aux, "differentiable": differentiable,
+        "return_lse": return_lse,
+    }  # fmt: skip
+    if len(request) != len(FORWARD.defaults):
+        FORWARD.refuse_unknown(options)
+    if request["deterministic"] is False:
+        request["deterministic"] = torch.are_deterministic_algorithms_enabled()
     if not is_traced():
         if differentiable:  # otherwise torch's dispatcher raises first, and its message has types only
-            _check(*arguments)
+            check(request)
         elif isinstance(q, torch.Tensor) and q.is_cuda:
-            decoded = _decode_or_explain(*arguments, return_lse)
+            decoded = _decode_or_explain(request)
             if decoded is not None:
                 return decoded
-    out, lse = _forward(*arguments)
+    out, lse = _forward(request)
     return (out, lse) if return_lse else out
 
 
@@ -167,10 +116,10 @@ def _cast(t: Any, dtype: torch.dtype) -> Any:
 # ---- checks
 
 
-def _check(*arguments: Any) -> None:
-    """Raises an error that names the argument, if any argument of a `_Request` is wrong."""
-    request = _Request(*arguments)
-    q, k, v, s_aux, cu_seqlens_q, cu_seqlens_k = request[:6]
+def check(request: Request) -> None:
+    """Raises an error that names the argument, if any argument is wrong."""
+    q, k, v, s_aux = request["q"], request["k"], request["v"], request["s_aux"]
+    cu_seqlens_q, cu_seqlens_k = request["cu_seqlens_q"], request["cu_seqlens_k"]
     lengths = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
     packed = any(t is not None for t in lengths.values())
     ndim = 3 if packed else 4
@@ -197,7 +146,7 @@ def _check(*arguments: Any) -> None:
         require(tokens < MAX_TOKENS, name, f"{tokens} tokens", f"fewer than {MAX_TOKENS}")
     if s_aux is not None:
         check_tensor("s_aux", s_aux, dtype=torch.float32, shape=(h_q,), device=device, unit_last_stride=True)
-    _check_numbers(request)
+    _check_options(request)
     if packed:
         for name, cu_seqlens in lengths.items():
             needs = "a tensor: sequences of queries and of keys are packed, or neither"
@@ -208,28 +157,17 @@ def _check(*arguments: Any) -> None:
     if device.type != "cpu":
         require_sm90("q", device)
     if cu_seqlens_q is not None and cu_seqlens_k is not None:
-        if request.max_seqlen_q is None or request.differentiable or device.type == "cpu":
+        if request["max_seqlen_q"] is None or request["differentiable"] or device.type == "cpu":
             _check_lengths("cu_seqlens_q", cu_seqlens_q, q.shape[0])
             _check_lengths("cu_seqlens_k", cu_seqlens_k, k.shape[0])
 
 
-def _check_numbers(request: _Request) -> None:
-    for name, flag in (("causal", request.causal), ("deterministic", request.deterministic)):
-        check_flag(name, flag)
-    window, scale = request.window, request.softmax_scale
-    if window is not None:
-        needs = "at least 1, as a window shows a query its own token, or None for no window"
-        check_int("window", window, 1, needs=needs)
-    if request.num_splits is not None:
-        check_int("num_splits", request.num_splits, 1, MAX_RANGES)
-    longest = request.max_seqlen_q
+def _check_options(request: Request) -> None:
+    FORWARD.check_options(request)
+    longest = request["max_seqlen_q"]
     if longest is not None:
-        check_int("max_seqlen_q", longest, 0)
-        packed = request.cu_seqlens_q is not None
+        packed = request["cu_seqlens_q"] is not None
         require(packed, "max_seqlen_q", f"{longest} without cu_seqlens_q", "None: it is for packed sequences")
-        require(longest >= 0, "max_seqlen_q", longest, "at least 0")
-    if scale is not None:
-        check_number("softmax_scale", scale)
 
 
 _checked_lengths: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
@@ -274,9 +212,9 @@ def _longest(cu_seqlens: torch.Tensor, tokens: int) -> int:
 # ---- decoding
 
 
-def _decodes(request: _Request) -> bool:
+def _decodes(request: Request) -> bool:
     """Whether the call runs the kernel of `gqa_decode`, whose results are deterministic."""
-    q, k = request.q, request.k
+    q, k = request["q"], request["k"]
     if q.dim() != 4 or k.dim() != 4:
         return False
     chosen = route(
@@ -285,69 +223,67 @@ def _decodes(request: _Request) -> bool:
         h_kv=k.shape[2],
         d=q.shape[3],
         dtype=_NAMES.get(q.dtype, "other"),
-        packed=request.cu_seqlens_q is not None or request.cu_seqlens_k is not None,
-        differentiable=request.differentiable,
+        packed=request["cu_seqlens_q"] is not None or request["cu_seqlens_k"] is not None,
+        differentiable=request["differentiable"],
     )
     return chosen == "decode"
 
 
-def _fits_prefill(request: _Request) -> bool:
+def _fits_prefill(request: Request) -> bool:
     """Whether q and k pass the two checks that `gqa_decode` lacks: rows of q are 16-byte aligned, and k has q's dtype.
 
     A call that fails them goes to `_check`, which refuses it in the same words as on a CPU and with more query tokens.
     """
-    q, row = request.q, ALIGN // request.q.element_size()
-    if q.data_ptr() % ALIGN or request.k.dtype is not q.dtype:
+    q, row = request["q"], ALIGN // request["q"].element_size()
+    if q.data_ptr() % ALIGN or request["k"].dtype is not q.dtype:
         return False
     return q.is_contiguous() or all(n <= 1 or step % row == 0 for n, step in zip(q.shape[:3], q.stride(), strict=False))
 
 
-def _decode(request: _Request) -> Any:
+def _decode(request: Request) -> Any:
     return gqa_decode(
-        request.q,
-        request.k,
-        request.v,
+        request["q"],
+        request["k"],
+        request["v"],
         layout="BSNH",
-        causal=request.causal,
-        window=request.window,
-        s_aux=request.s_aux,
-        softmax_scale=request.softmax_scale,
-        num_splits=request.num_splits,
-        return_lse=request.return_lse,
+        causal=request["causal"],
+        window=request["window"],
+        s_aux=request["s_aux"],
+        softmax_scale=request["softmax_scale"],
+        num_splits=request["num_splits"],
+        return_lse=request["return_lse"],
     )
 
 
-def _decode_if_few(*arguments: Any) -> Any:
+def _decode_if_few(request: Request) -> Any:
     """The result of `gqa_decode` where that is faster; None where the forward kernel must run."""
-    request = _Request(*arguments)
     if not (_decodes(request) and _fits_prefill(request)):
         return None
-    _check_numbers(request)
+    _check_options(request)
     return _decode(request)
 
 
-_decode_or_explain = launch_or_explain(_decode_if_few, _check, _Request._fields)
+_decode_or_explain = launch_or_explain(FORWARD, _decode_if_few, check)
 
 
 # ---- operators
 
 
-def _run_forward(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
+def _run_forward(request: Request) -> Both:
     """The forward operator."""
-    request = _Request(*arguments)
-    _check(*request)
-    if request.q.is_cuda:
+    check(request)
+    if request["q"].is_cuda:
         return _forward_on_gpu(request)
-    out, lse = reference_sink_attention(**reference_arguments(request))
-    return out.to(request.q.dtype), lse.float()
+    out, lse = reference_sink_attention(**_of_reference(request))
+    return out.to(request["q"].dtype), lse.float()
 
 
-def _forward_on_gpu(request: _Request) -> tuple[torch.Tensor, torch.Tensor]:
+def _forward_on_gpu(request: Request) -> tuple[torch.Tensor, torch.Tensor]:
     """Launches; the arguments are checked."""
     if _decodes(request):
         out, lse = _decode(request)
         return out, lse
-    out, lse = _fake_forward(*request)
+    out, lse = _fake_forward(request)
     if _has_queries_and_keys(request):
         launch_forward(_launchable(request), out, lse)
     else:
@@ -356,32 +292,33 @@ def _forward_on_gpu(request: _Request) -> tuple[torch.Tensor, torch.Tensor]:
     return out, lse
 
 
-def _has_queries_and_keys(request: _Request) -> bool:
+def _has_queries_and_keys(request: Request) -> bool:
     """Whether there is anything to launch for; packed tokens may all be padding, of no sequence."""
-    cu_seqlens = request.cu_seqlens_q
-    return bool(request.q.numel() and request.k.numel() and (cu_seqlens is None or cu_seqlens.shape[0] > 1))
+    cu_seqlens = request["cu_seqlens_q"]
+    return bool(request["q"].numel() and request["k"].numel() and (cu_seqlens is None or cu_seqlens.shape[0] > 1))
 
 
-def _fake_forward(q: torch.Tensor, *arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
+def _fake_forward(request: Request) -> Both:
+    q = request["q"]
     return q.new_empty(q.shape), q.new_empty(q.shape[:-1], dtype=torch.float32)
 
 
-def _launchable(request: _Request) -> SinkRequest:
+def _launchable(request: Request) -> SinkRequest:
     """The request for a launch: defaults filled in, and copies of tensors whose rows kernels cannot read."""
-    tokens, cu_seqlens_q, window = request.q.shape[-3], request.cu_seqlens_q, request.window
+    tokens, cu_seqlens_q, window = request["q"].shape[-3], request["cu_seqlens_q"], request["window"]
     # how many tokens there are of other sequences must not choose a row's kernel
-    most = request.k.shape[-3] if cu_seqlens_q is None else MAX_TOKENS
+    most = request["k"].shape[-3] if cu_seqlens_q is None else MAX_TOKENS
     return SinkRequest(
-        _plain(request.q),
-        _plain(request.k),
-        _plain(request.v),
-        request.s_aux,
-        request.cu_seqlens_q,
-        request.cu_seqlens_k,
-        request.causal,
+        _plain(request["q"]),
+        _plain(request["k"]),
+        _plain(request["v"]),
+        request["s_aux"],
+        request["cu_seqlens_q"],
+        request["cu_seqlens_k"],
+        request["causal"],
         None if window is None or window >= most else window,  # a window that hides nothing
-        request.q.shape[-1] ** -0.5 if request.softmax_scale is None else float(request.softmax_scale),
-        request.deterministic,
+        request["q"].shape[-1] ** -0.5 if request["softmax_scale"] is None else float(request["softmax_scale"]),
+        request["deterministic"],
         tokens if cu_seqlens_q is None else _longest(cu_seqlens_q, tokens),
     )
 
@@ -399,90 +336,59 @@ def _plain(t: torch.Tensor) -> torch.Tensor:
     return t if good else t.clone(memory_format=torch.contiguous_format)
 
 
-def _run_backward(
-    dout: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, *arguments: Any
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The backward operator: dq, dk, dv and ds_aux, ds_aux has no elements without a sink."""
-    request = _Request._make((*arguments, True, None, None, True))  # differentiable, ..., return_lse
-    _check(*request)
-    q = request.q
+def _run_backward(request: BackwardRequest) -> Gradients:
+    """The backward operator."""
+    own = {name: value for name, value in request.items() if name not in Results.__annotations__}
+    forward: Request = FORWARD.request(**own, differentiable=True)
+    check(forward)
+    q, dout, out, lse = request["q"], request["dout"], request["out"], request["lse"]
     for name, t in (("dout", dout), ("out", out)):
         check_tensor(name, t, dtype=q.dtype, shape=tuple(q.shape), device=q.device)
     check_tensor("lse", lse, dtype=torch.float32, shape=tuple(q.shape[:-1]), device=q.device)
-    if q.is_cuda:
-        return _backward_on_gpu(dout, out, lse, request)
-    dq, dk, dv, ds_aux = reference_sink_attention_backward(dout, **reference_arguments(request))
-    sink = q.new_empty(0, dtype=torch.float32) if ds_aux is None else ds_aux.float()
-    return dq.to(q.dtype), dk.to(q.dtype), dv.to(q.dtype), sink
-
-
-def _backward_on_gpu(
-    dout: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, request: _Request
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Launches; the arguments are checked."""
-    gradients = _fake_backward(dout, out, lse, *request)
-    if _has_queries_and_keys(request):
-        dq, dk, dv, ds_aux = gradients
-        sink = None if request.s_aux is None else ds_aux
-        launch_backward(_launchable(request), out.contiguous(), lse.contiguous(), _plain(dout), dq, dk, dv, sink)
+    if not q.is_cuda:
+        dq, dk, dv, ds_aux = reference_sink_attention_backward(dout, **_of_reference(forward))
+        sink = q.new_empty(0, dtype=torch.float32) if ds_aux is None else ds_aux.float()
+        return Gradients(dq.to(q.dtype), dk.to(q.dtype), dv.to(q.dtype), sink)
+    gradients = _fake_backward(request)
+    if _has_queries_and_keys(forward):
+        launch_backward(_launchable(forward), out.contiguous(), lse.contiguous(), _plain(dout), gradients)
     else:
         for t in gradients:
             t.zero_()
     return gradients
 
 
-def _fake_backward(
-    dout: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    s_aux: torch.Tensor | None,
-    *arguments: Any,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+def _fake_backward(request: BackwardRequest) -> Gradients:
+    q, k, v, s_aux = request["q"], request["k"], request["v"], request["s_aux"]
     sink = q.new_empty((0,) if s_aux is None else s_aux.shape, dtype=torch.float32)
-    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), sink
+    return Gradients(q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), sink)
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
+_SAVED = [name for name in BACKWARD.tensors if name not in Results.__annotations__]
+
+
+def _setup_context(ctx: Any, request: dict[str, Any], output: Both) -> None:
     out, lse = output
     ctx.mark_non_differentiable(lse)
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(out, lse, *inputs[:6])
-    ctx.numbers = inputs[6:10]
+    ctx.save_for_backward(out, lse, *(request[name] for name in _SAVED))
+    ctx.options = {name: request[name] for name in BACKWARD.names if name not in BACKWARD.tensors}
 
 
-def _differentiate(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-    rest = (None,) * 9
+def _differentiate(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> dict[str, torch.Tensor | None]:
     if dout is None:
-        return (None,) * 4 + rest
+        return {}
     out, lse, *tensors = ctx.saved_tensors
+    inputs = dict(zip(_SAVED, tensors, strict=True))
     backward = getattr(torch.ops, NAMESPACE).sink_attention_backward.default
-    dq, dk, dv, ds_aux = backward(dout, out, lse, *tensors, *ctx.numbers)
-    return (dq, dk, dv, None if tensors[3] is None else ds_aux, *rest)
+    dq, dk, dv, ds_aux = backward(dout=dout, out=out, lse=lse, **inputs, **ctx.options)
+    return {"q": dq, "k": dk, "v": dv, "s_aux": None if inputs["s_aux"] is None else ds_aux}
 
 
-def _refuse_second_derivatives(ctx: Any, *gradients: torch.Tensor) -> None:
+def _refuse_second_derivatives(ctx: Any, *gradients: torch.Tensor) -> NoReturn:
     raise RuntimeError("sink_attention: it is differentiable once; its gradients have no gradients")
 
 
-_ARGUMENTS = (
-    "Tensor q, Tensor k, Tensor v, Tensor? s_aux, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, bool causal, "
-    "int? window, float? softmax_scale, bool deterministic"
-)
-register_op(
-    "sink_attention_backward",
-    f"(Tensor dout, Tensor out, Tensor lse, {_ARGUMENTS}) -> (Tensor dq, Tensor dk, Tensor dv, Tensor ds_aux)",
-    _run_backward,
-    _fake_backward,
-    backward=_refuse_second_derivatives,
-)
-_forward = register_op(
-    "sink_attention",
-    f"({_ARGUMENTS}, bool differentiable, SymInt? max_seqlen_q=None, int? num_splits=None) -> (Tensor out, Tensor lse)",
-    _run_forward,
-    _fake_forward,
-    backward=_differentiate,
-    setup_context=_setup_context,
-)
+_of_reference = FORWARD.arguments_of(reference_sink_attention)
+BACKWARD.register(_run_backward, _fake_backward, backward=_refuse_second_derivatives)
+_forward = FORWARD.register(_run_forward, _fake_forward, backward=_differentiate, setup_context=_setup_context)

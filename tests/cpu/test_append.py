@@ -4,10 +4,11 @@ from typing import Any
 import pytest
 import torch
 
-from cute_kernels.mla import append_launch, append_op
+from cute_kernels.mla import append_op
 from cute_kernels.mla.append_op import mla_fp8_append
 from cute_kernels.mla.append_spec import MlaAppendSpec, shipped_specs
-from cute_kernels.runtime.launch import PreparedLaunches
+from cute_kernels.mla.request import APPEND
+from cute_kernels.runtime.launch import PreparedLaunches, by_name
 from fp8_mla import pack
 from fp8_mla.formats import FORMATS, V3_2, V4
 from tests.kit.bad_input import TABLES
@@ -106,7 +107,9 @@ def prepared(monkeypatch: pytest.MonkeyPatch, kv: torch.Tensor, cache: torch.Ten
     """A launch that is prepared for every form of a cache, as earlier calls on a GPU would leave it."""
     kernel, fp8 = Kernel(), cache.view(torch.float8_e4m3fn)
     forms = (cache, cache[:, :, None], fp8, fp8[:, :, None])
-    prepare(monkeypatch, append_op, kernel, *((kv, form, slots) for form in forms))
+    launch = by_name(APPEND, kernel, "cute_kernels.mla.kernels.append:MlaAppendKernel")
+    requests = [APPEND.request(kv=kv, kv_cache=form, slot_mapping=slots) for form in forms]
+    prepare(monkeypatch, append_op, launch, *requests)
     kernel.calls.clear()
     return kernel
 
@@ -140,7 +143,7 @@ def test_the_first_launch_prepares_the_others(monkeypatch):
     kernel, cache = Kernel("meta"), poisoned_cache(PAGES, PAGE_SIZE, 1, 656)
     monkeypatch.setattr(append_op, "_prepared", PreparedLaunches())
     monkeypatch.setattr(append_op, "require_sm90", lambda name, device: None)
-    monkeypatch.setattr(append_launch, "get_kernel", lambda spec: kernel)
+    monkeypatch.setattr(append_op, "get_kernel", lambda spec: kernel)
     meta = [t.to("meta") for t in (KV, cache, SLOT)]  # any device but the CPU
     for launches in (1, 2, 3):
         mla_fp8_append(*meta)
@@ -207,10 +210,11 @@ def test_the_launch_tells_the_kernel_where_rows_are(monkeypatch):
         asked.append(spec)
         return lambda *arguments: calls.append(arguments)
 
-    monkeypatch.setattr(append_launch, "get_kernel", get_kernel)
+    monkeypatch.setattr(append_op, "get_kernel", get_kernel)
     kv, pages, slots = torch.zeros(5000, 576), CACHE, torch.zeros(5000)
-    append_launch.launch_append(kv, pages, slots, V3_2, V3_2.page_layout(PAGE_SIZE))
-    append_launch.launch_append(kv[:1], pages, slots, V4, V4.page_layout(64))
+    tensors = {"mKV": kv, "mCache": pages, "mSlots": slots}
+    append_op.prepare_append(5000, V3_2, V3_2.page_layout(PAGE_SIZE))({}, **tensors)
+    append_op.prepare_append(1, V4, V4.page_layout(64))({}, **tensors)
     assert asked == [MlaAppendSpec.for_launch(5000), MlaAppendSpec.for_launch(1, "v4")]
     (first, second) = calls
     assert first[0] is kv and first[1] is pages and first[2] is slots and len(first) == 3

@@ -15,7 +15,6 @@ from torch.autograd import forward_ad
 
 from cute_kernels import gqa_decode, kv_int8_append, merge_states, mla_fp8_append, mla_fp8_decode, sink_attention
 from cute_kernels.compat.flash_mla import flash_mla_with_kvcache
-from cute_kernels.mla import op as mla_op
 from tests.kit import gradients
 from tests.kit.bad_input import ERROR, TABLES
 
@@ -91,15 +90,6 @@ def test_strides_of_dimensions_of_one_element_are_free() -> None:
     append = TABLES["mla_fp8_append"].right("cpu")
     kv = append["kv"][:1].as_strided((1, 576), (577, 1))
     mla_fp8_append(kv, append["kv_cache"], append["slot_mapping"][:1])
-
-
-def test_only_what_v3_2_has_takes_the_short_way_to_its_kernel() -> None:
-    """A layout that does not exist was taken for V3.2's on a GPU, where the short way skips its check."""
-    alone = mla_op._is_v3_2_alone
-    assert alone(None, None) and alone("v3.2", "interleaved")
-    for cache_format, cache_layout in ((None, "Planar"), (None, 1), (None, "planar"), ("v4", None), (["v3.2"], None)):
-        assert not alone(cache_format, cache_layout)
-    assert not alone(None, None, torch.zeros(1))
 
 
 # ---- tensors that are not what lies in their memory

@@ -18,7 +18,8 @@ from cute_kernels.gqa.plan import plan_decode as plan_gqa
 from cute_kernels.merge.spec import WARP, MergeSpec
 from cute_kernels.mla.plan import EXCHANGES, MAX_SPLITS, plan_decode
 from cute_kernels.sink.launch import SinkRequest
-from cute_kernels.sink.op import MAX_TOKENS, _launchable, _Request
+from cute_kernels.sink.op import MAX_TOKENS, _launchable
+from cute_kernels.sink.request import FORWARD
 from fp8_mla.formats import FORMATS, PAIRS
 
 FORMS = [*((name, "") for name in FORMATS), *PAIRS]
@@ -141,5 +142,5 @@ def test_a_window_wider_than_any_sequence_is_none():
 def _packed(window: int, tokens: int) -> SinkRequest:
     q, kv = torch.empty(tokens, 4, 64, device="meta"), torch.empty(tokens, 2, 64, device="meta")
     starts = torch.empty(2, dtype=torch.int32, device="meta")
-    request = _Request(q, kv, kv, None, starts, starts, True, window, None, False, False, tokens)
-    return _launchable(request)
+    lengths = {"cu_seqlens_q": starts, "cu_seqlens_k": starts, "max_seqlen_q": tokens}
+    return _launchable(FORWARD.request(q=q, k=kv, v=kv, window=window, **lengths))

@@ -12,6 +12,7 @@ import fp8_mla
 from cute_kernels.mla import op
 from cute_kernels.mla.crossover.spec import MlaCrossoverSpec
 from cute_kernels.mla.latent.spec import LatentDecodeSpec
+from cute_kernels.mla.request import DECODE
 from cute_kernels.mla.spec import MlaDecodeSpec
 from tests.kit.empty_rows import CALLS, flash_mla_call, require_inf_of_empty_rows, spec_of
 
@@ -44,12 +45,12 @@ def calls(monkeypatch):
     recorded = []
     decode_request = op.decode_request
 
-    def recorder(**arguments):
-        recorded.append(arguments)
+    def recorder(request):
+        recorded.append(request)
         for name in ("out", "lse"):
-            if arguments[name] is not None:
-                arguments[name].fill_(math.nan)
-        return decode_request(**arguments)
+            if request[name] is not None:
+                request[name].fill_(math.nan)
+        return decode_request(request)
 
     monkeypatch.setattr(op, "decode_request", recorder)
     return recorded
@@ -342,7 +343,8 @@ def test_compiles_without_a_graph_break():
 def test_the_operator_takes_the_choice_last(inf_if_empty):
     case = CALLS["sparse"].case("cpu")
     out, lse = (output.tensor for output in case.outputs())
-    inputs = op._Request(**case.arguments(), num_splits=None, exchange=None, scores=None)[: op._INPUTS]
+    request = DECODE.request(**case.arguments())
+    inputs = [request[name] for name in DECODE.names[: DECODE.names.index("out")]]
     operator = torch.ops.cute_kernels.mla_fp8_decode.default
     operator(*inputs, out, lse, *inf_if_empty)
     _, expected = fp8_mla.reference_decode(**case.arguments())

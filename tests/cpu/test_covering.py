@@ -9,9 +9,12 @@ import torch
 
 from cute_kernels import gqa_decode, mla_fp8_decode
 from cute_kernels.gqa import op as gqa_op
+from cute_kernels.gqa import request as gqa_request
+from cute_kernels.gqa.launch import decode_spec
 from cute_kernels.gqa.layouts import LAYOUTS, CacheSizes, Which, scale_shapes
 from cute_kernels.gqa.plan import cluster_for
 from cute_kernels.mla import op as mla_op
+from cute_kernels.mla import request as mla_request
 from cute_kernels.mla.crossover.spec import shipped_specs as shipped_crossover_specs
 from cute_kernels.mla.spec import shipped_specs as shipped_mla_specs
 from tests.kit import covering
@@ -121,10 +124,11 @@ def test_clusters_are_left_out_where_none_is_planned():
 @pytest.mark.parametrize("row", GQA_ROWS, ids=lambda row: str(row.seed))
 def test_gqa_rows_are_valid_calls_with_the_kernel_that_is_compiled(row):
     case = row.call("cpu", short=True)
-    request = gqa_op._Request(**case.arguments(), num_splits=1)
+    request = gqa_request.DECODE.request(**case.arguments(), num_splits=1)
     out, lse = case.outputs(padded=row.padded)
-    gqa_op._check(*request._replace(num_splits=row.num_splits, out=out.tensor, lse=lse.tensor))
-    assert gqa_op.decode_spec(request) == dataclasses.replace(row.spec(), cluster=1)
+    written = {"num_splits": row.num_splits, "out": out.tensor, "lse": lse.tensor}
+    gqa_op.check(gqa_request.DECODE.request(**{**request, **written}))
+    assert decode_spec(request) == dataclasses.replace(row.spec(), cluster=1)
     assert row.spec().can_implement() == []
     assert len(row.seqlens()) == row.batch and max(row.seqlens()) == row.longest
 
@@ -145,11 +149,11 @@ def test_gqa_rows_get_the_plan_that_they_name():
 def test_mla_rows_are_valid_calls(row):
     case = row.call("cpu", short=True)
     out, lse = case.outputs(padded=row.padded)
-    request = mla_op._Request(
-        case.q, case.kv_cache, **case.options(), num_splits=row.splits, exchange=row.exchange, scores=None,
+    request = mla_request.DECODE.request(
+        q=case.q, kv_cache=case.kv_cache, **case.options(), num_splits=row.splits, exchange=row.exchange,
         out=out.tensor, lse=lse.tensor,
     )  # fmt: skip
-    mla_op._check(*request)
+    mla_op.check(request)
 
 
 def test_mla_rows_have_plans_that_fit():

@@ -12,8 +12,9 @@ from cute_kernels.gqa.append_op import kv_int8_append
 from cute_kernels.gqa.append_spec import MAX_HELD, SCALES, KvAppendSpec, shipped_specs
 from cute_kernels.gqa.layouts import LAYOUTS, CacheSizes, Which, scale_shapes
 from cute_kernels.gqa.reference import quantize
+from cute_kernels.gqa.request import APPEND
 from cute_kernels.runtime.compile import compile_kernel
-from cute_kernels.runtime.launch import PreparedLaunches
+from cute_kernels.runtime.launch import PreparedLaunches, by_name
 from tests.kit.bad_input import TABLES
 from tests.kit.gqa_cases import SCALE_NAMES as KINDS
 from tests.kit.mla_cases import generator
@@ -142,7 +143,8 @@ class Kernel:
 def prepared(monkeypatch: pytest.MonkeyPatch) -> Kernel:
     """A prepared launch for `C`, as an earlier call on a GPU would leave it."""
     kernel = Kernel()
-    prepare(monkeypatch, append_op, append_op.PreparedLaunch(kernel, 1, apart=set()), tuple(C.values()))
+    launch = by_name(APPEND, kernel, "cute_kernels.gqa.kernels.append:KvAppendKernel", heads_first=1)
+    prepare(monkeypatch, append_op, append_op.PreparedLaunch(launch, apart=set()), APPEND.request(**C))
     kernel.calls.clear()
     return kernel
 

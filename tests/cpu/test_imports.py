@@ -19,7 +19,7 @@ MODULES = {
 SHARED = ("budget", "compat", "device", "distributed", "integrations", "runtime", "warm")
 # The files of a room, by name or by the end of it: append_op.py is an op. launch_*.py is a launch. Device code is what
 # lies in kernels/.
-ROOM_FILES = ("checks", "launch", "layouts", "op", "plan", "reference", "spec")
+ROOM_FILES = ("checks", "launch", "layouts", "op", "plan", "reference", "request", "spec")
 # Designs of their own inside of a room. They take from the room's kernels; of the room its op and launches alone know
 # them, and its plan the spec.
 DESIGNS = ("crossover", "latent")
@@ -37,13 +37,26 @@ PROJECT = {
     "plan": {"budget", "formats", "layouts", "plan", "spec"},
     "reference": {"formats", "fp8_mla", "layouts", "plan", "reference"},
     "runtime": {"runtime"},
-    "checks": {"formats", "fp8_mla", "plan", "runtime", "spec"},
-    "launch": {"checks", "formats", "fp8_mla", "launch", "layouts", "plan", "reference", "runtime", "spec"},
-    "op": {"checks", "formats", "fp8_mla", "launch", "layouts", "op", "plan", "reference", "runtime", "spec"},
+    "request": {"formats", "layouts", "plan", "runtime", "spec"},
+    "checks": {"formats", "fp8_mla", "layouts", "plan", "request", "runtime", "spec"},
+    "launch": {"checks", "formats", "fp8_mla", "layouts", "plan", "reference", "request", "runtime", "spec"},
+    "op": {
+        "checks",
+        "formats",
+        "fp8_mla",
+        "launch",
+        "layouts",
+        "op",
+        "plan",
+        "reference",
+        "request",
+        "runtime",
+        "spec",
+    },
     "budget": {"budget", "formats", "spec"},
     "warm": {"formats", "layouts", "plan", "runtime", "spec", "warm"},
-    "distributed": {"distributed", "fp8_mla", "layouts", "op", "runtime"},
-    "compat": {"compat", "formats", "fp8_mla", "op", "plan", "public", "runtime", "spec"},
+    "distributed": {"distributed", "fp8_mla", "layouts", "op", "request", "runtime"},
+    "compat": {"compat", "formats", "fp8_mla", "op", "plan", "public", "request", "runtime", "spec"},
     "integrations": {"compat", "formats", "fp8_mla", "integrations", "op", "plan", "public", "runtime", "spec", "warm"},
 }
 # What each layer may import from outside, of the packages that cost something or need something.
@@ -57,6 +70,7 @@ OUTSIDE: dict[str, set[str]] = {
     "reference": TORCH,
     "runtime": TORCH | DSL | {"tvm_ffi"},
     "checks": TORCH,
+    "request": TORCH,
     "launch": TORCH,
     "op": TORCH,
     "compat": TORCH,

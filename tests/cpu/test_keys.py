@@ -3,23 +3,27 @@
 A key is made before a kernel is looked up, so none of this needs a GPU. Most mutants of a key would write past memory.
 """
 
-from collections.abc import Callable
 from typing import Any, NoReturn
 
 import pytest
 import torch
 
 from cute_kernels.gqa import append_op as kv_append_op
+from cute_kernels.gqa import launch as gqa_launch
 from cute_kernels.gqa import op as gqa_op
+from cute_kernels.gqa import request as gqa_request
 from cute_kernels.merge import op as merge_op
-from cute_kernels.mla import append_op, launch_latent
+from cute_kernels.merge.request import MERGE
+from cute_kernels.mla import append_op
+from cute_kernels.mla import launch as mla_launch
 from cute_kernels.mla import op as mla_op
-from cute_kernels.mla.checks import Request
+from cute_kernels.mla.request import DECODE
 from cute_kernels.runtime import workspace
 from cute_kernels.runtime.launch import PreparedLaunches
 from cute_kernels.sink import op as sink_op
+from cute_kernels.sink.request import FORWARD
 from tests.kit.bad_input import TABLES
-from tests.kit.prepared import prepare
+from tests.kit.prepared import launch_of, prepare
 
 BF16, I32, U8 = torch.bfloat16, torch.int32, torch.uint8
 CPU = torch.device("cpu")
@@ -35,11 +39,11 @@ class Keys(dict[Any, Any]):
         raise Found(key)
 
 
-def key_of(module: Any, launch: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+def key_of(module: Any, request: Call) -> Any:
     """The key under which a launch looks for what is prepared in a module."""
     known, module._prepared = module._prepared, Keys()
     try:
-        launch(*arguments)
+        launch_of(module)(request)
     except Found as found:
         return found.args[0]
     finally:
@@ -51,7 +55,7 @@ def key_of(module: Any, launch: Callable[..., Any], arguments: tuple[Any, ...]) 
 
 ROWS = torch.ones(2, 2, 16)
 GQA: Call = {
-    **dict.fromkeys(gqa_op._Request._fields),
+    **gqa_request.DECODE.defaults,
     "q": torch.zeros(2, 1, 4, 64, dtype=BF16),
     "k_cache": torch.zeros(2, 2, 16, 64, dtype=torch.int8),
     "v_cache": torch.zeros(2, 2, 16, 64, dtype=torch.int8),
@@ -65,7 +69,7 @@ GQA: Call = {
     "return_lse": False,
 }
 MLA: Call = {
-    **dict.fromkeys(Request._fields),
+    **DECODE.defaults,
     "q": torch.zeros(2, 1, 4, 576, dtype=BF16),
     "kv_cache": torch.zeros(3, 8, 656, dtype=U8),
     "indices": torch.zeros(2, 1, 5, dtype=I32),
@@ -83,7 +87,7 @@ DENSE: Call = {
 }
 LATENT: Call = {**MLA, "q": torch.zeros(2, 1, 4, 512, dtype=BF16), "kv_cache": torch.zeros(4, 8, 584, dtype=U8)}
 PAGES = torch.zeros(8 * 8 * 584 + 999, dtype=U8)
-APPEND: Call = {
+MLA_APPEND: Call = {
     "kv": torch.zeros(2, 512, dtype=BF16),
     "kv_cache": PAGES.as_strided((4, 8, 584), (8 * 584, 584, 1)),
     "slot_mapping": torch.zeros(2, dtype=torch.int64),
@@ -91,7 +95,7 @@ APPEND: Call = {
     "cache_layout": None,
 }
 APPEND_V3_2: Call = {
-    **APPEND,
+    **MLA_APPEND,
     "kv": torch.zeros(2, 576, dtype=BF16),
     "kv_cache": torch.zeros(4, 8, 656, dtype=U8),
     "cache_format": None,
@@ -106,7 +110,7 @@ KV_APPEND: Call = {
     "slot_mapping": torch.zeros(3, dtype=torch.int64),
     "layout": "BNSH",
 }
-MERGE: Call = {
+MERGED: Call = {
     "outs": torch.zeros(2, 3, 4, 64),
     "lses": torch.zeros(2, 3, 4),
     "s_aux": None,
@@ -114,15 +118,15 @@ MERGE: Call = {
     "lse": torch.zeros(3, 4),
     "headers": False,
 }
-CALLS: dict[str, tuple[Any, Callable[..., Any], Call]] = {
-    "gqa": (gqa_op, gqa_op._launch, GQA),
-    "mla": (mla_op, mla_op._launch, MLA),
-    "dense": (mla_op, mla_op._launch, DENSE),
-    "latent": (launch_latent, mla_op._launch, LATENT),
-    "append": (append_op, append_op._launch, APPEND),
-    "append, v3.2": (append_op, append_op._launch, APPEND_V3_2),
-    "kv append": (kv_append_op, kv_append_op._launch, KV_APPEND),
-    "merge": (merge_op, merge_op._launch, MERGE),
+CALLS: dict[str, tuple[Any, Call]] = {
+    "gqa": (gqa_launch, GQA),
+    "mla": (mla_launch, MLA),
+    "dense": (mla_launch, DENSE),
+    "latent": (mla_launch, LATENT),
+    "append": (append_op, MLA_APPEND),
+    "append, v3.2": (append_op, APPEND_V3_2),
+    "kv append": (kv_append_op, KV_APPEND),
+    "merge": (merge_op, MERGED),
 }
 
 
@@ -187,7 +191,7 @@ CHANGES: dict[str, dict[str, Call]] = {
     },
     "append": {
         # its last scale rows are written there
-        "memory after the last page": {"kv_cache": APPEND["kv_cache"].clone()},
+        "memory after the last page": {"kv_cache": MLA_APPEND["kv_cache"].clone()},
         "distance of pages": {"kv_cache": PAGES.as_strided((4, 8, 584), (2 * 8 * 584, 584, 1))},
     },
     "append, v3.2": {"distance of pages": {"kv_cache": apart(APPEND_V3_2["kv_cache"])}},
@@ -197,18 +201,18 @@ CHANGES: dict[str, dict[str, Call]] = {
     },
     "merge": {
         "a sink": {"s_aux": torch.zeros(4)},
-        "dtype of out": {"out": MERGE["out"].half()},
-        "strides of out": {"out": apart(MERGE["out"])},
-        "strides of lse": {"lse": apart(MERGE["lse"])},
+        "dtype of out": {"out": MERGED["out"].half()},
+        "strides of out": {"out": apart(MERGED["out"])},
+        "strides of lse": {"lse": apart(MERGED["lse"])},
     },
 }
 
 
 @pytest.mark.parametrize(("name", "what"), [(name, what) for name, changes in CHANGES.items() for what in changes])
 def test_another_key_for(name: str, what: str) -> None:
-    module, launch, call = CALLS[name]
+    module, call = CALLS[name]
     changed = {**call, **CHANGES[name][what]}
-    keys = [key_of(module, launch, tuple(arguments.values())) for arguments in (call, changed, dict(call))]
+    keys = [key_of(module, request) for request in (call, changed, dict(call))]
     assert keys[0] == keys[2] and hash(keys[0]) == hash(keys[2])
     assert keys[0] != keys[1]
 
@@ -222,31 +226,24 @@ class Kernel:
     def __init__(self) -> None:
         self.launches = 0
 
-    def __call__(self, *arguments: Any) -> None:
+    def __call__(self, *arguments: Any, **named: Any) -> None:
         self.launches += 1
 
 
 NEED = workspace.Need(CPU, 0, 0, None)
 NONE, LENGTH, LSE = torch.zeros(4), torch.ones(2, dtype=I32), torch.zeros(2, 1, 4)
-STRIDES = (0, 0, 0, 0)
 
 
-def launch_of(name: str, kernel: Kernel) -> Any:
+def prepared_of(name: str, kernel: Kernel) -> Any:
     if name == "gqa":
-        return gqa_op.PreparedLaunch(
-            kernel, False, 1, 0, 1, STRIDES, STRIDES, 0, 0.125, NEED, NONE, LENGTH, LSE
-        )  # fmt: skip
-    if name == "mla":
-        return mla_op.PreparedLaunch(kernel, 1, 1, 1, NEED, 0, NONE, LENGTH.unsqueeze(1), MLA["out"], LSE)
-    if name == "latent":
-        lengths = LENGTH.unsqueeze(1)
-        return launch_latent.LatentLaunch(
-            kernel, False, ((584, 0, 0),), 1, 1, 1, NEED, NONE, lengths, LATENT["out"], LSE
-        )
+        return gqa_launch.PreparedLaunch(kernel, False, NEED, NONE, LENGTH, LSE)
+    if name in ("mla", "latent"):
+        out = CALLS[name][1]["out"]
+        return mla_launch.PreparedLaunch(kernel, (0,), False, NEED, NONE, LENGTH.unsqueeze(1), out, LSE)
     if name == "merge":
-        return merge_op.PreparedLaunch(kernel, MERGE["out"], MERGE["lse"])
+        return merge_op.PreparedLaunch(kernel, MERGED["out"], MERGED["lse"])
     if name == "kv append":
-        return kv_append_op.PreparedLaunch(kernel, 1, None, set())
+        return kv_append_op.PreparedLaunch(kernel, None, set())
     return kernel
 
 
@@ -268,7 +265,7 @@ def same_bytes(like: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
 
 def inside(name: str, one: str, other: str) -> Call:
     """The smaller of two arguments in the memory of the larger one, of which it is a part."""
-    call = CALLS[name][2]
+    call = CALLS[name][1]
     small, large = sorted((one, other), key=lambda argument: call[argument].nbytes)
     return {small: same_bytes(call[small], call[large])}
 
@@ -288,24 +285,24 @@ def test_a_prepared_launch_compares_addresses(
     name: str, pair: tuple[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With the same shapes and strides, so that the key is the same."""
-    module, launch, call = CALLS[name]
+    module, call = CALLS[name]
     kernel = Kernel()
-    prepare(monkeypatch, module, launch_of(name, kernel), tuple(call.values()), launched_by=launch)
-    RUN[name](*call.values())
+    prepare(monkeypatch, module, prepared_of(name, kernel), call)
+    RUN[name](call)
     assert kernel.launches == 2
     with pytest.raises(ValueError, match=rf"^{pair[0]}: got memory that is also {pair[1]}'s; needs memory of its own"):
-        RUN[name](*{**call, **inside(name, *pair)}.values())
+        RUN[name]({**call, **inside(name, *pair)})
     assert kernel.launches == 2
     assert len(module._prepared) == 1
 
 
 @pytest.mark.parametrize("name", ["gqa", "latent"])
 def test_a_prepared_launch_takes_q_as_out(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    module, launch, call = CALLS[name]
+    module, call = CALLS[name]
     kernel = Kernel()
-    prepare(monkeypatch, module, launch_of(name, kernel), tuple(call.values()), launched_by=launch)
+    prepare(monkeypatch, module, prepared_of(name, kernel), call)
     for out in (call["q"], call["q"].view(call["q"].shape)):
-        RUN[name](*{**call, "out": out}.values())
+        RUN[name]({**call, "out": out})
     assert kernel.launches == 3
 
 
@@ -315,22 +312,22 @@ def test_a_prepared_launch_takes_q_as_out(name: str, monkeypatch: pytest.MonkeyP
      ("merge", "lse"), ("kv append", "k_scale"), ("kv append", "v_scale")],
 )  # fmt: skip
 def test_a_prepared_launch_sees_a_sign(name: str, argument: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    module, launch, call = CALLS[name]
+    module, call = CALLS[name]
     kernel = Kernel()
-    prepare(monkeypatch, module, launch_of(name, kernel), tuple(call.values()), launched_by=launch)
+    prepare(monkeypatch, module, prepared_of(name, kernel), call)
     with pytest.raises(ValueError, match=rf"^{argument}: got a view with its neg bit set"):
-        RUN[name](*{**call, argument: negated(call[argument])}.values())
+        RUN[name]({**call, argument: negated(call[argument])})
     assert kernel.launches == 1
 
 
 @pytest.mark.parametrize("name", ["gqa", "mla", "latent"])
 @pytest.mark.parametrize("option", [{"causal": "no"}, {"softmax_scale": float("nan")}, {"num_splits": True}])
 def test_a_prepared_launch_looks_at_options(name: str, option: Call, monkeypatch: pytest.MonkeyPatch) -> None:
-    module, launch, call = CALLS[name]
+    module, call = CALLS[name]
     kernel = Kernel()
-    prepare(monkeypatch, module, launch_of(name, kernel), tuple(call.values()), launched_by=launch)
+    prepare(monkeypatch, module, prepared_of(name, kernel), call)
     with pytest.raises((TypeError, ValueError), match=f"^{next(iter(option))}: got"):
-        RUN[name](*{**call, **option}.values())
+        RUN[name]({**call, **option})
     assert kernel.launches == 1
 
 
@@ -342,10 +339,10 @@ def test_caches_that_lie_in_turn_are_compared_once(monkeypatch: pytest.MonkeyPat
     scales = torch.ones(3, 2, 2, 2, 16)
     for call, pair in zip(calls, scales, strict=True):
         call |= {"k_scale": pair[0], "v_scale": pair[1]}
-    prepare(monkeypatch, kv_append_op, launch_of("kv append", kernel), tuple(calls[0].values()))
-    monkeypatch.setattr(kv_append_op, "_check", lambda *arguments: looked.append(arguments))
+    prepare(monkeypatch, kv_append_op, prepared_of("kv append", kernel), calls[0])
+    monkeypatch.setattr(kv_append_op, "check", lambda request: looked.append(request))
     for call in calls * 2:
-        kv_append_op._append(*call.values())
+        kv_append_op._append(call)
     assert kernel.launches == 7
     assert len(looked) == 2, "scales are as far from the second and the third layer's keys only once each"
 
@@ -361,7 +358,7 @@ def test_a_merge_of_six_dimensions_is_not_kept(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(merge_op.memory, "template", lambda shape, dtype, device: torch.empty(shape, device=device))
     for dims, kept in ((5, 1), (6, 1), (7, 1)):
         outs = torch.zeros((2,) * (dims - 1) + (64,), device="meta")
-        merge_op._launch(outs, outs[..., 0], None, None, None, False)
+        merge_op._launch(MERGE.request(outs=outs, lses=outs[..., 0]))
         assert len(merge_op._prepared) == kept
 
 
@@ -370,10 +367,9 @@ def test_only_what_the_prefill_would_take_is_decoded(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(sink_op, "_decode", lambda request: "decoded")
     call = TABLES["sink_attention"].right("cpu")
     q, k, v = (call[name] for name in "qkv")
-    rest = (None, None, None, True, None, None, False, False, None, None, False)
 
     def decoded(q: torch.Tensor, k: torch.Tensor) -> bool:
-        return sink_op._decode_if_few(q, k, v, *rest) == "decoded"
+        return sink_op._decode_if_few(FORWARD.request(q=q, k=k, v=v, return_lse=False)) == "decoded"
 
     wide = q.new_zeros((*q.shape[:-1], 80))
     assert decoded(q, k) and decoded(wide[..., :64], k)

@@ -1,13 +1,13 @@
 """What a prepared launch of the latent kernel must still refuse: memory that neither the key nor the kernel knows."""
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
-from cute_kernels.mla import launch_latent
+from cute_kernels.mla import launch
 from cute_kernels.mla import op as mla_op
+from cute_kernels.mla.request import DECODE
 from cute_kernels.runtime import workspace
 from tests.kit import bad_input_latent
 from tests.kit.prepared import prepare
@@ -15,32 +15,28 @@ from tests.kit.prepared import prepare
 Call = dict[str, Any]
 
 
-def bound(call: Call) -> tuple[Any, ...]:
-    """The arguments of `_launch`."""
-    left_out = {name: None for name in mla_op._Request._fields}
-    return tuple({**left_out, "causal": True, "inf_if_empty": False, "return_lse": True, **call}.values())
-
-
 def prepared(monkeypatch: pytest.MonkeyPatch, call: Call, caches_read: int) -> list[Any]:
     """A prepared launch for a call, and the list of what it launches."""
     launched: list[Any] = []
     floats, length = torch.zeros(8), torch.zeros(1, dtype=torch.int32).expand(2, 2)
     need: Any = workspace.Need(torch.device("cpu"), 0, 0, None)
-    kernel: Callable[..., None] = lambda *arguments: launched.append(arguments)  # noqa: E731
-    launch = launch_latent.LatentLaunch(
-        kernel, False, ((0, 0, 0),) * caches_read, 1, 1, 1, need, floats, length, floats, floats
-    )
-    with monkeypatch.context() as patched:  # the key is learned where latent calls look for it
-        patched.setattr(launch_latent, "_launch", mla_op._launch, raising=False)
-        prepare(monkeypatch, launch_latent, launch, bound(call))
-    monkeypatch.setattr(launch_latent, "_prepare", refuse)
+    caches = [call["kv_cache"], *([call["extra_kv_cache"]] if call.get("extra_kv_cache") is not None else [])]
+    checked = len(caches) > caches_read or any(cache.stride(1) < cache.shape[2] for cache in caches)
+    read = tuple(range(caches_read))
+
+    def kernel(request: Any, **arguments: Any) -> None:
+        launched.append(arguments)
+
+    found = launch.PreparedLaunch(kernel, read, checked, need, floats, length, floats, floats)
+    prepare(monkeypatch, launch, found, DECODE.request(**call))
+    monkeypatch.setattr(launch, "_prepare", refuse)
     launched.clear()
     return launched
 
 
-def refuse(request: Any, *prepared: Any) -> None:
+def refuse(key: Any, request: Any) -> None:
     """Stands for the preparation of a call that nobody has made before: its checks."""
-    launch_latent.check(*request)
+    launch.check(request)
     raise AssertionError("such a call would be prepared, and is not checked")
 
 
@@ -68,8 +64,8 @@ CASES: dict[str, tuple[Call, Call, int]] = {
 def test_a_prepared_launch_refuses(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     right, wrong, caches_read = CASES[name]
     launched = prepared(monkeypatch, right, caches_read)
-    mla_op._decode_on_gpu(*bound(right))
+    mla_op._decode_on_gpu(DECODE.request(**right))
     assert len(launched) == 1
     with pytest.raises((TypeError, ValueError)):
-        mla_op._decode_on_gpu(*bound({**right, **wrong}))
+        mla_op._decode_on_gpu(DECODE.request(**{**right, **wrong}))
     assert len(launched) == 1

@@ -6,12 +6,14 @@ from typing import Any
 import pytest
 import torch
 
-from cute_kernels.gqa import append_op, op
+from cute_kernels.gqa import append_op
 from cute_kernels.gqa.append_op import kv_int8_append
 from cute_kernels.gqa.append_spec import KvAppendSpec
+from cute_kernels.gqa.launch import decode_spec
 from cute_kernels.gqa.layouts import LAYOUTS, CacheLayout, CacheSizes, Which, is_kernel_layout, scale_shapes
 from cute_kernels.gqa.op import gqa_decode
 from cute_kernels.gqa.reference import reference_append, reference_gqa_decode
+from cute_kernels.gqa.request import DECODE
 from cute_kernels.runtime.launch import PreparedLaunches
 from tests.kit.gqa_cases import SCALE_NAMES, gqa_case
 from tests.kit.made_up_layout import SBNH
@@ -100,7 +102,7 @@ def test_what_the_append_kernel_gets(scales: str, monkeypatch: pytest.MonkeyPatc
 def test_kernels_compile() -> None:
     """For sm_90a, without a GPU, held to the budgets of every other layout."""
     case = gqa_case(seqlens=[9, 20], h_q=4, h_kv=2, d=64, layout=SBNH.name)
-    spec = op.decode_spec(op._Request(**case.arguments(), num_splits=None))
+    spec = decode_spec(DECODE.request(**case.arguments(), num_splits=None))
     assert spec.layout == "rohd" and not spec.paged
     append = KvAppendSpec.for_launch(
         dtype="bfloat16", d=64, h_kv=2, k_scale="per_token_head", v_scale="per_token", scale_dtype="float32",

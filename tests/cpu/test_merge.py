@@ -10,8 +10,9 @@ import torch
 from cute_kernels.merge import op as merge_op
 from cute_kernels.merge.op import merge_states
 from cute_kernels.merge.reference import merge_states_reference
+from cute_kernels.merge.request import MERGE
 from cute_kernels.merge.spec import ITEMSIZE, MergeSpec, shipped_specs
-from cute_kernels.runtime.launch import PreparedLaunches
+from cute_kernels.runtime.launch import PreparedLaunches, by_name
 from tests.kit.bad_input import ERROR, TABLES
 from tests.kit.prepared import prepare
 from tests.kit.sass import report as report_of
@@ -171,8 +172,9 @@ def prepared(monkeypatch: pytest.MonkeyPatch, outs: torch.Tensor, out_dtype: tor
     kernel, shape = Kernel(), outs.shape
     out, lse = torch.empty(shape[1:], dtype=out_dtype), torch.empty(shape[1:-1])
     sinks = (None, torch.zeros(shape[-2:-1])) if len(shape) > 2 else (None,)
-    launch = merge_op.PreparedLaunch(kernel, out, lse)
-    prepare(monkeypatch, merge_op, launch, *((outs, torch.zeros(shape[:-1]), sink, out, lse, False) for sink in sinks))
+    launch = merge_op.PreparedLaunch(by_name(MERGE, kernel, "cute_kernels.merge.kernels.merge:MergeKernel"), out, lse)
+    given = {"outs": outs, "lses": torch.zeros(shape[:-1]), "out": out, "lse": lse}
+    prepare(monkeypatch, merge_op, launch, *(MERGE.request(**given, s_aux=sink) for sink in sinks))
     kernel.calls = 0
     return kernel
 
@@ -242,7 +244,7 @@ def test_the_first_launch_prepares_the_others(monkeypatch):
     merge_states(outs, lses, s_aux=torch.zeros(4, device="meta"))
     merge_states(outs, lses, out=torch.zeros(3, 4, 8, device="meta").bfloat16())
     assert [(spec.has_sink, spec.out_dtype) for spec, *_ in calls[3:]] == [(True, "float32"), (False, "bfloat16")]
-    merge_op.merge_received(outs, lses, None, None, None)
+    merge_op.merge_request(MERGE.request(outs=outs, lses=lses, headers=True))
     assert [spec.headers for spec, *_ in calls] == [False] * 5 + [True]
     merge_states(outs[:, :0], lses[:, :0])
     assert len(calls) == 6, "there were no rows"

@@ -3,7 +3,7 @@
 import gc
 import weakref
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Annotated, Any, NoReturn, TypedDict
 
 import pytest
 import torch
@@ -11,62 +11,81 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from cute_kernels import mla_fp8_decode
 from cute_kernels.runtime import launch
-from cute_kernels.runtime.launch import PreparedLaunches, launch_or_explain
+from cute_kernels.runtime.launch import PreparedLaunches, by_name, launch_or_explain
+from cute_kernels.runtime.ops import Operator, Option
 
 CPU = torch.device("cpu")
+
+
+class Inputs(TypedDict):
+    q: torch.Tensor
+
+
+class Options(TypedDict, total=False):
+    s_aux: torch.Tensor | None
+    number: Annotated[int | None, Option(planned=True)]
+    alpha: Annotated[float | None, Option()]
+
+
+class Request(Inputs, Options):
+    pass
+
+
+OP = Operator("test_launch", Inputs, Options, Request)
 
 
 def test_a_launch_that_works_is_not_checked() -> None:
     calls = []
 
-    def prepared(*arguments: object) -> str:
-        calls.append(arguments)
+    def prepared(request: object) -> str:
+        calls.append(request)
         return "launched"
 
-    assert launch_or_explain(prepared, pytest.fail, ())(1, "two") == "launched"
-    assert calls == [(1, "two")]
+    request = OP.request(number=2)
+    assert launch_or_explain(OP, prepared, pytest.fail)(request) == "launched"
+    assert calls == [request]
 
 
 @pytest.mark.parametrize("refusal", [ValueError, TypeError, AttributeError, RuntimeError])
 def test_the_checks_word_the_error(refusal: type[Exception]) -> None:
-    def refuse(value: int) -> None:
+    def refuse(request: Any) -> None:
         raise refusal("Mismatched")
 
-    def check(value: int) -> None:
-        raise ValueError(f"value: got {value}; needs another")
+    def check(request: Any) -> None:
+        raise ValueError(f"number: got {request['number']}; needs another")
 
-    with pytest.raises(ValueError, match="value: got 3") as raised:
-        launch_or_explain(refuse, check, ())(3)
+    with pytest.raises(ValueError, match="number: got 3") as raised:
+        launch_or_explain(OP, refuse, check)(OP.request(number=3))
     assert raised.value.__context__ is None, "the user would read two errors"
 
 
 def test_an_error_of_the_kernel_itself_is_seen() -> None:
-    checked: list[int] = []
+    checked: list[Any] = []
 
-    def kernel(value: int) -> NoReturn:
+    def kernel(request: Any) -> NoReturn:
         raise RuntimeError("CUDA error: launch failed")
 
     with pytest.raises(RuntimeError, match="launch failed") as raised:
-        launch_or_explain(kernel, checked.append, ())(3)
-    assert checked == [3] and raised.value.__context__ is None
+        launch_or_explain(OP, kernel, checked.append)(OP.request(number=3))
+    assert checked == [OP.request(number=3)] and raised.value.__context__ is None
 
 
 def test_an_interrupt_is_not_swallowed() -> None:
-    def interrupted() -> bool:
+    def interrupted(request: Any) -> bool:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        launch_or_explain(interrupted, pytest.fail, ())()
+        launch_or_explain(OP, interrupted, pytest.fail)(OP.request())
 
 
 @pytest.mark.parametrize("explained", [False, True])
 def test_a_refusal_keeps_no_argument_alive(explained: bool) -> None:
     """Its traceback holds frames, and these the tensors: a cycle would keep gigabytes until the next collection."""
 
-    def refuse(tensor: torch.Tensor) -> None:
+    def refuse(request: Any) -> None:
         raise RuntimeError("Mismatched")
 
-    def check(tensor: torch.Tensor) -> None:
+    def check(request: Any) -> None:
         if explained:
             raise ValueError("tensor: got one; needs another")
 
@@ -75,13 +94,28 @@ def test_a_refusal_keeps_no_argument_alive(explained: bool) -> None:
     gc.disable()
     try:
         try:
-            launch_or_explain(refuse, check, ())(tensor)
+            launch_or_explain(OP, refuse, check)(OP.request(q=tensor))
         except (RuntimeError, ValueError):
             pass
         del tensor
         assert seen() is None
     finally:
         gc.enable()
+
+
+def test_a_kernel_is_launched_by_name() -> None:
+    """In the order of its `__call__`. Names that it does not have are left out; constants stand for None."""
+    launched: list[Any] = []
+
+    def kernel(*arguments: Any) -> None:
+        launched.append(arguments)
+
+    tiny = by_name(OP, kernel, "tests.cpu.tiny_kernel:TinyKernel", mY=2, other=3, alpha=1.0)
+    for request in (OP.request(), OP.request(alpha=0.5), OP.request(alpha=True)):
+        tiny(request, mX=1)
+    assert launched == [(1, 2, 1.0), (1, 2, 0.5), (1, 2, True)]
+    with pytest.raises(TypeError, match="mX"):
+        tiny(OP.request())
 
 
 def test_prepared_launches_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -119,13 +153,13 @@ def fake_tensor() -> torch.Tensor:
 def test_a_tensor_without_memory_is_refused_before_the_launch(make: Callable[[], torch.Tensor]) -> None:
     """Its address is 0, which a kernel would take."""
     launched: list[Any] = []
-    run = launch_or_explain(lambda *arguments: launched.append(arguments), pytest.fail, ("q", "s_aux"))
+    run = launch_or_explain(OP, launched.append, pytest.fail)
     plain = torch.zeros(3)
     with pytest.raises(TypeError, match=r"s_aux: got \w+ without memory of its own; needs a plain tensor"):
-        run(plain, make(), "BNSH", 3, None)
+        run(OP.request(q=plain, s_aux=make(), number=3))
     assert not launched
     for argument in (torch.nn.Parameter(plain), plain.as_subclass(_Plain), torch.zeros(0).as_subclass(_Plain)):
-        run(plain, argument, ["a list"], None)
+        run(OP.request(q=plain, s_aux=argument, number=["a list"]))
     assert len(launched) == 3
 
 

@@ -1,24 +1,60 @@
 """Registered operators: direct in eager mode, one node without a graph break under torch.compile."""
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Annotated, Any, TypedDict
 
 import pytest
 import torch
 
-from cute_kernels.runtime import ops
+from cute_kernels.runtime.ops import Operator, Option, Written
 
 calls: list[str] = []
 
 
-def scale_into(x: torch.Tensor, out: torch.Tensor, lse: torch.Tensor | None, alpha: float) -> None:
+class Scale(TypedDict):
+    """x, and where to write it."""
+
+    x: torch.Tensor
+    out: Written
+    lse: Written
+
+
+class Factor(TypedDict, total=False):
+    """How to scale.
+
+    alpha: the factor.
+    """
+
+    alpha: Annotated[float, Option(1.0)]
+
+
+class ScaleRequest(Scale, Factor):
+    pass
+
+
+class Input(TypedDict):
+    x: torch.Tensor
+
+
+class Power(TypedDict, total=False):
+    exponent: Annotated[int, Option(3)]
+
+
+class PowerRequest(Input, Power):
+    pass
+
+
+class NoOptions(TypedDict):
+    pass
+
+
+def scale_into(request: ScaleRequest) -> None:
     calls.append("implementation")
-    out.copy_(x * alpha)
-    if lse is not None:
-        lse.copy_(x.sum(-1).float())
+    request["out"].copy_(request["x"] * request["alpha"])
+    request["lse"].copy_(request["x"].sum(-1).float())
 
 
-def fake_scale_into(x: torch.Tensor, out: torch.Tensor, lse: torch.Tensor | None, alpha: float) -> None:
+def fake_scale_into(request: ScaleRequest) -> None:
     calls.append("fake")
 
 
@@ -27,37 +63,48 @@ def halved(x: torch.Tensor) -> torch.Tensor:
     return x / 2 if x.sum() > 0 else x / 2.0
 
 
-def fake_halved(x: torch.Tensor) -> torch.Tensor:
-    return torch.empty_like(x)
-
-
-def cubed(x: torch.Tensor, exponent: int) -> torch.Tensor:
+def cubed(request: PowerRequest) -> torch.Tensor:
     calls.append("implementation")
-    return x**exponent
+    return request["x"] ** request["exponent"]
 
 
-def keep_for_cubed(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-    ctx.save_for_backward(inputs[0])
-    ctx.exponent = inputs[1]
+def keep_for_cubed(ctx: Any, request: PowerRequest, output: torch.Tensor) -> None:
+    ctx.save_for_backward(request["x"])
+    ctx.exponent = request["exponent"]
 
 
-def backward_of_cubed(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+def backward_of_cubed(ctx: Any, gradient: torch.Tensor) -> dict[str, torch.Tensor]:
     calls.append("backward")
     (x,) = ctx.saved_tensors
-    return gradient * ctx.exponent * x ** (ctx.exponent - 1), None
+    return {"x": gradient * ctx.exponent * x ** (ctx.exponent - 1)}
 
 
-SCHEMA = "(Tensor x, Tensor(a!) out, Tensor(b!)? lse, float alpha) -> ()"
-scale_op = ops.register_op("test_scale_into", SCHEMA, scale_into, fake_scale_into)
-halved_op = ops.register_op("test_halved", "(Tensor x) -> Tensor", halved, fake_halved)
-cubed_op = ops.register_op(
-    "test_cubed",
-    "(Tensor x, int exponent) -> Tensor",
-    cubed,
-    lambda x, exponent: torch.empty_like(x),
-    backward=backward_of_cubed,
-    setup_context=keep_for_cubed,
+SCALE = Operator("test_scale_into", Scale, Factor, ScaleRequest)
+HALVED = Operator("test_halved", Input, NoOptions, Input, "Tensor")
+CUBED = Operator("test_cubed", Input, Power, PowerRequest, "Tensor")
+scale = SCALE.register(scale_into, fake_scale_into)
+halve = HALVED.register(lambda request: halved(request["x"]), lambda request: torch.empty_like(request["x"]))
+cube = CUBED.register(
+    cubed, lambda request: torch.empty_like(request["x"]), backward=backward_of_cubed, setup_context=keep_for_cubed
 )
+
+
+def scale_op(x: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, alpha: float) -> None:
+    scale({"x": x, "out": out, "lse": lse, "alpha": alpha})
+
+
+def halved_op(x: torch.Tensor) -> torch.Tensor:
+    return halve({"x": x})
+
+
+def cubed_op(x: torch.Tensor, exponent: int) -> torch.Tensor:
+    return cube({"x": x, "exponent": exponent})
+
+
+def test_a_table_says_the_schema() -> None:
+    assert SCALE.schema == "(Tensor x, Tensor(a!) out, Tensor(b!) lse, float alpha) -> ()"
+    assert (SCALE.tensors, SCALE.written) == (("x", "out", "lse"), ("out", "lse"))
+    assert SCALE.defaults == {"x": None, "out": None, "lse": None, "alpha": 1.0}
 
 
 @pytest.fixture(autouse=True)
@@ -77,7 +124,7 @@ def scaled(x: torch.Tensor, alpha: float) -> tuple[torch.Tensor, torch.Tensor]:
 def test_eager_calls_the_implementation_and_not_the_dispatcher(monkeypatch: pytest.MonkeyPatch) -> None:
     x, out = torch.randn(3, 4), torch.full((3, 4), torch.nan)
     with torch.profiler.profile() as profile:
-        scale_op(x, out, None, 2.0)
+        scale_op(x, out, torch.empty(len(x)), 2.0)
     assert calls == ["implementation"]
     assert torch.equal(out, 2 * x)
     assert not any("test_scale_into" in event.key for event in profile.key_averages())
@@ -109,7 +156,7 @@ def test_a_call_whose_outputs_nobody_reads_is_kept() -> None:
     """Writing to a caller's tensor is an effect: the compiler may not drop it."""
 
     def write(x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-        scale_op(x, out, None, 2.0)
+        scale_op(x, out, torch.empty(len(x)), 2.0)
         return x + 1
 
     x, out = torch.randn(3, 4), torch.full((3, 4), torch.nan)
@@ -122,10 +169,8 @@ def test_registered_for_both_devices(key: str) -> None:
     assert torch._C._dispatch_has_kernel_for_dispatch_key("cute_kernels::test_scale_into", key)
 
 
-@pytest.mark.parametrize("with_lse", [False, True])
-def test_schema_says_what_is_written(with_lse: bool) -> None:
-    lse = torch.empty(3) if with_lse else None
-    arguments: tuple[Any, ...] = (torch.randn(3, 4), torch.empty(3, 4), lse, 0.5)
+def test_schema_says_what_is_written() -> None:
+    arguments: tuple[Any, ...] = (torch.randn(3, 4), torch.empty(3, 4), torch.empty(3), 0.5)
     utilities = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
     torch.library.opcheck(torch.ops.cute_kernels.test_scale_into.default, arguments, test_utils=utilities)
 
@@ -152,4 +197,4 @@ def test_a_differentiable_operator_goes_through_the_dispatcher_for_gradients_onl
 
 def test_a_name_is_taken_once() -> None:
     with pytest.raises(RuntimeError, match="test_halved"):
-        ops.register_op("test_halved", "(Tensor x) -> Tensor", halved, fake_halved)
+        HALVED.register(lambda request: None, lambda request: None)

@@ -12,8 +12,9 @@ from torch.utils.checkpoint import checkpoint
 from cute_kernels import sink_attention
 from cute_kernels.gqa.op import gqa_decode
 from cute_kernels.sink import op
-from cute_kernels.sink.launch import SinkRequest, reference_arguments
+from cute_kernels.sink.launch import Gradients, SinkRequest, _of_reference
 from cute_kernels.sink.reference import reference_sink_attention, reference_sink_attention_backward
+from cute_kernels.sink.request import BACKWARD, FORWARD
 from tests.kit.mla_cases import generator, strided
 
 INF, NAN = math.inf, math.nan
@@ -273,6 +274,20 @@ def elsewhere(tensors: dict[str, Any]) -> dict[str, Any]:
     return {name: t.detach().as_subclass(OnGpu) for name, t in tensors.items()}
 
 
+def backward(dout: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, call: Any) -> Gradients:
+    """The gradients by way of a GPU's launches, over tensors of a CPU."""
+    given = {name: call[name] for name in BACKWARD.names if name in call}
+    given["q"] = given["q"].as_subclass(OnGpu)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(op, "check", lambda request: None)
+        patched.setattr(op, "check_tensor", lambda *arguments, **options: None)
+        patched.setattr(op, "_launchable", lambda request: launchable(FORWARD.request(**{**request, "q": call["q"]})))
+        return op._run_backward(BACKWARD.request(**given, dout=dout, out=out, lse=lse))
+
+
+launchable = op._launchable
+
+
 class Launches:
     """Stands for the kernels: records its arguments, and returns results of the reference."""
 
@@ -287,19 +302,19 @@ class Launches:
     def forward(self, request: SinkRequest, out: torch.Tensor, lse: torch.Tensor) -> None:
         self.requests.append(request)
         assert out.is_contiguous() and lse.is_contiguous() and lse.dtype == torch.float32
-        arguments = reference_arguments(request)
+        arguments = _of_reference(request)
         for buffer, result in zip((out, lse), reference_sink_attention(**arguments), strict=True):
             buffer.copy_(result)
 
-    def backward(self, request: SinkRequest, out: Any, lse: Any, dout: Any, *buffers: Any) -> None:
+    def backward(self, request: SinkRequest, out: Any, lse: Any, dout: Any, gradients: Gradients) -> None:
         self.requests.append(request)
         self.douts.append(dout)
-        arguments = reference_arguments(request)
+        arguments = _of_reference(request)
         expected_out, expected_lse = reference_sink_attention(**arguments)
         assert torch.equal(out, expected_out.to(out.dtype)) and torch.equal(lse, expected_lse.float())
-        for buffer, result in zip(buffers, reference_sink_attention_backward(dout, **arguments), strict=True):
-            assert (buffer is None) == (result is None)
-            if buffer is not None:
+        for buffer, result in zip(gradients, reference_sink_attention_backward(dout, **arguments), strict=True):
+            assert (buffer.numel() == 0) == (result is None or result.numel() == 0)
+            if result is not None:
                 buffer.copy_(result)
 
     def decode(self, *arguments: Any, **options: Any) -> Any:
@@ -317,15 +332,13 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
 
 @EVERY
 def test_launches_get_what_they_need_and_nothing_more(tensors, options, launches):
-    names = ("cu_seqlens_q", "cu_seqlens_k")
-    numbers = {"causal": True, "window": None, "softmax_scale": None, "deterministic": False, **options}
-    call = op._Request(*(tensors.get(name) for name in (*TENSORS, *names)), *numbers.values(), True)
+    call = FORWARD.request(**{**tensors, **options}, differentiable=True)
     expected, expected_lse, expected_gradients = oracle(tensors, options)
     with torch.no_grad():
         out, lse = op._forward_on_gpu(call)
         require_same((out, lse), (expected, expected_lse))
         dout = torch.randn(out.shape, generator=generator(50)).to(out.dtype)
-        got = op._backward_on_gpu(dout, out, lse, call)
+        got = backward(dout, out, lse, call)
     assert got[3].numel() == (0 if tensors["s_aux"] is None else 4 if tensors["q"].shape[-1] == 64 else 6)
     require_same(got[: len(expected_gradients)], expected_gradients)
     assert not launches.decoded
@@ -346,19 +359,19 @@ def test_launches_get_rows_that_can_be_copied(launches):
     """Expanded or misaligned tensors are copied; others are not."""
     tensors = inputs(grad=False)
     one = tensors["k"][:, :, :1]
-    shown = op._Request(tensors["q"], one.expand(-1, -1, 4, -1), strided(tensors["v"][:, :, :1].expand(-1, -1, 4, -1)),
-                     None, None, None, True, 2**40, None, False, True)  # fmt: skip
+    k, v = one.expand(-1, -1, 4, -1), strided(tensors["v"][:, :, :1].expand(-1, -1, 4, -1))
+    shown = FORWARD.request(q=tensors["q"], k=k, v=v, window=2**40, differentiable=True)
     out, lse = op._forward_on_gpu(shown)
     wide = torch.ones(2, 5, 4, 68, dtype=torch.bfloat16)
     for dout in (torch.ones(()).bfloat16().expand(out.shape), wide[..., :64], wide[..., 4:], wide[..., ::2][..., :1]):
-        op._backward_on_gpu(dout.expand(out.shape), out, lse, shown)
+        backward(dout.expand(out.shape), out, lse, shown)
     for request in launches.requests:
-        assert request.k.is_contiguous() and torch.equal(request.k, shown.k)
-        assert request.v is shown.v and request.q is shown.q
+        assert request.k.is_contiguous() and torch.equal(request.k, k)
+        assert request.v is v and request.q is tensors["q"]
         assert request.window is None
     for dout in launches.douts:
         assert dout.is_contiguous() and dout.data_ptr() % 16 == 0 and (dout == 1).all()
-    op._backward_on_gpu(out, out, lse, shown)
+    backward(out, out, lse, shown)
     assert launches.douts[-1] is out
 
 
@@ -379,13 +392,13 @@ def test_few_queries_without_gradients_are_decoded(launches, return_lse):
 def test_the_operator_decodes_as_well(launches):
     """Compiled inference calls the operator directly."""
     tensors = inputs(2, 1, 4, 64, s_k=300, grad=False)
-    call = op._Request(*tensors.values(), None, None, True, None, None, False, False)
+    call = FORWARD.request(**tensors)
     out, lse = op._forward_on_gpu(call)
     assert launches.decoded and not launches.requests
     expected, expected_lse, _ = oracle(tensors, {})
     torch.testing.assert_close(out, expected, rtol=2**-7, atol=1e-6)
     torch.testing.assert_close(lse, expected_lse)
-    op._forward_on_gpu(call._replace(differentiable=True))
+    op._forward_on_gpu(FORWARD.request(**{**call, "differentiable": True}))
     assert len(launches.requests) == len(launches.decoded) == 1
 
 
@@ -413,8 +426,8 @@ def test_an_error_of_decoding_itself_comes_up(monkeypatch):
 def test_torch_can_ask_for_deterministic_gradients(asked, everywhere, monkeypatch):
     seen: list[Any] = []
 
-    def forward(*arguments: Any) -> tuple[None, None]:
-        seen.append(op._Request(*arguments))
+    def forward(request: Any) -> tuple[None, None]:
+        seen.append(request)
         return None, None
 
     monkeypatch.setattr(op, "_forward", forward)
@@ -423,7 +436,7 @@ def test_torch_can_ask_for_deterministic_gradients(asked, everywhere, monkeypatc
         sink_attention(**inputs(), deterministic=asked)
     finally:
         torch.use_deterministic_algorithms(False)
-    assert seen[0].deterministic == (asked or everywhere)
+    assert seen[0]["deterministic"] == (asked or everywhere)
 
 
 def test_lengths_are_read_once(monkeypatch):
@@ -485,10 +498,9 @@ def test_gradients_of_padding_rows_are_0(
     dout[8:] = NAN
     expected = gradients(sink_attention(**call, **options), call, dout[:8])
     out = sink_attention(**longer, **options, deterministic=deterministic)
-    rest = (longer["cu_seqlens_q"], longer["cu_seqlens_k"], True, options.get("window"), None, deterministic)
-    request = op._Request(*(longer[name] for name in TENSORS), *rest, True, longest)
+    request = FORWARD.request(**longer, **options, deterministic=deterministic, differentiable=True)
     with torch.no_grad():
-        launched = op._backward_on_gpu(dout, *op._forward_on_gpu(request), request)
+        launched = backward(dout, *op._forward_on_gpu(request), request)
     assert len(launches.requests) == 2 and [one.longest_q for one in launches.requests] == [5, 5]
     for found in (gradients(out, longer, dout), launched):
         for got, want, rows in zip(found, expected, (8, 9, 9, None), strict=True):
@@ -503,10 +515,10 @@ def test_all_tokens_may_be_padding(borders: list[int], grad: bool, launches: Lau
     tensors = {**inputs(8, 4, 64, grad=grad), "cu_seqlens_q": cu, "cu_seqlens_k": cu}
     out, lse = sink_attention(**tensors, return_lse=True)
     assert (out == 0).all() and (lse == -torch.inf).all()
-    request = op._Request(*tensors.values(), True, None, None, False, True)
+    request = FORWARD.request(**tensors, differentiable=True)
     with torch.no_grad():
         out, lse = op._forward_on_gpu(request)
-        launched = op._backward_on_gpu(out, out, lse, request)
+        launched = backward(out, out, lse, request)
     assert (out == 0).all() and (lse == -torch.inf).all() and all((t == 0).all() for t in launched)
     assert [one.longest_q for one in launches.requests] == ([] if len(borders) == 1 else [1, 1])
     assert not grad or all((t == 0).all() for t in gradients(sink_attention(**tensors), tensors))
@@ -518,17 +530,16 @@ def test_the_host_does_not_read_what_it_is_told(monkeypatch: pytest.MonkeyPatch)
     read: list[str] = []
     monkeypatch.setattr(op, "_check_lengths", lambda name, *rest: read.append(name))
     monkeypatch.setattr(op, "require_sm90", lambda *a: None)
-    arguments = {**longer, "s_aux": None, "causal": True, "window": None, "softmax_scale": None}
-    request = op._Request(**arguments, deterministic=False, differentiable=False)
-    op._check(*request)
+    request = FORWARD.request(**{**longer, "s_aux": None})
+    op.check(request)
     assert read == ["cu_seqlens_q", "cu_seqlens_k"]
-    on_gpu = {name: t.to("meta") if isinstance(t, torch.Tensor) else t for name, t in request._asdict().items()}
+    on_gpu = {name: t.to("meta") if isinstance(t, torch.Tensor) else t for name, t in request.items()}
     monkeypatch.setattr(op, "check_tensor", lambda *a, **options: None)
-    op._check(*op._Request(**on_gpu))
+    op.check(on_gpu)
     assert len(read) == 2
-    op._check(*op._Request(**on_gpu)._replace(max_seqlen_q=None))
+    op.check(FORWARD.request(**{**on_gpu, "max_seqlen_q": None}))
     assert len(read) == 4
-    op._check(*op._Request(**on_gpu)._replace(differentiable=True))
+    op.check(FORWARD.request(**{**on_gpu, "differentiable": True}))
     assert len(read) == 6, "grids of the backward follow from the contents"
 
 

@@ -12,6 +12,7 @@ import torch
 from cute_kernels.runtime import memory
 from cute_kernels.sink import backward_spec, launch, op, plan, spec
 from cute_kernels.sink.reference import reference_sink_attention, reference_sink_attention_backward
+from cute_kernels.sink.request import FORWARD
 from tests.kit.mla_cases import strided
 from tests.kit.sink_cases import SinkCase, sink_case
 
@@ -164,8 +165,8 @@ def require_accepted(wanted: Any, arguments: tuple[Any, ...]) -> None:
 
 
 def request_of(case: SinkCase, deterministic: bool = False) -> launch.SinkRequest:
-    call = op._Request(**case.arguments(), deterministic=deterministic, differentiable=True)
-    op._check(*call)
+    call = FORWARD.request(**case.arguments(), deterministic=deterministic, differentiable=True)
+    op.check(call)
     return op._launchable(call)
 
 
@@ -176,9 +177,9 @@ def run(case: SinkCase, deterministic: bool = False) -> tuple[torch.Tensor, ...]
     lse = torch.full(case.q.shape[:-1], math.nan)
     launch.launch_forward(request, out, lse)
     gradients = [torch.full_like(t, math.nan, memory_format=torch.contiguous_format) for t in (case.q, case.k, case.v)]
-    ds_aux = None if case.s_aux is None else torch.full_like(case.s_aux, math.nan)
-    launch.launch_backward(request, out, lse, op._plain(case.d_out), *gradients, ds_aux)
-    return (out, lse, *gradients, *([] if ds_aux is None else [ds_aux]))
+    ds_aux = torch.empty(0) if case.s_aux is None else torch.full_like(case.s_aux, math.nan)
+    launch.launch_backward(request, out, lse, op._plain(case.d_out), launch.Gradients(*gradients, ds_aux))
+    return (out, lse, *gradients, *([] if case.s_aux is None else [ds_aux]))
 
 
 def require_right(case: SinkCase, results: tuple[torch.Tensor, ...]) -> None:
@@ -265,13 +266,13 @@ def test_more_heads_than_constants(kernels, monkeypatch):
 def test_the_longest_sequence_bounds_the_grids_unless_it_may_change(kernels, monkeypatch):
     case = sink_case(RAGGED, packed=True, device="cpu")
     assert request_of(case).longest_q == 130
-    call = op._Request(**case.arguments(), deterministic=False, differentiable=True)
+    call = FORWARD.request(**case.arguments(), differentiable=True)
     assert case.cu_seqlens_q is not None
     case.cu_seqlens_q.add_(0)  # a new version, not yet checked
     assert op._launchable(call).longest_q == len(case.q)
     with torch.inference_mode():
-        unseen = call._replace(cu_seqlens_q=case.cu_seqlens_q.clone())
-        op._check(*unseen)
+        unseen = {**call, "cu_seqlens_q": case.cu_seqlens_q.clone()}
+        op.check(unseen)
         assert op._launchable(unseen).longest_q == len(case.q)
 
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from cute_kernels.gqa import op as gqa_op
+from cute_kernels.gqa import checks as gqa_checks
 from cute_kernels.gqa.op import gqa_decode
 from cute_kernels.gqa.spec import GqaDecodeSpec
 from cute_kernels.sink import plan
@@ -49,9 +49,9 @@ def test_what_decoding_cannot_do_is_prefilled(change, reason):
 
 
 def test_limits_are_those_of_gqa_decode():
-    assert plan.DECODE_QUERIES == gqa_op.MAX_S_Q >= plan.FEW_QUERIES
-    assert plan.DECODE_HEADS == gqa_op.MAX_HEADS
-    assert tuple(getattr(torch, name) for name in plan.DECODE_DTYPES) == gqa_op.Q_DTYPES
+    assert plan.DECODE_QUERIES == gqa_checks.MAX_S_Q >= plan.FEW_QUERIES
+    assert plan.DECODE_HEADS == gqa_checks.MAX_HEADS
+    assert tuple(getattr(torch, name) for name in plan.DECODE_DTYPES) == gqa_checks.Q_DTYPES
     for d in plan.DECODE_HEAD_DIMS:
         for dtype in plan.DECODE_DTYPES:
             assert GqaDecodeSpec(dtype, dtype, d, 8, layout="tokens_first").can_implement() == []

@@ -1,7 +1,6 @@
 """Warm start: which kernels a model needs, as its ops would ask for them, and that they are on disk afterwards."""
 
 import dataclasses
-import inspect
 import os
 import subprocess
 import sys
@@ -14,12 +13,14 @@ import torch
 
 import cute_kernels
 from cute_kernels.gqa import append_op as gqa_append_op
-from cute_kernels.gqa import op as gqa_op
-from cute_kernels.mla import append_launch as mla_append_launch
+from cute_kernels.gqa import checks as gqa_checks
+from cute_kernels.gqa import launch as gqa_launch
+from cute_kernels.gqa import request as gqa_request
 from cute_kernels.mla import append_op as mla_append_op
-from cute_kernels.mla import launch_latent
-from cute_kernels.mla import op as mla_op
+from cute_kernels.mla import checks as mla_checks
+from cute_kernels.mla import launch as mla_launch
 from cute_kernels.mla.append_spec import MlaAppendSpec
+from cute_kernels.mla.request import APPEND, DECODE
 from cute_kernels.runtime import compile
 from cute_kernels.runtime.cache import KernelSpec, entry_name
 from cute_kernels.sink import launch as sink_launch
@@ -50,13 +51,14 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> Asked:
         num_sms=SMS, no_sink=torch.empty(1024, device="meta"), no_length=torch.empty(1, device="meta")
     )
     keeps_nothing = types.SimpleNamespace(keep=lambda key, prepared, device: prepared)
-    for op in (mla_op, mla_append_op, gqa_op, gqa_append_op):
-        monkeypatch.setattr(op, "require_sm90", lambda name, device: None)
-        monkeypatch.setattr(mla_append_launch if op is mla_append_op else op, "get_kernel", found.kernel)
+    for checks in (mla_checks, mla_append_op, gqa_checks, gqa_append_op):
+        monkeypatch.setattr(checks, "require_sm90", lambda name, device: None)
+    for op in (mla_launch, mla_append_op, gqa_launch, gqa_append_op):
+        monkeypatch.setattr(op, "get_kernel", found.kernel)
         monkeypatch.setattr(op, "_prepared", keeps_nothing)
     monkeypatch.setattr(sink_launch, "get_kernel", found.kernel)
     monkeypatch.setattr(sink_launch, "_counters", lambda device: 0)
-    monkeypatch.setattr(mla_op, "_zero_row", lambda device: torch.empty(1))
+    monkeypatch.setattr(mla_launch, "_zero_row", lambda device: torch.empty(1))
     monkeypatch.setattr("cute_kernels.runtime.memory.constants", lambda device: constants)
     monkeypatch.setattr("cute_kernels.runtime.memory.unread", lambda shape, device: None)
     monkeypatch.setattr("cute_kernels.runtime.workspace.reserve", lambda device, floats, counters: None)
@@ -70,6 +72,11 @@ def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
 # ---- the specs are those that the ops ask for
 
 
+def prepare_mla(**given: Any) -> None:
+    """Prepares a call of `mla_fp8_decode` on tensors without memory."""
+    mla_launch._prepare((), DECODE.request(**given))
+
+
 @pytest.mark.parametrize("heads, tokens", [(8, 1), (16, 2), (64, 1), (128, 1), (128, 2)])
 @pytest.mark.parametrize("shape", [{"topk": 2048}, {"topk": 512, "lengths": True}, {"topk": None, "max_tokens": 8192}])
 @pytest.mark.parametrize("flash_mla", [False, True])
@@ -78,24 +85,18 @@ def test_mla_shapes_name_what_the_op_prepares(
 ) -> None:
     shape = {**shape, "flash_mla": flash_mla}
     sparse = shape["topk"] is not None
-    unset = dict.fromkeys(inspect.signature(mla_op._prepare).parameters)
+    cache = meta(2048, 64, 656, dtype=torch.uint8)
     for batch in BATCHES:
-        call = {
-            "device_index": 0,
-            "sparse": sparse,
-            "batch": batch,
-            "s_q": tokens,
-            "h_q": heads,
-            "width": shape["topk"] if sparse else shape["max_tokens"] // 64,
-            "any_page": True,
-            "page_size": 64,
-            "ragged": shape.get("lengths", False) or not sparse,
-            "inf_if_empty": shape.get("flash_mla", False),
-        }
-        mla_op._prepare(**{**unset, **call})
+        if sparse:
+            lengths = {"topk_length": meta(batch, dtype=torch.int32)} if "lengths" in shape else {}
+            keys = {"indices": meta(batch, tokens, shape["topk"], dtype=torch.int32), **lengths}
+        else:
+            table = meta(batch, shape["max_tokens"] // 64, dtype=torch.int32)
+            keys = {"block_table": table, "cache_seqlens": meta(batch, dtype=torch.int32)}
+        prepare_mla(q=meta(batch, tokens, heads, 576), kv_cache=cache, **keys, inf_if_empty=flash_mla)
     for appended in (1, 100_000):
-        kv, cache = meta(appended, 576), meta(2048, 64, 656, dtype=torch.uint8)
-        mla_append_op._prepare((), kv, cache, meta(appended, dtype=torch.int64))
+        slots = meta(appended, dtype=torch.int64)
+        mla_append_op._prepare((), APPEND.request(kv=meta(appended, 576), kv_cache=cache, slot_mapping=slots))
     named = kernel_specs(MlaShape(heads, **shape), batch_sizes=BATCHES, query_tokens=(tokens,))
     assert named == list(dict.fromkeys(asked))
     assert len(named) >= 4  # two of the append, and more than one schedule
@@ -116,24 +117,21 @@ def test_shapes_of_other_formats_name_what_the_op_prepares(
 ) -> None:
     formats = [shape["cache_format"], *([shape["extra_cache_format"]] if "extra_topk" in shape else [])]
     widths = [shape["topk"] or shape["max_tokens"] // 64, shape.get("extra_topk", 0)]
-    monkeypatch.setattr(launch_latent, "get_kernel", asked.kernel)
-    monkeypatch.setattr(launch_latent, "check", lambda *request: None)
-    monkeypatch.setattr(launch_latent, "_prepared", types.SimpleNamespace(keep=lambda key, prepared, device: prepared))
     caches = [meta(2048, 64, FORMATS[name].token_bytes, dtype=torch.uint8) for name in formats]
+    monkeypatch.setattr(mla_launch, "check", lambda request: None)  # memory of such tensors ends early
+    monkeypatch.setattr(mla_launch, "check_pages", lambda pages, kind, layout: (pages, kind.page_layout(64, layout)))
     for batch in BATCHES:
         lists = [meta(batch, 1, width, dtype=torch.int32) for width in widths]
-        sparse = shape["topk"] is not None
-        kinds = {"indices": lists[0]} if sparse else {"block_table": lists[0][:, 0]}
-        given = {"q": meta(batch, 1, heads, FORMATS[formats[0]].d_qk), "kv_cache": caches[0], **kinds}
-        given["inf_if_empty"] = shape.get("flash_mla", False)
-        unset = {name: None for name in mla_op._Request._fields if name not in mla_op._Request._field_defaults}
-        request = mla_op._Request(**{**unset, **given})
-        keys = [
-            launch_latent._cache_key(cache, FORMATS[name], None, index)
-            for cache, name, index in zip(caches, formats, lists, strict=False)
-        ]
-        ragged = shape.get("lengths", False) or not sparse
-        launch_latent._prepare(request, (), keys, ragged, caches)
+        lengths = meta(batch, dtype=torch.int32)
+        given = {"q": meta(batch, 1, heads, FORMATS[formats[0]].d_qk), "kv_cache": caches[0]}
+        given |= {"cache_format": formats[0], "inf_if_empty": shape.get("flash_mla", False)}
+        if shape["topk"] is None:
+            given |= {"block_table": lists[0][:, 0], "cache_seqlens": lengths}
+        else:
+            given |= {"indices": lists[0], **({"topk_length": lengths} if "lengths" in shape else {})}
+        if len(formats) > 1:
+            given |= {"extra_kv_cache": caches[1], "extra_indices": lists[1], "extra_cache_format": formats[1]}
+        prepare_mla(**given)
     named = kernel_specs(MlaShape(heads, append=False, **shape), batch_sizes=BATCHES)
     assert named == list(dict.fromkeys(asked)) and len(named) > 1
     appended = kernel_specs(MlaShape(heads, **shape), batch_sizes=(1,))[-2 * len(set(formats)) :]
@@ -155,7 +153,7 @@ def test_formats_that_no_kernel_reads_are_refused(shape: dict[str, Any], reason:
         MlaShape(16, **shape)
 
 
-def gqa_calls(shape: GqaShape, tokens: int) -> Iterator[tuple[Any, ...]]:
+def gqa_calls(shape: GqaShape, tokens: int) -> Iterator[dict[str, Any]]:
     """Arguments of `gqa_decode` on tensors without memory."""
     dtypes = {"q": getattr(torch, shape.dtype), "kv": getattr(torch, shape.kv_dtype)}
     paged = shape.layout.startswith("paged")
@@ -173,7 +171,10 @@ def gqa_calls(shape: GqaShape, tokens: int) -> Iterator[tuple[Any, ...]]:
         lengths = meta(batch, dtype=torch.int32)
         cap = 30.0 if shape.softcap else None
         slopes = meta(shape.heads, dtype=torch.float32) if shape.alibi else None
-        yield (q, cache, cache, scale, scale, shape.layout, lengths, table, True, None, cap, slopes, None, None, None)
+        yield {
+            "q": q, "k_cache": cache, "v_cache": cache, "k_scale": scale, "v_scale": scale, "layout": shape.layout,
+            "cache_seqlens": lengths, "block_table": table, "softcap": cap, "alibi_slopes": slopes,
+        }  # fmt: skip
 
 
 @pytest.mark.parametrize("tokens", [1, 4])
@@ -190,11 +191,12 @@ def gqa_calls(shape: GqaShape, tokens: int) -> Iterator[tuple[Any, ...]]:
 )
 def test_gqa_shapes_name_what_the_op_prepares(asked: Asked, shape: GqaShape, tokens: int) -> None:
     for arguments in gqa_calls(shape, tokens):
-        gqa_op._prepare((), gqa_op._Request(*arguments))
+        gqa_launch._prepare((), gqa_request.DECODE.request(**arguments))
         if shape.kv_dtype == "int8":
             new = meta(7, shape.kv_heads, shape.head_dim, dtype=getattr(torch, shape.dtype))
             slots = meta(7, dtype=torch.int64)
-            gqa_append_op._prepare((), new, new, *arguments[1:5], slots, shape.layout)
+            caches = {name: arguments[name] for name in ("k_cache", "v_cache", "k_scale", "v_scale", "layout")}
+            gqa_append_op._prepare((), gqa_request.APPEND.request(k=new, v=new, **caches, slot_mapping=slots))
     named = kernel_specs(shape, batch_sizes=BATCHES, query_tokens=(tokens,))
     assert len(named) == len(set(named)) and set(named) == set(asked)
 

@@ -7,9 +7,10 @@ import torch
 
 from cute_kernels import mla_fp8_append, mla_fp8_decode
 from cute_kernels.gqa import append_op as kv_append_op
-from cute_kernels.gqa import op as gqa_op
+from cute_kernels.gqa import launch as gqa_launch
 from cute_kernels.merge import op as merge_op
-from cute_kernels.mla import append_op, op
+from cute_kernels.mla import append_op
+from cute_kernels.mla import launch as mla_launch
 from cute_kernels.runtime import arch
 from cute_kernels.runtime.launch import PreparedLaunches
 from fp8_mla import QK_DIM
@@ -25,7 +26,7 @@ def kernel_specs() -> list[Any]:
 @pytest.fixture(autouse=True)
 def nothing_is_prepared(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each operator forgets its launches, and that this GPU has passed the check."""
-    for module in (op, gqa_op, append_op, kv_append_op, merge_op):
+    for module in (mla_launch, gqa_launch, append_op, kv_append_op, merge_op):
         monkeypatch.setattr(module, "_prepared", PreparedLaunches())
 
 

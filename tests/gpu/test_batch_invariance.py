@@ -15,7 +15,8 @@ import pytest
 import torch
 
 from cute_kernels import gqa_decode, merge_states, mla_fp8_decode, sink_attention
-from cute_kernels.gqa import op as gqa_op
+from cute_kernels.gqa.launch import decode_spec
+from cute_kernels.gqa.request import DECODE
 from cute_kernels.merge.spec import MergeSpec
 from cute_kernels.mla.plan import plan_decode
 from cute_kernels.sink.spec import SinkForwardSpec, SinkWorkListSpec
@@ -281,7 +282,7 @@ def kernel_specs() -> list[Any]:
             )  # fmt: skip
             specs.append(plan.spec)
     for name in GQA:
-        specs.append(gqa_op.decode_spec(gqa_op._Request(**gqa_of(name, "cpu", (70, 1)).arguments(), num_splits=1)))
+        specs.append(decode_spec(DECODE.request(**gqa_of(name, "cpu", (70, 1)).arguments(), num_splits=1)))
     for rows in (16, 4096):
         for n, d, dtype in STATES:
             kind = str(dtype).removeprefix("torch.")

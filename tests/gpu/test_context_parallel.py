@@ -17,7 +17,8 @@ from cute_kernels.distributed import (
     shard_slots,
 )
 from cute_kernels.distributed.positions import local_calls
-from cute_kernels.gqa import op
+from cute_kernels.gqa.launch import decode_spec
+from cute_kernels.gqa.request import DECODE
 from tests.kit import context_turns, context_workers
 from tests.kit.compare import check_decode
 from tests.kit.context_workers import CASES, WORLD, Case
@@ -36,7 +37,7 @@ def kernel_specs() -> list[Any]:
                 own = q[:, local.queries]
                 own = own.flatten(0, 1).unsqueeze(1) if local.flat else own
                 request = {**call, **local.arguments, "q": own, "s_aux": None}
-                specs.append(op.decode_spec(op._Request(**request, num_splits=None)))
+                specs.append(decode_spec(DECODE.request(**request, num_splits=None)))
     return specs
 
 

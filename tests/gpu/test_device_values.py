@@ -16,7 +16,6 @@ from cute_kernels import gqa_decode, kv_int8_append, mla_fp8_append, mla_fp8_dec
 from cute_kernels.gqa.spec import CLUSTER, GqaDecodeSpec, shipped_specs
 from cute_kernels.runtime.compile import get_kernel
 from cute_kernels.sink import op
-from cute_kernels.sink.launch import NO_PADDING
 from cute_kernels.sink.spec import SinkWorkListSpec
 from fp8_mla import QK_DIM, TOKEN_BYTES
 from tests.gpu.alone import alone
@@ -287,7 +286,7 @@ def test_work_list_of_any_borders(borders, keys):
     room = torch.full((total // rows + len(TOKENS) + 1 + 8, 2), -7, dtype=torch.int32, device="cuda")
     work = room[:-8]
     cu_q, cu_k = lists[::-1] if keys else lists
-    get_kernel(LISTED[int(keys)])(cu_q, cu_k, work, rows, 2**30, 1, total, TOTAL[1 - int(keys)], *NO_PADDING)
+    get_kernel(LISTED[int(keys)])(cu_q, cu_k, work, rows, 2**30, 1, total, TOTAL[1 - int(keys)], *(0,) * 7)
     clamped_ends = [min(max(end, 0), total) for end in given]
     spans = [max(end - begin, 0) for begin, end in zip(clamped_ends, clamped_ends[1:], strict=False)]
     blocks = [(b, i) for b, n in enumerate(spans) for i in range(-(-n // rows))] if sum(spans) <= total else []

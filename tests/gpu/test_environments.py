@@ -22,7 +22,8 @@ import cute_kernels.mla.append_op
 import cute_kernels.mla.op
 import cute_kernels.sink.launch
 from cute_kernels import gqa_decode, merge_states, mla_fp8_decode, sink_attention
-from cute_kernels.gqa import op
+from cute_kernels.gqa.launch import decode_spec
+from cute_kernels.gqa.request import DECODE
 from cute_kernels.runtime import counters, launch, memory, workspace
 from cute_kernels.runtime.launch import PreparedLaunches
 from tests.kit import specs
@@ -44,12 +45,12 @@ def kernel_specs() -> list[Any]:
     """Variants of the GQA kernels here."""
     paged: dict[str, Any] = {"h_q": 8, "h_kv": 2, "layout": "paged_NHD", "padded": False, "device": "cpu"}
     cases = [gqa_case(**paged, seqlens=seqlens) for seqlens in ([70] * 40, [700, 300], [700, 3, 64, 300])]
-    requests = [op._Request(**case.arguments(), num_splits=num_splits) for case in cases for num_splits in (None, 3)]
+    requests = [DECODE.request(**case.arguments(), num_splits=num_splits) for case in cases for num_splits in (None, 3)]
     for batch in (4, 2):  # `sink_attention` runs this kernel for one query token
         sink = sink_case([(1, 260)] * batch, padded=False, device="cpu")
         given = {"q": sink.q, "k_cache": sink.k, "v_cache": sink.v, "layout": "BSNH", "causal": True}
-        requests.append(op._Request(**{**dict.fromkeys(op._Request._fields), **given}))
-    return [*dict.fromkeys(map(op.decode_spec, requests)), *specs.of_samples()]
+        requests.append(DECODE.request(**given))
+    return [*dict.fromkeys(map(decode_spec, requests)), *specs.of_samples()]
 
 
 def cold(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -153,7 +154,7 @@ def test_what_is_kept_lies_outside_of_a_private_pool(expected, monkeypatch):
     assert in_pool(probe.data_ptr()), "the test looks at the wrong pool"
     device = torch.device("cuda", torch.cuda.current_device())
     constants = memory.constants(device)
-    kept = [constants.no_sink, constants.no_length, cute_kernels.mla.op._zero_row(device)]
+    kept = [constants.no_sink, constants.no_length, cute_kernels.mla.launch._zero_row(device)]
     kept += [t for made in workspace.kept() for t in (made.values, made.counters)]
     kept += [*workspace.slab(device)._slabs, *memory._unread._buffers[device]]
     assert len(kept) >= 7 and not any(in_pool(t.data_ptr()) for t in kept)
@@ -368,10 +369,10 @@ def test_a_new_shape_under_capture_belongs_to_the_graph(monkeypatch):
     cold(monkeypatch)
     case: Any = mla_layer(5)
     want: Any = mla_fp8_decode(case.q, case.kv_cache, **case.options())
-    cute_kernels.mla.op._prepared.clear()
+    cute_kernels.mla.launch._prepared.clear()
     memory._unread._buffers.clear()
     graph, got = capture(lambda: mla_fp8_decode(case.q, case.kv_cache, **case.options()))
-    assert not cute_kernels.mla.op._prepared and not any(memory._unread._buffers.values())
+    assert not cute_kernels.mla.launch._prepared and not any(memory._unread._buffers.values())
     graph.replay()
     torch.cuda.synchronize()
     assert same_bits(got, want)

@@ -14,10 +14,11 @@ import pytest
 import torch
 
 from cute_kernels import gqa_decode
-from cute_kernels.gqa import op
+from cute_kernels.gqa.launch import decode_spec
 from cute_kernels.gqa.layouts import LAYOUTS
 from cute_kernels.gqa.plan import cluster_for
 from cute_kernels.gqa.reference import reference_gqa_decode
+from cute_kernels.gqa.request import DECODE
 from cute_kernels.gqa.spec import GqaDecodeSpec
 from tests.kit.bits import require_same_bits_each_time
 from tests.kit.compare import relative_error
@@ -59,7 +60,7 @@ def kernel_specs() -> list[GqaDecodeSpec]:
     """
     specs: dict[GqaDecodeSpec, None] = {}
     for case in (usual(**options, device="cpu") for options in VARIANTS):
-        spec = op.decode_spec(op._Request(**case.arguments(), num_splits=1))
+        spec = decode_spec(DECODE.request(**case.arguments(), num_splits=1))
         h_kv = case.k_cache.shape[LAYOUTS[case.layout].key.index("h")]
         _, s_q, h_q, d = case.q.shape
         cluster = cluster_for(3, h_kv, h_q // h_kv * s_q, d, 700, SM_COUNT, spec.warps)

@@ -7,7 +7,8 @@ import torch
 
 from cute_kernels import merge_states
 from cute_kernels.distributed.exchange import Rows
-from cute_kernels.merge.op import merge_received
+from cute_kernels.merge.op import merge_request
+from cute_kernels.merge.request import MERGE
 from cute_kernels.merge.spec import MergeSpec
 from cute_kernels.runtime.compile import precompile
 from tests.kit.bits import require_same_bits
@@ -129,13 +130,13 @@ def test_rows_of_different_calls_become_nan(n, dtype, d):
         rows.lse.copy_(lses[rank])
     view = Rows.view(torch.stack([rows.bytes for rows in received]), d, dtype)
     want, want_lse = merge_states(view.out, view.lse)
-    out, lse = merge_received(view.out, view.lse, None, None, None)
+    out, lse = merge_request(MERGE.request(outs=view.out, lses=view.lse, headers=True))
     assert torch.equal(out, want) and torch.equal(lse, want_lse)
     view.bytes[-1, 3, 0, 5, -12:] += 1  # one row of the last rank
     view.lse[:, 4] = -torch.inf
     view.bytes[0, 4, 0, 2, -12:] += 1  # and one of the first, where nobody has a key
     want, want_lse = merge_states(view.out, view.lse)
-    out, lse = merge_received(view.out, view.lse, None, None, None)
+    out, lse = merge_request(MERGE.request(outs=view.out, lses=view.lse, headers=True))
     wrong = torch.zeros(shape, dtype=torch.bool, device="cuda")
     wrong[3, 0, 5] = wrong[4, 0, 2] = True
     assert lse[wrong].isnan().all() and out[3, 0, 5].isnan().all()

@@ -12,8 +12,9 @@ import pytest
 import torch
 
 from cute_kernels import gqa_decode, mla_fp8_decode, sink_attention
-from cute_kernels.gqa import op
+from cute_kernels.gqa.launch import decode_spec
 from cute_kernels.gqa.layouts import LAYOUTS
+from cute_kernels.gqa.request import DECODE
 from cute_kernels.gqa.spec import CLUSTER, GqaDecodeSpec
 from fp8_mla import QK_DIM, ROPE_OFFSET, SCALE_OFFSET, TOKEN_BYTES, reference_decode
 from tests.kit.gqa_cases import GqaExpectation, gqa_case
@@ -46,7 +47,7 @@ def kernel_specs() -> list[GqaDecodeSpec]:
     specs: dict[GqaDecodeSpec, None] = {}
     for name in CACHES:
         for s_q in (2, 5):
-            spec = op.decode_spec(op._Request(**gqa(name, s_q, device="cpu").arguments(), num_splits=1))
+            spec = decode_spec(DECODE.request(**gqa(name, s_q, device="cpu").arguments(), num_splits=1))
             specs |= {spec: None}
             if spec.warps == 8:
                 specs |= {dataclasses.replace(spec, cluster=CLUSTER): None}

@@ -13,8 +13,9 @@ import torch
 
 from bench.timing import host_time
 from cute_kernels import gqa_decode, kv_int8_append, merge_states, mla_fp8_append, mla_fp8_decode
-from cute_kernels.gqa import op
 from cute_kernels.gqa.append_spec import KvAppendSpec
+from cute_kernels.gqa.launch import decode_spec
+from cute_kernels.gqa.request import DECODE
 from fp8_mla import QK_DIM, TOKEN_BYTES, pack
 from tests.kit.bits import require_same_bits
 from tests.kit.compare import check_decode
@@ -46,8 +47,8 @@ def kernel_specs() -> list[Any]:
     flat: dict[str, Any] = {"layout": "BNSH", "device": "cpu"}
     cases = [usual_gqa(device="cpu"), usual_gqa(**flat), usual_gqa(**flat, kv_dtype="bf16")]
     scales = dict.fromkeys(("k_scale", "v_scale"), "per_token_head")
-    requests = [op._Request(**case.arguments(), num_splits=num_splits) for case in cases for num_splits in (None, 1)]
-    decoding = [op.decode_spec(request) for request in requests]
+    requests = [DECODE.request(**case.arguments(), num_splits=num_splits) for case in cases for num_splits in (None, 1)]
+    decoding = [decode_spec(request) for request in requests]
     return [*decoding, KvAppendSpec.for_launch(dtype="bfloat16", d=128, h_kv=2, **scales, scale_dtype="float32")]
 
 

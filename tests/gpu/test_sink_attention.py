@@ -14,7 +14,8 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from cute_kernels import sink_attention
-from cute_kernels.gqa import op as gqa_op
+from cute_kernels.gqa.launch import decode_spec
+from cute_kernels.gqa.request import DECODE
 from cute_kernels.runtime.counters import CounterSlab
 from cute_kernels.sink import backward_spec, launch, op, plan, spec
 from cute_kernels.sink.reference import reference_sink_attention, reference_sink_attention_backward
@@ -54,8 +55,8 @@ def kernel_specs() -> list[Any]:
     specs: list[Any] = [*spec.launched_specs("float16"), *backward_spec.launched_specs("float16")]
     for case in (decoded(*few, device="cpu") for few in FEW):
         given: dict[str, Any] = {"q": case.q, "k_cache": case.k, "v_cache": case.v, "layout": "BSNH"}
-        request = gqa_op._Request(**{**dict.fromkeys(gqa_op._Request._fields), **given})
-        specs.append(gqa_op.decode_spec(request))
+        request = DECODE.request(**given)
+        specs.append(decode_spec(request))
     return specs
 
 

@@ -14,7 +14,6 @@ from cute_kernels.sink.backward_spec import (
     SinkPrepareSpec,
     SinkQueryGradSpec,
 )
-from cute_kernels.sink.launch import NO_PADDING
 from cute_kernels.sink.spec import GROUPED_RATIO, SinkForwardSpec, SinkWorkListSpec
 from tests.kit.sink_cases import SinkCase, SinkExpectation, sink_case
 
@@ -89,7 +88,7 @@ def work_list(case: SinkCase, keys: bool, rows: int) -> torch.Tensor | None:
     work = torch.full((total // rows + len(case.lengths) + 1, 2), -7, dtype=torch.int32, device="cuda")
     window = NO_WINDOW if case.window is None else case.window
     get_kernel(SinkWorkListSpec(keys))(
-        case.cu_seqlens_q, case.cu_seqlens_k, work, rows, window, int(case.causal), total, other, *NO_PADDING
+        case.cu_seqlens_q, case.cu_seqlens_k, work, rows, window, int(case.causal), total, other, *(0,) * 7
     )  # fmt: skip
     return work
 

@@ -8,8 +8,8 @@ import torch
 
 from cute_kernels import gqa_decode, mla_fp8_decode
 from cute_kernels.compat.flash_attn import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
-from cute_kernels.gqa import op as gqa_op
-from cute_kernels.mla import op as mla_op
+from cute_kernels.gqa import launch as gqa_launch
+from cute_kernels.mla import launch as mla_launch
 from cute_kernels.runtime import compile
 from cute_kernels.runtime.cache import KernelSpec
 from cute_kernels.runtime.launch import PreparedLaunches
@@ -54,7 +54,7 @@ def test_a_warmed_model_compiles_nothing(monkeypatch: pytest.MonkeyPatch) -> Non
 
     monkeypatch.setattr(compile, "_compile", refuse)
     monkeypatch.setattr(compile, "_kernels", {})
-    for op in (gqa_op, mla_op):
+    for op in (gqa_launch, mla_launch):
         monkeypatch.setattr(op, "_prepared", PreparedLaunches())
     pages = torch.zeros(GQA.max_tokens // 64, 64, 2, 64, dtype=torch.bfloat16, device=DEVICE)
     latents = torch.zeros(8, 64, 656, dtype=torch.uint8, device=DEVICE)

@@ -123,7 +123,7 @@ class GqaRow:
         return _room(self.longest, self.page_size) if self.page_size else self.longest + 3
 
     def spec(self) -> GqaDecodeSpec:
-        """The kernel of the row on a card of `NUM_SMS`: what `op.decode_spec` makes of its tensors."""
+        """The kernel of the row on a card of `NUM_SMS`: what `decode_spec` makes of its tensors."""
         warps = _warps(self.kv_dtype, self.d)
         tile = KEYS_PER_WARP * warps
         return GqaDecodeSpec(

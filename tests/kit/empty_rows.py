@@ -10,6 +10,7 @@ import torch
 from cute_kernels import mla_fp8_decode
 from cute_kernels.mla.op import decode_request
 from cute_kernels.mla.plan import plan_decode
+from cute_kernels.mla.request import DECODE
 from cute_kernels.runtime.cache import KernelSpec
 from fp8_mla import V_DIM
 from tests.kit.bits import require_same_bits
@@ -149,7 +150,7 @@ def require_inf_of_empty_rows(call: EmptyRows, device: str) -> None:
     lse = PoisonedOutput((batch, h_q, s_q), torch.float32, device, padded=False)
     forced = {"num_splits": None, "exchange": None, "scores": None, **call.forced}
     written = {"out": out.tensor, "lse": lse.tensor.transpose(1, 2)}
-    got = decode_request(**case.arguments(), **forced, **written, inf_if_empty=True)
+    got = decode_request(DECODE.request(**case.arguments(), **forced, **written, inf_if_empty=True))
     assert got[0] is out.tensor and got[1] is written["lse"]
     result = mla_fp8_decode(**case.arguments(), **call.forced, return_lse=True)
     empty = result[1] == -torch.inf

@@ -1,5 +1,6 @@
 """Launches that are prepared before a test, as if an earlier call on a GPU had done it."""
 
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
@@ -19,17 +20,20 @@ class _Learning(dict[Any, Any]):
         return self._value
 
 
-def prepare(
-    monkeypatch: pytest.MonkeyPatch, op: Any, launch: Any, *calls: tuple[Any, ...], launched_by: Any = None
-) -> None:
-    """Prepares `launch` in the module of an op, for the arguments of some calls and for no others.
+def prepare(monkeypatch: pytest.MonkeyPatch, module: Any, launch: Any, *requests: Mapping[str, Any]) -> None:
+    """Prepares `launch` in a module that launches, for some requests and for no others.
 
-    Launches it once for each call, from which it learns the key; with `op._launch`, or another function.
+    Launches it once for each of them, from which it learns the key.
     """
     learned = _Learning(launch)
-    monkeypatch.setattr(op, "_prepared", learned)
-    for arguments in calls:
-        (launched_by or op._launch)(*arguments)
+    monkeypatch.setattr(module, "_prepared", learned)
+    for request in requests:
+        launch_of(module)(request)
     prepared: PreparedLaunches[Any, Any] = PreparedLaunches(learned)
-    assert len(prepared) == len(calls)
-    monkeypatch.setattr(op, "_prepared", prepared)
+    assert len(prepared) == len(requests)
+    monkeypatch.setattr(module, "_prepared", prepared)
+
+
+def launch_of(module: Any) -> Callable[[Mapping[str, Any]], Any]:
+    """The function of a module that looks up what is prepared."""
+    return module.launch if hasattr(module, "launch") else module._launch

@@ -2,8 +2,9 @@
 
 from typing import Any
 
-from cute_kernels.gqa import op
 from cute_kernels.gqa.append_spec import KvAppendSpec
+from cute_kernels.gqa.launch import decode_spec
+from cute_kernels.gqa.request import DECODE
 from cute_kernels.mla.plan import plan_decode
 from tests.kit.bad_input import TABLES
 from tests.kit.samples import LONG_SAMPLES, SAMPLES
@@ -39,8 +40,7 @@ def _decoded(call: dict[str, Any]) -> dict[str, Any]:
 
 
 def _decoding(call: dict[str, Any]) -> Any:
-    arguments = {**dict.fromkeys(op._Request._fields), "layout": "BNSH", "causal": True, **call}
-    return op.decode_spec(op._Request(*(arguments[name] for name in op._Request._fields)))
+    return decode_spec(DECODE.request(**call))
 
 
 def _flash_decoding(call: dict[str, Any]) -> Any:

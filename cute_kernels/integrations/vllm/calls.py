@@ -15,7 +15,8 @@ from typing import Any, NamedTuple
 import torch
 
 from cute_kernels.gqa.append_op import kv_int8_append
-from cute_kernels.gqa.op import MAX_S_Q, gqa_decode
+from cute_kernels.gqa.op import gqa_decode
+from cute_kernels.gqa.plan import MAX_S_Q
 from cute_kernels.mla.op import mla_fp8_decode
 from cute_kernels.sink.op import sink_attention
 from cute_kernels.warm.shapes import GqaShape, PrefillShape, PromptShape, Shape

@@ -1,0 +1,125 @@
+"""What a call of `gqa_decode` has, and what can be wrong with it."""
+
+from __future__ import annotations
+
+import torch
+
+from cute_kernels.gqa.layouts import ALIGNMENT, LAYOUTS, CacheLayout, CacheSizes, ScaleKind, cache_sizes, scale_kind
+from cute_kernels.gqa.plan import MAX_S_Q
+from cute_kernels.gqa.request import DECODE, Request
+from cute_kernels.gqa.spec import ITEMSIZE
+from cute_kernels.runtime.arch import require_sm90
+from cute_kernels.runtime.checks import check_tensor, fail, require
+from cute_kernels.runtime.memory import MAX_HEADS
+
+Q_DTYPES = (torch.bfloat16, torch.float16)
+CACHE_DTYPES = (torch.int8, torch.float8_e4m3fn, torch.bfloat16, torch.float16)
+SCALE_DTYPES = (torch.float16, torch.float32)
+NAMES = {dtype: str(dtype).removeprefix("torch.") for dtype in (*CACHE_DTYPES, torch.float32)}
+
+
+def sizes_of(request: Request, layout: CacheLayout) -> CacheSizes:
+    """The sizes that both caches of a call agree on."""
+    itemsize = ITEMSIZE[NAMES[request["k_cache"].dtype]]
+    return cache_sizes(layout, tuple(request["k_cache"].shape), tuple(request["v_cache"].shape), itemsize)
+
+
+def capacity_of(request: Request, layout: CacheLayout, sizes: CacheSizes) -> int:
+    """Tokens that a sequence can have."""
+    if not layout.paged:
+        return sizes.rows
+    assert request["block_table"] is not None  # `check` has seen it
+    return sizes.rows * request["block_table"].shape[1]
+
+
+def kinds_of(request: Request, layout: CacheLayout, sizes: CacheSizes) -> tuple[ScaleKind | None, ScaleKind | None]:
+    """What the scales of K and of V mean; None without one."""
+    scales = (("k_scale", request["k_scale"]), ("v_scale", request["v_scale"]))
+    k, v = (None if t is None else scale_kind(name, tuple(t.shape), layout, sizes) for name, t in scales)
+    return k, v
+
+
+def check(request: Request) -> None:
+    """Raises what is wrong with the arguments of a call, by name."""
+    q, k_cache, v_cache, out, lse = request["q"], request["k_cache"], request["v_cache"], request["out"], request["lse"]
+    check_tensor("q", q, dtype=Q_DTYPES, ndim=4, align=8, unit_last_stride=True)
+    device = q.device
+    batch, s_q, h_q, d = q.shape
+    DECODE.check_options(request)
+    layout = LAYOUTS[request["layout"]]
+    check_tensor("k_cache", k_cache, dtype=CACHE_DTYPES, device=device)
+    check_tensor("v_cache", v_cache, dtype=k_cache.dtype, device=device)
+    if k_cache.element_size() == 2:
+        require(
+            k_cache.dtype is q.dtype, "k_cache", k_cache.dtype, f"q's dtype {q.dtype}, int8 or float8_e4m3fn", TypeError
+        )
+    sizes = sizes_of(request, layout)
+    for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
+        _check_rows(name, cache, layout)
+    require(d == sizes.d, "q", f"head dimension {d}", f"{sizes.d}, that of the caches")
+    require(1 <= s_q <= MAX_S_Q, "q", f"s_q = {s_q}", f"1 to {MAX_S_Q} query tokens")
+    good = sizes.h_kv > 0 and h_q > 0 and h_q % sizes.h_kv == 0 and h_q <= MAX_HEADS
+    require(good, "q", f"{h_q} heads", f"a multiple of the caches' {sizes.h_kv}, at most {MAX_HEADS}")
+    _check_scales(request, layout, sizes)
+    if layout.paged:
+        if request["block_table"] is None or request["cache_seqlens"] is None:
+            missing = "block_table" if request["block_table"] is None else "cache_seqlens"
+            fail(missing, None, f"a tensor: layout {layout.name!r} is paged")
+        table, shape = request["block_table"], (batch, None)
+        check_tensor("block_table", table, dtype=torch.int32, shape=shape, device=device, unit_last_stride=True)
+    else:
+        require(request["block_table"] is None, "block_table", "a tensor", f"None: layout {layout.name!r} has no pages")
+        got = f"{sizes.outer} sequences"
+        require(sizes.outer == batch, "k_cache", got, f"{batch}, the batch of q")
+    capacity = capacity_of(request, layout, sizes)
+    require(capacity < 2**30, "k_cache", f"room for {capacity} tokens of a sequence", "fewer than 2^30")
+    if request["cache_seqlens"] is not None:
+        check_tensor("cache_seqlens", request["cache_seqlens"], dtype=torch.int32, shape=(batch,), device=device)
+    if request["alibi_slopes"] is not None:
+        slopes = request["alibi_slopes"]
+        per_sequence = isinstance(slopes, torch.Tensor) and slopes.dim() == 2
+        slopes_shape = (batch, h_q) if per_sequence else (h_q,)
+        check_tensor(
+            "alibi_slopes", slopes, dtype=torch.float32, shape=slopes_shape, device=device, unit_last_stride=True
+        )
+    if request["s_aux"] is not None:
+        check_tensor("s_aux", request["s_aux"], dtype=torch.float32, shape=(h_q,), device=device, unit_last_stride=True)
+    if out is not None:
+        check_tensor("out", out, dtype=q.dtype, shape=tuple(q.shape), device=device, align=8, unit_last_stride=True)
+    if lse is not None:
+        check_tensor("lse", lse, dtype=torch.float32, shape=(batch, s_q, h_q), device=device)
+    if device.type != "cpu":
+        require_sm90("q", device)
+    check_outputs(request)
+
+
+def check_outputs(request: Request) -> None:
+    """Raises where the memory of an output is also another argument's. Only `out is q` may be, row for row."""
+    DECODE.check_outputs(request, in_place=("out", "q"))
+
+
+def _check_rows(name: str, cache: torch.Tensor, layout: CacheLayout) -> None:
+    """What TMA asks for, on a CPU too: what runs there must run on a GPU."""
+    if not layout.packed:
+        check_tensor(name, cache, align=ALIGNMENT, unit_last_stride=True)
+        return
+    # the kernel copies a page of a head as one row of bytes
+    rows = cache.as_strided((*cache.shape[:2], 1), (*cache.stride()[:2], 1))
+    check_tensor(name, rows, align=ALIGNMENT)
+    whole = cache.numel() == 0 or cache[0, 0].is_contiguous()
+    require(whole, name, f"strides {cache.stride()}", "contiguous bytes of each page and head")
+
+
+def _check_scales(request: Request, layout: CacheLayout, sizes: CacheSizes) -> None:
+    k_scale, v_scale, dtype = request["k_scale"], request["v_scale"], request["k_cache"].dtype
+    for name, scale, other in (("k_scale", k_scale, v_scale), ("v_scale", v_scale, k_scale)):
+        if scale is None:
+            needed = dtype is torch.int8 or (dtype is torch.float8_e4m3fn and other is not None)
+            require(not needed, name, None, f"a tensor: a cache of {dtype} has both scales")
+            continue
+        require(dtype.itemsize == 1, name, "a tensor", f"None: a cache of {dtype} has no scale")
+        check_tensor(name, scale, dtype=SCALE_DTYPES, device=request["q"].device)
+        scale_kind(name, tuple(scale.shape), layout, sizes)  # raises where no granularity fits, or several
+    if k_scale is not None and v_scale is not None:
+        same = k_scale.dtype is v_scale.dtype
+        require(same, "v_scale", v_scale.dtype, f"{k_scale.dtype}, that of k_scale", TypeError)

@@ -1,0 +1,189 @@
+"""Launches of `gqa_decode`: look up what is prepared, prepare what is new."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+from cute_kernels.gqa.checks import NAMES, capacity_of, check, check_outputs, kinds_of, sizes_of
+from cute_kernels.gqa.layouts import LAYOUTS, CacheLayout, ScaleKind
+from cute_kernels.gqa.plan import choose_spec, plan_decode
+from cute_kernels.gqa.request import DECODE, NO_WINDOW, Request
+from cute_kernels.gqa.spec import GqaDecodeSpec
+from cute_kernels.runtime import memory, workspace
+from cute_kernels.runtime.checks import fail
+from cute_kernels.runtime.compile import get_kernel
+from cute_kernels.runtime.launch import PreparedLaunches, by_name, output_key
+from cute_kernels.runtime.overlap import share_storage
+
+
+class PreparedLaunch(NamedTuple):
+    """All that stays the same while the shapes of a call do.
+
+    launch      the kernel, by name; None if there is no key
+    paged       whether the layout has pages
+    need        scratch memory
+    no_sink, no_length   stand for arguments that are left out
+    unread_lse  for callers that want no lse
+    """
+
+    launch: Callable[..., None] | None
+    paged: bool
+    need: workspace.Need
+    no_sink: torch.Tensor
+    no_length: torch.Tensor
+    unread_lse: torch.Tensor
+
+
+_prepared: PreparedLaunches[tuple[Any, ...], PreparedLaunch] = PreparedLaunches()
+
+
+def _signature(t: torch.Tensor | None) -> tuple[Any, ...] | None:
+    """The facts that a compiled kernel does not check of a tensor that it gets as an address."""
+    return None if t is None else (t.shape, t.stride(), t.dtype, t.get_device(), t.is_neg())
+
+
+def launch(request: Request) -> tuple[torch.Tensor, torch.Tensor]:
+    """Launches a call, or raises before any launch.
+
+    Args:
+        request: unchecked. Errors for wrong arguments may be of any kind: `launch_or_explain` replaces them.
+
+    Returns:
+        out and lse.
+    """
+    q, k_cache, v_cache, table = request["q"], request["k_cache"], request["v_cache"], request["block_table"]
+    k_scale, v_scale, slopes = request["k_scale"], request["v_scale"], request["alibi_slopes"]
+    out, lse, lengths = request["out"], request["lse"], request["cache_seqlens"]
+    key = (
+        q.shape, q.dtype, k_cache.shape, k_cache.dtype, _signature(k_scale), _signature(v_scale), _signature(slopes),
+        None if table is None else table.shape[-1], q.get_device(), DECODE.option_key(request), output_key(out),
+        output_key(lse),
+    )  # fmt: skip
+    prepared = _prepared.get(key) or _prepare(key, request)
+    if (out is not None or lse is not None) and share_storage(
+        out,
+        lse,
+        (None if out is q else q, k_cache, v_cache, k_scale, v_scale, lengths, table, slopes, request["s_aux"]),
+    ):
+        check_outputs(request)
+    if out is None:
+        out = memory.empty_like(q)
+    if lse is None:
+        lse = memory.empty_like(prepared.unread_lse) if request["return_lse"] else prepared.unread_lse
+    if prepared.launch is None:
+        check(request)
+        out.zero_()
+        lse.fill_(-torch.inf)
+        return out, lse
+    if (prepared.paged and lengths is None) or (table is None) != (prepared.paged is False):
+        fail("cache_seqlens", None, "lengths")
+    lengths = prepared.no_length if lengths is None else lengths
+    # the compiled kernel takes unsigned integers for signed ones
+    if lengths.dtype is not torch.int32 or (table is not None and table.dtype is not torch.int32):
+        fail("cache_seqlens", lengths.dtype, "int32", TypeError)
+    if v_cache.dtype is not k_cache.dtype:
+        fail("v_cache", v_cache.dtype, "k_cache's")
+    scratch, counters = workspace.addresses(prepared.need)
+    sink = request["s_aux"]
+    prepared.launch(  # on the current stream of the tensors' device
+        request,
+        mQ=q,
+        mK=k_cache,
+        mV=v_cache,
+        mTable=table,
+        mLengths=lengths,
+        mSink=prepared.no_sink if sink is None else sink,
+        mOut=out,
+        mLse=lse,
+        k_scale=0 if k_scale is None else k_scale.data_ptr(),
+        v_scale=0 if v_scale is None else v_scale.data_ptr(),
+        alibi=0 if slopes is None else slopes.data_ptr(),
+        scratch=scratch,
+        counters=counters,
+    )
+    return out, lse
+
+
+def _prepare(key: tuple[Any, ...], request: Request) -> PreparedLaunch:
+    """Plans a call and loads its kernel, after all checks."""
+    check(request)
+    q, slopes = request["q"], request["alibi_slopes"]
+    layout = LAYOUTS[request["layout"]]
+    sizes = sizes_of(request, layout)
+    batch, s_q, h_q, d = q.shape
+    device = q.device
+    constants = memory.constants(device)
+    spec = decode_spec(request, constants.num_sms)
+    capacity = capacity_of(request, layout, sizes)
+    run, size, counters = None, 0, 0
+    if batch and capacity and sizes.outer:
+        plan = plan_decode(
+            spec,
+            batch=batch,
+            h_kv=sizes.h_kv,
+            rows=h_q // sizes.h_kv * s_q,
+            max_keys=capacity,
+            num_sms=constants.num_sms,
+            num_splits=request["num_splits"],
+        )
+        size, counters = plan.states * plan.state_floats, plan.counters
+        kinds = kinds_of(request, layout, sizes)
+        run = by_name(
+            DECODE,
+            get_kernel(spec),
+            spec.kernel,
+            softmax_scale=d**-0.5,
+            softcap=1.0,
+            window=NO_WINDOW,
+            **_scale_strides("k_scale", request["k_scale"], kinds[0], layout),
+            **_scale_strides("v_scale", request["v_scale"], kinds[1], layout),
+            alibi_batch=slopes.stride(0) if slopes is not None and slopes.dim() == 2 else 0,
+            ranges=plan.ranges,
+            splits=plan.splits,
+            ctas=plan.ctas,
+        )
+    prepared = PreparedLaunch(
+        run,
+        layout.paged,
+        workspace.reserve(device, size, counters if size else 0),
+        constants.no_sink[:h_q],
+        constants.no_length.expand(batch),
+        memory.unread((batch, s_q, h_q), device),
+    )
+    return _prepared.keep(key, prepared, device)
+
+
+def decode_spec(request: Request, num_sms: int = 132) -> GqaDecodeSpec:
+    """The kernel for checked arguments."""
+    layout = LAYOUTS[request["layout"]]
+    sizes = sizes_of(request, layout)
+    batch, s_q, h_q, _ = request["q"].shape
+    scale = request["k_scale"]
+    return choose_spec(
+        layout,
+        sizes,
+        q_shape=(batch, s_q, h_q),
+        q_dtype=NAMES[request["q"].dtype],
+        kv_dtype=NAMES[request["k_cache"].dtype],
+        kinds=kinds_of(request, layout, sizes),
+        scale_dtype="float32" if scale is None else NAMES[scale.dtype],
+        max_keys=capacity_of(request, layout, sizes),
+        num_sms=num_sms,
+        num_splits=request["num_splits"],
+        alibi=request["alibi_slopes"] is not None,
+        **DECODE.facts_of(request),
+    )
+
+
+def _scale_strides(
+    name: str, scale: torch.Tensor | None, kind: ScaleKind | None, layout: CacheLayout
+) -> dict[str, int]:
+    """Strides of sequences or pages, heads, rows and groups, in elements; 0 along axes that share a scale."""
+    axes = {"outer": layout.outer, "head": "h", "row": layout.rows, "group": "g"}
+    stride = {}
+    if scale is not None and kind is not None and kind.granularity != "per_tensor":
+        stride = dict(zip(layout.scale_axes(kind.granularity), scale.stride(), strict=True))
+    return {f"{name}_{word}": stride.get(axis, 0) for word, axis in axes.items()}

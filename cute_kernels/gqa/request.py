@@ -1,0 +1,163 @@
+"""The arguments of `gqa_decode` and `kv_int8_append`, each said once; see `cute_kernels.runtime.ops`."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, TypedDict
+
+import torch
+
+from cute_kernels.gqa.layouts import LAYOUTS
+from cute_kernels.gqa.plan import SOFTCAPS, kernel_softcap
+from cute_kernels.gqa.spec import MAX_RANGES
+from cute_kernels.runtime.checks import check_flag, check_int, check_number, fail, is_finite, kind, require
+from cute_kernels.runtime.ops import Operator, Option, Output, Written, is_given
+
+NO_WINDOW = 2**30
+"""Wider than any cache, and far enough from 2^31 for differences."""
+
+
+def _check_layout(name: str, value: object) -> None:
+    require(isinstance(value, str), name, kind(value), "a str", TypeError)
+    if value not in LAYOUTS:
+        fail(name, repr(value), f"one of {', '.join(LAYOUTS)}")
+
+
+def _check_window(name: str, value: object) -> None:
+    check_int(name, value, 1, needs="at least 1, or None for no window")
+
+
+def _check_splits(name: str, value: object) -> None:
+    check_int(name, value, 1, MAX_RANGES, needs=f"1 to {MAX_RANGES}, or None to have it planned")
+
+
+def _check_softcap(name: str, value: Any) -> None:
+    check_number(name, min(value, SOFTCAPS[1]) if type(value) is float else value)
+    require(_is_softcap(value), name, value, "a positive finite number, or None for no cap")
+
+
+def _is_softcap(value: float) -> bool:
+    return 0 < value < float("inf")
+
+
+def _is_window(window: int) -> bool:
+    return 0 < window < 2**63
+
+
+def _clip_window(window: int) -> int:
+    return min(window, NO_WINDOW)
+
+
+class Inputs(TypedDict):
+    """What `gqa_decode` is called with by position.
+
+    q: (batch, s_q, h_q, d) bfloat16 or float16, 1 <= s_q <= 8, d 64, 128 or 256, h_q a multiple of h_kv. Rows
+        contiguous and 8-byte aligned.
+    k_cache: int8, float8_e4m3fn, or q's dtype, as `layout` says; rows contiguous, all strides multiples of 16
+        bytes.
+    v_cache: the same dtype and sizes.
+    k_scale: the factors of k_cache's elements: float16 or float32, of one of these shapes:
+        per_tensor () or (1,); per_head (h_kv,); per_token, the cache's shape without heads and d; per_token_head,
+        the cache's shape without d; per_group, the cache's shape with d / 32 or d / 64 instead of d. In paged_vllm
+        these are (pages, page_size), (pages, h_kv, page_size) and (pages, h_kv, groups, page_size). Required with
+        int8; optional, both or none, with float8_e4m3fn; None with 16-bit caches.
+    v_scale: k_scale's dtype, of any granularity.
+    """
+
+    q: torch.Tensor
+    k_cache: torch.Tensor
+    v_cache: torch.Tensor
+    k_scale: torch.Tensor | None
+    v_scale: torch.Tensor | None
+
+
+class Options(TypedDict, total=False):
+    """What `gqa_decode` is called with by name.
+
+    layout: "BNSH" (batch, h_kv, s, d) · "BSNH" (batch, s, h_kv, d) · "paged_NHD" (pages, page_size, h_kv, d) ·
+        "paged_HND" (pages, h_kv, page_size, d), page sizes powers of two · "paged_vllm" K (pages, h_kv, d / x,
+        page_size, x) with x = 16 bytes, V (pages, h_kv, d, page_size), page sizes 8, 16, 32.
+    cache_seqlens: (batch,) int32, tokens, those of the queries included; default: all of a contiguous cache.
+        Negative counts as 0; a length past the cache's capacity counts as that capacity.
+    block_table: (batch, max_pages) int32, with paged layouts. Entries past a sequence's last page may be anything;
+        the keys of a page that does not exist are masked.
+    causal: a query does not see tokens after its own.
+    window: a query sees at most so many tokens, its own included; tiles outside of every window are not read.
+    softcap: c > 0, finite: scores become ``c * tanh(score / c)``, to float32 rounding whatever c is.
+    alibi_slopes: (h_q,) or (batch, h_q) float32; ``slope * (key - own position)`` is added to scores.
+    s_aux: (h_q,) float32, a logit per head in natural-log units that joins the softmax denominator alone.
+    softmax_scale: default d ** -0.5.
+    num_splits: splits of each sequence; default: planned over the whole batch.
+    out: (batch, s_q, h_q, d), q's dtype, to write to; rows contiguous and 8-byte aligned. It may be q itself.
+    lse: (batch, s_q, h_q) float32 to write to. Neither shares memory with another argument otherwise.
+    return_lse: also return the log-sum-exp.
+    """
+
+    layout: Annotated[str, Option("BNSH", check=_check_layout, planned=True)]
+    cache_seqlens: torch.Tensor | None
+    block_table: torch.Tensor | None
+    causal: Annotated[bool, Option(True, check=check_flag)]
+    window: Annotated[int | None, Option(check=_check_window, fits=_is_window, given=_clip_window)]
+    softcap: Annotated[
+        float | None, Option(check=_check_softcap, fits=_is_softcap, fact=is_given, given=kernel_softcap)
+    ]
+    alibi_slopes: torch.Tensor | None
+    s_aux: torch.Tensor | None
+    softmax_scale: Annotated[float | None, Option(check=check_number, fits=is_finite)]
+    num_splits: Annotated[int | None, Option(check=_check_splits, planned=True)]
+    out: Output
+    lse: Output
+
+
+class Request(Inputs, Options, total=False):
+    """All that a call of `gqa_decode` says.
+
+    return_lse  whether lse is wanted where it is not given
+    """
+
+    return_lse: Annotated[bool, Option(True, schema="")]
+
+
+DECODE = Operator("gqa_decode", Inputs, Options, Request)
+
+
+class AppendInputs(TypedDict):
+    """What `kv_int8_append` is called with by position.
+
+    k: (tokens, h_kv, d) bfloat16 or float16, d 64, 128 or 256. Rows of d elements are contiguous and start at
+        multiples of 16 bytes; any distance between tokens and between heads.
+    v: like k.
+    k_cache: int8, of the shape that `layout` says; see `gqa_decode`. The innermost axis is contiguous, and all
+        strides are multiples of 16 bytes.
+    v_cache: likewise; of paged_vllm, any strides.
+    k_scale: float16 or float32. per_token, per_token_head and per_group (32, 64): written, and the granularity
+        follows from the shape. per_tensor () or (1,) and per_head (h_kv,): read; positive and finite.
+    v_scale: likewise, of the same dtype. Its granularity may be another. What is written shares no memory, neither
+        among its own elements nor with another argument.
+    slot_mapping: (tokens,) int64, or int32, which is widened first: ``page * page_size + offset``, without pages
+        ``sequence * s + position``. A token whose slot is negative or past the cache is skipped. Slots must differ:
+        if two tokens have the same one, it may hold a mixture of both.
+    """
+
+    k: torch.Tensor
+    v: torch.Tensor
+    k_cache: Written
+    v_cache: Written
+    k_scale: Written
+    v_scale: Written
+    slot_mapping: torch.Tensor
+
+
+class AppendOptions(TypedDict):
+    """What `kv_int8_append` is called with by name.
+
+    layout: "BNSH", "BSNH", "paged_NHD", "paged_HND" or "paged_vllm"; any name in `gqa.layouts.LAYOUTS`.
+    """
+
+    layout: Annotated[str, Option(check=_check_layout, planned=True)]
+
+
+class AppendRequest(AppendInputs, AppendOptions):
+    """All that a call of `kv_int8_append` says."""
+
+
+APPEND = Operator("kv_int8_append", AppendInputs, AppendOptions, AppendRequest)

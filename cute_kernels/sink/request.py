@@ -1,0 +1,123 @@
+"""The arguments of `sink_attention` and of its gradients, each said once; see `cute_kernels.runtime.ops`."""
+
+from __future__ import annotations
+
+from typing import Annotated, TypedDict
+
+import torch
+
+from cute_kernels.gqa.spec import MAX_RANGES
+from cute_kernels.runtime.checks import check_flag, check_int, check_number
+from cute_kernels.runtime.ops import Operator, Option
+
+
+def _check_window(name: str, value: object) -> None:
+    needs = "at least 1, as a window shows a query its own token, or None for no window"
+    check_int(name, value, 1, needs=needs)
+
+
+def _check_longest(name: str, value: object) -> None:
+    check_int(name, value, 0)
+
+
+def _check_splits(name: str, value: object) -> None:
+    check_int(name, value, 1, MAX_RANGES)
+
+
+class Inputs(TypedDict):
+    """What `sink_attention` is called with by position.
+
+    q: (batch, s_q, h_q, d) bfloat16 or float16, d 64 or 128; packed (tokens, h_q, d). Rows contiguous, addresses
+        and all other strides multiples of 16 bytes.
+    k: (batch, s_k, h_kv, d), q's dtype, h_q a multiple of h_kv; packed (tokens, h_kv, d). Rows as q's.
+    v: the same shape and dtype; strides may differ.
+    s_aux: (h_q,) float32, a logit per head in natural-log units that joins the softmax denominator alone and is not
+        multiplied by softmax_scale. -inf is no sink, +inf makes the output 0.
+    """
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    s_aux: torch.Tensor | None
+
+
+class Shared(TypedDict, total=False):
+    """Options of the forward and of the backward."""
+
+    cu_seqlens_q: torch.Tensor | None
+    cu_seqlens_k: torch.Tensor | None
+    causal: Annotated[bool, Option(True, check=check_flag)]
+    window: Annotated[int | None, Option(check=_check_window)]
+    softmax_scale: Annotated[float | None, Option(check=check_number)]
+    deterministic: Annotated[bool, Option(False, check=check_flag)]
+
+
+class Forward(TypedDict, total=False):
+    """Options of the forward alone."""
+
+    max_seqlen_q: Annotated[
+        int | None, Option(check=lambda name, value: check_int(name, value, 0), later=True, schema="SymInt?")
+    ]
+    num_splits: Annotated[
+        int | None, Option(check=lambda name, value: check_int(name, value, 1, MAX_RANGES), later=True)
+    ]
+
+
+class Options(Shared, Forward, total=False):
+    """What `sink_attention` is called with by name.
+
+    causal: a query does not see tokens after its own. With s_q > s_k the first queries see none.
+    window: number of tokens up to and including its own that a query sees, at least 1. Without `causal` a query
+        also sees all tokens after its own.
+    softmax_scale: default d ** -0.5.
+    cu_seqlens_q: (batch + 1,) int32, contiguous: sequence i has tokens cu_seqlens_q[i] to cu_seqlens_q[i + 1] - 1
+        of a packed q. Begins with 0, never decreases, ends with the number of tokens or before: rows past the
+        last sequence are padding, results of which are those of queries without keys. The host reads and checks the
+        contents once for each tensor and each change that torch counts, which waits for the GPU; not under graph
+        capture. After one that it does not count (by a replay, another library's kernel, `.data`, NumPy) pass a new
+        tensor: gradients of sequences longer than before would be wrong. If a replay finds contents that break
+        these rules, its results are undefined, but it stays within its tensors.
+    cu_seqlens_k: the same for k and v.
+    deterministic: the same call gives gradients with the same bits; torch.use_deterministic_algorithms also turns
+        it on. The bits of the output are always the same.
+    return_lse: also return the log-sum-exp.
+    max_seqlen_q: of packed q: tokens of the longest sequence, for callers who know their lengths. Without gradients
+        the contents of cu_seqlens_q and cu_seqlens_k are not read on the host then, which does not wait; they keep
+        the rules above. With gradients it changes nothing.
+    num_splits: splits of each sequence's keys, 1 to 256, where few query tokens run the kernel of `gqa_decode`.
+        Default: planned over the whole batch. With a number a row's bits depend on that row alone. Other calls
+        split no keys, and their rows never depend on others.
+    """
+
+
+class Recorded(TypedDict, total=False):
+    """What autograd knows of a call: `differentiable`, whether it records it."""
+
+    differentiable: Annotated[bool, Option(False)]
+
+
+class Request(Inputs, Shared, Recorded, Forward, total=False):
+    """All that a call of `sink_attention` says.
+
+    return_lse  whether a call that runs the kernel of `gqa_decode` returns lse too
+    """
+
+    return_lse: Annotated[bool, Option(True, schema="")]
+
+
+class Results(TypedDict):
+    """What a backward is given of its forward: the gradient of out, and the results."""
+
+    dout: torch.Tensor
+    out: torch.Tensor
+    lse: torch.Tensor
+
+
+class BackwardRequest(Results, Inputs, Shared):
+    """All that the gradients depend on."""
+
+
+FORWARD = Operator("sink_attention", Inputs, Options, Request, "(Tensor out, Tensor lse)")
+BACKWARD = Operator(
+    "sink_attention_backward", Inputs, Shared, BackwardRequest, "(Tensor dq, Tensor dk, Tensor dv, Tensor ds_aux)"
+)

@@ -434,12 +434,14 @@ def test_sources_are_followed_from_import_to_import(tmp_path: Path, monkeypatch:
         "room/part.py": "def g():\n    from . import late\n    return late\n",
         "room/late.py": "X = 1\n",
         "room/op.py": "def f(): ...\n",
+        "alone.py": "import room\n",
     }
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text)
     monkeypatch.syspath_prepend(str(tmp_path))
     assert [file.name for file in cache.sources("room.kernel")] == ["__init__.py", "kernel.py", "late.py", "part.py"]
+    assert [file.name for file in cache.sources("alone")] == ["alone.py"]
     sys.modules.pop("room", None)
 
 

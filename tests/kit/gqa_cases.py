@@ -206,12 +206,6 @@ def gqa_case(
     q = torch.randn((batch, s_q, h_kv, h_q // h_kv, d), generator=gen, dtype=torch.float32, device=gen.device)
     wild = values == "wild"
     q = (q * (factor / largest if wild else factor * query_size).unsqueeze(1)).flatten(2, 3).to(q_dtype)
-    slopes = None
-    if alibi != "none":
-        slopes = torch.exp2(-8 * torch.arange(1, h_q + 1, dtype=torch.float32, device=gen.device) / h_q)
-        slopes[::5] = 0
-        if alibi == "batch":
-            slopes = slopes * (0.5 + torch.rand((batch, h_q), generator=gen, dtype=torch.float32, device=gen.device))
     strided_int = _strided_int if padded else torch.Tensor.int
     return GqaCase(
         q=strided(q) if padded else q,
@@ -225,10 +219,21 @@ def gqa_case(
         causal=causal,
         window=window,
         softcap=softcap,
-        alibi_slopes=slopes,
+        alibi_slopes=_slopes(alibi, batch, h_q, gen),
         s_aux=sink_logits(h_q, sink, gen),
         softmax_scale=query_size * float(largest) / math.sqrt(d) if wild else None,
     )
+
+
+def _slopes(alibi: str, batch: int, h_q: int, gen: torch.Generator) -> torch.Tensor | None:
+    """Slopes of ALiBi per head, or per sequence and head; some of them are 0."""
+    if alibi == "none":
+        return None
+    slopes = torch.exp2(-8 * torch.arange(1, h_q + 1, dtype=torch.float32, device=gen.device) / h_q)
+    slopes[::5] = 0
+    if alibi == "batch":
+        slopes = slopes * (0.5 + torch.rand((batch, h_q), generator=gen, dtype=torch.float32, device=gen.device))
+    return slopes
 
 
 def _block_table(

@@ -88,7 +88,8 @@ class Recorder:
     def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: float) -> torch.Tensor:
         """An `Attend`."""
         self.seen = k.bfloat16(), v.bfloat16()
-        return causal_attention(q.bfloat16().float(), *(x.float() for x in self.seen), softmax_scale).bfloat16().float()
+        keys, values = (x.float() for x in self.seen)
+        return causal_attention(q.bfloat16().float(), keys, values, softmax_scale).bfloat16().float()
 
     def scales(self, gqa_format: GqaFormat) -> tuple[torch.Tensor, ...]:
         """The scales of K and V with which no number that was seen saturates; none where tokens have their own."""
@@ -110,8 +111,9 @@ class GqaCache:
         if self.format.dtype == torch.float32:
             return causal_attention(q, k, v, softmax_scale)
         caches, scales = self._written(k.bfloat16(), v.bfloat16())
-        read = [dequantize(x, s, LAYOUT, "k", torch.float32) for x, s in zip(caches, scales, strict=True)]
-        out = causal_attention(q.bfloat16().float(), *read, softmax_scale).bfloat16().float()
+        both = zip(caches, scales, strict=True)
+        keys, values = (dequantize(x, s, LAYOUT, "k", torch.float32) for x, s in both)
+        out = causal_attention(q.bfloat16().float(), keys, values, softmax_scale).bfloat16().float()
         last = gqa_decode(q[:, -1:].bfloat16(), *caches, *scales, layout=LAYOUT, softmax_scale=softmax_scale)
         assert isinstance(last, torch.Tensor)
         require_agreement(self.format.name, last, out[:, -1:], v.abs().max())
@@ -130,7 +132,7 @@ class GqaCache:
         caches = [torch.zeros(x.shape, dtype=torch.int8) for x in (k, v)]
         kept = self.scales or tuple(quantize(torch.zeros(k.shape), self.format.kind, SCALE_DTYPE)[1] for _ in "kv")
         slots = torch.arange(k.shape[0] * k.shape[1])
-        kv_int8_append(k.flatten(0, 1), v.flatten(0, 1), *caches, *kept, slots, layout=LAYOUT)
+        kv_int8_append(k.flatten(0, 1), v.flatten(0, 1), caches[0], caches[1], kept[0], kept[1], slots, layout=LAYOUT)
         return caches, list(kept)
 
 
@@ -165,7 +167,10 @@ class LatentCache:
         codes = fp8_mla.read_pages(cache, slots, token_format=self.name)
         read = fp8_mla.unpack(codes, torch.float32, token_format=self.name).view(batch, tokens, 1, d)
         out = self._attend(q16, read, softmax_scale)
-        sequences = {"block_table": torch.arange(batch).int().view(-1, 1), "softmax_scale": softmax_scale}
+        sequences: dict[str, Any] = {
+            "block_table": torch.arange(batch).int().view(-1, 1),
+            "softmax_scale": softmax_scale,
+        }
         lengths = torch.full((batch,), tokens, dtype=torch.int32)
         last = mla_fp8_decode(q16[:, -1:], cache, **sequences, cache_seqlens=lengths, cache_format=self.name)
         assert isinstance(last, torch.Tensor)

@@ -136,13 +136,13 @@ def test_a_peer_that_computes_something_else_has_no_ratio(timed: None, monkeypat
         return Offer(calls, factor * calls[0]()[0], inputs[0])
 
     monkeypatch.setattr(peers, "PEERS", {MLA: {"flash_mla": peer}})
-    monkeypatch.setattr(peers, "VERSIONS", {"flash_mla": lambda: "1.0"})
+    monkeypatch.setattr(peers, "versions", lambda: {"flash_mla": "1.0"})
     case = dataclasses.replace(SMALL["sparse"], peers=("flash_mla",))
     factor = 1.1
     assert measure(case)["peers"] == {"flash_mla": {"failed": "relative error 0.1"}}
     factor = 1.0
     assert measure(case)["peers"]["flash_mla"]["ratio"] == 1.0
-    monkeypatch.setattr(peers, "VERSIONS", {"flash_mla": lambda: "missing: it is not there"})
+    monkeypatch.setattr(peers, "versions", lambda: {"flash_mla": "missing: it is not there"})
     assert "peers" not in measure(case)
 
 

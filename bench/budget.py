@@ -43,6 +43,8 @@ LONG, SHORT = MlaCase("sparse", 128, 128, 2), MlaCase("sparse", 128, 128, 4, 512
 """The two cases that the constants of the built kernel are made from."""
 PREDICTED: Final = tuple(case for case in mla.V32_CASES if not case.ragged)
 """What the budget has a prediction of: it knows no lengths, and no other format."""
+CEILINGS: Final = {"read_gbps": "read_GBps", "copy_gbps": "copy_GBps", "gemm_tflops": "bf16_gemm_TFLOPs"}
+"""Rates of a card, and the ceilings of a record that they are."""
 Table = list[list[str]]
 """Rows of cells, the header first."""
 
@@ -150,8 +152,8 @@ def rates_of(record: Record) -> Rates:
     """
     if H200.card in record["card"]:
         return H200
-    names = {"read_gbps": "read_GBps", "copy_gbps": "copy_GBps", "gemm_tflops": "bf16_gemm_TFLOPs"}
-    return H200.measured({"card": record["card"], **{rate: record["ceilings"][name] for rate, name in names.items()}})
+    ceilings = {rate: record["ceilings"][name] for rate, name in CEILINGS.items()}
+    return H200.measured({"card": record["card"], **ceilings})
 
 
 def mla_errors(record: Record) -> Table:

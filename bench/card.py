@@ -1,4 +1,4 @@
-"""A Hopper card and its prediction: measure its units, predict the cases, run them, compare, draw.
+"""A Hopper card and its prediction: measure its ceilings, predict the cases, run them, compare.
 
 scripts/run_h800_bench.sh runs this and says what the options mean.
 """
@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import re
 import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 import torch
 
-from bench import budget, card_plots, cases, gqa, jsonl, mla, records, run, sink, unit_rates
+from bench import budget, cases, gqa, jsonl, mla, records, run, sink
 from bench.ceilings import measure_ceilings
 from bench.progress import Progress
 from bench.records import Record
@@ -154,46 +153,40 @@ def case_table(found: Sequence[Record]) -> list[list[str]]:
 
 
 def measure(options: argparse.Namespace) -> int:
-    """Measures, prints and writes; 1 where a case or a unit is wrong."""
+    """Measures, prints and writes; 1 where a case is wrong."""
     progress, machine = Progress(), records.machine()
     card = machine["card"]
-    partial = options.quick or options.only is not None or options.no_units
+    partial = options.quick or options.only is not None
     place = records.ROOT / ("build" if partial else "results") / f"bench_{records.card_slug(card)}"
     folder = options.out or place
     progress.say(f"{card}, driver {machine['driver']}, torch {machine['torch']}; output goes to {folder}")
     details: list[str] = []
     with progress.step("ceilings: matrix product, read, copy"):
         ceilings = measure_ceilings()
-    units: list[Any] = []
-    if not options.no_units:
-        chosen = unit_rates.selected(lambda name: options.only is None or re.search(options.only, name) is not None)
-        units = unit_rates.run_units(chosen, details.append)
-    sms = torch.cuda.get_device_properties("cuda").multi_processor_count
-    figures = {"card": card, "sms": sms, **unit_rates.figures_from(units, ceilings)}
-    rates = H200.measured(figures)
-    kept = sorted({field.name for field in dataclasses.fields(Rates)} - set(figures) - {"sm_mhz"})
-    details.append(f"rates taken from an H200, not measured here: {', '.join(kept) or 'none'}")
+    rates = H200.measured(
+        {
+            "card": card,
+            "sms": torch.cuda.get_device_properties("cuda").multi_processor_count,
+            **{field: ceilings[name] for field, name in budget.CEILINGS.items()},
+        }
+    )
+    details.append("rates of an SM are those of an H200: all cards of the chip have the same ones per clock")
     budget.print_predictions(rates, details.append)
 
     wanted = _wanted(options)
     with progress.step("kernels of the benchmarks"):
-        precompile(cases.specs([case for case, _ in wanted], sms))
+        precompile(cases.specs([case for case, _ in wanted], rates.sms))
     found = run.run_all(wanted, ceilings, progress)
     rates = at_clock_of(rates, found)
     found = [predicted(case, bench, rates) for case, (bench, _) in zip(found, wanted, strict=True)]
-    record = {
-        **{**machine, "ceilings": ceilings, "rates": dataclasses.asdict(rates), "rates_not_measured": kept},
-        "units": [unit.as_record() for unit in units],
-        "cases": found,
-    }
+    record = {**machine, "ceilings": ceilings, "rates": dataclasses.asdict(rates), "cases": found}
     jsonl.write(record, folder / "bench.jsonl")
-    drawn = card_plots.draw(found, rates, folder)
     print("\n".join([*summary(machine, ceilings, found), "", *details, *budget.plain(case_table(found))]))
     if errors := [abs(case["model_error"]) for case in found if "model_error" in case]:
         far = sum(error > 0.15 for error in errors)
         print(f"the budget is off by {statistics.median(errors):.1%} in the median, by more than 15% in {far} cases")
-    print(f"on {card}: {folder / 'bench.jsonl'}, {', '.join(drawn) or 'no plots, for matplotlib is missing'}")
-    return int(any("failed" in case for case in found) or any(unit.problem for unit in units))
+    print(f"on {card}: {folder / 'bench.jsonl'}")
+    return int(any("failed" in case for case in found))
 
 
 def _wanted(options: argparse.Namespace) -> list[tuple[Any, Any]]:

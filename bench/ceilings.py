@@ -4,19 +4,37 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, Final
+from dataclasses import dataclass
+from typing import Any, ClassVar, Final
 
 import torch
 
 from bench.in_layer import prepare, prepare_eager, time_together
 from bench.timing import Call, time_eager
-from bench.units.spec import STREAM_WORDS, StreamSpec
 from cute_kernels.runtime.compile import compile_kernel
 
 GEMM_SIZE: Final = 8192
 STREAM_BYTES: Final = 4 << 30
+STREAM_WORDS, STREAM_STAGES = 4096, 8
+"""Words of 4 bytes in a tile, and tiles in flight: 128 KB an SM, of which 30 are enough."""
 WAYS: Final = {"sum": "torch.sum", "tma": "a reader by TMA", "copy": "a copy"}
 """Of moving bytes, the best of which is the ceiling for reads."""
+
+
+@dataclass(frozen=True)
+class StreamSpec:
+    """Every SM reads tiles of 16 KB by bulk copies, eight in flight, and adds up their words."""
+
+    kernel: ClassVar[str] = "bench.stream:StreamKernel"
+
+    def can_implement(self) -> list[str]:
+        """Reasons, in words, why this kernel cannot be built; empty when it can."""
+        return []
+
+    @property
+    def expected(self) -> dict[str, Any]:
+        """What the compiled kernel is held to."""
+        return {"registers": 96, "instructions": ("UBLKCP", "LDS.128")}
 
 
 def measure_ceilings(
@@ -26,7 +44,7 @@ def measure_ceilings(
 
     Returns:
         read_GBps: the best of `WAYS`, of which each has a key too (sum_GBps: torch.sum over 4 GiB of float32; tma_GBps:
-        bench/units/stream.py, left out where it does not run or is wrong). copy_GBps: device-to-device copy,
+        bench/stream.py, left out where it does not run or is wrong). copy_GBps: device-to-device copy,
         bytes read plus bytes written. bf16_gemm_TFLOPs: an 8192^3 product of random numbers (zeros would run faster).
     """
     ways = stream_rates(stream_bytes, device)

@@ -122,21 +122,13 @@ class Timing:
         return statistics.median(own / theirs for own, theirs in zip(self.rounds_us, other.rounds_us, strict=True))
 
     def as_record(self) -> dict[str, float]:
-        """The keys of a results file."""
-        times = {
-            "us": self.us,
-            "us_p10": self.us_p10,
-            "us_p90": self.us_p90,
-            "us_back_to_back": self.us_back_to_back,
-            "us_sustained": self.us_sustained,
-            "us_loaded_alone": self.us_loaded_alone,
-        }
-        others = {"sm_mhz": self.sm_mhz, "sm_mhz_rested": self.sm_mhz_rested, "watts": self.watts}
-        return {
-            **{name: round(value, 3) for name, value in times.items() if value is not None},
-            **{name: round(value) for name, value in others.items() if value is not None},
-            **({"sets_compared": self.sets_compared} if self.sets_compared else {}),
-        }
+        """The keys of a record, without what was not measured."""
+        times = ("us", "us_p10", "us_p90", "us_back_to_back", "us_sustained", "us_loaded_alone")
+        rounded = {name: round(value, 3) for name in times if (value := getattr(self, name)) is not None}
+        for name in ("sm_mhz", "sm_mhz_rested", "watts"):
+            if (value := getattr(self, name)) is not None:
+                rounded[name] = round(value)
+        return {**rounded, **({"sets_compared": self.sets_compared} if self.sets_compared else {})}
 
 
 # ---- preparing
@@ -235,215 +227,205 @@ def time_together(
     if not ways:
         raise ValueError("ways: got none, needs at least one")
     nvml.sm_mhz()  # the first reading takes long
-    bases = {graphs.calls: _small_graph(graphs.calls) for graphs in ways.values()}
-    rested, rested_mhz, costs = _rested(ways, bases)
-    names = [name for name in ways if (sustained if isinstance(sustained, bool) else name in sustained)]
-    turns = {name: _Turns(ways[name], bases[ways[name].calls], costs[name]) for name in names}
-    mhz = _sustained(list(turns.values())) if turns else None
-    rounds = {name: turn.rounds_us() for name, turn in turns.items()}
-    alone = {name: _alone(turn) for name, turn in turns.items()} if power else {}
+    timed = {name: _Timed(graphs) for name, graphs in ways.items()}
+    rested_mhz = _rest_and_replay(list(timed.values()))
+    loaded = {
+        name: one for name, one in timed.items() if (sustained if isinstance(sustained, bool) else name in sustained)
+    }
+    mhz = _take_turns(list(loaded.values())) if loaded else None
+    alone = {name: _alone(one) for name, one in loaded.items()} if power else {}
     timings = {}
-    for name, graphs in ways.items():
-        small = statistics.median(rested["small", str(graphs.calls)])
-        us, p10, p90 = _us(rested["in-layer", name], graphs.calls, small)
-        back_to_back, _, _ = _us(rested["back to back", name], graphs.calls)
+    for name, one in timed.items():
+        us, p10, p90 = one.us("in-layer")
         watts, us_loaded_alone = alone.get(name, (None, None))
-        loaded = rounds.get(name, ())
+        rounds = one.rounds_us()
         timings[name] = Timing(
             us=us,
             us_p10=p10,
             us_p90=p90,
-            us_back_to_back=back_to_back,
-            us_sustained=statistics.median(loaded) if loaded else None,
-            sm_mhz=mhz if loaded else None,
+            us_back_to_back=one.us("back to back")[0],
+            us_sustained=statistics.median(rounds) if rounds else None,
+            sm_mhz=mhz if rounds else None,
             sm_mhz_rested=rested_mhz,
             watts=watts,
+            sets_compared=one.graphs.require_expected(),
             us_loaded_alone=us_loaded_alone,
-            sets_compared=graphs.require_expected(),
-            rounds_us=loaded,
+            rounds_us=rounds,
         )
     return timings
 
 
-def _us(spans: Sequence[float], calls: int, small: float = 0.0) -> tuple[float, float, float]:
-    """Median, 10th and 90th percentile of microseconds a call, from seconds of replays and of their small kernels."""
-    return percentiles([(span - small) * 1e6 / calls for span in spans])
+Events = list[tuple[str, torch.cuda.Event, torch.cuda.Event]]
+"""Kind, begin and end of replays."""
 
 
-Spans = dict[tuple[str, str], list[float]]
-"""Seconds of replays, by their kind and whose they are."""
+class _Timed:
+    """A computation while it is timed.
+
+    seconds  of a replay of each kind, about
+    spans    seconds of replays of each kind after a rest
+    turns    under load, the median seconds of a replay in each turn that was kept
+    """
+
+    def __init__(self, graphs: Graphs) -> None:
+        self.graphs = graphs
+        kinds = {
+            "small": (_small_graph(graphs.calls),),
+            "in-layer": graphs.in_layer,
+            "back to back": graphs.back_to_back,
+        }
+        self._replays = {kind: itertools.cycle(replays) for kind, replays in kinds.items()}
+        self.seconds: dict[str, float] = {}
+        for kind in kinds:
+            self.replay(kind)  # uncounted: the first replay of a graph uploads it
+            self.seconds[kind] = _seconds(functools.partial(self.replay, kind))
+        self.spans: dict[str, list[float]] = {kind: [] for kind in kinds}
+        self.turns: list[float] = []
+        self._small_in_turns: list[float] = []
+        self.replays_of_turn = max(1, round(TURN_SECONDS / max(self.seconds["in-layer"], 1e-6)))
+
+    def replay(self, kind: str) -> None:
+        """The next replay of a kind."""
+        next(self._replays[kind])()
+
+    def us(self, kind: str) -> tuple[float, float, float]:
+        """Median, 10th and 90th percentile of microseconds a call; of replays in a layer less their small kernels."""
+        small = statistics.median(self.spans["small"]) if kind == "in-layer" else 0.0
+        return percentiles([(span - small) * 1e6 / self.graphs.calls for span in self.spans[kind]])
+
+    def start_turn(self) -> Events:
+        """Starts a turn under load: replays, the last of which are timed, and one of the small kernels alone."""
+        timed = min(TURN_REPLAYS, -(-self.replays_of_turn // 2))
+        for _ in range(self.replays_of_turn - timed):
+            self.replay("in-layer")
+        return _enqueue([(self, "in-layer")] * timed + [(self, "small")])
+
+    def end_turn(self, events: Events, kept: bool) -> None:
+        """Waits for a turn, and keeps its times."""
+        events[-1][2].synchronize()
+        if kept:
+            spans = [begin.elapsed_time(end) * 1e-3 for _, begin, end in events]
+            self.turns.append(statistics.median(spans[:-1]))
+            self._small_in_turns.append(spans[-1])
+
+    def rounds_us(self) -> tuple[float, ...]:
+        """In-layer microseconds of a call, of each turn that was kept."""
+        if not self.turns:
+            return ()
+        small = statistics.median(self._small_in_turns)
+        return tuple((span - small) * 1e6 / self.graphs.calls for span in self.turns)
+
+    def mean_us(self, seconds: float, turns: int) -> float:
+        """In-layer microseconds of a call of so many turns that took so many seconds."""
+        small, number = statistics.median(self._small_in_turns), self.replays_of_turn
+        return (seconds / turns - (number + 1) * small) * 1e6 / (number * self.graphs.calls)
 
 
-def _rested(ways: Mapping[str, Graphs], bases: Mapping[int, Call]) -> tuple[Spans, float | None, dict[str, float]]:
-    """Spans of all replays after rests; the SM clock; and, of each computation, about the seconds of a replay."""
-    replays: dict[tuple[str, str], Iterator[Call]] = {}
-    for calls, base in bases.items():
-        replays["small", str(calls)] = itertools.repeat(base)
-    replays |= {("in-layer", name): itertools.cycle(graphs.in_layer) for name, graphs in ways.items()}
-    replays |= {("back to back", name): itertools.cycle(graphs.back_to_back) for name, graphs in ways.items()}
-    seconds = {}
-    for key, turn in replays.items():
-        next(turn)()  # uncounted: the first replay of a graph uploads it
-        seconds[key] = _seconds(next(turn))
-    wanted = {key: REPLAYS if REPLAYS * took <= MAX_SECONDS else FEW_REPLAYS for key, took in seconds.items()}
+def _rest_and_replay(timed: Sequence[_Timed]) -> float | None:
+    """Takes spans of all replays in bursts after rests, in an order that reverses; the SM clock meanwhile."""
+    there = [(one, kind) for one in timed for kind in one.spans]
     # there and back, as under load: of equal kernels that never swap places, the later one is slower as the clock falls
-    there = list(replays)
     queue = [
-        key for number in range(REPLAYS) for key in (there if number % 2 == 0 else there[::-1]) if number < wanted[key]
+        (one, kind)
+        for number in range(REPLAYS)
+        for one, kind in (there if number % 2 == 0 else there[::-1])
+        if number < (REPLAYS if REPLAYS * one.seconds[kind] <= MAX_SECONDS else FEW_REPLAYS)
     ]
-    rests = max(seconds.values()) <= BURST_SECONDS / 4
-    spans: Spans = {key: [] for key in replays}
+    rests = max(one.seconds[kind] for one, kind in there) <= BURST_SECONDS / 4
     clocks: list[float] = []
     place = 0
     while place < len(queue):
         if rests or place == 0:
             torch.cuda.synchronize()
             time.sleep(REST_SECONDS)
-        burst: list[tuple[str, str]] = []
-        left = BURST_SECONDS
-        while place < len(queue) and (left > 0 or not burst):
-            burst.append(queue[place])
-            left -= seconds[queue[place]]
+        first, left = place, BURST_SECONDS
+        while place < len(queue) and (left > 0 or place == first):
+            one, kind = queue[place]
+            left -= one.seconds[kind]
             place += 1
-        next(replays[burst[0]])()  # uncounted: the host gets ahead of the GPU
-        found, read = _timed([(key, next(replays[key])) for key in burst])
-        clocks += read
-        for key, span in found:
-            spans[key].append(span)
-    return spans, statistics.median(clocks) if clocks else None, {name: seconds["in-layer", name] for name in ways}
+        burst = queue[first:place]
+        burst[0][0].replay(burst[0][1])  # uncounted: the host gets ahead of the GPU
+        events = _enqueue(burst)
+        clocks += _clocks_before(events[-1][2], READINGS)
+        events[-1][2].synchronize()
+        for (one, kind), (_, begin, end) in zip(burst, events, strict=True):
+            one.spans[kind].append(begin.elapsed_time(end) * 1e-3)
+    return statistics.median(clocks) if clocks else None
 
 
-Events = list[tuple[Any, torch.cuda.Event, torch.cuda.Event]]
-"""Begin and end of replays, with the key of each."""
+def _take_turns(timed: Sequence[_Timed]) -> float | None:
+    """Has all computations keep times of turns under one load, without a pause; the SM clock meanwhile.
 
-
-class _Turns:
-    """Turns of one computation under load.
-
-    seconds  of a turn, about
+    Two turns are in flight, so the GPU never waits.
     """
-
-    def __init__(self, graphs: Graphs, base: Call, seconds: float) -> None:
-        self._calls, self._base = graphs.calls, base
-        self._replays = itertools.cycle(graphs.in_layer)
-        self._number = max(1, round(TURN_SECONDS / max(seconds, 1e-6)))
-        self.seconds = self._number * seconds
-        self.found: list[float] = []
-        self._small: list[float] = []
-
-    def enqueue(self) -> Events:
-        """Starts a turn: replays, the last of which are timed, and one of its small kernels alone."""
-        timed = min(TURN_REPLAYS, -(-self._number // 2))
-        for _ in range(self._number - timed):
-            next(self._replays)()
-        return _enqueue([*(("", next(self._replays)) for _ in range(timed)), ("small", self._base)])
-
-    def note(self, events: Events) -> None:
-        """Keeps the times of a turn that has ended."""
-        spans = _spans(events)
-        self.found.append(statistics.median(span for key, span in spans if key == ""))
-        self._small += [span for key, span in spans if key == "small"]
-
-    def rounds_us(self) -> tuple[float, ...]:
-        """In-layer microseconds of a call, of each turn that was kept."""
-        small = statistics.median(self._small)
-        return tuple((span - small) * 1e6 / self._calls for span in self.found)
-
-    def mean_us(self, seconds: float, turns: int) -> float:
-        """In-layer microseconds of a call of so many turns that took so many seconds."""
-        small = statistics.median(self._small)
-        return (seconds / turns - (self._number + 1) * small) * 1e6 / (self._number * self._calls)
-
-
-def _sustained(turns: Sequence[_Turns]) -> float | None:
-    """Has all computations keep times of turns under one load, without a pause; the SM clock meanwhile."""
-    rounds = ROUNDS if ROUNDS * sum(turn.seconds for turn in turns) <= ROUNDS_SECONDS else FEW_ROUNDS
+    turn_seconds = sum(one.replays_of_turn * one.seconds["in-layer"] for one in timed)
+    rounds = ROUNDS if ROUNDS * turn_seconds <= ROUNDS_SECONDS else FEW_ROUNDS
     clocks: list[float] = []
-    before: tuple[_Turns, Events, bool] | None = None
-    for turn, kept in _order(turns, rounds):
-        events = turn.enqueue()
+    before: tuple[_Timed, Events, bool] | None = None
+    for one, kept in _order(timed, rounds):
+        events = one.start_turn()
         if kept:
-            clocks += _clock_before(events[-1][2])
-        _end(before)
-        before = turn, events, kept
-    _end(before)
+            clocks += _clocks_before(events[-1][2], 1)
+        if before is not None:
+            before[0].end_turn(*before[1:])
+        before = one, events, kept
+    if before is not None:
+        before[0].end_turn(*before[1:])
     return statistics.median(clocks[-READINGS:]) if clocks else None
 
 
-def _order(turns: Sequence[_Turns], rounds: int) -> Iterator[tuple[_Turns, bool]]:
+def _order(timed: Sequence[_Timed], rounds: int) -> Iterator[tuple[_Timed, bool]]:
     """Whose turn it is, and whether it is kept: those of the load are not."""
     started = time.monotonic()
     while time.monotonic() - started < LOAD_SECONDS:
-        yield from ((turn, False) for turn in turns)
+        yield from ((one, False) for one in timed)
     for number in range(rounds):
-        yield from ((turn, True) for turn in (turns if number % 2 == 0 else turns[::-1]))
+        yield from ((one, True) for one in (timed if number % 2 == 0 else timed[::-1]))
 
 
-def _end(started: tuple[_Turns, Events, bool] | None) -> None:
-    """Waits for a turn that has been started."""
-    if started is not None:
-        turn, events, kept = started
-        events[-1][2].synchronize()
-        if kept:
-            turn.note(events)
-
-
-def _alone(turn: _Turns) -> tuple[float | None, float]:
+def _alone(one: _Timed) -> tuple[float | None, float]:
     """Power of the card under a load of one computation alone, and in-layer microseconds of a call, their mean."""
-    _, first = _turns_alone(turn, SETTLED_SECONDS, None)
+    first, _ = _turns_alone(one, SETTLED_SECONDS, None)
     before, started = nvml.joules(), time.monotonic()
-    number, last = _turns_alone(turn, POWER_SECONDS, first)
+    last, number = _turns_alone(one, POWER_SECONDS, first)
     after, took = nvml.joules(), time.monotonic() - started
     last[-1][2].synchronize()
-    us = turn.mean_us(first[-1][2].elapsed_time(last[-1][2]) * 1e-3, number)
+    us = one.mean_us(first[-1][2].elapsed_time(last[-1][2]) * 1e-3, number)
     return None if before is None or after is None else (after - before) / took, us
 
 
-def _turns_alone(turn: _Turns, seconds: float, before: Events | None) -> tuple[int, Events]:
-    """Turns without a pause: how many, and the last one, which is left in flight."""
+def _turns_alone(one: _Timed, seconds: float, before: Events | None) -> tuple[Events, int]:
+    """Turns without a pause: the last one, which is left in flight, and how many."""
     started, number = time.monotonic(), 0
     while before is None or time.monotonic() - started < seconds:
-        events = turn.enqueue()
+        events = one.start_turn()
         if before is not None:
             before[-1][2].synchronize()
         before, number = events, number + 1
-    return number, before
+    return before, number
 
 
-def _enqueue(replays: Sequence[tuple[Any, Call]]) -> Events:
+def _enqueue(replays: Sequence[tuple[_Timed, str]]) -> Events:
     """Starts all replays, each between two events."""
     events = []
-    for key, replay in replays:
+    for one, kind in replays:
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         begin.record()
-        replay()
+        one.replay(kind)
         end.record()
-        events.append((key, begin, end))
+        events.append((kind, begin, end))
     return events
 
 
-def _spans(events: Events) -> list[tuple[Any, float]]:
-    """Seconds of replays that have ended, with their keys."""
-    return [(key, begin.elapsed_time(end) * 1e-3) for key, begin, end in events]
-
-
-def _timed(replays: Sequence[tuple[Any, Call]]) -> tuple[list[tuple[Any, float]], list[float]]:
-    """Enqueues all replays; seconds of each, with the key that it came with, and clocks that were read meanwhile."""
-    events = _enqueue(replays)
-    last = events[-1][2]
+def _clocks_before(end: torch.cuda.Event, most: int) -> list[float]:
+    """SM clocks that were read before the GPU came to `end`."""
     clocks: list[float] = []
-    while len(clocks) < READINGS and (read := _clock_before(last)):
-        clocks += read
-    last.synchronize()
-    return _spans(events), clocks
-
-
-def _clock_before(end: torch.cuda.Event) -> list[float]:
-    """The SM clock, if the GPU has not come to `end` when it has been read."""
-    if end.query():
-        return []
-    reading = nvml.sm_mhz()
-    return [] if reading is None or end.query() else [reading]
+    while len(clocks) < most and not end.query():
+        reading = nvml.sm_mhz()
+        if reading is None or end.query():
+            break
+        clocks.append(reading)
+    return clocks
 
 
 def _seconds(work: Callable[[], Any]) -> float:

@@ -22,8 +22,7 @@ from bench.timing import Call, sets_to_outgrow_l2
 from cute_kernels.budget import model
 from cute_kernels.merge.spec import MergeSpec
 from cute_kernels.mla.append_spec import MlaAppendSpec
-from cute_kernels.mla.plan import EXCHANGES
-from cute_kernels.warm.shapes import MlaShape
+from cute_kernels.mla.plan import EXCHANGES, plan_decode
 from fp8_mla import FORMATS, V_DIM, pack, read_pages, reference_decode, unpack
 from fp8_mla.formats import V3_2, TokenFormat
 from tests.kit.compare import check_decode, compare, relative_error
@@ -179,19 +178,28 @@ class MlaCase(Case):
         return sets_to_outgrow_l2(self.bytes_moved)
 
     def specs(self, num_sms: int) -> list[Any]:
-        """The kernels that the planner asks for."""
-        dense = self.mode == "dense"
-        shape = MlaShape(
-            heads=self.h_q,
-            topk=None if dense else self.keys,
-            lengths=self.ragged,
-            max_tokens=self.keys,
-            append=False,
+        """The kernels that the planner asks for, with each exchange where there is one."""
+        sparse = self.mode == "sparse"
+        plan = functools.partial(
+            plan_decode,
+            sparse=sparse,
+            batch=self.batch,
+            s_q=self.s_q,
+            h_q=self.h_q,
+            max_keys=self.keys,
+            num_sms=num_sms,
+            ragged=self.ragged or not sparse,
             cache_format=self.formats[0],
-            extra_cache_format=self.formats[1] if self.extra_keys else None,
-            extra_topk=self.extra_keys,
+            extra_format=self.formats[1] if self.extra_keys else "",
+            extra_keys=self.extra_keys,
         )
-        return list(shape.specs([self.batch], [self.s_q], num_sms))
+        exchanges = EXCHANGES if self.crosses else ()
+        return list(dict.fromkeys([plan().spec, *(plan(exchange=exchange).spec for exchange in exchanges)]))
+
+    @property
+    def crosses(self) -> bool:
+        """Whether pairs of CTAs can exchange keys."""
+        return self.is_v32 and self.h_q > HEADS_OF_CTA
 
     def rates(self, timing: Timing, ceilings: Mapping[str, float]) -> dict[str, Any]:
         """Also SM cycles a token and group of 64 heads, had the work been spread evenly over all SMs."""
@@ -211,13 +219,12 @@ class MlaCase(Case):
         # keys in bfloat16 lose scores of hundreds, which is no reason not to time a peer
         limit = 1.0 if family == "normal" else float("inf")
         exchanges = {choice: functools.partial(_calls, inputs, exchange=choice) for choice in EXCHANGES}
-        crossing = self.is_v32 and self.h_q > HEADS_OF_CTA and family == "normal"
         return Work(
             finite(check, out, lse),
             functools.partial(_calls, inputs),
             (out, lse),
             peers=lambda: peers.of_case(self, inputs, store, functools.partial(_error, rows), limit),
-            variants={"exchange_us": exchanges} if crossing else {},
+            variants={"exchange_us": exchanges} if self.crosses and family == "normal" else {},
         )
 
     def inputs(self, store: Caches, family: str = "normal") -> list[DecodeCase]:

@@ -10,8 +10,8 @@ On an SM90 GPU the kernel runs at the model's full size; elsewhere the torch ref
 from __future__ import annotations
 
 import argparse
-import math
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -31,13 +31,14 @@ import fp8_mla  # noqa: E402
 from cute_kernels import mla_fp8_decode  # noqa: E402
 from cute_kernels.runtime.arch import is_sm90  # noqa: E402
 from scripts.demo_parts import (  # noqa: E402
-    EXACT_LIMIT,
+    Cell,
     PagedCache,
+    Report,
+    batch_of,
     byte_tables,
     embed,
     milliseconds,
     outputs_of,
-    print_table,
     relative_error,
 )
 
@@ -87,54 +88,6 @@ class Trace(NamedTuple):
     """(s, 576): normalized latents and roped keys, what a cache stores."""
     picked: torch.Tensor
     """(n, topk) int: positions that the indexer picked."""
-
-
-@dataclass(frozen=True)
-class Cell:
-    """One way to attend, in one mode: relative norm of its error at the layer's output, and its time."""
-
-    error: float
-    ms: float
-
-
-class Row(NamedTuple):
-    """One way to attend, in both modes."""
-
-    sparse: Cell
-    dense: Cell
-
-
-@dataclass(frozen=True)
-class Report:
-    """What the demo found out: four ways to attend to the same tokens, from exact to quantized."""
-
-    exact: Row
-    """Plain torch over float32 latents: shows that the absorbed weights are the layer's."""
-    bf16: Row
-    """Plain torch over bfloat16 latents, what is given up without any FP8."""
-    reference: Row
-    """`fp8_mla.reference_decode` of float32 queries over the FP8 cache: quantization alone."""
-    decode: Row
-    """`mla_fp8_decode` over the FP8 cache."""
-    tokens: int
-    """Tokens in the cache."""
-
-    def failures(self) -> list[str]:
-        """What is wrong, in words; empty when all is well."""
-        found = []
-        for mode in ("sparse", "dense"):
-            exact, bf16, quantized, decode = (
-                getattr(row, mode).error for row in (self.exact, self.bf16, self.reference, self.decode)
-            )
-            if not exact <= EXACT_LIMIT:
-                found.append(f"{mode}: absorbed weights miss the layer's output by {exact:.1e}, over {EXACT_LIMIT:.0e}")
-            # Roundings are independent, so their squares add up; a tenth is left for chance.
-            limit = 1.1 * math.hypot(bf16, quantized)
-            if not decode <= limit:
-                found.append(
-                    f"{mode}: mla_fp8_decode is off by {decode:.1e}, over {limit:.1e} that its roundings explain"
-                )
-        return found
 
 
 class Layer:
@@ -228,8 +181,8 @@ def attend(
     return weights @ keys[:, : fp8_mla.V_DIM]
 
 
-def measure(layer: Layer, traces: list[Trace], cache: PagedCache, *, sparse: bool) -> list[Cell]:
-    """Attend in the four ways of `Report`, in its order."""
+def measure(layer: Layer, traces: list[Trace], cache: PagedCache, *, sparse: bool) -> Report:
+    """Attend in the four ways of `Report`."""
     scale = layer.softmax_scale
     want = torch.cat([trace.out for trace in traces])
     query = torch.stack([trace.query for trace in traces])
@@ -267,28 +220,23 @@ def measure(layer: Layer, traces: list[Trace], cache: PagedCache, *, sparse: boo
         )
         return out
 
-    ways = [lambda: plain(query, latents), lambda: plain(query_bf16, latents_bf16), reference, decode]
-    errors = [relative_error(layer.project(way().flatten(0, 1)), want) for way in ways]
-    return [Cell(error, milliseconds(way, query.device)) for error, way in zip(errors, ways, strict=True)]
+    def cell(way: Callable[[], torch.Tensor]) -> Cell:
+        error = relative_error(layer.project(way().flatten(0, 1)), want)
+        return Cell(error, milliseconds(way, query.device))
+
+    exact, bf16 = cell(lambda: plain(query, latents)), cell(lambda: plain(query_bf16, latents_bf16))
+    return Report(exact, bf16, {"FP8": cell(reference)}, {"FP8": cell(decode)})
 
 
 @torch.no_grad()
-def run(size: Size, text: bytes, device: torch.device) -> Report:
-    """Decode the last tokens of a few sequences cut from `text` in four ways, sparse and dense."""
+def run(size: Size, text: bytes, device: torch.device) -> tuple[dict[str, Report], int]:
+    """Decode the last tokens of a few sequences cut from `text`, sparse and dense; and how many tokens are cached."""
     layer = Layer(size, device)
-    total = size.prompt_tokens + size.next_tokens
-    text *= -(-2 * total // len(text))
-    # Different beginnings and ragged lengths, as in a server's batch.
-    texts = [text[31 * row : 25 * row + total] for row in range(size.sequences)]
-    sparse_traces, dense_traces = ([layer(part, sparse=sparse) for part in texts] for sparse in (True, False))
-    cache = PagedCache.of([trace.latents for trace in sparse_traces], size.page_size, size.next_tokens)
-    cells = zip(
-        measure(layer, sparse_traces, cache, sparse=True),
-        measure(layer, dense_traces, cache, sparse=False),
-        strict=True,
-    )
-    exact, bf16, reference, decode = (Row(sparse=sparse, dense=dense) for sparse, dense in cells)
-    return Report(exact, bf16, reference, decode, tokens=int(cache.seqlens.sum()))
+    texts = batch_of(text, size.prompt_tokens + size.next_tokens, size.sequences)
+    traces = {mode: [layer(part, sparse=mode == "sparse") for part in texts] for mode in ("sparse", "dense")}
+    cache = PagedCache.of([trace.latents for trace in traces["sparse"]], size.page_size, size.next_tokens)
+    found = {mode: measure(layer, of_mode, cache, sparse=mode == "sparse") for mode, of_mode in traces.items()}
+    return found, int(cache.seqlens.sum())
 
 
 def choose_size() -> tuple[Size, torch.device, str]:
@@ -305,23 +253,6 @@ def choose_size() -> tuple[Size, torch.device, str]:
         torch.device("cpu"),
         f"{found}, so mla_fp8_decode runs its torch reference on the CPU, at a smaller size",
     )
-
-
-def show(report: Report) -> None:
-    """Print the table."""
-    title = "Error against the layer's own output, and time of the attention alone"
-    header = ["latents kept as", "bytes/token", "sparse", "ms", "dense", "ms"]
-    ways = {
-        "float32 (exact)": (2 * BF16_BYTES, report.exact),
-        "bfloat16": (BF16_BYTES, report.bf16),
-        "FP8, reference": (fp8_mla.TOKEN_BYTES, report.reference),
-        "FP8, mla_fp8_decode": (fp8_mla.TOKEN_BYTES, report.decode),
-    }
-    body = [
-        [name, str(size)] + [text for cell in row for text in (f"{cell.error:.1e}", f"{cell.ms:.2f}")]
-        for name, (size, row) in ways.items()
-    ]
-    print_table(title, header, body)
 
 
 def second_page(size: Size, text: bytes, device: torch.device) -> list[str]:
@@ -353,18 +284,20 @@ def main(arguments: list[str] | None = None) -> int:
         f"Prompt: {size.sequences} sequences of about {size.prompt_tokens} bytes of {prompt.name};"
         f"\n        the {size.next_tokens} tokens after each are decoded.\n"
     )
-    report = run(size, text, device)
-    show(report)
+    reports, tokens = run(size, text, device)
+    for mode, report in reports.items():
+        report.show(f"Error against the layer's own output, and time of the attention alone: {mode}")
     saved = 1 - fp8_mla.TOKEN_BYTES / BF16_BYTES
     print(
-        f"Cache:  {report.tokens} tokens in {report.tokens * fp8_mla.TOKEN_BYTES / 1e6:.2f} MB instead of "
-        f"{report.tokens * BF16_BYTES / 1e6:.2f} MB in bfloat16: {saved:.0%} saved."
+        f"Cache:  {tokens} tokens in {tokens * fp8_mla.TOKEN_BYTES / 1e6:.2f} MB instead of "
+        f"{tokens * BF16_BYTES / 1e6:.2f} MB in bfloat16: {saved:.0%} saved."
     )
     print("Error:  the first row shows that the absorbed weights are the layer's; the last two have what FP8 costs:")
     print("        3 mantissa bits round a value by 2.6% rms, and random weights average nothing out.")
     if device.type == "cpu":
         print("Time:   of plain torch on this CPU; it says nothing about the kernel.")
-    failures = report.failures() + second_page(size, text, device)
+    failures = [failure for mode, report in reports.items() for failure in report.failures(mode)]
+    failures += second_page(size, text, device)
     for failure in failures:
         print(f"WRONG:  {failure}.")
     return 1 if failures else 0

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
@@ -134,8 +135,58 @@ def milliseconds(call: Callable[[], object], device: torch.device) -> float:
     return 1e3 * min(times)
 
 
-def print_table(title: str, header: list[str], body: list[list[str]]) -> None:
-    """Print a table, with rich if it is there."""
+class Cell(NamedTuple):
+    """One way to attend: relative norm of its error at the layer's output, and its time."""
+
+    error: float
+    ms: float
+
+
+@dataclass(frozen=True)
+class Report:
+    """Ways to attend to the same keys, from exact to quantized.
+
+    exact      plain torch over float32 keys: shows that queries and keys are the layer's
+    bf16       plain torch over bfloat16 keys and queries: what is given up without any FP8
+    reference  by format, `fp8_mla.reference_decode` of float32 queries over the cache: quantization alone
+    decode     by format, `mla_fp8_decode` over the cache
+    """
+
+    exact: Cell
+    bf16: Cell
+    reference: dict[str, Cell] = field(default_factory=dict)
+    decode: dict[str, Cell] = field(default_factory=dict)
+
+    def failures(self, name: str) -> list[str]:
+        """What is wrong, in words; empty when all is well."""
+        found = []
+        if not self.exact.error <= EXACT_LIMIT:
+            found.append(f"{name}: keys miss the layer's output by {self.exact.error:.1e}, over {EXACT_LIMIT:.0e}")
+        for kept_as, cell in self.decode.items():
+            # Roundings are independent, so their squares add up; a tenth is left for chance.
+            limit = 1.1 * math.hypot(self.bf16.error, self.reference[kept_as].error)
+            if not cell.error <= limit:
+                found.append(
+                    f"{name}, {kept_as}: mla_fp8_decode is off by {cell.error:.1e}, over {limit:.1e} of roundings"
+                )
+        return found
+
+    def show(self, title: str) -> None:
+        """Prints the table, with rich if it is there."""
+        rows = {"float32 (exact)": self.exact, "bfloat16": self.bf16}
+        rows |= {f"{name}, reference": cell for name, cell in self.reference.items()}
+        rows |= {f"{name}, mla_fp8_decode": cell for name, cell in self.decode.items()}
+        body = [[name, f"{cell.error:.1e}", f"{cell.ms:.2f}"] for name, cell in rows.items()]
+        _print_table(title, ["keys kept as", "error", "ms"], body)
+
+
+def batch_of(text: bytes, total: int, sequences: int) -> list[bytes]:
+    """Sequences cut from a text: different beginnings and ragged lengths, as in a server's batch."""
+    text *= -(-2 * total // len(text))
+    return [text[31 * row : 25 * row + total] for row in range(sequences)]
+
+
+def _print_table(title: str, header: list[str], body: list[list[str]]) -> None:
     try:
         from rich import box
         from rich.console import Console

@@ -7,7 +7,7 @@ format and in V4.1's with its fp4, and the last tokens are decoded again with on
 
 from __future__ import annotations
 
-import math
+import functools
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -23,13 +23,14 @@ from transformers.models.deepseek_v4.modeling_deepseek_v4 import (
 import fp8_mla
 from cute_kernels import mla_fp8_decode
 from scripts.demo_parts import (
-    EXACT_LIMIT,
+    Cell,
     PagedCache,
+    Report,
+    batch_of,
     byte_tables,
     embed,
     milliseconds,
     outputs_of,
-    print_table,
     relative_error,
 )
 
@@ -173,34 +174,6 @@ def attend(trace: Trace, query: torch.Tensor, sinks: torch.Tensor, window: int, 
     return with_sinks.softmax(dim=-1)[..., :-1] @ keys
 
 
-@dataclass(frozen=True)
-class Report:
-    """What one kind of layer gave: errors against the layer's own output, and times of the attention alone."""
-
-    exact: tuple[float, float]
-    """Error and milliseconds of plain torch over float32 keys: shows that queries and keys are the layer's."""
-    bf16: tuple[float, float]
-    """Of plain torch over bfloat16 keys and queries."""
-    quantized: dict[str, tuple[float, float]]
-    """Of `fp8_mla.reference_decode` with float32 queries, by pair of formats: quantization alone."""
-    decode: dict[str, tuple[float, float]]
-    """Of `mla_fp8_decode`, by pair of formats."""
-    keys: int
-    """That each decoded token sees, at most."""
-
-    def failures(self, kind: Kind) -> list[str]:
-        """What is wrong, in words; empty when all is well."""
-        found, name = [], f"V4, {kind.ratio} to 1"
-        if not self.exact[0] <= EXACT_LIMIT:
-            found.append(f"{name}: keys miss the layer's output by {self.exact[0]:.1e}, over {EXACT_LIMIT:.0e}")
-        for pair, (error, _) in self.decode.items():
-            # Roundings are independent, so their squares add up; a tenth is left for chance.
-            limit = 1.1 * math.hypot(self.bf16[0], self.quantized[pair][0])
-            if not error <= limit:
-                found.append(f"{name}, {pair}: mla_fp8_decode is off by {error:.1e}, over the {limit:.1e} of roundings")
-        return found
-
-
 def caches_of(
     traces: list[Trace], kind: Kind, size: Size, pair: tuple[fp8_mla.TokenFormat, fp8_mla.TokenFormat]
 ) -> tuple[PagedCache, dict[str, Any]]:
@@ -226,36 +199,33 @@ def caches_of(
 
 
 @torch.no_grad()
-def run(kind: Kind, size: Size, text: bytes, device: torch.device) -> Report:
-    """Decode the last tokens of a few sequences cut from `text`, in plain torch and over the caches of each pair."""
+def run(kind: Kind, size: Size, text: bytes, device: torch.device) -> tuple[Report, int]:
+    """Decode the last tokens of a few sequences cut from `text`, in plain torch and over the caches of each pair.
+
+    The second result is how many keys a token sees at most.
+    """
     layer = Layer(kind, size, device)
-    total = size.prompt_tokens + size.next_tokens
-    text *= -(-2 * total // len(text))
-    # Different beginnings and ragged lengths, as in a server's batch.
-    traces = [layer(text[31 * row : 25 * row + total]) for row in range(size.sequences)]
+    traces = [layer(part) for part in batch_of(text, size.prompt_tokens + size.next_tokens, size.sequences)]
     want, lengths = torch.cat([trace.out for trace in traces]), [len(trace.window) for trace in traces]
     query = torch.stack([trace.query for trace in traces])
 
     def plain(dtype: torch.dtype) -> torch.Tensor:
-        queries = query.to(dtype)
-        return torch.stack(
-            [attend(trace, q, layer.sinks, size.window, dtype) for trace, q in zip(traces, queries, strict=True)]
-        )
+        both = zip(traces, query.to(dtype), strict=True)
+        return torch.stack([attend(trace, q, layer.sinks, size.window, dtype) for trace, q in both])
 
-    def cell(way: Any) -> tuple[float, float]:
-        return relative_error(layer.project(way(), lengths), want), milliseconds(way, device)
+    def cell(way: Any) -> Cell:
+        return Cell(relative_error(layer.project(way(), lengths), want), milliseconds(way, device))
 
-    quantized, decode, keys = {}, {}, 0
+    report, keys = Report(cell(lambda: plain(torch.float32)), cell(lambda: plain(torch.bfloat16))), 0
     for pair in PAIRS:
         name = " + ".join(token_format.name for token_format in pair)
         cache, arguments = caches_of(traces, kind, size, pair)
         arguments["s_aux"] = layer.sinks
         keys = size.window + arguments["extra_indices"].shape[-1]
-        quantized[name] = cell(
-            lambda: fp8_mla.reference_decode(query, cache.pages, dtype=torch.float32, **arguments)[0]  # noqa: B023
-        )
-        decode[name] = cell(lambda: mla_fp8_decode(query.bfloat16(), cache.pages, **arguments))  # noqa: B023
-    return Report(cell(lambda: plain(torch.float32)), cell(lambda: plain(torch.bfloat16)), quantized, decode, keys)
+        exact = functools.partial(fp8_mla.reference_decode, query, cache.pages, dtype=torch.float32, **arguments)
+        report.reference[name] = cell(lambda: exact()[0])  # noqa: B023
+        report.decode[name] = cell(functools.partial(mla_fp8_decode, query.bfloat16(), cache.pages, **arguments))
+    return report, keys
 
 
 def page(size: Size, text: bytes, device: torch.device) -> list[str]:
@@ -267,14 +237,7 @@ def page(size: Size, text: bytes, device: torch.device) -> list[str]:
     )
     failures = []
     for kind in KINDS:
-        report = run(kind, size, text, device)
-        rows = {"float32 (exact)": report.exact, "bfloat16": report.bf16}
-        rows |= {f"{name}, reference": cell for name, cell in report.quantized.items()}
-        rows |= {f"{name}, mla_fp8_decode": cell for name, cell in report.decode.items()}
-        print_table(
-            f"Compressed {kind.ratio} to 1, up to {report.keys} keys",
-            ["keys kept as", "error", "ms"],
-            [[name, f"{error:.1e}", f"{ms:.2f}"] for name, (error, ms) in rows.items()],
-        )
-        failures += report.failures(kind)
+        report, keys = run(kind, size, text, device)
+        report.show(f"Compressed {kind.ratio} to 1, up to {keys} keys")
+        failures += report.failures(f"V4, {kind.ratio} to 1")
     return failures

@@ -183,7 +183,7 @@ def measured(options: argparse.Namespace) -> Record:
     progress.say(f"sections {', '.join(sections)}; {len(chosen)} cases, {len(subjects)} over families of values")
     with progress.step("kernels"):
         precompile(needed(sections, [*(case for case, _ in chosen), *(subject.case for subject in subjects)], sms))
-    record: Record = {**records.machine(), "peers": versions(), "tests": check(options, progress)}
+    record: Record = {**records.machine(), "peers": dict(versions()), "tests": check(options, progress)}
     if "random" in sections:
         with progress.step("random calls"):
             found = fuzz.short(SHORT_FUZZ_ROUND)

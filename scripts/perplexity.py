@@ -1,9 +1,8 @@
-"""Perplexity of small language models through each format of a KV cache: one table for docs/users/accuracy.md.
+"""Perplexity of small language models through each format of a cache, and its table in docs/users/accuracy.md.
 
     python scripts/perplexity.py                 train, measure, write results/accuracy/perplexity.json and the page
-    python scripts/perplexity.py --only gqa v4   the same for some models; the rest of the record stays
-    python scripts/perplexity.py --quick         the same with few steps and little text, below build/ alone
-    python scripts/perplexity.py --keep FOLDER   keep trained weights there, and use those of an equal run
+    python scripts/perplexity.py --only gqa v4   some models; the rest of the record stays
+    python scripts/perplexity.py --quick         few steps and little text, below build/ alone
     python scripts/perplexity.py --table         only put the recorded table into the page
     python scripts/perplexity.py --check         change nothing; exit status 1 when the page is out of date
 
@@ -38,50 +37,34 @@ def compute(options: argparse.Namespace) -> dict[str, Any]:
 
     sizes = job.Sizes()
     if options.quick:
-        training = models.Training(steps=10, batch=2, context=64, warmup=2)
-        few = job.Measuring(windows=4, length=64, calibration=2, prefix=4)
-        sizes = job.Sizes(training, of_trained=few, of_real=few)
-    return job.run(options.only or job.default_models(), sizes, Progress(), options.keep)
+        few = job.Measuring(windows=4, length=64, calibration=2)
+        sizes = job.Sizes(models.Training(steps=10, batch=2, context=64, warmup=2), of_trained=few, of_real=few)
+    found = job.run(options.only or job.default_models(), sizes, Progress())
+    kept = ROOT / page.RECORD
+    return job.joined(page.read(kept), found) if options.only and not options.quick and kept.is_file() else found
 
 
-def join(record: dict[str, Any], path: pathlib.Path) -> dict[str, Any]:
-    """The record of some models, with those that the file has besides."""
-    from bench.perplexity import job
-
-    return job.joined(page.read(path), record) if path.is_file() else record
-
-
-def main(arguments: Sequence[str] | None = None, root: pathlib.Path = ROOT) -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     ways = parser.add_mutually_exclusive_group()
     ways.add_argument("--quick", action="store_true", help="few steps, little text; writes below build/")
     ways.add_argument("--table", action="store_true", help="only put the recorded table into the page")
     ways.add_argument("--check", action="store_true", help="only say whether the page is up to date")
     parser.add_argument("--only", nargs="+", choices=NAMES, help="measure these models; the rest of the record stays")
-    parser.add_argument("--keep", type=pathlib.Path, metavar="FOLDER", help="where trained weights are kept")
     options = parser.parse_args(arguments)
     if options.quick:
-        record = compute(options)
-        page.write(record, root / "build" / page.RECORD.name)
-        print(page.block(record))
+        page.write(compute(options), ROOT / "build" / page.RECORD.name)
         return 0
-    path, target = root / page.RECORD, root / page.PAGE
     if not options.table and not options.check:
-        found = compute(options)
-        page.write(join(found, path) if options.only else found, path)
-    record = page.read(path)
+        page.write(compute(options), ROOT / page.RECORD)
+    target = ROOT / page.PAGE
     old = target.read_text(encoding="utf-8")
-    try:
-        new = page.fill(old, record)
-    except ValueError as error:
-        print(f"{page.PAGE}: {error}", file=sys.stderr)
-        return 1
+    new = page.fill(old, page.read(ROOT / page.RECORD))
     if options.check:
         if new != old:
             print(f"{page.PAGE} is out of date: run python scripts/perplexity.py --table", file=sys.stderr)
         return int(new != old)
     target.write_text(new, encoding="utf-8")
-    print("\n".join(page.table(record)))
     return 0
 
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import os
-import time
+import threading
 import traceback
 from collections.abc import Callable, Iterator, MutableSequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import Connection
 from typing import Any, Final
 
 import torch
@@ -74,7 +75,7 @@ def serve(connection: Connection, marks: Any, device: str, cores: int, run: RunR
 
 
 class Worker:
-    """A worker process and the round that it makes now."""
+    """A worker process, which makes one round after the other."""
 
     def __init__(self, device: torch.device, cores: int, run: RunRound) -> None:
         os.environ["PYTHONSAFEPATH"] = "1"  # else new processes look for modules in the current directory
@@ -84,43 +85,28 @@ class Worker:
         self.process = context.Process(target=serve, args=(theirs, self.marks, str(device), cores, run), daemon=True)
         self.process.start()
         theirs.close()
-        self.work: Work | None = None
-        self.since = 0.0
-        self.is_new = True
+        self.patience = HANG_S + START_S
 
-    def give(self, work: Work) -> None:
-        """Starts a round."""
-        self.work, self.since = work, time.monotonic()
-        self.connection.send(work)
-
-    def answer(self) -> Outcome | str | None:
-        """The outcome of its round, or what went wrong in words, or None while it works."""
-        alive = self.process.is_alive()  # read before its answer: a process may answer and die
+    def make(self, work: Work) -> Outcome | str:
+        """The outcome of a round, or what went wrong in words; the process has then ended."""
         try:
-            if self.connection.poll():
-                return self.connection.recv()
+            self.connection.send(work)
+            said = self.connection.recv() if self.connection.poll(self.patience) else "it did not answer in time"
         except (EOFError, OSError):
-            pass
-        if not alive:
             self.process.join()
-            return f"it died with status {self.process.exitcode}"
-        limit = HANG_S + (START_S if self.is_new else 0.0)
-        if time.monotonic() - self.since > limit:
-            return f"it did not answer for {limit:.0f} s"
-        return None
+            said = f"it died with status {self.process.exitcode}"
+        self.patience = HANG_S
+        if isinstance(said, Outcome):
+            return said
+        self.process.kill()
+        return f"round {work.seed}, threads at calls [{', '.join(map(str, self.marks))}]: {said}"
 
-    def dismiss(self) -> None:
-        """Tells a process that waits for work to end."""
+    def end(self) -> None:
+        """Tells the process to end, and waits for it."""
         with contextlib.suppress(OSError):
             self.connection.send(None)
-
-    def end(self, seconds: float = 0.0) -> None:
-        """Waits up to `seconds` for the process to end, then kills it."""
-        self.process.join(seconds)
-        if self.process.is_alive():
-            self.process.kill()
-        self.process.join()
-        self.connection.close()
+        self.process.join(10.0)
+        self.process.kill()
 
 
 def run_rounds(
@@ -143,52 +129,32 @@ def run_rounds(
     total = Total()
     if workers == 0:
         for work in rounds:
-            try:
-                total.add(work, run(work, device, [0] * (THREADS + 1)))
-            except Fault as fault:
-                total.faults.append(_fault(work, [], str(fault)))
-                break
+            total.add(work, run(work, device, [0] * (THREADS + 1)))
             report(total)
         return total
-    cores = max(1, (os.cpu_count() or 1) // workers)
-    idle: list[Worker] = []
-    busy: list[Worker] = []
-    more = True
-    try:
+    cores, lock = max(1, (os.cpu_count() or 1) // workers), threading.Lock()
+
+    def work_off() -> None:
+        """Gives rounds to one process after the other, until there is none or too much is wrong."""
+        worker: Worker | None = None
         while True:
-            while more and len(busy) < workers:
-                following = next(rounds, None)
-                if following is None:
-                    more = False
-                    break
-                worker = idle.pop() if idle else Worker(device, cores, run)
-                worker.give(following)
-                busy.append(worker)
-            if not busy:
-                return total
-            wait([end for worker in busy for end in (worker.connection, worker.process.sentinel)], timeout=1.0)
-            for worker in list(busy):
-                answer = worker.answer()
-                if answer is None or worker.work is None:
-                    continue
-                busy.remove(worker)
+            with lock:
+                work = next(rounds, None) if len(total.faults) < MAX_FAULTS else None
+            if work is None:
+                break
+            worker = worker or Worker(device, cores, run)
+            answer = worker.make(work)
+            with lock:
                 if isinstance(answer, Outcome):
-                    total.add(worker.work, answer)
-                    worker.is_new = False
-                    idle.append(worker)
+                    total.add(work, answer)
                 else:
-                    total.faults.append(_fault(worker.work, worker.marks, answer))
-                    worker.end()
-                    more = more and len(total.faults) < MAX_FAULTS
+                    total.faults.append(answer)
+                    worker = None
                 report(total)
-    finally:
-        for worker in idle:
-            worker.dismiss()
-        for worker in idle:
-            worker.end(10.0)
-        for worker in busy:
+        if worker is not None:
             worker.end()
 
-
-def _fault(work: Work, marks: MutableSequence[int], said: str) -> str:
-    return f"round {work.seed}, threads at calls [{', '.join(map(str, marks))}]: {said}"
+    with ThreadPoolExecutor(workers) as pool:
+        for done in [pool.submit(work_off) for _ in range(workers)]:
+            done.result()
+    return total

@@ -64,8 +64,9 @@ class Peer:
     failed: str = ""
 
 
-def versions() -> dict[str, str]:
-    """The top-level entry "peers" of a record."""
+@functools.cache
+def versions() -> Mapping[str, str]:
+    """The top-level entry "peers" of a record; digests of libraries take seconds."""
     return {name: " ".join(version().split())[:300] for name, version in VERSIONS.items()}
 
 
@@ -83,7 +84,7 @@ def of_case(
     """
     found: dict[str, Peer] = {}
     for name in case.peers:
-        if not VERSIONS[_library(name)]().startswith("missing"):
+        if not versions()[_library(name)].startswith("missing"):
             peer = _ready(functools.partial(PEERS[case.op][name], case, inputs, store), error, limit)
             found |= {} if peer is None else {name: peer}
     return found

@@ -1,23 +1,27 @@
-"""The whole job: train each model, measure each format of its cache twice, and make the record."""
+"""The whole job: train each model, measure the perplexity of each format of its cache twice, and make the record."""
 
 from __future__ import annotations
 
-import datetime
-import hashlib
 import importlib.metadata
 import json
-import pathlib
+import math
 import platform
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 import torch
 
-from bench.perplexity import measure, models, real, text
+from bench.perplexity import models, real, text
+from bench.perplexity.formats import Attend, Way, ways
 from bench.progress import Progress
+from bench.records import today
 
 THREADS: Final = 1
 """Of torch: sums are taken in the same order on any number of cores, and another job has the rest."""
+BASE: Final = "bfloat16"
+"""The format that others are compared with."""
+BATCH_ELEMENTS: Final = 1 << 25
+"""Log-probabilities at a time: 268 MB as float64, of which there are some four."""
 TITLES: Final = {
     real.MODEL: "SmolLM2-135M-Instruct: 9 query and 3 KV heads of 64",
     "gqa": "small Llama: 8 query and 2 KV heads of 64",
@@ -29,15 +33,11 @@ VARIANTS: Final = ("as trained", "outlier channels")
 
 
 class Measuring(NamedTuple):
-    """What a model is measured with: `windows` of `length` tokens, `calibration` more for scales.
-
-    The first `prefix` tokens are decoded step by step.
-    """
+    """What a model is measured with: `windows` of `length` tokens, `calibration` more for scales."""
 
     windows: int
     length: int
     calibration: int
-    prefix: int
 
 
 class Sizes(NamedTuple):
@@ -45,78 +45,95 @@ class Sizes(NamedTuple):
 
     training: models.Training = models.Training()
     model_seed: int = 0
-    of_trained: Measuring = Measuring(windows=64, length=256, calibration=16, prefix=48)
-    of_real: Measuring = Measuring(windows=8, length=256, calibration=4, prefix=8)
+    of_trained: Measuring = Measuring(windows=64, length=256, calibration=16)
+    of_real: Measuring = Measuring(windows=8, length=256, calibration=4)
 
 
-def trained(
-    name: str, corpus: text.Corpus, sizes: Sizes, folder: pathlib.Path | None, progress: Progress
-) -> tuple[Any, float]:
-    """A trained model and its last loss, out of `folder` where it lies there from a run like this one.
+class Found(NamedTuple):
+    """Of one format.
 
-    Args:
-        name: one of `models.MODELS`.
-        corpus: to train on.
-        sizes: seeds and steps.
-        folder: where weights are kept; None: nowhere.
-        progress: shows the steps.
+    loss        (windows,) float64, mean nats of a token
+    divergence  (windows,) float64, mean Kullback-Leibler divergence from the base's next-token distribution, nats
     """
-    model = models.build(name, sizes.model_seed)
-    how = sizes.training
-    facts = [name, corpus.digest, repr((models.SIZES[name], how, sizes.model_seed)), torch.__version__]
-    key = hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:12]
-    kept = None if folder is None else folder / f"{name}-{key}.pt"
-    if kept is not None and kept.is_file():
-        progress.say(f"{name}: weights of {kept.name}")
-        found = torch.load(kept, weights_only=True)
-        model.load_state_dict(found["weights"])
-        return model, found["loss"]
-    with progress.count(f"{name}: training", how.steps) as advance:
-        rows = text.tokens(corpus.train)
-        loss = models.train(model, rows, how, lambda step, loss: advance(f"{loss:.2f} nats a byte"))
-    if kept is not None:
-        kept.parent.mkdir(parents=True, exist_ok=True)
-        torch.save({"weights": model.state_dict(), "loss": loss}, kept)
-    return model, loss
+
+    loss: torch.Tensor
+    divergence: torch.Tensor
 
 
-def measured(
-    name: str, model: Any, held_out: torch.Tensor, train: torch.Tensor, how: Measuring, progress: Progress
-) -> list[dict[str, Any]]:
-    """Entries of the record, one a format, for the model as it is; texts are (tokens,) int64."""
-    windows = text.windows(held_out, how.windows, how.length)
-    with progress.step(f"{name}: calibration"):
-        found_ways = measure.ways(name, model, text.windows(train, how.calibration, how.length))
-    with progress.step(f"{name}: comparing with the ops"):
-        checked = measure.check(model, windows[0, : how.prefix], found_ways)
-    batches = -(-how.windows // measure.batch_windows(model, windows[:, :-1]))
-    with progress.count(f"{name}: held-out text", len(found_ways) * batches) as advance:
-        found = measure.measure(model, windows, found_ways, lambda: advance(""))
-    return [measure.entry(way, found, checked.get(way.name)) for way in found_ways]
+@torch.no_grad()
+def _logs(model: Any, tokens: torch.Tensor, layers: Sequence[Attend]) -> torch.Tensor:
+    """(batch, tokens, vocabulary) float64: log-probabilities of the token after each of (batch, tokens)."""
+    return models.logits(model, tokens, layers).double().log_softmax(dim=-1)
 
 
-def both_variants(
-    name: str, corpus: text.Corpus, sizes: Sizes, folder: pathlib.Path | None, progress: Progress
-) -> dict[str, Any]:
+def measure(model: Any, windows: torch.Tensor, found_ways: Sequence[Way], after_each: Any) -> dict[str, Found]:
+    """Loss and divergence of each format over held-out windows (windows, tokens) int64; teacher-forced."""
+    base = next(way for way in found_ways if way.name == BASE)
+    sums: dict[str, list[Found]] = {way.name: [] for way in found_ways}
+    for rows in windows.split(batch_windows(model, windows)):
+        inputs, targets = rows[:, :-1], rows[:, 1:].unsqueeze(-1)
+        logs = _logs(model, inputs, base.layers)
+        for way in found_ways:
+            found = logs if way is base else _logs(model, inputs, way.layers)
+            loss = -found.gather(2, targets).squeeze(-1).mean(dim=1)
+            sums[way.name].append(Found(loss, (logs.exp() * (logs - found)).sum(dim=-1).mean(dim=1)))
+            after_each(way.name)
+    return {name: Found(*map(torch.cat, zip(*parts, strict=True))) for name, parts in sums.items()}
+
+
+def batch_windows(model: Any, windows: torch.Tensor) -> int:
+    """Windows that go through a model at a time."""
+    return min(8, max(1, BATCH_ELEMENTS // (windows.shape[1] * model.config.vocab_size)))
+
+
+def entry(way: Way, found: Mapping[str, Found]) -> dict[str, Any]:
+    """What the record has of a format: perplexity a token, how far from the base, and what that is sure of.
+
+    `standard_error` is that of the paired difference of the windows' losses, in percent of the perplexity.
+    """
+    own, change = found[way.name], found[way.name].loss - found[BASE].loss
+    error = change.std().item() / math.sqrt(len(change)) if len(change) > 1 else 0.0
+    ratio = math.exp(change.mean().item())
+    return {
+        "format": way.name,
+        "bytes": way.num_bytes,
+        "perplexity": round(math.exp(own.loss.mean().item()), 6),
+        "difference_percent": float(f"{100 * (ratio - 1):.3g}"),
+        "standard_error": float(f"{100 * ratio * error:.2g}"),
+        "divergence": float(f"{own.divergence.mean().item():.3g}"),
+    }
+
+
+def both_variants(name: str, corpus: text.Corpus, sizes: Sizes, progress: Progress) -> dict[str, Any]:
     """What the record has of a model."""
     facts: dict[str, Any] = {"title": TITLES[name]}
     parts = (corpus.held_out, corpus.train)
     if name == real.MODEL:
-        with progress.step(f"{name}: loading"):
-            model, tokenizer = real.load()
-            held_out, train = (real.tokens(tokenizer, part) for part in parts)
+        model, tokenizer = real.load()
+        held_out, train = (real.tokens(tokenizer, part) for part in parts)
         how = sizes.of_real
         facts |= {"token": "token", "packages": real.versions()}
     else:
-        model, loss = trained(name, corpus, sizes, folder, progress)
+        model = models.build(name, sizes.model_seed)
+        with progress.count(f"{name}: training", sizes.training.steps) as advance:
+            rows = text.tokens(corpus.train)
+            loss = models.train(model, rows, sizes.training, lambda step, now: advance(f"{now:.2f} nats a byte"))
         held_out, train = map(text.tokens, parts)
         how = sizes.of_trained
         facts |= {"token": "byte", "training_loss": round(loss, 4), "size": models.SIZES[name]._asdict()}
+    windows, calibration = (
+        text.windows(held_out, how.windows, how.length),
+        text.windows(train, how.calibration, how.length),
+    )
     variants = {}
     for variant in VARIANTS:
         if variant != VARIANTS[0]:
             models.add_outliers(model)
-        variants[variant] = measured(name, model, held_out, train, how, progress)
+        found_ways = ways(name, model, calibration)
+        batches = -(-how.windows // batch_windows(model, windows))
+        with progress.count(f"{name}, {variant}: held-out text", len(found_ways) * batches) as advance:
+            found = measure(model, windows, found_ways, advance)
+        variants[variant] = [entry(way, found) for way in found_ways]
     parameters = sum(p.numel() for p in model.parameters())
     return {**facts, "parameters": parameters, "measuring": how._asdict(), "variants": variants}
 
@@ -126,20 +143,17 @@ def default_models() -> tuple[str, ...]:
     return tuple(name for name in TITLES if name != real.MODEL or not real.missing())
 
 
-def run(
-    names: Sequence[str], sizes: Sizes, progress: Progress, folder: pathlib.Path | None = None
-) -> dict[str, Any]:  # fmt: skip
+def run(names: Sequence[str], sizes: Sizes, progress: Progress) -> dict[str, Any]:
     """The record of some models: versions, seeds, text, and for each model the entries of both variants.
 
     Raises:
         ModuleNotFoundError: the packages of the real model are not installed.
-        measure.Mismatch: decoding step by step gave other probabilities.
+        formats.Mismatch: an op gave another output.
     """
     torch.set_num_threads(THREADS)
-    with progress.step("collecting text"):
-        corpus = text.collect()
+    corpus = text.collect()
     progress.say(f"{sum(corpus.characters.values()):,} characters: {corpus.characters}")
-    found = {name: both_variants(name, corpus, sizes, folder, progress) for name in TITLES if name in names}
+    sizes_of_text = {"train_bytes": len(corpus.train), "held_out_bytes": len(corpus.held_out)}
     return {
         "torch": torch.__version__,
         "transformers": importlib.metadata.version("transformers"),
@@ -149,14 +163,9 @@ def run(
         "seeds": {"weights": sizes.model_seed, "batches": sizes.training.seed},
         "training": sizes.training._asdict(),
         "outlier": models.OUTLIER,
-        "text": {
-            "characters": corpus.characters,
-            "train_bytes": len(corpus.train),
-            "held_out_bytes": len(corpus.held_out),
-            "digest": corpus.digest,
-        },
-        "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
-        "models": found,
+        "text": {"characters": corpus.characters, **sizes_of_text, "digest": corpus.digest},
+        "date": today(),
+        "models": {name: both_variants(name, corpus, sizes, progress) for name in TITLES if name in names},
     }
 
 

@@ -7,7 +7,6 @@ oracles are float32 whatever the default dtype, which holds while ops are called
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -15,11 +14,9 @@ from typing import Any
 import torch
 
 import cute_kernels
-import fp8_mla
 from bench import timing
 from bench.sanitizing.tools import WORKER_DONE
 from cute_kernels.gqa.gather_op import gather_pages
-from cute_kernels.gqa.reference import reference_append
 from cute_kernels.mla.plan import EXCHANGES
 from cute_kernels.runtime import workspace
 from tests.kit.append_pages import FORMS, AppendPages, slots_for
@@ -29,6 +26,7 @@ from tests.kit.gather_pages import gather_cache
 from tests.kit.gqa_cases import GqaCase, check_gqa, gqa_case
 from tests.kit.latent_cases import latent_case, latent_dense_case
 from tests.kit.mla_cases import DecodeCase, dense_case, generator, sparse_case, strided
+from tests.kit.samples import SAMPLES, copied
 from tests.kit.sink_cases import SinkCase, SinkExpectation, sink_case
 
 GRAPHS = 8
@@ -76,20 +74,13 @@ class Calls:
         with default_dtype(self.dtype):
             return op(*arguments, **options)
 
-    def decode(self, case: DecodeCase, name: str, num_splits: int | None) -> None:
-        """Decode over the latent cache with every exchange, against the oracle."""
-        for exchange in EXCHANGES if num_splits else ("none",):  # shares, where no splits are asked for
+    def decode(self, case: DecodeCase, name: str, num_splits: int | None, exchanges: Sequence[str | None]) -> None:
+        """Decode over latent caches, with each of some exchanges, against the oracle."""
+        for exchange in exchanges:
             forced: dict[str, Any] = {"num_splits": num_splits, "exchange": exchange}
             out, lse = self.call(cute_kernels.mla_fp8_decode, **_on_gpu(case), **forced, return_lse=True)
-            form = f"{name}, {num_splits or 'no'} splits, exchange of {exchange}"
+            form = f"{name}, {num_splits or 'planned'} splits, exchange of {exchange}"
             print(check_decode(out.cpu(), lse.cpu(), name=form, **case.arguments()).require())
-
-    def latent(self, case: DecodeCase, name: str, num_splits: int | None) -> None:
-        """Decode over caches of any format, against the oracle."""
-        call = functools.partial(cute_kernels.mla_fp8_decode, **_on_gpu(case), num_splits=num_splits, return_lse=True)
-        out, lse = self.call(call)
-        form = f"{name}, {num_splits or 'planned'} splits"
-        print(check_decode(out.cpu(), lse.cpu(), name=form, **case.arguments()).require())
 
     def gqa(self, name: str, *, splits: Sequence[int | None] = (None, 1), **options: Any) -> None:
         """Decode over a K and V cache, against the oracle."""
@@ -112,17 +103,8 @@ class Calls:
         print(expected.check_forward(out.detach().cpu(), lse.cpu(), name=f"sink_attention, {name}").require())
         expected.require_gradients(*(gradient.cpu() for gradient in gradients))
 
-    def append_mla(self) -> None:
-        """Append to shuffled slots, some of them negative; bit for bit."""
-        kv = strided(torch.randn((100, fp8_mla.QK_DIM), generator=self.generator).bfloat16())
-        slots = torch.randperm(128, generator=self.generator)[:100]
-        slots[::9] = -1
-        cache = torch.zeros((8, 16, fp8_mla.TOKEN_BYTES), dtype=torch.uint8)
-        on_gpu_cache = cache.cuda()
-        self.call(cute_kernels.mla_fp8_append, kv.cuda(), on_gpu_cache, slots.cuda())
-        cache.view(128, -1)[slots[slots >= 0]] = fp8_mla.pack(kv[slots >= 0])
-        if not torch.equal(on_gpu_cache.cpu(), cache):
-            raise AssertionError("mla_fp8_append: the cache differs from fp8_mla.pack")
+    def append_latent(self) -> None:
+        """Append to pages of every format, some slots negative; bit for bit."""
         for cache_format, cache_layout in FORMS:
             pages = AppendPages.random(cache_format, cache_layout, (8, 16), device="cpu").cuda()
             kv = strided(torch.randn((100, 512), generator=self.generator).bfloat16())
@@ -132,41 +114,20 @@ class Calls:
             if not torch.equal(pages.buffer.cpu(), expected):
                 raise AssertionError(f"mla_fp8_append, {cache_format}, {cache_layout}: differs from fp8_mla.pack")
 
-    def merge(self) -> None:
-        """Merge three partials, some of them empty."""
-        outs, lses = (
-            torch.randn((3, 2, 2, 5, 512), generator=self.generator),
-            torch.randn((3, 2, 2, 5), generator=self.generator),
-        )
-        lses[0, 0] = -torch.inf
-        merged, merged_lse = self.call(cute_kernels.merge_states, outs.cuda(), lses.cuda())
-        expected = (torch.softmax(lses.double(), dim=0).unsqueeze(-1) * outs.double()).sum(dim=0)
-        torch.testing.assert_close(merged.cpu().double(), expected, rtol=1e-4, atol=1e-5)
-        torch.testing.assert_close(merged_lse.cpu(), torch.logsumexp(lses, dim=0))
-
-    def append_gqa(self, layouts: Sequence[str]) -> None:
-        """Append to caches of these layouts, some slots negative or far too large; bit for bit."""
-        k, v = strided(torch.randn((2, 21, 3, 64), generator=self.generator).bfloat16()).unbind()
-        slots = torch.randperm(32, generator=self.generator)[:21]
-        slots[::5] = -1
-        slots[1] = 2**40
-        shapes: dict[str, list[tuple[int, ...]]] = {
-            "paged_vllm": [(4, 3, 4, 8, 16), (4, 3, 64, 8), (4, 3, 8), (4, 3, 2, 8)],
-            "paged_NHD": [(4, 8, 3, 64), (4, 8, 3, 64), (4, 8), (3,)],
-            "BNSH": [(4, 3, 8, 64), (4, 3, 8, 64), (), (4, 3, 8)],
-        }
-        names = ("k_cache", "v_cache", "k_scale", "v_scale")
-        for layout in layouts:
-            host: dict[str, Any] = {
-                name: torch.zeros(shape, dtype=torch.int8) if name.endswith("cache") else torch.full(shape, 0.02)
-                for name, shape in zip(names, shapes[layout], strict=True)
-            }
-            gpu: dict[str, Any] = {name: tensor.cuda() for name, tensor in host.items()}
-            append: Callable[..., Any] = cute_kernels.kv_int8_append
-            self.call(append, k.cuda(), v.cuda(), **gpu, slot_mapping=slots.cuda(), layout=layout)
-            reference_append(k, v, **host, slot_mapping=slots, layout=layout)
-            if not all(torch.equal(gpu[name].cpu(), host[name]) for name in names):
-                raise AssertionError(f"kv_int8_append, {layout}: differs from the reference")
+    def samples(self, *names: str) -> None:
+        """The samples of some functions, against the same calls on a CPU."""
+        for name, sample in SAMPLES.items():
+            if not name.startswith(names):
+                continue
+            inputs = sample.inputs("cpu")
+            expected = sample.run(**copied(inputs))
+            moved = {key: value.cuda() if isinstance(value, torch.Tensor) else value for key, value in inputs.items()}
+            for got, want in zip(self.call(sample.run, **moved), expected, strict=True):
+                self._known_to_initcheck(got)
+                exact = not want.is_floating_point() or want.dtype.itemsize == 1
+                near: dict[str, Any] = {} if exact else {"rtol": 0.02, "atol": 0.02}
+                torch.testing.assert_close(got.cpu(), want, equal_nan=True, **near)
+            print(f"{name}: as on a CPU")
 
     def gather(self) -> None:
         """Copies of pages, some of which the cache does not have; bit for bit."""
@@ -194,11 +155,11 @@ def _mla(calls: Calls) -> None:
     dense = dense_case(seqlens=[0, 1, 65, 200], h_q=16, s_q=2, page_size=16, padded=False)
     wild = sparse_case(batch=1, h_q=64, topk=70, num_slots=256, scales="mixed", padded=False)
     for num_splits in (1, 3, None):
-        calls.decode(sparse, "sparse", num_splits)
-        calls.decode(dense, "dense", num_splits)
-    calls.decode(dataclasses.replace(wild, s_aux=torch.zeros(64)), "scales of very different size", 1)
-    calls.append_mla()
-    calls.merge()
+        exchanges = EXCHANGES if num_splits else (None,)  # shares, where no splits are asked for
+        calls.decode(sparse, "sparse", num_splits, exchanges)
+        calls.decode(dense, "dense", num_splits, exchanges)
+    calls.decode(dataclasses.replace(wild, s_aux=torch.zeros(64)), "scales of very different size", 1, EXCHANGES)
+    calls.samples("mla_fp8_append", "merge_states")
 
 
 def _latent(calls: Calls) -> None:
@@ -217,11 +178,12 @@ def _latent(calls: Calls) -> None:
         (("v3.2", "v3.2"), 64, None, "alike"),
     ):
         case = latent_case(formats=formats, h_q=h_q, extra_topk=70 if len(formats) > 1 else 0, sizes=sizes, **one)
-        calls.latent(case, f"{' and '.join(formats)}, {h_q} heads", num_splits)
+        calls.decode(case, f"{' and '.join(formats)}, {h_q} heads", num_splits, (None,))
     dense = latent_dense_case(
         cache_format="v4.1_fp4", seqlens=[0, 1, 65, 200], h_q=16, s_q=2, page_size=16, padded=False
     )
-    calls.latent(dense, "dense v4.1_fp4", None)
+    calls.decode(dense, "dense v4.1_fp4", None, (None,))
+    calls.append_latent()
 
 
 def _gqa(calls: Calls) -> None:
@@ -241,27 +203,13 @@ def _gqa(calls: Calls) -> None:
     calls.gqa("bfloat16, window", kv_dtype="bf16", window=100, sink="inf")
     modifiers: dict[str, Any] = {"s_q": 3, "softcap": 15.0, "alibi": "batch", "q_dtype": torch.float16}
     calls.gqa("int8, softcap and ALiBi", **heads, **modifiers)
-    calls.append_gqa(("paged_vllm", "paged_NHD", "BNSH"))
+    calls.samples("kv_int8_append")
     calls.gather()
 
 
 def _sample(calls: Calls) -> None:
     # split and not, with sinks and without, lse wanted and not: where an absent argument has a constant instead
-    small: dict[str, Any] = {"batch": 1, "h_q": 128, "topk": 300, "num_slots": 512, "page_size": 61}
-    for sinks in ("none", "finite"):
-        case = sparse_case(**small, sink=sinks, padded=False)
-        calls.decode(case, f"sparse, sinks {sinks}", 3)
-        alone = calls.call(cute_kernels.mla_fp8_decode, **_on_gpu(case), num_splits=3)
-        print(check_decode(alone.cpu(), None, name="without lse", **case.arguments()).require())
-    calls.decode(dense_case(seqlens=[0, 65, 200], h_q=16, s_q=2, page_size=16, padded=False), "dense", None)
-    calls.append_mla()
-    calls.merge()
-    token_scales: dict[str, Any] = {"k_scales": "per_token_head", "v_scales": "per_token_head"}
-    calls.gqa("int8, scales of tokens", **token_scales, scale_dtype=torch.float16, splits=(None, 3))
-    calls.gqa("bfloat16, window", kv_dtype="bf16", window=100, sink="inf")
-    calls.append_gqa(("paged_NHD",))
-    calls.sink("whole", lengths=[(100, 160)])
-    calls.sink("packed, window, deterministic", lengths=[(3, 70), (64, 64)], packed=True, window=40, deterministic=True)
+    calls.samples("")
 
 
 def _few_sinks(calls: Calls) -> None:

@@ -106,12 +106,12 @@ class Rates:
         return nbytes / (self.copy_gbps * 1e3)
 
 
-# One H200, 132 SMs, driver 580. `scripts/run_h800_bench.sh` measures all but the two nominal ones again, and
-# results/h200.json has the ceilings of the card that it was recorded on; cards differ by 4%.
+# One H200, 132 SMs, driver 580. `scripts/run_h800_bench.sh` measures the ceilings of another card; clocks of one SM are
+# those of the chip. results/h200.jsonl has the ceilings of the card that it was recorded on; cards differ by 4%.
 H200 = Rates(
     card="NVIDIA H200",
     sms=132,
-    sm_mhz=1980,  # what most cases of results/h200.json ran at; 1965 under light load
+    sm_mhz=1980,  # what most cases of results/h200.jsonl ran at; 1965 under light load
     gemm_tflops=782,  # 8192^3 through torch
     read_gbps=4323,  # torch.sum over 4 GiB
     copy_gbps=4277,  # device to device

@@ -14,11 +14,12 @@ import pytest
 import torch
 
 import cute_kernels
-from bench import cases, gqa, kernels_run, mla, peers, records, run, sink, timing, values
+from bench import budget, card, cases, ceilings, gqa, kernels_run, mla, peers, records, run, sink, timing, values
 from bench.in_layer import Timing
 from bench.peers.offer import Offer
 from bench.progress import Progress
 from bench.timing import Expected, WrongReplay
+from tests.kit import sass
 from tests.kit.compare import bits
 
 CEILINGS = {"read_GBps": 4000.0, "copy_GBps": 4000.0}
@@ -135,13 +136,13 @@ def test_a_peer_that_computes_something_else_has_no_ratio(timed: None, monkeypat
         return Offer(calls, factor * calls[0]()[0], inputs[0])
 
     monkeypatch.setattr(peers, "PEERS", {MLA: {"flash_mla": peer}})
-    monkeypatch.setattr(peers, "VERSIONS", {"flash_mla": lambda: "1.0"})
+    monkeypatch.setattr(peers, "versions", lambda: {"flash_mla": "1.0"})
     case = dataclasses.replace(SMALL["sparse"], peers=("flash_mla",))
     factor = 1.1
     assert measure(case)["peers"] == {"flash_mla": {"failed": "relative error 0.1"}}
     factor = 1.0
     assert measure(case)["peers"]["flash_mla"]["ratio"] == 1.0
-    monkeypatch.setattr(peers, "VERSIONS", {"flash_mla": lambda: "missing: it is not there"})
+    monkeypatch.setattr(peers, "versions", lambda: {"flash_mla": "missing: it is not there"})
     assert "peers" not in measure(case)
 
 
@@ -247,3 +248,31 @@ def test_a_replay_that_writes_nothing_or_too_late_is_found(monkeypatch: pytest.M
     with pytest.raises(WrongReplay, match="after the timed replays: set 0, lse: 1 of 1") as found:
         timing.require_expected(right, [results], expected)
     assert "poison" not in str(found.value)
+
+
+# ---- ceilings
+
+
+@pytest.mark.anywhere
+def test_the_reader_compiles_within_its_budget() -> None:
+    spec = ceilings.StreamSpec()
+    assert sass.report(spec).problems(spec.expected) == []
+
+
+def test_a_reader_that_leaves_words_out_is_no_ceiling() -> None:
+    data = torch.rand(4096 * 5 + 3, dtype=torch.float32)
+
+    def kernel(tiles: torch.Tensor, sums: torch.Tensor) -> None:
+        sums[0, 0] = tiles[:number].sum(dtype=torch.int64).to(torch.int32)
+
+    number = 5
+    ceilings.reader_call(data, kernel)
+    number = 4
+    with pytest.raises(ValueError, match="the words add up to"):
+        ceilings.reader_call(data, kernel)
+
+
+def test_a_case_without_a_time_gets_none_by_its_prediction() -> None:
+    found = budget.predict_mla(budget.LONG)
+    assert card.with_prediction({"op": MLA, "failed": "off"}, found) == {"op": MLA, "failed": "off"}
+    assert card.with_prediction({"us": found.us}, found)["model_error"] == 0

@@ -2,14 +2,13 @@
 
 import dataclasses
 import math
-from itertools import combinations, product
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
 
-from bench.timing import percentiles
-from fp8_mla import ROPE_OFFSET, SCALE_OFFSET, pack, reference_decode, slots_from_block_table, unpack
+from fp8_mla import ROPE_OFFSET, SCALE_OFFSET, reference_decode, slots_from_block_table, unpack
 from tests.kit.compare import (
     Comparison,
     bf16_yardstick,
@@ -22,14 +21,10 @@ from tests.kit.compare import (
 from tests.kit.mla_cases import (
     SCALE_KINDS,
     PoisonedOutput,
-    covering_cases,
     dense_case,
-    encode,
     generator,
     latent_tokens,
-    ragged_lengths,
     sparse_case,
-    strided,
 )
 
 # --- compare
@@ -454,30 +449,6 @@ def test_logits_have_the_size_that_queries_are_made_for(scales):
     assert 0.2 < lse.std() < 3
 
 
-def test_encode_agrees_with_pack_on_its_scales():
-    latents = torch.randn((50, 576), generator=generator(0)).bfloat16().float()
-    packed = pack(latents)
-    scale = packed[:, SCALE_OFFSET:ROPE_OFFSET].clone().view(torch.float32)
-    tiles = latents[:, :512].view(50, 4, 128) * scale.reciprocal().unsqueeze(-1)
-    assert torch.equal(encode(tiles, scale, latents[:, 512:]), packed)
-
-
-def test_the_same_seed_gives_the_same_case():
-    first, again = (sparse_case(batch=2, h_q=3, topk=9, lengths="batch", sink="inf", seed=5) for _ in range(2))
-    other = sparse_case(batch=2, h_q=3, topk=9, lengths="batch", sink="inf", seed=6)
-    assert torch.equal(first.q, again.q)
-    assert torch.equal(first.kv_cache, again.kv_cache)
-    assert not torch.equal(first.q, other.q)
-
-
-def test_rows_of_a_case_are_the_same_calls():
-    case = sparse_case(batch=5, h_q=3, s_q=2, topk=20, lengths="query", sink="finite")
-    whole, _ = reference_decode(**case.arguments())
-    some, _ = reference_decode(**case.rows([4, 1]).arguments())
-    assert torch.equal(some, whole[[4, 1]])
-    assert case.rows([]).q.shape[0] == 0
-
-
 @pytest.mark.parametrize("padded", [True, False])
 def test_poisoned_outputs_find_what_was_written_beside_them(padded):
     output = PoisonedOutput((2, 3, 4, 512), torch.bfloat16, "cpu", padded=padded)
@@ -493,38 +464,3 @@ def test_poisoned_outputs_find_what_was_written_beside_them(padded):
         neighbour.zero_()
         with pytest.raises(AssertionError, match="2 bytes around"):
             output.require_no_stray_writes()
-
-
-def test_strided_keeps_values_and_alignment():
-    values = torch.randn((3, 2, 5, 576)).bfloat16()
-    view = strided(values)
-    assert torch.equal(view, values)
-    assert not view.is_contiguous()
-    assert view.stride(-1) == 1
-    assert view.storage_offset() * 2 % 16 == 0
-    assert all(stride * 2 % 16 == 0 for stride in view.stride()[:-1])
-
-
-def test_every_pair_of_values_is_covered():
-    factors: dict[str, tuple[Any, ...]] = {"a": (1, 2, 3), "b": ("x", "y"), "c": (True, False), "d": tuple(range(5))}
-    cases = covering_cases(factors)
-    assert cases == covering_cases(factors)
-    for left, right in combinations(factors, 2):
-        assert {(case[left], case[right]) for case in cases} == set(product(factors[left], factors[right]))
-    assert len(cases) < 20 < 60
-
-
-def test_ragged_lengths_hold_the_boundaries():
-    lengths = ragged_lengths(40, 700, 61, seed=3)
-    assert {0, 1, 63, 64, 65, 127, 128, 129, 60, 61, 62, 121, 122, 123, 700} <= set(lengths)
-    assert len(lengths) == 40
-    assert max(lengths) == 700
-    assert len(ragged_lengths(4, 700, 61, seed=3)) == 4
-
-
-# --- timing
-
-
-def test_percentiles():
-    assert percentiles([3.0]) == (3.0, 3.0, 3.0)
-    assert percentiles([float(n) for n in range(101)]) == (50.0, 10.0, 90.0)

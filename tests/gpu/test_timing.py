@@ -9,7 +9,6 @@ import torch
 
 from bench import ceilings, nvml
 from bench.in_layer import Timing, prepare, small_kernel, time_calls, time_together
-from bench.units.spec import StreamSpec
 from cute_kernels import mla_fp8_decode
 from cute_kernels.runtime.compile import compile_kernel
 from tests.kit.mla_cases import sparse_case
@@ -111,12 +110,12 @@ def test_nvml_knows_this_gpu() -> None:
     assert joules is not None and joules > 0
 
 
-# --- the units that go with the timings
+# --- ceilings
 
 
 def test_the_plain_reader_reads_all_words() -> None:
     data = torch.rand(4096 * 1000 + 77, dtype=torch.float32, device="cuda")
-    kernel = compile_kernel(StreamSpec())
+    kernel = compile_kernel(ceilings.StreamSpec())
     ceilings.reader_call(data, kernel)
     with pytest.raises(ValueError, match="the words add up to"):
         ceilings.reader_call(data, lambda tiles, sums: kernel(tiles[:-1], sums))

@@ -1,4 +1,7 @@
-"""A plain reader: bytes stream by bulk copies of the TMA into shared memory, and every word is added up."""
+"""A plain reader: bytes stream by bulk copies of the TMA into shared memory, and every word is added up.
+
+What it reads in a second is one of the ceilings that reads of a kernel are held against.
+"""
 
 import cuda.bindings.driver as cuda
 import cutlass
@@ -8,7 +11,7 @@ from cutlass.cute.nvgpu import cpasync
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 from cutlass.memory import SmemAllocator
 
-from bench.units.spec import STREAM_STAGES, STREAM_WORDS, StreamSpec
+from bench.ceilings import STREAM_STAGES, STREAM_WORDS, StreamSpec
 
 CONSUMERS = 128  # threads
 PIECES = STREAM_WORDS // (4 * CONSUMERS)  # 16-byte pieces of a thread in a tile

@@ -5,7 +5,7 @@ import cutlass.cute as cute
 from cutlass import Int32
 
 from cute_kernels.device import pairs
-from cute_kernels.mla.kernels.barriers import NamedBarrier
+from cute_kernels.mla.kernels.pipelines import NamedBarrier
 from cute_kernels.mla.kernels.pv import PvWarpgroups
 from cute_kernels.mla.kernels.smem import HALVES
 

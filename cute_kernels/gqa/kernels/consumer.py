@@ -4,12 +4,13 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 
-from cute_kernels.device.ring import RingSlot, advance, use_phase
+from cute_kernels.device.pipeline import Slot
 from cute_kernels.gqa.kernels.arguments import Call, KeyRange, QueryBlock, Scratch
 from cute_kernels.gqa.kernels.epilogue import Epilogue
 from cute_kernels.gqa.kernels.fragments import ScoreTerms, SoftmaxState, Thread, TileKeys
 from cute_kernels.gqa.kernels.load_q import LoadQ
 from cute_kernels.gqa.kernels.merge import Merge, SharedSequence
+from cute_kernels.gqa.kernels.pipelines import pipelines
 from cute_kernels.gqa.kernels.qk import QK
 from cute_kernels.gqa.kernels.scheduler import Scheduler, WorkList, WorkTile
 from cute_kernels.gqa.kernels.smem import CONSTANTS_BUFFERS, NUM_CONSTANTS, Q_BUFFERS, SmemViews
@@ -31,6 +32,7 @@ class ConsumerWarp:
         self.pv = SpreadNan(spec)
         self.epilogue = Epilogue(spec)
         self.merge = Merge(spec)
+        self.kv, self.warp_o = pipelines(spec)
 
     @cute.jit
     def run(self, call: Call, work_list: WorkList, scratch: Scratch, smem: SmemViews, warp_idx: Int32, lane: Int32):
@@ -43,7 +45,7 @@ class ConsumerWarp:
         survey = self.scheduler.survey(work_list, lane)
         state, terms = self._registers()
         rows = self.q.registers()
-        slot, sequences = RingSlot(Int32(0), Int32(0)), Int32(0)  # the next stage; sequences so far
+        slot, sequences = Slot(Int32(0), Int32(0)), Int32(0)  # the next stage; sequences so far
         for index in cutlass.range(cta, work_list.work.num_work_tiles, ctas, unroll=1):
             work_tile = self.scheduler.work_tile(work_list, index)
             b, offset, left, line = self.scheduler.assignment(work_list, survey, work_tile.range)
@@ -70,7 +72,7 @@ class ConsumerWarp:
                 slot = self.attend_range(call, state, terms, smem, q, slot, query, key_range, thread)
                 if left > 0:
                     self.q.store(rows, *self.buffers(smem, sequences + 1), thread)
-                cute.arch.mbarrier_wait(smem.o_empty, use_phase(sequences + 1))
+                self.warp_o.acquire(smem, sequences)
                 self.epilogue.gather_warps(state, smem, thread)
                 whole = offset == 0 and stop == tiles
                 if whole:
@@ -86,7 +88,7 @@ class ConsumerWarp:
                         first_slot = 2 * (first_range * head_blocks + work_tile.head_block)
                         shared = SharedSequence(scratch.partials, first_slot, 2 * head_blocks, sharers)
                         self.merge.merge(smem, shared, call.tensors, constants, query, tidx)
-                cute.arch.mbarrier_arrive(smem.o_empty)
+                self.warp_o.release(smem, sequences)
                 sequences += 1
                 line += tiles
                 offset = Int32(0)
@@ -101,12 +103,12 @@ class ConsumerWarp:
         state: SoftmaxState,
         terms: ScoreTerms,
         smem: SmemViews,
-        slot: RingSlot,
+        slot: Slot,
         b: Int32,
         offset: Int32,
         tiles: Int32,
         thread: Thread,
-    ) -> RingSlot:
+    ) -> Slot:
         """This CTA's tiles of the one sequence that its cluster shares, and the merge; returns the slot after them."""
         length, first, _ = self.scheduler.extent(work_list, b)
         query = query_block(b, work_tile, work_list)
@@ -141,21 +143,20 @@ class ConsumerWarp:
         terms: ScoreTerms,
         smem: SmemViews,
         q: cute.Pointer,
-        slot: RingSlot,
+        slot: Slot,
         query: QueryBlock,
         key_range: KeyRange,
         thread: Thread,
-    ) -> RingSlot:
+    ) -> Slot:
         """This warp's keys of all tiles of a range; returns the slot after them."""
-        stage, phase = slot
         length, tiles = key_range.length, smem.tiles
         if length > 0:
             for tile in cutlass.range(key_range.start, key_range.stop, unroll=1):
-                cute.arch.mbarrier_wait(smem.full + stage, phase)
-                address = Int32(tiles.toint()) + stage * (2 * self.spec.tile_bytes)
-                self.attend(call, state, terms, smem, q, stage, address, query, tile, length, thread)
-                phase, stage = advance(phase, stage, self.spec.stages)
-        return RingSlot(stage, phase)
+                self.kv.wait(smem, slot)
+                address = Int32(tiles.toint()) + slot.index * (2 * self.spec.tile_bytes)
+                self.attend(call, state, terms, smem, q, slot, address, query, tile, length, thread)
+                slot = self.kv.following(slot)
+        return slot
 
     @cute.jit
     def attend(
@@ -165,7 +166,7 @@ class ConsumerWarp:
         terms: ScoreTerms,
         smem: SmemViews,
         q: cute.Pointer,
-        stage: Int32,
+        slot: Slot,
         address: Int32,
         query: QueryBlock,
         tile: Int32,
@@ -178,14 +179,13 @@ class ConsumerWarp:
         and the load warp gets the stage back earlier.
         """
         spec, sizes = self.spec, call.sizes
-        scales = smem.scales + stage * spec.scale_values
-        exists = self.softmax.existing_keys(smem.page_exists + stage * spec.page_words, thread)
-        empty = smem.empty + stage
+        scales = smem.scales + slot.index * spec.scale_values
+        exists = self.softmax.existing_keys(smem.page_exists + slot.index * spec.page_words, thread)
         g = thread.lane // 4
         k_scale, v_scale = self._token_scales(scales, thread.warp, g)
         acc_s = self.qk.scores(k_scale, q, address, thread)
         raw = self.pv.load_v(address + spec.tile_bytes, thread)
-        cute.arch.mbarrier_arrive(empty)
+        self.kv.release(smem, slot)
 
         begin = tile * spec.keys_per_tile + thread.warp * KEYS
         own = (begin + self.qk.key_row(g), begin + self.qk.key_row(g + 8))

@@ -17,21 +17,22 @@ Roles (384 threads; 160 without warps 9 to 11 and with tiles of 64 keys where a 
   warp 8      load, 104 registers: TMA copies of K and V, `stages` tiles ahead (load.py)
   warp 9..11  scales of tokens, where there are any (scales.py)
 
-Barriers (barriers.py): arrivals and bytes per phase
+Mbarriers (pipelines.py): arrivals and bytes per phase
 int8, d 128, scales of tokens
-  full[4]            33 + 32,768 bytes  K, V and their scales are in the stage
-  empty[4]          256                 consumers have K and V in registers
-  o_empty           256                 consumers have read the O of all warps
+  kv_full[4]         33 + 32,768 bytes  K, V and their scales are in the stage
+  kv_empty[4]       256                 consumers have K and V in registers
+  warp_o_empty      256                 consumers have read the O of all warps
 bfloat16, d 128
-  full[2]             1 + 65,536 bytes  K and V are in the stage
-  empty[2]          256                 consumers have K and V in registers
-  o_empty           256                 consumers have read the O of all warps
+  kv_full[2]          1 + 65,536 bytes  K and V are in the stage
+  kv_empty[2]       256                 consumers have K and V in registers
+  warp_o_empty      256                 consumers have read the O of all warps
 Named barrier CONSUMERS: all consumers, where Q and where the warps' results change hands.
 
 Shared memory is listed in smem.py; with int8, d 128, 8 columns and scales of tokens: 4 stages, 178 KB.
 
-Timeline of a stage: `empty` completes; the load warp starts its copies and the scale warps store their scales; `full`
-completes; consumers do QK, load V into registers and arrive on `empty`; softmax and PV overlap with the next copies.
+Timeline of a stage: `kv_empty` completes; the load warp starts its copies and the scale warps store their scales;
+`kv_full` completes; consumers do QK, load V into registers and release the stage; softmax and PV overlap with the next
+copies.
 From one sequence to the next nothing waits for global memory: Q, page numbers and scales are asked for before.
 
 The last CTA of a sequence that several CTAs share merges it: each writes O, row_max and row_sum in float32 and counts
@@ -46,7 +47,7 @@ from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import cpasync
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
-from cute_kernels.device.barriers import initialize
+from cute_kernels.device.pipeline import initialize
 from cute_kernels.gqa.kernels.arguments import (
     Call,
     Divisors,
@@ -59,10 +60,10 @@ from cute_kernels.gqa.kernels.arguments import (
     Tma,
     Work,
 )
-from cute_kernels.gqa.kernels.barriers import barriers
 from cute_kernels.gqa.kernels.cache_tiles import fake_caches, tma_copy
 from cute_kernels.gqa.kernels.consumer import ConsumerWarp
 from cute_kernels.gqa.kernels.load import LoadWarp
+from cute_kernels.gqa.kernels.pipelines import pipelines
 from cute_kernels.gqa.kernels.scales import ScaleWarp
 from cute_kernels.gqa.kernels.scheduler import WorkList
 from cute_kernels.gqa.kernels.smem import DTYPES, allocate
@@ -224,7 +225,7 @@ class GqaDecodeKernel:
 
         smem = allocate(spec)
         if tidx == 0:
-            initialize(smem, barriers(spec))
+            initialize(smem, pipelines(spec))
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
         cute.arch.griddepcontrol_launch_dependents()

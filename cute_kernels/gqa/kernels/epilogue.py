@@ -6,8 +6,8 @@ from cutlass import Float32, Int32, const_expr
 
 from cute_kernels.device import softmax
 from cute_kernels.gqa.kernels.arguments import QueryBlock, Tensors
-from cute_kernels.gqa.kernels.barriers import NamedBarrier
 from cute_kernels.gqa.kernels.fragments import Fragments, SoftmaxState, Thread
+from cute_kernels.gqa.kernels.pipelines import NamedBarrier
 from cute_kernels.gqa.kernels.smem import (
     DTYPES,
     O_SCALE,

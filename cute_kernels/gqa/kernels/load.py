@@ -6,9 +6,10 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64, const_expr
 
-from cute_kernels.device.ring import advance
+from cute_kernels.device.pipeline import Slot
 from cute_kernels.gqa.kernels.arguments import PageTable, Tma
 from cute_kernels.gqa.kernels.cache_tiles import partition
+from cute_kernels.gqa.kernels.pipelines import pipelines
 from cute_kernels.gqa.kernels.scheduler import Scheduler, Upcoming, WorkList
 from cute_kernels.gqa.kernels.smem import SmemViews
 from cute_kernels.gqa.spec import GqaDecodeSpec
@@ -49,6 +50,7 @@ class LoadWarp:
     def __init__(self, spec: GqaDecodeSpec):
         self.spec = spec
         self.scheduler = Scheduler(spec)
+        self.kv = pipelines(spec).kv
         self.keys = spec.keys_per_tile
         self.boxes = self.keys // spec.box_rows
         self.batch = max(WARP // self.boxes, 1)  # tiles whose page numbers are read together
@@ -69,7 +71,7 @@ class LoadWarp:
         exists = cute.make_rmem_tensor(self.entries, Int32)
         batch = const_expr(self.batch)
         sExists = cute.make_tensor(smem.page_exists, cute.make_layout((spec.page_words, spec.stages)))
-        stage, phase = Int32(0), Int32(0)
+        slot = Slot(Int32(0), Int32(0))
         for index in cutlass.range(cta, work_list.work.num_work_tiles, ctas, unroll=1):
             work_tile = self.scheduler.work_tile(work_list, index)
             if const_expr(spec.cluster > 1 and spec.paged):
@@ -95,16 +97,16 @@ class LoadWarp:
                                 following = cutlass.min(ahead.tile + batch, ahead.stop)  # no batch has two sequences
                                 ahead = self.scheduler.skip_ended(work_list, ahead._replace(tile=following))
                                 self.read_pages(pages_next, page_table, ahead, lane)
-                        cute.arch.mbarrier_wait(smem.empty + stage, phase ^ 1)
+                        self.kv.acquire(smem, slot)
                         with cute.arch.elect_one():
                             if const_expr(spec.paged):
                                 for e in cutlass.range_constexpr(self.entries):
-                                    sExists[e, stage] = exists[e] >> (in_batch * self.boxes % 32)
-                            cute.arch.mbarrier_arrive_and_expect_tx(smem.full + stage, spec.copied_bytes)
+                                    sExists[e, slot.index] = exists[e] >> (in_batch * self.boxes % 32)
+                            self.kv.arrive_and_expect(smem, slot)
                         box = TileBox(work_tile.kv_head, b, tile, in_batch)
-                        self.copy_tile(copies, page_table, pages, smem.full, stage, box)
+                        self.copy_tile(copies, page_table, pages, smem, slot.index, box)
                         in_batch = cutlass.select_(in_batch + 1 == batch, Int32(0), in_batch + 1)
-                        phase, stage = advance(phase, stage, spec.stages)
+                        slot = self.kv.following(slot)
                 offset = Int32(0)
                 b += 1
 
@@ -134,7 +136,7 @@ class LoadWarp:
         copies: tuple[TileCopy, TileCopy],
         page_table: PageTable,
         pages: cute.Tensor,
-        full: cute.Pointer,
+        smem: SmemViews,
         stage: Int32,
         box: TileBox,
     ):
@@ -146,6 +148,7 @@ class LoadWarp:
             row = Int32(0)
             if const_expr(self.boxes == 1):
                 row = tile & ((Int32(1) << (page_table.shift - self.keys.bit_length() + 1)) - 1)
+        full = self.kv.full_barrier(smem, stage)
         unroll = 4 if const_expr(self.spec.d < 256) else 1  # ptxas spills an address of d 256 otherwise
         for i in cutlass.range(self.boxes, unroll=min(self.boxes, unroll)):
             if const_expr(self.spec.paged):
@@ -155,6 +158,4 @@ class LoadWarp:
                 outer = cute.arch.shuffle_sync(entry, (in_batch * self.boxes + i) % WARP)
             for c in cutlass.range_constexpr(cute.size(copies[0].sTile, mode=[2])):
                 for load, gTile, sTile in copies:
-                    cute.copy(
-                        load, gTile[None, row, c, head, outer], sTile[None, i, c, stage], tma_bar_ptr=full + stage
-                    )
+                    cute.copy(load, gTile[None, row, c, head, outer], sTile[None, i, c, stage], tma_bar_ptr=full)

@@ -6,8 +6,8 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import AddressSpace, Int32, Int64, const_expr
 
-from cute_kernels.device.ring import ring_slot
 from cute_kernels.gqa.kernels.arguments import PageTable, Scales
+from cute_kernels.gqa.kernels.pipelines import pipelines
 from cute_kernels.gqa.kernels.scheduler import Assignment, Scheduler, Upcoming, WorkList
 from cute_kernels.gqa.kernels.smem import DTYPES, SmemViews
 from cute_kernels.gqa.spec import GqaDecodeSpec
@@ -40,6 +40,7 @@ class ScaleWarp:
     def __init__(self, spec: GqaDecodeSpec):
         self.spec = spec
         self.scheduler = Scheduler(spec)
+        self.kv = pipelines(spec).kv
         self.tile = spec.keys_per_tile
         self.keys = self.tile // WARP
         groups = spec.scale_groups(spec.k_scales), spec.scale_groups(spec.v_scales)
@@ -105,7 +106,6 @@ class ScaleWarp:
 
         begun: tiles before those of this range. turn: the first tile of this warp, counted from there.
         """
-        spec = self.spec
         raw = [cute.make_rmem_tensor((self.keys, max(groups, 1), self.depth), self.dtype) for groups in self.groups]
         entries, rows = (cute.make_rmem_tensor((self.keys, self.depth), Int32) for _ in range(2))
         ahead = self.scheduler.first_upcoming(work_list, assigned)
@@ -114,11 +114,11 @@ class ScaleWarp:
         while passes < 2 or stored < found:
             for d in cutlass.range_constexpr(self.depth):
                 if passes >= 2 and stored < found:
-                    stage, phase = ring_slot(begun + turn + stored * self.step, spec.stages)
-                    cute.arch.mbarrier_wait(smem.empty + stage, phase ^ 1)
+                    slot = self.kv.slot(begun + turn + stored * self.step)
+                    self.kv.acquire(smem, slot)
                     for part in cutlass.range_constexpr(len(self.groups)):
-                        self.store(raw[part][None, None, d], parts[part], self.groups[part], smem, stage, lane)
-                    cute.arch.mbarrier_arrive(smem.full + stage)
+                        self.store(raw[part][None, None, d], parts[part], self.groups[part], smem, slot.index, lane)
+                    self.kv.arrive(smem, slot)
                     stored += 1
                 if passes >= 1 and loaded < found:
                     for part in cutlass.range_constexpr(len(self.groups)):

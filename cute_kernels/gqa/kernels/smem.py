@@ -25,8 +25,7 @@ class SmemViews(NamedTuple):
     constants     3 buffers x columns x 3 float32: see `column_constants`
     scales        stages x keys x scales of a token, float32
     page_exists   a bit for each TMA copy of a stage: its page exists
-    full, empty   mbarriers of the stages: see `barriers`
-    o_empty       mbarrier of warp_o
+    kv_full, kv_empty, warp_o_empty   mbarriers: see `pipelines`
     arrived       what this CTA's count of a partial returned
     """
 
@@ -37,9 +36,9 @@ class SmemViews(NamedTuple):
     constants: cute.Pointer
     scales: cute.Pointer
     page_exists: cute.Pointer
-    full: cute.Pointer
-    empty: cute.Pointer
-    o_empty: cute.Pointer
+    kv_full: cute.Pointer
+    kv_empty: cute.Pointer
+    warp_o_empty: cute.Pointer
     arrived: cute.Pointer
 
 
@@ -64,9 +63,9 @@ def allocate(spec: GqaDecodeSpec) -> SmemViews:
         constants=constants,
         scales=scales,
         page_exists=page_exists,
-        full=mbarriers,
-        empty=mbarriers + spec.stages,
-        o_empty=mbarriers + 2 * spec.stages,
+        kv_full=mbarriers,
+        kv_empty=mbarriers + spec.stages,
+        warp_o_empty=mbarriers + 2 * spec.stages,
         arrived=arrived,
     )
 

@@ -1,0 +1,179 @@
+"""Pipelines: edges between the roles of a kernel, whose stages in shared memory tiles take in turn.
+
+A pipeline has two mbarriers a stage, `NAME_full` and `NAME_empty`:
+
+    producer    acquire, then fill the stage, then arrive
+    consumer    wait, then read the stage, then release
+
+Some edges need one of the two alone. Tiles are counted from 0 since the kernel started, and tile t has stage
+t % stages. A role that carries the `Slot` of its next tile along divides nothing. Both are arguments of all methods.
+
+All threads of a role arrive, not one for each of its warps: that costs nothing measurable, and racecheck can follow it.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, Uint32
+from cutlass._mlir.dialects.nvvm import MemScopeKind
+
+
+class Slot(NamedTuple):
+    """Where a tile is: the stage, and the parity of the phase in which the stage's barriers complete for it."""
+
+    index: Int32
+    phase: Int32
+
+
+class MBarrier(NamedTuple):
+    """An mbarrier, one for each stage.
+
+    name      of the field of shared memory: a pointer, a number, or a range with stages
+    arrivals  that complete a phase; an arrival that announces bytes counts as one
+    stages    how many there are
+    bytes     that TMA, or the other CTA of a cluster, brings in a phase; 0: none
+    says      what is true when a phase completes
+    """
+
+    name: str
+    arrivals: int
+    stages: int
+    bytes: int
+    says: str
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """An edge: `producers` arrivals fill a stage, and `consumers` arrivals free it; 0: there is no such barrier.
+
+    name       its fields of shared memory are NAME_full and NAME_empty
+    bytes      that copies bring to a stage beside the arrivals
+    full       what is true when a stage is full
+    empty      what is true when a stage is free
+    """
+
+    name: str
+    stages: int = 1
+    producers: int = 0
+    consumers: int = 0
+    bytes: int = 0
+    full: str = ""
+    empty: str = ""
+
+    def barriers(self) -> list[MBarrier]:
+        """The barriers of the edge."""
+        both = (
+            MBarrier(f"{self.name}_full", self.producers, self.stages, self.bytes, self.full),
+            MBarrier(f"{self.name}_empty", self.consumers, self.stages, 0, self.empty),
+        )
+        return [barrier for barrier in both if barrier.arrivals]
+
+    # ---- where a tile is
+
+    def slot(self, tile: Int32 | Slot) -> Slot:
+        """The slot of a tile. Unsigned: dividing a signed number takes twice the instructions."""
+        if isinstance(tile, Slot):
+            return tile
+        use = Uint32(tile) // self.stages
+        return Slot(Int32(Uint32(tile) - use * self.stages), Int32(use % 2))
+
+    def index(self, tile: Int32 | Slot) -> Int32:
+        """The stage of a tile."""
+        return self.slot(tile).index
+
+    def following(self, slot: Slot) -> Slot:
+        """The slot of the next tile, without a division: for loops that carry it along."""
+        wraps = slot.index + 1 == self.stages
+        phase = slot.phase ^ cutlass.select_(wraps, Int32(1), Int32(0))
+        return Slot(cutlass.select_(wraps, Int32(0), slot.index + 1), phase)
+
+    def of_stage(self, index: Int32, use: Int32) -> Slot:
+        """The slot of the use-th tile of a stage, for roles that have stages of their own."""
+        return Slot(index, use & 1)
+
+    # ---- the producer
+
+    def acquire(self, smem: Any, tile: Int32 | Slot) -> None:
+        """Waits until the stage of a tile is free: until the tile before in it is read. A fresh one is at once."""
+        index, phase = self.slot(tile)
+        # waiting for the phase before the current one returns at once
+        cute.arch.mbarrier_wait(self.empty_barrier(smem, index), phase ^ 1)
+
+    def arrive(self, smem: Any, tile: Int32 | Slot, peer: Any = None) -> None:
+        """Says that this thread has filled its part of a stage; of the other CTA's stage if `peer` is its rank."""
+        _arrive(self.full_barrier(smem, self.index(tile)), peer)
+
+    def arrive_copies(self, smem: Any, tile: Int32 | Slot) -> None:
+        """Lets the cp.async copies of this thread arrive when they end: an arrival of its own."""
+        cute.arch.cp_async_mbarrier_arrive_noinc(self.full_barrier(smem, self.index(tile)))
+
+    def arrive_and_expect(self, smem: Any, tile: Int32 | Slot) -> None:
+        """Arrives, and announces the bytes that copies bring. Called by one thread."""
+        cute.arch.mbarrier_arrive_and_expect_tx(self.full_barrier(smem, self.index(tile)), self.bytes)
+
+    def expect(self, smem: Any, tile: Int32 | Slot) -> None:
+        """Announces the bytes that copies bring, without an arrival. Called by one thread."""
+        cute.arch.mbarrier_expect_tx(self.full_barrier(smem, self.index(tile)), self.bytes)
+
+    # ---- the consumer
+
+    def wait(self, smem: Any, tile: Int32 | Slot) -> None:
+        """Waits until a tile is there."""
+        index, phase = self.slot(tile)
+        cute.arch.mbarrier_wait(self.full_barrier(smem, index), phase)
+
+    def release(self, smem: Any, tile: Int32 | Slot, peer: Any = None) -> None:
+        """Says that this thread has read a tile; to the other CTA of a cluster if `peer` is its rank."""
+        _arrive(self.empty_barrier(smem, self.index(tile)), peer)
+
+    # ---- shared memory
+
+    def full_barrier(self, smem: Any, index: Any) -> cute.Pointer:
+        """The barrier that says that a stage is full, which TMA copies take."""
+        return _pointer(smem, f"{self.name}_full") + index
+
+    def empty_barrier(self, smem: Any, index: Any) -> cute.Pointer:
+        """The barrier that says that a stage is free."""
+        return _pointer(smem, f"{self.name}_empty") + index
+
+
+Pipelines = Sequence[Pipeline]
+
+
+def initialize(smem: Any, pipelines: Pipelines) -> None:
+    """Initializes all barriers; called by one thread, which fences and synchronizes afterwards."""
+    for barrier in _barriers(pipelines):
+        for stage in range(barrier.stages):
+            cute.arch.mbarrier_init(_pointer(smem, barrier.name) + stage, barrier.arrivals)
+
+
+def table(pipelines: Pipelines) -> str:
+    """Lines for a docstring: name[stages], arrivals, bytes, and what the barrier says."""
+    rows = []
+    for barrier in _barriers(pipelines):
+        name = f"{barrier.name}[{barrier.stages}]" if barrier.stages > 1 else barrier.name
+        transaction = f"+ {barrier.bytes:,} bytes" if barrier.bytes else ""
+        rows.append(f"  {name:<16}{barrier.arrivals:>5} {transaction:<15} {barrier.says}".rstrip())
+    return "\n".join(rows)
+
+
+def _barriers(pipelines: Pipelines) -> Iterator[MBarrier]:
+    return (barrier for pipeline in pipelines for barrier in pipeline.barriers())
+
+
+def _pointer(smem: Any, name: str) -> cute.Pointer:
+    """The first word of a field, which is a pointer, a number or, with stages, a range."""
+    field = getattr(smem, name)
+    if isinstance(field, cute.Pointer):
+        return field
+    return field.data_ptr() if hasattr(field, "data_ptr") else field.ptr
+
+
+def _arrive(barrier: cute.Pointer, peer: Any) -> None:
+    if peer is None:
+        cute.arch.mbarrier_arrive(barrier)
+    else:  # relaxed: it publishes no data of this thread
+        cute.arch.mbarrier_arrive(barrier, peer, scope=MemScopeKind.CLUSTER, relaxed=True)

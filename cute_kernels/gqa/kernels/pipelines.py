@@ -1,0 +1,42 @@
+"""Pipelines of the GQA decode kernel, and its named barrier."""
+
+from enum import IntEnum
+from typing import NamedTuple
+
+from cute_kernels.device.pipeline import Pipeline
+from cute_kernels.gqa.spec import GqaDecodeSpec
+
+
+class NamedBarrier(IntEnum):
+    """Barrier 0 is that of all threads of the CTA."""
+
+    CONSUMERS = 1  # all consumer warps: Q, or results of the warps, change hands
+
+
+class GqaPipelines(NamedTuple):
+    """Edges between the roles.
+
+    kv      key tiles, from the load and scale warps to the consumers
+    warp_o  O of each warp, which consumers read in the epilogue of a sequence; tiles are sequences
+    """
+
+    kv: Pipeline
+    warp_o: Pipeline
+
+
+def pipelines(spec: GqaDecodeSpec) -> GqaPipelines:
+    """The edges of a kernel."""
+    consumers = 32 * spec.warps
+    what = "K, V and their scales are in the stage" if spec.scale_warps else "K and V are in the stage"
+    return GqaPipelines(
+        kv=Pipeline(
+            "kv",
+            spec.stages,
+            producers=1 + 32 * spec.scale_writers,
+            consumers=consumers,
+            bytes=spec.copied_bytes,
+            full=what,
+            empty="consumers have K and V in registers",
+        ),
+        warp_o=Pipeline("warp_o", consumers=consumers, empty="consumers have read the O of all warps"),
+    )

@@ -170,8 +170,8 @@ def mla_steps(found: Found) -> list[str]:
         lines.append(
             [f"{heads}, {ours['family']}", f"{ours['batch']} x {ours['context']}",
              f"{short(ours['ms'])}, {short(theirs['ms'])}",
-             f"{short(ours.get('gpu_ms'))}, {short(theirs.get('gpu_ms'))}", short(mine.get("attention")), short(peer.get("attention")), times(ratio),
-             *(short(mine.get(name)) for name in SHARES[1:])]
+             f"{short(ours.get('gpu_ms'))}, {short(theirs.get('gpu_ms'))}", short(mine.get("attention")),
+             short(peer.get("attention")), times(ratio), *(short(mine.get(name)) for name in SHARES[1:])]
         )  # fmt: skip
     header = (
         "heads, values", "batch x context", "a token with the plugin, without it, ms", "its kernels", "attention, ms",

@@ -13,7 +13,7 @@ Parts, each of which adds to the file what it finds as soon as it has it:
     first    time to the first token of prompts, by the same backends
     mla-tokens  small DeepSeek-V3.2 and GLM-5: with our plugin and without it, eager and in graphs, every token is the
              same but for near ties, and transformers' below the top-k; prompts of 1 to 4,000 tokens in parts, prefix
-             caching, a draft token
+             caching, a draft token. `--models v4-64` has DeepSeek-V4 instead, which no card has run yet
     mla-steps   a decoding step of DeepSeek-V3.2's shapes, with our plugin and without it, and the shares of kernels
     sparse   sparse MLA: FlashMLA's time and ours, by vLLM's own forward
     prompts  attention of prompts, fresh ones and those with tokens in the cache: ours, vLLM's, sink_attention
@@ -428,7 +428,7 @@ def parser() -> argparse.ArgumentParser:
     it = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     it.add_argument("--parts", type=names, default=list(PARTS[:-1]))
     it.add_argument("--seconds", type=float, default=NEVER, help="after which it ends, and says what was left out")
-    every = ["llama", "gpt_oss", *vllm_mla.MODELS]
+    every = ["llama", "gpt_oss", *(model for model in vllm_mla.MODELS if model != vllm_mla.V4)]
     it.add_argument("--models", type=names, default=every, help="of tokens and mla-tokens")
     it.add_argument("--backends", type=names, default=list(BACKENDS), help="of speed and first")
     it.add_argument("--batches", type=numbers, default=list(BATCHES), help="of speed (1,16,64)")

@@ -203,14 +203,18 @@ def step_pairs(found: Found) -> list[tuple[str, Mapping[str, Any], Mapping[str, 
 
 def mla(all_found: Sequence[Found]) -> list[str]:
     """What the page for users has of sparse MLA: tokens and steps with the plugin and without it."""
-    return paragraphs(
-        *(
-            block
-            for found in all_found
-            for block in (mla_tokens(found, own=False), [mla_started(found)], mla_steps(found))
-            if any(block)
-        )
-    )
+    made = []
+    for found in all_found:
+        parts = (mla_tokens(found, own=False), [mla_started(found)], mla_steps(found))
+        if any(map(any, parts)):
+            made += [[run(found)], *filter(any, parts)]
+    return paragraphs(*made)
+
+
+def run(found: Found) -> str:
+    """Card, day and versions."""
+    versions = ", ".join(f"{name} {version}" for name, version in found["versions"].items())
+    return f"{found['card']}, {found['date']}, {versions}:"
 
 
 def sparse(found: Found) -> list[str]:
@@ -312,8 +316,7 @@ def page(all_found: Sequence[Found]) -> list[str]:
 
 
 def _of_card(found: Found) -> Iterator[list[str]]:
-    versions = ", ".join(f"{name} {version}" for name, version in found["versions"].items())
-    yield [f"{found['card']}, {found['date']}, {versions}:"]
+    yield [run(found)]
     for title, block in BLOCKS.items():
         if lines := block(found):
             yield [f"**{title}**"]

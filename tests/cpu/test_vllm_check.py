@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from bench import vllm_engine, vllm_jobs
+from bench import vllm_engine, vllm_jobs, vllm_mla
 from bench.vllm_pool import Job, Pool
 from scripts import vllm_check
 from tests.kit import pool_jobs
@@ -180,7 +180,8 @@ def test_timed_engines_have_room_for_all_their_requests(tmp_path: Path) -> None:
 
 
 def test_small_models_are_served_first_and_timed_ones_next(tmp_path: Path) -> None:
-    found = plan(tmp_path, "--parts", "mla-tokens,mla-steps")
+    found = plan(tmp_path, "--parts", "mla-tokens,mla-steps", "--models", ",".join(vllm_mla.MODELS))
+    assert not [job for job in plan(tmp_path, "--parts", "mla-tokens") if "v4" in job]
     served = [job for job in found.values() if job.kind == "mla-serve"]
     assert [job.name for job in served][:2] == ["v32-16-ours-eager", "v32-16-stock-eager"] and len(served) == 22
     assert all(job.options["plugin"] is ("ours" in job.name) for job in served)

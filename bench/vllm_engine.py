@@ -7,6 +7,7 @@ time to the first token of prompts.
 from __future__ import annotations
 
 import functools
+import gc
 import os
 import sys
 import types
@@ -22,7 +23,7 @@ ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "VLLM_USE_FLASHINFER_SAMPLER": "0",  # where FlashInfer is not installed its probe ends the engine
     "VLLM_HOST_IP": "127.0.0.1",
-    "VLLM_USE_DEEP_GEMM": "0",
+    "VLLM_DEEP_GEMM_WARMUP": "skip",  # its kernels compile when they are called
     "TOKENIZERS_PARALLELISM": "false",
     "TQDM_DISABLE": "1",
     "OMP_NUM_THREADS": "1",  # several engines share the cores
@@ -62,14 +63,21 @@ def set_environment() -> None:
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "INFO")
 
 
-def prepare() -> None:
-    """Registers our backends, as the plugin does, and leaves out what takes time or packages that nobody needs."""
+def prepare(plugin: bool = True) -> None:
+    """Registers our backends, as the plugin does, and leaves out what takes time or packages that nobody needs.
+
+    Args:
+        plugin: False leaves vLLM as it is: an installed plugin stays off as well.
+    """
     from vllm.model_executor.models import registry
     from vllm.model_executor.warmup import kernel_warmup
 
-    from cute_kernels.integrations import vllm as cute_vllm
+    if plugin:
+        from cute_kernels.integrations import vllm as cute_vllm
 
-    cute_vllm.register()
+        cute_vllm.register()
+    else:
+        os.environ["VLLM_PLUGINS"] = ""
     # compiles CuTe DSL kernels for routers of other models, and imports quack
     if hasattr(kernel_warmup, "_warmup_ll_bf16_router_gemm"):
         kernel_warmup._warmup_ll_bf16_router_gemm = lambda: None
@@ -94,11 +102,11 @@ def engine(options: dict[str, Any]) -> Any:
     return LLM(**{**given, **plain}, compilation_config=compilation)
 
 
-def sampling(tokens: int) -> Any:
-    """Greedy, to the last token."""
+def sampling(tokens: int, logprobs: int | None = None) -> Any:
+    """Greedy, to the last token; `logprobs` of that many tokens."""
     from vllm import SamplingParams
 
-    return SamplingParams(max_tokens=tokens, temperature=0, ignore_eos=True, detokenize=False)
+    return SamplingParams(max_tokens=tokens, temperature=0, ignore_eos=True, detokenize=False, logprobs=logprobs)
 
 
 def generate(llm: Any, prompts: list[list[int]], tokens: int) -> list[list[int]]:
@@ -174,7 +182,7 @@ def _scales(cache: Any, impl: Any) -> Any:
 
 
 def measure(options: dict[str, Any], messages: Messages) -> None:
-    """Sends "case" for each context and batch: milliseconds per token on the clock, then again with those of kernels.
+    """Sends "case" for each context and batch: milliseconds per token on the clock, and those of kernels.
 
     Prompts are not computed: requests begin with all but one of their tokens in the cache, in pages of their own that
     hold random numbers. What is timed are steps of vLLM's scheduler, runner and sampler as they serve.
@@ -192,14 +200,24 @@ def measure(options: dict[str, Any], messages: Messages) -> None:
     messages.wait_for_card()
     for context in options["contexts"]:
         for batch in options["batches"]:
-            prompts = [[(7 * i + j) % 29 + 3 for j in range(context)] for i in range(batch)]
-            marks.clear()
-            generate(llm, prompts, STEPS)
-            case: dict[str, Any] = {"context": context, "batch": batch, **per_token(marks)}
-            messages.send("case", case)
-            if options["profile"]:
-                case.update(kernel_times(functools.partial(generate, llm, prompts, PROFILED)))
-                messages.send("case", case)
+            case: dict[str, Any] = {"context": context, "batch": batch}
+            messages.send("case", case | timed(llm, marks, context, batch, shares if options["profile"] else None))
+
+
+def timed(
+    llm: Any, marks: list[float], context: int, batch: int, group: Callable[[list[tuple[str, float]]], Any] | None
+) -> dict[str, Any]:
+    """Milliseconds per token of so many requests over so many tokens each, and what `group` makes of their kernels."""
+    prompts = [[(7 * i + j) % 29 + 3 for j in range(context)] for i in range(batch)]
+    marks.clear()
+    gc.collect()
+    gc.disable()  # it would walk the prompts, lists of millions of numbers, between two steps
+    generate(llm, prompts, STEPS)
+    case = per_token(marks)
+    if group is not None:
+        case |= kernel_times(functools.partial(generate, llm, prompts, PROFILED), group)
+    gc.enable()
+    return case
 
 
 def first_tokens(options: dict[str, Any], messages: Messages) -> None:
@@ -250,8 +268,8 @@ def mark_steps(llm: Any) -> list[float]:
     return marks
 
 
-def kernel_times(run: Callable[[], Any]) -> dict[str, Any]:
-    """Of `PROFILED` tokens: milliseconds of a step's kernels, all and those of attention; empty without a profiler."""
+def kernel_times(run: Callable[[], Any], group: Callable[[list[tuple[str, float]]], Any]) -> dict[str, Any]:
+    """What `group` makes of the kernels of `PROFILED` tokens, names and microseconds; or why there is none."""
     from torch.profiler import ProfilerActivity, profile
 
     try:
@@ -260,7 +278,8 @@ def kernel_times(run: Callable[[], Any]) -> dict[str, Any]:
         events = [(e.key, e.self_device_time_total) for e in profiler.key_averages() if e.self_device_time_total]
     except (AssertionError, RuntimeError) as error:
         return {"profiler": str(error)}
-    return shares(events)
+    found: dict[str, Any] = group(events)
+    return found
 
 
 def shares(events: list[tuple[str, float]]) -> dict[str, Any]:

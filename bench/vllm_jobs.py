@@ -21,12 +21,13 @@ PAGE = 16
 
 def run(kind: str, options: dict[str, Any], messages: Messages) -> None:
     """A job, in a process of its own."""
-    from bench import vllm_engine
+    from bench import vllm_engine, vllm_mla
 
     vllm_engine.set_environment()
     jobs = {
         "probe": probe, "warm": warm, "train": train, "serve": vllm_engine.serve, "measure": vllm_engine.measure,
         "first": vllm_engine.first_tokens, "sparse": sparse, "prompts": prompts, "layers": layers,
+        "mla-train": vllm_mla.train, "mla-serve": vllm_mla.serve, "mla-steps": vllm_mla.steps,
     }  # fmt: skip
     jobs[kind](options, messages)
 
@@ -48,7 +49,7 @@ def warm_calls(parts: list[str], max_tokens: int) -> list[tuple[Any, tuple[int, 
     """What engines and layers will ask for: shapes, batch sizes, query tokens."""
     import torch
 
-    from bench import vllm_kernels, vllm_models
+    from bench import vllm_kernels, vllm_mla, vllm_models
     from cute_kernels.integrations.vllm.calls import GqaCalls
     from cute_kernels.warm import MlaShape
     from tests.kit import tiny_models
@@ -73,6 +74,10 @@ def warm_calls(parts: list[str], max_tokens: int) -> list[tuple[Any, tuple[int, 
             tokens = vllm_kernels.MLA_QUERY_TOKENS
             wanted.append((shape, tuple(n * tokens for n in vllm_kernels.MLA_REQUESTS), (1,)))
             wanted.append((shape, vllm_kernels.MLA_REQUESTS, (tokens,)))
+    if {"mla-tokens", "mla-steps"} & set(parts):
+        for heads in {model.heads for model in vllm_mla.MODELS.values()}:
+            shape = MlaShape(heads, vllm_mla.TOPK, append=False)
+            wanted.append((shape, (*range(1, 33), 64, vllm_mla.STEP_TOKENS), (1, 2)))
     return wanted
 
 

@@ -204,7 +204,7 @@ class Pool:
 
     def _give_card(self, waiting: Sequence[Job]) -> None:
         """Lets a job go on that waits for the card, when nothing else uses it or is about to."""
-        if all(one.state == "ready" for one in self._running) and self._next(waiting) is None:
+        if all(one.state == "ready" for one in self._running) and (self._drains or self._next(waiting) is None):
             first = self._running[0]
             first.state, first.started, self._drains = "alone", time.monotonic(), True
             first.connection.send("go")

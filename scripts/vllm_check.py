@@ -1,6 +1,6 @@
 """Check and measure our backends in vLLM's engine on an SM90 GPU, and write build/vllm_check.json.
 
-    python scripts/vllm_check.py                              all parts; about five minutes on 16 cores
+    python scripts/vllm_check.py                              all parts; about ten minutes on 16 cores
     python scripts/vllm_check.py --seconds 280                what can be had in this time, the most telling first
     python scripts/vllm_check.py --parts speed --backends cute-int8,triton-int8 --contexts 1024,8192
     python scripts/vllm_check.py --parts warm                 compile the kernels that it needs; needs no GPU
@@ -11,6 +11,10 @@ Parts, each of which adds to the file what it finds as soon as it has it:
              eager and in full CUDA graphs, 1 to 32 requests, prompts among decoding requests
     speed    time per token of Llama 3 8B's attention, a few layers, by each backend over its cache
     first    time to the first token of prompts, by the same backends
+    mla-tokens  small DeepSeek-V3.2 and GLM-5: with our plugin and without it, eager and in graphs, every token is the
+             same but for near ties, and transformers' below the top-k; prompts of 1 to 4,000 tokens in parts, prefix
+             caching, a draft token. `--models v4-64` has DeepSeek-V4 instead, which no card has run yet
+    mla-steps   a decoding step of DeepSeek-V3.2's shapes, with our plugin and without it, and the shares of kernels
     sparse   sparse MLA: FlashMLA's time and ours, by vLLM's own forward
     prompts  attention of prompts, fresh ones and those with tokens in the cache: ours, vLLM's, sink_attention
     layers   tests/gpu/test_vllm.py: layers with vLLM's metadata and Triton kernels, CUDA graphs, sparse MLA
@@ -35,7 +39,7 @@ from typing import Any
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # runs from a checkout, installed or not
 
-from bench import jsonl, vllm_jobs, vllm_pool  # noqa: E402
+from bench import jsonl, vllm_jobs, vllm_mla, vllm_pool  # noqa: E402
 from bench.progress import Progress  # noqa: E402
 from bench.vllm_engine import WAYS  # noqa: E402
 from bench.vllm_jobs import CACHES, INT8  # noqa: E402
@@ -50,13 +54,17 @@ BACKENDS = {
     "flash-fp8": ("FLASH_ATTN", "fp8"),
     "triton-fp8": ("TRITON_ATTN", "fp8"),
 }
-PARTS = ("tokens", "speed", "first", "sparse", "prompts", "layers", "warm")
+PARTS = ("mla-tokens", "mla-steps", "tokens", "speed", "first", "sparse", "prompts", "layers", "warm")
 BATCHES, CONTEXTS, LAYERS = (1, 16, 64), (8192, 32768, 1024), 4
 ROOM = 128  # tokens of a timed request after its prompt
 TOKENS = 512
 FIRST = ((1, 8192), (1, 32768), (4, 8192))
 """Requests of so many tokens."""
 STEP_TOKENS = 8192  # as vLLM's server on these cards
+MLA_CONTEXTS = (32768, 131072, 8192)
+WAYS_OF_MLA = ("ours-eager", "stock-eager", "ours-graphs", "stock-graphs", "ours-drafts", "stock-drafts")
+"""Our plugin or vLLM as it is; full CUDA graphs of decoding, also with a token that the model drafts."""
+WAYS_OF_V4 = ("stock-eager", "ours-eager", "stock-graphs", "ours-graphs")
 BYTES = {"auto": 256, "fp8": 128, INT8: 132}  # of a head and token
 ENGINE_GB = 6.0  # of a timed engine, without its cache
 SLOTS = 7
@@ -86,10 +94,14 @@ def jobs(options: argparse.Namespace, folder: pathlib.Path, probed: bool = True)
     if not probed:
         return found[:1]
     if "tokens" in options.parts:
-        for model in options.models:
+        for model in own_models(options):
             train = {"model": model, "folder": str(folder / model)}
             found.append(Job(f"train-{model}", "train", train, 0, ("card",), gigabytes=3, least=30))
         found += token_jobs(options, folder)
+    if "mla-tokens" in options.parts:
+        found += mla_jobs(options, folder)
+    if "mla-steps" in options.parts:
+        found += [mla_steps_job(who, heads, options, folder) for heads in (128, 16) for who in ("ours", "stock")]
     if "speed" in options.parts:
         found += [speed_job(name, options, folder, longest) for name in options.backends]
     if "first" in options.parts:
@@ -111,7 +123,7 @@ FIRST_TOKENS = (
 
 def token_jobs(options: argparse.Namespace, folder: pathlib.Path) -> list[Job]:
     """An engine for each model, cache and way to run: those of FIRST_TOKENS now, the others after all measurements."""
-    kinds = [(m, cache, graph) for m in options.models for cache in CACHES for graph in (True, False)]
+    kinds = [(m, cache, graph) for m in own_models(options) for cache in CACHES for graph in (True, False)]
     first = [kind for kind in FIRST_TOKENS if kind in kinds]
     found = []
     for kind in first + [kind for kind in kinds if kind not in first]:
@@ -128,6 +140,67 @@ def token_jobs(options: argparse.Namespace, folder: pathlib.Path) -> list[Job]:
         needs, phase = ("warm over", f"saved {model}"), 0 if kind in first else 2
         found.append(Job(name, "serve", given, phase, needs, gigabytes=3, seconds=150, least=25, ways=WAYS))
     return found
+
+
+def own_models(options: argparse.Namespace) -> list[str]:
+    """Models of the part "tokens"."""
+    return [model for model in options.models if model not in vllm_mla.MODELS]
+
+
+def mla_jobs(options: argparse.Namespace, folder: pathlib.Path) -> list[Job]:
+    """Training and the engines of each model, those with drafts last; V4's, which compile most, after what is timed."""
+    models = [model for model in options.models if model in vllm_mla.MODELS]
+    found = [
+        Job(f"train-{model}", "mla-train", {"model": model, "folder": str(folder / model)}, 0, ("card",), 18, 200, 30)
+        for model in models
+        if model != vllm_mla.V4
+    ]
+    for model in models:
+        for way in WAYS_OF_MLA if model != vllm_mla.V4 else WAYS_OF_V4:
+            drafts = way.endswith("drafts")
+            engine: dict[str, Any] = {
+                "model": str(folder / model), "kv_cache_dtype": "fp8", "block_size": vllm_mla.PAGE, "dtype": "bfloat16",
+                "max_model_len": vllm_mla.LONGEST + vllm_mla.PAGE, "max_num_seqs": 32, "enable_prefix_caching": True,
+                "max_num_batched_tokens": vllm_mla.STEP_TOKENS, "kv_cache_memory_bytes": 1 << 29, "max_logprobs": 64,
+                "enforce_eager": way.endswith("eager"),
+            }  # fmt: skip
+            if not engine["enforce_eager"]:
+                engine["compilation_config"] = graphs([2, 4, 8, 16, 32, 64] if drafts else [1, 2, 4, 8, 16, 32], "all")
+            if drafts:
+                engine["speculative_config"] = {"method": "mtp", "num_speculative_tokens": 1}
+                engine["disable_log_stats"] = False
+            given = {
+                "model": model, "way": way, "engine": engine, "plugin": way.startswith("ours"),
+                "rounds": ["all"] if drafts else list(vllm_mla.ROUNDS),
+            }  # fmt: skip
+            needs: tuple[str, ...] = ("warm over", f"saved {model}")
+            phase, gigabytes = 0, 4
+            if model == vllm_mla.V4:
+                engine |= {"load_format": "dummy", "block_size": None, "kv_cache_memory_bytes": 4 << 30}
+                given |= {"truth": str(folder / model / "truth.json"), "first": way == WAYS_OF_V4[0]}
+                needs, phase, gigabytes = needs[: 1 if given["first"] else 2], 2, 14
+            found.append(Job(f"{model}-{way}", "mla-serve", given, phase, needs, gigabytes, 180, 30, WAYS))
+    return sorted(found, key=lambda job: job.name.endswith("drafts"))
+
+
+def mla_steps_job(who: str, heads: int, options: argparse.Namespace, folder: pathlib.Path) -> Job:
+    """An engine of DeepSeek-V3.2's shapes that is timed."""
+    longest, batch = max(MLA_CONTEXTS) + ROOM, max(options.batches)
+    row = vllm_mla.LAYERS * (vllm_mla.TOKEN_BYTES + vllm_mla.INDEX_BYTES)
+    engine = {
+        "model": str(folder / f"v32_{heads}"), "load_format": "dummy", "kv_cache_dtype": "fp8", "dtype": "bfloat16",
+        "block_size": vllm_mla.PAGE, "max_model_len": longest, "max_num_seqs": batch, "max_num_batched_tokens": 2048,
+        "kv_cache_memory_bytes": int(batch * (longest + 2 * vllm_mla.PAGE) * row * 1.02) + (1 << 28),
+        "compilation_config": graphs(sorted(options.batches), "all"),
+        "kv_transfer_config": {"kv_connector": "DecodeBenchConnector", "kv_role": "kv_both"},
+    }  # fmt: skip
+    name = f"{who}-{heads}"
+    given = {
+        "backend": name, "plugin": who == "ours", "engine": engine, "contexts": MLA_CONTEXTS,
+        "batches": options.batches,
+    }  # fmt: skip
+    gigabytes = engine["kv_cache_memory_bytes"] / 1e9 + ENGINE_GB
+    return Job(f"steps-{name}", "mla-steps", given, 1, ("warm over", "card"), gigabytes, 150, 30, WAYS)
 
 
 def rounds(asked: list[Any]) -> list[list[Any]]:
@@ -157,7 +230,7 @@ def speed_job(name: str, options: argparse.Namespace, folder: pathlib.Path, long
     }  # fmt: skip
     gigabytes = engine["kv_cache_memory_bytes"] / 1e9 + ENGINE_GB
     # engines that check tokens are small and start first: what these leave of the memory is not much
-    trained = [f"train-{model} over" for model in options.models if "tokens" in options.parts]
+    trained = [f"train-{model} over" for model in own_models(options) if "tokens" in options.parts]
     needs = ("warm over", "card", *trained)
     return Job(name, "measure", given, 0, needs, gigabytes, seconds=90, least=25, ways=WAYS)
 
@@ -188,8 +261,10 @@ class Report:
         self.found |= {"card": "unknown", "date": f"{datetime.date.today()}", "versions": versions()}
         for part in options.parts:
             self.found[part] = {}
-        for part in {"speed", "first"} & set(options.parts):
-            self.found[part] = {"layers": options.layers, "backends": {}}
+        for part in {"speed", "first", "mla-steps"} & set(options.parts):
+            layers = vllm_mla.LAYERS if part == "mla-steps" else options.layers
+            self.found[part] = {"layers": layers, "backends": {}}
+        self.runs: dict[str, dict[tuple[str, str], Any]] = {}
 
     def receive(self, job: Job, event: str, data: Any) -> None:
         """An event of a job."""
@@ -200,9 +275,10 @@ class Report:
             self.progress.say(f"{job.name}: {in_words(data)}")
         elif event in ("card", "started", "done", "compiled", "transformers", "engine"):
             self.progress.say(f"{job.name}: {event} {data if data is not None else ''}")
-        {"serve": self._tokens, "measure": self._timed, "first": self._timed}.get(job.kind, self._other)(
-            job, event, data
-        )
+        {
+            "serve": self._tokens, "measure": self._timed, "first": self._timed, "mla-steps": self._timed,
+            "mla-train": self._mla, "mla-serve": self._mla,
+        }.get(job.kind, self._other)(job, event, data)  # fmt: skip
         self.found["seconds"] = seconds
         self.write()
 
@@ -218,13 +294,30 @@ class Report:
         self._common(engine, job, event, data)
 
     def _timed(self, job: Job, event: str, data: Any) -> None:
-        backends, name = self.found["first" if job.kind == "first" else "speed"]["backends"], job.options["backend"]
+        part = "speed" if job.kind == "measure" else job.kind
+        backends, name = self.found[part]["backends"], job.options["backend"]
         backend = backends.setdefault(name, {})
         if event == "started":
             backend = backends[name] = {}
         elif event == "case":
-            add_case(backend.setdefault("cases", []), data)
+            backend.setdefault("cases", []).append(data)
         self._common(backend, job, event, data)
+
+    def _mla(self, job: Job, event: str, data: Any) -> None:
+        part, model = self.found["mla-tokens"], job.options["model"]
+        engine = part.setdefault("engines", {}).setdefault(job.name, {})
+        runs = self.runs.setdefault(model, {})
+        if event == "trained":
+            engine |= data
+        elif event == "round":
+            runs[data["way"], data["name"]] = data
+            for key in ("cached", "turns"):
+                engine.setdefault(key, {})[data["name"]] = data.get(key)
+            part.setdefault("models", {})[model] = vllm_mla.cases(runs)
+            for case in part["models"][model]["cases"]:
+                if data["way"] in (case["a"], case["b"]) and data["name"] in case["round"]:
+                    self.progress.say(f"{model}: {in_words(case)}")
+        self._common(engine, job, event, data)
 
     def _common(self, place: dict[str, Any], job: Job, event: str, data: Any) -> None:
         if event == "engine":
@@ -271,16 +364,6 @@ def wrong_requests(asked: list[list[int]], got: list[list[int]]) -> int:
     return sum(vllm_models.counted_on(prompt, TOKENS) != tokens for prompt, tokens in zip(asked, got, strict=True))
 
 
-def add_case(cases: list[dict[str, Any]], case: dict[str, Any]) -> None:
-    """Adds a case, or what is new of one that is there."""
-    which = {name: case[name] for name in ("context", "batch", "requests", "tokens") if name in case}
-    for there in cases:
-        if which.items() <= there.items():
-            there |= case
-            return
-    cases.append(dict(case))
-
-
 def in_words(case: dict[str, Any]) -> str:
     """A case in a line of the log."""
     return ", ".join(
@@ -294,9 +377,14 @@ def failures(found: dict[str, Any]) -> list[str]:
     for name, engine in found.get("tokens", {}).get("engines", {}).items():
         if not engine.get("done") or engine.get("wrong_requests") != [0, 0, 0]:
             wrong.append(f"tokens, {name}: wrong requests {engine.get('wrong_requests', 'unknown')}")
+    for name, engine in found.get("mla-tokens", {}).get("engines", {}).items():
+        if not engine.get("done"):
+            wrong.append(f"mla-tokens, {name}: not done")
+    for name, model in found.get("mla-tokens", {}).get("models", {}).items():
+        wrong += [f"mla-tokens, {name}: {in_words(case)}" for case in model["cases"] if case["wrong"]]
     for name, counts in found.get("tokens", {}).get("transformers", {}).items():
         wrong += [f"transformers, {name}, {kind}: {n} requests" for kind, n in counts.items() if n]
-    for part in ("speed", "first"):
+    for part in ("speed", "first", "mla-steps"):
         for name, backend in found.get(part, {}).get("backends", {}).items():
             if not backend.get("done"):
                 wrong.append(f"{part}, {name}: {len(backend.get('cases', []))} cases")
@@ -340,7 +428,8 @@ def parser() -> argparse.ArgumentParser:
     it = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     it.add_argument("--parts", type=names, default=list(PARTS[:-1]))
     it.add_argument("--seconds", type=float, default=NEVER, help="after which it ends, and says what was left out")
-    it.add_argument("--models", type=names, default=["llama", "gpt_oss"], help="of tokens")
+    every = ["llama", "gpt_oss", *(model for model in vllm_mla.MODELS if model != vllm_mla.V4)]
+    it.add_argument("--models", type=names, default=every, help="of tokens and mla-tokens")
     it.add_argument("--backends", type=names, default=list(BACKENDS), help="of speed and first")
     it.add_argument("--batches", type=numbers, default=list(BATCHES), help="of speed (1,16,64)")
     it.add_argument("--contexts", type=numbers, default=list(CONTEXTS), help="of speed (8192,32768,1024)")
@@ -377,6 +466,11 @@ def main() -> int:
 
         longest = max(*options.contexts, *(tokens for _, tokens in FIRST))
         vllm_models.save_llama_8b(folder / "llama_8b", options.layers, longest + ROOM)
+    if "mla-steps" in options.parts:
+        for heads in (128, 16):
+            vllm_mla.save_v32(folder / f"v32_{heads}", heads, max(MLA_CONTEXTS) + ROOM)
+    if "mla-tokens" in options.parts:
+        vllm_mla.save_v4(folder / vllm_mla.V4)
     left = pool.run(jobs(options, folder, probed=not only_warm))
     if only_warm:
         return 0

@@ -82,6 +82,7 @@ PARTS: dict[str, Callable[[Recorded], list[str]]] = {
     "budget-errors": _of_each_card(budget.errors),
     "vllm": lambda found: vllm.page(found.vllm),
     "vllm-speed": lambda found: vllm.speeds(found.vllm),
+    "vllm-mla": lambda found: vllm.mla(found.vllm),
     "ranks": lambda found: paragraphs(*map(context_parallel_table.measured, found.ranks)),
     "ranks-speed": lambda found: context_parallel_table.speeds(found.ranks),
     "ranks-on-paper": lambda found: context_parallel_table.on_paper(),

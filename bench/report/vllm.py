@@ -126,6 +126,97 @@ def tokens(found: Found) -> list[str]:
     return table(header, lines)
 
 
+def mla_tokens(found: Found, own: bool = True) -> list[str]:
+    """Runs that were led along the same tokens, two at a time, over all rounds; `own`: also those of one engine."""
+    lines = []
+    for model, said in found.get("mla-tokens", {}).get("models", {}).items():
+        for a, b in dict.fromkeys((case["a"], case["b"]) for case in said["cases"]):
+            if not own and a.split("-")[0] == b.split("-")[0]:
+                continue
+            cases = [case for case in said["cases"] if (case["a"], case["b"]) == (a, b)]
+            sums = (plain(sum(case[key] for case in cases)) for key in ("tokens", "differ", "wrong"))
+            most = (short(max(case[key] for case in cases)) for key in ("gap", "scores"))
+            lines.append([model, f"{a}, {b}", *sums, *most, short(said["near"])])
+    header = ("model", "runs", "tokens", "others", "wrong", "their scores apart", "any scores apart", "a near tie")
+    return table(header, lines) if lines else []
+
+
+def mla_started(found: Found) -> str:
+    """How fast engines started, and what prefix caching and drafts did, in words."""
+    engines = found.get("mla-tokens", {}).get("engines", {}).values()
+    starts = sorted(engine["start_s"] for engine in engines if "start_s" in engine)
+    if not starts:
+        return ""
+    cached = sum(engine.get("cached", {}).get("again", 0) for engine in engines)
+    said = (
+        f"Engines started in {short(starts[0])} to {short(starts[-1])} s. {plain(cached)} tokens came from the cache."
+    )
+    if drafts := [engine for engine in engines if engine.get("draft")]:
+        accepted, drafted = (plain(int(sum(engine[name] for engine in drafts))) for name in ("accepted", "draft"))
+        said += f" {accepted} of {drafted} drafts were taken."
+    return said
+
+
+SHARES = ("attention", "indexer", "top-k", "slots", "rest")
+
+
+def mla_steps(found: Found) -> list[str]:
+    """Milliseconds per token of sparse MLA, with the plugin and without it, and the shares of kernels."""
+    lines, ratios = [], []
+    for heads, ours, theirs in step_pairs(found):
+        mine, peer = ours.get("shares_ms", {}), theirs.get("shares_ms", {})
+        ratio = peer["attention"] / mine["attention"] if mine.get("attention") and peer else None
+        ratios += [ratio] if ratio else []
+        lines.append(
+            [f"{heads}, {ours['family']}", f"{ours['batch']} x {ours['context']}",
+             f"{short(ours['ms'])}, {short(theirs['ms'])}",
+             f"{short(ours.get('gpu_ms'))}, {short(theirs.get('gpu_ms'))}", short(mine.get("attention")),
+             short(peer.get("attention")), times(ratio), *(short(mine.get(name)) for name in SHARES[1:])]
+        )  # fmt: skip
+    header = (
+        "heads, values", "batch x context", "a token with the plugin, without it, ms", "its kernels", "attention, ms",
+        "FlashMLA", "faster", *SHARES[1:],
+    )  # fmt: skip
+    if not ratios:
+        return []
+    slower = sum(ratio < 1 for ratio in ratios)
+    said = f"Attention takes {min(ratios):.2f} to {max(ratios):.2f} times less than FlashMLA's in {len(ratios)} cases"
+    return [*table(header, lines), "", f"{said}; it is slower in {slower or 'none'} of them."]
+
+
+def step_pairs(found: Found) -> list[tuple[str, Mapping[str, Any], Mapping[str, Any]]]:
+    """Heads, our case, and vLLM's own, of all that were timed in both."""
+    backends, pairs = found.get("mla-steps", {}).get("backends", {}), []
+    for name in backends:
+        who, _, heads = name.partition("-")
+        if who == "ours":
+            mine, peer = (
+                {
+                    (case["family"], case["context"], case["batch"]): case
+                    for case in backends.get(n, {}).get("cases", ())
+                }
+                for n in (name, f"stock-{heads}")
+            )
+            pairs += [(heads, mine[key], peer[key]) for key in mine if key in peer]
+    return pairs
+
+
+def mla(all_found: Sequence[Found]) -> list[str]:
+    """What the page for users has of sparse MLA: tokens and steps with the plugin and without it."""
+    made = []
+    for found in all_found:
+        parts = (mla_tokens(found, own=False), [mla_started(found)], mla_steps(found))
+        if any(map(any, parts)):
+            made += [[run(found)], *filter(any, parts)]
+    return paragraphs(*made)
+
+
+def run(found: Found) -> str:
+    """Card, day and versions."""
+    versions = ", ".join(f"{name} {version}" for name, version in found["versions"].items())
+    return f"{found['card']}, {found['date']}, {versions}:"
+
+
 def sparse(found: Found) -> list[str]:
     """Sparse MLA by vLLM's forward."""
     cases = found.get("sparse", {}).get("cases", [])
@@ -209,6 +300,8 @@ def wrong(found: Found) -> list[str]:
 
 
 BLOCKS: dict[str, Callable[[Found], list[str]]] = {
+    "Sparse MLA, tokens": mla_tokens,
+    "Sparse MLA, a step": mla_steps,
     "Time per token": speed,
     "Time to the first token": first,
     "Tokens": tokens,
@@ -223,8 +316,7 @@ def page(all_found: Sequence[Found]) -> list[str]:
 
 
 def _of_card(found: Found) -> Iterator[list[str]]:
-    versions = ", ".join(f"{name} {version}" for name, version in found["versions"].items())
-    yield [f"{found['card']}, {found['date']}, {versions}:"]
+    yield [run(found)]
     for title, block in BLOCKS.items():
         if lines := block(found):
             yield [f"**{title}**"]
@@ -264,5 +356,34 @@ def speed_plot(found: Found, plt: Any) -> Any:
     return figure
 
 
-PLOTS: dict[str, tuple[str, Callable[[Found, Any], Any]]] = {"vllm_speed.svg": ("speed", speed_plot)}
+def steps_plot(found: Found, plt: Any) -> Any:
+    """Milliseconds of a step's kernels by share, ours beside vLLM's own, a panel for each number of heads."""
+    pairs = [pair for pair in step_pairs(found) if pair[1]["family"] == "normal"]
+    pairs = [(heads, a, b) for heads, a, b in pairs if "shares_ms" in a and "shares_ms" in b]
+    panels = sorted({heads for heads, *_ in pairs}, key=int)
+    if not panels:
+        return None
+    figure, axes = plt.subplots(1, len(panels), figsize=(5.2 * len(panels), 3.8), squeeze=False)
+    for axis, panel in zip(axes[0], panels, strict=True):
+        shown = sorted((p for p in pairs if p[0] == panel), key=lambda p: (p[1]["context"], p[1]["batch"]))
+        for shift, cases in ((-0.2, [ours for _, ours, _ in shown]), (0.2, [theirs for *_, theirs in shown])):
+            places, bottom = [i + shift for i in range(len(shown))], [0.0] * len(shown)
+            for name, colour in zip(SHARES, ("#2b6cb0", "#c05621", "#dd9a6b", "#4a5568", "#e2e8f0"), strict=True):
+                parts = [case["shares_ms"][name] for case in cases]
+                axis.bar(places, parts, 0.36, bottom=bottom, color=colour, label=name if shift < 0 else None)
+                bottom = [a + b for a, b in zip(bottom, parts, strict=True)]
+        labels = [f"{ours['batch']} x {ours['context'] // 1024}k" for _, ours, _ in shown]
+        axis.set_xticks(range(len(shown)), labels, fontsize=7, rotation=45)
+        axis.set_title(f"{panel} heads: ours, then FlashMLA", fontsize=9)
+        axis.spines[["top", "right"]].set_visible(False)
+    axes[0][0].set_ylabel("ms of kernels a step")
+    axes[0][0].legend(frameon=False, fontsize=8)
+    figure.suptitle(f"vLLM, {found['mla-steps']['layers']} layers of DeepSeek-V3.2 on {found['card']}", fontsize=9)
+    return figure
+
+
+PLOTS: dict[str, tuple[str, Callable[[Found, Any], Any]]] = {
+    "vllm_speed.svg": ("speed", speed_plot),
+    "vllm_mla_steps.svg": ("mla-steps", steps_plot),
+}
 """Plots in docs/img: the part of a run that each shows, and what draws it from the first run that has the part."""

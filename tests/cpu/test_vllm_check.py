@@ -6,9 +6,10 @@ from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
-from bench import vllm_engine, vllm_jobs
+from bench import vllm_engine, vllm_jobs, vllm_mla
 from bench.vllm_pool import Job, Pool
 from scripts import vllm_check
 from tests.kit import pool_jobs
@@ -86,6 +87,14 @@ def test_those_that_measure_are_alone(tmp_path: Path) -> None:
     assert max(starts) < min(i for i, (name, event, _) in enumerate(events) if event == "span" and "measure" in name)
 
 
+def test_those_that_wait_for_the_card_get_it_before_others_start_in_the_memory_that_is_free(tmp_path: Path) -> None:
+    jobs = [Job(f"measure{i}", "measure", {"seconds": 0.1}, gigabytes=6) for i in range(4)]
+    events, left = served(jobs, tmp_path, seconds=30, gigabytes=13)
+    order = [(event, name[-1]) for name, event, _ in events if event in ("started", "span")]
+    assert left == {} and len(order) == 8
+    assert {name for event, name in order[:2]} == {"0", "1"} == {name for event, name in order[2:4]}
+
+
 def test_memory_is_shared_out(tmp_path: Path) -> None:
     jobs = [Job(f"job{i}", "sleep", {"seconds": 0.1}, gigabytes=6) for i in range(3)]
     jobs.append(Job("too large", "sleep", {"seconds": 0.1}, gigabytes=60))
@@ -150,7 +159,7 @@ def plan(tmp_path: Path, *arguments: str) -> dict[str, Job]:
 
 
 def test_the_plan_begins_with_what_tells_most(tmp_path: Path) -> None:
-    found = plan(tmp_path)
+    found = plan(tmp_path, "--parts", "tokens,speed,sparse,layers")
     engines = [job for job in found.values() if job.kind == "serve"]
     assert len(engines) == 12 and [job.name for job in engines][0] == "llama-int8_per_token_head-graphs"
     assert {job.phase for job in found.values() if job.kind == "measure"} == {0}
@@ -168,6 +177,25 @@ def test_timed_engines_have_room_for_all_their_requests(tmp_path: Path) -> None:
     assert job.options["engine"]["max_model_len"] >= 32768 + vllm_engine.STEPS
     assert job.gigabytes * 1e9 > job.options["engine"]["kv_cache_memory_bytes"]
     assert set(found) == {"warm", "probe", *vllm_check.BACKENDS}
+
+
+def test_small_models_are_served_first_and_timed_ones_next(tmp_path: Path) -> None:
+    found = plan(tmp_path, "--parts", "mla-tokens,mla-steps", "--models", ",".join(vllm_mla.MODELS))
+    assert not [job for job in plan(tmp_path, "--parts", "mla-tokens") if "v4" in job]
+    served = [job for job in found.values() if job.kind == "mla-serve"]
+    assert [job.name for job in served][:2] == ["v32-16-ours-eager", "v32-16-stock-eager"] and len(served) == 22
+    assert all(job.options["plugin"] is ("ours" in job.name) for job in served)
+    assert all(job.phase == (2 if "v4" in job.name else 0) for job in served)
+    assert [job.name[-6:] for job in served[-6:]] == ["drafts"] * 6
+    first, *others = (job for job in served if "v4" in job.name)
+    assert first.name == "v4-64-stock-eager" and first.options["first"] and "saved v4-64" not in first.needs
+    assert all("saved v4-64" in job.needs and not job.options["first"] for job in others)
+    timed = found["steps-stock-128"]
+    tokens = 64 * (131072 + vllm_engine.STEPS + vllm_engine.PROFILED)
+    assert timed.phase == 1 and timed.options["engine"]["kv_cache_memory_bytes"] >= tokens * 4 * (656 + 132)
+    assert not timed.options["plugin"] and timed.options["engine"]["max_model_len"] >= 131072 + vllm_engine.STEPS
+    heads = {shape.heads for shape, _, _ in vllm_jobs.warm_calls(["mla-tokens"], 1024)}
+    assert heads == {16, 64, 128}
 
 
 def test_engines_that_are_asked_for_first_tokens_take_prompts_in_parts(tmp_path: Path) -> None:
@@ -235,7 +263,6 @@ def test_the_file_holds_each_result_at_once_and_says_what_is_wrong(tmp_path: Pat
     assert json.loads(out.read_text())["tokens"]["engines"][name]["wrong_requests"] == [0, 1, 0]
     report.receive(jobs[name], "done", None)
     report.receive(jobs["cute-int8"], "started", 0)
-    report.receive(jobs["cute-int8"], "case", {"context": 8192, "batch": 1, "ms": 1.0})
     report.receive(jobs["cute-int8"], "case", {"context": 8192, "batch": 1, "ms": 1.0, "gpu_ms": 0.5})
     for case in ({"requests": 1, "tokens": 8192, "ms": 40.0}, {"requests": 4, "tokens": 8192, "ms": 90.0}):
         report.receive(jobs["first-cute-int8"], "started", 0)
@@ -255,3 +282,35 @@ def test_the_file_holds_each_result_at_once_and_says_what_is_wrong(tmp_path: Pat
         "layers", f"tokens, {name}", "speed, cute-int8", "speed, flash-bf16", "sparse",
     ]  # fmt: skip
     assert json.loads(out.read_text())["wrong"] == wrong
+
+
+def test_runs_of_a_model_are_compared_as_they_come(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    options = vllm_check.parser().parse_args(["--parts", "mla-tokens,mla-steps"])
+    report = vllm_check.Report(tmp_path / "found.json", options)
+    jobs = {job.name: job for job in vllm_check.jobs(options, tmp_path)}
+    chosen: Any = np.zeros((1, 4), np.int32)
+    logp: Any = np.full((1, 4, 3), -2.0, np.float32)
+    logp[..., 0] = -0.5
+    for name, said in (("ours-eager", 0), ("stock-eager", 1)):
+        other = chosen.copy()
+        other[0, 2] = said
+        job, data = jobs[f"v32-16-{name}"], {"requests": [3], "chosen": other, "logp": logp}
+        report.receive(job, "engine", {"runner": 1, "start_s": 20.0})
+        report.receive(job, "round", {"way": name, "name": "one", "cached": 64, "turns": 1, **data})
+        report.receive(job, "done", None)
+    report.receive(jobs["steps-ours-128"], "case", {"family": "normal", "context": 8192, "batch": 1, "ms": 1.0})
+    found = json.loads((tmp_path / "found.json").read_text())
+    (case,) = found["mla-tokens"]["models"]["v32-16"]["cases"]
+    assert (case["a"], case["b"], case["differ"], case["wrong"], case["gap"]) == (
+        "ours-eager",
+        "stock-eager",
+        1,
+        1,
+        1.5,
+    )
+    assert found["mla-tokens"]["engines"]["v32-16-ours-eager"] == {
+        "runner": 1, "start_s": 20.0, "cached": {"one": 64}, "turns": {"one": 1}, "done": True,
+    }  # fmt: skip
+    assert found["mla-steps"]["backends"]["ours-128"]["cases"][0]["ms"] == 1.0
+    wrong = report.end({})
+    assert [line.split(":")[0] for line in wrong] == ["mla-tokens, v32-16", "mla-steps, ours-128"]

@@ -25,7 +25,7 @@ help:
 	@echo 'make test-vllm  tests that need vLLM, or what comes with it, in an environment of their own (8 GB)'
 	@echo 'make lint       ruff and mypy'
 	@echo 'make fuzz       random calls of all operators, from many threads on an SM90 GPU; writes build/fuzz.json'
-	@echo 'make gpu-check  on an SM90 GPU: tests/gpu, compute-sanitizer, benchmark; writes results/*.json'
+	@echo 'make gpu-check  on an SM90 GPU: tests/gpu, compute-sanitizer, benchmark; writes results/*.jsonl'
 	@echo 'make clean      remove the virtual environment and every cache'
 
 demo: $(READY)

@@ -71,7 +71,6 @@ PARTS: dict[str, Callable[[Recorded], list[str]]] = {
     "mla-formats": _of_each_card(tables.mla_formats),
     "mla-power": _of_each_card(tables.power),
     "mla-accuracy": _of_each_card(tables.accuracy),
-    "accumulator": _of_each_card(tables.accumulator),
     "crossover": _of_each_card(tables.crossover),
     "gqa": _of_each_card(tables.gqa),
     "sink": _of_each_card(tables.sink),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
 
 from bench.kernels_run import mark
 from bench.records import case_name
@@ -184,18 +183,3 @@ def values(record: Record) -> list[str]:
         times = [short(entry["values"].get("normal")), entry["worst_family"] + wrong, short(entry["worst_us"])]
         rows.append([label, *times, *(hundredths(entry.get(key)) for key in ratios)])
     return dense(["case", "N(0,1), us", "worst values", "us", *ratios.values()], rows)
-
-
-def accumulator(record: Record) -> list[str]:
-    """A sentence on what the FP8 tensor core keeps."""
-    found: dict[str, Any] = record.get("accumulator") or {}
-    if "bits_same" not in found:
-        return [f"The probe of the accumulator failed: {found['problem']}."] if found else []
-    signs = {found["positive"], found["negative"]}
-    small = signs.pop() if len(signs) == 1 else f"{found['positive']} if positive, {found['negative']} if negative"
-    return [
-        f"The FP8 accumulator keeps {found['bits_same']} bits below the largest product of an instruction, "
-        f"{found['bits_after']} of a product below the accumulator, {found['bits_before']} of the accumulator below a "
-        f"product. What is smaller is {small}. Of 31 products of half the last bit, {found['lost_together']:g} of 15.5 "
-        "bits remain."
-    ]

@@ -1,15 +1,11 @@
 """The accuracy table of docs/users/gqa_decode.md: up to date, and the granularities of scales are in their order."""
 
-from pathlib import Path
-
 import pytest
-import torch
 
 from bench import gqa_accuracy
 from bench.gqa_accuracy import KINDS, SETS
+from bench.report import markdown
 from scripts import accuracy_gqa
-
-PAGE = Path("docs", "users", "gqa_decode.md")
 
 SHARED = ("per_tensor", "per_head")
 TOKEN_SCALES = [name for name in KINDS if name not in SHARED]
@@ -22,11 +18,8 @@ def found():
 
 def test_the_page_is_up_to_date(found):
     fresh = gqa_accuracy.table(found)
-    pages = accuracy_gqa.pages()
-    assert pages
-    for page in pages:
-        _, recorded, _ = accuracy_gqa.split(page.read_text(encoding="utf-8"))
-        assert gqa_accuracy.same(recorded, fresh), f"run python scripts/accuracy_gqa.py; {page.name} is now\n{fresh}"
+    _, recorded, _ = markdown.split(accuracy_gqa.PAGE.read_text(encoding="utf-8"), gqa_accuracy.BLOCK)
+    assert gqa_accuracy.same(recorded, fresh), f"run python scripts/accuracy_gqa.py; the table is now\n{fresh}"
 
 
 @pytest.mark.parametrize("name", SETS)
@@ -60,23 +53,9 @@ def test_outlier_tokens_need_scales_of_tokens(found):
         assert max(getattr(errors[name], field) for name in TOKEN_SCALES) < coarse / 10
 
 
-def test_bytes_of_the_scales():
-    sizes = {name: gqa_accuracy.scale_bytes(kind) for name, kind in KINDS.items()}
-    assert list(sizes.values()) == [0, 0, 2 * 2, 2 * 8 * 2, 2 * 8 * 2 * 2, 2 * 8 * 4 * 2]
-    assert gqa_accuracy.scale_bytes(KINDS["per_token_head"], torch.float32) == 2 * 8 * 4
-
-
 def test_tables_that_differ_in_rounding_are_the_same():
     table = "| `per_group, 32` | 128 (6.2%) | 1.4%, 0.0041 |"
     assert gqa_accuracy.same(table, table.replace("1.4%", "1.5%").replace("0.0041", "0.0040"))
     assert not gqa_accuracy.same(table, table.replace("1.4%", "1.7%"))
     assert not gqa_accuracy.same(table, table.replace("group", "token"))
     assert not gqa_accuracy.same(table, table + "\n" + table)
-
-
-def test_an_unknown_data_set_is_an_error():
-    with pytest.raises(ValueError, match="name: got 'wild', needs one of normal"):
-        gqa_accuracy.draw("wild")
-
-
-# --- the page

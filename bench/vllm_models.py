@@ -11,6 +11,7 @@ import torch
 from tests.kit import tiny_models
 
 MAX_POSITIONS: Final = 1024
+counted_on = tiny_models.counted_on
 SHORT_STEPS, LONG_STEPS, LONG_TOKENS = 100, 150, 640
 
 
@@ -42,12 +43,6 @@ def save(model: Any, folder: pathlib.Path) -> None:
             "original_max_position_embeddings": config["max_position_embeddings"], "truncate": False,
         }  # fmt: skip
         file.write_text(json.dumps(config), encoding="utf-8")
-
-
-def counted_on(prompt: list[int], tokens: int) -> list[int]:
-    """What a model that counts says next."""
-    step = prompt[-1] - prompt[-2]
-    return [(prompt[-1] + step * i) % tiny_models.VOCABULARY for i in range(1, tokens + 1)]
 
 
 def save_llama_8b(folder: pathlib.Path, layers: int, max_positions: int) -> None:

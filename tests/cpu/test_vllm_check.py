@@ -12,7 +12,7 @@ import pytest
 from bench import vllm_engine, vllm_jobs, vllm_mla
 from bench.vllm_pool import Job, Pool
 from scripts import vllm_check
-from tests.kit import pool_jobs
+from tests.cpu import pool_jobs
 
 Events = list[tuple[str, str, Any]]
 

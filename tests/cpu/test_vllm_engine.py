@@ -17,7 +17,8 @@ pytest.importorskip("transformers", minversion="5.17", reason="needs transformer
 from bench import vllm_models
 from bench.vllm_pool import Job, Pool
 from cute_kernels.integrations import transformers as cute
-from tests.kit import tiny_models, vllm_cpu_jobs
+from tests.cpu import vllm_cpu_jobs
+from tests.kit import tiny_models
 from tests.kit.accuracy_table import int8_error
 from tests.kit.threads import one_thread as one_thread
 

@@ -21,8 +21,6 @@ from typing import Any
 
 import pytest
 
-from bench.vllm_models import counted_on
-from scripts import make_hub_kernel
 from tests.kit import tiny_models
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -66,7 +64,9 @@ def serve(model_name: str, device: str, hub_name: str) -> dict[str, Any]:
         raise RuntimeError(f"transformers answered {len(found) - len(errors)} of {len(prompts)} requests: {errors}")
     got = {tuple(output.prompt_ids): list(output.generated_tokens) for output in found.values()}
     answers = {tuple(prompt): got.get(tuple(prompt)) for prompt in prompts}
-    wrong = {len(prompt): tokens for prompt, tokens in answers.items() if tokens != counted_on(list(prompt), NEW)}
+    wrong = {
+        len(prompt): tokens for prompt, tokens in answers.items() if tokens != tiny_models.counted_on(list(prompt), NEW)
+    }
     return {"wrong": wrong, "calls": dict(calls)}
 
 
@@ -98,9 +98,8 @@ def needs_kernels() -> pytest.MarkDecorator:
 
 
 def served(model_name: str, device: str, folder: Path) -> dict[str, Any]:
-    """What `serve` finds in a process of its own, with the copy in `folder`."""
+    """What `serve` finds in a process of its own, with the copy in `folder` / "kernel"."""
     name = NAMES[model_name]
-    make_hub_kernel.write(folder / "kernel", version=1, repo_id=name)
     local = {"LOCAL_KERNELS": f"{name}={folder / 'kernel'}", "HF_HUB_OFFLINE": "1", "HF_HOME": str(folder)}
     command = [sys.executable, "-m", __name__, model_name, device, name]
     done = subprocess.run(

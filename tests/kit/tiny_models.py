@@ -42,6 +42,12 @@ def sequences(seed: int, batch: int, tokens: int) -> torch.Tensor:
     return (begin + step * torch.arange(tokens, dtype=torch.int64, device="cpu")) % VOCABULARY
 
 
+def counted_on(prompt: list[int], tokens: int) -> list[int]:
+    """What a model that counts says next."""
+    step = prompt[-1] - prompt[-2]
+    return [(prompt[-1] + step * i) % VOCABULARY for i in range(1, tokens + 1)]
+
+
 def untrained(name: str, **more: Any) -> Any:
     """A model with random weights.
 

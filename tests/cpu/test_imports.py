@@ -138,6 +138,20 @@ def test_imports_go_one_way(module: str) -> None:
     assert violations(module, file.read_text(), file.name == "__init__.py") == []
 
 
+@pytest.mark.parametrize(
+    "folder, outside",
+    [("tests/kit", ("bench", "scripts", "tests.cpu", "tests.gpu")), ("bench", ("tests.cpu", "tests.gpu"))],
+)
+def test_what_tests_and_benchmarks_share_knows_neither(folder: str, outside: tuple[str, ...]) -> None:
+    wrong = [
+        f"{file.name} imports {name}"
+        for file in sorted((ROOT / folder).rglob("*.py"))
+        for name in imports(folder.replace("/", "."), file.read_text())
+        if f"{name}.".startswith(tuple(f"{package}." for package in outside))
+    ]
+    assert wrong == []
+
+
 def test_every_layer_is_looked_at() -> None:
     layers = {layer(module) for module in MODULES}
     assert {

@@ -9,7 +9,8 @@ import enum
 from dataclasses import dataclass, replace
 
 from cute_kernels.budget.rates import Rates
-from cute_kernels.gqa.spec import ITEMSIZE, SCALES
+from cute_kernels.gqa.codes import CODES
+from cute_kernels.gqa.spec import SCALES
 from cute_kernels.mla.spec import TOKENS_PER_TILE, WIDE
 from fp8_mla.formats import V3_2
 
@@ -205,15 +206,19 @@ class GqaVariant:
     @property
     def name(self) -> str:
         """As tables print it."""
-        scales = {"none": "no scales of tokens", "head": "scales of heads", "token": "scales of tokens and heads"}
+        scales = {
+            "none": "no scales of tokens",
+            "per_head": "scales of heads",
+            "per_token": "scales of tokens and heads",
+        }
         return f"{self.kv_dtype}, {scales.get(self.scales, f'scales of groups of {SCALES[self.scales]}')}"
 
     @property
     def bytes_per_token(self) -> float:
         """Of a token's key and value in one head, scales included."""
         size = SCALES[self.scales]
-        scales = self.d // size if size > 1 else size if self.scales == "token" else 0
-        return 2 * (self.d * ITEMSIZE[self.kv_dtype] + scales * self.scale_bytes)
+        scales = self.d // size if size > 1 else size if self.scales == "per_token" else 0
+        return 2 * (self.d * CODES[self.kv_dtype].itemsize + scales * self.scale_bytes)
 
     @property
     def chains(self) -> tuple[tuple[Unit, ...], ...]:
@@ -223,22 +228,19 @@ class GqaVariant:
     def demands(self, rates: Rates, readers: int = 1) -> dict[Unit, float]:
         """Cycles per token and KV head of each unit; `readers` CTAs share a read from HBM."""
         values = 2 * self.d
-        # A mask (64 lanes a clock on SM90) makes a pair of int8 into float16, a subtraction (256 values a clock) makes
-        # it exact; e4m3 has one instruction for a pair, at 64 values a clock; 16-bit numbers are operands as they are.
-        per_value = {"int8": 1 / 128 + 1 / 256, "float8_e4m3fn": 1 / 64}.get(self.kv_dtype, 0.0)
         return {
             Unit.TENSOR: rates.tensor_cycles(2 * values * self.columns),
             # TMA writes the bytes and ldmatrix reads them
             Unit.SMEM: rates.smem_cycles(2 * self.bytes_per_token),
-            Unit.CONVERSION: values * per_value,
+            Unit.CONVERSION: values * CODES[self.kv_dtype].clocks,
             Unit.HBM: rates.read_cycles(self.bytes_per_token / readers),
         }
 
 
 GQA_VARIANTS = (
     GqaVariant(),
-    GqaVariant(scales="token"),
-    GqaVariant(scales="group32"),
+    GqaVariant(scales="per_token"),
+    GqaVariant(scales="per_group_32"),
     GqaVariant("float8_e4m3fn"),
     GqaVariant("bfloat16"),
 )

@@ -86,26 +86,6 @@ def widen_e4m3(a: cute.Tensor, i: cutlass.Constexpr, j: cutlass.Constexpr, x: In
 
 
 @cute.jit
-def widen_rows(a: cute.Tensor, x0: Int32, x1: Int32, is_int8: cutlass.Constexpr):
-    """Makes a fragment of A from the bytes of its rows g (x0) and g + 8 (x1)."""
-    if const_expr(is_int8):
-        widen_int8(a, x0, x1, x0 >> 8, x1 >> 8)
-    else:
-        widen_e4m3(a, 0, 2, x0)
-        widen_e4m3(a, 1, 3, x1)
-
-
-@cute.jit
-def widen_columns(a: cute.Tensor, x0: Int32, x1: Int32, is_int8: cutlass.Constexpr):
-    """Makes a fragment of A from the bytes of its columns k 0..7 (x0) and 8..15 (x1), loaded transposed."""
-    if const_expr(is_int8):
-        widen_int8(a, x0, x0 >> 8, x1, x1 >> 8)
-    else:
-        widen_e4m3(a, 0, 1, x0)
-        widen_e4m3(a, 2, 3, x1)
-
-
-@cute.jit
 def take(a: cute.Tensor, x0: Int32, x1: Int32, x2: Int32, x3: Int32):
     """Makes a fragment of A from registers that hold 16-bit numbers."""
     r = cute.recast_tensor(a, Int32)

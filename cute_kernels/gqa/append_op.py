@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from cute_kernels.gqa.append_spec import KvAppendSpec, sharing
+from cute_kernels.gqa.checks import NAMES, Q_DTYPES, SCALE_DTYPES
 from cute_kernels.gqa.layouts import ALIGNMENT, LAYOUTS, CacheLayout, ScaleKind, cache_sizes, scale_kind, token_major
 from cute_kernels.gqa.reference import reference_append
 from cute_kernels.gqa.request import APPEND, AppendRequest
@@ -16,10 +17,6 @@ from cute_kernels.runtime.checks import check_tensor, require
 from cute_kernels.runtime.compile import get_kernel
 from cute_kernels.runtime.launch import MAX_PREPARED, PreparedLaunches, by_name, launch_or_explain
 from cute_kernels.runtime.overlap import check_written, holds
-
-_DTYPES = (torch.bfloat16, torch.float16)
-_SCALE_DTYPES = (torch.float32, torch.float16)
-_NAMES = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
 
 
 @APPEND.describe
@@ -120,13 +117,13 @@ def _prepare(key: tuple[Any, ...], request: AppendRequest) -> PreparedLaunch:
     k_kind = scale_kind("k_scale", tuple(request["k_scale"].shape), layout, sizes)
     v_kind = scale_kind("v_scale", tuple(request["v_scale"].shape), layout, sizes)
     spec = KvAppendSpec.for_launch(
-        dtype=_NAMES[k.dtype],
+        dtype=NAMES[k.dtype],
         d=sizes.d,
         h_kv=sizes.h_kv,
         k_scale=sharing(k_kind),
         v_scale=sharing(v_kind),
-        scale_dtype=_NAMES[request["k_scale"].dtype],
-        vllm=layout.packed,
+        scale_dtype=NAMES[request["k_scale"].dtype],
+        x_packed=layout.x_packed,
     )
     launch = by_name(APPEND, get_kernel(spec), spec.kernel, heads_first=int(layout.kernel_layout == "heads_first"))
     return _prepared.keep(key, PreparedLaunch(launch, _views(layout, k_kind, v_kind), set()), k.device)
@@ -146,17 +143,17 @@ def check(request: AppendRequest) -> None:
     k_cache, v_cache, k_scale, v_scale = (request[name] for name in ("k_cache", "v_cache", "k_scale", "v_scale"))
     APPEND.check_options(request)
     layout = LAYOUTS[request["layout"]]
-    check_tensor("k", k, dtype=_DTYPES, ndim=3)
+    check_tensor("k", k, dtype=Q_DTYPES, ndim=3)
     check_tensor("k_cache", k_cache, dtype=torch.int8, device=k.device)
     check_tensor("v_cache", v_cache, dtype=torch.int8, device=k.device)
     sizes = cache_sizes(layout, tuple(k_cache.shape), tuple(v_cache.shape), 1)
     check_tensor("k_cache", k_cache, align=ALIGNMENT, unit_last_stride=True)
-    if not layout.packed:  # the kernel stores packed values byte by byte
+    if not layout.x_packed:  # the kernel stores packed values byte by byte
         check_tensor("v_cache", v_cache, align=ALIGNMENT, unit_last_stride=True)
     check_tensor("k", k, shape=(None, sizes.h_kv, sizes.d), align=ALIGNMENT, unit_last_stride=True)
     check_tensor("v", v, dtype=k.dtype, shape=tuple(k.shape), device=k.device, align=ALIGNMENT, unit_last_stride=True)
     written, read = {"k_cache": k_cache, "v_cache": v_cache}, {"k": k, "v": v, "slot_mapping": slots}
-    for name, scale, dtype in (("k_scale", k_scale, _SCALE_DTYPES), ("v_scale", v_scale, None)):
+    for name, scale, dtype in (("k_scale", k_scale, SCALE_DTYPES), ("v_scale", v_scale, None)):
         # both have the same dtype
         check_tensor(name, scale, dtype=dtype or k_scale.dtype, device=k.device)
         # raises where no granularity fits, or several

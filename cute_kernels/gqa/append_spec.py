@@ -3,17 +3,15 @@
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from cute_kernels.gqa.layouts import ScaleKind
+from cute_kernels.gqa.codes import DTYPES, SCALE_DTYPES
+from cute_kernels.gqa.layouts import GROUP_SIZES, HEAD_DIMS, ScaleKind
 
 WARP = 32
 VALUES = 16  # of a lane's piece of a row: two 16-byte loads, one 16-byte store
 MAX_HELD = 4  # pieces of K, and as many of V, that a lane keeps in registers: 16 registers each pair
 GIVEN, PER_TOKEN, PER_TOKEN_HEAD = "given", "per_token", "per_token_head"
-GROUPS = {"per_group_32": 32, "per_group_64": 64}
+GROUPS = {ScaleKind("per_group", size).name: size for size in GROUP_SIZES}
 SCALES = (GIVEN, PER_TOKEN, PER_TOKEN_HEAD, *GROUPS)
-DTYPES = ("bfloat16", "float16")
-SCALE_DTYPES = ("float16", "float32")
-HEAD_DIMS = (64, 128, 256)
 
 
 @dataclass(frozen=True)
@@ -26,7 +24,7 @@ class KvAppendSpec:
                  "per_group_32" or "per_group_64"
     v_scale      the same of the values
     scale_dtype  of both: "float16" or "float32"
-    vllm         the layout is paged_vllm. One kernel serves all others through their strides.
+    x_packed         the layout is paged_vllm. One kernel serves all others through their strides.
     team         lanes that share a unit of work: a token if either scale is per_token, else a head of a token
     held         pieces of 16 values that a lane has of a unit; 0: as many as there are, read twice
     warps        of a CTA
@@ -37,7 +35,7 @@ class KvAppendSpec:
     k_scale: str
     v_scale: str
     scale_dtype: str
-    vllm: bool = False
+    x_packed: bool = False
     team: int = 8
     held: int = 1
     warps: int = 8
@@ -46,7 +44,7 @@ class KvAppendSpec:
 
     @classmethod
     def for_launch(
-        cls, *, dtype: str, d: int, h_kv: int, k_scale: str, v_scale: str, scale_dtype: str, vllm: bool = False
+        cls, *, dtype: str, d: int, h_kv: int, k_scale: str, v_scale: str, scale_dtype: str, x_packed: bool = False
     ) -> "KvAppendSpec":
         """The variant for a cache of `h_kv` heads: the smallest team that holds a unit in registers, if a warp can."""
         pieces = d // VALUES
@@ -55,7 +53,7 @@ class KvAppendSpec:
             pieces *= h_kv
             team = min(WARP, 1 << (pieces - 1).bit_length())
             held = -(-pieces // team)
-        return cls(dtype, d, k_scale, v_scale, scale_dtype, vllm, team, held if held <= MAX_HELD else 0)
+        return cls(dtype, d, k_scale, v_scale, scale_dtype, x_packed, team, held if held <= MAX_HELD else 0)
 
     @property
     def by_token(self) -> bool:
@@ -96,9 +94,7 @@ class KvAppendSpec:
 
 def sharing(kind: ScaleKind) -> str:
     """The name of a granularity in the spec."""
-    if kind.granularity in ("per_tensor", "per_head"):
-        return GIVEN
-    return f"per_group_{kind.group_size}" if kind.group_size else kind.granularity
+    return GIVEN if kind.granularity in ("per_tensor", "per_head") else kind.name
 
 
 def shipped_specs() -> list[KvAppendSpec]:
@@ -115,6 +111,6 @@ def shipped_specs() -> list[KvAppendSpec]:
             dtype=bf16, d=64, h_kv=8, k_scale="per_group_32", v_scale=PER_TOKEN_HEAD, scale_dtype="float16"
         ),
         KvAppendSpec.for_launch(
-            dtype=fp16, d=128, h_kv=8, k_scale=GIVEN, v_scale="per_group_64", scale_dtype="float16", vllm=True
+            dtype=fp16, d=128, h_kv=8, k_scale=GIVEN, v_scale="per_group_64", scale_dtype="float16", x_packed=True
         ),
     ]

@@ -4,23 +4,23 @@ from __future__ import annotations
 
 import torch
 
+from cute_kernels.gqa import codes
 from cute_kernels.gqa.layouts import ALIGNMENT, LAYOUTS, CacheLayout, CacheSizes, ScaleKind, cache_sizes, scale_kind
 from cute_kernels.gqa.plan import MAX_S_Q
 from cute_kernels.gqa.request import DECODE, Request
-from cute_kernels.gqa.spec import ITEMSIZE
 from cute_kernels.runtime.arch import require_sm90
 from cute_kernels.runtime.checks import check_tensor, fail, require
 from cute_kernels.runtime.memory import MAX_HEADS
 
-Q_DTYPES = (torch.bfloat16, torch.float16)
-CACHE_DTYPES = (torch.int8, torch.float8_e4m3fn, torch.bfloat16, torch.float16)
-SCALE_DTYPES = (torch.float16, torch.float32)
-NAMES = {dtype: str(dtype).removeprefix("torch.") for dtype in (*CACHE_DTYPES, torch.float32)}
+Q_DTYPES, CACHE_DTYPES, SCALE_DTYPES = (
+    tuple(getattr(torch, name) for name in names) for names in (codes.DTYPES, codes.CODES, codes.SCALE_DTYPES)
+)
+NAMES = {dtype: str(dtype).removeprefix("torch.") for dtype in (*CACHE_DTYPES, *SCALE_DTYPES)}
 
 
 def sizes_of(request: Request, layout: CacheLayout) -> CacheSizes:
     """The sizes that both caches of a call agree on."""
-    itemsize = ITEMSIZE[NAMES[request["k_cache"].dtype]]
+    itemsize = request["k_cache"].element_size()
     return cache_sizes(layout, tuple(request["k_cache"].shape), tuple(request["v_cache"].shape), itemsize)
 
 
@@ -51,7 +51,11 @@ def check(request: Request) -> None:
     check_tensor("v_cache", v_cache, dtype=k_cache.dtype, device=device)
     if k_cache.element_size() == 2:
         require(
-            k_cache.dtype is q.dtype, "k_cache", k_cache.dtype, f"q's dtype {q.dtype}, int8 or float8_e4m3fn", TypeError
+            k_cache.dtype is q.dtype,
+            "k_cache",
+            k_cache.dtype,
+            f"q's dtype {q.dtype}, {' or '.join(codes.WIDENED)}",
+            TypeError,
         )
     sizes = sizes_of(request, layout)
     for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
@@ -100,7 +104,7 @@ def check_outputs(request: Request) -> None:
 
 def _check_rows(name: str, cache: torch.Tensor, layout: CacheLayout) -> None:
     """What TMA asks for, on a CPU too: what runs there must run on a GPU."""
-    if not layout.packed:
+    if not layout.x_packed:
         check_tensor(name, cache, align=ALIGNMENT, unit_last_stride=True)
         return
     # the kernel copies a page of a head as one row of bytes
@@ -114,7 +118,8 @@ def _check_scales(request: Request, layout: CacheLayout, sizes: CacheSizes) -> N
     k_scale, v_scale, dtype = request["k_scale"], request["v_scale"], request["k_cache"].dtype
     for name, scale, other in (("k_scale", k_scale, v_scale), ("v_scale", v_scale, k_scale)):
         if scale is None:
-            needed = dtype is torch.int8 or (dtype is torch.float8_e4m3fn and other is not None)
+            known = codes.CODES[NAMES[dtype]]
+            needed = known.needs_scales or (known.widened and other is not None)
             require(not needed, name, None, f"a tensor: a cache of {dtype} has both scales")
             continue
         require(dtype.itemsize == 1, name, "a tensor", f"None: a cache of {dtype} has no scale")

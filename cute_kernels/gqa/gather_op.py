@@ -51,4 +51,4 @@ def gather_pages(
 def _copied(codes: torch.Tensor, scale: torch.Tensor, pages: torch.Tensor) -> torch.Tensor:
     """In float32. Not every device gathers FP8."""
     rows = codes.view(torch.int8)[pages.long()].view(codes.dtype).float()
-    return rows * (scale[pages.long()].unsqueeze(-1) if codes.dtype is torch.int8 else scale)
+    return rows * (scale[pages.long()].unsqueeze(-1) if scale.dim() == 3 else scale)

@@ -3,15 +3,15 @@
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from cute_kernels.gqa.append_spec import DTYPES, HEAD_DIMS
-from cute_kernels.gqa.spec import BYTE_TYPES
+from cute_kernels.gqa.codes import CODES, DTYPES, WIDENED, Codes
+from cute_kernels.gqa.layouts import HEAD_DIMS
 
 
 @dataclass(frozen=True)
 class KvGatherSpec:
     """Compile-time facts of :class:`cute_kernels.gqa.kernels.gather.KvGatherKernel`: constructor argument, cache key.
 
-    kv_dtype  of the cache: "int8", with a scale for each token and head, or "float8_e4m3fn", with one for all
+    kv_dtype  of the cache, a widened type of `gqa.codes`
     dtype     of the copies: "bfloat16" or "float16"
     d         head dimension
     warps     of a CTA
@@ -25,15 +25,20 @@ class KvGatherSpec:
     kernel: ClassVar[str] = "cute_kernels.gqa.kernels.gather:KvGatherKernel"
 
     @property
+    def codes(self) -> Codes:
+        """What is known of the type of the cache."""
+        return CODES[self.kv_dtype]
+
+    @property
     def one_scale(self) -> bool:
         """Whether all values share a scale."""
-        return self.kv_dtype != "int8"
+        return not self.codes.per_token_pages
 
     def can_implement(self) -> list[str]:
         """Reasons, in words, why this kernel cannot be built; empty when it can."""
         reasons = []
         for name, value, known in (
-            ("kv_dtype", self.kv_dtype, BYTE_TYPES),
+            ("kv_dtype", self.kv_dtype, WIDENED),
             ("dtype", self.dtype, DTYPES),
             ("d", self.d, HEAD_DIMS),
         ):
@@ -51,4 +56,4 @@ class KvGatherSpec:
 
 def shipped_specs() -> list[KvGatherSpec]:
     """Every specification that a call can ask for."""
-    return [KvGatherSpec(kv_dtype, dtype, d) for kv_dtype in BYTE_TYPES for dtype in DTYPES for d in HEAD_DIMS]
+    return [KvGatherSpec(kv_dtype, dtype, d) for kv_dtype in WIDENED for dtype in DTYPES for d in HEAD_DIMS]

@@ -23,7 +23,7 @@ ALIGNMENT: Final = 16
 Which = Literal["k", "v"]
 
 _KERNEL_NAMES: Final = {"ohrd": "heads_first", "orhd": "tokens_first"}
-_PACKED_KERNEL_NAME: Final = "vllm"
+_X_PACKED_NAME: Final = "x_packed"
 _TOKEN_MAJOR: Final = "bpsthcxdg"
 """Token-major: sequences or pages, tokens, heads, what is left of d."""
 
@@ -55,6 +55,11 @@ class ScaleKind(NamedTuple):
     granularity: str
     group_size: int = 0
 
+    @property
+    def name(self) -> str:
+        """As callers, specs and tables spell it: the granularity, "per_group_32" or "per_group_64"."""
+        return f"{self.granularity}_{self.group_size}" if self.group_size else self.granularity
+
 
 @dataclass(frozen=True)
 class CacheLayout:
@@ -66,7 +71,7 @@ class CacheLayout:
     page_sizes  tokens of a page that the kernels accept; empty: every power of two. Not used without pages
 
     A *plain* layout stores d innermost in both caches; its other axes may stand in any order and have any strides in
-    multiples of 16 bytes. A *packed* layout splits the d of keys into chunks of x values, tokens between the chunks,
+    multiples of 16 bytes. An *x-packed* layout splits the d of keys into chunks of x values, tokens between the chunks,
     and stores values transposed, d before the tokens.
     """
 
@@ -77,7 +82,7 @@ class CacheLayout:
 
     def __post_init__(self) -> None:
         outer_rows = "pt" if self.paged else "bs"
-        if self.packed:
+        if self.x_packed:
             known, needs = (self.key, self.value) == ("phctx", "phdt"), "phctx and phdt"
         else:
             known = self.key == self.value and sorted(self.key) == sorted(outer_rows + "hd") and self.key[-1] == "d"
@@ -93,7 +98,7 @@ class CacheLayout:
         return "p" in self.key
 
     @property
-    def packed(self) -> bool:
+    def x_packed(self) -> bool:
         """Whether keys are chunks of 16 bytes, and values are transposed (d before the tokens)."""
         return "x" in self.key
 
@@ -111,7 +116,7 @@ class CacheLayout:
     def kernel_layout(self) -> str:
         """What `GqaDecodeSpec.layout` calls it: a layout with pages and one without share the kernel's name."""
         axes = self.kernel_words(self.key)
-        return _PACKED_KERNEL_NAME if self.packed else _KERNEL_NAMES.get(axes, axes)
+        return _X_PACKED_NAME if self.x_packed else _KERNEL_NAMES.get(axes, axes)
 
     # ---- axes and shapes
 
@@ -164,18 +169,18 @@ LAYOUTS: Final = {
         CacheLayout("paged_vllm", "phctx", "phdt", page_sizes=(8, 16, 32)),
     )
 }
-PACKED: Final = LAYOUTS["paged_vllm"]
+X_PACKED: Final = LAYOUTS["paged_vllm"]
 """The only packed layout: kernels that are built for it take their axes from here."""
 
 
-KERNEL_LAYOUTS: Final = ", ".join((*_KERNEL_NAMES.values(), _PACKED_KERNEL_NAME, "orders of o, r, h that end in d"))
+KERNEL_LAYOUTS: Final = ", ".join((*_KERNEL_NAMES.values(), _X_PACKED_NAME, "orders of o, r, h that end in d"))
 """What `GqaDecodeSpec.layout` may be, in words."""
 
 
 def kernel_axes(kernel_layout: str) -> str:
-    """Axes of k_cache for a `GqaDecodeSpec.layout`, in the words of kernels: o, r, h, d (c, x where packed)."""
-    if kernel_layout == _PACKED_KERNEL_NAME:
-        return PACKED.kernel_words(PACKED.key)
+    """Axes of k_cache for a `GqaDecodeSpec.layout`, in the words of kernels: o, r, h, d (c, x where x-packed)."""
+    if kernel_layout == _X_PACKED_NAME:
+        return X_PACKED.kernel_words(X_PACKED.key)
     return {name: axes for axes, name in _KERNEL_NAMES.items()}.get(kernel_layout, kernel_layout)
 
 
@@ -183,7 +188,7 @@ def is_kernel_layout(kernel_layout: str) -> bool:
     """Whether some `CacheLayout` has this kernel_layout. An order that has a name goes by the name alone."""
     axes = kernel_axes(kernel_layout)
     plain = sorted(axes) == sorted("ohrd") and axes[-1] == "d"
-    return kernel_layout == _PACKED_KERNEL_NAME or (plain and _KERNEL_NAMES.get(axes, axes) == kernel_layout)
+    return kernel_layout == _X_PACKED_NAME or (plain and _KERNEL_NAMES.get(axes, axes) == kernel_layout)
 
 
 def token_major(axes: str) -> tuple[int, ...]:

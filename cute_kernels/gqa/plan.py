@@ -5,11 +5,11 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass
 
+from cute_kernels.gqa.codes import CODES
 from cute_kernels.gqa.layouts import CacheLayout, CacheSizes, ScaleKind
 from cute_kernels.gqa.spec import (
     CLUSTER,
     COLUMNS,
-    ITEMSIZE,
     KEYS_PER_WARP,
     MAX_ACCUMULATORS,
     MAX_RANGES,
@@ -81,7 +81,7 @@ def cluster_for(batch: int, h_kv: int, rows: int, d: int, max_keys: int, num_sms
     return CLUSTER if warps == 8 and short and ctas <= num_sms * 31 // 32 else 1
 
 
-_CLASS_OF = {"per_tensor": "head", "per_head": "head", "per_token": "token", "per_token_head": "token"}
+_CLASS_OF = {"per_tensor": "per_head", "per_token_head": "per_token"}
 
 
 def choose_spec(
@@ -117,7 +117,7 @@ def choose_spec(
     """
     batch, s_q, h_q = q_shape
     d, rows = sizes.d, h_q // sizes.h_kv * s_q
-    warps = warps_for(d, ITEMSIZE[kv_dtype])
+    warps = warps_for(d, CODES[kv_dtype].itemsize)
     tile = KEYS_PER_WARP * warps
     cluster = 1
     if num_splits is None:
@@ -142,9 +142,7 @@ def choose_spec(
 
 def _scale_class(kind: ScaleKind | None) -> str:
     """What a spec calls a granularity."""
-    if kind is None:
-        return "none"
-    return _CLASS_OF.get(kind.granularity) or f"group{kind.group_size}"
+    return "none" if kind is None else _CLASS_OF.get(kind.name, kind.name)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -3,12 +3,11 @@
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-from cute_kernels.gqa.layouts import HEAD_DIMS, KERNEL_LAYOUTS, PACKED, is_kernel_layout, kernel_axes
+from cute_kernels.gqa.codes import CODES, DTYPES, SCALE_DTYPES, WIDENED, Codes
+from cute_kernels.gqa.layouts import GROUP_SIZES, HEAD_DIMS, KERNEL_LAYOUTS, X_PACKED, is_kernel_layout, kernel_axes
 
 KEYS_PER_WARP = 16
-ITEMSIZE = {"int8": 1, "float8_e4m3fn": 1, "bfloat16": 2, "float16": 2}
-BYTE_TYPES = ("int8", "float8_e4m3fn")
-SCALES = {"none": 0, "head": 0, "token": 1, "group32": 32, "group64": 64}
+SCALES = {"none": 0, "per_head": 0, "per_token": 1, **{f"per_group_{size}": size for size in GROUP_SIZES}}
 COLUMNS = (8, 16)
 MAX_ACCUMULATORS = 2048  # columns x d of a warp: 64 registers of O; twice as many spill
 MAX_RANGES = 256
@@ -24,14 +23,14 @@ class GqaDecodeSpec:
     """Compile-time facts of `kernels.decode.GqaDecodeKernel`; constructor argument and cache key.
 
     q_dtype    "bfloat16" or "float16", also of the output
-    kv_dtype   "int8", "float8_e4m3fn" or q_dtype
+    kv_dtype   a widened type of `gqa.codes`, or q_dtype
     d          head dimension: 64, 128 or 256
     columns    query rows (tokens x heads of one KV head) of a CTA, which are columns of S^T and O^T: 8 or 16
-    k_scales   "none"; "head": one or one per head; "token": per token, or token and head; "group32", "group64"
+    k_scales   "none"; "per_head": one or one per head; "per_token": per token, or token and head; "per_group_32", ...
     v_scales   the same
     scale_dtype "float16" or "float32", of both scales
-    layout     `CacheLayout.kernel_layout`: "heads_first" (BNSH, paged_HND), "tokens_first" (BSNH, paged_NHD), "vllm"
-               (paged_vllm), or the axes of a plain layout of another order, such as "rohd"
+    layout     `CacheLayout.kernel_layout`: "heads_first" (BNSH, paged_HND), "tokens_first" (BSNH, paged_NHD),
+               "x_packed" (paged_vllm), or the axes of a plain layout of another order, such as "rohd"
     paged      whether there is a block table
     box_rows   tokens of one TMA copy: those of a tile, or the page size where that is smaller
     alibi      whether there are ALiBi slopes
@@ -60,10 +59,10 @@ class GqaDecodeSpec:
     def can_implement(self) -> list[str]:
         """Reasons, in words, why this kernel cannot be built; empty when it can."""
         reasons = []
-        if self.q_dtype not in ("bfloat16", "float16"):
-            reasons.append(f"q_dtype is {self.q_dtype}; it is bfloat16 or float16")
-        if self.kv_dtype not in (*BYTE_TYPES, self.q_dtype):
-            reasons.append(f"kv_dtype is {self.kv_dtype}; it is {', '.join(BYTE_TYPES)} or that of q, {self.q_dtype}")
+        if self.q_dtype not in DTYPES:
+            reasons.append(f"q_dtype is {self.q_dtype}; it is {' or '.join(DTYPES)}")
+        if self.kv_dtype not in (*WIDENED, self.q_dtype):
+            reasons.append(f"kv_dtype is {self.kv_dtype}; it is {', '.join(WIDENED)} or that of q, {self.q_dtype}")
         if self.d not in HEAD_DIMS:
             reasons.append(f"d is {self.d}; it is one of {HEAD_DIMS}")
         if self.columns not in COLUMNS or self.columns * self.d > MAX_ACCUMULATORS:
@@ -73,10 +72,10 @@ class GqaDecodeSpec:
         for name, scales in (("k_scales", self.k_scales), ("v_scales", self.v_scales)):
             if scales not in SCALES:
                 reasons.append(f"{name} is {scales}; known are {', '.join(SCALES)}")
-            elif scales != "none" and self.kv_dtype not in BYTE_TYPES:
+            elif scales != "none" and self.kv_dtype not in WIDENED:
                 reasons.append(f"{name} is {scales}; a cache of 16-bit numbers has none")
-        if self.scale_dtype not in ("float16", "float32"):
-            reasons.append(f"scale_dtype is {self.scale_dtype}; it is float16 or float32")
+        if self.scale_dtype not in SCALE_DTYPES:
+            reasons.append(f"scale_dtype is {self.scale_dtype}; it is {' or '.join(SCALE_DTYPES)}")
         if not is_kernel_layout(self.layout):
             reasons.append(f"layout is {self.layout}; known are {KERNEL_LAYOUTS}")
         if self.warps not in (4, 8) or (self.warps == 4 and self.bytes_cache):
@@ -87,33 +86,38 @@ class GqaDecodeSpec:
             reasons.append(f"box_rows is {self.box_rows}; it is a power of two up to {self.keys_per_tile}")
         elif self.box_rows < self.keys_per_tile and not self.paged:
             reasons.append(f"box_rows is {self.box_rows}; without pages it is {self.keys_per_tile}")
-        if self.packed and (not self.paged or not PACKED.accepts_page_size(self.box_rows)):
-            sizes = PACKED.accepted_page_sizes
+        if self.x_packed and (not self.paged or not X_PACKED.accepts_page_size(self.box_rows)):
+            sizes = X_PACKED.accepted_page_sizes
             reasons.append(f"layout is {self.layout} with box_rows {self.box_rows}; its page size is {sizes}")
         return reasons
 
     # ---- the layout of the caches
 
     @property
-    def packed(self) -> bool:
+    def x_packed(self) -> bool:
         """Whether keys come in chunks of 16 bytes, and values transposed."""
-        return self.layout == PACKED.kernel_layout
+        return self.layout == X_PACKED.kernel_layout
 
     @property
     def cache_axes(self) -> str:
-        """Axes of k_cache, outermost first: o sequences or pages, r tokens, h heads, d (c, x where packed)."""
+        """Axes of k_cache, outermost first: o sequences or pages, r tokens, h heads, d (c, x where x-packed)."""
         return kernel_axes(self.layout)
 
     # ---- types of the products' operands
 
     @property
+    def codes(self) -> Codes:
+        """What is known of the type of the cache."""
+        return CODES[self.kv_dtype]
+
+    @property
     def bytes_cache(self) -> bool:
         """Whether the cache holds bytes, which are widened in registers."""
-        return self.kv_dtype in BYTE_TYPES
+        return self.kv_dtype in WIDENED
 
     @property
     def k_operand(self) -> str:
-        """Type in which Q meets K: float16 holds every int8 and e4m3 exactly, and Q after a power of two."""
+        """Type in which Q meets K: float16 holds every widened number exactly, and Q after a power of two."""
         return "float16" if self.bytes_cache else self.q_dtype
 
     @property
@@ -121,7 +125,7 @@ class GqaDecodeSpec:
         """Type in which P meets V. P times a scale of any size needs the exponents of bfloat16."""
         if not self.bytes_cache:
             return self.q_dtype
-        return "float16" if self.v_scales in ("none", "head") else "bfloat16"
+        return "float16" if self.v_scales in ("none", "per_head") else "bfloat16"
 
     def scale_groups(self, scales: str) -> int:
         """Scales of a token that S or P are multiplied by: 0 where a scale is that of the whole head."""
@@ -133,7 +137,7 @@ class GqaDecodeSpec:
     @property
     def itemsize(self) -> int:
         """Bytes of a cache element."""
-        return ITEMSIZE[self.kv_dtype]
+        return self.codes.itemsize
 
     @property
     def keys_per_tile(self) -> int:
@@ -226,10 +230,12 @@ class GqaDecodeSpec:
 
 def shipped_specs() -> list[GqaDecodeSpec]:
     """The variants of the benchmark, and one of each kind of code; others are compiled at their first call."""
-    head = GqaDecodeSpec("bfloat16", "int8", 128, 8, k_scales="head", v_scales="head")
-    token = replace(head, k_scales="token", v_scales="token", scale_dtype="float16")
-    group = replace(token, k_scales="group32", v_scales="group32")
-    plain = GqaDecodeSpec("bfloat16", "bfloat16", 128, 8)
+    bf16, fp16 = DTYPES
+    int8, fp8 = WIDENED[:2]
+    head = GqaDecodeSpec(bf16, int8, 128, 8, k_scales="per_head", v_scales="per_head")
+    token = replace(head, k_scales="per_token", v_scales="per_token", scale_dtype="float16")
+    group = replace(token, k_scales="per_group_32", v_scales="per_group_32")
+    plain = GqaDecodeSpec(bf16, bf16, 128, 8)
     return [
         head,
         token,
@@ -237,12 +243,12 @@ def shipped_specs() -> list[GqaDecodeSpec]:
         replace(token, layout="tokens_first", paged=True, box_rows=64),
         replace(head, layout="tokens_first", paged=True, box_rows=16),
         replace(token, columns=16),
-        replace(head, q_dtype="float16", columns=16, alibi=True, softcap=True),
+        replace(head, q_dtype=fp16, columns=16, alibi=True, softcap=True),
         group,
-        replace(head, layout="vllm", paged=True, box_rows=8),
-        replace(token, q_dtype="float16", kv_dtype="float8_e4m3fn", d=256, layout="vllm", paged=True, box_rows=16),
-        replace(head, kv_dtype="float8_e4m3fn"),
+        replace(head, layout="x_packed", paged=True, box_rows=8),
+        replace(token, q_dtype=fp16, kv_dtype=fp8, d=256, layout="x_packed", paged=True, box_rows=16),
+        replace(head, kv_dtype=fp8),
         plain,
         replace(plain, d=64, columns=16, layout="tokens_first", paged=True, box_rows=1),
-        GqaDecodeSpec("float16", "float16", 256, 8, layout="vllm", paged=True, box_rows=32, warps=4),
+        GqaDecodeSpec(fp16, fp16, 256, 8, layout="x_packed", paged=True, box_rows=32, warps=4),
     ]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import logging
 import re
 from collections.abc import Callable
 from typing import Any
@@ -46,3 +48,7 @@ class SayOnce:
         if kind not in self._said:
             self._said.add(kind)
             self._say(text)
+
+
+say_once = SayOnce(functools.partial(logging.getLogger(__name__).info, "cute_kernels: %s"))
+"""Logs a line, once in each process."""

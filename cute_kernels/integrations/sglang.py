@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from cute_kernels import mla_fp8_decode
-from cute_kernels.integrations.hooks import SayOnce, or_original
+from cute_kernels.integrations.hooks import or_original, say_once
 from cute_kernels.integrations.on_import import change_on_import
 from cute_kernels.integrations.padded_heads import V4Decode, device_refusal, real_heads
 from fp8_mla.formats import V3_2
@@ -28,8 +28,6 @@ DEEPSEEK_V4_CLASS, DEEPSEEK_V4_METHOD = "DeepseekV4AttnBackend", "_forward_atten
 MAX_HEADS = 128
 
 logger = logging.getLogger(__name__)
-say_once = SayOnce(functools.partial(logger.info, "cute_kernels: %s"))
-"""Logs a line, once in each process."""
 
 
 def register() -> None:

@@ -15,9 +15,8 @@ from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 from sglang.srt.runtime_context import get_exec
 
 from cute_kernels import gqa_decode
-from cute_kernels.integrations.hooks import or_original
+from cute_kernels.integrations.hooks import or_original, say_once
 from cute_kernels.integrations.padded_heads import device_refusal
-from cute_kernels.integrations.sglang import say_once
 
 HEAD_DIMS = (64, 128, 256)
 

@@ -5,7 +5,7 @@ Costs are microseconds of one H200 (docs/journal/mla_decode.md).
 
 import functools
 import itertools
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from cute_kernels.mla.crossover import spec as crossover
@@ -116,6 +116,9 @@ def plan_decode(
         one = LatentDecodeSpec(sparse=sparse, cache_format=cache_format, extra_format=extra_format, **facts)
         specs = [replace(one, heads=choice) for choice in choices]
     elif exchange not in (None, "none"):
+        for name in facts.keys() - {field.name for field in fields(MlaCrossoverSpec)}:
+            if facts.pop(name):
+                raise ValueError(f"{name}: got a value with exchange {exchange!r}; needs exchange None or 'none'")
         specs = [MlaCrossoverSpec(sparse=sparse, exchange=exchange, **facts)]
 
     def estimate(spec: Spec, n: int) -> float:

@@ -10,7 +10,8 @@ WIDE = 64  # heads of a CTA, at most
 NARROW = (8, 16, 32)  # heads of a CTA for fewer of them
 HALF = 32
 FEW = 16  # up to here S and O leave registers for six warpgroups
-TOKENS_PER_TILE = 64
+WGMMA_ROWS = 64
+TOKENS_PER_TILE = 64  # keys of a key tile: the rows of S^T, and the columns that P^T and V^T share
 MAX_KEYS = 2**31 - 2**15  # of a query: the end of the last of 256 equal parts still fits into 32 bits
 WORK_TILE_OVERHEAD = 2  # key tiles that a work tile costs in addition to its own, in a balanced schedule
 CUT_TILES = 5  # key tiles that a cut through a query costs: a work tile more, and a merge
@@ -68,6 +69,8 @@ class MlaDecodeSpec:
     def can_implement(self) -> list[str]:
         """Reasons, in words, why this kernel cannot be built; empty when it can."""
         reasons = []
+        if TOKENS_PER_TILE != WGMMA_ROWS:
+            reasons.append(f"a key tile has {TOKENS_PER_TILE} keys; S of them is one wgmma of {WGMMA_ROWS} rows")
         if self.heads != WIDE and self.heads not in NARROW:
             reasons.append(f"heads is {self.heads}; known are {NARROW} and {WIDE}")
         if self.merge_lanes not in MERGE_LANES:

@@ -11,10 +11,10 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from cute_kernels.gqa.append_spec import KvAppendSpec, sharing
+from cute_kernels.gqa.codes import CODES, WIDENED
 from cute_kernels.gqa.gather_spec import KvGatherSpec
 from cute_kernels.gqa.layouts import GROUP_SIZES, LAYOUTS, CacheSizes, ScaleKind
 from cute_kernels.gqa.plan import MAX_S_Q, choose_spec
-from cute_kernels.gqa.spec import BYTE_TYPES
 from cute_kernels.merge.spec import MergeSpec
 from cute_kernels.mla.append_spec import MlaAppendSpec
 from cute_kernels.mla.plan import plan_decode
@@ -28,8 +28,11 @@ MAX_MLA_HEADS = 128
 APPENDED_TOKENS = (1, 65536)
 """Tokens of an append in decoding and in prefill."""
 SCALES = {
-    **{name: ScaleKind(name) for name in ("per_tensor", "per_head", "per_token", "per_token_head")},
-    **{f"per_group_{size}": ScaleKind("per_group", size) for size in GROUP_SIZES},
+    kind.name: kind
+    for kind in (
+        *map(ScaleKind, ("per_tensor", "per_head", "per_token", "per_token_head")),
+        *(ScaleKind("per_group", size) for size in GROUP_SIZES),
+    )
 }
 
 
@@ -146,16 +149,16 @@ class GqaShape:
             )
         if self.scales is not None and self.scales not in SCALES:
             raise ValueError(f"scales: got {self.scales!r}; needs None or one of {', '.join(SCALES)}")
-        if not (isinstance(self.kv_dtype, str) and self.kv_dtype in (*BYTE_TYPES, self.dtype)):
-            known = ", ".join((*BYTE_TYPES, self.dtype))
+        if not (isinstance(self.kv_dtype, str) and self.kv_dtype in (*WIDENED, self.dtype)):
+            known = ", ".join((*WIDENED, self.dtype))
             raise ValueError(f"kv_dtype: got {self.kv_dtype!r}; needs the name of one of {known}")
-        if self.scales is None and self.kv_dtype == "int8":
+        if self.scales is None and CODES[self.kv_dtype].needs_scales:
             raise ValueError(f"scales: got None; an int8 cache needs one of {', '.join(SCALES)}")
 
     def specs(self, batch_sizes: Iterable[int], query_tokens: Iterable[int], num_sms: int) -> Iterator[KernelSpec]:
         """The kernel of each call, in the order of the batch sizes; the same one may come often."""
         layout = LAYOUTS[self.layout]
-        kind = SCALES[self.scales] if self.scales and self.kv_dtype in BYTE_TYPES else None
+        kind = SCALES[self.scales] if self.scales and self.kv_dtype in WIDENED else None
         scale_dtype = self.scale_dtype if kind else "float32"
         for s_q in query_tokens:
             if s_q > MAX_S_Q:
@@ -175,7 +178,7 @@ class GqaShape:
                     alibi=self.alibi,
                     softcap=self.softcap,
                 )
-        if self.append and self.kv_dtype == "int8" and kind is not None:
+        if self.append and CODES[self.kv_dtype].appended and kind is not None:
             yield KvAppendSpec.for_launch(
                 dtype=self.dtype,
                 d=self.head_dim,
@@ -183,7 +186,7 @@ class GqaShape:
                 k_scale=sharing(kind),
                 v_scale=sharing(kind),
                 scale_dtype=scale_dtype,
-                vllm=layout.packed,
+                x_packed=layout.x_packed,
             )
 
 

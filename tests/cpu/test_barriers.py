@@ -28,7 +28,7 @@ from cute_kernels.sink.kernels.pipelines import key_pipelines, query_pipelines  
 from cute_kernels.sink.kernels.query_grad import SinkQueryGradKernel  # noqa: E402
 from cute_kernels.sink.spec import SinkForwardSpec  # noqa: E402
 
-INT8 = GqaDecodeSpec("bfloat16", "int8", 128, 8, k_scales="token", v_scales="token")
+INT8 = GqaDecodeSpec("bfloat16", "int8", 128, 8, k_scales="per_token", v_scales="per_token")
 GROUPED = SinkForwardSpec("bfloat16", 64, window=True, warpgroups=4, tile=64, turns=False, grouped=True)
 SHOWN = [
     (gqa_decode, "int8, d 128, scales of tokens\n", gqa.pipelines(INT8)),

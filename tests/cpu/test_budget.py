@@ -183,7 +183,9 @@ def test_int8_is_bound_by_its_bytes() -> None:
     assert 256 / int8.cycles == pytest.approx(16.5, abs=0.1)
 
 
-@pytest.mark.parametrize("scales, extra", [("none", 0), ("head", 0), ("token", 4), ("group32", 16), ("group64", 8)])
+@pytest.mark.parametrize(
+    "scales, extra", [("none", 0), ("per_head", 0), ("per_token", 4), ("per_group_32", 16), ("per_group_64", 8)]
+)
 def test_bytes_of_scales(scales: str, extra: int) -> None:
     assert GqaVariant(scales=scales).bytes_per_token == 256 + extra
 

@@ -186,7 +186,7 @@ def test_the_first_launch_prepares_the_others(layout: str, monkeypatch: pytest.M
         kv_int8_append(k, v, k_cache, v_cache, k_scale, v_scale, slots, layout=layout)
         assert len(calls) == launches and len(append_op._prepared) == 1
     (spec,) = specs
-    assert (spec.k_scale, spec.v_scale, spec.vllm) == ("given", "per_group_32", layout == "paged_vllm")
+    assert (spec.k_scale, spec.v_scale, spec.x_packed) == ("given", "per_group_32", layout == "paged_vllm")
     for arguments in calls:
         assert arguments[4].shape == (1,)
         assert arguments[-1] == (layout in ("BNSH", "paged_HND"))
@@ -315,7 +315,7 @@ def test_a_team_holds_its_unit(h_kv: int, d: int) -> None:
 @pytest.mark.parametrize("h_kv, k_scale, vllm", [(1, "per_token", True), (12, "per_token", False), (16, "given", True)])
 def test_other_variants_compile(h_kv: int, k_scale: str, vllm: bool) -> None:
     made = KvAppendSpec.for_launch(
-        dtype="bfloat16", d=128, h_kv=h_kv, k_scale=k_scale, v_scale="per_token", scale_dtype="float32", vllm=vllm
+        dtype="bfloat16", d=128, h_kv=h_kv, k_scale=k_scale, v_scale="per_token", scale_dtype="float32", x_packed=vllm
     )
     assert report_of(made).problems(made.expected) == []
 

@@ -3,18 +3,22 @@
 A plan must be right for any lengths, because only the device knows them.
 """
 
+import ast
 import bisect
 import itertools
 from collections import Counter
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
+from cute_kernels import gqa
 from cute_kernels.gqa.plan import columns_for, plan_decode, warps_for
 from cute_kernels.gqa.spec import MAX_RANGES, GqaDecodeSpec, shipped_specs
 from tests.kit.mla_cases import ragged_lengths
 
 SMS = 132
-SPEC = GqaDecodeSpec("bfloat16", "int8", 128, 8, k_scales="head", v_scales="head")
+SPEC = GqaDecodeSpec("bfloat16", "int8", 128, 8, k_scales="per_head", v_scales="per_head")
 KEYS = SPEC.keys_per_tile
 INT32_MAX, NO_WINDOW = 2**31 - 1, 2**30
 
@@ -281,3 +285,20 @@ def test_columns_and_warps_of_kernels_can_be_built():
         assert spec.can_implement() == []
         assert spec.stages >= 2
     assert all(spec.can_implement() == [] for spec in shipped_specs())
+
+
+def test_no_other_file_names_a_type_of_codes() -> None:
+    """A type is one class in gqa/codes.py. References and public texts say what callers may pass."""
+    package = Path(gqa.__file__).parent
+    said = ("codes.py", "reference.py", "request.py", "op.py", "append_op.py", "gather_op.py", "append.py")
+    for file in sorted(package.rglob("*.py")):
+        for node in ast.walk(ast.parse(file.read_text())) if file.name not in said else ():
+            names = {node.value} if isinstance(node, ast.Constant) and isinstance(node.value, str) else set()
+            names |= {node.id} & {"Float8E4M3FN"} if isinstance(node, ast.Name) else set()
+            assert not names & {"int8", "float8_e4m3fn", "Float8E4M3FN"}, f"{file.name}: {names}"
+
+
+def test_an_unknown_type_is_refused_by_name() -> None:
+    """It was taken for e4m3 where only int8 was asked for."""
+    reason = replace(SPEC, kv_dtype="int4").can_implement()[0]
+    assert reason == "kv_dtype is int4; it is int8, float8_e4m3fn or that of q, bfloat16"

@@ -19,7 +19,7 @@ MODULES = {
 SHARED = ("budget", "compat", "device", "distributed", "integrations", "runtime", "warm")
 # The files of a room, by name or by the end of it: append_op.py is an op. launch_*.py is a launch. Device code is what
 # lies in kernels/.
-ROOM_FILES = ("checks", "launch", "layouts", "op", "plan", "reference", "request", "spec")
+ROOM_FILES = ("checks", "codes", "launch", "layouts", "op", "plan", "reference", "request", "spec")
 # Designs of their own inside of a room. They take from the room's kernels; of the room its op and launches alone know
 # them, and its plan the spec.
 DESIGNS = ("crossover", "latent")
@@ -30,15 +30,16 @@ PROJECT = {
     "formats": set(),  # plain Python, for everyone
     "public": {"op", "warm"},  # cute_kernels itself: the names that users import
     "room": set(),
-    "spec": {"formats", "layouts", "spec"},
+    "codes": {"device"},  # imported where a kernel is traced
+    "spec": {"codes", "formats", "layouts", "spec"},
     "device": {"device", "formats"},
-    "kernels": {"device", "formats", "kernels", "layouts", "spec"},
+    "kernels": {"codes", "device", "formats", "kernels", "layouts", "spec"},
     "layouts": {"layouts"},
-    "plan": {"budget", "formats", "layouts", "plan", "spec"},
+    "plan": {"budget", "codes", "formats", "layouts", "plan", "spec"},
     "reference": {"formats", "fp8_mla", "layouts", "plan", "reference"},
     "runtime": {"runtime"},
     "request": {"formats", "layouts", "plan", "runtime", "spec"},
-    "checks": {"formats", "fp8_mla", "layouts", "plan", "request", "runtime", "spec"},
+    "checks": {"codes", "formats", "fp8_mla", "layouts", "plan", "request", "runtime", "spec"},
     "launch": {"checks", "formats", "fp8_mla", "layouts", "plan", "reference", "request", "runtime", "spec"},
     "op": {
         "checks",
@@ -53,8 +54,8 @@ PROJECT = {
         "runtime",
         "spec",
     },
-    "budget": {"budget", "formats", "spec"},
-    "warm": {"formats", "layouts", "plan", "runtime", "spec", "warm"},
+    "budget": {"budget", "codes", "formats", "spec"},
+    "warm": {"codes", "formats", "layouts", "plan", "runtime", "spec", "warm"},
     "distributed": {"distributed", "fp8_mla", "layouts", "op", "request", "runtime"},
     "compat": {"compat", "formats", "fp8_mla", "op", "plan", "public", "request", "runtime", "spec"},
     "integrations": {"compat", "formats", "fp8_mla", "integrations", "op", "plan", "public", "runtime", "spec", "warm"},
@@ -70,6 +71,7 @@ OUTSIDE: dict[str, set[str]] = {
     "reference": TORCH,
     "runtime": TORCH | DSL | {"tvm_ffi"},
     "checks": TORCH,
+    "codes": DSL,
     "request": TORCH,
     "launch": TORCH,
     "op": TORCH,

@@ -106,7 +106,7 @@ def test_kernels_compile() -> None:
     assert spec.layout == "rohd" and not spec.paged
     append = KvAppendSpec.for_launch(
         dtype="bfloat16", d=64, h_kv=2, k_scale="per_token_head", v_scale="per_token", scale_dtype="float32",
-        vllm=SBNH.packed,
+        x_packed=SBNH.x_packed,
     )  # fmt: skip
     for built in (spec, append):
         assert report_of(built).problems(built.expected) == []

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from cute_kernels import gqa_decode, mla_fp8_decode
-from cute_kernels.integrations import on_import, padded_heads
+from cute_kernels.integrations import hooks, on_import, padded_heads
 from cute_kernels.integrations import sglang as plugin
 from tests.kit.sglang_stand_ins import (
     HEADS,
@@ -44,6 +44,7 @@ def sglang(monkeypatch: pytest.MonkeyPatch) -> Iterator[types.SimpleNamespace]:
 def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     lines: list[str] = []
     monkeypatch.setattr(plugin, "say_once", lines.append)
+    monkeypatch.setattr(hooks, "say_once", lines.append)  # before sglang_gqa is imported
     return lines
 
 

@@ -95,7 +95,7 @@ def slots_for(tokens: int, num_slots: int, seed: int, in_order: bool = False) ->
 
 
 def sizes_for(layout: str, rows: int, tokens: int, h_kv: int, d: int) -> CacheSizes:
-    if LAYOUTS[layout].packed:
+    if LAYOUTS[layout].x_packed:
         rows = {1: 8, 16: 16, 61: 32, 64: 16}[rows]
     elif LAYOUTS[layout].paged and rows & (rows - 1):
         rows = 128
@@ -142,13 +142,13 @@ def kernel_specs() -> list[KvAppendSpec]:
             **types(case["dtype"], case["scale_dtype"]),
             d=case["d"],
             h_kv=case["h_kv"],
-            vllm=LAYOUTS[case["layout"]].packed,
+            x_packed=LAYOUTS[case["layout"]].x_packed,
         )
         for case in CASES
     ]
     for vllm in (False, True):
         for h_kv, d in HEADS_AND_DIMS:
-            specs += [spec(kinds, **types("fp16", "f32"), d=d, h_kv=h_kv, vllm=vllm) for kinds in OVER_HEADS]
+            specs += [spec(kinds, **types("fp16", "f32"), d=d, h_kv=h_kv, x_packed=vllm) for kinds in OVER_HEADS]
     for dtype in DTYPES:
         for scale_dtype in SCALE_DTYPES:
             specs += [spec((kind, kind), **types(dtype, scale_dtype), d=128, h_kv=8) for kind in WRITTEN]
@@ -262,7 +262,7 @@ def test_strided_tensors(layout: str, kinds: tuple[str, str]) -> None:
     dense = Target.make(layout, sizes, kinds, torch.float32)
     spread, whole = [], []
     for i, t in enumerate(dense.tensors()):
-        rows_stay = i == 0 or (i == 1 and not LAYOUTS[layout].packed)  # the innermost axis is contiguous
+        rows_stay = i == 0 or (i == 1 and not LAYOUTS[layout].x_packed)  # the innermost axis is contiguous
         shape = [t.shape[0] + 1, 2 * t.shape[1], *t.shape[2:]] if rows_stay else [2 * size for size in t.shape]
         big = torch.full(shape, 77, dtype=t.dtype, device="cuda")
         view = big[1:, 1::2] if rows_stay else big[tuple(slice(None, None, 2) for _ in shape)]

@@ -42,7 +42,7 @@ FINE_SCALES: tuple[dict[str, Any], ...] = tuple(
 """Scale warps of all kinds: three or two in turn, and one for K and one for V."""
 
 VARIANTS: tuple[dict[str, Any], ...] = (
-    *({"layout": layout, "page_size": 16 if LAYOUTS[layout].packed else 64} for layout in LAYOUTS),
+    *({"layout": layout, "page_size": 16 if LAYOUTS[layout].x_packed else 64} for layout in LAYOUTS),
     *({"page_size": page_size} for page_size in (1, 2, 16, 1024)),
     *({"kv_dtype": "fp8", "k_scales": None, "v_scales": None, "q_dtype": q} for q in (torch.bfloat16, torch.float16)),
     {"kv_dtype": "fp8"},
@@ -466,7 +466,7 @@ def test_scales_of_very_different_size(k_scales):
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_views_give_the_same_bits(layout):
-    case = usual(layout=layout, page_size=16 if LAYOUTS[layout].packed else 64)
+    case = usual(layout=layout, page_size=16 if LAYOUTS[layout].x_packed else 64)
     dense = {
         name: value.contiguous() if isinstance(value, torch.Tensor) else value
         for name, value in case.arguments().items()

@@ -21,7 +21,7 @@ import torch
 
 from cute_kernels import gqa_decode, mla_fp8_decode
 from cute_kernels.gqa import plan as gqa_plan
-from cute_kernels.gqa.layouts import LAYOUTS, PACKED
+from cute_kernels.gqa.layouts import LAYOUTS, X_PACKED
 from cute_kernels.gqa.spec import CLUSTER, KEYS_PER_WARP, GqaDecodeSpec
 from cute_kernels.mla import plan as mla_plan
 from cute_kernels.mla.crossover.spec import MlaCrossoverSpec
@@ -41,7 +41,7 @@ SINKS: Final = ("none", "finite", "inf")
 Q_DTYPES: Final = {"bf16": torch.bfloat16, "fp16": torch.float16}
 SCALE_DTYPES: Final = {"float32": torch.float32, "float16": torch.float16}
 PAGE_SIZES: Final = {"none": 0, "smallest": 1, "small": 16, "large": 64, "tiles": 256}
-PACKED_PAGE_SIZES: Final = dict(zip(("smallest", "small", "large"), PACKED.page_sizes, strict=True))
+PACKED_PAGE_SIZES: Final = dict(zip(("smallest", "small", "large"), X_PACKED.page_sizes, strict=True))
 """Tokens of a page. A copy brings a page or a tile of 128, whichever is smaller; "tiles" has several in a page."""
 
 
@@ -89,7 +89,7 @@ class GqaRow:
     @property
     def page_size(self) -> int:
         """Tokens of a page, 0 without pages."""
-        return (PACKED_PAGE_SIZES if LAYOUTS[self.layout].packed else PAGE_SIZES)[self.page]
+        return (PACKED_PAGE_SIZES if LAYOUTS[self.layout].x_packed else PAGE_SIZES)[self.page]
 
     @property
     def num_splits(self) -> int | None:
@@ -185,12 +185,12 @@ class GqaRow:
 
 _SCALES_OF_SPEC: Final = {
     "none": "none",
-    "per_tensor": "head",
-    "per_head": "head",
-    "per_token": "token",
-    "per_token_head": "token",
-    "per_group_32": "group32",
-    "per_group_64": "group64",
+    "per_tensor": "per_head",
+    "per_head": "per_head",
+    "per_token": "per_token",
+    "per_token_head": "per_token",
+    "per_group_32": "per_group_32",
+    "per_group_64": "per_group_64",
 }
 _DTYPES_OF_SPEC: Final = {"int8": "int8", "fp8": "float8_e4m3fn", "bf16": "bfloat16", "fp16": "float16"}
 
@@ -200,7 +200,7 @@ def _warps(kv_dtype: str, d: int) -> int:
 
 
 def _page_exists(layout: str, page: str) -> bool:
-    return (page == "none") != LAYOUTS[layout].paged and (not LAYOUTS[layout].packed or page != "tiles")
+    return (page == "none") != LAYOUTS[layout].paged and (not LAYOUTS[layout].x_packed or page != "tiles")
 
 
 def _cache_has_scales(kv_dtype: str, scales: str) -> bool:

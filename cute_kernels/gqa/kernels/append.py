@@ -5,13 +5,13 @@ from typing import NamedTuple
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
-from cutlass import AddressSpace, BFloat16, Float16, Float32, Int8, Int32, Int64, const_expr
+from cutlass import AddressSpace, Float16, Float32, Int8, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import CopyG2ROp
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
 from cute_kernels.gqa.append_spec import GIVEN, GROUPS, PER_TOKEN, PER_TOKEN_HEAD, VALUES, WARP, KvAppendSpec
+from cute_kernels.gqa.codes import element
 
-DTYPES = {"bfloat16": BFloat16, "float16": Float16, "float32": Float32}
 LARGEST = {"bfloat16": 3.3895313892515355e38, "float16": 65504.0}  # 0x7F7F, 0x7BFF
 MIN_SCALE = {"float16": 2.0**-14, "float32": 2.0**-126}
 CODE_MAX = 127.0
@@ -105,7 +105,7 @@ class KvAppendKernel:
     |-------------|-------------------------------------------|---------------------------------------------|
     | k, v        | 2 loads of 16 B each, all issued first    | 4 heads, half of each sector: L1 joins them |
     | codes       | 1 store of 16 B each                      | 4 rows of 128 B                             |
-    | V, vllm     | 16 stores of a byte, page_size apart      | 8 times 4 bytes, if the slots follow        |
+    | V, x-packed | 16 stores of a byte, page_size apart      | 8 times 4 bytes, if the slots follow        |
     | scales      | 1 store by the first lane that shares it  | 4 scales                                    |
 
     No shared memory, no barriers: absmax is a packed maximum over a lane's values, then shuffles among the lanes that
@@ -122,8 +122,8 @@ class KvAppendKernel:
         if reasons:
             raise ValueError(f"{spec}: " + "; ".join(reasons))
         self.spec = spec
-        self.dtype = DTYPES[spec.dtype]
-        self.scale_dtype = DTYPES[spec.scale_dtype]
+        self.dtype = element(spec.dtype)
+        self.scale_dtype = element(spec.scale_dtype)
         self.lanes = spec.d // VALUES  # of a head
         self.threads = spec.warps * WARP
         self.teams = self.threads // spec.team
@@ -149,7 +149,7 @@ class KvAppendKernel:
         spec = self.spec
         tokens, h_kv = Int32(mK.shape[0]), Int32(mK.shape[1])
         outer = Int32(mKCache.shape[0])
-        if const_expr(spec.vllm):
+        if const_expr(spec.x_packed):
             rows = Int32(mKCache.shape[3])
             k_strides = CacheStrides(*self._wide(mKCache, (0, 3, 1, 2)))
             v_strides = CacheStrides(*self._wide(mVCache, (0, 3, 1, 2)))
@@ -170,7 +170,7 @@ class KvAppendKernel:
         tasks = tokens
         if const_expr(not spec.by_token):
             tasks = tokens * h_kv
-            if const_expr(spec.vllm):
+            if const_expr(spec.x_packed):
                 tasks = cute.ceil_div(tokens, TOKENS_TOGETHER) * TOKENS_TOGETHER * h_kv
         divisors = (cute.fast_divmod_create_divisor_v2(h_kv), cute.fast_divmod_create_divisor_v2(rows))
         pointers = Pointers(*(tensor.iterator for tensor in (mK, mV, mKCache, mVCache, mKScale, mVScale)))
@@ -205,9 +205,9 @@ class KvAppendKernel:
             strides = (none, none, head_stride, none)
         elif const_expr(kind == PER_TOKEN):
             strides = (Int64(mScale.stride[0]), Int64(mScale.stride[1]), none, none)
-        elif const_expr(self.spec.vllm and kind == PER_TOKEN_HEAD):
+        elif const_expr(self.spec.x_packed and kind == PER_TOKEN_HEAD):
             strides = (*self._wide(mScale, (0, 2, 1)), none)
-        elif const_expr(self.spec.vllm):
+        elif const_expr(self.spec.x_packed):
             strides = self._wide(mScale, (0, 3, 1, 2))
         elif const_expr(kind == PER_TOKEN_HEAD):
             strides = (*self._places(mScale, heads_first), none)
@@ -237,7 +237,7 @@ class KvAppendKernel:
         valid = task < tasks
         task = cutlass.min(task, tasks - 1)
         token, first_head = task, Int32(0)
-        if const_expr(not spec.by_token and spec.vllm):
+        if const_expr(not spec.by_token and spec.x_packed):
             block, first_head = divmod(task // TOKENS_TOGETHER, head_divisor)
             token = block * TOKENS_TOGETHER + task % TOKENS_TOGETHER
             valid = valid and token < tokens
@@ -397,7 +397,7 @@ class KvAppendKernel:
         address = operand.cache.toint()
         address += _times(page, strides.outer) + _times(offset, strides.row) + _times(head, strides.head)
         if stored:
-            if const_expr(spec.vllm and operand.is_v):
+            if const_expr(spec.x_packed and operand.is_v):
                 address += _times(VALUES * part, strides.piece)
                 bytes16 = cute.recast_tensor(codes, Int8)
                 for i in cutlass.range_constexpr(VALUES):
@@ -525,7 +525,7 @@ class KvAppendKernel:
             return tensor(self.scale_dtype, sizes(rank), (1,) * rank, self.scale_dtype.width // 8)
 
         k, v = (tensor(self.dtype, (tokens, h_kv, spec.d), (8, 8, 0), 16) for _ in range(2))
-        if spec.vllm:
+        if spec.x_packed:
             k_cache = tensor(Int8, (*sizes(2), self.lanes, cute.sym_int(), VALUES), (16, 16, 16, 16, 0), 16)
             v_cache = tensor(Int8, (*sizes(2), spec.d, cute.sym_int()), (1, 1, 1, 1), 1)
         else:

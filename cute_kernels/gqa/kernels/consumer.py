@@ -195,7 +195,7 @@ class ConsumerWarp:
         if begin + KEYS > seen_by_all or begin < length - sizes.window or (exists & 0xFFFF) != 0xFFFF:
             lowest = length - query.s_q - sizes.window + 1  # the first key that any query sees
             s, v_scale, sees = self.softmax.mask(s, v_scale, keys, lowest, query, sizes, thread.lane, g)
-            if const_expr(not self.pv.is_int8):
+            if const_expr(self.pv.may_be_nan):
                 self.pv.mask_v(raw, keys, lowest, thread.lane)
             if const_expr(self.softmax.has_nan):
                 if query.s_q > 1:

@@ -48,6 +48,7 @@ from cutlass.cute.nvgpu import cpasync
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
 from cute_kernels.device.pipeline import initialize
+from cute_kernels.gqa.codes import element
 from cute_kernels.gqa.kernels.arguments import (
     Call,
     Divisors,
@@ -66,7 +67,7 @@ from cute_kernels.gqa.kernels.load import LoadWarp
 from cute_kernels.gqa.kernels.pipelines import pipelines
 from cute_kernels.gqa.kernels.scales import ScaleWarp
 from cute_kernels.gqa.kernels.scheduler import WorkList
-from cute_kernels.gqa.kernels.smem import DTYPES, allocate
+from cute_kernels.gqa.kernels.smem import allocate
 from cute_kernels.gqa.spec import GqaDecodeSpec
 
 LOAD_REGISTERS, CONSUMER_REGISTERS = 104, 200  # 104 + 2 * 200 = 504 = 3 * 168, what 384 threads get at launch
@@ -80,7 +81,7 @@ class GqaDecodeKernel:
         if reasons:
             raise ValueError("; ".join(reasons))
         self.spec = spec
-        self.dtype = DTYPES[spec.kv_dtype]
+        self.dtype = spec.codes.element()
         # eight consumer warps can take registers from a warpgroup of load and scale warps
         self.threads = 32 * spec.warps + (128 if spec.warps == 8 else 32)
         self.load = LoadWarp(spec)
@@ -91,7 +92,7 @@ class GqaDecodeKernel:
         """Shapes, strides and alignments that the compiled callable accepts, in the order of `__call__`."""
         spec = self.spec
         batch, s_q, h_q, h_kv, outer, rows = (cute.sym_int() for _ in range(6))
-        q_dtype = DTYPES[spec.q_dtype]
+        q_dtype = element(spec.q_dtype)
 
         def strided(dtype, shape, align):
             strides = [cute.sym_int64(divisibility=align // (dtype.width // 8)) for _ in shape[:-1]]

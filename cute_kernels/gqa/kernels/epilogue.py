@@ -5,11 +5,11 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 
 from cute_kernels.device import softmax
+from cute_kernels.gqa.codes import element
 from cute_kernels.gqa.kernels.arguments import QueryBlock, Tensors
 from cute_kernels.gqa.kernels.fragments import Fragments, SoftmaxState, Thread
 from cute_kernels.gqa.kernels.pipelines import NamedBarrier
 from cute_kernels.gqa.kernels.smem import (
-    DTYPES,
     O_SCALE,
     SINK,
     SmemViews,
@@ -126,7 +126,7 @@ class Epilogue(Fragments):
     @cute.jit
     def write(self, row: cute.Tensor, acc: cute.Tensor, factor: Float32, vector: Int32):
         """A vector times a factor into a row of the output."""
-        dtype = DTYPES[self.spec.q_dtype]
+        dtype = element(self.spec.q_dtype)
         rounded = cute.make_rmem_tensor(4, dtype)
         rounded.store((acc.load() * factor).to(dtype))
         pointer = row.iterator + cute.assume(4 * vector, divby=4)

@@ -11,7 +11,7 @@ from cutlass import Float32, Int32, const_expr
 from cutlass.cute.nvgpu import warp
 
 from cute_kernels.device import operands
-from cute_kernels.gqa.kernels.smem import DTYPES
+from cute_kernels.gqa.codes import element
 from cute_kernels.gqa.spec import KEYS_PER_WARP as KEYS
 from cute_kernels.gqa.spec import GqaDecodeSpec
 
@@ -73,11 +73,12 @@ class Fragments:
         self.thread_columns = spec.columns // 4
         self.k_groups = spec.scale_groups(spec.k_scales)
         self.v_groups = spec.scale_groups(spec.v_scales)
-        self.is_int8 = spec.kv_dtype == "int8"
-        self.k_dtype, self.v_dtype = DTYPES[spec.k_operand], DTYPES[spec.v_operand]
-        self.vllm = spec.packed
-        self.pairs_of_tokens = self.vllm and spec.bytes_cache  # see `key_row`
-        self.interleaved_d = spec.bytes_cache and not self.vllm  # see `device.operands`, "rows are columns of A"
+        self.codes = spec.codes
+        self.may_be_nan = spec.codes.not_finite is not None
+        self.k_dtype, self.v_dtype = element(spec.k_operand), element(spec.v_operand)
+        self.x_packed = spec.x_packed
+        self.pairs_of_tokens = self.x_packed and spec.bytes_cache  # see `key_row`
+        self.interleaved_d = spec.bytes_cache and not self.x_packed  # see `device.operands`, "rows are columns of A"
         self.row_chunks = spec.row_bytes // 16
         self.page_bytes = spec.d * spec.box_rows * spec.itemsize
 
@@ -110,7 +111,7 @@ class Fragments:
 
     def chunk_address(self, tile, row, chunk: int, half):
         """Address of 16 bytes of a token: those of chunk + half, of row `row` of the tile, half 0 or 1."""
-        if self.vllm:
+        if self.x_packed:
             page = self.spec.box_rows
             in_page = row // page * self.page_bytes + row % page * 16 + half * (page * 16)
             return tile + in_page + chunk * (page * 16)
@@ -135,7 +136,7 @@ class Fragments:
         loads = const_expr(spec.d * spec.itemsize // 32)
         raw = cute.make_rmem_tensor(4 * loads, Int32)
         for i in cutlass.range_constexpr(loads):
-            if const_expr(not self.vllm):
+            if const_expr(not self.x_packed):
                 row = w * KEYS + lane % 16
                 x = operands.load_matrices(self.chunk_address(address, row, 2 * i, lane // 16), True)
             elif const_expr(not spec.bytes_cache):
@@ -178,17 +179,17 @@ class Fragments:
         if self.pairs_of_tokens:
             return 0
         # as ldmatrix gives them: rows are tokens, 8 at a time; in paged_vllm rows are d and a chunk has 8 tokens
-        return i % 4 // 2 if self.vllm else i % 2
+        return i % 4 // 2 if self.x_packed else i % 2
 
     @cute.jit
     def widen_v(self, a: cute.Tensor, raw: list):
         """16 rows of V^T as a fragment of A."""
         if const_expr(self.spec.bytes_cache):
-            if const_expr(self.vllm):
-                operands.widen_rows(a, raw[0], raw[1], self.is_int8)
+            if const_expr(self.x_packed):
+                self.codes.widen_rows(a, raw[0], raw[1])
             else:
-                operands.widen_columns(a, raw[0], raw[1], self.is_int8)
-        elif const_expr(self.vllm):
+                self.codes.widen_columns(a, raw[0], raw[1])
+        elif const_expr(self.x_packed):
             operands.take(a, raw[0], raw[1], raw[2], raw[3])
         else:
             operands.take(a, raw[0], raw[2], raw[1], raw[3])

@@ -3,13 +3,13 @@
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
-from cutlass import AddressSpace, Float8E4M3FN, Float32, Int8, Int32, Int64, const_expr
+from cutlass import AddressSpace, Float32, Int8, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import CopyG2ROp
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
 from cute_kernels.gqa.append_spec import VALUES, WARP
+from cute_kernels.gqa.codes import element
 from cute_kernels.gqa.gather_spec import KvGatherSpec
-from cute_kernels.gqa.kernels.smem import DTYPES
 
 
 class KvGatherKernel:
@@ -32,7 +32,7 @@ class KvGatherKernel:
         if reasons:
             raise ValueError(f"{spec}: " + "; ".join(reasons))
         self.spec = spec
-        self.dtype = DTYPES[spec.dtype]
+        self.dtype = element(spec.dtype)
         self.lanes = spec.d // VALUES
         self.threads = spec.warps * WARP
 
@@ -114,9 +114,7 @@ class KvGatherKernel:
     @cute.jit
     def _store(self, rX: cute.Tensor, scale: Float32, mX: cute.Tensor, index: Int32):
         """Stores a lane's values, times their scale."""
-        codes = rX
-        if const_expr(self.spec.one_scale):
-            codes = cute.recast_tensor(rX, Float8E4M3FN)
+        codes = cute.recast_tensor(rX, self.spec.codes.element())
         values = cute.make_rmem_tensor((VALUES,), self.dtype)
         values.store((codes.load().to(Float32) * scale).to(self.dtype))
         address = mX.iterator.toint() + 2 * VALUES * Int64(index)

@@ -6,10 +6,11 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 
+from cute_kernels.gqa.codes import element
 from cute_kernels.gqa.kernels.arguments import Call, QueryBlock
 from cute_kernels.gqa.kernels.fragments import Thread
 from cute_kernels.gqa.kernels.scales import load_scale
-from cute_kernels.gqa.kernels.smem import DTYPES, O_SCALE, S_SCALE, SINK, column_constants
+from cute_kernels.gqa.kernels.smem import O_SCALE, S_SCALE, SINK, column_constants
 from cute_kernels.gqa.spec import GqaDecodeSpec
 
 Q_EXPONENT = 14  # of the largest value of a row of Q in float16, whose largest exponent is 15
@@ -39,15 +40,15 @@ class LoadQ:
 
     def __init__(self, spec: GqaDecodeSpec):
         self.spec = spec
-        self.dtype = DTYPES[spec.k_operand]
-        self.scale_dtype = DTYPES[spec.scale_dtype]
+        self.dtype = element(spec.k_operand)
+        self.scale_dtype = element(spec.scale_dtype)
         self.pieces = max(spec.d // 128, 1)
         self.lanes = min(spec.d // 4, 32)
         self.rounds = max(spec.columns // spec.warps, 1)
 
     def registers(self) -> QueryRows:
         """Room for what `fetch` loads."""
-        raw = cute.make_rmem_tensor((4, self.pieces, self.rounds), DTYPES[self.spec.q_dtype])
+        raw = cute.make_rmem_tensor((4, self.pieces, self.rounds), element(self.spec.q_dtype))
         sink = cute.make_rmem_tensor(self.rounds, Float32)
         k_scale, v_scale = (cute.make_rmem_tensor(1, Float32) for _ in range(2))
         k_scale.fill(1.0)
@@ -64,9 +65,9 @@ class LoadQ:
         w, lane, _ = thread
         b, kv_head, block, ratio, s_q = query
         k_scales, v_scales = call.k_scales, call.v_scales
-        if const_expr(spec.k_scales == "head"):
+        if const_expr(spec.k_scales == "per_head"):
             rows.k_scale[0] = load_scale(self.scale_dtype, k_scales.address, Int64(kv_head) * k_scales.head).to(Float32)
-        if const_expr(spec.v_scales == "head"):
+        if const_expr(spec.v_scales == "per_head"):
             rows.v_scale[0] = load_scale(self.scale_dtype, v_scales.address, Int64(kv_head) * v_scales.head).to(Float32)
         for i in cutlass.range_constexpr(self.rounds):
             row = cutlass.min(block * spec.columns + w + spec.warps * i, ratio.divisor * s_q - 1)

@@ -39,8 +39,8 @@ class QK(Fragments):
         for pair in cutlass.range_constexpr(steps // 2):
             if const_expr(spec.bytes_cache):
                 x = operands.load_matrices(self.chunk_address(address, row, 2 * pair, half), False)
-                operands.widen_rows(a[None, 0, 0], x[0], x[1], self.is_int8)
-                operands.widen_rows(a[None, 0, 1], x[2], x[3], self.is_int8)
+                self.codes.widen_rows(a[None, 0, 0], x[0], x[1])
+                self.codes.widen_rows(a[None, 0, 1], x[2], x[3])
             else:
                 for i in cutlass.range_constexpr(2):
                     x = operands.load_matrices(self.chunk_address(address, row, 4 * pair + 2 * i, half), False)

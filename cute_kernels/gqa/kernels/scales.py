@@ -6,10 +6,11 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import AddressSpace, Int32, Int64, const_expr
 
+from cute_kernels.gqa.codes import element
 from cute_kernels.gqa.kernels.arguments import PageTable, Scales
 from cute_kernels.gqa.kernels.pipelines import pipelines
 from cute_kernels.gqa.kernels.scheduler import Assignment, Scheduler, Upcoming, WorkList
-from cute_kernels.gqa.kernels.smem import DTYPES, SmemViews
+from cute_kernels.gqa.kernels.smem import SmemViews
 from cute_kernels.gqa.spec import GqaDecodeSpec
 
 WARP = 32
@@ -49,7 +50,7 @@ class ScaleWarp:
         self.groups = groups if self.in_turn else (max(groups),)  # of each part, at most
         self.k_groups, self.v_groups = groups
         self.depth = 2 if sum(self.groups) <= 4 else 1
-        self.dtype = DTYPES[spec.scale_dtype]
+        self.dtype = element(spec.scale_dtype)
 
     @cute.jit
     def run(

@@ -3,12 +3,12 @@
 from typing import NamedTuple
 
 import cutlass.cute as cute
-from cutlass import BFloat16, Float8E4M3FN, Float16, Float32, Int8, Int32, Int64
+from cutlass import Float32, Int32, Int64
 from cutlass.memory import SmemAllocator
 
+from cute_kernels.gqa.codes import element
 from cute_kernels.gqa.spec import GqaDecodeSpec
 
-DTYPES = {"int8": Int8, "float8_e4m3fn": Float8E4M3FN, "bfloat16": BFloat16, "float16": Float16, "float32": Float32}
 Q_BUFFERS = 2  # Q of the next sequence is stored while slow warps still read that of this one
 CONSTANTS_BUFFERS = 3  # and they may still read the constants of the sequence before, to store it
 S_SCALE, SINK, O_SCALE, NUM_CONSTANTS = 0, 1, 2, 3  # of a column: see `column_constants`
@@ -45,7 +45,7 @@ class SmemViews(NamedTuple):
 def allocate(spec: GqaDecodeSpec) -> SmemViews:
     """Lays out the shared memory of a CTA."""
     array = SmemAllocator().allocate_array
-    dtype, q_dtype = DTYPES[spec.kv_dtype], DTYPES[spec.k_operand]
+    dtype, q_dtype = spec.codes.element(), element(spec.k_operand)
     tiles = array(dtype, 2 * spec.stages * spec.tile_bytes // spec.itemsize, byte_alignment=1024)
     q = array(q_dtype, Q_BUFFERS * spec.columns * spec.d, byte_alignment=16)
     warp_o = array(Float32, spec.warps * spec.columns * spec.warp_o_stride, byte_alignment=16)

@@ -22,7 +22,7 @@ class Softmax(Fragments):
 
     def __init__(self, spec: GqaDecodeSpec):
         super().__init__(spec)
-        self.has_nan = not self.is_int8 or self.v_groups > 0  # whether values, or scales of tokens, may be NaN
+        self.has_nan = self.may_be_nan or self.v_groups > 0  # whether values, or scales of tokens, may be NaN
 
     @cute.jit
     def start(

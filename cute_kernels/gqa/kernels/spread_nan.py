@@ -12,13 +12,6 @@ from cutlass import Float32, Int32, const_expr
 from cute_kernels.device import registers
 from cute_kernels.gqa.kernels.pv import PV
 
-# In a register of values: the bits that are all ones where a number is not finite (of e4m3: is NaN); the last of them,
-# which when added to them carries into the sign; the signs
-NOT_FINITE = {
-    "float8_e4m3fn": (0x7F7F7F7F, 0x01010101, 0x80808080),
-    "bfloat16": (0x7F807F80, 0x00800080, 0x80008000),
-    "float16": (0x7C007C00, 0x04000400, 0x80008000),
-}
 LOWEST_BITS = {1: 0x01010101, 2: 0x00010001}  # of the numbers in a register, by their bytes
 
 
@@ -29,7 +22,7 @@ class SpreadNan(PV):
     def any_nan(self, raw: cute.Tensor, v_scale: cute.Tensor):
         """Whether a value or scale of the warp's keys is not finite."""
         signs, in_scales = Int32(0), False
-        if const_expr(not self.is_int8):
+        if const_expr(self.may_be_nan):
             for i in cutlass.range_constexpr(cute.size(raw)):
                 signs |= self._not_finite(raw[i])
         for k in cutlass.range_constexpr(2):
@@ -45,7 +38,7 @@ class SpreadNan(PV):
         """
         if const_expr(self.v_groups > 0):
             self._spread_scales(acc_o, v_scale, sees)
-        if const_expr(not self.is_int8):
+        if const_expr(self.may_be_nan):
             self._spread_values(acc_o, raw, sees)
 
     @cute.jit
@@ -105,7 +98,8 @@ class SpreadNan(PV):
 
     def _not_finite(self, x: Int32) -> Int32:
         """The sign bits of the numbers in a register of values that are not finite."""
-        bits, last, signs = NOT_FINITE[self.spec.kv_dtype]
+        assert self.codes.not_finite is not None
+        bits, last, signs = self.codes.not_finite
         return ((x & Int32(bits)) + Int32(last)) & Int32(signs - (1 << 32))
 
     def _is_nan(self, scale: Float32):

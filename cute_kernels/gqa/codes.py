@@ -1,0 +1,148 @@
+"""Types of cache elements: one class a type says all that kernels, checks and plans know of it.
+
+Pure Python; what becomes instructions imports the DSL when a kernel is traced. To add a type, add a class here and its
+instance to `CODES`. A type that is not there is refused by name.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, ClassVar, Final
+
+if TYPE_CHECKING:
+    import cutlass.cute as cute
+    from cutlass import Int32
+
+
+class Codes:
+    """A type of cache elements.
+
+    name             as torch calls it
+    itemsize         bytes of an element
+    widened          whether elements become 16-bit operands in registers; others are operands as they are
+    needs_scales     whether a cache must have scales; a widened type may have them
+    per_token_pages  whether `gather_pages` takes a scale for each token and head, not one for all
+    appended         whether `kv_int8_append` writes this type
+    not_finite       of a register of elements: the bits that are all ones where one is not finite, the last of them,
+                     and the signs. None: there is no such element
+    clocks           of an SM to make one element an operand
+    """
+
+    name: ClassVar[str]
+    itemsize: ClassVar[int] = 1
+    widened: ClassVar[bool] = True
+    needs_scales: ClassVar[bool] = False
+    per_token_pages: ClassVar[bool] = False
+    appended: ClassVar[bool] = False
+    not_finite: ClassVar[tuple[int, int, int] | None] = None
+    clocks: ClassVar[float] = 0.0
+
+    def element(self) -> Any:
+        """The DSL's type of an element."""
+        raise NotImplementedError
+
+    def widen_rows(self, a: cute.Tensor, x0: Int32, x1: Int32) -> None:
+        """Makes a fragment of A from the bytes of its rows g (x0) and g + 8 (x1)."""
+        raise NotImplementedError
+
+    def widen_columns(self, a: cute.Tensor, x0: Int32, x1: Int32) -> None:
+        """Makes a fragment of A from the bytes of its columns k 0..7 (x0) and 8..15 (x1), loaded transposed."""
+        raise NotImplementedError
+
+
+class Int8(Codes):
+    """Signed bytes. A mask (64 lanes a clock) makes a pair float16, a subtraction (256 a clock) makes it exact."""
+
+    name = "int8"
+    needs_scales = per_token_pages = appended = True
+    clocks = 1 / 128 + 1 / 256
+
+    def element(self) -> Any:
+        """The DSL's type."""
+        from cutlass import Int8
+
+        return Int8
+
+    def widen_rows(self, a: cute.Tensor, x0: Int32, x1: Int32) -> None:
+        """Bytes of rows."""
+        from cute_kernels.device import operands
+
+        operands.widen_int8(a, x0, x1, x0 >> 8, x1 >> 8)
+
+    def widen_columns(self, a: cute.Tensor, x0: Int32, x1: Int32) -> None:
+        """Bytes of columns."""
+        from cute_kernels.device import operands
+
+        operands.widen_int8(a, x0, x0 >> 8, x1, x1 >> 8)
+
+
+class E4m3(Codes):
+    """FP8 with 4 bits of exponent, without infinities. One instruction converts a pair, 64 values a clock."""
+
+    name = "float8_e4m3fn"
+    not_finite = (0x7F7F7F7F, 0x01010101, 0x80808080)
+    clocks = 1 / 64
+
+    def element(self) -> Any:
+        """The DSL's type."""
+        from cutlass import Float8E4M3FN
+
+        return Float8E4M3FN
+
+    def widen_rows(self, a: cute.Tensor, x0: Int32, x1: Int32) -> None:
+        """Bytes of rows."""
+        from cute_kernels.device import operands
+
+        operands.widen_e4m3(a, 0, 2, x0)
+        operands.widen_e4m3(a, 1, 3, x1)
+
+    def widen_columns(self, a: cute.Tensor, x0: Int32, x1: Int32) -> None:
+        """Bytes of columns."""
+        from cute_kernels.device import operands
+
+        operands.widen_e4m3(a, 0, 1, x0)
+        operands.widen_e4m3(a, 2, 3, x1)
+
+
+class Bfloat16(Codes):
+    """16-bit numbers, which are operands as they are."""
+
+    name = "bfloat16"
+    itemsize, widened = 2, False
+    not_finite = (0x7F807F80, 0x00800080, 0x80008000)
+
+    def element(self) -> Any:
+        """The DSL's type."""
+        from cutlass import BFloat16
+
+        return BFloat16
+
+
+class Float16(Codes):
+    """16-bit numbers, which are operands as they are."""
+
+    name = "float16"
+    itemsize, widened = 2, False
+    not_finite = (0x7C007C00, 0x04000400, 0x80008000)
+
+    def element(self) -> Any:
+        """The DSL's type."""
+        from cutlass import Float16
+
+        return Float16
+
+
+CODES: Final[dict[str, Codes]] = {codes.name: codes for codes in (Int8(), E4m3(), Bfloat16(), Float16())}
+"""Known types by name."""
+WIDENED: Final = tuple(codes.name for codes in CODES.values() if codes.widened)
+DTYPES: Final = tuple(codes.name for codes in CODES.values() if not codes.widened)
+"""Of queries and outputs."""
+SCALE_DTYPES: Final = ("float16", "float32")
+
+
+def element(name: str) -> Any:
+    """The DSL's type of a number: of a cache, a query or a scale."""
+    if name in CODES:
+        return CODES[name].element()
+    from cutlass import Float32
+
+    return {"float32": Float32}[name]

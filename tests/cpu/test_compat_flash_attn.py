@@ -1,9 +1,6 @@
 """FlashAttention's interface: against torch's attention, against the ops, and what is refused, by name."""
 
 import inspect
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,8 +9,8 @@ import torch
 from cute_kernels import gqa_decode, sink_attention
 from cute_kernels.compat import flash_attn
 from cute_kernels.compat.flash_attn import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
+from tests.kit.kernel_place import printed
 
-ROOT = Path(__file__).resolve().parents[2]
 B, H_Q, H_KV, D, S_K = 3, 8, 2, 64, 40
 LENGTHS = (40, 17, 5)
 
@@ -433,8 +430,7 @@ def test_what_is_not_looked_at_changes_nothing() -> None:
 
 def test_importing_it_loads_no_kernel() -> None:
     code = "import sys, cute_kernels.compat.flash_attn; print([m for m in sys.modules if m.endswith('.op')])"
-    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
-    assert result.stdout.strip() == "[]", result.stderr
+    assert printed(code).strip() == "[]"
 
 
 NEW: dict[str, tuple[str, dict[str, Any]]] = {

@@ -2,8 +2,6 @@
 
 import dataclasses
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -24,6 +22,7 @@ from fp8_mla.formats import (
     PageLayout,
     TokenFormat,
 )
+from tests.kit.kernel_place import printed
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -202,8 +201,7 @@ out = mla_fp8_decode(q, cache, indices=torch.tensor([[[5, 2]]], dtype=torch.int3
 expected = fp8_mla.reference_decode(q, cache, indices=torch.tensor([[[5, 2]]]), cache_format=made)[0]
 assert torch.equal(out, expected.bfloat16()) and out.shape == (1, 1, 2, d_v)
 """
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
+    printed(code)
 
 
 def test_no_other_file_writes_its_numbers_again() -> None:
@@ -221,16 +219,14 @@ def test_no_other_file_writes_its_numbers_again() -> None:
 
 def test_importing_the_formats_loads_no_torch() -> None:
     code = "import sys, fp8_mla.formats; print(sorted({'torch', 'cutlass', 'einops'} & set(sys.modules)))"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
-    assert done.stdout.strip() == "[]", done.stderr
+    assert printed(code).strip() == "[]"
 
 
 def test_names_of_the_package_are_what_they_were() -> None:
     code = (
         "import fp8_mla.reference, fp8_mla; print(callable(fp8_mla.pack), sorted(fp8_mla.__all__) == fp8_mla.__all__)"
     )
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
-    assert done.stdout.split() == ["True", "True"], done.stderr
+    assert printed(code).split() == ["True", "True"]
     for name in fp8_mla.__all__:
         assert getattr(fp8_mla, name) is not None and name in dir(fp8_mla)
     with pytest.raises(AttributeError, match="no attribute 'unknown'"):

@@ -3,24 +3,14 @@
 Wrong attention is found. See `tests.kit.gpt_oss` for the measure.
 """
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
-import torch
 
 from tests.kit import gpt_oss
+from tests.kit.threads import one_thread as one_thread
 
 pytest.importorskip("transformers.models.gpt_oss.modeling_gpt_oss")
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Threads take longer to meet than these sizes to compute."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def test_follows_the_eager_model():

@@ -255,34 +255,25 @@ def test_one_obstacle_is_everybodys(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    "of_peer, access, found",
+    "gpu, of_peer, access, found",
     [
-        (("here", "b"), True, ""),
-        (("here", "b"), False, "GPU 0 has no access to GPU 1 of rank 1"),
-        (("here", "a"), False, ""),  # torch says whether two ranks of one GPU are allowed
-        (("here", "not visible"), False, ""),
-        (("there", "b"), True, "they are on several hosts, here, there"),
+        (0, ("here", "b"), True, ""),
+        (0, ("here", "b"), False, "GPU 0 has no access to GPU 1 of rank 1"),
+        (0, ("here", "a"), False, ""),  # torch says whether two ranks of one GPU are allowed
+        (0, ("here", "not visible"), False, ""),
+        (1, ("here", "not visible"), False, ""),  # it is not taken for GPU 0, to which this one has no access
+        (0, ("there", "b"), True, "they are on several hosts, here, there"),
     ],
 )
-def test_obstacles(of_peer: Any, access: bool, found: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_obstacles(gpu: int, of_peer: Any, access: bool, found: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    device = torch.device("cuda", gpu)
     monkeypatch.setattr(symmetric, "_gathered", lambda member, mine: [mine, of_peer])
     monkeypatch.setattr(symmetric.socket, "gethostname", lambda: "here")
-    uuids = {GPU: "a", 0: "a", 1: "b"}
+    uuids = {device: "ab"[gpu], 0: "a", 1: "b"}
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid=uuids[device]))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda device, peer: access)
-    assert symmetric._obstacle(Member(None, 0, 2), GPU) == found
-
-
-def test_a_gpu_that_is_not_visible_is_no_obstacle(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is known of it: it is not taken for GPU 0, to which this one has no access."""
-    gpu = torch.device("cuda", 1)
-    monkeypatch.setattr(symmetric, "_gathered", lambda member, mine: [mine, (mine[0], "not visible")])
-    uuids = {gpu: "b", 0: "a", 1: "b"}
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid=uuids[device]))
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda device, peer: False)
-    assert symmetric._obstacle(Member(None, 0, 2), gpu) == ""
+    assert symmetric._obstacle(Member(None, 0, 2), device) == found
 
 
 def test_an_error_of_torch_is_a_reason(alone: Any, monkeypatch: pytest.MonkeyPatch) -> None:

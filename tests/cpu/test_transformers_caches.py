@@ -2,10 +2,7 @@
 
 import inspect
 import itertools
-import subprocess
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -19,12 +16,12 @@ from transformers import cache_utils, masking_utils
 from cute_kernels.integrations import transformers as cute
 from cute_kernels.integrations import transformers_cache, transformers_mla
 from tests.kit import tiny_models
+from tests.kit.kernel_place import printed
 from tests.kit.threads import one_thread as one_thread
 from tests.kit.transformers_calls import COPIES, counted, counted_on, generate, moved
 from tests.kit.transformers_calls import said as said
 from tests.kit.transformers_mla import CACHES_LATENTS, eager
 
-ROOT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.xdist_group("transformers")  # its small models are trained once
 
 
@@ -288,8 +285,7 @@ def test_functions_of_transformers_are_where_they_were(function: Any, parameters
 
 def test_the_package_does_not_load_transformers() -> None:
     code = "import sys, cute_kernels, cute_kernels.integrations; print('transformers' in sys.modules)"
-    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
-    assert result.stdout.strip() == "False", result.stderr
+    assert printed(code).strip() == "False"
 
 
 @pytest.mark.parametrize("module", [cute, transformers_cache, transformers_mla])

@@ -1,9 +1,7 @@
 """`CuteMlaCache`, and what `attn_implementation="cute_mla"` relies on in transformers."""
 
 import inspect
-import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,11 +14,11 @@ from transformers import cache_utils, masking_utils
 
 from cute_kernels.integrations import transformers_cache, transformers_mla
 from tests.kit import tiny_models
+from tests.kit.kernel_place import printed
 from tests.kit.threads import one_thread as one_thread
 from tests.kit.transformers_calls import keywords_of_calls, moved
 from tests.kit.transformers_mla import MODELS, attention_class
 
-ROOT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.xdist_group("transformers")  # its small models are trained once
 
 
@@ -67,12 +65,6 @@ def test_latents_pass_for_our_attention_alone(name: str) -> None:
     assert module.expand_kv(*latents) == latents
 
 
-def run(code: str) -> str:
-    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
-    assert result.returncode == 0, result.stderr
-    return result.stdout.strip()
-
-
 def test_models_are_not_loaded_before_they_are_used() -> None:
     code = (
         "import sys; import cute_kernels.integrations.transformers as cute\n"
@@ -83,7 +75,7 @@ def test_models_are_not_loaded_before_they_are_used() -> None:
         "models = transformers.DeepseekV32ForCausalLM, transformers.GlmMoeDsaForCausalLM\n"
         "print([hasattr(getattr(sys.modules[name(m)], c).expand_kv, mla.ORIGINAL) for m, c in mla.ATTENTIONS.items()])"
     )
-    assert run(code).splitlines() == ["[False, False]", "[True, True]"]
+    assert printed(code).splitlines() == ["[False, False]", "[True, True]"]
 
 
 # ---- what transformers calls, and is called with

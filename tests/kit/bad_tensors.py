@@ -129,7 +129,7 @@ def wrong_options(**options: Sequence[Any]) -> Wrong:
 
 
 FLAGS = ("no", 1, None, numpy.bool_(True))
-SCALES = ("1", True, math.nan, -math.inf, 2**2000, torch.ones((), dtype=F32, device="cpu"))
+SCALES = ("1", True, math.nan, -math.inf, 2**2000, torch.ones((), dtype=F32, device="cpu", requires_grad=True))
 SPLITS = (0, 1.5, 1.0, True, 2**70, numpy.int64(2))
 WINDOWS = (0, -1, 4.0, True, 2**70, numpy.int64(5), (4, 0))
 SOFTCAPS = (0.0, -30.0, math.inf, math.nan, "30", True, 10**400)

@@ -9,6 +9,13 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 
 
+def printed(code: str) -> str:
+    """What a new Python process in the checkout prints; it must succeed."""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
 @dataclasses.dataclass
 class Place:
     """A cache directory and a log of who compiled a tiny kernel."""

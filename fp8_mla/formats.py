@@ -43,6 +43,8 @@ MIN_SCALE: Final = 2.0**-126
 """The smallest float32 scale that `pack` writes: the smallest normal number, so that its reciprocal is finite."""
 MIN_SCALE_EXPONENT: Final = -22
 """Of the smallest ue8m0 scale that `pack` writes, 2 ** -22: a largest magnitude below 1e-4 counts as 1e-4."""
+MIN_INDEX_ABSMAX: Final = 1e-4
+"""What a smaller largest magnitude of an index key counts as: all engines have this number."""
 MIN_FP4_SCALE: Final = 2.0**-9
 """The smallest e4m3 scale that `pack` writes: the smallest positive e4m3 number."""
 
@@ -311,6 +313,19 @@ V4_1_FP4: Final = TokenFormat(
     may_interleave=True,
 )
 """DeepSeek-V4.1, compressed cache: two codes a byte, the even one in the low nibble."""
+
+INDEX_KEY: Final = TokenFormat(
+    name="index_key",
+    d_qk=128,
+    d_v=128,
+    fields=(
+        Field("codes", "float8_e4m3fn", count=128, offset=0),
+        Field("scales", "float32", count=1, offset=0, row=1),
+    ),
+    quant_tile=128,
+    row_bytes=(128, 4),
+)
+"""A key of the indexer, which chooses tokens for sparse attention. It is no latent, so it is not in `FORMATS`."""
 
 FORMATS: Final = {token_format.name: token_format for token_format in (V3_2, V3_2_NOPE, V4, V4_1, V4_1_FP4)}
 """All formats, by name."""

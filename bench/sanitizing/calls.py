@@ -159,7 +159,7 @@ def _mla(calls: Calls) -> None:
         calls.decode(sparse, "sparse", num_splits, exchanges)
         calls.decode(dense, "dense", num_splits, exchanges)
     calls.decode(dataclasses.replace(wild, s_aux=torch.zeros(64)), "scales of very different size", 1, EXCHANGES)
-    calls.samples("mla_fp8_append", "merge_states")
+    calls.samples("mla_fp8_append", "merge_states", "index")
 
 
 def _latent(calls: Calls) -> None:

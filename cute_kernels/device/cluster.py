@@ -46,3 +46,23 @@ def send_words(address: Int32, words: tuple, barrier: Int32):
         "[{$r0}], {" + values + "}, [{$r1}];",
         read_only_args=[address, barrier, *words],
     )
+
+
+@cute.jit
+def remote_word(pointer: cute.Pointer, rank: Int32):
+    """Loads a 32-bit word from the shared memory of CTA `rank`."""
+    return cute.arch.inline_ptx(
+        "ld.shared::cluster.b32 {$w0}, [{$r0}];",
+        write_only_types=[Int32],
+        read_only_args=[remote_address(pointer, rank)],
+    )
+
+
+@cute.jit
+def remote_pair(pointer: cute.Pointer, rank: Int32):
+    """Loads two 32-bit words from the shared memory of CTA `rank`."""
+    return cute.arch.inline_ptx(
+        "ld.shared::cluster.v2.b32 {{$w0}, {$w1}}, [{$r0}];",
+        write_only_types=[Int32] * 2,
+        read_only_args=[remote_address(pointer, rank)],
+    )

@@ -20,9 +20,9 @@ from pathlib import Path
 from cute_kernels.runtime.cache import KernelSpec, directory
 from cute_kernels.runtime.compile import missing, precompile
 from cute_kernels.warm import shapes
-from cute_kernels.warm.shapes import H100_SMS, GqaShape, MlaShape, PrefillShape, PromptShape, Shape
+from cute_kernels.warm.shapes import H100_SMS, GqaShape, IndexShape, MlaShape, PrefillShape, PromptShape, Shape
 
-__all__ = ["GqaShape", "MlaShape", "PrefillShape", "PromptShape", "WarmReport", "kernel_specs", "warm"]
+__all__ = ["GqaShape", "IndexShape", "MlaShape", "PrefillShape", "PromptShape", "WarmReport", "kernel_specs", "warm"]
 
 BATCH_SIZES = range(1, 257)
 
@@ -85,7 +85,8 @@ def warm(
     It compiles in new interpreters, which end with this process.
 
     Args:
-        shapes: `MlaShape`, `GqaShape`, `PrefillShape` and `PromptShape`: what stays the same in all calls of a model.
+        shapes: `MlaShape`, `GqaShape`, `IndexShape`, `PrefillShape` and `PromptShape`: what stays the same in all calls
+            of a model.
         batch_sizes: of its decode calls; default 1 to 256.
         query_tokens: of each request in a decode call: 1, and more for speculative decoding.
         num_sms: streaming multiprocessors of the GPU that will run it. Plans depend on them: with another number a
@@ -133,6 +134,7 @@ class CallableModule(types.ModuleType):
     """
 
     GqaShape = shapes.GqaShape
+    IndexShape = shapes.IndexShape
     MlaShape = shapes.MlaShape
     PrefillShape = shapes.PrefillShape
     PromptShape = shapes.PromptShape

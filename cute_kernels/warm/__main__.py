@@ -8,9 +8,10 @@ from collections.abc import Sequence
 
 from cute_kernels.gqa.codes import CODES
 from cute_kernels.gqa.layouts import LAYOUTS
+from cute_kernels.indexer.append_spec import SCALE_RULES
 from cute_kernels.runtime.cache import entry_name
 from cute_kernels.runtime.compile import missing
-from cute_kernels.warm import GqaShape, MlaShape, PrefillShape, kernel_specs, warm
+from cute_kernels.warm import GqaShape, IndexShape, MlaShape, PrefillShape, kernel_specs, warm
 from cute_kernels.warm.shapes import H100_SMS, SCALES, Shape
 from fp8_mla.formats import FORMATS, V3_2
 
@@ -51,6 +52,8 @@ def parser() -> argparse.ArgumentParser:
     mla.add_argument("--cache-format", choices=tuple(FORMATS), default=V3_2.name, help=f"of the cache ({V3_2.name})")
     mla.add_argument("--extra-cache-format", choices=tuple(FORMATS), help="of a second cache in the same softmax")
     mla.add_argument("--extra-topk", type=int, default=0, help="keys of a query's list in the second cache")
+    mla.add_argument("--indexer", choices=SCALE_RULES, help="index_topk, and index_append with this rule of scales")
+    mla.add_argument("--index-heads", type=int, help="heads of the indexer: calls are those of index_decode")
     gqa = it.add_argument_group("MHA, GQA, MQA")
     gqa.add_argument("--kv-heads", type=int, help="heads of the cache on one GPU")
     gqa.add_argument("--head-dim", type=int, default=128, help="(128)")
@@ -78,7 +81,7 @@ def shapes_of(options: argparse.Namespace) -> list[Shape]:
         raise ValueError(f"--mla, --kv-heads: got {got}; needs one of them")
     if options.mla:
         topk = None if options.dense else options.topk
-        return [
+        found: list[Shape] = [
             MlaShape(
                 options.heads,
                 topk,
@@ -91,6 +94,11 @@ def shapes_of(options: argparse.Namespace) -> list[Shape]:
                 extra_topk=options.extra_topk,
             )
         ]
+        if options.indexer is not None:
+            append = not options.no_append
+            shape = IndexShape(options.max_tokens, heads=options.index_heads, append=append, scale=options.indexer)
+            found.append(shape)
+        return found
     shapes: list[Shape] = [
         GqaShape(
             heads=options.heads,

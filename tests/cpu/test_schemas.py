@@ -13,6 +13,9 @@ OPERATORS = {
     "merge_states": (("merge_states",), ["out", "lse"]),
     "mla_fp8_append": (("mla_fp8_append", "mla_fp8_append, planar pages"), ["kv_cache"]),
     "kv_int8_append": (("kv_int8_append",), ["k_cache", "v_cache", "k_scale", "v_scale"]),
+    "index_append": (("index_append",), ["k_cache"]),
+    "index_decode": (("index_decode",), ["out", "logits"]),
+    "index_topk": (("index_topk",), ["out"]),
     "sink_attention": (("sink_attention", "sink_attention, packed"), []),
 }
 DEFAULTS = {"causal": True, "layout": "BNSH", "deterministic": False, "differentiable": False, "inf_if_empty": False}

@@ -16,6 +16,12 @@ from cute_kernels.gqa import append_op as gqa_append_op
 from cute_kernels.gqa import checks as gqa_checks
 from cute_kernels.gqa import launch as gqa_launch
 from cute_kernels.gqa import request as gqa_request
+from cute_kernels.indexer import append_op as index_append_op
+from cute_kernels.indexer import decode_op as index_decode_op
+from cute_kernels.indexer import topk_op
+from cute_kernels.indexer.request import APPEND as INDEX_APPEND
+from cute_kernels.indexer.request import DECODE as INDEX_DECODE
+from cute_kernels.indexer.request import TOPK
 from cute_kernels.mla import append_op as mla_append_op
 from cute_kernels.mla import checks as mla_checks
 from cute_kernels.mla import launch as mla_launch
@@ -24,7 +30,7 @@ from cute_kernels.mla.request import APPEND, DECODE
 from cute_kernels.runtime import compile
 from cute_kernels.runtime.cache import KernelSpec, entry_name
 from cute_kernels.sink import launch as sink_launch
-from cute_kernels.warm import GqaShape, MlaShape, PrefillShape, kernel_specs, warm
+from cute_kernels.warm import GqaShape, IndexShape, MlaShape, PrefillShape, kernel_specs, warm
 from cute_kernels.warm.__main__ import main, numbers, parser, shapes_of
 from fp8_mla.formats import FORMATS
 from tests.cpu.tiny_spec import TinySpec
@@ -100,6 +106,38 @@ def test_mla_shapes_name_what_the_op_prepares(
     named = kernel_specs(MlaShape(heads, **shape), batch_sizes=BATCHES, query_tokens=(tokens,))
     assert named == list(dict.fromkeys(asked))
     assert len(named) >= 4  # two of the append, and more than one schedule
+
+
+@pytest.mark.parametrize("max_tokens", [8192, 131_072, 1_048_576])
+@pytest.mark.parametrize("tokens", [1, 2])
+def test_index_shapes_name_what_the_ops_prepare(
+    asked: Asked, max_tokens: int, tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for op in (index_append_op, index_decode_op, topk_op):
+        monkeypatch.setattr(op, "require_sm90", lambda name, device: None)
+        monkeypatch.setattr(op, "get_kernel", asked.kernel)
+        monkeypatch.setattr(op, "_prepared", types.SimpleNamespace(keep=lambda key, prepared, device: prepared))
+    for batch in BATCHES:
+        logits = meta(batch * tokens, max_tokens, dtype=torch.float32)
+        table, lengths = meta(batch, max_tokens // 64, dtype=torch.int32), meta(batch * tokens, dtype=torch.int32)
+        request = TOPK.request(logits=logits, lengths=lengths, topk=2048, block_table=table, page_size=64)
+        topk_op._prepare((), request)
+    cache = meta(9, 64, 132, dtype=torch.uint8)
+    q = meta(1, tokens, 32, 128, dtype=torch.float8_e4m3fn)
+    weights, lengths = meta(1, tokens, 32, dtype=torch.float32), meta(1, dtype=torch.int32)
+    table = meta(1, max_tokens // 64, dtype=torch.int32)
+    tensors = {"q": q, "weights": weights, "k_cache": cache, "block_table": table, "cache_seqlens": lengths}
+    index_decode_op._prepare((), INDEX_DECODE.request(**tensors))
+    asked.pop()  # the choice of the smallest batch, which is known
+    slots = meta(7, dtype=torch.int64)
+    index_append_op._prepare((), INDEX_APPEND.request(k=meta(7, 128), k_cache=cache, slot_mapping=slots, scale="ue8m0"))
+    shape = IndexShape(max_tokens, heads=32, scale="ue8m0")
+    assert kernel_specs(shape, batch_sizes=BATCHES, query_tokens=(tokens,)) == list(dict.fromkeys(asked))
+    words = f"--heads 128 --mla --indexer ue8m0 --index-heads 32 --max-tokens {max_tokens}"
+    assert shapes_of(parser().parse_args(words.split()))[1] == shape
+    for wrong in ({"max_tokens": 0}, {"scale": "amax"}, {"heads": 8}):
+        with pytest.raises(ValueError, match=f"{next(iter(wrong))}: got"):
+            IndexShape(**wrong)
 
 
 @pytest.mark.parametrize("heads", [8, 16, 128])

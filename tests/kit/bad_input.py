@@ -12,10 +12,21 @@ from typing import Any
 
 import torch
 
-from cute_kernels import gqa_decode, kv_int8_append, merge_states, mla_fp8_append, mla_fp8_decode, sink_attention
+from cute_kernels import (
+    gqa_decode,
+    index_append,
+    index_decode,
+    index_topk,
+    kv_int8_append,
+    merge_states,
+    mla_fp8_append,
+    mla_fp8_decode,
+    sink_attention,
+)
 from cute_kernels.compat.flash_mla import flash_mla_with_kvcache
 from fp8_mla import QK_DIM, TOKEN_BYTES, V_DIM
 from tests.kit import bad_input_gqa as gqa
+from tests.kit import bad_input_index as index
 from tests.kit import bad_input_latent as latent
 from tests.kit import bad_tensors as bad
 from tests.kit.bad_tensors import BF16, F32, F64, FP16, I8, I64, U8, Call, Wrong
@@ -288,5 +299,8 @@ TABLES = {
     "kv_int8_append": Table(kv_int8_append, gqa.kv_append_call, gqa.kv_append_wrong, CACHES),
     "sink_attention": Table(sink_attention, gqa.sink_call, gqa.sink_wrong, ()),
     "sink_attention, packed": Table(sink_attention, gqa.sink_packed_call, gqa.sink_packed_wrong, ()),
+    "index_append": Table(index_append, index.append_call, index.append_wrong, ("k_cache",)),
+    "index_decode": Table(index_decode, index.decode_call, index.decode_wrong, ("out", "logits")),
+    "index_topk": Table(index_topk, index.topk_call, index.topk_wrong, ("out",)),
     "flash_mla_with_kvcache": Table(flash_mla_with_kvcache, flash_call, flash_wrong, ("out",)),
 }

@@ -10,9 +10,20 @@ from typing import Any
 import torch
 
 import fp8_mla
-from cute_kernels import gqa_decode, kv_int8_append, merge_states, mla_fp8_append, mla_fp8_decode, sink_attention
+from cute_kernels import (
+    gqa_decode,
+    index_append,
+    index_decode,
+    index_topk,
+    kv_int8_append,
+    merge_states,
+    mla_fp8_append,
+    mla_fp8_decode,
+    sink_attention,
+)
 from cute_kernels.compat import flash_mla
 from tests.kit.gqa_cases import gqa_case
+from tests.kit.index_cases import index_call
 from tests.kit.mla_cases import dense_case, generator, latent_tokens, sparse_case
 from tests.kit.sink_cases import sink_case
 
@@ -67,6 +78,25 @@ def _mla_append(device: str) -> dict[str, Any]:
     slots = torch.tensor([5, -1, 130, 64, 1 << 40], dtype=torch.int64, device=device)
     kv = _normal((5, fp8_mla.QK_DIM), 3, device)
     return {"kv": kv, "kv_cache": latent_tokens(192, generator(4, device)).view(3, 64, 656), "slot_mapping": slots}
+
+
+def _index_append(device: str) -> dict[str, Any]:
+    slots = torch.tensor([5, -1, 130, 64, 1 << 40], dtype=torch.int64, device=device)
+    cache = torch.full((3, 64, 132), 7, dtype=torch.uint8, device=device)
+    return {"k": _normal((5, 128), 3, device), "k_cache": cache, "slot_mapping": slots, "scale": "ue8m0"}
+
+
+def _index_decode(device: str) -> dict[str, Any]:
+    call = index_call([300, 70, 9], s_q=2, heads=16, page_size=16, exact=True)
+    moved = {name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in call.items()}
+    return {**moved, "topk": 64, "first": 2, "last": 3}
+
+
+def _index_topk(device: str) -> dict[str, Any]:
+    logits = (2 * _normal((4, 900), 5, device, torch.float32)).round()
+    lengths = torch.tensor([900, 0, 300, 70], dtype=torch.int32, device=device)
+    table = torch.arange(2 * 57, dtype=torch.int32, device=device).flip(0).view(2, 57)
+    return {"logits": logits, "lengths": lengths, "topk": 128, "block_table": table, "page_size": 16}
 
 
 def _gqa_contiguous(device: str) -> dict[str, Any]:
@@ -187,6 +217,19 @@ def _append_mla(**call: Any) -> Tensors:
     return (call["kv_cache"].clone(),)
 
 
+def _append_index(**call: Any) -> Tensors:
+    index_append(**call)
+    return (call["k_cache"].clone(),)
+
+
+def _choose_keys(**call: Any) -> Tensors:
+    return _tensors(index_decode(**call))
+
+
+def _choose(**call: Any) -> Tensors:
+    return _tensors(index_topk(**call))
+
+
 def _decode_gqa(**call: Any) -> Tensors:
     return _tensors(gqa_decode(**call, return_lse=True))
 
@@ -237,6 +280,9 @@ SAMPLES = {
     "mla_fp8_decode, sparse, no lse": Sample(_sparse_plain, _decode_mla_alone),
     "mla_fp8_decode, dense": Sample(_dense, _decode_mla),
     "mla_fp8_append": Sample(_mla_append, _append_mla),
+    "index_append": Sample(_index_append, _append_index),
+    "index_decode": Sample(_index_decode, _choose_keys),
+    "index_topk": Sample(_index_topk, _choose),
     "gqa_decode, contiguous": Sample(_gqa_contiguous, _decode_gqa),
     "gqa_decode, paged": Sample(_gqa_paged, _decode_gqa_alone),
     "gqa_decode, paged_vllm": Sample(_gqa_vllm, _decode_gqa),

@@ -43,7 +43,7 @@ def _register(untested: bool, tested: str) -> None:
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
     from cute_kernels.integrations.on_import import change_on_import
-    from cute_kernels.integrations.vllm.v4 import CHANGES  # imports torch
+    from cute_kernels.integrations.vllm import indexer, v4  # import torch
 
     places = [(AttentionBackendEnum.CUSTOM, GQA_BACKEND)]  # a flag asks for it
     version = str(getattr(vllm, "__version__", "unknown"))
@@ -64,7 +64,7 @@ def _register(untested: bool, tested: str) -> None:
             continue
         register_backend(place, ours)
     if without_flag:
-        change_on_import(CHANGES)
+        change_on_import({**v4.CHANGES, indexer.MODULE: indexer.change_indexer})
 
 
 def _logger() -> logging.Logger:

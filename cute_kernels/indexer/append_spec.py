@@ -1,0 +1,43 @@
+"""What is fixed at compile time in the kernel that appends index keys."""
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+SCALE_RULES = ("float32", "ue8m0")
+DTYPES = ("bfloat16", "float32")
+
+
+@dataclass(frozen=True)
+class IndexAppendSpec:
+    """Compile-time facts of :class:`cute_kernels.indexer.kernels.append.IndexAppendKernel`: constructor argument, key.
+
+    scale  how a key's scale is chosen: "float32" or "ue8m0"
+    dtype  of the keys: "bfloat16" or "float32"
+    warps  of a CTA
+    """
+
+    scale: str
+    dtype: str = "bfloat16"
+    warps: int = 4
+
+    kernel: ClassVar[str] = "cute_kernels.indexer.kernels.append:IndexAppendKernel"
+
+    def can_implement(self) -> list[str]:
+        """Reasons, in words, why this kernel cannot be built; empty when it can."""
+        reasons = []
+        for name, value, known in (("scale", self.scale, SCALE_RULES), ("dtype", self.dtype, DTYPES)):
+            if value not in known:
+                reasons.append(f"{name} is {value!r}; known are {known}")
+        if not 1 <= self.warps <= 32:
+            reasons.append(f"warps is {self.warps}; a CTA has 1 to 32")
+        return reasons
+
+    @property
+    def expected(self) -> dict[str, Any]:
+        """What the compiled kernel is held to."""
+        return {"registers": 40, "instructions": ("LDG.E.128", "STG.E.128", "SATFINITE.E4M3")}
+
+
+def shipped_specs() -> list[IndexAppendSpec]:
+    """Every specification that a call can ask for."""
+    return [IndexAppendSpec(scale, dtype) for scale in SCALE_RULES for dtype in DTYPES]

@@ -1,0 +1,104 @@
+"""What is fixed at compile time in the kernel that chooses the highest logits, and which variant a call gets."""
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+WARP = 32
+BINS = 2048
+"""Of a histogram: one for exact zeros, 1023 for each sign."""
+QUAD = 512
+"""Logits that a warp loads at a time: four vectors of 16 bytes a lane."""
+MAX_TOPK = 2048
+CLUSTERS = (1, 2, 4, 8)
+SHORT_QUADS, LONG_QUADS = 160, 1152
+"""Of a CTA: 81,920 logits in 20 KB of marks, so that three CTAs share an SM; or 589,824 in 147 KB."""
+CTA_LOGITS = 8192
+"""Logits that a CTA takes before a row gets another one: one quad a warp."""
+
+
+@dataclass(frozen=True)
+class TopkSpec:
+    """Compile-time facts of :class:`cute_kernels.indexer.kernels.select.TopkKernel`: constructor argument, cache key.
+
+    cluster     CTAs that share a row
+    quads       units of 512 logits that a CTA can mark: how long a row may be
+    has_table   slots are wanted, through a block table; else positions
+    has_starts  rows begin at positions of their own
+    warps       of a CTA: 16 or 32
+    """
+
+    cluster: int
+    quads: int = SHORT_QUADS
+    has_table: bool = False
+    has_starts: bool = False
+    warps: int = 16
+
+    kernel: ClassVar[str] = "cute_kernels.indexer.kernels.select:TopkKernel"
+    list_size: ClassVar[int] = 2048
+    """Logits of the crossing bin that the warps of a CTA keep beside their marks. A warp with more than its part of
+    them reads its logits again."""
+
+    @classmethod
+    def for_launch(cls, rows: int, width: int, num_sms: int, *, has_table: bool, has_starts: bool) -> "TopkSpec":
+        """The variant for `rows` rows of up to `width` logits.
+
+        A row gets a CTA for each 8,192 logits, as long as there are SMs for all CTAs of the launch.
+        """
+        cluster = 1
+        while cluster < CLUSTERS[-1] and cluster * CTA_LOGITS < width and 2 * cluster * rows <= num_sms:
+            cluster *= 2
+        while cluster < CLUSTERS[-1] and width > _most(cluster, LONG_QUADS):
+            cluster *= 2
+        return cls(cluster, quads_for(width, cluster), has_table, has_starts)
+
+    @property
+    def threads(self) -> int:
+        """Threads of a CTA."""
+        return WARP * self.warps
+
+    @property
+    def mark_words(self) -> int:
+        """32-bit words of marks of a warp, each of 16 logits."""
+        return self.quads // self.warps * QUAD // 16
+
+    @property
+    def listed(self) -> int:
+        """Logits in the list of a warp."""
+        return self.list_size // self.warps
+
+    def can_implement(self) -> list[str]:
+        """Reasons, in words, why this kernel cannot be built; empty when it can."""
+        reasons = []
+        if self.cluster not in CLUSTERS:
+            reasons.append(f"cluster is {self.cluster}; a row has 1, 2, 4 or 8 CTAs")
+        if self.warps not in (16, 32):
+            reasons.append(f"warps is {self.warps}; a CTA has 16 or 32")
+        if not 32 <= self.quads <= LONG_QUADS or self.quads % 32:
+            reasons.append(f"quads is {self.quads}; a CTA marks a multiple of 32 up to {LONG_QUADS}")
+        return reasons
+
+    @property
+    def expected(self) -> dict[str, Any]:
+        """What the compiled kernel is held to: 64 registers let two CTAs of 512 threads share an SM."""
+        instructions = ["LDG.E.128", "ATOMS.POPC.INC.32"]
+        return {"registers": 64, "instructions": tuple(instructions)}
+
+
+def quads_for(width: int, cluster: int) -> int:
+    """Quads of a CTA that rows of so many logits need, as kernels are built for them."""
+    return SHORT_QUADS if width <= _most(cluster, SHORT_QUADS) else LONG_QUADS
+
+
+def _most(cluster: int, quads: int) -> int:
+    """The longest row that a cluster can mark, wherever in 16 bytes it begins."""
+    return cluster * quads * QUAD - 3
+
+
+MAX_WIDTH = _most(CLUSTERS[-1], LONG_QUADS)
+"""The longest row: 4.7 million logits."""
+
+
+def shipped_specs() -> list[TopkSpec]:
+    """Slots for rows of every kind, and positions as prompts ask for them."""
+    slots = [TopkSpec(cluster, has_table=True) for cluster in CLUSTERS]
+    return [*slots, TopkSpec(1, LONG_QUADS, has_table=True), TopkSpec(8, LONG_QUADS), TopkSpec(1, has_starts=True)]

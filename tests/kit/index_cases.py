@@ -1,0 +1,192 @@
+"""Rows of logits in which a choice of the highest is hard, for `index_topk`, and caches of index keys."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from fp8_mla import INDEX_KEY, pack_index_keys, row_views
+from fp8_mla.indexer import SCALE_RULES
+from tests.kit.mla_cases import generator
+
+
+def normal(rows: int, width: int, gen: torch.Generator) -> torch.Tensor:
+    return torch.randn(rows, width, generator=gen, dtype=torch.float32, device="cpu")
+
+
+def _uniform(rows: int, width: int, gen: torch.Generator) -> torch.Tensor:
+    return torch.rand(rows, width, generator=gen, dtype=torch.float32, device="cpu")
+
+
+def _words(rows: int, width: int, gen: torch.Generator) -> torch.Tensor:
+    """Any 32 bits: every exponent, NaN of all kinds, infinities now and then."""
+    return torch.randint(-(2**31), 2**31, (rows, width), generator=gen, device="cpu").int().view(torch.float32)
+
+
+def _one_of(values: list[float]) -> Callable[[int, int, torch.Generator], torch.Tensor]:
+    def draw(rows: int, width: int, gen: torch.Generator) -> torch.Tensor:
+        known = torch.tensor(values, dtype=torch.float32, device="cpu")
+        return known[torch.randint(len(values), (rows, width), generator=gen, device="cpu")]
+
+    return draw
+
+
+def _plateau(value: float, higher: float) -> Callable[[int, int, torch.Generator], torch.Tensor]:
+    """So many equal numbers that rank k is among them; a part of the row is higher, and as much is lower."""
+
+    def draw(rows: int, width: int, gen: torch.Generator) -> torch.Tensor:
+        drawn = _uniform(rows, width, gen)
+        row = torch.full((rows, width), value, dtype=torch.float32, device="cpu")
+        row = torch.where(drawn < higher, value + 1 + drawn, row)
+        return torch.where(drawn > 1 - higher, value - 1 - drawn, row)
+
+    return draw
+
+
+FAMILIES: dict[str, Callable[[int, int, torch.Generator], torch.Tensor]] = {
+    "normal": normal,
+    "far from zero": lambda *sizes: 100 + normal(*sizes),
+    "all negative": lambda *sizes: -normal(*sizes).abs() - 0.01,
+    "tiny": lambda *sizes: normal(*sizes) * 2.0**-30,
+    "subnormal": lambda *sizes: normal(*sizes) * 2.0**-140,
+    "huge": lambda *sizes: normal(*sizes) * 2.0**40,
+    "any bits": _words,
+    "neighbouring ulps": lambda *sizes: (0x3FC00000 + (_uniform(*sizes) * 5000).int()).view(torch.float32),
+    "negative neighbouring ulps": lambda *sizes: -(0x3FC00000 + (_uniform(*sizes) * 300).int()).view(torch.float32),
+    "all equal": _one_of([1.5]),
+    "all zero": _one_of([0.0]),
+    "zeros of both signs": _one_of([0.0, -0.0]),
+    "NaN alone": _one_of([math.nan]),
+    "two values": _one_of([1.0, -1.0]),
+    "NaN and infinities": _one_of([math.nan, math.inf, -math.inf, 1.0, 2.0]),
+    "few infinities": lambda *sizes: torch.where(_uniform(*sizes) < 1e-3, math.inf, normal(*sizes)),
+    "zeros, few positive": _plateau(0.0, 0.004),
+    "zeros and numbers": lambda *sizes: normal(*sizes).clamp(min=0.0),
+    "zeros of one sign above negative": lambda *sizes: -normal(*sizes).clamp(min=0.0),
+    "equal numbers, few higher": _plateau(3.0, 0.004),
+    "equal negative numbers, few higher": _plateau(-3.0, 0.004),
+    "ascending": lambda *sizes: normal(*sizes).sort(dim=1).values,
+    "descending": lambda *sizes: normal(*sizes).sort(dim=1, descending=True).values,
+    "highest together": lambda *sizes: normal(*sizes) + 10 * (torch.arange(sizes[1]) // 3000 == 3),
+    "integers": lambda *sizes: (8 * normal(*sizes)).round(),
+}
+"""Functions of (rows, width, generator), by what they draw."""
+
+
+def logits_of(family: str, rows: int, width: int, seed: int = 0) -> torch.Tensor:
+    """(rows, width) float32 on the CPU."""
+    return FAMILIES[family](rows, width, generator(seed))
+
+
+def lengths_around(topk: int, width: int) -> torch.Tensor:
+    """Lengths at which something changes, and some that no row has."""
+    found = (0, 1, 63, 64, 65, topk - 1, topk, topk + 1, topk + 3, 2 * topk, 511, 512, 513, width - 1, width)
+    return torch.tensor([*found, -1, -(2**31), width + 1, 2**31 - 1], dtype=torch.int32, device="cpu")
+
+
+def table_of(batch: int, width: int, page_size: int, seed: int = 0) -> torch.Tensor:
+    """(batch, pages) int32 on the CPU: shuffled pages, some twice, some that no cache has."""
+    gen = generator(seed)
+    pages = -(-width // page_size)
+    table = torch.randint(0, 4 * pages, (batch, pages), generator=gen, device="cpu", dtype=torch.int32)
+    table.view(-1)[:: 7 + pages // 3] = -1
+    table.view(-1)[3 :: 11 + pages // 2] = 2**31 - 1
+    return table
+
+
+def index_keys(tokens: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
+    """(tokens, 128) on the CPU: random magnitudes, then rows at which a rule of scales changes."""
+    gen = generator(seed)
+    k = normal(tokens, 128, gen) * (torch.rand(tokens, 1, generator=gen, device="cpu") * 60 - 30).exp2()
+    nearest = torch.finfo(dtype).eps
+    special = [
+        [0.0], [-0.0], [1e-5], [1e-4], [9.9e-5], [-1.01e-4], [math.nan], [math.nan, 3.0], [math.inf], [-math.inf, 2.0],
+        [1e-40, -1e-39], [3.4e38], [3.3895e38, 1e-30], [6e-8], [448.0 * 2.0**-22], [448.0 * 2.0**-23],
+        *([448.0 * 2.0**n * (1 + ulp)] for n in (-21, -3, 0, 7, 100) for ulp in (-nearest, 0.0, nearest)),
+    ]  # fmt: skip
+    for row, values in zip(k, special, strict=False):
+        row.zero_()
+        row[5 : 5 + len(values)] = torch.tensor(values, dtype=torch.float32, device="cpu")
+        row[64:] = row[5] * torch.rand(64, generator=gen, device="cpu") * (0.5 if row[5].isfinite() else 0.0)
+    return k.to(dtype)
+
+
+def index_cache(num_pages: int, page_size: int, apart: int = 0, byte: int = 0xA5) -> torch.Tensor:
+    """(num_pages, page_size, 132) uint8 on the CPU, pages `apart` bytes apart: by default one after the other."""
+    apart = apart or page_size * 132
+    whole = torch.full((num_pages * apart,), byte, dtype=torch.uint8, device="cpu")
+    return whole.as_strided((num_pages, page_size, 132), (apart, 132, 1))
+
+
+def index_call(
+    seqlens: list[int],
+    *,
+    s_q: int = 1,
+    heads: int = 64,
+    page_size: int = 64,
+    apart: int = 0,
+    exact: bool = False,
+    max_pages: int | None = None,
+    seed: int = 0,
+) -> dict[str, Any]:
+    """Arguments of `index_decode` on the CPU: shuffled pages, and in all that no query sees codes and scales of NaN.
+
+    Args:
+        seqlens: keys of each request.
+        s_q: queries of each.
+        heads: of the indexer.
+        page_size: keys of a page.
+        apart: bytes from page to page; 0: one after the other.
+        exact: codes of -1, 0 and 1, weights and scales powers of two: every sum is exact, in any order.
+        max_pages: of the table; its tail holds numbers of no page.
+        seed: of all that is drawn.
+    """
+    gen = generator(seed)
+    batch, needed = len(seqlens), [-(-n // page_size) for n in seqlens]
+    num_pages = sum(needed) + 2
+    cache = index_cache(num_pages, page_size, apart, 0xFF)
+    codes, scales = row_views(cache, INDEX_KEY)
+    order = torch.randperm(num_pages, generator=gen, device="cpu").int()
+    table = torch.full((batch, max_pages or max(needed)), 2**31 - 1, dtype=torch.int32, device="cpu")
+    table[:, 1::2] = -1
+
+    def draw(*shape: int) -> torch.Tensor:
+        if exact:
+            return torch.randint(-1, 2, shape, generator=gen, device="cpu").float()
+        return torch.randn(shape, generator=gen, dtype=torch.float32, device="cpu")
+
+    def powers(*shape: int) -> torch.Tensor:
+        return torch.randint(-3, 4, shape, generator=gen, device="cpu").float().exp2()
+
+    begin = 0
+    for row, (n, count) in enumerate(zip(seqlens, needed, strict=True)):
+        pages = order[begin : begin + count]
+        begin += count
+        table[row, :count] = pages
+        for i, page in enumerate(pages.tolist()):
+            keys = min(page_size, n - i * page_size)
+            if exact:
+                codes[page, :keys] = draw(keys, 128).to(torch.float8_e4m3fn).view(torch.uint8)
+                scales[page, :keys] = powers(keys, 1).view(torch.uint8)
+            else:
+                packed = pack_index_keys(draw(keys, 128) * powers(keys, 1), scale=SCALE_RULES[row % 2])
+                codes[page, :keys], scales[page, :keys] = packed[:, :128], packed[:, 128:]
+    weights = draw(batch, s_q, heads)
+    return {
+        "q": draw(batch, s_q, heads, 128).to(torch.float8_e4m3fn),
+        "weights": weights * powers(batch, s_q, heads) if exact else weights,
+        "k_cache": cache,
+        "block_table": table,
+        "cache_seqlens": torch.tensor(seqlens, dtype=torch.int32, device="cpu"),
+    }
+
+
+def on_gpu(call: dict[str, Any]) -> dict[str, Any]:
+    """The same call on a GPU; the cache keeps its strides."""
+    moved = {name: value.cuda() if isinstance(value, torch.Tensor) else value for name, value in call.items()}
+    cache = call["k_cache"]
+    whole = torch.empty(0, dtype=torch.uint8, device="cpu").set_(cache.untyped_storage()).cuda()
+    return {**moved, "k_cache": whole.as_strided(cache.shape, cache.stride(), cache.storage_offset())}

@@ -60,12 +60,19 @@ def index_decode(
         DECODE.refuse_gradients(request)
     if isinstance(q, torch.Tensor) and q.is_cuda and not is_traced():
         return _launch_or_explain(request)
-    out = request["out"]
+    out, logits = request["out"], request["logits"]
     if out is None:
         _check_query(q)
         check_int("topk", request["topk"], 1, MAX_TOPK)
         out = q.new_empty((*q.shape[:2], request["topk"]), dtype=torch.int32)
-    _index_decode({**request, "out": out})
+    if logits is None:  # the operator writes to tensors that it is given
+        _check_query(q)
+        check_tensor("k_cache", k_cache)
+        table, _ = _required(request)
+        require(k_cache.dim() > 1, "k_cache", f"shape {tuple(k_cache.shape)}", "(num_pages, page_size, 132)")
+        require(table.dim() == 2, "block_table", f"shape {tuple(table.shape)}", "(batch, max_pages)")
+        logits = q.new_empty((*q.shape[:2], table.shape[1] * k_cache.shape[1]), dtype=torch.float32)
+    _index_decode({**request, "out": out, "logits": logits})
     return out
 
 
@@ -200,9 +207,7 @@ def check(request: DecodeRequest) -> None:
     needs = "an int with slot_table, and None without"
     require(given == (request["slot_table"] is not None), "slot_page_size", got, needs)
     forced = request["first"] + request["last"]
-    require(
-        forced <= topk, "first", f"{request['first']}, with last {request['last']}", f"at most {topk}, topk, in all"
-    )
+    require(forced <= topk, "first, last", f"{forced} keys in all", f"at most topk, {topk}")
     for name, t, dtype, columns in (
         ("out", request["out"], torch.int32, topk),
         ("logits", request["logits"], torch.float32, width),

@@ -12,7 +12,7 @@ import torch
 
 from cute_kernels.integrations import on_import
 from cute_kernels.integrations import vllm as cute_vllm
-from cute_kernels.integrations.vllm import backends, v4
+from cute_kernels.integrations.vllm import backends, indexer, v4
 from cute_kernels.integrations.vllm.calls import INT8
 from cute_kernels.integrations.vllm.prompts import Prompts
 from tests.kit import vllm_stand_ins as stand_ins
@@ -89,7 +89,7 @@ def test_tested_versions_need_no_flag(
     cute_vllm.register()
     assert places.CUSTOM.path == cute_vllm.GQA_BACKEND
     assert places.FLASHMLA_SPARSE.path == cute_vllm.SPARSE_MLA_BACKEND
-    assert changed == [v4.CHANGES] and lines(caplog) == []
+    assert changed == [v4.CHANGES, indexer.CHANGES] and lines(caplog) == []
 
 
 @pytest.mark.parametrize("version", ["0.27.0", "0.3.3", "1.26.0", "dev", None])
@@ -104,7 +104,7 @@ def test_other_versions_keep_what_needs_no_flag(
     (line,) = lines(caplog)
     assert f"vLLM is {version}; tested with vLLM 0.26 and 0.33" in line and "register(untested=True)" in line
     cute_vllm.register(untested=True)
-    assert places.FLASHMLA_SPARSE.path == cute_vllm.SPARSE_MLA_BACKEND and changed == [v4.CHANGES]
+    assert places.FLASHMLA_SPARSE.path == cute_vllm.SPARSE_MLA_BACKEND and changed == [v4.CHANGES, indexer.CHANGES]
     assert lines(caplog) == [line]
 
 

@@ -64,7 +64,8 @@ def _register(untested: bool, tested: str) -> None:
             continue
         register_backend(place, ours)
     if without_flag:
-        change_on_import({**v4.CHANGES, indexer.MODULE: indexer.change_indexer})
+        change_on_import(v4.CHANGES)
+        change_on_import(indexer.CHANGES)
 
 
 def _logger() -> logging.Logger:

@@ -19,7 +19,6 @@ from cute_kernels.integrations.hooks import SayOnce, or_original
 from cute_kernels.runtime.arch import is_sm90
 
 logger = logging.getLogger("vllm.cute_kernels")
-MODULE = "vllm.model_executor.layers.sparse_attn_indexer"
 GET_TOPK = "get_indexer_topk"
 OPERATORS = ("cooperative_topk", "persistent_topk")
 """Of `torch.ops._C`. Both take logits, lengths, the result, a workspace, topk, and the longest length."""
@@ -113,3 +112,9 @@ def _change_operators(module: types.ModuleType) -> None:
 
 def _stays(reason: str) -> None:
     say_once(f"the sparse indexer stays with vLLM's top-k: {reason}")
+
+
+CHANGES: dict[str, Callable[[types.ModuleType], None]] = {
+    "vllm.model_executor.layers.sparse_attn_indexer": change_indexer,
+}
+"""What is done to the module once vLLM has imported it."""

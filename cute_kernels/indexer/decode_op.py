@@ -187,6 +187,7 @@ def check(request: DecodeRequest) -> None:
     (batch, s_q, heads, _), device = q.shape, q.device
     require(heads in HEADS, "q", f"{heads} heads", f"one of {', '.join(map(str, HEADS))}")
     require(1 <= s_q <= MAX_S_Q, "q", f"s_q {s_q}", f"1 to {MAX_S_Q}")
+    require(batch * s_q < 2**16, "q", f"{batch * s_q} queries", "fewer than 65,536")  # rows of the grid
     shape = (batch, s_q, heads)
     check_tensor("weights", request["weights"], dtype=torch.float32, shape=shape, device=device, unit_last_stride=True)
     check_index_cache(k_cache, device)

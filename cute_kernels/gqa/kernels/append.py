@@ -5,18 +5,15 @@ from typing import NamedTuple
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
-from cutlass import AddressSpace, Float16, Float32, Int8, Int32, Int64, const_expr
+from cutlass import AddressSpace, Float32, Int8, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import CopyG2ROp
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
 from cute_kernels.gqa.append_spec import GIVEN, GROUPS, PER_TOKEN, PER_TOKEN_HEAD, VALUES, WARP, KvAppendSpec
 from cute_kernels.gqa.codes import element
+from cute_kernels.gqa.kernels.quantize import Quantizer
 
-LARGEST = {"bfloat16": 3.3895313892515355e38, "float16": 65504.0}  # 0x7F7F, 0x7BFF
-MIN_SCALE = {"float16": 2.0**-14, "float32": 2.0**-126}
-CODE_MAX = 127.0
 TOKENS_TOGETHER = 16  # paged_vllm: of one head, in neighbouring teams, so that their bytes meet in a sector
-FAR = 2.0**64  # division by a scale above it, or below its inverse, takes another power of two
 
 
 class RowStrides(NamedTuple):
@@ -44,39 +41,25 @@ class ScaleStrides(NamedTuple):
     group: Int64
 
 
-class Pointers(NamedTuple):
-    """New keys and values, caches, scales."""
+class Side(NamedTuple):
+    """Keys or values: where new ones are, and where codes and scales go."""
 
-    k: cute.Pointer
-    v: cute.Pointer
-    k_cache: cute.Pointer
-    v_cache: cute.Pointer
-    k_scale: cute.Pointer
-    v_scale: cute.Pointer
-
-
-class Strides(NamedTuple):
-    """Of the same."""
-
-    k: RowStrides
-    v: RowStrides
-    k_cache: CacheStrides
-    v_cache: CacheStrides
-    k_scale: ScaleStrides
-    v_scale: ScaleStrides
-
-
-class Operand(NamedTuple):
-    """Keys or values: where new ones are, where codes and scales go, and how values share a scale."""
-
-    is_v: bool
-    scale_kind: str
     rows: cute.Pointer
     row_strides: RowStrides
     cache: cute.Pointer
     cache_strides: CacheStrides
     scale: cute.Pointer
     scale_strides: ScaleStrides
+
+
+class Task(NamedTuple):
+    """What a team does: a token, its first head, the slot, and how many pieces; `valid`: there is such a task."""
+
+    token: Int32
+    first_head: Int32
+    slot: Int64
+    pieces: Int32
+    valid: object
 
 
 class Place(NamedTuple):
@@ -112,9 +95,8 @@ class KvAppendKernel:
     share a scale. Threads past the last task or piece repeat the last one, and store nothing. Where a token does not
     fit into the registers of a warp (held 0), a second pass reads it from L1 or L2.
 
-    The codes are those of an IEEE division x / scale, rounded half to even; it takes three instructions a value
-    (`_divide`). With d 128, a head a team and computed scales, a value takes 13 instructions: at the speed of the
-    memory, 5.2 values per clock and SM, half of the issue slots.
+    With d 128, a head a team and computed scales, a value takes 13 instructions: at the speed of the memory, 5.2 values
+    per clock and SM, half of the issue slots.
     """
 
     def __init__(self, spec: KvAppendSpec) -> None:
@@ -127,6 +109,8 @@ class KvAppendKernel:
         self.lanes = spec.d // VALUES  # of a head
         self.threads = spec.warps * WARP
         self.teams = self.threads // spec.team
+        self.kinds = (spec.k_scale, spec.v_scale)
+        self.quantizer = Quantizer(spec)
 
     @cute.jit
     def __call__(
@@ -148,36 +132,36 @@ class KvAppendKernel:
         """
         spec = self.spec
         tokens, h_kv = Int32(mK.shape[0]), Int32(mK.shape[1])
-        outer = Int32(mKCache.shape[0])
         if const_expr(spec.x_packed):
             rows = Int32(mKCache.shape[3])
-            k_strides = CacheStrides(*self._wide(mKCache, (0, 3, 1, 2)))
-            v_strides = CacheStrides(*self._wide(mVCache, (0, 3, 1, 2)))
         else:
             rows = cutlass.select_(heads_first != 0, Int32(mKCache.shape[2]), Int32(mKCache.shape[1]))
-            k_outer, k_row, k_head = self._places(mKCache, heads_first)
-            v_outer, v_row, v_head = self._places(mVCache, heads_first)
-            k_strides = CacheStrides(k_outer, k_row, k_head, Int64(VALUES))
-            v_strides = CacheStrides(v_outer, v_row, v_head, Int64(VALUES))
-        strides = Strides(
-            RowStrides(Int64(mK.stride[0]), Int64(mK.stride[1])),
-            RowStrides(Int64(mV.stride[0]), Int64(mV.stride[1])),
-            k_strides,
-            v_strides,
-            self._scale_strides(mKScale, spec.k_scale, heads_first),
-            self._scale_strides(mVScale, spec.v_scale, heads_first),
-        )
         tasks = tokens
         if const_expr(not spec.by_token):
             tasks = tokens * h_kv
             if const_expr(spec.x_packed):
                 tasks = cute.ceil_div(tokens, TOKENS_TOGETHER) * TOKENS_TOGETHER * h_kv
         divisors = (cute.fast_divmod_create_divisor_v2(h_kv), cute.fast_divmod_create_divisor_v2(rows))
-        pointers = Pointers(*(tensor.iterator for tensor in (mK, mV, mKCache, mVCache, mKScale, mVScale)))
-        num_slots = Int64(outer) * Int64(rows)
-        self._kernel(pointers, strides, mSlots, tokens, h_kv, tasks, num_slots, divisors).launch(
+        sides = (
+            self._side(mK, mKCache, mKScale, spec.k_scale, heads_first),
+            self._side(mV, mVCache, mVScale, spec.v_scale, heads_first),
+        )
+        num_slots = Int64(mKCache.shape[0]) * Int64(rows)
+        self._kernel(sides, mSlots, tokens, h_kv, tasks, num_slots, divisors).launch(
             grid=[cute.ceil_div(tasks, self.teams), 1, 1], block=[self.threads, 1, 1], stream=stream
         )
+
+    @cute.jit
+    def _side(self, mX: cute.Tensor, mCache: cute.Tensor, mScale: cute.Tensor, kind: str, heads_first: Int32) -> Side:
+        """Keys or values, with the strides of their layout."""
+        if const_expr(self.spec.x_packed):
+            cache_strides = CacheStrides(*self._wide(mCache, (0, 3, 1, 2)))
+        else:
+            outer, row, head = self._places(mCache, heads_first)
+            cache_strides = CacheStrides(outer, row, head, Int64(VALUES))
+        row_strides = RowStrides(Int64(mX.stride[0]), Int64(mX.stride[1]))
+        scale_strides = self._scale_strides(mScale, kind, heads_first)
+        return Side(mX.iterator, row_strides, mCache.iterator, cache_strides, mScale.iterator, scale_strides)
 
     def _sharing(self, kind: str) -> int:
         """Neighbouring lanes that share a scale."""
@@ -218,8 +202,7 @@ class KvAppendKernel:
     @cute.kernel
     def _kernel(
         self,
-        pointers: Pointers,
-        strides: Strides,
+        sides: tuple,
         mSlots: cute.Tensor,
         tokens: Int32,
         h_kv: Int32,
@@ -231,88 +214,91 @@ class KvAppendKernel:
         tid, _, _ = cute.arch.thread_idx()
         cta, _, _ = cute.arch.block_idx()
         head_divisor, row_divisor = divisors
-        k, v = self._operands(pointers, strides)
-        task = cta * self.teams + tid // spec.team
+        number = cta * self.teams + tid // spec.team
         lane = tid % spec.team
-        valid = task < tasks
-        task = cutlass.min(task, tasks - 1)
-        token, first_head = task, Int32(0)
+        valid = number < tasks
+        number = cutlass.min(number, tasks - 1)
+        token, first_head = number, Int32(0)
         if const_expr(not spec.by_token and spec.x_packed):
-            block, first_head = divmod(task // TOKENS_TOGETHER, head_divisor)
-            token = block * TOKENS_TOGETHER + task % TOKENS_TOGETHER
+            block, first_head = divmod(number // TOKENS_TOGETHER, head_divisor)
+            token = block * TOKENS_TOGETHER + number % TOKENS_TOGETHER
             valid = valid and token < tokens
             token = cutlass.min(token, tokens - 1)
         elif const_expr(not spec.by_token):
-            token, first_head = divmod(task, head_divisor)
-        slot = mSlots[token]
+            token, first_head = divmod(number, head_divisor)
         pieces = self.lanes
         if const_expr(spec.by_token):
             pieces = h_kv * self.lanes
-
+        task = Task(token, first_head, mSlots[token], pieces, valid)
         if const_expr(spec.held > 0):
-            rK = cute.make_rmem_tensor((VALUES, spec.held), self.dtype)
-            rV = cute.make_rmem_tensor((VALUES, spec.held), self.dtype)
-            for i in cutlass.range_constexpr(spec.held):
-                piece = lane + spec.team * i
-                if const_expr(spec.by_token):
-                    piece = cutlass.min(piece, pieces - 1)
-                self._load(k, token, first_head, piece, rK[None, i])
-                self._load(v, token, first_head, piece, rV[None, i])
-            k_absmax, v_absmax = Float32(0.0), Float32(0.0)
-            if const_expr(spec.k_scale == PER_TOKEN):
-                for i in cutlass.range_constexpr(spec.held):
-                    k_absmax = cute.arch.fmax(k_absmax, self._absmax(rK[None, i]))
-            if const_expr(spec.v_scale == PER_TOKEN):
-                for i in cutlass.range_constexpr(spec.held):
-                    v_absmax = cute.arch.fmax(v_absmax, self._absmax(rV[None, i]))
-            k_absmax, v_absmax = self._over_team(k_absmax, v_absmax)
-            page, offset, stored = self._place(slot, num_slots, row_divisor, valid)
-            for i in cutlass.range_constexpr(spec.held):
-                piece = lane + spec.team * i
-                exists = stored
-                if const_expr(spec.by_token):
-                    exists = stored and piece < pieces
-                place = Place(page, offset, first_head, piece, exists)
-                self._append(k, rK[None, i], k_absmax, place)
-                self._append(v, rV[None, i], v_absmax, place)
+            self._append_held(sides, task, lane, num_slots, row_divisor)
         else:
-            turns = cute.ceil_div(pieces, spec.team)
-            rK = cute.make_rmem_tensor((VALUES,), self.dtype)
-            rV = cute.make_rmem_tensor((VALUES,), self.dtype)
-            k_absmax, v_absmax = Float32(0.0), Float32(0.0)
-            for i in cutlass.range(turns, unroll=2):
-                piece = cutlass.min(lane + spec.team * i, pieces - 1)
-                if const_expr(spec.k_scale == PER_TOKEN):
-                    self._load(k, token, first_head, piece, rK)
-                    k_absmax = cute.arch.fmax(k_absmax, self._absmax(rK))
-                if const_expr(spec.v_scale == PER_TOKEN):
-                    self._load(v, token, first_head, piece, rV)
-                    v_absmax = cute.arch.fmax(v_absmax, self._absmax(rV))
-            k_absmax, v_absmax = self._over_team(k_absmax, v_absmax)
-            page, offset, stored = self._place(slot, num_slots, row_divisor, valid)
-            for i in cutlass.range(turns, unroll=1):
-                piece = lane + spec.team * i
-                self._load(k, token, first_head, cutlass.min(piece, pieces - 1), rK)
-                self._load(v, token, first_head, cutlass.min(piece, pieces - 1), rV)
-                place = Place(page, offset, first_head, piece, stored and piece < pieces)
-                self._append(k, rK, k_absmax, place)
-                self._append(v, rV, v_absmax, place)
-
-    def _operands(self, pointers: Pointers, strides: Strides) -> tuple[Operand, Operand]:
-        """Keys, and values."""
-        k = (pointers.k, strides.k, pointers.k_cache, strides.k_cache, pointers.k_scale, strides.k_scale)
-        v = (pointers.v, strides.v, pointers.v_cache, strides.v_cache, pointers.v_scale, strides.v_scale)
-        return Operand(False, self.spec.k_scale, *k), Operand(True, self.spec.v_scale, *v)
+            self._append_in_two_passes(sides, task, lane, num_slots, row_divisor)
 
     @cute.jit
-    def _load(self, operand: Operand, token: Int32, first_head: Int32, piece: Int32, rX: cute.Tensor):
+    def _append_held(self, sides: tuple, task: Task, lane: Int32, num_slots: Int64, row_divisor):
+        """A lane holds its pieces in registers, all loaded before any is used."""
+        spec = self.spec
+        held = [cute.make_rmem_tensor((VALUES, spec.held), self.dtype) for _ in sides]
+        for i in cutlass.range_constexpr(spec.held):
+            piece = lane + spec.team * i
+            if const_expr(spec.by_token):
+                piece = cutlass.min(piece, task.pieces - 1)
+            for side in cutlass.range_constexpr(2):
+                self._load(sides[side], task, piece, held[side][None, i])
+        absmax = [Float32(0.0), Float32(0.0)]
+        for side in cutlass.range_constexpr(2):
+            if const_expr(self.kinds[side] == PER_TOKEN):
+                for i in cutlass.range_constexpr(spec.held):
+                    absmax[side] = cute.arch.fmax(absmax[side], self.quantizer.absmax(held[side][None, i]))
+                absmax[side] = self._over_team(absmax[side])
+        page, offset, stored = self._place(task, num_slots, row_divisor)
+        for i in cutlass.range_constexpr(spec.held):
+            piece = lane + spec.team * i
+            exists = stored
+            if const_expr(spec.by_token):
+                exists = stored and piece < task.pieces
+            place = Place(page, offset, task.first_head, piece, exists)
+            for side in cutlass.range_constexpr(2):
+                self._append(sides[side], side, held[side][None, i], absmax[side], place)
+
+    @cute.jit
+    def _append_in_two_passes(self, sides: tuple, task: Task, lane: Int32, num_slots: Int64, row_divisor):
+        """A token does not fit into registers: the second pass reads it from L1 or L2."""
+        spec = self.spec
+        turns = cute.ceil_div(task.pieces, spec.team)
+        rK, rV = (cute.make_rmem_tensor((VALUES,), self.dtype) for _ in sides)
+        k_absmax, v_absmax = Float32(0.0), Float32(0.0)
+        for i in cutlass.range(turns, unroll=2):
+            piece = cutlass.min(lane + spec.team * i, task.pieces - 1)
+            if const_expr(spec.k_scale == PER_TOKEN):
+                self._load(sides[0], task, piece, rK)
+                k_absmax = cute.arch.fmax(k_absmax, self.quantizer.absmax(rK))
+            if const_expr(spec.v_scale == PER_TOKEN):
+                self._load(sides[1], task, piece, rV)
+                v_absmax = cute.arch.fmax(v_absmax, self.quantizer.absmax(rV))
+        if const_expr(spec.k_scale == PER_TOKEN):
+            k_absmax = self._over_team(k_absmax)
+        if const_expr(spec.v_scale == PER_TOKEN):
+            v_absmax = self._over_team(v_absmax)
+        page, offset, stored = self._place(task, num_slots, row_divisor)
+        for i in cutlass.range(turns, unroll=1):
+            piece = lane + spec.team * i
+            self._load(sides[0], task, cutlass.min(piece, task.pieces - 1), rK)
+            self._load(sides[1], task, cutlass.min(piece, task.pieces - 1), rV)
+            place = Place(page, offset, task.first_head, piece, stored and piece < task.pieces)
+            self._append(sides[0], 0, rK, k_absmax, place)
+            self._append(sides[1], 1, rV, v_absmax, place)
+
+    @cute.jit
+    def _load(self, side: Side, task: Task, piece: Int32, rX: cute.Tensor):
         """Starts the loads of a piece. The products are 64-bit: k and v may have more than 2^31 elements."""
-        head, part = self._split(first_head, piece)
-        strides = operand.row_strides
-        row = _times(token, strides.token) + _times(head, strides.head) + Int64(VALUES * part)
+        head, part = self._split(task.first_head, piece)
+        strides = side.row_strides
+        row = _times(task.token, strides.token) + _times(head, strides.head) + Int64(VALUES * part)
         atom = cute.make_copy_atom(CopyG2ROp(), self.dtype, num_bits_per_copy=128)
         for half in cutlass.range_constexpr(2):
-            address = operand.rows.toint() + 2 * (row + 8 * half)
+            address = side.rows.toint() + 2 * (row + 8 * half)
             source = cute.make_ptr(self.dtype, address, AddressSpace.gmem, assumed_align=16)
             target = cute.make_tensor(rX.iterator + 8 * half, cute.make_layout(8))
             cute.copy(atom, cute.make_tensor(source, cute.make_layout(8)), target)
@@ -326,49 +312,26 @@ class KvAppendKernel:
         return head, part
 
     @cute.jit
-    def _place(self, slot: Int64, num_slots: Int64, rows: cute.FastDivmodDivisorV2, valid):
+    def _place(self, task: Task, num_slots: Int64, rows: cute.FastDivmodDivisorV2):
         """Page and offset of a slot, and whether there is such a slot."""
-        exists = valid and slot >= 0 and slot < num_slots
+        slot = task.slot
+        exists = task.valid and slot >= 0 and slot < num_slots
         page, offset = divmod(cutlass.select_(exists, Int32(slot), Int32(0)), rows)
         return page, offset, exists
 
-    @cute.jit
-    def _absmax(self, rX: cute.Tensor) -> Float32:
-        """The largest magnitude of a piece, NaN left out."""
-        kind = const_expr("bf16x2" if self.spec.dtype == "bfloat16" else "f16x2")
-        words = cute.recast_tensor(rX, Int32)
-        packed = cute.arch.inline_ptx(
-            "abs." + kind + " {$w0}, {$r0};", write_only_types=[Int32], read_only_args=[words[0]]
-        )
-        for i in cutlass.range_constexpr(1, VALUES // 2):
-            packed = cute.arch.inline_ptx(
-                "{\n.reg .b32 t;\nabs." + kind + " t, {$r0};\nmax." + kind + " {$w0}, t, {$r1};\n}",
-                write_only_types=[Int32],
-                read_only_args=[words[i], packed],
-            )
-        pair = cute.make_rmem_tensor((2,), self.dtype)
-        cute.recast_tensor(pair, Int32)[0] = packed
-        both = pair.load().to(Float32)
-        return cute.arch.fmax(cute.arch.fmax(both[0], both[1]), 0.0)  # 0 where all are NaN
+    def _over_team(self, absmax: Float32) -> Float32:
+        """The maximum of all lanes of a team, where a token has one scale."""
+        return cute.arch.warp_reduction(absmax, cute.arch.fmax, threads_in_group=self.spec.team)
 
     @cute.jit
-    def _over_team(self, k_absmax: Float32, v_absmax: Float32):
-        """The maxima of all lanes of a team, where a token has one scale."""
-        if const_expr(self.spec.k_scale == PER_TOKEN):
-            k_absmax = cute.arch.warp_reduction(k_absmax, cute.arch.fmax, threads_in_group=self.spec.team)
-        if const_expr(self.spec.v_scale == PER_TOKEN):
-            v_absmax = cute.arch.warp_reduction(v_absmax, cute.arch.fmax, threads_in_group=self.spec.team)
-        return k_absmax, v_absmax
-
-    @cute.jit
-    def _append(self, operand: Operand, rX: cute.Tensor, absmax: Float32, place: Place):
+    def _append(self, side: Side, is_v: cutlass.Constexpr, rX: cute.Tensor, absmax: Float32, place: Place):
         """Quantizes a piece and stores it. `absmax` is that of the token, read only where a token has one scale."""
         spec = self.spec
-        kind = operand.scale_kind
+        kind = const_expr(self.kinds[is_v])
         page, offset, first_head, piece, stored = place
         head, part = self._split(first_head, piece)
-        scale_strides = operand.scale_strides
-        scales = cute.make_tensor(operand.scale, cute.make_layout(1))
+        scale_strides = side.scale_strides
+        scales = cute.make_tensor(side.scale, cute.make_layout(1))
         if const_expr(kind == GIVEN):
             # a head past the last one repeats it
             index = _times(head, scale_strides.head)
@@ -378,9 +341,9 @@ class KvAppendKernel:
         else:
             sharing = const_expr(self._sharing(kind))
             if const_expr(kind != PER_TOKEN):
-                absmax = self._absmax(rX)
+                absmax = self.quantizer.absmax(rX)
                 absmax = cute.arch.warp_reduction(absmax, cute.arch.fmax, threads_in_group=sharing)
-            scale = self._scale(absmax)
+            scale = self.quantizer.scale(absmax)
             first = part % const_expr(min(sharing, self.lanes)) == 0
             if const_expr(kind == PER_TOKEN):
                 first = piece == 0
@@ -392,12 +355,12 @@ class KvAppendKernel:
                     own += _times(part // sharing, scale_strides.group)
                 (scales.iterator + own).store(self.scale_dtype(scale))
 
-        codes = self._quantize(rX, absmax, scale, kind)
-        strides = operand.cache_strides
-        address = operand.cache.toint()
+        codes = self.quantizer.codes(rX, absmax, scale, kind)
+        strides = side.cache_strides
+        address = side.cache.toint()
         address += _times(page, strides.outer) + _times(offset, strides.row) + _times(head, strides.head)
         if stored:
-            if const_expr(spec.x_packed and operand.is_v):
+            if const_expr(spec.x_packed and is_v):
                 address += _times(VALUES * part, strides.piece)
                 bytes16 = cute.recast_tensor(codes, Int8)
                 for i in cutlass.range_constexpr(VALUES):
@@ -408,104 +371,6 @@ class KvAppendKernel:
                 address += _times(part, strides.piece)
                 target = cute.make_ptr(Int32, address, AddressSpace.gmem, assumed_align=16)
                 cute.autovec_copy(codes, cute.make_tensor(target, cute.make_layout(4)))
-
-    @cute.jit
-    def _scale(self, absmax: Float32) -> Float32:
-        """The scale that is stored, as float32."""
-        spec = self.spec
-        absmax = cute.arch.fmin(absmax, LARGEST[spec.dtype])  # an Inf counts as the largest finite value
-        scale = self._divide(absmax, Float32(CODE_MAX), Float32(1.0 / CODE_MAX))
-        scale = cute.arch.fmax(scale, MIN_SCALE[spec.scale_dtype])
-        scale = cutlass.select_(absmax == 0.0, Float32(1.0), scale)
-        if const_expr(spec.scale_dtype == "float16"):
-            scale = Float32(Float16(cute.arch.fmin(scale, LARGEST["float16"])))
-        return scale
-
-    @cute.jit
-    def _quantize(self, rX: cute.Tensor, absmax: Float32, scale: Float32, kind: str) -> cute.Tensor:
-        """16 codes in 4 words.
-
-        A value that overflows or underflows in the division is clamped, or multiplied by a power of two together with
-        its scale. With a computed scale that is rare and happens in the packed values; a given scale may be anything.
-        """
-        spec = self.spec
-        bound, power = Float32(LARGEST[spec.dtype]), Float32(1.0)
-        if const_expr(kind == GIVEN or (spec.dtype == "bfloat16" and spec.scale_dtype == "float32")):
-            size = abs(scale)
-            bound = cute.arch.fmin(CODE_MAX * size, bound)
-            power = cutlass.select_(size > FAR, Float32(1.0 / FAR), power)
-            power = cutlass.select_(size < 1.0 / FAR, Float32(FAR), power)
-            scale = scale * power
-            if const_expr(kind != GIVEN):
-                if power != 1.0:  # also where there is an Inf
-                    self._packed(rX, "min.NaN", 0x7F7F)
-                    self._packed(rX, "max.NaN", 0xFF7F)
-                    if power > 1.0:
-                        self._packed(rX, "mul.rn", 0x5F80)
-                    else:
-                        self._packed(rX, "mul.rn", 0x1F80)
-        else:
-            # only Inf is beyond 127 scales, or what has the largest scale of float16: 127 * 65536 in bfloat16
-            most = const_expr(0x7BFF if spec.dtype == "float16" else 0x4AFE)
-            if absmax > const_expr(LARGEST["float16"] if spec.dtype == "float16" else CODE_MAX * 65536):
-                self._packed(rX, "min.NaN", most)
-                self._packed(rX, "max.NaN", most | 0x8000)
-        inverse = Float32(1.0) / scale
-        values = rX.load().to(Float32)
-        codes = cute.make_rmem_tensor((VALUES // 4,), Int32)
-        for word in cutlass.range_constexpr(VALUES // 4):
-            quotients = []
-            for i in cutlass.range_constexpr(4 * word, 4 * word + 4):
-                x = values[i]
-                if const_expr(kind == GIVEN):
-                    x = cute.arch.fmin(cute.arch.fmax(x, -bound, nan=True), bound, nan=True) * power
-                quotients.append(self._divide(x, scale, inverse))
-            # rounds half to even, NaN becomes 0; two conversions and a packing are one instruction
-            codes[word] = cute.arch.inline_ptx(
-                "{\n.reg .s32 a, b, c, d;\n.reg .b32 t;\n"
-                "cvt.rni.s32.f32 a, {$r0};\ncvt.rni.s32.f32 b, {$r1};\n"
-                "cvt.rni.s32.f32 c, {$r2};\ncvt.rni.s32.f32 d, {$r3};\n"
-                "cvt.pack.sat.s8.s32.b32 t, d, c, 0;\ncvt.pack.sat.s8.s32.b32 {$w0}, b, a, t;\n}",
-                write_only_types=[Int32],
-                read_only_args=quotients,
-            )
-        return codes
-
-    @cute.jit
-    def _packed(self, rX: cute.Tensor, operation: str, constant: int):
-        """Each value becomes operation(value, constant), the bits of a number of the same type."""
-        kind = const_expr("bf16x2" if self.spec.dtype == "bfloat16" else "f16x2")
-        words = cute.recast_tensor(rX, Int32)
-        for i in cutlass.range_constexpr(VALUES // 2):
-            words[i] = cute.arch.inline_ptx(
-                "{\n.reg .b32 t;\nmov.b32 t, "
-                + hex(constant << 16 | constant)
-                + ";\n"
-                + operation
-                + "."
-                + kind
-                + " {$w0}, {$r0}, t;\n}",
-                write_only_types=[Int32],
-                read_only_args=[words[i]],
-            )
-
-    @cute.jit
-    def _divide(self, x: Float32, scale: Float32, inverse: Float32) -> Float32:
-        """The quotient of x and scale, given RN(1 / scale).
-
-        The product with the inverse is off by less than 2 units in the last place; its remainder, which an FMA gives,
-        corrects it. For every x of 11 significant bits the result rounds to the integer that the IEEE quotient rounds
-        to: tests/cpu/test_gqa_append.py tries all pairs that are near a tie, and all else is far enough from one.
-        """
-        quotient = x * inverse
-        rest = self._fma(-scale, quotient, x)
-        return self._fma(rest, inverse, quotient)
-
-    @cute.jit
-    def _fma(self, a: Float32, b: Float32, c: Float32) -> Float32:
-        return cute.arch.inline_ptx(
-            "fma.rn.f32 {$w0}, {$r0}, {$r1}, {$r2};", write_only_types=[Float32], read_only_args=[a, b, c]
-        )
 
     def fake_arguments(self) -> tuple:
         """What `__call__` is compiled from: any strides but the last; rows of values and codes in steps of 16 bytes."""

@@ -47,6 +47,7 @@ class Merge(Epilogue):
     def __init__(self, spec: GqaDecodeSpec):
         super().__init__(spec)
         self.partial_floats = spec.columns * (spec.d + 2)
+        self.per_lane = max(self.vectors // 32, 1)  # vectors of a column that a lane adds up
 
     @cute.jit
     def store_partial(self, smem: SmemViews, address: Int64, slot: Int32, query: QueryBlock, tidx: Int32):
@@ -98,72 +99,15 @@ class Merge(Epilogue):
         """
         spec = self.spec
         b, kv_head, block, ratio, s_q = query
-        mOut, mLse = tensors.mOut, tensors.mLse
-        address, _, _, count = shared
-        w, lane = tidx // 32, tidx % 32
-        sConstants = column_constants(spec, constants)
+        w = tidx // 32
         rows = cutlass.min(ratio.divisor * s_q - block * spec.columns, spec.columns)
         columns_at_once = cutlass.min(rows, spec.warps)
         column_warps = spec.warps // columns_at_once
         rank = w // columns_at_once  # of this warp among those of a column
-        per_lane = const_expr(max(self.vectors // 32, 1))
-        raw = cute.make_rmem_tensor((4, per_lane, PARTIALS_IN_FLIGHT), Float32)
-        maxima = cute.make_rmem_tensor(PARTIALS_IN_FLIGHT, Float32)
-        others = cute.make_rmem_tensor((2, 2), Float32)
-        acc = cute.make_rmem_tensor((4, per_lane), Float32)
-        sO = warp_o_tensor(spec, smem)
         for i_round in cutlass.range_constexpr(max(spec.columns // spec.warps, 1)):
             n = w % columns_at_once + i_round * spec.warps
             if n < rows and rank < column_warps:
-                # acc_max: of this warp's partials, what acc is relative to
-                # row_max, row_sum: of all partials, some of them in each lane
-                acc_max, row_max, row_sum = -Float32.inf, -Float32.inf, Float32(0.0)
-                acc.fill(0.0)
-                step = PARTIALS_IN_FLIGHT * column_warps  # up to 64 partials, so two in each lane
-                for i in cutlass.range(0, count, step, unroll=1):
-                    for j in cutlass.range_constexpr(PARTIALS_IN_FLIGHT):
-                        index = i + rank + j * column_warps
-                        slot = slot_of_partial(shared, cutlass.min(index, count - 1))
-                        values, stats = self._partial(address, slot)
-                        maxima[j] = stats[0, n, 0]
-                        for v in cutlass.range_constexpr(per_lane):
-                            vector = cutlass.min(lane + 32 * v, self.vectors - 1)
-                            cute.autovec_copy(values[None, vector, n, 0], raw[None, v, j])
-                    for j in cutlass.range_constexpr(2):
-                        index = cutlass.min(i + lane + 32 * j, count - 1)
-                        _, stats = self._partial(address, slot_of_partial(shared, index))
-                        cute.autovec_copy(stats[None, n, 0], others[None, j])
-                    for j in cutlass.range_constexpr(2):
-                        is_partial = lane + 32 * j < step and i + lane + 32 * j < count
-                        new_max = cute.arch.fmax(row_max, cutlass.select_(is_partial, others[0, j], -Float32.inf))
-                        weight = softmax.rescaling(others[0, j], new_max)
-                        row_sum = row_sum * softmax.rescaling(row_max, new_max)
-                        row_sum += cutlass.select_(is_partial, weight * others[1, j], Float32(0.0))
-                        row_max = new_max
-                    new_acc_max = acc_max
-                    for j in cutlass.range_constexpr(PARTIALS_IN_FLIGHT):
-                        new_acc_max = cute.arch.fmax(new_acc_max, maxima[j])
-                    for c in cutlass.range_constexpr(4 * per_lane):
-                        acc[c] *= softmax.rescaling(acc_max, new_acc_max)
-                    acc_max = new_acc_max
-                    for j in cutlass.range_constexpr(PARTIALS_IN_FLIGHT):
-                        is_partial = i + rank + j * column_warps < count
-                        weight = cutlass.select_(is_partial, softmax.rescaling(maxima[j], acc_max), Float32(0.0))
-                        for v in cutlass.range_constexpr(per_lane):
-                            for c in cutlass.range_constexpr(4):
-                                acc[c, v] += weight * raw[c, v, j]
-                final_max = cute.arch.warp_reduction(row_max, cute.arch.fmax)
-                row_sum = cute.arch.warp_reduction_sum(row_sum * softmax.rescaling(row_max, final_max))
-                factor = self.normalization(final_max, row_sum, sConstants[n, SINK]) * sConstants[n, O_SCALE]
-                factor *= softmax.rescaling(acc_max, final_max)
-                if rank == 0 and lane == 0:
-                    token, r = divmod(block * spec.columns + n, ratio)
-                    mLse[b, token, kv_head * ratio.divisor + r] = softmax.log_sum_exp(final_max, row_sum)
-                for v in cutlass.range_constexpr(per_lane):
-                    vector = lane + 32 * v
-                    if vector < self.vectors:
-                        for c in cutlass.range_constexpr(4):
-                            sO[4 * vector + c, n, rank] = acc[c, v] * factor
+                self._merge_column(smem, shared, tensors.mLse, constants, query, n, rank, column_warps, tidx % 32)
         self.sync()
         # ---- the sums of the warps of each column
         for i_round in cutlass.range_constexpr(self.rounds):
@@ -171,11 +115,109 @@ class Merge(Epilogue):
             if n < rows:
                 token, r = divmod(block * spec.columns + n, ratio)
                 self.write(
-                    mOut[b, token, kv_head * ratio.divisor + r, None],
+                    tensors.mOut[b, token, kv_head * ratio.divisor + r, None],
                     self.sum_of_warps(smem, n, vector, column_warps),
                     Float32(1.0),
                     vector,
                 )
+
+    @cute.jit
+    def _merge_column(
+        self,
+        smem: SmemViews,
+        shared: SharedSequence,
+        mLse: cute.Tensor,
+        constants: cute.Pointer,
+        query: QueryBlock,
+        n: Int32,
+        rank: Int32,
+        column_warps: Int32,
+        lane: Int32,
+    ):
+        """This warp's share of a column: the sum of its partials, relative to all, and the column's log-sum-exp."""
+        spec = self.spec
+        sConstants, sO = column_constants(spec, constants), warp_o_tensor(spec, smem)
+        raw = cute.make_rmem_tensor((4, self.per_lane, PARTIALS_IN_FLIGHT), Float32)
+        maxima = cute.make_rmem_tensor(PARTIALS_IN_FLIGHT, Float32)
+        others = cute.make_rmem_tensor((2, 2), Float32)
+        acc = cute.make_rmem_tensor((4, self.per_lane), Float32)
+        # acc_max: of this warp's partials, what acc is relative to
+        # row_max, row_sum: of all partials, some of them in each lane
+        acc_max, row_max, row_sum = -Float32.inf, -Float32.inf, Float32(0.0)
+        acc.fill(0.0)
+        step = PARTIALS_IN_FLIGHT * column_warps  # up to 64 partials, so two in each lane
+        for i in cutlass.range(0, shared.count, step, unroll=1):
+            self._load_partials(shared, raw, maxima, others, n, i + rank, column_warps, i + lane, lane)
+            row_max, row_sum = self._add_stats(others, row_max, row_sum, lane, step, shared.count - i)
+            acc_max = self._add_partials(acc, raw, maxima, acc_max, i + rank, column_warps, shared.count)
+        final_max = cute.arch.warp_reduction(row_max, cute.arch.fmax)
+        row_sum = cute.arch.warp_reduction_sum(row_sum * softmax.rescaling(row_max, final_max))
+        factor = self.normalization(final_max, row_sum, sConstants[n, SINK]) * sConstants[n, O_SCALE]
+        factor *= softmax.rescaling(acc_max, final_max)
+        if rank == 0 and lane == 0:
+            token, r = divmod(query.block * spec.columns + n, query.ratio)
+            mLse[query.sequence, token, query.kv_head * query.ratio.divisor + r] = softmax.log_sum_exp(
+                final_max, row_sum
+            )
+        for v in cutlass.range_constexpr(self.per_lane):
+            vector = lane + 32 * v
+            if vector < self.vectors:
+                for c in cutlass.range_constexpr(4):
+                    sO[4 * vector + c, n, rank] = acc[c, v] * factor
+
+    @cute.jit
+    def _load_partials(
+        self,
+        shared: SharedSequence,
+        raw,
+        maxima,
+        others,
+        n: Int32,
+        first: Int32,
+        step: Int32,
+        other: Int32,
+        lane: Int32,
+    ):
+        """Starts the loads of a round: this warp's partials first, first + step, ..., and the stats of two of all."""
+        last = shared.count - 1
+        for j in cutlass.range_constexpr(PARTIALS_IN_FLIGHT):
+            slot = slot_of_partial(shared, cutlass.min(first + j * step, last))
+            values, stats = self._partial(shared.address, slot)
+            maxima[j] = stats[0, n, 0]
+            for v in cutlass.range_constexpr(self.per_lane):
+                vector = cutlass.min(lane + 32 * v, self.vectors - 1)
+                cute.autovec_copy(values[None, vector, n, 0], raw[None, v, j])
+        for j in cutlass.range_constexpr(2):
+            _, stats = self._partial(shared.address, slot_of_partial(shared, cutlass.min(other + 32 * j, last)))
+            cute.autovec_copy(stats[None, n, 0], others[None, j])
+
+    @cute.jit
+    def _add_stats(self, others, row_max: Float32, row_sum: Float32, lane: Int32, step: Int32, left: Int32):
+        """(row_max, row_sum) with those of two more partials, of `step` in a round and `left` in all."""
+        for j in cutlass.range_constexpr(2):
+            is_partial = lane + 32 * j < step and lane + 32 * j < left
+            new_max = cute.arch.fmax(row_max, cutlass.select_(is_partial, others[0, j], -Float32.inf))
+            weight = softmax.rescaling(others[0, j], new_max)
+            row_sum = row_sum * softmax.rescaling(row_max, new_max)
+            row_sum += cutlass.select_(is_partial, weight * others[1, j], Float32(0.0))
+            row_max = new_max
+        return row_max, row_sum
+
+    @cute.jit
+    def _add_partials(self, acc, raw, maxima, acc_max: Float32, first: Int32, step: Int32, count: Int32) -> Float32:
+        """Adds a round of partials to `acc`; returns the maximum that it is relative to then."""
+        new_max = acc_max
+        for j in cutlass.range_constexpr(PARTIALS_IN_FLIGHT):
+            new_max = cute.arch.fmax(new_max, maxima[j])
+        for c in cutlass.range_constexpr(4 * self.per_lane):
+            acc[c] *= softmax.rescaling(acc_max, new_max)
+        for j in cutlass.range_constexpr(PARTIALS_IN_FLIGHT):
+            is_partial = first + j * step < count
+            weight = cutlass.select_(is_partial, softmax.rescaling(maxima[j], new_max), Float32(0.0))
+            for v in cutlass.range_constexpr(self.per_lane):
+                for c in cutlass.range_constexpr(4):
+                    acc[c, v] += weight * raw[c, v, j]
+        return new_max
 
     @cute.jit
     def merge_cluster(self, smem: SmemViews, tensors: Tensors, constants: cute.Pointer, query: QueryBlock, tidx: Int32):

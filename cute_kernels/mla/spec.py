@@ -59,6 +59,7 @@ class MlaDecodeSpec:
     kernel: ClassVar[str] = "cute_kernels.mla.kernels.decode:MlaDecodeKernel"
     cluster: ClassVar[int] = 1  # CTAs that share the keys of a query token and split
     p_stages: ClassVar[int] = 2  # of P, and of what the softmax stores with it
+    splits_p: ClassVar[bool] = False  # of key tiles whose scales are far apart; see `PvWarpgroups.add_bfloat16`
     launch_registers: ClassVar[dict[int, int]] = {512: 128, 768: 80}  # of a thread, by threads of a CTA
 
     @property
@@ -140,11 +141,6 @@ class MlaDecodeSpec:
         tile is made, QK has read its rope part. With fewer heads each stage has both.
         """
         return self.stages if self.few_heads else self.stages - 1
-
-    @property
-    def rope_slots(self) -> int:
-        """Rope parts that shared memory holds."""
-        return self.rope_stages
 
     @property
     def mask_stages(self) -> int:

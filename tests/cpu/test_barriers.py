@@ -1,4 +1,4 @@
-"""Docstrings of kernels show the mbarriers that their initialization reads, as `device.pipeline.table` writes them."""
+"""Docstrings of kernels show the mbarriers that their initialization reads, as a `table` writes them."""
 
 import inspect
 from typing import Any
@@ -9,15 +9,15 @@ from cute_kernels.runtime import arch
 
 arch.pin()
 
-from cute_kernels.device.pipeline import Pipelines, table  # noqa: E402
+from cute_kernels.device import barriers, pipeline  # noqa: E402
 from cute_kernels.gqa.kernels import decode as gqa_decode  # noqa: E402
 from cute_kernels.gqa.kernels import pipelines as gqa  # noqa: E402
 from cute_kernels.gqa.spec import GqaDecodeSpec  # noqa: E402
+from cute_kernels.mla.crossover.kernels import barriers as crossover  # noqa: E402
 from cute_kernels.mla.crossover.kernels import decode as crossover_decode  # noqa: E402
-from cute_kernels.mla.crossover.kernels import pipelines as crossover  # noqa: E402
 from cute_kernels.mla.crossover.spec import MlaCrossoverSpec, shipped_specs  # noqa: E402
+from cute_kernels.mla.kernels import barriers as mla  # noqa: E402
 from cute_kernels.mla.kernels import decode as mla_decode  # noqa: E402
-from cute_kernels.mla.kernels import pipelines as mla  # noqa: E402
 from cute_kernels.mla.latent.kernels import decode as latent_decode  # noqa: E402
 from cute_kernels.mla.latent.spec import LatentDecodeSpec  # noqa: E402
 from cute_kernels.mla.spec import MlaDecodeSpec  # noqa: E402
@@ -30,29 +30,38 @@ from cute_kernels.sink.spec import SinkForwardSpec  # noqa: E402
 
 INT8 = GqaDecodeSpec("bfloat16", "int8", 128, 8, k_scales="per_token", v_scales="per_token")
 GROUPED = SinkForwardSpec("bfloat16", 64, window=True, warpgroups=4, tile=64, turns=False, grouped=True)
+EXPANDED = LatentDecodeSpec(sparse=True, cache_format="v4.1_fp4")
 SHOWN = [
-    (gqa_decode, "int8, d 128, scales of tokens\n", gqa.pipelines(INT8)),
-    (gqa_decode, "bfloat16, d 128\n", gqa.pipelines(GqaDecodeSpec("bfloat16", "bfloat16", 128, 8))),
-    (mla_decode, "", mla.pipelines(MlaDecodeSpec(sparse=False))),
-    (mla_decode, "", mla.pipelines(MlaDecodeSpec(sparse=True, heads=16))),
-    (latent_decode, "", mla.pipelines(LatentDecodeSpec(sparse=True, cache_format="v4"))),
-    (latent_decode, "PV expands\n", mla.pipelines(LatentDecodeSpec(sparse=True, cache_format="v4.1_fp4"))),
-    (crossover_decode, "", crossover.pipelines(MlaCrossoverSpec(sparse=True, exchange="values"))),
-    (SinkForwardKernel, "", query_pipelines(SinkForwardSpec("bfloat16", 64, warpgroups=3))),
-    (SinkForwardKernel, "", query_pipelines(GROUPED)),
-    (SinkQueryGradKernel, "", query_pipelines(SinkQueryGradSpec("bfloat16", 64))),
-    (SinkBackwardKernel, "", key_pipelines(SinkBackwardSpec("bfloat16", 64))),
-    (SinkBackwardKernel, "", key_pipelines(SinkBackwardSpec("bfloat16", 128))),
+    (gqa_decode, "int8, d 128, scales of tokens\n", pipeline.table(gqa.pipelines(INT8))),
+    (gqa_decode, "bfloat16, d 128\n", pipeline.table(gqa.pipelines(GqaDecodeSpec("bfloat16", "bfloat16", 128, 8)))),
+    (mla_decode, "", barriers.table(mla.barriers(MlaDecodeSpec(sparse=False)))),
+    (mla_decode, "", barriers.table(mla.barriers(MlaDecodeSpec(sparse=True, heads=16)))),
+    (latent_decode, "", barriers.table(mla.barriers(LatentDecodeSpec(sparse=True, cache_format="v4")))),
+    (
+        latent_decode,
+        "PV expands\n",
+        barriers.table(mla.barriers(LatentDecodeSpec(sparse=True, cache_format="v4.1_fp4"))),
+    ),
+    (crossover_decode, "", barriers.table(crossover.barriers(MlaCrossoverSpec(sparse=True, exchange="values")))),
+    (SinkForwardKernel, "", pipeline.table(query_pipelines(SinkForwardSpec("bfloat16", 64, warpgroups=3)))),
+    (SinkForwardKernel, "", pipeline.table(query_pipelines(GROUPED))),
+    (SinkQueryGradKernel, "", pipeline.table(query_pipelines(SinkQueryGradSpec("bfloat16", 64)))),
+    (SinkBackwardKernel, "", pipeline.table(key_pipelines(SinkBackwardSpec("bfloat16", 64)))),
+    (SinkBackwardKernel, "", pipeline.table(key_pipelines(SinkBackwardSpec("bfloat16", 128)))),
 ]
-"""What has the docstring (a module or a class), the line before the table, the edges."""
+"""What has the docstring (a module or a class), the line before the table, the table."""
 
 
-@pytest.mark.parametrize(("shown_by", "title", "pipelines"), SHOWN)
-def test_docstring_shows_the_barriers(shown_by: Any, title: str, pipelines: Pipelines) -> None:
-    assert f"{title}{table(pipelines)}\n" in (inspect.getdoc(shown_by) or "") + "\n"
+@pytest.mark.parametrize(("shown_by", "title", "table"), SHOWN)
+def test_docstring_shows_the_barriers(shown_by: Any, title: str, table: str) -> None:
+    assert f"{title}{table}\n" in (inspect.getdoc(shown_by) or "") + "\n"
 
 
 def test_bytes_cross_on_one_barrier() -> None:
     for spec in shipped_specs():
-        crossing = {edge.name: edge.bytes for edge in crossover.pipelines(spec) if edge.bytes and edge.stages > 1}
-        assert crossing == ({"keys": 36_864} if spec.exchange == "values" else {"codes": 20_480})
+        crossing = {
+            barrier.name: barrier.bytes
+            for (barrier,) in crossover.barriers(spec)
+            if barrier.bytes and barrier.copies > 1
+        }
+        assert crossing == ({"full": 36_864} if spec.exchange == "values" else {"codes_full": 20_480})

@@ -8,11 +8,12 @@ from cutlass import BFloat16, Float8E4M3FN, Float16, Float32, Int32, Int64, cons
 from cutlass.cute.nvgpu import warpgroup
 
 from cute_kernels.device import pairs, registers, softmax, wgmma
+from cute_kernels.device.ring import ring_slot
 from cute_kernels.device.trace import Tracer
 from cute_kernels.mla.kernels.arguments import Results
+from cute_kernels.mla.kernels.barriers import NamedBarrier
 from cute_kernels.mla.kernels.load import issue_tma
 from cute_kernels.mla.kernels.merge import PartialMerger
-from cute_kernels.mla.kernels.pipelines import NamedBarrier, pipelines
 from cute_kernels.mla.kernels.scheduler import Scheduler, WorkTable, WorkTile
 from cute_kernels.mla.kernels.smem import (
     BFLOAT16,
@@ -31,7 +32,7 @@ from cute_kernels.mla.kernels.smem import (
     tiled_mmas,
     weights,
 )
-from cute_kernels.mla.kernels.tile import QUANT_TILES
+from cute_kernels.mla.kernels.tile import QUANT_TILES, TILE_BYTES
 from cute_kernels.mla.kernels.value_units import inverse_power, v_moves, v_units
 from cute_kernels.mla.spec import EVENTS, NARROW, ROLES, TOKENS_PER_TILE, MlaDecodeSpec
 
@@ -80,7 +81,6 @@ class PvWarpgroups:
         self.columns = spec.heads // 4  # of a thread
         self.v_fragments = 2 * ROW_BLOCKS if spec.few_heads else 2  # half of them is made while wgmma reads the others
         self.scheduler = Scheduler(spec)
-        self.edges = pipelines(spec)
         self.units = self.moving_units = QUANT_TILES  # of O; the last ones may be fixed
         if spec.split:
             self.merger = PartialMerger(spec)
@@ -133,25 +133,26 @@ class PvWarpgroups:
         raw = [cute.make_rmem_tensor((2, 4), Int32) for _ in range(2)]  # codes of a block of keys, and of the next one
         line = self.line(wg, tid)
         for tile in cutlass.range(done, done + tiles, unroll=1):
-            stage, p_stage = self.edges.keys.index(tile), self.edges.p.index(tile)
+            stage, phase = ring_slot(tile, self.spec.stages)
+            p_stage, p_phase = ring_slot(tile, self.spec.p_stages)
             self.stamp(smem, tile, 0, 0, wg, tid)
-            self.edges.keys.wait(smem, tile)  # completed long ago
+            cute.arch.mbarrier_wait(smem.full.data_ptr() + stage, phase)  # completed long ago
             self.load_codes(smem, raw[0], stage, 0, line)  # some 100 clocks, overlapped with the wait for P
-            self.edges.p.wait(smem, tile)
+            cute.arch.mbarrier_wait(smem.p_full.data_ptr() + p_stage, p_phase)
             self.stamp(smem, tile, 0, 1, wg, tid)
             self.stamp(smem, tile, 1, 0, wg, tid)
             flags = self.flags(smem, p_stage)
             if flags & (RESCALE_O | NEW_UNIT) != 0 and tile > done:
                 self.rescale(smem, acc_o, flags, p_stage, wg, tid)
-            if flags & BFLOAT16 != 0:
+            if flags & (BFLOAT16 | (HALVES if self.spec.splits_p else 0)) != 0:
                 has_scales = Int32(1)
                 self.add_bfloat16(smem, mma_bfloat16, acc_o, flags, stage, p_stage, line, wg, tid)
-                self.edges.keys.release(smem, tile)
+                cute.arch.mbarrier_arrive(smem.empty.data_ptr() + stage)
                 self.load_announced(smem, page_tma, tile, wg, tid)
             else:
                 self.add_tile(smem, mma, acc_o, raw, page_tma, tile, line, wg, tid)
             if tile < done + tiles - 1:
-                self.edges.p.release(smem, tile)
+                cute.arch.mbarrier_arrive(smem.p_empty.data_ptr() + p_stage)
             self.stamp(smem, tile, 1, 1, wg, tid)
         self.end_work_tile(smem, table, results, acc_o, done + tiles, tiles, index, is_whole, has_scales, wg, tid)
 
@@ -176,7 +177,7 @@ class PvWarpgroups:
         lse, sLse = -Float32.inf, smem.lse.get_tensor(cute.make_layout((self.heads, 2)))
         unit = Float32(V_UNIT)
         if tiles > 0:
-            p_stage = self.edges.p.index(done - 1)
+            p_stage = (done - 1) % 2
             inverse_sums = smem.inverse_sum.get_tensor(cute.make_layout(2 * self.heads))
             copy_columns(inverse_sums, tid, p_stage * self.heads, factor)
             if tid < self.heads:
@@ -186,7 +187,7 @@ class PvWarpgroups:
             for j in cutlass.range_constexpr(self.moving_units):
                 if units[j, p_stage] != V_UNIT:
                     has_scales = Int32(1)
-            self.edges.p.release(smem, done - 1)
+            cute.arch.mbarrier_arrive(smem.p_empty.data_ptr() + p_stage)
         # a partial without block scales is relative to V_UNIT, which is then the scale of all
         if const_expr(self.spec.balanced):
             unit *= cutlass.select_(is_whole | has_scales != 0, Float32(1.0), Float32(1.0 / V_UNIT))
@@ -217,16 +218,17 @@ class PvWarpgroups:
     @cute.jit
     def issue_announced(self, smem, page_tma: tuple, tile: Int32):
         """Issues it once all have read `tile`. Called by one warp."""
-        following = tile + self.spec.stages
-        p_stage = self.edges.p.index(tile)
-        sAnnounced = smem.announced.get_tensor(cute.make_layout((2, self.spec.p_stages)))
-        page, tile_of_page = sAnnounced[0, p_stage], sAnnounced[1, p_stage]
+        p_stages = const_expr(self.spec.p_stages)
+        sAnnounced = smem.announced.get_tensor(cute.make_layout((2, p_stages)))
+        page, tile_of_page = sAnnounced[0, tile % p_stages], sAnnounced[1, tile % p_stages]
         if page >= 0:
-            self.edges.keys.acquire(smem, following)
-            self.edges.rope.acquire(smem, following)
+            stage, phase = ring_slot(tile, self.spec.stages)
+            cute.arch.mbarrier_wait(smem.empty.data_ptr() + stage, phase)
+            rope_stage, phase = ring_slot(tile + self.spec.stages, self.spec.rope_stages)
+            cute.arch.mbarrier_wait(smem.rope_empty.data_ptr() + rope_stage, phase ^ 1)
             with cute.arch.elect_one():
-                self.edges.keys.arrive_and_expect(smem, following)
-            issue_tma(smem, self.edges, page_tma, following, page, tile_of_page)
+                cute.arch.mbarrier_arrive_and_expect_tx(smem.full.data_ptr() + stage, TILE_BYTES)
+            issue_tma(smem, page_tma, stage, rope_stage, page, tile_of_page)
 
     @cute.jit
     def rescale(self, smem, acc_o, flags: Int32, p_stage: Int32, wg: Int32, tid: Int32):
@@ -286,7 +288,8 @@ class PvWarpgroups:
 
         `raw` has the codes of the first 16 keys.
         """
-        stage, p_stage = self.edges.keys.index(tile), self.edges.p.index(tile)
+        stage, _ = ring_slot(tile, self.spec.stages)
+        p_stage, _ = ring_slot(tile, self.spec.p_stages)
         rP = self.p_operands(smem, mma, tid)[None, None, None, p_stage]
         shape = mma.partition_shape_A((TOKENS_PER_TILE, 16))
         fragments = [mma.make_fragment_A(shape) for _ in range(self.v_fragments)]
@@ -309,7 +312,7 @@ class PvWarpgroups:
                 warpgroup.fence()
                 wgmma.issue(mma, acc_o[m], fragment, rP, True, [(0, block)])
                 if const_expr(block + 1 == KEY_BLOCKS and m == 0):  # all codes of the tile are in registers
-                    self.edges.keys.release(smem, tile)
+                    cute.arch.mbarrier_arrive(smem.empty.data_ptr() + stage)
                 if const_expr((m + 1) % (self.v_fragments // 2) == 0):
                     warpgroup.commit_group()
                     if const_expr(block + 1 == KEY_BLOCKS and m + 1 == ROW_BLOCKS):
@@ -324,16 +327,28 @@ class PvWarpgroups:
     ):
         """O^T += V^T P^T in bfloat16, whose range is that of float32: rare, so blocks of keys are a loop.
 
-        P is bfloat16 already, or with HALVES float16, of which two numbers of bfloat16 are made in turn: that takes
-        twice as long. V is code times scale in float32, in units of O, rounded once.
+        P is bfloat16 already. With HALVES it is float16, and two bfloat16 numbers are made of it in turn, which takes
+        twice as long: one key outweighs all others there, so what rounding P costs is no mean of many. V is code times
+        scale in float32, in units of O, rounded once.
         """
+        if const_expr(self.spec.splits_p):
+            self.add_halves(smem, mma, acc_o, flags, stage, p_stage, line, wg, tid)
+        else:
+            self.add_rounded(smem, mma, acc_o, stage, p_stage, line, wg, tid)
+
+    @cute.jit
+    def add_halves(
+        self, smem, mma: cute.TiledMma, acc_o, flags: Int32, stage: Int32, p_stage: Int32, line: Int32, wg, tid
+    ):
+        """Does that once with P as bfloat16, or twice with what `store_half_of_p` makes of P as float16."""
         halves, p = Int32(1), cute.make_rmem_tensor(self.heads // 8, Int32)
         p.fill(0)
-        if flags & HALVES != 0:
+        is_float16 = flags & (BFLOAT16 | HALVES) == HALVES
+        if is_float16:
             halves = Int32(2)
             cute.autovec_copy(self.words_of_p(smem, p_stage, wg, tid), p)
         for half in cutlass.range(halves, unroll=1):
-            if flags & HALVES != 0:
+            if is_float16:
                 self.store_half_of_p(smem, p, half, p_stage, wg, tid)
             self.add_rounded(smem, mma, acc_o, stage, p_stage, line, wg, tid)
 

@@ -20,7 +20,7 @@ RESCALE_THRESHOLD = 8.0  # log2 of the growth of the largest score that moves ro
 RESCALE_O = 1  # flag of a tile: O is multiplied by `rescaling` first
 NEW_UNIT = 2  # and by `v_move`
 BFLOAT16 = 4  # P is bfloat16, and V is to be: float16 does not hold V in the units of O
-HALVES = 16  # and scales are so far apart that the error of one P is no mean of many: see `PvWarpgroups.add_bfloat16`
+HALVES = 16  # instead: P is float16, of which PV makes two bfloat16 numbers; see `PvWarpgroups.add_bfloat16`
 V_UNIT = 2.0**-6  # of O at first; see `ValueUnits`
 
 
@@ -60,8 +60,8 @@ def shared_storage(spec: MlaDecodeSpec):
         mask: cute.struct.MemRange[Int32, 2 * spec.mask_stages]  # a bit for each key: 1 if it counts
         announced: cute.struct.MemRange[Int32, 2 * p_stages]  # (page or -1, key tile of it) that PV is to load
         q_full: Int64
-        keys_full: cute.struct.MemRange[Int64, stages]
-        keys_empty: cute.struct.MemRange[Int64, stages]
+        full: cute.struct.MemRange[Int64, stages]
+        empty: cute.struct.MemRange[Int64, stages]
         rope_empty: cute.struct.MemRange[Int64, spec.rope_stages]
         s_full: cute.struct.MemRange[Int64, s_stages]
         s_empty: cute.struct.MemRange[Int64, s_stages]

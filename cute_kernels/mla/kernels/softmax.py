@@ -7,13 +7,12 @@ import cutlass.cute as cute
 from cutlass import AddressSpace, BFloat16, Float16, Float32, Int32, const_expr
 
 from cute_kernels.device import registers, softmax
+from cute_kernels.device.ring import ring_slot
 from cute_kernels.device.trace import Tracer
 from cute_kernels.mla.kernels.load import KeyLoader
-from cute_kernels.mla.kernels.pipelines import pipelines
 from cute_kernels.mla.kernels.scheduler import Scheduler, WorkTable
 from cute_kernels.mla.kernels.smem import (
     BFLOAT16,
-    HALVES,
     P_EXPONENT,
     RESCALE_O,
     RESCALE_THRESHOLD,
@@ -51,7 +50,6 @@ class SoftmaxWarpgroup:
         self.units = ValueUnits(spec)
         self.loader = KeyLoader(spec)
         self.scheduler = Scheduler(spec)
-        self.edges = pipelines(spec)
         self.tracer = Tracer(spec.trace, len(ROLES))
 
     @cute.jit
@@ -98,10 +96,10 @@ class SoftmaxWarpgroup:
                     self.await_stages(smem, tile)
                 row_max, row_sum = self.softmax_tile(smem, row_max, row_sum, addresses, tile, tid)
                 if tile == done + tiles - 1:
-                    self.finish(smem, row_max, row_sum, self.edges.p.index(tile), tid)
-                    self.units.finish(smem, self.edges.p.index(tile), tid)
+                    self.finish(smem, row_max, row_sum, tile % 2, tid)
+                    self.units.finish(smem, tile % 2, tid)
                 cute.arch.fence_proxy("async.shared", space="cta")  # ordinary stores of P, read by wgmma
-                self.edges.p.arrive(smem, tile)
+                cute.arch.mbarrier_arrive(smem.p_full.data_ptr() + tile % 2)
                 self.stamp(smem, tile, 1, tid)
                 if const_expr(self.loads and not self.spec.pv_issues_tma):
                     cursor = self.loader.step(smem, table, page_tma, cursor, tid)
@@ -124,16 +122,19 @@ class SoftmaxWarpgroup:
     @cute.jit
     def await_stages(self, smem, tile: Int32):
         """Waits for all that a tile needs but S, before S: each wait takes some 100 clocks."""
-        self.edges.keys.wait(smem, tile)
-        self.edges.p.acquire(smem, tile)
+        stage, phase = ring_slot(tile, self.spec.stages)
+        cute.arch.mbarrier_wait(smem.full.data_ptr() + stage, phase)
+        p_stage, phase = ring_slot(tile, self.spec.p_stages)
+        cute.arch.mbarrier_wait(smem.p_empty.data_ptr() + p_stage, phase ^ 1)
 
     @cute.jit
     def softmax_tile(self, smem, row_max: Float32, row_sum: Float32, addresses: Addresses, tile: Int32, tid: Int32):
         """P^T of a tile and what PV needs with it; returns the new row_max and this thread's part of row_sum."""
-        stage, p_stage = self.edges.keys.index(tile), self.edges.p.index(tile)
+        stage, _ = ring_slot(tile, self.spec.stages)
+        p_stage, _ = ring_slot(tile, self.spec.p_stages)
         lane, part, head = tid % 32, tid % 32 // (32 // self.lanes), self.head(tid)
         sMask = smem.mask.get_tensor(cute.make_layout(2 * self.spec.mask_stages))
-        s_stage = self.edges.s.index(tile)
+        s_stage, phase = ring_slot(tile, self.spec.qk_warpgroups)
         pointer = smem.s.data_ptr() + cute.assume(s_stage * (TOKENS_PER_TILE * self.heads), divby=TOKENS_PER_TILE)
         sS = cute.make_tensor(pointer, cute.make_layout(TOKENS_PER_TILE * self.heads))
         first = self.keys * part
@@ -144,7 +145,7 @@ class SoftmaxWarpgroup:
         if lane == 0:  # in shared memory to save a register
             sFlags[tid // 32, p_stage] = flags
         cute.arch.sync_warp()
-        self.edges.s.wait(smem, tile)
+        cute.arch.mbarrier_wait(smem.s_full.data_ptr() + s_stage, phase)
         self.stamp(smem, tile, 0, tid)
         if cute.arch.vote_any_sync(mask != all_keys):
             for k in cutlass.range(self.keys, unroll=1):
@@ -165,7 +166,7 @@ class SoftmaxWarpgroup:
                 rescaling = cute.math.exp2(row_max - (largest - P_EXPONENT), fastmath=True)
                 row_max = largest - P_EXPONENT
             _, tile_sum = self.exp_tile(row_max, unit, addresses, flags)
-        self.edges.s.release(smem, tile)
+        cute.arch.mbarrier_arrive(smem.s_empty.data_ptr() + s_stage)
         row_sum = row_sum * rescaling + tile_sum
 
         sRescaling = smem.rescaling.get_tensor(cute.make_layout((self.heads, 2)))
@@ -234,7 +235,7 @@ class SoftmaxWarpgroup:
                 thread_sum[0] += s[k, j]
         p.store(s.load().to(Float16).reshape(p.shape))
         if const_expr(flags is not None):
-            if flags & (BFLOAT16 | HALVES) == BFLOAT16:
+            if flags & BFLOAT16 != 0:
                 rounded = cute.recast_tensor(p, BFloat16)
                 rounded.store(s.load().to(BFloat16).reshape(p.shape))
         chunk = cute.make_ptr(Float16, addresses.p ^ 16 * i, AddressSpace.smem, assumed_align=2 * at_once)

@@ -2,10 +2,10 @@
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float16, Float32, Int32
+from cutlass import Float16, Float32, Int32, const_expr
 
 from cute_kernels.device import pairs, softmax, wgmma
-from cute_kernels.mla.kernels.pipelines import NamedBarrier
+from cute_kernels.mla.kernels.barriers import NamedBarrier
 from cute_kernels.mla.kernels.smem import (
     BFLOAT16,
     HALVES,
@@ -105,11 +105,17 @@ class ValueUnits:
             sMove[warp, p_stage] = softmax.power_of_two(old - new)
         flags = Int32(NEW_UNIT) if new != old else Int32(0)
         if wgmma.every_thread(fits, Int32(NamedBarrier.SOFTMAX)) == 0:
-            flags |= BFLOAT16
-        is_near = Int32(0) if most - least > MAX_SPREAD else Int32(1)
-        if wgmma.every_thread(is_near, Int32(NamedBarrier.SOFTMAX)) == 0:
-            flags |= HALVES
+            flags |= self.slow_flag(Int32(0) if most - least > MAX_SPREAD else Int32(1))
         return flags
+
+    @cute.jit
+    def slow_flag(self, is_near: Int32) -> Int32:
+        """BFLOAT16, or HALVES where scales of any thread are far apart."""
+        flag = Int32(BFLOAT16)
+        if const_expr(self.spec.splits_p):
+            if wgmma.every_thread(is_near, Int32(NamedBarrier.SOFTMAX)) == 0:
+                flag = Int32(HALVES)
+        return flag
 
     @cute.jit
     def finish(self, smem, p_stage: Int32, tid: Int32):

@@ -31,6 +31,7 @@ class LatentDecodeSpec(MlaDecodeSpec):
     extra_format: str = ""
 
     kernel: ClassVar[str] = "cute_kernels.mla.latent.kernels.decode:LatentDecodeKernel"
+    splits_p: ClassVar[bool] = True
 
     @property
     def compile_options(self) -> str:

@@ -8,11 +8,13 @@ from cutlass import AddressSpace, BFloat16, Float16, Float32, Int32, Int64, cons
 from cutlass.cute.nvgpu import warpgroup
 
 from cute_kernels.device import pairs, registers, wgmma
+from cute_kernels.device.ring import ring_slot
 from cute_kernels.mla.kernels.arguments import Results
 from cute_kernels.mla.kernels.pv import KEY_BLOCKS, ROW_BLOCKS, PvWarpgroups
 from cute_kernels.mla.kernels.scheduler import WorkTable
 from cute_kernels.mla.kernels.smem import (
     BFLOAT16,
+    HALVES,
     NEW_UNIT,
     RESCALE_O,
     ROPE_BYTES,
@@ -80,13 +82,13 @@ class ScaledKeyPvWarpgroups(PvWarpgroups):
 
         Nor does a tile after the last one have any.
         """
-        stage = self.edges.raw.index(tile)
-        self.edges.raw.wait(smem, tile)
+        stage, phase = ring_slot(tile, self.spec.stages)
+        cute.arch.mbarrier_wait(smem.raw.data_ptr() + stage, phase)
         if stage_kinds(smem, self.spec)[stage] == self.expanded[0]:
             start = Int32(smem.codes.data_ptr().toint()) + stage * codes_bytes(self.spec)
             own = codes.of(self.spec.kinds[self.expanded[0]])
             own.expand(start, TOKENS_PER_TILE // (2 * WARPS), 128 * wg + tid)
-            self.edges.keys.arrive(smem, tile)
+            cute.arch.mbarrier_arrive(smem.full.data_ptr() + stage)
 
     @cute.jit
     def pv_work_tile(
@@ -111,15 +113,16 @@ class ScaledKeyPvWarpgroups(PvWarpgroups):
         raw = [cute.make_rmem_tensor((2, 4), Int32) for _ in range(2)]
         line, seen = self.line(wg, tid), Int32(0)
         for tile in cutlass.range(done, done + tiles, unroll=1):
-            stage, p_stage = self.edges.keys.index(tile), self.edges.p.index(tile)
+            stage, phase = ring_slot(tile, self.spec.stages)
+            p_stage, p_phase = ring_slot(tile, self.spec.p_stages)
             self.stamp(smem, tile, 0, 0, wg, tid)
-            self.edges.keys.wait(smem, tile)  # completed long ago
+            cute.arch.mbarrier_wait(smem.full.data_ptr() + stage, phase)  # completed long ago
             if const_expr(self.spec.has_rope):  # overlapped with the wait for P
                 if not self.has_rope(wg, tid):  # QK may still replace it
                     self.load_values(smem, raw[0], stage, 0, 0, line, wg, tid)
             else:
                 self.load_values(smem, raw[0], stage, 0, 0, line, wg, tid)
-            self.edges.p.wait(smem, tile)
+            cute.arch.mbarrier_wait(smem.p_full.data_ptr() + p_stage, p_phase)
             if const_expr(self.spec.has_rope):
                 if self.has_rope(wg, tid):
                     self.load_values(smem, raw[0], stage, 0, 0, line, wg, tid)
@@ -130,17 +133,17 @@ class ScaledKeyPvWarpgroups(PvWarpgroups):
                 seen |= flags
             if flags & (RESCALE_O | NEW_UNIT) != 0 and tile > done:
                 self.rescale(smem, acc_o, flags, p_stage, wg, tid)
-            if flags & BFLOAT16 != 0:
+            if flags & (BFLOAT16 | HALVES) != 0:
                 self.add_bfloat16(smem, mma_bfloat16, acc_o, flags, stage, p_stage, line, wg, tid)
-                self.edges.keys.release(smem, tile)
+                cute.arch.mbarrier_arrive(smem.empty.data_ptr() + stage)
             else:
                 self.add_values(smem, mma, acc_o, raw, tile, line, wg, tid)
             if tile < done + tiles - 1:
-                self.edges.p.release(smem, tile)
+                cute.arch.mbarrier_arrive(smem.p_empty.data_ptr() + p_stage)
             self.stamp(smem, tile, 1, 1, wg, tid)
             if const_expr(self.spec.pv_expands):
                 self.expand(smem, tile + self.spec.expanded_ahead, wg, tid)
-        has_scales = Int32(1) if seen & (BFLOAT16 | NEEDS_SCALES) != 0 else Int32(0)
+        has_scales = Int32(1) if seen & (BFLOAT16 | HALVES | NEEDS_SCALES) != 0 else Int32(0)
         self.end_work_tile(smem, table, results, acc_o, done + tiles, tiles, index, is_whole, has_scales, wg, tid)
 
     # ---- values of a tile
@@ -221,7 +224,8 @@ class ScaledKeyPvWarpgroups(PvWarpgroups):
 
         `raw` has the codes of the first 16 keys, or the first half of their rope part.
         """
-        stage, p_stage = self.edges.keys.index(tile), self.edges.p.index(tile)
+        stage, _ = ring_slot(tile, self.spec.stages)
+        p_stage, _ = ring_slot(tile, self.spec.p_stages)
         rP = self.p_operands(smem, mma, tid)[None, None, None, p_stage]
         shape = mma.partition_shape_A((TOKENS_PER_TILE, 16))
         fragments = [mma.make_fragment_A(shape) for _ in range(self.v_fragments)]
@@ -254,7 +258,7 @@ class ScaledKeyPvWarpgroups(PvWarpgroups):
                 warpgroup.fence()
                 wgmma.issue(mma, acc_o[m], fragment, rP, True, [(0, block)])
                 if const_expr(block + 1 == KEY_BLOCKS and m == 2):  # all values of the tile are in registers
-                    self.edges.keys.release(smem, tile)
+                    cute.arch.mbarrier_arrive(smem.empty.data_ptr() + stage)
                 if const_expr((m + 1) % (self.v_fragments // 2) == 0):
                     warpgroup.commit_group()
                     if const_expr(block + 1 == KEY_BLOCKS and m + 1 == ROW_BLOCKS):

@@ -5,8 +5,8 @@ import cutlass.cute as cute
 from cutlass import Float16, Float32, Int32, Uint8, const_expr
 
 from cute_kernels.device import softmax, wgmma
-from cute_kernels.mla.kernels.pipelines import NamedBarrier
-from cute_kernels.mla.kernels.smem import BFLOAT16, HALVES, NEW_UNIT, V_UNIT, place_of_weight
+from cute_kernels.mla.kernels.barriers import NamedBarrier
+from cute_kernels.mla.kernels.smem import NEW_UNIT, V_UNIT, place_of_weight
 from cute_kernels.mla.kernels.value_units import (
     MAX_SPREAD,
     WEIGHT_EXPONENT,
@@ -158,9 +158,7 @@ class LatentValueUnits(ValueUnits):
                 sUnit[index, p_stage] = softmax.power_of_two(new - WEIGHT_EXPONENT)
                 sMove[index, p_stage] = softmax.power_of_two(old - new)
         if wgmma.every_thread(fits, Int32(NamedBarrier.SOFTMAX)) == 0:
-            flags |= BFLOAT16
-        if wgmma.every_thread(is_near, Int32(NamedBarrier.SOFTMAX)) == 0:
-            flags |= HALVES
+            flags |= self.slow_flag(is_near)
         return flags
 
     @cute.jit

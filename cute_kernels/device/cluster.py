@@ -49,11 +49,11 @@ def send_words(address: Int32, words: tuple, barrier: Int32):
 
 
 @cute.jit
-def remote_word(pointer: cute.Pointer, rank: Int32):
-    """Loads a 32-bit word from the shared memory of CTA `rank`."""
+def remote_words(pointer: cute.Pointer, rank: Int32):
+    """Loads four 32-bit words from the shared memory of CTA `rank`."""
     return cute.arch.inline_ptx(
-        "ld.shared::cluster.b32 {$w0}, [{$r0}];",
-        write_only_types=[Int32],
+        "ld.shared::cluster.v4.b32 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];",
+        write_only_types=[Int32] * 4,
         read_only_args=[remote_address(pointer, rank)],
     )
 

@@ -14,7 +14,6 @@ OPERATORS = {
     "mla_fp8_append": (("mla_fp8_append", "mla_fp8_append, planar pages"), ["kv_cache"]),
     "kv_int8_append": (("kv_int8_append",), ["k_cache", "v_cache", "k_scale", "v_scale"]),
     "index_append": (("index_append",), ["k_cache"]),
-    "index_decode": (("index_decode",), ["out", "logits"]),
     "index_topk": (("index_topk",), ["out"]),
     "sink_attention": (("sink_attention", "sink_attention, packed"), []),
 }

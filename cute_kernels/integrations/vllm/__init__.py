@@ -27,8 +27,9 @@ def register(untested: bool = False) -> None:
     registering.
 
     Args:
-        untested: turn on what needs no flag in any version of vLLM, not only in those of `TESTED`. Your own plugin
-            may call `register(untested=True)`.
+        untested: turn on what needs no flag in any version of vLLM, not only in those of `TESTED`, and the choice of
+            the sparse indexer by `index_topk`, which no engine has run. Your own plugin may call
+            `register(untested=True)`.
     """
     tested = "tested with vLLM " + " and ".join(TESTED)
     try:
@@ -65,6 +66,7 @@ def _register(untested: bool, tested: str) -> None:
         register_backend(place, ours)
     if without_flag:
         change_on_import(v4.CHANGES)
+    if untested:
         change_on_import(indexer.CHANGES)
 
 

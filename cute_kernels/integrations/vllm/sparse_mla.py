@@ -17,12 +17,11 @@ from vllm.v1.attention.backends.mla.flashmla_sparse import (
     FlashMLASparseMetadataBuilder,
 )
 
-from cute_kernels.indexer.topk_spec import MAX_WIDTH
 from cute_kernels.integrations.hooks import SayOnce, or_original
 from cute_kernels.integrations.vllm.backends import Function
 from cute_kernels.integrations.vllm.calls import sparse_mla
 from cute_kernels.integrations.vllm.warming import compile_shapes
-from cute_kernels.warm.shapes import IndexShape, MlaShape
+from cute_kernels.warm.shapes import MlaShape
 
 logger = init_logger("vllm.cute_kernels")
 
@@ -87,8 +86,7 @@ class CuteFlashMLASparseMetadataBuilder(FlashMLASparseMetadataBuilder):
             batches = range(1, min(vllm_config.scheduler_config.max_num_seqs, WARM_BATCH_SIZES) + 1)
             num_sms = torch.cuda.get_device_properties(device).multi_processor_count
             shape = MlaShape(self.num_heads, self.topk_tokens, append=False)
-            indexer = IndexShape(min(vllm_config.model_config.max_model_len, MAX_WIDTH), slots=False, append=False)
-            compile_shapes((shape, indexer), tuple(batches), (1,), num_sms)
+            compile_shapes((shape,), tuple(batches), (1,), num_sms)
 
 
 class CuteFlashMLASparseBackend(FlashMLASparseBackend):

@@ -23,8 +23,8 @@ from cute_kernels.mla.latent.spec import LatentDecodeSpec  # noqa: E402
 from cute_kernels.mla.spec import MlaDecodeSpec  # noqa: E402
 from cute_kernels.sink.backward_spec import SinkBackwardSpec, SinkQueryGradSpec  # noqa: E402
 from cute_kernels.sink.kernels.backward import SinkBackwardKernel  # noqa: E402
+from cute_kernels.sink.kernels.barriers import key_barriers, query_barriers  # noqa: E402
 from cute_kernels.sink.kernels.forward import SinkForwardKernel  # noqa: E402
-from cute_kernels.sink.kernels.pipelines import key_pipelines, query_pipelines  # noqa: E402
 from cute_kernels.sink.kernels.query_grad import SinkQueryGradKernel  # noqa: E402
 from cute_kernels.sink.spec import SinkForwardSpec  # noqa: E402
 
@@ -43,11 +43,11 @@ SHOWN = [
         barriers.table(mla.barriers(LatentDecodeSpec(sparse=True, cache_format="v4.1_fp4"))),
     ),
     (crossover_decode, "", barriers.table(crossover.barriers(MlaCrossoverSpec(sparse=True, exchange="values")))),
-    (SinkForwardKernel, "", pipeline.table(query_pipelines(SinkForwardSpec("bfloat16", 64, warpgroups=3)))),
-    (SinkForwardKernel, "", pipeline.table(query_pipelines(GROUPED))),
-    (SinkQueryGradKernel, "", pipeline.table(query_pipelines(SinkQueryGradSpec("bfloat16", 64)))),
-    (SinkBackwardKernel, "", pipeline.table(key_pipelines(SinkBackwardSpec("bfloat16", 64)))),
-    (SinkBackwardKernel, "", pipeline.table(key_pipelines(SinkBackwardSpec("bfloat16", 128)))),
+    (SinkForwardKernel, "", barriers.table(query_barriers(SinkForwardSpec("bfloat16", 64, warpgroups=3)))),
+    (SinkForwardKernel, "", barriers.table(query_barriers(GROUPED))),
+    (SinkQueryGradKernel, "", barriers.table(query_barriers(SinkQueryGradSpec("bfloat16", 64)))),
+    (SinkBackwardKernel, "", barriers.table(key_barriers(SinkBackwardSpec("bfloat16", 64)))),
+    (SinkBackwardKernel, "", barriers.table(key_barriers(SinkBackwardSpec("bfloat16", 128)))),
 ]
 """What has the docstring (a module or a class), the line before the table, the table."""
 

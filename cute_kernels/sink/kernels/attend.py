@@ -15,13 +15,13 @@ from cutlass import Float32, Int32, const_expr
 from cutlass.cute.nvgpu import warpgroup
 
 from cute_kernels.device import softmax, wgmma
-from cute_kernels.device.pipeline import Slot
+from cute_kernels.device.ring import RingSlot, ring_slot_pow2, ring_slot_signed, use_phase
 from cute_kernels.sink.kernels import scheduler
 from cute_kernels.sink.kernels import softmax as row_softmax
+from cute_kernels.sink.kernels.barriers import ForwardNamedBarrier
 from cute_kernels.sink.kernels.epilogue import RowStore
 from cute_kernels.sink.kernels.key_ring import KeyRing
 from cute_kernels.sink.kernels.masks import QueryLimits, QueryMasks, Visibility
-from cute_kernels.sink.kernels.pipelines import ForwardNamedBarrier, query_pipelines
 from cute_kernels.sink.kernels.smem import query_layouts, query_mmas, view
 from cute_kernels.sink.kernels.views import DTYPES, Tma
 from cute_kernels.sink.spec import ROWS
@@ -66,7 +66,6 @@ class Attend:
         self.dtype = DTYPES[spec.dtype]
         self.masks = QueryMasks(spec)
         self.ring = KeyRing(spec)
-        self.work, self.q, self.k, self.v, _ = query_pipelines(spec)
         self.rows = RowStore(spec, ForwardNamedBarrier.STORE)
 
     @cute.jit
@@ -85,8 +84,9 @@ class Attend:
         count, ring_tile, running = Int32(0), Int32(0), Int32(1)
         first_head = Int32(wg)  # of the work tile's heads, the first that is this warpgroup's
         while running == 1:
-            self.work.wait(smem, count)
-            work = scheduler.WorkRecord(words, self.work.index(count))
+            stage, phase = ring_slot_signed(count, scheduler.WORK_STAGES)
+            cute.arch.mbarrier_wait(smem.work_full.data_ptr() + stage, phase)
+            work = scheduler.WorkRecord(words, stage)
             if work.first < 0:
                 running = Int32(0)
             elif const_expr(spec.grouped):
@@ -100,11 +100,11 @@ class Attend:
                 first, s_q, s_k = work.first + ROWS * wg, work.s_q, work.s_k
                 keys = self.masks.key_range(work.first, s_q, s_k, visible)
                 limits = self.masks.limits(first, s_q, s_k, keys, visible, tid)
-                q_slot = self.q.of_stage(wg, count)
+                q_slot = RingSlot(wg, use_phase(count))
                 ring_tile = self.attend(smem, state, scale_log2, keys.tiles, limits, q_slot, ring_tile, False, wg, tid)
                 # read again instead of kept: registers are short while P, S and O are alive
                 rows = scheduler.WorkTile(work.first + ROWS * wg, work.head, work.batch, work.s_q, None, work.start_q)
-                self.work.release(smem, count)
+                cute.arch.mbarrier_arrive(smem.work_empty.data_ptr() + stage)
                 targets = self.targets(results, rows, rows.head)
                 self.store(smem, state, targets, scale_log2, results.sink[rows.head], rows, wg, tid)
                 count += 1
@@ -132,7 +132,7 @@ class Attend:
         """
         spec, (ratio, first_head) = self.spec, heads
         work = scheduler.read(record)
-        self.work.release(smem, count)
+        cute.arch.mbarrier_arrive(smem.work_empty.data_ptr() + record.stage)
         keys = self.masks.key_range(work.first, work.s_q, work.s_k, visible)
         limits = self.masks.limits(work.first, work.s_q, work.s_k, keys, visible, tid)
         streamed = keys.tiles > spec.stages
@@ -141,7 +141,7 @@ class Attend:
             if number < ratio:
                 head = work.head * ratio + number
                 sink = results.sink[head]
-                q_slot = self.q.slot(count * ratio + number)
+                q_slot = ring_slot_signed(count * ratio + number, spec.q_stages)
                 self.attend(smem, state, scale_log2, keys.tiles, limits, q_slot, ring_tile, kept, wg, tid)
                 targets = self.targets(results, work, head)
                 self.store(smem, state, targets, scale_log2, sink, work, wg, tid)
@@ -160,7 +160,7 @@ class Attend:
         scale_log2: Float32,
         tiles: Int32,
         limits: QueryLimits,
-        q_slot: Slot,
+        q_slot: RingSlot,
         ring_tile: Int32,
         kept,
         wg: Int32,
@@ -182,6 +182,8 @@ class Attend:
         alpha = cute.make_rmem_tensor(2, Float32)
         qk_blocks = [(k, k) for k in range(spec.d // 16)]
         pv_blocks = [(k, k) for k in range(spec.tile // 16)]
+        k_full, k_empty = smem.k_full.data_ptr(), smem.k_empty.data_ptr()
+        v_full, v_empty = smem.v_full.data_ptr(), smem.v_empty.data_ptr()
 
         first_tile, end_tile = limits.first_tile, limits.end_tile
         if const_expr(spec.grouped):
@@ -191,14 +193,14 @@ class Attend:
             ring_tile += 1
 
         state.o.fill(0.0)
-        first = self.k.slot(ring_tile)
-        self.q.wait(smem, q_slot)
-        self.k.wait(smem, first)
+        first = ring_slot_pow2(ring_tile, spec.stages)
+        cute.arch.mbarrier_wait(smem.q_full.data_ptr() + q_slot.index, q_slot.phase)
+        cute.arch.mbarrier_wait(k_full + first.index, first.phase)
         warpgroup.fence()
         wgmma.issue(mmas.qk, acc_s, rQ, rK[None, None, None, first.index], False, qk_blocks)
         warpgroup.commit_group()
         warpgroup.wait_group(0)
-        self.ring.release(smem, self.k, first, kept)
+        self.ring.release(smem, k_empty, first.index, kept)
         tile = end_tile - 1
         self.masks.mask(acc_s, tile, limits)
         for r in cutlass.range_constexpr(2):
@@ -210,37 +212,37 @@ class Attend:
             tile -= 1
             # here, not where P is computed: carried around the loop, ptxas counts P twice and serializes the products
             rP.store(acc_s.load().to(self.dtype).reshape(rP.shape))
-            current = self.v.slot(ring_tile)
+            current = ring_slot_pow2(ring_tile, spec.stages)
             ring_tile += 1
-            following = self.k.slot(ring_tile)
-            self.k.wait(smem, following)
+            following = ring_slot_pow2(ring_tile, spec.stages)
+            cute.arch.mbarrier_wait(k_full + following.index, following.phase)
             self.await_turn(wg)
             warpgroup.fence()
             wgmma.issue(mmas.qk, acc_s, rQ, rK[None, None, None, following.index], False, qk_blocks)
             warpgroup.commit_group()
-            self.v.wait(smem, current)
+            cute.arch.mbarrier_wait(v_full + current.index, current.phase)
             warpgroup.fence()
             wgmma.issue(mmas.pv, state.o, rP, rV[None, None, None, current.index], True, pv_blocks)
             warpgroup.commit_group()
             self.give_turn(wg)
             warpgroup.wait_group(1)
-            self.ring.release(smem, self.k, following, kept)
+            self.ring.release(smem, k_empty, following.index, kept)
             self.masks.mask(acc_s, tile, limits)
             row_softmax.exponentiate(acc_s, state.row_max, state.row_sum, alpha, scale_log2)
             row_softmax.keep_before_wait(state.row_sum)
             warpgroup.wait_group(0)
-            self.ring.release(smem, self.v, current, kept)
+            self.ring.release(smem, v_empty, current.index, kept)
             softmax.rescale([state.o], alpha)
 
-        self.q.release(smem, q_slot)
+        cute.arch.mbarrier_arrive(smem.q_empty.data_ptr() + q_slot.index)
         rP.store(acc_s.load().to(self.dtype).reshape(rP.shape))
-        last = self.v.slot(ring_tile)
-        self.v.wait(smem, last)
+        last = ring_slot_pow2(ring_tile, spec.stages)
+        cute.arch.mbarrier_wait(v_full + last.index, last.phase)
         warpgroup.fence()
         wgmma.issue(mmas.pv, state.o, rP, rV[None, None, None, last.index], True, pv_blocks)
         warpgroup.commit_group()
         warpgroup.wait_group(0)
-        self.ring.release(smem, self.v, last, kept)
+        self.ring.release(smem, v_empty, last.index, kept)
         ring_tile += 1
         for _ in cutlass.range(first_tile, unroll=1):
             self.skip(smem, ring_tile, wg)
@@ -250,9 +252,10 @@ class Attend:
     @cute.jit
     def skip(self, smem, ring_tile: Int32, wg: Int32):
         """Releases a tile that none of these rows sees, and takes the turn of its products, so that counts agree."""
+        slot = ring_slot_pow2(ring_tile, self.spec.stages)
         self.await_turn(wg)
         self.give_turn(wg)
-        self.ring.skip(smem, ring_tile)
+        self.ring.skip(smem, slot)
 
     @cute.jit
     def await_turn(self, wg: Int32):

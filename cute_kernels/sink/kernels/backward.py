@@ -23,12 +23,12 @@ from cutlass.cute.nvgpu import cpasync
 from cutlass.cute.runtime import make_fake_stream
 from cutlass.memory import SmemAllocator
 
-from cute_kernels.device.pipeline import initialize
+from cute_kernels.device.barriers import initialize
 from cute_kernels.sink.backward_spec import QUERIES, SinkBackwardSpec
 from cute_kernels.sink.kernels import masks, views
+from cute_kernels.sink.kernels.barriers import key_barriers
 from cute_kernels.sink.kernels.key_grad_mma import KeyGrad
 from cute_kernels.sink.kernels.key_load import KeyLoad, KeyTmas, KeyViews
-from cute_kernels.sink.kernels.pipelines import key_pipelines
 from cute_kernels.sink.kernels.query_sums import Sums
 from cute_kernels.sink.kernels.scheduler import Divisors, KeySchedule
 from cute_kernels.sink.kernels.smem import key_layouts, key_storage, peer_k_layout
@@ -42,7 +42,7 @@ class SinkBackwardKernel:
       warpgroup 1, 2  consumers: 240 or 232 registers. At d 128 and with two key blocks 64 + 64 of dK and dV, 32 + 32 of
                       S and dP, later 32 of dQ; 16 + 16 of P and dS as operands, 16 of L or delta
 
-    Mbarriers (arrivals of a phase, bytes, what is true then) of
+    Barriers (arrivals of a phase, bytes, what is true then) of
     SinkBackwardSpec("bfloat16", 64):
       work_full[2]       32                 the load warp has written the record of a work tile
       work_empty[2]     256                 consumers have read it for the last time
@@ -53,7 +53,7 @@ class SinkBackwardKernel:
       q_full[4]           1 + 16,896 bytes  Q, dO and the statistics of a query tile are loaded
       q_empty[4]        256                 the last products that read the query tile are complete
 
-    Mbarriers of SinkBackwardSpec("bfloat16", 128), a pair:
+    Barriers of SinkBackwardSpec("bfloat16", 128), a pair:
       work_full[2]       32                 the load warp has written the record of a work tile
       work_empty[2]     256                 consumers have read it for the last time
       kv_full             1 + 81,920 bytes  K and V are loaded
@@ -186,7 +186,7 @@ class SinkBackwardKernel:
                 cpasync.prefetch_descriptor(tma.atom)
         if tidx == 0:
             smem.work_full.data_ptr()  # a method of smem: the DSL then derives field addresses in each branch anew
-            initialize(smem, key_pipelines(spec))
+            initialize(smem, key_barriers(spec))
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
         rank = Int32(0)

@@ -21,10 +21,10 @@ from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 from cutlass.memory import SmemAllocator
 
 from cute_kernels.device import softmax
-from cute_kernels.device.pipeline import initialize
+from cute_kernels.device.barriers import initialize
 from cute_kernels.sink.kernels import masks, scheduler, views
 from cute_kernels.sink.kernels.attend import Attend, Results
-from cute_kernels.sink.kernels.pipelines import query_pipelines
+from cute_kernels.sink.kernels.barriers import query_barriers
 from cute_kernels.sink.kernels.query_load import QueryLoad, QueryTmas
 from cute_kernels.sink.kernels.smem import QueryViews, query_layouts, query_storage
 from cute_kernels.sink.spec import ROWS, SinkForwardSpec
@@ -38,28 +38,28 @@ class SinkForwardKernel:
       warpgroup 1..   consumers: 232, 160 or 112 registers. QK, softmax, PV and epilogue of their 64 rows. At d 128 64
                       registers of O, 64 of S, 32 of P; at d 64 32 of O
 
-    Mbarriers (arrivals of a phase, bytes, what is true then) of
+    Barriers (arrivals of a phase, bytes, what is true then) of
     SinkForwardSpec("bfloat16", 64, warpgroups=3):
       work_full[2]       32                 the load warp has written the record of a work tile
       work_empty[2]     384                 consumers have read it for the last time
       q_full[3]           1 + 8,192 bytes   64 rows of Q are loaded
       q_empty[3]        128                 their warpgroup has read them for the last time
       k_full[4]           1 + 16,384 bytes  a tile of K is loaded
-      k_empty[4]        384                 every warpgroup has read K or skipped it
       v_full[4]           1 + 16,384 bytes  a tile of V is loaded
+      k_empty[4]        384                 every warpgroup has read K or skipped it
       v_empty[4]        384                 every warpgroup has read V or skipped it
 
-    Mbarriers of SinkForwardSpec("bfloat16", 64, window=True, warpgroups=4, tile=64, turns=False,
+    Barriers of SinkForwardSpec("bfloat16", 64, window=True, warpgroups=4, tile=64, turns=False,
     grouped=True):
       work_full[2]       32                 the load warp has written the record of a work tile
       work_empty[2]     512                 consumers have read it for the last time
       q_full[8]           1 + 8,192 bytes   64 rows of Q are loaded
       q_empty[8]        128                 their warpgroup has read them for the last time
       k_full[8]           1 + 8,192 bytes   a tile of K is loaded
-      k_empty[8]        512                 every warpgroup has read K or skipped it
       v_full[8]           1 + 8,192 bytes   a tile of V is loaded
+      k_empty[8]        512                 every warpgroup has read K or skipped it
       v_empty[8]        512                 every warpgroup has read V or skipped it
-      kept_empty        512                 nothing: takes the arrivals for tiles kept for more heads
+      kept              512                 nothing: takes the arrivals for tiles kept for more heads
 
     Shared memory
       q     q_stages x 64 x d x 2          24 KB (d 64, three), 32 KB (d 128, two)
@@ -161,7 +161,7 @@ class SinkForwardKernel:
                 cpasync.prefetch_descriptor(tma.atom)
         if tidx == 0:
             smem.work_full.data_ptr()  # a method of smem: the DSL then derives field addresses in each branch anew
-            initialize(smem, query_pipelines(spec))
+            initialize(smem, query_barriers(spec))
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
 

@@ -23,11 +23,11 @@ from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import warp, warpgroup
 
 from cute_kernels.device import softmax, wgmma
-from cute_kernels.sink.backward_spec import QUERIES
+from cute_kernels.device.ring import ring_slot_pow2, ring_slot_signed, use_phase
+from cute_kernels.sink.backward_spec import DS_STAGES, QUERIES
 from cute_kernels.sink.kernels import scheduler, views
 from cute_kernels.sink.kernels.epilogue import KeyGrads, KeyStore
 from cute_kernels.sink.kernels.masks import KeyMasks, Visibility
-from cute_kernels.sink.kernels.pipelines import key_pipelines
 from cute_kernels.sink.kernels.query_sums import QuerySums, Sums
 from cute_kernels.sink.kernels.smem import key_layouts, key_mmas, view
 from cute_kernels.sink.kernels.views import DTYPES, Tma
@@ -58,7 +58,6 @@ class KeyGrad:
         self.masks = KeyMasks(spec)
         self.dq = QuerySums(spec)
         self.epilogue = KeyStore(spec)
-        self.work, self.kv, self.d_s, _, self.q = key_pipelines(spec)
 
     @cute.jit
     def run(
@@ -86,8 +85,9 @@ class KeyGrad:
         grads = KeyGrads(acc_dk, acc_dv)
         count, ring_tile, running = Int32(0), Int32(0), Int32(1)
         while running == 1:
-            self.work.wait(smem, count)
-            record = scheduler.WorkRecord(words, self.work.index(count))
+            stage, phase = ring_slot_signed(count, scheduler.WORK_STAGES)
+            cute.arch.mbarrier_wait(smem.work_full.data_ptr() + stage, phase)
+            record = scheduler.WorkRecord(words, stage)
             work = scheduler.read(record)
             if work.first < 0:
                 running = Int32(0)
@@ -101,7 +101,7 @@ class KeyGrad:
                 for b in cutlass.range_constexpr(spec.key_blocks):
                     acc_dk[b].fill(0.0)
                     acc_dv[b].fill(0.0)
-                self.kv.wait(smem, count)
+                cute.arch.mbarrier_wait(smem.kv_full.ptr, use_phase(count))
                 rK, rV = (
                     tuple(self.key_operand(t, wg * spec.key_blocks + b, tid) for b in range(spec.key_blocks))
                     for t in (smem.k, smem.v)
@@ -143,8 +143,9 @@ class KeyGrad:
                                         smem, acc_s, grads, operands, Int64(0), scale_log2, tile, limits, rank, wg, tid
                                     )
                                 else:  # waiting for the tile first keeps two uses of a stage apart
-                                    self.q.wait(smem, ring_tile)
-                                    self.q.release(smem, ring_tile)
+                                    slot = ring_slot_pow2(ring_tile, spec.stages)
+                                    cute.arch.mbarrier_wait(smem.q_full.data_ptr() + slot.index, slot.phase)
+                                    cute.arch.mbarrier_arrive(smem.q_empty.data_ptr() + slot.index)
                             else:
                                 self.issue_scores(smem, acc_s, operands.k[0], ring_tile, tid)
                                 target = sums.address + (row + QUERIES * t) * (4 * spec.d)
@@ -165,14 +166,16 @@ class KeyGrad:
                                 previous = target
                             ring_tile += 1
                 if const_expr(spec.fused):
+                    buffer = (ring_tile - 1) % DS_STAGES
                     if previous != 0 and (ring_tile - 1) % spec.warpgroups == wg:
-                        self.d_s.wait(smem, ring_tile - 1)
-                        self.dq.add_dq(smem, previous, None, ring_tile - 1, rank, wg, tid)
+                        ds_phase = use_phase((ring_tile - 1) // DS_STAGES)
+                        cute.arch.mbarrier_wait(smem.ds_full.data_ptr() + buffer, ds_phase)
+                        self.dq.add_dq(smem, previous, None, buffer, rank, wg, tid)
                 # read again instead of kept: registers are short while dK, dV, S and dP are alive
                 targets = self.epilogue.targets(d_k, d_v, record, rank)
-                self.work.release(smem, count)
+                cute.arch.mbarrier_arrive(smem.work_empty.data_ptr() + stage)
                 if const_expr(not spec.reuses):
-                    self.kv.release(smem, count)
+                    cute.arch.mbarrier_arrive(smem.kv_empty.ptr)
                 self.epilogue.store(smem, grads, softmax_scale, d_k, d_v, targets, wg, tid)
                 count += 1
         if tid // 32 == 0:
@@ -208,11 +211,11 @@ class KeyGrad:
         s, dp = wgmma.by_row(acc_s), wgmma.by_row(acc_dp)
         columns = cute.size(s, mode=[1])
         query_blocks = [(k, k) for k in range(QUERIES // 16)]
-        stage = self.q.index(ring_tile)
+        stage, _ = ring_slot_pow2(ring_tile, spec.stages)
         # L and delta of this thread's columns: column 8j + 2 (lane % 4) + c is element (c, j)
         thread_stats = smem.stats.data_ptr() + cute.assume(stage * 2 * QUERIES + 2 * (tid % 4), divby=2)
 
-        buffer = self.d_s.index(ring_tile)
+        buffer = ring_tile % DS_STAGES
         for b in cutlass.range_constexpr(spec.key_blocks):
             last = b == spec.key_blocks - 1
             if const_expr(b > 0 or spec.ahead):
@@ -250,7 +253,7 @@ class KeyGrad:
                 self.issue_scores(smem, acc_s, operands.k[0], tile.following, tid)
             if const_expr(spec.fused):
                 if const_expr(b == 0):
-                    self.d_s.acquire(smem, ring_tile)
+                    cute.arch.mbarrier_wait(smem.ds_empty.data_ptr() + buffer, use_phase(ring_tile // DS_STAGES) ^ 1)
                 sDS = view(smem.d_s, layouts.d_s)
                 store_ds = cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), self.dtype)
                 to_smem = cute.make_tiled_copy_C(store_ds, mma_s)
@@ -262,19 +265,20 @@ class KeyGrad:
                 if const_expr(last):
                     cute.arch.fence_proxy("async.shared", space="cta")  # makes ordinary stores visible to wgmma
                     if const_expr(spec.pair):
-                        self.dq.send(smem, ring_tile, rank, wg, tid)
+                        self.dq.send(smem, buffer, rank, wg, tid)
                     else:
-                        self.d_s.arrive(smem, ring_tile)
+                        cute.arch.mbarrier_arrive(smem.ds_full.data_ptr() + buffer)
         if const_expr(spec.fused):
             if target != 0 and (ring_tile - 1) % spec.warpgroups == wg:
-                self.d_s.wait(smem, ring_tile - 1)
-                self.dq.add_dq(smem, target, ring_tile, ring_tile - 1, rank, wg, tid)
+                earlier = buffer ^ 1
+                cute.arch.mbarrier_wait(smem.ds_full.data_ptr() + earlier, use_phase((ring_tile - 1) // DS_STAGES))
+                self.dq.add_dq(smem, target, stage, earlier, rank, wg, tid)
             else:
                 warpgroup.wait_group(0)
-                self.q.release(smem, ring_tile)
+                cute.arch.mbarrier_arrive(smem.q_empty.data_ptr() + stage)
         else:
             warpgroup.wait_group(1 if spec.ahead else 0)
-            self.q.release(smem, ring_tile)
+            cute.arch.mbarrier_arrive(smem.q_empty.data_ptr() + stage)
 
     @cute.jit
     def key_operand(self, field, block: Int32, tid: Int32):
@@ -296,9 +300,10 @@ class KeyGrad:
     @cute.jit
     def issue_scores(self, smem, acc_s: cute.Tensor, operand: cute.Tensor, ring_tile: Int32, tid: Int32):
         """Issues S^T of a tile once it is loaded."""
-        self.q.wait(smem, ring_tile)
+        stage, phase = ring_slot_pow2(ring_tile, self.spec.stages)
+        cute.arch.mbarrier_wait(smem.q_full.data_ptr() + stage, phase)
         warpgroup.fence()
-        self.issue_transposed(operand, smem.q, acc_s, self.q.index(ring_tile), tid)
+        self.issue_transposed(operand, smem.q, acc_s, stage, tid)
 
 
 def column_stats(source: cute.Pointer) -> cute.Tensor:

@@ -6,10 +6,10 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, const_expr
 
+from cute_kernels.device.ring import ring_slot_pow2, use_phase
 from cute_kernels.sink.backward_spec import QUERIES
 from cute_kernels.sink.kernels import scheduler, views
 from cute_kernels.sink.kernels.masks import KeyMasks, Visibility
-from cute_kernels.sink.kernels.pipelines import key_pipelines
 from cute_kernels.sink.kernels.scheduler import KeySchedule, WorkTile
 from cute_kernels.sink.kernels.views import Origin, Packed, Tma
 
@@ -42,7 +42,6 @@ class KeyLoad:
     def __init__(self, spec):
         self.spec = spec
         self.masks = KeyMasks(spec)
-        self.work, self.kv, _, _, self.q = key_pipelines(spec)
 
     @cute.jit
     def run(
@@ -64,6 +63,7 @@ class KeyLoad:
         spec = self.spec
         cta, _, _ = cute.arch.block_idx()
         ctas, _, _ = cute.arch.grid_dim()
+        words = scheduler.records(smem)
         work_tiles = schedule.work_tiles
         if const_expr(spec.packed):
             work_tiles = packed.work_list[0, 0] * schedule.divisors.heads.divisor
@@ -76,24 +76,33 @@ class KeyLoad:
             following = Int32(0)
             if const_expr(not spec.pair):
                 following = scheduler.claim(schedule.counters, lane)  # long before it is needed
-            scheduler.publish(smem, self.work, count, work, lane)
+            scheduler.publish(smem.work_full.data_ptr(), smem.work_empty.data_ptr(), words, count, work, lane)
             q_origin = views.origin(spec.packed, work.s_q, work.start_q, work.batch)
             self.load_keys(smem, staged, tmas, peer, work, count, rank)
             ring_tile = self.load_queries(smem, staged, tmas, work, q_origin, visible, schedule.ratio, ring_tile)
             number = work_tiles if const_expr(spec.pair) else ctas + cute.arch.shuffle_sync(following, 0)
             count += 1
 
-        scheduler.publish_end(smem, self.work, count, not spec.pair, schedule.counters, ctas, lane)
+        scheduler.publish_end(
+            smem.work_full.data_ptr(),
+            smem.work_empty.data_ptr(),
+            words,
+            count,
+            not spec.pair,
+            schedule.counters,
+            ctas,
+            lane,
+        )
 
     @cute.jit
     def load_keys(self, smem, staged: KeyViews, tmas: KeyTmas, peer: tuple, work: WorkTile, count: Int32, rank: Int32):
         """Starts the copies of K and V, and of a pair's other K, once their place is free."""
         spec = self.spec
         origin = views.origin(spec.packed, work.s_k, work.start_k, work.batch)
-        self.kv.acquire(smem, count)
+        cute.arch.mbarrier_wait(smem.kv_empty.ptr, use_phase(count + 1))
         with cute.arch.elect_one():
-            self.kv.arrive_and_expect(smem, count)
-        copies, full = ((tmas.k, staged.k), (tmas.v, staged.v)), self.kv.full_barrier(smem, 0)
+            cute.arch.mbarrier_arrive_and_expect_tx(smem.kv_full.ptr, spec.bytes_of_keys)
+        copies = ((tmas.k, staged.k), (tmas.v, staged.v))
         for x in cutlass.range_constexpr(2):
             tma, place = copies[x]
             keys = cute.local_tile(
@@ -102,7 +111,7 @@ class KeyLoad:
                 (0, 0, work.head, origin.outer),
             )
             target, source = views.partition(tma, place, keys)
-            cute.copy(tma.atom, source, target[None, 0], tma_bar_ptr=full)
+            cute.copy(tma.atom, source, target[None, 0], tma_bar_ptr=smem.kv_full.ptr)
         if const_expr(spec.pair):
             tma, place = peer
             keys = cute.local_tile(
@@ -111,7 +120,7 @@ class KeyLoad:
                 (0, rank, work.head, origin.outer),
             )
             target, source = views.partition(tma, place, keys)
-            cute.copy(tma.atom, source, target[None, 0], tma_bar_ptr=full)
+            cute.copy(tma.atom, source, target[None, 0], tma_bar_ptr=smem.kv_full.ptr)
 
     @cute.jit
     def load_queries(
@@ -127,6 +136,7 @@ class KeyLoad:
     ) -> Int32:
         """Starts the copies of all query tiles of all query heads; the next tile of the ring."""
         spec = self.spec
+        full, empty = smem.q_full.data_ptr(), smem.q_empty.data_ptr()
         queries = self.masks.query_range(work.first, work.s_q, work.s_k, visible)
         position = views.position(spec.packed, work.start_q, work.batch, work.s_q) + queries.begin
         for g in cutlass.range(ratio, unroll=1):
@@ -139,12 +149,11 @@ class KeyLoad:
                 cute.group_modes(staged.stats, 0, 3), cute.group_modes(stats, 0, 3),
             )  # fmt: skip
             for t in cutlass.range(queries.tiles, unroll=1):
-                slot = self.q.slot(ring_tile)
-                stage, full = slot.index, self.q.full_barrier(smem, slot.index)
+                stage, phase = ring_slot_pow2(ring_tile, spec.stages)
                 ring_tile += 1
-                self.q.acquire(smem, slot)
+                cute.arch.mbarrier_wait(empty + stage, phase ^ 1)
                 with cute.arch.elect_one():
-                    self.q.arrive_and_expect(smem, slot)
+                    cute.arch.mbarrier_arrive_and_expect_tx(full + stage, 2 * QUERIES * spec.d * 2 + 2 * QUERIES * 4)
                 copies = ((tmas.q, staged.q), (tmas.d_out, staged.d_out))
                 for x in cutlass.range_constexpr(2):
                     tma, place = copies[x]
@@ -154,6 +163,6 @@ class KeyLoad:
                         (None, 0, q_head, origin.outer),
                     )
                     target, source = views.partition(tma, place, tiles)
-                    cute.copy(tma.atom, source[None, t], target[None, stage], tma_bar_ptr=full)
-                cute.copy(tmas.stats.atom, stats_source[None, t], stats_target[None, stage], tma_bar_ptr=full)
+                    cute.copy(tma.atom, source[None, t], target[None, stage], tma_bar_ptr=full + stage)
+                cute.copy(tmas.stats.atom, stats_source[None, t], stats_target[None, stage], tma_bar_ptr=full + stage)
         return ring_tile

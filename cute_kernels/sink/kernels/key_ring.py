@@ -1,37 +1,35 @@
-"""Key tiles as a consumer warpgroup of a query-stationary kernel sees them."""
+"""The ring of key tiles as a consumer warpgroup of a query-stationary kernel sees it."""
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, const_expr
 
-from cute_kernels.device.pipeline import Pipeline
-from cute_kernels.sink.kernels.pipelines import query_pipelines
+from cute_kernels.device.ring import RingSlot
 
 
 class KeyRing:
-    """Device code; `spec` is of a query-stationary kernel. Tiles are counted through all work tiles of a CTA."""
+    """Device code; `spec` is of a query-stationary kernel."""
 
     def __init__(self, spec):
         self.spec = spec
-        _, _, self.k, self.v, self.kept = query_pipelines(spec)
 
     @cute.jit
-    def release(self, smem, edge: cutlass.Constexpr[Pipeline], tile, kept):
-        """Arrives for a tile of `edge` that has been read; on `self.kept` if more heads need the tile.
+    def release(self, smem, empty: cute.Pointer, stage: Int32, kept):
+        """Arrives for a tile that has been read; at barrier `kept`, which means nothing, if more heads need the tile.
 
-        A branch around the arrival would cost more, so the barrier is selected.
+        A branch around the arrival would cost more.
         """
-        target = edge.empty_barrier(smem, edge.index(tile))
+        target = empty + stage
         if const_expr(self.spec.grouped):
-            empty = edge.empty_barrier(smem, 0)
-            offset = self.kept.empty_barrier(smem, 0).toint() - empty.toint()
-            target = empty + cutlass.select_(kept, Int32(offset) // 8, edge.index(tile))
+            offset = smem.kept.ptr.toint() - empty.toint()
+            target = empty + cutlass.select_(kept, Int32(offset) // 8, stage)
         cute.arch.mbarrier_arrive(target)
 
     @cute.jit
-    def skip(self, smem, tile: Int32):
+    def skip(self, smem, slot: RingSlot):
         """Releases a tile that none of these rows sees. Waiting for it first keeps two uses of a stage apart."""
-        self.k.wait(smem, tile)
-        self.k.release(smem, tile)
-        self.v.wait(smem, tile)
-        self.v.release(smem, tile)
+        stage, phase = slot
+        cute.arch.mbarrier_wait(smem.k_full.data_ptr() + stage, phase)
+        cute.arch.mbarrier_arrive(smem.k_empty.data_ptr() + stage)
+        cute.arch.mbarrier_wait(smem.v_full.data_ptr() + stage, phase)
+        cute.arch.mbarrier_arrive(smem.v_empty.data_ptr() + stage)

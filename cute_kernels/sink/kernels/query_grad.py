@@ -13,10 +13,10 @@ from cutlass.cute.nvgpu import cpasync
 from cutlass.cute.runtime import make_fake_stream
 from cutlass.memory import SmemAllocator
 
-from cute_kernels.device.pipeline import initialize
+from cute_kernels.device.barriers import initialize
 from cute_kernels.sink.backward_spec import SinkQueryGradSpec
 from cute_kernels.sink.kernels import masks, scheduler, views
-from cute_kernels.sink.kernels.pipelines import query_pipelines
+from cute_kernels.sink.kernels.barriers import query_barriers
 from cute_kernels.sink.kernels.query_grad_mma import QueryGrad
 from cute_kernels.sink.kernels.query_load import QueryLoad, QueryTmas
 from cute_kernels.sink.kernels.smem import QueryViews, query_layouts, query_storage
@@ -30,15 +30,15 @@ class SinkQueryGradKernel:
       warpgroup 0     load: 32 or 40 registers. Its first warp takes work tiles and issues TMA; the others idle
       warpgroup 1..   consumers: 160 or 232 registers. 32 of S, 32 of dP, 16 of dS; 32 (d 64) or 64 (d 128) of dQ
 
-    Mbarriers (arrivals of a phase, bytes, what is true then) of
+    Barriers (arrivals of a phase, bytes, what is true then) of
     SinkQueryGradSpec("bfloat16", 64):
       work_full[2]       32                 the load warp has written the record of a work tile
       work_empty[2]     384                 consumers have read it for the last time
       q_full[3]           1 + 16,384 bytes  64 rows of Q and dO are loaded
       q_empty[3]        128                 their warpgroup has read them for the last time
       k_full[8]           1 + 8,192 bytes   a tile of K is loaded
-      k_empty[8]        384                 every warpgroup has read K or skipped it
       v_full[8]           1 + 8,192 bytes   a tile of V is loaded
+      k_empty[8]        384                 every warpgroup has read K or skipped it
       v_empty[8]        384                 every warpgroup has read V or skipped it
 
     Shared memory: Q and dO of q_stages x 64 rows, dQ of warpgroups x 64 rows; 4 (d 128) or 8 (d 64) stages of tiles of
@@ -130,7 +130,7 @@ class SinkQueryGradKernel:
                 cpasync.prefetch_descriptor(tma.atom)
         if tidx == 0:
             smem.work_full.data_ptr()  # a method of smem: the DSL then derives field addresses in each branch anew
-            initialize(smem, query_pipelines(spec))
+            initialize(smem, query_barriers(spec))
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
 

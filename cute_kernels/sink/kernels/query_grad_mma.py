@@ -15,12 +15,12 @@ from cutlass import Float32, Int32, const_expr
 from cutlass.cute.nvgpu import warpgroup
 
 from cute_kernels.device import softmax, wgmma
-from cute_kernels.device.pipeline import Slot
+from cute_kernels.device.ring import RingSlot, ring_slot_pow2, ring_slot_signed, use_phase
 from cute_kernels.sink.kernels import scheduler, views
+from cute_kernels.sink.kernels.barriers import QueryGradNamedBarrier
 from cute_kernels.sink.kernels.epilogue import RowStore
 from cute_kernels.sink.kernels.key_ring import KeyRing
 from cute_kernels.sink.kernels.masks import QueryLimits, QueryMasks, Visibility
-from cute_kernels.sink.kernels.pipelines import QueryGradNamedBarrier, query_pipelines
 from cute_kernels.sink.kernels.smem import query_layouts, query_mmas, view
 from cute_kernels.sink.kernels.views import DTYPES, Tma
 from cute_kernels.sink.spec import ROWS
@@ -42,7 +42,6 @@ class QueryGrad:
         self.dtype = DTYPES[spec.dtype]
         self.masks = QueryMasks(spec)
         self.ring = KeyRing(spec)
-        self.work, self.q, self.k, self.v, _ = query_pipelines(spec)
         self.rows = RowStore(spec, QueryGradNamedBarrier.STORE)
 
     @cute.jit
@@ -67,13 +66,14 @@ class QueryGrad:
         count, ring_tile, running = Int32(0), Int32(0), Int32(1)
         first_head = Int32(wg)  # of the work tile's heads, the first that is this warpgroup's
         while running == 1:
-            self.work.wait(smem, count)
-            record = scheduler.WorkRecord(words, self.work.index(count))
+            stage, phase = ring_slot_signed(count, scheduler.WORK_STAGES)
+            cute.arch.mbarrier_wait(smem.work_full.data_ptr() + stage, phase)
+            record = scheduler.WorkRecord(words, stage)
             if record.first < 0:
                 running = Int32(0)
             else:
                 work = scheduler.read(record)
-                self.work.release(smem, count)
+                cute.arch.mbarrier_arrive(smem.work_empty.data_ptr() + stage)
                 keys = self.masks.key_range(work.first, work.s_q, work.s_k, visible)
                 first = work.first if const_expr(spec.grouped) else work.first + ROWS * wg
                 limits = self.masks.limits(first, work.s_q, work.s_k, keys, visible, tid)
@@ -93,7 +93,7 @@ class QueryGrad:
                             if following < ratio:
                                 next_head = q_head + spec.warpgroups
                                 self.statistics(mStats, next_head, position, work.s_q - first, next_stats, tid)
-                            q_slot = self.q.slot(count * ratio + number)
+                            q_slot = ring_slot_signed(count * ratio + number, spec.q_stages)
                             self.differentiate(
                                 smem, grads, scale_log2, keys.tiles, limits, q_slot, ring_tile, kept, tid
                             )
@@ -101,7 +101,7 @@ class QueryGrad:
                             self.rows.store(smem, acc_dq, softmax_scale, out, target, wg, tid)
                         elif not kept:
                             for i in cutlass.range(keys.tiles, unroll=1):
-                                self.ring.skip(smem, ring_tile + i)
+                                self.ring.skip(smem, ring_slot_pow2(ring_tile + i, spec.stages))
                         if not kept:
                             ring_tile += keys.tiles
                     first_head = (first_head + (spec.warpgroups - ratio % spec.warpgroups)) % spec.warpgroups
@@ -109,7 +109,7 @@ class QueryGrad:
                     self.statistics(mStats, work.head, position, work.s_q - first, next_stats, tid)
                     for r in cutlass.range_constexpr(2):
                         lse[r], delta[r] = next_stats[r], next_stats[2 + r]
-                    q_slot = self.q.of_stage(wg, count)
+                    q_slot = RingSlot(wg, use_phase(count))
                     ring_tile = self.differentiate(
                         smem, grads, scale_log2, keys.tiles, limits, q_slot, ring_tile, False, tid
                     )
@@ -139,7 +139,7 @@ class QueryGrad:
         scale_log2: Float32,
         tiles: Int32,
         limits: QueryLimits,
-        q_slot: Slot,
+        q_slot: RingSlot,
         ring_tile: Int32,
         kept,
         tid: Int32,
@@ -157,27 +157,28 @@ class QueryGrad:
         s, dp = wgmma.by_row(acc_s), wgmma.by_row(acc_dp)
         qk_blocks = [(k, k) for k in range(spec.d // 16)]
         key_blocks = [(k, k) for k in range(spec.tile // 16)]
+        k_full, k_empty = smem.k_full.data_ptr(), smem.k_empty.data_ptr()
+        v_full, v_empty = smem.v_full.data_ptr(), smem.v_empty.data_ptr()
 
         first_tile, end_tile = limits.first_tile, limits.end_tile
         if const_expr(spec.grouped):
             first_tile, end_tile = Int32(0), tiles  # all warpgroups have the same rows
         for _ in cutlass.range(tiles - end_tile, unroll=1):
-            self.ring.skip(smem, ring_tile)
+            self.ring.skip(smem, ring_slot_pow2(ring_tile, spec.stages))
             ring_tile += 1
 
         grads.d_q.fill(0.0)
-        self.q.wait(smem, q_slot)
+        cute.arch.mbarrier_wait(smem.q_full.data_ptr() + q_slot.index, q_slot.phase)
         tile = end_tile
         while tile > first_tile:
             tile -= 1
-            slot = self.k.slot(ring_tile)
-            stage = slot.index
+            stage, phase = ring_slot_pow2(ring_tile, spec.stages)
             ring_tile += 1
-            self.k.wait(smem, slot)
+            cute.arch.mbarrier_wait(k_full + stage, phase)
             warpgroup.fence()
             wgmma.issue(mma_s, acc_s, rQ, rK[None, None, None, stage], False, qk_blocks)
             warpgroup.commit_group()
-            self.v.wait(smem, slot)
+            cute.arch.mbarrier_wait(v_full + stage, phase)
             wgmma.issue(mma_s, acc_dp, rDO, rV[None, None, None, stage], False, qk_blocks)
             warpgroup.commit_group()
             warpgroup.wait_group(1)
@@ -186,7 +187,7 @@ class QueryGrad:
                 for c in cutlass.range_constexpr(cute.size(s, mode=[1])):
                     s[r, c] = cute.math.exp2(s[r, c] * scale_log2 - grads.lse[r], fastmath=True)
             warpgroup.wait_group(0)
-            self.ring.release(smem, self.v, slot, kept)
+            self.ring.release(smem, v_empty, stage, kept)
             for r in cutlass.range_constexpr(2):
                 for c in cutlass.range_constexpr(cute.size(s, mode=[1])):
                     s[r, c] *= dp[r, c] - grads.delta[r]
@@ -196,10 +197,10 @@ class QueryGrad:
             wgmma.issue(mma_dq, grads.d_q, rDS, rKt[None, None, None, stage], True, key_blocks)
             warpgroup.commit_group()
             warpgroup.wait_group(0)
-            self.ring.release(smem, self.k, slot, kept)
+            self.ring.release(smem, k_empty, stage, kept)
 
-        self.q.release(smem, q_slot)
+        cute.arch.mbarrier_arrive(smem.q_empty.data_ptr() + q_slot.index)
         for _ in cutlass.range(first_tile, unroll=1):
-            self.ring.skip(smem, ring_tile)
+            self.ring.skip(smem, ring_slot_pow2(ring_tile, spec.stages))
             ring_tile += 1
         return ring_tile

@@ -13,11 +13,12 @@ from typing import NamedTuple
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
+from cutlass._mlir.dialects.nvvm import MemScopeKind
 from cutlass.cute.nvgpu import warpgroup
 
 from cute_kernels.device import cluster, wgmma
 from cute_kernels.sink.backward_spec import QUERIES
-from cute_kernels.sink.kernels.pipelines import KeyGradNamedBarrier, key_pipelines
+from cute_kernels.sink.kernels.barriers import KeyGradNamedBarrier
 from cute_kernels.sink.kernels.smem import key_layouts, key_mmas, peer_k_layout, view
 from cute_kernels.sink.spec import ROWS
 
@@ -34,14 +35,13 @@ class QuerySums:
 
     def __init__(self, spec):
         self.spec = spec
-        _, _, self.d_s, self.added, self.q = key_pipelines(spec)
 
     @cute.jit
-    def send(self, smem, tile: Int32, rank: Int32, wg: Int32, tid: Int32):
-        """Copies this warpgroup's dS of a query tile to the other CTA of the pair, and arrives at ds_full of both."""
+    def send(self, smem, buffer: Int32, rank: Int32, wg: Int32, tid: Int32):
+        """Copies this warpgroup's dS to the other CTA of the pair, and arrives at ds_full of both."""
         spec = self.spec
         size = spec.keys_of_cta * QUERIES  # elements of a CTA's dS
-        buffer = self.d_s.index(tile)
+        full = smem.ds_full.data_ptr() + buffer
         cute.arch.barrier(barrier_id=KeyGradNamedBarrier.ADD + wg, number_of_threads=128)
         if tid == 0:
             part = spec.key_blocks * ROWS * QUERIES
@@ -54,20 +54,20 @@ class QuerySums:
                     target,
                     Int32(source.toint()),
                     Int32(2 * part),
-                    cluster.remote_address(self.d_s.full_barrier(smem, buffer), 1 - rank),
+                    cluster.remote_address(full, 1 - rank),
                 ],
             )
         if wg == 0 and tid == 0:
-            self.d_s.arrive_and_expect(smem, tile)  # what the other CTA sends
+            cute.arch.mbarrier_arrive_and_expect_tx(full, 2 * size)  # what the other CTA sends
         else:
-            self.d_s.arrive(smem, tile)
+            cute.arch.mbarrier_arrive(full)
 
     @cute.jit
-    def add_dq(self, smem, target: Int64, read, tile: Int32, rank: Int32, wg: Int32, tid: Int32):
-        """Makes dQ of a query tile whose dS is there, and adds it to the sums at `target`.
+    def add_dq(self, smem, target: Int64, stage, buffer: Int32, rank: Int32, wg: Int32, tid: Int32):
+        """Makes dQ of the query tile whose dS is in `buffer`, and adds it to the sums at `target`.
 
-        In a pair, a CTA makes columns 64 `rank` to 64 `rank` + 63. Releases the query tile `read`, unless None, when
-        products issued before are complete, and dS when it has been read.
+        In a pair, a CTA makes columns 64 `rank` to 64 `rank` + 63. Releases `stage`, unless None, when products issued
+        before are complete, and arrives at ds_empty when dS has been read.
         """
         spec = self.spec
         layouts, mma_dq = key_layouts(spec), key_mmas(spec).dq
@@ -75,7 +75,6 @@ class QuerySums:
         key_blocks = [(k, k) for k in range(spec.keys_of_cta // 16)]
         sK = view(smem.k, layouts.kv)
         sDS = view(smem.d_s, layouts.d_s)
-        buffer = self.d_s.index(tile)
         own = 2 * buffer if const_expr(spec.pair) else buffer
         rDSt = mma_dq.make_fragment_A(thr_dq.partition_A(wgmma.transposed(sDS)))
         parts = cute.local_tile(wgmma.transposed(sK)[None, None, 0], (spec.columns, spec.keys_of_cta), (None, 0))
@@ -93,16 +92,17 @@ class QuerySums:
                 )
             warpgroup.commit_group()
             warpgroup.wait_group(0)
-            if const_expr(i == 0 and read is not None):
-                self.q.release(smem, read)
+            if const_expr(i == 0 and stage is not None):
+                cute.arch.mbarrier_arrive(smem.q_empty.data_ptr() + stage)
             if const_expr(spec.pair or i == spec.d // spec.columns - 1):
-                self.d_s.release(smem, tile)
+                ds_empty = smem.ds_empty.data_ptr() + buffer
+                cute.arch.mbarrier_arrive(ds_empty)
                 if const_expr(spec.pair):
                     if tid % 32 == 0:
-                        self.d_s.release(smem, tile, peer=1 - rank)
+                        cute.arch.mbarrier_arrive(ds_empty, 1 - rank, scope=MemScopeKind.CLUSTER, relaxed=True)
             part_target = target + part * (4 * QUERIES * spec.columns)
             if const_expr(spec.pair):
-                self.added.acquire(smem, tile)
+                cute.arch.mbarrier_wait(smem.added_empty.ptr, buffer ^ 1)  # tiles alternate between even and odd
                 self.add(smem, acc_dq, part_target, Int32(0), wg, tid)
             else:
                 self.add(smem, acc_dq, part_target, wg * (spec.d // spec.columns) + i, wg, tid)
@@ -137,4 +137,4 @@ class QuerySums:
             if const_expr(spec.pair):
                 cute.arch.cp_async_bulk_wait_group(0, read=True)
         if const_expr(spec.pair):  # the other warpgroup uses the place next
-            self.added.release(smem, Int32(0))
+            cute.arch.mbarrier_arrive(smem.added_empty.ptr)

@@ -16,12 +16,12 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import AddressSpace, Int32, Int64, const_expr
 
-from cute_kernels.device.pipeline import Pipeline
+from cute_kernels.device.ring import use_phase
 from cute_kernels.sink.kernels import views
 from cute_kernels.sink.kernels.masks import Visibility, visibility
-from cute_kernels.sink.kernels.pipelines import WORK_STAGES
 
 RECORD = 8  # words of a work tile in shared memory
+WORK_STAGES = 2  # work tiles that the load warp may be ahead
 
 
 class WorkTile(NamedTuple):
@@ -151,19 +151,19 @@ def work_tile(
 
 
 @cute.jit
-def publish(smem, work: cutlass.Constexpr[Pipeline], count: Int32, fields: tuple, lane: Int32):
+def publish(full: cute.Pointer, empty: cute.Pointer, words: cute.Tensor, count: Int32, fields: tuple, lane: Int32):
     """Writes the record of the count-th work tile once its stage is free; called by one warp."""
-    words = records(smem)
-    work.acquire(smem, count)
+    stage = await_stage(empty, count)
     if lane == 0:
-        WorkRecord(words, work.index(count)).write(fields)
-    work.arrive(smem, count)
+        WorkRecord(words, stage).write(fields)
+    cute.arch.mbarrier_arrive(full + stage)
 
 
 @cute.jit
 def publish_end(
-    smem,
-    work: cutlass.Constexpr[Pipeline],
+    full: cute.Pointer,
+    empty: cute.Pointer,
+    words: cute.Tensor,
     count: Int32,
     retires: cutlass.Constexpr,
     counters: Int64,
@@ -171,13 +171,21 @@ def publish_end(
     lane: Int32,
 ):
     """Writes the record that ends the kernel; if it `retires`, the CTA takes no more from the counter."""
-    words = records(smem)
-    work.acquire(smem, count)
+    stage = await_stage(empty, count)
     if lane == 0:
-        WorkRecord(words, work.index(count)).write((Int32(-1),))
+        WorkRecord(words, stage).write((Int32(-1),))
         if const_expr(retires):
             retire(counters, ctas)
-    work.arrive(smem, count)
+    cute.arch.mbarrier_arrive(full + stage)
+
+
+@cute.jit
+def await_stage(empty: cute.Pointer, count: Int32) -> Int32:
+    """The stage of the count-th work tile's record, once it is free."""
+    stage = count % WORK_STAGES
+    # waiting for the phase before the first returns at once, so the first waits for an empty stage pass
+    cute.arch.mbarrier_wait(empty + stage, use_phase(count // WORK_STAGES + 1))
+    return stage
 
 
 @cute.jit

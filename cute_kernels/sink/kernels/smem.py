@@ -9,8 +9,7 @@ from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 from cutlass.tensor_utils import LayoutEnum
 
 from cute_kernels.sink.backward_spec import DS_STAGES, QUERIES, SinkBackwardSpec, SinkQueryGradSpec
-from cute_kernels.sink.kernels.pipelines import WORK_STAGES
-from cute_kernels.sink.kernels.scheduler import RECORD
+from cute_kernels.sink.kernels.scheduler import RECORD, WORK_STAGES
 from cute_kernels.sink.kernels.views import DTYPES
 from cute_kernels.sink.spec import ROWS, SinkForwardSpec
 
@@ -82,7 +81,7 @@ def query_storage(spec: QuerySpec):
         k_empty: cute.struct.MemRange[Int64, spec.stages]
         v_full: cute.struct.MemRange[Int64, spec.stages]
         v_empty: cute.struct.MemRange[Int64, spec.stages]
-        kept_empty: Int64
+        kept: Int64
 
     return Shared
 

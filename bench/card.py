@@ -175,9 +175,9 @@ def measure(options: argparse.Namespace) -> int:
     figures = {"card": card, "sms": sms, **unit_rates.figures_from(units, ceilings)}
     rates = H200.measured(figures)
     kept = sorted({field.name for field in dataclasses.fields(Rates)} - set(figures) - {"sm_mhz"})
-    details += [
-        "Units: cycles per token and CTA of 64 heads, or per row of a gather; predicted by the rates of an H200"
-    ]
+    details.append(
+        "Units: cycles per token and CTA of 64 heads, or of a gathered row; predicted by the rates of an H200"
+    )
     details += [*budget.plain(unit_rates.table(units)), f"not measured here, so an H200's: {', '.join(kept)}", ""]
     budget.print_predictions(rates, details.append)
     found = run.run_all(wanted, ceilings, progress)

@@ -25,7 +25,7 @@ from bench.units.spec import (
     WgmmaSpec,
     shipped_specs,
 )
-from cute_kernels.budget.rates import H200, Rates
+from cute_kernels.budget.rates import H200
 from cute_kernels.runtime.compile import get_kernel
 from fp8_mla import NOPE_DIM, QK_DIM, ROPE_OFFSET, SCALE_OFFSET, TOKEN_BYTES
 from tests.kit.compare import relative_error
@@ -65,7 +65,8 @@ class UnitResult:
         """For a record; no speed of a kernel that computed something else."""
         if self.problem:
             return {"name": self.name, "problem": self.problem}
-        return {"name": self.name, "cycles": round(self.cycles, 2), "predicted_cycles": self.predicted}
+        predicted = None if self.predicted is None else round(self.predicted, 2)
+        return {"name": self.name, "cycles": round(self.cycles, 2), "predicted_cycles": predicted}
 
 
 def run_units(specs: Iterable[UnitSpec]) -> list[UnitResult]:
@@ -94,19 +95,24 @@ def measure(spec: UnitSpec, kernel: Kernel | None = None, device: str = "cuda") 
 
 def of_ceilings(ceilings: Mapping[str, float]) -> list[UnitResult]:
     """The units that the whole card shares, in cycles of one SM: a token's bytes for two CTAs, its bf16 products."""
-    ways = {f"stream, {name}": ("read_gbps", f"{name}_GBps") for name in ("sum", "tma", "copy")}
-    ways["products, 8192 x 8192 x 8192"] = ("gemm_tflops", "bf16_gemm_TFLOPs")
-    results = []
-    for name, (rate, ceiling) in ways.items():
-        if ceiling in ceilings:
-            cycles = [_shared_cycles(rate, rates) for rates in (H200.measured({rate: ceilings[ceiling]}), H200)]
-            results.append(UnitResult(f"unit {name}", cycles[0], round(cycles[1], 2)))
-    return results
 
+    def read(gbps: float) -> float:
+        return H200.measured({"read_gbps": gbps}).read_cycles(TOKEN_BYTES / budget.READERS)
 
-def _shared_cycles(rate: str, rates: Rates) -> float:
-    flops = WgmmaSpec().flops
-    return rates.sustained_cycles(flops) if rate == "gemm_tflops" else rates.read_cycles(TOKEN_BYTES / budget.READERS)
+    def multiply(tflops: float) -> float:
+        return H200.measured({"gemm_tflops": tflops}).sustained_cycles(WgmmaSpec().flops)
+
+    ways = {
+        "unit stream, torch.sum": (read, "sum_GBps", H200.read_gbps),
+        "unit stream, TMA": (read, "tma_GBps", H200.read_gbps),
+        "unit stream, copy": (read, "copy_GBps", H200.copy_gbps),
+        "unit products, 8192 x 8192 x 8192": (multiply, "bf16_gemm_TFLOPs", H200.gemm_tflops),
+    }
+    return [
+        UnitResult(name, cycles(ceilings[ceiling]), cycles(rate))
+        for name, (cycles, ceiling, rate) in ways.items()
+        if ceiling in ceilings
+    ]
 
 
 def figures_from(results: Sequence[UnitResult], ceilings: Mapping[str, float]) -> dict[str, Any]:
@@ -164,7 +170,7 @@ def _result(
 ) -> UnitResult:
     if not problem and not clocks > 0:
         problem = f"it took {clocks} clocks"
-    return UnitResult(name, clocks, round(spec.predicted(H200), 2), problem, {} if problem else rates or {})
+    return UnitResult(name, clocks, spec.predicted(H200), problem, {} if problem else rates or {})
 
 
 def _median(run: Callable[[], Any], cycles: torch.Tensor) -> float:

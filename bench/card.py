@@ -1,4 +1,4 @@
-"""A Hopper card and its prediction: measure its ceilings, predict the cases, run them, compare.
+"""A Hopper card and its prediction: measure its units and ceilings, predict the cases, run them, compare.
 
 scripts/run_h800_bench.sh runs this and says what the options mean.
 """
@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import re
 import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 import torch
 
-from bench import budget, cases, gqa, jsonl, mla, records, run, sink
+from bench import budget, cases, gqa, jsonl, mla, records, run, sink, timeline, unit_rates
 from bench.ceilings import measure_ceilings
 from bench.progress import Progress
 from bench.records import Record
@@ -153,7 +154,7 @@ def case_table(found: Sequence[Record]) -> list[list[str]]:
 
 
 def measure(options: argparse.Namespace) -> int:
-    """Measures, prints and writes; 1 where a case is wrong."""
+    """Measures, prints and writes; 1 where a unit or a case is wrong."""
     progress, machine = Progress(), records.machine()
     card = machine["card"]
     partial = options.quick or options.only is not None
@@ -163,30 +164,39 @@ def measure(options: argparse.Namespace) -> int:
     details: list[str] = []
     with progress.step("ceilings: matrix product, read, copy"):
         ceilings = measure_ceilings()
-    rates = H200.measured(
-        {
-            "card": card,
-            "sms": torch.cuda.get_device_properties("cuda").multi_processor_count,
-            **{field: ceilings[name] for field, name in budget.CEILINGS.items()},
-        }
-    )
-    details.append("rates of an SM are those of an H200: all cards of the chip have the same ones per clock")
-    budget.print_predictions(rates, details.append)
-
+    sms = torch.cuda.get_device_properties("cuda").multi_processor_count
+    specs = unit_rates.selected(lambda name: options.only is None or re.search(options.only, name) is not None)
     wanted = _wanted(options)
-    with progress.step("kernels of the benchmarks"):
-        precompile(cases.specs([case for case, _ in wanted], rates.sms))
+    with progress.step("kernels"):
+        traced = [timeline.SPEC] if options.trace else []
+        precompile([*specs, *traced, *cases.specs([case for case, _ in wanted], sms)])
+    with progress.step(f"{len(specs)} units of the card"):
+        units = [*unit_rates.run_units(specs), *unit_rates.of_ceilings(ceilings)]
+    figures = {"card": card, "sms": sms, **unit_rates.figures_from(units, ceilings)}
+    rates = H200.measured(figures)
+    kept = sorted({field.name for field in dataclasses.fields(Rates)} - set(figures) - {"sm_mhz"})
+    details.append(
+        "Units: cycles per token and CTA of 64 heads, or of a gathered row; predicted by the rates of an H200"
+    )
+    details += [*budget.plain(unit_rates.table(units)), f"not measured here, so an H200's: {', '.join(kept)}", ""]
+    budget.print_predictions(rates, details.append)
     found = run.run_all(wanted, ceilings, progress)
     rates = at_clock_of(rates, found)
     found = [predicted(case, bench, rates) for case, (bench, _) in zip(found, wanted, strict=True)]
     record = {**machine, "ceilings": ceilings, "rates": dataclasses.asdict(rates), "cases": found}
+    record["units"] = [unit.as_record() for unit in units]
     jsonl.write(record, folder / "bench.jsonl")
     print("\n".join([*summary(machine, ceilings, found), "", *details, *budget.plain(case_table(found))]))
     if errors := [abs(case["model_error"]) for case in found if "model_error" in case]:
         far = sum(error > 0.15 for error in errors)
         print(f"the budget is off by {statistics.median(errors):.1%} in the median, by more than 15% in {far} cases")
+    if options.trace:
+        with progress.step("the timeline of a CTA"):
+            steps = timeline.measure()
+        drawn = [f"trace: {folder / name}" for name in timeline.draw(steps, folder, card)]
+        print("\n".join([*timeline.busy(steps), *(drawn or ["trace: matplotlib is missing, nothing is drawn"])]))
     print(f"on {card}: {folder / 'bench.jsonl'}")
-    return int(any("failed" in case for case in found))
+    return int(any("failed" in case for case in found) or any(unit.problem for unit in units))
 
 
 def _wanted(options: argparse.Namespace) -> list[tuple[Any, Any]]:

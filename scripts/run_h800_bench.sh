@@ -2,7 +2,7 @@
 # Finds a Python that has what scripts/h800_bench.py needs, and runs it: see there, or --help. Without a GPU torch and
 # einops are enough.
 #
-#   usage: scripts/run_h800_bench.sh [--quick] [--only REGEX] [--out DIR]
+#   usage: scripts/run_h800_bench.sh [--quick] [--only REGEX] [--trace] [--out DIR]
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 

@@ -41,18 +41,21 @@ class Tracer:
 
         `base` points to the address that `start` stored in shared memory.
 
-        One block of PTX computes all it needs, so no register is occupied between two stamps.
+        One block of PTX computes all it needs from one number, so no register is occupied between two stamps. With two
+        numbers, ptxas serialized the wgmma of a CTA of 64 heads (C7512).
         """
         if const_expr(self.on):
-            kept = cutlass.select_(leads and step + int(starts_next) < STEPS, Int32(1), Int32(0))
+            first = role * STEPS
+            kept = cutlass.select_(leads, step + first, Int32(-1))  # as an unsigned number -1 is above all steps
+            limit = first + STEPS - int(starts_next)
             cute.arch.inline_ptx(
-                "{\n.reg .pred p;\n.reg .b64 place;\nsetp.ne.b32 p, {$r2}, 0;\n"
+                f"{{\n.reg .pred p;\n.reg .b64 place;\nsetp.lt.u32 p, {{$r1}}, {limit};\n"
                 "ld.volatile.shared.b64 place, [{$r0}];\nmad.wide.s32 place, {$r1}, 16, place;\n"
                 + "".join(
-                    f"@p st.global.b64 [place + {8 * e}], {{$r3}};\n" for e in range(edge, edge + 1 + starts_next)
+                    f"@p st.global.b64 [place + {8 * e}], {{$r2}};\n" for e in range(edge, edge + 1 + starts_next)
                 )
                 + "}",
-                read_only_args=[Int32(base.toint()), step + role * STEPS, kept, cute.arch.clock64()],
+                read_only_args=[Int32(base.toint()), kept, cute.arch.clock64()],
             )
 
     @cute.jit

@@ -28,6 +28,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
+from cute_kernels.runtime import arch
 from cute_kernels.runtime.cache import KernelSpec, directory, entry_name
 from cute_kernels.runtime.compile import compile_kernel
 
@@ -156,6 +157,7 @@ def without_lines() -> Iterator[None]:
     It does so where the remarks of ptxas are asked for, and a compilation takes 1.5 to 1.8 times as long. The cubin and
     the warnings are the same.
     """
+    arch.pin()  # before cutlass is imported for the first time
     from cutlass.base_dsl import dsl
 
     with unittest.mock.patch.object(dsl, "_set_enable_frame_filtering", lambda enable: None, create=True):

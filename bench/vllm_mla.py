@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
 
+import fp8_mla
 from bench import vllm_engine
 
 if TYPE_CHECKING:
@@ -331,7 +332,7 @@ def cases(runs: dict[tuple[str, str], dict[str, Any]]) -> dict[str, Any]:
 LAYERS: Final = 4
 FAMILIES: Final = {"normal": None, "few small": 32768, "tokens and tiles": 32768}
 """Values of the caches, as tests/kit/values.py names them, and the context at which they are timed; None: at all."""
-TOKEN_BYTES, INDEX_BYTES = 656, 132
+INDEX_BYTES: Final = 132
 SHARES: Final = {
     "indexer": ("mqa_logits",),
     "top-k": ("topk", "top_k", "radix"),
@@ -412,7 +413,7 @@ def fill(worker: Any, family: str) -> None:
             if not isinstance(cache, torch.Tensor) or not cache.numel():
                 continue
             pages = cache.view(torch.uint8)
-            if pages.shape[-1] == TOKEN_BYTES:
+            if pages.shape[-1] == fp8_mla.TOKEN_BYTES:
                 values.fill_pages(pages, family, "v3.2")
             elif family == "normal":
                 fill_index(pages)

@@ -139,7 +139,7 @@ def _logits(
     lengths = _lengths(cache_seqlens, batch, s_q, width)
     full = torch.full((batch,), width, dtype=torch.int64, device=q.device)
     slots = slots_from_block_table(block_table, full, page_size, num_pages=num_pages)
-    positions = torch.arange(width, device=q.device)
+    positions = torch.arange(width, dtype=torch.int64, device=q.device)
     present = (slots >= 0)[:, None] & (positions < lengths[..., None])
     logits = torch.full((batch, s_q, width), -torch.inf, dtype=torch.float32, device=q.device)
     for b in range(batch):
@@ -157,7 +157,7 @@ def _lengths(cache_seqlens: torch.Tensor, batch: int, s_q: int, width: int) -> t
     if isinstance(cache_seqlens, torch.Tensor) and cache_seqlens.ndim == 1:
         check_index_tensor("cache_seqlens", cache_seqlens, (batch,))
         whole = cache_seqlens.long().clamp(0, width)
-        causal = torch.arange(s_q, device=cache_seqlens.device) - (s_q - 1)
+        causal = torch.arange(s_q, dtype=torch.int64, device=cache_seqlens.device) - (s_q - 1)
         return (whole[:, None] + causal).clamp(0)
     check_index_tensor("cache_seqlens", cache_seqlens, (batch, s_q))
     return cache_seqlens.long().clamp(0, width)
@@ -174,7 +174,7 @@ def highest(logits: torch.Tensor, topk: int) -> torch.Tensor:
     All positions where there are no more.
     """
     if logits.shape[0] <= topk:
-        return torch.arange(logits.shape[0], device=logits.device)
+        return torch.arange(logits.shape[0], dtype=torch.int64, device=logits.device)
     return logits.sort(descending=True, stable=True).indices[:topk].sort().values
 
 

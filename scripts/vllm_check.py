@@ -39,6 +39,7 @@ from typing import Any
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # runs from a checkout, installed or not
 
+import fp8_mla  # noqa: E402
 from bench import jsonl, vllm_jobs, vllm_mla, vllm_pool  # noqa: E402
 from bench.progress import Progress  # noqa: E402
 from bench.vllm_engine import WAYS  # noqa: E402
@@ -186,7 +187,7 @@ def mla_jobs(options: argparse.Namespace, folder: pathlib.Path) -> list[Job]:
 def mla_steps_job(who: str, heads: int, options: argparse.Namespace, folder: pathlib.Path) -> Job:
     """An engine of DeepSeek-V3.2's shapes that is timed."""
     longest, batch = max(MLA_CONTEXTS) + ROOM, max(options.batches)
-    row = vllm_mla.LAYERS * (vllm_mla.TOKEN_BYTES + vllm_mla.INDEX_BYTES)
+    row = vllm_mla.LAYERS * (fp8_mla.TOKEN_BYTES + vllm_mla.INDEX_BYTES)
     engine = {
         "model": str(folder / f"v32_{heads}"), "load_format": "dummy", "kv_cache_dtype": "fp8", "dtype": "bfloat16",
         "block_size": vllm_mla.PAGE, "max_model_len": longest, "max_num_seqs": batch, "max_num_batched_tokens": 2048,

@@ -276,7 +276,9 @@ class Operator:
             if forward_ad._current_level >= 0:  # of what is traced the operator would lose derivatives
                 refuse_transformed(self.tensors, self.tensors_of(request))
             if is_traced() or (backward is not None and needs_grad(*self.tensors_of(request))):
-                return op(**{name: request[name] for name in self.names if name in request})
+                given = {**self.defaults, **request}
+                # by position, because torch.compile looks into an argument named `out`; what is left out comes last
+                return op(*[given[name] for name in self.names if name in given])
             return run(request)
 
         return call

@@ -20,13 +20,14 @@ def _uniform(rows: int, width: int, gen: torch.Generator) -> torch.Tensor:
 
 def _words(rows: int, width: int, gen: torch.Generator) -> torch.Tensor:
     """Any 32 bits: every exponent, NaN of all kinds, infinities now and then."""
-    return torch.randint(-(2**31), 2**31, (rows, width), generator=gen, device="cpu").int().view(torch.float32)
+    bits = torch.randint(-(2**31), 2**31, (rows, width), generator=gen, dtype=torch.int64, device="cpu")
+    return bits.int().view(torch.float32)
 
 
 def _one_of(values: list[float]) -> Callable[[int, int, torch.Generator], torch.Tensor]:
     def draw(rows: int, width: int, gen: torch.Generator) -> torch.Tensor:
         known = torch.tensor(values, dtype=torch.float32, device="cpu")
-        return known[torch.randint(len(values), (rows, width), generator=gen, device="cpu")]
+        return known[torch.randint(len(values), (rows, width), generator=gen, dtype=torch.int64, device="cpu")]
 
     return draw
 
@@ -67,7 +68,9 @@ FAMILIES: dict[str, Callable[[int, int, torch.Generator], torch.Tensor]] = {
     "equal negative numbers, few higher": _plateau(-3.0, 0.004),
     "ascending": lambda *sizes: normal(*sizes).sort(dim=1).values,
     "descending": lambda *sizes: normal(*sizes).sort(dim=1, descending=True).values,
-    "highest together": lambda *sizes: normal(*sizes) + 10 * (torch.arange(sizes[1]) // 3000 == 3),
+    "highest together": lambda *sizes: (
+        normal(*sizes) + 10 * (torch.arange(sizes[1], dtype=torch.int64, device="cpu") // 3000 == 3)
+    ),
     "integers": lambda *sizes: (8 * normal(*sizes)).round(),
 }
 """Functions of (rows, width, generator), by what they draw."""
@@ -97,7 +100,10 @@ def table_of(batch: int, width: int, page_size: int, seed: int = 0) -> torch.Ten
 def index_keys(tokens: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
     """(tokens, 128) on the CPU: random magnitudes, then rows at which a rule of scales changes."""
     gen = generator(seed)
-    k = normal(tokens, 128, gen) * (torch.rand(tokens, 1, generator=gen, device="cpu") * 60 - 30).exp2()
+    k = (
+        normal(tokens, 128, gen)
+        * (torch.rand(tokens, 1, generator=gen, dtype=torch.float32, device="cpu") * 60 - 30).exp2()
+    )
     nearest = torch.finfo(dtype).eps
     special = [
         [0.0], [-0.0], [1e-5], [1e-4], [9.9e-5], [-1.01e-4], [math.nan], [math.nan, 3.0], [math.inf], [-math.inf, 2.0],
@@ -107,7 +113,11 @@ def index_keys(tokens: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
     for row, values in zip(k, special, strict=False):
         row.zero_()
         row[5 : 5 + len(values)] = torch.tensor(values, dtype=torch.float32, device="cpu")
-        row[64:] = row[5] * torch.rand(64, generator=gen, device="cpu") * (0.5 if row[5].isfinite() else 0.0)
+        row[64:] = (
+            row[5]
+            * torch.rand(64, generator=gen, dtype=torch.float32, device="cpu")
+            * (0.5 if row[5].isfinite() else 0.0)
+        )
     return k.to(dtype)
 
 

@@ -177,7 +177,7 @@ class LatentDecodeSpec(MlaDecodeSpec):
     @property
     def _stack(self) -> int:
         """Bytes that ptxas spills at most, all between key tiles or on slow paths."""
-        return 40 if self.few_heads or len(self.kinds) > 1 else 32
+        return 48 if self.few_heads or len(self.kinds) > 1 else 32
 
     @property
     def expected(self) -> dict[str, Any]:

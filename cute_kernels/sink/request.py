@@ -16,14 +16,6 @@ def _check_window(name: str, value: object) -> None:
     check_int(name, value, 1, needs=needs)
 
 
-def _check_longest(name: str, value: object) -> None:
-    check_int(name, value, 0)
-
-
-def _check_splits(name: str, value: object) -> None:
-    check_int(name, value, 1, MAX_RANGES)
-
-
 class Inputs(TypedDict):
     """What `sink_attention` is called with by position.
 

@@ -158,7 +158,7 @@ def test_the_model_has_the_numbers_of_the_kernel() -> None:
     assert (value_units.WEIGHT_EXPONENT, qk.MAX_SCALE) == (model.WEIGHT_EXPONENT, model.LARGEST_QK_SCALE)
     powers = convert_q.TOP_EXPONENT, convert_q.ROPE_EXPONENT, convert_q.MAX_EXPONENT
     assert powers == (model.Q_PEAK_EXPONENT, model.Q_ROPE_EXPONENT, model.Q_LARGEST_POWER)
-    assert (convert_q.QUIET_EXPONENT, convert_q.LOUD_POWER) == (model.Q_QUIET_EXPONENT, model.Q_LOUD_POWER)
+    assert convert_q.QUIET_EXPONENT == model.Q_QUIET_EXPONENT
 
 
 @pytest.mark.parametrize(
@@ -186,13 +186,13 @@ def test_single_scales_decide_for_their_key_tile_alone(change: Any, expected: tu
     assert (found.qk, found.pv, found.moves) == expected
 
 
-def test_one_power_of_a_head_is_enough_unless_it_is_large_with_a_quiet_tile() -> None:
+def test_one_power_of_a_head_is_enough_unless_a_tile_of_it_is_far_smaller() -> None:
     q = torch.randn((4, 576), generator=generator(0))
     q[1] *= 1e-30
-    q[2, :128] *= 1e-9
-    q[3] *= 2.0**7
+    q[2, :128] *= 2.0**-20
+    q[3, :128] = 0.0
     assert not needs_second_way(q).any()
-    q[3, :128] *= 1e-9
+    q[3, :128] = 1e-9
     assert needs_second_way(q).tolist() == [False, False, False, True]
     assert slow_tiles(usual_scales(), q).qk == 4 and slow_tiles(usual_scales(), q[:3]).qk == 0
 

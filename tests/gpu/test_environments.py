@@ -55,12 +55,12 @@ def kernel_specs() -> list[Any]:
 
 def cold(monkeypatch: pytest.MonkeyPatch) -> None:
     """Puts the package into its state right after import, except compiled kernels and memory that graphs hold."""
-    ops = (cute_kernels.mla.op, cute_kernels.mla.append_op, cute_kernels.gqa.op, cute_kernels.gqa.append_op)
-    for one in (*ops, cute_kernels.merge.op):
+    mla, gqa = cute_kernels.mla, cute_kernels.gqa
+    for one in (mla.launch, mla.append_op, gqa.launch, gqa.append_op, cute_kernels.merge.op):
         monkeypatch.setattr(one, "_prepared", PreparedLaunches())
     for module, name in (
         (memory, "constants"),
-        (cute_kernels.mla.op, "_zero_row"),
+        (mla.launch, "_zero_row"),
         (cute_kernels.sink.launch, "_need"),
     ):
         make: Any = getattr(module, name)

@@ -32,7 +32,7 @@ WEIGHT_EXPONENT: Final = 6
 LARGEST_QK_SCALE: Final = 2.0**40
 NONE: Final = 1000
 Q_PEAK_EXPONENT, Q_ROPE_EXPONENT, Q_LARGEST_POWER = 14, 60, 110
-Q_QUIET_EXPONENT, Q_LOUD_POWER = -8, -8
+Q_QUIET_EXPONENT = -8
 
 
 class KeyTile(NamedTuple):
@@ -113,7 +113,7 @@ def needs_second_way(q: torch.Tensor, token_format: TokenFormat | str = V3_2) ->
         power = torch.maximum(power, exponent(rope.amax(dim=1)) - Q_ROPE_EXPONENT)
     power = power.clamp(-Q_LARGEST_POWER, Q_LARGEST_POWER)
     quiet = (peaks > 0) & (exponent(peaks) - power.unsqueeze(1) < Q_QUIET_EXPONENT)
-    return quiet.any(dim=1) & (power > Q_LOUD_POWER)
+    return quiet.any(dim=1)
 
 
 def slow_tiles(

@@ -16,7 +16,6 @@ TOP_EXPONENT = 14  # of a head's largest number in float16: just below 2^15
 ROPE_EXPONENT = 60  # of a head's largest rope number in bfloat16, at most
 MAX_EXPONENT = 110  # powers of two up to this size, times softmax_scale too, are normal float32 numbers
 QUIET_EXPONENT = -8  # a block below 2^-8 of float16 loses bits of bfloat16
-LOUD_POWER = -8  # where a head is multiplied by 2^8 or more, what a quiet block loses is below 2^-18 of a score
 LEAST_UNIT = 2.0**-126  # a unit of 0 would make NaN of a masked score, -inf
 
 
@@ -36,8 +35,8 @@ class QConverter:
 
     Each head is multiplied by a power of two that brings its largest number to 2^TOP_EXPONENT; the softmax divides by
     it (`smem.q_unit`). So float16 is exact where it matters: numbers 2^-22 below a head's largest lose bits. Where a
-    whole block of 128 columns is that small and the head is not (`LOUD_POWER`), the block has a power of its own. Slow
-    key tiles multiply by all powers themselves, `smem.q_power`, as one for a head may leave float32's range there.
+    whole block of 128 columns is that small, it has a power of its own: scales of keys may make up for it. Slow key
+    tiles multiply by all powers themselves, `smem.q_power`, as one for a head may leave float32's range there.
     """
 
     rope_start: int | None = NOPE // 8
@@ -77,7 +76,7 @@ class QConverter:
             row, block = index % self.heads, index // self.heads
             power = self.head_power(sPeak, row)
             own, peak = power, sPeak[row, block]
-            is_quiet = peak != 0.0 and softmax.exponent(peak) - power < QUIET_EXPONENT and power > LOUD_POWER
+            is_quiet = peak != 0.0 and softmax.exponent(peak) - power < QUIET_EXPONENT
             if is_quiet:
                 own, fits = cutlass.max(softmax.exponent(peak) - TOP_EXPONENT, -MAX_EXPONENT), Int32(0)
             sPower[row, block] = softmax.power_of_two(own)

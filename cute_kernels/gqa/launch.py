@@ -27,6 +27,7 @@ class PreparedLaunch(NamedTuple):
     need        scratch memory
     no_sink, no_length   stand for arguments that are left out
     unread_lse  for callers that want no lse
+    apart       see `share_storage`
     """
 
     launch: Callable[..., None] | None
@@ -35,6 +36,7 @@ class PreparedLaunch(NamedTuple):
     no_sink: torch.Tensor
     no_length: torch.Tensor
     unread_lse: torch.Tensor
+    apart: set[tuple[int, ...]]
 
 
 _prepared: PreparedLaunches[tuple[Any, ...], PreparedLaunch] = PreparedLaunches()
@@ -64,6 +66,7 @@ def launch(request: Request) -> tuple[torch.Tensor, torch.Tensor]:
     )  # fmt: skip
     prepared = _prepared.get(key) or _prepare(key, request)
     if (out is not None or lse is not None) and share_storage(
+        prepared.apart,
         out,
         lse,
         (None if out is q else q, k_cache, v_cache, k_scale, v_scale, lengths, table, slopes, request["s_aux"]),
@@ -152,6 +155,7 @@ def _prepare(key: tuple[Any, ...], request: Request) -> PreparedLaunch:
         constants.no_sink[:h_q],
         constants.no_length.expand(batch),
         memory.unread((batch, s_q, h_q), device),
+        set(),
     )
     return _prepared.keep(key, prepared, device)
 

@@ -74,11 +74,17 @@ def merge_request(request: Request) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 class PreparedLaunch(NamedTuple):
-    """What stays the same while the shapes of a call do: the kernel, by name, and templates of out and lse."""
+    """What stays the same while the shapes of a call do.
+
+    launch    the kernel, by name
+    out_like, lse_like   templates
+    apart     see `share_storage`
+    """
 
     launch: Callable[..., None]
     out_like: torch.Tensor
     lse_like: torch.Tensor
+    apart: set[tuple[int, ...]]
 
 
 _prepared: PreparedLaunches[tuple[Any, ...], PreparedLaunch] = PreparedLaunches()
@@ -95,7 +101,7 @@ def _launch(request: Request) -> tuple[torch.Tensor, torch.Tensor]:
         lses.is_neg(), MERGE.option_key(request), output_key(out), output_key(lse),
     )  # fmt: skip
     prepared = _prepared.get(key) or _prepare(key, request)
-    if (out is not None or lse is not None) and share_storage(out, lse, (outs, lses, s_aux)):
+    if (out is not None or lse is not None) and share_storage(prepared.apart, out, lse, (outs, lses, s_aux)):
         MERGE.check_outputs(request)
     if out is None:
         out = memory.empty_like(prepared.out_like)
@@ -123,14 +129,14 @@ def _prepare(key: tuple[Any, ...], request: Request) -> PreparedLaunch:
     shape, device = tuple(outs.shape), outs.device
     if device.type == "cpu":
         assert out is not None and lse is not None  # the operator requires both
-        return PreparedLaunch(_merge_on_cpu, out, lse)
+        return PreparedLaunch(_merge_on_cpu, out, lse, set())
     templates = (
         memory.template(shape[1:], outs.dtype, device),
         memory.template(shape[1:-1], torch.float32, device),
     )
     rows = math.prod(shape[1:-1])
     if not rows:
-        return PreparedLaunch(_merge_nothing, *templates)
+        return PreparedLaunch(_merge_nothing, *templates, set())
     spec = MergeSpec.for_launch(
         rows=rows,
         num_states=shape[0],
@@ -140,7 +146,7 @@ def _prepare(key: tuple[Any, ...], request: Request) -> PreparedLaunch:
         has_sink=request["s_aux"] is not None,
         **MERGE.facts_of(request),
     )
-    prepared = PreparedLaunch(by_name(MERGE, get_kernel(spec), spec.kernel), *templates)
+    prepared = PreparedLaunch(by_name(MERGE, get_kernel(spec), spec.kernel), *templates, set())
     # of more dimensions the kernel sees views and cannot tell whether the shapes agree: each call is checked
     return prepared if len(shape) > _MAX_DIMS else _prepared.keep(key, prepared, device)
 

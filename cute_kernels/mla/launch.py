@@ -37,6 +37,7 @@ class PreparedLaunch(NamedTuple):
     no_sink, no_length   stand for arguments that are left out
     out_like    a template
     unread_lse  for callers that want no lse
+    apart       see `share_storage`
     """
 
     launch: Callable[..., None] | None
@@ -47,6 +48,7 @@ class PreparedLaunch(NamedTuple):
     no_length: torch.Tensor
     out_like: torch.Tensor
     unread_lse: torch.Tensor
+    apart: set[tuple[int, ...]]
 
 
 _prepared: PreparedLaunches[tuple[Any, ...], PreparedLaunch] = PreparedLaunches()
@@ -87,7 +89,9 @@ def launch(request: Request) -> tuple[torch.Tensor, torch.Tensor]:
     prepared = _prepared.get(key) or _prepare(key, request)
     if out is not None or lse is not None:
         read = (None if out is q else q, pages, index, length, request["s_aux"])
-        if share_storage(out, lse, read if second is None else (*read, second, extra_index, extra_length)):
+        if share_storage(
+            prepared.apart, out, lse, read if second is None else (*read, second, extra_index, extra_length)
+        ):
             check_outputs(request)
     if prepared.is_checked:
         check(request)
@@ -204,6 +208,7 @@ def _prepare(key: tuple[Any, ...], request: Request) -> PreparedLaunch:
         constants.no_length.expand(batch, s_q),
         memory.template((batch, s_q, h_q, formats.first.d_v), torch.bfloat16, device),
         memory.unread((batch, s_q, h_q), device),
+        set(),
     )
     return _prepared.keep(key, prepared, device)
 

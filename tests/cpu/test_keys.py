@@ -236,12 +236,12 @@ NONE, LENGTH, LSE = torch.zeros(4), torch.ones(2, dtype=I32), torch.zeros(2, 1, 
 
 def prepared_of(name: str, kernel: Kernel) -> Any:
     if name == "gqa":
-        return gqa_launch.PreparedLaunch(kernel, False, NEED, NONE, LENGTH, LSE)
+        return gqa_launch.PreparedLaunch(kernel, False, NEED, NONE, LENGTH, LSE, set())
     if name in ("mla", "latent"):
         out = CALLS[name][1]["out"]
-        return mla_launch.PreparedLaunch(kernel, (0,), False, NEED, NONE, LENGTH.unsqueeze(1), out, LSE)
+        return mla_launch.PreparedLaunch(kernel, (0,), False, NEED, NONE, LENGTH.unsqueeze(1), out, LSE, set())
     if name == "merge":
-        return merge_op.PreparedLaunch(kernel, MERGED["out"], MERGED["lse"])
+        return merge_op.PreparedLaunch(kernel, MERGED["out"], MERGED["lse"], set())
     if name == "kv append":
         return kv_append_op.PreparedLaunch(kernel, None, set())
     return kernel

@@ -27,7 +27,7 @@ def prepared(monkeypatch: pytest.MonkeyPatch, call: Call, caches_read: int) -> l
     def kernel(request: Any, **arguments: Any) -> None:
         launched.append(arguments)
 
-    found = launch.PreparedLaunch(kernel, read, checked, need, floats, length, floats, floats)
+    found = launch.PreparedLaunch(kernel, read, checked, need, floats, length, floats, floats, set())
     prepare(monkeypatch, launch, found, DECODE.request(**call))
     monkeypatch.setattr(launch, "_prepare", refuse)
     launched.clear()

@@ -172,7 +172,9 @@ def prepared(monkeypatch: pytest.MonkeyPatch, outs: torch.Tensor, out_dtype: tor
     kernel, shape = Kernel(), outs.shape
     out, lse = torch.empty(shape[1:], dtype=out_dtype), torch.empty(shape[1:-1])
     sinks = (None, torch.zeros(shape[-2:-1])) if len(shape) > 2 else (None,)
-    launch = merge_op.PreparedLaunch(by_name(MERGE, kernel, "cute_kernels.merge.kernels.merge:MergeKernel"), out, lse)
+    launch = merge_op.PreparedLaunch(
+        by_name(MERGE, kernel, "cute_kernels.merge.kernels.merge:MergeKernel"), out, lse, set()
+    )
     given = {"outs": outs, "lses": torch.zeros(shape[:-1]), "out": out, "lse": lse}
     prepare(monkeypatch, merge_op, launch, *(MERGE.request(**given, s_aux=sink) for sink in sinks))
     kernel.calls = 0

@@ -54,7 +54,7 @@ SECTIONS: Final = {
 }
 TESTS_TIMEOUT_S: Final = 540.0  # 260 s on a usual host, 400 on the slowest so far
 SHARDS: Final = 14
-"""Processes that share the tests: most of a test is work of the host. Their largest need 8 GB of the GPU each."""
+"""Processes of each GPU that share the tests: most of a test is work of the host. Their largest need 8 GB each."""
 STUCK_S: Final = 90
 """After which a test that is still running says where: one that waits for the GPU for ever has nothing else to say."""
 SHORT_FUZZ_ROUND: Final = 10**6
@@ -65,12 +65,13 @@ NOT_RUN: Final = {"passed": None, "failed": None, "skipped": None}
 # ---- tests
 
 
-def run_tests(seconds: float, shards: int = SHARDS) -> Record:
+def run_tests(seconds: float, shards: int | None = None) -> Record:
     """Runs tests/gpu and counts: one process compiles, one runs tests that measure time, then several share the rest.
 
     What has not come to its end after `seconds` is stopped, and is a failure.
     """
     deadline = time.monotonic() + seconds
+    shards = shards or SHARDS * max(1, torch.cuda.device_count())
     parts = [["-m", "not alone", "--shard", f"{i}/{shards}"] for i in range(1, shards + 1)]
     with tempfile.TemporaryDirectory() as name:
         done: list[tuple[int | None, str | None]] = []
@@ -88,8 +89,10 @@ def run_pytest(
 ) -> list[tuple[int | None, str | None]]:
     """Runs tests/gpu once for each list of options, side by side: exit status (None: ran out of time) and JUnit report.
 
-    What a process said is shown when it ends, all of it if it failed.
+    Each process has all GPUs, in turn another one as its first. What it said is shown when it ends, all if it failed.
     """
+    every = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(torch.cuda.device_count())))
+    gpus = every.split(",")
     cores = max(1, (os.cpu_count() or 1) // len(selections))
     running = []
     for i, options in enumerate(selections):
@@ -97,7 +100,8 @@ def run_pytest(
         report.unlink(missing_ok=True)
         command = [sys.executable, "-m", "pytest", str(ROOT / "tests" / "gpu"), "-q", "-p", "no:cacheprovider"]
         command += ["-o", f"faulthandler_timeout={STUCK_S}", f"--junitxml={report}", *options]
-        environment = {**os.environ, "OMP_NUM_THREADS": str(cores)}
+        visible = ",".join([*gpus[i % len(gpus) :], *gpus[: i % len(gpus)]])
+        environment = {**os.environ, "OMP_NUM_THREADS": str(cores), "CUDA_VISIBLE_DEVICES": visible}
         with output.open("w") as stream:
             process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=stream, stderr=subprocess.STDOUT)
         running.append((process, report, output, options))

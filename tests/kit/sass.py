@@ -45,6 +45,12 @@ _USAGE = re.compile(
 )
 _SECTION = re.compile(r'\s*\.section\s+\.text\.([^\s,"]+)')
 _ENCODING = re.compile(r"/\* (0x[0-9a-f]{16}) \*/")
+_CONTROLLED = re.compile(
+    r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?(?P<opcode>[A-Z][\w.]*)[^\n]*"
+    r"/\* 0x[0-9a-f]{16} \*/\s+/\* 0x(?P<control>[0-9a-f]{16}) \*/"
+)
+"""An instruction of `cuobjdump -sass`, and the upper half of its encoding."""
+_NO_SCOREBOARD = 7
 _INSTRUCTION = re.compile(r"\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)")
 
 
@@ -258,6 +264,30 @@ def read_cubin(path: Path) -> list[KernelCode]:
         )
         for match in usage
     ]
+
+
+def arrivals_before_loads(spec: KernelSpec) -> list[str]:
+    """Arrivals on mbarriers that a warp makes while its loads of matrices (LDSM) have not returned.
+
+    A load that waits behind others reads shared memory after such an arrival, so TMA may have filled the stage again.
+    An instruction waits for the scoreboards of its mask; a fence waits for all that is under way.
+    """
+    found: list[str] = []
+    for path in _files(compiled(spec).cubins):
+        under_way: set[int] = set()
+        for match in _CONTROLLED.finditer(_run("cuobjdump", "-sass", str(path))):
+            control = int(match["control"], 16) >> 41
+            mask, writes = control >> 11 & 63, control >> 5 & 7
+            under_way = {scoreboard for scoreboard in under_way if not mask >> scoreboard & 1}
+            if match["opcode"].startswith(("MEMBAR", "EXIT")):
+                under_way = set()
+            elif match["opcode"].startswith("LDS"):  # loads without a scoreboard return before the next one that has it
+                if writes != _NO_SCOREBOARD and _NO_SCOREBOARD in under_way:
+                    under_way = under_way - {_NO_SCOREBOARD} | {writes}
+                under_way |= {writes} if match["opcode"].startswith("LDSM") else set()
+            elif match["opcode"].startswith("SYNCS.ARRIVE") and under_way:
+                found.append(match["opcode"])
+    return found
 
 
 def find_warnings(said: str) -> tuple[str, ...]:

@@ -185,6 +185,8 @@ class ConsumerWarp:
         k_scale, v_scale = self._token_scales(scales, thread.warp, g)
         acc_s = self.qk.scores(k_scale, q, address, thread)
         raw = self.pv.load_v(address + spec.tile_bytes, thread)
+        # an arrival may overtake loads that wait behind others, and TMA would write the next tile over these rows
+        cute.arch.fence_proxy("async.shared", space="cta")
         self.kv.release(smem, slot)
 
         begin = tile * spec.keys_per_tile + thread.warp * KEYS

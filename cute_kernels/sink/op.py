@@ -84,11 +84,7 @@ def sink_attention(
     Raises:
         TypeError, ValueError: before any launch, naming the argument, what it got and what it needs.
     """
-    device_type = q.device.type if isinstance(q, torch.Tensor) else None
-    if device_type in ("cpu", "cuda") and torch.is_autocast_enabled(device_type):
-        dtype = torch.get_autocast_dtype(device_type)
-        q, k, v = _cast(q, dtype), _cast(k, dtype), _cast(v, dtype)
-        s_aux = _cast(s_aux, torch.float32)
+    q, k, v, s_aux = cast_under_autocast(q, k, v, s_aux)
     differentiable = needs_grad(q, k, v, s_aux)
     request: Request = {
         **FORWARD.defaults, **options, "q": q, "k": k, "v": v, "s_aux": s_aux, "differentiable": differentiable,
@@ -138,6 +134,7 @@ def sink_attention_backward(
     """
     request: BackwardRequest = {
         **BACKWARD.defaults, **options, "dout": dout, "q": q, "k": k, "v": v, "out": out, "lse": lse, "s_aux": s_aux,
+        "delta": options.get("delta"),
     }  # fmt: skip
     if len(request) != len(BACKWARD.defaults):
         BACKWARD.refuse_unknown(options)
@@ -148,6 +145,15 @@ def sink_attention_backward(
         check_backward(request)
     dq, dk, dv, ds_aux = _backward(request)
     return dq, dk, dv, None if s_aux is None else ds_aux
+
+
+def cast_under_autocast(q: Any, k: Any, v: Any, s_aux: Any) -> tuple[Any, Any, Any, Any]:
+    """The tensors of a call; under autocast q, k and v in its dtype, and s_aux in float32."""
+    device_type = q.device.type if isinstance(q, torch.Tensor) else None
+    if device_type not in ("cpu", "cuda") or not torch.is_autocast_enabled(device_type):
+        return q, k, v, s_aux
+    dtype = torch.get_autocast_dtype(device_type)
+    return _cast(q, dtype), _cast(k, dtype), _cast(v, dtype), _cast(s_aux, torch.float32)
 
 
 def _cast(t: Any, dtype: torch.dtype) -> Any:
@@ -386,9 +392,11 @@ def check_backward(request: BackwardRequest) -> Request:
     q = request["q"]
     for name, t in (("dout", request["dout"]), ("out", request["out"])):
         check_tensor(name, t, dtype=q.dtype, shape=tuple(q.shape), device=q.device)
-    for name, t in (("lse", request["lse"]), ("delta", request["delta"])):
-        if name == "lse" or t is not None:
-            check_tensor(name, t, dtype=torch.float32, shape=tuple(q.shape[:-1]), device=q.device)
+    rows: dict[str, object] = {"lse": request["lse"]}
+    if request["delta"] is not None:
+        rows["delta"] = request["delta"]
+    for name, values in rows.items():
+        check_tensor(name, values, dtype=torch.float32, shape=tuple(q.shape[:-1]), device=q.device)
     return forward
 
 

@@ -3,7 +3,7 @@
 Float32 is the oracle, each sequence by itself; what bfloat16 costs eager attention there is the measure.
 """
 
-import dataclasses
+import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -266,8 +266,8 @@ def test_wrong_borders_are_refused_in_words(cu: list[int], words: str) -> None:
 
 
 def test_a_window_that_is_not_passed_on_is_refused() -> None:
-    module = torch.nn.Module()
-    module.layer_idx, module.config = 0, dataclasses.make_dataclass("Config", ["layer_types"])(["sliding_attention"])
+    config = types.SimpleNamespace(layer_types=["sliding_attention"])
+    module = types.SimpleNamespace(layer_idx=0, config=config)
     with pytest.raises(ValueError, match="sliding_window: got None from layer 0"):
         cute.cute_attention(module, *request(), torch.tensor([0, 12], dtype=torch.int32))
 

@@ -125,7 +125,7 @@ def test_gradients_of_parts_of_the_keys_add_up(d):
         )
         for keys, causal in ((slice(0, 512), False), (slice(512, 768), True))
     )  # fmt: skip
-    dk, dv = (torch.cat([first[i], last[i]], 1) for i in (1, 2))
+    dk, dv = torch.cat([first[1], last[1]], 1), torch.cat([first[2], last[2]], 1)
     expected.require_gradients(None, dk, dv, first[3])
     expected.require_gradients(None, None, None, last[3])
     dq = first[0].float() + last[0].float()

@@ -121,11 +121,15 @@ class SinkPrepareKernel:
             if const_expr(spec.packed):
                 gOut, gDOut = (cute.domain_offset((start, 0), t[None, head, None]) for t in (mOut, mDOut))
                 gLse = cute.domain_offset((start,), mLse[None, head])
-                gDelta = cute.domain_offset((start,), mDelta[None, head]) if const_expr(spec.given) else None
+                if const_expr(spec.given):
+                    assert mDelta is not None
+                    gDelta = cute.domain_offset((start,), mDelta[None, head])
             else:
                 gOut, gDOut = (t[batch, None, head, None] for t in (mOut, mDOut))
                 gLse = mLse[batch, None, head]
-                gDelta = mDelta[batch, None, head] if const_expr(spec.given) else None
+                if const_expr(spec.given):
+                    assert mDelta is not None
+                    gDelta = mDelta[batch, None, head]
             sink = mSink[head] * softmax.LOG2_E
             for group in cutlass.range_constexpr(ROWS * lanes // THREADS // TOGETHER):
                 rows = [first + (group * TOGETHER + i) * (THREADS // lanes) + tidx // lanes for i in range(TOGETHER)]

@@ -498,6 +498,8 @@ TASKS: Final[dict[str, Callable[[int], Iterable[tuple[str, Any]]]]] = {
     "disagreements": disagreements,
     "replays": replays,
     "fully_sharded": training_ranks.fully_sharded,
+    "sink_training": training_ranks.sink_training,
+    "sink_training_refusals": training_ranks.sink_training_refusals,
     "a_rank_dies": a_rank_dies,
     "a_rank_never_calls": a_rank_never_calls,
 }

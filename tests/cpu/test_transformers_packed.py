@@ -112,6 +112,15 @@ def test_compiled_models_refuse_packed_positions_alone(said: list[str]) -> None:
         packed_training.gradients(model, packed_training.batch("positions"), forward=compiled)
 
 
+def test_the_page_on_training_runs_as_pasted(monkeypatch: pytest.MonkeyPatch, said: list[str]) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    page = Path(__file__).parents[2] / "docs" / "users" / "training.md"
+    names: dict[str, Any] = {}
+    exec(compile(page.read_text(encoding="utf-8").split("```")[1], str(page), "exec"), names)
+    losses = names["losses"]
+    assert sum(losses[-3:]) / 3 < 0.8 * losses[0] and said == []
+
+
 def test_fsdp2_over_two_ranks(tmp_path: Path) -> None:
     """A tiny gpt-oss, each rank with a batch of its own; gradients are reduced in bfloat16."""
     found = context_workers.run("fully_sharded", tmp_path, world_size=2, wait_for=2)

@@ -26,10 +26,14 @@ import torch
 from bench import svg
 
 VOCABULARY: Final = 256
-SMALL: Final = {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 4, "num_attention_heads": 8}
-SMALL |= {"num_key_value_heads": 2, "num_local_experts": 4, "num_experts_per_tok": 2}
-LIKE_20B: Final = {"hidden_size": 2880, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 64}
-LIKE_20B |= {"num_key_value_heads": 8, "num_local_experts": 1, "num_experts_per_tok": 1}
+SMALL: Final = {
+    "hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 4, "num_attention_heads": 8,
+    "num_key_value_heads": 2, "num_local_experts": 4, "num_experts_per_tok": 2,
+}  # fmt: skip
+LIKE_20B: Final = {
+    "hidden_size": 2880, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 64,
+    "num_key_value_heads": 8, "num_local_experts": 1, "num_experts_per_tok": 1,
+}  # fmt: skip
 """Two layers with the attention of gpt-oss-20b, one with its window, and hardly any experts."""
 LONGEST: Final = 4000
 

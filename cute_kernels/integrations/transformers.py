@@ -23,7 +23,7 @@ from cute_kernels.gqa.plan import MAX_S_Q, kernel_softcap
 from cute_kernels.runtime.arch import is_sm90
 from cute_kernels.runtime.memory import is_capturing
 from cute_kernels.runtime.ops import is_traced, needs_grad
-from cute_kernels.sink.op import sink_attention
+from cute_kernels.sink.op import cast_under_autocast, sink_attention
 
 try:
     from transformers import AttentionInterface
@@ -88,7 +88,7 @@ def cute_attention(
 ) -> tuple[torch.Tensor, None]:
     """The attention function of "cute": a few query tokens by `gqa_decode`, more by `sink_attention`.
 
-    Under autocast float32 tensors are cast to its dtype, as eager attention casts them.
+    Under autocast tensors are cast to its dtype, as eager attention casts them.
 
     Args:
         module: the attention layer.
@@ -127,9 +127,7 @@ def cute_attention(
     if layer is None and key.dtype is torch.int8:
         raise ValueError("key: got int8 codes without scales; needs those that CuteInt8Cache returned, as they were")
     s_aux = None if s_aux is None else s_aux.float()
-    if torch.is_autocast_enabled(query.device.type):
-        dtype = torch.get_autocast_dtype(query.device.type)
-        query, key, value = (t.to(dtype) if t.dtype is torch.float32 else t for t in (query, key, value))
+    query, key, value, s_aux = cast_under_autocast(query, key, value, s_aux)
     packed = None
     if cu_seq_lens_q is not None:
         packed = cu_seq_lens_q, cu_seq_lens_q if cu_seq_lens_k is None else cu_seq_lens_k

@@ -152,7 +152,7 @@ class SinkAttentionCase(Case):
             return functools.partial(_forward, case)
         tensors = (case.q, case.k, case.v, case.s_aux, None, None)
         numbers = (case.causal, case.window, case.softmax_scale, self.deterministic)
-        return functools.partial(OPS.sink_attention_backward.default, case.d_out, *forward, *tensors, *numbers)
+        return functools.partial(OPS.sink_attention_backward.default, case.d_out, *forward, *tensors, *numbers, None)
 
     def _without_sinks(self, inputs: Sequence[SinkCase]) -> list[Call]:
         plain = [dataclasses.replace(one, s_aux=None) for one in inputs]

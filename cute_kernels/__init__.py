@@ -7,6 +7,7 @@
     from cute_kernels import index_append     # quantize index keys of sparse attention and write them to their slots
     from cute_kernels import index_topk       # choose the tokens with the highest logits, in order: positions or slots
     from cute_kernels import sink_attention   # prefill and training with sinks and a sliding window, differentiable
+    from cute_kernels import sink_attention_backward  # its gradients, for context parallelism written by hand
     from cute_kernels import merge_states     # combine (out, lse) pairs of disjoint key sets
     from cute_kernels import warm             # compile a model's kernels before it is served
 
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from cute_kernels.merge.op import merge_states
     from cute_kernels.mla.append_op import mla_fp8_append
     from cute_kernels.mla.op import mla_fp8_decode
-    from cute_kernels.sink.op import sink_attention
+    from cute_kernels.sink.op import sink_attention, sink_attention_backward
     from cute_kernels.warm import CallableModule
 
     warm: CallableModule
@@ -38,6 +39,7 @@ __all__ = [
     "mla_fp8_append",
     "mla_fp8_decode",
     "sink_attention",
+    "sink_attention_backward",
 ]
 __version__ = "0.2.0"
 
@@ -50,6 +52,7 @@ _MODULES = {
     "mla_fp8_append": "cute_kernels.mla.append_op",
     "mla_fp8_decode": "cute_kernels.mla.op",
     "sink_attention": "cute_kernels.sink.op",
+    "sink_attention_backward": "cute_kernels.sink.op",
 }
 
 

@@ -21,8 +21,9 @@ import torch
 from cute_kernels.gqa.op import gqa_decode
 from cute_kernels.gqa.plan import MAX_S_Q, kernel_softcap
 from cute_kernels.runtime.arch import is_sm90
-from cute_kernels.runtime.ops import needs_grad
-from cute_kernels.sink.op import sink_attention
+from cute_kernels.runtime.memory import is_capturing
+from cute_kernels.runtime.ops import is_traced, needs_grad
+from cute_kernels.sink.op import cast_under_autocast, sink_attention
 
 try:
     from transformers import AttentionInterface
@@ -30,6 +31,7 @@ try:
 
     from cute_kernels.integrations.transformers_cache import LAYER, NAME, CuteInt8Cache, say_once
     from cute_kernels.integrations.transformers_mla import CuteMlaCache
+    from cute_kernels.integrations.transformers_packed import borders_of_positions, each_sequence, packed_borders
 except ImportError as error:
     raise ImportError(f"cute_kernels.integrations.transformers needs transformers 5.17 or later: {error}") from error
 
@@ -42,7 +44,10 @@ DECODE_HEAD_DIMS, PREFILL_HEAD_DIMS = (64, 128, 256), (64, 128)
 
 
 class _Request(NamedTuple):
-    """One call of the attention function; q, k, v as transformers has them, (batch, heads, tokens, d)."""
+    """One call of the attention function; q, k, v as transformers has them, (batch, heads, tokens, d).
+
+    packed  borders of packed queries and keys, which `mask` need not say again; None where each row is a sequence
+    """
 
     q: torch.Tensor
     k: torch.Tensor
@@ -54,11 +59,12 @@ class _Request(NamedTuple):
     softcap: float | None
     s_aux: torch.Tensor | None
     dropout: float
+    packed: tuple[torch.Tensor, torch.Tensor] | None = None
 
     @property
     def decodes(self) -> bool:
         """Whether `gqa_decode` may take it."""
-        return self.q.shape[2] <= MAX_S_Q and not needs_grad(self.q, self.k, self.v, self.s_aux)
+        return self.packed is None and self.q.shape[2] <= MAX_S_Q and not needs_grad(self.q, self.k, self.v, self.s_aux)
 
 
 def cute_attention(
@@ -75,16 +81,22 @@ def cute_attention(
     s_aux: torch.Tensor | None = None,
     is_causal: bool | None = None,
     cache: Any = None,
+    cu_seq_lens_q: torch.Tensor | None = None,
+    cu_seq_lens_k: torch.Tensor | None = None,
+    position_ids: torch.Tensor | None = None,
     **unused: Any,
 ) -> tuple[torch.Tensor, None]:
     """The attention function of "cute": a few query tokens by `gqa_decode`, more by `sink_attention`.
+
+    Under autocast tensors are cast to its dtype, as eager attention casts them.
 
     Args:
         module: the attention layer.
         query: (batch, heads, s_q, d). The queries are the last tokens of their sequence.
         key: (batch, kv_heads, s_k, d), or what a `CuteInt8Cache` returns.
         value: likewise.
-        attention_mask: what `cute_mask` returns: None, or (batch, 1, s_q, s_k), which plain torch applies.
+        attention_mask: what `cute_mask` returns: None; (sequences + 1,) int32, where packed or padded sequences begin
+            in the tokens of all rows; or (batch, 1, s_q, s_k), which plain torch applies.
         scaling: default d ** -0.5.
         dropout: of attention weights; where it is not 0, plain torch runs.
         sliding_window: a query sees at most so many tokens, its own included.
@@ -92,6 +104,11 @@ def cute_attention(
         s_aux: (heads,), a sink logit per head.
         is_causal: default that of the module.
         cache: a paged cache of continuous batching, which is refused.
+        cu_seq_lens_q: (sequences + 1,) int32, where packed queries begin in the tokens of all rows; with it the mask
+            is not looked at. Tokens past the last sequence get 0.
+        cu_seq_lens_k: the same of keys; default cu_seq_lens_q.
+        position_ids: (batch or 1, s_q). Without a mask, cu_seq_lens_q or earlier keys, a sequence begins wherever they
+            do not count on by 1.
         unused: what other implementations need.
 
     Returns:
@@ -110,10 +127,21 @@ def cute_attention(
     if layer is None and key.dtype is torch.int8:
         raise ValueError("key: got int8 codes without scales; needs those that CuteInt8Cache returned, as they were")
     s_aux = None if s_aux is None else s_aux.float()
+    query, key, value, s_aux = cast_under_autocast(query, key, value, s_aux)
+    packed = None
+    if cu_seq_lens_q is not None:
+        packed = cu_seq_lens_q, cu_seq_lens_q if cu_seq_lens_k is None else cu_seq_lens_k
+    elif attention_mask is not None and attention_mask.dim() == 1:
+        packed, attention_mask, causal = (attention_mask, attention_mask), None, True
+    elif attention_mask is None and position_ids is not None and _is_whole(query, key, position_ids):
+        borders = borders_of_positions(position_ids, query.shape[0])
+        packed = None if borders is None else (borders, borders)
+    if packed is not None and layer is not None:
+        key, value, layer = layer.dense_keys(query.dtype), layer.dense_values(query.dtype), None
     scaling = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
     softcap = float(softcap) if softcap else None
     call = _Request(
-        query, key, value, attention_mask, scaling, causal, sliding_window, softcap, s_aux, float(dropout)
+        query, key, value, attention_mask, scaling, causal, sliding_window, softcap, s_aux, float(dropout), packed
     )  # fmt: skip
     reason = refusal(call)
     if reason is not None:
@@ -127,6 +155,10 @@ def cute_attention(
     if layer is not None:
         caches = (layer.keys, layer.values, layer.key_scales, layer.value_scales)
         out = gqa_decode(q, *caches, cache_seqlens=layer.lengths(), softcap=softcap, **options)
+    elif packed is not None:
+        rows = (t.transpose(1, 2).flatten(0, 1) for t in (query, key, value))
+        out = sink_attention(*rows, cu_seqlens_q=packed[0], cu_seqlens_k=packed[1], **options)
+        out = out.view(q.shape)
     elif call.decodes:
         out = gqa_decode(q, _rows(key), _rows(value), softcap=softcap, **options)
     else:
@@ -134,11 +166,17 @@ def cute_attention(
     return out, None
 
 
+def _is_whole(query: torch.Tensor, key: torch.Tensor, position_ids: torch.Tensor) -> bool:
+    """Whether there are no earlier keys, more than one token, and a position for each."""
+    tokens = query.shape[2]
+    return key.shape[2] == tokens > 1 and position_ids.dim() == 2 and position_ids.shape[1] == tokens
+
+
 def refusal(call: _Request) -> str | None:
     """Why no kernel takes a call, in words; None where one does."""
     q, d = call.q, call.q.shape[-1]
-    if call.mask is not None:
-        return "attention_mask: padding, packed sequences or a mask that is neither causal nor a window"
+    if call.mask is not None and call.packed is None:
+        return "attention_mask: padding of earlier keys, or a mask that is neither causal nor a window"
     if call.dropout:
         return f"dropout {call.dropout}: there is none in the kernels"
     if q.dtype not in (torch.bfloat16, torch.float16):
@@ -158,9 +196,14 @@ def refusal(call: _Request) -> str | None:
 def plain_attention(call: _Request) -> torch.Tensor:
     """Attention in plain torch, which holds all scores: (batch, s_q, heads, d).
 
-    A mask says all that a query sees; without one, `causal` and `window` do.
+    A mask says all that a query sees; without one, `causal`, `window` and `packed` do.
     """
     mask = call.mask
+    if mask is None and call.packed is not None:
+        alone = call._replace(packed=None)
+        return each_sequence(
+            lambda q, k, v: plain_attention(alone._replace(q=q, k=k, v=v)), call.q, call.k, call.v, call.packed
+        )
     if mask is None and (call.causal or call.window is not None):
         s_q, s_k = call.q.shape[2], call.k.shape[2]
         position = torch.arange(s_k - s_q, s_k, dtype=torch.int64, device=call.q.device).unsqueeze(1)
@@ -190,10 +233,15 @@ def plain_attention(call: _Request) -> torch.Tensor:
 
 
 def _check_window(module: Any, mask: torch.Tensor | None, sliding_window: int | None) -> None:
-    """A model with windows that keeps them to itself relies on masks, and `cute_mask` makes none for a window."""
+    """A model with windows that keeps them to itself relies on masks, and `cute_mask` has no window in what it makes.
+
+    Only masks for plain torch say all.
+    """
     index = getattr(module, "layer_idx", None)
     types = getattr(getattr(module, "config", None), "layer_types", None)
-    if mask is not None or sliding_window is not None or index is None or not types or index >= len(types):
+    if mask is not None and mask.dim() == 4:
+        return
+    if sliding_window is not None or index is None or not types or index >= len(types):
         return
     if types[index] == "sliding_attention":
         name = type(module).__name__
@@ -220,21 +268,39 @@ def cute_mask(
     attention_mask: torch.Tensor | None = None,
     allow_is_causal_skip: bool = False,
     local_size: int | None = None,
+    use_vmap: bool = False,
+    batch_size: int = 1,
+    device: Any = "cpu",
     **others: Any,
 ) -> torch.Tensor | None:
-    """The mask function of "cute": None where `causal` and `sliding_window` say it all, else what "eager" would get.
+    """The mask function of "cute", called once a forward for each kind of layers.
 
     Takes the keyword arguments that transformers calls mask functions with.
+
+    Returns:
+        None where `causal` and `sliding_window` say it all. Where they do within each sequence of a packed or padded
+        batch, (sequences + 1,) int32: where these begin in the tokens of all rows. This reads positions and padding on
+        the host, so not while torch.compile traces: there `cu_seq_lens_q` says it. Else what "eager" would get.
     """
     plain = allow_is_causal_skip and isinstance(q_offset, int) and q_offset + q_length == kv_offset + kv_length
-    if plain and attention_mask is not None:
+    if plain and attention_mask is not None and is_traced():
+        plain = False
+    elif plain and attention_mask is not None:
         visible = attention_mask[:, -kv_length:]
         plain = visible.shape[1] == kv_length and bool(visible.all())
     if plain and local_size is not None:
         plain = _is_window(mask_function, local_size)
     if plain:
         return None
-    given = {"q_offset": q_offset, "kv_offset": kv_offset, "mask_function": mask_function} | others
+    whole = isinstance(q_offset, int) and (q_offset, q_length) == (0, kv_length) and kv_offset == 0
+    padding = None if attention_mask is None else attention_mask.bool()
+    whole &= padding is None or padding.shape == (batch_size, q_length)
+    if whole and not use_vmap and not is_traced() and not is_capturing(torch.device(device)):
+        borders = packed_borders(mask_function, padding, batch_size, q_length, local_size, device)
+        if borders is not None:
+            return borders
+    given = {"q_offset": q_offset, "kv_offset": kv_offset, "mask_function": mask_function, "use_vmap": use_vmap,
+             "batch_size": batch_size, "device": device} | others  # fmt: skip
     return eager_mask(q_length=q_length, kv_length=kv_length, attention_mask=attention_mask, **given)
 
 

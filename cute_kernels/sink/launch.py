@@ -74,6 +74,21 @@ class SinkRequest(NamedTuple):
     longest_q: int
 
 
+class BackwardRows(NamedTuple):
+    """What a backward has of each query.
+
+    dout    gradient of out, its shape and dtype; strides and address as those of q
+    out     q's shape and dtype, contiguous
+    lse     (batch, s_q, h_q), packed (tokens_q, h_q), float32, contiguous: natural log, without the sink
+    delta   lse's shape, float32, contiguous; None: sum_d dout out
+    """
+
+    dout: torch.Tensor
+    out: torch.Tensor
+    lse: torch.Tensor
+    delta: torch.Tensor | None
+
+
 class Gradients(NamedTuple):
     """What the backward writes; `ds_aux` has no elements where there is no sink."""
 
@@ -137,16 +152,12 @@ def launch_forward(request: SinkRequest, out: torch.Tensor, lse: torch.Tensor) -
     _run(spec, {**inputs, "mOut": out, "mLse": lse, **work, **_numbers(request, sizes, "queries")})
 
 
-def launch_backward(
-    request: SinkRequest, out: torch.Tensor, lse: torch.Tensor, dout: torch.Tensor, gradients: Gradients
-) -> None:
+def launch_backward(request: SinkRequest, rows: BackwardRows, gradients: Gradients) -> None:
     """Starts the backward: `prepare`, the kernel where keys stay, and `finish` or the kernel where queries stay.
 
     Args:
         request: that of the forward, with at least one query and one key in all.
-        out: what the forward has written, contiguous.
-        lse: likewise.
-        dout: gradient of out, its shape and dtype; strides and address as those of q.
+        rows: of the same queries.
         gradients: of q's, k's and v's shapes and dtypes, contiguous, not initialized. Every element is written: 0 for a
             query without keys and for a key that no query sees. A sink of -inf or +inf gets 0, and so does a head none
             of whose queries has keys.
@@ -156,7 +167,7 @@ def launch_backward(
     """
     sizes = _Sizes.of(request)
     if not SCALES[0] <= request.softmax_scale <= SCALES[1] or max(sizes.batch, sizes.h_q) > MAX_GRID:
-        found = reference_sink_attention_backward(dout, **_of_reference(request), dtype=torch.float32)
+        found = reference_sink_attention_backward(**_of_reference(request), **rows._asdict(), dtype=torch.float32)
         for target, gradient in zip(gradients, found, strict=True):
             if gradient is not None:
                 target.copy_(gradient)
@@ -164,7 +175,7 @@ def launch_backward(
     kind, (dq, dk, dv, ds_aux) = _kind(request, sizes), gradients
     spec = SinkBackwardSpec.for_launch(**kind, deterministic=request.deterministic)
     common = (spec.dtype, spec.d, spec.packed)
-    out, dout = _strided(out), _strided(dout)
+    out, dout, given = _strided(rows.out), _strided(rows.dout), rows.delta is not None
     inputs = {"mQ": _strided(request.q), "mK": _strided(request.k), "mV": _strided(request.v), "mDOut": dout}
     positions = -(-(sizes.rows + PADDING * sizes.batch) // QUERIES) * QUERIES
     scratch = functools.partial(torch.empty, dtype=torch.float32, device=out.device)
@@ -173,8 +184,9 @@ def launch_backward(
     sums = scratch((sizes.h_q, positions, spec.d) if spec.fused else 0)
     shared = {"mCuQ": request.cu_seqlens_q, "sums": sums.data_ptr(), "max_q": request.longest_q, "mStats": stats}
 
-    prepared = {"mOut": out, "mDOut": dout, "mLse": lse, "mSink": _sink(request), "mParts": parts}
-    _run(SinkPrepareSpec(*common, spec.fused), {**shared, **prepared})
+    prepared = {"mOut": out, "mDOut": dout, "mLse": rows.lse, "mDelta": rows.delta}
+    prepared |= {"mSink": _sink(request), "mParts": parts}
+    _run(SinkPrepareSpec(*common, spec.fused, given), {**shared, **prepared})
     work = _work(request, sizes, spec.keys, keys=True, queries=dq, keys_and_values=(dk, dv))
     _run(spec, {**shared, **inputs, "mDK": dk, "mDV": dv, **work, **_numbers(request, sizes, "keys")})
     if spec.fused:

@@ -11,12 +11,12 @@ from cute_kernels.gqa.op import gqa_decode
 from cute_kernels.runtime import memory
 from cute_kernels.runtime.arch import require_sm90
 from cute_kernels.runtime.checks import check_tensor, fail, require
-from cute_kernels.runtime.launch import launch_or_explain
+from cute_kernels.runtime.launch import launch_or_explain, require_memory
 from cute_kernels.runtime.ops import NAMESPACE, is_traced, needs_grad
-from cute_kernels.sink.launch import Gradients, SinkRequest, launch_backward, launch_forward
+from cute_kernels.sink.launch import BackwardRows, Gradients, SinkRequest, launch_backward, launch_forward
 from cute_kernels.sink.plan import route
 from cute_kernels.sink.reference import reference_sink_attention, reference_sink_attention_backward
-from cute_kernels.sink.request import BACKWARD, FORWARD, BackwardRequest, Options, Request, Results
+from cute_kernels.sink.request import BACKWARD, FORWARD, BackwardOptions, BackwardRequest, Options, Request
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -84,11 +84,7 @@ def sink_attention(
     Raises:
         TypeError, ValueError: before any launch, naming the argument, what it got and what it needs.
     """
-    device_type = q.device.type if isinstance(q, torch.Tensor) else None
-    if device_type in ("cpu", "cuda") and torch.is_autocast_enabled(device_type):
-        dtype = torch.get_autocast_dtype(device_type)
-        q, k, v = _cast(q, dtype), _cast(k, dtype), _cast(v, dtype)
-        s_aux = _cast(s_aux, torch.float32)
+    q, k, v, s_aux = cast_under_autocast(q, k, v, s_aux)
     differentiable = needs_grad(q, k, v, s_aux)
     request: Request = {
         **FORWARD.defaults, **options, "q": q, "k": k, "v": v, "s_aux": s_aux, "differentiable": differentiable,
@@ -107,6 +103,57 @@ def sink_attention(
                 return decoded
     out, lse = _forward(request)
     return (out, lse) if return_lse else out
+
+
+@BACKWARD.describe
+def sink_attention_backward(
+    dout: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    s_aux: torch.Tensor | None = None,
+    **options: Unpack[BackwardOptions],
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Gradients of attention with sinks, for those who differentiate by hand: rings and other context parallelism.
+
+    `sink_attention` does this by itself where autograd records it. Here k and v may be some of the keys that the
+    queries see: given the out and lse of all of them, dq of the parts add up, and dk and dv are those of the part.
+    The gradient of s_aux belongs to the queries, so every part returns all of it: take that of one.
+
+    CPU tensors run the reference, which computes in float64 from the out and lse that it is given.
+    `cute_kernels.sink.request` has the arguments.
+
+    Returns:
+        dq, dk, dv in the shapes and dtypes of q, k and v, contiguous, and ds_aux (h_q,) float32, None without s_aux.
+        Gradients of queries without keys and of keys without queries are 0. They have no gradients themselves.
+
+    Raises:
+        TypeError, ValueError: before any launch, naming the argument, what it got and what it needs.
+    """
+    request: BackwardRequest = {
+        **BACKWARD.defaults, **options, "dout": dout, "q": q, "k": k, "v": v, "out": out, "lse": lse, "s_aux": s_aux,
+        "delta": options.get("delta"),
+    }  # fmt: skip
+    if len(request) != len(BACKWARD.defaults):
+        BACKWARD.refuse_unknown(options)
+    if request["deterministic"] is False:
+        request["deterministic"] = torch.are_deterministic_algorithms_enabled()
+    if not is_traced():
+        require_memory(BACKWARD.tensors, BACKWARD.tensors_of(request))
+        check_backward(request)
+    dq, dk, dv, ds_aux = _backward(request)
+    return dq, dk, dv, None if s_aux is None else ds_aux
+
+
+def cast_under_autocast(q: Any, k: Any, v: Any, s_aux: Any) -> tuple[Any, Any, Any, Any]:
+    """The tensors of a call; under autocast q, k and v in its dtype, and s_aux in float32."""
+    device_type = q.device.type if isinstance(q, torch.Tensor) else None
+    if device_type not in ("cpu", "cuda") or not torch.is_autocast_enabled(device_type):
+        return q, k, v, s_aux
+    dtype = torch.get_autocast_dtype(device_type)
+    return _cast(q, dtype), _cast(k, dtype), _cast(v, dtype), _cast(s_aux, torch.float32)
 
 
 def _cast(t: Any, dtype: torch.dtype) -> Any:
@@ -336,22 +383,40 @@ def _plain(t: torch.Tensor) -> torch.Tensor:
     return t if good else t.clone(memory_format=torch.contiguous_format)
 
 
+def check_backward(request: BackwardRequest) -> Request:
+    """Raises an error that names the argument, if any argument is wrong; returns the request of the forward."""
+    forward: Request = FORWARD.request(
+        **{name: value for name, value in request.items() if name in FORWARD.arguments}, differentiable=True
+    )
+    check(forward)
+    q = request["q"]
+    for name, t in (("dout", request["dout"]), ("out", request["out"])):
+        check_tensor(name, t, dtype=q.dtype, shape=tuple(q.shape), device=q.device)
+    rows: dict[str, object] = {"lse": request["lse"]}
+    if request["delta"] is not None:
+        rows["delta"] = request["delta"]
+    for name, values in rows.items():
+        check_tensor(name, values, dtype=torch.float32, shape=tuple(q.shape[:-1]), device=q.device)
+    return forward
+
+
 def _run_backward(request: BackwardRequest) -> Gradients:
     """The backward operator."""
-    own = {name: value for name, value in request.items() if name not in Results.__annotations__}
-    forward: Request = FORWARD.request(**own, differentiable=True)
-    check(forward)
-    q, dout, out, lse = request["q"], request["dout"], request["out"], request["lse"]
-    for name, t in (("dout", dout), ("out", out)):
-        check_tensor(name, t, dtype=q.dtype, shape=tuple(q.shape), device=q.device)
-    check_tensor("lse", lse, dtype=torch.float32, shape=tuple(q.shape[:-1]), device=q.device)
+    forward = check_backward(request)
+    q, out, lse, delta = request["q"], request["out"], request["lse"], request["delta"]
     if not q.is_cuda:
-        dq, dk, dv, ds_aux = reference_sink_attention_backward(dout, **_of_reference(forward))
+        dq, dk, dv, ds_aux = reference_sink_attention_backward(**_of_backward_reference(request))
         sink = q.new_empty(0, dtype=torch.float32) if ds_aux is None else ds_aux.float()
         return Gradients(dq.to(q.dtype), dk.to(q.dtype), dv.to(q.dtype), sink)
     gradients = _fake_backward(request)
     if _has_queries_and_keys(forward):
-        launch_backward(_launchable(forward), out.contiguous(), lse.contiguous(), _plain(dout), gradients)
+        rows = BackwardRows(
+            _plain(request["dout"]),
+            out.contiguous(),
+            lse.detach().contiguous(),
+            None if delta is None else delta.detach().contiguous(),
+        )
+        launch_backward(_launchable(forward), rows, gradients)
     else:
         for t in gradients:
             t.zero_()
@@ -364,7 +429,7 @@ def _fake_backward(request: BackwardRequest) -> Gradients:
     return Gradients(q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), sink)
 
 
-_SAVED = [name for name in BACKWARD.tensors if name not in Results.__annotations__]
+_SAVED = [name for name in BACKWARD.tensors if name in FORWARD.tensors]
 
 
 def _setup_context(ctx: Any, request: dict[str, Any], output: Both) -> None:
@@ -381,7 +446,7 @@ def _differentiate(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | Non
     out, lse, *tensors = ctx.saved_tensors
     inputs = dict(zip(_SAVED, tensors, strict=True))
     backward = getattr(torch.ops, NAMESPACE).sink_attention_backward.default
-    dq, dk, dv, ds_aux = backward(dout=dout, out=out, lse=lse, **inputs, **ctx.options)
+    dq, dk, dv, ds_aux = backward(dout=dout, out=out, lse=lse, delta=None, **inputs, **ctx.options)
     return {"q": dq, "k": dk, "v": dv, "s_aux": None if inputs["s_aux"] is None else ds_aux}
 
 
@@ -390,5 +455,6 @@ def _refuse_second_derivatives(ctx: Any, *gradients: torch.Tensor) -> NoReturn:
 
 
 _of_reference = FORWARD.arguments_of(reference_sink_attention)
-BACKWARD.register(_run_backward, _fake_backward, backward=_refuse_second_derivatives)
+_of_backward_reference = BACKWARD.arguments_of(reference_sink_attention_backward)
+_backward = BACKWARD.register(_run_backward, _fake_backward, backward=_refuse_second_derivatives)
 _forward = FORWARD.register(_run_forward, _fake_forward, backward=_differentiate, setup_context=_setup_context)

@@ -167,6 +167,8 @@ def reference_sink_attention_backward(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
     s_aux: torch.Tensor | None = None,
     *,
     causal: bool = True,
@@ -174,9 +176,12 @@ def reference_sink_attention_backward(
     softmax_scale: float | None = None,
     cu_seqlens_q: torch.Tensor | None = None,
     cu_seqlens_k: torch.Tensor | None = None,
+    delta: torch.Tensor | None = None,
     dtype: torch.dtype = torch.float64,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Gradients of `reference_sink_attention`'s output. out and lse are computed again, in `dtype`.
+    """Gradients of `reference_sink_attention`'s output, from that output and its lse; nothing is normalized again.
+
+    So k and v may be some of the keys alone, with the out and lse of all of them: gradients of parts add up.
 
     With P the weights of the keys, which with that of the sink add up to 1, and delta = sum_d dout out of each query:
 
@@ -185,27 +190,20 @@ def reference_sink_attention_backward(
 
     Args:
         dout: gradient of the output, q's shape.
-        q: as in the forward, and so are all others.
+        q: as in the forward, and so are all others that are not described here.
+        out: q's shape, of any dtype.
+        lse: q's shape without d. Queries with -inf or +inf have gradients of 0.
+        delta: lse's shape; default sum_d dout out.
 
     Returns:
         dq, dk, dv in the shapes of q, k, v, and ds_aux (h_q,), None without s_aux; in `dtype`. A query without keys
         gives and gets nothing, and so does a key that no query sees.
     """
-    out, lse = reference_sink_attention(
-        q,
-        k,
-        v,
-        s_aux,
-        causal=causal,
-        window=window,
-        softmax_scale=softmax_scale,
-        cu_seqlens_q=cu_seqlens_q,
-        cu_seqlens_k=cu_seqlens_k,
-        dtype=dtype,
-    )
-    scale, h_kv = _default_scale(q, softmax_scale), k.shape[-2]
-    delta = torch.where(lse == -torch.inf, 0.0, (dout.to(dtype) * out).sum(dim=-1))
-    share = torch.ones_like(lse) if s_aux is None else torch.where(lse == -torch.inf, 0.0, _key_share(lse, s_aux))
+    scale, h_kv, lse = _default_scale(q, softmax_scale), k.shape[-2], lse.to(dtype)
+    empty = lse.isinf()
+    delta = (dout.to(dtype) * out.to(dtype)).sum(dim=-1) if delta is None else delta.to(dtype)
+    delta = torch.where(empty, 0.0, delta)
+    share = torch.ones_like(lse) if s_aux is None else torch.where(empty, 0.0, _key_share(lse, s_aux))
     dq, dk, dv = (torch.zeros_like(t, dtype=dtype, memory_format=torch.contiguous_format) for t in (q, k, v))
     rows = [q, dout, delta, lse, share, dq]
     for sequences in _sequences(rows, [k, v, dk, dv], cu_seqlens_q, cu_seqlens_k):
@@ -221,7 +219,7 @@ def reference_sink_attention_backward(
             own = block.queries
             row_lse = lses[..., own, :]
             weights = torch.exp(_scores(grouped, keys, block, scale) - row_lse) * shares[..., own, :]
-            weights = torch.where(row_lse == -torch.inf, 0.0, weights)
+            weights = torch.where(row_lse.isinf(), 0.0, weights)
             dweights = torch.einsum("bsgrd,btgd->bgrst", douts[:, own], values[:, block.keys])
             dscores = torch.where(block.seen, weights * (dweights - deltas[..., own, :]), 0.0) * scale
             dq_rows[:, own] = torch.einsum("bgrst,btgd->bsgrd", dscores, keys[:, block.keys]).flatten(2, 3)
@@ -229,6 +227,6 @@ def reference_sink_attention_backward(
             dv_rows[:, block.keys] += torch.einsum("bgrst,bsgrd->btgd", weights, douts[:, own])
     if s_aux is None:
         return dq, dk, dv, None
-    sink_share = torch.where(lse == -torch.inf, 0.0, torch.sigmoid(s_aux.to(dtype) - lse))
+    sink_share = torch.where(empty, 0.0, torch.sigmoid(s_aux.to(dtype) - lse))
     ds_aux = -(sink_share * delta).flatten(0, -2).sum(dim=0)
     return dq, dk, dv, ds_aux

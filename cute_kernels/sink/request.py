@@ -105,11 +105,56 @@ class Results(TypedDict):
     lse: torch.Tensor
 
 
+class BackwardInputs(TypedDict):
+    """What `sink_attention_backward` is called with by position.
+
+    dout: gradient of out, q's shape and dtype, any strides.
+    q: as `sink_attention` takes it.
+    k: likewise; all keys that the queries see, or some of them.
+    v: likewise.
+    out: q's shape and dtype: the output over all keys, which other calls may have given as well.
+    lse: (batch, s_q, h_q) or packed (tokens, h_q) float32, natural log, over all keys. Without the sink if s_aux is
+        given. A query with -inf or +inf gets and gives gradient 0.
+    s_aux: as `sink_attention` takes it. None where there is no sink, or where lse has it: lse is then
+        ``torch.logaddexp(lse, s_aux)``, dq, dk and dv are the same, and the gradient of s_aux is the caller's.
+    """
+
+    dout: torch.Tensor
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    out: torch.Tensor
+    lse: torch.Tensor
+    s_aux: torch.Tensor | None
+
+
+class BackwardOptions(Shared, total=False):
+    """What `sink_attention_backward` is called with by name.
+
+    causal: as `sink_attention` takes it, for the keys that are given.
+    window: likewise.
+    softmax_scale: likewise.
+    cu_seqlens_q: likewise.
+    cu_seqlens_k: likewise.
+    deterministic: likewise.
+    delta: lse's shape, float32: the sum over d of dout * out of each query, if the caller has it; out is not read
+        then. Where a loss depends on lse too, pass that sum minus the gradient of lse, and s_aux None.
+    """
+
+    delta: torch.Tensor | None
+
+
 class BackwardRequest(Results, Inputs, Shared):
     """All that the gradients depend on."""
+
+    delta: torch.Tensor | None
 
 
 FORWARD = Operator("sink_attention", Inputs, Options, Request, "(Tensor out, Tensor lse)")
 BACKWARD = Operator(
-    "sink_attention_backward", Inputs, Shared, BackwardRequest, "(Tensor dq, Tensor dk, Tensor dv, Tensor ds_aux)"
+    "sink_attention_backward",
+    BackwardInputs,
+    BackwardOptions,
+    BackwardRequest,
+    "(Tensor dq, Tensor dk, Tensor dv, Tensor ds_aux)",
 )

@@ -16,6 +16,7 @@ OPERATORS = {
     "index_append": (("index_append",), ["k_cache"]),
     "index_topk": (("index_topk",), ["out"]),
     "sink_attention": (("sink_attention", "sink_attention, packed"), []),
+    "sink_attention_backward": (("sink_attention_backward",), []),
 }
 DEFAULTS = {"causal": True, "layout": "BNSH", "deterministic": False, "differentiable": False, "inf_if_empty": False}
 CASES = [(name, table) for name, (tables, _) in OPERATORS.items() for table in tables]

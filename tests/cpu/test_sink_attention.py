@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from cute_kernels import sink_attention
 from cute_kernels.gqa.op import gqa_decode
 from cute_kernels.sink import op
-from cute_kernels.sink.launch import Gradients, SinkRequest, _of_reference
+from cute_kernels.sink.launch import BackwardRows, Gradients, SinkRequest, _of_reference
 from cute_kernels.sink.reference import reference_sink_attention, reference_sink_attention_backward
 from cute_kernels.sink.request import BACKWARD, FORWARD
 from tests.kit.mla_cases import generator, strided
@@ -79,11 +79,20 @@ def oracle(tensors: dict[str, Any], options: dict[str, Any]) -> tuple[Any, Any, 
     """The output, lse and gradients, each rounded once from float64."""
     arguments = {name: value for name, value in {**tensors, **options}.items() if name != "deterministic"}
     dtype = tensors["q"].dtype
-    out, lse = reference_sink_attention(**arguments)
+    wide_out, wide_lse = reference_sink_attention(**arguments)
+    out, lse = wide_out.to(dtype), wide_lse.float()
     dout = torch.randn(out.shape, generator=generator(50)).to(dtype)
-    wide = reference_sink_attention_backward(dout, **arguments)
+    wide = reference_sink_attention_backward(dout, out=out, lse=lse, **arguments)
     rounded = [t.to(dtype) for t in wide[:3]] + [t.float() for t in wide[3:] if t is not None]
-    return out.to(dtype), lse.float(), rounded
+    return out, lse, rounded
+
+
+def rounded_reference(
+    dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, s_aux: Any = None, **options: Any
+) -> Any:
+    """Gradients in float64 from an output and lse that are rounded as the operator returns them."""
+    out, lse = reference_sink_attention(q, k, v, s_aux, **options)
+    return reference_sink_attention_backward(dout, q, k, v, out.to(q.dtype), lse.float(), s_aux, **options)
 
 
 @EVERY
@@ -117,7 +126,7 @@ def test_any_strides():
     q, k, v = fused.split([4, 2, 2], dim=2)
     out = sink_attention(q, k, v)
     (got,) = torch.autograd.grad(out, fused, torch.ones_like(out))
-    parts = reference_sink_attention_backward(torch.ones_like(out), q, k, v)[:3]
+    parts = rounded_reference(torch.ones_like(out), q, k, v)[:3]
     assert torch.equal(got, torch.cat(parts, 2).bfloat16())
 
 
@@ -127,7 +136,7 @@ def test_expanded_gradients_and_keys():
     one = tensors["k"].detach()[:, :, :1].requires_grad_()
     out: Any = sink_attention(tensors["q"], one.expand(-1, -1, 4, -1), one.expand(-1, -1, 4, -1))
     (got,) = torch.autograd.grad(out.sum(), one)
-    dk, dv = reference_sink_attention_backward(torch.ones_like(out), tensors["q"], one, one)[1:3]
+    dk, dv = rounded_reference(torch.ones_like(out), tensors["q"], one, one)[1:3]
     torch.testing.assert_close(got.double(), dk + dv, rtol=2**-6, atol=2**-6)
 
 
@@ -137,7 +146,7 @@ def test_each_gradient_alone():
         tensors[wanted].requires_grad_()
         out = sink_attention(**tensors)
         (got,) = torch.autograd.grad(out, tensors[wanted], torch.ones_like(out))
-        everything = reference_sink_attention_backward(torch.ones_like(out), **tensors)
+        everything = rounded_reference(torch.ones_like(out), **tensors)
         expected: Any = everything[TENSORS.index(wanted)]
         assert torch.equal(got, expected.to(got.dtype))
 
@@ -189,7 +198,7 @@ def test_autocast(dtype, compiles):
     cast["s_aux"] = tensors["s_aux"].detach()
     dout = torch.ones_like(out)
     require_same((out,), (sink_attention(**cast, window=4),))
-    expected: Any = reference_sink_attention_backward(dout, **cast, window=4)
+    expected: Any = rounded_reference(dout, **cast, window=4)
     for got, want, rounded in zip(
         gradients(out, tensors, dout), expected, (dtype, dtype, dtype, torch.float32), strict=True
     ):
@@ -246,7 +255,7 @@ def test_operators_are_registered_as_torch_wants_it(tensors, options):
     with torch.no_grad():
         detached = [t.detach() if isinstance(t, torch.Tensor) else t for t in arguments]
         out, lse = OPS.sink_attention.default(*detached, False)
-        torch.library.opcheck(OPS.sink_attention_backward.default, (torch.ones_like(out), out, lse, *detached))
+        torch.library.opcheck(OPS.sink_attention_backward.default, (torch.ones_like(out), out, lse, *detached, None))
 
 
 def test_operators_check_what_they_get():
@@ -258,7 +267,7 @@ def test_operators_check_what_they_get():
         OPS.sink_attention(tensors["q"], tensors["k"][:1], tensors["v"], None, *rest, False)
     for name, wrong in {"dout": (out[:1], out, lse), "out": (out, out.float(), lse), "lse": (out, out, lse[0])}.items():
         with pytest.raises((TypeError, ValueError), match=f"^{name}: got"):
-            OPS.sink_attention_backward(*wrong, *tensors.values(), *rest)
+            OPS.sink_attention_backward(*wrong, *tensors.values(), *rest, None)
 
 
 # ---- the way to a launch, with what will run on a GPU replaced
@@ -306,13 +315,14 @@ class Launches:
         for buffer, result in zip((out, lse), reference_sink_attention(**arguments), strict=True):
             buffer.copy_(result)
 
-    def backward(self, request: SinkRequest, out: Any, lse: Any, dout: Any, gradients: Gradients) -> None:
+    def backward(self, request: SinkRequest, rows: BackwardRows, gradients: Gradients) -> None:
         self.requests.append(request)
-        self.douts.append(dout)
-        arguments = _of_reference(request)
+        self.douts.append(rows.dout)
+        arguments, (dout, out, lse, delta) = _of_reference(request), rows
         expected_out, expected_lse = reference_sink_attention(**arguments)
         assert torch.equal(out, expected_out.to(out.dtype)) and torch.equal(lse, expected_lse.float())
-        for buffer, result in zip(gradients, reference_sink_attention_backward(dout, **arguments), strict=True):
+        results = reference_sink_attention_backward(dout, out=out, lse=lse, delta=delta, **arguments)
+        for buffer, result in zip(gradients, results, strict=True):
             assert (buffer.numel() == 0) == (result is None or result.numel() == 0)
             if result is not None:
                 buffer.copy_(result)

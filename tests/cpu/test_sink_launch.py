@@ -14,7 +14,7 @@ from cute_kernels.sink import backward_spec, launch, op, plan, spec
 from cute_kernels.sink.reference import reference_sink_attention, reference_sink_attention_backward
 from cute_kernels.sink.request import FORWARD
 from tests.kit.mla_cases import strided
-from tests.kit.sink_cases import SinkCase, sink_case
+from tests.kit.sink_cases import SinkCase, reference_gradients, sink_case
 
 SMS = 132
 TORCH = {"BFloat16": torch.bfloat16, "Float16": torch.float16, "Float32": torch.float32, "Int32": torch.int32}
@@ -85,14 +85,15 @@ class Kernels:
                 ctypes.memmove(address + 4 * int(cu[-1]) * words, filled, 4 * size)
         work[: len(blocks) + 1] = torch.tensor([(len(blocks), 0), *blocks])
 
-    def Prepare(self, wanted, out, d_out, lse, sink, stats, parts, cu_q, sums, max_q):
+    def Prepare(self, wanted, out, d_out, lse, given, sink, stats, parts, cu_q, sums, max_q):
         batch, longest = (out.shape[0], out.shape[1]) if cu_q is None else (len(cu_q) - 1, int(cu_q.diff().max()))
         rows = out.shape[0] if cu_q is not None else batch * longest
         assert max_q >= longest and parts.shape[1] == batch * -(-max_q // wanted.rows)
         assert stats.shape[2] % 64 == 0 and stats.shape[2] >= rows + 128 * batch
         if wanted.fused:  # the memory is there
             ctypes.memset(sums, 0, 4 * stats.shape[1] * stats.shape[2] * wanted.d)
-        delta = (out.double() * d_out.double()).sum(-1)
+        assert wanted.given == (given is not None)
+        delta = (out.double() * d_out.double()).sum(-1) if given is None else given.double()
         share = torch.where(lse == -math.inf, 0.0, torch.sigmoid(sink - lse.double()))
         parts.zero_()
         parts[:, -1] = -torch.where(share == 0, 0.0, share * delta).flatten(0, -2).sum(0)
@@ -104,7 +105,7 @@ class Kernels:
         assert (ctas, counters) == (SMS, 4096) and stats is self.rows["stats"] and d_out is self.rows["d_out"]
         assert (sums != 0) == wanted.fused
         options = self.options(wanted, scale, window, causal, cu_q, cu_k)
-        dq, *others, _ = reference_sink_attention_backward(d_out, q, k, v, self.rows["sink"], **options)
+        dq, *others, _ = reference_gradients(d_out, q, k, v, self.rows["sink"], **options)
         self.rows["dq"] = dq
         for target, result in zip((dk, dv), others, strict=True):
             self.write(target, result, cu_k)
@@ -170,7 +171,7 @@ def request_of(case: SinkCase, deterministic: bool = False) -> launch.SinkReques
     return op._launchable(call)
 
 
-def run(case: SinkCase, deterministic: bool = False) -> tuple[torch.Tensor, ...]:
+def run(case: SinkCase, deterministic: bool = False, delta: torch.Tensor | None = None) -> tuple[torch.Tensor, ...]:
     """out, lse and gradients of the launches, into poison."""
     request = request_of(case, deterministic)
     out = torch.full_like(case.q, math.nan, memory_format=torch.contiguous_format)
@@ -178,13 +179,15 @@ def run(case: SinkCase, deterministic: bool = False) -> tuple[torch.Tensor, ...]
     launch.launch_forward(request, out, lse)
     gradients = [torch.full_like(t, math.nan, memory_format=torch.contiguous_format) for t in (case.q, case.k, case.v)]
     ds_aux = torch.empty(0) if case.s_aux is None else torch.full_like(case.s_aux, math.nan)
-    launch.launch_backward(request, out, lse, op._plain(case.d_out), launch.Gradients(*gradients, ds_aux))
+    rows = launch.BackwardRows(op._plain(case.d_out), out, lse, delta)
+    launch.launch_backward(request, rows, launch.Gradients(*gradients, ds_aux))
     return (out, lse, *gradients, *([] if case.s_aux is None else [ds_aux]))
 
 
 def require_right(case: SinkCase, results: tuple[torch.Tensor, ...]) -> None:
     expected = [*reference_sink_attention(**case.arguments())]
-    expected += [t for t in reference_sink_attention_backward(case.d_out, **case.arguments()) if t is not None]
+    gradients = reference_sink_attention_backward(case.d_out, out=results[0], lse=results[1], **case.arguments())
+    expected += [t for t in gradients if t is not None]
     for got, want in zip(results, expected, strict=True):
         torch.testing.assert_close(got, want.to(got.dtype), rtol=1e-2, atol=1e-2)
 
@@ -200,6 +203,16 @@ def test_kernels_get_what_they_were_compiled_for(options, deterministic, kernels
     assert (backward_spec.SinkFinishSpec in kinds) != separate
     assert kinds.count(spec.SinkWorkListSpec) == (0 if not case.packed else 3 if separate else 2)
     assert all(one.window == (case.window is not None) for one in kernels.launched if hasattr(one, "window"))
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@EVERY
+def test_a_delta_that_is_given_reaches_the_kernel(options, deterministic, kernels):
+    case = sink_case(**options, device="cpu")
+    out, _ = reference_sink_attention(**case.arguments())
+    delta = (out * case.d_out.double()).sum(-1).float()
+    require_right(case, run(case, deterministic, delta))
+    assert [one.given for one in kernels.launched if isinstance(one, backward_spec.SinkPrepareSpec)] == [True]
 
 
 @pytest.mark.parametrize("lengths", [RAGGED, [(0, 0)], [(3, 0), (0, 7)]], ids=str)

@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from cute_kernels.sink import reference
-from cute_kernels.sink.reference import reference_sink_attention, reference_sink_attention_backward
+from cute_kernels.sink.reference import reference_sink_attention
 from tests.kit.mla_cases import covering_cases, generator
+from tests.kit.sink_cases import reference_gradients
 
 INF, NAN = math.inf, math.nan
 TENSORS = ("q", "k", "v", "s_aux")
@@ -111,7 +112,7 @@ def require_equal(arguments: dict[str, Any], *, window: Any = None, causal: bool
         gradients = torch.autograd.grad(expected, leaves.values(), dout, allow_unused=True)
     else:  # no query sees a key
         gradients = (None,) * len(leaves)
-    got = dict(zip(TENSORS, reference_sink_attention_backward(dout, **arguments, **options), strict=True))
+    got = dict(zip(TENSORS, reference_gradients(dout, **arguments, **options), strict=True))
     assert (got["s_aux"] is None) == (arguments["s_aux"] is None)
     for (name, leaf), gradient in zip(leaves.items(), gradients, strict=True):
         wanted = torch.zeros_like(leaf) if gradient is None else gradient
@@ -143,7 +144,7 @@ def test_packed_is_each_sequence_alone():
     packed = {"cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k, "window": 3}
     out, lse = reference_sink_attention(**arguments, **packed)
     dout = torch.randn_like(out)
-    gradients: Any = reference_sink_attention_backward(dout, **arguments, **packed)
+    gradients: Any = reference_gradients(dout, **arguments, **packed)
     ds_aux = torch.zeros_like(gradients[3])
     for i in range(len(lengths)):
         rows, keys = slice(cu_q[i], cu_q[i + 1]), slice(cu_k[i], cu_k[i + 1])
@@ -153,7 +154,7 @@ def test_packed_is_each_sequence_alone():
         }  # fmt: skip
         for got, want in zip((out, lse), reference_sink_attention(**alone), strict=True):
             torch.testing.assert_close(got[rows], want[0], rtol=1e-13, atol=1e-14)
-        wanted: Any = reference_sink_attention_backward(dout[None, rows], **alone)
+        wanted: Any = reference_gradients(dout[None, rows], **alone)
         for got, want, part in zip(gradients, wanted[:3], (rows, keys, keys), strict=False):
             torch.testing.assert_close(got[part], want[0], rtol=1e-12, atol=1e-13)
         ds_aux += wanted[3]
@@ -172,7 +173,7 @@ class Differentiable(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dout: Any) -> Any:
-        return None, *reference_sink_attention_backward(dout, *ctx.saved_tensors, **ctx.options)
+        return None, *reference_gradients(dout, *ctx.saved_tensors, **ctx.options)
 
 
 @pytest.mark.parametrize("ratio", [1, 2])
@@ -223,7 +224,7 @@ def test_against_gpt_oss(window, s_q, s_k, sink):
     torch.testing.assert_close(out, expected.detach(), rtol=1e-11, atol=1e-12)
     dout = torch.randn(out.shape, generator=generator(7), dtype=out.dtype)
     wanted = torch.autograd.grad(expected, leaves, dout)
-    got: Any = reference_sink_attention_backward(dout, q, k, v, s_aux, window=window)
+    got: Any = reference_gradients(dout, q, k, v, s_aux, window=window)
     for name, ours, theirs in zip(TENSORS, got, wanted, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-11, msg=lambda m, n=name: f"d{n}: {m}")
 
@@ -265,7 +266,7 @@ def test_the_sink_by_hand():
 def test_the_gradient_of_the_sink_by_hand():
     """The output is 1 / (1 + e^s) for one key with the value 1, so its derivative at 0 is -1 / 4."""
     one = {"q": torch.zeros(1, 1, 1, 1), "k": torch.zeros(1, 1, 1, 1), "v": torch.ones(1, 1, 1, 1)}
-    ds_aux: Any = reference_sink_attention_backward(torch.ones(1, 1, 1, 1), **one, s_aux=torch.zeros(1))[3]
+    ds_aux: Any = reference_gradients(torch.ones(1, 1, 1, 1), **one, s_aux=torch.zeros(1))[3]
     assert ds_aux.tolist() == [-0.25]
 
 
@@ -277,17 +278,17 @@ def test_queries_without_keys(sink):
     assert lse[:, 4:].isfinite().all()
     dout = torch.full_like(out, NAN)  # whatever comes for them: nothing follows
     dout[:, 4:] = 1
-    dq, dk, dv, ds_aux = reference_sink_attention_backward(dout, **arguments)
+    dq, dk, dv, ds_aux = reference_gradients(dout, **arguments)
     assert (dq[:, :4] == 0).all()
     later = {**arguments, "q": arguments["q"][:, 4:]}
-    for got, want in zip((dk, dv, ds_aux), reference_sink_attention_backward(dout[:, 4:], **later)[1:], strict=True):
+    for got, want in zip((dk, dv, ds_aux), reference_gradients(dout[:, 4:], **later)[1:], strict=True):
         if want is not None:
             torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-13)
 
 
 def test_infinite_sinks_have_no_gradient():
     arguments = inputs(((6, 6),), sink="inf")
-    gradients: Any = reference_sink_attention_backward(torch.ones_like(arguments["q"]), **arguments)
+    gradients: Any = reference_gradients(torch.ones_like(arguments["q"]), **arguments)
     assert all(t.isfinite().all() for t in gradients)
     assert gradients[3][[0, -1]].tolist() == [0, 0]
     assert (gradients[3][1:-1] != 0).all()
@@ -307,9 +308,9 @@ def test_nan_stays_where_it_is_seen():
             torch.testing.assert_close(got[:2], want[:2])
             torch.testing.assert_close(got[5:], want[5:])
     dout = torch.ones_like(clean)
-    wanted: Any = reference_sink_attention_backward(dout, **arguments, window=3)
+    wanted: Any = reference_gradients(dout, **arguments, window=3)
     dout[4] = NAN
-    gradients: Any = reference_sink_attention_backward(dout, **arguments, window=3)
+    gradients: Any = reference_gradients(dout, **arguments, window=3)
     for ours, clean_gradient, touched in zip(gradients, wanted, ([4], [2, 3, 4], [2, 3, 4]), strict=False):
         assert ours[touched].isnan().all()
         rest = [i for i in range(11) if i not in touched]
@@ -320,11 +321,11 @@ def test_float32_on_request():
     arguments = inputs(((6, 9),))
     expected: Any = (
         *reference_sink_attention(**arguments),
-        *reference_sink_attention_backward(arguments["q"], **arguments),
+        *reference_gradients(arguments["q"], **arguments),
     )
     options = {"dtype": torch.float32}
     out, lse = reference_sink_attention(**arguments, **options)
-    got: Any = (out, lse, *reference_sink_attention_backward(arguments["q"], **arguments, **options))
+    got: Any = (out, lse, *reference_gradients(arguments["q"], **arguments, **options))
     for ours, want in zip(got, expected, strict=True):
         assert ours.dtype == torch.float32 and want.dtype == torch.float64
         torch.testing.assert_close(ours.double(), want, rtol=1e-4, atol=1e-5)

@@ -257,7 +257,7 @@ def call_operators(case: SinkCase, deterministic: bool) -> tuple[torch.Tensor, .
     numbers = (case.causal, case.window, case.softmax_scale, deterministic)
     out, lse = torch.ops.cute_kernels.sink_attention(*tensors, *numbers, True)
     backward = torch.ops.cute_kernels.sink_attention_backward
-    return out, lse, *backward(case.d_out, out, lse, *tensors, *numbers)
+    return out, lse, *backward(case.d_out, out, lse, *tensors, *numbers, None)
 
 
 def clamped(ends: list[int], total: int) -> list[int]:

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from cute_kernels import sink_attention
+from cute_kernels import sink_attention, sink_attention_backward
 from cute_kernels.gqa.launch import decode_spec
 from cute_kernels.gqa.request import DECODE
 from cute_kernels.runtime.counters import CounterSlab
@@ -93,6 +93,51 @@ def hold(case: SinkCase, deterministic: bool = False) -> None:
     expected.check_forward(out, lse).require()
     expected.require_gradients(*gradients)
     assert out.is_contiguous() and all(t is None or t.is_contiguous() for t in gradients)
+
+
+@pytest.mark.parametrize("deterministic", [True, False])
+@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize("d", [64, 128])
+def test_gradients_by_hand(d, packed, deterministic):
+    """`sink_attention_backward` with sinks apart or in lse, and with delta in place of out."""
+    case = sink_case(RAGGED if packed else [(300, 700)] * 2, 8, 2, d, packed=packed, sinks="some")
+    expected = SinkExpectation.of(case)
+    out, lse = expected.out.exact.to(case.q.dtype), expected.lse.float()
+    delta = (out.double() * case.d_out.double()).sum(-1).float()
+    folded = torch.logaddexp(lse, case.s_aux)
+    for change in ({}, {"delta": delta, "out": torch.full_like(out, math.nan)}, {"lse": folded, "s_aux": None}):
+        arguments = {"dout": case.d_out, "out": out, "lse": lse, **case.arguments(), **change}
+        gradients = sink_attention_backward(**arguments, deterministic=deterministic)
+        expected.require_gradients(*gradients)
+        assert (gradients[3] is None) == ("s_aux" in change)
+
+
+@pytest.mark.parametrize("d", [64, 128])
+def test_gradients_of_parts_of_the_keys_add_up(d):
+    """Two steps of a ring: earlier keys are seen whole, their own causally."""
+    case = sink_case([(256, 768)], 8, 2, d)
+    expected = SinkExpectation.of(case)
+    out, lse = expected.out.exact.to(case.q.dtype), expected.lse.float()
+    first, last = (
+        sink_attention_backward(
+            case.d_out, case.q, case.k[:, keys], case.v[:, keys], out, lse, case.s_aux, causal=causal,
+            softmax_scale=case.softmax_scale,
+        )
+        for keys, causal in ((slice(0, 512), False), (slice(512, 768), True))
+    )  # fmt: skip
+    dk, dv = torch.cat([first[1], last[1]], 1), torch.cat([first[2], last[2]], 1)
+    expected.require_gradients(None, dk, dv, first[3])
+    expected.require_gradients(None, None, None, last[3])
+    dq = first[0].float() + last[0].float()
+    torch.testing.assert_close(dq, expected.gradients[0].exact.float(), rtol=2e-2, atol=2e-2)
+
+
+def test_queries_with_an_infinite_lse_have_no_gradient():
+    case = sink_case([(100, 200)], padded=False, sinks="absent")
+    out, lse = sink_attention(**case.arguments(), return_lse=True)
+    lse[:, 3], lse[:, 90] = math.inf, -math.inf
+    dq, dk, dv, _ = sink_attention_backward(case.d_out, case.q, case.k, case.v, out, lse)
+    assert (dq[:, [3, 90]] == 0).all() and all(t.isfinite().all() for t in (dq, dk, dv))
 
 
 def label(sizes: dict[str, Any]) -> str:
@@ -330,7 +375,7 @@ def call_operators(case: SinkCase, deterministic: bool) -> tuple[torch.Tensor, .
     tensors = (case.q, case.k, case.v, case.s_aux, case.cu_seqlens_q, case.cu_seqlens_k)
     numbers = (case.causal, case.window, case.softmax_scale, deterministic)
     out, lse = OPS.sink_attention(*tensors, *numbers, True)
-    return out, lse, *OPS.sink_attention_backward(case.d_out, out, lse, *tensors, *numbers)
+    return out, lse, *OPS.sink_attention_backward(case.d_out, out, lse, *tensors, *numbers, None)
 
 
 @pytest.mark.parametrize("counters_left", [True, False])
@@ -476,7 +521,8 @@ def test_scales_that_are_not_positive(scale):
     expected, expected_lse = reference_sink_attention(**arguments)
     torch.testing.assert_close(out.double(), expected, rtol=1e-2, atol=1e-2)
     torch.testing.assert_close(lse.double(), expected_lse, rtol=1e-5, atol=1e-5)
-    for got, want in zip(gradients, reference_sink_attention_backward(case.d_out, **arguments), strict=True):
+    wanted = reference_sink_attention_backward(case.d_out, out=out, lse=lse, **arguments)
+    for got, want in zip(gradients, wanted, strict=True):
         torch.testing.assert_close(got.double(), want, rtol=2e-2, atol=2e-2)
 
 

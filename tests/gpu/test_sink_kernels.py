@@ -274,7 +274,7 @@ def run_backward(
     numbers = (case.softmax_scale, case.window or NO_WINDOW, int(case.causal))
 
     get_kernel(SinkPrepareSpec(dtype, d, packed, fused))(
-        out, case.d_out, lse, some_sink(case), stats, parts, cu_q, sums.data_ptr(), max_q
+        out, case.d_out, lse, None, some_sink(case), stats, parts, cu_q, sums.data_ptr(), max_q
     )
     get_kernel(keys)(
         case.q, case.k, case.v, case.d_out, stats, d_k, d_v, cu_q, cu_k, work_list(case, True, keys.keys),

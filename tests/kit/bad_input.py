@@ -21,6 +21,7 @@ from cute_kernels import (
     mla_fp8_append,
     mla_fp8_decode,
     sink_attention,
+    sink_attention_backward,
 )
 from cute_kernels.compat.flash_mla import flash_mla_with_kvcache
 from fp8_mla import QK_DIM, TOKEN_BYTES, V_DIM
@@ -298,6 +299,7 @@ TABLES = {
     "kv_int8_append": Table(kv_int8_append, gqa.kv_append_call, gqa.kv_append_wrong, CACHES),
     "sink_attention": Table(sink_attention, gqa.sink_call, gqa.sink_wrong, ()),
     "sink_attention, packed": Table(sink_attention, gqa.sink_packed_call, gqa.sink_packed_wrong, ()),
+    "sink_attention_backward": Table(sink_attention_backward, gqa.sink_backward_call, gqa.sink_backward_wrong, ()),
     "index_append": Table(index_append, index.append_call, index.append_wrong, ("k_cache",)),
     "index_topk": Table(index_topk, index.topk_call, index.topk_wrong, ("out",)),
     "flash_mla_with_kvcache": Table(flash_mla_with_kvcache, flash_call, flash_wrong, ("out",)),

@@ -223,6 +223,32 @@ def sink_wrong(device: str) -> Wrong:
     }  # fmt: skip
 
 
+def sink_backward_call(device: str) -> Call:
+    call = sink_call(device)
+    rows = functools.partial(bad.floats, device, G_BATCH, G_S_Q, H_Q)
+    return {
+        "dout": bad.zeros(device, *call["q"].shape),
+        **call,
+        "out": bad.zeros(device, *call["q"].shape),
+        "lse": rows(),
+        "delta": rows(),
+    }
+
+
+def sink_backward_wrong(device: str) -> Wrong:
+    call = sink_backward_call(device)
+    q = call["q"].shape
+    same = {"dtypes": [FP16, F32, I8], "needed": True}
+    of_forward = {label: value for label, value in sink_wrong(device).items() if not label.startswith("num_splits")}
+    return {
+        **of_forward,
+        **bad.wrong_tensor(call, "dout", q[1:], (*q[:3], 32), (1, *q[1:]), **same),
+        **bad.wrong_tensor(call, "out", q[1:], (*q[:2], 3, D), **same),
+        **bad.wrong_tensor(call, "lse", q, (G_BATCH, H_Q, G_S_Q), dtypes=[BF16, F64, I32], needed=True),
+        **bad.wrong_tensor(call, "delta", (*q[:3], 1), (G_BATCH, H_Q, G_S_Q), dtypes=[BF16, F64]),
+    }
+
+
 def sink_packed_wrong(device: str) -> Wrong:
     call, borders = sink_packed_call(device), functools.partial(bad.numbers, device)
     wrong: Wrong = {

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from cute_kernels import gqa_decode, mla_fp8_decode, sink_attention
 from cute_kernels.distributed import context_parallel_decode, context_parallel_prefill, shard_indices, shard_lengths
 from cute_kernels.distributed.prefill import own_heads
-from tests.kit import context_shards
+from tests.kit import context_shards, training_ranks
 from tests.kit.compare import check_decode, compare, rounding_noise
 from tests.kit.context_shards import kept
 from tests.kit.gqa_cases import check_gqa, gqa_case
@@ -497,6 +497,9 @@ TASKS: Final[dict[str, Callable[[int], Iterable[tuple[str, Any]]]]] = {
     "compiled": compiled,
     "disagreements": disagreements,
     "replays": replays,
+    "fully_sharded": training_ranks.fully_sharded,
+    "sink_training": training_ranks.sink_training,
+    "sink_training_refusals": training_ranks.sink_training_refusals,
     "a_rank_dies": a_rank_dies,
     "a_rank_never_calls": a_rank_never_calls,
 }

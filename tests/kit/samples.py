@@ -19,6 +19,7 @@ from cute_kernels import (
     mla_fp8_append,
     mla_fp8_decode,
     sink_attention,
+    sink_attention_backward,
 )
 from cute_kernels.compat import flash_mla
 from tests.kit.gqa_cases import gqa_case
@@ -140,6 +141,12 @@ def _states(device: str) -> dict[str, Any]:
 def _sink(device: str) -> dict[str, Any]:
     case = sink_case([(9, 13)] * 2, window=5, sinks="extreme", device=device)
     return {**case.arguments(), "d_out": case.d_out}
+
+
+def _sink_backward(device: str) -> dict[str, Any]:
+    case = sink_case([(9, 13), (0, 3), (12, 7)], packed=True, window=5, device=device)
+    return {"dout": case.d_out, "lse": _normal(tuple(case.q.shape[:-1]), 3, device, torch.float32),
+            "out": _normal(tuple(case.q.shape), 4, device), **case.arguments(), "deterministic": True}  # fmt: skip
 
 
 def _sink_packed(device: str) -> dict[str, Any]:
@@ -278,6 +285,7 @@ SAMPLES = {
     "merge_states": Sample(_states, merge_states),
     "sink_attention": Sample(_sink, _attend),
     "sink_attention, gradients": Sample(_sink, _attend_with_gradients, backward=True),
+    "sink_attention_backward": Sample(_sink_backward, lambda **call: _tensors(sink_attention_backward(**call))),
     "sink_attention, packed": Sample(_sink_packed, _attend),
     "sink_attention, packed, gradients": Sample(_sink_packed, _attend_with_gradients, backward=True),
     "flash_mla_with_kvcache, sparse": Sample(_flash, _decode_flash),

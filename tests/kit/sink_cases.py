@@ -21,6 +21,7 @@ from typing import Any, Final, NamedTuple
 
 import torch
 
+from cute_kernels.sink.reference import reference_sink_attention, reference_sink_attention_backward
 from tests.kit.compare import Comparison, compare, rounding_noise, rounding_variance
 from tests.kit.mla_cases import generator
 
@@ -155,6 +156,15 @@ def _sinks(kind: str, drawn: torch.Tensor) -> torch.Tensor | None:
         values = drawn.new_tensor([-math.inf, math.inf, 40.0, -40.0])
         return values.repeat(-(-len(drawn) // 4))[: len(drawn)]
     return 20 + 20 * torch.sigmoid(drawn) if kind == "large" else drawn
+
+
+def reference_gradients(
+    dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, s_aux: torch.Tensor | None = None,
+    **options: Any,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:  # fmt: skip
+    """dq, dk, dv and ds_aux of the package's reference, with the out and lse of its forward, not rounded."""
+    out, lse = reference_sink_attention(q, k, v, s_aux, **options)
+    return reference_sink_attention_backward(dout, q, k, v, out, lse, s_aux, **options)
 
 
 class Measure(NamedTuple):

@@ -3,10 +3,11 @@
 With L = log2(sum of 2^(score) and 2^(sink)) of a row, in units of log2:
     P = 2^(score - L), O = P V, dP = dO V^T, delta = sum_j P_j dP_j = dO . O, dS = P (dP - delta)
 The sink takes part in L alone, with p = 2^(sink - L): dO . dO/dsink = - p delta, so d(sink) = - sum of p delta.
-A row that sees no key, or whose sink is +inf, has L = +inf here: its P are 0, as its O was. So have the positions
-between the last row of a sequence and the end of its last tile of 64 (views.py says where rows stand).
+A row that sees no key, or whose sink or log-sum-exp is +inf, has L = +inf here: its P are 0, as its O was. So have the
+positions between the last row of a sequence and the end of its last tile of 64 (views.py says where rows stand).
 
-Roles (256 threads): a CTA has 128 rows of a head; d / 8 lanes read a row in 16-byte pieces.
+Roles (256 threads): a CTA has 128 rows of a head; d / 8 lanes read a row in 16-byte pieces. Where the caller has delta,
+neither O nor dO is read.
 """
 
 import cuda.bindings.driver as cuda
@@ -46,7 +47,8 @@ class SinkPrepareKernel:
         cu_q = make_fake_tensor(Int32, (cute.sym_int(),), (1,), assumed_align=4) if spec.packed else None
         numbers = (Int64(0), Int32(1))
         stream = make_fake_stream(use_tvm_ffi_env_stream=True)
-        return (out, d_out, lse, sink, views.fake_stats(h_q), parts, cu_q, *numbers, stream)
+        delta = views.fake_rows(Float32, spec.packed, (batch, s_q, h_q), None) if spec.given else None
+        return (out, d_out, lse, delta, sink, views.fake_stats(h_q), parts, cu_q, *numbers, stream)
 
     @cute.jit
     def __call__(
@@ -54,6 +56,7 @@ class SinkPrepareKernel:
         mOut: cute.Tensor,
         mDOut: cute.Tensor,
         mLse: cute.Tensor,
+        mDelta: cute.Tensor | None,
         mSink: cute.Tensor,
         mStats: cute.Tensor,
         mParts: cute.Tensor,
@@ -66,6 +69,7 @@ class SinkPrepareKernel:
 
         mOut, mDOut  (batch, s_q, h_q, d) or packed (tokens, h_q, d), strides as in the forward
         mLse     (batch, s_q, h_q) or (tokens, h_q) float32, of the forward: without the sink
+        mDelta   likewise: delta, or None to compute it
         mSink    (h_q,) float32
         mStats   (2, h_q, positions) float32, contiguous, 128-byte aligned: receives L and delta
         mParts   (h_q, batch x ceil(max_q / 128)) float32: the sum over the last mode is the gradient of mSink
@@ -81,7 +85,7 @@ class SinkPrepareKernel:
             batch = mCuQ.shape[0] - 1
         else:
             max_q = Int32(mOut.shape[1])
-        self.kernel(mOut, mDOut, mLse, mSink, mStats, mParts, mCuQ, sums, max_q).launch(
+        self.kernel(mOut, mDOut, mLse, mDelta, mSink, mStats, mParts, mCuQ, sums, max_q).launch(
             grid=[cute.ceil_div(max_q, ROWS), heads, batch], block=[THREADS, 1, 1], stream=stream
         )
 
@@ -91,6 +95,7 @@ class SinkPrepareKernel:
         mOut: cute.Tensor,
         mDOut: cute.Tensor,
         mLse: cute.Tensor,
+        mDelta: cute.Tensor | None,
         mSink: cute.Tensor,
         mStats: cute.Tensor,
         mParts: cute.Tensor,
@@ -116,30 +121,40 @@ class SinkPrepareKernel:
             if const_expr(spec.packed):
                 gOut, gDOut = (cute.domain_offset((start, 0), t[None, head, None]) for t in (mOut, mDOut))
                 gLse = cute.domain_offset((start,), mLse[None, head])
+                if const_expr(spec.given):
+                    assert mDelta is not None
+                    gDelta = cute.domain_offset((start,), mDelta[None, head])
             else:
                 gOut, gDOut = (t[batch, None, head, None] for t in (mOut, mDOut))
                 gLse = mLse[batch, None, head]
+                if const_expr(spec.given):
+                    assert mDelta is not None
+                    gDelta = mDelta[batch, None, head]
             sink = mSink[head] * softmax.LOG2_E
             for group in cutlass.range_constexpr(ROWS * lanes // THREADS // TOGETHER):
                 rows = [first + (group * TOGETHER + i) * (THREADS // lanes) + tidx // lanes for i in range(TOGETHER)]
                 o, d_o = (cute.make_rmem_tensor((8, TOGETHER), self.dtype) for _ in range(2))
-                for i in cutlass.range_constexpr(TOGETHER):
+                for i in cutlass.range_constexpr(0 if spec.given else TOGETHER):
                     source = cutlass.min(rows[i], s_q - 1)
                     cute.autovec_copy(cute.local_tile(gOut[source, None], (8,), (tidx % lanes,)), o[None, i])
                     cute.autovec_copy(cute.local_tile(gDOut[source, None], (8,), (tidx % lanes,)), d_o[None, i])
                 for i in cutlass.range_constexpr(TOGETHER):
                     delta = Float32(0.0)
-                    for c in cutlass.range_constexpr(8):
-                        delta += o[c, i].to(Float32) * d_o[c, i].to(Float32)
-                    delta = cute.arch.warp_reduction_sum(delta, threads_in_group=lanes)
                     row = rows[i]
+                    if const_expr(spec.given):
+                        delta = gDelta[cutlass.min(row, s_q - 1)]
+                    else:
+                        for c in cutlass.range_constexpr(8):
+                            delta += o[c, i].to(Float32) * d_o[c, i].to(Float32)
+                        delta = cute.arch.warp_reduction_sum(delta, threads_in_group=lanes)
                     if tidx % lanes == 0 and row < padded:
                         total = Float32.inf
                         if row < s_q:
                             total = self.joined(gLse[row] * softmax.LOG2_E, sink)
                             share = cute.math.exp2(sink - total, fastmath=True)
-                            if total == Float32.inf:  # delta is 0, and the share may be NaN
+                            if total == Float32.inf:  # the share may be NaN, and a delta that is given anything
                                 share = Float32(0.0)
+                                delta = Float32(0.0)
                             part -= share * delta
                         else:
                             delta = Float32(0.0)
@@ -165,7 +180,7 @@ class SinkPrepareKernel:
         total = top + cute.math.log2(
             cute.math.exp2(lse - top, fastmath=True) + cute.math.exp2(sink - top, fastmath=True), fastmath=True
         )
-        if lse == -Float32.inf or sink == Float32.inf:
+        if lse == -Float32.inf or lse == Float32.inf or sink == Float32.inf:
             total = Float32.inf
         return total
 

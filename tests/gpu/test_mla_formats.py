@@ -207,8 +207,9 @@ def test_any_scale(name: str, heads: int) -> None:
         indices = torch.randint(0, count, (1, 1, 90), dtype=torch.int32, device="cuda", generator=generator)
         size = fp8_mla.unpack(tokens, torch.float32, token_format=token_format).abs().max().item()
         cache = Cache(pages, indices, None)
-        given = dict(by_element=P_ROUNDING, softmax_scale=1.0 / (8 * size))  # one key may outweigh all others
-        check(make_q(1, 1, heads, generator), cache, name, **given)
+        # where one key outweighs all others, slow key tiles round its P to bfloat16 for a whole row
+        given = {} if is_fp4 else dict(by_element=P_ROUNDING + 2.0**-9)
+        check(make_q(1, 1, heads, generator), cache, name, softmax_scale=1.0 / (8 * size), **given)
 
 
 @pytest.mark.parametrize("heads", [16, 64])

@@ -79,6 +79,8 @@ def check(request: Request) -> None:
     require(capacity < 2**30, "k_cache", f"room for {capacity} tokens of a sequence", "fewer than 2^30")
     if request["cache_seqlens"] is not None:
         check_tensor("cache_seqlens", request["cache_seqlens"], dtype=torch.int32, shape=(batch,), device=device)
+    if request["cache_starts"] is not None:
+        check_tensor("cache_starts", request["cache_starts"], dtype=torch.int32, shape=(batch,), device=device)
     if request["alibi_slopes"] is not None:
         slopes = request["alibi_slopes"]
         per_sequence = isinstance(slopes, torch.Tensor) and slopes.dim() == 2

@@ -164,6 +164,7 @@ def visible_keys(
     causal: bool,
     window: int | None,
     device: torch.device,
+    cache_starts: torch.Tensor | None = None,
 ) -> Iterator[VisibleKeys]:
     """One item a sequence.
 
@@ -177,9 +178,11 @@ def visible_keys(
     table = None if block_table is None else block_table.cpu().long()
     capacity = sizes.rows if table is None else sizes.rows * table.shape[1]
     lengths = [capacity] * batch if cache_seqlens is None else cache_seqlens.long().clamp(0, capacity).tolist()
-    for row, length in enumerate(lengths):
+    starts = [0] * batch if cache_starts is None else cache_starts.long().clamp_min(0).tolist()
+    for row, (length, start) in enumerate(zip(lengths, starts, strict=True)):
         own_positions = [length - s_q + query for query in range(s_q)]
-        begins = [0 if window is None else min(max(own - window + 1, 0), length) for own in own_positions]
+        lowest = [0 if window is None else own - window + 1 for own in own_positions]
+        begins = [min(max(key, start), length) for key in lowest]
         ends = [min(max(own + 1, 0), length) if causal else length for own in own_positions]
         positions = torch.arange(min(begins), max(ends), dtype=torch.int64, device="cpu")
         if table is None:
@@ -235,6 +238,7 @@ def reference_gqa_decode(
     alibi_slopes: torch.Tensor | None = None,
     s_aux: torch.Tensor | None = None,
     softmax_scale: float | None = None,
+    cache_starts: torch.Tensor | None = None,
     dtype: torch.dtype = torch.float64,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention of a few queries over a quantized or 16-bit cache; arguments as in `cute_kernels.gqa_decode`.
@@ -258,6 +262,7 @@ def reference_gqa_decode(
         alibi_slopes: (h_q,) or (batch, h_q): times (position of the key - position of the query), added after softcap.
         s_aux: (h_q,): a logit per head that joins the denominator alone. -inf is no sink, +inf makes the output 0.
         softmax_scale: default d ** -0.5.
+        cache_starts: (batch,) integers, the first key of each sequence; below 0 counts as 0. It moves no position.
         dtype: torch.float64 or torch.float32, what is computed in and returned.
 
     Returns:
@@ -290,6 +295,7 @@ def reference_gqa_decode(
         causal=causal,
         window=window,
         device=q.device,
+        cache_starts=cache_starts,
     ):
         for heads in head_chunks(sizes.h_kv, len(work.positions), d):
             keys = rearrange(keys_of.take(work.outer, work.rows, heads, dtype), "n h d -> h d n")

@@ -10,7 +10,7 @@ from cute_kernels.gqa.layouts import LAYOUTS
 from cute_kernels.gqa.plan import SOFTCAPS, kernel_softcap
 from cute_kernels.gqa.spec import MAX_RANGES
 from cute_kernels.runtime.checks import check_flag, check_int, check_number, fail, is_finite, kind, require
-from cute_kernels.runtime.ops import Operator, Option, Output, Written, is_given
+from cute_kernels.runtime.ops import Later, Operator, Option, Output, Written, is_given
 
 NO_WINDOW = 2**30
 """Wider than any cache, and far enough from 2^31 for differences."""
@@ -90,6 +90,8 @@ class Options(TypedDict, total=False):
     out: (batch, s_q, h_q, d), q's dtype, to write to; rows contiguous and 8-byte aligned. It may be q itself.
     lse: (batch, s_q, h_q) float32 to write to. Neither shares memory with another argument otherwise.
     return_lse: also return the log-sum-exp.
+    cache_starts: (batch,) int32, the first token of each sequence that queries may see: what is before it is padding,
+        of which nothing is read but the rest of a tile or page. Negative counts as 0. It moves no position.
     """
 
     layout: Annotated[str, Option("BNSH", check=_check_layout, planned=True)]
@@ -106,6 +108,7 @@ class Options(TypedDict, total=False):
     num_splits: Annotated[int | None, Option(check=_check_splits, planned=True)]
     out: Output
     lse: Output
+    cache_starts: Later
 
 
 class Request(Inputs, Options, total=False):

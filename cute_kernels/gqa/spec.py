@@ -35,6 +35,7 @@ class GqaDecodeSpec:
     box_rows   tokens of one TMA copy: those of a tile, or the page size where that is smaller
     alibi      whether there are ALiBi slopes
     softcap    whether scores are capped
+    starts     whether sequences begin after their first token: left padding
     warps      consumer warps of a CTA, 16 keys of a tile each: 4 or 8
     cluster    1: CTAs take ranges of the line of tiles; 8: the CTAs of a cluster share a sequence and KV head
     """
@@ -51,6 +52,7 @@ class GqaDecodeSpec:
     box_rows: int = 128
     alibi: bool = False
     softcap: bool = False
+    starts: bool = False
     warps: int = 8
     cluster: int = 1
 

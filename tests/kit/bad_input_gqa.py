@@ -40,6 +40,7 @@ def gqa_call(device: str, layout: str = "BNSH", dtype: torch.dtype = I8) -> Call
         "layout": layout,
         "cache_seqlens": torch.full((G_BATCH,), 4, dtype=I32, device=device),
         "block_table": bad.ints(device, G_BATCH, 2) if LAYOUTS[layout].paged else None,
+        "cache_starts": torch.full((G_BATCH,), 1, dtype=I32, device=device),
         "alibi_slopes": bad.floats(device, H_Q),
         "s_aux": bad.floats(device, H_Q),
         "out": bad.nans(device, G_BATCH, G_S_Q, H_Q, D),
@@ -81,6 +82,7 @@ def gqa_wrong(device: str) -> Wrong:
         ),
         "block_table without pages": ("block_table", bad.ints(device, G_BATCH, 2)),
         **bad.wrong_tensor(call, "cache_seqlens", (G_BATCH, 1), (G_BATCH + 1,), dtypes=[I64, torch.uint32, F32]),
+        **bad.wrong_tensor(call, "cache_starts", (G_BATCH, 1), (G_BATCH + 1,), dtypes=[I64, torch.uint32, F32]),
         **bad.wrong_tensor(
             call, "alibi_slopes", (H_KV,), (G_BATCH + 1, H_Q), (G_BATCH, G_S_Q, H_Q), dtypes=[BF16], spread=True
         ),
@@ -102,7 +104,7 @@ def gqa_wrong(device: str) -> Wrong:
         ),
         **{f"out in the memory of {name}": ("out", bad.sharing(call, "out", name)) for name in ("k_cache", "v_cache")},
         **{f"lse in the memory of {name}": ("lse", bad.sharing(call, "lse", name))
-           for name in ("k_scale", "v_scale", "cache_seqlens", "alibi_slopes", "s_aux")},
+           for name in ("k_scale", "v_scale", "cache_seqlens", "cache_starts", "alibi_slopes", "s_aux")},
         "everything on another device": ("q", bad.all_elsewhere(call)),
     }  # fmt: skip
 

@@ -95,6 +95,7 @@ class GqaCase:
     alibi_slopes: torch.Tensor | None = None
     s_aux: torch.Tensor | None = None
     softmax_scale: float | None = None
+    cache_starts: torch.Tensor | None = None
 
     def arguments(self) -> dict[str, Any]:
         """All arguments by name, for the decode, the oracle and the emulation."""
@@ -109,6 +110,7 @@ class GqaCase:
 def gqa_case(
     *,
     seqlens: Sequence[int],
+    starts: Sequence[int] | None = None,
     h_q: int,
     h_kv: int,
     d: int = 128,
@@ -140,6 +142,7 @@ def gqa_case(
 
     Args:
         seqlens: tokens of each sequence, 0 allowed; their number is the batch.
+        starts: the first key of each sequence, which may be negative, or past its end.
         h_q: query heads, a multiple of `h_kv`.
         h_kv: heads of the cache.
         d: head dimension.
@@ -181,7 +184,7 @@ def gqa_case(
         sizes = CacheSizes(num_pages, page_size, h_kv, d)
     else:
         sizes = CacheSizes(batch, longest if whole else longest + 3, h_kv, d)
-    used_outer, used_rows = _used_slots(lengths, sizes, known, table, s_q, causal, window, gen.device)
+    used_outer, used_rows = _used_slots(lengths, starts, sizes, known, table, s_q, window, gen.device)
 
     narrow = q_dtype == torch.float16 or scale_dtype == torch.float16 or dtype == torch.float16
     caches: dict[str, torch.Tensor] = {}
@@ -222,6 +225,7 @@ def gqa_case(
         alibi_slopes=_slopes(alibi, batch, h_q, gen),
         s_aux=sink_logits(h_q, sink, gen),
         softmax_scale=query_size * float(largest) / math.sqrt(d) if wild else None,
+        cache_starts=None if starts is None else torch.tensor(list(starts), dtype=torch.int32, device=gen.device),
     )
 
 
@@ -261,11 +265,11 @@ def _block_table(
 
 def _used_slots(
     lengths: torch.Tensor,
+    starts: Sequence[int] | None,
     sizes: CacheSizes,
     layout: CacheLayout,
     table: torch.Tensor | None,
     s_q: int,
-    causal: bool,
     window: int | None,
     device: torch.device,
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -275,6 +279,8 @@ def _used_slots(
     seen = positions < lengths.unsqueeze(1)
     if window is not None:
         seen &= positions > (lengths - s_q - window).unsqueeze(1)
+    if starts is not None:
+        seen &= positions >= torch.tensor(list(starts), dtype=torch.int64, device="cpu").unsqueeze(1)
     row, position = seen.nonzero(as_tuple=True)
     if table is None:
         return row.to(device), position.to(device)
@@ -447,6 +453,7 @@ def gqa_yardstick(
     alibi_slopes: torch.Tensor | None = None,
     s_aux: torch.Tensor | None = None,
     softmax_scale: float | None = None,
+    cache_starts: torch.Tensor | None = None,
 ) -> Yardstick:
     """The decode in plain arithmetic of q's dtype, which is the output's; arguments as in `reference_gqa_decode`.
 
@@ -485,6 +492,7 @@ def gqa_yardstick(
         causal=causal,
         window=window,
         device=q.device,
+        cache_starts=cache_starts,
     ):
         key_errors = noise.new_zeros((sizes.h_kv, len(work.positions)))
         for heads in head_chunks(sizes.h_kv, len(work.positions), d):

@@ -82,7 +82,7 @@ class LoadWarp:
                 self.read_pages(pages_next, page_table, ahead, lane)
             b, offset, left, _ = assigned
             while left > 0:
-                length, first, tiles = self.scheduler.extent(work_list, b)
+                length, first, tiles, _ = self.scheduler.extent(work_list, b)
                 stop = cutlass.min(offset + left, tiles)
                 left -= stop - offset
                 if length > 0:

@@ -18,6 +18,9 @@ class Codes:
 
     name             as torch calls it
     itemsize         bytes of an element
+    values           numbers that an element holds
+    rotated          whether vectors are rotated before they become codes (`gqa.rotation`); then a scale is a float32
+                     with a zero point in its four lowest bits
     widened          whether elements become 16-bit operands in registers; others are operands as they are
     needs_scales     whether a cache must have scales; a widened type may have them
     per_token_pages  whether `gather_pages` takes a scale for each token and head, not one for all
@@ -29,6 +32,8 @@ class Codes:
 
     name: ClassVar[str]
     itemsize: ClassVar[int] = 1
+    values: ClassVar[int] = 1
+    rotated: ClassVar[bool] = False
     widened: ClassVar[bool] = True
     needs_scales: ClassVar[bool] = False
     per_token_pages: ClassVar[bool] = False
@@ -103,6 +108,31 @@ class E4m3(Codes):
         operands.widen_e4m3(a, 2, 3, x1)
 
 
+class Uint4(Codes):
+    """Pairs of 4-bit codes, the even element low: (code - zero point) x scale is an element of a rotated vector.
+
+    A unit of 16 bits has four elements of a token, 4 g to 4 g + 3 of 32. So row g of a fragment is one of them and row
+    g + 8 the next, two fragments for each 32 (`Fragments.row_of_o`).
+    """
+
+    name = "uint8"
+    values = 2
+    rotated = needs_scales = True
+    clocks = 1 / 128 + 1 / 256
+
+    def element(self) -> Any:
+        """The DSL's type."""
+        from cutlass import Uint8
+
+        return Uint8
+
+    def widen_columns(self, a: cute.Tensor, x0: Int32, x1: Int32) -> None:
+        """Codes less `UINT4_CENTER`, of the two lowest of four elements."""
+        from cute_kernels.device import operands
+
+        operands.widen_uint4(a, x0, x0 >> 4, x1, x1 >> 4)
+
+
 class Bfloat16(Codes):
     """16-bit numbers, which are operands as they are."""
 
@@ -133,10 +163,21 @@ class Float16(Codes):
 
 CODES: Final[dict[str, Codes]] = {codes.name: codes for codes in (Int8(), E4m3(), Bfloat16(), Float16())}
 """Known types by name."""
+ROTATED: Final[dict[str, Codes]] = {codes.name: codes for codes in (Uint4(),)}
+"""Types of values beside keys of another type."""
 WIDENED: Final = tuple(codes.name for codes in CODES.values() if codes.widened)
+VALUE_KINDS: Final = {"int8_k_int4_v": "uint8"}
+"""The type of v_cache for kinds of caches whose keys have another one, int8."""
+KINDS: Final = ("int8", "fp8_per_token_head", *VALUE_KINDS)
+"""What `kv_append` stores."""
 DTYPES: Final = tuple(codes.name for codes in CODES.values() if not codes.widened)
 """Of queries and outputs."""
 SCALE_DTYPES: Final = ("float16", "float32")
+
+
+def values_of(name: str) -> int:
+    """Numbers that an element of a cache holds."""
+    return {**CODES, **ROTATED}[name].values
 
 
 def element(name: str) -> Any:

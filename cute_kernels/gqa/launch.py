@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from cute_kernels.gqa.checks import NAMES, capacity_of, check, check_outputs, kinds_of, sizes_of
+from cute_kernels.gqa.codes import VALUE_KINDS
 from cute_kernels.gqa.layouts import LAYOUTS, CacheLayout, ScaleKind
 from cute_kernels.gqa.plan import choose_spec, plan_decode
 from cute_kernels.gqa.request import DECODE, NO_WINDOW, Request
@@ -60,9 +61,9 @@ def launch(request: Request) -> tuple[torch.Tensor, torch.Tensor]:
     k_scale, v_scale, slopes = request["k_scale"], request["v_scale"], request["alibi_slopes"]
     out, lse, lengths, starts = request["out"], request["lse"], request["cache_seqlens"], request["cache_starts"]
     key = (
-        q.shape, q.dtype, k_cache.shape, k_cache.dtype, _signature(k_scale), _signature(v_scale), _signature(slopes),
-        None if table is None else table.shape[-1], starts is None, q.get_device(), DECODE.option_key(request),
-        output_key(out), output_key(lse),
+        q.shape, q.dtype, k_cache.shape, k_cache.dtype, v_cache.dtype, _signature(k_scale), _signature(v_scale),
+        _signature(slopes), None if table is None else table.shape[-1], starts is None, q.get_device(),
+        DECODE.option_key(request), output_key(out), output_key(lse),
     )  # fmt: skip
     prepared = _prepared.get(key) or _prepare(key, request)
     if (out is not None or lse is not None) and share_storage(
@@ -89,8 +90,6 @@ def launch(request: Request) -> tuple[torch.Tensor, torch.Tensor]:
         fail("cache_seqlens", lengths.dtype, "int32", TypeError)
     if starts is not None and starts.dtype is not torch.int32:
         fail("cache_starts", starts.dtype, "int32", TypeError)
-    if v_cache.dtype is not k_cache.dtype:
-        fail("v_cache", v_cache.dtype, "k_cache's")
     scratch, counters = workspace.addresses(prepared.need)
     sink = request["s_aux"]
     prepared.launch(  # on the current stream of the tensors' device
@@ -182,6 +181,7 @@ def decode_spec(request: Request, num_sms: int = 132) -> GqaDecodeSpec:
         num_splits=request["num_splits"],
         alibi=request["alibi_slopes"] is not None,
         starts=request["cache_starts"] is not None,
+        v_dtype=VALUE_KINDS.get(request["kind"] or ""),
         **DECODE.facts_of(request),
     )
 

@@ -99,6 +99,7 @@ def choose_spec(
     alibi: bool = False,
     softcap: bool = False,
     starts: bool = False,
+    v_dtype: str | None = None,
 ) -> GqaDecodeSpec:
     """The kernel of a call.
 
@@ -116,6 +117,7 @@ def choose_spec(
         alibi: whether there are ALiBi slopes.
         softcap: whether scores are capped.
         starts: whether sequences begin after their first token.
+        v_dtype: of v_cache, where it is not kv_dtype.
     """
     batch, s_q, h_q = q_shape
     d, rows = sizes.d, h_q // sizes.h_kv * s_q
@@ -138,6 +140,7 @@ def choose_spec(
         alibi=alibi,
         softcap=softcap,
         starts=starts,
+        v_dtype=v_dtype,
         warps=warps,
         cluster=cluster,
     )

@@ -13,6 +13,8 @@ from typing import Final, NamedTuple
 import torch
 from einops import rearrange, reduce
 
+from cute_kernels.gqa import rotation
+from cute_kernels.gqa.codes import VALUE_KINDS, values_of
 from cute_kernels.gqa.layouts import (
     LAYOUTS,
     CacheLayout,
@@ -25,6 +27,12 @@ from cute_kernels.gqa.layouts import (
 )
 
 INT8_MAX: Final = 127
+E4M3_MAX: Final = 448.0
+E4M3_MIN_SCALE: Final = 1e-6
+INT4_MAX: Final = 15
+INT4_MIN_SCALE: Final = 1e-6
+ROTATED_MAX: Final = 2.0**118
+"""Sizes beyond it count as it before a rotation, so that neither sums of 256 nor their differences overflow."""
 MIN_SCALE: Final = {torch.float32: 2.0**-126, torch.float16: 2.0**-14}
 """The smallest scale that quantization stores: the smallest normal number."""
 ELEMENTS_PER_CHUNK: Final = 1 << 25
@@ -105,10 +113,21 @@ def _dequantize(
 ) -> torch.Tensor:
     """The product is exact in float64; for any other dtype it is taken in float32 and rounded."""
     wide = torch.float64 if dtype == torch.float64 else torch.float32
+    if codes.dtype == torch.uint8:
+        assert scale is not None
+        return rotation.unrotate(dequantize_uint4(codes, scale, wide)).to(dtype)
     values = codes.to(wide)
     if scale is not None and kind is not None:
         values = values * spread_scale(scale.to(wide), kind)
     return values.to(dtype)
+
+
+def dequantize_uint4(codes: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Rotated vectors (..., d) from bytes (..., d / 2) and scales (...) with a zero point in their lowest four bits."""
+    numbers = torch.stack((codes & 15, codes >> 4), dim=-1).flatten(-2).to(dtype)
+    words = scale.contiguous().view(torch.int32)
+    zero_point = (words & 15).to(dtype)
+    return (numbers - zero_point.unsqueeze(-1)) * (words & -16).view(torch.float32).to(dtype).unsqueeze(-1)
 
 
 def dequantize(
@@ -128,10 +147,21 @@ def dequantize(
     """
     known = LAYOUTS[layout]
     axes = dict(zip(known.axes(which), codes.shape, strict=True))
-    head_dim = axes["d"] if "d" in axes else axes["c"] * axes["x"]
+    head_dim = (axes["d"] if "d" in axes else axes["c"] * axes["x"]) * codes_per_element(codes)
     sizes = CacheSizes(axes[known.outer], axes[known.rows], axes["h"], head_dim)
     cache = ScaledCache(codes, scale, known, which, sizes)
     return _dequantize(cache.codes.flatten(3), cache.scale, cache.kind, dtype)
+
+
+def codes_per_element(cache: torch.Tensor) -> int:
+    """Numbers that an element of a cache holds."""
+    return values_of(str(cache.dtype).removeprefix("torch."))
+
+
+def sizes_of(layout: CacheLayout, k_cache: torch.Tensor, v_cache: torch.Tensor) -> CacheSizes:
+    """The sizes that both caches agree on."""
+    shapes = tuple(k_cache.shape), tuple(v_cache.shape)
+    return cache_sizes(layout, *shapes, k_cache.element_size(), codes_per_element(v_cache))
 
 
 class VisibleKeys(NamedTuple):
@@ -239,6 +269,7 @@ def reference_gqa_decode(
     s_aux: torch.Tensor | None = None,
     softmax_scale: float | None = None,
     cache_starts: torch.Tensor | None = None,
+    kind: str | None = None,
     dtype: torch.dtype = torch.float64,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention of a few queries over a quantized or 16-bit cache; arguments as in `cute_kernels.gqa_decode`.
@@ -249,7 +280,7 @@ def reference_gqa_decode(
     Args:
         q: (batch, s_q, h_q, d), any floating-point dtype.
         k_cache: as the layout has it; query head h reads head ``h // (h_q // h_kv)``.
-        v_cache: likewise.
+        v_cache: likewise; of uint8, two codes of rotated vectors a byte.
         k_scale: of any granularity; None for 1.
         v_scale: likewise.
         layout: name of the layout.
@@ -263,6 +294,7 @@ def reference_gqa_decode(
         s_aux: (h_q,): a logit per head that joins the denominator alone. -inf is no sink, +inf makes the output 0.
         softmax_scale: default d ** -0.5.
         cache_starts: (batch,) integers, the first key of each sequence; below 0 counts as 0. It moves no position.
+        kind: "int8_k_int4_v" where values are of uint8, else whatever is right for the dtypes.
         dtype: torch.float64 or torch.float32, what is computed in and returned.
 
     Returns:
@@ -273,7 +305,9 @@ def reference_gqa_decode(
         ValueError: a cache or scale has a shape that the layout does not have, or lengths or block table are missing.
     """
     known = LAYOUTS[layout]
-    sizes = cache_sizes(known, tuple(k_cache.shape), tuple(v_cache.shape), k_cache.element_size())
+    if (v_cache.dtype == torch.uint8) != (kind in VALUE_KINDS):
+        raise ValueError(f"kind: got {kind!r} with values of {v_cache.dtype}")
+    sizes = sizes_of(known, k_cache, v_cache)
     keys_of = ScaledCache(k_cache, k_scale, known, "k", sizes)
     values_of = ScaledCache(v_cache, v_scale, known, "v", sizes)
     batch, s_q, h_q, d = q.shape
@@ -365,6 +399,50 @@ def quantize(
 
 
 @torch.no_grad()
+def quantize_rotated(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """4-bit codes of rotated tokens, by the arithmetic of vLLM's `int4_per_token_head`, each step rounded to float32.
+
+    A NaN counts as 0, and what is larger than 2^118 as that. y = H D x, sums of neighbours first (`gqa.rotation`).
+    scale = (max y - min y) / 15, at least 1e-6; zero point = -min y / scale and code = y (1 / scale) + zero point, both
+    rounded half up and clamped to [0, 15]. An element is (code - zero point) x scale of y.
+
+    Args:
+        x: (..., d) floating point, d a power of two.
+
+    Returns:
+        bytes (..., d / 2), the even element in the low bits, and float32 scales (...), whose lowest four bits are the
+        zero point.
+    """
+    y = rotation.rotate(torch.nan_to_num(x.float(), nan=0.0).clamp(-ROTATED_MAX, ROTATED_MAX))
+    low, high = y.amin(dim=-1), y.amax(dim=-1)
+    scale = ((high - low) / INT4_MAX).clamp_min(INT4_MIN_SCALE)
+    zero_point = (-low / scale).clamp_min(0).add(0.5).trunc().clamp_max(INT4_MAX)
+    shifted = y * (1.0 / scale).unsqueeze(-1) + zero_point.unsqueeze(-1)
+    codes = shifted.clamp_min(0).add(0.5).trunc().clamp_max(INT4_MAX).to(torch.uint8)
+    words = (scale.view(torch.int32) & -16) | zero_point.to(torch.int32)
+    return codes[..., ::2] | codes[..., 1::2] << 4, words.view(torch.float32)
+
+
+@torch.no_grad()
+def quantize_e4m3(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """e4m3 of tokens, a scale each, by vLLM's arithmetic for `fp8_per_token_head`, each step rounded to float32.
+
+    scale = absmax / 448, at least 1e-6; code = x (1 / scale), clamped to [-448, 448] and rounded half to even. A NaN
+    counts as 0, an infinity as the largest number of x's dtype.
+
+    Args:
+        x: (..., d) floating point.
+
+    Returns:
+        codes (..., d) float8_e4m3fn, and float32 scales (...).
+    """
+    values = torch.nan_to_num(x, nan=0.0).float()
+    scale = (values.abs().amax(dim=-1) / E4M3_MAX).clamp_min(E4M3_MIN_SCALE)
+    ratio = values * (1.0 / scale).unsqueeze(-1)
+    return ratio.clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn), scale
+
+
+@torch.no_grad()
 def reference_append(
     k: torch.Tensor,
     v: torch.Tensor,
@@ -375,22 +453,25 @@ def reference_append(
     slot_mapping: torch.Tensor,
     *,
     layout: str,
+    kind: str = "int8",
 ) -> None:
-    """Quantize tokens as `quantize` does and write codes and scales to their slots, in place.
+    """Quantize tokens and write codes and scales to their slots, in place.
 
     Args:
         k: (tokens, h_kv, d), bfloat16 or float16.
         v: likewise.
-        k_cache: int8, as the layout has it.
+        k_cache: as the layout and the kind have it.
         v_cache: likewise.
         k_scale: written where tokens have scales of their own; per_tensor and per_head are only read.
         v_scale: likewise.
         slot_mapping: (tokens,) integers, ``page * page_size + offset``, or ``sequence * capacity + position`` without
             pages. One that is negative or beyond the cache skips its token.
         layout: name of the layout.
+        kind: "int8": as `quantize` does; "fp8_per_token_head": as `quantize_e4m3`; "int8_k_int4_v": keys as `quantize`
+            and values as `quantize_rotated`.
     """
     known = LAYOUTS[layout]
-    sizes = cache_sizes(known, tuple(k_cache.shape), tuple(v_cache.shape), k_cache.element_size())
+    sizes = sizes_of(known, k_cache, v_cache)
     keep = (slot_mapping >= 0) & (slot_mapping < sizes.num_slots)
     outer, rows = sizes.place(slot_mapping[keep].long())
     given_both: dict[Which, tuple[torch.Tensor, ...]] = {"k": (k, k_cache, k_scale), "v": (v, v_cache, v_scale)}
@@ -398,7 +479,12 @@ def reference_append(
         cache = ScaledCache(codes, scale, known, which, sizes)
         assert cache.kind is not None
         given = scale if cache.kind.granularity in ("per_tensor", "per_head") else None
-        new_codes, new_scale = quantize(x[keep], cache.kind, scale.dtype, given)
+        if kind == "fp8_per_token_head":
+            new_codes, new_scale = quantize_e4m3(x[keep])
+        elif codes.dtype == torch.uint8:
+            new_codes, new_scale = quantize_rotated(x[keep])
+        else:
+            new_codes, new_scale = quantize(x[keep], cache.kind, scale.dtype, given)
         cache.put(outer, rows, new_codes)
         if given is None:
             cache.put_scale(outer, rows, new_scale)

@@ -6,6 +6,7 @@ from typing import Annotated, Any, TypedDict
 
 import torch
 
+from cute_kernels.gqa.codes import KINDS
 from cute_kernels.gqa.layouts import LAYOUTS
 from cute_kernels.gqa.plan import SOFTCAPS, kernel_softcap
 from cute_kernels.gqa.spec import MAX_RANGES
@@ -20,6 +21,12 @@ def _check_layout(name: str, value: object) -> None:
     require(isinstance(value, str), name, kind(value), "a str", TypeError)
     if value not in LAYOUTS:
         fail(name, repr(value), f"one of {', '.join(LAYOUTS)}")
+
+
+def _check_kind(name: str, value: object) -> None:
+    require(isinstance(value, str), name, kind(value), "a str", TypeError)
+    if value not in KINDS:
+        fail(name, repr(value), f"one of {', '.join(KINDS)}, or None where the dtypes say it")
 
 
 def _check_window(name: str, value: object) -> None:
@@ -54,7 +61,7 @@ class Inputs(TypedDict):
         contiguous and 8-byte aligned.
     k_cache: int8, float8_e4m3fn, or q's dtype, as `layout` says; rows contiguous, all strides multiples of 16
         bytes.
-    v_cache: the same dtype and sizes.
+    v_cache: the same dtype and sizes; with kind "int8_k_int4_v" uint8, d / 2 bytes for d values.
     k_scale: the factors of k_cache's elements: float16 or float32, of one of these shapes:
         per_tensor () or (1,); per_head (h_kv,); per_token, the cache's shape without heads and d; per_token_head,
         the cache's shape without d; per_group, the cache's shape with d / 32 or d / 64 instead of d. In paged_vllm
@@ -92,6 +99,8 @@ class Options(TypedDict, total=False):
     return_lse: also return the log-sum-exp.
     cache_starts: (batch,) int32, the first token of each sequence that queries may see: what is before it is padding,
         of which nothing is read but the rest of a tile or page. Negative counts as 0. It moves no position.
+    kind: what `kv_append` stored, where the dtypes do not say it: "int8_k_int4_v". Its scales are float32, per token and
+        head; see `cute_kernels.gqa.reference.quantize_rotated`.
     """
 
     layout: Annotated[str, Option("BNSH", check=_check_layout, planned=True)]
@@ -109,6 +118,7 @@ class Options(TypedDict, total=False):
     out: Output
     lse: Output
     cache_starts: Later
+    kind: Annotated[str | None, Option(check=_check_kind, planned=True, later=True)]
 
 
 class Request(Inputs, Options, total=False):

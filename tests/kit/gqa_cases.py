@@ -21,7 +21,9 @@ from cute_kernels.gqa.reference import (
     head_chunks,
     modify_scores,
     quantize,
+    quantize_rotated,
     reference_gqa_decode,
+    sizes_of,
     spread_scale,
     visible_keys,
 )
@@ -50,7 +52,9 @@ KV_DTYPES: Final = {
     "fp8": torch.float8_e4m3fn,
     "bf16": torch.bfloat16,
     "fp16": torch.float16,
+    "int8_k_int4_v": torch.int8,
 }
+"""Of keys. The last is a kind: its values are 4-bit codes, with a float32 scale per token and head."""
 SCALE_NAMES: Final = {
     "per_tensor": ScaleKind("per_tensor"),
     "per_head": ScaleKind("per_head"),
@@ -96,6 +100,7 @@ class GqaCase:
     s_aux: torch.Tensor | None = None
     softmax_scale: float | None = None
     cache_starts: torch.Tensor | None = None
+    kind: str | None = None
 
     def arguments(self) -> dict[str, Any]:
         """All arguments by name, for the decode, the oracle and the emulation."""
@@ -171,7 +176,7 @@ def gqa_case(
         raise ValueError(f"values: got {values!r}, needs one of {', '.join(VALUES)}")
     known, gen = LAYOUTS[layout], generator(seed, device)
     dtype = KV_DTYPES[kv_dtype]
-    itemsize = dtype.itemsize
+    itemsize, four_bits = dtype.itemsize, kv_dtype == "int8_k_int4_v"
     if itemsize == 2:
         k_scales = v_scales = None
     named: dict[Which, str | None] = {"k": k_scales, "v": v_scales}
@@ -191,7 +196,8 @@ def gqa_case(
     scales: dict[str, torch.Tensor | None] = {}
     sizes_of_keys = torch.ones((h_kv, d), dtype=torch.float32, device=gen.device)
     for which, kind in kinds.items():
-        codes = _empty_cache(sizes, known, which, dtype, padded, gen)
+        own_dtype = torch.uint8 if which == "v" and four_bits else dtype
+        codes = _empty_cache(sizes, known, which, own_dtype, padded, gen)
         scale = None if kind is None else _empty_scale(sizes, known, kind, scale_dtype, padded, gen)
         base = _wild_base(h_kv, d, kind, narrow, gen) if values == "wild" else None
         cache = ScaledCache(codes, scale, known, which, sizes)
@@ -226,6 +232,7 @@ def gqa_case(
         s_aux=sink_logits(h_q, sink, gen),
         softmax_scale=query_size * float(largest) / math.sqrt(d) if wild else None,
         cache_starts=None if starts is None else torch.tensor(list(starts), dtype=torch.int32, device=gen.device),
+        kind=kv_dtype if four_bits else None,
     )
 
 
@@ -303,9 +310,12 @@ def _empty_cache(
 ) -> torch.Tensor:
     """A cache of poison: NaN, or random codes of int8."""
     shape = layout.shape(which, sizes, dtype.itemsize)
+    if dtype == torch.uint8:
+        shape = (*shape[:-1], shape[-1] // 2)
     elements, strides = _apart(shape, dtype.itemsize, padded)
-    if dtype == torch.int8:
-        storage = torch.randint(-128, 128, (elements,), dtype=dtype, generator=gen, device=gen.device)
+    if dtype in (torch.int8, torch.uint8):
+        info = torch.iinfo(dtype)
+        storage = torch.randint(info.min, info.max + 1, (elements,), dtype=dtype, generator=gen, device=gen.device)
     else:
         # every byte 0xFF is a NaN in all of them
         storage = torch.full((elements * dtype.itemsize,), 0xFF, dtype=torch.uint8, device=gen.device).view(dtype)
@@ -382,6 +392,8 @@ def _quantized(
         one = torch.rand((len(x), 1, 1), generator=gen, dtype=torch.float32, device=gen.device) < OUTLIER_TOKEN_SHARE
         x = torch.where(one, x * (OUTLIER_FACTOR if cache.which == "v" else 3.0), x)
     dtype = cache.codes.dtype
+    if dtype == torch.uint8:
+        return quantize_rotated(x)
     if cache.kind is None or cache.scale is None:
         return (x.clamp(-FP8_MAX, FP8_MAX) if dtype == torch.float8_e4m3fn else x).to(dtype), None
     if dtype == torch.int8:
@@ -398,8 +410,11 @@ def _wild_tokens(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Codes of the whole range, and scales that have nothing to do with them."""
     kind, dtype, (n, h_kv, d) = cache.kind, cache.codes.dtype, shape
-    if dtype == torch.int8:
-        codes = torch.randint(-128, 128, shape, dtype=dtype, generator=gen, device=gen.device)
+    if dtype == torch.uint8:
+        shape = (n, h_kv, d // 2)
+    if dtype in (torch.int8, torch.uint8):
+        info = torch.iinfo(dtype)
+        codes = torch.randint(info.min, info.max + 1, shape, dtype=dtype, generator=gen, device=gen.device)
     else:
         codes = torch.randn(shape, generator=gen, dtype=torch.float32, device=gen.device)
         codes = (codes * 64).clamp(-FP8_MAX, FP8_MAX).to(dtype) if dtype == torch.float8_e4m3fn else codes
@@ -454,6 +469,7 @@ def gqa_yardstick(
     s_aux: torch.Tensor | None = None,
     softmax_scale: float | None = None,
     cache_starts: torch.Tensor | None = None,
+    kind: str | None = None,
 ) -> Yardstick:
     """The decode in plain arithmetic of q's dtype, which is the output's; arguments as in `reference_gqa_decode`.
 
@@ -465,8 +481,7 @@ def gqa_yardstick(
     """
     known = LAYOUTS[layout]
     batch, s_q, h_q, d = q.shape
-    axes = dict(zip(known.value, v_cache.shape, strict=True))
-    sizes = CacheSizes(axes[known.outer], axes[known.rows], axes["h"], d)
+    sizes = sizes_of(known, k_cache, v_cache)
     keys_of = ScaledCache(k_cache, k_scale, known, "k", sizes)
     values_of = ScaledCache(v_cache, v_scale, known, "v", sizes)
     scale = d**-0.5 if softmax_scale is None else softmax_scale
@@ -546,6 +561,9 @@ def _value_operands(
         return cache.take(outer, rows, heads, dtype).float().transpose(0, 1), None
     codes, scale = cache.parts(outer, rows, heads)
     assert scale is not None and cache.kind is not None
+    if codes.dtype == torch.uint8:  # of the vector, not of what is rotated: an error of P is the same in both
+        own = (scale.contiguous().view(torch.int32) & -16).view(torch.float32).unsqueeze(-1)
+        return (cache.take(outer, rows, heads, torch.float64) / own).float().transpose(0, 1), own.transpose(0, 1)
     spread = spread_scale(scale.float(), cache.kind).expand(*codes.shape[:2], -1)
     return codes.float().transpose(0, 1), spread[..., :: max(1, spread.shape[-1] // groups)].transpose(0, 1)
 

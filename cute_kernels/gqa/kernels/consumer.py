@@ -126,7 +126,8 @@ class ConsumerWarp:
         row_max, row_sum, factor = (cute.make_rmem_tensor(columns, Float32) for _ in range(3))
         slope = cute.make_rmem_tensor(columns if self.spec.alibi else 1, Float32)
         position = cute.make_rmem_tensor(columns if self.spec.alibi else 1, Int32)
-        return SoftmaxState(acc_o, row_max, row_sum), ScoreTerms(factor, slope, position)
+        zeros = cute.make_rmem_tensor(columns if self.spec.rotated else 1, Float32)
+        return SoftmaxState(acc_o, row_max, row_sum, zeros), ScoreTerms(factor, slope, position)
 
     def buffers(self, smem: SmemViews, sequence: Int32) -> tuple[cute.Pointer, cute.Pointer]:
         """Q and the constants of this CTA's sequence-th sequence."""
@@ -153,7 +154,7 @@ class ConsumerWarp:
         if key_range.length > 0:
             for tile in cutlass.range(key_range.start, key_range.stop, unroll=1):
                 self.kv.wait(smem, slot)
-                address = Int32(tiles.toint()) + slot.index * (2 * self.spec.tile_bytes)
+                address = Int32(tiles.toint()) + slot.index * self.spec.stage_bytes
                 self.attend(call, state, terms, smem, q, slot, address, query, tile, key_range, thread)
                 slot = self.kv.following(slot)
         return slot
@@ -184,7 +185,7 @@ class ConsumerWarp:
         g = thread.lane // 4
         k_scale, v_scale = self._token_scales(scales, thread.warp, g)
         acc_s = self.qk.scores(k_scale, q, address, thread)
-        raw = self.pv.load_v(address + spec.tile_bytes, thread)
+        raw = self.pv.load_v(address + spec.tile("k").size, thread)
         # an arrival may overtake loads that wait behind others, and TMA would write the next tile over these rows
         cute.arch.fence_proxy("async.shared", space="cta")
         self.kv.release(smem, slot)
@@ -209,7 +210,7 @@ class ConsumerWarp:
                     if self.pv.any_nan(raw, v_scale):
                         self.pv.spread(state.acc_o, raw, v_scale, sees)
         acc_o = self.softmax.update(state, s)
-        self.pv.accumulate(acc_o, s, v_scale, raw)
+        self.pv.accumulate(acc_o, state.zeros, s, v_scale, raw)
 
     @cute.jit
     def _token_scales(self, scales: cute.Pointer, w: Int32, g: Int32):

@@ -160,7 +160,7 @@ class GqaDecodeKernel:
         h_kv = mK.shape[spec.cache_axes.index("h")]
         ratio = h_q // h_kv
         blocks = cute.ceil_div(ratio * s_q, spec.columns)
-        k_tma, v_tma = (tma_copy(spec, t) for t in (mK, mV))
+        k_tma, v_tma = tma_copy(spec, "k", mK), tma_copy(spec, "v", mV)
         page_size = Int32(spec.box_rows)
         capacity = Int32(mK.shape[spec.cache_axes.index("r")])
         num_pages = Int32(mK.shape[spec.cache_axes.index("o")])

@@ -400,11 +400,13 @@ def quantize(
 
 @torch.no_grad()
 def quantize_rotated(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """4-bit codes of rotated tokens, by the arithmetic of vLLM's `int4_per_token_head`, each step rounded to float32.
+    """4-bit codes of rotated tokens; each step is rounded to float32.
 
     A NaN counts as 0, and what is larger than 2^118 as that. y = H D x, sums of neighbours first (`gqa.rotation`).
-    scale = (max y - min y) / 15, at least 1e-6; zero point = -min y / scale and code = y (1 / scale) + zero point, both
-    rounded half up and clamped to [0, 15]. An element is (code - zero point) x scale of y.
+    scale = (high - low) / 15, at least 1e-6, where low and high are the least and largest of y and 0; zero point =
+    -low / scale and code = y (1 / scale) + zero point, both rounded half up and clamped to [0, 15]. An element of y
+    is (code - zero point) x scale. Where y has both signs these are the bits of vLLM's `int4_per_token_head`; with one
+    sign that clamps the zero point instead, which loses a vector whose first channel is much larger than all others.
 
     Args:
         x: (..., d) floating point, d a power of two.
@@ -414,7 +416,7 @@ def quantize_rotated(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         zero point.
     """
     y = rotation.rotate(torch.nan_to_num(x.float(), nan=0.0).clamp(-ROTATED_MAX, ROTATED_MAX))
-    low, high = y.amin(dim=-1), y.amax(dim=-1)
+    low, high = y.amin(dim=-1).clamp_max(0), y.amax(dim=-1).clamp_min(0)
     scale = ((high - low) / INT4_MAX).clamp_min(INT4_MIN_SCALE)
     zero_point = (-low / scale).clamp_min(0).add(0.5).trunc().clamp_max(INT4_MAX)
     shifted = y * (1.0 / scale).unsqueeze(-1) + zero_point.unsqueeze(-1)

@@ -1,4 +1,4 @@
-"""The arguments of `gqa_decode` and `kv_int8_append`, each said once; see `cute_kernels.runtime.ops`."""
+"""The arguments of `gqa_decode`, `kv_append` and `kv_int8_append`, each said once; see `cute_kernels.runtime.ops`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def _check_layout(name: str, value: object) -> None:
 def _check_kind(name: str, value: object) -> None:
     require(isinstance(value, str), name, kind(value), "a str", TypeError)
     if value not in KINDS:
-        fail(name, repr(value), f"one of {', '.join(KINDS)}, or None where the dtypes say it")
+        fail(name, repr(value), f"one of {', '.join(KINDS)}")
 
 
 def _check_window(name: str, value: object) -> None:
@@ -134,15 +134,15 @@ DECODE = Operator("gqa_decode", Inputs, Options, Request)
 
 
 class AppendInputs(TypedDict):
-    """What `kv_int8_append` is called with by position.
+    """What `kv_append` and `kv_int8_append` are called with by position.
 
     k: (tokens, h_kv, d) bfloat16 or float16, d 64, 128 or 256. Rows of d elements are contiguous and start at
         multiples of 16 bytes; any distance between tokens and between heads.
     v: like k.
-    k_cache: int8, of the shape that `layout` says; see `gqa_decode`. The innermost axis is contiguous, and all
-        strides are multiples of 16 bytes.
-    v_cache: likewise; of paged_vllm, any strides.
-    k_scale: float16 or float32. per_token, per_token_head and per_group (32, 64): written, and the granularity
+    k_cache: int8, or float8_e4m3fn with kind "fp8_per_token_head", of the shape that `layout` says; see `gqa_decode`.
+        The innermost axis is contiguous, and all strides are multiples of 16 bytes.
+    v_cache: likewise; of paged_vllm, any strides; with kind "int8_k_int4_v" uint8, d / 2 bytes for d values.
+    k_scale: of other kinds than "int8" float32, a scale per token and head. Else float16 or float32: per_token, per_token_head and per_group (32, 64): written, and the granularity
         follows from the shape. per_tensor () or (1,) and per_head (h_kv,): read; positive and finite.
     v_scale: likewise, of the same dtype. Its granularity may be another. What is written shares no memory, neither
         among its own elements nor with another argument.
@@ -169,8 +169,23 @@ class AppendOptions(TypedDict):
     layout: Annotated[str, Option(check=_check_layout, planned=True)]
 
 
-class AppendRequest(AppendInputs, AppendOptions):
+class KindOptions(AppendOptions):
+    """What `kv_append` is called with by name.
+
+    layout: "BNSH", "BSNH", "paged_NHD", "paged_HND" or "paged_vllm"; any name in `gqa.layouts.LAYOUTS`.
+    kind: "int8", "fp8_per_token_head", or "int8_k_int4_v", which has no paged_vllm.
+    """
+
+    kind: Annotated[str, Option(check=_check_kind, planned=True)]
+
+
+class Int8AppendRequest(AppendInputs, AppendOptions):
     """All that a call of `kv_int8_append` says."""
 
 
-APPEND = Operator("kv_int8_append", AppendInputs, AppendOptions, AppendRequest)
+class AppendRequest(AppendInputs, KindOptions):
+    """All that a call of `kv_append` says."""
+
+
+APPEND = Operator("kv_append", AppendInputs, KindOptions, AppendRequest)
+INT8_APPEND = Operator("kv_int8_append", AppendInputs, AppendOptions, Int8AppendRequest)

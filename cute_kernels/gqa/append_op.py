@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 import torch
 
 from cute_kernels.gqa.append_spec import KvAppendSpec, sharing
-from cute_kernels.gqa.checks import NAMES, Q_DTYPES, SCALE_DTYPES, VALUE_DTYPES
+from cute_kernels.gqa.checks import NAMES, Q_DTYPES, SCALE_DTYPES
+from cute_kernels.gqa.codes import INT8, KINDS
 from cute_kernels.gqa.layouts import ALIGNMENT, LAYOUTS, CacheLayout, ScaleKind, scale_kind, token_major
 from cute_kernels.gqa.reference import reference_append, sizes_of
 from cute_kernels.gqa.request import APPEND, INT8_APPEND, AppendRequest
@@ -82,7 +83,7 @@ def kv_int8_append(
     """
     request: AppendRequest = {
         "k": k, "v": v, "k_cache": k_cache, "v_cache": v_cache, "k_scale": k_scale, "v_scale": v_scale,
-        "slot_mapping": slot_mapping, "layout": layout, "kind": "int8",
+        "slot_mapping": slot_mapping, "layout": layout, "kind": INT8,
     }  # fmt: skip
     if torch.is_grad_enabled():
         INT8_APPEND.refuse_gradients(request)
@@ -182,9 +183,9 @@ def check(request: AppendRequest) -> None:
     layout = LAYOUTS[request["layout"]]
     check_tensor("k", k, dtype=Q_DTYPES, ndim=3)
     kind = request["kind"]
-    dtype = torch.float8_e4m3fn if kind == "fp8_per_token_head" else torch.int8
-    check_tensor("k_cache", k_cache, dtype=dtype, device=k.device)
-    check_tensor("v_cache", v_cache, dtype=VALUE_DTYPES.get(kind, dtype), device=k.device)
+    k_dtype, v_dtype = (getattr(torch, name) for name in KINDS[kind])
+    check_tensor("k_cache", k_cache, dtype=k_dtype, device=k.device)
+    check_tensor("v_cache", v_cache, dtype=v_dtype, device=k.device)
     sizes = sizes_of(layout, k_cache, v_cache)
     check_tensor("k_cache", k_cache, align=ALIGNMENT, unit_last_stride=True)
     if not layout.x_packed:  # the kernel stores packed values byte by byte
@@ -192,13 +193,13 @@ def check(request: AppendRequest) -> None:
     check_tensor("k", k, shape=(None, sizes.h_kv, sizes.d), align=ALIGNMENT, unit_last_stride=True)
     check_tensor("v", v, dtype=k.dtype, shape=tuple(k.shape), device=k.device, align=ALIGNMENT, unit_last_stride=True)
     written, read = {"k_cache": k_cache, "v_cache": v_cache}, {"k": k, "v": v, "slot_mapping": slots}
-    scale_dtypes = SCALE_DTYPES if kind == "int8" else torch.float32
+    scale_dtypes = SCALE_DTYPES if kind == INT8 else torch.float32
     for name, scale, known in (("k_scale", k_scale, scale_dtypes), ("v_scale", v_scale, None)):
         # both have the same dtype
         check_tensor(name, scale, dtype=known or k_scale.dtype, device=k.device)
         # raises where no granularity fits, or several
         granularity = scale_kind(name, tuple(scale.shape), layout, sizes).granularity
-        good = kind == "int8" or granularity == "per_token_head"
+        good = kind == INT8 or granularity == "per_token_head"
         require(good, name, granularity, f"per_token_head, as kind {kind!r} has it")
         is_read = granularity in ("per_tensor", "per_head")
         (read if is_read else written)[name] = scale
@@ -222,4 +223,4 @@ def _views(layout: CacheLayout, *kinds: ScaleKind) -> tuple[tuple[int, ...], ...
 
 _run = launch_or_explain(APPEND, _launch, check)
 _append = APPEND.register(_run, lambda request: None)
-_append_int8 = INT8_APPEND.register(lambda request: _run({**request, "kind": "int8"}), lambda request: None)
+_append_int8 = INT8_APPEND.register(lambda request: _run({**request, "kind": INT8}), lambda request: None)

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from cute_kernels.gqa.codes import DTYPES, KINDS, SCALE_DTYPES, VALUE_KINDS
+from cute_kernels.gqa.codes import CODES, DTYPES, INT8, KINDS, SCALE_DTYPES, VALUE_KINDS
 from cute_kernels.gqa.layouts import GROUP_SIZES, HEAD_DIMS, ScaleKind
 
 WARP = 32
@@ -36,7 +36,7 @@ class KvAppendSpec:
     k_scale: str
     v_scale: str
     scale_dtype: str
-    kind: str = "int8"
+    kind: str = INT8
     x_packed: bool = False
     team: int = 8
     held: int = 1
@@ -54,7 +54,7 @@ class KvAppendSpec:
         k_scale: str,
         v_scale: str,
         scale_dtype: str,
-        kind: str = "int8",
+        kind: str = INT8,
         x_packed: bool = False,
     ) -> "KvAppendSpec":
         """The variant for a cache of `h_kv` heads: the smallest team that holds a unit in registers, if a warp can."""
@@ -66,11 +66,10 @@ class KvAppendSpec:
             held = -(-pieces // team)
         return cls(dtype, d, k_scale, v_scale, scale_dtype, kind, x_packed, team, held if held <= MAX_HELD else 0)
 
-    def code(self, is_v: bool) -> str:
-        """The type of what is stored of K or V: "int8", "float8_e4m3fn" or "uint8", pairs of 4-bit codes."""
-        if self.kind == "fp8_per_token_head":
-            return "float8_e4m3fn"
-        return VALUE_KINDS.get(self.kind, "int8") if is_v else "int8"
+    @property
+    def codes(self) -> tuple[str, str]:
+        """The types of what is stored of K and V."""
+        return KINDS[self.kind]
 
     @property
     def by_token(self) -> bool:
@@ -86,14 +85,14 @@ class KvAppendSpec:
             ("k_scale", self.k_scale, SCALES),
             ("v_scale", self.v_scale, SCALES),
             ("scale_dtype", self.scale_dtype, SCALE_DTYPES),
-            ("kind", self.kind, KINDS),
+            ("kind", self.kind, tuple(KINDS)),
         ):
             if value not in known:
                 reasons.append(f"{name} is {value!r}; known are {known}")
         if not 1 <= self.warps <= 32:
             reasons.append(f"warps is {self.warps}; a CTA has 1 to 32")
         scales = (self.k_scale, self.v_scale, self.scale_dtype)
-        if self.kind != "int8" and scales != (PER_TOKEN_HEAD, PER_TOKEN_HEAD, "float32"):
+        if self.kind != INT8 and scales != (PER_TOKEN_HEAD, PER_TOKEN_HEAD, "float32"):
             reasons.append(f"kind is {self.kind}; it has float32 scales per token and head")
         if self.kind in VALUE_KINDS and self.x_packed:
             reasons.append(f"kind is {self.kind}; it needs a layout whose tokens are rows")
@@ -112,7 +111,7 @@ class KvAppendSpec:
     def expected(self) -> dict[str, Any]:
         """What the compiled kernel is held to."""
         registers = {0: 48, 1: 48, 2: 64, 3: 80, 4: 112}[self.held]
-        conversion = {"int8": "F2IP.S8", "float8_e4m3fn": "F2FP.SATFINITE"}[self.code(is_v=False)]
+        conversion = CODES[self.codes[0]].conversion
         return {"registers": registers, "instructions": ("LDG.E.128", "STG.E.128", conversion)}
 
 
@@ -125,19 +124,25 @@ def shipped_specs() -> list[KvAppendSpec]:
     """The variants that the tests hold to their budget, one of each kind; a call may ask for any other."""
     bf16, fp16 = DTYPES
     token_head = {"k_scale": PER_TOKEN_HEAD, "v_scale": PER_TOKEN_HEAD, "scale_dtype": "float32"}
-    return [
-        KvAppendSpec.for_launch(dtype=bf16, d=128, h_kv=8, k_scale=kind, v_scale=kind, scale_dtype=scale_dtype)
-        for kind, scale_dtype in ((PER_TOKEN_HEAD, "float32"), (GIVEN, "float32"), (PER_TOKEN, "float16"))
-    ] + [
-        KvAppendSpec.for_launch(dtype=bf16, d=128, h_kv=8, **token_head, kind=kind) for kind in KINDS[1:]
-    ] + [
-        KvAppendSpec.for_launch(
-            dtype=fp16, d=256, h_kv=64, k_scale=PER_TOKEN, v_scale=PER_TOKEN, scale_dtype="float32"
-        ),
-        KvAppendSpec.for_launch(
-            dtype=bf16, d=64, h_kv=8, k_scale="per_group_32", v_scale=PER_TOKEN_HEAD, scale_dtype="float16"
-        ),
-        KvAppendSpec.for_launch(
-            dtype=fp16, d=128, h_kv=8, k_scale=GIVEN, v_scale="per_group_64", scale_dtype="float16", x_packed=True
-        ),
-    ]
+    return (
+        [
+            KvAppendSpec.for_launch(dtype=bf16, d=128, h_kv=8, k_scale=kind, v_scale=kind, scale_dtype=scale_dtype)
+            for kind, scale_dtype in ((PER_TOKEN_HEAD, "float32"), (GIVEN, "float32"), (PER_TOKEN, "float16"))
+        ]
+        + [
+            KvAppendSpec.for_launch(dtype=bf16, d=128, h_kv=8, **token_head, kind=kind)
+            for kind in KINDS
+            if kind != INT8
+        ]
+        + [
+            KvAppendSpec.for_launch(
+                dtype=fp16, d=256, h_kv=64, k_scale=PER_TOKEN, v_scale=PER_TOKEN, scale_dtype="float32"
+            ),
+            KvAppendSpec.for_launch(
+                dtype=bf16, d=64, h_kv=8, k_scale="per_group_32", v_scale=PER_TOKEN_HEAD, scale_dtype="float16"
+            ),
+            KvAppendSpec.for_launch(
+                dtype=fp16, d=128, h_kv=8, k_scale=GIVEN, v_scale="per_group_64", scale_dtype="float16", x_packed=True
+            ),
+        ]
+    )

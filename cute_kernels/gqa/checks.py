@@ -16,9 +16,7 @@ Q_DTYPES, CACHE_DTYPES, SCALE_DTYPES = (
     tuple(getattr(torch, name) for name in names) for names in (codes.DTYPES, codes.CODES, codes.SCALE_DTYPES)
 )
 VALUE_DTYPES = {kind: getattr(torch, name) for kind, name in codes.VALUE_KINDS.items()}
-NAMES = {
-    dtype: str(dtype).removeprefix("torch.") for dtype in (*CACHE_DTYPES, *VALUE_DTYPES.values(), *SCALE_DTYPES)
-}
+NAMES = {dtype: str(dtype).removeprefix("torch.") for dtype in (*CACHE_DTYPES, *VALUE_DTYPES.values(), *SCALE_DTYPES)}
 
 
 def sizes_of(request: Request, layout: CacheLayout) -> CacheSizes:
@@ -107,7 +105,7 @@ def check(request: Request) -> None:
 def check_kind(kind: str | None, k_cache: torch.Tensor) -> None:
     """Raises where a kind's keys have another type."""
     if kind is not None:
-        dtype = torch.float8_e4m3fn if kind == "fp8_per_token_head" else torch.int8
+        dtype = getattr(torch, codes.KINDS[kind][0])
         require(k_cache.dtype is dtype, "k_cache", k_cache.dtype, f"{dtype}, that of kind {kind!r}", TypeError)
 
 

@@ -205,7 +205,7 @@ def cache_sizes(
         ValueError: a shape that the layout does not have; the message names the argument.
     """
     if v_values > 1 and layout.x_packed:
-        raise ValueError(f"layout: got {layout.name!r}; 4-bit values need one whose tokens are rows")
+        raise ValueError(f"layout: got {layout.name!r}; needs one whose tokens are rows, with 4-bit values")
     for name, shape, axes in (("k_cache", k_shape, layout.key), ("v_cache", v_shape, layout.value)):
         if len(shape) != len(axes):
             raise ValueError(f"{name}: got shape {tuple(shape)}; layout {layout.name!r} needs {len(axes)} axes, {axes}")

@@ -13,8 +13,15 @@ from typing import Final, NamedTuple
 import torch
 from einops import rearrange, reduce
 
-from cute_kernels.gqa import rotation
-from cute_kernels.gqa.codes import VALUE_KINDS, values_of
+from cute_kernels.gqa.codes import (
+    E4M3_MAX,
+    E4M3_MIN_SCALE,
+    INT4_MAX,
+    INT4_MIN_SCALE,
+    ROTATED_MAX,
+    VALUE_KINDS,
+    values_of,
+)
 from cute_kernels.gqa.layouts import (
     LAYOUTS,
     CacheLayout,
@@ -25,14 +32,9 @@ from cute_kernels.gqa.layouts import (
     scale_kind,
     token_major,
 )
+from cute_kernels.gqa.rotation_reference import rotate, unrotate
 
 INT8_MAX: Final = 127
-E4M3_MAX: Final = 448.0
-E4M3_MIN_SCALE: Final = 1e-6
-INT4_MAX: Final = 15
-INT4_MIN_SCALE: Final = 1e-6
-ROTATED_MAX: Final = 2.0**118
-"""Sizes beyond it count as it before a rotation, so that neither sums of 256 nor their differences overflow."""
 MIN_SCALE: Final = {torch.float32: 2.0**-126, torch.float16: 2.0**-14}
 """The smallest scale that quantization stores: the smallest normal number."""
 ELEMENTS_PER_CHUNK: Final = 1 << 25
@@ -115,7 +117,7 @@ def _dequantize(
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     if codes.dtype == torch.uint8:
         assert scale is not None
-        return rotation.unrotate(dequantize_uint4(codes, scale, wide)).to(dtype)
+        return unrotate(dequantize_uint4(codes, scale, wide)).to(dtype)
     values = codes.to(wide)
     if scale is not None and kind is not None:
         values = values * spread_scale(scale.to(wide), kind)
@@ -402,7 +404,8 @@ def quantize(
 def quantize_rotated(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """4-bit codes of rotated tokens; each step is rounded to float32.
 
-    A NaN counts as 0, and what is larger than 2^118 as that. y = H D x, sums of neighbours first (`gqa.rotation`).
+    A NaN counts as 0, and what is larger than 2^118 as that. y = H D x, sums of neighbours first
+    (`gqa.rotation_reference`).
     scale = (high - low) / 15, at least 1e-6, where low and high are the least and largest of y and 0; zero point =
     -low / scale and code = y (1 / scale) + zero point, both rounded half up and clamped to [0, 15]. An element of y
     is (code - zero point) x scale. Where y has both signs these are the bits of vLLM's `int4_per_token_head`; with one
@@ -415,7 +418,7 @@ def quantize_rotated(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         bytes (..., d / 2), the even element in the low bits, and float32 scales (...), whose lowest four bits are the
         zero point.
     """
-    y = rotation.rotate(torch.nan_to_num(x.float(), nan=0.0).clamp(-ROTATED_MAX, ROTATED_MAX))
+    y = rotate(torch.nan_to_num(x.float(), nan=0.0).clamp(-ROTATED_MAX, ROTATED_MAX))
     low, high = y.amin(dim=-1).clamp_max(0), y.amax(dim=-1).clamp_min(0)
     scale = ((high - low) / INT4_MAX).clamp_min(INT4_MIN_SCALE)
     zero_point = (-low / scale).clamp_min(0).add(0.5).trunc().clamp_max(INT4_MAX)

@@ -99,8 +99,8 @@ class Options(TypedDict, total=False):
     return_lse: also return the log-sum-exp.
     cache_starts: (batch,) int32, the first token of each sequence that queries may see: what is before it is padding,
         of which nothing is read but the rest of a tile or page. Negative counts as 0. It moves no position.
-    kind: what `kv_append` stored, where the dtypes do not say it: "int8_k_int4_v". Its scales are float32, per token and
-        head; see `cute_kernels.gqa.reference.quantize_rotated`.
+    kind: what `kv_append` stored, where the dtypes do not say it: "int8_k_int4_v". Its scales are float32, per token
+        and head; see `cute_kernels.gqa.reference.quantize_rotated`.
     """
 
     layout: Annotated[str, Option("BNSH", check=_check_layout, planned=True)]
@@ -142,8 +142,9 @@ class AppendInputs(TypedDict):
     k_cache: int8, or float8_e4m3fn with kind "fp8_per_token_head", of the shape that `layout` says; see `gqa_decode`.
         The innermost axis is contiguous, and all strides are multiples of 16 bytes.
     v_cache: likewise; of paged_vllm, any strides; with kind "int8_k_int4_v" uint8, d / 2 bytes for d values.
-    k_scale: of other kinds than "int8" float32, a scale per token and head. Else float16 or float32: per_token, per_token_head and per_group (32, 64): written, and the granularity
-        follows from the shape. per_tensor () or (1,) and per_head (h_kv,): read; positive and finite.
+    k_scale: float32 and per_token_head; with kind "int8" float16 or float32 of any granularity, which follows from the
+        shape. per_token, per_token_head and per_group (32, 64) are written; per_tensor () or (1,) and per_head (h_kv,)
+        are read: positive and finite.
     v_scale: likewise, of the same dtype. Its granularity may be another. What is written shares no memory, neither
         among its own elements nor with another argument.
     slot_mapping: (tokens,) int64, or int32, which is widened first: ``page * page_size + offset``, without pages

@@ -3,8 +3,16 @@
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, NamedTuple
 
-from cute_kernels.gqa.codes import CODES, DTYPES, ROTATED, SCALE_DTYPES, WIDENED, Codes
-from cute_kernels.gqa.layouts import GROUP_SIZES, HEAD_DIMS, KERNEL_LAYOUTS, X_PACKED, Which, is_kernel_layout, kernel_axes
+from cute_kernels.gqa.codes import CODES, DTYPES, KINDS, ROTATED, SCALE_DTYPES, WIDENED, Codes
+from cute_kernels.gqa.layouts import (
+    GROUP_SIZES,
+    HEAD_DIMS,
+    KERNEL_LAYOUTS,
+    X_PACKED,
+    Which,
+    is_kernel_layout,
+    kernel_axes,
+)
 
 KEYS_PER_WARP = 16
 SCALES = {"none": 0, "per_head": 0, "per_token": 1, **{f"per_group_{size}": size for size in GROUP_SIZES}}
@@ -85,9 +93,14 @@ class GqaDecodeSpec:
         if self.kv_dtype not in (*WIDENED, self.q_dtype):
             reasons.append(f"kv_dtype is {self.kv_dtype}; it is {', '.join(WIDENED)} or that of q, {self.q_dtype}")
         if self.rotated and (
-            self.kv_dtype != "int8" or self.v_scales != "per_token" or self.scale_dtype != "float32" or self.x_packed
+            (self.kv_dtype, self.v_dtype) not in KINDS.values()
+            or self.v_scales != "per_token"
+            or self.scale_dtype != "float32"
+            or self.x_packed
         ):
-            reasons.append(f"v_dtype is {self.v_dtype}; it goes with int8 keys and float32 scales of tokens, not packed")
+            reasons.append(
+                f"v_dtype is {self.v_dtype}; it goes with int8 keys and float32 scales of tokens, not packed"
+            )
         elif self.v_dtype is not None and not self.rotated:
             reasons.append(f"v_dtype is {self.v_dtype}; it is None or {', '.join(ROTATED)}")
         if self.d not in HEAD_DIMS:

@@ -10,7 +10,7 @@ from cutlass.cute.nvgpu import CopyG2ROp
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
 from cute_kernels.gqa.append_spec import GIVEN, GROUPS, PER_TOKEN, PER_TOKEN_HEAD, VALUES, WARP, KvAppendSpec
-from cute_kernels.gqa.codes import CODES, ROTATED, element
+from cute_kernels.gqa.codes import CODES, INT8, ROTATED, element
 from cute_kernels.gqa.kernels.quantize import Quantizer
 from cute_kernels.gqa.kernels.quantize_rotated import E4m3Quantizer, RotatedQuantizer
 
@@ -111,11 +111,10 @@ class KvAppendKernel:
         self.threads = spec.warps * WARP
         self.teams = self.threads // spec.team
         self.kinds = (spec.k_scale, spec.v_scale)
-        codes = [spec.code(is_v) for is_v in (False, True)]
-        self.quantizer = Quantizer(spec) if spec.code(is_v=False) == "int8" else E4m3Quantizer(spec)
-        self.rotated = [code == "uint8" for code in codes]
+        self.quantizer = Quantizer(spec) if spec.codes[0] == INT8 else E4m3Quantizer(spec)
+        self.rotated = [code in ROTATED for code in spec.codes]
         self.rotated_quantizer = RotatedQuantizer(spec)
-        self.code_types = [{**CODES, **ROTATED}[code].element() for code in codes]
+        self.code_types = [{**CODES, **ROTATED}[code].element() for code in spec.codes]
 
     @cute.jit
     def __call__(

@@ -5,8 +5,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 
 from cute_kernels.device import softmax
-from cute_kernels.gqa import rotation
-from cute_kernels.gqa.codes import element
+from cute_kernels.gqa.codes import FLIPPED, element
 from cute_kernels.gqa.kernels.arguments import QueryBlock, Tensors
 from cute_kernels.gqa.kernels.fragments import Fragments, SoftmaxState, Thread
 from cute_kernels.gqa.kernels.pipelines import NamedBarrier
@@ -147,7 +146,7 @@ class Epilogue(Fragments):
                     acc[c] = other + (acc[c].bitcast(Int32) ^ sign).bitcast(Float32)
             flipped = Int32(0)
             for word in cutlass.range_constexpr(self.spec.d // 32):
-                bits = const_expr((rotation.FLIPPED >> 32 * word) & 0xFFFFFFFF)
+                bits = const_expr((FLIPPED >> 32 * word) & 0xFFFFFFFF)
                 bits = const_expr(bits - (1 << 32) if bits >> 31 else bits)
                 flipped = cutlass.select_(vector // 8 == word, Int32(bits), flipped)
             flipped = flipped >> (4 * (vector % 8))

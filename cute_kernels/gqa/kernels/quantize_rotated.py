@@ -8,10 +8,9 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 
-from cute_kernels.gqa import rotation
-from cute_kernels.gqa.append_spec import VALUES
+from cute_kernels.gqa.append_spec import VALUES, KvAppendSpec
+from cute_kernels.gqa.codes import E4M3_MAX, E4M3_MIN_SCALE, FLIPPED, INT4_MAX, INT4_MIN_SCALE, ROTATED_MAX
 from cute_kernels.gqa.kernels.quantize import LARGEST, Quantizer
-from cute_kernels.gqa.reference import E4M3_MAX, E4M3_MIN_SCALE, INT4_MAX, INT4_MIN_SCALE, ROTATED_MAX
 
 
 class E4m3Quantizer(Quantizer):
@@ -43,7 +42,7 @@ class E4m3Quantizer(Quantizer):
 class RotatedQuantizer(Quantizer):
     """Device code for one lane; the lanes of a head hold its values, 16 each."""
 
-    def __init__(self, spec) -> None:
+    def __init__(self, spec: KvAppendSpec) -> None:
         super().__init__(spec)
         self.lanes = spec.d // VALUES
 
@@ -75,7 +74,7 @@ class RotatedQuantizer(Quantizer):
         values = rX.load().to(Float32)
         flipped = Int32(0)
         for piece in cutlass.range_constexpr(self.lanes):
-            bits = const_expr(rotation.FLIPPED >> VALUES * piece & 0xFFFF)
+            bits = const_expr(FLIPPED >> VALUES * piece & 0xFFFF)
             flipped = cutlass.select_(part == piece, Int32(bits), flipped)
         y = cute.make_rmem_tensor((VALUES,), Float32)
         for i in cutlass.range_constexpr(VALUES):
@@ -102,25 +101,19 @@ def not_nan(x: Float32) -> Float32:
 
 @cute.jit
 def product(a: Float32, b: Float32) -> Float32:
-    """a b, rounded."""
-    return cute.arch.inline_ptx(
-        "mul.rn.f32 {$w0}, {$r0}, {$r1};", write_only_types=[Float32], read_only_args=[a, b]
-    )
+    """A b, rounded."""
+    return cute.arch.inline_ptx("mul.rn.f32 {$w0}, {$r0}, {$r1};", write_only_types=[Float32], read_only_args=[a, b])
 
 
 @cute.jit
 def total(a: Float32, b: Float32) -> Float32:
-    """a + b, rounded."""
-    return cute.arch.inline_ptx(
-        "add.rn.f32 {$w0}, {$r0}, {$r1};", write_only_types=[Float32], read_only_args=[a, b]
-    )
+    """A + b, rounded."""
+    return cute.arch.inline_ptx("add.rn.f32 {$w0}, {$r0}, {$r1};", write_only_types=[Float32], read_only_args=[a, b])
 
 
 @cute.jit
 def rounded_code(x: Float32) -> Int32:
-    """x rounded half up to an integer from 0 to 15."""
+    """X rounded half up to an integer from 0 to 15."""
     half_up = total(cute.arch.fmax(x, 0.0), Float32(0.5))
-    code = cute.arch.inline_ptx(
-        "cvt.rzi.s32.f32 {$w0}, {$r0};", write_only_types=[Int32], read_only_args=[half_up]
-    )
+    code = cute.arch.inline_ptx("cvt.rzi.s32.f32 {$w0}, {$r0};", write_only_types=[Int32], read_only_args=[half_up])
     return cutlass.min(code, INT4_MAX)

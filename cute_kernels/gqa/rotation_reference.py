@@ -7,12 +7,9 @@ become a little of everything, which leaves a code 15 steps for what all element
 
 from __future__ import annotations
 
-from typing import Final
-
 import torch
 
-FLIPPED: Final = 0x5DFBC5FCDF467B754503BBEB55B747E9480ABC759BBC2937F7FCA4E9A8CA6F2
-"""Bit i: element i changes its sign. torch's generator on a CPU draws them from the seed 0x9E3779B9."""
+from cute_kernels.gqa.codes import FLIPPED
 
 
 def signs(d: int, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu") -> torch.Tensor:
@@ -31,10 +28,10 @@ def hadamard(x: torch.Tensor) -> torch.Tensor:
 
 
 def rotate(x: torch.Tensor) -> torch.Tensor:
-    """y = H D x over the last axis."""
+    """Y = H D x over the last axis."""
     return hadamard(x * signs(x.shape[-1], x.dtype, x.device))
 
 
 def unrotate(y: torch.Tensor) -> torch.Tensor:
-    """x = D H y / d over the last axis."""
+    """X = D H y / d over the last axis."""
     return hadamard(y) * (signs(y.shape[-1], y.dtype, y.device) / y.shape[-1])

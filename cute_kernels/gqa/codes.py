@@ -23,7 +23,6 @@ class Codes:
                      float32 with a zero point in its four lowest bits
     widened          whether elements become 16-bit operands in registers; others are operands as they are
     needs_scales     whether a cache must have scales; a widened type may have them
-    per_token_pages  whether `gather_pages` takes a scale for each token and head, not one for all
     not_finite       of a register of elements: the bits that are all ones where one is not finite, the last of them,
                      and the signs. None: there is no such element
     conversion       the instruction that makes elements of float32 numbers
@@ -36,7 +35,6 @@ class Codes:
     rotated: ClassVar[bool] = False
     widened: ClassVar[bool] = True
     needs_scales: ClassVar[bool] = False
-    per_token_pages: ClassVar[bool] = False
     not_finite: ClassVar[tuple[int, int, int] | None] = None
     conversion: ClassVar[str] = ""
     clocks: ClassVar[float] = 0.0
@@ -58,7 +56,7 @@ class Int8(Codes):
     """Signed bytes. A mask (64 lanes a clock) makes a pair float16, a subtraction (256 a clock) makes it exact."""
 
     name = "int8"
-    needs_scales = per_token_pages = True
+    needs_scales = True
     conversion = "F2IP.S8"
     clocks = 1 / 128 + 1 / 256
 

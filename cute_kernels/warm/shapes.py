@@ -161,18 +161,18 @@ class GqaShape:
             raise ValueError(
                 f"scales: got {self.scale_dtype} {self.scales}; {self.kv_dtype} has float32 per_token_head"
             )
-        if self.scales is None and CODES[self.types[0]].needs_scales:
+        if self.scales is None and CODES[self._types[0]].needs_scales:
             raise ValueError(f"scales: got None; an int8 cache needs one of {', '.join(SCALES)}")
 
     @property
-    def types(self) -> tuple[str, str]:
+    def _types(self) -> tuple[str, str]:
         """Of K and of V."""
         return KINDS.get(self.kv_dtype, (self.kv_dtype, self.kv_dtype))
 
     def specs(self, batch_sizes: Iterable[int], query_tokens: Iterable[int], num_sms: int) -> Iterator[KernelSpec]:
         """The kernel of each call, in the order of the batch sizes; the same one may come often."""
         layout = LAYOUTS[self.layout]
-        kind = SCALES[self.scales] if self.scales and self.types[0] in WIDENED else None
+        kind = SCALES[self.scales] if self.scales and self._types[0] in WIDENED else None
         scale_dtype = self.scale_dtype if kind else "float32"
         for s_q in query_tokens:
             if s_q > MAX_S_Q:
@@ -184,7 +184,7 @@ class GqaShape:
                     CacheSizes(batch, rows, self.kv_heads, self.head_dim),
                     q_shape=(batch, s_q, self.heads),
                     q_dtype=self.dtype,
-                    kv_dtype=self.types[0],
+                    kv_dtype=self._types[0],
                     v_dtype=VALUE_KINDS.get(self.kv_dtype),
                     kinds=(kind, kind),
                     scale_dtype=scale_dtype,
@@ -249,7 +249,7 @@ class PromptShape:
     heads     query heads of one GPU
     head_dim  64, 128 or 256
     dtype     of queries: "bfloat16" or "float16"
-    kv_dtype  of the cache: "int8" or "float8_e4m3fn"
+    kv_dtype  of the cache: "int8" or "fp8_per_token_head", with scales of tokens, or "float8_e4m3fn" with one for all
     sink      whether layers have sinks
     merged    whether contexts are so long that they come in parts
     """
@@ -266,7 +266,8 @@ class PromptShape:
 
         Sinks join the last merge of a context alone.
         """
-        yield KvGatherSpec(self.kv_dtype, self.dtype, self.head_dim)
+        kv_dtype = KINDS[self.kv_dtype][0] if self.kv_dtype in KINDS else self.kv_dtype
+        yield KvGatherSpec(kv_dtype, self.dtype, self.head_dim, one_scale=self.kv_dtype not in KINDS)
         merges = itertools.product((64, 4096), (2, 3, 4), {False, self.sink}) if self.merged else ()
         for tokens, states, sink in merges:
             yield MergeSpec.for_launch(

@@ -154,7 +154,7 @@ def wrong(**changes: Any) -> list[str]:
 @pytest.mark.parametrize(
     "changes",
     [
-        *({"kv_cache_dtype": name} for name in ("auto", "bfloat16", "fp8", "fp8_e4m3", calls.INT8)),
+        *({"kv_cache_dtype": name} for name in ("auto", "bfloat16", "fp8", "fp8_e4m3", *calls.SCALED)),
         *({"block_size": size} for size in (16, 32, 48, 64, 128, 256, 512)),
         *({"head_size": size} for size in (64, 256)),
         {"dtype": torch.float16, "kv_cache_dtype": "float16"},
@@ -194,7 +194,8 @@ def test_what_is_not_served(changes: dict[str, Any]) -> None:
 def test_shapes_of_caches() -> None:
     """Those that views are made of: vLLM's own."""
     shape = gqa.CuteAttentionBackend.get_kv_cache_shape
-    assert shape(10, 32, 8, 128, calls.INT8) == (10, 8, 32, calls.int8_token_bytes(128))
+    assert shape(10, 32, 8, 128, calls.FP8_SCALED) == (10, 8, 32, calls.scaled_token_bytes(128))
+    assert shape(10, 32, 8, 128, calls.INT8) == (10, 8, 32, calls.scaled_token_bytes(128))
     assert shape(10, 32, 8, 128, "auto") == shape(10, 32, 8, 128, "fp8") == (10, 8, 32, 256)
 
 
@@ -206,7 +207,7 @@ def test_specifications_of_caches() -> None:
         block_size=32, num_kv_heads=8, head_size=128, dtype=torch.int8, kv_quant_mode=KVQuantMode.INT8_PER_TOKEN_HEAD
     )
     ours = gqa.CuteAttentionBackend.customize_spec(given)
-    assert ours.num_heads == 8 and ours.state_content_size_bytes == calls.int8_token_bytes(128)
+    assert ours.num_heads == 8 and ours.state_content_size_bytes == calls.scaled_token_bytes(128)
 
 
 @pytest.mark.skipif(NEW_CACHES, reason="this vLLM does not ask")
@@ -377,7 +378,7 @@ def test_attention_in_both_directions_is_not_decoded() -> None:
 
 
 @pytest.mark.parametrize("flash", [None, FlashStandIn()], ids=["cpu", "flash"])
-@pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8", calls.INT8])
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8", *calls.SCALED])
 @pytest.mark.parametrize("window, sinks", [(None, False), (20, True)])
 @pytest.mark.parametrize(
     "lengths, queries",
@@ -416,7 +417,7 @@ def test_a_layer_attends(
     out, padding = out[:-3], out[-3:]
     assert (padding == 0).all(), "vLLM takes maxima over all rows"
     error = batch.error(out, window, None if s_aux is None else s_aux.float())
-    assert error < {"auto": 0.01, "fp8": 0.06, calls.INT8: 0.02}[kv_cache_dtype]
+    assert error < {"auto": 0.01, calls.INT8: 0.02}.get(kv_cache_dtype, 0.06)
     decoded = FEW if kv_cache_dtype != "auto" else 1
     assert flash is None or len(flash.calls) == ran + (max(queries) > decoded and not metadata.fresh)
 
@@ -476,15 +477,17 @@ def test_what_no_kernel_computes_is_refused_with_the_layer() -> None:
     gqa.CuteAttentionImpl(HEADS, 64, 0.125, KV_HEADS, chunk_lookback=-1, use_alibi_sqrt=False)
 
 
-def test_int8_codes_as_the_triton_kernels_read_them() -> None:
-    impl = gqa.CuteAttentionImpl(HEADS, 64, 0.125, KV_HEADS, None, None, calls.INT8)
-    kv_cache = empty_cache(3, 16, calls.INT8)
+@pytest.mark.parametrize("kv_cache_dtype", calls.SCALED)
+def test_codes_with_scales_as_the_triton_kernels_read_them(kv_cache_dtype: str) -> None:
+    impl = gqa.CuteAttentionImpl(HEADS, 64, 0.125, KV_HEADS, None, None, kv_cache_dtype)
+    kv_cache = empty_cache(3, 16, kv_cache_dtype)
     k, v = impl._pth_key_value_caches(kv_cache)
+    assert k.dtype is v.dtype is calls.CODES[kv_cache_dtype]
     assert k.shape == v.shape == (3, 16, KV_HEADS, 64)
     for scale in (impl._k_scale_cache, impl._v_scale_cache):
         assert scale is not None and scale.shape == (3, 16, KV_HEADS) and scale.dtype is torch.float32
     impl.calls.views(kv_cache).v.fill_(3)
-    assert bool((v == 3).all()) and not k.any()
+    assert bool((v.float() == 3).all()) and not k.float().any()
 
 
 # ---- sparse MLA

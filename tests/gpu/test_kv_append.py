@@ -130,6 +130,5 @@ def test_a_graph_and_no_tokens():
         tensor.zero_()
     graph.replay()
     for name, tensor in caches.items():
-        place = (0, slice(None), 3)
-        assert torch.equal(tensor[place].view(torch.uint8), expected[name][place].view(torch.uint8))
-        assert (tensor[1, :, 5].view(torch.uint8) == 0).all()
+        assert torch.equal(tensor[0, :, 3], expected[name][0, :, 3])
+        assert not tensor[1, :, 5].any()

@@ -2,7 +2,7 @@
 
 Decoding and whole prompts run on our kernels, prompts with tokens in the cache on vLLM's FlashAttention 3, see
 prompts.py. All else that a layer does is that of the class it extends, vLLM's Triton backend: the same caches, and what
-none of these has a kernel for. In a page of INT8 the bytes of a head have an order of their own, see calls.py.
+none of these has a kernel for. In pages with scales of tokens a head's bytes have an order of their own, see calls.py.
 
 Where vLLM is batch invariant (`VLLM_BATCH_INVARIANT=1`), what runs for a request follows from that request alone: one
 split, one way for all prompts, which is over the cache, and one call for each of those over copies of pages.
@@ -29,7 +29,7 @@ from vllm.v1.attention.backends.triton_attn import (
 
 from cute_kernels.integrations.vllm.backends import Function
 from cute_kernels.integrations.vllm.batches import are_fresh, counted, prompts_of, without_decodes
-from cute_kernels.integrations.vllm.calls import FLASH_ATTENTION, FP8, HEAD_DIMS, INT8, MAX_QUERIES, GqaCalls
+from cute_kernels.integrations.vllm.calls import FLASH_ATTENTION, FP8, HEAD_DIMS, MAX_QUERIES, SCALED, GqaCalls
 from cute_kernels.integrations.vllm.prompts import AHEAD, Prompts, attend, reserve
 from cute_kernels.integrations.vllm.warming import compile_shapes
 from cute_kernels.warm.shapes import Shape
@@ -151,7 +151,7 @@ class CuteAttentionBackend(TritonAttentionBackend):
     """`gqa_decode` for decoding, over 16-bit, FP8 and INT8 caches."""
 
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.bfloat16, torch.float16]
-    supported_kv_cache_dtypes: ClassVar[list[Any]] = ["auto", "bfloat16", "float16", *FP8, INT8]
+    supported_kv_cache_dtypes: ClassVar[list[Any]] = ["auto", "bfloat16", "float16", *FP8, *SCALED]
 
     @staticmethod
     def get_name() -> str:
@@ -355,8 +355,8 @@ class CuteAttentionImpl(TritonAttentionImpl):
         self, layer: Any, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor
     ) -> None:
         """Stores new tokens: key and value (tokens or more, kv_heads, d), slot_mapping (tokens,)."""
-        if self.calls.int8:
-            self.calls.append_int8(key, value, kv_cache, slot_mapping)
+        if self.calls.kind is not None:
+            self.calls.append_scaled(key, value, kv_cache, slot_mapping)
         elif key.device.type == "cpu":
             self.calls.append_plain(key, value, kv_cache, slot_mapping, layer._k_scale, layer._v_scale)
         else:

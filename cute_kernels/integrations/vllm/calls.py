@@ -220,12 +220,38 @@ class GqaCalls:
             out=output.unflatten(0, (requests, -1)),
         )  # fmt: skip
 
+    def part(
+        self, query: torch.Tensor, kv_cache: torch.Tensor, lengths: torch.Tensor, block_table: torch.Tensor,
+        k_scale: torch.Tensor, v_scale: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+        """Attention of queries to keys that all of them see, some of their request's, without sinks.
+
+        Args:
+            query: (batch, s_q, any number of heads, d), s_q at most `MAX_QUERIES`.
+            kv_cache: as vLLM hands it to the layer.
+            lengths: (batch,) int32, keys.
+            block_table: (batch, pages) int32.
+            k_scale: of an FP8 cache: one factor.
+            v_scale: likewise.
+
+        Returns:
+            out (batch, s_q, heads, d) and lse (batch, s_q, heads) float32.
+        """
+        views = self.views(kv_cache)
+        scales: tuple[Any, Any] = (views.k_scale, views.v_scale)
+        if self.cache_dtype in FP8:
+            scales = (k_scale, v_scale)
+        return gqa_decode(
+            query, views.k, views.v, *scales, layout=views.layout, cache_seqlens=lengths, block_table=block_table,
+            causal=False, softmax_scale=self.scale, num_splits=self.num_splits, return_lse=True,
+        )  # fmt: skip
+
     def prefills_fresh_tokens(self) -> bool:
         """Whether `prefill_fresh` computes what this layer is."""
-        return not self.shares_cache and (self._is_plain or self.flash is not None)
+        return not self.shares_cache and (self.is_plain or self.flash is not None)
 
     @property
-    def _is_plain(self) -> bool:
+    def is_plain(self) -> bool:
         """Whether `sink_attention` computes what this layer is."""
         return self.softcap is None and self.alibi_slopes is None and self.head_dim in PREFILL_HEAD_DIMS
 
@@ -246,7 +272,7 @@ class GqaCalls:
         On an H200 `sink_attention` takes 0.90 to 0.97 of FlashAttention's time up to 8,192 tokens, 1.02 at 32,768.
         """
         max_query_len = int(max_query_len)
-        if not self._is_plain:
+        if not self.is_plain:
             self.flash_attend(
                 query, key, value, output, cu_seqlens_q=query_start_loc, cu_seqlens_k=query_start_loc,
                 max_seqlen_q=max_query_len, max_seqlen_k=max_query_len, causal=True,
@@ -313,7 +339,7 @@ class GqaCalls:
         if self.copies_pages:
             merged = max_tokens > self.copied_tokens
             shapes.append(PromptShape(self.heads, self.head_dim, name, kv_dtype, self.s_aux is not None, merged))
-        if self._is_plain and not self.shares_cache:
+        if self.is_plain and not self.shares_cache:
             shapes.append(PrefillShape(self.heads, self.kv_heads, self.head_dim, name, (self.window,), packed=True))
         return shapes
 

@@ -190,7 +190,7 @@ SCALE_DTYPES: Final = ("float16", "float32")
 
 def values_of(name: str) -> int:
     """Numbers that an element of a cache holds."""
-    return {**CODES, **ROTATED}[name].values
+    return ROTATED[name].values if name in ROTATED else 1
 
 
 def element(name: str) -> Any:

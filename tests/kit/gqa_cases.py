@@ -52,9 +52,8 @@ KV_DTYPES: Final = {
     "fp8": torch.float8_e4m3fn,
     "bf16": torch.bfloat16,
     "fp16": torch.float16,
-    "int8_k_int4_v": torch.int8,
 }
-"""Of keys. The last is a kind: its values are 4-bit codes, with a float32 scale per token and head."""
+FOUR_BITS: Final = "int8_k_int4_v"
 SCALE_NAMES: Final = {
     "per_tensor": ScaleKind("per_tensor"),
     "per_head": ScaleKind("per_head"),
@@ -154,7 +153,8 @@ def gqa_case(
         s_q: queries of each sequence.
         layout: name of the layout.
         page_size: tokens of a page, for paged layouts.
-        kv_dtype: one of `KV_DTYPES`.
+        kv_dtype: one of `KV_DTYPES`; or `FOUR_BITS`, int8 keys with rotated 4-bit values, both with float32 scales per
+            token and head.
         q_dtype: bfloat16 or float16; a 16-bit cache needs the same.
         k_scales: one of `SCALE_NAMES`. Ignored for 16-bit caches; None, for both, leaves an FP8 cache without.
         v_scales: likewise.
@@ -175,8 +175,8 @@ def gqa_case(
     if values not in VALUES:
         raise ValueError(f"values: got {values!r}, needs one of {', '.join(VALUES)}")
     known, gen = LAYOUTS[layout], generator(seed, device)
-    dtype = KV_DTYPES[kv_dtype]
-    itemsize, four_bits = dtype.itemsize, kv_dtype == "int8_k_int4_v"
+    dtype = torch.int8 if kv_dtype == FOUR_BITS else KV_DTYPES[kv_dtype]
+    itemsize, four_bits = dtype.itemsize, kv_dtype == FOUR_BITS
     if itemsize == 2:
         k_scales = v_scales = None
     named: dict[Which, str | None] = {"k": k_scales, "v": v_scales}

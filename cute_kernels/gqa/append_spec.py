@@ -123,7 +123,7 @@ def sharing(kind: ScaleKind) -> str:
 def shipped_specs() -> list[KvAppendSpec]:
     """The variants that the tests hold to their budget, one of each kind; a call may ask for any other."""
     bf16, fp16 = DTYPES
-    token_head = {"k_scale": PER_TOKEN_HEAD, "v_scale": PER_TOKEN_HEAD, "scale_dtype": "float32"}
+    token_head: dict[str, Any] = {"k_scale": PER_TOKEN_HEAD, "v_scale": PER_TOKEN_HEAD, "scale_dtype": "float32"}
     return (
         [
             KvAppendSpec.for_launch(dtype=bf16, d=128, h_kv=8, k_scale=kind, v_scale=kind, scale_dtype=scale_dtype)

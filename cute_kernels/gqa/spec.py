@@ -155,7 +155,7 @@ class GqaDecodeSpec:
     @property
     def v_codes(self) -> Codes:
         """What is known of the type of V."""
-        return ROTATED[self.v_dtype] if self.rotated else self.codes
+        return ROTATED.get(self.v_dtype or "", self.codes)
 
     @property
     def rotated(self) -> bool:

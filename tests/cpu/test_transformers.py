@@ -162,17 +162,21 @@ def test_unequal_prompts_stay_on_the_kernels(name: str, int8: bool, said: list[s
 
 def test_masks_of_a_step_after_padding() -> None:
     """The first key of each row, if all its padding comes first; nothing that a window or another mask says is lost."""
+    call: dict[str, Any] = {"q_length": 2, "kv_length": 12, "q_offset": 10, "allow_is_causal_skip": True}
+    call |= {"mask_function": masking_utils.causal_mask_function, "batch_size": 3, "dtype": torch.bfloat16}
     visible = torch.ones(3, 12, dtype=torch.bool)
-    visible[0, :4], visible[2, :] = 0, 0
-    call = {"q_length": 2, "kv_length": 12, "q_offset": 10, "mask_function": masking_utils.causal_mask_function}
-    call |= {"allow_is_causal_skip": True, "batch_size": 3, "dtype": torch.bfloat16}
-    assert cute.cute_mask(**call, attention_mask=visible).tolist() == [[4], [0], [12]]
-    cropped = cute.cute_mask(**{**call, "kv_length": 8, "kv_offset": 4}, attention_mask=visible)
+    visible[0, :4], visible[2, :] = False, False
+
+    def mask(**changes: Any) -> Any:
+        return cute.cute_mask(**{**call, **changes}, attention_mask=visible)
+
+    assert mask().tolist() == [[4], [0], [12]]
+    cropped = mask(kv_length=8, kv_offset=4)
     assert cropped.tolist() == [[0], [0], [8]]
     for changes in ({"allow_is_causal_skip": False}, {"q_length": 9, "q_offset": 3}):
-        assert cute.cute_mask(**{**call, **changes}, attention_mask=visible).dim() == 4
-    visible[1, 5] = 0
-    assert cute.cute_mask(**call, attention_mask=visible).dim() == 4, "padding among tokens"
+        assert mask(**changes).dim() == 4
+    visible[1, 5] = False
+    assert mask().dim() == 4, "padding among tokens"
 
 
 @pytest.mark.parametrize("int8", [False, True], ids=["bfloat16", "int8"])

@@ -1,6 +1,7 @@
 """Decode context parallelism of the vLLM adapter, with two ranks of gloo; needs no vLLM."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -56,7 +57,7 @@ def test_pieces_have_each_token_of_one_request() -> None:
         ({"kv_heads": 2}, "2 KV heads"),
     ],
 )
-def test_what_has_no_positions_is_refused(changes: dict[str, object], words: str) -> None:
-    options: dict[str, object] = {"heads": 4, "kv_heads": 1, "head_dim": 64, "scale": 0.125, "cache_dtype": "auto"}
-    reason = context_parallel.refusal(GqaCalls(**{**options, **changes}))  # type: ignore[arg-type]
+def test_what_has_no_positions_is_refused(changes: dict[str, Any], words: str) -> None:
+    options: dict[str, Any] = {"heads": 4, "kv_heads": 1, "head_dim": 64, "scale": 0.125, "cache_dtype": "auto"}
+    reason = context_parallel.refusal(GqaCalls(**{**options, **changes}))
     assert reason is not None and words in reason

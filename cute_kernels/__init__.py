@@ -3,7 +3,8 @@
     from cute_kernels import mla_fp8_decode   # MLA decoding over FP8 and FP4 token formats
     from cute_kernels import mla_fp8_append   # quantize new tokens and write them to their slots
     from cute_kernels import gqa_decode       # GQA decoding over an INT8, FP8 or 16-bit KV cache
-    from cute_kernels import kv_int8_append   # quantize new K and V and write them to their slots
+    from cute_kernels import kv_append        # quantize new K and V and write them to their slots: INT8, FP8, 4-bit V
+    from cute_kernels import kv_int8_append   # the same for INT8 alone
     from cute_kernels import index_append     # quantize index keys of sparse attention and write them to their slots
     from cute_kernels import index_topk       # choose the tokens with the highest logits, in order: positions or slots
     from cute_kernels import sink_attention   # prefill and training with sinks and a sliding window, differentiable
@@ -18,7 +19,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from cute_kernels.gqa.append_op import kv_int8_append
+    from cute_kernels.gqa.append_op import kv_append, kv_int8_append
     from cute_kernels.gqa.op import gqa_decode
     from cute_kernels.indexer.append_op import index_append
     from cute_kernels.indexer.topk_op import index_topk
@@ -34,6 +35,7 @@ __all__ = [
     "gqa_decode",
     "index_append",
     "index_topk",
+    "kv_append",
     "kv_int8_append",
     "merge_states",
     "mla_fp8_append",
@@ -47,6 +49,7 @@ _MODULES = {
     "gqa_decode": "cute_kernels.gqa.op",
     "index_append": "cute_kernels.indexer.append_op",
     "index_topk": "cute_kernels.indexer.topk_op",
+    "kv_append": "cute_kernels.gqa.append_op",
     "kv_int8_append": "cute_kernels.gqa.append_op",
     "merge_states": "cute_kernels.merge.op",
     "mla_fp8_append": "cute_kernels.mla.append_op",

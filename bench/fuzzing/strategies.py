@@ -400,7 +400,7 @@ def gqa_append(draw: st.DrawFn, device: torch.device) -> Call:
 
     def oracle(got: Mapping[str, torch.Tensor]) -> list[str]:
         expected = {name: t.cpu().clone() for name, t in tensors.items()}
-        reference_append(k.cpu(), v.cpu(), **expected, slot_mapping=slots.cpu(), layout=layout)
+        reference_append(k.cpu(), v.cpu(), **expected, slot_mapping=slots.cpu(), layout=layout, kind="int8")
         differ = {name: int((bits(got[name]).cpu() != bits(want)).sum()) for name, want in expected.items()}
         return [f"{name}: {count} are not those of reference_append" for name, count in differ.items() if count]
 

@@ -22,8 +22,9 @@ from cute_kernels.runtime import workspace
 from tests.kit.append_pages import FORMS, AppendPages, slots_for
 from tests.kit.compare import check_decode
 from tests.kit.environments import default_dtype
+from tests.kit.gather_pages import KINDS as GATHERED
 from tests.kit.gather_pages import gather_cache
-from tests.kit.gqa_cases import GqaCase, check_gqa, gqa_case
+from tests.kit.gqa_cases import FOUR_BITS, GqaCase, check_gqa, gqa_case
 from tests.kit.latent_cases import latent_case, latent_dense_case
 from tests.kit.mla_cases import DecodeCase, dense_case, generator, sparse_case, strided
 from tests.kit.samples import SAMPLES, copied
@@ -132,12 +133,12 @@ class Calls:
     def gather(self) -> None:
         """Copies of pages, some of which the cache does not have; bit for bit."""
         pages = torch.tensor([4, 0, 7, -1, 2], dtype=torch.int32)
-        for kv_dtype in (torch.int8, torch.float8_e4m3fn):
-            cache = gather_cache(kv_dtype, "HND", 64)
+        for kind in GATHERED:
+            cache = gather_cache(kind, "HND", 64)
             found = self.call(gather_pages, *(t.cuda() for t in cache), pages.cuda(), torch.bfloat16)
             exact = gather_pages(*cache, pages, torch.bfloat16)
             if not all(torch.equal(a.cpu(), b) for a, b in zip(found, exact, strict=True)):
-                raise AssertionError(f"gather_pages, {kv_dtype}: differs from the reference")
+                raise AssertionError(f"gather_pages, {kind}: differs from the reference")
 
     def _known_to_initcheck(self, *stored: torch.Tensor) -> None:
         """Copy what TMA stored to the host and back, which initcheck sees."""
@@ -200,10 +201,14 @@ def _gqa(calls: Calls) -> None:
     calls.gqa("int8, pages", **heads, layout="paged_NHD", page_size=16, bad_entries=True, splits=(None, 1, 3))
     calls.gqa("int8, packed pages", **heads, layout="paged_vllm", page_size=8)
     calls.gqa("fp8, scales of groups", **groups, kv_dtype="fp8")
+    calls.gqa("4-bit values", kv_dtype=FOUR_BITS, s_q=2, splits=(None, 1, 3))
+    pages: dict[str, Any] = {"layout": "paged_HND", "page_size": 16}
+    calls.gqa("4-bit values, pages, left padding", kv_dtype=FOUR_BITS, d=64, starts=(0, 0, 3, 270), **pages)
     calls.gqa("bfloat16, window", kv_dtype="bf16", window=100, sink="inf")
     modifiers: dict[str, Any] = {"s_q": 3, "softcap": 15.0, "alibi": "batch", "q_dtype": torch.float16}
     calls.gqa("int8, softcap and ALiBi", **heads, **modifiers)
     calls.samples("kv_int8_append")
+    calls.samples("kv_append")
     calls.gather()
 
 

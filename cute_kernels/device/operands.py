@@ -17,6 +17,7 @@ from cutlass import BFloat16, Float8E4M3FN, Float16, Float32, Int32, const_expr
 
 LOP3_AND_XOR, LOP3_AND_OR = 0x6A, 0xEA
 EVEN_THEN_ODD = 0x3120  # PRMT: b0 b2 b1 b3
+UINT4_CENTER = 8  # what `widen_uint4` takes off a code, so that sums of codes stay small
 
 
 @cute.jit
@@ -64,6 +65,19 @@ def widen_int8(a: cute.Tensor, x0: Int32, x1: Int32, x2: Int32, x3: Int32):
             r[i] = cute.arch.lop3(source[i], Int32(0x007F007F), Int32(0x43004300), LOP3_AND_OR)
             s[i] = cute.arch.lop3(source[i], Int32(0x00800080), Int32(0x43004300), LOP3_AND_OR)
         a.store(a.load() - signs.load())
+
+
+@cute.jit
+def widen_uint4(a: cute.Tensor, x0: Int32, x1: Int32, x2: Int32, x3: Int32):
+    """Converts bits 0..3 and 16..19 of each register, less UINT4_CENTER, to a pair of bfloat16: a fragment of A.
+
+    0x4300 above four bits reads as 128 + x.
+    """
+    source = (x0, x1, x2, x3)
+    r = cute.recast_tensor(a, Int32)
+    for i in cutlass.range_constexpr(4):
+        r[i] = cute.arch.lop3(source[i], Int32(0x000F000F), Int32(0x43004300), LOP3_AND_OR)
+    a.store(a.load() - BFloat16(128.0 + UINT4_CENTER))
 
 
 @cute.jit

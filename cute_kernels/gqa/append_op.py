@@ -1,4 +1,4 @@
-"""`kv_int8_append`: quantize new keys and values and write them to their slots of an INT8 cache."""
+"""`kv_append`, `kv_int8_append`: quantize new keys and values and write them to their slots of a cache."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ import torch
 
 from cute_kernels.gqa.append_spec import KvAppendSpec, sharing
 from cute_kernels.gqa.checks import NAMES, Q_DTYPES, SCALE_DTYPES
-from cute_kernels.gqa.layouts import ALIGNMENT, LAYOUTS, CacheLayout, ScaleKind, cache_sizes, scale_kind, token_major
-from cute_kernels.gqa.reference import reference_append
-from cute_kernels.gqa.request import APPEND, AppendRequest
+from cute_kernels.gqa.codes import INT8, KINDS
+from cute_kernels.gqa.layouts import ALIGNMENT, LAYOUTS, CacheLayout, ScaleKind, scale_kind, token_major
+from cute_kernels.gqa.reference import reference_append, sizes_of
+from cute_kernels.gqa.request import APPEND, INT8_APPEND, AppendRequest
 from cute_kernels.runtime.arch import require_sm90
 from cute_kernels.runtime.checks import check_tensor, require
 from cute_kernels.runtime.compile import get_kernel
@@ -20,6 +21,42 @@ from cute_kernels.runtime.overlap import check_written, holds
 
 
 @APPEND.describe
+def kv_append(
+    k: torch.Tensor,
+    v: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    k_scale: torch.Tensor,
+    v_scale: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    *,
+    layout: str,
+    kind: str,
+) -> None:
+    """Quantize keys and values and store each token in its slot of the caches, in place and in one launch.
+
+    | kind | K | V |
+    |---|---|---|
+    | "int8" | int8, as `kv_int8_append` | int8 |
+    | "fp8_per_token_head" | e4m3 of x / scale, scale absmax / 448 | the same |
+    | "int8_k_int4_v" | int8, a scale per token and head | 4-bit codes of the vector rotated, in pairs |
+
+    `cute_kernels.gqa.reference` defines the rules, `quantize`, `quantize_e4m3` and `quantize_rotated`; the stored bytes
+    are equal. CPU tensors are quantized by plain torch. `cute_kernels.gqa.request` has the arguments.
+
+    Raises:
+        TypeError, ValueError: as `kv_int8_append`; also a kind that is not known, or whose caches and scales differ.
+    """
+    request: AppendRequest = {
+        "k": k, "v": v, "k_cache": k_cache, "v_cache": v_cache, "k_scale": k_scale, "v_scale": v_scale,
+        "slot_mapping": slot_mapping, "layout": layout, "kind": kind,
+    }  # fmt: skip
+    if torch.is_grad_enabled():
+        APPEND.refuse_gradients(request)
+    _append(request)
+
+
+@INT8_APPEND.describe
 def kv_int8_append(
     k: torch.Tensor,
     v: torch.Tensor,
@@ -46,11 +83,11 @@ def kv_int8_append(
     """
     request: AppendRequest = {
         "k": k, "v": v, "k_cache": k_cache, "v_cache": v_cache, "k_scale": k_scale, "v_scale": v_scale,
-        "slot_mapping": slot_mapping, "layout": layout,
+        "slot_mapping": slot_mapping, "layout": layout, "kind": INT8,
     }  # fmt: skip
     if torch.is_grad_enabled():
-        APPEND.refuse_gradients(request)
-    _append(request)
+        INT8_APPEND.refuse_gradients(request)
+    _append_int8(request)
 
 
 class PreparedLaunch(NamedTuple):
@@ -78,7 +115,7 @@ def _launch(request: AppendRequest) -> None:
     key = (
         k.get_device(), k.dtype, k.shape, k_cache.dtype, k_cache.shape, v_cache.dtype, v_cache.shape, k_scale.dtype,
         k_scale.shape, v_scale.shape, slots.dtype, k_cache.stride(), v_cache.stride(), k_scale.stride(),
-        v_scale.stride(), k_scale.is_neg(), v_scale.is_neg(), request["layout"],
+        v_scale.stride(), k_scale.is_neg(), v_scale.is_neg(), request["layout"], request["kind"],
     )  # fmt: skip
     prepared = _prepared.get(key) or _prepare(key, request)
     if prepared.apart is not None:
@@ -111,7 +148,7 @@ def _prepare(key: tuple[Any, ...], request: AppendRequest) -> PreparedLaunch:
     if k.device.type == "cpu":
         return PreparedLaunch(_append_on_cpu)
     layout = LAYOUTS[request["layout"]]
-    sizes = cache_sizes(layout, tuple(k_cache.shape), tuple(v_cache.shape), 1)
+    sizes = sizes_of(layout, k_cache, v_cache)
     if not k.shape[0] * sizes.h_kv or not sizes.num_slots:
         return PreparedLaunch(_append_nothing)
     k_kind = scale_kind("k_scale", tuple(request["k_scale"].shape), layout, sizes)
@@ -123,6 +160,7 @@ def _prepare(key: tuple[Any, ...], request: AppendRequest) -> PreparedLaunch:
         k_scale=sharing(k_kind),
         v_scale=sharing(v_kind),
         scale_dtype=NAMES[request["k_scale"].dtype],
+        kind=request["kind"],
         x_packed=layout.x_packed,
     )
     launch = by_name(APPEND, get_kernel(spec), spec.kernel, heads_first=int(layout.kernel_layout == "heads_first"))
@@ -144,20 +182,26 @@ def check(request: AppendRequest) -> None:
     APPEND.check_options(request)
     layout = LAYOUTS[request["layout"]]
     check_tensor("k", k, dtype=Q_DTYPES, ndim=3)
-    check_tensor("k_cache", k_cache, dtype=torch.int8, device=k.device)
-    check_tensor("v_cache", v_cache, dtype=torch.int8, device=k.device)
-    sizes = cache_sizes(layout, tuple(k_cache.shape), tuple(v_cache.shape), 1)
+    kind = request["kind"]
+    k_dtype, v_dtype = (getattr(torch, name) for name in KINDS[kind])
+    check_tensor("k_cache", k_cache, dtype=k_dtype, device=k.device)
+    check_tensor("v_cache", v_cache, dtype=v_dtype, device=k.device)
+    sizes = sizes_of(layout, k_cache, v_cache)
     check_tensor("k_cache", k_cache, align=ALIGNMENT, unit_last_stride=True)
     if not layout.x_packed:  # the kernel stores packed values byte by byte
         check_tensor("v_cache", v_cache, align=ALIGNMENT, unit_last_stride=True)
     check_tensor("k", k, shape=(None, sizes.h_kv, sizes.d), align=ALIGNMENT, unit_last_stride=True)
     check_tensor("v", v, dtype=k.dtype, shape=tuple(k.shape), device=k.device, align=ALIGNMENT, unit_last_stride=True)
     written, read = {"k_cache": k_cache, "v_cache": v_cache}, {"k": k, "v": v, "slot_mapping": slots}
-    for name, scale, dtype in (("k_scale", k_scale, SCALE_DTYPES), ("v_scale", v_scale, None)):
+    scale_dtypes = SCALE_DTYPES if kind == INT8 else torch.float32
+    for name, scale, known in (("k_scale", k_scale, scale_dtypes), ("v_scale", v_scale, None)):
         # both have the same dtype
-        check_tensor(name, scale, dtype=dtype or k_scale.dtype, device=k.device)
+        check_tensor(name, scale, dtype=known or k_scale.dtype, device=k.device)
         # raises where no granularity fits, or several
-        is_read = scale_kind(name, tuple(scale.shape), layout, sizes).granularity in ("per_tensor", "per_head")
+        granularity = scale_kind(name, tuple(scale.shape), layout, sizes).granularity
+        good = kind == INT8 or granularity == "per_token_head"
+        require(good, name, granularity, f"per_token_head, as kind {kind!r} has it")
+        is_read = granularity in ("per_tensor", "per_head")
         (read if is_read else written)[name] = scale
     slot_dtypes = (torch.int64, torch.int32)
     check_tensor("slot_mapping", slots, dtype=slot_dtypes, shape=(k.shape[0],), device=k.device)
@@ -177,4 +221,6 @@ def _views(layout: CacheLayout, *kinds: ScaleKind) -> tuple[tuple[int, ...], ...
     return (token_major(layout.key), token_major(layout.value), *scales)
 
 
-_append = APPEND.register(launch_or_explain(APPEND, _launch, check), lambda request: None)
+_run = launch_or_explain(APPEND, _launch, check)
+_append = APPEND.register(_run, lambda request: None)
+_append_int8 = INT8_APPEND.register(lambda request: _run({**request, "kind": INT8}), lambda request: None)

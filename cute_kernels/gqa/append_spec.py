@@ -1,9 +1,9 @@
-"""What is fixed at compile time in the append kernel of INT8 caches."""
+"""What is fixed at compile time in the append kernel of INT8, FP8 and 4-bit caches."""
 
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from cute_kernels.gqa.codes import DTYPES, SCALE_DTYPES
+from cute_kernels.gqa.codes import CODES, DTYPES, INT8, KINDS, SCALE_DTYPES, VALUE_KINDS
 from cute_kernels.gqa.layouts import GROUP_SIZES, HEAD_DIMS, ScaleKind
 
 WARP = 32
@@ -24,7 +24,8 @@ class KvAppendSpec:
                  "per_group_32" or "per_group_64"
     v_scale      the same of the values
     scale_dtype  of both: "float16" or "float32"
-    x_packed         the layout is paged_vllm. One kernel serves all others through their strides.
+    kind         what is stored, as `kv_append` calls it
+    x_packed     the layout is paged_vllm. One kernel serves all others through their strides.
     team         lanes that share a unit of work: a token if either scale is per_token, else a head of a token
     held         pieces of 16 values that a lane has of a unit; 0: as many as there are, read twice
     warps        of a CTA
@@ -35,6 +36,7 @@ class KvAppendSpec:
     k_scale: str
     v_scale: str
     scale_dtype: str
+    kind: str = INT8
     x_packed: bool = False
     team: int = 8
     held: int = 1
@@ -44,7 +46,16 @@ class KvAppendSpec:
 
     @classmethod
     def for_launch(
-        cls, *, dtype: str, d: int, h_kv: int, k_scale: str, v_scale: str, scale_dtype: str, x_packed: bool = False
+        cls,
+        *,
+        dtype: str,
+        d: int,
+        h_kv: int,
+        k_scale: str,
+        v_scale: str,
+        scale_dtype: str,
+        kind: str = INT8,
+        x_packed: bool = False,
     ) -> "KvAppendSpec":
         """The variant for a cache of `h_kv` heads: the smallest team that holds a unit in registers, if a warp can."""
         pieces = d // VALUES
@@ -53,7 +64,12 @@ class KvAppendSpec:
             pieces *= h_kv
             team = min(WARP, 1 << (pieces - 1).bit_length())
             held = -(-pieces // team)
-        return cls(dtype, d, k_scale, v_scale, scale_dtype, x_packed, team, held if held <= MAX_HELD else 0)
+        return cls(dtype, d, k_scale, v_scale, scale_dtype, kind, x_packed, team, held if held <= MAX_HELD else 0)
+
+    @property
+    def codes(self) -> tuple[str, str]:
+        """The types of what is stored of K and V."""
+        return KINDS[self.kind]
 
     @property
     def by_token(self) -> bool:
@@ -69,11 +85,17 @@ class KvAppendSpec:
             ("k_scale", self.k_scale, SCALES),
             ("v_scale", self.v_scale, SCALES),
             ("scale_dtype", self.scale_dtype, SCALE_DTYPES),
+            ("kind", self.kind, tuple(KINDS)),
         ):
             if value not in known:
                 reasons.append(f"{name} is {value!r}; known are {known}")
         if not 1 <= self.warps <= 32:
             reasons.append(f"warps is {self.warps}; a CTA has 1 to 32")
+        scales = (self.k_scale, self.v_scale, self.scale_dtype)
+        if self.kind != INT8 and scales != (PER_TOKEN_HEAD, PER_TOKEN_HEAD, "float32"):
+            reasons.append(f"kind is {self.kind}; it has float32 scales per token and head")
+        if self.kind in VALUE_KINDS and self.x_packed:
+            reasons.append(f"kind is {self.kind}; it needs a layout whose tokens are rows")
         if reasons:
             return reasons
         pieces = self.d // VALUES
@@ -89,7 +111,8 @@ class KvAppendSpec:
     def expected(self) -> dict[str, Any]:
         """What the compiled kernel is held to."""
         registers = {0: 48, 1: 48, 2: 64, 3: 80, 4: 112}[self.held]
-        return {"registers": registers, "instructions": ("LDG.E.128", "STG.E.128", "F2IP.S8")}
+        conversion = CODES[self.codes[0]].conversion
+        return {"registers": registers, "instructions": ("LDG.E.128", "STG.E.128", conversion)}
 
 
 def sharing(kind: ScaleKind) -> str:
@@ -100,17 +123,26 @@ def sharing(kind: ScaleKind) -> str:
 def shipped_specs() -> list[KvAppendSpec]:
     """The variants that the tests hold to their budget, one of each kind; a call may ask for any other."""
     bf16, fp16 = DTYPES
-    return [
-        KvAppendSpec.for_launch(dtype=bf16, d=128, h_kv=8, k_scale=kind, v_scale=kind, scale_dtype=scale_dtype)
-        for kind, scale_dtype in ((PER_TOKEN_HEAD, "float32"), (GIVEN, "float32"), (PER_TOKEN, "float16"))
-    ] + [
-        KvAppendSpec.for_launch(
-            dtype=fp16, d=256, h_kv=64, k_scale=PER_TOKEN, v_scale=PER_TOKEN, scale_dtype="float32"
-        ),
-        KvAppendSpec.for_launch(
-            dtype=bf16, d=64, h_kv=8, k_scale="per_group_32", v_scale=PER_TOKEN_HEAD, scale_dtype="float16"
-        ),
-        KvAppendSpec.for_launch(
-            dtype=fp16, d=128, h_kv=8, k_scale=GIVEN, v_scale="per_group_64", scale_dtype="float16", x_packed=True
-        ),
-    ]
+    token_head: dict[str, Any] = {"k_scale": PER_TOKEN_HEAD, "v_scale": PER_TOKEN_HEAD, "scale_dtype": "float32"}
+    return (
+        [
+            KvAppendSpec.for_launch(dtype=bf16, d=128, h_kv=8, k_scale=kind, v_scale=kind, scale_dtype=scale_dtype)
+            for kind, scale_dtype in ((PER_TOKEN_HEAD, "float32"), (GIVEN, "float32"), (PER_TOKEN, "float16"))
+        ]
+        + [
+            KvAppendSpec.for_launch(dtype=bf16, d=128, h_kv=8, **token_head, kind=kind)
+            for kind in KINDS
+            if kind != INT8
+        ]
+        + [
+            KvAppendSpec.for_launch(
+                dtype=fp16, d=256, h_kv=64, k_scale=PER_TOKEN, v_scale=PER_TOKEN, scale_dtype="float32"
+            ),
+            KvAppendSpec.for_launch(
+                dtype=bf16, d=64, h_kv=8, k_scale="per_group_32", v_scale=PER_TOKEN_HEAD, scale_dtype="float16"
+            ),
+            KvAppendSpec.for_launch(
+                dtype=fp16, d=128, h_kv=8, k_scale=GIVEN, v_scale="per_group_64", scale_dtype="float16", x_packed=True
+            ),
+        ]
+    )

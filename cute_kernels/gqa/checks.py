@@ -15,13 +15,15 @@ from cute_kernels.runtime.memory import MAX_HEADS
 Q_DTYPES, CACHE_DTYPES, SCALE_DTYPES = (
     tuple(getattr(torch, name) for name in names) for names in (codes.DTYPES, codes.CODES, codes.SCALE_DTYPES)
 )
-NAMES = {dtype: str(dtype).removeprefix("torch.") for dtype in (*CACHE_DTYPES, *SCALE_DTYPES)}
+VALUE_DTYPES = {kind: getattr(torch, name) for kind, name in codes.VALUE_KINDS.items()}
+NAMES = {dtype: str(dtype).removeprefix("torch.") for dtype in (*CACHE_DTYPES, *VALUE_DTYPES.values(), *SCALE_DTYPES)}
 
 
 def sizes_of(request: Request, layout: CacheLayout) -> CacheSizes:
     """The sizes that both caches of a call agree on."""
-    itemsize = request["k_cache"].element_size()
-    return cache_sizes(layout, tuple(request["k_cache"].shape), tuple(request["v_cache"].shape), itemsize)
+    k_cache, v_cache = request["k_cache"], request["v_cache"]
+    shapes = tuple(k_cache.shape), tuple(v_cache.shape)
+    return cache_sizes(layout, *shapes, k_cache.element_size(), codes.values_of(NAMES[v_cache.dtype]))
 
 
 def capacity_of(request: Request, layout: CacheLayout, sizes: CacheSizes) -> int:
@@ -48,7 +50,8 @@ def check(request: Request) -> None:
     DECODE.check_options(request)
     layout = LAYOUTS[request["layout"]]
     check_tensor("k_cache", k_cache, dtype=CACHE_DTYPES, device=device)
-    check_tensor("v_cache", v_cache, dtype=k_cache.dtype, device=device)
+    check_kind(request["kind"], k_cache)
+    check_tensor("v_cache", v_cache, dtype=VALUE_DTYPES.get(request["kind"] or "", k_cache.dtype), device=device)
     if k_cache.element_size() == 2:
         require(
             k_cache.dtype is q.dtype,
@@ -79,6 +82,8 @@ def check(request: Request) -> None:
     require(capacity < 2**30, "k_cache", f"room for {capacity} tokens of a sequence", "fewer than 2^30")
     if request["cache_seqlens"] is not None:
         check_tensor("cache_seqlens", request["cache_seqlens"], dtype=torch.int32, shape=(batch,), device=device)
+    if request["cache_starts"] is not None:
+        check_tensor("cache_starts", request["cache_starts"], dtype=torch.int32, shape=(batch,), device=device)
     if request["alibi_slopes"] is not None:
         slopes = request["alibi_slopes"]
         per_sequence = isinstance(slopes, torch.Tensor) and slopes.dim() == 2
@@ -95,6 +100,13 @@ def check(request: Request) -> None:
     if device.type != "cpu":
         require_sm90("q", device)
     check_outputs(request)
+
+
+def check_kind(kind: str | None, k_cache: torch.Tensor) -> None:
+    """Raises where a kind's keys have another type."""
+    if kind is not None:
+        dtype = getattr(torch, codes.KINDS[kind][0])
+        require(k_cache.dtype is dtype, "k_cache", k_cache.dtype, f"{dtype}, that of kind {kind!r}", TypeError)
 
 
 def check_outputs(request: Request) -> None:
@@ -124,7 +136,11 @@ def _check_scales(request: Request, layout: CacheLayout, sizes: CacheSizes) -> N
             continue
         require(dtype.itemsize == 1, name, "a tensor", f"None: a cache of {dtype} has no scale")
         check_tensor(name, scale, dtype=SCALE_DTYPES, device=request["q"].device)
-        scale_kind(name, tuple(scale.shape), layout, sizes)  # raises where no granularity fits, or several
+        found = scale_kind(name, tuple(scale.shape), layout, sizes)  # raises where no granularity fits, or several
+        if request["kind"] in VALUE_DTYPES:
+            check_tensor(name, scale, dtype=torch.float32)
+            got = f"shape {tuple(scale.shape)}"
+            require(found.granularity == "per_token_head", name, got, "one for each token and head")
     if k_scale is not None and v_scale is not None:
         same = k_scale.dtype is v_scale.dtype
         require(same, "v_scale", v_scale.dtype, f"{k_scale.dtype}, that of k_scale", TypeError)

@@ -18,22 +18,25 @@ class Codes:
 
     name             as torch calls it
     itemsize         bytes of an element
+    values           numbers that an element holds
+    rotated          whether vectors are rotated before they become codes (`gqa.rotation_reference`); then a scale is a
+                     float32 with a zero point in its four lowest bits
     widened          whether elements become 16-bit operands in registers; others are operands as they are
     needs_scales     whether a cache must have scales; a widened type may have them
-    per_token_pages  whether `gather_pages` takes a scale for each token and head, not one for all
-    appended         whether `kv_int8_append` writes this type
     not_finite       of a register of elements: the bits that are all ones where one is not finite, the last of them,
                      and the signs. None: there is no such element
+    conversion       the instruction that makes elements of float32 numbers
     clocks           of an SM to make one element an operand
     """
 
     name: ClassVar[str]
     itemsize: ClassVar[int] = 1
+    values: ClassVar[int] = 1
+    rotated: ClassVar[bool] = False
     widened: ClassVar[bool] = True
     needs_scales: ClassVar[bool] = False
-    per_token_pages: ClassVar[bool] = False
-    appended: ClassVar[bool] = False
     not_finite: ClassVar[tuple[int, int, int] | None] = None
+    conversion: ClassVar[str] = ""
     clocks: ClassVar[float] = 0.0
 
     def element(self) -> Any:
@@ -53,7 +56,8 @@ class Int8(Codes):
     """Signed bytes. A mask (64 lanes a clock) makes a pair float16, a subtraction (256 a clock) makes it exact."""
 
     name = "int8"
-    needs_scales = per_token_pages = appended = True
+    needs_scales = True
+    conversion = "F2IP.S8"
     clocks = 1 / 128 + 1 / 256
 
     def element(self) -> Any:
@@ -80,6 +84,7 @@ class E4m3(Codes):
 
     name = "float8_e4m3fn"
     not_finite = (0x7F7F7F7F, 0x01010101, 0x80808080)
+    conversion = "F2FP.SATFINITE"
     clocks = 1 / 64
 
     def element(self) -> Any:
@@ -101,6 +106,31 @@ class E4m3(Codes):
 
         operands.widen_e4m3(a, 0, 1, x0)
         operands.widen_e4m3(a, 2, 3, x1)
+
+
+class Uint4(Codes):
+    """Pairs of 4-bit codes, the even element low: (code - zero point) x scale is an element of a rotated vector.
+
+    A unit of 16 bits has four elements of a token, 4 g to 4 g + 3 of 32. So row g of a fragment is one of them and row
+    g + 8 the next, two fragments for each 32 (`Fragments.row_of_o`).
+    """
+
+    name = "uint8"
+    values = 2
+    rotated = needs_scales = True
+    clocks = 1 / 128 + 1 / 256
+
+    def element(self) -> Any:
+        """The DSL's type."""
+        from cutlass import Uint8
+
+        return Uint8
+
+    def widen_columns(self, a: cute.Tensor, x0: Int32, x1: Int32) -> None:
+        """Codes less `UINT4_CENTER`, of the two lowest of four elements."""
+        from cute_kernels.device import operands
+
+        operands.widen_uint4(a, x0, x0 >> 4, x1, x1 >> 4)
 
 
 class Bfloat16(Codes):
@@ -133,10 +163,34 @@ class Float16(Codes):
 
 CODES: Final[dict[str, Codes]] = {codes.name: codes for codes in (Int8(), E4m3(), Bfloat16(), Float16())}
 """Known types by name."""
+ROTATED: Final[dict[str, Codes]] = {codes.name: codes for codes in (Uint4(),)}
+"""Types of values beside keys of another type."""
 WIDENED: Final = tuple(codes.name for codes in CODES.values() if codes.widened)
+INT8: Final = Int8.name
+KINDS: Final = {
+    INT8: (INT8, INT8),
+    "fp8_per_token_head": (E4m3.name, E4m3.name),
+    "int8_k_int4_v": (INT8, Uint4.name),
+}
+"""What `kv_append` stores: the types of K and V."""
+VALUE_KINDS: Final = {kind: v for kind, (k, v) in KINDS.items() if v != k}
+"""The type of V of kinds whose keys have another one."""
+E4M3_MAX: Final = 448.0
+E4M3_MIN_SCALE: Final = 1e-6
+INT4_MAX: Final = 15
+INT4_MIN_SCALE: Final = 1e-6
+ROTATED_MAX: Final = 2.0**118
+"""Sizes beyond it count as it before a rotation, so that neither sums of 256 nor their differences overflow."""
+FLIPPED: Final = 0x5DFBC5FCDF467B754503BBEB55B747E9480ABC759BBC2937F7FCA4E9A8CA6F2
+"""Bit i: a rotation changes the sign of element i. torch's generator on a CPU draws them from the seed 0x9E3779B9."""
 DTYPES: Final = tuple(codes.name for codes in CODES.values() if not codes.widened)
 """Of queries and outputs."""
 SCALE_DTYPES: Final = ("float16", "float32")
+
+
+def values_of(name: str) -> int:
+    """Numbers that an element of a cache holds."""
+    return ROTATED[name].values if name in ROTATED else 1
 
 
 def element(name: str) -> Any:

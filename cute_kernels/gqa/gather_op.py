@@ -8,10 +8,10 @@ from cute_kernels.gqa.gather_spec import KvGatherSpec
 from cute_kernels.runtime.compile import get_kernel
 
 
-def gather_spec(kv_dtype: torch.dtype, dtype: torch.dtype, d: int) -> KvGatherSpec:
-    """The kernel for a cache and copies of these dtypes."""
+def gather_spec(kv_dtype: torch.dtype, dtype: torch.dtype, d: int, one_scale: bool = False) -> KvGatherSpec:
+    """The kernel for a cache and copies of these dtypes; `one_scale` for all values, or one for each token and head."""
     kv_name, name = (str(known).removeprefix("torch.") for known in (kv_dtype, dtype))
-    return KvGatherSpec(kv_name, name, d)
+    return KvGatherSpec(kv_name, name, d, one_scale)
 
 
 def gather_pages(
@@ -29,7 +29,7 @@ def gather_pages(
     Args:
         k_cache: (num_pages, page_size, h_kv, d) int8 or float8_e4m3fn; rows contiguous, at multiples of 16 bytes.
         v_cache: likewise.
-        k_scale: (num_pages, page_size, h_kv) float32 of an INT8 cache; one float32 of an FP8 cache.
+        k_scale: (num_pages, page_size, h_kv) float32, or one float32 of an FP8 cache.
         v_scale: likewise.
         pages: (n,) int32. A number that is no page's becomes the nearest that is.
         dtype: bfloat16 or float16.
@@ -42,7 +42,7 @@ def gather_pages(
         return k, v
     k, v = (torch.empty(size, dtype=dtype, device=k_cache.device) for _ in "kv")
     if k.numel():
-        spec = gather_spec(k_cache.dtype, dtype, k_cache.shape[3])
+        spec = gather_spec(k_cache.dtype, dtype, k_cache.shape[3], one_scale=k_scale.dim() < 3)
         scales = (k_scale.reshape(1), v_scale.reshape(1)) if spec.one_scale else (k_scale, v_scale)
         get_kernel(spec)(k_cache.view(torch.int8), v_cache.view(torch.int8), *scales, pages, k, v)
     return k, v

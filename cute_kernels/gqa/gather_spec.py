@@ -14,12 +14,14 @@ class KvGatherSpec:
     kv_dtype  of the cache, a widened type of `gqa.codes`
     dtype     of the copies: "bfloat16" or "float16"
     d         head dimension
+    one_scale whether all values share a scale, or each token and head has its own
     warps     of a CTA
     """
 
     kv_dtype: str
     dtype: str
     d: int
+    one_scale: bool = False
     warps: int = 8
 
     kernel: ClassVar[str] = "cute_kernels.gqa.kernels.gather:KvGatherKernel"
@@ -28,11 +30,6 @@ class KvGatherSpec:
     def codes(self) -> Codes:
         """What is known of the type of the cache."""
         return CODES[self.kv_dtype]
-
-    @property
-    def one_scale(self) -> bool:
-        """Whether all values share a scale."""
-        return not self.codes.per_token_pages
 
     def can_implement(self) -> list[str]:
         """Reasons, in words, why this kernel cannot be built; empty when it can."""
@@ -56,4 +53,6 @@ class KvGatherSpec:
 
 def shipped_specs() -> list[KvGatherSpec]:
     """Every specification that a call can ask for."""
-    return [KvGatherSpec(kv_dtype, dtype, d) for kv_dtype in WIDENED for dtype in DTYPES for d in HEAD_DIMS]
+    kinds = [(kv_dtype, False) for kv_dtype in WIDENED]
+    kinds += [(kv_dtype, True) for kv_dtype in WIDENED if not CODES[kv_dtype].needs_scales]
+    return [KvGatherSpec(kv_dtype, dtype, d, one) for kv_dtype, one in kinds for dtype in DTYPES for d in HEAD_DIMS]

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from cute_kernels.gqa.checks import NAMES, capacity_of, check, check_outputs, kinds_of, sizes_of
+from cute_kernels.gqa.codes import VALUE_KINDS
 from cute_kernels.gqa.layouts import LAYOUTS, CacheLayout, ScaleKind
 from cute_kernels.gqa.plan import choose_spec, plan_decode
 from cute_kernels.gqa.request import DECODE, NO_WINDOW, Request
@@ -58,18 +59,18 @@ def launch(request: Request) -> tuple[torch.Tensor, torch.Tensor]:
     """
     q, k_cache, v_cache, table = request["q"], request["k_cache"], request["v_cache"], request["block_table"]
     k_scale, v_scale, slopes = request["k_scale"], request["v_scale"], request["alibi_slopes"]
-    out, lse, lengths = request["out"], request["lse"], request["cache_seqlens"]
+    out, lse, lengths, starts = request["out"], request["lse"], request["cache_seqlens"], request["cache_starts"]
     key = (
-        q.shape, q.dtype, k_cache.shape, k_cache.dtype, _signature(k_scale), _signature(v_scale), _signature(slopes),
-        None if table is None else table.shape[-1], q.get_device(), DECODE.option_key(request), output_key(out),
-        output_key(lse),
+        q.shape, q.dtype, k_cache.shape, k_cache.dtype, v_cache.dtype, _signature(k_scale), _signature(v_scale),
+        _signature(slopes), None if table is None else table.shape[-1], starts is None, q.get_device(),
+        DECODE.option_key(request), output_key(out), output_key(lse),
     )  # fmt: skip
     prepared = _prepared.get(key) or _prepare(key, request)
     if (out is not None or lse is not None) and share_storage(
         prepared.apart,
         out,
         lse,
-        (None if out is q else q, k_cache, v_cache, k_scale, v_scale, lengths, table, slopes, request["s_aux"]),
+        (None if out is q else q, k_cache, v_cache, k_scale, v_scale, lengths, table, slopes, request["s_aux"], starts),
     ):
         check_outputs(request)
     if out is None:
@@ -87,8 +88,8 @@ def launch(request: Request) -> tuple[torch.Tensor, torch.Tensor]:
     # the compiled kernel takes unsigned integers for signed ones
     if lengths.dtype is not torch.int32 or (table is not None and table.dtype is not torch.int32):
         fail("cache_seqlens", lengths.dtype, "int32", TypeError)
-    if v_cache.dtype is not k_cache.dtype:
-        fail("v_cache", v_cache.dtype, "k_cache's")
+    if starts is not None and starts.dtype is not torch.int32:
+        fail("cache_starts", starts.dtype, "int32", TypeError)
     scratch, counters = workspace.addresses(prepared.need)
     sink = request["s_aux"]
     prepared.launch(  # on the current stream of the tensors' device
@@ -98,6 +99,7 @@ def launch(request: Request) -> tuple[torch.Tensor, torch.Tensor]:
         mV=v_cache,
         mTable=table,
         mLengths=lengths,
+        mStarts=starts,
         mSink=prepared.no_sink if sink is None else sink,
         mOut=out,
         mLse=lse,
@@ -178,6 +180,8 @@ def decode_spec(request: Request, num_sms: int = 132) -> GqaDecodeSpec:
         num_sms=num_sms,
         num_splits=request["num_splits"],
         alibi=request["alibi_slopes"] is not None,
+        starts=request["cache_starts"] is not None,
+        v_dtype=VALUE_KINDS.get(request["kind"] or ""),
         **DECODE.facts_of(request),
     )
 

@@ -98,6 +98,8 @@ def choose_spec(
     num_splits: int | None = None,
     alibi: bool = False,
     softcap: bool = False,
+    starts: bool = False,
+    v_dtype: str | None = None,
 ) -> GqaDecodeSpec:
     """The kernel of a call.
 
@@ -114,6 +116,8 @@ def choose_spec(
         num_splits: splits of each sequence, where the caller asks for them.
         alibi: whether there are ALiBi slopes.
         softcap: whether scores are capped.
+        starts: whether sequences begin after their first token.
+        v_dtype: of v_cache, where it is not kv_dtype.
     """
     batch, s_q, h_q = q_shape
     d, rows = sizes.d, h_q // sizes.h_kv * s_q
@@ -135,6 +139,8 @@ def choose_spec(
         box_rows=min(sizes.rows, tile) if layout.paged else tile,
         alibi=alibi,
         softcap=softcap,
+        starts=starts,
+        v_dtype=v_dtype,
         warps=warps,
         cluster=cluster,
     )

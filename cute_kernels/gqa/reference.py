@@ -13,6 +13,15 @@ from typing import Final, NamedTuple
 import torch
 from einops import rearrange, reduce
 
+from cute_kernels.gqa.codes import (
+    E4M3_MAX,
+    E4M3_MIN_SCALE,
+    INT4_MAX,
+    INT4_MIN_SCALE,
+    ROTATED_MAX,
+    VALUE_KINDS,
+    values_of,
+)
 from cute_kernels.gqa.layouts import (
     LAYOUTS,
     CacheLayout,
@@ -23,6 +32,7 @@ from cute_kernels.gqa.layouts import (
     scale_kind,
     token_major,
 )
+from cute_kernels.gqa.rotation_reference import rotate, unrotate
 
 INT8_MAX: Final = 127
 MIN_SCALE: Final = {torch.float32: 2.0**-126, torch.float16: 2.0**-14}
@@ -105,10 +115,21 @@ def _dequantize(
 ) -> torch.Tensor:
     """The product is exact in float64; for any other dtype it is taken in float32 and rounded."""
     wide = torch.float64 if dtype == torch.float64 else torch.float32
+    if codes.dtype == torch.uint8:
+        assert scale is not None
+        return unrotate(dequantize_uint4(codes, scale, wide)).to(dtype)
     values = codes.to(wide)
     if scale is not None and kind is not None:
         values = values * spread_scale(scale.to(wide), kind)
     return values.to(dtype)
+
+
+def dequantize_uint4(codes: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Rotated vectors (..., d) from bytes (..., d / 2) and scales (...) with a zero point in their lowest four bits."""
+    numbers = torch.stack((codes & 15, codes >> 4), dim=-1).flatten(-2).to(dtype)
+    words = scale.contiguous().view(torch.int32)
+    zero_point = (words & 15).to(dtype)
+    return (numbers - zero_point.unsqueeze(-1)) * (words & -16).view(torch.float32).to(dtype).unsqueeze(-1)
 
 
 def dequantize(
@@ -128,10 +149,21 @@ def dequantize(
     """
     known = LAYOUTS[layout]
     axes = dict(zip(known.axes(which), codes.shape, strict=True))
-    head_dim = axes["d"] if "d" in axes else axes["c"] * axes["x"]
+    head_dim = (axes["d"] if "d" in axes else axes["c"] * axes["x"]) * codes_per_element(codes)
     sizes = CacheSizes(axes[known.outer], axes[known.rows], axes["h"], head_dim)
     cache = ScaledCache(codes, scale, known, which, sizes)
     return _dequantize(cache.codes.flatten(3), cache.scale, cache.kind, dtype)
+
+
+def codes_per_element(cache: torch.Tensor) -> int:
+    """Numbers that an element of a cache holds."""
+    return values_of(str(cache.dtype).removeprefix("torch."))
+
+
+def sizes_of(layout: CacheLayout, k_cache: torch.Tensor, v_cache: torch.Tensor) -> CacheSizes:
+    """The sizes that both caches agree on."""
+    shapes = tuple(k_cache.shape), tuple(v_cache.shape)
+    return cache_sizes(layout, *shapes, k_cache.element_size(), codes_per_element(v_cache))
 
 
 class VisibleKeys(NamedTuple):
@@ -164,6 +196,7 @@ def visible_keys(
     causal: bool,
     window: int | None,
     device: torch.device,
+    cache_starts: torch.Tensor | None = None,
 ) -> Iterator[VisibleKeys]:
     """One item a sequence.
 
@@ -177,9 +210,11 @@ def visible_keys(
     table = None if block_table is None else block_table.cpu().long()
     capacity = sizes.rows if table is None else sizes.rows * table.shape[1]
     lengths = [capacity] * batch if cache_seqlens is None else cache_seqlens.long().clamp(0, capacity).tolist()
-    for row, length in enumerate(lengths):
+    starts = [0] * batch if cache_starts is None else cache_starts.long().clamp_min(0).tolist()
+    for row, (length, start) in enumerate(zip(lengths, starts, strict=True)):
         own_positions = [length - s_q + query for query in range(s_q)]
-        begins = [0 if window is None else min(max(own - window + 1, 0), length) for own in own_positions]
+        lowest = [0 if window is None else own - window + 1 for own in own_positions]
+        begins = [min(max(key, start), length) for key in lowest]
         ends = [min(max(own + 1, 0), length) if causal else length for own in own_positions]
         positions = torch.arange(min(begins), max(ends), dtype=torch.int64, device="cpu")
         if table is None:
@@ -235,6 +270,8 @@ def reference_gqa_decode(
     alibi_slopes: torch.Tensor | None = None,
     s_aux: torch.Tensor | None = None,
     softmax_scale: float | None = None,
+    cache_starts: torch.Tensor | None = None,
+    kind: str | None = None,
     dtype: torch.dtype = torch.float64,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention of a few queries over a quantized or 16-bit cache; arguments as in `cute_kernels.gqa_decode`.
@@ -245,7 +282,7 @@ def reference_gqa_decode(
     Args:
         q: (batch, s_q, h_q, d), any floating-point dtype.
         k_cache: as the layout has it; query head h reads head ``h // (h_q // h_kv)``.
-        v_cache: likewise.
+        v_cache: likewise; of uint8, two codes of rotated vectors a byte.
         k_scale: of any granularity; None for 1.
         v_scale: likewise.
         layout: name of the layout.
@@ -258,6 +295,8 @@ def reference_gqa_decode(
         alibi_slopes: (h_q,) or (batch, h_q): times (position of the key - position of the query), added after softcap.
         s_aux: (h_q,): a logit per head that joins the denominator alone. -inf is no sink, +inf makes the output 0.
         softmax_scale: default d ** -0.5.
+        cache_starts: (batch,) integers, the first key of each sequence; below 0 counts as 0. It moves no position.
+        kind: "int8_k_int4_v" where values are of uint8, else whatever is right for the dtypes.
         dtype: torch.float64 or torch.float32, what is computed in and returned.
 
     Returns:
@@ -268,7 +307,9 @@ def reference_gqa_decode(
         ValueError: a cache or scale has a shape that the layout does not have, or lengths or block table are missing.
     """
     known = LAYOUTS[layout]
-    sizes = cache_sizes(known, tuple(k_cache.shape), tuple(v_cache.shape), k_cache.element_size())
+    if (v_cache.dtype == torch.uint8) != (kind in VALUE_KINDS):
+        raise ValueError(f"kind: got {kind!r} with values of {v_cache.dtype}")
+    sizes = sizes_of(known, k_cache, v_cache)
     keys_of = ScaledCache(k_cache, k_scale, known, "k", sizes)
     values_of = ScaledCache(v_cache, v_scale, known, "v", sizes)
     batch, s_q, h_q, d = q.shape
@@ -290,6 +331,7 @@ def reference_gqa_decode(
         causal=causal,
         window=window,
         device=q.device,
+        cache_starts=cache_starts,
     ):
         for heads in head_chunks(sizes.h_kv, len(work.positions), d):
             keys = rearrange(keys_of.take(work.outer, work.rows, heads, dtype), "n h d -> h d n")
@@ -359,6 +401,53 @@ def quantize(
 
 
 @torch.no_grad()
+def quantize_rotated(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """4-bit codes of rotated tokens; each step is rounded to float32.
+
+    A NaN counts as 0, and what is larger than 2^118 as that. y = H D x, sums of neighbours first
+    (`gqa.rotation_reference`).
+    scale = (high - low) / 15, at least 1e-6, where low and high are the least and largest of y and 0; zero point =
+    -low / scale and code = y (1 / scale) + zero point, both rounded half up and clamped to [0, 15]. An element of y
+    is (code - zero point) x scale. Where y has both signs these are the bits of vLLM's `int4_per_token_head`; with one
+    sign that clamps the zero point instead, which loses a vector whose first channel is much larger than all others.
+
+    Args:
+        x: (..., d) floating point, d a power of two.
+
+    Returns:
+        bytes (..., d / 2), the even element in the low bits, and float32 scales (...), whose lowest four bits are the
+        zero point.
+    """
+    y = rotate(torch.nan_to_num(x.float(), nan=0.0).clamp(-ROTATED_MAX, ROTATED_MAX))
+    low, high = y.amin(dim=-1).clamp_max(0), y.amax(dim=-1).clamp_min(0)
+    scale = ((high - low) / INT4_MAX).clamp_min(INT4_MIN_SCALE)
+    zero_point = (-low / scale).clamp_min(0).add(0.5).trunc().clamp_max(INT4_MAX)
+    shifted = y * (1.0 / scale).unsqueeze(-1) + zero_point.unsqueeze(-1)
+    codes = shifted.clamp_min(0).add(0.5).trunc().clamp_max(INT4_MAX).to(torch.uint8)
+    words = (scale.view(torch.int32) & -16) | zero_point.to(torch.int32)
+    return codes[..., ::2] | codes[..., 1::2] << 4, words.view(torch.float32)
+
+
+@torch.no_grad()
+def quantize_e4m3(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """e4m3 of tokens, a scale each, by vLLM's arithmetic for `fp8_per_token_head`, each step rounded to float32.
+
+    scale = absmax / 448, at least 1e-6; code = x (1 / scale), clamped to [-448, 448] and rounded half to even. A NaN
+    counts as 0, an infinity as the largest number of x's dtype.
+
+    Args:
+        x: (..., d) floating point.
+
+    Returns:
+        codes (..., d) float8_e4m3fn, and float32 scales (...).
+    """
+    values = torch.nan_to_num(x, nan=0.0).float()
+    scale = (values.abs().amax(dim=-1) / E4M3_MAX).clamp_min(E4M3_MIN_SCALE)
+    ratio = values * (1.0 / scale).unsqueeze(-1)
+    return ratio.clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn), scale
+
+
+@torch.no_grad()
 def reference_append(
     k: torch.Tensor,
     v: torch.Tensor,
@@ -369,22 +458,25 @@ def reference_append(
     slot_mapping: torch.Tensor,
     *,
     layout: str,
+    kind: str = "int8",
 ) -> None:
-    """Quantize tokens as `quantize` does and write codes and scales to their slots, in place.
+    """Quantize tokens and write codes and scales to their slots, in place.
 
     Args:
         k: (tokens, h_kv, d), bfloat16 or float16.
         v: likewise.
-        k_cache: int8, as the layout has it.
+        k_cache: as the layout and the kind have it.
         v_cache: likewise.
         k_scale: written where tokens have scales of their own; per_tensor and per_head are only read.
         v_scale: likewise.
         slot_mapping: (tokens,) integers, ``page * page_size + offset``, or ``sequence * capacity + position`` without
             pages. One that is negative or beyond the cache skips its token.
         layout: name of the layout.
+        kind: "int8": as `quantize` does; "fp8_per_token_head": as `quantize_e4m3`; "int8_k_int4_v": keys as `quantize`
+            and values as `quantize_rotated`.
     """
     known = LAYOUTS[layout]
-    sizes = cache_sizes(known, tuple(k_cache.shape), tuple(v_cache.shape), k_cache.element_size())
+    sizes = sizes_of(known, k_cache, v_cache)
     keep = (slot_mapping >= 0) & (slot_mapping < sizes.num_slots)
     outer, rows = sizes.place(slot_mapping[keep].long())
     given_both: dict[Which, tuple[torch.Tensor, ...]] = {"k": (k, k_cache, k_scale), "v": (v, v_cache, v_scale)}
@@ -392,7 +484,12 @@ def reference_append(
         cache = ScaledCache(codes, scale, known, which, sizes)
         assert cache.kind is not None
         given = scale if cache.kind.granularity in ("per_tensor", "per_head") else None
-        new_codes, new_scale = quantize(x[keep], cache.kind, scale.dtype, given)
+        if kind == "fp8_per_token_head":
+            new_codes, new_scale = quantize_e4m3(x[keep])
+        elif codes.dtype == torch.uint8:
+            new_codes, new_scale = quantize_rotated(x[keep])
+        else:
+            new_codes, new_scale = quantize(x[keep], cache.kind, scale.dtype, given)
         cache.put(outer, rows, new_codes)
         if given is None:
             cache.put_scale(outer, rows, new_scale)

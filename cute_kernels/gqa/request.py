@@ -1,4 +1,4 @@
-"""The arguments of `gqa_decode` and `kv_int8_append`, each said once; see `cute_kernels.runtime.ops`."""
+"""The arguments of `gqa_decode`, `kv_append` and `kv_int8_append`, each said once; see `cute_kernels.runtime.ops`."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ from typing import Annotated, Any, TypedDict
 
 import torch
 
+from cute_kernels.gqa.codes import KINDS
 from cute_kernels.gqa.layouts import LAYOUTS
 from cute_kernels.gqa.plan import SOFTCAPS, kernel_softcap
 from cute_kernels.gqa.spec import MAX_RANGES
 from cute_kernels.runtime.checks import check_flag, check_int, check_number, fail, is_finite, kind, require
-from cute_kernels.runtime.ops import Operator, Option, Output, Written, is_given
+from cute_kernels.runtime.ops import Later, Operator, Option, Output, Written, is_given
 
 NO_WINDOW = 2**30
 """Wider than any cache, and far enough from 2^31 for differences."""
@@ -20,6 +21,12 @@ def _check_layout(name: str, value: object) -> None:
     require(isinstance(value, str), name, kind(value), "a str", TypeError)
     if value not in LAYOUTS:
         fail(name, repr(value), f"one of {', '.join(LAYOUTS)}")
+
+
+def _check_kind(name: str, value: object) -> None:
+    require(isinstance(value, str), name, kind(value), "a str", TypeError)
+    if value not in KINDS:
+        fail(name, repr(value), f"one of {', '.join(KINDS)}")
 
 
 def _check_window(name: str, value: object) -> None:
@@ -54,7 +61,7 @@ class Inputs(TypedDict):
         contiguous and 8-byte aligned.
     k_cache: int8, float8_e4m3fn, or q's dtype, as `layout` says; rows contiguous, all strides multiples of 16
         bytes.
-    v_cache: the same dtype and sizes.
+    v_cache: the same dtype and sizes; with kind "int8_k_int4_v" uint8, d / 2 bytes for d values.
     k_scale: the factors of k_cache's elements: float16 or float32, of one of these shapes:
         per_tensor () or (1,); per_head (h_kv,); per_token, the cache's shape without heads and d; per_token_head,
         the cache's shape without d; per_group, the cache's shape with d / 32 or d / 64 instead of d. In paged_vllm
@@ -90,6 +97,10 @@ class Options(TypedDict, total=False):
     out: (batch, s_q, h_q, d), q's dtype, to write to; rows contiguous and 8-byte aligned. It may be q itself.
     lse: (batch, s_q, h_q) float32 to write to. Neither shares memory with another argument otherwise.
     return_lse: also return the log-sum-exp.
+    cache_starts: (batch,) int32, the first token of each sequence that queries may see: what is before it is padding,
+        of which nothing is read but the rest of a tile or page. Negative counts as 0. It moves no position.
+    kind: what `kv_append` stored, where the dtypes do not say it: "int8_k_int4_v". Its scales are float32, per token
+        and head; see `cute_kernels.gqa.reference.quantize_rotated`.
     """
 
     layout: Annotated[str, Option("BNSH", check=_check_layout, planned=True)]
@@ -106,6 +117,8 @@ class Options(TypedDict, total=False):
     num_splits: Annotated[int | None, Option(check=_check_splits, planned=True)]
     out: Output
     lse: Output
+    cache_starts: Later
+    kind: Annotated[str | None, Option(check=_check_kind, planned=True, later=True)]
 
 
 class Request(Inputs, Options, total=False):
@@ -121,16 +134,17 @@ DECODE = Operator("gqa_decode", Inputs, Options, Request)
 
 
 class AppendInputs(TypedDict):
-    """What `kv_int8_append` is called with by position.
+    """What `kv_append` and `kv_int8_append` are called with by position.
 
     k: (tokens, h_kv, d) bfloat16 or float16, d 64, 128 or 256. Rows of d elements are contiguous and start at
         multiples of 16 bytes; any distance between tokens and between heads.
     v: like k.
-    k_cache: int8, of the shape that `layout` says; see `gqa_decode`. The innermost axis is contiguous, and all
-        strides are multiples of 16 bytes.
-    v_cache: likewise; of paged_vllm, any strides.
-    k_scale: float16 or float32. per_token, per_token_head and per_group (32, 64): written, and the granularity
-        follows from the shape. per_tensor () or (1,) and per_head (h_kv,): read; positive and finite.
+    k_cache: int8, or float8_e4m3fn with kind "fp8_per_token_head", of the shape that `layout` says; see `gqa_decode`.
+        The innermost axis is contiguous, and all strides are multiples of 16 bytes.
+    v_cache: likewise; of paged_vllm, any strides; with kind "int8_k_int4_v" uint8, d / 2 bytes for d values.
+    k_scale: float32 and per_token_head; with kind "int8" float16 or float32 of any granularity, which follows from the
+        shape. per_token, per_token_head and per_group (32, 64) are written; per_tensor () or (1,) and per_head (h_kv,)
+        are read: positive and finite.
     v_scale: likewise, of the same dtype. Its granularity may be another. What is written shares no memory, neither
         among its own elements nor with another argument.
     slot_mapping: (tokens,) int64, or int32, which is widened first: ``page * page_size + offset``, without pages
@@ -156,8 +170,23 @@ class AppendOptions(TypedDict):
     layout: Annotated[str, Option(check=_check_layout, planned=True)]
 
 
-class AppendRequest(AppendInputs, AppendOptions):
+class KindOptions(AppendOptions):
+    """What `kv_append` is called with by name.
+
+    layout: "BNSH", "BSNH", "paged_NHD", "paged_HND" or "paged_vllm"; any name in `gqa.layouts.LAYOUTS`.
+    kind: "int8", "fp8_per_token_head", or "int8_k_int4_v", which has no paged_vllm.
+    """
+
+    kind: Annotated[str, Option(check=_check_kind, planned=True)]
+
+
+class Int8AppendRequest(AppendInputs, AppendOptions):
     """All that a call of `kv_int8_append` says."""
 
 
-APPEND = Operator("kv_int8_append", AppendInputs, AppendOptions, AppendRequest)
+class AppendRequest(AppendInputs, KindOptions):
+    """All that a call of `kv_append` says."""
+
+
+APPEND = Operator("kv_append", AppendInputs, KindOptions, AppendRequest)
+INT8_APPEND = Operator("kv_int8_append", AppendInputs, AppendOptions, Int8AppendRequest)

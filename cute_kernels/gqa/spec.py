@@ -1,10 +1,18 @@
 """What is fixed at compile time in the GQA decode kernel."""
 
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
-from cute_kernels.gqa.codes import CODES, DTYPES, SCALE_DTYPES, WIDENED, Codes
-from cute_kernels.gqa.layouts import GROUP_SIZES, HEAD_DIMS, KERNEL_LAYOUTS, X_PACKED, is_kernel_layout, kernel_axes
+from cute_kernels.gqa.codes import CODES, DTYPES, KINDS, ROTATED, SCALE_DTYPES, WIDENED, Codes
+from cute_kernels.gqa.layouts import (
+    GROUP_SIZES,
+    HEAD_DIMS,
+    KERNEL_LAYOUTS,
+    X_PACKED,
+    Which,
+    is_kernel_layout,
+    kernel_axes,
+)
 
 KEYS_PER_WARP = 16
 SCALES = {"none": 0, "per_head": 0, "per_token": 1, **{f"per_group_{size}": size for size in GROUP_SIZES}}
@@ -18,12 +26,30 @@ SMEM_PER_CTA = 232_448
 BYTES_IN_FLIGHT = 131_072  # of an SM; more lengthens the queue of the memory and gains nothing
 
 
+class TileShape(NamedTuple):
+    """K or V of a tile in shared memory, in bytes.
+
+    row       of a token in one row segment: what one TMA copy brings of each row
+    segments  of a token
+    pitch     from a row of a segment to the next: TMA writes to multiples of 128 bytes, also for a single row
+    size      of all
+    copied    that the TMA copies bring
+    """
+
+    row: int
+    segments: int
+    pitch: int
+    size: int
+    copied: int
+
+
 @dataclass(frozen=True)
 class GqaDecodeSpec:
     """Compile-time facts of `kernels.decode.GqaDecodeKernel`; constructor argument and cache key.
 
     q_dtype    "bfloat16" or "float16", also of the output
     kv_dtype   a widened type of `gqa.codes`, or q_dtype
+    v_dtype    "uint8" where values are rotated 4-bit codes beside int8 keys; None: kv_dtype
     d          head dimension: 64, 128 or 256
     columns    query rows (tokens x heads of one KV head) of a CTA, which are columns of S^T and O^T: 8 or 16
     k_scales   "none"; "per_head": one or one per head; "per_token": per token, or token and head; "per_group_32", ...
@@ -35,6 +61,7 @@ class GqaDecodeSpec:
     box_rows   tokens of one TMA copy: those of a tile, or the page size where that is smaller
     alibi      whether there are ALiBi slopes
     softcap    whether scores are capped
+    starts     whether sequences begin after their first token: left padding
     warps      consumer warps of a CTA, 16 keys of a tile each: 4 or 8
     cluster    1: CTAs take ranges of the line of tiles; 8: the CTAs of a cluster share a sequence and KV head
     """
@@ -51,6 +78,8 @@ class GqaDecodeSpec:
     box_rows: int = 128
     alibi: bool = False
     softcap: bool = False
+    starts: bool = False
+    v_dtype: str | None = None
     warps: int = 8
     cluster: int = 1
 
@@ -63,6 +92,17 @@ class GqaDecodeSpec:
             reasons.append(f"q_dtype is {self.q_dtype}; it is {' or '.join(DTYPES)}")
         if self.kv_dtype not in (*WIDENED, self.q_dtype):
             reasons.append(f"kv_dtype is {self.kv_dtype}; it is {', '.join(WIDENED)} or that of q, {self.q_dtype}")
+        if self.rotated and (
+            (self.kv_dtype, self.v_dtype) not in KINDS.values()
+            or self.v_scales != "per_token"
+            or self.scale_dtype != "float32"
+            or self.x_packed
+        ):
+            reasons.append(
+                f"v_dtype is {self.v_dtype}; it goes with int8 keys and float32 scales of tokens, not packed"
+            )
+        elif self.v_dtype is not None and not self.rotated:
+            reasons.append(f"v_dtype is {self.v_dtype}; it is None or {', '.join(ROTATED)}")
         if self.d not in HEAD_DIMS:
             reasons.append(f"d is {self.d}; it is one of {HEAD_DIMS}")
         if self.columns not in COLUMNS or self.columns * self.d > MAX_ACCUMULATORS:
@@ -86,6 +126,8 @@ class GqaDecodeSpec:
             reasons.append(f"box_rows is {self.box_rows}; it is a power of two up to {self.keys_per_tile}")
         elif self.box_rows < self.keys_per_tile and not self.paged:
             reasons.append(f"box_rows is {self.box_rows}; without pages it is {self.keys_per_tile}")
+        elif self.rotated and self.box_rows > 1 and self.box_rows * self.tile("v").row < 128:
+            reasons.append(f"box_rows is {self.box_rows}; TMA writes to multiples of 128 bytes")
         if self.x_packed and (not self.paged or not X_PACKED.accepts_page_size(self.box_rows)):
             sizes = X_PACKED.accepted_page_sizes
             reasons.append(f"layout is {self.layout} with box_rows {self.box_rows}; its page size is {sizes}")
@@ -107,8 +149,18 @@ class GqaDecodeSpec:
 
     @property
     def codes(self) -> Codes:
-        """What is known of the type of the cache."""
+        """What is known of the type of the cache; of K where V has another one."""
         return CODES[self.kv_dtype]
+
+    @property
+    def v_codes(self) -> Codes:
+        """What is known of the type of V."""
+        return ROTATED.get(self.v_dtype or "", self.codes)
+
+    @property
+    def rotated(self) -> bool:
+        """Whether values are codes of rotated vectors, with zero points."""
+        return self.v_dtype in ROTATED
 
     @property
     def bytes_cache(self) -> bool:
@@ -144,25 +196,19 @@ class GqaDecodeSpec:
         """Keys of a tile, 16 for each consumer warp."""
         return KEYS_PER_WARP * self.warps
 
-    @property
-    def row_bytes(self) -> int:
-        """Bytes of a token in one row segment: what one TMA copy brings of each row."""
-        return min(self.d * self.itemsize, 128)
+    def tile(self, which: Which) -> TileShape:
+        """K or V of a tile."""
+        codes = self.codes if which == "k" else self.v_codes
+        token = self.d * codes.itemsize // codes.values
+        row = min(token, 128)
+        pitch = 128 if self.box_rows == 1 else row
+        size = self.keys_per_tile * (token // row) * pitch
+        return TileShape(row, token // row, pitch, size, self.keys_per_tile * token)
 
     @property
-    def row_pitch(self) -> int:
-        """Bytes from a row of a segment to the next: TMA writes to multiples of 128 bytes, also for a single row."""
-        return 128 if self.box_rows == 1 else self.row_bytes
-
-    @property
-    def tile_bytes(self) -> int:
-        """Bytes of K of a tile in shared memory; V has as many."""
-        return self.keys_per_tile * (self.d * self.itemsize // self.row_bytes) * self.row_pitch
-
-    @property
-    def copied_bytes(self) -> int:
-        """Bytes that the TMA copies of a tile bring, of K and V."""
-        return 2 * self.keys_per_tile * self.d * self.itemsize
+    def stage_bytes(self) -> int:
+        """Bytes of a stage for K and V."""
+        return self.tile("k").size + self.tile("v").size
 
     @property
     def warp_o_stride(self) -> int:
@@ -214,8 +260,8 @@ class GqaDecodeSpec:
     @property
     def stages(self) -> int:
         """Stages of the ring: as many as fit, and as BYTES_IN_FLIGHT asks for."""
-        stage = 2 * self.tile_bytes + 4 * (self.scale_values + self.page_words)
-        return min((SMEM_PER_CTA - self.fixed_bytes) // stage, max(-(-BYTES_IN_FLIGHT // (2 * self.tile_bytes)), 2))
+        stage = self.stage_bytes + 4 * (self.scale_values + self.page_words)
+        return min((SMEM_PER_CTA - self.fixed_bytes) // stage, max(-(-BYTES_IN_FLIGHT // self.stage_bytes), 2))
 
     @property
     def registers(self) -> int:
@@ -248,6 +294,7 @@ def shipped_specs() -> list[GqaDecodeSpec]:
         replace(head, layout="x_packed", paged=True, box_rows=8),
         replace(token, q_dtype=fp16, kv_dtype=fp8, d=256, layout="x_packed", paged=True, box_rows=16),
         replace(head, kv_dtype=fp8),
+        replace(token, layout="tokens_first", paged=True, box_rows=64, scale_dtype="float32", v_dtype="uint8"),
         plain,
         replace(plain, d=64, columns=16, layout="tokens_first", paged=True, box_rows=1),
         GqaDecodeSpec(fp16, fp16, 256, 8, layout="x_packed", paged=True, box_rows=32, warps=4),

@@ -47,6 +47,7 @@ class _Request(NamedTuple):
     """One call of the attention function; q, k, v as transformers has them, (batch, heads, tokens, d).
 
     packed  borders of packed queries and keys, which `mask` need not say again; None where each row is a sequence
+    starts  (batch,) int32, the first key of each row that queries see, where rows are padded on the left
     """
 
     q: torch.Tensor
@@ -60,6 +61,7 @@ class _Request(NamedTuple):
     s_aux: torch.Tensor | None
     dropout: float
     packed: tuple[torch.Tensor, torch.Tensor] | None = None
+    starts: torch.Tensor | None = None
 
     @property
     def decodes(self) -> bool:
@@ -96,7 +98,8 @@ def cute_attention(
         key: (batch, kv_heads, s_k, d), or what a `CuteInt8Cache` returns.
         value: likewise.
         attention_mask: what `cute_mask` returns: None; (sequences + 1,) int32, where packed or padded sequences begin
-            in the tokens of all rows; or (batch, 1, s_q, s_k), which plain torch applies.
+            in the tokens of all rows; (batch, 1) int32, the first key of each row, for a few tokens after padding on
+            the left; or (batch, 1, s_q, s_k), which plain torch applies.
         scaling: default d ** -0.5.
         dropout: of attention weights; where it is not 0, plain torch runs.
         sliding_window: a query sees at most so many tokens, its own included.
@@ -128,11 +131,13 @@ def cute_attention(
         raise ValueError("key: got int8 codes without scales; needs those that CuteInt8Cache returned, as they were")
     s_aux = None if s_aux is None else s_aux.float()
     query, key, value, s_aux = cast_under_autocast(query, key, value, s_aux)
-    packed = None
+    packed, starts = None, None
     if cu_seq_lens_q is not None:
         packed = cu_seq_lens_q, cu_seq_lens_q if cu_seq_lens_k is None else cu_seq_lens_k
     elif attention_mask is not None and attention_mask.dim() == 1:
         packed, attention_mask, causal = (attention_mask, attention_mask), None, True
+    elif attention_mask is not None and attention_mask.dim() == 2:
+        starts, attention_mask = attention_mask[:, 0], None
     elif attention_mask is None and position_ids is not None and _is_whole(query, key, position_ids):
         borders = borders_of_positions(position_ids, query.shape[0])
         packed = None if borders is None else (borders, borders)
@@ -141,7 +146,8 @@ def cute_attention(
     scaling = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
     softcap = float(softcap) if softcap else None
     call = _Request(
-        query, key, value, attention_mask, scaling, causal, sliding_window, softcap, s_aux, float(dropout), packed
+        query, key, value, attention_mask, scaling, causal, sliding_window, softcap, s_aux, float(dropout), packed,
+        starts,
     )  # fmt: skip
     reason = refusal(call)
     if reason is not None:
@@ -154,13 +160,13 @@ def cute_attention(
     out: Any
     if layer is not None:
         caches = (layer.keys, layer.values, layer.key_scales, layer.value_scales)
-        out = gqa_decode(q, *caches, cache_seqlens=layer.lengths(), softcap=softcap, **options)
+        out = gqa_decode(q, *caches, cache_seqlens=layer.lengths(), softcap=softcap, cache_starts=starts, **options)
     elif packed is not None:
         rows = (t.transpose(1, 2).flatten(0, 1) for t in (query, key, value))
         out = sink_attention(*rows, cu_seqlens_q=packed[0], cu_seqlens_k=packed[1], **options)
         out = out.view(q.shape)
     elif call.decodes:
-        out = gqa_decode(q, _rows(key), _rows(value), softcap=softcap, **options)
+        out = gqa_decode(q, _rows(key), _rows(value), softcap=softcap, cache_starts=starts, **options)
     else:
         out = sink_attention(q, key.transpose(1, 2), value.transpose(1, 2), **options)
     return out, None
@@ -177,6 +183,8 @@ def refusal(call: _Request) -> str | None:
     q, d = call.q, call.q.shape[-1]
     if call.mask is not None and call.packed is None:
         return "attention_mask: padding of earlier keys, or a mask that is neither causal nor a window"
+    if call.starts is not None and not call.decodes:
+        return "attention_mask: padding of earlier keys, with gradients"
     if call.dropout:
         return f"dropout {call.dropout}: there is none in the kernels"
     if q.dtype not in (torch.bfloat16, torch.float16):
@@ -196,7 +204,8 @@ def refusal(call: _Request) -> str | None:
 def plain_attention(call: _Request) -> torch.Tensor:
     """Attention in plain torch, which holds all scores: (batch, s_q, heads, d).
 
-    A mask says all that a query sees; without one, `causal`, `window` and `packed` do.
+    A mask says all that a query sees; without one, `causal`, `window`, `packed` and `starts` do. A query that sees
+    nothing sees everything, as in eager attention: it is padding, and what it gets must be a number.
     """
     mask = call.mask
     if mask is None and call.packed is not None:
@@ -211,6 +220,11 @@ def plain_attention(call: _Request) -> torch.Tensor:
         mask = key <= position if call.causal else torch.ones_like(key <= position)
         if call.window is not None:
             mask &= key > position - call.window
+    if call.starts is not None:
+        key = torch.arange(call.k.shape[2], dtype=torch.int64, device=call.q.device)
+        seen = key >= call.starts.view(-1, 1, 1, 1)
+        mask = seen if mask is None else seen & mask
+        mask = mask | ~mask.any(dim=-1, keepdim=True)
     if call.s_aux is None and call.softcap is None:
         out = torch.nn.functional.scaled_dot_product_attention(
             call.q, call.k, call.v, attn_mask=mask, dropout_p=call.dropout, scale=call.scaling, enable_gqa=True
@@ -279,18 +293,19 @@ def cute_mask(
 
     Returns:
         None where `causal` and `sliding_window` say it all. Where they do within each sequence of a packed or padded
-        batch, (sequences + 1,) int32: where these begin in the tokens of all rows. This reads positions and padding on
-        the host, so not while torch.compile traces: there `cu_seq_lens_q` says it. Else what "eager" would get.
+        batch, (sequences + 1,) int32: where these begin in the tokens of all rows. Where they do for a few tokens after
+        rows that were padded on the left, (batch, 1) int32: the first key of each row. This reads positions and padding
+        on the host, so not while torch.compile traces: there `cu_seq_lens_q` says it. Else what "eager" would get.
     """
     plain = allow_is_causal_skip and isinstance(q_offset, int) and q_offset + q_length == kv_offset + kv_length
     if plain and attention_mask is not None and is_traced():
         plain = False
-    elif plain and attention_mask is not None:
-        visible = attention_mask[:, -kv_length:]
-        plain = visible.shape[1] == kv_length and bool(visible.all())
     if plain and local_size is not None:
         plain = _is_window(mask_function, local_size)
-    if plain:
+    visible = None if attention_mask is None else attention_mask[:, -kv_length:].bool()
+    if plain and visible is not None:
+        plain = visible.shape[1] == kv_length
+    if plain and (visible is None or bool(visible.all())):
         return None
     whole = isinstance(q_offset, int) and (q_offset, q_length) == (0, kv_length) and kv_offset == 0
     padding = None if attention_mask is None else attention_mask.bool()
@@ -299,6 +314,9 @@ def cute_mask(
         borders = packed_borders(mask_function, padding, batch_size, q_length, local_size, device)
         if borders is not None:
             return borders
+    if plain and visible is not None and q_length <= MAX_S_Q:
+        if bool((visible[:, :-1] <= visible[:, 1:]).all()):  # each row: padding, then tokens
+            return (kv_length - visible.sum(dim=1, keepdim=True)).to(torch.int32)
     given = {"q_offset": q_offset, "kv_offset": kv_offset, "mask_function": mask_function, "use_vmap": use_vmap,
              "batch_size": batch_size, "device": device} | others  # fmt: skip
     return eager_mask(q_length=q_length, kv_length=kv_length, attention_mask=attention_mask, **given)

@@ -32,6 +32,9 @@ WRITTEN: Final = "written"
 """Marks a tensor of a table that the operator writes."""
 Written = Annotated[torch.Tensor, WRITTEN]
 Output = Annotated[torch.Tensor | None, WRITTEN]
+LATER: Final = "later"
+"""Marks a tensor that was added to the operator after its first release: the schema has its default."""
+Later = Annotated[torch.Tensor | None, LATER]
 
 
 @dataclass(frozen=True)
@@ -67,6 +70,7 @@ class Argument:
     name: str
     annotation: Any
     written: bool
+    later: bool
     option: Option | None
 
     @classmethod
@@ -77,7 +81,8 @@ class Argument:
             hint, marks = hint.__origin__, hint.__metadata__
         tensor = torch.Tensor in (hint, *get_args(hint))
         option = next((mark for mark in marks if isinstance(mark, Option)), None)
-        return cls(name, hint, WRITTEN in marks, None if tensor else option or Option())
+        later = LATER in marks or bool(option and option.later)
+        return cls(name, hint, WRITTEN in marks, later, None if tensor else option or Option())
 
     @property
     def may_be_none(self) -> bool:
@@ -89,10 +94,10 @@ class Argument:
         if self.written:
             return f"Tensor({alias}!) {self.name}"
         if self.option is None:
-            return f"Tensor{'?' * self.may_be_none} {self.name}"
+            return f"Tensor{'?' * self.may_be_none} {self.name}" + "=None" * self.later
         known = next(t for t in (*get_args(self.annotation), self.annotation) if t is not types.NoneType)
         name = self.option.schema or known.__name__ + "?" * self.may_be_none
-        return f"{name} {self.name}" + f"={self.option.default}" * self.option.later
+        return f"{name} {self.name}" + f"={self.option.default}" * self.later
 
 
 class Operator:

@@ -6,7 +6,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from cute_kernels.gqa.codes import CODES
+from cute_kernels.gqa.codes import CODES, KINDS
 from cute_kernels.gqa.layouts import LAYOUTS
 from cute_kernels.indexer.append_spec import SCALE_RULES
 from cute_kernels.runtime.cache import entry_name
@@ -57,7 +57,8 @@ def parser() -> argparse.ArgumentParser:
     gqa.add_argument("--kv-heads", type=int, help="heads of the cache on one GPU")
     gqa.add_argument("--head-dim", type=int, default=128, help="(128)")
     gqa.add_argument("--dtype", choices=("bfloat16", "float16"), default="bfloat16", help="of queries (bfloat16)")
-    gqa.add_argument("--kv-dtype", choices=tuple(CODES), default="int8", help="of the cache (int8)")
+    types = tuple(dict.fromkeys((*CODES, *KINDS)))
+    gqa.add_argument("--kv-dtype", choices=types, default="int8", help="of the cache, or a kind of kv_append (int8)")
     gqa.add_argument("--scales", choices=(*SCALES, "none"), default="per_token_head", help="(per_token_head)")
     gqa.add_argument("--scale-dtype", choices=("float32", "float16"), default="float32", help="(float32)")
     gqa.add_argument("--layout", choices=tuple(LAYOUTS), default="paged_NHD", help="of the cache (paged_NHD)")

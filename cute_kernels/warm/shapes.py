@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from cute_kernels.gqa.append_spec import KvAppendSpec, sharing
-from cute_kernels.gqa.codes import CODES, WIDENED
+from cute_kernels.gqa.codes import CODES, KINDS, VALUE_KINDS, WIDENED
 from cute_kernels.gqa.gather_spec import KvGatherSpec
 from cute_kernels.gqa.layouts import GROUP_SIZES, LAYOUTS, CacheSizes, ScaleKind
 from cute_kernels.gqa.plan import MAX_S_Q, choose_spec
@@ -107,13 +107,14 @@ class MlaShape:
 
 @dataclass(frozen=True)
 class GqaShape:
-    """`gqa_decode` and, of an INT8 cache, `kv_int8_append` of a model.
+    """`gqa_decode` and `kv_append` of a model.
 
     heads        query heads of one GPU
     kv_heads     heads of its cache
     head_dim     64, 128 or 256
     dtype        of queries, outputs and new tokens: "bfloat16" or "float16"
-    kv_dtype     "int8", "float8_e4m3fn" or `dtype`
+    kv_dtype     "int8", "float8_e4m3fn" or `dtype`; or a kind of `kv_append` with float32 scales per token and head:
+                 "fp8_per_token_head", "int8_k_int4_v"
     scales       of K and V: "per_tensor", "per_head", "per_token", "per_token_head", "per_group_32", "per_group_64";
                  None: FP8 without scales. Not looked at with a cache of 16-bit numbers
     scale_dtype  "float32" or "float16"
@@ -122,7 +123,7 @@ class GqaShape:
     max_tokens   that a sequence can have: the size of the cache, or the width of the block table times the page size
     softcap      whether scores are capped
     alibi        whether there are ALiBi slopes
-    append       whether the model fills its INT8 cache with `kv_int8_append`
+    append       whether the model fills a cache of one of the kinds with `kv_append`
     """
 
     heads: int
@@ -151,16 +152,27 @@ class GqaShape:
             )
         if self.scales is not None and self.scales not in SCALES:
             raise ValueError(f"scales: got {self.scales!r}; needs None or one of {', '.join(SCALES)}")
-        if not (isinstance(self.kv_dtype, str) and self.kv_dtype in (*WIDENED, self.dtype)):
-            known = ", ".join((*WIDENED, self.dtype))
+        stored = dict.fromkeys((*WIDENED, self.dtype, *KINDS))
+        if not (isinstance(self.kv_dtype, str) and self.kv_dtype in stored):
+            known = ", ".join(stored)
             raise ValueError(f"kv_dtype: got {self.kv_dtype!r}; needs the name of one of {known}")
-        if self.scales is None and CODES[self.kv_dtype].needs_scales:
+        fixed = self.kv_dtype in KINDS and self.kv_dtype not in CODES
+        if fixed and (self.scales, self.scale_dtype) != ("per_token_head", "float32"):
+            raise ValueError(
+                f"scales: got {self.scale_dtype} {self.scales}; {self.kv_dtype} has float32 per_token_head"
+            )
+        if self.scales is None and CODES[self._types[0]].needs_scales:
             raise ValueError(f"scales: got None; an int8 cache needs one of {', '.join(SCALES)}")
+
+    @property
+    def _types(self) -> tuple[str, str]:
+        """Of K and of V."""
+        return KINDS.get(self.kv_dtype, (self.kv_dtype, self.kv_dtype))
 
     def specs(self, batch_sizes: Iterable[int], query_tokens: Iterable[int], num_sms: int) -> Iterator[KernelSpec]:
         """The kernel of each call, in the order of the batch sizes; the same one may come often."""
         layout = LAYOUTS[self.layout]
-        kind = SCALES[self.scales] if self.scales and self.kv_dtype in WIDENED else None
+        kind = SCALES[self.scales] if self.scales and self._types[0] in WIDENED else None
         scale_dtype = self.scale_dtype if kind else "float32"
         for s_q in query_tokens:
             if s_q > MAX_S_Q:
@@ -172,7 +184,8 @@ class GqaShape:
                     CacheSizes(batch, rows, self.kv_heads, self.head_dim),
                     q_shape=(batch, s_q, self.heads),
                     q_dtype=self.dtype,
-                    kv_dtype=self.kv_dtype,
+                    kv_dtype=self._types[0],
+                    v_dtype=VALUE_KINDS.get(self.kv_dtype),
                     kinds=(kind, kind),
                     scale_dtype=scale_dtype,
                     max_keys=self.max_tokens,
@@ -180,7 +193,7 @@ class GqaShape:
                     alibi=self.alibi,
                     softcap=self.softcap,
                 )
-        if self.append and CODES[self.kv_dtype].appended and kind is not None:
+        if self.append and self.kv_dtype in KINDS and kind is not None:
             yield KvAppendSpec.for_launch(
                 dtype=self.dtype,
                 d=self.head_dim,
@@ -188,6 +201,7 @@ class GqaShape:
                 k_scale=sharing(kind),
                 v_scale=sharing(kind),
                 scale_dtype=scale_dtype,
+                kind=self.kv_dtype,
                 x_packed=layout.x_packed,
             )
 
@@ -235,7 +249,7 @@ class PromptShape:
     heads     query heads of one GPU
     head_dim  64, 128 or 256
     dtype     of queries: "bfloat16" or "float16"
-    kv_dtype  of the cache: "int8" or "float8_e4m3fn"
+    kv_dtype  of the cache: "int8" or "fp8_per_token_head", with scales of tokens, or "float8_e4m3fn" with one for all
     sink      whether layers have sinks
     merged    whether contexts are so long that they come in parts
     """
@@ -252,7 +266,8 @@ class PromptShape:
 
         Sinks join the last merge of a context alone.
         """
-        yield KvGatherSpec(self.kv_dtype, self.dtype, self.head_dim)
+        kv_dtype = KINDS[self.kv_dtype][0] if self.kv_dtype in KINDS else self.kv_dtype
+        yield KvGatherSpec(kv_dtype, self.dtype, self.head_dim, one_scale=self.kv_dtype not in KINDS)
         merges = itertools.product((64, 4096), (2, 3, 4), {False, self.sink}) if self.merged else ()
         for tokens, states, sink in merges:
             yield MergeSpec.for_launch(

@@ -144,7 +144,7 @@ def prepared(monkeypatch: pytest.MonkeyPatch) -> Kernel:
     """A prepared launch for `C`, as an earlier call on a GPU would leave it."""
     kernel = Kernel()
     launch = by_name(APPEND, kernel, "cute_kernels.gqa.kernels.append:KvAppendKernel", heads_first=1)
-    prepare(monkeypatch, append_op, append_op.PreparedLaunch(launch, apart=set()), APPEND.request(**C))
+    prepare(monkeypatch, append_op, append_op.PreparedLaunch(launch, apart=set()), APPEND.request(**C, kind="int8"))
     kernel.calls.clear()
     return kernel
 

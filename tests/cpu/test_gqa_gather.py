@@ -6,15 +6,15 @@ import torch
 from cute_kernels.gqa.gather_op import gather_pages, gather_spec
 from cute_kernels.gqa.gather_spec import KvGatherSpec, shipped_specs
 from cute_kernels.warm import PromptShape, kernel_specs
-from tests.kit.gather_pages import expected, gather_cache
+from tests.kit.gather_pages import KINDS, expected, gather_cache
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("layout", ["NHD", "HND", "interleaved"])
-@pytest.mark.parametrize("kv_dtype", [torch.int8, torch.float8_e4m3fn])
-def test_copies_are_codes_times_scales(kv_dtype: torch.dtype, layout: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_copies_are_codes_times_scales(kind: str, layout: str, dtype: torch.dtype) -> None:
     """A number that is no page's becomes the nearest that is."""
-    cache = gather_cache(kv_dtype, layout, 64)
+    cache = gather_cache(kind, layout, 64)
     pages = torch.tensor([4, 0, 0, 2, 9, -3], dtype=torch.int32)
     found = gather_pages(*cache, pages, dtype)
     for copies, exact in zip(found, expected(cache, [4, 0, 0, 2, 4, 0]), strict=True):
@@ -23,7 +23,7 @@ def test_copies_are_codes_times_scales(kv_dtype: torch.dtype, layout: str, dtype
 
 
 def test_no_page_is_no_copy() -> None:
-    cache = gather_cache(torch.int8, "NHD", 64)
+    cache = gather_cache("int8", "NHD", 64)
     k, v = gather_pages(*cache, torch.zeros(0, dtype=torch.int32), torch.bfloat16)
     assert k.shape == v.shape == (0, 16, 3, 64)
 

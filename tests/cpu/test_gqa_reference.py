@@ -264,6 +264,28 @@ def test_queries_before_the_first_key_see_nothing_if_causal():
     assert lse[0, :, 0].tolist() == pytest.approx([math.log(2)] * 4)
 
 
+def test_keys_before_a_start_are_not_there():
+    """A sequence that begins late has the result of the same tokens without what is before them."""
+    lengths, starts = [40, 40, 40, 40, 40, 40], [0, 7, 39, 40, 55, -3]
+    options: dict[str, Any] = {"h_q": 4, "h_kv": 2, "d": 64, "s_q": 3, "alibi": "head", "sink": "finite"}
+    for layout, window, causal in (("BNSH", None, True), ("BSNH", 9, True), ("paged_NHD", None, False)):
+        case = gqa_case(
+            seqlens=lengths, starts=starts, layout=layout, window=window, causal=causal, page_size=8, **options
+        )
+        out, lse = reference_gqa_decode(**case.arguments())
+        assert torch.isfinite(out).all(), "what is before a start is NaN here"
+        assert (out[3:5] == 0).all() and (lse[3:5] == -INF).all()
+        if layout != "BNSH":
+            continue
+        for row, start in enumerate(starts[:3]):
+            cut = {name: getattr(case, name)[row : row + 1, :, start:] for name in ("k_cache", "v_cache")}
+            cut |= {name: getattr(case, name)[row : row + 1, :, start:] for name in ("k_scale", "v_scale")}
+            shorter = {**case.arguments(), **cut, "q": case.q[row : row + 1], "cache_starts": None}
+            shorter["cache_seqlens"] = torch.tensor([40 - start])
+            own_out, own_lse = reference_gqa_decode(**shorter)
+            assert torch.equal(out[row], own_out[0]) and torch.equal(lse[row], own_lse[0])
+
+
 def test_alibi_by_hand():
     """The slope times (key - query): the newest key has 0, whatever the softcap."""
     slopes = torch.tensor([math.log(2.0), 0.0])

@@ -108,6 +108,7 @@ KV_APPEND: Call = {
     "k_scale": torch.ones(2, 2, 16),
     "v_scale": torch.ones(2, 2, 16),
     "slot_mapping": torch.zeros(3, dtype=torch.int64),
+    "kind": "int8",
     "layout": "BNSH",
 }
 MERGED: Call = {

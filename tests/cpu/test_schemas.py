@@ -13,6 +13,7 @@ OPERATORS = {
     "merge_states": (("merge_states",), ["out", "lse"]),
     "mla_fp8_append": (("mla_fp8_append", "mla_fp8_append, planar pages"), ["kv_cache"]),
     "kv_int8_append": (("kv_int8_append",), ["k_cache", "v_cache", "k_scale", "v_scale"]),
+    "kv_append": (("kv_append",), ["k_cache", "v_cache", "k_scale", "v_scale"]),
     "index_append": (("index_append",), ["k_cache"]),
     "index_topk": (("index_topk",), ["out"]),
     "sink_attention": (("sink_attention", "sink_attention, packed"), []),

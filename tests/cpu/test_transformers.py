@@ -145,10 +145,47 @@ def test_int8_costs_what_the_table_says() -> None:
 
 @pytest.mark.parametrize("int8", [False, True], ids=["bfloat16", "int8"])
 @pytest.mark.parametrize("name", ["llama", "gpt_oss"])
-def test_padding_runs_in_plain_torch(name: str, int8: bool, said: list[str]) -> None:
+def test_unequal_prompts_stay_on_the_kernels(name: str, int8: bool, said: list[str], kernels: dict[str, int]) -> None:
+    """Padded on the left, one of them by more than a window: the tokens of eager attention."""
+    model, ids = tiny_models.trained(name), tiny_models.sequences(11, 4, 30)
+    mask = torch.ones_like(ids)
+    for row, pads in enumerate((6, 0, 25, 1)):
+        mask[row, :pads] = 0
+    expected, expected_logits = generate(model, "eager", ids, attention_mask=mask)
+    cache = cute.CuteInt8Cache(model.config) if int8 else None
+    found, logits = generate(model, "cute", ids, cache, attention_mask=mask)
+    assert torch.equal(found, expected) and torch.equal(found[:2], counted_on(ids)[:2])
+    assert said == [], "plain torch ran"
+    assert kernels["gqa_decode"] == model.config.num_hidden_layers * (NEW - 1)
+    assert (logits - expected_logits).norm() < int8_error() * expected_logits.norm()
+
+
+def test_masks_of_a_step_after_padding() -> None:
+    """The first key of each row, if all its padding comes first; nothing that a window or another mask says is lost."""
+    call: dict[str, Any] = {"q_length": 2, "kv_length": 12, "q_offset": 10, "allow_is_causal_skip": True}
+    call |= {"mask_function": masking_utils.causal_mask_function, "batch_size": 3, "dtype": torch.bfloat16}
+    visible = torch.ones(3, 12, dtype=torch.bool)
+    visible[0, :4], visible[2, :] = False, False
+
+    def mask(**changes: Any) -> Any:
+        return cute.cute_mask(**{**call, **changes}, attention_mask=visible)
+
+    assert mask().tolist() == [[4], [0], [12]]
+    cropped = mask(kv_length=8, kv_offset=4)
+    assert cropped.tolist() == [[0], [0], [8]]
+    for changes in ({"allow_is_causal_skip": False}, {"q_length": 9, "q_offset": 3}):
+        assert mask(**changes).dim() == 4
+    visible[1, 5] = False
+    assert mask().dim() == 4, "padding among tokens"
+
+
+@pytest.mark.parametrize("int8", [False, True], ids=["bfloat16", "int8"])
+@pytest.mark.parametrize("name", ["llama", "gpt_oss"])
+def test_other_padding_runs_in_plain_torch(name: str, int8: bool, said: list[str]) -> None:
+    """Among the tokens, as a conversation has it whose turns were padded."""
     model, ids = tiny_models.trained(name), tiny_models.sequences(11, 3, 20)
     mask = torch.ones_like(ids)
-    mask[0, :6] = 0
+    mask[0, 3:9] = 0
     expected, expected_logits = generate(model, "eager", ids, attention_mask=mask)
     cache = cute.CuteInt8Cache(model.config) if int8 else None
     found, logits = generate(model, "cute", ids, cache, attention_mask=mask)
@@ -262,6 +299,7 @@ WINDOW_OF_4 = {"mask_function": masking_utils.sliding_window_causal_mask_functio
 CHUNKS_OF_4 = {"mask_function": masking_utils.chunked_causal_mask_function(4, torch.zeros(2)), "local_size": 4}
 PADDED = torch.ones(2, 12, dtype=torch.bool)
 PADDED[0, :2] = False
+AMONG = [2, 3, 0, 1, *range(4, 12)]  # so that padding lies among tokens
 
 
 @pytest.mark.parametrize("changes", [{}, WINDOW_OF_4, {"attention_mask": torch.ones(2, 12, dtype=torch.bool)}])
@@ -273,8 +311,8 @@ def test_there_is_no_mask_for_causal_and_for_windows(changes: dict[str, Any]) ->
     "changes",
     [
         CHUNKS_OF_4,
-        {"attention_mask": PADDED},
-        {**WINDOW_OF_4, "attention_mask": PADDED},
+        {"attention_mask": PADDED[:, AMONG]},
+        {**WINDOW_OF_4, "attention_mask": PADDED[:, AMONG]},
         {"allow_is_causal_skip": False},
         {"q_offset": 5},
         {"q_offset": torch.tensor(9)},

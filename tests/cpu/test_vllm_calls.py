@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import fp8_mla
-from cute_kernels import gqa_decode, kv_int8_append
+from cute_kernels import gqa_decode, kv_append
 from cute_kernels.integrations import vllm as cute_vllm
 from cute_kernels.integrations.vllm import backends, calls, warming
 from cute_kernels.integrations.vllm.calls import GqaCalls
@@ -39,7 +39,7 @@ def test_an_int8_page_has_the_bytes_of_vllms(tokens: int, order: str, kv_heads: 
     kv_cache = stock_cache(pages, kv_heads, tokens, d, torch.int8, order)
     assert kv_cache[0].numel() == kv_heads * tokens * 2 * (d + 4)
     kv_cache.fill_(-1)
-    views = calls.int8_views(kv_cache, d)
+    views = calls.scaled_views(kv_cache, d)
     assert views.k_scale is not None and views.v_scale is not None
     for i, view in enumerate((views.k, views.v)):
         assert view.shape == (pages, kv_heads, tokens, d)
@@ -66,7 +66,7 @@ def filled(kv_heads: int) -> tuple[torch.Tensor, list[torch.Tensor]]:
 
 def tensors(kv_cache: torch.Tensor) -> list[torch.Tensor]:
     """Codes and scales, heads first."""
-    return [view for view in calls.int8_views(kv_cache, 64) if isinstance(view, torch.Tensor)]
+    return [view for view in calls.scaled_views(kv_cache, 64) if isinstance(view, torch.Tensor)]
 
 
 def test_pages_are_cut_by_heads() -> None:
@@ -89,9 +89,9 @@ def test_pages_of_ranks_lie_side_by_side() -> None:
 
 def test_pages_at_a_distance() -> None:
     """VLLM pads pages, and lays out those of several layers in turns."""
-    elements = 16 * 2 * calls.int8_token_bytes(64)
+    elements = 16 * 2 * calls.scaled_token_bytes(64)
     padded = torch.zeros(4, elements + 512, dtype=torch.int8)
-    views = calls.int8_views(padded[:, :elements].view(4, 2, 16, -1), 64)
+    views = calls.scaled_views(padded[:, :elements].view(4, 2, 16, -1), 64)
     assert views.k.stride(0) == elements + 512 and views.k_scale is not None
     assert views.k_scale.stride(0) * 4 == elements + 512
     views.v.fill_(3)
@@ -101,7 +101,7 @@ def test_pages_at_a_distance() -> None:
 @pytest.mark.parametrize("order", ["NHD", "HND"])
 def test_layers_in_one_page(order: str) -> None:
     """VLLM may lay out all layers of a page together, by heads or by tokens; each has its own bytes."""
-    pages, layers, heads, tokens, token = 3, 2, 2, 16, calls.int8_token_bytes(64)
+    pages, layers, heads, tokens, token = 3, 2, 2, 16, calls.scaled_token_bytes(64)
     if order == "HND":
         memory = torch.zeros(pages, heads, layers, tokens, token, dtype=torch.int8).permute(2, 0, 1, 3, 4)
     else:
@@ -127,12 +127,12 @@ def test_layers_in_one_page(order: str) -> None:
 )  # fmt: skip
 def test_a_page_that_is_not_ours_is_refused(kv_cache: torch.Tensor, words: str) -> None:
     with pytest.raises(ValueError, match=f"kv_cache: .*{words}"):
-        calls.int8_views(kv_cache, 64)
+        calls.scaled_views(kv_cache, 64)
 
 
 def test_views_are_made_once_a_cache() -> None:
     layer = GqaCalls(4, 2, 64, 0.125, calls.INT8)
-    caches = torch.zeros(2, 4, 2, 16, calls.int8_token_bytes(64), dtype=torch.int8)
+    caches = torch.zeros(2, 4, 2, 16, calls.scaled_token_bytes(64), dtype=torch.int8)
     assert layer.views(caches[0]) is layer.views(caches[0])
     assert layer.views(caches[1]).k.data_ptr() == caches[1].data_ptr()
     layer.forget_views()
@@ -142,21 +142,26 @@ def test_views_are_made_once_a_cache() -> None:
 # ---- decoding and storing
 
 
+@pytest.mark.parametrize("cache_dtype", calls.SCALED)
 @pytest.mark.parametrize("order", ["NHD", "HND"])
 @pytest.mark.parametrize("tokens", [16, 64, 256])
-def test_int8_is_stored_and_decoded_as_in_a_cache_of_four_tensors(tokens: int, order: str) -> None:
+def test_scaled_codes_are_stored_and_decoded_as_in_a_cache_of_four_tensors(
+    tokens: int, order: str, cache_dtype: str
+) -> None:
     """The page changes where the numbers lie and no number."""
+    codes, kind = calls.CODES[cache_dtype], calls.SCALED[cache_dtype]
+    bytes_of_vllm = torch.int8 if codes is torch.int8 else torch.uint8
     batch = draw_batch([40, 17, 300], [2, 2, 2], tokens)
-    layer = GqaCalls(HEADS, 2, 64, 0.125, calls.INT8)
-    kv_cache = stock_cache(batch.pages, 2, tokens, 64, torch.int8, order)
-    k_cache, v_cache = torch.zeros(2, batch.pages, tokens, 2, 64, dtype=torch.int8)
+    layer = GqaCalls(HEADS, 2, 64, 0.125, cache_dtype)
+    kv_cache = stock_cache(batch.pages, 2, tokens, 64, bytes_of_vllm, order, scaled=True)
+    k_cache, v_cache = torch.zeros(2, batch.pages, tokens, 2, 64, dtype=torch.int8).view(codes)
     k_scale, v_scale = torch.zeros(2, batch.pages, tokens, 2)
     padded_slots = torch.cat([batch.all_slots, torch.tensor([-1])])
     padded = [torch.cat([t, t[:3]]) for t in (batch.keys, batch.values)]  # more rows than slots, as in a graph
-    layer.append_int8(padded[0], padded[1], kv_cache, padded_slots)
-    kv_int8_append(
-        batch.keys, batch.values, k_cache, v_cache, k_scale, v_scale, batch.all_slots, layout="paged_NHD"
-    )  # fmt: skip
+    layer.append_scaled(padded[0], padded[1], kv_cache, padded_slots)
+    kv_append(
+        batch.keys, batch.values, k_cache, v_cache, k_scale, v_scale, batch.all_slots, layout="paged_NHD", kind=kind
+    )
     out = torch.empty_like(batch.query)
     layer.decode(batch.query, kv_cache, batch.seq_lens, batch.block_table, *batch.scales, out)
     expected = gqa_decode(
@@ -164,6 +169,7 @@ def test_int8_is_stored_and_decoded_as_in_a_cache_of_four_tensors(tokens: int, o
         cache_seqlens=batch.seq_lens, block_table=batch.block_table,
     )  # fmt: skip
     assert torch.equal(out.view(3, 2, HEADS, 64), expected)
+    assert batch.error(out, window=None) < (0.02 if codes is torch.int8 else 0.06)
 
 
 @pytest.mark.parametrize("order", ["NHD", "HND"])
@@ -276,13 +282,15 @@ def test_sparse_mla_as_flashmla_is_called(batch: int, s_q: int, heads: int) -> N
 
 
 @pytest.mark.parametrize(
-    "cache_dtype, kv_dtype", [("auto", "bfloat16"), ("fp8", "float8_e4m3fn"), (calls.INT8, "int8")]
+    "cache_dtype, kv_dtype", [("auto", "bfloat16"), ("fp8", "float8_e4m3fn"), *calls.SCALED.items()]
 )
 def test_a_layer_says_what_it_will_ask_for(cache_dtype: str, kv_dtype: str) -> None:
     layer = GqaCalls(32, 8, 128, 0.1, cache_dtype, window=64)
     decode, prefill = layer.shapes(torch.bfloat16, 16, 4096)
     assert isinstance(decode, GqaShape) and isinstance(prefill, PrefillShape)
-    assert decode.kv_dtype == kv_dtype and decode.layout == ("paged_HND" if cache_dtype == calls.INT8 else "paged_NHD")
+    assert decode.kv_dtype == kv_dtype and decode.layout == (
+        "paged_HND" if cache_dtype in calls.SCALED else "paged_NHD"
+    )
     assert prefill.windows == (64,) and prefill.packed
     assert len(kernel_specs(decode, prefill, batch_sizes=(1, 64))) >= 2
     assert len(GqaCalls(32, 8, 256, 0.1, cache_dtype).shapes(torch.float16, 16, 4096)) == 1

@@ -15,9 +15,11 @@ import torch
 pytest.importorskip("vllm", reason="needs vLLM: make test-vllm")
 
 import vllm
+from vllm.distributed import parallel_state
 from vllm.platforms.interface import DeviceCapability
 from vllm.v1.attention import backend as theirs
 from vllm.v1.attention.backends import registry, triton_attn
+from vllm.v1.attention.backends import utils as theirs_utils
 from vllm.v1.attention.backends.mla import flashmla_sparse
 
 import fp8_mla
@@ -26,6 +28,7 @@ from cute_kernels.integrations import vllm as cute_vllm
 from cute_kernels.integrations.padded_heads import V4Decode
 from cute_kernels.integrations.vllm import calls, gqa, sparse_mla, v4
 from cute_kernels.integrations.vllm.backends import Function, moved
+from cute_kernels.integrations.vllm.context_parallel import Ranks
 from cute_kernels.integrations.vllm.prompts import FEW
 from tests.kit.flash_stand_in import FlashStandIn
 from tests.kit.v4_layers import REAL_HEADS, v4_call
@@ -77,7 +80,7 @@ def test_each_call_of_what_is_replaced_is_one_of_ours(base: Any, ours: Any) -> N
 def test_fields_that_are_read_are_there() -> None:
     common = {field.name for field in dataclasses.fields(theirs.CommonAttentionMetadata)}
     read = {"query_start_loc", "query_start_loc_cpu", "seq_lens", "seq_lens_cpu_upper_bound", "num_reqs",
-            "num_actual_tokens", "block_table_tensor", "slot_mapping", "causal"}  # fmt: skip
+            "num_actual_tokens", "block_table_tensor", "slot_mapping", "causal", "dcp_local_seq_lens"}  # fmt: skip
     assert read <= common, f"vLLM {vllm.__version__} has no {sorted(read - common)}"
     batch = {field.name for field in dataclasses.fields(triton_attn.TritonAttentionMetadata)}
     read = {"num_actual_tokens", "query_start_loc", "seq_lens", "block_table"}
@@ -154,7 +157,7 @@ def wrong(**changes: Any) -> list[str]:
 @pytest.mark.parametrize(
     "changes",
     [
-        *({"kv_cache_dtype": name} for name in ("auto", "bfloat16", "fp8", "fp8_e4m3", calls.INT8)),
+        *({"kv_cache_dtype": name} for name in ("auto", "bfloat16", "fp8", "fp8_e4m3", *calls.SCALED)),
         *({"block_size": size} for size in (16, 32, 48, 64, 128, 256, 512)),
         *({"head_size": size} for size in (64, 256)),
         {"dtype": torch.float16, "kv_cache_dtype": "float16"},
@@ -194,7 +197,8 @@ def test_what_is_not_served(changes: dict[str, Any]) -> None:
 def test_shapes_of_caches() -> None:
     """Those that views are made of: vLLM's own."""
     shape = gqa.CuteAttentionBackend.get_kv_cache_shape
-    assert shape(10, 32, 8, 128, calls.INT8) == (10, 8, 32, calls.int8_token_bytes(128))
+    assert shape(10, 32, 8, 128, calls.FP8_SCALED) == (10, 8, 32, calls.scaled_token_bytes(128))
+    assert shape(10, 32, 8, 128, calls.INT8) == (10, 8, 32, calls.scaled_token_bytes(128))
     assert shape(10, 32, 8, 128, "auto") == shape(10, 32, 8, 128, "fp8") == (10, 8, 32, 256)
 
 
@@ -206,7 +210,7 @@ def test_specifications_of_caches() -> None:
         block_size=32, num_kv_heads=8, head_size=128, dtype=torch.int8, kv_quant_mode=KVQuantMode.INT8_PER_TOKEN_HEAD
     )
     ours = gqa.CuteAttentionBackend.customize_spec(given)
-    assert ours.num_heads == 8 and ours.state_content_size_bytes == calls.int8_token_bytes(128)
+    assert ours.num_heads == 8 and ours.state_content_size_bytes == calls.scaled_token_bytes(128)
 
 
 @pytest.mark.skipif(NEW_CACHES, reason="this vLLM does not ask")
@@ -377,7 +381,7 @@ def test_attention_in_both_directions_is_not_decoded() -> None:
 
 
 @pytest.mark.parametrize("flash", [None, FlashStandIn()], ids=["cpu", "flash"])
-@pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8", calls.INT8])
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8", *calls.SCALED])
 @pytest.mark.parametrize("window, sinks", [(None, False), (20, True)])
 @pytest.mark.parametrize(
     "lengths, queries",
@@ -416,7 +420,7 @@ def test_a_layer_attends(
     out, padding = out[:-3], out[-3:]
     assert (padding == 0).all(), "vLLM takes maxima over all rows"
     error = batch.error(out, window, None if s_aux is None else s_aux.float())
-    assert error < {"auto": 0.01, "fp8": 0.06, calls.INT8: 0.02}[kv_cache_dtype]
+    assert error < {"auto": 0.01, calls.INT8: 0.02}.get(kv_cache_dtype, 0.06)
     decoded = FEW if kv_cache_dtype != "auto" else 1
     assert flash is None or len(flash.calls) == ran + (max(queries) > decoded and not metadata.fresh)
 
@@ -476,15 +480,71 @@ def test_what_no_kernel_computes_is_refused_with_the_layer() -> None:
     gqa.CuteAttentionImpl(HEADS, 64, 0.125, KV_HEADS, chunk_lookback=-1, use_alibi_sqrt=False)
 
 
-def test_int8_codes_as_the_triton_kernels_read_them() -> None:
-    impl = gqa.CuteAttentionImpl(HEADS, 64, 0.125, KV_HEADS, None, None, calls.INT8)
-    kv_cache = empty_cache(3, 16, calls.INT8)
+@pytest.mark.parametrize("kv_cache_dtype", calls.SCALED)
+def test_codes_with_scales_as_the_triton_kernels_read_them(kv_cache_dtype: str) -> None:
+    impl = gqa.CuteAttentionImpl(HEADS, 64, 0.125, KV_HEADS, None, None, kv_cache_dtype)
+    kv_cache = empty_cache(3, 16, kv_cache_dtype)
     k, v = impl._pth_key_value_caches(kv_cache)
+    assert k.dtype is v.dtype is calls.CODES[kv_cache_dtype]
     assert k.shape == v.shape == (3, 16, KV_HEADS, 64)
     for scale in (impl._k_scale_cache, impl._v_scale_cache):
         assert scale is not None and scale.shape == (3, 16, KV_HEADS) and scale.dtype is torch.float32
     impl.calls.views(kv_cache).v.fill_(3)
-    assert bool((v == 3).all()) and not k.any()
+    assert bool((v.float() == 3).all()) and not k.float().any()
+
+
+# ---- decode context parallelism
+
+
+class TwoRanks:
+    """A group of vLLM's, seen from its second rank; both have the same tensors."""
+
+    world_size, rank_in_group, device_group = 2, 1, None
+
+    def all_gather(self, t: torch.Tensor, dim: int) -> torch.Tensor:
+        return torch.cat([t, t], dim=dim)
+
+
+@pytest.fixture
+def shared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers that are made share the keys of requests with another rank."""
+    group, settings = TwoRanks(), types.SimpleNamespace(cp_kv_cache_interleave_size=4)
+    monkeypatch.setattr(parallel_state, "_DCP", group)
+    monkeypatch.setattr(gqa, "get_current_vllm_config", lambda: types.SimpleNamespace(parallel_config=settings))
+
+
+@pytest.mark.parametrize("interleave", [1, 16])
+def test_a_rank_has_the_tokens_that_vllm_says(interleave: int) -> None:
+    lengths = torch.arange(100, dtype=torch.int32)
+    for rank in range(3):
+        ours = Ranks(3, rank, interleave, torch.cat, None).lengths(lengths)
+        assert torch.equal(ours, theirs_utils.get_dcp_local_seq_lens(lengths, 3, rank, interleave))
+
+
+def test_a_layer_that_shares_keys(shared: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Decoding and prompts go to the ranks, with the lengths that vLLM says this one has."""
+    impl = gqa.CuteAttentionImpl(HEADS, 64, 0.125, 1)
+    assert impl.need_to_return_lse_for_decode and impl.supports_dcp and impl._ranks is not None
+    assert (impl._ranks.size, impl._ranks.rank, impl._ranks.interleave) == (2, 1, 4)
+    ran: dict[str, Any] = {}
+    for name in ("decode", "prefill"):
+        monkeypatch.setattr(gqa, name, lambda *args, name=name: ran.update({name: args}) or args[-1].fill_(1))
+    batch = draw_batch([40, 17, 40], [1, 1, 10], 16)
+    local = impl._ranks.lengths(batch.seq_lens)
+    metadata = builder().build(0, common(batch, dcp_local_seq_lens=local))
+    assert metadata.num_decodes == 2 and metadata.starts_host == [0, 10]
+    layer = types.SimpleNamespace(_k_scale=torch.tensor(1.0), _v_scale=torch.tensor(1.0))
+    out, new = torch.full((14, HEADS, 64), torch.nan), torch.zeros(14, 1, 64)
+    impl.forward(layer, torch.cat([batch.query, batch.query[:2]]), new, new, torch.zeros(1), metadata, out)
+    assert torch.equal(ran["decode"][4], local[:2]) and ran["prefill"][7] == [0, 10]
+    assert (out[:12] == 1).all() and (out[12:] == 0).all()
+
+
+def test_layers_whose_keys_have_positions_are_refused(shared: None) -> None:
+    for options, words in (({"sliding_window": 64}, "a window"), ({"num_kv_heads": 2}, "2 KV heads")):
+        given = {"num_heads": HEADS, "head_size": 64, "scale": 0.125, "num_kv_heads": 1, **options}
+        with pytest.raises(NotImplementedError, match=f"decode context parallelism and {words}"):
+            gqa.CuteAttentionImpl(**given)
 
 
 # ---- sparse MLA

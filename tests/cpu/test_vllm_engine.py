@@ -36,6 +36,7 @@ JOBS: dict[str, dict[str, Any]] = {
     "llama-auto": {},
     f"llama-{INT8}": {"kv_cache_dtype": INT8},
     "llama-fp8": {"kv_cache_dtype": "fp8"},
+    "llama-fp8_per_token_head": {"kv_cache_dtype": "fp8_per_token_head"},
     "gpt_oss-auto": {},
     f"gpt_oss-{INT8}": {"kv_cache_dtype": INT8},
     "llama-pages-of-256": {"kv_cache_dtype": INT8, "block_size": 256},
@@ -54,6 +55,7 @@ JOBS: dict[str, dict[str, Any]] = {
     f"llama-{INT8}-flash": {"kv_cache_dtype": INT8, "block_size": 48},
     "llama-fp8-flash": {"kv_cache_dtype": "fp8"},
     f"gpt_oss-{INT8}-flash": {"kv_cache_dtype": INT8},
+    "gpt_oss-fp8_per_token_head-flash": {"kv_cache_dtype": "fp8_per_token_head"},
     "llama-prefix-flash": {"kv_cache_dtype": INT8, "enable_prefix_caching": True},
 }
 """Engines, by names that begin with that of a model; prompts of those that end with "flash" run as on a GPU."""
@@ -130,8 +132,8 @@ def test_tokens_and_logits_are_those_of_transformers(kind: str, served: dict[str
 @pytest.mark.parametrize("kind", JOBS)
 def test_our_operators_served_them(kind: str, served: dict[str, Any]) -> None:
     calls = served[kind]["calls"]
-    int8 = JOBS[kind].get("kv_cache_dtype") == INT8
-    assert calls.pop("append_int8" if int8 else "append_plain") > 0
+    scaled = JOBS[kind].get("kv_cache_dtype", "").endswith("_per_token_head")
+    assert calls.pop("append_scaled" if scaled else "append_plain") > 0
     prompts_ran = "flash_attend" if kind.endswith("flash") else "prefill_in_pieces"
     assert calls.pop("decode") > calls.pop(prompts_ran) > 0
     assert calls.pop("prefill_fresh") > 0 and calls == {}
@@ -192,7 +194,7 @@ def test_the_jobs_of_vllm_check_serve_and_measure(tmp_path: Path, monkeypatch: p
     calls = {name: data for name, event, data in events if event == "calls"}
     assert calls["serve"]["prefill_fresh"] > 0
     # prompts are counted as computed: all calls are of decoding, and read what `fill` wrote
-    assert set(calls["measure"]) == {"decode", "append_int8"}
+    assert set(calls["measure"]) == {"decode", "append_scaled"}
     cases = [data for name, event, data in events if (name, event) == ("first", "case")]
     assert [(case["requests"], case["tokens"]) for case in cases] == [(1, 64), (2, 300)]
     assert all(0 < case["ms"] < 1e5 and len(case["ms_all"]) == 3 for case in cases)

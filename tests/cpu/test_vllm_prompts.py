@@ -8,7 +8,7 @@ import torch
 
 from cute_kernels.integrations.vllm import calls as calls_module
 from cute_kernels.integrations.vllm import prompts as prompts_module
-from cute_kernels.integrations.vllm.calls import INT8, GqaCalls
+from cute_kernels.integrations.vllm.calls import FP8_SCALED, INT8, GqaCalls
 from cute_kernels.integrations.vllm.prompts import (
     AHEAD,
     FEW,
@@ -25,7 +25,7 @@ from cute_kernels.warm import PromptShape
 from tests.kit.flash_stand_in import FlashStandIn
 from tests.kit.vllm_batches import HEADS, Batch, draw_batch, empty_cache
 
-LIMITS = {"auto": 0.01, "fp8": 0.06, INT8: 0.02}
+LIMITS = {"auto": 0.01, "fp8": 0.06, INT8: 0.02, FP8_SCALED: 0.06}
 
 
 def prompts_of(batch: Batch) -> Prompts:
@@ -42,12 +42,12 @@ def layer_of(cache_dtype: str, **options: Any) -> tuple[GqaCalls, FlashStandIn]:
 def filled(layer: GqaCalls, batch: Batch) -> torch.Tensor:
     """The batch's cache; what no request has is NaN."""
     kv_cache = empty_cache(batch.pages, 16, layer.cache_dtype)
-    if layer.int8:
+    if layer.kind is not None:
         views = layer.views(kv_cache)
         for scale in (views.k_scale, views.v_scale):
             assert scale is not None
             scale.fill_(torch.nan)
-        layer.append_int8(batch.keys, batch.values, kv_cache, batch.all_slots)
+        layer.append_scaled(batch.keys, batch.values, kv_cache, batch.all_slots)
     else:
         kv_cache.fill_(0x7F if layer.quantized else torch.nan)
         layer.append_plain(batch.keys, batch.values, kv_cache, batch.all_slots, *batch.scales)
@@ -271,12 +271,14 @@ def test_memory_is_asked_for_where_copies_are_made(monkeypatch: pytest.MonkeyPat
     for cache_dtype in LIMITS:
         reserve(layer_of(cache_dtype)[0], output)
         reserve(GqaCalls(HEADS, 2, 64, 0.125, cache_dtype, max_tokens=1 << 30), output)
-    assert len(asked) == 2 and set(asked) == {calls_module.COPY_BYTES}
+    assert len(asked) == 3 and set(asked) == {calls_module.COPY_BYTES}
     reserve(layer_of(INT8, max_tokens=layer_of(INT8)[0].copied_tokens + 1)[0], output)
-    assert asked[2] == calls_module.COPY_BYTES + (STATES + 1) * 100 * HEADS * 64 * 2, "parts, and what they merge to"
+    assert asked[3] == calls_module.COPY_BYTES + (STATES + 1) * 100 * HEADS * 64 * 2, "parts, and what they merge to"
 
 
-@pytest.mark.parametrize("cache_dtype, kv_dtype", [("fp8", "float8_e4m3fn"), (INT8, "int8")])
+@pytest.mark.parametrize(
+    "cache_dtype, kv_dtype", [("fp8", "float8_e4m3fn"), (INT8, "int8"), (FP8_SCALED, "fp8_per_token_head")]
+)
 def test_a_layer_asks_for_copies_and_their_merges(cache_dtype: str, kv_dtype: str) -> None:
     s_aux = torch.zeros(HEADS)
     layer = layer_of(cache_dtype, s_aux=s_aux)[0]

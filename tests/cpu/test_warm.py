@@ -16,6 +16,7 @@ from cute_kernels.gqa import append_op as gqa_append_op
 from cute_kernels.gqa import checks as gqa_checks
 from cute_kernels.gqa import launch as gqa_launch
 from cute_kernels.gqa import request as gqa_request
+from cute_kernels.gqa.codes import KINDS
 from cute_kernels.indexer import append_op as index_append_op
 from cute_kernels.indexer import topk_op
 from cute_kernels.indexer.request import APPEND as INDEX_APPEND
@@ -185,7 +186,8 @@ def test_formats_that_no_kernel_reads_are_refused(shape: dict[str, Any], reason:
 
 def gqa_calls(shape: GqaShape, tokens: int) -> Iterator[dict[str, Any]]:
     """Arguments of `gqa_decode` on tensors without memory."""
-    dtypes = {"q": getattr(torch, shape.dtype), "kv": getattr(torch, shape.kv_dtype)}
+    k_dtype, v_dtype = (getattr(torch, name) for name in KINDS.get(shape.kv_dtype, (shape.kv_dtype,) * 2))
+    dtypes = {"q": getattr(torch, shape.dtype), "kv": k_dtype}
     paged = shape.layout.startswith("paged")
     for batch in BATCHES:
         if paged:
@@ -194,7 +196,10 @@ def gqa_calls(shape: GqaShape, tokens: int) -> Iterator[dict[str, Any]]:
         else:
             cache, table = meta(batch, shape.kv_heads, shape.max_tokens, shape.head_dim, dtype=dtypes["kv"]), None
         scale = None
-        if shape.kv_dtype == "int8":
+        values = cache
+        if v_dtype is not k_dtype:
+            values = meta(*cache.shape[:-1], shape.head_dim // 2, dtype=v_dtype)
+        if shape.kv_dtype in KINDS:
             scales = {"per_token_head": cache.shape[:3], "per_tensor": (1,)}[shape.scales or ""]
             scale = meta(*scales, dtype=getattr(torch, shape.scale_dtype))
         q = meta(batch, tokens, shape.heads, shape.head_dim, dtype=dtypes["q"])
@@ -202,8 +207,9 @@ def gqa_calls(shape: GqaShape, tokens: int) -> Iterator[dict[str, Any]]:
         cap = 30.0 if shape.softcap else None
         slopes = meta(shape.heads, dtype=torch.float32) if shape.alibi else None
         yield {
-            "q": q, "k_cache": cache, "v_cache": cache, "k_scale": scale, "v_scale": scale, "layout": shape.layout,
+            "q": q, "k_cache": cache, "v_cache": values, "k_scale": scale, "v_scale": scale, "layout": shape.layout,
             "cache_seqlens": lengths, "block_table": table, "softcap": cap, "alibi_slopes": slopes,
+            "kind": shape.kv_dtype if v_dtype is not k_dtype else None,
         }  # fmt: skip
 
 
@@ -216,17 +222,20 @@ def gqa_calls(shape: GqaShape, tokens: int) -> Iterator[dict[str, Any]]:
         GqaShape(64, 8, 64, kv_dtype="bfloat16", page_size=16, max_tokens=4096),
         GqaShape(16, 16, 256, dtype="float16", kv_dtype="float16", layout="BNSH", max_tokens=2048),
         GqaShape(32, 8, scales="per_tensor", layout="BNSH", max_tokens=2048, softcap=True, alibi=True),
+        GqaShape(32, 8, kv_dtype="fp8_per_token_head"),
+        GqaShape(32, 8, kv_dtype="int8_k_int4_v"),
     ],
     ids=str,
 )
 def test_gqa_shapes_name_what_the_op_prepares(asked: Asked, shape: GqaShape, tokens: int) -> None:
     for arguments in gqa_calls(shape, tokens):
         gqa_launch._prepare((), gqa_request.DECODE.request(**arguments))
-        if shape.kv_dtype == "int8":
+        if shape.kv_dtype in KINDS:
             new = meta(7, shape.kv_heads, shape.head_dim, dtype=getattr(torch, shape.dtype))
             slots = meta(7, dtype=torch.int64)
             caches = {name: arguments[name] for name in ("k_cache", "v_cache", "k_scale", "v_scale", "layout")}
-            gqa_append_op._prepare((), gqa_request.APPEND.request(k=new, v=new, **caches, slot_mapping=slots))
+            call = {"k": new, "v": new, **caches, "slot_mapping": slots, "kind": shape.kv_dtype}
+            gqa_append_op._prepare((), gqa_request.APPEND.request(**call))
     named = kernel_specs(shape, batch_sizes=BATCHES, query_tokens=(tokens,))
     assert len(named) == len(set(named)) and set(named) == set(asked)
 
@@ -264,6 +273,11 @@ def test_the_number_of_multiprocessors_changes_plans() -> None:
         (GqaShape, {"heads": 32, "kv_heads": 8, "layout": "NHD"}, "layout: got 'NHD'"),
         (GqaShape, {"heads": 32, "kv_heads": 8, "scales": "per_row"}, "scales: got 'per_row'"),
         (GqaShape, {"heads": 32, "kv_heads": 8, "scales": None}, "scales: got None"),
+        (
+            GqaShape,
+            {"heads": 32, "kv_heads": 8, "kv_dtype": "int8_k_int4_v", "scale_dtype": "float16"},
+            "scales: got float16",
+        ),
         (GqaShape, {"heads": 32, "kv_heads": 8, "page_size": 48}, "page_size: got 48"),
         (GqaShape, {"heads": 32, "kv_heads": 8, "kv_dtype": torch.int8}, r"kv_dtype: got torch\.int8; needs the name"),
         (GqaShape, {"heads": 32, "kv_heads": 8, "kv_dtype": "float16"}, "kv_dtype: got 'float16'.*bfloat16"),

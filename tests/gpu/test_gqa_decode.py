@@ -41,6 +41,15 @@ FINE_SCALES: tuple[dict[str, Any], ...] = tuple(
 )  # fmt: skip
 """Scale warps of all kinds: three or two in turn, and one for K and one for V."""
 
+STARTED: tuple[dict[str, Any], ...] = (
+    {"layout": "paged_NHD"},
+    {"layout": "BNSH", "alibi": "batch"},
+    {"layout": "BSNH", "kv_dtype": "bf16", "d": 64},
+    {"layout": "paged_vllm", "page_size": 16, "kv_dtype": "fp8", "k_scales": "per_head", "v_scales": "per_token"},
+    {"layout": "BNSH", "kv_dtype": "bf16", "d": 256},
+)
+"""Caches of sequences that begin after their first token. What is before is NaN where the type has it."""
+
 VARIANTS: tuple[dict[str, Any], ...] = (
     *({"layout": layout, "page_size": 16 if LAYOUTS[layout].x_packed else 64} for layout in LAYOUTS),
     *({"page_size": page_size} for page_size in (1, 2, 16, 1024)),
@@ -49,6 +58,7 @@ VARIANTS: tuple[dict[str, Any], ...] = (
     *({"layout": "BNSH", "alibi": "head", "softcap": softcap} for softcap in (None, 2.0)),
     *({"layout": "BNSH", "k_scales": scales, "v_scales": scales} for scales in SCALE_NAMES),
     *FINE_SCALES,
+    *({**options, "starts": [1, 0, 65]} for options in STARTED),
 )
 """Options of `usual` that need other kernels."""
 
@@ -125,6 +135,53 @@ def test_windows_around_tiles(layout, causal):
     for window in (1, 2, 63, 64, 65, 127, 128, 129, 1000, INT32_MAX):
         lengths = [0, 1, 2, 63, 64, 65, 127, 128, 129, 191, 192, 193, 1100, 2049]
         hold(usual(seqlens=lengths, layout=layout, s_q=2, window=window, causal=causal, seed=window % 97))
+
+
+@pytest.mark.parametrize("options", STARTED, ids=str)
+@pytest.mark.parametrize("s_q", [1, 2, 8])
+def test_sequences_that_begin_late(options, s_q):
+    """Borders of tiles and pages, starts below zero, at the end and beyond it, and all tokens before them poison."""
+    starts = [-7, 0, 1, 15, 16, 17, 63, 64, 127, 128, 129, 255, 256, 383, 384, 385, 2000, INT32_MAX]
+    lengths = [384] * len(starts)
+    for window in (None, 1, 100, 300):
+        case = usual(seqlens=lengths, starts=starts, s_q=s_q, window=window, sink="finite", h_q=2, **options)
+        hold(case)
+        out, lse = decode(case, return_lse=True)
+        assert (out[-4:] == 0).all() and (lse[-4:] == -INF).all(), "no keys"
+        assert (out[-5, -1] != 0).any(), "one key, of the last query alone"
+    hold(usual(seqlens=lengths, starts=starts, s_q=s_q, causal=False, sink="inf", h_q=2, **options))
+
+
+def test_sequences_of_all_lengths_that_begin_late():
+    """Many sequences in a range, some whose tiles all lie before their first token; and a long one beside them."""
+    lengths = ragged_lengths(300, 1500, 64, seed=5) + [100_003, 3000, 0]
+    starts = [length * (i % 7) // 6 - i % 3 for i, length in enumerate(lengths[:-3])] + [90_001, 2990, 5]
+    hold(usual(seqlens=lengths, starts=starts, sink="finite"), splits=(None, 1, 2, 132))
+    hold(usual(seqlens=lengths, starts=starts, s_q=2, window=700), splits=(None, 3))
+
+
+def test_starts_of_zero_change_no_bit():
+    for layout in ("BNSH", "paged_NHD"):
+        case = usual(seqlens=[700, 1, 65, 3000, 0], layout=layout, sink="finite")
+        zeros = torch.zeros_like(case.cache_seqlens)
+        for num_splits in (None, 1, 3):
+            plain = decode(case, num_splits=num_splits, return_lse=True)
+            started = decode(case, num_splits=num_splits, return_lse=True, cache_starts=zeros)
+            assert all(torch.equal(a, b) for a, b in zip(plain, started, strict=True))
+
+
+def test_starts_change_between_replays():
+    case = usual(seqlens=[700, 130, 65], starts=[0, 0, 0])
+    moved = torch.tensor([600, 129, 0], device="cuda").int()
+    decode(case)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = decode(case)
+    expected = decode(dataclasses.replace(case, cache_starts=moved))
+    case.cache_starts.copy_(moved)
+    graph.replay()
+    assert torch.equal(out, expected)
 
 
 def test_all_tokens_of_a_contiguous_cache():

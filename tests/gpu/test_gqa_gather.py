@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from cute_kernels.gqa.gather_op import gather_pages
-from tests.kit.gather_pages import gather_cache
+from tests.kit.gather_pages import KINDS, gather_cache
 
 ODD_PAGES = [4, 0, 3, 3, 7, -2, 1]  # two of them are no page's
 
@@ -12,9 +12,9 @@ ODD_PAGES = [4, 0, 3, 3, 7, -2, 1]  # two of them are no page's
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("d", [64, 128, 256])
 @pytest.mark.parametrize("layout", ["NHD", "HND", "interleaved"])
-@pytest.mark.parametrize("kv_dtype", [torch.int8, torch.float8_e4m3fn])
-def test_copies_are_those_of_a_cpu(kv_dtype: torch.dtype, layout: str, d: int, dtype: torch.dtype) -> None:
-    cache = gather_cache(kv_dtype, layout, d)
+@pytest.mark.parametrize("kind", KINDS)
+def test_copies_are_those_of_a_cpu(kind: str, layout: str, d: int, dtype: torch.dtype) -> None:
+    cache = gather_cache(kind, layout, d)
     pages = torch.tensor(ODD_PAGES, dtype=torch.int32, device="cpu")
     found = gather_pages(*cache.to("cuda"), pages.cuda(), dtype)
     for copies, exact in zip(found, gather_pages(*cache, pages, dtype), strict=True):
@@ -22,7 +22,7 @@ def test_copies_are_those_of_a_cpu(kv_dtype: torch.dtype, layout: str, d: int, d
 
 
 def test_copies_in_a_graph() -> None:
-    cache = gather_cache(torch.int8, "interleaved", 128)
+    cache = gather_cache("int8", "interleaved", 128)
     on_gpu, pages = cache.to("cuda"), torch.tensor([0, 1], dtype=torch.int32, device="cuda")
     gather_pages(*on_gpu, pages, torch.bfloat16)
     torch.cuda.synchronize()
@@ -36,6 +36,6 @@ def test_copies_in_a_graph() -> None:
 
 
 def test_no_page_is_no_launch() -> None:
-    cache = gather_cache(torch.float8_e4m3fn, "NHD", 64).to("cuda")
+    cache = gather_cache("fp8", "NHD", 64).to("cuda")
     k, v = gather_pages(*cache, torch.zeros(0, dtype=torch.int32, device="cuda"), torch.bfloat16)
     assert k.shape == v.shape == (0, 16, 3, 64)

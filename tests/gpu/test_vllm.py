@@ -11,7 +11,7 @@ import torch
 
 import fp8_mla
 from cute_kernels.integrations.vllm import calls
-from cute_kernels.integrations.vllm.calls import INT8, GqaCalls, sparse_mla
+from cute_kernels.integrations.vllm.calls import FP8_SCALED, INT8, GqaCalls, sparse_mla
 from cute_kernels.runtime.cache import KernelSpec
 from cute_kernels.runtime.compile import precompile
 from cute_kernels.warm import MlaShape
@@ -21,7 +21,7 @@ from tests.kit.vllm_batches import HEADS, KV_HEADS, Batch, draw_batch, empty_cac
 
 DEVICE = "cuda"
 HEADS_OF_MLA = (8, 16, 20, 64, 128)
-LIMITS = {"auto": 0.01, "fp8": 0.06, INT8: 0.02}
+LIMITS = {"auto": 0.01, "fp8": 0.06, INT8: 0.02, FP8_SCALED: 0.06}
 """Relative errors against float64 over what was stored."""
 
 
@@ -46,8 +46,8 @@ def compiled() -> None:
 def filled(layer: GqaCalls, batch: Batch, page_size: int) -> torch.Tensor:
     """The cache of a batch."""
     kv_cache = empty_cache(batch.pages, page_size, layer.cache_dtype, DEVICE)
-    if layer.int8:
-        layer.append_int8(batch.keys, batch.values, kv_cache, batch.all_slots)
+    if layer.kind is not None:
+        layer.append_scaled(batch.keys, batch.values, kv_cache, batch.all_slots)
     else:
         layer.append_plain(batch.keys, batch.values, kv_cache, batch.all_slots, *batch.scales)
     return kv_cache
@@ -70,7 +70,7 @@ def test_int8_codes_are_those_of_a_cpu() -> None:
     batch = draw_batch([70, 17], [1, 1], 16)
     layer = GqaCalls(HEADS, KV_HEADS, 64, 0.125, INT8)
     on_cpu = empty_cache(batch.pages, 16, INT8)
-    layer.append_int8(batch.keys, batch.values, on_cpu, batch.all_slots)
+    layer.append_scaled(batch.keys, batch.values, on_cpu, batch.all_slots)
     on_gpu = filled(GqaCalls(HEADS, KV_HEADS, 64, 0.125, INT8), batch.to(DEVICE), 16)
     assert torch.equal(on_gpu.cpu(), on_cpu)
 

@@ -1,4 +1,4 @@
-"""Right and wrong calls of `gqa_decode`, `kv_int8_append` and `sink_attention`; see tests/kit/bad_input.py."""
+"""Right and wrong calls of `gqa_decode`, the appends and `sink_attention`; see tests/kit/bad_input.py."""
 
 import functools
 
@@ -40,6 +40,7 @@ def gqa_call(device: str, layout: str = "BNSH", dtype: torch.dtype = I8) -> Call
         "layout": layout,
         "cache_seqlens": torch.full((G_BATCH,), 4, dtype=I32, device=device),
         "block_table": bad.ints(device, G_BATCH, 2) if LAYOUTS[layout].paged else None,
+        "cache_starts": torch.full((G_BATCH,), 1, dtype=I32, device=device),
         "alibi_slopes": bad.floats(device, H_Q),
         "s_aux": bad.floats(device, H_Q),
         "out": bad.nans(device, G_BATCH, G_S_Q, H_Q, D),
@@ -54,6 +55,9 @@ def gqa_paged_call(device: str) -> Call:
 def gqa_wrong(device: str) -> Wrong:
     call, new = gqa_call(device), functools.partial(bad.zeros, device)
     q, heads = call["q"].shape, (G_BATCH, H_Q)
+    four_bits = call["v_cache"][..., : D // 2].contiguous().view(U8)
+    rotated = {"kind": "int8_k_int4_v", "v_cache": four_bits}
+    half = {name: call[name].half() for name in ("k_scale", "v_scale")}
     return {
         **bad.wrong_tensor(
             call, "q", (G_BATCH, H_Q, D), (*q[:3], 128), (*q[:2], 0, D), (*q[:2], 5, D), (*q[:2], 1, D),
@@ -81,6 +85,7 @@ def gqa_wrong(device: str) -> Wrong:
         ),
         "block_table without pages": ("block_table", bad.ints(device, G_BATCH, 2)),
         **bad.wrong_tensor(call, "cache_seqlens", (G_BATCH, 1), (G_BATCH + 1,), dtypes=[I64, torch.uint32, F32]),
+        **bad.wrong_tensor(call, "cache_starts", (G_BATCH, 1), (G_BATCH + 1,), dtypes=[I64, torch.uint32, F32]),
         **bad.wrong_tensor(
             call, "alibi_slopes", (H_KV,), (G_BATCH + 1, H_Q), (G_BATCH, G_S_Q, H_Q), dtypes=[BF16], spread=True
         ),
@@ -93,8 +98,16 @@ def gqa_wrong(device: str) -> Wrong:
         **bad.wrong_tensor(call, "lse", (G_BATCH, H_Q, G_S_Q), dtypes=[BF16, F64]),
         **bad.wrong_options(
             layout=("NHD", "bnsh", None, ["BNSH"]), window=bad.WINDOWS, softcap=bad.SOFTCAPS, softmax_scale=bad.SCALES,
-            num_splits=(*bad.SPLITS, 257), causal=bad.FLAGS,
+            num_splits=(*bad.SPLITS, 257), causal=bad.FLAGS, kind=("int4", 4, ["int8"]),
         ),
+        "values of bytes without their kind": ("v_cache", {"v_cache": four_bits}),
+        "int8 values of another kind": ("v_cache", {"kind": "int8_k_int4_v"}),
+        "int8 keys of another kind": ("k_cache", {"kind": "fp8_per_token_head"}),
+        "all bytes of a vector of 4-bit codes": ("v_cache", {**rotated, "v_cache": four_bits.repeat(1, 1, 1, 2)}),
+        "4-bit values, scales of heads": ("v_scale", {**rotated, "v_scale": bad.floats(device, H_KV)}),
+        "4-bit values, one scale a token": ("v_scale", {**rotated, "v_scale": bad.floats(device, G_BATCH, G_ROWS)}),
+        "4-bit values, float16 scales": ("k_scale", {**rotated, **half}),
+        "4-bit values, 4-bit keys": ("k_cache", {**rotated, "k_cache": four_bits}),
         **bad.overlapping(call, "out", "lse"),
         "out and lse in one memory": ("out", bad.sharing(call, "out", "lse")),
         "out of the memory of q, two bytes on": (
@@ -102,7 +115,7 @@ def gqa_wrong(device: str) -> Wrong:
         ),
         **{f"out in the memory of {name}": ("out", bad.sharing(call, "out", name)) for name in ("k_cache", "v_cache")},
         **{f"lse in the memory of {name}": ("lse", bad.sharing(call, "lse", name))
-           for name in ("k_scale", "v_scale", "cache_seqlens", "alibi_slopes", "s_aux")},
+           for name in ("k_scale", "v_scale", "cache_seqlens", "cache_starts", "alibi_slopes", "s_aux")},
         "everything on another device": ("q", bad.all_elsewhere(call)),
     }  # fmt: skip
 
@@ -119,6 +132,9 @@ def gqa_paged_wrong(device: str) -> Wrong:
         **bad.wrong_tensor(call, "k_scale", (SIZES["p"] + 1, G_ROWS, H_KV)),
         "k_cache of paged_vllm with tokens apart": ("k_cache", {**vllm, "k_cache": apart["k"]}),
         "v_cache of paged_vllm with channels apart": ("v_cache", {**vllm, "v_cache": apart["v"]}),
+        "4-bit values in paged_vllm": (
+            "layout", {**vllm, "kind": "int8_k_int4_v", "v_cache": vllm["v_cache"].view(U8)},
+        ),
         "v_cache of paged_vllm 8 bytes off": ("v_cache", {**vllm, "v_cache": bad.off_by(8, vllm["v_cache"])}),
     }  # fmt: skip
 
@@ -164,6 +180,32 @@ def kv_append_wrong(device: str) -> Wrong:
         "slot_mapping in the memory of v_scale": ("v_scale", bad.sharing(call, "v_scale", "slot_mapping")),
         "everything on another device": ("k", bad.all_elsewhere(call)),
     }  # fmt: skip
+
+
+def kv_kind_call(device: str) -> Call:
+    call = kv_append_call(device)
+    return {**call, "v_cache": call["v_cache"][..., : D // 2].contiguous().view(U8), "kind": "int8_k_int4_v"}
+
+
+def kv_kind_wrong(device: str) -> Wrong:
+    call, plain = kv_kind_call(device), kv_append_call(device)
+    fp8 = {name: plain[name].view(FP8) for name in ("k_cache", "v_cache")}
+    vllm = {f"{which}_cache": cache(device, "paged_vllm", which) for which in ("k", "v")}
+    heads = dict.fromkeys(("k_scale", "v_scale"), torch.ones(H_KV, dtype=F32, device=device))
+    half = {name: call[name].half() for name in ("k_scale", "v_scale")}
+    return {
+        **bad.wrong_options(kind=("int4", None, 4), layout=("NBSH",)),
+        **bad.wrong_tensor(call, "k_cache", dtypes=[U8, FP8], off=8, needed=True),
+        **bad.wrong_tensor(call, "v_cache", (G_BATCH, H_KV, G_ROWS, D), dtypes=[I8, FP8], off=8, needed=True),
+        "scales of float16": ("k_scale", half),
+        "scales of heads": ("k_scale", heads),
+        "fp8 scales of heads": ("k_scale", {**fp8, **heads, "kind": "fp8_per_token_head"}),
+        "fp8 in caches of int8": ("k_cache", {"v_cache": plain["v_cache"], "kind": "fp8_per_token_head"}),
+        "int8 in caches of fp8": ("k_cache", {**fp8, "kind": "int8"}),
+        "packed pages": ("layout", {**vllm, "v_cache": vllm["v_cache"].view(U8), "layout": "paged_vllm"}),
+        **bad.overlapping(call, "k_cache", "v_cache", "k_scale", "v_scale"),
+        "everything on another device": ("k", bad.all_elsewhere(call)),
+    }
 
 
 # ---- sink_attention

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from cute_kernels.integrations.vllm.calls import int8_views, stock_views
+from cute_kernels.integrations.vllm.calls import scaled_views, stock_views
 from tests.kit.mla_cases import generator
 from tests.kit.vllm_batches import stock_cache
 
@@ -32,24 +32,29 @@ def _moved(t: torch.Tensor, device: str) -> torch.Tensor:
     return moved
 
 
-def gather_cache(kv_dtype: torch.dtype, layout: str, d: int) -> GatherCache:
+KINDS = ("int8", "fp8", "fp8_per_token_head")
+"""INT8 and FP8 with a scale for each token and head, FP8 with one for all."""
+
+
+def gather_cache(kind: str, layout: str, d: int) -> GatherCache:
     """Random codes of every value but NaN, and scales from 2^-20 to 2^20.
 
     Args:
-        kv_dtype: int8 or float8_e4m3fn.
+        kind: one of KINDS.
         layout: "NHD" or "HND": separate tensors; "interleaved": a cache of vLLM.
         d: head dimension.
     """
     gen = generator(d)
-    int8 = kv_dtype is torch.int8
+    int8, scaled = kind == "int8", kind != "fp8"
+    kv_dtype = torch.int8 if int8 else torch.float8_e4m3fn
     if layout == "interleaved":
-        kv_cache = stock_cache(PAGES, KV_HEADS, PAGE_SIZE, d, torch.int8 if int8 else torch.uint8, "NHD")
-        views = int8_views(kv_cache, d) if int8 else stock_views(kv_cache, d, fp8=True)
+        kv_cache = stock_cache(PAGES, KV_HEADS, PAGE_SIZE, d, torch.int8 if int8 else torch.uint8, "NHD", scaled=scaled)
+        views = scaled_views(kv_cache, d, kv_dtype) if scaled else stock_views(kv_cache, d, fp8=True)
         k, v, *scales = views.tokens_first()
     else:
         shape = (PAGES, PAGE_SIZE, KV_HEADS) if layout == "NHD" else (PAGES, KV_HEADS, PAGE_SIZE)
         k, v = torch.zeros(2, *shape, d, dtype=torch.int8, device="cpu").view(kv_dtype)
-        scales = list(torch.zeros(2, *shape, dtype=torch.float32, device="cpu")) if int8 else []
+        scales = list(torch.zeros(2, *shape, dtype=torch.float32, device="cpu")) if scaled else []
         if layout == "HND":
             k, v, *scales = (t.transpose(1, 2) for t in (k, v, *scales))
     for codes in (k, v):
@@ -59,7 +64,7 @@ def gather_cache(kv_dtype: torch.dtype, layout: str, d: int) -> GatherCache:
             codes.view(torch.int8).masked_fill_(drawn == -1, 0)
     for scale in scales:
         scale.copy_((torch.rand(scale.shape, generator=gen, dtype=torch.float32, device="cpu") * 40 - 20).exp2())
-    if not int8:
+    if not scaled:
         scales = [torch.tensor(factor, dtype=torch.float32, device="cpu") for factor in (0.37, 1.9)]
     return GatherCache(k, v, scales[0], scales[1])
 

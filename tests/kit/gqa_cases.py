@@ -21,7 +21,9 @@ from cute_kernels.gqa.reference import (
     head_chunks,
     modify_scores,
     quantize,
+    quantize_rotated,
     reference_gqa_decode,
+    sizes_of,
     spread_scale,
     visible_keys,
 )
@@ -51,6 +53,7 @@ KV_DTYPES: Final = {
     "bf16": torch.bfloat16,
     "fp16": torch.float16,
 }
+FOUR_BITS: Final = "int8_k_int4_v"
 SCALE_NAMES: Final = {
     "per_tensor": ScaleKind("per_tensor"),
     "per_head": ScaleKind("per_head"),
@@ -95,6 +98,8 @@ class GqaCase:
     alibi_slopes: torch.Tensor | None = None
     s_aux: torch.Tensor | None = None
     softmax_scale: float | None = None
+    cache_starts: torch.Tensor | None = None
+    kind: str | None = None
 
     def arguments(self) -> dict[str, Any]:
         """All arguments by name, for the decode, the oracle and the emulation."""
@@ -109,6 +114,7 @@ class GqaCase:
 def gqa_case(
     *,
     seqlens: Sequence[int],
+    starts: Sequence[int] | None = None,
     h_q: int,
     h_kv: int,
     d: int = 128,
@@ -140,13 +146,15 @@ def gqa_case(
 
     Args:
         seqlens: tokens of each sequence, 0 allowed; their number is the batch.
+        starts: the first key of each sequence, which may be negative, or past its end.
         h_q: query heads, a multiple of `h_kv`.
         h_kv: heads of the cache.
         d: head dimension.
         s_q: queries of each sequence.
         layout: name of the layout.
         page_size: tokens of a page, for paged layouts.
-        kv_dtype: one of `KV_DTYPES`.
+        kv_dtype: one of `KV_DTYPES`; or `FOUR_BITS`, int8 keys with rotated 4-bit values, both with float32 scales per
+            token and head.
         q_dtype: bfloat16 or float16; a 16-bit cache needs the same.
         k_scales: one of `SCALE_NAMES`. Ignored for 16-bit caches; None, for both, leaves an FP8 cache without.
         v_scales: likewise.
@@ -167,8 +175,8 @@ def gqa_case(
     if values not in VALUES:
         raise ValueError(f"values: got {values!r}, needs one of {', '.join(VALUES)}")
     known, gen = LAYOUTS[layout], generator(seed, device)
-    dtype = KV_DTYPES[kv_dtype]
-    itemsize = dtype.itemsize
+    dtype = torch.int8 if kv_dtype == FOUR_BITS else KV_DTYPES[kv_dtype]
+    itemsize, four_bits = dtype.itemsize, kv_dtype == FOUR_BITS
     if itemsize == 2:
         k_scales = v_scales = None
     named: dict[Which, str | None] = {"k": k_scales, "v": v_scales}
@@ -181,14 +189,15 @@ def gqa_case(
         sizes = CacheSizes(num_pages, page_size, h_kv, d)
     else:
         sizes = CacheSizes(batch, longest if whole else longest + 3, h_kv, d)
-    used_outer, used_rows = _used_slots(lengths, sizes, known, table, s_q, causal, window, gen.device)
+    used_outer, used_rows = _used_slots(lengths, starts, sizes, known, table, s_q, window, gen.device)
 
     narrow = q_dtype == torch.float16 or scale_dtype == torch.float16 or dtype == torch.float16
     caches: dict[str, torch.Tensor] = {}
     scales: dict[str, torch.Tensor | None] = {}
     sizes_of_keys = torch.ones((h_kv, d), dtype=torch.float32, device=gen.device)
     for which, kind in kinds.items():
-        codes = _empty_cache(sizes, known, which, dtype, padded, gen)
+        own_dtype = torch.uint8 if which == "v" and four_bits else dtype
+        codes = _empty_cache(sizes, known, which, own_dtype, padded, gen)
         scale = None if kind is None else _empty_scale(sizes, known, kind, scale_dtype, padded, gen)
         base = _wild_base(h_kv, d, kind, narrow, gen) if values == "wild" else None
         cache = ScaledCache(codes, scale, known, which, sizes)
@@ -222,6 +231,8 @@ def gqa_case(
         alibi_slopes=_slopes(alibi, batch, h_q, gen),
         s_aux=sink_logits(h_q, sink, gen),
         softmax_scale=query_size * float(largest) / math.sqrt(d) if wild else None,
+        cache_starts=None if starts is None else torch.tensor(list(starts), dtype=torch.int32, device=gen.device),
+        kind=kv_dtype if four_bits else None,
     )
 
 
@@ -261,11 +272,11 @@ def _block_table(
 
 def _used_slots(
     lengths: torch.Tensor,
+    starts: Sequence[int] | None,
     sizes: CacheSizes,
     layout: CacheLayout,
     table: torch.Tensor | None,
     s_q: int,
-    causal: bool,
     window: int | None,
     device: torch.device,
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -275,6 +286,8 @@ def _used_slots(
     seen = positions < lengths.unsqueeze(1)
     if window is not None:
         seen &= positions > (lengths - s_q - window).unsqueeze(1)
+    if starts is not None:
+        seen &= positions >= torch.tensor(list(starts), dtype=torch.int64, device="cpu").unsqueeze(1)
     row, position = seen.nonzero(as_tuple=True)
     if table is None:
         return row.to(device), position.to(device)
@@ -297,9 +310,12 @@ def _empty_cache(
 ) -> torch.Tensor:
     """A cache of poison: NaN, or random codes of int8."""
     shape = layout.shape(which, sizes, dtype.itemsize)
+    if dtype == torch.uint8:
+        shape = (*shape[:-1], shape[-1] // 2)
     elements, strides = _apart(shape, dtype.itemsize, padded)
-    if dtype == torch.int8:
-        storage = torch.randint(-128, 128, (elements,), dtype=dtype, generator=gen, device=gen.device)
+    if dtype in (torch.int8, torch.uint8):
+        info = torch.iinfo(dtype)
+        storage = torch.randint(info.min, info.max + 1, (elements,), dtype=dtype, generator=gen, device=gen.device)
     else:
         # every byte 0xFF is a NaN in all of them
         storage = torch.full((elements * dtype.itemsize,), 0xFF, dtype=torch.uint8, device=gen.device).view(dtype)
@@ -376,6 +392,8 @@ def _quantized(
         one = torch.rand((len(x), 1, 1), generator=gen, dtype=torch.float32, device=gen.device) < OUTLIER_TOKEN_SHARE
         x = torch.where(one, x * (OUTLIER_FACTOR if cache.which == "v" else 3.0), x)
     dtype = cache.codes.dtype
+    if dtype == torch.uint8:
+        return quantize_rotated(x)
     if cache.kind is None or cache.scale is None:
         return (x.clamp(-FP8_MAX, FP8_MAX) if dtype == torch.float8_e4m3fn else x).to(dtype), None
     if dtype == torch.int8:
@@ -392,8 +410,11 @@ def _wild_tokens(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Codes of the whole range, and scales that have nothing to do with them."""
     kind, dtype, (n, h_kv, d) = cache.kind, cache.codes.dtype, shape
-    if dtype == torch.int8:
-        codes = torch.randint(-128, 128, shape, dtype=dtype, generator=gen, device=gen.device)
+    if dtype == torch.uint8:
+        shape = (n, h_kv, d // 2)
+    if dtype in (torch.int8, torch.uint8):
+        info = torch.iinfo(dtype)
+        codes = torch.randint(info.min, info.max + 1, shape, dtype=dtype, generator=gen, device=gen.device)
     else:
         codes = torch.randn(shape, generator=gen, dtype=torch.float32, device=gen.device)
         codes = (codes * 64).clamp(-FP8_MAX, FP8_MAX).to(dtype) if dtype == torch.float8_e4m3fn else codes
@@ -447,6 +468,8 @@ def gqa_yardstick(
     alibi_slopes: torch.Tensor | None = None,
     s_aux: torch.Tensor | None = None,
     softmax_scale: float | None = None,
+    cache_starts: torch.Tensor | None = None,
+    kind: str | None = None,
 ) -> Yardstick:
     """The decode in plain arithmetic of q's dtype, which is the output's; arguments as in `reference_gqa_decode`.
 
@@ -458,8 +481,7 @@ def gqa_yardstick(
     """
     known = LAYOUTS[layout]
     batch, s_q, h_q, d = q.shape
-    axes = dict(zip(known.value, v_cache.shape, strict=True))
-    sizes = CacheSizes(axes[known.outer], axes[known.rows], axes["h"], d)
+    sizes = sizes_of(known, k_cache, v_cache)
     keys_of = ScaledCache(k_cache, k_scale, known, "k", sizes)
     values_of = ScaledCache(v_cache, v_scale, known, "v", sizes)
     scale = d**-0.5 if softmax_scale is None else softmax_scale
@@ -485,6 +507,7 @@ def gqa_yardstick(
         causal=causal,
         window=window,
         device=q.device,
+        cache_starts=cache_starts,
     ):
         key_errors = noise.new_zeros((sizes.h_kv, len(work.positions)))
         for heads in head_chunks(sizes.h_kv, len(work.positions), d):
@@ -538,6 +561,9 @@ def _value_operands(
         return cache.take(outer, rows, heads, dtype).float().transpose(0, 1), None
     codes, scale = cache.parts(outer, rows, heads)
     assert scale is not None and cache.kind is not None
+    if codes.dtype == torch.uint8:  # of the vector, not of what is rotated: an error of P is the same in both
+        own = (scale.contiguous().view(torch.int32) & -16).view(torch.float32).unsqueeze(-1)
+        return (cache.take(outer, rows, heads, torch.float64) / own).float().transpose(0, 1), own.transpose(0, 1)
     spread = spread_scale(scale.float(), cache.kind).expand(*codes.shape[:2], -1)
     return codes.float().transpose(0, 1), spread[..., :: max(1, spread.shape[-1] // groups)].transpose(0, 1)
 

@@ -14,6 +14,7 @@ from cute_kernels import (
     gqa_decode,
     index_append,
     index_topk,
+    kv_append,
     kv_int8_append,
     merge_states,
     mla_fp8_append,
@@ -22,7 +23,7 @@ from cute_kernels import (
     sink_attention_backward,
 )
 from cute_kernels.compat import flash_mla
-from tests.kit.gqa_cases import gqa_case
+from tests.kit.gqa_cases import FOUR_BITS, gqa_case
 from tests.kit.mla_cases import dense_case, generator, latent_tokens, sparse_case
 from tests.kit.sink_cases import sink_case
 
@@ -113,6 +114,12 @@ def _gqa_vllm(device: str) -> dict[str, Any]:
     ).arguments()  # fmt: skip
 
 
+def _gqa_four_bits(device: str) -> dict[str, Any]:
+    return gqa_case(
+        seqlens=[40, 90], h_q=8, h_kv=2, d=64, kv_dtype=FOUR_BITS, starts=[0, 7], device=device
+    ).arguments()  # fmt: skip
+
+
 def _kv_append(device: str) -> dict[str, Any]:
     case = gqa_case(
         seqlens=[20, 33], h_q=2, h_kv=2, d=64, k_scales="per_token", v_scales="per_group_32",
@@ -122,6 +129,12 @@ def _kv_append(device: str) -> dict[str, Any]:
     slots = torch.tensor([3, -1, 40, 41], dtype=torch.int64, device=device)
     caches = {name: getattr(case, name) for name in ("k_cache", "v_cache", "k_scale", "v_scale")}
     return {"k": k, "v": v, **caches, "slot_mapping": slots, "layout": "BNSH"}
+
+
+def _kv_append_four_bits(device: str) -> dict[str, Any]:
+    case = gqa_case(seqlens=[20, 33], h_q=2, h_kv=2, d=64, kv_dtype=FOUR_BITS, device=device)
+    caches = {name: getattr(case, name) for name in ("k_cache", "v_cache", "k_scale", "v_scale")}
+    return {**_kv_append(device), **caches, "kind": FOUR_BITS}
 
 
 def _kv_append_given(device: str) -> dict[str, Any]:
@@ -234,7 +247,7 @@ def _decode_gqa_alone(**call: Any) -> Tensors:
 
 
 def _append_kv(**call: Any) -> Tensors:
-    kv_int8_append(**call)
+    (kv_append if "kind" in call else kv_int8_append)(**call)
     return tuple(call[name].clone() for name in ("k_cache", "v_cache", "k_scale", "v_scale"))
 
 
@@ -280,8 +293,10 @@ SAMPLES = {
     "gqa_decode, contiguous": Sample(_gqa_contiguous, _decode_gqa),
     "gqa_decode, paged": Sample(_gqa_paged, _decode_gqa_alone),
     "gqa_decode, paged_vllm": Sample(_gqa_vllm, _decode_gqa),
+    "gqa_decode, 4-bit values": Sample(_gqa_four_bits, _decode_gqa),
     "kv_int8_append, own scales": Sample(_kv_append, _append_kv),
     "kv_int8_append, given scales": Sample(_kv_append_given, _append_kv),
+    "kv_append, 4-bit values": Sample(_kv_append_four_bits, _append_kv),
     "merge_states": Sample(_states, merge_states),
     "sink_attention": Sample(_sink, _attend),
     "sink_attention, gradients": Sample(_sink, _attend_with_gradients, backward=True),

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from cute_kernels.integrations.vllm.calls import INT8, int8_token_bytes
+from cute_kernels.integrations.vllm.calls import INT8, SCALED, scaled_token_bytes
 
 HEADS, KV_HEADS, HEAD_DIM = 4, 2, 64
 
@@ -118,10 +118,11 @@ def draw_batch(lengths: list[int], queries: list[int], page_size: int, seed: int
 
 
 def stock_cache(
-    pages: int, kv_heads: int, page_size: int, d: int, dtype: torch.dtype, order: str, device: str = "cpu"
-) -> torch.Tensor:
-    """VLLM's cache, (pages, kv_heads, page_size, 2 d), "HND" or "NHD" in memory; of INT8, scales included."""
-    width = int8_token_bytes(d) if dtype is torch.int8 else 2 * d
+    pages: int, kv_heads: int, page_size: int, d: int, dtype: torch.dtype, order: str, device: str = "cpu",
+    scaled: bool = False,
+) -> torch.Tensor:  # fmt: skip
+    """VLLM's cache, (pages, kv_heads, page_size, 2 d), "HND" or "NHD" in memory; of INT8, or `scaled`, with scales."""
+    width = scaled_token_bytes(d) if scaled or dtype is torch.int8 else 2 * d
     if order == "HND":
         return torch.zeros(pages, kv_heads, page_size, width, dtype=dtype, device=device)
     return torch.zeros(pages, page_size, kv_heads, width, dtype=dtype, device=device).transpose(1, 2)
@@ -132,4 +133,4 @@ def empty_cache(
 ) -> torch.Tensor:  # fmt: skip
     """What vLLM allocates for a layer with our backend."""
     dtype = {"auto": torch.bfloat16, INT8: torch.int8}.get(kv_cache_dtype, torch.uint8)
-    return stock_cache(pages, kv_heads, page_size, d, dtype, "NHD", device)
+    return stock_cache(pages, kv_heads, page_size, d, dtype, "NHD", device, scaled=kv_cache_dtype in SCALED)

@@ -201,7 +201,7 @@ def count_calls() -> None:
 
         return call
 
-    for name in ("append_int8", "append_plain", "decode", "flash_attend", "prefill_fresh", "prefill_in_pieces"):
+    for name in ("append_scaled", "append_plain", "decode", "flash_attend", "prefill_fresh", "prefill_in_pieces"):
         setattr(GqaCalls, name, counted(name, getattr(GqaCalls, name)))
 
 

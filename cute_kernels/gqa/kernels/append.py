@@ -1,4 +1,4 @@
-"""Append to an INT8 cache: quantize new keys and values and store each token in its slot."""
+"""Append to an INT8, FP8 or 4-bit cache: quantize new keys and values and store each token in its slot."""
 
 from typing import NamedTuple
 
@@ -10,8 +10,9 @@ from cutlass.cute.nvgpu import CopyG2ROp
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
 from cute_kernels.gqa.append_spec import GIVEN, GROUPS, PER_TOKEN, PER_TOKEN_HEAD, VALUES, WARP, KvAppendSpec
-from cute_kernels.gqa.codes import element
+from cute_kernels.gqa.codes import CODES, INT8, ROTATED, element
 from cute_kernels.gqa.kernels.quantize import Quantizer
+from cute_kernels.gqa.kernels.quantize_rotated import E4m3Quantizer, RotatedQuantizer
 
 TOKENS_TOGETHER = 16  # paged_vllm: of one head, in neighbouring teams, so that their bytes meet in a sector
 
@@ -110,7 +111,10 @@ class KvAppendKernel:
         self.threads = spec.warps * WARP
         self.teams = self.threads // spec.team
         self.kinds = (spec.k_scale, spec.v_scale)
-        self.quantizer = Quantizer(spec)
+        self.quantizer = Quantizer(spec) if spec.codes[0] == INT8 else E4m3Quantizer(spec)
+        self.rotated = [code in ROTATED for code in spec.codes]
+        self.rotated_quantizer = RotatedQuantizer(spec)
+        self.code_types = [{**CODES, **ROTATED}[code].element() for code in spec.codes]
 
     @cute.jit
     def __call__(
@@ -143,8 +147,8 @@ class KvAppendKernel:
                 tasks = cute.ceil_div(tokens, TOKENS_TOGETHER) * TOKENS_TOGETHER * h_kv
         divisors = (cute.fast_divmod_create_divisor_v2(h_kv), cute.fast_divmod_create_divisor_v2(rows))
         sides = (
-            self._side(mK, mKCache, mKScale, spec.k_scale, heads_first),
-            self._side(mV, mVCache, mVScale, spec.v_scale, heads_first),
+            self._side(0, mK, mKCache, mKScale, spec.k_scale, heads_first),
+            self._side(1, mV, mVCache, mVScale, spec.v_scale, heads_first),
         )
         num_slots = Int64(mKCache.shape[0]) * Int64(rows)
         self._kernel(sides, mSlots, tokens, h_kv, tasks, num_slots, divisors).launch(
@@ -152,13 +156,22 @@ class KvAppendKernel:
         )
 
     @cute.jit
-    def _side(self, mX: cute.Tensor, mCache: cute.Tensor, mScale: cute.Tensor, kind: str, heads_first: Int32) -> Side:
+    def _side(
+        self,
+        is_v: cutlass.Constexpr,
+        mX: cute.Tensor,
+        mCache: cute.Tensor,
+        mScale: cute.Tensor,
+        kind: str,
+        heads_first: Int32,
+    ) -> Side:
         """Keys or values, with the strides of their layout."""
         if const_expr(self.spec.x_packed):
             cache_strides = CacheStrides(*self._wide(mCache, (0, 3, 1, 2)))
         else:
             outer, row, head = self._places(mCache, heads_first)
-            cache_strides = CacheStrides(outer, row, head, Int64(VALUES))
+            piece_bytes = const_expr(VALUES // 2 if self.rotated[is_v] else VALUES)
+            cache_strides = CacheStrides(outer, row, head, Int64(piece_bytes))
         row_strides = RowStrides(Int64(mX.stride[0]), Int64(mX.stride[1]))
         scale_strides = self._scale_strides(mScale, kind, heads_first)
         return Side(mX.iterator, row_strides, mCache.iterator, cache_strides, mScale.iterator, scale_strides)
@@ -340,10 +353,13 @@ class KvAppendKernel:
             scale = Float32((scales.iterator + index).load())
         else:
             sharing = const_expr(self._sharing(kind))
-            if const_expr(kind != PER_TOKEN):
-                absmax = self.quantizer.absmax(rX)
-                absmax = cute.arch.warp_reduction(absmax, cute.arch.fmax, threads_in_group=sharing)
-            scale = self.quantizer.scale(absmax)
+            if const_expr(self.rotated[is_v]):
+                codes, scale = self.rotated_quantizer.quantize(rX, part)
+            else:
+                if const_expr(kind != PER_TOKEN):
+                    absmax = self.quantizer.absmax(rX)
+                    absmax = cute.arch.warp_reduction(absmax, cute.arch.fmax, threads_in_group=sharing)
+                scale = self.quantizer.scale(absmax)
             first = part % const_expr(min(sharing, self.lanes)) == 0
             if const_expr(kind == PER_TOKEN):
                 first = piece == 0
@@ -355,7 +371,8 @@ class KvAppendKernel:
                     own += _times(part // sharing, scale_strides.group)
                 (scales.iterator + own).store(self.scale_dtype(scale))
 
-        codes = self.quantizer.codes(rX, absmax, scale, kind)
+        if const_expr(not self.rotated[is_v]):
+            codes = self.quantizer.codes(rX, absmax, scale, kind)
         strides = side.cache_strides
         address = side.cache.toint()
         address += _times(page, strides.outer) + _times(offset, strides.row) + _times(head, strides.head)
@@ -369,8 +386,9 @@ class KvAppendKernel:
                     address += strides.piece
             else:
                 address += _times(part, strides.piece)
-                target = cute.make_ptr(Int32, address, AddressSpace.gmem, assumed_align=16)
-                cute.autovec_copy(codes, cute.make_tensor(target, cute.make_layout(4)))
+                words = const_expr(cute.size(codes))
+                target = cute.make_ptr(Int32, address, AddressSpace.gmem, assumed_align=4 * words)
+                cute.autovec_copy(codes, cute.make_tensor(target, cute.make_layout(words)))
 
     def fake_arguments(self) -> tuple:
         """What `__call__` is compiled from: any strides but the last; rows of values and codes in steps of 16 bytes."""
@@ -391,10 +409,14 @@ class KvAppendKernel:
 
         k, v = (tensor(self.dtype, (tokens, h_kv, spec.d), (8, 8, 0), 16) for _ in range(2))
         if spec.x_packed:
-            k_cache = tensor(Int8, (*sizes(2), self.lanes, cute.sym_int(), VALUES), (16, 16, 16, 16, 0), 16)
-            v_cache = tensor(Int8, (*sizes(2), spec.d, cute.sym_int()), (1, 1, 1, 1), 1)
+            k_type, v_type = self.code_types
+            k_cache = tensor(k_type, (*sizes(2), self.lanes, cute.sym_int(), VALUES), (16, 16, 16, 16, 0), 16)
+            v_cache = tensor(v_type, (*sizes(2), spec.d, cute.sym_int()), (1, 1, 1, 1), 1)
         else:
-            k_cache, v_cache = (tensor(Int8, (*sizes(3), spec.d), (16, 16, 16, 0), 16) for _ in range(2))
+            k_cache, v_cache = (
+                tensor(code, (*sizes(3), spec.d // 2 if rotated else spec.d), (16, 16, 16, 0), 16)
+                for code, rotated in zip(self.code_types, self.rotated, strict=True)
+            )
         slots = tensor(Int64, (tokens,), (1,), 8)
         stream = make_fake_stream(use_tvm_ffi_env_stream=True)
         return k, v, k_cache, v_cache, scale(spec.k_scale), scale(spec.v_scale), slots, Int32(0), stream

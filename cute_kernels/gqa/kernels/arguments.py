@@ -12,6 +12,7 @@ class Tensors(NamedTuple):
     mQ: cute.Tensor
     mTable: Any  # a tensor, or None without pages
     mLengths: cute.Tensor
+    mStarts: Any  # a tensor, or None where sequences begin with their first token
     mSink: cute.Tensor
     mOut: cute.Tensor
     mLse: cute.Tensor
@@ -107,11 +108,12 @@ class PageTable(NamedTuple):
 
 
 class KeyRange(NamedTuple):
-    """Key tiles `start` to `stop` of a sequence of `length` keys."""
+    """Key tiles `start` to `stop` of a sequence of `length` keys, of which the first is `first_key`."""
 
     start: Int32
     stop: Int32
     length: Int32
+    first_key: Int32
 
 
 class QueryBlock(NamedTuple):

@@ -57,17 +57,17 @@ class ConsumerWarp:
                     call, work_list, work_tile, state, terms, smem, slot, b, offset, left, thread
                 )
                 left = Int32(0)
-            given = work_list.mLengths[b]
+            given = self.scheduler.given(work_list, b)
             while left > 0:
-                length, first, tiles = self.scheduler.extent_of(work_list, given)
+                length, first, tiles, start = self.scheduler.extent_of(work_list, given)
                 stop = cutlass.min(offset + left, tiles)
                 left -= stop - offset
                 query = query_block(b, work_tile, work_list)
-                key_range = KeyRange(first + offset, first + stop, length)
+                key_range = KeyRange(first + offset, first + stop, length, start)
                 q, constants = self.buffers(smem, sequences)
                 self.softmax.start(state, terms, constants, call.scoring, query, length, lane)
                 if left > 0:
-                    given = work_list.mLengths[b + 1]
+                    given = self.scheduler.given(work_list, b + 1)
                     self.q.fetch(rows, call, query_block(b + 1, work_tile, work_list), thread)
                 slot = self.attend_range(call, state, terms, smem, q, slot, query, key_range, thread)
                 if left > 0:
@@ -110,9 +110,9 @@ class ConsumerWarp:
         thread: Thread,
     ) -> Slot:
         """This CTA's tiles of the one sequence that its cluster shares, and the merge; returns the slot after them."""
-        length, first, _ = self.scheduler.extent(work_list, b)
+        length, first, _, start = self.scheduler.extent(work_list, b)
         query = query_block(b, work_tile, work_list)
-        key_range = KeyRange(first + offset, first + offset + tiles, length)
+        key_range = KeyRange(first + offset, first + offset + tiles, length, start)
         self.softmax.start(state, terms, smem.constants, call.scoring, query, length, thread.lane)
         slot = self.attend_range(call, state, terms, smem, smem.q, slot, query, key_range, thread)
         self.epilogue.gather_warps(state, smem, thread)
@@ -126,7 +126,8 @@ class ConsumerWarp:
         row_max, row_sum, factor = (cute.make_rmem_tensor(columns, Float32) for _ in range(3))
         slope = cute.make_rmem_tensor(columns if self.spec.alibi else 1, Float32)
         position = cute.make_rmem_tensor(columns if self.spec.alibi else 1, Int32)
-        return SoftmaxState(acc_o, row_max, row_sum), ScoreTerms(factor, slope, position)
+        zeros = cute.make_rmem_tensor(columns if self.spec.rotated else 1, Float32)
+        return SoftmaxState(acc_o, row_max, row_sum, zeros), ScoreTerms(factor, slope, position)
 
     def buffers(self, smem: SmemViews, sequence: Int32) -> tuple[cute.Pointer, cute.Pointer]:
         """Q and the constants of this CTA's sequence-th sequence."""
@@ -149,12 +150,12 @@ class ConsumerWarp:
         thread: Thread,
     ) -> Slot:
         """This warp's keys of all tiles of a range; returns the slot after them."""
-        length, tiles = key_range.length, smem.tiles
-        if length > 0:
+        tiles = smem.tiles
+        if key_range.length > 0:
             for tile in cutlass.range(key_range.start, key_range.stop, unroll=1):
                 self.kv.wait(smem, slot)
-                address = Int32(tiles.toint()) + slot.index * (2 * self.spec.tile_bytes)
-                self.attend(call, state, terms, smem, q, slot, address, query, tile, length, thread)
+                address = Int32(tiles.toint()) + slot.index * self.spec.stage_bytes
+                self.attend(call, state, terms, smem, q, slot, address, query, tile, key_range, thread)
                 slot = self.kv.following(slot)
         return slot
 
@@ -170,7 +171,7 @@ class ConsumerWarp:
         address: Int32,
         query: QueryBlock,
         tile: Int32,
-        length: Int32,
+        key_range: KeyRange,
         thread: Thread,
     ):
         """Adds the warp's 16 keys of a tile to its state, and releases the stage.
@@ -178,13 +179,13 @@ class ConsumerWarp:
         V is in registers, as the cache stores it, before the softmax: so its way from shared memory overlaps with QK,
         and the load warp gets the stage back earlier.
         """
-        spec, sizes = self.spec, call.sizes
+        spec, sizes, length = self.spec, call.sizes, key_range.length
         scales = smem.scales + slot.index * spec.scale_values
         exists = self.softmax.existing_keys(smem.page_exists + slot.index * spec.page_words, thread)
         g = thread.lane // 4
         k_scale, v_scale = self._token_scales(scales, thread.warp, g)
         acc_s = self.qk.scores(k_scale, q, address, thread)
-        raw = self.pv.load_v(address + spec.tile_bytes, thread)
+        raw = self.pv.load_v(address + spec.tile("k").size, thread)
         # an arrival may overtake loads that wait behind others, and TMA would write the next tile over these rows
         cute.arch.fence_proxy("async.shared", space="cta")
         self.kv.release(smem, slot)
@@ -194,8 +195,13 @@ class ConsumerWarp:
         keys = TileKeys(begin, own, exists, length)
         s = self.softmax.scaled_scores(acc_s, terms, keys, call.scoring.softcap)
         seen_by_all = length - sizes.causal * (query.s_q - 1)
-        if begin + KEYS > seen_by_all or begin < length - sizes.window or (exists & 0xFFFF) != 0xFFFF:
+        begins = length - sizes.window  # the first key that all queries see
+        if const_expr(spec.starts):
+            begins = cutlass.max(begins, key_range.first_key)
+        if begin + KEYS > seen_by_all or begin < begins or (exists & 0xFFFF) != 0xFFFF:
             lowest = length - query.s_q - sizes.window + 1  # the first key that any query sees
+            if const_expr(spec.starts):
+                lowest = cutlass.max(lowest, key_range.first_key)
             s, v_scale, sees = self.softmax.mask(s, v_scale, keys, lowest, query, sizes, thread.lane, g)
             if const_expr(self.pv.may_be_nan):
                 self.pv.mask_v(raw, keys, lowest, thread.lane)
@@ -204,7 +210,7 @@ class ConsumerWarp:
                     if self.pv.any_nan(raw, v_scale):
                         self.pv.spread(state.acc_o, raw, v_scale, sees)
         acc_o = self.softmax.update(state, s)
-        self.pv.accumulate(acc_o, s, v_scale, raw)
+        self.pv.accumulate(acc_o, state.zeros, s, v_scale, raw)
 
     @cute.jit
     def _token_scales(self, scales: cute.Pointer, w: Int32, g: Int32):

@@ -104,12 +104,13 @@ class GqaDecodeKernel:
         k, v = fake_caches(spec, {"o": outer, "r": rows, "h": h_kv, "d": spec.d})
         table = strided(Int32, (batch, cute.sym_int()), 4) if spec.paged else None
         lengths = make_fake_tensor(Int32, (batch,), (cute.sym_int64(),), assumed_align=4)
+        starts = make_fake_tensor(Int32, (batch,), (cute.sym_int64(),), assumed_align=4) if spec.starts else None
         sink = make_fake_tensor(Float32, (h_q,), (1,), assumed_align=4)
         scales = [Int64(0)] * 10
         alibi = [Int64(0)] * 2
         numbers = (Float32(1.0), Float32(1.0), *[Int32(1)] * 5, Int64(0), Int64(0))
         stream = make_fake_stream(use_tvm_ffi_env_stream=True)
-        return (q, k, v, table, lengths, sink, out, lse, *scales, *alibi, *numbers, stream)
+        return (q, k, v, table, lengths, starts, sink, out, lse, *scales, *alibi, *numbers, stream)
 
     @cute.jit
     def __call__(
@@ -119,6 +120,7 @@ class GqaDecodeKernel:
         mV: cute.Tensor,
         mTable: cute.Tensor | None,
         mLengths: cute.Tensor,
+        mStarts: cute.Tensor | None,
         mSink: cute.Tensor,
         mOut: cute.Tensor,
         mLse: cute.Tensor,
@@ -158,7 +160,7 @@ class GqaDecodeKernel:
         h_kv = mK.shape[spec.cache_axes.index("h")]
         ratio = h_q // h_kv
         blocks = cute.ceil_div(ratio * s_q, spec.columns)
-        k_tma, v_tma = (tma_copy(spec, t) for t in (mK, mV))
+        k_tma, v_tma = tma_copy(spec, "k", mK), tma_copy(spec, "v", mV)
         page_size = Int32(spec.box_rows)
         capacity = Int32(mK.shape[spec.cache_axes.index("r")])
         num_pages = Int32(mK.shape[spec.cache_axes.index("o")])
@@ -180,7 +182,7 @@ class GqaDecodeKernel:
             )
         )
         call = Call(
-            Tensors(mQ, mTable, mLengths, mSink, mOut, mLse),
+            Tensors(mQ, mTable, mLengths, mStarts, mSink, mOut, mLse),
             Scales(k_scale, k_scale_outer, k_scale_head, k_scale_row, k_scale_group),
             Scales(v_scale, v_scale_outer, v_scale_head, v_scale_row, v_scale_group),
             Scoring(alibi, alibi_batch, softmax_scale, softcap),
@@ -232,7 +234,7 @@ class GqaDecodeKernel:
         cute.arch.griddepcontrol_launch_dependents()
         cute.arch.griddepcontrol_wait()  # what kernels before this one write: q, lengths, new tokens, the counters
 
-        work_list = WorkList(call.tensors.mLengths, call.sizes, work, divisors)
+        work_list = WorkList(call.tensors.mLengths, call.tensors.mStarts, call.sizes, work, divisors)
         page_shift = 31 - Int32(cute.arch.clz(page_size)) if const_expr(spec.paged) else Int32(0)
         page_table = PageTable(call.tensors.mTable, page_shift, page_size, num_pages)
         if warp_idx >= spec.warps:

@@ -5,7 +5,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 
 from cute_kernels.device import softmax
-from cute_kernels.gqa.codes import element
+from cute_kernels.gqa.codes import FLIPPED, element
 from cute_kernels.gqa.kernels.arguments import QueryBlock, Tensors
 from cute_kernels.gqa.kernels.fragments import Fragments, SoftmaxState, Thread
 from cute_kernels.gqa.kernels.pipelines import NamedBarrier
@@ -34,12 +34,14 @@ class Epilogue(Fragments):
         """Every warp's O, row_max and row_sum into shared memory."""
         spec = self.spec
         w, lane, _ = thread
-        acc_o, row_max, row_sum = state
+        acc_o, row_max, row_sum, zeros = state
         g, t = lane // 4, lane % 4
         sSoftmax = warp_softmax_tensor(spec, smem)
         for i in cutlass.range_constexpr(self.thread_columns):
             for step in cutlass.range_constexpr(3):
                 row_sum[i] += cute.arch.shuffle_sync_bfly(row_sum[i], 4 << step)
+                if const_expr(spec.rotated):
+                    zeros[i] += cute.arch.shuffle_sync_bfly(zeros[i], 4 << step)
             if g == 0:
                 n = 8 * (i // 2) + 2 * t + i % 2
                 sSoftmax[n, w, 0] = row_max[i]
@@ -49,8 +51,13 @@ class Epilogue(Fragments):
             n = 8 * (i // 2) + 2 * t + i % 2
             for m in cutlass.range_constexpr(spec.d // 16):
                 for e in cutlass.range_constexpr(2):
-                    d = 16 * m + (2 * g + e if const_expr(self.interleaved_d) else g + 8 * e)
-                    sO[d, n, w] = acc_o[m][i // 2][2 * e + i % 2]
+                    o = acc_o[m][i // 2][2 * e + i % 2]
+                    if const_expr(spec.rotated):
+                        o -= zeros[i]
+                        if const_expr(spec.d == 256):  # the stage of `unrotate` between vectors that two warps have
+                            other = acc_o[m ^ 8][i // 2][2 * e + i % 2] - zeros[i]
+                            o = o + other if const_expr(m < 8) else other - o
+                    sO[self.row_of_o(m, g, e), n, w] = o
         self.sync()
 
     @cute.jit
@@ -67,6 +74,7 @@ class Epilogue(Fragments):
                 token, r = divmod(row, ratio)
                 head = kv_head * ratio.divisor + r
                 acc, row_max, row_sum = self.merge_warps(smem, n, vector)
+                self.unrotate(acc, vector)
                 factor = self.normalization(row_max, row_sum, sConstants[n, SINK]) * sConstants[n, O_SCALE]
                 self.write(mOut[b, token, head, None], acc, factor, vector)
                 if vector == 0:
@@ -116,6 +124,34 @@ class Epilogue(Fragments):
         """A vector of a column in the O of a warp."""
         offset = cute.assume((w * self.spec.columns + n) * self.spec.warp_o_stride + 4 * vector, divby=4)
         return cute.make_tensor(smem.warp_o + offset, cute.make_layout(4))
+
+    @cute.jit
+    def unrotate(self, acc: cute.Tensor, vector: Int32):
+        """D H times the vector of which this thread has four elements, and the lanes beside it the others.
+
+        With d 256 a warp has half of it, and `gather_warps` has added up the halves. Nothing where V is not rotated.
+        """
+        if const_expr(self.spec.rotated):
+            lanes = const_expr(min(self.vectors, 32))
+            mask = Int32((1 << lanes) - 1) << (cute.arch.lane_idx() & -lanes) if const_expr(lanes < 32) else -1
+            for i in cutlass.range_constexpr(2):
+                for low in cutlass.range_constexpr(4):
+                    if const_expr(low & (1 << i) == 0):
+                        a, b = acc[low], acc[low | 1 << i]
+                        acc[low], acc[low | 1 << i] = a + b, a - b
+            for step in cutlass.range_constexpr(lanes.bit_length() - 1):
+                sign = ((vector >> step) & 1) << 31
+                for c in cutlass.range_constexpr(4):
+                    other = cute.arch.shuffle_sync_bfly(acc[c], 1 << step, mask=mask)
+                    acc[c] = other + (acc[c].bitcast(Int32) ^ sign).bitcast(Float32)
+            flipped = Int32(0)
+            for word in cutlass.range_constexpr(self.spec.d // 32):
+                bits = const_expr((FLIPPED >> 32 * word) & 0xFFFFFFFF)
+                bits = const_expr(bits - (1 << 32) if bits >> 31 else bits)
+                flipped = cutlass.select_(vector // 8 == word, Int32(bits), flipped)
+            flipped = flipped >> (4 * (vector % 8))
+            for c in cutlass.range_constexpr(4):
+                acc[c] = (acc[c].bitcast(Int32) ^ (((flipped >> c) & 1) << 31)).bitcast(Float32)
 
     @cute.jit
     def normalization(self, row_max: Float32, row_sum: Float32, sink: Float32) -> Float32:

@@ -12,6 +12,7 @@ from cutlass.cute.nvgpu import warp
 
 from cute_kernels.device import operands
 from cute_kernels.gqa.codes import element
+from cute_kernels.gqa.layouts import Which
 from cute_kernels.gqa.spec import KEYS_PER_WARP as KEYS
 from cute_kernels.gqa.spec import GqaDecodeSpec
 
@@ -30,11 +31,13 @@ class SoftmaxState(NamedTuple):
     acc_o    O^T, relative to row_max: a fragment for each 16 rows of d and 8 columns
     row_max  of a thread's columns, in units of log2: the maximum that P is relative to
     row_sum  of P over the keys that this thread has seen
+    zeros    likewise of P times scale and zero point of V, which O has too much; where codes have zero points
     """
 
     acc_o: list
     row_max: cute.Tensor
     row_sum: cute.Tensor
+    zeros: cute.Tensor
 
 
 class ScoreTerms(NamedTuple):
@@ -74,12 +77,12 @@ class Fragments:
         self.k_groups = spec.scale_groups(spec.k_scales)
         self.v_groups = spec.scale_groups(spec.v_scales)
         self.codes = spec.codes
-        self.may_be_nan = spec.codes.not_finite is not None
+        self.v_codes = spec.v_codes
+        self.may_be_nan = spec.v_codes.not_finite is not None
         self.k_dtype, self.v_dtype = element(spec.k_operand), element(spec.v_operand)
         self.x_packed = spec.x_packed
         self.pairs_of_tokens = self.x_packed and spec.bytes_cache  # see `key_row`
         self.interleaved_d = spec.bytes_cache and not self.x_packed  # see `device.operands`, "rows are columns of A"
-        self.row_chunks = spec.row_bytes // 16
         self.page_bytes = spec.d * spec.box_rows * spec.itemsize
 
     def key_row(self, i):
@@ -106,20 +109,27 @@ class Fragments:
 
     def v_registers(self, m: int) -> range:
         """Which registers of the raw values have rows 16 m .. 16 m + 15 of V^T."""
-        count = 2 * self.spec.itemsize
+        count, m = 2 * self.v_codes.itemsize, m // self.v_codes.values
         return range(count * m, count * (m + 1))
 
-    def chunk_address(self, tile, row, chunk: int, half):
-        """Address of 16 bytes of a token: those of chunk + half, of row `row` of the tile, half 0 or 1."""
+    def row_of_o(self, m: int, g, half: int):
+        """Which element of a vector the accumulators of block m have in row g, or g + 8 where half is 1."""
+        if self.v_codes.values == 2:  # see `codes.Uint4`
+            return 32 * (m // 2) + 4 * g + 2 * (m % 2) + half
+        return 16 * m + (2 * g + half if self.interleaved_d else g + 8 * half)
+
+    def chunk_address(self, which: Which, tile, row, chunk: int, half):
+        """Address of 16 bytes of a token of K or V: those of chunk + half, of row `row` of the tile, half 0 or 1."""
         if self.x_packed:
             page = self.spec.box_rows
             in_page = row // page * self.page_bytes + row % page * 16 + half * (page * 16)
             return tile + in_page + chunk * (page * 16)
-        spec = self.spec
+        shape = self.spec.tile(which)
+        row_chunks = shape.row // 16
         # the swizzle exchanges bits 4.. of an address with bits 7..
-        swizzle = row % 8 if spec.row_bytes == 128 else row * spec.row_pitch // 128 % 4
-        segment, inner = chunk // self.row_chunks, chunk % self.row_chunks
-        base = tile + row * spec.row_pitch + segment * (spec.keys_per_tile * spec.row_pitch)
+        swizzle = row * shape.pitch // 128 % row_chunks
+        segment, inner = chunk // row_chunks, chunk % row_chunks
+        base = tile + row * shape.pitch + segment * (self.spec.keys_per_tile * shape.pitch)
         return base + ((inner << 4) ^ ((half ^ swizzle) << 4))
 
     # ---- V from shared memory, as the cache stores it, in registers `raw`
@@ -133,12 +143,12 @@ class Fragments:
         spec = self.spec
         w, lane, _ = thread
         page = spec.box_rows
-        loads = const_expr(spec.d * spec.itemsize // 32)
+        loads = const_expr(spec.d * self.v_codes.itemsize // self.v_codes.values // 32)
         raw = cute.make_rmem_tensor(4 * loads, Int32)
         for i in cutlass.range_constexpr(loads):
             if const_expr(not self.x_packed):
                 row = w * KEYS + lane % 16
-                x = operands.load_matrices(self.chunk_address(address, row, 2 * i, lane // 16), True)
+                x = operands.load_matrices(self.chunk_address("v", address, row, 2 * i, lane // 16), True)
             elif const_expr(not spec.bytes_cache):
                 first = w * KEYS + lane // 16 * 8
                 start = address + first // page * self.page_bytes + first % page * 2
@@ -182,13 +192,14 @@ class Fragments:
         return i % 4 // 2 if self.x_packed else i % 2
 
     @cute.jit
-    def widen_v(self, a: cute.Tensor, raw: list):
-        """16 rows of V^T as a fragment of A."""
+    def widen_v(self, a: cute.Tensor, raw: list, m: cutlass.Constexpr):
+        """Block m, 16 rows of V^T, as a fragment of A."""
         if const_expr(self.spec.bytes_cache):
             if const_expr(self.x_packed):
                 self.codes.widen_rows(a, raw[0], raw[1])
             else:
-                self.codes.widen_columns(a, raw[0], raw[1])
+                shift = const_expr(8 * (m % self.v_codes.values))  # registers that two blocks share
+                self.v_codes.widen_columns(a, raw[0] >> shift, raw[1] >> shift)
         elif const_expr(self.x_packed):
             operands.take(a, raw[0], raw[1], raw[2], raw[3])
         else:

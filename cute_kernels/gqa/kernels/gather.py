@@ -50,8 +50,8 @@ class KvGatherKernel:
     ):
         """Launches the kernel.
 
-        Caches are (pages, page_size, h_kv, d) bytes at any strides, INT8 scales (pages, page_size, h_kv) likewise; the
-        scale of FP8 is (1,). Fewer than 2^31 / d * 16 rows.
+        Caches are (pages, page_size, h_kv, d) bytes at any strides, scales (pages, page_size, h_kv) likewise; one scale
+        is (1,). Fewer than 2^31 / d * 16 rows.
         """
         page_size, h_kv = Int32(mKCache.shape[1]), Int32(mKCache.shape[2])
         lanes = Int32(mPages.shape[0]) * page_size * h_kv * self.lanes

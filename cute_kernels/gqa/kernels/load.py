@@ -63,8 +63,8 @@ class LoadWarp:
         cta, _, _ = cute.arch.block_idx()
         ctas, _, _ = cute.arch.grid_dim()
         survey = self.scheduler.survey(work_list, lane)
-        gK, sK = partition(spec, k_tma, smem.tiles)
-        gV, sV = partition(spec, v_tma, smem.tiles + spec.tile_bytes // spec.itemsize)
+        gK, sK = partition(spec, "k", k_tma, smem.tiles)
+        gV, sV = partition(spec, "v", v_tma, smem.tiles + spec.tile("k").size // spec.itemsize)
         copies = (TileCopy(k_tma.atom, gK, sK), TileCopy(v_tma.atom, gV, sV))
         pages = cute.make_rmem_tensor(self.entries, Int32)
         pages_next = cute.make_rmem_tensor(self.entries, Int32)
@@ -82,7 +82,7 @@ class LoadWarp:
                 self.read_pages(pages_next, page_table, ahead, lane)
             b, offset, left, _ = assigned
             while left > 0:
-                length, first, tiles = self.scheduler.extent(work_list, b)
+                length, first, tiles, _ = self.scheduler.extent(work_list, b)
                 stop = cutlass.min(offset + left, tiles)
                 left -= stop - offset
                 if length > 0:
@@ -158,4 +158,5 @@ class LoadWarp:
                 outer = cute.arch.shuffle_sync(entry, (in_batch * self.boxes + i) % WARP)
             for c in cutlass.range_constexpr(cute.size(copies[0].sTile, mode=[2])):
                 for load, gTile, sTile in copies:
-                    cute.copy(load, gTile[None, row, c, head, outer], sTile[None, i, c, stage], tma_bar_ptr=full)
+                    if const_expr(c < cute.size(sTile, mode=[2])):  # V may have fewer row segments than K
+                        cute.copy(load, gTile[None, row, c, head, outer], sTile[None, i, c, stage], tma_bar_ptr=full)

@@ -22,7 +22,7 @@ class QueryRows(NamedTuple):
     raw      4 neighbours of a row of Q, for each 128 columns and each round
     sink     of the row of each round
     k_scale  of K of the head; 1 where scales are finer
-    v_scale  of V
+    v_scale  of V; 1 / d where V is rotated, since H H is d
     """
 
     raw: cute.Tensor
@@ -52,7 +52,7 @@ class LoadQ:
         sink = cute.make_rmem_tensor(self.rounds, Float32)
         k_scale, v_scale = (cute.make_rmem_tensor(1, Float32) for _ in range(2))
         k_scale.fill(1.0)
-        v_scale.fill(1.0)
+        v_scale.fill(1.0 / self.spec.d if self.spec.rotated else 1.0)
         return QueryRows(raw, sink, k_scale, v_scale)
 
     @cute.jit

@@ -114,12 +114,9 @@ class Merge(Epilogue):
             n, vector = self.vector_of(tidx, i_round)
             if n < rows:
                 token, r = divmod(block * spec.columns + n, ratio)
-                self.write(
-                    tensors.mOut[b, token, kv_head * ratio.divisor + r, None],
-                    self.sum_of_warps(smem, n, vector, column_warps),
-                    Float32(1.0),
-                    vector,
-                )
+                acc = self.sum_of_warps(smem, n, vector, column_warps)
+                self.unrotate(acc, vector)
+                self.write(tensors.mOut[b, token, kv_head * ratio.divisor + r, None], acc, Float32(1.0), vector)
 
     @cute.jit
     def _merge_column(
@@ -238,6 +235,7 @@ class Merge(Epilogue):
             n, vector = self.vector_of(tidx, i)
             if n < spec.columns:
                 acc, row_max, row_sum = self.merge_warps(smem, n, vector)
+                self.unrotate(acc, vector)
                 for c in cutlass.range_constexpr(4):
                     sO[4 * vector + c, n, 0] = acc[c]
                 if vector == 0:

@@ -34,7 +34,7 @@ def pipelines(spec: GqaDecodeSpec) -> GqaPipelines:
             spec.stages,
             producers=1 + 32 * spec.scale_writers,
             consumers=consumers,
-            bytes=spec.copied_bytes,
+            bytes=spec.tile("k").copied + spec.tile("v").copied,
             full=what,
             empty="consumers have K and V in registers",
         ),

@@ -12,8 +12,11 @@ class PV(Fragments):
     """Device code for one consumer warp. `raw` are registers with numbers of V as the cache stores them."""
 
     @cute.jit
-    def accumulate(self, acc_o: list, p: cute.Tensor, v_scale: cute.Tensor, raw: cute.Tensor):
-        """O^T += V^T P^T over the warp's keys; scales of V multiply P before it is rounded."""
+    def accumulate(self, acc_o: list, zeros: cute.Tensor, p: cute.Tensor, v_scale: cute.Tensor, raw: cute.Tensor):
+        """O^T += V^T P^T over the warp's keys; scales of V multiply P before it is rounded.
+
+        Zero points add to `zeros` what they are worth, times the same rounded numbers.
+        """
         spec = self.spec
         mma = self.mma(self.v_dtype)
         groups = max(self.v_groups, 1)
@@ -21,6 +24,13 @@ class PV(Fragments):
         shape_b, shape_a = mma.partition_shape_B((8, 16)), mma.partition_shape_A((16, 16))
         b = [[mma.make_fragment_B(shape_b) for _ in range(groups)] for _ in range(self.n_tiles)]
         scaled_p = cute.make_rmem_tensor(4, Float32)
+        zero_point = cute.make_rmem_tensor(2, Float32)
+        if const_expr(spec.rotated):
+            for k in cutlass.range_constexpr(2):
+                word = v_scale[k, 0].bitcast(Int32)
+                # 2^23 above four bits reads as 2^23 + x
+                zero_point[k] = ((word & 15) | 0x4B000000).bitcast(Float32) - (2.0**23 + operands.UINT4_CENTER)
+                v_scale[k, 0] = (word & -16).bitcast(Float32)
         for n in cutlass.range_constexpr(self.n_tiles):
             for group in cutlass.range_constexpr(groups):
                 for k in cutlass.range_constexpr(2):
@@ -28,20 +38,25 @@ class PV(Fragments):
                         scaled_p[2 * k + c] = p[k, 2 * n + c]
                         if const_expr(self.v_groups > 0):
                             scaled_p[2 * k + c] *= v_scale[k, group]
-                self.store_p(scaled_p, b[n][group])
+                rounded = self.store_p(scaled_p, b[n][group])
+                if const_expr(spec.rotated):
+                    for k in cutlass.range_constexpr(2):
+                        for c in cutlass.range_constexpr(2):
+                            zeros[2 * n + c] += rounded[2 * k + c].to(Float32) * zero_point[k]
         a = mma.make_fragment_A(shape_a)
         for m in cutlass.range_constexpr(blocks):
-            self.widen_v(a, [raw[i] for i in self.v_registers(m)])
+            self.widen_v(a, [raw[i] for i in self.v_registers(m)], m)
             group = const_expr(m * groups // blocks)
             for n in cutlass.range_constexpr(self.n_tiles):
                 acc = acc_o[m][n]
                 cute.gemm(mma, acc, a[None, None, 0], b[n][group][None, None, 0], acc)
 
     @cute.jit
-    def store_p(self, four: cute.Tensor, b: cute.Tensor):
-        """What a thread has of P^T for 8 columns, keys g and g + 8 of two columns, as a fragment of B."""
+    def store_p(self, four: cute.Tensor, b: cute.Tensor) -> cute.Tensor:
+        """What a thread has of P^T for 8 columns, keys g and g + 8 of two columns, as a fragment of B; rounded."""
         rounded = cute.make_rmem_tensor(4, self.v_dtype)
         rounded.store(four.load().to(self.v_dtype))
         r, target = cute.recast_tensor(rounded, Int32), cute.recast_tensor(b, Int32)
         target[0] = operands.transpose(r[0])
         target[1] = operands.transpose(r[1])
+        return rounded

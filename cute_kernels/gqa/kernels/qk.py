@@ -38,12 +38,12 @@ class QK(Fragments):
         half = lane // 16
         for pair in cutlass.range_constexpr(steps // 2):
             if const_expr(spec.bytes_cache):
-                x = operands.load_matrices(self.chunk_address(address, row, 2 * pair, half), False)
+                x = operands.load_matrices(self.chunk_address("k", address, row, 2 * pair, half), False)
                 self.codes.widen_rows(a[None, 0, 0], x[0], x[1])
                 self.codes.widen_rows(a[None, 0, 1], x[2], x[3])
             else:
                 for i in cutlass.range_constexpr(2):
-                    x = operands.load_matrices(self.chunk_address(address, row, 4 * pair + 2 * i, half), False)
+                    x = operands.load_matrices(self.chunk_address("k", address, row, 4 * pair + 2 * i, half), False)
                     operands.take(a[None, 0, i], x[0], x[1], x[2], x[3])
             for n in cutlass.range_constexpr(self.n_tiles):
                 cute.autovec_copy(words[None, lane, pair, n], b_words)

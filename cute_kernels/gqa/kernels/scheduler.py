@@ -9,7 +9,7 @@ The host prepares nothing and the device keeps nothing: each warp reads the leng
 follows lengths that change between replays.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -25,17 +25,29 @@ class WorkList(NamedTuple):
     """All that the schedule follows from."""
 
     mLengths: cute.Tensor
+    mStarts: Any  # a tensor, or None
     sizes: Sizes
     work: Work
     divisors: Divisors
 
 
+class Given(NamedTuple):
+    """What the caller says of a sequence: its length, and its first key; 0 where that is the first token."""
+
+    length: Int32
+    start: Int32
+
+
 class Extent(NamedTuple):
-    """A sequence: its keys, the first tile with a key in a window, and the tiles from there on."""
+    """A sequence: its keys, the first tile with one that a query sees, the tiles from there on, and its first key.
+
+    Where the first key is past the last one, there are no keys.
+    """
 
     keys: Int32
     first: Int32
     tiles: Int32
+    start: Int32
 
 
 class Survey(NamedTuple):
@@ -116,16 +128,25 @@ class Scheduler:
 
     def extent(self, work_list: WorkList, b: Int32) -> Extent:
         """Extent of sequence b."""
-        return self.extent_of(work_list, work_list.mLengths[b])
+        return self.extent_of(work_list, self.given(work_list, b))
+
+    def given(self, work_list: WorkList, b: Int32) -> Given:
+        """Starts the loads of what the caller says of sequence b."""
+        start = work_list.mStarts[b] if self.spec.starts else Int32(0)
+        return Given(work_list.mLengths[b], start)
 
     @cute.jit
-    def extent_of(self, work_list: WorkList, length: Int32) -> Extent:
-        """Extent of a sequence of a length as the caller gives it."""
+    def extent_of(self, work_list: WorkList, given: Given) -> Extent:
+        """Extent of a sequence of which this is given."""
         sizes, keys = work_list.sizes, self.spec.keys_per_tile
-        length = cutlass.min(cutlass.max(length, 0), sizes.capacity)
-        first = cutlass.max(length - sizes.s_q - sizes.window + 1, 0) // keys
+        start = cutlass.max(given.start, 0)
+        length = cutlass.min(cutlass.max(given.length, 0), sizes.capacity)
+        if const_expr(self.spec.starts):
+            length = cutlass.select_(start < length, length, Int32(0))
+            start = cutlass.min(start, length)
+        first = cutlass.max(length - sizes.s_q - sizes.window + 1, start) // keys
         tiles = cutlass.max(cute.ceil_div(length, keys) - first, 1)
-        return Extent(length, first, tiles)
+        return Extent(length, first, tiles, start)
 
     @cute.jit
     def survey(self, work_list: WorkList, lane: Int32) -> Survey:
@@ -137,7 +158,7 @@ class Scheduler:
         own = Int32(0)
         for i in cutlass.range(per_lane, unroll=2):
             b = lane * per_lane + i
-            _, _, tiles = self.extent(work_list, cutlass.min(b, batch - 1))
+            _, _, tiles, _ = self.extent(work_list, cutlass.min(b, batch - 1))
             own += cutlass.select_(b < batch, tiles, Int32(0))
         prefix_sum = own
         for step in cutlass.range_constexpr(5):
@@ -150,7 +171,7 @@ class Scheduler:
         """What range r has; 0 tiles where there are fewer tiles than ranges."""
         if const_expr(self.spec.cluster > 1):
             b, rank = r // self.spec.cluster, r % self.spec.cluster
-            _, _, tiles = self.extent(work_list, b)
+            _, _, tiles, _ = self.extent(work_list, b)
             offset = tiles * rank // self.spec.cluster
             return Assignment(b, offset, tiles * (rank + 1) // self.spec.cluster - offset, Int32(0))
         return self._range_of_line(work_list, survey, r)
@@ -159,7 +180,7 @@ class Scheduler:
     def first_upcoming(self, work_list: WorkList, assigned: Assignment) -> Upcoming:
         """The first tile with keys of a range; past `stop` where there is none."""
         b, offset, left, _ = assigned
-        length, first, tiles = self.extent(work_list, b)
+        length, first, tiles, _ = self.extent(work_list, b)
         stop = cutlass.min(offset + left, tiles)
         left -= stop - offset
         tile, stop = first + offset, first + stop
@@ -174,7 +195,7 @@ class Scheduler:
         while tile >= stop and left > 0:
             b += 1
             past = tile - stop
-            length, first, tiles = self.extent(work_list, b)
+            length, first, tiles, _ = self.extent(work_list, b)
             count = cutlass.min(left, tiles)
             left -= count
             tile, stop = first + past, first + cutlass.select_(length > 0, count, Int32(0))
@@ -187,7 +208,7 @@ class Scheduler:
         b, offset, count, line = Int32(0), Int32(0), Int32(0), Int32(0)
         if work.splits > 0:
             b, split = divmod(r, divisors.splits)
-            _, _, tiles = self.extent(work_list, b)
+            _, _, tiles, _ = self.extent(work_list, b)
             offset = range_start(split, tiles, work.splits, divisors.splits)
             count = range_start(split + 1, tiles, work.splits, divisors.splits) - offset
         else:
@@ -207,11 +228,11 @@ class Scheduler:
         tiles = cute.arch.shuffle_sync(survey.own, owner)
         b = owner * per_lane
         if per_lane > 1:
-            _, _, tiles = self.extent(work_list, b)
+            _, _, tiles, _ = self.extent(work_list, b)
         while start + tiles <= position:
             start += tiles
             b += 1
-            _, _, tiles = self.extent(work_list, b)
+            _, _, tiles, _ = self.extent(work_list, b)
         return b, start
 
     @cute.jit

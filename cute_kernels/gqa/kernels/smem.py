@@ -17,7 +17,7 @@ S_SCALE, SINK, O_SCALE, NUM_CONSTANTS = 0, 1, 2, 3  # of a column: see `column_c
 class SmemViews(NamedTuple):
     """Pointers to the first element of each part.
 
-    tiles         stages x (K, V) x keys x d x itemsize: rows of 128 bytes (or 64), swizzled; pages of paged_vllm as
+    tiles         stages x (K, V) x keys x d x itemsize: rows of 128 bytes (64, 32), swizzled; pages of paged_vllm as
                   they lie in global memory
     q             2 buffers x columns x d as fragments of B: a lane's 16 bytes of two k steps are neighbours
     warp_o        warps x columns x (d + 4) float32: O of each warp
@@ -46,7 +46,7 @@ def allocate(spec: GqaDecodeSpec) -> SmemViews:
     """Lays out the shared memory of a CTA."""
     array = SmemAllocator().allocate_array
     dtype, q_dtype = spec.codes.element(), element(spec.k_operand)
-    tiles = array(dtype, 2 * spec.stages * spec.tile_bytes // spec.itemsize, byte_alignment=1024)
+    tiles = array(dtype, spec.stages * spec.stage_bytes // spec.itemsize, byte_alignment=1024)
     q = array(q_dtype, Q_BUFFERS * spec.columns * spec.d, byte_alignment=16)
     warp_o = array(Float32, spec.warps * spec.columns * spec.warp_o_stride, byte_alignment=16)
     warp_softmax = array(Float32, 2 * (spec.warps + 1) * spec.columns, byte_alignment=16)

@@ -43,6 +43,7 @@ class Softmax(Fragments):
                 state.acc_o[m][n].fill(0.0)
         state.row_max.fill(-Float32.inf)
         state.row_sum.fill(0.0)
+        state.zeros.fill(0.0)
         sConstants = column_constants(spec, constants)
         scale = scoring.softmax_scale * softmax.LOG2_E
         if const_expr(spec.softcap):
@@ -124,7 +125,7 @@ class Softmax(Fragments):
 
         So few tiles need shuffles and a rescaling of O: P grows up to 2^8. Returns O as P demands it.
         """
-        acc_o, row_max, row_sum = state
+        acc_o, row_max, row_sum, zeros = state
         exceeds = False
         for i in cutlass.range_constexpr(self.thread_columns):
             exceeds = exceeds or cute.arch.fmax(s[0, i], s[1, i]) > row_max[i] + RESCALE_THRESHOLD
@@ -138,6 +139,8 @@ class Softmax(Fragments):
                 alpha[i] = softmax.rescaling(row_max[i], new_max)
                 row_max[i] = new_max
                 row_sum[i] *= alpha[i]
+                if const_expr(self.spec.rotated):
+                    zeros[i] *= alpha[i]
             for m in cutlass.range_constexpr(self.spec.d // 16):
                 for n in cutlass.range_constexpr(self.n_tiles):
                     for e in cutlass.range_constexpr(4):

@@ -83,7 +83,7 @@ class SpreadNan(PV):
         for m in cutlass.range_constexpr(spec.d // 16):
             # Found again for each block, after the block before: keeping what `any_nan` has found would spill at d 256.
             found = [self._not_finite(registers.opaque(raw[i] + zero)) for i in self.v_registers(m)]
-            self.widen_v(a, [(x >> 1) & 0x7FFFFFFF for x in found])  # 2.0 in all three types
+            self.widen_v(a, [(x >> 1) & 0x7FFFFFFF for x in found], m)  # 2.0 in all three types
             for n in cutlass.range_constexpr(self.n_tiles):
                 product.fill(0.0)
                 cute.gemm(mma, product, a[None, None, 0], b[n][None, None, 0], product)

@@ -1,9 +1,10 @@
 """What vLLM's tensors become as arguments of our operators. Imports no vLLM, so that it is tested without.
 
-A page of an INT8 cache has, one head after the other, [K codes | V codes | K scales | V scales], (tokens, d) codes and
-(tokens,) scales each. Page and head have the bytes of vLLM's own int8_per_token_head, which has a scale after each
-token's codes, in rows of d + 4 bytes that TMA cannot read: what moves pages, or cuts them by head, needs to know of
-neither. Other caches keep vLLM's page, keys and values of a head next to each other.
+A page with a scale for each token and head, of INT8 or FP8, has, one head after the other, [K codes | V codes | K
+scales | V scales], (tokens, d) codes and (tokens,) scales each. Page and head have the bytes of vLLM's own
+int8_per_token_head and fp8_per_token_head, which have a scale after each token's codes, in rows of d + 4 bytes that TMA
+cannot read: what moves pages, or cuts them by head, needs to know of neither. Other caches keep vLLM's page, keys and
+values of a head next to each other.
 """
 
 from __future__ import annotations
@@ -14,14 +15,17 @@ from typing import Any, NamedTuple
 
 import torch
 
-from cute_kernels.gqa.append_op import kv_int8_append
+from cute_kernels.gqa.append_op import kv_append
 from cute_kernels.gqa.op import gqa_decode
 from cute_kernels.gqa.plan import MAX_S_Q
 from cute_kernels.mla.op import mla_fp8_decode
 from cute_kernels.sink.op import sink_attention
 from cute_kernels.warm.shapes import GqaShape, PrefillShape, PromptShape, Shape
 
-INT8, FP8 = "int8_per_token_head", ("fp8", "fp8_e4m3")
+INT8, FP8_SCALED, FP8 = "int8_per_token_head", "fp8_per_token_head", ("fp8", "fp8_e4m3")
+SCALED = {INT8: "int8", FP8_SCALED: "fp8_per_token_head"}
+"""Caches with a scale for each token and head: vLLM's name, and the kind of `kv_append`."""
+CODES = {INT8: torch.int8, FP8_SCALED: torch.float8_e4m3fn}
 SCALE_BYTES = 4
 HEAD_DIMS, PREFILL_HEAD_DIMS = (64, 128, 256), (64, 128)
 MAX_QUERIES = MAX_S_Q
@@ -34,7 +38,7 @@ FLASH_ATTENTION = 3
 
 
 class CacheViews(NamedTuple):
-    """A layer's cache as `gqa_decode` takes it: pages of `layout`; scales are None but for INT8."""
+    """A layer's cache as `gqa_decode` takes it: pages of `layout`; scales where tokens have their own."""
 
     k: torch.Tensor
     v: torch.Tensor
@@ -53,13 +57,13 @@ class CacheViews(NamedTuple):
         return tuple(given if self.layout == "paged_NHD" else (t.transpose(1, 2) for t in given))
 
 
-def int8_token_bytes(head_dim: int) -> int:
-    """Bytes of a token and head in an INT8 page: codes and scales of K and V."""
+def scaled_token_bytes(head_dim: int) -> int:
+    """Bytes of a token and head with scales of its own: codes and scales of K and V."""
     return 2 * (head_dim + SCALE_BYTES)
 
 
-def int8_views(kv_cache: torch.Tensor, head_dim: int) -> CacheViews:
-    """Views of an INT8 cache, (pages, kv_heads, tokens, 2 (d + 4)) of one byte an element, pages at any stride.
+def scaled_views(kv_cache: torch.Tensor, head_dim: int, codes: torch.dtype = torch.int8) -> CacheViews:
+    """Views of a cache with scales per token and head, (pages, kv_heads, tokens, 2 (d + 4)) bytes, pages at any stride.
 
     A page's heads lie one after the other, also where vLLM orders a page by tokens ("NHD") and its strides say
     otherwise: it copies whole pages then. Where it orders them by heads ("HND"), they may be at a distance: those of
@@ -68,7 +72,7 @@ def int8_views(kv_cache: torch.Tensor, head_dim: int) -> CacheViews:
     Raises:
         ValueError: another shape, or bytes of a head and of a page that do not lie next to each other.
     """
-    token = int8_token_bytes(head_dim)
+    token = scaled_token_bytes(head_dim)
     if kv_cache.dim() != 4 or kv_cache.shape[3] != token or not kv_cache.shape[2]:
         needs = f"(pages, kv_heads, tokens, {token})"
         raise ValueError(f"kv_cache: got shape {tuple(kv_cache.shape)}; needs {needs}")
@@ -83,7 +87,7 @@ def int8_views(kv_cache: torch.Tensor, head_dim: int) -> CacheViews:
         raise ValueError(f"kv_cache: got strides {kv_cache.stride()}; needs {needs}")
     rows = kv_cache.as_strided((pages, kv_heads, tokens * token), (page_stride, head_stride, 1))
     k, v, scales = rows.split([tokens * head_dim, tokens * head_dim, 2 * tokens * SCALE_BYTES], dim=2)
-    k, v = (t.unflatten(2, (tokens, head_dim)) for t in (k, v))
+    k, v = (t.unflatten(2, (tokens, head_dim)).view(codes) for t in (k, v))
     k_scale, v_scale = scales.view(torch.float32).split(tokens, dim=2)
     return CacheViews(k, v, k_scale, v_scale, "paged_HND")
 
@@ -102,7 +106,7 @@ class GqaCalls:
 
     heads, kv_heads, head_dim  of one GPU
     scale                      of the scores
-    cache_dtype                as vLLM spells it: "auto", "bfloat16", "float16", "fp8", "fp8_e4m3", INT8
+    cache_dtype                as vLLM spells it: "auto", "bfloat16", "float16", "fp8", "fp8_e4m3", or one of SCALED
     window                     tokens that a query sees, its own included; None: all
     softcap, alibi_slopes      None: none; slopes (heads,) float32
     s_aux                      (heads,) float32, the sinks; None: none
@@ -130,14 +134,14 @@ class GqaCalls:
         self._known: tuple[Any, CacheViews] | None = None
 
     @property
-    def int8(self) -> bool:
-        """Whether the cache is INT8 in our page."""
-        return self.cache_dtype == INT8
+    def kind(self) -> str | None:
+        """What `kv_append` stores in our page; None where the page is vLLM's."""
+        return SCALED.get(self.cache_dtype)
 
     @property
     def quantized(self) -> bool:
         """Whether the cache has other numbers than queries."""
-        return self.int8 or self.cache_dtype in FP8
+        return self.kind is not None or self.cache_dtype in FP8
 
     @property
     def copies_pages(self) -> bool:
@@ -153,8 +157,8 @@ class GqaCalls:
         """Views of the layer's cache, made once: each slice costs the host a microsecond or two."""
         key = (kv_cache.data_ptr(), kv_cache.shape, kv_cache.stride())
         if self._known is None or self._known[0] != key:
-            if self.int8:
-                views = int8_views(kv_cache, self.head_dim)
+            if self.kind is not None:
+                views = scaled_views(kv_cache, self.head_dim, CODES[self.cache_dtype])
             else:
                 views = stock_views(kv_cache, self.head_dim, self.cache_dtype in FP8)
             self._known = key, views
@@ -164,15 +168,15 @@ class GqaCalls:
         """Lets go of the cache, which views keep alive."""
         self._known = None
 
-    def append_int8(
+    def append_scaled(
         self, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor
     ) -> None:
         """Quantizes and stores the tokens that have slots; key and value (tokens or more, kv_heads, d)."""
         views, tokens = self.views(kv_cache), slot_mapping.shape[0]
-        assert views.k_scale is not None and views.v_scale is not None
-        kv_int8_append(
+        assert self.kind is not None and views.k_scale is not None and views.v_scale is not None
+        kv_append(
             key[:tokens], value[:tokens], views.k, views.v, views.k_scale, views.v_scale,
-            slot_mapping.to(torch.int64), layout=views.layout,
+            slot_mapping.to(torch.int64), layout=views.layout, kind=self.kind,
         )  # fmt: skip
 
     def append_plain(
@@ -216,12 +220,38 @@ class GqaCalls:
             out=output.unflatten(0, (requests, -1)),
         )  # fmt: skip
 
+    def part(
+        self, query: torch.Tensor, kv_cache: torch.Tensor, lengths: torch.Tensor, block_table: torch.Tensor,
+        k_scale: torch.Tensor, v_scale: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+        """Attention of queries to keys that all of them see, some of their request's, without sinks.
+
+        Args:
+            query: (batch, s_q, any number of heads, d), s_q at most `MAX_QUERIES`.
+            kv_cache: as vLLM hands it to the layer.
+            lengths: (batch,) int32, keys.
+            block_table: (batch, pages) int32.
+            k_scale: of an FP8 cache: one factor.
+            v_scale: likewise.
+
+        Returns:
+            out (batch, s_q, heads, d) and lse (batch, s_q, heads) float32.
+        """
+        views = self.views(kv_cache)
+        scales: tuple[Any, Any] = (views.k_scale, views.v_scale)
+        if self.cache_dtype in FP8:
+            scales = (k_scale, v_scale)
+        return gqa_decode(
+            query, views.k, views.v, *scales, layout=views.layout, cache_seqlens=lengths, block_table=block_table,
+            causal=False, softmax_scale=self.scale, num_splits=self.num_splits, return_lse=True,
+        )  # fmt: skip
+
     def prefills_fresh_tokens(self) -> bool:
         """Whether `prefill_fresh` computes what this layer is."""
-        return not self.shares_cache and (self._is_plain or self.flash is not None)
+        return not self.shares_cache and (self.is_plain or self.flash is not None)
 
     @property
-    def _is_plain(self) -> bool:
+    def is_plain(self) -> bool:
         """Whether `sink_attention` computes what this layer is."""
         return self.softcap is None and self.alibi_slopes is None and self.head_dim in PREFILL_HEAD_DIMS
 
@@ -242,7 +272,7 @@ class GqaCalls:
         On an H200 `sink_attention` takes 0.90 to 0.97 of FlashAttention's time up to 8,192 tokens, 1.02 at 32,768.
         """
         max_query_len = int(max_query_len)
-        if not self._is_plain:
+        if not self.is_plain:
             self.flash_attend(
                 query, key, value, output, cu_seqlens_q=query_start_loc, cu_seqlens_k=query_start_loc,
                 max_seqlen_q=max_query_len, max_seqlen_k=max_query_len, causal=True,
@@ -290,7 +320,7 @@ class GqaCalls:
     def shapes(self, dtype: torch.dtype, page_size: int, max_tokens: int) -> list[Shape]:
         """What `cute_kernels.warm` compiles for this layer; `dtype` that of the queries."""
         name = str(dtype).removeprefix("torch.")
-        kv_dtype = "int8" if self.int8 else "float8_e4m3fn" if self.cache_dtype in FP8 else name
+        kv_dtype = self.kind or ("float8_e4m3fn" if self.cache_dtype in FP8 else name)
         shapes: list[Shape] = [
             GqaShape(
                 heads=self.heads,
@@ -298,8 +328,8 @@ class GqaCalls:
                 head_dim=self.head_dim,
                 dtype=name,
                 kv_dtype=kv_dtype,
-                scales="per_token_head" if self.int8 else "per_tensor",
-                layout="paged_HND" if self.int8 else "paged_NHD",
+                scales="per_token_head" if self.kind else "per_tensor",
+                layout="paged_HND" if self.kind else "paged_NHD",
                 page_size=page_size,
                 max_tokens=max_tokens,
                 softcap=self.softcap is not None,
@@ -309,7 +339,7 @@ class GqaCalls:
         if self.copies_pages:
             merged = max_tokens > self.copied_tokens
             shapes.append(PromptShape(self.heads, self.head_dim, name, kv_dtype, self.s_aux is not None, merged))
-        if self._is_plain and not self.shares_cache:
+        if self.is_plain and not self.shares_cache:
             shapes.append(PrefillShape(self.heads, self.kv_heads, self.head_dim, name, (self.window,), packed=True))
         return shapes
 

@@ -2,7 +2,7 @@
 
 Decoding and whole prompts run on our kernels, prompts with tokens in the cache on vLLM's FlashAttention 3, see
 prompts.py. All else that a layer does is that of the class it extends, vLLM's Triton backend: the same caches, and what
-none of these has a kernel for. In a page of INT8 the bytes of a head have an order of their own, see calls.py.
+none of these has a kernel for. In pages with scales of tokens a head's bytes have an order of their own, see calls.py.
 
 Where vLLM is batch invariant (`VLLM_BATCH_INVARIANT=1`), what runs for a request follows from that request alone: one
 split, one way for all prompts, which is over the cache, and one call for each of those over copies of pages.
@@ -17,6 +17,7 @@ from typing import Any, ClassVar
 import torch
 from vllm import envs
 from vllm.config import get_current_vllm_config, get_current_vllm_config_or_none
+from vllm.distributed import get_dcp_group
 from vllm.logger import init_logger
 from vllm.v1.attention.backend import AttentionCGSupport, AttentionType
 from vllm.v1.attention.backends import fa_utils, utils
@@ -29,7 +30,8 @@ from vllm.v1.attention.backends.triton_attn import (
 
 from cute_kernels.integrations.vllm.backends import Function
 from cute_kernels.integrations.vllm.batches import are_fresh, counted, prompts_of, without_decodes
-from cute_kernels.integrations.vllm.calls import FLASH_ATTENTION, FP8, HEAD_DIMS, INT8, MAX_QUERIES, GqaCalls
+from cute_kernels.integrations.vllm.calls import FLASH_ATTENTION, FP8, HEAD_DIMS, MAX_QUERIES, SCALED, GqaCalls
+from cute_kernels.integrations.vllm.context_parallel import Ranks, decode, prefill, refusal
 from cute_kernels.integrations.vllm.prompts import AHEAD, Prompts, attend, reserve
 from cute_kernels.integrations.vllm.warming import compile_shapes
 from cute_kernels.warm.shapes import Shape
@@ -75,6 +77,8 @@ class CuteAttentionMetadata(TritonAttentionMetadata):
     prefill            the other requests alone, counted from 0; None: no request decodes, and this object has them
     fresh              none of the other requests has tokens in the cache before those of this batch
     prompts            the other requests with their lengths on the host, where these are known
+    local_lens         with decode context parallelism: tokens of each request that this rank has
+    starts_host        likewise, on the host: where tokens of the other requests begin
     """
 
     num_decodes: int = 0
@@ -82,6 +86,8 @@ class CuteAttentionMetadata(TritonAttentionMetadata):
     prefill: TritonAttentionMetadata | None = None
     fresh: bool = False
     prompts: Prompts | None = None
+    local_lens: torch.Tensor | None = None
+    starts_host: list[int] | None = None
 
 
 class CuteAttentionMetadataBuilder(TritonAttentionMetadataBuilder):
@@ -135,9 +141,13 @@ class CuteAttentionMetadataBuilder(TritonAttentionMetadataBuilder):
             invariant = envs.VLLM_BATCH_INVARIANT
             prompts = prompts_of(part, alone=invariant) if own and part.causal is True else None
             fresh = not invariant and are_fresh(prompts, part.num_actual_tokens)
+        local_lens = common_attn_metadata.dcp_local_seq_lens
+        starts_host = None
+        if local_lens is not None and rest:
+            starts_host = part.query_start_loc_cpu[: part.num_reqs + 1].tolist()
         return CuteAttentionMetadata(
             **vars(whole), num_decodes=found, num_decode_tokens=decode_tokens, prefill=prefill, fresh=fresh,
-            prompts=prompts,
+            prompts=prompts, local_lens=local_lens, starts_host=starts_host,
         )  # fmt: skip
 
     def build_for_drafting(self, common_attn_metadata: Any, draft_index: int) -> CuteAttentionMetadata:
@@ -151,7 +161,7 @@ class CuteAttentionBackend(TritonAttentionBackend):
     """`gqa_decode` for decoding, over 16-bit, FP8 and INT8 caches."""
 
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.bfloat16, torch.float16]
-    supported_kv_cache_dtypes: ClassVar[list[Any]] = ["auto", "bfloat16", "float16", *FP8, INT8]
+    supported_kv_cache_dtypes: ClassVar[list[Any]] = ["auto", "bfloat16", "float16", *FP8, *SCALED]
 
     @staticmethod
     def get_name() -> str:
@@ -225,7 +235,11 @@ class CuteAttentionBackend(TritonAttentionBackend):
 class CuteAttentionImpl(TritonAttentionImpl):
     """The attention of a layer."""
 
+    can_return_lse_for_decode: bool = True
+    supports_dcp: bool = True
+    dcp_world_size: int
     _k_scales: torch.Tensor | None = None
+    _ranks: Ranks | None = None
 
     def __init__(
         self,
@@ -264,6 +278,15 @@ class CuteAttentionImpl(TritonAttentionImpl):
             max_tokens=_max_model_len(),
             num_splits=1 if envs.VLLM_BATCH_INVARIANT else None,
         )
+        if self.dcp_world_size > 1:
+            reason = refusal(self.calls)
+            if reason is not None:
+                raise NotImplementedError(f"cute-kernels: got decode context parallelism and {reason}")
+            group = get_dcp_group()
+            interleave = get_current_vllm_config().parallel_config.cp_kv_cache_interleave_size
+            self._ranks = Ranks(
+                group.world_size, group.rank_in_group, interleave, group.all_gather, group.device_group
+            )  # fmt: skip
         longest = self.calls.max_tokens + AHEAD
         if envs.VLLM_BATCH_INVARIANT and self.calls.copies_pages and longest > self.calls.copied_tokens:
             # a context would be cut where this step's tokens begin, which other requests decide
@@ -317,6 +340,9 @@ class CuteAttentionImpl(TritonAttentionImpl):
         n, tokens = m.num_decode_tokens, m.num_actual_tokens
         if tokens < len(output):
             output[tokens:].zero_()
+        if self._ranks is not None:
+            self._attend_with(self._ranks, layer, query, key, value, kv_cache, m, output)
+            return output
         if n:
             requests = slice(m.num_decodes)
             self.calls.decode(
@@ -330,6 +356,33 @@ class CuteAttentionImpl(TritonAttentionImpl):
         if tokens < output.shape[0]:
             output[tokens:].zero_()  # rows that pad the step: vLLM takes maxima over all rows
         return output
+
+    def _attend_with(
+        self, ranks: Ranks, layer: Any, query: torch.Tensor, key: Any, value: Any, kv_cache: torch.Tensor,
+        m: CuteAttentionMetadata, output: torch.Tensor,
+    ) -> None:  # fmt: skip
+        """Decode context parallelism; see context_parallel.py."""
+        n, tokens, scales = m.num_decode_tokens, m.num_actual_tokens, (layer._k_scale, layer._v_scale)
+        assert m.local_lens is not None
+        if n:
+            requests = slice(m.num_decodes)
+            decode(
+                self.calls, ranks, query[:n], kv_cache, m.local_lens[requests], m.block_table[requests], *scales,
+                output[:n],
+            )  # fmt: skip
+        if tokens > n:
+            part, rows = m.prefill or m, slice(n, tokens)
+            assert m.starts_host is not None
+            if m.fresh:
+                self.calls.prefill_fresh(
+                    query[rows], key[rows], value[rows], part.query_start_loc, part.max_query_len, output[rows]
+                )
+                return
+            output[n + m.starts_host[-1] : tokens].zero_()
+            prefill(
+                self.calls, ranks, query[rows], key[rows], value[rows], kv_cache, part.query_start_loc, m.starts_host,
+                part.seq_lens, part.block_table, *scales, output[rows],
+            )  # fmt: skip
 
     def _prefill(
         self, layer: Any, query: torch.Tensor, key: Any, value: Any, kv_cache: torch.Tensor,
@@ -355,8 +408,8 @@ class CuteAttentionImpl(TritonAttentionImpl):
         self, layer: Any, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor
     ) -> None:
         """Stores new tokens: key and value (tokens or more, kv_heads, d), slot_mapping (tokens,)."""
-        if self.calls.int8:
-            self.calls.append_int8(key, value, kv_cache, slot_mapping)
+        if self.calls.kind is not None:
+            self.calls.append_scaled(key, value, kv_cache, slot_mapping)
         elif key.device.type == "cpu":
             self.calls.append_plain(key, value, kv_cache, slot_mapping, layer._k_scale, layer._v_scale)
         else:

@@ -1,0 +1,158 @@
+"""Decode context parallelism of vLLM: a request's keys dealt out to ranks in turns. Imports no vLLM.
+
+The ranks of a group have the same KV heads, and query heads of their own. Each attends with the query heads of all to
+the keys that it has, and gets back what the others have found for its own heads. `merge_states` adds these up, and the
+sinks of its heads last: they join the denominator once.
+
+A rank has `interleave` tokens of each `interleave * ranks`. Its keys have no positions, so that only queries that see
+all of them may attend to them: one token of each request that decodes, or a prompt's tokens to the keys before all of
+them. Among each other a prompt's tokens attend as they came, which every rank has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from cute_kernels.integrations.vllm.calls import MAX_QUERIES, GqaCalls
+from cute_kernels.merge.op import merge_states
+from cute_kernels.sink.op import sink_attention
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """The ranks that share a request's keys.
+
+    size, rank   of the group
+    interleave   tokens in a row that one of them has
+    all_gather   all_gather(t, dim=1): the tensors of all ranks, one after the other
+    group        of torch.distributed
+    """
+
+    size: int
+    rank: int
+    interleave: int
+    all_gather: Callable[..., torch.Tensor]
+    group: Any
+
+    def lengths(self, lengths: torch.Tensor) -> torch.Tensor:
+        """How many of the first `lengths` tokens of each request this rank has: (requests,) int32."""
+        whole = lengths // (self.interleave * self.size) * self.interleave
+        rest = lengths - whole * self.size - self.rank * self.interleave
+        return (whole + rest.clamp(0, self.interleave)).to(torch.int32)
+
+    def of_own_heads(self, outs: torch.Tensor, lses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """What every rank has found for this rank's heads, from what this rank has found for all heads.
+
+        Args:
+            outs: (tokens, heads of all ranks, d).
+            lses: (tokens, heads of all ranks) float32.
+
+        Returns:
+            (ranks, tokens, heads, d) and (ranks, tokens, heads).
+        """
+        found = []
+        for t in (outs, lses):
+            by_rank = t.unflatten(1, (self.size, -1)).transpose(0, 1).contiguous()
+            received = torch.empty_like(by_rank)
+            dist.all_to_all_single(received, by_rank, group=self.group)
+            found.append(received)
+        return found[0], found[1]
+
+
+def refusal(calls: GqaCalls) -> str | None:
+    """Why a layer's keys cannot be dealt out, in words; None where they can."""
+    if calls.window is not None or calls.alibi_slopes is not None:
+        return "a window or ALiBi: keys that are dealt out have no positions"
+    if calls.kv_heads != 1:
+        return f"{calls.kv_heads} KV heads on a GPU: ranks that share keys have one each"
+    if calls.shares_cache or not calls.is_plain:
+        return "a layer with softcap, of another head dimension than 64 and 128, or without keys of its own"
+    return None
+
+
+def decode(
+    calls: GqaCalls, ranks: Ranks, query: torch.Tensor, kv_cache: torch.Tensor, lengths: torch.Tensor,
+    block_table: torch.Tensor, k_scale: torch.Tensor, v_scale: torch.Tensor, output: torch.Tensor,
+) -> None:  # fmt: skip
+    """Attention of one token of each request, whose own key is in the cache of some rank, into `output`.
+
+    Args:
+        calls: the layer.
+        ranks: that share the keys.
+        query: (requests, heads, d).
+        kv_cache: as vLLM hands it to the layer.
+        lengths: (requests,) int32, tokens that this rank has of each.
+        block_table: (requests, pages) int32.
+        k_scale: of an FP8 cache: one factor.
+        v_scale: likewise.
+        output: (requests, heads, d).
+    """
+    every = ranks.all_gather(query.contiguous(), dim=1).unsqueeze(1)
+    out, lse = calls.part(every, kv_cache, lengths, block_table, k_scale, v_scale)
+    merge_states(*ranks.of_own_heads(out[:, 0], lse[:, 0]), s_aux=calls.s_aux, out=output)
+
+
+def prefill(
+    calls: GqaCalls, ranks: Ranks, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor,
+    starts: torch.Tensor, starts_host: Sequence[int], seq_lens: torch.Tensor, block_table: torch.Tensor,
+    k_scale: torch.Tensor, v_scale: torch.Tensor, output: torch.Tensor,
+) -> None:  # fmt: skip
+    """Attention of any number of tokens of each request, into `output`.
+
+    Args:
+        calls: the layer.
+        ranks: that share the keys.
+        query: (tokens, heads, d).
+        key: (tokens, kv_heads, d), those of the same tokens.
+        value: likewise.
+        kv_cache: as vLLM hands it to the layer.
+        starts: (requests + 1,) int32, where tokens of each request begin.
+        starts_host: the same on the host.
+        seq_lens: (requests,) int32, tokens of each on all ranks, the new ones included.
+        block_table: (requests, pages) int32.
+        k_scale: of an FP8 cache: one factor.
+        v_scale: likewise.
+        output: (tokens, heads, d).
+    """
+    tokens = starts_host[-1]
+    query, key, value, output = (t[:tokens] for t in (query, key, value, output))
+    own, own_lse = sink_attention(
+        query, key, value, softmax_scale=calls.scale, cu_seqlens_q=starts, cu_seqlens_k=starts,
+        max_seqlen_q=max(end - begin for begin, end in pairwise(starts_host)), return_lse=True,
+    )  # fmt: skip
+    rows, owners = pieces(starts_host)
+    pick = torch.tensor(owners, dtype=torch.int64, device="cpu").to(query.device, non_blocking=True)
+    places = torch.tensor(rows, dtype=torch.int64, device="cpu").to(query.device, non_blocking=True)
+    context = ranks.lengths(seq_lens - (starts[1:] - starts[:-1]))
+    every = ranks.all_gather(query.contiguous(), dim=1)
+    out, lse = calls.part(
+        every[places].unflatten(0, (-1, MAX_QUERIES)), kv_cache, context[pick], block_table[pick], k_scale, v_scale
+    )
+    found, found_lse = torch.empty_like(every), lse.new_empty(every.shape[:2])
+    found[places], found_lse[places] = out.flatten(0, 1), lse.flatten(0, 1)  # places of a token have the same numbers
+    outs, lses = ranks.of_own_heads(found, found_lse)
+    merge_states(
+        torch.cat([outs, own.unsqueeze(0)]), torch.cat([lses, own_lse.unsqueeze(0)]), s_aux=calls.s_aux,
+        out=output,
+    )  # fmt: skip
+
+
+def pieces(starts: Sequence[int]) -> tuple[list[int], list[int]]:
+    """Tokens of requests in pieces of `MAX_QUERIES`, the last token of a request as often as its last piece has room.
+
+    Returns:
+        the tokens of all pieces, and the request of each piece.
+    """
+    rows: list[int] = []
+    owners: list[int] = []
+    for request, (begin, end) in enumerate(pairwise(starts)):
+        for first in range(begin, end, MAX_QUERIES):
+            rows += [min(first + i, end - 1) for i in range(MAX_QUERIES)]
+            owners.append(request)
+    return rows, owners

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import re
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Final
@@ -151,16 +153,23 @@ def selected(cases: Sequence[Case], quick: bool, only: str | None) -> list[Case]
     ]
 
 
-def run_all(cases: Sequence[tuple[Case, Any]], ceilings: Mapping[str, float], progress: Progress) -> list[Record]:
+def run_all(
+    cases: Sequence[tuple[Case, Any]], ceilings: Mapping[str, float], progress: Progress, seconds: float = math.inf
+) -> list[Record]:
     """The entry of each case, with the machine code that it ran; one that raises is recorded as failed.
 
     Args:
         cases: each with its store.
         ceilings: of the card.
         progress: shows how far it is.
+        seconds: after which no case is begun.
     """
     entries: list[Record] = []
+    deadline = time.monotonic() + seconds
     for number, (case, store) in enumerate(cases):
+        if time.monotonic() > deadline:
+            progress.say(f"no time for {', '.join(left.name for left, _ in cases[number:])}")
+            break
         with progress.step(case.name, number, len(cases)), kernels_run.noting() as asked:
             try:
                 entry = measure(case, store, ceilings)

@@ -15,6 +15,7 @@ or a case misses what it must reach. The last lines say which, and what was left
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import pathlib
 import shlex
@@ -170,7 +171,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="few benchmark cases")
     parser.add_argument("--only", metavar="REGEX", help="benchmark cases whose name matches")
     parser.add_argument("--tests-timeout", metavar="SECONDS", type=float, default=TESTS_TIMEOUT_S)
-    parser.add_argument("--values-timeout", metavar="SECONDS", type=float, default=values.SECONDS)
+    parser.add_argument("--bench-timeout", metavar="SECONDS", type=float, default=math.inf, help="begin no case later")
     parser.add_argument("--merge", metavar="RECORD", type=pathlib.Path, nargs="+", help="parts of one record; no GPU")
     parser.add_argument("--out", type=pathlib.Path, help="default: results/<card>.jsonl, below build/ for a part")
     options = parser.parse_args(arguments)
@@ -195,9 +196,9 @@ def measured(options: argparse.Namespace) -> Record:
         record["reliability"] = {key: value for key, value in found.items() if key not in ("findings", "fault_reports")}
     with progress.step("ceilings"):
         record["ceilings"] = measure_ceilings()
-    record["cases"] = run.run_all(chosen, record["ceilings"], progress)
+    record["cases"] = run.run_all(chosen, record["ceilings"], progress, options.bench_timeout)
     if subjects:
-        record["values"] = values.run_all(subjects, options.values_timeout)
+        record["values"] = values.run_all(subjects, min(values.SECONDS, options.bench_timeout))
     return record
 
 

@@ -143,6 +143,11 @@ class MlaDecodeSpec:
         return self.stages if self.few_heads else self.stages - 1
 
     @property
+    def rope_slots(self) -> int:
+        """Rope parts that shared memory holds."""
+        return self.rope_stages
+
+    @property
     def mask_stages(self) -> int:
         """Key tiles whose masks are kept: tile t + stages - 1 gets its mask while tile t - 1 may still be read."""
         return 4 if self.heads == WIDE else 8

@@ -7,7 +7,8 @@ import cutlass.cute as cute
 from cutlass import BFloat16, Float16, Float32, Int32, const_expr
 
 from cute_kernels.device import pairs, registers, softmax, wgmma
-from cute_kernels.mla.kernels.barriers import NamedBarrier
+from cute_kernels.mla.kernels.load_q import q_pipeline
+from cute_kernels.mla.kernels.pipelines import NamedBarrier
 from cute_kernels.mla.kernels.smem import WARPS
 from cute_kernels.mla.kernels.tile import BLOCK_COLUMNS, NOPE, QUANT_TILE, QUANT_TILES, ROPE
 from cute_kernels.mla.spec import MlaDecodeSpec
@@ -43,6 +44,7 @@ class QConverter:
     """The first chunk of eight numbers of the rope part; None without one."""
 
     def __init__(self, spec: MlaDecodeSpec):
+        self.edge = q_pipeline(spec.heads, spec.d_qk)
         self.heads = spec.heads
         self.warpgroups = spec.qk_warpgroups
         self.threads = 128 * spec.qk_warpgroups
@@ -62,7 +64,7 @@ class QConverter:
         first = tid
         if const_expr(self.warpgroups > 1):
             first += 128 * (warp_idx // WARPS)
-        cute.arch.mbarrier_wait(smem.q_full.ptr, load % 2)
+        self.edge.wait(smem, load)
         for index in cutlass.range(first, self.heads * self.blocks, self.threads, unroll=1):
             row, block = index % self.heads, index // self.heads
             sPeak[row, block] = self.peak(smem, row, block * (QUANT_TILE // 8), self.block_chunks(block))

@@ -38,26 +38,25 @@ Roles, 64 heads (512 threads, 128 registers each at launch)
 
 Mbarriers of a dense call with 64 heads: arrivals and bytes that complete a phase
   q_full              1 + 73,728 bytes  Q is loaded
-  full[3]           257 + 41,984 bytes  a key tile is loaded, its mask set
-  empty[3]          256                 PV has its codes in registers
+  keys_full[3]      257 + 41,984 bytes  a key tile is loaded, its mask set
+  keys_empty[3]     256                 PV has its codes in registers
   s_full            128                 S is stored
   s_empty           128                 the softmax has read S
   p_full[2]         128                 P, weights, flags and factors are stored
   p_empty[2]        256                 the last wgmma of PV has read P
   rope_empty[2]     128                 QK has read the rope part
-full counts 128 threads and their cp.async, and one arrival that announces the bytes of TMA, if any. Where the load
+keys_full counts 128 threads and their cp.async, and one arrival that announces the bytes of TMA, if any. Where the load
 warpgroup issues all loads (sparse keys, or up to 16 heads) it has 256 arrivals, and there is no rope_empty.
 
 Mbarriers of a sparse call with 16 heads
   q_full              1 + 18,432 bytes  Q is loaded
-  full[4]           256                 a key tile is loaded, its mask set
-  empty[4]          256                 PV has its codes in registers
+  keys_full[4]      256                 a key tile is loaded, its mask set
+  keys_empty[4]     256                 PV has its codes in registers
   s_full[2]         128                 S is stored
   s_empty[2]        128                 the softmax has read S
   p_full[2]         128                 P, weights, flags and factors are stored
   p_empty[2]        256                 the last wgmma of PV has read P
-Named barriers are in barriers.py. All threads of a role arrive, not one for each warp: it costs nothing measurable, and
-racecheck can follow it.
+Named barriers are in pipelines.py.
 
 Shared memory, of 232,448 bytes, with 64 heads
   codes                       3 x 64 x 512 = 98,304
@@ -80,8 +79,8 @@ from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import cpasync
 from cutlass.memory import SmemAllocator
 
-from cute_kernels.device import barriers as device_barriers
 from cute_kernels.device import registers, softmax
+from cute_kernels.device.pipeline import initialize
 from cute_kernels.device.trace import Tracer
 from cute_kernels.mla.kernels.arguments import (
     Keys,
@@ -92,10 +91,10 @@ from cute_kernels.mla.kernels.arguments import (
     fake_arguments,
     uniform_partials,
 )
-from cute_kernels.mla.kernels.barriers import barriers
 from cute_kernels.mla.kernels.load import KeyLoader, make_page_tma
 from cute_kernels.mla.kernels.load_q import QTma, make_q_tma
 from cute_kernels.mla.kernels.merge import MergeTask, PartialMerger
+from cute_kernels.mla.kernels.pipelines import pipelines
 from cute_kernels.mla.kernels.pv import PvWarpgroups
 from cute_kernels.mla.kernels.qk import QkWarpgroups
 from cute_kernels.mla.kernels.scheduler import Divisors, Scheduler, Share, WorkTable
@@ -250,7 +249,7 @@ class MlaDecodeKernel:
         """Initializes barriers, and waits for the kernels before this one."""
         if tidx == 0:
             self.tracer.start(smem.trace.ptr, trace)
-            device_barriers.initialize(smem, barriers(self.spec))
+            initialize(smem, pipelines(self.spec))
         if warp_idx == 1:
             cpasync.prefetch_descriptor(q_tma.atom)
             for tma in page_tma:

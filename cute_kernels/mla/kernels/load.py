@@ -8,12 +8,12 @@ from cutlass import AddressSpace, Int16, Int32, Int64, Uint8, const_expr
 from cutlass.cute.nvgpu import cpasync
 
 from cute_kernels.device import token_cache
-from cute_kernels.device.ring import ring_slot
 from cute_kernels.device.trace import Tracer
 from cute_kernels.mla.kernels.key_finder import KeyFinder
+from cute_kernels.mla.kernels.pipelines import MlaPipelines, pipelines
 from cute_kernels.mla.kernels.scheduler import Scheduler, WorkTable
 from cute_kernels.mla.kernels.smem import CODES_BYTES, LINE_BYTES, ROPE_BYTES, WARPS, line_offset
-from cute_kernels.mla.kernels.tile import NOPE, QUANT_TILES, TILE_BYTES
+from cute_kernels.mla.kernels.tile import NOPE, QUANT_TILES
 from cute_kernels.mla.spec import EVENTS, ROLES, TOKENS_PER_TILE, MlaDecodeSpec
 
 ROWS_PER_STEP = 4  # of a warp, eight lanes each
@@ -92,11 +92,19 @@ def make_page_tma(mKV: cute.Tensor) -> tuple[TmaPart, ...]:
 
 
 @cute.jit
-def issue_tma(smem, page_tma: tuple, stage: Int32, rope_stage: Int32, page: Int32, tile_of_page: Int32):
+def issue_tma(
+    smem,
+    edges: cutlass.Constexpr[MlaPipelines],
+    page_tma: tuple,
+    tile: Int32,
+    page: Int32,
+    tile_of_page: Int32,
+):
     """Issues the TMA loads of a key tile of a page, whose bytes the stage's barrier expects. Called by one warp."""
-    full = smem.full.data_ptr() + stage
+    stage = edges.keys.index(tile)
+    full = edges.keys.full_barrier(smem, stage)
     codes_start = cute.assume(stage * CODES_BYTES, divby=1024)
-    rope_start = cute.assume(rope_stage * ROPE_BYTES, divby=1024)
+    rope_start = cute.assume(edges.rope.index(tile) * ROPE_BYTES, divby=1024)
     scales = cute.recast_ptr(smem.scale.data_ptr(), dtype=Uint8)
     scales += cute.assume(stage * (TOKENS_PER_TILE * SCALES_BYTES), divby=1024)
     targets = (smem.codes.data_ptr() + codes_start, smem.rope.data_ptr() + rope_start, scales)
@@ -124,6 +132,7 @@ class KeyLoader:
         self.spec = spec
         self.finder = KeyFinder(spec)
         self.scheduler = Scheduler(spec)
+        self.edges = pipelines(spec)
         self.tracer = Tracer(spec.trace, len(ROLES))
 
     @cute.jit
@@ -165,12 +174,8 @@ class KeyLoader:
         """Loads the next key tile, if there is one, once its stage is free; returns the new cursor."""
         next_work, tiles_left, position, last, entries, entry, length, loaded = cursor
         if tiles_left > 0:
-            stage, phase = ring_slot(loaded, self.spec.stages)
             self.stamp(smem, loaded, 0, 0, tid)
-            cute.arch.mbarrier_wait(smem.empty.data_ptr() + stage, phase ^ 1)
-            if const_expr(self.spec.pv_issues_tma):
-                rope_stage, phase = ring_slot(loaded, self.spec.rope_stages)
-                cute.arch.mbarrier_wait(smem.rope_empty.data_ptr() + rope_stage, phase ^ 1)
+            self.await_room(smem, loaded, tid)
             self.stamp(smem, loaded, 0, 1, tid)
             self.stamp(smem, loaded, 1, 0, tid)
             if const_expr(self.spec.sparse):
@@ -180,20 +185,26 @@ class KeyLoader:
                 if tid // 32 == 0:
                     tile_of_page = self.tile_of_page(table, position, tid)
                     with cute.arch.elect_one():
-                        cute.arch.mbarrier_expect_tx(smem.full.data_ptr() + stage, TILE_BYTES)
-                    rope_slot = ring_slot(loaded, self.spec.rope_stages)
-                    issue_tma(smem, page_tma, stage, rope_slot.index, entry, tile_of_page)
+                        self.edges.keys.expect(smem, loaded)
+                    issue_tma(smem, self.edges, page_tma, loaded, entry, tile_of_page)
             else:
                 self.copy_rows(smem, table, position, last, entry, loaded, tid)
-            self.arrive(smem, stage)
+            self.arrive(smem, loaded)
             if const_expr(self.spec.pv_issues_tma):
                 if tid == 0:
-                    cute.arch.mbarrier_arrive(smem.full.data_ptr() + stage)
+                    self.edges.keys.arrive(smem, loaded)
             self.stamp(smem, loaded, 1, 1, tid)
             tiles_left, position, loaded = tiles_left - 1, position + TOKENS_PER_TILE, loaded + 1
         return self.advance(
             table, LoadCursor(next_work, tiles_left, position, last, entries, entry, length, loaded), tid
         )
+
+    @cute.jit
+    def await_room(self, smem, loaded: Int32, tid: Int32):
+        """Waits until the stage of the next key tile is free."""
+        self.edges.keys.acquire(smem, loaded)
+        if const_expr(self.spec.pv_issues_tma):
+            self.edges.rope.acquire(smem, loaded)
 
     @cute.jit
     def announce(self, smem, table: WorkTable, cursor: LoadCursor, tile: Int32, tid: Int32) -> LoadCursor:
@@ -202,17 +213,17 @@ class KeyLoader:
         Only a whole tile of a page: `clear_mask` follows. Else PV is told -1, and `step` loads the tile.
         """
         next_work, tiles_left, position, last, entries, entry, length, loaded = cursor
-        p_stages = const_expr(self.spec.p_stages)
-        sAnnounced = smem.announced.get_tensor(cute.make_layout((2, p_stages)))
+        sAnnounced = smem.announced.get_tensor(cute.make_layout((2, self.spec.p_stages)))
         page, tile_of_page = Int32(-1), Int32(0)
         if tiles_left > 0:
             if self.is_whole(table, position, last, entry, tid):
                 page, tile_of_page = entry, self.tile_of_page(table, position, tid)
-                self.arrive(smem, ring_slot(loaded, self.spec.stages).index)
+                self.arrive(smem, loaded)
                 tiles_left, position, loaded = tiles_left - 1, position + TOKENS_PER_TILE, loaded + 1
         if tid == 0:
-            sAnnounced[0, tile % p_stages] = page
-            sAnnounced[1, tile % p_stages] = tile_of_page
+            p_stage = self.edges.p.index(tile)
+            sAnnounced[0, p_stage] = page
+            sAnnounced[1, p_stage] = tile_of_page
         return self.advance(
             table, LoadCursor(next_work, tiles_left, position, last, entries, entry, length, loaded), tid
         )
@@ -230,10 +241,10 @@ class KeyLoader:
         _, offset = divmod(position - self.row(tid), table.divisors.page_size)
         return offset // TOKENS_PER_TILE
 
-    def arrive(self, smem, stage: Int32):
-        """Arrivals of a thread: its own copies to a stage, and the mask."""
-        cute.arch.cp_async_mbarrier_arrive_noinc(smem.full.data_ptr() + stage)
-        cute.arch.mbarrier_arrive(smem.full.data_ptr() + stage)
+    def arrive(self, smem, tile: Int32):
+        """Arrivals of a thread: its own copies of a key tile, and the mask."""
+        self.edges.keys.arrive_copies(smem, tile)
+        self.edges.keys.arrive(smem, tile)
 
     @cute.jit
     def clear_mask(self, smem, tile: Int32, tid: Int32):
@@ -253,8 +264,7 @@ class KeyLoader:
     @cute.jit
     def copy_rows(self, smem, table: WorkTable, position: Int32, last: Int32, entry: Int32, loaded: Int32, tid: Int32):
         """Starts the copies of the rows of a tile, some of which may be masked."""
-        stage, _ = ring_slot(loaded, self.spec.stages)
-        rope_stage, _ = ring_slot(loaded, self.spec.rope_stages)
+        stage, rope_stage = self.edges.keys.index(loaded), self.edges.rope.index(loaded)
         lane, warp_idx, sMask = tid % 32, tid // 32, self.mask(smem)
         first, chunk = 16 * warp_idx, lane % 8
         counts, row = self.finder.locate(table.mKV, table.zero_row, entry, position, last, table.divisors.page_size)

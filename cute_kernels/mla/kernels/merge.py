@@ -9,7 +9,7 @@ from cutlass import AddressSpace, Float32, Int32, Int64
 from cute_kernels.merge.kernels.merge import MergeKernel, MergeRow, Strided, row_address
 from cute_kernels.merge.spec import VECTOR_BYTES, MergeSpec
 from cute_kernels.mla.kernels.arguments import Partials, Results
-from cute_kernels.mla.kernels.barriers import NamedBarrier
+from cute_kernels.mla.kernels.pipelines import NamedBarrier
 from cute_kernels.mla.kernels.tile import NOPE
 from cute_kernels.mla.spec import NARROW
 

@@ -8,12 +8,11 @@ from cutlass import BFloat16, Float8E4M3FN, Float16, Float32, Int32, Int64, cons
 from cutlass.cute.nvgpu import warpgroup
 
 from cute_kernels.device import pairs, registers, softmax, wgmma
-from cute_kernels.device.ring import ring_slot
 from cute_kernels.device.trace import Tracer
 from cute_kernels.mla.kernels.arguments import Results
-from cute_kernels.mla.kernels.barriers import NamedBarrier
 from cute_kernels.mla.kernels.load import issue_tma
 from cute_kernels.mla.kernels.merge import PartialMerger
+from cute_kernels.mla.kernels.pipelines import NamedBarrier, pipelines
 from cute_kernels.mla.kernels.scheduler import Scheduler, WorkTable, WorkTile
 from cute_kernels.mla.kernels.smem import (
     BFLOAT16,
@@ -32,7 +31,7 @@ from cute_kernels.mla.kernels.smem import (
     tiled_mmas,
     weights,
 )
-from cute_kernels.mla.kernels.tile import QUANT_TILES, TILE_BYTES
+from cute_kernels.mla.kernels.tile import QUANT_TILES
 from cute_kernels.mla.kernels.value_units import inverse_power, v_moves, v_units
 from cute_kernels.mla.spec import EVENTS, NARROW, ROLES, TOKENS_PER_TILE, MlaDecodeSpec
 
@@ -81,6 +80,7 @@ class PvWarpgroups:
         self.columns = spec.heads // 4  # of a thread
         self.v_fragments = 2 * ROW_BLOCKS if spec.few_heads else 2  # half of them is made while wgmma reads the others
         self.scheduler = Scheduler(spec)
+        self.edges = pipelines(spec)
         self.units = self.moving_units = QUANT_TILES  # of O; the last ones may be fixed
         if spec.split:
             self.merger = PartialMerger(spec)
@@ -133,12 +133,11 @@ class PvWarpgroups:
         raw = [cute.make_rmem_tensor((2, 4), Int32) for _ in range(2)]  # codes of a block of keys, and of the next one
         line = self.line(wg, tid)
         for tile in cutlass.range(done, done + tiles, unroll=1):
-            stage, phase = ring_slot(tile, self.spec.stages)
-            p_stage, p_phase = ring_slot(tile, self.spec.p_stages)
+            stage, p_stage = self.edges.keys.index(tile), self.edges.p.index(tile)
             self.stamp(smem, tile, 0, 0, wg, tid)
-            cute.arch.mbarrier_wait(smem.full.data_ptr() + stage, phase)  # completed long ago
+            self.edges.keys.wait(smem, tile)  # completed long ago
             self.load_codes(smem, raw[0], stage, 0, line)  # some 100 clocks, overlapped with the wait for P
-            cute.arch.mbarrier_wait(smem.p_full.data_ptr() + p_stage, p_phase)
+            self.edges.p.wait(smem, tile)
             self.stamp(smem, tile, 0, 1, wg, tid)
             self.stamp(smem, tile, 1, 0, wg, tid)
             flags = self.flags(smem, p_stage)
@@ -147,12 +146,12 @@ class PvWarpgroups:
             if flags & (BFLOAT16 | (HALVES if self.spec.splits_p else 0)) != 0:
                 has_scales = Int32(1)
                 self.add_bfloat16(smem, mma_bfloat16, acc_o, flags, stage, p_stage, line, wg, tid)
-                cute.arch.mbarrier_arrive(smem.empty.data_ptr() + stage)
+                self.edges.keys.release(smem, tile)
                 self.load_announced(smem, page_tma, tile, wg, tid)
             else:
                 self.add_tile(smem, mma, acc_o, raw, page_tma, tile, line, wg, tid)
             if tile < done + tiles - 1:
-                cute.arch.mbarrier_arrive(smem.p_empty.data_ptr() + p_stage)
+                self.edges.p.release(smem, tile)
             self.stamp(smem, tile, 1, 1, wg, tid)
         self.end_work_tile(smem, table, results, acc_o, done + tiles, tiles, index, is_whole, has_scales, wg, tid)
 
@@ -177,7 +176,7 @@ class PvWarpgroups:
         lse, sLse = -Float32.inf, smem.lse.get_tensor(cute.make_layout((self.heads, 2)))
         unit = Float32(V_UNIT)
         if tiles > 0:
-            p_stage = (done - 1) % 2
+            p_stage = self.edges.p.index(done - 1)
             inverse_sums = smem.inverse_sum.get_tensor(cute.make_layout(2 * self.heads))
             copy_columns(inverse_sums, tid, p_stage * self.heads, factor)
             if tid < self.heads:
@@ -187,7 +186,7 @@ class PvWarpgroups:
             for j in cutlass.range_constexpr(self.moving_units):
                 if units[j, p_stage] != V_UNIT:
                     has_scales = Int32(1)
-            cute.arch.mbarrier_arrive(smem.p_empty.data_ptr() + p_stage)
+            self.edges.p.release(smem, done - 1)
         # a partial without block scales is relative to V_UNIT, which is then the scale of all
         if const_expr(self.spec.balanced):
             unit *= cutlass.select_(is_whole | has_scales != 0, Float32(1.0), Float32(1.0 / V_UNIT))
@@ -218,17 +217,16 @@ class PvWarpgroups:
     @cute.jit
     def issue_announced(self, smem, page_tma: tuple, tile: Int32):
         """Issues it once all have read `tile`. Called by one warp."""
-        p_stages = const_expr(self.spec.p_stages)
-        sAnnounced = smem.announced.get_tensor(cute.make_layout((2, p_stages)))
-        page, tile_of_page = sAnnounced[0, tile % p_stages], sAnnounced[1, tile % p_stages]
+        following = tile + self.spec.stages
+        p_stage = self.edges.p.index(tile)
+        sAnnounced = smem.announced.get_tensor(cute.make_layout((2, self.spec.p_stages)))
+        page, tile_of_page = sAnnounced[0, p_stage], sAnnounced[1, p_stage]
         if page >= 0:
-            stage, phase = ring_slot(tile, self.spec.stages)
-            cute.arch.mbarrier_wait(smem.empty.data_ptr() + stage, phase)
-            rope_stage, phase = ring_slot(tile + self.spec.stages, self.spec.rope_stages)
-            cute.arch.mbarrier_wait(smem.rope_empty.data_ptr() + rope_stage, phase ^ 1)
+            self.edges.keys.acquire(smem, following)
+            self.edges.rope.acquire(smem, following)
             with cute.arch.elect_one():
-                cute.arch.mbarrier_arrive_and_expect_tx(smem.full.data_ptr() + stage, TILE_BYTES)
-            issue_tma(smem, page_tma, stage, rope_stage, page, tile_of_page)
+                self.edges.keys.arrive_and_expect(smem, following)
+            issue_tma(smem, self.edges, page_tma, following, page, tile_of_page)
 
     @cute.jit
     def rescale(self, smem, acc_o, flags: Int32, p_stage: Int32, wg: Int32, tid: Int32):
@@ -288,8 +286,7 @@ class PvWarpgroups:
 
         `raw` has the codes of the first 16 keys.
         """
-        stage, _ = ring_slot(tile, self.spec.stages)
-        p_stage, _ = ring_slot(tile, self.spec.p_stages)
+        stage, p_stage = self.edges.keys.index(tile), self.edges.p.index(tile)
         rP = self.p_operands(smem, mma, tid)[None, None, None, p_stage]
         shape = mma.partition_shape_A((TOKENS_PER_TILE, 16))
         fragments = [mma.make_fragment_A(shape) for _ in range(self.v_fragments)]
@@ -312,7 +309,7 @@ class PvWarpgroups:
                 warpgroup.fence()
                 wgmma.issue(mma, acc_o[m], fragment, rP, True, [(0, block)])
                 if const_expr(block + 1 == KEY_BLOCKS and m == 0):  # all codes of the tile are in registers
-                    cute.arch.mbarrier_arrive(smem.empty.data_ptr() + stage)
+                    self.edges.keys.release(smem, tile)
                 if const_expr((m + 1) % (self.v_fragments // 2) == 0):
                     warpgroup.commit_group()
                     if const_expr(block + 1 == KEY_BLOCKS and m + 1 == ROW_BLOCKS):

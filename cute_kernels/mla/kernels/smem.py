@@ -60,8 +60,8 @@ def shared_storage(spec: MlaDecodeSpec):
         mask: cute.struct.MemRange[Int32, 2 * spec.mask_stages]  # a bit for each key: 1 if it counts
         announced: cute.struct.MemRange[Int32, 2 * p_stages]  # (page or -1, key tile of it) that PV is to load
         q_full: Int64
-        full: cute.struct.MemRange[Int64, stages]
-        empty: cute.struct.MemRange[Int64, stages]
+        keys_full: cute.struct.MemRange[Int64, stages]
+        keys_empty: cute.struct.MemRange[Int64, stages]
         rope_empty: cute.struct.MemRange[Int64, spec.rope_stages]
         s_full: cute.struct.MemRange[Int64, s_stages]
         s_empty: cute.struct.MemRange[Int64, s_stages]

@@ -7,9 +7,9 @@ import cutlass.cute as cute
 from cutlass import AddressSpace, BFloat16, Float16, Float32, Int32, const_expr
 
 from cute_kernels.device import registers, softmax
-from cute_kernels.device.ring import ring_slot
 from cute_kernels.device.trace import Tracer
 from cute_kernels.mla.kernels.load import KeyLoader
+from cute_kernels.mla.kernels.pipelines import pipelines
 from cute_kernels.mla.kernels.scheduler import Scheduler, WorkTable
 from cute_kernels.mla.kernels.smem import (
     BFLOAT16,
@@ -50,6 +50,7 @@ class SoftmaxWarpgroup:
         self.units = ValueUnits(spec)
         self.loader = KeyLoader(spec)
         self.scheduler = Scheduler(spec)
+        self.edges = pipelines(spec)
         self.tracer = Tracer(spec.trace, len(ROLES))
 
     @cute.jit
@@ -96,10 +97,10 @@ class SoftmaxWarpgroup:
                     self.await_stages(smem, tile)
                 row_max, row_sum = self.softmax_tile(smem, row_max, row_sum, addresses, tile, tid)
                 if tile == done + tiles - 1:
-                    self.finish(smem, row_max, row_sum, tile % 2, tid)
-                    self.units.finish(smem, tile % 2, tid)
+                    self.finish(smem, row_max, row_sum, self.edges.p.index(tile), tid)
+                    self.units.finish(smem, self.edges.p.index(tile), tid)
                 cute.arch.fence_proxy("async.shared", space="cta")  # ordinary stores of P, read by wgmma
-                cute.arch.mbarrier_arrive(smem.p_full.data_ptr() + tile % 2)
+                self.edges.p.arrive(smem, tile)
                 self.stamp(smem, tile, 1, tid)
                 if const_expr(self.loads and not self.spec.pv_issues_tma):
                     cursor = self.loader.step(smem, table, page_tma, cursor, tid)
@@ -122,19 +123,16 @@ class SoftmaxWarpgroup:
     @cute.jit
     def await_stages(self, smem, tile: Int32):
         """Waits for all that a tile needs but S, before S: each wait takes some 100 clocks."""
-        stage, phase = ring_slot(tile, self.spec.stages)
-        cute.arch.mbarrier_wait(smem.full.data_ptr() + stage, phase)
-        p_stage, phase = ring_slot(tile, self.spec.p_stages)
-        cute.arch.mbarrier_wait(smem.p_empty.data_ptr() + p_stage, phase ^ 1)
+        self.edges.keys.wait(smem, tile)
+        self.edges.p.acquire(smem, tile)
 
     @cute.jit
     def softmax_tile(self, smem, row_max: Float32, row_sum: Float32, addresses: Addresses, tile: Int32, tid: Int32):
         """P^T of a tile and what PV needs with it; returns the new row_max and this thread's part of row_sum."""
-        stage, _ = ring_slot(tile, self.spec.stages)
-        p_stage, _ = ring_slot(tile, self.spec.p_stages)
+        stage, p_stage = self.edges.keys.index(tile), self.edges.p.index(tile)
         lane, part, head = tid % 32, tid % 32 // (32 // self.lanes), self.head(tid)
         sMask = smem.mask.get_tensor(cute.make_layout(2 * self.spec.mask_stages))
-        s_stage, phase = ring_slot(tile, self.spec.qk_warpgroups)
+        s_stage = self.edges.s.index(tile)
         pointer = smem.s.data_ptr() + cute.assume(s_stage * (TOKENS_PER_TILE * self.heads), divby=TOKENS_PER_TILE)
         sS = cute.make_tensor(pointer, cute.make_layout(TOKENS_PER_TILE * self.heads))
         first = self.keys * part
@@ -145,7 +143,7 @@ class SoftmaxWarpgroup:
         if lane == 0:  # in shared memory to save a register
             sFlags[tid // 32, p_stage] = flags
         cute.arch.sync_warp()
-        cute.arch.mbarrier_wait(smem.s_full.data_ptr() + s_stage, phase)
+        self.edges.s.wait(smem, tile)
         self.stamp(smem, tile, 0, tid)
         if cute.arch.vote_any_sync(mask != all_keys):
             for k in cutlass.range(self.keys, unroll=1):
@@ -166,7 +164,7 @@ class SoftmaxWarpgroup:
                 rescaling = cute.math.exp2(row_max - (largest - P_EXPONENT), fastmath=True)
                 row_max = largest - P_EXPONENT
             _, tile_sum = self.exp_tile(row_max, unit, addresses, flags)
-        cute.arch.mbarrier_arrive(smem.s_empty.data_ptr() + s_stage)
+        self.edges.s.release(smem, tile)
         row_sum = row_sum * rescaling + tile_sum
 
         sRescaling = smem.rescaling.get_tensor(cute.make_layout((self.heads, 2)))

@@ -19,14 +19,13 @@ Roles (512 threads, 128 registers each at launch)
 
 Mbarriers of a call with exchange="values": arrivals and bytes that complete a phase
   q_full              1 + 73,728 bytes  Q is loaded
-  full[2]           128 + 36,864 bytes  all 64 rows of a key tile are stored
-  empty[2]          256                 the last wgmma of PV has read the stage
+  keys_full[2]      128 + 36,864 bytes  all 64 rows of a key tile are stored
+  keys_empty[2]     256                 the last wgmma of PV has read the stage
   p_full[2]         128                 P, rescaling factors and weights are stored
-  peer_free[2]        1                 the other CTA's stage is empty
+  peer_full[2]        1                 the other CTA's stage is empty
   codes_full[2]       1                 the other CTA's codes have come
-With exchange="codes" full has no bytes and codes_full has 20,480. These bytes come from the other CTA.
-Named barriers are in barriers.py. All threads of a role arrive, not one for each warp: it costs nothing measurable, and
-racecheck can follow it.
+With exchange="codes" keys_full has no bytes and codes_full has 20,480. These bytes come from the other CTA.
+Named barriers are in pipelines.py.
 
 Shared memory, of 232,448 bytes
   nope, rope                  2 x 64 x 1152 = 147,456, in rows of 128 bytes; P overwrites the rope part of its key tile
@@ -43,11 +42,11 @@ from cutlass.cute.nvgpu import cpasync
 from cutlass.memory import SmemAllocator
 
 from cute_kernels.device import softmax
-from cute_kernels.device.barriers import initialize
+from cute_kernels.device.pipeline import initialize
 from cute_kernels.device.trace import Tracer
 from cute_kernels.mla.crossover.kernels.arguments import Grid, KeyTensors
-from cute_kernels.mla.crossover.kernels.barriers import barriers
 from cute_kernels.mla.crossover.kernels.load import LoadWarpgroup
+from cute_kernels.mla.crossover.kernels.pipelines import pipelines
 from cute_kernels.mla.crossover.kernels.pv import PvWarpgroups
 from cute_kernels.mla.crossover.kernels.qk import QkWarpgroup
 from cute_kernels.mla.crossover.kernels.smem import shared_storage
@@ -160,7 +159,7 @@ class MlaCrossoverKernel:
         smem = SmemAllocator().allocate(shared_storage())
         if tidx == 0:
             self.tracer.start(smem.trace.ptr, trace)
-            initialize(smem, barriers(self.spec))
+            initialize(smem, pipelines(self.spec))
         if warp_idx == 1:
             cpasync.prefetch_descriptor(q.atom)
         cute.arch.mbarrier_init_fence()

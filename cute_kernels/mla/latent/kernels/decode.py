@@ -30,8 +30,8 @@ Roles, 64 heads (512 threads, 128 registers each at launch)
 
 Mbarriers of a call with 64 heads: arrivals and bytes that complete a phase
   q_full              1 + 65,536 bytes  Q is loaded
-  full[3]           256                 a key tile is loaded, its mask set
-  empty[3]          256                 PV has its codes in registers
+  keys_full[3]      256                 a key tile is loaded, its mask set
+  keys_empty[3]     256                 PV has its codes in registers
   s_full            128                 S is stored
   s_empty           128                 the softmax has read S
   p_full[2]         128                 P, weights, flags and factors are stored
@@ -39,13 +39,13 @@ Mbarriers of a call with 64 heads: arrivals and bytes that complete a phase
 
 of V4.1's fp4, which PV expands
   q_full              1 + 65,536 bytes  Q is loaded
-  full[3]           256                 a key tile is loaded, its mask set
-  empty[3]          256                 PV has its codes in registers
+  keys_full[3]      256                 a key tile is loaded, its mask set
+  keys_empty[3]     256                 PV has its codes in registers
   s_full            128                 S is stored
   s_empty           128                 the softmax has read S
   p_full[2]         128                 P, weights, flags and factors are stored
   p_empty[2]        256                 the last wgmma of PV has read P
-  raw[3]            256                 rows to expand are copied; or others come, or none do
+  raw_full[3]       256                 rows to expand are copied; or others come, or none do
 
 Shared memory of V4, of 232,448 bytes, with 64 heads
   codes                       3 x 64 x 512 = 98,304: 448 of a key, in three lines and a half of 128

@@ -6,7 +6,6 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import AddressSpace, Int16, Int32, Int64, Uint8, const_expr
 
-from cute_kernels.device.ring import ring_slot
 from cute_kernels.mla.kernels.load import CHUNK_BYTES, ROWS_PER_STEP, KeyLoader
 from cute_kernels.mla.kernels.scheduler import WorkTable
 from cute_kernels.mla.kernels.smem import ROPE_BYTES, WARPS, line_offset
@@ -149,9 +148,9 @@ class LatentLoader(KeyLoader):
             if tiles_left == 0:
                 loaded = self.close(smem, loaded, tid)
         if tiles_left > 0:
-            stage, phase = ring_slot(loaded, self.spec.stages)
+            stage = self.edges.keys.index(loaded)
             self.stamp(smem, loaded, 0, 0, tid)
-            cute.arch.mbarrier_wait(smem.empty.data_ptr() + stage, phase ^ 1)
+            self.edges.keys.acquire(smem, loaded)
             self.stamp(smem, loaded, 0, 1, tid)
             self.stamp(smem, loaded, 1, 0, tid)
             valid, data, scales = self.find_row(page_tma[0], entry, position, main.last)
@@ -203,53 +202,52 @@ class LatentLoader(KeyLoader):
     @cute.jit
     def request(self, smem, kind: cutlass.Constexpr, row: Row, loaded: Int32, tid: Int32) -> Int32:
         """Starts the copies of a tile, and arrives on its barriers; returns 1 if `expand` is to arrive, else 0."""
-        stage = ring_slot(loaded, self.spec.stages).index
         self.copy_tile(smem, kind, row, loaded, tid)
         if const_expr(self.spec.pv_expands):
             if const_expr(codes.of(kind).expands):
-                cute.arch.cp_async_mbarrier_arrive_noinc(smem.raw.data_ptr() + stage)
-                cute.arch.mbarrier_arrive(smem.raw.data_ptr() + stage)
+                self.edges.raw.arrive_copies(smem, loaded)
+                self.edges.raw.arrive(smem, loaded)
             else:
-                self.arrive(smem, stage)
-                self.arrive_raw(smem, stage)
+                self.arrive(smem, loaded)
+                self.arrive_raw(smem, loaded)
         elif const_expr(codes.of(kind).expands):
-            cute.arch.mbarrier_arrive(smem.full.data_ptr() + stage)
+            self.edges.keys.arrive(smem, loaded)
         else:
-            self.arrive(smem, stage)
+            self.arrive(smem, loaded)
         return Int32(self.spec.load_expands and codes.of(kind).expands)
 
     @cute.jit
     def close(self, smem, loaded: Int32, tid: Int32) -> Int32:
         """Gives PV the next stage without a tile, once it is free; returns the number of stages given so far."""
-        stage, phase = ring_slot(loaded, self.spec.stages)
-        cute.arch.mbarrier_wait(smem.empty.data_ptr() + stage, phase ^ 1)
+        stage = self.edges.keys.index(loaded)
+        self.edges.keys.acquire(smem, loaded)
         sKinds = stage_kinds(smem, self.spec)
         if tid == 0:
             sKinds[stage] = Int32(NO_TILE)
-        self.arrive_raw(smem, stage)
+        self.arrive_raw(smem, loaded)
         return loaded + 1
 
-    def arrive_raw(self, smem, stage: Int32):
-        """Both arrivals of a thread on `raw` of a stage that PV is not to expand: it need not wait for copies."""
+    def arrive_raw(self, smem, tile: Int32):
+        """Both arrivals of a thread on `raw` for a tile that PV is not to expand: it need not wait for copies."""
         for _ in range(2):
-            cute.arch.mbarrier_arrive(smem.raw.data_ptr() + stage)
+            self.edges.raw.arrive(smem, tile)
 
     @cute.jit
     def expand(self, smem, cursor: LatentCursor, tile: Int32, steps: cutlass.Constexpr, tid: Int32):
         """Expands the codes of `tile`, that of `steps` steps before the last one, if they are to be, once copied."""
         if const_expr(self.spec.load_expands):
             if cursor.unexpanded >> steps & 1 != 0:
-                stage = ring_slot(tile, self.spec.stages).index
+                stage = self.edges.keys.index(tile)
                 cute.arch.cp_async_wait_group(steps)
                 cute.arch.sync_warp()
                 start = Int32(smem.codes.data_ptr().toint()) + stage * codes_bytes(self.spec)
                 codes.of(self.expanded[0]).expand(start, ROWS_PER_WARP, tid)
-                cute.arch.mbarrier_arrive(smem.full.data_ptr() + stage)
+                self.edges.keys.arrive(smem, tile)
 
     @cute.jit
     def copy_tile(self, smem, kind: cutlass.Constexpr, row: Row, loaded: Int32, tid: Int32):
         """Starts the copies of the rows of a tile, some of which may be masked: their bytes become 0."""
-        stage, _ = ring_slot(loaded, self.spec.stages)
+        stage = self.edges.keys.index(loaded)
         lane, warp_idx, sMask = tid % 32, tid // 32, self.mask(smem)
         first, chunk = 16 * warp_idx, lane % 8
         low, high = Int32(row.data & 0xFFFFFFFF), Int32(row.data >> 32)
@@ -260,7 +258,7 @@ class LatentLoader(KeyLoader):
             self.copy_scales(smem, kind, row, (stage * TOKENS_PER_TILE + first + lane) * self.spec.scale_bytes)
         sCodes, rope, rope_slot = smem.codes.data_ptr(), None, Int32(0)
         if const_expr(self.spec.has_rope):
-            rope, rope_slot = smem.rope.data_ptr(), ring_slot(loaded, self.spec.rope_slots).index
+            rope, rope_slot = smem.rope.data_ptr(), self.edges.rope.index(loaded)
         code_bytes = kind.codes.num_bytes
         rest = const_expr(code_bytes % LINE_BYTES // CHUNK_BYTES)  # chunks of an incomplete line
         for i in cutlass.range_constexpr(16 // ROWS_PER_STEP):

@@ -8,7 +8,6 @@ from cutlass import AddressSpace, BFloat16, Float16, Float32, Int32, Int64, cons
 from cutlass.cute.nvgpu import warpgroup
 
 from cute_kernels.device import pairs, registers, wgmma
-from cute_kernels.device.ring import ring_slot
 from cute_kernels.mla.kernels.arguments import Results
 from cute_kernels.mla.kernels.pv import KEY_BLOCKS, ROW_BLOCKS, PvWarpgroups
 from cute_kernels.mla.kernels.scheduler import WorkTable
@@ -82,13 +81,13 @@ class ScaledKeyPvWarpgroups(PvWarpgroups):
 
         Nor does a tile after the last one have any.
         """
-        stage, phase = ring_slot(tile, self.spec.stages)
-        cute.arch.mbarrier_wait(smem.raw.data_ptr() + stage, phase)
+        stage = self.edges.raw.index(tile)
+        self.edges.raw.wait(smem, tile)
         if stage_kinds(smem, self.spec)[stage] == self.expanded[0]:
             start = Int32(smem.codes.data_ptr().toint()) + stage * codes_bytes(self.spec)
             own = codes.of(self.spec.kinds[self.expanded[0]])
             own.expand(start, TOKENS_PER_TILE // (2 * WARPS), 128 * wg + tid)
-            cute.arch.mbarrier_arrive(smem.full.data_ptr() + stage)
+            self.edges.keys.arrive(smem, tile)
 
     @cute.jit
     def pv_work_tile(
@@ -113,16 +112,15 @@ class ScaledKeyPvWarpgroups(PvWarpgroups):
         raw = [cute.make_rmem_tensor((2, 4), Int32) for _ in range(2)]
         line, seen = self.line(wg, tid), Int32(0)
         for tile in cutlass.range(done, done + tiles, unroll=1):
-            stage, phase = ring_slot(tile, self.spec.stages)
-            p_stage, p_phase = ring_slot(tile, self.spec.p_stages)
+            stage, p_stage = self.edges.keys.index(tile), self.edges.p.index(tile)
             self.stamp(smem, tile, 0, 0, wg, tid)
-            cute.arch.mbarrier_wait(smem.full.data_ptr() + stage, phase)  # completed long ago
+            self.edges.keys.wait(smem, tile)  # completed long ago
             if const_expr(self.spec.has_rope):  # overlapped with the wait for P
                 if not self.has_rope(wg, tid):  # QK may still replace it
                     self.load_values(smem, raw[0], stage, 0, 0, line, wg, tid)
             else:
                 self.load_values(smem, raw[0], stage, 0, 0, line, wg, tid)
-            cute.arch.mbarrier_wait(smem.p_full.data_ptr() + p_stage, p_phase)
+            self.edges.p.wait(smem, tile)
             if const_expr(self.spec.has_rope):
                 if self.has_rope(wg, tid):
                     self.load_values(smem, raw[0], stage, 0, 0, line, wg, tid)
@@ -135,11 +133,11 @@ class ScaledKeyPvWarpgroups(PvWarpgroups):
                 self.rescale(smem, acc_o, flags, p_stage, wg, tid)
             if flags & (BFLOAT16 | HALVES) != 0:
                 self.add_bfloat16(smem, mma_bfloat16, acc_o, flags, stage, p_stage, line, wg, tid)
-                cute.arch.mbarrier_arrive(smem.empty.data_ptr() + stage)
+                self.edges.keys.release(smem, tile)
             else:
                 self.add_values(smem, mma, acc_o, raw, tile, line, wg, tid)
             if tile < done + tiles - 1:
-                cute.arch.mbarrier_arrive(smem.p_empty.data_ptr() + p_stage)
+                self.edges.p.release(smem, tile)
             self.stamp(smem, tile, 1, 1, wg, tid)
             if const_expr(self.spec.pv_expands):
                 self.expand(smem, tile + self.spec.expanded_ahead, wg, tid)
@@ -224,8 +222,7 @@ class ScaledKeyPvWarpgroups(PvWarpgroups):
 
         `raw` has the codes of the first 16 keys, or the first half of their rope part.
         """
-        stage, _ = ring_slot(tile, self.spec.stages)
-        p_stage, _ = ring_slot(tile, self.spec.p_stages)
+        stage, p_stage = self.edges.keys.index(tile), self.edges.p.index(tile)
         rP = self.p_operands(smem, mma, tid)[None, None, None, p_stage]
         shape = mma.partition_shape_A((TOKENS_PER_TILE, 16))
         fragments = [mma.make_fragment_A(shape) for _ in range(self.v_fragments)]
@@ -258,7 +255,7 @@ class ScaledKeyPvWarpgroups(PvWarpgroups):
                 warpgroup.fence()
                 wgmma.issue(mma, acc_o[m], fragment, rP, True, [(0, block)])
                 if const_expr(block + 1 == KEY_BLOCKS and m == 2):  # all values of the tile are in registers
-                    cute.arch.mbarrier_arrive(smem.empty.data_ptr() + stage)
+                    self.edges.keys.release(smem, tile)
                 if const_expr((m + 1) % (self.v_fragments // 2) == 0):
                     warpgroup.commit_group()
                     if const_expr(block + 1 == KEY_BLOCKS and m + 1 == ROW_BLOCKS):

@@ -8,8 +8,7 @@ from cutlass import BFloat16, Float16, Float32, Int32, const_expr
 from cutlass.cute.nvgpu import warpgroup
 
 from cute_kernels.device import pairs, wgmma
-from cute_kernels.device.ring import ring_slot
-from cute_kernels.mla.kernels.barriers import NamedBarrier
+from cute_kernels.mla.kernels.pipelines import NamedBarrier
 from cute_kernels.mla.kernels.qk import QkWarpgroups
 from cute_kernels.mla.kernels.smem import (
     BFLOAT16,
@@ -63,8 +62,8 @@ class ScaledKeyQkWarpgroups(QkWarpgroups):
     def fast_tile(self, smem, acc: tuple, raw: cute.Tensor, has_powers: Int32, tile: Int32, tid: Int32):
         """Computes and stores S^T of a tile; returns 1, storing nothing, where it takes `slow_tile`."""
         self.stamp(smem, tile, 0, 0, tid)
-        stage, phase = ring_slot(tile, self.spec.stages)
-        cute.arch.mbarrier_wait(smem.full.data_ptr() + stage, phase)
+        stage = self.edges.keys.index(tile)
+        self.edges.keys.wait(smem, tile)
         self.stamp(smem, tile, 0, 1, tid, True)
         mma = tiled_mmas(self.heads)[0]
         shape = mma.partition_shape_A((TOKENS_PER_TILE, BLOCK_COLUMNS))
@@ -73,12 +72,11 @@ class ScaledKeyQkWarpgroups(QkWarpgroups):
         if const_expr(self.spec.has_rope):
             self.multiply_rope(smem, acc[0], operands[1], rows, tile, tid)
         self.multiply_codes(smem, acc[0], raw, operands, rows, stage, tid)
-        s_stage, phase = ring_slot(tile, self.warpgroups)
         fits = rows[0].factors.fits & rows[1].factors.fits & (1 - has_powers)
         is_slow = 1 - wgmma.every_thread(
-            fits, Int32(NamedBarrier.QK_TILE) + s_stage
+            fits, Int32(NamedBarrier.QK_TILE) + self.edges.s.index(tile)
         )  # overlapped with the last products
-        cute.arch.mbarrier_wait(smem.s_empty.data_ptr() + s_stage, phase ^ 1)
+        self.edges.s.acquire(smem, tile)
         warpgroup.wait_group(0)
         self.stamp(smem, tile, 1, 1, tid, True)
         if is_slow == 0:
@@ -202,7 +200,7 @@ class ScaledKeyQkWarpgroups(QkWarpgroups):
     @cute.jit
     def slow_tile(self, smem, acc: cute.Tensor, raw: cute.Tensor, tile: Int32, tid: Int32):
         """S^T of a tile, products of codes times scale and power of Q in float32: rare, so without overlap."""
-        stage, result = tile % self.spec.stages, cute.make_rmem_tensor_like(acc)
+        stage, result = self.edges.keys.index(tile), cute.make_rmem_tensor_like(acc)
         if const_expr(self.spec.has_rope):
             rope = self.rope_operand()
             self.load_rope(smem, rope, tile, tid)
@@ -268,15 +266,11 @@ class ScaledKeyQkWarpgroups(QkWarpgroups):
             source = cute.make_tensor(cute.recast_ptr(pointer, dtype=raw.element_type), cute.make_layout(16))
             cute.autovec_copy(source, raw[None, r])
 
-    def rope_stage(self, tile: Int32) -> Int32:
-        """Where the rope part of a tile lies: with its codes."""
-        return ring_slot(tile, self.spec.stages).index
-
     @cute.jit
     def store_s(self, smem, acc: tuple, tile: Int32, tid: Int32, is_shifted: cutlass.Constexpr = False):
         """Stores S^T for the softmax, which has read the stage."""
         s, q = wgmma.by_row(acc[0]), tid % 4
-        s_stage, _ = ring_slot(tile, self.warpgroups)
+        s_stage = self.edges.s.index(tile)
         self.store_unit(smem, s_stage, tid, is_shifted)
         start = smem.s.data_ptr() + s_stage * (TOKENS_PER_TILE * self.heads)
         four = cute.make_rmem_tensor((2, 2), Float32)
@@ -286,5 +280,5 @@ class ScaledKeyQkWarpgroups(QkWarpgroups):
                     four[r, e] = s[r, 2 * block + e]
             pointer = start + cute.assume(s_offset(8 * block + 2 * q, key_of_row(tid, 0) // 2), divby=4)
             cute.autovec_copy(four, cute.make_tensor(pointer, cute.make_layout((2, 2))))
-        cute.arch.mbarrier_arrive(smem.s_full.data_ptr() + s_stage)
+        self.edges.s.arrive(smem, tile)
         self.stamp(smem, tile, 2, 1, tid)

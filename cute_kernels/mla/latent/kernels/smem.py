@@ -58,13 +58,13 @@ def shared_storage(spec: LatentDecodeSpec):
         sink: cute.struct.MemRange[Float32, heads]  # times log2(e)
         mask: cute.struct.MemRange[Int32, 2 * spec.mask_stages]  # a bit for each key: 1 if it counts
         q_full: Int64
-        full: cute.struct.MemRange[Int64, stages]
-        empty: cute.struct.MemRange[Int64, stages]
+        keys_full: cute.struct.MemRange[Int64, stages]
+        keys_empty: cute.struct.MemRange[Int64, stages]
         s_full: cute.struct.MemRange[Int64, s_stages]
         s_empty: cute.struct.MemRange[Int64, s_stages]
         p_full: cute.struct.MemRange[Int64, p_stages]
         p_empty: cute.struct.MemRange[Int64, p_stages]
-        raw: cute.struct.MemRange[Int64, stages if spec.pv_expands else 0]
+        raw_full: cute.struct.MemRange[Int64, stages if spec.pv_expands else 0]
         cuts: cute.struct.MemRange[Int32, 4]  # where this CTA's share begins and ends
         trace: Int64  # address of the timestamps
 

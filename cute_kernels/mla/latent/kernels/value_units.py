@@ -5,7 +5,7 @@ import cutlass.cute as cute
 from cutlass import Float16, Float32, Int32, Uint8, const_expr
 
 from cute_kernels.device import softmax, wgmma
-from cute_kernels.mla.kernels.barriers import NamedBarrier
+from cute_kernels.mla.kernels.pipelines import NamedBarrier
 from cute_kernels.mla.kernels.smem import NEW_UNIT, V_UNIT, place_of_weight
 from cute_kernels.mla.kernels.value_units import (
     MAX_SPREAD,

@@ -4,23 +4,43 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
 from cute_kernels.merge.spec import BLOCK_SCALE_VALUES
-from fp8_mla.formats import V3_2
+from fp8_mla.formats import V3_2, TokenFormat
 
 WIDE = 64  # heads of a CTA, at most
 NARROW = (8, 16, 32)  # heads of a CTA for fewer of them
 HALF = 32
 FEW = 16  # up to here S and O leave registers for six warpgroups
-WGMMA_ROWS = 64
+WGMMA_ROWS = 64  # of an accumulator: M of an instruction
 TOKENS_PER_TILE = 64  # keys of a key tile: the rows of S^T, and the columns that P^T and V^T share
 MAX_KEYS = 2**31 - 2**15  # of a query: the end of the last of 256 equal parts still fits into 32 bits
 WORK_TILE_OVERHEAD = 2  # key tiles that a work tile costs in addition to its own, in a balanced schedule
 CUT_TILES = 5  # key tiles that a cut through a query costs: a work tile more, and a merge
 MERGE_LANES = (0, 32, 128)
-MASKED_SCALE = 2.0**-6  # of a masked key: in range of the weights of both kernels, so its tile takes the fast path
+MASKED_SCALE = 2.0**-6  # of a masked key, float32: in range of the weights of V, so its tile takes the fast path
 CACHE_FORMAT = V3_2.name  # that `MlaDecodeSpec` reads; `LatentDecodeSpec` reads the others
 PARTIAL_FLOATS = V3_2.d_v // 2 + V3_2.d_v // BLOCK_SCALE_VALUES + 1  # float16 O, block scales, LSE
+LINE_BYTES = 128  # of a key's row in shared memory: one row of the 128-byte swizzle
 ROLES = ("load", "QK", "PV 0", "PV 1")  # warpgroups, as a traced kernel numbers them; load includes the softmax
 EVENTS = (("wait", "load", "softmax"), ("wait", "QK", "store S"), ("wait", "PV"), ("wait", "PV"))  # of a key tile
+
+
+def scale_row(kind: TokenFormat) -> int:
+    """Bytes of a key's scales in a stage: its scale row, or its scales where there is one row a token."""
+    return kind.row_bytes[1] if len(kind.row_bytes) > 1 else kind.scales.num_bytes
+
+
+def expands(kind: TokenFormat) -> bool:
+    """Whether a role makes codes of others in a stage: a key's row is shorter than its codes, a byte each."""
+    return kind.codes.num_bytes < kind.codes.count
+
+
+class Roles(NamedTuple):
+    """The warpgroups of each role."""
+
+    load: tuple[int, ...]
+    qk: tuple[int, ...]
+    pv: tuple[int, ...]
+    softmax: tuple[int, ...] = ()
 
 
 class Registers(NamedTuple):
@@ -60,6 +80,7 @@ class MlaDecodeSpec:
     cluster: ClassVar[int] = 1  # CTAs that share the keys of a query token and split
     p_stages: ClassVar[int] = 2  # of P, and of what the softmax stores with it
     splits_p: ClassVar[bool] = False  # of key tiles whose scales are far apart; see `PvWarpgroups.add_bfloat16`
+    expanded_ahead: ClassVar[int] = 2  # key tiles that PV expands before its products; loads are as far ahead at least
     launch_registers: ClassVar[dict[int, int]] = {512: 128, 768: 80}  # of a thread, by threads of a CTA
 
     @property
@@ -80,10 +101,69 @@ class MlaDecodeSpec:
             reasons.append(f"balanced is True with merge_lanes {self.merge_lanes}; shares need a merge")
         return reasons
 
+    # ---- formats
+
+    @property
+    def token_format(self) -> TokenFormat:
+        """The format of the cache."""
+        return V3_2
+
+    @property
+    def kinds(self) -> tuple[TokenFormat, ...]:
+        """The formats that key tiles have."""
+        return (self.token_format,)
+
+    @property
+    def has_extra(self) -> bool:
+        """Whether there is a second cache in the same softmax."""
+        return False
+
     @property
     def d_qk(self) -> int:
         """Columns of Q."""
-        return V3_2.d_qk
+        return self.token_format.d_qk
+
+    @property
+    def float_scales(self) -> bool:
+        """Whether scales are float32: products of codes are scaled then, else keys are, which is exact."""
+        return self.token_format.scales.dtype == "float32"
+
+    @property
+    def has_rope(self) -> bool:
+        """Whether a token has a rope part."""
+        return self.token_format.rope is not None
+
+    @property
+    def rope_is_value(self) -> bool:
+        """Whether a rope part is a value too, so that it stays in its stage until PV has read it."""
+        return self.has_rope and self.d_qk == self.token_format.d_v
+
+    @property
+    def code_lines(self) -> int:
+        """Lines of `LINE_BYTES` that a key's codes take in a stage, where each is a byte."""
+        return max(-(-kind.codes.count // LINE_BYTES) for kind in self.kinds)
+
+    @property
+    def scale_bytes(self) -> int:
+        """Of a key in a stage."""
+        return max(scale_row(kind) for kind in self.kinds)
+
+    @property
+    def expands(self) -> bool:
+        """Whether a role makes codes of others: of one of the formats."""
+        return any(map(expands, self.kinds))
+
+    @property
+    def load_expands(self) -> bool:
+        """Whether that is the load warpgroup: where it does nothing else."""
+        return self.expands and self.few_heads
+
+    @property
+    def pv_expands(self) -> bool:
+        """Whether these are the PV warpgroups: where the load warpgroup has the softmax, which is on the path of S."""
+        return self.expands and not self.few_heads
+
+    # ---- work and roles
 
     def head_blocks(self, h_q: int) -> int:
         """CTAs for the heads of a query token."""
@@ -100,24 +180,31 @@ class MlaDecodeSpec:
         return self.heads <= FEW
 
     @property
-    def pv_issues_tma(self) -> bool:
-        """Whether PV warpgroups issue the TMA of whole key tiles of a page: they see the stage free first."""
-        return not self.sparse and not self.few_heads
+    def roles(self) -> Roles:
+        """The warpgroups of each role; the load warpgroup makes P where no other one does."""
+        if self.few_heads:
+            return Roles(load=(0,), qk=(1, 5), pv=(2, 3), softmax=(4,))
+        return Roles(load=(0,), qk=(1,), pv=(2, 3))
 
     @property
-    def pv_expands(self) -> bool:
-        """Whether PV warpgroups make codes of rows that are copied in another form: only of latent formats."""
-        return False
+    def page_tma(self) -> bool:
+        """Whether whole key tiles of a page come by TMA; other rows come by cp.async."""
+        return not self.sparse
+
+    @property
+    def pv_issues_tma(self) -> bool:
+        """Whether PV warpgroups issue that TMA: they see the stage free first."""
+        return self.page_tma and not self.few_heads
 
     @property
     def qk_warpgroups(self) -> int:
         """Key tile t belongs to QK warpgroup t modulo as many."""
-        return 2 if self.few_heads else 1
+        return len(self.roles.qk)
 
     @property
     def threads(self) -> int:
         """Of a CTA."""
-        return 768 if self.few_heads else 512
+        return 128 * sum(map(len, self.roles))
 
     @property
     def registers(self) -> Registers:
@@ -145,7 +232,9 @@ class MlaDecodeSpec:
     @property
     def rope_slots(self) -> int:
         """Rope parts that shared memory holds."""
-        return self.rope_stages
+        if not self.has_rope:
+            return 0
+        return self.stages if self.rope_is_value else self.rope_stages
 
     @property
     def mask_stages(self) -> int:

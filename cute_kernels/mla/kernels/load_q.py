@@ -12,19 +12,19 @@ from cutlass.tensor_utils import LayoutEnum
 from cute_kernels.device.pipeline import Pipeline
 from cute_kernels.mla.kernels.scheduler import WorkTile
 from cute_kernels.mla.kernels.tile import QK
-from cute_kernels.mla.spec import TOKENS_PER_TILE
+from cute_kernels.mla.spec import WGMMA_ROWS
 
 Q_COLUMNS = 64  # of a TMA load: 128 bytes
 
 
 def q_layout(heads: int, columns: int = QK):
     """Shared memory of Q: (heads, columns, 1)."""
-    return sm90.make_smem_layout_a(LayoutEnum.ROW_MAJOR, (heads, TOKENS_PER_TILE, columns), BFloat16, 1)
+    return sm90.make_smem_layout_a(LayoutEnum.ROW_MAJOR, (heads, WGMMA_ROWS, columns), BFloat16, 1)
 
 
 def q_chunk_layout(heads: int, columns: int):
     """The same in chunks of 64 columns, one for each TMA load: (heads, 64, chunks)."""
-    tile = (heads, TOKENS_PER_TILE, Q_COLUMNS)
+    tile = (heads, WGMMA_ROWS, Q_COLUMNS)
     return sm90.make_smem_layout_a(LayoutEnum.ROW_MAJOR, tile, BFloat16, columns // Q_COLUMNS)
 
 

@@ -14,7 +14,7 @@ class NamedBarrier(IntEnum):
 
     QK = 1  # the QK warpgroups: votes on Q, and its hand-over
     PV = 3  # both PV warpgroups: a partial is in global memory; halves of P
-    QK_TILE = 6  # and 7: one QK warpgroup, votes on the scales of a key tile of the latent kernel
+    QK_TILE = 6  # and 7: one QK warpgroup, votes on the scales of a key tile that is scaled
     SOFTMAX = 5  # the softmax: votes on the scales of a key tile
 
 

@@ -24,7 +24,7 @@ from cute_kernels.mla.kernels.smem import (
     tiled_mmas,
 )
 from cute_kernels.mla.kernels.tile import BLOCK_COLUMNS, NOPE, QUANT_TILE, QUANT_TILES, ROPE
-from cute_kernels.mla.spec import EVENTS, ROLES, TOKENS_PER_TILE, MlaDecodeSpec
+from cute_kernels.mla.spec import EVENTS, ROLES, TOKENS_PER_TILE, WGMMA_ROWS, MlaDecodeSpec
 
 PREFETCH_TILES = 6  # key tiles before the next work tile at which L2 is asked for its Q: all CTAs want 73 KB at once
 CHUNKS = NOPE // BLOCK_COLUMNS  # of 64 columns: 16 codes of each of a thread's rows
@@ -57,7 +57,7 @@ class QkWarpgroups:
         self.columns = spec.heads // 4  # of a thread
         self.warpgroups = spec.qk_warpgroups
         self.threads = 128 * spec.qk_warpgroups
-        self.has_rope = True
+        self.has_rope = spec.has_rope
         self.q = QConverter(spec)
         self.scheduler = Scheduler(spec)
         self.edges = pipelines(spec)
@@ -104,7 +104,7 @@ class QkWarpgroups:
 
         L2 is asked for that PREFETCH_TILES earlier.
         """
-        shape = tiled_mmas(self.heads)[0].partition_shape_C((TOKENS_PER_TILE, self.heads))
+        shape = tiled_mmas(self.heads)[0].partition_shape_C((WGMMA_ROWS, self.heads))
         acc = tuple(cute.make_rmem_tensor(shape, Float32) for _ in range(2))
         raw = cute.make_rmem_tensor((16, 2), Float8E4M3FN)
         tile, end = done, done + tiles
@@ -159,7 +159,7 @@ class QkWarpgroups:
         self.stamp(smem, tile, 0, 1, tid, True)
         mma = tiled_mmas(self.heads)[0]
         rQ = self.q_operands(smem, mma, tid, Float16)
-        codes = [mma.make_fragment_A(mma.partition_shape_A((TOKENS_PER_TILE, BLOCK_COLUMNS))) for _ in range(2)]
+        codes = [mma.make_fragment_A(mma.partition_shape_A((WGMMA_ROWS, BLOCK_COLUMNS))) for _ in range(2)]
         self.load_codes(smem, raw, stage, 0, tid)
         factors = ()
         for c in cutlass.range_constexpr(CHUNKS):
@@ -256,7 +256,7 @@ class QkWarpgroups:
         rQ = self.q_operands(smem, mma, tid, Float16)
         result = cute.make_rmem_tensor_like(acc)
         total, chunk = wgmma.by_row(result), wgmma.by_row(acc)
-        codes = mma.make_fragment_A(mma.partition_shape_A((TOKENS_PER_TILE, BLOCK_COLUMNS)))
+        codes = mma.make_fragment_A(mma.partition_shape_A((WGMMA_ROWS, BLOCK_COLUMNS)))
         power = cute.make_rmem_tensor(self.columns, Float32)
         sPower = smem.q_power.get_tensor(cute.make_layout(QUANT_TILES * self.heads))
         sScale = scale_tensor(smem, self.spec.stages)
@@ -314,7 +314,7 @@ class QkWarpgroups:
     def rope_operand(self) -> cute.Tensor:
         """Registers of the rope part of a thread's two rows."""
         mma = tiled_mmas(self.heads)[1]
-        return mma.make_fragment_A(mma.partition_shape_A((TOKENS_PER_TILE, ROPE)))
+        return mma.make_fragment_A(mma.partition_shape_A((WGMMA_ROWS, ROPE)))
 
     def rope_stage(self, tile: Int32) -> Int32:
         """Where the rope part of a tile lies."""

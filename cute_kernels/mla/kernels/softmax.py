@@ -8,8 +8,10 @@ from cutlass import AddressSpace, BFloat16, Float16, Float32, Int32, const_expr
 
 from cute_kernels.device import registers, softmax
 from cute_kernels.device.trace import Tracer
+from cute_kernels.mla.kernels.arguments import Caches
 from cute_kernels.mla.kernels.load import KeyLoader
 from cute_kernels.mla.kernels.pipelines import pipelines
+from cute_kernels.mla.kernels.scaled_units import ScaledValueUnits
 from cute_kernels.mla.kernels.scheduler import Scheduler, WorkTable
 from cute_kernels.mla.kernels.smem import (
     BFLOAT16,
@@ -47,14 +49,14 @@ class SoftmaxWarpgroup:
         self.keys = spec.heads // 2  # of a thread
         self.lanes = TOKENS_PER_TILE // self.keys  # of a head
         self.loads = not spec.few_heads
-        self.units = ValueUnits(spec)
+        self.units = ValueUnits(spec) if spec.float_scales else ScaledValueUnits(spec)
         self.loader = KeyLoader(spec)
         self.scheduler = Scheduler(spec)
         self.edges = pipelines(spec)
         self.tracer = Tracer(spec.trace, len(ROLES))
 
     @cute.jit
-    def run(self, smem, table: WorkTable, page_tma: tuple, mSink: cute.Tensor, tid: Int32):
+    def run(self, smem, table: WorkTable, caches: Caches, mSink: cute.Tensor, tid: Int32):
         """The softmax of all work tiles of this CTA.
 
         Where this warpgroup loads, it does so `rope_stages` tiles ahead, after P of the current tile is stored: the
@@ -65,7 +67,7 @@ class SoftmaxWarpgroup:
         if const_expr(self.loads):
             cursor = self.loader.start(table, tid)
             for _ in cutlass.range(self.spec.rope_stages, unroll=1):
-                cursor = self.loader.step(smem, table, page_tma, cursor, tid)
+                cursor = self.loader.step(smem, table, caches, cursor, tid)
         done = Int32(0)
         sSink = smem.sink.get_tensor(cute.make_layout(self.heads))
         first_work, end_work, step = table.share.first, table.share.end, table.share.step
@@ -88,7 +90,7 @@ class SoftmaxWarpgroup:
                     newest = tile + self.spec.stages - 1  # of the tiles that have a stage
                     was_announced = Int32(1) if cursor.loaded > newest else Int32(0)
                     if was_announced == 0:
-                        cursor = self.loader.step(smem, table, page_tma, cursor, tid)
+                        cursor = self.loader.step(smem, table, caches, cursor, tid)
                     self.await_stages(smem, tile)
                     if was_announced != 0:  # P of tile - 2 is multiplied, so nobody reads the mask that this replaces
                         self.loader.clear_mask(smem, newest, tid)
@@ -103,7 +105,7 @@ class SoftmaxWarpgroup:
                 self.edges.p.arrive(smem, tile)
                 self.stamp(smem, tile, 1, tid)
                 if const_expr(self.loads and not self.spec.pv_issues_tma):
-                    cursor = self.loader.step(smem, table, page_tma, cursor, tid)
+                    cursor = self.loader.step(smem, table, caches, cursor, tid)
             done += tiles
 
     def head(self, tid: Int32):
@@ -178,8 +180,17 @@ class SoftmaxWarpgroup:
 
     @cute.jit
     def late_flags(self, smem, stage: Int32, tid: Int32) -> Int32:
-        """Flags that are known with S, the same in all warps."""
-        return Int32(0)
+        """Flags that are known with S, the same in all warps: of rope parts that are values too.
+
+        QK finds BFLOAT16 where float16 does not hold them, and NEEDS_SCALES.
+        """
+        flags = Int32(0)
+        if const_expr(self.spec.rope_is_value):
+            words = cute.make_rmem_tensor(WARPS, Int32)
+            pointer = smem.rope_flags.data_ptr() + cute.assume(WARPS * stage, divby=WARPS)
+            cute.autovec_copy(cute.make_tensor(pointer, cute.make_layout(WARPS)), words)
+            flags = words[0] | words[1] | words[2] | words[3]
+        return flags
 
     @cute.jit
     def exp_tile(self, row_max: Float32, unit: Float32, addresses: Addresses, flags: Int32 | None):

@@ -6,22 +6,10 @@ from typing import Any, ClassVar
 from cute_kernels.mla.spec import CACHE_FORMAT, MERGE_LANES, NARROW, WIDE, MlaDecodeSpec, Registers
 from fp8_mla.formats import FORMATS, PAIRS, TokenFormat
 
-LINE_BYTES = 128  # of a key's row in shared memory: one row of the 128-byte swizzle
-
-
-def scale_row(kind: TokenFormat) -> int:
-    """Bytes of a key's scales in a stage: its scale row, or its scales where there is one row a token."""
-    return kind.row_bytes[1] if len(kind.row_bytes) > 1 else kind.scales.num_bytes
-
-
-def expands(kind: TokenFormat) -> bool:
-    """Whether a role makes codes of others in a stage: a key's row is shorter than its codes, a byte each."""
-    return kind.codes.num_bytes < kind.codes.count
-
 
 @dataclass(frozen=True)
 class LatentDecodeSpec(MlaDecodeSpec):
-    """Compile-time facts of `latent.kernels.decode.LatentDecodeKernel`: those of `MlaDecodeSpec`, and two formats.
+    """Compile-time facts of `kernels.decode.MlaDecodeKernel` where rows of any format come by cp.async: two formats.
 
     cache_format  of the cache, a name of `fp8_mla.formats.FORMATS`
     extra_format  of a second cache that joins the same softmax; "" where there is none
@@ -30,7 +18,6 @@ class LatentDecodeSpec(MlaDecodeSpec):
     cache_format: str = field(kw_only=True)
     extra_format: str = ""
 
-    kernel: ClassVar[str] = "cute_kernels.mla.latent.kernels.decode:LatentDecodeKernel"
     splits_p: ClassVar[bool] = True
 
     @property
@@ -79,65 +66,8 @@ class LatentDecodeSpec(MlaDecodeSpec):
         return bool(self.extra_format)
 
     @property
-    def d_qk(self) -> int:
-        """Columns of Q."""
-        return self.token_format.d_qk
-
-    @property
-    def float_scales(self) -> bool:
-        """Whether scales are float32: products of codes are scaled then, else keys are, which is exact."""
-        return self.token_format.scales.dtype == "float32"
-
-    @property
-    def has_rope(self) -> bool:
-        """Whether a token has a rope part."""
-        return self.token_format.rope is not None
-
-    @property
-    def rope_is_value(self) -> bool:
-        """Whether a rope part is a value too, so that it stays in its stage until PV has read it."""
-        return self.has_rope and self.d_qk == self.token_format.d_v
-
-    @property
-    def rope_slots(self) -> int:
-        """Key tiles of rope parts in shared memory."""
-        if not self.has_rope:
-            return 0
-        return self.stages if self.rope_is_value else self.rope_stages
-
-    @property
-    def expands(self) -> bool:
-        """Whether a role makes codes of others: of one of the formats."""
-        return any(map(expands, self.kinds))
-
-    @property
-    def load_expands(self) -> bool:
-        """Whether that is the load warpgroup: where it does nothing else."""
-        return self.expands and self.few_heads
-
-    @property
-    def pv_expands(self) -> bool:
-        """Whether these are the PV warpgroups: where the load warpgroup has the softmax, which is on the path of S."""
-        return self.expands and not self.few_heads
-
-    @property
-    def expanded_ahead(self) -> int:
-        """Key tiles that PV has expanded beyond the one it multiplies; no more than loads are ahead of the softmax."""
-        return 2
-
-    @property
-    def code_lines(self) -> int:
-        """Lines of `LINE_BYTES` that a key's codes take in a stage, where each is a byte."""
-        return max(-(-kind.codes.count // LINE_BYTES) for kind in self.kinds)
-
-    @property
-    def scale_bytes(self) -> int:
-        """Of a key in a stage."""
-        return max(scale_row(kind) for kind in self.kinds)
-
-    @property
-    def pv_issues_tma(self) -> bool:
-        """Whether PV warpgroups issue TMA: all rows come by cp.async."""
+    def page_tma(self) -> bool:
+        """Whether whole key tiles of a page come by TMA: all rows come by cp.async."""
         return False
 
     @property
@@ -156,23 +86,8 @@ class LatentDecodeSpec(MlaDecodeSpec):
 
     @property
     def stages(self) -> int:
-        """Key tiles in shared memory: as many as Q leaves room for, but four where one more would be of no use.
-
-        A tile that is expanded gets there a step later, so with few heads the fifth takes its place.
-        """
-        if self.load_expands:
-            return 5
-        return 3 if self.heads == WIDE else 4
-
-    @property
-    def mask_stages(self) -> int:
-        """Key tiles whose masks are kept: more than stages."""
-        return 4 if self.stages == 3 else 8
-
-    @property
-    def rope_stages(self) -> int:
-        """With 32 and 64 heads: key tiles that loads are ahead of the softmax."""
-        return self.stages if self.few_heads else self.stages - 1
+        """Key tiles in shared memory: with few heads five, where a tile is expanded a step after its copies."""
+        return 5 if self.load_expands else super().stages
 
     @property
     def _stack(self) -> int:

@@ -63,15 +63,15 @@ class PvWarpgroups:
             self.merger = PartialMerger(spec)
 
     @cute.jit
-    def run(self, smem, results: Results, counters: Int64, table: WorkTable, warp_idx: Int32, tidx: Int32):
-        """Results of all work tiles of this CTA; `warp_idx` and `tidx` count within the CTA."""
+    def run(self, smem, results: Results, counters: Int64, table: WorkTable, wg: Int32, tidx: Int32):
+        """Results of all work tiles of this CTA; `wg` is 0 or 1, `tidx` the thread of the CTA."""
         first_work, end_work, step = table.share.first, table.share.end, table.share.step
         done, tid = Int32(0), tidx % 128
         for index in cutlass.range(first_work, end_work, step, unroll=1):
             work = self.scheduler.locate(index, table)
             length = self.scheduler.length(work, table.mLength)
             keys = self.scheduler.keys(index, work, length, table)
-            self.pv_work_tile(smem, results, done, keys.tiles, index, table, warp_idx // 4 - 2, tid)
+            self.pv_work_tile(smem, results, done, keys.tiles, index, table, wg, tid)
             if const_expr(self.spec.split):
                 rest, head_block = divmod(index, table.divisors.head_blocks)
                 head_group = rest // table.divisors.splits * table.divisors.head_blocks.divisor + head_block

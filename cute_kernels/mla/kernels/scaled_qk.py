@@ -1,4 +1,4 @@
-"""QK of the latent decode kernel for keys whose scales are powers of two: S^T = K Q^T."""
+"""The QK warpgroups where keys are scaled as operands: S^T = K Q^T."""
 
 from typing import NamedTuple
 
@@ -8,26 +8,26 @@ from cutlass import BFloat16, Float16, Float32, Int32, const_expr
 from cutlass.cute.nvgpu import warpgroup
 
 from cute_kernels.device import pairs, wgmma
+from cute_kernels.mla.kernels import codes
 from cute_kernels.mla.kernels.pipelines import NamedBarrier
 from cute_kernels.mla.kernels.qk import QkWarpgroups
 from cute_kernels.mla.kernels.smem import (
     BFLOAT16,
+    NEEDS_SCALES,
     ROPE_BYTES,
     WARPS,
+    codes_bytes,
     copy_columns,
     key_of_row,
+    kind_of_tile,
+    of_kind,
     s_offset,
     tiled_mmas,
 )
-from cute_kernels.mla.kernels.tile import BLOCK_COLUMNS
-from cute_kernels.mla.latent.kernels import codes
-from cute_kernels.mla.latent.kernels.convert_q import BLOCK, LatentQConverter
-from cute_kernels.mla.latent.kernels.scheduler import LatentScheduler
-from cute_kernels.mla.latent.kernels.smem import NEEDS_SCALES, codes_bytes, kind_of_tile, of_kind
-from cute_kernels.mla.latent.spec import LINE_BYTES, LatentDecodeSpec
-from cute_kernels.mla.spec import TOKENS_PER_TILE
+from cute_kernels.mla.kernels.tile import BLOCK_COLUMNS, QUANT_TILE
+from cute_kernels.mla.spec import LINE_BYTES, TOKENS_PER_TILE, WGMMA_ROWS, MlaDecodeSpec
 
-CHUNKS_PER_POWER = BLOCK // BLOCK_COLUMNS  # a power of two of Q for each 128 columns
+CHUNKS_PER_POWER = QUANT_TILE // BLOCK_COLUMNS  # a power of two of Q for each 128 columns
 EVEN, ODD = 0x1010, 0x3232  # PRMT: the lower half of a word twice, the upper one
 MIN_ROPE, MAX_ROPE = 0x3780, 0x467F  # 2^-16 and 16,320 as bfloat16: four times these are normal float16 numbers
 MAX_PARTIAL_ROPE = 0x4400  # 2^9: float16 holds values up to that over V_UNIT
@@ -50,12 +50,8 @@ class ScaledKeyQkWarpgroups(QkWarpgroups):
     tile with a row whose scales float16 does not hold takes `slow_tile`, as does one whose Q has powers of blocks.
     """
 
-    spec: LatentDecodeSpec
-
-    def __init__(self, spec: LatentDecodeSpec):
+    def __init__(self, spec: MlaDecodeSpec):
         super().__init__(spec)
-        self.q = LatentQConverter(spec)
-        self.scheduler = LatentScheduler(spec)
         self.chunks = spec.token_format.codes.count // BLOCK_COLUMNS
 
     @cute.jit
@@ -66,7 +62,7 @@ class ScaledKeyQkWarpgroups(QkWarpgroups):
         self.edges.keys.wait(smem, tile)
         self.stamp(smem, tile, 0, 1, tid, True)
         mma = tiled_mmas(self.heads)[0]
-        shape = mma.partition_shape_A((TOKENS_PER_TILE, BLOCK_COLUMNS))
+        shape = mma.partition_shape_A((WGMMA_ROWS, BLOCK_COLUMNS))
         operands = [mma.make_fragment_A(shape) for _ in range(2)]
         rows = self.load_rows(smem, stage, tid)
         if const_expr(self.spec.has_rope):
@@ -226,7 +222,7 @@ class ScaledKeyQkWarpgroups(QkWarpgroups):
         mma = tiled_mmas(self.heads)[0]
         rQ = self.q_operands(smem, mma, tid, Float16)
         total, part = wgmma.by_row(result), wgmma.by_row(acc)
-        operand = mma.make_fragment_A(mma.partition_shape_A((TOKENS_PER_TILE, BLOCK_COLUMNS)))
+        operand = mma.make_fragment_A(mma.partition_shape_A((WGMMA_ROWS, BLOCK_COLUMNS)))
         words = cute.recast_tensor(operand, Int32)
         power = cute.make_rmem_tensor(self.columns, Float32)
         sPower = smem.q_power.get_tensor(cute.make_layout(self.q.blocks * self.heads))

@@ -39,7 +39,7 @@ Roles, 64 heads (512 threads, 128 registers each at launch)
   warpgroup 1                 QK, 128: 64 of S, 32 of K, 8 of codes; Q by TMA
   warpgroups 2, 3             PV, 176: 128 of O, 8 of V, 16 of codes; issue the TMA of announced tiles, three ahead
 32 heads: the same roles with 48, 144 and 160 registers, and loads three tiles ahead, announced ones four. Other formats
-move some registers between roles (`LatentDecodeSpec.registers`).
+move some registers between roles (`MlaDecodeSpec.registers`).
 8 and 16 heads (768 threads, 80 registers each at launch)
   warpgroup 0                 load, 32: copies rows up to four tiles ahead, waits for nothing but room
   warpgroups 1, 5             QK, 112: every second tile each, counted through all work tiles of a CTA. A tile takes one

@@ -38,8 +38,6 @@ SPEC_MODULES = (
     "cute_kernels.sink.spec",
     "cute_kernels.sink.backward_spec",
 )
-MORE_MODULES = ("cute_kernels.mla.latent.spec",)
-"""Modules whose kernels are compiled where they are asked for: there are too many to compile all for a run."""
 MARK = " †"
 FOOTNOTE = "† Machine code that is no longer built ran this case; what is built now was not measured."
 
@@ -112,7 +110,7 @@ def spec_of(text: str) -> KernelSpec | None:
 def _spec_classes() -> dict[str, type]:
     return {
         name: value
-        for module in (*SPEC_MODULES, *MORE_MODULES)
+        for module in SPEC_MODULES
         for name, value in vars(importlib.import_module(module)).items()
         if isinstance(value, type) and hasattr(value, "can_implement")
     }

@@ -20,7 +20,7 @@ from bench.fuzzing.memory import Image, contiguous_stride, padded_stride
 from cute_kernels.gqa.layouts import LAYOUTS, CacheSizes, Which, scale_shapes
 from cute_kernels.gqa.reference import reference_append
 from cute_kernels.merge.spec import MergeSpec
-from cute_kernels.mla.latent import spec as latent_spec
+from cute_kernels.mla import spec as mla_spec
 from cute_kernels.mla.plan import EXCHANGES
 from cute_kernels.sink import backward_spec as sink_backward_spec
 from cute_kernels.sink import spec as sink_spec
@@ -79,7 +79,7 @@ seeds = st.integers(0, 2**31)
 
 def kernel_specs() -> list[Any]:
     """Every kernel that calls may launch. They are compiled first, so that no call waits for the compiler."""
-    latent = [spec for spec in latent_spec.shipped_specs() if spec.heads in LATENT_HEADS]
+    latent = [spec for spec in mla_spec.specs_of_formats() if spec.heads in LATENT_HEADS]
     merges = [
         MergeSpec.for_launch(rows=rows, num_states=n, d=d, in_dtype=inner, out_dtype=outer, has_sink=sink)
         for d, inner, outer, sink in MERGES

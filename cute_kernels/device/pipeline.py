@@ -98,13 +98,21 @@ class Pipeline:
         # waiting for the phase before the current one returns at once
         cute.arch.mbarrier_wait(self.empty_barrier(smem, index), phase ^ 1)
 
-    def arrive(self, smem: Any, tile: Int32 | Slot) -> None:
-        """Says that this thread has filled its part of a stage."""
-        cute.arch.mbarrier_arrive(self.full_barrier(smem, self.index(tile)))
+    def arrive(self, smem: Any, tile: Int32 | Slot, peer: Any = None) -> None:
+        """Says that this thread has filled its part of a stage; of the other CTA's stage if `peer` is its rank."""
+        _arrive(self.full_barrier(smem, self.index(tile)), peer)
+
+    def arrive_copies(self, smem: Any, tile: Int32 | Slot) -> None:
+        """Lets the cp.async copies of this thread arrive when they end: an arrival of its own."""
+        cute.arch.cp_async_mbarrier_arrive_noinc(self.full_barrier(smem, self.index(tile)))
 
     def arrive_and_expect(self, smem: Any, tile: Int32 | Slot) -> None:
         """Arrives, and announces the bytes that copies bring. Called by one thread."""
         cute.arch.mbarrier_arrive_and_expect_tx(self.full_barrier(smem, self.index(tile)), self.bytes)
+
+    def expect(self, smem: Any, tile: Int32 | Slot) -> None:
+        """Announces the bytes that copies bring, without an arrival. Called by one thread."""
+        cute.arch.mbarrier_expect_tx(self.full_barrier(smem, self.index(tile)), self.bytes)
 
     # ---- the consumer
 
@@ -115,11 +123,7 @@ class Pipeline:
 
     def release(self, smem: Any, tile: Int32 | Slot, peer: Any = None) -> None:
         """Says that this thread has read a tile; to the other CTA of a cluster if `peer` is its rank."""
-        barrier = self.empty_barrier(smem, self.index(tile))
-        if peer is None:
-            cute.arch.mbarrier_arrive(barrier)
-        else:  # relaxed: it publishes no data of this thread
-            cute.arch.mbarrier_arrive(barrier, peer, scope=MemScopeKind.CLUSTER, relaxed=True)
+        _arrive(self.empty_barrier(smem, self.index(tile)), peer)
 
     # ---- shared memory
 
@@ -162,3 +166,10 @@ def _pointer(smem: Any, name: str) -> cute.Pointer:
     if isinstance(field, cute.Pointer):
         return field
     return field.data_ptr() if hasattr(field, "data_ptr") else field.ptr
+
+
+def _arrive(barrier: cute.Pointer, peer: Any) -> None:
+    if peer is None:
+        cute.arch.mbarrier_arrive(barrier)
+    else:  # relaxed: it publishes no data of this thread
+        cute.arch.mbarrier_arrive(barrier, peer, scope=MemScopeKind.CLUSTER, relaxed=True)

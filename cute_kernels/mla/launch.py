@@ -17,7 +17,7 @@ from cute_kernels.runtime.compile import get_kernel
 from cute_kernels.runtime.launch import PreparedLaunches, by_name, output_key
 from cute_kernels.runtime.overlap import share_storage
 from fp8_mla import ROPE_OFFSET, SCALE_OFFSET, TOKEN_BYTES
-from fp8_mla.formats import TokenFormat
+from fp8_mla.formats import V3_2, TokenFormat
 from fp8_mla.pages import check_pages
 
 _NO_EXTRA = dict.fromkeys(
@@ -178,7 +178,7 @@ def _prepare(key: tuple[Any, ...], request: Request) -> PreparedLaunch:
             extra_format=second.name if second else "",
             extra_keys=widths[1] if second else 0,
             # of two caches of V3.2, one without keys is no reason for other roundings
-            latent=len(caches) > 1,
+            of_two=len(caches) > len(read) and first.name == V3_2.name,
             num_splits=request["num_splits"],
             exchange=request["exchange"],
             **DECODE.facts_of(request),

@@ -10,7 +10,6 @@ from typing import Any
 
 from cute_kernels.mla.crossover import spec as crossover
 from cute_kernels.mla.crossover.spec import MlaCrossoverSpec
-from cute_kernels.mla.latent.spec import LatentDecodeSpec
 from cute_kernels.mla.spec import (
     CUT_TILES,
     HALF,
@@ -32,8 +31,8 @@ WORK_TILE_US = 5.0  # first load, Q, epilogue
 MERGE_US = 2.0  # from the last partial to the result
 MERGE_US_PER_MB = 0.3  # partials are written once and read once, from L2 where they are few
 MERGE_US_PER_SPLIT = 0.03
-# The latent kernel's, fitted to splits of 128 + 1024 keys (docs/journal/latent.md). First tiles of a split cost less
-# than later ones; more for each split makes up for it.
+# Of other formats and of two caches, fitted to splits of 128 + 1024 keys (docs/journal/latent.md). First tiles of a
+# split cost less than later ones; more for each split makes up for it.
 LATENT_START_US = {8: 4.3, 16: 4.3, HALF: 1.5, WIDE: 3.4}
 LATENT_TILE_US = {8: 1.45, 16: 1.45, HALF: 1.5, WIDE: 2.0}
 LATENT_MERGE_US_PER_SPLIT = 0.2
@@ -77,7 +76,6 @@ def plan_decode(
     cache_format: str = V3_2.name,
     extra_format: str = "",
     extra_keys: int = 0,
-    latent: bool = False,
     **facts: Any,
 ) -> DecodePlan:
     """Choose the kernel, the heads of a CTA and the number of splits.
@@ -99,7 +97,6 @@ def plan_decode(
         cache_format: of the cache.
         extra_format: of a second cache that joins the softmax; "" where there is none.
         extra_keys: topk of the second cache.
-        latent: take the kernel of all formats for one cache of V3.2 as well.
         facts: other fields of the kernel's spec.
     """
     if heads is None:
@@ -111,11 +108,9 @@ def plan_decode(
     queries = batch * s_q
     tiles = max(1, -(-max_keys // TOKENS_PER_TILE) + -(-extra_keys // TOKENS_PER_TILE))  # no tile has keys of both
     candidates = [num_splits] if num_splits is not None else range(1, min(tiles, MAX_SPLITS) + 1)
-    specs: list[Spec] = [MlaDecodeSpec(sparse=sparse, heads=choice, **facts) for choice in choices]
-    if latent or cache_format != V3_2.name or extra_format:
-        one = LatentDecodeSpec(sparse=sparse, cache_format=cache_format, extra_format=extra_format, **facts)
-        specs = [replace(one, heads=choice) for choice in choices]
-    elif exchange not in (None, "none"):
+    one = MlaDecodeSpec(sparse=sparse, cache_format=cache_format, extra_format=extra_format, **facts)
+    specs: list[Spec] = [replace(one, heads=choice) for choice in choices]
+    if exchange not in (None, "none"):
         for name in facts.keys() - {field.name for field in fields(MlaCrossoverSpec)}:
             if facts.pop(name):
                 raise ValueError(f"{name}: got a value with exchange {exchange!r}; needs exchange None or 'none'")
@@ -179,7 +174,7 @@ def _merge_ctas(spec: Spec, h_q: int, merge_lanes: int, groups: int, num_sms: in
 def _estimate_us(spec: Spec, work_tiles: int, tiles: int, num_splits: int, rows: int, num_sms: int) -> float:
     """Predicted launch time in us, split merge included. `tiles` is the key tiles of each work tile."""
     start, tile, per_split = START_US, TILE_US, MERGE_US_PER_SPLIT
-    if isinstance(spec, LatentDecodeSpec):
+    if isinstance(spec, MlaDecodeSpec) and not spec.is_plain:
         start, tile, per_split = LATENT_START_US, LATENT_TILE_US, LATENT_MERGE_US_PER_SPLIT
     decode = start[spec.heads] + -(-work_tiles // num_sms) * (tiles * tile[spec.heads] + WORK_TILE_US)
     if num_splits == 1:

@@ -1,26 +1,45 @@
 """What is fixed at compile time in the MLA decode kernel."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, NamedTuple
 
 from cute_kernels.merge.spec import BLOCK_SCALE_VALUES
-from fp8_mla.formats import V3_2
+from fp8_mla.formats import FORMATS, PAIRS, V3_2, TokenFormat
 
 WIDE = 64  # heads of a CTA, at most
 NARROW = (8, 16, 32)  # heads of a CTA for fewer of them
 HALF = 32
 FEW = 16  # up to here S and O leave registers for six warpgroups
-WGMMA_ROWS = 64
+WGMMA_ROWS = 64  # of an accumulator: M of an instruction
 TOKENS_PER_TILE = 64  # keys of a key tile: the rows of S^T, and the columns that P^T and V^T share
 MAX_KEYS = 2**31 - 2**15  # of a query: the end of the last of 256 equal parts still fits into 32 bits
 WORK_TILE_OVERHEAD = 2  # key tiles that a work tile costs in addition to its own, in a balanced schedule
 CUT_TILES = 5  # key tiles that a cut through a query costs: a work tile more, and a merge
 MERGE_LANES = (0, 32, 128)
-MASKED_SCALE = 2.0**-6  # of a masked key: in range of the weights of both kernels, so its tile takes the fast path
-CACHE_FORMAT = V3_2.name  # that `MlaDecodeSpec` reads; `LatentDecodeSpec` reads the others
+MASKED_SCALE = 2.0**-6  # of a masked key, float32: in range of the weights of V, so its tile takes the fast path
 PARTIAL_FLOATS = V3_2.d_v // 2 + V3_2.d_v // BLOCK_SCALE_VALUES + 1  # float16 O, block scales, LSE
+LINE_BYTES = 128  # of a key's row in shared memory: one row of the 128-byte swizzle
 ROLES = ("load", "QK", "PV 0", "PV 1")  # warpgroups, as a traced kernel numbers them; load includes the softmax
 EVENTS = (("wait", "load", "softmax"), ("wait", "QK", "store S"), ("wait", "PV"), ("wait", "PV"))  # of a key tile
+
+
+def scale_row(kind: TokenFormat) -> int:
+    """Bytes of a key's scales in a stage: its scale row, or its scales where there is one row a token."""
+    return kind.row_bytes[1] if len(kind.row_bytes) > 1 else kind.scales.num_bytes
+
+
+def expands(kind: TokenFormat) -> bool:
+    """Whether a role makes codes of others in a stage: a key's row is shorter than its codes, a byte each."""
+    return kind.codes.num_bytes < kind.codes.count
+
+
+class Roles(NamedTuple):
+    """The warpgroups of each role."""
+
+    load: tuple[int, ...]
+    qk: tuple[int, ...]
+    pv: tuple[int, ...]
+    softmax: tuple[int, ...] = ()
 
 
 class Registers(NamedTuple):
@@ -44,6 +63,9 @@ class MlaDecodeSpec:
                  queries or equal parts of each. A query that is cut is merged
     trace        the roles store timestamps (device/trace.py)
     inf_if_empty  a query without keys has a log-sum-exp of +inf, as in FlashMLA, instead of -inf
+    cache_format  of the cache, a name of `fp8_mla.formats.FORMATS`
+    extra_format  of a second cache that joins the same softmax; "" where there is none
+    of_two       the call has a second cache of V3.2, without any key: roundings are those of two caches
 
     Sinks, lengths and the log-sum-exp are always there (a sink of -inf, a length of topk): they cost nothing
     measurable, and each fact less halves the number of kernels.
@@ -55,17 +77,35 @@ class MlaDecodeSpec:
     balanced: bool = False
     trace: bool = False
     inf_if_empty: bool = False
+    cache_format: str = V3_2.name
+    extra_format: str = ""
+    of_two: bool = False
 
     kernel: ClassVar[str] = "cute_kernels.mla.kernels.decode:MlaDecodeKernel"
     cluster: ClassVar[int] = 1  # CTAs that share the keys of a query token and split
     p_stages: ClassVar[int] = 2  # of P, and of what the softmax stores with it
-    splits_p: ClassVar[bool] = False  # of key tiles whose scales are far apart; see `PvWarpgroups.add_bfloat16`
+    expanded_ahead: ClassVar[int] = 2  # key tiles that PV expands before its products; loads are as far ahead at least
     launch_registers: ClassVar[dict[int, int]] = {512: 128, 768: 80}  # of a thread, by threads of a CTA
 
     @property
     def compile_options(self) -> str:
-        """Levels at which ptxas spills no register. Levels 0 and 7 differ by up to 6% in speed (64 heads)."""
-        return f"--ptxas-options '--register-usage-level={0 if self.few_heads else 7}'"
+        """Levels at which ptxas spills no register, or few where tiles have two formats.
+
+        Levels 0 and 7 differ by up to 6% in speed (64 heads).
+        """
+        level = 0 if self.few_heads or len(self.kinds) > 1 else 7
+        return f"--ptxas-options '--register-usage-level={self.own_level or level}'"
+
+    @property
+    def own_level(self) -> int:
+        """The level of two caches, with 64 heads, where it is not that of other tiles; else 0."""
+        if not self.has_extra or self.heads < WIDE:
+            return 0
+        if len(self.kinds) > 1:
+            return 0 if self.balanced else 5
+        if self.float_scales and self.has_rope:
+            return 5 if self.split else 0  # at other levels ptxas serializes wgmma
+        return 5 if self.balanced and not (self.float_scales or self.has_rope) else 0
 
     def can_implement(self) -> list[str]:
         """Reasons, in words, why this kernel cannot be built; empty when it can."""
@@ -78,12 +118,93 @@ class MlaDecodeSpec:
             reasons.append(f"merge_lanes is {self.merge_lanes}; known are {MERGE_LANES}")
         if self.balanced and not self.split:
             reasons.append(f"balanced is True with merge_lanes {self.merge_lanes}; shares need a merge")
+        if self.cache_format not in FORMATS:
+            reasons.append(f"cache_format is {self.cache_format!r}; known are {tuple(FORMATS)}")
+        if self.extra_format and (self.cache_format, self.extra_format) not in PAIRS:
+            reasons.append(f"extra_format is {self.extra_format!r} with {self.cache_format!r}; known pairs are {PAIRS}")
+        if self.extra_format and not self.sparse:
+            reasons.append(f"extra_format is {self.extra_format!r} with a block table; two caches need indices")
         return reasons
+
+    # ---- formats
+
+    @property
+    def token_format(self) -> TokenFormat:
+        """The format of the cache."""
+        return FORMATS[self.cache_format]
+
+    @property
+    def kinds(self) -> tuple[TokenFormat, ...]:
+        """The formats that key tiles have: one, or that of the cache and that of the second one."""
+        if self.extra_format in ("", self.cache_format):
+            return (self.token_format,)
+        return (self.token_format, FORMATS[self.extra_format])
+
+    @property
+    def has_extra(self) -> bool:
+        """Whether there is a second cache."""
+        return bool(self.extra_format)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the call has one cache, of V3.2."""
+        return self.cache_format == V3_2.name and not self.has_extra and not self.of_two
 
     @property
     def d_qk(self) -> int:
         """Columns of Q."""
-        return V3_2.d_qk
+        return self.token_format.d_qk
+
+    @property
+    def float_scales(self) -> bool:
+        """Whether scales are float32: products of codes are scaled then, else keys are, which is exact."""
+        return self.token_format.scales.dtype == "float32"
+
+    @property
+    def splits_p(self) -> bool:
+        """Whether P is two bfloat16 numbers in key tiles whose scales are far apart; see `PvWarpgroups.add_bfloat16`.
+
+        One cache of V3.2 does without: its dense key tiles with 64 heads would take 330 us instead of 270, by the order
+        in which ptxas then has the instructions of all tiles.
+        """
+        return not self.is_plain
+
+    @property
+    def has_rope(self) -> bool:
+        """Whether a token has a rope part."""
+        return self.token_format.rope is not None
+
+    @property
+    def rope_is_value(self) -> bool:
+        """Whether a rope part is a value too, so that it stays in its stage until PV has read it."""
+        return self.has_rope and self.d_qk == self.token_format.d_v
+
+    @property
+    def code_lines(self) -> int:
+        """Lines of `LINE_BYTES` that a key's codes take in a stage, where each is a byte."""
+        return max(-(-kind.codes.count // LINE_BYTES) for kind in self.kinds)
+
+    @property
+    def scale_bytes(self) -> int:
+        """Of a key in a stage."""
+        return max(scale_row(kind) for kind in self.kinds)
+
+    @property
+    def expands(self) -> bool:
+        """Whether a role makes codes of others: of one of the formats."""
+        return any(map(expands, self.kinds))
+
+    @property
+    def load_expands(self) -> bool:
+        """Whether that is the load warpgroup: where it does nothing else."""
+        return self.expands and self.few_heads
+
+    @property
+    def pv_expands(self) -> bool:
+        """Whether these are the PV warpgroups: where the load warpgroup has the softmax, which is on the path of S."""
+        return self.expands and not self.few_heads
+
+    # ---- work and roles
 
     def head_blocks(self, h_q: int) -> int:
         """CTAs for the heads of a query token."""
@@ -100,37 +221,57 @@ class MlaDecodeSpec:
         return self.heads <= FEW
 
     @property
-    def pv_issues_tma(self) -> bool:
-        """Whether PV warpgroups issue the TMA of whole key tiles of a page: they see the stage free first."""
-        return not self.sparse and not self.few_heads
+    def roles(self) -> Roles:
+        """The warpgroups of each role; the load warpgroup makes P where no other one does."""
+        if self.few_heads:
+            return Roles(load=(0,), qk=(1, 5), pv=(2, 3), softmax=(4,))
+        return Roles(load=(0,), qk=(1,), pv=(2, 3))
 
     @property
-    def pv_expands(self) -> bool:
-        """Whether PV warpgroups make codes of rows that are copied in another form: only of latent formats."""
-        return False
+    def page_tma(self) -> bool:
+        """Whether whole key tiles of a page come by TMA, as rows of V3.2 may; other rows come by cp.async."""
+        return not self.sparse and self.cache_format == V3_2.name
+
+    @property
+    def pv_issues_tma(self) -> bool:
+        """Whether PV warpgroups issue that TMA: they see the stage free first."""
+        return self.page_tma and not self.few_heads
 
     @property
     def qk_warpgroups(self) -> int:
         """Key tile t belongs to QK warpgroup t modulo as many."""
-        return 2 if self.few_heads else 1
+        return len(self.roles.qk)
 
     @property
     def threads(self) -> int:
         """Of a CTA."""
-        return 768 if self.few_heads else 512
+        return 128 * sum(map(len, self.roles))
 
     @property
     def registers(self) -> Registers:
         """Of each role, after the roles have exchanged registers."""
+        two_kinds = len(self.kinds) > 1
         if self.few_heads:
+            if two_kinds:
+                return Registers(load=48, qk=104, pv=96, softmax=32)
             return Registers(load=32, qk=112, pv=96, softmax=32)
         if self.heads < WIDE:
-            return Registers(load=48, qk=144, pv=160, softmax=0)
-        return Registers(load=32, qk=128, pv=176, softmax=0)  # with fewer for QK ptxas serializes its wgmma
+            if self.float_scales:
+                return Registers(load=48, qk=144, pv=160, softmax=0)
+            return Registers(load=56, qk=120, pv=168, softmax=0)
+        if self.float_scales:
+            return Registers(load=32, qk=128, pv=176, softmax=0)  # with fewer for QK ptxas serializes its wgmma
+        load = 40 if not two_kinds else 56 if self.balanced else 48
+        return Registers(load=load, qk=160 - load, pv=176, softmax=0)
 
     @property
     def stages(self) -> int:
-        """Key tiles of codes in shared memory, 33,792 bytes each with their scales: as many as Q leaves room for."""
+        """Key tiles in shared memory, of V3.2 33,792 bytes each with their scales: as many as Q leaves room for.
+
+        With few heads five where codes expand: a tile is expanded a step after its copies.
+        """
+        if self.load_expands:
+            return 5
         return 3 if self.heads == WIDE else 4
 
     @property
@@ -143,6 +284,13 @@ class MlaDecodeSpec:
         return self.stages if self.few_heads else self.stages - 1
 
     @property
+    def rope_slots(self) -> int:
+        """Rope parts that shared memory holds."""
+        if not self.has_rope:
+            return 0
+        return self.stages if self.rope_is_value else self.rope_stages
+
+    @property
     def mask_stages(self) -> int:
         """Key tiles whose masks are kept: tile t + stages - 1 gets its mask while tile t - 1 may still be read."""
         return 4 if self.heads == WIDE else 8
@@ -150,23 +298,59 @@ class MlaDecodeSpec:
     @property
     def expected(self) -> dict[str, Any]:
         """What the compiled kernel is held to."""
-        return {
+        found: dict[str, Any] = {
             "registers": self.launch_registers[self.threads],
-            # up to 16 heads a thread converts 128 numbers of Q at once; what it spills is read between work tiles
-            "stack": 32 if self.few_heads and self.split else 0,
+            # bytes that ptxas spills at most, all between key tiles or on slow paths
+            "stack": 48 if self.few_heads or len(self.kinds) > 1 else 32,
             "instructions": ("HGMMA", "UTMALDG", "USETMAXREG", "LDGSTS.E.BYPASS.128"),
-            # fewer where ptxas keeps loop counters in registers of each thread, which costs 10% of the time
-            "at_least": {"USHF": 70 if self.few_heads else 90},
         }
+        if self.is_plain:
+            # up to 16 heads a thread converts 128 numbers of Q at once; what it spills is read between work tiles
+            found["stack"] = 32 if self.few_heads and self.split else 0
+            # fewer where ptxas keeps loop counters in registers of each thread, which costs 10% of the time
+            found["at_least"] = {"USHF": 70 if self.few_heads else 90}
+        elif self.float_scales and self.has_rope and self.balanced and self.heads == WIDE:
+            found["serialized"] = True  # two caches of V3.2, ragged lengths: no level leaves QK its registers
+        return found
 
 
 def shipped_specs() -> list[MlaDecodeSpec]:
-    """Every specification that the planner can ask for."""
+    """Every specification that the planner can ask for over one cache of V3.2."""
+    return _specs((V3_2.name, ""))
+
+
+def specs_of_formats() -> list[MlaDecodeSpec]:
+    """Every specification that the planner can ask for over caches of other formats, and of calls with two caches."""
+    return [*_specs(*_OTHERS), *(replace(spec, of_two=True) for spec in shipped_specs() if spec.sparse)]
+
+
+def covering_specs() -> list[MlaDecodeSpec]:
+    """`shipped_specs`, and of each other format and pair each number of heads, schedule and kind of keys once.
+
+    That is a tenth of `specs_of_formats`. They differ in little else, and to compile all takes half an hour of a core.
+    """
+    chosen = []
+    for i, (name, extra) in enumerate(_OTHERS):
+        for j, heads in enumerate((WIDE, NARROW[i % len(NARROW)], NARROW[(i + 1) % len(NARROW)])):
+            lanes = MERGE_LANES[(i + j) % len(MERGE_LANES)]
+            sparse = bool(extra) or (i + j) % 2 == 0
+            balanced = lanes > 0 and (i + j) % 4 > 1
+            chosen.append(MlaDecodeSpec(sparse, lanes, heads, balanced, cache_format=name, extra_format=extra))
+    two = [MlaDecodeSpec(True, 128, WIDE, True, cache_format=name, extra_format=extra) for name, extra in PAIRS]
+    chosen += [MlaDecodeSpec(True, lanes, heads, lanes > 0, of_two=True) for lanes, heads in ((0, WIDE), (32, HALF))]
+    return [*shipped_specs(), *chosen, *(spec for spec in two if spec.own_level and spec not in chosen)]
+
+
+_OTHERS = (*((name, "") for name in FORMATS if name != V3_2.name), *PAIRS)
+
+
+def _specs(*formats: tuple[str, str]) -> list[MlaDecodeSpec]:
     return [
-        MlaDecodeSpec(sparse=sparse, merge_lanes=lanes, heads=heads, balanced=balanced)
+        MlaDecodeSpec(sparse, lanes, heads, balanced, cache_format=name, extra_format=extra)
+        for name, extra in formats
         for balanced in (False, True)
         for sparse in (True, False)
         for lanes in MERGE_LANES
         for heads in (*NARROW, WIDE)
-        if lanes or not balanced
+        if (lanes or not balanced) and (sparse or not extra)
     ]

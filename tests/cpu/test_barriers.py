@@ -9,17 +9,16 @@ from cute_kernels.runtime import arch
 
 arch.pin()
 
-from cute_kernels.device import barriers, pipeline  # noqa: E402
+from cute_kernels.device import barriers  # noqa: E402
+from cute_kernels.device.pipeline import table  # noqa: E402
 from cute_kernels.gqa.kernels import decode as gqa_decode  # noqa: E402
 from cute_kernels.gqa.kernels import pipelines as gqa  # noqa: E402
 from cute_kernels.gqa.spec import GqaDecodeSpec  # noqa: E402
-from cute_kernels.mla.crossover.kernels import barriers as crossover  # noqa: E402
 from cute_kernels.mla.crossover.kernels import decode as crossover_decode  # noqa: E402
+from cute_kernels.mla.crossover.kernels import pipelines as crossover  # noqa: E402
 from cute_kernels.mla.crossover.spec import MlaCrossoverSpec, shipped_specs  # noqa: E402
-from cute_kernels.mla.kernels import barriers as mla  # noqa: E402
 from cute_kernels.mla.kernels import decode as mla_decode  # noqa: E402
-from cute_kernels.mla.latent.kernels import decode as latent_decode  # noqa: E402
-from cute_kernels.mla.latent.spec import LatentDecodeSpec  # noqa: E402
+from cute_kernels.mla.kernels import pipelines as mla  # noqa: E402
 from cute_kernels.mla.spec import MlaDecodeSpec  # noqa: E402
 from cute_kernels.sink.backward_spec import SinkBackwardSpec, SinkQueryGradSpec  # noqa: E402
 from cute_kernels.sink.kernels.backward import SinkBackwardKernel  # noqa: E402
@@ -30,19 +29,13 @@ from cute_kernels.sink.spec import SinkForwardSpec  # noqa: E402
 
 INT8 = GqaDecodeSpec("bfloat16", "int8", 128, 8, k_scales="per_token", v_scales="per_token")
 GROUPED = SinkForwardSpec("bfloat16", 64, window=True, warpgroups=4, tile=64, turns=False, grouped=True)
-EXPANDED = LatentDecodeSpec(sparse=True, cache_format="v4.1_fp4")
 SHOWN = [
-    (gqa_decode, "int8, d 128, scales of tokens\n", pipeline.table(gqa.pipelines(INT8))),
-    (gqa_decode, "bfloat16, d 128\n", pipeline.table(gqa.pipelines(GqaDecodeSpec("bfloat16", "bfloat16", 128, 8)))),
-    (mla_decode, "", barriers.table(mla.barriers(MlaDecodeSpec(sparse=False)))),
-    (mla_decode, "", barriers.table(mla.barriers(MlaDecodeSpec(sparse=True, heads=16)))),
-    (latent_decode, "", barriers.table(mla.barriers(LatentDecodeSpec(sparse=True, cache_format="v4")))),
-    (
-        latent_decode,
-        "PV expands\n",
-        barriers.table(mla.barriers(LatentDecodeSpec(sparse=True, cache_format="v4.1_fp4"))),
-    ),
-    (crossover_decode, "", barriers.table(crossover.barriers(MlaCrossoverSpec(sparse=True, exchange="values")))),
+    (gqa_decode, "int8, d 128, scales of tokens\n", table(gqa.pipelines(INT8))),
+    (gqa_decode, "bfloat16, d 128\n", table(gqa.pipelines(GqaDecodeSpec("bfloat16", "bfloat16", 128, 8)))),
+    (mla_decode, "", table(mla.pipelines(MlaDecodeSpec(sparse=False)))),
+    (mla_decode, "", table(mla.pipelines(MlaDecodeSpec(sparse=True, heads=16)))),
+    (mla_decode, "PV expands\n", table(mla.pipelines(MlaDecodeSpec(sparse=True, cache_format="v4.1_fp4")))),
+    (crossover_decode, "", table(crossover.pipelines(MlaCrossoverSpec(sparse=True, exchange="values")))),
     (SinkForwardKernel, "", barriers.table(query_barriers(SinkForwardSpec("bfloat16", 64, warpgroups=3)))),
     (SinkForwardKernel, "", barriers.table(query_barriers(GROUPED))),
     (SinkQueryGradKernel, "", barriers.table(query_barriers(SinkQueryGradSpec("bfloat16", 64)))),
@@ -52,16 +45,12 @@ SHOWN = [
 """What has the docstring (a module or a class), the line before the table, the table."""
 
 
-@pytest.mark.parametrize(("shown_by", "title", "table"), SHOWN)
-def test_docstring_shows_the_barriers(shown_by: Any, title: str, table: str) -> None:
-    assert f"{title}{table}\n" in (inspect.getdoc(shown_by) or "") + "\n"
+@pytest.mark.parametrize(("shown_by", "title", "shown"), SHOWN)
+def test_docstring_shows_the_barriers(shown_by: Any, title: str, shown: str) -> None:
+    assert f"{title}{shown}\n" in (inspect.getdoc(shown_by) or "") + "\n"
 
 
 def test_bytes_cross_on_one_barrier() -> None:
     for spec in shipped_specs():
-        crossing = {
-            barrier.name: barrier.bytes
-            for (barrier,) in crossover.barriers(spec)
-            if barrier.bytes and barrier.copies > 1
-        }
-        assert crossing == ({"full": 36_864} if spec.exchange == "values" else {"codes_full": 20_480})
+        crossing = {edge.name: edge.bytes for edge in crossover.pipelines(spec) if edge.bytes and edge.stages > 1}
+        assert crossing == ({"keys": 36_864} if spec.exchange == "values" else {"codes": 20_480})

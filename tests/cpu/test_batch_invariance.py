@@ -40,10 +40,10 @@ def others_of_mla(draw: st.DrawFn) -> dict[str, Any]:
 @PLENTY
 @given(
     form=st.sampled_from(FORMS), sparse=st.booleans(), h_q=st.integers(1, 128), num_splits=SPLITS,
-    exchange=st.sampled_from([None, *EXCHANGES]), latent=st.booleans(), inf_if_empty=st.booleans(),
+    exchange=st.sampled_from([None, *EXCHANGES]), inf_if_empty=st.booleans(),
     one=others_of_mla(), other=others_of_mla(),
 )  # fmt: skip
-def test_mla(form, sparse, h_q, num_splits, exchange, latent, inf_if_empty, one, other):
+def test_mla(form, sparse, h_q, num_splits, exchange, inf_if_empty, one, other):
     cache_format, extra_format = form
     if cache_format != "v3.2" or extra_format:
         exchange = None
@@ -51,7 +51,7 @@ def test_mla(form, sparse, h_q, num_splits, exchange, latent, inf_if_empty, one,
         plan_decode(
             sparse=sparse or bool(extra_format), h_q=h_q, num_splits=num_splits, exchange=exchange,
             cache_format=cache_format, extra_format=extra_format, extra_keys=512 if extra_format else 0,
-            latent=latent and exchange is None, inf_if_empty=inf_if_empty, **others,
+            inf_if_empty=inf_if_empty, **others,
         )
         for others in (one, other)
     ]  # fmt: skip

@@ -10,9 +10,8 @@ from typing import Any
 
 import pytest
 
+from cute_kernels.mla import spec as mla_spec
 from cute_kernels.mla.crossover.spec import MlaCrossoverSpec
-from cute_kernels.mla.latent import spec as latent_spec
-from cute_kernels.mla.latent.spec import LatentDecodeSpec
 from cute_kernels.mla.spec import MlaDecodeSpec
 from tests.cpu.tiny_spec import TinySpec
 from tests.kit import sass
@@ -38,11 +37,11 @@ FLASH_MLA: list[Any] = [
         MlaDecodeSpec(sparse=False, merge_lanes=32, heads=32, balanced=True),
         MlaCrossoverSpec(sparse=True),
         MlaCrossoverSpec(sparse=True, merge_lanes=128, exchange="codes"),
-        LatentDecodeSpec(sparse=True, cache_format="v4"),
-        LatentDecodeSpec(sparse=True, merge_lanes=128, balanced=True, cache_format="v3.2", extra_format="v3.2"),
-        LatentDecodeSpec(sparse=True, merge_lanes=128, balanced=True, cache_format="v4.1", extra_format="v4.1"),
-        LatentDecodeSpec(sparse=True, merge_lanes=32, heads=16, cache_format="v4.1", extra_format="v4.1_fp4"),
-        LatentDecodeSpec(sparse=False, merge_lanes=32, heads=32, balanced=True, cache_format="v3.2_nope"),
+        MlaDecodeSpec(sparse=True, cache_format="v4"),
+        MlaDecodeSpec(sparse=True, merge_lanes=128, balanced=True, cache_format="v3.2", extra_format="v3.2"),
+        MlaDecodeSpec(sparse=True, merge_lanes=128, balanced=True, cache_format="v4.1", extra_format="v4.1"),
+        MlaDecodeSpec(sparse=True, merge_lanes=32, heads=16, cache_format="v4.1", extra_format="v4.1_fp4"),
+        MlaDecodeSpec(sparse=False, merge_lanes=32, heads=32, balanced=True, cache_format="v3.2_nope"),
     )
 ]
 
@@ -88,8 +87,8 @@ def test_every_room_ships_specs() -> None:
     for module in SPEC_MODULES:
         specs = importlib.import_module(module).shipped_specs()
         assert specs and len(set(specs)) == len(specs), f"{module}: none, or the same twice"
-    covering = latent_spec.covering_specs()
-    assert len(set(covering)) == len(covering) and set(covering) <= set(latent_spec.shipped_specs())
+    covering, shipped = mla_spec.covering_specs(), [*mla_spec.shipped_specs(), *mla_spec.specs_of_formats()]
+    assert len(set(covering)) == len(covering) and set(covering) <= set(shipped)
 
 
 def test_specs_name_what_makes_a_kernel_fast() -> None:

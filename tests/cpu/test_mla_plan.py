@@ -1,6 +1,7 @@
 """The planner of `mla_fp8_decode`: pure Python, so every property holds or fails anywhere."""
 
 import itertools
+from typing import Any
 
 import pytest
 
@@ -167,6 +168,14 @@ def test_what_checks_let_pass_can_be_built():
 def test_an_unknown_exchange_is_refused_in_words():
     spec = MlaCrossoverSpec(sparse=True, exchange="keys")
     assert spec.can_implement() == ["exchange is 'keys'; known are ('codes', 'values')"]
+
+
+def test_one_of_two_caches_without_keys_keeps_the_roundings_of_two():
+    calls: list[dict[str, Any]] = [
+        {}, {"of_two": True}, {"extra_format": "v3.2", "extra_keys": 64}, {"cache_format": "v4"}
+    ]  # fmt: skip
+    specs = [plan_decode(sparse=True, batch=8, s_q=1, h_q=64, max_keys=64, num_sms=SMS, **call).spec for call in calls]
+    assert [isinstance(spec, MlaDecodeSpec) and spec.splits_p for spec in specs] == [False, True, True, True]
 
 
 def test_a_tile_with_masked_keys_takes_the_fast_path():

@@ -277,7 +277,7 @@ def kernel_specs() -> list[Any]:
     for sparse, first, second in formats:
         for way in WAYS:
             plan = plan_decode(
-                sparse=sparse, batch=1, s_q=1, max_keys=LONGEST, num_sms=132, latent=True, cache_format=first,
+                sparse=sparse, batch=1, s_q=1, max_keys=LONGEST, num_sms=132, cache_format=first,
                 extra_format=second, extra_keys=64 if second else 0, **way,
             )  # fmt: skip
             specs.append(plan.spec)

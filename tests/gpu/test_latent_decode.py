@@ -63,15 +63,13 @@ def kernel_specs() -> list[Any]:
             given = {"max_keys": topk, "extra_format": extra, "extra_keys": extra_topk, "cache_format": first}
             shape = {name: sizes[name] for name in ("batch", "s_q", "h_q", "num_splits")}
             ragged = sizes["lengths"] != "none"
-            plan = plan_decode(sparse=True, num_sms=num_sms, ragged=ragged, latent=True, **shape, **given)
+            plan = plan_decode(sparse=True, num_sms=num_sms, ragged=ragged, **shape, **given)
             specs.append(plan.spec)
     for sizes in DENSE:
         shape = {name: sizes[name] for name in ("batch", "s_q", "h_q")}
         keys = -(-sizes["longest"] // sizes["page_size"]) * sizes["page_size"]
         format_name = sizes["form"][0][0]
-        plan = plan_decode(
-            sparse=False, num_sms=num_sms, ragged=True, latent=True, max_keys=keys, cache_format=format_name, **shape
-        )
+        plan = plan_decode(sparse=False, num_sms=num_sms, ragged=True, max_keys=keys, cache_format=format_name, **shape)
         specs.append(plan.spec)
     return list(dict.fromkeys(specs))
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
-from cute_kernels.mla.spec import MERGE_LANES, WIDE
+from cute_kernels.mla.spec import MERGE_LANES, WIDE, Roles
 
 EXCHANGES = ("codes", "values")
 WEIGHT = 8.0  # times a scale between 2^-17 and 2^-2 (values up to 112): a normal float16 number below 2
@@ -45,7 +45,9 @@ class MlaCrossoverSpec:
     cluster: ClassVar[int] = 2  # CTAs that share the keys of a query token and split
     heads: ClassVar[int] = WIDE  # of a CTA
     balanced: ClassVar[bool] = False
+    has_extra: ClassVar[bool] = False
     few_heads: ClassVar[bool] = False
+    roles: ClassVar[Roles] = Roles(load=(0,), qk=(1,), pv=(2, 3))
     threads: ClassVar[int] = 512  # of a CTA
     registers: ClassVar[Registers] = Registers(load=72, qk=104, pv=168)
     """At launch each thread has 128."""

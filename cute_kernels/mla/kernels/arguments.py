@@ -1,25 +1,14 @@
-"""Arguments of a decode launch, of either kernel: what they are compiled from, and tensors over the scratch memory."""
+"""Arguments of a decode launch: what kernels are compiled from, what roles are given, tensors over scratch memory."""
 
 from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import AddressSpace, BFloat16, Float16, Float32, Int32, Int64, Uint8
-from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
+from cutlass import AddressSpace, BFloat16, Float16, Float32, Int32, Int64
+from cutlass.cute.runtime import make_fake_tensor
 
-from cute_kernels.device import token_cache
 from cute_kernels.merge.spec import BLOCK_SCALE_VALUES
-from cute_kernels.mla.kernels.tile import NOPE, QK
-
-
-def fake_arguments(sparse: bool) -> tuple:
-    """Shapes, strides and alignments that a compiled kernel accepts, in the order of `__call__`."""
-    sizes = tuple(cute.sym_int() for _ in range(3))
-    q = fake_strided(BFloat16, (*sizes, QK), 16)
-    kv = fake_strided(Uint8, (cute.sym_int(), cute.sym_int(), token_cache.ROW_BYTES), 16)
-    tensors = (q, kv, *fake_keys(sparse, sizes), *fake_results(sizes))
-    numbers = (Int64(0), Int64(0), Int64(0), Float32(1.0), Int32(1), Int32(1), Int32(1), Int32(1), Int64(0))
-    return (*tensors, *numbers, make_fake_stream(use_tvm_ffi_env_stream=True))
+from cute_kernels.mla.kernels.tile import NOPE
 
 
 def fake_strided(dtype, shape: tuple, align: int) -> Any:
@@ -61,12 +50,24 @@ class Partials(NamedTuple):
     scales: Any = None
 
 
-class Keys(NamedTuple):
-    """Where keys are: the pages of the cache, indices or block tables, and lengths."""
+class Source(NamedTuple):
+    """A cache, and where a key's rows lie in a page: a `PageLayout` of fp8_mla.formats.
+
+    mKV  (pages, tokens of a page, bytes): the first size, the second, the first stride and the address count
+    """
 
     mKV: cute.Tensor
-    mIndex: cute.Tensor
-    mLength: cute.Tensor
+    page_size: cute.FastDivmodDivisorV2
+    data_stride: Int32
+    scale_offset: Int32
+    scale_stride: Int32
+
+
+class Caches(NamedTuple):
+    """What the load role reads: one source or two, and the TMA loads of the pages of the first, or ()."""
+
+    sources: tuple
+    pages: tuple
 
 
 class Sizes(NamedTuple):

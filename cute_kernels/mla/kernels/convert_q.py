@@ -7,15 +7,17 @@ import cutlass.cute as cute
 from cutlass import BFloat16, Float16, Float32, Int32, const_expr
 
 from cute_kernels.device import pairs, registers, softmax, wgmma
-from cute_kernels.mla.kernels.barriers import NamedBarrier
+from cute_kernels.mla.kernels.load_q import q_pipeline
+from cute_kernels.mla.kernels.pipelines import NamedBarrier
 from cute_kernels.mla.kernels.smem import WARPS
-from cute_kernels.mla.kernels.tile import BLOCK_COLUMNS, NOPE, QUANT_TILE, QUANT_TILES, ROPE
+from cute_kernels.mla.kernels.tile import BLOCK_COLUMNS, QUANT_TILE, ROPE
 from cute_kernels.mla.spec import MlaDecodeSpec
 
 TOP_EXPONENT = 14  # of a head's largest number in float16: just below 2^15
 ROPE_EXPONENT = 60  # of a head's largest rope number in bfloat16, at most
 MAX_EXPONENT = 110  # powers of two up to this size, times softmax_scale too, are normal float32 numbers
 QUIET_EXPONENT = -8  # a block below 2^-8 of float16 loses bits of bfloat16
+HALF = QUANT_TILE // 2
 LEAST_UNIT = 2.0**-126  # a unit of 0 would make NaN of a masked score, -inf
 
 
@@ -33,20 +35,23 @@ class QConverter:
     The order of columns in a product is free: the 16 codes that a thread reads at once are its part of four blocks of
     16 columns, so Q is stored in that order as it becomes float16, and its rope part likewise.
 
+    The last block of V4 is 64 columns of codes, and the rope part.
+
     Each head is multiplied by a power of two that brings its largest number to 2^TOP_EXPONENT; the softmax divides by
     it (`smem.q_unit`). So float16 is exact where it matters: numbers 2^-22 below a head's largest lose bits. Where a
     whole block of 128 columns is that small, it has a power of its own: scales of keys may make up for it. Slow key
     tiles multiply by all powers themselves, `smem.q_power`, as one for a head may leave float32's range there.
     """
 
-    rope_start: int | None = NOPE // 8
-    """The first chunk of eight numbers of the rope part; None without one."""
-
     def __init__(self, spec: MlaDecodeSpec):
+        self.edge = q_pipeline(spec.heads, spec.d_qk)
         self.heads = spec.heads
         self.warpgroups = spec.qk_warpgroups
         self.threads = 128 * spec.qk_warpgroups
-        self.blocks = QUANT_TILES  # of 128 columns
+        columns = spec.token_format.codes.count  # that meet codes
+        self.blocks = -(-columns // QUANT_TILE)  # of 128 columns
+        self.ends_in_half = columns % QUANT_TILE != 0  # and the rope part is the other half of the last block
+        self.rope_start = columns // 8 if spec.has_rope else None  # its first chunk of eight numbers
 
     @cute.jit
     def prepare(self, smem, scale_log2: Float32, load: Int32, warp_idx: Int32, tid: Int32) -> Int32:
@@ -62,7 +67,7 @@ class QConverter:
         first = tid
         if const_expr(self.warpgroups > 1):
             first += 128 * (warp_idx // WARPS)
-        cute.arch.mbarrier_wait(smem.q_full.ptr, load % 2)
+        self.edge.wait(smem, load)
         for index in cutlass.range(first, self.heads * self.blocks, self.threads, unroll=1):
             row, block = index % self.heads, index // self.heads
             sPeak[row, block] = self.peak(smem, row, block * (QUANT_TILE // 8), self.block_chunks(block))
@@ -116,11 +121,13 @@ class QConverter:
         return pairs.larger_half(largest)
 
     def first_rope_row(self, thread: Int32) -> Int32:
-        """The row whose rope part a thread reorders first, if there are as many."""
-        return thread
+        """The row whose rope part a thread reorders first, if there are as many: the first threads have half blocks."""
+        return self.threads - 1 - thread if self.ends_in_half else thread
 
     def block_chunks(self, block: Int32) -> Any:
-        """Chunks of eight numbers of a block of 128 columns."""
+        """Chunks of eight numbers of a block that meet codes."""
+        if self.ends_in_half:
+            return cutlass.select_(block == self.blocks - 1, Int32(HALF // 8), Int32(QUANT_TILE // 8))
         return QUANT_TILE // 8
 
     def chunk(self, smem, row: Int32, c):
@@ -130,7 +137,29 @@ class QConverter:
 
     @cute.jit
     def convert(self, smem, index: Int32, power: Int32):
-        """Converts the index-th row of 128 numbers, quant tile by quant tile, times a power of two (a pair of it).
+        """Converts the index-th row of 128 numbers, block by block, times a power of two (a pair of it)."""
+        if const_expr(self.ends_in_half):
+            if index // self.heads == self.blocks - 1:
+                self.convert_half(smem, index % self.heads, power)
+            else:
+                self.convert_block(smem, index, power)
+        else:
+            self.convert_block(smem, index, power)
+
+    @cute.jit
+    def convert_half(self, smem, row: Int32, power: Int32):
+        """Converts the 64 numbers of the last block that meet codes; lane 0 to 3 has 16 of them, in order."""
+        start, chunks = (self.blocks - 1) * (QUANT_TILE // 8), HALF // 8
+        words = self.float16_words(smem, row, start, chunks, power)
+        four = cute.make_rmem_tensor(4, Int32)
+        for c in cutlass.range_constexpr(chunks):
+            for lane in cutlass.range_constexpr(4):
+                four[lane] = words[c % 4, 2 * lane + c // 4]
+            cute.autovec_copy(cute.recast_tensor(four, BFloat16), self.chunk(smem, row, start + c))
+
+    @cute.jit
+    def convert_block(self, smem, index: Int32, power: Int32):
+        """Converts a whole block.
 
         Of block i of 16 columns, pairs 2 i and 2 i + 1 of a lane's 16 codes are words lane and lane + 4.
         """

@@ -1,4 +1,4 @@
-"""FP8 MLA decoding on SM90: split-KV flash decoding of up to 64 query heads a CTA over 656-byte tokens.
+"""MLA decoding on SM90: split-KV flash decoding, up to 64 query heads a CTA, one latent cache or two, of any format.
 
 A CTA has work tiles: 8, 16, 32 or 64 heads of a query token times a range of its keys, in key tiles of 64. With
 `swap_ab` keys are the M side of both products: S^T = K Q^T and O^T += V^T P^T. Keys and values become wgmma operands
@@ -6,13 +6,24 @@ in registers, by the warpgroups that multiply, from raw rows in shared memory; f
 cp.async, or by TMA where a dense key tile is a part of one page, and are read twice. S goes as float32 through shared
 memory to the softmax, and P from there as float16 to PV. QK of a tile needs nothing of PV of the tile before.
 
-Scales. Codes go to the tensor core as they are: e4m3 is exact in float16, and one conversion makes two of them. Scales
-are float32 and applied there:
+Float32 scales (V3.2). Codes go to the tensor core as they are: e4m3 is exact in float16, and one conversion makes two.
+Scales are applied there:
     S = q_rope k_rope + sum_j scale_j (q_j code_j)     in float32, between the products of quant tiles j
     O_j += P (scale_j code_j)                          scale_j code_j rounded to float16
 So scores are as exact as float32 sums are, whatever the scales. Powers of two keep other numbers in range of float16:
 of each head of Q (`QConverter.prepare`) and of each quant tile of V (`ValueUnits`). Key tiles that these do not fit are
 found, and computed slowly: S by `QkWarpgroups.slow_tile`, O by `PvWarpgroups.add_bfloat16`.
+
+Other scales (codes.py). A ue8m0 scale is a power of two and an fp4 code has few bits, so code x scale is exact in
+float16, relative to the largest scale of a row for QK and to a unit of 64 values for PV (`ScaledValueUnits`). Keys are
+scaled as operands, and one accumulator takes all products:
+    S_k = 2^n_k sum_i q_i (2^-n_k scale code)_ki        O = unit sum_k P_k (scale code / unit)_k
+A rope part of V4 is a value too: it stays in its stage until PV has read it, and QK leaves it there as float16.
+
+Rows. A key has a data row and a scale row, which come from wherever its page has them (`Source`). A stage has e4m3
+codes; rows of other codes are expanded in place, before others see them: by the load warpgroup with 8 and 16 heads,
+where it does nothing else; else by PV, two tiles ahead of its products. Of two caches a query has key tiles of the
+first, then those of the second; no tile has keys of both.
 
 Splits. Several CTAs may share the keys of a query. Each leaves a partial in global memory and counts it; merge CTAs,
 with higher numbers in the same launch, wait for the count and merge with the code of `merge_states`. They wait only for
@@ -27,7 +38,8 @@ Roles, 64 heads (512 threads, 128 registers each at launch)
                               makes P of S
   warpgroup 1                 QK, 128: 64 of S, 32 of K, 8 of codes; Q by TMA
   warpgroups 2, 3             PV, 176: 128 of O, 8 of V, 16 of codes; issue the TMA of announced tiles, three ahead
-32 heads: the same roles with 48, 144 and 160 registers, and loads three tiles ahead, announced ones four.
+32 heads: the same roles with 48, 144 and 160 registers, and loads three tiles ahead, announced ones four. Other formats
+move some registers between roles (`MlaDecodeSpec.registers`).
 8 and 16 heads (768 threads, 80 registers each at launch)
   warpgroup 0                 load, 32: copies rows up to four tiles ahead, waits for nothing but room
   warpgroups 1, 5             QK, 112: every second tile each, counted through all work tiles of a CTA. A tile takes one
@@ -38,26 +50,35 @@ Roles, 64 heads (512 threads, 128 registers each at launch)
 
 Mbarriers of a dense call with 64 heads: arrivals and bytes that complete a phase
   q_full              1 + 73,728 bytes  Q is loaded
-  full[3]           257 + 41,984 bytes  a key tile is loaded, its mask set
-  empty[3]          256                 PV has its codes in registers
+  keys_full[3]      257 + 41,984 bytes  a key tile is loaded, its mask set
+  keys_empty[3]     256                 PV has its codes in registers
   s_full            128                 S is stored
   s_empty           128                 the softmax has read S
   p_full[2]         128                 P, weights, flags and factors are stored
   p_empty[2]        256                 the last wgmma of PV has read P
   rope_empty[2]     128                 QK has read the rope part
-full counts 128 threads and their cp.async, and one arrival that announces the bytes of TMA, if any. Where the load
+keys_full counts 128 threads and their cp.async, and one arrival that announces the bytes of TMA, if any. Where the load
 warpgroup issues all loads (sparse keys, or up to 16 heads) it has 256 arrivals, and there is no rope_empty.
 
 Mbarriers of a sparse call with 16 heads
   q_full              1 + 18,432 bytes  Q is loaded
-  full[4]           256                 a key tile is loaded, its mask set
-  empty[4]          256                 PV has its codes in registers
+  keys_full[4]      256                 a key tile is loaded, its mask set
+  keys_empty[4]     256                 PV has its codes in registers
   s_full[2]         128                 S is stored
   s_empty[2]        128                 the softmax has read S
   p_full[2]         128                 P, weights, flags and factors are stored
   p_empty[2]        256                 the last wgmma of PV has read P
-Named barriers are in barriers.py. All threads of a role arrive, not one for each warp: it costs nothing measurable, and
-racecheck can follow it.
+
+of a call over V4.1's fp4 with 64 heads, which PV expands
+  q_full              1 + 65,536 bytes  Q is loaded
+  keys_full[3]      256                 a key tile is loaded, its mask set
+  keys_empty[3]     256                 PV has its codes in registers
+  s_full            128                 S is stored
+  s_empty           128                 the softmax has read S
+  p_full[2]         128                 P, weights, flags and factors are stored
+  p_empty[2]        256                 the last wgmma of PV has read P
+  raw_full[3]       256                 rows to expand are copied; or others come, or none do
+Named barriers are in pipelines.py.
 
 Shared memory, of 232,448 bytes, with 64 heads
   codes                       3 x 64 x 512 = 98,304
@@ -73,33 +94,41 @@ stages of both, which are free once PV has read the codes, and two stages of S. 
 and p 8,192 each.
 """
 
+from typing import Any
+
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, const_expr
+from cutlass import BFloat16, Float32, Int32, Int64, Uint8, const_expr
 from cutlass.cute.nvgpu import cpasync
+from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 from cutlass.memory import SmemAllocator
 
-from cute_kernels.device import barriers as device_barriers
 from cute_kernels.device import registers, softmax
+from cute_kernels.device.pipeline import initialize
 from cute_kernels.device.trace import Tracer
 from cute_kernels.mla.kernels.arguments import (
-    Keys,
+    Caches,
     Partials,
     Results,
     Sizes,
+    Source,
     balanced_partials,
-    fake_arguments,
+    fake_keys,
+    fake_results,
+    fake_strided,
     uniform_partials,
 )
-from cute_kernels.mla.kernels.barriers import barriers
 from cute_kernels.mla.kernels.load import KeyLoader, make_page_tma
 from cute_kernels.mla.kernels.load_q import QTma, make_q_tma
 from cute_kernels.mla.kernels.merge import MergeTask, PartialMerger
+from cute_kernels.mla.kernels.pipelines import pipelines
 from cute_kernels.mla.kernels.pv import PvWarpgroups
 from cute_kernels.mla.kernels.qk import QkWarpgroups
+from cute_kernels.mla.kernels.scaled_pv import ScaledKeyPvWarpgroups
+from cute_kernels.mla.kernels.scaled_qk import ScaledKeyQkWarpgroups
 from cute_kernels.mla.kernels.scheduler import Divisors, Scheduler, Share, WorkTable
-from cute_kernels.mla.kernels.smem import shared_storage
+from cute_kernels.mla.kernels.smem import WARPS, shared_storage
 from cute_kernels.mla.kernels.softmax import SoftmaxWarpgroup
 from cute_kernels.mla.spec import ROLES, MlaDecodeSpec
 
@@ -112,18 +141,36 @@ class MlaDecodeKernel:
         if reasons:
             raise ValueError("; ".join(reasons))
         self.spec = spec
+        self.roles = spec.roles
         self.scheduler = Scheduler(spec)
-        self.softmax = SoftmaxWarpgroup(spec)
         self.load = KeyLoader(spec)
-        self.qk = QkWarpgroups(spec)
-        self.pv = PvWarpgroups(spec)
+        self.softmax = SoftmaxWarpgroup(spec)
+        self.qk: QkWarpgroups
+        self.pv: PvWarpgroups
+        if spec.float_scales:
+            self.qk, self.pv = QkWarpgroups(spec), PvWarpgroups(spec)
+        else:
+            self.qk, self.pv = ScaledKeyQkWarpgroups(spec), ScaledKeyPvWarpgroups(spec)
         self.tracer = Tracer(spec.trace, len(ROLES))
         if spec.split:
             self.merger = PartialMerger(spec)
 
     def fake_arguments(self) -> tuple:
         """Shapes, strides and alignments that the compiled callable accepts, in the order of `__call__`."""
-        return fake_arguments(self.spec.sparse)
+        sizes = tuple(cute.sym_int() for _ in range(3))
+        caches = []
+        for _ in range(2 if self.spec.has_extra else 1):
+            # rows are read by address and first stride: a view of a planar page does not say where they are
+            is_planar = len(self.spec.token_format.row_bytes) > 1
+            row_stride = cute.sym_int64() if is_planar else cute.sym_int64(divisibility=16)
+            strides = (cute.sym_int64(divisibility=16), row_stride, 1)
+            kv = make_fake_tensor(Uint8, tuple(cute.sym_int() for _ in range(3)), strides, assumed_align=16)
+            caches += [kv, *fake_keys(self.spec.sparse, sizes), Int32(1), Int32(1), Int32(1)]
+        if not self.spec.has_extra:
+            caches += [None] * 6
+        launch = (Int64(0), Int64(0), Float32(1.0), Int32(1), Int32(1), Int32(1), Int32(1), Int64(0))
+        q = fake_strided(BFloat16, (*sizes, self.spec.d_qk), 16)
+        return (q, *caches, *fake_results(sizes), *launch, make_fake_stream(use_tvm_ffi_env_stream=True))
 
     @cute.jit
     def __call__(
@@ -132,12 +179,20 @@ class MlaDecodeKernel:
         mKV: cute.Tensor,
         mIndex: cute.Tensor,
         mLength: cute.Tensor,
+        data_stride: Int32,
+        scale_offset: Int32,
+        scale_stride: Int32,
+        mExtraKV: cute.Tensor | None,
+        mExtraIndex: cute.Tensor | None,
+        mExtraLength: cute.Tensor | None,
+        extra_data_stride: Int32 | None,
+        extra_scale_offset: Int32 | None,
+        extra_scale_stride: Int32 | None,
         mSink: cute.Tensor,
         mOut: cute.Tensor,
         mLse: cute.Tensor,
         scratch: Int64,
         counters: Int64,
-        zero_row: Int64,
         softmax_scale: Float32,
         num_splits: Int32,
         merge_ctas: Int32,
@@ -150,26 +205,32 @@ class MlaDecodeKernel:
 
         Memory that no caller sees comes as addresses, which cost the host less than tensors.
 
+        mKV         pages: the address, the first stride and the first two sizes count; all strides for TMA of pages
+        data_stride   this and the next two are numbers of a `PageLayout`, in bytes
+        mExtraKV    this and the next five are those of a second cache, or None
         scratch     partials: num_splits * batch * s_q * h_q rows of 512 float16, as many of 8 block scales, and as many
                     log-sum-exps; balanced (shares + batch * s_q) * h_q of them
         counters    a word for each block of heads of each query, 0 before and after the launch
-        zero_row    a row of zeros whose scales are `MASKED_SCALE`
         merge_ctas  CTAs that merge a block of heads
         max_ctas    CTAs that decode, at most: each has every max_ctas-th work tile, or a share
         trace       where timestamps go
         """
         batch, s_q, h_q, _ = mQ.shape
-        head_blocks = cute.ceil_div(h_q, self.spec.heads) * self.spec.cluster
+        head_blocks = cute.ceil_div(h_q, self.spec.heads)
         shares = max_ctas // head_blocks
         partials = Partials()
         if const_expr(self.spec.balanced):
             num_splits, partials = balanced_partials(scratch, shares, batch, s_q, h_q)
         elif const_expr(self.spec.split):
             partials = uniform_partials(scratch, num_splits, batch, s_q, h_q)
-        q_tma = make_q_tma(mQ, self.spec.heads)
-        page_tma: tuple = ()
-        if const_expr(not self.spec.sparse):
-            page_tma = make_page_tma(mKV)
+        sources: tuple = (self.source(mKV, data_stride, scale_offset, scale_stride),)
+        pages: tuple = ()
+        index, length = mIndex, mLength
+        if const_expr(self.spec.has_extra):
+            extra = self.source(mExtraKV, extra_data_stride, extra_scale_offset, extra_scale_stride)
+            sources, index, length = (*sources, extra), (mIndex, mExtraIndex), (mLength, mExtraLength)
+        if const_expr(self.spec.page_tma):
+            pages = make_page_tma(mKV)
         sizes = (mKV.shape[1], head_blocks, num_splits, s_q, merge_ctas)
         divisors = Divisors(*(cute.fast_divmod_create_divisor_v2(size) for size in sizes))
         groups = batch * s_q * head_blocks
@@ -178,8 +239,9 @@ class MlaDecodeKernel:
             work_tiles, ctas = batch * s_q, shares * head_blocks
             groups = cutlass.min(work_tiles, shares - 1) * head_blocks
         self.kernel(
-            q_tma, page_tma, Keys(mKV, mIndex, mLength), Results(mSink, mOut, mLse, partials), counters, zero_row,
-            softmax_scale * softmax.LOG2_E, Sizes(num_splits, work_tiles, ctas, causal), trace, divisors,
+            make_q_tma(mQ, self.spec.heads), Caches(sources, pages), index, length,
+            Results(mSink, mOut, mLse, partials), counters, softmax_scale * softmax.LOG2_E,
+            Sizes(num_splits, work_tiles, ctas, causal), trace, divisors,
         ).launch(
             grid=[ctas + (groups * merge_ctas if const_expr(self.spec.split) else 0), 1, 1],
             block=[self.spec.threads, 1, 1],
@@ -188,15 +250,20 @@ class MlaDecodeKernel:
             use_pdl=True,
         )  # fmt: skip
 
+    def source(self, mKV: cute.Tensor, data_stride: Int32, scale_offset: Int32, scale_stride: Int32) -> Source:
+        """A cache as the load role takes it."""
+        page_size = cute.fast_divmod_create_divisor_v2(mKV.shape[1])
+        return Source(mKV, page_size, data_stride, scale_offset, scale_stride)
+
     @cute.kernel
     def kernel(
         self,
         q_tma: QTma,
-        page_tma: tuple,
-        keys: Keys,
+        caches: Caches,
+        mIndex: Any,
+        mLength: Any,
         results: Results,
         counters: Int64,
-        zero_row: Int64,
         scale_log2: Float32,
         sizes: Sizes,
         trace: Int64,
@@ -207,53 +274,55 @@ class MlaDecodeKernel:
         cta, _, _ = cute.arch.block_idx()
         warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         smem = SmemAllocator().allocate(shared_storage(self.spec))
-        self.start(smem, q_tma, page_tma, trace, warp_idx, tidx)
-        zero = Int32(0)
+        self.start(smem, q_tma, caches.pages, trace, warp_idx, tidx)
+        zero, mKV = Int32(0), caches.sources[0].mKV
         share = Share(cta, sizes.work_tiles, sizes.decode_ctas, zero, zero, zero, zero)
-        table = WorkTable(*keys, zero_row, sizes.num_splits, sizes.causal, divisors, share)
+        table = WorkTable(mKV, mIndex, mLength, sizes.num_splits, sizes.causal, divisors, share)
         if const_expr(self.spec.balanced):
             table = table._replace(share=self.find_share(smem, table, warp_idx, tidx))
         count, merges = self.spec.registers, False
         if const_expr(self.spec.split):
             merges = cta >= sizes.decode_ctas
-        is_softmax, is_qk = False, warp_idx < 8
-        if const_expr(self.spec.few_heads):
-            is_softmax, is_qk = warp_idx // 4 == 4, is_qk or warp_idx >= 20
+        # warpgroups are in the order of `Roles`, but for a second one of QK, which is the last: one comparison a role
+        is_softmax, is_qk = False, warp_idx < WARPS * (self.roles.qk[0] + 1)
+        if const_expr(self.roles.softmax):
+            is_softmax = warp_idx // WARPS == self.roles.softmax[0]
+            is_qk = is_qk or warp_idx >= WARPS * self.roles.qk[-1]
         if merges:
             if const_expr(self.spec.split):
                 self.merge(smem, results, counters, sizes, cta, divisors)
-        elif warp_idx < 4:
+        elif warp_idx < WARPS * (self.roles.load[0] + 1):
             self.claim_registers(count.load)
-            if const_expr(self.spec.few_heads):
-                self.load.run(smem, table, page_tma, self.kept(tidx))
+            if const_expr(self.roles.softmax):
+                self.load.run(smem, table, caches, self.kept(tidx))
             else:
-                self.softmax.run(smem, table, page_tma, results.mSink, self.kept(tidx))
+                self.softmax.run(smem, table, caches, results.mSink, self.kept(tidx))
         elif is_softmax:
-            if const_expr(self.spec.few_heads):
+            if const_expr(self.roles.softmax):
                 self.claim_registers(count.softmax)
-                self.softmax.run(smem, table, page_tma, results.mSink, self.kept(tidx % 128))
+                self.softmax.run(smem, table, caches, results.mSink, self.kept(tidx % 128))
         elif is_qk:
             self.claim_registers(count.qk)
-            qk_warp = warp_idx - 4
+            qk_warp = warp_idx - WARPS * self.roles.qk[0]
             if const_expr(self.spec.qk_warpgroups > 1):
-                qk_warp = warp_idx % 4 + warp_idx // 20 * 4
+                qk_warp = warp_idx % WARPS + warp_idx // (WARPS * self.roles.qk[-1]) * WARPS
             self.qk.run(smem, q_tma, scale_log2, table, qk_warp, tidx)
         else:
             self.claim_registers(count.pv)
-            wg, tid = warp_idx // 4 - 2, self.kept(tidx % 128)
-            self.pv.run(smem, table, page_tma, results, counters, wg, tidx, tid)
-        if tidx == 256:
+            wg, tid = warp_idx // WARPS - self.roles.pv[0], self.kept(tidx % 128)
+            self.pv.run(smem, table, caches.pages, results, counters, wg, tidx, tid)
+        if tidx == 128 * self.roles.pv[0]:
             self.tracer.anchor(smem.trace.ptr, 1)
 
     @cute.jit
-    def start(self, smem, q_tma: QTma, page_tma: tuple, trace: Int64, warp_idx: Int32, tidx: Int32):
+    def start(self, smem, q_tma: QTma, pages: tuple, trace: Int64, warp_idx: Int32, tidx: Int32):
         """Initializes barriers, and waits for the kernels before this one."""
         if tidx == 0:
             self.tracer.start(smem.trace.ptr, trace)
-            device_barriers.initialize(smem, barriers(self.spec))
+            initialize(smem, pipelines(self.spec))
         if warp_idx == 1:
             cpasync.prefetch_descriptor(q_tma.atom)
-            for tma in page_tma:
+            for tma in pages:
                 cpasync.prefetch_descriptor(tma.atom)
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()

@@ -16,6 +16,14 @@ class KeySource(Protocol):
     def sparse(self) -> bool: ...
 
 
+class KeyPlace(NamedTuple):
+    """A key's page and its place there; where the key is masked, not `valid`, those of some key of the cache."""
+
+    valid: cutlass.Boolean
+    page: Int32
+    offset: Int32
+
+
 class KeyRow(NamedTuple):
     """A key's row in the cache: (1, its address), or (0, that of a row of zeros) where the key is masked."""
 
@@ -38,10 +46,8 @@ class KeyFinder:
         return entries[position]
 
     @cute.jit
-    def locate(
-        self, mKV: cute.Tensor, zero_row: Int64, entry: Int32, position: Int32, last: Int32, page_divisor
-    ) -> KeyRow:
-        """The row of the key at a position, from its entry."""
+    def place(self, mKV: cute.Tensor, entry: Int32, position: Int32, last: Int32, page_divisor) -> KeyPlace:
+        """Where the key at a position is, from its entry."""
         bound = mKV.shape[0]
         if const_expr(self.sparse):
             bound *= mKV.shape[1]
@@ -51,5 +57,13 @@ class KeyFinder:
             page, offset = divmod(inside, page_divisor)
         else:
             page, offset = inside, position % page_divisor
+        return KeyPlace(valid, page, offset)
+
+    @cute.jit
+    def locate(
+        self, mKV: cute.Tensor, zero_row: Int64, entry: Int32, position: Int32, last: Int32, page_divisor
+    ) -> KeyRow:
+        """The row of the key at a position, from its entry."""
+        valid, page, offset = self.place(mKV, entry, position, last, page_divisor)
         row = token_cache.row_pointer(mKV, zero_row, valid, page, offset)
         return KeyRow(Int32(1) if valid else Int32(0), row)

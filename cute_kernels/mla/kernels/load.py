@@ -1,6 +1,6 @@
-"""Loads of key tiles: rows of the cache into shared memory, as they are."""
+"""Loads of key tiles: rows of the cache into shared memory, as they are; of one cache or of two."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -8,17 +8,28 @@ from cutlass import AddressSpace, Int16, Int32, Int64, Uint8, const_expr
 from cutlass.cute.nvgpu import cpasync
 
 from cute_kernels.device import token_cache
-from cute_kernels.device.ring import ring_slot
 from cute_kernels.device.trace import Tracer
+from cute_kernels.mla.kernels import codes
+from cute_kernels.mla.kernels.arguments import Caches, Source
 from cute_kernels.mla.kernels.key_finder import KeyFinder
-from cute_kernels.mla.kernels.scheduler import Scheduler, WorkTable
-from cute_kernels.mla.kernels.smem import CODES_BYTES, LINE_BYTES, ROPE_BYTES, WARPS, line_offset
-from cute_kernels.mla.kernels.tile import NOPE, QUANT_TILES, TILE_BYTES
-from cute_kernels.mla.spec import EVENTS, ROLES, TOKENS_PER_TILE, MlaDecodeSpec
+from cute_kernels.mla.kernels.pipelines import MlaPipelines, pipelines
+from cute_kernels.mla.kernels.scheduler import Scheduler, WorkTable, tiles_of
+from cute_kernels.mla.kernels.smem import (
+    CODES_BYTES,
+    NO_TILE,
+    ROPE_BYTES,
+    WARPS,
+    codes_bytes,
+    line_offset,
+    stage_kinds,
+)
+from cute_kernels.mla.kernels.tile import NOPE, QUANT_TILES
+from cute_kernels.mla.spec import EVENTS, LINE_BYTES, ROLES, TOKENS_PER_TILE, MlaDecodeSpec, scale_row
 
 ROWS_PER_STEP = 4  # of a warp, eight lanes each
+ROWS_PER_WARP = TOKENS_PER_TILE // WARPS
 CHUNK_BYTES = 16  # of a cp.async
-SCALES_BYTES = 4 * QUANT_TILES  # of a row
+SCALES_BYTES = 4 * QUANT_TILES  # of a row of V3.2
 
 
 class RowPart(NamedTuple):
@@ -43,27 +54,45 @@ class TmaPart(NamedTuple):
     tensor: cute.Tensor
 
 
+class Entries(NamedTuple):
+    """The keys of a work tile in one cache: the address of its index list or block table, and the last position."""
+
+    address: Int64
+    last: Int32
+
+
 class LoadCursor(NamedTuple):
     """What a thread loads next.
 
     next_work    index of the work tile after that of the next key tile
     tiles_left   key tiles left of the current work tile
-    position     of this lane's key in the next key tile
-    last         the last position of the work tile
-    entries      address of its index list or block table
+    position     of this lane's key in the next key tile; keys of the second cache begin at `extra_begin`
+    main, extra  keys of the work tile in each cache; without a second cache extra is that of the first
+    extra_begin  a whole number of key tiles
     entry        the entry of this lane's key
     next_length  length of the next work tile
-    loaded       key tiles loaded so far
+    loaded       key tiles loaded so far, and stages closed after the last one
+    unexpanded   a bit for each step so far, the last one in bit 0: 1 if it has loaded a tile that `expand` is to expand
     """
 
     next_work: Int32
     tiles_left: Int32
     position: Int32
-    last: Int32
-    entries: Int64
+    main: Entries
+    extra: Entries
+    extra_begin: Int32
     entry: Int32
-    next_length: Int32
+    next_length: Any
     loaded: Int32
+    unexpanded: Int32
+
+
+class Row(NamedTuple):
+    """A key: 1 and where its data row and its scales are; or 0 and two addresses inside of the cache."""
+
+    valid: Int32
+    data: Int64
+    scales: Int64
 
 
 def part_layout(part: RowPart) -> cute.ComposedLayout:
@@ -92,16 +121,24 @@ def make_page_tma(mKV: cute.Tensor) -> tuple[TmaPart, ...]:
 
 
 @cute.jit
-def issue_tma(smem, page_tma: tuple, stage: Int32, rope_stage: Int32, page: Int32, tile_of_page: Int32):
+def issue_tma(
+    smem,
+    edges: cutlass.Constexpr[MlaPipelines],
+    pages: tuple,
+    tile: Int32,
+    page: Int32,
+    tile_of_page: Int32,
+):
     """Issues the TMA loads of a key tile of a page, whose bytes the stage's barrier expects. Called by one warp."""
-    full = smem.full.data_ptr() + stage
+    stage = edges.keys.index(tile)
+    full = edges.keys.full_barrier(smem, stage)
     codes_start = cute.assume(stage * CODES_BYTES, divby=1024)
-    rope_start = cute.assume(rope_stage * ROPE_BYTES, divby=1024)
+    rope_start = cute.assume(edges.rope.index(tile) * ROPE_BYTES, divby=1024)
     scales = cute.recast_ptr(smem.scale.data_ptr(), dtype=Uint8)
     scales += cute.assume(stage * (TOKENS_PER_TILE * SCALES_BYTES), divby=1024)
     targets = (smem.codes.data_ptr() + codes_start, smem.rope.data_ptr() + rope_start, scales)
     for i in cutlass.range_constexpr(len(PARTS)):
-        part, tma = PARTS[i], page_tma[i]
+        part, tma = PARTS[i], pages[i]
         layout = part_layout(part)
         sPart = cute.make_tensor(cute.recast_ptr(targets[i], layout.inner, Uint8), layout.outer)
         gPart = cute.local_tile(tma.tensor, (TOKENS_PER_TILE, part.line_bytes, part.lines), (tile_of_page, 0, 0, page))
@@ -115,85 +152,160 @@ class KeyLoader:
 
     cp.async copies 16 bytes each, and their end arrives on the barrier of the stage. Each lane finds one row, reads its
     entry of the index or block table a tile ahead, and hands the address to the lanes that copy the row. Where a page
-    holds all keys of a tile, which happens with dense keys, one thread issues three TMA loads of 64 rows instead.
+    holds all keys of a tile, which happens with dense keys, one thread issues three TMA loads of 64 rows instead, if
+    the spec has `page_tma`.
 
-    `page_tma` is what `make_page_tma` makes, or () where keys are sparse.
+    A format whose codes expand: the end of the copies does not arrive on `keys`; who expands them does.
+
+    With 8 and 16 heads a warp waits for its own copies and expands them where they lie (`expand`). So each step ends a
+    group of copies, empty or not, and those of a tile are complete once no more groups are under way than steps have
+    followed. No deadlock: `expand` waits for copies alone, never for another role. A step waits until PV has read the
+    tile of `stages` before, and what PV needs for that is there: all but the newest tile are expanded before a step,
+    and there are `stages` of them, more than one.
+
+    With 32 and 64 heads PV expands (`ScaledKeyPvWarpgroups.expand`), and copies arrive on `raw`. All tiles do, so PV
+    waits for one after the other; those that do not expand arrive there at once. A step without a tile gives PV a stage
+    with NO_TILE instead (`close`).
     """
 
     def __init__(self, spec: MlaDecodeSpec):
         self.spec = spec
         self.finder = KeyFinder(spec)
         self.scheduler = Scheduler(spec)
+        self.edges = pipelines(spec)
         self.tracer = Tracer(spec.trace, len(ROLES))
+        self.expanded = [kind for kind in spec.kinds if codes.of(kind).expands]
 
     @cute.jit
-    def run(self, smem, table: WorkTable, page_tma: tuple, tid: Int32):
-        """Loads the key tiles of all work tiles of this CTA: a warpgroup that does nothing else."""
+    def run(self, smem, table: WorkTable, caches: Caches, tid: Int32):
+        """Loads the key tiles of all work tiles of this CTA; expands each once the next one is requested."""
         cursor = self.start(table, tid)
-        while cursor.tiles_left > 0:
-            cursor = self.step(smem, table, page_tma, cursor, tid)
+        if const_expr(self.spec.load_expands):
+            steps = Int32(0)
+            while cursor.tiles_left > 0 or cursor.unexpanded & 1 != 0:
+                cursor = self.step(smem, table, caches, cursor, tid)
+                self.expand(smem, cursor, steps - 1, 1, tid)
+                steps += 1
+        else:
+            while cursor.tiles_left > 0:
+                cursor = self.step(smem, table, caches, cursor, tid)
 
     @cute.jit
     def start(self, table: WorkTable, tid: Int32) -> LoadCursor:
         """The cursor at the first key tile of this CTA."""
         first = table.share.first
         length = self.scheduler.length(self.scheduler.locate(first, table), table.mLength)
-        zero = Int32(0)
-        return self.advance(table, LoadCursor(first, zero, zero, zero, Int64(0), zero, length, zero), tid)
+        zero, none = Int32(0), Entries(Int64(0), Int32(0))
+        return self.advance(table, LoadCursor(first, zero, zero, none, none, zero, zero, length, zero, zero), tid)
 
     @cute.jit
     def advance(self, table: WorkTable, cursor: LoadCursor, tid: Int32) -> LoadCursor:
         """Goes on to the next work tile with keys where none are left of this one; starts to load the next entry."""
-        next_work, tiles_left, position, last, entries, entry, length, loaded = cursor
+        next_work, tiles_left, position, main, extra, extra_begin, entry, length, loaded, unexpanded = cursor
         share = table.share
         while tiles_left == 0 and next_work < share.end:
             work = self.scheduler.locate(next_work, table)
-            begin, limit, tiles_left, _ = self.scheduler.keys(next_work, work, length, table)
-            entries = self.scheduler.entries(work, table.mIndex).iterator.toint()
-            position, last = begin + self.row(tid), limit - 1
+            begin, _, tiles_left, _ = self.scheduler.keys(next_work, work, length, table)
+            limits = self.scheduler.limits(work, length, table)
+            position = begin + self.row(tid)
+            if const_expr(self.spec.has_extra):
+                mIndex, mExtraIndex = table.mIndex
+                main = Entries(self.scheduler.entries(work, mIndex).iterator.toint(), limits.main - 1)
+                extra = Entries(self.scheduler.entries(work, mExtraIndex).iterator.toint(), limits.extra - 1)
+                extra_begin = tiles_of(limits.main) * TOKENS_PER_TILE
+            else:
+                main = Entries(self.scheduler.entries(work, table.mIndex).iterator.toint(), limits.main - 1)
             next_work += share.step
             following = self.scheduler.locate(cutlass.min(next_work, share.end - 1), table)
             length = self.scheduler.length(following, table.mLength)  # a work tile ahead: it takes some 1000 clocks
         if tiles_left > 0:
+            local, entries, last = position, main.address, main.last
+            if const_expr(self.spec.has_extra):
+                if position >= extra_begin:
+                    local, entries, last = position - extra_begin, extra.address, extra.last
             pointer = cute.make_ptr(Int32, entries, AddressSpace.gmem, assumed_align=4)
             mEntries = cute.make_tensor(pointer, cute.make_layout(1 << 30))  # more than any list has
-            entry = self.finder.read_entry(mEntries, position, last, table.divisors.page_size)
-        return LoadCursor(next_work, tiles_left, position, last, entries, entry, length, loaded)
+            entry = self.finder.read_entry(mEntries, local, last, table.divisors.page_size)
+        return LoadCursor(next_work, tiles_left, position, main, extra, extra_begin, entry, length, loaded, unexpanded)
 
     @cute.jit
-    def step(self, smem, table: WorkTable, page_tma: tuple, cursor: LoadCursor, tid: Int32) -> LoadCursor:
+    def step(self, smem, table: WorkTable, caches: Caches, cursor: LoadCursor, tid: Int32) -> LoadCursor:
         """Loads the next key tile, if there is one, once its stage is free; returns the new cursor."""
-        next_work, tiles_left, position, last, entries, entry, length, loaded = cursor
+        next_work, tiles_left, position, main, extra, extra_begin, entry, length, loaded, unexpanded = cursor
+        if const_expr(self.spec.load_expands):
+            unexpanded = unexpanded << 1
+        if const_expr(self.spec.pv_expands):
+            if tiles_left == 0:
+                loaded = self.close(smem, loaded, tid)
         if tiles_left > 0:
-            stage, phase = ring_slot(loaded, self.spec.stages)
             self.stamp(smem, loaded, 0, 0, tid)
-            cute.arch.mbarrier_wait(smem.empty.data_ptr() + stage, phase ^ 1)
-            if const_expr(self.spec.pv_issues_tma):
-                rope_stage, phase = ring_slot(loaded, self.spec.rope_stages)
-                cute.arch.mbarrier_wait(smem.rope_empty.data_ptr() + rope_stage, phase ^ 1)
+            self.await_room(smem, loaded, tid)
             self.stamp(smem, loaded, 0, 1, tid)
             self.stamp(smem, loaded, 1, 0, tid)
-            if const_expr(self.spec.sparse):
-                self.copy_rows(smem, table, position, last, entry, loaded, tid)
-            elif self.is_whole(table, position, last, entry, tid):
-                self.clear_mask(smem, loaded, tid)
-                if tid // 32 == 0:
-                    tile_of_page = self.tile_of_page(table, position, tid)
-                    with cute.arch.elect_one():
-                        cute.arch.mbarrier_expect_tx(smem.full.data_ptr() + stage, TILE_BYTES)
-                    rope_slot = ring_slot(loaded, self.spec.rope_stages)
-                    issue_tma(smem, page_tma, stage, rope_slot.index, entry, tile_of_page)
+            if const_expr(self.spec.page_tma):
+                if self.is_whole(table, position, main.last, entry, tid):
+                    self.load_page(smem, table, caches.pages, position, entry, loaded, tid)
+                else:
+                    unexpanded |= self.load_rows(smem, caches.sources, cursor, loaded, tid)
             else:
-                self.copy_rows(smem, table, position, last, entry, loaded, tid)
-            self.arrive(smem, stage)
-            if const_expr(self.spec.pv_issues_tma):
-                if tid == 0:
-                    cute.arch.mbarrier_arrive(smem.full.data_ptr() + stage)
+                unexpanded |= self.load_rows(smem, caches.sources, cursor, loaded, tid)
             self.stamp(smem, loaded, 1, 1, tid)
             tiles_left, position, loaded = tiles_left - 1, position + TOKENS_PER_TILE, loaded + 1
-        return self.advance(
-            table, LoadCursor(next_work, tiles_left, position, last, entries, entry, length, loaded), tid
+        if const_expr(self.spec.load_expands):
+            cute.arch.cp_async_commit_group()
+        cursor = LoadCursor(
+            next_work, tiles_left, position, main, extra, extra_begin, entry, length, loaded, unexpanded
         )
+        return self.advance(table, cursor, tid)
+
+    @cute.jit
+    def load_rows(self, smem, sources: tuple, cursor: LoadCursor, tile: Int32, tid: Int32) -> Int32:
+        """Starts the copies of the rows of the next key tile; returns 1 if `expand` is to arrive, else 0."""
+        position, extra_begin, entry, kinds = cursor.position, cursor.extra_begin, cursor.entry, self.spec.kinds
+        unexpanded = Int32(0)
+        valid, data, scales = self.find_row(sources[0], kinds[0], entry, position, cursor.main.last)
+        if const_expr(self.spec.has_extra):
+            if position >= extra_begin:
+                local, last = position - extra_begin, cursor.extra.last
+                valid, data, scales = self.find_row(sources[1], kinds[-1], entry, local, last)
+        row, kind = Row(valid, data, scales), Int32(0)
+        if const_expr(len(kinds) > 1):
+            kind = Int32(1) if position - self.row(tid) >= extra_begin else Int32(0)
+        if const_expr(len(kinds) > 1 or self.spec.pv_expands):
+            sKinds = stage_kinds(smem, self.spec)
+            if tid == 0:
+                sKinds[self.edges.keys.index(tile)] = kind
+        if const_expr(len(kinds) > 1):
+            if kind == 0:
+                unexpanded = self.request(smem, kinds[0], row, tile, tid)
+            else:
+                unexpanded = self.request(smem, kinds[1], row, tile, tid)
+        else:
+            unexpanded = self.request(smem, kinds[0], row, tile, tid)
+        if const_expr(self.spec.pv_issues_tma):  # the arrival that announces the bytes of TMA, of which there are none
+            if tid == 0:
+                self.edges.keys.arrive(smem, tile)
+        return unexpanded
+
+    @cute.jit
+    def load_page(self, smem, table: WorkTable, pages: tuple, position: Int32, page: Int32, tile: Int32, tid: Int32):
+        """Starts the TMA loads of a key tile of one page; all its keys count."""
+        self.clear_mask(smem, tile, tid)
+        if tid // 32 == 0:
+            with cute.arch.elect_one():
+                self.edges.keys.expect(smem, tile)
+            issue_tma(smem, self.edges, pages, tile, page, self.tile_of_page(table, position, tid))
+        self.arrive(smem, tile)
+        if const_expr(self.spec.pv_issues_tma):
+            if tid == 0:
+                self.edges.keys.arrive(smem, tile)
+
+    @cute.jit
+    def await_room(self, smem, loaded: Int32, tid: Int32):
+        """Waits until the stage of the next key tile is free."""
+        self.edges.keys.acquire(smem, loaded)
+        if const_expr(self.spec.pv_issues_tma):
+            self.edges.rope.acquire(smem, loaded)
 
     @cute.jit
     def announce(self, smem, table: WorkTable, cursor: LoadCursor, tile: Int32, tid: Int32) -> LoadCursor:
@@ -201,21 +313,22 @@ class KeyLoader:
 
         Only a whole tile of a page: `clear_mask` follows. Else PV is told -1, and `step` loads the tile.
         """
-        next_work, tiles_left, position, last, entries, entry, length, loaded = cursor
-        p_stages = const_expr(self.spec.p_stages)
-        sAnnounced = smem.announced.get_tensor(cute.make_layout((2, p_stages)))
+        next_work, tiles_left, position, main, extra, extra_begin, entry, length, loaded, unexpanded = cursor
+        sAnnounced = smem.announced.get_tensor(cute.make_layout((2, self.spec.p_stages)))
         page, tile_of_page = Int32(-1), Int32(0)
         if tiles_left > 0:
-            if self.is_whole(table, position, last, entry, tid):
+            if self.is_whole(table, position, main.last, entry, tid):
                 page, tile_of_page = entry, self.tile_of_page(table, position, tid)
-                self.arrive(smem, ring_slot(loaded, self.spec.stages).index)
+                self.arrive(smem, loaded)
                 tiles_left, position, loaded = tiles_left - 1, position + TOKENS_PER_TILE, loaded + 1
         if tid == 0:
-            sAnnounced[0, tile % p_stages] = page
-            sAnnounced[1, tile % p_stages] = tile_of_page
-        return self.advance(
-            table, LoadCursor(next_work, tiles_left, position, last, entries, entry, length, loaded), tid
+            p_stage = self.edges.p.index(tile)
+            sAnnounced[0, p_stage] = page
+            sAnnounced[1, p_stage] = tile_of_page
+        cursor = LoadCursor(
+            next_work, tiles_left, position, main, extra, extra_begin, entry, length, loaded, unexpanded
         )
+        return self.advance(table, cursor, tid)
 
     @cute.jit
     def is_whole(self, table: WorkTable, position: Int32, last: Int32, entry: Int32, tid: Int32):
@@ -230,10 +343,10 @@ class KeyLoader:
         _, offset = divmod(position - self.row(tid), table.divisors.page_size)
         return offset // TOKENS_PER_TILE
 
-    def arrive(self, smem, stage: Int32):
-        """Arrivals of a thread: its own copies to a stage, and the mask."""
-        cute.arch.cp_async_mbarrier_arrive_noinc(smem.full.data_ptr() + stage)
-        cute.arch.mbarrier_arrive(smem.full.data_ptr() + stage)
+    def arrive(self, smem, tile: Int32):
+        """Arrivals of a thread: its own copies of a key tile, and the mask."""
+        self.edges.keys.arrive_copies(smem, tile)
+        self.edges.keys.arrive(smem, tile)
 
     @cute.jit
     def clear_mask(self, smem, tile: Int32, tid: Int32):
@@ -244,44 +357,131 @@ class KeyLoader:
 
     def row(self, tid: Int32) -> Int32:
         """The row of a tile that a lane finds; the other 16 lanes of its warp find the same ones."""
-        return tid // 32 * 16 + tid % 16
+        return tid // 32 * ROWS_PER_WARP + tid % ROWS_PER_WARP
 
     def mask(self, smem) -> cute.Tensor:
         """A bit for each key, by warp."""
         return cute.recast_tensor(smem.mask.get_tensor(cute.make_layout(2 * self.spec.mask_stages)), Int16)
 
     @cute.jit
-    def copy_rows(self, smem, table: WorkTable, position: Int32, last: Int32, entry: Int32, loaded: Int32, tid: Int32):
-        """Starts the copies of the rows of a tile, some of which may be masked."""
-        stage, _ = ring_slot(loaded, self.spec.stages)
-        rope_stage, _ = ring_slot(loaded, self.spec.rope_stages)
+    def find_row(self, source: Source, kind: cutlass.Constexpr, entry: Int32, position: Int32, last: Int32) -> Row:
+        """The rows of the key at a position of a cache, from its entry."""
+        mKV = source.mKV
+        valid, page, offset = self.finder.place(mKV, entry, position, last, source.page_size)
+        begin = mKV.iterator.toint() + Int64(page) * Int64(mKV.stride[0])  # 64 bits: caches of more than 2^31 bytes
+        data = begin + Int64(offset) * Int64(source.data_stride)
+        if const_expr(len(kind.row_bytes) == 1):  # a second address would be computed from the entry again
+            scales = data + kind.scales.offset
+        else:
+            scales = begin + (Int64(source.scale_offset) + Int64(offset) * Int64(source.scale_stride))
+        return Row(Int32(1) if valid else Int32(0), data, scales)
+
+    @cute.jit
+    def request(self, smem, kind: cutlass.Constexpr, row: Row, loaded: Int32, tid: Int32) -> Int32:
+        """Starts the copies of a tile, and arrives on its barriers; returns 1 if `expand` is to arrive, else 0."""
+        self.copy_tile(smem, kind, row, loaded, tid)
+        if const_expr(self.spec.pv_expands):
+            if const_expr(codes.of(kind).expands):
+                self.edges.raw.arrive_copies(smem, loaded)
+                self.edges.raw.arrive(smem, loaded)
+            else:
+                self.arrive(smem, loaded)
+                self.arrive_raw(smem, loaded)
+        elif const_expr(codes.of(kind).expands):
+            self.edges.keys.arrive(smem, loaded)
+        else:
+            self.arrive(smem, loaded)
+        return Int32(self.spec.load_expands and codes.of(kind).expands)
+
+    @cute.jit
+    def close(self, smem, loaded: Int32, tid: Int32) -> Int32:
+        """Gives PV the next stage without a tile, once it is free; returns the number of stages given so far."""
+        stage = self.edges.keys.index(loaded)
+        self.edges.keys.acquire(smem, loaded)
+        sKinds = stage_kinds(smem, self.spec)
+        if tid == 0:
+            sKinds[stage] = Int32(NO_TILE)
+        self.arrive_raw(smem, loaded)
+        return loaded + 1
+
+    def arrive_raw(self, smem, tile: Int32):
+        """Both arrivals of a thread on `raw` for a tile that PV is not to expand: it need not wait for copies."""
+        for _ in range(2):
+            self.edges.raw.arrive(smem, tile)
+
+    @cute.jit
+    def expand(self, smem, cursor: LoadCursor, tile: Int32, steps: cutlass.Constexpr, tid: Int32):
+        """Expands the codes of `tile`, that of `steps` steps before the last one, if they are to be, once copied."""
+        if const_expr(self.spec.load_expands):
+            if cursor.unexpanded >> steps & 1 != 0:
+                stage = self.edges.keys.index(tile)
+                cute.arch.cp_async_wait_group(steps)
+                cute.arch.sync_warp()
+                start = Int32(smem.codes.data_ptr().toint()) + stage * codes_bytes(self.spec)
+                codes.of(self.expanded[0]).expand(start, ROWS_PER_WARP, tid)
+                self.edges.keys.arrive(smem, tile)
+
+    @cute.jit
+    def copy_tile(self, smem, kind: cutlass.Constexpr, row: Row, loaded: Int32, tid: Int32):
+        """Starts the copies of the rows of a tile, some of which may be masked: their bytes become 0."""
+        stage = self.edges.keys.index(loaded)
         lane, warp_idx, sMask = tid % 32, tid // 32, self.mask(smem)
-        first, chunk = 16 * warp_idx, lane % 8
-        counts, row = self.finder.locate(table.mKV, table.zero_row, entry, position, last, table.divisors.page_size)
-        address = row.toint()
-        low, high = Int32(address & 0xFFFFFFFF), Int32(address >> 32)
-        bits = cute.arch.vote_ballot_sync(counts != 0)
+        first, chunk = ROWS_PER_WARP * warp_idx, lane % 8
+        low, high = Int32(row.data & 0xFFFFFFFF), Int32(row.data >> 32)
+        bits = cute.arch.vote_ballot_sync(row.valid != 0)
         if lane == 0:
             sMask[loaded % self.spec.mask_stages * WARPS + warp_idx] = Int16(bits)
-        codes, rope = smem.codes.data_ptr(), smem.rope.data_ptr()
-        if lane < 16:
-            scale = cute.recast_ptr(smem.scale.data_ptr(), dtype=Uint8)
-            start = cute.assume((stage * TOKENS_PER_TILE + first + lane) * SCALES_BYTES, divby=CHUNK_BYTES)
-            size = Int32(cutlass.select_(counts != 0, Int32(CHUNK_BYTES), Int32(0)))  # scales of masked keys are 0
-            self.copy_or_clear(address + token_cache.SCALE_OFFSET, scale + start, size)
-        for i in cutlass.range_constexpr(16 // ROWS_PER_STEP):
+        valid = cutlass.select_(lane < ROWS_PER_WARP, bits >> lane & 1, Int32(-1))  # other lanes have the same rows
+        self.copy_scales(smem, kind, row, valid, (stage * TOKENS_PER_TILE + first + lane) * self.spec.scale_bytes)
+        sCodes, rope, rope_slot = smem.codes.data_ptr(), None, Int32(0)
+        if const_expr(self.spec.has_rope):
+            rope, rope_slot = smem.rope.data_ptr(), self.edges.rope.index(loaded)
+        code_bytes = kind.codes.num_bytes
+        rest = const_expr(code_bytes % LINE_BYTES // CHUNK_BYTES)  # chunks of an incomplete line
+        for i in cutlass.range_constexpr(ROWS_PER_WARP // ROWS_PER_STEP):
             copied = ROWS_PER_STEP * i + lane // 8  # row of the warp's 16
             upper = Int64(cute.arch.shuffle_sync(high, copied)) << 32
             source = upper | (Int64(cute.arch.shuffle_sync(low, copied)) & 0xFFFFFFFF)
             source += CHUNK_BYTES * chunk
-            # a masked row is cleared, not read: all would read the same zero_row, one L2 request at a time
             size = (bits >> copied & 1) * CHUNK_BYTES
             line = line_offset(first + copied, chunk)
-            target = codes + cute.assume(stage * CODES_BYTES + line, divby=CHUNK_BYTES)
-            for j in cutlass.range_constexpr(NOPE // LINE_BYTES):
+            start = stage * codes_bytes(self.spec) + codes.of(kind).first_line * (TOKENS_PER_TILE * LINE_BYTES)
+            target = sCodes + cute.assume(start + line, divby=CHUNK_BYTES)
+            for j in cutlass.range_constexpr(code_bytes // LINE_BYTES):
                 self.copy_or_clear(source + LINE_BYTES * j, target + TOKENS_PER_TILE * LINE_BYTES * j, size)
-            target = rope + cute.assume(rope_stage * ROPE_BYTES + line, divby=CHUNK_BYTES)
-            self.copy_or_clear(source + token_cache.ROPE_OFFSET, target, size)
+            if const_expr(rest > 0):
+                if chunk < rest:
+                    begin = start + TOKENS_PER_TILE * LINE_BYTES * (code_bytes // LINE_BYTES)
+                    offset = line_offset(first + copied, codes.of(kind).rest_chunk(chunk))
+                    place = sCodes + cute.assume(begin + offset, divby=CHUNK_BYTES)
+                    self.copy_or_clear(source + code_bytes // LINE_BYTES * LINE_BYTES, place, size)
+            if const_expr(kind.rope is not None):
+                place = rope + cute.assume(rope_slot * ROPE_BYTES + line, divby=CHUNK_BYTES)
+                self.copy_or_clear(source + kind.field("rope").offset, place, size)
+
+    @cute.jit
+    def copy_scales(self, smem, kind: cutlass.Constexpr, row: Row, valid: Int32, start: Int32):
+        """Starts the copy of a key's scales if `valid` is 1, stores those of a masked key if it is 0.
+
+        By predicates: around a branch ptxas computes the addresses of a row twice, which costs 16 heads 3%.
+        """
+        size, scales = min(scale_row(kind), CHUNK_BYTES), cute.recast_ptr(smem.scale.data_ptr(), dtype=Uint8)
+        copy = "cp.async.cg" if const_expr(size == CHUNK_BYTES) else "cp.async.ca"
+        words = ", ".join(["{$r3}"] * (size // 4))
+        store = {4: "st.shared.b32", 8: "st.shared.v2.b32", 16: "st.shared.v4.b32"}[size]
+        for i in cutlass.range_constexpr(scale_row(kind) // size):
+            place = scales + cute.assume(start + size * i, divby=size)
+            cute.arch.inline_ptx(
+                "{\n.reg .pred copied, masked;\nsetp.eq.s32 copied, {$r2}, 1;\nsetp.eq.s32 masked, {$r2}, 0;\n"
+                f"@copied {copy}.shared.global [{{$r0}}], [{{$r1}}], {size};\n"
+                f"@masked {store} [{{$r0}}], " + "{" + words + "};\n}",
+                read_only_args=[
+                    Int32(place.toint()),
+                    row.scales + size * i,
+                    valid,
+                    Int32(codes.of(kind).masked_scales),
+                ],
+            )
 
     @cute.jit
     def copy_or_clear(self, source: Int64, target: cute.Pointer, size: Int32):

@@ -5,26 +5,32 @@ from typing import NamedTuple
 import cutlass
 import cutlass.cute as cute
 import cutlass.utils.hopper_helpers as sm90
-from cutlass import AddressSpace, BFloat16, const_expr
+from cutlass import AddressSpace, BFloat16, Int32, const_expr
 from cutlass.cute.nvgpu import cpasync
 from cutlass.tensor_utils import LayoutEnum
 
+from cute_kernels.device.pipeline import Pipeline
 from cute_kernels.mla.kernels.scheduler import WorkTile
 from cute_kernels.mla.kernels.tile import QK
-from cute_kernels.mla.spec import TOKENS_PER_TILE
+from cute_kernels.mla.spec import WGMMA_ROWS
 
 Q_COLUMNS = 64  # of a TMA load: 128 bytes
 
 
 def q_layout(heads: int, columns: int = QK):
     """Shared memory of Q: (heads, columns, 1)."""
-    return sm90.make_smem_layout_a(LayoutEnum.ROW_MAJOR, (heads, TOKENS_PER_TILE, columns), BFloat16, 1)
+    return sm90.make_smem_layout_a(LayoutEnum.ROW_MAJOR, (heads, WGMMA_ROWS, columns), BFloat16, 1)
 
 
 def q_chunk_layout(heads: int, columns: int):
     """The same in chunks of 64 columns, one for each TMA load: (heads, 64, chunks)."""
-    tile = (heads, TOKENS_PER_TILE, Q_COLUMNS)
+    tile = (heads, WGMMA_ROWS, Q_COLUMNS)
     return sm90.make_smem_layout_a(LayoutEnum.ROW_MAJOR, tile, BFloat16, columns // Q_COLUMNS)
+
+
+def q_pipeline(heads: int, columns: int) -> Pipeline:
+    """The edge from TMA to those who read Q. Tiles are loads; readers meet at a named barrier before the next one."""
+    return Pipeline("q", producers=1, bytes=2 * heads * columns, full="Q is loaded")
 
 
 class QTma(NamedTuple):
@@ -66,14 +72,16 @@ def start_q(
     layout = q_chunk_layout(heads, columns)
     sQ = smem.q.get_tensor(layout.outer, swizzle=layout.inner)
     tQsQ, tQgQ = _partition_q(load_q, tQ, work, heads, sQ)
+    edge = q_pipeline(heads, columns)
+    full = edge.full_barrier(smem, 0)
     with cute.arch.elect_one():
-        cute.arch.mbarrier_arrive_and_expect_tx(smem.q_full.ptr, heads * columns * 2)
+        edge.arrive_and_expect(smem, Int32(0))
     if const_expr(unrolled):
         for c in cutlass.range_constexpr(columns // Q_COLUMNS):
-            cute.copy(load_q, tQgQ[None, c], tQsQ[None, c], tma_bar_ptr=smem.q_full.ptr)
+            cute.copy(load_q, tQgQ[None, c], tQsQ[None, c], tma_bar_ptr=full)
     else:
         for c in cutlass.range(columns // Q_COLUMNS, unroll=1):
-            cute.copy(load_q, tQgQ[None, c], tQsQ[None, c], tma_bar_ptr=smem.q_full.ptr)
+            cute.copy(load_q, tQgQ[None, c], tQsQ[None, c], tma_bar_ptr=full)
 
 
 @cute.jit

@@ -9,9 +9,9 @@ from cutlass import AddressSpace, Float32, Int32, Int64
 from cute_kernels.merge.kernels.merge import MergeKernel, MergeRow, Strided, row_address
 from cute_kernels.merge.spec import VECTOR_BYTES, MergeSpec
 from cute_kernels.mla.kernels.arguments import Partials, Results
-from cute_kernels.mla.kernels.barriers import NamedBarrier
+from cute_kernels.mla.kernels.pipelines import NamedBarrier
 from cute_kernels.mla.kernels.tile import NOPE
-from cute_kernels.mla.spec import NARROW
+from cute_kernels.mla.spec import NARROW, Roles
 
 
 class MergedSpec(Protocol):
@@ -34,6 +34,9 @@ class MergedSpec(Protocol):
 
     @property
     def inf_if_empty(self) -> bool: ...
+
+    @property
+    def roles(self) -> Roles: ...
 
 
 class MergeTask(NamedTuple):
@@ -92,7 +95,7 @@ class PartialMerger:
     def count_partial(self, counters: Int64, group: Int32, tidx: Int32):
         """Counts a partial of this CTA, which is in global memory; called by both PV warpgroups."""
         cute.arch.barrier(barrier_id=NamedBarrier.PV, number_of_threads=256)
-        if tidx == 256:
+        if tidx == 128 * self.spec.roles.pv[0]:
             cute.arch.atomic_add(self.counter(counters, group), Int32(1), sem="acq_rel", scope="gpu")
 
     def counter(self, counters: Int64, group: Int32) -> cute.Pointer:

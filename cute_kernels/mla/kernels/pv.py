@@ -4,22 +4,23 @@ from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import BFloat16, Float8E4M3FN, Float16, Float32, Int32, Int64, const_expr
+from cutlass import BFloat16, Float16, Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import warpgroup
 
 from cute_kernels.device import pairs, registers, softmax, wgmma
-from cute_kernels.device.ring import ring_slot
 from cute_kernels.device.trace import Tracer
 from cute_kernels.mla.kernels.arguments import Results
-from cute_kernels.mla.kernels.barriers import NamedBarrier
+from cute_kernels.mla.kernels.codes import widen_values
 from cute_kernels.mla.kernels.load import issue_tma
 from cute_kernels.mla.kernels.merge import PartialMerger
+from cute_kernels.mla.kernels.pipelines import NamedBarrier, pipelines
 from cute_kernels.mla.kernels.scheduler import Scheduler, WorkTable, WorkTile
 from cute_kernels.mla.kernels.smem import (
     BFLOAT16,
     CODES_BYTES,
     HALVES,
     LINE_BYTES,
+    NEEDS_SCALES,
     NEW_UNIT,
     RESCALE_O,
     V_UNIT,
@@ -32,13 +33,12 @@ from cute_kernels.mla.kernels.smem import (
     tiled_mmas,
     weights,
 )
-from cute_kernels.mla.kernels.tile import QUANT_TILES, TILE_BYTES
+from cute_kernels.mla.kernels.tile import QUANT_TILES
 from cute_kernels.mla.kernels.value_units import inverse_power, v_moves, v_units
-from cute_kernels.mla.spec import EVENTS, NARROW, ROLES, TOKENS_PER_TILE, MlaDecodeSpec
+from cute_kernels.mla.spec import EVENTS, NARROW, ROLES, TOKENS_PER_TILE, WGMMA_ROWS, MlaDecodeSpec
 
 ROW_BLOCKS = 4  # of 64 rows of O^T, of a warpgroup: two of a thread's eight values each
 KEY_BLOCKS = TOKENS_PER_TILE // 16
-BYTE_PAIRS = (0x5140, 0x7362)  # PRMT: two values of two keys, for rows m even and odd
 
 
 class Epilogue(NamedTuple):
@@ -51,16 +51,6 @@ class Epilogue(NamedTuple):
     factor: cute.Tensor
     lse: Float32
     has_scales: Int32
-
-
-@cute.jit
-def widen_values(raw: cute.Tensor, m: cutlass.Constexpr, half: cute.Tensor):
-    """Eight numbers of A of row block m, float16: rows g and g + 8, keys 2 q and on and 2 q + 8 and on."""
-    for i in cutlass.range_constexpr(2):
-        codes = cute.make_rmem_tensor(4, Float8E4M3FN)
-        words = cute.recast_tensor(codes, Int32)
-        words[0] = Int32(cute.arch.prmt(raw[m // 2, 2 * i], raw[m // 2, 2 * i + 1], Int32(BYTE_PAIRS[m % 2])))
-        cute.make_tensor(half.iterator + 4 * i, cute.make_layout(4)).store(codes.load().to(Float16))
 
 
 class PvWarpgroups:
@@ -81,24 +71,27 @@ class PvWarpgroups:
         self.columns = spec.heads // 4  # of a thread
         self.v_fragments = 2 * ROW_BLOCKS if spec.few_heads else 2  # half of them is made while wgmma reads the others
         self.scheduler = Scheduler(spec)
+        self.edges = pipelines(spec)
         self.units = self.moving_units = QUANT_TILES  # of O; the last ones may be fixed
+        self.slow_flags = BFLOAT16 | HALVES if spec.splits_p else BFLOAT16  # of a tile that `add_bfloat16` multiplies
         if spec.split:
             self.merger = PartialMerger(spec)
         self.tracer = Tracer(spec.trace, len(ROLES))
 
     @cute.jit
-    def run(
-        self, smem, table: WorkTable, page_tma: tuple, results: Results, counters: Int64, wg: Int32, tidx: Int32, tid
-    ):
+    def run(self, smem, table: WorkTable, pages: tuple, results: Results, counters: Int64, wg: Int32, tidx: Int32, tid):
         """All work tiles of this CTA; `wg` is 0 or 1, `tidx` the thread of the CTA, `tid` that of the warpgroup."""
         first_work, end_work, step = table.share.first, table.share.end, table.share.step
         divisors = table.divisors
         done = Int32(0)
+        if const_expr(self.spec.pv_expands):
+            for tile in cutlass.range(self.spec.expanded_ahead, unroll=1):
+                self.expand(smem, tile, wg, tid)
         for index in cutlass.range(first_work, end_work, step, unroll=1):
             work = self.scheduler.locate(index, table)
             length = self.scheduler.length(work, table.mLength)
             keys = self.scheduler.keys(index, work, length, table)
-            self.pv_work_tile(smem, table, page_tma, results, done, keys.tiles, index, keys.is_whole, wg, tid)
+            self.pv_work_tile(smem, table, pages, results, done, keys.tiles, index, keys.is_whole, wg, tid)
             if const_expr(self.spec.balanced):
                 if keys.is_whole == 0:
                     group = index * divisors.head_blocks.divisor + table.share.head_block
@@ -114,7 +107,7 @@ class PvWarpgroups:
         self,
         smem,
         table: WorkTable,
-        page_tma: tuple,
+        pages: tuple,
         results: Results,
         done: Int32,
         tiles: Int32,
@@ -125,35 +118,38 @@ class PvWarpgroups:
     ):
         """O of the key tiles done, done + 1, ... of a work tile, and its epilogue."""
         mma, mma_bfloat16 = tiled_mmas(self.heads)
-        shape = mma.partition_shape_C((TOKENS_PER_TILE, self.heads))
+        shape = mma.partition_shape_C((WGMMA_ROWS, self.heads))
         acc_o = [cute.make_rmem_tensor(shape, Float32) for _ in range(ROW_BLOCKS)]
         for m in cutlass.range_constexpr(ROW_BLOCKS):
             acc_o[m].fill(0.0)
-        has_scales = Int32(0)
         raw = [cute.make_rmem_tensor((2, 4), Int32) for _ in range(2)]  # codes of a block of keys, and of the next one
-        line = self.line(wg, tid)
+        line, seen = self.line(wg, tid), Int32(0)
         for tile in cutlass.range(done, done + tiles, unroll=1):
-            stage, phase = ring_slot(tile, self.spec.stages)
-            p_stage, p_phase = ring_slot(tile, self.spec.p_stages)
+            stage, p_stage = self.edges.keys.index(tile), self.edges.p.index(tile)
             self.stamp(smem, tile, 0, 0, wg, tid)
-            cute.arch.mbarrier_wait(smem.full.data_ptr() + stage, phase)  # completed long ago
-            self.load_codes(smem, raw[0], stage, 0, line)  # some 100 clocks, overlapped with the wait for P
-            cute.arch.mbarrier_wait(smem.p_full.data_ptr() + p_stage, p_phase)
+            self.edges.keys.wait(smem, tile)  # completed long ago
+            self.load_first(smem, raw[0], stage, line, wg, tid)  # some 100 clocks, overlapped with the wait for P
+            self.edges.p.wait(smem, tile)
+            self.load_late(smem, raw[0], stage, line, wg, tid)
             self.stamp(smem, tile, 0, 1, wg, tid)
             self.stamp(smem, tile, 1, 0, wg, tid)
             flags = self.flags(smem, p_stage)
+            if const_expr(self.spec.split):
+                seen |= flags
             if flags & (RESCALE_O | NEW_UNIT) != 0 and tile > done:
                 self.rescale(smem, acc_o, flags, p_stage, wg, tid)
-            if flags & (BFLOAT16 | (HALVES if self.spec.splits_p else 0)) != 0:
-                has_scales = Int32(1)
+            if flags & self.slow_flags != 0:
                 self.add_bfloat16(smem, mma_bfloat16, acc_o, flags, stage, p_stage, line, wg, tid)
-                cute.arch.mbarrier_arrive(smem.empty.data_ptr() + stage)
-                self.load_announced(smem, page_tma, tile, wg, tid)
+                self.edges.keys.release(smem, tile)
+                self.load_announced(smem, pages, tile, wg, tid)
             else:
-                self.add_tile(smem, mma, acc_o, raw, page_tma, tile, line, wg, tid)
+                self.add_tile(smem, mma, acc_o, raw, pages, tile, line, wg, tid)
             if tile < done + tiles - 1:
-                cute.arch.mbarrier_arrive(smem.p_empty.data_ptr() + p_stage)
+                self.edges.p.release(smem, tile)
             self.stamp(smem, tile, 1, 1, wg, tid)
+            if const_expr(self.spec.pv_expands):
+                self.expand(smem, tile + self.spec.expanded_ahead, wg, tid)
+        has_scales = Int32(1) if seen & (self.slow_flags | NEEDS_SCALES) != 0 else Int32(0)
         self.end_work_tile(smem, table, results, acc_o, done + tiles, tiles, index, is_whole, has_scales, wg, tid)
 
     @cute.jit
@@ -177,7 +173,7 @@ class PvWarpgroups:
         lse, sLse = -Float32.inf, smem.lse.get_tensor(cute.make_layout((self.heads, 2)))
         unit = Float32(V_UNIT)
         if tiles > 0:
-            p_stage = (done - 1) % 2
+            p_stage = self.edges.p.index(done - 1)
             inverse_sums = smem.inverse_sum.get_tensor(cute.make_layout(2 * self.heads))
             copy_columns(inverse_sums, tid, p_stage * self.heads, factor)
             if tid < self.heads:
@@ -187,7 +183,7 @@ class PvWarpgroups:
             for j in cutlass.range_constexpr(self.moving_units):
                 if units[j, p_stage] != V_UNIT:
                     has_scales = Int32(1)
-            cute.arch.mbarrier_arrive(smem.p_empty.data_ptr() + p_stage)
+            self.edges.p.release(smem, done - 1)
         # a partial without block scales is relative to V_UNIT, which is then the scale of all
         if const_expr(self.spec.balanced):
             unit *= cutlass.select_(is_whole | has_scales != 0, Float32(1.0), Float32(1.0 / V_UNIT))
@@ -209,26 +205,25 @@ class PvWarpgroups:
             self.store_result(epilogue, results, work, wg, tid)
 
     @cute.jit
-    def load_announced(self, smem, page_tma: tuple, tile: Int32, wg: Int32, tid: Int32):
+    def load_announced(self, smem, pages: tuple, tile: Int32, wg: Int32, tid: Int32):
         """One warp issues the TMA of the key tile that replaces `tile`, if the load warpgroup has announced it."""
         if const_expr(self.spec.pv_issues_tma):
             if wg == 0 and tid // 32 == 0:
-                self.issue_announced(smem, page_tma, tile)
+                self.issue_announced(smem, pages, tile)
 
     @cute.jit
-    def issue_announced(self, smem, page_tma: tuple, tile: Int32):
+    def issue_announced(self, smem, pages: tuple, tile: Int32):
         """Issues it once all have read `tile`. Called by one warp."""
-        p_stages = const_expr(self.spec.p_stages)
-        sAnnounced = smem.announced.get_tensor(cute.make_layout((2, p_stages)))
-        page, tile_of_page = sAnnounced[0, tile % p_stages], sAnnounced[1, tile % p_stages]
+        following = tile + self.spec.stages
+        p_stage = self.edges.p.index(tile)
+        sAnnounced = smem.announced.get_tensor(cute.make_layout((2, self.spec.p_stages)))
+        page, tile_of_page = sAnnounced[0, p_stage], sAnnounced[1, p_stage]
         if page >= 0:
-            stage, phase = ring_slot(tile, self.spec.stages)
-            cute.arch.mbarrier_wait(smem.empty.data_ptr() + stage, phase)
-            rope_stage, phase = ring_slot(tile + self.spec.stages, self.spec.rope_stages)
-            cute.arch.mbarrier_wait(smem.rope_empty.data_ptr() + rope_stage, phase ^ 1)
+            self.edges.keys.acquire(smem, following)
+            self.edges.rope.acquire(smem, following)
             with cute.arch.elect_one():
-                cute.arch.mbarrier_arrive_and_expect_tx(smem.full.data_ptr() + stage, TILE_BYTES)
-            issue_tma(smem, page_tma, stage, rope_stage, page, tile_of_page)
+                self.edges.keys.arrive_and_expect(smem, following)
+            issue_tma(smem, self.edges, pages, following, page, tile_of_page)
 
     @cute.jit
     def rescale(self, smem, acc_o, flags: Int32, p_stage: Int32, wg: Int32, tid: Int32):
@@ -267,6 +262,20 @@ class PvWarpgroups:
         return registers.opaque(line) if const_expr(self.spec.few_heads) else line
 
     @cute.jit
+    def expand(self, smem, tile: Int32, wg: Int32, tid: Int32):
+        """Expands the codes of a key tile, once they are copied, where PV does so."""
+        raise NotImplementedError
+
+    @cute.jit
+    def load_first(self, smem, raw: cute.Tensor, stage: Int32, line: Int32, wg: Int32, tid: Int32):
+        """Starts to load the first values of a tile before P is there."""
+        self.load_codes(smem, raw, stage, 0, line)
+
+    @cute.jit
+    def load_late(self, smem, raw: cute.Tensor, stage: Int32, line: Int32, wg: Int32, tid: Int32):
+        """Starts to load the first values that may not be loaded before P is there; here there are none."""
+
+    @cute.jit
     def load_codes(self, smem, raw: cute.Tensor, stage: Int32, block, line: Int32):
         """Codes of a block of 16 keys: of the keys of a thread's four columns of A (4), eight values each (8)."""
         start = stage * CODES_BYTES + block * (16 * LINE_BYTES)
@@ -283,15 +292,14 @@ class PvWarpgroups:
         return mma.make_fragment_B(mma.get_slice(tid).partition_B(sP))
 
     @cute.jit
-    def add_tile(self, smem, mma: cute.TiledMma, acc_o, raw, page_tma: tuple, tile: Int32, line, wg, tid):
+    def add_tile(self, smem, mma: cute.TiledMma, acc_o, raw, pages: tuple, tile: Int32, line, wg, tid):
         """O^T += (V weight)^T P^T. Converts the next row blocks while wgmma reads the current ones.
 
         `raw` has the codes of the first 16 keys.
         """
-        stage, _ = ring_slot(tile, self.spec.stages)
-        p_stage, _ = ring_slot(tile, self.spec.p_stages)
+        stage, p_stage = self.edges.keys.index(tile), self.edges.p.index(tile)
         rP = self.p_operands(smem, mma, tid)[None, None, None, p_stage]
-        shape = mma.partition_shape_A((TOKENS_PER_TILE, 16))
+        shape = mma.partition_shape_A((WGMMA_ROWS, 16))
         fragments = [mma.make_fragment_A(shape) for _ in range(self.v_fragments)]
         quant_tile = self.unit_index(wg, tid)
         for block in cutlass.range_constexpr(KEY_BLOCKS):
@@ -312,11 +320,11 @@ class PvWarpgroups:
                 warpgroup.fence()
                 wgmma.issue(mma, acc_o[m], fragment, rP, True, [(0, block)])
                 if const_expr(block + 1 == KEY_BLOCKS and m == 0):  # all codes of the tile are in registers
-                    cute.arch.mbarrier_arrive(smem.empty.data_ptr() + stage)
+                    self.edges.keys.release(smem, tile)
                 if const_expr((m + 1) % (self.v_fragments // 2) == 0):
                     warpgroup.commit_group()
                     if const_expr(block + 1 == KEY_BLOCKS and m + 1 == ROW_BLOCKS):
-                        self.load_announced(smem, page_tma, tile, wg, tid)
+                        self.load_announced(smem, pages, tile, wg, tid)
                         warpgroup.wait_group(0)
                     else:
                         warpgroup.wait_group(1)
@@ -376,7 +384,7 @@ class PvWarpgroups:
     def add_rounded(self, smem, mma: cute.TiledMma, acc_o, stage: Int32, p_stage: Int32, line: Int32, wg, tid):
         """Adds what P gives, which is bfloat16 in shared memory."""
         rP = self.p_operands(smem, mma, tid, BFloat16)[None, None, None, p_stage]
-        fragments = [mma.make_fragment_A(mma.partition_shape_A((TOKENS_PER_TILE, 16))) for _ in range(2)]
+        fragments = [mma.make_fragment_A(mma.partition_shape_A((WGMMA_ROWS, 16))) for _ in range(2)]
         raw, half = cute.make_rmem_tensor((2, 4), Int32), cute.make_rmem_tensor(8, Float16)
         weight, sScale = cute.make_rmem_tensor(4, Float32), scale_tensor(smem, self.spec.stages)
         quant_tile = self.unit_index(wg, tid)

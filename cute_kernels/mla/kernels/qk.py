@@ -6,11 +6,10 @@ from cutlass import BFloat16, Float8E4M3FN, Float16, Float32, Int32, const_expr
 from cutlass.cute.nvgpu import warpgroup
 
 from cute_kernels.device import pairs, wgmma
-from cute_kernels.device.ring import ring_slot
 from cute_kernels.device.trace import Tracer
-from cute_kernels.mla.kernels.barriers import NamedBarrier
 from cute_kernels.mla.kernels.convert_q import QConverter, code_chunk
 from cute_kernels.mla.kernels.load_q import QTma, prefetch_q, q_layout, start_q
+from cute_kernels.mla.kernels.pipelines import NamedBarrier, pipelines
 from cute_kernels.mla.kernels.scheduler import Scheduler, WorkTable
 from cute_kernels.mla.kernels.smem import (
     CODES_BYTES,
@@ -25,7 +24,7 @@ from cute_kernels.mla.kernels.smem import (
     tiled_mmas,
 )
 from cute_kernels.mla.kernels.tile import BLOCK_COLUMNS, NOPE, QUANT_TILE, QUANT_TILES, ROPE
-from cute_kernels.mla.spec import EVENTS, ROLES, TOKENS_PER_TILE, MlaDecodeSpec
+from cute_kernels.mla.spec import EVENTS, ROLES, TOKENS_PER_TILE, WGMMA_ROWS, MlaDecodeSpec
 
 PREFETCH_TILES = 6  # key tiles before the next work tile at which L2 is asked for its Q: all CTAs want 73 KB at once
 CHUNKS = NOPE // BLOCK_COLUMNS  # of 64 columns: 16 codes of each of a thread's rows
@@ -58,9 +57,10 @@ class QkWarpgroups:
         self.columns = spec.heads // 4  # of a thread
         self.warpgroups = spec.qk_warpgroups
         self.threads = 128 * spec.qk_warpgroups
-        self.has_rope = True
+        self.has_rope = spec.has_rope
         self.q = QConverter(spec)
         self.scheduler = Scheduler(spec)
+        self.edges = pipelines(spec)
         self.tracer = Tracer(spec.trace, len(ROLES))
 
     @cute.jit
@@ -104,7 +104,7 @@ class QkWarpgroups:
 
         L2 is asked for that PREFETCH_TILES earlier.
         """
-        shape = tiled_mmas(self.heads)[0].partition_shape_C((TOKENS_PER_TILE, self.heads))
+        shape = tiled_mmas(self.heads)[0].partition_shape_C((WGMMA_ROWS, self.heads))
         acc = tuple(cute.make_rmem_tensor(shape, Float32) for _ in range(2))
         raw = cute.make_rmem_tensor((16, 2), Float8E4M3FN)
         tile, end = done, done + tiles
@@ -154,12 +154,12 @@ class QkWarpgroups:
         first products wait for nothing but codes.
         """
         self.stamp(smem, tile, 0, 0, tid)
-        stage, phase = ring_slot(tile, self.spec.stages)
-        cute.arch.mbarrier_wait(smem.full.data_ptr() + stage, phase)
+        stage = self.edges.keys.index(tile)
+        self.edges.keys.wait(smem, tile)
         self.stamp(smem, tile, 0, 1, tid, True)
         mma = tiled_mmas(self.heads)[0]
         rQ = self.q_operands(smem, mma, tid, Float16)
-        codes = [mma.make_fragment_A(mma.partition_shape_A((TOKENS_PER_TILE, BLOCK_COLUMNS))) for _ in range(2)]
+        codes = [mma.make_fragment_A(mma.partition_shape_A((WGMMA_ROWS, BLOCK_COLUMNS))) for _ in range(2)]
         self.load_codes(smem, raw, stage, 0, tid)
         factors = ()
         for c in cutlass.range_constexpr(CHUNKS):
@@ -189,8 +189,7 @@ class QkWarpgroups:
         is_slow = Int32(0)
         if has_powers != 0 or not self.scales_in_range(smem, stage, tid):
             is_slow = Int32(1)
-        s_stage, phase = ring_slot(tile, self.warpgroups)
-        cute.arch.mbarrier_wait(smem.s_empty.data_ptr() + s_stage, phase ^ 1)
+        self.edges.s.acquire(smem, tile)
         warpgroup.wait_group(0)
         self.stamp(smem, tile, 1, 1, tid, True)
         if is_slow == 0:
@@ -253,11 +252,11 @@ class QkWarpgroups:
     @cute.jit
     def slow_tile(self, smem, acc: cute.Tensor, raw: cute.Tensor, tile: Int32, tid: Int32):
         """S^T of a tile, each chunk times its scale and the power of its block of Q in float32: rare, so in turn."""
-        stage, mma = tile % self.spec.stages, tiled_mmas(self.heads)[0]
+        stage, mma = self.edges.keys.index(tile), tiled_mmas(self.heads)[0]
         rQ = self.q_operands(smem, mma, tid, Float16)
         result = cute.make_rmem_tensor_like(acc)
         total, chunk = wgmma.by_row(result), wgmma.by_row(acc)
-        codes = mma.make_fragment_A(mma.partition_shape_A((TOKENS_PER_TILE, BLOCK_COLUMNS)))
+        codes = mma.make_fragment_A(mma.partition_shape_A((WGMMA_ROWS, BLOCK_COLUMNS)))
         power = cute.make_rmem_tensor(self.columns, Float32)
         sPower = smem.q_power.get_tensor(cute.make_layout(QUANT_TILES * self.heads))
         sScale = scale_tensor(smem, self.spec.stages)
@@ -315,11 +314,11 @@ class QkWarpgroups:
     def rope_operand(self) -> cute.Tensor:
         """Registers of the rope part of a thread's two rows."""
         mma = tiled_mmas(self.heads)[1]
-        return mma.make_fragment_A(mma.partition_shape_A((TOKENS_PER_TILE, ROPE)))
+        return mma.make_fragment_A(mma.partition_shape_A((WGMMA_ROWS, ROPE)))
 
     def rope_stage(self, tile: Int32) -> Int32:
         """Where the rope part of a tile lies."""
-        return ring_slot(tile, self.spec.rope_stages).index
+        return self.edges.rope.index(tile)
 
     @cute.jit
     def load_rope(self, smem, rope: cute.Tensor, tile: Int32, tid: Int32):
@@ -358,7 +357,7 @@ class QkWarpgroups:
     def store_s(self, smem, acc: tuple, tile: Int32, tid: Int32, is_shifted: cutlass.Constexpr = False):
         """Stores S^T, the sum of both accumulators, for the softmax, which has read the stage."""
         s, rest, q = wgmma.by_row(acc[0]), wgmma.by_row(acc[1]), tid % 4
-        s_stage, _ = ring_slot(tile, self.warpgroups)
+        s_stage = self.edges.s.index(tile)
         self.store_unit(smem, s_stage, tid, is_shifted)
         start = smem.s.data_ptr() + s_stage * (TOKENS_PER_TILE * self.heads)
         four = cute.make_rmem_tensor((2, 2), Float32)
@@ -368,9 +367,9 @@ class QkWarpgroups:
                     four[r, e] = s[r, 2 * block + e] + rest[r, 2 * block + e]
             pointer = start + cute.assume(s_offset(8 * block + 2 * q, key_of_row(tid, 0) // 2), divby=4)
             cute.autovec_copy(four, cute.make_tensor(pointer, cute.make_layout((2, 2))))
-        cute.arch.mbarrier_arrive(smem.s_full.data_ptr() + s_stage)
+        self.edges.s.arrive(smem, tile)
         if const_expr(self.spec.pv_issues_tma):
-            cute.arch.mbarrier_arrive(smem.rope_empty.data_ptr() + ring_slot(tile, self.spec.rope_stages).index)
+            self.edges.rope.release(smem, tile)
         self.stamp(smem, tile, 2, 1, tid)
 
     @cute.jit

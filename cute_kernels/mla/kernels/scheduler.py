@@ -24,6 +24,9 @@ class Schedule(Protocol):
     @property
     def balanced(self) -> bool: ...
 
+    @property
+    def has_extra(self) -> bool: ...
+
 
 class Divisors(NamedTuple):
     """Numbers that many threads divide by, with what makes that fast."""
@@ -52,16 +55,26 @@ class Share(NamedTuple):
 
 
 class WorkTable(NamedTuple):
-    """What work tiles are made of, the same for all threads of a CTA."""
+    """What work tiles are made of, the same for all threads of a CTA. Of two caches mIndex and mLength are pairs.
+
+    zero_row  of the crossover: address of the row that masked keys read
+    """
 
     mKV: cute.Tensor
-    mIndex: cute.Tensor
-    mLength: cute.Tensor
-    zero_row: Int64
+    mIndex: Any
+    mLength: Any
     num_splits: Int32
     causal: Int32
     divisors: Divisors
     share: Share
+    zero_row: Int64 | None = None
+
+
+class Lengths(NamedTuple):
+    """How many keys a query has in each of two caches, or where they end."""
+
+    main: Int32
+    extra: Int32
 
 
 class WorkTile(NamedTuple):
@@ -75,6 +88,8 @@ class WorkTile(NamedTuple):
 
 class KeyRange(NamedTuple):
     """Keys of a work tile: positions begin, begin + 1, ... in `tiles` key tiles; those from `limit` on are masked.
+
+    With two caches `limit` is that of the first.
 
     is_whole  1 if these are all keys of the query, so the result is final
     """
@@ -99,8 +114,15 @@ class Weights(NamedTuple):
     parts: Int32
 
 
+def tiles_of(keys: Int32) -> Int32:
+    """Key tiles of so many keys; below 0 means 0."""
+    return cute.ceil_div(cutlass.max(keys, 0), TOKENS_PER_TILE)
+
+
 class Scheduler:
     """Device code for any thread.
+
+    A query has key tiles of the first cache, then, where there is one, those of the second: none has keys of both.
 
     Uniform: a work tile is a block of heads of a query over all of its keys or, where it is `split`, over one of
     num_splits equal parts. CTA b has the work tiles b, b + ctas, ...
@@ -114,6 +136,7 @@ class Scheduler:
 
     def __init__(self, spec: Schedule):
         self.sparse, self.split, self.balanced = spec.sparse, spec.split, spec.balanced
+        self.has_extra = spec.has_extra
 
     def locate(self, index: Int32, table: WorkTable) -> WorkTile:
         """The work tile with that index.
@@ -134,8 +157,10 @@ class Scheduler:
         return mIndex[work.request, work.query, None] if self.sparse else mIndex[work.request, None]
 
     @cute.jit
-    def length(self, work: WorkTile, mLength: cute.Tensor) -> Int32:
-        """How many keys a query (sparse) or a request (dense) has."""
+    def length(self, work: WorkTile, mLength: Any) -> Any:
+        """How many keys a query (sparse) or a request (dense) has; of two caches `Lengths`."""
+        if const_expr(self.has_extra):
+            return Lengths(mLength[0][work.request, work.query], mLength[1][work.request, work.query])
         if const_expr(self.sparse):
             return mLength[work.request, work.query]
         return mLength[work.request]
@@ -152,11 +177,22 @@ class Scheduler:
         return length - table.causal * (table.divisors.s_q.divisor - 1 - work.query)
 
     @cute.jit
-    def keys(self, index: Int32, work: WorkTile, length: Int32, table: WorkTable) -> KeyRange:
+    def limits(self, work: WorkTile, length: Any, table: WorkTable) -> Lengths:
+        """Where the keys of a query end in each cache, counted in that cache; below 0 means 0."""
+        if const_expr(self.has_extra):
+            main = cutlass.min(length.main, table.mIndex[0].shape[2])
+            return Lengths(main, cutlass.min(length.extra, table.mIndex[1].shape[2]))
+        return Lengths(self.key_limit(work, length, table), Int32(0))
+
+    def tiles(self, limits: Lengths) -> Int32:
+        """Key tiles of a query."""
+        return tiles_of(limits.main) + tiles_of(limits.extra) if self.has_extra else tiles_of(limits.main)
+
+    @cute.jit
+    def keys(self, index: Int32, work: WorkTile, length: Any, table: WorkTable) -> KeyRange:
         """The keys of a work tile."""
-        limit = self.key_limit(work, length, table)
-        tiles = cute.ceil_div(cutlass.max(limit, 0), TOKENS_PER_TILE)
-        return self.part(index, work, limit, tiles, table)
+        limits = self.limits(work, length, table)
+        return self.part(index, work, limits.main, self.tiles(limits), table)
 
     @cute.jit
     def part(self, index: Int32, work: WorkTile, limit: Int32, tiles: Int32, table: WorkTable) -> KeyRange:
@@ -282,8 +318,8 @@ class Scheduler:
         """Tiles of a query and its overhead."""
         request, query_idx = divmod(query, table.divisors.s_q)
         work = WorkTile(Int32(0), Int32(0), query_idx, request)
-        limit = self.key_limit(work, self.length(work, table.mLength), table)
-        return cute.ceil_div(cutlass.max(limit, 0), TOKENS_PER_TILE) + WORK_TILE_OVERHEAD
+        limits = self.limits(work, self.length(work, table.mLength), table)
+        return self.tiles(limits) + WORK_TILE_OVERHEAD
 
     @cute.jit
     def share_between(self, cuts: cute.Pointer, number: Int32, head_block: Int32) -> Share:

@@ -1,5 +1,8 @@
 """Shared memory of the MLA decode kernel, its matrix products, and where data lies in both."""
 
+from typing import Any
+
+import cutlass
 import cutlass.cute as cute
 import cutlass.utils.hopper_helpers as sm90
 from cutlass import BFloat16, Float16, Float32, Int32, Int64, Uint8
@@ -7,12 +10,11 @@ from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 from cutlass.tensor_utils import LayoutEnum
 
 from cute_kernels.mla.kernels.load_q import q_layout
-from cute_kernels.mla.kernels.tile import NOPE, QUANT_TILES
-from cute_kernels.mla.spec import TOKENS_PER_TILE, MlaDecodeSpec
+from cute_kernels.mla.kernels.tile import NOPE, QUANT_TILE, QUANT_TILES
+from cute_kernels.mla.spec import LINE_BYTES, TOKENS_PER_TILE, WGMMA_ROWS, MlaDecodeSpec
 
 SHARED_BYTES = 232_448  # of a CTA, at most
-LINE_BYTES = 128  # codes of a quant tile of a row, or its rope part: one row of the 128-byte swizzle
-CODES_BYTES = TOKENS_PER_TILE * NOPE  # of a stage
+CODES_BYTES = TOKENS_PER_TILE * NOPE  # of a stage of V3.2
 ROPE_BYTES = TOKENS_PER_TILE * LINE_BYTES
 WARPS = 4  # of a warpgroup
 P_EXPONENT = 7.0  # row_max is set 7 below the largest score: P of that is 2^7, and float16 holds P down to 2^-31 of it
@@ -20,53 +22,71 @@ RESCALE_THRESHOLD = 8.0  # log2 of the growth of the largest score that moves ro
 RESCALE_O = 1  # flag of a tile: O is multiplied by `rescaling` first
 NEW_UNIT = 2  # and by `v_move`
 BFLOAT16 = 4  # P is bfloat16, and V is to be: float16 does not hold V in the units of O
+NEEDS_SCALES = 8  # a partial with the values of this tile needs block scales
 HALVES = 16  # instead: P is float16, of which PV makes two bfloat16 numbers; see `PvWarpgroups.add_bfloat16`
 V_UNIT = 2.0**-6  # of O at first; see `ValueUnits`
+UNITS = 8  # of O where keys are scaled: one for each 64 values; else one for each quant tile
+NO_TILE = -1  # the kind of a stage that is given to PV after the last key tile of a CTA
+
+
+def codes_bytes(spec: MlaDecodeSpec) -> int:
+    """Codes of a stage, in lines of 128 bytes: 64 keys of the first line, then 64 of the second."""
+    return TOKENS_PER_TILE * LINE_BYTES * spec.code_lines
 
 
 def p_layout(heads: int):
     """Shared memory of P^T: (heads, 64 keys, stages)."""
-    tile = (TOKENS_PER_TILE, heads, TOKENS_PER_TILE)
+    tile = (WGMMA_ROWS, heads, TOKENS_PER_TILE)
     return sm90.make_smem_layout_b(LayoutEnum.ROW_MAJOR, tile, Float16, MlaDecodeSpec.p_stages)
 
 
 def shared_storage(spec: MlaDecodeSpec):
     """The struct of all shared memory."""
     heads, stages, p_stages, s_stages = spec.heads, spec.stages, spec.p_stages, spec.qk_warpgroups
+    blocks, units = spec.d_qk // QUANT_TILE, UNITS
+    scale_dtype, scales = Uint8, spec.scale_bytes  # of a key
+    if spec.float_scales:
+        units = QUANT_TILES
+        scale_dtype, scales = Float32, spec.token_format.num_scales
 
     @cute.struct
     class Shared:
-        codes: cute.struct.Align[cute.struct.MemRange[Uint8, stages * CODES_BYTES], 1024]
-        rope: cute.struct.Align[cute.struct.MemRange[Uint8, spec.rope_stages * ROPE_BYTES], 1024]
-        q: cute.struct.Align[cute.struct.MemRange[BFloat16, cute.cosize(q_layout(heads))], 1024]
+        codes: cute.struct.Align[cute.struct.MemRange[Uint8, stages * codes_bytes(spec)], 1024]
+        rope: cute.struct.Align[cute.struct.MemRange[Uint8, spec.rope_slots * ROPE_BYTES], 1024]
+        q: cute.struct.Align[cute.struct.MemRange[BFloat16, cute.cosize(q_layout(heads, spec.d_qk))], 1024]
         p: cute.struct.Align[cute.struct.MemRange[Float16, cute.cosize(p_layout(heads))], 1024]
         s: cute.struct.Align[cute.struct.MemRange[Float32, s_stages * TOKENS_PER_TILE * heads], 1024]  # see `s_offset`
-        scale: cute.struct.Align[cute.struct.MemRange[Float32, stages * TOKENS_PER_TILE * QUANT_TILES], 128]
-        weight: cute.struct.Align[cute.struct.MemRange[Float16, p_stages * QUANT_TILES * TOKENS_PER_TILE], 128]
-        q_peak: cute.struct.MemRange[Float32, (QUANT_TILES + 1) * heads]  # largest magnitudes, of the rope part last
-        q_power: cute.struct.MemRange[Float32, QUANT_TILES * heads]  # of a quant tile of Q
+        scale: cute.struct.Align[cute.struct.MemRange[scale_dtype, stages * TOKENS_PER_TILE * scales], 128]
+        weight: cute.struct.Align[cute.struct.MemRange[Float16, p_stages * TOKENS_PER_TILE * scales], 128]
+        q_peak: cute.struct.MemRange[Float32, (blocks + 1) * heads]  # largest magnitudes, of the rope part last
+        q_power: cute.struct.MemRange[Float32, blocks * heads]  # of 128 columns of Q
         q_unit: cute.struct.MemRange[Float32, heads]  # `unit` of the Q that QK has
         q_shift: cute.struct.MemRange[Float32, heads]  # power of a head of Q
         unit: cute.struct.MemRange[Float32, s_stages * heads]  # S of a head times this is its score, in units of log2
-        v_power: cute.struct.Align[cute.struct.MemRange[Float32, QUANT_TILES], 16]  # see `ValueUnits`
-        v_highest: cute.struct.MemRange[Int32, QUANT_TILES]
-        v_unit: cute.struct.MemRange[Float32, p_stages * QUANT_TILES]
-        v_move: cute.struct.MemRange[Float32, p_stages * QUANT_TILES]
+        v_power: cute.struct.Align[cute.struct.MemRange[Float32, units], 16]  # see `ValueUnits`
+        v_highest: cute.struct.MemRange[Int32, units]
+        v_top: cute.struct.Align[cute.struct.MemRange[Uint8, UNITS], 8]  # see `ScaledValueUnits`
+        v_above: cute.struct.Align[cute.struct.MemRange[Uint8, UNITS], 8]
+        v_unit: cute.struct.MemRange[Float32, p_stages * units]
+        v_move: cute.struct.MemRange[Float32, p_stages * units]
         rescaling: cute.struct.MemRange[Float32, p_stages * heads]  # factor of O, by head
         inverse_sum: cute.struct.MemRange[Float32, p_stages * heads]  # 1 / row_sum, with the last tile of a work tile
         lse: cute.struct.MemRange[Float32, p_stages * heads]
         flags: cute.struct.Align[cute.struct.MemRange[Int32, p_stages * WARPS], 16]  # of a tile, by warp
+        rope_flags: cute.struct.Align[cute.struct.MemRange[Int32, stages * WARPS], 16]  # see `multiply_rope`
+        kinds: cute.struct.MemRange[Int32, stages]  # of key tiles: an index of `spec.kinds`, or NO_TILE
         sink: cute.struct.MemRange[Float32, heads]  # times log2(e)
         mask: cute.struct.MemRange[Int32, 2 * spec.mask_stages]  # a bit for each key: 1 if it counts
         announced: cute.struct.MemRange[Int32, 2 * p_stages]  # (page or -1, key tile of it) that PV is to load
         q_full: Int64
-        full: cute.struct.MemRange[Int64, stages]
-        empty: cute.struct.MemRange[Int64, stages]
-        rope_empty: cute.struct.MemRange[Int64, spec.rope_stages]
+        keys_full: cute.struct.MemRange[Int64, stages]
+        keys_empty: cute.struct.MemRange[Int64, stages]
+        rope_empty: cute.struct.MemRange[Int64, spec.rope_slots]
         s_full: cute.struct.MemRange[Int64, s_stages]
         s_empty: cute.struct.MemRange[Int64, s_stages]
         p_full: cute.struct.MemRange[Int64, p_stages]
         p_empty: cute.struct.MemRange[Int64, p_stages]
+        raw_full: cute.struct.MemRange[Int64, stages if spec.pv_expands else 0]
         cuts: cute.struct.MemRange[Int32, 4]  # where this CTA's share begins and ends
         trace: Int64  # address of the timestamps
 
@@ -78,7 +98,7 @@ def shared_storage(spec: MlaDecodeSpec):
 
 def tiled_mmas(heads: int):
     """S^T = K Q^T and O^T += V^T P^T with keys in registers: of float16, of bfloat16."""
-    k, one, tile = OperandMajorMode.K, (1, 1, 1), (TOKENS_PER_TILE, heads)
+    k, one, tile = OperandMajorMode.K, (1, 1, 1), (WGMMA_ROWS, heads)
     registers = warpgroup.OperandSource.RMEM
     return tuple(sm90.make_trivial_tiled_mma(t, t, k, k, Float32, one, tile, registers) for t in (Float16, BFloat16))
 
@@ -117,6 +137,36 @@ def weights(smem, stage: Int32, quant_tile, tid: Int32) -> cute.Tensor:
     start = (stage * QUANT_TILES + quant_tile) * TOKENS_PER_TILE + tid % 4 * 8
     pointer = smem.weight.data_ptr() + cute.assume(start, divby=8)
     return cute.make_tensor(pointer, cute.make_layout((8, 2), stride=(1, TOKENS_PER_TILE // 2)))
+
+
+def multipliers(smem, spec: MlaDecodeSpec, stage: Int32, quant_tile, tid: Int32) -> cute.Tensor:
+    """Multipliers of a quant tile of keys that are scaled, of the 16 keys that a thread multiplies; see `weights`."""
+    start = (stage * spec.scale_bytes + quant_tile) * TOKENS_PER_TILE + tid % 4 * 8
+    pointer = smem.weight.data_ptr() + cute.assume(start, divby=8)
+    return cute.make_tensor(pointer, cute.make_layout((8, 2), stride=(1, TOKENS_PER_TILE // 2)))
+
+
+def stage_kinds(smem, spec: MlaDecodeSpec) -> cute.Tensor:
+    """The kinds of the tiles of all stages: of two formats, or where PV expands."""
+    return smem.kinds.get_tensor(cute.make_layout(spec.stages))
+
+
+def kind_of_tile(smem, spec: MlaDecodeSpec, stage: Int32) -> Int32:
+    """Which of `spec.kinds` the tile of a stage has."""
+    return stage_kinds(smem, spec)[stage] if len(spec.kinds) > 1 else Int32(0)
+
+
+def of_kind(which: Int32, values: list) -> Any:
+    """That of a tile, which has the which-th of `spec.kinds`, of one value for each."""
+    return values[0] if len(values) == 1 else cutlass.select_(which == 0, *values)
+
+
+def scale_words(smem, spec: MlaDecodeSpec, stage: Int32, key, first: int, words: cute.Tensor):
+    """Copies scale bytes of a key, from byte `first` on, into `words` (Int32), four bytes each."""
+    size = 4 * cute.size(words)
+    start = (stage * TOKENS_PER_TILE + key) * spec.scale_bytes + first
+    pointer = smem.scale.data_ptr() + cute.assume(start, divby=size)
+    cute.autovec_copy(cute.make_tensor(cute.recast_ptr(pointer, dtype=Int32), cute.make_layout(size // 4)), words)
 
 
 def place_of_weight(key):

@@ -7,9 +7,11 @@ import cutlass.cute as cute
 from cutlass import AddressSpace, BFloat16, Float16, Float32, Int32, const_expr
 
 from cute_kernels.device import registers, softmax
-from cute_kernels.device.ring import ring_slot
 from cute_kernels.device.trace import Tracer
+from cute_kernels.mla.kernels.arguments import Caches
 from cute_kernels.mla.kernels.load import KeyLoader
+from cute_kernels.mla.kernels.pipelines import pipelines
+from cute_kernels.mla.kernels.scaled_units import ScaledValueUnits
 from cute_kernels.mla.kernels.scheduler import Scheduler, WorkTable
 from cute_kernels.mla.kernels.smem import (
     BFLOAT16,
@@ -47,13 +49,14 @@ class SoftmaxWarpgroup:
         self.keys = spec.heads // 2  # of a thread
         self.lanes = TOKENS_PER_TILE // self.keys  # of a head
         self.loads = not spec.few_heads
-        self.units = ValueUnits(spec)
+        self.units = ValueUnits(spec) if spec.float_scales else ScaledValueUnits(spec)
         self.loader = KeyLoader(spec)
         self.scheduler = Scheduler(spec)
+        self.edges = pipelines(spec)
         self.tracer = Tracer(spec.trace, len(ROLES))
 
     @cute.jit
-    def run(self, smem, table: WorkTable, page_tma: tuple, mSink: cute.Tensor, tid: Int32):
+    def run(self, smem, table: WorkTable, caches: Caches, mSink: cute.Tensor, tid: Int32):
         """The softmax of all work tiles of this CTA.
 
         Where this warpgroup loads, it does so `rope_stages` tiles ahead, after P of the current tile is stored: the
@@ -64,7 +67,7 @@ class SoftmaxWarpgroup:
         if const_expr(self.loads):
             cursor = self.loader.start(table, tid)
             for _ in cutlass.range(self.spec.rope_stages, unroll=1):
-                cursor = self.loader.step(smem, table, page_tma, cursor, tid)
+                cursor = self.loader.step(smem, table, caches, cursor, tid)
         done = Int32(0)
         sSink = smem.sink.get_tensor(cute.make_layout(self.heads))
         first_work, end_work, step = table.share.first, table.share.end, table.share.step
@@ -87,7 +90,7 @@ class SoftmaxWarpgroup:
                     newest = tile + self.spec.stages - 1  # of the tiles that have a stage
                     was_announced = Int32(1) if cursor.loaded > newest else Int32(0)
                     if was_announced == 0:
-                        cursor = self.loader.step(smem, table, page_tma, cursor, tid)
+                        cursor = self.loader.step(smem, table, caches, cursor, tid)
                     self.await_stages(smem, tile)
                     if was_announced != 0:  # P of tile - 2 is multiplied, so nobody reads the mask that this replaces
                         self.loader.clear_mask(smem, newest, tid)
@@ -96,13 +99,13 @@ class SoftmaxWarpgroup:
                     self.await_stages(smem, tile)
                 row_max, row_sum = self.softmax_tile(smem, row_max, row_sum, addresses, tile, tid)
                 if tile == done + tiles - 1:
-                    self.finish(smem, row_max, row_sum, tile % 2, tid)
-                    self.units.finish(smem, tile % 2, tid)
+                    self.finish(smem, row_max, row_sum, self.edges.p.index(tile), tid)
+                    self.units.finish(smem, self.edges.p.index(tile), tid)
                 cute.arch.fence_proxy("async.shared", space="cta")  # ordinary stores of P, read by wgmma
-                cute.arch.mbarrier_arrive(smem.p_full.data_ptr() + tile % 2)
+                self.edges.p.arrive(smem, tile)
                 self.stamp(smem, tile, 1, tid)
                 if const_expr(self.loads and not self.spec.pv_issues_tma):
-                    cursor = self.loader.step(smem, table, page_tma, cursor, tid)
+                    cursor = self.loader.step(smem, table, caches, cursor, tid)
             done += tiles
 
     def head(self, tid: Int32):
@@ -122,19 +125,16 @@ class SoftmaxWarpgroup:
     @cute.jit
     def await_stages(self, smem, tile: Int32):
         """Waits for all that a tile needs but S, before S: each wait takes some 100 clocks."""
-        stage, phase = ring_slot(tile, self.spec.stages)
-        cute.arch.mbarrier_wait(smem.full.data_ptr() + stage, phase)
-        p_stage, phase = ring_slot(tile, self.spec.p_stages)
-        cute.arch.mbarrier_wait(smem.p_empty.data_ptr() + p_stage, phase ^ 1)
+        self.edges.keys.wait(smem, tile)
+        self.edges.p.acquire(smem, tile)
 
     @cute.jit
     def softmax_tile(self, smem, row_max: Float32, row_sum: Float32, addresses: Addresses, tile: Int32, tid: Int32):
         """P^T of a tile and what PV needs with it; returns the new row_max and this thread's part of row_sum."""
-        stage, _ = ring_slot(tile, self.spec.stages)
-        p_stage, _ = ring_slot(tile, self.spec.p_stages)
+        stage, p_stage = self.edges.keys.index(tile), self.edges.p.index(tile)
         lane, part, head = tid % 32, tid % 32 // (32 // self.lanes), self.head(tid)
         sMask = smem.mask.get_tensor(cute.make_layout(2 * self.spec.mask_stages))
-        s_stage, phase = ring_slot(tile, self.spec.qk_warpgroups)
+        s_stage = self.edges.s.index(tile)
         pointer = smem.s.data_ptr() + cute.assume(s_stage * (TOKENS_PER_TILE * self.heads), divby=TOKENS_PER_TILE)
         sS = cute.make_tensor(pointer, cute.make_layout(TOKENS_PER_TILE * self.heads))
         first = self.keys * part
@@ -145,7 +145,7 @@ class SoftmaxWarpgroup:
         if lane == 0:  # in shared memory to save a register
             sFlags[tid // 32, p_stage] = flags
         cute.arch.sync_warp()
-        cute.arch.mbarrier_wait(smem.s_full.data_ptr() + s_stage, phase)
+        self.edges.s.wait(smem, tile)
         self.stamp(smem, tile, 0, tid)
         if cute.arch.vote_any_sync(mask != all_keys):
             for k in cutlass.range(self.keys, unroll=1):
@@ -166,7 +166,7 @@ class SoftmaxWarpgroup:
                 rescaling = cute.math.exp2(row_max - (largest - P_EXPONENT), fastmath=True)
                 row_max = largest - P_EXPONENT
             _, tile_sum = self.exp_tile(row_max, unit, addresses, flags)
-        cute.arch.mbarrier_arrive(smem.s_empty.data_ptr() + s_stage)
+        self.edges.s.release(smem, tile)
         row_sum = row_sum * rescaling + tile_sum
 
         sRescaling = smem.rescaling.get_tensor(cute.make_layout((self.heads, 2)))
@@ -180,8 +180,17 @@ class SoftmaxWarpgroup:
 
     @cute.jit
     def late_flags(self, smem, stage: Int32, tid: Int32) -> Int32:
-        """Flags that are known with S, the same in all warps."""
-        return Int32(0)
+        """Flags that are known with S, the same in all warps: of rope parts that are values too.
+
+        QK finds BFLOAT16 where float16 does not hold them, and NEEDS_SCALES.
+        """
+        flags = Int32(0)
+        if const_expr(self.spec.rope_is_value):
+            words = cute.make_rmem_tensor(WARPS, Int32)
+            pointer = smem.rope_flags.data_ptr() + cute.assume(WARPS * stage, divby=WARPS)
+            cute.autovec_copy(cute.make_tensor(pointer, cute.make_layout(WARPS)), words)
+            flags = words[0] | words[1] | words[2] | words[3]
+        return flags
 
     @cute.jit
     def exp_tile(self, row_max: Float32, unit: Float32, addresses: Addresses, flags: Int32 | None):

@@ -5,7 +5,7 @@ import cutlass.cute as cute
 from cutlass import Float16, Float32, Int32, const_expr
 
 from cute_kernels.device import pairs, softmax, wgmma
-from cute_kernels.mla.kernels.barriers import NamedBarrier
+from cute_kernels.mla.kernels.pipelines import NamedBarrier
 from cute_kernels.mla.kernels.smem import (
     BFLOAT16,
     HALVES,

@@ -7,12 +7,11 @@ import cutlass.cute as cute
 from cutlass import BFloat16, Float16, Float32, Int32
 
 from cute_kernels.device import softmax, wgmma
-from cute_kernels.device.ring import use_phase
-from cute_kernels.mla.crossover.kernels.barriers import NamedBarrier
+from cute_kernels.mla.crossover.kernels.pipelines import NamedBarrier
 from cute_kernels.mla.crossover.kernels.tile import BLOCK, THREADS
-from cute_kernels.mla.kernels.load_q import QTma, start_q
+from cute_kernels.mla.kernels.load_q import QTma, q_pipeline, start_q
 from cute_kernels.mla.kernels.scheduler import WorkTile
-from cute_kernels.mla.kernels.tile import BLOCK_COLUMNS, QUANT_TILE, QUANT_TILES
+from cute_kernels.mla.kernels.tile import BLOCK_COLUMNS, QK, QUANT_TILE, QUANT_TILES
 from cute_kernels.mla.spec import WIDE
 
 CHUNKS = 8  # of eight numbers of Q that a thread converts together
@@ -45,13 +44,15 @@ class QConverter:
     range; `smem.q_power` has the inverse, which multiplies S.
     """
 
+    edge = q_pipeline(WIDE, QK)
+
     @cute.jit
     def prepare(self, smem, q: QTma, work: WorkTile, loads: Int32, warp_idx: Int32, tid: Int32):
         """Converts the Q of a work tile, after `loads` loads of Q.
 
         Returns (1 if S is to be multiplied by `smem.q_power`, loads so far).
         """
-        cute.arch.mbarrier_wait(smem.q_full.ptr, use_phase(loads))
+        self.edge.wait(smem, loads)
         loads += 1
         fits = self.convert(smem, tid)
         q_scaled = Int32(0)
@@ -61,7 +62,7 @@ class QConverter:
             cute.arch.barrier(barrier_id=NamedBarrier.QK, number_of_threads=THREADS)
             if warp_idx == 0:
                 start_q(smem, q.atom, q.tensor, work, WIDE, unrolled=True)
-            cute.arch.mbarrier_wait(smem.q_full.ptr, use_phase(loads))
+            self.edge.wait(smem, loads)
             loads += 1
             self.convert_by_powers(smem, tid)
         cute.arch.fence_proxy("async.shared", space="cta")  # ordinary stores, read by wgmma

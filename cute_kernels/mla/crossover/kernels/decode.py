@@ -19,14 +19,13 @@ Roles (512 threads, 128 registers each at launch)
 
 Mbarriers of a call with exchange="values": arrivals and bytes that complete a phase
   q_full              1 + 73,728 bytes  Q is loaded
-  full[2]           128 + 36,864 bytes  all 64 rows of a key tile are stored
-  empty[2]          256                 the last wgmma of PV has read the stage
+  keys_full[2]      128 + 36,864 bytes  all 64 rows of a key tile are stored
+  keys_empty[2]     256                 the last wgmma of PV has read the stage
   p_full[2]         128                 P, rescaling factors and weights are stored
-  peer_free[2]        1                 the other CTA's stage is empty
+  peer_full[2]        1                 the other CTA's stage is empty
   codes_full[2]       1                 the other CTA's codes have come
-With exchange="codes" full has no bytes and codes_full has 20,480. These bytes come from the other CTA.
-Named barriers are in barriers.py. All threads of a role arrive, not one for each warp: it costs nothing measurable, and
-racecheck can follow it.
+With exchange="codes" keys_full has no bytes and codes_full has 20,480. These bytes come from the other CTA.
+Named barriers are in pipelines.py.
 
 Shared memory, of 232,448 bytes
   nope, rope                  2 x 64 x 1152 = 147,456, in rows of 128 bytes; P overwrites the rope part of its key tile
@@ -38,24 +37,34 @@ Shared memory, of 232,448 bytes
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, const_expr
+from cutlass import BFloat16, Float32, Int32, Int64, Uint8, const_expr
 from cutlass.cute.nvgpu import cpasync
+from cutlass.cute.runtime import make_fake_stream
 from cutlass.memory import SmemAllocator
 
-from cute_kernels.device import softmax
-from cute_kernels.device.barriers import initialize
+from cute_kernels.device import softmax, token_cache
+from cute_kernels.device.pipeline import initialize
 from cute_kernels.device.trace import Tracer
 from cute_kernels.mla.crossover.kernels.arguments import Grid, KeyTensors
-from cute_kernels.mla.crossover.kernels.barriers import barriers
 from cute_kernels.mla.crossover.kernels.load import LoadWarpgroup
+from cute_kernels.mla.crossover.kernels.pipelines import pipelines
 from cute_kernels.mla.crossover.kernels.pv import PvWarpgroups
 from cute_kernels.mla.crossover.kernels.qk import QkWarpgroup
 from cute_kernels.mla.crossover.kernels.smem import shared_storage
 from cute_kernels.mla.crossover.spec import ROLES, MlaCrossoverSpec
-from cute_kernels.mla.kernels.arguments import Partials, Results, fake_arguments, uniform_partials
+from cute_kernels.mla.kernels.arguments import (
+    Partials,
+    Results,
+    fake_keys,
+    fake_results,
+    fake_strided,
+    uniform_partials,
+)
 from cute_kernels.mla.kernels.load_q import QTma, make_q_tma
 from cute_kernels.mla.kernels.merge import MergeTask, PartialMerger
 from cute_kernels.mla.kernels.scheduler import Divisors, Share, WorkTable
+from cute_kernels.mla.kernels.smem import WARPS
+from cute_kernels.mla.kernels.tile import QK
 
 
 class MlaCrossoverKernel:
@@ -66,6 +75,7 @@ class MlaCrossoverKernel:
         if reasons:
             raise ValueError("; ".join(reasons))
         self.spec = spec
+        self.roles = spec.roles
         self.load = LoadWarpgroup(spec)
         self.qk = QkWarpgroup(spec)
         self.pv = PvWarpgroups(spec)
@@ -75,7 +85,12 @@ class MlaCrossoverKernel:
 
     def fake_arguments(self) -> tuple:
         """Shapes, strides and alignments that the compiled callable accepts, in the order of `__call__`."""
-        return fake_arguments(self.spec.sparse)
+        sizes = tuple(cute.sym_int() for _ in range(3))
+        q = fake_strided(BFloat16, (*sizes, QK), 16)
+        kv = fake_strided(Uint8, (cute.sym_int(), cute.sym_int(), token_cache.ROW_BYTES), 16)
+        tensors = (q, kv, *fake_keys(self.spec.sparse, sizes), *fake_results(sizes))
+        numbers = (Int64(0), Int64(0), Int64(0), Float32(1.0), Int32(1), Int32(1), Int32(1), Int32(1), Int64(0))
+        return (*tensors, *numbers, make_fake_stream(use_tvm_ffi_env_stream=True))
 
     @cute.jit
     def __call__(
@@ -160,7 +175,7 @@ class MlaCrossoverKernel:
         smem = SmemAllocator().allocate(shared_storage())
         if tidx == 0:
             self.tracer.start(smem.trace.ptr, trace)
-            initialize(smem, barriers(self.spec))
+            initialize(smem, pipelines(self.spec))
         if warp_idx == 1:
             cpasync.prefetch_descriptor(q.atom)
         cute.arch.mbarrier_init_fence()
@@ -175,26 +190,27 @@ class MlaCrossoverKernel:
 
         zero = Int32(0)
         share = Share(block, grid.work_tiles, grid.decode_ctas, zero, zero, zero, zero)
-        table = WorkTable(*keys, zero_row, grid.num_splits, causal, divisors, share)
+        table = WorkTable(*keys, grid.num_splits, causal, divisors, share, zero_row)
 
         registers = self.spec.registers
         is_merge = False
         if const_expr(self.spec.split):
             is_merge = block >= grid.decode_ctas
-        is_qk = warp_idx < 8  # compared here, not in the branch: there ptxas lays out the code differently
+        # compared here, not in the branch: there ptxas lays out the code differently
+        is_qk = warp_idx < WARPS * (self.roles.qk[0] + 1)
         if is_merge:
             if const_expr(self.spec.split):
                 self.merge(smem, results, counters, grid, divisors, merge_divisor, block)
-        elif warp_idx < 4:
+        elif warp_idx < WARPS * (self.roles.load[0] + 1):
             cute.arch.setmaxregister_decrease(registers.load)
             self.load.run(smem, table, rank, tidx)
         elif is_qk:
             cute.arch.setmaxregister_decrease(registers.qk)
-            self.qk.run(smem, q, table, scale_log2, warp_idx - 4, tidx)
+            self.qk.run(smem, q, table, scale_log2, warp_idx - WARPS * self.roles.qk[0], tidx)
         else:
             cute.arch.setmaxregister_increase(registers.pv)
-            self.pv.run(smem, results, counters, table, warp_idx, tidx)
-        if tidx == 256:
+            self.pv.run(smem, results, counters, table, warp_idx // WARPS - self.roles.pv[0], tidx)
+        if tidx == 128 * self.roles.pv[0]:
             self.tracer.anchor(smem.trace.ptr, 1)
         cute.arch.cluster_arrive_relaxed()  # neither CTA leaves while the other one may read or write here
         cute.arch.cluster_wait()

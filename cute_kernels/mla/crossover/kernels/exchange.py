@@ -3,14 +3,12 @@
 import cutlass
 import cutlass.cute as cute
 from cutlass import AddressSpace, Float16, Int32, Int64, Uint8, const_expr
-from cutlass._mlir.dialects.nvvm import MemScopeKind
 from cutlass.cute.nvgpu import cpasync
 
 from cute_kernels.device import cluster, token_cache
-from cute_kernels.mla.crossover.kernels.barriers import NamedBarrier
-from cute_kernels.mla.crossover.kernels.ring import full_phase
+from cute_kernels.mla.crossover.kernels.pipelines import NamedBarrier, pipelines
 from cute_kernels.mla.crossover.kernels.rows import RowPart, row_targets
-from cute_kernels.mla.crossover.kernels.tile import BLOCK, BLOCKS, CODES_BYTES, HALF, ROWS, THREADS, WARP
+from cute_kernels.mla.crossover.kernels.tile import BLOCK, BLOCKS, HALF, ROWS, THREADS, WARP
 from cute_kernels.mla.crossover.spec import MlaCrossoverSpec
 from cute_kernels.mla.kernels.tile import BLOCK_COLUMNS, NOPE
 from cute_kernels.mla.spec import TOKENS_PER_TILE
@@ -30,20 +28,20 @@ class Exchange:
 
     def __init__(self, spec: MlaCrossoverSpec):
         self.exchange = spec.exchange
+        _, self.keys, _, self.peer, self.codes = pipelines(spec)
 
     @cute.jit
-    def open_stage(self, smem, tile: Int32, stage: Int32, rank: Int32, tid: Int32):
+    def open_stage(self, smem, tile: Int32, rank: Int32, tid: Int32):
         """Tells the other CTA that this CTA's stage is empty, and waits until the other's is.
 
         The arrival is relaxed: it publishes no data. It also says that the other CTA has used the previous tile of the
         stage, so the copies that brought that tile have ended.
         """
-        peer_free = smem.peer_free.data_ptr() + stage
         if tid == 0:
             if const_expr(self.exchange == "codes"):
-                cute.arch.mbarrier_arrive_and_expect_tx(smem.codes_full.data_ptr() + stage, CODES_BYTES)
-            cute.arch.mbarrier_arrive(peer_free, 1 - rank, scope=MemScopeKind.CLUSTER, relaxed=True)
-        cute.arch.mbarrier_wait(peer_free, full_phase(tile))
+                self.codes.arrive_and_expect(smem, tile)
+            self.peer.arrive(smem, tile, peer=1 - rank)
+        self.peer.wait(smem, tile)
 
     # ---- codes
 
@@ -56,7 +54,7 @@ class Exchange:
     def send_codes(self, smem, raw: cute.Tensor, stage: Int32, row_pass: int, rank: Int32, tid: Int32):
         """Sends this thread's pieces of a row."""
         first_row = HALF * rank + ROWS * row_pass
-        barrier = cluster.remote_address(smem.codes_full.data_ptr() + stage, 1 - rank)
+        barrier = cluster.remote_address(self.codes.full_barrier(smem, stage), 1 - rank)
         words = cute.recast_tensor(raw, Int32)
         target = cluster.remote_address(self.landing(smem, stage, first_row, 0), 1 - rank) + tid * 16
         for piece in cutlass.range_constexpr(token_cache.PIECES):
@@ -83,7 +81,7 @@ class Exchange:
         """Sends this thread's chunk of the rope part from registers: P overwrites it before a bulk copy would end."""
         words = cute.recast_tensor(raw, Int32)
         four = tuple(words[i, 4] for i in range(4))
-        barrier = cluster.remote_address(smem.full.data_ptr() + stage, 1 - rank)
+        barrier = cluster.remote_address(self.keys.full_barrier(smem, stage), 1 - rank)
         cluster.send_words(cluster.remote_address(rope.iterator, 1 - rank), four, barrier)
 
     @cute.jit
@@ -91,7 +89,7 @@ class Exchange:
         """Copies this CTA's half of a stage to the other CTA: 8 bulk copies of 4 KB, one a lane."""
         first_row = HALF * rank
         # a bulk copy counts on the barrier that it names, so that is the receiver's, mapped by hand
-        peer_full = cluster.remote_address(smem.full.data_ptr() + stage, 1 - rank)
+        peer_full = cluster.remote_address(self.keys.full_barrier(smem, stage), 1 - rank)
         barrier = cute.make_ptr(Int64, peer_full, AddressSpace.smem, assumed_align=8)
         cute.arch.barrier(barrier_id=NamedBarrier.LOAD, number_of_threads=THREADS)  # the half is stored
         if tid < WARP:

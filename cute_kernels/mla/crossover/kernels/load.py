@@ -8,9 +8,9 @@ from cute_kernels.device import token_cache
 from cute_kernels.device.trace import Tracer
 from cute_kernels.mla.crossover.kernels.arguments import KeySource
 from cute_kernels.mla.crossover.kernels.exchange import Exchange
-from cute_kernels.mla.crossover.kernels.ring import empty_phase, full_phase, stage_of
+from cute_kernels.mla.crossover.kernels.pipelines import pipelines
 from cute_kernels.mla.crossover.kernels.rows import row_part, row_targets
-from cute_kernels.mla.crossover.kernels.tile import HALF, PASSES, ROWS, VALUES_BYTES, WARP
+from cute_kernels.mla.crossover.kernels.tile import HALF, PASSES, ROWS, WARP
 from cute_kernels.mla.crossover.spec import EVENTS, ROLES, MlaCrossoverSpec
 from cute_kernels.mla.kernels.key_finder import KeyFinder
 from cute_kernels.mla.kernels.scheduler import Scheduler, WorkTable
@@ -26,7 +26,8 @@ class LoadWarpgroup:
     def __init__(self, spec: MlaCrossoverSpec):
         self.exchange = spec.exchange
         self.peer = Exchange(spec)
-        self.keys = KeyFinder(spec)
+        self.finder = KeyFinder(spec)
+        _, self.keys, _, _, self.codes = pipelines(spec)
         self.scheduler = Scheduler(spec)
         self.tracer = Tracer(spec.trace, len(ROLES))
 
@@ -57,28 +58,27 @@ class LoadWarpgroup:
         first_row = HALF * rank  # of this CTA's half
         position = keys.begin + first_row + part.row
         last = keys.limit - 1
-        full, empty = smem.full.data_ptr(), smem.empty.data_ptr()
         # lane 4 p + r has the entry of row r of the warp's four in pass p
         lane, warp_idx = tid % WARP, tid // WARP
         entry_position = keys.begin + first_row + 4 * warp_idx + lane % 4 + ROWS * (lane // 4 % PASSES)
-        first_entry = self.keys.read_entry(keys.entries, entry_position, last, keys.page_size)
+        first_entry = self.finder.read_entry(keys.entries, entry_position, last, keys.page_size)
         entry_position += TOKENS_PER_TILE
-        entry = self.keys.read_entry(keys.entries, entry_position, last, keys.page_size)
+        entry = self.finder.read_entry(keys.entries, entry_position, last, keys.page_size)
 
         raw = cute.make_rmem_tensor((16, token_cache.PIECES, PASSES), Uint8)
         for p in cutlass.range_constexpr(PASSES):
             own_entry = cute.arch.shuffle_sync(first_entry, 4 * p + part.row % 4)
             row_position = position + ROWS * p
-            _, row = self.keys.locate(keys.mKV, keys.zero_row, own_entry, row_position, last, keys.page_size)
+            _, row = self.finder.locate(keys.mKV, keys.zero_row, own_entry, row_position, last, keys.page_size)
             token_cache.gather(row, part.column, raw[None, None, p])
 
         for t in cutlass.range(done, done + tiles, unroll=1):
-            stage = stage_of(t)
+            stage = self.keys.index(t)
             self.stamp(smem, t, 0, 0, tid)
-            cute.arch.mbarrier_wait(empty + stage, empty_phase(t))
+            self.keys.acquire(smem, t)
             self.stamp(smem, t, 0, 1, tid)
             self.stamp(smem, t, 1, 0, tid)
-            self.peer.open_stage(smem, t, stage, rank, tid)
+            self.peer.open_stage(smem, t, rank, tid)
             if const_expr(self.exchange == "codes"):
                 for p in cutlass.range_constexpr(PASSES):
                     self.peer.send_codes(smem, raw[None, None, p], stage, p, rank, tid)
@@ -94,12 +94,12 @@ class LoadWarpgroup:
                     raw[None, None, p], target.even, target.odd, target.rope, next_row, part.column
                 )
             if const_expr(self.exchange == "codes"):
-                cute.arch.mbarrier_wait(smem.codes_full.data_ptr() + stage, full_phase(t))
+                self.codes.wait(smem, t)
                 for p in cutlass.range_constexpr(PASSES):
                     self.peer.take_codes(smem, part, raw[None, None, p], stage, p, rank, tid)
                     row = self.next_row(keys, entry, p, part.row, position, last)
                     token_cache.gather(row, part.column, raw[None, None, p])
-            entry = self.keys.read_entry(keys.entries, entry_position, last, keys.page_size)
+            entry = self.finder.read_entry(keys.entries, entry_position, last, keys.page_size)
             position += TOKENS_PER_TILE
             # no fence here: it would wait for the loads in flight. QK and PV have one
             if const_expr(self.exchange == "values"):
@@ -107,11 +107,11 @@ class LoadWarpgroup:
             self.stamp(smem, t, 1, 1, tid)
             if const_expr(self.exchange == "values"):
                 if tid == 0:
-                    cute.arch.mbarrier_arrive_and_expect_tx(full + stage, VALUES_BYTES)
+                    self.keys.arrive_and_expect(smem, t)
                 else:
-                    cute.arch.mbarrier_arrive(full + stage)
+                    self.keys.arrive(smem, t)
             else:
-                cute.arch.mbarrier_arrive(full + stage)
+                self.keys.arrive(smem, t)
 
     @cute.jit
     def next_row(
@@ -120,7 +120,7 @@ class LoadWarpgroup:
         """The row of the next key tile that a thread loads in a pass; `position` is that of its first row in this."""
         own_entry = cute.arch.shuffle_sync(entry, 4 * row_pass + row % 4)
         row_position = position + TOKENS_PER_TILE + ROWS * row_pass
-        _, address = self.keys.locate(keys.mKV, keys.zero_row, own_entry, row_position, last, keys.page_size)
+        _, address = self.finder.locate(keys.mKV, keys.zero_row, own_entry, row_position, last, keys.page_size)
         return address
 
     @cute.jit

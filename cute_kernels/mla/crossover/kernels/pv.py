@@ -10,7 +10,7 @@ from cutlass.cute.nvgpu import warpgroup
 from cute_kernels.device import softmax, wgmma
 from cute_kernels.device.trace import Tracer
 from cute_kernels.mla.crossover.kernels.epilogue import HALVES, Epilogue
-from cute_kernels.mla.crossover.kernels.ring import full_phase, stage_of
+from cute_kernels.mla.crossover.kernels.pipelines import pipelines
 from cute_kernels.mla.crossover.kernels.smem import (
     RowState,
     key_scales,
@@ -57,20 +57,21 @@ class PvWarpgroups:
         self.spec = spec
         self.epilogue = Epilogue(spec)
         self.scheduler = Scheduler(spec)
+        _, self.keys, self.p, _, _ = pipelines(spec)
         self.tracer = Tracer(spec.trace, len(ROLES))
         if spec.split:
             self.merger = PartialMerger(spec)
 
     @cute.jit
-    def run(self, smem, results: Results, counters: Int64, table: WorkTable, warp_idx: Int32, tidx: Int32):
-        """Results of all work tiles of this CTA; `warp_idx` and `tidx` count within the CTA."""
+    def run(self, smem, results: Results, counters: Int64, table: WorkTable, wg: Int32, tidx: Int32):
+        """Results of all work tiles of this CTA; `wg` is 0 or 1, `tidx` the thread of the CTA."""
         first_work, end_work, step = table.share.first, table.share.end, table.share.step
         done, tid = Int32(0), tidx % 128
         for index in cutlass.range(first_work, end_work, step, unroll=1):
             work = self.scheduler.locate(index, table)
             length = self.scheduler.length(work, table.mLength)
             keys = self.scheduler.keys(index, work, length, table)
-            self.pv_work_tile(smem, results, done, keys.tiles, index, table, warp_idx // 4 - 2, tid)
+            self.pv_work_tile(smem, results, done, keys.tiles, index, table, wg, tid)
             if const_expr(self.spec.split):
                 rest, head_block = divmod(index, table.divisors.head_blocks)
                 head_group = rest // table.divisors.splits * table.divisors.head_blocks.divisor + head_block
@@ -104,11 +105,11 @@ class PvWarpgroups:
         row_max.fill(-Float32.inf)
         row_sum.fill(0.0)
         for t in cutlass.range(done, done + tiles, unroll=1):
-            stage = stage_of(t)
+            stage = self.keys.index(t)
             self.stamp(smem, t, 0, 0, wg, tid)
-            cute.arch.mbarrier_wait(smem.p_full.data_ptr() + stage, full_phase(t))
+            self.p.wait(smem, t)
             # complete long ago; the wait makes visible what bulk copies brought
-            cute.arch.mbarrier_wait(smem.full.data_ptr() + stage, full_phase(t))
+            self.keys.wait(smem, t)
             cute.arch.fence_proxy("async.shared", space="cta")  # ordinary stores of codes, read by wgmma
             self.stamp(smem, t, 0, 1, wg, tid)
             self.stamp(smem, t, 1, 0, wg, tid)
@@ -130,7 +131,7 @@ class PvWarpgroups:
                 last = shared_row_state(smem, stage, tid)
                 for r in cutlass.range_constexpr(2):
                     row_max[r], row_sum[r] = last.row_max[r], last.row_sum[r]
-            cute.arch.mbarrier_arrive(smem.empty.data_ptr() + stage)
+            self.keys.release(smem, t)
             self.stamp(smem, t, 1, 1, wg, tid)
         if by_powers != 0:
             for half in cutlass.range_constexpr(HALVES):

@@ -10,9 +10,8 @@ from cutlass.cute.nvgpu import warpgroup
 from cute_kernels.device import token_cache, wgmma
 from cute_kernels.device.trace import Tracer
 from cute_kernels.mla.crossover.kernels.arguments import KeySource
-from cute_kernels.mla.crossover.kernels.barriers import NamedBarrier
 from cute_kernels.mla.crossover.kernels.convert_q import QConverter
-from cute_kernels.mla.crossover.kernels.ring import empty_phase, full_phase, stage_of
+from cute_kernels.mla.crossover.kernels.pipelines import NamedBarrier, pipelines
 from cute_kernels.mla.crossover.kernels.smem import RowState, key_scales, layouts, tiled_mmas
 from cute_kernels.mla.crossover.kernels.softmax import store_p
 from cute_kernels.mla.crossover.kernels.tile import STAGES, THREADS
@@ -46,7 +45,8 @@ class QkWarpgroup:
     def __init__(self, spec: MlaCrossoverSpec):
         self.q = QConverter()
         self.scheduler = Scheduler(spec)
-        self.keys = KeyFinder(spec)
+        self.finder = KeyFinder(spec)
+        _, self.keys, self.p, _, _ = pipelines(spec)
         self.tracer = Tracer(spec.trace, len(ROLES))
 
     @cute.jit
@@ -99,11 +99,11 @@ class QkWarpgroup:
         scale_pair = cute.make_rmem_tensor(2, Float32)
         valid, entry = Int32(0), Int32(0)
         if tiles > 0:
-            entry = self.keys.read_entry(keys.entries, position, last_position, keys.page_size)
-            valid, row = self.keys.locate(keys.mKV, keys.zero_row, entry, position, last_position, keys.page_size)
+            entry = self.finder.read_entry(keys.entries, position, last_position, keys.page_size)
+            valid, row = self.finder.locate(keys.mKV, keys.zero_row, entry, position, last_position, keys.page_size)
             token_cache.load_scales(row, pair, scale_pair)
             position += TOKENS_PER_TILE
-            entry = self.keys.read_entry(keys.entries, position, last_position, keys.page_size)
+            entry = self.finder.read_entry(keys.entries, position, last_position, keys.page_size)
         row_max, row_sum = cute.make_rmem_tensor(2, Float32), cute.make_rmem_tensor(2, Float32)
         row_max.fill(-Float32.inf)
         row_sum.fill(0.0)
@@ -115,16 +115,16 @@ class QkWarpgroup:
                 start_q(smem, q.atom, q.tensor, next_q.work, WIDE, unrolled=True)
         for t in cutlass.range(done, done + tiles, unroll=1):
             last = t == done + tiles - 1
-            stage = stage_of(t)
+            stage = self.keys.index(t)
             self.stamp(smem, t, 0, 0, tid)
-            cute.arch.mbarrier_wait(smem.empty.data_ptr() + stage, empty_phase(t))
+            self.keys.acquire(smem, t)
             self.store_scales(smem, scale_pair, valid, stage, tid)
-            valid, row = self.keys.locate(keys.mKV, keys.zero_row, entry, position, last_position, keys.page_size)
+            valid, row = self.finder.locate(keys.mKV, keys.zero_row, entry, position, last_position, keys.page_size)
             token_cache.load_scales(row, pair, scale_pair)
             position += TOKENS_PER_TILE
-            entry = self.keys.read_entry(keys.entries, position, last_position, keys.page_size)
+            entry = self.finder.read_entry(keys.entries, position, last_position, keys.page_size)
             cute.arch.barrier(barrier_id=NamedBarrier.QK, number_of_threads=THREADS)  # scales and masks are stored
-            cute.arch.mbarrier_wait(smem.full.data_ptr() + stage, full_phase(t))
+            self.keys.wait(smem, t)
             # ordinary stores, read by wgmma. The load warpgroup has no fence: it would wait for the loads in flight
             cute.arch.fence_proxy("async.shared", space="cta")
             self.stamp(smem, t, 0, 1, tid)
@@ -137,7 +137,7 @@ class QkWarpgroup:
                 start_q(smem, q.atom, q.tensor, next_q.work, WIDE, unrolled=True)
             self.stamp(smem, t, 2, 0, tid)
             store_p(smem, acc_s, rows, scale_log2, stage, last, tid)
-            cute.arch.mbarrier_arrive(smem.p_full.data_ptr() + stage)
+            self.p.arrive(smem, t)
             self.stamp(smem, t, 2, 1, tid)
 
     @cute.jit

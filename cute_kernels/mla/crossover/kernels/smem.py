@@ -83,9 +83,9 @@ def shared_storage():
         row_sum: cute.struct.MemRange[Float32, STAGES * WIDE]
         q_full: Int64
         p_full: cute.struct.MemRange[Int64, STAGES]
-        full: cute.struct.MemRange[Int64, STAGES]
-        empty: cute.struct.MemRange[Int64, STAGES]
-        peer_free: cute.struct.MemRange[Int64, STAGES]
+        keys_full: cute.struct.MemRange[Int64, STAGES]
+        keys_empty: cute.struct.MemRange[Int64, STAGES]
+        peer_full: cute.struct.MemRange[Int64, STAGES]
         codes_full: cute.struct.MemRange[Int64, STAGES]
         trace: Int64  # address of the timestamps
 

@@ -1,12 +1,21 @@
-"""Units of O of the latent decode kernel: powers of two that keep V in range of float16, one for each 64 values."""
+"""Units of O where keys are scaled: powers of two that keep V in range of float16, one for each 64 values."""
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float16, Float32, Int32, Uint8, const_expr
 
 from cute_kernels.device import softmax, wgmma
-from cute_kernels.mla.kernels.barriers import NamedBarrier
-from cute_kernels.mla.kernels.smem import NEW_UNIT, V_UNIT, place_of_weight
+from cute_kernels.mla.kernels import codes
+from cute_kernels.mla.kernels.pipelines import NamedBarrier
+from cute_kernels.mla.kernels.smem import (
+    NEEDS_SCALES,
+    NEW_UNIT,
+    UNITS,
+    V_UNIT,
+    kind_of_tile,
+    place_of_weight,
+    scale_words,
+)
 from cute_kernels.mla.kernels.value_units import (
     MAX_SPREAD,
     WEIGHT_EXPONENT,
@@ -17,17 +26,14 @@ from cute_kernels.mla.kernels.value_units import (
     v_moves,
     v_units,
 )
-from cute_kernels.mla.latent.kernels import codes
-from cute_kernels.mla.latent.kernels.smem import NEEDS_SCALES, UNITS, kind_of_tile, scale_words
-from cute_kernels.mla.latent.spec import LatentDecodeSpec, scale_row
-from cute_kernels.mla.spec import TOKENS_PER_TILE
+from cute_kernels.mla.spec import TOKENS_PER_TILE, scale_row
 from fp8_mla.formats import TokenFormat
 
 UNITS_PER_WARP = 2  # of the softmax
 TOP_BYTE = 127  # of a unit of exponent 0
 
 
-class LatentValueUnits(ValueUnits):
+class ScaledValueUnits(ValueUnits):
     """Device code for the 128 threads of the softmax; see `ValueUnits`. Here V' is exact.
 
     What fits a unit is kept as a byte, so that four scales are compared at once:
@@ -37,8 +43,6 @@ class LatentValueUnits(ValueUnits):
 
     A rope part that is a value has the last unit, ROPE_UNIT, which stays.
     """
-
-    spec: LatentDecodeSpec
 
     @cute.jit
     def reset(self, smem, tid: Int32):

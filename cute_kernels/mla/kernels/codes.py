@@ -2,12 +2,12 @@
 
 QK multiplies Q by code x scale, relative to the largest scale of the key's row. float16 holds that for any code where
 the scales of a row are within 2^-21 of the largest. PV multiplies P by code x scale relative to the unit of O
-(`LatentValueUnits`). In a stage each code is a byte of e4m3, and one conversion makes two numbers of two of them. e2m1
+(`ScaledValueUnits`). In a stage each code is a byte of e4m3, and one conversion makes two numbers of two of them. e2m1
 codes are expanded to that, exactly, in the stage: once, where QK and PV both read them (`Codes.expand`). With their
 scales, e4m3 numbers, they are in range of float16 as they are.
 
 A subclass of `Codes` has one type of codes and one of scales, and roles ask `of` for that of a format. So a format with
-other codes or scales is one more subclass and its line in `TYPES`; no other file of the room says what a format has.
+other codes or scales is one more subclass and its line in `TYPES`; no other file here says what a format has.
 """
 
 import functools
@@ -20,12 +20,9 @@ from cutlass import AddressSpace, BFloat16, Float8E4M3FN, Float16, Float32, Int3
 
 from cute_kernels.device import pairs, registers
 from cute_kernels.mla.kernels.convert_q import code_chunk
-from cute_kernels.mla.kernels.pv import widen_values
-from cute_kernels.mla.kernels.smem import key_of_row, line_offset
+from cute_kernels.mla.kernels.smem import key_of_row, line_offset, scale_words
 from cute_kernels.mla.kernels.tile import BLOCK_COLUMNS
-from cute_kernels.mla.latent.kernels.smem import scale_words
-from cute_kernels.mla.latent.spec import LINE_BYTES, LatentDecodeSpec, expands, scale_row
-from cute_kernels.mla.spec import TOKENS_PER_TILE
+from cute_kernels.mla.spec import LINE_BYTES, MASKED_SCALE, TOKENS_PER_TILE, MlaDecodeSpec, expands, scale_row
 from fp8_mla.formats import TokenFormat
 
 TOP_FIELD = 22  # exponent field in float16 of a row's largest scale: 2^7, so the smallest normal one is 2^-14
@@ -41,6 +38,7 @@ ABOVE_BYTE = 16  # `above_byte` of a unit of exponent 0
 FP4_MIN_EXPONENT = -9  # of the smallest e4m3 scale, and of the smallest unit whose power float16 holds
 EMPTY = 1000  # an exponent beyond any
 LOW_MAGNITUDES, HIGH_MAGNITUDES = 0x3C383000, 0x4C484440  # e4m3 bytes of the e2m1 numbers 0, 0.5, 1, 1.5; 2, 3, 4, 6
+BYTE_PAIRS = (0x5140, 0x7362)  # PRMT: two values of two keys, for rows m even and odd
 EXPANDED_ROWS = 4  # that a lane reads at once
 TOP_BITS = -0x7F7F7F80  # 0x80808080
 
@@ -68,6 +66,7 @@ class Codes:
 
     quant_tiles    those that `chunk_multiplier` knows
     line_parts     a row's last line may be incomplete: code bytes are a multiple of this
+    masked_scales  a word of the scales of a masked key, which fit the units of its tile; its codes are zeros
     room           exponents that a scale may be above that of its unit
     least_unit     the smallest exponent of a unit
     """
@@ -76,6 +75,7 @@ class Codes:
     room: ClassVar[int] = 0
     least_unit: ClassVar[int] = -EMPTY
     line_parts: ClassVar[int] = LINE_BYTES
+    masked_scales: ClassVar[int] = 0
 
     def __init__(self, kind: TokenFormat):
         if kind.quant_tile not in self.quant_tiles:
@@ -119,7 +119,7 @@ class Codes:
 
     # ---- what QK reads
 
-    def load_row_scales(self, smem, spec: LatentDecodeSpec, stage: Int32, key: Int32, tid: Int32) -> cute.Tensor:
+    def load_row_scales(self, smem, spec: MlaDecodeSpec, stage: Int32, key: Int32, tid: Int32) -> cute.Tensor:
         """The words of a key's scales that `chunk_multiplier` takes."""
         raise NotImplementedError
 
@@ -165,7 +165,7 @@ class Codes:
         raise NotImplementedError
 
     def misfits(self, word: Int32, tops: Int32, above: Int32) -> Int32:
-        """Not 0 if one of the four scales of a word does not fit its unit; see `LatentValueUnits` for the others."""
+        """Not 0 if one of the four scales of a word does not fit its unit; see `ScaledValueUnits` for the others."""
         raise NotImplementedError
 
     def is_small(self, word: Int32, tops: Int32) -> Int32:
@@ -235,6 +235,16 @@ def row_numbers(raw: cute.Tensor, r: int) -> cute.Tensor:
     return cute.recast_tensor(wide, Int32)
 
 
+@cute.jit
+def widen_values(raw: cute.Tensor, m: cutlass.Constexpr, half: cute.Tensor):
+    """Eight numbers of A of row block m, float16: rows g and g + 8, keys 2 q and on and 2 q + 8 and on."""
+    for i in cutlass.range_constexpr(2):
+        codes = cute.make_rmem_tensor(4, Float8E4M3FN)
+        words = cute.recast_tensor(codes, Int32)
+        words[0] = Int32(cute.arch.prmt(raw[m // 2, 2 * i], raw[m // 2, 2 * i + 1], Int32(BYTE_PAIRS[m % 2])))
+        cute.make_tensor(half.iterator + 4 * i, cute.make_layout(4)).store(codes.load().to(Float16))
+
+
 def value_operand(raw: cute.Tensor, m: int, operand: cute.Tensor) -> None:
     """A of row block m, from eight codes of each of four keys: rows g and g + 8, keys 2 q, 2 q + 8 and on."""
     half = cute.make_rmem_tensor(8, Float16)
@@ -278,9 +288,10 @@ def rope_over_unit(word: Int32, is_float16: cutlass.Boolean) -> Int32:
 
 
 class FloatScales(Codes):
-    """e4m3 codes with float32 scales. The roles of mla/kernels read them; the latent loader alone asks this class."""
+    """e4m3 codes with float32 scales. `QkWarpgroups` and `PvWarpgroups` read them; the loader alone asks this class."""
 
     quant_tiles = (128,)
+    masked_scales = pairs.float_bits(MASKED_SCALE)
 
 
 class E4m3Codes(Codes):
@@ -298,7 +309,7 @@ class E4m3Codes(Codes):
         """Chunks 0 to 3 of half a line lie where QK reads 0, 1, 4 and 5, four lanes at a time."""
         return chunk % 2 + chunk // 2 * 4
 
-    def load_row_scales(self, smem, spec: LatentDecodeSpec, stage: Int32, key: Int32, tid: Int32) -> cute.Tensor:
+    def load_row_scales(self, smem, spec: MlaDecodeSpec, stage: Int32, key: Int32, tid: Int32) -> cute.Tensor:
         """All."""
         words = cute.make_rmem_tensor(scale_row(self.kind) // 4, Int32)
         scale_words(smem, spec, stage, key, 0, words)
@@ -436,7 +447,7 @@ class E2m1Codes(Codes):
                     words = cute.make_ptr(Int32, place, AddressSpace.smem, assumed_align=16)
                     cute.autovec_copy(expanded, cute.make_tensor(words, cute.make_layout(4)))
 
-    def load_row_scales(self, smem, spec: LatentDecodeSpec, stage: Int32, key: Int32, tid: Int32) -> cute.Tensor:
+    def load_row_scales(self, smem, spec: MlaDecodeSpec, stage: Int32, key: Int32, tid: Int32) -> cute.Tensor:
         """Of the 8 for each 128 codes the 4 that a lane needs."""
         words, one = cute.make_rmem_tensor(4, Int32), cute.make_rmem_tensor(1, Int32)
         for j in range(4):

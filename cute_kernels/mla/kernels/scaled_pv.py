@@ -1,41 +1,29 @@
-"""The two PV warpgroups of the latent decode kernel: O^T += V^T P^T, and the epilogue."""
+"""The two PV warpgroups where keys are scaled as operands: O^T += V^T P^T."""
 
 from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import AddressSpace, BFloat16, Float16, Float32, Int32, Int64, const_expr
+from cutlass import AddressSpace, BFloat16, Float16, Float32, Int32, const_expr
 from cutlass.cute.nvgpu import warpgroup
 
 from cute_kernels.device import pairs, registers, wgmma
-from cute_kernels.device.ring import ring_slot
-from cute_kernels.mla.kernels.arguments import Results
+from cute_kernels.mla.kernels import codes
 from cute_kernels.mla.kernels.pv import KEY_BLOCKS, ROW_BLOCKS, PvWarpgroups
-from cute_kernels.mla.kernels.scheduler import WorkTable
 from cute_kernels.mla.kernels.smem import (
     BFLOAT16,
-    HALVES,
-    NEW_UNIT,
-    RESCALE_O,
     ROPE_BYTES,
-    WARPS,
-    line_offset,
-    tiled_mmas,
-)
-from cute_kernels.mla.kernels.value_units import inverse_power, v_units
-from cute_kernels.mla.latent.kernels import codes
-from cute_kernels.mla.latent.kernels.scheduler import LatentScheduler
-from cute_kernels.mla.latent.kernels.smem import (
-    NEEDS_SCALES,
     UNITS,
+    WARPS,
     codes_bytes,
     kind_of_tile,
+    line_offset,
+    multipliers,
     of_kind,
     stage_kinds,
-    weights,
 )
-from cute_kernels.mla.latent.spec import LINE_BYTES, LatentDecodeSpec
-from cute_kernels.mla.spec import TOKENS_PER_TILE
+from cute_kernels.mla.kernels.value_units import inverse_power, v_units
+from cute_kernels.mla.spec import LINE_BYTES, TOKENS_PER_TILE, WGMMA_ROWS, MlaDecodeSpec
 
 EVEN, ODD = 0x5410, 0x7632  # PRMT: the lower halves of two words, the upper ones
 VALUES_PER_WARP = 64
@@ -57,24 +45,11 @@ class ScaledKeyPvWarpgroups(PvWarpgroups):
     is missed: a stage comes again once all of PV have given it back, each after it has waited for its `raw` and `full`.
     """
 
-    spec: LatentDecodeSpec
-
-    def __init__(self, spec: LatentDecodeSpec):
+    def __init__(self, spec: MlaDecodeSpec):
         super().__init__(spec)
-        self.scheduler = LatentScheduler(spec)
         self.units = UNITS
         self.moving_units = UNITS - 1 if spec.has_rope else UNITS
         self.expanded = [which for which, kind in enumerate(spec.kinds) if codes.of(kind).expands]
-
-    @cute.jit
-    def run(
-        self, smem, table: WorkTable, page_tma: tuple, results: Results, counters: Int64, wg: Int32, tidx: Int32, tid
-    ):
-        """All work tiles of this CTA; see `PvWarpgroups`."""
-        if const_expr(self.spec.pv_expands):
-            for tile in cutlass.range(self.spec.expanded_ahead, unroll=1):
-                self.expand(smem, tile, wg, tid)
-        PvWarpgroups.run(self, smem, table, page_tma, results, counters, wg, tidx, tid)
 
     @cute.jit
     def expand(self, smem, tile: Int32, wg: Int32, tid: Int32):
@@ -82,71 +57,31 @@ class ScaledKeyPvWarpgroups(PvWarpgroups):
 
         Nor does a tile after the last one have any.
         """
-        stage, phase = ring_slot(tile, self.spec.stages)
-        cute.arch.mbarrier_wait(smem.raw.data_ptr() + stage, phase)
+        stage = self.edges.raw.index(tile)
+        self.edges.raw.wait(smem, tile)
         if stage_kinds(smem, self.spec)[stage] == self.expanded[0]:
             start = Int32(smem.codes.data_ptr().toint()) + stage * codes_bytes(self.spec)
             own = codes.of(self.spec.kinds[self.expanded[0]])
             own.expand(start, TOKENS_PER_TILE // (2 * WARPS), 128 * wg + tid)
-            cute.arch.mbarrier_arrive(smem.full.data_ptr() + stage)
-
-    @cute.jit
-    def pv_work_tile(
-        self,
-        smem,
-        table: WorkTable,
-        page_tma: tuple,
-        results: Results,
-        done: Int32,
-        tiles: Int32,
-        index: Int32,
-        is_whole: Int32,
-        wg: Int32,
-        tid: Int32,
-    ):
-        """O of the key tiles done, done + 1, ... of a work tile, and its epilogue."""
-        mma, mma_bfloat16 = tiled_mmas(self.heads)
-        shape = mma.partition_shape_C((TOKENS_PER_TILE, self.heads))
-        acc_o = [cute.make_rmem_tensor(shape, Float32) for _ in range(ROW_BLOCKS)]
-        for m in cutlass.range_constexpr(ROW_BLOCKS):
-            acc_o[m].fill(0.0)
-        raw = [cute.make_rmem_tensor((2, 4), Int32) for _ in range(2)]
-        line, seen = self.line(wg, tid), Int32(0)
-        for tile in cutlass.range(done, done + tiles, unroll=1):
-            stage, phase = ring_slot(tile, self.spec.stages)
-            p_stage, p_phase = ring_slot(tile, self.spec.p_stages)
-            self.stamp(smem, tile, 0, 0, wg, tid)
-            cute.arch.mbarrier_wait(smem.full.data_ptr() + stage, phase)  # completed long ago
-            if const_expr(self.spec.has_rope):  # overlapped with the wait for P
-                if not self.has_rope(wg, tid):  # QK may still replace it
-                    self.load_values(smem, raw[0], stage, 0, 0, line, wg, tid)
-            else:
-                self.load_values(smem, raw[0], stage, 0, 0, line, wg, tid)
-            cute.arch.mbarrier_wait(smem.p_full.data_ptr() + p_stage, p_phase)
-            if const_expr(self.spec.has_rope):
-                if self.has_rope(wg, tid):
-                    self.load_values(smem, raw[0], stage, 0, 0, line, wg, tid)
-            self.stamp(smem, tile, 0, 1, wg, tid)
-            self.stamp(smem, tile, 1, 0, wg, tid)
-            flags = self.flags(smem, p_stage)
-            if const_expr(self.spec.split):
-                seen |= flags
-            if flags & (RESCALE_O | NEW_UNIT) != 0 and tile > done:
-                self.rescale(smem, acc_o, flags, p_stage, wg, tid)
-            if flags & (BFLOAT16 | HALVES) != 0:
-                self.add_bfloat16(smem, mma_bfloat16, acc_o, flags, stage, p_stage, line, wg, tid)
-                cute.arch.mbarrier_arrive(smem.empty.data_ptr() + stage)
-            else:
-                self.add_values(smem, mma, acc_o, raw, tile, line, wg, tid)
-            if tile < done + tiles - 1:
-                cute.arch.mbarrier_arrive(smem.p_empty.data_ptr() + p_stage)
-            self.stamp(smem, tile, 1, 1, wg, tid)
-            if const_expr(self.spec.pv_expands):
-                self.expand(smem, tile + self.spec.expanded_ahead, wg, tid)
-        has_scales = Int32(1) if seen & (BFLOAT16 | HALVES | NEEDS_SCALES) != 0 else Int32(0)
-        self.end_work_tile(smem, table, results, acc_o, done + tiles, tiles, index, is_whole, has_scales, wg, tid)
+            self.edges.keys.arrive(smem, tile)
 
     # ---- values of a tile
+
+    @cute.jit
+    def load_first(self, smem, raw: cute.Tensor, stage: Int32, line: Int32, wg: Int32, tid: Int32):
+        """Starts to load the first values of a tile before P is there; a rope part QK may still replace."""
+        if const_expr(self.spec.has_rope):
+            if not self.has_rope(wg, tid):
+                self.load_values(smem, raw, stage, 0, 0, line, wg, tid)
+        else:
+            self.load_values(smem, raw, stage, 0, 0, line, wg, tid)
+
+    @cute.jit
+    def load_late(self, smem, raw: cute.Tensor, stage: Int32, line: Int32, wg: Int32, tid: Int32):
+        """Starts to load the first values of a rope part once P is there."""
+        if const_expr(self.spec.has_rope):
+            if self.has_rope(wg, tid):
+                self.load_values(smem, raw, stage, 0, 0, line, wg, tid)
 
     @cute.jit
     def has_rope(self, wg: Int32, tid: Int32):
@@ -214,20 +149,19 @@ class ScaledKeyPvWarpgroups(PvWarpgroups):
         """Multipliers of a thread's four keys of a block, two in a word."""
         words = cute.make_rmem_tensor(2, Int32)
         numbers = cute.recast_tensor(words, Float16)
-        start = weights(smem, self.spec, p_stage, quant_tile, tid)[None, block // 2].iterator
+        start = multipliers(smem, self.spec, p_stage, quant_tile, tid)[None, block // 2].iterator
         cute.autovec_copy(cute.make_tensor(start + block % 2 * 4, cute.make_layout(4)), numbers)
         return words
 
     @cute.jit
-    def add_values(self, smem, mma: cute.TiledMma, acc_o, raw, tile: Int32, line: Int32, wg: Int32, tid: Int32):
+    def add_tile(self, smem, mma: cute.TiledMma, acc_o, raw, pages: tuple, tile: Int32, line, wg, tid):
         """O^T += V^T P^T. Converts the next row blocks while wgmma reads the current ones.
 
         `raw` has the codes of the first 16 keys, or the first half of their rope part.
         """
-        stage, _ = ring_slot(tile, self.spec.stages)
-        p_stage, _ = ring_slot(tile, self.spec.p_stages)
+        stage, p_stage = self.edges.keys.index(tile), self.edges.p.index(tile)
         rP = self.p_operands(smem, mma, tid)[None, None, None, p_stage]
-        shape = mma.partition_shape_A((TOKENS_PER_TILE, 16))
+        shape = mma.partition_shape_A((WGMMA_ROWS, 16))
         fragments = [mma.make_fragment_A(shape) for _ in range(self.v_fragments)]
         is_rope = False
         if const_expr(self.spec.has_rope):
@@ -258,7 +192,7 @@ class ScaledKeyPvWarpgroups(PvWarpgroups):
                 warpgroup.fence()
                 wgmma.issue(mma, acc_o[m], fragment, rP, True, [(0, block)])
                 if const_expr(block + 1 == KEY_BLOCKS and m == 2):  # all values of the tile are in registers
-                    cute.arch.mbarrier_arrive(smem.empty.data_ptr() + stage)
+                    self.edges.keys.release(smem, tile)
                 if const_expr((m + 1) % (self.v_fragments // 2) == 0):
                     warpgroup.commit_group()
                     if const_expr(block + 1 == KEY_BLOCKS and m + 1 == ROW_BLOCKS):
@@ -270,7 +204,7 @@ class ScaledKeyPvWarpgroups(PvWarpgroups):
     def add_rounded(self, smem, mma: cute.TiledMma, acc_o, stage: Int32, p_stage: Int32, line: Int32, wg, tid):
         """As `PvWarpgroups.add_rounded`; here V in units of O is exact."""
         rP = self.p_operands(smem, mma, tid, BFloat16)[None, None, None, p_stage]
-        fragments = [mma.make_fragment_A(mma.partition_shape_A((TOKENS_PER_TILE, 16))) for _ in range(2)]
+        fragments = [mma.make_fragment_A(mma.partition_shape_A((WGMMA_ROWS, 16))) for _ in range(2)]
         raw, scales = cute.make_rmem_tensor((2, 4), Int32), cute.make_rmem_tensor(4, Float32)
         is_rope = False
         if const_expr(self.spec.has_rope):

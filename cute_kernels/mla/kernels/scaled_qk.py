@@ -1,4 +1,4 @@
-"""QK of the latent decode kernel for keys whose scales are powers of two: S^T = K Q^T."""
+"""The QK warpgroups where keys are scaled as operands: S^T = K Q^T."""
 
 from typing import NamedTuple
 
@@ -8,27 +8,26 @@ from cutlass import BFloat16, Float16, Float32, Int32, const_expr
 from cutlass.cute.nvgpu import warpgroup
 
 from cute_kernels.device import pairs, wgmma
-from cute_kernels.device.ring import ring_slot
-from cute_kernels.mla.kernels.barriers import NamedBarrier
+from cute_kernels.mla.kernels import codes
+from cute_kernels.mla.kernels.pipelines import NamedBarrier
 from cute_kernels.mla.kernels.qk import QkWarpgroups
 from cute_kernels.mla.kernels.smem import (
     BFLOAT16,
+    NEEDS_SCALES,
     ROPE_BYTES,
     WARPS,
+    codes_bytes,
     copy_columns,
     key_of_row,
+    kind_of_tile,
+    of_kind,
     s_offset,
     tiled_mmas,
 )
-from cute_kernels.mla.kernels.tile import BLOCK_COLUMNS
-from cute_kernels.mla.latent.kernels import codes
-from cute_kernels.mla.latent.kernels.convert_q import BLOCK, LatentQConverter
-from cute_kernels.mla.latent.kernels.scheduler import LatentScheduler
-from cute_kernels.mla.latent.kernels.smem import NEEDS_SCALES, codes_bytes, kind_of_tile, of_kind
-from cute_kernels.mla.latent.spec import LINE_BYTES, LatentDecodeSpec
-from cute_kernels.mla.spec import TOKENS_PER_TILE
+from cute_kernels.mla.kernels.tile import BLOCK_COLUMNS, QUANT_TILE
+from cute_kernels.mla.spec import LINE_BYTES, TOKENS_PER_TILE, WGMMA_ROWS, MlaDecodeSpec
 
-CHUNKS_PER_POWER = BLOCK // BLOCK_COLUMNS  # a power of two of Q for each 128 columns
+CHUNKS_PER_POWER = QUANT_TILE // BLOCK_COLUMNS  # a power of two of Q for each 128 columns
 EVEN, ODD = 0x1010, 0x3232  # PRMT: the lower half of a word twice, the upper one
 MIN_ROPE, MAX_ROPE = 0x3780, 0x467F  # 2^-16 and 16,320 as bfloat16: four times these are normal float16 numbers
 MAX_PARTIAL_ROPE = 0x4400  # 2^9: float16 holds values up to that over V_UNIT
@@ -51,34 +50,29 @@ class ScaledKeyQkWarpgroups(QkWarpgroups):
     tile with a row whose scales float16 does not hold takes `slow_tile`, as does one whose Q has powers of blocks.
     """
 
-    spec: LatentDecodeSpec
-
-    def __init__(self, spec: LatentDecodeSpec):
+    def __init__(self, spec: MlaDecodeSpec):
         super().__init__(spec)
-        self.q = LatentQConverter(spec)
-        self.scheduler = LatentScheduler(spec)
         self.chunks = spec.token_format.codes.count // BLOCK_COLUMNS
 
     @cute.jit
     def fast_tile(self, smem, acc: tuple, raw: cute.Tensor, has_powers: Int32, tile: Int32, tid: Int32):
         """Computes and stores S^T of a tile; returns 1, storing nothing, where it takes `slow_tile`."""
         self.stamp(smem, tile, 0, 0, tid)
-        stage, phase = ring_slot(tile, self.spec.stages)
-        cute.arch.mbarrier_wait(smem.full.data_ptr() + stage, phase)
+        stage = self.edges.keys.index(tile)
+        self.edges.keys.wait(smem, tile)
         self.stamp(smem, tile, 0, 1, tid, True)
         mma = tiled_mmas(self.heads)[0]
-        shape = mma.partition_shape_A((TOKENS_PER_TILE, BLOCK_COLUMNS))
+        shape = mma.partition_shape_A((WGMMA_ROWS, BLOCK_COLUMNS))
         operands = [mma.make_fragment_A(shape) for _ in range(2)]
         rows = self.load_rows(smem, stage, tid)
         if const_expr(self.spec.has_rope):
             self.multiply_rope(smem, acc[0], operands[1], rows, tile, tid)
         self.multiply_codes(smem, acc[0], raw, operands, rows, stage, tid)
-        s_stage, phase = ring_slot(tile, self.warpgroups)
         fits = rows[0].factors.fits & rows[1].factors.fits & (1 - has_powers)
         is_slow = 1 - wgmma.every_thread(
-            fits, Int32(NamedBarrier.QK_TILE) + s_stage
+            fits, Int32(NamedBarrier.QK_TILE) + self.edges.s.index(tile)
         )  # overlapped with the last products
-        cute.arch.mbarrier_wait(smem.s_empty.data_ptr() + s_stage, phase ^ 1)
+        self.edges.s.acquire(smem, tile)
         warpgroup.wait_group(0)
         self.stamp(smem, tile, 1, 1, tid, True)
         if is_slow == 0:
@@ -202,7 +196,7 @@ class ScaledKeyQkWarpgroups(QkWarpgroups):
     @cute.jit
     def slow_tile(self, smem, acc: cute.Tensor, raw: cute.Tensor, tile: Int32, tid: Int32):
         """S^T of a tile, products of codes times scale and power of Q in float32: rare, so without overlap."""
-        stage, result = tile % self.spec.stages, cute.make_rmem_tensor_like(acc)
+        stage, result = self.edges.keys.index(tile), cute.make_rmem_tensor_like(acc)
         if const_expr(self.spec.has_rope):
             rope = self.rope_operand()
             self.load_rope(smem, rope, tile, tid)
@@ -228,7 +222,7 @@ class ScaledKeyQkWarpgroups(QkWarpgroups):
         mma = tiled_mmas(self.heads)[0]
         rQ = self.q_operands(smem, mma, tid, Float16)
         total, part = wgmma.by_row(result), wgmma.by_row(acc)
-        operand = mma.make_fragment_A(mma.partition_shape_A((TOKENS_PER_TILE, BLOCK_COLUMNS)))
+        operand = mma.make_fragment_A(mma.partition_shape_A((WGMMA_ROWS, BLOCK_COLUMNS)))
         words = cute.recast_tensor(operand, Int32)
         power = cute.make_rmem_tensor(self.columns, Float32)
         sPower = smem.q_power.get_tensor(cute.make_layout(self.q.blocks * self.heads))
@@ -268,15 +262,11 @@ class ScaledKeyQkWarpgroups(QkWarpgroups):
             source = cute.make_tensor(cute.recast_ptr(pointer, dtype=raw.element_type), cute.make_layout(16))
             cute.autovec_copy(source, raw[None, r])
 
-    def rope_stage(self, tile: Int32) -> Int32:
-        """Where the rope part of a tile lies: with its codes."""
-        return ring_slot(tile, self.spec.stages).index
-
     @cute.jit
     def store_s(self, smem, acc: tuple, tile: Int32, tid: Int32, is_shifted: cutlass.Constexpr = False):
         """Stores S^T for the softmax, which has read the stage."""
         s, q = wgmma.by_row(acc[0]), tid % 4
-        s_stage, _ = ring_slot(tile, self.warpgroups)
+        s_stage = self.edges.s.index(tile)
         self.store_unit(smem, s_stage, tid, is_shifted)
         start = smem.s.data_ptr() + s_stage * (TOKENS_PER_TILE * self.heads)
         four = cute.make_rmem_tensor((2, 2), Float32)
@@ -286,5 +276,5 @@ class ScaledKeyQkWarpgroups(QkWarpgroups):
                     four[r, e] = s[r, 2 * block + e]
             pointer = start + cute.assume(s_offset(8 * block + 2 * q, key_of_row(tid, 0) // 2), divby=4)
             cute.autovec_copy(four, cute.make_tensor(pointer, cute.make_layout((2, 2))))
-        cute.arch.mbarrier_arrive(smem.s_full.data_ptr() + s_stage)
+        self.edges.s.arrive(smem, tile)
         self.stamp(smem, tile, 2, 1, tid)

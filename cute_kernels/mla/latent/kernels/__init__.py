@@ -1,1 +1,0 @@
-"""Device code of the latent decode kernel: what differs from `mla.kernels` by the format of keys."""

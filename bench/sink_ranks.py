@@ -27,13 +27,12 @@ CASES: Final[list[tuple[tuple[int, int, int], dict[str, Any]]]] = [
     ((64, 8, 64), {"comm": "a2a", "window": 128}),
 ]
 """Query heads, KV heads and head dimension; options of the call."""
-REPEATS: Final = 4
+REPEATS: Final = 3
 
 
 def timed(call: Callable[[], Any]) -> float:
     """Milliseconds of a call, the slowest rank's."""
-    for _ in range(2):
-        call()
+    call()
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     dist.barrier()
     begin.record()

@@ -2,7 +2,7 @@
 
     python scripts/train_gpt_oss.py                         loss curves of both, on a CPU or a GPU
     python scripts/train_gpt_oss.py --measure 4096 16384    time and memory of a training step on a GPU
-    python scripts/train_gpt_oss.py --draw docs/img         the plot of what an earlier run has written to --out
+    python scripts/train_gpt_oss.py --page FILE FILE        puts what such runs have written to --out into the page
 
 The text is Python's documentation, as the standard library has it (`pydoc_data.topics`), a document for each topic and
 a token for each byte. Sequences are packed without padding. Eager attention gets the mask of tokens x tokens that
@@ -24,6 +24,8 @@ from typing import Any, Final, NamedTuple
 import torch
 
 from bench import svg
+
+ROOT: Final = Path(__file__).resolve().parents[1]
 
 VOCABULARY: Final = 256
 SMALL: Final = {
@@ -170,23 +172,68 @@ def curves(found: dict[str, Any], plt: Any) -> Any:
     return figure
 
 
+def filled(page: str, name: str, text: str) -> str:
+    """The page with another text between the marks of a name."""
+    begin, end = (f"<!-- training:{name}:{mark} -->" for mark in ("begin", "end"))
+    before, _, rest = page.partition(begin)
+    return f"{before}{begin}\n{text}\n{end}{rest.partition(end)[2]}"
+
+
+def in_words(found: dict[str, Any]) -> str:
+    """How close the losses of two attentions are, and the plot."""
+    (one, losses), (other, others) = found["losses"].items()
+    apart = [abs(a - b) for a, b in zip(losses, others, strict=True)]
+    last = [sum(values[-10:]) / len(values[-10:]) for values in (losses, others)]
+    return (
+        f"![loss of every step with {one} attention and with {other}](../img/training_loss.svg)\n\n"
+        f"On {found['card']} the mean loss of the last 10 of {len(losses)} steps is {last[0]:.4f} with {one} attention"
+        f" and {last[1]:.4f} with {other}; a step's two losses differ by {sum(apart) / len(apart):.1e} on average and"
+        f" by {max(apart):.1e} at most."
+    )
+
+
+def table(found: list[dict[str, Any]]) -> str:
+    """Time and memory of steps, a row for each number of tokens."""
+    cases = {(case["tokens"], case["attention"]): case for one in found for case in one["cases"]}
+    names = list(dict.fromkeys(name for _, name in cases))
+    rows = [f"| {found[0]['card']}: packed tokens | " + " | ".join(f"{name}, ms | GiB" for name in names) + " |"]
+    rows.append("| ---: |" + " ---: | ---: |" * len(names))
+    for tokens in sorted({tokens for tokens, _ in cases}):
+        own = [cases.get((tokens, name), {"failed": "-"}) for name in names]
+        cells = [f"{case.get('failed') or case['ms']} | {case.get('GiB', '-')}" for case in own]
+        rows.append(f"| {tokens} | {' | '.join(cells)} |")
+    return "\n".join(rows)
+
+
+def fill_page(files: list[Path]) -> None:
+    """Writes the plot and docs/users/training.md from results of earlier runs."""
+    results = [json.loads(file.read_text(encoding="utf-8")) for file in files]
+    path = ROOT / "docs" / "users" / "training.md"
+    page = path.read_text(encoding="utf-8")
+    for found in results:
+        if "losses" in found:
+            page = filled(page, "curves", in_words(found))
+            svg.write({"training_loss.svg": functools.partial(curves, found)}, ROOT / "docs" / "img")
+    measured = [found for found in results if "cases" in found]
+    if measured:
+        page = filled(page, "steps", table(measured))
+    path.write_text(page, encoding="utf-8")
+
+
 def main() -> None:
-    """Trains, measures or draws."""
+    """Trains, measures or fills the page."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=200, help="training steps (200)")
     parser.add_argument("--tokens", type=int, default=4096, help="packed tokens of a step (4096)")
     parser.add_argument("--measure", type=int, nargs="+", metavar="TOKENS", help="measure steps of so many tokens")
     parser.add_argument("--attentions", nargs="+", default=["eager", "cute"], help="of transformers (eager cute)")
     parser.add_argument("--out", type=Path, default=Path("build/train_gpt_oss.json"), help="where results go")
-    parser.add_argument("--draw", type=Path, metavar="FOLDER", help="write training_loss.svg from --out, and stop")
+    parser.add_argument("--page", type=Path, nargs="+", metavar="FILE", help="fill the page from results, and stop")
     options = parser.parse_args()
-    if options.draw:
-        print(
-            svg.write(
-                {"training_loss.svg": functools.partial(curves, json.loads(options.out.read_text()))}, options.draw
-            )
-        )
+    if options.page:
+        fill_page(options.page)
         return
+    options.out.parent.mkdir(parents=True, exist_ok=True)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if options.measure:
         found: dict[str, Any] = {"card": torch.cuda.get_device_name(), "torch": torch.__version__, "cases": []}
@@ -194,14 +241,15 @@ def main() -> None:
             for attention in options.attentions:
                 found["cases"].append(measure(attention, tokens))
                 print(found["cases"][-1], flush=True)
+                options.out.write_text(json.dumps(found) + "\n")  # the next case may end the process
     else:
-        found = {"tokens": options.tokens, "losses": {}}
+        card = torch.cuda.get_device_name() if device == "cuda" else "a CPU"
+        found = {"card": card, "tokens": options.tokens, "losses": {}}
         for attention in options.attentions:
             losses = train(attention, options.steps, options.tokens, device)
             found["losses"][attention] = losses
             last = losses[-min(10, len(losses)) :]
             print(f"{attention}: loss {losses[0]:.4f} at first, {sum(last) / len(last):.4f} at last", flush=True)
-    options.out.parent.mkdir(parents=True, exist_ok=True)
     options.out.write_text(json.dumps(found) + "\n")
 
 

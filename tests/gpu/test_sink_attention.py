@@ -5,6 +5,7 @@ meets; `kernel_specs` names the kernels that these need in addition to those tha
 """
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -51,8 +52,10 @@ CASES = covering_cases(
 
 
 def kernel_specs() -> list[Any]:
-    """Kernels that do not ship: those of float16, and those of `gqa_decode` for few queries."""
+    """Kernels that do not ship: of float16, with a delta that is given, and of `gqa_decode` for few queries."""
     specs: list[Any] = [*spec.launched_specs("float16"), *backward_spec.launched_specs("float16")]
+    kinds = itertools.product(("bfloat16",), (64, 128), (True, False), (True, False))
+    specs += [backward_spec.SinkPrepareSpec(*kind, given=True) for kind in kinds]
     for case in (decoded(*few, device="cpu") for few in FEW):
         given: dict[str, Any] = {"q": case.q, "k_cache": case.k, "v_cache": case.v, "layout": "BSNH"}
         request = DECODE.request(**given)

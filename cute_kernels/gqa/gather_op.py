@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 
 from cute_kernels.gqa.gather_spec import KvGatherSpec
+from cute_kernels.gqa.reference import dequantize_uint4
+from cute_kernels.gqa.rotation_reference import unrotate
 from cute_kernels.runtime.compile import get_kernel
 
 
@@ -46,6 +48,19 @@ def gather_pages(
         scales = (k_scale.reshape(1), v_scale.reshape(1)) if spec.one_scale else (k_scale, v_scale)
         get_kernel(spec)(k_cache.view(torch.int8), v_cache.view(torch.int8), *scales, pages, k, v)
     return k, v
+
+
+def dense(codes: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Codes with a scale for each token and head as numbers (..., d) of `dtype`, in plain torch.
+
+    Args:
+        codes: (..., d) int8 or float8_e4m3fn; (..., d / 2) uint8, rotated 4-bit codes.
+        scale: (...) float16 or float32.
+        dtype: of the result. Products are float32, rounded once.
+    """
+    if codes.dtype is torch.uint8:
+        return unrotate(dequantize_uint4(codes, scale, torch.float32)).to(dtype)
+    return (codes.float() * scale.float().unsqueeze(-1)).to(dtype)
 
 
 def _copied(codes: torch.Tensor, scale: torch.Tensor, pages: torch.Tensor) -> torch.Tensor:

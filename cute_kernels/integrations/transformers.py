@@ -160,7 +160,8 @@ def cute_attention(
     out: Any
     if layer is not None:
         caches = (layer.keys, layer.values, layer.key_scales, layer.value_scales)
-        out = gqa_decode(q, *caches, cache_seqlens=layer.lengths(), softcap=softcap, cache_starts=starts, **options)
+        options |= {"cache_seqlens": layer.lengths(), "kind": layer.kind}
+        out = gqa_decode(q, *caches, softcap=softcap, cache_starts=starts, **options)
     elif packed is not None:
         rows = (t.transpose(1, 2).flatten(0, 1) for t in (query, key, value))
         out = sink_attention(*rows, cu_seqlens_q=packed[0], cu_seqlens_k=packed[1], **options)
@@ -194,8 +195,9 @@ def refusal(call: _Request) -> str | None:
     # reasons name no number of tokens: each is one warning
     where = f"up to {MAX_S_Q} query tokens" if call.decodes else f"more than {MAX_S_Q} query tokens, or gradients"
     known = DECODE_HEAD_DIMS if call.decodes else PREFILL_HEAD_DIMS
-    if call.v.shape[-1] != d or d not in known:
-        return f"head dimensions {d} and {call.v.shape[-1]} with {where}: kernels take {known}"
+    v_dim = call.v.shape[-1] * (2 if call.v.dtype is torch.uint8 else 1)  # pairs of 4-bit codes
+    if v_dim != d or d not in known:
+        return f"head dimensions {d} and {v_dim} with {where}: kernels take {known}"
     if call.softcap is not None and not call.decodes:
         return f"softcap with {where}: it is there for up to {MAX_S_Q} without"
     return None

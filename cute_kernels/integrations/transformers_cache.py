@@ -1,4 +1,4 @@
-"""`CuteInt8Cache` of transformers.py: keys and values of a model in INT8, half the bytes of bfloat16.
+"""`CuteInt8Cache` of transformers.py: keys of a model in INT8, and values in INT8 or 4 bits.
 
 `GrowingLayer` and `say_once` serve transformers_mla.py as well.
 """
@@ -12,7 +12,8 @@ from typing import Any, ClassVar
 import torch
 from transformers.cache_utils import Cache, DynamicLayer
 
-from cute_kernels.gqa.append_op import kv_int8_append
+from cute_kernels.gqa.append_op import kv_append
+from cute_kernels.gqa.gather_op import dense
 from cute_kernels.gqa.plan import MAX_S_Q
 
 NAME = "cute"
@@ -20,6 +21,7 @@ NAME = "cute"
 LAYER = "_cute_int8_layer"
 """Attribute of the keys that `CuteInt8Layer.update` returns: the layer, which has their scales."""
 FIRST_CAPACITY = 256  # tokens
+INT8, INT4_VALUES = "int8", "int8_k_int4_v"
 
 
 @functools.cache
@@ -213,6 +215,8 @@ class GrowingLayer(DynamicLayer):
 class CuteInt8Layer(GrowingLayer):
     """The INT8 keys and values of a layer, (batch, kv_heads, capacity, d), and a scale for each token and head.
 
+    With kind "int8_k_int4_v" values are d / 2 bytes, as `kv_append` stores them.
+
     Layers with a window keep all tokens; the kernel reads only those in the window.
     """
 
@@ -225,16 +229,20 @@ class CuteInt8Layer(GrowingLayer):
         positions: Positions,
         max_length: int | None = None,
         scale_dtype: torch.dtype = torch.float32,
+        kind: str = INT8,
     ) -> None:
         super().__init__(config, positions, max_length)
-        self.scale_dtype = scale_dtype
+        self.scale_dtype, self.kind = scale_dtype, kind
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Allocates for keys and values like these."""
         self.dtype, self.device = key_states.dtype, key_states.device
         batch, heads, _, d = key_states.shape
         shape = (batch, heads, self.max_length or 0, d)
-        self.keys, self.values = (torch.zeros(shape, dtype=torch.int8, device=self.device) for _ in range(2))
+        self.keys = torch.zeros(shape, dtype=torch.int8, device=self.device)
+        self.values = torch.zeros_like(self.keys)
+        if self.kind == INT4_VALUES:
+            self.values = torch.zeros((*shape[:3], d // 2), dtype=torch.uint8, device=self.device)
         self.key_scales, self.value_scales = (
             torch.ones(shape[:3], dtype=self.scale_dtype, device=self.device) for _ in range(2)
         )
@@ -256,13 +264,14 @@ class CuteInt8Layer(GrowingLayer):
             up to 8 tokens more; else all tokens, dequantized.
 
         Raises:
-            ValueError: the cache is full, has tokens of another batch, or `kv_int8_append` refuses the tokens.
+            ValueError: the cache is full, has tokens of another batch, or `kv_append` refuses the tokens.
         """
         batch, heads, tokens, d = key_states.shape
         start = self.length
         slots = self.new_slots(key_states, value_states)
         k, v = (t.transpose(1, 2).reshape(batch * tokens, heads, d) for t in (key_states, value_states))
-        kv_int8_append(k, v, self.keys, self.values, self.key_scales, self.value_scales, slots, layout="BNSH")
+        caches = (self.keys, self.values, self.key_scales, self.value_scales)
+        kv_append(k, v, *caches, slots, layout="BNSH", kind=self.kind)
         self.length += tokens
         if start == 0:
             return key_states, value_states
@@ -281,23 +290,31 @@ class CuteInt8Layer(GrowingLayer):
 
     def dense_keys(self, dtype: torch.dtype) -> torch.Tensor:
         """All keys, dequantized: (batch, kv_heads, tokens, d)."""
-        return (self._written(self.keys) * self._written(self.key_scales)[..., None].float()).to(dtype)
+        return dense(self._written(self.keys), self._written(self.key_scales), dtype)
 
     def dense_values(self, dtype: torch.dtype) -> torch.Tensor:
         """All values, dequantized: (batch, kv_heads, tokens, d)."""
-        return (self._written(self.values) * self._written(self.value_scales)[..., None].float()).to(dtype)
+        return dense(self._written(self.values), self._written(self.value_scales), dtype)
 
 
 class CuteInt8Cache(Cache):
     """An INT8 cache of half the bytes for `model.generate(past_key_values=...)`, with a scale per token and head."""
 
-    def __init__(self, config: Any, *, max_length: int | None = None, scale_dtype: torch.dtype = torch.float32) -> None:
+    def __init__(
+        self,
+        config: Any,
+        *,
+        max_length: int | None = None,
+        scale_dtype: torch.dtype = torch.float32,
+        kind: str = INT8,
+    ) -> None:
         """A cache for one batch of sequences of equal length.
 
         Args:
             config: of the model. With another attention than "cute" its layers get dequantized tokens.
             max_length: tokens of a sequence, allocated at once; default: it grows by doubling.
             scale_dtype: float32 or float16.
+            kind: "int8"; or "int8_k_int4_v", rotated 4-bit values, with float32 scales: 0.39 of bfloat16's bytes.
 
         Raises:
             ValueError: a layer has neither full attention nor a window, or another argument does not fit.
@@ -310,6 +327,10 @@ class CuteInt8Cache(Cache):
         check_max_length(max_length)
         if scale_dtype not in (torch.float32, torch.float16):
             raise ValueError(f"scale_dtype: got {scale_dtype}; needs torch.float32 or torch.float16")
-        positions = Positions()
-        layers = [CuteInt8Layer(config, positions, max_length, scale_dtype) for _ in range(config.num_hidden_layers)]
+        if kind not in (INT8, INT4_VALUES):
+            raise ValueError(f"kind: got {kind!r}; needs {INT8!r} or {INT4_VALUES!r}")
+        if kind == INT4_VALUES and scale_dtype is not torch.float32:
+            raise ValueError(f"scale_dtype: got {scale_dtype}; needs torch.float32 with {kind!r}")
+        positions, count = Positions(), config.num_hidden_layers
+        layers = [CuteInt8Layer(config, positions, max_length, scale_dtype, kind) for _ in range(count)]
         super().__init__(layers=layers)

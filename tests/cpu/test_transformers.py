@@ -34,7 +34,7 @@ pytestmark = pytest.mark.xdist_group("transformers")  # its small models are tra
 @pytest.fixture
 def kernels(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     """How often the ops were called."""
-    ops = [(cute, "gqa_decode"), (cute, "sink_attention"), (transformers_cache, "kv_int8_append")]
+    ops = [(cute, "gqa_decode"), (cute, "sink_attention"), (transformers_cache, "kv_append")]
     return counted(monkeypatch, *ops)
 
 
@@ -57,7 +57,7 @@ def test_tokens_are_those_of_eager_attention(
     assert said == [], "plain torch ran"
     layers = model.config.num_hidden_layers
     prefill = "gqa_decode" if tokens <= 8 else "sink_attention"
-    assert kernels.pop("kv_int8_append", 0) == (layers * NEW if int8 else 0)
+    assert kernels.pop("kv_append", 0) == (layers * NEW if int8 else 0)
     assert kernels.pop(prefill) + kernels.pop("gqa_decode", 0) == layers * NEW and kernels == {}
     assert (logits - expected_logits).norm() < int8_error() * expected_logits.norm()
 
@@ -158,6 +158,19 @@ def test_unequal_prompts_stay_on_the_kernels(name: str, int8: bool, said: list[s
     assert said == [], "plain torch ran"
     assert kernels["gqa_decode"] == model.config.num_hidden_layers * (NEW - 1)
     assert (logits - expected_logits).norm() < int8_error() * expected_logits.norm()
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt_oss"])
+def test_tokens_over_4_bit_values_are_those_of_eager_attention(name: str, said: list[str]) -> None:
+    """Also where another attention goes on with the cache, which reads it dequantized."""
+    model, ids = tiny_models.trained(name), tiny_models.sequences(77, 4, 30)
+    for attention in ("cute", "eager"):
+        cache = cute.CuteInt8Cache(model.config, kind="int8_k_int4_v")
+        found, logits = generate(model, attention, ids, cache)
+        assert torch.equal(found, counted_on(ids))
+        assert cache.layers[0].values.shape[-1] * 2 == cache.layers[0].keys.shape[-1]
+    _, expected_logits = generate(model, "eager", ids)
+    assert said == [] and (logits - expected_logits).norm() < 0.1 * expected_logits.norm()
 
 
 def test_masks_of_a_step_after_padding() -> None:

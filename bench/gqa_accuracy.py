@@ -1,6 +1,6 @@
-"""What INT8 costs in accuracy, by granularity of the scales: the table of scripts/accuracy_gqa.py.
+"""What INT8 and smaller codes cost in accuracy, by granularity of the scales: the table of scripts/accuracy_gqa.py.
 
-Keys and values are quantized as `kv_int8_append` does it. Attention runs in float64, over the original numbers and over
+Keys and values are quantized as `kv_append` does it. Attention runs in float64, over the original numbers and over
 the dequantized ones, so quantization is all that differs. CPU, seeded, well under a minute.
 """
 
@@ -13,7 +13,7 @@ import torch
 
 from bench.report import markdown
 from cute_kernels.gqa.layouts import ScaleKind
-from cute_kernels.gqa.reference import quantize, reference_gqa_decode
+from cute_kernels.gqa.reference import quantize, quantize_e4m3, quantize_rotated, reference_gqa_decode
 
 BLOCK = "accuracy"
 """Of the page."""
@@ -38,6 +38,8 @@ KINDS = {
     "per_group, 64": ScaleKind("per_group", 64),
     "per_group, 32": ScaleKind("per_group", 32),
 }
+APPENDED = ("fp8_per_token_head", "int8_k_int4_v")
+"""Other kinds of `kv_append`: float32 scales, one for each token and head."""
 PLAIN = {"none, float8_e4m3fn": torch.float8_e4m3fn, "none, bfloat16": torch.bfloat16}
 """Caches without scales, to compare with."""
 
@@ -95,6 +97,13 @@ def errors(data: Data, scale_dtype: torch.dtype = torch.float16) -> dict[str, Er
     for name, kind in KINDS.items():
         (k, k_scale), (v, v_scale) = (quantize(x, kind, scale_dtype) for x in (data.k, data.v))
         found[name] = _compare(_attend(data.q, k, v, k_scale, v_scale), want)
+    per_token_head = ScaleKind("per_token_head")
+    for name in APPENDED:
+        four_bits = name == "int8_k_int4_v"
+        k, k_scale = quantize(data.k, per_token_head) if four_bits else quantize_e4m3(data.k)
+        v, v_scale = quantize_rotated(data.v) if four_bits else quantize_e4m3(data.v)
+        kind = name if four_bits else None
+        found[name] = _compare(_attend(data.q, k, v, k_scale, v_scale, kind=kind), want)
     for name, dtype in PLAIN.items():
         found[name] = _compare(_attend(data.q, data.k.to(dtype), data.v.to(dtype)), want)
     return found
@@ -107,8 +116,8 @@ def scale_bytes(kind: ScaleKind, scale_dtype: torch.dtype = torch.float16) -> in
     return 0 if shared else 2 * scale.numel() * scale.element_size()
 
 
-def _attend(q: torch.Tensor, *cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    return reference_gqa_decode(q, *cache, layout=LAYOUT, dtype=torch.float64)
+def _attend(q: torch.Tensor, *cache: torch.Tensor, kind: str | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    return reference_gqa_decode(q, *cache, layout=LAYOUT, kind=kind, dtype=torch.float64)
 
 
 def _compare(got: tuple[torch.Tensor, torch.Tensor], want: tuple[torch.Tensor, torch.Tensor]) -> Error:
@@ -124,8 +133,9 @@ def table(found: dict[str, dict[str, Error]]) -> str:
     titles = {"normal": "normal", "channels": "outlier channels", "tokens": "outlier tokens"}
     header = ["scales", "their bytes per token", *(f"{titles[name]}: output, lse" for name in found)]
     rows = [[f"`{name}`", _overhead(scale_bytes(kind))] for name, kind in KINDS.items()]
+    rows += [[f"`{name}`", _overhead(2 * H_KV * 4)] for name in APPENDED]
     rows += [[name.replace("none, ", "none, `") + "`", _overhead(0)] for name in PLAIN]
-    for row, name in zip(rows, (*KINDS, *PLAIN), strict=True):
+    for row, name in zip(rows, (*KINDS, *APPENDED, *PLAIN), strict=True):
         row += [f"{_digits(100 * errors[name].out)}%, {_digits(errors[name].lse)}" for errors in found.values()]
     return "\n".join(markdown.table(header, rows))
 

@@ -26,7 +26,7 @@ import fp8_mla
 from cute_kernels.compat import flash_mla
 from cute_kernels.integrations import vllm as cute_vllm
 from cute_kernels.integrations.padded_heads import V4Decode
-from cute_kernels.integrations.vllm import calls, gqa, sparse_mla, v4
+from cute_kernels.integrations.vllm import calls, context_parallel, gqa, sparse_mla, v4
 from cute_kernels.integrations.vllm.backends import Function, moved
 from cute_kernels.integrations.vllm.context_parallel import Ranks
 from cute_kernels.integrations.vllm.prompts import FEW
@@ -528,7 +528,8 @@ def test_a_layer_that_shares_keys(shared: None, monkeypatch: pytest.MonkeyPatch)
     assert (impl._ranks.size, impl._ranks.rank, impl._ranks.interleave) == (2, 1, 4)
     ran: dict[str, Any] = {}
     for name in ("decode", "prefill"):
-        monkeypatch.setattr(gqa, name, lambda *args, name=name: ran.update({name: args}) or args[-1].fill_(1))
+        keep = lambda *args, name=name: ran.update({name: args}) or args[-1].fill_(1)  # noqa: E731
+        monkeypatch.setattr(context_parallel, name, keep)
     batch = draw_batch([40, 17, 40], [1, 1, 10], 16)
     local = impl._ranks.lengths(batch.seq_lens)
     metadata = builder().build(0, common(batch, dcp_local_seq_lens=local))

@@ -46,6 +46,8 @@ class TritonAttentionBackend:
 
 
 class TritonAttentionImpl:
+    dcp_world_size = 1
+
     def __init__(
         self, num_heads: int, head_size: int, scale: float, num_kv_heads: int, alibi_slopes: Any, sliding_window: Any,
         kv_cache_dtype: str, logits_soft_cap: Any = None, attn_type: str = "decoder",
@@ -157,6 +159,7 @@ def installed(monkeypatch: pytest.MonkeyPatch, version: str = "0.26.0") -> Itera
     members: dict[str, dict[str, Any]] = {
         "": {"__version__": version},
         "config": {"get_current_vllm_config": nothing, "get_current_vllm_config_or_none": nothing},
+        "distributed": {"get_dcp_group": nothing},
         "envs": {"VLLM_BATCH_INVARIANT": False},
         "logger": {"init_logger": Log},
         "platforms": {"current_platform": types.SimpleNamespace(get_device_capability=lambda: capability)},

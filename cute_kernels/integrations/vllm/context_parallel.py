@@ -40,6 +40,11 @@ class Ranks:
     all_gather: Callable[..., torch.Tensor]
     group: Any
 
+    @classmethod
+    def of(cls, group: Any, interleave: int) -> Ranks:
+        """From a group of vLLM's."""
+        return cls(group.world_size, group.rank_in_group, interleave, group.all_gather, group.device_group)
+
     def lengths(self, lengths: torch.Tensor) -> torch.Tensor:
         """How many of the first `lengths` tokens of each request this rank has: (requests,) int32."""
         whole = lengths // (self.interleave * self.size) * self.interleave
@@ -74,6 +79,46 @@ def refusal(calls: GqaCalls) -> str | None:
     if calls.shares_cache or not calls.is_plain:
         return "a layer with softcap, of another head dimension than 64 and 128, or without keys of its own"
     return None
+
+
+def attend_with(
+    ranks: Ranks, calls: GqaCalls, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor,
+    m: Any, k_scale: torch.Tensor, v_scale: torch.Tensor, output: torch.Tensor,
+) -> torch.Tensor:  # fmt: skip
+    """Attention of a batch whose new tokens are in the caches, into `output`, which it returns.
+
+    Args:
+        ranks: that share the keys.
+        calls: the layer.
+        query: (tokens, heads, d).
+        key: (tokens, kv_heads, d).
+        value: likewise.
+        kv_cache: as vLLM hands it to the layer.
+        m: a `CuteAttentionMetadata` with `local_lens`.
+        k_scale: of an FP8 cache: one factor.
+        v_scale: likewise.
+        output: (tokens, heads, d).
+    """
+    n, tokens = m.num_decode_tokens, m.num_actual_tokens
+    if n:
+        requests = slice(m.num_decodes)
+        decode(
+            calls, ranks, query[:n], kv_cache, m.local_lens[requests], m.block_table[requests], k_scale, v_scale,
+            output[:n],
+        )  # fmt: skip
+    if tokens > n:
+        part, rows = m.prefill or m, slice(n, tokens)
+        if m.fresh:
+            calls.prefill_fresh(
+                query[rows], key[rows], value[rows], part.query_start_loc, part.max_query_len, output[rows]
+            )
+            return output
+        output[n + m.starts_host[-1] : tokens].zero_()
+        prefill(
+            calls, ranks, query[rows], key[rows], value[rows], kv_cache, part.query_start_loc, m.starts_host,
+            part.seq_lens, part.block_table, k_scale, v_scale, output[rows],
+        )  # fmt: skip
+    return output
 
 
 def decode(

@@ -31,16 +31,13 @@ from vllm.v1.attention.backends.triton_attn import (
 from cute_kernels.integrations.vllm.backends import Function
 from cute_kernels.integrations.vllm.batches import are_fresh, counted, prompts_of, without_decodes
 from cute_kernels.integrations.vllm.calls import FLASH_ATTENTION, FP8, HEAD_DIMS, MAX_QUERIES, SCALED, GqaCalls
-from cute_kernels.integrations.vllm.context_parallel import Ranks, decode, prefill, refusal
+from cute_kernels.integrations.vllm.context_parallel import Ranks, attend_with, refusal
 from cute_kernels.integrations.vllm.prompts import AHEAD, Prompts, attend, reserve
-from cute_kernels.integrations.vllm.warming import compile_shapes
-from cute_kernels.warm.shapes import Shape
+from cute_kernels.integrations.vllm.warming import warm_layers
 
 logger = init_logger("vllm.cute_kernels")
 
 BLOCK_SIZES = (16, 32, 64, 128, 256)
-WARM_BATCH_SIZES = 512
-"""The largest batch that is asked for its kernel before a server starts; larger ones share it."""
 EXTENDS: tuple[Function, ...] = (
     (TritonAttentionImpl, "__init__",
      "self num_heads head_size scale num_kv_heads alibi_slopes sliding_window kv_cache_dtype logits_soft_cap attn_type"
@@ -108,7 +105,8 @@ class CuteAttentionMetadataBuilder(TritonAttentionMetadataBuilder):
             self.reorder_batch_threshold = 1
         self.supports_draft_decode_metadata_update = False  # 0.33: where decoding ends may move from draft to draft
         if device.type == "cuda":
-            _warm(self, kv_cache_spec, vllm_config, device)
+            page = max(size for size in BLOCK_SIZES if kv_cache_spec.block_size % size == 0)
+            warm_layers(layer_names, page, self.reorder_batch_threshold, kv_cache_spec, vllm_config, device)
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
@@ -141,8 +139,7 @@ class CuteAttentionMetadataBuilder(TritonAttentionMetadataBuilder):
             invariant = envs.VLLM_BATCH_INVARIANT
             prompts = prompts_of(part, alone=invariant) if own and part.causal is True else None
             fresh = not invariant and are_fresh(prompts, part.num_actual_tokens)
-        local_lens = common_attn_metadata.dcp_local_seq_lens
-        starts_host = None
+        local_lens, starts_host = common_attn_metadata.dcp_local_seq_lens, None
         if local_lens is not None and rest:
             starts_host = part.query_start_loc_cpu[: part.num_reqs + 1].tolist()
         return CuteAttentionMetadata(
@@ -235,8 +232,7 @@ class CuteAttentionBackend(TritonAttentionBackend):
 class CuteAttentionImpl(TritonAttentionImpl):
     """The attention of a layer."""
 
-    can_return_lse_for_decode: bool = True
-    supports_dcp: bool = True
+    can_return_lse_for_decode = supports_dcp = True
     dcp_world_size: int
     _k_scales: torch.Tensor | None = None
     _ranks: Ranks | None = None
@@ -282,11 +278,8 @@ class CuteAttentionImpl(TritonAttentionImpl):
             reason = refusal(self.calls)
             if reason is not None:
                 raise NotImplementedError(f"cute-kernels: got decode context parallelism and {reason}")
-            group = get_dcp_group()
             interleave = get_current_vllm_config().parallel_config.cp_kv_cache_interleave_size
-            self._ranks = Ranks(
-                group.world_size, group.rank_in_group, interleave, group.all_gather, group.device_group
-            )  # fmt: skip
+            self._ranks = Ranks.of(get_dcp_group(), interleave)
         longest = self.calls.max_tokens + AHEAD
         if envs.VLLM_BATCH_INVARIANT and self.calls.copies_pages and longest > self.calls.copied_tokens:
             # a context would be cut where this step's tokens begin, which other requests decide
@@ -341,8 +334,9 @@ class CuteAttentionImpl(TritonAttentionImpl):
         if tokens < len(output):
             output[tokens:].zero_()
         if self._ranks is not None:
-            self._attend_with(self._ranks, layer, query, key, value, kv_cache, m, output)
-            return output
+            return attend_with(
+                self._ranks, self.calls, query, key, value, kv_cache, m, layer._k_scale, layer._v_scale, output
+            )
         if n:
             requests = slice(m.num_decodes)
             self.calls.decode(
@@ -356,33 +350,6 @@ class CuteAttentionImpl(TritonAttentionImpl):
         if tokens < output.shape[0]:
             output[tokens:].zero_()  # rows that pad the step: vLLM takes maxima over all rows
         return output
-
-    def _attend_with(
-        self, ranks: Ranks, layer: Any, query: torch.Tensor, key: Any, value: Any, kv_cache: torch.Tensor,
-        m: CuteAttentionMetadata, output: torch.Tensor,
-    ) -> None:  # fmt: skip
-        """Decode context parallelism; see context_parallel.py."""
-        n, tokens, scales = m.num_decode_tokens, m.num_actual_tokens, (layer._k_scale, layer._v_scale)
-        assert m.local_lens is not None
-        if n:
-            requests = slice(m.num_decodes)
-            decode(
-                self.calls, ranks, query[:n], kv_cache, m.local_lens[requests], m.block_table[requests], *scales,
-                output[:n],
-            )  # fmt: skip
-        if tokens > n:
-            part, rows = m.prefill or m, slice(n, tokens)
-            assert m.starts_host is not None
-            if m.fresh:
-                self.calls.prefill_fresh(
-                    query[rows], key[rows], value[rows], part.query_start_loc, part.max_query_len, output[rows]
-                )
-                return
-            output[n + m.starts_host[-1] : tokens].zero_()
-            prefill(
-                self.calls, ranks, query[rows], key[rows], value[rows], kv_cache, part.query_start_loc, m.starts_host,
-                part.seq_lens, part.block_table, *scales, output[rows],
-            )  # fmt: skip
 
     def _prefill(
         self, layer: Any, query: torch.Tensor, key: Any, value: Any, kv_cache: torch.Tensor,
@@ -450,22 +417,3 @@ def _flash_attention(head_dim: int, alibi: bool, sinks: torch.Tensor | None) -> 
         return None
     found: Callable[..., Any] = fa_utils.flash_attn_varlen_func
     return found
-
-
-# ---- warm start
-
-
-def _warm(builder: CuteAttentionMetadataBuilder, spec: Any, config: Any, device: torch.device) -> None:
-    """Compiles what the builder's layers will ask for, unless it is on disk."""
-    layers = [config.compilation_config.static_forward_context[name] for name in builder.layer_names]
-    calls = [layer.impl.calls for layer in layers if isinstance(getattr(layer, "impl", None), CuteAttentionImpl)]
-    page = max(size for size in BLOCK_SIZES if spec.block_size % size == 0)
-    max_tokens = -(-config.model_config.max_model_len // spec.block_size) * spec.block_size
-    shapes: dict[Shape, None] = {}
-    for call in calls:
-        shapes.update(dict.fromkeys(call.shapes(config.model_config.dtype, page, max_tokens)))
-    batches = range(1, min(config.scheduler_config.max_num_seqs, WARM_BATCH_SIZES) + 1)
-    few = [MAX_QUERIES] if any(call.copies_pages for call in calls) else []
-    tokens = sorted({1, builder.reorder_batch_threshold, *few})
-    num_sms = torch.cuda.get_device_properties(device).multi_processor_count
-    compile_shapes(tuple(shapes), tuple(batches), tuple(tokens), num_sms)

@@ -102,8 +102,8 @@ def errors(data: Data, scale_dtype: torch.dtype = torch.float16) -> dict[str, Er
         four_bits = name == "int8_k_int4_v"
         k, k_scale = quantize(data.k, per_token_head) if four_bits else quantize_e4m3(data.k)
         v, v_scale = quantize_rotated(data.v) if four_bits else quantize_e4m3(data.v)
-        kind = name if four_bits else None
-        found[name] = _compare(_attend(data.q, k, v, k_scale, v_scale, kind=kind), want)
+        attended = _attend(data.q, k, v, k_scale, v_scale, kind=name if four_bits else None)
+        found[name] = _compare(attended, want)
     for name, dtype in PLAIN.items():
         found[name] = _compare(_attend(data.q, data.k.to(dtype), data.v.to(dtype)), want)
     return found

@@ -23,7 +23,6 @@ from cutlass.cute.nvgpu import cpasync
 from cutlass.cute.runtime import make_fake_stream
 from cutlass.memory import SmemAllocator
 
-from cute_kernels.device.barriers import initialize
 from cute_kernels.sink.backward_spec import QUERIES, SinkBackwardSpec
 from cute_kernels.sink.kernels import masks, views
 from cute_kernels.sink.kernels.barriers import key_barriers
@@ -31,7 +30,7 @@ from cute_kernels.sink.kernels.key_grad_mma import KeyGrad
 from cute_kernels.sink.kernels.key_load import KeyLoad, KeyTmas, KeyViews
 from cute_kernels.sink.kernels.query_sums import Sums
 from cute_kernels.sink.kernels.scheduler import Divisors, KeySchedule
-from cute_kernels.sink.kernels.smem import key_layouts, key_storage, peer_k_layout
+from cute_kernels.sink.kernels.smem import key_layouts, key_storage, peer_k_layout, start
 
 
 class SinkBackwardKernel:
@@ -181,14 +180,7 @@ class SinkBackwardKernel:
         tidx, _, _ = cute.arch.thread_idx()
         warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         smem = SmemAllocator().allocate(key_storage(spec))
-        if warp_idx == 0:
-            for tma in tmas:
-                cpasync.prefetch_descriptor(tma.atom)
-        if tidx == 0:
-            smem.work_full.data_ptr()  # a method of smem: the DSL then derives field addresses in each branch anew
-            initialize(smem, key_barriers(spec))
-        cute.arch.mbarrier_init_fence()
-        cute.arch.sync_threads()
+        start(smem, key_barriers(spec), tmas, warp_idx, tidx)
         rank = Int32(0)
         if const_expr(spec.pair):
             rank = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())

@@ -16,18 +16,16 @@ chain of some 3000 cycles, and other warpgroups fill its gaps.
 import cuda.bindings.driver as cuda
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
-from cutlass.cute.nvgpu import cpasync
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 from cutlass.memory import SmemAllocator
 
 from cute_kernels.device import softmax
-from cute_kernels.device.barriers import initialize
 from cute_kernels.sink.kernels import masks, scheduler, views
 from cute_kernels.sink.kernels.attend import Attend, Results
 from cute_kernels.sink.kernels.barriers import query_barriers
-from cute_kernels.sink.kernels.query_load import QueryLoad, QueryTmas
-from cute_kernels.sink.kernels.smem import QueryViews, query_layouts, query_storage
-from cute_kernels.sink.spec import ROWS, SinkForwardSpec
+from cute_kernels.sink.kernels.query_load import QueryLoad, QueryTmas, query_tmas
+from cute_kernels.sink.kernels.smem import QueryViews, query_layouts, query_storage, start
+from cute_kernels.sink.spec import SinkForwardSpec
 
 
 class SinkForwardKernel:
@@ -126,16 +124,7 @@ class SinkForwardKernel:
         """
         spec = self.spec
         schedule, visible = scheduler.query_work(spec, mQ, mK, window, causal, section, counters)
-        layouts = query_layouts(spec)
-        load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
-        box_q, box_kv = (ROWS, spec.d), (spec.tile, spec.d)
-        tmas = QueryTmas(
-            views.tma(load, mQ, spec.packed, layouts.q, box_q),
-            None,
-            views.tma(load, mK, spec.packed, layouts.kv, box_kv),
-            views.tma(load, mV, spec.packed, layouts.kv, box_kv),
-            views.tma(store, mOut, spec.packed, layouts.out, box_q),
-        )
+        tmas = query_tmas(spec, mQ, None, mK, mV, mOut)
         packed = views.Packed(mCuQ, mCuK, mWork)
         self.kernel(tmas, mSink, mLse, packed, softmax_scale * softmax.LOG2_E, visible, schedule).launch(
             grid=[ctas, 1, 1], block=[spec.threads, 1, 1], stream=stream, min_blocks_per_mp=1
@@ -156,14 +145,7 @@ class SinkForwardKernel:
         tidx, _, _ = cute.arch.thread_idx()
         warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         smem = SmemAllocator().allocate(query_storage(spec))
-        if warp_idx == 0:
-            for tma in (tmas.q, tmas.k, tmas.v, tmas.out):
-                cpasync.prefetch_descriptor(tma.atom)
-        if tidx == 0:
-            smem.work_full.data_ptr()  # a method of smem: the DSL then derives field addresses in each branch anew
-            initialize(smem, query_barriers(spec))
-        cute.arch.mbarrier_init_fence()
-        cute.arch.sync_threads()
+        start(smem, query_barriers(spec), (tmas.q, tmas.k, tmas.v, tmas.out), warp_idx, tidx)
 
         if warp_idx < 4:
             cute.arch.setmaxregister_decrease(spec.load_registers)

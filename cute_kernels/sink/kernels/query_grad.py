@@ -9,18 +9,15 @@ Instructions of a score outside the products: FFMA, MUFU.EX2, FADD, FMUL and hal
 import cuda.bindings.driver as cuda
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
-from cutlass.cute.nvgpu import cpasync
 from cutlass.cute.runtime import make_fake_stream
 from cutlass.memory import SmemAllocator
 
-from cute_kernels.device.barriers import initialize
 from cute_kernels.sink.backward_spec import SinkQueryGradSpec
 from cute_kernels.sink.kernels import masks, scheduler, views
 from cute_kernels.sink.kernels.barriers import query_barriers
 from cute_kernels.sink.kernels.query_grad_mma import QueryGrad
-from cute_kernels.sink.kernels.query_load import QueryLoad, QueryTmas
-from cute_kernels.sink.kernels.smem import QueryViews, query_layouts, query_storage
-from cute_kernels.sink.spec import ROWS
+from cute_kernels.sink.kernels.query_load import QueryLoad, QueryTmas, query_tmas
+from cute_kernels.sink.kernels.smem import QueryViews, query_layouts, query_storage, start
 
 
 class SinkQueryGradKernel:
@@ -96,16 +93,7 @@ class SinkQueryGradKernel:
         """
         spec = self.spec
         schedule, visible = scheduler.query_work(spec, mQ, mK, window, causal, section, counters)
-        layouts = query_layouts(spec)
-        load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
-        box_q, box_kv = (ROWS, spec.d), (spec.tile, spec.d)
-        tmas = QueryTmas(
-            views.tma(load, mQ, spec.packed, layouts.q, box_q),
-            views.tma(load, mDOut, spec.packed, layouts.q, box_q),
-            views.tma(load, mK, spec.packed, layouts.kv, box_kv),
-            views.tma(load, mV, spec.packed, layouts.kv, box_kv),
-            views.tma(store, mDQ, spec.packed, layouts.out, box_q),
-        )
+        tmas = query_tmas(spec, mQ, mDOut, mK, mV, mDQ)
         packed = views.Packed(mCuQ, mCuK, mWork)
         self.kernel(tmas, mStats, packed, softmax_scale, visible, schedule).launch(
             grid=[ctas, 1, 1], block=[spec.threads, 1, 1], stream=stream, min_blocks_per_mp=1
@@ -125,14 +113,7 @@ class SinkQueryGradKernel:
         tidx, _, _ = cute.arch.thread_idx()
         warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         smem = SmemAllocator().allocate(query_storage(spec))
-        if warp_idx == 0:
-            for tma in tmas:
-                cpasync.prefetch_descriptor(tma.atom)
-        if tidx == 0:
-            smem.work_full.data_ptr()  # a method of smem: the DSL then derives field addresses in each branch anew
-            initialize(smem, query_barriers(spec))
-        cute.arch.mbarrier_init_fence()
-        cute.arch.sync_threads()
+        start(smem, query_barriers(spec), tmas, warp_idx, tidx)
 
         if warp_idx < 4:
             cute.arch.setmaxregister_decrease(spec.load_registers)

@@ -10,12 +10,13 @@ from typing import Any, NamedTuple
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, const_expr
+from cutlass.cute.nvgpu import cpasync
 
 from cute_kernels.device.ring import RingSlot, ring_slot_pow2, ring_slot_signed, use_phase
 from cute_kernels.sink.kernels import scheduler, views
 from cute_kernels.sink.kernels.masks import QueryMasks, Visibility
 from cute_kernels.sink.kernels.scheduler import QuerySchedule, WorkTile
-from cute_kernels.sink.kernels.smem import QueryViews
+from cute_kernels.sink.kernels.smem import QuerySpec, QueryViews, query_layouts
 from cute_kernels.sink.kernels.views import Origin, Packed, Tma
 from cute_kernels.sink.spec import ROWS
 
@@ -28,6 +29,21 @@ class QueryTmas(NamedTuple):
     k: Tma
     v: Tma
     out: Tma  # O or dQ
+
+
+def query_tmas(
+    spec: QuerySpec, mQ: cute.Tensor, mDOut: cute.Tensor | None, mK: cute.Tensor, mV: cute.Tensor, mOut: cute.Tensor
+) -> QueryTmas:
+    """The TMA copies of a launch; `mOut` is O or dQ."""
+    layouts, load, store = query_layouts(spec), cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
+    box_q, box_kv = (ROWS, spec.d), (spec.tile, spec.d)
+    return QueryTmas(
+        views.tma(load, mQ, spec.packed, layouts.q, box_q),
+        None if mDOut is None else views.tma(load, mDOut, spec.packed, layouts.q, box_q),
+        views.tma(load, mK, spec.packed, layouts.kv, box_kv),
+        views.tma(load, mV, spec.packed, layouts.kv, box_kv),
+        views.tma(store, mOut, spec.packed, layouts.out, box_q),
+    )
 
 
 class TileCopy(NamedTuple):

@@ -2,12 +2,14 @@
 
 from typing import Any, NamedTuple
 
+import cutlass
 import cutlass.cute as cute
 import cutlass.utils.hopper_helpers as sm90
 from cutlass import Float32, Int32, Int64
-from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
+from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from cutlass.tensor_utils import LayoutEnum
 
+from cute_kernels.device.barriers import Rings, initialize
 from cute_kernels.sink.backward_spec import DS_STAGES, QUERIES, SinkBackwardSpec, SinkQueryGradSpec
 from cute_kernels.sink.kernels.scheduler import RECORD, WORK_STAGES
 from cute_kernels.sink.kernels.views import DTYPES
@@ -19,6 +21,19 @@ QuerySpec = SinkForwardSpec | SinkQueryGradSpec
 def view(field, layout) -> cute.Tensor:
     """A field of shared memory as a tensor."""
     return field.get_tensor(layout.outer, swizzle=layout.inner)
+
+
+@cute.jit
+def start(smem, rings: cutlass.Constexpr[Rings], tmas: tuple, warp_idx: Int32, tidx: Int32):
+    """Prefetches the descriptors of TMA copies, and initializes the barriers of a CTA; called by all its threads."""
+    if warp_idx == 0:
+        for tma in tmas:
+            cpasync.prefetch_descriptor(tma.atom)
+    if tidx == 0:
+        smem.work_full.data_ptr()  # a method of smem: the DSL then derives field addresses in each branch anew
+        initialize(smem, rings)
+    cute.arch.mbarrier_init_fence()
+    cute.arch.sync_threads()
 
 
 # ---- query-stationary kernels: the forward, and dq

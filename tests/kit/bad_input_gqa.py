@@ -269,8 +269,8 @@ def sink_backward_call(device: str) -> Call:
     call = sink_call(device)
     rows = functools.partial(bad.floats, device, G_BATCH, G_S_Q, H_Q)
     return {
+        **call,  # q first: the others are to be on its device
         "dout": bad.zeros(device, *call["q"].shape),
-        **call,
         "out": bad.zeros(device, *call["q"].shape),
         "lse": rows(),
         "delta": rows(),

@@ -29,12 +29,16 @@ def kernel_scores(scores: torch.Tensor, softcap: float) -> torch.Tensor:
     Approximate ones are wrong by what PTX allows them: 2^-22.5 of 2^x, one unit in the last place of 1 / x, the sign
     that adds up with the other error.
     """
+    gen = torch.Generator().manual_seed(0)
+
+    def signs(x: torch.Tensor) -> torch.Tensor:
+        return torch.where(torch.rand(x.shape, generator=gen) < 0.5, -1.0, 1.0)
 
     def exp2(x: torch.Tensor) -> torch.Tensor:
-        return torch.exp2(x) * (1 + 2**-22.5 * torch.where(torch.rand(x.shape) < 0.5, -1.0, 1.0))
+        return torch.exp2(x) * (1 + 2**-22.5 * signs(x))
 
     def reciprocal(x: torch.Tensor) -> torch.Tensor:
-        return x.reciprocal() * (1 + ULPS * torch.where(torch.rand(x.shape) < 0.5, -1.0, 1.0))
+        return x.reciprocal() * (1 + ULPS * signs(x))
 
     cap = torch.tensor(kernel_softcap(softcap), dtype=torch.float32)
     factor = 2.0 * LOG2_E * reciprocal(cap)

@@ -1,5 +1,6 @@
 """Distributed shared memory: reads and writes in other CTAs of the cluster."""
 
+import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
@@ -25,11 +26,13 @@ def remote_value(pointer: cute.Pointer, rank: Int32):
 
 
 @cute.jit
-def remote_vector(pointer: cute.Pointer, rank: Int32):
-    """Loads four float32 from the shared memory of CTA `rank`."""
+def remote_vector(pointer: cute.Pointer, rank: Int32, dtype: cutlass.Constexpr = Float32, count: cutlass.Constexpr = 4):
+    """Loads two or four numbers of 32 bits, float32 or Int32, from the shared memory of CTA `rank`."""
+    kind = "f32" if dtype is Float32 else "b32"
+    targets = ", ".join(f"{{$w{i}}}" for i in range(count))
     return cute.arch.inline_ptx(
-        "ld.shared::cluster.v4.f32 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];",
-        write_only_types=[Float32] * 4,
+        f"ld.shared::cluster.v{count}.{kind} " + "{" + targets + "}, [{$r0}];",
+        write_only_types=[dtype] * count,
         read_only_args=[remote_address(pointer, rank)],
     )
 
@@ -45,24 +48,4 @@ def send_words(address: Int32, words: tuple, barrier: Int32):
         f"st.async.shared::cluster.mbarrier::complete_tx::bytes.v{len(words)}.b32 "
         "[{$r0}], {" + values + "}, [{$r1}];",
         read_only_args=[address, barrier, *words],
-    )
-
-
-@cute.jit
-def remote_words(pointer: cute.Pointer, rank: Int32):
-    """Loads four 32-bit words from the shared memory of CTA `rank`."""
-    return cute.arch.inline_ptx(
-        "ld.shared::cluster.v4.b32 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];",
-        write_only_types=[Int32] * 4,
-        read_only_args=[remote_address(pointer, rank)],
-    )
-
-
-@cute.jit
-def remote_pair(pointer: cute.Pointer, rank: Int32):
-    """Loads two 32-bit words from the shared memory of CTA `rank`."""
-    return cute.arch.inline_ptx(
-        "ld.shared::cluster.v2.b32 {{$w0}, {$w1}}, [{$r0}];",
-        write_only_types=[Int32] * 2,
-        read_only_args=[remote_address(pointer, rank)],
     )

@@ -11,7 +11,7 @@ t % stages. A role that carries the `Slot` of its next tile along divides nothin
 All threads of a role arrive, not one for each of its warps: that costs nothing measurable, and racecheck can follow it.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -129,11 +129,11 @@ class Pipeline:
 
     def full_barrier(self, smem: Any, index: Any) -> cute.Pointer:
         """The barrier that says that a stage is full, which TMA copies take."""
-        return _pointer(smem, f"{self.name}_full") + index
+        return field_pointer(smem, f"{self.name}_full") + index
 
     def empty_barrier(self, smem: Any, index: Any) -> cute.Pointer:
         """The barrier that says that a stage is free."""
-        return _pointer(smem, f"{self.name}_empty") + index
+        return field_pointer(smem, f"{self.name}_empty") + index
 
 
 Pipelines = Sequence[Pipeline]
@@ -143,13 +143,18 @@ def initialize(smem: Any, pipelines: Pipelines) -> None:
     """Initializes all barriers; called by one thread, which fences and synchronizes afterwards."""
     for barrier in _barriers(pipelines):
         for stage in range(barrier.stages):
-            cute.arch.mbarrier_init(_pointer(smem, barrier.name) + stage, barrier.arrivals)
+            cute.arch.mbarrier_init(field_pointer(smem, barrier.name) + stage, barrier.arrivals)
 
 
 def table(pipelines: Pipelines) -> str:
     """Lines for a docstring: name[stages], arrivals, bytes, and what the barrier says."""
+    return lines(_barriers(pipelines))
+
+
+def lines(barriers: Iterable[MBarrier]) -> str:
+    """Those of `table`."""
     rows = []
-    for barrier in _barriers(pipelines):
+    for barrier in barriers:
         name = f"{barrier.name}[{barrier.stages}]" if barrier.stages > 1 else barrier.name
         transaction = f"+ {barrier.bytes:,} bytes" if barrier.bytes else ""
         rows.append(f"  {name:<16}{barrier.arrivals:>5} {transaction:<15} {barrier.says}".rstrip())
@@ -160,7 +165,7 @@ def _barriers(pipelines: Pipelines) -> Iterator[MBarrier]:
     return (barrier for pipeline in pipelines for barrier in pipeline.barriers())
 
 
-def _pointer(smem: Any, name: str) -> cute.Pointer:
+def field_pointer(smem: Any, name: str) -> cute.Pointer:
     """The first word of a field, which is a pointer, a number or, with stages, a range."""
     field = getattr(smem, name)
     if isinstance(field, cute.Pointer):

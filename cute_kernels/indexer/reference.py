@@ -26,6 +26,6 @@ def index_topk_reference(
         positions[row, : len(chosen)] = chosen.int()
     if block_table is None or page_size is None or not rows:
         return positions
-    of_batch = positions.view(block_table.shape[0], -1)
-    slots = slots_from_positions(of_batch, block_table, page_size).view(rows, topk)
+    by_sequence = positions.view(block_table.shape[0], -1)
+    slots = slots_from_positions(by_sequence, block_table, page_size).view(rows, topk)
     return slots.masked_fill(slots >= 2**31, -1).int()

@@ -281,9 +281,9 @@ def sink_backward_wrong(device: str) -> Wrong:
     call = sink_backward_call(device)
     q = call["q"].shape
     same = {"dtypes": [FP16, F32, I8], "needed": True}
-    of_forward = {label: value for label, value in sink_wrong(device).items() if not label.startswith("num_splits")}
+    forward_wrong = {label: value for label, value in sink_wrong(device).items() if not label.startswith("num_splits")}
     return {
-        **of_forward,
+        **forward_wrong,
         **bad.wrong_tensor(call, "dout", q[1:], (*q[:3], 32), (1, *q[1:]), **same),
         **bad.wrong_tensor(call, "out", q[1:], (*q[:2], 3, D), **same),
         **bad.wrong_tensor(call, "lse", q, (G_BATCH, H_Q, G_S_Q), dtypes=[BF16, F64, I32], needed=True),

@@ -304,7 +304,7 @@ class TopkKernel:
     def _words(self, pointer: cute.Pointer, rank: int) -> Any:
         """Four words of shared memory of a CTA of the cluster."""
         if self.cluster > 1:
-            return cluster_shared.remote_words(pointer, Int32(rank))
+            return cluster_shared.remote_vector(pointer, Int32(rank), Int32)
         words = cute.make_tensor(pointer, cute.make_layout(4)).load()
         return [words[i] for i in range(4)]
 
@@ -426,7 +426,7 @@ class TopkKernel:
             if earlier < warp:
                 pair = memory.counts + 2 * (earlier % spec.warps)
                 if const_expr(self.cluster > 1):
-                    more_above, more_inside = cluster_shared.remote_pair(pair, earlier // spec.warps)
+                    more_above, more_inside = cluster_shared.remote_vector(pair, earlier // spec.warps, Int32, 2)
                 else:
                     more_above, more_inside = pair.load(), (pair + 1).load()
                 above += more_above

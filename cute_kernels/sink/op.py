@@ -141,8 +141,10 @@ def sink_attention_backward(
     if request["deterministic"] is False:
         request["deterministic"] = torch.are_deterministic_algorithms_enabled()
     if not is_traced():
-        require_memory(BACKWARD.tensors, BACKWARD.tensors_of(request))
-        check_backward(request)
+        tensors = BACKWARD.tensors_of(request)
+        require_memory(BACKWARD.tensors, tensors)
+        if needs_grad(*tensors):  # torch's dispatcher comes before the checks of the operator
+            check_backward(request)
     dq, dk, dv, ds_aux = _backward(request)
     return dq, dk, dv, None if s_aux is None else ds_aux
 

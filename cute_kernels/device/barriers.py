@@ -8,8 +8,7 @@ from typing import Any
 
 import cutlass.cute as cute
 
-import cute_kernels.device.pipeline as pipeline
-from cute_kernels.device.pipeline import MBarrier
+from cute_kernels.device.pipeline import MBarrier, field_pointer, lines
 
 Rings = Sequence[Sequence[MBarrier]]
 """Barriers of one ring stand together: they are initialized stage by stage."""
@@ -21,9 +20,9 @@ def initialize(smem: Any, rings: Rings) -> None:
         for stage in range(max(barrier.stages for barrier in ring)):
             for barrier in ring:
                 if stage < barrier.stages:
-                    cute.arch.mbarrier_init(pipeline.field_pointer(smem, barrier.name) + stage, barrier.arrivals)
+                    cute.arch.mbarrier_init(field_pointer(smem, barrier.name) + stage, barrier.arrivals)
 
 
 def table(rings: Rings) -> str:
     """Lines for a docstring, as those of pipelines."""
-    return pipeline.lines(barrier for ring in rings for barrier in ring)
+    return lines(barrier for ring in rings for barrier in ring)

@@ -64,11 +64,14 @@ class QueryMasks:
 
     @cute.jit
     def key_range(self, first: Int32, s_q: Int32, s_k: Int32, visible: Visibility) -> TileRange:
-        """Of the CTA's block of rows from `first` on; one tile of zeros where no row sees a key."""
+        """Of the CTA's block of rows from `first` on; one tile of zeros where no row sees a key.
+
+        With a window, too, tiles begin at multiples of their size, so that a row's bits do not depend on the block.
+        """
         shift = s_k - s_q
         begin, end = Int32(0), cutlass.min(s_k, cutlass.min(first + self.spec.rows, s_q) + shift + visible.reach)
         if const_expr(self.spec.window):
-            begin = cutlass.max(0, first + shift - visible.window + 1)
+            begin = cutlass.max(0, first + shift - visible.window + 1) // self.spec.tile * self.spec.tile
         if end <= begin:
             begin = s_k  # past the last key, where TMA fills with zeros
         tiles = cutlass.max((end - begin + self.spec.tile - 1) // self.spec.tile, 1)

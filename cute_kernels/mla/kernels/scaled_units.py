@@ -146,8 +146,9 @@ class ScaledValueUnits(ValueUnits):
                     exponent = Int32(-codes.EMPTY)
                 most = cutlass.max(most, exponent)
                 least = cutlass.min(least, cutlass.select_(exponent == -codes.EMPTY, Int32(codes.EMPTY), exponent))
-            most, least = cute.arch.warp_redux_sync(most, "max"), cute.arch.warp_redux_sync(least, "min")
             old, highest = WEIGHT_EXPONENT - softmax.exponent(sPower[index]), sHighest[index]
+            # joins the lanes: all have read the unit that lane 0 stores
+            most, least = cute.arch.warp_redux_sync(most, "max"), cute.arch.warp_redux_sync(least, "min")
             new = cutlass.max(moved(old, highest, most, least), codes.of(kind).least_unit)
             if most > new or least < new - WINDOW:
                 fits = Int32(0)

@@ -94,8 +94,9 @@ class ValueUnits:
             exponent = (bits >> 23) - 127
             most = cutlass.max(most, cutlass.select_(bits == 0, Int32(-NONE), exponent))
             least = cutlass.min(least, cutlass.select_(bits == 0, Int32(NONE), exponent))
-        most, least = cute.arch.warp_redux_sync(most, "max"), cute.arch.warp_redux_sync(least, "min")
         old, highest = WEIGHT_EXPONENT - softmax.exponent(sPower[warp]), sHighest[warp]
+        # joins the lanes: all have read the unit that lane 0 stores
+        most, least = cute.arch.warp_redux_sync(most, "max"), cute.arch.warp_redux_sync(least, "min")
         new = moved(old, highest, most, least)
         fits = Int32(0) if most > new or least < new - WINDOW else Int32(1)
         sUnit, sMove = v_units(smem), v_moves(smem)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import numpy as np
 
 import fp8_mla
-from bench import vllm_engine
+from bench import vllm_choices, vllm_engine
 
 if TYPE_CHECKING:
     from bench.vllm_pool import Messages
@@ -223,10 +223,18 @@ def serve(options: dict[str, Any], messages: Messages) -> None:
             messages.send(f"saved {options['model']}")
         truths = json.loads(file.read_text(encoding="utf-8"))
         requests = [(prompt, truth) for (prompt, _), truth in zip(requests, truths, strict=True)]
+    if "keeps" in options:
+        llm.collective_rpc(vllm_choices.keep, args=(TOPK,))
+    if "takes" in options:
+        llm.collective_rpc(vllm_choices.take, args=(options["takes"], TOPK))
     for name in options["rounds"]:
         which = ROUNDS[name]
         found = led(llm, [requests[i] for i in which])
         messages.send("round", {"way": options["way"], "name": name, "requests": which, **found})
+    if "keeps" in options:
+        messages.send("engine", {"choices": llm.collective_rpc(vllm_choices.write, args=(options["keeps"],))[0]})
+    if "takes" in options:
+        messages.send("engine", {"choices": llm.collective_rpc(vllm_choices.taken)[0]})
     if "speculative_config" in options["engine"]:
         counters = {metric.name: getattr(metric, "value", None) for metric in llm.get_metrics()}
         names = ("draft", "accepted")
@@ -290,24 +298,38 @@ def distance(a: dict[str, Any], b: dict[str, Any]) -> float:
     return float(np.abs(gap_a - gap_b).max())
 
 
-def compared(a: dict[str, Any], b: dict[str, Any], near: float) -> dict[str, Any]:
-    """Positions at which two runs say different tokens: near ties, whose scores are within `near`, and wrong ones."""
+def compared(
+    a: dict[str, Any], b: dict[str, Any], near: float, excused: frozenset[tuple[int, int]] = frozenset()
+) -> dict[str, Any]:
+    """Positions at which two runs say different tokens: near ties, whose scores are within `near`, and wrong ones.
+
+    Of the latter, those that are `excused`, (request, position), count as "otherwise": other keys were chosen.
+    """
     both = [i for i in a["requests"] if i in b["requests"]]
     a, b = ({key: run[key][[run["requests"].index(i) for i in both]] for key in ("chosen", "logp")} for run in (a, b))
-    gaps = [0.0]
+    gaps, wrong, otherwise = [0.0], 0, 0
     for place in zip(*np.nonzero(a["chosen"] != b["chosen"]), strict=True):
         pair = [a["chosen"][place], b["chosen"][place]]
         gaps.append(max(abs(float(run["logp"][place][pair[0]] - run["logp"][place][pair[1]])) for run in (a, b)))
-    wrong = sum(gap > near for gap in gaps)
+        if gaps[-1] > near:
+            excuse = (both[place[0]], int(place[1])) in excused
+            wrong, otherwise = wrong + (not excuse), otherwise + excuse
     return {
-        "tokens": a["chosen"].size, "differ": len(gaps) - 1, "wrong": wrong, "gap": max(gaps), "scores": distance(a, b),
+        "tokens": a["chosen"].size, "differ": len(gaps) - 1, "wrong": wrong, "otherwise": otherwise, "gap": max(gaps),
+        "scores": distance(a, b),
     }  # fmt: skip
+
+
+def agreed(a: dict[str, Any], b: dict[str, Any]) -> frozenset[tuple[int, int]]:
+    """(request, position) of all tokens that two runs of the same requests share."""
+    return frozenset((a["requests"][i], int(j)) for i, j in zip(*np.nonzero(a["chosen"] == b["chosen"]), strict=True))
 
 
 def cases(runs: dict[tuple[str, str], dict[str, Any]]) -> dict[str, Any]:
     """All runs of a model that can be compared, by their names and rounds; see `compared`.
 
-    A near tie is two scores no further apart than the same engine's differ between eager and graph runs.
+    A near tie is two scores no further apart than the same engine's differ between eager and graph runs. Where our
+    engine agrees with vLLM's own once it is given the keys that the other's indexer chose, other keys were chosen.
     """
     engines = [(who, name) for who in ("ours", "stock") for name in ROUNDS]
     same = [[(f"{who}-{how}", name) for how in ("eager", "graphs")] for who, name in engines]
@@ -318,11 +340,15 @@ def cases(runs: dict[tuple[str, str], dict[str, Any]]) -> dict[str, Any]:
     pairs += [(("ours-graphs", "all"), (f"{who}-drafts", "all")) for who in ("ours", "stock")]
     pairs += [(("ours-eager", "all"), (f"transformers-{kind}", "all")) for kind in ("cute_mla", "eager")]
     pairs += [((f"ours-{how}", name), (f"ours-{how}", "all")) for how in hows[:2] for name in ("one", "again")]
+    given, taken = ("ours-given", "all"), ("stock-eager", "all")
+    pairs.append((given, taken))
+    excused = agreed(runs[given], runs[taken]) if given in runs and taken in runs else frozenset()
     found = []
     for a, b in pairs:
         if a in runs and b in runs:
             which = {"a": a[0], "b": b[0], "round": a[1] if a[1] == b[1] else f"{a[1]}, {b[1]}"}
-            found.append(which | compared(runs[a], runs[b], near))
+            of_both = a[0].startswith("ours") and b[0].startswith("stock") and a != given
+            found.append(which | compared(runs[a], runs[b], near, excused if of_both else frozenset()))
     return {"near": near, "cases": found}
 
 

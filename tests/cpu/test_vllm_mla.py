@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from bench import svg, vllm_engine, vllm_mla
+from bench import svg, vllm_choices, vllm_engine, vllm_mla
 from bench.report import vllm
 from fp8_mla import unpack
 from tests.kit import tiny_models
@@ -103,6 +103,57 @@ def test_near_ties_are_told_from_wrong_tokens(requests: Requests) -> None:
     del runs["stock-graphs", "all"]
     lone = {(case["a"], case["b"]): case for case in vllm_mla.cases(runs)["cases"]}
     assert lone["ours-eager", "stock-eager"]["wrong"] == 1, "of one engine alone eager and graph runs differ by 0.5"
+
+
+def test_a_token_of_other_keys_is_told_from_a_wrong_one(requests: Requests) -> None:
+    """Only where our engine, given the keys of the other, agrees with it."""
+    runs = {
+        ("stock-eager", "all"): run(requests, {}),
+        ("ours-eager", "all"): run(requests, {(1, 5): 2.0, (2, 3): 2.0}),
+        ("ours-given", "all"): run(requests, {(2, 3): 2.0}),
+    }
+    by_name = {(case["a"], case["b"]): case for case in vllm_mla.cases(runs)["cases"]}
+    case = by_name["ours-eager", "stock-eager"]
+    assert (case["differ"], case["wrong"], case["otherwise"]) == (2, 1, 1)
+    case = by_name["ours-given", "stock-eager"]
+    assert (case["differ"], case["wrong"], case["otherwise"]) == (1, 1, 0), "with the same keys nothing is excused"
+
+
+class Indexer(torch.nn.Module):
+    """A layer's, whose choices are random."""
+
+    prefix = "layer"
+
+    def __init__(self, rows: int) -> None:
+        super().__init__()
+        self.topk_indices_buffer = torch.full((rows, 4), -1, dtype=torch.int32)
+
+    def forward(self) -> torch.Tensor:
+        return self.topk_indices_buffer.copy_(torch.rand(len(self.topk_indices_buffer), 9).argsort(-1)[:, :4])
+
+
+def test_choices_are_kept_and_given_by_request_and_position(tmp_path: Path) -> None:
+    def worker(names: list[str], computed: list[int], starts: list[int]) -> Any:
+        model = Indexer(starts[-1])
+        requests = {name: SimpleNamespace(prompt_token_ids=[ord(name)]) for name in "ab"}
+        batch = SimpleNamespace(req_ids=names, num_computed_tokens_cpu=np.array(computed))
+        loc = SimpleNamespace(np=np.array(starts))
+        runner = SimpleNamespace(get_model=lambda: model, requests=requests, input_batch=batch, query_start_loc=loc)
+        return SimpleNamespace(model_runner=runner)
+
+    file = str(tmp_path / "choices")
+    first = worker(["a", "b"], [5, 8], [0, 3, 5])
+    vllm_choices.keep(first, 6)
+    model = first.model_runner.get_model()
+    kept = model().clone().sort(-1).values
+    assert vllm_choices.write(first, file) == 4, "a's position 5 is not beyond"
+    second = worker(["b", "a"], [8, 5], [0, 2, 5])
+    vllm_choices.take(second, file, 6)
+    got = second.model_runner.get_model()()
+    assert vllm_choices.taken(second) == 4
+    assert torch.equal(got[[0, 1, 3, 4]], kept[[3, 4, 1, 2]])
+    with pytest.raises(RuntimeError, match="no Indexer"):
+        vllm_choices.keep(SimpleNamespace(model_runner=SimpleNamespace(get_model=torch.nn.Identity)), 6)
 
 
 def test_what_is_asked_is_below_and_beyond_the_topk() -> None:

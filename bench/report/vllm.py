@@ -134,7 +134,8 @@ def mla_tokens(found: Found, own: bool = True) -> list[str]:
             if not own and a.split("-")[0] == b.split("-")[0]:
                 continue
             cases = [case for case in said["cases"] if (case["a"], case["b"]) == (a, b)]
-            sums = (plain(sum(case.get(key, 0) for case in cases)) for key in ("tokens", "differ", "otherwise", "wrong"))
+            counts = ("tokens", "differ", "otherwise", "wrong")
+            sums = (plain(sum(case.get(key, 0) for case in cases)) for key in counts)
             most = (short(max(case[key] for case in cases)) for key in ("gap", "scores"))
             lines.append([model, f"{a}, {b}", *sums, *most, short(said["near"])])
     header = (

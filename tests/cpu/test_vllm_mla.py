@@ -274,7 +274,7 @@ def made_up() -> dict[str, Any]:
 def test_the_tables_show_both_engines() -> None:
     text, users = ("\n".join(made([made_up()])) for made in (vllm.page, vllm.mla))
     for line in (
-        "| v32-16 | ours-eager, stock-eager | 8448 | 2 | 0 | 0.125 | 0.5 | 0.25 |",
+        "| v32-16 | ours-eager, stock-eager | 8448 | 2 | 0 | 0 | 0.125 | 0.5 | 0.25 |",
         "| 16, normal | 16 x 8192 | 2, 2.5 | 1.86, 2.36 | 0.5 | 1 | 2.00 x | 0.3 | 0.05 | 0.01 | 1 |",
         "Attention takes 2.00 to 2.00 times less than FlashMLA's in 1 cases; it is slower in none of them.",
     ):

@@ -16,8 +16,9 @@ from bench.in_layer import prepare, time_together
 from cute_kernels import index_decode
 from cute_kernels.indexer import decode_op
 
-CASES = ((1, 8192, 1), (1, 32_768, 1), (1, 131_072, 1), (8, 32_768, 1), (8, 131_072, 1), (64, 8192, 1), (64, 32_768, 1),
-         (64, 131_072, 1), (64, 32_768, 2), (64, 32_768, 4))  # fmt: skip
+CASES = ((1, 8192, 1), (1, 32_768, 1), (1, 131_072, 1), (1, 2**20, 1), (8, 32_768, 1), (8, 131_072, 1), (64, 8192, 1),
+         (64, 32_768, 1), (64, 131_072, 1), (128, 131_072, 1), (64, 32_768, 2), (64, 32_768, 3),
+         (64, 32_768, 4))  # fmt: skip
 """Requests, keys of each, queries of each."""
 HEADS, PAGE_SIZE, POOL_BYTES = 64, 64, 1.35e9
 BYTES_A_US = 3.06e6

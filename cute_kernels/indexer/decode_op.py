@@ -111,10 +111,8 @@ def _launch(request: DecodeRequest) -> torch.Tensor:
     read = (q, weights, k_cache, block_table, seqlens, names)
     if (out is not None or logits is not None) and share_storage(out, logits, read):
         DECODE.check_outputs(request)
-    batch, s_q = q.shape[:2]
-    rows = batch * s_q
     out = memory.empty_like(prepared.out_like) if out is None else out
-    logits = memory.empty_like(prepared.logits_like) if logits is None else logits.view(rows, -1)
+    logits = memory.empty_like(prepared.logits_like) if logits is None else logits.flatten(0, 1)
     lengths = memory.empty_like(prepared.lengths_like)
     if k_cache.dtype is not torch.uint8:
         k_cache = k_cache.view(torch.uint8)
@@ -126,7 +124,7 @@ def _launch(request: DecodeRequest) -> torch.Tensor:
         request["last"],
     )  # fmt: skip
     table = None if request["return_positions"] else block_table if names is None else names
-    prepared.choose(logits, lengths, None, table, out.view(rows, -1), *prepared.slots)
+    prepared.choose(logits, lengths, None, table, out.flatten(0, 1), *prepared.slots)
     return out
 
 

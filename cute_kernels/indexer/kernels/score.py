@@ -124,7 +124,7 @@ class ScoreKernel:
         by_s_q, by_page_size = divisors
         batch, query = divmod(row, by_s_q)
         s_q, width = Int32(mQ.shape[1]), Int32(mLogits.shape[1])
-        length = cutlass.min(mSeqlens[batch, 0], width) - (s_q - 1) + query
+        length = cutlass.min(cutlass.max(mSeqlens[batch, 0], 0), width) - (s_q - 1) + query  # -2^31 does not wrap
         if mSeqlens.shape[1] == s_q:  # with one query both mean the same
             length = mSeqlens[batch, query]
         length = cutlass.min(cutlass.max(length, 0), width)

@@ -80,6 +80,7 @@ class PreparedLaunch(NamedTuple):
     """What stays the same while the shapes of a call do: both kernels, how they share rows, and templates.
 
     slots  tokens of a page of the cache that slots are for, and how many slots there are
+    apart  addresses of outputs and inputs that were of several storages
     """
 
     score: Callable[..., None]
@@ -89,6 +90,7 @@ class PreparedLaunch(NamedTuple):
     out_like: torch.Tensor
     logits_like: torch.Tensor
     lengths_like: torch.Tensor
+    apart: set[tuple[int, ...]]
 
 
 _prepared: PreparedLaunches[tuple[Any, ...], PreparedLaunch] = PreparedLaunches()
@@ -109,7 +111,7 @@ def _launch(request: DecodeRequest) -> torch.Tensor:
     )  # fmt: skip
     prepared = _prepared.get(key) or _prepare(key, request)
     read = (q, weights, k_cache, block_table, seqlens, names)
-    if (out is not None or logits is not None) and share_storage(out, logits, read):
+    if (out is not None or logits is not None) and share_storage(prepared.apart, out, logits, read):
         DECODE.check_outputs(request)
     out = memory.empty_like(prepared.out_like) if out is None else out
     logits = memory.empty_like(prepared.logits_like) if logits is None else logits.flatten(0, 1)
@@ -158,12 +160,12 @@ def _prepare(key: tuple[Any, ...], request: DecodeRequest) -> PreparedLaunch:
     if request["slot_page_size"] is not None:
         slots = (request["slot_page_size"], NUM_SLOTS)
     if not rows:
-        return PreparedLaunch(_do_nothing, _do_nothing, 1, slots, *templates)
+        return PreparedLaunch(_do_nothing, _do_nothing, 1, slots, *templates, set())
     num_sms = memory.constants(device).num_sms
     has_table = not request["return_positions"]
     choose = TopkSpec.for_launch(rows, width, num_sms, has_table=has_table, has_starts=False)
     kernels = get_kernel(ScoreSpec(heads)), get_kernel(choose)
-    return _prepared.keep(key, PreparedLaunch(*kernels, ctas_a_row(rows, num_sms), slots, *templates), device)
+    return _prepared.keep(key, PreparedLaunch(*kernels, ctas_a_row(rows, num_sms), slots, *templates, set()), device)
 
 
 def _do_nothing(*arguments: Any) -> None:
@@ -237,8 +239,8 @@ def _decode_on_cpu(request: DecodeRequest) -> None:
     width = logits.shape[2]
     lengths = seqlens.clamp(0, width)
     if lengths.dim() == 1:
-        lengths = (lengths[:, None] - (s_q - 1) + torch.arange(s_q, device=q.device)).clamp(0)
-    positions = torch.arange(width, device=q.device)
+        lengths = (lengths[:, None] - (s_q - 1) + torch.arange(s_q, dtype=torch.int32, device=q.device)).clamp(0)
+    positions = torch.arange(width, dtype=torch.int32, device=q.device)
     seen = positions < lengths[..., None]
     forced = (positions < request["first"]) | (positions >= lengths[..., None] - request["last"])
     logits = logits.masked_fill(seen & forced, torch.inf)

@@ -159,17 +159,17 @@ def index_call(
     num_pages = sum(needed) + 2
     cache = index_cache(num_pages, page_size, apart, 0xFF)
     codes, scales = row_views(cache, INDEX_KEY)
-    order = torch.randperm(num_pages, generator=gen, device="cpu").int()
+    order = torch.randperm(num_pages, generator=gen, dtype=torch.int32, device="cpu")
     table = torch.full((batch, max_pages or max(needed)), 2**31 - 1, dtype=torch.int32, device="cpu")
     table[:, 1::2] = -1
 
     def draw(*shape: int) -> torch.Tensor:
         if exact:
-            return torch.randint(-1, 2, shape, generator=gen, device="cpu").float()
+            return torch.randint(-1, 2, shape, generator=gen, dtype=torch.int32, device="cpu").float()
         return torch.randn(shape, generator=gen, dtype=torch.float32, device="cpu")
 
     def powers(*shape: int) -> torch.Tensor:
-        return torch.randint(-3, 4, shape, generator=gen, device="cpu").float().exp2()
+        return torch.randint(-3, 4, shape, generator=gen, dtype=torch.int32, device="cpu").float().exp2()
 
     begin = 0
     for row, (n, count) in enumerate(zip(seqlens, needed, strict=True)):

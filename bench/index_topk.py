@@ -1,6 +1,6 @@
 """Time of `index_topk` beside `torch.topk` and the bytes of the logits over the bandwidth of the card.
 
-    python -m bench.index_topk            a line a case; `--clusters` times every number of CTAs a row
+    python -m bench.index_topk            a line a case; `--clusters` times every number of CTAs a row and of warps
 
 Logits are in the L2 cache where they fit, as the kernel that makes them leaves them; "cold" ones are read from memory.
 """
@@ -26,30 +26,33 @@ BYTES_A_US = 3.06e6
 COLD_BYTES = 200e6
 
 
-def call_with(logits: torch.Tensor, cluster: int | None = None) -> Callable[[], torch.Tensor]:
-    """A call on these logits, of the planned kernel or one with another number of CTAs a row."""
+def call_with(logits: torch.Tensor, shape: tuple[int, int] | None = None) -> Callable[[], torch.Tensor]:
+    """A call on these logits, of the planned kernel or one with other numbers of CTAs a row and warps a CTA."""
     rows, width = logits.shape
     lengths = torch.full((rows,), width, dtype=torch.int32, device="cuda")
     table = torch.randperm(rows * width // PAGE_SIZE, device="cuda").int().view(rows, -1)
     out = torch.empty(rows, TOPK, dtype=torch.int32, device="cuda")
-    if cluster is None:
+    if shape is None:
         return lambda: index_topk(logits, lengths, TOPK, block_table=table, page_size=PAGE_SIZE, out=out)
-    spec = TopkSpec(cluster, quads_for(width, cluster), has_table=True)
+    cluster, warps = shape
+    spec = TopkSpec(cluster, quads_for(width, cluster), has_table=True, warps=warps)
     kernel = topk_op.get_kernel(spec)
 
     def call() -> torch.Tensor:
-        kernel(logits, lengths, None, table, out, PAGE_SIZE)
+        kernel(logits, lengths, None, table, out, PAGE_SIZE, topk_op.NUM_SLOTS)
         return out
 
     return call
 
 
-def time_case(rows: int, width: int, clusters: tuple[int | None, ...], families: dict[str, torch.Tensor]) -> None:
+def time_case(
+    rows: int, width: int, shapes: tuple[tuple[int, int] | None, ...], families: dict[str, torch.Tensor]
+) -> None:
     """Prints times of all ways to choose from rows of one shape."""
     ways = {}
     for name, logits in families.items():
-        for cluster in clusters:
-            ways[f"{name}{f', {cluster} CTAs' if cluster else ''}"] = prepare([call_with(logits, cluster)])
+        for shape in shapes:
+            ways[f"{name}{'' if shape is None else f' {shape[0]} x {shape[1]}'}"] = prepare([call_with(logits, shape)])
     logits = families["warm"]
     ways["torch.topk"] = prepare([lambda: torch.topk(logits, TOPK, dim=1)])
     if 4 * logits.numel() < COLD_BYTES / 3:
@@ -75,11 +78,11 @@ def main() -> None:
             families["zeros"] = (logits - 3).clamp(min=0.0)
             families["equal"] = torch.full_like(logits, 1.5)
             families["100 more"] = logits + 100
-        clusters: tuple[int | None, ...] = (None,)
+        shapes: tuple[tuple[int, int] | None, ...] = (None,)
         if arguments.clusters:
-            clusters = (None, *(c for c in CLUSTERS if rows * c <= 512))
+            shapes = tuple((c, warps) for c in CLUSTERS for warps in (16, 32) if rows * c <= 264)
             families = {"warm": logits}
-        time_case(rows, width, clusters, families)
+        time_case(rows, width, shapes, families)
 
 
 if __name__ == "__main__":

@@ -34,6 +34,7 @@ SPEC_MODULES = (
     "cute_kernels.gqa.append_spec",
     "cute_kernels.gqa.gather_spec",
     "cute_kernels.indexer.append_spec",
+    "cute_kernels.indexer.score_spec",
     "cute_kernels.indexer.topk_spec",
     "cute_kernels.sink.spec",
     "cute_kernels.sink.backward_spec",

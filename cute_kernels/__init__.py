@@ -6,6 +6,7 @@
     from cute_kernels import kv_append        # quantize new K and V and write them to their slots: INT8, FP8, 4-bit V
     from cute_kernels import kv_int8_append   # the same for INT8 alone
     from cute_kernels import index_append     # quantize index keys of sparse attention and write them to their slots
+    from cute_kernels import index_decode     # the tokens that sparse attention reads, out of a cache of index keys
     from cute_kernels import index_topk       # choose the tokens with the highest logits, in order: positions or slots
     from cute_kernels import sink_attention   # prefill and training with sinks and a sliding window, differentiable
     from cute_kernels import sink_attention_backward  # its gradients, for context parallelism written by hand
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from cute_kernels.gqa.append_op import kv_append, kv_int8_append
     from cute_kernels.gqa.op import gqa_decode
     from cute_kernels.indexer.append_op import index_append
+    from cute_kernels.indexer.decode_op import index_decode
     from cute_kernels.indexer.topk_op import index_topk
     from cute_kernels.merge.op import merge_states
     from cute_kernels.mla.append_op import mla_fp8_append
@@ -34,6 +36,7 @@ if TYPE_CHECKING:
 __all__ = [
     "gqa_decode",
     "index_append",
+    "index_decode",
     "index_topk",
     "kv_append",
     "kv_int8_append",
@@ -48,6 +51,7 @@ __version__ = "0.2.0"
 _MODULES = {
     "gqa_decode": "cute_kernels.gqa.op",
     "index_append": "cute_kernels.indexer.append_op",
+    "index_decode": "cute_kernels.indexer.decode_op",
     "index_topk": "cute_kernels.indexer.topk_op",
     "kv_append": "cute_kernels.gqa.append_op",
     "kv_int8_append": "cute_kernels.gqa.append_op",

@@ -16,11 +16,12 @@ def remote_address(pointer: cute.Pointer, rank: Int32):
 
 
 @cute.jit
-def remote_value(pointer: cute.Pointer, rank: Int32):
-    """Loads a float32 from the shared memory of CTA `rank`."""
+def remote_value(pointer: cute.Pointer, rank: Int32, dtype: cutlass.Constexpr = Float32):
+    """Loads a number of 32 bits, float32 or Int32, from the shared memory of CTA `rank`."""
+    kind = "f32" if dtype is Float32 else "b32"
     return cute.arch.inline_ptx(
-        "ld.shared::cluster.f32 {$w0}, [{$r0}];",
-        write_only_types=[Float32],
+        f"ld.shared::cluster.{kind} " + "{$w0}, [{$r0}];",
+        write_only_types=[dtype],
         read_only_args=[remote_address(pointer, rank)],
     )
 

@@ -1,4 +1,4 @@
-"""The arguments of `index_append` and `index_topk`, each said once; see `cute_kernels.runtime.ops`."""
+"""The arguments of `index_append`, `index_topk` and `index_decode`, each said once; see `cute_kernels.runtime.ops`."""
 
 from __future__ import annotations
 
@@ -8,12 +8,16 @@ import torch
 
 from cute_kernels.indexer.append_spec import SCALE_RULES
 from cute_kernels.indexer.topk_spec import MAX_TOPK
-from cute_kernels.runtime.checks import check_int, fail
+from cute_kernels.runtime.checks import check_flag, check_int, fail
 from cute_kernels.runtime.ops import Operator, Option, Output, Written
 
 
 def _check_topk(name: str, value: object) -> None:
     check_int(name, value, 1, MAX_TOPK)
+
+
+def _check_forced(name: str, value: object) -> None:
+    check_int(name, value, 0, MAX_TOPK)
 
 
 def _check_page_size(name: str, value: object) -> None:
@@ -100,3 +104,55 @@ class TopkRequest(TopkInputs, TopkOptions):
 
 
 TOPK = Operator("index_topk", TopkInputs, TopkOptions, TopkRequest)
+
+
+class DecodeInputs(TypedDict):
+    """What `index_decode` is called with by position.
+
+    q: (batch, s_q, heads, 128) float8_e4m3fn, or its bytes as uint8; 16, 32 or 64 heads, s_q 1 to 8; rows contiguous,
+        16-byte aligned.
+    weights: (batch, s_q, heads) float32 of any sign, the scale of q and all other factors included; rows contiguous.
+    k_cache: (num_pages, page_size, 132) or (num_pages, page_size, 1, 132), uint8 or float8_e4m3fn, planar pages as
+        `index_append` fills them, at least one; page_size a multiple of 16, pages multiples of 16 bytes apart.
+    """
+
+    q: torch.Tensor
+    weights: torch.Tensor
+    k_cache: torch.Tensor
+
+
+class DecodeOptions(TypedDict, total=False):
+    """What `index_decode` is called with by name.
+
+    block_table: needed: (batch, max_pages) int32; rows contiguous. Entries past a sequence's end may be anything. Keys
+        of a page that the cache lacks come last.
+    cache_seqlens: needed: (batch,) int32: query j sees the first ``cache_seqlens - s_q + 1 + j`` keys; or (batch, s_q):
+        what each query sees, such as (position + 1) // 4 in DeepSeek-V4.
+    topk: 1 to 2048. A query that sees no more keys gets all of them.
+    slot_table: (batch, pages) int32: the block table of the cache that slots are wanted for. Default: block_table.
+    slot_page_size: tokens of a page of that cache, given exactly where `slot_table` is.
+    first: so many first keys are always chosen; they count in topk, and so do `last`.
+    last: so many last keys that a query sees are always chosen.
+    return_positions: positions instead of slots.
+    out: (batch, s_q, topk) int32, contiguous: where to write the result.
+    logits: (batch, s_q, max_pages * page_size) float32, contiguous: where to write the logits. Those of no key are left
+        alone. Both share memory with no other argument.
+    """
+
+    block_table: torch.Tensor | None
+    cache_seqlens: torch.Tensor | None
+    topk: Annotated[int, Option(2048, check=_check_topk, planned=True)]
+    slot_table: torch.Tensor | None
+    slot_page_size: PageSize
+    first: Annotated[int, Option(0, check=_check_forced, planned=True)]
+    last: Annotated[int, Option(0, check=_check_forced, planned=True)]
+    return_positions: Annotated[bool, Option(False, check=check_flag, planned=True)]
+    out: Output
+    logits: Output
+
+
+class DecodeRequest(DecodeInputs, DecodeOptions):
+    """All that a call of `index_decode` says."""
+
+
+DECODE = Operator("index_decode", DecodeInputs, DecodeOptions, DecodeRequest)

@@ -21,6 +21,9 @@ from cute_kernels.runtime.overlap import holds
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
+NUM_SLOTS = 2**31
+"""Slots are int32."""
+
 
 @TOPK.describe
 def index_topk(logits: torch.Tensor, lengths: torch.Tensor, topk: int, **options: Unpack[TopkOptions]) -> torch.Tensor:
@@ -79,7 +82,7 @@ def _launch(request: TopkRequest) -> torch.Tensor:
         out = memory.empty_like(prepared.out_like)
     elif holds(out, [t.data_ptr() for t in (logits, lengths, table, starts) if t is not None]):
         TOPK.check_outputs(request)
-    prepared.kernel(logits, lengths, starts, table, out, request["page_size"] or 1)
+    prepared.kernel(logits, lengths, starts, table, out, request["page_size"] or 1, NUM_SLOTS)
     return out
 
 

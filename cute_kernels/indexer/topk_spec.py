@@ -10,8 +10,8 @@ QUAD = 512
 """Logits that a warp loads at a time: four vectors of 16 bytes a lane."""
 MAX_TOPK = 2048
 CLUSTERS = (1, 2, 4, 8)
-SHORT_QUADS, LONG_QUADS = 9, 72
-"""Of a warp: 73,728 logits a CTA in 18 KB of marks, so that three CTAs share an SM; or 589,824 in 147 KB."""
+SHORT_QUADS, LONG_QUADS = 160, 1152
+"""Of a CTA: 81,920 logits in 20 KB of marks, so that three CTAs share an SM; or 589,824 in 147 KB."""
 CTA_LOGITS = 8192
 """Logits that a CTA takes before a row gets another one: one quad a warp."""
 
@@ -21,20 +21,22 @@ class TopkSpec:
     """Compile-time facts of :class:`cute_kernels.indexer.kernels.select.TopkKernel`: constructor argument, cache key.
 
     cluster     CTAs that share a row
-    quads       units of 512 logits that a warp can mark: how long a row may be
+    quads       units of 512 logits that a CTA can mark: how long a row may be
     has_table   slots are wanted, through a block table; else positions
     has_starts  rows begin at positions of their own
+    warps       of a CTA: 16 or 32
     """
 
     cluster: int
     quads: int = SHORT_QUADS
     has_table: bool = False
     has_starts: bool = False
+    warps: int = 16
 
     kernel: ClassVar[str] = "cute_kernels.indexer.kernels.select:TopkKernel"
-    warps: ClassVar[int] = 16
-    listed: ClassVar[int] = 128
-    """Logits of the crossing bin that a warp keeps beside its marks. With more it reads its part again."""
+    list_size: ClassVar[int] = 2048
+    """Logits of the crossing bin that the warps of a CTA keep beside their marks. A warp with more than its part of
+    them reads its logits again."""
 
     @classmethod
     def for_launch(cls, rows: int, width: int, num_sms: int, *, has_table: bool, has_starts: bool) -> "TopkSpec":
@@ -57,15 +59,22 @@ class TopkSpec:
     @property
     def mark_words(self) -> int:
         """32-bit words of marks of a warp, each of 16 logits."""
-        return self.quads * QUAD // 16
+        return self.quads // self.warps * QUAD // 16
+
+    @property
+    def listed(self) -> int:
+        """Logits in the list of a warp."""
+        return self.list_size // self.warps
 
     def can_implement(self) -> list[str]:
         """Reasons, in words, why this kernel cannot be built; empty when it can."""
         reasons = []
         if self.cluster not in CLUSTERS:
             reasons.append(f"cluster is {self.cluster}; a row has 1, 2, 4 or 8 CTAs")
-        if not 1 <= self.quads <= LONG_QUADS:
-            reasons.append(f"quads is {self.quads}; a warp marks 1 to {LONG_QUADS}")
+        if self.warps not in (16, 32):
+            reasons.append(f"warps is {self.warps}; a CTA has 16 or 32")
+        if not 32 <= self.quads <= LONG_QUADS or self.quads % 32:
+            reasons.append(f"quads is {self.quads}; a CTA marks a multiple of 32 up to {LONG_QUADS}")
         return reasons
 
     @property
@@ -76,13 +85,13 @@ class TopkSpec:
 
 
 def quads_for(width: int, cluster: int) -> int:
-    """Quads of a warp that rows of so many logits need, as kernels are built for them."""
+    """Quads of a CTA that rows of so many logits need, as kernels are built for them."""
     return SHORT_QUADS if width <= _most(cluster, SHORT_QUADS) else LONG_QUADS
 
 
 def _most(cluster: int, quads: int) -> int:
     """The longest row that a cluster can mark, wherever in 16 bytes it begins."""
-    return cluster * TopkSpec.warps * quads * QUAD - 3
+    return cluster * quads * QUAD - 3
 
 
 MAX_WIDTH = _most(CLUSTERS[-1], LONG_QUADS)

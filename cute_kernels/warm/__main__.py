@@ -53,6 +53,7 @@ def parser() -> argparse.ArgumentParser:
     mla.add_argument("--extra-cache-format", choices=tuple(FORMATS), help="of a second cache in the same softmax")
     mla.add_argument("--extra-topk", type=int, default=0, help="keys of a query's list in the second cache")
     mla.add_argument("--indexer", choices=SCALE_RULES, help="index_topk, and index_append with this rule of scales")
+    mla.add_argument("--index-heads", type=int, help="heads of the indexer: calls are those of index_decode")
     gqa = it.add_argument_group("MHA, GQA, MQA")
     gqa.add_argument("--kv-heads", type=int, help="heads of the cache on one GPU")
     gqa.add_argument("--head-dim", type=int, default=128, help="(128)")
@@ -96,7 +97,7 @@ def shapes_of(options: argparse.Namespace) -> list[Shape]:
         ]
         if options.indexer is not None:
             append = not options.no_append
-            shape = IndexShape(options.max_tokens, append=append, scale=options.indexer)
+            shape = IndexShape(options.max_tokens, heads=options.index_heads, append=append, scale=options.indexer)
             found.append(shape)
         return found
     shapes: list[Shape] = [

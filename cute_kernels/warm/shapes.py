@@ -16,6 +16,8 @@ from cute_kernels.gqa.gather_spec import KvGatherSpec
 from cute_kernels.gqa.layouts import GROUP_SIZES, LAYOUTS, CacheSizes, ScaleKind
 from cute_kernels.gqa.plan import MAX_S_Q, choose_spec
 from cute_kernels.indexer.append_spec import SCALE_RULES, IndexAppendSpec
+from cute_kernels.indexer.score_spec import HEADS as INDEX_HEADS
+from cute_kernels.indexer.score_spec import ScoreSpec
 from cute_kernels.indexer.topk_spec import MAX_WIDTH, TopkSpec
 from cute_kernels.merge.spec import MergeSpec
 from cute_kernels.mla.append_spec import MlaAppendSpec
@@ -278,16 +280,18 @@ class PromptShape:
 
 @dataclass(frozen=True)
 class IndexShape:
-    """The indexer of sparse attention: `index_topk` and `index_append`.
+    """The indexer of sparse attention: `index_decode` or `index_topk`, and `index_append`.
 
     max_tokens  columns of the logits, as a server passes them
     slots       whether calls have a block table; without one they ask for positions, as vLLM does
+    heads       of calls of `index_decode`: 16, 32 or 64; None: `index_topk` alone
     append      whether the model fills its cache of keys with `index_append`
     scale       the rule of its scales, "float32" or "ue8m0"
     """
 
     max_tokens: int = 131_072
     slots: bool = True
+    heads: int | None = None
     append: bool = True
     scale: str = "float32"
 
@@ -297,6 +301,8 @@ class IndexShape:
             raise ValueError(f"max_tokens: got {self.max_tokens}; needs 1 to {MAX_WIDTH}")
         if self.scale not in SCALE_RULES:
             raise ValueError(f"scale: got {self.scale!r}; needs one of {', '.join(SCALE_RULES)}")
+        if self.heads is not None and self.heads not in INDEX_HEADS:
+            raise ValueError(f"heads: got {self.heads}; needs None or one of {', '.join(map(str, INDEX_HEADS))}")
 
     def specs(self, batch_sizes: Iterable[int], query_tokens: Iterable[int], num_sms: int) -> Iterator[KernelSpec]:
         """The kernel of each call, in the order of the batch sizes; the same one may come often."""
@@ -304,6 +310,8 @@ class IndexShape:
             for batch in batch_sizes:
                 rows = batch * s_q
                 yield TopkSpec.for_launch(rows, self.max_tokens, num_sms, has_table=self.slots, has_starts=False)
+        if self.heads is not None:
+            yield ScoreSpec(self.heads)
         if self.append:
             yield IndexAppendSpec(self.scale)
 

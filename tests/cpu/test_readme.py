@@ -21,7 +21,7 @@ OPERATIONS = {
 }
 
 
-INDEXER = {"index_append", "index_topk"}
+INDEXER = {"index_append", "index_decode", "index_topk"}
 """README has no room for them."""
 
 

@@ -15,6 +15,7 @@ OPERATORS = {
     "kv_int8_append": (("kv_int8_append",), ["k_cache", "v_cache", "k_scale", "v_scale"]),
     "kv_append": (("kv_append",), ["k_cache", "v_cache", "k_scale", "v_scale"]),
     "index_append": (("index_append",), ["k_cache"]),
+    "index_decode": (("index_decode",), ["out", "logits"]),
     "index_topk": (("index_topk",), ["out"]),
     "sink_attention": (("sink_attention", "sink_attention, packed"), []),
     "sink_attention_backward": (("sink_attention_backward",), []),

@@ -18,8 +18,10 @@ from cute_kernels.gqa import launch as gqa_launch
 from cute_kernels.gqa import request as gqa_request
 from cute_kernels.gqa.codes import KINDS
 from cute_kernels.indexer import append_op as index_append_op
+from cute_kernels.indexer import decode_op as index_decode_op
 from cute_kernels.indexer import topk_op
 from cute_kernels.indexer.request import APPEND as INDEX_APPEND
+from cute_kernels.indexer.request import DECODE as INDEX_DECODE
 from cute_kernels.indexer.request import TOPK
 from cute_kernels.mla import append_op as mla_append_op
 from cute_kernels.mla import checks as mla_checks
@@ -112,7 +114,7 @@ def test_mla_shapes_name_what_the_op_prepares(
 def test_index_shapes_name_what_the_ops_prepare(
     asked: Asked, max_tokens: int, tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for op in (index_append_op, topk_op):
+    for op in (index_append_op, index_decode_op, topk_op):
         monkeypatch.setattr(op, "require_sm90", lambda name, device: None)
         monkeypatch.setattr(op, "get_kernel", asked.kernel)
         monkeypatch.setattr(op, "_prepared", types.SimpleNamespace(keep=lambda key, prepared, device: prepared))
@@ -122,13 +124,19 @@ def test_index_shapes_name_what_the_ops_prepare(
         request = TOPK.request(logits=logits, lengths=lengths, topk=2048, block_table=table, page_size=64)
         topk_op._prepare((), request)
     cache = meta(9, 64, 132, dtype=torch.uint8)
+    q = meta(1, tokens, 32, 128, dtype=torch.float8_e4m3fn)
+    weights, lengths = meta(1, tokens, 32, dtype=torch.float32), meta(1, dtype=torch.int32)
+    table = meta(1, max_tokens // 64, dtype=torch.int32)
+    tensors = {"q": q, "weights": weights, "k_cache": cache, "block_table": table, "cache_seqlens": lengths}
+    index_decode_op._prepare((), INDEX_DECODE.request(**tensors))
+    asked.pop()  # the choice of the smallest batch, which is known
     slots = meta(7, dtype=torch.int64)
     index_append_op._prepare((), INDEX_APPEND.request(k=meta(7, 128), k_cache=cache, slot_mapping=slots, scale="ue8m0"))
-    shape = IndexShape(max_tokens, scale="ue8m0")
+    shape = IndexShape(max_tokens, heads=32, scale="ue8m0")
     assert kernel_specs(shape, batch_sizes=BATCHES, query_tokens=(tokens,)) == list(dict.fromkeys(asked))
-    words = f"--heads 128 --mla --indexer ue8m0 --max-tokens {max_tokens}"
+    words = f"--heads 128 --mla --indexer ue8m0 --index-heads 32 --max-tokens {max_tokens}"
     assert shapes_of(parser().parse_args(words.split()))[1] == shape
-    for wrong in ({"max_tokens": 0}, {"scale": "amax"}):
+    for wrong in ({"max_tokens": 0}, {"scale": "amax"}, {"heads": 8}):
         with pytest.raises(ValueError, match=f"{next(iter(wrong))}: got"):
             IndexShape(**wrong)
 

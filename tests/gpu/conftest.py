@@ -20,7 +20,7 @@ from cute_kernels.gqa import append_spec as kv_append_spec
 from cute_kernels.gqa import gather_spec
 from cute_kernels.gqa import spec as gqa_spec
 from cute_kernels.indexer import append_spec as index_append_spec
-from cute_kernels.indexer import topk_spec
+from cute_kernels.indexer import score_spec, topk_spec
 from cute_kernels.merge import peers_spec
 from cute_kernels.merge import spec as merge_spec
 from cute_kernels.mla import append_spec
@@ -101,6 +101,7 @@ def kernel_specs(session: pytest.Session) -> list[Any]:
         kv_append_spec,
         gather_spec,
         index_append_spec,
+        score_spec,
         topk_spec,
         sink_spec,
         sink_backward_spec,

@@ -15,6 +15,7 @@ import torch
 from cute_kernels import (
     gqa_decode,
     index_append,
+    index_decode,
     index_topk,
     kv_append,
     kv_int8_append,
@@ -303,6 +304,7 @@ TABLES = {
     "sink_attention, packed": Table(sink_attention, gqa.sink_packed_call, gqa.sink_packed_wrong, ()),
     "sink_attention_backward": Table(sink_attention_backward, gqa.sink_backward_call, gqa.sink_backward_wrong, ()),
     "index_append": Table(index_append, index.append_call, index.append_wrong, ("k_cache",)),
+    "index_decode": Table(index_decode, index.decode_call, index.decode_wrong, ("out", "logits")),
     "index_topk": Table(index_topk, index.topk_call, index.topk_wrong, ("out",)),
     "flash_mla_with_kvcache": Table(flash_mla_with_kvcache, flash_call, flash_wrong, ("out",)),
 }

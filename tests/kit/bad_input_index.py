@@ -4,7 +4,7 @@ import numpy
 import torch
 
 from tests.kit import bad_tensors as bad
-from tests.kit.bad_tensors import BF16, F64, FP16, I8, I32, I64, U8, Call, Wrong
+from tests.kit.bad_tensors import BF16, F32, F64, FP8, FP16, I8, I32, I64, U8, Call, Wrong
 
 ROWS, WIDTH, TOPK, PAGE_SIZE, PAGES = 4, 32, 8, 16, 3
 TOPKS = (0, 2049, 8.0, True, numpy.int64(TOPK), None)
@@ -41,6 +41,58 @@ def topk_wrong(device: str) -> Wrong:
         **{f"out in the memory of {name}": ("out", bad.sharing(call, "out", name))
            for name in ("logits", "lengths", "block_table", "row_starts")},
         "everything on another device": ("logits", bad.all_elsewhere(call)),
+    }  # fmt: skip
+
+
+def decode_call(device: str) -> Call:
+    return {
+        "q": bad.zeros(device, 2, 2, 16, 128, dtype=U8),  # on a CPU torch does little with FP8
+        "weights": bad.floats(device, 2, 2, 16),
+        "k_cache": bad.zeros(device, PAGES, PAGE_SIZE, 132, dtype=U8),
+        "block_table": bad.ints(device, 2, 4),
+        "cache_seqlens": bad.numbers(device, 20, 64),
+        "topk": TOPK,
+        "slot_table": bad.ints(device, 2, 5),
+        "slot_page_size": 16,
+        "first": 1,
+        "last": 2,
+        "return_positions": False,
+        "out": bad.sevens(device, 2, 2, TOPK, dtype=I32),
+        "logits": bad.sevens(device, 2, 2, 4 * PAGE_SIZE, dtype=F32),
+    }
+
+
+def decode_wrong(device: str) -> Wrong:
+    call = decode_call(device)
+    small = {"k_cache": bad.zeros(device, PAGES, 8, 132, dtype=U8), "logits": None}
+    wide = {"block_table": bad.ints(device, 1, 4_718_592 // PAGE_SIZE).expand(2, -1), "logits": None}
+    few = {"q": bad.zeros(device, 2, 2, 8, 128, dtype=FP8), "weights": bad.floats(device, 2, 2, 8)}
+    none = {name: call[name][:, :0] for name in ("q", "weights", "out", "logits")}
+    return {
+        **bad.wrong_tensor(call, "q", (2, 16, 128), (2, 2, 16, 64), dtypes=[BF16, I8], off=8, needed=True, first=True),
+        "q with rows 8 bytes off": ("q", bad.rows_apart(call["q"], 8)),
+        "q of 8 heads": ("q", few),
+        "q of no queries": ("q", none),
+        **bad.wrong_tensor(call, "weights", (2, 2, 16, 1), (2, 2, 8), dtypes=[BF16], spread=True, needed=True),
+        **bad.wrong_tensor(call, "k_cache", (3, 16, 68), (0, PAGE_SIZE, 132), dtypes=[I8], off=8, needed=True),
+        "k_cache of pages of 8": ("k_cache", small),
+        **bad.wrong_tensor(call, "block_table", (3, 4), dtypes=[I64], spread=True, needed=True),
+        "block_table without pages": ("block_table", {"block_table": bad.ints(device, 2, 0), "logits": None}),
+        "block_table too wide": ("block_table", wide),
+        **bad.wrong_tensor(call, "cache_seqlens", (3,), (2, 3), (2, 2, 1), dtypes=[I64], needed=True),
+        **bad.wrong_tensor(call, "slot_table", (3, 5), dtypes=[I64], spread=True),
+        **bad.wrong_options(
+            topk=TOPKS, slot_page_size=PAGE_SIZES, first=(-1, 7, 1.0), last=(-1, 9, True), return_positions=bad.FLAGS
+        ),
+        "slot_table without a page size": ("slot_page_size", None),
+        "slot_page_size without a table": ("slot_page_size", {"slot_table": None}),
+        **bad.wrong_tensor(call, "out", (4, TOPK), dtypes=[I64], rows=4),
+        **bad.wrong_tensor(call, "logits", (2, 2, 3 * PAGE_SIZE), dtypes=[F64], spread=True),
+        **{f"out in the memory of {name}": ("out", bad.sharing(call, "out", name))
+           for name in ("q", "weights", "k_cache", "slot_table")},
+        "logits in the memory of the cache": ("logits", bad.sharing(call, "logits", "k_cache")),
+        "out and logits in one memory": ("out", bad.sharing(call, "out", "logits")),
+        "everything on another device": ("q", bad.all_elsewhere(call)),
     }  # fmt: skip
 
 

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
+from fp8_mla import INDEX_KEY, pack_index_keys, row_views
+from fp8_mla.indexer import SCALE_RULES
 from tests.kit.mla_cases import generator
 
 
@@ -126,3 +129,74 @@ def index_cache(num_pages: int, page_size: int, apart: int = 0, byte: int = 0xA5
     apart = apart or page_size * 132
     whole = torch.full((num_pages * apart,), byte, dtype=torch.uint8, device="cpu")
     return whole.as_strided((num_pages, page_size, 132), (apart, 132, 1))
+
+
+def index_call(
+    seqlens: list[int],
+    *,
+    s_q: int = 1,
+    heads: int = 64,
+    page_size: int = 64,
+    apart: int = 0,
+    exact: bool = False,
+    max_pages: int | None = None,
+    seed: int = 0,
+) -> dict[str, Any]:
+    """Arguments of `index_decode` on the CPU: shuffled pages, and in all that no query sees codes and scales of NaN.
+
+    Args:
+        seqlens: keys of each request.
+        s_q: queries of each.
+        heads: of the indexer.
+        page_size: keys of a page.
+        apart: bytes from page to page; 0: one after the other.
+        exact: codes of -1, 0 and 1, weights and scales powers of two: every sum is exact, in any order.
+        max_pages: of the table; its tail holds numbers of no page.
+        seed: of all that is drawn.
+    """
+    gen = generator(seed)
+    batch, needed = len(seqlens), [-(-n // page_size) for n in seqlens]
+    num_pages = sum(needed) + 2
+    cache = index_cache(num_pages, page_size, apart, 0xFF)
+    codes, scales = row_views(cache, INDEX_KEY)
+    order = torch.randperm(num_pages, generator=gen, dtype=torch.int32, device="cpu")
+    table = torch.full((batch, max_pages or max(needed)), 2**31 - 1, dtype=torch.int32, device="cpu")
+    table[:, 1::2] = -1
+
+    def draw(*shape: int) -> torch.Tensor:
+        if exact:
+            return torch.randint(-1, 2, shape, generator=gen, dtype=torch.int32, device="cpu").float()
+        return torch.randn(shape, generator=gen, dtype=torch.float32, device="cpu")
+
+    def powers(*shape: int) -> torch.Tensor:
+        return torch.randint(-3, 4, shape, generator=gen, dtype=torch.int32, device="cpu").float().exp2()
+
+    begin = 0
+    for row, (n, count) in enumerate(zip(seqlens, needed, strict=True)):
+        pages = order[begin : begin + count]
+        begin += count
+        table[row, :count] = pages
+        for i, page in enumerate(pages.tolist()):
+            keys = min(page_size, n - i * page_size)
+            if exact:
+                codes[page, :keys] = draw(keys, 128).to(torch.float8_e4m3fn).view(torch.uint8)
+                scales[page, :keys] = powers(keys, 1).view(torch.uint8)
+            else:
+                packed = pack_index_keys(draw(keys, 128) * powers(keys, 1), scale=SCALE_RULES[row % 2])
+                codes[page, :keys], scales[page, :keys] = packed[:, :128], packed[:, 128:]
+    weights = draw(batch, s_q, heads)
+    return {
+        "q": draw(batch, s_q, heads, 128).to(torch.float8_e4m3fn),
+        "weights": weights * powers(batch, s_q, heads) if exact else weights,
+        "k_cache": cache,
+        "block_table": table,
+        "cache_seqlens": torch.tensor(seqlens, dtype=torch.int32, device="cpu"),
+    }
+
+
+def on_gpu(call: dict[str, Any]) -> dict[str, Any]:
+    """The same call on a GPU; the cache keeps its strides."""
+    moved = {name: value.cuda() if isinstance(value, torch.Tensor) else value for name, value in call.items()}
+    cache = call["k_cache"]
+    whole = torch.empty(0, dtype=torch.uint8, device="cpu").set_(cache.untyped_storage()).cuda()
+    return {**moved, "k_cache": whole.as_strided(cache.shape, cache.stride(), cache.storage_offset())}

@@ -13,6 +13,7 @@ import fp8_mla
 from cute_kernels import (
     gqa_decode,
     index_append,
+    index_decode,
     index_topk,
     kv_append,
     kv_int8_append,
@@ -25,6 +26,7 @@ from cute_kernels import (
 from cute_kernels.compat import flash_mla
 from cute_kernels.sink.reference import reference_sink_attention
 from tests.kit.gqa_cases import FOUR_BITS, gqa_case
+from tests.kit.index_cases import index_call
 from tests.kit.mla_cases import dense_case, generator, latent_tokens, sparse_case
 from tests.kit.sink_cases import sink_case
 
@@ -85,6 +87,12 @@ def _index_append(device: str) -> dict[str, Any]:
     slots = torch.tensor([5, -1, 130, 64, 1 << 40], dtype=torch.int64, device=device)
     cache = torch.full((3, 64, 132), 7, dtype=torch.uint8, device=device)
     return {"k": _normal((5, 128), 3, device), "k_cache": cache, "slot_mapping": slots, "scale": "ue8m0"}
+
+
+def _index_decode(device: str) -> dict[str, Any]:
+    call = index_call([300, 70, 9], s_q=2, heads=16, page_size=16, exact=True)
+    moved = {name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in call.items()}
+    return {**moved, "topk": 64, "first": 2, "last": 3}
 
 
 def _index_topk(device: str) -> dict[str, Any]:
@@ -236,6 +244,10 @@ def _append_index(**call: Any) -> Tensors:
     return (call["k_cache"].clone(),)
 
 
+def _choose_keys(**call: Any) -> Tensors:
+    return _tensors(index_decode(**call))
+
+
 def _choose(**call: Any) -> Tensors:
     return _tensors(index_topk(**call))
 
@@ -291,6 +303,7 @@ SAMPLES = {
     "mla_fp8_decode, dense": Sample(_dense, _decode_mla),
     "mla_fp8_append": Sample(_mla_append, _append_mla),
     "index_append": Sample(_index_append, _append_index),
+    "index_decode": Sample(_index_decode, _choose_keys),
     "index_topk": Sample(_index_topk, _choose),
     "gqa_decode, contiguous": Sample(_gqa_contiguous, _decode_gqa),
     "gqa_decode, paged": Sample(_gqa_paged, _decode_gqa_alone),

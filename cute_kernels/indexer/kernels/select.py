@@ -17,7 +17,7 @@ from cute_kernels.indexer.topk_spec import BINS, MAX_TOPK, QUAD, WARP, TopkSpec
 BITS_ABOVE = 0x0F0F0F0F
 """Of a word of marks: logits that are chosen, one bit each. The other bits are of those between two bounds."""
 VECTORS = 4  # of a quad and lane
-BINS_A_THREAD = 4
+GROUPS = BINS // WARP
 
 
 class Row(NamedTuple):
@@ -46,7 +46,7 @@ class Memory(NamedTuple):
     chosen      positions by their place in the result, those of this CTA alone
     counts      of each warp: cells above, cells between bounds
     listed      of each warp: length of its list, which may be more than fits
-    sums        of the bins of each warp
+    groups      sums of 32 bins, of both histograms
     found       the crossing bin, how many are above it and in it; also which results are this CTA's
     """
 
@@ -57,7 +57,7 @@ class Memory(NamedTuple):
     chosen: cute.Pointer
     counts: cute.Pointer
     listed: cute.Pointer
-    sums: cute.Pointer
+    groups: cute.Pointer
     found: cute.Pointer
 
 
@@ -67,8 +67,8 @@ class TopkKernel:
     A cluster of CTAs shares a row, each warp has a range of neighbouring quads of 512 logits. No atomic decides
     anything: they add to counters, and the result is a function of the logits alone.
 
-    1. Count all keys in a histogram of 2048 bins (32 a binade). The CTAs add up all histograms of the cluster through
-       distributed shared memory, each for itself, and find the *crossing bin*, where the wanted number is reached.
+    1. Count all keys in a histogram of 2048 bins (32 a binade). Each CTA reads what it needs of all histograms of the
+       cluster through distributed shared memory, and finds the *crossing bin*, where the wanted number is reached.
     2. Mark each logit, in order: above the crossing bin, within, or neither. Those within are listed, and counted in
        2048 parts of their bin, which gives a narrower crossing bin.
     3. Go through the list again: move what is above the new bin, drop what is below; count the rest, as long as a bin
@@ -79,13 +79,13 @@ class TopkKernel:
     Rows of at most topk logits are listed from 0 on. Marks are private to a warp until step 4; the barriers are one of
     the cluster and two of the CTA a histogram, and two at the end.
 
-    | shared memory        | bytes                 | 9 quads a warp |
+    | shared memory        | bytes                 | 160 quads      |
     |----------------------|-----------------------|----------------|
     | histograms           | 2 x 8192              | 16384          |
-    | marks                | 2048 x quads          | 18432          |
-    | keys, places         | 2 x 4 x 16 x 128      | 16384          |
+    | marks                | 128 x quads           | 20480          |
+    | keys, places         | 2 x 8192              | 16384          |
     | chosen               | 8192                  | 8192           |
-    | counts, sums         |                       | 272            |
+    | counts, groups       |                       | 720            |
     """
 
     def __init__(self, spec: TopkSpec) -> None:
@@ -104,13 +104,14 @@ class TopkKernel:
         mTable: cute.Tensor | None,
         mOut: cute.Tensor,
         page_size: Int32,
+        num_slots: Int64,
         stream: cuda.CUstream,
     ):
         """Launches the kernel.
 
         mLogits (rows, width) float32, rows contiguous and any distance apart; mLengths and mStarts (rows,) int32;
-        mTable (batch, pages) int32, rows a multiple of batch; mOut (rows, topk) int32. mStarts and mTable are None
-        exactly where the specification says so.
+        mTable (batch, pages) int32, rows a multiple of batch; mOut (rows, topk) int32. A slot of
+        `num_slots` or more becomes -1. mStarts and mTable are None exactly where the specification says so.
         """
         if const_expr((mTable is not None) != self.spec.has_table or (mStarts is not None) != self.spec.has_starts):
             raise TypeError(f"{self.spec} was given a table {mTable} and starts {mStarts}")
@@ -119,7 +120,7 @@ class TopkKernel:
             cute.fast_divmod_create_divisor_v2(self._rows_a_table(rows, mTable)),
             cute.fast_divmod_create_divisor_v2(page_size),
         )
-        self._kernel(mLogits, mLengths, mStarts, mTable, mOut, page_size, divisors).launch(
+        self._kernel(mLogits, mLengths, mStarts, mTable, mOut, (page_size, num_slots), divisors).launch(
             grid=[rows * self.cluster, 1, 1],
             block=[self.spec.threads, 1, 1],
             cluster=[self.cluster, 1, 1] if const_expr(self.cluster > 1) else None,
@@ -139,15 +140,15 @@ class TopkKernel:
         mStarts,  # None where rows begin at their first logit
         mTable,  # None where positions are wanted
         mOut: cute.Tensor,
-        page_size: Int32,
+        slots: tuple,
         divisors: tuple,
     ) -> None:
         spec = self.spec
         tid, _, _ = cute.arch.thread_idx()
         cta, _, _ = cute.arch.block_idx()
         memory = self._allocate()
-        clear = cute.make_tensor(memory.histograms + 8 * tid, cute.make_layout(8))
-        clear.fill(0)
+        words = const_expr(2 * BINS // spec.threads)
+        cute.make_tensor(memory.histograms + words * tid, cute.make_layout(words)).fill(0)
         cute.arch.griddepcontrol_launch_dependents()
         cute.arch.griddepcontrol_wait()  # what kernels before this one write: logits, lengths, tables
 
@@ -161,7 +162,7 @@ class TopkKernel:
             for i in cutlass.range(rank * spec.threads + tid, topk, self.cluster * spec.threads, unroll=1):
                 value = Int32(-1)
                 if i < length:
-                    value = self._result(mTable, row_index, i, page_size, divisors)
+                    value = self._result(mTable, row_index, i, slots, divisors)
                 mOut[row_index, i] = value
         else:
             address = mLogits.iterator.toint() + 4 * (Int64(row_index) * Int64(mLogits.stride[0]) + Int64(start))
@@ -175,7 +176,7 @@ class TopkKernel:
             begin_of_cta, end_of_cta = self._choose(row, memory, topk, rank, tid)
             for i in cutlass.range(begin_of_cta + tid, end_of_cta, spec.threads, unroll=1):
                 position = (memory.chosen + i).load()
-                mOut[row_index, i] = self._result(mTable, row_index, position, page_size, divisors)
+                mOut[row_index, i] = self._result(mTable, row_index, position, slots, divisors)
             if const_expr(self.cluster > 1):
                 cute.arch.cluster_wait()  # nobody leaves while others read its shared memory
 
@@ -189,7 +190,7 @@ class TopkKernel:
             "chosen": MAX_TOPK,
             "counts": 2 * spec.warps,
             "listed": spec.warps,
-            "sums": spec.warps,
+            "groups": 2 * GROUPS,
             "found": 4,
         }
         return Memory(**{name: smem.allocate_array(Int32, size, byte_alignment=16) for name, size in words.items()})
@@ -215,6 +216,7 @@ class TopkKernel:
             shift = bins.shift_for(high - low)
             counters = Int32(memory.histograms.toint()) + 4 * BINS * histogram
             if length_of_list > spec.listed:
+                cute.arch.sync_warp()  # all lanes have read the length
                 if lane == 0:
                     listed.store(Int32(0))
                 cute.arch.sync_warp()
@@ -265,48 +267,64 @@ class TopkKernel:
     def _cross(self, memory: Memory, histogram: Int32, wanted: Int32, tid: Int32):
         """The bin, from the last one down, in which the cluster's keys reach `wanted`; how many are above it and in it.
 
-        The other histogram is 0 afterwards.
+        One warp finds the group of 32 bins first, so that it reads 64 + 32 numbers of each CTA, not 2048. The other
+        histogram is 0 afterwards.
         """
-        spec = self.spec
-        warp, lane = tid // WARP, tid % WARP
+        warp, lane = cute.arch.make_warp_uniform(tid // WARP), tid % WARP
+        counters, groups = memory.histograms + histogram * BINS, memory.groups + histogram * GROUPS
+        cute.arch.sync_threads()  # all of this CTA have counted
+        own_bins = const_expr(BINS // self.spec.threads)
+        words = cute.make_tensor(counters + own_bins * tid, cute.make_layout(own_bins)).load()
+        group_sum = words[0]
+        for i in cutlass.range_constexpr(1, own_bins):
+            group_sum += words[i]
+        lanes = const_expr(WARP // own_bins)  # of a group
+        group_sum = cute.arch.warp_reduction_sum(group_sum, threads_in_group=lanes)
+        if lane % lanes == 0:
+            (groups + tid // lanes).store(group_sum)
         self._sync_cluster()
-        own_bins = BINS_A_THREAD * tid
-        totals = [Int32(0)] * BINS_A_THREAD
-        for rank in cutlass.range_constexpr(self.cluster):
-            words = self._words(memory.histograms + histogram * BINS + own_bins, rank)
-            totals = [total + word for total, word in zip(totals, words, strict=True)]
-        other = cute.make_tensor(memory.histograms + (1 - histogram) * BINS + own_bins, cute.make_layout(BINS_A_THREAD))
-        other.fill(0)
-        own = totals[0] + totals[1] + totals[2] + totals[3]
-        until = own  # of this lane and those above it
-        for step in (1, 2, 4, 8, 16):
-            more = cute.arch.shuffle_sync_down(until, step)
-            until += cutlass.select_(lane + step < WARP, more, Int32(0))
-        if lane == 0:
-            (memory.sums + warp).store(until)
-        cute.arch.sync_threads()
-        higher = Int32(0)
-        if lane > warp and lane < spec.warps:
-            higher = (memory.sums + lane).load()
-        above = cute.arch.warp_redux_sync(higher, "add") + until - own
-        if above < wanted and above + own >= wanted:
-            found_bin, found_above, found_inside = Int32(0), Int32(0), Int32(0)
-            for b in cutlass.range_constexpr(BINS_A_THREAD - 1, -1, -1):
-                if above < wanted and above + totals[b] >= wanted:
-                    found_bin, found_above, found_inside = own_bins + b, above, totals[b]
-                above += totals[b]
-            (memory.found + 0).store(found_bin)
-            (memory.found + 1).store(found_above)
-            (memory.found + 2).store(found_inside)
+        other = memory.histograms + (1 - histogram) * BINS + own_bins * tid
+        cute.make_tensor(other, cute.make_layout(own_bins)).fill(0)
+        if warp == 0:
+            lower, upper = Int32(0), Int32(0)  # of groups 2 lane and 2 lane + 1
+            for rank in cutlass.range_constexpr(self.cluster):
+                pair = self._pair(groups + 2 * lane, Int32(rank))
+                lower, upper = lower + pair[0], upper + pair[1]
+            above = self._sum_from(lower + upper, lane) - lower - upper
+            hit = cute.arch.vote_ballot_sync(above < wanted and above + lower + upper >= wanted)
+            group, above_group = 2 * lane, above + upper
+            if above + upper >= wanted:
+                group, above_group = group + 1, above
+            owner = 31 - Int32(cute.arch.clz(hit))
+            group, above_group = cute.arch.shuffle_sync(group, owner), cute.arch.shuffle_sync(above_group, owner)
+            total = Int32(0)
+            for rank in cutlass.range_constexpr(self.cluster):
+                total += self._word(counters + WARP * group + lane, Int32(rank))
+            above = above_group + self._sum_from(total, lane) - total
+            if above < wanted and above + total >= wanted:
+                (memory.found + 0).store(WARP * group + lane)
+                (memory.found + 1).store(above)
+                (memory.found + 2).store(total)
         cute.arch.sync_threads()
         return (memory.found + 0).load(), (memory.found + 1).load(), (memory.found + 2).load()
 
-    def _words(self, pointer: cute.Pointer, rank: int) -> Any:
-        """Four words of shared memory of a CTA of the cluster."""
+    @cute.jit
+    def _sum_from(self, value: Int32, lane: Int32) -> Int32:
+        """The sum of a value over this lane and those after it."""
+        for step in (1, 2, 4, 8, 16):
+            more = cute.arch.shuffle_sync_down(value, step)
+            value += cutlass.select_(lane + step < WARP, more, Int32(0))
+        return value
+
+    def _word(self, pointer: cute.Pointer, rank: Int32) -> Any:
+        """A word of shared memory of a CTA of the cluster."""
+        return cluster_shared.remote_value(pointer, rank, Int32) if self.cluster > 1 else pointer.load()
+
+    def _pair(self, pointer: cute.Pointer, rank: Int32) -> Any:
+        """Two words of shared memory of a CTA of the cluster."""
         if self.cluster > 1:
-            return cluster_shared.remote_vector(pointer, Int32(rank), Int32)
-        words = cute.make_tensor(pointer, cute.make_layout(4)).load()
-        return [words[i] for i in range(4)]
+            return cluster_shared.remote_vector(pointer, rank, Int32, 2)
+        return pointer.load(), (pointer + 1).load()
 
     @cute.jit
     def _sync_cluster(self):
@@ -424,28 +442,24 @@ class TopkKernel:
         for other in cutlass.range_constexpr(-(-self.cluster * spec.warps // WARP)):
             earlier = other * WARP + lane
             if earlier < warp:
-                pair = memory.counts + 2 * (earlier % spec.warps)
-                if const_expr(self.cluster > 1):
-                    more_above, more_inside = cluster_shared.remote_vector(pair, earlier // spec.warps, Int32, 2)
-                else:
-                    more_above, more_inside = pair.load(), (pair + 1).load()
-                above += more_above
-                inside += more_inside
+                pair = self._pair(memory.counts + 2 * (earlier % spec.warps), earlier // spec.warps)
+                above, inside = above + pair[0], inside + pair[1]
         return cute.arch.warp_redux_sync(above, "add"), cute.arch.warp_redux_sync(inside, "add")
 
     @cute.jit
-    def _result(self, mTable, row_index: Int32, position: Int32, page_size: Int32, divisors: tuple):
+    def _result(self, mTable, row_index: Int32, position: Int32, slots: tuple, divisors: tuple):
         """What the result says of a position: itself, or its slot, -1 where the table has none."""
         value = position
         if const_expr(self.spec.has_table):
             by_rows, by_page_size = divisors
+            page_size, num_slots = slots
             batch, _ = divmod(row_index, by_rows)
             page, offset = divmod(position, by_page_size)
             value = Int32(-1)
             if page < Int32(mTable.shape[1]):
                 entry = mTable[batch, page]
                 slot = Int64(entry) * Int64(page_size) + Int64(offset)
-                if entry >= 0 and slot < 2**31:
+                if entry >= 0 and slot < num_slots:
                     value = Int32(slot)
         return value
 
@@ -465,5 +479,6 @@ class TopkKernel:
             table if spec.has_table else None,
             out,
             Int32(1),
+            Int64(1),
             make_fake_stream(use_tvm_ffi_env_stream=True),
         )

@@ -1,0 +1,64 @@
+"""`index_decode` on a CPU: the choice of `fp8_mla.reference_index_decode`; which kernels a call gets."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from cute_kernels import index_decode
+from cute_kernels.indexer.score_spec import ScoreSpec, ctas_a_row, shipped_specs
+from fp8_mla import reference_index_decode, reference_index_logits
+from tests.kit.index_cases import index_call
+
+LENGTHS = [300, 0, 65, 64, 7]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"first": 3, "last": 5},
+        {"return_positions": True},
+        {"slot_table": torch.arange(50, dtype=torch.int32).view(5, 10), "slot_page_size": 48},
+    ],
+    ids=["plain", "forced", "positions", "another table"],
+)
+@pytest.mark.parametrize("topk", [16, 100, 2048])
+@pytest.mark.parametrize("s_q", [1, 3])
+def test_the_choice_is_that_of_the_reference(s_q: int, topk: int, options: dict[str, Any]) -> None:
+    call = index_call(LENGTHS, s_q=s_q, heads=16, page_size=32, exact=True, max_pages=12)
+    call["block_table"][0, 2] = 10**6  # a page that the cache lacks
+    others = {name: value for name, value in options.items() if name != "return_positions"}
+    slots, positions, _ = reference_index_decode(**call, topk=topk, **others)
+    expected = positions if options.get("return_positions") else slots
+    assert torch.equal(index_decode(**call, topk=topk, **options), expected)
+
+
+def test_lengths_of_each_query_and_logits() -> None:
+    call = index_call([300, 300], s_q=2, heads=32)
+    call["cache_seqlens"] = torch.tensor([[300, 0], [-4, 2**31 - 1]], dtype=torch.int32)
+    logits, out = torch.full((2, 2, 320), 7.0), torch.zeros(2, 2, 64, dtype=torch.int32)
+    assert index_decode(**call, topk=64, logits=logits, out=out) is out
+    known = reference_index_logits(**call)
+    assert torch.equal(logits[0, 0, :300], known[0, 0, :300]) and (logits[0, 0, 300:] == 7).all()
+    assert (logits[0, 1] == 7).all() and (out[0, 1] == -1).all() and (out[1, 0] == -1).all()
+    assert torch.equal(out, reference_index_decode(**call, topk=64)[0])
+
+
+def test_queries_may_be_bytes_and_compile() -> None:
+    call = index_call([300, 70], heads=16)
+    expected = index_decode(**call, topk=64)
+    call["q"] = call["q"].view(torch.uint8)
+    assert torch.equal(index_decode(**call, topk=64), expected)
+
+    def step(**arguments: Any) -> torch.Tensor:
+        return index_decode(**arguments, topk=64) + 1
+
+    torch._dynamo.reset()
+    assert torch.equal(torch.compile(step, fullgraph=True, backend="eager")(**call), expected + 1)
+
+
+def test_specifications() -> None:
+    assert all(spec.can_implement() == [] for spec in shipped_specs())
+    assert "heads is 8" in ScoreSpec(8).can_implement()[0] and "stages is 1" in ScoreSpec(16, 1).can_implement()[0]
+    assert [ctas_a_row(rows, 132) for rows in (1, 8, 64, 1000)] == [528, 66, 8, 1]

@@ -85,8 +85,28 @@ def prepare(plugin: bool = True) -> None:
     other: Any = types.ModuleType("vllm.model_executor.warmup.minimax_m3_msa_warmup")
     other.minimax_m3_msa_warmup = lambda worker: None
     sys.modules[other.__name__] = other
+    finish_dummy_weights()
     # looks at a model's class in another interpreter, which imports vLLM again
     registry._run_in_subprocess = lambda function: function()
+
+
+def finish_dummy_weights() -> None:
+    """Lets dummy weights become what the end of loading makes of others; without it DeepSeek-V4 does not start."""
+    from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
+
+    load = DummyModelLoader.load_weights
+
+    def load_and_finish(self: Any, model: Any, *arguments: Any) -> None:
+        load(self, model, *arguments)
+        finish_weights(model)
+
+    DummyModelLoader.load_weights = load_and_finish
+
+
+def finish_weights(model: Any) -> None:
+    """What DeepSeek-V4's class does after it has read its weights; nothing for other models."""
+    for name in ("finalize_mega_moe_weights", "finalize_mhc_broadcast_weights"):
+        getattr(getattr(model, "model", None), name, lambda: None)()
 
 
 def engine(options: dict[str, Any]) -> Any:

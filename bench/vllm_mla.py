@@ -411,8 +411,9 @@ def draw_weights(worker: Any) -> None:
     import torch
 
     torch.manual_seed(0)  # every engine draws the same ones
+    model = worker.model_runner.get_model()
     with torch.inference_mode():
-        for name, weight in worker.model_runner.get_model().named_parameters():
+        for name, weight in model.named_parameters():
             if weight.element_size() == 1 and weight.is_floating_point():  # FP8, with scales beside it
                 weight.copy_(torch.randn(weight.shape, dtype=torch.bfloat16, device=weight.device))
             elif not weight.is_floating_point():
@@ -424,6 +425,7 @@ def draw_weights(worker: Any) -> None:
             else:  # what is multiplied from the left has its sums along the second to last dimension
                 fan_in = 1 if "embed" in name else weight.shape[-2 if weight.dim() == 3 else -1]
                 weight.normal_(0, fan_in**-0.5)
+        vllm_engine.finish_weights(model)
 
 
 def fill(worker: Any, family: str) -> None:

@@ -230,6 +230,17 @@ def _tma_stores(calls: Calls) -> None:
     print(SinkExpectation.of(stored).check_forward(out.cpu(), lse.cpu(), name="stored by TMA").require())
 
 
+def _votes(calls: Calls) -> None:
+    """Flags of key tiles that change from tile to tile, so that a lane that read too late would read others."""
+    case = sparse_case(batch=2, h_q=64, topk=640, num_slots=1024, padded=False, scales="mixed")
+    arguments = _on_gpu(case)
+    out, lse = cute_kernels.mla_fp8_decode(**arguments, num_splits=1, return_lse=True)
+    print(check_decode(out.cpu(), lse.cpu(), name="flags of each tile", **case.arguments()).require())
+    for _ in range(20):
+        again = cute_kernels.mla_fp8_decode(**arguments, num_splits=1, return_lse=True)
+        assert torch.equal(again[0], out) and torch.equal(again[1], lse)
+
+
 def _sink(calls: Calls) -> None:
     # several blocks of rows and of keys, gradients added up in memory and apart, two heads to a head of the keys
     ragged = [(1, 1), (130, 260), (0, 5), (64, 0), (3, 70)]
@@ -298,5 +309,6 @@ PARTS: dict[str, Callable[[Calls], None]] = {
     "few sinks": _few_sinks,
     "graphs": _graphs,
     "tma-stores": _tma_stores,
+    "votes": _votes,
     "sink": _sink,
 }

@@ -28,9 +28,10 @@ PLACES_TO_LOOK = ("/usr/local/cuda/bin", "/opt/cuda/bin")
 SUMMARY = re.compile(r"(?:ERROR SUMMARY: (\d+) errors?)|(?:RACECHECK SUMMARY: (\d+) hazards?)")
 
 
-# how a report of initcheck begins; it ends at a line without text
+# how a report of initcheck or racecheck begins; it ends at a line without text
 REPORT = re.compile(
-    r"^========= (?:Uninitialized|Host API memory access error).*?(?=^=========\s*$|\Z)", re.MULTILINE | re.DOTALL
+    r"^========= (?:Uninitialized|Host API memory access error|(?:Error|Warning): Race).*?(?=^=========\s*$|\Z)",
+    re.MULTILINE | re.DOTALL,
 )
 
 
@@ -81,7 +82,7 @@ class Known:
     parts: tuple[str, ...]
 
 
-SHOWS = ("tma-stores",)
+SHOWS = ("tma-stores", "votes")
 KNOWN: Mapping[str, Known] = {
     "host reads what TMA stored": Known(
         "initcheck",
@@ -90,6 +91,15 @@ KNOWN: Mapping[str, Known] = {
         "compared with the oracle, so an element that nobody had written would show there",
         "tma-stores",
         ("few sinks", "tma-stores"),
+    ),
+    "lanes that a vote joins": Known(
+        "racecheck",
+        r"Warning: Race reported between Read access at \S*MlaDecodeKernel.*\n.*and Write access at \S*MlaDecodeKernel",
+        "all lanes of a softmax warp read its flags, and the exponents of its units, before lane 0 stores new ones; a "
+        "vote or a reduction of the warp stands between, which racecheck does not take for a barrier (its warnings are "
+        "of threads of one warp). A barrier there costs registers that are not there: ptxas then serializes wgmma",
+        "votes",
+        ("mla", "latent", "graphs", "sample", "votes"),
     ),
 }
 """By name. An entry belongs here when `--show` has shown the report together with right results, and not before."""

@@ -126,6 +126,25 @@ def test_reads_back_of_what_tma_stored_are_known_and_kernels_that_read_it_are_fi
     assert second.startswith("2 x Uninitialized __global__ memory read of size 16 bytes, at kernel_cutlass")
 
 
+RACES = """========= Warning: Race reported between Read access at kernel_mlakernelsdecodeMlaDecodeKernel_object+0x43c0
+=========     and Write access at kernel_mlakernelsdecodeMlaDecodeKernel_object+0x49c0 [224 hazards]
+=========
+========= {second} between Write access at kernel_mlakernelsdecodeMlaDecodeKernel_object+0x43c0
+=========     and Read access at kernel_mlakernelsdecodeMlaDecodeKernel_object+0x49c0 [2 hazards]
+=========
+{done}
+========= RACECHECK SUMMARY: 2 hazards displayed (1 error, 1 warning)
+"""
+
+
+@pytest.mark.parametrize("second", ["Error: Race reported", "Warning: Race reported"])
+def test_lanes_that_a_vote_joins_are_known_and_other_races_are_findings(second):
+    output = RACES.format(done=tools.WORKER_DONE, second=second)
+    found = tools.parse("racecheck", output, 99, "mla")
+    assert (found.errors, found.known) == (1, {"lanes that a vote joins": 1})
+    assert tools.parse("racecheck", output, 99, "gqa").errors == 2
+
+
 def test_every_known_false_report_has_calls_that_show_it():
     names = {part.name for part in tools.PARTS} | set(tools.SHOWS)
     for name, entry in tools.KNOWN.items():

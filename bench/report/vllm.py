@@ -126,16 +126,31 @@ def tokens(found: Found) -> list[str]:
     return table(header, lines)
 
 
-def mla_tokens(found: Found, own: bool = True) -> list[str]:
-    """Runs that were led along the same tokens, two at a time, over all rounds; `own`: also those of one engine."""
+COUNTS = ("tokens", "differ", "otherwise", "wrong")
+
+
+def mla_sums(found: Found) -> list[str]:
+    """Runs of each model with the plugin, over all of vLLM's own or transformers' that they were compared with."""
+    sums: dict[tuple[str, str], dict[str, int]] = {}
+    for model, said in found.get("mla-tokens", {}).get("models", {}).items():
+        for case in said["cases"]:
+            other = case["b"].split("-")[0]
+            if case["a"].startswith("ours") and other != "ours":
+                row = sums.setdefault((model, other), dict.fromkeys(COUNTS, 0))
+                for name in COUNTS:
+                    row[name] += case.get(name, 0)
+    header = ("model", "compared with", "tokens", "others", "of other keys", "wrong")
+    lines = [[model, other, *map(plain, row.values())] for (model, other), row in sums.items()]
+    return table(header, lines) if lines else []
+
+
+def mla_tokens(found: Found) -> list[str]:
+    """Runs that were led along the same tokens, two at a time, over all rounds."""
     lines = []
     for model, said in found.get("mla-tokens", {}).get("models", {}).items():
         for a, b in dict.fromkeys((case["a"], case["b"]) for case in said["cases"]):
-            if not own and a.split("-")[0] == b.split("-")[0]:
-                continue
             cases = [case for case in said["cases"] if (case["a"], case["b"]) == (a, b)]
-            counts = ("tokens", "differ", "otherwise", "wrong")
-            sums = (plain(sum(case.get(key, 0) for case in cases)) for key in counts)
+            sums = (plain(sum(case.get(key, 0) for case in cases)) for key in COUNTS)
             most = (short(max(case[key] for case in cases)) for key in ("gap", "scores"))
             lines.append([model, f"{a}, {b}", *sums, *most, short(said["near"])])
     header = (
@@ -164,13 +179,19 @@ def mla_started(found: Found) -> str:
 SHARES = ("attention", "indexer", "top-k", "slots", "rest")
 
 
-def mla_steps(found: Found) -> list[str]:
+BRIEF = (1, 64)
+"""Requests of the steps that the page for users shows."""
+
+
+def mla_steps(found: Found, brief: bool = False) -> list[str]:
     """Milliseconds per token of sparse MLA, with the plugin and without it, and the shares of kernels."""
     lines, ratios = [], []
     for heads, ours, theirs in step_pairs(found):
         mine, peer = ours.get("shares_ms", {}), theirs.get("shares_ms", {})
         ratio = peer["attention"] / mine["attention"] if mine.get("attention") and peer else None
         ratios += [ratio] if ratio else []
+        if brief and ours["batch"] not in BRIEF:
+            continue
         lines.append(
             [f"{heads}, {ours['family']}", f"{ours['batch']} x {ours['context']}",
              f"{short(ours['ms'])}, {short(theirs['ms'])}",
@@ -209,7 +230,7 @@ def mla(all_found: Sequence[Found]) -> list[str]:
     """What the page for users has of sparse MLA: tokens and steps with the plugin and without it."""
     made = []
     for found in all_found:
-        parts = (mla_tokens(found, own=False), [mla_started(found)], mla_steps(found))
+        parts = (mla_sums(found), [mla_started(found)], mla_steps(found, brief=True))
         if any(map(any, parts)):
             made += [[run(found)], *filter(any, parts)]
     return paragraphs(*made)

@@ -72,24 +72,36 @@ def launch(request: Request) -> tuple[torch.Tensor, torch.Tensor]:
         prepared.apart, out, lse, (None if out is q else q, *(given[name] for name in _READ))
     ):
         check_outputs(request)
-    plain: Request = {**request, "indices": None}
     if prepared.make_table is None:
-        return decode(plain)
+        return decode({**request, "indices": None})
     lengths = prepared.no_length if lengths is None else lengths
     # the compiled kernel takes unsigned integers for signed ones
     if any(t is not None and t.dtype is not torch.int32 for t in (indices, lengths, pages)):
         fail("indices", indices.dtype, "int32", TypeError)
     table, keys = memory.empty_like(prepared.table), memory.empty_like(prepared.keys)
     prepared.make_table(indices, pages, lengths, table, keys, 1 if request["causal"] else 0)
-    rows, d = prepared.rows, q.shape[3]
-    flat_q = q.reshape(rows, 1, -1, d)
-    flat_out = flat_q if out is q else None if out is None else out.reshape(rows, 1, -1, d)
-    flat_lse = None if lse is None else lse.reshape(rows, 1, -1)
-    caches = {name: given[name].as_strided(shape, strides) for name, shape, strides in prepared.views}
-    tables: Any = {"layout": prepared.layout, "cache_seqlens": keys, "block_table": table}
-    results = decode({**plain, **caches, **tables, "q": flat_q, "out": flat_out, "lse": flat_lse})
+    results = decode(decode_request(request, prepared, table, keys))
     found = results[0].view(q.shape), results[1].view(q.shape[:3])
     return _in_place(out, found[0]), _in_place(lse, found[1])
+
+
+def decode_request(request: Request, prepared: PreparedLaunch, table: torch.Tensor, keys: torch.Tensor) -> Request:
+    """The decode of the sequences that a block table and its lengths name."""
+    given: Any = request
+    q, out, lse = request["q"], request["out"], request["lse"]
+    rows, d = prepared.rows, q.shape[3]
+    flat_q = q.reshape(rows, 1, -1, d)
+    changed: Any = {
+        **{name: given[name].as_strided(shape, strides) for name, shape, strides in prepared.views},
+        "q": flat_q,
+        "layout": prepared.layout,
+        "cache_seqlens": keys,
+        "block_table": table,
+        "indices": None,
+        "out": flat_q if out is q else None if out is None else out.reshape(rows, 1, -1, d),
+        "lse": None if lse is None else lse.reshape(rows, 1, -1),
+    }
+    return {**given, **changed}
 
 
 _READ = tuple(name for name in DECODE.tensors if name not in ("q", *DECODE.written))

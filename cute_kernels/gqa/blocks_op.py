@@ -73,7 +73,8 @@ def launch(request: Request) -> tuple[torch.Tensor, torch.Tensor]:
     ):
         check_outputs(request)
     if prepared.make_table is None:
-        return decode({**request, "indices": None})
+        given = {**given, "indices": None}
+        return decode(given)
     lengths = prepared.no_length if lengths is None else lengths
     # the compiled kernel takes unsigned integers for signed ones
     if any(t is not None and t.dtype is not torch.int32 for t in (indices, lengths, pages)):
@@ -91,7 +92,8 @@ def decode_request(request: Request, prepared: PreparedLaunch, table: torch.Tens
     q, out, lse = request["q"], request["out"], request["lse"]
     rows, d = prepared.rows, q.shape[3]
     flat_q = q.reshape(rows, 1, -1, d)
-    changed: Any = {
+    found: Any = {
+        **given,
         **{name: given[name].as_strided(shape, strides) for name, shape, strides in prepared.views},
         "q": flat_q,
         "layout": prepared.layout,
@@ -101,7 +103,7 @@ def decode_request(request: Request, prepared: PreparedLaunch, table: torch.Tens
         "out": flat_q if out is q else None if out is None else out.reshape(rows, 1, -1, d),
         "lse": None if lse is None else lse.reshape(rows, 1, -1),
     }
-    return {**given, **changed}
+    return found
 
 
 _READ = tuple(name for name in DECODE.tensors if name not in ("q", *DECODE.written))

@@ -60,14 +60,14 @@ class VirtualPages(NamedTuple):
     parts   of a page of a head
     heads   that have pages of their own: 1 where all heads share lists, and virtual pages have them all
     steps   from a page, a part and a head to the next
-    count   of numbers, not all of which are pages if strides leave room
+    total   numbers, not all of which are pages if strides leave room
     """
 
     rows: int
     parts: int
     heads: int
     steps: tuple[int, int, int]
-    count: int
+    total: int
 
 
 def virtual_pages(
@@ -96,10 +96,10 @@ def virtual_pages(
                 f"indices: from page to page, from head to head and from {rows} tokens to the next"
             )
     taken, _ = steps[first.name]
-    count = 1 + sum((size - 1) * step for size, step in zip((sizes.outer, parts, heads), taken, strict=True))
-    if count > INT32_MAX:
-        raise ValueError(f"{first.name}: got strides {first.strides}, {count} pages and gaps; needs fewer than 2^31")
-    return VirtualPages(rows, parts, heads, taken, count)
+    total = 1 + sum((size - 1) * step for size, step in zip((sizes.outer, parts, heads), taken, strict=True))
+    if total > INT32_MAX:
+        raise ValueError(f"{first.name}: got strides {first.strides}, {total} pages and gaps; needs fewer than 2^31")
+    return VirtualPages(rows, parts, heads, taken, total)
 
 
 def _steps(
@@ -120,7 +120,7 @@ def virtual_view(
     """Shape and strides of a cache or its scales as virtual pages, in the order of the decode's layout."""
     _, unit = _steps(layout, sizes, pages.rows, pages.parts, pages.heads, t)
     size, stride = dict(zip(t.axes, t.shape, strict=True)), dict(zip(t.axes, t.strides, strict=True))
-    size |= {layout.outer: pages.count, layout.rows: pages.rows}
+    size |= {layout.outer: pages.total, layout.rows: pages.rows}
     stride[layout.outer] = unit
     if pages.heads > 1:
         size["h"], stride["h"] = 1, unit

@@ -136,9 +136,10 @@ def _check_indices(request: Request, layout: CacheLayout, sizes: CacheSizes) -> 
     needs = f"1 or {sizes.h_kv} lists of a query token, for all KV heads or one each"
     require(lists in (1, sizes.h_kv), "indices", f"shape {tuple(indices.shape)}", needs)
     require(0 < n < 2**30 // block, "indices", f"{n} blocks of {block}", "1 or more, of fewer than 2^30 tokens")
-    for name in ("window", "alibi_slopes", "cache_starts"):
-        got = "a number" if name == "window" else "a tensor"
-        require(request[name] is None, name, got, "None with indices: a list of blocks hides where a key is")  # type: ignore[literal-required]
+    positions = "None with indices: the kernel does not see where a key of a list is"
+    require(request["window"] is None, "window", request["window"], positions)
+    require(request["alibi_slopes"] is None, "alibi_slopes", "a tensor", positions)
+    require(request["cache_starts"] is None, "cache_starts", "a tensor", positions)
     if not layout.paged:
         got = f"room for {sizes.rows} tokens of a sequence"
         require(sizes.rows % block == 0, "k_cache", got, f"a multiple of index_block, {block}, with indices")

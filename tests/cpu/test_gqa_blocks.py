@@ -196,4 +196,4 @@ def test_pages_of_one_buffer() -> None:
         [Strided(name, axes, tuple(t.shape), t.stride()) for name, axes, t in (
             ("k_cache", "phtd", k), ("v_cache", "phtd", v), ("k_scale", "pht", k_scale), ("v_scale", "pht", v_scale))],
     )  # fmt: skip
-    assert found.steps == (h_kv, 0, 1) and found.count == pages * h_kv and found.rows == page_size
+    assert found.steps == (h_kv, 0, 1) and found.total == pages * h_kv and found.rows == page_size

@@ -126,7 +126,7 @@ def require_table(page_size: int, index_block: int, n: int, s_q: int, causal: in
     table = torch.full((batch * s_q * heads, n * index_block // rows), -9, dtype=torch.int32)
     made = [(table.clone(), table[:, 0].clone()) for _ in range(2)]
     table_of_lists(indices, pages, lengths, *made[0], *numbers)
-    on_gpu = [None if t is None else t.cuda() for t in (indices, pages, lengths, *made[1])]
+    on_gpu: list[Any] = [None if t is None else t.cuda() for t in (indices, pages, lengths, *made[1])]
     get_kernel(BlockTableSpec(paged=page_size > 0))(*on_gpu, *numbers)
     assert torch.equal(on_gpu[4].cpu(), made[0][1])
     assert torch.equal(on_gpu[3].cpu(), made[0][0])
